@@ -1,0 +1,42 @@
+"""te_inductor: `torch.compile(model, backend="te")` runs plain PyTorch models in low precision.
+
+Start reading at `backend.py`; `docs/architecture.md` draws the whole path. Importing this package imports neither triton,
+cutlass nor Inductor: names are loaded when they are first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from te_inductor import recipes as recipes
+    from te_inductor.backend import te as te
+    from te_inductor.diagnostics import Report as Report
+    from te_inductor.diagnostics import Site as Site
+    from te_inductor.explain import explain as explain
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "explain": ("te_inductor.explain", "explain"),
+    "recipes": ("te_inductor.recipes", None),
+    "te": ("te_inductor.backend", "te"),
+    "Report": ("te_inductor.diagnostics", "Report"),
+    "Site": ("te_inductor.diagnostics", "Site"),
+}
+
+__all__ = ["Report", "Site", "__version__", "explain", "recipes", "te"]
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        module, attribute = _HOME[name]
+    except KeyError:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+    loaded = import_module(module)
+    value = loaded if attribute is None else getattr(loaded, attribute)
+    globals()[name] = value  # `explain` the function replaces `explain` the submodule
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

@@ -1,0 +1,125 @@
+"""`torch.compile(model, backend="te")`: read this file first.
+
+Dynamo hands `te` a graph of the model's forward, before autograd. PASSES find its linear layers, give each a recipe,
+check what can run, and rewrite those to `te_inductor.linear`. AOTAutograd traces that op into fine-grained forward and
+backward graphs (`ops.py`), and Inductor lowers those (`lowerings/`) beside everything else, so that quantization fuses
+with the kernels that produce its input.
+"""
+
+import copy
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from te_inductor import compat, config, recipes
+from te_inductor.config import Options
+from te_inductor.diagnostics import Report, announce, log
+from te_inductor.passes import Plan, check_sites, match_sites, report_sites, resolve_policy, rewrite_sites
+
+DECIDE: tuple[Callable[[Plan], None], ...] = (match_sites, resolve_policy, check_sites, report_sites)
+PASSES = (*DECIDE, rewrite_sites)
+
+
+def te(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    name: str | None = None,
+    **_: Any,
+) -> Callable[..., Any]:
+    """The Dynamo backend. `options` as in `config.py`; what is not ours goes to Inductor.
+
+    Raises:
+        OptionError, RecipeError: the options are wrong.
+        FallbackError: with ``options={"fallback": "error"}``, where a site does not run as asked.
+    """
+    parsed = parse(mode, options)
+    plan = Plan(gm, parsed)
+    originals = {module: copy.deepcopy(module.graph) for module in plan.graph_modules()}
+    found = run_passes(plan)
+    if found.failure is not None:
+        _restore(originals)
+    announce(found, parsed.fallback)
+    patches = inductor_patches(parsed)
+    if found.failure is not None or not found.sites:
+        return compat.compile_fx(gm, example_inputs, patches, name)  # type: ignore[no-any-return]
+    return _compile(gm, example_inputs, patches, name, originals, parsed)
+
+
+def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
+    """Options, with every recipe spec read once, so that a wrong one is an error even where no site would use it."""
+    parsed = config.parse(options, mode)
+    recipes.resolve(parsed.recipe)
+    for _, spec in parsed.policy:
+        recipes.resolve(spec)
+    return parsed
+
+
+def run_passes(plan: Plan, passes: tuple[Callable[[Plan], None], ...] = PASSES) -> Report:
+    """Run the passes. A failure of ours is part of the report, never an exception: the graph compiles without us."""
+    try:
+        for step in passes:
+            log.debug("%s", step.__name__)
+            step(plan)
+    except Exception:
+        return replace(plan.report, failure=traceback.format_exc())
+    return plan.report
+
+
+def inductor_patches(options: Options) -> dict[str, Any]:
+    """Inductor's options: the mode's, the user's, and our pass on its graphs."""
+    import torch
+    from torch._inductor import config as inductor
+
+    from te_inductor.lowerings import install
+    from te_inductor.post_grad import ShareQuantizations
+
+    install()
+    patches = dict(torch._TorchCompileInductorWrapper(options.mode, dict(options.inductor), None).config)
+    theirs = patches.get("post_grad_custom_pre_pass", inductor.post_grad_custom_pre_pass)
+    patches["post_grad_custom_pre_pass"] = ShareQuantizations(theirs)
+    return patches
+
+
+def _compile(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    patches: dict[str, Any],
+    name: str | None,
+    originals: Mapping[fx.GraphModule, fx.Graph],
+    options: Options,
+) -> Callable[..., Any]:
+    """Compile the rewritten graph; if that fails, the graph as the user wrote it, with the traceback in a warning."""
+    from torch._dynamo.exc import RestartAnalysis, SkipFrame, Unsupported
+
+    try:
+        return compat.compile_fx(gm, example_inputs, patches, name)  # type: ignore[no-any-return]
+    except (RestartAnalysis, SkipFrame, Unsupported):
+        raise  # Dynamo's own control flow
+    except Exception:
+        failure = traceback.format_exc()
+    _restore(originals)
+    compiled = compat.compile_fx(gm, example_inputs, patches, name)
+    announce(Report(failure=failure), options.fallback)  # only now: a graph that fails without us too is not our failure
+    return compiled  # type: ignore[no-any-return]
+
+
+def _restore(originals: Mapping[fx.GraphModule, fx.Graph]) -> None:
+    for module, graph in originals.items():
+        module.graph = graph  # recompiles the module
+
+
+def reset() -> None:
+    """What `torch._dynamo.reset()` asks of a backend: forget the CUDA graphs recorded so far."""
+    cudagraph_trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    if cudagraph_trees is not None:
+        cudagraph_trees.reset_cudagraph_trees()
+
+
+te.reset = reset  # type: ignore[attr-defined]

@@ -1,0 +1,41 @@
+"""What differs between torch 2.11 and 2.15, each difference in one function. Nothing else asks for torch's version."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._library import opaque_object
+
+try:  # 2.15
+    from torch._custom_class_base import CustomClassBaseMeta as ConstantMeta
+except ImportError:  # 2.11 needs the metaclass, 2.13 accepts it
+    from torch._opaque_base import OpaqueBaseMeta as ConstantMeta
+
+__all__ = ["ConstantMeta", "compile_fx", "constant_type_name", "register_constant"]
+
+
+def register_constant(cls: type) -> None:
+    """Let instances of `cls` stand in `fx.Node.args` and in an op's schema, compared by value."""
+    if hasattr(opaque_object, "register_custom_class"):  # 2.15 renamed both the function and the kind
+        opaque_object.register_custom_class(cls, typ="constant")
+    else:
+        opaque_object.register_opaque_type(cls, typ="value")
+
+
+def constant_type_name(cls: type) -> str:
+    """The name by which a schema refers to a registered class."""
+    name: str = opaque_object.get_opaque_type_name(cls)
+    return name
+
+
+def compile_fx(
+    gm: torch.fx.GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any], region: str | None = None
+) -> Any:
+    """Inductor's `compile_fx`; 2.13 and later can name the compiled region."""
+    from torch._inductor.compile_fx import compile_fx as inductor
+
+    named = {"compile_region_name": region} if region is not None else {}
+    if named and "compile_region_name" not in inspect.signature(inductor).parameters:
+        named = {}
+    return inductor(gm, inputs, config_patches=dict(patches), **named)

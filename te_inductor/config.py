@@ -1,0 +1,91 @@
+"""Compile options and environment variables: the only reader of either.
+
+Own options (everything else in `options` goes to Inductor, unchanged):
+
+=========  ===========================================  ==========================================================
+option     values                                       default
+=========  ===========================================  ==========================================================
+recipe     a recipe's name or instance                  ``TE_INDUCTOR_RECIPE``, else ``"auto"``
+policy     {module-path glob: recipe name or instance}  ``{}``; the first glob that matches wins
+fallback   ``"warn"``, ``"error"``, ``"silent"``        ``"warn"``
+mode       as in ``torch.compile(mode=…)``              None; here because torch refuses mode= beside options=
+=========  ===========================================  ==========================================================
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+from te_inductor.errors import OptionError, unknown, wrong_type
+
+Fallback = Literal["warn", "error", "silent"]
+
+OWN_OPTIONS = ("recipe", "policy", "fallback", "mode")
+FALLBACKS = ("warn", "error", "silent")
+MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+ENV_RECIPE = "TE_INDUCTOR_RECIPE"
+
+
+@dataclass(frozen=True)
+class Options:
+    """Parsed options. `recipe` and the policy's values are specs (name or instance) that `recipes.resolve` reads."""
+
+    recipe: object = "auto"
+    policy: tuple[tuple[str, object], ...] = ()
+    fallback: Fallback = "warn"
+    mode: str | None = None
+    inductor: Mapping[str, Any] = field(default_factory=dict)
+
+
+def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> Options:
+    """Read `torch.compile`'s `mode` and `options`, and the environment.
+
+    Raises:
+        OptionError: unknown key (naming the nearest), wrong type, wrong value.
+    """
+    given = dict(options or {})
+    recipe = given.pop("recipe", None)
+    if recipe is None:
+        recipe = os.environ.get(ENV_RECIPE) or "auto"
+    fallback = given.pop("fallback", "warn")
+    if fallback not in FALLBACKS:
+        raise OptionError(unknown("value of option 'fallback'", fallback, FALLBACKS))
+    policy = _parse_policy(given.pop("policy", {}))
+    own_mode = given.pop("mode", None)
+    if own_mode is not None and mode is not None and own_mode != mode:
+        raise OptionError(f"mode={mode!r} beside options={{'mode': {own_mode!r}}}; give one of them")
+    mode = mode if own_mode is None else own_mode
+    if mode is not None and mode not in MODES:
+        raise OptionError(unknown("mode", mode, MODES))
+    return Options(recipe, policy, cast(Fallback, fallback), mode, _parse_inductor(given))
+
+
+def _parse_policy(policy: object) -> tuple[tuple[str, object], ...]:
+    if not isinstance(policy, Mapping):
+        raise OptionError(wrong_type("option 'policy'", policy, "a dict of {module-path glob: recipe}"))
+    for glob in policy:
+        if not isinstance(glob, str):
+            raise OptionError(wrong_type("a key of option 'policy'", glob, "a module-path glob (a string)"))
+    return tuple(policy.items())
+
+
+def _parse_inductor(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Check the names and types of Inductor's options; torch's own message lists a thousand names and no nearest one."""
+    if not given:
+        return {}
+    from torch._inductor import config as inductor
+
+    known = inductor.get_config_copy()
+    parsed = {}
+    for key, value in given.items():
+        if not isinstance(key, str):
+            raise OptionError(wrong_type("an option's name", key, "a string"))
+        name = key.replace("-", "_")
+        if name not in known:
+            raise OptionError(unknown("option", key, [*OWN_OPTIONS, *known]))
+        expected = inductor.get_type(name)
+        if isinstance(expected, type) and not isinstance(value, expected):
+            raise OptionError(wrong_type(f"Inductor option {key!r}", value, f"{expected.__name__}"))
+        parsed[name] = value
+    return parsed

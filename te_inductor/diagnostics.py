@@ -1,0 +1,140 @@
+"""What runs where, and why not: refusals, sites, reports, the one warning of a compile, and the log.
+
+``TORCH_LOGS="+te_inductor"`` shows every decision as it is made.
+"""
+
+import logging
+import warnings
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from te_inductor.errors import FallbackError, FallbackWarning
+
+log = logging.getLogger("te_inductor")
+
+
+class Refusal:
+    """Why a site stays as it is: a value, formatted only when somebody reads it."""
+
+    def __init__(self, template: str, *args: object) -> None:
+        self.template, self.args = template, args
+
+    def __str__(self) -> str:
+        return self.template % self.args
+
+    def __repr__(self) -> str:
+        return f"Refusal({str(self)!r})"
+
+
+@dataclass(frozen=True)
+class Site:
+    """One GEMM of one place in the model."""
+
+    fqn: str  # module path, as in `model.named_modules()`
+    pattern: str  # "linear" or "matmul"
+    gemm: str  # "fprop", "dgrad", "wgrad"
+    shapes: tuple[Any, int, int]  # (M, N, K) of this GEMM, as out[M, N] = a[M, K] b[K, N]; a symbolic size is a string
+    recipe: str  # a recipe's name, or "none"
+    kernel: str  # "cublaslt", "inductor", "eager", "high_precision"
+    reason: str | None = None  # why it does not run as asked; None where it does
+
+
+@dataclass(frozen=True)
+class Report:
+    """Every site of a model. `print(report)` shows a table."""
+
+    sites: list[Site] = field(default_factory=list)
+    unused_policy: list[str] = field(default_factory=list)
+    failure: str | None = None  # traceback of a failure inside our own passes
+
+    @property
+    def fallbacks(self) -> list[Site]:
+        return [site for site in self.sites if site.reason is not None]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(title=_headline(self), title_justify="left")
+        for column in ("module", "pattern", "GEMM", "M x N x K", "recipe", "kernel", "why not"):
+            table.add_column(column, overflow="fold")
+        for row in _rows(self.sites):
+            table.add_row(*row)
+        console = Console(width=140, no_color=True, highlight=False)
+        with console.capture() as capture:
+            console.print(table)
+        tail = [f"policy glob {glob!r} matches no module with a linear site" for glob in self.unused_policy]
+        return "\n".join([capture.get().rstrip(), *tail, *([self.failure] if self.failure else [])])
+
+
+def merge(reports: Iterable[Report]) -> Report:
+    """One report of several graphs; a policy glob is unused where no graph used it."""
+    reports = list(reports)
+    unused = [glob for glob in reports[0].unused_policy] if reports else []
+    return Report(
+        sites=[site for report in reports for site in report.sites],
+        unused_policy=[glob for glob in unused if all(glob in report.unused_policy for report in reports)],
+        failure="\n".join(report.failure for report in reports if report.failure) or None,
+    )
+
+
+def _headline(report: Report) -> str:
+    low = sum(site.kernel != "high_precision" for site in report.sites)
+    return f"te_inductor: {low} of {len(report.sites)} GEMMs in low precision, {len(report.fallbacks)} fallbacks"
+
+
+def _rows(sites: list[Site]) -> Iterable[tuple[str, ...]]:
+    """One row a place; its GEMMs share a row where they share everything but sizes."""
+    for _, group in _grouped(sites, lambda s: (s.fqn, s.pattern, s.recipe, s.kernel, s.reason)):
+        first = group[0]
+        sizes = " x ".join(str(size) for size in first.shapes)
+        gemms = ", ".join(dict.fromkeys(site.gemm for site in group))
+        yield first.fqn or "(root)", first.pattern, gemms, sizes, first.recipe, first.kernel, first.reason or ""
+
+
+def _grouped(sites: list[Site], key: Any) -> Iterable[tuple[Any, list[Site]]]:
+    groups: dict[Any, list[Site]] = {}
+    for site in sites:
+        groups.setdefault(key(site), []).append(site)
+    return groups.items()
+
+
+def announce(report: Report, fallback: str) -> None:
+    """Say once what does not run as asked, as `options["fallback"]` wants it said.
+
+    Raises:
+        FallbackError: with ``fallback="error"``.
+    """
+    for site in report.sites:
+        log.debug("%s", site)
+    text = summary(report)
+    if text is None:
+        return
+    if fallback == "error":
+        raise FallbackError(text)
+    if fallback == "warn":
+        warnings.warn(text, FallbackWarning, stacklevel=2)
+
+
+def summary(report: Report) -> str | None:
+    """The text of the warning, None where everything runs as asked."""
+    lines = []
+    places = {(site.fqn, site.pattern) for site in report.sites}
+    if report.fallbacks:
+        fallen = {(site.fqn, site.pattern) for site in report.fallbacks}
+        lines.append(f"te_inductor: {len(fallen)} of {len(places)} linear sites stay in high precision:")
+        for reason, group in _grouped(report.fallbacks, lambda site: site.reason):
+            names = list(dict.fromkeys(site.fqn or "(root)" for site in group))
+            shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+            lines.append(f"  {reason}: {shown}")
+    for glob in report.unused_policy:
+        known = ", ".join(sorted({fqn for fqn, _ in places})[:4]) or "none"
+        lines.append(f"te_inductor: policy glob {glob!r} matches no linear site of this graph (sites: {known}, …)")
+    if report.failure:
+        lines.append(f"te_inductor: compiled without low precision, because a pass of ours failed:\n{report.failure}")
+    return "\n".join(lines) or None

@@ -1,0 +1,36 @@
+"""`explain(model, *inputs)`: what would run where, without compiling a kernel."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from te_inductor.backend import DECIDE, parse, run_passes
+from te_inductor.diagnostics import Report, merge
+from te_inductor.passes import Plan
+
+
+def explain(
+    model: Callable[..., Any], *inputs: Any, options: Mapping[str, Any] | None = None, **kwargs: Any
+) -> Report:
+    """What `torch.compile(model, backend="te", options=options)` would do with each linear layer, and why not.
+
+    Traces the model with Dynamo and runs it once, uncompiled, on `inputs` and `kwargs` (a trace can only go on behind a
+    graph break by running what comes before it). The random state is left as it was; buffers that the forward updates
+    are updated. A compiled model is explained as the model inside it.
+
+    Raises:
+        OptionError, RecipeError: the options are wrong.
+    """
+    parsed = parse(None, options)
+    model = getattr(model, "_orig_mod", model)
+    reports: list[Report] = []
+
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        reports.append(run_passes(Plan(gm, parsed), DECIDE))
+        return gm.forward
+
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        torch.compile(model, backend=backend)(*inputs, **kwargs)
+    return merge(reports)

@@ -1,0 +1,94 @@
+"""Quantization in Inductor IR, so that it fuses with whatever produces the tensor."""
+
+import torch
+from torch._inductor import ir
+from torch._inductor.lowering import lowerings
+from torch._inductor.virtualized import ops as prims
+
+from te_inductor import ops
+from te_inductor.lowerings.registry import lowering
+from te_inductor.recipes import Quantizer
+from te_inductor.recipes.quantizers import padded
+from te_inductor.runtime.eager import EXPONENT_MASK, FP32_MAX
+
+aten = torch.ops.aten
+
+
+def _encode_scale(x: ir.TensorBox, quantizer: Quantizer) -> tuple[ir.TensorBox, ir.TensorBox]:
+    """scale and scale_inv of the whole tensor, fp32 scalars. Mirrors `eager.encode_scale`."""
+    amax = lowerings[aten.amax](lowerings[aten.abs](x), list(range(len(x.get_size()))))
+    load = amax.make_loader()
+
+    def scale(index):  # type: ignore[no-untyped-def]
+        value = prims.to_dtype(load(index), torch.float32)
+        epsilon, one = prims.constant(quantizer.amax_epsilon, torch.float32), prims.constant(1.0, torch.float32)
+        value = prims.where(prims.lt(value, epsilon), epsilon, value)
+        usable = prims.and_(
+            prims.gt(value, prims.constant(0.0, torch.float32)),
+            prims.lt(value, prims.constant(float("inf"), torch.float32)),
+        )
+        encoded = _divide(prims.constant(quantizer.format.max, torch.float64), value)
+        largest = prims.constant(FP32_MAX, torch.float32)
+        encoded = prims.where(prims.gt(encoded, largest), largest, encoded)
+        if quantizer.power_2_scale:
+            bits = prims.to_dtype_bitcast(encoded, torch.int32, torch.float32)
+            bits = prims.bitwise_and(bits, prims.constant(EXPONENT_MASK, torch.int32))
+            encoded = prims.to_dtype_bitcast(bits, torch.float32, torch.int32)
+        return prims.where(usable, encoded, one)
+
+    def scale_inv(index):  # type: ignore[no-untyped-def]
+        return _divide(prims.constant(1.0, torch.float64), scale(index))
+
+    boxes = [
+        ir.Pointwise.create(device=x.get_device(), dtype=torch.float32, inner_fn=f, ranges=[]) for f in (scale, scale_inv)
+    ]
+    for box in boxes:
+        box.realize()  # computed once, in the reduction's epilogue, and not again by every thread of the cast
+    return boxes[0], boxes[1]
+
+
+def _divide(numerator, denominator):  # type: ignore[no-untyped-def]
+    """IEEE fp32 division on every device. Triton's own fp32 division may be off by 2 ulp; the double quotient of two
+    fp32 values, rounded to fp32, is the correctly rounded quotient, since 53 >= 2 * 24 + 2 bits."""
+    return prims.to_dtype(prims.truediv(numerator, prims.to_dtype(denominator, torch.float64)), torch.float32)
+
+
+def _cast(x: ir.TensorBox, scale: ir.TensorBox, quantizer: Quantizer) -> ir.TensorBox:
+    """The low-precision copy, columns padded with zeros. Saturates by plain comparisons: NaN passes through, and
+    NaN-propagating min/max beside transposed fp8 stores would meet Triton issue 11111."""
+    rows, columns = x.get_size()
+    missing = padded(columns) - columns
+    if missing != 0:
+        x = lowerings[aten.constant_pad_nd](x, [0, missing], 0.0)
+    load, load_scale = x.make_loader(), scale.make_loader()
+
+    def inner(index):  # type: ignore[no-untyped-def]
+        value = prims.mul(prims.to_dtype(load(index), torch.float32), load_scale([]))
+        high = prims.constant(quantizer.format.max, torch.float32)
+        low = prims.constant(-quantizer.format.max, torch.float32)
+        value = prims.where(prims.gt(value, high), high, value)
+        value = prims.where(prims.lt(value, low), low, value)
+        return prims.to_dtype(value, quantizer.format.dtype)
+
+    return ir.Pointwise.create(
+        device=x.get_device(), dtype=quantizer.format.dtype, inner_fn=inner, ranges=[rows, columns + missing]
+    )
+
+
+@lowering(ops.quantize)
+def quantize(x: ir.TensorBox, quantizer: Quantizer) -> tuple[ir.TensorBox, ...]:
+    scale, scale_inv = _encode_scale(x, quantizer)
+    return _cast(x, scale, quantizer), scale_inv
+
+
+@lowering(ops.quantize_rowcol)
+def quantize_rowcol(x: ir.TensorBox, quantizer: Quantizer) -> tuple[ir.TensorBox, ...]:
+    scale, scale_inv = _encode_scale(x, quantizer)
+    transposed = lowerings[aten.permute](x, [1, 0])
+    return _cast(x, scale, quantizer), scale_inv, _cast(transposed, scale, quantizer), scale_inv
+
+
+@lowering(ops.dequantize)
+def dequantize(data: ir.TensorBox, scale_inv: ir.TensorBox, quantizer: Quantizer, dtype: torch.dtype) -> ir.TensorBox:
+    wide = lowerings[aten.mul](lowerings[torch.ops.prims.convert_element_type](data, torch.float32), scale_inv)
+    return lowerings[torch.ops.prims.convert_element_type](wide, dtype)  # type: ignore[no-any-return]

@@ -1,0 +1,20 @@
+"""The module path of a node, as `model.named_modules()` would print it."""
+
+import re
+
+from torch import fx
+
+_ROOT = re.compile(r"^[LG]\['[^']*'\]")
+_KEY = re.compile(r"\._modules\['([^']*)'\]|\['([^']*)'\]|\[(\d+)\]")
+# Wrappers that are no part of the path that the model's author sees.
+_WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(\.|$)|\bslice\([^)]*\)(\.|$)")
+
+
+def module_path(node: fx.Node) -> str:
+    """`layers.0.self_attn.q_proj` for a node that Dynamo traced inside that module; "" outside any."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path = str(list(stack.values())[-1][0])
+    path = _KEY.sub(lambda key: "." + next(part for part in key.groups() if part is not None), _ROOT.sub("", path))
+    return _WRAPPERS.sub("", path.strip(".")).strip(".")

@@ -1,0 +1,57 @@
+"""What a site must be to run in low precision. Each check returns None or the reason why not."""
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from te_inductor.diagnostics import Refusal
+from te_inductor.recipes.quantizers import padded
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Padding N and K to 16 multiplies a GEMM's work by at most this; above it, a GEMM whose low-precision gain is at most
+# 1.6x (docs/performance.md) and that also pays for quantization has nothing left to win.
+MAX_PADDING = 1.25
+MIN_CAPABILITY = (8, 9)  # first CUDA devices with FP8 tensor cores
+
+
+def value(node: fx.Node) -> torch.Tensor:
+    """The fake tensor that Dynamo traced for a node."""
+    return node.meta["example_value"]  # type: ignore[no-any-return]
+
+
+def is_tensor(node: Any) -> bool:
+    return isinstance(node, fx.Node) and isinstance(node.meta.get("example_value"), torch.Tensor)
+
+
+def device(device: torch.device) -> Refusal | None:
+    if device.type == "cpu":
+        return None
+    if device.type != "cuda":
+        return Refusal("device type %s has no FP8 GEMM", device.type)
+    capability = torch.cuda.get_device_capability(device)
+    if capability < MIN_CAPABILITY:
+        return Refusal("compute capability %d.%d has no FP8 tensor cores, 8.9 is the first", *capability)
+    return None
+
+
+def tensors(x: torch.Tensor, weight: torch.Tensor) -> Refusal | None:
+    for name, tensor in (("input", x), ("weight", weight)):
+        if tensor.dtype not in DTYPES:
+            return Refusal("%s dtype %s is not float32, bfloat16 or float16", name, str(tensor.dtype).removeprefix("torch."))
+        if tensor.layout != torch.strided or torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
+            return Refusal("%s is a %s, not a plain strided tensor", name, type(tensor).__name__)
+    return device(weight.device)
+
+
+def sizes(m: Any, n: Any, k: Any) -> Refusal | None:
+    if not (isinstance(n, int) and isinstance(k, int)):
+        return Refusal("weight of symbolic size %s x %s", n, k)
+    if isinstance(m, int) and m == 0:
+        return Refusal("empty batch")
+    if n == 0 or k == 0:
+        return Refusal("empty weight %d x %d", n, k)
+    work = padded(n) * padded(k) / (n * k)
+    if work > MAX_PADDING:
+        return Refusal("N=%d, K=%d would be padded to multiples of 16: %.2fx the work", n, k, work)
+    return None

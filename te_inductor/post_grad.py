@@ -1,0 +1,85 @@
+"""The pass that runs on Inductor's graphs, after autograd: one quantization of a tensor, however many GEMMs read it.
+
+AOTAutograd's partitioner removes common subexpressions from training graphs; inference graphs get none, so q, k and v
+would each quantize the same input.
+"""
+
+import functools
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from te_inductor import ops
+
+aten = torch.ops.aten
+# Pure ops between a tensor and its quantized copies.
+_SHARED = frozenset(
+    {
+        ops.quantize,
+        ops.quantize_rowcol,
+        aten.view.default,
+        aten.reshape.default,
+        aten._unsafe_view.default,
+        aten.t.default,
+        aten.permute.default,
+        torch.ops.prims.convert_element_type.default,
+    }
+)
+
+
+class ShareQuantizations(CustomGraphPass):  # type: ignore[misc]
+    """Replaces each repeated `_SHARED` node by the first. Runs after the user's own pass, if there is one.
+
+    Its `uuid` also stands in both compile caches for everything of ours that Inductor's key does not see: the lowerings.
+    """
+
+    def __init__(self, user_pass: Callable[[fx.Graph], Any] | None = None) -> None:
+        self.user_pass = user_pass
+
+    def __call__(self, graph: fx.Graph) -> None:
+        if self.user_pass is not None:
+            self.user_pass(graph)
+        share(graph)
+
+    def uuid(self) -> Any:
+        """None, which turns the cache off, where the user's pass has no identity."""
+        if self.user_pass is None:
+            return package_hash()
+        theirs = self.user_pass.uuid() if isinstance(self.user_pass, CustomGraphPass) else None
+        return None if theirs is None else (package_hash(), theirs)
+
+
+def share(graph: fx.Graph) -> None:
+    seen: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target not in _SHARED:
+            continue
+        key = (node.target, _hashable(node.args), _hashable(node.kwargs))
+        first = seen.setdefault(key, node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return tuple((key, _hashable(item)) for key, item in sorted(value.items()))
+    if isinstance(value, list | tuple):
+        return tuple(_hashable(item) for item in value)
+    return value
+
+
+@functools.cache
+def package_hash() -> str:
+    """A digest of the package's sources: an edited package never meets kernels that an older one wrote."""
+    digest = hashlib.sha256()
+    root = Path(__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,37 @@
+"""Recipes: how a linear layer's tensors are stored and multiplied in low precision.
+
+Anywhere a recipe is expected, its name will do: ``"current"``, ``"none"`` (leave the site in high precision) or
+``"auto"`` (the best recipe that the site's device runs).
+"""
+
+from te_inductor.errors import RecipeError, unknown, wrong_type
+from te_inductor.recipes.formats import Format
+from te_inductor.recipes.quantizers import Gemm, MMParams, QParams, Quantizer
+from te_inductor.recipes.recipe import Float8CurrentScaling, Recipe, Slots
+
+__all__ = ["Float8CurrentScaling", "Format", "Gemm", "MMParams", "QParams", "Quantizer", "Recipe", "Slots", "resolve"]
+
+_BY_NAME: dict[str, type[Recipe]] = {recipe.name: recipe for recipe in (Float8CurrentScaling,)}
+NAMES = ("auto", "none", *_BY_NAME)
+
+
+def resolve(spec: object) -> Recipe | None:
+    """The recipe that a name or instance means; None for ``"none"``.
+
+    ``"auto"`` is per-tensor current scaling, the one recipe so far, on every device with FP8 GEMMs.
+
+    Raises:
+        RecipeError: unknown name (naming the nearest), or an object that is no recipe.
+    """
+    if isinstance(spec, Recipe):
+        spec.slots()  # the abstract base refuses itself here
+        return spec
+    if not isinstance(spec, str):
+        raise RecipeError(wrong_type("recipe", spec, f"a Recipe instance or one of {', '.join(NAMES)}"))
+    if spec == "none":
+        return None
+    if spec == "auto":
+        return Float8CurrentScaling()
+    if spec not in _BY_NAME:
+        raise RecipeError(unknown("recipe", spec, NAMES))
+    return _BY_NAME[spec]()

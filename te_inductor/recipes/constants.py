@@ -1,0 +1,54 @@
+"""Frozen value objects that stand in a graph as op arguments: torch's "opaque value types".
+
+Two equal constants are one to Dynamo's guards, to CSE and to both compile caches; a field that changes anything changes
+the key. What cannot be written down exactly is refused here, so that no key silently leaves a field out.
+"""
+
+import dataclasses
+import enum
+import math
+from typing import Any, TypeVar
+
+from typing_extensions import dataclass_transform
+
+from te_inductor.compat import ConstantMeta, register_constant
+from te_inductor.errors import RecipeError, wrong_type
+
+T = TypeVar("T")
+
+
+class Constant(metaclass=ConstantMeta):
+    """Base of frozen dataclasses whose fields are bool, int, float, str, None, enum members, tuples or Constants."""
+
+    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
+        """Source that rebuilds this object, and the names that the source uses."""
+        names: dict[str, Any] = {}
+        return _source(self, names), names
+
+
+@dataclass_transform(frozen_default=True)
+def constant(cls: type[T]) -> type[T]:
+    """Class decorator: a frozen dataclass registered with torch under its own name."""
+    made = dataclasses.dataclass(frozen=True)(cls)
+    register_constant(made)
+    return made
+
+
+def _source(value: object, names: dict[str, Any]) -> str:
+    if value is None or isinstance(value, bool | int | str):
+        return repr(value)
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise RecipeError(f"a recipe field is {value}, expected a finite number")
+        return repr(value)
+    if isinstance(value, tuple):
+        return f"({''.join(_source(item, names) + ', ' for item in value)})"
+    name = f"te_inductor_{type(value).__name__}"
+    if isinstance(value, enum.Enum):
+        names[name] = type(value)
+        return f"{name}.{value.name}"
+    if isinstance(value, Constant) and dataclasses.is_dataclass(value):
+        names[name] = type(value)
+        fields = (f"{f.name}={_source(getattr(value, f.name), names)}" for f in dataclasses.fields(value))
+        return f"{name}({', '.join(fields)})"
+    raise RecipeError(wrong_type("a recipe field", value, "a number, string, enum member, tuple or Constant"))
