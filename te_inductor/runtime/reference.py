@@ -1,0 +1,162 @@
+"""The float64 oracle: what every kernel of this package is held to, written a second time from docs/numerics.md.
+
+It shares the formats (`recipes/formats.py`), the alignment and the recipe fields with the rest of the package, and no
+arithmetic: casts take values apart into exponent and mantissa, scales are Python floats, sums are float64. Values of a
+low-precision tensor are returned as float64 tensors that hold exactly the values of the element.
+
+A float64 input is read as fp32 first, as the fp32 model would hold it.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from te_inductor.recipes import Quantizer, Recipe
+from te_inductor.recipes.formats import Element
+from te_inductor.recipes.quantizers import ALIGNMENT
+
+_FP32_MAX = (2 - 2.0**-23) * 2.0**127
+
+
+def round_to_element(
+    x: Tensor,  # (...) float64
+    element: Element,
+) -> Tensor:  # (...) float64, values of the element
+    """Round to nearest, ties to even; saturate, infinities too; keep NaN and the sign of zero.
+
+    Source: OCP 8-bit Floating Point Specification, revision 1.0, section 5.2.1 (saturating mode).
+    """
+    x = x.clamp(-element.max, element.max)  # max is a value of the element, so clamping first changes no rounding
+    _, exponent = torch.frexp(torch.where(x.isnan(), 0.0, x))  # x = f * 2**exponent, 1/2 <= |f| < 1
+    leading = (exponent - 1).clamp(min=element.min_exponent)  # exponent of the leading bit, or of a subnormal's
+    step = _power_of_two(leading - element.mantissa_bits)
+    return torch.round(x / step) * step  # torch.round takes ties to even; x / step is exact
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """2.0**exponent for int exponents of normal float64 values, exact (`torch.pow` need not be)."""
+    return ((exponent.long() + 1023) << 52).view(torch.float64)
+
+
+def _fp32(value: float) -> float:
+    """Round to fp32, to nearest even. Of a float64 quotient of two fp32 values this is the IEEE fp32 quotient: a quotient
+    that is no tie differs from every tie (25 bits or fewer) by 2**-49 of itself, and float64 rounds to 2**-53."""
+    return torch.tensor(value, dtype=torch.float64).to(torch.float32).item()
+
+
+def encode_scale(amax: float, quantizer: Quantizer) -> float:
+    """The fp32 factor that maps `amax` to the element's largest value; 1 where amax is 0, inf or NaN.
+
+    Source: TransformerEngine, common/recipe/recipe_common.cuh, compute_scale_from_amax.
+    """
+    epsilon = _fp32(quantizer.amax_epsilon)
+    if amax < epsilon:
+        amax = epsilon
+    if not (math.isfinite(amax) and amax > 0):
+        return 1.0
+    scale = min(_fp32(quantizer.format.max / amax), _FP32_MAX)
+    if quantizer.power_2_scale:
+        _, exponent = math.frexp(scale)
+        scale = math.ldexp(0.5, exponent)
+    return scale
+
+
+def _amax(x: Tensor) -> float:
+    """The largest magnitude; NaN if any value is NaN; 0 of an empty tensor."""
+    if x.numel() == 0:
+        return 0.0
+    return math.nan if x.isnan().any() else max(-x.min().item(), x.max().item())
+
+
+def _cast(x: Tensor, scale: float, quantizer: Quantizer) -> Tensor:
+    """``x * scale`` as an fp32 product (48 bits are exact in float64, so this rounds once), then the element's rounding."""
+    product = (x.double() * scale).to(torch.float32).double()
+    return round_to_element(product, quantizer.format)
+
+
+def _pad_columns(x: Tensor) -> Tensor:
+    rows, columns = x.shape
+    wide = x.new_zeros((rows, -(-columns // ALIGNMENT) * ALIGNMENT))
+    wide[:, :columns] = x
+    return wide
+
+
+def quantize(
+    x: Tensor,  # (R, C)
+    quantizer: Quantizer,
+) -> tuple[Tensor, float]:  # data (R, C padded to 16) float64, scale_inv
+    """Per-tensor current scaling. ``x ~= data[:, :C] * scale_inv``."""
+    x = x.float()
+    scale = encode_scale(_amax(x), quantizer)
+    return _pad_columns(_cast(x, scale, quantizer)), _fp32(1.0 / scale)
+
+
+def quantize_rowcol(
+    x: Tensor,  # (R, C)
+    quantizer: Quantizer,
+) -> tuple[Tensor, float, Tensor, float]:  # data (R, C padded), scale_inv, data_t (C, R padded), scale_inv_t
+    """The tensor and its transpose; both have the one scale of the tensor."""
+    return *quantize(x, quantizer), *quantize(x.t(), quantizer)
+
+
+def dequantize(
+    data: Tensor,  # (R, C) values of an element
+    scale_inv: float,
+) -> Tensor:  # (R, C) float64
+    """Exact: 4 bits times 24."""
+    return data.double() * scale_inv
+
+
+def scaled_mm(
+    a: Tensor,  # (M, K) values of an element
+    a_scale_inv: float,
+    b: Tensor,  # (N, K) values of an element
+    b_scale_inv: float,
+    bias: Tensor | None = None,  # (N,)
+) -> Tensor:  # (M, N) float64
+    """``a @ b.T * a_scale_inv * b_scale_inv + bias``."""
+    y = (a.double() @ b.double().t()) * a_scale_inv * b_scale_inv
+    return y if bias is None else y + bias.double()
+
+
+def linear(
+    x: Tensor,  # (M, K)
+    weight: Tensor,  # (N, K)
+    bias: Tensor | None,  # (N,)
+    recipe: Recipe,
+    dy: Tensor,  # (M, N)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # y (M, N), dx (M, K), dw (N, K), db (N,); float64
+    """The linear layer and its gradients, each operand quantized from high precision.
+
+    Source: TransformerEngine, pytorch/module/linear.py: which operand of which GEMM is which copy; bias and its gradient
+    are never quantized.
+    """
+    return linear_forward(x, weight, bias, recipe), *linear_backward(x, weight, recipe, dy)
+
+
+def linear_forward(
+    x: Tensor,  # (M, K)
+    weight: Tensor,  # (N, K)
+    bias: Tensor | None,  # (N,)
+    recipe: Recipe,
+) -> Tensor:  # (M, N) float64
+    """The first of `linear`'s results."""
+    slots = recipe.slots()
+    return scaled_mm(*quantize(x, slots.input), *quantize(weight, slots.weight), bias)
+
+
+def linear_backward(
+    x: Tensor,  # (M, K)
+    weight: Tensor,  # (N, K)
+    recipe: Recipe,
+    dy: Tensor,  # (M, N)
+) -> tuple[Tensor, Tensor, Tensor]:  # dx (M, K), dw (N, K), db (N,); float64
+    """The other three of `linear`'s results."""
+    slots = recipe.slots()
+    g, g_scale_inv, g_t, g_t_scale_inv = quantize_rowcol(dy, slots.grad_output)
+    _, _, x_t, x_scale_inv = quantize_rowcol(x, slots.input)
+    _, _, w_t, w_scale_inv = quantize_rowcol(weight, slots.weight)
+    dx = scaled_mm(g, g_scale_inv, w_t, w_scale_inv)
+    dw = scaled_mm(g_t, g_t_scale_inv, x_t, x_scale_inv)
+    return dx, dw, dy.double().sum(0)

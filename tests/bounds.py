@@ -1,0 +1,59 @@
+"""How far a right answer may be from the float64 oracle, derived from the arithmetic. No constant here is tuned."""
+
+import torch
+from torch import Tensor
+
+UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # half a step, relative
+TINY = {torch.float32: 2.0**-150, torch.bfloat16: 2.0**-134, torch.float16: 2.0**-25}  # half a subnormal step
+
+
+def gemm_error(
+    a: Tensor,  # (M, K) values of an element
+    a_scale_inv: float,
+    b: Tensor,  # (N, K) values of an element
+    b_scale_inv: float,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:  # (M, N)
+    """The largest error of an fp32 GEMM of fp8 operands.
+
+    A product of two fp8 values (4 bits each) is exact in fp32. Summing K of them in any order rounds at most K - 1 times,
+    each by a relative 2**-24 of a partial sum that is at most S = sum |a||b| [Higham, Accuracy and Stability, eq. 4.4].
+    The scales cost two more roundings; their product may round as a subnormal. Then the result is rounded to
+    `out_dtype`, the bias is, and their sum is.
+    """
+    u, out = UNIT[torch.float32], UNIT[out_dtype]
+    scale = a_scale_inv * b_scale_inv
+    magnitudes = a.double().abs() @ b.double().abs().t()
+    total = magnitudes * scale
+    error = (a.shape[1] + 2) * u * total + TINY[torch.float32] * (magnitudes + 1)
+    result = ((a.double() @ b.double().t()) * scale).abs()
+    error = (error + out * (result + error) + TINY[out_dtype]) * (1 + 2**-10)  # second order of K u, K <= 4096
+    if bias is None:
+        return error
+    bias = bias.double().abs()
+    error = error + out * bias
+    return error + out * (result + bias + error)
+
+
+def sum_error(x: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """The largest error of an fp32 sum over the rows of x, rounded to `out_dtype`."""
+    total = x.double().abs().sum(0)
+    error = x.shape[0] * UNIT[torch.float32] * total
+    return error + UNIT[out_dtype] * (x.double().sum(0).abs() + error)
+
+
+def assert_within(actual: Tensor, expected: Tensor, error: Tensor, what: str) -> None:
+    difference = (actual.double() - expected).abs()
+    worst = (difference - error).max()
+    assert worst <= 0, f"{what}: off by {(difference / error).max():.3g} of the derived bound"
+
+
+def assert_same_values(data: Tensor, expected: Tensor) -> None:
+    """Bit for bit, except that any NaN is as good as another. `expected` is float64."""
+    actual = data.double()
+    assert actual.shape == expected.shape
+    assert torch.equal(actual.isnan(), expected.isnan()), "NaN in different places"
+    actual, expected = actual.nan_to_num(0.0), expected.nan_to_num(0.0)
+    assert torch.equal(actual, expected), f"{int((actual != expected).sum())} of {expected.numel()} values differ"
+    assert torch.equal(actual.signbit(), expected.signbit()), "zeros of different sign"

@@ -1,0 +1,37 @@
+"""Shared by all tests: every test starts with empty Dynamo caches and a known random state (`--seed`, default 0)."""
+
+import os
+
+# Workers of pytest-xdist share the cores: one thread each, for tensors and for Inductor's compiles.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+import pytest
+import torch
+
+
+def pytest_addoption(parser):
+    parser.addoption("--seed", type=int, default=0, help="random seed of every test; other seeds are other data")
+
+
+def pytest_report_header(config):
+    return f"seed: {config.getoption('--seed')}, torch {torch.__version__}"
+
+
+@pytest.fixture(autouse=True)
+def fresh_state(request):
+    torch._dynamo.reset()
+    torch.manual_seed(request.config.getoption("--seed"))
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def no_caches():
+    """For tests that change the code behind a traced op: the compile caches do not see such a change."""
+    from torch._functorch import config as functorch
+    from torch._inductor import config as inductor
+
+    with inductor.patch(force_disable_caches=True), functorch.patch(enable_autograd_cache=False):
+        yield

@@ -1,0 +1,214 @@
+"""quantize, quantize_rowcol and dequantize, eager and compiled, against the oracle: bit for bit, scales included."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from te_inductor import ops
+from te_inductor.lowerings import install
+from te_inductor.recipes import Quantizer
+from te_inductor.runtime import reference
+from tests.bounds import assert_same_values
+
+QUANTIZERS = [
+    Quantizer(element, amax_epsilon=epsilon, power_2_scale=power)
+    for element in ("e4m3", "e5m2")
+    for epsilon in (0.0, 0.5)
+    for power in (False, True)
+]
+SIZES = [(1, 1), (3, 17), (33, 70), (128, 64)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def with_values(*values: float):
+    def make(rows: int, columns: int) -> Tensor:
+        x = torch.randn(rows, columns)
+        flat = x.view(-1)
+        for index, value in enumerate(values):
+            flat[(index * 7) % flat.numel()] = value
+        return x
+
+    return make
+
+
+CONTENTS = {
+    "random": torch.randn,
+    "wide": lambda *size: torch.randn(size) * torch.exp2(torch.randint(-30, 15, size)),
+    "nan": with_values(math.nan),
+    "infinite": with_values(math.inf, -math.inf),
+    "nan and infinite": with_values(math.nan, math.inf, -math.inf),
+    "zeros": lambda *size: torch.zeros(size),
+    "one zero": with_values(0.0, -0.0),
+    "subnormal": lambda *size: torch.randn(size) * 1e-40,
+    "one subnormal": with_values(1e-40),
+    "huge": lambda *size: torch.randn(size).clamp(-1, 1) * 3e38,
+}
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "transposed": lambda x: x.t(),
+    "expanded": lambda x: x[:1].expand(*x.shape),
+    "strided": lambda x: x[:, ::2],
+}
+
+
+def check(x: Tensor, quantizer: Quantizer, results: tuple[Tensor, Tensor], expected: tuple[Tensor, float]) -> None:
+    (data, scale_inv), (values, value) = results, expected
+    assert data.dtype == quantizer.format.dtype and data.is_contiguous()
+    assert scale_inv.dtype == torch.float32 and scale_inv.shape == ()
+    assert scale_inv.item() == value, f"scale_inv {scale_inv.item():.9g}, oracle {value:.9g}"
+    assert_same_values(data, values)
+    padding = data[:, x.shape[1] :].view(torch.uint8)
+    assert padding.shape[1] < 16 and data.shape[1] % 16 == 0 and not padding.any()
+
+
+def check_both(x: Tensor, quantizer: Quantizer, quantize, quantize_rowcol) -> None:
+    check(x, quantizer, quantize(x, quantizer), reference.quantize(x, quantizer))
+    data, scale_inv, data_t, scale_inv_t = quantize_rowcol(x, quantizer)
+    values, value, values_t, value_t = reference.quantize_rowcol(x, quantizer)
+    check(x, quantizer, (data, scale_inv), (values, value))
+    check(x.t(), quantizer, (data_t, scale_inv_t), (values_t, value_t))
+
+
+@pytest.mark.parametrize("quantizer", QUANTIZERS, ids=str)
+@pytest.mark.parametrize("content", CONTENTS)
+def test_eager(content, quantizer):
+    for size in SIZES:
+        for dtype in DTYPES:
+            for layout in LAYOUTS.values():
+                x = layout(CONTENTS[content](*size).to(dtype))
+                check_both(x, quantizer, ops.quantize, ops.quantize_rowcol)
+
+
+finite = st.floats(width=32, allow_nan=False)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    rows=st.integers(0, 5),
+    columns=st.integers(0, 40),
+    values=st.lists(st.floats(width=32), min_size=1, max_size=8),
+    seed=st.integers(0, 2**31),
+    element=st.sampled_from(["e4m3", "e5m2"]),
+    epsilon=st.floats(0, 3e38),
+    power=st.booleans(),
+    dtype=st.sampled_from(DTYPES),
+    transposed=st.booleans(),
+)
+def test_eager_on_any_values(rows, columns, values, seed, element, epsilon, power, dtype, transposed):
+    generator = torch.Generator().manual_seed(seed)
+    pick = torch.randint(len(values), (rows, columns), generator=generator)
+    noise = 1 + torch.randn(rows, columns, generator=generator) / 8
+    x = (torch.tensor(values, dtype=torch.float32)[pick] * noise).to(dtype)
+    quantizer = Quantizer(element, amax_epsilon=epsilon, power_2_scale=power)
+    check_both(x.t() if transposed else x, quantizer, ops.quantize, ops.quantize_rowcol)
+
+
+@settings(max_examples=300, deadline=None)
+@given(amax=st.floats(0, width=32, allow_infinity=False), element=st.sampled_from(["e4m3", "e5m2"]))
+def test_scale_of_any_amax(amax, element):
+    """amax is the one value of the tensor, so the cast saturates at nothing and stays within a rounding of the maximum."""
+    quantizer = Quantizer(element)
+    data, scale_inv = ops.quantize(torch.tensor([[amax]]), quantizer)
+    value = reference.encode_scale(amax, quantizer)
+    assert scale_inv.item() == torch.tensor(1 / value, dtype=torch.float64).float().item()
+    if amax > quantizer.format.max / reference._FP32_MAX:
+        assert data[0, 0].item() == quantizer.format.max
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """The two ops as one compiled function each, for all quantizers; sizes are static, as a te graph's are at first."""
+    install()
+
+    def quantize(x, quantizer):
+        return torch.ops.te_inductor.quantize(x, quantizer)
+
+    def quantize_rowcol(x, quantizer):
+        return torch.ops.te_inductor.quantize_rowcol(x, quantizer)
+
+    return quantize, quantize_rowcol
+
+
+def compile_both(compiled, dynamic: bool = False):
+    return [torch.compile(function, backend="inductor", fullgraph=True, dynamic=dynamic) for function in compiled]
+
+
+# Each is a C++ compile of seconds: the pairs cover every size, dtype, layout and option once, the contents all share one.
+COMPILED = [
+    ((1, 1), torch.float32, "contiguous", Quantizer("e4m3")),
+    ((3, 17), torch.bfloat16, "transposed", Quantizer("e4m3", power_2_scale=True)),
+    ((33, 70), torch.float16, "strided", Quantizer("e5m2", amax_epsilon=0.5)),
+    ((128, 64), torch.float32, "transposed", Quantizer("e4m3", amax_epsilon=0.5, power_2_scale=True)),
+    ((33, 70), torch.bfloat16, "expanded", Quantizer("e5m2", power_2_scale=True)),
+]
+
+
+@pytest.mark.parametrize(("size", "dtype", "layout", "quantizer"), COMPILED, ids=str)
+def test_compiled(compiled, size, dtype, layout, quantizer):
+    functions = compile_both(compiled)
+    for make in CONTENTS.values():
+        check_both(LAYOUTS[layout](make(*size).to(dtype)), quantizer, *functions)
+
+
+def test_compiled_with_symbolic_sizes(compiled):
+    functions = compile_both(compiled, dynamic=True)
+    quantizer = Quantizer("e4m3")
+    for size in [(33, 70), (34, 71), (128, 64), (7, 16)]:
+        check_both(torch.randn(size), quantizer, *functions)
+
+
+def test_compiled_behind_a_producer():
+    """The case that lowerings exist for: the producer is fused into the quantization."""
+    install()
+    quantizer = Quantizer("e4m3")
+
+    def function(x, y):
+        z = torch.relu(x + y) * 3
+        return z, *torch.ops.te_inductor.quantize_rowcol(z, quantizer)
+
+    x, y = torch.randn(33, 70), torch.randn(70)
+    z, data, scale_inv, data_t, scale_inv_t = torch.compile(function, backend="inductor", fullgraph=True)(x, y)
+    values, value, values_t, value_t = reference.quantize_rowcol(z, quantizer)
+    check(z, quantizer, (data, scale_inv), (values, value))
+    check(z.t(), quantizer, (data_t, scale_inv_t), (values_t, value_t))
+
+
+def dequantized(data: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
+    """The exact product, rounded to fp32 and then to the dtype."""
+    return reference.dequantize(data.double(), scale_inv.item()).float().to(dtype).double()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_dequantize(how, dtype):
+    install()
+    quantizer = Quantizer("e4m3")
+
+    def function(data, scale_inv):
+        return torch.ops.te_inductor.dequantize(data, scale_inv, quantizer, dtype)
+
+    if how == "compiled":
+        function = torch.compile(function, backend="inductor", fullgraph=True)
+    for make in (torch.randn, CONTENTS["nan"]):
+        data, scale_inv = ops.quantize(make(33, 70), quantizer)
+        back = function(data, scale_inv)
+        assert back.dtype == dtype and back.is_contiguous()
+        assert_same_values(back, dequantized(data, scale_inv, dtype))
+
+
+@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+def test_error_is_at_most_half_a_step(element):
+    """The invariant of Quantizer: half a step of the element, relative for normal values, absolute for subnormal ones."""
+    quantizer = Quantizer(element)
+    x = torch.randn(64, 64) * torch.exp2(torch.randint(-20, 3, (64, 64)))
+    data, scale_inv = ops.quantize(x, quantizer)
+    error = (data.double() * scale_inv.double() - x.double()).abs()
+    half = torch.maximum(
+        x.double().abs() * quantizer.format.epsilon / 2,
+        torch.tensor(quantizer.format.smallest_step / 2 * scale_inv.item(), dtype=torch.float64),
+    )
+    assert (error <= half * (1 + 2**-20)).all()  # the scale, its reciprocal and the product are fp32 roundings
