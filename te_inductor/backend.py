@@ -41,15 +41,15 @@ def te(
     """
     parsed = parse(mode, options)
     plan = Plan(gm, parsed)
-    originals = {module: copy.deepcopy(module.graph) for module in plan.graph_modules()}
+    originals = {module: _snapshot(module.graph) for module in plan.graph_modules()}
     found = run_passes(plan)
     if found.failure is not None:
         _restore(originals)
     announce(found, parsed.fallback)
-    patches = inductor_patches(parsed)
+    inductor = _inductor(example_inputs, parsed, name)
     if found.failure is not None or not found.sites:
-        return compat.compile_fx(gm, example_inputs, patches, name)  # type: ignore[no-any-return]
-    return _compile(gm, example_inputs, patches, name, originals, parsed)
+        return inductor(gm)
+    return _compile_or_restore(gm, inductor, originals, parsed)
 
 
 def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
@@ -72,26 +72,26 @@ def run_passes(plan: Plan, passes: tuple[Callable[[Plan], None], ...] = PASSES) 
     return plan.report
 
 
-def inductor_patches(options: Options) -> dict[str, Any]:
-    """Inductor's options: the mode's, the user's, and our pass on its graphs."""
+def _inductor(
+    example_inputs: Sequence[Any], options: Options, name: str | None
+) -> Callable[[fx.GraphModule], Callable[..., Any]]:
+    """Inductor with the mode's options, the user's, our lowerings, and our pass on its graphs."""
     import torch
     from torch._inductor import config as inductor
 
-    from te_inductor.lowerings import install
+    from te_inductor import lowerings
     from te_inductor.post_grad import ShareQuantizations
 
-    install()
+    wrap_inner = lowerings.install()
     patches = dict(torch._TorchCompileInductorWrapper(options.mode, dict(options.inductor), None).config)
     theirs = patches.get("post_grad_custom_pre_pass", inductor.post_grad_custom_pre_pass)
     patches["post_grad_custom_pre_pass"] = ShareQuantizations(theirs)
-    return patches
+    return lambda gm: compat.compile_fx(gm, example_inputs, patches, wrap_inner, name)
 
 
-def _compile(
+def _compile_or_restore(
     gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    patches: dict[str, Any],
-    name: str | None,
+    inductor: Callable[[fx.GraphModule], Callable[..., Any]],
     originals: Mapping[fx.GraphModule, fx.Graph],
     options: Options,
 ) -> Callable[..., Any]:
@@ -99,15 +99,24 @@ def _compile(
     from torch._dynamo.exc import RestartAnalysis, SkipFrame, Unsupported
 
     try:
-        return compat.compile_fx(gm, example_inputs, patches, name)  # type: ignore[no-any-return]
+        return inductor(gm)
     except (RestartAnalysis, SkipFrame, Unsupported):
         raise  # Dynamo's own control flow
     except Exception:
         failure = traceback.format_exc()
-    _restore(originals)
-    compiled = compat.compile_fx(gm, example_inputs, patches, name)
+        _restore(originals)
+        compiled = inductor(gm)
     announce(Report(failure=failure), options.fallback)  # only now: a graph that fails without us too is not our failure
-    return compiled  # type: ignore[no-any-return]
+    return compiled
+
+
+def _snapshot(graph: fx.Graph) -> fx.Graph:
+    """A copy to return to. Dynamo also hangs plain attributes on nodes (`_dynamo_source`), which fx does not copy."""
+    twin = copy.deepcopy(graph)
+    for node, other in zip(graph.nodes, twin.nodes, strict=True):
+        for name in vars(node).keys() - vars(other).keys():
+            setattr(other, name, getattr(node, name))
+    return twin
 
 
 def _restore(originals: Mapping[fx.GraphModule, fx.Graph]) -> None:

@@ -1,7 +1,7 @@
 """What differs between torch 2.11 and 2.15, each difference in one function. Nothing else asks for torch's version."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,12 +30,17 @@ def constant_type_name(cls: type) -> str:
 
 
 def compile_fx(
-    gm: torch.fx.GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any], region: str | None = None
+    gm: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    patches: Mapping[str, Any],
+    wrap_inner: Callable[[Callable[..., Any]], Callable[..., Any]],
+    region: str | None = None,
 ) -> Any:
-    """Inductor's `compile_fx`; 2.13 and later can name the compiled region."""
+    """Inductor's `compile_fx`, its compiler of single graphs wrapped; 2.13 and later can name the compiled region."""
     from torch._inductor.compile_fx import compile_fx as inductor
+    from torch._inductor.compile_fx import compile_fx_inner
 
     named = {"compile_region_name": region} if region is not None else {}
     if named and "compile_region_name" not in inspect.signature(inductor).parameters:
         named = {}
-    return inductor(gm, inputs, config_patches=dict(patches), **named)
+    return inductor(gm, inputs, wrap_inner(compile_fx_inner), config_patches=dict(patches), **named)

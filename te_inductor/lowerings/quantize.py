@@ -70,9 +70,13 @@ def _cast(x: ir.TensorBox, scale: ir.TensorBox, quantizer: Quantizer) -> ir.Tens
         value = prims.where(prims.lt(value, low), low, value)
         return prims.to_dtype(value, quantizer.format.dtype)
 
-    return ir.Pointwise.create(
+    box = ir.Pointwise.create(
         device=x.get_device(), dtype=quantizer.format.dtype, inner_fn=inner, ranges=[rows, columns + missing]
     )
+    # Left alone, Inductor may lay the columnwise copy out like x, which no fp8 GEMM reads.
+    box.realize()
+    box.data.data.freeze_layout_with_stride_order([1, 0])
+    return box
 
 
 @lowering(ops.quantize)

@@ -1,0 +1,29 @@
+"""Models whose CUDA code the offline tests read. Each returns a compiled model and its inputs on the device "cuda"."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Case = tuple[Callable[..., Any], tuple[Tensor, ...]]
+
+
+class Mlp(nn.Module):
+    """RMSNorm, gate and up, SwiGLU, down: every producer that a quantization meets in a transformer."""
+
+    def __init__(self, dim: int, hidden: int, bias: bool = False, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        made = {"bias": bias, "device": "cuda", "dtype": dtype}
+        self.norm = nn.RMSNorm(dim, device="cuda", dtype=dtype)
+        self.gate, self.up = nn.Linear(dim, hidden, **made), nn.Linear(dim, hidden, **made)
+        self.down = nn.Linear(hidden, dim, **made)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
+
+
+def mlp_training() -> Case:
+    x = torch.randn(16384, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    return torch.compile(Mlp(4096, 14336), backend="te", fullgraph=True), (x,)

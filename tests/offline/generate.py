@@ -1,0 +1,133 @@
+"""Write the code that Inductor would generate for a CUDA device, on a machine without one.
+
+Runs as a program of its own (see `harness.py`), because the shim must be in the process before torch is::
+
+    python -m tests.offline.generate SHIM ARCH module:function OUT
+
+`module:function` returns a model and its inputs, made on the device "cuda", under a FakeTensorMode: no storage exists.
+OUT is a folder; each graph that Inductor lowers becomes a file there: 0.py (forward), 1.py (backward).
+"""
+
+import ctypes
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+
+class GenerationDone(Exception):
+    """Raised where the generated code would run."""
+
+
+PROPERTIES = {  # what Inductor reads of a device: NVIDIA H200 and B200
+    90: {"name": "NVIDIA H200", "multi_processor_count": 132, "shared_memory_per_block_optin": 232448},
+    100: {"name": "NVIDIA B200", "multi_processor_count": 148, "shared_memory_per_block_optin": 232448},
+}
+
+
+def device_properties(arch: int) -> SimpleNamespace:
+    return SimpleNamespace(
+        **PROPERTIES[arch],
+        major=arch // 10,
+        minor=arch % 10,
+        total_memory=140 << 30,
+        max_threads_per_multi_processor=2048,
+        max_threads_per_block=1024,
+        regs_per_multiprocessor=65536,
+        shared_memory_per_block=49152,
+        shared_memory_per_multiprocessor=233472,
+        warp_size=32,
+        L2_cache_size=50 << 20,
+        clock_rate=1_980_000,
+        memory_clock_rate=3_201_000,
+        memory_bus_width=6144,
+        gcnArchName="",
+    )
+
+
+def pretend(arch: int) -> list[Any]:
+    """Patches under which torch believes in one CUDA device of compute capability `arch`."""
+    import torch
+    import triton
+    from torch._dynamo.device_interface import CudaInterface
+    from torch._inductor import utils
+    from torch._inductor.codecache import CacheBase
+    from torch.utils import _triton
+    from triton.backends.compiler import GPUTarget
+
+    properties = device_properties(arch)
+    patches: list[Any] = [
+        mock.patch.object(torch.version, "cuda", "13.0"),
+        mock.patch.object(torch.cuda, "is_available", lambda: True),
+        mock.patch.object(torch.cuda, "is_initialized", lambda: True),
+        mock.patch.object(torch.cuda, "device_count", lambda: 1),
+        mock.patch.object(torch.cuda, "current_device", lambda: 0),
+        mock.patch.object(torch.cuda, "get_device_capability", lambda *_: divmod(arch, 10)),
+        mock.patch.object(torch.cuda, "get_device_properties", lambda *_: properties),
+        mock.patch.object(torch.cuda, "_get_device_properties", lambda *_: properties, create=True),
+        mock.patch.object(torch.cuda, "get_device_name", lambda *_: properties.name),
+        mock.patch.object(torch.cuda, "_lazy_init", lambda: None),
+        mock.patch.object(torch.cuda, "synchronize", lambda *_: None),
+        mock.patch.object(torch.cuda, "_exchange_device", lambda *_: 0),
+        mock.patch.object(torch.cuda, "_maybe_exchange_device", lambda *_: 0),
+        mock.patch.object(torch.cuda, "get_rng_state", lambda *_: torch.zeros(16, dtype=torch.uint8, device="cpu")),
+        mock.patch.object(torch.cuda, "set_rng_state", lambda *_: None),
+        mock.patch.object(CudaInterface, "is_available", staticmethod(lambda: True)),
+        mock.patch.object(CudaInterface, "get_compute_capability", staticmethod(lambda *_: arch)),
+        mock.patch.object(CudaInterface.Worker, "get_device_properties", staticmethod(lambda *_: properties)),
+        mock.patch.object(CudaInterface.Worker, "current_device", staticmethod(lambda: 0)),
+        mock.patch.object(_triton, "has_triton", lambda: True),
+        mock.patch.object(_triton, "triton_hash_with_backend", lambda: "offline"),
+        mock.patch.object(triton.runtime.driver, "_active", SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", arch, 32))),
+        mock.patch.object(CacheBase, "get_system", staticmethod(lambda: {"device": {"name": properties.name}, "hash": "offline"})),
+    ]
+    patches.append(mock.patch.object(utils, "is_big_gpu", lambda *_: True))
+    # These trace example tensors on the device to build patterns that none of our graphs contain.
+    for module, name in (("fuse_attention", "_sfdp_init"), ("misc_patterns", "_misc_patterns_init"), ("pad_mm", "_pad_mm_init")):
+        patches.append(mock.patch(f"torch._inductor.fx_passes.{module}.{name}", lambda *_, **__: None))
+    return patches
+
+
+def main(shim: str, arch: int, case: str, out: Path) -> None:
+    ctypes.CDLL(shim, mode=ctypes.RTLD_GLOBAL)
+    import torch
+    from torch._functorch import config as functorch
+    from torch._inductor import config
+    from torch._inductor.graph import GraphLowering
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    sources: list[str] = []
+
+    def keep(self: Any, code: Any) -> ModuleType:
+        (out / f"{len(sources)}.py").write_text(code.value)
+        sources.append(code.value)
+        stub = ModuleType("stub")
+        stub.__file__ = str(out / f"{len(sources) - 1}.py")
+
+        def call(*_: Any) -> Any:
+            raise GenerationDone
+
+        stub.call = call  # type: ignore[attr-defined]
+        return stub
+
+    torch.autograd.set_multithreading_enabled(False)
+    module, _, function = case.partition(":")
+    patches = [*pretend(arch), mock.patch.object(GraphLowering, "_compile_to_module_lines", keep)]
+    for patch in patches:
+        patch.start()
+    settings = {"compile_threads": 1, "fx_graph_cache": False, "force_disable_caches": True,
+                "joint_graph_constant_folding": False}
+    eager_backward = functorch.patch(force_non_lazy_backward_lowering=True)
+    with FakeTensorMode(allow_non_fake_inputs=True), config.patch(settings), eager_backward:
+        compiled, inputs = getattr(importlib.import_module(module), function)()
+        try:
+            compiled(*inputs)
+        except GenerationDone:
+            return
+    raise SystemExit("the case ran without reaching generated code")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))
