@@ -1,0 +1,246 @@
+"""te_inductor.linear and its three gradients against the oracle, which quantizes the same inputs by itself."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from te_inductor import explain, ops
+from te_inductor.errors import DoubleBackwardError
+from te_inductor.recipes import Float8CurrentScaling, Format, QParams
+from te_inductor.runtime import reference
+from tests.bounds import assert_within, gemm_error, sum_error
+
+RECIPES = {
+    "hybrid": Float8CurrentScaling(),
+    "e4m3": Float8CurrentScaling(fp8_format=Format.E4M3),
+    "options": Float8CurrentScaling(
+        fp8_quant_fwd_inp=QParams(power_2_scale=True),
+        fp8_quant_fwd_weight=QParams(amax_epsilon=0.3),
+        fp8_quant_bwd_grad=QParams(power_2_scale=True, amax_epsilon=2.0),
+    ),
+}
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Float8CurrentScaling) -> Tensor:
+    return torch.ops.te_inductor.linear(x, weight, bias, recipe, x.dtype)
+
+
+def through(backend: str):
+    """The same layer by each road: called, traced by AOTAutograd, compiled, and as `te` finds it in a user's function."""
+    if backend == "called":
+        return linear
+    if backend == "te":
+        def user(x, weight, bias, recipe):
+            options = {"recipe": recipe, "fallback": "error"}
+            return torch.compile(F.linear, backend="te", fullgraph=True, options=options)(x, weight, bias)
+        return user
+    return torch.compile(linear, backend=backend, fullgraph=True)
+
+
+def check(road, m: int, n: int, k: int, dtype: torch.dtype, with_bias: bool, recipe: Float8CurrentScaling) -> None:
+    x = torch.randn(m, k).to(dtype).requires_grad_()
+    weight = (torch.randn(n, k) / k**0.5).to(dtype).requires_grad_()
+    bias = torch.randn(n).to(dtype).requires_grad_() if with_bias else None
+    dy = torch.randn(m, n).to(dtype)
+    y = road(x, weight, bias, recipe)
+    y.backward(dy)
+    check_against_oracle(x, weight, bias, recipe, dy, y)
+
+
+def check_against_oracle(x, weight, bias, recipe, dy, y) -> None:
+    """`x`, `weight` and `bias` hold their gradients. Operands agree bit for bit, so the errors are those of the GEMMs."""
+    dtype, slots = y.dtype, recipe.slots()
+    x_, w, b = x.detach(), weight.detach(), None if bias is None else bias.detach()
+    expected = reference.linear(x_, w, b, recipe, dy)
+    x_row, x_scale, x_col, _ = reference.quantize_rowcol(x_, slots.input)
+    w_row, w_scale, w_col, _ = reference.quantize_rowcol(w, slots.weight)
+    g_row, g_scale, g_col, _ = reference.quantize_rowcol(dy, slots.grad_output)
+    assert_within(y, expected[0], gemm_error(x_row, x_scale, w_row, w_scale, b, dtype), "y")
+    assert_within(x.grad, expected[1], gemm_error(g_row, g_scale, w_col, w_scale, None, x.dtype), "dx")
+    assert_within(weight.grad, expected[2], gemm_error(g_col, g_scale, x_col, x_scale, None, weight.dtype), "dw")
+    if bias is not None:
+        assert_within(bias.grad, expected[3], sum_error(dy, bias.dtype), "db")
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_called(dtype, with_bias, recipe):
+    for m, n, k in [(1, 1, 1), (3, 5, 17), (33, 70, 130), (64, 48, 128)]:
+        check(through("called"), m, n, k, dtype, with_bias, recipe)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "te"])
+@pytest.mark.parametrize(
+    ("size", "dtype", "with_bias", "recipe"),
+    [
+        ((33, 64, 48), torch.float32, True, "hybrid"),
+        ((64, 48, 128), torch.bfloat16, True, "options"),
+        ((16, 77, 130), torch.float32, False, "e4m3"),
+    ],
+    ids=str,
+)
+def test_compiled(backend, size, dtype, with_bias, recipe):
+    check(through(backend), *size, dtype, with_bias, RECIPES[recipe])
+
+
+def test_the_oracle_is_a_linear_layer():
+    """Against autograd in float64: the oracle's gradients are those of its forward, up to quantization noise, which is
+    at most 2**-4 (E4M3) and 2**-3 (E5M2) of each element that is no subnormal."""
+    recipe = RECIPES["hybrid"]
+    x, w, b = (torch.randn(size, dtype=torch.float64, requires_grad=True) for size in [(33, 70), (20, 70), (20,)])
+    dy = torch.randn(33, 20, dtype=torch.float64)
+    y = F.linear(x, w, b)
+    y.backward(dy)
+    with torch.no_grad():
+        oracle = reference.linear(x, w, b, recipe, dy)
+        total = (x.abs() @ w.abs().t(), dy.abs() @ w.abs(), dy.abs().t() @ x.abs())
+    for expected, got, magnitude, relative in zip((y, x.grad, w.grad), oracle, total, (2**-4, 2**-3, 2**-3)):
+        bound = magnitude * ((1 + relative) * (1 + 2**-4) - 1) * (1 + 2**-6)
+        assert ((got - expected).abs() <= bound + 1e-3).all()
+        assert (got - expected).abs().max() > 0
+    torch.testing.assert_close(oracle[3], b.grad)
+
+
+class Calls(TorchDispatchMode):
+    """Counts the ops of this package that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "te_inductor":
+            self.names.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+def calls(x_grad: bool, weight_grad: bool, bias_grad: bool) -> tuple[list[str], list[str]]:
+    x, weight, bias = torch.randn(33, 48), torch.randn(32, 48), torch.randn(32)
+    for tensor, needs in ((x, x_grad), (weight, weight_grad), (bias, bias_grad)):
+        tensor.requires_grad_(needs)
+    with Calls() as forward:
+        y = linear(x, weight, bias, RECIPES["hybrid"])
+    with Calls() as backward:
+        if y.requires_grad:
+            y.sum().backward()
+    for tensor, needs in ((x, x_grad), (weight, weight_grad), (bias, bias_grad)):
+        assert (tensor.grad is not None) == needs
+    return sorted(forward.names), sorted(backward.names)
+
+
+@pytest.mark.parametrize(
+    ("grads", "forward", "backward"),
+    [
+        ((True, True, True), ["quantize_rowcol"] * 2, ["quantize_rowcol", "scaled_mm", "scaled_mm"]),
+        ((False, True, True), ["quantize", "quantize_rowcol"], ["quantize", "scaled_mm"]),
+        ((True, False, False), ["quantize", "quantize_rowcol"], ["quantize", "scaled_mm"]),
+        ((False, False, True), ["quantize"] * 2, []),
+        ((False, False, False), ["quantize"] * 2, []),
+    ],
+    ids=str,
+)
+def test_only_what_is_needed_is_quantized(grads, forward, backward):
+    """A frozen weight needs no transposed x, an input without gradient no transposed weight; inference needs neither."""
+    assert calls(*grads) == ([*forward, "scaled_mm"], backward)
+
+
+def test_no_grad_quantizes_no_transposes():
+    x, weight = torch.randn(4, 16, requires_grad=True), torch.randn(8, 16, requires_grad=True)
+    with torch.no_grad(), Calls() as seen:
+        linear(x, weight, None, RECIPES["hybrid"])
+    assert sorted(seen.names) == ["quantize", "quantize", "scaled_mm"]
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (2, 3, 5), (1, 1)], ids=str)
+def test_leading_dimensions(shape):
+    """They are one long M: the result is the flat one, reshaped, bit for bit."""
+    x = torch.randn(*shape, 48, requires_grad=True)
+    weight, bias = torch.randn(32, 48, requires_grad=True), torch.randn(32)
+    y = linear(x, weight, bias, RECIPES["hybrid"])
+    assert y.shape == (*shape, 32)
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    flat = x.detach().reshape(-1, 48).requires_grad_()
+    y_flat = linear(flat, weight.detach(), bias, RECIPES["hybrid"])
+    y_flat.backward(dy.reshape(-1, 32))
+    assert torch.equal(y.reshape(-1, 32), y_flat) and torch.equal(x.grad.reshape(-1, 48), flat.grad)
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(0, 16, 16), (4, 16, 0), (4, 0, 16)])
+def test_empty_stays_in_high_precision(m, n, k):
+    x, weight, bias = torch.randn(m, k, requires_grad=True), torch.randn(n, k), torch.randn(n)
+    report = explain(F.linear, x, weight, bias)
+    assert {site.kernel for site in report.sites} == {"high_precision"}
+    assert all("empty" in site.reason for site in report.sites)
+
+
+def test_empty_batch_called():
+    """A graph whose batch size is symbolic may meet an empty batch."""
+    x = torch.randn(2, 0, 48, requires_grad=True)
+    weight, bias = torch.randn(32, 48, requires_grad=True), torch.randn(32, requires_grad=True)
+    y = linear(x, weight, bias, RECIPES["hybrid"])
+    y.sum().backward()
+    assert y.shape == (2, 0, 32) and x.grad.shape == x.shape
+    assert not weight.grad.any() and not bias.grad.any()
+
+
+def test_strided_inputs():
+    """A transposed weight and a strided x give what their contiguous copies give."""
+    x, weight, dy = torch.randn(48, 33).t(), torch.randn(48, 64).t()[::2], torch.randn(32, 33).t()
+    results = []
+    for prepare in (lambda t: t, lambda t: t.contiguous()):
+        a, b = (prepare(t).detach().requires_grad_() for t in (x, weight))
+        y = linear(a, b, None, RECIPES["hybrid"])
+        y.backward(prepare(dy))
+        results.append((y, a.grad, b.grad))
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+def test_mixed_dtypes():
+    """An fp32 weight under bf16 activations, as torch.autocast has it: gradients come in the dtype of their tensor."""
+    x = torch.randn(16, 48, dtype=torch.bfloat16, requires_grad=True)
+    weight, bias = torch.randn(32, 48, requires_grad=True), torch.randn(32, requires_grad=True)
+    y = linear(x, weight, bias, RECIPES["hybrid"])
+    dy = torch.randn(16, 32).bfloat16()
+    y.backward(dy)
+    assert (y.dtype, x.grad.dtype, weight.grad.dtype, bias.grad.dtype) == (torch.bfloat16,) * 2 + (torch.float32,) * 2
+    check_against_oracle(x, weight, bias, RECIPES["hybrid"], dy, y)
+
+
+def test_backward_twice():
+    """retain_graph keeps what backward needs."""
+    x, weight = torch.randn(16, 48, requires_grad=True), torch.randn(32, 48, requires_grad=True)
+    y = linear(x, weight, None, RECIPES["hybrid"]).square().sum()
+    first = torch.autograd.grad(y, (x, weight), retain_graph=True)
+    second = torch.autograd.grad(y, (x, weight))
+    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+
+
+def test_double_backward_is_refused():
+    x, weight = torch.randn(16, 48, requires_grad=True), torch.randn(32, 48, requires_grad=True)
+    y = linear(x, weight, None, RECIPES["hybrid"]).square().sum()
+    with pytest.raises(DoubleBackwardError, match="first-order"):
+        torch.autograd.grad(y, x, create_graph=True)
+
+
+@pytest.mark.parametrize("what", ["weight scale", "input scale", "gradient scale", "no wgrad", "no dgrad", "no bias"])
+def test_the_bounds_catch(what, monkeypatch, no_caches):
+    """Mutations of the layer: a scale that is off by one step of E4M3 (2**-4), and parts left out. Each must fail."""
+    real = ops.scaled_mm
+
+    def mutant(a, a_scale, b, b_scale, bias, gemm, out_dtype):
+        if what == "weight scale" and gemm.name == "fprop":
+            b_scale = b_scale * (1 + 2**-4)
+        if what == "input scale" and gemm.name == "wgrad":
+            b_scale = b_scale * (1 + 2**-4)
+        if what == "gradient scale" and gemm.name == "dgrad":
+            a_scale = a_scale * (1 + 2**-4)
+        y = real(a, a_scale, b, b_scale, None if what == "no bias" else bias, gemm, out_dtype)
+        return torch.zeros_like(y) if what == f"no {gemm.name}" else y
+
+    monkeypatch.setattr(ops, "scaled_mm", mutant)
+    with pytest.raises(AssertionError, match="of the derived bound"):
+        check(through("aot_eager"), 33, 64, 48, torch.bfloat16, True, RECIPES["hybrid"])
