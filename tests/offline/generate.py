@@ -91,7 +91,8 @@ def pretend(arch: int) -> list[Any]:
 
 
 def main(shim: str, arch: int, case: str, out: Path) -> None:
-    ctypes.CDLL(shim, mode=ctypes.RTLD_GLOBAL)
+    if shim:  # a CUDA build of torch has guards and hooks of its own
+        ctypes.CDLL(shim, mode=ctypes.RTLD_GLOBAL)
     import torch
     from torch._functorch import config as functorch
     from torch._inductor import config
