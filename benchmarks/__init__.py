@@ -1,0 +1,1 @@
+"""Benchmarks: `train_step` (a training step against its peers), `quantize`, `gemm`, and `floor` (what to expect)."""
