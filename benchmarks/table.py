@@ -8,14 +8,13 @@ from typing import Any
 
 def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], caption: str | None = None) -> None:
     from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
 
     table = Table()
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
     for row in rows:
-        table.add_row(*("-" if cell is None else escape(str(cell)) for cell in row))
+        table.add_row(*("-" if cell is None else str(cell) for cell in row))
     # Where this is no terminal, rich would fold at 80 columns.
     console = Console(width=None if sys.stdout.isatty() else 180, highlight=False)
     for part in (f"\n{title}", table, caption):
