@@ -69,6 +69,7 @@ def pretend(arch: int) -> list[Any]:
         mock.patch.object(torch.cuda, "_get_device_properties", lambda *_: properties, create=True),
         mock.patch.object(torch.cuda, "get_device_name", lambda *_: properties.name),
         mock.patch.object(torch.cuda, "_lazy_init", lambda: None),
+        mock.patch("torch._subclasses.fake_tensor.init_gpu_context", lambda *_: None, create=True),
         mock.patch.object(torch.cuda, "synchronize", lambda *_: None),
         mock.patch.object(torch.cuda, "_exchange_device", lambda *_: 0),
         mock.patch.object(torch.cuda, "_maybe_exchange_device", lambda *_: 0),

@@ -1,0 +1,136 @@
+"""CUDA code without a GPU: generate it in a process of its own, read it, and compile its Triton kernels to cubin."""
+
+import ast
+import functools
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+# Tile sizes for kernels whose tile Inductor leaves to its autotuner; XBLOCK 1, as a persistent reduction holds whole rows.
+DEFAULT_TILE = {"XBLOCK": 1, "YBLOCK": 32, "R0_BLOCK": 1024, "RSPLIT_SIZE": 64, "NUM_STAGES": 1, "num_warps": 8}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One Triton kernel of a generated graph."""
+
+    name: str
+    source: str  # of the jitted function alone, with its imports
+    meta: dict[str, Any]  # Inductor's triton_meta: the signature, the constants
+    tile: dict[str, int] | None  # where Inductor fixed it
+
+    @property
+    def body(self) -> str:
+        return self.source[self.source.index("def " + self.name) :]
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What Inductor wrote for one case: the wrapper of the forward and of the backward, and their kernels."""
+
+    sources: tuple[str, ...]
+
+    @property
+    def kernels(self) -> list[Kernel]:
+        return [kernel for source in self.sources for kernel in _kernels(source)]
+
+    def kernel(self, *fragments: str) -> Kernel:
+        """The one kernel whose name holds all fragments."""
+        found = [kernel for kernel in self.kernels if all(part in kernel.name for part in fragments)]
+        assert len(found) == 1, f"{fragments} match {[kernel.name for kernel in found]}"
+        return found[0]
+
+
+@functools.cache
+def shim() -> str:
+    """Path of the compiled `fake_cuda.cpp`; kept by the hash of its source and torch's version."""
+    if torch.version.cuda is not None:
+        pytest.skip("a CUDA build of torch brings device guards that need a driver; the offline tests want a CPU build")
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    source = HERE / "fake_cuda.cpp"
+    key = hashlib.sha256(source.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
+    built = Path(tempfile.gettempdir()) / f"te_inductor_fake_cuda_{os.getuid()}_{key}.so"
+    if not built.exists():
+        root = Path(torch.__file__).parent
+        partial = built.with_suffix(f".{os.getpid()}")
+        includes = [f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}"]
+        libraries = [f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{root / 'lib'}"]
+        abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
+        command = [compiler, "-O0", "-fPIC", "-shared", "-std=c++20", abi, str(source), "-o", str(partial)]
+        subprocess.run([*command, *includes, *libraries], check=True)
+        partial.rename(built)
+    return str(built)
+
+
+@functools.cache
+def generate(case: str, arch: int) -> Generated:
+    """The code for `tests.offline.cases:<case>` on compute capability `arch` (90, 100)."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "tests.offline.generate", shim(), str(arch), f"tests.offline.cases:{case}", folder]
+        done = subprocess.run(command, cwd=HERE.parents[1], capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-4000:]
+        assert "lowering failed" not in done.stderr, done.stderr[-4000:]
+        return Generated(tuple(path.read_text() for path in sorted(Path(folder).glob("*.py"))))
+
+
+def _kernels(source: str) -> list[Kernel]:
+    """The kernels of one wrapper, each written there as ``name = async_compile.triton('name', '''source''')``."""
+    kernels = []
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            called = node.value.func
+            if isinstance(called, ast.Attribute) and called.attr == "triton":
+                kernels.append(_kernel(*(ast.literal_eval(argument) for argument in node.value.args[:2])))
+    return kernels
+
+
+def _kernel(name: str, source: str) -> Kernel:
+    """Keep the imports and the jitted function; take the launch facts out of Inductor's decorator."""
+    tree = ast.parse(source)
+    imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    [function] = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    facts: dict[str, Any] = {}
+    scope: dict[str, Any] = {}
+    exec("from torch._inductor.runtime.hints import *", scope)  # DeviceProperties and the hint enums
+    for decorator in function.decorator_list:
+        for keyword in getattr(decorator, "keywords", []):
+            if keyword.arg in ("triton_meta", "config"):
+                facts[keyword.arg] = eval(ast.unparse(keyword.value), scope)
+    function.decorator_list = [node for node in function.decorator_list if ast.unparse(node).startswith("triton.jit")]
+    text = "\n".join(ast.unparse(node) for node in [*imports, function])
+    return Kernel(name, text, facts["triton_meta"], facts.get("config"))
+
+
+def compile_to_cubin(kernel: Kernel, arch: int, folder: Path) -> Any:
+    """Compile one kernel with Triton's own ptxas; returns Triton's compiled kernel (`.asm["ptx"]`, `.asm["cubin"]`)."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    path = folder / f"{kernel.name}.py"
+    path.write_text(kernel.source)
+    spec = importlib.util.spec_from_file_location(kernel.name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    function = getattr(module, kernel.name)
+    tile = dict(kernel.tile or DEFAULT_TILE)
+    options = {"num_warps": tile.pop("num_warps", 4)}
+    signature = dict(kernel.meta["signature"])
+    constants = {name: value for name, value in kernel.meta["constants"].items()}
+    constants.update({name: tile[name] for name, kind in signature.items() if kind == "constexpr" and name in tile})
+    source = ASTSource(fn=function, signature=signature, constexprs={(function.arg_names.index(k),): v for k, v in constants.items()})
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)

@@ -1,0 +1,80 @@
+"""The code for a transformer's MLP on Hopper and Blackwell: which kernels, which layouts, and that they compile."""
+
+from pathlib import Path
+
+import pytest
+
+from te_inductor.lowerings.tiles import TWO_WAY_CAST
+from tests.offline.harness import Generated, compile_to_cubin, generate
+
+ARCHS = (90, 100)
+
+
+@pytest.fixture(params=ARCHS, ids=lambda arch: f"sm_{arch}")
+def arch(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.fixture
+def training(arch: int) -> Generated:
+    return generate("mlp_training", arch)
+
+
+def test_every_gemm_is_an_fp8_gemm(training: Generated) -> None:
+    forward, backward = training.sources
+    assert forward.count("extern_kernels._scaled_mm(") == 3
+    assert backward.count("extern_kernels._scaled_mm(") == 6
+    for source in (forward, backward):
+        assert "extern_kernels.mm(" not in source and "extern_kernels.addmm(" not in source
+    assert forward.count("use_fast_accum=True") == 3
+    assert backward.count("use_fast_accum=False") == 6
+
+
+def test_operands_are_k_major(training: Generated) -> None:
+    """cuBLASLt reads fp8 operands with the contraction dimension contiguous; any other layout is refused at run time."""
+    for source in training.sources:
+        for line in source.splitlines():
+            if "empty_strided_cuda(" in line and "float8" in line:
+                strides = line.split("), (")[1].split(")")[0].split(", ")
+                assert strides[-1] == "1", line
+
+
+def test_gate_and_up_share_one_quantization(training: Generated) -> None:
+    forward = training.sources[0]
+    gate, up = [line for line in forward.splitlines() if "extern_kernels._scaled_mm(" in line][:2]
+    assert gate.split("(")[1].split(",")[0] == up.split("(")[1].split(",")[0]
+
+
+def test_only_the_quantized_copies_are_saved(training: Generated) -> None:
+    """The bf16 tensors that forward returns are the MLP's output, its input, and gate and up, which SwiGLU's backward
+    reads; the normalized input and SwiGLU's output are kept as fp8 columnwise copies alone."""
+    forward = training.sources[0]
+    returned = forward.split("return (")[1].split(")")[0].split(", ")
+    made = {
+        line.split(" = ")[0].strip(): line
+        for line in forward.splitlines()
+        if "empty_strided_cuda(" in line or "reinterpret_tensor(" in line
+    }
+    wide = [name for name in returned if name in made and "bfloat16" in made[name] and "16384" in made[name]]
+    assert len(wide) <= 3, wide
+
+
+def test_two_way_casts_have_the_square_tile(training: Generated) -> None:
+    casts = [kernel for kernel in training.kernels if kernel.body.count("tl.store(") >= 2 and "YBLOCK" in kernel.body]
+    assert casts
+    assert all(kernel.tile == TWO_WAY_CAST for kernel in casts), [(kernel.name, kernel.tile) for kernel in casts]
+
+
+def test_casts_saturate_by_comparison(training: Generated) -> None:
+    """NaN-propagating min/max beside transposed fp8 stores is Triton issue 11111: no kernel holds both."""
+    for kernel in training.kernels:
+        if ".to(tl.float8" in kernel.body:
+            assert "minimum" not in kernel.body and "maximum" not in kernel.body, kernel.name
+
+
+def test_every_kernel_compiles(training: Generated, arch: int, tmp_path: Path) -> None:
+    for kernel in training.kernels:
+        compiled = compile_to_cubin(kernel, arch, tmp_path)
+        assert len(compiled.asm["cubin"]) > 0
+        if ".to(tl.float8" in kernel.body:
+            assert "cvt.rn.satfinite.e" in compiled.asm["ptx"], kernel.name  # hardware conversion, not emulated bit work
