@@ -1,0 +1,58 @@
+# Every target installs what it needs into .venv, pinned, the first time it is called.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+# Threads that wait for each other sleep. By default they spin, which on a machine that others use as well made the demo's
+# eager arm ten times slower (2 cores at load 4, torch 2.13).
+export OMP_WAIT_POLICY ?= passive
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-gpu lint format clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(VENV)/demo.done ## Train a small Llama eagerly, compiled, and in FP8; ARGS="--recipes current --steps 300"
+	$(BIN)/python -m examples.demo $(ARGS)
+
+test: $(VENV)/dev.done ## Run the tests that need no GPU; ARGS="-k explain"
+	$(BIN)/python -m pytest -m "not gpu" -n 2 $(ARGS)
+
+test-gpu: $(VENV)/dev.done ## Run the tests that need a GPU
+	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+lint: $(VENV)/dev.done ## Check style, formatting and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: $(VENV)/dev.done ## Format the sources and apply the safe fixes
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean: ## Remove .venv, caches and figures
+	rm -rf $(VENV) out build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# A GPU machine keeps the torch it has, if that is one we support and it sees the GPU; any other gets the pinned one.
+USABLE_TORCH := import sys, torch; sys.exit(not torch.cuda.is_available() or torch.__version__ < (2, 11))
+
+$(BIN)/python:
+	@if $(PYTHON) -c "$(USABLE_TORCH)" 2>/dev/null; then \
+		echo "using this machine's torch"; \
+		$(PYTHON) -m venv --system-site-packages $(VENV); \
+	else \
+		$(PYTHON) -m venv $(VENV); \
+	fi
+
+$(VENV)/torch.done: requirements/torch.txt | $(BIN)/python
+	@$(BIN)/python -c "$(USABLE_TORCH)" 2>/dev/null || { echo "installing torch"; $(INSTALL) -r $<; }
+	@touch $@
+
+$(VENV)/%.done: requirements/%.txt requirements/constraints.txt pyproject.toml | $(VENV)/torch.done
+	@echo "installing requirements/$*.txt"
+	@$(INSTALL) -r $<
+	@$(INSTALL) --no-deps --no-build-isolation --editable .
+	@touch $@
