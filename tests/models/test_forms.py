@@ -219,8 +219,8 @@ def test_products_of_activations_are_left_alone():
     assert {site.fqn for site in explained(Attention(), x_of(3))} == {"qk", "v"}
 
 
-# Dynamo keeps F.multi_head_attention_forward as one node of its graph, with the packed and the output projection inside.
-opaque = pytest.mark.xfail(strict=True, reason="F.multi_head_attention_forward is one node of Dynamo's graph")
+# F.multi_head_attention_forward is one node of Dynamo's graph, with the packed and the output projection inside.
+opaque = pytest.mark.xfail(strict=True, reason="no pass calls patterns.attention.inline yet")
 
 
 @opaque
@@ -233,8 +233,8 @@ def test_encoder_layer(train):
     assert fprops == [
         ("linear1", (32, 96, 64)),
         ("linear2", (32, 64, 96)),
-        ("self_attn", (32, 64, 64)),
         ("self_attn", (32, 192, 64)),
+        ("self_attn.out_proj", (32, 64, 64)),
     ]
     y = torch.compile(model, backend=zoo.uncompiled, fullgraph=True)(x)
     assert (y - model(x)).norm() < 0.2 * model(x).norm()

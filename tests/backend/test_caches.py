@@ -1,0 +1,71 @@
+"""Compile caches across processes: an equal program hits both, an edited package or another recipe misses both."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import te_inductor
+
+ROOT = Path(te_inductor.__file__).parents[1]
+
+
+def run(folder: Path, options: dict, package: Path = ROOT, **environment: str) -> dict:
+    """The program's own account of itself, in a new process with its caches in `folder`."""
+    environment = {
+        **os.environ,
+        "TORCHINDUCTOR_CACHE_DIR": str(folder),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "PYTHONPATH": f"{package}{os.pathsep}{ROOT}",
+        **environment,
+    }
+    command = [sys.executable, "-m", "tests.backend.program", json.dumps(options)]
+    done = subprocess.run(command, cwd=package, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory) -> tuple[Path, dict]:
+    folder = tmp_path_factory.mktemp("caches")
+    return folder, run(folder, {"recipe": "current"})
+
+
+def test_the_first_process_misses_and_none_bypasses(first):
+    _, account = first
+    caches = account["caches"]
+    assert caches["miss"] > 0 and caches["autograd_miss"] > 0
+    assert caches["hit"] == caches["autograd_hit"] == caches["bypass"] == caches["autograd_bypass"] == 0
+
+
+def test_a_second_process_hits_both_caches(first):
+    folder, before = first
+    after = run(folder, {"recipe": "current"})
+    assert after["caches"]["autograd_hit"] == before["caches"]["autograd_miss"]
+    assert after["caches"]["miss"] == after["caches"]["autograd_miss"] == 0
+    assert after["loss"] == before["loss"]
+
+
+def test_another_recipe_misses(first):
+    folder, before = first
+    after = run(folder, {"recipe": "none"})
+    assert after["caches"]["autograd_hit"] == 0 and after["caches"]["autograd_miss"] > 0
+    assert after["loss"] != before["loss"]
+
+
+def test_an_edited_package_misses(first, tmp_path):
+    """One byte of a comment in one source file is enough: the lowerings' sources are in the key."""
+    folder, before = first
+    package = tmp_path / "edited"
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "te_inductor", package / "te_inductor", ignore=ignored)
+    shutil.copytree(ROOT / "tests", package / "tests", ignore=ignored)
+    with (package / "te_inductor" / "lowerings" / "quantize.py").open("a") as source:
+        source.write("# edited\n")
+    after = run(folder, {"recipe": "current"}, package)
+    assert after["caches"]["hit"] == after["caches"]["autograd_hit"] == 0
+    assert after["loss"] == before["loss"]

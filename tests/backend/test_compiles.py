@@ -1,0 +1,145 @@
+"""What a compile costs and keeps: recompiles, fullgraph, saved tensors, shared quantizations, sub-modules, functions."""
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+import te_inductor
+from te_inductor import post_grad
+from te_inductor.backend import te
+from te_inductor.recipes import Float8CurrentScaling, Format, MMParams, QParams
+
+
+class Attention(nn.Module):
+    """q, k and v read one tensor."""
+
+    def __init__(self, dim: int = 32) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
+
+    def forward(self, x):
+        return self.o(nn.functional.scaled_dot_product_attention(self.q(x), self.k(x), self.v(x)))
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_four_batch_sizes_compile_at_most_twice(train):
+    compiles = []
+
+    def backend(gm, inputs):
+        compiles.append(gm)
+        return te(gm, inputs)
+
+    compiled = torch.compile(Attention(), backend=backend, fullgraph=True)
+    for batch in (8, 16, 24, 40):
+        x = torch.randn(batch, 5, 32, requires_grad=train)
+        with torch.set_grad_enabled(train):
+            y = compiled(x)
+        if train:
+            y.sum().backward()
+    assert len(compiles) <= 2
+
+
+def test_an_equal_recipe_rebuilt_never_recompiles():
+    """Dynamo compares the options of two torch.compile calls by value."""
+    model = nn.Linear(32, 32)
+    x = torch.randn(4, 32)
+    counters.clear()
+    for _ in range(3):
+        recipe = Float8CurrentScaling(fp8_format=Format.E4M3, fp8_quant_fwd_inp=QParams(amax_epsilon=0.5))
+        torch.compile(model, backend="te", options={"recipe": recipe})(x)
+    assert counters["stats"]["unique_graphs"] == 1
+    torch.compile(model, backend="te", options={"recipe": Float8CurrentScaling()})(x)
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+def saved_tensors(compiled, x) -> list[torch.Tensor]:
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        compiled(x)
+    return kept
+
+
+def test_the_quantized_copies_are_saved_and_the_activations_are_not():
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)).to(torch.bfloat16)
+    x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
+    kept = saved_tensors(torch.compile(model, backend="te", options={"recipe": "current"}), x)
+    low = [tuple(tensor.shape) for tensor in kept if tensor.dtype == torch.float8_e4m3fn]
+    # columnwise copies: x (K, M), weights (K, N)
+    assert sorted(low) == sorted([(64, 32), (128, 32), (64, 128), (128, 64)])
+    wide = [tensor for tensor in kept if tensor.dtype == torch.bfloat16 and tensor.dim() == 2]
+    assert not wide, [tensor.shape for tensor in wide]
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_q_k_and_v_share_one_quantization(train, no_caches, monkeypatch):
+    """3 weights + o's weight + x + o's input = 6 quantizations in forward, not 8."""
+    counted, share = [], post_grad.share
+
+    def spy(graph):
+        share(graph)
+        counted.append(sum("te_inductor.quantize" in str(node.target) for node in graph.nodes))
+
+    monkeypatch.setattr(post_grad, "share", spy)
+    x = torch.randn(4, 16, 32, requires_grad=train)
+    with torch.set_grad_enabled(train):
+        torch.compile(Attention(), backend="te", options={"recipe": "current"}, fullgraph=True)(x)
+    assert counted[0] == 6
+
+
+def test_submodule_function_and_decorator():
+    x = torch.randn(4, 32)
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    model[1] = torch.compile(model[1], backend="te")
+    assert not torch.equal(model(x), nn.Sequential(model[0], model[1]._orig_mod)(x))
+
+    @torch.compile(backend="te")
+    def function(x, weight):
+        return nn.functional.linear(x, weight)
+
+    weight = torch.randn(32, 32)
+    assert not torch.equal(function(x, weight), x @ weight.t())
+
+
+def test_a_model_already_compiled():
+    """Compiling a compiled model, and explaining one, mean the model inside."""
+    model, x = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), torch.randn(4, 32)
+    once = torch.compile(model, backend="te")
+    twice = torch.compile(once, backend="te")
+    torch.testing.assert_close(twice(x), once(x))
+    assert [site.fqn for site in te_inductor.explain(once, x).sites if site.gemm == "fprop"] == ["0", "1"]
+
+
+def test_explain_runs_the_model_as_it_is():
+    model, x = nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5), nn.Linear(32, 1)), torch.randn(4, 32)
+    state = torch.get_rng_state()
+    report = te_inductor.explain(model, x, options={"policy": {"0": "none"}})
+    assert torch.equal(torch.get_rng_state(), state)
+    assert report.to_dict()["sites"][0]["fqn"] == "0"
+    assert [site.kernel for site in report.sites] == ["high_precision"] * len(report.sites)
+    # "none" is what was asked for; the head's refusal is not.
+    assert {site.fqn for site in report.fallbacks} == {"2"}
+
+
+def test_split_accumulator_reaches_the_gemm():
+    recipe = Float8CurrentScaling(fp8_gemm_fprop=MMParams(True), fp8_gemm_dgrad=MMParams(False))
+    slots = recipe.slots()
+    assert (slots.fprop.fast_accum, slots.dgrad.fast_accum, slots.wgrad.fast_accum) == (False, True, False)
+
+
+def test_double_backward_is_refused():
+    model = nn.Linear(32, 32)
+    x = torch.randn(4, 32, requires_grad=True)
+    y = torch.compile(model, backend="te")(x)
+    (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError):
+        grad.sum().backward()
+
+
+def test_retain_graph_twice():
+    model, x = nn.Linear(32, 32), torch.randn(4, 32)
+    loss = torch.compile(model, backend="te")(x).square().sum()
+    loss.backward(retain_graph=True)
+    first = model.weight.grad.clone()
+    loss.backward()
+    torch.testing.assert_close(model.weight.grad, 2 * first)

@@ -1,0 +1,154 @@
+"""Every rung of the ladder, and what each says. Injected failures stand for bugs of ours and of the layers below."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from te_inductor import backend, compat, explain, lowerings, passes
+from te_inductor.errors import FallbackError, FallbackWarning
+from te_inductor.patterns import support
+
+X = (6, 32)
+
+
+def warned(model, *inputs, **options) -> tuple[torch.Tensor, list[str]]:
+    """The compiled model's output and the FallbackWarnings of its compile."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        y = torch.compile(model, backend="te", options=options)(*inputs)
+    return y, [str(entry.message) for entry in caught if entry.category is FallbackWarning]
+
+
+def model_with_a_narrow_head() -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 1))
+
+
+def test_a_refused_site_stays_in_high_precision_and_is_named_once():
+    model = model_with_a_narrow_head()
+    y, texts = warned(model, torch.randn(X))
+    assert y.shape == (6, 1)
+    [text] = texts
+    assert "1 of 3 linear sites stay in high precision" in text
+    assert "N=1, K=32 would be padded to multiples of 16: 16.00x the work: 2" in text
+
+
+def test_silent_and_error():
+    _, texts = warned(model_with_a_narrow_head(), torch.randn(X), fallback="silent")
+    assert texts == []
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="would be padded") as raised:
+        warned(model_with_a_narrow_head(), torch.randn(X), fallback="error")
+    assert type(raised.value.inner_exception) is FallbackError
+
+
+def test_nothing_is_said_where_everything_runs_as_asked():
+    assert warned(nn.Linear(32, 32), torch.randn(X))[1] == []
+    assert warned(nn.Linear(32, 32), torch.randn(X), recipe="none")[1] == []
+    assert warned(nn.ReLU(), torch.randn(X))[1] == []
+
+
+def test_an_unused_policy_glob_is_reported():
+    _, [text] = warned(nn.Sequential(nn.Linear(32, 32)), torch.randn(X), policy={"0": "none", "lm_head": "none"})
+    assert "policy glob 'lm_head' matches no linear site" in text and "'0' matches" not in text
+    report = explain(nn.Sequential(nn.Linear(32, 32)), torch.randn(X), options={"policy": {"lm_head": "none"}})
+    assert report.unused_policy == ["lm_head"] and "lm_head" in str(report)
+
+
+def test_the_first_matching_glob_wins():
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    report = explain(model, torch.randn(X), options={"policy": {"1": "current", "*": "none"}})
+    assert {site.fqn: site.recipe for site in report.sites} == {"0": "none", "1": "current"}
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "reason"),
+    [
+        (torch.randn(X, dtype=torch.float64), torch.randn(32, 32, dtype=torch.float64), "dtype float64 is not"),
+        (torch.randn(0, 32), torch.randn(32, 32), "empty batch"),
+        (torch.randn(6, 1), torch.randn(32, 1), "N=32, K=1 would be padded"),
+        (torch.randn(6, 32), torch.randn(1, 32), "N=1, K=32 would be padded"),
+        (torch.randint(9, X), torch.randint(9, (32, 32)), "dtype int64 is not"),
+        (torch.randn(X, device="meta"), torch.randn(32, 32, device="meta"), "device type meta has no FP8 GEMM"),
+    ],
+    ids=["float64", "empty batch", "K of 1", "N of 1", "integers", "device"],
+)
+def test_inputs_that_cannot_run(x, weight, reason):
+    def linear(x, weight):
+        return nn.functional.linear(x, weight)
+
+    y, [text] = warned(linear, x, weight)
+    assert reason in text
+    if x.device.type != "meta":
+        torch.testing.assert_close(y, linear(x, weight))
+
+
+def test_a_device_before_fp8(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert str(support.device(torch.device("cuda"))) == (
+        "compute capability 8.0 has no FP8 tensor cores, 8.9 is the first"
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    assert support.device(torch.device("cuda")) is None
+
+
+@pytest.mark.parametrize("step", [step.__name__ for step in backend.PASSES])
+def test_a_failing_pass_leaves_the_users_program_alone(step, monkeypatch):
+    def broken(plan):
+        getattr(passes, step)(plan)  # fail after the work is done: a rewrite must be undone
+        raise RuntimeError("injected")
+
+    broken.__name__ = step
+    steps = tuple(broken if real.__name__ == step else real for real in backend.PASSES)
+    monkeypatch.setattr(backend.run_passes, "__defaults__", (steps,))
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    x = torch.randn(X)
+    y, [text] = warned(model, x)
+    assert "compiled without low precision" in text and "RuntimeError: injected" in text
+    torch.testing.assert_close(y, model(x))  # high precision, to rounding
+    y.sum().backward()
+
+
+def test_a_failing_compile_is_tried_again_without_us(monkeypatch):
+    real, calls = compat.compile_fx, []
+
+    def broken(gm, *args):
+        calls.append(sum("te_inductor" in str(node.target) for node in gm.graph.nodes))
+        if calls[-1]:
+            raise RuntimeError("injected")
+        return real(gm, *args)
+
+    monkeypatch.setattr(compat, "compile_fx", broken)
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    x = torch.randn(X)
+    y, [text] = warned(model, x)
+    assert calls == [2, 0]
+    assert "compiled without low precision" in text and "RuntimeError: injected" in text
+    torch.testing.assert_close(y, model(x))
+
+
+def test_a_graph_that_fails_without_us_too_is_the_users_error(monkeypatch):
+    def broken(*_):
+        raise RuntimeError("not ours")
+
+    monkeypatch.setattr(compat, "compile_fx", broken)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="not ours"):
+        warned(nn.Linear(32, 32), torch.randn(X))
+
+
+@pytest.mark.parametrize("name", ["_encode_scale", "_cast"])
+def test_a_failing_lowering_runs_in_the_eager_runtime(name, monkeypatch, no_caches):
+    lowerings.install()
+
+    def broken(*_):
+        raise RuntimeError("injected")
+
+    model, x = nn.Linear(32, 32), torch.randn(X)
+    expected = torch.compile(model, backend="te")(x)
+    torch._dynamo.reset()
+    monkeypatch.setattr(f"te_inductor.lowerings.quantize.{name}", broken)
+    y, texts = warned(model, x)
+    assert texts and all("runs in the eager runtime" in text and "injected" in text for text in texts)
+    y.sum().backward()
+    assert model.weight.grad is not None
+    torch.testing.assert_close(y, expected)

@@ -1,0 +1,81 @@
+"""What importing the package costs, and which module may import which."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import te_inductor
+
+PACKAGE = Path(te_inductor.__file__).parent
+# A module may import from its own row and from rows above.
+ORDER = [
+    {"errors", "config", "diagnostics", "compat"},
+    {"recipes"},
+    {"runtime"},
+    {"ops"},
+    {"templates"},
+    {"lowerings", "post_grad"},
+    {"patterns"},
+    {"passes"},
+    {"backend"},
+    {"explain"},
+    {"__init__"},
+]
+RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
+
+
+def run(code: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+
+
+def test_importing_the_package_imports_no_compiler():
+    code = "import sys, te_inductor; print([m for m in ('triton', 'cutlass', 'torch._inductor') if m in sys.modules])"
+    assert run(code).stdout.strip() == "[]"
+
+
+def test_recipes_import_no_compiler():
+    code = "import sys; from te_inductor import recipes; print([m for m in ('triton', 'cutlass') if m in sys.modules])"
+    assert run(code).stdout.strip() == "[]"
+
+
+def test_the_backend_needs_no_import_of_ours():
+    code = (
+        "import sys, torch; f = torch.compile(torch.nn.Linear(32, 32), backend='te'); f(torch.randn(4, 32));"
+        "print('te_inductor.backend' in sys.modules)"
+    )
+    done = run(code)
+    assert done.stdout.strip() == "True", done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("folder", ["lowerings", "templates", "runtime"])
+def test_folders_refuse_their_bare_names(folder):
+    root = PACKAGE.parent
+    assert (root / folder).resolve() == PACKAGE / folder
+    done = subprocess.run([sys.executable, "-c", f"import {folder}"], cwd=root, capture_output=True, text=True)
+    assert f"import te_inductor.{folder}" in done.stderr
+
+
+def imports(path: Path) -> set[str]:
+    """First names below te_inductor that a file imports."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            if node.module == "te_inductor":
+                names |= {alias.name for alias in node.names}
+            elif node.module.startswith("te_inductor."):
+                names.add(node.module.split(".")[1])
+        elif isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("te_inductor.")}
+    return names & RANK.keys()
+
+
+def test_imports_point_one_way():
+    for path in PACKAGE.rglob("*.py"):
+        own = path.relative_to(PACKAGE).with_suffix("").parts[0]
+        if own == "__init__":
+            continue
+        for name in imports(path):
+            assert RANK[name] <= RANK[own], f"{path.relative_to(PACKAGE)} imports {name}"

@@ -1,0 +1,134 @@
+"""Options, mode, environment: what is accepted has an effect, what is wrong is named with the nearest right one."""
+
+import pytest
+import torch
+from torch._inductor import config as inductor
+
+from te_inductor import config, errors, explain, recipes
+from te_inductor.backend import te
+
+
+def compiled(**options):
+    return torch.compile(torch.nn.Linear(32, 32), backend="te", options=options)
+
+
+def recipe_of(model, **options) -> str:
+    return explain(model, torch.randn(4, 32), options=options).sites[0].recipe
+
+
+def failure(**options) -> str:
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as raised:
+        compiled(**options)(torch.randn(4, 32))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "found", "remedy"),
+    [
+        ({"recpie": "current"}, "unknown option 'recpie'", "did you mean 'recipe'?"),
+        ({"max_autotun": True}, "unknown option 'max_autotun'", "did you mean 'max_autotune'?"),
+        ({"recipe": "curent"}, "unknown recipe 'curent'", "did you mean 'current'?"),
+        ({"recipe": "zzz"}, "unknown recipe 'zzz'", "expected one of auto, current, none"),
+        ({"recipe": 8}, "recipe is a int (8)", "expected a Recipe instance or one of auto, none, current"),
+        ({"recipe": object}, "recipe is a type", "expected a Recipe instance"),
+        ({"policy": ["lm_head"]}, "option 'policy' is a list", "expected a dict of {module-path glob: recipe}"),
+        ({"policy": {3: "none"}}, "a key of option 'policy' is a int (3)", "a module-path glob (a string)"),
+        ({"policy": {"lm_head": "nine"}}, "unknown recipe 'nine'", "did you mean 'none'?"),
+        ({"fallback": "wran"}, "unknown value of option 'fallback' 'wran'", "did you mean 'warn'?"),
+        ({"fallback": 1}, "unknown value of option 'fallback' 1", "expected one of error, silent, warn"),
+        ({"mode": "max-autotuned"}, "unknown mode 'max-autotuned'", "did you mean 'max-autotune'?"),
+        ({"max_autotune": "yes"}, "Inductor option 'max_autotune' is a str ('yes')", "expected bool"),
+    ],
+)
+def test_wrong_options_name_found_and_remedy(options, found, remedy):
+    text = failure(**options)
+    assert found in text and remedy in text, text
+
+
+def test_a_recipe_of_an_unknown_class():
+    class Mine:
+        name = "current"
+
+    text = failure(recipe=Mine())
+    assert "recipe is a Mine" in text and "expected a Recipe instance" in text
+
+
+def test_the_base_of_recipes_is_no_recipe():
+    assert "Recipe is the base of recipes" in failure(recipe=recipes.Recipe())
+
+
+def test_explain_raises_the_error_itself():
+    with pytest.raises(errors.OptionError, match="did you mean 'recipe'"):
+        explain(torch.nn.Linear(32, 32), torch.randn(4, 32), options={"recpie": "current"})
+
+
+def test_mode_beside_another_mode():
+    with pytest.raises(errors.OptionError, match="give one of them"):
+        config.parse({"mode": "max-autotune"}, "reduce-overhead")
+
+
+def test_the_default_recipe_comes_from_the_environment(monkeypatch):
+    model = torch.nn.Linear(32, 32)
+    assert recipe_of(model) == "current"
+    monkeypatch.setenv("TE_INDUCTOR_RECIPE", "none")
+    assert recipe_of(model) == "none"
+    assert recipe_of(model, recipe="current") == "current"  # an option wins
+    monkeypatch.setenv("TE_INDUCTOR_RECIPE", "curent")
+    assert "did you mean 'current'?" in failure()
+
+
+def test_inductor_options_and_mode_reach_inductor(monkeypatch):
+    seen = {}
+
+    def spy(gm, inputs, patches, wrap_inner, region=None):
+        seen.update(patches)
+        return gm.forward
+
+    monkeypatch.setattr("te_inductor.compat.compile_fx", spy)
+    compiled(**{"max-autotune": True, "epilogue_fusion": False})(torch.randn(4, 32))
+    assert seen["max_autotune"] is True and seen["epilogue_fusion"] is False
+    seen.clear()
+    torch.compile(torch.nn.Linear(32, 32), backend="te", mode="max-autotune-no-cudagraphs")(torch.randn(4, 32))
+    assert seen["max_autotune"] is True
+    seen.clear()
+    compiled(mode="reduce-overhead")(torch.randn(4, 32))
+    assert seen["triton.cudagraphs"] is True
+
+
+def test_a_users_own_graph_pass_still_runs():
+    """Ours takes Inductor's `post_grad_custom_pre_pass`; a pass that stood there before runs first."""
+    graphs = []
+    with inductor.patch(post_grad_custom_pre_pass=graphs.append):
+        compiled(recipe="current")(torch.randn(4, 32))
+    assert graphs
+
+
+def test_names_of_the_backend():
+    assert "te" in torch._dynamo.list_backends()
+    assert torch._dynamo.lookup_backend("te") is te
+
+
+def test_reset_reaches_the_backend(monkeypatch):
+    calls = []
+    monkeypatch.setattr(te, "reset", lambda: calls.append(1))
+    compiled()(torch.randn(4, 32))
+    torch._dynamo.reset()
+    assert calls == [1]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: recipes.QParams(power_2_scale=1),
+        lambda: recipes.QParams(amax_epsilon="0"),
+        lambda: recipes.QParams(amax_epsilon=-1.0),
+        lambda: recipes.QParams(amax_epsilon=float("nan")),
+        lambda: recipes.MMParams(use_split_accumulator=None),
+        lambda: recipes.Quantizer("e4m4"),
+        lambda: recipes.Float8CurrentScaling(fp8_format="HYBRID"),
+        lambda: recipes.Float8CurrentScaling(fp8_gemm_dgrad=True),
+    ],
+)
+def test_recipe_fields_are_checked(make):
+    with pytest.raises(errors.RecipeError, match="expected"):
+        make()

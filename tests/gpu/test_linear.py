@@ -1,0 +1,121 @@
+"""Whole layers and models on the GPU: gradients, odd shapes, dtypes, modes, compile counts, CUDA graphs."""
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+from te_inductor import explain
+from te_inductor.recipes import Float8CurrentScaling
+from te_inductor.runtime import reference
+
+RECIPE = Float8CurrentScaling()
+
+
+def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((actual.double().cpu() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("mode", [None, "max-autotune-no-cudagraphs", "reduce-overhead"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_linear_layer_and_its_gradients(mode, dtype):
+    """Nothing fuses in front of this layer, so its casts see the oracle's values: what is left is the GEMM's own error,
+    a rounding to `dtype` and, in fprop, fast accumulation; 2% of the norm would be a third of one rounding to E4M3."""
+    for m, n, k in [(64, 128, 256), (17, 48, 80), (100, 50, 36), (1, 32, 64)]:
+        torch._dynamo.reset()
+        layer = nn.Linear(k, n, device="cuda", dtype=dtype)
+        x = torch.randn(m, k, device="cuda", dtype=dtype, requires_grad=True)
+        dy = torch.randn(m, n, device="cuda", dtype=dtype)
+        options = {"recipe": RECIPE, "fallback": "error"} | ({"mode": mode} if mode else {})
+        compiled = torch.compile(layer, backend="te", options=options, fullgraph=True)
+        for _ in range(3):  # CUDA graphs: warm-up, record, replay
+            torch.compiler.cudagraph_mark_step_begin()
+            layer.zero_grad()
+            x.grad = None
+            y = compiled(x)
+            y.backward(dy)
+        weight, bias = layer.weight.detach().cpu(), layer.bias.detach().cpu()
+        expected = reference.linear(x.detach().cpu(), weight, bias, RECIPE, dy.cpu())
+        for name, actual, wanted in zip("y dx dw db".split(), (y, x.grad, layer.weight.grad, layer.bias.grad), expected):
+            assert actual.dtype == dtype
+            assert relative(actual.detach(), wanted) < 0.02, (name, m, n, k)
+
+
+def test_an_fp8_gemm_runs():
+    layer = nn.Linear(256, 128, device="cuda", dtype=torch.bfloat16)
+    compiled = torch.compile(layer, backend="te", options={"fallback": "error"})
+    x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    compiled(x).sum().backward()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        compiled(x).sum().backward()
+    calls = {event.key: event.count for event in profile.key_averages()}
+    assert calls.get("aten::_scaled_mm", 0) == 3, calls
+    assert {site.kernel for site in explain(layer, x).sites} == {"cublaslt"}
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_four_batch_sizes_compile_at_most_twice(train):
+    from te_inductor.backend import te
+
+    compiles = []
+
+    def backend(gm, inputs):
+        compiles.append(gm)
+        return te(gm, inputs, options={"fallback": "error"})
+
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).cuda().bfloat16()
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    for batch in (8, 16, 24, 40):
+        x = torch.randn(batch, 5, 64, device="cuda", dtype=torch.bfloat16, requires_grad=train)
+        with torch.set_grad_enabled(train):
+            y = compiled(x)
+        if train:
+            y.sum().backward()
+        assert relative(y.detach(), model(x).detach().double().cpu()) < 0.1
+    assert len(compiles) <= 2
+
+
+def test_cuda_graphs_skip_nothing():
+    counters.clear()
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).cuda().bfloat16()
+    compiled = torch.compile(model, backend="te", mode="reduce-overhead")
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        x = torch.randn(32, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        y = compiled(x)
+        assert relative(y.detach(), model(x).detach().double().cpu()) < 0.1
+        y.sum().backward()
+    with torch.no_grad():
+        for _ in range(4):
+            torch.compiler.cudagraph_mark_step_begin()
+            x = torch.randn(32, 64, device="cuda", dtype=torch.bfloat16)
+            assert relative(compiled(x), model(x).double().cpu()) < 0.1
+    assert counters["inductor"]["cudagraph_skips"] == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+def test_transformers_models(name):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    small = {"vocab_size": 128}
+    if name == "llama":
+        sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**small, **sizes, num_key_value_heads=2))
+    elif name == "gpt2":
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**small, n_embd=128, n_layer=2, n_head=4)).eval()
+    else:
+        sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+        model = transformers.BertForMaskedLM(transformers.BertConfig(**small, **sizes)).eval()
+    model = model.cuda().bfloat16()
+    ids = torch.randint(128, (2, 48), device="cuda")
+    high = model(ids, labels=ids).loss
+    high.backward()
+    expected = {key: p.grad.double().cpu() for key, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    loss = torch.compile(model, backend="te", options={"fallback": "error"}, fullgraph=True)(ids, labels=ids).loss
+    loss.backward()
+    assert abs(loss.item() / high.item() - 1) < 0.02
+    for key, parameter in model.named_parameters():
+        if key in expected and parameter.dim() == 2 and "embed" not in key and "wte" not in key:
+            cosine = nn.functional.cosine_similarity(parameter.grad.double().cpu().flatten(), expected[key].flatten(), dim=0)
+            assert cosine > 0.95, (key, cosine)

@@ -1,0 +1,97 @@
+"""The op set on the GPU, eager and compiled, against the oracle: casts bit for bit, GEMMs within derived bounds."""
+
+import functools
+
+import pytest
+import torch
+
+from te_inductor import ops
+from te_inductor.lowerings import install
+from te_inductor.recipes import Gemm, Quantizer
+from te_inductor.runtime import reference
+from tests.bounds import assert_within, gemm_error
+from tests.numerics.test_quantize import CONTENTS, QUANTIZERS, check_both
+
+SIZES = [(1, 1), (3, 17), (33, 70), (128, 64), (257, 1040), (64, 4096)]
+FAST_BITS = 13  # Hopper's fast accumulation keeps at least this many bits of each partial sum (DeepSeek-V3, section 3.5.2)
+
+
+@functools.cache
+def compiled(name: str):
+    install()
+    op = getattr(ops, name)
+    return torch.compile(lambda x, q: op(x, q), backend="te", dynamic=False)
+
+
+def on_gpu(function):
+    """Runs on poisoned memory: what the kernel does not write stays NaN."""
+
+    def run(x, quantizer):
+        poison = torch.full((4 * x.numel() + 4096,), 0xFF, dtype=torch.uint8, device="cuda")
+        del poison
+        return tuple(result.cpu() for result in function(x.cuda(), quantizer))
+
+    return run
+
+
+@pytest.mark.parametrize("quantizer", QUANTIZERS[::3], ids=str)
+@pytest.mark.parametrize("content", CONTENTS)
+def test_compiled_casts(content, quantizer):
+    for size in SIZES:
+        x = CONTENTS[content](*size).to(torch.bfloat16)
+        check_both(x, quantizer, on_gpu(compiled("quantize")), on_gpu(compiled("quantize_rowcol")))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_compiled_casts_of_other_dtypes(dtype):
+    for size in SIZES:
+        x = torch.randn(size).to(dtype)
+        check_both(x, Quantizer("e4m3"), on_gpu(compiled("quantize")), on_gpu(compiled("quantize_rowcol")))
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+def test_eager_casts(content):
+    for size in SIZES:
+        x = CONTENTS[content](*size).to(torch.bfloat16)
+        check_both(x, Quantizer("e5m2"), on_gpu(ops.quantize), on_gpu(ops.quantize_rowcol))
+
+
+def test_transposed_casts_beside_nan_and_infinity_at_full_size():
+    """Triton issue 11111: transposed fp8 stores beside NaN-propagating min/max. Full tiles, many blocks."""
+    x = torch.randn(4096, 1040).to(torch.bfloat16)
+    x[torch.rand_like(x, dtype=torch.float32) < 0.01] = float("nan")
+    x[torch.rand_like(x, dtype=torch.float32) < 0.01] = float("inf")
+    check_both(x, Quantizer("e4m3"), on_gpu(compiled("quantize")), on_gpu(compiled("quantize_rowcol")))
+
+
+@pytest.mark.parametrize("run", ["eager", "compiled"])
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_scaled_mm(run, fast, out_dtype):
+    install()
+    op = ops.scaled_mm
+    gemm = Gemm("fprop", fast_accum=fast)
+    if run == "compiled":
+        function = torch.compile(lambda *arguments: op(*arguments, gemm, out_dtype), backend="te", dynamic=False)
+    else:
+        function = lambda *arguments: op(*arguments, gemm, out_dtype)  # noqa: E731
+    for m, n, k in [(1, 16, 16), (17, 48, 64), (129, 50, 32), (256, 512, 4096), (64, 7, 16)]:
+        for bias in (None, torch.randn(n)):
+            q = Quantizer("e4m3")
+            a, a_scale = reference.quantize(torch.randn(m, k), q)
+            b, b_scale = reference.quantize(torch.randn(n, k), q)
+            scales = [torch.tensor(scale, dtype=torch.float32).cuda() for scale in (a_scale, b_scale)]
+            dtype = q.format.dtype
+            operands = (a.to(dtype).cuda(), scales[0], b.to(dtype).cuda(), scales[1], None if bias is None else bias.cuda())
+            y = function(*operands).cpu()
+            expected = reference.scaled_mm(a, a_scale, b, b_scale, bias)
+            error = gemm_error(a, a_scale, b, b_scale, bias, out_dtype)
+            if k > 32:
+                # Each tensor-core step adds 32 products with its addends aligned to FAST_BITS bits of the largest, fast or
+                # not (fast accumulation also keeps the running sum so); the steps' errors add up at worst.
+                magnitudes = (a.abs() @ b.abs().t()) * a_scale * b_scale
+                steps = k / 32 if fast else 4
+                error = error + steps * 2.0**-FAST_BITS * magnitudes
+            else:
+                error = error + 2.0**-FAST_BITS * (a.abs() @ b.abs().t()) * a_scale * b_scale
+            assert_within(y, expected, error, f"{m} x {n} x {k}, bias {bias is not None}")
