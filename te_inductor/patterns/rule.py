@@ -20,6 +20,7 @@ from te_inductor.recipes import Recipe
 _FUNCTIONS: dict[Any, str] = {
     torch._C._nn.linear: "linear",
     torch.nn.functional.linear: "linear",
+    torch.ops.aten.linear.default: "linear",  # from `attention.inline`
     torch.matmul: "matmul",
     torch.mm: "mm",
     torch.addmm: "addmm",
