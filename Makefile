@@ -47,7 +47,7 @@ $(BIN)/python:
 		$(PYTHON) -m venv $(VENV); \
 	fi
 
-$(VENV)/torch.done: requirements/torch.txt | $(BIN)/python
+$(VENV)/torch.done: requirements/torch.txt requirements/constraints.txt | $(BIN)/python
 	@$(BIN)/python -c "$(USABLE_TORCH)" 2>/dev/null || { echo "installing torch"; $(INSTALL) -r $<; }
 	@touch $@
 

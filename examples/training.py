@@ -36,7 +36,7 @@ class Settings:
     steps: int = 300
     batch: int = 8
     warmup: int = 20
-    learning_rate: float = 2e-3
+    learning_rate: float = 1e-3
     validation_batches: int = 32
     last: int = 50  # the final training loss is the mean of this many steps
     seed: int = 0
