@@ -5,6 +5,7 @@ import os
 # Workers of pytest-xdist share the cores: one thread each, for tensors and for Inductor's compiles.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import pytest

@@ -10,9 +10,10 @@ from te_inductor.patterns.rule import Call, Match, Rule, call_linear, replace
 from te_inductor.patterns.support import is_tensor, value
 from te_inductor.recipes import Recipe
 
-# Methods and functions between a parameter and the product that uses it: views and casts of the same values.
+# Methods and functions between a parameter and the product that uses it: views and casts of the same values
+# (torch 2.15 writes p.T as aten.numpy_T(p), earlier releases as getattr(p, "T")).
 _VIEWS = frozenset(
-    "t T mT transpose permute to type type_as float bfloat16 half contiguous view reshape getitem select "
+    "t T mT numpy_T transpose permute to type type_as float bfloat16 half contiguous view reshape getitem select "
     "unsqueeze squeeze expand getattr clone".split()
 )
 

@@ -107,7 +107,9 @@ class Rule:
     def rewrite(self, match: Match, recipe: Recipe) -> None:
         graph, node = match.node.graph, match.node
         with graph.inserting_before(node):
-            weight = graph.call_function(torch.ops.aten.t.default, (match.weight,)) if match.transposed else match.weight
+            weight = (
+                graph.call_function(torch.ops.aten.t.default, (match.weight,)) if match.transposed else match.weight
+            )
             replace(node, call_linear(match, match.x, weight, recipe))
 
 

@@ -38,7 +38,9 @@ def device(device: torch.device) -> Refusal | None:
 def tensors(x: torch.Tensor, weight: torch.Tensor) -> Refusal | None:
     for name, tensor in (("input", x), ("weight", weight)):
         if tensor.dtype not in DTYPES:
-            return Refusal("%s dtype %s is not float32, bfloat16 or float16", name, str(tensor.dtype).removeprefix("torch."))
+            return Refusal(
+                "%s dtype %s is not float32, bfloat16 or float16", name, str(tensor.dtype).removeprefix("torch.")
+            )
         if tensor.layout != torch.strided or torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
             return Refusal("%s is a %s, not a plain strided tensor", name, type(tensor).__name__)
     return device(weight.device)

@@ -140,7 +140,9 @@ def test_addmm_that_is_no_linear_layer(function, reason):
 @pytest.mark.parametrize("function", [torch.bmm, torch.matmul, lambda x, p: x @ p, lambda x, p: x.bmm(p)])
 def test_batched(function):
     """Experts: one parameter, a linear layer a slice, each with its own scales."""
-    model = Form(lambda x, p, b: function(x, p), torch.randn(3, K, N) * torch.tensor([1.0, 100.0, 0.01])[:, None, None], False)
+    model = Form(
+        lambda x, p, b: function(x, p), torch.randn(3, K, N) * torch.tensor([1.0, 100.0, 0.01])[:, None, None], False
+    )
     x = torch.randn(3, 5, K, requires_grad=True)
     assert {(site.fqn, site.reason) for site in explained(model, x)} == {("inner", None)}
     y = torch.compile(model, backend=zoo.uncompiled, fullgraph=True)(x)
@@ -200,6 +202,23 @@ def test_autocast():
 def test_cast_parameter(function):
     model = Form(lambda x, p, b: function(x, p), torch.randn(K, N), False)
     assert {site.reason for site in explained(model, x_of(2).bfloat16())} == {None}
+
+
+def test_layers_back_to_back():
+    """The input of one site is the node of another."""
+    p, middle, q = nn.Parameter(torch.randn(K, 64)), nn.Linear(64, 64), nn.Parameter(torch.randn(64, N))
+
+    def function(x):
+        return middle(x @ p) @ q
+
+    x = x_of(3)
+    assert len([site for site in explained(function, x) if site.gemm == "fprop"]) == 3
+    y = torch.compile(function, backend=zoo.uncompiled, fullgraph=True)(x)
+    hidden = reference.linear_forward(x.reshape(-1, K), p.detach().t(), None, zoo.RECIPE)
+    hidden = reference.linear_forward(hidden, middle.weight.detach(), middle.bias.detach(), zoo.RECIPE)
+    expected = reference.linear_forward(hidden, q.detach().t(), None, zoo.RECIPE)
+    # Where fp32 sums flip no rounding, the two agree to fp32; each flip moves one of 64 products by a step of 2**-3.
+    assert (y.reshape(-1, N) - expected).norm() < 2**-3 / 64**0.5 * expected.norm()
 
 
 class Attention(nn.Module):

@@ -17,13 +17,14 @@ independent terms fluctuates by 1 / sqrt(2n), and n, the number of independent r
 least one row of 64 values: 9%, and three of those.
 
 **Absolute.** Rounding to nearest with m mantissa bits moves v, 1 <= |v| < 2, by a uniform error within 2**-(m+1), rms
-2**-(m+1) / sqrt(3). With the density of mantissas proportional to 1/v, E[v**-2] = (1 - 1/4) / (2 ln 2) = 0.541, so the relative
-rms is q = 2**-(m+1) / sqrt(3) * 0.735: 2.7% for E4M3, 5.3% for E5M2. A GEMM of two such operands with independent errors
-has relative noise sqrt(qa**2 + qb**2): 3.8% forward, 5.9% backward. Subnormals add a little, zeros and power-of-two values
-take some away. Upstream of each tensor are at most three GEMMs of each layer; normalization and residual connections
-pass relative noise on with a factor of at most about 1, and independent noises add in squares, so
-||e|| / ||exact|| <= sqrt(3 * layers) * 5.9%. The output comes out of a GEMM, so its noise is at least 3.8%, and the gradient
-of a linear layer's weight out of a wgrad: at least 5.9%. (Other tensors may lack noise: db = sum dy of the last layer.)
+2**-(m+1) / sqrt(3). With the density of mantissas proportional to 1/v, E[v**-2] = (1 - 1/4) / (2 ln 2) = 0.541, so
+the relative rms is q = 2**-(m+1) / sqrt(3) * 0.735: 2.7% for E4M3, 5.3% for E5M2. A GEMM of two such operands with
+independent errors has relative noise sqrt(qa**2 + qb**2): 3.8% forward, 5.9% backward. Subnormals add a little, zeros
+and power-of-two values take some away. Upstream of each tensor are at most three GEMMs of each layer; normalization
+and residual connections pass relative noise on with a factor of at most about 1, and independent noises add in
+squares, so ||e|| / ||exact|| <= sqrt(3 * layers) * 5.9%. The output comes out of a GEMM, so its noise is at least
+3.8%, and the gradient of a linear layer's weight out of a wgrad: at least 5.9%. (Other tensors may lack noise: db =
+sum dy of the last layer.)
 """
 
 import math
@@ -88,7 +89,9 @@ def check_model(model, inputs, te: zoo.Run, high: zoo.Run | None = None) -> None
         assert relative <= math.sqrt(3 * len(layers)) * BACKWARD, f"{what}: oracle's noise is {relative:.2%}"
         assert relative >= least.get(what, 0.0) / SLACK, f"{what}: oracle's noise is {relative:.2%}"
         if relative > 1e-6:
-            assert (got - exact[what]).norm() >= noise / 2 / SLACK, f"{what}: nearer to the exact result than FP8 can be"
+            assert (got - exact[what]).norm() >= noise / 2 / SLACK, (
+                f"{what}: nearer to the exact result than FP8 can be"
+            )
 
 
 @every_model
@@ -102,6 +105,7 @@ def test_every_linear_is_found(name):
     assert {site.recipe for site in report.sites} == {"current"}
 
 
+@pytest.mark.slow
 @every_model
 def test_compiled(name):
     model, inputs = zoo.build(name)
@@ -120,6 +124,7 @@ def test_traced(name):
     check_model(model, inputs, te)
 
 
+@pytest.mark.slow
 def test_compiled_bf16():
     """The model as it is, in bf16; generated code keeps fused values in fp32 where eager code rounds them to bf16."""
     model, inputs = zoo.build("llama")

@@ -62,7 +62,10 @@ def test_halfway_cases_round_to_even(element):
     below = torch.nextafter(middle.float(), torch.tensor(-torch.inf))
     step = high - low
     even = torch.where((low / step) % 2 == 0, low, high)  # low / step is the mantissa of the finer neighbour
-    for round_to in (lambda x: reference.round_to_element(x.double(), element), lambda x: eager_cast(x.float(), element)):
+    for round_to in (
+        lambda x: reference.round_to_element(x.double(), element),
+        lambda x: eager_cast(x.float(), element),
+    ):
         assert torch.equal(round_to(middle).double(), even)
         assert torch.equal(round_to(above).double(), high)
         assert torch.equal(round_to(below).double(), low)

@@ -32,9 +32,11 @@ def through(backend: str):
     if backend == "called":
         return linear
     if backend == "te":
+
         def user(x, weight, bias, recipe):
             options = {"recipe": recipe, "fallback": "error"}
             return torch.compile(F.linear, backend="te", fullgraph=True, options=options)(x, weight, bias)
+
         return user
     return torch.compile(linear, backend=backend, fullgraph=True)
 
@@ -97,7 +99,9 @@ def test_the_oracle_is_a_linear_layer():
     with torch.no_grad():
         oracle = reference.linear(x, w, b, recipe, dy)
         total = (x.abs() @ w.abs().t(), dy.abs() @ w.abs(), dy.abs().t() @ x.abs())
-    for expected, got, magnitude, relative in zip((y, x.grad, w.grad), oracle, total, (2**-4, 2**-3, 2**-3)):
+    for expected, got, magnitude, relative in zip(
+        (y, x.grad, w.grad), oracle[:3], total, (2**-4, 2**-3, 2**-3), strict=True
+    ):
         bound = magnitude * ((1 + relative) * (1 + 2**-4) - 1) * (1 + 2**-6)
         assert ((got - expected).abs() <= bound + 1e-3).all()
         assert (got - expected).abs().max() > 0
