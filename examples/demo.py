@@ -170,10 +170,11 @@ def write_png(results: Sequence[Result], out: Path) -> Path:
     figure = Figure(figsize=(8, 6), layout="constrained")
     curves, apart = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     reference = next(result.losses for result in results if result.arm == COMPILED.name)
-    for result, style in zip(results, ("-", "--", *["-"] * len(results)), strict=False):
-        curves.plot(result.losses, style, label=f"{result.arm}: {result.final:.4f}", linewidth=1.2)
+    for index, result in enumerate(results):
+        width = max(0.8, 4.5 / 2**index)  # the first is the widest, and shows behind the others
+        curves.plot(result.losses, label=f"{result.arm}: {result.final:.4f}", linewidth=width)
         percent = [100 * (mine / theirs - 1) for mine, theirs in zip(result.losses, reference, strict=True)]
-        apart.plot(percent, style, linewidth=1.0)
+        apart.plot(percent, linewidth=width)
     curves.set_ylabel("training loss (nats per byte)")
     curves.legend(title="mean of the last steps")
     apart.set_ylabel(f"% from {COMPILED.name}")
