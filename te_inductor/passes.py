@@ -83,8 +83,8 @@ def report_sites(plan: Plan) -> None:
 
 
 def rewrite_sites(plan: Plan) -> None:
-    """Replace what passed by `te_inductor.linear`."""
-    for candidate in plan.candidates:
+    """Replace what passed by `te_inductor.linear`; last first, as a match's input may be the node of an earlier match."""
+    for candidate in reversed(plan.candidates):
         if candidate.recipe is not None and candidate.refusal is None:
             candidate.rule.rewrite(candidate.match, candidate.recipe)
     for module in plan.graph_modules():

@@ -18,7 +18,9 @@ EXPONENT_MASK = 0x7F800000
 def encode_scale(amax: Tensor, quantizer: Quantizer) -> Tensor:
     """The fp32 factor that maps `amax` (any shape, fp32) to the element's largest value."""
     amax = amax.clamp(min=quantizer.amax_epsilon)
-    scale = torch.where((amax > 0) & (amax < torch.inf), quantizer.format.max / amax, 1.0).clamp(max=FP32_MAX)
+    # Tensor by tensor: torch evaluates `number / tensor` as a product with the reciprocal, which rounds twice.
+    scale = torch.full_like(amax, quantizer.format.max) / amax
+    scale = torch.where((amax > 0) & (amax < torch.inf), scale, 1.0).clamp(max=FP32_MAX)
     if quantizer.power_2_scale:
         scale = (scale.view(torch.int32) & EXPONENT_MASK).view(torch.float32)
     return scale
@@ -71,6 +73,7 @@ def scaled_mm(
             a, b.t(), scale_a=a_scale, scale_b=b_scale, out_dtype=out_dtype, use_fast_accum=gemm.fast_accum
         )[:, :rows]
     else:
-        y = ((a.float() @ b.float().t()) * (a_scale * b_scale)).to(out_dtype)
+        with torch.autocast(a.device.type, enabled=False):  # the op may run inside the user's autocast region
+            y = ((a.float() @ b.float().t()) * (a_scale * b_scale)).to(out_dtype)
     y = y if bias is None else y + bias.to(out_dtype)
     return y.contiguous()

@@ -1,7 +1,5 @@
 """The op set on the GPU, eager and compiled, against the oracle: casts bit for bit, GEMMs within derived bounds."""
 
-import functools
-
 import pytest
 import torch
 
@@ -16,7 +14,13 @@ SIZES = [(1, 1), (3, 17), (33, 70), (128, 64), (257, 1040), (64, 4096)]
 FAST_BITS = 13  # Hopper's fast accumulation keeps at least this many bits of each partial sum (DeepSeek-V3, section 3.5.2)
 
 
-@functools.cache
+@pytest.fixture(autouse=True)
+def compile_every_size():
+    """Past the recompile limit Dynamo would run the function eagerly, and nothing compiled would be tested."""
+    with torch._dynamo.config.patch(recompile_limit=1000, fail_on_recompile_limit_hit=True):
+        yield
+
+
 def compiled(name: str):
     install()
     op = getattr(ops, name)

@@ -27,3 +27,24 @@ class Mlp(nn.Module):
 def mlp_training() -> Case:
     x = torch.randn(16384, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     return torch.compile(Mlp(4096, 14336), backend="te", fullgraph=True), (x,)
+
+
+def _two_way_cast(rows: int, columns: int) -> Case:
+    from te_inductor import ops
+    from te_inductor.recipes import Quantizer
+
+    def function(x: Tensor) -> Any:
+        return ops.quantize_rowcol(x, Quantizer("e4m3"))
+
+    x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
+    return torch.compile(function, backend="te", fullgraph=True), (x,)
+
+
+def two_way_cast() -> Case:
+    """Nothing in front; a size that fills no tile."""
+    return _two_way_cast(80, 144)
+
+
+def two_way_cast_padded() -> Case:
+    """Both copies need padding."""
+    return _two_way_cast(70, 137)
