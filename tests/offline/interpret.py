@@ -1,0 +1,111 @@
+"""Run generated CUDA code on the CPU: the wrapper as it is, its Triton kernels in Triton's interpreter.
+
+A program of its own, because the interpreter must be chosen before triton is imported::
+
+    TRITON_INTERPRET=1 python -m tests.offline.interpret GRAPH.py INPUTS.pt OUTPUTS.pt
+
+INPUTS is a list of runs, each a list of CPU tensors, one for each argument of the graph; OUTPUTS lists what each returned.
+"""
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from tests.offline.harness import Kernel, _kernel
+
+POISON = 0xFF  # NaN in every float format used here
+# A program of the interpreter costs milliseconds, a reduction in it Python steps for each element: few, and small, ones.
+POINTWISE, REDUCTION = {"XBLOCK": 1024}, {"XBLOCK": 1, "R0_BLOCK": 64}
+
+
+def empty_poisoned(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    made = torch.empty_strided(size, stride, dtype=dtype)
+    made.untyped_storage().copy_(torch.full((made.untyped_storage().nbytes(),), POISON, dtype=torch.uint8).untyped_storage())
+    return made
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Interpreted:
+    """Stands where Inductor's launcher stands: `.run(*arguments, stream=…)`."""
+
+    def __init__(self, kernel: Kernel, folder: Path) -> None:
+        path = folder / f"{kernel.name}.py"
+        path.write_text(kernel.source)
+        self.function = getattr(load(path), kernel.name)
+        self.kernel = kernel
+
+    def run(self, *arguments: Any, stream: Any = None) -> None:
+        names = list(self.kernel.meta["signature"])
+        values = dict(zip(names, arguments, strict=False))
+        tile = self.kernel.tile or (REDUCTION if "r0_numel" in names else POINTWISE)
+        blocks = {name: tile[name] for name in names if name in tile}
+        grid = [-(-values["xnumel"] // blocks.get("XBLOCK", 1))]
+        if "ynumel" in values:
+            grid.append(-(-values["ynumel"] // blocks["YBLOCK"]))
+        self.function[tuple(grid)](*arguments, **blocks)
+
+
+def main(graph: Path, inputs: Path, outputs: Path) -> None:
+    source = graph.read_text()
+    source = re.sub(r"^empty_strided_cuda = .*$", "from tests.offline.interpret import empty_poisoned as empty_strided_cuda", source, flags=re.M)
+    source = re.sub(r"^from torch\._C import _cuda_getCurrentRawStream as get_raw_stream$", "get_raw_stream = lambda device: 0", source, flags=re.M)
+    source = source.replace("with torch.cuda._DeviceGuard(0):", "if True:").replace("torch.cuda.set_device(0)", "pass")
+    source = source.replace("async_compile = AsyncCompile()", "from tests.offline.interpret import compiler as async_compile")
+    on_cpu = graph.with_name("on_cpu.py")
+    on_cpu.write_text(source)
+    compiler.folder = graph.parent
+    mend_conversions()
+    module = load(on_cpu)
+    torch.save([tuple(module.call(list(run))) for run in torch.load(inputs)], outputs)
+
+
+def mend_conversions() -> None:
+    """Triton 3.9's interpreter rounds fp32 to fp8 half away from zero, loses the carry into the exponent (7.99 becomes 4),
+    has no NaN there, and reads bf16 subnormals wrongly. Give it torch's conversions: to nearest even, as the hardware's."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    wrong = interpreter._convert_float
+    low = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
+
+    def convert(value: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if source == tl.float32 and target in low:
+            return torch.from_numpy(np.ascontiguousarray(value)).to(low[target]).view(torch.uint8).numpy()
+        if source == tl.bfloat16 and target == tl.float32:
+            return np.left_shift(value.view(np.uint16).astype(np.uint32), 16)
+        return wrong(value, source, target, rounding)
+
+    interpreter._convert_float = convert
+
+
+class Compiler:
+    """Stands where Inductor's AsyncCompile stands."""
+
+    folder = Path()
+
+    def triton(self, name: str, source: str, device_str: str = "cuda") -> Interpreted:
+        return Interpreted(_kernel(name, source), self.folder)
+
+    def wait(self, scope: Any) -> None:
+        pass
+
+
+compiler = Compiler()
+
+if __name__ == "__main__":
+    # The generated code imports this module by its name: it must be this one, not a second copy.
+    sys.modules["tests.offline.interpret"] = sys.modules["__main__"]
+    main(*map(Path, sys.argv[1:]))

@@ -1,0 +1,41 @@
+"""The Triton kernels that Inductor writes for sm_90, run in Triton's interpreter against the oracle."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from te_inductor.recipes import Quantizer
+from te_inductor.runtime import reference
+from tests.bounds import assert_same_values
+from tests.numerics.test_quantize import CONTENTS
+from tests.offline.harness import HERE, generate
+
+SIZES = {"two_way_cast": (80, 144), "two_way_cast_padded": (70, 137)}
+
+
+def interpret(source: str, runs: list[list[Tensor]], folder: Path) -> list[tuple[Tensor, ...]]:
+    (folder / "graph.py").write_text(source)
+    torch.save(runs, folder / "inputs.pt")
+    names = [str(folder / name) for name in ("graph.py", "inputs.pt", "outputs.pt")]
+    command = [sys.executable, "-m", "tests.offline.interpret", *names]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=HERE.parents[1], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return torch.load(folder / "outputs.pt")
+
+
+@pytest.mark.parametrize("case", SIZES)
+def test_two_way_casts(case, tmp_path):
+    [source] = generate(case, 90).sources
+    inputs = {name: make(*SIZES[case]).to(torch.bfloat16) for name, make in CONTENTS.items()}
+    results = interpret(source, [[x] for x in inputs.values()], tmp_path)
+    for (name, x), (data, scale_inv, data_t, scale_inv_t) in zip(inputs.items(), results, strict=True):
+        values, value, values_t, value_t = reference.quantize_rowcol(x, Quantizer("e4m3"))
+        assert scale_inv.item() == value and scale_inv_t.item() == value_t, name
+        assert_same_values(data, values)
+        assert_same_values(data_t, values_t)
