@@ -18,9 +18,17 @@ from torch import fx
 from te_inductor import compat, config, recipes
 from te_inductor.config import Options
 from te_inductor.diagnostics import Report, announce, log
-from te_inductor.passes import Plan, check_sites, match_sites, report_sites, resolve_policy, rewrite_sites
+from te_inductor.passes import (
+    Plan,
+    check_sites,
+    inline_attention,
+    match_sites,
+    report_sites,
+    resolve_policy,
+    rewrite_sites,
+)
 
-DECIDE: tuple[Callable[[Plan], None], ...] = (match_sites, resolve_policy, check_sites, report_sites)
+DECIDE: tuple[Callable[[Plan], None], ...] = (inline_attention, match_sites, resolve_policy, check_sites, report_sites)
 PASSES = (*DECIDE, rewrite_sites)
 
 
@@ -105,8 +113,8 @@ def _compile_or_restore(
     except Exception:
         failure = traceback.format_exc()
         _restore(originals)
-        compiled = inductor(gm)
-    announce(Report(failure=failure), options.fallback)  # only now: a graph that fails without us too is not our failure
+        compiled = inductor(gm)  # a graph that fails without us too is not our failure
+    announce(Report(failure=failure), options.fallback)
     return compiled
 
 

@@ -40,7 +40,7 @@ def compile_fx(
     from torch._inductor.compile_fx import compile_fx as inductor
     from torch._inductor.compile_fx import compile_fx_inner
 
-    named = {"compile_region_name": region} if region is not None else {}
+    named: dict[str, Any] = {"compile_region_name": region} if region is not None else {}
     if named and "compile_region_name" not in inspect.signature(inductor).parameters:
         named = {}
     return inductor(gm, inputs, wrap_inner(compile_fx_inner), config_patches=dict(patches), **named)

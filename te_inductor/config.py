@@ -84,7 +84,7 @@ def _parse_inductor(given: Mapping[str, Any]) -> dict[str, Any]:
         name = key.replace("-", "_")
         if name not in known:
             raise OptionError(unknown("option", key, [*OWN_OPTIONS, *known]))
-        expected = inductor.get_type(name)
+        expected = inductor.get_type(name)  # type: ignore[attr-defined]
         if isinstance(expected, type) and not isinstance(value, expected):
             raise OptionError(wrong_type(f"Inductor option {key!r}", value, f"{expected.__name__}"))
         parsed[name] = value

@@ -75,7 +75,7 @@ class Report:
 def merge(reports: Iterable[Report]) -> Report:
     """One report of several graphs; a policy glob is unused where no graph used it."""
     reports = list(reports)
-    unused = [glob for glob in reports[0].unused_policy] if reports else []
+    unused = list(reports[0].unused_policy) if reports else []
     return Report(
         sites=[site for report in reports for site in report.sites],
         unused_policy=[glob for glob in unused if all(glob in report.unused_policy for report in reports)],

@@ -11,9 +11,7 @@ from te_inductor.diagnostics import Report, merge
 from te_inductor.passes import Plan
 
 
-def explain(
-    model: Callable[..., Any], *inputs: Any, options: Mapping[str, Any] | None = None, **kwargs: Any
-) -> Report:
+def explain(model: Callable[..., Any], *inputs: Any, options: Mapping[str, Any] | None = None, **kwargs: Any) -> Report:
     """What `torch.compile(model, backend="te", options=options)` would do with each linear layer, and why not.
 
     Traces the model with Dynamo and runs it once, uncompiled, on `inputs` and `kwargs` (a trace can only go on behind a

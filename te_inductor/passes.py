@@ -10,7 +10,7 @@ from torch import fx
 from te_inductor import recipes
 from te_inductor.config import Options
 from te_inductor.diagnostics import Refusal, Report, Site
-from te_inductor.patterns import RULES
+from te_inductor.patterns import RULES, attention
 from te_inductor.patterns.module_path import module_path
 from te_inductor.patterns.rule import Match, Rule
 from te_inductor.recipes import Recipe
@@ -39,6 +39,13 @@ class Plan:
     def graph_modules(self) -> list[fx.GraphModule]:
         """The graph and the bodies of its higher-order ops, such as checkpoint's."""
         return [module for module in self.gm.modules() if isinstance(module, fx.GraphModule)]
+
+
+def inline_attention(plan: Plan) -> None:
+    """Open `F.multi_head_attention_forward`, one node for Dynamo, so that its projections can be seen."""
+    for module in plan.graph_modules():
+        attention.inline(module.graph)
+        module.recompile()
 
 
 def match_sites(plan: Plan) -> None:

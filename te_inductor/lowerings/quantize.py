@@ -40,7 +40,8 @@ def _encode_scale(x: ir.TensorBox, quantizer: Quantizer) -> tuple[ir.TensorBox, 
         return _divide(prims.constant(1.0, torch.float64), scale(index))
 
     boxes = [
-        ir.Pointwise.create(device=x.get_device(), dtype=torch.float32, inner_fn=f, ranges=[]) for f in (scale, scale_inv)
+        ir.Pointwise.create(device=x.get_device(), dtype=torch.float32, inner_fn=f, ranges=[])
+        for f in (scale, scale_inv)
     ]
     for box in boxes:
         box.realize()  # computed once, in the reduction's epilogue, and not again by every thread of the cast
@@ -75,7 +76,7 @@ def _cast(x: ir.TensorBox, scale: ir.TensorBox, quantizer: Quantizer) -> ir.Tens
     )
     # Left alone, Inductor may lay the columnwise copy out like x, which no fp8 GEMM reads.
     box.realize()
-    box.data.data.freeze_layout_with_stride_order([1, 0])
+    box.data.data.freeze_layout_with_stride_order([1, 0])  # type: ignore[attr-defined]
     return box
 
 

@@ -23,7 +23,7 @@ def scaled_mm(
     gemm: Gemm,
     out_dtype: torch.dtype,
 ) -> ir.TensorBox:
-    if a.get_device().type == "cuda":
+    if a.get_device_or_error().type == "cuda":
         return _cuda(a, a_scale, b, b_scale, bias, gemm, out_dtype)
     # An fp8 value is exact in fp32, so this is the low-precision product up to the order of the fp32 sum.
     b_t = lowerings[aten.permute](lowerings[convert](b, torch.float32), [1, 0])

@@ -38,7 +38,9 @@ def _is_two_way_cast(features: Any, tiling: Any) -> bool:
     if set(tiling) - {"r0_"} != {"x", "y"} or features.is_reduction():
         return False
     return any(
-        origin.target is ops.quantize_rowcol for node in features.scheduler_nodes() for origin in node.node.get_origins()
+        origin.target is ops.quantize_rowcol
+        for node in features.scheduler_nodes()
+        for origin in node.node.get_origins()
     )
 
 

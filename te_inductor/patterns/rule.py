@@ -4,6 +4,7 @@
 `te_inductor.linear`. A rewrite inserts OpOverload nodes only: other targets would bypass AOTAutograd's cache.
 """
 
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -25,7 +26,7 @@ _FUNCTIONS: dict[Any, str] = {
     torch.mm: "mm",
     torch.addmm: "addmm",
     torch.bmm: "bmm",
-    __import__("operator").matmul: "matmul",
+    operator.matmul: "matmul",
 }
 _OPERANDS = {
     "linear": ("input", "weight", "bias"),
@@ -116,7 +117,8 @@ class Rule:
 def call_linear(match: Match, x: fx.Node, weight: fx.Node, recipe: Recipe) -> fx.Node:
     """Insert `te_inductor.linear`; its output dtype is the node's own, which honours torch.autocast."""
     out_dtype = support.value(match.node).dtype
-    return match.node.graph.call_function(ops.linear, (x, weight, match.bias, recipe, out_dtype))
+    operands: Any = (x, weight, match.bias, recipe, out_dtype)  # fx has no name for a constant among arguments
+    return match.node.graph.call_function(ops.linear, operands)
 
 
 def replace(node: fx.Node, new: fx.Node) -> None:

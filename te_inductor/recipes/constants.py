@@ -17,7 +17,7 @@ from te_inductor.errors import RecipeError, wrong_type
 T = TypeVar("T")
 
 
-class Constant(metaclass=ConstantMeta):
+class Constant(metaclass=ConstantMeta):  # type: ignore[metaclass]
     """Base of frozen dataclasses whose fields are bool, int, float, str, None, enum members, tuples or Constants."""
 
     def __fx_repr__(self) -> tuple[str, dict[str, Any]]:

@@ -24,7 +24,9 @@ def main(options: str) -> None:
     with torch.no_grad():
         compiled(x)
     found = {name: counters["inductor"][f"fxgraph_cache_{name}"] for name in ("hit", "miss", "bypass")}
-    found |= {f"autograd_{name}": counters["aot_autograd"][f"autograd_cache_{name}"] for name in ("hit", "miss", "bypass")}
+    found |= {
+        f"autograd_{name}": counters["aot_autograd"][f"autograd_cache_{name}"] for name in ("hit", "miss", "bypass")
+    }
     print(json.dumps({"loss": loss.item(), "caches": found, "quantizes": "te_inductor.ops" in sys.modules}))
 
 

@@ -40,7 +40,8 @@ def test_a_linear_layer_and_its_gradients(mode, dtype):
             y.backward(dy)
         weight, bias = layer.weight.detach().cpu(), layer.bias.detach().cpu()
         expected = reference.linear(x.detach().cpu(), weight, bias, RECIPE, dy.cpu())
-        for name, actual, wanted in zip("y dx dw db".split(), (y, x.grad, layer.weight.grad, layer.bias.grad), expected):
+        results = (y, x.grad, layer.weight.grad, layer.bias.grad)
+        for name, actual, wanted in zip("y dx dw db".split(), results, expected, strict=True):
             assert actual.dtype == dtype
             assert relative(actual.detach(), wanted) < 0.02, (name, m, n, k)
 
@@ -114,7 +115,6 @@ def test_transformers_models(name):
     model = model.cuda().bfloat16()
     ids = torch.randint(128, (2, 48), device="cuda")
 
-
     def loss_of(run):  # outside the model: transformers logs from some models' own losses, which breaks the graph
         return nn.functional.cross_entropy(run(ids).logits.float().flatten(0, 1), ids.flatten())
 
@@ -127,5 +127,7 @@ def test_transformers_models(name):
     assert abs(loss.item() / high.item() - 1) < 0.02
     for key, parameter in model.named_parameters():
         if key in expected and parameter.dim() == 2 and "embed" not in key and "wte" not in key:
-            cosine = nn.functional.cosine_similarity(parameter.grad.double().cpu().flatten(), expected[key].flatten(), dim=0)
+            cosine = nn.functional.cosine_similarity(
+                parameter.grad.double().cpu().flatten(), expected[key].flatten(), dim=0
+            )
             assert cosine > 0.95, (key, cosine)

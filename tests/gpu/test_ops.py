@@ -11,7 +11,9 @@ from tests.bounds import assert_within, gemm_error
 from tests.numerics.test_quantize import CONTENTS, QUANTIZERS, check_both
 
 SIZES = [(1, 1), (3, 17), (33, 70), (128, 64), (257, 1040), (64, 4096)]
-FAST_BITS = 13  # Hopper's fast accumulation keeps at least this many bits of each partial sum (DeepSeek-V3, section 3.5.2)
+FAST_BITS = (
+    13  # Hopper's fast accumulation keeps at least this many bits of each partial sum (DeepSeek-V3, section 3.5.2)
+)
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +88,13 @@ def test_scaled_mm(run, fast, out_dtype):
             b, b_scale = reference.quantize(torch.randn(n, k), q)
             scales = [torch.tensor(scale, dtype=torch.float32).cuda() for scale in (a_scale, b_scale)]
             dtype = q.format.dtype
-            operands = (a.to(dtype).cuda(), scales[0], b.to(dtype).cuda(), scales[1], None if bias is None else bias.cuda())
+            operands = (
+                a.to(dtype).cuda(),
+                scales[0],
+                b.to(dtype).cuda(),
+                scales[1],
+                None if bias is None else bias.cuda(),
+            )
             y = function(*operands).cpu()
             expected = reference.scaled_mm(a, a_scale, b, b_scale, bias)
             error = gemm_error(a, a_scale, b, b_scale, bias, out_dtype)

@@ -238,11 +238,6 @@ def test_products_of_activations_are_left_alone():
     assert {site.fqn for site in explained(Attention(), x_of(3))} == {"qk", "v"}
 
 
-# F.multi_head_attention_forward is one node of Dynamo's graph, with the packed and the output projection inside.
-opaque = pytest.mark.xfail(strict=True, reason="no pass calls patterns.attention.inline yet")
-
-
-@opaque
 @pytest.mark.parametrize("train", [True, False])
 def test_encoder_layer(train):
     """Under training, and in evaluation, where torch has a fused path that Dynamo does not take."""
@@ -259,7 +254,6 @@ def test_encoder_layer(train):
     assert (y - model(x)).norm() < 0.2 * model(x).norm()
 
 
-@opaque
 def test_multihead_attention():
     """The packed projection and the output projection are F.linear calls inside the module itself."""
     model = nn.Sequential(nn.MultiheadAttention(64, 4, batch_first=True))

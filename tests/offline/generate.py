@@ -58,6 +58,8 @@ def pretend(arch: int) -> list[Any]:
     from triton.backends.compiler import GPUTarget
 
     properties = device_properties(arch)
+    target = GPUTarget("cuda", arch, 32)
+    system = {"device": {"name": properties.name}, "hash": "offline"}
     patches: list[Any] = [
         mock.patch.object(torch.version, "cuda", "13.0"),
         mock.patch.object(torch.cuda, "is_available", lambda: True),
@@ -81,13 +83,13 @@ def pretend(arch: int) -> list[Any]:
         mock.patch.object(CudaInterface.Worker, "current_device", staticmethod(lambda: 0)),
         mock.patch.object(_triton, "has_triton", lambda: True),
         mock.patch.object(_triton, "triton_hash_with_backend", lambda: "offline"),
-        mock.patch.object(triton.runtime.driver, "_active", SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", arch, 32))),
-        mock.patch.object(CacheBase, "get_system", staticmethod(lambda: {"device": {"name": properties.name}, "hash": "offline"})),
+        mock.patch.object(triton.runtime.driver, "_active", SimpleNamespace(get_current_target=lambda: target)),
+        mock.patch.object(CacheBase, "get_system", staticmethod(lambda: system)),
     ]
     patches.append(mock.patch.object(utils, "is_big_gpu", lambda *_: True))
     # These trace example tensors on the device to build patterns that none of our graphs contain.
-    for module, name in (("fuse_attention", "_sfdp_init"), ("misc_patterns", "_misc_patterns_init"), ("pad_mm", "_pad_mm_init")):
-        patches.append(mock.patch(f"torch._inductor.fx_passes.{module}.{name}", lambda *_, **__: None))
+    for name in ("fuse_attention._sfdp_init", "misc_patterns._misc_patterns_init", "pad_mm._pad_mm_init"):
+        patches.append(mock.patch(f"torch._inductor.fx_passes.{name}", lambda *_, **__: None))
     return patches
 
 
@@ -119,8 +121,12 @@ def main(shim: str, arch: int, case: str, out: Path) -> None:
     patches = [*pretend(arch), mock.patch.object(GraphLowering, "_compile_to_module_lines", keep)]
     for patch in patches:
         patch.start()
-    settings = {"compile_threads": 1, "fx_graph_cache": False, "force_disable_caches": True,
-                "joint_graph_constant_folding": False}
+    settings = {
+        "compile_threads": 1,
+        "fx_graph_cache": False,
+        "force_disable_caches": True,
+        "joint_graph_constant_folding": False,
+    }
     eager_backward = functorch.patch(force_non_lazy_backward_lowering=True)
     with FakeTensorMode(allow_non_fake_inputs=True), config.patch(settings), eager_backward:
         compiled, inputs = getattr(importlib.import_module(module), function)()

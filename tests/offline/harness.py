@@ -79,7 +79,15 @@ def shim() -> str:
 def generate(case: str, arch: int) -> Generated:
     """The code for `tests.offline.cases:<case>` on compute capability `arch` (90, 100)."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "tests.offline.generate", shim(), str(arch), f"tests.offline.cases:{case}", folder]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.offline.generate",
+            shim(),
+            str(arch),
+            f"tests.offline.cases:{case}",
+            folder,
+        ]
         done = subprocess.run(command, cwd=HERE.parents[1], capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr[-4000:]
         assert "lowering failed" not in done.stderr, done.stderr[-4000:]
@@ -130,7 +138,8 @@ def compile_to_cubin(kernel: Kernel, arch: int, folder: Path) -> Any:
     tile = dict(kernel.tile or DEFAULT_TILE)
     options = {"num_warps": tile.pop("num_warps", 4)}
     signature = dict(kernel.meta["signature"])
-    constants = {name: value for name, value in kernel.meta["constants"].items()}
+    constants = dict(kernel.meta["constants"])
     constants.update({name: tile[name] for name, kind in signature.items() if kind == "constexpr" and name in tile})
-    source = ASTSource(fn=function, signature=signature, constexprs={(function.arg_names.index(k),): v for k, v in constants.items()})
+    places = {(function.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=function, signature=signature, constexprs=places)
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)

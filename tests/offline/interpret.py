@@ -22,10 +22,21 @@ POISON = 0xFF  # NaN in every float format used here
 # A program of the interpreter costs milliseconds, a reduction in it Python steps for each element: few, and small, ones.
 POINTWISE, REDUCTION = {"XBLOCK": 1024}, {"XBLOCK": 1, "R0_BLOCK": 64}
 
+# What of the wrapper needs a device, and what stands there instead.
+ON_CPU = {
+    r"^empty_strided_cuda = .*$": "from tests.offline.interpret import empty_poisoned as empty_strided_cuda",
+    r"^from torch\._C import _cuda_getCurrentRawStream as get_raw_stream$": "get_raw_stream = lambda device: 0",
+    r"with torch\.cuda\._DeviceGuard\(0\):": "if True:",
+    r"torch\.cuda\.set_device\(0\)": "pass",
+    r"async_compile = AsyncCompile\(\)": "from tests.offline.interpret import compiler as async_compile",
+}
+
 
 def empty_poisoned(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     made = torch.empty_strided(size, stride, dtype=dtype)
-    made.untyped_storage().copy_(torch.full((made.untyped_storage().nbytes(),), POISON, dtype=torch.uint8).untyped_storage())
+    made.untyped_storage().copy_(
+        torch.full((made.untyped_storage().nbytes(),), POISON, dtype=torch.uint8).untyped_storage()
+    )
     return made
 
 
@@ -59,10 +70,8 @@ class Interpreted:
 
 def main(graph: Path, inputs: Path, outputs: Path) -> None:
     source = graph.read_text()
-    source = re.sub(r"^empty_strided_cuda = .*$", "from tests.offline.interpret import empty_poisoned as empty_strided_cuda", source, flags=re.M)
-    source = re.sub(r"^from torch\._C import _cuda_getCurrentRawStream as get_raw_stream$", "get_raw_stream = lambda device: 0", source, flags=re.M)
-    source = source.replace("with torch.cuda._DeviceGuard(0):", "if True:").replace("torch.cuda.set_device(0)", "pass")
-    source = source.replace("async_compile = AsyncCompile()", "from tests.offline.interpret import compiler as async_compile")
+    for found, mended in ON_CPU.items():
+        source = re.sub(found, mended, source, flags=re.MULTILINE)
     on_cpu = graph.with_name("on_cpu.py")
     on_cpu.write_text(source)
     compiler.folder = graph.parent

@@ -77,4 +77,6 @@ def test_every_kernel_compiles(training: Generated, arch: int, tmp_path: Path) -
         compiled = compile_to_cubin(kernel, arch, tmp_path)
         assert len(compiled.asm["cubin"]) > 0
         if ".to(tl.float8" in kernel.body:
-            assert "cvt.rn.satfinite.e" in compiled.asm["ptx"], kernel.name  # hardware conversion, not emulated bit work
+            assert "cvt.rn.satfinite.e" in compiled.asm["ptx"], (
+                kernel.name
+            )  # hardware conversion, not emulated bit work
