@@ -1,25 +1,40 @@
-"""The tile of Inductor's own kernels that write a rowwise and a columnwise copy at one read.
+"""The tiles of Inductor's own kernels that cast or that look for an amax: data, with where each was measured.
 
-# Note [Square tiles for two-way casts]
-Inductor fuses the producer, the cast and both stores into one 2D pointwise kernel, but its candidates for a 64 x 64 tile
-run 8 warps, and it settles at 60% of copy bandwidth for casts to fp8 (H200, torch 2.11, 2026-11). The same kernel with a
-64 x 64 tile and 4 warps reaches 87-91%: each thread holds 32 elements, so both the row store and the column store are
-16 bytes wide. docs/performance.md has the figures. Nothing else of the kernel changes, and no autotuning is needed.
+# Note [Tiles for casts]
+Inductor fuses a producer, its casts and both stores into one 2D pointwise kernel, and tries square tiles of 8 warps on it.
+Which tile is fast depends on how many tensors it reads, as each costs registers, and on the dimension in which they are
+contiguous: that one wants 128 or 256 elements. The amax of a tensor is a split reduction, which wants many loads in
+flight. Nothing else of a kernel changes here, and nothing is autotuned.
+
+Microseconds on one H200 (torch 2.11, triton 3.6, 2026-11-20), 135 tiles each, beside the floor at copy bandwidth::
+
+                                      64 x 64, 4 warps   the tile below   floor
+    cast 14336 x 4096                             77.4             66.1    55.6
+    SwiGLU + cast, 16384 x 14336                 398.0            366.8   333.4
+    SwiGLU backward + 2 casts                    684.5            656.2   555.7
+                                      Inductor's choice
+    amax 14336 x 4096                             44.8             38.0    27.8
+    amax of SwiGLU, 16384 x 14336                358.3            269.9   222.3
+    amaxes of SwiGLU backward                    553.5            468.2   333.4
 """
 
 from collections.abc import Callable
 from typing import Any
 
 from torch._inductor.codegen.triton import FixedTritonConfig
+from torch._inductor.dependencies import MemoryDep
 from torch._inductor.virtualized import V
 
 from te_inductor import ops
 
-TWO_WAY_CAST = {"XBLOCK": 64, "YBLOCK": 64, "num_warps": 4}
+# By the number of whole tensors read: elements in the dimension in which they are contiguous, elements across, warps.
+CAST = {1: (128, 64, 4), 2: (256, 32, 8), 3: (128, 32, 8)}
+AMAX = {"XBLOCK": 1, "R0_BLOCK": 4096, "num_warps": 16}
+AMAX_FROM = 8 * AMAX["R0_BLOCK"]  # elements a program reduces, below which Inductor's own choice stands
 
 
 class Choices:
-    """Inductor's heuristics with our tile for two-way casts; everything else is asked of the heuristics in force."""
+    """Inductor's heuristics with our tiles; everything else is asked of the heuristics in force."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -29,19 +44,34 @@ class Choices:
 
     def triton_kernel_kwargs(self, kernel_cls: Any, features: Any, groups: Any, kernel_kwargs: dict[str, Any]) -> Any:
         kernel_kwargs = self._inner.triton_kernel_kwargs(kernel_cls, features, groups, kernel_kwargs)
-        if "fixed_config" not in kernel_kwargs and _is_two_way_cast(features, groups[0]):
-            kernel_kwargs = {**kernel_kwargs, "fixed_config": FixedTritonConfig(dict(TWO_WAY_CAST))}
-        return kernel_kwargs
+        tile = None if "fixed_config" in kernel_kwargs else tile_of(features, groups[0])
+        return kernel_kwargs if tile is None else {**kernel_kwargs, "fixed_config": FixedTritonConfig(tile)}
 
 
-def _is_two_way_cast(features: Any, tiling: Any) -> bool:
-    if set(tiling) - {"r0_"} != {"x", "y"} or features.is_reduction():
-        return False
-    return any(
-        origin.target is ops.quantize_rowcol
-        for node in features.scheduler_nodes()
-        for origin in node.node.get_origins()
-    )
+def tile_of(features: Any, tiling: dict[str, Any]) -> dict[str, int] | None:
+    """Our tile for a kernel that quantizes, None where Inductor's choice stands."""
+    nodes = list(features.scheduler_nodes())
+    quantizes = (ops.quantize, ops.quantize_rowcol)
+    if not any(origin.target in quantizes for node in nodes for origin in node.node.get_origins()):
+        return None
+    dimensions = set(tiling)
+    if features.is_reduction():
+        long = dimensions == {"x", "r0_"} and V.graph.sizevars.statically_known_geq(tiling["r0_"], AMAX_FROM)
+        return dict(AMAX) if long else None
+    if dimensions - {"r0_"} != {"x", "y"}:
+        return None
+    return _cast_tile(nodes, tiling)
+
+
+def _cast_tile(nodes: list[Any], tiling: dict[str, Any]) -> dict[str, int]:
+    """A node of a 2D kernel iterates over (y, x); where its read has coefficient 1, the tensor is contiguous."""
+    whole = tiling["y"] * tiling["x"]
+    reads = [dep for node in nodes for dep in node.read_writes.reads if isinstance(dep, MemoryDep)]
+    tensors = {dep.name for dep in reads if dep.get_numel() == whole}
+    along, across, warps = CAST[min(max(len(tensors), 1), max(CAST))]
+    outer = any(len(dep.var_names) == 2 and dep.index.coeff(dep.var_names[0]) == 1 for dep in reads)
+    y, x = (along, across) if outer else (across, along)
+    return {"XBLOCK": x, "YBLOCK": y, "num_warps": warps}
 
 
 def with_tiles(inner_compile: Callable[..., Any]) -> Callable[..., Any]:
