@@ -6,16 +6,15 @@ Which tile is fast depends on how many tensors it reads, as each costs registers
 contiguous: that one wants 128 or 256 elements. The amax of a tensor is a split reduction, which wants many loads in
 flight. Nothing else of a kernel changes here, and nothing is autotuned.
 
-Microseconds on one H200 (torch 2.11, triton 3.6, 2026-11-20), 135 tiles each, beside the floor at copy bandwidth::
+Microseconds in the training step of docs/performance.md, before and with these tiles, beside the floor at copy bandwidth
+(H200, torch 2.11, triton 3.6, 2026-11-20; the tiles are the best of 135 timed alone on the same kernels)::
 
-                                      64 x 64, 4 warps   the tile below   floor
-    cast 14336 x 4096                             77.4             66.1    55.6
-    SwiGLU + cast, 16384 x 14336                 398.0            366.8   333.4
-    SwiGLU backward + 2 casts                    684.5            656.2   555.7
-                                      Inductor's choice
-    amax 14336 x 4096                             44.8             38.0    27.8
-    amax of SwiGLU, 16384 x 14336                358.3            269.9   222.3
-    amaxes of SwiGLU backward                    553.5            468.2   333.4
+    cast 14336 x 4096                        88.5 (64 x 64, 4 warps)     62.9    55.6
+    SwiGLU + cast, 16384 x 14336            447.6 (64 x 64, 4 warps)    429.7   333.4
+    SwiGLU backward + 2 casts               730.3 (64 x 64, 4 warps)    661.2   555.7
+    amax 14336 x 4096                        44.8 (Inductor's)           34.4    27.8
+    amax of SwiGLU, 16384 x 14336           358.3 (Inductor's)          313.9   222.3
+    amaxes of SwiGLU backward               553.5 (Inductor's)          451.4   333.4
 """
 
 from collections.abc import Callable
