@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from te_inductor.backend import te as te
     from te_inductor.diagnostics import Report as Report
     from te_inductor.diagnostics import Site as Site
-    from te_inductor.explain import explain as explain
+    from te_inductor.explanation import explain as explain
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "explain": ("te_inductor.explain", "explain"),
+    "explain": ("te_inductor.explanation", "explain"),
     "recipes": ("te_inductor.recipes", None),
     "te": ("te_inductor.backend", "te"),
     "Report": ("te_inductor.diagnostics", "Report"),
@@ -34,7 +34,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
     loaded = import_module(module)
     value = loaded if attribute is None else getattr(loaded, attribute)
-    globals()[name] = value  # `explain` the function replaces `explain` the submodule
+    globals()[name] = value
     return value
 
 

@@ -18,6 +18,7 @@ from torch import fx
 from te_inductor import compat, config, recipes
 from te_inductor.config import Options
 from te_inductor.diagnostics import Report, announce, log
+from te_inductor.errors import TEInductorError
 from te_inductor.passes import (
     Plan,
     check_sites,
@@ -90,7 +91,7 @@ def _inductor(
     from te_inductor import lowerings
     from te_inductor.post_grad import ShareQuantizations
 
-    wrap_inner = lowerings.install()
+    wrap_inner = lowerings.install(options.fallback)
     patches = dict(torch._TorchCompileInductorWrapper(options.mode, dict(options.inductor), None).config)
     theirs = patches.get("post_grad_custom_pre_pass", inductor.post_grad_custom_pre_pass)
     patches["post_grad_custom_pre_pass"] = ShareQuantizations(theirs)
@@ -108,8 +109,8 @@ def _compile_or_restore(
 
     try:
         return inductor(gm)
-    except (RestartAnalysis, SkipFrame, Unsupported):
-        raise  # Dynamo's own control flow
+    except (RestartAnalysis, SkipFrame, Unsupported, TEInductorError):
+        raise  # Dynamo's own control flow, and what the user asked to be told
     except Exception:
         failure = traceback.format_exc()
         _restore(originals)

@@ -69,7 +69,8 @@ class Report:
         with console.capture() as capture:
             console.print(table)
         tail = [f"policy glob {glob!r} matches no module with a linear site" for glob in self.unused_policy]
-        return "\n".join([capture.get().rstrip(), *tail, *([self.failure] if self.failure else [])])
+        lines = [line.rstrip() for line in capture.get().splitlines()]  # rich pads the title
+        return "\n".join([*lines, *tail, *([self.failure] if self.failure else [])])
 
 
 def merge(reports: Iterable[Report]) -> Report:
@@ -85,7 +86,7 @@ def merge(reports: Iterable[Report]) -> Report:
 
 def _headline(report: Report) -> str:
     low = sum(site.kernel != "high_precision" for site in report.sites)
-    return f"te_inductor: {low} of {len(report.sites)} GEMMs in low precision, {len(report.fallbacks)} fallbacks"
+    return f"te_inductor: {low} of {len(report.sites)} GEMMs in low precision, {len(report.fallbacks)} fell back"
 
 
 def _rows(sites: list[Site]) -> Iterable[tuple[str, ...]]:
@@ -113,12 +114,20 @@ def announce(report: Report, fallback: str) -> None:
     for site in report.sites:
         log.debug("%s", site)
     text = summary(report)
-    if text is None:
-        return
+    if text is not None:
+        say(text, fallback)
+
+
+def say(text: str, fallback: str) -> None:
+    """Warn, raise or keep silent, as `options["fallback"]` wants it.
+
+    Raises:
+        FallbackError: with ``fallback="error"``.
+    """
     if fallback == "error":
         raise FallbackError(text)
     if fallback == "warn":
-        warnings.warn(text, FallbackWarning, stacklevel=2)
+        warnings.warn(text, FallbackWarning, stacklevel=3)
 
 
 def summary(report: Report) -> str | None:

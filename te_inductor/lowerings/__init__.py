@@ -7,9 +7,23 @@ if not __name__.startswith("te_inductor."):
     raise ImportError(f"{__name__!r} is a folder of te_inductor, import te_inductor.lowerings")
 
 
-def install() -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register every lowering with Inductor (importing the modules does it); returns the wrapper of its graph compiler."""
-    from te_inductor.lowerings import quantize, scaled_mm  # noqa: F401
-    from te_inductor.lowerings.tiles import with_tiles
+def install(fallback: str = "warn") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register every lowering with Inductor (importing the modules does it).
 
-    return with_tiles
+    Returns a wrapper for Inductor's compiler of one graph, of a forward, a backward or an inference: during the compile, and
+    only then, our tiles hold; after it, lowerings that failed are named as `fallback` says.
+    """
+    from torch._inductor.virtualized import V
+
+    from te_inductor.lowerings import quantize, scaled_mm  # noqa: F401
+    from te_inductor.lowerings.registry import failures_said
+    from te_inductor.lowerings.tiles import Choices
+
+    def wrap(inner_compile: Callable[..., Any]) -> Callable[..., Any]:
+        def compile_graph(*args: Any, **kwargs: Any) -> Any:
+            with failures_said(fallback), V.set_choices_handler(Choices(V.choices)):
+                return inner_compile(*args, **kwargs)
+
+        return compile_graph
+
+    return wrap

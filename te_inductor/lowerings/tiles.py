@@ -17,7 +17,6 @@ Microseconds in the training step of docs/performance.md, before and with these 
     amaxes of SwiGLU backward               553.5 (Inductor's)          451.4   333.4
 """
 
-from collections.abc import Callable
 from typing import Any
 
 from torch._inductor.codegen.triton import FixedTritonConfig
@@ -71,13 +70,3 @@ def _cast_tile(nodes: list[Any], tiling: dict[str, Any]) -> dict[str, int]:
     outer = any(len(dep.var_names) == 2 and dep.index.coeff(dep.var_names[0]) == 1 for dep in reads)
     y, x = (along, across) if outer else (across, along)
     return {"XBLOCK": x, "YBLOCK": y, "num_warps": warps}
-
-
-def with_tiles(inner_compile: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap Inductor's compiler of one graph so that our heuristics hold during it, and only then."""
-
-    def compile_graph(*args: Any, **kwargs: Any) -> Any:
-        with V.set_choices_handler(Choices(V.choices)):
-            return inner_compile(*args, **kwargs)
-
-    return compile_graph
