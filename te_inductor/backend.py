@@ -77,7 +77,8 @@ def run_passes(plan: Plan, passes: tuple[Callable[[Plan], None], ...] = PASSES) 
             log.debug("%s", step.__name__)
             step(plan)
     except Exception:
-        return replace(plan.report, failure=traceback.format_exc())
+        sites = [replace(site, kernel="high_precision", reason="a pass failed") for site in plan.report.sites]
+        return replace(plan.report, sites=sites, failure=traceback.format_exc())
     return plan.report
 
 

@@ -28,7 +28,7 @@ class DoubleBackwardError(TEInductorError, RuntimeError):
 
 
 class FallbackWarning(UserWarning):
-    """Some sites do not run as asked; the text lists them by reason. At most one a compile."""
+    """Something does not run as asked; the text lists sites by reason. One a graph, and one more if its compile fails."""
 
 
 def unknown(kind: str, found: object, known: Iterable[str]) -> str:

@@ -111,7 +111,6 @@ class _Linear(torch.autograd.Function):
         w, w_scale, w_t, w_scale_t = _copies(weight, slots.weight, columnwise=x_grad)
         ctx.save_for_backward(data_t, scale_t, w_t, w_scale_t)
         ctx.slots, ctx.dtypes = slots, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        ctx.sizes = weight.shape
         return scaled_mm(data, scale, w, w_scale, bias, slots.fprop, out_dtype)
 
     @staticmethod

@@ -43,7 +43,7 @@ class Gemm(Constant):
     """One of the three GEMMs of a linear layer, ``out[M, N] = a[M, K] @ b[N, K].T * a_scale_inv * b_scale_inv``."""
 
     name: str  # "fprop", "dgrad", "wgrad"
-    fast_accum: bool = False  # Hopper: accumulate in the tensor core's 14 bits instead of promoting to fp32
+    fast_accum: bool = False  # CUDA: accumulate in the tensor core's own precision instead of promoting to fp32
 
 
 @constant

@@ -35,7 +35,7 @@ class Recipe(Constant):
 class Float8CurrentScaling(Recipe):
     """FP8 with one scale a tensor, computed from the tensor itself. Name, fields and defaults are TransformerEngine's.
 
-    `use_split_accumulator` acts on Hopper's tensor cores; other devices always accumulate in fp32.
+    `use_split_accumulator` acts on CUDA's tensor cores; the CPU always accumulates in fp32.
     """
 
     name: ClassVar[str] = "current"
