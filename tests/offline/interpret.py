@@ -81,8 +81,9 @@ def main(graph: Path, inputs: Path, outputs: Path) -> None:
 
 
 def mend_conversions() -> None:
-    """Triton's interpreter (3.7 and 3.9) rounds fp32 to fp8 half away from zero, loses the carry into the exponent (7.99 becomes 4),
-    has no NaN there, and reads bf16 subnormals wrongly. Give it torch's conversions: to nearest even, as the hardware's."""
+    """Triton's interpreter (3.7 and 3.9) rounds fp32 to fp8 half away from zero, loses the carry into the exponent (7.99
+    becomes 4), has no NaN there, and reads bf16 subnormals wrongly. Give it torch's conversions: to nearest even, as the
+    hardware's."""
     import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter
