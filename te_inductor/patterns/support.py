@@ -9,8 +9,9 @@ from te_inductor.diagnostics import Refusal
 from te_inductor.recipes.quantizers import padded
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Padding N and K to 16 may multiply a GEMM's work by this much. Measured on an H200 (benchmarks/padding.py, 2026-11-20,
-# docs/performance.md): forward and backward padded by 1.12 take 0.88 of bf16's time, padded by 1.20 1.8 of it: the limit lies midway.
+# Padding N and K to 16 may multiply a GEMM's work by this much: midway between a win and a loss, measured on an H200
+# (benchmarks/padding.py, docs/performance.md, 2026-11-20). Padded by 1.12, forward and backward take 0.88 of bf16's time,
+# padded by 1.20, 1.8 of it.
 MAX_PADDING = 1.16
 MIN_CAPABILITY = (8, 9)  # first CUDA devices with FP8 tensor cores
 
