@@ -39,22 +39,22 @@ def _define(schema: str, implementation: Any, fake: Any = None) -> Any:
 def _quantize_fake(
     x: Tensor,  # (R, C)
     quantizer: Quantizer,
-) -> tuple[Tensor, Tensor]:  # data (R, pad(C)), scale_inv ()
+) -> tuple[Tensor, Tensor]:  # data (R, pad(C)), scale_inv () or (R, 1)
     rows, columns = x.shape
     data = x.new_empty((rows, padded(columns)), dtype=quantizer.format.dtype)
-    return data, x.new_empty((), dtype=torch.float32)
+    return data, x.new_empty(quantizer.granularity.scale_shape(rows), dtype=torch.float32)
 
 
 def _quantize_rowcol_fake(
     x: Tensor,  # (R, C)
     quantizer: Quantizer,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # data (R, pad(C)), scale_inv (), data_t (C, pad(R)), scale_inv_t ()
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # data (R, pad(C)), scale_inv, data_t (C, pad(R)), scale_inv_t () or (C, 1)
     return *_quantize_fake(x, quantizer), *_quantize_fake(x.t(), quantizer)
 
 
 def _dequantize_fake(
     data: Tensor,  # (R, C)
-    scale_inv: Tensor,  # ()
+    scale_inv: Tensor,  # () or (R, 1)
     quantizer: Quantizer,
     dtype: torch.dtype,
 ) -> Tensor:
@@ -63,9 +63,9 @@ def _dequantize_fake(
 
 def _scaled_mm_fake(
     a: Tensor,  # (M, K), low precision
-    a_scale_inv: Tensor,  # ()
+    a_scale_inv: Tensor,  # () or (M, 1)
     b: Tensor,  # (N, K), low precision
-    b_scale_inv: Tensor,  # ()
+    b_scale_inv: Tensor,  # () or (N, 1)
     bias: Tensor | None,  # (N,)
     gemm: Gemm,
     out_dtype: torch.dtype,

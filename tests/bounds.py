@@ -9,9 +9,9 @@ TINY = {torch.float32: 2.0**-150, torch.bfloat16: 2.0**-134, torch.float16: 2.0*
 
 def gemm_error(
     a: Tensor,  # (M, K) values of an element
-    a_scale_inv: float,
+    a_scale_inv: Tensor,  # () or (M, 1)
     b: Tensor,  # (N, K) values of an element
-    b_scale_inv: float,
+    b_scale_inv: Tensor,  # () or (N, 1)
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:  # (M, N)
@@ -23,7 +23,7 @@ def gemm_error(
     `out_dtype`, the bias is, and their sum is.
     """
     u, out = UNIT[torch.float32], UNIT[out_dtype]
-    scale = a_scale_inv * b_scale_inv
+    scale = a_scale_inv.double() * b_scale_inv.double().t()
     magnitudes = a.double().abs() @ b.double().abs().t()
     total = magnitudes * scale
     error = (a.shape[1] + 2) * u * total + TINY[torch.float32] * (magnitudes + 1)

@@ -8,19 +8,47 @@ from torch._inductor.virtualized import ops as prims
 from te_inductor import ops
 from te_inductor.lowerings.registry import lowering
 from te_inductor.recipes import Quantizer
+from te_inductor.recipes.formats import ROW, TENSOR
 from te_inductor.recipes.quantizers import padded
 from te_inductor.runtime.eager import EXPONENT_MASK, FP32_MAX
 
 aten = torch.ops.aten
 
 
+def _amax_of_tensor(x: ir.TensorBox) -> ir.TensorBox:  # () fp32
+    amax = lowerings[aten.amax](lowerings[aten.abs](x), list(TENSOR.reduced))
+    return lowerings[torch.ops.prims.convert_element_type](amax, torch.float32)  # type: ignore[no-any-return]
+
+
+def _amax_of_rows(x: ir.TensorBox) -> ir.TensorBox:  # (R, 1) fp32
+    """The largest bit pattern without the sign: of fp32 magnitudes, infinity above every number and NaN above infinity.
+
+    Inductor fuses this with the cast of the row, so that one kernel may hold both it and a transposed fp8 store. With a
+    float max that would be Triton issue 11111 (`_cast`) on torch 2.15.
+    """
+    load = x.make_loader()
+
+    def magnitude(index):  # type: ignore[no-untyped-def]
+        bits = prims.to_dtype_bitcast(prims.to_dtype(load(index), torch.float32), torch.int32, torch.float32)
+        return prims.bitwise_and(bits, prims.constant(0x7FFFFFFF, torch.int32))
+
+    bits = ir.Pointwise.create(device=x.get_device(), dtype=torch.int32, inner_fn=magnitude, ranges=x.get_size())
+    load_bits = lowerings[aten.amax](bits, list(ROW.reduced), keepdims=ROW.keepdim).make_loader()
+    return ir.Pointwise.create(  # type: ignore[return-value]
+        device=x.get_device(),
+        dtype=torch.float32,
+        inner_fn=lambda index: prims.to_dtype_bitcast(load_bits(index), torch.float32, torch.int32),
+        ranges=ROW.scale_shape(x.get_size()[0]),
+    )
+
+
 def _encode_scale(x: ir.TensorBox, quantizer: Quantizer) -> tuple[ir.TensorBox, ir.TensorBox]:
-    """scale and scale_inv of the whole tensor, fp32 scalars. Mirrors `eager.encode_scale`."""
-    amax = lowerings[aten.amax](lowerings[aten.abs](x), list(range(len(x.get_size()))))
+    """scale and scale_inv, fp32, of the scope's shape. Mirrors `eager.encode_scale`."""
+    amax = (_amax_of_tensor if quantizer.granularity.transposes else _amax_of_rows)(x)
     load = amax.make_loader()
 
     def scale(index):  # type: ignore[no-untyped-def]
-        value = prims.to_dtype(load(index), torch.float32)
+        value = load(index)
         epsilon, one = prims.constant(quantizer.amax_epsilon, torch.float32), prims.constant(1.0, torch.float32)
         value = prims.where(prims.lt(value, epsilon), epsilon, value)
         usable = prims.and_(
@@ -40,7 +68,7 @@ def _encode_scale(x: ir.TensorBox, quantizer: Quantizer) -> tuple[ir.TensorBox, 
         return _divide(prims.constant(1.0, torch.float64), scale(index))
 
     boxes = [
-        ir.Pointwise.create(device=x.get_device(), dtype=torch.float32, inner_fn=f, ranges=[])
+        ir.Pointwise.create(device=x.get_device(), dtype=torch.float32, inner_fn=f, ranges=list(amax.get_size()))
         for f in (scale, scale_inv)
     ]
     for box in boxes:
@@ -56,15 +84,16 @@ def _divide(numerator, denominator):  # type: ignore[no-untyped-def]
 
 def _cast(x: ir.TensorBox, scale: ir.TensorBox, quantizer: Quantizer) -> ir.TensorBox:
     """The low-precision copy, columns padded with zeros. Saturates by plain comparisons: NaN passes through, and
-    NaN-propagating min/max beside transposed fp8 stores would meet Triton issue 11111."""
+    NaN-propagating min/max of floats beside transposed fp8 stores would meet Triton issue 11111."""
     rows, columns = x.get_size()
     missing = padded(columns) - columns
     if missing != 0:
         x = lowerings[aten.constant_pad_nd](x, [0, missing], 0.0)
-    load, load_scale = x.make_loader(), scale.make_loader()
+    load = x.make_loader()
+    load_scale = lowerings[aten.expand](scale, [rows, columns + missing]).make_loader()
 
     def inner(index):  # type: ignore[no-untyped-def]
-        value = prims.mul(prims.to_dtype(load(index), torch.float32), load_scale([]))
+        value = prims.mul(prims.to_dtype(load(index), torch.float32), load_scale(index))
         high = prims.constant(quantizer.format.max, torch.float32)
         low = prims.constant(-quantizer.format.max, torch.float32)
         value = prims.where(prims.gt(value, high), high, value)
@@ -90,7 +119,10 @@ def quantize(x: ir.TensorBox, quantizer: Quantizer) -> tuple[ir.TensorBox, ...]:
 def quantize_rowcol(x: ir.TensorBox, quantizer: Quantizer) -> tuple[ir.TensorBox, ...]:
     scale, scale_inv = _encode_scale(x, quantizer)
     transposed = lowerings[aten.permute](x, [1, 0])
-    return _cast(x, scale, quantizer), scale_inv, _cast(transposed, scale, quantizer), scale_inv
+    scale_t, scale_inv_t = (
+        (scale, scale_inv) if quantizer.granularity.transposes else _encode_scale(transposed, quantizer)
+    )
+    return _cast(x, scale, quantizer), scale_inv, _cast(transposed, scale_t, quantizer), scale_inv_t
 
 
 @lowering(ops.dequantize)

@@ -24,6 +24,7 @@ from torch._inductor.dependencies import MemoryDep
 from torch._inductor.virtualized import V
 
 from te_inductor import ops
+from te_inductor.recipes.formats import TENSOR
 
 # By the number of whole tensors read: elements in the dimension in which they are contiguous, elements across, warps.
 CAST = {1: (128, 64, 4), 2: (256, 32, 8), 3: (128, 32, 8)}
@@ -49,13 +50,15 @@ class Choices:
 def tile_of(features: Any, tiling: dict[str, Any]) -> dict[str, int] | None:
     """Our tile for a kernel that quantizes, None where Inductor's choice stands."""
     nodes = list(features.scheduler_nodes())
-    quantizes = (ops.quantize, ops.quantize_rowcol)
-    if not any(origin.target in quantizes for node in nodes for origin in node.node.get_origins()):
+    origins = [origin for node in nodes for origin in node.node.get_origins()]
+    scopes = [o.args[1].granularity for o in origins if o.target in (ops.quantize, ops.quantize_rowcol)]
+    if not scopes:
         return None
     dimensions = set(tiling)
     if features.is_reduction():
         long = dimensions == {"x", "r0_"} and V.graph.sizevars.statically_known_geq(tiling["r0_"], AMAX_FROM)
-        return dict(AMAX) if long else None
+        # The amax of rows may run across the dimension in which the tensor is contiguous.
+        return dict(AMAX) if long and TENSOR in scopes else None
     if dimensions - {"r0_"} != {"x", "y"}:
         return None
     return _cast_tile(nodes, tiling)
@@ -64,9 +67,9 @@ def tile_of(features: Any, tiling: dict[str, Any]) -> dict[str, int] | None:
 def _cast_tile(nodes: list[Any], tiling: dict[str, Any]) -> dict[str, int]:
     """A node of a 2D kernel iterates over (y, x); where its read has coefficient 1, the tensor is contiguous."""
     whole = tiling["y"] * tiling["x"]
-    reads = [dep for node in nodes for dep in node.read_writes.reads if isinstance(dep, MemoryDep)]
-    tensors = {dep.name for dep in reads if dep.get_numel() == whole}
-    along, across, warps = CAST[min(max(len(tensors), 1), max(CAST))]
+    deps = [dep for node in nodes for dep in node.read_writes.reads if isinstance(dep, MemoryDep)]
+    reads = [dep for dep in deps if dep.get_numel() == whole]  # and not scales or weights of a norm
+    along, across, warps = CAST[min(max(len({dep.name for dep in reads}), 1), max(CAST))]
     outer = any(len(dep.var_names) == 2 and dep.index.coeff(dep.var_names[0]) == 1 for dep in reads)
     y, x = (along, across) if outer else (across, along)
     return {"XBLOCK": x, "YBLOCK": y, "num_warps": warps}

@@ -1,24 +1,35 @@
 """Recipes: how a linear layer's tensors are stored and multiplied in low precision.
 
-Anywhere a recipe is expected, its name will do: ``"current"``, ``"none"`` (leave the site in high precision) or
-``"auto"`` (the best recipe there is: so far per-tensor current scaling, on every device).
+Anywhere a recipe is expected, its name will do: ``"current"``, ``"rowwise"``, ``"none"`` (leave the site in high
+precision) or ``"auto"`` (so far per-tensor current scaling, on every device).
 """
 
 from te_inductor.errors import RecipeError, unknown, wrong_type
 from te_inductor.recipes.formats import Format
 from te_inductor.recipes.quantizers import Gemm, MMParams, QParams, Quantizer
-from te_inductor.recipes.recipe import Float8CurrentScaling, Recipe, Slots
+from te_inductor.recipes.recipe import Float8CurrentScaling, Float8RowwiseScaling, Recipe, Slots
 
-__all__ = ["Float8CurrentScaling", "Format", "Gemm", "MMParams", "QParams", "Quantizer", "Recipe", "Slots", "resolve"]
+__all__ = [
+    "Float8CurrentScaling",
+    "Float8RowwiseScaling",
+    "Format",
+    "Gemm",
+    "MMParams",
+    "QParams",
+    "Quantizer",
+    "Recipe",
+    "Slots",
+    "resolve",
+]
 
-_BY_NAME: dict[str, type[Recipe]] = {recipe.name: recipe for recipe in (Float8CurrentScaling,)}
+_BY_NAME: dict[str, type[Recipe]] = {recipe.name: recipe for recipe in (Float8CurrentScaling, Float8RowwiseScaling)}
 NAMES = ("auto", "none", *_BY_NAME)
 
 
 def resolve(spec: object) -> Recipe | None:
     """The recipe that a name or instance means; None for ``"none"``.
 
-    ``"auto"`` is per-tensor current scaling, the one recipe so far, on every device with FP8 GEMMs.
+    ``"auto"`` is per-tensor current scaling on every device with FP8 GEMMs.
 
     Raises:
         RecipeError: unknown name (naming the nearest), or an object that is no recipe.

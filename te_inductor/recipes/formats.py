@@ -1,4 +1,4 @@
-"""Element formats as data. A format is always named, never inferred from a dtype."""
+"""Element formats and scopes of scales as data. A format is always named, never inferred from a dtype or a shape."""
 
 import enum
 from dataclasses import dataclass
@@ -35,6 +35,30 @@ E4M3 = Element("e4m3", torch.float8_e4m3fn, max=448.0, mantissa_bits=3, min_expo
 E5M2 = Element("e5m2", torch.float8_e5m2, max=57344.0, mantissa_bits=2, min_exponent=-14)
 
 ELEMENTS = {element.name: element for element in (E4M3, E5M2)}
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Which elements of an (R, C) tensor share one scale: those that its amax is taken over."""
+
+    name: str
+    reduced: tuple[int, ...]  # dimensions of the amax
+    transposes: bool  # the transpose has the same scales
+
+    @property
+    def keepdim(self) -> bool:
+        """Whether scales are laid out so as to broadcast along the reduced dimension."""
+        return not self.transposes
+
+    def scale_shape(self, rows: int) -> tuple[int, ...]:
+        """Of the scales of an (R, C) tensor: () or (R, 1), which broadcasts to it."""
+        return (rows, 1) if self.keepdim else ()
+
+
+TENSOR = Scope("tensor", reduced=(0, 1), transposes=True)
+ROW = Scope("row", reduced=(1,), transposes=False)
+
+SCOPES = {scope.name: scope for scope in (TENSOR, ROW)}
 
 
 class Format(enum.Enum):

@@ -4,7 +4,7 @@ import math
 
 from te_inductor.errors import RecipeError, wrong_type
 from te_inductor.recipes.constants import Constant, constant
-from te_inductor.recipes.formats import ELEMENTS, Element
+from te_inductor.recipes.formats import ELEMENTS, SCOPES, Element, Scope
 
 # Both operands of a GEMM are stored with their contraction dimension last and padded with zeros to this many elements:
 # cuBLASLt's fp8 GEMM wants 16-byte rows. A zero contributes nothing to a sum, so padding is exact.
@@ -18,7 +18,10 @@ def padded(size: int) -> int:
 
 @constant
 class Quantizer(Constant):
-    """One fp32 scale for the whole tensor, from the amax of that same tensor ("current" scaling).
+    """One fp32 scale for the whole tensor or for each of its rows, from the amax of those same values ("current" scaling).
+
+    A copy is scaled along its own rows, and both copies of a tensor are cast from high precision: the columnwise copy of
+    an (R, C) tensor has C rows, hence C scales.
 
     Invariant: ``x ~= data.float() * scale_inv``, off by at most half a step of `element` where nothing saturates.
 
@@ -28,19 +31,25 @@ class Quantizer(Constant):
     element: str  # "e4m3" or "e5m2"
     amax_epsilon: float = 0.0  # lower bound on amax
     power_2_scale: bool = False  # round the encode scale down to a power of two
+    scope: str = "tensor"  # what shares one scale: "tensor" or "row"
 
     def __post_init__(self) -> None:
-        if self.element not in ELEMENTS:
-            raise RecipeError(f"element {self.element!r}, expected one of {', '.join(ELEMENTS)}")
+        for name, value, known in (("element", self.element, ELEMENTS), ("scope", self.scope, SCOPES)):
+            if value not in known:
+                raise RecipeError(f"{name} {value!r}, expected one of {', '.join(known)}")
 
     @property
     def format(self) -> Element:
         return ELEMENTS[self.element]
 
+    @property
+    def granularity(self) -> Scope:
+        return SCOPES[self.scope]
+
 
 @constant
 class Gemm(Constant):
-    """One of the three GEMMs of a linear layer, ``out[M, N] = a[M, K] @ b[N, K].T * a_scale_inv * b_scale_inv``."""
+    """One of the three GEMMs of a linear layer, ``out[M, N] = a[M, K] @ b[N, K].T * a_scale_inv * b_scale_inv.T``."""
 
     name: str  # "fprop", "dgrad", "wgrad"
     fast_accum: bool = False  # CUDA: accumulate in the tensor core's own precision instead of promoting to fp32
@@ -56,13 +65,17 @@ class QParams(Constant):
     def __post_init__(self) -> None:
         if not isinstance(self.power_2_scale, bool):
             raise RecipeError(wrong_type("QParams.power_2_scale", self.power_2_scale, "a bool"))
-        if isinstance(self.amax_epsilon, bool) or not isinstance(self.amax_epsilon, int | float):
-            raise RecipeError(wrong_type("QParams.amax_epsilon", self.amax_epsilon, "a number"))
-        if not (math.isfinite(self.amax_epsilon) and self.amax_epsilon >= 0):
-            raise RecipeError(f"QParams.amax_epsilon is {self.amax_epsilon}, expected a finite number >= 0")
+        check_epsilon("QParams.amax_epsilon", self.amax_epsilon)
 
     def quantizer(self, element: Element) -> Quantizer:
         return Quantizer(element.name, float(self.amax_epsilon), self.power_2_scale)
+
+
+def check_epsilon(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise RecipeError(wrong_type(name, value, "a number"))
+    if not (math.isfinite(value) and value >= 0):
+        raise RecipeError(f"{name} is {value}, expected a finite number >= 0")
 
 
 @constant

@@ -8,15 +8,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from te_inductor.recipes.quantizers import Gemm, Quantizer, padded
+from te_inductor.recipes.quantizers import ALIGNMENT, Gemm, Quantizer, padded
 
 FP32_MAX = torch.finfo(torch.float32).max
 # Clearing the mantissa of a positive fp32 value rounds it down to a power of two.
 EXPONENT_MASK = 0x7F800000
+# The only output that torch._scaled_mm gives of operands with a scale a row, on every device (aten/.../ScaledBlas.cpp, torch
+# 2.11 to 2.13: fp32 and fp16 depend on the release, cuBLAS and the GPU). For another, the GEMM runs with scales of 1 into
+# fp32 and the scales are multiplied there: one more pass over the output, which Inductor fuses with its reader, and no
+# rounding to bf16 on the way.
+ROW_SCALED_OUTPUT = torch.bfloat16
 
 
 def encode_scale(amax: Tensor, quantizer: Quantizer) -> Tensor:
-    """The fp32 factor that maps `amax` (any shape, fp32) to the element's largest value."""
+    """The fp32 factors that map `amax` (any shape, fp32) to the element's largest value."""
     amax = amax.clamp(min=quantizer.amax_epsilon)
     # Tensor by tensor: torch evaluates `number / tensor` as a product with the reciprocal, which rounds twice.
     scale = torch.full_like(amax, quantizer.format.max) / amax
@@ -37,19 +42,27 @@ def _pad_columns(x: Tensor) -> Tensor:
     return F.pad(x, (0, missing)) if missing else x
 
 
-def _amax(x: Tensor) -> Tensor:
-    return x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
+def _scale(x: Tensor, quantizer: Quantizer) -> Tensor:
+    scope = quantizer.granularity
+    if x.numel():
+        amax = x.abs().amax(scope.reduced, keepdim=scope.keepdim).float()
+    else:
+        amax = x.new_zeros(scope.scale_shape(x.shape[0]), dtype=torch.float32)
+    return encode_scale(amax, quantizer)
 
 
-def quantize(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
-    scale = encode_scale(_amax(x), quantizer)
+def _quantized(x: Tensor, scale: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
     return cast(_pad_columns(x), scale, quantizer).contiguous(), 1.0 / scale
 
 
+def quantize(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
+    return _quantized(x, _scale(x, quantizer), quantizer)
+
+
 def quantize_rowcol(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    scale = encode_scale(_amax(x), quantizer)
-    data, data_t = (cast(_pad_columns(copy), scale, quantizer).contiguous() for copy in (x, x.t()))
-    return data, 1.0 / scale, data_t, 1.0 / scale
+    scale = _scale(x, quantizer)
+    scale_t = scale if quantizer.granularity.transposes else _scale(x.t(), quantizer)
+    return *_quantized(x, scale, quantizer), *_quantized(x.t(), scale_t, quantizer)
 
 
 def dequantize(data: Tensor, scale_inv: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Tensor:
@@ -66,14 +79,29 @@ def scaled_mm(
     out_dtype: torch.dtype,
 ) -> Tensor:
     if a.device.type == "cuda":
-        rows = b.shape[0]
-        if rows % 16:
-            b = F.pad(b.view(torch.uint8), (0, 0, 0, -rows % 16)).view(b.dtype)
-        y = torch._scaled_mm(
-            a, b.t(), scale_a=a_scale, scale_b=b_scale, out_dtype=out_dtype, use_fast_accum=gemm.fast_accum
-        )[:, :rows]
+        y = _cuda(a, a_scale, b, b_scale, gemm, out_dtype)
     else:
         with torch.autocast(a.device.type, enabled=False):  # the op may run inside the user's autocast region
-            y = ((a.float() @ b.float().t()) * (a_scale * b_scale)).to(out_dtype)
+            y = ((a.float() @ b.float().t()) * (a_scale * b_scale.t())).to(out_dtype)
     y = y if bias is None else y + bias.to(out_dtype)
     return y.contiguous()
+
+
+def _cuda(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, gemm: Gemm, out_dtype: torch.dtype) -> Tensor:
+    if a_scale.dim() and out_dtype != ROW_SCALED_OUTPUT:
+        one = torch.ones((), device=a.device)
+        return (_cuda(a, one, b, one, gemm, torch.float32) * (a_scale * b_scale.t())).to(out_dtype)
+    rows = b.shape[0]
+    if rows % ALIGNMENT:  # cuBLASLt's N
+        b, b_scale = _pad_rows(b), _pad_rows(b_scale)
+    y = torch._scaled_mm(
+        a, b.t(), scale_a=a_scale, scale_b=b_scale.t(), out_dtype=out_dtype, use_fast_accum=gemm.fast_accum
+    )
+    return y[:, :rows]
+
+
+def _pad_rows(x: Tensor) -> Tensor:
+    """`x` (R, C) with zeros below, to a multiple of ALIGNMENT; a scalar as it is. No pad kernel knows fp8, hence the bytes."""
+    if x.dim() == 0:
+        return x
+    return F.pad(x.view(torch.uint8), (0, 0, 0, padded(x.shape[0]) - x.shape[0])).view(x.dtype)

@@ -1,8 +1,9 @@
 """The float64 oracle: what every kernel of this package is held to, written a second time from docs/numerics.md.
 
 It shares the formats (`recipes/formats.py`), the alignment and the recipe fields with the rest of the package, and no
-arithmetic: casts take values apart into exponent and mantissa, scales are Python floats, sums are float64. Values of a
-low-precision tensor are returned as float64 tensors that hold exactly the values of the element.
+arithmetic: casts take values apart into exponent and mantissa, scales are computed as Python floats, sums are float64.
+Values of a low-precision tensor, and scales, are returned as float64 tensors that hold exactly the values of the element
+and of fp32.
 
 A float64 input is read as fp32 first, as the fp32 model would hold it.
 """
@@ -62,14 +63,26 @@ def encode_scale(amax: float, quantizer: Quantizer) -> float:
     return scale
 
 
-def _amax(x: Tensor) -> float:
-    """The largest magnitude; NaN if any value is NaN; 0 of an empty tensor."""
-    if x.numel() == 0:
-        return 0.0
-    return math.nan if x.isnan().any() else max(-x.min().item(), x.max().item())
+def _amaxes(rows: Tensor) -> list[float]:
+    """The largest magnitude of each row; NaN if any value is NaN; 0 of an empty row."""
+    if rows.numel() == 0:
+        return [0.0] * rows.shape[0]
+    amaxes = torch.maximum(-rows.min(1).values, rows.max(1).values)
+    return torch.where(rows.isnan().any(1), math.nan, amaxes).tolist()  # type: ignore[no-any-return]
 
 
-def _cast(x: Tensor, scale: float, quantizer: Quantizer) -> Tensor:
+def encode_scales(
+    x: Tensor,  # (R, C)
+    quantizer: Quantizer,
+) -> Tensor:  # () or (R, 1) float64
+    """The factors of the tensor or of each of its rows."""
+    per_row = quantizer.scope == "row"
+    scales = [encode_scale(amax, quantizer) for amax in _amaxes(x if per_row else x.reshape(1, -1))]
+    made = torch.tensor(scales, dtype=torch.float64)
+    return made.reshape(-1, 1) if per_row else made.reshape(())
+
+
+def _cast(x: Tensor, scale: Tensor, quantizer: Quantizer) -> Tensor:
     """``x * scale`` as an fp32 product (48 bits are exact in float64, so this rounds once), then the element's rounding."""
     product = (x.double() * scale).to(torch.float32).double()
     return round_to_element(product, quantizer.format)
@@ -85,38 +98,38 @@ def _pad_columns(x: Tensor) -> Tensor:
 def quantize(
     x: Tensor,  # (R, C)
     quantizer: Quantizer,
-) -> tuple[Tensor, float]:  # data (R, C padded to 16) float64, scale_inv
-    """Per-tensor current scaling. ``x ~= data[:, :C] * scale_inv``."""
+) -> tuple[Tensor, Tensor]:  # data (R, C padded to 16) float64, scale_inv () or (R, 1) float64
+    """Current scaling. ``x ~= data[:, :C] * scale_inv``."""
     x = x.float()
-    scale = encode_scale(_amax(x), quantizer)
-    return _pad_columns(_cast(x, scale, quantizer)), _fp32(1.0 / scale)
+    scale = encode_scales(x, quantizer)
+    return _pad_columns(_cast(x, scale, quantizer)), (1.0 / scale).to(torch.float32).double()
 
 
 def quantize_rowcol(
     x: Tensor,  # (R, C)
     quantizer: Quantizer,
-) -> tuple[Tensor, float, Tensor, float]:  # data (R, C padded), scale_inv, data_t (C, R padded), scale_inv_t
-    """The tensor and its transpose; both have the one scale of the tensor."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # data (R, C padded), scale_inv, data_t (C, R padded), scale_inv_t
+    """The tensor and its transpose, each quantized by itself; a scale of the whole tensor is the same for both."""
     return *quantize(x, quantizer), *quantize(x.t(), quantizer)
 
 
 def dequantize(
     data: Tensor,  # (R, C) values of an element
-    scale_inv: float,
+    scale_inv: Tensor,  # () or (R, 1)
 ) -> Tensor:  # (R, C) float64
     """Exact: 4 bits times 24."""
-    return data.double() * scale_inv
+    return data.double() * scale_inv.double()
 
 
 def scaled_mm(
     a: Tensor,  # (M, K) values of an element
-    a_scale_inv: float,
+    a_scale_inv: Tensor,  # () or (M, 1)
     b: Tensor,  # (N, K) values of an element
-    b_scale_inv: float,
+    b_scale_inv: Tensor,  # () or (N, 1)
     bias: Tensor | None = None,  # (N,)
 ) -> Tensor:  # (M, N) float64
-    """``a @ b.T * a_scale_inv * b_scale_inv + bias``."""
-    y = (a.double() @ b.double().t()) * a_scale_inv * b_scale_inv
+    """``a @ b.T * a_scale_inv * b_scale_inv.T + bias``."""
+    y = (a.double() @ b.double().t()) * a_scale_inv.double() * b_scale_inv.double().t()
     return y if bias is None else y + bias.double()
 
 

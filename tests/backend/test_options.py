@@ -28,8 +28,9 @@ def failure(**options) -> str:
         ({"recpie": "current"}, "unknown option 'recpie'", "did you mean 'recipe'?"),
         ({"max_autotun": True}, "unknown option 'max_autotun'", "did you mean 'max_autotune'?"),
         ({"recipe": "curent"}, "unknown recipe 'curent'", "did you mean 'current'?"),
-        ({"recipe": "zzz"}, "unknown recipe 'zzz'", "expected one of auto, current, none"),
-        ({"recipe": 8}, "recipe is a int (8)", "expected a Recipe instance or one of auto, none, current"),
+        ({"recipe": "zzz"}, "unknown recipe 'zzz'", "expected one of auto, current, none, rowwise"),
+        ({"recipe": 8}, "recipe is a int (8)", "expected a Recipe instance or one of auto, none, current, rowwise"),
+        ({"recipe": "row-wise"}, "unknown recipe 'row-wise'", "did you mean 'rowwise'?"),
         ({"recipe": object}, "recipe is a type", "expected a Recipe instance"),
         ({"policy": ["lm_head"]}, "option 'policy' is a list", "expected a dict of {module-path glob: recipe}"),
         ({"policy": {3: "none"}}, "a key of option 'policy' is a int (3)", "a module-path glob (a string)"),
@@ -73,6 +74,7 @@ def test_the_default_recipe_comes_from_the_environment(monkeypatch):
     monkeypatch.setenv("TE_INDUCTOR_RECIPE", "none")
     assert recipe_of(model) == "none"
     assert recipe_of(model, recipe="current") == "current"  # an option wins
+    assert recipe_of(model, recipe="rowwise") == "rowwise"
     monkeypatch.setenv("TE_INDUCTOR_RECIPE", "curent")
     assert "did you mean 'current'?" in failure()
 
@@ -125,8 +127,13 @@ def test_reset_reaches_the_backend(monkeypatch):
         lambda: recipes.QParams(amax_epsilon=float("nan")),
         lambda: recipes.MMParams(use_split_accumulator=None),
         lambda: recipes.Quantizer("e4m4"),
+        lambda: recipes.Quantizer("e4m3", scope="column"),
         lambda: recipes.Float8CurrentScaling(fp8_format="HYBRID"),
         lambda: recipes.Float8CurrentScaling(fp8_gemm_dgrad=True),
+        lambda: recipes.Float8RowwiseScaling(fp8_format="E4M3"),
+        lambda: recipes.Float8RowwiseScaling(power_2_scale=1),
+        lambda: recipes.Float8RowwiseScaling(amax_epsilon=-1.0),
+        lambda: recipes.Float8RowwiseScaling(amax_epsilon=True),
     ],
 )
 def test_recipe_fields_are_checked(make):

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_inductor import explain, ops
 from te_inductor.errors import DoubleBackwardError
-from te_inductor.recipes import Float8CurrentScaling, Format, QParams
+from te_inductor.recipes import Float8CurrentScaling, Float8RowwiseScaling, Format, QParams, Quantizer, Recipe
 from te_inductor.runtime import reference
 from tests.bounds import assert_within, gemm_error, sum_error
 
@@ -20,10 +20,12 @@ RECIPES = {
         fp8_quant_fwd_weight=QParams(amax_epsilon=0.3),
         fp8_quant_bwd_grad=QParams(power_2_scale=True, amax_epsilon=2.0),
     ),
+    "rowwise": Float8RowwiseScaling(),
+    "rowwise options": Float8RowwiseScaling(fp8_format=Format.HYBRID, power_2_scale=False, amax_epsilon=0.3),
 }
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Float8CurrentScaling) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
     return torch.ops.te_inductor.linear(x, weight, bias, recipe, x.dtype)
 
 
@@ -41,7 +43,7 @@ def through(backend: str):
     return torch.compile(linear, backend=backend, fullgraph=True)
 
 
-def check(road, m: int, n: int, k: int, dtype: torch.dtype, with_bias: bool, recipe: Float8CurrentScaling) -> None:
+def check(road, m: int, n: int, k: int, dtype: torch.dtype, with_bias: bool, recipe: Recipe) -> None:
     x = torch.randn(m, k).to(dtype).requires_grad_()
     weight = (torch.randn(n, k) / k**0.5).to(dtype).requires_grad_()
     bias = torch.randn(n).to(dtype).requires_grad_() if with_bias else None
@@ -51,17 +53,23 @@ def check(road, m: int, n: int, k: int, dtype: torch.dtype, with_bias: bool, rec
     check_against_oracle(x, weight, bias, recipe, dy, y)
 
 
+def copies(x: Tensor, quantizer: Quantizer) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """The rowwise and the columnwise copy, each with its scales."""
+    data, scale_inv, data_t, scale_inv_t = reference.quantize_rowcol(x, quantizer)
+    return (data, scale_inv), (data_t, scale_inv_t)
+
+
 def check_against_oracle(x, weight, bias, recipe, dy, y) -> None:
     """`x`, `weight` and `bias` hold their gradients. Operands agree bit for bit, so the errors are those of the GEMMs."""
     dtype, slots = y.dtype, recipe.slots()
     x_, w, b = x.detach(), weight.detach(), None if bias is None else bias.detach()
     expected = reference.linear(x_, w, b, recipe, dy)
-    x_row, x_scale, x_col, _ = reference.quantize_rowcol(x_, slots.input)
-    w_row, w_scale, w_col, _ = reference.quantize_rowcol(w, slots.weight)
-    g_row, g_scale, g_col, _ = reference.quantize_rowcol(dy, slots.grad_output)
-    assert_within(y, expected[0], gemm_error(x_row, x_scale, w_row, w_scale, b, dtype), "y")
-    assert_within(x.grad, expected[1], gemm_error(g_row, g_scale, w_col, w_scale, None, x.dtype), "dx")
-    assert_within(weight.grad, expected[2], gemm_error(g_col, g_scale, x_col, x_scale, None, weight.dtype), "dw")
+    x_row, x_col = copies(x_, slots.input)
+    w_row, w_col = copies(w, slots.weight)
+    g_row, g_col = copies(dy, slots.grad_output)
+    assert_within(y, expected[0], gemm_error(*x_row, *w_row, b, dtype), "y")
+    assert_within(x.grad, expected[1], gemm_error(*g_row, *w_col, None, x.dtype), "dx")
+    assert_within(weight.grad, expected[2], gemm_error(*g_col, *x_col, None, weight.dtype), "dw")
     if bias is not None:
         assert_within(bias.grad, expected[3], sum_error(dy, bias.dtype), "db")
 
@@ -81,6 +89,8 @@ def test_called(dtype, with_bias, recipe):
         ((33, 64, 48), torch.float32, True, "hybrid"),
         ((64, 48, 128), torch.bfloat16, True, "options"),
         ((16, 77, 130), torch.float32, False, "e4m3"),
+        ((33, 77, 48), torch.bfloat16, True, "rowwise"),
+        ((17, 48, 130), torch.float32, False, "rowwise options"),
     ],
     ids=str,
 )

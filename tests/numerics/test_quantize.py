@@ -11,11 +11,13 @@ from torch import Tensor
 from te_inductor import ops
 from te_inductor.lowerings import install
 from te_inductor.recipes import Quantizer
+from te_inductor.recipes.formats import SCOPES
 from te_inductor.runtime import reference
 from tests.bounds import assert_same_values
 
 QUANTIZERS = [
-    Quantizer(element, amax_epsilon=epsilon, power_2_scale=power)
+    Quantizer(element, amax_epsilon=epsilon, power_2_scale=power, scope=scope)
+    for scope in SCOPES
     for element in ("e4m3", "e5m2")
     for epsilon in (0.0, 0.5)
     for power in (False, True)
@@ -35,6 +37,17 @@ def with_values(*values: float):
     return make
 
 
+def rows_apart(rows: int, columns: int) -> Tensor:
+    """Rows and columns of very different magnitude, some of zeros, some not finite."""
+    x = torch.randn(rows, columns)
+    for each in (x, x.t()):
+        each.mul_(torch.exp2(torch.randint(-20, 10, (len(each), 1))))
+        for index, value in enumerate((0.0, math.nan, math.inf)):
+            each[index + 3 : index + 4, index : index + 1] = value
+        each[6:7] = 0.0
+    return x
+
+
 CONTENTS = {
     "random": torch.randn,
     "wide": lambda *size: torch.randn(size) * torch.exp2(torch.randint(-30, 15, size)),
@@ -42,6 +55,7 @@ CONTENTS = {
     "infinite": with_values(math.inf, -math.inf),
     "nan and infinite": with_values(math.nan, math.inf, -math.inf),
     "zeros": lambda *size: torch.zeros(size),
+    "rows apart": rows_apart,
     "one zero": with_values(0.0, -0.0),
     "subnormal": lambda *size: torch.randn(size) * 1e-40,
     "one subnormal": with_values(1e-40),
@@ -55,11 +69,13 @@ LAYOUTS = {
 }
 
 
-def check(x: Tensor, quantizer: Quantizer, results: tuple[Tensor, Tensor], expected: tuple[Tensor, float]) -> None:
+def check(x: Tensor, quantizer: Quantizer, results: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
     (data, scale_inv), (values, value) = results, expected
+    wrong = scale_inv.double() != value
     assert data.dtype == quantizer.format.dtype and data.is_contiguous()
-    assert scale_inv.dtype == torch.float32 and scale_inv.shape == ()
-    assert scale_inv.item() == value, f"scale_inv {scale_inv.item():.9g}, oracle {value:.9g}"
+    assert scale_inv.dtype == torch.float32 and scale_inv.is_contiguous()
+    assert scale_inv.shape == value.shape == (() if quantizer.scope == "tensor" else (x.shape[0], 1))
+    assert not wrong.any(), f"scale_inv {scale_inv[wrong].tolist()}, oracle {value[wrong].tolist()}"
     assert_same_values(data, values)
     padding = data[:, x.shape[1] :].view(torch.uint8)
     assert padding.shape[1] < 16 and data.shape[1] % 16 == 0 and not padding.any()
@@ -93,17 +109,18 @@ finite = st.floats(width=32, allow_nan=False)
     values=st.lists(st.floats(width=32), min_size=1, max_size=8),
     seed=st.integers(0, 2**31),
     element=st.sampled_from(["e4m3", "e5m2"]),
+    scope=st.sampled_from(list(SCOPES)),
     epsilon=st.floats(0, 3e38),
     power=st.booleans(),
     dtype=st.sampled_from(DTYPES),
     transposed=st.booleans(),
 )
-def test_eager_on_any_values(rows, columns, values, seed, element, epsilon, power, dtype, transposed):
+def test_eager_on_any_values(rows, columns, values, seed, element, scope, epsilon, power, dtype, transposed):
     generator = torch.Generator().manual_seed(seed)
     pick = torch.randint(len(values), (rows, columns), generator=generator)
     noise = 1 + torch.randn(rows, columns, generator=generator) / 8
     x = (torch.tensor(values, dtype=torch.float32)[pick] * noise).to(dtype)
-    quantizer = Quantizer(element, amax_epsilon=epsilon, power_2_scale=power)
+    quantizer = Quantizer(element, amax_epsilon=epsilon, power_2_scale=power, scope=scope)
     check_both(x.t() if transposed else x, quantizer, ops.quantize, ops.quantize_rowcol)
 
 
@@ -144,6 +161,11 @@ COMPILED = [
     ((33, 70), torch.float16, "strided", Quantizer("e5m2", amax_epsilon=0.5)),
     ((128, 64), torch.float32, "transposed", Quantizer("e4m3", amax_epsilon=0.5, power_2_scale=True)),
     ((33, 70), torch.bfloat16, "expanded", Quantizer("e5m2", power_2_scale=True)),
+    ((1, 1), torch.bfloat16, "contiguous", Quantizer("e4m3", scope="row")),
+    ((3, 17), torch.float16, "transposed", Quantizer("e4m3", amax_epsilon=0.5, scope="row")),
+    ((33, 70), torch.bfloat16, "contiguous", Quantizer("e4m3", power_2_scale=True, scope="row")),
+    ((33, 70), torch.float32, "strided", Quantizer("e5m2", scope="row")),
+    ((128, 64), torch.float32, "expanded", Quantizer("e4m3", power_2_scale=True, scope="row")),
 ]
 
 
@@ -154,17 +176,19 @@ def test_compiled(compiled, size, dtype, layout, quantizer):
         check_both(LAYOUTS[layout](make(*size).to(dtype)), quantizer, *functions)
 
 
-def test_compiled_with_symbolic_sizes(compiled):
+@pytest.mark.parametrize("scope", SCOPES)
+def test_compiled_with_symbolic_sizes(compiled, scope):
     functions = compile_both(compiled, dynamic=True)
-    quantizer = Quantizer("e4m3")
+    quantizer = Quantizer("e4m3", scope=scope)
     for size in [(33, 70), (34, 71), (128, 64), (7, 16)]:
         check_both(torch.randn(size), quantizer, *functions)
 
 
-def test_compiled_behind_a_producer():
+@pytest.mark.parametrize("scope", SCOPES)
+def test_compiled_behind_a_producer(scope):
     """The case that lowerings exist for: the producer is fused into the quantization."""
     install()
-    quantizer = Quantizer("e4m3")
+    quantizer = Quantizer("e4m3", scope=scope)
 
     def function(x, y):
         z = torch.relu(x + y) * 3
@@ -179,14 +203,15 @@ def test_compiled_behind_a_producer():
 
 def dequantized(data: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
     """The exact product, rounded to fp32 and then to the dtype."""
-    return reference.dequantize(data.double(), scale_inv.item()).float().to(dtype).double()
+    return reference.dequantize(data.double(), scale_inv).float().to(dtype).double()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("how", ["eager", "compiled"])
-def test_dequantize(how, dtype):
+@pytest.mark.parametrize("scope", SCOPES)
+def test_dequantize(scope, how, dtype):
     install()
-    quantizer = Quantizer("e4m3")
+    quantizer = Quantizer("e4m3", scope=scope)
 
     def function(data, scale_inv):
         return torch.ops.te_inductor.dequantize(data, scale_inv, quantizer, dtype)
@@ -201,14 +226,35 @@ def test_dequantize(how, dtype):
 
 
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
-def test_error_is_at_most_half_a_step(element):
+@pytest.mark.parametrize("scope", SCOPES)
+def test_error_is_at_most_half_a_step(scope, element):
     """The invariant of Quantizer: half a step of the element, relative for normal values, absolute for subnormal ones."""
-    quantizer = Quantizer(element)
+    quantizer = Quantizer(element, scope=scope)
     x = torch.randn(64, 64) * torch.exp2(torch.randint(-20, 3, (64, 64)))
     data, scale_inv = ops.quantize(x, quantizer)
     error = (data.double() * scale_inv.double() - x.double()).abs()
     half = torch.maximum(
         x.double().abs() * quantizer.format.epsilon / 2,
-        torch.tensor(quantizer.format.smallest_step / 2 * scale_inv.item(), dtype=torch.float64),
+        quantizer.format.smallest_step / 2 * scale_inv.double(),
     )
     assert (error <= half * (1 + 2**-20)).all()  # the scale, its reciprocal and the product are fp32 roundings
+
+
+def test_a_row_that_is_not_finite_leaves_the_others_alone():
+    """Zeros, infinity and NaN have scale 1, in their own row only; per tensor they would decide for all."""
+    x = torch.randn(6, 32)
+    clean, clean_scale = ops.quantize(x, Quantizer("e4m3", scope="row"))
+    x[1], x[2, 3], x[4, 5] = 0.0, math.inf, math.nan
+    data, scale_inv = ops.quantize(x, Quantizer("e4m3", scope="row"))
+    assert scale_inv[[1, 2, 4]].flatten().tolist() == [1.0, 1.0, 1.0]
+    assert torch.equal(scale_inv[[0, 3, 5]], clean_scale[[0, 3, 5]])
+    assert_same_values(data[[0, 3, 5]], clean[[0, 3, 5]].double())
+    assert data[2, 3].float().item() == 448.0 and data[4, 5].isnan() and not data[1].float().any()
+
+
+def test_each_copy_has_scales_of_its_own_rows():
+    x = torch.tensor([[1.0, 2.0], [4.0, 64.0]])
+    _, scale_inv, _, scale_inv_t = ops.quantize_rowcol(x, Quantizer("e4m3", power_2_scale=True, scope="row"))
+    # 448 / 2 and 448 / 64 along the rows, 448 / 4 and 448 / 64 along the columns, each rounded down to a power of two
+    assert (1 / scale_inv).tolist() == [[128.0], [4.0]]
+    assert (1 / scale_inv_t).tolist() == [[64.0], [4.0]]

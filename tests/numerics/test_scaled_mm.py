@@ -6,6 +6,7 @@ import torch
 from te_inductor import ops
 from te_inductor.lowerings import install
 from te_inductor.recipes import Gemm, Quantizer
+from te_inductor.recipes.formats import SCOPES
 from te_inductor.runtime import reference
 from tests.bounds import assert_same_values, assert_within, gemm_error
 
@@ -21,15 +22,16 @@ CASES = [  # M, N, K, element of a, element of b, dtype of the output, dtype of 
 ]
 
 
-def operands(m, n, k, element_a, element_b):
-    a, a_scale = ops.quantize(torch.randn(m, k), Quantizer(element_a))
-    b, b_scale = ops.quantize(torch.randn(n, k) / 7, Quantizer(element_b))
+def operands(m, n, k, element_a, element_b, scope="tensor"):
+    a, a_scale = ops.quantize(torch.randn(m, k), Quantizer(element_a, scope=scope))
+    b, b_scale = ops.quantize(torch.randn(n, k) / 7, Quantizer(element_b, scope=scope))
     return a, a_scale, b, b_scale
 
 
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_scaled_mm(case, how):
+@pytest.mark.parametrize("scope", SCOPES)
+def test_scaled_mm(scope, case, how):
     install()
     m, n, k, element_a, element_b, dtype, bias_dtype = case
 
@@ -38,13 +40,12 @@ def test_scaled_mm(case, how):
 
     if how == "compiled":
         function = torch.compile(function, backend="inductor", fullgraph=True)
-    a, a_scale, b, b_scale = operands(m, n, k, element_a, element_b)
+    a, a_scale, b, b_scale = operands(m, n, k, element_a, element_b, scope)
     bias = None if bias_dtype is None else torch.randn(n).to(bias_dtype)
     y = function(a, a_scale, b, b_scale, bias)
     assert y.dtype == dtype and y.shape == (m, n) and y.is_contiguous()
-    scales = a_scale.item(), b_scale.item()
-    expected = reference.scaled_mm(a.double(), scales[0], b.double(), scales[1], bias)
-    error = gemm_error(a.double(), scales[0], b.double(), scales[1], bias, dtype)
+    expected = reference.scaled_mm(a.double(), a_scale, b.double(), b_scale, bias)
+    error = gemm_error(a.double(), a_scale, b.double(), b_scale, bias, dtype)
     assert_within(y, expected, error, "y")
 
 
@@ -55,12 +56,13 @@ def test_exact_where_nothing_rounds(dtype):
     b = torch.randint(-2, 3, (48, 32)).float().to(torch.float8_e5m2)
     scales = torch.tensor(0.5), torch.tensor(0.25)
     y = ops.scaled_mm(a, scales[0], b, scales[1], None, GEMM, dtype)
-    expected = reference.scaled_mm(a.double(), 0.5, b.double(), 0.25)
+    expected = reference.scaled_mm(a.double(), scales[0], b.double(), scales[1])
     assert_same_values(y, expected.to(dtype).double())
 
 
-def test_not_finite_operands_stay_in_their_rows():
-    a, a_scale, b, b_scale = operands(4, 5, 16, "e4m3", "e4m3")
+@pytest.mark.parametrize("scope", SCOPES)
+def test_not_finite_operands_stay_in_their_rows(scope):
+    a, a_scale, b, b_scale = operands(4, 5, 16, "e4m3", "e4m3", scope)
     clean = ops.scaled_mm(a, a_scale, b, b_scale, None, GEMM, torch.float32)
     a.view(torch.uint8)[2, 3] = 0x7F  # NaN
     y = ops.scaled_mm(a, a_scale, b, b_scale, None, GEMM, torch.float32)
@@ -69,11 +71,12 @@ def test_not_finite_operands_stay_in_their_rows():
     assert torch.equal(y[rest], clean[rest])
 
 
-def test_padding_contributes_nothing():
+@pytest.mark.parametrize("scope", SCOPES)
+def test_padding_contributes_nothing(scope):
     """K = 17 is stored as 32; the product is the one of the 17."""
-    a, a_scale, b, b_scale = operands(3, 5, 17, "e4m3", "e4m3")
-    y = reference.scaled_mm(a.double(), a_scale.item(), b.double(), b_scale.item())
-    bare = reference.scaled_mm(a.double()[:, :17], a_scale.item(), b.double()[:, :17], b_scale.item())
+    a, a_scale, b, b_scale = operands(3, 5, 17, "e4m3", "e4m3", scope)
+    y = reference.scaled_mm(a.double(), a_scale, b.double(), b_scale)
+    bare = reference.scaled_mm(a.double()[:, :17], a_scale, b.double()[:, :17], b_scale)
     assert torch.equal(y, bare)
 
 

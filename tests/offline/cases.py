@@ -24,17 +24,39 @@ class Mlp(nn.Module):
         return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
 
 
-def mlp_training() -> Case:
+def _mlp_training(recipe: str) -> Case:
     x = torch.randn(16384, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    return torch.compile(Mlp(4096, 14336), backend="te", fullgraph=True), (x,)
+    return torch.compile(Mlp(4096, 14336), backend="te", fullgraph=True, options={"recipe": recipe}), (x,)
 
 
-def _two_way_cast(rows: int, columns: int) -> Case:
+def mlp_training() -> Case:
+    return _mlp_training("current")
+
+
+def mlp_training_rowwise() -> Case:
+    return _mlp_training("rowwise")
+
+
+def linear_rowwise_fp32() -> Case:
+    """fp32 output and an N to pad: the scales stand outside the GEMM."""
+    x = torch.randn(64, 128, device="cuda", requires_grad=True)
+    layer = nn.Linear(128, 88, device="cuda")
+    return torch.compile(layer, backend="te", fullgraph=True, options={"recipe": "rowwise"}), (x,)
+
+
+def linear_rowwise_padded() -> Case:
+    """An N to pad: b's scales are padded with it."""
+    x = torch.randn(64, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    layer = nn.Linear(128, 88, device="cuda", dtype=torch.bfloat16)
+    return torch.compile(layer, backend="te", fullgraph=True, options={"recipe": "rowwise"}), (x,)
+
+
+def _two_way_cast(rows: int, columns: int, scope: str = "tensor") -> Case:
     from te_inductor import ops
     from te_inductor.recipes import Quantizer
 
     def function(x: Tensor) -> Any:
-        return ops.quantize_rowcol(x, Quantizer("e4m3"))
+        return ops.quantize_rowcol(x, Quantizer("e4m3", scope=scope))
 
     x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
     return torch.compile(function, backend="te", fullgraph=True), (x,)
@@ -48,3 +70,11 @@ def two_way_cast() -> Case:
 def two_way_cast_padded() -> Case:
     """Both copies need padding."""
     return _two_way_cast(70, 137)
+
+
+def two_way_cast_rowwise() -> Case:
+    return _two_way_cast(80, 144, scope="row")
+
+
+def two_way_cast_rowwise_padded() -> Case:
+    return _two_way_cast(70, 137, scope="row")
