@@ -73,6 +73,7 @@ def _encode_scale(x: ir.TensorBox, quantizer: Quantizer) -> tuple[ir.TensorBox, 
     ]
     for box in boxes:
         box.realize()  # computed once, in the reduction's epilogue, and not again by every thread of the cast
+        _freeze(box)
     return boxes[0], boxes[1]
 
 
@@ -105,8 +106,13 @@ def _cast(x: ir.TensorBox, scale: ir.TensorBox, quantizer: Quantizer) -> ir.Tens
     )
     # Left alone, Inductor may lay the columnwise copy out like x, which no fp8 GEMM reads.
     box.realize()
-    box.data.data.freeze_layout_with_stride_order([1, 0])  # type: ignore[attr-defined]
+    _freeze(box)
     return box
+
+
+def _freeze(box: ir.TensorBox) -> None:
+    """Contiguous, whatever the strides of what it was made from."""
+    box.data.data.freeze_layout_with_stride_order(list(reversed(range(len(box.get_size())))))  # type: ignore[attr-defined]
 
 
 @lowering(ops.quantize)

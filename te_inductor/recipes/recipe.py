@@ -29,7 +29,11 @@ class Recipe(Constant):
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            name, value, expected = f"{type(self).__name__}.{field.name}", getattr(self, field.name), type(field.default)
+            name, value, expected = (
+                f"{type(self).__name__}.{field.name}",
+                getattr(self, field.name),
+                type(field.default),
+            )
             if expected is float:
                 check_epsilon(name, value)
             elif not isinstance(value, expected):
@@ -72,9 +76,9 @@ class Float8CurrentScaling(Recipe):
 class Float8RowwiseScaling(Recipe):
     """FP8 with one scale a row of each GEMM operand, computed from the row itself: torchao's "rowwise".
 
-    A row is what one row or column of the GEMM's output depends on, so an outlier costs precision there alone. `power_2_scale`
-    is torchao's `round_scales_to_power_of_2`, its default too; `use_split_accumulator` is as in Float8CurrentScaling.
-    Source: torchao, float8/config.py, Float8LinearRecipeName.ROWWISE.
+    A row is what one row or column of the GEMM's output depends on, so an outlier costs precision there alone.
+    `power_2_scale` is torchao's `round_scales_to_power_of_2`, its default too; `use_split_accumulator` is as in
+    Float8CurrentScaling. Source: torchao, float8/config.py, Float8LinearRecipeName.ROWWISE.
     """
 
     name: ClassVar[str] = "rowwise"

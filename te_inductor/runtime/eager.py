@@ -101,7 +101,7 @@ def _cuda(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, gemm: Gemm, ou
 
 
 def _pad_rows(x: Tensor) -> Tensor:
-    """`x` (R, C) with zeros below, to a multiple of ALIGNMENT; a scalar as it is. No pad kernel knows fp8, hence the bytes."""
+    """`x` (R, C) with zeros below, to a multiple of ALIGNMENT; a scalar as it is. Bytes, as no pad kernel knows fp8."""
     if x.dim() == 0:
         return x
     return F.pad(x.view(torch.uint8), (0, 0, 0, padded(x.shape[0]) - x.shape[0])).view(x.dtype)

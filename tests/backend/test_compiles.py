@@ -8,7 +8,7 @@ from torch._dynamo.utils import counters
 import te_inductor
 from te_inductor import post_grad
 from te_inductor.backend import te
-from te_inductor.recipes import Float8CurrentScaling, Format, MMParams, QParams
+from te_inductor.recipes import Float8CurrentScaling, Float8RowwiseScaling, Format, MMParams, QParams
 
 
 class Attention(nn.Module):
@@ -121,8 +121,9 @@ def test_explain_runs_the_model_as_it_is():
     assert {site.fqn for site in report.fallbacks} == {"2"}
 
 
-def test_split_accumulator_reaches_the_gemm():
-    recipe = Float8CurrentScaling(fp8_gemm_fprop=MMParams(True), fp8_gemm_dgrad=MMParams(False))
+@pytest.mark.parametrize("kind", [Float8CurrentScaling, Float8RowwiseScaling])
+def test_split_accumulator_reaches_the_gemm(kind):
+    recipe = kind(fp8_gemm_fprop=MMParams(True), fp8_gemm_dgrad=MMParams(False))
     slots = recipe.slots()
     assert (slots.fprop.fast_accum, slots.dgrad.fast_accum, slots.wgrad.fast_accum) == (False, True, False)
 

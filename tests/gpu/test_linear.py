@@ -6,10 +6,15 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from te_inductor import explain
-from te_inductor.recipes import Float8CurrentScaling
+from te_inductor.recipes import Float8CurrentScaling, Float8RowwiseScaling, Format
 from te_inductor.runtime import reference
 
-RECIPE = Float8CurrentScaling()
+RECIPES = {
+    "current": Float8CurrentScaling(),
+    "rowwise": Float8RowwiseScaling(),
+    "rowwise hybrid": Float8RowwiseScaling(fp8_format=Format.HYBRID, power_2_scale=False),
+}
+recipes = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 
 
 def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -22,7 +27,8 @@ SHAPES = [(64, 128, 256), (17, 48, 80), (100, 120, 136), (1, 32, 64)]
 
 
 @pytest.mark.parametrize(("mode", "dtype"), MODES, ids=str)
-def test_a_linear_layer_and_its_gradients(mode, dtype):
+@recipes
+def test_a_linear_layer_and_its_gradients(recipe, mode, dtype):
     """Nothing fuses in front of this layer, so its casts see the oracle's values: what is left is the GEMM's own error,
     a rounding to `dtype` and, in fprop, fast accumulation; 2% of the norm would be a third of one rounding to E4M3."""
     for m, n, k in SHAPES[:1] if mode == "max-autotune-no-cudagraphs" else SHAPES:  # autotuning takes 10 s a GEMM
@@ -30,7 +36,7 @@ def test_a_linear_layer_and_its_gradients(mode, dtype):
         layer = nn.Linear(k, n, device="cuda", dtype=dtype)
         x = torch.randn(m, k, device="cuda", dtype=dtype, requires_grad=True)
         dy = torch.randn(m, n, device="cuda", dtype=dtype)
-        options = {"recipe": RECIPE, "fallback": "error"} | ({"mode": mode} if mode else {})
+        options = {"recipe": recipe, "fallback": "error"} | ({"mode": mode} if mode else {})
         compiled = torch.compile(layer, backend="te", options=options, fullgraph=True)
         for _ in range(3):  # CUDA graphs: warm-up, record, replay
             torch.compiler.cudagraph_mark_step_begin()
@@ -39,16 +45,17 @@ def test_a_linear_layer_and_its_gradients(mode, dtype):
             y = compiled(x)
             y.backward(dy)
         weight, bias = layer.weight.detach().cpu(), layer.bias.detach().cpu()
-        expected = reference.linear(x.detach().cpu(), weight, bias, RECIPE, dy.cpu())
+        expected = reference.linear(x.detach().cpu(), weight, bias, recipe, dy.cpu())
         results = (y, x.grad, layer.weight.grad, layer.bias.grad)
         for name, actual, wanted in zip("y dx dw db".split(), results, expected, strict=True):
             assert actual.dtype == dtype
             assert relative(actual.detach(), wanted) < 0.02, (name, m, n, k)
 
 
-def test_an_fp8_gemm_runs():
+@recipes
+def test_an_fp8_gemm_runs(recipe):
     layer = nn.Linear(256, 128, device="cuda", dtype=torch.bfloat16)
-    compiled = torch.compile(layer, backend="te", options={"fallback": "error"})
+    compiled = torch.compile(layer, backend="te", options={"fallback": "error", "recipe": recipe})
     x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     compiled(x).sum().backward()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -59,14 +66,15 @@ def test_an_fp8_gemm_runs():
 
 
 @pytest.mark.parametrize("train", [True, False])
-def test_four_batch_sizes_compile_at_most_twice(train):
+@recipes
+def test_four_batch_sizes_compile_at_most_twice(recipe, train):
     from te_inductor.backend import te
 
     compiles = []
 
     def backend(gm, inputs):
         compiles.append(gm)
-        return te(gm, inputs, options={"fallback": "error"})
+        return te(gm, inputs, options={"fallback": "error", "recipe": recipe})
 
     model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).cuda().bfloat16()
     compiled = torch.compile(model, backend=backend, fullgraph=True)
@@ -80,10 +88,11 @@ def test_four_batch_sizes_compile_at_most_twice(train):
     assert len(compiles) <= 2
 
 
-def test_cuda_graphs_skip_nothing():
+@recipes
+def test_cuda_graphs_skip_nothing(recipe):
     counters.clear()
     model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).cuda().bfloat16()
-    compiled = torch.compile(model, backend="te", mode="reduce-overhead")
+    compiled = torch.compile(model, backend="te", options={"mode": "reduce-overhead", "recipe": recipe})
     for _ in range(4):
         torch.compiler.cudagraph_mark_step_begin()
         model.zero_grad()  # gradients lie in the graph's memory: none may live into the next step
@@ -100,7 +109,8 @@ def test_cuda_graphs_skip_nothing():
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
-def test_transformers_models(name):
+@recipes
+def test_transformers_models(recipe, name):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     small = {"vocab_size": 128}
@@ -122,7 +132,8 @@ def test_transformers_models(name):
     high.backward()
     expected = {key: p.grad.double().cpu() for key, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    loss = loss_of(torch.compile(model, backend="te", options={"fallback": "error"}, fullgraph=True))
+    options = {"fallback": "error", "recipe": recipe}
+    loss = loss_of(torch.compile(model, backend="te", options=options, fullgraph=True))
     loss.backward()
     assert abs(loss.item() / high.item() - 1) < 0.02
     for key, parameter in model.named_parameters():

@@ -6,6 +6,7 @@ import torch
 from te_inductor import ops
 from te_inductor.lowerings import install
 from te_inductor.recipes import Gemm, Quantizer
+from te_inductor.recipes.formats import SCOPES
 from te_inductor.runtime import reference
 from tests.bounds import assert_within, gemm_error
 from tests.numerics.test_quantize import CONTENTS, QUANTIZERS, check_both
@@ -49,31 +50,35 @@ def test_compiled_casts(content, quantizer):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_compiled_casts_of_other_dtypes(dtype):
+@pytest.mark.parametrize("scope", SCOPES)
+def test_compiled_casts_of_other_dtypes(scope, dtype):
     for size in SIZES:
         x = torch.randn(size).to(dtype)
-        check_both(x, Quantizer("e4m3"), on_gpu(compiled("quantize")), on_gpu(compiled("quantize_rowcol")))
+        check_both(x, Quantizer("e4m3", scope=scope), on_gpu(compiled("quantize")), on_gpu(compiled("quantize_rowcol")))
 
 
 @pytest.mark.parametrize("content", CONTENTS)
-def test_eager_casts(content):
+@pytest.mark.parametrize("scope", SCOPES)
+def test_eager_casts(scope, content):
     for size in SIZES:
         x = CONTENTS[content](*size).to(torch.bfloat16)
-        check_both(x, Quantizer("e5m2"), on_gpu(ops.quantize), on_gpu(ops.quantize_rowcol))
+        check_both(x, Quantizer("e5m2", scope=scope), on_gpu(ops.quantize), on_gpu(ops.quantize_rowcol))
 
 
-def test_transposed_casts_beside_nan_and_infinity_at_full_size():
+@pytest.mark.parametrize("scope", SCOPES)
+def test_transposed_casts_beside_nan_and_infinity_at_full_size(scope):
     """Triton issue 11111: transposed fp8 stores beside NaN-propagating min/max. Full tiles, many blocks."""
     x = torch.randn(4096, 1040).to(torch.bfloat16)
     x[torch.rand_like(x, dtype=torch.float32) < 0.01] = float("nan")
     x[torch.rand_like(x, dtype=torch.float32) < 0.01] = float("inf")
-    check_both(x, Quantizer("e4m3"), on_gpu(compiled("quantize")), on_gpu(compiled("quantize_rowcol")))
+    check_both(x, Quantizer("e4m3", scope=scope), on_gpu(compiled("quantize")), on_gpu(compiled("quantize_rowcol")))
 
 
 @pytest.mark.parametrize("run", ["eager", "compiled"])
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_scaled_mm(run, fast, out_dtype):
+@pytest.mark.parametrize("scope", SCOPES)
+def test_scaled_mm(scope, run, fast, out_dtype):
     install()
     op = ops.scaled_mm
     gemm = Gemm("fprop", fast_accum=fast)
@@ -82,11 +87,11 @@ def test_scaled_mm(run, fast, out_dtype):
     else:
         function = lambda *arguments: op(*arguments, gemm, out_dtype)  # noqa: E731
     for m, n, k in [(1, 16, 16), (17, 48, 64), (129, 50, 32), (256, 512, 4096), (64, 7, 16)]:
-        for bias in (None, torch.randn(n)):
-            q = Quantizer("e4m3")
+        for bias in (None, torch.randn(n), torch.randn(n).bfloat16()):
+            q = Quantizer("e4m3", scope=scope)
             a, a_scale = reference.quantize(torch.randn(m, k), q)
             b, b_scale = reference.quantize(torch.randn(n, k), q)
-            scales = [torch.tensor(scale, dtype=torch.float32).cuda() for scale in (a_scale, b_scale)]
+            scales = [scale.float().cuda() for scale in (a_scale, b_scale)]
             dtype = q.format.dtype
             operands = (
                 a.to(dtype).cuda(),
@@ -101,9 +106,9 @@ def test_scaled_mm(run, fast, out_dtype):
             if k > 32:
                 # Each tensor-core step adds 32 products with its addends aligned to FAST_BITS bits of the largest, fast or
                 # not (fast accumulation also keeps the running sum so); the steps' errors add up at worst.
-                magnitudes = (a.abs() @ b.abs().t()) * a_scale * b_scale
+                magnitudes = (a.abs() @ b.abs().t()) * a_scale * b_scale.t()
                 steps = k / 32 if fast else 4
                 error = error + steps * 2.0**-FAST_BITS * magnitudes
             else:
-                error = error + 2.0**-FAST_BITS * (a.abs() @ b.abs().t()) * a_scale * b_scale
-            assert_within(y, expected, error, f"{m} x {n} x {k}, bias {bias is not None}")
+                error = error + 2.0**-FAST_BITS * (a.abs() @ b.abs().t()) * a_scale * b_scale.t()
+            assert_within(y, expected, error, f"{m} x {n} x {k}, bias {None if bias is None else bias.dtype}")

@@ -1,5 +1,6 @@
 """The code for a transformer's MLP on Hopper and Blackwell: which kernels, which layouts, and that they compile."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,19 @@ def arch(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
 
+@pytest.fixture(params=["mlp_training", "mlp_training_rowwise"])
+def training(arch: int, request: pytest.FixtureRequest) -> Generated:
+    return generate(request.param, arch)
+
+
 @pytest.fixture
-def training(arch: int) -> Generated:
+def current(arch: int) -> Generated:
     return generate("mlp_training", arch)
+
+
+@pytest.fixture
+def rowwise(arch: int) -> Generated:
+    return generate("mlp_training_rowwise", arch)
 
 
 def test_every_gemm_is_an_fp8_gemm(training: Generated) -> None:
@@ -59,9 +70,9 @@ def test_only_the_quantized_copies_are_saved(training: Generated) -> None:
     assert len(wide) <= 3, wide
 
 
-def test_kernels_have_the_tiles_that_were_measured(training: Generated) -> None:
+def test_kernels_have_the_tiles_that_were_measured(current: Generated) -> None:
     """Along the dimension in which the tensors that a kernel reads are contiguous, whether that is its x or its y."""
-    casts = [kernel for kernel in training.kernels if "YBLOCK" in kernel.meta["signature"]]
+    casts = [kernel for kernel in current.kernels if "YBLOCK" in kernel.meta["signature"]]
     assert len(casts) >= 5
     for kernel in casts:
         read = next(line for line in kernel.body.splitlines() if "tl.load(in_ptr0 +" in line)
@@ -71,15 +82,42 @@ def test_kernels_have_the_tiles_that_were_measured(training: Generated) -> None:
         assert kernel.tile in [{along: a, across: b, "num_warps": w} for a, b, w in CAST.values()], kernel.name
         if tensors == 1:
             assert (kernel.tile[along], kernel.tile[across], kernel.tile["num_warps"]) == CAST[1]
-    amaxes = [kernel for kernel in training.kernels if kernel.tile == AMAX]
+    amaxes = [kernel for kernel in current.kernels if kernel.tile == AMAX]
     assert len(amaxes) == 4  # weights (one kernel for all three), SwiGLU, dy, SwiGLU's backward
 
 
+def test_the_amaxes_of_rows_have_no_tile_of_ours(rowwise: Generated) -> None:
+    assert all(kernel.tile is None for kernel in rowwise.kernels if "r0_numel" in kernel.meta["signature"])
+
+
+def test_gemms_get_one_scale_a_row(rowwise: Generated) -> None:
+    """M scales of shape (M, 1) and N of shape (1, N), contiguous fp32 both."""
+    for source in rowwise.sources:
+        calls = re.findall(
+            r"_scaled_mm\((\w+), reinterpret_tensor\(\w+, \((\d+), (\d+)\), .*?\), (\w+), "
+            r"reinterpret_tensor\(\w+, \(1, (\d+)\), \(\d+, 1\), 0\), out_dtype=torch.bfloat16",
+            source,
+        )
+        assert len(calls) == source.count("extern_kernels._scaled_mm(")
+        for _, _, n, a_scale, b_scales in calls:
+            assert b_scales == n
+            assert re.search(rf"\b{a_scale} = (buf\d+; del|.*\(\d+, 1\), \(1, 1\))", source), a_scale
+
+
+def test_the_norm_and_its_rowwise_copy_are_one_kernel(rowwise: Generated) -> None:
+    kernel = rowwise.kernel("mean", "rsqrt", "quantize_rowcol")
+    assert ".to(tl.float8e4nv)" in kernel.body
+
+
 def test_casts_saturate_by_comparison(training: Generated) -> None:
-    """NaN-propagating min/max beside transposed fp8 stores is Triton issue 11111: no kernel holds both."""
+    """NaN-propagating min/max of floats beside transposed fp8 stores is Triton issue 11111: no kernel holds both. The amax
+    of rows is a max of int32."""
     for kernel in training.kernels:
         if ".to(tl.float8" in kernel.body:
-            assert "minimum" not in kernel.body and "maximum" not in kernel.body, kernel.name
+            assert "minimum" not in kernel.body, kernel.name
+            for accumulator in re.findall(r"triton_helpers\.(?:maximum|max2)\((\w+),", kernel.body):
+                made = re.search(rf"^ *{accumulator} = (.*)$", kernel.body, re.MULTILINE)
+                assert made is not None and "int32" in made[1], (kernel.name, made)
 
 
 def test_every_kernel_compiles(training: Generated, arch: int, tmp_path: Path) -> None:
@@ -90,3 +128,21 @@ def test_every_kernel_compiles(training: Generated, arch: int, tmp_path: Path) -
             assert "cvt.rn.satfinite.e" in compiled.asm["ptx"], (
                 kernel.name
             )  # hardware conversion, not emulated bit work
+
+
+@pytest.mark.parametrize("case", ["linear_rowwise_padded", "linear_rowwise_fp32"])
+def test_rowwise_gemms_of_other_sizes_and_dtypes(case: str, arch: int, tmp_path: Path) -> None:
+    """N = 88 is padded to 96, b's scales with it; an fp32 output is scaled outside the GEMM, which gets scalars."""
+    generated = generate(case, arch)
+    forward, backward = generated.sources
+    [call] = [line for line in forward.splitlines() if "extern_kernels._scaled_mm(" in line]
+    assert "(128, 96), (1, 128), 0)" in call
+    if case == "linear_rowwise_padded":
+        assert "(1, 96)" in call and "out_dtype=torch.bfloat16" in call
+        assert backward.count("(1, 128)") >= 2
+    else:
+        scales = call.split("(1, 128), 0), ")[1].split(", ")[:2]
+        assert all(f"{scale} = empty_strided_cuda((), (), torch.float32)" in forward for scale in scales)
+        assert backward.count("out_dtype=torch.float32") == 2
+    for kernel in generated.kernels:
+        assert len(compile_to_cubin(kernel, arch, tmp_path).asm["cubin"]) > 0
