@@ -77,7 +77,10 @@ def run_passes(plan: Plan, passes: tuple[Callable[[Plan], None], ...] = PASSES) 
             log.debug("%s", step.__name__)
             step(plan)
     except Exception:
-        sites = [replace(site, kernel="high_precision", reason="a pass failed") for site in plan.report.sites]
+        sites = [
+            site if site.kernel == "high_precision" else replace(site, kernel="high_precision", reason="a pass failed")
+            for site in plan.report.sites
+        ]
         return replace(plan.report, sites=sites, failure=traceback.format_exc())
     return plan.report
 

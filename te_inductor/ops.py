@@ -92,8 +92,6 @@ scaled_mm = _define(
     _scaled_mm_fake,
 )
 
-PRIMITIVES = (quantize, quantize_rowcol, dequantize, scaled_mm)
-
 
 class _Linear(torch.autograd.Function):
     """The linear layer in low precision; traced, so its body becomes nodes of the forward and backward graphs.
