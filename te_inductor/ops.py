@@ -16,11 +16,11 @@ from torch import Tensor
 
 from te_inductor.compat import constant_type_name
 from te_inductor.errors import DoubleBackwardError
-from te_inductor.recipes import Gemm, Quantizer, Recipe
+from te_inductor.recipes import Gemm, Quantizer, Slots
 from te_inductor.recipes.quantizers import padded
 from te_inductor.runtime import eager
 
-_QUANTIZER, _GEMM, _RECIPE = (constant_type_name(cls) for cls in (Quantizer, Gemm, Recipe))
+_QUANTIZER, _GEMM, _SLOTS = (constant_type_name(cls) for cls in (Quantizer, Gemm, Slots))
 
 # A module-level reference keeps the registrations alive.
 _library = torch.library.Library("te_inductor", "DEF")
@@ -101,9 +101,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, out_dtype: torch.dtype
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, slots: Slots, out_dtype: torch.dtype
     ) -> Tensor:
-        slots = recipe.slots()
         x_grad, weight_grad = ctx.needs_input_grad[:2]
         data, scale, data_t, scale_t = _copies(x, slots.input, columnwise=weight_grad)
         w, w_scale, w_t, w_scale_t = _copies(weight, slots.weight, columnwise=x_grad)
@@ -146,16 +145,15 @@ def _linear(
     x: Tensor,  # (..., K)
     weight: Tensor,  # (N, K)
     bias: Tensor | None,  # (N,)
-    recipe: Recipe,
+    slots: Slots,
     out_dtype: torch.dtype,
 ) -> Tensor:  # (..., N)
-    """``x @ weight.T + bias`` with the operands of all three GEMMs in `recipe`'s low precision."""
+    """``x @ weight.T + bias`` with the operands of all three GEMMs in the low precision of `slots`."""
     flat = x.reshape(-1, x.shape[-1])
     tensors = (x, weight) if bias is None else (x, weight, bias)
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        y = _Linear.apply(flat, weight, bias, recipe, out_dtype)
+        y = _Linear.apply(flat, weight, bias, slots, out_dtype)
     else:
-        slots = recipe.slots()
         data, scale = quantize(flat, slots.input)
         w, w_scale = quantize(weight, slots.weight)
         y = scaled_mm(data, scale, w, w_scale, bias, slots.fprop, out_dtype)
@@ -163,5 +161,5 @@ def _linear(
 
 
 linear = _define(
-    f"linear(Tensor x, Tensor weight, Tensor? bias, {_RECIPE} recipe, ScalarType out_dtype) -> Tensor", _linear
+    f"linear(Tensor x, Tensor weight, Tensor? bias, {_SLOTS} slots, ScalarType out_dtype) -> Tensor", _linear
 )

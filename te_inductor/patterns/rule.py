@@ -117,7 +117,7 @@ class Rule:
 def call_linear(match: Match, x: fx.Node, weight: fx.Node, recipe: Recipe) -> fx.Node:
     """Insert `te_inductor.linear`; its output dtype is the node's own, which honours torch.autocast."""
     out_dtype = support.value(match.node).dtype
-    operands: Any = (x, weight, match.bias, recipe, out_dtype)  # fx has no name for a constant among arguments
+    operands: Any = (x, weight, match.bias, recipe.slots(), out_dtype)  # fx has no name for a constant among arguments
     return match.node.graph.call_function(ops.linear, operands)
 
 

@@ -1,6 +1,6 @@
 """The recipe classes: what a user chooses, and the quantizers and GEMMs that each choice means for a linear layer."""
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import ClassVar
 
 from te_inductor.errors import RecipeError, wrong_type
@@ -9,8 +9,8 @@ from te_inductor.recipes.formats import Format
 from te_inductor.recipes.quantizers import Gemm, MMParams, QParams, Quantizer, check_epsilon
 
 
-@dataclass(frozen=True)
-class Slots:
+@constant
+class Slots(Constant):
     """Everything that the three GEMMs of one linear layer need: y = x wᵀ, dx = dy w, dw = dyᵀ x."""
 
     input: Quantizer

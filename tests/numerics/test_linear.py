@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_inductor import explain, ops
 from te_inductor.errors import DoubleBackwardError
-from te_inductor.recipes import Float8CurrentScaling, Float8RowwiseScaling, Format, QParams, Quantizer, Recipe
+from te_inductor.recipes import Float8CurrentScaling, Float8RowwiseScaling, Format, QParams, Quantizer, Slots
 from te_inductor.runtime import reference
 from tests.bounds import assert_within, gemm_error, sum_error
 
@@ -25,14 +25,12 @@ RECIPES = {
 }
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
-    return torch.ops.te_inductor.linear(x, weight, bias, recipe, x.dtype)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, slots: Slots) -> Tensor:
+    return torch.ops.te_inductor.linear(x, weight, bias, slots, x.dtype)
 
 
 def through(backend: str):
     """The same layer by each road: called, traced by AOTAutograd, compiled, and as `te` finds it in a user's function."""
-    if backend == "called":
-        return linear
     if backend == "te":
 
         def user(x, weight, bias, recipe):
@@ -40,10 +38,11 @@ def through(backend: str):
             return torch.compile(F.linear, backend="te", fullgraph=True, options=options)(x, weight, bias)
 
         return user
-    return torch.compile(linear, backend=backend, fullgraph=True)
+    made = linear if backend == "called" else torch.compile(linear, backend=backend, fullgraph=True)
+    return lambda x, weight, bias, recipe: made(x, weight, bias, recipe.slots())
 
 
-def check(road, m: int, n: int, k: int, dtype: torch.dtype, with_bias: bool, recipe: Recipe) -> None:
+def check(road, m: int, n: int, k: int, dtype: torch.dtype, with_bias: bool, recipe) -> None:
     x = torch.randn(m, k).to(dtype).requires_grad_()
     weight = (torch.randn(n, k) / k**0.5).to(dtype).requires_grad_()
     bias = torch.randn(n).to(dtype).requires_grad_() if with_bias else None
@@ -136,7 +135,7 @@ def calls(x_grad: bool, weight_grad: bool, bias_grad: bool) -> tuple[list[str], 
     for tensor, needs in ((x, x_grad), (weight, weight_grad), (bias, bias_grad)):
         tensor.requires_grad_(needs)
     with Calls() as forward:
-        y = linear(x, weight, bias, RECIPES["hybrid"])
+        y = linear(x, weight, bias, RECIPES["hybrid"].slots())
     with Calls() as backward:
         if y.requires_grad:
             y.sum().backward()
@@ -164,7 +163,7 @@ def test_only_what_is_needed_is_quantized(grads, forward, backward):
 def test_no_grad_quantizes_no_transposes():
     x, weight = torch.randn(4, 16, requires_grad=True), torch.randn(8, 16, requires_grad=True)
     with torch.no_grad(), Calls() as seen:
-        linear(x, weight, None, RECIPES["hybrid"])
+        linear(x, weight, None, RECIPES["hybrid"].slots())
     assert sorted(seen.names) == ["quantize", "quantize", "scaled_mm"]
 
 
@@ -173,12 +172,12 @@ def test_leading_dimensions(shape):
     """They are one long M: the result is the flat one, reshaped, bit for bit."""
     x = torch.randn(*shape, 48, requires_grad=True)
     weight, bias = torch.randn(32, 48, requires_grad=True), torch.randn(32)
-    y = linear(x, weight, bias, RECIPES["hybrid"])
+    y = linear(x, weight, bias, RECIPES["hybrid"].slots())
     assert y.shape == (*shape, 32)
     dy = torch.randn_like(y)
     y.backward(dy)
     flat = x.detach().reshape(-1, 48).requires_grad_()
-    y_flat = linear(flat, weight.detach(), bias, RECIPES["hybrid"])
+    y_flat = linear(flat, weight.detach(), bias, RECIPES["hybrid"].slots())
     y_flat.backward(dy.reshape(-1, 32))
     assert torch.equal(y.reshape(-1, 32), y_flat) and torch.equal(x.grad.reshape(-1, 48), flat.grad)
 
@@ -195,7 +194,7 @@ def test_empty_batch_called():
     """A graph whose batch size is symbolic may meet an empty batch."""
     x = torch.randn(2, 0, 48, requires_grad=True)
     weight, bias = torch.randn(32, 48, requires_grad=True), torch.randn(32, requires_grad=True)
-    y = linear(x, weight, bias, RECIPES["hybrid"])
+    y = linear(x, weight, bias, RECIPES["hybrid"].slots())
     y.sum().backward()
     assert y.shape == (2, 0, 32) and x.grad.shape == x.shape
     assert not weight.grad.any() and not bias.grad.any()
@@ -207,7 +206,7 @@ def test_strided_inputs():
     results = []
     for prepare in (lambda t: t, lambda t: t.contiguous()):
         a, b = (prepare(t).detach().requires_grad_() for t in (x, weight))
-        y = linear(a, b, None, RECIPES["hybrid"])
+        y = linear(a, b, None, RECIPES["hybrid"].slots())
         y.backward(prepare(dy))
         results.append((y, a.grad, b.grad))
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
@@ -217,7 +216,7 @@ def test_mixed_dtypes():
     """An fp32 weight under bf16 activations, as torch.autocast has it: gradients come in the dtype of their tensor."""
     x = torch.randn(16, 48, dtype=torch.bfloat16, requires_grad=True)
     weight, bias = torch.randn(32, 48, requires_grad=True), torch.randn(32, requires_grad=True)
-    y = linear(x, weight, bias, RECIPES["hybrid"])
+    y = linear(x, weight, bias, RECIPES["hybrid"].slots())
     dy = torch.randn(16, 32).bfloat16()
     y.backward(dy)
     assert (y.dtype, x.grad.dtype, weight.grad.dtype, bias.grad.dtype) == (torch.bfloat16,) * 2 + (torch.float32,) * 2
@@ -227,7 +226,7 @@ def test_mixed_dtypes():
 def test_backward_twice():
     """retain_graph keeps what backward needs."""
     x, weight = torch.randn(16, 48, requires_grad=True), torch.randn(32, 48, requires_grad=True)
-    y = linear(x, weight, None, RECIPES["hybrid"]).square().sum()
+    y = linear(x, weight, None, RECIPES["hybrid"].slots()).square().sum()
     first = torch.autograd.grad(y, (x, weight), retain_graph=True)
     second = torch.autograd.grad(y, (x, weight))
     assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
@@ -235,7 +234,7 @@ def test_backward_twice():
 
 def test_double_backward_is_refused():
     x, weight = torch.randn(16, 48, requires_grad=True), torch.randn(32, 48, requires_grad=True)
-    y = linear(x, weight, None, RECIPES["hybrid"]).square().sum()
+    y = linear(x, weight, None, RECIPES["hybrid"].slots()).square().sum()
     with pytest.raises(DoubleBackwardError, match="first-order"):
         torch.autograd.grad(y, x, create_graph=True)
 
