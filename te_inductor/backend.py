@@ -49,7 +49,7 @@ def te(
         FallbackError: with ``options={"fallback": "error"}``, where a site does not run as asked.
     """
     parsed = parse(mode, options)
-    plan = Plan(gm, parsed)
+    plan = Plan(gm, parsed, example_inputs)
     originals = {module: _snapshot(module.graph) for module in plan.graph_modules()}
     found = run_passes(plan)
     if found.failure is not None:

@@ -26,7 +26,7 @@ def explain(model: Callable[..., Any], *inputs: Any, options: Mapping[str, Any] 
     reports: list[Report] = []
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        reports.append(run_passes(Plan(gm, parsed), DECIDE))
+        reports.append(run_passes(Plan(gm, parsed, example_inputs), DECIDE))
         return gm.forward
 
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):

@@ -9,6 +9,8 @@ read. Which GEMM uses which copy::
     wgrad  dw[N,K] = dyᵀ x        dy columnwise, x columnwise
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,10 +19,11 @@ from torch import Tensor
 from te_inductor.compat import constant_type_name
 from te_inductor.errors import DoubleBackwardError
 from te_inductor.recipes import Gemm, Quantizer, Slots
+from te_inductor.recipes.delayed import ScaleUpdate
 from te_inductor.recipes.quantizers import padded
-from te_inductor.runtime import eager
+from te_inductor.runtime import delayed, eager
 
-_QUANTIZER, _GEMM, _SLOTS = (constant_type_name(cls) for cls in (Quantizer, Gemm, Slots))
+_QUANTIZER, _GEMM, _SLOTS, _UPDATE = (constant_type_name(cls) for cls in (Quantizer, Gemm, Slots, ScaleUpdate))
 
 # A module-level reference keeps the registrations alive.
 _library = torch.library.Library("te_inductor", "DEF")
@@ -52,6 +55,28 @@ def _quantize_rowcol_fake(
     return *_quantize_fake(x, quantizer), *_quantize_fake(x.t(), quantizer)
 
 
+def _quantize_delayed_fake(
+    x: Tensor,  # (R, C)
+    scale: Tensor,  # ()
+    quantizer: Quantizer,
+) -> Tensor:  # (R, pad(C))
+    return _quantize_fake(x, quantizer)[0]
+
+
+def _quantize_rowcol_delayed_fake(
+    x: Tensor,  # (R, C)
+    scale: Tensor,  # ()
+    quantizer: Quantizer,
+) -> tuple[Tensor, Tensor]:  # data (R, pad(C)), data_t (C, pad(R))
+    return _quantize_fake(x, quantizer)[0], _quantize_fake(x.t(), quantizer)[0]
+
+
+def _read_scales_fake(
+    scales: list[Tensor],  # n of ()
+) -> list[Tensor]:  # n scales, n reciprocals
+    return [scale.new_empty(()) for scale in (*scales, *scales)]
+
+
 def _dequantize_fake(
     data: Tensor,  # (R, C)
     scale_inv: Tensor,  # () or (R, 1)
@@ -80,6 +105,23 @@ quantize_rowcol = _define(
     eager.quantize_rowcol,
     _quantize_rowcol_fake,
 )
+quantize_delayed = _define(
+    f"quantize_delayed(Tensor x, Tensor scale, {_QUANTIZER} q) -> Tensor",
+    eager.quantize_delayed,
+    _quantize_delayed_fake,
+)
+quantize_rowcol_delayed = _define(
+    f"quantize_rowcol_delayed(Tensor x, Tensor scale, {_QUANTIZER} q) -> (Tensor, Tensor)",
+    eager.quantize_rowcol_delayed,
+    _quantize_rowcol_delayed_fake,
+)
+read_scales = _define("read_scales(Tensor[] scales) -> Tensor[]", delayed.read_scales, _read_scales_fake)
+record_amax = _define("record_amax(Tensor x, Tensor(a!) amax) -> ()", delayed.record_amax, lambda x, amax: None)
+update_scales = _define(
+    f"update_scales(Tensor(a!)[] amaxes, Tensor(b!)[] scales, Tensor(c!)[] histories, {_UPDATE} update) -> ()",
+    delayed.update_scales,
+    lambda amaxes, scales, histories, update: None,
+)
 dequantize = _define(
     f"dequantize(Tensor data, Tensor scale_inv, {_QUANTIZER} q, ScalarType dtype) -> Tensor",
     eager.dequantize,
@@ -93,6 +135,14 @@ scaled_mm = _define(
 )
 
 
+@dataclass(frozen=True)
+class Known:
+    """What delayed scaling knows of a tensor before a step: the scale it is cast with, and the reciprocal."""
+
+    scale: Tensor  # ()
+    scale_inv: Tensor  # ()
+
+
 class _Linear(torch.autograd.Function):
     """The linear layer in low precision; traced, so its body becomes nodes of the forward and backward graphs.
 
@@ -101,12 +151,22 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, slots: Slots, out_dtype: torch.dtype
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        slots: Slots,
+        out_dtype: torch.dtype,
+        known: Sequence[Known | None],
+        step: Tensor | None,
+        grad_amax: Tensor | None,
     ) -> Tensor:
         x_grad, weight_grad = ctx.needs_input_grad[:2]
-        data, scale, data_t, scale_t = _copies(x, slots.input, columnwise=weight_grad)
-        w, w_scale, w_t, w_scale_t = _copies(weight, slots.weight, columnwise=x_grad)
+        data, scale, data_t, scale_t = _copies(x, slots.input, known[0], columnwise=weight_grad)
+        w, w_scale, w_t, w_scale_t = _copies(weight, slots.weight, known[1], columnwise=x_grad)
         ctx.save_for_backward(data_t, scale_t, w_t, w_scale_t)
+        # Fresh tensors of this step and a mutable buffer: outside of autograd's checks for tensors changed in place.
+        ctx.grad_known, ctx.grad_amax = known[2], grad_amax
         ctx.slots, ctx.dtypes = slots, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         return scaled_mm(data, scale, w, w_scale, bias, slots.fprop, out_dtype)
 
@@ -122,18 +182,32 @@ class _Linear(torch.autograd.Function):
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         slots, dx, dw, db = ctx.slots, None, None, None
         if x_grad or weight_grad:
-            g, g_scale, g_t, g_scale_t = _copies(dy, slots.grad_output, rowwise=x_grad, columnwise=weight_grad)
+            g, g_scale, g_t, g_scale_t = _copies(
+                dy, slots.grad_output, ctx.grad_known, rowwise=x_grad, columnwise=weight_grad
+            )
+            if ctx.grad_amax is not None:
+                record_amax(dy, ctx.grad_amax)
         if x_grad:
             dx = scaled_mm(g, g_scale, w_t, w_scale, None, slots.dgrad, x_dtype)
         if weight_grad:
             dw = scaled_mm(g_t, g_scale_t, x_t, x_scale, None, slots.wgrad, weight_dtype)
         if bias_grad:
             db = dy.sum(0, dtype=torch.float32).to(bias_dtype)
-        return dx, dw, db, None, None
+        return dx, dw, db, None, None, None, None, None
 
 
-def _copies(x: Tensor, quantizer: Quantizer, *, rowwise: bool = True, columnwise: bool) -> tuple[Any, Any, Any, Any]:
+def _copies(
+    x: Tensor, quantizer: Quantizer, known: Known | None, *, rowwise: bool = True, columnwise: bool
+) -> tuple[Any, Any, Any, Any]:
     """The low-precision copies that are asked for: data, scale_inv, data_t, scale_inv_t (None where not)."""
+    if known is not None:
+        scale, scale_inv = known.scale, known.scale_inv
+        if rowwise and columnwise:
+            data, data_t = quantize_rowcol_delayed(x, scale, quantizer)
+            return data, scale_inv, data_t, scale_inv
+        if columnwise:
+            return None, None, quantize_delayed(x.t(), scale, quantizer), scale_inv
+        return quantize_delayed(x, scale, quantizer), scale_inv, None, None
     if rowwise and columnwise:
         return quantize_rowcol(x, quantizer)  # type: ignore[no-any-return]
     if columnwise:
@@ -147,19 +221,55 @@ def _linear(
     bias: Tensor | None,  # (N,)
     slots: Slots,
     out_dtype: torch.dtype,
+    known: Sequence[Tensor] | None = None,  # scale, scale_inv of each slot, all of (); None: computed from the tensors
+    step: Tensor | None = None,  # what `delayed_step` returned
+    grad_amax: Tensor | None = None,  # (), where the backward records dy's amax
 ) -> Tensor:  # (..., N)
     """``x @ weight.T + bias`` with the operands of all three GEMMs in the low precision of `slots`."""
     flat = x.reshape(-1, x.shape[-1])
+    pairs = [None] * 3 if known is None else [Known(*pair) for pair in zip(known[::2], known[1::2], strict=True)]
     tensors = (x, weight) if bias is None else (x, weight, bias)
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        y = _Linear.apply(flat, weight, bias, slots, out_dtype)
+        y = _Linear.apply(flat, weight, bias, slots, out_dtype, pairs, step, grad_amax)
     else:
-        data, scale = quantize(flat, slots.input)
-        w, w_scale = quantize(weight, slots.weight)
+        data, scale, _, _ = _copies(flat, slots.input, pairs[0], columnwise=False)
+        w, w_scale, _, _ = _copies(weight, slots.weight, pairs[1], columnwise=False)
         y = scaled_mm(data, scale, w, w_scale, bias, slots.fprop, out_dtype)
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
 linear = _define(
-    f"linear(Tensor x, Tensor weight, Tensor? bias, {_SLOTS} slots, ScalarType out_dtype) -> Tensor", _linear
+    f"linear(Tensor x, Tensor weight, Tensor? bias, {_SLOTS} slots, ScalarType out_dtype, Tensor[]? known=None,"
+    " Tensor? step=None, Tensor? grad_amax=None) -> Tensor",
+    _linear,
+)
+
+
+class _DelayedStep(torch.autograd.Function):
+    """Its backward runs after that of every site that takes its output, and before nobody else's business: there the
+    gradients' scales are updated, once a backward."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, state: tuple[list[Tensor], ...], update: ScaleUpdate) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.state, ctx.update = state, update
+        return leaf.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: None) -> Any:  # type: ignore[override]
+        update_scales(*ctx.state, ctx.update)
+        return None, None, None
+
+
+def _delayed_step(
+    leaf: Tensor, amaxes: list[Tensor], scales: list[Tensor], histories: list[Tensor], update: ScaleUpdate
+) -> Tensor:
+    """A token for the sites whose gradients' state this is; `leaf` is any input of the graph that requires a gradient,
+    and gets none from here."""
+    return _DelayedStep.apply(leaf, (amaxes, scales, histories), update)  # type: ignore[no-any-return]
+
+
+delayed_step = _define(
+    f"delayed_step(Tensor leaf, Tensor[] amaxes, Tensor[] scales, Tensor[] histories, {_UPDATE} update) -> Tensor",
+    _delayed_step,
 )

@@ -1,5 +1,6 @@
 """The passes of `backend.PASSES`, each over one `Plan`. They read and rewrite the Dynamo graph, before autograd sees it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -7,13 +8,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from te_inductor import recipes
+from te_inductor import ops, recipes
 from te_inductor.config import Options
 from te_inductor.diagnostics import Refusal, Report, Site
-from te_inductor.patterns import RULES, attention
+from te_inductor.patterns import RULES, attention, delayed
+from te_inductor.patterns.bodies import Bodies
 from te_inductor.patterns.module_path import module_path
-from te_inductor.patterns.rule import Match, Rule
-from te_inductor.recipes import Recipe
+from te_inductor.patterns.rule import Emit, Match, Rule
+from te_inductor.patterns.support import value
+from te_inductor.recipes import DelayedScaling, Recipe
 
 
 @dataclass
@@ -26,6 +29,11 @@ class Candidate:
     recipe: Recipe | None = None
     refusal: Refusal | None = None
 
+    @property
+    def low(self) -> bool:
+        """Whether the site runs in low precision."""
+        return self.recipe is not None and self.refusal is None
+
 
 @dataclass
 class Plan:
@@ -33,6 +41,7 @@ class Plan:
 
     gm: fx.GraphModule
     options: Options
+    inputs: Sequence[Any] = ()  # the graph's, as Dynamo hands them to a backend: parameters are the model's own
     candidates: list[Candidate] = field(default_factory=list)
     report: Report = field(default_factory=Report)
 
@@ -78,9 +87,12 @@ def resolve_policy(plan: Plan) -> None:
 
 def check_sites(plan: Plan) -> None:
     """Ask each rule whether the site can run as it should; a refusal leaves the site in high precision."""
+    bodies = Bodies(plan.gm)
     for candidate in plan.candidates:
         if candidate.recipe is not None:
             candidate.refusal = candidate.rule.check(candidate.match)
+        if candidate.low and isinstance(candidate.recipe, DelayedScaling):
+            candidate.refusal = delayed.refusal(candidate.match, bodies, plan.inputs)
 
 
 def report_sites(plan: Plan) -> None:
@@ -91,18 +103,40 @@ def report_sites(plan: Plan) -> None:
 
 def rewrite_sites(plan: Plan) -> None:
     """Replace what passed by `te_inductor.linear`; last first, as a match's input may be the node of an earlier match."""
-    for candidate in reversed(plan.candidates):
-        if candidate.recipe is not None and candidate.refusal is None:
-            candidate.rule.rewrite(candidate.match, candidate.recipe)
+    sites = [candidate for candidate in plan.candidates if candidate.low]
+    stateful = _delayed_sites(plan, sites)
+    for candidate in reversed(sites):
+        recipe = candidate.recipe
+        emit = stateful[recipe].emit if isinstance(recipe, DelayedScaling) else _stateless(recipe)  # type: ignore[arg-type]
+        candidate.rule.rewrite(candidate.match, emit)
+    for step in stateful.values():
+        step.finish()
     for module in plan.graph_modules():
         module.recompile()
 
 
+def _stateless(recipe: Recipe) -> Emit:
+    def emit(match: Match, x: fx.Node, weight: fx.Node) -> fx.Node:
+        # The output dtype is the node's own, which honours torch.autocast; fx has no name for a constant among arguments.
+        operands: Any = (x, weight, match.bias, recipe.slots(), value(match.node).dtype)
+        return x.graph.call_function(ops.linear, operands)
+
+    return emit
+
+
+def _delayed_sites(plan: Plan, sites: list[Candidate]) -> dict[DelayedScaling, delayed.DelayedSites]:
+    by_recipe: dict[DelayedScaling, list[tuple[str, Match]]] = {}
+    for site in sites:
+        if isinstance(site.recipe, DelayedScaling):
+            by_recipe.setdefault(site.recipe, []).append((site.fqn, site.match))
+    bodies = Bodies(plan.gm)
+    return {recipe: delayed.DelayedSites(bodies, plan.inputs, recipe, found) for recipe, found in by_recipe.items()}
+
+
 def _sites(candidate: Candidate, options: Options) -> list[Site]:
     recipe = "none" if candidate.recipe is None else candidate.recipe.name
-    low = candidate.recipe is not None and candidate.refusal is None
     device = candidate.match.node.meta["example_value"].device
-    kernel = _gemm_kernel(device, options) if low else "high_precision"
+    kernel = _gemm_kernel(device, options) if candidate.low else "high_precision"
     reason = None if candidate.refusal is None else str(candidate.refusal)
     return [
         Site(candidate.fqn, candidate.rule.pattern, gemm, _plain(shapes), recipe, kernel, reason)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 if not __name__.startswith("te_inductor."):
     raise ImportError(f"{__name__!r} is a folder of te_inductor, import te_inductor.lowerings")
@@ -11,17 +12,20 @@ def install(fallback: str = "warn") -> Callable[[Callable[..., Any]], Callable[.
     """Register every lowering with Inductor (importing the modules does it).
 
     Returns a wrapper for Inductor's compiler of one graph, of a forward, a backward or an inference: during the compile, and
-    only then, our tiles hold; after it, lowerings that failed are named as `fallback` says.
+    only then, our tiles and our kernel class hold; after it, lowerings that failed are named as `fallback` says.
     """
+    from torch._inductor.codegen.triton import TritonScheduling
     from torch._inductor.virtualized import V
 
     from te_inductor.lowerings import quantize, scaled_mm  # noqa: F401
+    from te_inductor.lowerings.amax import AmaxKernel
     from te_inductor.lowerings.registry import failures_said
     from te_inductor.lowerings.tiles import Choices
 
     def wrap(inner_compile: Callable[..., Any]) -> Callable[..., Any]:
         def compile_graph(*args: Any, **kwargs: Any) -> Any:
-            with failures_said(fallback), V.set_choices_handler(Choices(V.choices)):
+            kernels = patch.object(TritonScheduling, "kernel_type", AmaxKernel)
+            with failures_said(fallback), kernels, V.set_choices_handler(Choices(V.choices)):
                 return inner_compile(*args, **kwargs)
 
         return compile_graph

@@ -6,6 +6,7 @@ from torch._inductor.lowering import lowerings
 from torch._inductor.virtualized import ops as prims
 
 from te_inductor import ops
+from te_inductor.lowerings.amax import raise_to_amax
 from te_inductor.lowerings.registry import lowering
 from te_inductor.recipes import Quantizer
 from te_inductor.recipes.formats import ROW, TENSOR
@@ -20,20 +21,22 @@ def _amax_of_tensor(x: ir.TensorBox) -> ir.TensorBox:  # () fp32
     return lowerings[torch.ops.prims.convert_element_type](amax, torch.float32)  # type: ignore[no-any-return]
 
 
-def _amax_of_rows(x: ir.TensorBox) -> ir.TensorBox:  # (R, 1) fp32
-    """The largest bit pattern without the sign: of fp32 magnitudes, infinity above every number and NaN above infinity.
-
-    Inductor fuses this with the cast of the row, so that one kernel may hold both it and a transposed fp8 store. With a
-    float max that would be Triton issue 11111 (`_cast`) on torch 2.15.
-    """
+def magnitude_bits(x: ir.TensorBox) -> ir.TensorBox:
+    """The bit patterns of |x| in fp32, int32: ordered as the magnitudes are, infinity above every number, NaN above that."""
     load = x.make_loader()
 
     def magnitude(index):  # type: ignore[no-untyped-def]
         bits = prims.to_dtype_bitcast(prims.to_dtype(load(index), torch.float32), torch.int32, torch.float32)
         return prims.bitwise_and(bits, prims.constant(0x7FFFFFFF, torch.int32))
 
-    bits = ir.Pointwise.create(device=x.get_device(), dtype=torch.int32, inner_fn=magnitude, ranges=x.get_size())
-    load_bits = lowerings[aten.amax](bits, list(ROW.reduced), keepdims=ROW.keepdim).make_loader()
+    return ir.Pointwise.create(device=x.get_device(), dtype=torch.int32, inner_fn=magnitude, ranges=x.get_size())  # type: ignore[return-value]
+
+
+def _amax_of_rows(x: ir.TensorBox) -> ir.TensorBox:  # (R, 1) fp32
+    """The largest of `magnitude_bits`. Inductor fuses this with the cast of the row, so that one kernel may hold both it and a transposed fp8 store. With a
+    float max that would be Triton issue 11111 (`_cast`) on torch 2.15.
+    """
+    load_bits = lowerings[aten.amax](magnitude_bits(x), list(ROW.reduced), keepdims=ROW.keepdim).make_loader()
     return ir.Pointwise.create(  # type: ignore[return-value]
         device=x.get_device(),
         dtype=torch.float32,
@@ -129,6 +132,24 @@ def quantize_rowcol(x: ir.TensorBox, quantizer: Quantizer) -> tuple[ir.TensorBox
         (scale, scale_inv) if quantizer.granularity.transposes else _encode_scale(transposed, quantizer)
     )
     return _cast(x, scale, quantizer), scale_inv, _cast(transposed, scale_t, quantizer), scale_inv_t
+
+
+@lowering(ops.quantize_delayed)
+def quantize_delayed(x: ir.TensorBox, scale: ir.TensorBox, quantizer: Quantizer) -> ir.TensorBox:
+    return _cast(x, scale, quantizer)
+
+
+@lowering(ops.quantize_rowcol_delayed)
+def quantize_rowcol_delayed(x: ir.TensorBox, scale: ir.TensorBox, quantizer: Quantizer) -> tuple[ir.TensorBox, ...]:
+    return _cast(x, scale, quantizer), _cast(lowerings[aten.permute](x, [1, 0]), scale, quantizer)
+
+
+@lowering(ops.record_amax)
+def record_amax(x: ir.TensorBox, amax: ir.TensorBox) -> None:
+    if x.get_device_or_error().type == "cuda":
+        raise_to_amax(amax, magnitude_bits(x))
+    else:
+        lowerings[aten.copy_](amax, lowerings[aten.maximum](amax, _amax_of_tensor(x)))
 
 
 @lowering(ops.dequantize)

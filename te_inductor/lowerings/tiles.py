@@ -30,6 +30,7 @@ from te_inductor.recipes.formats import TENSOR
 # By the number of whole tensors read: elements in the dimension in which they are contiguous, elements across, warps.
 CAST = {1: (128, 64, 4), 2: (256, 32, 8), 3: (128, 32, 8)}
 AMAX = {"XBLOCK": 1, "R0_BLOCK": 4096, "num_warps": 16}
+CASTS = (ops.quantize, ops.quantize_rowcol, ops.quantize_delayed, ops.quantize_rowcol_delayed)
 AMAX_FROM = 8 * AMAX["R0_BLOCK"]  # elements a program reduces, below which Inductor's own choice stands
 
 
@@ -47,12 +48,31 @@ class Choices:
         tile = None if "fixed_config" in kernel_kwargs else tile_of(features, groups[0])
         return kernel_kwargs if tile is None else {**kernel_kwargs, "fixed_config": FixedTritonConfig(tile)}
 
+    def can_fuse(self, scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
+        # A norm's reduction holds whole rows, from which a column copy cannot be written: what Inductor would fuse there of
+        # the rest leaves the column copy to a kernel of its own.
+        if any(one.is_reduction() and cast_both_ways(other) for one, other in ((node1, node2), (node2, node1))):
+            return False
+        return self._inner.can_fuse(scheduler, node1, node2, shared_data_score)  # type: ignore[no-any-return]
+
+    def score_fusion(self, scheduler: Any, node1: Any, node2: Any) -> Any:
+        """A sort key: both copies of a tensor find each other before either finds somebody else's kernel."""
+        together = bool(cast_both_ways(node1) & cast_both_ways(node2))
+        return together, self._inner.score_fusion(scheduler, node1, node2)
+
+
+def cast_both_ways(node: Any) -> set[Any]:
+    """The tensors of the graph whose row copy, column copy or amax a scheduler node makes, where it wants one 2D tile."""
+    origins = [origin for part in node.get_nodes() if part.node for origin in part.node.get_origins()]
+    found = {origin.args[0] for origin in origins if origin.target in (ops.quantize_rowcol_delayed, ops.record_amax)}
+    return {x for x in found if any(user.target is ops.quantize_rowcol_delayed for user in x.users)}
+
 
 def tile_of(features: Any, tiling: dict[str, Any]) -> dict[str, int] | None:
     """Our tile for a kernel that quantizes, None where Inductor's choice stands."""
     nodes = list(features.scheduler_nodes())
     origins = [origin for node in nodes for origin in node.node.get_origins()]
-    scopes = [o.args[1].granularity for o in origins if o.target in (ops.quantize, ops.quantize_rowcol)]
+    scopes = [o.args[-1].granularity for o in origins if o.target in CASTS]
     if not scopes:
         return None
     dimensions = set(tiling)

@@ -6,9 +6,8 @@ import torch
 from torch import fx
 
 from te_inductor.diagnostics import Refusal
-from te_inductor.patterns.rule import Call, Match, Rule, call_linear, replace
+from te_inductor.patterns.rule import Call, Emit, Match, Rule, replace
 from te_inductor.patterns.support import is_tensor, value
-from te_inductor.recipes import Recipe
 
 # Methods and functions between a parameter and the product that uses it: views and casts of the same values
 # (torch 2.15 writes p.T as aten.numpy_T(p), earlier releases as getattr(p, "T")).
@@ -107,7 +106,7 @@ class Batched(Rule):
             return Refusal("batched product of %s matrices, at most %d are unrolled", batch, self.most)
         return super().check(match)
 
-    def rewrite(self, match: Match, recipe: Recipe) -> None:
+    def rewrite(self, match: Match, emit: Emit) -> None:
         aten, graph, node = torch.ops.aten, match.node.graph, match.node
         with graph.inserting_before(node):
             products = []
@@ -115,5 +114,5 @@ class Batched(Rule):
                 x = graph.call_function(aten.select.int, (match.x, 0, index))
                 weight = graph.call_function(aten.select.int, (match.weight, 0, index))
                 weight = graph.call_function(aten.t.default, (weight,))
-                products.append(call_linear(match, x, weight, recipe))
+                products.append(emit(match, x, weight))
             replace(node, graph.call_function(aten.stack.default, (products,)))

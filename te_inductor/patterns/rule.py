@@ -5,17 +5,15 @@
 """
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
-from te_inductor import ops
 from te_inductor.diagnostics import Refusal
 from te_inductor.patterns import support
-from te_inductor.recipes import Recipe
 
 # Calls by one name each, whether they come as a function or as a method, with the names of their operands in order.
 _FUNCTIONS: dict[Any, str] = {
@@ -93,6 +91,10 @@ class Match:
                 yield "wgrad", (n, k, m)
 
 
+# Inserts `te_inductor.linear` of x and a weight (N, K) at the graph's insertion point.
+Emit = Callable[[Match, fx.Node, fx.Node], fx.Node]
+
+
 class Rule:
     """One form of a linear layer. Subclasses say how to recognise it, and may add to the check and the rewrite."""
 
@@ -105,20 +107,13 @@ class Rule:
         x, weight = support.value(match.x), support.value(match.weight)
         return support.tensors(x, weight) or support.sizes(*match.sizes)
 
-    def rewrite(self, match: Match, recipe: Recipe) -> None:
+    def rewrite(self, match: Match, emit: Emit) -> None:
         graph, node = match.node.graph, match.node
         with graph.inserting_before(node):
             weight = (
                 graph.call_function(torch.ops.aten.t.default, (match.weight,)) if match.transposed else match.weight
             )
-            replace(node, call_linear(match, match.x, weight, recipe))
-
-
-def call_linear(match: Match, x: fx.Node, weight: fx.Node, recipe: Recipe) -> fx.Node:
-    """Insert `te_inductor.linear`; its output dtype is the node's own, which honours torch.autocast."""
-    out_dtype = support.value(match.node).dtype
-    operands: Any = (x, weight, match.bias, recipe.slots(), out_dtype)  # fx has no name for a constant among arguments
-    return match.node.graph.call_function(ops.linear, operands)
+            replace(node, emit(match, match.x, weight))
 
 
 def replace(node: fx.Node, new: fx.Node) -> None:

@@ -1,15 +1,17 @@
 """Recipes: how a linear layer's tensors are stored and multiplied in low precision.
 
-Anywhere a recipe is expected, its name will do: ``"current"``, ``"rowwise"``, ``"none"`` (leave the site in high
+Anywhere a recipe is expected, its name will do: ``"delayed"``, ``"current"``, ``"rowwise"``, ``"none"`` (leave the site in high
 precision) or ``"auto"`` (so far per-tensor current scaling, on every device).
 """
 
 from te_inductor.errors import RecipeError, unknown, wrong_type
+from te_inductor.recipes.delayed import DelayedScaling
 from te_inductor.recipes.formats import Format
 from te_inductor.recipes.quantizers import Gemm, MMParams, QParams, Quantizer
 from te_inductor.recipes.recipe import Float8CurrentScaling, Float8RowwiseScaling, Recipe, Slots
 
 __all__ = [
+    "DelayedScaling",
     "Float8CurrentScaling",
     "Float8RowwiseScaling",
     "Format",
@@ -22,7 +24,8 @@ __all__ = [
     "resolve",
 ]
 
-_BY_NAME: dict[str, type[Recipe]] = {recipe.name: recipe for recipe in (Float8CurrentScaling, Float8RowwiseScaling)}
+_RECIPES: tuple[type[Recipe], ...] = (DelayedScaling, Float8CurrentScaling, Float8RowwiseScaling)
+_BY_NAME = {recipe.name: recipe for recipe in _RECIPES}
 NAMES = ("auto", "none", *_BY_NAME)
 
 

@@ -6,7 +6,9 @@ the key. What cannot be written down exactly is refused here, so that no key sil
 
 import dataclasses
 import enum
+import hashlib
 import math
+import types
 from typing import Any, TypeVar
 
 from typing_extensions import dataclass_transform
@@ -18,7 +20,8 @@ T = TypeVar("T")
 
 
 class Constant(metaclass=ConstantMeta):  # type: ignore[metaclass]
-    """Base of frozen dataclasses whose fields are bool, int, float, str, None, enum members, tuples or Constants."""
+    """Base of frozen dataclasses whose fields are bool, int, float, str, None, enum members, tuples, Constants, or plain
+    functions without a closure."""
 
     def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
         """Source that rebuilds this object, and the names that the source uses."""
@@ -43,6 +46,10 @@ def _source(value: object, names: dict[str, Any]) -> str:
         return repr(value)
     if isinstance(value, tuple):
         return f"({''.join(_source(item, names) + ', ' for item in value)})"
+    if isinstance(value, types.FunctionType):
+        name = f"te_inductor_function_{_digest(value)}"
+        names[name] = value
+        return name
     name = f"te_inductor_{type(value).__name__}"
     if isinstance(value, enum.Enum):
         names[name] = type(value)
@@ -51,4 +58,22 @@ def _source(value: object, names: dict[str, Any]) -> str:
         names[name] = type(value)
         fields = (f"{f.name}={_source(getattr(value, f.name), names)}" for f in dataclasses.fields(value))
         return f"{name}({', '.join(fields)})"
-    raise RecipeError(wrong_type("a recipe field", value, "a number, string, enum member, tuple or Constant"))
+    raise RecipeError(
+        wrong_type("a recipe field", value, "a number, string, enum member, tuple, Constant or plain function")
+    )
+
+
+def _digest(function: types.FunctionType) -> str:
+    """Stands for a function's code in cache keys: an edited function is another one. What it calls is not looked into."""
+    if function.__closure__:
+        raise RecipeError(
+            f"function {function.__qualname__} closes over {', '.join(function.__code__.co_freevars)}, which no cache key"
+            " holds, expected a function without a closure; make what it needs a default argument or a global"
+        )
+    identity = (function.__module__, function.__qualname__, function.__defaults__, function.__kwdefaults__)
+    return hashlib.sha256(repr((identity, _code(function.__code__))).encode()).hexdigest()[:16]
+
+
+def _code(code: types.CodeType) -> tuple[Any, ...]:
+    constants = tuple(_code(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts)
+    return code.co_code, code.co_names, code.co_varnames, constants

@@ -52,7 +52,7 @@ def _scale(x: Tensor, quantizer: Quantizer) -> Tensor:
 
 
 def _quantized(x: Tensor, scale: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
-    return cast(_pad_columns(x), scale, quantizer).contiguous(), 1.0 / scale
+    return quantize_delayed(x, scale, quantizer), 1.0 / scale
 
 
 def quantize(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
@@ -63,6 +63,14 @@ def quantize_rowcol(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor, Te
     scale = _scale(x, quantizer)
     scale_t = scale if quantizer.granularity.transposes else _scale(x.t(), quantizer)
     return *_quantized(x, scale, quantizer), *_quantized(x.t(), scale_t, quantizer)
+
+
+def quantize_delayed(x: Tensor, scale: Tensor, quantizer: Quantizer) -> Tensor:
+    return cast(_pad_columns(x), scale, quantizer).contiguous()
+
+
+def quantize_rowcol_delayed(x: Tensor, scale: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
+    return quantize_delayed(x, scale, quantizer), quantize_delayed(x.t(), scale, quantizer)
 
 
 def dequantize(data: Tensor, scale_inv: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Tensor:

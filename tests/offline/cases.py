@@ -33,6 +33,10 @@ def mlp_training() -> Case:
     return _mlp_training("current")
 
 
+def mlp_training_delayed() -> Case:
+    return _mlp_training("delayed")
+
+
 def mlp_training_rowwise() -> Case:
     return _mlp_training("rowwise")
 

@@ -1,0 +1,214 @@
+"""Sites under delayed scaling: their state stands in the graph as buffers, one set a quantizer.
+
+# Note [A step under delayed scaling]
+What the rewritten graph does, in this order::
+
+    known = read_scales(scales)             copies of all scales, for this forward and its backward
+    step = delayed_step(leaf, …)            nothing now; in the backward, behind all sites: update_scales of the gradients
+    linear(x, w, …, known, step, grad_amax) casts with the known scales; in the backward: record_amax(dy, grad_amax)
+    record_amax(x, amax)                    beside the cast, whose kernel it joins
+    update_scales(amaxes, …)                of inputs and weights, at the end
+
+The copies matter: the backward, and a checkpoint that recomputes, read them after the update has changed the state. What the
+forward changes (state of inputs and weights) the backward leaves alone, and the other way round: AOTAutograd hands a buffer's
+changes from the forward to the backward by value, which would undo what another microbatch's forward did in between.
+Sites that quantize the same tensor share its quantizer, so that it is cast once.
+"""
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensor
+
+from te_inductor import ops
+from te_inductor.diagnostics import Refusal
+from te_inductor.patterns.bodies import Bodies
+from te_inductor.patterns.rule import Match
+from te_inductor.patterns.support import is_tensor, value
+from te_inductor.recipes import DelayedScaling
+from te_inductor.recipes.delayed import ScaleUpdate
+from te_inductor.runtime.state import Key, ScalingState, state_of
+
+PREFIX = "te_state_"  # of the buffers that hold state
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Where a weight comes from: the root's node of a parameter, and what is taken of it ("" is all of it)."""
+
+    parameter: fx.Node
+    path: str
+
+
+def owner_of(weight: fx.Node, bodies: Bodies) -> Owner | None:
+    """The first parameter that a weight is computed from."""
+    path: list[str] = []
+    node = bodies.outer(weight)
+    while not isinstance(node.meta.get("example_value"), torch.nn.Parameter):
+        inputs = node.all_input_nodes
+        if not inputs:
+            return None
+        constants = [str(arg) for arg in node.args if isinstance(arg, int | str)]
+        path.append("_".join([getattr(node.target, "__name__", str(node.target)).partition(".")[0], *constants]))
+        node = bodies.outer(inputs[0])
+    return Owner(node, ".".join(reversed(path)))
+
+
+def refusal(match: Match, bodies: Bodies, inputs: Sequence[Any]) -> Refusal | None:
+    """Why a site can keep no state."""
+    if not bodies.reaches(match.node.graph):
+        return Refusal("delayed scaling inside a control-flow body, which its state does not reach")
+    owner = owner_of(match.weight, bodies)
+    if owner is None:
+        return Refusal("delayed scaling keeps its state with a parameter, and the weight comes from none")
+    if is_stand_in(parameter(owner.parameter, bodies.root, inputs)):
+        return Refusal(
+            "delayed scaling keeps its state with the parameter, and this graph was compiled on a stand-in for it"
+            " (DistributedDataParallel: set torch._dynamo.config.optimize_ddp = False)"
+        )
+    return None
+
+
+def is_stand_in(tensor: torch.Tensor) -> bool:
+    """Whether state kept with this tensor would be lost: the model holds another one."""
+    return isinstance(tensor, FakeTensor)
+
+
+def parameter(node: fx.Node, root: fx.GraphModule, inputs: Sequence[Any]) -> torch.Tensor:
+    """The tensor behind a parameter's node of the root's graph."""
+    if node.op == "get_attr":
+        return root.get_parameter(str(node.target))
+    return inputs[root.graph.find_nodes(op="placeholder").index(node)]  # type: ignore[no-any-return]
+
+
+@dataclass
+class _Step:
+    """The quantizers whose scales one `update_scales` updates, as nodes of the root's graph."""
+
+    amaxes: list[fx.Node] = field(default_factory=list)
+    scales: list[fx.Node] = field(default_factory=list)
+    histories: list[fx.Node] = field(default_factory=list)
+
+    def operands(self) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
+        return self.amaxes, self.scales, self.histories
+
+
+class DelayedSites:
+    """Rewrites the sites of one graph and one recipe. `emit` each, last first; then `finish`."""
+
+    def __init__(
+        self, bodies: Bodies, inputs: Sequence[Any], recipe: DelayedScaling, sites: list[tuple[str, Match]]
+    ) -> None:
+        self.bodies, self.inputs, self.recipe, self.slots = bodies, inputs, recipe, recipe.slots()
+        self.graph = bodies.root.graph
+        self.paths = {match.node: path for path, match in sites}
+        self.first_reader: dict[fx.Node, Match] = {}  # of each input
+        for _, match in sites:
+            self.first_reader.setdefault(match.x, match)
+        self.forward, self.backward = _Step(), _Step()
+        self.buffers: dict[ScalingState, dict[str, fx.Node]] = {}
+        self.places: dict[ScalingState, int] = {}  # in what read_scales reads
+        self.recorded: set[tuple[ScalingState, fx.Node]] = set()
+        self.first = start = next(node for node in self.graph.nodes if node.op != "placeholder")
+        with self.graph.inserting_before(start):
+            self.read = self.graph.call_function(ops.read_scales, ([],))
+            self.step = self.graph.call_function(ops.delayed_step, ())
+        self.known: dict[tuple[ScalingState, bool], fx.Node] = {}
+
+    def emit(self, match: Match, x: fx.Node, weight: fx.Node) -> fx.Node:
+        """Insert the linear layer and what records its operands."""
+        graph, training = x.graph, value(match.node).requires_grad
+        # Unrolled batches give every site an input of its own; elsewhere it belongs to its first reader.
+        first = self.first_reader[match.x]
+        of_x = self._state(first, first.weight, "input") if x is match.x else self._state(match, weight, "input")
+        of_weight = self._state(match, weight, "weight")
+        known = [*self._known(of_x, graph), *self._known(of_weight, graph)]
+        step = grad_amax = None
+        if training:
+            of_grad = self._state(match, weight, "grad_output")
+            known += self._known(of_grad, graph)
+            step = self.bodies.hand(self.step, graph)
+            grad_amax = self._buffer(of_grad, "amax", graph)
+            self._add(self.backward, of_grad)
+            self._record(of_x, x, match.sizes[2])
+            self._record(of_weight, weight, match.sizes[2])
+        operands: Any = (x, weight, match.bias, self.slots, value(match.node).dtype, known, step, grad_amax)
+        return graph.call_function(ops.linear, operands)
+
+    def finish(self) -> None:
+        """Fill in what only all sites together know."""
+        scales = [self.buffers[state]["scale"] for state in self.places]
+        self.read.args = (scales,)
+        for (state, inverse), node in self.known.items():
+            node.args = (self.read, self.places[state] + inverse * len(scales))
+        forward, backward = self.slots.input.element, self.slots.grad_output.element
+        if self.forward.amaxes:
+            with self.graph.inserting_before(self.graph.output_node()):
+                operands: Any = (*self.forward.operands(), ScaleUpdate(self.recipe, forward))
+                self.graph.call_function(ops.update_scales, operands)
+        if self.backward.amaxes:
+            self.step.args = (self._leaf(), *self.backward.operands(), ScaleUpdate(self.recipe, backward))  # type: ignore[assignment]
+        else:
+            self.graph.erase_node(self.step)
+
+    def _state(self, match: Match, weight: fx.Node, slot: str) -> ScalingState:
+        owner = owner_of(weight, self.bodies)
+        assert owner is not None  # `refusal` otherwise
+        # Of a tied weight there is one, whichever module reads it.
+        module = "" if slot == "weight" else self.paths[match.node]
+        site = ".".join(filter(None, (module, owner.path)))
+        state = state_of(parameter(owner.parameter, self.bodies.root, self.inputs), Key(site, slot, self.recipe))
+        if state not in self.buffers:
+            self.buffers[state] = {name: self._register(buffer) for name, buffer in state.tensors().items()}
+            self.places[state] = len(self.places)
+        return state
+
+    def _register(self, tensor: torch.Tensor) -> fx.Node:
+        """A buffer of the graph module, with the source that AOTAutograd asks of what Dynamo did not trace."""
+        root = self.bodies.root
+        name = f"{PREFIX}{len(list(root.buffers(recurse=False)))}"
+        root.register_buffer(name, tensor, persistent=False)
+        root._param_name_to_source[name] = ConstantSource(name)  # type: ignore[index, union-attr]
+        with self.graph.inserting_before(self.read):
+            return self.graph.get_attr(name)
+
+    def _known(self, state: ScalingState, graph: fx.Graph) -> list[fx.Node]:
+        """The state's scale in this step and its reciprocal."""
+        for inverse in (False, True):
+            if (state, inverse) not in self.known:
+                with self.graph.inserting_after(self.read):
+                    self.known[state, inverse] = self.graph.call_function(operator.getitem, (self.read, 0))
+        return [self.bodies.hand(self.known[state, inverse], graph) for inverse in (False, True)]
+
+    def _buffer(self, state: ScalingState, name: str, graph: fx.Graph) -> fx.Node:
+        return self.bodies.hand(self.buffers[state][name], graph)
+
+    def _add(self, step: _Step, state: ScalingState) -> None:
+        """Once each: a module called twice has one state."""
+        nodes = self.buffers[state]
+        if nodes["amax"] not in step.amaxes:
+            step.amaxes.append(nodes["amax"])
+            step.scales.append(nodes["scale"])
+            step.histories.append(nodes["history"])
+
+    def _record(self, state: ScalingState, tensor: fx.Node, columns: int) -> None:
+        """Record a tensor's amax, once however many sites read it."""
+        self._add(self.forward, state)
+        if (state, tensor) not in self.recorded:
+            self.recorded.add((state, tensor))
+            graph = tensor.graph
+            # As `ops.linear` flattens it, so that the amax and the cast are seen to read the same tensor.
+            flat = graph.call_function(torch.ops.aten.reshape.default, (tensor, [-1, columns]))
+            graph.call_function(ops.record_amax, (flat, self._buffer(state, "amax", graph)))
+
+    def _leaf(self) -> fx.Node:
+        """Any input that requires a gradient; a site in training implies one."""
+        for node in self.graph.nodes:
+            if node.op in ("placeholder", "get_attr") and is_tensor(node) and value(node).requires_grad:
+                return node  # type: ignore[no-any-return]
+        raise RuntimeError("no input of the graph requires a gradient, though a site does")

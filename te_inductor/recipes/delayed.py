@@ -1,0 +1,91 @@
+"""DelayedScaling: the one recipe with state. Its scales follow from the amaxes of earlier steps."""
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from te_inductor.errors import RecipeError, unknown, wrong_type
+from te_inductor.recipes.constants import Constant, constant
+from te_inductor.recipes.formats import ELEMENTS, Element, Format
+from te_inductor.recipes.quantizers import Gemm, Quantizer
+from te_inductor.recipes.recipe import Recipe, Slots
+
+AMAX_ALGORITHMS = ("max", "most_recent")
+
+
+@constant
+class DelayedScaling(Recipe):
+    """FP8 with one scale a tensor, known before the tensor is: it follows from the largest amax of the last steps.
+
+    A step casts with the scales known when its forward began, and records its own amaxes; forward scales are updated when
+    the forward ends, gradient scales when the backward ends. Without gradients nothing is recorded or updated. Scales start
+    at 1. State belongs to the weight's parameter; `te_inductor.state_dict` and `load_state_dict` carry it.
+
+    Names, fields and defaults are TransformerEngine's. `amax_compute_algo` may be a function of the history,
+    (amax_history_len, tensors) with this step's amaxes in row 0, that returns (tensors,) amaxes;
+    `scaling_factor_compute_algo` a function of (amax, scale, fp8_max, recipe) that returns scales. Either is a plain
+    function without a closure, so that its code can stand in the compile caches' keys. `reduce_amax` takes the maximum
+    over all ranks of the default process group, if there is one.
+    """
+
+    name: ClassVar[str] = "delayed"
+
+    margin: int = 0  # leaves 2**margin of headroom below the element's largest value
+    fp8_format: Format = Format.HYBRID
+    amax_history_len: int = 1024
+    amax_compute_algo: str | Callable[[Any], Any] = "max"
+    scaling_factor_compute_algo: Callable[..., Any] | None = None
+    reduce_amax: bool = True
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+
+    def __post_init__(self) -> None:
+        for name, expected in (
+            ("margin", int),
+            ("fp8_format", Format),
+            ("amax_history_len", int),
+            ("reduce_amax", bool),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
+                raise RecipeError(wrong_type(f"DelayedScaling.{name}", value, f"a {expected.__name__}"))
+        if self.amax_history_len < 1:
+            raise RecipeError(f"DelayedScaling.amax_history_len is {self.amax_history_len}, expected 1 or more")
+        if not 0 <= self.margin <= 64:
+            raise RecipeError(f"DelayedScaling.margin is {self.margin}, expected 0 to 64: a power of two of headroom")
+        algorithm, scaling = self.amax_compute_algo, self.scaling_factor_compute_algo
+        if not callable(algorithm) and algorithm not in AMAX_ALGORITHMS:
+            raise RecipeError(unknown("DelayedScaling.amax_compute_algo", algorithm, AMAX_ALGORITHMS))
+        if scaling is not None and not callable(scaling):
+            raise RecipeError(wrong_type("DelayedScaling.scaling_factor_compute_algo", scaling, "a function or None"))
+        for name in ("fp8_dpa", "fp8_mha"):
+            if getattr(self, name) is not False:
+                raise RecipeError(f"DelayedScaling.{name} is set, expected False: attention is not run in FP8 here")
+        self.__fx_repr__()  # refuses functions that no cache key can stand for
+
+    def slots(self) -> Slots:
+        forward, backward = Quantizer(self.fp8_format.forward.name), Quantizer(self.fp8_format.backward.name)
+        return Slots(
+            input=forward,
+            weight=forward,
+            grad_output=backward,
+            fprop=Gemm("fprop", fast_accum=True),
+            dgrad=Gemm("dgrad"),
+            wgrad=Gemm("wgrad"),
+        )
+
+
+@constant
+class ScaleUpdate(Constant):
+    """How the recorded amaxes of quantizers with the same element become their next scales."""
+
+    recipe: DelayedScaling
+    element: str  # "e4m3" or "e5m2"
+
+    @property
+    def format(self) -> Element:
+        return ELEMENTS[self.element]
+
+    @property
+    def largest(self) -> float:
+        """What the amax is scaled to."""
+        return self.format.max / 2.0**self.recipe.margin

@@ -1,0 +1,58 @@
+"""Delayed scaling on real tensors: the scale of a tensor follows from the amaxes of earlier steps.
+
+State of one quantizer, all fp32 (`runtime/state.py` keeps it): `scale` (), the factor before the cast; `history` (H,), the
+amaxes of the last H - 1 steps, newest last, behind slot 0, which is zero between steps; `amax` (), the largest magnitude
+recorded since the last update. TransformerEngine keeps `amax` in slot 0; apart, a kernel can reach it without the rest.
+
+Source: TransformerEngine, pytorch/quantization.py, common/recipe/delayed_scaling.cu; docs/numerics.md states it.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from te_inductor.recipes.delayed import ScaleUpdate
+from te_inductor.runtime.eager import FP32_MAX
+
+
+def read_scales(scales: list[Tensor]) -> list[Tensor]:
+    """Copies of all scales, then of all their reciprocals: what one step computes with, whatever happens to the state."""
+    return [*torch._foreach_mul(scales, 1.0), *torch._foreach_reciprocal(scales)]
+
+
+def record_amax(x: Tensor, amax: Tensor) -> None:
+    """Raise `amax` to the largest magnitude of `x`; NaN if `x` has one."""
+    if x.numel():
+        amax.copy_(torch.maximum(amax, x.abs().amax().float()))
+
+
+def update_scales(amaxes: list[Tensor], scales: list[Tensor], histories: list[Tensor], update: ScaleUpdate) -> None:
+    """End of a step: each quantizer's recorded amax enters its history, and its scale follows.
+
+    A recorded amax of 0, inf or NaN is no observation: it enters no history, so it freezes no scale. Where the window
+    holds no observation the scale stays.
+    """
+    amax, old, history = torch.stack(amaxes), torch.stack(scales), torch.stack(histories)
+    recipe = update.recipe
+    if recipe.reduce_amax and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX)
+    seen = (amax > 0) & (amax < torch.inf)
+    history[:, 0] = torch.where(seen, amax, 0.0)
+    chosen = _chosen_amax(history, recipe.amax_compute_algo)
+    if recipe.scaling_factor_compute_algo is None:
+        scale = (torch.full_like(chosen, update.largest) / chosen).clamp(max=FP32_MAX)
+    else:
+        scale = recipe.scaling_factor_compute_algo(chosen, old, update.format.max, recipe)
+    scale = torch.where((chosen > 0) & (chosen < torch.inf), scale, old)
+    rolled = torch.cat([torch.zeros_like(history[:, :1]), history[:, 2:], history[:, :1]], 1)[:, : history.shape[1]]
+    rest = torch.cat([torch.zeros_like(history[:, :1]), history[:, 1:]], 1)
+    torch._foreach_copy_(histories, list(torch.where(seen.unsqueeze(1), rolled, rest).unbind()))
+    torch._foreach_copy_(scales, list(scale.unbind()))
+    torch._foreach_zero_(amaxes)
+
+
+def _chosen_amax(history: Tensor, algorithm: str | Callable[[Tensor], Tensor]) -> Tensor:  # history (tensors, H)
+    if callable(algorithm):
+        return algorithm(history.t())
+    return history.amax(1) if algorithm == "max" else history[:, 0]
