@@ -5,13 +5,13 @@ Inductor knows reductions and pointwise kernels. A reduction of the whole tensor
 tensor once more, which is what delayed scaling exists to avoid. So the amax is a pointwise store of a mode of our own,
 to one address, and `AmaxKernel` writes it. Measured alone it costs the cast 4% (benchmarks/quantize.py).
 
-Magnitudes are compared as int32 bit patterns (`quantize.magnitude_bits`), so that NaN wins, and no float min/max stands beside a
-transposed fp8 store (Triton issue 11111).
+Magnitudes are compared as int32 bit patterns (`quantize.magnitude_bits`), so that NaN wins, and no float min/max stands
+beside a transposed fp8 store (Triton issue 11111).
 """
 
 from typing import Any
 
-import sympy
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch._inductor import ir
 from torch._inductor.codegen.common import DeferredLine

@@ -33,9 +33,8 @@ def magnitude_bits(x: ir.TensorBox) -> ir.TensorBox:
 
 
 def _amax_of_rows(x: ir.TensorBox) -> ir.TensorBox:  # (R, 1) fp32
-    """The largest of `magnitude_bits`. Inductor fuses this with the cast of the row, so that one kernel may hold both it and a transposed fp8 store. With a
-    float max that would be Triton issue 11111 (`_cast`) on torch 2.15.
-    """
+    """The largest of `magnitude_bits`. Inductor fuses this with the cast of the row, so that one kernel may hold both it and
+    a transposed fp8 store; with a float max that would be Triton issue 11111 (`_cast`) on torch 2.15."""
     load_bits = lowerings[aten.amax](magnitude_bits(x), list(ROW.reduced), keepdims=ROW.keepdim).make_loader()
     return ir.Pointwise.create(  # type: ignore[return-value]
         device=x.get_device(),
