@@ -10,8 +10,8 @@ What the rewritten graph does, in this order::
     update_scales(amaxes, …)                of inputs and weights, at the end
 
 The copies matter: the backward, and a checkpoint that recomputes, read them after the update has changed the state. What the
-forward changes (state of inputs and weights) the backward leaves alone, and the other way round: AOTAutograd hands a buffer's
-changes from the forward to the backward by value, which would undo what another microbatch's forward did in between.
+forward changes (state of inputs and weights) the backward leaves alone, and the other way round: AOTAutograd hands a
+buffer's changes from the forward to the backward by value, which would undo what another microbatch's forward did between.
 Sites that quantize the same tensor share its quantizer, so that it is cast once.
 """
 
@@ -173,7 +173,8 @@ class DelayedSites:
         root = self.bodies.root
         name = f"{PREFIX}{len(list(root.buffers(recurse=False)))}"
         root.register_buffer(name, tensor, persistent=False)
-        root._param_name_to_source[name] = ConstantSource(name)  # type: ignore[index, union-attr]
+        sources: dict[str, Any] = root._param_name_to_source  # type: ignore[assignment]
+        sources[name] = ConstantSource(name)
         with self.graph.inserting_before(self.read):
             return self.graph.get_attr(name)
 

@@ -1,7 +1,7 @@
 """Recipes: how a linear layer's tensors are stored and multiplied in low precision.
 
-Anywhere a recipe is expected, its name will do: ``"delayed"``, ``"current"``, ``"rowwise"``, ``"none"`` (leave the site in high
-precision) or ``"auto"`` (so far per-tensor current scaling, on every device).
+Anywhere a recipe is expected, its name will do: ``"delayed"``, ``"current"``, ``"rowwise"``, ``"none"`` (leave the site in
+high precision) or ``"auto"`` (so far per-tensor current scaling, on every device).
 """
 
 from te_inductor.errors import RecipeError, unknown, wrong_type
