@@ -101,12 +101,13 @@ def _inductor(
     from torch._inductor import config as inductor
 
     from te_inductor import lowerings
+    from te_inductor.joint_graph import RecomputeCopies
     from te_inductor.post_grad import ShareQuantizations
 
     wrap_inner = lowerings.install(options.fallback)
     patches = dict(torch._TorchCompileInductorWrapper(options.mode, dict(options.inductor), None).config)
-    theirs = patches.get("post_grad_custom_pre_pass", inductor.post_grad_custom_pre_pass)
-    patches["post_grad_custom_pre_pass"] = ShareQuantizations(theirs)
+    for place, ours in (("joint_custom_pre_pass", RecomputeCopies), ("post_grad_custom_pre_pass", ShareQuantizations)):
+        patches[place] = ours(patches.get(place, getattr(inductor, place)))
     return lambda gm: compat.compile_fx(gm, example_inputs, patches, wrap_inner, name)
 
 
