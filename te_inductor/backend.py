@@ -28,6 +28,7 @@ from te_inductor.passes import (
     report_sites,
     resolve_policy,
     rewrite_sites,
+    weigh_sites,
 )
 
 DECIDE: tuple[Callable[[Plan], None], ...] = (
@@ -35,6 +36,7 @@ DECIDE: tuple[Callable[[Plan], None], ...] = (
     match_sites,
     resolve_policy,
     check_sites,
+    weigh_sites,
     merge_sites,
     report_sites,
 )

@@ -32,6 +32,7 @@ from te_inductor.recipes.formats import TENSOR
 
 # By the number of whole tensors read: elements in the dimension in which they are contiguous, elements across, warps.
 CAST = {1: (128, 64, 8), 2: (128, 64, 8), 3: (128, 32, 8)}
+FLAT = {"XBLOCK": 8192, "num_warps": 8}  # of a row copy and amax alone: a program looks for the largest of its elements
 AMAX = {"XBLOCK": 1, "R0_BLOCK": 4096, "num_warps": 16}
 # The ops that cast, and among them those that cast both ways with a scale that is known.
 CASTS = (ops.quantize, ops.quantize_rowcol, ops.quantize_delayed, ops.current_scale)
@@ -89,9 +90,10 @@ def tile_of(features: Any, tiling: dict[str, Any]) -> dict[str, int] | None:
         long = dimensions == {"x", "r0_"} and V.graph.sizevars.statically_known_geq(tiling["r0_"], AMAX_FROM)
         # The amax of rows may run across the dimension in which the tensor is contiguous.
         return dict(AMAX) if long and TENSOR in scopes else None
-    if dimensions - {"r0_"} != {"x", "y"}:
-        return None
-    return _cast_tile(nodes, tiling)
+    if dimensions - {"r0_"} == {"x", "y"}:
+        return _cast_tile(nodes, tiling)
+    records = any(origin.target is ops.record_amax for origin in origins)
+    return dict(FLAT) if records and dimensions - {"r0_"} == {"x"} else None
 
 
 def _cast_tile(nodes: list[Any], tiling: dict[str, Any]) -> dict[str, int]:
