@@ -32,9 +32,12 @@ from te_inductor.patterns.rule import Match
 from te_inductor.patterns.support import is_tensor, value
 from te_inductor.recipes import DelayedScaling
 from te_inductor.recipes.delayed import ScaleUpdate
-from te_inductor.runtime.state import Key, ScalingState, state_of
+from te_inductor.runtime.state import ROOT, Key, ScalingState, state_of
 
 PREFIX = "te_state_"  # of the buffers that hold state
+
+# Calls that take all of a parameter; any other is part of its quantizers' names.
+_WHOLE = frozenset("t T mT numpy_T permute transpose to type type_as float bfloat16 half contiguous clone".split())
 
 
 @dataclass(frozen=True)
@@ -42,21 +45,36 @@ class Owner:
     """Where a weight comes from: the root's node of a parameter, and what is taken of it ("" is all of it)."""
 
     parameter: fx.Node
-    path: str
+    part: str
+
+    @property
+    def in_root(self) -> bool:
+        """Whether it is a parameter of the region's root module, as far as Dynamo's name for it says."""
+        return "_modules_" not in str(self.parameter.target) and "." not in str(self.parameter.target)
 
 
 def owner_of(weight: fx.Node, bodies: Bodies) -> Owner | None:
     """The first parameter that a weight is computed from."""
-    path: list[str] = []
+    calls: list[str] = []
     node = bodies.outer(weight)
     while not isinstance(node.meta.get("example_value"), torch.nn.Parameter):
         inputs = node.all_input_nodes
         if not inputs:
             return None
-        constants = [str(arg) for arg in node.args if isinstance(arg, int | str)]
-        path.append("_".join([getattr(node.target, "__name__", str(node.target)).partition(".")[0], *constants]))
+        name = getattr(node.target, "__name__", str(node.target)).partition(".")[0]
+        constants = [_text(arg) for arg in (*node.args, *node.kwargs.values()) if not isinstance(arg, fx.Node)]
+        if (constants[0] if name == "getattr" else name) not in _WHOLE:
+            calls.append("_".join([name, *constants]))
         node = bodies.outer(inputs[0])
-    return Owner(node, ".".join(reversed(path)))
+    return Owner(node, ".".join(reversed(calls)))
+
+
+def _text(constant: Any) -> str:
+    if isinstance(constant, slice):
+        return ":".join("" if part is None else str(part) for part in (constant.start, constant.stop, constant.step))
+    if isinstance(constant, tuple | list):
+        return f"({','.join(map(_text, constant))})"
+    return str(constant)
 
 
 def refusal(match: Match, bodies: Bodies, inputs: Sequence[Any]) -> Refusal | None:
@@ -84,6 +102,13 @@ def parameter(node: fx.Node, root: fx.GraphModule, inputs: Sequence[Any]) -> tor
     if node.op == "get_attr":
         return root.get_parameter(str(node.target))
     return inputs[root.graph.find_nodes(op="placeholder").index(node)]  # type: ignore[no-any-return]
+
+
+def unregister(root: fx.GraphModule) -> None:
+    """Take the state out of a graph module again."""
+    for name in [name for name, _ in root.named_buffers(recurse=False) if name.startswith(PREFIX)]:
+        delattr(root, name)
+        root._param_name_to_source.pop(name, None)  # type: ignore[operator, union-attr]
 
 
 @dataclass
@@ -160,9 +185,9 @@ class DelayedSites:
         owner = owner_of(weight, self.bodies)
         assert owner is not None  # `refusal` otherwise
         # Of a tied weight there is one, whichever module reads it.
-        module = "" if slot == "weight" else self.paths[match.node]
-        site = ".".join(filter(None, (module, owner.path)))
-        state = state_of(parameter(owner.parameter, self.bodies.root, self.inputs), Key(site, slot, self.recipe))
+        module = "" if slot == "weight" else self.paths[match.node] or ("" if owner.in_root else ROOT)
+        key = Key(module, owner.part, slot, self.recipe)
+        state = state_of(parameter(owner.parameter, self.bodies.root, self.inputs), key)
         if state not in self.buffers:
             self.buffers[state] = {name: self._register(buffer) for name, buffer in state.tensors().items()}
             self.places[state] = len(self.places)
