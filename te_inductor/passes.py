@@ -111,6 +111,7 @@ def rewrite_sites(plan: Plan) -> None:
         candidate.rule.rewrite(candidate.match, emit)
     for step in stateful.values():
         step.finish()
+        plan.report.unseen.extend(reversed(step.unseen))
     for module in plan.graph_modules():
         module.recompile()
 

@@ -6,7 +6,7 @@ What the rewritten graph does, in this order::
     known = read_scales(scales)             copies of all scales, for this forward and its backward
     step = delayed_step(leaf, …)            nothing now; in the backward, behind all sites: update_scales of the gradients
     linear(x, w, …, known, step, grad_amax) casts with the known scales; in the backward: record_amax(dy, grad_amax)
-    record_amax(x, amax)                    beside the cast, whose kernel it joins
+    record_amax(x, amax)                    beside the cast, whose kernel it joins; not under no_grad
     update_scales(amaxes, …)                of inputs and weights, at the end
 
 The copies matter: the backward, and a checkpoint that recomputes, read them after the update has changed the state. What the
@@ -144,6 +144,8 @@ class DelayedSites:
             self.read = self.graph.call_function(ops.read_scales, ([],))
             self.step = self.graph.call_function(ops.delayed_step, ())
         self.known: dict[tuple[ScalingState, bool], fx.Node] = {}
+        self.in_grad_mode = bodies.in_grad_mode()
+        self.unseen: list[str] = []  # sites that are cast with scale 1, and stay so
 
     def emit(self, match: Match, x: fx.Node, weight: fx.Node) -> fx.Node:
         """Insert the linear layer and what records its operands."""
@@ -160,8 +162,11 @@ class DelayedSites:
             step = self.bodies.hand(self.step, graph)
             grad_amax = self._buffer(of_grad, "amax", graph)
             self._add(self.backward, of_grad)
+        if training or match.node in self.in_grad_mode:  # a frozen layer that reads a frozen input needs its scales too
             self._record(of_x, x, match.sizes[2])
             self._record(of_weight, weight, match.sizes[2])
+        elif of_x.unseen or of_weight.unseen:
+            self.unseen.append(self.paths[match.node])
         operands: Any = (x, weight, match.bias, self.slots, value(match.node).dtype, known, step, grad_amax)
         return graph.call_function(ops.linear, operands)
 

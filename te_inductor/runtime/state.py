@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from te_inductor.errors import StateError
@@ -45,6 +46,13 @@ class ScalingState:
 
     def tensors(self) -> dict[str, Tensor]:
         return {"amax": self.amax, "scale": self.scale, "history": self.history}
+
+    @property
+    def unseen(self) -> bool:
+        """Whether no step was ever recorded, nor anything loaded."""
+        if isinstance(self.scale, FakeTensor):
+            return False
+        return bool(self.scale == 1 and self.amax == 0 and not self.history.any())
 
     def save(self) -> dict[str, Tensor]:
         """Copies, the history as TransformerEngine has it: the amax recorded since the last update in slot 0."""
