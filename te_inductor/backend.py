@@ -24,13 +24,21 @@ from te_inductor.passes import (
     check_sites,
     inline_attention,
     match_sites,
+    merge_sites,
     report_sites,
     resolve_policy,
     rewrite_sites,
 )
 from te_inductor.patterns import delayed
 
-DECIDE: tuple[Callable[[Plan], None], ...] = (inline_attention, match_sites, resolve_policy, check_sites, report_sites)
+DECIDE: tuple[Callable[[Plan], None], ...] = (
+    inline_attention,
+    match_sites,
+    resolve_policy,
+    check_sites,
+    merge_sites,
+    report_sites,
+)
 PASSES = (*DECIDE, rewrite_sites)
 
 

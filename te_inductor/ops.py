@@ -71,6 +71,24 @@ def _quantize_rowcol_delayed_fake(
     return _quantize_fake(x, quantizer)[0], _quantize_fake(x.t(), quantizer)[0]
 
 
+def _quantize_pieces_delayed_fake(
+    pieces: list[Tensor],  # matrices that make one (R, C) side by side along dim
+    dim: int,
+    scale: Tensor,  # ()
+    quantizer: Quantizer,
+) -> tuple[Tensor, Tensor]:  # data (R, pad(C)), data_t (C, pad(R))
+    return _quantize_rowcol_delayed_fake(torch.cat(pieces, dim), scale, quantizer)
+
+
+def _quantize_pieces_fake(
+    pieces: list[Tensor],  # matrices that make one (R, C) side by side along dim
+    dim: int,
+    quantizer: Quantizer,
+) -> tuple[Tensor, Tensor, Tensor]:  # data (R, pad(C)), data_t (C, pad(R)), scale_inv ()
+    scale = pieces[0].new_empty((), dtype=torch.float32)
+    return *_quantize_pieces_delayed_fake(pieces, dim, scale, quantizer), torch.empty_like(scale)
+
+
 def _read_scales_fake(
     scales: list[Tensor],  # n of ()
 ) -> list[Tensor]:  # n scales, n reciprocals
@@ -115,8 +133,20 @@ quantize_rowcol_delayed = _define(
     eager.quantize_rowcol_delayed,
     _quantize_rowcol_delayed_fake,
 )
+quantize_pieces = _define(
+    f"quantize_pieces(Tensor[] pieces, int dim, {_QUANTIZER} q) -> (Tensor, Tensor, Tensor)",
+    eager.quantize_pieces,
+    _quantize_pieces_fake,
+)
+quantize_pieces_delayed = _define(
+    f"quantize_pieces_delayed(Tensor[] pieces, int dim, Tensor scale, {_QUANTIZER} q) -> (Tensor, Tensor)",
+    eager.quantize_pieces_delayed,
+    _quantize_pieces_delayed_fake,
+)
 read_scales = _define("read_scales(Tensor[] scales) -> Tensor[]", delayed.read_scales, _read_scales_fake)
-record_amax = _define("record_amax(Tensor x, Tensor(a!) amax) -> ()", delayed.record_amax, lambda x, amax: None)
+record_amax = _define(
+    "record_amax(Tensor[] pieces, Tensor(a!) amax) -> ()", delayed.record_amax, lambda pieces, amax: None
+)
 update_scales = _define(
     f"update_scales(Tensor(a!)[] amaxes, Tensor(b!)[] scales, Tensor(c!)[] histories, {_UPDATE} update) -> ()",
     delayed.update_scales,
@@ -143,8 +173,20 @@ class Known:
     scale_inv: Tensor  # ()
 
 
+@dataclass(frozen=True)
+class Step:
+    """What delayed scaling brings to one call: tensors of the step, and where the backward records."""
+
+    input: Known
+    weight: Known
+    grad_output: Known | None = None  # in training, as the rest
+    token: Tensor | None = None  # what `delayed_step` returned
+    grad_amax: Tensor | None = None  # ()
+
+
 class _Linear(torch.autograd.Function):
-    """The linear layer in low precision; traced, so its body becomes nodes of the forward and backward graphs.
+    """Linear layers of one input in low precision, one GEMM for all; traced, so its body becomes nodes of the forward and
+    backward graphs. Layers whose weights are w₁, w₂, … are one layer whose weight is all of their rows.
 
     Saved for backward: the columnwise copies of x and w, one byte an element each, and never a view of an input.
     """
@@ -153,53 +195,77 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
+        token: Tensor | None,
+        step: Step | None,
         slots: Slots,
         out_dtype: torch.dtype,
-        known: Sequence[Known | None],
-        step: Tensor | None,
-        grad_amax: Tensor | None,
-    ) -> Tensor:
-        x_grad, weight_grad = ctx.needs_input_grad[:2]
-        data, scale, data_t, scale_t = _copies(x, slots.input, known[0], columnwise=weight_grad)
-        w, w_scale, w_t, w_scale_t = _copies(weight, slots.weight, known[1], columnwise=x_grad)
+        count: int,
+        *operands: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """`operands` are `count` weights, then their biases if they have any."""
+        weights, biases = operands[:count], operands[count:]
+        # Of the layers of one call all want a gradient or none does.
+        wanted = ctx.needs_input_grad[-len(operands) :]
+        x_grad, weight_grad, bias_grad = ctx.needs_input_grad[0], any(wanted[:count]), any(wanted[count:])
+        data, scale, data_t, scale_t = _copies(
+            [x], 0, slots.input, step.input if step else None, columnwise=weight_grad
+        )
+        w, w_scale, w_t, w_scale_t = _copies(weights, 0, slots.weight, step.weight if step else None, columnwise=x_grad)
         ctx.save_for_backward(data_t, scale_t, w_t, w_scale_t)
-        # Fresh tensors of this step and a mutable buffer: outside of autograd's checks for tensors changed in place.
-        ctx.grad_known, ctx.grad_amax = known[2], grad_amax
-        ctx.slots, ctx.dtypes = slots, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        return scaled_mm(data, scale, w, w_scale, bias, slots.fprop, out_dtype)
+        # Of this step alone, or mutable: neither is for autograd's check that nothing saved has changed.
+        ctx.step, ctx.slots, ctx.needs = step, slots, (x_grad, weight_grad, bias_grad)
+        ctx.dtypes = x.dtype, weights[0].dtype, biases[0].dtype if biases else None
+        ctx.sizes = [weight.shape[0] for weight in weights]
+        y = scaled_mm(data, scale, w, w_scale, _cat(biases) if biases else None, slots.fprop, out_dtype)
+        return y.split(ctx.sizes, 1) if len(weights) > 1 else (y,)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
-        if torch.is_grad_enabled() and dy.requires_grad:
+    def backward(ctx: Any, *dys: Tensor) -> Any:  # type: ignore[override]
+        if torch.is_grad_enabled() and any(dy.requires_grad for dy in dys):
             raise DoubleBackwardError(
                 "a gradient of a low-precision gradient was asked for, expected first-order gradients only; "
                 'compile this module with options={"recipe": "none"}'
             )
-        x_grad, weight_grad, bias_grad = ctx.needs_input_grad[:3]
+        x_grad, weight_grad, bias_grad = ctx.needs
         x_t, x_scale, w_t, w_scale = ctx.saved_tensors
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
-        slots, dx, dw, db = ctx.slots, None, None, None
+        slots, step, dx = ctx.slots, ctx.step, None
+        dws: Sequence[Tensor | None] = [None] * len(dys)
         if x_grad or weight_grad:
+            known = step and step.grad_output
             g, g_scale, g_t, g_scale_t = _copies(
-                dy, slots.grad_output, ctx.grad_known, rowwise=x_grad, columnwise=weight_grad
+                dys, 1, slots.grad_output, known, rowwise=x_grad, columnwise=weight_grad
             )
-            if ctx.grad_amax is not None:
-                record_amax(dy, ctx.grad_amax)
+            if step is not None:
+                record_amax(dys, step.grad_amax)
         if x_grad:
             dx = scaled_mm(g, g_scale, w_t, w_scale, None, slots.dgrad, x_dtype)
         if weight_grad:
             dw = scaled_mm(g_t, g_scale_t, x_t, x_scale, None, slots.wgrad, weight_dtype)
+            dws = dw.split(ctx.sizes) if len(dys) > 1 else [dw]
+        dbs: Sequence[Tensor | None] = [] if bias_dtype is None else [None] * len(dys)
         if bias_grad:
-            db = dy.sum(0, dtype=torch.float32).to(bias_dtype)
-        return dx, dw, db, None, None, None, None, None
+            dbs = [dy.sum(0, dtype=torch.float32).to(bias_dtype) for dy in dys]
+        return dx, None, None, None, None, None, *dws, *dbs
 
 
 def _copies(
-    x: Tensor, quantizer: Quantizer, known: Known | None, *, rowwise: bool = True, columnwise: bool
+    pieces: Sequence[Tensor],
+    dim: int,
+    quantizer: Quantizer,
+    known: Known | None,
+    *,
+    rowwise: bool = True,
+    columnwise: bool,
 ) -> tuple[Any, Any, Any, Any]:
     """The low-precision copies that are asked for: data, scale_inv, data_t, scale_inv_t (None where not)."""
+    if len(pieces) > 1:  # with the scale of all of them
+        if known is None:
+            data, data_t, scale_inv = quantize_pieces(pieces, dim, quantizer)
+        else:
+            (data, data_t), scale_inv = quantize_pieces_delayed(pieces, dim, known.scale, quantizer), known.scale_inv
+        return data, scale_inv, data_t, scale_inv
+    [x] = pieces
     if known is not None:
         scale, scale_inv = known.scale, known.scale_inv
         if rowwise and columnwise:
@@ -215,33 +281,39 @@ def _copies(
     return *quantize(x, quantizer), None, None
 
 
-def _linear(
+def _linears(
     x: Tensor,  # (..., K)
-    weight: Tensor,  # (N, K)
-    bias: Tensor | None,  # (N,)
+    weights: Sequence[Tensor],  # each (N, K)
+    biases: Sequence[Tensor],  # each (N,); none, or one a weight
     slots: Slots,
     out_dtype: torch.dtype,
     known: Sequence[Tensor] | None = None,  # scale, scale_inv of each slot, all of (); None: computed from the tensors
-    step: Tensor | None = None,  # what `delayed_step` returned
-    grad_amax: Tensor | None = None,  # (), where the backward records dy's amax
-) -> Tensor:  # (..., N)
-    """``x @ weight.T + bias`` with the operands of all three GEMMs in the low precision of `slots`."""
+    token: Tensor | None = None,  # what `delayed_step` returned
+    grad_amax: Tensor | None = None,  # (), where the backward records the gradients' amax
+) -> list[Tensor]:  # each (..., N)
+    """``x @ weight.T + bias`` for each weight, the operands of all three GEMMs in the low precision of `slots`. Several
+    weights, each with a multiple of 16 rows, share their scale, as their gradients do, and each of their GEMMs is one."""
     flat = x.reshape(-1, x.shape[-1])
-    pairs = [None] * 3 if known is None else [Known(*pair) for pair in zip(known[::2], known[1::2], strict=True)]
-    tensors = (x, weight) if bias is None else (x, weight, bias)
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        y = _Linear.apply(flat, weight, bias, slots, out_dtype, pairs, step, grad_amax)
+    pairs = [] if known is None else [Known(*pair) for pair in zip(known[::2], known[1::2], strict=True)]
+    step = Step(*pairs, *([token, grad_amax] if len(pairs) > 2 else [])) if pairs else None  # type: ignore[arg-type]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (x, *weights, *biases)):
+        ys = _Linear.apply(flat, token, step, slots, out_dtype, len(weights), *weights, *biases)
     else:
-        data, scale, _, _ = _copies(flat, slots.input, pairs[0], columnwise=False)
-        w, w_scale, _, _ = _copies(weight, slots.weight, pairs[1], columnwise=False)
-        y = scaled_mm(data, scale, w, w_scale, bias, slots.fprop, out_dtype)
-    return y.reshape(*x.shape[:-1], weight.shape[0])
+        data, scale, _, _ = _copies([flat], 0, slots.input, step.input if step else None, columnwise=False)
+        w, w_scale, _, _ = _copies(weights, 0, slots.weight, step.weight if step else None, columnwise=False)
+        y = scaled_mm(data, scale, w, w_scale, _cat(biases) if biases else None, slots.fprop, out_dtype)
+        ys = y.split([weight.shape[0] for weight in weights], 1) if len(weights) > 1 else [y]
+    return [y.reshape(*x.shape[:-1], y.shape[1]) for y in ys]
 
 
-linear = _define(
-    f"linear(Tensor x, Tensor weight, Tensor? bias, {_SLOTS} slots, ScalarType out_dtype, Tensor[]? known=None,"
-    " Tensor? step=None, Tensor? grad_amax=None) -> Tensor",
-    _linear,
+def _cat(biases: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(biases)) if len(biases) > 1 else biases[0]
+
+
+linears = _define(
+    f"linears(Tensor x, Tensor[] weights, Tensor[] biases, {_SLOTS} slots, ScalarType out_dtype, Tensor[]? known=None,"
+    " Tensor? token=None, Tensor? grad_amax=None) -> Tensor[]",
+    _linears,
 )
 
 

@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from te_inductor import ops, recipes
+from te_inductor import recipes
 from te_inductor.config import Options
 from te_inductor.diagnostics import Refusal, Report, Site
-from te_inductor.patterns import RULES, attention, delayed
+from te_inductor.patterns import RULES, attention, delayed, merging
 from te_inductor.patterns.bodies import Bodies
 from te_inductor.patterns.module_path import module_path
-from te_inductor.patterns.rule import Emit, Match, Rule
-from te_inductor.patterns.support import value
+from te_inductor.patterns.rule import Emit, Match, Rule, call_linears
 from te_inductor.recipes import DelayedScaling, Recipe
 
 
@@ -43,6 +42,7 @@ class Plan:
     options: Options
     inputs: Sequence[Any] = ()  # the graph's, as Dynamo hands them to a backend: parameters are the model's own
     candidates: list[Candidate] = field(default_factory=list)
+    merged: list[list[Match]] = field(default_factory=list)  # sites that are one GEMM
     report: Report = field(default_factory=Report)
 
     def graph_modules(self) -> list[fx.GraphModule]:
@@ -95,6 +95,12 @@ def check_sites(plan: Plan) -> None:
             candidate.refusal = delayed.refusal(candidate.match, bodies, plan.inputs)
 
 
+def merge_sites(plan: Plan) -> None:
+    """Linear layers of the same input and recipe become one GEMM."""
+    sites = [(site.rule, site.match, site.recipe) for site in plan.candidates if site.recipe and not site.refusal]
+    plan.merged.extend(merging.groups(sites))
+
+
 def report_sites(plan: Plan) -> None:
     """Write down what was decided, before the rewrite erases the matched nodes."""
     for candidate in plan.candidates:
@@ -102,13 +108,18 @@ def report_sites(plan: Plan) -> None:
 
 
 def rewrite_sites(plan: Plan) -> None:
-    """Replace what passed by `te_inductor.linear`; last first, as a match's input may be the node of an earlier match."""
+    """Replace what passed by `te_inductor.linears`; last first, as a match's input may be the node of an earlier match."""
     sites = [candidate for candidate in plan.candidates if candidate.low]
     stateful = _delayed_sites(plan, sites)
+    groups = {match.node: group for group in plan.merged for match in group}
     for candidate in reversed(sites):
-        recipe = candidate.recipe
+        recipe, match = candidate.recipe, candidate.match
         emit = stateful[recipe].emit if isinstance(recipe, DelayedScaling) else _stateless(recipe)  # type: ignore[arg-type]
-        candidate.rule.rewrite(candidate.match, emit)
+        group = groups.get(match.node)
+        if group is None:
+            candidate.rule.rewrite(match, emit)
+        elif group[0] is match:
+            merging.rewrite(group, emit)
     for step in stateful.values():
         step.finish()
         plan.report.unseen.extend(reversed(step.unseen))
@@ -117,10 +128,8 @@ def rewrite_sites(plan: Plan) -> None:
 
 
 def _stateless(recipe: Recipe) -> Emit:
-    def emit(match: Match, x: fx.Node, weight: fx.Node) -> fx.Node:
-        # The output dtype is the node's own, which honours torch.autocast; fx has no name for a constant among arguments.
-        operands: Any = (x, weight, match.bias, recipe.slots(), value(match.node).dtype)
-        return x.graph.call_function(ops.linear, operands)
+    def emit(matches: Sequence[Match], x: fx.Node, weights: Sequence[fx.Node]) -> list[fx.Node]:
+        return call_linears(matches, x, weights, recipe.slots())
 
     return emit
 

@@ -1,5 +1,7 @@
 """Quantization in Inductor IR, so that it fuses with whatever produces the tensor."""
 
+import functools
+
 import torch
 from torch._inductor import ir
 from torch._inductor.lowering import lowerings
@@ -44,9 +46,12 @@ def _amax_of_rows(x: ir.TensorBox) -> ir.TensorBox:  # (R, 1) fp32
     )
 
 
-def _encode_scale(x: ir.TensorBox, quantizer: Quantizer) -> tuple[ir.TensorBox, ir.TensorBox]:
+def _amax(x: ir.TensorBox, quantizer: Quantizer) -> ir.TensorBox:
+    return (_amax_of_tensor if quantizer.granularity.transposes else _amax_of_rows)(x)
+
+
+def _encode_scale(amax: ir.TensorBox, quantizer: Quantizer) -> tuple[ir.TensorBox, ir.TensorBox]:
     """scale and scale_inv, fp32, of the scope's shape. Mirrors `eager.encode_scale`."""
-    amax = (_amax_of_tensor if quantizer.granularity.transposes else _amax_of_rows)(x)
     load = amax.make_loader()
 
     def scale(index):  # type: ignore[no-untyped-def]
@@ -70,7 +75,7 @@ def _encode_scale(x: ir.TensorBox, quantizer: Quantizer) -> tuple[ir.TensorBox, 
         return _divide(prims.constant(1.0, torch.float64), scale(index))
 
     boxes = [
-        ir.Pointwise.create(device=x.get_device(), dtype=torch.float32, inner_fn=f, ranges=list(amax.get_size()))
+        ir.Pointwise.create(device=amax.get_device(), dtype=torch.float32, inner_fn=f, ranges=list(amax.get_size()))
         for f in (scale, scale_inv)
     ]
     for box in boxes:
@@ -86,7 +91,21 @@ def _divide(numerator, denominator):  # type: ignore[no-untyped-def]
 
 
 def _cast(x: ir.TensorBox, scale: ir.TensorBox, quantizer: Quantizer) -> ir.TensorBox:
-    """The low-precision copy, columns padded with zeros. Saturates by plain comparisons: NaN passes through, and
+    """The low-precision copy, in memory."""
+    box = _cast_values(x, scale, quantizer)
+    # Left alone, Inductor may lay the columnwise copy out like x, which no fp8 GEMM reads.
+    box.realize()
+    _freeze(box)
+    return box
+
+
+def _cast_pieces(pieces: list[ir.TensorBox], dim: int, scale: ir.TensorBox, quantizer: Quantizer) -> ir.TensorBox:
+    """The low-precision copy of all pieces side by side along `dim`, each written into its place."""
+    return ir.TensorBox(ir.ConcatKernel.create([_cast_values(piece, scale, quantizer) for piece in pieces], dim))
+
+
+def _cast_values(x: ir.TensorBox, scale: ir.TensorBox, quantizer: Quantizer) -> ir.TensorBox:
+    """What the low-precision copy holds, columns padded with zeros. Saturates by plain comparisons: NaN passes through, and
     NaN-propagating min/max of floats beside transposed fp8 stores would meet Triton issue 11111."""
     rows, columns = x.get_size()
     missing = padded(columns) - columns
@@ -103,13 +122,9 @@ def _cast(x: ir.TensorBox, scale: ir.TensorBox, quantizer: Quantizer) -> ir.Tens
         value = prims.where(prims.lt(value, low), low, value)
         return prims.to_dtype(value, quantizer.format.dtype)
 
-    box = ir.Pointwise.create(
+    return ir.Pointwise.create(  # type: ignore[return-value]
         device=x.get_device(), dtype=quantizer.format.dtype, inner_fn=inner, ranges=[rows, columns + missing]
     )
-    # Left alone, Inductor may lay the columnwise copy out like x, which no fp8 GEMM reads.
-    box.realize()
-    _freeze(box)
-    return box
 
 
 def _freeze(box: ir.TensorBox) -> None:
@@ -119,16 +134,18 @@ def _freeze(box: ir.TensorBox) -> None:
 
 @lowering(ops.quantize)
 def quantize(x: ir.TensorBox, quantizer: Quantizer) -> tuple[ir.TensorBox, ...]:
-    scale, scale_inv = _encode_scale(x, quantizer)
+    scale, scale_inv = _encode_scale(_amax(x, quantizer), quantizer)
     return _cast(x, scale, quantizer), scale_inv
 
 
 @lowering(ops.quantize_rowcol)
 def quantize_rowcol(x: ir.TensorBox, quantizer: Quantizer) -> tuple[ir.TensorBox, ...]:
-    scale, scale_inv = _encode_scale(x, quantizer)
+    scale, scale_inv = _encode_scale(_amax(x, quantizer), quantizer)
     transposed = lowerings[aten.permute](x, [1, 0])
     scale_t, scale_inv_t = (
-        (scale, scale_inv) if quantizer.granularity.transposes else _encode_scale(transposed, quantizer)
+        (scale, scale_inv)
+        if quantizer.granularity.transposes
+        else _encode_scale(_amax(transposed, quantizer), quantizer)
     )
     return _cast(x, scale, quantizer), scale_inv, _cast(transposed, scale_t, quantizer), scale_inv_t
 
@@ -143,12 +160,41 @@ def quantize_rowcol_delayed(x: ir.TensorBox, scale: ir.TensorBox, quantizer: Qua
     return _cast(x, scale, quantizer), _cast(lowerings[aten.permute](x, [1, 0]), scale, quantizer)
 
 
+@lowering(ops.quantize_pieces)
+def quantize_pieces(pieces: list[ir.TensorBox], dim: int, quantizer: Quantizer) -> tuple[ir.TensorBox, ...]:
+    amaxes = [_amax_of_tensor(piece) for piece in pieces]
+    scale, scale_inv = _encode_scale(functools.reduce(lowerings[aten.maximum], amaxes), quantizer)
+    return *quantize_pieces_delayed(pieces, dim, scale, quantizer), scale_inv
+
+
+@lowering(ops.quantize_pieces_delayed)
+def quantize_pieces_delayed(
+    pieces: list[ir.TensorBox], dim: int, scale: ir.TensorBox, quantizer: Quantizer
+) -> tuple[ir.TensorBox, ...]:
+    transposed = [lowerings[aten.permute](piece, [1, 0]) for piece in pieces]
+    return _cast_pieces(pieces, dim, scale, quantizer), _cast_pieces(transposed, 1 - dim, scale, quantizer)
+
+
 @lowering(ops.record_amax)
-def record_amax(x: ir.TensorBox, amax: ir.TensorBox) -> None:
-    if x.get_device_or_error().type == "cuda":
-        raise_to_amax(amax, magnitude_bits(x))
-    else:
-        lowerings[aten.copy_](amax, lowerings[aten.maximum](amax, _amax_of_tensor(x)))
+def record_amax(pieces: list[ir.TensorBox], amax: ir.TensorBox) -> None:
+    if amax.get_device_or_error().type != "cuda":
+        amaxes = [amax, *(_amax_of_tensor(piece) for piece in pieces)]
+        lowerings[aten.copy_](amax, functools.reduce(lowerings[aten.maximum], amaxes))
+        return
+    # A kernel changes a buffer once, so pieces that one kernel computes raise it together.
+    computed = [piece for piece in pieces if _is_computed(piece)]
+    together = [piece for piece in computed if list(piece.get_size()) == list(computed[0].get_size())]
+    if len(together) > 1:
+        raise_to_amax(amax, functools.reduce(lowerings[aten.maximum], map(magnitude_bits, together)))
+    for piece in pieces:
+        if len(together) == 1 or not any(piece is other for other in together):
+            raise_to_amax(amax, magnitude_bits(piece))
+
+
+def _is_computed(x: ir.TensorBox) -> bool:
+    """Whether it is an expression that its readers' kernels compute, and not a tensor in memory."""
+    storage = x.data.unwrap_view() if isinstance(x.data, ir.BaseView) else x.data
+    return isinstance(storage, ir.StorageBox) and isinstance(storage.data, ir.Pointwise)
 
 
 @lowering(ops.dequantize)

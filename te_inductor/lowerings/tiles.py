@@ -30,7 +30,9 @@ from te_inductor.recipes.formats import TENSOR
 # By the number of whole tensors read: elements in the dimension in which they are contiguous, elements across, warps.
 CAST = {1: (128, 64, 4), 2: (256, 32, 8), 3: (128, 32, 8)}
 AMAX = {"XBLOCK": 1, "R0_BLOCK": 4096, "num_warps": 16}
-CASTS = (ops.quantize, ops.quantize_rowcol, ops.quantize_delayed, ops.quantize_rowcol_delayed)
+# The ops that cast, and among them those that cast both ways with a scale that is known.
+CASTS = (ops.quantize, ops.quantize_rowcol, ops.quantize_pieces, ops.quantize_delayed)
+TWO_WAY = (ops.quantize_rowcol_delayed, ops.quantize_pieces_delayed)
 AMAX_FROM = 8 * AMAX["R0_BLOCK"]  # elements a program reduces, below which Inductor's own choice stands
 
 
@@ -64,15 +66,19 @@ class Choices:
 def cast_both_ways(node: Any) -> set[Any]:
     """The tensors of the graph whose row copy, column copy or amax a scheduler node makes, where it wants one 2D tile."""
     origins = [origin for part in node.get_nodes() if part.node for origin in part.node.get_origins()]
-    found = {origin.args[0] for origin in origins if origin.target in (ops.quantize_rowcol_delayed, ops.record_amax)}
-    return {x for x in found if any(user.target is ops.quantize_rowcol_delayed for user in x.users)}
+    found = {x for o in origins if o.target in (*TWO_WAY, ops.record_amax) for x in _tensors(o.args[0])}
+    return {x for x in found if any(user.target in TWO_WAY for user in x.users)}
+
+
+def _tensors(argument: Any) -> list[Any]:
+    return list(argument) if isinstance(argument, list | tuple) else [argument]
 
 
 def tile_of(features: Any, tiling: dict[str, Any]) -> dict[str, int] | None:
     """Our tile for a kernel that quantizes, None where Inductor's choice stands."""
     nodes = list(features.scheduler_nodes())
     origins = [origin for node in nodes for origin in node.node.get_origins()]
-    scopes = [o.args[-1].granularity for o in origins if o.target in CASTS]
+    scopes = [o.args[-1].granularity for o in origins if o.target in (*CASTS, *TWO_WAY)]
     if not scopes:
         return None
     dimensions = set(tiling)

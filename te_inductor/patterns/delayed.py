@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from te_inductor import ops
 from te_inductor.diagnostics import Refusal
 from te_inductor.patterns.bodies import Bodies
-from te_inductor.patterns.rule import Match
+from te_inductor.patterns.rule import Match, call_linears
 from te_inductor.patterns.support import is_tensor, value
 from te_inductor.recipes import DelayedScaling
 from te_inductor.recipes.delayed import ScaleUpdate
@@ -147,28 +147,28 @@ class DelayedSites:
         self.in_grad_mode = bodies.in_grad_mode()
         self.unseen: list[str] = []  # sites that are cast with scale 1, and stay so
 
-    def emit(self, match: Match, x: fx.Node, weight: fx.Node) -> fx.Node:
-        """Insert the linear layer and what records its operands."""
+    def emit(self, matches: Sequence[Match], x: fx.Node, weights: Sequence[fx.Node]) -> list[fx.Node]:
+        """Insert the linear layers and what records their operands. The quantizers of merged layers are the first one's."""
+        match, weight = matches[0], weights[0]
         graph, training = x.graph, value(match.node).requires_grad
         # Unrolled batches give every site an input of its own; elsewhere it belongs to its first reader.
         first = self.first_reader[match.x]
         of_x = self._state(first, first.weight, "input") if x is match.x else self._state(match, weight, "input")
         of_weight = self._state(match, weight, "weight")
         known = [*self._known(of_x, graph), *self._known(of_weight, graph)]
-        step = grad_amax = None
+        token = grad_amax = None
         if training:
             of_grad = self._state(match, weight, "grad_output")
             known += self._known(of_grad, graph)
-            step = self.bodies.hand(self.step, graph)
+            token = self.bodies.hand(self.step, graph)
             grad_amax = self._buffer(of_grad, "amax", graph)
             self._add(self.backward, of_grad)
         if training or match.node in self.in_grad_mode:  # a frozen layer that reads a frozen input needs its scales too
-            self._record(of_x, x, match.sizes[2])
-            self._record(of_weight, weight, match.sizes[2])
+            self._record(of_x, [x], match.sizes[2])
+            self._record(of_weight, weights, match.sizes[2])
         elif of_x.unseen or of_weight.unseen:
             self.unseen.append(self.paths[match.node])
-        operands: Any = (x, weight, match.bias, self.slots, value(match.node).dtype, known, step, grad_amax)
-        return graph.call_function(ops.linear, operands)
+        return call_linears(matches, x, weights, self.slots, known, token, grad_amax)
 
     def finish(self) -> None:
         """Fill in what only all sites together know."""
@@ -227,14 +227,15 @@ class DelayedSites:
             step.scales.append(nodes["scale"])
             step.histories.append(nodes["history"])
 
-    def _record(self, state: ScalingState, tensor: fx.Node, columns: int) -> None:
+    def _record(self, state: ScalingState, pieces: Sequence[fx.Node], columns: int) -> None:
         """Record a tensor's amax, once however many sites read it."""
         self._add(self.forward, state)
-        if (state, tensor) not in self.recorded:
-            self.recorded.add((state, tensor))
-            graph = tensor.graph
-            # As `ops.linear` flattens it, so that the amax and the cast are seen to read the same tensor.
-            flat = graph.call_function(torch.ops.aten.reshape.default, (tensor, [-1, columns]))
+        new = [piece for piece in pieces if (state, piece) not in self.recorded]
+        self.recorded.update((state, piece) for piece in new)
+        if new:
+            graph = new[0].graph
+            # As `ops.linears` flattens it, so that the amax and the cast are seen to read the same tensor.
+            flat = [graph.call_function(torch.ops.aten.reshape.default, (piece, [-1, columns])) for piece in new]
             graph.call_function(ops.record_amax, (flat, self._buffer(state, "amax", graph)))
 
     def _leaf(self) -> fx.Node:

@@ -33,6 +33,7 @@ class Linear(Rule):
     """``F.linear(x, w, bias)``, which `nn.Linear` calls."""
 
     pattern: ClassVar[str] = "linear"
+    joins: ClassVar[bool] = True
 
     def match(self, node: fx.Node) -> Match | None:
         call = Call.read(node)
@@ -114,5 +115,5 @@ class Batched(Rule):
                 x = graph.call_function(aten.select.int, (match.x, 0, index))
                 weight = graph.call_function(aten.select.int, (match.weight, 0, index))
                 weight = graph.call_function(aten.t.default, (weight,))
-                products.append(emit(match, x, weight))
+                products += emit([match], x, [weight])
             replace(node, graph.call_function(aten.stack.default, (products,)))

@@ -1,19 +1,21 @@
 """A rule finds one form of a linear layer in a Dynamo graph: match -> check -> rewrite, without state.
 
 `match` recognises, `check` decides (a `Refusal` is a value that says why not), `rewrite` replaces one node by
-`te_inductor.linear`. A rewrite inserts OpOverload nodes only: other targets would bypass AOTAutograd's cache.
+`te_inductor.linears`. A rewrite inserts OpOverload nodes only: other targets would bypass AOTAutograd's cache.
 """
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
+from te_inductor import ops
 from te_inductor.diagnostics import Refusal
 from te_inductor.patterns import support
+from te_inductor.recipes import Slots
 
 # Calls by one name each, whether they come as a function or as a method, with the names of their operands in order.
 _FUNCTIONS: dict[Any, str] = {
@@ -91,14 +93,15 @@ class Match:
                 yield "wgrad", (n, k, m)
 
 
-# Inserts `te_inductor.linear` of x and a weight (N, K) at the graph's insertion point.
-Emit = Callable[[Match, fx.Node, fx.Node], fx.Node]
+# Inserts `te_inductor.linears` of the matches' x and their weights (N, K) at the graph's insertion point; a node a match.
+Emit = Callable[[Sequence[Match], fx.Node, Sequence[fx.Node]], list[fx.Node]]
 
 
 class Rule:
     """One form of a linear layer. Subclasses say how to recognise it, and may add to the check and the rewrite."""
 
     pattern: ClassVar[str]
+    joins: ClassVar[bool] = False  # may be one GEMM with others of the same input (merging.py)
 
     def match(self, node: fx.Node) -> Match | None:
         raise NotImplementedError
@@ -113,7 +116,19 @@ class Rule:
             weight = (
                 graph.call_function(torch.ops.aten.t.default, (match.weight,)) if match.transposed else match.weight
             )
-            replace(node, emit(match, match.x, weight))
+            [new] = emit([match], match.x, [weight])
+            replace(node, new)
+
+
+def call_linears(
+    matches: Sequence[Match], x: fx.Node, weights: Sequence[fx.Node], slots: Slots, *state: Any
+) -> list[fx.Node]:
+    """Insert `te_inductor.linears`; its output dtype is the node's own, which honours torch.autocast."""
+    biases = [match.bias for match in matches if match.bias is not None]
+    # fx has no name for a constant among arguments.
+    operands: Any = (x, list(weights), biases, slots, support.value(matches[0].node).dtype, *state)
+    ys = x.graph.call_function(ops.linears, operands)
+    return [x.graph.call_function(operator.getitem, (ys, place)) for place in range(len(weights))]
 
 
 def replace(node: fx.Node, new: fx.Node) -> None:

@@ -23,10 +23,11 @@ def read_scales(scales: list[Tensor]) -> list[Tensor]:
     return [*torch._foreach_mul(scales, 1.0), *torch._foreach_reciprocal(scales)]
 
 
-def record_amax(x: Tensor, amax: Tensor) -> None:
-    """Raise `amax` to the largest magnitude of `x`; NaN if `x` has one."""
-    if x.numel():
-        amax.copy_(torch.maximum(amax, x.abs().amax().float()))
+def record_amax(pieces: list[Tensor], amax: Tensor) -> None:
+    """Raise `amax` to the largest magnitude of all pieces; NaN if one of them has one."""
+    for x in pieces:
+        if x.numel():
+            amax.copy_(torch.maximum(amax, x.abs().amax().float()))
 
 
 def update_scales(amaxes: list[Tensor], scales: list[Tensor], histories: list[Tensor], update: ScaleUpdate) -> None:

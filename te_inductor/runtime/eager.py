@@ -73,6 +73,18 @@ def quantize_rowcol_delayed(x: Tensor, scale: Tensor, quantizer: Quantizer) -> t
     return quantize_delayed(x, scale, quantizer), quantize_delayed(x.t(), scale, quantizer)
 
 
+def quantize_pieces(pieces: list[Tensor], dim: int, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
+    x = torch.cat(pieces, dim)
+    scale = _scale(x, quantizer)
+    return *quantize_pieces_delayed([x], dim, scale, quantizer), 1.0 / scale
+
+
+def quantize_pieces_delayed(
+    pieces: list[Tensor], dim: int, scale: Tensor, quantizer: Quantizer
+) -> tuple[Tensor, Tensor]:
+    return quantize_rowcol_delayed(torch.cat(pieces, dim), scale, quantizer)
+
+
 def dequantize(data: Tensor, scale_inv: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Tensor:
     return (data.float() * scale_inv).to(dtype).contiguous()
 

@@ -333,7 +333,9 @@ def test_a_wrong_length_is_found_at_the_compile():
     model = mlp()
     te_inductor.load_state_dict(model, state)
     run = torch.compile(model, backend="te", options={"recipe": DelayedScaling(amax_history_len=8)})
-    with pytest.raises(Exception, match=r"amax_history has 4 entries, expected 8.*DelayedScaling\(amax_history_len=4") as e:
+    with pytest.raises(
+        Exception, match=r"amax_history has 4 entries, expected 8.*DelayedScaling\(amax_history_len=4"
+    ) as e:
         run(torch.randn(8, 32))
     assert type(getattr(e.value, "inner_exception", e.value)) is StateError
     train(torch.compile(model, backend="te", options={"recipe": SHORT}))  # the remedy; nothing was lost

@@ -59,7 +59,7 @@ class Quantizers:
     def step(self, values: list[float], run=ops.update_scales, record=ops.record_amax) -> None:
         for value, amax, oracle in zip(values, self.amaxes, self.oracles, strict=True):
             x = torch.tensor([[-value, 0.0]])
-            record(x, amax)
+            record([x], amax)
             oracle.record(x)
         self.check()
         run(self.amaxes, self.scales, self.histories, self.update)
@@ -156,7 +156,7 @@ def test_a_step_records_until_it_is_updated():
     """Several microbatches, one amax: the largest."""
     amax = torch.zeros(())
     for value in (2.0, 5.0, 3.0):
-        ops.record_amax(torch.tensor([[value, -value / 2]]), amax)
+        ops.record_amax([torch.tensor([[value, -value / 2]])], amax)
     assert amax.item() == 5.0
 
 
@@ -176,14 +176,14 @@ def test_recorded_amaxes(content, dtype, compiled):
         for record in (ops.record_amax, compiled["record_amax"]):
             for before in (0.0, 1.0, math.inf, math.nan):
                 amax, oracle = torch.tensor(before), ScalingHistory(DelayedScaling(), None, recorded=before)
-                record(x, amax)
+                record([x], amax)
                 oracle.record(x)
                 assert amax.item() == oracle.recorded or (amax.isnan() and math.isnan(oracle.recorded))
 
 
 def test_an_empty_tensor_records_nothing():
     amax = torch.tensor(3.0)
-    ops.record_amax(torch.zeros(0, 16), amax)
+    ops.record_amax([torch.zeros(0, 16)], amax)
     assert amax.item() == 3.0
 
 

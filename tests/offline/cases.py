@@ -82,3 +82,17 @@ def two_way_cast_rowwise() -> Case:
 
 def two_way_cast_rowwise_padded() -> Case:
     return _two_way_cast(70, 137, scope="row")
+
+
+def llama_training_delayed() -> Case:
+    """A whole block: q, k and v are one GEMM, gate and up another."""
+    from benchmarks import llama_blocks
+
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        model = llama_blocks.Blocks(llama_blocks.Shape(layers=1))
+    torch.set_default_dtype(default)
+    model.cos, model.sin = model.cos.bfloat16(), model.sin.bfloat16()
+    x = torch.randn(4, 4096, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    return torch.compile(model, backend="te", fullgraph=True, options={"recipe": "delayed"}), (x,)
