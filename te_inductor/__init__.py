@@ -13,18 +13,22 @@ if TYPE_CHECKING:
     from te_inductor.diagnostics import Report as Report
     from te_inductor.diagnostics import Site as Site
     from te_inductor.explanation import explain as explain
+    from te_inductor.saved_state import load_state_dict as load_state_dict
+    from te_inductor.saved_state import state_dict as state_dict
 
 __version__ = "0.1.0"
 
 _HOME = {
     "explain": ("te_inductor.explanation", "explain"),
+    "load_state_dict": ("te_inductor.saved_state", "load_state_dict"),
     "recipes": ("te_inductor.recipes", None),
+    "state_dict": ("te_inductor.saved_state", "state_dict"),
     "te": ("te_inductor.backend", "te"),
     "Report": ("te_inductor.diagnostics", "Report"),
     "Site": ("te_inductor.diagnostics", "Site"),
 }
 
-__all__ = ["Report", "Site", "__version__", "explain", "recipes", "te"]
+__all__ = ["Report", "Site", "__version__", "explain", "load_state_dict", "recipes", "state_dict", "te"]
 
 
 def __getattr__(name: str) -> Any:

@@ -30,6 +30,7 @@ from te_inductor.passes import (
     rewrite_sites,
     weigh_sites,
 )
+from te_inductor.patterns import delayed
 
 DECIDE: tuple[Callable[[Plan], None], ...] = (
     inline_attention,
@@ -81,11 +82,17 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
 
 
 def run_passes(plan: Plan, passes: tuple[Callable[[Plan], None], ...] = PASSES) -> Report:
-    """Run the passes. A failure of ours is part of the report, never an exception: the graph compiles without us."""
+    """Run the passes. A failure of ours is part of the report, never an exception: the graph compiles without us.
+
+    Raises:
+        StateError: state that was loaded does not fit the recipe.
+    """
     try:
         for step in passes:
             log.debug("%s", step.__name__)
             step(plan)
+    except TEInductorError:
+        raise  # what the user can mend, as state that was loaded and does not fit the recipe
     except Exception:
         sites = [
             site if site.kernel == "high_precision" else replace(site, kernel="high_precision", reason="a pass failed")
@@ -145,6 +152,7 @@ def _snapshot(graph: fx.Graph) -> fx.Graph:
 
 def _restore(originals: Mapping[fx.GraphModule, fx.Graph]) -> None:
     for module, graph in originals.items():
+        delayed.unregister(module)
         module.graph = graph  # recompiles the module
 
 

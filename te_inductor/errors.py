@@ -27,6 +27,10 @@ class DoubleBackwardError(TEInductorError, RuntimeError):
     """The gradient of a low-precision gradient was asked for."""
 
 
+class StateError(TEInductorError, ValueError):
+    """State of delayed scaling that does not fit the model it is loaded into."""
+
+
 class FallbackWarning(UserWarning):
     """Something does not run as asked; the text lists sites by reason. One a graph, and one more if its compile fails."""
 

@@ -135,6 +135,7 @@ def rewrite_sites(plan: Plan) -> None:
             merging.rewrite(group, emit)
     for step in stateful.values():
         step.finish()
+        plan.report.unseen.extend(reversed(step.unseen))
     for module in plan.graph_modules():
         module.recompile()
 

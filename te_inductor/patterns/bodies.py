@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import fx
 
 # Higher-order ops called as op(body, *operands), whose body runs as a part of the graph around it.
@@ -30,6 +31,23 @@ class Bodies:
     def reaches(self, graph: fx.Graph) -> bool:
         """Whether nodes of the root's graph can be handed to this one."""
         return graph is self.root.graph or (graph in self.callers and self.reaches(self.callers[graph].graph))
+
+    def in_grad_mode(self) -> set[fx.Node]:
+        """The nodes that run with gradients enabled, in bodies as in the graph that calls them."""
+        found: set[fx.Node] = set()
+        called = {call: graph for graph, call in self.callers.items()}
+
+        def visit(graph: fx.Graph, enabled: bool) -> None:
+            for node in graph.nodes:
+                if node.target is torch._C._set_grad_enabled:
+                    enabled = bool(node.args[0])
+                if enabled:
+                    found.add(node)
+                if node in called:
+                    visit(called[node], enabled)
+
+        visit(self.root.graph, torch.is_grad_enabled())
+        return found
 
     def outer(self, node: fx.Node) -> fx.Node:
         """The root's node that a body's operand stands for; any other node as it is."""

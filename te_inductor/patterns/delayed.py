@@ -6,7 +6,7 @@ What the rewritten graph does, in this order::
     known = read_scales(scales)             copies of all scales, for this forward and its backward
     step = delayed_step(leaf, …)            nothing now; in the backward, behind all sites: update_scales of the gradients
     linear(x, w, …, known, step, grad_amax) casts with the known scales; in the backward: record_amax(dy, grad_amax)
-    record_amax(x, amax)                    beside the cast, whose kernel it joins
+    record_amax(x, amax)                    beside the cast, whose kernel it joins; not under no_grad
     update_scales(amaxes, …)                of inputs and weights, at the end
 
 The copies matter: the backward, and a checkpoint that recomputes, read them after the update has changed the state. What the
@@ -32,9 +32,12 @@ from te_inductor.patterns.rule import Match, call_linears
 from te_inductor.patterns.support import is_tensor, value
 from te_inductor.recipes import DelayedScaling
 from te_inductor.recipes.delayed import ScaleUpdate
-from te_inductor.runtime.state import Key, ScalingState, state_of
+from te_inductor.runtime.state import ROOT, Key, ScalingState, state_of
 
 PREFIX = "te_state_"  # of the buffers that hold state
+
+# Calls that take all of a parameter; any other is part of its quantizers' names.
+_WHOLE = frozenset("t T mT numpy_T permute transpose to type type_as float bfloat16 half contiguous clone".split())
 
 
 @dataclass(frozen=True)
@@ -42,21 +45,36 @@ class Owner:
     """Where a weight comes from: the root's node of a parameter, and what is taken of it ("" is all of it)."""
 
     parameter: fx.Node
-    path: str
+    part: str
+
+    @property
+    def in_root(self) -> bool:
+        """Whether it is a parameter of the region's root module, as far as Dynamo's name for it says."""
+        return "_modules_" not in str(self.parameter.target) and "." not in str(self.parameter.target)
 
 
 def owner_of(weight: fx.Node, bodies: Bodies) -> Owner | None:
     """The first parameter that a weight is computed from."""
-    path: list[str] = []
+    calls: list[str] = []
     node = bodies.outer(weight)
     while not isinstance(node.meta.get("example_value"), torch.nn.Parameter):
         inputs = node.all_input_nodes
         if not inputs:
             return None
-        constants = [str(arg) for arg in node.args if isinstance(arg, int | str)]
-        path.append("_".join([getattr(node.target, "__name__", str(node.target)).partition(".")[0], *constants]))
+        name = getattr(node.target, "__name__", str(node.target)).partition(".")[0]
+        constants = [_text(arg) for arg in (*node.args, *node.kwargs.values()) if not isinstance(arg, fx.Node)]
+        if (constants[0] if name == "getattr" else name) not in _WHOLE:
+            calls.append("_".join([name, *constants]))
         node = bodies.outer(inputs[0])
-    return Owner(node, ".".join(reversed(path)))
+    return Owner(node, ".".join(reversed(calls)))
+
+
+def _text(constant: Any) -> str:
+    if isinstance(constant, slice):
+        return ":".join("" if part is None else str(part) for part in (constant.start, constant.stop, constant.step))
+    if isinstance(constant, tuple | list):
+        return f"({','.join(map(_text, constant))})"
+    return str(constant)
 
 
 def refusal(match: Match, bodies: Bodies, inputs: Sequence[Any]) -> Refusal | None:
@@ -84,6 +102,13 @@ def parameter(node: fx.Node, root: fx.GraphModule, inputs: Sequence[Any]) -> tor
     if node.op == "get_attr":
         return root.get_parameter(str(node.target))
     return inputs[root.graph.find_nodes(op="placeholder").index(node)]  # type: ignore[no-any-return]
+
+
+def unregister(root: fx.GraphModule) -> None:
+    """Take the state out of a graph module again."""
+    for name in [name for name, _ in root.named_buffers(recurse=False) if name.startswith(PREFIX)]:
+        delattr(root, name)
+        root._param_name_to_source.pop(name, None)  # type: ignore[operator, union-attr]
 
 
 @dataclass
@@ -119,6 +144,8 @@ class DelayedSites:
             self.read = self.graph.call_function(ops.read_scales, ([],))
             self.step = self.graph.call_function(ops.delayed_step, ())
         self.known: dict[tuple[ScalingState, bool], fx.Node] = {}
+        self.in_grad_mode = bodies.in_grad_mode()
+        self.unseen: list[str] = []  # sites that are cast with scale 1, and stay so
 
     def emit(self, matches: Sequence[Match], x: fx.Node, weights: Sequence[fx.Node]) -> list[fx.Node]:
         """Insert the linear layers and what records their operands. The quantizers of merged layers are the first one's."""
@@ -136,8 +163,11 @@ class DelayedSites:
             token = self.bodies.hand(self.step, graph)
             grad_amax = self._buffer(of_grad, "amax", graph)
             self._add(self.backward, of_grad)
+        if training or match.node in self.in_grad_mode:  # a frozen layer that reads a frozen input needs its scales too
             self._record(of_x, [x], match.sizes[2])
             self._record(of_weight, weights, match.sizes[2])
+        elif of_x.unseen or of_weight.unseen:
+            self.unseen.append(self.paths[match.node])
         return call_linears(matches, x, weights, self.slots, known, token, grad_amax)
 
     def finish(self) -> None:
@@ -160,9 +190,9 @@ class DelayedSites:
         owner = owner_of(weight, self.bodies)
         assert owner is not None  # `refusal` otherwise
         # Of a tied weight there is one, whichever module reads it.
-        module = "" if slot == "weight" else self.paths[match.node]
-        site = ".".join(filter(None, (module, owner.path)))
-        state = state_of(parameter(owner.parameter, self.bodies.root, self.inputs), Key(site, slot, self.recipe))
+        module = "" if slot == "weight" else self.paths[match.node] or ("" if owner.in_root else ROOT)
+        key = Key(module, owner.part, slot, self.recipe)
+        state = state_of(parameter(owner.parameter, self.bodies.root, self.inputs), key)
         if state not in self.buffers:
             self.buffers[state] = {name: self._register(buffer) for name, buffer in state.tensors().items()}
             self.places[state] = len(self.places)

@@ -17,4 +17,9 @@ def module_path(node: fx.Node) -> str:
         return ""
     path = str(list(stack.values())[-1][0])
     path = _KEY.sub(lambda key: "." + next(part for part in key.groups() if part is not None), _ROOT.sub("", path))
-    return _WRAPPERS.sub("", path.strip(".")).strip(".")
+    return without_wrappers(path.strip("."))
+
+
+def without_wrappers(path: str) -> str:
+    """A module's or parameter's path as the model's author sees it."""
+    return _WRAPPERS.sub("", path).strip(".")

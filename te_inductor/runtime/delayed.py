@@ -15,6 +15,8 @@ from torch import Tensor
 from te_inductor.recipes.delayed import ScaleUpdate
 from te_inductor.runtime.eager import FP32_MAX
 
+FP32_TINY = torch.finfo(torch.float32).tiny  # a smaller scale has no finite reciprocal
+
 
 def read_scales(scales: list[Tensor]) -> list[Tensor]:
     """Copies of all scales, then of all their reciprocals: what one step computes with, whatever happens to the state."""
@@ -36,16 +38,18 @@ def update_scales(amaxes: list[Tensor], scales: list[Tensor], histories: list[Te
     """
     amax, old, history = torch.stack(amaxes), torch.stack(scales), torch.stack(histories)
     recipe = update.recipe
+    amax = torch.where((amax > 0) & (amax < torch.inf), amax, 0.0)  # first, so that no rank's NaN hides another's amax
     if recipe.reduce_amax and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX)
-    seen = (amax > 0) & (amax < torch.inf)
-    history[:, 0] = torch.where(seen, amax, 0.0)
+    seen = amax > 0
+    history[:, 0] = amax
     chosen = _chosen_amax(history, recipe.amax_compute_algo)
     if recipe.scaling_factor_compute_algo is None:
-        scale = (torch.full_like(chosen, update.largest) / chosen).clamp(max=FP32_MAX)
+        scale = torch.full_like(chosen, update.largest) / chosen
     else:
         scale = recipe.scaling_factor_compute_algo(chosen, old, update.format.max, recipe)
-    scale = torch.where((chosen > 0) & (chosen < torch.inf), scale, old)
+    usable = (chosen > 0) & (chosen < torch.inf) & ~scale.isnan()
+    scale = torch.where(usable, scale.clamp(FP32_TINY, FP32_MAX), old)
     rolled = torch.cat([torch.zeros_like(history[:, :1]), history[:, 2:], history[:, :1]], 1)[:, : history.shape[1]]
     rest = torch.cat([torch.zeros_like(history[:, :1]), history[:, 1:]], 1)
     torch._foreach_copy_(histories, list(torch.where(seen.unsqueeze(1), rolled, rest).unbind()))

@@ -9,15 +9,17 @@ A float64 input is read as fp32 first, as the fp32 model would hold it.
 """
 
 import math
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from te_inductor.recipes import Quantizer, Recipe
+from te_inductor.recipes import DelayedScaling, Quantizer, Recipe
 from te_inductor.recipes.formats import Element
 from te_inductor.recipes.quantizers import ALIGNMENT
 
 _FP32_MAX = (2 - 2.0**-23) * 2.0**127
+_FP32_TINY = 2.0**-126  # smallest normal
 
 
 def round_to_element(
@@ -173,3 +175,60 @@ def linear_backward(
     dx = scaled_mm(g, g_scale_inv, w_t, w_scale_inv)
     dw = scaled_mm(g_t, g_t_scale_inv, x_t, x_scale_inv)
     return dx, dw, dy.double().sum(0)
+
+
+@dataclass
+class ScalingHistory:
+    """One quantizer of delayed scaling. Source: TransformerEngine, pytorch/quantization.py and
+    common/recipe/delayed_scaling.cu, but for amaxes of 0, inf and NaN, which are no observations here.
+    """
+
+    recipe: DelayedScaling
+    element: Element
+    scale: float = 1.0
+    recorded: float = 0.0  # since the last update; NaN wins
+    past: list[float] = field(default_factory=list)  # observations of earlier steps, oldest first
+
+    def record(self, x: Tensor) -> None:
+        amax = _amaxes(x.float().reshape(1, -1))[0]
+        self.recorded = math.nan if math.isnan(amax) or math.isnan(self.recorded) else max(amax, self.recorded)
+
+    def update(self) -> None:
+        observed = [self.recorded] if 0 < self.recorded < math.inf else []
+        chosen = self._chosen(observed)
+        scale = self._scale(chosen) if 0 < chosen < math.inf else math.nan
+        if not math.isnan(scale):
+            self.scale = min(max(scale, _FP32_TINY), _FP32_MAX)
+        self.past = (self.past + observed)[-self._kept() :] if self._kept() else []
+        self.recorded = 0.0
+
+    def _kept(self) -> int:
+        return self.recipe.amax_history_len - 1
+
+    def _chosen(self, observed: list[float]) -> float:
+        algorithm = self.recipe.amax_compute_algo
+        if callable(algorithm):
+            rows = [observed or [0.0], *([amax] for amax in self.window()[1:])]
+            return float(algorithm(torch.tensor(rows, dtype=torch.float32)).item())
+        return max([*self.past, *observed], default=0.0) if algorithm == "max" else max(observed, default=0.0)
+
+    def _scale(self, chosen: float) -> float:
+        algorithm = self.recipe.scaling_factor_compute_algo
+        if algorithm is None:
+            return _fp32(self.element.max / 2.0**self.recipe.margin / chosen)
+        amax, scale = (torch.tensor([value], dtype=torch.float32) for value in (chosen, self.scale))
+        return float(algorithm(amax, scale, self.element.max, self.recipe).item())
+
+    def window(self) -> list[float]:
+        """TransformerEngine's amax_history: what was recorded since the last update, then the past, newest last."""
+        return [self.recorded, *[0.0] * (self._kept() - len(self.past)), *self.past]
+
+
+def quantize_known(
+    x: Tensor,  # (R, C)
+    scale: float,
+    quantizer: Quantizer,
+) -> tuple[Tensor, Tensor]:  # data (R, C padded to 16) float64, scale_inv () float64
+    """A cast with a scale that was known before x was."""
+    known = torch.tensor(scale, dtype=torch.float64)
+    return _pad_columns(_cast(x.float(), known, quantizer)), (1.0 / known).to(torch.float32).double()

@@ -1,23 +1,39 @@
 """Where delayed scaling keeps its state: with the parameter behind each weight, so that recompiles find it again and two
-models never share it."""
+models never share it. What was loaded before a quantizer exists waits there too.
+"""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from te_inductor.errors import StateError
 from te_inductor.recipes import DelayedScaling
+
+SLOTS = ("input", "weight", "grad_output")
+ROOT = "(root)"  # the compiled region's root module, where it uses a parameter of another module
 
 
 @dataclass(frozen=True)
 class Key:
     """Which quantizer of a parameter's: a parameter may serve several sites, as an expert's slice or a tied weight."""
 
-    site: str  # module path as the compiled region sees it, and what is taken of the parameter
-    slot: str  # "input", "weight", "grad_output"
+    module: str  # whose forward uses it, as the compiled region sees it; "" is the parameter's own module, whichever
+    part: str  # what is taken of the parameter; "" is all of it
+    slot: str  # one of SLOTS
     recipe: DelayedScaling
+
+
+@dataclass(frozen=True)
+class Place:
+    """The same as the user sees it, whose model may be a parent or a child of the compiled region."""
+
+    alias: int  # which of the parameter's names
+    use: str  # the module that uses it, where that is none of those that hold it, and the part; "" as a rule
+    slot: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,25 +47,158 @@ class ScalingState:
     def tensors(self) -> dict[str, Tensor]:
         return {"amax": self.amax, "scale": self.scale, "history": self.history}
 
+    @property
+    def unseen(self) -> bool:
+        """Whether no step was ever recorded, nor anything loaded."""
+        if isinstance(self.scale, FakeTensor):
+            return False
+        return bool(self.scale == 1 and self.amax == 0 and not self.history.any())
+
+    def save(self) -> dict[str, Tensor]:
+        """Copies, the history as TransformerEngine has it: the amax recorded since the last update in slot 0."""
+        history = self.history.detach().clone()
+        history[0] = self.amax
+        return {"scale": self.scale.detach().clone(), "amax_history": history}
+
+    @torch.no_grad()
+    def load(self, saved: Mapping[str, Tensor]) -> None:
+        """In place: compiled graphs and CUDA graphs hold these tensors."""
+        if "scale" in saved:
+            self.scale.copy_(saved["scale"])
+        if "amax_history" in saved:
+            history = saved["amax_history"].to(self.history.device)
+            self.amax.copy_(history[0])
+            # An inf or NaN that another library let in would freeze the scale for as long as it stays.
+            self.history.copy_(torch.where(torch.isfinite(history), history, 0.0))
+            self.history[0] = 0.0
+
+
+@dataclass
+class _Loaded:
+    """What was loaded for quantizers that no compile has made yet."""
+
+    names: tuple[str, ...]  # the parameter's, in the model that it was loaded into
+    entries: dict[Place, dict[str, Tensor]]
+
 
 _states: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_loaded: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def state_of(parameter: Tensor, key: Key) -> ScalingState:
-    """The state of a quantizer, made where there is none yet."""
+    """The state of a quantizer; made where there is none yet, and where the parameter has moved to another device.
+
+    Raises:
+        StateError: what was loaded for it does not fit.
+    """
     states = _states.setdefault(parameter, {})
-    if key not in states:
-        # Made outside inference mode: a training step may be the next to write it.
-        with torch.inference_mode(False), torch.no_grad():
-            plain = parameter.detach()
-            states[key] = ScalingState(
-                amax=plain.new_zeros((), dtype=torch.float32),
-                scale=plain.new_ones((), dtype=torch.float32),
-                history=plain.new_zeros(key.recipe.amax_history_len, dtype=torch.float32),
-            )
-    return states[key]
+    state = states.pop(key, None)
+    if state is None:
+        state = _made(parameter, key)
+    elif state.amax.device != parameter.device:
+        moved = _empty(parameter, key.recipe)
+        moved.load(state.save())
+        state = moved
+    states[key] = state  # last: of several recipes, the one compiled last is the one saved
+    return state
 
 
-def states_of(parameter: Tensor) -> Iterator[tuple[Key, ScalingState]]:
-    """Every quantizer's state that some compile has made for a parameter."""
-    yield from _states.get(parameter, {}).items()
+def _made(parameter: Tensor, key: Key) -> ScalingState:
+    state = _empty(parameter, key.recipe)
+    loaded = _loaded.get(parameter)
+    if loaded is not None:
+        place = place_of(key, loaded.names)
+        saved = loaded.entries.get(place)
+        if saved is not None:
+            check_length(name_of(place, loaded.names), saved, key.recipe.amax_history_len)
+            state.load(saved)
+            del loaded.entries[place]
+    return state
+
+
+def _empty(parameter: Tensor, recipe: DelayedScaling) -> ScalingState:
+    # Made outside inference mode: a training step may be the next to write it.
+    with torch.inference_mode(False), torch.no_grad():
+        plain = parameter.detach()
+        return ScalingState(
+            amax=plain.new_zeros((), dtype=torch.float32),
+            scale=plain.new_ones((), dtype=torch.float32),
+            history=plain.new_zeros(recipe.amax_history_len, dtype=torch.float32),
+        )
+
+
+def check_length(name: str, saved: Mapping[str, Tensor], expected: int) -> None:
+    found = len(saved["amax_history"]) if "amax_history" in saved else expected
+    if found != expected:
+        raise StateError(
+            f"{name}.amax_history has {found} entries, expected {expected}, the recipe's amax_history_len;"
+            f" compile with DelayedScaling(amax_history_len={found})"
+        )
+
+
+def states_of(parameter: Tensor, names: Sequence[str]) -> dict[Place, ScalingState]:
+    """The state of every quantizer that some compile has made for a parameter, whose names in the user's model these are.
+    Of several recipes' the one compiled last."""
+    return {place_of(key, names): state for key, state in _states.get(parameter, {}).items()}
+
+
+def loaded_of(parameter: Tensor) -> dict[Place, dict[str, Tensor]]:
+    """What waits for quantizers that no compile has made yet."""
+    loaded = _loaded.get(parameter)
+    return {} if loaded is None else loaded.entries
+
+
+def keep(parameter: Tensor, names: Sequence[str], place: Place, saved: Mapping[str, Tensor]) -> None:
+    """Let loaded values wait for the quantizer to be made."""
+    loaded = _loaded.setdefault(parameter, _Loaded(tuple(names), {}))
+    loaded.names = tuple(names)
+    loaded.entries.setdefault(place, {}).update(saved)
+
+
+# Names, as `te_inductor.state_dict` shows them: `layers.0.gate_proj.input` of the parameter layers.0.gate_proj.weight,
+# `experts.w1[select_0_3].input` of a slice of experts.w1, `embed[in head].input` where head uses embed.weight.
+
+
+def place_of(key: Key, names: Sequence[str]) -> Place:
+    """Where a quantizer is for a user who knows its parameter by these names."""
+    used = key.module.split(".") if key.module else []
+    holders = [name.split(".")[:-1] for name in names]
+    # The region's root may lie above or below the user's, so two paths are the same module if one ends with the other.
+    common = [min(len(used), len(holder)) for holder in holders]
+    fits = [i for i, n in enumerate(common) if holders[i][len(holders[i]) - n :] == used[len(used) - n :]]
+    if not used:
+        return Place(0, key.part, key.slot)
+    if not fits:
+        return Place(0, ", ".join(filter(None, (f"in {key.module}", key.part))), key.slot)
+    return Place(min(fits, key=lambda i: abs(len(holders[i]) - len(used))), key.part, key.slot)
+
+
+def base_of(name: str) -> str:
+    """What the names of a parameter's quantizers begin with: its own name, without the last `weight`."""
+    module, _, leaf = name.rpartition(".")
+    return module if leaf == "weight" else name
+
+
+def name_of(place: Place, names: Sequence[str]) -> str:
+    return join(base_of(names[min(place.alias, len(names) - 1)]), place.use, place.slot)
+
+
+def join(base: str, use: str, slot: str) -> str:
+    return ".".join(filter(None, (base + (f"[{use}]" if use else ""), slot)))
+
+
+def parse(name: str) -> tuple[str, str, str] | None:
+    """`join` backwards: base, use and slot; None where it is no quantizer's name."""
+    head, _, slot = name.rpartition(".")
+    base, bracket, use = head.partition("[")
+    if slot not in SLOTS or (bracket and not use.endswith("]")):
+        return None
+    return base, use.removesuffix("]"), slot
+
+
+def parameters(named: Iterator[tuple[str, Tensor]]) -> list[tuple[Tensor, tuple[str, ...]]]:
+    """Each parameter with all its names, in order."""
+    found: dict[int, tuple[Tensor, list[str]]] = {}
+    for name, parameter in named:
+        found.setdefault(id(parameter), (parameter, []))[1].append(name)
+    return [(parameter, tuple(names)) for parameter, names in found.values()]

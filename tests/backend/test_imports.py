@@ -22,7 +22,7 @@ ORDER = [
     {"patterns"},
     {"passes"},
     {"backend"},
-    {"explanation"},
+    {"explanation", "saved_state"},
     {"__init__"},
 ]
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}

@@ -1,0 +1,87 @@
+"""Delayed scaling step by step, by the oracle: one linear layer whose scales follow from the steps before."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from te_inductor.recipes import DelayedScaling
+from te_inductor.runtime import reference
+from te_inductor.runtime.reference import ScalingHistory
+from te_inductor.runtime.state import SLOTS
+from tests.bounds import assert_within, gemm_error, sum_error
+
+
+def quantizers(recipe: DelayedScaling) -> dict[str, ScalingHistory]:
+    slots = recipe.slots()
+    return {slot: ScalingHistory(recipe, getattr(slots, slot).format) for slot in SLOTS}
+
+
+@dataclass
+class OracleLayer:
+    """The layer's quantizers. `forward` and `backward` record and update, as a training step does."""
+
+    recipe: DelayedScaling
+    of: dict[str, ScalingHistory] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.of = quantizers(self.recipe)
+
+    def check(self, x: Tensor, weight: Tensor, bias: Tensor | None, dy: Tensor, y: Tensor, grads: list[Tensor]) -> None:
+        """One step, all on the CPU: results within the GEMMs' errors, as operands agree bit for bit."""
+        scales = {slot: history.scale for slot, history in self.of.items()}  # all read when the forward starts
+        self.forward(x, weight)
+        self.backward(dy)
+        self.check_results(scales, x, weight, bias, dy, y, grads)
+
+    def forward(self, x: Tensor, weight: Tensor) -> None:
+        for slot, tensor in (("input", x), ("weight", weight)):
+            self.of[slot].record(tensor)
+            self.of[slot].update()
+
+    def backward(self, dy: Tensor) -> None:
+        self.of["grad_output"].record(dy)
+        self.of["grad_output"].update()
+
+    def check_results(
+        self,
+        scales: dict[str, float],
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        dy: Tensor,
+        y: Tensor,
+        grads: list[Tensor],
+    ) -> None:
+        slots = self.recipe.slots()
+        operands = {"input": x, "weight": weight, "grad_output": dy}
+        row, column = (
+            {
+                slot: reference.quantize_known(turn(tensor), scales[slot], getattr(slots, slot))
+                for slot, tensor in operands.items()
+            }
+            for turn in (lambda t: t, lambda t: t.t())
+        )
+        products = {
+            "y": (row["input"], row["weight"], bias, y),
+            "dx": (row["grad_output"], column["weight"], None, grads[0]),
+            "dw": (column["grad_output"], column["input"], None, grads[1]),
+        }
+        for name, (a, b, added, actual) in products.items():
+            expected = reference.scaled_mm(*a, *b, added)
+            finite = expected.isfinite()
+            assert torch.equal(actual.isfinite(), finite), f"{name}: not finite in other places"
+            error = gemm_error(*a, *b, added, actual.dtype)
+            assert_within(actual[finite], expected[finite], error[finite], name)
+        if bias is not None and dy.isfinite().all():
+            assert_within(grads[2], dy.double().sum(0), sum_error(dy, grads[2].dtype), "db")
+
+    def check_state(self, state: dict[str, Tensor], prefix: str = "") -> None:
+        """Bit for bit what `te_inductor.state_dict` returned."""
+        for slot, history in self.of.items():
+            check_entry(state, f"{prefix}{slot}", history)
+
+
+def check_entry(state: dict[str, Tensor], name: str, history: ScalingHistory) -> None:
+    assert state[f"{name}.scale"].item() == history.scale, name
+    assert state[f"{name}.amax_history"].tolist() == history.window(), name
