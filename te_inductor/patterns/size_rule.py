@@ -1,7 +1,7 @@
 """Which sites would be slower in low precision: small ones, and those of few tokens, whose weights are cast for little work.
 
 # Note [Size rule]
-FP8 halves the time of a site's GEMMs and adds casts of their operands: bytes to move and kernels to launch. The rule compares
+FP8 halves the time of a site's GEMMs and adds casts of their operands: bytes to move, kernels to launch. The rule compares
 the two, for the sites of one input together, with figures measured on an H200 (torch 2.11.0+cu130, 2026-11-20; the table
 "Where padding and small sizes stop to pay" of docs/performance.md, whose square layers and those of N >= 1000 it puts on the
 right side of 1). Casts that fuse with their producers, and layers so narrow that bf16 is slow as well, are faster than the
