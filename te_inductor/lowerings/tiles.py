@@ -28,15 +28,16 @@ from torch._inductor.dependencies import MemoryDep
 from torch._inductor.virtualized import V
 
 from te_inductor import ops
-from te_inductor.recipes.formats import TENSOR
+from te_inductor.recipes.formats import ELEMENTS, TENSOR
 
 # By the number of whole tensors read: elements in the dimension in which they are contiguous, elements across, warps.
 CAST = {1: (128, 64, 8), 2: (128, 64, 8), 3: (128, 32, 8)}
 FLAT = {"XBLOCK": 8192, "num_warps": 8}  # of a row copy and amax alone: a program looks for the largest of its elements
 AMAX = {"XBLOCK": 1, "R0_BLOCK": 4096, "num_warps": 16}
-# The ops that cast, and among them those that cast both ways with a scale that is known.
-CASTS = (ops.quantize, ops.quantize_rowcol, ops.quantize_delayed, ops.current_scale)
-TWO_WAY = (ops.quantize_rowcol_delayed, ops.quantize_pieces_delayed)
+# The ops that cast or look for a scale, and among them those that cast both ways; the dtypes of copies.
+CASTS = (ops.quantize, ops.quantize_delayed, ops.current_scale)
+TWO_WAY = (ops.quantize_rowcol, ops.quantize_rowcol_delayed, ops.quantize_pieces_delayed)
+COPIES = {element.dtype for element in ELEMENTS.values()}
 AMAX_FROM = 8 * AMAX["R0_BLOCK"]  # elements a program reduces, below which Inductor's own choice stands
 
 
@@ -55,8 +56,8 @@ class Choices:
         return kernel_kwargs if tile is None else {**kernel_kwargs, "fixed_config": FixedTritonConfig(tile)}
 
     def can_fuse(self, scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
-        # A norm's reduction holds whole rows, from which a column copy cannot be written: what Inductor would fuse there of
-        # the rest leaves the column copy to a kernel of its own.
+        # A reduction over rows, a norm's or an amax's, holds whole rows, from which a column copy can only be written byte
+        # by byte; and what else Inductor would fuse there leaves the column copy to a kernel that reads the tensor again.
         if any(one.is_reduction() and cast_both_ways(other) for one, other in ((node1, node2), (node2, node1))):
             return False
         return self._inner.can_fuse(scheduler, node1, node2, shared_data_score)  # type: ignore[no-any-return]
@@ -68,10 +69,19 @@ class Choices:
 
 
 def cast_both_ways(node: Any) -> set[Any]:
-    """The tensors of the graph whose row copy, column copy or amax a scheduler node makes, where it wants one 2D tile."""
-    origins = [origin for part in node.get_nodes() if part.node for origin in part.node.get_origins()]
-    found = {x for o in origins if o.target in (*TWO_WAY, ops.record_amax) for x in _tensors(o.args[0])}
-    return {x for x in found if any(user.target in TWO_WAY for user in x.users)}
+    """The tensors of the graph whose row copy, column copy or recorded amax a scheduler node makes, where both copies are
+    made: that wants one 2D tile."""
+    found: set[Any] = set()
+    for part in node.get_nodes():
+        for origin in part.node.get_origins() if part.node else ():
+            if origin.target is ops.record_amax or (origin.target in TWO_WAY and _is_copy(part.node)):
+                found.update(x for x in _tensors(origin.args[0]) if any(user.target in TWO_WAY for user in x.users))
+    return found
+
+
+def _is_copy(buffer: Any) -> bool:
+    """And not a scale."""
+    return any(output.get_dtype() in COPIES for output in buffer.get_outputs())
 
 
 def _tensors(argument: Any) -> list[Any]:
