@@ -71,9 +71,10 @@ def test_the_quantized_copies_are_saved_and_the_activations_are_not():
     assert not wide, [tensor.shape for tensor in wide]
 
 
+@pytest.mark.parametrize(("recipe", "expected"), [("current", 4), ("rowwise", 6)])
 @pytest.mark.parametrize("train", [True, False])
-def test_q_k_and_v_share_one_quantization(train, no_caches, monkeypatch):
-    """3 weights + o's weight + x + o's input = 6 quantizations in forward, not 8."""
+def test_q_k_and_v_share_one_quantization(train, recipe, expected, no_caches, monkeypatch):
+    """3 weights + o's weight + x + o's input = 6 quantizations in forward, not 8; 4 where the 3 weights are cast as one."""
     counted, share = [], post_grad.share
 
     def spy(graph):
@@ -83,8 +84,8 @@ def test_q_k_and_v_share_one_quantization(train, no_caches, monkeypatch):
     monkeypatch.setattr(post_grad, "share", spy)
     x = torch.randn(4, 16, 32, requires_grad=train)
     with torch.set_grad_enabled(train):
-        torch.compile(Attention(), backend="te", options={"recipe": "current"}, fullgraph=True)(x)
-    assert counted[0] == 6
+        torch.compile(Attention(), backend="te", options={"recipe": recipe}, fullgraph=True)(x)
+    assert counted[0] == expected
 
 
 def test_submodule_function_and_decorator():

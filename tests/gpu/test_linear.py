@@ -1,4 +1,7 @@
-"""Whole layers and models on the GPU: gradients, odd shapes, dtypes, modes, compile counts, CUDA graphs."""
+"""Whole layers and models on the GPU: gradients, odd shapes, dtypes, modes, compile counts, CUDA graphs.
+
+Recipes come by policy: these layers are small, and the size rule would leave them alone.
+"""
 
 import pytest
 import torch
@@ -36,7 +39,7 @@ def test_a_linear_layer_and_its_gradients(recipe, mode, dtype):
         layer = nn.Linear(k, n, device="cuda", dtype=dtype)
         x = torch.randn(m, k, device="cuda", dtype=dtype, requires_grad=True)
         dy = torch.randn(m, n, device="cuda", dtype=dtype)
-        options = {"recipe": recipe, "fallback": "error"} | ({"mode": mode} if mode else {})
+        options = {"policy": {"*": recipe}, "fallback": "error"} | ({"mode": mode} if mode else {})
         compiled = torch.compile(layer, backend="te", options=options, fullgraph=True)
         for _ in range(3):  # CUDA graphs: warm-up, record, replay
             torch.compiler.cudagraph_mark_step_begin()
@@ -55,14 +58,14 @@ def test_a_linear_layer_and_its_gradients(recipe, mode, dtype):
 @recipes
 def test_an_fp8_gemm_runs(recipe):
     layer = nn.Linear(256, 128, device="cuda", dtype=torch.bfloat16)
-    compiled = torch.compile(layer, backend="te", options={"fallback": "error", "recipe": recipe})
+    compiled = torch.compile(layer, backend="te", options={"fallback": "error", "policy": {"*": recipe}})
     x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     compiled(x).sum().backward()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         compiled(x).sum().backward()
     calls = {event.key: event.count for event in profile.key_averages()}
     assert calls.get("aten::_scaled_mm", 0) == 3, calls
-    assert {site.kernel for site in explain(layer, x).sites} == {"cublaslt"}
+    assert {site.kernel for site in explain(layer, x, options={"policy": {"*": recipe}}).sites} == {"cublaslt"}
 
 
 @pytest.mark.parametrize("train", [True, False])
@@ -74,7 +77,7 @@ def test_four_batch_sizes_compile_at_most_twice(recipe, train):
 
     def backend(gm, inputs):
         compiles.append(gm)
-        return te(gm, inputs, options={"fallback": "error", "recipe": recipe})
+        return te(gm, inputs, options={"fallback": "error", "policy": {"*": recipe}})
 
     model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).cuda().bfloat16()
     compiled = torch.compile(model, backend=backend, fullgraph=True)
@@ -92,7 +95,7 @@ def test_four_batch_sizes_compile_at_most_twice(recipe, train):
 def test_cuda_graphs_skip_nothing(recipe):
     counters.clear()
     model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).cuda().bfloat16()
-    compiled = torch.compile(model, backend="te", options={"mode": "reduce-overhead", "recipe": recipe})
+    compiled = torch.compile(model, backend="te", options={"mode": "reduce-overhead", "policy": {"*": recipe}})
     for _ in range(4):
         torch.compiler.cudagraph_mark_step_begin()
         model.zero_grad()  # gradients lie in the graph's memory: none may live into the next step
@@ -106,6 +109,16 @@ def test_cuda_graphs_skip_nothing(recipe):
             x = torch.randn(32, 64, device="cuda", dtype=torch.bfloat16)
             assert relative(compiled(x), model(x).double().cpu()) < 0.1
     assert counters["inductor"]["cudagraph_skips"] == 0
+
+
+def test_small_sites_stay_in_high_precision():
+    layer = nn.Linear(512, 512, device="cuda", dtype=torch.bfloat16)
+    [site, *_] = explain(layer, torch.randn(8192, 512, device="cuda").bfloat16()).sites
+    assert site.kernel == "high_precision" and "too small for FP8 to pay: M=8192, N=512, K=512" in site.reason
+    wide = nn.Linear(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    assert {site.kernel for site in explain(wide, torch.randn(8192, 4096, device="cuda").bfloat16()).sites} == {
+        "cublaslt"
+    }
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
@@ -132,7 +145,7 @@ def test_transformers_models(recipe, name):
     high.backward()
     expected = {key: p.grad.double().cpu() for key, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    options = {"fallback": "error", "recipe": recipe}
+    options = {"fallback": "error", "policy": {"*": recipe}}
     loss = loss_of(torch.compile(model, backend="te", options=options, fullgraph=True))
     loss.backward()
     assert abs(loss.item() / high.item() - 1) < 0.02

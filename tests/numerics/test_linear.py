@@ -26,7 +26,7 @@ RECIPES = {
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, slots: Slots) -> Tensor:
-    return torch.ops.te_inductor.linear(x, weight, bias, slots, x.dtype)
+    return torch.ops.te_inductor.linears(x, [weight], [] if bias is None else [bias], slots, x.dtype)[0]
 
 
 def through(backend: str):
@@ -117,6 +117,9 @@ def test_the_oracle_is_a_linear_layer():
     torch.testing.assert_close(oracle[3], b.grad)
 
 
+ONE, BOTH = "quantize_delayed", "quantize_rowcol_delayed"  # casts of one copy and of both
+
+
 class Calls(TorchDispatchMode):
     """Counts the ops of this package that run."""
 
@@ -147,24 +150,27 @@ def calls(x_grad: bool, weight_grad: bool, bias_grad: bool) -> tuple[list[str], 
 @pytest.mark.parametrize(
     ("grads", "forward", "backward"),
     [
-        ((True, True, True), ["quantize_rowcol"] * 2, ["quantize_rowcol", "scaled_mm", "scaled_mm"]),
-        ((False, True, True), ["quantize", "quantize_rowcol"], ["quantize", "scaled_mm"]),
-        ((True, False, False), ["quantize", "quantize_rowcol"], ["quantize", "scaled_mm"]),
-        ((False, False, True), ["quantize"] * 2, []),
-        ((False, False, False), ["quantize"] * 2, []),
+        ((True, True, True), [BOTH, BOTH], [BOTH, "scaled_mm", "scaled_mm"]),
+        ((False, True, True), [ONE, BOTH], [ONE, "scaled_mm"]),
+        ((True, False, False), [ONE, BOTH], [ONE, "scaled_mm"]),
+        ((False, False, True), [ONE, ONE], []),
+        ((False, False, False), [ONE, ONE], []),
     ],
     ids=str,
 )
 def test_only_what_is_needed_is_quantized(grads, forward, backward):
     """A frozen weight needs no transposed x, an input without gradient no transposed weight; inference needs neither."""
-    assert calls(*grads) == ([*forward, "scaled_mm"], backward)
+    found = calls(*grads)
+    for names, expected in zip(found, ([*forward, "scaled_mm"], backward), strict=True):
+        casts = sum(name in (ONE, BOTH) for name in expected)
+        assert names == ["current_scale"] * casts + expected  # each tensor's scale is found once
 
 
 def test_no_grad_quantizes_no_transposes():
     x, weight = torch.randn(4, 16, requires_grad=True), torch.randn(8, 16, requires_grad=True)
     with torch.no_grad(), Calls() as seen:
         linear(x, weight, None, RECIPES["hybrid"].slots())
-    assert sorted(seen.names) == ["quantize", "quantize", "scaled_mm"]
+    assert sorted(seen.names) == ["current_scale"] * 2 + [ONE, ONE, "scaled_mm"]
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (2, 3, 5), (1, 1)], ids=str)
