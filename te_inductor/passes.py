@@ -10,7 +10,7 @@ from torch import fx
 from te_inductor import recipes
 from te_inductor.config import Options
 from te_inductor.diagnostics import Refusal, Report, Site
-from te_inductor.patterns import RULES, attention
+from te_inductor.patterns import RULES, attention, support
 from te_inductor.patterns.module_path import module_path
 from te_inductor.patterns.rule import Match, Rule
 from te_inductor.recipes import Recipe
@@ -80,7 +80,10 @@ def check_sites(plan: Plan) -> None:
     """Ask each rule whether the site can run as it should; a refusal leaves the site in high precision."""
     for candidate in plan.candidates:
         if candidate.recipe is not None:
-            candidate.refusal = candidate.rule.check(candidate.match)
+            match = candidate.match
+            candidate.refusal = candidate.rule.check(match) or support.blocks(
+                candidate.recipe.slots(), support.value(match.weight), *match.sizes[1:]
+            )
 
 
 def report_sites(plan: Plan) -> None:

@@ -3,69 +3,47 @@
 import torch
 from torch._inductor import ir
 from torch._inductor.lowering import lowerings
-from torch._inductor.virtualized import ops as prims
 
 from te_inductor import ops
+from te_inductor.lowerings import blocks, values
 from te_inductor.lowerings.registry import lowering
 from te_inductor.recipes import Quantizer
-from te_inductor.recipes.formats import ROW, TENSOR
-from te_inductor.recipes.quantizers import padded
-from te_inductor.runtime.eager import EXPONENT_MASK, FP32_MAX
 
 aten = torch.ops.aten
 
 
 def _amax_of_tensor(x: ir.TensorBox) -> ir.TensorBox:  # () fp32
-    amax = lowerings[aten.amax](lowerings[aten.abs](x), list(TENSOR.reduced))
+    amax = lowerings[aten.amax](lowerings[aten.abs](x), [0, 1])
     return lowerings[torch.ops.prims.convert_element_type](amax, torch.float32)  # type: ignore[no-any-return]
 
 
 def _amax_of_rows(x: ir.TensorBox) -> ir.TensorBox:  # (R, 1) fp32
-    """The largest bit pattern without the sign: of fp32 magnitudes, infinity above every number and NaN above infinity.
-
-    Inductor fuses this with the cast of the row, so that one kernel may hold both it and a transposed fp8 store. With a
-    float max that would be Triton issue 11111 (`_cast`) on torch 2.15.
-    """
     load = x.make_loader()
-
-    def magnitude(index):  # type: ignore[no-untyped-def]
-        bits = prims.to_dtype_bitcast(prims.to_dtype(load(index), torch.float32), torch.int32, torch.float32)
-        return prims.bitwise_and(bits, prims.constant(0x7FFFFFFF, torch.int32))
-
-    bits = ir.Pointwise.create(device=x.get_device(), dtype=torch.int32, inner_fn=magnitude, ranges=x.get_size())
-    load_bits = lowerings[aten.amax](bits, list(ROW.reduced), keepdims=ROW.keepdim).make_loader()
+    bits = ir.Pointwise.create(
+        device=x.get_device(),
+        dtype=torch.int32,
+        inner_fn=lambda index: values.magnitude(load(index)),
+        ranges=x.get_size(),
+    )
+    load_bits = lowerings[aten.amax](bits, [1], keepdims=True).make_loader()
     return ir.Pointwise.create(  # type: ignore[return-value]
         device=x.get_device(),
         dtype=torch.float32,
-        inner_fn=lambda index: prims.to_dtype_bitcast(load_bits(index), torch.float32, torch.int32),
-        ranges=ROW.scale_shape(x.get_size()[0]),
+        inner_fn=lambda index: values.from_bits(load_bits(index)),
+        ranges=[x.get_size()[0], 1],
     )
 
 
 def _encode_scale(x: ir.TensorBox, quantizer: Quantizer) -> tuple[ir.TensorBox, ir.TensorBox]:
-    """scale and scale_inv, fp32, of the scope's shape. Mirrors `eager.encode_scale`."""
+    """scale and scale_inv, fp32, of the scope's shape."""
     amax = (_amax_of_tensor if quantizer.granularity.transposes else _amax_of_rows)(x)
-    load = amax.make_loader()
+    load, dtype = amax.make_loader(), x.get_dtype()
 
     def scale(index):  # type: ignore[no-untyped-def]
-        value = load(index)
-        epsilon, one = prims.constant(quantizer.amax_epsilon, torch.float32), prims.constant(1.0, torch.float32)
-        value = prims.where(prims.lt(value, epsilon), epsilon, value)
-        usable = prims.and_(
-            prims.gt(value, prims.constant(0.0, torch.float32)),
-            prims.lt(value, prims.constant(float("inf"), torch.float32)),
-        )
-        encoded = _divide(prims.constant(quantizer.format.max, torch.float64), value)
-        largest = prims.constant(FP32_MAX, torch.float32)
-        encoded = prims.where(prims.gt(encoded, largest), largest, encoded)
-        if quantizer.power_2_scale:
-            bits = prims.to_dtype_bitcast(encoded, torch.int32, torch.float32)
-            bits = prims.bitwise_and(bits, prims.constant(EXPONENT_MASK, torch.int32))
-            encoded = prims.to_dtype_bitcast(bits, torch.float32, torch.int32)
-        return prims.where(usable, encoded, one)
+        return values.encode_scale(load(index), quantizer, dtype)
 
     def scale_inv(index):  # type: ignore[no-untyped-def]
-        return _divide(prims.constant(1.0, torch.float64), scale(index))
+        return values.decode_scale(scale(index))
 
     boxes = [
         ir.Pointwise.create(device=x.get_device(), dtype=torch.float32, inner_fn=f, ranges=list(amax.get_size()))
@@ -77,32 +55,19 @@ def _encode_scale(x: ir.TensorBox, quantizer: Quantizer) -> tuple[ir.TensorBox, 
     return boxes[0], boxes[1]
 
 
-def _divide(numerator, denominator):  # type: ignore[no-untyped-def]
-    """IEEE fp32 division on every device. Triton's own fp32 division may be off by 2 ulp; the double quotient of two
-    fp32 values, rounded to fp32, is the correctly rounded quotient, since 53 >= 2 * 24 + 2 bits."""
-    return prims.to_dtype(prims.truediv(numerator, prims.to_dtype(denominator, torch.float64)), torch.float32)
-
-
 def _cast(x: ir.TensorBox, scale: ir.TensorBox, quantizer: Quantizer) -> ir.TensorBox:
-    """The low-precision copy, columns padded with zeros. Saturates by plain comparisons: NaN passes through, and
-    NaN-propagating min/max of floats beside transposed fp8 stores would meet Triton issue 11111."""
+    """The low-precision copy, columns padded with zeros."""
     rows, columns = x.get_size()
-    missing = padded(columns) - columns
+    missing = quantizer.padded(columns) - columns
     if missing != 0:
         x = lowerings[aten.constant_pad_nd](x, [0, missing], 0.0)
     load = x.make_loader()
     load_scale = lowerings[aten.expand](scale, [rows, columns + missing]).make_loader()
-
-    def inner(index):  # type: ignore[no-untyped-def]
-        value = prims.mul(prims.to_dtype(load(index), torch.float32), load_scale(index))
-        high = prims.constant(quantizer.format.max, torch.float32)
-        low = prims.constant(-quantizer.format.max, torch.float32)
-        value = prims.where(prims.gt(value, high), high, value)
-        value = prims.where(prims.lt(value, low), low, value)
-        return prims.to_dtype(value, quantizer.format.dtype)
-
     box = ir.Pointwise.create(
-        device=x.get_device(), dtype=quantizer.format.dtype, inner_fn=inner, ranges=[rows, columns + missing]
+        device=x.get_device(),
+        dtype=quantizer.format.dtype,
+        inner_fn=lambda index: values.cast(load(index), load_scale(index), quantizer),
+        ranges=[rows, columns + missing],
     )
     # Left alone, Inductor may lay the columnwise copy out like x, which no fp8 GEMM reads.
     box.realize()
@@ -117,12 +82,16 @@ def _freeze(box: ir.TensorBox) -> None:
 
 @lowering(ops.quantize)
 def quantize(x: ir.TensorBox, quantizer: Quantizer) -> tuple[ir.TensorBox, ...]:
+    if quantizer.granularity.blocked:
+        return blocks.quantize(x, quantizer)
     scale, scale_inv = _encode_scale(x, quantizer)
     return _cast(x, scale, quantizer), scale_inv
 
 
 @lowering(ops.quantize_rowcol)
 def quantize_rowcol(x: ir.TensorBox, quantizer: Quantizer) -> tuple[ir.TensorBox, ...]:
+    if quantizer.granularity.blocked:
+        return blocks.quantize_rowcol(x, quantizer)
     scale, scale_inv = _encode_scale(x, quantizer)
     transposed = lowerings[aten.permute](x, [1, 0])
     scale_t, scale_inv_t = (
@@ -133,5 +102,7 @@ def quantize_rowcol(x: ir.TensorBox, quantizer: Quantizer) -> tuple[ir.TensorBox
 
 @lowering(ops.dequantize)
 def dequantize(data: ir.TensorBox, scale_inv: ir.TensorBox, quantizer: Quantizer, dtype: torch.dtype) -> ir.TensorBox:
+    if quantizer.granularity.blocked:
+        scale_inv = blocks.spread(scale_inv, quantizer.granularity, *data.get_size())
     wide = lowerings[aten.mul](lowerings[torch.ops.prims.convert_element_type](data, torch.float32), scale_inv)
     return lowerings[torch.ops.prims.convert_element_type](wide, dtype)  # type: ignore[no-any-return]

@@ -25,7 +25,8 @@ from torch._inductor.dependencies import MemoryDep
 from torch._inductor.virtualized import V
 
 from te_inductor import ops
-from te_inductor.recipes.formats import TENSOR
+from te_inductor.lowerings.blocks import loops_of
+from te_inductor.recipes.formats import TENSOR, Scope
 
 # By the number of whole tensors read: elements in the dimension in which they are contiguous, elements across, warps.
 CAST = {1: (128, 64, 4), 2: (256, 32, 8), 3: (128, 32, 8)}
@@ -34,7 +35,12 @@ AMAX_FROM = 8 * AMAX["R0_BLOCK"]  # elements a program reduces, below which Indu
 
 
 class Choices:
-    """Inductor's heuristics with our tiles; everything else is asked of the heuristics in force."""
+    """Inductor's heuristics with our tiles; everything else is asked of the heuristics in force.
+
+    A kernel of blocks of one row holds whole blocks in registers: one read of them serves amax and cast. Left alone,
+    Inductor loops over the 128 elements twice, because the scales' stores are strided or the reduction is an outer one, and
+    fuses both copies' casts away from their amaxes: Note [Loops of block copies].
+    """
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -47,12 +53,28 @@ class Choices:
         tile = None if "fixed_config" in kernel_kwargs else tile_of(features, groups[0])
         return kernel_kwargs if tile is None else {**kernel_kwargs, "fixed_config": FixedTritonConfig(tile)}
 
+    def can_fuse(self, scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
+        loops = loops_of(node1), loops_of(node2)
+        if all(loops) and loops[0] != loops[1]:
+            return False
+        return bool(self._inner.can_fuse(scheduler, node1, node2, shared_data_score))
+
+    def should_use_persistent_reduction(self, features: Any, cooperative_reduction: bool) -> bool:
+        widths = {scope.block[1] for scope in _scopes(features) if scope.row_last}
+        if any(V.graph.sizevars.statically_known_equals(features.reduction_numel, width) for width in widths):
+            return True
+        return bool(self._inner.should_use_persistent_reduction(features, cooperative_reduction))
+
+
+def _scopes(features: Any) -> list[Scope]:
+    """Of the quantizations that a kernel is made of."""
+    origins = [origin for node in features.scheduler_nodes() for origin in node.node.get_origins()]
+    return [o.args[1].granularity for o in origins if o.target in (ops.quantize, ops.quantize_rowcol)]
+
 
 def tile_of(features: Any, tiling: dict[str, Any]) -> dict[str, int] | None:
     """Our tile for a kernel that quantizes, None where Inductor's choice stands."""
-    nodes = list(features.scheduler_nodes())
-    origins = [origin for node in nodes for origin in node.node.get_origins()]
-    scopes = [o.args[1].granularity for o in origins if o.target in (ops.quantize, ops.quantize_rowcol)]
+    scopes = _scopes(features)
     if not scopes:
         return None
     dimensions = set(tiling)
@@ -62,14 +84,16 @@ def tile_of(features: Any, tiling: dict[str, Any]) -> dict[str, int] | None:
         return dict(AMAX) if long and TENSOR in scopes else None
     if dimensions - {"r0_"} != {"x", "y"}:
         return None
-    return _cast_tile(nodes, tiling)
+    return _cast_tile(list(features.scheduler_nodes()), tiling)
 
 
 def _cast_tile(nodes: list[Any], tiling: dict[str, Any]) -> dict[str, int]:
     """A node of a 2D kernel iterates over (y, x); where its read has coefficient 1, the tensor is contiguous."""
     whole = tiling["y"] * tiling["x"]
     deps = [dep for node in nodes for dep in node.read_writes.reads if isinstance(dep, MemoryDep)]
-    reads = [dep for dep in deps if dep.get_numel() == whole]  # and not scales or weights of a norm
+    reads = [dep for dep in deps if dep.get_numel() == whole]  # and not weights of a norm
+    smaller = V.graph.sizevars.statically_known_lt
+    reads = [dep for dep in reads if not smaller(V.graph.get_numel(dep.name), whole)]  # nor scales of square blocks
     along, across, warps = CAST[min(max(len({dep.name for dep in reads}), 1), max(CAST))]
     outer = any(len(dep.var_names) == 2 and dep.index.coeff(dep.var_names[0]) == 1 for dep in reads)
     y, x = (along, across) if outer else (across, along)

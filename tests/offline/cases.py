@@ -37,6 +37,10 @@ def mlp_training_rowwise() -> Case:
     return _mlp_training("rowwise")
 
 
+def mlp_training_block() -> Case:
+    return _mlp_training("block")
+
+
 def linear_rowwise_fp32() -> Case:
     """fp32 output and an N to pad: the scales stand outside the GEMM."""
     x = torch.randn(64, 128, device="cuda", requires_grad=True)
@@ -49,6 +53,22 @@ def linear_rowwise_padded() -> Case:
     x = torch.randn(64, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     layer = nn.Linear(128, 88, device="cuda", dtype=torch.bfloat16)
     return torch.compile(layer, backend="te", fullgraph=True, options={"recipe": "rowwise"}), (x,)
+
+
+def _linear_block(m: int, n: int, k: int, dtype: torch.dtype) -> Case:
+    x = torch.randn(m, k, device="cuda", dtype=dtype, requires_grad=True)
+    layer = nn.Linear(k, n, device="cuda", dtype=dtype)
+    return torch.compile(layer, backend="te", fullgraph=True, options={"recipe": "block", "fallback": "error"}), (x,)
+
+
+def linear_block() -> Case:
+    """K/128 = 4 and 8: scales of square blocks go to the GEMM as they are."""
+    return _linear_block(256, 1024, 512, torch.bfloat16)
+
+
+def linear_block_fp32() -> Case:
+    """K/128 is no multiple of 4 in any GEMM, N is to be padded, and M."""
+    return _linear_block(130, 504, 768, torch.float32)
 
 
 def _two_way_cast(rows: int, columns: int, scope: str = "tensor") -> Case:
@@ -78,3 +98,33 @@ def two_way_cast_rowwise() -> Case:
 
 def two_way_cast_rowwise_padded() -> Case:
     return _two_way_cast(70, 137, scope="row")
+
+
+def two_way_cast_block() -> Case:
+    """Two blocks each way."""
+    return _two_way_cast(256, 256, scope="1x128")
+
+
+def two_way_cast_block_padded() -> Case:
+    return _two_way_cast(70, 137, scope="1x128")
+
+
+def two_way_cast_squares() -> Case:
+    return _two_way_cast(256, 256, scope="128x128")
+
+
+def two_way_cast_squares_padded() -> Case:
+    return _two_way_cast(137, 70, scope="128x128")
+
+
+def columnwise_cast_block() -> Case:
+    """The transposed copy alone, as of x where only the weight has a gradient."""
+    from te_inductor import ops
+    from te_inductor.recipes import Quantizer
+
+    def function(x: Tensor) -> Any:
+        return ops.quantize(x.t(), Quantizer("e4m3", scope="1x128"))
+
+    return torch.compile(function, backend="te", fullgraph=True), (
+        torch.randn(137, 70, device="cuda", dtype=torch.bfloat16),
+    )
