@@ -105,7 +105,8 @@ def _sites(candidate: Candidate, options: Options) -> list[Site]:
     recipe = "none" if candidate.recipe is None else candidate.recipe.name
     low = candidate.recipe is not None and candidate.refusal is None
     device = candidate.match.node.meta["example_value"].device
-    kernel = _gemm_kernel(device, options) if low else "high_precision"
+    blocked = candidate.recipe is not None and candidate.recipe.slots().fprop.blocked
+    kernel = _gemm_kernel(device, options, blocked) if low else "high_precision"
     reason = None if candidate.refusal is None else str(candidate.refusal)
     return [
         Site(candidate.fqn, candidate.rule.pattern, gemm, _plain(shapes), recipe, kernel, reason)
@@ -113,12 +114,13 @@ def _sites(candidate: Candidate, options: Options) -> list[Site]:
     ]
 
 
-def _gemm_kernel(device: torch.device, options: Options) -> str:
-    """cuBLASLt on CUDA, unless Inductor measures it against its Triton templates; generated code elsewhere."""
+def _gemm_kernel(device: torch.device, options: Options, blocked: bool) -> str:
+    """cuBLASLt on CUDA, unless Inductor measures it against its Triton templates (none is right for scales of blocks);
+    generated code elsewhere."""
     measured = "max-autotune" in (options.mode or "") or any(
         options.inductor.get(name) for name in ("max_autotune", "max_autotune_gemm")
     )
-    return "cublaslt" if device.type == "cuda" and not measured else "inductor"
+    return "cublaslt" if device.type == "cuda" and (blocked or not measured) else "inductor"
 
 
 def _plain(shapes: tuple[Any, int, int]) -> tuple[Any, int, int]:

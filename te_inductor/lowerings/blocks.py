@@ -66,10 +66,12 @@ def spread(
 
 
 def spread_rows(
-    scale: ir.TensorBox,  # of square blocks, (R/128, C/128)
+    scale: ir.TensorBox,  # as the scope stores it
     scope: Scope,
     rows: Any,
 ) -> ir.TensorBox:  # (C/128, rows): the same scales, stored as those of blocks of one row
+    if scope.row_last:
+        return scale
     load, across = scale.make_loader(), scale.get_size()[1]
     return _pointwise(
         scale, torch.float32, [across, rows], lambda index: load([FloorDiv(index[1], scope.block[0]), index[0]])
@@ -80,7 +82,7 @@ def _copy_by_rows(x: ir.TensorBox, quantizer: Quantizer, *, x_is_transposed: boo
     """data and scale_inv, with blocks of one row, of x as it stands. Which loops: Note [Loops of block copies]."""
     rows, columns = x.get_size()
     wide = quantizer.granularity.block[1]
-    _, across = quantizer.granularity.blocks(rows, columns)
+    across = FloorDiv(columns + wide - 1, wide)
     load = _zero_beyond(x, rows, across * wide)
     ranges = [across, rows] if x_is_transposed else [rows, across]
 
@@ -119,7 +121,7 @@ def _pin(box: ir.TensorBox, loops: str) -> None:
 def _scales_of_squares(x: ir.TensorBox, quantizer: Quantizer) -> tuple[ir.TensorBox, ir.TensorBox, ir.TensorBox]:
     """scale and scale_inv, and scale_inv of the transpose."""
     high, wide = quantizer.granularity.block
-    down, across = quantizer.granularity.blocks(*x.get_size())
+    down, across = (FloorDiv(size + block - 1, block) for size, block in zip(x.get_size(), (high, wide), strict=True))
     load = _zero_beyond(x, down * high, across * wide)
 
     def element(outer, inner):
@@ -135,7 +137,7 @@ def _scales_of_squares(x: ir.TensorBox, quantizer: Quantizer) -> tuple[ir.Tensor
 def _cast_by_squares(x: ir.TensorBox, scale: ir.TensorBox, quantizer: Quantizer) -> ir.TensorBox:
     rows, columns = x.get_size()
     high, wide = quantizer.granularity.block
-    whole = quantizer.padded(columns)
+    whole = FloorDiv(columns + wide - 1, wide) * wide
     load, load_scale = _zero_beyond(x, rows, whole), scale.make_loader()
 
     def cast(index):

@@ -4,6 +4,7 @@ import torch
 from torch._inductor import config, ir
 from torch._inductor.lowering import lowerings
 from torch._inductor.virtualized import V
+from torch.utils._sympy.functions import FloorDiv
 
 from te_inductor import compat, ops
 from te_inductor.lowerings import blocks
@@ -92,6 +93,10 @@ def _cuda_blocks(a, a_scale, b, b_scale, bias, gemm, out_dtype):  # type: ignore
     blocks of one row as if those of one row lay beside each other (torch 2.13, triton_main_loop_scaled_mm.py.jinja)."""
     rows, columns = a.get_size()[0], b.get_size()[0]
     a_scope, b_scope = gemm.granularities
+    if V.graph.sizevars.statically_known_equals(a.get_size()[1], a_scope.alignment):  # one block: scales of rows
+        a_scale = _transposed(blocks.spread_rows(a_scale, a_scope, rows))
+        b_scale = _transposed(blocks.spread_rows(b_scale, b_scope, columns))
+        return _cuda(a, a_scale, b, b_scale, bias, gemm, out_dtype)
     a, a_scale = _block_operand(a, a_scale, a_scope, BLOCK_SCALES)
     b, b_scale = _block_operand(b, b_scale, b_scope, ALIGNMENT)
     with config.patch(max_autotune=False, max_autotune_gemm=False):
@@ -101,14 +106,14 @@ def _cuda_blocks(a, a_scale, b, b_scale, bias, gemm, out_dtype):  # type: ignore
 
 def _block_operand(x, scale, scope, alignment):  # type: ignore[no-untyped-def]
     """Mirrors `eager._block_operand`. The pads fuse with the cast, or are not there."""
-    rows = x.get_size()[0]
-    missing = 0 if V.graph.sizevars.statically_known_multiple_of(rows, alignment) else padded(rows, alignment) - rows
+    rows, missing = x.get_size()[0], 0
+    if not V.graph.sizevars.statically_known_multiple_of(rows, alignment):
+        missing = FloorDiv(rows + alignment - 1, alignment) * alignment - rows
     if missing != 0:
         x = lowerings[aten.constant_pad_nd](x, [0, 0, 0, missing], 0.0)
-    if not scope.row_last:
-        if V.graph.sizevars.statically_known_multiple_of(scale.get_size()[1], BLOCK_SCALES):
-            return x, scale
-        scale = blocks.spread_rows(scale, scope, rows)
+    if not scope.row_last and V.graph.sizevars.statically_known_multiple_of(scale.get_size()[1], BLOCK_SCALES):
+        return x, scale
+    scale = blocks.spread_rows(scale, scope, rows)
     if missing != 0:
         scale = lowerings[aten.constant_pad_nd](scale, [0, missing], 0.0)
     return x, _transposed(scale)

@@ -120,6 +120,9 @@ def _cuda_blocks(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, gemm: G
     """cuBLASLt's GEMM of operands with scales of blocks, which PyTorch tells apart by their shapes."""
     m, n = a.shape[0], b.shape[0]
     a_scope, b_scope = gemm.granularities
+    if a.shape[1] == a_scope.alignment:  # one block: scales of rows, which PyTorch would take these for
+        a_scale, b_scale = blocks.spread_rows(a_scale, a_scope, m).t(), blocks.spread_rows(b_scale, b_scope, n).t()
+        return _cuda(a, a_scale, b, b_scale, gemm, out_dtype)
     a, a_scale = _block_operand(a, a_scale, a_scope, BLOCK_SCALES)
     b, b_scale = _block_operand(b, b_scale, b_scope, ALIGNMENT)
     y = torch._scaled_mm(a, b.t(), scale_a=a_scale, scale_b=b_scale.t(), out_dtype=out_dtype)

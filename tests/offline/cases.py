@@ -55,10 +55,10 @@ def linear_rowwise_padded() -> Case:
     return torch.compile(layer, backend="te", fullgraph=True, options={"recipe": "rowwise"}), (x,)
 
 
-def _linear_block(m: int, n: int, k: int, dtype: torch.dtype) -> Case:
+def _linear_block(m: int, n: int, k: int, dtype: torch.dtype, **options: Any) -> Case:
     x = torch.randn(m, k, device="cuda", dtype=dtype, requires_grad=True)
     layer = nn.Linear(k, n, device="cuda", dtype=dtype)
-    return torch.compile(layer, backend="te", fullgraph=True, options={"recipe": "block", "fallback": "error"}), (x,)
+    return torch.compile(layer, backend="te", fullgraph=True, options={"recipe": "block", **options}), (x,)
 
 
 def linear_block() -> Case:
@@ -66,9 +66,26 @@ def linear_block() -> Case:
     return _linear_block(256, 1024, 512, torch.bfloat16)
 
 
+def linear_block_max_autotune() -> Case:
+    """Inductor has a Triton template for such scales, which reads them in another layout."""
+    return _linear_block(256, 1024, 512, torch.bfloat16, max_autotune=True)
+
+
 def linear_block_fp32() -> Case:
-    """K/128 is no multiple of 4 in any GEMM, N is to be padded, and M."""
+    """fprop's K/128 is 6, no multiple of 4; M and N are to be padded."""
     return _linear_block(130, 504, 768, torch.float32)
+
+
+def linear_block_one() -> Case:
+    """K, N and M of one block each."""
+    return _linear_block(96, 112, 128, torch.float16)
+
+
+def linear_block_dynamic() -> Case:
+    """M is symbolic: padded to 4 for the GEMMs, to 128 for wgrad's contraction."""
+    compiled, (x,) = _linear_block(300, 384, 512, torch.bfloat16)
+    torch._dynamo.mark_dynamic(x, 0)
+    return compiled, (x,)
 
 
 def _two_way_cast(rows: int, columns: int, scope: str = "tensor") -> Case:
@@ -101,12 +118,13 @@ def two_way_cast_rowwise_padded() -> Case:
 
 
 def two_way_cast_block() -> Case:
-    """Two blocks each way."""
-    return _two_way_cast(256, 256, scope="1x128")
+    """Whole blocks."""
+    return _two_way_cast(128, 128, scope="1x128")
 
 
 def two_way_cast_block_padded() -> Case:
-    return _two_way_cast(70, 137, scope="1x128")
+    """Blocks that are cut off, two of them in a row."""
+    return _two_way_cast(20, 137, scope="1x128")
 
 
 def two_way_cast_squares() -> Case:
@@ -118,7 +136,7 @@ def two_way_cast_squares_padded() -> Case:
 
 
 def columnwise_cast_block() -> Case:
-    """The transposed copy alone, as of x where only the weight has a gradient."""
+    """The transposed copy alone, as of dy where only the weight wants a gradient; two blocks in its rows."""
     from te_inductor import ops
     from te_inductor.recipes import Quantizer
 
@@ -126,5 +144,5 @@ def columnwise_cast_block() -> Case:
         return ops.quantize(x.t(), Quantizer("e4m3", scope="1x128"))
 
     return torch.compile(function, backend="te", fullgraph=True), (
-        torch.randn(137, 70, device="cuda", dtype=torch.bfloat16),
+        torch.randn(130, 20, device="cuda", dtype=torch.bfloat16),
     )
