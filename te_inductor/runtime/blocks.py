@@ -1,5 +1,6 @@
 """Scales of blocks in plain torch: the amax of each, and a scale for each element."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -22,11 +23,11 @@ def amax(
 def spread(
     scale: Tensor,  # of the scope's stored shape
     scope: Scope,
-    rows: int,
-    columns: int,
-) -> Tensor:  # broadcasts to (rows, columns)
+    shape: torch.Size,
+) -> Tensor:  # broadcasts to the shape, (R, C)
     if not scope.blocked:
         return scale
+    rows, columns = shape
     return spread_rows(scale, scope, rows).t().repeat_interleave(scope.block[1], 1)[:, :columns]
 
 

@@ -57,7 +57,7 @@ def _scale(x: Tensor, quantizer: Quantizer) -> Tensor:
 def _quantized(x: Tensor, scale: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
     missing = quantizer.padded(x.shape[1]) - x.shape[1]
     x = F.pad(x, (0, missing)) if missing else x
-    each = blocks.spread(scale, quantizer.granularity, *x.shape)
+    each = blocks.spread(scale, quantizer.granularity, x.shape)
     return cast(x, each, quantizer).contiguous(), 1.0 / scale
 
 
@@ -72,7 +72,7 @@ def quantize_rowcol(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor, Te
 
 
 def dequantize(data: Tensor, scale_inv: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Tensor:
-    return (data.float() * blocks.spread(scale_inv, quantizer.granularity, *data.shape)).to(dtype).contiguous()
+    return (data.float() * blocks.spread(scale_inv, quantizer.granularity, data.shape)).to(dtype).contiguous()
 
 
 def scaled_mm(
@@ -98,7 +98,7 @@ def _exact(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, gemm: Gemm) -
     if not gemm.blocked:
         return (a.float() @ b.float().t()) * (a_scale * b_scale.t())
     pairs = zip((a, b), (a_scale, b_scale), gemm.granularities, strict=True)
-    wide_a, wide_b = (x.float() * blocks.spread(scale, scope, *x.shape) for x, scale, scope in pairs)
+    wide_a, wide_b = (x.float() * blocks.spread(scale, scope, x.shape) for x, scale, scope in pairs)
     return wide_a @ wide_b.t()
 
 
@@ -121,7 +121,8 @@ def _cuda_blocks(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, gemm: G
     m, n = a.shape[0], b.shape[0]
     a_scope, b_scope = gemm.granularities
     if a.shape[1] == a_scope.alignment:  # one block: scales of rows, which PyTorch would take these for
-        a_scale, b_scale = blocks.spread_rows(a_scale, a_scope, m).t(), blocks.spread_rows(b_scale, b_scope, n).t()
+        a_scale = blocks.spread_rows(a_scale, a_scope, m).reshape(-1, 1)
+        b_scale = blocks.spread_rows(b_scale, b_scope, n).reshape(-1, 1)
         return _cuda(a, a_scale, b, b_scale, gemm, out_dtype)
     a, a_scale = _block_operand(a, a_scale, a_scope, BLOCK_SCALES)
     b, b_scale = _block_operand(b, b_scale, b_scope, ALIGNMENT)
@@ -132,12 +133,13 @@ def _cuda_blocks(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, gemm: G
 def _block_operand(x: Tensor, scale: Tensor, scope: Scope, alignment: int) -> tuple[Tensor, Tensor]:
     """Rows padded to `alignment`, and scales as torch._scaled_mm wants them of the left operand: (R, K/128) with rows
     contiguous, or (R/128, K/128)."""
+    rows = x.shape[0]
     x = _pad_rows(x, alignment)
-    # torch 2.11 and later ones disagree on the stride of square blocks' scales where four do not divide K/128.
+    # Where four do not divide K/128, PyTorch's versions disagree on the stride of square blocks' scales, and one is wrong.
     if not scope.row_last and scale.shape[1] % BLOCK_SCALES == 0:
         return x, scale
-    scale = blocks.spread_rows(scale, scope, x.shape[0])
-    return x, F.pad(scale, (0, x.shape[0] - scale.shape[1])).t()
+    scale = blocks.spread_rows(scale, scope, rows)
+    return x, (scale if rows == x.shape[0] else F.pad(scale, (0, x.shape[0] - rows))).t()
 
 
 def _pad_rows(x: Tensor, alignment: int) -> Tensor:
