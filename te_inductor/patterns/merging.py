@@ -45,7 +45,7 @@ def _kind(tensor: Any) -> tuple[Any, ...]:
 
 def _can_join(match: Match, recipe: Recipe) -> bool:
     slots = recipe.slots()
-    one_scale = all(q.granularity.transposes for q in (slots.input, slots.weight, slots.grad_output))
+    one_scale = all(q.granularity.whole for q in (slots.input, slots.weight, slots.grad_output))
     operands = [match.weight] if match.bias is None else [match.weight, match.bias]
     return (
         one_scale

@@ -8,7 +8,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_inductor import explain, ops
 from te_inductor.errors import DoubleBackwardError
-from te_inductor.recipes import Float8CurrentScaling, Float8RowwiseScaling, Format, QParams, Quantizer, Slots
+from te_inductor.recipes import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    Format,
+    QParams,
+    Quantizer,
+    Slots,
+)
 from te_inductor.runtime import reference
 from tests.bounds import assert_within, gemm_error, sum_error
 
@@ -22,6 +30,14 @@ RECIPES = {
     ),
     "rowwise": Float8RowwiseScaling(),
     "rowwise options": Float8RowwiseScaling(fp8_format=Format.HYBRID, power_2_scale=False, amax_epsilon=0.3),
+    "block": Float8BlockScaling(),
+    "block options": Float8BlockScaling(
+        fp8_format=Format.HYBRID,
+        fp8_quant_fwd_inp=QParams(amax_epsilon=0.3),
+        fp8_quant_bwd_grad=QParams(),
+        x_block_scaling_dim=2,
+        w_block_scaling_dim=1,
+    ),
 }
 
 
@@ -66,9 +82,9 @@ def check_against_oracle(x, weight, bias, recipe, dy, y) -> None:
     x_row, x_col = copies(x_, slots.input)
     w_row, w_col = copies(w, slots.weight)
     g_row, g_col = copies(dy, slots.grad_output)
-    assert_within(y, expected[0], gemm_error(*x_row, *w_row, b, dtype), "y")
-    assert_within(x.grad, expected[1], gemm_error(*g_row, *w_col, None, x.dtype), "dx")
-    assert_within(weight.grad, expected[2], gemm_error(*g_col, *x_col, None, weight.dtype), "dw")
+    assert_within(y, expected[0], gemm_error(*x_row, *w_row, b, dtype, slots.fprop), "y")
+    assert_within(x.grad, expected[1], gemm_error(*g_row, *w_col, None, x.dtype, slots.dgrad), "dx")
+    assert_within(weight.grad, expected[2], gemm_error(*g_col, *x_col, None, weight.dtype, slots.wgrad), "dw")
     if bias is not None:
         assert_within(bias.grad, expected[3], sum_error(dy, bias.dtype), "db")
 
@@ -77,7 +93,7 @@ def check_against_oracle(x, weight, bias, recipe, dy, y) -> None:
 @pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_called(dtype, with_bias, recipe):
-    for m, n, k in [(1, 1, 1), (3, 5, 17), (33, 70, 130), (64, 48, 128)]:
+    for m, n, k in [(1, 1, 1), (3, 5, 17), (33, 70, 130), (64, 48, 128), (140, 260, 150)]:
         check(through("called"), m, n, k, dtype, with_bias, recipe)
 
 
@@ -90,6 +106,8 @@ def test_called(dtype, with_bias, recipe):
         ((16, 77, 130), torch.float32, False, "e4m3"),
         ((33, 77, 48), torch.bfloat16, True, "rowwise"),
         ((17, 48, 130), torch.float32, False, "rowwise options"),
+        ((140, 250, 256), torch.bfloat16, True, "block"),
+        ((130, 128, 240), torch.float32, False, "block options"),
     ],
     ids=str,
 )
