@@ -3,7 +3,7 @@ models never share it. What was loaded before a quantizer exists waits there too
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -106,7 +106,7 @@ def shared_state(readers: Sequence[tuple[Tensor, Key]]) -> ScalingState:
     """
     global _moves
     parameter, recipe = readers[0][0], readers[0][1].recipe
-    held = [_states.get(p, {}).get(key) for p, key in readers]
+    held = [_held(p, key) for p, key in readers]
     known = list(dict.fromkeys(state for state in held if state is not None))
     here = [state for state in known if state.amax.device == parameter.device]
     state = here[0] if here else _empty(parameter, recipe)
@@ -122,6 +122,25 @@ def shared_state(readers: Sequence[tuple[Tensor, Key]]) -> ScalingState:
         states.pop(key, None)
         states[key] = state  # last, as `states_of` wants it
     return state
+
+
+def _held(parameter: Tensor, key: Key) -> ScalingState | None:
+    """Under this very key, or under that of another region: of a parent, or of the module alone."""
+    states = _states.get(parameter, {})
+    if key in states:
+        return states[key]  # type: ignore[no-any-return]
+    near = (
+        state
+        for other, state in states.items()
+        if replace(other, module=key.module) == key and _same_module(other.module, key.module)
+    )
+    return next(near, None)
+
+
+def _same_module(a: str, b: str) -> bool:
+    """Whether two paths may be one module's, seen from two places: one ends with the other."""
+    longer, shorter = sorted((a, b), key=len, reverse=True)
+    return f".{longer}".endswith(f".{shorter}" if shorter else "")
 
 
 def moves() -> int:
