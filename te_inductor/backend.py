@@ -28,6 +28,7 @@ from te_inductor.passes import (
     report_sites,
     resolve_policy,
     rewrite_sites,
+    weigh_sites,
 )
 
 DECIDE: tuple[Callable[[Plan], None], ...] = (
@@ -35,6 +36,7 @@ DECIDE: tuple[Callable[[Plan], None], ...] = (
     match_sites,
     resolve_policy,
     check_sites,
+    weigh_sites,
     merge_sites,
     report_sites,
 )
@@ -99,12 +101,13 @@ def _inductor(options: Options, name: str | None) -> Callable[[fx.GraphModule, S
     from torch._inductor import config as inductor
 
     from te_inductor import lowerings
+    from te_inductor.joint_graph import RecomputeCopies
     from te_inductor.post_grad import ShareQuantizations
 
     wrap_inner = lowerings.install(options.fallback)
     patches = dict(torch._TorchCompileInductorWrapper(options.mode, dict(options.inductor), None).config)
-    theirs = patches.get("post_grad_custom_pre_pass", inductor.post_grad_custom_pre_pass)
-    patches["post_grad_custom_pre_pass"] = ShareQuantizations(theirs)
+    for place, ours in (("joint_custom_pre_pass", RecomputeCopies), ("post_grad_custom_pre_pass", ShareQuantizations)):
+        patches[place] = ours(patches.get(place, getattr(inductor, place)))
     return lambda gm, inputs: compat.compile_fx(gm, inputs, patches, wrap_inner, name)
 
 

@@ -80,13 +80,11 @@ def _quantize_pieces_delayed_fake(
     return _quantize_rowcol_delayed_fake(torch.cat(pieces, dim), scale, quantizer)
 
 
-def _quantize_pieces_fake(
-    pieces: list[Tensor],  # matrices that make one (R, C) side by side along dim
-    dim: int,
+def _current_scale_fake(
+    pieces: list[Tensor],
     quantizer: Quantizer,
-) -> tuple[Tensor, Tensor, Tensor]:  # data (R, pad(C)), data_t (C, pad(R)), scale_inv ()
-    scale = pieces[0].new_empty((), dtype=torch.float32)
-    return *_quantize_pieces_delayed_fake(pieces, dim, scale, quantizer), torch.empty_like(scale)
+) -> tuple[Tensor, Tensor]:  # scale (), scale_inv ()
+    return tuple(pieces[0].new_empty((), dtype=torch.float32) for _ in range(2))  # type: ignore[return-value]
 
 
 def _read_scales_fake(
@@ -133,10 +131,8 @@ quantize_rowcol_delayed = _define(
     eager.quantize_rowcol_delayed,
     _quantize_rowcol_delayed_fake,
 )
-quantize_pieces = _define(
-    f"quantize_pieces(Tensor[] pieces, int dim, {_QUANTIZER} q) -> (Tensor, Tensor, Tensor)",
-    eager.quantize_pieces,
-    _quantize_pieces_fake,
+current_scale = _define(
+    f"current_scale(Tensor[] pieces, {_QUANTIZER} q) -> (Tensor, Tensor)", eager.current_scale, _current_scale_fake
 )
 quantize_pieces_delayed = _define(
     f"quantize_pieces_delayed(Tensor[] pieces, int dim, Tensor scale, {_QUANTIZER} q) -> (Tensor, Tensor)",
@@ -258,27 +254,31 @@ def _copies(
     rowwise: bool = True,
     columnwise: bool,
 ) -> tuple[Any, Any, Any, Any]:
-    """The low-precision copies that are asked for: data, scale_inv, data_t, scale_inv_t (None where not)."""
-    if len(pieces) > 1:  # with the scale of all of them
-        if known is None:
-            data, data_t, scale_inv = quantize_pieces(pieces, dim, quantizer)
-        else:
-            (data, data_t), scale_inv = quantize_pieces_delayed(pieces, dim, known.scale, quantizer), known.scale_inv
+    """The low-precision copies that are asked for: data, scale_inv, data_t, scale_inv_t (None where not). One scale for the
+    whole tensor is known beforehand or found here; finer ones belong to each copy."""
+    if quantizer.granularity.transposes:
+        scale, scale_inv = (known.scale, known.scale_inv) if known else current_scale(pieces, quantizer)
+        data, data_t = _casts(pieces, dim, scale, quantizer, rowwise, columnwise)
         return data, scale_inv, data_t, scale_inv
     [x] = pieces
-    if known is not None:
-        scale, scale_inv = known.scale, known.scale_inv
-        if rowwise and columnwise:
-            data, data_t = quantize_rowcol_delayed(x, scale, quantizer)
-            return data, scale_inv, data_t, scale_inv
-        if columnwise:
-            return None, None, quantize_delayed(x.t(), scale, quantizer), scale_inv
-        return quantize_delayed(x, scale, quantizer), scale_inv, None, None
     if rowwise and columnwise:
         return quantize_rowcol(x, quantizer)  # type: ignore[no-any-return]
     if columnwise:
         return None, None, *quantize(x.t(), quantizer)
     return *quantize(x, quantizer), None, None
+
+
+def _casts(
+    pieces: Sequence[Tensor], dim: int, scale: Tensor, quantizer: Quantizer, rowwise: bool, columnwise: bool
+) -> tuple[Any, Any]:
+    if len(pieces) > 1:  # of an output that nobody reads no kernel is made
+        return quantize_pieces_delayed(pieces, dim, scale, quantizer)  # type: ignore[no-any-return]
+    [x] = pieces
+    if rowwise and columnwise:
+        return quantize_rowcol_delayed(x, scale, quantizer)  # type: ignore[no-any-return]
+    if columnwise:
+        return None, quantize_delayed(x.t(), scale, quantizer)
+    return quantize_delayed(x, scale, quantizer), None
 
 
 def _linears(

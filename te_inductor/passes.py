@@ -11,7 +11,7 @@ from torch import fx
 from te_inductor import recipes
 from te_inductor.config import Options
 from te_inductor.diagnostics import Refusal, Report, Site
-from te_inductor.patterns import RULES, attention, delayed, merging
+from te_inductor.patterns import RULES, attention, delayed, merging, size_rule
 from te_inductor.patterns.bodies import Bodies
 from te_inductor.patterns.module_path import module_path
 from te_inductor.patterns.rule import Emit, Match, Rule, call_linears
@@ -27,6 +27,7 @@ class Candidate:
     match: Match
     fqn: str
     recipe: Recipe | None = None
+    by_policy: bool = False  # named by a policy entry
     refusal: Refusal | None = None
 
     @property
@@ -84,7 +85,7 @@ def resolve_policy(plan: Plan) -> None:
         candidate.recipe = default
         for glob, recipe in policy:
             if fnmatchcase(candidate.fqn, glob):
-                candidate.recipe = recipe
+                candidate.recipe, candidate.by_policy = recipe, True
                 used.add(glob)
                 break
     plan.report.unused_policy.extend(glob for glob, _ in policy if glob not in used)
@@ -98,6 +99,18 @@ def check_sites(plan: Plan) -> None:
             candidate.refusal = candidate.rule.check(candidate.match)
         if candidate.low and isinstance(candidate.recipe, DelayedScaling):
             candidate.refusal = delayed.refusal(candidate.match, bodies, plan.inputs)
+
+
+def weigh_sites(plan: Plan) -> None:
+    """Sites that would be slower in low precision stay as they are, unless the policy names them."""
+    by_input: dict[Any, list[Candidate]] = {}
+    for site in plan.candidates:
+        if site.low and not site.by_policy:
+            by_input.setdefault((site.match.x, site.recipe), []).append(site)
+    for (_, recipe), sites in by_input.items():
+        refusal = size_rule.refusal([site.match for site in sites], recipe)
+        for site in sites:
+            site.refusal = refusal
 
 
 def merge_sites(plan: Plan) -> None:

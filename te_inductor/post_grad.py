@@ -22,6 +22,10 @@ _SHARED = frozenset(
     {
         ops.quantize,
         ops.quantize_rowcol,
+        ops.current_scale,
+        ops.quantize_delayed,
+        ops.quantize_rowcol_delayed,
+        ops.quantize_pieces_delayed,
         aten.view.default,
         aten.reshape.default,
         aten._unsafe_view.default,
@@ -32,19 +36,19 @@ _SHARED = frozenset(
 )
 
 
-class ShareQuantizations(CustomGraphPass):  # type: ignore[misc]
-    """Replaces each repeated `_SHARED` node by the first. Runs after the user's own pass, if there is one.
+class Pass(CustomGraphPass):  # type: ignore[misc]
+    """A pass of ours where torch has room for one: it runs after the user's own, if there is one.
 
     Its `uuid` also stands in both compile caches for everything of ours that Inductor's key does not see: the lowerings.
     """
 
-    def __init__(self, user_pass: Callable[[fx.Graph], Any] | None = None) -> None:
-        self.user_pass = user_pass
+    def __init__(self, user_pass: Callable[[fx.Graph], Any] | None, ours: Callable[[fx.Graph], None]) -> None:
+        self.user_pass, self.ours = user_pass, ours
 
     def __call__(self, graph: fx.Graph) -> None:
         if self.user_pass is not None:
             self.user_pass(graph)
-        share(graph)
+        self.ours(graph)
 
     def uuid(self) -> Any:
         """None, which turns the cache off, where the user's pass has no identity."""
@@ -52,6 +56,13 @@ class ShareQuantizations(CustomGraphPass):  # type: ignore[misc]
             return package_hash()
         theirs = self.user_pass.uuid() if isinstance(self.user_pass, CustomGraphPass) else None
         return None if theirs is None else (package_hash(), theirs)
+
+
+class ShareQuantizations(Pass):
+    """Replaces each repeated `_SHARED` node by the first."""
+
+    def __init__(self, user_pass: Callable[[fx.Graph], Any] | None = None) -> None:
+        super().__init__(user_pass, share)
 
 
 def share(graph: fx.Graph) -> None:

@@ -111,20 +111,28 @@ def _cast_values(x: ir.TensorBox, scale: ir.TensorBox, quantizer: Quantizer) -> 
     missing = padded(columns) - columns
     if missing != 0:
         x = lowerings[aten.constant_pad_nd](x, [0, missing], 0.0)
+    saturates = _conversion_saturates(x.get_device_or_error())
     load = x.make_loader()
     load_scale = lowerings[aten.expand](scale, [rows, columns + missing]).make_loader()
 
     def inner(index):  # type: ignore[no-untyped-def]
         value = prims.mul(prims.to_dtype(load(index), torch.float32), load_scale(index))
-        high = prims.constant(quantizer.format.max, torch.float32)
-        low = prims.constant(-quantizer.format.max, torch.float32)
-        value = prims.where(prims.gt(value, high), high, value)
-        value = prims.where(prims.lt(value, low), low, value)
+        if not saturates:
+            high = prims.constant(quantizer.format.max, torch.float32)
+            low = prims.constant(-quantizer.format.max, torch.float32)
+            value = prims.where(prims.gt(value, high), high, value)
+            value = prims.where(prims.lt(value, low), low, value)
         return prims.to_dtype(value, quantizer.format.dtype)
 
     return ir.Pointwise.create(  # type: ignore[return-value]
         device=x.get_device(), dtype=quantizer.format.dtype, inner_fn=inner, ranges=[rows, columns + missing]
     )
+
+
+def _conversion_saturates(device: torch.device) -> bool:
+    """Whether fp32 to fp8 in generated code turns what is too large, infinity too, into the largest value and keeps NaN:
+    PTX's cvt.rn.satfinite, which Triton emits from compute capability 8.9 on, where our sites begin."""
+    return device.type == "cuda"
 
 
 def _freeze(box: ir.TensorBox) -> None:
@@ -160,11 +168,10 @@ def quantize_rowcol_delayed(x: ir.TensorBox, scale: ir.TensorBox, quantizer: Qua
     return _cast(x, scale, quantizer), _cast(lowerings[aten.permute](x, [1, 0]), scale, quantizer)
 
 
-@lowering(ops.quantize_pieces)
-def quantize_pieces(pieces: list[ir.TensorBox], dim: int, quantizer: Quantizer) -> tuple[ir.TensorBox, ...]:
+@lowering(ops.current_scale)
+def current_scale(pieces: list[ir.TensorBox], quantizer: Quantizer) -> tuple[ir.TensorBox, ...]:
     amaxes = [_amax_of_tensor(piece) for piece in pieces]
-    scale, scale_inv = _encode_scale(functools.reduce(lowerings[aten.maximum], amaxes), quantizer)
-    return *quantize_pieces_delayed(pieces, dim, scale, quantizer), scale_inv
+    return _encode_scale(functools.reduce(lowerings[aten.maximum], amaxes), quantizer)
 
 
 @lowering(ops.quantize_pieces_delayed)

@@ -3,19 +3,22 @@
 # Note [Tiles for casts]
 Inductor fuses a producer, its casts and both stores into one 2D pointwise kernel, and tries square tiles of 8 warps on it.
 Which tile is fast depends on how many tensors it reads, as each costs registers, and on the dimension in which they are
-contiguous: that one wants 128 or 256 elements. The amax of a tensor is a split reduction, which wants many loads in
-flight. Nothing else of a kernel changes here, and nothing is autotuned.
+contiguous: that one wants 128 elements. The amax of a tensor is a split reduction, which wants many loads in flight. Nothing
+else of a kernel changes here, and nothing is autotuned.
 
-Microseconds in the training step of docs/performance.md, before and with these tiles, beside the floor at copy bandwidth
-(H200, torch 2.11, triton 3.6, 2026-11-20). Timed alone on the same kernels, the casts' tiles are the best of 44 or within
-0.5% of it; the one tile for all amaxes is within 4% of the best of 46 for each::
+Microseconds of the kernels of docs/performance.md's training step under delayed scaling, each with row copy, column copy and
+amax (H200, torch 2.11, triton 3.6, 2026-11-21): 128 x 64 with 4 warps, the best of 8 tiles and the tile taken here::
 
-    cast 14336 x 4096                        88.5 (64 x 64, 4 warps)     62.9    55.6
-    SwiGLU + cast, 16384 x 14336            447.6 (64 x 64, 4 warps)    429.7   333.4
-    SwiGLU backward + 2 casts               730.3 (64 x 64, 4 warps)    661.2   555.7
-    amax 14336 x 4096                        44.8 (Inductor's)           34.4    27.8
-    amax of SwiGLU, 16384 x 14336           358.3 (Inductor's)          313.9   222.3
-    amaxes of SwiGLU backward               553.5 (Inductor's)          451.4   333.4
+                                    reads    4 warps     best     here
+    gradient, 16384 x 4096              1       69.2     68.9     68.9
+    RMSNorm, 16384 x 4096               1       97.4     79.3     79.3
+    residual + RMSNorm                  2      131.6     94.5     94.5
+    SwiGLU, 16384 x 14336               2      403.7    349.3    349.3
+    SwiGLU backward                     3      742.1    626.6    626.6
+    gate's and up's weights             2      150.0    142.5    147.2
+
+The one tile for all amaxes of current scaling is within 4% of the best of 46 for each (2026-11-20): 14336 x 4096 34.4 us
+where Inductor's takes 44.8, SwiGLU 313.9 (358.3), SwiGLU backward 451.4 (553.5).
 """
 
 from typing import Any
@@ -25,14 +28,16 @@ from torch._inductor.dependencies import MemoryDep
 from torch._inductor.virtualized import V
 
 from te_inductor import ops
-from te_inductor.recipes.formats import TENSOR
+from te_inductor.recipes.formats import ELEMENTS, TENSOR
 
 # By the number of whole tensors read: elements in the dimension in which they are contiguous, elements across, warps.
-CAST = {1: (128, 64, 4), 2: (256, 32, 8), 3: (128, 32, 8)}
+CAST = {1: (128, 64, 8), 2: (128, 64, 8), 3: (128, 32, 8)}
+FLAT = {"XBLOCK": 8192, "num_warps": 8}  # of a row copy and amax alone: a program looks for the largest of its elements
 AMAX = {"XBLOCK": 1, "R0_BLOCK": 4096, "num_warps": 16}
-# The ops that cast, and among them those that cast both ways with a scale that is known.
-CASTS = (ops.quantize, ops.quantize_rowcol, ops.quantize_pieces, ops.quantize_delayed)
-TWO_WAY = (ops.quantize_rowcol_delayed, ops.quantize_pieces_delayed)
+# The ops that cast or look for a scale, and among them those that cast both ways; the dtypes of copies.
+CASTS = (ops.quantize, ops.quantize_delayed, ops.current_scale)
+TWO_WAY = (ops.quantize_rowcol, ops.quantize_rowcol_delayed, ops.quantize_pieces_delayed)
+COPIES = {element.dtype for element in ELEMENTS.values()}
 AMAX_FROM = 8 * AMAX["R0_BLOCK"]  # elements a program reduces, below which Inductor's own choice stands
 
 
@@ -51,8 +56,8 @@ class Choices:
         return kernel_kwargs if tile is None else {**kernel_kwargs, "fixed_config": FixedTritonConfig(tile)}
 
     def can_fuse(self, scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
-        # A norm's reduction holds whole rows, from which a column copy cannot be written: what Inductor would fuse there of
-        # the rest leaves the column copy to a kernel of its own.
+        # A reduction over rows, a norm's or an amax's, holds whole rows, from which a column copy can only be written byte
+        # by byte; and what else Inductor would fuse there leaves the column copy to a kernel that reads the tensor again.
         if any(one.is_reduction() and cast_both_ways(other) for one, other in ((node1, node2), (node2, node1))):
             return False
         return self._inner.can_fuse(scheduler, node1, node2, shared_data_score)  # type: ignore[no-any-return]
@@ -64,10 +69,19 @@ class Choices:
 
 
 def cast_both_ways(node: Any) -> set[Any]:
-    """The tensors of the graph whose row copy, column copy or amax a scheduler node makes, where it wants one 2D tile."""
-    origins = [origin for part in node.get_nodes() if part.node for origin in part.node.get_origins()]
-    found = {x for o in origins if o.target in (*TWO_WAY, ops.record_amax) for x in _tensors(o.args[0])}
-    return {x for x in found if any(user.target in TWO_WAY for user in x.users)}
+    """The tensors of the graph whose row copy, column copy or recorded amax a scheduler node makes, where both copies are
+    made: that wants one 2D tile."""
+    found: set[Any] = set()
+    for part in node.get_nodes():
+        for origin in part.node.get_origins() if part.node else ():
+            if origin.target is ops.record_amax or (origin.target in TWO_WAY and _is_copy(part.node)):
+                found.update(x for x in _tensors(origin.args[0]) if any(user.target in TWO_WAY for user in x.users))
+    return found
+
+
+def _is_copy(buffer: Any) -> bool:
+    """And not a scale."""
+    return any(output.get_dtype() in COPIES for output in buffer.get_outputs())
 
 
 def _tensors(argument: Any) -> list[Any]:
@@ -86,9 +100,10 @@ def tile_of(features: Any, tiling: dict[str, Any]) -> dict[str, int] | None:
         long = dimensions == {"x", "r0_"} and V.graph.sizevars.statically_known_geq(tiling["r0_"], AMAX_FROM)
         # The amax of rows may run across the dimension in which the tensor is contiguous.
         return dict(AMAX) if long and TENSOR in scopes else None
-    if dimensions - {"r0_"} != {"x", "y"}:
-        return None
-    return _cast_tile(nodes, tiling)
+    if dimensions - {"r0_"} == {"x", "y"}:
+        return _cast_tile(nodes, tiling)
+    records = any(origin.target is ops.record_amax for origin in origins)
+    return dict(FLAT) if records and dimensions - {"r0_"} == {"x"} else None
 
 
 def _cast_tile(nodes: list[Any], tiling: dict[str, Any]) -> dict[str, int]:
@@ -96,7 +111,9 @@ def _cast_tile(nodes: list[Any], tiling: dict[str, Any]) -> dict[str, int]:
     whole = tiling["y"] * tiling["x"]
     deps = [dep for node in nodes for dep in node.read_writes.reads if isinstance(dep, MemoryDep)]
     reads = [dep for dep in deps if dep.get_numel() == whole]  # and not scales or weights of a norm
-    along, across, warps = CAST[min(max(len({dep.name for dep in reads}), 1), max(CAST))]
+    # Two slices of one buffer are two; the same slice read in either order of the loops is one.
+    slices = {(dep.name, dep.index.subs(dict.fromkeys(dep.var_names, 0))) for dep in reads}
+    along, across, warps = CAST[min(max(len(slices), 1), max(CAST))]
     outer = any(len(dep.var_names) == 2 and dep.index.coeff(dep.var_names[0]) == 1 for dep in reads)
     y, x = (along, across) if outer else (across, along)
     return {"XBLOCK": x, "YBLOCK": y, "num_warps": warps}

@@ -11,6 +11,7 @@ stays as it is: a view that merges rows, an in-place change, an output of the gr
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -58,7 +59,7 @@ def _may_be_a_slice(node: fx.Node, rows: Sequence[Any] | None) -> bool:
     """Whether nobody can tell that the last dimension of `node`, behind `rows`, is a slice; None: its dimensions have been
     reordered, so no view may merge any."""
     for user in node.users:
-        name = user.target if isinstance(user.target, str) else getattr(user.target, "__name__", "")
+        name = _name(user)
         if user.op == "output" or name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")):
             return False
         if name in _RESHAPES:
@@ -84,5 +85,25 @@ def rewrite(group: Sequence[Match], emit: Emit) -> None:
     first = group[0]
     with first.node.graph.inserting_before(first.node):
         made = emit(group, first.x, [match.weight for match in group])
+        # Attention keeps its operands for its backward, and a slice would keep the whole matrix.
+        clone = torch.ops.aten.clone.default
+        for place, match in enumerate(group):
+            if _is_kept(match.node):
+                made[place] = first.node.graph.call_function(
+                    clone, (made[place],), {"memory_format": torch.contiguous_format}
+                )
     for match, node in zip(group, made, strict=True):
         replace(match.node, node)
+
+
+def _is_kept(node: fx.Node) -> bool:
+    """Whether attention reads it without arithmetic in between."""
+    for user in node.users:
+        name = _name(user)
+        if "attention" in name or (name in _REORDERS | _RESHAPES and _is_kept(user)):
+            return True
+    return False
+
+
+def _name(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else str(getattr(node.target, "__name__", ""))

@@ -73,10 +73,12 @@ def quantize_rowcol_delayed(x: Tensor, scale: Tensor, quantizer: Quantizer) -> t
     return quantize_delayed(x, scale, quantizer), quantize_delayed(x.t(), scale, quantizer)
 
 
-def quantize_pieces(pieces: list[Tensor], dim: int, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
-    x = torch.cat(pieces, dim)
-    scale = _scale(x, quantizer)
-    return *quantize_pieces_delayed([x], dim, scale, quantizer), 1.0 / scale
+def current_scale(pieces: list[Tensor], quantizer: Quantizer) -> tuple[Tensor, Tensor]:
+    amaxes = [
+        piece.abs().amax().float() if piece.numel() else piece.new_zeros((), dtype=torch.float32) for piece in pieces
+    ]
+    scale = encode_scale(torch.stack(amaxes).amax(), quantizer)
+    return scale, 1.0 / scale
 
 
 def quantize_pieces_delayed(

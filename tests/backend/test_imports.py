@@ -18,6 +18,7 @@ ORDER = [
     {"ops"},
     {"templates"},
     {"lowerings", "post_grad"},
+    {"joint_graph"},
     {"patterns"},
     {"passes"},
     {"backend"},

@@ -1,0 +1,88 @@
+"""The pass on AOTAutograd's joint graph, before it is split into forward and backward: which copies the backward makes.
+
+The column copy of a linear layer's input serves its wgrad alone. Where that input is an activation, such as SwiGLU's, the
+backward reads what it was computed from anyway, for the activation's own gradient: written there, from the same read, the
+copy costs nothing and is not kept from forward to backward. (A norm's backward is a reduction over rows, from which a column
+copy cannot be written: that copy is kept.)
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from te_inductor import ops
+from te_inductor.post_grad import Pass
+
+_TWO_WAY = (ops.quantize_rowcol_delayed, ops.quantize_pieces_delayed)
+
+
+class RecomputeCopies(Pass):
+    """Marks such casts to be recomputed. Runs after the user's own pass, if there is one."""
+
+    def __init__(self, user_pass: Callable[[fx.Graph], Any] | None = None) -> None:
+        super().__init__(user_pass, mark)
+
+
+def mark(graph: fx.Graph) -> None:
+    backward = _after([node for node in graph.find_nodes(op="placeholder") if "tangent" in str(node.target)])
+    if not backward:
+        return
+    for node in graph.nodes:
+        if node.target in _TWO_WAY and node not in backward and "recompute" not in node.meta:
+            sources = node.args[0] if isinstance(node.args[0], list | tuple) else [node.args[0]]
+            if all(_is_activation(source, backward) for source in sources):
+                node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+
+
+def _after(starts: list[fx.Node]) -> set[fx.Node]:
+    """Everything that depends on one of `starts`, with them."""
+    found, pending = set(starts), list(starts)
+    while pending:
+        new = [user for user in pending.pop().users if user not in found]
+        found.update(new)
+        pending += new
+    return found
+
+
+def _is_activation(x: fx.Node, backward: set[fx.Node]) -> bool:
+    """Whether `x` is a pointwise function of tensors that the backward reads."""
+    chain, leaves = [x], set()
+    for node in chain:
+        for source in node.all_input_nodes:
+            if _is_pointwise(node) or _is_view(node):
+                if _is_pointwise(source) or _is_view(source):
+                    chain += [source] if source not in chain else []
+                elif isinstance(source.meta.get("val"), torch.Tensor):
+                    leaves.add(source)
+    computes = any(_is_pointwise(node) and not _is_cast(node) for node in chain)
+    return computes and all(_is_read(leaf, set(chain), backward) and not _is_statistic(leaf) for leaf in leaves)
+
+
+def _is_statistic(leaf: fx.Node) -> bool:
+    """Whether it is one number a row, as a norm's mean is."""
+    shape = leaf.meta["val"].shape
+    return len(shape) > 0 and isinstance(shape[-1], int) and shape[-1] == 1
+
+
+def _is_read(leaf: fx.Node, chain: set[fx.Node], backward: set[fx.Node]) -> bool:
+    """Whether the backward reads a leaf, or what the chain computes of it."""
+    return any(user in backward or (user in chain and _is_read(user, chain, backward)) for user in leaf.users)
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    return (isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags) or _is_cast(
+        node
+    )
+
+
+def _is_cast(node: fx.Node) -> bool:
+    return node.target is torch.ops.prims.convert_element_type.default
+
+
+def _is_view(node: fx.Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return getattr(node.target, "__name__", "") == "getitem" and _is_view(node.all_input_nodes[0])
+    return node.target.is_view
