@@ -98,7 +98,7 @@ def check_sites(plan: Plan) -> None:
         if candidate.recipe is not None:
             candidate.refusal = candidate.rule.check(candidate.match)
         if candidate.low and isinstance(candidate.recipe, DelayedScaling):
-            candidate.refusal = delayed.refusal(candidate.match, bodies, plan.inputs)
+            candidate.refusal = delayed.refusal(candidate.match, bodies)
 
 
 def weigh_sites(plan: Plan) -> None:

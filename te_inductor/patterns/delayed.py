@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import FakeTensor
 
 from te_inductor import ops
 from te_inductor.diagnostics import Refusal
@@ -79,31 +78,14 @@ def _text(constant: Any) -> str:
     return str(constant)
 
 
-def refusal(match: Match, bodies: Bodies, inputs: Sequence[Any]) -> Refusal | None:
+def refusal(match: Match, bodies: Bodies) -> Refusal | None:
     """Why a site can keep no state."""
     if not bodies.reaches(match.node.graph):
         return Refusal("delayed scaling inside a control-flow body, which its state does not reach")
     owner = owner_of(match.weight, bodies)
     if owner is None:
         return Refusal("delayed scaling keeps its state with a parameter, and the weight comes from none")
-    if is_stand_in(parameter(owner.parameter, bodies.root, inputs)):
-        return Refusal(
-            "delayed scaling keeps its state with the parameter, and this graph was compiled on a stand-in for it"
-            " (DistributedDataParallel: set torch._dynamo.config.optimize_ddp = False)"
-        )
     return None
-
-
-def is_stand_in(tensor: torch.Tensor) -> bool:
-    """Whether state kept with this tensor would be lost: the model holds another one."""
-    return isinstance(tensor, FakeTensor)
-
-
-def parameter(node: fx.Node, root: fx.GraphModule, inputs: Sequence[Any]) -> torch.Tensor:
-    """The tensor behind a parameter's node of the root's graph."""
-    if node.op == "get_attr":
-        return root.get_parameter(str(node.target))
-    return inputs[root.graph.find_nodes(op="placeholder").index(node)]  # type: ignore[no-any-return]
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """One rank of a training run: `python -m tests.backend.ranks RANK WORLD FILE '<recipe fields as JSON>' KIND`.
 
 Ranks see data of different magnitude, one of them a NaN in the second step. Prints one line of JSON: after each step, what
-the rank's tensors held and the state. KIND is "plain" or "ddp".
+the rank's tensors held and the state. KIND is "plain", "ddp" or "split ddp".
 """
 
 import json
@@ -22,15 +22,18 @@ def main(rank: int, world: int, file: str, fields: dict[str, Any], kind: str) ->
     class Model(torch.nn.Module):  # under DDP Dynamo compiles the frames of user code alone
         def __init__(self) -> None:
             super().__init__()
-            self.layer = torch.nn.Linear(32, 48)
+            self.layer, self.other = torch.nn.Linear(32, 48), torch.nn.Linear(48, 48)
 
         def forward(self, x):
-            return self.layer(x)
+            y = self.layer(x)
+            return y + 0 * self.other(y).nan_to_num()
 
     inner = Model()
-    model = torch.nn.parallel.DistributedDataParallel(inner) if kind == "ddp" else inner
+    dist._DEFAULT_FIRST_BUCKET_BYTES = 1
+    # DDP's own compiler pass splits the graph where buckets of gradients end, here at each parameter.
+    model = torch.nn.parallel.DistributedDataParallel(inner, bucket_cap_mb=1e-6) if kind != "plain" else inner
     options = {"recipe": DelayedScaling(amax_history_len=4, **fields), "fallback": "error"}
-    with torch._dynamo.config.patch(optimize_ddp=False):
+    with torch._dynamo.config.patch(optimize_ddp=kind == "split ddp"):
         run = torch.compile(model, backend="te", options=options)
         steps = []
         for step in range(3):

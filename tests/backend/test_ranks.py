@@ -47,7 +47,7 @@ def history(steps: list[dict], slot: str) -> list[float]:
     return steps[-1]["state"][f"{slot}.amax_history"]
 
 
-@pytest.mark.parametrize("kind", ["plain", "ddp"])
+@pytest.mark.parametrize("kind", ["plain", "ddp", "split ddp"])
 def test_amaxes_are_the_largest_of_all_ranks(kind, tmp_path):
     """Every rank ends each step with the same state. A rank's NaN hides no other rank's observation."""
     first, second = run(tmp_path, {}, kind)
