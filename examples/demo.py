@@ -35,7 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     settings = choose(args.device, args.steps, args.seed)
     corpus = standard_library()
-    recipe_arms = [Arm(f"te {recipe}", {"backend": "te", "options": {"recipe": recipe}}) for recipe in args.recipes]
+    recipe_arms = [
+        Arm(f"te {recipe}", {"backend": "te", "options": {"policy": {"*": recipe}}}) for recipe in args.recipes
+    ]
     arms = [EAGER, COMPILED, *recipe_arms]
     introduce(settings, corpus)
 

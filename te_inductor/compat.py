@@ -12,7 +12,7 @@ try:  # 2.15
 except ImportError:  # 2.11 needs the metaclass, 2.13 accepts it
     from torch._opaque_base import OpaqueBaseMeta as ConstantMeta
 
-__all__ = ["ConstantMeta", "compile_fx", "constant_type_name", "register_constant"]
+__all__ = ["ConstantMeta", "compile_fx", "constant_type_name", "has_block_scaled_mm", "register_constant"]
 
 
 def register_constant(cls: type) -> None:
@@ -27,6 +27,14 @@ def constant_type_name(cls: type) -> str:
     """The name by which a schema refers to a registered class."""
     name: str = opaque_object.get_opaque_type_name(cls)
     return name
+
+
+def has_block_scaled_mm(device: torch.device) -> bool:
+    """Whether torch._scaled_mm takes scales of 1 x 128 and 128 x 128 blocks there: cuBLASLt of CUDA 12.9 on Hopper."""
+    if torch.version.cuda is None or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    major, minor = torch.version.cuda.split(".")[:2]
+    return (int(major), int(minor)) >= (12, 9)
 
 
 def compile_fx(

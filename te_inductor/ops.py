@@ -1,7 +1,7 @@
 """The op set: fine-grained, functional ops whose graph Inductor can fuse, and the linear layer made of them.
 
 Low-precision copies are stored with the contraction dimension of their GEMM last, padded with zeros (see
-`quantizers.ALIGNMENT`). "Rowwise" is the copy with x's own layout; "columnwise" is its transpose, cast from x at the same
+`formats.Scope`). "Rowwise" is the copy with x's own layout; "columnwise" is its transpose, cast from x at the same
 read. Which GEMM uses which copy::
 
     fprop  y[M,N]  = x[M,K] wᵀ    x rowwise,  w rowwise
@@ -20,7 +20,6 @@ from te_inductor.compat import constant_type_name
 from te_inductor.errors import DoubleBackwardError
 from te_inductor.recipes import Gemm, Quantizer, Slots
 from te_inductor.recipes.delayed import ScaleUpdate
-from te_inductor.recipes.quantizers import padded
 from te_inductor.runtime import delayed, eager
 
 _QUANTIZER, _GEMM, _SLOTS, _UPDATE = (constant_type_name(cls) for cls in (Quantizer, Gemm, Slots, ScaleUpdate))
@@ -42,16 +41,16 @@ def _define(schema: str, implementation: Any, fake: Any = None) -> Any:
 def _quantize_fake(
     x: Tensor,  # (R, C)
     quantizer: Quantizer,
-) -> tuple[Tensor, Tensor]:  # data (R, pad(C)), scale_inv () or (R, 1)
+) -> tuple[Tensor, Tensor]:  # data (R, pad(C)), scale_inv as Scope.scale_shape says: (), (R, 1), ...
     rows, columns = x.shape
-    data = x.new_empty((rows, padded(columns)), dtype=quantizer.format.dtype)
-    return data, x.new_empty(quantizer.granularity.scale_shape(rows), dtype=torch.float32)
+    data = x.new_empty((rows, quantizer.padded(columns)), dtype=quantizer.format.dtype)
+    return data, x.new_empty(quantizer.granularity.scale_shape(rows, columns), dtype=torch.float32)
 
 
 def _quantize_rowcol_fake(
     x: Tensor,  # (R, C)
     quantizer: Quantizer,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # data (R, pad(C)), scale_inv, data_t (C, pad(R)), scale_inv_t () or (C, 1)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # data (R, pad(C)), scale_inv, data_t (C, pad(R)), scale_inv_t
     return *_quantize_fake(x, quantizer), *_quantize_fake(x.t(), quantizer)
 
 
@@ -95,7 +94,7 @@ def _read_scales_fake(
 
 def _dequantize_fake(
     data: Tensor,  # (R, C)
-    scale_inv: Tensor,  # () or (R, 1)
+    scale_inv: Tensor,  # of the shape that the quantizer's scope stores
     quantizer: Quantizer,
     dtype: torch.dtype,
 ) -> Tensor:
@@ -104,9 +103,9 @@ def _dequantize_fake(
 
 def _scaled_mm_fake(
     a: Tensor,  # (M, K), low precision
-    a_scale_inv: Tensor,  # () or (M, 1)
+    a_scale_inv: Tensor,  # (), (M, 1), or of the shape that gemm.scopes[0] stores
     b: Tensor,  # (N, K), low precision
-    b_scale_inv: Tensor,  # () or (N, 1)
+    b_scale_inv: Tensor,  # (), (N, 1), or of the shape that gemm.scopes[1] stores
     bias: Tensor | None,  # (N,)
     gemm: Gemm,
     out_dtype: torch.dtype,
@@ -256,7 +255,7 @@ def _copies(
 ) -> tuple[Any, Any, Any, Any]:
     """The low-precision copies that are asked for: data, scale_inv, data_t, scale_inv_t (None where not). One scale for the
     whole tensor is known beforehand or found here; finer ones belong to each copy."""
-    if quantizer.granularity.transposes:
+    if quantizer.granularity.whole:
         scale, scale_inv = (known.scale, known.scale_inv) if known else current_scale(pieces, quantizer)
         data, data_t = _casts(pieces, dim, scale, quantizer, rowwise, columnwise)
         return data, scale_inv, data_t, scale_inv

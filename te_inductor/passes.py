@@ -11,7 +11,7 @@ from torch import fx
 from te_inductor import recipes
 from te_inductor.config import Options
 from te_inductor.diagnostics import Refusal, Report, Site
-from te_inductor.patterns import RULES, attention, delayed, merging, size_rule
+from te_inductor.patterns import RULES, attention, delayed, merging, size_rule, support
 from te_inductor.patterns.bodies import Bodies
 from te_inductor.patterns.module_path import module_path
 from te_inductor.patterns.rule import Emit, Match, Rule, call_linears
@@ -96,7 +96,10 @@ def check_sites(plan: Plan) -> None:
     bodies = Bodies(plan.gm)
     for candidate in plan.candidates:
         if candidate.recipe is not None:
-            candidate.refusal = candidate.rule.check(candidate.match)
+            match = candidate.match
+            candidate.refusal = candidate.rule.check(match) or support.blocks(
+                candidate.recipe.slots(), support.value(match.weight), *match.sizes[1:]
+            )
         if candidate.low and isinstance(candidate.recipe, DelayedScaling):
             candidate.refusal = delayed.refusal(candidate.match, bodies)
 
@@ -167,7 +170,8 @@ def _delayed_sites(plan: Plan, sites: list[Candidate]) -> dict[DelayedScaling, d
 def _sites(candidate: Candidate, options: Options) -> list[Site]:
     recipe = "none" if candidate.recipe is None else candidate.recipe.name
     device = candidate.match.node.meta["example_value"].device
-    kernel = _gemm_kernel(device, options) if candidate.low else "high_precision"
+    blocked = candidate.recipe is not None and candidate.recipe.slots().fprop.blocked
+    kernel = _gemm_kernel(device, options, blocked) if candidate.low else "high_precision"
     reason = None if candidate.refusal is None else str(candidate.refusal)
     return [
         Site(candidate.fqn, candidate.rule.pattern, gemm, _plain(shapes), recipe, kernel, reason)
@@ -175,12 +179,13 @@ def _sites(candidate: Candidate, options: Options) -> list[Site]:
     ]
 
 
-def _gemm_kernel(device: torch.device, options: Options) -> str:
-    """cuBLASLt on CUDA, unless Inductor measures it against its Triton templates; generated code elsewhere."""
+def _gemm_kernel(device: torch.device, options: Options, blocked: bool) -> str:
+    """cuBLASLt on CUDA, unless Inductor measures it against its Triton templates (none is right for scales of blocks);
+    generated code elsewhere."""
     measured = "max-autotune" in (options.mode or "") or any(
         options.inductor.get(name) for name in ("max_autotune", "max_autotune_gemm")
     )
-    return "cublaslt" if device.type == "cuda" and not measured else "inductor"
+    return "cublaslt" if device.type == "cuda" and (blocked or not measured) else "inductor"
 
 
 def _plain(shapes: tuple[Any, int, int]) -> tuple[Any, int, int]:

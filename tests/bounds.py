@@ -3,17 +3,21 @@
 import torch
 from torch import Tensor
 
+from te_inductor.recipes import Gemm
+from te_inductor.runtime import reference
+
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # half a step, relative
 TINY = {torch.float32: 2.0**-150, torch.bfloat16: 2.0**-134, torch.float16: 2.0**-25}  # half a subnormal step
 
 
 def gemm_error(
     a: Tensor,  # (M, K) values of an element
-    a_scale_inv: Tensor,  # () or (M, 1)
+    a_scale_inv: Tensor,  # () or (M, 1), or of gemm.scopes[0]
     b: Tensor,  # (N, K) values of an element
-    b_scale_inv: Tensor,  # () or (N, 1)
+    b_scale_inv: Tensor,  # () or (N, 1), or of gemm.scopes[1]
     bias: Tensor | None,
     out_dtype: torch.dtype,
+    gemm: Gemm = Gemm("any"),  # noqa: B008 (a frozen constant)
 ) -> Tensor:  # (M, N)
     """The largest error of an fp32 GEMM of fp8 operands.
 
@@ -21,19 +25,38 @@ def gemm_error(
     each by a relative 2**-24 of a partial sum that is at most S = sum |a||b| [Higham, Accuracy and Stability, eq. 4.4].
     The scales cost two more roundings; their product may round as a subnormal. Then the result is rounded to
     `out_dtype`, the bias is, and their sum is.
+
+    With scales of blocks, applied to operands or to partial sums, each product is rounded at most three times: its two
+    operands (or its partial sum twice) and itself. An operand that is scaled may round as a subnormal, which its partner
+    in the product multiplies.
     """
     u, out = UNIT[torch.float32], UNIT[out_dtype]
-    scale = a_scale_inv.double() * b_scale_inv.double().t()
-    magnitudes = a.double().abs() @ b.double().abs().t()
-    total = magnitudes * scale
+    magnitudes, total = magnitudes_of(a, a_scale_inv, b, b_scale_inv, gemm)
     error = (a.shape[1] + 2) * u * total + TINY[torch.float32] * (magnitudes + 1)
-    result = ((a.double() @ b.double().t()) * scale).abs()
+    result = reference.scaled_mm(a, a_scale_inv, b, b_scale_inv, None, gemm).abs()
     error = (error + out * (result + error) + TINY[out_dtype]) * (1 + 2**-10)  # second order of K u, K <= 4096
     if bias is None:
         return error
     bias = bias.double().abs()
     error = error + out * bias
     return error + out * (result + bias + error)
+
+
+def magnitudes_of(
+    a: Tensor,
+    a_scale_inv: Tensor,
+    b: Tensor,
+    b_scale_inv: Tensor,
+    gemm: Gemm = Gemm("any"),  # noqa: B008
+) -> tuple[Tensor, Tensor]:  # both (M, N)
+    """What an absolute error in each scale is multiplied by, and the sum of magnitudes of the scaled products."""
+    a, b = a.double().abs(), b.double().abs()
+    total = reference.scaled_mm(a, a_scale_inv, b, b_scale_inv, None, gemm)
+    if not gemm.blocked:
+        return a @ b.t(), total
+    wide_a = reference.dequantize(a, a_scale_inv, gemm.scopes[0]).sum(1)
+    wide_b = reference.dequantize(b, b_scale_inv, gemm.scopes[1]).sum(1)
+    return wide_a[:, None] + wide_b[None, :] + a.shape[1], total
 
 
 def sum_error(x: Tensor, out_dtype: torch.dtype) -> Tensor:

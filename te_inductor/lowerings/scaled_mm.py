@@ -1,14 +1,18 @@
 """The low-precision GEMM: cuBLASLt or Inductor's Triton choices on CUDA, an exact fp32 GEMM on CPU."""
 
 import torch
-from torch._inductor import ir
+from torch._inductor import config, ir
 from torch._inductor.lowering import lowerings
+from torch._inductor.virtualized import V
+from torch.utils._sympy.functions import FloorDiv
 
-from te_inductor import ops
+from te_inductor import compat, ops
+from te_inductor.lowerings import blocks
 from te_inductor.lowerings.registry import lowering
 from te_inductor.recipes import Gemm
+from te_inductor.recipes.formats import ALIGNMENT
 from te_inductor.recipes.quantizers import padded
-from te_inductor.runtime.eager import ROW_SCALED_OUTPUT
+from te_inductor.runtime.eager import BLOCK_SCALES, ROW_SCALED_OUTPUT
 
 aten = torch.ops.aten
 convert = torch.ops.prims.convert_element_type
@@ -17,14 +21,18 @@ convert = torch.ops.prims.convert_element_type
 @lowering(ops.scaled_mm)
 def scaled_mm(
     a: ir.TensorBox,  # (M, K)
-    a_scale: ir.TensorBox,  # () or (M, 1)
+    a_scale: ir.TensorBox,  # (), (M, 1), or of the shape that gemm.scopes[0] stores
     b: ir.TensorBox,  # (N, K)
-    b_scale: ir.TensorBox,  # () or (N, 1)
+    b_scale: ir.TensorBox,  # (), (N, 1), or of the shape that gemm.scopes[1] stores
     bias: ir.TensorBox | None,
     gemm: Gemm,
     out_dtype: torch.dtype,
 ) -> ir.TensorBox:
-    if a.get_device_or_error().type == "cuda":
+    on_cuda = a.get_device_or_error().type == "cuda"
+    if gemm.blocked:
+        cuda = on_cuda and compat.has_block_scaled_mm(a.get_device_or_error())
+        return (_cuda_blocks if cuda else _exact_blocks)(a, a_scale, b, b_scale, bias, gemm, out_dtype)
+    if on_cuda:
         return _cuda(a, a_scale, b, b_scale, bias, gemm, out_dtype)
     # An fp8 value is exact in fp32, so this is the low-precision product up to the order of the fp32 sum.
     y = lowerings[aten.mm](lowerings[convert](a, torch.float32), _transposed(lowerings[convert](b, torch.float32)))
@@ -56,16 +64,56 @@ def _cuda(a, a_scale, b, b_scale, bias, gemm, out_dtype):  # type: ignore[no-unt
         b, b_scale = (
             lowerings[aten.constant_pad_nd](x, [0, 0, 0, missing], 0.0) if x.get_size() else x for x in (b, b_scale)
         )
-    fused_bias = bias if bias is not None and missing == 0 and bias.get_dtype() == out_dtype == torch.bfloat16 else None
+    return _library(a, a_scale, b, _transposed(b_scale), bias, gemm, out_dtype, rows)
+
+
+def _library(a, a_scale, b, b_scale, bias, gemm, out_dtype, columns):  # type: ignore[no-untyped-def]
+    """Inductor's lowering of aten._scaled_mm, and the first `columns` columns of its result."""
+    whole = b.get_size()[0] == columns
+    fused_bias = bias if bias is not None and whole and bias.get_dtype() == out_dtype == torch.bfloat16 else None
     y = lowerings[aten._scaled_mm.default](
-        a,
-        _transposed(b),
-        a_scale,
-        _transposed(b_scale),
-        fused_bias,
-        out_dtype=out_dtype,
-        use_fast_accum=gemm.fast_accum,
+        a, _transposed(b), a_scale, b_scale, fused_bias, out_dtype=out_dtype, use_fast_accum=gemm.fast_accum
     )
-    if missing != 0:
-        y = lowerings[aten.slice](y, 1, 0, rows)
+    if not whole:
+        y = lowerings[aten.slice](y, 1, 0, columns)
     return y if fused_bias is not None else _add(y, bias, out_dtype)
+
+
+def _exact_blocks(a, a_scale, b, b_scale, bias, gemm, out_dtype):  # type: ignore[no-untyped-def]
+    wide_a, wide_b = (
+        lowerings[aten.mul](lowerings[convert](x, torch.float32), blocks.spread(scale, scope, *x.get_size()))
+        for x, scale, scope in zip((a, b), (a_scale, b_scale), gemm.granularities, strict=True)
+    )
+    y = lowerings[aten.mm](wide_a, _transposed(wide_b))
+    return _add(lowerings[convert](y, out_dtype), bias, out_dtype)
+
+
+def _cuda_blocks(a, a_scale, b, b_scale, bias, gemm, out_dtype):  # type: ignore[no-untyped-def]
+    """Mirrors `eager._cuda_blocks`. Never Inductor's Triton template, which max-autotune would try: it reads scales of
+    blocks of one row as if those of one row lay beside each other (torch 2.13, triton_main_loop_scaled_mm.py.jinja)."""
+    rows, columns = a.get_size()[0], b.get_size()[0]
+    a_scope, b_scope = gemm.granularities
+    if V.graph.sizevars.statically_known_equals(a.get_size()[1], a_scope.alignment):  # one block: scales of rows
+        a_scale = _transposed(blocks.spread_rows(a_scale, a_scope, rows))
+        b_scale = _transposed(blocks.spread_rows(b_scale, b_scope, columns))
+        return _cuda(a, a_scale, b, b_scale, bias, gemm, out_dtype)
+    a, a_scale = _block_operand(a, a_scale, a_scope, BLOCK_SCALES)
+    b, b_scale = _block_operand(b, b_scale, b_scope, ALIGNMENT)
+    with config.patch(max_autotune=False, max_autotune_gemm=False):
+        y = _library(a, a_scale, b, _transposed(b_scale), bias, gemm, out_dtype, columns)
+    return y if a.get_size()[0] == rows else lowerings[aten.slice](y, 0, 0, rows)
+
+
+def _block_operand(x, scale, scope, alignment):  # type: ignore[no-untyped-def]
+    """Mirrors `eager._block_operand`. The pads fuse with the cast, or are not there."""
+    rows, missing = x.get_size()[0], 0
+    if not V.graph.sizevars.statically_known_multiple_of(rows, alignment):
+        missing = FloorDiv(rows + alignment - 1, alignment) * alignment - rows
+    if missing != 0:
+        x = lowerings[aten.constant_pad_nd](x, [0, 0, 0, missing], 0.0)
+    if not scope.row_last and V.graph.sizevars.statically_known_multiple_of(scale.get_size()[1], BLOCK_SCALES):
+        return x, scale
+    scale = blocks.spread_rows(scale, scope, rows)
+    if missing != 0:
+        scale = lowerings[aten.constant_pad_nd](scale, [0, missing], 0.0)
+    return x, _transposed(scale)

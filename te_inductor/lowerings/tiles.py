@@ -28,7 +28,8 @@ from torch._inductor.dependencies import MemoryDep
 from torch._inductor.virtualized import V
 
 from te_inductor import ops
-from te_inductor.recipes.formats import ELEMENTS, TENSOR
+from te_inductor.lowerings.blocks import loops_of
+from te_inductor.recipes.formats import ELEMENTS, TENSOR, Scope
 
 # By the number of whole tensors read: elements in the dimension in which they are contiguous, elements across, warps.
 CAST = {1: (128, 64, 8), 2: (128, 64, 8), 3: (128, 32, 8)}
@@ -42,7 +43,12 @@ AMAX_FROM = 8 * AMAX["R0_BLOCK"]  # elements a program reduces, below which Indu
 
 
 class Choices:
-    """Inductor's heuristics with our tiles; everything else is asked of the heuristics in force."""
+    """Inductor's heuristics with our tiles; everything else is asked of the heuristics in force.
+
+    A kernel of blocks of one row holds whole blocks in registers: one read of them serves amax and cast. Left alone,
+    Inductor loops over the 128 elements twice, because the scales' stores are strided or the reduction is an outer one, and
+    fuses both copies' casts away from their amaxes: Note [Loops of block copies].
+    """
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -60,7 +66,16 @@ class Choices:
         # by byte; and what else Inductor would fuse there leaves the column copy to a kernel that reads the tensor again.
         if any(one.is_reduction() and cast_both_ways(other) for one, other in ((node1, node2), (node2, node1))):
             return False
-        return self._inner.can_fuse(scheduler, node1, node2, shared_data_score)  # type: ignore[no-any-return]
+        loops = loops_of(node1), loops_of(node2)
+        if all(loops) and loops[0] != loops[1]:
+            return False
+        return bool(self._inner.can_fuse(scheduler, node1, node2, shared_data_score))
+
+    def should_use_persistent_reduction(self, features: Any, cooperative_reduction: bool) -> bool:
+        widths = {scope.block[1] for scope in _scopes(features) if scope.row_last}
+        if any(V.graph.sizevars.statically_known_equals(features.reduction_numel, width) for width in widths):
+            return True
+        return bool(self._inner.should_use_persistent_reduction(features, cooperative_reduction))
 
     def score_fusion(self, scheduler: Any, node1: Any, node2: Any) -> Any:
         """A sort key: both copies of a tensor find each other before either finds somebody else's kernel."""
@@ -74,14 +89,28 @@ def cast_both_ways(node: Any) -> set[Any]:
     found: set[Any] = set()
     for part in node.get_nodes():
         for origin in part.node.get_origins() if part.node else ():
-            if origin.target is ops.record_amax or (origin.target in TWO_WAY and _is_copy(part.node)):
+            if origin.target is ops.record_amax or (_wants_a_tile(origin) and _is_copy(part.node)):
                 found.update(x for x in _tensors(origin.args[0]) if any(user.target in TWO_WAY for user in x.users))
     return found
+
+
+def _wants_a_tile(origin: Any) -> bool:
+    """Both copies from one read; but copies with blocks of one row each join their amax (Note [Loops of block copies])."""
+    return origin.target in TWO_WAY and not origin.args[-1].granularity.row_last
 
 
 def _is_copy(buffer: Any) -> bool:
     """And not a scale."""
     return any(output.get_dtype() in COPIES for output in buffer.get_outputs())
+
+
+def _origins(features: Any) -> list[Any]:
+    return [origin for node in features.scheduler_nodes() for origin in node.node.get_origins()]
+
+
+def _scopes(features: Any) -> list[Scope]:
+    """Of the quantizations that a kernel is made of."""
+    return [o.args[-1].granularity for o in _origins(features) if o.target in (*CASTS, *TWO_WAY)]
 
 
 def _tensors(argument: Any) -> list[Any]:
@@ -90,9 +119,7 @@ def _tensors(argument: Any) -> list[Any]:
 
 def tile_of(features: Any, tiling: dict[str, Any]) -> dict[str, int] | None:
     """Our tile for a kernel that quantizes, None where Inductor's choice stands."""
-    nodes = list(features.scheduler_nodes())
-    origins = [origin for node in nodes for origin in node.node.get_origins()]
-    scopes = [o.args[-1].granularity for o in origins if o.target in (*CASTS, *TWO_WAY)]
+    scopes = _scopes(features)
     if not scopes:
         return None
     dimensions = set(tiling)
@@ -101,8 +128,8 @@ def tile_of(features: Any, tiling: dict[str, Any]) -> dict[str, int] | None:
         # The amax of rows may run across the dimension in which the tensor is contiguous.
         return dict(AMAX) if long and TENSOR in scopes else None
     if dimensions - {"r0_"} == {"x", "y"}:
-        return _cast_tile(nodes, tiling)
-    records = any(origin.target is ops.record_amax for origin in origins)
+        return _cast_tile(list(features.scheduler_nodes()), tiling)
+    records = any(origin.target is ops.record_amax for origin in _origins(features))
     return dict(FLAT) if records and dimensions - {"r0_"} == {"x"} else None
 
 
@@ -110,7 +137,9 @@ def _cast_tile(nodes: list[Any], tiling: dict[str, Any]) -> dict[str, int]:
     """A node of a 2D kernel iterates over (y, x); where its read has coefficient 1, the tensor is contiguous."""
     whole = tiling["y"] * tiling["x"]
     deps = [dep for node in nodes for dep in node.read_writes.reads if isinstance(dep, MemoryDep)]
-    reads = [dep for dep in deps if dep.get_numel() == whole]  # and not scales or weights of a norm
+    reads = [dep for dep in deps if dep.get_numel() == whole]  # and not weights of a norm
+    smaller = V.graph.sizevars.statically_known_lt
+    reads = [dep for dep in reads if not smaller(V.graph.get_numel(dep.name), whole)]  # nor scales of square blocks
     # Two slices of one buffer are two; the same slice read in either order of the loops is one.
     slices = {(dep.name, dep.index.subs(dict.fromkeys(dep.var_names, 0))) for dep in reads}
     along, across, warps = CAST[min(max(len(slices), 1), max(CAST))]

@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from te_inductor.patterns.rule import Emit, Match, Rule, replace
 from te_inductor.patterns.support import is_tensor, value
 from te_inductor.recipes import Recipe
-from te_inductor.recipes.quantizers import ALIGNMENT
+from te_inductor.recipes.formats import ALIGNMENT
 
 # What gives a view in which dimensions have other places, and what gives one in which they are split or merged.
 _REORDERS = frozenset("transpose permute unsqueeze getitem chunk split t mT movedim swapaxes select narrow".split())
@@ -45,7 +45,7 @@ def _kind(tensor: Any) -> tuple[Any, ...]:
 
 def _can_join(match: Match, recipe: Recipe) -> bool:
     slots = recipe.slots()
-    one_scale = all(q.granularity.transposes for q in (slots.input, slots.weight, slots.grad_output))
+    one_scale = all(q.granularity.whole for q in (slots.input, slots.weight, slots.grad_output))
     operands = [match.weight] if match.bias is None else [match.weight, match.bias]
     return (
         one_scale

@@ -5,7 +5,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from te_inductor import compat
 from te_inductor.diagnostics import Refusal
+from te_inductor.recipes import Slots
 from te_inductor.recipes.quantizers import padded
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -57,4 +59,22 @@ def sizes(m: Any, n: Any, k: Any) -> Refusal | None:
     work = padded(n) * padded(k) / (n * k)
     if work > MAX_PADDING:
         return Refusal("N=%d, K=%d would be padded to multiples of 16: %.2fx the work", n, k, work)
+    return None
+
+
+def blocks(slots: Slots, weight: torch.Tensor, n: int, k: int) -> Refusal | None:
+    """What scales of blocks ask for beyond the checks above."""
+    if not slots.fprop.blocked:
+        return None
+    if weight.device.type == "cuda" and not compat.has_block_scaled_mm(weight.device):
+        capability = torch.cuda.get_device_capability(weight.device)
+        return Refusal(
+            "scales of blocks want compute capability 9.0 and CUDA 12.9, here are %d.%d and %s",
+            *capability,
+            torch.version.cuda,
+        )
+    alignment = slots.input.granularity.alignment
+    work = (padded(n) * padded(k, alignment) + padded(n, alignment) * padded(k)) / (2 * n * k)  # fprop and dgrad
+    if work > MAX_PADDING:
+        return Refusal("N=%d, K=%d would be padded to multiples of %d: %.2fx the work", n, k, alignment, work)
     return None

@@ -1,17 +1,18 @@
 """Recipes: how a linear layer's tensors are stored and multiplied in low precision.
 
-Anywhere a recipe is expected, its name will do: ``"delayed"``, ``"current"``, ``"rowwise"``, ``"none"`` (leave the site in
-high precision) or ``"auto"`` (so far per-tensor current scaling, on every device).
+Anywhere a recipe is expected, its name will do: ``"delayed"``, ``"current"``, ``"rowwise"``, ``"block"``, ``"none"`` (leave
+the site in high precision) or ``"auto"`` (so far per-tensor current scaling, on every device).
 """
 
 from te_inductor.errors import RecipeError, unknown, wrong_type
 from te_inductor.recipes.delayed import DelayedScaling
 from te_inductor.recipes.formats import Format
 from te_inductor.recipes.quantizers import Gemm, MMParams, QParams, Quantizer
-from te_inductor.recipes.recipe import Float8CurrentScaling, Float8RowwiseScaling, Recipe, Slots
+from te_inductor.recipes.recipe import Float8BlockScaling, Float8CurrentScaling, Float8RowwiseScaling, Recipe, Slots
 
 __all__ = [
     "DelayedScaling",
+    "Float8BlockScaling",
     "Float8CurrentScaling",
     "Float8RowwiseScaling",
     "Format",
@@ -24,7 +25,7 @@ __all__ = [
     "resolve",
 ]
 
-_RECIPES: tuple[type[Recipe], ...] = (DelayedScaling, Float8CurrentScaling, Float8RowwiseScaling)
+_RECIPES: tuple[type[Recipe], ...] = (DelayedScaling, Float8CurrentScaling, Float8RowwiseScaling, Float8BlockScaling)
 _BY_NAME = {recipe.name: recipe for recipe in _RECIPES}
 NAMES = ("auto", "none", *_BY_NAME)
 

@@ -37,28 +37,65 @@ E5M2 = Element("e5m2", torch.float8_e5m2, max=57344.0, mantissa_bits=2, min_expo
 ELEMENTS = {element.name: element for element in (E4M3, E5M2)}
 
 
+# Both operands of a GEMM are stored with their contraction dimension last and padded with zeros to this many elements:
+# cuBLASLt's fp8 GEMM wants 16-byte rows. A zero contributes nothing to a sum, so padding is exact.
+ALIGNMENT = 16
+
+
 @dataclass(frozen=True)
 class Scope:
-    """Which elements of an (R, C) tensor share one scale: those that its amax is taken over."""
+    """Which elements of an (R, C) tensor share one scale: those of a block of it. A GEMM contracts C.
+
+    Blocks at the edge may be cut off. Scales are stored as the GEMM library reads them: () of the tensor, (R, 1) of its
+    rows; of blocks of whole columns of blocks (R/rows, C/columns), and of blocks of one row (C/columns, R), so that the
+    scales of all rows lie beside each other.
+    """
 
     name: str
-    reduced: tuple[int, ...]  # dimensions of the amax
-    transposes: bool  # the transpose has the same scales
+    block: tuple[int, int]  # its rows and columns; 0: all there are
+    alignment: int = ALIGNMENT  # what C is padded to
 
     @property
-    def keepdim(self) -> bool:
-        """Whether scales are laid out so as to broadcast along the reduced dimension."""
-        return not self.transposes
+    def transposes(self) -> bool:
+        """Whether the transpose has the same blocks, hence the transposed scales and the transposed values."""
+        return self.block[0] == self.block[1]
 
-    def scale_shape(self, rows: int) -> tuple[int, ...]:
-        """Of the scales of an (R, C) tensor: () or (R, 1), which broadcasts to it."""
-        return (rows, 1) if self.keepdim else ()
+    @property
+    def whole(self) -> bool:
+        """Whether the tensor has one scale."""
+        return self.block == (0, 0)
+
+    @property
+    def blocked(self) -> bool:
+        """Whether one row has several scales, so that a GEMM has to apply them inside its sum."""
+        return self.block[1] != 0
+
+    @property
+    def row_last(self) -> bool:
+        """Whether scales are stored (C/columns, R)."""
+        return self.blocked and self.block[0] == 1
+
+    def blocks(self, rows: int, columns: int) -> tuple[int, int]:
+        """How many blocks there are along each dimension; works on symbolic sizes."""
+        sizes = zip((rows, columns), self.block, strict=True)
+        down, across = ((size + block - 1) // block if block else 1 for size, block in sizes)
+        return down, across
+
+    def scale_shape(self, rows: int, columns: int) -> tuple[int, ...]:
+        """Of the stored scales of an (R, C) tensor."""
+        if self.whole:
+            return ()
+        down, across = self.blocks(rows, columns)
+        return (across, down) if self.row_last else (down, across)
 
 
-TENSOR = Scope("tensor", reduced=(0, 1), transposes=True)
-ROW = Scope("row", reduced=(1,), transposes=False)
+TENSOR = Scope("tensor", block=(0, 0))
+ROW = Scope("row", block=(1, 0))
+# cuBLASLt's K need only be a multiple of 16 here too; of 128 is what TransformerEngine asks for and what PyTorch tests.
+BLOCK_1X128 = Scope("1x128", block=(1, 128), alignment=128)
+BLOCK_128X128 = Scope("128x128", block=(128, 128), alignment=128)
 
-SCOPES = {scope.name: scope for scope in (TENSOR, ROW)}
+SCOPES = {scope.name: scope for scope in (TENSOR, ROW, BLOCK_1X128, BLOCK_128X128)}
 
 
 class Format(enum.Enum):

@@ -2,28 +2,26 @@
 
 import math
 
+import torch
+
 from te_inductor.errors import RecipeError, wrong_type
 from te_inductor.recipes.constants import Constant, constant
-from te_inductor.recipes.formats import ELEMENTS, SCOPES, Element, Scope
-
-# Both operands of a GEMM are stored with their contraction dimension last and padded with zeros to this many elements:
-# cuBLASLt's fp8 GEMM wants 16-byte rows. A zero contributes nothing to a sum, so padding is exact.
-ALIGNMENT = 16
+from te_inductor.recipes.formats import ALIGNMENT, ELEMENTS, SCOPES, Element, Scope
 
 
-def padded(size: int) -> int:
-    """`size` rounded up to a multiple of ALIGNMENT; works on symbolic sizes, and leaves known multiples as they are."""
-    return (size + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+def padded(size: int, alignment: int = ALIGNMENT) -> int:
+    """`size` rounded up to a multiple of `alignment`; works on symbolic sizes, and leaves known multiples as they are."""
+    return (size + alignment - 1) // alignment * alignment
 
 
 @constant
 class Quantizer(Constant):
-    """One fp32 scale for the whole tensor or for each of its rows, from the amax of those same values ("current" scaling).
+    """One fp32 scale for what a `Scope` says shares one, from the amax of those same values ("current" scaling).
 
     A copy is scaled along its own rows, and both copies of a tensor are cast from high precision: the columnwise copy of
-    an (R, C) tensor has C rows, hence C scales.
+    an (R, C) tensor has C rows, hence C scales, or C for each block of 128 of R.
 
-    Invariant: ``x ~= data.float() * scale_inv``, off by at most half a step of `element` where nothing saturates.
+    Invariant: ``x ~= data.float() * expand(scale_inv)``, off by at most half a step of `element` where nothing saturates.
 
     Source of the arithmetic: TransformerEngine, common/recipe/recipe_common.cuh; docs/numerics.md states it.
     """
@@ -31,7 +29,7 @@ class Quantizer(Constant):
     element: str  # "e4m3" or "e5m2"
     amax_epsilon: float = 0.0  # lower bound on amax
     power_2_scale: bool = False  # round the encode scale down to a power of two
-    scope: str = "tensor"  # what shares one scale: "tensor" or "row"
+    scope: str = "tensor"  # what shares one scale: a name in `formats.SCOPES`
 
     def __post_init__(self) -> None:
         for name, value, known in (("element", self.element, ELEMENTS), ("scope", self.scope, SCOPES)):
@@ -46,13 +44,32 @@ class Quantizer(Constant):
     def granularity(self) -> Scope:
         return SCOPES[self.scope]
 
+    def padded(self, columns: int) -> int:
+        """How many columns a copy of so many is stored with."""
+        return padded(columns, self.granularity.alignment)
+
+    def largest_scale(self, dtype: torch.dtype) -> float:
+        """What stands for an encode scale that is infinite, of a tensor of `dtype`."""
+        return torch.finfo(dtype if self.granularity.blocked else torch.float32).max
+
 
 @constant
 class Gemm(Constant):
-    """One of the three GEMMs of a linear layer, ``out[M, N] = a[M, K] @ b[N, K].T * a_scale_inv * b_scale_inv.T``."""
+    """One of the three GEMMs of a linear layer, ``out[M, N] = (a * a_scale_inv)[M, K] @ (b * b_scale_inv)[N, K].T``."""
 
     name: str  # "fprop", "dgrad", "wgrad"
     fast_accum: bool = False  # CUDA: accumulate in the tensor core's own precision instead of promoting to fp32
+    scopes: tuple[str, str] = ("tensor", "tensor")  # what shares one scale in a and in b
+
+    @property
+    def granularities(self) -> tuple[Scope, Scope]:
+        a, b = self.scopes
+        return SCOPES[a], SCOPES[b]
+
+    @property
+    def blocked(self) -> bool:
+        """Whether scales change along K."""
+        return any(scope.blocked for scope in self.granularities)
 
 
 @constant
@@ -67,8 +84,8 @@ class QParams(Constant):
             raise RecipeError(wrong_type("QParams.power_2_scale", self.power_2_scale, "a bool"))
         check_epsilon("QParams.amax_epsilon", self.amax_epsilon)
 
-    def quantizer(self, element: Element) -> Quantizer:
-        return Quantizer(element.name, float(self.amax_epsilon), self.power_2_scale)
+    def quantizer(self, element: Element, scope: str = "tensor") -> Quantizer:
+        return Quantizer(element.name, float(self.amax_epsilon), self.power_2_scale, scope)
 
 
 def check_epsilon(name: str, value: object) -> None:
@@ -88,5 +105,6 @@ class MMParams(Constant):
         if not isinstance(self.use_split_accumulator, bool):
             raise RecipeError(wrong_type("MMParams.use_split_accumulator", self.use_split_accumulator, "a bool"))
 
-    def gemm(self, name: str) -> Gemm:
-        return Gemm(name, fast_accum=not self.use_split_accumulator)
+    def gemm(self, name: str, a: str = "tensor", b: str = "tensor") -> Gemm:
+        """`a` and `b` are the scopes of the operands' scales."""
+        return Gemm(name, not self.use_split_accumulator, (a, b))

@@ -99,7 +99,67 @@ class Float8RowwiseScaling(Recipe):
             input=forward,
             weight=forward,
             grad_output=backward,
-            fprop=self.fp8_gemm_fprop.gemm("fprop"),
-            dgrad=self.fp8_gemm_dgrad.gemm("dgrad"),
-            wgrad=self.fp8_gemm_wgrad.gemm("wgrad"),
+            fprop=self.fp8_gemm_fprop.gemm("fprop", "row", "row"),
+            dgrad=self.fp8_gemm_dgrad.gemm("dgrad", "row", "row"),
+            wgrad=self.fp8_gemm_wgrad.gemm("wgrad", "row", "row"),
+        )
+
+
+@constant
+class Float8BlockScaling(Recipe):
+    """FP8 with one scale a block of 128 elements along the contraction (dimension 1) or of 128 x 128 (dimension 2).
+
+    Name, fields and defaults are TransformerEngine's, and so is what is refused: no GEMM library multiplies two operands
+    with 128 x 128 blocks, and scales that change along the contraction need the promotion to fp32 between blocks.
+    """
+
+    name: ClassVar[str] = "block"
+
+    fp8_format: Format = Format.E4M3
+    fp8_quant_fwd_inp: QParams = QParams(power_2_scale=True)
+    fp8_quant_fwd_weight: QParams = QParams(power_2_scale=True)
+    fp8_quant_bwd_grad: QParams = QParams(power_2_scale=True)
+    x_block_scaling_dim: int = 1
+    w_block_scaling_dim: int = 2
+    grad_block_scaling_dim: int = 1
+    fp8_gemm_fprop: MMParams = MMParams(use_split_accumulator=True)
+    fp8_gemm_dgrad: MMParams = MMParams(use_split_accumulator=True)
+    fp8_gemm_wgrad: MMParams = MMParams(use_split_accumulator=True)
+
+    _SCOPES: ClassVar[dict[int, str]] = {1: "1x128", 2: "128x128"}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        dims = {
+            f"{tensor}_block_scaling_dim": getattr(self, f"{tensor}_block_scaling_dim") for tensor in ("x", "w", "grad")
+        }
+        for name, dim in dims.items():
+            if isinstance(dim, bool) or dim not in self._SCOPES:
+                raise RecipeError(f"Float8BlockScaling.{name} is {dim}, expected 1 (1 x 128) or 2 (128 x 128)")
+        square = [name for name, dim in dims.items() if dim == 2]
+        if len(square) > 1:
+            raise RecipeError(
+                f"Float8BlockScaling: {' and '.join(square)} are 2, expected at most one of them, as no library multiplies "
+                f"two operands with 128 x 128 blocks; set {square[0]}=1"
+            )
+        for name in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):
+            if not getattr(self, name).use_split_accumulator:
+                raise RecipeError(
+                    f"Float8BlockScaling.{name} has use_split_accumulator=False, expected True: block scales are applied "
+                    "where partial sums are promoted to fp32; leave the field out"
+                )
+
+    def slots(self) -> Slots:
+        forward, backward = self.fp8_format.forward, self.fp8_format.backward
+        x, w, grad = (
+            self._SCOPES[dim]
+            for dim in (self.x_block_scaling_dim, self.w_block_scaling_dim, self.grad_block_scaling_dim)
+        )
+        return Slots(
+            input=self.fp8_quant_fwd_inp.quantizer(forward, x),
+            weight=self.fp8_quant_fwd_weight.quantizer(forward, w),
+            grad_output=self.fp8_quant_bwd_grad.quantizer(backward, grad),
+            fprop=self.fp8_gemm_fprop.gemm("fprop", x, w),
+            dgrad=self.fp8_gemm_dgrad.gemm("dgrad", grad, w),
+            wgrad=self.fp8_gemm_wgrad.gemm("wgrad", grad, x),
         )

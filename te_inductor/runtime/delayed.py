@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from te_inductor.recipes.delayed import ScaleUpdate
-from te_inductor.runtime.eager import FP32_MAX
 
 FP32_TINY = torch.finfo(torch.float32).tiny  # a smaller scale has no finite reciprocal
+FP32_MAX = torch.finfo(torch.float32).max
 
 
 def read_scales(scales: list[Tensor]) -> list[Tensor]:

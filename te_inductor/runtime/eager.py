@@ -8,9 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from te_inductor.recipes.quantizers import ALIGNMENT, Gemm, Quantizer, padded
+from te_inductor import compat
+from te_inductor.recipes.formats import ALIGNMENT, ROW, Scope
+from te_inductor.recipes.quantizers import Gemm, Quantizer, padded
+from te_inductor.runtime import blocks
 
-FP32_MAX = torch.finfo(torch.float32).max
 # Clearing the mantissa of a positive fp32 value rounds it down to a power of two.
 EXPONENT_MASK = 0x7F800000
 # The only output that torch._scaled_mm gives of operands with a scale a row, on every device (aten/.../ScaledBlas.cpp, torch
@@ -18,14 +20,17 @@ EXPONENT_MASK = 0x7F800000
 # fp32 and the scales are multiplied there: one more pass over the output, which Inductor fuses with its reader, and no
 # rounding to bf16 on the way.
 ROW_SCALED_OUTPUT = torch.bfloat16
+# cuBLASLt reads scales of blocks in units of 16 bytes: four rows of blocks of one row, four blocks along K of square ones.
+BLOCK_SCALES = 4
 
 
-def encode_scale(amax: Tensor, quantizer: Quantizer) -> Tensor:
-    """The fp32 factors that map `amax` (any shape, fp32) to the element's largest value."""
+def encode_scale(amax: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Tensor:
+    """The fp32 factors that map `amax` (any shape, fp32), of a tensor of `dtype`, to the element's largest value."""
     amax = amax.clamp(min=quantizer.amax_epsilon)
     # Tensor by tensor: torch evaluates `number / tensor` as a product with the reciprocal, which rounds twice.
     scale = torch.full_like(amax, quantizer.format.max) / amax
-    scale = torch.where((amax > 0) & (amax < torch.inf), scale, 1.0).clamp(max=FP32_MAX)
+    scale = torch.where((amax > 0) & (amax < torch.inf), scale, 1.0)
+    scale = torch.where(scale.isinf(), quantizer.largest_scale(dtype), scale)
     if quantizer.power_2_scale:
         scale = (scale.view(torch.int32) & EXPONENT_MASK).view(torch.float32)
     return scale
@@ -37,22 +42,23 @@ def cast(x: Tensor, scale: Tensor, quantizer: Quantizer) -> Tensor:
     return (x.float() * scale).clamp(-limit, limit).to(quantizer.format.dtype)
 
 
-def _pad_columns(x: Tensor) -> Tensor:
-    missing = padded(x.shape[1]) - x.shape[1]
-    return F.pad(x, (0, missing)) if missing else x
-
-
 def _scale(x: Tensor, quantizer: Quantizer) -> Tensor:
     scope = quantizer.granularity
-    if x.numel():
-        amax = x.abs().amax(scope.reduced, keepdim=scope.keepdim).float()
+    shape = scope.scale_shape(*x.shape)
+    if x.numel() == 0:
+        amax = x.new_zeros(shape, dtype=torch.float32)
+    elif scope.blocked:
+        amax = blocks.amax(x, scope).float()
     else:
-        amax = x.new_zeros(scope.scale_shape(x.shape[0]), dtype=torch.float32)
-    return encode_scale(amax, quantizer)
+        amax = x.abs().amax((1,) if scope is ROW else (0, 1)).float().view(shape)
+    return encode_scale(amax, quantizer, x.dtype)
 
 
 def _quantized(x: Tensor, scale: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
-    return quantize_delayed(x, scale, quantizer), 1.0 / scale
+    missing = quantizer.padded(x.shape[1]) - x.shape[1]
+    x = F.pad(x, (0, missing)) if missing else x
+    each = blocks.spread(scale, quantizer.granularity, x.shape)
+    return cast(x, each, quantizer).contiguous(), 1.0 / scale
 
 
 def quantize(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
@@ -61,12 +67,12 @@ def quantize(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
 
 def quantize_rowcol(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     scale = _scale(x, quantizer)
-    scale_t = scale if quantizer.granularity.transposes else _scale(x.t(), quantizer)
+    scale_t = scale.t().contiguous() if quantizer.granularity.transposes else _scale(x.t(), quantizer)
     return *_quantized(x, scale, quantizer), *_quantized(x.t(), scale_t, quantizer)
 
 
 def quantize_delayed(x: Tensor, scale: Tensor, quantizer: Quantizer) -> Tensor:
-    return cast(_pad_columns(x), scale, quantizer).contiguous()
+    return _quantized(x, scale, quantizer)[0]
 
 
 def quantize_rowcol_delayed(x: Tensor, scale: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
@@ -77,7 +83,7 @@ def current_scale(pieces: list[Tensor], quantizer: Quantizer) -> tuple[Tensor, T
     amaxes = [
         piece.abs().amax().float() if piece.numel() else piece.new_zeros((), dtype=torch.float32) for piece in pieces
     ]
-    scale = encode_scale(torch.stack(amaxes).amax(), quantizer)
+    scale = encode_scale(torch.stack(amaxes).amax(), quantizer, pieces[0].dtype)
     return scale, 1.0 / scale
 
 
@@ -88,7 +94,7 @@ def quantize_pieces_delayed(
 
 
 def dequantize(data: Tensor, scale_inv: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Tensor:
-    return (data.float() * scale_inv).to(dtype).contiguous()
+    return (data.float() * blocks.spread(scale_inv, quantizer.granularity, data.shape)).to(dtype).contiguous()
 
 
 def scaled_mm(
@@ -100,13 +106,22 @@ def scaled_mm(
     gemm: Gemm,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    if a.device.type == "cuda":
-        y = _cuda(a, a_scale, b, b_scale, gemm, out_dtype)
+    if a.device.type == "cuda" and (not gemm.blocked or (a.numel() and compat.has_block_scaled_mm(a.device))):
+        y = (_cuda_blocks if gemm.blocked else _cuda)(a, a_scale, b, b_scale, gemm, out_dtype)
     else:
         with torch.autocast(a.device.type, enabled=False):  # the op may run inside the user's autocast region
-            y = ((a.float() @ b.float().t()) * (a_scale * b_scale.t())).to(out_dtype)
+            y = _exact(a, a_scale, b, b_scale, gemm).to(out_dtype)
     y = y if bias is None else y + bias.to(out_dtype)
     return y.contiguous()
+
+
+def _exact(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, gemm: Gemm) -> Tensor:
+    """In fp32, of which the elements' values are exact values."""
+    if not gemm.blocked:
+        return (a.float() @ b.float().t()) * (a_scale * b_scale.t())
+    pairs = zip((a, b), (a_scale, b_scale), gemm.granularities, strict=True)
+    wide_a, wide_b = (x.float() * blocks.spread(scale, scope, x.shape) for x, scale, scope in pairs)
+    return wide_a @ wide_b.t()
 
 
 def _cuda(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, gemm: Gemm, out_dtype: torch.dtype) -> Tensor:
@@ -114,16 +129,42 @@ def _cuda(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, gemm: Gemm, ou
         one = torch.ones((), device=a.device)
         return (_cuda(a, one, b, one, gemm, torch.float32) * (a_scale * b_scale.t())).to(out_dtype)
     rows = b.shape[0]
-    if rows % ALIGNMENT:  # cuBLASLt's N
-        b, b_scale = _pad_rows(b), _pad_rows(b_scale)
+    b = _pad_rows(b, ALIGNMENT)  # cuBLASLt's N
+    if b_scale.dim():
+        b_scale = _pad_rows(b_scale, ALIGNMENT)
     y = torch._scaled_mm(
         a, b.t(), scale_a=a_scale, scale_b=b_scale.t(), out_dtype=out_dtype, use_fast_accum=gemm.fast_accum
     )
     return y[:, :rows]
 
 
-def _pad_rows(x: Tensor) -> Tensor:
-    """`x` (R, C) with zeros below, to a multiple of ALIGNMENT; a scalar as it is. Bytes, as no pad kernel knows fp8."""
-    if x.dim() == 0:
-        return x
-    return F.pad(x.view(torch.uint8), (0, 0, 0, padded(x.shape[0]) - x.shape[0])).view(x.dtype)
+def _cuda_blocks(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, gemm: Gemm, out_dtype: torch.dtype) -> Tensor:
+    """cuBLASLt's GEMM of operands with scales of blocks, which PyTorch tells apart by their shapes."""
+    m, n = a.shape[0], b.shape[0]
+    a_scope, b_scope = gemm.granularities
+    if a.shape[1] == a_scope.alignment:  # one block: scales of rows, which PyTorch would take these for
+        a_scale = blocks.spread_rows(a_scale, a_scope, m).reshape(-1, 1)
+        b_scale = blocks.spread_rows(b_scale, b_scope, n).reshape(-1, 1)
+        return _cuda(a, a_scale, b, b_scale, gemm, out_dtype)
+    a, a_scale = _block_operand(a, a_scale, a_scope, BLOCK_SCALES)
+    b, b_scale = _block_operand(b, b_scale, b_scope, ALIGNMENT)
+    y = torch._scaled_mm(a, b.t(), scale_a=a_scale, scale_b=b_scale.t(), out_dtype=out_dtype)
+    return y[:m, :n]
+
+
+def _block_operand(x: Tensor, scale: Tensor, scope: Scope, alignment: int) -> tuple[Tensor, Tensor]:
+    """Rows padded to `alignment`, and scales as torch._scaled_mm wants them of the left operand: (R, K/128) with rows
+    contiguous, or (R/128, K/128)."""
+    rows = x.shape[0]
+    x = _pad_rows(x, alignment)
+    # Where four do not divide K/128, PyTorch's versions disagree on the stride of square blocks' scales, and one is wrong.
+    if not scope.row_last and scale.shape[1] % BLOCK_SCALES == 0:
+        return x, scale
+    scale = blocks.spread_rows(scale, scope, rows)
+    return x, (scale if rows == x.shape[0] else F.pad(scale, (0, x.shape[0] - rows))).t()
+
+
+def _pad_rows(x: Tensor, alignment: int) -> Tensor:
+    """`x` (R, C) with zeros below, to a multiple of `alignment`. Bytes, as no pad kernel knows fp8."""
+    missing = padded(x.shape[0], alignment) - x.shape[0]
+    return F.pad(x.view(torch.uint8), (0, 0, 0, missing)).view(x.dtype) if missing else x

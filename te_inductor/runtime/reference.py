@@ -1,6 +1,6 @@
 """The float64 oracle: what every kernel of this package is held to, written a second time from docs/numerics.md.
 
-It shares the formats (`recipes/formats.py`), the alignment and the recipe fields with the rest of the package, and no
+It shares the formats (`recipes/formats.py`), their alignment and the recipe fields with the rest of the package, and no
 arithmetic: casts take values apart into exponent and mantissa, scales are computed as Python floats, sums are float64.
 Values of a low-precision tensor, and scales, are returned as float64 tensors that hold exactly the values of the element
 and of fp32.
@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from te_inductor.recipes import DelayedScaling, Quantizer, Recipe
-from te_inductor.recipes.formats import Element
-from te_inductor.recipes.quantizers import ALIGNMENT
+from te_inductor.recipes import DelayedScaling, Gemm, Quantizer, Recipe
+from te_inductor.recipes.formats import SCOPES, Element
 
 _FP32_MAX = (2 - 2.0**-23) * 2.0**127
 _FP32_TINY = 2.0**-126  # smallest normal
+_LARGEST = {torch.bfloat16: (2 - 2.0**-7) * 2.0**127, torch.float16: 65504.0}
+_TENSOR = Gemm("any")  # one scale for each operand, or one for each of its rows
 
 
 def round_to_element(
@@ -48,8 +49,10 @@ def _fp32(value: float) -> float:
     return torch.tensor(value, dtype=torch.float64).to(torch.float32).item()
 
 
-def encode_scale(amax: float, quantizer: Quantizer) -> float:
+def encode_scale(amax: float, quantizer: Quantizer, dtype: torch.dtype = torch.float32) -> float:
     """The fp32 factor that maps `amax` to the element's largest value; 1 where amax is 0, inf or NaN.
+
+    An infinite quotient becomes the largest fp32 value, or that of the tensor's `dtype` where blocks have the scales.
 
     Source: TransformerEngine, common/recipe/recipe_common.cuh, compute_scale_from_amax.
     """
@@ -58,7 +61,9 @@ def encode_scale(amax: float, quantizer: Quantizer) -> float:
         amax = epsilon
     if not (math.isfinite(amax) and amax > 0):
         return 1.0
-    scale = min(_fp32(quantizer.format.max / amax), _FP32_MAX)
+    scale = _fp32(quantizer.format.max / amax)
+    if scale == math.inf:
+        scale = _LARGEST.get(dtype, _FP32_MAX) if quantizer.scope in ("1x128", "128x128") else _FP32_MAX
     if quantizer.power_2_scale:
         _, exponent = math.frexp(scale)
         scale = math.ldexp(0.5, exponent)
@@ -73,15 +78,45 @@ def _amaxes(rows: Tensor) -> list[float]:
     return torch.where(rows.isnan().any(1), math.nan, amaxes).tolist()  # type: ignore[no-any-return]
 
 
+def _blocks(x: Tensor, scope: str) -> Tensor:  # (blocks, elements of a block)
+    """The blocks in the order of rows; where one is cut off, zeros, which change no amax that counts."""
+    if scope == "tensor":
+        return x.reshape(1, -1)
+    if scope == "row":
+        return x
+    if scope == "1x128":
+        whole = _padded(x, 1, 128)
+        return whole.reshape(whole.numel() // 128, 128)
+    whole = _padded(x, 128, 128)
+    squares = whole.reshape(whole.shape[0] // 128, 128, whole.shape[1] // 128, 128).transpose(1, 2)
+    return squares.reshape(whole.numel() // 128**2, 128**2)
+
+
 def encode_scales(
     x: Tensor,  # (R, C)
     quantizer: Quantizer,
-) -> Tensor:  # () or (R, 1) float64
-    """The factors of the tensor or of each of its rows."""
-    per_row = quantizer.scope == "row"
-    scales = [encode_scale(amax, quantizer) for amax in _amaxes(x if per_row else x.reshape(1, -1))]
-    made = torch.tensor(scales, dtype=torch.float64)
-    return made.reshape(-1, 1) if per_row else made.reshape(())
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:  # (), (R, 1), (C/128, R) or (R/128, C/128), float64
+    """The factors of the blocks that the scope says, of a tensor that was of `dtype`."""
+    scope = quantizer.scope
+    scales = [encode_scale(amax, quantizer, dtype) for amax in _amaxes(_blocks(x, scope))]
+    made, across = torch.tensor(scales, dtype=torch.float64), -(-x.shape[1] // 128)
+    if scope == "1x128":
+        return made.reshape(x.shape[0], across).t().contiguous()
+    return made.reshape({"tensor": (), "row": (x.shape[0], 1), "128x128": (-(-x.shape[0] // 128), across)}[scope])
+
+
+def spread(
+    scale: Tensor,  # (), (R, 1), (C/128, R) or (R/128, C/128)
+    scope: str,
+    rows: int,
+    columns: int,
+) -> Tensor:  # broadcasts to (R, C)
+    """The scale of each element."""
+    row, column = torch.arange(rows)[:, None], torch.arange(columns)[None, :]
+    if scope == "1x128":
+        return scale[column // 128, row]
+    return scale[row // 128, column // 128] if scope == "128x128" else scale
 
 
 def _cast(x: Tensor, scale: Tensor, quantizer: Quantizer) -> Tensor:
@@ -90,48 +125,53 @@ def _cast(x: Tensor, scale: Tensor, quantizer: Quantizer) -> Tensor:
     return round_to_element(product, quantizer.format)
 
 
-def _pad_columns(x: Tensor) -> Tensor:
-    rows, columns = x.shape
-    wide = x.new_zeros((rows, -(-columns // ALIGNMENT) * ALIGNMENT))
-    wide[:, :columns] = x
-    return wide
+def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
+    """x with zeros below and to its right, up to multiples of `rows` and `columns`."""
+    whole = x.new_zeros((-(-x.shape[0] // rows) * rows, -(-x.shape[1] // columns) * columns))
+    whole[: x.shape[0], : x.shape[1]] = x
+    return whole
 
 
 def quantize(
     x: Tensor,  # (R, C)
     quantizer: Quantizer,
-) -> tuple[Tensor, Tensor]:  # data (R, C padded to 16) float64, scale_inv () or (R, 1) float64
-    """Current scaling. ``x ~= data[:, :C] * scale_inv``."""
-    x = x.float()
-    scale = encode_scales(x, quantizer)
-    return _pad_columns(_cast(x, scale, quantizer)), (1.0 / scale).to(torch.float32).double()
+) -> tuple[Tensor, Tensor]:  # data (R, C padded to 16 or 128) float64, scale_inv as `encode_scales` has them
+    """Current scaling. ``x ~= data[:, :C] * spread(scale_inv)[:, :C]``."""
+    scale = encode_scales(x.float(), quantizer, x.dtype)
+    data = _cast(x.float(), spread(scale, quantizer.scope, *x.shape), quantizer)
+    return _padded(data, 1, SCOPES[quantizer.scope].alignment), (1.0 / scale).to(torch.float32).double()
 
 
 def quantize_rowcol(
     x: Tensor,  # (R, C)
     quantizer: Quantizer,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # data (R, C padded), scale_inv, data_t (C, R padded), scale_inv_t
-    """The tensor and its transpose, each quantized by itself; a scale of the whole tensor is the same for both."""
+    """The tensor and its transpose, each quantized by itself; scales of the tensor or of squares are the same for both."""
     return *quantize(x, quantizer), *quantize(x.t(), quantizer)
 
 
 def dequantize(
     data: Tensor,  # (R, C) values of an element
-    scale_inv: Tensor,  # () or (R, 1)
+    scale_inv: Tensor,  # of the scope
+    scope: str = "tensor",
 ) -> Tensor:  # (R, C) float64
     """Exact: 4 bits times 24."""
-    return data.double() * scale_inv.double()
+    return data.double() * spread(scale_inv.double(), scope, *data.shape)
 
 
 def scaled_mm(
     a: Tensor,  # (M, K) values of an element
-    a_scale_inv: Tensor,  # () or (M, 1)
+    a_scale_inv: Tensor,  # () or (M, 1), or of gemm.scopes[0]
     b: Tensor,  # (N, K) values of an element
-    b_scale_inv: Tensor,  # () or (N, 1)
+    b_scale_inv: Tensor,  # () or (N, 1), or of gemm.scopes[1]
     bias: Tensor | None = None,  # (N,)
+    gemm: Gemm = _TENSOR,
 ) -> Tensor:  # (M, N) float64
-    """``a @ b.T * a_scale_inv * b_scale_inv.T + bias``."""
-    y = (a.double() @ b.double().t()) * a_scale_inv.double() * b_scale_inv.double().t()
+    """``(a * a_scale_inv) @ (b * b_scale_inv).T + bias``, scales outside where they do not change along K."""
+    if gemm.blocked:
+        y = dequantize(a, a_scale_inv, gemm.scopes[0]) @ dequantize(b, b_scale_inv, gemm.scopes[1]).t()
+    else:
+        y = (a.double() @ b.double().t()) * a_scale_inv.double() * b_scale_inv.double().t()
     return y if bias is None else y + bias.double()
 
 
@@ -158,7 +198,7 @@ def linear_forward(
 ) -> Tensor:  # (M, N) float64
     """The first of `linear`'s results."""
     slots = recipe.slots()
-    return scaled_mm(*quantize(x, slots.input), *quantize(weight, slots.weight), bias)
+    return scaled_mm(*quantize(x, slots.input), *quantize(weight, slots.weight), bias, slots.fprop)
 
 
 def linear_backward(
@@ -172,8 +212,8 @@ def linear_backward(
     g, g_scale_inv, g_t, g_t_scale_inv = quantize_rowcol(dy, slots.grad_output)
     _, _, x_t, x_scale_inv = quantize_rowcol(x, slots.input)
     _, _, w_t, w_scale_inv = quantize_rowcol(weight, slots.weight)
-    dx = scaled_mm(g, g_scale_inv, w_t, w_scale_inv)
-    dw = scaled_mm(g_t, g_t_scale_inv, x_t, x_scale_inv)
+    dx = scaled_mm(g, g_scale_inv, w_t, w_scale_inv, None, slots.dgrad)
+    dw = scaled_mm(g_t, g_t_scale_inv, x_t, x_scale_inv, None, slots.wgrad)
     return dx, dw, dy.double().sum(0)
 
 
@@ -231,4 +271,6 @@ def quantize_known(
 ) -> tuple[Tensor, Tensor]:  # data (R, C padded to 16) float64, scale_inv () float64
     """A cast with a scale that was known before x was."""
     known = torch.tensor(scale, dtype=torch.float64)
-    return _pad_columns(_cast(x.float(), known, quantizer)), (1.0 / known).to(torch.float32).double()
+    return _padded(_cast(x.float(), known, quantizer), 1, SCOPES[quantizer.scope].alignment), (1.0 / known).to(
+        torch.float32
+    ).double()

@@ -8,7 +8,14 @@ from torch._dynamo.utils import counters
 import te_inductor
 from te_inductor import post_grad
 from te_inductor.backend import te
-from te_inductor.recipes import Float8CurrentScaling, Float8RowwiseScaling, Format, MMParams, QParams
+from te_inductor.recipes import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    Format,
+    MMParams,
+    QParams,
+)
 
 
 class Attention(nn.Module):
@@ -22,17 +29,19 @@ class Attention(nn.Module):
         return self.o(nn.functional.scaled_dot_product_attention(self.q(x), self.k(x), self.v(x)))
 
 
+# torch itself compiles one block of wgrad's contraction apart from several, as it does a size of 1: 32 batches of 5 are two.
+@pytest.mark.parametrize(("recipe", "dim", "least"), [("current", 32, 8), ("block", 128, 32)])
 @pytest.mark.parametrize("train", [True, False])
-def test_four_batch_sizes_compile_at_most_twice(train):
+def test_four_batch_sizes_compile_at_most_twice(train, recipe, dim, least):
     compiles = []
 
     def backend(gm, inputs):
         compiles.append(gm)
-        return te(gm, inputs)
+        return te(gm, inputs, options={"recipe": recipe, "fallback": "error"})
 
-    compiled = torch.compile(Attention(), backend=backend, fullgraph=True)
-    for batch in (8, 16, 24, 40):
-        x = torch.randn(batch, 5, 32, requires_grad=train)
+    compiled = torch.compile(Attention(dim), backend=backend, fullgraph=True)
+    for batch in (least, 2 * least, 3 * least, 5 * least):
+        x = torch.randn(batch, 5, dim, requires_grad=train)
         with torch.set_grad_enabled(train):
             y = compiled(x)
         if train:
@@ -71,9 +80,10 @@ def test_the_quantized_copies_are_saved_and_the_activations_are_not():
     assert not wide, [tensor.shape for tensor in wide]
 
 
+@pytest.mark.parametrize(("recipe", "expected"), [("current", 4), ("rowwise", 6)])
 @pytest.mark.parametrize("train", [True, False])
-def test_q_k_and_v_share_one_quantization(train, no_caches, monkeypatch):
-    """3 weights + o's weight + x + o's input = 6 quantizations in forward, not 8."""
+def test_q_k_and_v_share_one_quantization(train, recipe, expected, no_caches, monkeypatch):
+    """3 weights + o's weight + x + o's input = 6 quantizations in forward, not 8; 4 where the 3 weights are cast as one."""
     counted, share = [], post_grad.share
 
     def spy(graph):
@@ -83,8 +93,8 @@ def test_q_k_and_v_share_one_quantization(train, no_caches, monkeypatch):
     monkeypatch.setattr(post_grad, "share", spy)
     x = torch.randn(4, 16, 32, requires_grad=train)
     with torch.set_grad_enabled(train):
-        torch.compile(Attention(), backend="te", options={"recipe": "current"}, fullgraph=True)(x)
-    assert counted[0] == 6
+        torch.compile(Attention(), backend="te", options={"recipe": recipe}, fullgraph=True)(x)
+    assert counted[0] == expected
 
 
 def test_submodule_function_and_decorator():
@@ -119,6 +129,13 @@ def test_explain_runs_the_model_as_it_is():
     assert [site.kernel for site in report.sites] == ["high_precision"] * len(report.sites)
     # "none" is what was asked for; the head's refusal is not.
     assert {site.fqn for site in report.fallbacks} == {"2"}
+
+
+def test_an_equal_block_recipe_is_an_equal_constant():
+    assert Float8BlockScaling() == Float8BlockScaling(fp8_quant_fwd_inp=QParams(power_2_scale=True))
+    assert Float8BlockScaling().slots() == Float8BlockScaling().slots()
+    source, names = Float8BlockScaling(w_block_scaling_dim=1).slots().__fx_repr__()
+    assert eval(source, dict(names)) == Float8BlockScaling(w_block_scaling_dim=1).slots()
 
 
 @pytest.mark.parametrize("kind", [Float8CurrentScaling, Float8RowwiseScaling])

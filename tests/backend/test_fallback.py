@@ -1,6 +1,7 @@
 """Every rung of the ladder, and what each says. Injected failures stand for bugs of ours and of the layers below."""
 
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from te_inductor import backend, compat, explain, lowerings, passes
 from te_inductor.errors import FallbackError, FallbackWarning
 from te_inductor.patterns import support
+from te_inductor.recipes import Float8BlockScaling, Float8CurrentScaling
 
 X = (6, 32)
 
@@ -93,6 +95,34 @@ def test_a_device_before_fp8(monkeypatch):
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     assert support.device(torch.device("cuda")) is None
+
+
+@pytest.mark.parametrize(
+    ("capability", "cuda", "reason"),
+    [
+        ((9, 0), "13.0", None),
+        ((9, 0), "12.9", None),
+        ((9, 0), "12.8", "scales of blocks want compute capability 9.0 and CUDA 12.9, here are 9.0 and 12.8"),
+        ((8, 9), "13.0", "scales of blocks want compute capability 9.0 and CUDA 12.9, here are 8.9 and 13.0"),
+        ((10, 0), "13.0", "scales of blocks want compute capability 9.0 and CUDA 12.9, here are 10.0 and 13.0"),
+        ((9, 0), None, "scales of blocks want compute capability 9.0 and CUDA 12.9, here are 9.0 and None"),
+    ],
+)
+def test_devices_without_gemms_of_blocks(capability, cuda, reason, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    weight = SimpleNamespace(device=torch.device("cuda"))
+    refusal = support.blocks(Float8BlockScaling().slots(), weight, 256, 256)
+    assert (refusal and str(refusal)) == reason
+    assert support.blocks(Float8CurrentScaling().slots(), weight, 256, 256) is None
+
+
+def test_padding_to_blocks():
+    """K to 128 in fprop, N in dgrad; what 16 would have allowed may be too much."""
+    _, [text] = warned(nn.Linear(80, 240), torch.randn(6, 80), recipe="block")
+    assert "N=240, K=80 would be padded to multiples of 128: 1.33x the work" in text
+    assert warned(nn.Linear(240, 368), torch.randn(6, 240), recipe="block")[1] == []
+    assert warned(nn.Linear(80, 240), torch.randn(6, 80), recipe="rowwise")[1] == []
 
 
 @pytest.mark.parametrize("step", [step.__name__ for step in backend.PASSES])

@@ -28,8 +28,12 @@ def failure(**options) -> str:
         ({"recpie": "current"}, "unknown option 'recpie'", "did you mean 'recipe'?"),
         ({"max_autotun": True}, "unknown option 'max_autotun'", "did you mean 'max_autotune'?"),
         ({"recipe": "curent"}, "unknown recipe 'curent'", "did you mean 'current'?"),
-        ({"recipe": "zzz"}, "unknown recipe 'zzz'", "expected one of auto, current, none, rowwise"),
-        ({"recipe": 8}, "recipe is a int (8)", "expected a Recipe instance or one of auto, none, current, rowwise"),
+        ({"recipe": "zzz"}, "unknown recipe 'zzz'", "expected one of auto, block, current, none, rowwise"),
+        (
+            {"recipe": 8},
+            "recipe is a int (8)",
+            "expected a Recipe instance or one of auto, none, current, rowwise, block",
+        ),
         ({"recipe": "row-wise"}, "unknown recipe 'row-wise'", "did you mean 'rowwise'?"),
         ({"recipe": object}, "recipe is a type", "expected a Recipe instance"),
         ({"policy": ["lm_head"]}, "option 'policy' is a list", "expected a dict of {module-path glob: recipe}"),
@@ -134,8 +138,41 @@ def test_reset_reaches_the_backend(monkeypatch):
         lambda: recipes.Float8RowwiseScaling(power_2_scale=1),
         lambda: recipes.Float8RowwiseScaling(amax_epsilon=-1.0),
         lambda: recipes.Float8RowwiseScaling(amax_epsilon=True),
+        lambda: recipes.Float8BlockScaling(fp8_format="E4M3"),
+        lambda: recipes.Float8BlockScaling(fp8_quant_fwd_inp=True),
+        lambda: recipes.Float8BlockScaling(x_block_scaling_dim=3),
+        lambda: recipes.Float8BlockScaling(w_block_scaling_dim=0),
+        lambda: recipes.Float8BlockScaling(grad_block_scaling_dim=True),
+        lambda: recipes.Float8BlockScaling(x_block_scaling_dim="1"),
+        lambda: recipes.Float8BlockScaling(x_block_scaling_dim=2),
+        lambda: recipes.Float8BlockScaling(grad_block_scaling_dim=2),
+        lambda: recipes.Float8BlockScaling(w_block_scaling_dim=1, x_block_scaling_dim=2, grad_block_scaling_dim=2),
+        lambda: recipes.Float8BlockScaling(fp8_gemm_fprop=recipes.MMParams(use_split_accumulator=False)),
+        lambda: recipes.Float8BlockScaling(fp8_gemm_wgrad=recipes.MMParams(use_split_accumulator=False)),
     ],
 )
 def test_recipe_fields_are_checked(make):
     with pytest.raises(errors.RecipeError, match="expected"):
         make()
+
+
+def test_every_field_of_block_scaling_has_an_effect():
+    """TransformerEngine's fields and defaults; each that may be changed changes what the ops are given."""
+    default = recipes.Float8BlockScaling()
+    slots = default.slots()
+    assert slots.input == recipes.Quantizer("e4m3", power_2_scale=True, scope="1x128") == slots.grad_output
+    assert slots.weight == recipes.Quantizer("e4m3", power_2_scale=True, scope="128x128")
+    gemms = (slots.fprop, slots.dgrad, slots.wgrad)
+    assert [gemm.scopes for gemm in gemms] == [("1x128", "128x128"), ("1x128", "128x128"), ("1x128", "1x128")]
+    assert not any(gemm.fast_accum for gemm in gemms)
+    loose, one = recipes.QParams(amax_epsilon=0.5), recipes.Float8BlockScaling
+    variants = [
+        one(fp8_format=recipes.Format.HYBRID),
+        one(fp8_quant_fwd_inp=loose),
+        one(fp8_quant_fwd_weight=loose),
+        one(fp8_quant_bwd_grad=loose),
+        one(w_block_scaling_dim=1),
+        one(w_block_scaling_dim=1, x_block_scaling_dim=2),
+        one(w_block_scaling_dim=1, grad_block_scaling_dim=2),
+    ]
+    assert len({default.slots(), *(variant.slots() for variant in variants)}) == len(variants) + 1

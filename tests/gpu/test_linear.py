@@ -1,19 +1,34 @@
-"""Whole layers and models on the GPU: gradients, odd shapes, dtypes, modes, compile counts, CUDA graphs."""
+"""Whole layers and models on the GPU: gradients, odd shapes, dtypes, modes, compile counts, CUDA graphs.
+
+Recipes come by policy: these layers are small, and the size rule would leave them alone.
+"""
 
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from te_inductor import explain
-from te_inductor.recipes import Float8CurrentScaling, Float8RowwiseScaling, Format
+from te_inductor import compat, explain
+from te_inductor.recipes import Float8BlockScaling, Float8CurrentScaling, Float8RowwiseScaling, Format, QParams
 from te_inductor.runtime import reference
 
 RECIPES = {
     "current": Float8CurrentScaling(),
     "rowwise": Float8RowwiseScaling(),
     "rowwise hybrid": Float8RowwiseScaling(fp8_format=Format.HYBRID, power_2_scale=False),
+    "block": Float8BlockScaling(),
+    "block hybrid": Float8BlockScaling(fp8_format=Format.HYBRID, fp8_quant_fwd_inp=QParams(), w_block_scaling_dim=1),
+    "block x": Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1),
 }
+
+
+@pytest.fixture(autouse=True)
+def only_where_the_library_takes_it(request):
+    recipe = getattr(request.node, "callspec", None) and request.node.callspec.params.get("recipe")
+    if isinstance(recipe, Float8BlockScaling) and not compat.has_block_scaled_mm(torch.device("cuda")):
+        pytest.skip("no GEMM with scales of blocks here")
+
+
 recipes = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 
 
@@ -24,6 +39,8 @@ def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
 MODES = [(None, dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
 MODES += [("reduce-overhead", torch.bfloat16), ("max-autotune-no-cudagraphs", torch.bfloat16)]
 SHAPES = [(64, 128, 256), (17, 48, 80), (100, 120, 136), (1, 32, 64)]
+# K/128 of 1 to 8, padded or not; M that is no multiple of 4, that is one block of wgrad or several; one square of N or more.
+BLOCK_SHAPES = [(64, 128, 256), (17, 240, 368), (130, 504, 768), (1, 128, 128), (512, 1024, 512)]
 
 
 @pytest.mark.parametrize(("mode", "dtype"), MODES, ids=str)
@@ -31,12 +48,13 @@ SHAPES = [(64, 128, 256), (17, 48, 80), (100, 120, 136), (1, 32, 64)]
 def test_a_linear_layer_and_its_gradients(recipe, mode, dtype):
     """Nothing fuses in front of this layer, so its casts see the oracle's values: what is left is the GEMM's own error,
     a rounding to `dtype` and, in fprop, fast accumulation; 2% of the norm would be a third of one rounding to E4M3."""
-    for m, n, k in SHAPES[:1] if mode == "max-autotune-no-cudagraphs" else SHAPES:  # autotuning takes 10 s a GEMM
+    shapes = BLOCK_SHAPES if isinstance(recipe, Float8BlockScaling) else SHAPES
+    for m, n, k in shapes[:1] if mode == "max-autotune-no-cudagraphs" else SHAPES:  # autotuning takes 10 s a GEMM
         torch._dynamo.reset()
         layer = nn.Linear(k, n, device="cuda", dtype=dtype)
         x = torch.randn(m, k, device="cuda", dtype=dtype, requires_grad=True)
         dy = torch.randn(m, n, device="cuda", dtype=dtype)
-        options = {"recipe": recipe, "fallback": "error"} | ({"mode": mode} if mode else {})
+        options = {"policy": {"*": recipe}, "fallback": "error"} | ({"mode": mode} if mode else {})
         compiled = torch.compile(layer, backend="te", options=options, fullgraph=True)
         for _ in range(3):  # CUDA graphs: warm-up, record, replay
             torch.compiler.cudagraph_mark_step_begin()
@@ -55,14 +73,14 @@ def test_a_linear_layer_and_its_gradients(recipe, mode, dtype):
 @recipes
 def test_an_fp8_gemm_runs(recipe):
     layer = nn.Linear(256, 128, device="cuda", dtype=torch.bfloat16)
-    compiled = torch.compile(layer, backend="te", options={"fallback": "error", "recipe": recipe})
+    compiled = torch.compile(layer, backend="te", options={"fallback": "error", "policy": {"*": recipe}})
     x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     compiled(x).sum().backward()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         compiled(x).sum().backward()
     calls = {event.key: event.count for event in profile.key_averages()}
     assert calls.get("aten::_scaled_mm", 0) == 3, calls
-    assert {site.kernel for site in explain(layer, x).sites} == {"cublaslt"}
+    assert {site.kernel for site in explain(layer, x, options={"policy": {"*": recipe}}).sites} == {"cublaslt"}
 
 
 @pytest.mark.parametrize("train", [True, False])
@@ -74,12 +92,12 @@ def test_four_batch_sizes_compile_at_most_twice(recipe, train):
 
     def backend(gm, inputs):
         compiles.append(gm)
-        return te(gm, inputs, options={"fallback": "error", "recipe": recipe})
+        return te(gm, inputs, options={"fallback": "error", "policy": {"*": recipe}})
 
-    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).cuda().bfloat16()
+    model = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128)).cuda().bfloat16()
     compiled = torch.compile(model, backend=backend, fullgraph=True)
-    for batch in (8, 16, 24, 40):
-        x = torch.randn(batch, 5, 64, device="cuda", dtype=torch.bfloat16, requires_grad=train)
+    for batch in (32, 64, 96, 160):  # torch compiles one block of wgrad's contraction apart, as it does a size of 1
+        x = torch.randn(batch, 5, 128, device="cuda", dtype=torch.bfloat16, requires_grad=train)
         with torch.set_grad_enabled(train):
             y = compiled(x)
         if train:
@@ -91,21 +109,31 @@ def test_four_batch_sizes_compile_at_most_twice(recipe, train):
 @recipes
 def test_cuda_graphs_skip_nothing(recipe):
     counters.clear()
-    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).cuda().bfloat16()
-    compiled = torch.compile(model, backend="te", options={"mode": "reduce-overhead", "recipe": recipe})
+    model = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128)).cuda().bfloat16()
+    compiled = torch.compile(model, backend="te", options={"mode": "reduce-overhead", "policy": {"*": recipe}})
     for _ in range(4):
         torch.compiler.cudagraph_mark_step_begin()
         model.zero_grad()  # gradients lie in the graph's memory: none may live into the next step
-        x = torch.randn(32, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        x = torch.randn(32, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         y = compiled(x)
         assert relative(y.detach(), model(x).detach().double().cpu()) < 0.1
         y.sum().backward()
     with torch.no_grad():
         for _ in range(4):
             torch.compiler.cudagraph_mark_step_begin()
-            x = torch.randn(32, 64, device="cuda", dtype=torch.bfloat16)
+            x = torch.randn(32, 128, device="cuda", dtype=torch.bfloat16)
             assert relative(compiled(x), model(x).double().cpu()) < 0.1
     assert counters["inductor"]["cudagraph_skips"] == 0
+
+
+def test_small_sites_stay_in_high_precision():
+    layer = nn.Linear(512, 512, device="cuda", dtype=torch.bfloat16)
+    [site, *_] = explain(layer, torch.randn(8192, 512, device="cuda").bfloat16()).sites
+    assert site.kernel == "high_precision" and "too small for FP8 to pay: M=8192, N=512, K=512" in site.reason
+    wide = nn.Linear(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    assert {site.kernel for site in explain(wide, torch.randn(8192, 4096, device="cuda").bfloat16()).sites} == {
+        "cublaslt"
+    }
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
@@ -115,7 +143,7 @@ def test_transformers_models(recipe, name):
     torch.manual_seed(0)
     small = {"vocab_size": 128}
     if name == "llama":
-        sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+        sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**small, **sizes, num_key_value_heads=2))
     elif name == "gpt2":
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**small, n_embd=128, n_layer=2, n_head=4)).eval()
@@ -132,7 +160,7 @@ def test_transformers_models(recipe, name):
     high.backward()
     expected = {key: p.grad.double().cpu() for key, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    options = {"fallback": "error", "recipe": recipe}
+    options = {"fallback": "error", "policy": {"*": recipe}}
     loss = loss_of(torch.compile(model, backend="te", options=options, fullgraph=True))
     loss.backward()
     assert abs(loss.item() / high.item() - 1) < 0.02

@@ -3,15 +3,16 @@
 import pytest
 import torch
 
-from te_inductor import ops
+from te_inductor import compat, ops
 from te_inductor.lowerings import install
 from te_inductor.recipes import Gemm, Quantizer
 from te_inductor.recipes.formats import SCOPES
 from te_inductor.runtime import reference
-from tests.bounds import assert_within, gemm_error
+from tests.bounds import assert_within, gemm_error, magnitudes_of
 from tests.numerics.test_quantize import CONTENTS, QUANTIZERS, check_both
 
 SIZES = [(1, 1), (3, 17), (33, 70), (128, 64), (257, 1040), (64, 4096)]
+PAIRS = [("tensor", "tensor"), ("row", "row"), ("1x128", "128x128"), ("1x128", "1x128"), ("128x128", "1x128")]
 FAST_BITS = (
     13  # Hopper's fast accumulation keeps at least this many bits of each partial sum (DeepSeek-V3, section 3.5.2)
 )
@@ -77,22 +78,27 @@ def test_transposed_casts_beside_nan_and_infinity_at_full_size(scope):
 @pytest.mark.parametrize("run", ["eager", "compiled"])
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("scope", SCOPES)
-def test_scaled_mm(scope, run, fast, out_dtype):
+@pytest.mark.parametrize("scopes", PAIRS, ids=" by ".join)
+def test_scaled_mm(scopes, run, fast, out_dtype):
     install()
     op = ops.scaled_mm
-    gemm = Gemm("fprop", fast_accum=fast)
+    gemm = Gemm("fprop", fast_accum=fast, scopes=scopes)
+    if gemm.blocked and fast:
+        pytest.skip("scales of blocks need split accumulation")
     if run == "compiled":
         function = torch.compile(lambda *arguments: op(*arguments, gemm, out_dtype), backend="te", dynamic=False)
     else:
         function = lambda *arguments: op(*arguments, gemm, out_dtype)  # noqa: E731
-    for m, n, k in [(1, 16, 16), (17, 48, 64), (129, 50, 32), (256, 512, 4096), (64, 7, 16)]:
+    sizes = [(1, 16, 16), (17, 48, 64), (129, 50, 32), (256, 512, 4096), (64, 7, 16)]
+    if gemm.blocked:  # K/128 of 1, 2, 4, 6 and 32; M and N that are no multiples of 4 or 16, one block and several
+        sizes += [(130, 504, 768), (5, 300, 256), (384, 384, 512)]
+    for m, n, k in sizes:
         for bias in (None, torch.randn(n), torch.randn(n).bfloat16()):
-            q = Quantizer("e4m3", scope=scope)
-            a, a_scale = reference.quantize(torch.randn(m, k), q)
-            b, b_scale = reference.quantize(torch.randn(n, k), q)
+            q = [Quantizer("e4m3", scope=scope) for scope in scopes]
+            a, a_scale = reference.quantize(torch.randn(m, k), q[0])
+            b, b_scale = reference.quantize(torch.randn(n, k), q[1])
             scales = [scale.float().cuda() for scale in (a_scale, b_scale)]
-            dtype = q.format.dtype
+            dtype = q[0].format.dtype
             operands = (
                 a.to(dtype).cuda(),
                 scales[0],
@@ -101,14 +107,42 @@ def test_scaled_mm(scope, run, fast, out_dtype):
                 None if bias is None else bias.cuda(),
             )
             y = function(*operands).cpu()
-            expected = reference.scaled_mm(a, a_scale, b, b_scale, bias)
-            error = gemm_error(a, a_scale, b, b_scale, bias, out_dtype)
-            if k > 32:
-                # Each tensor-core step adds 32 products with its addends aligned to FAST_BITS bits of the largest, fast or
-                # not (fast accumulation also keeps the running sum so); the steps' errors add up at worst.
-                magnitudes = (a.abs() @ b.abs().t()) * a_scale * b_scale.t()
-                steps = k / 32 if fast else 4
-                error = error + steps * 2.0**-FAST_BITS * magnitudes
-            else:
-                error = error + 2.0**-FAST_BITS * (a.abs() @ b.abs().t()) * a_scale * b_scale.t()
+            expected = reference.scaled_mm(a, a_scale, b, b_scale, bias, gemm)
+            error = gemm_error(a, a_scale, b, b_scale, bias, out_dtype, gemm)
+            # Each tensor-core step adds 32 products with its addends aligned to FAST_BITS bits of the largest, fast or not
+            # (fast accumulation also keeps the running sum so); the steps' errors add up at worst.
+            _, magnitudes = magnitudes_of(a, a_scale, b, b_scale, gemm)
+            steps = (k / 32 if fast else 4) if k > 32 else 1
+            error = error + steps * 2.0**-FAST_BITS * magnitudes
             assert_within(y, expected, error, f"{m} x {n} x {k}, bias {None if bias is None else bias.dtype}")
+
+
+def test_scales_of_blocks_go_to_cublaslt_as_they_are():
+    """No copy of scales where sizes are whole."""
+    if not compat.has_block_scaled_mm(torch.device("cuda")):
+        pytest.skip("no GEMM with scales of blocks here")
+    q = [Quantizer("e4m3", scope=scope) for scope in ("1x128", "128x128")]
+    a, a_scale = ops.quantize(torch.randn(256, 1024, device="cuda"), q[0])
+    b, b_scale = ops.quantize(torch.randn(512, 1024, device="cuda"), q[1])
+    gemm = Gemm("fprop", scopes=("1x128", "128x128"))
+    ops.scaled_mm(a, a_scale, b, b_scale, None, gemm, torch.bfloat16)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        ops.scaled_mm(a, a_scale, b, b_scale, None, gemm, torch.bfloat16)
+        torch.cuda.synchronize()
+    kernels = [event.key for event in profile.key_averages() if event.self_device_time_total > 0]
+    assert kernels and not any(word in name.lower() for name in kernels for word in ("elementwise", "copy")), kernels
+
+
+def test_scales_of_blocks_without_the_library(monkeypatch):
+    """Another device: fp32 products of what the blocks hold, never an error."""
+    monkeypatch.setattr(compat, "has_block_scaled_mm", lambda device: False)
+    torch._dynamo.reset()
+    q = [Quantizer("e4m3", scope=scope) for scope in ("1x128", "128x128")]
+    a, a_scale = ops.quantize(torch.randn(33, 200, device="cuda"), q[0])
+    b, b_scale = ops.quantize(torch.randn(50, 200, device="cuda"), q[1])
+    gemm = Gemm("fprop", scopes=("1x128", "128x128"))
+    operands = [tensor.cpu().double() for tensor in (a, a_scale, b, b_scale)]
+    y = ops.scaled_mm(a, a_scale, b, b_scale, None, gemm, torch.float32).cpu()
+    expected = reference.scaled_mm(*operands, None, gemm)
+    assert_within(y, expected, gemm_error(*operands, None, torch.float32, gemm), "y")

@@ -97,7 +97,7 @@ def test_the_update_rule(recipe, element, steps):
         state.step(list(values))
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS[:3], ids=str)
+@pytest.mark.parametrize("algorithm", ALGORITHMS[:3], ids=["max", "most_recent", "function"])
 def test_the_update_rule_compiled(algorithm):
     """In one graph, as it stands in a model."""
     install()

@@ -8,7 +8,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_inductor import explain, ops
 from te_inductor.errors import DoubleBackwardError
-from te_inductor.recipes import Float8CurrentScaling, Float8RowwiseScaling, Format, QParams, Quantizer, Slots
+from te_inductor.recipes import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    Format,
+    QParams,
+    Quantizer,
+    Slots,
+)
 from te_inductor.runtime import reference
 from tests.bounds import assert_within, gemm_error, sum_error
 
@@ -22,11 +30,19 @@ RECIPES = {
     ),
     "rowwise": Float8RowwiseScaling(),
     "rowwise options": Float8RowwiseScaling(fp8_format=Format.HYBRID, power_2_scale=False, amax_epsilon=0.3),
+    "block": Float8BlockScaling(),
+    "block options": Float8BlockScaling(
+        fp8_format=Format.HYBRID,
+        fp8_quant_fwd_inp=QParams(amax_epsilon=0.3),
+        fp8_quant_bwd_grad=QParams(),
+        x_block_scaling_dim=2,
+        w_block_scaling_dim=1,
+    ),
 }
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, slots: Slots) -> Tensor:
-    return torch.ops.te_inductor.linear(x, weight, bias, slots, x.dtype)
+    return torch.ops.te_inductor.linears(x, [weight], [] if bias is None else [bias], slots, x.dtype)[0]
 
 
 def through(backend: str):
@@ -66,9 +82,9 @@ def check_against_oracle(x, weight, bias, recipe, dy, y) -> None:
     x_row, x_col = copies(x_, slots.input)
     w_row, w_col = copies(w, slots.weight)
     g_row, g_col = copies(dy, slots.grad_output)
-    assert_within(y, expected[0], gemm_error(*x_row, *w_row, b, dtype), "y")
-    assert_within(x.grad, expected[1], gemm_error(*g_row, *w_col, None, x.dtype), "dx")
-    assert_within(weight.grad, expected[2], gemm_error(*g_col, *x_col, None, weight.dtype), "dw")
+    assert_within(y, expected[0], gemm_error(*x_row, *w_row, b, dtype, slots.fprop), "y")
+    assert_within(x.grad, expected[1], gemm_error(*g_row, *w_col, None, x.dtype, slots.dgrad), "dx")
+    assert_within(weight.grad, expected[2], gemm_error(*g_col, *x_col, None, weight.dtype, slots.wgrad), "dw")
     if bias is not None:
         assert_within(bias.grad, expected[3], sum_error(dy, bias.dtype), "db")
 
@@ -77,7 +93,7 @@ def check_against_oracle(x, weight, bias, recipe, dy, y) -> None:
 @pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_called(dtype, with_bias, recipe):
-    for m, n, k in [(1, 1, 1), (3, 5, 17), (33, 70, 130), (64, 48, 128)]:
+    for m, n, k in [(1, 1, 1), (3, 5, 17), (33, 70, 130), (64, 48, 128), (140, 260, 150)]:
         check(through("called"), m, n, k, dtype, with_bias, recipe)
 
 
@@ -90,6 +106,8 @@ def test_called(dtype, with_bias, recipe):
         ((16, 77, 130), torch.float32, False, "e4m3"),
         ((33, 77, 48), torch.bfloat16, True, "rowwise"),
         ((17, 48, 130), torch.float32, False, "rowwise options"),
+        ((140, 250, 256), torch.bfloat16, True, "block"),
+        ((130, 128, 240), torch.float32, False, "block options"),
     ],
     ids=str,
 )
@@ -115,6 +133,9 @@ def test_the_oracle_is_a_linear_layer():
         assert ((got - expected).abs() <= bound + 1e-3).all()
         assert (got - expected).abs().max() > 0
     torch.testing.assert_close(oracle[3], b.grad)
+
+
+ONE, BOTH = "quantize_delayed", "quantize_rowcol_delayed"  # casts of one copy and of both
 
 
 class Calls(TorchDispatchMode):
@@ -147,24 +168,27 @@ def calls(x_grad: bool, weight_grad: bool, bias_grad: bool) -> tuple[list[str], 
 @pytest.mark.parametrize(
     ("grads", "forward", "backward"),
     [
-        ((True, True, True), ["quantize_rowcol"] * 2, ["quantize_rowcol", "scaled_mm", "scaled_mm"]),
-        ((False, True, True), ["quantize", "quantize_rowcol"], ["quantize", "scaled_mm"]),
-        ((True, False, False), ["quantize", "quantize_rowcol"], ["quantize", "scaled_mm"]),
-        ((False, False, True), ["quantize"] * 2, []),
-        ((False, False, False), ["quantize"] * 2, []),
+        ((True, True, True), [BOTH, BOTH], [BOTH, "scaled_mm", "scaled_mm"]),
+        ((False, True, True), [ONE, BOTH], [ONE, "scaled_mm"]),
+        ((True, False, False), [ONE, BOTH], [ONE, "scaled_mm"]),
+        ((False, False, True), [ONE, ONE], []),
+        ((False, False, False), [ONE, ONE], []),
     ],
     ids=str,
 )
 def test_only_what_is_needed_is_quantized(grads, forward, backward):
     """A frozen weight needs no transposed x, an input without gradient no transposed weight; inference needs neither."""
-    assert calls(*grads) == ([*forward, "scaled_mm"], backward)
+    found = calls(*grads)
+    for names, expected in zip(found, ([*forward, "scaled_mm"], backward), strict=True):
+        casts = sum(name in (ONE, BOTH) for name in expected)
+        assert names == ["current_scale"] * casts + expected  # each tensor's scale is found once
 
 
 def test_no_grad_quantizes_no_transposes():
     x, weight = torch.randn(4, 16, requires_grad=True), torch.randn(8, 16, requires_grad=True)
     with torch.no_grad(), Calls() as seen:
         linear(x, weight, None, RECIPES["hybrid"].slots())
-    assert sorted(seen.names) == ["quantize", "quantize", "scaled_mm"]
+    assert sorted(seen.names) == ["current_scale"] * 2 + [ONE, ONE, "scaled_mm"]
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (2, 3, 5), (1, 1)], ids=str)

@@ -22,7 +22,7 @@ QUANTIZERS = [
     for epsilon in (0.0, 0.5)
     for power in (False, True)
 ]
-SIZES = [(1, 1), (3, 17), (33, 70), (128, 64)]
+SIZES = [(1, 1), (3, 17), (33, 70), (128, 64), (130, 257)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -74,11 +74,13 @@ def check(x: Tensor, quantizer: Quantizer, results: tuple[Tensor, Tensor], expec
     wrong = scale_inv.double() != value
     assert data.dtype == quantizer.format.dtype and data.is_contiguous()
     assert scale_inv.dtype == torch.float32 and scale_inv.is_contiguous()
-    assert scale_inv.shape == value.shape == (() if quantizer.scope == "tensor" else (x.shape[0], 1))
+    rows, across = x.shape[0], -(-x.shape[1] // 128)
+    shapes = {"tensor": (), "row": (rows, 1), "1x128": (across, rows), "128x128": (-(-rows // 128), across)}
+    assert scale_inv.shape == value.shape == shapes[quantizer.scope]
     assert not wrong.any(), f"scale_inv {scale_inv[wrong].tolist()}, oracle {value[wrong].tolist()}"
     assert_same_values(data, values)
-    padding = data[:, x.shape[1] :].view(torch.uint8)
-    assert padding.shape[1] < 16 and data.shape[1] % 16 == 0 and not padding.any()
+    padding, alignment = data[:, x.shape[1] :].view(torch.uint8), 128 if "x" in quantizer.scope else 16
+    assert padding.shape[1] < alignment and data.shape[1] % alignment == 0 and not padding.any()
 
 
 def check_both(x: Tensor, quantizer: Quantizer, quantize, quantize_rowcol) -> None:
@@ -105,7 +107,7 @@ finite = st.floats(width=32, allow_nan=False)
 @settings(max_examples=200, deadline=None)
 @given(
     rows=st.integers(0, 5),
-    columns=st.integers(0, 40),
+    columns=st.one_of(st.integers(0, 40), st.integers(120, 270)),
     values=st.lists(st.floats(width=32), min_size=1, max_size=8),
     seed=st.integers(0, 2**31),
     element=st.sampled_from(["e4m3", "e5m2"]),
@@ -166,6 +168,13 @@ COMPILED = [
     ((33, 70), torch.bfloat16, "contiguous", Quantizer("e4m3", power_2_scale=True, scope="row")),
     ((33, 70), torch.float32, "strided", Quantizer("e5m2", scope="row")),
     ((128, 64), torch.float32, "expanded", Quantizer("e4m3", power_2_scale=True, scope="row")),
+    ((1, 1), torch.bfloat16, "contiguous", Quantizer("e4m3", scope="1x128")),
+    ((130, 257), torch.float16, "transposed", Quantizer("e4m3", amax_epsilon=0.5, scope="1x128")),
+    ((130, 257), torch.bfloat16, "strided", Quantizer("e5m2", scope="1x128")),
+    ((256, 128), torch.float32, "contiguous", Quantizer("e4m3", power_2_scale=True, scope="1x128")),
+    ((1, 1), torch.float32, "transposed", Quantizer("e4m3", scope="128x128")),
+    ((130, 257), torch.bfloat16, "contiguous", Quantizer("e4m3", scope="128x128")),
+    ((256, 128), torch.bfloat16, "expanded", Quantizer("e5m2", power_2_scale=True, scope="128x128")),
 ]
 
 
@@ -180,7 +189,7 @@ def test_compiled(compiled, size, dtype, layout, quantizer):
 def test_compiled_with_symbolic_sizes(compiled, scope):
     functions = compile_both(compiled, dynamic=True)
     quantizer = Quantizer("e4m3", scope=scope)
-    for size in [(33, 70), (34, 71), (128, 64), (7, 16)]:
+    for size in [(33, 70), (34, 71), (128, 64), (7, 16), (300, 200)]:
         check_both(torch.randn(size), quantizer, *functions)
 
 
@@ -201,9 +210,9 @@ def test_compiled_behind_a_producer(scope):
     check(z.t(), quantizer, (data_t, scale_inv_t), (values_t, value_t))
 
 
-def dequantized(data: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
+def dequantized(data: Tensor, scale_inv: Tensor, scope: str, dtype: torch.dtype) -> Tensor:
     """The exact product, rounded to fp32 and then to the dtype."""
-    return reference.dequantize(data.double(), scale_inv).float().to(dtype).double()
+    return reference.dequantize(data.double(), scale_inv, scope).float().to(dtype).double()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -219,10 +228,10 @@ def test_dequantize(scope, how, dtype):
     if how == "compiled":
         function = torch.compile(function, backend="inductor", fullgraph=True)
     for make in (torch.randn, CONTENTS["nan"]):
-        data, scale_inv = ops.quantize(make(33, 70), quantizer)
+        data, scale_inv = ops.quantize(make(133, 270), quantizer)
         back = function(data, scale_inv)
         assert back.dtype == dtype and back.is_contiguous()
-        assert_same_values(back, dequantized(data, scale_inv, dtype))
+        assert_same_values(back, dequantized(data, scale_inv, scope, dtype))
 
 
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
@@ -230,8 +239,9 @@ def test_dequantize(scope, how, dtype):
 def test_error_is_at_most_half_a_step(scope, element):
     """The invariant of Quantizer: half a step of the element, relative for normal values, absolute for subnormal ones."""
     quantizer = Quantizer(element, scope=scope)
-    x = torch.randn(64, 64) * torch.exp2(torch.randint(-20, 3, (64, 64)))
+    x = torch.randn(160, 256) * torch.exp2(torch.randint(-20, 3, (160, 256)))
     data, scale_inv = ops.quantize(x, quantizer)
+    scale_inv = reference.spread(scale_inv, scope, *x.shape)
     error = (data.double() * scale_inv.double() - x.double()).abs()
     half = torch.maximum(
         x.double().abs() * quantizer.format.epsilon / 2,
@@ -258,3 +268,31 @@ def test_each_copy_has_scales_of_its_own_rows():
     # 448 / 2 and 448 / 64 along the rows, 448 / 4 and 448 / 64 along the columns, each rounded down to a power of two
     assert (1 / scale_inv).tolist() == [[128.0], [4.0]]
     assert (1 / scale_inv_t).tolist() == [[64.0], [4.0]]
+
+
+def test_the_transpose_of_square_blocks_holds_the_same_values():
+    """A weight of both GEMMs; blocks of one row are of the copy that they lie in."""
+    x = rows_apart(130, 257).bfloat16()
+    data, scale_inv, data_t, scale_inv_t = ops.quantize_rowcol(x, Quantizer("e4m3", scope="128x128"))
+    assert torch.equal(data_t[:, :130].view(torch.uint8), data[:, :257].t().contiguous().view(torch.uint8))
+    assert torch.equal(scale_inv_t, scale_inv.t())
+    _, scale_inv, _, scale_inv_t = ops.quantize_rowcol(x, Quantizer("e4m3", scope="1x128"))
+    assert scale_inv.shape == (3, 130) and scale_inv_t.shape == (2, 257)
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scope", SCOPES)
+def test_an_infinite_scale(scope, dtype, how):
+    """448 over a subnormal of the tensor: the largest fp32 value, of blocks the largest of the tensor's dtype."""
+    install()
+    quantizer = Quantizer("e4m3", scope=scope)
+    x = torch.full((2, 130), 1e-40).to(dtype)  # zero in fp16, whose own subnormals have a finite scale
+    x[1] = 0
+    function = lambda x: torch.ops.te_inductor.quantize(x, quantizer)  # noqa: E731
+    if how == "compiled":
+        function = torch.compile(function, backend="inductor", fullgraph=True)
+    check(x, quantizer, function(x), reference.quantize(x, quantizer))
+    if dtype != torch.float16:
+        largest = torch.finfo(dtype if "x" in scope else torch.float32).max
+        assert function(x)[1].flatten()[0].item() == torch.tensor(1 / largest, dtype=torch.float64).float().item()

@@ -9,6 +9,9 @@ from torch import Tensor, nn
 Case = tuple[Callable[..., Any], tuple[Tensor, ...]]
 
 
+SMALL = {"policy": {"*": "rowwise"}}  # named by the policy, a site may be too small to pay
+
+
 class Mlp(nn.Module):
     """RMSNorm, gate and up, SwiGLU, down: every producer that a quantization meets in a transformer."""
 
@@ -41,18 +44,55 @@ def mlp_training_rowwise() -> Case:
     return _mlp_training("rowwise")
 
 
+def mlp_training_block() -> Case:
+    return _mlp_training("block")
+
+
 def linear_rowwise_fp32() -> Case:
     """fp32 output and an N to pad: the scales stand outside the GEMM."""
     x = torch.randn(64, 128, device="cuda", requires_grad=True)
     layer = nn.Linear(128, 88, device="cuda")
-    return torch.compile(layer, backend="te", fullgraph=True, options={"recipe": "rowwise"}), (x,)
+    return torch.compile(layer, backend="te", fullgraph=True, options=SMALL), (x,)
 
 
 def linear_rowwise_padded() -> Case:
     """An N to pad: b's scales are padded with it."""
     x = torch.randn(64, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     layer = nn.Linear(128, 88, device="cuda", dtype=torch.bfloat16)
-    return torch.compile(layer, backend="te", fullgraph=True, options={"recipe": "rowwise"}), (x,)
+    return torch.compile(layer, backend="te", fullgraph=True, options=SMALL), (x,)
+
+
+def _linear_block(m: int, n: int, k: int, dtype: torch.dtype, **options: Any) -> Case:
+    x = torch.randn(m, k, device="cuda", dtype=dtype, requires_grad=True)
+    layer = nn.Linear(k, n, device="cuda", dtype=dtype)
+    return torch.compile(layer, backend="te", fullgraph=True, options={"policy": {"*": "block"}, **options}), (x,)
+
+
+def linear_block() -> Case:
+    """K/128 = 4 and 8: scales of square blocks go to the GEMM as they are."""
+    return _linear_block(256, 1024, 512, torch.bfloat16)
+
+
+def linear_block_max_autotune() -> Case:
+    """Inductor has a Triton template for such scales, which reads them in another layout."""
+    return _linear_block(256, 1024, 512, torch.bfloat16, max_autotune=True)
+
+
+def linear_block_fp32() -> Case:
+    """fprop's K/128 is 6, no multiple of 4; M and N are to be padded."""
+    return _linear_block(130, 504, 768, torch.float32)
+
+
+def linear_block_one() -> Case:
+    """K, N and M of one block each."""
+    return _linear_block(96, 112, 128, torch.float16)
+
+
+def linear_block_dynamic() -> Case:
+    """M is symbolic: padded to 4 for the GEMMs, to 128 for wgrad's contraction."""
+    compiled, (x,) = _linear_block(300, 384, 512, torch.bfloat16)
+    torch._dynamo.mark_dynamic(x, 0)
+    return compiled, (x,)
 
 
 def _two_way_cast(rows: int, columns: int, scope: str = "tensor") -> Case:
@@ -96,3 +136,34 @@ def llama_training_delayed() -> Case:
     model.cos, model.sin = model.cos.bfloat16(), model.sin.bfloat16()
     x = torch.randn(4, 4096, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     return torch.compile(model, backend="te", fullgraph=True, options={"recipe": "delayed"}), (x,)
+
+
+def two_way_cast_block() -> Case:
+    """Whole blocks."""
+    return _two_way_cast(128, 128, scope="1x128")
+
+
+def two_way_cast_block_padded() -> Case:
+    """Blocks that are cut off, two of them in a row."""
+    return _two_way_cast(20, 137, scope="1x128")
+
+
+def two_way_cast_squares() -> Case:
+    return _two_way_cast(256, 256, scope="128x128")
+
+
+def two_way_cast_squares_padded() -> Case:
+    return _two_way_cast(137, 70, scope="128x128")
+
+
+def columnwise_cast_block() -> Case:
+    """The transposed copy alone, as of dy where only the weight wants a gradient; two blocks in its rows."""
+    from te_inductor import ops
+    from te_inductor.recipes import Quantizer
+
+    def function(x: Tensor) -> Any:
+        return ops.quantize(x.t(), Quantizer("e4m3", scope="1x128"))
+
+    return torch.compile(function, backend="te", fullgraph=True), (
+        torch.randn(130, 20, device="cuda", dtype=torch.bfloat16),
+    )

@@ -16,10 +16,17 @@ from tests.numerics.test_quantize import CONTENTS
 from tests.offline.harness import HERE, generate
 
 SIZES = {"two_way_cast": (80, 144), "two_way_cast_padded": (70, 137)}
+BLOCKS = {
+    "two_way_cast_block": (128, 128),
+    "two_way_cast_block_padded": (20, 137),
+    "two_way_cast_squares": (256, 256),
+    "two_way_cast_squares_padded": (137, 70),
+}
 # The interpreter reduces in Python, element by element, half a minute for this one.
 ROWS = {"rows apart": CONTENTS["rows apart"]}
 CASES = [(case, size, "tensor", CONTENTS) for case, size in SIZES.items()]
 CASES += [(case.replace("cast", "cast_rowwise"), size, "row", ROWS) for case, size in SIZES.items()]
+CASES += [(case, size, "128x128" if "squares" in case else "1x128", ROWS) for case, size in BLOCKS.items()]
 
 
 def interpret(source: str, runs: list[list[Tensor]], folder: Path) -> list[tuple[Tensor, ...]]:
@@ -43,3 +50,12 @@ def test_two_way_casts(case, size, scope, contents, tmp_path):
         assert torch.equal(scale_inv.double(), value) and torch.equal(scale_inv_t.double(), value_t), name
         assert_same_values(data, values)
         assert_same_values(data_t, values_t)
+
+
+def test_a_columnwise_cast_of_blocks(tmp_path):
+    [source] = generate("columnwise_cast_block", 90).sources
+    x = CONTENTS["rows apart"](130, 20).to(torch.bfloat16)
+    [(data, scale_inv)] = interpret(source, [[x]], tmp_path)
+    values, value = reference.quantize(x.t(), Quantizer("e4m3", scope="1x128"))
+    assert torch.equal(scale_inv.double(), value)
+    assert_same_values(data, values)

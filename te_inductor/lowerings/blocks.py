@@ -1,0 +1,215 @@
+"""Quantization with scales of blocks in Inductor IR.
+
+# Note [Loops of block copies]
+Inductor fuses an amax with the cast that waits for it where the cast's loops are the amax's: those over scales outside,
+those over a block inside. So a copy with blocks of one row loops over (row, block, 128) where x has its layout, and over
+(block, row, 128) where x is its transpose: then the second loop, the copy's row, is x's contiguous dimension. Either way
+one kernel reads x once, contiguously, and writes data and scales. Inductor by itself would order the loops of a transposed
+cast by the majority of its reads, and would rather fuse the two casts, which read the same x, each away from its amax: so
+the loops are pinned, and `loops_of` tells `tiles.Choices` what to keep apart. Square blocks are too large for all that:
+their amax is a kernel, and the casts of both copies are another, two-dimensional one, as with one scale for the tensor.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._inductor import ir
+from torch._inductor.lowering import lowerings
+from torch._inductor.virtualized import ops as prims
+from torch.utils._sympy.functions import FloorDiv
+
+from te_inductor.lowerings import values
+from te_inductor.recipes import Quantizer
+from te_inductor.recipes.formats import Scope
+
+aten = torch.ops.aten
+_LOOPS = "te_loops"  # attribute of a buffer with blocks of one row
+
+
+def quantize(x: ir.TensorBox, quantizer: Quantizer) -> tuple[ir.TensorBox, ...]:
+    if quantizer.granularity.transposes:
+        scale, scale_inv, _ = _scales_of_squares(x, quantizer)
+        return _cast_by_squares(x, scale, quantizer), scale_inv
+    return _copy_by_rows(x, quantizer, x_is_transposed=_rows_are_contiguous(x))
+
+
+def quantize_rowcol(x: ir.TensorBox, quantizer: Quantizer) -> tuple[ir.TensorBox, ...]:
+    if quantizer.granularity.transposes:
+        scale, scale_inv, scale_inv_t = _scales_of_squares(x, quantizer)
+        data = _cast_by_squares(x, scale, quantizer)
+        return data, scale_inv, _cast_by_squares(_transposed(x), _transposed(scale), quantizer), scale_inv_t
+    rowwise = _copy_by_rows(x, quantizer, x_is_transposed=False)
+    return *rowwise, *_copy_by_rows(_transposed(x), quantizer, x_is_transposed=True)
+
+
+def loops_of(node: Any) -> set[str]:
+    """Which loops of Note [Loops of block copies] a scheduler node has, none of them if it makes no such copy."""
+    return {loops for part in node.get_nodes() if (loops := getattr(part.node, _LOOPS, None)) is not None}
+
+
+def spread(
+    scale: ir.TensorBox,  # as the scope stores it
+    scope: Scope,
+    rows: Any,
+    columns: Any,
+) -> ir.TensorBox:  # (rows, columns)
+    load, (high, wide) = scale.make_loader(), scope.block
+
+    def inner(index):
+        row, column = FloorDiv(index[0], high), FloorDiv(index[1], wide)
+        return load([column, row] if scope.row_last else [row, column])
+
+    return _pointwise(scale, torch.float32, [rows, columns], inner)
+
+
+def spread_rows(
+    scale: ir.TensorBox,  # as the scope stores it
+    scope: Scope,
+    rows: Any,
+) -> ir.TensorBox:  # (C/128, rows): the same scales, stored as those of blocks of one row
+    if scope.row_last:
+        return scale
+    load, across = scale.make_loader(), scale.get_size()[1]
+    return _pointwise(
+        scale, torch.float32, [across, rows], lambda index: load([FloorDiv(index[1], scope.block[0]), index[0]])
+    )
+
+
+def _copy_by_rows(x: ir.TensorBox, quantizer: Quantizer, *, x_is_transposed: bool) -> tuple[ir.TensorBox, ...]:
+    """data and scale_inv, with blocks of one row, of x as it stands. Which loops: Note [Loops of block copies]."""
+    rows, columns = x.get_size()
+    wide = quantizer.granularity.block[1]
+    across = FloorDiv(columns + wide - 1, wide)
+    load = _zero_beyond(x, rows, across * wide)
+    ranges = [across, rows] if x_is_transposed else [rows, across]
+
+    def element(outer, inner):
+        row, block = reversed(outer) if x_is_transposed else outer
+        return load([row, block * wide + inner[0]])
+
+    scale, scale_inv = _scales(x, element, ranges, [wide], quantizer, (1, 0) if x_is_transposed else (0, 1))
+    load_scale = scale.make_loader()
+
+    def cast(index):
+        return values.cast(element(index[:2], index[2:]), load_scale(index[:2]), quantizer, x.get_device_or_error())
+
+    data = _pointwise(x, quantizer.format.dtype, [*ranges, wide], cast)
+    _store(data, (1, 2, 0) if x_is_transposed else (2, 1, 0))
+    for box in (scale, scale_inv, data):
+        _pin(box, "transposed" if x_is_transposed else "plain")
+    if x_is_transposed:
+        data = lowerings[aten.permute](data, [1, 0, 2])
+    else:
+        scale_inv = _transposed(scale_inv)
+    return lowerings[aten.view](data, [rows, across * wide]), scale_inv
+
+
+def _pin(box: ir.TensorBox, loops: str) -> None:
+    """Keep the loops of a buffer as they are written. A torch without that method orders them itself, which is slower."""
+
+    def as_written(index_vars, support_vars, sizes, *_):
+        return list(sizes), list, list
+
+    buffer: Any = box.data.data  # type: ignore[attr-defined]
+    buffer._apply_loop_reordering = as_written
+    setattr(buffer, _LOOPS, loops)
+
+
+def _scales_of_squares(x: ir.TensorBox, quantizer: Quantizer) -> tuple[ir.TensorBox, ir.TensorBox, ir.TensorBox]:
+    """scale and scale_inv, and scale_inv of the transpose."""
+    high, wide = quantizer.granularity.block
+    down, across = (FloorDiv(size + block - 1, block) for size, block in zip(x.get_size(), (high, wide), strict=True))
+    load = _zero_beyond(x, down * high, across * wide)
+
+    def element(outer, inner):
+        return load([outer[0] * high + inner[0], outer[1] * wide + inner[1]])
+
+    scale, scale_inv = _scales(x, element, [down, across], [high, wide], quantizer, (1, 0))
+    load_scale = scale.make_loader()
+    scale_inv_t = _pointwise(x, torch.float32, [down, across], lambda index: values.decode_scale(load_scale(index)))
+    _store(scale_inv_t, (0, 1))
+    return scale, scale_inv, _transposed(scale_inv_t)
+
+
+def _cast_by_squares(x: ir.TensorBox, scale: ir.TensorBox, quantizer: Quantizer) -> ir.TensorBox:
+    rows, columns = x.get_size()
+    high, wide = quantizer.granularity.block
+    whole = FloorDiv(columns + wide - 1, wide) * wide
+    load, load_scale = _zero_beyond(x, rows, whole), scale.make_loader()
+
+    def cast(index):
+        row, column = index
+        return values.cast(
+            load(index), load_scale([FloorDiv(row, high), FloorDiv(column, wide)]), quantizer, x.get_device_or_error()
+        )
+
+    data = _pointwise(x, quantizer.format.dtype, [rows, whole], cast)
+    _store(data, (1, 0))
+    return data
+
+
+def _scales(x, element, ranges, block, quantizer: Quantizer, order: Sequence[int]) -> tuple[ir.TensorBox, ir.TensorBox]:
+    """scale and scale_inv of size `ranges`, each of the elements ``element(index, index in the block)``."""
+    bits = ir.Reduction.create(
+        device=x.get_device(),
+        dst_dtype=torch.int32,
+        src_dtype=torch.int32,
+        inner_fn=lambda outer, inner: values.magnitude(element(outer, inner)),
+        ranges=ranges,
+        reduction_ranges=block,
+        reduction_type="max",
+    )
+    bits.realize()
+    load, dtype = bits.make_loader(), x.get_dtype()
+
+    def scale(index):
+        return values.encode_scale(values.from_bits(load(index)), quantizer, dtype)
+
+    made = [
+        _pointwise(x, torch.float32, ranges, inner)
+        for inner in (scale, lambda index: values.decode_scale(scale(index)))
+    ]
+    for box in made:  # in the reduction's epilogue, and not again by every thread of the cast
+        _store(box, order)
+    return made[0], made[1]
+
+
+def _zero_beyond(x: ir.TensorBox, rows: Any, columns: Any):
+    """A loader of x in fp32, which is zero from the edge of x to (rows, columns)."""
+    load, sizes = x.make_loader(), x.get_size()
+    cut = [dim for dim, whole in enumerate((rows, columns)) if sizes[dim] != whole]
+
+    def inner(index):
+        def value():
+            return prims.to_dtype(load(index), torch.float32)
+
+        inside = None
+        for dim in cut:
+            below = prims.lt(prims.index_expr(index[dim], torch.int64), prims.index_expr(sizes[dim], torch.int64))
+            inside = below if inside is None else prims.and_(inside, below)
+        return value() if inside is None else prims.masked(inside, value, 0.0)
+
+    return inner
+
+
+def _rows_are_contiguous(x: ir.TensorBox) -> bool:
+    """Whether neighbours along the first dimension are neighbours in memory; a view that transposes is taken for one."""
+    stride = x.maybe_get_stride()
+    return isinstance(x.data, ir.PermuteView) if stride is None else stride[0] == 1 and stride[1] != 1
+
+
+def _transposed(x: ir.TensorBox) -> ir.TensorBox:
+    return lowerings[aten.permute](x, [1, 0])  # type: ignore[no-any-return]
+
+
+def _pointwise(like: ir.TensorBox, dtype: torch.dtype, ranges, inner) -> ir.TensorBox:
+    return ir.Pointwise.create(device=like.get_device(), dtype=dtype, inner_fn=inner, ranges=list(ranges))  # type: ignore[return-value]
+
+
+def _store(box: ir.TensorBox, order: Sequence[int]) -> None:
+    """Into memory whose strides have this order, 0 for the contiguous dimension."""
+    box.realize()
+    box.data.data.freeze_layout_with_stride_order(list(order))  # type: ignore[attr-defined]

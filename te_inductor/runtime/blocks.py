@@ -1,0 +1,39 @@
+"""Scales of blocks in plain torch: the amax of each, and a scale for each element."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from te_inductor.recipes.formats import Scope
+
+
+def amax(
+    x: Tensor,  # (R, C)
+    scope: Scope,
+) -> Tensor:  # of the scope's stored shape
+    """The largest magnitude of each block; NaN if any value is NaN. A block that is cut off is as one with zeros."""
+    high, wide = scope.block
+    rows, columns = x.shape
+    down, across = scope.blocks(rows, columns)
+    whole = F.pad(x.abs(), (0, across * wide - columns, 0, down * high - rows))
+    found = whole.view(down, high, across, wide).amax((1, 3))
+    return found.t().contiguous() if scope.row_last else found
+
+
+def spread(
+    scale: Tensor,  # of the scope's stored shape
+    scope: Scope,
+    shape: torch.Size,
+) -> Tensor:  # broadcasts to the shape, (R, C)
+    if not scope.blocked:
+        return scale
+    rows, columns = shape
+    return spread_rows(scale, scope, rows).t().repeat_interleave(scope.block[1], 1)[:, :columns]
+
+
+def spread_rows(
+    scale: Tensor,  # of a blocked scope's stored shape
+    scope: Scope,
+    rows: int,
+) -> Tensor:  # (blocks of columns, rows): the same scales, stored as those of blocks of one row
+    return scale if scope.row_last else scale.t().repeat_interleave(scope.block[0], 1)[:, :rows].contiguous()

@@ -1,0 +1,170 @@
+"""The code for scales of blocks on Hopper: one kernel a copy, and scales that cuBLASLt reads as they were written."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from te_inductor.lowerings.tiles import CAST
+from tests.offline.harness import Generated, compile_to_cubin, generate
+
+
+@pytest.fixture
+def training() -> Generated:
+    return generate("mlp_training_block", 90)
+
+
+def calls(source: str) -> list[str]:
+    return [line for line in source.splitlines() if "extern_kernels._scaled_mm(" in line]
+
+
+def views(source: str, call: str) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Size and strides of each tensor argument of a GEMM, a, b and their scales first."""
+    arguments = call[call.index("_scaled_mm(") + len("_scaled_mm(") :]
+    view = r"reinterpret_tensor\(\w+, \(([\d, ]*)\), \(([\d, ]*)\), 0\)"
+    found = []
+    for match in re.finditer(rf"{view}|\b(buf\d+|primals_\d+|getitem_\d+)\b", arguments):
+        size, strides, name = match.groups()
+        if name is not None:
+            born = rf"(?:\b{name} = empty_strided_cuda\(|assert_size_stride\({name}, )"
+            made = re.search(rf"{born}\(([\d, ]*)\), \(([\d, ]*)\)", source)
+            assert made is not None, (name, call)
+            size, strides = made.groups()
+        found.append(tuple(tuple(int(x) for x in part.split(",") if x.strip()) for part in (size, strides)))
+    return found
+
+
+def check_scales(source: str, b_is_square: bool, row_multiple: int) -> None:
+    """a: (M, K/128), contiguous along M; b transposed: (K/128, N) contiguous along N, or (K/128, N/128) along K."""
+    for call in calls(source):
+        (m, k), (_, n) = (size for size, _ in views(source, call)[:2])
+        a_scale, b_scale = views(source, call)[2:4]
+        assert m % row_multiple == 0 and n % 16 == 0 and k % 128 == 0
+        assert a_scale == ((m, k // 128), (1, m))
+        square = ((k // 128, n // 128), (1, k // 128))
+        assert b_scale == (square if b_is_square else ((k // 128, n), (n, 1))), call
+
+
+def test_every_gemm_gets_scales_of_blocks(training: Generated) -> None:
+    forward, backward = training.sources
+    assert len(calls(forward)) == 3 and len(calls(backward)) == 6
+    for source in training.sources:
+        assert "extern_kernels.mm(" not in source and "extern_kernels.addmm(" not in source
+        assert source.count("use_fast_accum=False") == len(calls(source))
+    check_scales(forward, b_is_square=True, row_multiple=16)
+    dgrads = [call for call in calls(backward) if views(backward, call)[0][0][0] == 16384]
+    assert len(dgrads) == 3
+    for call in calls(backward):
+        check_scales(_only(backward, call), call in dgrads, 16)
+
+
+def _only(source: str, call: str) -> str:
+    """The source without the other GEMMs."""
+    return "\n".join(line for line in source.splitlines() if "_scaled_mm(" not in line or line == call)
+
+
+def test_one_kernel_a_copy_of_an_activation(training: Generated) -> None:
+    """Amax, scales and cast together, reading each tensor once; for SwiGLU's output and its gradients too."""
+    casts = [k for k in training.kernels if ".to(tl.float8" in k.body and "r0_numel" in k.meta["signature"]]
+    assert len(casts) == 2 + 2 + 2 + 2  # norm, SwiGLU; dy, SwiGLU's backward (gate and up in one)
+    for kernel in casts:
+        assert "for r0_offset" not in kernel.body  # the block is held in registers
+        assert kernel.body.count("tl.load(in_ptr0") == 1 and "triton_helpers.max2(" in kernel.body
+    outside = [k.name for k in training.kernels if ".to(tl.float8" in k.body and k not in casts]
+    assert all("YBLOCK" in training.kernel(name).meta["signature"] for name in outside), outside
+
+
+def test_both_copies_of_a_weight_are_one_cast(training: Generated) -> None:
+    """With the tile of one tensor that is read: the scales of square blocks count for none."""
+    casts = [k for k in training.kernels if ".to(tl.float8" in k.body and "r0_numel" not in k.meta["signature"]]
+    assert len(casts) == 2  # gate and up; down
+    along, across, warps = CAST[1]
+    for kernel in casts:
+        assert kernel.body.count(".to(tl.float8") == 2 or kernel.body.count("tl.store(") == 2
+        assert sorted((kernel.tile["XBLOCK"], kernel.tile["YBLOCK"])) == sorted((along, across))
+        assert kernel.tile["num_warps"] == warps
+
+
+def test_casts_saturate_by_comparison(training: Generated) -> None:
+    """As tests/offline/test_mlp.py asks of the other recipes: beside an fp8 store the only max is one of int32."""
+    for kernel in training.kernels:
+        if ".to(tl.float8" in kernel.body:
+            assert "minimum" not in kernel.body and "triton_helpers.maximum" not in kernel.body, kernel.name
+            maxima = [line for line in kernel.body.splitlines() if "triton_helpers.max2(" in line]
+            assert all(line.endswith(".to(tl.int32)") for line in maxima), (kernel.name, maxima)
+
+
+def test_every_kernel_compiles(training: Generated, tmp_path: Path) -> None:
+    for kernel in training.kernels:
+        compiled = compile_to_cubin(kernel, 90, tmp_path)
+        assert len(compiled.asm["cubin"]) > 0
+        if ".to(tl.float8" in kernel.body:
+            assert "cvt.rn.satfinite.e" in compiled.asm["ptx"], kernel.name
+
+
+@pytest.mark.parametrize("case", ["linear_block", "linear_block_max_autotune"])
+def test_square_scales_of_whole_sixteen_bytes(case: str) -> None:
+    """K/128 = 4 in fprop and 8 in dgrad: as they are. cuBLASLt also under max-autotune; a bf16 bias is its epilogue."""
+    forward, backward = generate(case, 90).sources
+    check_scales(forward, b_is_square=True, row_multiple=16)
+    dgrad, wgrad = calls(backward)
+    check_scales(_only(backward, dgrad), b_is_square=True, row_multiple=16)
+    check_scales(_only(backward, wgrad), b_is_square=False, row_multiple=16)
+    assert len(views(forward, calls(forward)[0])) == 6  # a, b, their scales, bias, out
+
+
+def test_other_sizes_and_dtypes(tmp_path: Path) -> None:
+    """M = 130 becomes 132 and N = 504 becomes 512; scales of square blocks are spread where K/128 is 6, and not where it
+    is 4; fp32 results come from the library."""
+    generated = generate("linear_block_fp32", 90)
+    forward, backward = generated.sources
+    check_scales(forward, b_is_square=False, row_multiple=4)
+    assert "(132, 768)" in forward and "(768, 512)" in calls(forward)[0]
+    dgrad, wgrad = calls(backward)
+    check_scales(_only(backward, dgrad), b_is_square=True, row_multiple=4)
+    assert views(backward, wgrad)[2:4] == [((504, 2), (1, 504)), ((2, 768), (768, 1))]
+    assert all("out_dtype=torch.float32" in call for source in (forward, backward) for call in calls(source))
+    for kernel in generated.kernels:
+        assert len(compile_to_cubin(kernel, 90, tmp_path).asm["cubin"]) > 0
+
+
+def test_one_block_is_a_row(tmp_path: Path) -> None:
+    """Scales that do not change along K are those of rows: fp16 results are scaled outside, as they are there."""
+    generated = generate("linear_block_one", 90)
+    for source in generated.sources:
+        assert "= empty_strided_cuda((), (), torch.float32)" in source
+        assert all(re.search(r", (buf\d+), \1, out_dtype=torch.float32", call) for call in calls(source))
+    for kernel in generated.kernels:
+        assert len(compile_to_cubin(kernel, 90, tmp_path).asm["cubin"]) > 0
+
+
+def test_a_symbolic_batch(tmp_path: Path) -> None:
+    """Nothing is said of M: it may be no multiple of 4, and it is some number of blocks."""
+    generated = generate("linear_block_dynamic", 90)
+    forward, backward = generated.sources
+    assert len(calls(forward)) == 1 and len(calls(backward)) == 2
+    [symbol] = set(re.findall(r"\bs\d+\b", calls(backward)[1]))
+    rows, blocks = f"4*((3 + {symbol}) // 4)", f"((127 + {symbol}) // 128)"
+    assert rows in calls(forward)[0], calls(forward)
+    assert blocks in calls(backward)[1], calls(backward)
+    for kernel in generated.kernels:
+        assert len(compile_to_cubin(kernel, 90, tmp_path).asm["cubin"]) > 0
+
+
+def test_blackwell_stays_in_high_precision() -> None:
+    """cuBLASLt has no such scales there; the casts themselves are device code like any other, `test_casts_compile`."""
+    forward, _ = generate("linear_block", 100).sources
+    assert "extern_kernels.addmm(" in forward and "float8" not in forward
+
+
+CASTS = ["two_way_cast_block", "two_way_cast_block_padded", "two_way_cast_squares", "two_way_cast_squares_padded"]
+
+
+@pytest.mark.parametrize("arch", [90, 100], ids=lambda arch: f"sm_{arch}")
+@pytest.mark.parametrize("case", [*CASTS, "columnwise_cast_block"])
+def test_casts_compile(case: str, arch: int, tmp_path: Path) -> None:
+    generated = generate(case, arch)
+    for kernel in generated.kernels:
+        assert len(compile_to_cubin(kernel, arch, tmp_path).asm["cubin"]) > 0
+    if "squares" not in case:
+        assert len(generated.kernels) == (1 if case == "columnwise_cast_block" else 2)
