@@ -30,7 +30,6 @@ from te_inductor.passes import (
     rewrite_sites,
     weigh_sites,
 )
-from te_inductor.patterns import delayed
 
 DECIDE: tuple[Callable[[Plan], None], ...] = (
     inline_attention,
@@ -61,15 +60,15 @@ def te(
     """
     parsed = parse(mode, options)
     plan = Plan(gm, parsed, example_inputs)
-    originals = {module: _snapshot(module.graph) for module in plan.graph_modules()}
+    originals = _set_aside(plan.graph_modules())
     found = run_passes(plan)
     if found.failure is not None:
         _restore(originals)
     announce(found, parsed.fallback)
-    inductor = _inductor(example_inputs, parsed, name)
+    inductor = _inductor(parsed, name)
     if found.failure is not None or not found.sites:
-        return inductor(gm)
-    return _compile_or_restore(gm, inductor, originals, parsed)
+        return inductor(gm, example_inputs)
+    return _compile_or_restore(plan, inductor, originals)
 
 
 def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
@@ -82,17 +81,11 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
 
 
 def run_passes(plan: Plan, passes: tuple[Callable[[Plan], None], ...] = PASSES) -> Report:
-    """Run the passes. A failure of ours is part of the report, never an exception: the graph compiles without us.
-
-    Raises:
-        StateError: state that was loaded does not fit the recipe.
-    """
+    """Run the passes. A failure of ours is part of the report, never an exception: the graph compiles without us."""
     try:
         for step in passes:
             log.debug("%s", step.__name__)
             step(plan)
-    except TEInductorError:
-        raise  # what the user can mend, as state that was loaded and does not fit the recipe
     except Exception:
         sites = [
             site if site.kernel == "high_precision" else replace(site, kernel="high_precision", reason="a pass failed")
@@ -102,9 +95,7 @@ def run_passes(plan: Plan, passes: tuple[Callable[[Plan], None], ...] = PASSES) 
     return plan.report
 
 
-def _inductor(
-    example_inputs: Sequence[Any], options: Options, name: str | None
-) -> Callable[[fx.GraphModule], Callable[..., Any]]:
+def _inductor(options: Options, name: str | None) -> Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]:
     """Inductor with the mode's options, the user's, our lowerings, and our pass on its graphs."""
     import torch
     from torch._inductor import config as inductor
@@ -117,42 +108,45 @@ def _inductor(
     patches = dict(torch._TorchCompileInductorWrapper(options.mode, dict(options.inductor), None).config)
     for place, ours in (("joint_custom_pre_pass", RecomputeCopies), ("post_grad_custom_pre_pass", ShareQuantizations)):
         patches[place] = ours(patches.get(place, getattr(inductor, place)))
-    return lambda gm: compat.compile_fx(gm, example_inputs, patches, wrap_inner, name)
+    return lambda gm, inputs: compat.compile_fx(gm, inputs, patches, wrap_inner, name)
 
 
 def _compile_or_restore(
-    gm: fx.GraphModule,
-    inductor: Callable[[fx.GraphModule], Callable[..., Any]],
+    plan: Plan,
+    inductor: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]],
     originals: Mapping[fx.GraphModule, fx.Graph],
-    options: Options,
 ) -> Callable[..., Any]:
     """Compile the rewritten graph; if that fails, the graph as the user wrote it, with the traceback in a warning."""
     from torch._dynamo.exc import RestartAnalysis, SkipFrame, Unsupported
 
     try:
-        return inductor(gm)
+        return plan.state.bind(inductor(plan.gm, [*plan.inputs, *plan.state.examples]))
     except (RestartAnalysis, SkipFrame, Unsupported, TEInductorError):
         raise  # Dynamo's own control flow, and what the user asked to be told
     except Exception:
         failure = traceback.format_exc()
         _restore(originals)
-        compiled = inductor(gm)  # a graph that fails without us too is not our failure
-    announce(Report(failure=failure), options.fallback)
+        compiled = inductor(plan.gm, plan.inputs)  # a graph that fails without us too is not our failure
+    announce(Report(failure=failure), plan.options.fallback)
     return compiled
 
 
-def _snapshot(graph: fx.Graph) -> fx.Graph:
-    """A copy to return to. Dynamo also hangs plain attributes on nodes (`_dynamo_source`), which fx does not copy."""
-    twin = copy.deepcopy(graph)
-    for node, other in zip(graph.nodes, twin.nodes, strict=True):
-        for name in vars(node).keys() - vars(other).keys():
-            setattr(other, name, getattr(node, name))
-    return twin
+def _set_aside(modules: Sequence[fx.GraphModule]) -> dict[fx.GraphModule, fx.Graph]:
+    """Give each module a copy of its graph to be rewritten, and return its own: what `_restore` puts back, and what Dynamo
+    reads again behind the backend, to write the call, whose arguments are the placeholders."""
+    originals = {module: module.graph for module in modules}
+    for module, graph in originals.items():
+        twin = copy.deepcopy(graph)
+        # Dynamo also hangs plain attributes on nodes (`_dynamo_source`), which fx does not copy.
+        for node, other in zip(graph.nodes, twin.nodes, strict=True):
+            for name in vars(node).keys() - vars(other).keys():
+                setattr(other, name, getattr(node, name))
+        module.graph = twin
+    return originals
 
 
 def _restore(originals: Mapping[fx.GraphModule, fx.Graph]) -> None:
     for module, graph in originals.items():
-        delayed.unregister(module)
         module.graph = graph  # recompiles the module
 
 

@@ -46,7 +46,6 @@ class Report:
 
     sites: list[Site] = field(default_factory=list)
     unused_policy: list[str] = field(default_factory=list)
-    unseen: list[str] = field(default_factory=list)  # sites of delayed scaling without state; known once compiled
     failure: str | None = None  # traceback of a failure inside our own passes
 
     @property
@@ -81,7 +80,6 @@ def merge(reports: Iterable[Report]) -> Report:
     return Report(
         sites=[site for report in reports for site in report.sites],
         unused_policy=[glob for glob in unused if all(glob in report.unused_policy for report in reports)],
-        unseen=[fqn for report in reports for fqn in report.unseen],
         failure="\n".join(report.failure for report in reports if report.failure) or None,
     )
 
@@ -118,7 +116,7 @@ def announce(report: Report, fallback: str) -> None:
     text = summary(report)
     if text is None:
         return
-    if fallback == "error" and not (report.fallbacks or report.failure or report.unseen):
+    if fallback == "error" and not (report.fallbacks or report.failure):
         fallback = (
             "warn"  # a policy glob that this graph does not use may be used by the next one, behind a graph break
         )
@@ -146,18 +144,21 @@ def summary(report: Report) -> str | None:
         lines.append(f"te_inductor: {len(fallen)} of {len(places)} linear sites stay in high precision:")
         for reason, group in _grouped(report.fallbacks, lambda site: site.reason):
             lines.append(f"  {reason}: {_shown(site.fqn for site in group)}")
-    if report.unseen:
-        lines.append(
-            "te_inductor: delayed scaling has no state for these sites and records none without gradients, so they are cast"
-            f" with scale 1: {_shown(report.unseen)}; train first, or load what te_inductor.state_dict saved with"
-            " te_inductor.load_state_dict"
-        )
     for glob in report.unused_policy:
         known = ", ".join(sorted({fqn for fqn, _ in places})[:4]) or "none"
         lines.append(f"te_inductor: policy glob {glob!r} matches no linear site of this graph (sites: {known}, …)")
     if report.failure:
         lines.append(f"te_inductor: compiled without low precision, because a pass of ours failed:\n{report.failure}")
     return "\n".join(lines) or None
+
+
+def without_state(fqns: Iterable[str]) -> str:
+    """The text of the warning about delayed scaling that is asked to cast and has never seen anything."""
+    return (
+        "te_inductor: delayed scaling has seen no step of these sites, and this graph, which runs without gradients, records"
+        f" none, so that their tensors are cast with scale 1: {_shown(fqns)}; train first, or load what"
+        " te_inductor.state_dict returned with te_inductor.load_state_dict"
+    )
 
 
 def _shown(fqns: Iterable[str]) -> str:

@@ -16,6 +16,7 @@ from te_inductor.patterns.bodies import Bodies
 from te_inductor.patterns.module_path import module_path
 from te_inductor.patterns.rule import Emit, Match, Rule, call_linears
 from te_inductor.recipes import DelayedScaling, Recipe
+from te_inductor.runtime.state_inputs import StateInputs
 
 
 @dataclass
@@ -45,6 +46,10 @@ class Plan:
     candidates: list[Candidate] = field(default_factory=list)
     merged: list[list[Match]] = field(default_factory=list)  # sites that are one GEMM
     report: Report = field(default_factory=Report)
+    state: StateInputs = field(init=False)  # what the rewritten graph takes besides its inputs
+
+    def __post_init__(self) -> None:
+        self.state = StateInputs(self.options.fallback)
 
     def graph_modules(self) -> list[fx.GraphModule]:
         """The graph and the bodies of its higher-order ops, such as checkpoint's."""
@@ -96,7 +101,7 @@ def check_sites(plan: Plan) -> None:
                 candidate.recipe.slots(), support.value(match.weight), *match.sizes[1:]
             )
         if candidate.low and isinstance(candidate.recipe, DelayedScaling):
-            candidate.refusal = delayed.refusal(candidate.match, bodies, plan.inputs)
+            candidate.refusal = delayed.refusal(candidate.match, bodies)
 
 
 def weigh_sites(plan: Plan) -> None:
@@ -138,7 +143,6 @@ def rewrite_sites(plan: Plan) -> None:
             merging.rewrite(group, emit)
     for step in stateful.values():
         step.finish()
-        plan.report.unseen.extend(reversed(step.unseen))
     for module in plan.graph_modules():
         module.recompile()
 
@@ -156,7 +160,11 @@ def _delayed_sites(plan: Plan, sites: list[Candidate]) -> dict[DelayedScaling, d
         if isinstance(site.recipe, DelayedScaling):
             by_recipe.setdefault(site.recipe, []).append((site.fqn, site.match))
     bodies = Bodies(plan.gm)
-    return {recipe: delayed.DelayedSites(bodies, plan.inputs, recipe, found) for recipe, found in by_recipe.items()}
+    plan.state.held = dict(plan.gm.named_parameters())
+    return {
+        recipe: delayed.DelayedSites(bodies, plan.state, recipe, found, plan.merged)
+        for recipe, found in by_recipe.items()
+    }
 
 
 def _sites(candidate: Candidate, options: Options) -> list[Site]:

@@ -6,9 +6,10 @@ One quantizer has two entries::
     layers.0.mlp.gate_proj.input.amax_history   (amax_history_len,)  slot 0: recorded since the last update; newest last
 
 and stands under the name of the parameter whose linear layer it serves, without a last `weight`, in the slots `input`,
-`weight` and `grad_output`. Sites that read one tensor share its quantizer, which stands under the first of them: of q, k
-and v, `q.input`. A tied weight has one `weight` slot, under its first name, and the other slots under the module that
-uses it. What is taken of a parameter, as an expert's slice, stands in brackets: `experts.w1[select_0_3].input`.
+`weight` and `grad_output`. Sites that read one tensor share its quantizer, and layers that run as one GEMM share all of
+theirs: q, k and v have equal entries. A tied weight has one `weight` slot, under its first name, and the other slots under
+the module that uses it. What is taken of a parameter, as an expert's slice, stands in brackets:
+`experts.w1[select_0_3].input`; so does a module that uses a parameter of another one: `embedding[in head].input`.
 """
 
 from collections.abc import Mapping
@@ -36,8 +37,8 @@ def state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The state of every delayed-scaling quantizer of a model, as copies; `model.state_dict()` knows nothing of it.
 
     `model` is what `torch.compile` returned, the model inside it, or a parent of either; keys are relative to it. State that
-    was loaded and waits for the first compile is part of it. A model compiled with several DelayedScaling recipes has state
-    for each; that of the recipe compiled last is returned.
+    was loaded and waits for the first call is part of it. A model compiled with several DelayedScaling recipes has state for
+    each; that of the recipe compiled last is returned.
 
     Raises:
         StateError: `model` is no module.
@@ -53,10 +54,10 @@ def state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], strict: bool = True) -> Keys:
-    """Load what `state_dict` returned, before the first compile or after it.
+    """Load what `state_dict` returned, before the first call of the compiled model or after it.
 
     State is changed in place, so that compiled graphs and CUDA graphs see it. What belongs to a parameter of the model, but
-    to a quantizer that no compile has made yet, waits for the compile that makes it. Nothing is changed where this raises.
+    to a quantizer that no call has made yet, waits for the call that makes it. Nothing is changed where this raises.
 
     Returns:
         Missing and unexpected keys; with `strict` both are empty.
@@ -64,7 +65,7 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], strict: bool 
     Raises:
         StateError: an entry has the wrong shape or value; with `strict`: an entry that `state_dict(model)` has is missing
             in `state`, or a key of `state` names no parameter of the model. A history whose length is not the recipe's is
-            found at the compile where the quantizer is still to be made.
+            found at the first call where the quantizer is still to be made.
     """
     owners = {store.base_of(name): (p, names, i) for p, names in _parameters(model) for i, name in enumerate(names)}
     found: dict[tuple[str, str, str], dict[str, Tensor]] = {}
@@ -90,11 +91,15 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], strict: bool 
         if target is not None:
             store.check_length(store.join(base, use, slot), saved, len(target.history))
         targets.append((parameter, names, place, target, saved))
+    loaded = set()
     for parameter, names, place, target, saved in targets:
         if target is None:
             store.keep(parameter, names, place, saved)
+        elif target in loaded:  # shared by several quantizers, which need not have been so in the model that was saved
+            target.join(saved)
         else:
             target.load(saved)
+            loaded.add(target)
     return Keys(missing, unexpected)
 
 

@@ -1,4 +1,4 @@
-"""Sites under delayed scaling: their state stands in the graph as buffers, one set a quantizer.
+"""Sites under delayed scaling: their state stands in the graph as inputs, one set a quantizer.
 
 # Note [A step under delayed scaling]
 What the rewritten graph does, in this order::
@@ -10,8 +10,8 @@ What the rewritten graph does, in this order::
     update_scales(amaxes, …)                of inputs and weights, at the end
 
 The copies matter: the backward, and a checkpoint that recomputes, read them after the update has changed the state. What the
-forward changes (state of inputs and weights) the backward leaves alone, and the other way round: AOTAutograd hands a
-buffer's changes from the forward to the backward by value, which would undo what another microbatch's forward did between.
+forward changes (state of inputs and weights) the backward leaves alone, and the other way round: AOTAutograd hands an
+input's changes from the forward to the backward by value, which would undo what another microbatch's forward did between.
 Sites that quantize the same tensor share its quantizer, so that it is cast once.
 """
 
@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import FakeTensor
 
 from te_inductor import ops
 from te_inductor.diagnostics import Refusal
@@ -32,9 +31,10 @@ from te_inductor.patterns.rule import Match, call_linears
 from te_inductor.patterns.support import is_tensor, value
 from te_inductor.recipes import DelayedScaling
 from te_inductor.recipes.delayed import ScaleUpdate
-from te_inductor.runtime.state import ROOT, Key, ScalingState, state_of
+from te_inductor.runtime.state import ROOT, Key
+from te_inductor.runtime.state_inputs import Reader, StateInput, StateInputs
 
-PREFIX = "te_state_"  # of the buffers that hold state
+PREFIX = "te_state_"  # of the inputs that hold state
 
 # Calls that take all of a parameter; any other is part of its quantizers' names.
 _WHOLE = frozenset("t T mT numpy_T permute transpose to type type_as float bfloat16 half contiguous clone".split())
@@ -71,44 +71,21 @@ def owner_of(weight: fx.Node, bodies: Bodies) -> Owner | None:
 
 def _text(constant: Any) -> str:
     if isinstance(constant, slice):
-        return ":".join("" if part is None else str(part) for part in (constant.start, constant.stop, constant.step))
+        ends = f"{constant.start or ''}:{'' if constant.stop is None else constant.stop}"
+        return ends if constant.step is None else f"{ends}:{constant.step}"
     if isinstance(constant, tuple | list):
         return f"({','.join(map(_text, constant))})"
     return str(constant)
 
 
-def refusal(match: Match, bodies: Bodies, inputs: Sequence[Any]) -> Refusal | None:
+def refusal(match: Match, bodies: Bodies) -> Refusal | None:
     """Why a site can keep no state."""
     if not bodies.reaches(match.node.graph):
         return Refusal("delayed scaling inside a control-flow body, which its state does not reach")
     owner = owner_of(match.weight, bodies)
     if owner is None:
         return Refusal("delayed scaling keeps its state with a parameter, and the weight comes from none")
-    if is_stand_in(parameter(owner.parameter, bodies.root, inputs)):
-        return Refusal(
-            "delayed scaling keeps its state with the parameter, and this graph was compiled on a stand-in for it"
-            " (DistributedDataParallel: set torch._dynamo.config.optimize_ddp = False)"
-        )
     return None
-
-
-def is_stand_in(tensor: torch.Tensor) -> bool:
-    """Whether state kept with this tensor would be lost: the model holds another one."""
-    return isinstance(tensor, FakeTensor)
-
-
-def parameter(node: fx.Node, root: fx.GraphModule, inputs: Sequence[Any]) -> torch.Tensor:
-    """The tensor behind a parameter's node of the root's graph."""
-    if node.op == "get_attr":
-        return root.get_parameter(str(node.target))
-    return inputs[root.graph.find_nodes(op="placeholder").index(node)]  # type: ignore[no-any-return]
-
-
-def unregister(root: fx.GraphModule) -> None:
-    """Take the state out of a graph module again."""
-    for name in [name for name, _ in root.named_buffers(recurse=False) if name.startswith(PREFIX)]:
-        delattr(root, name)
-        root._param_name_to_source.pop(name, None)  # type: ignore[operator, union-attr]
 
 
 @dataclass
@@ -123,59 +100,83 @@ class _Step:
         return self.amaxes, self.scales, self.histories
 
 
+@dataclass(eq=False)
+class _Quantizer:
+    """One quantizer of the graph: its state as nodes of the root's graph, and which it is in what read_scales reads."""
+
+    state: StateInput
+    place: int
+    amax: fx.Node
+    scale: fx.Node
+    history: fx.Node
+
+
 class DelayedSites:
     """Rewrites the sites of one graph and one recipe. `emit` each, last first; then `finish`."""
 
     def __init__(
-        self, bodies: Bodies, inputs: Sequence[Any], recipe: DelayedScaling, sites: list[tuple[str, Match]]
+        self,
+        bodies: Bodies,
+        inputs: StateInputs,
+        recipe: DelayedScaling,
+        sites: list[tuple[str, Match]],
+        merged: Sequence[Sequence[Match]],
     ) -> None:
         self.bodies, self.inputs, self.recipe, self.slots = bodies, inputs, recipe, recipe.slots()
         self.graph = bodies.root.graph
         self.paths = {match.node: path for path, match in sites}
-        self.first_reader: dict[fx.Node, Match] = {}  # of each input
-        for _, match in sites:
-            self.first_reader.setdefault(match.x, match)
         self.forward, self.backward = _Step(), _Step()
-        self.buffers: dict[ScalingState, dict[str, fx.Node]] = {}
-        self.places: dict[ScalingState, int] = {}  # in what read_scales reads
-        self.recorded: set[tuple[ScalingState, fx.Node]] = set()
-        self.first = start = next(node for node in self.graph.nodes if node.op != "placeholder")
+        self.quantizers: dict[Reader, _Quantizer] = {}
+        self.shared: dict[Reader, list[Reader]] = {}
+        self._share([match for _, match in sites], merged)
+        self.recorded: set[tuple[_Quantizer, fx.Node]] = set()
+        start = next(node for node in self.graph.nodes if node.op != "placeholder")
         with self.graph.inserting_before(start):
             self.read = self.graph.call_function(ops.read_scales, ([],))
             self.step = self.graph.call_function(ops.delayed_step, ())
-        self.known: dict[tuple[ScalingState, bool], fx.Node] = {}
+        self.known: dict[tuple[_Quantizer, bool], fx.Node] = {}
         self.in_grad_mode = bodies.in_grad_mode()
-        self.unseen: list[str] = []  # sites that are cast with scale 1, and stay so
+
+    def _share(self, sites: Sequence[Match], merged: Sequence[Sequence[Match]]) -> None:
+        """Sites that read the same tensor have one quantizer for it, and merged sites one a slot."""
+        readers: dict[fx.Node, list[Reader]] = {}
+        for match in sites:
+            if value(match.weight).dim() == 2:  # each of an unrolled batch has an input of its own
+                readers.setdefault(match.x, []).append(self._reader(match, match.weight, "input"))
+        of_groups = (
+            [self._reader(match, match.weight, slot) for match in group]
+            for group in merged
+            if group[0].node in self.paths
+            for slot in ("weight", "grad_output")
+        )
+        for group in (*readers.values(), *of_groups):
+            joined = list(dict.fromkeys(other for reader in group for other in self.shared.get(reader, [reader])))
+            self.shared |= dict.fromkeys(joined, joined)
 
     def emit(self, matches: Sequence[Match], x: fx.Node, weights: Sequence[fx.Node]) -> list[fx.Node]:
         """Insert the linear layers and what records their operands. The quantizers of merged layers are the first one's."""
         match, weight = matches[0], weights[0]
         graph, training = x.graph, value(match.node).requires_grad
-        # Unrolled batches give every site an input of its own; elsewhere it belongs to its first reader.
-        first = self.first_reader[match.x]
-        of_x = self._state(first, first.weight, "input") if x is match.x else self._state(match, weight, "input")
-        of_weight = self._state(match, weight, "weight")
+        of_x, of_weight = self._quantizer(match, weight, "input"), self._quantizer(match, weight, "weight")
         known = [*self._known(of_x, graph), *self._known(of_weight, graph)]
         token = grad_amax = None
         if training:
-            of_grad = self._state(match, weight, "grad_output")
+            of_grad = self._quantizer(match, weight, "grad_output")
             known += self._known(of_grad, graph)
             token = self.bodies.hand(self.step, graph)
-            grad_amax = self._buffer(of_grad, "amax", graph)
+            grad_amax = self.bodies.hand(of_grad.amax, graph)
             self._add(self.backward, of_grad)
         if training or match.node in self.in_grad_mode:  # a frozen layer that reads a frozen input needs its scales too
             self._record(of_x, [x], match.sizes[2])
             self._record(of_weight, weights, match.sizes[2])
-        elif of_x.unseen or of_weight.unseen:
-            self.unseen.append(self.paths[match.node])
         return call_linears(matches, x, weights, self.slots, known, token, grad_amax)
 
     def finish(self) -> None:
         """Fill in what only all sites together know."""
-        scales = [self.buffers[state]["scale"] for state in self.places]
+        scales = [quantizer.scale for quantizer in self.quantizers.values()]
         self.read.args = (scales,)
-        for (state, inverse), node in self.known.items():
-            node.args = (self.read, self.places[state] + inverse * len(scales))
+        for (quantizer, inverse), node in self.known.items():
+            node.args = (self.read, quantizer.place + inverse * len(scales))
         forward, backward = self.slots.input.element, self.slots.grad_output.element
         if self.forward.amaxes:
             with self.graph.inserting_before(self.graph.output_node()):
@@ -186,57 +187,68 @@ class DelayedSites:
         else:
             self.graph.erase_node(self.step)
 
-    def _state(self, match: Match, weight: fx.Node, slot: str) -> ScalingState:
+    def _reader(self, match: Match, weight: fx.Node, slot: str) -> Reader:
         owner = owner_of(weight, self.bodies)
         assert owner is not None  # `refusal` otherwise
         # Of a tied weight there is one, whichever module reads it.
         module = "" if slot == "weight" else self.paths[match.node] or ("" if owner.in_root else ROOT)
         key = Key(module, owner.part, slot, self.recipe)
-        state = state_of(parameter(owner.parameter, self.bodies.root, self.inputs), key)
-        if state not in self.buffers:
-            self.buffers[state] = {name: self._register(buffer) for name, buffer in state.tensors().items()}
-            self.places[state] = len(self.places)
-        return state
+        node = owner.parameter
+        if node.op == "get_attr":
+            return Reader(str(node.target), key)
+        return Reader(self.graph.find_nodes(op="placeholder").index(node), key)
 
-    def _register(self, tensor: torch.Tensor) -> fx.Node:
-        """A buffer of the graph module, with the source that AOTAutograd asks of what Dynamo did not trace."""
-        root = self.bodies.root
-        name = f"{PREFIX}{len(list(root.buffers(recurse=False)))}"
-        root.register_buffer(name, tensor, persistent=False)
-        sources: dict[str, Any] = root._param_name_to_source  # type: ignore[assignment]
-        sources[name] = ConstantSource(name)
-        with self.graph.inserting_before(self.read):
-            return self.graph.get_attr(name)
+    def _quantizer(self, match: Match, weight: fx.Node, slot: str) -> _Quantizer:
+        reader = self._reader(match, weight, slot)
+        readers = self.shared.get(reader, [reader])
+        if readers[0] not in self.quantizers:
+            state = StateInput(readers, self.paths[match.node])
+            self.inputs.quantizers.append(state)
+            example = value(match.x)
+            with example.fake_mode:  # type: ignore[attr-defined]
+                shapes = ((), (), (self.recipe.amax_history_len,))
+                tensors = [torch.empty(shape, dtype=torch.float32, device=example.device) for shape in shapes]
+            nodes = [self._input(tensor) for tensor in tensors]
+            self.quantizers[readers[0]] = _Quantizer(state, len(self.quantizers), *nodes)
+        return self.quantizers[readers[0]]
 
-    def _known(self, state: ScalingState, graph: fx.Graph) -> list[fx.Node]:
-        """The state's scale in this step and its reciprocal."""
+    def _input(self, example: torch.Tensor) -> fx.Node:
+        """One more input of the graph, with what AOTAutograd asks of those that Dynamo found. CUDA graphs do not copy it."""
+        last = self.graph.find_nodes(op="placeholder")[-1]
+        name = f"{PREFIX}{len(self.inputs.examples)}"
+        self.inputs.examples.append(example)
+        with self.graph.inserting_after(last):
+            node = self.graph.placeholder(name)
+        node.meta = {"example_value": example, "tensor_dict": {"_dynamo_static_input_type": "unguarded"}}
+        node._dynamo_source = ConstantSource(name)  # type: ignore[attr-defined]
+        return node
+
+    def _known(self, quantizer: _Quantizer, graph: fx.Graph) -> list[fx.Node]:
+        """Its scale in this step and its reciprocal."""
         for inverse in (False, True):
-            if (state, inverse) not in self.known:
+            if (quantizer, inverse) not in self.known:
                 with self.graph.inserting_after(self.read):
-                    self.known[state, inverse] = self.graph.call_function(operator.getitem, (self.read, 0))
-        return [self.bodies.hand(self.known[state, inverse], graph) for inverse in (False, True)]
+                    self.known[quantizer, inverse] = self.graph.call_function(operator.getitem, (self.read, 0))
+        return [self.bodies.hand(self.known[quantizer, inverse], graph) for inverse in (False, True)]
 
-    def _buffer(self, state: ScalingState, name: str, graph: fx.Graph) -> fx.Node:
-        return self.bodies.hand(self.buffers[state][name], graph)
+    def _add(self, step: _Step, quantizer: _Quantizer) -> None:
+        """Once each: a module called twice has one quantizer."""
+        quantizer.state.recorded = True
+        if quantizer.amax not in step.amaxes:
+            step.amaxes.append(quantizer.amax)
+            step.scales.append(quantizer.scale)
+            step.histories.append(quantizer.history)
 
-    def _add(self, step: _Step, state: ScalingState) -> None:
-        """Once each: a module called twice has one state."""
-        nodes = self.buffers[state]
-        if nodes["amax"] not in step.amaxes:
-            step.amaxes.append(nodes["amax"])
-            step.scales.append(nodes["scale"])
-            step.histories.append(nodes["history"])
-
-    def _record(self, state: ScalingState, pieces: Sequence[fx.Node], columns: int) -> None:
+    def _record(self, quantizer: _Quantizer, pieces: Sequence[fx.Node], columns: int) -> None:
         """Record a tensor's amax, once however many sites read it."""
-        self._add(self.forward, state)
-        new = [piece for piece in pieces if (state, piece) not in self.recorded]
-        self.recorded.update((state, piece) for piece in new)
+        self._add(self.forward, quantizer)
+        new = [piece for piece in pieces if (quantizer, piece) not in self.recorded]
+        self.recorded.update((quantizer, piece) for piece in new)
         if new:
             graph = new[0].graph
             # As `ops.linears` flattens it, so that the amax and the cast are seen to read the same tensor.
             flat = [graph.call_function(torch.ops.aten.reshape.default, (piece, [-1, columns])) for piece in new]
-            graph.call_function(ops.record_amax, (flat, self._buffer(state, "amax", graph)))
+            graph.call_function(ops.record_amax, (flat, self.bodies.hand(quantizer.amax, graph)))
 
     def _leaf(self) -> fx.Node:
         """Any input that requires a gradient; a site in training implies one."""

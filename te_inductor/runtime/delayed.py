@@ -27,7 +27,7 @@ def record_amax(pieces: list[Tensor], amax: Tensor) -> None:
     """Raise `amax` to the largest magnitude of all pieces; NaN if one of them has one."""
     for x in pieces:
         if x.numel():
-            amax.copy_(torch.maximum(amax, x.abs().amax().float()))
+            _unseen(amax).copy_(torch.maximum(amax, x.abs().amax().float()))
 
 
 def update_scales(amaxes: list[Tensor], scales: list[Tensor], histories: list[Tensor], update: ScaleUpdate) -> None:
@@ -52,9 +52,15 @@ def update_scales(amaxes: list[Tensor], scales: list[Tensor], histories: list[Te
     scale = torch.where(usable, scale.clamp(FP32_TINY, FP32_MAX), old)
     rolled = torch.cat([torch.zeros_like(history[:, :1]), history[:, 2:], history[:, :1]], 1)[:, : history.shape[1]]
     rest = torch.cat([torch.zeros_like(history[:, :1]), history[:, 1:]], 1)
-    torch._foreach_copy_(histories, list(torch.where(seen.unsqueeze(1), rolled, rest).unbind()))
-    torch._foreach_copy_(scales, list(scale.unbind()))
-    torch._foreach_zero_(amaxes)
+    torch._foreach_copy_(list(map(_unseen, histories)), list(torch.where(seen.unsqueeze(1), rolled, rest).unbind()))
+    torch._foreach_copy_(list(map(_unseen, scales)), list(scale.unbind()))
+    torch._foreach_zero_(list(map(_unseen, amaxes)))
+
+
+def _unseen(state: Tensor) -> Tensor:
+    """The same memory, so that autograd does not see it change: the backwards of two microbatches each hold the gradients'
+    state, and the first one's update must not invalidate the second."""
+    return state.data
 
 
 def _chosen_amax(history: Tensor, algorithm: str | Callable[[Tensor], Tensor]) -> Tensor:  # history (tensors, H)

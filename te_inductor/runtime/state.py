@@ -3,7 +3,7 @@ models never share it. What was loaded before a quantizer exists waits there too
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -50,9 +50,7 @@ class ScalingState:
     @property
     def unseen(self) -> bool:
         """Whether no step was ever recorded, nor anything loaded."""
-        if isinstance(self.scale, FakeTensor):
-            return False
-        return bool(self.scale == 1 and self.amax == 0 and not self.history.any())
+        return not isinstance(self.scale, FakeTensor) and _is_unseen(self.save())
 
     def save(self) -> dict[str, Tensor]:
         """Copies, the history as TransformerEngine has it: the amax recorded since the last update in slot 0."""
@@ -72,10 +70,23 @@ class ScalingState:
             self.history.copy_(torch.where(torch.isfinite(history), history, 0.0))
             self.history[0] = 0.0
 
+    def join(self, saved: Mapping[str, Tensor]) -> None:
+        """As if this quantizer had also seen what another one saw, whose state this is."""
+        if self.unseen:
+            self.load(saved)
+        elif not _is_unseen(saved):
+            own = self.save()
+            joins = {"scale": torch.minimum, "amax_history": torch.fmax}
+            self.load({name: joins[name](own[name], value.to(own[name].device)) for name, value in saved.items()})
+
+
+def _is_unseen(saved: Mapping[str, Tensor]) -> bool:
+    return all(bool((value == 1 if name == "scale" else value == 0).all()) for name, value in saved.items())
+
 
 @dataclass
 class _Loaded:
-    """What was loaded for quantizers that no compile has made yet."""
+    """What was loaded for quantizers that no call has made yet."""
 
     names: tuple[str, ...]  # the parameter's, in the model that it was loaded into
     entries: dict[Place, dict[str, Tensor]]
@@ -83,37 +94,69 @@ class _Loaded:
 
 _states: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _loaded: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_moves = 0
 
 
-def state_of(parameter: Tensor, key: Key) -> ScalingState:
-    """The state of a quantizer; made where there is none yet, and where the parameter has moved to another device.
+def shared_state(readers: Sequence[tuple[Tensor, Key]]) -> ScalingState:
+    """The one state of quantizers that share it, each with its parameter, on the first one's device. Made where there is
+    none yet; joined where each had its own, as in another graph, or where theirs was loaded.
 
     Raises:
-        StateError: what was loaded for it does not fit.
+        StateError: what was loaded does not fit.
     """
-    states = _states.setdefault(parameter, {})
-    state = states.pop(key, None)
-    if state is None:
-        state = _made(parameter, key)
-    elif state.amax.device != parameter.device:
-        moved = _empty(parameter, key.recipe)
-        moved.load(state.save())
-        state = moved
-    states[key] = state  # last: of several recipes, the one compiled last is the one saved
-    return state
-
-
-def _made(parameter: Tensor, key: Key) -> ScalingState:
-    state = _empty(parameter, key.recipe)
-    loaded = _loaded.get(parameter)
-    if loaded is not None:
-        place = place_of(key, loaded.names)
-        saved = loaded.entries.get(place)
+    global _moves
+    parameter, recipe = readers[0][0], readers[0][1].recipe
+    held = [_held(p, key) for p, key in readers]
+    known = list(dict.fromkeys(state for state in held if state is not None))
+    here = [state for state in known if state.amax.device == parameter.device]
+    state = here[0] if here else _empty(parameter, recipe)
+    for other in known:
+        if other is not state:
+            _moves += 1
+            state.join(other.save())
+    for p, key in readers:
+        saved = _waiting(p, key)
         if saved is not None:
-            check_length(name_of(place, loaded.names), saved, key.recipe.amax_history_len)
-            state.load(saved)
-            del loaded.entries[place]
+            state.join(saved)
+        states = _states.setdefault(p, {})
+        states.pop(key, None)
+        states[key] = state  # last, as `states_of` wants it
     return state
+
+
+def _held(parameter: Tensor, key: Key) -> ScalingState | None:
+    """Under this very key, or under that of another region: of a parent, or of the module alone."""
+    states = _states.get(parameter, {})
+    if key in states:
+        return states[key]  # type: ignore[no-any-return]
+    near = (
+        state
+        for other, state in states.items()
+        if replace(other, module=key.module) == key and _same_module(other.module, key.module)
+    )
+    return next(near, None)
+
+
+def _same_module(a: str, b: str) -> bool:
+    """Whether two paths may be one module's, seen from two places: one ends with the other."""
+    longer, shorter = sorted((a, b), key=len, reverse=True)
+    return f".{longer}".endswith(f".{shorter}" if shorter else "")
+
+
+def moves() -> int:
+    """Changes whenever a quantizer gets other tensors than it had."""
+    return _moves
+
+
+def _waiting(parameter: Tensor, key: Key) -> dict[str, Tensor] | None:
+    """What was loaded for a quantizer, which no longer waits."""
+    loaded = _loaded.get(parameter)
+    if loaded is None:
+        return None
+    place = place_of(key, loaded.names)
+    if place in loaded.entries:
+        check_length(name_of(place, loaded.names), loaded.entries[place], key.recipe.amax_history_len)
+    return loaded.entries.pop(place, None)  # type: ignore[no-any-return]
 
 
 def _empty(parameter: Tensor, recipe: DelayedScaling) -> ScalingState:
@@ -138,12 +181,12 @@ def check_length(name: str, saved: Mapping[str, Tensor], expected: int) -> None:
 
 def states_of(parameter: Tensor, names: Sequence[str]) -> dict[Place, ScalingState]:
     """The state of every quantizer that some compile has made for a parameter, whose names in the user's model these are.
-    Of several recipes' the one compiled last."""
+    Of several recipes', the one whose graph was new last."""
     return {place_of(key, names): state for key, state in _states.get(parameter, {}).items()}
 
 
 def loaded_of(parameter: Tensor) -> dict[Place, dict[str, Tensor]]:
-    """What waits for quantizers that no compile has made yet."""
+    """What waits for quantizers that no call has made yet."""
     loaded = _loaded.get(parameter)
     return {} if loaded is None else loaded.entries
 

@@ -1,6 +1,6 @@
 """A small training program, run in processes of its own: `python -m tests.backend.program '<options as JSON>'`.
 
-Prints one line of JSON: the loss, the compile caches' counters, and what was imported on the way.
+Prints one line of JSON: the losses, the compile caches' counters, what was imported on the way, and delayed scaling's state.
 """
 
 import json
@@ -12,6 +12,7 @@ def main(options: str) -> None:
     import torch
     from torch._dynamo.utils import counters
 
+    import te_inductor
     from te_inductor.errors import FallbackWarning
 
     warnings.simplefilter("error", FallbackWarning)
@@ -19,15 +20,18 @@ def main(options: str) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 32))
     compiled = torch.compile(model, backend="te", options=json.loads(options), fullgraph=True)
     x = torch.randn(16, 32)
-    loss = compiled(x).square().mean()
-    loss.backward()
+    for _ in range(2):
+        loss = compiled(x).square().mean()
+        loss.backward()
     with torch.no_grad():
         compiled(x)
     found = {name: counters["inductor"][f"fxgraph_cache_{name}"] for name in ("hit", "miss", "bypass")}
     found |= {
         f"autograd_{name}": counters["aot_autograd"][f"autograd_cache_{name}"] for name in ("hit", "miss", "bypass")
     }
-    print(json.dumps({"loss": loss.item(), "caches": found, "quantizes": "te_inductor.ops" in sys.modules}))
+    quantizes = "te_inductor.ops" in sys.modules
+    state = {key: value.flatten()[-2:].tolist() for key, value in te_inductor.state_dict(compiled).items()}
+    print(json.dumps({"loss": loss.item(), "caches": found, "quantizes": quantizes, "state": state}))
 
 
 if __name__ == "__main__":

@@ -87,8 +87,6 @@ def pretend(arch: int) -> list[Any]:
         mock.patch.object(CacheBase, "get_system", staticmethod(lambda: system)),
     ]
     patches.append(mock.patch.object(utils, "is_big_gpu", lambda *_: True))
-    # All parameters are stand-ins here; state is made for them as for real ones.
-    patches.append(mock.patch("te_inductor.patterns.delayed.is_stand_in", lambda _: False))
     # These trace example tensors on the device to build patterns that none of our graphs contain.
     for name in ("fuse_attention._sfdp_init", "misc_patterns._misc_patterns_init", "pad_mm._pad_mm_init"):
         patches.append(mock.patch(f"torch._inductor.fx_passes.{name}", lambda *_, **__: None))

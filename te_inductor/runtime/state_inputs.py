@@ -1,0 +1,90 @@
+"""The state of delayed scaling as inputs of a compiled graph.
+
+Dynamo compiles a module's code, not a module: its parameters are inputs of the graph, and another module of the same class
+runs the same graph. So the state is an input too, found by the parameters that a call brings.
+"""
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from te_inductor.diagnostics import say, without_state
+from te_inductor.runtime.state import Key, moves, shared_state
+
+
+class Reader(NamedTuple):
+    """A place in a graph that casts a tensor, by the parameter that its state is kept with."""
+
+    parameter: int | str  # its place among the graph's inputs, or its name where the graph holds it
+    key: Key
+
+
+@dataclass
+class StateInput:
+    """One quantizer of a graph. All its readers share its state."""
+
+    readers: Sequence[Reader]
+    site: str  # module path, for messages
+    recorded: bool = False  # whether the graph gives it new scales
+
+
+@dataclass
+class _Found:
+    parameters: list[weakref.ref[Tensor]]
+    moves: int
+    tensors: list[Tensor]
+
+
+@dataclass
+class StateInputs:
+    """All quantizers of a graph, in the order of its state inputs: of each `amax`, `scale` and `history`."""
+
+    fallback: str  # options["fallback"]
+    held: Mapping[str, Tensor] = field(default_factory=dict)  # parameters that the graph holds
+    examples: list[Tensor] = field(default_factory=list)  # fake tensors, one an input
+    quantizers: list[StateInput] = field(default_factory=list)
+    _found: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)  # by the first parameter
+    _said: bool = False
+
+    def bind(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """The compiled graph as Dynamo calls it, which knows of no state."""
+        if not self.quantizers:
+            return compiled
+        places = sorted({place for q in self.quantizers for place, _ in q.readers if isinstance(place, int)})
+        held = list(self.held.values())
+
+        def call(*inputs: Any) -> Any:
+            return compiled(*inputs, *self._of(inputs, [inputs[place] for place in places] or held))
+
+        return call
+
+    def _of(self, inputs: Sequence[Any], parameters: list[Tensor]) -> list[Tensor]:
+        found: _Found | None = self._found.get(parameters[0])
+        if (
+            found is None
+            or found.moves != moves()
+            or any(ref() is not parameter for ref, parameter in zip(found.parameters, parameters, strict=True))
+        ):
+            tensors = self._find(inputs)
+            found = _Found([weakref.ref(parameter) for parameter in parameters], moves(), tensors)
+            self._found[parameters[0]] = found
+        return found.tensors
+
+    def _find(self, inputs: Sequence[Any]) -> list[Tensor]:
+        tensors: list[Tensor] = []
+        lacking = []
+        for quantizer in self.quantizers:
+            state = shared_state(
+                [(self.held[p] if isinstance(p, str) else inputs[p], key) for p, key in quantizer.readers]
+            )
+            tensors.extend(state.tensors().values())
+            if not quantizer.recorded and state.unseen:
+                lacking.append(quantizer.site)
+        if lacking and not self._said:
+            self._said = True
+            say(without_state(lacking), self.fallback)
+        return tensors
