@@ -49,7 +49,7 @@ def test_a_linear_layer_and_its_gradients(recipe, mode, dtype):
     """Nothing fuses in front of this layer, so its casts see the oracle's values: what is left is the GEMM's own error,
     a rounding to `dtype` and, in fprop, fast accumulation; 2% of the norm would be a third of one rounding to E4M3."""
     shapes = BLOCK_SHAPES if isinstance(recipe, Float8BlockScaling) else SHAPES
-    for m, n, k in shapes[:1] if mode == "max-autotune-no-cudagraphs" else SHAPES:  # autotuning takes 10 s a GEMM
+    for m, n, k in shapes[:1] if mode == "max-autotune-no-cudagraphs" else shapes:  # autotuning takes 10 s a GEMM
         torch._dynamo.reset()
         layer = nn.Linear(k, n, device="cuda", dtype=dtype)
         x = torch.randn(m, k, device="cuda", dtype=dtype, requires_grad=True)
