@@ -1,5 +1,6 @@
 """Delayed scaling step by step, by the oracle: one linear layer whose scales follow from the steps before."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -19,9 +20,13 @@ def quantizers(recipe: DelayedScaling) -> dict[str, ScalingHistory]:
 
 @dataclass
 class OracleLayer:
-    """The layer's quantizers. `forward` and `backward` record and update, as a training step does."""
+    """The layer's quantizers. `forward` and `backward` record and update, as a training step does.
+
+    `device_error` of a GEMM's result and K is what a device errs beyond `gemm_error`, as a part of the sum of magnitudes.
+    """
 
     recipe: DelayedScaling
+    device_error: Callable[[str, int], float] = lambda result, k: 0.0
     of: dict[str, ScalingHistory] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -72,6 +77,8 @@ class OracleLayer:
             finite = expected.isfinite()
             assert torch.equal(actual.isfinite(), finite), f"{name}: not finite in other places"
             error = gemm_error(*a, *b, added, actual.dtype)
+            magnitudes = reference.scaled_mm(a[0].abs(), a[1], b[0].abs(), b[1])
+            error = error + self.device_error(name, a[0].shape[1]) * magnitudes
             assert_within(actual[finite], expected[finite], error[finite], name)
         if bias is not None and dy.isfinite().all():
             assert_within(grads[2], dy.double().sum(0), sum_error(dy, grads[2].dtype), "db")

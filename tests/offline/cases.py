@@ -138,6 +138,28 @@ def llama_training_delayed() -> Case:
     return torch.compile(model, backend="te", fullgraph=True, options={"recipe": "delayed"}), (x,)
 
 
+def _recording_cast(rows: int, columns: int) -> Case:
+    """Delayed scaling: both copies and the amax from one read, the scale given."""
+    from te_inductor import ops
+    from te_inductor.recipes import Quantizer
+
+    def function(amax: Tensor, x: Tensor, scale: Tensor) -> Any:
+        ops.record_amax([x], amax)
+        return *ops.quantize_rowcol_delayed(x, scale, Quantizer("e4m3")), amax + 0.0
+
+    x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
+    scale, amax = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
+    return torch.compile(function, backend="te", fullgraph=True), (amax, x, scale)
+
+
+def recording_cast() -> Case:
+    return _recording_cast(80, 144)
+
+
+def recording_cast_padded() -> Case:
+    return _recording_cast(70, 137)
+
+
 def two_way_cast_block() -> Case:
     """Whole blocks."""
     return _two_way_cast(128, 128, scope="1x128")

@@ -1,0 +1,104 @@
+"""Delayed scaling's code for Hopper and Blackwell: each tensor is read once, by the kernel that makes it or casts it."""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from te_inductor.recipes import DelayedScaling, Quantizer
+from te_inductor.runtime import reference
+from te_inductor.runtime.reference import ScalingHistory
+from tests.bounds import assert_same_values
+from tests.numerics.test_quantize import CONTENTS
+from tests.offline.harness import Generated, Kernel, compile_to_cubin, generate
+from tests.offline.test_interpreter import interpret
+
+ARCHS = (90, 100)
+
+
+@pytest.fixture(params=ARCHS, ids=lambda arch: f"sm_{arch}")
+def arch(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.fixture
+def training(arch: int) -> Generated:
+    return generate("mlp_training_delayed", arch)
+
+
+def launches(source: str) -> list[str]:
+    """Names of the kernels that a wrapper runs, in order, as often as it runs them."""
+    return re.findall(r"^ *(triton_\w+)\.run\(", source, re.MULTILINE)
+
+
+def low_outputs(kernel: Kernel) -> int:
+    return sum(name.startswith("out_ptr") and "fp8" in kind for name, kind in kernel.meta["signature"].items())
+
+
+def test_one_kernel_a_quantized_tensor(training: Generated) -> None:
+    """Row copy, column copy and amax together. Gate and up are one weight in two pieces; SwiGLU's column copy is written in
+    the backward, beside the two halves of its gradient, whose amax is one."""
+    kernels = {kernel.name: kernel for kernel in training.kernels}
+    forward, backward = (
+        [(low_outputs(kernels[name]), kernels[name].body.count("tl.atomic_max")) for name in launches(source)]
+        for source in training.sources
+    )
+    # x behind its norm, gate, up, SwiGLU's output, down
+    assert [counts for counts in forward if counts != (0, 0)] == [(2, 1), (2, 1), (2, 1), (1, 1), (2, 1)]
+    # dy, the gradients of gate and up
+    assert [counts for counts in backward if counts != (0, 0)] == [(2, 1), (5, 1)]
+
+
+def test_no_kernel_reads_a_tensor_for_its_amax_alone(training: Generated) -> None:
+    for kernel in training.kernels:
+        if "tl.atomic_max" in kernel.body:
+            assert ".to(tl.float8" in kernel.body, kernel.name
+        if "r0_numel" in kernel.meta["signature"]:  # reductions: the norm's, forward and backward
+            assert "record_amax" not in kernel.name and "tl.float8" not in kernel.body, kernel.name
+            assert "pow" in kernel.name, kernel.name
+
+
+def test_scales_are_read_and_updated_once_a_graph(training: Generated) -> None:
+    forward, backward = training.sources
+    calls = [
+        [source.count(f"= torch.ops.te_inductor.{op}.default(") for op in ("read_scales", "update_scales")]
+        for source in (forward, backward)
+    ]
+    updates = [
+        len(re.findall(r"^ *(?:buf\d+ = )?torch\.ops\.te_inductor\.update_scales", s, re.M)) for s in training.sources
+    ]
+    assert [reads for reads, _ in calls] == [1, 0] and updates == [1, 1]
+    for source in training.sources:  # behind all kernels that record
+        lines = source.splitlines()
+        update = max(i for i, line in enumerate(lines) if "te_inductor.update_scales.default([" in line)
+        assert update > max(i for i, line in enumerate(lines) if ".run(" in line and "quantize" in line)
+
+
+def test_every_kernel_compiles(training: Generated, arch: int, tmp_path: Path) -> None:
+    for kernel in training.kernels:
+        compiled = compile_to_cubin(kernel, arch, tmp_path)
+        assert len(compiled.asm["cubin"]) > 0
+        if "tl.atomic_max" in kernel.body:
+            assert re.search(r"(atom|red)\.\S*max\.s32", compiled.asm["ptx"]), kernel.name
+
+
+@pytest.mark.parametrize(("case", "size"), [("recording_cast", (80, 144)), ("recording_cast_padded", (70, 137))])
+def test_casts_that_record(case: str, size: tuple[int, int], tmp_path: Path) -> None:
+    """In the interpreter, bit for bit, on awkward contents; an amax that was larger, or NaN, stays."""
+    [source] = generate(case, 90).sources
+    quantizer = Quantizer("e4m3")
+    inputs = {
+        (name, before): make(*size).to(torch.bfloat16)
+        for name, make in CONTENTS.items()
+        for before in ((0.0, 2.0**100, math.nan) if name in ("random", "nan") else (0.0,))
+    }
+    scale = torch.tensor(448 / 3)
+    runs = [[torch.tensor(before), x, scale] for (_, before), x in inputs.items()]
+    for (key, x), (data, data_t, amax) in zip(inputs.items(), interpret(source, runs, tmp_path), strict=True):
+        assert_same_values(data, reference.quantize_known(x, scale.item(), quantizer)[0])
+        assert_same_values(data_t, reference.quantize_known(x.t(), scale.item(), quantizer)[0])
+        oracle = ScalingHistory(DelayedScaling(), quantizer.format, recorded=key[1])
+        oracle.record(x)
+        assert amax.item() == oracle.recorded or (amax.isnan() and math.isnan(oracle.recorded)), key
