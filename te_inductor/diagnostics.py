@@ -38,6 +38,7 @@ class Site:
     recipe: str  # a recipe's name, or "none"
     kernel: str  # "cublaslt", "inductor", "high_precision"
     reason: str | None = None  # why it does not run as asked; None where it does
+    merged: tuple[str, ...] = ()  # module paths of all sites that are one GEMM with this one, itself too
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,8 @@ def _rows(sites: list[Site]) -> Iterable[tuple[str, ...]]:
         first = group[0]
         sizes = " x ".join(str(size) for size in first.shapes)
         gemms = ", ".join(dict.fromkeys(site.gemm for site in group))
-        yield first.fqn or "(root)", first.pattern, gemms, sizes, first.recipe, first.kernel, first.reason or ""
+        kernel = first.kernel + (f", one GEMM of {len(first.merged)}" if first.merged else "")
+        yield first.fqn or "(root)", first.pattern, gemms, sizes, first.recipe, kernel, first.reason or ""
 
 
 def _grouped(sites: list[Site], key: Any) -> Iterable[tuple[Any, list[Site]]]:

@@ -124,8 +124,10 @@ def merge_sites(plan: Plan) -> None:
 
 def report_sites(plan: Plan) -> None:
     """Write down what was decided, before the rewrite erases the matched nodes."""
+    paths = {candidate.match.node: candidate.fqn for candidate in plan.candidates}
+    joined = {match.node: tuple(paths[m.node] for m in group) for group in plan.merged for match in group}
     for candidate in plan.candidates:
-        plan.report.sites.extend(_sites(candidate, plan.options))
+        plan.report.sites.extend(_sites(candidate, plan.options, joined.get(candidate.match.node, ())))
 
 
 def rewrite_sites(plan: Plan) -> None:
@@ -167,14 +169,14 @@ def _delayed_sites(plan: Plan, sites: list[Candidate]) -> dict[DelayedScaling, d
     }
 
 
-def _sites(candidate: Candidate, options: Options) -> list[Site]:
+def _sites(candidate: Candidate, options: Options, merged: tuple[str, ...]) -> list[Site]:
     recipe = "none" if candidate.recipe is None else candidate.recipe.name
     device = candidate.match.node.meta["example_value"].device
     blocked = candidate.recipe is not None and candidate.recipe.slots().fprop.blocked
     kernel = _gemm_kernel(device, options, blocked) if candidate.low else "high_precision"
     reason = None if candidate.refusal is None else str(candidate.refusal)
     return [
-        Site(candidate.fqn, candidate.rule.pattern, gemm, _plain(shapes), recipe, kernel, reason)
+        Site(candidate.fqn, candidate.rule.pattern, gemm, _plain(shapes), recipe, kernel, reason, merged)
         for gemm, shapes in candidate.match.gemms()
     ]
 

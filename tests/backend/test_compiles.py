@@ -97,6 +97,14 @@ def test_q_k_and_v_share_one_quantization(train, recipe, expected, no_caches, mo
     assert counted[0] == expected
 
 
+def test_explain_names_merged_layers():
+    sites = te_inductor.explain(Attention(), torch.randn(4, 16, 32)).sites
+    merged = {site.fqn: site.merged for site in sites}
+    together = tuple(name for name, group in merged.items() if group)
+    assert len(together) == 3 and all(merged[name] == together for name in together)
+    assert [name for name, group in merged.items() if not group] == ["o"]
+
+
 def test_submodule_function_and_decorator():
     x = torch.randn(4, 32)
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))

@@ -28,11 +28,11 @@ def failure(**options) -> str:
         ({"recpie": "current"}, "unknown option 'recpie'", "did you mean 'recipe'?"),
         ({"max_autotun": True}, "unknown option 'max_autotun'", "did you mean 'max_autotune'?"),
         ({"recipe": "curent"}, "unknown recipe 'curent'", "did you mean 'current'?"),
-        ({"recipe": "zzz"}, "unknown recipe 'zzz'", "expected one of auto, block, current, none, rowwise"),
+        ({"recipe": "zzz"}, "unknown recipe 'zzz'", "expected one of auto, block, current, delayed, none, rowwise"),
         (
             {"recipe": 8},
             "recipe is a int (8)",
-            "expected a Recipe instance or one of auto, none, current, rowwise, block",
+            "expected a Recipe instance or one of auto, none, delayed, current, rowwise, block",
         ),
         ({"recipe": "row-wise"}, "unknown recipe 'row-wise'", "did you mean 'rowwise'?"),
         ({"recipe": object}, "recipe is a type", "expected a Recipe instance"),
