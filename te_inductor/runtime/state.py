@@ -140,7 +140,7 @@ def _held(parameter: Tensor, key: Key) -> ScalingState | None:
 def _same_module(a: str, b: str) -> bool:
     """Whether two paths may be one module's, seen from two places: one ends with the other."""
     longer, shorter = sorted((a, b), key=len, reverse=True)
-    return f".{longer}".endswith(f".{shorter}" if shorter else "")
+    return ROOT not in (a, b) and f".{longer}".endswith(f".{shorter}" if shorter else "")
 
 
 def moves() -> int:
