@@ -24,6 +24,8 @@ from te_inductor.recipes import DelayedScaling, Format
 from tests.backend.test_saved_state import Attention, mlp, same, train
 from tests.delayed import OracleLayer, check_entry, quantizers
 
+pytestmark = pytest.mark.usefixtures("without_codegen")
+
 RECIPE = DelayedScaling(amax_history_len=4)
 
 
@@ -70,6 +72,7 @@ def steps(**options) -> Steps:
     return Steps(layer, te(layer, **options))
 
 
+@pytest.mark.codegen
 def test_microbatches_forward_forward_backward_backward():
     """Each backward computes with the scales that its own forward read, and records into the state as it now is."""
     layer = steps()
@@ -81,6 +84,7 @@ def test_microbatches_forward_forward_backward_backward():
         layer.backward(*second)
 
 
+@pytest.mark.codegen
 def test_microbatches_backward_in_reverse():
     layer = steps()
     first = layer.forward(torch.randn(8, 32))
@@ -89,6 +93,7 @@ def test_microbatches_backward_in_reverse():
     layer.backward(*first)
 
 
+@pytest.mark.codegen
 def test_retain_graph():
     """Twice through one backward: the same scales, two updates."""
     layer = steps()
@@ -247,6 +252,7 @@ def test_layers_that_are_one_gemm_in_one_graph_and_two_in_another():
     assert same(state(model), entries)
 
 
+@pytest.mark.codegen
 def test_layers_that_were_apart_are_joined():
     """Both saw something: the larger amaxes and the smaller scale hold."""
     model, x = Parallel(), torch.randn(8, 32)

@@ -17,6 +17,8 @@ from te_inductor.errors import StateError
 from te_inductor.passes import Plan
 from te_inductor.recipes import DelayedScaling
 
+pytestmark = pytest.mark.usefixtures("without_codegen")
+
 SHORT = DelayedScaling(amax_history_len=4)
 FIELDS = ("scale", "amax_history")
 
