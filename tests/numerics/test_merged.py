@@ -17,7 +17,7 @@ class Layers(nn.Module):
     def __init__(self, sizes=(48, 16, 32), bias=True, use=None, k=48):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(k, n, bias=bias) for n in sizes)
-        self.use = use or (lambda ys: [y * 1 for y in ys])
+        self.use = use or (lambda ys: [y * 2 for y in ys])
 
     def forward(self, x):
         return self.use([layer(x) for layer in self.layers])
@@ -65,15 +65,15 @@ def _copies(x, quantizer):
 APART = {
     "an output": lambda ys: ys,
     "an output behind a view": lambda ys: [y.unflatten(-1, (-1, 8)).transpose(1, 2) for y in ys],
-    "a view that merges rows": lambda ys: [y.view(-1, y.shape[-1]) * 1 for y in ys],
+    "a view that merges rows": lambda ys: [y.view(-1, y.shape[-1]) * 2 for y in ys],
     "a view behind a reordering": lambda ys: [
-        y.unflatten(-1, (-1, 8)).transpose(2, 3).unflatten(-1, (1, -1)) * 1 for y in ys
+        y.unflatten(-1, (-1, 8)).transpose(2, 3).unflatten(-1, (1, -1)) * 2 for y in ys
     ],
-    "changed in place": lambda ys: [y.mul_(2) * 1 for y in ys],
+    "changed in place": lambda ys: [y.mul_(2) * 2 for y in ys],
 }
 TOGETHER = {
-    "split heads": lambda ys: [y.view(*y.shape[:-1], -1, 8).transpose(1, 2) * 1 for y in ys],
-    "reshape across rows": lambda ys: [y.reshape(-1, y.shape[-1]) * 1 for y in ys],
+    "split heads": lambda ys: [y.view(*y.shape[:-1], -1, 8).transpose(1, 2) * 2 for y in ys],
+    "reshape across rows": lambda ys: [y.reshape(-1, y.shape[-1]) * 2 for y in ys],
     "activation": lambda ys: [F.silu(y) for y in ys],
 }
 
