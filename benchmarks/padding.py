@@ -52,9 +52,10 @@ def measure(shape: str, args: argparse.Namespace) -> dict[str, Any]:
     x = torch.randn(m, k, device=args.device, dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn(m, n, device=args.device, dtype=torch.bfloat16)
     times = {}
-    for arm, backend in (("bf16", "inductor"), ("te", harness.te_backend())):
+    forced = {"policy": {"*": "current"}}  # or the size rule would leave small layers alone
+    for arm, backend, options in (("bf16", "inductor", None), ("te", harness.te_backend(), forced)):
         torch._dynamo.reset()
-        compiled = torch.compile(layer, backend=backend)
+        compiled = torch.compile(layer, backend=backend, options=options)
         with mock.patch.object(support, "MAX_PADDING", math.inf):
             call = functools.partial(step, compiled, x, dy)
             for _ in range(args.warmup):

@@ -1,7 +1,7 @@
 """`torch.compile(model, backend="te")`: read this file first.
 
 Dynamo hands `te` a graph of the model's forward, before autograd. PASSES find its linear layers, give each a recipe,
-check what can run, and rewrite those to `te_inductor.linear`. AOTAutograd traces that op into fine-grained forward and
+check what can run, and rewrite those to `te_inductor.linears`. AOTAutograd traces that op into fine-grained forward and
 backward graphs (`ops.py`), and Inductor lowers those (`lowerings/`) beside everything else, so that quantization fuses
 with the kernels that produce its input.
 """

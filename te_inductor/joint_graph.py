@@ -49,14 +49,15 @@ def _after(starts: list[fx.Node]) -> set[fx.Node]:
 
 def _is_activation(x: fx.Node, backward: set[fx.Node]) -> bool:
     """Whether `x` is a pointwise function of tensors that the backward reads."""
+    if not (_is_pointwise(x) or _is_view(x)):
+        return False
     chain, leaves = [x], set()
-    for node in chain:
+    for node in chain:  # which grows
         for source in node.all_input_nodes:
-            if _is_pointwise(node) or _is_view(node):
-                if _is_pointwise(source) or _is_view(source):
-                    chain += [source] if source not in chain else []
-                elif isinstance(source.meta.get("val"), torch.Tensor):
-                    leaves.add(source)
+            if _is_pointwise(source) or _is_view(source):
+                chain += [source] if source not in chain else []
+            elif isinstance(source.meta.get("val"), torch.Tensor):
+                leaves.add(source)
     computes = any(_is_pointwise(node) and not _is_cast(node) for node in chain)
     return computes and all(_is_read(leaf, set(chain), backward) and not _is_statistic(leaf) for leaf in leaves)
 
@@ -73,9 +74,7 @@ def _is_read(leaf: fx.Node, chain: set[fx.Node], backward: set[fx.Node]) -> bool
 
 
 def _is_pointwise(node: fx.Node) -> bool:
-    return (isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags) or _is_cast(
-        node
-    )
+    return _is_cast(node) or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def _is_cast(node: fx.Node) -> bool:

@@ -162,7 +162,7 @@ scaled_mm = _define(
 
 @dataclass(frozen=True)
 class Known:
-    """What delayed scaling knows of a tensor before a step: the scale it is cast with, and the reciprocal."""
+    """What delayed scaling knows of a tensor before it sees it: the scale it is cast with, and the reciprocal."""
 
     scale: Tensor  # ()
     scale_inv: Tensor  # ()
@@ -270,7 +270,7 @@ def _copies(
 def _casts(
     pieces: Sequence[Tensor], dim: int, scale: Tensor, quantizer: Quantizer, rowwise: bool, columnwise: bool
 ) -> tuple[Any, Any]:
-    if len(pieces) > 1:  # of an output that nobody reads no kernel is made
+    if len(pieces) > 1:  # always both: Inductor writes no copy that nobody reads
         return quantize_pieces_delayed(pieces, dim, scale, quantizer)  # type: ignore[no-any-return]
     [x] = pieces
     if rowwise and columnwise:
@@ -317,8 +317,8 @@ linears = _define(
 
 
 class _DelayedStep(torch.autograd.Function):
-    """Its backward runs after that of every site that takes its output, and before nobody else's business: there the
-    gradients' scales are updated, once a backward."""
+    """Its backward runs after that of every site that takes its output: there the gradients' scales are updated, once a
+    backward."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, state: tuple[list[Tensor], ...], update: ScaleUpdate) -> Tensor:

@@ -3,10 +3,10 @@ one number in memory by an atomic max.
 
 Inductor knows reductions and pointwise kernels. A reduction of the whole tensor would be a kernel of its own that reads the
 tensor once more, which is what delayed scaling exists to avoid. So the amax is a pointwise store of a mode of our own,
-to one address, and `AmaxKernel` writes it. It costs a cast of 16384 x 4096 1% (72.7 us
-for 71.9, H200, 2026-11-21).
+to one address, and `AmaxKernel` writes it. It costs a cast of 16384 x 4096 1% (plain Triton,
+72.7 us for 71.9, H200, 2026-11-21).
 
-Magnitudes are compared as int32 bit patterns (`quantize.magnitude_bits`), so that NaN wins, and no float min/max stands
+Magnitudes are compared as int32 bit patterns (`values.magnitude`), so that NaN wins, and no float min/max stands
 beside a transposed fp8 store (Triton issue 11111).
 """
 

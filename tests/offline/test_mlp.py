@@ -79,6 +79,17 @@ def test_only_the_quantized_copies_are_saved(training: Generated) -> None:
     assert len(wide) <= 3, wide
 
 
+def test_swiglus_column_copy_is_written_by_its_backward(current: Generated) -> None:
+    """And the norm's by the forward: its backward, a reduction over rows, could not."""
+    forward, backward = (
+        [line for line in source.splitlines() if "empty_strided_cuda(" in line and "float8" in line]
+        for source in current.sources
+    )
+    activation, normalized = "((14336, 16384)", "((4096, 16384)"
+    assert not any(activation in line for line in forward) and any(activation in line for line in backward)
+    assert any(normalized in line for line in forward)
+
+
 def test_kernels_have_the_tiles_that_were_measured(current: Generated) -> None:
     """Along the dimension in which the tensors that a kernel reads are contiguous, whether that is its x or its y."""
     casts = [kernel for kernel in current.kernels if "YBLOCK" in kernel.meta["signature"]]
