@@ -34,7 +34,29 @@ class Element:
 E4M3 = Element("e4m3", torch.float8_e4m3fn, max=448.0, mantissa_bits=3, min_exponent=-6)
 E5M2 = Element("e5m2", torch.float8_e5m2, max=57344.0, mantissa_bits=2, min_exponent=-14)
 
+# OCP Microscaling Formats Specification, revision 1.0, table 3. No infinity, no NaN. Bits: sign, two of exponent, one of
+# mantissa; stored two a byte, the first value in the low nibble.
+E2M1 = Element("e2m1", torch.uint8, max=6.0, mantissa_bits=1, min_exponent=0)
+
+# Those of a byte each, with a dtype of their own.
 ELEMENTS = {element.name: element for element in (E4M3, E5M2)}
+
+
+@dataclass(frozen=True)
+class TwoLevel:
+    """A format with two levels of scales: one of `scale` a block, and one fp32 for the tensor.
+
+    Invariant: ``x ~= data * expand(block_scale) * tensor_scale``. The product of data and block scale is exact in bf16: of
+    E2M1 and E4M3 values it has 6 significant bits, and lies between 2**-10 and 2688, or is 0.
+    """
+
+    name: str
+    element: Element
+    scale: Element
+    block: tuple[int, int]  # rows and columns that share one block scale; a GEMM contracts the columns
+
+
+NVFP4 = TwoLevel("nvfp4", element=E2M1, scale=E4M3, block=(1, 16))
 
 
 # Both operands of a GEMM are stored with their contraction dimension last and padded with zeros to this many elements:
