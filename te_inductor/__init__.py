@@ -13,12 +13,14 @@ if TYPE_CHECKING:
     from te_inductor.diagnostics import Report as Report
     from te_inductor.diagnostics import Site as Site
     from te_inductor.explanation import explain as explain
+    from te_inductor.regions import autocast as autocast
     from te_inductor.saved_state import load_state_dict as load_state_dict
     from te_inductor.saved_state import state_dict as state_dict
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "autocast": ("te_inductor.regions", "autocast"),
     "explain": ("te_inductor.explanation", "explain"),
     "load_state_dict": ("te_inductor.saved_state", "load_state_dict"),
     "recipes": ("te_inductor.recipes", None),
@@ -28,7 +30,7 @@ _HOME = {
     "Site": ("te_inductor.diagnostics", "Site"),
 }
 
-__all__ = ["Report", "Site", "__version__", "explain", "load_state_dict", "recipes", "state_dict", "te"]
+__all__ = ["Report", "Site", "__version__", "autocast", "explain", "load_state_dict", "recipes", "state_dict", "te"]
 
 
 def __getattr__(name: str) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import fx
 
-from te_inductor import compat, config, recipes
+from te_inductor import compat, config, recipes, regions
 from te_inductor.config import Options
 from te_inductor.diagnostics import Report, announce, log
 from te_inductor.errors import TEInductorError
@@ -26,7 +26,7 @@ from te_inductor.passes import (
     match_sites,
     merge_sites,
     report_sites,
-    resolve_policy,
+    resolve_recipes,
     rewrite_sites,
     weigh_sites,
 )
@@ -34,7 +34,7 @@ from te_inductor.passes import (
 DECIDE: tuple[Callable[[Plan], None], ...] = (
     inline_attention,
     match_sites,
-    resolve_policy,
+    resolve_recipes,
     check_sites,
     weigh_sites,
     merge_sites,
@@ -58,10 +58,13 @@ def te(
         OptionError, RecipeError: the options are wrong.
         FallbackError: with ``options={"fallback": "error"}``, where a site does not run as asked.
     """
+    regions.note_compile()
     parsed = parse(mode, options)
     plan = Plan(gm, parsed, example_inputs)
     originals = _set_aside(plan.graph_modules())
     found = run_passes(plan)
+    if plan.reads_active_region:
+        regions.guard_on_active()
     if found.failure is not None:
         _restore(originals)
     announce(found, parsed.fallback)

@@ -12,7 +12,17 @@ try:  # 2.15
 except ImportError:  # 2.11 needs the metaclass, 2.13 accepts it
     from torch._opaque_base import OpaqueBaseMeta as ConstantMeta
 
-__all__ = ["ConstantMeta", "compile_fx", "constant_type_name", "has_block_scaled_mm", "register_constant"]
+__all__ = [
+    "ConstantMeta",
+    "compile_apart",
+    "compile_fx",
+    "constant_type_name",
+    "guard_on",
+    "has_block_scaled_mm",
+    "in_uncompiled_frame",
+    "never_compile",
+    "register_constant",
+]
 
 
 def register_constant(cls: type) -> None:
@@ -52,3 +62,38 @@ def compile_fx(
     if named and "compile_region_name" not in inspect.signature(inductor).parameters:
         named = {}
     return inductor(gm, inputs, wrap_inner(compile_fx_inner), config_patches=dict(patches), **named)
+
+
+def compile_apart(model: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.compile`, its entries kept from the limit on recompiles of the user's own (from 2.13)."""
+    apart = "isolate_recompiles" in inspect.signature(torch.compile).parameters
+    return torch.compile(model, backend=backend, **({"isolate_recompiles": True} if apart else {}))  # type: ignore[call-overload]
+
+
+def guard_on(module: str, path: str) -> None:
+    """Have Dynamo compare an attribute of a module, by value, before each run of the graph that it is compiling. Where
+    something else calls the backend there is nobody to compare."""
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import AttrSource
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._guards import TracingContext
+
+    if TracingContext.try_get() is None:
+        return
+    source: Any = InstructionTranslator.current_tx().import_source(module)
+    for name in path.split("."):
+        source = AttrSource(source, name)
+    install_guard(source.make_guard(GuardBuilder.EQUALS_MATCH))
+
+
+def never_compile(function: Callable[..., Any]) -> None:
+    """Let Dynamo run this function's frame as it is, where no other function's graph takes it in. What it calls is not
+    touched (unlike under torch.compiler.disable, which also keeps it out of graphs)."""
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(function.__code__)
+
+
+def in_uncompiled_frame() -> bool:
+    """Whether Python code runs that torch.compile was asked to compile, and did not."""
+    return callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())

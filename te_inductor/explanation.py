@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from te_inductor import compat
 from te_inductor.backend import DECIDE, parse, run_passes
 from te_inductor.diagnostics import Report, merge
 from te_inductor.passes import Plan
@@ -30,5 +31,5 @@ def explain(model: Callable[..., Any], *inputs: Any, options: Mapping[str, Any] 
         return gm.forward
 
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        torch.compile(model, backend=backend)(*inputs, **kwargs)
+        compat.compile_apart(model, backend)(*inputs, **kwargs)
     return merge(reports)

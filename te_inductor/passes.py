@@ -11,11 +11,12 @@ from torch import fx
 from te_inductor import recipes
 from te_inductor.config import Options
 from te_inductor.diagnostics import Refusal, Report, Site
-from te_inductor.patterns import RULES, attention, delayed, merging, size_rule, support
+from te_inductor.patterns import RULES, attention, delayed, merging, regions, size_rule, support
 from te_inductor.patterns.bodies import Bodies
 from te_inductor.patterns.module_path import module_path
 from te_inductor.patterns.rule import Emit, Match, Rule, call_linears
 from te_inductor.recipes import DelayedScaling, Recipe
+from te_inductor.regions import Region, active
 from te_inductor.runtime.state_inputs import StateInputs
 
 
@@ -26,6 +27,7 @@ class Candidate:
     rule: Rule
     match: Match
     fqn: str
+    regions: tuple[Region | None, ...] = (None,)  # of autocast; more than one where a body has callers in several
     recipe: Recipe | None = None
     by_policy: bool = False  # named by a policy entry
     refusal: Refusal | None = None
@@ -51,6 +53,11 @@ class Plan:
     def __post_init__(self) -> None:
         self.state = StateInputs(self.options.fallback)
 
+    @property
+    def reads_active_region(self) -> bool:
+        """Whether the thread's autocast has a say in any site."""
+        return any(None in candidate.regions for candidate in self.candidates)
+
     def graph_modules(self) -> list[fx.GraphModule]:
         """The graph and the bodies of its higher-order ops, such as checkpoint's."""
         return [module for module in self.gm.modules() if isinstance(module, fx.GraphModule)]
@@ -64,7 +71,8 @@ def inline_attention(plan: Plan) -> None:
 
 
 def match_sites(plan: Plan) -> None:
-    """Find every linear layer."""
+    """Find every linear layer, and the region of autocast that it is in."""
+    regions_of = regions.regions_of(plan.gm)
     for module in plan.graph_modules():
         for node in module.graph.nodes:
             if node.op not in ("call_function", "call_method"):
@@ -72,22 +80,28 @@ def match_sites(plan: Plan) -> None:
             for rule in RULES:
                 match = rule.match(node)
                 if match is not None:
-                    plan.candidates.append(Candidate(rule, match, module_path(node)))
+                    plan.candidates.append(
+                        Candidate(rule, match, module_path(node), tuple(regions_of.get(node, [None])))
+                    )
                     break
 
 
-def resolve_policy(plan: Plan) -> None:
-    """Give each site its recipe: the first policy glob that matches its module path, else the default recipe."""
+def resolve_recipes(plan: Plan) -> None:
+    """Give each site its recipe: none where autocast is disabled, else that of the first policy glob that matches its module
+    path, else that of the region, else the default."""
     default = recipes.resolve(plan.options.recipe)
     policy = [(glob, recipes.resolve(spec)) for glob, spec in plan.options.policy]
     used = set()
     for candidate in plan.candidates:
-        candidate.recipe = default
-        for glob, recipe in policy:
-            if fnmatchcase(candidate.fqn, glob):
-                candidate.recipe, candidate.by_policy = recipe, True
-                used.add(glob)
-                break
+        around = [region or active() for region in candidate.regions]
+        # Of several, which are refused, one that is enabled: so that the refusal is told.
+        region = next((region for region in around if region.enabled), around[0])
+        named = next(((glob, recipe) for glob, recipe in policy if fnmatchcase(candidate.fqn, glob)), None)
+        if named is not None:
+            used.add(named[0])
+        if region.enabled:
+            candidate.by_policy = named is not None
+            candidate.recipe = named[1] if named else region.recipe or default  # type: ignore[assignment]
     plan.report.unused_policy.extend(glob for glob, _ in policy if glob not in used)
 
 
@@ -97,8 +111,10 @@ def check_sites(plan: Plan) -> None:
     for candidate in plan.candidates:
         if candidate.recipe is not None:
             match = candidate.match
-            candidate.refusal = candidate.rule.check(match) or support.blocks(
-                candidate.recipe.slots(), support.value(match.weight), *match.sizes[1:]
+            candidate.refusal = (
+                regions.refusal(candidate.regions)
+                or candidate.rule.check(match)
+                or support.blocks(candidate.recipe.slots(), support.value(match.weight), *match.sizes[1:])
             )
         if candidate.low and isinstance(candidate.recipe, DelayedScaling):
             candidate.refusal = delayed.refusal(candidate.match, bodies)
@@ -146,6 +162,7 @@ def rewrite_sites(plan: Plan) -> None:
     for step in stateful.values():
         step.finish()
     for module in plan.graph_modules():
+        regions.erase(module.graph)
         module.recompile()
 
 

@@ -139,6 +139,15 @@ def test_explain_runs_the_model_as_it_is():
     assert {site.fqn for site in report.fallbacks} == {"2"}
 
 
+def test_explaining_many_times_leaves_compiles_alone():
+    """Each is a trace of the same code, which torch's limit of 8 recompiles counts unless it is kept apart."""
+    model, x = nn.Linear(32, 32), torch.randn(4, 32)
+    for place in range(12):
+        [site] = te_inductor.explain(model, x, options={"recipe": "current" if place % 2 else "none"}).sites[:1]
+        assert site.recipe == ("current" if place % 2 else "none")
+    torch.compile(model, backend=lambda gm, _: gm.forward, fullgraph=True)(x)
+
+
 def test_an_equal_block_recipe_is_an_equal_constant():
     assert Float8BlockScaling() == Float8BlockScaling(fp8_quant_fwd_inp=QParams(power_2_scale=True))
     assert Float8BlockScaling().slots() == Float8BlockScaling().slots()

@@ -14,6 +14,7 @@ PACKAGE = Path(te_inductor.__file__).parent
 ORDER = [
     {"errors", "config", "diagnostics", "compat"},
     {"recipes"},
+    {"regions"},
     {"runtime"},
     {"ops"},
     {"templates"},

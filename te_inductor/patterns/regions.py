@@ -1,0 +1,45 @@
+"""Which region of `autocast` each node of a Dynamo graph is in: Note [Regions] in te_inductor/regions.py."""
+
+from collections.abc import Sequence
+
+from torch import fx
+
+from te_inductor.diagnostics import Refusal
+from te_inductor.regions import Region, enter_region, exit_region
+
+_MARKERS = (enter_region, exit_region)
+
+
+def regions_of(root: fx.GraphModule) -> dict[fx.Node, list[Region | None]]:
+    """The innermost region around each node, None outside of all; several where a body is called from several regions."""
+    found: dict[fx.Node, list[Region | None]] = {}
+
+    def visit(module: fx.GraphModule, around: Region | None) -> None:
+        nested = [around]
+        for node in module.graph.nodes:
+            if node.target is enter_region:
+                nested.append(node.args[0])
+            elif node.target is exit_region and len(nested) > 1:
+                nested.pop()
+            regions = found.setdefault(node, [])
+            if nested[-1] not in regions:
+                regions.append(nested[-1])
+            for argument in node.all_input_nodes:
+                body = getattr(module, str(argument.target), None) if argument.op == "get_attr" else None
+                if isinstance(body, fx.GraphModule):
+                    visit(body, nested[-1])
+
+    visit(root, None)
+    return found
+
+
+def refusal(regions: Sequence[Region | None]) -> Refusal | None:
+    """Why a site that is called from these regions cannot have the recipe of each."""
+    if len(regions) > 1:
+        return Refusal("one body is called under %d different autocasts", len(regions))
+    return None
+
+
+def erase(graph: fx.Graph) -> None:
+    for node in [node for node in graph.nodes if node.target in _MARKERS]:
+        graph.erase_node(node)

@@ -1,0 +1,150 @@
+"""`autocast`: the recipe of a region of a program, around compiled functions or inside of them.
+
+# Note [Regions]
+Inside a compiled function Dynamo traces `autocast` into two markers, `enter_region(region)` and `exit_region()`, between
+which the passes find the calls of the region (patterns/regions.py), checkpoints' bodies included, and which they erase. The
+region is a constant of the graph, so both compile caches have it in their keys. Under any other backend the markers, which
+trace to nothing, do nothing.
+
+Around a compiled function nothing is traced: the region is the thread's, and every graph that depends on it carries a guard
+that compares it by value (`compat.guard_on`). An equal recipe built anew passes the guard, another one is one more compile.
+Nothing is kept beyond the end of a `with`, so that there is no table to grow and no identity to go stale.
+"""
+
+import threading
+import warnings
+from collections.abc import Callable
+from functools import wraps
+from types import TracebackType
+from typing import ParamSpec, TypeVar
+
+import torch
+
+from te_inductor import compat, recipes
+from te_inductor.errors import FallbackWarning, RecipeError, wrong_type
+from te_inductor.recipes import Recipe
+from te_inductor.recipes.constants import Constant, constant
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@constant
+class Region(Constant):
+    """What an `autocast` says. Two that mean the same are equal: a recipe's name is the recipe, none at all is disabled."""
+
+    enabled: bool = True
+    recipe: Recipe | str | None = None  # None: the default recipe
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.enabled, bool):
+            raise RecipeError(wrong_type("autocast's enabled", self.enabled, "a bool"))
+        recipe = None if self.recipe is None else recipes.resolve(self.recipe)
+        object.__setattr__(self, "enabled", self.enabled and (recipe is not None or self.recipe is None))
+        object.__setattr__(self, "recipe", recipe if self.enabled else None)
+
+
+_library = torch.library.Library("te_inductor", "FRAGMENT")  # a module-level reference keeps the registrations alive
+_library.define(f"enter_region({compat.constant_type_name(Region)} region) -> ()")
+_library.define("exit_region() -> ()")
+_library.impl("enter_region", lambda region: None, "CompositeImplicitAutograd")
+_library.impl("exit_region", lambda: None, "CompositeImplicitAutograd")
+enter_region = torch.ops.te_inductor.enter_region.default
+exit_region = torch.ops.te_inductor.exit_region.default
+
+
+class _Active(threading.local):
+    region = Region()
+    around: tuple[Region, ...] = ()  # those to return to, outermost first
+
+
+_active = _Active()
+_compiles = False  # whether the backend was ever called
+
+
+def active() -> Region:
+    """The region that this thread is in, outside of all compiled functions."""
+    return _active.region
+
+
+def guard_on_active() -> None:
+    """Recompile the graph that is being compiled where the thread's region is another one."""
+    compat.guard_on(__name__, "_active.region")
+
+
+def note_compile() -> None:
+    """Called by the backend."""
+    global _compiles
+    _compiles = True
+
+
+class autocast:
+    """Context and decorator: in it, and in whatever is called from it, linear layers of compiled code have this recipe.
+
+    Regions nest; the innermost counts. `enabled=False` leaves its layers in high precision, as does ``recipe="none"``;
+    `recipe=None` is the default recipe: that of the compile options, else of the environment, else ``"auto"``, whatever the
+    regions around say. A policy entry, which names a layer, goes before `recipe`, and not before `enabled=False`. A layer's
+    backward has the recipe of its forward, wherever it runs. Each thread has its own region.
+
+    Outside compiled code it changes nothing; a program that has compiled nothing by the end of it is told so, once.
+
+    Args:
+        enabled: whether layers run in low precision.
+        recipe: a recipe, or the name of one; ignored where `enabled` is False, as in TransformerEngine.
+
+    Raises:
+        RecipeError: `recipe` is no recipe, `enabled` no bool.
+    """
+
+    def __init__(self, enabled: bool = True, recipe: Recipe | str | None = None) -> None:
+        self.region = Region(enabled, recipe)
+
+    def __enter__(self) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            enter_region(self.region)
+        else:
+            if compat.in_uncompiled_frame():
+                warnings.warn(_UNCOMPILED, FallbackWarning, stacklevel=2)
+            _active.around = (*_active.around, _active.region)
+            _active.region = self.region
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            exit_region()
+        else:
+            *around, _active.region = _active.around
+            _active.around = tuple(around)
+            if error is None and not around and self.region.enabled:
+                _warn_if_nothing_compiles()
+
+    def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
+        region = self.region
+
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            with autocast(region.enabled, region.recipe):
+                return function(*args, **kwargs)
+
+        return call
+
+
+# A frame that torch.compile gave up calls them as they are; traced into a graph they are all the same.
+for _function in (autocast.__enter__, autocast.__exit__, compat.in_uncompiled_frame):
+    compat.never_compile(_function)
+
+_UNCOMPILED = (
+    "te_inductor.autocast: a function that torch.compile could not compile enters it, because of a graph break inside the"
+    " `with`; what it calls is compiled piece by piece, and layers that it calls itself stay in high precision. Enter"
+    " autocast around the compiled function, or move what breaks the graph (fullgraph=True names it) out of the `with`"
+)
+_NOTHING_COMPILED = (
+    "te_inductor.autocast: nothing has been compiled, so every layer ran in high precision; autocast chooses recipes for"
+    ' compiled code: model = torch.compile(model, backend="te")'
+)
+
+
+def _warn_if_nothing_compiles() -> None:
+    global _compiles
+    if not _compiles:
+        _compiles = True  # once is enough
+        warnings.warn(_NOTHING_COMPILED, FallbackWarning, stacklevel=3)
