@@ -1,8 +1,10 @@
 """Which region of `autocast` each node of a Dynamo graph is in: Note [Regions] in te_inductor/regions.py."""
 
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 from torch import fx
+from torch._guards import TracingContext
 
 from te_inductor.diagnostics import Refusal
 from te_inductor.regions import Region, enter_region, exit_region
@@ -10,12 +12,16 @@ from te_inductor.regions import Region, enter_region, exit_region
 _MARKERS = (enter_region, exit_region)
 
 
+# Regions that a piece of a graph leaves open, by the trace that it is a piece of: DistributedDataParallel cuts Dynamo's
+# graph between its buckets, and has the pieces compiled in order.
+_open: WeakKeyDictionary[TracingContext, list[Region | None]] = WeakKeyDictionary()
+
+
 def regions_of(root: fx.GraphModule) -> dict[fx.Node, list[Region | None]]:
     """The innermost region around each node, None outside of all; several where a body is called from several regions."""
     found: dict[fx.Node, list[Region | None]] = {}
 
-    def visit(module: fx.GraphModule, around: Region | None) -> None:
-        nested = [around]
+    def visit(module: fx.GraphModule, nested: list[Region | None]) -> None:
         for node in module.graph.nodes:
             if node.target is enter_region:
                 nested.append(node.args[0])
@@ -27,9 +33,13 @@ def regions_of(root: fx.GraphModule) -> dict[fx.Node, list[Region | None]]:
             for argument in node.all_input_nodes:
                 body = getattr(module, str(argument.target), None) if argument.op == "get_attr" else None
                 if isinstance(body, fx.GraphModule):
-                    visit(body, nested[-1])
+                    visit(body, nested[-1:])
 
-    visit(root, None)
+    trace = TracingContext.try_get()
+    nested: list[Region | None] = (_open.pop(trace, None) if trace else None) or [None]
+    visit(root, nested)
+    if trace and len(nested) > 1:
+        _open[trace] = nested
     return found
 
 

@@ -26,12 +26,15 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from te_inductor import autocast, explain, recipes, regions
+from te_inductor.backend import DECIDE, parse, run_passes
 from te_inductor.diagnostics import Refusal
 from te_inductor.errors import FallbackWarning, RecipeError
+from te_inductor.passes import Plan
 from te_inductor.recipes import (
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -240,6 +243,38 @@ def test_one_body_in_two_regions_is_refused():
     sites = explain(function, torch.randn(X)).sites
     assert {site.kernel for site in sites} == {"high_precision"}
     assert "one body is called under 2 different autocasts" in sites[0].reason
+
+
+def test_a_graph_cut_in_pieces():
+    """As DistributedDataParallel does it, between its buckets: here each layer is a bucket, and a piece."""
+    found = []
+
+    def backend(gm, inputs):
+        plan = Plan(gm, parse(None, {}), inputs)
+        found.append([site.recipe for site in run_passes(plan, DECIDE).sites if site.gemm == "fprop"])
+        return gm.forward
+
+    inner = Within(
+        nn.Sequential(layer(), Within(nn.Sequential(layer(), layer()), enabled=False), layer()), recipe="block"
+    )
+    cut = DDPOptimizer(1, backend, first_bucket_cap=1).compile_fn
+    torch.compile(nn.Sequential(layer(), inner, layer()), backend=cut, fullgraph=True)(torch.randn(X))
+    assert found == [["current"], ["block"], ["none"], ["none"], ["block"], ["current"]]
+
+
+def test_a_checkpoint_that_nobody_compiles():
+    """torch runs the function again when the backward calls, where the region around it is gone: one inside is not."""
+    model, x = layer(), torch.randn(X)
+    expected = step(model, x, recipe="rowwise")
+    run = te(model)
+
+    def function(x):
+        with autocast(recipe="rowwise"):
+            return run(x)
+
+    x.requires_grad_()
+    y = checkpoint(function, x, use_reentrant=False)
+    assert same([y.detach(), *torch.autograd.grad(y.square().sum(), (x, *model.parameters()))], expected)
 
 
 def test_graph_breaks_inside_a_compiled_function():
