@@ -36,7 +36,7 @@ def regions_of(root: fx.GraphModule) -> dict[fx.Node, list[Region | None]]:
                     visit(body, nested[-1:])
 
     trace = TracingContext.try_get()
-    nested: list[Region | None] = (_open.pop(trace, None) if trace else None) or [None]
+    nested: list[Region | None] = (_open.pop(trace, []) if trace else []) or [None]
     visit(root, nested)
     if trace and len(nested) > 1:
         _open[trace] = nested
