@@ -84,11 +84,14 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
 
 
 def run_passes(plan: Plan, passes: tuple[Callable[[Plan], None], ...] = PASSES) -> Report:
-    """Run the passes. A failure of ours is part of the report, never an exception: the graph compiles without us."""
+    """Run the passes. A failure of ours is part of the report, never an exception: the graph compiles without us. What the
+    user has to mend, such as a factory of quantizers, is raised."""
     try:
         for step in passes:
             log.debug("%s", step.__name__)
             step(plan)
+    except TEInductorError:
+        raise
     except Exception:
         sites = [
             site if site.kernel == "high_precision" else replace(site, kernel="high_precision", reason="a pass failed")

@@ -9,6 +9,7 @@ from torch import fx
 from te_inductor import compat
 from te_inductor.backend import DECIDE, parse, run_passes
 from te_inductor.diagnostics import Report, merge
+from te_inductor.errors import TEInductorError
 from te_inductor.passes import Plan
 
 
@@ -20,8 +21,10 @@ def explain(model: Callable[..., Any], *inputs: Any, options: Mapping[str, Any] 
     are updated. A compiled model is explained as the model inside it.
 
     Raises:
-        OptionError, RecipeError: the options are wrong.
+        OptionError, RecipeError: the options are wrong, or a recipe's factory is.
     """
+    from torch._dynamo.exc import BackendCompilerFailed
+
     parsed = parse(None, options)
     model = getattr(model, "_orig_mod", model)
     reports: list[Report] = []
@@ -30,6 +33,11 @@ def explain(model: Callable[..., Any], *inputs: Any, options: Mapping[str, Any] 
         reports.append(run_passes(Plan(gm, parsed, example_inputs), DECIDE))
         return gm.forward
 
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        compat.compile_apart(model, backend)(*inputs, **kwargs)
+    try:
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            compat.compile_apart(model, backend)(*inputs, **kwargs)
+    except BackendCompilerFailed as failed:
+        if isinstance(failed.inner_exception, TEInductorError):
+            raise failed.inner_exception from None
+        raise
     return merge(reports)

@@ -15,7 +15,7 @@ from te_inductor.patterns import RULES, attention, delayed, merging, regions, si
 from te_inductor.patterns.bodies import Bodies
 from te_inductor.patterns.module_path import module_path
 from te_inductor.patterns.rule import Emit, Match, Rule, call_linears
-from te_inductor.recipes import DelayedScaling, Recipe
+from te_inductor.recipes import DelayedScaling, Recipe, Slots
 from te_inductor.regions import Region, active
 from te_inductor.runtime.state_inputs import StateInputs
 
@@ -29,6 +29,7 @@ class Candidate:
     fqn: str
     regions: tuple[Region | None, ...] = (None,)  # of autocast; more than one where a body has callers in several
     recipe: Recipe | None = None
+    slots: Slots | None = None  # the recipe's, for this site
     by_policy: bool = False  # named by a policy entry
     refusal: Refusal | None = None
 
@@ -102,6 +103,7 @@ def resolve_recipes(plan: Plan) -> None:
         if region.enabled:
             candidate.by_policy = named is not None
             candidate.recipe = named[1] if named else region.recipe or default  # type: ignore[assignment]
+            candidate.slots = candidate.recipe.slots_of(candidate.fqn) if candidate.recipe else None
     plan.report.unused_policy.extend(glob for glob, _ in policy if glob not in used)
 
 
@@ -109,12 +111,12 @@ def check_sites(plan: Plan) -> None:
     """Ask each rule whether the site can run as it should; a refusal leaves the site in high precision."""
     bodies = Bodies(plan.gm)
     for candidate in plan.candidates:
-        if candidate.recipe is not None:
+        if candidate.slots is not None:
             match = candidate.match
             candidate.refusal = (
                 regions.refusal(candidate.regions)
                 or candidate.rule.check(match)
-                or support.blocks(candidate.recipe.slots(), support.value(match.weight), *match.sizes[1:])
+                or support.blocks(candidate.slots, support.value(match.weight), *match.sizes[1:])
             )
         if candidate.low and isinstance(candidate.recipe, DelayedScaling):
             candidate.refusal = delayed.refusal(candidate.match, bodies)
@@ -134,7 +136,11 @@ def weigh_sites(plan: Plan) -> None:
 
 def merge_sites(plan: Plan) -> None:
     """Linear layers of the same input and recipe become one GEMM."""
-    sites = [(site.rule, site.match, site.recipe) for site in plan.candidates if site.recipe and not site.refusal]
+    sites = [
+        (site.rule, site.match, site.recipe, site.slots)
+        for site in plan.candidates
+        if site.recipe and site.slots and not site.refusal
+    ]
     plan.merged.extend(merging.groups(sites))
 
 
@@ -153,7 +159,7 @@ def rewrite_sites(plan: Plan) -> None:
     groups = {match.node: group for group in plan.merged for match in group}
     for candidate in reversed(sites):
         recipe, match = candidate.recipe, candidate.match
-        emit = stateful[recipe].emit if isinstance(recipe, DelayedScaling) else _stateless(recipe)  # type: ignore[arg-type]
+        emit = stateful[recipe].emit if isinstance(recipe, DelayedScaling) else _stateless(candidate.slots)  # type: ignore[arg-type]
         group = groups.get(match.node)
         if group is None:
             candidate.rule.rewrite(match, emit)
@@ -166,9 +172,9 @@ def rewrite_sites(plan: Plan) -> None:
         module.recompile()
 
 
-def _stateless(recipe: Recipe) -> Emit:
+def _stateless(slots: Slots) -> Emit:
     def emit(matches: Sequence[Match], x: fx.Node, weights: Sequence[fx.Node]) -> list[fx.Node]:
-        return call_linears(matches, x, weights, recipe.slots())
+        return call_linears(matches, x, weights, slots)
 
     return emit
 
@@ -189,7 +195,7 @@ def _delayed_sites(plan: Plan, sites: list[Candidate]) -> dict[DelayedScaling, d
 def _sites(candidate: Candidate, options: Options, merged: tuple[str, ...]) -> list[Site]:
     recipe = "none" if candidate.recipe is None else candidate.recipe.name
     device = candidate.match.node.meta["example_value"].device
-    blocked = candidate.recipe is not None and candidate.recipe.slots().fprop.blocked
+    blocked = candidate.slots is not None and candidate.slots.fprop.blocked
     kernel = _gemm_kernel(device, options, blocked) if candidate.low else "high_precision"
     reason = None if candidate.refusal is None else str(candidate.refusal)
     return [

@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from te_inductor.patterns.rule import Emit, Match, Rule, replace
 from te_inductor.patterns.support import is_tensor, value
-from te_inductor.recipes import Recipe
+from te_inductor.recipes import Recipe, Slots
 from te_inductor.recipes.formats import ALIGNMENT
 
 # What gives a view in which dimensions have other places, and what gives one in which they are split or merged.
@@ -27,14 +27,14 @@ _COPIES_IF_NEEDED = frozenset("reshape flatten reshape_as".split())
 _IN_PLACE = frozenset("iadd isub imul itruediv ifloordiv imod ipow iand ior ixor setitem".split())
 
 
-def groups(sites: Iterable[tuple[Rule, Match, Recipe]]) -> list[list[Match]]:
+def groups(sites: Iterable[tuple[Rule, Match, Recipe, Slots]]) -> list[list[Match]]:
     """Which sites to merge: two or more each, in the graph's order."""
     found: dict[Any, list[Match]] = {}
-    for rule, match, recipe in sites:
-        if rule.joins and _can_join(match, recipe):
+    for rule, match, recipe, slots in sites:
+        if rule.joins and _can_join(match, slots):
             node, weight = value(match.node), value(match.weight)
             bias = None if match.bias is None else value(match.bias)
-            key = (match.x, recipe, node.dtype, node.requires_grad, *_kind(weight), *_kind(bias))
+            key = (match.x, recipe, slots, node.dtype, node.requires_grad, *_kind(weight), *_kind(bias))
             found.setdefault(key, []).append(match)
     return [group for group in found.values() if len(group) > 1]
 
@@ -43,8 +43,7 @@ def _kind(tensor: Any) -> tuple[Any, ...]:
     return () if tensor is None else (tensor.dtype, tensor.device, tensor.requires_grad)
 
 
-def _can_join(match: Match, recipe: Recipe) -> bool:
-    slots = recipe.slots()
+def _can_join(match: Match, slots: Slots) -> bool:
     one_scale = all(q.granularity.whole for q in (slots.input, slots.weight, slots.grad_output))
     operands = [match.weight] if match.bias is None else [match.weight, match.bias]
     return (

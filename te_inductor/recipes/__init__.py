@@ -5,12 +5,14 @@ the site in high precision) or ``"auto"`` (so far per-tensor current scaling, on
 """
 
 from te_inductor.errors import RecipeError, unknown, wrong_type
+from te_inductor.recipes.custom import CustomRecipe
 from te_inductor.recipes.delayed import DelayedScaling
 from te_inductor.recipes.formats import Format
 from te_inductor.recipes.quantizers import Gemm, MMParams, QParams, Quantizer
 from te_inductor.recipes.recipe import Float8BlockScaling, Float8CurrentScaling, Float8RowwiseScaling, Recipe, Slots
 
 __all__ = [
+    "CustomRecipe",
     "DelayedScaling",
     "Float8BlockScaling",
     "Float8CurrentScaling",
@@ -39,7 +41,8 @@ def resolve(spec: object) -> Recipe | None:
         RecipeError: unknown name (naming the nearest), or an object that is no recipe.
     """
     if isinstance(spec, Recipe):
-        spec.slots()  # the abstract base refuses itself here
+        if type(spec) is Recipe:
+            spec.slots()  # the abstract base refuses itself
         return spec
     if not isinstance(spec, str):
         raise RecipeError(wrong_type("recipe", spec, f"a Recipe instance or one of {', '.join(NAMES)}"))

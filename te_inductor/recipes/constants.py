@@ -21,7 +21,16 @@ T = TypeVar("T")
 
 class Constant(metaclass=ConstantMeta):  # type: ignore[metaclass]
     """Base of frozen dataclasses whose fields are bool, int, float, str, None, enum members, tuples, Constants, or plain
-    functions without a closure."""
+    functions without a closure. Functions are equal where their code is, so that one defined anew is the same."""
+
+    def _key(self) -> tuple[Any, ...]:
+        return type(self), *(_comparable(getattr(self, field.name)) for field in dataclasses.fields(self))  # type: ignore[arg-type]
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Constant) and self._key() == other._key())
+
+    def __hash__(self) -> int:
+        return hash(self._key())
 
     def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
         """Source that rebuilds this object, and the names that the source uses."""
@@ -32,9 +41,13 @@ class Constant(metaclass=ConstantMeta):  # type: ignore[metaclass]
 @dataclass_transform(frozen_default=True)
 def constant(cls: type[T]) -> type[T]:
     """Class decorator: a frozen dataclass registered with torch under its own name."""
-    made = dataclasses.dataclass(frozen=True)(cls)
+    made = dataclasses.dataclass(frozen=True, eq=False)(cls)
     register_constant(made)
     return made
+
+
+def _comparable(value: object) -> object:
+    return _digest(value) if isinstance(value, types.FunctionType) else value
 
 
 def _source(value: object, names: dict[str, Any]) -> str:

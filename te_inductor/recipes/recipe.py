@@ -42,6 +42,10 @@ class Recipe(Constant):
     def slots(self) -> Slots:
         raise RecipeError(f"{type(self).__name__} is the base of recipes, expected one of its subclasses")
 
+    def slots_of(self, module: str) -> Slots:
+        """Of the layer at this module path: the same for all, unless a recipe says otherwise."""
+        return self.slots()
+
 
 @constant
 class Float8CurrentScaling(Recipe):
