@@ -6,14 +6,16 @@ Own options (everything else in `options` goes to Inductor, unchanged):
 option     values                                       default
 =========  ===========================================  ==========================================================
 recipe     a recipe's name or instance                  ``TE_INDUCTOR_RECIPE``, else ``"auto"``
-policy     {module-path glob: recipe name or instance}  ``{}``; the first glob that matches wins
+policy     {glob or function: recipe name or instance}  ``{}``; the first entry that matches wins
 fallback   ``"warn"``, ``"error"``, ``"silent"``        ``"warn"``
 mode       as in ``torch.compile(mode=…)``              None; here because torch refuses mode= beside options=
 =========  ===========================================  ==========================================================
+
+A policy's globs are over module paths; its functions are called with a layer's module path and (M, N, K).
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -32,7 +34,7 @@ class Options:
     """Parsed options. `recipe` and the policy's values are specs (name or instance) that `recipes.resolve` reads."""
 
     recipe: object = "auto"
-    policy: tuple[tuple[str, object], ...] = ()
+    policy: tuple[tuple[str | Callable[..., bool], object], ...] = ()
     fallback: Fallback = "warn"
     mode: str | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
@@ -61,12 +63,13 @@ def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> 
     return Options(recipe, policy, cast(Fallback, fallback), mode, _parse_inductor(given))
 
 
-def _parse_policy(policy: object) -> tuple[tuple[str, object], ...]:
+def _parse_policy(policy: object) -> tuple[tuple[str | Callable[..., bool], object], ...]:
     if not isinstance(policy, Mapping):
-        raise OptionError(wrong_type("option 'policy'", policy, "a dict of {module-path glob: recipe}"))
-    for glob in policy:
-        if not isinstance(glob, str):
-            raise OptionError(wrong_type("a key of option 'policy'", glob, "a module-path glob (a string)"))
+        raise OptionError(wrong_type("option 'policy'", policy, "a dict of {module-path glob or function: recipe}"))
+    for key in policy:
+        if not (isinstance(key, str) or callable(key)):
+            expected = "a module-path glob (a string) or a function of module path and (M, N, K)"
+            raise OptionError(wrong_type("a key of option 'policy'", key, expected))
     return tuple(policy.items())
 
 

@@ -46,7 +46,7 @@ class Report:
     """Every site of a model. `print(report)` shows a table."""
 
     sites: list[Site] = field(default_factory=list)
-    unused_policy: list[str] = field(default_factory=list)
+    unused_policy: list[str] = field(default_factory=list)  # entries that matched no site: globs, names of functions
     failure: str | None = None  # traceback of a failure inside our own passes
 
     @property
@@ -69,18 +69,18 @@ class Report:
         console = Console(width=140, no_color=True, highlight=False)
         with console.capture() as capture:
             console.print(table)
-        tail = [f"policy glob {glob!r} matches no module with a linear site" for glob in self.unused_policy]
+        tail = [f"policy entry {entry!r} matches no linear site" for entry in self.unused_policy]
         lines = [line.rstrip() for line in capture.get().splitlines()]  # rich pads the title
         return "\n".join([*lines, *tail, *([self.failure] if self.failure else [])])
 
 
 def merge(reports: Iterable[Report]) -> Report:
-    """One report of several graphs; a policy glob is unused where no graph used it."""
+    """One report of several graphs; a policy entry is unused where no graph used it."""
     reports = list(reports)
     unused = list(reports[0].unused_policy) if reports else []
     return Report(
         sites=[site for report in reports for site in report.sites],
-        unused_policy=[glob for glob in unused if all(glob in report.unused_policy for report in reports)],
+        unused_policy=[entry for entry in unused if all(entry in report.unused_policy for report in reports)],
         failure="\n".join(report.failure for report in reports if report.failure) or None,
     )
 
@@ -120,7 +120,7 @@ def announce(report: Report, fallback: str) -> None:
         return
     if fallback == "error" and not (report.fallbacks or report.failure):
         fallback = (
-            "warn"  # a policy glob that this graph does not use may be used by the next one, behind a graph break
+            "warn"  # a policy entry that this graph does not use may be used by the next one, behind a graph break
         )
     say(text, fallback)
 
@@ -146,9 +146,9 @@ def summary(report: Report) -> str | None:
         lines.append(f"te_inductor: {len(fallen)} of {len(places)} linear sites stay in high precision:")
         for reason, group in _grouped(report.fallbacks, lambda site: site.reason):
             lines.append(f"  {reason}: {_shown(site.fqn for site in group)}")
-    for glob in report.unused_policy:
+    for entry in report.unused_policy:
         known = ", ".join(sorted({fqn for fqn, _ in places})[:4]) or "none"
-        lines.append(f"te_inductor: policy glob {glob!r} matches no linear site of this graph (sites: {known}, …)")
+        lines.append(f"te_inductor: policy entry {entry!r} matches no linear site of this graph (sites: {known}, …)")
     if report.failure:
         lines.append(f"te_inductor: compiled without low precision, because a pass of ours failed:\n{report.failure}")
     return "\n".join(lines) or None

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import fx
 from te_inductor import recipes
 from te_inductor.config import Options
 from te_inductor.diagnostics import Refusal, Report, Site
-from te_inductor.patterns import RULES, attention, delayed, merging, regions, size_rule, support
+from te_inductor.patterns import RULES, attention, delayed, merging, policy, regions, size_rule, support
 from te_inductor.patterns.bodies import Bodies
 from te_inductor.patterns.module_path import module_path
 from te_inductor.patterns.rule import Emit, Match, Rule, call_linears
@@ -88,23 +87,22 @@ def match_sites(plan: Plan) -> None:
 
 
 def resolve_recipes(plan: Plan) -> None:
-    """Give each site its recipe: none where autocast is disabled, else that of the first policy glob that matches its module
-    path, else that of the region, else the default."""
+    """Give each site its recipe: none where autocast is disabled, else that of the first policy entry that matches it, else
+    that of the region, else the default."""
     default = recipes.resolve(plan.options.recipe)
-    policy = [(glob, recipes.resolve(spec)) for glob, spec in plan.options.policy]
+    entries = policy.entries(plan.options.policy)
     used = set()
     for candidate in plan.candidates:
         around = [region or active() for region in candidate.regions]
         # Of several, which are refused, one that is enabled: so that the refusal is told.
         region = next((region for region in around if region.enabled), around[0])
-        named = next(((glob, recipe) for glob, recipe in policy if fnmatchcase(candidate.fqn, glob)), None)
-        if named is not None:
-            used.add(named[0])
+        entry = policy.first(entries, candidate.fqn, candidate.match.sizes)
+        used.add(entry)
         if region.enabled:
-            candidate.by_policy = named is not None
-            candidate.recipe = named[1] if named else region.recipe or default  # type: ignore[assignment]
+            candidate.by_policy = entry is not None
+            candidate.recipe = entry.recipe if entry else region.recipe or default  # type: ignore[assignment]
             candidate.slots = candidate.recipe.slots_of(candidate.fqn) if candidate.recipe else None
-    plan.report.unused_policy.extend(glob for glob, _ in policy if glob not in used)
+    plan.report.unused_policy.extend(entry.name for entry in entries if entry not in used)
 
 
 def check_sites(plan: Plan) -> None:

@@ -50,20 +50,14 @@ def test_nothing_is_said_where_everything_runs_as_asked():
     assert warned(nn.ReLU(), torch.randn(X))[1] == []
 
 
-def test_an_unused_policy_glob_is_reported():
+def test_an_unused_policy_entry_is_reported():
     _, [text] = warned(nn.Sequential(nn.Linear(32, 32)), torch.randn(X), policy={"0": "none", "lm_head": "none"})
-    assert "policy glob 'lm_head' matches no linear site" in text and "'0' matches" not in text
+    assert "policy entry 'lm_head' matches no linear site" in text and "'0' matches" not in text
     # Behind a graph break another graph may use the glob: not an error even where fallbacks are.
     _, [text] = warned(nn.Linear(32, 32), torch.randn(X), policy={"lm_head": "none"}, fallback="error")
-    assert "policy glob 'lm_head' matches no linear site" in text
+    assert "policy entry 'lm_head' matches no linear site" in text
     report = explain(nn.Sequential(nn.Linear(32, 32)), torch.randn(X), options={"policy": {"lm_head": "none"}})
     assert report.unused_policy == ["lm_head"] and "lm_head" in str(report)
-
-
-def test_the_first_matching_glob_wins():
-    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
-    report = explain(model, torch.randn(X), options={"policy": {"1": "current", "*": "none"}})
-    assert {site.fqn: site.recipe for site in report.sites} == {"0": "none", "1": "current"}
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,16 @@ def failure(**options) -> str:
         ),
         ({"recipe": "row-wise"}, "unknown recipe 'row-wise'", "did you mean 'rowwise'?"),
         ({"recipe": object}, "recipe is a type", "expected a Recipe instance"),
-        ({"policy": ["lm_head"]}, "option 'policy' is a list", "expected a dict of {module-path glob: recipe}"),
-        ({"policy": {3: "none"}}, "a key of option 'policy' is a int (3)", "a module-path glob (a string)"),
+        (
+            {"policy": ["lm_head"]},
+            "option 'policy' is a list",
+            "expected a dict of {module-path glob or function: recipe}",
+        ),
+        (
+            {"policy": {3: "none"}},
+            "a key of option 'policy' is a int (3)",
+            "a module-path glob (a string) or a function",
+        ),
         ({"policy": {"lm_head": "nine"}}, "unknown recipe 'nine'", "did you mean 'none'?"),
         ({"fallback": "wran"}, "unknown value of option 'fallback' 'wran'", "did you mean 'warn'?"),
         ({"fallback": 1}, "unknown value of option 'fallback' 1", "expected one of error, silent, warn"),

@@ -1,0 +1,141 @@
+"""The policy: globs and functions, the first that matches, unused entries, the size rule; every graph of a model has it."""
+
+import pytest
+import torch
+from torch import nn
+
+from te_inductor import explain
+from te_inductor.diagnostics import Refusal
+from te_inductor.errors import FallbackWarning, OptionError
+
+X = (6, 32)
+
+
+def layers(*sizes: tuple[int, int]) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(k, n) for n, k in sizes))
+
+
+def chosen(model, policy, *, x=None, **options) -> dict[str, str]:
+    x = torch.randn(X) if x is None else x
+    return {site.fqn: site.recipe for site in explain(model, x, options={"policy": policy, **options}).sites}
+
+
+def wide(path, shape):
+    return shape[1] >= 96
+
+
+def test_the_first_entry_that_matches_wins():
+    model = layers((96, 32), (32, 96), (96, 32))
+    everything = {"*": "none"}
+    assert chosen(model, {"1": "rowwise", **everything}) == {"0": "none", "1": "rowwise", "2": "none"}
+    assert chosen(model, {**everything, "1": "rowwise"}) == dict.fromkeys("012", "none")
+    assert chosen(model, {wide: "rowwise", "[12]": "block"}) == {"0": "rowwise", "1": "block", "2": "rowwise"}
+    assert chosen(model, {"[12]": "block", wide: "rowwise"}) == {"0": "rowwise", "1": "block", "2": "block"}
+
+
+def test_what_a_function_is_given():
+    seen = []
+
+    def spy(path, shape):
+        seen.append((path, shape))
+        return False
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mlp = nn.ModuleDict({"up": nn.Linear(32, 64), "down": nn.Linear(64, 32)})
+
+        def forward(self, x):
+            return self.mlp["down"](self.mlp["up"](x))
+
+    assert set(chosen(Model(), {spy: "none"}, x=torch.randn(2, 3, 32)).values()) == {"current"}
+    assert seen == [("mlp.up", (6, 64, 32)), ("mlp.down", (6, 32, 64))]
+    seen.clear()
+    run = torch.compile(Model(), backend="te", dynamic=True, options={"policy": {spy: "none"}, "fallback": "silent"})
+    run(torch.randn(X))
+    assert [shape for _, shape in seen] == [(None, 64, 32), (None, 32, 64)]  # weights are never symbolic
+
+
+def test_a_module_that_a_function_closes_over():
+    """Its paths are those inside it."""
+    model = layers((32, 32), (32, 32))
+
+    def step(x):
+        return model(x)
+
+    def train(x):
+        return step(x)
+
+    for function in (step, train, lambda x: train(x)):
+        assert chosen(function, {"1": "rowwise"}) == {"0": "current", "1": "rowwise"}
+
+
+def test_unused_entries_are_reported():
+    model = layers((32, 32))
+    policy = {"0": "none", "lm_head": "none", wide: "none"}
+    report = explain(model, torch.randn(X), options={"policy": policy})
+    assert report.unused_policy == ["lm_head", "wide"]
+    assert "policy entry 'wide' matches no linear site" in str(report)
+    with pytest.warns(FallbackWarning) as caught:
+        torch.compile(model, backend="te", options={"policy": policy})(torch.randn(X))
+    [text] = [str(entry.message) for entry in caught if entry.category is FallbackWarning]
+    assert (
+        "policy entry 'wide' matches no linear site of this graph (sites: 0, …)" in text and "'0' matches" not in text
+    )
+
+
+def test_an_entry_behind_another_is_unused_too():
+    assert explain(
+        layers((32, 32)), torch.randn(X), options={"policy": {"*": "none", "0": "current"}}
+    ).unused_policy == ["0"]
+
+
+def test_behind_graph_breaks():
+    """Each graph has the policy; an entry is unused in explain's report where no graph uses it."""
+
+    class Broken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(32, 96), nn.Linear(96, 32)
+
+        def forward(self, x):
+            x = self.first(x)
+            torch._dynamo.graph_break()
+            return self.second(x)
+
+    policy = {wide: "rowwise", "second": "block", "third": "none"}
+    report = explain(Broken(), torch.randn(X), options={"policy": policy})
+    assert {site.fqn: site.recipe for site in report.sites} == {"first": "rowwise", "second": "block"}
+    assert report.unused_policy == ["third"]
+
+
+@pytest.mark.parametrize("name", [wide, "0"], ids=["function", "glob"])
+def test_an_entry_overrides_the_size_rule(name, monkeypatch):
+    """For the layers that it names alone."""
+    monkeypatch.setattr("te_inductor.patterns.size_rule.refusal", lambda matches, recipe: Refusal("too small"))
+    report = explain(layers((96, 32), (32, 96)), torch.randn(X), options={"policy": {name: "current"}})
+    assert {site.fqn: site.kernel for site in report.sites} == {"0": "inductor", "1": "high_precision"}
+
+
+def raises(path, shape):
+    return shape[0] > "many"
+
+
+def says_nothing(path, shape):
+    return None
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (raises, "policy function raises raised TypeError for 0 of M=6, N=32, K=32"),
+        (says_nothing, "what policy function says_nothing returned for 0 is a NoneType (None), expected a bool"),
+    ],
+)
+def test_a_wrong_function_is_named(function, text):
+    with pytest.raises(OptionError) as raised:
+        explain(layers((32, 32)), torch.randn(X), options={"policy": {function: "none"}})
+    assert text in str(raised.value)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as raised:
+        torch.compile(layers((32, 32)), backend="te", options={"policy": {function: "none"}})(torch.randn(X))
+    assert type(raised.value.inner_exception) is OptionError
