@@ -126,7 +126,8 @@ def _compile_or_restore(
     from torch._dynamo.exc import RestartAnalysis, SkipFrame, Unsupported
 
     try:
-        return plan.state.bind(inductor(plan.gm, [*plan.inputs, *plan.state.examples]))
+        with compat.unwinding_transforms():
+            return plan.state.bind(inductor(plan.gm, [*plan.inputs, *plan.state.examples]))
     except (RestartAnalysis, SkipFrame, Unsupported, TEInductorError):
         raise  # Dynamo's own control flow, and what the user asked to be told
     except Exception:

@@ -1,7 +1,8 @@
 """What differs between torch 2.11 and 2.15, each difference in one function. Nothing else asks for torch's version."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ __all__ = [
     "in_uncompiled_frame",
     "never_compile",
     "register_constant",
+    "unwinding_transforms",
 ]
 
 
@@ -68,6 +70,17 @@ def compile_apart(model: Callable[..., Any], backend: Callable[..., Any]) -> Cal
     """`torch.compile`, its entries kept from the limit on recompiles of the user's own (from 2.13)."""
     apart = "isolate_recompiles" in inspect.signature(torch.compile).parameters
     return torch.compile(model, backend=backend, **({"isolate_recompiles": True} if apart else {}))  # type: ignore[call-overload]
+
+
+@contextmanager
+def unwinding_transforms() -> Iterator[None]:
+    """Leave the transforms of torch.func that a failed trace has entered: whatever is traced next would run inside them."""
+    depth = torch._C._functorch.get_dynamic_layer_stack_depth()
+    try:
+        yield
+    except BaseException:
+        torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        raise
 
 
 def guard_on(module: str, path: str) -> None:

@@ -10,7 +10,7 @@ from torch import fx
 from te_inductor import recipes
 from te_inductor.config import Options
 from te_inductor.diagnostics import Refusal, Report, Site
-from te_inductor.patterns import RULES, attention, delayed, merging, policy, regions, size_rule, support
+from te_inductor.patterns import RULES, attention, delayed, merging, policy, regions, size_rule, support, transforms
 from te_inductor.patterns.bodies import Bodies
 from te_inductor.patterns.module_path import module_path
 from te_inductor.patterns.rule import Emit, Match, Rule, call_linears
@@ -107,12 +107,13 @@ def resolve_recipes(plan: Plan) -> None:
 
 def check_sites(plan: Plan) -> None:
     """Ask each rule whether the site can run as it should; a refusal leaves the site in high precision."""
-    bodies = Bodies(plan.gm)
+    bodies, transforms_of = Bodies(plan.gm), transforms.transforms_of(plan.gm)
     for candidate in plan.candidates:
         if candidate.slots is not None:
             match = candidate.match
             candidate.refusal = (
                 regions.refusal(candidate.regions)
+                or transforms.refusal(transforms_of.get(match.node))
                 or candidate.rule.check(match)
                 or support.blocks(candidate.slots, support.value(match.weight), *match.sizes[1:])
             )

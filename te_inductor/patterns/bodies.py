@@ -1,5 +1,6 @@
 """Graphs inside graphs: the bodies of higher-order ops, such as checkpoint's, and how a node of the outer graph gets in."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -7,6 +8,16 @@ from torch import fx
 
 # Higher-order ops called as op(body, *operands), whose body runs as a part of the graph around it.
 _PLAIN = ("tag_activation_checkpoint", "wrap")
+
+
+def in_order(root: fx.GraphModule) -> Iterator[fx.Node]:
+    """All nodes as they run, those of a body before each call of it; a body that is called twice comes twice."""
+    for node in root.graph.nodes:
+        for argument in node.all_input_nodes:
+            body = getattr(root, str(argument.target), None) if argument.op == "get_attr" else None
+            if isinstance(body, fx.GraphModule):
+                yield from in_order(body)
+        yield node
 
 
 @dataclass

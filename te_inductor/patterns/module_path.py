@@ -6,6 +6,7 @@ from torch import fx
 
 _ROOT = re.compile(r"^(.*\.cell_contents|[LG]\['[^']*'\])")  # a module of a function's closure is a root of its own
 _KEY = re.compile(r"\._modules\['([^']*)'\]|\['([^']*)'\]|\[(\d+)\]")
+_GETATTR = re.compile(r"getattr\(([^()]*), '([^']*)'\)")  # of a name that is no identifier, such as a container's '0'
 # Wrappers that are no part of the path that the model's author sees.
 _WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(\.|$)|\bslice\([^)]*\)(\.|$)")
 
@@ -15,7 +16,9 @@ def module_path(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""
-    path = str(list(stack.values())[-1][0])
+    path, found = str(list(stack.values())[-1][0]), 1
+    while found:
+        path, found = _GETATTR.subn(r"\1.\2", path)
     path = _KEY.sub(lambda key: "." + next(part for part in key.groups() if part is not None), _ROOT.sub("", path))
     return without_wrappers(path.strip("."))
 

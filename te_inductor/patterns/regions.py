@@ -7,10 +7,10 @@ from torch import fx
 from torch._guards import TracingContext
 
 from te_inductor.diagnostics import Refusal
+from te_inductor.patterns.bodies import in_order
 from te_inductor.regions import Region, enter_region, exit_region
 
 _MARKERS = (enter_region, exit_region)
-
 
 # Regions that a piece of a graph leaves open, by the trace that it is a piece of: DistributedDataParallel cuts Dynamo's
 # graph between its buckets, and has the pieces compiled in order.
@@ -20,24 +20,16 @@ _open: WeakKeyDictionary[TracingContext, list[Region | None]] = WeakKeyDictionar
 def regions_of(root: fx.GraphModule) -> dict[fx.Node, list[Region | None]]:
     """The innermost region around each node, None outside of all; several where a body is called from several regions."""
     found: dict[fx.Node, list[Region | None]] = {}
-
-    def visit(module: fx.GraphModule, nested: list[Region | None]) -> None:
-        for node in module.graph.nodes:
-            if node.target is enter_region:
-                nested.append(node.args[0])
-            elif node.target is exit_region and len(nested) > 1:
-                nested.pop()
-            regions = found.setdefault(node, [])
-            if nested[-1] not in regions:
-                regions.append(nested[-1])
-            for argument in node.all_input_nodes:
-                body = getattr(module, str(argument.target), None) if argument.op == "get_attr" else None
-                if isinstance(body, fx.GraphModule):
-                    visit(body, nested[-1:])
-
     trace = TracingContext.try_get()
     nested: list[Region | None] = (_open.pop(trace, []) if trace else []) or [None]
-    visit(root, nested)
+    for node in in_order(root):
+        if node.target is enter_region:
+            nested.append(node.args[0])  # type: ignore[arg-type]
+        elif node.target is exit_region and len(nested) > 1:
+            nested.pop()
+        regions = found.setdefault(node, [])
+        if nested[-1] not in regions:
+            regions.append(nested[-1])
     if trace and len(nested) > 1:
         _open[trace] = nested
     return found

@@ -155,6 +155,16 @@ def test_a_failing_compile_is_tried_again_without_us(monkeypatch):
     torch.testing.assert_close(y, model(x))
 
 
+def test_a_compile_that_fails_inside_a_transform_leaves_none_behind(monkeypatch):
+    """What is traced next, the user's own graph, would run inside it."""
+    monkeypatch.setattr("te_inductor.patterns.transforms.refusal", lambda transform: None)
+    model = nn.Linear(32, 32)
+    x = torch.randn(4, *X)
+    y, [text] = warned(lambda x: torch.func.vmap(model)(x), x)
+    assert "compiled without low precision" in text
+    torch.testing.assert_close(y, model(x))
+
+
 def test_a_graph_that_fails_without_us_too_is_the_users_error(monkeypatch):
     def broken(*_):
         raise RuntimeError("not ours")

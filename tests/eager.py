@@ -1,0 +1,69 @@
+"""The eager reference of a compiled model: the same layers quantized with the same quantizers, by the eager ops, under plain
+autograd. Without code generation a compiled model computes this bit for bit.
+"""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from te_inductor import explain, recipes
+from te_inductor.ops import linears
+from te_inductor.recipes import DelayedScaling, Recipe
+
+
+class _Layers:
+    """Linear layers that are one GEMM: called one after the other with one input, computed at the first call."""
+
+    def __init__(self, layers: list[nn.Linear], recipe: Recipe, path: str) -> None:
+        self.layers, self.recipe, self.slots = layers, recipe, recipe.slots_of(path)
+        self.outputs: dict[nn.Linear, Tensor] = {}
+
+    def output(self, layer: nn.Linear, x: Tensor) -> Tensor:
+        if layer not in self.outputs:
+            biases = [] if layer.bias is None else [one.bias for one in self.layers]
+            device = x.device.type
+            autocast = torch.is_autocast_enabled(device)
+            out_dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
+            known: Any = [None, None, None]
+            if isinstance(self.recipe, DelayedScaling):  # a first step: no scale is known but 1
+                known = [[torch.ones(()) for _ in range(6)], None, torch.zeros(())]
+            ys = linears(x, [one.weight for one in self.layers], biases, self.slots, out_dtype, *known)
+            self.outputs = dict(zip(self.layers, ys, strict=True))
+        return self.outputs.pop(layer)
+
+
+class _Layer(nn.Module):
+    """Stands for a linear layer, whose parameters it has."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = layer.weight, layer.bias
+        self.group: _Layers | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.group.output(self, x)  # type: ignore[union-attr, arg-type]
+
+
+def quantized(
+    model: nn.Module, *inputs: Any, options: Mapping[str, Any], instances: Mapping[str, Recipe] | None = None
+) -> nn.Module:
+    """A copy of a model of `nn.Linear`s in which those that run in low precision do so eagerly. `instances` are recipes that
+    a report's names stand for, where that is not the recipe of that name. Delayed scaling is in its first step."""
+    report = explain(model, *inputs, options=options)
+    assert report.failure is None, report.failure
+    twin = copy.deepcopy(model)
+    sites = {site.fqn: site for site in report.sites if site.gemm == "fprop" and site.kernel != "high_precision"}
+    layers = {path: _Layer(twin.get_submodule(path)) for path in sites}  # type: ignore[arg-type]
+    for path, site in sites.items():
+        if layers[path].group is None:
+            together = [layers[other] for other in site.merged or (path,)]
+            recipe = (instances or {}).get(site.recipe) or recipes.resolve(site.recipe)
+            group = _Layers(together, recipe, path)  # type: ignore[arg-type]
+            for layer in together:
+                layer.group = group
+    for path, layer in layers.items():
+        twin.set_submodule(path, layer)
+    return twin
