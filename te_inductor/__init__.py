@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from te_inductor.diagnostics import Report as Report
     from te_inductor.diagnostics import Site as Site
     from te_inductor.explanation import explain as explain
+    from te_inductor.quantization import quantize_ as quantize_
     from te_inductor.regions import autocast as autocast
     from te_inductor.saved_state import load_state_dict as load_state_dict
     from te_inductor.saved_state import state_dict as state_dict
@@ -23,6 +24,7 @@ _HOME = {
     "autocast": ("te_inductor.regions", "autocast"),
     "explain": ("te_inductor.explanation", "explain"),
     "load_state_dict": ("te_inductor.saved_state", "load_state_dict"),
+    "quantize_": ("te_inductor.quantization", "quantize_"),
     "recipes": ("te_inductor.recipes", None),
     "state_dict": ("te_inductor.saved_state", "state_dict"),
     "te": ("te_inductor.backend", "te"),
@@ -30,7 +32,18 @@ _HOME = {
     "Site": ("te_inductor.diagnostics", "Site"),
 }
 
-__all__ = ["Report", "Site", "__version__", "autocast", "explain", "load_state_dict", "recipes", "state_dict", "te"]
+__all__ = [
+    "Report",
+    "Site",
+    "__version__",
+    "autocast",
+    "explain",
+    "load_state_dict",
+    "quantize_",
+    "recipes",
+    "state_dict",
+    "te",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -31,6 +31,10 @@ class StateError(TEInductorError, ValueError):
     """State of delayed scaling that does not fit the model it is loaded into."""
 
 
+class StoredWeightError(TEInductorError, RuntimeError):
+    """A weight that is stored in low precision was to be trained or changed in place, or cannot be stored so."""
+
+
 class FallbackWarning(UserWarning):
     """Something does not run as asked; the text lists sites by reason. One a graph, and one more if its compile fails."""
 

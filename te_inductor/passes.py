@@ -10,13 +10,15 @@ from torch import fx
 from te_inductor import recipes
 from te_inductor.config import Options
 from te_inductor.diagnostics import Refusal, Report, Site
+from te_inductor.ops_stored import DECODE_ROWS
 from te_inductor.patterns import RULES, attention, delayed, merging, policy, regions, size_rule, support, transforms
 from te_inductor.patterns.bodies import Bodies
 from te_inductor.patterns.module_path import module_path
 from te_inductor.patterns.rule import Emit, Match, Rule, call_linears
-from te_inductor.recipes import DelayedScaling, Recipe, Slots
+from te_inductor.recipes import DelayedScaling, NVFP4WeightOnly, Recipe, Slots
 from te_inductor.regions import Region, active
 from te_inductor.runtime.state_inputs import StateInputs
+from te_inductor.stored_weight import StoredWeight
 
 
 @dataclass
@@ -29,13 +31,14 @@ class Candidate:
     regions: tuple[Region | None, ...] = (None,)  # of autocast; more than one where a body has callers in several
     recipe: Recipe | None = None
     slots: Slots | None = None  # the recipe's, for this site
+    stored: bool = False  # its weight is stored in low precision, which is its recipe: there is nothing to rewrite
     by_policy: bool = False  # named by a policy entry
     refusal: Refusal | None = None
 
     @property
     def low(self) -> bool:
-        """Whether the site runs in low precision."""
-        return self.recipe is not None and self.refusal is None
+        """Whether the site is to be rewritten."""
+        return self.recipe is not None and self.refusal is None and not self.stored
 
 
 @dataclass
@@ -98,10 +101,14 @@ def resolve_recipes(plan: Plan) -> None:
         region = next((region for region in around if region.enabled), around[0])
         entry = policy.first(entries, candidate.fqn, candidate.match.sizes)
         used.add(entry)
-        if region.enabled:
+        weight = support.value(candidate.match.weight)
+        if isinstance(weight, StoredWeight):
+            candidate.recipe, candidate.stored = weight.recipe, True
+        elif region.enabled:
             candidate.by_policy = entry is not None
             candidate.recipe = entry.recipe if entry else region.recipe or default  # type: ignore[assignment]
-            candidate.slots = candidate.recipe.slots_of(candidate.fqn) if candidate.recipe else None
+            if candidate.recipe is not None and not candidate.recipe.of_stored_weights:
+                candidate.slots = candidate.recipe.slots_of(candidate.fqn)
     plan.report.unused_policy.extend(entry.name for entry in entries if entry not in used)
 
 
@@ -109,8 +116,10 @@ def check_sites(plan: Plan) -> None:
     """Ask each rule whether the site can run as it should; a refusal leaves the site in high precision."""
     bodies, transforms_of = Bodies(plan.gm), transforms.transforms_of(plan.gm)
     for candidate in plan.candidates:
-        if candidate.slots is not None:
-            match = candidate.match
+        match = candidate.match
+        if candidate.recipe is not None and candidate.recipe.of_stored_weights and not candidate.stored:
+            candidate.refusal = support.not_stored(candidate.recipe, support.value(match.weight))
+        elif candidate.slots is not None:
             candidate.refusal = (
                 regions.refusal(candidate.regions)
                 or transforms.refusal(transforms_of.get(match.node))
@@ -195,12 +204,34 @@ def _sites(candidate: Candidate, options: Options, merged: tuple[str, ...]) -> l
     recipe = "none" if candidate.recipe is None else candidate.recipe.name
     device = candidate.match.node.meta["example_value"].device
     blocked = candidate.slots is not None and candidate.slots.fprop.blocked
-    kernel = _gemm_kernel(device, options, blocked) if candidate.low else "high_precision"
+    kernel = "high_precision"
+    if candidate.stored:
+        kernel = stored_kernel(candidate.match.sizes[0], candidate.recipe, device, options)
+    elif candidate.low:
+        kernel = _gemm_kernel(device, options, blocked)
     reason = None if candidate.refusal is None else str(candidate.refusal)
     return [
-        Site(candidate.fqn, candidate.rule.pattern, gemm, _plain(shapes), recipe, kernel, reason, merged)
+        Site(
+            candidate.fqn,
+            candidate.rule.pattern,
+            gemm,
+            _plain(shapes),
+            recipe,
+            "high_precision" if candidate.stored and gemm != "fprop" else kernel,
+            reason,
+            merged,
+        )
         for gemm, shapes in candidate.match.gemms()
     ]
+
+
+def stored_kernel(m: Any, recipe: Recipe | None, device: torch.device, options: Options) -> str:
+    """Of the forward GEMM with a stored weight."""
+    if not isinstance(recipe, NVFP4WeightOnly):
+        return _gemm_kernel(device, options, blocked=False)
+    if device.type != "cuda":
+        return "eager"
+    return "triton:nvfp4_linear" if isinstance(m, int) and m <= DECODE_ROWS else "cublaslt"
 
 
 def _gemm_kernel(device: torch.device, options: Options, blocked: bool) -> str:

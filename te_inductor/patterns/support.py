@@ -7,7 +7,7 @@ from torch import fx
 
 from te_inductor import compat
 from te_inductor.diagnostics import Refusal
-from te_inductor.recipes import Slots
+from te_inductor.recipes import Recipe, Slots
 from te_inductor.recipes.quantizers import padded
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -78,3 +78,12 @@ def blocks(slots: Slots, weight: torch.Tensor, n: int, k: int) -> Refusal | None
     if work > MAX_PADDING:
         return Refusal("N=%d, K=%d would be padded to multiples of %d: %.2fx the work", n, k, alignment, work)
     return None
+
+
+def not_stored(recipe: Recipe, weight: torch.Tensor) -> Refusal:
+    """Of a recipe for stored weights, and a weight that is not."""
+    return Refusal(
+        "weight is a plain %s tensor; te_inductor.quantize_(model, %r) stores it first",
+        str(weight.dtype).removeprefix("torch."),
+        recipe.name,
+    )

@@ -1,7 +1,8 @@
 """Recipes: how a linear layer's tensors are stored and multiplied in low precision.
 
-Anywhere a recipe is expected, its name will do: ``"delayed"``, ``"current"``, ``"rowwise"``, ``"block"``, ``"none"`` (leave
-the site in high precision) or ``"auto"`` (so far per-tensor current scaling, on every device).
+Anywhere a recipe is expected, its name will do: ``"delayed"``, ``"current"``, ``"rowwise"``, ``"block"``,
+``"nvfp4_weight_only"`` (for `quantize_`), ``"none"`` (leave the site in high precision) or ``"auto"`` (so far per-tensor
+current scaling, on every device).
 """
 
 from te_inductor.errors import RecipeError, unknown, wrong_type
@@ -10,6 +11,7 @@ from te_inductor.recipes.delayed import DelayedScaling
 from te_inductor.recipes.formats import Format
 from te_inductor.recipes.quantizers import Gemm, MMParams, QParams, Quantizer
 from te_inductor.recipes.recipe import Float8BlockScaling, Float8CurrentScaling, Float8RowwiseScaling, Recipe, Slots
+from te_inductor.recipes.weight_only import NVFP4WeightOnly
 
 __all__ = [
     "CustomRecipe",
@@ -20,6 +22,7 @@ __all__ = [
     "Format",
     "Gemm",
     "MMParams",
+    "NVFP4WeightOnly",
     "QParams",
     "Quantizer",
     "Recipe",
@@ -27,7 +30,13 @@ __all__ = [
     "resolve",
 ]
 
-_RECIPES: tuple[type[Recipe], ...] = (DelayedScaling, Float8CurrentScaling, Float8RowwiseScaling, Float8BlockScaling)
+_RECIPES: tuple[type[Recipe], ...] = (
+    DelayedScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    Float8BlockScaling,
+    NVFP4WeightOnly,
+)
 _BY_NAME = {recipe.name: recipe for recipe in _RECIPES}
 NAMES = ("auto", "none", *_BY_NAME)
 

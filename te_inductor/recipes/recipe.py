@@ -26,6 +26,7 @@ class Recipe(Constant):
     """Base of the recipes. An instance is a constant of the graph: equal recipes never recompile."""
 
     name: ClassVar[str] = ""
+    of_stored_weights: ClassVar[bool] = False  # for weights that `quantize_` has stored, and no others
 
     def __post_init__(self) -> None:
         for field in fields(self):

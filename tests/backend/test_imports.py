@@ -17,13 +17,15 @@ ORDER = [
     {"regions"},
     {"runtime"},
     {"ops"},
+    {"ops_stored"},
+    {"stored_weight"},
     {"templates"},
     {"lowerings", "post_grad"},
     {"joint_graph"},
     {"patterns"},
     {"passes"},
     {"backend"},
-    {"explanation", "saved_state"},
+    {"explanation", "saved_state", "quantization"},
     {"__init__"},
 ]
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}

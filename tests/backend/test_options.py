@@ -28,7 +28,11 @@ def failure(**options) -> str:
         ({"recpie": "current"}, "unknown option 'recpie'", "did you mean 'recipe'?"),
         ({"max_autotun": True}, "unknown option 'max_autotun'", "did you mean 'max_autotune'?"),
         ({"recipe": "curent"}, "unknown recipe 'curent'", "did you mean 'current'?"),
-        ({"recipe": "zzz"}, "unknown recipe 'zzz'", "expected one of auto, block, current, delayed, none, rowwise"),
+        (
+            {"recipe": "zzz"},
+            "unknown recipe 'zzz'",
+            "expected one of auto, block, current, delayed, none, nvfp4_weight_only, rowwise",
+        ),
         (
             {"recipe": 8},
             "recipe is a int (8)",

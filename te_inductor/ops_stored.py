@@ -1,0 +1,159 @@
+"""Layers whose weight is stored in low precision, for inference: `quantization.quantize_` stores it.
+
+The weight is a constant to autograd. A gradient flows to x, as an adapter (LoRA) in an earlier layer wants it, in the
+activations' dtype: ``dx = dy @ dequantize(w)``.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from te_inductor.compat import constant_type_name
+from te_inductor.ops import _define, dequantize, quantize, scaled_mm
+from te_inductor.recipes import Gemm, Quantizer, Slots
+from te_inductor.runtime import nvfp4
+
+# Up to so many rows a GPU multiplies with the stored NVFP4 values, above it casts them first: docs/performance.md.
+DECODE_ROWS = 64
+# The FP8 GEMM of large batches: scales of rows, powers of two, so that a stored value is rounded once and rarely.
+_ROWWISE = Quantizer("e4m3", power_2_scale=True, scope="row")
+_PREFILL = Gemm("fprop", fast_accum=True, scopes=("row", "row"))
+_FP8_CAPABILITY = (8, 9)
+
+
+def _nvfp4_linear_fake(
+    x: Tensor,  # (M, K)
+    stored: Tensor,  # (N, K/2)
+    block_scale: Tensor,  # (N, K/16)
+    tensor_scale: Tensor,  # ()
+    out_dtype: torch.dtype,
+) -> Tensor:  # (M, N)
+    return x.new_empty((x.shape[0], stored.shape[0]), dtype=out_dtype)
+
+
+def _nvfp4_dequantize_fake(
+    stored: Tensor, block_scale: Tensor, tensor_scale: Tensor, k: int, dtype: torch.dtype
+) -> Tensor:  # (N, k)
+    return stored.new_empty((stored.shape[0], k), dtype=dtype)
+
+
+def _nvfp4_recast_fake(
+    stored: Tensor, block_scale: Tensor, tensor_scale: Tensor
+) -> tuple[Tensor, Tensor]:  # data (N, K) e4m3, scale_inv (N, 1)
+    rows, half = stored.shape
+    return stored.new_empty((rows, 2 * half), dtype=_ROWWISE.format.dtype), tensor_scale.new_empty((rows, 1))
+
+
+nvfp4_linear = _define(
+    "nvfp4_linear(Tensor x, Tensor stored, Tensor block_scale, Tensor tensor_scale, ScalarType out_dtype) -> Tensor",
+    nvfp4.linear,
+    _nvfp4_linear_fake,
+)
+nvfp4_dequantize = _define(
+    "nvfp4_dequantize(Tensor stored, Tensor block_scale, Tensor tensor_scale, SymInt k, ScalarType dtype) -> Tensor",
+    nvfp4.dequantize,
+    _nvfp4_dequantize_fake,
+)
+nvfp4_recast = _define(
+    "nvfp4_recast(Tensor stored, Tensor block_scale, Tensor tensor_scale) -> (Tensor, Tensor)",
+    nvfp4.recast,
+    _nvfp4_recast_fake,
+)
+
+
+class _Frozen(torch.autograd.Function):
+    """``kind.product(x, *weight, *constants)``, and its gradient for x alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kind: Any, constants: tuple[Any, ...], *weight: Tensor) -> Tensor:
+        ctx.save_for_backward(*weight)
+        ctx.kind, ctx.constants, ctx.k, ctx.dtype = kind, constants, x.shape[-1], x.dtype
+        return kind.product(x, *weight, *constants)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
+        w = ctx.kind.dequantized(*ctx.saved_tensors, ctx.k, dy.dtype, *ctx.constants)
+        return (dy @ w).to(ctx.dtype), None, None, *(None for _ in ctx.saved_tensors)
+
+
+class _NVFP4:
+    """How an NVFP4 weight (stored, block_scale, tensor_scale) is multiplied."""
+
+    @staticmethod
+    def product(
+        x: Tensor, stored: Tensor, block_scale: Tensor, tensor_scale: Tensor, prefill: str, out_dtype: torch.dtype
+    ) -> Tensor:
+        weight, half = (stored, block_scale, tensor_scale), x.dtype in (torch.bfloat16, torch.float16)
+        if x.device.type != "cuda" or (half and x.shape[0] <= DECODE_ROWS):
+            return nvfp4_linear(x, *weight, out_dtype)  # type: ignore[no-any-return]
+        if half and prefill == "fp8" and torch.cuda.get_device_capability(x.device) >= _FP8_CAPABILITY:
+            data, scale_inv = quantize(x, _ROWWISE)
+            return scaled_mm(data, scale_inv, *nvfp4_recast(*weight), None, _PREFILL, out_dtype)  # type: ignore[no-any-return]
+        return F.linear(x, nvfp4_dequantize(*weight, x.shape[1], x.dtype)).to(out_dtype)
+
+    @staticmethod
+    def dequantized(
+        stored: Tensor, block_scale: Tensor, tensor_scale: Tensor, k: int, dtype: torch.dtype, *_: Any
+    ) -> Tensor:
+        return nvfp4_dequantize(stored, block_scale, tensor_scale, k, dtype)  # type: ignore[no-any-return]
+
+
+class _FP8:
+    """How an FP8 weight (data, scale_inv) is multiplied: the activations are cast on the way."""
+
+    @staticmethod
+    def product(x: Tensor, data: Tensor, scale_inv: Tensor, slots: Slots, out_dtype: torch.dtype) -> Tensor:
+        return scaled_mm(*quantize(x, slots.input), data, scale_inv, None, slots.fprop, out_dtype)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def dequantized(data: Tensor, scale_inv: Tensor, k: int, dtype: torch.dtype, slots: Slots, *_: Any) -> Tensor:
+        return dequantize(data, scale_inv, slots.weight, dtype)[:, :k]  # type: ignore[no-any-return]
+
+
+def _linear(
+    kind: Any, x: Tensor, weight: tuple[Tensor, ...], bias: Tensor | None, constants: tuple[Any, ...]
+) -> Tensor:
+    flat = x.reshape(-1, x.shape[-1])
+    if torch.is_grad_enabled() and x.requires_grad:
+        y = _Frozen.apply(flat, kind, constants, *weight)
+    else:
+        y = kind.product(flat, *weight, *constants)
+    y = y if bias is None else y + bias.to(y.dtype)
+    return y.reshape(*x.shape[:-1], y.shape[1])  # type: ignore[no-any-return]
+
+
+def _nvfp4_weight_only(
+    x: Tensor,  # (..., K)
+    stored: Tensor,  # (N, K/2)
+    block_scale: Tensor,  # (N, K/16)
+    tensor_scale: Tensor,  # ()
+    bias: Tensor | None,  # (N,)
+    prefill: str,
+    out_dtype: torch.dtype,
+) -> Tensor:  # (..., N)
+    return _linear(_NVFP4, x, (stored, block_scale, tensor_scale), bias, (prefill, out_dtype))
+
+
+def _fp8_weight(
+    x: Tensor,  # (..., K)
+    data: Tensor,  # (N, K padded)
+    scale_inv: Tensor,  # as slots.weight stores it
+    bias: Tensor | None,  # (N,)
+    slots: Slots,
+    out_dtype: torch.dtype,
+) -> Tensor:  # (..., N)
+    return _linear(_FP8, x, (data, scale_inv), bias, (slots, out_dtype))
+
+
+nvfp4_weight_only = _define(
+    "nvfp4_weight_only(Tensor x, Tensor stored, Tensor block_scale, Tensor tensor_scale, Tensor? bias, str prefill,"
+    " ScalarType out_dtype) -> Tensor",
+    _nvfp4_weight_only,
+)
+fp8_weight = _define(
+    f"fp8_weight(Tensor x, Tensor data, Tensor scale_inv, Tensor? bias, {constant_type_name(Slots)} slots,"
+    " ScalarType out_dtype) -> Tensor",
+    _fp8_weight,
+)

@@ -1,0 +1,111 @@
+"""`quantize_`: store the weights of a model's linear layers in low precision, once, for inference."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from te_inductor import recipes
+from te_inductor.diagnostics import Refusal, say
+from te_inductor.errors import OptionError, wrong_type
+from te_inductor.patterns import policy as policies
+from te_inductor.recipes import Recipe
+from te_inductor.stored_weight import StoredWeight, rebuild, store
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def quantize_(
+    model: nn.Module,
+    recipe: object = "nvfp4_weight_only",
+    policy: Mapping[Any, object] | None = None,
+    fallback: str = "warn",
+) -> nn.Module:
+    """Replace the weights of `nn.Linear` modules by `StoredWeight`s, in place; returns the model.
+
+    Args:
+        recipe: "nvfp4_weight_only" (4.5 bits a weight; activations as they are), or "rowwise", "current", "block" (8 bits;
+            activations are cast as the recipe says); a name or an instance.
+        policy: as the compile option: {module-path glob or function: recipe or "none"}, the first that matches wins; a
+            function is given None for M.
+        fallback: "warn", "error" or "silent", where a layer's weight cannot be stored so or an entry matches nothing.
+
+    The model runs eagerly, by dequantizing, and fast under ``torch.compile(model, backend="te")``. Keys of its state_dict
+    stay; it loads what was saved of a quantized model, and of one in high precision. It cannot be trained; gradients
+    flow through it to its inputs, and to adapters.
+
+    Raises:
+        OptionError: `model` is no module, or a policy function failed.
+        RecipeError: unknown recipe, or one whose weights cannot be stored.
+        FallbackError: with ``fallback="error"``.
+    """
+    if not isinstance(model, nn.Module):
+        raise OptionError(wrong_type("quantize_'s model", model, "an nn.Module"))
+    entries, default, owners = policies.entries((policy or {}).items()), recipes.resolve(recipe), _owners(model)
+    done: dict[Tensor, nn.Parameter] = {}
+    said: list[str] = []
+    used = set()
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.Linear) or isinstance(module.weight, StoredWeight):
+            continue
+        entry = policies.first(entries, path, (None, *module.weight.shape))
+        used.add(entry)
+        chosen = entry.recipe if entry else default
+        if chosen is None:
+            continue
+        refusal = _refusal(module.weight, owners[module.weight])
+        if refusal is not None:
+            said.append(f"te_inductor: {path or '(root)'} keeps its weight: {refusal}")
+            continue
+        if module.weight not in done:
+            done[module.weight] = _stored(module.weight, chosen)
+        module.weight = done[module.weight]
+    unused = [entry.name for entry in entries if entry not in used]
+    said += [f"te_inductor: policy glob {name!r} matches no linear layer" for name in unused]
+    if said:
+        say("\n".join(said), fallback)
+    return model
+
+
+def _owners(model: nn.Module) -> dict[Tensor, list[nn.Module]]:
+    owners: dict[Tensor, list[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(parameter, []).append(module)
+    return owners
+
+
+def _refusal(weight: Tensor, owners: list[nn.Module]) -> Refusal | None:
+    others = [type(owner).__name__ for owner in owners if not isinstance(owner, nn.Linear)]
+    if others:
+        return Refusal("it is also that of a module of class %s", others[0])
+    if weight.dtype not in DTYPES:
+        return Refusal("dtype %s is not float32, bfloat16 or float16", str(weight.dtype).removeprefix("torch."))
+    if weight.layout != torch.strided or torch.utils._python_dispatch.is_traceable_wrapper_subclass(weight):
+        return Refusal("it is a %s, not a plain strided tensor", type(weight).__name__)
+    if weight.numel() == 0:
+        return Refusal("empty weight %d x %d", *weight.shape)
+    if not weight.is_meta and not bool(weight.isfinite().all()):
+        return Refusal("it has values that are not finite")
+    return None
+
+
+def _stored(weight: Tensor, recipe: Recipe) -> nn.Parameter:
+    with torch.no_grad():
+        return nn.Parameter(store(weight.detach(), recipe), requires_grad=False)
+
+
+# What `torch.load(weights_only=True)` meets in a saved model: the function that rebuilds a weight, and plain constants.
+torch.serialization.add_safe_globals(
+    [
+        rebuild,
+        recipes.NVFP4WeightOnly,
+        recipes.Float8CurrentScaling,
+        recipes.Float8RowwiseScaling,
+        recipes.Float8BlockScaling,
+        recipes.Format,
+        recipes.MMParams,
+        recipes.QParams,
+    ]
+)

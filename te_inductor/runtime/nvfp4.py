@@ -1,0 +1,148 @@
+"""NVFP4 weights on real tensors, in plain torch: the cast, the order in which they are stored, and back.
+
+# Note [Order of a stored block]
+A block of 16 values, of one row and along K, is 8 bytes, two little-endian 32-bit units. In NVFP4's own order value k is
+nibble k, the low one of a byte first. Stored, the same 64 bits are put where tensor-core operands need them with the
+fewest instructions (templates/triton/nvfp4_linear.py has 15 integer instructions for 8 values of the first order, 9 of
+this one):
+
+- Unit u holds values ``4 i + 2 u + h`` for i = 0..3 and h = 0, 1: an operand register of the i-th product takes two
+  neighbouring values, h = 0 in its low half.
+- The E2M1 bits (sign, two of exponent, one of mantissa) of value (i, h) are found in half h of the unit rotated left by
+  ``_TURNS[i]``, at bits 15 and 8 to 6: where bf16 has its sign, its low exponent bits and its first mantissa bit. What is
+  masked out there is the value times 2**-126, subnormals included. One bit of i = 3 needs a turn of its own.
+
+So a block is 8 bytes in either order, whatever the shape; a saved state_dict holds NVFP4's own.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from te_inductor.recipes.formats import NVFP4
+
+BLOCK = NVFP4.block[1]
+_LARGEST = NVFP4.element.max * NVFP4.scale.max
+_FP32_MAX = torch.finfo(torch.float32).max
+
+# Of each half: bf16's sign, two low bits of exponent, one of mantissa.
+_FIELD = 0x81C081C0
+# (rotation, bits) whose union is value i's field.
+_TURNS: tuple[tuple[tuple[int, int], ...], ...] = (
+    ((0, _FIELD),),
+    ((6, _FIELD),),
+    ((12, _FIELD),),
+    ((10, 0x81808180), (2, 0x00400040)),
+)
+_WORD = 0xFFFFFFFF
+
+
+def quantize(
+    weight: Tensor,  # (N, K)
+) -> tuple[
+    Tensor, Tensor, Tensor
+]:  # codes (N, K padded to 16) uint8, block scales (N, K/16) e4m3, tensor scale () fp32
+    """Codes are E2M1's four bits. Correctly rounded fp32 at every step, as docs/numerics.md states it."""
+    missing = -weight.shape[1] % BLOCK
+    x = (F.pad(weight, (0, missing)) if missing else weight).float()
+    blocks = x.view(x.shape[0], -1, BLOCK)
+    amaxes = blocks.abs().amax(-1)
+    amax = amaxes.amax()
+    # Tensor by tensor: torch evaluates `number / tensor` as a product with the reciprocal, which rounds twice.
+    encode = (torch.full_like(amax, _LARGEST) / amax).clamp(max=_FP32_MAX)
+    encode = torch.where((amax > 0) & (amax < torch.inf), encode, 1.0)
+    scale_inv = 1.0 / encode
+    scales = (amaxes * (encode * torch.tensor(1 / NVFP4.element.max, device=x.device))).clamp(max=NVFP4.scale.max)
+    scales = scales.to(NVFP4.scale.dtype)
+    block_encode = (1.0 / (scales.float() * scale_inv)).clamp(max=_FP32_MAX)
+    return _codes(blocks * block_encode[..., None]).view(x.shape), scales, scale_inv
+
+
+def _codes(x: Tensor) -> Tensor:
+    """Round to E2M1, to nearest even; saturate; NaN has no code and becomes 6."""
+    size = x.abs().nan_to_num(NVFP4.element.max).clamp(max=NVFP4.element.max)
+    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+    size = (size / step).round() * step
+    code = torch.where(size <= 2, 2 * size, torch.where(size <= 4, size + 2, 7.0))
+    return code.to(torch.uint8) | (x.signbit().to(torch.uint8) << 3)
+
+
+def pack(codes: Tensor) -> Tensor:  # (N, K) -> (N, K/2)
+    """NVFP4's own order: the first of two values in the low nibble."""
+    return codes[:, ::2] | (codes[:, 1::2] << 4)
+
+
+def unpack(packed: Tensor) -> Tensor:  # (N, K/2) -> (N, K)
+    return torch.stack([packed & 15, packed >> 4], -1).flatten(1)
+
+
+def store(codes: Tensor) -> Tensor:  # (N, K) -> (N, K/2)
+    """Note [Order of a stored block]"""
+    rows = codes.shape[0]
+    fields = codes.long().view(rows, -1, 4, 2, 2)  # block, i, unit, half
+    fields = ((fields & 8) << 12) | ((fields & 7) << 6)
+    fields = fields[..., 0] | (fields[..., 1] << 16)
+    units = torch.zeros_like(fields[:, :, 0])
+    for i, turns in enumerate(_TURNS):
+        for turn, mask in turns:
+            units |= _rotated(fields[:, :, i] & mask, 32 - turn)
+    # int32's bits: torch has few kernels for uint32.
+    return (units - ((units >> 31) << 32)).to(torch.int32).view(torch.uint8).view(rows, -1)
+
+
+def codes(stored: Tensor) -> Tensor:  # (N, K/2) -> (N, K)
+    """What `store` stored."""
+    rows = stored.shape[0]
+    units = stored.contiguous().view(torch.int32).long().view(rows, -1, 2) & _WORD
+    fields = torch.stack([_field(units, turns) for turns in _TURNS], 2)  # block, i, unit
+    halves = torch.stack([fields & 0xFFFF, fields >> 16], -1)
+    return ((halves >> 12) | (halves >> 6) & 7).to(torch.uint8).view(rows, -1)
+
+
+def _field(units: Tensor, turns: tuple[tuple[int, int], ...]) -> Tensor:
+    field = torch.zeros_like(units)
+    for turn, mask in turns:
+        field |= _rotated(units, turn) & mask
+    return field
+
+
+def _rotated(units: Tensor, left: int) -> Tensor:
+    return ((units << left) | (units >> (32 - left))) & _WORD
+
+
+def values(stored: Tensor, block_scale: Tensor) -> Tensor:  # (N, K/2), (N, K/16) -> (N, K) fp32
+    """Without the tensor's scale: exact, in bf16 as well."""
+    found = codes(stored).int()
+    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=stored.device)
+    signed = magnitudes[found & 7] * (1 - 2 * (found >> 3))
+    rows = stored.shape[0]
+    return (signed.view(rows, -1, BLOCK) * block_scale.float()[..., None]).view(rows, -1)
+
+
+def dequantize(stored: Tensor, block_scale: Tensor, tensor_scale: Tensor, k: int, dtype: torch.dtype) -> Tensor:
+    """(N, k) of `dtype`, rounded twice: to fp32, then to `dtype`."""
+    return (values(stored, block_scale) * tensor_scale)[:, :k].to(dtype)
+
+
+def recast(stored: Tensor, block_scale: Tensor, tensor_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """E4M3 (N, K) with one scale a row, (N, 1): values times a power of two, the largest that no value of the row's
+    largest block scale can saturate. Values 0.5, 1, 2 and 4 stay exact but for underflow; 1.5, 3 and 6 round."""
+    exact = values(stored, block_scale)
+    largest = NVFP4.element.max * block_scale.float().amax(1, keepdim=True)
+    _, exponent = torch.frexp(torch.where(largest > 0, NVFP4.scale.max / largest, 1.0))
+    scale = torch.ldexp(torch.ones_like(largest), exponent - 1)
+    data = (exact * scale).clamp(-NVFP4.scale.max, NVFP4.scale.max).to(NVFP4.scale.dtype)
+    return data, tensor_scale / scale
+
+
+def linear(
+    x: Tensor,  # (M, K)
+    stored: Tensor,  # (N, K/2)
+    block_scale: Tensor,  # (N, K/16)
+    tensor_scale: Tensor,  # ()
+    out_dtype: torch.dtype,
+) -> Tensor:  # (M, N)
+    """``(x @ values.T) * tensor_scale``, the sum in fp32."""
+    with torch.autocast(x.device.type, enabled=False):
+        y = x.float() @ values(stored, block_scale)[:, : x.shape[1]].t()
+    return (y * tensor_scale).to(out_dtype)

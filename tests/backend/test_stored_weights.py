@@ -1,0 +1,207 @@
+"""`quantize_`: stored weights in programs, state_dicts, compiled graphs, and what is refused."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+import te_inductor
+from te_inductor.errors import FallbackError, FallbackWarning, RecipeError, StoredWeightError
+from te_inductor.quantization import quantize_
+from te_inductor.recipes import NVFP4WeightOnly
+from te_inductor.stored_weight import Float8Weight, NVFP4Weight
+
+RECIPES = ["nvfp4_weight_only", "rowwise", "current", "block"]
+recipes = pytest.mark.parametrize("recipe", RECIPES)
+pytestmark = pytest.mark.usefixtures("without_codegen")
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(96, 160), nn.SiLU(), nn.Linear(160, 48, bias=False))
+
+
+def compiled(module, **options):
+    return torch.compile(module, backend=te_inductor.te, fullgraph=True, options=options or None)
+
+
+@recipes
+def test_state_dict(recipe):
+    """Saved and loaded, in each way that torch has, by its own keys."""
+    plain = model()
+    quantized, x = quantize_(copy.deepcopy(plain), recipe), torch.randn(5, 96)
+    expected = quantized(x)
+    assert quantized.state_dict().keys() == plain.state_dict().keys()
+    file = io.BytesIO()
+    torch.save(quantized.state_dict(), file)
+    for weights_only in (False, True):
+        file.seek(0)
+        saved = torch.load(file, weights_only=weights_only)
+        fresh = quantize_(model(), recipe)
+        fresh.load_state_dict(saved)
+        assert torch.equal(fresh(x), expected)
+        assigned = model().requires_grad_(False)
+        assigned.load_state_dict(saved, assign=True)
+        assert torch.equal(assigned(x), expected)
+    from_plain = quantize_(model(), recipe)
+    from_plain.load_state_dict(plain.state_dict())
+    assert torch.equal(from_plain(x), expected)
+    into_plain = model()
+    into_plain.load_state_dict(quantized.state_dict())
+    assert torch.equal(into_plain[0].weight, quantized[0].weight.dequantize())
+    with torch.device("meta"):
+        late = model()
+    quantize_(late, recipe).to_empty(device="cpu").load_state_dict(quantized.state_dict())
+    assert torch.equal(late(x), expected)
+
+
+def test_pickled_weights_are_in_nvfp4s_own_order():
+    """What other readers of the format expect: the first of two values in the low nibble."""
+    weight = quantize_(nn.Linear(16, 1, bias=False)).weight
+    _, parts, shape, dtype, recipe = weight.__reduce_ex__(2)[1]
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    nibbles = torch.stack([parts[0] & 15, parts[0] >> 4], -1).flatten().long()
+    read = values[nibbles & 7] * (1 - 2 * (nibbles >> 3)) * parts[1].float() * parts[2]
+    assert torch.equal(read, weight.dequantize())
+    assert shape == (1, 16) and dtype == torch.float32 and recipe == NVFP4WeightOnly()
+
+
+def test_bytes():
+    """4.5 bits a weight and 4 bytes a tensor; 8 bits and 4 bytes a row."""
+    n, k = 192, 320
+    for recipe, expected in (("nvfp4_weight_only", n * k * 9 // 16 + 4), ("rowwise", n * k + 4 * n)):
+        weight = quantize_(nn.Linear(k, n), recipe).weight
+        assert weight.stored_bytes == expected
+        assert weight.shape == (n, k) and isinstance(weight, nn.Parameter) and not weight.requires_grad
+
+
+@recipes
+def test_copies_and_casts(recipe):
+    quantized, x = quantize_(model(), recipe), torch.randn(3, 96)
+    expected = quantized(x)
+    assert torch.equal(copy.deepcopy(quantized)(x), expected)
+    quantized.to(torch.bfloat16)
+    assert quantized[0].weight.dtype == torch.bfloat16
+    y = quantized(x.bfloat16())
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y.float(), expected, rtol=0, atol=0.1 * expected.abs().max().item())
+
+
+@recipes
+def test_compiled(recipe):
+    """One graph, as the eager model: bit for bit without code generation, as the ops are the same."""
+    quantized, x = quantize_(model(), recipe), torch.randn(5, 96)
+    with torch.no_grad():
+        assert torch.equal(compiled(quantized, fallback="error")(x), quantized(x))
+
+
+@pytest.mark.codegen
+def test_compiled_to_code():
+    quantized, x = quantize_(model(), policy={"2": "rowwise"}), torch.randn(2, 3, 96)
+    assert isinstance(quantized[0].weight, NVFP4Weight) and isinstance(quantized[2].weight, Float8Weight)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(quantized, fallback="error")(x), quantized(x), rtol=1e-5, atol=1e-6)
+
+
+def test_torch_autocast():
+    quantized, x = quantize_(model()), torch.randn(5, 96)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        y = quantized(x)
+        assert y.dtype == torch.bfloat16
+        assert torch.equal(compiled(quantized)(x), y)
+
+
+@recipes
+def test_gradient_of_the_input(recipe):
+    """That of a product with what is stored; the weight has none."""
+    quantized = quantize_(nn.Linear(96, 48), recipe)
+    for run in (quantized, compiled(quantized)):
+        x = torch.randn(5, 96, requires_grad=True)
+        dy = torch.randn(5, 48)
+        run(x).backward(dy)
+        torch.testing.assert_close(x.grad, dy @ quantized.weight.dequantize(), rtol=1e-5, atol=1e-6)
+        assert quantized.weight.grad is None and quantized.bias.grad is not None
+        quantized.bias.grad = None
+
+
+def test_one_compile_for_any_batch():
+    quantized = quantize_(model())
+    run, counter = compiled(quantized), torch._dynamo.utils.counters
+    counter.clear()
+    with torch.no_grad():
+        for rows in (8, 16, 24, 40):
+            run(torch.randn(rows, 96))
+    assert counter["stats"]["unique_graphs"] <= 2
+
+
+@pytest.mark.codegen
+def test_parameters_are_static_inputs(monkeypatch):
+    """CUDA graphs copy inputs that are not: a stored weight's parts must be among those that are, as any parameter."""
+    from torch._inductor import compile_fx
+
+    seen = []
+    inner = compile_fx.compile_fx_inner
+
+    def spy(gm, inputs, **kwargs):
+        seen.append((kwargs["static_input_idxs"], [tuple(i.shape) for i in inputs if isinstance(i, torch.Tensor)]))
+        return inner(gm, inputs, **kwargs)
+
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", spy)
+    quantized = quantize_(nn.Linear(96, 48))
+    with torch.no_grad():
+        compiled(quantized)(torch.randn(5, 96))
+    [(static, shapes)] = seen
+    assert sorted(shapes[index] for index in static) == [(), (48,), (48, 6), (48, 48)]
+
+
+def test_explain():
+    quantized = quantize_(model(), policy={"2": "rowwise"})
+    report = te_inductor.explain(quantized, torch.randn(5, 96), options={"recipe": "none"})
+    forward = [(site.fqn, site.recipe, site.kernel, site.reason) for site in report.sites if site.gemm == "fprop"]
+    assert forward == [("0", "nvfp4_weight_only", "eager", None), ("2", "rowwise", "inductor", None)]
+
+
+def test_the_recipe_wants_a_stored_weight():
+    with pytest.warns(
+        FallbackWarning, match=r"plain float32 tensor; te_inductor.quantize_\(model, 'nvfp4_weight_only'\)"
+    ):
+        compiled(model(), recipe="nvfp4_weight_only")(torch.randn(5, 96))
+
+
+def test_what_cannot_be_stored():
+    with pytest.raises(RecipeError, match="cannot be stored for recipe 'delayed', expected one of nvfp4_weight_only"):
+        quantize_(model(), "delayed")
+    with pytest.raises(RecipeError, match=r"unknown NVFP4WeightOnly\.prefill 'fp16'"):
+        NVFP4WeightOnly(prefill="fp16")
+    holes = model()
+    holes[0].weight.data[3, 4] = torch.nan
+    with pytest.warns(FallbackWarning, match="0 keeps its weight: it has values that are not finite"):
+        quantize_(holes)
+    assert not isinstance(holes[0].weight, NVFP4Weight) and isinstance(holes[2].weight, NVFP4Weight)
+    with pytest.raises(FallbackError, match="'lm_head' matches no linear layer"):
+        quantize_(model(), policy={"lm_head": "none"}, fallback="error")
+
+
+def test_tied_weights():
+    """Of two linear layers: one stored weight. Of an embedding and a head: it stays."""
+    twins = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    twins[1].weight = twins[0].weight
+    quantize_(twins)
+    assert twins[1].weight is twins[0].weight and isinstance(twins[0].weight, NVFP4Weight)
+    head = nn.ModuleDict({"embed": nn.Embedding(64, 32), "head": nn.Linear(32, 64, bias=False)})
+    head["head"].weight = head["embed"].weight
+    with pytest.warns(FallbackWarning, match="head keeps its weight: it is also that of a module of class Embedding"):
+        quantize_(head)
+    assert head["head"].weight is head["embed"].weight
+
+
+def test_no_training():
+    weight = quantize_(model())[0].weight
+    with pytest.raises(StoredWeightError, match="expected a constant"):
+        weight.requires_grad_()
+    with pytest.raises(StoredWeightError, match="expected copy_ alone"):
+        weight.mul_(2)
+    with pytest.raises(StoredWeightError, match=r"copy_ from shape \(3, 3\), expected \(160, 96\)"):
+        weight.copy_(torch.ones(3, 3))
+    assert weight.float().norm() > 0  # anything else is done with what it stands for
