@@ -23,6 +23,7 @@ class _Layers:
 
     def output(self, layer: nn.Linear, x: Tensor) -> Tensor:
         if layer not in self.outputs:
+            weights = [one.weight for one in self.layers]  # read anew: a parametrization computes them
             biases = [] if layer.bias is None else [one.bias for one in self.layers]
             device = x.device.type
             autocast = torch.is_autocast_enabled(device)
@@ -30,21 +31,25 @@ class _Layers:
             known: Any = [None, None, None]
             if isinstance(self.recipe, DelayedScaling):  # a first step: no scale is known but 1
                 known = [[torch.ones(()) for _ in range(6)], None, torch.zeros(())]
-            ys = linears(x, [one.weight for one in self.layers], biases, self.slots, out_dtype, *known)
+            ys = linears(x, weights, biases, self.slots, out_dtype, *known)
             self.outputs = dict(zip(self.layers, ys, strict=True))
         return self.outputs.pop(layer)
 
 
 class _Layer(nn.Module):
-    """Stands for a linear layer, whose parameters it has."""
+    """Stands for a linear layer."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
-        self.weight, self.bias = layer.weight, layer.bias
+        self.layer = layer
         self.group: _Layers | None = None
 
+    @property
+    def weight(self) -> Tensor:
+        return self.layer.weight
+
     def forward(self, x: Tensor) -> Tensor:
-        return self.group.output(self, x)  # type: ignore[union-attr, arg-type]
+        return self.group.output(self.layer, x)  # type: ignore[union-attr]
 
 
 def quantized(
@@ -61,7 +66,7 @@ def quantized(
         if layers[path].group is None:
             together = [layers[other] for other in site.merged or (path,)]
             recipe = (instances or {}).get(site.recipe) or recipes.resolve(site.recipe)
-            group = _Layers(together, recipe, path)  # type: ignore[arg-type]
+            group = _Layers([layer.layer for layer in together], recipe, path)  # type: ignore[arg-type]
             for layer in together:
                 layer.group = group
     for path, layer in layers.items():

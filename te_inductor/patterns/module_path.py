@@ -5,7 +5,7 @@ import re
 from torch import fx
 
 _ROOT = re.compile(r"^(.*\.cell_contents|[LG]\['[^']*'\])")  # a module of a function's closure is a root of its own
-_KEY = re.compile(r"\._modules\['([^']*)'\]|\['([^']*)'\]|\[(\d+)\]")
+_KEY = re.compile(r"(?:\._modules|\.__dict__\['_modules'\])\['([^']*)'\]|\['([^']*)'\]|\[(\d+)\]")
 _GETATTR = re.compile(r"getattr\(([^()]*), '([^']*)'\)")  # of a name that is no identifier, such as a container's '0'
 # Wrappers that are no part of the path that the model's author sees.
 _WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(\.|$)|\bslice\([^)]*\)(\.|$)")
