@@ -43,10 +43,10 @@ from te_inductor.recipes import (
     MMParams,
     QParams,
 )
+from tests.recipes import every_recipe
 
 pytestmark = pytest.mark.usefixtures("without_codegen")
 
-NAMES = [name for name in recipes.NAMES if name not in ("auto", "none", "nvfp4_weight_only")]
 DIM = 128
 
 
@@ -111,7 +111,7 @@ X = (32, DIM)
 # What a recipe reaches.
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_recipe
 def test_a_region_computes_what_the_option_does(name):
     """Around a compiled function and inside one, forward and gradients, bit for bit, wherever the backward runs."""
     model, x = layer(), torch.randn(X)
@@ -214,9 +214,7 @@ def test_a_region_does_not_overrule_the_size_rule(monkeypatch):
 # Bodies, breaks, exceptions, threads.
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in NAMES if name != "delayed"]
-)  # which records once more: test_delayed.py
+@every_stateless_recipe  # delayed scaling records once more: test_delayed.py
 def test_checkpoints(name):
     """A region in the body of a checkpoint, and around it: recomputed as it was."""
     model, x = layer(), torch.randn(X)
@@ -460,7 +458,7 @@ def variants(recipe) -> list:
     return made
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_recipe
 def test_every_field_of_a_recipe_tells_regions_apart(name):
     """By equality, by hash, and by the source text that stands for a region in the caches' keys."""
     recipe = recipes.resolve(name)

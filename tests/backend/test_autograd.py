@@ -9,18 +9,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import te_inductor
-from te_inductor import explain, recipes
-from te_inductor.recipes import DelayedScaling
+from te_inductor import explain
 from tests.eager import quantized
+from tests.recipes import every_recipe, every_stateless_recipe
 
 pytestmark = pytest.mark.usefixtures("without_codegen")
 
-NAMES = [name for name in recipes.NAMES if name not in ("auto", "none")]
-every_recipe = pytest.mark.parametrize("name", NAMES)
 # AOTAutograd's eager graphs save state that a backward updates, and autograd's check of versions sees the update; Inductor's
-# do not: tests/backend/test_delayed.py has these tests for the recipe with state, compiled.
-every_stateless_recipe = pytest.mark.parametrize("name", [name for name in NAMES if name != "delayed"])
-
+# do not: what is tested of stateless recipes here, tests/backend/test_delayed.py tests compiled.
 DIM = 128
 X = (32, DIM)
 
@@ -320,8 +316,3 @@ def test_a_loss_inside_the_compiled_function(name):
 
     found = results(te(loss(model), name), list(model.parameters()), x)
     assert same(found, results(loss(eager), list(eager.parameters()), x))
-
-
-def test_recipes_with_state_are_named():
-    """The list above that leaves one out."""
-    assert [name for name in NAMES if isinstance(recipes.resolve(name), DelayedScaling)] == ["delayed"]

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 import te_inductor
-from te_inductor import explain, recipes
-from tests.backend.test_autograd import DIM, NAMES, X, check, every_recipe, loss_of, mlp, results, same, te
+from te_inductor import explain
+from tests.backend.test_autograd import DIM, X, check, loss_of, mlp, results, same, te
 from tests.eager import quantized
+from tests.recipes import NAMES, every_recipe
 
 pytestmark = pytest.mark.usefixtures("without_codegen")
 
@@ -235,7 +236,3 @@ def stepped(run, model, batches):
         loss.backward()
         losses.append(loss)
     return losses
-
-
-def test_names_of_recipes_are_all_here():
-    assert set(NAMES) | {"auto", "none"} == set(recipes.NAMES)

@@ -1,0 +1,18 @@
+"""Which recipes there are: tests over them take in those that come."""
+
+import pytest
+
+from te_inductor import recipes
+from te_inductor.recipes import DelayedScaling, Recipe
+
+
+def _named(name: str) -> Recipe:
+    return recipes.resolve(name)  # type: ignore[return-value]
+
+
+# Of plain weights, for training and inference.
+NAMES = [name for name in recipes.NAMES if name not in ("auto", "none") and not _named(name).of_stored_weights]
+STATELESS = [name for name in NAMES if not isinstance(_named(name), DelayedScaling)]
+
+every_recipe = pytest.mark.parametrize("name", NAMES)
+every_stateless_recipe = pytest.mark.parametrize("name", STATELESS)
