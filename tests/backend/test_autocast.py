@@ -43,7 +43,7 @@ from te_inductor.recipes import (
     MMParams,
     QParams,
 )
-from tests.recipes import every_recipe
+from tests.recipes import every_recipe, every_stateless_recipe
 
 pytestmark = pytest.mark.usefixtures("without_codegen")
 
