@@ -20,7 +20,7 @@ from torch import nn
 
 from benchmarks import harness, table
 from te_inductor.patterns import support
-from te_inductor.recipes.quantizers import padded
+from te_inductor.recipes.formats import padded
 
 SHAPES = (
     "8192x4096x4096",  # no padding, for comparison

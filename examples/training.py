@@ -17,10 +17,12 @@ from examples.llama import Llama, LlamaConfig, loss
 
 @dataclass(frozen=True)
 class Arm:
-    """A name and the arguments of `torch.compile`; None runs the model as it is."""
+    """A name and the arguments of `torch.compile`; None runs the model as it is. `dtype` is of its activations, if not the
+    settings'."""
 
     name: str
     compile: Mapping[str, Any] | None = None
+    dtype: torch.dtype | None = None
 
     def build(self, model: nn.Module) -> Callable[..., Any]:
         return model if self.compile is None else torch.compile(model, **self.compile)
@@ -41,8 +43,9 @@ class Settings:
     last: int = 50  # the final training loss is the mean of this many steps
     seed: int = 0
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self.device, self.dtype, enabled=self.dtype != torch.float32)
+    def autocast(self, dtype: torch.dtype | None = None) -> AbstractContextManager[Any]:
+        dtype = dtype or self.dtype
+        return torch.autocast(self.device, dtype, enabled=dtype != torch.float32)
 
     def new_model(self) -> Llama:
         torch.manual_seed(self.seed)
@@ -74,7 +77,7 @@ def train(arm: Arm, settings: Settings, corpus: Corpus, progress: Callable[[floa
     losses, times = [], []
     for tokens in settings.batches(corpus, "train", settings.steps):
         start = time.perf_counter()
-        with settings.autocast():
+        with settings.autocast(arm.dtype):
             value = loss(forward, tokens[:, :-1], tokens[:, 1:])
         value.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -84,14 +87,14 @@ def train(arm: Arm, settings: Settings, corpus: Corpus, progress: Callable[[floa
         losses.append(value.item())  # waits for the device, so the clock below is honest
         times.append(time.perf_counter() - start)
         progress(losses[-1])
-    validation = _validate(forward, settings, corpus)
+    validation = _validate(forward, arm, settings, corpus)
     wall = time.perf_counter() - begin
     return Result(arm.name, losses, fmean(losses[-settings.last :]), validation, 1e3 * median(times), wall)
 
 
-def _validate(forward: Callable[..., Any], settings: Settings, corpus: Corpus) -> float:
+def _validate(forward: Callable[..., Any], arm: Arm, settings: Settings, corpus: Corpus) -> float:
     batches = settings.batches(corpus, "validation", settings.validation_batches)
-    with torch.no_grad(), settings.autocast():
+    with torch.no_grad(), settings.autocast(arm.dtype):
         return fmean(loss(forward, tokens[:, :-1], tokens[:, 1:]).item() for tokens in batches)
 
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from te_inductor import recipes as recipes
+    from te_inductor.accuracy import accuracy_report as accuracy_report
+    from te_inductor.accuracy_figures import AccuracyReport as AccuracyReport
     from te_inductor.backend import te as te
     from te_inductor.diagnostics import Report as Report
     from te_inductor.diagnostics import Site as Site
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "accuracy_report": ("te_inductor.accuracy", "accuracy_report"),
+    "AccuracyReport": ("te_inductor.accuracy_figures", "AccuracyReport"),
     "autocast": ("te_inductor.regions", "autocast"),
     "explain": ("te_inductor.explanation", "explain"),
     "load_state_dict": ("te_inductor.saved_state", "load_state_dict"),
@@ -33,9 +37,11 @@ _HOME = {
 }
 
 __all__ = [
+    "AccuracyReport",
     "Report",
     "Site",
     "__version__",
+    "accuracy_report",
     "autocast",
     "explain",
     "load_state_dict",

@@ -20,6 +20,7 @@ __all__ = [
     "constant_type_name",
     "guard_on",
     "has_block_scaled_mm",
+    "has_microscaled_mm",
     "in_uncompiled_frame",
     "never_compile",
     "register_constant",
@@ -47,6 +48,12 @@ def has_block_scaled_mm(device: torch.device) -> bool:
         return False
     major, minor = torch.version.cuda.split(".")[:2]
     return (int(major), int(minor)) >= (12, 9)
+
+
+def has_microscaled_mm(device: torch.device) -> bool:
+    """Whether a GEMM of MXFP8 or NVFP4 operands runs there on tensor cores that apply their scales. Nowhere yet: compute
+    capability 10.0 is the first that could."""
+    return False
 
 
 def compile_fx(

@@ -36,7 +36,7 @@ class Site:
     gemm: str  # "fprop", "dgrad", "wgrad"
     shapes: tuple[Any, int, int]  # (M, N, K) of this GEMM, as out[M, N] = a[M, K] b[K, N]; a symbolic size is a string
     recipe: str  # a recipe's name, or "none"
-    kernel: str  # "cublaslt", "inductor", "high_precision"
+    kernel: str  # "cublaslt", "inductor", "emulated", "high_precision"
     reason: str | None = None  # why it does not run as asked; None where it does
     merged: tuple[str, ...] = ()  # module paths of all sites that are one GEMM with this one, itself too
 
@@ -58,20 +58,26 @@ class Report:
         return asdict(self)
 
     def __str__(self) -> str:
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(title=_headline(self), title_justify="left")
-        for column in ("module", "pattern", "GEMM", "M x N x K", "recipe", "kernel", "why not"):
-            table.add_column(column, overflow="fold")
-        for row in _rows(self.sites):
-            table.add_row(*row)
-        console = Console(width=140, no_color=True, highlight=False)
-        with console.capture() as capture:
-            console.print(table)
+        columns = ("module", "pattern", "GEMM", "M x N x K", "recipe", "kernel", "why not")
+        table = tabulated(_headline(self), columns, _rows(self.sites))
         tail = [f"policy entry {entry!r} matches no linear site" for entry in self.unused_policy]
-        lines = [line.rstrip() for line in capture.get().splitlines()]  # rich pads the title
-        return "\n".join([*lines, *tail, *([self.failure] if self.failure else [])])
+        return "\n".join([table, *tail, *([self.failure] if self.failure else [])])
+
+
+def tabulated(title: str, columns: Iterable[str], rows: Iterable[tuple[str, ...]]) -> str:
+    """A table of text."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console = Console(width=140, no_color=True, highlight=False)
+    with console.capture() as capture:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())  # rich pads the title
 
 
 def merge(reports: Iterable[Report]) -> Report:
@@ -141,10 +147,12 @@ def summary(report: Report) -> str | None:
     """The text of the warning, None where everything runs as asked."""
     lines = []
     places = {(site.fqn, site.pattern) for site in report.sites}
-    if report.fallbacks:
-        fallen = {(site.fqn, site.pattern) for site in report.fallbacks}
-        lines.append(f"te_inductor: {len(fallen)} of {len(places)} linear sites stay in high precision:")
-        for reason, group in _grouped(report.fallbacks, lambda site: site.reason):
+    for emulated, verb in ((False, "stay in high precision"), (True, "are emulated")):
+        fallen = [site for site in report.fallbacks if (site.kernel == "emulated") == emulated]
+        if fallen:
+            count = len({(site.fqn, site.pattern) for site in fallen})
+            lines.append(f"te_inductor: {count} of {len(places)} linear sites {verb}:")
+        for reason, group in _grouped(fallen, lambda site: site.reason):
             lines.append(f"  {reason}: {_shown(site.fqn for site in group)}")
     for entry in report.unused_policy:
         known = ", ".join(sorted({fqn for fqn, _ in places})[:4]) or "none"

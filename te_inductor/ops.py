@@ -20,7 +20,10 @@ from te_inductor.compat import constant_type_name
 from te_inductor.errors import DoubleBackwardError
 from te_inductor.recipes import Gemm, Quantizer, Slots
 from te_inductor.recipes.delayed import ScaleUpdate
+from te_inductor.recipes.formats import HADAMARD, padded
 from te_inductor.runtime import delayed, eager
+from te_inductor.runtime.microscaling import ALPHA
+from te_inductor.runtime.philox import new_seed
 
 _QUANTIZER, _GEMM, _SLOTS, _UPDATE = (constant_type_name(cls) for cls in (Quantizer, Gemm, Slots, ScaleUpdate))
 
@@ -41,17 +44,31 @@ def _define(schema: str, implementation: Any, fake: Any = None) -> Any:
 def _quantize_fake(
     x: Tensor,  # (R, C)
     quantizer: Quantizer,
+    amax: Tensor | None = None,  # () fp32, of the tensor, where scales have two levels
+    seed: Tensor | None = None,  # () int64, of stochastic rounding
 ) -> tuple[Tensor, Tensor]:  # data (R, pad(C)), scale_inv as Scope.scale_shape says: (), (R, 1), ...
     rows, columns = x.shape
-    data = x.new_empty((rows, quantizer.padded(columns)), dtype=quantizer.format.dtype)
-    return data, x.new_empty(quantizer.granularity.scale_shape(rows, columns), dtype=torch.float32)
+    scope = quantizer.granularity
+    data = x.new_empty((rows, quantizer.stored(columns)), dtype=quantizer.format.dtype)
+    return data, x.new_empty(scope.scale_shape(rows, columns), dtype=scope.scale.dtype)
 
 
 def _quantize_rowcol_fake(
     x: Tensor,  # (R, C)
     quantizer: Quantizer,
+    amax: Tensor | None = None,  # () fp32
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # data (R, pad(C)), scale_inv, data_t (C, pad(R)), scale_inv_t
     return *_quantize_fake(x, quantizer), *_quantize_fake(x.t(), quantizer)
+
+
+def _hadamard_fake(
+    x: Tensor,  # (R, C)
+) -> Tensor:  # (R, C padded to 16) bf16
+    return x.new_empty((x.shape[0], padded(x.shape[1], HADAMARD)), dtype=torch.bfloat16)
+
+
+def _tensor_amax_fake(x: Tensor) -> Tensor:  # () fp32
+    return x.new_empty((), dtype=torch.float32)
 
 
 def _quantize_delayed_fake(
@@ -93,12 +110,13 @@ def _read_scales_fake(
 
 
 def _dequantize_fake(
-    data: Tensor,  # (R, C)
+    data: Tensor,  # (R, C), as stored
     scale_inv: Tensor,  # of the shape that the quantizer's scope stores
     quantizer: Quantizer,
     dtype: torch.dtype,
-) -> Tensor:
-    return torch.empty_like(data, dtype=dtype, memory_format=torch.contiguous_format)
+) -> Tensor:  # (R, C); of two-level scales in units of the tensor's factor
+    rows, columns = data.shape
+    return data.new_empty((rows, columns * quantizer.format.packed), dtype=dtype)
 
 
 def _scaled_mm_fake(
@@ -109,17 +127,24 @@ def _scaled_mm_fake(
     bias: Tensor | None,  # (N,)
     gemm: Gemm,
     out_dtype: torch.dtype,
+    alpha: Tensor | None = None,  # (), factor of the product, of two-level scales
 ) -> Tensor:  # (M, N)
     torch._check(a.shape[1] == b.shape[1], lambda: f"contraction sizes {a.shape[1]} and {b.shape[1]}, expected equal")
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
-quantize = _define(f"quantize(Tensor x, {_QUANTIZER} q) -> (Tensor, Tensor)", eager.quantize, _quantize_fake)
+quantize = _define(
+    f"quantize(Tensor x, {_QUANTIZER} q, Tensor? amax=None, Tensor? seed=None) -> (Tensor, Tensor)",
+    eager.quantize,
+    _quantize_fake,
+)
 quantize_rowcol = _define(
-    f"quantize_rowcol(Tensor x, {_QUANTIZER} q) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"quantize_rowcol(Tensor x, {_QUANTIZER} q, Tensor? amax=None) -> (Tensor, Tensor, Tensor, Tensor)",
     eager.quantize_rowcol,
     _quantize_rowcol_fake,
 )
+hadamard = _define("hadamard(Tensor x) -> Tensor", eager.hadamard, _hadamard_fake)
+tensor_amax = _define("tensor_amax(Tensor x) -> Tensor", eager.tensor_amax, _tensor_amax_fake)
 quantize_delayed = _define(
     f"quantize_delayed(Tensor x, Tensor scale, {_QUANTIZER} q) -> Tensor",
     eager.quantize_delayed,
@@ -153,11 +178,25 @@ dequantize = _define(
     _dequantize_fake,
 )
 scaled_mm = _define(
-    f"scaled_mm(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias, {_GEMM} g, ScalarType out_dtype)"
-    " -> Tensor",
+    f"scaled_mm(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias, {_GEMM} g, ScalarType out_dtype,"
+    " Tensor? alpha=None) -> Tensor",
     eager.scaled_mm,
     _scaled_mm_fake,
 )
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One low-precision copy of a matrix, an operand of a GEMM."""
+
+    data: Tensor  # (R, pad(C))
+    scale_inv: Tensor
+    amax: Tensor | None = None  # (), of what the copy was cast from, where scales have two levels
+
+    @staticmethod
+    def saved(copy: "Copy | None") -> tuple[Tensor | None, ...]:
+        """What autograd keeps of it; `Copy(*saved)` is it again."""
+        return (None, None, None) if copy is None else (copy.data, copy.scale_inv, copy.amax)
 
 
 @dataclass(frozen=True)
@@ -202,16 +241,14 @@ class _Linear(torch.autograd.Function):
         # Of the layers of one call all want a gradient or none does.
         wanted = ctx.needs_input_grad[-len(operands) :]
         x_grad, weight_grad, bias_grad = ctx.needs_input_grad[0], any(wanted[:count]), any(wanted[count:])
-        data, scale, data_t, scale_t = _copies(
-            [x], 0, slots.input, step.input if step else None, columnwise=weight_grad
-        )
-        w, w_scale, w_t, w_scale_t = _copies(weights, 0, slots.weight, step.weight if step else None, columnwise=x_grad)
-        ctx.save_for_backward(data_t, scale_t, w_t, w_scale_t)
+        x_row, x_col = copies([x], 0, slots.input, step.input if step else None, columnwise=weight_grad)
+        w_row, w_col = copies(weights, 0, slots.weight, step.weight if step else None, columnwise=x_grad)
+        ctx.save_for_backward(*Copy.saved(x_col), *Copy.saved(w_col))
         # Of this step alone, or mutable: neither is for autograd's check that nothing saved has changed.
         ctx.step, ctx.slots, ctx.needs = step, slots, (x_grad, weight_grad, bias_grad)
         ctx.dtypes = x.dtype, weights[0].dtype, biases[0].dtype if biases else None
         ctx.sizes = [weight.shape[0] for weight in weights]
-        y = scaled_mm(data, scale, w, w_scale, _cat(biases) if biases else None, slots.fprop, out_dtype)
+        y = product(x_row, w_row, _cat(biases) if biases else None, slots.fprop, out_dtype)
         return y.split(ctx.sizes, 1) if len(weights) > 1 else (y,)
 
     @staticmethod
@@ -222,21 +259,19 @@ class _Linear(torch.autograd.Function):
                 'compile this module with options={"recipe": "none"}'
             )
         x_grad, weight_grad, bias_grad = ctx.needs
-        x_t, x_scale, w_t, w_scale = ctx.saved_tensors
+        x_col, w_col = Copy(*ctx.saved_tensors[:3]), Copy(*ctx.saved_tensors[3:])
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         slots, step, dx = ctx.slots, ctx.step, None
         dws: Sequence[Tensor | None] = [None] * len(dys)
         if x_grad or weight_grad:
             known = step and step.grad_output
-            g, g_scale, g_t, g_scale_t = _copies(
-                dys, 1, slots.grad_output, known, rowwise=x_grad, columnwise=weight_grad
-            )
+            g_row, g_col = copies(dys, 1, slots.grad_output, known, rowwise=x_grad, columnwise=weight_grad)
             if step is not None:
                 record_amax(dys, step.grad_amax)
         if x_grad:
-            dx = scaled_mm(g, g_scale, w_t, w_scale, None, slots.dgrad, x_dtype)
+            dx = product(g_row, w_col, None, slots.dgrad, x_dtype)
         if weight_grad:
-            dw = scaled_mm(g_t, g_scale_t, x_t, x_scale, None, slots.wgrad, weight_dtype)
+            dw = product(g_col, x_col, None, slots.wgrad, weight_dtype)
             dws = dw.split(ctx.sizes) if len(dys) > 1 else [dw]
         dbs: Sequence[Tensor | None] = [] if bias_dtype is None else [None] * len(dys)
         if bias_grad:
@@ -244,7 +279,13 @@ class _Linear(torch.autograd.Function):
         return dx, None, None, None, None, None, *dws, *dbs
 
 
-def _copies(
+def product(a: Copy | None, b: Copy | None, bias: Tensor | None, gemm: Gemm, out_dtype: torch.dtype) -> Tensor:
+    assert a is not None and b is not None  # a GEMM's operands were asked for
+    alpha = None if a.amax is None or b.amax is None else a.amax * b.amax * ALPHA
+    return scaled_mm(a.data, a.scale_inv, b.data, b.scale_inv, bias, gemm, out_dtype, alpha)  # type: ignore[no-any-return]
+
+
+def copies(
     pieces: Sequence[Tensor],
     dim: int,
     quantizer: Quantizer,
@@ -252,19 +293,29 @@ def _copies(
     *,
     rowwise: bool = True,
     columnwise: bool,
-) -> tuple[Any, Any, Any, Any]:
-    """The low-precision copies that are asked for: data, scale_inv, data_t, scale_inv_t (None where not). One scale for the
-    whole tensor is known beforehand or found here; finer ones belong to each copy."""
+) -> tuple[Copy | None, Copy | None]:
+    """The low-precision copies that are asked for, rowwise and columnwise. One scale for the whole tensor is known
+    beforehand or found here; finer ones belong to each copy."""
     if quantizer.granularity.whole:
         scale, scale_inv = (known.scale, known.scale_inv) if known else current_scale(pieces, quantizer)
         data, data_t = _casts(pieces, dim, scale, quantizer, rowwise, columnwise)
-        return data, scale_inv, data_t, scale_inv
+        return Copy(data, scale_inv) if rowwise else None, Copy(data_t, scale_inv) if columnwise else None
     [x] = pieces
-    if rowwise and columnwise:
-        return quantize_rowcol(x, quantizer)  # type: ignore[no-any-return]
-    if columnwise:
-        return None, None, *quantize(x.t(), quantizer)
-    return *quantize(x, quantizer), None, None
+    if rowwise and columnwise and not (quantizer.hadamard or quantizer.stochastic):
+        amax = tensor_amax(x) if quantizer.granularity.two_level else None
+        data, scale_inv, data_t, scale_inv_t = quantize_rowcol(x, quantizer, amax)
+        return Copy(data, scale_inv, amax), Copy(data_t, scale_inv_t, amax)
+    row = _copy(x, quantizer) if rowwise else None
+    column = _copy(hadamard(x.t()) if quantizer.hadamard else x.t(), quantizer) if columnwise else None
+    return row, column
+
+
+def _copy(x: Tensor, quantizer: Quantizer) -> Copy:
+    """One copy, with scales and random bits of its own."""
+    amax = tensor_amax(x) if quantizer.granularity.two_level else None
+    seed = new_seed(x.device) if quantizer.stochastic else None
+    data, scale_inv = quantize(x, quantizer, amax, seed)
+    return Copy(data, scale_inv, amax)
 
 
 def _casts(
@@ -298,9 +349,9 @@ def _linears(
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x, *weights, *biases)):
         ys = _Linear.apply(flat, token, step, slots, out_dtype, len(weights), *weights, *biases)
     else:
-        data, scale, _, _ = _copies([flat], 0, slots.input, step.input if step else None, columnwise=False)
-        w, w_scale, _, _ = _copies(weights, 0, slots.weight, step.weight if step else None, columnwise=False)
-        y = scaled_mm(data, scale, w, w_scale, _cat(biases) if biases else None, slots.fprop, out_dtype)
+        x_row, _ = copies([flat], 0, slots.input, step.input if step else None, columnwise=False)
+        w_row, _ = copies(weights, 0, slots.weight, step.weight if step else None, columnwise=False)
+        y = product(x_row, w_row, _cat(biases) if biases else None, slots.fprop, out_dtype)
         ys = y.split([weight.shape[0] for weight in weights], 1) if len(weights) > 1 else [y]
     return [y.reshape(*x.shape[:-1], y.shape[1]) for y in ys]
 

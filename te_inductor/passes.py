@@ -33,7 +33,8 @@ class Candidate:
     slots: Slots | None = None  # the recipe's, for this site
     stored: bool = False  # its weight is stored in low precision, which is its recipe: there is nothing to rewrite
     by_policy: bool = False  # named by a policy entry
-    refusal: Refusal | None = None
+    refusal: Refusal | None = None  # why it stays in high precision
+    emulated: Refusal | None = None  # why its GEMMs multiply in high precision what low precision holds
 
     @property
     def low(self) -> bool:
@@ -116,25 +117,27 @@ def check_sites(plan: Plan) -> None:
     """Ask each rule whether the site can run as it should; a refusal leaves the site in high precision."""
     bodies, transforms_of = Bodies(plan.gm), transforms.transforms_of(plan.gm)
     for candidate in plan.candidates:
-        match = candidate.match
+        match, weight = candidate.match, support.value(candidate.match.weight)
         if candidate.recipe is not None and candidate.recipe.of_stored_weights and not candidate.stored:
-            candidate.refusal = support.not_stored(candidate.recipe, support.value(match.weight))
+            candidate.refusal = support.not_stored(candidate.recipe, weight)
         elif candidate.slots is not None:
             candidate.refusal = (
                 regions.refusal(candidate.regions)
                 or transforms.refusal(transforms_of.get(match.node))
                 or candidate.rule.check(match)
-                or support.blocks(candidate.slots, support.value(match.weight), *match.sizes[1:])
+                or support.blocks(candidate.slots, weight, *match.sizes[1:])
             )
+            candidate.emulated = None if candidate.refusal else support.emulated(candidate.slots, weight.device)
         if candidate.low and isinstance(candidate.recipe, DelayedScaling):
             candidate.refusal = delayed.refusal(candidate.match, bodies)
 
 
 def weigh_sites(plan: Plan) -> None:
-    """Sites that would be slower in low precision stay as they are, unless the policy names them."""
+    """Sites that would be slower in low precision stay as they are, unless the policy names them, or they are emulated,
+    which is never faster and is asked for the sake of its numerics."""
     by_input: dict[Any, list[Candidate]] = {}
     for site in plan.candidates:
-        if site.low and not site.by_policy:
+        if site.low and not site.by_policy and not site.emulated:
             by_input.setdefault((site.match.x, site.recipe), []).append(site)
     for (_, recipe), sites in by_input.items():
         refusal = size_rule.refusal([site.match for site in sites], recipe)
@@ -208,14 +211,15 @@ def _sites(candidate: Candidate, options: Options, merged: tuple[str, ...]) -> l
     if candidate.stored:
         kernel = stored_kernel(candidate.match.sizes[0], candidate.recipe, device, options)
     elif candidate.low:
-        kernel = _gemm_kernel(device, options, blocked)
-    reason = None if candidate.refusal is None else str(candidate.refusal)
+        kernel = "emulated" if candidate.emulated else _gemm_kernel(device, options, blocked)
+    refusal = candidate.refusal or candidate.emulated
+    reason = None if refusal is None else str(refusal)
     return [
         Site(
             candidate.fqn,
             candidate.rule.pattern,
             gemm,
-            _plain(shapes),
+            plain(shapes),
             recipe,
             "high_precision" if candidate.stored and gemm != "fprop" else kernel,
             reason,
@@ -243,6 +247,6 @@ def _gemm_kernel(device: torch.device, options: Options, blocked: bool) -> str:
     return "cublaslt" if device.type == "cuda" and (blocked or not measured) else "inductor"
 
 
-def _plain(shapes: tuple[Any, int, int]) -> tuple[Any, int, int]:
+def plain(shapes: tuple[Any, int, int]) -> tuple[Any, int, int]:
     m, n, k = (size if isinstance(size, int) else str(size) for size in shapes)
     return m, n, k  # type: ignore[return-value]

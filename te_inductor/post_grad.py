@@ -22,6 +22,8 @@ _SHARED = frozenset(
     {
         ops.quantize,
         ops.quantize_rowcol,
+        ops.hadamard,
+        ops.tensor_amax,
         ops.current_scale,
         ops.quantize_delayed,
         ops.quantize_rowcol_delayed,

@@ -18,8 +18,9 @@ def gemm_error(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     gemm: Gemm = Gemm("any"),  # noqa: B008 (a frozen constant)
+    alpha: float | None = None,
 ) -> Tensor:  # (M, N)
-    """The largest error of an fp32 GEMM of fp8 operands.
+    """The largest error of an fp32 GEMM of low-precision operands.
 
     A product of two fp8 values (4 bits each) is exact in fp32. Summing K of them in any order rounds at most K - 1 times,
     each by a relative 2**-24 of a partial sum that is at most S = sum |a||b| [Higham, Accuracy and Stability, eq. 4.4].
@@ -28,12 +29,14 @@ def gemm_error(
 
     With scales of blocks, applied to operands or to partial sums, each product is rounded at most three times: its two
     operands (or its partial sum twice) and itself. An operand that is scaled may round as a subnormal, which its partner
-    in the product multiplies.
+    in the product multiplies. `alpha` multiplies the sum, and rounds once more.
     """
     u, out = UNIT[torch.float32], UNIT[out_dtype]
     magnitudes, total = magnitudes_of(a, a_scale_inv, b, b_scale_inv, gemm)
     error = (a.shape[1] + 2) * u * total + TINY[torch.float32] * (magnitudes + 1)
-    result = reference.scaled_mm(a, a_scale_inv, b, b_scale_inv, None, gemm).abs()
+    if alpha is not None:
+        error = (error + u * (total + error)) * alpha + TINY[torch.float32]
+    result = reference.scaled_mm(a, a_scale_inv, b, b_scale_inv, None, gemm, alpha).abs()
     error = (error + out * (result + error) + TINY[out_dtype]) * (1 + 2**-10)  # second order of K u, K <= 4096
     if bias is None:
         return error
@@ -57,6 +60,23 @@ def magnitudes_of(
     wide_a = reference.dequantize(a, a_scale_inv, gemm.scopes[0]).sum(1)
     wide_b = reference.dequantize(b, b_scale_inv, gemm.scopes[1]).sum(1)
     return wide_a[:, None] + wide_b[None, :] + a.shape[1], total
+
+
+def values_of(data: Tensor) -> Tensor:
+    """The values of a stored copy as float64; bytes are two of E2M1 each, the first in the low bits."""
+    if data.dtype != torch.uint8:
+        return data.double()
+    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
+    table = torch.cat([magnitudes, -magnitudes])
+    return table[torch.stack([data & 15, data >> 4], -1).flatten(1).long()]
+
+
+def scales_of(scale_inv: Tensor) -> Tensor:
+    """The values of stored scales as float64; bytes are E8M0."""
+    if scale_inv.dtype != torch.uint8:
+        return scale_inv.double()
+    table = torch.tensor([2.0 ** (code - 127) for code in range(255)] + [torch.nan], dtype=torch.float64)
+    return table[scale_inv.long()]
 
 
 def sum_error(x: Tensor, out_dtype: torch.dtype) -> Tensor:

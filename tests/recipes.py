@@ -16,3 +16,9 @@ STATELESS = [name for name in NAMES if not isinstance(_named(name), DelayedScali
 
 every_recipe = pytest.mark.parametrize("name", NAMES)
 every_stateless_recipe = pytest.mark.parametrize("name", STATELESS)
+
+
+def strict(name: str) -> str:
+    """`options["fallback"]` under which nothing but what is meant goes by: emulation is a fallback too."""
+    recipe = recipes.resolve(name)
+    return "silent" if recipe is not None and recipe.slots().fprop.microscaled else "error"

@@ -19,30 +19,59 @@ import torch
 from torch._inductor import ir
 from torch._inductor.lowering import lowerings
 from torch._inductor.virtualized import ops as prims
-from torch.utils._sympy.functions import FloorDiv
+from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
-from te_inductor.lowerings import values
+from te_inductor.lowerings import microscaling, values
 from te_inductor.recipes import Quantizer
-from te_inductor.recipes.formats import Scope
+from te_inductor.recipes.formats import E2M1, E8M0, HADAMARD, Scope
 
 aten = torch.ops.aten
 _LOOPS = "te_loops"  # attribute of a buffer with blocks of one row
 
 
-def quantize(x: ir.TensorBox, quantizer: Quantizer) -> tuple[ir.TensorBox, ...]:
+def quantize(
+    x: ir.TensorBox, quantizer: Quantizer, amax: ir.TensorBox | None = None, seed: ir.TensorBox | None = None
+) -> tuple[ir.TensorBox, ...]:
+    """`amax` is the tensor's, () fp32, of two-level scales; `seed`, () int64, of stochastic rounding."""
     if quantizer.granularity.transposes:
-        scale, scale_inv, _ = _scales_of_squares(x, quantizer)
+        scale, scale_inv, _ = _scales_of_squares(x, quantizer, amax)
         return _cast_by_squares(x, scale, quantizer), scale_inv
-    return _copy_by_rows(x, quantizer, x_is_transposed=_rows_are_contiguous(x))
+    if seed is not None:
+        seed.realize()  # and not drawn again by every thread
+    return _copy_by_rows(x, quantizer, amax, seed, x_is_transposed=_rows_are_contiguous(x))
 
 
-def quantize_rowcol(x: ir.TensorBox, quantizer: Quantizer) -> tuple[ir.TensorBox, ...]:
+def quantize_rowcol(
+    x: ir.TensorBox, quantizer: Quantizer, amax: ir.TensorBox | None = None
+) -> tuple[ir.TensorBox, ...]:
     if quantizer.granularity.transposes:
-        scale, scale_inv, scale_inv_t = _scales_of_squares(x, quantizer)
+        scale, scale_inv, scale_inv_t = _scales_of_squares(x, quantizer, amax)
         data = _cast_by_squares(x, scale, quantizer)
         return data, scale_inv, _cast_by_squares(_transposed(x), _transposed(scale), quantizer), scale_inv_t
-    rowwise = _copy_by_rows(x, quantizer, x_is_transposed=False)
-    return *rowwise, *_copy_by_rows(_transposed(x), quantizer, x_is_transposed=True)
+    rowwise = _copy_by_rows(x, quantizer, amax, x_is_transposed=False)
+    return *rowwise, *_copy_by_rows(_transposed(x), quantizer, amax, x_is_transposed=True)
+
+
+def dequantize(
+    data: ir.TensorBox,  # (R, C), as stored
+    scale_inv: ir.TensorBox,  # as the scope stores it
+    scope: Scope,
+    dtype: torch.dtype,
+) -> ir.TensorBox:  # (R, C)
+    """What a copy stands for; of two-level scales in units of the tensor's factor."""
+    rows, columns = data.get_size()
+    packed = E2M1.packed if scope.two_level else 1
+    load, load_scale = data.make_loader(), _spread_loader(scale_inv, scope)
+
+    def inner(index):
+        row, column = index
+        if packed > 1:
+            value = microscaling.unpack(load([row, FloorDiv(column, packed)]), ModularIndexing(column, 1, packed))
+        else:
+            value = prims.to_dtype(load(index), torch.float32)
+        return prims.to_dtype(prims.mul(value, _scale_value(load_scale(index), scope)), dtype)
+
+    return _pointwise(data, dtype, [rows, columns * packed], inner)
 
 
 def loops_of(node: Any) -> set[str]:
@@ -50,19 +79,33 @@ def loops_of(node: Any) -> set[str]:
     return {loops for part in node.get_nodes() if (loops := getattr(part.node, _LOOPS, None)) is not None}
 
 
-def spread(
-    scale: ir.TensorBox,  # as the scope stores it
-    scope: Scope,
-    rows: Any,
-    columns: Any,
-) -> ir.TensorBox:  # (rows, columns)
+def hadamard(x: ir.TensorBox) -> ir.TensorBox:
+    """Each value of the result reads 16 of x, which is written first; their own producer would run 16 times."""
+    x.realize()
+    rows, columns = x.get_size()
+    whole = FloorDiv(columns + HADAMARD - 1, HADAMARD) * HADAMARD
+    load = _zero_beyond(x, rows, whole)
+
+    def inner(index):
+        row, column = index
+        first = FloorDiv(column, HADAMARD) * HADAMARD
+        sixteen = [load([row, first + place]) for place in range(HADAMARD)]
+        return microscaling.hadamard(sixteen, ModularIndexing(column, 1, HADAMARD))
+
+    box = _pointwise(x, torch.bfloat16, [rows, whole], inner)
+    _store(box, (1, 0))
+    return box
+
+
+def _spread_loader(scale: ir.TensorBox, scope: Scope):
+    """A loader of the scale of each element, from scales as the scope stores them."""
     load, (high, wide) = scale.make_loader(), scope.block
 
     def inner(index):
         row, column = FloorDiv(index[0], high), FloorDiv(index[1], wide)
         return load([column, row] if scope.row_last else [row, column])
 
-    return _pointwise(scale, torch.float32, [rows, columns], inner)
+    return inner
 
 
 def spread_rows(
@@ -78,33 +121,59 @@ def spread_rows(
     )
 
 
-def _copy_by_rows(x: ir.TensorBox, quantizer: Quantizer, *, x_is_transposed: bool) -> tuple[ir.TensorBox, ...]:
-    """data and scale_inv, with blocks of one row, of x as it stands. Which loops: Note [Loops of block copies]."""
+def _copy_by_rows(
+    x: ir.TensorBox,
+    quantizer: Quantizer,
+    amax: ir.TensorBox | None,
+    seed: ir.TensorBox | None = None,
+    *,
+    x_is_transposed: bool,
+) -> tuple[ir.TensorBox, ...]:
+    """data and scale_inv, with blocks of one row, of x as it stands. Which loops: Note [Loops of block copies]. Values that
+    share a byte share a turn of the innermost loop, so that the amax of a block and its cast have the same loops."""
     rows, columns = x.get_size()
-    wide = quantizer.granularity.block[1]
-    across = FloorDiv(columns + wide - 1, wide)
+    wide, packed = quantizer.granularity.block[1], quantizer.format.packed
+    _, across = quantizer.granularity.blocks(rows, columns)
     load = _zero_beyond(x, rows, across * wide)
-    ranges = [across, rows] if x_is_transposed else [rows, across]
+    ranges, block = [across, rows] if x_is_transposed else [rows, across], [wide // packed]
 
-    def element(outer, inner):
+    def elements(outer, inner):
         row, block = reversed(outer) if x_is_transposed else outer
-        return load([row, block * wide + inner[0]])
+        return [load([row, block * wide + inner[0] * packed + place]) for place in range(packed)]
 
-    scale, scale_inv = _scales(x, element, ranges, [wide], quantizer, (1, 0) if x_is_transposed else (0, 1))
-    load_scale = scale.make_loader()
+    order = (1, 0) if x_is_transposed == quantizer.granularity.row_last else (0, 1)
+    scale, scale_inv = _scales(x, elements, ranges, block, quantizer, order, amax)
+    load_scale, load_seed = scale.make_loader(), None if seed is None else seed.make_loader()
 
     def cast(index):
-        return values.cast(element(index[:2], index[2:]), load_scale(index[:2]), quantizer, x.get_device_or_error())
+        row, block_of_row = reversed(index[:2]) if x_is_transposed else index[:2]
+        place = (row * across + block_of_row) * wide + index[2] * packed
+        bits = [load_seed and microscaling.random_bits(load_seed([]), place + each) for each in range(packed)]
+        return _stored(elements(index[:2], index[2:]), load_scale(index[:2]), quantizer, x.get_device_or_error(), bits)
 
-    data = _pointwise(x, quantizer.format.dtype, [*ranges, wide], cast)
+    data = _pointwise(x, quantizer.format.dtype, [*ranges, *block], cast)
     _store(data, (1, 2, 0) if x_is_transposed else (2, 1, 0))
     for box in (scale, scale_inv, data):
         _pin(box, "transposed" if x_is_transposed else "plain")
     if x_is_transposed:
         data = lowerings[aten.permute](data, [1, 0, 2])
-    else:
+    if x_is_transposed != quantizer.granularity.row_last:
         scale_inv = _transposed(scale_inv)
-    return lowerings[aten.view](data, [rows, across * wide]), scale_inv
+    return lowerings[aten.view](data, [rows, across * block[0]]), scale_inv
+
+
+def _stored(elements, scale, quantizer: Quantizer, device: torch.device, bits=(None, None)):
+    """What is stored of neighbours that share a byte; mostly of one value. `bits` are random, or None."""
+    if quantizer.format is E2M1:
+        pairs = zip(elements, bits, strict=True)
+        return microscaling.pack([microscaling.cast_e2m1(prims.mul(value, scale), random) for value, random in pairs])
+    [value] = elements
+    return values.cast(value, scale, quantizer, device)
+
+
+def _scale_value(scale, scope: Scope):
+    """The fp32 value of a stored scale."""
+    return microscaling.e8m0_value(scale) if scope.scale is E8M0 else prims.to_dtype(scale, torch.float32)
 
 
 def _pin(box: ir.TensorBox, loops: str) -> None:
@@ -118,59 +187,68 @@ def _pin(box: ir.TensorBox, loops: str) -> None:
     setattr(buffer, _LOOPS, loops)
 
 
-def _scales_of_squares(x: ir.TensorBox, quantizer: Quantizer) -> tuple[ir.TensorBox, ir.TensorBox, ir.TensorBox]:
-    """scale and scale_inv, and scale_inv of the transpose."""
+def _scales_of_squares(
+    x: ir.TensorBox, quantizer: Quantizer, amax: ir.TensorBox | None
+) -> tuple[ir.TensorBox, ir.TensorBox, ir.TensorBox]:
+    """What values are multiplied with, scale_inv, and scale_inv of the transpose."""
     high, wide = quantizer.granularity.block
-    down, across = (FloorDiv(size + block - 1, block) for size, block in zip(x.get_size(), (high, wide), strict=True))
+    down, across = quantizer.granularity.blocks(*x.get_size())
     load = _zero_beyond(x, down * high, across * wide)
 
-    def element(outer, inner):
-        return load([outer[0] * high + inner[0], outer[1] * wide + inner[1]])
+    def elements(outer, inner):
+        return [load([outer[0] * high + inner[0], outer[1] * wide + inner[1]])]
 
-    scale, scale_inv = _scales(x, element, [down, across], [high, wide], quantizer, (1, 0))
-    load_scale = scale.make_loader()
-    scale_inv_t = _pointwise(x, torch.float32, [down, across], lambda index: values.decode_scale(load_scale(index)))
+    scale, scale_inv = _scales(x, elements, [down, across], [high, wide], quantizer, (1, 0), amax)
+    load_inv = scale_inv.make_loader()
+    scale_inv_t = _pointwise(x, quantizer.granularity.scale.dtype, [down, across], load_inv)
     _store(scale_inv_t, (0, 1))
     return scale, scale_inv, _transposed(scale_inv_t)
 
 
 def _cast_by_squares(x: ir.TensorBox, scale: ir.TensorBox, quantizer: Quantizer) -> ir.TensorBox:
     rows, columns = x.get_size()
-    high, wide = quantizer.granularity.block
-    whole = FloorDiv(columns + wide - 1, wide) * wide
+    (high, wide), packed = quantizer.granularity.block, quantizer.format.packed
+    whole = quantizer.granularity.blocks(rows, columns)[1] * wide
     load, load_scale = _zero_beyond(x, rows, whole), scale.make_loader()
 
     def cast(index):
-        row, column = index
-        return values.cast(
-            load(index), load_scale([FloorDiv(row, high), FloorDiv(column, wide)]), quantizer, x.get_device_or_error()
-        )
+        row, column = index[0], index[1] * packed
+        elements = [load([row, column + place]) for place in range(packed)]
+        scale = load_scale([FloorDiv(row, high), FloorDiv(column, wide)])
+        return _stored(elements, scale, quantizer, x.get_device_or_error())
 
-    data = _pointwise(x, quantizer.format.dtype, [rows, whole], cast)
+    data = _pointwise(x, quantizer.format.dtype, [rows, FloorDiv(whole, packed)], cast)
     _store(data, (1, 0))
     return data
 
 
-def _scales(x, element, ranges, block, quantizer: Quantizer, order: Sequence[int]) -> tuple[ir.TensorBox, ir.TensorBox]:
-    """scale and scale_inv of size `ranges`, each of the elements ``element(index, index in the block)``."""
+def _scales(
+    x, elements, ranges, block, quantizer: Quantizer, order: Sequence[int], amax
+) -> tuple[ir.TensorBox, ir.TensorBox]:
+    """What values are multiplied with, and scale_inv, of size `ranges`, of all ``elements(index, index in the block)``."""
     bits = ir.Reduction.create(
         device=x.get_device(),
         dst_dtype=torch.int32,
         src_dtype=torch.int32,
-        inner_fn=lambda outer, inner: values.magnitude(element(outer, inner)),
+        inner_fn=lambda outer, inner: values.largest([values.magnitude(v) for v in elements(outer, inner)]),
         ranges=ranges,
         reduction_ranges=block,
         reduction_type="max",
     )
     bits.realize()
-    load, dtype = bits.make_loader(), x.get_dtype()
+    load, dtype, scope = bits.make_loader(), x.get_dtype(), quantizer.granularity
+    tensor_amax = None if amax is None else amax.make_loader()
 
-    def scale(index):
-        return values.encode_scale(values.from_bits(load(index)), quantizer, dtype)
+    def scales(index):
+        found = values.from_bits(load(index))
+        if scope.microscaled:
+            return microscaling.encode(found, quantizer, tensor_amax and tensor_amax([]))
+        scale = values.encode_scale(found, quantizer, dtype)
+        return scale, values.decode_scale(scale)
 
     made = [
-        _pointwise(x, torch.float32, ranges, inner)
-        for inner in (scale, lambda index: values.decode_scale(scale(index)))
+        _pointwise(x, dtype, ranges, lambda index, which=which: scales(index)[which])
+        for which, dtype in enumerate((torch.float32, scope.scale.dtype))
     ]
     for box in made:  # in the reduction's epilogue, and not again by every thread of the cast
         _store(box, order)

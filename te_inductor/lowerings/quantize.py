@@ -101,17 +101,21 @@ def _freeze(box: ir.TensorBox) -> None:
 
 
 @lowering(ops.quantize)
-def quantize(x: ir.TensorBox, quantizer: Quantizer) -> tuple[ir.TensorBox, ...]:
+def quantize(
+    x: ir.TensorBox, quantizer: Quantizer, amax: ir.TensorBox | None = None, seed: ir.TensorBox | None = None
+) -> tuple[ir.TensorBox, ...]:
     if quantizer.granularity.blocked:
-        return blocks.quantize(x, quantizer)
+        return blocks.quantize(x, quantizer, amax, seed)
     scale, scale_inv = _encode_scale(_amax(x, quantizer), quantizer, x.get_dtype())
     return _cast(x, scale, quantizer), scale_inv
 
 
 @lowering(ops.quantize_rowcol)
-def quantize_rowcol(x: ir.TensorBox, quantizer: Quantizer) -> tuple[ir.TensorBox, ...]:
+def quantize_rowcol(
+    x: ir.TensorBox, quantizer: Quantizer, amax: ir.TensorBox | None = None
+) -> tuple[ir.TensorBox, ...]:
     if quantizer.granularity.blocked:
-        return blocks.quantize_rowcol(x, quantizer)
+        return blocks.quantize_rowcol(x, quantizer, amax)
     scale, scale_inv = _encode_scale(_amax(x, quantizer), quantizer, x.get_dtype())
     transposed = lowerings[aten.permute](x, [1, 0])
     scale_t, scale_inv_t = (
@@ -120,6 +124,18 @@ def quantize_rowcol(x: ir.TensorBox, quantizer: Quantizer) -> tuple[ir.TensorBox
         else _encode_scale(_amax(transposed, quantizer), quantizer, x.get_dtype())
     )
     return _cast(x, scale, quantizer), scale_inv, _cast(transposed, scale_t, quantizer), scale_inv_t
+
+
+@lowering(ops.hadamard)
+def hadamard(x: ir.TensorBox) -> ir.TensorBox:
+    return blocks.hadamard(x)
+
+
+@lowering(ops.tensor_amax)
+def tensor_amax(x: ir.TensorBox) -> ir.TensorBox:
+    amax = _amax_of_tensor(x)
+    amax.realize()
+    return amax
 
 
 @lowering(ops.quantize_delayed)
@@ -172,6 +188,6 @@ def _is_computed(x: ir.TensorBox) -> bool:
 @lowering(ops.dequantize)
 def dequantize(data: ir.TensorBox, scale_inv: ir.TensorBox, quantizer: Quantizer, dtype: torch.dtype) -> ir.TensorBox:
     if quantizer.granularity.blocked:
-        scale_inv = blocks.spread(scale_inv, quantizer.granularity, *data.get_size())
+        return blocks.dequantize(data, scale_inv, quantizer.granularity, dtype)
     wide = lowerings[aten.mul](lowerings[torch.ops.prims.convert_element_type](data, torch.float32), scale_inv)
     return lowerings[torch.ops.prims.convert_element_type](wide, dtype)  # type: ignore[no-any-return]

@@ -10,8 +10,7 @@ from te_inductor import compat, ops
 from te_inductor.lowerings import blocks
 from te_inductor.lowerings.registry import lowering
 from te_inductor.recipes import Gemm
-from te_inductor.recipes.formats import ALIGNMENT
-from te_inductor.recipes.quantizers import padded
+from te_inductor.recipes.formats import ALIGNMENT, padded
 from te_inductor.runtime.eager import BLOCK_SCALES, ROW_SCALED_OUTPUT
 
 aten = torch.ops.aten
@@ -27,7 +26,10 @@ def scaled_mm(
     bias: ir.TensorBox | None,
     gemm: Gemm,
     out_dtype: torch.dtype,
+    alpha: ir.TensorBox | None = None,  # ()
 ) -> ir.TensorBox:
+    if gemm.microscaled:
+        return _emulated(a, a_scale, b, b_scale, bias, gemm, out_dtype, alpha)
     on_cuda = a.get_device_or_error().type == "cuda"
     if gemm.blocked:
         cuda = on_cuda and compat.has_block_scaled_mm(a.get_device_or_error())
@@ -80,11 +82,26 @@ def _library(a, a_scale, b, b_scale, bias, gemm, out_dtype, columns):  # type: i
 
 
 def _exact_blocks(a, a_scale, b, b_scale, bias, gemm, out_dtype):  # type: ignore[no-untyped-def]
-    wide_a, wide_b = (
-        lowerings[aten.mul](lowerings[convert](x, torch.float32), blocks.spread(scale, scope, *x.get_size()))
-        for x, scale, scope in zip((a, b), (a_scale, b_scale), gemm.granularities, strict=True)
-    )
+    wide_a, wide_b = _values(a, a_scale, b, b_scale, gemm, torch.float32)
     y = lowerings[aten.mm](wide_a, _transposed(wide_b))
+    return _add(lowerings[convert](y, out_dtype), bias, out_dtype)
+
+
+def _values(a, a_scale, b, b_scale, gemm, dtype):  # type: ignore[no-untyped-def]
+    triples = zip((a, b), (a_scale, b_scale), gemm.granularities, strict=True)
+    return [blocks.dequantize(x, scale, scope, dtype) for x, scale, scope in triples]
+
+
+def _emulated(a, a_scale, b, b_scale, bias, gemm, out_dtype, alpha):  # type: ignore[no-untyped-def]
+    """MXFP8 and NVFP4 without their tensor cores: Note [Emulated GEMMs] in runtime/microscaling.py. Mirrors
+    `eager._emulated`."""
+    if a.get_device_or_error().type == "cuda":
+        wide_a, wide_b = _values(a, a_scale, b, b_scale, gemm, torch.bfloat16)
+        y = lowerings[aten.mm.dtype](wide_a, _transposed(wide_b), torch.float32)
+    else:
+        wide_a, wide_b = _values(a, a_scale, b, b_scale, gemm, torch.float32)
+        y = lowerings[aten.mm](wide_a, _transposed(wide_b))
+    y = y if alpha is None else lowerings[aten.mul](y, alpha)
     return _add(lowerings[convert](y, out_dtype), bias, out_dtype)
 
 

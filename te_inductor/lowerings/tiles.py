@@ -29,7 +29,8 @@ from torch._inductor.virtualized import V
 
 from te_inductor import ops
 from te_inductor.lowerings.blocks import loops_of
-from te_inductor.recipes.formats import ELEMENTS, TENSOR, Scope
+from te_inductor.recipes import Quantizer
+from te_inductor.recipes.formats import ELEMENTS, TENSOR
 
 # By the number of whole tensors read: elements in the dimension in which they are contiguous, elements across, warps.
 CAST = {1: (128, 64, 8), 2: (128, 64, 8), 3: (128, 32, 8)}
@@ -38,7 +39,7 @@ AMAX = {"XBLOCK": 1, "R0_BLOCK": 4096, "num_warps": 16}
 # The ops that cast or look for a scale, and among them those that cast both ways; the dtypes of copies.
 CASTS = (ops.quantize, ops.quantize_delayed, ops.current_scale)
 TWO_WAY = (ops.quantize_rowcol, ops.quantize_rowcol_delayed, ops.quantize_pieces_delayed)
-COPIES = {element.dtype for element in ELEMENTS.values()}
+COPIES = {element.dtype for element in ELEMENTS.values() if element.packed == 1}
 AMAX_FROM = 8 * AMAX["R0_BLOCK"]  # elements a program reduces, below which Inductor's own choice stands
 
 
@@ -72,7 +73,7 @@ class Choices:
         return bool(self._inner.can_fuse(scheduler, node1, node2, shared_data_score))
 
     def should_use_persistent_reduction(self, features: Any, cooperative_reduction: bool) -> bool:
-        widths = {scope.block[1] for scope in _scopes(features) if scope.row_last}
+        widths = {q.granularity.block[1] // q.format.packed for q in _quantizers(features) if q.granularity.one_row}
         if any(V.graph.sizevars.statically_known_equals(features.reduction_numel, width) for width in widths):
             return True
         return bool(self._inner.should_use_persistent_reduction(features, cooperative_reduction))
@@ -96,7 +97,7 @@ def cast_both_ways(node: Any) -> set[Any]:
 
 def _wants_a_tile(origin: Any) -> bool:
     """Both copies from one read; but copies with blocks of one row each join their amax (Note [Loops of block copies])."""
-    return origin.target in TWO_WAY and not origin.args[-1].granularity.row_last
+    return origin.target in TWO_WAY and not _quantizer(origin).granularity.one_row
 
 
 def _is_copy(buffer: Any) -> bool:
@@ -108,9 +109,14 @@ def _origins(features: Any) -> list[Any]:
     return [origin for node in features.scheduler_nodes() for origin in node.node.get_origins()]
 
 
-def _scopes(features: Any) -> list[Scope]:
+def _quantizers(features: Any) -> list[Quantizer]:
     """Of the quantizations that a kernel is made of."""
-    return [o.args[-1].granularity for o in _origins(features) if o.target in (*CASTS, *TWO_WAY)]
+    return [_quantizer(origin) for origin in _origins(features) if origin.target in (*CASTS, *TWO_WAY)]
+
+
+def _quantizer(origin: Any) -> Quantizer:
+    [quantizer] = [argument for argument in origin.args if isinstance(argument, Quantizer)]
+    return quantizer
 
 
 def _tensors(argument: Any) -> list[Any]:
@@ -119,8 +125,8 @@ def _tensors(argument: Any) -> list[Any]:
 
 def tile_of(features: Any, tiling: dict[str, Any]) -> dict[str, int] | None:
     """Our tile for a kernel that quantizes, None where Inductor's choice stands."""
-    scopes = _scopes(features)
-    if not scopes:
+    scopes = [quantizer.granularity for quantizer in _quantizers(features)]
+    if not scopes or any(scope.microscaled for scope in scopes):  # not measured: emulation is not about speed
         return None
     dimensions = set(tiling)
     if features.is_reduction():

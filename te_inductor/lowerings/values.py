@@ -58,3 +58,11 @@ def cast(value, scale, quantizer: Quantizer, device: torch.device):
         value = prims.where(prims.gt(value, high), high, value)
         value = prims.where(prims.lt(value, low), low, value)
     return prims.to_dtype(value, quantizer.format.dtype)
+
+
+def largest(values):
+    """Of int32 values: by comparison, as no max but the reduction's own shall stand beside an fp8 store."""
+    first, *rest = values
+    for value in rest:
+        first = prims.where(prims.gt(value, first), value, first)
+    return first

@@ -8,7 +8,7 @@ from torch import fx
 from te_inductor import compat
 from te_inductor.diagnostics import Refusal
 from te_inductor.recipes import Recipe, Slots
-from te_inductor.recipes.quantizers import padded
+from te_inductor.recipes.formats import padded
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Padding N and K to 16 may multiply a GEMM's work by this much: midway between a win and a loss, measured on an H200
@@ -64,9 +64,9 @@ def sizes(m: Any, n: Any, k: Any) -> Refusal | None:
 
 def blocks(slots: Slots, weight: torch.Tensor, n: int, k: int) -> Refusal | None:
     """What scales of blocks ask for beyond the checks above."""
-    if not slots.fprop.blocked:
+    if not slots.fprop.blocked or emulated(slots, weight.device):
         return None
-    if weight.device.type == "cuda" and not compat.has_block_scaled_mm(weight.device):
+    if not slots.fprop.microscaled and weight.device.type == "cuda" and not compat.has_block_scaled_mm(weight.device):
         capability = torch.cuda.get_device_capability(weight.device)
         return Refusal(
             "scales of blocks want compute capability 9.0 and CUDA 12.9, here are %d.%d and %s",
@@ -87,3 +87,22 @@ def not_stored(recipe: Recipe, weight: torch.Tensor) -> Refusal:
         str(weight.dtype).removeprefix("torch."),
         recipe.name,
     )
+
+
+def emulated(slots: Slots, device: torch.device) -> Refusal | None:
+    """Why a site multiplies what its low-precision operands stand for; None where the operands themselves are multiplied."""
+    if not slots.fprop.microscaled or compat.has_microscaled_mm(device):
+        return None
+    dtype = "bfloat16" if device.type == "cuda" else "float32"
+    scopes = ", ".join(sorted({scope for gemm in (slots.fprop, slots.wgrad) for scope in gemm.scopes}))
+    return Refusal(
+        "no tensor cores for scales of %s on %s: exact values, multiplied in %s, no faster than high precision",
+        *(scopes, _named(device), dtype),
+    )
+
+
+def _named(device: torch.device) -> str:
+    if device.type != "cuda":
+        return device.type
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"compute capability {major}.{minor}"

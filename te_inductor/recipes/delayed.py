@@ -48,6 +48,8 @@ class DelayedScaling(Recipe):
             value = getattr(self, name)
             if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
                 raise RecipeError(wrong_type(f"DelayedScaling.{name}", value, f"a {expected.__name__}"))
+        if self.fp8_format is Format.E2M1:
+            raise RecipeError("DelayedScaling.fp8_format is Format.E2M1, expected Format.E4M3 or Format.HYBRID")
         if self.amax_history_len < 1:
             raise RecipeError(f"DelayedScaling.amax_history_len is {self.amax_history_len}, expected 1 or more")
         if not 0 <= self.margin <= 64:

@@ -18,6 +18,7 @@ class Element:
     max: float  # largest finite magnitude; casts saturate to it
     mantissa_bits: int  # stored bits, without the implicit one
     min_exponent: int  # exponent of the smallest normal value
+    packed: int = 1  # values in one stored byte, the first in its low bits
 
     @property
     def epsilon(self) -> float:
@@ -33,13 +34,27 @@ class Element:
 # OCP 8-bit Floating Point Specification, revision 1.0, table 1.
 E4M3 = Element("e4m3", torch.float8_e4m3fn, max=448.0, mantissa_bits=3, min_exponent=-6)
 E5M2 = Element("e5m2", torch.float8_e5m2, max=57344.0, mantissa_bits=2, min_exponent=-14)
+# OCP Microscaling Formats Specification, revision 1.0, table 2: magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6, neither infinity
+# nor NaN. torch.float4_e2m1fn_x2 has no arithmetic and no kernels yet: bytes, viewed as that dtype where a library asks.
+E2M1 = Element("e2m1", torch.uint8, max=6.0, mantissa_bits=1, min_exponent=0, packed=2)
 
-# OCP Microscaling Formats Specification, revision 1.0, table 3. No infinity, no NaN. Bits: sign, two of exponent, one of
-# mantissa; stored two a byte, the first value in the low nibble.
-E2M1 = Element("e2m1", torch.uint8, max=6.0, mantissa_bits=1, min_exponent=0)
+ELEMENTS = {element.name: element for element in (E4M3, E5M2, E2M1)}
 
-# Those of a byte each, with a dtype of their own.
-ELEMENTS = {element.name: element for element in (E4M3, E5M2)}
+
+@dataclass(frozen=True)
+class ScaleFormat:
+    """How `scale_inv`, which multiplies low-precision values, is stored."""
+
+    name: str
+    dtype: torch.dtype
+
+
+FP32 = ScaleFormat("fp32", torch.float32)
+# The value 2**(code - 127), NaN where the code is 255. Codes, and not torch.float8_e8m0fnu, which Inductor's C++ cannot
+# store and its Triton code cannot compute (torch 2.13): a view where a library asks for that dtype costs nothing.
+E8M0 = ScaleFormat("e8m0", torch.uint8)
+# The first of two levels: scale_inv of a block, in units of one fp32 factor of the whole tensor, `amax / (6 * 448)`.
+TWO_LEVEL = ScaleFormat("e4m3", torch.float8_e4m3fn)
 
 
 @dataclass(frozen=True)
@@ -58,24 +73,36 @@ class TwoLevel:
 
 NVFP4 = TwoLevel("nvfp4", element=E2M1, scale=E4M3, block=(1, 16))
 
+# The random Hadamard transform of NVFP4: 16 values along the contraction times these signs, times the Sylvester-Hadamard
+# matrix of that size over 4. The signs are TransformerEngine's.
+HADAMARD_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+HADAMARD = len(HADAMARD_SIGNS)
+
 
 # Both operands of a GEMM are stored with their contraction dimension last and padded with zeros to this many elements:
 # cuBLASLt's fp8 GEMM wants 16-byte rows. A zero contributes nothing to a sum, so padding is exact.
 ALIGNMENT = 16
 
 
+def padded(size: int, alignment: int = ALIGNMENT) -> int:
+    """`size` rounded up to a multiple of `alignment`; works on symbolic sizes, and leaves known multiples as they are."""
+    return (size + alignment - 1) // alignment * alignment
+
+
 @dataclass(frozen=True)
 class Scope:
     """Which elements of an (R, C) tensor share one scale: those of a block of it. A GEMM contracts C.
 
-    Blocks at the edge may be cut off. Scales are stored as the GEMM library reads them: () of the tensor, (R, 1) of its
-    rows; of blocks of whole columns of blocks (R/rows, C/columns), and of blocks of one row (C/columns, R), so that the
-    scales of all rows lie beside each other.
+    Blocks at the edge may be cut off: the rest of them is zeros. Scales are stored () of the tensor, (R, 1) of its rows,
+    and (R/rows, C/columns) of blocks; where `row_last`, transposed, so that the scales of all rows lie beside each other.
     """
 
     name: str
     block: tuple[int, int]  # its rows and columns; 0: all there are
     alignment: int = ALIGNMENT  # what C is padded to
+    scale: ScaleFormat = FP32
+    elements: tuple[str, ...] = ("e4m3", "e5m2")  # what may be scaled so
+    row_last: bool = False
 
     @property
     def transposes(self) -> bool:
@@ -93,15 +120,28 @@ class Scope:
         return self.block[1] != 0
 
     @property
-    def row_last(self) -> bool:
-        """Whether scales are stored (C/columns, R)."""
+    def one_row(self) -> bool:
+        """Whether it is blocks of one row that have the scales."""
         return self.blocked and self.block[0] == 1
 
+    @property
+    def microscaled(self) -> bool:
+        """Whether it is one of the formats that Blackwell's tensor cores scale themselves."""
+        return self.scale is not FP32
+
+    @property
+    def two_level(self) -> bool:
+        """Whether the tensor has a factor besides the scales of its blocks."""
+        return self.scale is TWO_LEVEL
+
     def blocks(self, rows: int, columns: int) -> tuple[int, int]:
-        """How many blocks there are along each dimension; works on symbolic sizes."""
-        sizes = zip((rows, columns), self.block, strict=True)
-        down, across = ((size + block - 1) // block if block else 1 for size, block in sizes)
-        return down, across
+        """How many blocks there are along each dimension, those of padding too; works on symbolic sizes."""
+        high, wide = self.block
+        down = (rows if high == 1 else self._blocks(rows, high)) if high else 1
+        return down, self._blocks(columns, wide) if wide else 1
+
+    def _blocks(self, size: int, block: int) -> int:
+        return (size + self.alignment - 1) // self.alignment * (self.alignment // block)
 
     def scale_shape(self, rows: int, columns: int) -> tuple[int, ...]:
         """Of the stored scales of an (R, C) tensor."""
@@ -114,10 +154,18 @@ class Scope:
 TENSOR = Scope("tensor", block=(0, 0))
 ROW = Scope("row", block=(1, 0))
 # cuBLASLt's K need only be a multiple of 16 here too; of 128 is what TransformerEngine asks for and what PyTorch tests.
-BLOCK_1X128 = Scope("1x128", block=(1, 128), alignment=128)
+BLOCK_1X128 = Scope("1x128", block=(1, 128), alignment=128, row_last=True)
 BLOCK_128X128 = Scope("128x128", block=(128, 128), alignment=128)
+# OCP Microscaling Formats, MXFP8. Square blocks are TransformerEngine's, of weights.
+MX_1X32 = Scope("1x32", block=(1, 32), alignment=32, scale=E8M0)
+MX_32X32 = Scope("32x32", block=(32, 32), alignment=32, scale=E8M0)
+# NVFP4. 32 values are the 16 bytes that a row of a GEMM operand must be a multiple of.
+NV_1X16 = Scope("1x16", block=(1, 16), alignment=32, scale=TWO_LEVEL, elements=("e2m1",))
+NV_16X16 = Scope("16x16", block=(16, 16), alignment=32, scale=TWO_LEVEL, elements=("e2m1",))
 
-SCOPES = {scope.name: scope for scope in (TENSOR, ROW, BLOCK_1X128, BLOCK_128X128)}
+SCOPES = {
+    scope.name: scope for scope in (TENSOR, ROW, BLOCK_1X128, BLOCK_128X128, MX_1X32, MX_32X32, NV_1X16, NV_16X16)
+}
 
 
 class Format(enum.Enum):
@@ -125,6 +173,7 @@ class Format(enum.Enum):
 
     E4M3 = ("e4m3", "e4m3")
     HYBRID = ("e4m3", "e5m2")
+    E2M1 = ("e2m1", "e2m1")
 
     @property
     def forward(self) -> Element:

@@ -6,35 +6,45 @@ import torch
 
 from te_inductor.errors import RecipeError, wrong_type
 from te_inductor.recipes.constants import Constant, constant
-from te_inductor.recipes.formats import ALIGNMENT, ELEMENTS, SCOPES, Element, Scope
-
-
-def padded(size: int, alignment: int = ALIGNMENT) -> int:
-    """`size` rounded up to a multiple of `alignment`; works on symbolic sizes, and leaves known multiples as they are."""
-    return (size + alignment - 1) // alignment * alignment
+from te_inductor.recipes.formats import ELEMENTS, SCOPES, Element, Scope, padded
 
 
 @constant
 class Quantizer(Constant):
-    """One fp32 scale for what a `Scope` says shares one, from the amax of those same values ("current" scaling).
+    """One scale for what a `Scope` says shares one, from the amax of those same values ("current" scaling).
 
     A copy is scaled along its own rows, and both copies of a tensor are cast from high precision: the columnwise copy of
     an (R, C) tensor has C rows, hence C scales, or C for each block of 128 of R.
 
-    Invariant: ``x ~= data.float() * expand(scale_inv)``, off by at most half a step of `element` where nothing saturates.
+    Invariant: ``x ~= data.float() * expand(scale_inv)``, off by at most half a step of `element` where nothing saturates;
+    times ``amax / (6 * 448)`` where scales have two levels.
 
-    Source of the arithmetic: TransformerEngine, common/recipe/recipe_common.cuh; docs/numerics.md states it.
+    Source of the arithmetic: TransformerEngine, common/recipe/recipe_common.cuh, common/util/ptx.cuh,
+    common/cast/nvfp4/core_nvfp4.cuh; docs/numerics.md states it.
     """
 
-    element: str  # "e4m3" or "e5m2"
-    amax_epsilon: float = 0.0  # lower bound on amax
-    power_2_scale: bool = False  # round the encode scale down to a power of two
+    element: str  # a name in `formats.ELEMENTS`
+    amax_epsilon: float = 0.0  # lower bound on amax; of fp32 scales
+    power_2_scale: bool = False  # round the encode scale down to a power of two; of fp32 scales
     scope: str = "tensor"  # what shares one scale: a name in `formats.SCOPES`
+    hadamard: bool = False  # the columnwise copy is of the transposed tensor behind `ops.hadamard`; of two-level scales
+    stochastic: bool = False  # round up or down at random, so that the mean is right; of E2M1
 
     def __post_init__(self) -> None:
         for name, value, known in (("element", self.element, ELEMENTS), ("scope", self.scope, SCOPES)):
             if value not in known:
                 raise RecipeError(f"{name} {value!r}, expected one of {', '.join(known)}")
+        if self.element not in self.granularity.elements:
+            raise RecipeError(
+                f"element {self.element!r} with scope {self.scope!r}, expected one of {', '.join(self.granularity.elements)}"
+            )
+        if (self.hadamard or self.stochastic) and not self.granularity.two_level:
+            raise RecipeError(f"hadamard or stochastic with scope {self.scope!r}, expected 1x16, NVFP4's")
+        if self.granularity.microscaled and (self.amax_epsilon or self.power_2_scale):
+            raise RecipeError(
+                f"amax_epsilon or power_2_scale with scope {self.scope!r}, expected neither: its format says how an amax"
+                " becomes a scale"
+            )
 
     @property
     def format(self) -> Element:
@@ -45,8 +55,12 @@ class Quantizer(Constant):
         return SCOPES[self.scope]
 
     def padded(self, columns: int) -> int:
-        """How many columns a copy of so many is stored with."""
+        """How many columns a copy of so many has, with its padding."""
         return padded(columns, self.granularity.alignment)
+
+    def stored(self, columns: int) -> int:
+        """How many it is stored as, where several values are one byte."""
+        return self.padded(columns) // self.format.packed
 
     def largest_scale(self, dtype: torch.dtype) -> float:
         """What stands for an encode scale that is infinite, of a tensor of `dtype`."""
@@ -70,6 +84,11 @@ class Gemm(Constant):
     def blocked(self) -> bool:
         """Whether scales change along K."""
         return any(scope.blocked for scope in self.granularities)
+
+    @property
+    def microscaled(self) -> bool:
+        """Whether its operands are MXFP8 or NVFP4."""
+        return any(scope.microscaled for scope in self.granularities)
 
 
 @constant

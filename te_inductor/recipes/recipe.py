@@ -35,10 +35,16 @@ class Recipe(Constant):
                 getattr(self, field.name),
                 type(field.default),
             )
+            if field.default is None:
+                continue  # what else it may be is the subclass's to say
             if expected is float:
                 check_epsilon(name, value)
-            elif not isinstance(value, expected):
+            elif not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
                 raise RecipeError(wrong_type(name, value, f"a {expected.__name__}"))
+            if field.name == "fp8_format" and value is Format.E2M1:
+                raise RecipeError(
+                    f"{name} is {value}, expected Format.E4M3 or Format.HYBRID; FP4 is NVFP4BlockScaling()"
+                )
 
     def slots(self) -> Slots:
         raise RecipeError(f"{type(self).__name__} is the base of recipes, expected one of its subclasses")
@@ -46,6 +52,15 @@ class Recipe(Constant):
     def slots_of(self, module: str) -> Slots:
         """Of the layer at this module path: the same for all, unless a recipe says otherwise."""
         return self.slots()
+
+
+def refuse(recipe: Recipe, **reasons: str) -> None:
+    """Fields of TransformerEngine's that have no effect here, each with the reason: only their default is accepted."""
+    for field in fields(recipe):
+        value = getattr(recipe, field.name)
+        if field.name in reasons and value != field.default:
+            name = f"{type(recipe).__name__}.{field.name}"
+            raise RecipeError(f"{name} is {value!r}, expected {field.default!r}: {reasons[field.name]}")
 
 
 @constant

@@ -4,14 +4,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from te_inductor.recipes.formats import Scope
+from te_inductor.recipes.formats import E8M0, Scope
+from te_inductor.runtime import microscaling
 
 
 def amax(
     x: Tensor,  # (R, C)
     scope: Scope,
 ) -> Tensor:  # of the scope's stored shape
-    """The largest magnitude of each block; NaN if any value is NaN. A block that is cut off is as one with zeros."""
+    """The largest magnitude of each block; NaN if any value is NaN. Beyond the edge are zeros."""
     high, wide = scope.block
     rows, columns = x.shape
     down, across = scope.blocks(rows, columns)
@@ -29,6 +30,21 @@ def spread(
         return scale
     rows, columns = shape
     return spread_rows(scale, scope, rows).t().repeat_interleave(scope.block[1], 1)[:, :columns]
+
+
+def values(
+    data: Tensor,  # (R, C) as stored
+    scale_inv: Tensor,  # of the scope's stored shape
+    scope: Scope,
+) -> Tensor:  # (R, C) fp32
+    """What a low-precision copy stands for, but for the tensor's own factor of two-level scales."""
+    wide = microscaling.unpack_e2m1(data) if scope.two_level else data.float()
+    return wide * spread(scale_values(scale_inv, scope), scope, wide.shape)
+
+
+def scale_values(scale_inv: Tensor, scope: Scope) -> Tensor:
+    """fp32 values of scales as they are stored."""
+    return microscaling.e8m0_value(scale_inv) if scope.scale is E8M0 else scale_inv.float()
 
 
 def spread_rows(

@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from te_inductor import compat
-from te_inductor.recipes.formats import ALIGNMENT, ROW, Scope
-from te_inductor.recipes.quantizers import Gemm, Quantizer, padded
-from te_inductor.runtime import blocks
+from te_inductor.recipes.formats import ALIGNMENT, E2M1, ROW, Scope, padded
+from te_inductor.recipes.quantizers import Gemm, Quantizer
+from te_inductor.runtime import blocks, microscaling
+from te_inductor.runtime.philox import random_bits
 
 # Clearing the mantissa of a positive fp32 value rounds it down to a power of two.
 EXPONENT_MASK = 0x7F800000
@@ -42,37 +43,55 @@ def cast(x: Tensor, scale: Tensor, quantizer: Quantizer) -> Tensor:
     return (x.float() * scale).clamp(-limit, limit).to(quantizer.format.dtype)
 
 
-def _scale(x: Tensor, quantizer: Quantizer) -> Tensor:
+def _scales(x: Tensor, quantizer: Quantizer, amax: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What values are multiplied with before the cast, and `scale_inv`; `amax` is the tensor's, of two-level scales."""
     scope = quantizer.granularity
     shape = scope.scale_shape(*x.shape)
     if x.numel() == 0:
-        amax = x.new_zeros(shape, dtype=torch.float32)
+        found = x.new_zeros(shape, dtype=torch.float32)
     elif scope.blocked:
-        amax = blocks.amax(x, scope).float()
+        found = blocks.amax(x, scope).float()
     else:
-        amax = x.abs().amax((1,) if scope is ROW else (0, 1)).float().view(shape)
-    return encode_scale(amax, quantizer, x.dtype)
+        found = x.abs().amax((1,) if scope is ROW else (0, 1)).float().view(shape)
+    if scope.microscaled:
+        return microscaling.encode(found, quantizer, amax)
+    scale = encode_scale(found, quantizer, x.dtype)
+    return scale, 1.0 / scale
 
 
-def _quantized(x: Tensor, scale: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
+def _copy(x: Tensor, scale: Tensor, quantizer: Quantizer, seed: Tensor | None = None) -> Tensor:
     missing = quantizer.padded(x.shape[1]) - x.shape[1]
     x = F.pad(x, (0, missing)) if missing else x
     each = blocks.spread(scale, quantizer.granularity, x.shape)
-    return cast(x, each, quantizer).contiguous(), 1.0 / scale
+    if quantizer.format is E2M1:
+        bits = None if seed is None else random_bits(seed, x.numel()).view(x.shape)
+        return microscaling.pack(microscaling.cast_e2m1(x.float() * each, bits)).contiguous()
+    return cast(x, each, quantizer).contiguous()
 
 
-def quantize(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
-    return _quantized(x, _scale(x, quantizer), quantizer)
+def quantize(
+    x: Tensor, quantizer: Quantizer, amax: Tensor | None = None, seed: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    scale, scale_inv = _scales(x, quantizer, amax)
+    return _copy(x, scale, quantizer, seed), scale_inv
 
 
-def quantize_rowcol(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    scale = _scale(x, quantizer)
-    scale_t = scale.t().contiguous() if quantizer.granularity.transposes else _scale(x.t(), quantizer)
-    return *_quantized(x, scale, quantizer), *_quantized(x.t(), scale_t, quantizer)
+def quantize_rowcol(
+    x: Tensor, quantizer: Quantizer, amax: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return *quantize(x, quantizer, amax), *quantize(x.t(), quantizer, amax)
+
+
+def hadamard(x: Tensor) -> Tensor:
+    return microscaling.hadamard(x)
+
+
+def tensor_amax(x: Tensor) -> Tensor:
+    return x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
 
 
 def quantize_delayed(x: Tensor, scale: Tensor, quantizer: Quantizer) -> Tensor:
-    return _quantized(x, scale, quantizer)[0]
+    return _copy(x, scale, quantizer)
 
 
 def quantize_rowcol_delayed(x: Tensor, scale: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
@@ -80,9 +99,7 @@ def quantize_rowcol_delayed(x: Tensor, scale: Tensor, quantizer: Quantizer) -> t
 
 
 def current_scale(pieces: list[Tensor], quantizer: Quantizer) -> tuple[Tensor, Tensor]:
-    amaxes = [
-        piece.abs().amax().float() if piece.numel() else piece.new_zeros((), dtype=torch.float32) for piece in pieces
-    ]
+    amaxes = [tensor_amax(piece) for piece in pieces]
     scale = encode_scale(torch.stack(amaxes).amax(), quantizer, pieces[0].dtype)
     return scale, 1.0 / scale
 
@@ -94,7 +111,7 @@ def quantize_pieces_delayed(
 
 
 def dequantize(data: Tensor, scale_inv: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Tensor:
-    return (data.float() * blocks.spread(scale_inv, quantizer.granularity, data.shape)).to(dtype).contiguous()
+    return blocks.values(data, scale_inv, quantizer.granularity).to(dtype).contiguous()
 
 
 def scaled_mm(
@@ -105,8 +122,11 @@ def scaled_mm(
     bias: Tensor | None,
     gemm: Gemm,
     out_dtype: torch.dtype,
+    alpha: Tensor | None = None,
 ) -> Tensor:
-    if a.device.type == "cuda" and (not gemm.blocked or (a.numel() and compat.has_block_scaled_mm(a.device))):
+    if gemm.microscaled:
+        y = _emulated(a, a_scale, b, b_scale, gemm, alpha).to(out_dtype)
+    elif a.device.type == "cuda" and (not gemm.blocked or (a.numel() and compat.has_block_scaled_mm(a.device))):
         y = (_cuda_blocks if gemm.blocked else _cuda)(a, a_scale, b, b_scale, gemm, out_dtype)
     else:
         with torch.autocast(a.device.type, enabled=False):  # the op may run inside the user's autocast region
@@ -115,12 +135,24 @@ def scaled_mm(
     return y.contiguous()
 
 
+def _emulated(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, gemm: Gemm, alpha: Tensor | None) -> Tensor:
+    """fp32 sums of the values that MXFP8 and NVFP4 stand for: Note [Emulated GEMMs] in microscaling.py."""
+    pairs = zip((a, b), (a_scale, b_scale), gemm.granularities, strict=True)
+    wide_a, wide_b = (blocks.values(x, scale, scope) for x, scale, scope in pairs)
+    with torch.autocast(a.device.type, enabled=False):  # the op may run inside the user's autocast region
+        if a.device.type == "cuda":
+            y = torch.mm(wide_a.bfloat16(), wide_b.bfloat16().t(), out_dtype=torch.float32)
+        else:
+            y = wide_a @ wide_b.t()
+    return y if alpha is None else y * alpha
+
+
 def _exact(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, gemm: Gemm) -> Tensor:
     """In fp32, of which the elements' values are exact values."""
     if not gemm.blocked:
         return (a.float() @ b.float().t()) * (a_scale * b_scale.t())
     pairs = zip((a, b), (a_scale, b_scale), gemm.granularities, strict=True)
-    wide_a, wide_b = (x.float() * blocks.spread(scale, scope, x.shape) for x, scale, scope in pairs)
+    wide_a, wide_b = (blocks.values(x, scale, scope) for x, scale, scope in pairs)
     return wide_a @ wide_b.t()
 
 

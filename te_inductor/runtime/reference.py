@@ -10,43 +10,19 @@ A float64 input is read as fp32 first, as the fp32 model would hold it.
 
 import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from te_inductor.recipes import DelayedScaling, Gemm, Quantizer, Recipe
 from te_inductor.recipes.formats import SCOPES, Element
+from te_inductor.runtime import reference_microscaling
+from te_inductor.runtime.reference_elements import FP32_MAX, amaxes, fp32, padded, round_to_element
 
-_FP32_MAX = (2 - 2.0**-23) * 2.0**127
 _FP32_TINY = 2.0**-126  # smallest normal
 _LARGEST = {torch.bfloat16: (2 - 2.0**-7) * 2.0**127, torch.float16: 65504.0}
 _TENSOR = Gemm("any")  # one scale for each operand, or one for each of its rows
-
-
-def round_to_element(
-    x: Tensor,  # (...) float64
-    element: Element,
-) -> Tensor:  # (...) float64, values of the element
-    """Round to nearest, ties to even; saturate, infinities too; keep NaN and the sign of zero.
-
-    Source: OCP 8-bit Floating Point Specification, revision 1.0, section 5.2.1 (saturating mode).
-    """
-    x = x.clamp(-element.max, element.max)  # max is a value of the element, so clamping first changes no rounding
-    _, exponent = torch.frexp(torch.where(x.isnan(), 0.0, x))  # x = f * 2**exponent, 1/2 <= |f| < 1
-    leading = (exponent - 1).clamp(min=element.min_exponent)  # exponent of the leading bit, or of a subnormal's
-    step = _power_of_two(leading - element.mantissa_bits)
-    return torch.round(x / step) * step  # torch.round takes ties to even; x / step is exact
-
-
-def _power_of_two(exponent: Tensor) -> Tensor:
-    """2.0**exponent for int exponents of normal float64 values, exact (`torch.pow` need not be)."""
-    return ((exponent.long() + 1023) << 52).view(torch.float64)
-
-
-def _fp32(value: float) -> float:
-    """Round to fp32, to nearest even. Of a float64 quotient of two fp32 values this is the IEEE fp32 quotient: a quotient
-    that is no tie differs from every tie (25 bits or fewer) by 2**-49 of itself, and float64 rounds to 2**-53."""
-    return torch.tensor(value, dtype=torch.float64).to(torch.float32).item()
 
 
 def encode_scale(amax: float, quantizer: Quantizer, dtype: torch.dtype = torch.float32) -> float:
@@ -56,26 +32,18 @@ def encode_scale(amax: float, quantizer: Quantizer, dtype: torch.dtype = torch.f
 
     Source: TransformerEngine, common/recipe/recipe_common.cuh, compute_scale_from_amax.
     """
-    epsilon = _fp32(quantizer.amax_epsilon)
+    epsilon = fp32(quantizer.amax_epsilon)
     if amax < epsilon:
         amax = epsilon
     if not (math.isfinite(amax) and amax > 0):
         return 1.0
-    scale = _fp32(quantizer.format.max / amax)
+    scale = fp32(quantizer.format.max / amax)
     if scale == math.inf:
-        scale = _LARGEST.get(dtype, _FP32_MAX) if quantizer.scope in ("1x128", "128x128") else _FP32_MAX
+        scale = _LARGEST.get(dtype, FP32_MAX) if quantizer.scope in ("1x128", "128x128") else FP32_MAX
     if quantizer.power_2_scale:
         _, exponent = math.frexp(scale)
         scale = math.ldexp(0.5, exponent)
     return scale
-
-
-def _amaxes(rows: Tensor) -> list[float]:
-    """The largest magnitude of each row; NaN if any value is NaN; 0 of an empty row."""
-    if rows.numel() == 0:
-        return [0.0] * rows.shape[0]
-    amaxes = torch.maximum(-rows.min(1).values, rows.max(1).values)
-    return torch.where(rows.isnan().any(1), math.nan, amaxes).tolist()  # type: ignore[no-any-return]
 
 
 def _blocks(x: Tensor, scope: str) -> Tensor:  # (blocks, elements of a block)
@@ -85,9 +53,9 @@ def _blocks(x: Tensor, scope: str) -> Tensor:  # (blocks, elements of a block)
     if scope == "row":
         return x
     if scope == "1x128":
-        whole = _padded(x, 1, 128)
+        whole = padded(x, 1, 128)
         return whole.reshape(whole.numel() // 128, 128)
-    whole = _padded(x, 128, 128)
+    whole = padded(x, 128, 128)
     squares = whole.reshape(whole.shape[0] // 128, 128, whole.shape[1] // 128, 128).transpose(1, 2)
     return squares.reshape(whole.numel() // 128**2, 128**2)
 
@@ -99,7 +67,7 @@ def encode_scales(
 ) -> Tensor:  # (), (R, 1), (C/128, R) or (R/128, C/128), float64
     """The factors of the blocks that the scope says, of a tensor that was of `dtype`."""
     scope = quantizer.scope
-    scales = [encode_scale(amax, quantizer, dtype) for amax in _amaxes(_blocks(x, scope))]
+    scales = [encode_scale(amax, quantizer, dtype) for amax in amaxes(_blocks(x, scope))]
     made, across = torch.tensor(scales, dtype=torch.float64), -(-x.shape[1] // 128)
     if scope == "1x128":
         return made.reshape(x.shape[0], across).t().contiguous()
@@ -113,6 +81,8 @@ def spread(
     columns: int,
 ) -> Tensor:  # broadcasts to (R, C)
     """The scale of each element."""
+    if reference_microscaling.is_microscaled(scope):
+        return reference_microscaling.spread(scale, scope, rows, columns)
     row, column = torch.arange(rows)[:, None], torch.arange(columns)[None, :]
     if scope == "1x128":
         return scale[column // 128, row]
@@ -125,29 +95,73 @@ def _cast(x: Tensor, scale: Tensor, quantizer: Quantizer) -> Tensor:
     return round_to_element(product, quantizer.format)
 
 
-def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
-    """x with zeros below and to its right, up to multiples of `rows` and `columns`."""
-    whole = x.new_zeros((-(-x.shape[0] // rows) * rows, -(-x.shape[1] // columns) * columns))
-    whole[: x.shape[0], : x.shape[1]] = x
-    return whole
-
-
 def quantize(
     x: Tensor,  # (R, C)
     quantizer: Quantizer,
-) -> tuple[Tensor, Tensor]:  # data (R, C padded to 16 or 128) float64, scale_inv as `encode_scales` has them
+    amax: float | None = None,  # of the tensor, where scales have two levels
+    seed: int | None = None,  # of stochastic rounding
+) -> tuple[Tensor, Tensor]:  # data (R, C padded) float64, scale_inv as `encode_scales` has them
     """Current scaling. ``x ~= data[:, :C] * spread(scale_inv)[:, :C]``."""
+    if reference_microscaling.is_microscaled(quantizer.scope):
+        return reference_microscaling.quantize(x, quantizer, amax, seed)
     scale = encode_scales(x.float(), quantizer, x.dtype)
     data = _cast(x.float(), spread(scale, quantizer.scope, *x.shape), quantizer)
-    return _padded(data, 1, SCOPES[quantizer.scope].alignment), (1.0 / scale).to(torch.float32).double()
+    return padded(data, 1, SCOPES[quantizer.scope].alignment), (1.0 / scale).to(torch.float32).double()
 
 
 def quantize_rowcol(
     x: Tensor,  # (R, C)
     quantizer: Quantizer,
+    amax: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # data (R, C padded), scale_inv, data_t (C, R padded), scale_inv_t
     """The tensor and its transpose, each quantized by itself; scales of the tensor or of squares are the same for both."""
-    return *quantize(x, quantizer), *quantize(x.t(), quantizer)
+    return *quantize(x, quantizer, amax), *quantize(x.t(), quantizer, amax)
+
+
+def tensor_amax(x: Tensor) -> float:
+    """The largest magnitude; NaN if any value is NaN; 0 of an empty tensor."""
+    return amaxes(x.float().reshape(1, -1))[0]
+
+
+class Copy(NamedTuple):
+    """An operand of a GEMM."""
+
+    data: Tensor  # (R, C padded) float64
+    scale_inv: Tensor
+    amax: float | None = None  # of the tensor, where scales have two levels
+
+
+def copies(
+    x: Tensor,  # (R, C)
+    quantizer: Quantizer,
+    seeds: tuple[int, int] | None = None,  # for each copy, where rounding is stochastic
+) -> tuple[Copy, Copy]:
+    """The rowwise and the columnwise copy, as the layer has them."""
+    x_t = reference_microscaling.hadamard(x.t()) if quantizer.hadamard else x.t()
+    row, column = (_copy(matrix, quantizer, seed) for matrix, seed in zip((x, x_t), seeds or (None, None), strict=True))
+    return row, column
+
+
+def _copy(x: Tensor, quantizer: Quantizer, seed: int | None) -> Copy:
+    amax = tensor_amax(x) if reference_microscaling.is_two_level(quantizer.scope) else None
+    if quantizer.stochastic and seed is None:
+        raise ValueError("a copy that is rounded stochastically wants a seed")
+    return Copy(*quantize(x, quantizer, amax, seed if quantizer.stochastic else None), amax)
+
+
+def product(
+    a: Copy,
+    b: Copy,
+    bias: Tensor | None,
+    gemm: Gemm,
+) -> Tensor:  # (M, N) float64
+    """What a GEMM makes of its operands."""
+    return scaled_mm(a.data, a.scale_inv, b.data, b.scale_inv, bias, gemm, alpha(a, b))
+
+
+def alpha(a: Copy, b: Copy) -> float | None:
+    """What multiplies the product, where scales have two levels."""
+    return None if a.amax is None or b.amax is None else reference_microscaling.alpha(a.amax, b.amax)
 
 
 def dequantize(
@@ -155,7 +169,7 @@ def dequantize(
     scale_inv: Tensor,  # of the scope
     scope: str = "tensor",
 ) -> Tensor:  # (R, C) float64
-    """Exact: 4 bits times 24."""
+    """Exact: 4 bits times 24. Of two-level scales in units of the tensor's factor."""
     return data.double() * spread(scale_inv.double(), scope, *data.shape)
 
 
@@ -166,12 +180,14 @@ def scaled_mm(
     b_scale_inv: Tensor,  # () or (N, 1), or of gemm.scopes[1]
     bias: Tensor | None = None,  # (N,)
     gemm: Gemm = _TENSOR,
+    alpha: float | None = None,
 ) -> Tensor:  # (M, N) float64
-    """``(a * a_scale_inv) @ (b * b_scale_inv).T + bias``, scales outside where they do not change along K."""
+    """``alpha * (a * a_scale_inv) @ (b * b_scale_inv).T + bias``, scales outside where they do not change along K."""
     if gemm.blocked:
         y = dequantize(a, a_scale_inv, gemm.scopes[0]) @ dequantize(b, b_scale_inv, gemm.scopes[1]).t()
     else:
         y = (a.double() @ b.double().t()) * a_scale_inv.double() * b_scale_inv.double().t()
+    y = y if alpha is None else y * alpha
     return y if bias is None else y + bias.double()
 
 
@@ -181,13 +197,14 @@ def linear(
     bias: Tensor | None,  # (N,)
     recipe: Recipe,
     dy: Tensor,  # (M, N)
+    seeds: tuple[int, int] | None = None,  # of dy's copies
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # y (M, N), dx (M, K), dw (N, K), db (N,); float64
     """The linear layer and its gradients, each operand quantized from high precision.
 
     Source: TransformerEngine, pytorch/module/linear.py: which operand of which GEMM is which copy; bias and its gradient
     are never quantized.
     """
-    return linear_forward(x, weight, bias, recipe), *linear_backward(x, weight, recipe, dy)
+    return linear_forward(x, weight, bias, recipe), *linear_backward(x, weight, recipe, dy, seeds)
 
 
 def linear_forward(
@@ -198,7 +215,7 @@ def linear_forward(
 ) -> Tensor:  # (M, N) float64
     """The first of `linear`'s results."""
     slots = recipe.slots()
-    return scaled_mm(*quantize(x, slots.input), *quantize(weight, slots.weight), bias, slots.fprop)
+    return product(copies(x, slots.input)[0], copies(weight, slots.weight)[0], bias, slots.fprop)
 
 
 def linear_backward(
@@ -206,14 +223,13 @@ def linear_backward(
     weight: Tensor,  # (N, K)
     recipe: Recipe,
     dy: Tensor,  # (M, N)
+    seeds: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # dx (M, K), dw (N, K), db (N,); float64
     """The other three of `linear`'s results."""
     slots = recipe.slots()
-    g, g_scale_inv, g_t, g_t_scale_inv = quantize_rowcol(dy, slots.grad_output)
-    _, _, x_t, x_scale_inv = quantize_rowcol(x, slots.input)
-    _, _, w_t, w_scale_inv = quantize_rowcol(weight, slots.weight)
-    dx = scaled_mm(g, g_scale_inv, w_t, w_scale_inv, None, slots.dgrad)
-    dw = scaled_mm(g_t, g_t_scale_inv, x_t, x_scale_inv, None, slots.wgrad)
+    g_row, g_col = copies(dy, slots.grad_output, seeds)
+    dx = product(g_row, copies(weight, slots.weight)[1], None, slots.dgrad)
+    dw = product(g_col, copies(x, slots.input)[1], None, slots.wgrad)
     return dx, dw, dy.double().sum(0)
 
 
@@ -230,7 +246,7 @@ class ScalingHistory:
     past: list[float] = field(default_factory=list)  # observations of earlier steps, oldest first
 
     def record(self, x: Tensor) -> None:
-        amax = _amaxes(x.float().reshape(1, -1))[0]
+        amax = amaxes(x.float().reshape(1, -1))[0]
         self.recorded = math.nan if math.isnan(amax) or math.isnan(self.recorded) else max(amax, self.recorded)
 
     def update(self) -> None:
@@ -238,7 +254,7 @@ class ScalingHistory:
         chosen = self._chosen(observed)
         scale = self._scale(chosen) if 0 < chosen < math.inf else math.nan
         if not math.isnan(scale):
-            self.scale = min(max(scale, _FP32_TINY), _FP32_MAX)
+            self.scale = min(max(scale, _FP32_TINY), FP32_MAX)
         self.past = (self.past + observed)[-self._kept() :] if self._kept() else []
         self.recorded = 0.0
 
@@ -255,7 +271,7 @@ class ScalingHistory:
     def _scale(self, chosen: float) -> float:
         algorithm = self.recipe.scaling_factor_compute_algo
         if algorithm is None:
-            return _fp32(self.element.max / 2.0**self.recipe.margin / chosen)
+            return fp32(self.element.max / 2.0**self.recipe.margin / chosen)
         amax, scale = (torch.tensor([value], dtype=torch.float32) for value in (chosen, self.scale))
         return float(algorithm(amax, scale, self.element.max, self.recipe).item())
 
@@ -271,6 +287,6 @@ def quantize_known(
 ) -> tuple[Tensor, Tensor]:  # data (R, C padded to 16) float64, scale_inv () float64
     """A cast with a scale that was known before x was."""
     known = torch.tensor(scale, dtype=torch.float64)
-    return _padded(_cast(x.float(), known, quantizer), 1, SCOPES[quantizer.scope].alignment), (1.0 / known).to(
+    return padded(_cast(x.float(), known, quantizer), 1, SCOPES[quantizer.scope].alignment), (1.0 / known).to(
         torch.float32
     ).double()

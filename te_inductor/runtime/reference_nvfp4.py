@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from te_inductor.recipes.formats import NVFP4
-from te_inductor.runtime.reference import _FP32_MAX, _amaxes, _fp32, _padded, round_to_element
+from te_inductor.runtime.reference_elements import FP32_MAX, amaxes, fp32, padded, round_to_element
 
 _LARGEST = NVFP4.element.max * NVFP4.scale.max
-_SIXTH = _fp32(1 / NVFP4.element.max)
+_SIXTH = fp32(1 / NVFP4.element.max)
 
 
 def tensor_encode_scale(amax: float) -> float:
@@ -21,7 +21,7 @@ def tensor_encode_scale(amax: float) -> float:
     the amax is 0, inf or NaN."""
     if not (math.isfinite(amax) and amax > 0):
         return 1.0
-    return min(_fp32(_LARGEST / amax), _FP32_MAX)
+    return min(fp32(_LARGEST / amax), FP32_MAX)
 
 
 def block_scales(
@@ -29,10 +29,10 @@ def block_scales(
     encode_scale: float,
 ) -> tuple[Tensor, Tensor]:  # block scales, values of E4M3, and the fp32 factors that encode each block; float64
     """Rounded to fp32 after each product and quotient."""
-    factor = _fp32(encode_scale * _SIXTH)
+    factor = fp32(encode_scale * _SIXTH)
     scales = round_to_element((block_amaxes * factor).float().double(), NVFP4.scale)
-    decode = (scales * _fp32(1 / encode_scale)).float().double()
-    return scales, (1 / decode).float().double().clamp(max=_FP32_MAX)
+    decode = (scales * fp32(1 / encode_scale)).float().double()
+    return scales, (1 / decode).float().double().clamp(max=FP32_MAX)
 
 
 def quantize(
@@ -41,17 +41,17 @@ def quantize(
 ) -> tuple[Tensor, Tensor, float]:  # data (R, C), block scales (R/rows, C/columns), both float64, tensor scale
     """``x ~= data * expand(block_scale) * tensor_scale``. Blocks that are cut off at an edge are blocks with zeros."""
     rows, columns = block
-    whole = _padded(x.float().double(), rows, columns)
+    whole = padded(x.float().double(), rows, columns)
     down, across = whole.shape[0] // rows, whole.shape[1] // columns
     blocks = whole.view(down, rows, across, columns).transpose(1, 2).reshape(down * across, rows * columns)
-    amaxes = torch.tensor(_amaxes(blocks), dtype=torch.float64).abs()  # of zeros it may be -0
-    amax = math.nan if bool(amaxes.isnan().any()) else max(amaxes.tolist(), default=0.0)
+    found = torch.tensor(amaxes(blocks), dtype=torch.float64)
+    amax = math.nan if bool(found.isnan().any()) else max(found.tolist(), default=0.0)
     encode_scale = tensor_encode_scale(amax)
-    scales, encode = block_scales(amaxes, encode_scale)
+    scales, encode = block_scales(found, encode_scale)
     product = (blocks * encode[:, None]).float().double()
     data = round_to_element(torch.where(product.isnan(), math.inf, product), NVFP4.element)
     data = data.view(down, across, rows, columns).transpose(1, 2).reshape(whole.shape)
-    return data[: x.shape[0], : x.shape[1]], scales.view(down, across), _fp32(1 / encode_scale)
+    return data[: x.shape[0], : x.shape[1]], scales.view(down, across), fp32(1 / encode_scale)
 
 
 def dequantize(

@@ -43,7 +43,7 @@ from te_inductor.recipes import (
     MMParams,
     QParams,
 )
-from tests.recipes import every_recipe, every_stateless_recipe
+from tests.recipes import every_recipe, every_stateless_recipe, strict
 
 pytestmark = pytest.mark.usefixtures("without_codegen")
 
@@ -115,15 +115,16 @@ X = (32, DIM)
 def test_a_region_computes_what_the_option_does(name):
     """Around a compiled function and inside one, forward and gradients, bit for bit, wherever the backward runs."""
     model, x = layer(), torch.randn(X)
-    expected = step(model, x, recipe=name)
+    allowed = {"fallback": strict(name)}
+    expected = step(model, x, recipe=name, **allowed)
     assert not same(expected, step(model, x, recipe="none"))
-    assert same(step(Within(model, recipe=name), x, recipe="none"), expected)
+    assert same(step(Within(model, recipe=name), x, recipe="none", **allowed), expected)
     with autocast(recipe=name):
-        assert same(step(model, x, recipe="none"), expected)
+        assert same(step(model, x, recipe="none", **allowed), expected)
         twin = copy.deepcopy(model)
         x.requires_grad_()
         torch.manual_seed(0)
-        y = te(twin, recipe="none")(x)
+        y = te(twin, recipe="none", **allowed)(x)
     with autocast(enabled=False):
         assert same([y.detach(), *torch.autograd.grad(y.square().sum(), (x, *twin.parameters()))], expected)
 
@@ -218,11 +219,12 @@ def test_a_region_does_not_overrule_the_size_rule(monkeypatch):
 def test_checkpoints(name):
     """A region in the body of a checkpoint, and around it: recomputed as it was."""
     model, x = layer(), torch.randn(X)
-    expected = step(model, x, recipe=name)
-    assert same(step(Checkpointed(Within(model, recipe=name)), x, recipe="none"), expected)
-    assert same(step(Within(Checkpointed(model), recipe=name), x, recipe="none"), expected)
+    allowed = {"fallback": strict(name)}
+    expected = step(model, x, recipe=name, **allowed)
+    assert same(step(Checkpointed(Within(model, recipe=name)), x, recipe="none", **allowed), expected)
+    assert same(step(Within(Checkpointed(model), recipe=name), x, recipe="none", **allowed), expected)
     nested = Within(Checkpointed(Within(Checkpointed(model), recipe=name)), enabled=False)
-    assert same(step(nested, x, recipe="none"), expected)
+    assert same(step(nested, x, recipe="none", **allowed), expected)
 
 
 def test_one_body_in_two_regions_is_refused():

@@ -11,9 +11,9 @@ from torch import nn
 import te_inductor
 from te_inductor import explain
 from tests.eager import quantized
-from tests.recipes import every_recipe, every_stateless_recipe
+from tests.recipes import every_recipe, every_stateless_recipe, strict
 
-pytestmark = pytest.mark.usefixtures("without_codegen")
+pytestmark = pytest.mark.usefixtures("without_codegen", "one_seed")
 
 # AOTAutograd's eager graphs save state that a backward updates, and autograd's check of versions sees the update; Inductor's
 # do not: what is tested of stateless recipes here, tests/backend/test_delayed.py tests compiled.
@@ -23,7 +23,7 @@ X = (32, DIM)
 
 def te(function, name, **options):
     return torch.compile(
-        function, backend="te", fullgraph=True, options={"recipe": name, "fallback": "error", **options}
+        function, backend="te", fullgraph=True, options={"recipe": name, "fallback": strict(name), **options}
     )
 
 

@@ -61,6 +61,14 @@ def test_delayed_scaling_hits_both_caches_with_its_state_intact(tmp_path):
     assert all(value != [1.0] and min(value) > 0 for value in before["state"].values())  # two steps, both recorded
 
 
+def test_emulation_and_random_rounding_hit_both_caches(tmp_path):
+    before, after = (run(tmp_path, {"recipe": "nvfp4", "fallback": "silent"}) for _ in range(2))
+    assert before["caches"]["bypass"] == before["caches"]["autograd_bypass"] == 0
+    assert after["caches"]["autograd_hit"] == before["caches"]["autograd_miss"] > 0
+    assert after["caches"]["miss"] == after["caches"]["autograd_miss"] == 0
+    assert after["loss"] == before["loss"]
+
+
 def test_another_recipe_misses(first):
     folder, before = first
     after = run(folder, {"recipe": "none"})

@@ -10,7 +10,7 @@ from torch import nn
 from te_inductor import backend, compat, explain, lowerings, passes
 from te_inductor.errors import FallbackError, FallbackWarning
 from te_inductor.patterns import support
-from te_inductor.recipes import Float8BlockScaling, Float8CurrentScaling
+from te_inductor.recipes import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
 
 X = (6, 32)
 
@@ -48,6 +48,41 @@ def test_nothing_is_said_where_everything_runs_as_asked():
     assert warned(nn.Linear(32, 32), torch.randn(X))[1] == []
     assert warned(nn.Linear(32, 32), torch.randn(X), recipe="none")[1] == []
     assert warned(nn.ReLU(), torch.randn(X))[1] == []
+
+
+def test_an_emulated_site_is_named_once():
+    model, x = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32), nn.Linear(32, 1)), torch.randn(X)
+    y, [text] = warned(model, x, recipe="mxfp8")
+    assert "2 of 3 linear sites are emulated:" in text and "1 of 3 linear sites stay in high precision:" in text
+    assert "no tensor cores for scales of 1x32 on cpu: exact values, multiplied in float32" in text and ": 0, 1" in text
+    assert not torch.equal(y, model(x))
+    report = explain(model, x, options={"recipe": "mxfp8"})
+    assert {(site.fqn, site.kernel) for site in report.sites} == {
+        ("0", "emulated"),
+        ("1", "emulated"),
+        ("2", "high_precision"),
+    }
+    assert all("no tensor cores" in site.reason for site in report.sites if site.kernel == "emulated")
+    assert "emulated" in str(report)
+    torch._dynamo.reset()
+    assert warned(model[0], x, recipe="mxfp8", fallback="silent")[1] == []
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="no tensor cores for scales of 1x32"):
+        warned(model[0], x, recipe="mxfp8", fallback="error")
+
+
+@pytest.mark.parametrize(("device", "named"), [("cpu", "on cpu"), ("cuda", "on compute capability 9.0")])
+def test_where_microscaling_is_emulated(device, named, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    slots, where = MXFP8BlockScaling().slots(), torch.device(device)
+    assert named in str(support.emulated(slots, where))
+    # Padding to 32 costs nothing where nothing is faster; where the operands themselves are multiplied, it does.
+    weight = SimpleNamespace(device=where)
+    assert support.blocks(slots, weight, 48, 80) is None
+    assert support.emulated(Float8CurrentScaling().slots(), where) is None
+    monkeypatch.setattr(compat, "has_microscaled_mm", lambda device: True)
+    assert support.emulated(slots, where) is None
+    assert "padded to multiples of 32" in str(support.blocks(slots, weight, 48, 80))
 
 
 def test_an_unused_policy_entry_is_reported():

@@ -25,7 +25,8 @@ ORDER = [
     {"patterns"},
     {"passes"},
     {"backend"},
-    {"explanation", "saved_state", "quantization"},
+    {"explanation", "saved_state", "quantization", "accuracy_figures"},
+    {"accuracy"},
     {"__init__"},
 ]
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}

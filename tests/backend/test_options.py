@@ -1,5 +1,7 @@
 """Options, mode, environment: what is accepted has an effect, what is wrong is named with the nearest right one."""
 
+import functools
+
 import pytest
 import torch
 from torch._inductor import config as inductor
@@ -31,12 +33,12 @@ def failure(**options) -> str:
         (
             {"recipe": "zzz"},
             "unknown recipe 'zzz'",
-            "expected one of auto, block, current, delayed, none, nvfp4_weight_only, rowwise",
+            "expected one of auto, block, current, delayed, mxfp8, none, nvfp4, nvfp4_weight_only, rowwise",
         ),
         (
             {"recipe": 8},
             "recipe is a int (8)",
-            "expected a Recipe instance or one of auto, none, delayed, current, rowwise, block",
+            "expected a Recipe instance or one of auto, none, delayed, current, rowwise, block, mxfp8, nvfp4",
         ),
         ({"recipe": "row-wise"}, "unknown recipe 'row-wise'", "did you mean 'rowwise'?"),
         ({"recipe": object}, "recipe is a type", "expected a Recipe instance"),
@@ -161,6 +163,24 @@ def test_reset_reaches_the_backend(monkeypatch):
         lambda: recipes.Float8BlockScaling(w_block_scaling_dim=1, x_block_scaling_dim=2, grad_block_scaling_dim=2),
         lambda: recipes.Float8BlockScaling(fp8_gemm_fprop=recipes.MMParams(use_split_accumulator=False)),
         lambda: recipes.Float8BlockScaling(fp8_gemm_wgrad=recipes.MMParams(use_split_accumulator=False)),
+        lambda: recipes.Float8CurrentScaling(fp8_format=recipes.Format.E2M1),
+        lambda: recipes.DelayedScaling(fp8_format=recipes.Format.E2M1),
+        lambda: recipes.MXFP8BlockScaling(fp8_format=recipes.Format.E2M1),
+        lambda: recipes.MXFP8BlockScaling(margin=1),
+        lambda: recipes.NVFP4BlockScaling(disable_rht=1),
+        lambda: recipes.NVFP4BlockScaling(row_scaled_activation=True),
+        lambda: recipes.NVFP4BlockScaling(nvfp4_4over6="all"),
+        lambda: recipes.NVFP4BlockScaling(nvfp4_4over6_e4m3_use_256="none"),
+        lambda: recipes.NVFP4BlockScaling(nvfp4_4over6_err_mode="MSE"),
+        lambda: recipes.NVFP4BlockScaling(fp4_format=recipes.Format.E4M3),
+        lambda: recipes.NVFP4BlockScaling(fp8_format=recipes.Format.HYBRID),
+        lambda: recipes.NVFP4BlockScaling(fp8_mha=True),
+        lambda: recipes.NVFP4BlockScaling(backward_override="high_precision"),
+        lambda: recipes.MXFP8BlockScaling(margin=False),
+        lambda: recipes.MXFP8BlockScaling(fp8_dpa=True),
+        lambda: recipes.MXFP8BlockScaling(fp8_mha=True),
+        lambda: recipes.MXFP8BlockScaling(backward_override="dequantized"),
+        lambda: recipes.MXFP8BlockScaling(enable_2d_quantization=1),
     ],
 )
 def test_recipe_fields_are_checked(make):
@@ -188,3 +208,24 @@ def test_every_field_of_block_scaling_has_an_effect():
         one(w_block_scaling_dim=1, grad_block_scaling_dim=2),
     ]
     assert len({default.slots(), *(variant.slots() for variant in variants)}) == len(variants) + 1
+
+
+def test_every_field_of_mxfp8_has_an_effect():
+    default = recipes.MXFP8BlockScaling()
+    slots = default.slots()
+    assert slots.input == slots.weight == slots.grad_output == recipes.Quantizer("e4m3", scope="1x32")
+    assert {gemm.scopes for gemm in (slots.fprop, slots.dgrad, slots.wgrad)} == {("1x32", "1x32")}
+    variants = [recipes.MXFP8BlockScaling(fp8_format=recipes.Format.HYBRID)]
+    variants += [recipes.MXFP8BlockScaling(enable_2d_quantization=True)]
+    assert len({slots, *(variant.slots() for variant in variants)}) == 3
+
+
+def test_every_field_of_nvfp4_has_an_effect():
+    one = recipes.NVFP4BlockScaling
+    slots = one().slots()
+    nv = functools.partial(recipes.Quantizer, "e2m1")
+    assert slots.input == nv(scope="1x16", hadamard=True) and slots.weight == nv(scope="16x16")
+    assert slots.grad_output == nv(scope="1x16", hadamard=True, stochastic=True)
+    assert slots.fprop.scopes == slots.dgrad.scopes == ("1x16", "16x16") and slots.wgrad.scopes == ("1x16", "1x16")
+    names = ("disable_rht", "disable_stochastic_rounding", "disable_2d_quantization")
+    assert len({slots, *(one(**{name: True}).slots() for name in names)}) == len(names) + 1

@@ -6,10 +6,9 @@ import torch
 from te_inductor import compat, ops
 from te_inductor.lowerings import install
 from te_inductor.recipes import Gemm, Quantizer
-from te_inductor.recipes.formats import SCOPES
 from te_inductor.runtime import reference
 from tests.bounds import assert_within, gemm_error, magnitudes_of
-from tests.numerics.test_quantize import CONTENTS, QUANTIZERS, check_both
+from tests.numerics.test_quantize import CONTENTS, FP32_SCOPES, QUANTIZERS, check_both
 
 SIZES = [(1, 1), (3, 17), (33, 70), (128, 64), (257, 1040), (64, 4096)]
 PAIRS = [("tensor", "tensor"), ("row", "row"), ("1x128", "128x128"), ("1x128", "1x128"), ("128x128", "1x128")]
@@ -51,7 +50,7 @@ def test_compiled_casts(content, quantizer):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("scope", FP32_SCOPES)
 def test_compiled_casts_of_other_dtypes(scope, dtype):
     for size in SIZES:
         x = torch.randn(size).to(dtype)
@@ -59,14 +58,14 @@ def test_compiled_casts_of_other_dtypes(scope, dtype):
 
 
 @pytest.mark.parametrize("content", CONTENTS)
-@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("scope", FP32_SCOPES)
 def test_eager_casts(scope, content):
     for size in SIZES:
         x = CONTENTS[content](*size).to(torch.bfloat16)
         check_both(x, Quantizer("e5m2", scope=scope), on_gpu(ops.quantize), on_gpu(ops.quantize_rowcol))
 
 
-@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("scope", FP32_SCOPES)
 def test_transposed_casts_beside_nan_and_infinity_at_full_size(scope):
     """Triton issue 11111: transposed fp8 stores beside NaN-propagating min/max. Full tiles, many blocks."""
     x = torch.randn(4096, 1040).to(torch.bfloat16)

@@ -1,5 +1,7 @@
 """te_inductor.linears of one weight and its gradients against the oracle, which quantizes the same inputs by itself."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,8 +15,10 @@ from te_inductor.recipes import (
     Float8CurrentScaling,
     Float8RowwiseScaling,
     Format,
+    Gemm,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
     QParams,
-    Quantizer,
     Slots,
 )
 from te_inductor.runtime import reference
@@ -38,7 +42,22 @@ RECIPES = {
         x_block_scaling_dim=2,
         w_block_scaling_dim=1,
     ),
+    "mxfp8": MXFP8BlockScaling(),
+    "nvfp4": NVFP4BlockScaling(),
+    "nvfp4 plain": NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True),
+    "nvfp4 options": NVFP4BlockScaling(disable_rht=True, disable_2d_quantization=True),
+    "mxfp8 options": MXFP8BlockScaling(fp8_format=Format.HYBRID, enable_2d_quantization=True),
 }
+
+
+SEEDS = (7, 8)  # of the copies of dy that are rounded stochastically
+
+
+@pytest.fixture(autouse=True)
+def known_seeds(monkeypatch):
+    """Random bits that the oracle can have too: a row copy is made before its column copy."""
+    made = itertools.cycle(SEEDS)
+    monkeypatch.setattr(ops, "new_seed", lambda device: torch.full((), next(made), dtype=torch.int64, device=device))
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, slots: Slots) -> Tensor:
@@ -50,7 +69,7 @@ def through(backend: str):
     if backend == "te":
 
         def user(x, weight, bias, recipe):
-            options = {"recipe": recipe, "fallback": "error"}
+            options = {"recipe": recipe, "fallback": "silent" if recipe.slots().fprop.microscaled else "error"}
             return torch.compile(F.linear, backend="te", fullgraph=True, options=options)(x, weight, bias)
 
         return user
@@ -68,23 +87,21 @@ def check(road, m: int, n: int, k: int, dtype: torch.dtype, with_bias: bool, rec
     check_against_oracle(x, weight, bias, recipe, dy, y)
 
 
-def copies(x: Tensor, quantizer: Quantizer) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """The rowwise and the columnwise copy, each with its scales."""
-    data, scale_inv, data_t, scale_inv_t = reference.quantize_rowcol(x, quantizer)
-    return (data, scale_inv), (data_t, scale_inv_t)
+def error(a: reference.Copy, b: reference.Copy, bias: Tensor | None, dtype: torch.dtype, gemm: Gemm) -> Tensor:
+    return gemm_error(a.data, a.scale_inv, b.data, b.scale_inv, bias, dtype, gemm, reference.alpha(a, b))
 
 
 def check_against_oracle(x, weight, bias, recipe, dy, y) -> None:
     """`x`, `weight` and `bias` hold their gradients. Operands agree bit for bit, so the errors are those of the GEMMs."""
     dtype, slots = y.dtype, recipe.slots()
     x_, w, b = x.detach(), weight.detach(), None if bias is None else bias.detach()
-    expected = reference.linear(x_, w, b, recipe, dy)
-    x_row, x_col = copies(x_, slots.input)
-    w_row, w_col = copies(w, slots.weight)
-    g_row, g_col = copies(dy, slots.grad_output)
-    assert_within(y, expected[0], gemm_error(*x_row, *w_row, b, dtype, slots.fprop), "y")
-    assert_within(x.grad, expected[1], gemm_error(*g_row, *w_col, None, x.dtype, slots.dgrad), "dx")
-    assert_within(weight.grad, expected[2], gemm_error(*g_col, *x_col, None, weight.dtype, slots.wgrad), "dw")
+    expected = reference.linear(x_, w, b, recipe, dy, SEEDS)
+    x_row, x_col = reference.copies(x_, slots.input)
+    w_row, w_col = reference.copies(w, slots.weight)
+    g_row, g_col = reference.copies(dy, slots.grad_output, SEEDS)
+    assert_within(y, expected[0], error(x_row, w_row, b, dtype, slots.fprop), "y")
+    assert_within(x.grad, expected[1], error(g_row, w_col, None, x.dtype, slots.dgrad), "dx")
+    assert_within(weight.grad, expected[2], error(g_col, x_col, None, weight.dtype, slots.wgrad), "dw")
     if bias is not None:
         assert_within(bias.grad, expected[3], sum_error(dy, bias.dtype), "db")
 
@@ -108,6 +125,10 @@ def test_called(dtype, with_bias, recipe):
         ((17, 48, 130), torch.float32, False, "rowwise options"),
         ((140, 250, 256), torch.bfloat16, True, "block"),
         ((130, 128, 240), torch.float32, False, "block options"),
+        ((70, 80, 144), torch.bfloat16, True, "mxfp8"),
+        ((33, 96, 80), torch.float32, False, "mxfp8 options"),
+        ((70, 80, 144), torch.bfloat16, True, "nvfp4"),
+        ((33, 96, 80), torch.float32, False, "nvfp4 options"),
     ],
     ids=str,
 )
@@ -268,14 +289,14 @@ def test_the_bounds_catch(what, monkeypatch, no_caches):
     """Mutations of the layer: a scale that is off by one step of E4M3 (2**-4), and parts left out. Each must fail."""
     real = ops.scaled_mm
 
-    def mutant(a, a_scale, b, b_scale, bias, gemm, out_dtype):
+    def mutant(a, a_scale, b, b_scale, bias, gemm, out_dtype, alpha):
         if what == "weight scale" and gemm.name == "fprop":
             b_scale = b_scale * (1 + 2**-4)
         if what == "input scale" and gemm.name == "wgrad":
             b_scale = b_scale * (1 + 2**-4)
         if what == "gradient scale" and gemm.name == "dgrad":
             a_scale = a_scale * (1 + 2**-4)
-        y = real(a, a_scale, b, b_scale, None if what == "no bias" else bias, gemm, out_dtype)
+        y = real(a, a_scale, b, b_scale, None if what == "no bias" else bias, gemm, out_dtype, alpha)
         return torch.zeros_like(y) if what == f"no {gemm.name}" else y
 
     monkeypatch.setattr(ops, "scaled_mm", mutant)

@@ -1,0 +1,110 @@
+"""The recipes of Blackwell's tensor cores: MXFP8 and NVFP4. Elsewhere they are emulated, value for value."""
+
+from typing import ClassVar
+
+from te_inductor.recipes.constants import constant
+from te_inductor.recipes.formats import Format
+from te_inductor.recipes.quantizers import Gemm, Quantizer
+from te_inductor.recipes.recipe import Recipe, Slots, refuse
+
+_ATTENTION = "attention is not run in FP8 here"
+_BACKWARD = "the backward runs in the recipe's precision"
+
+
+@constant
+class MXFP8BlockScaling(Recipe):
+    """MXFP8: one scale, a power of two, for 32 elements along the contraction. Emulated where no tensor core applies them.
+
+    Names, fields and defaults are TransformerEngine's, which ignores `margin`; here it is refused, and so are overrides of
+    the backward and attention in FP8. `enable_2d_quantization` gives weights one scale for 32 x 32, so that both of their
+    copies hold the same values.
+    """
+
+    name: ClassVar[str] = "mxfp8"
+
+    margin: int = 0
+    fp8_format: Format = Format.E4M3
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: None = None
+    enable_2d_quantization: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse(
+            self,
+            margin="the scale is the smallest power of two that holds the amax",
+            fp8_dpa=_ATTENTION,
+            fp8_mha=_ATTENTION,
+            backward_override=_BACKWARD,
+        )
+
+    def slots(self) -> Slots:
+        forward, backward = self.fp8_format.forward.name, self.fp8_format.backward.name
+        x, w = "1x32", "32x32" if self.enable_2d_quantization else "1x32"
+        return Slots(
+            input=Quantizer(forward, scope=x),
+            weight=Quantizer(forward, scope=w),
+            grad_output=Quantizer(backward, scope=x),
+            fprop=Gemm("fprop", scopes=(x, w)),
+            dgrad=Gemm("dgrad", scopes=(x, w)),
+            wgrad=Gemm("wgrad", scopes=(x, x)),
+        )
+
+
+@constant
+class NVFP4BlockScaling(Recipe):
+    """NVFP4: 4-bit elements, an E4M3 scale for 16 of them along the contraction, an fp32 factor for the tensor. Emulated
+    where no tensor core applies them.
+
+    Three measures make training with it possible. Weights have one scale for 16 x 16, so that both of their copies hold the
+    same values. Operands of wgrad go through a random Hadamard transform along the contraction, which spreads outliers
+    over 16 values and cancels in the product. Gradients are rounded stochastically, so that their mean is right; the bits
+    follow from torch's seed. Each can be turned off.
+
+    Names, fields and defaults are TransformerEngine's, whose environment variables are not read. What is in it for
+    post-training (`row_scaled_activation`, `nvfp4_4over6` and its two options), other formats, attention and overrides of
+    the backward are refused.
+    """
+
+    name: ClassVar[str] = "nvfp4"
+
+    disable_rht: bool = False
+    disable_stochastic_rounding: bool = False
+    disable_2d_quantization: bool = False
+    row_scaled_activation: bool = False
+    nvfp4_4over6: str = "none"
+    nvfp4_4over6_e4m3_use_256: str = "all"
+    nvfp4_4over6_err_mode: str = "MAE"
+    fp4_format: Format = Format.E2M1
+    fp8_format: Format = Format.E4M3
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse(
+            self,
+            row_scaled_activation="activations have one factor a tensor",
+            nvfp4_4over6="a block's largest value is mapped to 6",
+            nvfp4_4over6_e4m3_use_256="it acts beside nvfp4_4over6 alone",
+            nvfp4_4over6_err_mode="it acts beside nvfp4_4over6 alone",
+            fp4_format="NVFP4 is E2M1",
+            fp8_format="NVFP4's scales of blocks are E4M3",
+            fp8_dpa=_ATTENTION,
+            fp8_mha=_ATTENTION,
+            backward_override=_BACKWARD,
+        )
+
+    def slots(self) -> Slots:
+        element, x, rht = self.fp4_format.forward.name, "1x16", not self.disable_rht
+        w = "1x16" if self.disable_2d_quantization else "16x16"
+        return Slots(
+            input=Quantizer(element, scope=x, hadamard=rht),
+            weight=Quantizer(element, scope=w),
+            grad_output=Quantizer(element, scope=x, hadamard=rht, stochastic=not self.disable_stochastic_rounding),
+            fprop=Gemm("fprop", scopes=(x, w)),
+            dgrad=Gemm("dgrad", scopes=(x, w)),
+            wgrad=Gemm("wgrad", scopes=(x, x)),
+        )
