@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from te_inductor import compat
+from te_inductor import compat, regions
 from te_inductor.backend import DECIDE, parse, run_passes
 from te_inductor.diagnostics import Report, merge
 from te_inductor.errors import TEInductorError
@@ -25,6 +25,7 @@ def explain(model: Callable[..., Any], *inputs: Any, options: Mapping[str, Any] 
     """
     from torch._dynamo.exc import BackendCompilerFailed
 
+    regions.note_compile()
     parsed = parse(None, options)
     model = getattr(model, "_orig_mod", model)
     reports: list[Report] = []

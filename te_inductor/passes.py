@@ -11,7 +11,18 @@ from te_inductor import recipes
 from te_inductor.config import Options
 from te_inductor.diagnostics import Refusal, Report, Site
 from te_inductor.ops_stored import DECODE_ROWS
-from te_inductor.patterns import RULES, attention, delayed, merging, policy, regions, size_rule, support, transforms
+from te_inductor.patterns import (
+    RULES,
+    attention,
+    delayed,
+    merging,
+    policy,
+    regions,
+    selective,
+    size_rule,
+    support,
+    transforms,
+)
 from te_inductor.patterns.bodies import Bodies
 from te_inductor.patterns.module_path import module_path
 from te_inductor.patterns.rule import Emit, Match, Rule, call_linears
@@ -180,6 +191,7 @@ def rewrite_sites(plan: Plan) -> None:
         step.finish()
     for module in plan.graph_modules():
         regions.erase(module.graph)
+        selective.translate(module)
         module.recompile()
 
 

@@ -215,7 +215,7 @@ def test_a_region_does_not_overrule_the_size_rule(monkeypatch):
 # Bodies, breaks, exceptions, threads.
 
 
-@every_stateless_recipe  # delayed scaling records once more: test_delayed.py
+@every_stateless_recipe  # delayed scaling records once more: test_delayed_backward.py
 def test_checkpoints(name):
     """A region in the body of a checkpoint, and around it: recomputed as it was."""
     model, x = layer(), torch.randn(X)

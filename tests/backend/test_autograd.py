@@ -16,7 +16,7 @@ from tests.recipes import every_recipe, every_stateless_recipe, strict
 pytestmark = pytest.mark.usefixtures("without_codegen", "one_seed")
 
 # AOTAutograd's eager graphs save state that a backward updates, and autograd's check of versions sees the update; Inductor's
-# do not: what is tested of stateless recipes here, tests/backend/test_delayed.py tests compiled.
+# do not: what is tested of stateless recipes here, tests/backend/test_delayed_backward.py tests compiled.
 DIM = 128
 X = (32, DIM)
 

@@ -1,109 +1,30 @@
-"""Delayed scaling in programs: where state belongs, when it changes, what shares it, and what recompiles leave of it.
+"""Delayed scaling in programs: when state changes, what recompiles leave of it, what is refused, and what is said.
 
 The numbers of one layer are in tests/numerics/test_delayed.py; here each program is held to the oracle where it knows what
-enters a layer, and to another program of the same numbers elsewhere.
+enters a layer, and to another program of the same numbers elsewhere. What shares state is in test_delayed_sharing.py,
+microbatches and checkpoints in test_delayed_backward.py.
 """
 
 import copy
-import gc
 import warnings
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.utils import counters
-from torch._functorch import config as functorch
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 import te_inductor
 from te_inductor import backend, explain
 from te_inductor.errors import FallbackError, FallbackWarning, RecipeError
 from te_inductor.recipes import DelayedScaling, Format
+from tests.backend.delayed_programs import RECIPE, Blocks, amax_scale, equal_steps, state, steps, te, trained_steps
 from tests.backend.test_saved_state import Attention, mlp, same, train
-from tests.delayed import OracleLayer, check_entry, quantizers
+from tests.delayed import quantizers
 
 pytestmark = pytest.mark.usefixtures("without_codegen")
-
-RECIPE = DelayedScaling(amax_history_len=4)
-
-
-def te(model, **options):
-    options = {"recipe": RECIPE, "fallback": "error", **options}
-    return torch.compile(model, backend="te", fullgraph=True, options=options)
-
-
-def state(model: nn.Module) -> dict[str, Tensor]:
-    return te_inductor.state_dict(model)
-
-
-class Steps:
-    """One layer, the oracle beside it: `forward` and `backward` in whatever order, checked after each."""
-
-    def __init__(self, layer: nn.Linear, run) -> None:
-        self.layer, self.run, self.oracle = layer, run, OracleLayer(RECIPE)
-
-    def forward(self, x: Tensor) -> tuple:
-        scales = {slot: history.scale for slot, history in self.oracle.of.items()}
-        x = x.clone().requires_grad_()
-        y = self.run(x)
-        self.oracle.forward(x.detach(), self.layer.weight.detach())
-        self.check_state()
-        return scales, x, y
-
-    def backward(self, scales, x, y, **options) -> None:
-        dy = torch.randn_like(y)
-        self.layer.zero_grad()
-        x.grad = None
-        y.backward(dy, **options)
-        self.oracle.backward(dy)
-        self.check_state()
-        weight, bias = self.layer.weight, self.layer.bias
-        grads = [x.grad, weight.grad, bias.grad]
-        self.oracle.check_results(scales, x.detach(), weight.detach(), bias.detach(), dy, y.detach(), grads)
-
-    def check_state(self) -> None:
-        self.oracle.check_state(state(self.layer))
-
-
-def steps(**options) -> Steps:
-    layer = nn.Linear(32, 48)
-    return Steps(layer, te(layer, **options))
-
-
-@pytest.mark.codegen
-def test_microbatches_forward_forward_backward_backward():
-    """Each backward computes with the scales that its own forward read, and records into the state as it now is."""
-    layer = steps()
-    layer.backward(*layer.forward(torch.randn(8, 32)))
-    for _ in range(2):
-        first = layer.forward(torch.randn(8, 32))
-        second = layer.forward(torch.randn(8, 32) * 8)
-        layer.backward(*first)
-        layer.backward(*second)
-
-
-@pytest.mark.codegen
-def test_microbatches_backward_in_reverse():
-    layer = steps()
-    first = layer.forward(torch.randn(8, 32))
-    second = layer.forward(torch.randn(8, 32) * 8)
-    layer.backward(*second)
-    layer.backward(*first)
-
-
-@pytest.mark.codegen
-def test_retain_graph():
-    """Twice through one backward: the same scales, two updates."""
-    layer = steps()
-    with functorch.patch(
-        donated_buffer=False
-    ):  # torch refuses retain_graph where a cache has a backward compiled without
-        for _ in range(2):
-            run = layer.forward(torch.randn(8, 32))
-            layer.backward(*run, retain_graph=True)
-            layer.backward(*run, retain_graph=True)
 
 
 def test_state_survives_recompiles():
@@ -146,266 +67,6 @@ def test_state_made_without_gradients_can_be_trained(mode):
     train(run, 2)
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())
     assert all(value.item() != 1 for key, value in state(model).items() if key.endswith("scale"))
-
-
-def test_two_models_share_no_state_though_they_run_the_same_code():
-    """Dynamo compiles a class once: the graph must find the state of the module that it is called for."""
-    counters.clear()
-    layers = [nn.Linear(32, 48) for _ in range(3)]
-    runs = [Steps(layer, te(layer)) for layer in layers]
-    for run in [*runs, *reversed(runs)]:
-        run.backward(*run.forward(torch.randn(8, 32) * torch.rand(()) * 9))
-    assert counters["stats"]["unique_graphs"] == 1
-    for run in runs:
-        run.check_state()
-
-
-def test_blocks_compiled_one_by_one():
-    """`for block in model: block.compile(...)`: one graph serves all, each with its own state, as if compiled whole."""
-    counters.clear()
-    whole = nn.Sequential(*(Blocks(number=1) for _ in range(10)))
-    blocks = copy.deepcopy(whole)
-    for block in blocks:
-        block.compile(backend="te", fullgraph=True, options={"recipe": RECIPE, "fallback": "error"})
-    for _ in range(2):
-        train(blocks, x=torch.full((8, 32), 3.0))
-    assert counters["stats"]["unique_graphs"] <= 3  # the first one's input needs no gradient, the loss asks for others'
-    torch._dynamo.reset()
-    run = te(whole)
-    for _ in range(2):
-        train(run, x=torch.full((8, 32), 3.0))
-    assert same(state(blocks), state(whole))
-
-
-def test_a_copy_of_a_model_starts_anew():
-    model = mlp()
-    train(te(model))
-    other = copy.deepcopy(model)
-    assert state(other) == {} and state(model)
-
-
-def test_one_model_compiled_twice_has_one_state():
-    layer = nn.Linear(32, 48)
-    first = Steps(layer, te(layer))
-    second = Steps(layer, te(layer, epilogue_fusion=False))
-    second.oracle = first.oracle
-    for run in (first, second, first):
-        run.backward(*run.forward(torch.randn(8, 32)))
-
-
-def test_state_dies_with_its_model():
-    from te_inductor.runtime import state as store
-
-    def held() -> int:
-        gc.collect()
-        return len(store._states)
-
-    before = held()
-    model = mlp()
-    run = te(model)
-    train(run)
-    assert held() == before + 2
-    del run, model
-    torch._dynamo.reset()
-    assert held() == before
-
-
-def amax_scale(amax: Tensor, element: float = 448.0) -> float:
-    return (torch.tensor(element) / amax.float().max()).item()
-
-
-def test_readers_of_one_tensor_share_its_quantizer():
-    """q, k and v: one cast of x, one record of it, one scale under three keys."""
-    model, x = Attention(), torch.randn(2, 8, 32)
-    train(te(model), x=x)
-    entries = state(model)
-    assert {entries[f"{name}.input.scale"].item() for name in "qkv"} == {amax_scale(x.abs())}
-    assert entries["o.input.scale"] != entries["q.input.scale"]
-
-
-class Parallel(nn.Module):
-    """Two layers of one input; `together` decides whether they may be one GEMM."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
-
-    def forward(self, x, together):
-        a, b = self.a(x), self.b(x)
-        return (a.relu() + b.relu()) if together else (a.relu() + b.relu(), a, b)
-
-
-def test_layers_that_are_one_gemm_in_one_graph_and_two_in_another():
-    """As in training and in generation with a cache, whose outputs are returned: the second finds the first one's scales."""
-    model, x = Parallel(), torch.randn(8, 32)
-    with torch.no_grad():
-        model.b.weight *= 8
-    run = te(model)
-    run(x, True).sum().backward()
-    entries = state(model)
-    scales = {entries[f"{name}.weight.scale"].item() for name in "ab"}
-    assert scales == {amax_scale(model.b.weight.detach().abs())}  # both, as one GEMM has one scale
-    with torch.no_grad():
-        _, a, b = run(x, False)
-    for name, y in (("a", a), ("b", b)):
-        assert (y - F.linear(x, getattr(model, name).weight)).norm() < 0.1 * y.norm(), name
-    assert same(state(model), entries)
-
-
-@pytest.mark.codegen
-def test_layers_that_were_apart_are_joined():
-    """Both saw something: the larger amaxes and the smaller scale hold."""
-    model, x = Parallel(), torch.randn(8, 32)
-    with torch.no_grad():
-        model.b.weight *= 8
-    run = te(model)
-    sum(y.sum() for y in run(x, False)).backward()
-    apart = state(model)
-    assert apart["a.weight.scale"] != apart["b.weight.scale"]
-    with torch.no_grad():
-        run(x, True)
-    joined = state(model)
-    for field in ("scale", "amax_history"):
-        assert torch.equal(joined[f"a.weight.{field}"], apart[f"b.weight.{field}"])
-        assert torch.equal(joined[f"b.weight.{field}"], apart[f"b.weight.{field}"])
-    sum(y.sum() for y in run(x, False)).backward()  # the other graph goes on with the joined state
-    after = state(model)
-    assert after["a.weight.amax_history"][-2:].tolist() == [joined["b.weight.amax_history"][-1].item()] * 2
-    assert torch.equal(after["a.weight.amax_history"], after["b.weight.amax_history"])
-
-
-def test_a_module_called_twice_has_one_quantizer():
-    """One update a step, of the larger amax."""
-
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(32, 32)
-
-        def forward(self, x):
-            return self.layer(x) + self.layer(4 * x)
-
-    model, oracle = Twice(), quantizers(RECIPE)
-    run = te(model)
-    for _ in range(2):
-        x = torch.randn(8, 32)
-        y = run(x)
-        dy = torch.randn_like(y)
-        y.backward(dy)
-        for tensor in (x, 4 * x):
-            oracle["input"].record(tensor)
-        oracle["weight"].record(model.layer.weight.detach())
-        oracle["grad_output"].record(dy)
-        for slot, history in oracle.items():
-            history.update()
-            check_entry(state(model), f"layer.{slot}", history)
-
-
-def test_tied_weights():
-    """One state of the weight, an input and a gradient each."""
-
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
-            self.second.weight = self.first.weight
-
-        def forward(self, x):
-            return self.second(self.first(x).relu())
-
-    model, x = Tied(), torch.randn(8, 32)
-    train(te(model), x=x)
-    entries = state(model)
-    assert [key for key in entries if ".weight." in key] == ["first.weight.scale", "first.weight.amax_history"]
-    assert entries["first.input.scale"].item() == amax_scale(x.abs())
-    assert entries["second.input.scale"] != entries["first.input.scale"]
-    assert entries["second.grad_output.scale"] != entries["first.grad_output.scale"]
-
-
-def test_slices_of_a_batched_product():
-    """Experts: each slice is a layer of its own, as the oracle's."""
-
-    class Experts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.randn(3, 32, 48) * torch.tensor([1.0, 100.0, 0.01])[:, None, None])
-
-        def forward(self, x):
-            return torch.bmm(x, self.w)
-
-    model = Experts()
-    run, oracles = te(model), [OracleLayer(RECIPE) for _ in range(3)]
-    for _ in range(2):
-        x = torch.randn(3, 8, 32, requires_grad=True)
-        model.w.grad = None
-        y = run(x)
-        dy = torch.randn_like(y)
-        y.backward(dy)
-        for i, oracle in enumerate(oracles):
-            grads = [x.grad[i], model.w.grad[i].t(), None]
-            oracle.check(x[i].detach(), model.w[i].detach().t(), None, dy[i], y[i].detach(), grads)
-            oracle.check_state(state(model), f"w[select_0_{i}].")
-
-
-class Blocks(nn.Module):
-    """Some blocks, plain or under a checkpoint."""
-
-    def __init__(self, wrap=None, number: int = 2) -> None:
-        super().__init__()
-        self.blocks, self.wrap = nn.ModuleList(mlp() for _ in range(number)), wrap
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x) if self.wrap is None else self.wrap(block, x)
-        return x
-
-
-def save_products(ctx, op, *args, **kwargs):
-    return CheckpointPolicy.MUST_SAVE if "scaled_mm" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def recompute_casts(ctx, op, *args, **kwargs):
-    recompute = "quantize" in str(op) or "gelu" in str(op)
-    return CheckpointPolicy.MUST_RECOMPUTE if recompute else CheckpointPolicy.PREFER_SAVE
-
-
-WRAPS = {
-    "full": partial(checkpoint, use_reentrant=False),
-    "products saved": partial(
-        checkpoint, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, save_products)
-    ),
-    "casts recomputed": partial(
-        checkpoint, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, recompute_casts)
-    ),
-}
-
-
-def trained_steps(model: nn.Module, run, number: int = 3) -> list:
-    torch.manual_seed(1)
-    results = []
-    for _ in range(number):
-        model.zero_grad()
-        x = torch.randn(8, 32, requires_grad=True)
-        y = run(x)
-        y.square().sum().backward()
-        results.append([y.detach(), x.grad, *(p.grad for p in model.parameters()), *state(model).values()])
-    return results
-
-
-def equal_steps(first: list, second: list) -> bool:
-    return all(torch.equal(*pair) for a, b in zip(first, second, strict=True) for pair in zip(a, b, strict=True))
-
-
-@pytest.mark.parametrize("kind", WRAPS)
-def test_activation_checkpointing_changes_nothing(kind):
-    """Bit for bit, state included: what the backward computes again it casts with the scales of the forward, and it records
-    nothing twice."""
-    plain = Blocks()
-    wrapped = copy.deepcopy(plain)
-    wrapped.wrap = WRAPS[kind]
-    expected = trained_steps(plain, te(plain))
-    torch._dynamo.reset()
-    assert equal_steps(trained_steps(wrapped, te(wrapped)), expected)
 
 
 @pytest.mark.parametrize("trains", ["input", "first", "second", "bias", "nothing"])
@@ -602,7 +263,7 @@ def test_a_failure_leaves_nothing_behind(where, monkeypatch):
     monkeypatch.setattr(compat, "compile_fx", spy)
     if where == "pass":
         monkeypatch.setattr(backend.run_passes, "__defaults__", ((*backend.DECIDE, broken),))
-    model = Blocks(WRAPS["full"])
+    model = Blocks(partial(checkpoint, use_reentrant=False))
     run = torch.compile(model, backend="te", options={"recipe": RECIPE})
     x = torch.randn(8, 32, requires_grad=True)
     with pytest.warns(FallbackWarning, match="injected"):

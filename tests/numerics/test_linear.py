@@ -160,15 +160,18 @@ ONE, BOTH = "quantize_delayed", "quantize_rowcol_delayed"  # casts of one copy a
 
 
 class Calls(TorchDispatchMode):
-    """Counts the ops of this package that run."""
+    """Lists the ops of this package that run, or what `of` makes of an op's name and arguments, where that is not None."""
 
-    def __init__(self):
+    supports_higher_order_operators = True  # those that AOTAutograd wraps changes of state in
+
+    def __init__(self, of=lambda name, args: name):
         super().__init__()
         self.names: list[str] = []
+        self.of = of
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "te_inductor":
-            self.names.append(func._opname)
+        if getattr(func, "namespace", "") == "te_inductor" and (name := self.of(func._opname, args)) is not None:
+            self.names.append(name)
         return func(*args, **(kwargs or {}))
 
 

@@ -1,0 +1,79 @@
+"""Delayed scaling and backwards: several microbatches in flight, one backward twice, checkpoints that compute again."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch._functorch import config as functorch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from tests.backend.delayed_programs import Blocks, equal_steps, steps, te, trained_steps
+
+pytestmark = pytest.mark.usefixtures("without_codegen")
+
+
+@pytest.mark.codegen
+def test_microbatches_forward_forward_backward_backward():
+    """Each backward computes with the scales that its own forward read, and records into the state as it now is."""
+    layer = steps()
+    layer.backward(*layer.forward(torch.randn(8, 32)))
+    for _ in range(2):
+        first = layer.forward(torch.randn(8, 32))
+        second = layer.forward(torch.randn(8, 32) * 8)
+        layer.backward(*first)
+        layer.backward(*second)
+
+
+@pytest.mark.codegen
+def test_microbatches_backward_in_reverse():
+    layer = steps()
+    first = layer.forward(torch.randn(8, 32))
+    second = layer.forward(torch.randn(8, 32) * 8)
+    layer.backward(*second)
+    layer.backward(*first)
+
+
+@pytest.mark.codegen
+def test_retain_graph():
+    """Twice through one backward: the same scales, two updates."""
+    layer = steps()
+    with functorch.patch(
+        donated_buffer=False
+    ):  # torch refuses retain_graph where a cache has a backward compiled without
+        for _ in range(2):
+            run = layer.forward(torch.randn(8, 32))
+            layer.backward(*run, retain_graph=True)
+            layer.backward(*run, retain_graph=True)
+
+
+def save_products(ctx, op, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE if "scaled_mm" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def recompute_casts(ctx, op, *args, **kwargs):
+    recompute = "quantize" in str(op) or "gelu" in str(op)
+    return CheckpointPolicy.MUST_RECOMPUTE if recompute else CheckpointPolicy.PREFER_SAVE
+
+
+WRAPS = {
+    "full": partial(checkpoint, use_reentrant=False),
+    "products saved": partial(
+        checkpoint, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, save_products)
+    ),
+    "casts recomputed": partial(
+        checkpoint, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, recompute_casts)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WRAPS)
+def test_activation_checkpointing_changes_nothing(kind):
+    """Bit for bit, state included: what the backward computes again it casts with the scales of the forward, and it records
+    nothing twice."""
+    plain = Blocks()
+    wrapped = copy.deepcopy(plain)
+    wrapped.wrap = WRAPS[kind]
+    expected = trained_steps(plain, te(plain))
+    torch._dynamo.reset()
+    assert equal_steps(trained_steps(wrapped, te(wrapped)), expected)
