@@ -112,9 +112,10 @@ def _stochastic(size, random):
     base = prims.where(prims.lt(size, two), _int(0), prims.where(prims.lt(size, four), _int(2), _int(4)))
     per_step = prims.where(prims.lt(size, two), two, prims.where(prims.lt(size, four), _fp32(1.0), _fp32(0.5)))
     steps = prims.mul(size, per_step)
-    low = prims.floor(steps)
-    up = prims.lt(prims.to_dtype(random, torch.float32), prims.mul(prims.sub(steps, low), _fp32(2.0**BITS)))
-    code = prims.add(prims.to_dtype(low, torch.int32), base)
+    low = prims.to_dtype(steps, torch.int32)
+    part = prims.sub(steps, prims.to_dtype(low, torch.float32))
+    up = prims.lt(prims.to_dtype(random, torch.float32), prims.mul(part, _fp32(2.0**BITS)))
+    code = prims.add(low, base)
     return prims.where(up, prims.add(code, _int(1)), code)
 
 

@@ -20,7 +20,7 @@ from tests.offline.harness import Kernel, _kernel
 
 POISON = 0xFF  # NaN in every float format used here
 # A program of the interpreter costs milliseconds, a reduction in it Python steps for each element: few, and small, ones.
-POINTWISE, REDUCTION = {"XBLOCK": 1024}, {"XBLOCK": 1, "R0_BLOCK": 64}
+POINTWISE, TILED, REDUCTION = {"XBLOCK": 1024}, {"XBLOCK": 32, "YBLOCK": 32}, {"XBLOCK": 1, "R0_BLOCK": 64}
 
 # What of the wrapper needs a device, and what stands there instead.
 ON_CPU = {
@@ -60,7 +60,8 @@ class Interpreted:
     def run(self, *arguments: Any, stream: Any = None) -> None:
         names = list(self.kernel.meta["signature"])
         values = dict(zip(names, arguments, strict=False))
-        tile = self.kernel.tile or (REDUCTION if "r0_numel" in names else POINTWISE)
+        default = REDUCTION if "r0_numel" in names else TILED if "ynumel" in names else POINTWISE
+        tile = self.kernel.tile or default
         blocks = {name: tile[name] for name in names if name in tile}
         grid = [-(-values["xnumel"] // blocks.get("XBLOCK", 1))]
         if "ynumel" in values:
