@@ -56,6 +56,12 @@ def has_microscaled_mm(device: torch.device) -> bool:
     return False
 
 
+def size_hint(sizevars: Any, size: Any) -> int:
+    """A likely value of a size that Inductor knows by a symbol, without a guard."""
+    hint = getattr(sizevars, "optimization_hint", None) or sizevars.size_hint  # 2.13 renamed it
+    return int(hint(size))
+
+
 def compile_fx(
     gm: torch.fx.GraphModule,
     inputs: Sequence[Any],

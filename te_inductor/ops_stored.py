@@ -78,6 +78,12 @@ class _Frozen(torch.autograd.Function):
         return (dy @ w).to(ctx.dtype), None, None, *(None for _ in ctx.saved_tensors)
 
 
+def _fixed(weight: Tensor) -> None:
+    """A weight's sizes are constants of the graph, also under ``dynamic=True``: asking for an int makes them so."""
+    for size in weight.shape:
+        int(size)
+
+
 class _NVFP4:
     """How an NVFP4 weight (stored, block_scale, tensor_scale) is multiplied."""
 
@@ -86,6 +92,7 @@ class _NVFP4:
         x: Tensor, stored: Tensor, block_scale: Tensor, tensor_scale: Tensor, prefill: str, out_dtype: torch.dtype
     ) -> Tensor:
         weight, half = (stored, block_scale, tensor_scale), x.dtype in (torch.bfloat16, torch.float16)
+        _fixed(stored)
         if x.device.type != "cuda" or (half and x.shape[0] <= DECODE_ROWS):
             return nvfp4_linear(x, *weight, out_dtype)  # type: ignore[no-any-return]
         if half and prefill == "fp8" and torch.cuda.get_device_capability(x.device) >= _FP8_CAPABILITY:

@@ -240,3 +240,34 @@ def nvfp4_input() -> Case:
 
 def nvfp4_weight() -> Case:
     return _nvfp4_casts(20, 70, "16x16", stochastic=False)
+
+
+def _decoding(rows: int, dynamic: bool = False) -> Case:
+    """A layer whose weights are stored in NVFP4, a step of generation or a prompt through it."""
+    from te_inductor.recipes import NVFP4WeightOnly
+    from te_inductor.stored_weight import NVFP4Weight
+
+    model = Mlp(4096, 14336)
+    for layer in (model.gate, model.up, model.down):
+        n, k = layer.weight.shape
+        parts = (
+            torch.empty(n, k // 2, device="cuda", dtype=torch.uint8),
+            torch.empty(n, k // 16, device="cuda", dtype=torch.float8_e4m3fn),
+            torch.empty((), device="cuda"),
+        )
+        weight = NVFP4Weight(parts, torch.Size((n, k)), torch.bfloat16, NVFP4WeightOnly())
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+    run = torch.compile(model.requires_grad_(False), backend="te", fullgraph=True, options={"fallback": "error"})
+    return run, (torch.randn(rows, 4096, device="cuda", dtype=torch.bfloat16),)
+
+
+def decode_nvfp4() -> Case:
+    return _decoding(1)
+
+
+def decode_nvfp4_16() -> Case:
+    return _decoding(16)
+
+
+def prefill_nvfp4() -> Case:
+    return _decoding(4096)

@@ -83,8 +83,8 @@ def main(graph: Path, inputs: Path, outputs: Path) -> None:
 
 def mend_conversions() -> None:
     """Triton's interpreter (3.7 and 3.9) rounds fp32 to fp8 half away from zero, loses the carry into the exponent (7.99
-    becomes 4), has no NaN there, and reads bf16 subnormals wrongly. Give it torch's conversions: to nearest even, as the
-    hardware's."""
+    becomes 4), has no NaN there, reads bf16 subnormals wrongly, and multiplies the bits of bf16 matrices as integers. Give
+    it torch's conversions, to nearest even, as the hardware's, and a product of values."""
     import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter
@@ -95,11 +95,21 @@ def mend_conversions() -> None:
     def convert(value: Any, source: Any, target: Any, rounding: Any) -> Any:
         if source == tl.float32 and target in low:
             return torch.from_numpy(np.ascontiguousarray(value)).to(low[target]).view(torch.uint8).numpy()
+        if source == tl.float32 and target == tl.bfloat16:
+            return torch.from_numpy(np.ascontiguousarray(value)).to(torch.bfloat16).view(torch.uint16).numpy()
         if source == tl.bfloat16 and target == tl.float32:
             return np.left_shift(value.view(np.uint16).astype(np.uint32), 16)
         return wrong(value, source, target, rounding)
 
+    def dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
+        wide = (
+            convert(x.data, x.dtype, tl.float32, None).view(np.float32) if x.dtype == tl.bfloat16 else x.data
+            for x in (a, b)
+        )
+        return interpreter.TensorHandle(np.matmul(*wide, dtype=d.data.dtype) + d.data, d.dtype.scalar)
+
     interpreter._convert_float = convert
+    interpreter.InterpreterBuilder.create_dot = dot
 
 
 class Compiler:

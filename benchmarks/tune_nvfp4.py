@@ -1,0 +1,208 @@
+"""Times the configs of the NVFP4 decode kernel, and the ways to run large batches, and writes the table that chooses.
+
+    python -m benchmarks.tune_nvfp4 --write
+
+Weights rotate through more memory than the L2 cache holds. A config counts with what its partial sums cost their reader,
+at `READ` bytes a second; the kernel that reads them is Inductor's, with the layer's epilogue in it.
+"""
+
+import argparse
+import json
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import harness, table
+from te_inductor.runtime import nvfp4
+from te_inductor.templates.triton import nvfp4_expand, nvfp4_linear
+from te_inductor.templates.triton.nvfp4_linear import FACTOR, TABLE, Config, Problem, supports
+
+LAYERS = ((28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096), (14336, 4096), (128256, 4096))
+BATCHES = (1, 16, 64, 128, 256)
+PREFILLS = (64, 128, 256, 1024, 4096)
+STEPS = {  # rows of x in a tile: columns at a time, and stages
+    8: ((128, 3), (256, 2), (256, 3), (256, 4)),
+    16: ((128, 3), (128, 4), (256, 2), (256, 3), (512, 2)),
+    32: ((128, 3), (128, 4), (256, 2), (256, 3)),
+    64: ((64, 4), (128, 3), (128, 4), (256, 2)),
+    128: ((64, 3), (64, 4), (128, 2), (128, 3)),
+}
+COPY = 4269e9  # bytes a second, reading and writing, measured on an H200
+READ = 3000e9
+COLD = 160e6  # bytes of weights to rotate through
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
+    parser.add_argument("--prefills", nargs="*", type=int, default=list(PREFILLS))
+    parser.add_argument("--layers", nargs="+", default=[f"{n}x{k}" for n, k in LAYERS])
+    parser.add_argument("--top", type=int, default=3, help="configs of each layer and batch that are shown")
+    parser.add_argument("--replays", type=int, default=9)
+    parser.add_argument("--processes", type=int, default=14, help="that compile")
+    parser.add_argument("--write", action="store_true", help="replace the package's table")
+    parser.add_argument("--json", type=Path, default=Path("out/tune_nvfp4.json"))
+    return parser.parse_args()
+
+
+def configs(m: int) -> list[Config]:
+    if m <= 8:
+        tiles = [(8, 1, 32, False), (8, 2, 32, False), (8, 2, 64, False), (8, 4, 64, False)]
+    elif m <= 16:
+        tiles = [(16, 1, 32, False), (16, 2, 64, False), (16, 4, 64, True), (16, 4, 128, True), (16, 8, 128, True)]
+    else:
+        rows = next((rows for rows in (32, 64, 128) if m <= rows), 256)
+        tiles = [(rows, 4, 64, True), (rows, 4, 128, True), (rows, 8, 128, True)]
+    return [
+        Config(rows, n, k, splits, warps, stages, planes)
+        for rows, warps, n, planes in tiles
+        for k, stages in STEPS[min(rows, 128)]
+        for splits in (1, 2, 4, 7, 8)
+    ]
+
+
+def worth(config: Config, problem: Problem) -> bool:
+    """Enough programs to fill the card, and not many more; no tile that reads most of its x for nothing."""
+    programs = -(-problem.n // config.block_n) * config.splits
+    steps = problem.k // config.block_k / config.splits
+    full = programs >= 8000 // (config.warps * 16) if config.splits == 1 else 200 <= programs <= 2200
+    return supports(config, problem) is None and full and steps >= 3
+
+
+def compile_ahead(job: tuple[Config, Problem]) -> None:
+    """Into Triton's cache, which the measuring process reads."""
+    config, problem = job
+    x, w, s, out = (
+        torch.empty(16, dtype=dtype, device="cuda")
+        for dtype in (torch.bfloat16, torch.int16, torch.uint8, torch.float32)
+    )
+    sizes = dict(zip(("K", "ROWS", "BLOCK_N", "BLOCK_K", "SPLITS"), (problem.k, *config_sizes(config)), strict=True))
+    nvfp4_linear._partial_sums.warmup(
+        x, w, s, out, problem.m, problem.n, **sizes, STAGES=config.stages, PLANES=config.planes, ASSEMBLY=True,
+        num_warps=config.warps, grid=(1,),
+    )  # fmt: skip
+
+
+def config_sizes(config: Config) -> tuple[int, int, int, int]:
+    return config.rows, config.block_n, config.block_k, config.splits
+
+
+class Layer:
+    """Random weights of one shape, in NVFP4 and in bf16, enough of each to leave the cache cold."""
+
+    def __init__(self, n: int, k: int) -> None:
+        self.n, self.k = n, k
+        self.stored = [_random(n, k) for _ in range(max(3, round(COLD / (n * k * 9 / 16))))]
+        self.plain = [
+            torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(max(2, round(COLD / (n * k))))
+        ]
+        self.values = nvfp4.values(*self.stored[0][:2])
+
+    def us(self, calls: Any, options: argparse.Namespace) -> float:
+        return harness.call_us(calls, "cuda", options.replays, warmup=1)
+
+    def bf16(self, x: Tensor, options: argparse.Namespace) -> float:
+        return self.us([lambda w=w: torch.mm(x, w.t()) for w in self.plain], options)
+
+    def decode(self, x: Tensor, config: Config, options: argparse.Namespace) -> float:
+        given = nvfp4_linear.planes(x) if config.planes else x
+        y = nvfp4_linear.partial_sums(given, *self.stored[0][:2], config).sum(0) * FACTOR
+        expected = x.float() @ self.values.t()
+        error = harness.relative_error(y, expected)["relative"]
+        if not error < 1e-4:
+            raise SystemExit(f"{config} is wrong by {error} of its norm")
+        calls = [lambda s=s: nvfp4_linear.partial_sums(given, *s[:2], config) for s in self.stored]
+        return self.us(calls, options)
+
+
+def _random(n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """As quantized from normal values: codes and scales of every kind."""
+    scales = torch.randint(0x40, 0x7F, (n, k // 16), dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
+    codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda")
+    return codes, scales, torch.full((), 0.01, device="cuda")
+
+
+def tune(layer: Layer, m: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    problem = Problem(m, layer.n, layer.k, torch.bfloat16)
+    x = torch.randn(m, layer.k, device="cuda", dtype=torch.bfloat16)
+    bf16 = layer.bf16(x, options)
+    rows = []
+    for config in configs(m):
+        if worth(config, problem):
+            us = layer.decode(x, config, options)
+            sums = config.splits * m * layer.n * 4 / READ * 1e6
+            rows.append({"us": us, "sums_us": sums, "bf16_us": bf16, "config": asdict(config)})
+    return [{"m": m, "n": layer.n, "k": layer.k, **row} for row in sorted(rows, key=lambda r: r["us"] + r["sums_us"])]
+
+
+def prefill(layer: Layer, m: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Large batches: cast to FP8 and cuBLASLt's GEMM, written out in bf16 and cuBLAS', and bf16 alone."""
+    x = torch.randn(m, layer.k, device="cuda", dtype=torch.bfloat16)
+    x8, one = x.to(torch.float8_e4m3fn), torch.ones(m, 1, device="cuda")
+
+    def fp8(s: tuple[Tensor, ...]) -> Tensor:
+        data, scale = nvfp4_expand.recast(*s)
+        return torch._scaled_mm(
+            x8, data.t(), scale_a=one, scale_b=scale.t(), out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+
+    def exact(s: tuple[Tensor, ...]) -> Tensor:
+        return torch.mm(x, nvfp4_expand.dequantize(*s, layer.k, torch.bfloat16).t())
+
+    ways = {"fp8_us": fp8, "exact_us": exact, "recast_us": lambda s: nvfp4_expand.recast(*s)}
+    found = {name: layer.us([lambda s=s, way=way: way(s) for s in layer.stored], options) for name, way in ways.items()}
+    return {"m": m, "n": layer.n, "k": layer.k, "bf16_us": layer.bf16(x, options), **found}
+
+
+def main() -> None:
+    options = parse()
+    layers = [tuple(map(int, layer.split("x"))) for layer in options.layers]
+    problems = [Problem(m, n, k, torch.bfloat16) for m in options.batches for n, k in layers]
+    jobs = [(config, problem) for problem in problems for config in configs(problem.m) if worth(config, problem)]
+    with ProcessPoolExecutor(options.processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(compile_ahead, jobs, chunksize=4))
+    environment = harness.environment("cuda")
+    best, shown, large = [], [], []
+    for n, k in layers:
+        layer = Layer(n, k)
+        for m in options.batches:
+            rows = tune(layer, m, options)
+            best.append(rows[0])
+            shown += [cells(row) for row in rows[: options.top]]
+        large += [prefill(layer, m, options) for m in options.prefills]
+        del layer
+        torch.cuda.empty_cache()
+    columns = ("M", "N x K", "us", "+ sums", "of copy", "over bf16", "bf16", "config")
+    table.show(f"NVFP4 decode, {table.headline(environment)}", columns, shown)
+    keys = ("m", "bf16_us", "fp8_us", "exact_us", "recast_us")
+    lines = [(f"{r['n']} x {r['k']}", *(table.number(r[key], 1) for key in keys)) for r in large]
+    table.show("large batches, us", ("N x K", "M", "bf16", "FP8", "exact", "cast alone"), lines)
+    data = {key: environment[key] for key in ("device", "date", "torch", "triton")}
+    harness.write_json(options.json, {**data, "rows": best, "prefill": large})
+    if options.write:
+        TABLE.write_text(written(data, best))
+
+
+def cells(row: dict[str, Any]) -> tuple[Any, ...]:
+    floor = row["n"] * row["k"] * 9 / 16 / COPY * 1e6
+    us = (table.number(row[key], 1) for key in ("us", "sums_us"))
+    return (
+        row["m"], f"{row['n']} x {row['k']}", *us, f"{floor / row['us']:.0%}",
+        table.number(row["bf16_us"] / row["us"]), table.number(row["bf16_us"], 1), Config(**row["config"]),
+    )  # fmt: skip
+
+
+def written(data: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    """A row a line, so that a difference can be read."""
+    lines = [json.dumps({**row, **{key: round(row[key], 1) for key in ("us", "sums_us", "bf16_us")}}) for row in rows]
+    head = "".join(f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in data.items())
+    return "{\n" + head + ' "rows": [\n  ' + ",\n  ".join(lines) + "\n ]\n}\n"
+
+
+if __name__ == "__main__":
+    main()

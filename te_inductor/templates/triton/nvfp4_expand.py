@@ -1,0 +1,125 @@
+"""A stored NVFP4 weight written out: in E4M3 with one scale a row, for FP8 GEMMs, or in bf16 or fp16.
+
+Bound by memory: 4.5 bits are read and 8 or 16 written for each weight.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from te_inductor.recipes.formats import NVFP4
+from te_inductor.templates.triton.nvfp4_decode import FACTOR, values
+
+_ROWS, _COLUMNS, _STEPS, _WARPS = 8, 512, 4, 4  # a program writes so many rows, columns at a time, and times
+LARGEST = tl.constexpr(NVFP4.element.max)  # of a value
+LIMIT = tl.constexpr(NVFP4.scale.max)  # of E4M3
+
+
+def recast(
+    stored: Tensor,  # (N, K/2) uint8
+    block_scale: Tensor,  # (N, K/16) e4m3
+    tensor_scale: Tensor,  # () fp32
+    assembly: bool = True,
+) -> tuple[Tensor, Tensor]:  # data (N, K) e4m3, scale_inv (N, 1) fp32
+    """As `runtime.nvfp4.recast`, bit for bit."""
+    n, k = stored.shape[0], 2 * stored.shape[1]
+    data = stored.new_empty((n, k), dtype=torch.float8_e4m3fn)
+    scale_inv = tensor_scale.new_empty((n, 1))
+    _launch(stored, block_scale, tensor_scale, data, scale_inv, k, assembly)
+    return data, scale_inv
+
+
+def dequantize(
+    stored: Tensor,  # (N, K/2) uint8
+    block_scale: Tensor,  # (N, K/16) e4m3
+    tensor_scale: Tensor,  # () fp32
+    k: int,
+    dtype: torch.dtype,
+    assembly: bool = True,
+) -> Tensor:  # (N, k)
+    """As `runtime.nvfp4.dequantize`, bit for bit."""
+    data = stored.new_empty((stored.shape[0], k), dtype=dtype)
+    _launch(stored, block_scale, tensor_scale, data, None, k, assembly)
+    return data
+
+
+def _launch(
+    stored: Tensor,
+    block_scale: Tensor,
+    tensor_scale: Tensor,
+    data: Tensor,
+    scale_inv: Tensor | None,
+    k: int,
+    assembly: bool,
+) -> None:
+    n = stored.shape[0]
+    _expand[(triton.cdiv(2 * stored.shape[1], _COLUMNS * _STEPS), triton.cdiv(n, _ROWS))](
+        stored.view(torch.int16),
+        block_scale.view(torch.uint8),
+        tensor_scale,
+        data,
+        scale_inv,
+        n,
+        K=2 * stored.shape[1],
+        COLUMNS=k,
+        ROWS=_ROWS,
+        BLOCK_K=_COLUMNS,
+        STEPS=_STEPS,
+        FACTOR=FACTOR,
+        RECAST=scale_inv is not None,
+        ASSEMBLY=assembly,
+        num_warps=_WARPS,
+    )
+
+
+@triton.jit
+def _expand(
+    stored,  # (N, K/4) int16
+    block_scale,  # (N, K/16) uint8
+    tensor_scale,  # () fp32
+    data,  # (N, COLUMNS)
+    scale_inv,  # (N, 1) fp32, where RECAST
+    N,
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STEPS: tl.constexpr,
+    FACTOR: tl.constexpr,
+    RECAST: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+):
+    first = tl.program_id(0) * (BLOCK_K * STEPS)
+    n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    row = n.to(tl.int64)[:, None]
+    inside = n[:, None] < N
+    scale = block_scale + row * (K // 16)
+    factor = tl.full((ROWS,), 0.0, tl.float32) + tl.load(tensor_scale)
+    if RECAST:
+        factor = _powers(scale, inside, K, ROWS, BLOCK_K)
+        tl.store(scale_inv + n, tl.load(tensor_scale) / factor, mask=(n < N) & (first == 0))
+    for k in range(first, first + BLOCK_K * STEPS, BLOCK_K):
+        j = k // 4 + tl.arange(0, BLOCK_K // 4)[None, :]
+        b = k // 16 + tl.arange(0, BLOCK_K // 16)[None, :]
+        column = k + tl.arange(0, BLOCK_K)[None, :]
+        words = tl.load(stored + row * (K // 4) + j, mask=inside & (j < K // 4), other=0)
+        scales = tl.load(scale + b, mask=inside & (b < K // 16), other=0)
+        w0, w1, w2, w3 = values(words, scales, ASSEMBLY)
+        wide = tl.join(tl.join(w0, w2), tl.join(w1, w3))
+        wide = tl.permute(tl.reshape(wide, (ROWS, BLOCK_K // 16, 4, 4)), (0, 1, 3, 2))
+        wide = tl.reshape(wide, (ROWS, BLOCK_K)).to(tl.float32) * FACTOR * factor[:, None]
+        tl.store(data + row * COLUMNS + column, wide.to(data.dtype.element_ty), mask=inside & (column < COLUMNS))
+
+
+@triton.jit
+def _powers(scale, inside, K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Of each row: the largest power of two that its largest block scale allows. The quotient is never near a power of two,
+    so that it does not matter how the division rounds."""
+    largest = tl.zeros((ROWS,), dtype=tl.float32)
+    for k in range(0, K // 16, BLOCK_K):
+        b = k + tl.arange(0, BLOCK_K)[None, :]
+        scales = tl.load(scale + b, mask=inside & (b < K // 16), other=0)
+        largest = tl.maximum(largest, tl.max(scales.to(tl.float8e4nv, bitcast=True).to(tl.float32), axis=1))
+    quotient = LIMIT / tl.where(largest > 0.0, LARGEST * largest, LIMIT)
+    return (quotient.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)

@@ -1,0 +1,209 @@
+"""``x @ w.T`` with a stored NVFP4 weight and few rows of x: as fast as 4.5 bits a weight can be read.
+
+The weight is the tensor core's left operand, so its N fills the 64 or 16 rows of an instruction and x's rows the other side,
+8 of them or a multiple. Four values in one 16-bit word are operands of four products, whose x is every fourth run of four
+columns: nothing moves between threads. See `nvfp4_decode` for the arithmetic and docs/performance.md for what was measured.
+
+Blocks of K are dealt to `splits` programs in turn, so that what runs at one time reads neighbouring bytes. Each writes its
+partial sums in fp32; whoever reads them adds them up in their order, in Inductor's code together with what comes next.
+"""
+
+import functools
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from te_inductor.diagnostics import Refusal
+from te_inductor.recipes.constants import Constant, constant
+from te_inductor.templates.triton.nvfp4_decode import FACTOR, values
+
+__all__ = ["FACTOR", "Config", "Problem", "choose", "partial_sums", "planes", "supports"]
+
+TABLE = Path(__file__).with_suffix(".json")
+DTYPES = (torch.bfloat16, torch.float16)
+CAPABILITY = (9, 0)  # mul.bf16x2
+
+
+@dataclass(frozen=True)
+class Problem:
+    """``y[M, N] = x[M, K] @ w[N, K].T``"""
+
+    m: int
+    n: int
+    k: int
+    dtype: torch.dtype  # of x
+
+
+@constant
+class Config(Constant):
+    """How the work is cut."""
+
+    rows: int  # of x in one program
+    block_n: int  # rows of the weight in one program
+    block_k: int  # columns that it reads at a time
+    splits: int  # programs that share the K of one tile
+    warps: int
+    stages: int  # of `block_k` columns on their way through shared memory
+    planes: bool = False  # x comes in four planes (`planes`), as wgmma wants it; else as it is, for mma
+
+    def __str__(self) -> str:
+        tile, way = f"{self.rows} x {self.block_n} x {self.block_k}", "wgmma" if self.planes else "mma"
+        return f"{tile}, {self.splits} splits, {self.warps} warps, {self.stages} stages, {way}"
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes."""
+        weight = self.block_n * self.block_k * 9 // 16
+        return self.stages * (weight + 2 * self.rows * self.block_k)
+
+
+def supports(config: Config, problem: Problem) -> Refusal | None:
+    """Why the kernel does not compute this problem so, or would be wrong to."""
+    if problem.dtype not in DTYPES:
+        return Refusal("input dtype %s is not bfloat16 or float16", str(problem.dtype).removeprefix("torch."))
+    if problem.k % (config.block_k * config.splits):
+        return Refusal("K=%d is not a multiple of %d splits of %d", problem.k, config.splits, config.block_k)
+    if config.shared_memory > 227 * 1024:
+        return Refusal("%d bytes of shared memory, an SM has %d", config.shared_memory, 227 * 1024)
+    if config.planes != (config.warps % 4 == 0 and config.block_n % 64 == 0 and config.rows >= 16):
+        return Refusal("planes are what wgmma wants, of 4 warps, 64 rows of the weight and 16 of x")
+    return None
+
+
+@functools.cache
+def table() -> dict[str, Any]:
+    """``device``, ``date``, versions, and ``rows``: a problem, its config, microseconds of it and of bf16."""
+    with TABLE.open() as file:
+        return json.load(file)  # type: ignore[no-any-return]
+
+
+def choose(problem: Problem) -> Config | None:
+    """The config of the nearest measured problem that this one supports, with fewer splits where K is short; None where
+    nothing fits."""
+    for row in sorted(table()["rows"], key=lambda row: _distance(row, problem)):
+        config = Config(**row["config"])
+        blocks = max(1, problem.k // config.block_k)
+        config = replace(config, splits=max(s for s in range(1, config.splits + 1) if blocks % s == 0))
+        if supports(config, problem) is None:
+            return config
+    return None
+
+
+def _distance(row: dict[str, Any], problem: Problem) -> tuple[float, float]:
+    """Rows of x decide the instruction, the weight's shape the splits: tiles of N must fill the card."""
+    fits = 0.0 if row["m"] >= problem.m else row["m"] and problem.m / row["m"]
+    ratios = (max(a, b) / min(a, b) for a, b in ((row["n"], problem.n), (row["k"], problem.k)))
+    return fits, (row["m"] / problem.m if not fits else 1.0) + sum(ratios)
+
+
+def planes(x: Tensor) -> Tensor:
+    """(M, K) -> (M, 4, K/4): plane i holds columns ``16 b + 4 i`` to ``16 b + 4 i + 3`` of each block b."""
+    m, k = x.shape
+    return x.reshape(m, k // 16, 4, 4).transpose(1, 2).reshape(m, 4, k // 4)
+
+
+def partial_sums(
+    x: Tensor,  # (M, K), or its planes (M, 4, K/4)
+    stored: Tensor,  # (N, K/2) uint8
+    block_scale: Tensor,  # (N, K/16) e4m3
+    config: Config,
+    assembly: bool = True,
+) -> Tensor:  # (splits, M, N) fp32
+    """Whose sum over the first dimension, times `FACTOR` and the tensor's scale, is the product."""
+    m, n, k = x.shape[0], stored.shape[0], 2 * stored.shape[1]
+    out = x.new_empty((config.splits, m, n), dtype=torch.float32)
+    grid = (config.splits, triton.cdiv(n, config.block_n), triton.cdiv(m, config.rows))
+    _partial_sums[grid](
+        x,
+        stored.view(torch.int16),
+        block_scale.view(torch.uint8),
+        out,
+        m,
+        n,
+        K=k,
+        ROWS=config.rows,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        SPLITS=config.splits,
+        STAGES=config.stages,
+        PLANES=config.planes,
+        ASSEMBLY=assembly,
+        num_warps=config.warps,
+    )
+    return out
+
+
+@triton.jit
+def _partial_sums(
+    x,  # (M, K), or (M, 4, K/4)
+    stored,  # (N, K/4) int16
+    block_scale,  # (N, K/16) uint8
+    out,  # (SPLITS, M, N) fp32
+    M,
+    N,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PLANES: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+):
+    part = tl.program_id(0)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    WORDS: tl.constexpr = BLOCK_K // 4
+    row = tl.minimum(n, N - 1).to(tl.int64)[:, None]
+    word = stored + row * (K // 4) + part * WORDS + tl.arange(0, WORDS)[None, :]
+    scale = block_scale + row * (K // 16) + part * (BLOCK_K // 16) + tl.arange(0, BLOCK_K // 16)[None, :]
+    if PLANES:
+        column = x + m[None, :] * K + part * WORDS + tl.arange(0, WORDS)[:, None]
+        inside = m[None, :] < M
+    else:
+        column = x + m[:, None] * K + part * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+        inside = m[:, None] < M
+    y = tl.zeros((BLOCK_N, ROWS), dtype=tl.float32)
+    # As often for every part, and known beforehand: else Triton waits for each wgmma before it issues the next.
+    for _ in tl.range(0, K, SPLITS * BLOCK_K, num_stages=STAGES):
+        words = tl.load(word, eviction_policy="evict_first")
+        scales = tl.load(scale, eviction_policy="evict_first")
+        if PLANES:
+            x0 = tl.load(column, mask=inside, other=0.0)
+            x1 = tl.load(column + K // 4, mask=inside, other=0.0)
+            x2 = tl.load(column + 2 * (K // 4), mask=inside, other=0.0)
+            x3 = tl.load(column + 3 * (K // 4), mask=inside, other=0.0)
+        else:
+            x0, x1, x2, x3 = _planes(tl.load(column, mask=inside, other=0.0))
+        w0, w1, w2, w3 = values(words, scales, ASSEMBLY)
+        y = tl.dot(w0.to(x0.dtype), x0, y)
+        y = tl.dot(w1.to(x0.dtype), x1, y)
+        y = tl.dot(w2.to(x0.dtype), x2, y)
+        y = tl.dot(w3.to(x0.dtype), x3, y)
+        word += SPLITS * WORDS
+        scale += SPLITS * (BLOCK_K // 16)
+        column += SPLITS * (WORDS if PLANES else BLOCK_K)
+    place = out + (part * M + m[None, :]).to(tl.int64) * N + n[:, None]
+    tl.store(place, y, mask=(m[None, :] < M) & (n[:, None] < N))
+
+
+@triton.jit
+def _planes(x):
+    """(M, K) -> four (K/4, M). A thread of mma holds 16 neighbouring columns, so that this only names its registers."""
+    M: tl.constexpr = x.shape[0]
+    K: tl.constexpr = x.shape[1]
+    x = tl.permute(tl.reshape(x, (M, K // 16, 2, 2, 4)), (0, 1, 4, 2, 3))
+    x02, x13 = tl.split(x)
+    x0, x2 = tl.split(x02)
+    x1, x3 = tl.split(x13)
+    x0 = tl.trans(tl.reshape(x0, (M, K // 4)))
+    x1 = tl.trans(tl.reshape(x1, (M, K // 4)))
+    x2 = tl.trans(tl.reshape(x2, (M, K // 4)))
+    x3 = tl.trans(tl.reshape(x3, (M, K // 4)))
+    return x0, x1, x2, x3

@@ -1,0 +1,49 @@
+"""The NVFP4 kernels as ops: `nvfp4_partial_sums`, which a lowering emits, and the stored weights' ops on CUDA tensors."""
+
+import torch
+from torch import Tensor
+
+from te_inductor.compat import constant_type_name
+from te_inductor.ops import _define, _library
+from te_inductor.runtime import nvfp4
+from te_inductor.templates.triton import nvfp4_expand, nvfp4_linear
+from te_inductor.templates.triton.nvfp4_linear import FACTOR, Config, Problem
+
+
+def _partial_sums_fake(x: Tensor, stored: Tensor, block_scale: Tensor, config: Config) -> Tensor:
+    return x.new_empty((config.splits, x.shape[0], stored.shape[0]), dtype=torch.float32)
+
+
+partial_sums = _define(
+    f"nvfp4_partial_sums(Tensor x, Tensor stored, Tensor block_scale, {constant_type_name(Config)} config) -> Tensor",
+    nvfp4_linear.partial_sums,
+    _partial_sums_fake,
+)
+
+
+def _linear(x: Tensor, stored: Tensor, block_scale: Tensor, tensor_scale: Tensor, out_dtype: torch.dtype) -> Tensor:
+    problem = Problem(x.shape[0], stored.shape[0], x.shape[1], x.dtype)
+    config = nvfp4_linear.choose(problem) if _runs_on(x.device) else None
+    if config is None:
+        return nvfp4.linear(x, stored, block_scale, tensor_scale, out_dtype)
+    x = nvfp4_linear.planes(x) if config.planes else x.contiguous()
+    y = nvfp4_linear.partial_sums(x, stored, block_scale, config).sum(0)
+    return (y * (tensor_scale * FACTOR)).to(out_dtype)
+
+
+def _dequantize(stored: Tensor, block_scale: Tensor, tensor_scale: Tensor, k: int, dtype: torch.dtype) -> Tensor:
+    run = nvfp4_expand if _runs_on(stored.device) else nvfp4
+    return run.dequantize(stored, block_scale, tensor_scale, k, dtype)
+
+
+def _recast(stored: Tensor, block_scale: Tensor, tensor_scale: Tensor) -> tuple[Tensor, Tensor]:
+    run = nvfp4_expand if _runs_on(stored.device) else nvfp4
+    return run.recast(stored, block_scale, tensor_scale)
+
+
+def _runs_on(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= nvfp4_linear.CAPABILITY
+
+
+for _name, _kernel in (("nvfp4_linear", _linear), ("nvfp4_dequantize", _dequantize), ("nvfp4_recast", _recast)):
+    _library.impl(_name, _kernel, "CUDA")

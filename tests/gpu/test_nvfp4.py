@@ -1,0 +1,135 @@
+"""Stored NVFP4 weights on a GPU: the kernels bit for bit or within the error of an fp32 sum, and compiled models."""
+
+import pytest
+import torch
+from torch import nn
+
+import te_inductor
+from te_inductor import ops_stored
+from te_inductor.quantization import quantize_
+from te_inductor.recipes import NVFP4WeightOnly
+from te_inductor.runtime import nvfp4
+
+hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="needs compute capability 9.0"
+)
+pytestmark = hopper
+
+
+@pytest.fixture(autouse=True)
+def kernels():
+    from te_inductor.templates.triton import nvfp4_ops  # noqa: F401
+
+
+def every_pair() -> tuple[torch.Tensor, torch.Tensor]:
+    """A row for each E4M3 scale, with every byte in every place of a block."""
+    bytes_ = torch.arange(256, dtype=torch.uint8, device="cuda")
+    row = torch.stack([bytes_.roll(shift) for shift in range(8)], 1).flatten()
+    scales = torch.arange(0x7F, dtype=torch.uint8, device="cuda")
+    stored = row.expand(len(scales), -1).contiguous()
+    return stored, scales[:, None].expand(-1, row.numel() // 8).contiguous().view(torch.float8_e4m3fn)
+
+
+def random_weight(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    codes, block_scale, tensor_scale = nvfp4.quantize(torch.randn(n, k, device="cuda"))
+    return nvfp4.store(codes), block_scale, tensor_scale
+
+
+def test_every_value_and_scale():
+    """What the assembly makes of all 256 bytes and 127 scales."""
+    stored, scales = every_pair()
+    one = torch.ones((), device="cuda")
+    k = 2 * stored.shape[1]
+    wide = ops_stored.nvfp4_dequantize(stored, scales, one, k, torch.bfloat16)
+    assert torch.equal(wide.float(), nvfp4.values(stored, scales))
+    for given, expected in zip(
+        ops_stored.nvfp4_recast(stored, scales, one), nvfp4.recast(stored, scales, one), strict=True
+    ):
+        assert torch.equal(given.float(), expected.float())
+
+
+@pytest.mark.parametrize("size", [(128, 256), (70, 1040), (4096, 4096)])
+def test_written_out(size):
+    weight = random_weight(*size)
+    for dtype in (torch.bfloat16, torch.float16):
+        wide = ops_stored.nvfp4_dequantize(*weight, size[1], dtype)
+        assert torch.equal(wide, nvfp4.dequantize(*weight, size[1], dtype))
+    for given, expected in zip(ops_stored.nvfp4_recast(*weight), nvfp4.recast(*weight), strict=True):
+        assert torch.equal(given.float(), expected.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [(128, 256), (4100, 4096), (512, 14336), (6144, 512), (96, 272)])
+@pytest.mark.parametrize("m", [1, 3, 8, 16, 17, 64])
+def test_linear(m, size, dtype):
+    """Products are exact in fp32; sums in any order, the tensor's scale, and the output round. Every element is written."""
+    n, k = size
+    weight = random_weight(n, k)
+    x = torch.randn(m, k, device="cuda", dtype=dtype)
+    wide = nvfp4.values(*weight[:2]).double() * weight[2].double()
+    torch.empty(1 << 26, device="cuda").fill_(torch.nan)  # poisons what the outputs are allocated from
+    y = ops_stored.nvfp4_linear(x, *weight, dtype)
+    error = (y.double() - x.double() @ wide.t()).abs()
+    magnitudes = x.double().abs() @ wide.abs().t()
+    assert (error <= magnitudes * k * 2.0**-22 + torch.finfo(dtype).eps * y.double().abs() + 1e-7).all()
+
+
+OPTIONS = {"mode": "reduce-overhead", "fallback": "error"}
+
+
+def model(k: int = 512) -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Linear(k, 1024), nn.SiLU(), nn.Linear(1024, k, bias=False), nn.Linear(k, k, bias=False)
+    return nn.Sequential(*layers).to("cuda", torch.bfloat16)
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4_weight_only", NVFP4WeightOnly(prefill="exact"), "rowwise"])
+@pytest.mark.parametrize("m", [1, 300])
+def test_compiled(m, recipe):
+    """Against what the stored weights stand for, in bf16; under CUDA graphs on fresh inputs, without a skip."""
+    quantized = quantize_(model(), recipe)
+    plain = model()
+    plain.load_state_dict(quantized.state_dict())  # dequantized
+    run = torch.compile(quantized, backend=te_inductor.te, fullgraph=True, options=OPTIONS)
+    torch._dynamo.utils.counters.clear()
+    with torch.no_grad():
+        for _ in range(5):
+            x = torch.randn(m, 512, device="cuda", dtype=torch.bfloat16)
+            y, expected = run(x).float(), plain(x).float()
+            # Three layers, activations and weights rounded to E4M3 in each where FP8 is used: 3.8% a layer.
+            fp8 = recipe == "rowwise" or (recipe == "nvfp4_weight_only" and m > ops_stored.DECODE_ROWS)
+            bound = 0.1 if fp8 else 0.015
+            assert torch.linalg.vector_norm(y - expected) <= bound * torch.linalg.vector_norm(expected)
+    assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
+
+
+def test_two_compiles_for_all_batches():
+    quantized = quantize_(model())
+    run = torch.compile(quantized, backend=te_inductor.te, fullgraph=True, dynamic=True)
+    torch._dynamo.utils.counters.clear()
+    with torch.no_grad():
+        for m in (2, 5, 16, 40, 64, 100, 300):
+            x = torch.randn(m, 512, device="cuda", dtype=torch.bfloat16)
+            difference = torch.linalg.vector_norm((run(x) - quantized(x)).float())
+            assert difference <= 0.02 * torch.linalg.vector_norm(quantized(x).float())
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+
+
+def test_memory():
+    """4.5 bits a weight, and nothing else stays."""
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    layer = nn.Linear(4096, 4096, bias=False, device="cuda", dtype=torch.bfloat16)
+    quantize_(layer)
+    held = torch.cuda.memory_allocated() - before
+    assert held == layer.weight.stored_bytes + 512 - 4  # the allocator's smallest block holds the tensor's scale
+    assert layer.weight.stored_bytes == 4096 * 4096 * 9 // 16 + 4
+
+
+def test_gradient_of_the_input():
+    quantized = quantize_(model())
+    x = torch.randn(16, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    torch.compile(quantized, backend=te_inductor.te, fullgraph=True)(x).float().square().sum().backward()
+    got, x.grad = x.grad, None
+    quantized(x).float().square().sum().backward()
+    assert torch.linalg.vector_norm(got - x.grad) <= 0.03 * torch.linalg.vector_norm(x.grad)

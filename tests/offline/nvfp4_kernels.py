@@ -1,0 +1,58 @@
+"""Runs the NVFP4 kernels in Triton's interpreter and compares: python -m tests.offline.nvfp4_kernels, TRITON_INTERPRET=1."""
+
+import itertools
+
+import torch
+
+from te_inductor.runtime import nvfp4
+from te_inductor.templates.triton import nvfp4_expand, nvfp4_linear
+from te_inductor.templates.triton.nvfp4_linear import FACTOR, Config
+from tests.offline.interpret import mend_conversions
+
+# Each with sizes that fill no tile: M, N, K.
+LINEAR = [
+    (Config(8, 16, 128, splits=1, warps=1, stages=3), (1, 16, 256)),
+    (Config(8, 32, 64, splits=2, warps=2, stages=2), (3, 37, 384)),
+    (Config(16, 32, 64, splits=3, warps=2, stages=3), (21, 40, 384)),
+    (Config(16, 64, 64, splits=2, warps=4, stages=3, planes=True), (17, 70, 256)),
+]
+
+
+def weight(n: int, k: int) -> tuple[torch.Tensor, ...]:
+    codes, block_scale, tensor_scale = nvfp4.quantize(torch.randn(n, k) * torch.exp2(torch.randint(-6, 6, (n, 1))))
+    return nvfp4.store(codes), block_scale, tensor_scale
+
+
+def linear(config: Config, m: int, n: int, k: int) -> None:
+    """Each product is exact in fp32, K of them are summed there."""
+    stored, block_scale, _ = weight(n, k)
+    x = torch.randn(m, k).bfloat16()
+    assert nvfp4_linear.supports(config, nvfp4_linear.Problem(m, n, k, x.dtype)) is None
+    given = nvfp4_linear.planes(x) if config.planes else x
+    parts = nvfp4_linear.partial_sums(given, stored, block_scale, config, assembly=False)
+    assert parts.shape == (config.splits, m, n)
+    wide = nvfp4.values(stored, block_scale).double()
+    error = (parts.double().sum(0) * FACTOR - x.double() @ wide.t()).abs()
+    assert (error <= k * 2.0**-24 * (x.double().abs() @ wide.abs().t())).all(), config
+
+
+def expand(n: int, k: int) -> None:
+    stored, block_scale, tensor_scale = weight(n, k)
+    for given, expected in zip(
+        nvfp4_expand.recast(stored, block_scale, tensor_scale, assembly=False),
+        nvfp4.recast(stored, block_scale, tensor_scale),
+        strict=True,
+    ):
+        assert torch.equal(given.float(), expected.float()), (n, k)
+    for dtype in (torch.bfloat16, torch.float16):
+        wide = nvfp4_expand.dequantize(stored, block_scale, tensor_scale, k, dtype, assembly=False)
+        assert torch.equal(wide, nvfp4.dequantize(stored, block_scale, tensor_scale, k, dtype)), (n, k, dtype)
+
+
+if __name__ == "__main__":
+    mend_conversions()
+    torch.manual_seed(0)
+    for config, sizes in LINEAR:
+        linear(config, *sizes)
+    for n, k in itertools.product((1, 11), (16, 50, 1040)):
+        expand(n, k)

@@ -1,0 +1,142 @@
+"""The NVFP4 kernels without a GPU: interpreted, their assembly line by line, as cubins, and in generated code."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from te_inductor.runtime import nvfp4
+from tests.offline.harness import HERE, generate
+
+triton = pytest.importorskip("triton")
+
+from te_inductor.templates.triton import nvfp4_decode, nvfp4_linear  # noqa: E402
+from te_inductor.templates.triton.nvfp4_linear import Config, Problem, choose, supports, table  # noqa: E402
+
+PATTERN = 0xFFFFFFFF
+
+
+def test_interpreted():
+    """Against plain torch: indices, masks, splits, planes; recast and dequantized bit for bit."""
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "tests.offline.nvfp4_kernels"]
+    done = subprocess.run(command, cwd=HERE.parents[1], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def products(a: int, b: int) -> int:
+    """mul.bf16x2: torch multiplies bf16 as fp32 does and rounds once, subnormals included."""
+    halves = []
+    for shift in (0, 16):
+        x, y = (torch.tensor([(v >> shift) & 0xFFFF], dtype=torch.uint16).view(torch.bfloat16) for v in (a, b))
+        halves.append(int((x * y).view(torch.uint16)[0]) << shift)
+    return sum(halves)
+
+
+OPERATIONS = {
+    "and.b32": lambda a, b: a & b,
+    "or.b32": lambda a, b: a | b,
+    "mov.b32": lambda a: a,
+    "mul.lo.u32": lambda a, b: (a * b) & PATTERN,
+    "shf.l.wrap.b32": lambda low, high, turn: ((high << turn) | (low >> (32 - turn))) & PATTERN,
+    "mul.bf16x2": products,
+}
+
+
+def execute(assembly: str, registers: dict[str, int]) -> dict[str, int]:
+    """The few PTX instructions that the kernels are written in."""
+    for line in re.findall(r"([a-z0-9.]+) ([^;{}]+);", assembly):
+        name, operands = line[0], [operand.strip() for operand in line[1].split(",")]
+        if name == ".reg":
+            continue
+        values = [registers[o] if o in registers else int(o, 0) for o in operands[1:]]
+        registers[operands[0]] = OPERATIONS[name](*values)
+    return registers
+
+
+def as_bf16(pair: int) -> Tensor:
+    return torch.tensor([pair & 0xFFFF, pair >> 16], dtype=torch.uint16).view(torch.bfloat16).double()
+
+
+@pytest.mark.parametrize("scale", [0, 1, 7, 8, 0x38, 0x45, 0x7E])  # zero, subnormals, 1, 448
+def test_assembly(scale):
+    """All 16 codes in all places, times scales of every kind: exact, times 2**-7."""
+    factor = torch.tensor([scale], dtype=torch.uint8).view(torch.float8_e4m3fn)
+    pair = execute(nvfp4_decode._SCALE.value, {"$1": scale})["$0"]
+    assert (as_bf16(pair) == factor.double() * 2.0**119).all()
+    for shift in range(16):
+        codes = torch.arange(16, dtype=torch.uint8).roll(shift)[None]
+        stored = nvfp4.store(codes)
+        expected = nvfp4.values(stored, factor[None]).double().view(4, 2, 2)  # i, unit, half
+        for unit, bits in enumerate(stored.view(torch.int32)[0].tolist()):
+            found = execute(nvfp4_decode._VALUES.value, {"$4": bits & PATTERN, "$5": pair})
+            for i in range(4):
+                assert torch.equal(as_bf16(found[f"${i}"]) * nvfp4_decode.FACTOR, expected[i, unit])
+
+
+def test_table():
+    """Every measured config is supported where it was measured, and chosen there; near shapes get one that is supported."""
+    for row in table()["rows"]:
+        problem = Problem(row["m"], row["n"], row["k"], torch.bfloat16)
+        assert supports(Config(**row["config"]), problem) is None
+        assert choose(problem) == Config(**row["config"])
+        for m in (1, 5, 16, 17, 64):
+            for n, k in ((row["n"], row["k"]), (row["n"] + 8, row["k"]), (512, 256), (32, 1024)):
+                near = choose(Problem(m, n, k, torch.float16))
+                assert near is not None and supports(near, Problem(m, n, k, torch.float16)) is None
+    assert choose(Problem(1, 4096, 4096, torch.float32)) is None
+    assert choose(Problem(1, 4096, 4096 + 16, torch.bfloat16)) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "instruction"),
+    [(Config(8, 64, 256, 2, 2, 3), "mma.sync"), (Config(16, 64, 256, 2, 4, 3, planes=True), "wgmma.mma_async")],
+    ids=["mma", "wgmma"],
+)
+def test_cubin(config, instruction):
+    """Compiled for sm_90. Operands go to the tensor core as they are loaded: only copies write to shared memory before the
+    sums are done."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    function = nvfp4_linear._partial_sums
+    constants = {
+        "K": 4096, "ROWS": config.rows, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "SPLITS": config.splits,
+        "STAGES": config.stages, "PLANES": config.planes, "ASSEMBLY": True,
+    }  # fmt: skip
+    types = {"x": "*bf16", "stored": "*i16", "block_scale": "*u8", "out": "*fp32"}
+    places = {name: (place,) for place, name in enumerate(function.arg_names)}
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in places}
+    aligned = {places[name]: [["tt.divisibility", 16]] for name in (*types, "N")}
+    source = ASTSource(
+        fn=function, signature=signature, constexprs={places[k]: v for k, v in constants.items()}, attrs=aligned
+    )
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": config.warps})
+    ptx = made.asm["ptx"]
+    assert made.asm["cubin"] and instruction in ptx and "mul.bf16x2" in ptx and "cp.async" in ptx
+    assert "st.shared" not in ptx[: ptx.rindex(instruction)] and "shfl" not in ptx
+    assert made.metadata.shared <= config.shared_memory
+
+
+def test_generated_decode():
+    """A step of generation: three kernels of ours, whose sums are added up in the kernels of SwiGLU and of the residual."""
+    code = generate("decode_nvfp4", 90)
+    [source] = code.sources
+    assert (
+        source.count("nvfp4_partial_sums.default(") == 3
+        and "_scaled_mm(" not in source
+        and "extern_kernels.mm" not in source
+    )
+    assert len(code.kernels) == 3
+    assert "silu" in code.kernels[1].name and "sum" not in source.split("def call")[0].split("async_compile.triton(")[0]
+
+
+def test_generated_prefill():
+    """A prompt: weights cast to E4M3, FP8 GEMMs; gate and up share the cast of their input."""
+    [source] = generate("prefill_nvfp4", 90).sources
+    assert source.count("nvfp4_recast.default(") == 3 and source.count("extern_kernels._scaled_mm(") == 3
+    assert source.count("use_fast_accum=True") == 3
