@@ -93,10 +93,8 @@ def generate(arm: str, batch: int, options: argparse.Namespace) -> dict[str, Any
 def step_ms(step: Callable[[], Tensor], options: argparse.Namespace) -> float:
     if options.device == "cpu":
         return statistics.median(harness.times_ms(step, "cpu", options.tokens, 1))
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
+    for _ in range(3):
+        step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

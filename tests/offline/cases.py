@@ -242,7 +242,7 @@ def nvfp4_weight() -> Case:
     return _nvfp4_casts(20, 70, "16x16", stochastic=False)
 
 
-def _decoding(rows: int, dynamic: bool = False) -> Case:
+def _decoding(rows: int, dynamic: bool | None = None) -> Case:
     """A layer whose weights are stored in NVFP4, a step of generation or a prompt through it."""
     from te_inductor.recipes import NVFP4WeightOnly
     from te_inductor.stored_weight import NVFP4Weight
@@ -257,7 +257,8 @@ def _decoding(rows: int, dynamic: bool = False) -> Case:
         )
         weight = NVFP4Weight(parts, torch.Size((n, k)), torch.bfloat16, NVFP4WeightOnly())
         layer.weight = nn.Parameter(weight, requires_grad=False)
-    run = torch.compile(model.requires_grad_(False), backend="te", fullgraph=True, options={"fallback": "error"})
+    options = {"fallback": "error"}
+    run = torch.compile(model.requires_grad_(False), backend="te", fullgraph=True, dynamic=dynamic, options=options)
     return run, (torch.randn(rows, 4096, device="cuda", dtype=torch.bfloat16),)
 
 
@@ -265,8 +266,9 @@ def decode_nvfp4() -> Case:
     return _decoding(1)
 
 
-def decode_nvfp4_16() -> Case:
-    return _decoding(16)
+def decode_nvfp4_dynamic() -> Case:
+    """Every size that could be a symbol is one, but the weights'."""
+    return _decoding(16, dynamic=True)
 
 
 def prefill_nvfp4() -> Case:

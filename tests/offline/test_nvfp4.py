@@ -120,11 +120,13 @@ def test_cubin(config, instruction):
     assert made.asm["cubin"] and instruction in ptx and "mul.bf16x2" in ptx and "cp.async" in ptx
     assert "st.shared" not in ptx[: ptx.rindex(instruction)] and "shfl" not in ptx
     assert made.metadata.shared <= config.shared_memory
+    assert ptx.count("wgmma.wait_group") >= ptx.count("wgmma.mma_async") // (config.block_k // 64)  # once a product
 
 
-def test_generated_decode():
+@pytest.mark.parametrize("case", ["decode_nvfp4", "decode_nvfp4_dynamic"])
+def test_generated_decode(case):
     """A step of generation: three kernels of ours, whose sums are added up in the kernels of SwiGLU and of the residual."""
-    code = generate("decode_nvfp4", 90)
+    code = generate(case, 90)
     [source] = code.sources
     assert (
         source.count("nvfp4_partial_sums.default(") == 3

@@ -170,8 +170,11 @@ def _partial_sums(
         column = x + m[:, None] * K + part * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
         inside = m[:, None] < M
     y = tl.zeros((BLOCK_N, ROWS), dtype=tl.float32)
-    # As often for every part, and known beforehand: else Triton waits for each wgmma before it issues the next.
-    for _ in tl.range(0, K, SPLITS * BLOCK_K, num_stages=STAGES):
+    # As often for every part. Where Triton knows how often, it lets wgmma run while it makes the next ones' operands: 15%
+    # faster with 16 rows, and wrong by 1e-3 of the norm with 64 (Triton 3.6, H200, 64 x 128 x 128, 8 splits, 4 warps, 3
+    # stages). In a loop whose bounds it does not know it waits for each.
+    first = part * BLOCK_K if PLANES else 0
+    for _ in tl.range(first, K + first, SPLITS * BLOCK_K, num_stages=STAGES):
         words = tl.load(word, eviction_policy="evict_first")
         scales = tl.load(scale, eviction_policy="evict_first")
         if PLANES:
