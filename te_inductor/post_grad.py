@@ -92,7 +92,7 @@ def package_hash() -> str:
     """A digest of the package's sources: an edited package never meets kernels that an older one wrote."""
     digest = hashlib.sha256()
     root = Path(__file__).parent
-    for path in sorted(root.rglob("*.py")):
+    for path in sorted(path for kind in ("*.py", "*.json") for path in root.rglob(kind)):  # and tuned tables
         digest.update(str(path.relative_to(root)).encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()

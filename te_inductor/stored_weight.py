@@ -18,7 +18,7 @@ from te_inductor import ops, ops_stored
 from te_inductor.errors import RecipeError, StoredWeightError
 from te_inductor.recipes import Float8BlockScaling, Float8CurrentScaling, Float8RowwiseScaling, NVFP4WeightOnly, Recipe
 from te_inductor.recipes.formats import NVFP4
-from te_inductor.runtime import nvfp4
+from te_inductor.runtime import microscaling, nvfp4
 
 aten = torch.ops.aten
 
@@ -160,7 +160,7 @@ class NVFP4Weight(StoredWeight):
         return NVFP4
 
     def saved(self) -> tuple[Tensor, ...]:
-        return nvfp4.pack(nvfp4.codes(self.stored)), self.block_scale, self.tensor_scale
+        return microscaling.pack(nvfp4.codes(self.stored)), self.block_scale, self.tensor_scale
 
     @classmethod
     def from_saved(cls, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

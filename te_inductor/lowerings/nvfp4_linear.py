@@ -26,9 +26,9 @@ def nvfp4_linear(
     from te_inductor.templates.triton import nvfp4_linear as template
     from te_inductor.templates.triton import nvfp4_ops
 
-    m, k = x.get_size()
-    sizes = (compat.size_hint(V.graph.sizevars, size) for size in (m, stored.get_size()[0], k))
-    problem = template.Problem(*sizes, x.get_dtype())
+    (m, k), n = x.get_size(), stored.get_size()[0]
+    hints = [compat.size_hint(V.graph.sizevars, size) for size in (m, n, k)]
+    problem = template.Problem(hints[0], hints[1], hints[2], x.get_dtype())
     config = template.choose(problem) if torch.cuda.get_device_capability(device) >= template.CAPABILITY else None
     if config is None:
         return _eager(ops_stored.nvfp4_linear, x, stored, block_scale, tensor_scale, out_dtype)

@@ -69,9 +69,14 @@ def e8m0_value(code: Tensor) -> Tensor:
     return torch.where(wide == NAN_CODE, torch.nan, bits.to(torch.int32).view(torch.float32))
 
 
-def _two_level(amax: Tensor, tensor_amax: Tensor) -> tuple[Tensor, Tensor]:
+def tensor_encode_scale(tensor_amax: Tensor) -> Tensor:
+    """The fp32 factor of the first of two levels, which maps the tensor's amax to `TWO_LEVEL_MAX`."""
     scale = torch.full_like(tensor_amax, TWO_LEVEL_MAX) / tensor_amax
-    scale = torch.where((tensor_amax > 0) & (tensor_amax < torch.inf), scale.clamp(max=FP32_MAX), 1.0)
+    return torch.where((tensor_amax > 0) & (tensor_amax < torch.inf), scale.clamp(max=FP32_MAX), 1.0)
+
+
+def _two_level(amax: Tensor, tensor_amax: Tensor) -> tuple[Tensor, Tensor]:
+    scale = tensor_encode_scale(tensor_amax)
     scale_inv = amax * (scale * reciprocal(E2M1.max))
     scale_inv = scale_inv.clamp(max=E4M3.max).to(E4M3.dtype)
     decode = scale_inv.float() * (1.0 / scale)

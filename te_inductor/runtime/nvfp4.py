@@ -20,10 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from te_inductor.recipes.formats import NVFP4
+from te_inductor.recipes.quantizers import Quantizer
+from te_inductor.runtime import microscaling
 
 BLOCK = NVFP4.block[1]
-_LARGEST = NVFP4.element.max * NVFP4.scale.max
-_FP32_MAX = torch.finfo(torch.float32).max
+QUANTIZER = Quantizer(NVFP4.element.name, scope="1x16")
 
 # Of each half: bf16's sign, two low bits of exponent, one of mantissa.
 _FIELD = 0x81C081C0
@@ -42,34 +43,15 @@ def quantize(
 ) -> tuple[
     Tensor, Tensor, Tensor
 ]:  # codes (N, K padded to 16) uint8, block scales (N, K/16) e4m3, tensor scale () fp32
-    """Codes are E2M1's four bits. Correctly rounded fp32 at every step, as docs/numerics.md states it."""
+    """Codes are E2M1's four bits. docs/numerics.md states the arithmetic, as for NVFP4's inputs in training."""
     missing = -weight.shape[1] % BLOCK
     x = (F.pad(weight, (0, missing)) if missing else weight).float()
     blocks = x.view(x.shape[0], -1, BLOCK)
     amaxes = blocks.abs().amax(-1)
     amax = amaxes.amax()
-    # Tensor by tensor: torch evaluates `number / tensor` as a product with the reciprocal, which rounds twice.
-    encode = (torch.full_like(amax, _LARGEST) / amax).clamp(max=_FP32_MAX)
-    encode = torch.where((amax > 0) & (amax < torch.inf), encode, 1.0)
-    scale_inv = 1.0 / encode
-    scales = (amaxes * (encode * torch.tensor(1 / NVFP4.element.max, device=x.device))).clamp(max=NVFP4.scale.max)
-    scales = scales.to(NVFP4.scale.dtype)
-    block_encode = (1.0 / (scales.float() * scale_inv)).clamp(max=_FP32_MAX)
-    return _codes(blocks * block_encode[..., None]).view(x.shape), scales, scale_inv
-
-
-def _codes(x: Tensor) -> Tensor:
-    """Round to E2M1, to nearest even; saturate; NaN has no code and becomes 6."""
-    size = x.abs().nan_to_num(NVFP4.element.max).clamp(max=NVFP4.element.max)
-    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
-    size = (size / step).round() * step
-    code = torch.where(size <= 2, 2 * size, torch.where(size <= 4, size + 2, 7.0))
-    return code.to(torch.uint8) | (x.signbit().to(torch.uint8) << 3)
-
-
-def pack(codes: Tensor) -> Tensor:  # (N, K) -> (N, K/2)
-    """NVFP4's own order: the first of two values in the low nibble."""
-    return codes[:, ::2] | (codes[:, 1::2] << 4)
+    factor, block_scale = microscaling.encode(amaxes, QUANTIZER, amax)
+    codes = microscaling.cast_e2m1(blocks * factor[..., None]).view(x.shape)
+    return codes, block_scale, 1.0 / microscaling.tensor_encode_scale(amax)
 
 
 def unpack(packed: Tensor) -> Tensor:  # (N, K/2) -> (N, K)

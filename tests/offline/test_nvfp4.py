@@ -88,6 +88,10 @@ def test_table():
             for n, k in ((row["n"], row["k"]), (row["n"] + 8, row["k"]), (512, 256), (32, 1024)):
                 near = choose(Problem(m, n, k, torch.float16))
                 assert near is not None and supports(near, Problem(m, n, k, torch.float16)) is None
+    assert (
+        choose(Problem(8, 4096, 4096, torch.bfloat16)).rows == 8
+        and choose(Problem(9, 4096, 4096, torch.bfloat16)).rows == 16
+    )
     assert choose(Problem(1, 4096, 4096, torch.float32)) is None
     assert choose(Problem(1, 4096, 4096 + 16, torch.bfloat16)) is None
 

@@ -95,11 +95,12 @@ def choose(problem: Problem) -> Config | None:
     return None
 
 
-def _distance(row: dict[str, Any], problem: Problem) -> tuple[float, float]:
-    """Rows of x decide the instruction, the weight's shape the splits: tiles of N must fill the card."""
-    fits = 0.0 if row["m"] >= problem.m else row["m"] and problem.m / row["m"]
+def _distance(row: dict[str, Any], problem: Problem) -> tuple[int, int, float]:
+    """First how often the weight is read, then how many rows of x a tile has for nothing; then the weight's shape, which
+    decides the splits: tiles of N must fill the card."""
+    rows = row["config"]["rows"]
     ratios = (max(a, b) / min(a, b) for a, b in ((row["n"], problem.n), (row["k"], problem.k)))
-    return fits, (row["m"] / problem.m if not fits else 1.0) + sum(ratios)
+    return -(-problem.m // rows), rows, sum(ratios)
 
 
 def planes(x: Tensor) -> Tensor:
