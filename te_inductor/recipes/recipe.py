@@ -20,6 +20,19 @@ class Slots(Constant):
     dgrad: Gemm
     wgrad: Gemm
 
+    def __post_init__(self) -> None:
+        if self.weight.hadamard or self.input.hadamard != self.grad_output.hadamard:
+            given = ", ".join(f"{name} {getattr(self, name).hadamard}" for name in ("input", "weight", "grad_output"))
+            raise RecipeError(
+                f"hadamard is set for {given}, expected input and grad_output alike and no weight: the transform cancels in"
+                " wgrad alone"
+            )
+        if self.input.stochastic or self.weight.stochastic:
+            raise RecipeError(
+                "input or weight is rounded stochastically, expected grad_output alone: a checkpoint that computes the"
+                " forward again would draw other bits"
+            )
+
 
 @constant
 class Recipe(Constant):

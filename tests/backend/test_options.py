@@ -1,5 +1,6 @@
 """Options, mode, environment: what is accepted has an effect, what is wrong is named with the nearest right one."""
 
+import dataclasses
 import functools
 
 import pytest
@@ -218,6 +219,18 @@ def test_every_field_of_mxfp8_has_an_effect():
     variants = [recipes.MXFP8BlockScaling(fp8_format=recipes.Format.HYBRID)]
     variants += [recipes.MXFP8BlockScaling(enable_2d_quantization=True)]
     assert len({slots, *(variant.slots() for variant in variants)}) == 3
+
+
+def test_transforms_and_random_rounding_where_they_make_sense():
+    slots = recipes.NVFP4BlockScaling().slots()
+    plain, moved = dataclasses.replace(slots.input, hadamard=False), slots.input
+    random = dataclasses.replace(plain, stochastic=True)
+    for changed in ({"input": plain}, {"grad_output": plain}, {"weight": moved}):
+        with pytest.raises(errors.RecipeError, match="expected input and grad_output alike"):
+            dataclasses.replace(slots, **changed)
+    for changed in ({"input": random, "grad_output": plain}, {"weight": random}):
+        with pytest.raises(errors.RecipeError, match="expected grad_output alone"):
+            dataclasses.replace(slots, **changed)
 
 
 def test_every_field_of_nvfp4_has_an_effect():
