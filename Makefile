@@ -10,7 +10,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu lint format clean
+.PHONY: help demo test test-gpu fuzz lint format clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,6 +23,9 @@ test: $(VENV)/dev.done ## Run the tests that need no GPU; ARGS="-k explain"
 
 test-gpu: $(VENV)/dev.done ## Run the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+fuzz: $(VENV)/dev.done ## Check 2,000 random models, others with each seed; ARGS="--seed 7 --cases 200"
+	$(BIN)/python -m pytest tests/backend/test_fuzz.py -n 2 --cases 2000 $(ARGS)
 
 lint: $(VENV)/dev.done ## Check style, formatting and types
 	$(BIN)/ruff check

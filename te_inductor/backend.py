@@ -17,7 +17,7 @@ from torch import fx
 
 from te_inductor import compat, config, recipes, regions
 from te_inductor.config import Options
-from te_inductor.diagnostics import Report, announce, log
+from te_inductor.diagnostics import Report, announce, log, say, uncompiled
 from te_inductor.errors import TEInductorError
 from te_inductor.passes import (
     Plan,
@@ -114,7 +114,26 @@ def _inductor(options: Options, name: str | None) -> Callable[[fx.GraphModule, S
     patches = dict(torch._TorchCompileInductorWrapper(options.mode, dict(options.inductor), None).config)
     for place, ours in (("joint_custom_pre_pass", RecomputeCopies), ("post_grad_custom_pre_pass", ShareQuantizations)):
         patches[place] = ours(patches.get(place, getattr(inductor, place)))
-    return lambda gm, inputs: compat.compile_fx(gm, inputs, patches, wrap_inner, name)
+
+    def compile(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        try:
+            return compat.compile_fx(gm, inputs, patches, wrap_inner, name)  # type: ignore[no-any-return]
+        except Exception as error:
+            if not _is_of_files(error):
+                raise
+            failure = traceback.format_exc()
+        # No graph would compile, so none is tried again: this one runs as it is, by the eager runtime.
+        say(uncompiled(failure), options.fallback)
+        return gm.forward
+
+    return compile
+
+
+def _is_of_files(error: BaseException | None) -> bool:
+    """Whether the operating system refused a file or folder: a cache that cannot be written, a full disk."""
+    while error is not None and not isinstance(error, OSError):
+        error = getattr(error, "inner_exception", None) or error.__cause__
+    return error is not None
 
 
 def _compile_or_restore(

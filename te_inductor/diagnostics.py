@@ -162,6 +162,14 @@ def summary(report: Report) -> str | None:
     return "\n".join(lines) or None
 
 
+def uncompiled(failure: str) -> str:
+    """The text of the warning about a graph that Inductor found no place to write the code of."""
+    return (
+        "te_inductor: a graph runs uncompiled, as files could not be written; give TORCHINDUCTOR_CACHE_DIR a folder that can"
+        f" be\n{failure}"
+    )
+
+
 def without_state(fqns: Iterable[str]) -> str:
     """The text of the warning about delayed scaling that is asked to cast and has never seen anything."""
     return (

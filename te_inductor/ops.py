@@ -259,7 +259,8 @@ class _Linear(torch.autograd.Function):
                 'compile this module with options={"recipe": "none"}'
             )
         x_grad, weight_grad, bias_grad = ctx.needs
-        x_col, w_col = Copy(*ctx.saved_tensors[:3]), Copy(*ctx.saved_tensors[3:])
+        saved = ctx.saved_tensors  # once: each access unpacks them
+        x_col, w_col = Copy(*saved[:3]), Copy(*saved[3:])
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         slots, step, dx = ctx.slots, ctx.step, None
         dws: Sequence[Tensor | None] = [None] * len(dys)

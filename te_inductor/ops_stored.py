@@ -74,8 +74,9 @@ class _Frozen(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
-        w = ctx.kind.dequantized(*ctx.saved_tensors, ctx.k, dy.dtype, *ctx.constants)
-        return (dy @ w).to(ctx.dtype), None, None, *(None for _ in ctx.saved_tensors)
+        saved = ctx.saved_tensors  # once: each access unpacks them
+        w = ctx.kind.dequantized(*saved, ctx.k, dy.dtype, *ctx.constants)
+        return (dy @ w).to(ctx.dtype), None, None, *(None for _ in saved)
 
 
 def _fixed(weight: Tensor) -> None:

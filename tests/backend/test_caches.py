@@ -88,3 +88,22 @@ def test_an_edited_package_misses(first, tmp_path):
     after = run(folder, {"recipe": "current"}, package)
     assert after["caches"]["hit"] == after["caches"]["autograd_hit"] == 0
     assert after["loss"] == before["loss"]
+
+
+@pytest.mark.parametrize("how", ["cut off", "garbage", "empty"])
+def test_corrupted_entries_are_compiled_anew(first, how, tmp_path):
+    """Every entry of both caches, as a full disk or a killed process leaves them."""
+    folder, before = first
+    shutil.copytree(folder, tmp_path / "caches")
+    entries = [
+        file
+        for kind in ("fxgraph", "aotautograd")
+        for file in (tmp_path / "caches" / kind).rglob("*")
+        if file.is_file()
+    ]
+    assert len(entries) > 2
+    for entry in entries:
+        content = entry.read_bytes()
+        entry.write_bytes({"cut off": content[: len(content) // 2], "garbage": b"\xff" * 64, "empty": b""}[how])
+    after = run(tmp_path / "caches", {"recipe": "current"})
+    assert after["loss"] == before["loss"] and after["caches"]["autograd_hit"] == 0

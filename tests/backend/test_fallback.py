@@ -1,5 +1,7 @@
 """Every rung of the ladder, and what each says. Injected failures stand for bugs of ours and of the layers below."""
 
+import subprocess
+import sys
 import warnings
 from types import SimpleNamespace
 
@@ -232,3 +234,43 @@ def test_a_failing_lowering_runs_in_the_eager_runtime(name, op, monkeypatch, no_
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="run in the eager runtime"):
         warned(model, x, fallback="error")
+
+
+NOWHERE_TO_WRITE = """
+import itertools, os, string, sys, warnings
+folder = sys.argv[1]
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+for name in itertools.product(string.ascii_lowercase + string.digits, repeat=2):
+    open(os.path.join(folder, "".join(name)), "w").close()  # where Inductor would make a folder
+
+import torch
+model, x = torch.nn.Linear(32, 32), torch.randn(6, 32)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    y = torch.compile(model, backend="te", options={"recipe": "rowwise"})(x)
+    y.sum().backward()
+[text] = [str(entry.message) for entry in caught if entry.category.__name__ == "FallbackWarning"]
+assert "a graph runs uncompiled" in text and "TORCHINDUCTOR_CACHE_DIR" in text and "FileExistsError" in text, text
+from te_inductor.recipes import Float8RowwiseScaling
+eager = torch.ops.te_inductor.linears(x, [model.weight], [model.bias], Float8RowwiseScaling().slots(), x.dtype)[0]
+assert torch.equal(y, eager) and model.weight.grad is not None
+"""
+
+
+def test_a_cache_that_cannot_be_written(tmp_path):
+    """The graph runs uncompiled, rewritten as it is, forward and backward."""
+    done = subprocess.run([sys.executable, "-c", NOWHERE_TO_WRITE, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_a_rule_that_raises(monkeypatch):
+    """An exception in a pattern: the program runs as the user wrote it."""
+
+    def broken(self, node):
+        raise ZeroDivisionError("injected")
+
+    monkeypatch.setattr("te_inductor.patterns.linear.Linear.match", broken)
+    model, x = nn.Linear(32, 32), torch.randn(X)
+    y, [text] = warned(model, x)
+    assert "because a pass of ours failed" in text and "ZeroDivisionError: injected" in text
+    torch.testing.assert_close(y, model(x))

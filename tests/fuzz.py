@@ -1,0 +1,215 @@
+"""Small random models, programs around them, and the check of one: compiled against the eager reference, bit for bit.
+
+A case is plain data, so that a failure prints what builds it again: `check(Case(...))` in a test of its own.
+"""
+
+import warnings
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from te_inductor import autocast
+from te_inductor.recipes import NVFP4BlockScaling, Recipe
+from tests.eager import quantized
+from tests.recipes import NAMES
+
+# Stochastic rounding draws a seed a cast, in the order of the casts, which the two need not share.
+INSTANCES: dict[str, Recipe] = {"nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True)}
+WIDTHS = (16, 32, 40, 64, 96, 128, 130, 160, 256)  # of those, some are refused by some recipes
+LEADING = ((1,), (7,), (32,), (2, 5), (3, 1, 4), (128,))
+ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu, "tanh": torch.tanh, "relu_": lambda x: x.clone().relu_()}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MODES = {"train": nullcontext, "no_grad": torch.no_grad, "inference": torch.inference_mode}
+
+
+@dataclass(frozen=True)
+class Case:
+    steps: tuple[tuple, ...]  # each: its kind, then what `_module` takes for it
+    width: int
+    leading: tuple[int, ...]
+    recipe: str
+    policy: tuple[tuple[str, str], ...] = ()
+    dtype: str = "float32"
+    mode: str = "train"
+    x_grad: bool = True
+    frozen: int = 0  # every so many-th parameter has no gradient; 0: all have one
+    around: str | None = None  # the recipe of an autocast around the call
+    dynamic: bool = False
+    seed: int = 0
+
+
+class Step(nn.Module):
+    """One step, `function` of its modules and x."""
+
+    def __init__(self, function, *modules: nn.Module) -> None:
+        super().__init__()
+        self.function, self.parts = function, nn.ModuleList(modules)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.parts, x)
+
+
+def _in_region(recipe: str | None, steps: nn.Module, x: Tensor) -> Tensor:
+    with autocast(enabled=recipe != "none", recipe=None if recipe in (None, "none") else recipe_of(recipe)):
+        return steps(x)
+
+
+def recipe_of(name: str) -> Recipe | str:
+    return INSTANCES.get(name, name)
+
+
+def _residual(parts: nn.ModuleList, x: Tensor) -> Tensor:
+    y = parts[1](parts[0](x))
+    return x + y if x.shape == y.shape else y  # what is inside may have changed the rows
+
+
+def _halves(parts: nn.ModuleList, x: Tensor) -> Tensor:
+    gate, up = parts[0](x).chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def _heads(parts: nn.ModuleList, x: Tensor) -> Tensor:
+    """As attention turns them: q, k and v of one input, cut in heads."""
+    q, k, v = (part(x).unflatten(-1, (2, -1)).transpose(-2, -3) for part in parts)
+    return (torch.tanh(q * k) + v).transpose(-2, -3).flatten(-2)
+
+
+RESHAPES = {
+    "flatten": lambda parts, x: x.reshape(-1, x.shape[-1]),
+    "unsqueeze": lambda parts, x: x.unsqueeze(0),
+    "transpose": lambda parts, x: x.transpose(0, -2),
+    "flip": lambda parts, x: x.flip(0),
+    "reversed copy": lambda parts, x: torch.cat([x, x.flip(0)], 0),
+    "strided": lambda parts, x: torch.stack([x, x], -1)[..., 0],
+}
+
+
+def _module(step: tuple, width: int) -> tuple[nn.Module, int]:
+    """A step's module for inputs of this width, and the width of its outputs."""
+    kind, *of = step
+    if kind == "linear":
+        return nn.Linear(width, of[0], bias=of[1]), of[0]
+    if kind == "norm":
+        return (nn.LayerNorm if of[0] == "layer" else nn.RMSNorm)(width), width
+    if kind == "act":
+        return Step(lambda _, x: ACTIVATIONS[of[0]](x)), width
+    if kind == "reshape":
+        return Step(RESHAPES[of[0]]), width
+    if kind == "gated":
+        return Step(_halves, nn.Linear(width, 2 * of[0])), of[0]
+    if kind == "heads":
+        return Step(_heads, *(nn.Linear(width, of[0], bias=of[1]) for _ in range(3))), of[0]
+    if kind == "shared":
+        layers = [nn.Linear(width, size, bias=of[1]) for size in of[0]]
+        return Step(lambda parts, x: torch.cat([part(x) for part in parts], -1), *layers), sum(of[0])
+    if kind == "twice":
+        return Step(lambda parts, x: parts[0](torch.tanh(parts[0](x))), nn.Linear(width, width)), width
+    inner, out = _sequence(of[-1], width)
+    if kind == "residual":
+        return Step(_residual, inner, nn.Linear(out, width)), width
+    if kind == "checkpoint":
+        return Step(lambda parts, x: checkpoint(parts[0], x, use_reentrant=False), inner), out
+    assert kind == "region", kind
+    return Step(lambda parts, x: _in_region(of[0], parts[0], x), inner), out
+
+
+def _sequence(steps: tuple[tuple, ...], width: int) -> tuple[nn.Sequential, int]:
+    modules = []
+    for step in steps:
+        module, width = _module(step, width)
+        modules.append(module)
+    return nn.Sequential(*modules), width
+
+
+widths = st.sampled_from(WIDTHS)
+some_recipe = st.sampled_from(NAMES)
+_simple = st.one_of(
+    st.tuples(st.just("linear"), widths, st.booleans()),
+    st.tuples(st.just("norm"), st.sampled_from(["layer", "rms"])),
+    st.tuples(st.just("act"), st.sampled_from(list(ACTIVATIONS))),
+    st.tuples(st.just("gated"), widths),
+    st.tuples(st.just("heads"), st.sampled_from([32, 128, 256]), st.booleans()),
+    st.tuples(st.just("shared"), st.lists(widths, min_size=2, max_size=3).map(tuple), st.booleans()),
+    st.tuples(st.just("twice")),
+    st.tuples(st.just("reshape"), st.sampled_from(list(RESHAPES))),
+)
+
+
+def _nested(steps: st.SearchStrategy) -> st.SearchStrategy:
+    several = st.lists(steps, min_size=1, max_size=3).map(tuple)
+    return st.one_of(
+        st.tuples(st.just("residual"), several),
+        st.tuples(st.just("checkpoint"), several),
+        st.tuples(st.just("region"), st.one_of(st.none(), st.just("none"), some_recipe), several),
+    )
+
+
+_steps = st.lists(st.recursive(_simple, _nested, max_leaves=5), min_size=1, max_size=4).map(tuple)
+_policies = st.dictionaries(
+    st.sampled_from(["0", "*", "*parts.0*", "[12]*", "*.1"]), st.sampled_from([*NAMES, "none"]), max_size=2
+).map(lambda policy: tuple(policy.items()))
+cases = st.builds(
+    Case,
+    steps=_steps,
+    width=widths,
+    leading=st.sampled_from(LEADING),
+    recipe=st.sampled_from([*NAMES, "none"]),
+    policy=_policies,
+    dtype=st.sampled_from(["float32", "float32", "bfloat16", "float16"]),
+    mode=st.sampled_from(["train", "train", "train", "no_grad", "inference"]),
+    x_grad=st.booleans(),
+    frozen=st.sampled_from([0, 0, 2, 3]),
+    around=st.one_of(st.none(), st.none(), some_recipe, st.just("none")),
+    dynamic=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+
+
+def check(case: Case) -> None:
+    """Compiled and eager results of a case agree bit for bit, and no pass of ours failed on the way."""
+    torch._dynamo.reset()
+    torch.manual_seed(case.seed)
+    dtype = DTYPES[case.dtype]
+    model = _sequence(case.steps, case.width)[0].to(dtype)
+    x = torch.randn(*case.leading, case.width).to(dtype).requires_grad_(case.x_grad and case.mode == "train")
+    for place, parameter in enumerate(model.parameters()):
+        parameter.requires_grad_(not case.frozen or place % case.frozen != 0)
+    policy = {glob: recipe_of(name) for glob, name in case.policy}
+    options = {"recipe": recipe_of(case.recipe), "policy": policy}
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("error", message="(?s).*because a pass of ours failed")
+        stack.enter_context(torch._dynamo.config.patch(assume_static_by_default=not case.dynamic))
+        stack.enter_context(set_checkpoint_early_stop(False))
+        stack.enter_context(MODES[case.mode]())
+        if case.around is not None:
+            stack.enter_context(_around(case.around))
+        eager = quantized(model, x, options=options, instances=INSTANCES)
+        torch._dynamo.reset()
+        expected = _results(eager, x)
+        found = _results(torch.compile(model, backend="te", fullgraph=True, options=options), x)
+    for name, value in expected.items():
+        assert torch.equal(value, found[name]), f"{name}: {(value - found[name]).abs().max()} of {value.abs().max()}"
+
+
+def _around(name: str) -> autocast:
+    return autocast(enabled=name != "none", recipe=None if name == "none" else recipe_of(name))
+
+
+def _results(run, x: Tensor) -> dict[str, Tensor]:
+    """The output, and in training the gradients of all that has one, in order."""
+    torch.manual_seed(0)
+    y = run(x)
+    found = {"y": y.detach()}
+    wanted = [tensor for tensor in (x, *run.parameters()) if tensor.requires_grad]
+    if y.requires_grad:
+        loss = (y.float() * torch.linspace(-1, 1, y.numel()).view(y.shape)).sum()
+        gradients = torch.autograd.grad(loss, wanted, allow_unused=True)
+        found |= {f"gradient {i}": g for i, g in enumerate(gradients) if g is not None}
+    return found
