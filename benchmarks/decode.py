@@ -9,6 +9,7 @@ weights stored by `te_inductor.quantize_`; `torchao:float8`, `torchao:int4` and 
 """
 
 import argparse
+import itertools
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -131,16 +132,27 @@ def attempt(work: Callable[..., Any], *arguments: Any) -> Any:
 def main() -> None:
     options = parse()
     arms = [arm for arm in options.arms if arm[:4] not in ("torc", "geml") or harness.importable(arm.partition(":")[0])]
-    steps = [(arm, batch, attempt(generate, arm, batch, options)) for batch in options.batches for arm in arms]
-    layers = [
-        (arm, name, m, attempt(layer_us, arm, name, m, options))
-        for name in LAYERS for m in options.rows for arm in arms if not arm.startswith("gemlite")
-    ]  # fmt: skip
     environment = harness.environment(options.device)
-    show_steps(steps, options, environment)
-    show_layers(layers)
+    steps: list[tuple[str, int, Any]] = []
+    layers: list[tuple[str, str, int, Any]] = []
+    for batch, arm in itertools.product(options.batches, arms):
+        steps.append((arm, batch, attempt(generate, arm, batch, options)))
+        save(steps, layers, options, environment)
+    for name, m, arm in itertools.product(LAYERS, options.rows, arms):
+        if not arm.startswith("gemlite"):
+            layers.append((arm, name, m, attempt(layer_us, arm, name, m, options)))
+            save(steps, layers, options, environment)
+    if steps:
+        show_steps(steps, options, environment)
+    if layers:
+        show_layers(layers)
+
+
+def save(steps: list[Any], layers: list[Any], options: argparse.Namespace, environment: dict[str, Any]) -> None:
+    """After each measurement: a run that is cut short keeps what it has."""
     rows = [found if isinstance(found, dict) else {"arm": arm, "error": found} for arm, _, found in steps]
     kernels = [dict(zip(("arm", "layer", "m", "us"), row, strict=True)) for row in layers]
+    print(kernels[-1] if kernels else rows[-1], flush=True)
     harness.write_json(options.json, {"environment": environment, "steps": rows, "layers": kernels})
 
 

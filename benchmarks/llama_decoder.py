@@ -1,6 +1,6 @@
 """A Llama-3-shaped decoder that generates with a static KV cache: plain `nn.Module`, nothing of te_inductor."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -107,7 +107,7 @@ def make(shape: Shape, batch: int, device: str, dtype: torch.dtype = torch.bfloa
         model = Decoder(shape, batch, dtype)
     fixed = {"turns", "positions"}
     model = model.to(dtype).to_empty(device=device)
-    fresh = Decoder(Shape(layers=0, vocabulary=1, context=shape.context), batch, dtype)
+    fresh = Decoder(replace(shape, layers=0, vocabulary=1), batch, dtype)
     for name in fixed:
         setattr(model, name, getattr(fresh, name).to(device))
     for name, parameter in model.named_parameters():

@@ -98,7 +98,8 @@ def _expand(
     factor = tl.full((ROWS,), 0.0, tl.float32) + tl.load(tensor_scale)
     if RECAST:
         factor = _powers(scale, inside, K, ROWS, BLOCK_K)
-        tl.store(scale_inv + n, tl.load(tensor_scale) / factor, mask=(n < N) & (first == 0))
+        if first == 0:
+            tl.store(scale_inv + n, tl.load(tensor_scale) / factor, mask=n < N)
     for k in range(first, first + BLOCK_K * STEPS, BLOCK_K):
         j = k // 4 + tl.arange(0, BLOCK_K // 4)[None, :]
         b = k // 16 + tl.arange(0, BLOCK_K // 16)[None, :]
