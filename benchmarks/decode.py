@@ -57,21 +57,21 @@ def prepare(arm: str, model: nn.Module) -> dict[str, Any]:
         }[detail]()
         quantization.quantize_(model, config)
     if kind == "gemlite":
-        from gemlite.helper import A16W4_HQQ_INT, patch_model
+        from gemlite.helper import A16W4_NVFP, patch_model
 
-        patch_model(model, device="cuda", processor=A16W4_HQQ_INT)
+        patch_model(model, device="cuda", processor=A16W4_NVFP(dtype=torch.bfloat16), skip_modules=[])
     return {}
 
 
 def held(model: nn.Module) -> float:
-    """Bytes of the weights of linear layers, all of which a step reads."""
+    """Bytes of the weights of linear layers and norms, all of which a step reads."""
     total = 0.0
-    for module in model.modules():
-        weight = getattr(module, "weight", None)
-        if isinstance(weight, Tensor) and not isinstance(module, nn.Embedding):
-            names = weight.__tensor_flatten__()[0] if hasattr(weight, "__tensor_flatten__") else None
-            parts = [weight] if names is None else [getattr(weight, name) for name in names]
-            total += sum(part.numel() * part.element_size() for part in parts)
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if name.rpartition(".")[2] in ("keys", "values", "turns", "positions") or name.startswith("embedding"):
+            continue
+        names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else None
+        parts = [tensor] if names is None else [getattr(tensor, part) for part in names]
+        total += sum(part.numel() * part.element_size() for part in parts)
     return total
 
 

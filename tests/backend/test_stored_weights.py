@@ -196,6 +196,33 @@ def test_tied_weights():
     assert head["head"].weight is head["embed"].weight
 
 
+def test_transformers_and_adapters():
+    """A model of transformers generates and compiles; adapters of peft train on it, compiled as eagerly."""
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 128}
+    config = transformers.LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes)
+    plain = transformers.LlamaForCausalLM(config).eval()
+    quantized, ids = quantize_(copy.deepcopy(plain)), torch.randint(0, 128, (2, 8))
+    with torch.no_grad():
+        expected, logits = plain(ids).logits, quantized(ids).logits
+        # Each product is off by 9.5% of its norm (docs/numerics.md): by that of the head at least, but for chance, and of 15
+        # products by sqrt(15) of it at most, as their errors are independent and a residual stream amplifies none.
+        error = torch.linalg.vector_norm(logits - expected) / torch.linalg.vector_norm(expected)
+        assert 0.08 < error < 15**0.5 * 0.095
+        assert torch.equal(compiled(quantized)(ids).logits, logits)
+        assert quantized.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3).shape == (2, 11)
+    adapted = peft.get_peft_model(quantized, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    gradients = []
+    for run in (adapted, torch.compile(adapted, backend=te_inductor.te, options={"recipe": "none"})):
+        adapted.zero_grad()
+        run(ids, labels=ids).loss.backward()
+        gradients.append([p.grad.clone() for p in adapted.parameters() if p.grad is not None])
+    assert len(gradients[0]) == 8
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
 def test_no_training():
     weight = quantize_(model())[0].weight
     with pytest.raises(StoredWeightError, match="expected a constant"):
