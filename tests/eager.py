@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_inductor import explain, recipes
+from te_inductor import Report, explain, recipes
 from te_inductor.ops import linears
 from te_inductor.recipes import DelayedScaling, Recipe
 
@@ -52,12 +52,15 @@ class _Layer(nn.Module):
         return self.group.output(self.layer, x)  # type: ignore[union-attr]
 
 
-def quantized(
-    model: nn.Module, *inputs: Any, options: Mapping[str, Any], instances: Mapping[str, Recipe] | None = None
-) -> nn.Module:
-    """A copy of a model of `nn.Linear`s in which those that run in low precision do so eagerly. `instances` are recipes that
-    a report's names stand for, where that is not the recipe of that name. Delayed scaling is in its first step."""
-    report = explain(model, *inputs, options=options)
+def quantized(model: nn.Module, *inputs: Any, options: Mapping[str, Any]) -> nn.Module:
+    """A copy of a model of `nn.Linear`s in which those that run in low precision do so eagerly. Delayed scaling is in its
+    first step."""
+    return quantized_as(explain(model, *inputs, options=options), model, {})
+
+
+def quantized_as(report: Report, model: nn.Module, instances: Mapping[str, Recipe]) -> nn.Module:
+    """The same where `explain` has been asked. `instances` are recipes that the report's names stand for, where that is not
+    the recipe of that name."""
     assert report.failure is None, report.failure
     twin = copy.deepcopy(model)
     sites = {site.fqn: site for site in report.sites if site.gemm == "fprop" and site.kernel != "high_precision"}
@@ -65,7 +68,7 @@ def quantized(
     for path, site in sites.items():
         if layers[path].group is None:
             together = [layers[other] for other in site.merged or (path,)]
-            recipe = (instances or {}).get(site.recipe) or recipes.resolve(site.recipe)
+            recipe = instances.get(site.recipe) or recipes.resolve(site.recipe)
             group = _Layers([layer.layer for layer in together], recipe, path)  # type: ignore[arg-type]
             for layer in together:
                 layer.group = group

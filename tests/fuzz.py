@@ -6,6 +6,7 @@ A case is plain data, so that a failure prints what builds it again: `check(Case
 import warnings
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import torch
 import torch.nn.functional as F
@@ -13,9 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from te_inductor import autocast
+from te_inductor import autocast, explain
 from te_inductor.recipes import NVFP4BlockScaling, Recipe
-from tests.eager import quantized
+from te_inductor.regions import active
+from tests.eager import quantized_as
 from tests.recipes import NAMES
 
 # Stochastic rounding draws a seed a cast, in the order of the casts, which the two need not share.
@@ -190,12 +192,36 @@ def check(case: Case) -> None:
         stack.enter_context(MODES[case.mode]())
         if case.around is not None:
             stack.enter_context(_around(case.around))
-        eager = quantized(model, x, options=options, instances=INSTANCES)
+        report = explain(model, x, options=options)
+        assert {site.fqn: site.recipe for site in report.sites} == _recipes(model, x, case)
+        eager = quantized_as(report, model, INSTANCES)
         torch._dynamo.reset()
         expected = _results(eager, x)
         found = _results(torch.compile(model, backend="te", fullgraph=True, options=options), x)
     for name, value in expected.items():
         assert torch.equal(value, found[name]), f"{name}: {(value - found[name]).abs().max()} of {value.abs().max()}"
+
+
+def _recipes(model: nn.Module, x: Tensor, case: Case) -> dict[str, str]:
+    """Of each layer, by what is in force when it is called: a disabled region, a policy entry, the region, the default."""
+    found = {}
+
+    def record(path: str):
+        def hook(module: nn.Module, inputs: tuple) -> None:
+            named = [name for glob, name in case.policy if fnmatchcase(path, glob)]
+            region = active()
+            of_region = region.recipe.name if region.recipe else case.recipe
+            found[path] = (named[0] if named else of_region) if region.enabled else "none"
+
+        return hook
+
+    layers = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+    hooks = [module.register_forward_pre_hook(record(path)) for path, module in layers]
+    with torch.no_grad():
+        model(x)
+    for hook in hooks:
+        hook.remove()
+    return found
 
 
 def _around(name: str) -> autocast:

@@ -27,3 +27,8 @@ def test_random_models(part, request):
         fuzz.check(case)
 
     run()
+
+
+def test_a_checkpoint_in_eager_code():
+    """Saved tensors are unpacked once: torch's checkpoint, under the eager reference, allows no second time."""
+    fuzz.check(fuzz.Case(steps=(("checkpoint", (("linear", 16, False),)),), width=16, leading=(1,), recipe="current"))
