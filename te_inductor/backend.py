@@ -28,6 +28,7 @@ from te_inductor.passes import (
     report_sites,
     resolve_recipes,
     rewrite_sites,
+    start_builds,
     weigh_sites,
 )
 
@@ -40,7 +41,7 @@ DECIDE: tuple[Callable[[Plan], None], ...] = (
     merge_sites,
     report_sites,
 )
-PASSES = (*DECIDE, rewrite_sites)
+PASSES = (*DECIDE, start_builds, rewrite_sites)
 
 
 def te(
@@ -108,11 +109,11 @@ def _inductor(options: Options, name: str | None) -> Callable[[fx.GraphModule, S
 
     from te_inductor import lowerings
     from te_inductor.joint_graph import RecomputeCopies
-    from te_inductor.post_grad import ShareQuantizations
+    from te_inductor.post_grad import PostGrad
 
     wrap_inner = lowerings.install(options.fallback)
     patches = dict(torch._TorchCompileInductorWrapper(options.mode, dict(options.inductor), None).config)
-    for place, ours in (("joint_custom_pre_pass", RecomputeCopies), ("post_grad_custom_pre_pass", ShareQuantizations)):
+    for place, ours in (("joint_custom_pre_pass", RecomputeCopies), ("post_grad_custom_pre_pass", PostGrad)):
         patches[place] = ours(patches.get(place, getattr(inductor, place)))
 
     def compile(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

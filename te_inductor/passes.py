@@ -1,20 +1,19 @@
 """The passes of `backend.PASSES`, each over one `Plan`. They read and rewrite the Dynamo graph, before autograd sees it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import fx
 
 from te_inductor import recipes
 from te_inductor.config import Options
 from te_inductor.diagnostics import Refusal, Report, Site
-from te_inductor.ops_stored import DECODE_ROWS
 from te_inductor.patterns import (
     RULES,
     attention,
     delayed,
+    gemm_kernels,
     merging,
     policy,
     regions,
@@ -24,12 +23,15 @@ from te_inductor.patterns import (
     transforms,
 )
 from te_inductor.patterns.bodies import Bodies
+from te_inductor.patterns.gemm_kernels import Choice
 from te_inductor.patterns.module_path import module_path
 from te_inductor.patterns.rule import Emit, Match, Rule, call_linears
-from te_inductor.recipes import DelayedScaling, NVFP4WeightOnly, Recipe, Slots
+from te_inductor.recipes import DelayedScaling, Recipe, Slots
 from te_inductor.regions import Region, active
 from te_inductor.runtime.state_inputs import StateInputs
 from te_inductor.stored_weight import StoredWeight
+from te_inductor.templates.cutlass import build
+from te_inductor.templates.cutlass.scaled_mm import Kernel
 
 
 @dataclass
@@ -63,6 +65,7 @@ class Plan:
     candidates: list[Candidate] = field(default_factory=list)
     merged: list[list[Match]] = field(default_factory=list)  # sites that are one GEMM
     report: Report = field(default_factory=Report)
+    libraries: set[Kernel] = field(default_factory=set)  # CUTLASS kernels that its GEMMs will be
     state: StateInputs = field(init=False)  # what the rewritten graph takes besides its inputs
 
     def __post_init__(self) -> None:
@@ -169,9 +172,18 @@ def merge_sites(plan: Plan) -> None:
 def report_sites(plan: Plan) -> None:
     """Write down what was decided, before the rewrite erases the matched nodes."""
     paths = {candidate.match.node: candidate.fqn for candidate in plan.candidates}
-    joined = {match.node: tuple(paths[m.node] for m in group) for group in plan.merged for match in group}
+    joined = {match.node: group for group in plan.merged for match in group}
     for candidate in plan.candidates:
-        plan.report.sites.extend(_sites(candidate, plan.options, joined.get(candidate.match.node, ())))
+        group = joined.get(candidate.match.node, [])
+        merged = tuple(paths[match.node] for match in group)
+        rows = sum(match.sizes[1] for match in group) or None  # of the weight of the GEMM that they are
+        plan.report.sites.extend(_sites(plan, candidate, merged, rows))
+
+
+def start_builds(plan: Plan) -> None:
+    """Have CUTLASS's kernels built while the graph is compiled."""
+    for kernel in plan.libraries:
+        build.start(kernel)
 
 
 def rewrite_sites(plan: Plan) -> None:
@@ -215,48 +227,27 @@ def _delayed_sites(plan: Plan, sites: list[Candidate]) -> dict[DelayedScaling, d
     }
 
 
-def _sites(candidate: Candidate, options: Options, merged: tuple[str, ...]) -> list[Site]:
+def _sites(plan: Plan, candidate: Candidate, merged: tuple[str, ...], rows: int | None) -> Iterator[Site]:
     recipe = "none" if candidate.recipe is None else candidate.recipe.name
-    device = candidate.match.node.meta["example_value"].device
-    blocked = candidate.slots is not None and candidate.slots.fprop.blocked
-    kernel = "high_precision"
-    if candidate.stored:
-        kernel = stored_kernel(candidate.match.sizes[0], candidate.recipe, device, options)
-    elif candidate.low:
-        kernel = "emulated" if candidate.emulated else _gemm_kernel(device, options, blocked)
     refusal = candidate.refusal or candidate.emulated
     reason = None if refusal is None else str(refusal)
-    return [
-        Site(
-            candidate.fqn,
-            candidate.rule.pattern,
-            gemm,
-            plain(shapes),
-            recipe,
-            "high_precision" if candidate.stored and gemm != "fprop" else kernel,
-            reason,
-            merged,
-        )
-        for gemm, shapes in candidate.match.gemms()
-    ]
+    match = candidate.match
+    for (gemm, shapes), (_, run) in zip(match.gemms(), match.gemms(rows), strict=True):
+        choice = _choice(plan, candidate, gemm, run)
+        if choice.library is not None:
+            plan.libraries.add(choice.library)
+        yield Site(candidate.fqn, candidate.rule.pattern, gemm, plain(shapes), recipe, choice.name, reason, merged)
 
 
-def stored_kernel(m: Any, recipe: Recipe | None, device: torch.device, options: Options) -> str:
-    """Of the forward GEMM with a stored weight."""
-    if not isinstance(recipe, NVFP4WeightOnly):
-        return _gemm_kernel(device, options, blocked=False)
-    if device.type != "cuda":
-        return "eager"
-    return "triton:nvfp4_linear" if isinstance(m, int) and m <= DECODE_ROWS else "cublaslt"
-
-
-def _gemm_kernel(device: torch.device, options: Options, blocked: bool) -> str:
-    """cuBLASLt on CUDA, unless Inductor measures it against its Triton templates (none is right for scales of blocks);
-    generated code elsewhere."""
-    measured = "max-autotune" in (options.mode or "") or any(
-        options.inductor.get(name) for name in ("max_autotune", "max_autotune_gemm")
-    )
-    return "cublaslt" if device.type == "cuda" and (blocked or not measured) else "inductor"
+def _choice(plan: Plan, candidate: Candidate, gemm: str, shapes: tuple[Any, int, int]) -> Choice:
+    if candidate.stored:
+        if gemm == "fprop":
+            return gemm_kernels.of_stored_weight(candidate.match, candidate.recipe, plan.options)
+    elif candidate.low and candidate.slots is not None:
+        if candidate.emulated:
+            return Choice("emulated")
+        return gemm_kernels.choose(candidate.match, candidate.slots, gemm, shapes, plan.options)
+    return Choice("high_precision")
 
 
 def plain(shapes: tuple[Any, int, int]) -> tuple[Any, int, int]:

@@ -1,4 +1,4 @@
-"""The pass that runs on Inductor's graphs, after autograd: one quantization of a tensor, however many GEMMs read it.
+"""The passes on Inductor's graphs, after autograd: one quantization of a tensor, however many GEMMs read it; sigmoids.py.
 
 AOTAutograd's partitioner removes common subexpressions from training graphs; inference graphs get none, so q, k and v
 would each quantize the same input.
@@ -14,11 +14,10 @@ import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from te_inductor import ops
+from te_inductor import ops, sigmoids
 
 aten = torch.ops.aten
-# Pure ops between a tensor and its quantized copies.
-_SHARED = frozenset(
+_QUANTIZE = frozenset(
     {
         ops.quantize,
         ops.quantize_rowcol,
@@ -28,14 +27,17 @@ _SHARED = frozenset(
         ops.quantize_delayed,
         ops.quantize_rowcol_delayed,
         ops.quantize_pieces_delayed,
-        aten.view.default,
-        aten.reshape.default,
-        aten._unsafe_view.default,
-        aten.t.default,
-        aten.permute.default,
-        torch.ops.prims.convert_element_type.default,
     }
 )
+# Pure ops between a tensor and its quantized copies, with them.
+_SHARED = _QUANTIZE | {
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.t.default,
+    aten.permute.default,
+    torch.ops.prims.convert_element_type.default,
+}
 
 
 class Pass(CustomGraphPass):  # type: ignore[misc]
@@ -60,14 +62,21 @@ class Pass(CustomGraphPass):  # type: ignore[misc]
         return None if theirs is None else (package_hash(), theirs)
 
 
-class ShareQuantizations(Pass):
-    """Replaces each repeated `_SHARED` node by the first."""
+class PostGrad(Pass):
+    """Changes graphs that quantize, and no other."""
 
     def __init__(self, user_pass: Callable[[fx.Graph], Any] | None = None) -> None:
-        super().__init__(user_pass, share)
+        super().__init__(user_pass, simplify)
+
+
+def simplify(graph: fx.Graph) -> None:
+    if any(node.target in _QUANTIZE for node in graph.nodes):
+        share(graph)
+        sigmoids.fold(graph)
 
 
 def share(graph: fx.Graph) -> None:
+    """Replace each repeated `_SHARED` node by the first."""
     seen: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target not in _SHARED:

@@ -28,6 +28,7 @@ from torch._inductor.dependencies import MemoryDep
 from torch._inductor.virtualized import V
 
 from te_inductor import ops
+from te_inductor.lowerings import gemm_choices
 from te_inductor.lowerings.blocks import loops_of
 from te_inductor.recipes import Quantizer
 from te_inductor.recipes.formats import ELEMENTS, TENSOR
@@ -61,6 +62,12 @@ class Choices:
         kernel_kwargs = self._inner.triton_kernel_kwargs(kernel_cls, features, groups, kernel_kwargs)
         tile = None if "fixed_config" in kernel_kwargs else tile_of(features, groups[0])
         return kernel_kwargs if tile is None else {**kernel_kwargs, "fixed_config": FixedTritonConfig(tile)}
+
+    def get_template_configs(
+        self, kernel_inputs: Any, templates: list[Any], op_name: str, kwarg_overrides: Any = None
+    ) -> list[Any]:
+        choices = self._inner.get_template_configs(kernel_inputs, templates, op_name, kwarg_overrides)
+        return gemm_choices.extend(choices, kernel_inputs, kwarg_overrides) if op_name == gemm_choices.OP else choices
 
     def can_fuse(self, scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
         # A reduction over rows, a norm's or an amax's, holds whole rows, from which a column copy can only be written byte

@@ -82,9 +82,10 @@ class Match:
             m = m * size
         return m, n, k
 
-    def gemms(self) -> Iterator[tuple[str, tuple[Any, int, int]]]:
-        """Which GEMMs autograd will ask for, with their M, N, K."""
+    def gemms(self, rows: int | None = None) -> Iterator[tuple[str, tuple[Any, int, int]]]:
+        """Which GEMMs autograd will ask for, with their M, N, K; `rows` of the weight, where other layers' are added."""
         m, n, k = self.sizes
+        n = rows or n
         yield "fprop", (m, n, k)
         if support.value(self.node).requires_grad:
             if support.value(self.x).requires_grad:

@@ -1,0 +1,163 @@
+"""Times every CUTLASS tile against cuBLASLt and writes the table by which fp8 GEMMs are chosen.
+
+    python -m benchmarks.tune_gemm --write
+
+Shapes are those of the GEMMs of a Llama-3-8B layer, q, k, v and gate, up as one with one scale a tensor, apart with one a
+row. Operands are random: on zeros a power-limited card runs faster than it ever will in training. A tile is chosen where it
+takes at most `GAIN` of cuBLASLt's time.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import harness, table
+from te_inductor.templates.cutlass import build, launch, versions
+from te_inductor.templates.cutlass.scaled_mm import TABLE, Problem, Tile, kernel_of, tiles
+
+TOKENS = (2048, 4096, 8192, 16384)
+LAYERS = {  # N x K of a weight: by tensor, by row
+    False: ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)),
+    True: ((1024, 4096), (4096, 4096), (14336, 4096), (4096, 14336)),
+}
+GAIN = 0.985
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+ERROR = 0.01  # relative, between two bf16 outputs of the same product; a wrong operand or scale is off by far more
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
+    parser.add_argument("--rounds", type=int, default=5, help="arms take turns; the median round counts")
+    parser.add_argument("--iters", type=int, default=10)
+    parser.add_argument("--write", action="store_true", help="replace the package's table")
+    parser.add_argument("--json", type=Path, default=Path("out/tune_gemm.json"))
+    return parser.parse_args()
+
+
+def problems(tokens: list[int]) -> list[Problem]:
+    """fprop accumulates fast; dgrad and wgrad split, as the recipes' defaults say."""
+    found: dict[Problem, None] = {}
+    for by_row, layers in LAYERS.items():
+        grad = E4M3 if by_row else E5M2  # the formats of "rowwise", and of "current" and "delayed"
+        for m in tokens:
+            for n, k in layers:
+                for sizes, a, fast in (((m, n, k), E4M3, True), ((m, k, n), grad, False), ((n, k, m), grad, False)):
+                    found[Problem(*sizes, a, E4M3, torch.bfloat16, by_row, False, fast)] = None
+    return list(found)
+
+
+def kernel(tile: Tile, p: Problem) -> Any:
+    return kernel_of(tile, p.a, p.b, p.out, p.by_row, p.bias, p.fast_accum)
+
+
+def time_us(calls: list[Callable[[], Any]], rounds: int, iters: int) -> list[float]:
+    """Launches of one arm follow each other closely enough: the shortest kernel here takes as long as a launch."""
+    times: list[list[float]] = [[] for _ in calls]
+    for _ in range(rounds):
+        for call, taken in zip(calls, times, strict=True):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(iters):
+                call()
+            end.record()
+            end.synchronize()
+            taken.append(1e3 * start.elapsed_time(end) / iters)
+    return [statistics.median(taken) for taken in times]
+
+
+def arms(p: Problem) -> dict[Tile | None, Callable[[], Any]]:
+    """cuBLASLt (None) and the tiles whose result agrees with it."""
+    a, b = ((torch.randn(size, p.k, device="cuda") * 8).to(dtype) for size, dtype in ((p.m, p.a), (p.n, p.b)))
+    shapes = ((p.m, 1), (1, p.n)) if p.by_row else ((), ())
+    scales = [torch.rand(shape, device="cuda") + 0.5 for shape in shapes]
+    out = torch.empty(p.m, p.n, device="cuda", dtype=p.out)
+
+    def library() -> Tensor:
+        return torch._scaled_mm(a, b.t(), *scales, out_dtype=p.out, use_fast_accum=p.fast_accum, out=out)
+
+    def cutlass(tile: Tile) -> Callable[[], Tensor]:
+        shape = (tile.m, tile.n, tile.cluster_m, tile.cluster_n, tile.pingpong, tile.swizzle)
+        return lambda: launch.scaled_mm(
+            a, b.t(), *scales, tile=shape, by_row=p.by_row, fast_accum=p.fast_accum, out=out
+        )
+
+    reference = library().clone()
+    found: dict[Tile | None, Callable[[], Any]] = {None: library}
+    for tile in tiles(p):
+        out.fill_(float("nan"))
+        error = harness.relative_error(cutlass(tile)(), reference)["relative"]
+        if error <= ERROR:  # NaN is not
+            found[tile] = cutlass(tile)
+        else:
+            print(f"WRONG by {error:.3g}: {tile} on {p}")
+    return found
+
+
+def measure(p: Problem, args: argparse.Namespace) -> dict[str, Any]:
+    found = arms(p)
+    us = dict(zip(found, time_us(list(found.values()), args.rounds, args.iters), strict=True))
+    library = us.pop(None)
+    tile = min(us, key=lambda t: us[t], default=None)
+    chosen = tile if tile is not None and us[tile] <= GAIN * library else None
+    return {
+        "m": p.m,
+        "n": p.n,
+        "k": p.k,
+        "by_row": p.by_row,
+        "fast_accum": p.fast_accum,
+        "tile": None if chosen is None else asdict(chosen),
+        "us": None if tile is None else round(us[tile], 1),
+        "cublaslt_us": round(library, 1),
+        "all_us": {str(t): round(value, 1) for t, value in us.items()},
+    }
+
+
+def main() -> None:
+    args = parse()
+    asked = problems(args.tokens)
+    for built in dict.fromkeys(kernel(tile, p) for p in asked for tile in tiles(p)):
+        build.start(built)
+    rows = []
+    for p in asked:
+        rows.append(measure(p, args))
+        harness.write_json(args.json, {"environment": harness.environment("cuda"), "rows": rows})
+    show(rows)
+    if args.write:
+        environment = harness.environment("cuda")
+        head = {"device": environment["device"], "date": environment["date"][:10], "torch": environment["torch"]}
+        head["packages"] = [" ".join(version.split()[:2]) for version in versions()]
+        kept = [{key: value for key, value in row.items() if key != "all_us"} for row in rows]
+        lines = ",\n".join(f"  {json.dumps(row)}" for row in kept)
+        TABLE.write_text(f'{json.dumps(head, indent=1)[:-2]},\n "rows": [\n{lines}\n ]\n}}\n')
+        print(f"table: {TABLE}")
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    cells = [
+        (
+            f"{row['m']} x {row['n']} x {row['k']}",
+            "row" if row["by_row"] else "tensor",
+            "fast" if row["fast_accum"] else "split",
+            f"{row['cublaslt_us']:.1f}",
+            f"{2e-6 * row['m'] * row['n'] * row['k'] / row['cublaslt_us']:.0f}",
+            min(row["all_us"], key=row["all_us"].get, default="-"),
+            row["us"],
+            None if row["us"] is None else f"{row['cublaslt_us'] / row['us']:.3f}",
+            "" if row["tile"] is None else "taken",
+        )
+        for row in rows
+    ]
+    columns = ("M x N x K", "scales", "accumulation", "cuBLASLt us", "TF/s", "best tile", "us", "over", "")
+    table.show("fp8 GEMM, CUTLASS over cuBLASLt", columns, cells)
+
+
+if __name__ == "__main__":
+    main()

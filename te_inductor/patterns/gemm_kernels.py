@@ -1,0 +1,67 @@
+"""The kernel that a site's GEMM will run on, for the report and to be built early: by the table that the lowerings read."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from te_inductor.config import Options
+from te_inductor.ops_stored import DECODE_ROWS
+from te_inductor.patterns.rule import Match
+from te_inductor.patterns.support import value
+from te_inductor.recipes import NVFP4WeightOnly, Recipe, Slots
+from te_inductor.templates.cutlass import scaled_mm
+from te_inductor.templates.cutlass.scaled_mm import Kernel, Problem, kernel_of
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a GEMM will run on."""
+
+    name: str  # as `Site.kernel` has it
+    library: Kernel | None = None  # that has to be built for it
+
+
+def choose(
+    match: Match,
+    slots: Slots,
+    gemm: str,  # "fprop", "dgrad", "wgrad"
+    shapes: tuple[Any, int, int],  # its (M, N, K)
+    options: Options,
+) -> Choice:
+    """`cublaslt`; `cutlass:` and a tile; `inductor`: generated code, or what autotuning will find to be fastest, which never
+    sees scales of blocks, as nothing but cuBLASLt is right for them."""
+    output = value(match.node)
+    if output.device.type != "cuda":
+        return Choice("inductor")
+    if not slots.fprop.blocked and _measures(options):
+        return Choice("inductor")
+    if slots.fprop.blocked or not all(isinstance(size, int) for size in shapes):
+        return Choice("cublaslt")
+    a, b = {
+        "fprop": (slots.input, slots.weight),
+        "dgrad": (slots.grad_output, slots.weight),
+        "wgrad": (slots.grad_output, slots.input),
+    }[gemm]
+    dtypes = (a.format.dtype, b.format.dtype, output.dtype)
+    bias = gemm == "fprop" and match.bias is not None
+    problem = Problem(*shapes, *dtypes, not a.granularity.whole, bias, getattr(slots, gemm).fast_accum)
+    tile = scaled_mm.choose(problem, output.device)
+    if tile is None:
+        return Choice("cublaslt")
+    return Choice(f"cutlass:{tile}", kernel_of(tile, *dtypes, problem.by_row, bias, problem.fast_accum))
+
+
+def of_stored_weight(match: Match, recipe: Recipe | None, options: Options) -> Choice:
+    """Of the forward GEMM with a weight that `quantize_` stored."""
+    cuda = value(match.node).device.type == "cuda"
+    if not isinstance(recipe, NVFP4WeightOnly):
+        return Choice("cublaslt" if cuda and not _measures(options) else "inductor")
+    if not cuda:
+        return Choice("eager")
+    m = match.sizes[0]
+    return Choice("triton:nvfp4_linear" if isinstance(m, int) and m <= DECODE_ROWS else "cublaslt")
+
+
+def _measures(options: Options) -> bool:
+    return "max-autotune" in (options.mode or "") or any(
+        options.inductor.get(name) for name in ("max_autotune", "max_autotune_gemm")
+    )

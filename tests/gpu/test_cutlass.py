@@ -1,0 +1,87 @@
+"""CUTLASS's GEMM kernels against a float64 product, and inside compiled training steps."""
+
+import pytest
+import torch
+from torch import nn
+
+from te_inductor import explain
+from te_inductor.templates import cutlass
+from te_inductor.templates.cutlass import launch
+from te_inductor.templates.cutlass import scaled_mm as template
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(cutlass.missing() is not None, reason="te-inductor[cutlass] is not installed"),
+]
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+TILES = [(tile, True) for tile in template.FAST_TILES] + [(tile, False) for tile in template.SPLIT_TILES]
+
+
+@pytest.mark.parametrize("by_row", [False, True], ids=["tensor", "row"])
+@pytest.mark.parametrize(("tile", "fast"), TILES, ids=str)
+def test_a_product_is_that_of_float64(tile, fast, by_row):
+    """Sizes that no tile divides. Both accumulations keep at least 13 bits; the output's rounding is 2**-9."""
+    m, n, k = 3 * tile.m * tile.cluster_m - 40, 2 * tile.n * tile.cluster_n - 24, 528
+    a, b = (torch.randn(rows, k, device="cuda").mul_(4) for rows in (m, n))
+    a, b = a.to(E4M3 if fast else E5M2), b.to(E4M3)
+    shapes = ((m, 1), (1, n)) if by_row else ((), ())
+    scales = [torch.rand(shape, device="cuda") + 0.5 for shape in shapes]
+    bias = torch.randn(n, device="cuda").bfloat16()
+    for added in (None, bias):
+        problem = template.Problem(m, n, k, a.dtype, b.dtype, torch.bfloat16, by_row, added is not None, fast)
+        assert template.supports(tile, problem)
+        out = torch.full((m, n), float("nan"), device="cuda", dtype=torch.bfloat16)
+        shape = (tile.m, tile.n, tile.cluster_m, tile.cluster_n, tile.pingpong, tile.swizzle)
+        launch.scaled_mm(a, b.t(), *scales, added, tile=shape, by_row=by_row, fast_accum=fast, out=out)
+        exact = (a.double() @ b.double().t()) * scales[0].double() * scales[1].double()
+        absolute = (a.double().abs() @ b.double().abs().t()) * scales[0].double() * scales[1].double()
+        if added is not None:
+            exact, absolute = exact + added.double(), absolute + added.double().abs()
+        bound = absolute * 2.0**-13 + exact.abs() * 2.0**-8
+        assert ((out.double() - exact).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), 448.0, 0.0, 2.0**-9])
+def test_special_values_reach_their_row_and_no_other(value):
+    tile = template.FAST_TILES[0]
+    a, b = torch.randn(512, 256, device="cuda").to(E4M3), torch.randn(512, 256, device="cuda").to(E4M3)
+    a[3] = value
+    one = torch.ones((), device="cuda")
+    out = torch.full((512, 512), float("nan"), device="cuda", dtype=torch.bfloat16)
+    shape = (tile.m, tile.n, tile.cluster_m, tile.cluster_n, tile.pingpong, tile.swizzle)
+    launch.scaled_mm(a, b.t(), one, one, tile=shape, by_row=False, fast_accum=True, out=out)
+    exact = (a.double() @ b.double().t()).bfloat16()
+    torch.testing.assert_close(out, exact, rtol=2.0**-7, atol=2.0**-4, equal_nan=True)
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise"])
+def test_a_training_step_runs_on_it(recipe, mode):
+    """At a measured shape: the report names the tile, the profile shows the kernel, values are those of cuBLASLt."""
+    torch.manual_seed(0)
+    layer = nn.Linear(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(16384, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    options = {"recipe": recipe, "mode": mode}
+    names = {site.gemm: site.kernel for site in explain(layer, x, options=options).sites}
+    assert names["fprop"].startswith("cutlass:"), names
+
+    def results() -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        compiled = torch.compile(layer, backend="te", fullgraph=True, options=options)
+        for _ in range(3):
+            torch.compiler.cudagraph_mark_step_begin()
+            x.grad = layer.weight.grad = None
+            y = compiled(x)
+            y.float().square().mean().backward()
+        return [y.clone(), x.grad.clone(), layer.weight.grad.clone()]
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        mine = results()
+    assert any("cutlass" in event.key and "Gemm" in event.key for event in profile.key_averages())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(template, "choose", lambda *_: None)
+        theirs = results()
+    for ours, other in zip(mine, theirs, strict=True):
+        # The same fp8 operands in another order of summation: a rounding of bf16, and what accumulation in 14 bits adds.
+        difference = (ours.double() - other.double()).norm() / other.double().norm()
+        assert difference < 2.0**-8
