@@ -8,6 +8,7 @@ from te_inductor import explain
 from te_inductor.templates import cutlass
 from te_inductor.templates.cutlass import launch
 from te_inductor.templates.cutlass import scaled_mm as template
+from tests.gpu.test_ops import FAST_BITS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -20,7 +21,8 @@ TILES = [(tile, True) for tile in template.FAST_TILES] + [(tile, False) for tile
 @pytest.mark.parametrize("by_row", [False, True], ids=["tensor", "row"])
 @pytest.mark.parametrize(("tile", "fast"), TILES, ids=str)
 def test_a_product_is_that_of_float64(tile, fast, by_row):
-    """Sizes that no tile divides. Both accumulations keep at least 13 bits; the output's rounding is 2**-9."""
+    """Sizes that no tile divides. Each step of the tensor core, over 32 elements of K, keeps `FAST_BITS` bits of its partial
+    sum; split accumulation sums 4 steps so, and adds in fp32. The output's rounding is 2**-9."""
     m, n, k = 3 * tile.m * tile.cluster_m - 40, 2 * tile.n * tile.cluster_n - 24, 528
     a, b = (torch.randn(rows, k, device="cuda").mul_(4) for rows in (m, n))
     a, b = a.to(E4M3 if fast else E5M2), b.to(E4M3)
@@ -37,8 +39,10 @@ def test_a_product_is_that_of_float64(tile, fast, by_row):
         absolute = (a.double().abs() @ b.double().abs().t()) * scales[0].double() * scales[1].double()
         if added is not None:
             exact, absolute = exact + added.double(), absolute + added.double().abs()
-        bound = absolute * 2.0**-13 + exact.abs() * 2.0**-8
-        assert ((out.double() - exact).abs() <= bound).all()
+        steps = k / 32 if fast else 4
+        bound = absolute * steps * 2.0**-FAST_BITS + exact.abs() * 2.0**-8
+        excess = ((out.double() - exact).abs() / bound).max()
+        assert excess <= 1
 
 
 @pytest.mark.parametrize("value", [float("nan"), 448.0, 0.0, 2.0**-9])
@@ -50,8 +54,10 @@ def test_special_values_reach_their_row_and_no_other(value):
     out = torch.full((512, 512), float("nan"), device="cuda", dtype=torch.bfloat16)
     shape = (tile.m, tile.n, tile.cluster_m, tile.cluster_n, tile.pingpong, tile.swizzle)
     launch.scaled_mm(a, b.t(), one, one, tile=shape, by_row=False, fast_accum=True, out=out)
-    exact = (a.double() @ b.double().t()).bfloat16()
-    torch.testing.assert_close(out, exact, rtol=2.0**-7, atol=2.0**-4, equal_nan=True)
+    exact = a.double() @ b.double().t()
+    bound = (a.double().abs() @ b.double().abs().t()) * 8 * 2.0**-FAST_BITS + exact.abs() * 2.0**-8
+    assert (out.isnan() == exact.isnan()).all()
+    assert ((out.double() - exact).abs() <= bound)[~exact.isnan()].all()
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
@@ -68,12 +74,14 @@ def test_a_training_step_runs_on_it(recipe, mode):
     def results() -> list[torch.Tensor]:
         torch._dynamo.reset()
         compiled = torch.compile(layer, backend="te", fullgraph=True, options=options)
-        for _ in range(3):
+        for _ in range(3):  # of which the last replays, if there is a CUDA graph
             torch.compiler.cudagraph_mark_step_begin()
             x.grad = layer.weight.grad = None
             y = compiled(x)
+            kept = y.detach().clone()
             y.float().square().mean().backward()
-        return [y.clone(), x.grad.clone(), layer.weight.grad.clone()]
+            found = [kept, x.grad.clone(), layer.weight.grad.clone()]
+        return found
 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         mine = results()
