@@ -3,8 +3,8 @@
 # Note [Tiles for casts]
 Inductor fuses a producer, its casts and both stores into one 2D pointwise kernel, and tries square tiles of 8 warps on it.
 Which tile is fast depends on how many tensors it reads, as each costs registers, and on the dimension in which they are
-contiguous: that one wants 128 elements. The amax of a tensor is a split reduction, which wants many loads in flight. Nothing
-else of a kernel changes here, and nothing is autotuned.
+contiguous: that one wants 128 elements, unless registers keep further blocks off the multiprocessor. The amax of a tensor is
+a split reduction, which wants many loads in flight. Nothing else of a kernel changes here, and nothing is autotuned.
 
 Microseconds of the kernels of docs/performance.md's training step under delayed scaling, each with row copy, column copy and
 amax (H200, torch 2.11, triton 3.6, 2026-11-21): 128 x 64 with 4 warps, the best of 8 tiles and the tile taken here::
@@ -14,8 +14,10 @@ amax (H200, torch 2.11, triton 3.6, 2026-11-21): 128 x 64 with 4 warps, the best
     RMSNorm, 16384 x 4096               1       97.4     79.3     79.3
     residual + RMSNorm                  2      131.6     94.5     94.5
     SwiGLU, 16384 x 14336               2      403.7    349.3    349.3
-    SwiGLU backward                     3      742.1    626.6    626.6
     gate's and up's weights             2      150.0    142.5    147.2
+
+SwiGLU's backward (3 reads) was timed behind bf16 GEMMs that keep the card at its power limit, as in a step, with one sigmoid
+(sigmoids.py): 32 x 64 with 4 warps 583 us, 32 x 128 606, 128 x 32 643, 128 x 32 with 8 warps 735, 64 x 64 with 8 765.
 
 The one tile for all amaxes of current scaling is within 4% of the best of 46 for each (2026-11-20): 14336 x 4096 34.4 us
 where Inductor's takes 44.8, SwiGLU 313.9 (358.3), SwiGLU backward 451.4 (553.5).

@@ -1,0 +1,134 @@
+"""CUTLASS's GEMMs without a GPU: the tuned table, real builds in a process of their own, and what happens without them."""
+
+import dataclasses
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+from te_inductor.errors import FallbackWarning
+from te_inductor.templates import cutlass
+from te_inductor.templates.cutlass import build, launch
+from te_inductor.templates.cutlass import scaled_mm as template
+from te_inductor.templates.cutlass.scaled_mm import FAST_TILES, SPLIT_TILES, Problem, Tile, kernel_of
+
+E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
+installed = pytest.mark.skipif(cutlass.missing() is not None, reason="te-inductor[cutlass] is not installed")
+
+
+def problem(m: int, n: int, k: int, **changes) -> Problem:
+    return dataclasses.replace(Problem(m, n, k, E4M3, E4M3, BF16, False, False, True), **changes)
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    monkeypatch.setattr(template, "runs_on", lambda device: True)
+
+
+def test_every_row_of_the_table_is_a_kernel_that_supports_its_problem():
+    for row in template.table()["rows"]:
+        if row["tile"] is not None:
+            sizes = (row["m"], row["n"], row["k"])
+            asked = problem(*sizes, by_row=row["by_row"], fast_accum=row["fast_accum"])
+            assert Tile(**row["tile"]) in template.tiles(asked)
+            assert row["us"] < row["cublaslt_us"]
+
+
+def test_a_measured_shape_stands_for_its_neighbourhood(on_hopper):
+    rows = [row for row in template.table()["rows"] if row["tile"] is not None and row["m"] == 16384]
+    row = max(rows, key=lambda row: row["n"] * row["k"])
+    kind = {"by_row": row["by_row"], "fast_accum": row["fast_accum"]}
+    sizes = (row["m"], row["n"], row["k"])
+    measured = template.choose(problem(*sizes, **kind), torch.device("cuda"))
+    assert measured == Tile(**row["tile"])
+    near = template.choose(problem(row["m"] + 160, row["n"] - 64, row["k"] + 32, **kind), torch.device("cuda"))
+    assert near == measured
+    assert template.choose(problem(64 * row["m"], row["n"], row["k"], **kind), torch.device("cuda")) is None
+
+
+@pytest.mark.parametrize(
+    "unsuitable",
+    [
+        {"k": 4104},  # rows of 8 bytes more than the copy engine can step over
+        {"n": 4100},
+        {"m": 64},  # less than a tile
+        {"out": torch.float32},
+        {"a": torch.bfloat16},
+    ],
+    ids=str,
+)
+def test_what_the_kernels_do_not_take(unsuitable):
+    tile = FAST_TILES[0]
+    assert template.supports(tile, problem(4096, 4096, 4096))
+    assert not template.supports(tile, dataclasses.replace(problem(4096, 4096, 4096), **unsuitable))
+
+
+def test_a_second_accumulator_must_fit_the_registers():
+    split = problem(16384, 4096, 4096, fast_accum=False)
+    assert template.tiles(split) == list(SPLIT_TILES)
+    assert not template.supports(Tile(256, 160, 2, 1, False, 8), split)
+    assert not template.supports(Tile(128, 192, 2, 1, True, 8), split)
+
+
+def test_nothing_is_chosen_where_it_is_not_installed(monkeypatch):
+    monkeypatch.setattr(cutlass, "missing", lambda: "quack-kernels is not installed")
+    row = next(row for row in template.table()["rows"] if row["tile"] is not None)
+    assert template.choose(problem(row["m"], row["n"], row["k"]), torch.device("cuda")) is None
+
+
+def test_a_wrong_version_is_named(monkeypatch):
+    cutlass.missing.cache_clear()
+    monkeypatch.setattr(cutlass.metadata, "version", lambda name: "0.3.1" if name == "quack-kernels" else "4.8.1")
+    monkeypatch.setitem(cutlass.REQUIRED, "apache-tvm-ffi", ("4", "5"))
+    try:
+        text = cutlass.missing()
+    finally:
+        cutlass.missing.cache_clear()
+    assert text is not None and "quack-kernels 0.3.1 is installed, expected >= 0.6.5, < 0.7" in text
+
+
+def test_a_kernel_that_cannot_be_built_is_replaced_by_cublaslt_and_named_once(monkeypatch):
+    def fail(kernel):
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(build, "library", fail)
+    a, b = torch.randn(64, 32).to(E4M3), torch.randn(48, 32).to(E4M3)
+    scale, out = torch.ones(()), torch.full((64, 48), float("nan"), dtype=BF16)
+    shape = dataclasses.astuple(Tile(192, 128, 2, 2, True, 4))  # nobody else's: what failed is remembered
+    given = {"tile": shape, "by_row": False, "fast_accum": True, "out": out}
+    with pytest.warns(FallbackWarning, match="no compiler here"):
+        launch.scaled_mm(a, b.t(), scale, scale, **given)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        launch.scaled_mm(a, b.t(), scale, scale, **given)
+    torch.testing.assert_close(out, torch._scaled_mm(a, b.t(), scale, scale, out_dtype=BF16))
+
+
+@installed
+def test_kernels_are_built_without_a_gpu_and_loaded_without_cutlass(tmp_path, monkeypatch):
+    """Both kinds of scales and of accumulation; a second process finds the library and imports nothing of CUTLASS."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    kernels = [
+        kernel_of(FAST_TILES[0], E4M3, E4M3, BF16, False, True, True),
+        kernel_of(SPLIT_TILES[0], E5M2, E4M3, BF16, True, False, False),
+    ]
+    for kernel in kernels:
+        build.start(kernel)
+    paths = [build.library(kernel) for kernel in kernels]
+    assert len(set(paths)) == 2 and all(path.is_relative_to(tmp_path) for path in paths)
+    program = f"""
+import sys, tvm_ffi
+assert all(tvm_ffi.load_module(path)["{build.FUNCTION}"] is not None for path in {[str(path) for path in paths]})
+print([name for name in sys.modules if name.split(".")[0] in ("cutlass", "quack")])
+"""
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@installed
+def test_what_the_compiler_says_reaches_the_user(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    odd = dataclasses.replace(kernel_of(FAST_TILES[0], E4M3, E4M3, BF16, False, False, True), tile_m=100)
+    with pytest.raises(RuntimeError, match="CTA tile shape M"):
+        build.library(odd)
