@@ -51,9 +51,12 @@ def has_block_scaled_mm(device: torch.device) -> bool:
 
 
 def has_microscaled_mm(device: torch.device) -> bool:
-    """Whether a GEMM of MXFP8 or NVFP4 operands runs there on tensor cores that apply their scales. Nowhere yet: compute
-    capability 10.0 is the first that could."""
-    return False
+    """Whether torch._scaled_mm multiplies MXFP8 and NVFP4 operands there, by tensor cores that apply their scales: cuBLASLt
+    of CUDA 12.8 on compute capability 10.0 and 10.3."""
+    if device.type != "cuda" or torch.version.cuda is None or torch.cuda.get_device_capability(device)[0] != 10:
+        return False
+    major, minor = torch.version.cuda.split(".")[:2]
+    return (int(major), int(minor)) >= (12, 8)
 
 
 def size_hint(sizevars: Any, size: Any) -> int:

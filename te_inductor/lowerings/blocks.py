@@ -61,7 +61,7 @@ def dequantize(
     """What a copy stands for; of two-level scales in units of the tensor's factor."""
     rows, columns = data.get_size()
     packed = E2M1.packed if scope.two_level else 1
-    load, load_scale = data.make_loader(), _spread_loader(scale_inv, scope)
+    load, load_scale = data.make_loader(), spread_loader(scale_inv, scope)
 
     def inner(index):
         row, column = index
@@ -97,7 +97,7 @@ def hadamard(x: ir.TensorBox) -> ir.TensorBox:
     return box
 
 
-def _spread_loader(scale: ir.TensorBox, scope: Scope):
+def spread_loader(scale: ir.TensorBox, scope: Scope):
     """A loader of the scale of each element, from scales as the scope stores them."""
     load, (high, wide) = scale.make_loader(), scope.block
 

@@ -7,7 +7,7 @@ from torch._inductor.virtualized import V
 from torch.utils._sympy.functions import FloorDiv
 
 from te_inductor import compat, ops
-from te_inductor.lowerings import blocks
+from te_inductor.lowerings import blocks, microscaled_mm
 from te_inductor.lowerings.registry import lowering
 from te_inductor.recipes import Gemm
 from te_inductor.recipes.formats import ALIGNMENT, padded
@@ -29,7 +29,8 @@ def scaled_mm(
     alpha: ir.TensorBox | None = None,  # ()
 ) -> ir.TensorBox:
     if gemm.microscaled:
-        return _emulated(a, a_scale, b, b_scale, bias, gemm, out_dtype, alpha)
+        native = compat.has_microscaled_mm(a.get_device_or_error())
+        return (_native if native else _emulated)(a, a_scale, b, b_scale, bias, gemm, out_dtype, alpha)
     on_cuda = a.get_device_or_error().type == "cuda"
     if gemm.blocked:
         cuda = on_cuda and compat.has_block_scaled_mm(a.get_device_or_error())
@@ -102,6 +103,14 @@ def _emulated(a, a_scale, b, b_scale, bias, gemm, out_dtype, alpha):  # type: ig
         wide_a, wide_b = _values(a, a_scale, b, b_scale, gemm, torch.float32)
         y = lowerings[aten.mm](wide_a, _transposed(wide_b))
     y = y if alpha is None else lowerings[aten.mul](y, alpha)
+    return _add(lowerings[convert](y, out_dtype), bias, out_dtype)
+
+
+def _native(a, a_scale, b, b_scale, bias, gemm, out_dtype, alpha):  # type: ignore[no-untyped-def]
+    if alpha is None:
+        return _add(microscaled_mm.library(a, a_scale, b, b_scale, gemm, out_dtype), bias, out_dtype)
+    # The factors of both tensors come after the sum, which is rounded once more where the output is narrow.
+    y = lowerings[aten.mul](microscaled_mm.library(a, a_scale, b, b_scale, gemm, out_dtype), alpha)
     return _add(lowerings[convert](y, out_dtype), bias, out_dtype)
 
 

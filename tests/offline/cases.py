@@ -273,3 +273,18 @@ def decode_nvfp4_dynamic() -> Case:
 
 def prefill_nvfp4() -> Case:
     return _decoding(4096)
+
+
+def _linear_blackwell(recipe: str) -> Case:
+    """Two tiles of rows of scales, two of blocks; an N to pad."""
+    layer = nn.Linear(160, 72, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
+    x = torch.randn(130, 160, device="cuda", dtype=torch.bfloat16)
+    return torch.compile(layer, backend="te", fullgraph=True, options={"policy": {"*": recipe}}), (x,)
+
+
+def linear_blackwell_mxfp8() -> Case:
+    return _linear_blackwell("mxfp8")
+
+
+def linear_blackwell_nvfp4() -> Case:
+    return _linear_blackwell("nvfp4")

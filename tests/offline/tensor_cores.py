@@ -1,0 +1,45 @@
+"""What Blackwell's tensor cores make of microscaled operands, on the CPU: it stands where the library stands when generated
+code is interpreted. The layout of scales is the documented one, written down apart from the code that it checks."""
+
+import torch
+from torch import Tensor
+
+_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def scaled_mm(
+    a: Tensor,  # (M, K) e4m3 or e5m2, or (M, K/2) float4_e2m1fn_x2
+    b: Tensor,  # (K, N), or (K/2, N)
+    a_scale: Tensor,  # swizzled e8m0 or e4m3
+    b_scale: Tensor,
+    *,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+    out: Tensor,  # (M, N)
+) -> Tensor:
+    assert not use_fast_accum
+    product = _values(a, a_scale) @ _values(b.t(), b_scale).t()
+    return out.copy_(product.to(out_dtype))
+
+
+def _values(data: Tensor, scale: Tensor) -> Tensor:  # (R, K) float64
+    packed = data.dtype == torch.float4_e2m1fn_x2
+    values = _unpacked(data.view(torch.uint8)) if packed else data.double()
+    block = 16 if packed else 32
+    assert scale.dtype == (torch.float8_e4m3fn if packed else torch.float8_e8m0fnu)
+    rows, blocks = values.shape[0], -(-values.shape[1] // block)
+    assert scale.numel() == -(-rows // 128) * 128 * -(-blocks // 4) * 4
+    return values * _unswizzled(scale, rows, blocks).repeat_interleave(block, 1)[:, : values.shape[1]]
+
+
+def _unpacked(codes: Tensor) -> Tensor:
+    both = torch.stack([codes & 15, codes >> 4], -1).flatten(1)
+    return torch.where(both > 7, -1.0, 1.0).double() * _E2M1[(both & 7).long()]
+
+
+def _unswizzled(scale: Tensor, rows: int, blocks: int) -> Tensor:
+    """cuBLAS documentation, "1D Block Scaling Factors Layout"."""
+    r, c = torch.arange(rows)[:, None], torch.arange(blocks)[None, :]
+    tile = (r // 128) * -(-blocks // 4) + c // 4
+    place = tile * 512 + (r % 32) * 16 + (r % 128) // 32 * 4 + c % 4
+    return scale.double()[place]

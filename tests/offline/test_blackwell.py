@@ -1,0 +1,55 @@
+"""MXFP8 and NVFP4 for compute capability 10.0: the generated graphs end to end. They have never run on the hardware."""
+
+import re
+
+import pytest
+import torch
+
+from te_inductor import recipes
+from te_inductor.runtime import reference
+from tests.bounds import assert_within
+from tests.offline.harness import compile_to_cubin, generate
+from tests.offline.test_interpreter import interpret
+
+VIEWS = {"mxfp8": "torch.float8_e8m0fnu", "nvfp4": "torch.float4_e2m1fn_x2"}
+
+
+@pytest.mark.parametrize("recipe", VIEWS)
+def test_every_gemm_of_training_is_the_tensor_cores(recipe, tmp_path):
+    """gate, up and down: three fprops, three dgrads, three wgrads, and nothing is dequantized."""
+    generated = generate(f"mlp_training_{recipe}", 100)
+    gemms = [
+        line
+        for source in generated.sources
+        for line in source.splitlines()
+        if "extern_kernels." in line and "out=" in line
+    ]
+    assert len(gemms) == 9 and all("extern_kernels._scaled_mm(" in line for line in gemms)
+    assert all(line.count(VIEWS[recipe]) == 2 and "use_fast_accum=False" in line for line in gemms)
+    [swizzle, *_] = [kernel for kernel in generated.kernels if "scaled_mm" in kernel.name and "fp8" not in kernel.name]
+    assert compile_to_cubin(swizzle, 100, tmp_path).asm["cubin"]
+
+
+@pytest.mark.parametrize("recipe", VIEWS)
+def test_the_tensor_cores_are_given_what_the_oracle_multiplies(recipe, tmp_path):
+    """Data, scales, their layout, padding and the tensors' factors, through the interpreter, against float64."""
+    [source] = generate(f"linear_blackwell_{recipe}", 100).sources
+    operands = {
+        (130, 160): torch.randn(130, 160) * torch.logspace(-6, 6, 130)[:, None],
+        (72, 160): torch.randn(72, 160) * torch.logspace(3, -3, 160),
+        (72,): torch.randn(72),
+    }
+    operands = {shape: x.bfloat16() for shape, x in operands.items()}
+    shapes = dict(re.findall(r"assert_size_stride\(arg(\d)_1, \(([\d, ]+)\)", source))
+    sizes = [[int(size) for size in shapes[place].split(",") if size.strip()] for place in sorted(shapes)]
+    inputs = [operands[tuple(size)] for size in sizes]
+    [(y,)] = interpret(source, [inputs], tmp_path)
+    x, weight, bias = operands.values()
+    named = recipes.resolve(recipe)
+    expected = reference.linear_forward(x, weight, bias, named)
+    # The bias is added to a rounded product, which the factor of two-level scales rounds once more.
+    without = reference.linear_forward(x, weight, None, named).abs()
+    error = 3 * 2.0**-9 * (without + expected.abs()) + 2.0**-20 * without.amax(1, keepdim=True)
+    assert_within(y, expected, error, recipe)
+    wrong = expected * (1 + 2.0**-4)
+    assert not ((y.double() - wrong).abs() <= error).all()
