@@ -277,7 +277,7 @@ def prefill_nvfp4() -> Case:
 
 def _linear_blackwell(recipe: str) -> Case:
     """Two tiles of rows of scales, two of blocks; an N to pad."""
-    layer = nn.Linear(160, 72, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
+    layer = nn.Linear(160, 88, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
     x = torch.randn(130, 160, device="cuda", dtype=torch.bfloat16)
     return torch.compile(layer, backend="te", fullgraph=True, options={"policy": {"*": recipe}}), (x,)
 
