@@ -288,3 +288,9 @@ def linear_blackwell_mxfp8() -> Case:
 
 def linear_blackwell_nvfp4() -> Case:
     return _linear_blackwell("nvfp4")
+
+
+def cutlass_training() -> Case:
+    layer = nn.Linear(4096, 6144, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(16384, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    return torch.compile(layer, backend="te", fullgraph=True, options={"recipe": "current"}), (x,)
