@@ -64,9 +64,10 @@ def _function(
 
 
 def _load(kernel: Kernel) -> Any:
+    path = build.library(kernel)
     import tvm_ffi
 
-    return tvm_ffi.load_module(str(build.library(kernel)))[build.FUNCTION]
+    return tvm_ffi.load_module(str(path))[build.FUNCTION]
 
 
 @functools.cache
