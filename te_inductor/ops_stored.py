@@ -15,8 +15,9 @@ from te_inductor.ops import _define, dequantize, quantize, scaled_mm
 from te_inductor.recipes import Gemm, Quantizer, Slots
 from te_inductor.runtime import nvfp4
 
-# Up to so many rows a GPU multiplies with the stored NVFP4 values, above it casts them first: docs/performance.md.
-DECODE_ROWS = 64
+# Up to so many rows a GPU multiplies with the stored NVFP4 values, above it casts them first: docs/performance.md. Twice the
+# rows of the largest measured tile, as two of them take no longer than the cast.
+DECODE_ROWS = 128
 # The FP8 GEMM of large batches: scales of rows, powers of two, so that a stored value is rounded once and rarely.
 _ROWWISE = Quantizer("e4m3", power_2_scale=True, scope="row")
 _PREFILL = Gemm("fprop", fast_accum=True, scopes=("row", "row"))

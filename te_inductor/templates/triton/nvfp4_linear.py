@@ -119,7 +119,7 @@ def partial_sums(
     """Whose sum over the first dimension, times `FACTOR` and the tensor's scale, is the product."""
     m, n, k = x.shape[0], stored.shape[0], 2 * stored.shape[1]
     out = x.new_empty((config.splits, m, n), dtype=torch.float32)
-    grid = (config.splits, triton.cdiv(n, config.block_n), triton.cdiv(m, config.rows))
+    grid = (config.splits * triton.cdiv(m, config.rows), triton.cdiv(n, config.block_n))
     _partial_sums[grid](
         x,
         stored.view(torch.int16),
@@ -157,9 +157,11 @@ def _partial_sums(
     PLANES: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ):
-    part = tl.program_id(0)
+    # Neighbouring programs read the same part of the weight for other rows of x, so that memory is read once.
+    tiles = tl.num_programs(0) // SPLITS
+    part = tl.program_id(0) // tiles
+    m = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     WORDS: tl.constexpr = BLOCK_K // 4
     row = tl.minimum(n, N - 1).to(tl.int64)[:, None]
     word = stored + row * (K // 4) + part * WORDS + tl.arange(0, WORDS)[None, :]
