@@ -14,13 +14,15 @@ import sys
 import tempfile
 from pathlib import Path
 
+from filelock import FileLock
+
 from te_inductor.templates import cutlass
 from te_inductor.templates.cutlass.scaled_mm import Kernel
 
 ARCH = "90"
 FUNCTION = "func"
 
-_running: dict[Path, subprocess.Popen[str]] = {}
+_running: dict[Path, subprocess.Popen[bytes]] = {}
 
 
 def start(kernel: Kernel) -> None:
@@ -37,13 +39,10 @@ def start(kernel: Kernel) -> None:
         "CUDA_VISIBLE_DEVICES": "",
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
-    _running[path] = subprocess.Popen(
-        [sys.executable, "-m", __name__, kernel.to_json(), str(path)],
-        env=env,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    with _log(path).open("wb") as log:
+        _running[path] = subprocess.Popen(
+            [sys.executable, "-m", __name__, kernel.to_json(), str(path)], env=env, stdout=log, stderr=log
+        )
 
 
 def library(kernel: Kernel) -> Path:
@@ -53,13 +52,10 @@ def library(kernel: Kernel) -> Path:
         RuntimeError: it could not be built; with what the compiler said.
     """
     path = _path(kernel)
-    if not path.exists():
-        start(kernel)
-        process = _running[path]
-        _, said = process.communicate()
-        del _running[path]
-        if process.returncode != 0:
-            raise RuntimeError("\n".join(said.splitlines()[-20:]))
+    start(kernel)
+    process = _running.pop(path, None)
+    if process is not None and process.wait() != 0:
+        raise RuntimeError("\n".join(_log(path).read_text(errors="replace").splitlines()[-20:]))
     return path
 
 
@@ -68,6 +64,11 @@ def _path(kernel: Kernel) -> Path:
 
     key = hashlib.sha256(f"{kernel.to_json()} {_sources()}".encode()).hexdigest()
     return Path(cache_dir()) / "te_inductor" / "cutlass" / f"{key[:32]}.so"
+
+
+def _log(path: Path) -> Path:
+    """What the building process wrote."""
+    return path.with_suffix(f".{os.getpid()}.log")
 
 
 @functools.cache
@@ -79,16 +80,22 @@ def _sources() -> str:
 
 
 def main(kernel: Kernel, path: Path) -> None:
-    """Compile, link, and put the library in place at once: others may be waiting for it, or building it as well."""
+    """Compile, link, and put the library in place at once. Of several ranks that ask for one kernel, one builds it."""
+    with FileLock(path.with_suffix(".lock")):
+        if not path.exists():
+            _build(kernel, path)
+
+
+def _build(kernel: Kernel, path: Path) -> None:
     from cutlass.runtime import find_runtime_libraries
+    from torch._inductor.cpp_builder import get_cpp_compiler
 
     libraries = [Path(found) for found in find_runtime_libraries()]
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         compiled, linked = Path(folder, "kernel.o"), Path(folder, "kernel.so")
         _compile(kernel).export_to_c(object_file_path=str(compiled), function_name=FUNCTION)
         where = [f"-Wl,-rpath,{found.parent}" for found in libraries]
-        compiler = os.environ.get("CC", "cc")
-        subprocess.run([compiler, "-shared", "-o", linked, compiled, *libraries, *where], check=True)
+        subprocess.run([get_cpp_compiler(), "-shared", "-o", linked, compiled, *libraries, *where], check=True)
         os.replace(linked, path)
 
 
