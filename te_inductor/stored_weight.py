@@ -101,9 +101,10 @@ class StoredWeight(Tensor):
         kwargs = kwargs or {}
         if function is torch.nn.functional.linear:
             return _linear(*args, **kwargs)
-        if function is Tensor.requires_grad_ and (args[1:] or (kwargs.get("requires_grad", True),))[0]:
+        asked = function in (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+        if asked and (args[1:] or (kwargs.get("requires_grad", True),))[0]:
             raise StoredWeightError(
-                f"requires_grad_() on a weight stored as {args[0].recipe.name}, expected a constant; train the weight in "
+                f"a gradient is asked of a weight stored as {args[0].recipe.name}, expected a constant; train the weight in "
                 "high precision, with the recipe as a compile option, or an adapter beside it (before "
                 "load_state_dict(assign=True), call requires_grad_(False) on the model)"
             )

@@ -227,6 +227,8 @@ def test_no_training():
     weight = quantize_(model())[0].weight
     with pytest.raises(StoredWeightError, match="expected a constant"):
         weight.requires_grad_()
+    with pytest.raises(StoredWeightError, match="expected a constant"):
+        weight.requires_grad = True
     with pytest.raises(StoredWeightError, match="expected copy_ alone"):
         weight.mul_(2)
     with pytest.raises(StoredWeightError, match=r"copy_ from shape \(3, 3\), expected \(160, 96\)"):
