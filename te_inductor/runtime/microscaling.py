@@ -22,9 +22,8 @@ from te_inductor.runtime.philox import BITS
 
 FP32_MAX = torch.finfo(torch.float32).max
 NAN_CODE, INFINITY_CODE = 0xFF, 0xFE  # E8M0 has no infinity: its largest value stands for one
-SMALLEST_BITS = (
-    0x00400000  # of 2**-127 as fp32, a subnormal: the value of code 0, and the reciprocal of that of code 0xFE
-)
+# Of 2**-127 as fp32, a subnormal: the value of code 0, and the reciprocal of that of code 0xFE.
+SMALLEST_BITS = 0x00400000
 # What two-level scales map the tensor's amax to: the largest element times the largest scale of a block.
 TWO_LEVEL_MAX = E2M1.max * E4M3.max
 
