@@ -24,7 +24,7 @@ from examples.training import Arm, Result, Settings, train
 EAGER = Arm("eager")
 COMPILED = Arm("inductor", {"backend": "inductor"})  # the arm that the others are measured against
 TOLERANCE = 0.01  # of the compiled arm's loss
-TOLERANCES = {"te nvfp4": 0.05}  # of 4 bits
+TOLERANCES = {"te nvfp4": 0.03}  # of 4 bits, where 1.4% was measured
 
 CPU = LlamaConfig()
 GPU = LlamaConfig(dim=512, hidden=1408, heads=8, layers=8, context=256)
