@@ -173,7 +173,7 @@ cases = st.builds(
 
 
 def check(case: Case) -> None:
-    """Compiled and eager results of a case agree bit for bit, and no pass of ours failed on the way."""
+    """Compiled and eager results of a case agree, bit for bit where all layers are low, and no pass of ours failed."""
     torch._dynamo.reset()
     torch.manual_seed(case.seed)
     dtype = DTYPES[case.dtype]
@@ -198,8 +198,12 @@ def check(case: Case) -> None:
         torch._dynamo.reset()
         expected = _results(eager, x)
         found = _results(torch.compile(model, backend="te", fullgraph=True, options=options), x)
+    # A layer in high precision is `linear` in eager code and `addmm` of a view when traced: another order of the same sum.
+    high = any(site.kernel == "high_precision" for site in report.sites)
+    slack = 4 * torch.finfo(dtype).eps if high else 0.0
     for name, value in expected.items():
-        assert torch.equal(value, found[name]), f"{name}: {(value - found[name]).abs().max()} of {value.abs().max()}"
+        difference, largest = (value.float() - found[name].float()).abs().max(), value.float().abs().max()
+        assert difference <= slack * largest, f"{name}: {difference} of {largest}"
 
 
 def _recipes(model: nn.Module, x: Tensor, case: Case) -> dict[str, str]:
