@@ -198,7 +198,7 @@ def check(case: Case) -> None:
         torch._dynamo.reset()
         expected = _results(eager, x)
         found = _results(torch.compile(model, backend="te", fullgraph=True, options=options), x)
-    # Twice a layer in high precision came out 1e-7 of its value off what eager code gives; taken for another order of its sum,
+    # Twice a layer in high precision was 1e-7 of its value off what eager code gives: taken for another order of its sum,
     # not traced to its cause: aot_eager alone does not show it.
     high = any(site.kernel == "high_precision" for site in report.sites)
     slack = 4 * torch.finfo(dtype).eps if high else 0.0
