@@ -143,11 +143,11 @@ def test_the_layer_bounds_catch(how, what, monkeypatch, no_caches):
     """One GEMM of one layer of the model with a scale that is 6% wrong, or with its result dropped."""
     real, seen = ops.scaled_mm, []
 
-    def mutant(a, a_scale, b, b_scale, bias, gemm, out_dtype):
+    def mutant(a, a_scale, b, b_scale, bias, gemm, out_dtype, alpha=None):
         seen.append(gemm.name)
         if gemm.name != what or seen.count(what) % len(layers) != 5:  # AOTAutograd traces the forward twice
-            return real(a, a_scale, b, b_scale, bias, gemm, out_dtype)
-        y = real(a, a_scale, b, b_scale * (1 + STEP), bias, gemm, out_dtype)
+            return real(a, a_scale, b, b_scale, bias, gemm, out_dtype, alpha)
+        y = real(a, a_scale, b, b_scale * (1 + STEP), bias, gemm, out_dtype, alpha)
         return torch.zeros_like(y) if how == "dropped" else y
 
     monkeypatch.setattr(ops, "scaled_mm", mutant)
