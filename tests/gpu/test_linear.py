@@ -131,9 +131,8 @@ def test_small_sites_stay_in_high_precision():
     [site, *_] = explain(layer, torch.randn(8192, 512, device="cuda").bfloat16()).sites
     assert site.kernel == "high_precision" and "too small for FP8 to pay: M=8192, N=512, K=512" in site.reason
     wide = nn.Linear(4096, 4096, device="cuda", dtype=torch.bfloat16)
-    assert {site.kernel for site in explain(wide, torch.randn(8192, 4096, device="cuda").bfloat16()).sites} == {
-        "cublaslt"
-    }
+    kernels = {site.kernel for site in explain(wide, torch.randn(8192, 4096, device="cuda").bfloat16()).sites}
+    assert kernels and all(kernel.startswith(("cublaslt", "cutlass:")) for kernel in kernels)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
