@@ -136,7 +136,7 @@ def test_one_compile_for_any_batch():
 
 
 @pytest.mark.codegen
-def test_parameters_are_static_inputs(monkeypatch):
+def test_parameters_are_static_inputs(monkeypatch, no_caches):
     """CUDA graphs copy inputs that are not: a stored weight's parts must be among those that are, as any parameter."""
     from torch._inductor import compile_fx
 
