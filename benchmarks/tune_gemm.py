@@ -11,7 +11,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks import harness, table
 from te_inductor.templates.cutlass import build, launch, versions
-from te_inductor.templates.cutlass.scaled_mm import TABLE, Problem, Tile, kernel_of, tiles
+from te_inductor.templates.cutlass.scaled_mm import TABLE, Problem, Tile, tiles
 
 TOKENS = (2048, 4096, 8192, 16384)
 LAYERS = {  # N x K of a weight: by tensor, by row
@@ -54,10 +54,6 @@ def problems(tokens: list[int]) -> list[Problem]:
     return list(found)
 
 
-def kernel(tile: Tile, p: Problem) -> Any:
-    return kernel_of(tile, p.a, p.b, p.out, p.by_row, p.bias, p.fast_accum)
-
-
 def time_us(calls: list[Callable[[], Any]], rounds: int, iters: int) -> list[float]:
     """Launches of one arm follow each other closely enough: the shortest kernel here takes as long as a launch."""
     times: list[list[float]] = [[] for _ in calls]
@@ -84,7 +80,7 @@ def arms(p: Problem) -> dict[Tile | None, Callable[[], Any]]:
         return torch._scaled_mm(a, b.t(), *scales, out_dtype=p.out, use_fast_accum=p.fast_accum, out=out)
 
     def cutlass(tile: Tile) -> Callable[[], Tensor]:
-        shape = (tile.m, tile.n, tile.cluster_m, tile.cluster_n, tile.pingpong, tile.swizzle)
+        shape = astuple(tile)
         return lambda: launch.scaled_mm(
             a, b.t(), *scales, tile=shape, by_row=p.by_row, fast_accum=p.fast_accum, out=out
         )
@@ -123,7 +119,7 @@ def measure(p: Problem, args: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     args = parse()
     asked = problems(args.tokens)
-    for built in dict.fromkeys(kernel(tile, p) for p in asked for tile in tiles(p)):
+    for built in dict.fromkeys(p.kernel(tile) for p in asked for tile in tiles(p)):
         build.start(built)
     rows = []
     for p in asked:

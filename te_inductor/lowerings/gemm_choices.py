@@ -4,6 +4,7 @@ Inductor asks its choices handler, which is ours during a compile (tiles.py). Wi
 tuned table's where it names a tile, else cuBLASLt. Under max-autotune Inductor measures all.
 """
 
+from dataclasses import astuple
 from typing import Any
 
 from torch._inductor import config
@@ -34,10 +35,9 @@ def extend(choices: list[Any], kernel_inputs: Any, overrides: dict[str, dict[str
 
 
 def _bind(tile: Tile, problem: Problem, kernel_inputs: Any, layout: Any) -> Any:
-    p = problem
-    build.start(template.kernel_of(tile, p.a, p.b, p.out, p.by_row, p.bias, p.fast_accum))
-    shape = (tile.m, tile.n, tile.cluster_m, tile.cluster_n, tile.pingpong, tile.swizzle)
-    return _CUTLASS.bind(kernel_inputs.nodes(), layout, tile=shape, by_row=p.by_row, fast_accum=p.fast_accum)
+    build.start(problem.kernel(tile))
+    given = {"tile": astuple(tile), "by_row": problem.by_row, "fast_accum": problem.fast_accum}
+    return _CUTLASS.bind(kernel_inputs.nodes(), layout, **given)
 
 
 def _problem(kernel_inputs: Any, overrides: dict[str, dict[str, Any]]) -> Problem | None:

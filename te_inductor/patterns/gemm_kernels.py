@@ -9,7 +9,7 @@ from te_inductor.patterns.rule import Match
 from te_inductor.patterns.support import value
 from te_inductor.recipes import NVFP4WeightOnly, Recipe, Slots
 from te_inductor.templates.cutlass import scaled_mm
-from te_inductor.templates.cutlass.scaled_mm import Kernel, Problem, kernel_of
+from te_inductor.templates.cutlass.scaled_mm import Kernel, Problem
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def choose(
     tile = scaled_mm.choose(problem, output.device)
     if tile is None:
         return Choice("cublaslt")
-    return Choice(f"cutlass:{tile}", kernel_of(tile, *dtypes, problem.by_row, bias, problem.fast_accum))
+    return Choice(f"cutlass:{tile}", problem.kernel(tile))
 
 
 def of_stored_weight(match: Match, recipe: Recipe | None, options: Options) -> Choice:

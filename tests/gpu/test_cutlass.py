@@ -1,5 +1,7 @@
 """CUTLASS's GEMM kernels against a float64 product, and inside compiled training steps."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -33,7 +35,7 @@ def test_a_product_is_that_of_float64(tile, fast, by_row):
         problem = template.Problem(m, n, k, a.dtype, b.dtype, torch.bfloat16, by_row, added is not None, fast)
         assert template.supports(tile, problem)
         out = torch.full((m, n), float("nan"), device="cuda", dtype=torch.bfloat16)
-        shape = (tile.m, tile.n, tile.cluster_m, tile.cluster_n, tile.pingpong, tile.swizzle)
+        shape = dataclasses.astuple(tile)
         launch.scaled_mm(a, b.t(), *scales, added, tile=shape, by_row=by_row, fast_accum=fast, out=out)
         exact = (a.double() @ b.double().t()) * scales[0].double() * scales[1].double()
         absolute = (a.double().abs() @ b.double().abs().t()) * scales[0].double() * scales[1].double()
@@ -52,7 +54,7 @@ def test_special_values_reach_their_row_and_no_other(value):
     a[3] = value
     one = torch.ones((), device="cuda")
     out = torch.full((512, 512), float("nan"), device="cuda", dtype=torch.bfloat16)
-    shape = (tile.m, tile.n, tile.cluster_m, tile.cluster_n, tile.pingpong, tile.swizzle)
+    shape = dataclasses.astuple(tile)
     launch.scaled_mm(a, b.t(), one, one, tile=shape, by_row=False, fast_accum=True, out=out)
     exact = a.double() @ b.double().t()
     bound = (a.double().abs() @ b.double().abs().t()) * 8 * 2.0**-FAST_BITS + exact.abs() * 2.0**-8

@@ -19,6 +19,8 @@ TABLE = Path(__file__).with_suffix(".json")
 NEAR = 2.0  # a measured shape stands for those whose M, N and K are each within this factor of it
 OPERANDS = (torch.float8_e4m3fn, torch.float8_e5m2)
 OUTPUTS = (torch.bfloat16, torch.float16)
+# Accumulators that a thread may hold, by how many warp groups multiply: of its 240, or 160 registers.
+REGISTERS = {1: 208, 2: 208, 3: 136}
 # What the tensor memory accelerator asks of strides and bases, in bytes.
 ALIGNED = 16
 
@@ -53,6 +55,10 @@ class Problem:
     bias: bool
     fast_accum: bool  # in the tensor core's own precision; else promoted to fp32 every 128 elements of K
 
+    def kernel(self, tile: Tile) -> "Kernel":
+        """What has to be built to compute it so."""
+        return kernel_of(tile, self.a, self.b, self.out, self.by_row, self.bias, self.fast_accum)
+
 
 # Split accumulation holds a second accumulator in registers: smaller tiles.
 FAST_TILES = (
@@ -84,7 +90,7 @@ def supports(tile: Tile, problem: Problem) -> bool:
         and problem.n * problem.out.itemsize % ALIGNED == 0
         and problem.m >= tile.m * tile.cluster_m
         and problem.n >= tile.n * tile.cluster_n
-        and kept // (groups * 128) <= {1: 208, 2: 208, 3: 136}[groups]
+        and kept // (groups * 128) <= REGISTERS[groups]
         and (problem.fast_accum or not tile.pingpong)
     )
 
