@@ -17,7 +17,6 @@ from torch import Tensor
 from te_inductor import ops, ops_stored
 from te_inductor.errors import RecipeError, StoredWeightError
 from te_inductor.recipes import Float8BlockScaling, Float8CurrentScaling, Float8RowwiseScaling, NVFP4WeightOnly, Recipe
-from te_inductor.recipes.formats import NVFP4
 from te_inductor.runtime import microscaling, nvfp4
 
 aten = torch.ops.aten
@@ -158,7 +157,7 @@ class NVFP4Weight(StoredWeight):
 
     @property
     def form(self) -> object:
-        return NVFP4
+        return nvfp4.QUANTIZER
 
     def saved(self) -> tuple[Tensor, ...]:
         return microscaling.pack(nvfp4.codes(self.stored)), self.block_scale, self.tensor_scale

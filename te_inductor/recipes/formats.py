@@ -53,25 +53,10 @@ FP32 = ScaleFormat("fp32", torch.float32)
 # The value 2**(code - 127), NaN where the code is 255. Codes, and not torch.float8_e8m0fnu, which Inductor's C++ cannot
 # store and its Triton code cannot compute (torch 2.13): a view where a library asks for that dtype costs nothing.
 E8M0 = ScaleFormat("e8m0", torch.uint8)
-# The first of two levels: scale_inv of a block, in units of one fp32 factor of the whole tensor, `amax / (6 * 448)`.
-TWO_LEVEL = ScaleFormat("e4m3", torch.float8_e4m3fn)
-
-
-@dataclass(frozen=True)
-class TwoLevel:
-    """A format with two levels of scales: one of `scale` a block, and one fp32 for the tensor.
-
-    Invariant: ``x ~= data * expand(block_scale) * tensor_scale``. The product of data and block scale is exact in bf16: of
-    E2M1 and E4M3 values it has 6 significant bits, and lies between 2**-10 and 2688, or is 0.
-    """
-
-    name: str
-    element: Element
-    scale: Element
-    block: tuple[int, int]  # rows and columns that share one block scale; a GEMM contracts the columns
-
-
-NVFP4 = TwoLevel("nvfp4", element=E2M1, scale=E4M3, block=(1, 16))
+# NVFP4's, of two levels: scale_inv of a block, in units of one fp32 factor of the whole tensor, `amax / (6 * 448)`.
+# Invariant: ``x ~= data * expand(scale_inv) * factor``. The product of data and scale_inv is exact in bf16: of E2M1 and
+# E4M3 values it has 6 significant bits, and lies between 2**-10 and 2688, or is 0.
+TWO_LEVEL = ScaleFormat(E4M3.name, E4M3.dtype)
 
 # The random Hadamard transform of NVFP4: 16 values along the contraction times these signs, times the Sylvester-Hadamard
 # matrix of that size over 4. The signs are TransformerEngine's.
@@ -159,9 +144,10 @@ BLOCK_128X128 = Scope("128x128", block=(128, 128), alignment=128)
 # OCP Microscaling Formats, MXFP8. Square blocks are TransformerEngine's, of weights.
 MX_1X32 = Scope("1x32", block=(1, 32), alignment=32, scale=E8M0)
 MX_32X32 = Scope("32x32", block=(32, 32), alignment=32, scale=E8M0)
-# NVFP4. 32 values are the 16 bytes that a row of a GEMM operand must be a multiple of.
-NV_1X16 = Scope("1x16", block=(1, 16), alignment=32, scale=TWO_LEVEL, elements=("e2m1",))
-NV_16X16 = Scope("16x16", block=(16, 16), alignment=32, scale=TWO_LEVEL, elements=("e2m1",))
+# NVFP4, of training and of stored weights (1 x 16). 32 values are the 16 bytes that a row of a GEMM operand must be a
+# multiple of; stored weights, which no library multiplies, are padded to a block.
+NV_1X16 = Scope("1x16", block=(1, 16), alignment=32, scale=TWO_LEVEL, elements=(E2M1.name,))
+NV_16X16 = Scope("16x16", block=(16, 16), alignment=32, scale=TWO_LEVEL, elements=(E2M1.name,))
 
 SCOPES = {
     scope.name: scope for scope in (TENSOR, ROW, BLOCK_1X128, BLOCK_128X128, MX_1X32, MX_32X32, NV_1X16, NV_16X16)

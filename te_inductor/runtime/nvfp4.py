@@ -19,12 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from te_inductor.recipes.formats import NVFP4
+from te_inductor.recipes.formats import E2M1, E4M3, NV_1X16
 from te_inductor.recipes.quantizers import Quantizer
 from te_inductor.runtime import microscaling
 
-BLOCK = NVFP4.block[1]
-QUANTIZER = Quantizer(NVFP4.element.name, scope="1x16")
+BLOCK = NV_1X16.block[1]
+QUANTIZER = Quantizer(E2M1.name, scope=NV_1X16.name)
 
 # Of each half: bf16's sign, two low bits of exponent, one of mantissa.
 _FIELD = 0x81C081C0
@@ -110,10 +110,10 @@ def recast(stored: Tensor, block_scale: Tensor, tensor_scale: Tensor) -> tuple[T
     """E4M3 (N, K) with one scale a row, (N, 1): values times a power of two, the largest that no value of the row's
     largest block scale can saturate. Values 0.5, 1, 2 and 4 stay exact but for underflow; 1.5, 3 and 6 round."""
     exact = values(stored, block_scale)
-    largest = NVFP4.element.max * block_scale.float().amax(1, keepdim=True)
-    _, exponent = torch.frexp(torch.where(largest > 0, NVFP4.scale.max / largest, 1.0))
+    largest = E2M1.max * block_scale.float().amax(1, keepdim=True)
+    _, exponent = torch.frexp(torch.where(largest > 0, E4M3.max / largest, 1.0))
     scale = torch.ldexp(torch.ones_like(largest), exponent - 1)
-    data = (exact * scale).clamp(-NVFP4.scale.max, NVFP4.scale.max).to(NVFP4.scale.dtype)
+    data = (exact * scale).clamp(-E4M3.max, E4M3.max).to(E4M3.dtype)
     return data, tensor_scale / scale
 
 

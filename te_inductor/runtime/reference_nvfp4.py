@@ -9,11 +9,11 @@ import math
 import torch
 from torch import Tensor
 
-from te_inductor.recipes.formats import NVFP4
+from te_inductor.recipes.formats import E2M1, E4M3, NV_1X16
 from te_inductor.runtime.reference_elements import FP32_MAX, amaxes, fp32, padded, round_to_element
 
-_LARGEST = NVFP4.element.max * NVFP4.scale.max
-_SIXTH = fp32(1 / NVFP4.element.max)
+_LARGEST = E2M1.max * E4M3.max
+_SIXTH = fp32(1 / E2M1.max)
 
 
 def tensor_encode_scale(amax: float) -> float:
@@ -30,14 +30,14 @@ def block_scales(
 ) -> tuple[Tensor, Tensor]:  # block scales, values of E4M3, and the fp32 factors that encode each block; float64
     """Rounded to fp32 after each product and quotient."""
     factor = fp32(encode_scale * _SIXTH)
-    scales = round_to_element((block_amaxes * factor).float().double(), NVFP4.scale)
+    scales = round_to_element((block_amaxes * factor).float().double(), E4M3)
     decode = (scales * fp32(1 / encode_scale)).float().double()
     return scales, (1 / decode).float().double().clamp(max=FP32_MAX)
 
 
 def quantize(
     x: Tensor,  # (R, C)
-    block: tuple[int, int] = NVFP4.block,  # (16, 16): as training stores weights
+    block: tuple[int, int] = NV_1X16.block,  # (16, 16): as training stores weights
 ) -> tuple[Tensor, Tensor, float]:  # data (R, C), block scales (R/rows, C/columns), both float64, tensor scale
     """``x ~= data * expand(block_scale) * tensor_scale``. Blocks that are cut off at an edge are blocks with zeros."""
     rows, columns = block
@@ -49,7 +49,7 @@ def quantize(
     encode_scale = tensor_encode_scale(amax)
     scales, encode = block_scales(found, encode_scale)
     product = (blocks * encode[:, None]).float().double()
-    data = round_to_element(torch.where(product.isnan(), math.inf, product), NVFP4.element)
+    data = round_to_element(torch.where(product.isnan(), math.inf, product), E2M1)
     data = data.view(down, across, rows, columns).transpose(1, 2).reshape(whole.shape)
     return data[: x.shape[0], : x.shape[1]], scales.view(down, across), fp32(1 / encode_scale)
 
@@ -58,7 +58,7 @@ def dequantize(
     data: Tensor,  # (R, C) values of E2M1
     scales: Tensor,  # (R/rows, C/columns) values of E4M3
     tensor_scale: float,
-    block: tuple[int, int] = NVFP4.block,
+    block: tuple[int, int] = NV_1X16.block,
 ) -> Tensor:  # (R, C) float64
     """Exact: 6 bits times 24."""
     spread = scales.double().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)

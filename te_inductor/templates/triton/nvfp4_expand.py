@@ -8,12 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from te_inductor.recipes.formats import NVFP4
+from te_inductor.recipes.formats import E2M1, E4M3
 from te_inductor.templates.triton.nvfp4_decode import FACTOR, values
 
 _ROWS, _COLUMNS, _STEPS, _WARPS = 8, 512, 4, 4  # a program writes so many rows, columns at a time, and times
-LARGEST = tl.constexpr(NVFP4.element.max)  # of a value
-LIMIT = tl.constexpr(NVFP4.scale.max)  # of E4M3
+LARGEST = tl.constexpr(E2M1.max)  # of a stored value
+LIMIT = tl.constexpr(E4M3.max)  # of a value written
 
 
 def recast(
