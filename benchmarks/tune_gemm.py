@@ -24,10 +24,11 @@ from te_inductor.templates.cutlass.scaled_mm import TABLE, Problem, Tile, tiles
 
 TOKENS = (2048, 4096, 8192, 16384)
 LAYERS = {  # N x K of a weight: by tensor, by row
-    False: ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)),
-    True: ((1024, 4096), (4096, 4096), (14336, 4096), (4096, 14336)),
+    "tensor": ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)),
+    "row": ((1024, 4096), (4096, 4096), (14336, 4096), (4096, 14336)),
 }
 GAIN = 0.985
+ARCH = "90"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ERROR = 0.01  # relative, between two bf16 outputs of the same product; a wrong operand or scale is off by far more
 
@@ -45,12 +46,12 @@ def parse() -> argparse.Namespace:
 def problems(tokens: list[int]) -> list[Problem]:
     """fprop accumulates fast; dgrad and wgrad split, as the recipes' defaults say."""
     found: dict[Problem, None] = {}
-    for by_row, layers in LAYERS.items():
-        grad = E4M3 if by_row else E5M2  # the formats of "rowwise", and of "current" and "delayed"
+    for scope, layers in LAYERS.items():
+        grad = E4M3 if scope == "row" else E5M2  # the formats of "rowwise", and of "current" and "delayed"
         for m in tokens:
             for n, k in layers:
                 for sizes, a, fast in (((m, n, k), E4M3, True), ((m, k, n), grad, False), ((n, k, m), grad, False)):
-                    found[Problem(*sizes, a, E4M3, torch.bfloat16, by_row, False, fast)] = None
+                    found[Problem(ARCH, *sizes, a, E4M3, torch.bfloat16, scope, False, fast)] = None
     return list(found)
 
 
@@ -72,7 +73,7 @@ def time_us(calls: list[Callable[[], Any]], rounds: int, iters: int) -> list[flo
 def arms(p: Problem) -> dict[Tile | None, Callable[[], Any]]:
     """cuBLASLt (None) and the tiles whose result agrees with it."""
     a, b = ((torch.randn(size, p.k, device="cuda") * 8).to(dtype) for size, dtype in ((p.m, p.a), (p.n, p.b)))
-    shapes = ((p.m, 1), (1, p.n)) if p.by_row else ((), ())
+    shapes = ((p.m, 1), (1, p.n)) if p.scope == "row" else ((), ())
     scales = [torch.rand(shape, device="cuda") + 0.5 for shape in shapes]
     out = torch.empty(p.m, p.n, device="cuda", dtype=p.out)
 
@@ -82,7 +83,7 @@ def arms(p: Problem) -> dict[Tile | None, Callable[[], Any]]:
     def cutlass(tile: Tile) -> Callable[[], Tensor]:
         shape = astuple(tile)
         return lambda: launch.scaled_mm(
-            a, b.t(), *scales, tile=shape, by_row=p.by_row, fast_accum=p.fast_accum, out=out
+            a, b.t(), *scales, tile=shape, arch=p.arch, scope=p.scope, fast_accum=p.fast_accum, out=out
         )
 
     reference = library().clone()
@@ -107,7 +108,7 @@ def measure(p: Problem, args: argparse.Namespace) -> dict[str, Any]:
         "m": p.m,
         "n": p.n,
         "k": p.k,
-        "by_row": p.by_row,
+        "scope": p.scope,
         "fast_accum": p.fast_accum,
         "tile": None if chosen is None else asdict(chosen),
         "us": None if tile is None else round(us[tile], 1),
@@ -128,7 +129,12 @@ def main() -> None:
     show(rows)
     if args.write:
         environment = harness.environment("cuda")
-        head = {"device": environment["device"], "date": environment["date"][:10], "torch": environment["torch"]}
+        head = {
+            "arch": ARCH,
+            "device": environment["device"],
+            "date": environment["date"][:10],
+            "torch": environment["torch"],
+        }
         head["packages"] = [" ".join(version.split()[:2]) for version in versions()]
         kept = [{key: value for key, value in row.items() if key != "all_us"} for row in rows]
         lines = ",\n".join(f"  {json.dumps(row)}" for row in kept)
@@ -140,7 +146,7 @@ def show(rows: list[dict[str, Any]]) -> None:
     cells = [
         (
             f"{row['m']} x {row['n']} x {row['k']}",
-            "row" if row["by_row"] else "tensor",
+            row["scope"],
             "fast" if row["fast_accum"] else "split",
             f"{row['cublaslt_us']:.1f}",
             f"{2e-6 * row['m'] * row['n'] * row['k'] / row['cublaslt_us']:.0f}",

@@ -15,6 +15,7 @@ except ImportError:  # 2.11 needs the metaclass, 2.13 accepts it
 
 __all__ = [
     "ConstantMeta",
+    "autotune",
     "compile_apart",
     "compile_fx",
     "constant_type_name",
@@ -63,6 +64,14 @@ def size_hint(sizevars: Any, size: Any) -> int:
     """A likely value of a size that Inductor knows by a symbol, without a guard."""
     hint = getattr(sizevars, "optimization_hint", None) or sizevars.size_hint  # 2.13 renamed it
     return int(hint(size))
+
+
+def autotune(name: str, choices: list[Any], nodes: list[Any], layout: Any) -> Any:
+    """The result of the fastest of several choices, in Inductor's IR; from 2.13 Inductor returns the choice as well."""
+    from torch._inductor.select_algorithm import autotune_select_algorithm
+
+    found = autotune_select_algorithm(name, choices, nodes, layout)
+    return found[0] if isinstance(found, tuple) else found
 
 
 def compile_fx(

@@ -1,46 +1,90 @@
 """What multiplies where Inductor asks: its own choices for `aten._scaled_mm`, CUTLASS's kernels beside or instead of them.
 
 Inductor asks its choices handler, which is ours during a compile (tiles.py). Without autotuning there is one answer: the
-tuned table's where it names a tile, else cuBLASLt. Under max-autotune Inductor measures all.
+tuned table's where it names a tile, else cuBLASLt. Under max-autotune Inductor measures all. GEMMs of MXFP8 and NVFP4,
+whose alpha and bias `aten._scaled_mm` does not take, are measured by `fastest`.
 """
 
+import functools
 from dataclasses import astuple
 from typing import Any
 
-from torch._inductor import config
+import torch
+from torch._inductor import config, ir
 from torch._inductor.select_algorithm import ExternKernelChoice
 from torch._inductor.virtualized import V
 
+from te_inductor import compat
+from te_inductor.recipes.formats import E2M1, ROW, TENSOR, Scope
 from te_inductor.templates.cutlass import build, launch
 from te_inductor.templates.cutlass import scaled_mm as template
 from te_inductor.templates.cutlass.scaled_mm import Problem, Tile
 
 OP = "scaled_mm"  # Inductor's name for what it asks about
-# Generated code calls it by this name, also code that a compile cache returns: `lowerings.install` imports this module.
-_CUTLASS = ExternKernelChoice(launch.scaled_mm, name="te_inductor_cutlass_scaled_mm")
+# Generated code calls them by these names, also code that a compile cache returns: `lowerings.install` imports this module.
+_SCALED = ExternKernelChoice(launch.scaled_mm, name="te_inductor_cutlass_scaled_mm")
+_MICROSCALED = ExternKernelChoice(launch.microscaled_mm, name="te_inductor_cutlass_microscaled_mm")
+_LIBRARY = ExternKernelChoice(launch.library_mm, name="te_inductor_cublaslt_microscaled_mm")
 
 
 def extend(choices: list[Any], kernel_inputs: Any, overrides: dict[str, dict[str, Any]] | None) -> list[Any]:
     """`choices` for one `aten._scaled_mm`, with CUTLASS's."""
-    problem = _problem(kernel_inputs, overrides or {})
+    arch = _architecture(kernel_inputs.device())
+    problem = None if arch is None else _problem(arch, kernel_inputs, overrides or {})
     if problem is None or not choices:
         return choices
-    device = kernel_inputs.device()
-    if V.graph.cpp_wrapper or not template.runs_on(device):
-        return choices
-    if config.max_autotune or config.max_autotune_gemm:
-        return [*choices, *(_bind(tile, problem, kernel_inputs, choices[0].layout) for tile in template.tiles(problem))]
-    tile = template.choose(problem, device)
-    return choices if tile is None else [_bind(tile, problem, kernel_inputs, choices[0].layout)]
+    bind = functools.partial(_bind, _SCALED, problem, kernel_inputs.nodes(), choices[0].layout)
+    if _measures():
+        return [*choices, *(bind(tile, fast_accum=problem.fast_accum) for tile in template.tiles(problem))]
+    tile = template.choose(problem)
+    return choices if tile is None else [bind(tile, fast_accum=problem.fast_accum)]
 
 
-def _bind(tile: Tile, problem: Problem, kernel_inputs: Any, layout: Any) -> Any:
+def microscaled(
+    a: ir.TensorBox,  # (M, K), or (M, K/2) of two a byte
+    b: ir.TensorBox,
+    bias: ir.TensorBox | None,
+    scope: Scope,
+    out_dtype: torch.dtype,
+) -> Problem | None:
+    """What is measured; None where nothing is, or no kernel of ours computes it."""
+    arch = _architecture(a.get_device_or_error()) if _measures() else None
+    sizes = _numbers([a.get_size()[0], b.get_size()[0], a.get_size()[1]])
+    if arch is None or sizes is None or (bias is not None and bias.get_dtype() != out_dtype):
+        return None
+    (m, n, k), dtypes = sizes, (a.get_dtype(), b.get_dtype())
+    if scope.two_level:
+        k, dtypes = k * E2M1.packed, (E2M1.library, E2M1.library)
+    problem = Problem(arch, m, n, k, *dtypes, out_dtype, scope.name, bias is not None, fast_accum=False)
+    return problem if template.tiles(problem) else None
+
+
+def fastest(
+    problem: Problem,
+    operands: list[ir.TensorBox],  # as `launch.microscaled_mm` takes them
+) -> ir.TensorBox:  # (M, N)
+    """What Inductor measures to be the fastest of cuBLASLt and CUTLASS's tiles."""
+    nodes = [ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(x)) for x in operands]
+    layout = ir.FixedLayout(nodes[0].get_device_or_error(), problem.out, [problem.m, problem.n])
+    choices = [_LIBRARY.bind(nodes, layout, scope=problem.scope)]
+    choices += [_bind(_MICROSCALED, problem, nodes, layout, tile) for tile in template.tiles(problem)]
+    return compat.autotune(_MICROSCALED.name, choices, nodes, layout)
+
+
+def _measures() -> bool:
+    return bool(config.max_autotune or config.max_autotune_gemm)
+
+
+def _architecture(device: torch.device) -> str | None:
+    return None if V.graph.cpp_wrapper or device.type != "cuda" else template.architecture(device)
+
+
+def _bind(choice: ExternKernelChoice, problem: Problem, nodes: Any, layout: Any, tile: Tile, **given: Any) -> Any:
     build.start(problem.kernel(tile))
-    given = {"tile": astuple(tile), "by_row": problem.by_row, "fast_accum": problem.fast_accum}
-    return _CUTLASS.bind(kernel_inputs.nodes(), layout, **given)
+    return choice.bind(nodes, layout, tile=astuple(tile), arch=problem.arch, scope=problem.scope, **given)
 
 
-def _problem(kernel_inputs: Any, overrides: dict[str, dict[str, Any]]) -> Problem | None:
+def _problem(arch: str, kernel_inputs: Any, overrides: dict[str, dict[str, Any]]) -> Problem | None:
     """None where the sizes are symbolic, or an operand is laid out, scaled or typed as no kernel of ours takes it."""
     a, b, a_scale, b_scale, *bias = kernel_inputs.nodes()
     sizes = [_numbers(x.get_size()) for x in (a, b, a_scale, b_scale)]
@@ -51,13 +95,16 @@ def _problem(kernel_inputs: Any, overrides: dict[str, dict[str, Any]]) -> Proble
     (m, k), (_, n), a_of, b_of = sizes  # type: ignore[misc]
     if strides != [(k, 1), (1, k)]:
         return None
-    by_row = (a_of, b_of) == ((m, 1), (1, n))
-    if not by_row and (a_of, b_of) != ((), ()):
+    if (a_of, b_of) == ((m, 1), (1, n)):
+        scope = ROW.name
+    elif (a_of, b_of) == ((), ()):
+        scope = TENSOR.name
+    else:
         return None
     out = kernel_inputs.out_dtype()
     if bias and bias[0].get_dtype() != out:
         return None
-    return Problem(m, n, k, a.get_dtype(), b.get_dtype(), out, by_row, bool(bias), bool(fast[0]))
+    return Problem(arch, m, n, k, a.get_dtype(), b.get_dtype(), out, scope, bool(bias), bool(fast[0]))
 
 
 def _numbers(sizes: Any) -> tuple[int, ...] | None:

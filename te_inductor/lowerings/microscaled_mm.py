@@ -1,4 +1,5 @@
-"""The GEMM of MXFP8 and NVFP4 operands where tensor cores apply their scales: cuBLASLt on Blackwell.
+"""The GEMM of MXFP8 and NVFP4 operands where tensor cores apply their scales: cuBLASLt on Blackwell, or what max-autotune
+finds to be fastest of it and CUTLASS's kernels.
 
 # Note [Swizzled scales]
 The tensor cores read the scales of 128 rows and 4 blocks from 512 bytes in a row. With C blocks a row, padded to a multiple
@@ -17,9 +18,10 @@ from torch._inductor.lowering import lowerings
 from torch._inductor.virtualized import ops as prims
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
+from te_inductor.lowerings import gemm_choices
 from te_inductor.lowerings.blocks import spread_loader
 from te_inductor.recipes import Gemm
-from te_inductor.recipes.formats import E8M0, Scope, padded
+from te_inductor.recipes.formats import E2M1, MX_1X32, NV_1X16, Scope, padded
 
 aten = torch.ops.aten
 ROWS, BLOCKS = 128, 4  # of one tile of scales
@@ -42,14 +44,32 @@ def library(
     for x, scale, scope, rows in zip(
         (a, b), (a_scale, b_scale), gemm.granularities, (a.get_size()[0], columns), strict=True
     ):
-        dtype = torch.float8_e8m0fnu if scope.scale is E8M0 else scope.scale.dtype
-        operands += [_viewed(x, torch.float4_e2m1fn_x2 if scope.two_level else x.get_dtype())]
-        operands += [_viewed(swizzled(scale, scope, rows, x.get_size()[0]), dtype)]
+        operands += [_viewed(x, E2M1.library if scope.two_level else x.get_dtype())]
+        operands += [_viewed(swizzled(scale, scope, rows, x.get_size()[0]), scope.scale.library)]
     a, a_scale, b, b_scale = operands
     y = lowerings[aten._scaled_mm.default](
         a, lowerings[aten.permute](b, [1, 0]), a_scale, b_scale, None, out_dtype=out_dtype, use_fast_accum=False
     )
     return y if missing == 0 else lowerings[aten.slice](y, 1, 0, columns)
+
+
+def measured(
+    a: ir.TensorBox,
+    a_scale: ir.TensorBox,
+    b: ir.TensorBox,
+    b_scale: ir.TensorBox,
+    bias: ir.TensorBox | None,
+    gemm: Gemm,
+    out_dtype: torch.dtype,
+    alpha: ir.TensorBox | None,
+) -> ir.TensorBox | None:  # (M, N)
+    """What max-autotune finds to be fastest; None where nothing is measured, and `library` multiplies."""
+    (a_scope, b_scope), (rows, columns) = gemm.granularities, (x.get_size()[0] for x in (a, b))
+    problem = gemm_choices.microscaled(a, b, bias, NV_1X16 if a_scope.two_level else MX_1X32, out_dtype)
+    if problem is None:
+        return None
+    scales = [swizzled(a_scale, a_scope, rows, rows), swizzled(b_scale, b_scope, columns, columns)]
+    return gemm_choices.fastest(problem, [a, b, *scales, *(x for x in (alpha, bias) if x is not None)])
 
 
 def swizzled(

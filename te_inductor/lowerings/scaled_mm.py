@@ -107,6 +107,9 @@ def _emulated(a, a_scale, b, b_scale, bias, gemm, out_dtype, alpha):  # type: ig
 
 
 def _native(a, a_scale, b, b_scale, bias, gemm, out_dtype, alpha):  # type: ignore[no-untyped-def]
+    measured = microscaled_mm.measured(a, a_scale, b, b_scale, bias, gemm, out_dtype, alpha)
+    if measured is not None:
+        return measured
     if alpha is None:
         return _add(microscaled_mm.library(a, a_scale, b, b_scale, gemm, out_dtype), bias, out_dtype)
     # The factors of both tensors come after the sum, which is rounded once more where the output is narrow.

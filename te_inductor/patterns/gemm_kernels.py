@@ -28,13 +28,14 @@ def choose(
     options: Options,
 ) -> Choice:
     """`cublaslt`; `cutlass:` and a tile; `inductor`: generated code, or what autotuning will find to be fastest, which never
-    sees scales of blocks, as nothing but cuBLASLt is right for them."""
+    sees fp32 scales of blocks, as nothing but cuBLASLt is right for them."""
     output = value(match.node)
     if output.device.type != "cuda":
         return Choice("inductor")
-    if not slots.fprop.blocked and _measures(options):
+    arch = scaled_mm.architecture(output.device)
+    if _measures(options) and (not slots.fprop.blocked or (slots.fprop.microscaled and arch is not None)):
         return Choice("inductor")
-    if slots.fprop.blocked or not all(isinstance(size, int) for size in shapes):
+    if slots.fprop.blocked or arch is None or not all(isinstance(size, int) for size in shapes):
         return Choice("cublaslt")
     a, b = {
         "fprop": (slots.input, slots.weight),
@@ -43,8 +44,8 @@ def choose(
     }[gemm]
     dtypes = (a.format.dtype, b.format.dtype, output.dtype)
     bias = gemm == "fprop" and match.bias is not None
-    problem = Problem(*shapes, *dtypes, not a.granularity.whole, bias, getattr(slots, gemm).fast_accum)
-    tile = scaled_mm.choose(problem, output.device)
+    problem = Problem(arch, *shapes, *dtypes, a.scope, bias, getattr(slots, gemm).fast_accum)
+    tile = scaled_mm.choose(problem)
     if tile is None:
         return Choice("cublaslt")
     return Choice(f"cutlass:{tile}", problem.kernel(tile))

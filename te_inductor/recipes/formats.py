@@ -19,6 +19,11 @@ class Element:
     mantissa_bits: int  # stored bits, without the implicit one
     min_exponent: int  # exponent of the smallest normal value
     packed: int = 1  # values in one stored byte, the first in its low bits
+    viewed: torch.dtype | None = None  # as what libraries ask for its bytes, where that is not dtype
+
+    @property
+    def library(self) -> torch.dtype:
+        return self.viewed or self.dtype
 
     @property
     def epsilon(self) -> float:
@@ -36,7 +41,7 @@ E4M3 = Element("e4m3", torch.float8_e4m3fn, max=448.0, mantissa_bits=3, min_expo
 E5M2 = Element("e5m2", torch.float8_e5m2, max=57344.0, mantissa_bits=2, min_exponent=-14)
 # OCP Microscaling Formats Specification, revision 1.0, table 2: magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6, neither infinity
 # nor NaN. torch.float4_e2m1fn_x2 has no arithmetic and no kernels yet: bytes, viewed as that dtype where a library asks.
-E2M1 = Element("e2m1", torch.uint8, max=6.0, mantissa_bits=1, min_exponent=0, packed=2)
+E2M1 = Element("e2m1", torch.uint8, max=6.0, mantissa_bits=1, min_exponent=0, packed=2, viewed=torch.float4_e2m1fn_x2)
 
 ELEMENTS = {element.name: element for element in (E4M3, E5M2, E2M1)}
 
@@ -47,12 +52,17 @@ class ScaleFormat:
 
     name: str
     dtype: torch.dtype
+    viewed: torch.dtype | None = None  # as what libraries ask for its bytes, where that is not dtype
+
+    @property
+    def library(self) -> torch.dtype:
+        return self.viewed or self.dtype
 
 
 FP32 = ScaleFormat("fp32", torch.float32)
 # The value 2**(code - 127), NaN where the code is 255. Codes, and not torch.float8_e8m0fnu, which Inductor's C++ cannot
 # store and its Triton code cannot compute (torch 2.13): a view where a library asks for that dtype costs nothing.
-E8M0 = ScaleFormat("e8m0", torch.uint8)
+E8M0 = ScaleFormat("e8m0", torch.uint8, viewed=torch.float8_e8m0fnu)
 # NVFP4's, of two levels: scale_inv of a block, in units of one fp32 factor of the whole tensor, `amax / (6 * 448)`.
 # Invariant: ``x ~= data * expand(scale_inv) * factor``. The product of data and scale_inv is exact in bf16: of E2M1 and
 # E4M3 values it has 6 significant bits, and lies between 2**-10 and 2688, or is 0.

@@ -12,40 +12,36 @@ from te_inductor.errors import FallbackWarning
 from te_inductor.templates import cutlass
 from te_inductor.templates.cutlass import build, launch
 from te_inductor.templates.cutlass import scaled_mm as template
-from te_inductor.templates.cutlass.scaled_mm import FAST_TILES, SPLIT_TILES, Problem, Tile, kernel_of
+from te_inductor.templates.cutlass.scaled_mm import FAST_TILES, SM100_TILES, SPLIT_TILES, Problem, Tile, kernel_of
 
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
+E2M1 = torch.float4_e2m1fn_x2
 installed = pytest.mark.skipif(cutlass.missing() is not None, reason="te-inductor[cutlass] is not installed")
 
 
 def problem(m: int, n: int, k: int, **changes) -> Problem:
-    return dataclasses.replace(Problem(m, n, k, E4M3, E4M3, BF16, False, False, True), **changes)
-
-
-@pytest.fixture
-def on_hopper(monkeypatch):
-    monkeypatch.setattr(template, "runs_on", lambda device: True)
+    return dataclasses.replace(Problem("90", m, n, k, E4M3, E4M3, BF16, "tensor", False, True), **changes)
 
 
 def test_every_row_of_the_table_is_a_kernel_that_supports_its_problem():
     for row in template.table()["rows"]:
         if row["tile"] is not None:
             sizes = (row["m"], row["n"], row["k"])
-            asked = problem(*sizes, by_row=row["by_row"], fast_accum=row["fast_accum"])
+            asked = problem(*sizes, scope=row["scope"], fast_accum=row["fast_accum"])
             assert Tile(**row["tile"]) in template.tiles(asked)
             assert row["us"] < row["cublaslt_us"]
 
 
-def test_a_measured_shape_stands_for_its_neighbourhood(on_hopper):
+def test_a_measured_shape_stands_for_its_neighbourhood():
     rows = [row for row in template.table()["rows"] if row["tile"] is not None and row["m"] == 16384]
     row = max(rows, key=lambda row: row["n"] * row["k"])
-    kind = {"by_row": row["by_row"], "fast_accum": row["fast_accum"]}
+    kind = {"scope": row["scope"], "fast_accum": row["fast_accum"]}
     sizes = (row["m"], row["n"], row["k"])
-    measured = template.choose(problem(*sizes, **kind), torch.device("cuda"))
+    measured = template.choose(problem(*sizes, **kind))
     assert measured == Tile(**row["tile"])
-    near = template.choose(problem(row["m"] + 160, row["n"] - 64, row["k"] + 32, **kind), torch.device("cuda"))
+    near = template.choose(problem(row["m"] + 160, row["n"] - 64, row["k"] + 32, **kind))
     assert near == measured
-    assert template.choose(problem(64 * row["m"], row["n"], row["k"], **kind), torch.device("cuda")) is None
+    assert template.choose(problem(64 * row["m"], row["n"], row["k"], **kind)) is None
 
 
 @pytest.mark.parametrize(
@@ -72,10 +68,23 @@ def test_a_second_accumulator_must_fit_the_registers():
     assert not template.supports(Tile(128, 192, 2, 1, True, 8), split)
 
 
+@pytest.mark.parametrize("arch", ["100", "120"])
+def test_what_was_never_measured_is_a_candidate_and_no_choice(arch):
+    """Blackwell: max-autotune may measure the tiles; without it cuBLASLt multiplies."""
+    for scope, element in {"1x32": E4M3, "1x16": E2M1}.items():
+        changes = {"arch": arch, "scope": scope, "a": element, "b": element, "fast_accum": False}
+        asked = problem(4096, 4096, 4096, **changes)
+        assert template.tiles(asked) == list(template.CANDIDATES[arch, False])
+        assert template.choose(asked) is None
+        for odd in ({"k": 4104}, {"n": 4104}, {"a": BF16}, {"out": torch.float32}, {"fast_accum": True}, {"m": 64}):
+            assert not template.tiles(dataclasses.replace(asked, **odd))
+    assert not template.tiles(problem(4096, 4096, 4096, arch=arch, fast_accum=False))  # one scale a tensor: cuBLASLt's
+
+
 def test_nothing_is_chosen_where_it_is_not_installed(monkeypatch):
     monkeypatch.setattr(cutlass, "missing", lambda: "quack-kernels is not installed")
-    row = next(row for row in template.table()["rows"] if row["tile"] is not None)
-    assert template.choose(problem(row["m"], row["n"], row["k"]), torch.device("cuda")) is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert template.architecture(torch.device("cuda")) is None
 
 
 def test_a_wrong_version_is_named(monkeypatch):
@@ -97,7 +106,7 @@ def test_a_kernel_that_cannot_be_built_is_replaced_by_cublaslt_and_named_once(mo
     a, b = torch.randn(64, 32).to(E4M3), torch.randn(48, 32).to(E4M3)
     scale, out = torch.ones(()), torch.full((64, 48), float("nan"), dtype=BF16)
     shape = dataclasses.astuple(Tile(192, 128, 2, 2, True, 4))  # nobody else's: what failed is remembered
-    given = {"tile": shape, "by_row": False, "fast_accum": True, "out": out}
+    given = {"tile": shape, "arch": "90", "scope": "tensor", "fast_accum": True, "out": out}
     with pytest.warns(FallbackWarning, match="no compiler here"):
         launch.scaled_mm(a, b.t(), scale, scale, **given)
     with warnings.catch_warnings():
@@ -108,16 +117,17 @@ def test_a_kernel_that_cannot_be_built_is_replaced_by_cublaslt_and_named_once(mo
 
 @installed
 def test_kernels_are_built_without_a_gpu_and_loaded_without_cutlass(tmp_path, monkeypatch):
-    """Both kinds of scales and of accumulation; a second process finds the library and imports nothing of CUTLASS."""
+    """Both kinds of scales and of accumulation, and Blackwell's; a second process loads them without CUTLASS."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     kernels = [
-        kernel_of(FAST_TILES[0], E4M3, E4M3, BF16, False, True, True),
-        kernel_of(SPLIT_TILES[0], E5M2, E4M3, BF16, True, False, False),
+        kernel_of(SM100_TILES[0], "100", E2M1, E2M1, BF16, "1x16", True, False),
+        kernel_of(FAST_TILES[0], "90", E4M3, E4M3, BF16, "tensor", True, True),
+        kernel_of(SPLIT_TILES[0], "90", E5M2, E4M3, BF16, "row", False, False),
     ]
     for kernel in kernels:
         build.start(kernel)
     paths = [build.library(kernel) for kernel in kernels]
-    assert len(set(paths)) == 2 and all(path.is_relative_to(tmp_path) for path in paths)
+    assert len(set(paths)) == 3 and all(path.is_relative_to(tmp_path) for path in paths)
     program = f"""
 import sys, tvm_ffi
 assert all(tvm_ffi.load_module(path)["{build.FUNCTION}"] is not None for path in {[str(path) for path in paths]})
@@ -129,6 +139,6 @@ print([name for name in sys.modules if name.split(".")[0] in ("cutlass", "quack"
 @installed
 def test_what_the_compiler_says_reaches_the_user(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    odd = dataclasses.replace(kernel_of(FAST_TILES[0], E4M3, E4M3, BF16, False, False, True), tile_m=100)
+    odd = dataclasses.replace(kernel_of(FAST_TILES[0], "90", E4M3, E4M3, BF16, "tensor", False, True), tile_m=100)
     with pytest.raises(RuntimeError, match="CTA tile shape M"):
         build.library(odd)

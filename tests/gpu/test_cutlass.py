@@ -20,23 +20,23 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TILES = [(tile, True) for tile in template.FAST_TILES] + [(tile, False) for tile in template.SPLIT_TILES]
 
 
-@pytest.mark.parametrize("by_row", [False, True], ids=["tensor", "row"])
+@pytest.mark.parametrize("scope", ["tensor", "row"])
 @pytest.mark.parametrize(("tile", "fast"), TILES, ids=str)
-def test_a_product_is_that_of_float64(tile, fast, by_row):
+def test_a_product_is_that_of_float64(tile, fast, scope):
     """Sizes that no tile divides. Each step of the tensor core, over 32 elements of K, keeps `FAST_BITS` bits of its partial
     sum; split accumulation sums 4 steps so, and adds in fp32. The output's rounding is 2**-9."""
     m, n, k = 3 * tile.m * tile.cluster_m - 40, 2 * tile.n * tile.cluster_n - 24, 528
     a, b = (torch.randn(rows, k, device="cuda").mul_(4) for rows in (m, n))
     a, b = a.to(E4M3 if fast else E5M2), b.to(E4M3)
-    shapes = ((m, 1), (1, n)) if by_row else ((), ())
+    shapes = ((m, 1), (1, n)) if scope == "row" else ((), ())
     scales = [torch.rand(shape, device="cuda") + 0.5 for shape in shapes]
     bias = torch.randn(n, device="cuda").bfloat16()
     for added in (None, bias):
-        problem = template.Problem(m, n, k, a.dtype, b.dtype, torch.bfloat16, by_row, added is not None, fast)
+        problem = template.Problem("90", m, n, k, a.dtype, b.dtype, torch.bfloat16, scope, added is not None, fast)
         assert template.supports(tile, problem)
         out = torch.full((m, n), float("nan"), device="cuda", dtype=torch.bfloat16)
         shape = dataclasses.astuple(tile)
-        launch.scaled_mm(a, b.t(), *scales, added, tile=shape, by_row=by_row, fast_accum=fast, out=out)
+        launch.scaled_mm(a, b.t(), *scales, added, tile=shape, arch="90", scope=scope, fast_accum=fast, out=out)
         exact = (a.double() @ b.double().t()) * scales[0].double() * scales[1].double()
         absolute = (a.double().abs() @ b.double().abs().t()) * scales[0].double() * scales[1].double()
         if added is not None:
@@ -55,7 +55,7 @@ def test_special_values_reach_their_row_and_no_other(value):
     one = torch.ones((), device="cuda")
     out = torch.full((512, 512), float("nan"), device="cuda", dtype=torch.bfloat16)
     shape = dataclasses.astuple(tile)
-    launch.scaled_mm(a, b.t(), one, one, tile=shape, by_row=False, fast_accum=True, out=out)
+    launch.scaled_mm(a, b.t(), one, one, tile=shape, arch="90", scope="tensor", fast_accum=True, out=out)
     exact = a.double() @ b.double().t()
     bound = (a.double().abs() @ b.double().abs().t()) * 8 * 2.0**-FAST_BITS + exact.abs() * 2.0**-8
     assert (out.isnan() == exact.isnan()).all()

@@ -275,11 +275,11 @@ def prefill_nvfp4() -> Case:
     return _decoding(4096)
 
 
-def _linear_blackwell(recipe: str) -> Case:
+def _linear_blackwell(recipe: str, columns: int = 88, **options: Any) -> Case:
     """Two tiles of rows of scales, two of blocks; an N to pad."""
-    layer = nn.Linear(160, 88, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
+    layer = nn.Linear(160, columns, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
     x = torch.randn(130, 160, device="cuda", dtype=torch.bfloat16)
-    return torch.compile(layer, backend="te", fullgraph=True, options={"policy": {"*": recipe}}), (x,)
+    return torch.compile(layer, backend="te", fullgraph=True, options={"policy": {"*": recipe}, **options}), (x,)
 
 
 def linear_blackwell_mxfp8() -> Case:
@@ -288,6 +288,10 @@ def linear_blackwell_mxfp8() -> Case:
 
 def linear_blackwell_nvfp4() -> Case:
     return _linear_blackwell("nvfp4")
+
+
+def cutlass_blackwell_nvfp4() -> Case:
+    return _linear_blackwell("nvfp4", 144, max_autotune=True)
 
 
 def cutlass_training() -> Case:

@@ -22,6 +22,29 @@ def scaled_mm(
     return out.copy_(product.to(out_dtype))
 
 
+def microscaled_mm(
+    a: Tensor,  # (M, K) fp8, or (M, K/2) bytes
+    b: Tensor,  # (N, K), or (N, K/2)
+    a_scale: Tensor,  # swizzled: bytes of e8m0, or e4m3
+    b_scale: Tensor,
+    *rest: Tensor,  # alpha of NVFP4, a bias
+    tile: tuple[int, ...],
+    arch: str,
+    scope: str,
+    out: Tensor,  # (M, N)
+) -> Tensor:
+    """What CUTLASS's kernel of that tile makes of them: rounded once."""
+    packed = scope == "1x16"
+    if packed:
+        a, b = a.view(torch.float4_e2m1fn_x2), b.view(torch.float4_e2m1fn_x2)
+    else:
+        a_scale, b_scale = a_scale.view(torch.float8_e8m0fnu), b_scale.view(torch.float8_e8m0fnu)
+    product = _values(a, a_scale) @ _values(b, b_scale).t()
+    alpha, bias = rest[:1] if packed else (), rest[1:] if packed else rest
+    product = product * alpha[0].double() if alpha else product
+    return out.copy_((product + bias[0].double() if bias else product).to(out.dtype))
+
+
 def _values(data: Tensor, scale: Tensor) -> Tensor:  # (R, K) float64
     packed = data.dtype == torch.float4_e2m1fn_x2
     values = _unpacked(data.view(torch.uint8)) if packed else data.double()
@@ -29,7 +52,7 @@ def _values(data: Tensor, scale: Tensor) -> Tensor:  # (R, K) float64
     assert scale.dtype == (torch.float8_e4m3fn if packed else torch.float8_e8m0fnu)
     rows, blocks = values.shape[0], -(-values.shape[1] // block)
     assert scale.numel() == -(-rows // 128) * 128 * -(-blocks // 4) * 4
-    return values * _unswizzled(scale, rows, blocks).repeat_interleave(block, 1)[:, : values.shape[1]]
+    return values * unswizzled(scale, rows, blocks).repeat_interleave(block, 1)[:, : values.shape[1]]
 
 
 def _unpacked(codes: Tensor) -> Tensor:
@@ -37,7 +60,7 @@ def _unpacked(codes: Tensor) -> Tensor:
     return torch.where(both > 7, -1.0, 1.0).double() * _E2M1[(both & 7).long()]
 
 
-def _unswizzled(scale: Tensor, rows: int, blocks: int) -> Tensor:
+def unswizzled(scale: Tensor, rows: int, blocks: int) -> Tensor:
     """cuBLAS documentation, "1D Block Scaling Factors Layout"."""
     r, c = torch.arange(rows)[:, None], torch.arange(blocks)[None, :]
     tile = (r // 128) * -(-blocks // 4) + c // 4

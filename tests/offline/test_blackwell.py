@@ -1,4 +1,5 @@
-"""MXFP8 and NVFP4 for compute capability 10.0: the generated graphs end to end. They have never run on the hardware."""
+"""MXFP8 and NVFP4 for compute capability 10.0: the generated graphs end to end, by cuBLASLt, and by CUTLASS as if
+max-autotune had found it faster. They have never run on the hardware."""
 
 import re
 
@@ -30,14 +31,21 @@ def test_every_gemm_of_training_is_the_tensor_cores(recipe, tmp_path):
     assert compile_to_cubin(swizzle, 100, tmp_path).asm["cubin"]
 
 
-@pytest.mark.parametrize("recipe", VIEWS)
-def test_the_tensor_cores_are_given_what_the_oracle_multiplies(recipe, tmp_path):
+@pytest.mark.parametrize(
+    ("library", "recipe"),
+    [("linear_blackwell", "mxfp8"), ("linear_blackwell", "nvfp4"), ("cutlass_blackwell", "nvfp4")],
+)
+def test_the_tensor_cores_are_given_what_the_oracle_multiplies(library, recipe, tmp_path):
     """Data, scales, their layout, padding and the tensors' factors, through the interpreter, against float64."""
-    [source] = generate(f"linear_blackwell_{recipe}", 100).sources
+    [source] = generate(f"{library}_{recipe}", 100).sources
+    cutlass = library == "cutlass_blackwell"
+    assert ("extern_kernels.te_inductor_cutlass_microscaled_mm(" in source) == cutlass
+    assert ("extern_kernels._scaled_mm(" in source) != cutlass
+    columns = 144 if cutlass else 88
     operands = {
         (130, 160): torch.randn(130, 160) * torch.logspace(-6, 6, 130)[:, None],
-        (88, 160): torch.randn(88, 160) * torch.logspace(3, -3, 160),
-        (88,): torch.randn(88),
+        (columns, 160): torch.randn(columns, 160) * torch.logspace(3, -3, 160),
+        (columns,): torch.randn(columns),
     }
     operands = {shape: x.bfloat16() for shape, x in operands.items()}
     shapes = dict(re.findall(r"assert_size_stride\(arg(\d)_1, \(([\d, ]+)\)", source))
@@ -47,9 +55,10 @@ def test_the_tensor_cores_are_given_what_the_oracle_multiplies(recipe, tmp_path)
     x, weight, bias = operands.values()
     named = recipes.resolve(recipe)
     expected = reference.linear_forward(x, weight, bias, named)
-    # The bias is added to a rounded product, which the factor of two-level scales rounds once more.
+    # cuBLASLt's product is rounded, times the factor of two-level scales again, plus the bias again; CUTLASS's at the end.
     without = reference.linear_forward(x, weight, None, named).abs()
-    error = 3 * 2.0**-9 * (without + expected.abs()) + 2.0**-20 * without.amax(1, keepdim=True)
+    roundings = 2.0**-8 * expected.abs() if cutlass else 3 * 2.0**-9 * (without + expected.abs())
+    error = roundings + 2.0**-20 * without.amax(1, keepdim=True)
     assert_within(y, expected, error, recipe)
     wrong = expected * (1 + 2.0**-4)
     assert not ((y.double() - wrong).abs() <= error).all()

@@ -1,26 +1,37 @@
-"""CUTLASS's GEMMs in generated code: the call, its tile, and cuBLASLt where the table says so."""
+"""CUTLASS's GEMMs without a GPU: the call in generated code, its tile, and cuBLASLt where the table says so; the kernels'
+machine code, and the arguments that they are launched with."""
 
 import dataclasses
+import json
 import re
+import struct
+import subprocess
+import sys
+from pathlib import Path
 
+import pytest
 import torch
+import triton
 
+from te_inductor.templates import cutlass
+from te_inductor.templates.cutlass import build
 from te_inductor.templates.cutlass import scaled_mm as template
-from te_inductor.templates.cutlass.scaled_mm import Problem
+from te_inductor.templates.cutlass.scaled_mm import Kernel, Problem, kernel_of
 from tests.offline.harness import generate
 
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
+E2M1 = torch.float4_e2m1fn_x2
+NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
 
 
-def test_each_gemm_is_what_the_table_names(monkeypatch):
-    monkeypatch.setattr(template, "runs_on", lambda device: True)
+def test_each_gemm_is_what_the_table_names():
     forward, backward = generate("cutlass_training", 90).sources
     problems = {  # fprop has the layer's bias, and accumulates fast
-        "fprop": Problem(16384, 6144, 4096, E4M3, E4M3, BF16, False, True, True),
-        "dgrad": Problem(16384, 4096, 6144, E5M2, E4M3, BF16, False, False, False),
-        "wgrad": Problem(6144, 4096, 16384, E5M2, E4M3, BF16, False, False, False),
+        "fprop": Problem("90", 16384, 6144, 4096, E4M3, E4M3, BF16, "tensor", True, True),
+        "dgrad": Problem("90", 16384, 4096, 6144, E5M2, E4M3, BF16, "tensor", False, False),
+        "wgrad": Problem("90", 6144, 4096, 16384, E5M2, E4M3, BF16, "tensor", False, False),
     }
-    tiles = {name: template.choose(problem, torch.device("cuda")) for name, problem in problems.items()}
+    tiles = {name: template.choose(problem) for name, problem in problems.items()}
     assert tiles["fprop"] is not None
     calls = [line for line in (forward + backward).splitlines() if "extern_kernels." in line and "out=" in line]
     ours = [line for line in calls if "te_inductor_cutlass_scaled_mm" in line]
@@ -28,4 +39,62 @@ def test_each_gemm_is_what_the_table_names(monkeypatch):
     found = {re.search(r"tile=(\([^)]*\))", line).group(1) for line in ours}
     assert found == {str(dataclasses.astuple(tile)) for tile in tiles.values() if tile is not None}
     [fprop] = [line for line in ours if line in forward]
-    assert "by_row=False, fast_accum=True" in fprop
+    assert "arch='90', scope='tensor', fast_accum=True" in fprop
+
+
+# Every tile of the tuned table and every candidate of max-autotune: the operands, and whether there is a bias.
+KINDS = {
+    "90": {"tensor": (E4M3, E4M3, True), "row": (E5M2, E4M3, False)},
+    "100": {"1x32": (E5M2, E4M3, False), "1x16": (E2M1, E2M1, True)},
+    "120": {"1x32": (E4M3, E4M3, True), "1x16": (E2M1, E2M1, False)},
+}
+# The tensor cores' instructions; those of Blackwell are the ones that apply scales of blocks.
+INSTRUCTIONS = {
+    ("90", "tensor"): r"QGMMA\.64x\d+x32\.F32\.E4M3\.E4M3",
+    ("90", "row"): r"QGMMA\.64x\d+x32\.F32\.E5M2\.E4M3",
+    ("100", "1x32"): r"UTCQMMA(\.2CTA)?",
+    ("100", "1x16"): r"UTCOMMA(\.2CTA)?\.4X",
+    ("120", "1x32"): r"QMMA\.SF\.16832\.F32\.E4M3\.E4M3\.E8",
+    ("120", "1x16"): r"OMMA\.SF\.16864\.F32\.E2M1\.E2M1\.UE4M3\.4X",
+}
+
+
+def kernels(arch: str) -> list[Kernel]:
+    """One a tile and a kind; on Hopper one a kind, as those are built and launched on the GPU too."""
+    return [
+        kernel_of(tile, arch, a, b, BF16, scope, bias, fast)
+        for (candidate, fast), tiles in template.CANDIDATES.items()
+        for scope, (a, b, bias) in KINDS[arch].items()
+        for tile in (tiles[:1] if arch == "90" else tiles)
+        if candidate == arch
+    ]
+
+
+@pytest.mark.skipif(cutlass.missing() is not None, reason="te-inductor[cutlass] is not installed")
+@pytest.mark.parametrize("arch", template.ARCHITECTURES)
+def test_kernels_multiply_on_tensor_cores_and_are_launched_as_quack_does(arch, tmp_path):
+    asked = kernels(arch)
+    command = [sys.executable, "-m", "tests.offline.cutlass_kernels"]
+    command += [json.dumps([dataclasses.asdict(kernel) for kernel in asked]), str(tmp_path)]
+    done = subprocess.run(command, env=build.environment(arch), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    for number, kernel in enumerate(asked):
+        code = machine_code(tmp_path / f"{number}.o")
+        assert re.search(rf"\.target\s+sm_{arch}a", code)
+        found = set(re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?(\w*MMA[\w.]*)", code, re.MULTILINE))
+        assert found and all(re.match(INSTRUCTIONS[arch, kernel.scope], name) for name in found), (kernel, found)
+        paired = arch == "100" and kernel.tile_m == 256
+        assert any(".2CTA" in name for name in found) == paired
+
+
+def machine_code(compiled: Path) -> str:
+    """Disassembled, of the GPU's ELF file inside the host's."""
+    data = compiled.read_bytes()
+    [start] = [
+        m.start() for m in re.finditer(b"\x7fELF", data) if struct.unpack_from("<H", data, m.start() + 18) == (190,)
+    ]
+    [headers] = struct.unpack_from("<Q", data, start + 32)
+    size, count = struct.unpack_from("<HH", data, start + 54)
+    cubin = compiled.with_suffix(".cubin")
+    cubin.write_bytes(data[start : start + headers + size * count])
+    return subprocess.run([NVDISASM, cubin], capture_output=True, text=True, check=True).stdout

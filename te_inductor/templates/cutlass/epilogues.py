@@ -1,11 +1,13 @@
 """What the GEMM's kernel does to the fp32 accumulator before it is stored. Read by `build.py`'s process alone.
 
-quack calls each of these once an element while it traces the kernel; `a_scale`, `b_scale` and `bias` are values of that
-element's row, column or of the whole tensor.
+quack calls each of these once an element while it traces the kernel; `a_scale`, `b_scale`, `alpha` and `bias` are values of
+that element's row, column or of the whole tensor. What has scales of blocks comes multiplied with them.
 """
 
 from quack.epilogue.frontend import gemm_epilogue
 from quack.epilogue.ops import ColVecLoad, RowVecLoad
+
+from te_inductor.recipes.formats import MX_1X32, NV_1X16, ROW, TENSOR
 
 _OF_ROWS = {"a_scale": ColVecLoad("a_scale"), "b_scale": RowVecLoad("b_scale")}
 _BIAS = {"bias": RowVecLoad("bias")}
@@ -31,10 +33,34 @@ def row_scaled_bias(acc, a_scale, b_scale, bias):  # type: ignore[no-untyped-def
     return {"D": acc * (a_scale * b_scale) + bias}
 
 
-# By whether scales are of rows, and whether there is a bias.
+@gemm_epilogue()
+def plain(acc):  # type: ignore[no-untyped-def]
+    return {"D": acc}
+
+
+@gemm_epilogue(ops=_BIAS)
+def plain_bias(acc, bias):  # type: ignore[no-untyped-def]
+    return {"D": acc + bias}
+
+
+@gemm_epilogue()
+def factor(acc, alpha):  # type: ignore[no-untyped-def]
+    return {"D": acc * alpha}
+
+
+@gemm_epilogue(ops=_BIAS)
+def factor_bias(acc, alpha, bias):  # type: ignore[no-untyped-def]
+    return {"D": acc * alpha + bias}
+
+
+# By the scope of scales, and whether there is a bias.
 EPILOGUES = {
-    (False, False): scaled,
-    (False, True): scaled_bias,
-    (True, False): row_scaled,
-    (True, True): row_scaled_bias,
+    (TENSOR.name, False): scaled,
+    (TENSOR.name, True): scaled_bias,
+    (ROW.name, False): row_scaled,
+    (ROW.name, True): row_scaled_bias,
+    (MX_1X32.name, False): plain,
+    (MX_1X32.name, True): plain_bias,
+    (NV_1X16.name, False): factor,
+    (NV_1X16.name, True): factor_bias,
 }

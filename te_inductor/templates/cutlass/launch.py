@@ -1,4 +1,4 @@
-"""The function that compiled graphs call: `torch._scaled_mm`'s operands, a tile, and a kernel that `build.py` made.
+"""The functions that compiled graphs call: operands, a tile, and a kernel that `build.py` made.
 
 Nothing of CUTLASS is imported. A kernel that cannot be built or loaded is replaced by cuBLASLt, and named once.
 """
@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 from te_inductor.errors import FallbackWarning
+from te_inductor.recipes.formats import E2M1, ROW, SCOPES
 from te_inductor.templates.cutlass import build
 from te_inductor.templates.cutlass.scaled_mm import Kernel, Tile, kernel_of
+
+Shape = tuple[int, int, int, int, bool, int]  # the fields of a `Tile`; hashed in each call, so no dataclass
 
 
 def scaled_mm(
@@ -22,35 +25,114 @@ def scaled_mm(
     b_scale: Tensor,  # fp32, () or (1, N)
     bias: Tensor | None = None,  # (N,), of out's dtype
     *,
-    tile: tuple[int, int, int, int, bool, int],  # the fields of a `Tile`
-    by_row: bool,
+    tile: Shape,
+    arch: str,
+    scope: str,  # "tensor" or "row"
     fast_accum: bool,
     out: Tensor,  # (M, N), contiguous
 ) -> Tensor:
-    # Hashed in each call, so a tuple and no dataclass.
-    call = _function(tile, a.dtype, b.dtype, out.dtype, by_row, bias is not None, fast_accum)
+    """`torch._scaled_mm` with one scale a tensor or one a row."""
+    call = _function(tile, arch, a.dtype, b.dtype, out.dtype, scope, bias is not None, fast_accum)
     if call is None:
         return torch._scaled_mm(a, b, a_scale, b_scale, bias, out_dtype=out.dtype, use_fast_accum=fast_accum, out=out)
+    by_row = scope == ROW.name
     scales = (a_scale.view(1, -1), b_scale.view(1, -1)) if by_row else (a_scale.data_ptr(), b_scale.data_ptr())
-    values = (*scales, None, None) if bias is None else (*scales, bias.view(1, -1), None, None)
+    _launch(call, a, b.t(), out, scales, bias, tile)
+    return out
+
+
+def microscaled_mm(
+    a: Tensor,  # (M, K) fp8, or (M, K/2) bytes of two E2M1 values
+    b: Tensor,  # (N, K), or (N, K/2)
+    a_scale: Tensor,  # (bytes,), in the order of Note [Swizzled scales]
+    b_scale: Tensor,
+    *rest: Tensor,  # alpha, () fp32, of scales of two levels; then the bias, (N,), of out's dtype, if there is one
+    tile: Shape,
+    arch: str,
+    scope: str,
+    out: Tensor,  # (M, N), contiguous
+) -> Tensor:
+    """MXFP8 or NVFP4, scaled by the tensor cores, times alpha, plus bias, rounded once."""
+    alpha, bias = _alpha_and_bias(scope, rest)
+    packed = E2M1.packed if SCOPES[scope].two_level else 1
+    across = -(-a.shape[1] * packed // (4 * SCOPES[scope].block[1]))  # tiles of 4 blocks
+    a, b, a_scale, b_scale = _viewed(a, b, a_scale, b_scale, scope)
+    call = _function(tile, arch, a.dtype, b.dtype, out.dtype, scope, bias is not None, False)
+    if call is None:
+        return _library(a, b, a_scale, b_scale, alpha, bias, out)
+    scales = (scale.view(-1, across, 32, 4, 4) for scale in (a_scale, b_scale))
+    _launch(call, a, b, out, () if alpha is None else (alpha.data_ptr(),), bias, tile, *scales)
+    return out
+
+
+def library_mm(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    *rest: Tensor,
+    scope: str,
+    out: Tensor,
+) -> Tensor:
+    """As `microscaled_mm`, by cuBLASLt."""
+    return _library(*_viewed(a, b, a_scale, b_scale, scope), *_alpha_and_bias(scope, rest), out)
+
+
+def _library(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, alpha: Tensor | None, bias: Tensor | None, out: Tensor
+) -> Tensor:
+    torch._scaled_mm(a, b.t(), a_scale, b_scale, out_dtype=out.dtype, use_fast_accum=False, out=out)
+    if alpha is not None:
+        out.mul_(alpha)
+    return out if bias is None else out.add_(bias)
+
+
+def _alpha_and_bias(scope: str, rest: tuple[Tensor, ...]) -> tuple[Tensor | None, Tensor | None]:
+    alpha = rest[:1] if SCOPES[scope].two_level else ()
+    bias = rest[len(alpha) :]
+    return alpha[0] if alpha else None, bias[0] if bias else None
+
+
+def _viewed(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, scope: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Bytes as the dtypes that libraries know."""
+    if SCOPES[scope].two_level:
+        a, b = a.view(E2M1.library), b.view(E2M1.library)
+    dtype = SCOPES[scope].scale.library
+    return a, b, a_scale.view(dtype), b_scale.view(dtype)
+
+
+def _launch(
+    call: Any,
+    a: Tensor,  # (M, K)
+    b: Tensor,  # (N, K)
+    out: Tensor,
+    factors: tuple[Any, ...],  # of the epilogue
+    bias: Tensor | None,
+    tile: Shape,
+    *scales: Tensor,  # of blocks
+) -> None:
+    values = factors if bias is None else (*factors, bias.view(1, -1))
     clusters = _multiprocessors(a.device) // (tile[2] * tile[3])
     # quack's signature: a, b, d, c, the epilogue's values and its split-K buffers, the tile scheduler's (largest number of
     # clusters at work, raster order, swizzle, semaphore, batch permutation, all-gather), ragged sizes, scale factors.
-    call(a, b.t(), out, None, values, (clusters, None, tile[5], None, None, None), None, None, None)
-    return out
+    scheduler = (clusters, None, tile[5], None, None, None)
+    call(a, b, out, None, (*values, None, None), scheduler, None, *(scales or (None, None)))
 
 
 @functools.cache
 def _function(
-    tile: tuple[Any, ...],
+    tile: Shape,
+    arch: str,
     a: torch.dtype,
     b: torch.dtype,
     out: torch.dtype,
-    by_row: bool,
+    scope: str,
     bias: bool,
     fast_accum: bool,
 ) -> Any:
-    kernel = kernel_of(Tile(*tile), a, b, out, by_row, bias, fast_accum)
+    kernel = kernel_of(Tile(*tile), arch, a, b, out, scope, bias, fast_accum)
     try:
         return _load(kernel)
     except Exception as error:

@@ -1,7 +1,8 @@
-"""fp8 GEMMs with one scale a tensor or one a row, on Hopper: which tile, and where one is faster than cuBLASLt.
+"""Low-precision GEMMs by CUTLASS: which tile, and where one is faster than cuBLASLt.
 
-`scaled_mm.json` holds what was measured (`python -m benchmarks.tune_gemm`); nothing is timed when a model is compiled,
-except under max-autotune, where all of `TILES` take part.
+`scaled_mm.json` holds what was measured (`python -m benchmarks.tune_gemm`), on Hopper alone; nothing is timed when a model
+is compiled, except under max-autotune, where all of `CANDIDATES` take part. Those of Blackwell have never been measured or
+run: cuBLASLt multiplies there unless max-autotune finds one of them to be faster.
 """
 
 import functools
@@ -13,15 +14,24 @@ from typing import Any
 
 import torch
 
+from te_inductor.recipes.formats import E2M1, E4M3, E5M2, MX_1X32, NV_1X16, ROW, SCOPES, TENSOR
 from te_inductor.templates import cutlass
 
 TABLE = Path(__file__).with_suffix(".json")
 NEAR = 2.0  # a measured shape stands for those whose M, N and K are each within this factor of it
-OPERANDS = (torch.float8_e4m3fn, torch.float8_e5m2)
+# What kernels there are for, by compute capability: the scopes of scales. sm_100a code runs on no 10.3, nor sm_120a on 12.1.
+ARCHITECTURES = {
+    "90": (TENSOR.name, ROW.name),
+    "100": (MX_1X32.name, NV_1X16.name),
+    "120": (MX_1X32.name, NV_1X16.name),
+}
+FP8 = (E4M3.dtype, E5M2.dtype)
+OPERANDS = {TENSOR.name: FP8, ROW.name: FP8, MX_1X32.name: FP8, NV_1X16.name: (E2M1.library,)}
 OUTPUTS = (torch.bfloat16, torch.float16)
 # Accumulators that a thread may hold, by how many warp groups multiply: of its 240, or 160 registers.
 REGISTERS = {1: 208, 2: 208, 3: 136}
-# What the tensor memory accelerator asks of strides and bases, in bytes.
+# What the tensor memory accelerator asks of strides and bases, in bytes. cuBLASLt, which multiplies where a kernel could not
+# be built, asks for as many columns.
 ALIGNED = 16
 
 
@@ -43,21 +53,23 @@ class Tile:
 
 @dataclass(frozen=True)
 class Problem:
-    """``out[M, N] = (a * a_scale)[M, K] @ (b * b_scale)[N, K].T + bias``, a and b contiguous along K."""
+    """``out[M, N] = (a * a_scale)[M, K] @ (b * b_scale)[N, K].T * alpha + bias``, a and b contiguous along K; alpha, of
+    scales of two levels, is what the tensors' factors come to."""
 
+    arch: str  # a key of ARCHITECTURES
     m: int
     n: int
     k: int
     a: torch.dtype
     b: torch.dtype
     out: torch.dtype
-    by_row: bool  # one scale a row of a and one a row of b; else one for each tensor
+    scope: str  # what has one scale in a and in b
     bias: bool
-    fast_accum: bool  # in the tensor core's own precision; else promoted to fp32 every 128 elements of K
+    fast_accum: bool  # Hopper: in the tensor core's own precision; else promoted to fp32 every 128 elements of K
 
     def kernel(self, tile: Tile) -> "Kernel":
         """What has to be built to compute it so."""
-        return kernel_of(tile, self.a, self.b, self.out, self.by_row, self.bias, self.fast_accum)
+        return kernel_of(tile, self.arch, self.a, self.b, self.out, self.scope, self.bias, self.fast_accum)
 
 
 # Split accumulation holds a second accumulator in registers: smaller tiles.
@@ -76,35 +88,73 @@ SPLIT_TILES = (
     Tile(128, 192, 2, 1, False, 8),
     Tile(128, 128, 2, 1, False, 8),
 )
+# quack's defaults, by size: not measured, never run. Two thread blocks of a cluster are one tile of 256 rows.
+SM100_TILES = (
+    Tile(256, 256, 2, 1, False, 8),
+    Tile(256, 192, 2, 1, False, 8),
+    Tile(256, 128, 2, 1, False, 8),
+    Tile(128, 128, 1, 1, False, 8),
+)
+SM120_TILES = (
+    Tile(128, 128, 1, 1, True, 8),
+    Tile(128, 128, 1, 1, False, 8),
+)
+# What max-autotune measures, by architecture and `fast_accum`.
+CANDIDATES = {
+    ("90", True): FAST_TILES,
+    ("90", False): SPLIT_TILES,
+    ("100", False): SM100_TILES,
+    ("120", False): SM120_TILES,
+}
 
 
 def supports(tile: Tile, problem: Problem) -> bool:
     """Whether the kernel of this tile computes this problem, and is worth building for it."""
+    fits = _fits_hopper if problem.arch == "90" else _fits_blackwell
+    operands = OPERANDS[problem.scope]
+    packed = E2M1.packed if SCOPES[problem.scope].two_level else 1
+    return (
+        problem.scope in ARCHITECTURES[problem.arch]
+        and problem.a in operands
+        and problem.b in operands
+        and problem.out in OUTPUTS
+        and problem.k % (ALIGNED * packed) == 0
+        and problem.n % ALIGNED == 0
+        and problem.m >= tile.m * tile.cluster_m // (2 if _is_of_two(tile, problem) else 1)
+        and problem.n >= tile.n * tile.cluster_n
+        and fits(tile, problem)
+    )
+
+
+def _is_of_two(tile: Tile, problem: Problem) -> bool:
+    """Whether two thread blocks of a cluster make one tile."""
+    return problem.arch == "100" and tile.m == 256 and tile.cluster_m % 2 == 0
+
+
+def _fits_blackwell(tile: Tile, problem: Problem) -> bool:
+    """What quack 0.6.5 takes with scales of blocks (gemm_config.blockscaled_config_ok)."""
+    clusters = (tile.cluster_m, tile.cluster_n)
+    if problem.arch == "120":
+        shape = tile.n in (128, 256) and clusters == (1, 1)
+    else:
+        shape = tile.n % 64 == 0 and 64 <= tile.n <= 256 and max(clusters) <= 4 and not tile.pingpong
+    return shape and tile.m in (128, 256) and not problem.fast_accum
+
+
+def _fits_hopper(tile: Tile, problem: Problem) -> bool:
     kept = (2 if not problem.fast_accum else 1) * tile.m * tile.n  # fp32 values in the registers of the warp groups
     groups = 1 if tile.pingpong else (3 if tile.m == 192 and tile.n <= 128 else 2)
-    return (
-        problem.a in OPERANDS
-        and problem.b in OPERANDS
-        and problem.out in OUTPUTS
-        and problem.k % ALIGNED == 0
-        and problem.n * problem.out.itemsize % ALIGNED == 0
-        and problem.m >= tile.m * tile.cluster_m
-        and problem.n >= tile.n * tile.cluster_n
-        and kept // (groups * 128) <= REGISTERS[groups]
-        and (problem.fast_accum or not tile.pingpong)
-    )
+    return kept // (groups * 128) <= REGISTERS[groups] and (problem.fast_accum or not tile.pingpong)
 
 
 def tiles(problem: Problem) -> list[Tile]:
     """All that max-autotune measures."""
-    return [t for t in (FAST_TILES if problem.fast_accum else SPLIT_TILES) if supports(t, problem)]
+    return [t for t in CANDIDATES.get((problem.arch, problem.fast_accum), ()) if supports(t, problem)]
 
 
-def choose(problem: Problem, device: torch.device) -> Tile | None:
+def choose(problem: Problem) -> Tile | None:
     """The tile that was measured to beat cuBLASLt at the nearest shape; None where cuBLASLt is as fast, or nothing near was
-    measured, or CUTLASS is not installed."""
-    if not runs_on(device):
-        return None
+    measured."""
     rows = [row for row in table()["rows"] if _alike(row, problem)]
     near = min(rows, key=lambda row: _distance(row, problem), default=None)
     if near is None or near["tile"] is None or _distance(near, problem) > math.log2(NEAR):
@@ -113,8 +163,13 @@ def choose(problem: Problem, device: torch.device) -> Tile | None:
     return tile if supports(tile, problem) else None
 
 
-def runs_on(device: torch.device) -> bool:
-    return cutlass.missing() is None and torch.cuda.get_device_capability(device) == (9, 0)
+def architecture(device: torch.device) -> str | None:
+    """The device's key of ARCHITECTURES; None where there are no kernels for it, or CUTLASS is not installed."""
+    if cutlass.missing() is not None:
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    arch = f"{major}{minor}"
+    return arch if arch in ARCHITECTURES else None
 
 
 @functools.cache
@@ -126,7 +181,8 @@ def table() -> dict[str, Any]:
 
 def _alike(row: dict[str, Any], problem: Problem) -> bool:
     # Which 8-bit format an operand has is nothing to the tensor core; that the accumulation is split is.
-    return row["fast_accum"] == problem.fast_accum and row["by_row"] == problem.by_row
+    kinds = ((row["scope"], row["fast_accum"]), (problem.scope, problem.fast_accum))
+    return problem.arch == table()["arch"] and kinds[0] == kinds[1]
 
 
 def _distance(row: dict[str, Any], problem: Problem) -> float:
@@ -138,10 +194,11 @@ def _distance(row: dict[str, Any], problem: Problem) -> float:
 class Kernel:
     """What one built library computes: everything of a problem and a tile but sizes and the order of tiles."""
 
+    arch: str
     a: str  # dtypes, as torch spells them behind "torch."
     b: str
     out: str
-    by_row: bool
+    scope: str
     bias: bool
     fast_accum: bool
     tile_m: int
@@ -155,8 +212,15 @@ class Kernel:
 
 
 def kernel_of(
-    tile: Tile, a: torch.dtype, b: torch.dtype, out: torch.dtype, by_row: bool, bias: bool, fast_accum: bool
+    tile: Tile,
+    arch: str,
+    a: torch.dtype,
+    b: torch.dtype,
+    out: torch.dtype,
+    scope: str,
+    bias: bool,
+    fast_accum: bool,
 ) -> Kernel:
     a_name, b_name, out_name = (str(dtype).removeprefix("torch.") for dtype in (a, b, out))
     shape = (tile.m, tile.n, tile.cluster_m, tile.cluster_n, tile.pingpong)
-    return Kernel(a_name, b_name, out_name, by_row, bias, fast_accum, *shape)
+    return Kernel(arch, a_name, b_name, out_name, scope, bias, fast_accum, *shape)

@@ -1,0 +1,108 @@
+"""Compiles CUTLASS's kernels of one architecture, in the environment that `build.environment` gives:
+
+    python -m tests.offline.cutlass_kernels KERNELS OUT
+
+KERNELS is JSON; OUT/0.o, 1.o, … are what the compiler made. Each launch is compared with that of quack's own host code,
+argument by argument, and the order of scales with quack's.
+"""
+
+import functools
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from quack.blockscaled.quantize import pack_scale_2d_to_blocked_contig
+from quack.epilogue.ops import Scalar
+from quack.gemm_runtime.host import run_gemm_epi_plan
+from torch import Tensor
+
+from te_inductor.recipes.formats import SCOPES, Scope
+from te_inductor.templates.cutlass import build, launch
+from te_inductor.templates.cutlass.scaled_mm import Kernel
+from tests.offline.tensor_cores import unswizzled
+
+M, N, K = 272, 400, 544  # no tile divides them
+
+
+def main(kernels: list[Kernel], out: Path) -> None:
+    for number, kernel in enumerate(kernels):
+        plan = build.plan(kernel)
+        plan.compiled_fn.export_to_c(object_file_path=str(out / f"{number}.o"), function_name=build.FUNCTION)
+        ours, theirs = launches(kernel, plan)
+        assert described(ours) == described(theirs), kernel
+    check_order_of_scales()
+
+
+def launches(kernel: Kernel, plan: Any) -> tuple[Any, Any]:
+    """The arguments with which our code and quack's call the kernel."""
+    out = torch.empty(M, N, dtype=getattr(torch, kernel.out))
+    a, b = (build.empty((rows, K), getattr(torch, name)) for rows, name in ((M, kernel.a), (N, kernel.b)))
+    bias = torch.zeros(N, dtype=out.dtype) if kernel.bias else None
+    tile = (kernel.tile_m, kernel.tile_n, kernel.cluster_m, kernel.cluster_n, kernel.pingpong, 8)
+    given = {"tile": tile, "arch": kernel.arch, "scope": kernel.scope, "out": out}
+    values: dict[str, Any] = {} if bias is None else {"bias": bias.view(1, -1)}
+    scales: dict[str, Any] = {}
+    if SCOPES[kernel.scope].microscaled:
+        operands, factors, scales = microscaled(SCOPES[kernel.scope], a, b)
+        call = functools.partial(launch.microscaled_mm, *operands, *([] if bias is None else [bias]), **given)
+    else:
+        factors = {name: torch.ones(size) for name, size in (("a_scale", (M, 1)), ("b_scale", (1, N)))}
+        if kernel.scope == "tensor":
+            factors = {name: torch.ones(()) for name in factors}
+        call = functools.partial(
+            launch.scaled_mm, a, b.t(), *factors.values(), bias, fast_accum=kernel.fast_accum, **given
+        )
+    values |= {name: factor.view(1, -1) if factor.dim() else factor for name, factor in factors.items()}
+    theirs: list[Any] = []
+    watched = plan._replace(compiled_fn=lambda *call: theirs.append(call))
+    with mock.patch.object(Scalar, "_validate_pointer_value", lambda *_: None):  # that it is on a GPU
+        run_gemm_epi_plan(watched, a, b, out, None, values, **scales)
+    return recorded(call, plan), theirs[0]
+
+
+def microscaled(scope: Scope, a: Tensor, b: Tensor) -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """Operands as Inductor has them, bytes and swizzled scales; alpha; scales as quack has them."""
+    across = -(-K // scope.block[1] // 4)
+    flat = [build.empty((-(-rows // 128) * across * 512,), scope.scale.library) for rows in (M, N)]
+    blocks = (scale.view(-1, across, 32, 4, 4) for scale in flat)
+    alpha = {"alpha": torch.ones(())} if scope.two_level else {}
+    operands = [a.view(torch.uint8), b.view(torch.uint8)] if scope.two_level else [a, b]
+    operands += [scale.view(scope.scale.dtype) for scale in flat]
+    return [*operands, *alpha.values()], alpha, dict(zip(("SFA", "SFB"), blocks, strict=True))
+
+
+def recorded(function: Callable[[], Any], plan: Any) -> Any:
+    calls: list[Any] = []
+    multiprocessors = plan.max_active_clusters * plan.cluster_M * plan.cluster_N
+    with (
+        mock.patch.object(launch, "_function", lambda *_: lambda *call: calls.append(call)),
+        mock.patch.object(launch, "_multiprocessors", lambda device: multiprocessors),
+    ):
+        function()
+    return calls[0]
+
+
+def described(argument: Any) -> Any:
+    """For comparisons: where a tensor lies and what it is, the value of a number, whatever type holds it."""
+    if isinstance(argument, torch.Tensor):
+        return argument.data_ptr(), argument.dtype, tuple(argument.shape), argument.stride()
+    if isinstance(argument, tuple):
+        return tuple(described(part) for part in argument)
+    return getattr(argument, "value", argument)
+
+
+def check_order_of_scales() -> None:
+    """Note [Swizzled scales], written down once more in tensor_cores.py, is quack's order."""
+    rows, blocks = 200, 10
+    scale = torch.randint(0, 256, (rows, blocks), dtype=torch.uint8)
+    packed = pack_scale_2d_to_blocked_contig(scale)
+    assert packed.numel() == 256 * 12
+    assert torch.equal(unswizzled(packed.flatten(), rows, blocks).to(torch.uint8), scale)
+
+
+if __name__ == "__main__":
+    main([Kernel(**fields) for fields in json.loads(sys.argv[1])], Path(sys.argv[2]))
