@@ -21,6 +21,7 @@ from te_inductor.diagnostics import Report, announce, log, say, uncompiled
 from te_inductor.errors import TEInductorError
 from te_inductor.passes import (
     Plan,
+    check_kept,
     check_sites,
     inline_attention,
     match_sites,
@@ -31,6 +32,7 @@ from te_inductor.passes import (
     start_builds,
     weigh_sites,
 )
+from te_inductor.runtime import kept_weights
 
 DECIDE: tuple[Callable[[Plan], None], ...] = (
     inline_attention,
@@ -39,6 +41,7 @@ DECIDE: tuple[Callable[[Plan], None], ...] = (
     check_sites,
     weigh_sites,
     merge_sites,
+    check_kept,
     report_sites,
 )
 PASSES = (*DECIDE, start_builds, rewrite_sites)
@@ -147,7 +150,8 @@ def _compile_or_restore(
 
     try:
         with compat.unwinding_transforms():
-            return plan.state.bind(inductor(plan.gm, [*plan.inputs, *plan.state.examples]))
+            compiled = inductor(plan.gm, [*plan.inputs, *plan.kept.examples, *plan.state.examples])
+            return plan.kept.bind(plan.state.bind(compiled))
     except (RestartAnalysis, SkipFrame, Unsupported, TEInductorError):
         raise  # Dynamo's own control flow, and what the user asked to be told
     except Exception:
@@ -178,7 +182,8 @@ def _restore(originals: Mapping[fx.GraphModule, fx.Graph]) -> None:
 
 
 def reset() -> None:
-    """What `torch._dynamo.reset()` asks of a backend: forget the CUDA graphs recorded so far."""
+    """What `torch._dynamo.reset()` asks of a backend: forget the CUDA graphs recorded so far, and the copies of weights."""
+    kept_weights.forget()
     cudagraph_trees = sys.modules.get("torch._inductor.cudagraph_trees")
     if cudagraph_trees is not None:
         cudagraph_trees.reset_cudagraph_trees()

@@ -8,6 +8,7 @@ option     values                                       default
 recipe     a recipe's name or instance                  ``TE_INDUCTOR_RECIPE``, else ``"auto"``
 policy     {glob or function: recipe name or instance}  ``{}``; the first entry that matches wins
 fallback   ``"warn"``, ``"error"``, ``"silent"``        ``"warn"``
+weights    ``"each_call"``, ``"once"``                  ``"each_call"``; ``"once"`` casts a weight again when it has changed
 mode       as in ``torch.compile(mode=…)``              None; here because torch refuses mode= beside options=
 =========  ===========================================  ==========================================================
 
@@ -22,9 +23,11 @@ from typing import Any, Literal, cast
 from te_inductor.errors import OptionError, unknown, wrong_type
 
 Fallback = Literal["warn", "error", "silent"]
+Weights = Literal["each_call", "once"]
 
-OWN_OPTIONS = ("recipe", "policy", "fallback", "mode")
+OWN_OPTIONS = ("recipe", "policy", "fallback", "weights", "mode")
 FALLBACKS = ("warn", "error", "silent")
+WEIGHTS = ("each_call", "once")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 ENV_RECIPE = "TE_INDUCTOR_RECIPE"
 
@@ -36,6 +39,7 @@ class Options:
     recipe: object = "auto"
     policy: tuple[tuple[str | Callable[..., bool], object], ...] = ()
     fallback: Fallback = "warn"
+    weights: Weights = "each_call"
     mode: str | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
@@ -53,6 +57,9 @@ def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> 
     fallback = given.pop("fallback", "warn")
     if fallback not in FALLBACKS:
         raise OptionError(unknown("value of option 'fallback'", fallback, FALLBACKS))
+    weights = given.pop("weights", "each_call")
+    if weights not in WEIGHTS:
+        raise OptionError(unknown("value of option 'weights'", weights, WEIGHTS))
     policy = _parse_policy(given.pop("policy", {}))
     own_mode = given.pop("mode", None)
     if own_mode is not None and mode is not None and own_mode != mode:
@@ -60,7 +67,7 @@ def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> 
     mode = mode if own_mode is None else own_mode
     if mode is not None and mode not in MODES:
         raise OptionError(unknown("mode", mode, MODES))
-    return Options(recipe, policy, cast(Fallback, fallback), mode, _parse_inductor(given))
+    return Options(recipe, policy, cast(Fallback, fallback), cast(Weights, weights), mode, _parse_inductor(given))
 
 
 def _parse_policy(policy: object) -> tuple[tuple[str | Callable[..., bool], object], ...]:

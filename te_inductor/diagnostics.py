@@ -7,11 +7,12 @@ import logging
 import warnings
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from te_inductor.errors import FallbackError, FallbackWarning
 
 log = logging.getLogger("te_inductor")
+_T = TypeVar("_T")
 
 
 class Refusal:
@@ -47,6 +48,7 @@ class Report:
 
     sites: list[Site] = field(default_factory=list)
     unused_policy: list[str] = field(default_factory=list)  # entries that matched no site: globs, names of functions
+    unkept: dict[str, str] = field(default_factory=dict)  # module paths of weights that options["weights"] leaves out: why
     failure: str | None = None  # traceback of a failure inside our own passes
 
     @property
@@ -61,6 +63,7 @@ class Report:
         columns = ("module", "pattern", "GEMM", "M x N x K", "recipe", "kernel", "why not")
         table = tabulated(_headline(self), columns, _rows(self.sites))
         tail = [f"policy entry {entry!r} matches no linear site" for entry in self.unused_policy]
+        tail += [f"{fqn}: weight cast at each call: {reason}" for fqn, reason in self.unkept.items()]
         return "\n".join([table, *tail, *([self.failure] if self.failure else [])])
 
 
@@ -87,6 +90,7 @@ def merge(reports: Iterable[Report]) -> Report:
     return Report(
         sites=[site for report in reports for site in report.sites],
         unused_policy=[entry for entry in unused if all(entry in report.unused_policy for report in reports)],
+        unkept={fqn: reason for report in reports for fqn, reason in report.unkept.items()},
         failure="\n".join(report.failure for report in reports if report.failure) or None,
     )
 
@@ -106,10 +110,10 @@ def _rows(sites: list[Site]) -> Iterable[tuple[str, ...]]:
         yield first.fqn or "(root)", first.pattern, gemms, sizes, first.recipe, kernel, first.reason or ""
 
 
-def _grouped(sites: list[Site], key: Any) -> Iterable[tuple[Any, list[Site]]]:
-    groups: dict[Any, list[Site]] = {}
-    for site in sites:
-        groups.setdefault(key(site), []).append(site)
+def _grouped(items: list[_T], key: Any) -> Iterable[tuple[Any, list[_T]]]:
+    groups: dict[Any, list[_T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
     return groups.items()
 
 
@@ -124,7 +128,7 @@ def announce(report: Report, fallback: str) -> None:
     text = summary(report)
     if text is None:
         return
-    if fallback == "error" and not (report.fallbacks or report.failure):
+    if fallback == "error" and not (report.fallbacks or report.unkept or report.failure):
         fallback = (
             "warn"  # a policy entry that this graph does not use may be used by the next one, behind a graph break
         )
@@ -157,6 +161,8 @@ def summary(report: Report) -> str | None:
     for entry in report.unused_policy:
         known = ", ".join(sorted({fqn for fqn, _ in places})[:4]) or "none"
         lines.append(f"te_inductor: policy entry {entry!r} matches no linear site of this graph (sites: {known}, …)")
+    for reason, unkept in _grouped(list(report.unkept), report.unkept.get):
+        lines.append(f"te_inductor: weights cast at each call: {reason}: {_shown(unkept)}")
     if report.failure:
         lines.append(f"te_inductor: compiled without low precision, because a pass of ours failed:\n{report.failure}")
     return "\n".join(lines) or None

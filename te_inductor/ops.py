@@ -218,6 +218,18 @@ class Step:
     grad_amax: Tensor | None = None  # ()
 
 
+def _weight_copies(
+    weights: Sequence[Tensor], quantizer: Quantizer, known: Known | None, kept: Sequence[Tensor], columnwise: bool
+) -> tuple[Copy | None, Copy | None]:
+    """A weight's copies: those that are kept, and what else is asked for."""
+    if not kept:
+        return copies(weights, 0, quantizer, known, columnwise=columnwise)
+    row, column = Copy(*kept[:2]), Copy(*kept[2:]) if len(kept) > 2 else None
+    if columnwise and column is None:
+        _, column = copies(weights, 0, quantizer, known, rowwise=False, columnwise=True)
+    return row, column if columnwise else None
+
+
 class _Linear(torch.autograd.Function):
     """Linear layers of one input in low precision, one GEMM for all; traced, so its body becomes nodes of the forward and
     backward graphs. Layers whose weights are w₁, w₂, … are one layer whose weight is all of their rows.
@@ -231,6 +243,7 @@ class _Linear(torch.autograd.Function):
         x: Tensor,
         token: Tensor | None,
         step: Step | None,
+        kept: Sequence[Tensor],
         slots: Slots,
         out_dtype: torch.dtype,
         count: int,
@@ -242,7 +255,7 @@ class _Linear(torch.autograd.Function):
         wanted = ctx.needs_input_grad[-len(operands) :]
         x_grad, weight_grad, bias_grad = ctx.needs_input_grad[0], any(wanted[:count]), any(wanted[count:])
         x_row, x_col = copies([x], 0, slots.input, step.input if step else None, columnwise=weight_grad)
-        w_row, w_col = copies(weights, 0, slots.weight, step.weight if step else None, columnwise=x_grad)
+        w_row, w_col = _weight_copies(weights, slots.weight, step.weight if step else None, kept, x_grad)
         ctx.save_for_backward(*Copy.saved(x_col), *Copy.saved(w_col))
         # Of this step alone, or mutable: neither is for autograd's check that nothing saved has changed.
         ctx.step, ctx.slots, ctx.needs = step, slots, (x_grad, weight_grad, bias_grad)
@@ -277,7 +290,7 @@ class _Linear(torch.autograd.Function):
         dbs: Sequence[Tensor | None] = [] if bias_dtype is None else [None] * len(dys)
         if bias_grad:
             dbs = [dy.sum(0, dtype=torch.float32).to(bias_dtype) for dy in dys]
-        return dx, None, None, None, None, None, *dws, *dbs
+        return dx, None, None, None, None, None, None, *dws, *dbs
 
 
 def product(a: Copy | None, b: Copy | None, bias: Tensor | None, gemm: Gemm, out_dtype: torch.dtype) -> Tensor:
@@ -341,6 +354,7 @@ def _linears(
     known: Sequence[Tensor] | None = None,  # scale, scale_inv of each slot, all of (); None: computed from the tensors
     token: Tensor | None = None,  # what `delayed_step` returned
     grad_amax: Tensor | None = None,  # (), where the backward records the gradients' amax
+    kept: Sequence[Tensor] | None = None,  # the weights' data, scale_inv, and those of the column copy where there is one
 ) -> list[Tensor]:  # each (..., N)
     """``x @ weight.T + bias`` for each weight, the operands of all three GEMMs in the low precision of `slots`. Several
     weights, each with a multiple of 16 rows, share their scale, as their gradients do, and each of their GEMMs is one."""
@@ -348,10 +362,10 @@ def _linears(
     pairs = [] if known is None else [Known(*pair) for pair in zip(known[::2], known[1::2], strict=True)]
     step = Step(*pairs, *([token, grad_amax] if len(pairs) > 2 else [])) if pairs else None  # type: ignore[arg-type]
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x, *weights, *biases)):
-        ys = _Linear.apply(flat, token, step, slots, out_dtype, len(weights), *weights, *biases)
+        ys = _Linear.apply(flat, token, step, kept or (), slots, out_dtype, len(weights), *weights, *biases)
     else:
         x_row, _ = copies([flat], 0, slots.input, step.input if step else None, columnwise=False)
-        w_row, _ = copies(weights, 0, slots.weight, step.weight if step else None, columnwise=False)
+        w_row, _ = _weight_copies(weights, slots.weight, step.weight if step else None, kept or (), False)
         y = product(x_row, w_row, _cat(biases) if biases else None, slots.fprop, out_dtype)
         ys = y.split([weight.shape[0] for weight in weights], 1) if len(weights) > 1 else [y]
     return [y.reshape(*x.shape[:-1], y.shape[1]) for y in ys]
@@ -363,7 +377,7 @@ def _cat(biases: Sequence[Tensor]) -> Tensor:
 
 linears = _define(
     f"linears(Tensor x, Tensor[] weights, Tensor[] biases, {_SLOTS} slots, ScalarType out_dtype, Tensor[]? known=None,"
-    " Tensor? token=None, Tensor? grad_amax=None) -> Tensor[]",
+    " Tensor? token=None, Tensor? grad_amax=None, Tensor[]? kept=None) -> Tensor[]",
     _linears,
 )
 

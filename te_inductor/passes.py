@@ -14,6 +14,7 @@ from te_inductor.patterns import (
     attention,
     delayed,
     gemm_kernels,
+    kept,
     merging,
     policy,
     regions,
@@ -28,6 +29,7 @@ from te_inductor.patterns.module_path import module_path
 from te_inductor.patterns.rule import Emit, Match, Rule, call_linears
 from te_inductor.recipes import DelayedScaling, Recipe, Slots
 from te_inductor.regions import Region, active
+from te_inductor.runtime.kept_inputs import KeptInputs
 from te_inductor.runtime.state_inputs import StateInputs
 from te_inductor.stored_weight import StoredWeight
 from te_inductor.templates.cutlass import build
@@ -48,6 +50,7 @@ class Candidate:
     by_policy: bool = False  # named by a policy entry
     refusal: Refusal | None = None  # why it stays in high precision
     emulated: Refusal | None = None  # why its GEMMs multiply in high precision what low precision holds
+    unkept: Refusal | None = None  # why its weight is cast at each call, though it was to be cast once
 
     @property
     def low(self) -> bool:
@@ -67,6 +70,7 @@ class Plan:
     report: Report = field(default_factory=Report)
     libraries: set[Kernel] = field(default_factory=set)  # CUTLASS kernels that its GEMMs will be
     state: StateInputs = field(init=False)  # what the rewritten graph takes besides its inputs
+    kept: KeptInputs = field(default_factory=lambda: KeptInputs(kept.refresh_on))  # and before that
 
     def __post_init__(self) -> None:
         self.state = StateInputs(self.options.fallback)
@@ -169,6 +173,22 @@ def merge_sites(plan: Plan) -> None:
     plan.merged.extend(merging.groups(sites))
 
 
+def check_kept(plan: Plan) -> None:
+    """Which weights are cast once, where the options ask for it; sites that are one GEMM all are, or none."""
+    if plan.options.weights == "each_call":
+        return
+    bodies = Bodies(plan.gm)
+    sites = {candidate.match.node: candidate for candidate in plan.candidates if candidate.low}
+    for candidate in sites.values():
+        candidate.unkept = kept.refusal(candidate.match, candidate.recipe, candidate.slots, bodies)  # type: ignore[arg-type]
+    for group in plan.merged:
+        together = [sites[match.node] for match in group]
+        why = next((site.unkept for site in together if site.unkept), None)
+        for site in together:
+            site.unkept = why
+    plan.report.unkept.update({site.fqn: str(site.unkept) for site in sites.values() if site.unkept})
+
+
 def report_sites(plan: Plan) -> None:
     """Write down what was decided, before the rewrite erases the matched nodes."""
     paths = {candidate.match.node: candidate.fqn for candidate in plan.candidates}
@@ -189,11 +209,12 @@ def start_builds(plan: Plan) -> None:
 def rewrite_sites(plan: Plan) -> None:
     """Replace what passed by `te_inductor.linears`; last first, as a match's input may be the node of an earlier match."""
     sites = [candidate for candidate in plan.candidates if candidate.low]
-    stateful = _delayed_sites(plan, sites)
     groups = {match.node: group for group in plan.merged for match in group}
+    keeps = _kept_sites(plan, sites, groups)
+    stateful = _delayed_sites(plan, sites)
     for candidate in reversed(sites):
         recipe, match = candidate.recipe, candidate.match
-        emit = stateful[recipe].emit if isinstance(recipe, DelayedScaling) else _stateless(candidate.slots)  # type: ignore[arg-type]
+        emit = stateful[recipe].emit if isinstance(recipe, DelayedScaling) else _stateless(candidate.slots, keeps)  # type: ignore[arg-type]
         group = groups.get(match.node)
         if group is None:
             candidate.rule.rewrite(match, emit)
@@ -207,11 +228,22 @@ def rewrite_sites(plan: Plan) -> None:
         module.recompile()
 
 
-def _stateless(slots: Slots) -> Emit:
+def _stateless(slots: Slots, keeps: kept.KeptSites) -> Emit:
     def emit(matches: Sequence[Match], x: fx.Node, weights: Sequence[fx.Node]) -> list[fx.Node]:
-        return call_linears(matches, x, weights, slots)
+        copies = keeps.of(matches, x.graph)
+        return call_linears(matches, x, weights, slots, *([None, None, None, copies] if copies else []))
 
     return emit
+
+
+def _kept_sites(plan: Plan, sites: list[Candidate], groups: dict[fx.Node, list[Match]]) -> kept.KeptSites:
+    keeps = kept.KeptSites(Bodies(plan.gm), plan.kept)
+    plan.kept.held = dict(plan.gm.named_parameters())
+    for site in sites if plan.options.weights == "once" else ():
+        group = groups.get(site.match.node, [site.match])
+        if site.unkept is None and group[0] is site.match:
+            keeps.add(group, site.slots)  # type: ignore[arg-type]
+    return keeps
 
 
 def _delayed_sites(plan: Plan, sites: list[Candidate]) -> dict[DelayedScaling, delayed.DelayedSites]:

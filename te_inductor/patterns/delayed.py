@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.source import ConstantSource
 
 from te_inductor import ops
 from te_inductor.diagnostics import Refusal
 from te_inductor.patterns.bodies import Bodies
+from te_inductor.patterns.inputs import append_input
 from te_inductor.patterns.rule import Match, call_linears
 from te_inductor.patterns.support import is_tensor, value
 from te_inductor.recipes import DelayedScaling
@@ -213,15 +213,9 @@ class DelayedSites:
         return self.quantizers[readers[0]]
 
     def _input(self, example: torch.Tensor) -> fx.Node:
-        """One more input of the graph, with what AOTAutograd asks of those that Dynamo found. CUDA graphs do not copy it."""
-        last = self.graph.find_nodes(op="placeholder")[-1]
         name = f"{PREFIX}{len(self.inputs.examples)}"
         self.inputs.examples.append(example)
-        with self.graph.inserting_after(last):
-            node = self.graph.placeholder(name)
-        node.meta = {"example_value": example, "tensor_dict": {"_dynamo_static_input_type": "unguarded"}}
-        node._dynamo_source = ConstantSource(name)  # type: ignore[attr-defined]
-        return node
+        return append_input(self.graph, name, example)
 
     def _known(self, quantizer: _Quantizer, graph: fx.Graph) -> list[fx.Node]:
         """Its scale in this step and its reciprocal."""

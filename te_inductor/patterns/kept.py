@@ -1,0 +1,86 @@
+"""Weights that are cast when they have changed, and not at each call: Note [A weight that has not changed]. Which sites can
+have them, and the inputs that bring their copies into the graph."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from te_inductor.diagnostics import Refusal
+from te_inductor.patterns.bodies import Bodies
+from te_inductor.patterns.inputs import append_input
+from te_inductor.patterns.rule import Match
+from te_inductor.patterns.support import value
+from te_inductor.recipes import DelayedScaling, Recipe, Slots
+from te_inductor.runtime import kept_weights
+from te_inductor.runtime.kept_inputs import KeptInput, KeptInputs, Refresh
+from te_inductor.runtime.kept_weights import WORD, Spec, weight_shape
+
+PREFIX = "te_kept_"  # of the inputs that hold copies
+SCOPES = ("tensor", "128x128")  # of scales, that templates/triton/kept_weights.py casts with
+
+
+def refusal(match: Match, recipe: Recipe, slots: Slots, bodies: Bodies) -> Refusal | None:
+    """Why a site's weight is cast at each call all the same."""
+    if isinstance(recipe, DelayedScaling):
+        return Refusal("delayed scaling may change the scale of a weight with each step")
+    if slots.weight.scope not in SCOPES:
+        return Refusal("copies with scales of %s are not kept", slots.weight.scope)
+    if not bodies.reaches(match.node.graph):
+        return Refusal("inside a control-flow body, which kept copies do not reach")
+    node = bodies.outer(match.weight)
+    weight = value(node)
+    if not (node.op in ("placeholder", "get_attr") and isinstance(weight, torch.nn.Parameter) and weight.dim() == 2):
+        return Refusal("the weight is computed in the graph, or one of several in a parameter")
+    if not weight.is_contiguous() or weight.numel() * weight.element_size() % WORD:
+        return Refusal("a parameter of shape %s and strides %s is not whole words", tuple(weight.shape), weight.stride())
+    return None
+
+
+class KeptSites:
+    """The kept copies of one graph's weights: appends the inputs, before anything else does, and finds them again."""
+
+    def __init__(self, bodies: Bodies, keeps: KeptInputs) -> None:
+        self.bodies, self.keeps = bodies, keeps
+        self.nodes: dict[fx.Node, list[fx.Node]] = {}  # of the root's graph, by the first site's node
+
+    def add(self, matches: Sequence[Match], slots: Slots) -> None:
+        """Sites that are one GEMM, or one site."""
+        first = matches[0]
+        owners = [self.bodies.outer(match.weight) for match in matches]
+        spec = Spec(slots.weight, first.transposed, len(matches))
+        columns = value(first.node).requires_grad and value(first.x).requires_grad
+        self.keeps.weights.append(KeptInput([self._place(owner) for owner in owners], spec, columns))
+        shape = weight_shape(spec, [value(owner).shape for owner in owners])
+        copies = [shape, shape[::-1]] if columns else [shape]
+        self.nodes[first.node] = [node for one in copies for node in self._inputs(spec, one, value(first.weight))]
+
+    def of(self, matches: Sequence[Match], graph: fx.Graph) -> list[fx.Node]:
+        """What stands for their weights' copies in this graph; nothing where there are none."""
+        return [self.bodies.hand(node, graph) for node in self.nodes.get(matches[0].node, [])]
+
+    def _place(self, owner: fx.Node) -> int | str:
+        graph = self.bodies.root.graph
+        return str(owner.target) if owner.op == "get_attr" else graph.find_nodes(op="placeholder").index(owner)
+
+    def _inputs(self, spec: Spec, shape: tuple[int, int], weight: torch.Tensor) -> list[fx.Node]:
+        quantizer, scope = spec.quantizer, spec.quantizer.granularity
+        with weight.fake_mode:  # type: ignore[attr-defined]
+            data = torch.empty(
+                (shape[0], quantizer.stored(shape[1])), dtype=quantizer.format.dtype, device=weight.device
+            )
+            scale_inv = torch.empty(scope.scale_shape(*shape), dtype=scope.scale.dtype, device=weight.device)
+        made = []
+        for example in (data, scale_inv):
+            made.append(append_input(self.bodies.root.graph, f"{PREFIX}{len(self.keeps.examples)}", example))
+            self.keeps.examples.append(example)
+        return made
+
+
+def refresh_on(device: torch.device) -> Refresh:
+    """What makes the copies of a graph's weights anew, where they are."""
+    if device.type != "cuda":
+        return kept_weights.refresh
+    from te_inductor.templates.triton.kept_weights import OnDevice
+
+    return OnDevice()
