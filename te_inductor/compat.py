@@ -1,6 +1,7 @@
 """What differs between torch 2.11 and 2.15, each difference in one function. Nothing else asks for torch's version."""
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +24,7 @@ __all__ = [
     "has_block_scaled_mm",
     "has_microscaled_mm",
     "in_uncompiled_frame",
+    "is_gathered",
     "never_compile",
     "register_constant",
     "unwinding_transforms",
@@ -122,6 +124,22 @@ def guard_on(module: str, path: str) -> None:
     for name in path.split("."):
         source = AttrSource(source, name)
     install_guard(source.make_guard(GuardBuilder.EQUALS_MATCH))
+
+
+def is_gathered(parameter: torch.Tensor) -> bool:
+    """Whether FSDP2 gathers it for each forward and lets go of its memory behind."""
+    states = sys.modules.get("torch.distributed._composable_state")
+    if states is None:
+        return False
+    for reference in list(states._module_state_mapping.values()):
+        state = reference()
+        groups = getattr(state, "_fsdp_param_groups", None) or [
+            getattr(state, "_fsdp_param_group", None)
+        ]  # 2.15; before
+        for one in (one for group in groups if group is not None for one in group.fsdp_params):
+            if getattr(one, "_unsharded_param", None) is parameter:
+                return True
+    return False
 
 
 def never_compile(function: Callable[..., Any]) -> None:

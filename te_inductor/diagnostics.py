@@ -48,7 +48,9 @@ class Report:
 
     sites: list[Site] = field(default_factory=list)
     unused_policy: list[str] = field(default_factory=list)  # entries that matched no site: globs, names of functions
-    unkept: dict[str, str] = field(default_factory=dict)  # module paths of weights that options["weights"] leaves out: why
+    unkept: dict[str, str] = field(
+        default_factory=dict
+    )  # module paths of weights that options["weights"] leaves out: why
     failure: str | None = None  # traceback of a failure inside our own passes
 
     @property

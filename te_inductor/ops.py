@@ -354,7 +354,8 @@ def _linears(
     known: Sequence[Tensor] | None = None,  # scale, scale_inv of each slot, all of (); None: computed from the tensors
     token: Tensor | None = None,  # what `delayed_step` returned
     grad_amax: Tensor | None = None,  # (), where the backward records the gradients' amax
-    kept: Sequence[Tensor] | None = None,  # the weights' data, scale_inv, and those of the column copy where there is one
+    kept: Sequence[Tensor]
+    | None = None,  # the weights' data, scale_inv, and those of the column copy where there is one
 ) -> list[Tensor]:  # each (..., N)
     """``x @ weight.T + bias`` for each weight, the operands of all three GEMMs in the low precision of `slots`. Several
     weights, each with a multiple of 16 rows, share their scale, as their gradients do, and each of their GEMMs is one."""

@@ -179,8 +179,8 @@ def check_kept(plan: Plan) -> None:
         return
     bodies = Bodies(plan.gm)
     sites = {candidate.match.node: candidate for candidate in plan.candidates if candidate.low}
-    for candidate in sites.values():
-        candidate.unkept = kept.refusal(candidate.match, candidate.recipe, candidate.slots, bodies)  # type: ignore[arg-type]
+    for site in sites.values():
+        site.unkept = kept.refusal(site.match, site.recipe, site.slots, bodies, plan.inputs)  # type: ignore[arg-type]
     for group in plan.merged:
         together = [sites[match.node] for match in group]
         why = next((site.unkept for site in together if site.unkept), None)

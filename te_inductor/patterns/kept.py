@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from te_inductor import compat
 from te_inductor.diagnostics import Refusal
 from te_inductor.patterns.bodies import Bodies
 from te_inductor.patterns.inputs import append_input
@@ -20,8 +21,8 @@ PREFIX = "te_kept_"  # of the inputs that hold copies
 SCOPES = ("tensor", "128x128")  # of scales, that templates/triton/kept_weights.py casts with
 
 
-def refusal(match: Match, recipe: Recipe, slots: Slots, bodies: Bodies) -> Refusal | None:
-    """Why a site's weight is cast at each call all the same."""
+def refusal(match: Match, recipe: Recipe, slots: Slots, bodies: Bodies, examples: Sequence[object]) -> Refusal | None:
+    """Why a site's weight is cast at each call all the same; `examples` are the inputs that the graph is compiled for."""
     if isinstance(recipe, DelayedScaling):
         return Refusal("delayed scaling may change the scale of a weight with each step")
     if slots.weight.scope not in SCOPES:
@@ -33,7 +34,13 @@ def refusal(match: Match, recipe: Recipe, slots: Slots, bodies: Bodies) -> Refus
     if not (node.op in ("placeholder", "get_attr") and isinstance(weight, torch.nn.Parameter) and weight.dim() == 2):
         return Refusal("the weight is computed in the graph, or one of several in a parameter")
     if not weight.is_contiguous() or weight.numel() * weight.element_size() % WORD:
-        return Refusal("a parameter of shape %s and strides %s is not whole words", tuple(weight.shape), weight.stride())
+        return Refusal(
+            "a parameter of shape %s and strides %s is not whole words", tuple(weight.shape), weight.stride()
+        )
+    if node.op == "placeholder" and examples:
+        parameter = examples[bodies.root.graph.find_nodes(op="placeholder").index(node)]
+        if isinstance(parameter, torch.Tensor) and compat.is_gathered(parameter):
+            return Refusal("FSDP lets go of the parameter behind each use, and copies would stay")
     return None
 
 

@@ -1,0 +1,375 @@
+"""Kept copies of weights on the GPU: Note [A weight that has not changed]. Three launches for all weights of a graph:
+
+- `_scan` reads each weight once: its digest, and its amax where one scale is the tensor's;
+- `_decide` compares the digest with that of the weight the copies were made of, and finds the scale where it differs;
+- `_cast` reads the weight again and writes both copies, or returns at once.
+
+Nothing comes back to the host, so that a look neither waits nor is decided when a CUDA graph is recorded. The kernels find
+the tensors by tables of addresses, made anew when one has moved.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from te_inductor.recipes.quantizers import Quantizer
+from te_inductor.runtime.eager import EXPONENT_MASK
+from te_inductor.runtime.kept_weights import GOLDEN, MIX, WORD, Kept
+
+SCAN_WORDS, SCAN_WARPS = 4096, 8  # of a program
+# Tile of a cast: rows, columns, how many tiles beside each other are one program's (a program that has nothing to do costs
+# about as much as a word of 2 KB to read), warps. Square blocks are tiles.
+TILES = {"tensor": (64, 64, 16, 4), "128x128": (128, 128, 8, 8)}
+
+_ELEMENTS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
+_INPUTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+def _signed(value: int) -> int:
+    return value - 2**64 if value >= 2**63 else value
+
+
+_GOLDEN, _MIX_1, _MIX_2 = (tl.constexpr(_signed(value)) for value in (GOLDEN, *MIX))
+_EXPONENT_MASK = tl.constexpr(EXPONENT_MASK)
+_INFINITY = tl.constexpr(float("inf"))
+
+# Columns of the table of parameters, and of that of weights (`_Table`).
+(
+    _SOURCE,
+    _WORDS,
+    _FIRST_WORD,
+    _FIRST_SCAN,
+    _WEIGHT,
+    _ROWS,
+    _COLUMNS,
+    _FIRST_CAST,
+    _DATA,
+    _LEADING,
+    _DATA_T,
+    _LEADING_T,
+) = (tl.constexpr(place) for place in range(12))
+_SEEN, _SCALE_INV, _SCALE_INV_T = (tl.constexpr(place) for place in range(3))
+_PARAMETER_COLUMNS, _WEIGHT_COLUMNS = tl.constexpr(12), tl.constexpr(3)
+
+
+@dataclass(frozen=True)
+class _Table:
+    """Where everything is, for kernels that serve many tensors. In the parameter's own orientation: of one that holds
+    (K, N) the copy that is laid out like it is the columnwise one."""
+
+    parameters: Tensor  # (P, 12) int64
+    weights: Tensor  # (W, 3) int64
+    scans: Tensor  # the parameter of each program of _scan
+    casts: Tensor  # and of _cast
+    aligned: bool  # whether rows and addresses are multiples of 16 bytes
+
+
+class OnDevice:
+    """Refreshes the kept weights of one graph."""
+
+    def __init__(self) -> None:
+        self.addresses: tuple[int, ...] | None = None
+        self.tables: list[tuple[Quantizer, torch.dtype, _Table]] = []
+
+    @torch.no_grad()
+    def __call__(self, kept: Sequence[Kept], weights: Sequence[Sequence[Tensor]]) -> None:
+        with torch.cuda.device(kept[0].seen.device):
+            _join_streams(kept)
+            self.run(kept, weights)
+
+    def run(self, kept: Sequence[Kept], weights: Sequence[Sequence[Tensor]]) -> None:
+        addresses = tuple(weight.data_ptr() for parameters in weights for weight in parameters)
+        if addresses != self.addresses:
+            self.tables = _tables(kept, weights)
+            self.addresses = addresses
+        for quantizer, dtype, table in self.tables:
+            _launch(quantizer, dtype, table)
+
+
+def _join_streams(kept: Sequence[Kept]) -> None:
+    """Wait for looks of other streams, whose casts may not be done. Nothing is recorded of them: whoever captures a graph
+    has waited."""
+    if torch.cuda.is_current_stream_capturing():
+        return
+    current = torch.cuda.current_stream()
+    for other in {one.stream for one in kept} - {None, current}:
+        current.wait_stream(other)  # type: ignore[arg-type]
+    for one in kept:
+        one.stream = current
+
+
+def _tables(kept: Sequence[Kept], weights: Sequence[Sequence[Tensor]]) -> list[tuple[Quantizer, torch.dtype, _Table]]:
+    """One for all weights of a dtype that are cast alike."""
+    alike: dict[tuple[Quantizer, torch.dtype], list[tuple[Kept, Sequence[Tensor]]]] = {}
+    for one, parameters in zip(kept, weights, strict=True):
+        alike.setdefault((one.spec.quantizer, parameters[0].dtype), []).append((one, parameters))
+    return [(quantizer, dtype, _table(quantizer, found)) for (quantizer, dtype), found in alike.items()]
+
+
+def _table(quantizer: Quantizer, found: Sequence[tuple[Kept, Sequence[Tensor]]]) -> _Table:
+    high, wide, steps, _ = TILES[quantizer.scope]
+    rows: list[list[int]] = []
+    scans: list[int] = []
+    casts: list[int] = []
+    for place, (one, parameters) in enumerate(found):
+        data, data_t = (one.data_t, one.data) if one.spec.transposed else (one.data, one.data_t)
+        words = above = 0
+        for parameter in parameters:
+            r, c = parameter.shape
+            count = parameter.nbytes // WORD
+            to = (0, 0) if data is None else (data.data_ptr() + above * data.stride(0), data.stride(0))
+            to_t = (0, 0) if data_t is None else (data_t.data_ptr() + above, data_t.stride(0))
+            starts = (len(scans), len(casts))
+            source = parameter.data_ptr()
+            rows.append([source, count, words, starts[0], place, r, c, starts[1], *to, *to_t])
+            scans += [len(rows) - 1] * triton.cdiv(count, SCAN_WORDS)
+            casts += [len(rows) - 1] * (triton.cdiv(r, high) * triton.cdiv(c, wide * steps))
+            words, above = words + count, above + r
+    addresses = [[_address(t) for t in (one.seen, *_scales(one))] for one, _ in found]
+    aligned = all(row[place] % 16 == 0 for row in rows for place in (0, 5, 6, 8, 9, 10, 11))
+    device = found[0][0].seen.device
+
+    def table(values: object, dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    programs = table(scans, torch.int32), table(casts, torch.int32)
+    return _Table(table(rows, torch.int64), table(addresses, torch.int64), *programs, aligned)
+
+
+def _scales(kept: Kept) -> tuple[Tensor | None, Tensor | None]:
+    both = (kept.scale_inv, kept.scale_inv_t)
+    return both[::-1] if kept.spec.transposed else both
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _launch(quantizer: Quantizer, dtype: torch.dtype, table: _Table) -> None:
+    count, device = table.weights.shape[0], table.weights.device
+    digest = torch.zeros(count, dtype=torch.int64, device=device)
+    amax = torch.zeros(count, dtype=torch.int32, device=device)
+    stale = torch.empty(count, dtype=torch.int32, device=device)
+    scale = torch.empty(count, dtype=torch.float32, device=device)
+    whole = quantizer.granularity.whole
+    encode = {
+        "LARGEST": quantizer.format.max,
+        "EPSILON": quantizer.amax_epsilon,
+        "LARGEST_SCALE": quantizer.largest_scale(dtype),
+        "POWER_2": quantizer.power_2_scale,
+    }
+    high, wide, steps, warps = TILES[quantizer.scope]
+    _scan[(len(table.scans),)](
+        table.parameters,
+        table.scans,
+        digest,
+        amax,
+        BLOCK=SCAN_WORDS,
+        BITS=8 * dtype.itemsize,
+        AMAX=whole,
+        ALIGNED=table.aligned,
+        num_warps=SCAN_WARPS,
+    )
+    _decide[(count,)](
+        table.weights, digest, amax, stale, scale, INPUT=_INPUTS[dtype], WHOLE=whole, **encode, num_warps=1
+    )
+    _cast[(len(table.casts),)](
+        table.parameters,
+        table.weights,
+        table.casts,
+        stale,
+        scale,
+        INPUT=_INPUTS[dtype],
+        ELEMENT=_ELEMENTS[quantizer.format.dtype],
+        HIGH=high,
+        WIDE=wide,
+        STEPS=steps,
+        WHOLE=whole,
+        ALIGNED=table.aligned,
+        **encode,
+        num_warps=warps,
+    )
+
+
+@triton.jit
+def _scan(
+    parameters,  # (P, 12) int64
+    programs,  # int32, the parameter of each program
+    digest,  # (W,) int64, zeros
+    amax,  # (W,) int32, zeros: bits without the sign
+    BLOCK: tl.constexpr,
+    BITS: tl.constexpr,  # of an element
+    AMAX: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    program = tl.program_id(0)
+    row = parameters + tl.load(programs + program) * _PARAMETER_COLUMNS
+    source, count = _pointer(row + _SOURCE, tl.int64, ALIGNED), tl.load(row + _WORDS)
+    if ALIGNED:
+        count = tl.multiple_of(count, 2)
+    weight = tl.load(row + _WEIGHT)
+    first = (program - tl.load(row + _FIRST_SCAN)) * BLOCK
+    place = tl.arange(0, BLOCK)
+    inside = first + place < count
+    words = tl.load(source + first + place, mask=inside, other=0)
+    value = words + ((tl.load(row + _FIRST_WORD) + first + 1) * _GOLDEN + place.to(tl.int64) * _GOLDEN)
+    value = (value ^ _high(value)) * _MIX_1
+    value = (value ^ _high(value)) * _MIX_2
+    value = tl.where(inside, value ^ _high(value), 0)
+    tl.atomic_add(digest + weight, tl.sum(value), sem="relaxed")
+    if AMAX:
+        low, high = words.to(tl.int32), (words >> 32).to(tl.int32)
+        if BITS == 16:
+            largest = _larger(
+                _larger(low & 0x7FFF, (low >> 16) & 0x7FFF), _larger(high & 0x7FFF, (high >> 16) & 0x7FFF)
+            )
+        else:
+            largest = _larger(low & 0x7FFFFFFF, high & 0x7FFFFFFF)
+        largest = tl.max(largest)
+        tl.atomic_max(amax + weight, largest, mask=largest > tl.load(amax + weight), sem="relaxed")
+
+
+@triton.jit
+def _pointer(place, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr):
+    """An address of a table."""
+    pointer = tl.load(place).to(tl.pointer_type(ELEMENT))
+    return tl.multiple_of(pointer, 16) if ALIGNED else pointer
+
+
+@triton.jit
+def _high(value):
+    """A logical shift by half a word."""
+    return (value >> 32) & 0xFFFFFFFF
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.where(a > b, a, b)
+
+
+@triton.jit
+def _decide(
+    weights,  # (W, 3) int64
+    digest,  # (W,) int64
+    amax,  # (W,) int32
+    stale,  # (W,) int32: 1 where the copies are to be made
+    scale,  # (W,) fp32, where WHOLE
+    INPUT: tl.constexpr,
+    WHOLE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    EPSILON: tl.constexpr,
+    LARGEST_SCALE: tl.constexpr,
+    POWER_2: tl.constexpr,
+):
+    weight = tl.program_id(0)
+    row = weights + weight * _WEIGHT_COLUMNS
+    seen = tl.load(row + _SEEN).to(tl.pointer_type(tl.int64))
+    found = tl.load(digest + weight)
+    differs = (tl.load(seen) != found) | (tl.load(seen + 1) != 1)
+    tl.store(stale + weight, differs.to(tl.int32))
+    if differs:
+        tl.store(seen, found)
+        tl.store(seen + 1, 1)
+        if WHOLE:
+            bits = tl.load(amax + weight)
+            if tl.float32 == INPUT:
+                largest = bits.to(tl.float32, bitcast=True)
+            else:
+                largest = bits.to(tl.int16).to(INPUT, bitcast=True).to(tl.float32)
+            factor = _encode(largest, LARGEST, EPSILON, LARGEST_SCALE, POWER_2)
+            tl.store(scale + weight, factor)
+            inverse = _inverse(factor)
+            for place in tl.static_range(_SCALE_INV, _SCALE_INV_T + 1):
+                to = tl.load(row + place)
+                tl.store(to.to(tl.pointer_type(tl.float32)), inverse, mask=to != 0)
+
+
+@triton.jit
+def _encode(amax, LARGEST: tl.constexpr, EPSILON: tl.constexpr, LARGEST_SCALE: tl.constexpr, POWER_2: tl.constexpr):
+    """As `runtime.eager.encode_scale`. The double quotient of fp32 values, rounded to fp32, is the correctly rounded one;
+    Triton's own fp32 division may be off by 2 ulp."""
+    amax = tl.where(amax < EPSILON, EPSILON, amax)
+    factor = (LARGEST / amax.to(tl.float64)).to(tl.float32)
+    factor = tl.where(factor < _INFINITY, factor, LARGEST_SCALE)
+    if POWER_2:
+        factor = (factor.to(tl.int32, bitcast=True) & _EXPONENT_MASK).to(tl.float32, bitcast=True)
+    return tl.where((amax > 0.0) & (amax < _INFINITY), factor, 1.0)
+
+
+@triton.jit
+def _inverse(factor):
+    return (1.0 / factor.to(tl.float64)).to(tl.float32)
+
+
+@triton.jit
+def _cast(
+    parameters,  # (P, 12) int64
+    weights,  # (W, 3) int64
+    programs,  # int32, the parameter of each program
+    stale,  # (W,) int32
+    scale,  # (W,) fp32, where WHOLE
+    INPUT: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    HIGH: tl.constexpr,
+    WIDE: tl.constexpr,
+    STEPS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    LARGEST: tl.constexpr,
+    EPSILON: tl.constexpr,
+    LARGEST_SCALE: tl.constexpr,
+    POWER_2: tl.constexpr,
+):
+    program = tl.program_id(0)
+    row = parameters + tl.load(programs + program) * _PARAMETER_COLUMNS
+    weight = tl.load(row + _WEIGHT)
+    if tl.load(stale + weight) == 0:
+        return
+    source = _pointer(row + _SOURCE, INPUT, ALIGNED)
+    data, data_t = _pointer(row + _DATA, ELEMENT, ALIGNED), _pointer(row + _DATA_T, ELEMENT, ALIGNED)
+    has_data, has_data_t = tl.load(row + _DATA) != 0, tl.load(row + _DATA_T) != 0
+    ROWS, COLUMNS = tl.load(row + _ROWS), tl.load(row + _COLUMNS)
+    leading, leading_t = tl.load(row + _LEADING), tl.load(row + _LEADING_T)
+    if ALIGNED:
+        ROWS, COLUMNS = tl.multiple_of(ROWS, 16), tl.multiple_of(COLUMNS, 16)
+        leading, leading_t = tl.multiple_of(leading, 16), tl.multiple_of(leading_t, 16)
+    strips = tl.cdiv(COLUMNS, WIDE * STEPS)
+    place = program - tl.load(row + _FIRST_CAST)
+    r = (place // strips) * HIGH + tl.arange(0, HIGH)
+    start = (place % strips) * (WIDE * STEPS)
+    for step in range(STEPS):
+        c = start + step * WIDE + tl.arange(0, WIDE)
+        inside = (r[:, None] < ROWS) & (c[None, :] < COLUMNS)
+        x = tl.load(source + r[:, None] * COLUMNS + c[None, :], mask=inside, other=0.0)
+        x = x.to(tl.float32)
+        if WHOLE:
+            factor = tl.load(scale + weight)
+        else:
+            bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+            factor = _encode(tl.max(bits).to(tl.float32, bitcast=True), LARGEST, EPSILON, LARGEST_SCALE, POWER_2)
+            blocks = weights + weight * _WEIGHT_COLUMNS
+            _store_block(blocks, _inverse(factor), place // strips, start // WIDE + step, ROWS, COLUMNS, HIGH, WIDE)
+        x = x * factor
+        # By comparisons, which NaN passes: Triton issue 11111 is of min/max beside a transposed fp8 store.
+        x = tl.where(x > LARGEST, LARGEST, x)
+        x = tl.where(x < -LARGEST, -LARGEST, x).to(ELEMENT)
+        if has_data:
+            tl.store(data + r[:, None] * leading + c[None, :], x, mask=inside)
+        if has_data_t:
+            inside = (c[:, None] < COLUMNS) & (r[None, :] < ROWS)
+            tl.store(data_t + c[:, None] * leading_t + r[None, :], tl.trans(x), mask=inside)
+
+
+@triton.jit
+def _store_block(row, inverse, down, across, ROWS, COLUMNS, HIGH: tl.constexpr, WIDE: tl.constexpr):
+    """The scale of one block, in both copies' orders."""
+    data, data_t = tl.load(row + _SCALE_INV), tl.load(row + _SCALE_INV_T)
+    inside = across * WIDE < COLUMNS
+    pointer = data.to(tl.pointer_type(tl.float32)) + down * tl.cdiv(COLUMNS, WIDE) + across
+    tl.store(pointer, inverse, mask=inside & (data != 0))
+    pointer = data_t.to(tl.pointer_type(tl.float32)) + across * tl.cdiv(ROWS, HIGH) + down
+    tl.store(pointer, inverse, mask=inside & (data_t != 0))

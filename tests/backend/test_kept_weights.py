@@ -1,0 +1,362 @@
+"""Weights that are cast once: options={"weights": "once"} computes bit for bit what casting them at each call computes,
+whatever is done to a weight, and casts only what has changed.
+"""
+
+import copy
+import gc
+import threading
+import weakref
+from functools import partial
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from te_inductor import explain
+from te_inductor.errors import FallbackError, FallbackWarning, OptionError
+from te_inductor.runtime import kept_weights
+from tests.backend.delayed_programs import Blocks
+from tests.backend.test_saved_state import Attention, mlp
+
+pytestmark = pytest.mark.usefixtures("without_codegen")
+
+
+@pytest.fixture
+def casts(monkeypatch):
+    """How many weights have been cast anew."""
+    made, make = [], kept_weights._make
+    monkeypatch.setattr(kept_weights, "_make", lambda *args: (made.append(args[0]), make(*args)))
+    return made
+
+
+def te(model, **options):
+    options = {"recipe": "current", "fallback": "error", **options}
+    return torch.compile(model, backend="te", fullgraph=True, options=options)
+
+
+class Pair:
+    """Two models of the same values: one casts its weights once, one at each call. Every call compares them."""
+
+    def __init__(self, model, **options) -> None:
+        self.models = model, copy.deepcopy(model)
+        runs = (te(one, **options, weights=w) for one, w in zip(self.models, ("once", "each_call"), strict=True))
+        self.runs = [run if model.training else torch.no_grad()(run) for run in runs]
+
+    def __call__(self, x=None, scale: float = 1.0) -> list:
+        x = torch.randn(8, 32) * scale if x is None else x
+        ys = [run(x) for run in self.runs]
+        assert torch.equal(*ys)
+        return ys
+
+    def backward(self, ys) -> None:
+        for y in ys:
+            y.square().sum().backward()
+        for a, b in zip(*(model.parameters() for model in self.models), strict=True):
+            assert (a.grad is None and b.grad is None) or torch.equal(a.grad, b.grad)
+
+    def each(self, change) -> None:
+        for model in self.models:
+            change(model)
+
+
+@pytest.mark.parametrize("recipe", [pytest.param("current", marks=pytest.mark.codegen), "block"])
+def test_accumulation(recipe, casts):
+    """Four microbatches a step: each weight is cast once a step."""
+    size = 32 if recipe == "current" else 128
+    pair = Pair(nn.Sequential(nn.Linear(size, 128), nn.GELU(), nn.Linear(128, size)), recipe=recipe)
+    steps = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in pair.models]
+    for step in range(3):
+        for _ in range(4):
+            pair.backward(pair(torch.randn(8, size)))
+        assert len(casts) == 2 * (step + 1)
+        for optimizer in steps:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def ema(model) -> None:
+    """As averages are often swapped in: behind the back of the version counter."""
+    for p in model.parameters():
+        version = p._version
+        p.data.copy_(p.data * 0.5)
+        assert p._version == version
+
+
+def no_grad(model) -> None:
+    with torch.no_grad():
+        model[0].weight[0, 0] += 1
+
+
+def load(model, **options) -> None:
+    model.load_state_dict({name: 2 * value for name, value in model.state_dict().items()}, **options)
+
+
+def reassign_data(model) -> None:
+    model[0].weight.data = model[0].weight.data * 3
+
+
+def set_(model) -> None:
+    with torch.no_grad():
+        model[0].weight.set_(model[0].weight.detach() * 3)
+
+
+def through_numpy(model) -> None:
+    model[0].weight.detach().numpy()[3] = numpy.float32(0.25)
+
+
+def one_bit(model) -> None:
+    model[2].weight.data.view(torch.int32)[-1, -1] ^= 1
+
+
+def new_parameter(model) -> None:
+    model[0].weight = nn.Parameter(model[0].weight.detach() * 3)
+
+
+def optimize(model, **options) -> None:
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    torch.optim.AdamW(model.parameters(), lr=0.1, **options).step()
+
+
+CHANGES = {
+    "ema": ema,
+    "no_grad": no_grad,
+    "load": load,
+    "assign": partial(load, assign=True),
+    "data": reassign_data,
+    "set": set_,
+    "numpy": through_numpy,
+    "one_bit": one_bit,
+    "parameter": new_parameter,
+    "foreach": partial(optimize, foreach=True),
+    "fused": partial(optimize, fused=True),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_every_change_is_seen(change, casts):
+    pair = Pair(mlp())
+    pair.backward(pair())
+    before = len(casts)
+    pair.each(lambda model: (model.zero_grad(), change(model)))
+    pair.backward(pair())
+    assert before < len(casts) <= before + 4
+    made = len(casts)
+    pair.backward(pair())
+    assert len(casts) == made
+
+
+def test_a_change_and_back(casts):
+    """A look is at the values, not at what was done."""
+    pair = Pair(mlp())
+    pair()
+    pair.each(lambda model: (model[0].weight.data.neg_(), model[0].weight.data.neg_()))
+    pair()
+    assert len(casts) == 2
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_inference(mode, casts):
+    """Row copies alone; training behind it adds the columns, for the layer that has a gradient to pass on."""
+    pair = Pair(mlp())
+    for batch in (8, 8, 12):
+        with mode():
+            pair(torch.randn(batch, 32))
+    assert len(casts) == 2 and all(kept.data_t is None for kept in casts)
+    pair.backward(pair())
+    assert len(casts) == 3 and casts[2].data_t is not None
+    with mode():
+        pair()
+    assert len(casts) == 3
+
+
+class Conv1D(nn.Module):
+    """GPT-2's: the parameter holds (K, N)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(32, 48)), nn.Parameter(torch.randn(48))
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x, self.weight)
+
+
+class Autocast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.layers(x)
+
+
+class Tied(nn.Module):
+    """Both orders of one parameter, and twice the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32, 32))
+
+    def forward(self, x):
+        return F.linear(F.linear(x, self.weight).relu(), self.weight) @ self.weight
+
+
+MODELS = {
+    "conv1d": Conv1D,
+    "merged": Attention,
+    "checkpoint": lambda: Blocks(partial(checkpoint, use_reentrant=False)),
+    "autocast": Autocast,
+    "tied": Tied,
+}
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
+def test_programs(make, casts):
+    model = make()
+    pair = Pair(model)
+    shape = (2, 4, 32) if make is Attention else (8, 32)
+    for _ in range(2):
+        x = torch.randn(shape, requires_grad=True)
+        pair.backward(pair(x))
+    made = len(casts)
+    assert made == len(set(map(id, casts))) > 0
+    pair.each(ema)
+    pair.backward(pair(torch.randn(shape, requires_grad=True)))
+    assert len(casts) == 2 * made
+
+
+def test_microbatches_in_flight():
+    pair = Pair(mlp())
+    first, second = pair(), pair(scale=8.0)
+    pair.backward(first)
+    pair.backward(second)
+
+
+def test_a_weight_that_changes_before_its_backward():
+    """Behind another forward the copies are others, which autograd finds as in eager code; without one they are its own."""
+    model = mlp()
+    run = te(model, weights="once")
+    y = run(torch.randn(8, 32))
+    no_grad(model)
+    y.sum().backward()
+    y = run(torch.randn(8, 32))
+    with torch.no_grad():
+        model[2].weight.mul_(2)
+    run(torch.randn(8, 32))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_models_share_nothing_and_die():
+    model = mlp()
+    twin = copy.deepcopy(model)
+    ema(twin)
+    runs, high = [te(one, weights="once") for one in (model, twin)], [model, twin]
+    for _ in range(2):
+        x = torch.randn(8, 32)
+        for run, one in zip(runs, high, strict=True):
+            assert (run(x) - one(x)).norm() < 0.1 * one(x).norm()
+    kept = weakref.ref(next(iter(kept_weights._kept[twin[0].weight].values())).kept)
+    del twin, one, run, high, runs[1]
+    gc.collect()
+    assert kept() is None
+
+
+def test_blocks_of_one_graph(casts):
+    """Compiled one by one they run one graph, each with its own copies."""
+
+    class Each(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(mlp() for _ in range(3))
+
+    model = Each()
+    runs = [te(block, weights="once") for block in model.blocks]
+    others = [te(copy.deepcopy(block)) for block in model.blocks]
+    for _ in range(2):
+        x = torch.randn(8, 32)
+        for run, other in zip(runs, others, strict=True):
+            assert torch.equal(run(x), other(x))
+    assert len(casts) == 6
+
+
+def test_functional_call(casts):
+    model = mlp()
+    run = te(lambda parameters, x: torch.func.functional_call(model, parameters, (x,)), weights="once")
+    plain = te(lambda parameters, x: torch.func.functional_call(model, parameters, (x,)))
+    for factor in (1.0, 2.0, 2.0):
+        parameters = {name: nn.Parameter(p.detach() * factor) for name, p in model.named_parameters()}
+        x = torch.randn(8, 32)
+        assert torch.equal(run(parameters, x), plain(parameters, x))
+
+
+def test_threads():
+    """Several threads that meet a changed weight at once."""
+    model = nn.Linear(256, 256)
+    run = torch.no_grad()(te(model, weights="once"))
+    x = torch.randn(16, 256)
+    run(x)
+    for _ in range(5):
+        ema(model)
+        expected = torch.no_grad()(te(copy.deepcopy(model)))(x)
+        found: list = []
+        threads = [threading.Thread(target=lambda found=found: found.append(run(x))) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(found) == 4 and all(torch.equal(y, expected) for y in found)
+
+
+def test_what_is_cast_at_each_call_is_said():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.plain, self.delayed, self.rows = (nn.Linear(32, 32) for _ in range(3))
+            self.experts = nn.Parameter(torch.randn(2, 32, 32))
+            self.odd = nn.Parameter(torch.randn(32, 32).t())
+
+        def forward(self, x):
+            x = self.rows(self.delayed(self.plain(x)))
+            return F.linear(F.linear(x, self.experts[0]), self.odd)
+
+    options = {"recipe": "current", "weights": "once", "policy": {"delayed": "delayed", "rows": "rowwise"}}
+    model, x = Model(), torch.randn(8, 32)
+    report = explain(model, x, options=options)
+    assert report.unkept["delayed"] == "delayed scaling may change the scale of a weight with each step"
+    assert report.unkept["rows"] == "copies with scales of row are not kept"
+    assert "plain" not in report.unkept and "cast at each call: delayed scaling" in str(report)
+    with pytest.warns(FallbackWarning, match="weights cast at each call: copies with scales of row are not kept: rows"):
+        y = te(model, **options, fallback="warn")(x)
+    y.sum().backward()
+    assert torch.isfinite(model.experts.grad).all()
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="weights cast at each call") as raised:
+        te(model, **options)(x)
+    assert isinstance(raised.value.inner_exception, FallbackError)
+
+
+def test_option():
+    with pytest.raises(
+        Exception, match="unknown value of option 'weights' 'twice'; expected one of each_call, once"
+    ) as raised:
+        te(mlp(), weights="twice")(torch.randn(8, 32))
+    assert isinstance(raised.value.inner_exception, OptionError)
+
+
+def test_digest():
+    """Whole words in any grouping; a word that moves, or one bit that turns, is another digest."""
+    whole = torch.randn(6, 8)
+    found = kept_weights.digest([whole])
+    assert found == kept_weights.digest([whole[:2].clone(), whole[2:].clone()])
+    others = set()
+    for bit in range(0, whole.nbytes * 8, 7):
+        other = whole.clone()
+        other.view(torch.uint8).view(-1)[bit // 8] ^= 1 << bit % 8
+        others.add(kept_weights.digest([other]))
+    others.add(kept_weights.digest([whole.flip(0)]))
+    assert found not in others and len(others) == len(range(0, whole.nbytes * 8, 7)) + 1

@@ -1,0 +1,74 @@
+"""Runs the kernels of kept weights in Triton's interpreter and compares: python -m tests.offline.kept_kernels, with
+TRITON_INTERPRET=1."""
+
+import itertools
+import math
+
+import torch
+from torch import Tensor
+
+from te_inductor.recipes import Quantizer
+from te_inductor.runtime import kept_weights
+from te_inductor.runtime.kept_weights import Kept, Spec, new
+from te_inductor.templates.triton import kept_weights as kernels
+from tests.offline.interpret import mend_conversions
+
+QUANTIZERS = [
+    Quantizer("e4m3"),
+    Quantizer("e5m2", amax_epsilon=2.0, power_2_scale=True),
+    Quantizer("e4m3", scope="128x128", power_2_scale=True),
+]
+
+
+def made(spec: Spec, weights: list[Tensor], columns: bool) -> Kept:
+    kept = new(spec, weights)
+    if columns:
+        kept.want_columns()
+    return kept
+
+
+def same(kept: Kept, expected: Kept) -> bool:
+    return all(
+        torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+        for a, b in zip([*kept.tensors, kept.seen], [*expected.tensors, expected.seen], strict=True)
+    )
+
+
+def check(quantizer: Quantizer, dtype: torch.dtype) -> None:
+    """Weights of one table: several sizes, both orientations, with and without column copies, one of two parameters."""
+    shapes = [[(48, 80)], [(30, 136)], [(200, 8)], [(20, 1092)]]
+    if quantizer.granularity.whole:
+        shapes.append([(32, 24), (16, 24)])
+    weights = [[torch.randn(shape).to(dtype) * 4.0**i for shape in group] for i, group in enumerate(shapes)]
+    weights[0][0][3, 5], weights[1][0][0, 0] = math.nan, -math.inf
+    weights[2][0][:] = 0.0
+    specs = [Spec(quantizer, len(group) == 1 and i % 2 == 1, len(group)) for i, group in enumerate(weights)]
+    kept, expected = (
+        [made(spec, group, i != 2) for i, (spec, group) in enumerate(zip(specs, weights, strict=True))]
+        for _ in range(2)
+    )
+    look = kernels.OnDevice()
+
+    def agree() -> None:
+        look.run(kept, weights)
+        kept_weights.refresh(expected, weights)
+        for one, other, group in zip(kept, expected, weights, strict=True):
+            assert same(one, other), (quantizer, dtype, [w.shape for w in group])
+
+    agree()
+    for one in kept[:2]:  # a mark that a second look must leave alone
+        one.data.view(torch.uint8)[0, 0] ^= 1
+    look.run(kept, weights)
+    assert not any(same(*pair) for pair in zip(kept[:2], expected[:2], strict=True))
+    weights[0][0].data.view(torch.int16)[7, 3] ^= 1  # the smallest change there is
+    weights[1][0].data.neg_()
+    weights[-1][-1] = weights[-1][-1].clone()  # elsewhere
+    weights[-1][-1][-1, -1] *= 2
+    agree()
+
+
+if __name__ == "__main__":
+    mend_conversions()
+    torch.manual_seed(0)
+    for quantizer, dtype in itertools.product(QUANTIZERS, (torch.bfloat16, torch.float16, torch.float32)):
+        check(quantizer, dtype)

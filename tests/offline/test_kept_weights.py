@@ -1,0 +1,66 @@
+"""The kernels of kept weights without a GPU: interpreted, and as cubins."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from te_inductor.recipes import Quantizer
+from tests.offline.harness import HERE
+
+triton = pytest.importorskip("triton")
+
+import triton.language as tl  # noqa: E402
+
+from te_inductor.templates.triton import kept_weights  # noqa: E402
+
+
+def test_interpreted():
+    """Bit for bit the eager look's copies and digests: several weights, what has changed and what has not."""
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "tests.offline.kept_kernels"]
+    done = subprocess.run(command, cwd=HERE.parents[1], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def compiled(kernel, constants: dict, warps: int, capability: int):
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    tables = {"programs": "*i32", "amax": "*i32", "stale": "*i32", "scale": "*fp32"}
+    places = {name: (place,) for place, name in enumerate(kernel.arg_names)}
+    signature = {name: "constexpr" if name in constants else tables.get(name, "*i64") for name in places}
+    aligned = {place: [["tt.divisibility", 16]] for name, place in places.items() if name not in constants}
+    source = ASTSource(
+        fn=kernel, signature=signature, constexprs={places[k]: v for k, v in constants.items()}, attrs=aligned
+    )
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize("scope", ["tensor", "128x128"])
+def test_cubins(scope, capability):
+    """Loads of 16 bytes a thread, atomics on whole words, casts by the hardware's conversion; a weight that has not changed
+    costs a cast nothing but the address of its mark."""
+    high, wide, steps, warps = kept_weights.TILES[scope]
+    whole = scope == "tensor"
+    scan = {"BLOCK": kept_weights.SCAN_WORDS, "BITS": 16, "AMAX": whole, "ALIGNED": True}
+    ptx = compiled(kept_weights._scan, scan, kept_weights.SCAN_WARPS, capability).asm["ptx"]
+    assert re.search(r"ld\.global\.v2\.b64|ld\.global\.v4\.b32", ptx) and ".add.u64" in ptx
+    quantizer = Quantizer("e4m3", scope=scope)
+    encode = {
+        "LARGEST": quantizer.format.max,
+        "EPSILON": 0.0,
+        "LARGEST_SCALE": quantizer.largest_scale(torch.bfloat16),
+        "POWER_2": False,
+    }
+    cast = {"INPUT": tl.bfloat16, "ELEMENT": tl.float8e4nv, "HIGH": high, "WIDE": wide, "STEPS": steps, "WHOLE": whole}
+    made = compiled(kept_weights._cast, cast | encode | {"ALIGNED": True}, warps, capability)
+    ptx = made.asm["ptx"]
+    assert made.asm["cubin"] and "cvt.rn.satfinite.e4m3x2.f32" in ptx
+    assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx
+    decide = {"INPUT": tl.bfloat16, "WHOLE": whole} | encode
+    assert compiled(kept_weights._decide, decide, 1, capability).asm["cubin"]
