@@ -109,7 +109,7 @@ CLASSES = (
     ("bf16 GEMM", r"triton_tem_.*mm"),
     # Ours through quack: the profiler cuts the name off before the operand types.
     ("fp8 GEMM", r"GemmMod_(row_)?scaled"),
-    ("triton", r"^triton_"),
+    ("triton", r"^triton_|^kept_weights_"),
     ("attention", r"flash|fmha|attention|sdpa"),
     ("copy", r"^Mem(cpy|set)"),
     ("fp8 GEMM", r"nvjet_(sm\d+_)?[qr][qr]|(gemm|cutlass|cute|xmma).*(e4m3|e5m2|f8|float8|fp8)|f8f8bf16"),

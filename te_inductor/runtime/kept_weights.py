@@ -1,16 +1,17 @@
 """Low-precision copies of weights that outlive a call: made anew where the weight has changed, and only there.
 
 # Note [A weight that has not changed]
-Nothing on the host knows whether a weight has changed. `p.data.mul_()`, an optimizer's own kernels, a collective and FSDP
-write without a trace in `p._version`, and a copy that is not the weight's would be a wrong model without a word. So each
-call looks at the weight itself: it reads it once and compares a 64-bit digest with that of the weight the copies were made
-of. On a GPU the comparison and what follows from it stay there: a cast whose weight is the same returns before it reads
-(`templates/triton/kept_weights.py`). Whatever happens to a parameter, its address, its storage, its `.data`, and whichever
-tensor is handed in its place, the copies are those of the values that are there, also where a CUDA graph is replayed.
+Nothing on the host knows whether a weight has changed. torch's own `AdamW(fused=True)` writes without a trace in
+`p._version` (2.13), as do `p.data.mul_()`, other optimizers' kernels, collectives and FSDP; and a copy that is not the
+weight's would be a wrong model without a word. So each call looks at the weight itself: it reads it once and compares a
+64-bit digest with that of the weight the copies were made of. On a GPU the comparison and what follows from it stay there:
+a cast whose weight is the same returns before it reads (`templates/triton/kept_weights.py`). Whatever happens to a
+parameter, its address, its storage, its `.data`, and whichever tensor is handed in its place, the copies are those of the
+values that are there, also where a CUDA graph is replayed.
 
-What it saves, of a weight in bf16, in bytes moved an element: one scale a tensor 2 instead of 6 (amax, then cast to both
-copies), blocks of 128 x 128 2 instead of 4 to 6. What it costs: the copies, 2 bytes an element in training and 1 in
-inference, stay between calls, where otherwise the row copy dies behind its GEMM and the column copy in the backward.
+What it saves, of a weight in bf16, in bytes moved an element: 2 instead of 6 (amax, then the cast to both copies); where the
+weight has changed it is 6 as well. What it costs: the copies, 2 bytes an element in training and 1 in inference, stay
+between calls, where otherwise the row copy dies behind its GEMM and the column copy in the backward.
 
 The digest: ``sum(mix(word[i] + (i + 1) * GOLDEN)) mod 2**64`` over the weight's bytes as 64-bit words. `mix` is a bijection
 (two rounds of multiply and xor with the high half, as in SplitMix64), so weights that differ in one word have different

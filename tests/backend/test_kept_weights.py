@@ -12,7 +12,9 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from te_inductor import explain
@@ -284,6 +286,43 @@ def test_blocks_of_one_graph(casts):
     assert len(casts) == 6
 
 
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore::te_inductor.errors.FallbackWarning")
+def test_fsdp(one_rank):
+    """A gathered parameter keeps its version and loses its memory: nothing is kept of it."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = mlp()
+
+        def forward(self, x):
+            return self.layers(x)
+
+    losses = []
+    for weights in ("once", "each_call"):
+        torch.manual_seed(0)
+        model = nn.Sequential(Block(), Block())
+        for block in model:
+            block.compile(backend="te", options={"recipe": "current", "weights": weights})
+            fully_shard(block)
+        fully_shard(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            for _ in range(2):
+                loss = model(torch.randn(8, 32)).square().sum()
+                loss.backward()
+                losses.append(loss.item())
+            optimizer.step()
+    assert losses[:6] == losses[6:] and not list(kept_weights._kept)
+
+
 def test_functional_call(casts):
     model = mlp()
     run = te(lambda parameters, x: torch.func.functional_call(model, parameters, (x,)), weights="once")
@@ -297,12 +336,13 @@ def test_functional_call(casts):
 def test_threads():
     """Several threads that meet a changed weight at once."""
     model = nn.Linear(256, 256)
-    run = torch.no_grad()(te(model, weights="once"))
+    twin = copy.deepcopy(model)
+    run, plain = torch.no_grad()(te(model, weights="once")), torch.no_grad()(te(twin))
     x = torch.randn(16, 256)
     run(x)
     for _ in range(5):
-        ema(model)
-        expected = torch.no_grad()(te(copy.deepcopy(model)))(x)
+        ema(model), ema(twin)
+        expected = plain(x)
         found: list = []
         threads = [threading.Thread(target=lambda found=found: found.append(run(x))) for _ in range(4)]
         for thread in threads:

@@ -48,7 +48,7 @@ def test_cubins(scope, capability):
     high, wide, steps, warps = kept_weights.TILES[scope]
     whole = scope == "tensor"
     scan = {"BLOCK": kept_weights.SCAN_WORDS, "BITS": 16, "AMAX": whole, "ALIGNED": True}
-    ptx = compiled(kept_weights._scan, scan, kept_weights.SCAN_WARPS, capability).asm["ptx"]
+    ptx = compiled(kept_weights.kept_weights_scan, scan, kept_weights.SCAN_WARPS, capability).asm["ptx"]
     assert re.search(r"ld\.global\.v2\.b64|ld\.global\.v4\.b32", ptx) and ".add.u64" in ptx
     quantizer = Quantizer("e4m3", scope=scope)
     encode = {
@@ -58,9 +58,9 @@ def test_cubins(scope, capability):
         "POWER_2": False,
     }
     cast = {"INPUT": tl.bfloat16, "ELEMENT": tl.float8e4nv, "HIGH": high, "WIDE": wide, "STEPS": steps, "WHOLE": whole}
-    made = compiled(kept_weights._cast, cast | encode | {"ALIGNED": True}, warps, capability)
+    made = compiled(kept_weights.kept_weights_cast, cast | encode | {"ALIGNED": True}, warps, capability)
     ptx = made.asm["ptx"]
     assert made.asm["cubin"] and "cvt.rn.satfinite.e4m3x2.f32" in ptx
     assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx
     decide = {"INPUT": tl.bfloat16, "WHOLE": whole} | encode
-    assert compiled(kept_weights._decide, decide, 1, capability).asm["cubin"]
+    assert compiled(kept_weights.kept_weights_decide, decide, 1, capability).asm["cubin"]

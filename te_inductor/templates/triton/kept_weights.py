@@ -1,8 +1,8 @@
 """Kept copies of weights on the GPU: Note [A weight that has not changed]. Three launches for all weights of a graph:
 
-- `_scan` reads each weight once: its digest, and its amax where one scale is the tensor's;
-- `_decide` compares the digest with that of the weight the copies were made of, and finds the scale where it differs;
-- `_cast` reads the weight again and writes both copies, or returns at once.
+- `kept_weights_scan` reads each weight once: its digest, and its amax where one scale is the tensor's;
+- `kept_weights_decide` compares the digest with that of the weight the copies were made of, and finds the new scale;
+- `kept_weights_cast` reads the weight again and writes both copies, or returns at once.
 
 Nothing comes back to the host, so that a look neither waits nor is decided when a CUDA graph is recorded. The kernels find
 the tensors by tables of addresses, made anew when one has moved.
@@ -63,8 +63,8 @@ class _Table:
 
     parameters: Tensor  # (P, 12) int64
     weights: Tensor  # (W, 3) int64
-    scans: Tensor  # the parameter of each program of _scan
-    casts: Tensor  # and of _cast
+    scans: Tensor  # the parameter of each program of kept_weights_scan
+    casts: Tensor  # and of kept_weights_cast
     aligned: bool  # whether rows and addresses are multiples of 16 bytes
 
 
@@ -163,7 +163,7 @@ def _launch(quantizer: Quantizer, dtype: torch.dtype, table: _Table) -> None:
         "POWER_2": quantizer.power_2_scale,
     }
     high, wide, steps, warps = TILES[quantizer.scope]
-    _scan[(len(table.scans),)](
+    kept_weights_scan[(len(table.scans),)](
         table.parameters,
         table.scans,
         digest,
@@ -174,10 +174,10 @@ def _launch(quantizer: Quantizer, dtype: torch.dtype, table: _Table) -> None:
         ALIGNED=table.aligned,
         num_warps=SCAN_WARPS,
     )
-    _decide[(count,)](
+    kept_weights_decide[(count,)](
         table.weights, digest, amax, stale, scale, INPUT=_INPUTS[dtype], WHOLE=whole, **encode, num_warps=1
     )
-    _cast[(len(table.casts),)](
+    kept_weights_cast[(len(table.casts),)](
         table.parameters,
         table.weights,
         table.casts,
@@ -196,7 +196,7 @@ def _launch(quantizer: Quantizer, dtype: torch.dtype, table: _Table) -> None:
 
 
 @triton.jit
-def _scan(
+def kept_weights_scan(
     parameters,  # (P, 12) int64
     programs,  # int32, the parameter of each program
     digest,  # (W,) int64, zeros
@@ -252,7 +252,7 @@ def _larger(a, b):
 
 
 @triton.jit
-def _decide(
+def kept_weights_decide(
     weights,  # (W, 3) int64
     digest,  # (W,) int64
     amax,  # (W,) int32
@@ -306,7 +306,7 @@ def _inverse(factor):
 
 
 @triton.jit
-def _cast(
+def kept_weights_cast(
     parameters,  # (P, 12) int64
     weights,  # (W, 3) int64
     programs,  # int32, the parameter of each program

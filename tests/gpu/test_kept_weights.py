@@ -1,0 +1,166 @@
+"""Weights that are cast once, on the GPU: kernels bit for bit, changes in programs, CUDA graphs, streams, the profile."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.profiler import ProfilerActivity, profile
+
+from te_inductor.recipes import Quantizer
+from te_inductor.runtime import kept_weights
+from te_inductor.runtime.kept_weights import Spec, new
+from te_inductor.templates.triton.kept_weights import OnDevice
+from tests.numerics.test_quantize import CONTENTS
+
+QUANTIZERS = [
+    Quantizer("e4m3"),
+    Quantizer("e5m2", amax_epsilon=2.0, power_2_scale=True),
+    Quantizer("e4m3", scope="128x128", power_2_scale=True),
+]
+SHAPES = [(48, 80), (30, 136), (200, 8), (20, 1092), (512, 4096)]
+
+
+def same(kept, expected) -> bool:
+    pairs = zip([*kept.tensors, kept.seen], [*expected.tensors, expected.seen], strict=True)
+    return all(torch.equal(a.cpu().reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)) for a, b in pairs)
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+@pytest.mark.parametrize("quantizer", QUANTIZERS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_copies(dtype, quantizer, content):
+    """All weights at once, both orders, against the eager look on the CPU; NaN is one byte of E4M3, of E5M2 any of three."""
+    weights = [[CONTENTS[content](*shape).to(dtype)] for shape in SHAPES]
+    specs = [Spec(quantizer, i % 2 == 1, 1) for i in range(len(weights))]
+    on_gpu = [[w.cuda() for w in group] for group in weights]
+    kept, expected = ([new(*pair) for pair in zip(specs, given, strict=True)] for given in (on_gpu, weights))
+    for one in (*kept, *expected):
+        one.want_columns()
+    look = OnDevice()
+    for _ in range(2):
+        look(kept, on_gpu)
+        kept_weights.refresh(expected, weights)
+        for one, other, shape in zip(kept, expected, SHAPES, strict=True):
+            if quantizer.element == "e4m3" or torch.isfinite(weights[0][0]).all():
+                assert same(one, other), shape
+            else:
+                both = (t.float().cpu() for t in (one.data, other.data))
+                assert torch.equal(*(t.nan_to_num(-1.0) for t in both)), shape
+        for group, other in zip(on_gpu, weights, strict=True):
+            for tensors in (group, other):
+                tensors[0][-1, -1] = 3.0
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)).cuda().bfloat16()
+
+
+def te(model, recipe="current", **options):
+    options = {"policy": {"*": recipe}, "fallback": "error", **options}
+    return torch.compile(model, backend="te", fullgraph=True, options=options)
+
+
+def ema(model) -> None:
+    for p in model.parameters():
+        p.data.mul_(0.5)
+
+
+def no_grad(model) -> None:
+    with torch.no_grad():
+        model[0].weight[0, 0] += 1
+
+
+def adam(model) -> None:
+    torch.optim.AdamW(model.parameters(), lr=0.1, fused=True).step()
+
+
+@pytest.mark.parametrize(("recipe", "mode"), itertools.product(["current", "block"], ["default", "reduce-overhead"]))
+def test_programs(recipe, mode):
+    """Bit for bit what casts at each call give: the same scales, the same values, the same GEMMs."""
+    counters.clear()
+    models = [mlp()]
+    models.append(copy.deepcopy(models[0]))
+    runs = [te(m, recipe, mode=mode, weights=w) for m, w in zip(models, ("once", "each_call"), strict=True)]
+    for step, change in enumerate((ema, no_grad, adam, ema, ema)):
+        for microbatch in range(3):
+            x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)
+            outs = []
+            for model, run in zip(models, runs, strict=True):
+                torch.compiler.cudagraph_mark_step_begin()
+                model.zero_grad()
+                y = run(x)
+                y.float().square().sum().backward()
+                outs.append([y.detach().clone(), *(p.grad.clone() for p in model.parameters())])
+                del y
+            for a, b in zip(*outs, strict=True):
+                assert torch.equal(a, b), (step, microbatch)
+        for model in models:
+            change(model)
+    assert mode == "default" or counters["inductor"]["cudagraph_skips"] == 0
+
+
+def test_captured_whole():
+    """The look is part of a CUDA graph that the user records: replays see what has changed."""
+    model = mlp()
+    twin = copy.deepcopy(model)
+    run, plain = te(model, weights="once"), te(twin)
+    x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                run(x)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = run(x)
+        for _ in range(3):
+            graph.replay()
+            assert torch.equal(y, plain(x))
+            ema(model), ema(twin)
+
+
+def test_streams():
+    """A look on another stream waits for casts that may not be done."""
+    layer = nn.Linear(4096, 8192).cuda().bfloat16()
+    twin = copy.deepcopy(layer)
+    run, plain = te(layer, weights="once"), te(twin)
+    x = torch.randn(64, 4096, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        run(x)
+        streams = [torch.cuda.Stream() for _ in range(3)]
+        for _ in range(5):
+            ema(layer), ema(twin)
+            expected = plain(x)
+            torch.cuda.synchronize()
+            found = []
+            for stream in streams:
+                with torch.cuda.stream(stream):
+                    found.append(run(x))
+            torch.cuda.synchronize()
+            assert all(torch.equal(y, expected) for y in found)
+
+
+def test_profile():
+    """A weight that has not changed is read once and not cast: the second of two casts takes next to no time."""
+    layer = nn.Linear(8192, 8192, bias=False).cuda().bfloat16()
+    run = te(layer, weights="once")
+    x = torch.randn(256, 8192, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    run(x).sum().backward()
+    adam(layer)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run(x)
+        run(x)
+        torch.cuda.synchronize()
+    times = {}
+    for event in sorted(profiler.events(), key=lambda event: event.time_range.start):
+        if "kept_weights_" in event.name:
+            times.setdefault(event.name, []).append(event.device_time)
+    [(first, second)] = [times[name] for name in times if "cast" in name]
+    assert second < 0.2 * first
+    [scans] = [times[name] for name in times if "scan" in name]
+    assert len(scans) == 2
