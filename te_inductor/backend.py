@@ -33,6 +33,7 @@ from te_inductor.passes import (
     weigh_sites,
 )
 from te_inductor.runtime import kept_weights
+from te_inductor.runtime.kept_inputs import bind
 
 DECIDE: tuple[Callable[[Plan], None], ...] = (
     inline_attention,
@@ -151,7 +152,7 @@ def _compile_or_restore(
     try:
         with compat.unwinding_transforms():
             compiled = inductor(plan.gm, [*plan.inputs, *plan.kept.examples, *plan.state.examples])
-            return plan.kept.bind(plan.state.bind(compiled))
+            return bind(compiled, plan.kept, plan.state)
     except (RestartAnalysis, SkipFrame, Unsupported, TEInductorError):
         raise  # Dynamo's own control flow, and what the user asked to be told
     except Exception:

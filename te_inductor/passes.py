@@ -180,7 +180,7 @@ def check_kept(plan: Plan) -> None:
     bodies = Bodies(plan.gm)
     sites = {candidate.match.node: candidate for candidate in plan.candidates if candidate.low}
     for site in sites.values():
-        site.unkept = kept.refusal(site.match, site.recipe, site.slots, bodies, plan.inputs)  # type: ignore[arg-type]
+        site.unkept = kept.refusal(site.match, site.slots, bodies, plan.inputs)  # type: ignore[arg-type]
     for group in plan.merged:
         together = [sites[match.node] for match in group]
         why = next((site.unkept for site in together if site.unkept), None)
@@ -211,7 +211,7 @@ def rewrite_sites(plan: Plan) -> None:
     sites = [candidate for candidate in plan.candidates if candidate.low]
     groups = {match.node: group for group in plan.merged for match in group}
     keeps = _kept_sites(plan, sites, groups)
-    stateful = _delayed_sites(plan, sites)
+    stateful = _delayed_sites(plan, sites, keeps)
     for candidate in reversed(sites):
         recipe, match = candidate.recipe, candidate.match
         emit = stateful[recipe].emit if isinstance(recipe, DelayedScaling) else _stateless(candidate.slots, keeps)  # type: ignore[arg-type]
@@ -242,11 +242,13 @@ def _kept_sites(plan: Plan, sites: list[Candidate], groups: dict[fx.Node, list[M
     for site in sites if plan.options.weights == "once" else ():
         group = groups.get(site.match.node, [site.match])
         if site.unkept is None and group[0] is site.match:
-            keeps.add(group, site.slots)  # type: ignore[arg-type]
+            keeps.add(group, site.recipe, site.slots)  # type: ignore[arg-type]
     return keeps
 
 
-def _delayed_sites(plan: Plan, sites: list[Candidate]) -> dict[DelayedScaling, delayed.DelayedSites]:
+def _delayed_sites(
+    plan: Plan, sites: list[Candidate], keeps: kept.KeptSites
+) -> dict[DelayedScaling, delayed.DelayedSites]:
     by_recipe: dict[DelayedScaling, list[tuple[str, Match]]] = {}
     for site in sites:
         if isinstance(site.recipe, DelayedScaling):
@@ -254,7 +256,7 @@ def _delayed_sites(plan: Plan, sites: list[Candidate]) -> dict[DelayedScaling, d
     bodies = Bodies(plan.gm)
     plan.state.held = dict(plan.gm.named_parameters())
     return {
-        recipe: delayed.DelayedSites(bodies, plan.state, recipe, found, plan.merged)
+        recipe: delayed.DelayedSites(bodies, plan.state, recipe, found, plan.merged, keeps)
         for recipe, found in by_recipe.items()
     }
 

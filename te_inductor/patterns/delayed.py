@@ -27,6 +27,7 @@ from te_inductor import ops
 from te_inductor.diagnostics import Refusal
 from te_inductor.patterns.bodies import Bodies
 from te_inductor.patterns.inputs import append_input
+from te_inductor.patterns.kept import KeptSites
 from te_inductor.patterns.rule import Match, call_linears
 from te_inductor.patterns.support import is_tensor, value
 from te_inductor.recipes import DelayedScaling
@@ -121,8 +122,10 @@ class DelayedSites:
         recipe: DelayedScaling,
         sites: list[tuple[str, Match]],
         merged: Sequence[Sequence[Match]],
+        keeps: KeptSites,
     ) -> None:
         self.bodies, self.inputs, self.recipe, self.slots = bodies, inputs, recipe, recipe.slots()
+        self.keeps = keeps
         self.graph = bodies.root.graph
         self.paths = {match.node: path for path, match in sites}
         self.forward, self.backward = _Step(), _Step()
@@ -159,6 +162,7 @@ class DelayedSites:
         graph, training = x.graph, value(match.node).requires_grad
         of_x, of_weight = self._quantizer(match, weight, "input"), self._quantizer(match, weight, "weight")
         known = [*self._known(of_x, graph), *self._known(of_weight, graph)]
+        copies = self.keeps.of(matches, graph)
         token = grad_amax = None
         if training:
             of_grad = self._quantizer(match, weight, "grad_output")
@@ -168,8 +172,13 @@ class DelayedSites:
             self._add(self.backward, of_grad)
         if training or match.node in self.in_grad_mode:  # a frozen layer that reads a frozen input needs its scales too
             self._record(of_x, [x], match.sizes[2])
-            self._record(of_weight, weights, match.sizes[2])
-        return call_linears(matches, x, weights, self.slots, known, token, grad_amax)
+            if copies:  # recorded where the weight is looked at
+                self._add(self.forward, of_weight)
+            else:
+                self._record(of_weight, weights, match.sizes[2])
+        if copies:
+            self.keeps.scale(matches, of_weight.state, of_weight.amax in self.forward.amaxes)
+        return call_linears(matches, x, weights, self.slots, known, token, grad_amax, copies or None)
 
     def finish(self) -> None:
         """Fill in what only all sites together know."""
@@ -202,7 +211,7 @@ class DelayedSites:
         reader = self._reader(match, weight, slot)
         readers = self.shared.get(reader, [reader])
         if readers[0] not in self.quantizers:
-            state = StateInput(readers, self.paths[match.node])
+            state = StateInput(readers, self.paths[match.node], len(self.inputs.quantizers))
             self.inputs.quantizers.append(state)
             example = value(match.x)
             with example.fake_mode:  # type: ignore[attr-defined]

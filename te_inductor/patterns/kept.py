@@ -16,15 +16,14 @@ from te_inductor.recipes import DelayedScaling, Recipe, Slots
 from te_inductor.runtime import kept_weights
 from te_inductor.runtime.kept_inputs import KeptInput, KeptInputs, Refresh
 from te_inductor.runtime.kept_weights import WORD, Spec, weight_shape
+from te_inductor.runtime.state_inputs import StateInput
 
 PREFIX = "te_kept_"  # of the inputs that hold copies
 SCOPES = ("tensor", "128x128")  # of scales, that templates/triton/kept_weights.py casts with
 
 
-def refusal(match: Match, recipe: Recipe, slots: Slots, bodies: Bodies, examples: Sequence[object]) -> Refusal | None:
+def refusal(match: Match, slots: Slots, bodies: Bodies, examples: Sequence[object]) -> Refusal | None:
     """Why a site's weight is cast at each call all the same; `examples` are the inputs that the graph is compiled for."""
-    if isinstance(recipe, DelayedScaling):
-        return Refusal("delayed scaling may change the scale of a weight with each step")
     if slots.weight.scope not in SCOPES:
         return Refusal("copies with scales of %s are not kept", slots.weight.scope)
     if not bodies.reaches(match.node.graph):
@@ -49,15 +48,18 @@ class KeptSites:
 
     def __init__(self, bodies: Bodies, keeps: KeptInputs) -> None:
         self.bodies, self.keeps = bodies, keeps
-        self.nodes: dict[fx.Node, list[fx.Node]] = {}  # of the root's graph, by the first site's node
+        self.inputs: dict[fx.Node, KeptInput] = {}  # by the first site's node
+        self.nodes: dict[fx.Node, list[fx.Node]] = {}  # of the root's graph, alike
 
-    def add(self, matches: Sequence[Match], slots: Slots) -> None:
+    def add(self, matches: Sequence[Match], recipe: Recipe, slots: Slots) -> None:
         """Sites that are one GEMM, or one site."""
         first = matches[0]
         owners = [self.bodies.outer(match.weight) for match in matches]
-        spec = Spec(slots.weight, first.transposed, len(matches))
+        stateful = recipe if isinstance(recipe, DelayedScaling) else None
+        spec = Spec(slots.weight, first.transposed, len(matches), stateful)
         columns = value(first.node).requires_grad and value(first.x).requires_grad
-        self.keeps.weights.append(KeptInput([self._place(owner) for owner in owners], spec, columns))
+        self.inputs[first.node] = KeptInput([self._place(owner) for owner in owners], spec, columns)
+        self.keeps.weights.append(self.inputs[first.node])
         shape = weight_shape(spec, [value(owner).shape for owner in owners])
         copies = [shape, shape[::-1]] if columns else [shape]
         self.nodes[first.node] = [node for one in copies for node in self._inputs(spec, one, value(first.weight))]
@@ -65,6 +67,11 @@ class KeptSites:
     def of(self, matches: Sequence[Match], graph: fx.Graph) -> list[fx.Node]:
         """What stands for their weights' copies in this graph; nothing where there are none."""
         return [self.bodies.hand(node, graph) for node in self.nodes.get(matches[0].node, [])]
+
+    def scale(self, matches: Sequence[Match], state: StateInput, records: bool) -> None:
+        """Delayed scaling's quantizer of their weight, and whether a call records its amax."""
+        weight = self.inputs[matches[0].node]
+        weight.state, weight.records = state, records
 
     def _place(self, owner: fx.Node) -> int | str:
         graph = self.bodies.root.graph

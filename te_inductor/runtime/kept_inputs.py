@@ -13,9 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from te_inductor.runtime import kept_weights
-from te_inductor.runtime.kept_weights import Kept, Spec, kept_of
+from te_inductor.runtime.kept_weights import Kept, Look, Spec, kept_of
+from te_inductor.runtime.state_inputs import StateInput, StateInputs
 
-Refresh = Callable[[Sequence[Kept], Sequence[Sequence[Tensor]]], None]
+Refresh = Callable[[Sequence[Look]], None]
 
 
 @dataclass
@@ -25,6 +26,8 @@ class KeptInput:
     parameters: Sequence[int | str]  # places among the graph's inputs, or names where the graph holds them
     spec: Spec
     columns: bool  # whether the graph reads column copies
+    state: StateInput | None = None  # under delayed scaling, the weight's quantizer
+    records: bool = False  # whether a call records its amax
 
 
 @dataclass
@@ -45,23 +48,24 @@ class KeptInputs:
     examples: list[Tensor] = field(default_factory=list)  # fake tensors, one an input
     _found: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)  # by the first parameter
 
-    def bind(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """The compiled graph as Dynamo calls it, which knows of no copies."""
+    def of(self, inputs: Sequence[Any], states: StateInputs, state: Sequence[Tensor]) -> list[Tensor]:
+        """What a call with these inputs takes besides; `state` is what it takes of the quantizers of `states`."""
         if not self.weights:
-            return compiled
-
-        def call(*inputs: Any) -> Any:
-            parameters = [[self._parameter(p, inputs) for p in weight.parameters] for weight in self.weights]
-            with kept_weights.LOCK:
-                found = self._of(parameters)
-                if isinstance(parameters[0][0], FakeTensor):  # there is nothing to look at
-                    return compiled(*inputs, *found.tensors)
-                for one, mine in zip(found.kept, parameters, strict=True):
-                    one.note(mine)
-                found.refresh(found.kept, parameters)
-            return compiled(*inputs, *found.tensors)
-
-        return call
+            return []
+        parameters = [[self._parameter(p, inputs) for p in weight.parameters] for weight in self.weights]
+        with kept_weights.LOCK:
+            found = self._of(parameters)
+            looks: dict[Kept, Look] = {}
+            for weight, kept, mine in zip(self.weights, found.kept, parameters, strict=True):
+                scaling = states.scaling(weight.state, state) if weight.state else None
+                scale, amax = (scaling.scale, scaling.amax if weight.records else None) if scaling else (None, None)
+                if amax is not None or kept not in looks:  # of a parameter that several sites read there is one look
+                    looks[kept] = Look(kept, mine, scale, amax)
+            if not isinstance(parameters[0][0], FakeTensor):
+                for look in looks.values():
+                    look.kept.note(look.weights)
+                found.refresh(list(looks.values()))
+        return found.tensors
 
     def _parameter(self, place: int | str, inputs: Sequence[Any]) -> Tensor:
         return self.held[place] if isinstance(place, str) else inputs[place]
@@ -77,3 +81,15 @@ class KeptInputs:
             found = _Found([weakref.ref(p) for p in flat], kept, tensors, self.refresh_on(flat[0].device))
             self._found[flat[0]] = found
         return found
+
+
+def bind(compiled: Callable[..., Any], kept: KeptInputs, states: StateInputs) -> Callable[..., Any]:
+    """The compiled graph as Dynamo calls it, which knows neither of copies nor of state."""
+    if not (kept.weights or states.quantizers):
+        return compiled
+
+    def call(*inputs: Any) -> Any:
+        state = states.of(inputs)
+        return compiled(*inputs, *kept.of(inputs, states, state), *state)
+
+    return call

@@ -9,13 +9,18 @@ a cast whose weight is the same returns before it reads (`templates/triton/kept_
 parameter, its address, its storage, its `.data`, and whichever tensor is handed in its place, the copies are those of the
 values that are there, also where a CUDA graph is replayed.
 
-What it saves, of a weight in bf16, in bytes moved an element: 2 instead of 6 (amax, then the cast to both copies); where the
-weight has changed it is 6 as well. What it costs: the copies, 2 bytes an element in training and 1 in inference, stay
-between calls, where otherwise the row copy dies behind its GEMM and the column copy in the backward.
+What it saves, of a weight in bf16, in bytes moved an element: 2 instead of 6 (amax, then the cast to both copies), or
+instead of 4 where delayed scaling knows the scale; where the weight has changed it is 6. What it costs: the copies, 2 bytes
+an element in training and 1 in inference, stay between calls, where otherwise the row copy dies behind its GEMM and the
+column copy in the backward.
 
 The digest: ``sum(mix(word[i] + (i + 1) * GOLDEN)) mod 2**64`` over the weight's bytes as 64-bit words. `mix` is a bijection
 (two rounds of multiply and xor with the high half, as in SplitMix64), so weights that differ in one word have different
 digests; others have the same one with a probability of 2**-64. The sum may be taken in any order.
+
+Under delayed scaling the scale comes from the state, and copies are stale too where it has changed; the amax is recorded at
+each call, as it is where weights are cast at each call. Of two microbatches in flight the first one's backward reads the
+copies as the second one's forward left them, of the same weight with the newer scale.
 
 A backward that is still to come reads the copies of its forward. Where a weight changes in between *and* another forward
 runs, they are overwritten; autograd's own check finds that, as in eager code, by the version counters: those of the copies
@@ -32,8 +37,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from te_inductor.recipes import DelayedScaling
 from te_inductor.recipes.quantizers import Quantizer
-from te_inductor.runtime import eager
+from te_inductor.runtime import delayed, eager
 
 GOLDEN = 0x9E3779B97F4A7C15
 MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # SplitMix64's multipliers
@@ -46,6 +52,7 @@ class Spec(NamedTuple):
     quantizer: Quantizer
     transposed: bool  # the parameter holds (K, N)
     pieces: int  # how many parameters are one weight, one below the other
+    recipe: DelayedScaling | None = None  # whose state has the scale; None: it is found from the weight
 
 
 @dataclass(eq=False)
@@ -57,7 +64,7 @@ class Kept:
     sizes: tuple[tuple[int, int], ...]  # of the parameters
     data: Tensor  # (N, pad(K)), zeros in the padding, which nothing ever writes
     scale_inv: Tensor
-    seen: Tensor  # (2,) int64: the digest of what the copies were made of; 1 where there is any
+    seen: Tensor  # (3,) int64: the digest of what the copies were made of; 1 where there is any; bits of a given scale
     data_t: Tensor | None = None  # (K, pad(N)), where a gradient of the input has been wanted
     scale_inv_t: Tensor | None = None
     versions: tuple[int, ...] | None = None  # of the parameters, at the last look
@@ -90,6 +97,15 @@ class Kept:
         self.versions = versions
 
 
+class Look(NamedTuple):
+    """One weight before a call."""
+
+    kept: Kept
+    weights: Sequence[Tensor]  # its parameters
+    scale: Tensor | None = None  # () fp32, given by delayed scaling
+    amax: Tensor | None = None  # () fp32, where delayed scaling is to record the weight's
+
+
 def weight_shape(spec: Spec, sizes: Sequence[Sequence[int]]) -> tuple[int, int]:
     rows, columns = sum(size[0] for size in sizes), sizes[0][1]
     return (columns, rows) if spec.transposed else (rows, columns)
@@ -106,7 +122,7 @@ def new(spec: Spec, weights: Sequence[Tensor]) -> Kept:
     with torch.inference_mode(False), torch.no_grad():
         like, sizes = weights[0].detach(), tuple((int(w.shape[0]), int(w.shape[1])) for w in weights)
         tensors = _empty(spec.quantizer, weight_shape(spec, sizes), like)
-        return Kept(spec, sizes, *tensors, like.new_zeros(2, dtype=torch.int64))
+        return Kept(spec, sizes, *tensors, like.new_zeros(3, dtype=torch.int64))
 
 
 @dataclass
@@ -142,24 +158,26 @@ def forget() -> None:
 
 
 @torch.no_grad()
-def refresh(kept: Sequence[Kept], weights: Sequence[Sequence[Tensor]]) -> None:
+def refresh(looks: Sequence[Look]) -> None:
     """Look at the weights, in plain torch, and make what is stale anew."""
-    for one, parameters in zip(kept, weights, strict=True):
+    for look in looks:
         # The same memory, so that autograd learns of changes from `note` alone, as on a GPU.
-        pieces = [parameter.detach() for parameter in parameters]
-        found = digest(pieces)
-        if one.seen.tolist() != [found, 1]:
-            _make(one, pieces)
-            one.seen.data.copy_(torch.tensor([found, 1]))
+        pieces = [parameter.detach() for parameter in look.weights]
+        found = [digest(pieces), 1, 0 if look.scale is None else int(look.scale.view(torch.int32))]
+        if look.kept.seen.tolist() != found:
+            _make(look.kept, pieces, look.scale)
+            look.kept.seen.data.copy_(torch.tensor(found))
+        if look.amax is not None:
+            delayed.record_amax(pieces, look.amax)
 
 
-def _make(kept: Kept, pieces: list[Tensor]) -> None:
+def _make(kept: Kept, pieces: list[Tensor], scale: Tensor | None) -> None:
     quantizer = kept.spec.quantizer
     w = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
     w = w.t() if kept.spec.transposed else w
     data_t = None
     if quantizer.granularity.whole:
-        scale, scale_inv = eager.current_scale([w], quantizer)
+        scale, scale_inv = eager.current_scale([w], quantizer) if scale is None else (scale, 1.0 / scale)
         data, scale_inv_t = eager.quantize_delayed(w, scale, quantizer), scale_inv
         if kept.data_t is not None:
             data_t = eager.quantize_delayed(w.t(), scale, quantizer)

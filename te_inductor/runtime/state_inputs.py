@@ -4,8 +4,9 @@ Dynamo compiles a module's code, not a module: its parameters are inputs of the 
 runs the same graph. So the state is an input too, found by the parameters that a call brings.
 """
 
+import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from te_inductor.diagnostics import say, without_state
-from te_inductor.runtime.state import Key, moves, shared_state
+from te_inductor.runtime.state import Key, ScalingState, moves, shared_state
 
 
 class Reader(NamedTuple):
@@ -29,6 +30,7 @@ class StateInput:
 
     readers: Sequence[Reader]
     site: str  # module path, for messages
+    place: int  # which of the graph's quantizers it is
     recorded: bool = False  # whether the graph gives it new scales
 
 
@@ -50,19 +52,11 @@ class StateInputs:
     _found: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)  # by the first parameter
     _said: bool = False
 
-    def bind(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """The compiled graph as Dynamo calls it, which knows of no state."""
+    def of(self, inputs: Sequence[Any]) -> list[Tensor]:
+        """What a call with these inputs takes besides."""
         if not self.quantizers:
-            return compiled
-        places = sorted({place for q in self.quantizers for place, _ in q.readers if isinstance(place, int)})
-        held = list(self.held.values())
-
-        def call(*inputs: Any) -> Any:
-            return compiled(*inputs, *self._of(inputs, [inputs[place] for place in places] or held))
-
-        return call
-
-    def _of(self, inputs: Sequence[Any], parameters: list[Tensor]) -> list[Tensor]:
+            return []
+        parameters = [inputs[place] for place in self._places] or list(self.held.values())
         found: _Found | None = self._found.get(parameters[0])
         if (
             found is None
@@ -73,6 +67,15 @@ class StateInputs:
             found = _Found([weakref.ref(parameter) for parameter in parameters], moves(), tensors)
             self._found[parameters[0]] = found
         return found.tensors
+
+    @functools.cached_property
+    def _places(self) -> list[int]:
+        return sorted({place for q in self.quantizers for place, _ in q.readers if isinstance(place, int)})
+
+    @staticmethod
+    def scaling(quantizer: StateInput, tensors: Sequence[Tensor]) -> ScalingState:
+        """One quantizer's part of what `of` found."""
+        return ScalingState(*tensors[3 * quantizer.place : 3 * quantizer.place + 3])
 
     def _find(self, inputs: Sequence[Any]) -> list[Tensor]:
         tensors: list[Tensor] = []

@@ -16,6 +16,7 @@ from te_inductor.backend import _set_aside, parse, run_passes
 from te_inductor.errors import StateError
 from te_inductor.passes import Plan
 from te_inductor.recipes import DelayedScaling
+from te_inductor.runtime.kept_inputs import bind
 
 pytestmark = pytest.mark.usefixtures("without_codegen")
 
@@ -29,7 +30,7 @@ def uncompiled(gm: torch.fx.GraphModule, inputs: Any) -> Any:
     _set_aside(plan.graph_modules())
     report = run_passes(plan)
     assert report.failure is None and not report.fallbacks, str(report)
-    return plan.state.bind(aot_eager(gm, [*inputs, *plan.state.examples]))
+    return bind(aot_eager(gm, [*inputs, *plan.state.examples]), plan.kept, plan.state)
 
 
 def mlp() -> nn.Sequential:

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from te_inductor.recipes import Quantizer
 from te_inductor.runtime import kept_weights
-from te_inductor.runtime.kept_weights import Spec, new
+from te_inductor.runtime.kept_weights import Look, Spec, new
 from te_inductor.templates.triton.kept_weights import OnDevice
 from tests.numerics.test_quantize import CONTENTS
 
@@ -41,8 +41,8 @@ def test_copies(dtype, quantizer, content):
         one.want_columns()
     look = OnDevice()
     for _ in range(2):
-        look(kept, on_gpu)
-        kept_weights.refresh(expected, weights)
+        look(list(map(Look, kept, on_gpu)))
+        kept_weights.refresh(list(map(Look, expected, weights)))
         for one, other, shape in zip(kept, expected, SHAPES, strict=True):
             if quantizer.element == "e4m3" or torch.isfinite(weights[0][0]).all():
                 assert same(one, other), shape
@@ -77,7 +77,9 @@ def adam(model) -> None:
     torch.optim.AdamW(model.parameters(), lr=0.1, fused=True).step()
 
 
-@pytest.mark.parametrize(("recipe", "mode"), itertools.product(["current", "block"], ["default", "reduce-overhead"]))
+@pytest.mark.parametrize(
+    ("recipe", "mode"), itertools.product(["current", "delayed", "block"], ["default", "reduce-overhead"])
+)
 def test_programs(recipe, mode):
     """Bit for bit what casts at each call give: the same scales, the same values, the same GEMMs."""
     counters.clear()

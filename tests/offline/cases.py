@@ -27,9 +27,9 @@ class Mlp(nn.Module):
         return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
 
 
-def _mlp_training(recipe: str) -> Case:
+def _mlp_training(recipe: str, **options: Any) -> Case:
     x = torch.randn(16384, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    return torch.compile(Mlp(4096, 14336), backend="te", fullgraph=True, options={"recipe": recipe}), (x,)
+    return torch.compile(Mlp(4096, 14336), backend="te", fullgraph=True, options={"recipe": recipe, **options}), (x,)
 
 
 def mlp_training() -> Case:
@@ -46,6 +46,14 @@ def mlp_training_rowwise() -> Case:
 
 def mlp_training_block() -> Case:
     return _mlp_training("block")
+
+
+def mlp_training_kept() -> Case:
+    return _mlp_training("current", weights="once")
+
+
+def mlp_training_delayed_kept() -> Case:
+    return _mlp_training("delayed", weights="once")
 
 
 def mlp_training_mxfp8() -> Case:

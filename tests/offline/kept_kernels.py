@@ -9,7 +9,7 @@ from torch import Tensor
 
 from te_inductor.recipes import Quantizer
 from te_inductor.runtime import kept_weights
-from te_inductor.runtime.kept_weights import Kept, Spec, new
+from te_inductor.runtime.kept_weights import Kept, Look, Spec, new
 from te_inductor.templates.triton import kept_weights as kernels
 from tests.offline.interpret import mend_conversions
 
@@ -34,8 +34,9 @@ def same(kept: Kept, expected: Kept) -> bool:
     )
 
 
-def check(quantizer: Quantizer, dtype: torch.dtype) -> None:
-    """Weights of one table: several sizes, both orientations, with and without column copies, one of two parameters."""
+def check(quantizer: Quantizer, dtype: torch.dtype, known: bool = False) -> None:
+    """Weights of one table: several sizes, both orientations, with and without column copies, one of two parameters; where
+    `known`, with given scales and amaxes to be raised."""
     shapes = [[(48, 80)], [(30, 136)], [(200, 8)], [(20, 1092)]]
     if quantizer.granularity.whole:
         shapes.append([(32, 24), (16, 24)])
@@ -47,23 +48,33 @@ def check(quantizer: Quantizer, dtype: torch.dtype) -> None:
         [made(spec, group, i != 2) for i, (spec, group) in enumerate(zip(specs, weights, strict=True))]
         for _ in range(2)
     )
-    look = kernels.OnDevice()
+    scales = [torch.tensor(2.0**i) for i in range(len(weights))]
+    amaxes, others = ([torch.tensor(float(i)) for i in range(len(weights))] for _ in range(2))
+    device = kernels.OnDevice()
+
+    def looks(kept: list[Kept], amaxes: list[Tensor]) -> list[Look]:
+        if not known:
+            return list(map(Look, kept, weights))
+        return list(map(Look, kept, weights, scales, [*amaxes[:-1], None]))
 
     def agree() -> None:
-        look.run(kept, weights)
-        kept_weights.refresh(expected, weights)
+        device.run(looks(kept, amaxes))
+        kept_weights.refresh(looks(expected, others))
+        assert torch.equal(torch.stack(amaxes).nan_to_num(-1.0), torch.stack(others).nan_to_num(-1.0))
         for one, other, group in zip(kept, expected, weights, strict=True):
             assert same(one, other), (quantizer, dtype, [w.shape for w in group])
 
     agree()
     for one in kept[:2]:  # a mark that a second look must leave alone
         one.data.view(torch.uint8)[0, 0] ^= 1
-    look.run(kept, weights)
+    device.run(looks(kept, amaxes))
     assert not any(same(*pair) for pair in zip(kept[:2], expected[:2], strict=True))
     weights[0][0].data.view(torch.int16)[7, 3] ^= 1  # the smallest change there is
     weights[1][0].data.neg_()
     weights[-1][-1] = weights[-1][-1].clone()  # elsewhere
     weights[-1][-1][-1, -1] *= 2
+    agree()
+    scales[0].mul_(2)
     agree()
 
 
@@ -72,3 +83,4 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     for quantizer, dtype in itertools.product(QUANTIZERS, (torch.bfloat16, torch.float16, torch.float32)):
         check(quantizer, dtype)
+    check(QUANTIZERS[0], torch.bfloat16, known=True)

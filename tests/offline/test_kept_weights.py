@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from te_inductor.recipes import Quantizer
-from tests.offline.harness import HERE
+from tests.offline.harness import HERE, generate
 
 triton = pytest.importorskip("triton")
 
@@ -62,5 +62,17 @@ def test_cubins(scope, capability):
     ptx = made.asm["ptx"]
     assert made.asm["cubin"] and "cvt.rn.satfinite.e4m3x2.f32" in ptx
     assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx
-    decide = {"INPUT": tl.bfloat16, "WHOLE": whole} | encode
-    assert compiled(kept_weights.kept_weights_decide, decide, 1, capability).asm["cubin"]
+    for known in {False, whole}:
+        decide = {"INPUT": tl.bfloat16, "WHOLE": whole, "KNOWN": known} | encode
+        assert compiled(kept_weights.kept_weights_decide, decide, 1, capability).asm["cubin"]
+
+
+@pytest.mark.parametrize(("recipe", "casts"), [("", 9), ("_delayed", 3)])
+def test_generated(recipe, casts):
+    """The graph of a transformer's MLP has lost the launches that cast gate and up, and down, and no other; the backward is
+    as it was."""
+    plain, kept = (generate(f"mlp_training{recipe}{kind}", 90) for kind in ("", "_kept"))
+    launches = [[source.count(".run(") for source in code.sources] for code in (plain, kept)]
+    assert launches[0][0] - launches[1][0] == casts and launches[0][1] == launches[1][1]
+    counts = [[source.count("extern_kernels._scaled_mm(") for source in code.sources] for code in (plain, kept)]
+    assert counts[0] == counts[1]

@@ -1,7 +1,8 @@
 """Kept copies of weights on the GPU: Note [A weight that has not changed]. Three launches for all weights of a graph:
 
 - `kept_weights_scan` reads each weight once: its digest, and its amax where one scale is the tensor's;
-- `kept_weights_decide` compares the digest with that of the weight the copies were made of, and finds the new scale;
+- `kept_weights_decide` compares the digest with that of the weight the copies were made of, and finds the scale, or under
+  delayed scaling compares the given one, and records the amax;
 - `kept_weights_cast` reads the weight again and writes both copies, or returns at once.
 
 Nothing comes back to the host, so that a look neither waits nor is decided when a CUDA graph is recorded. The kernels find
@@ -10,6 +11,7 @@ the tensors by tables of addresses, made anew when one has moved.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from te_inductor.recipes.quantizers import Quantizer
 from te_inductor.runtime.eager import EXPONENT_MASK
-from te_inductor.runtime.kept_weights import GOLDEN, MIX, WORD, Kept
+from te_inductor.runtime.kept_weights import GOLDEN, MIX, WORD, Kept, Look
 
 SCAN_WORDS, SCAN_WARPS = 4096, 8  # of a program
 # Tile of a cast: rows, columns, how many tiles beside each other are one program's (a program that has nothing to do costs
@@ -52,8 +54,8 @@ _INFINITY = tl.constexpr(float("inf"))
     _DATA_T,
     _LEADING_T,
 ) = (tl.constexpr(place) for place in range(12))
-_SEEN, _SCALE_INV, _SCALE_INV_T = (tl.constexpr(place) for place in range(3))
-_PARAMETER_COLUMNS, _WEIGHT_COLUMNS = tl.constexpr(12), tl.constexpr(3)
+_SEEN, _SCALE_INV, _SCALE_INV_T, _GIVEN_SCALE, _STATE_AMAX = (tl.constexpr(place) for place in range(5))
+_PARAMETER_COLUMNS, _WEIGHT_COLUMNS = tl.constexpr(12), tl.constexpr(5)
 
 
 @dataclass(frozen=True)
@@ -62,32 +64,40 @@ class _Table:
     (K, N) the copy that is laid out like it is the columnwise one."""
 
     parameters: Tensor  # (P, 12) int64
-    weights: Tensor  # (W, 3) int64
+    weights: Tensor  # (W, 5) int64
     scans: Tensor  # the parameter of each program of kept_weights_scan
     casts: Tensor  # and of kept_weights_cast
     aligned: bool  # whether rows and addresses are multiples of 16 bytes
+
+
+class _Kind(NamedTuple):
+    """What the kernels are compiled for."""
+
+    quantizer: Quantizer
+    dtype: torch.dtype  # of the weights
+    known: bool  # whether delayed scaling gives the scale
 
 
 class OnDevice:
     """Refreshes the kept weights of one graph."""
 
     def __init__(self) -> None:
-        self.addresses: tuple[int, ...] | None = None
-        self.tables: list[tuple[Quantizer, torch.dtype, _Table]] = []
+        self.addresses: list[int] = []
+        self.tables: list[tuple[_Kind, _Table]] = []
 
     @torch.no_grad()
-    def __call__(self, kept: Sequence[Kept], weights: Sequence[Sequence[Tensor]]) -> None:
-        with torch.cuda.device(kept[0].seen.device):
-            _join_streams(kept)
-            self.run(kept, weights)
+    def __call__(self, looks: Sequence[Look]) -> None:
+        with torch.cuda.device(looks[0].kept.seen.device):
+            _join_streams([look.kept for look in looks])
+            self.run(looks)
 
-    def run(self, kept: Sequence[Kept], weights: Sequence[Sequence[Tensor]]) -> None:
-        addresses = tuple(weight.data_ptr() for parameters in weights for weight in parameters)
+    def run(self, looks: Sequence[Look]) -> None:
+        addresses = [_address(t) for look in looks for t in (*look.weights, look.kept.data_t, look.scale, look.amax)]
         if addresses != self.addresses:
-            self.tables = _tables(kept, weights)
+            self.tables = _tables(looks)
             self.addresses = addresses
-        for quantizer, dtype, table in self.tables:
-            _launch(quantizer, dtype, table)
+        for kind, table in self.tables:
+            _launch(kind, table)
 
 
 def _join_streams(kept: Sequence[Kept]) -> None:
@@ -102,23 +112,25 @@ def _join_streams(kept: Sequence[Kept]) -> None:
         one.stream = current
 
 
-def _tables(kept: Sequence[Kept], weights: Sequence[Sequence[Tensor]]) -> list[tuple[Quantizer, torch.dtype, _Table]]:
+def _tables(looks: Sequence[Look]) -> list[tuple[_Kind, _Table]]:
     """One for all weights of a dtype that are cast alike."""
-    alike: dict[tuple[Quantizer, torch.dtype], list[tuple[Kept, Sequence[Tensor]]]] = {}
-    for one, parameters in zip(kept, weights, strict=True):
-        alike.setdefault((one.spec.quantizer, parameters[0].dtype), []).append((one, parameters))
-    return [(quantizer, dtype, _table(quantizer, found)) for (quantizer, dtype), found in alike.items()]
+    alike: dict[_Kind, list[Look]] = {}
+    for look in looks:
+        kind = _Kind(look.kept.spec.quantizer, look.weights[0].dtype, look.scale is not None)
+        alike.setdefault(kind, []).append(look)
+    return [(kind, _table(kind.quantizer, found)) for kind, found in alike.items()]
 
 
-def _table(quantizer: Quantizer, found: Sequence[tuple[Kept, Sequence[Tensor]]]) -> _Table:
+def _table(quantizer: Quantizer, looks: Sequence[Look]) -> _Table:
     high, wide, steps, _ = TILES[quantizer.scope]
     rows: list[list[int]] = []
     scans: list[int] = []
     casts: list[int] = []
-    for place, (one, parameters) in enumerate(found):
+    for place, look in enumerate(looks):
+        one = look.kept
         data, data_t = (one.data_t, one.data) if one.spec.transposed else (one.data, one.data_t)
         words = above = 0
-        for parameter in parameters:
+        for parameter in look.weights:
             r, c = parameter.shape
             count = parameter.nbytes // WORD
             to = (0, 0) if data is None else (data.data_ptr() + above * data.stride(0), data.stride(0))
@@ -129,9 +141,10 @@ def _table(quantizer: Quantizer, found: Sequence[tuple[Kept, Sequence[Tensor]]])
             scans += [len(rows) - 1] * triton.cdiv(count, SCAN_WORDS)
             casts += [len(rows) - 1] * (triton.cdiv(r, high) * triton.cdiv(c, wide * steps))
             words, above = words + count, above + r
-    addresses = [[_address(t) for t in (one.seen, *_scales(one))] for one, _ in found]
+    given = ((look.kept.seen, *_scales(look.kept), look.scale, look.amax) for look in looks)
+    addresses = [[_address(t) for t in tensors] for tensors in given]
     aligned = all(row[place] % 16 == 0 for row in rows for place in (0, 5, 6, 8, 9, 10, 11))
-    device = found[0][0].seen.device
+    device = looks[0].kept.seen.device
 
     def table(values: object, dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=device)
@@ -149,7 +162,8 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _launch(quantizer: Quantizer, dtype: torch.dtype, table: _Table) -> None:
+def _launch(kind: _Kind, table: _Table) -> None:
+    quantizer, dtype = kind.quantizer, kind.dtype
     count, device = table.weights.shape[0], table.weights.device
     digest = torch.zeros(count, dtype=torch.int64, device=device)
     amax = torch.zeros(count, dtype=torch.int32, device=device)
@@ -175,7 +189,16 @@ def _launch(quantizer: Quantizer, dtype: torch.dtype, table: _Table) -> None:
         num_warps=SCAN_WARPS,
     )
     kept_weights_decide[(count,)](
-        table.weights, digest, amax, stale, scale, INPUT=_INPUTS[dtype], WHOLE=whole, **encode, num_warps=1
+        table.weights,
+        digest,
+        amax,
+        stale,
+        scale,
+        INPUT=_INPUTS[dtype],
+        WHOLE=whole,
+        KNOWN=kind.known,
+        **encode,
+        num_warps=1,
     )
     kept_weights_cast[(len(table.casts),)](
         table.parameters,
@@ -253,13 +276,14 @@ def _larger(a, b):
 
 @triton.jit
 def kept_weights_decide(
-    weights,  # (W, 3) int64
+    weights,  # (W, 5) int64
     digest,  # (W,) int64
     amax,  # (W,) int32
     stale,  # (W,) int32: 1 where the copies are to be made
     scale,  # (W,) fp32, where WHOLE
     INPUT: tl.constexpr,
     WHOLE: tl.constexpr,
+    KNOWN: tl.constexpr,  # whether delayed scaling gives the scale
     LARGEST: tl.constexpr,
     EPSILON: tl.constexpr,
     LARGEST_SCALE: tl.constexpr,
@@ -270,17 +294,28 @@ def kept_weights_decide(
     seen = tl.load(row + _SEEN).to(tl.pointer_type(tl.int64))
     found = tl.load(digest + weight)
     differs = (tl.load(seen) != found) | (tl.load(seen + 1) != 1)
+    if WHOLE:
+        bits = tl.load(amax + weight)
+        if tl.float32 == INPUT:
+            largest = bits.to(tl.float32, bitcast=True)
+        else:
+            largest = bits.to(tl.int16).to(INPUT, bitcast=True).to(tl.float32)
+        if KNOWN:
+            given = tl.load(tl.load(row + _GIVEN_SCALE).to(tl.pointer_type(tl.int32)))
+            differs = differs | (tl.load(seen + 2) != given)
+            state = tl.load(row + _STATE_AMAX)
+            if state != 0:
+                tl.atomic_max(state.to(tl.pointer_type(tl.int32)), largest.to(tl.int32, bitcast=True), sem="relaxed")
     tl.store(stale + weight, differs.to(tl.int32))
     if differs:
         tl.store(seen, found)
         tl.store(seen + 1, 1)
         if WHOLE:
-            bits = tl.load(amax + weight)
-            if tl.float32 == INPUT:
-                largest = bits.to(tl.float32, bitcast=True)
+            if KNOWN:
+                tl.store(seen + 2, given)
+                factor = given.to(tl.float32, bitcast=True)
             else:
-                largest = bits.to(tl.int16).to(INPUT, bitcast=True).to(tl.float32)
-            factor = _encode(largest, LARGEST, EPSILON, LARGEST_SCALE, POWER_2)
+                factor = _encode(largest, LARGEST, EPSILON, LARGEST_SCALE, POWER_2)
             tl.store(scale + weight, factor)
             inverse = _inverse(factor)
             for place in tl.static_range(_SCALE_INV, _SCALE_INV_T + 1):
@@ -308,7 +343,7 @@ def _inverse(factor):
 @triton.jit
 def kept_weights_cast(
     parameters,  # (P, 12) int64
-    weights,  # (W, 3) int64
+    weights,  # (W, 5) int64
     programs,  # int32, the parameter of each program
     stale,  # (W,) int32
     scale,  # (W,) fp32, where WHOLE
