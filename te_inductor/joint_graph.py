@@ -1,12 +1,15 @@
 """The pass on AOTAutograd's joint graph, before it is split into forward and backward: which copies the backward makes.
 
-The column copy of a linear layer's input serves its wgrad alone. Where that input is an activation, such as SwiGLU's, the
-backward reads what it was computed from anyway, for the activation's own gradient: written there, from the same read, the
-copy costs nothing and is not kept from forward to backward. (A norm's backward is a reduction over rows, from which a column
-copy cannot be written: that copy is kept.)
+A column copy serves one GEMM of the backward alone.
+
+- That of a weight is a byte an element, of every layer at once, from the forward to the backward. The weight itself stays in
+  memory anyway, so the backward casts it, for one more read of the weight; of square blocks for two, so there it is kept.
+- Where the input of a layer is an activation, such as SwiGLU's, the backward reads what it was computed from anyway, for
+  the activation's own gradient: written there, from the same read, the copy costs nothing. (A norm's backward is a
+  reduction over rows, from which a column copy cannot be written: that copy is kept.)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +19,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from te_inductor import ops
 from te_inductor.post_grad import Pass
 
-_TWO_WAY = (ops.quantize_rowcol_delayed, ops.quantize_pieces_delayed)
+_ONE_SCALE = (ops.quantize_rowcol_delayed, ops.quantize_pieces_delayed)
+_TWO_WAY = (*_ONE_SCALE, ops.quantize_rowcol)
 
 
 class RecomputeCopies(Pass):
@@ -33,8 +37,25 @@ def mark(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.target in _TWO_WAY and node not in backward and "recompute" not in node.meta:
             sources = node.args[0] if isinstance(node.args[0], list | tuple) else [node.args[0]]
-            if all(_is_activation(source, backward) for source in sources):
+            if _is_of_weight(node, sources) or (
+                node.target in _ONE_SCALE and all(_is_activation(source, backward) for source in sources)
+            ):
                 node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+
+
+def _is_of_weight(cast: fx.Node, sources: Sequence[fx.Node]) -> bool:
+    """Whether a cast makes a dgrad's operand of inputs of the graph, and its column copy takes no second look for scales
+    that the row copy has found."""
+    found_again = cast.target is ops.quantize_rowcol and cast.args[1].granularity.transposes  # type: ignore[union-attr]
+    gemms = [user.args[5] for copy in cast.users for user in copy.users if user.target is ops.scaled_mm]
+    return not found_again and any(gemm.name == "dgrad" for gemm in gemms) and all(map(_is_of_input, sources))
+
+
+def _is_of_input(x: fx.Node) -> bool:
+    """Whether `x` is an input of the graph, or a view or cast of one."""
+    while _is_view(x) or _is_cast(x):
+        x = x.all_input_nodes[0]
+    return x.op == "placeholder"
 
 
 def _after(starts: list[fx.Node]) -> set[fx.Node]:

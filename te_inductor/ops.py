@@ -335,7 +335,7 @@ def _copy(x: Tensor, quantizer: Quantizer) -> Copy:
 def _casts(
     pieces: Sequence[Tensor], dim: int, scale: Tensor, quantizer: Quantizer, rowwise: bool, columnwise: bool
 ) -> tuple[Any, Any]:
-    if len(pieces) > 1:  # always both: Inductor writes no copy that nobody reads
+    if len(pieces) > 1:  # always both: the lowering writes no copy that nobody reads
         return quantize_pieces_delayed(pieces, dim, scale, quantizer)  # type: ignore[no-any-return]
     [x] = pieces
     if rowwise and columnwise:

@@ -5,6 +5,7 @@ import functools
 import torch
 from torch._inductor import ir
 from torch._inductor.lowering import lowerings
+from torch._inductor.virtualized import V
 
 from te_inductor import ops
 from te_inductor.lowerings import blocks, values
@@ -158,9 +159,12 @@ def current_scale(pieces: list[ir.TensorBox], quantizer: Quantizer) -> tuple[ir.
 @lowering(ops.quantize_pieces_delayed)
 def quantize_pieces_delayed(
     pieces: list[ir.TensorBox], dim: int, scale: ir.TensorBox, quantizer: Quantizer
-) -> tuple[ir.TensorBox, ...]:
+) -> tuple[ir.TensorBox | None, ...]:
+    """A copy that nobody reads is None: pieces that are written into their places would be written for nobody too."""
     transposed = [lowerings[aten.permute](piece, [1, 0]) for piece in pieces]
-    return _cast_pieces(pieces, dim, scale, quantizer), _cast_pieces(transposed, 1 - dim, scale, quantizer)
+    both = ((pieces, dim), (transposed, 1 - dim))
+    read = {user.args[1] for user in V.graph.current_node.users}
+    return tuple(_cast_pieces(*how, scale, quantizer) if place in read else None for place, how in enumerate(both))
 
 
 @lowering(ops.record_amax)

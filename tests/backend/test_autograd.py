@@ -265,21 +265,36 @@ def test_a_gradient_of_a_gradient_is_refused(name):
 
 
 @every_recipe
-def test_nothing_saved_or_returned_is_an_alias(name):
-    """What is saved for the backward shares no memory with inputs, parameters or outputs: in-place changes between forward
-    and backward are the user's right."""
+def test_nothing_saved_is_an_alias_of_an_activation(name):
+    """What is saved for the backward shares no memory with inputs or outputs: in-place changes of them between forward and
+    backward are the user's right."""
     model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
     x, saved = torch.randn(X), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         y = te(model, name)(x)
-    theirs = {t.untyped_storage().data_ptr() for t in (x, y, *model.parameters())}
+    theirs = {t.untyped_storage().data_ptr() for t in (x, y)}
     assert saved and not theirs & {t.untyped_storage().data_ptr() for t in saved if t.numel()}
     expected = [p.grad for p in trained(copy.deepcopy(model), name, x)]
     with torch.no_grad():
-        for tensor in (x, *model.parameters()):
-            tensor.mul_(3.0)
+        x.mul_(3.0)
     y.backward(torch.ones_like(y))
     assert same([p.grad for p in model.parameters()], expected)
+
+
+@every_recipe
+def test_a_weight_changed_before_the_backward_is_an_error_or_does_not_matter(name):
+    """As in high precision, where a layer saves its weight: autograd finds the change."""
+    model, x = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)), torch.randn(X)
+    expected = [p.grad for p in trained(copy.deepcopy(model), name, x)]
+    y = te(model, name)(x)
+    with torch.no_grad():
+        model[1].weight.mul_(3.0)
+    try:
+        y.backward(torch.ones_like(y))
+    except RuntimeError as error:
+        assert "modified by an inplace operation" in str(error)
+    else:
+        assert same([p.grad for p in model.parameters()], expected)
 
 
 def trained(model, name, x):
