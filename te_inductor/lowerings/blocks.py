@@ -244,7 +244,7 @@ def _scales(
         if scope.microscaled:
             return microscaling.encode(found, quantizer, tensor_amax and tensor_amax([]))
         scale = values.encode_scale(found, quantizer, dtype)
-        return scale, values.decode_scale(scale)
+        return scale, values.decode_scale(scale, quantizer)
 
     made = [
         _pointwise(x, dtype, ranges, lambda index, which=which: scales(index)[which])

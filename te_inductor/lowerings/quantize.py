@@ -54,7 +54,7 @@ def _encode_scale(amax: ir.TensorBox, quantizer: Quantizer, dtype: torch.dtype) 
         return values.encode_scale(load(index), quantizer, dtype)
 
     def scale_inv(index):  # type: ignore[no-untyped-def]
-        return values.decode_scale(scale(index))
+        return values.decode_scale(scale(index), quantizer)
 
     boxes = [
         ir.Pointwise.create(device=amax.get_device(), dtype=torch.float32, inner_fn=f, ranges=list(amax.get_size()))

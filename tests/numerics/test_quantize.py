@@ -158,6 +158,19 @@ def compile_both(compiled, dynamic: bool = False):
     return [torch.compile(function, backend="inductor", fullgraph=True, dynamic=dynamic) for function in compiled]
 
 
+def test_scales_of_a_power_of_two(compiled):
+    """Generated code finds them without a division: every exponent, and mantissas on both sides of the largest values'."""
+    exponents, mantissas = torch.arange(256), torch.tensor([0, 1, 0x5FFFFF, 0x600000, 0x600001, 0x7FFFFF])
+    bits = (exponents[:, None] << 23) + torch.cat([mantissas, 1 << torch.arange(23)])
+    x = bits.int().view(torch.float32).view(-1, 1)
+    for element in ("e4m3", "e5m2"):
+        quantizer = Quantizer(element, power_2_scale=True, scope="row")
+        data, scale_inv = compile_both(compiled)[0](x, quantizer)
+        expected, expected_inv = ops.quantize(x, quantizer)
+        assert torch.equal(scale_inv.view(torch.int32), expected_inv.view(torch.int32))
+        assert torch.equal(data.view(torch.uint8), expected.view(torch.uint8))
+
+
 # Each is a C++ compile of seconds: the pairs cover every size, dtype, layout and option once, the contents all share one.
 COMPILED = [
     ((1, 1), torch.float32, "contiguous", Quantizer("e4m3")),
