@@ -8,6 +8,9 @@ one kernel reads x once, contiguously, and writes data and scales. Inductor by i
 cast by the majority of its reads, and would rather fuse the two casts, which read the same x, each away from its amax: so
 the loops are pinned, and `loops_of` tells `tiles.Choices` what to keep apart. Square blocks are too large for all that:
 their amax is a kernel, and the casts of both copies are another, two-dimensional one, as with one scale for the tensor.
+
+All that is for one copy alone, and for sizes that are no multiples of 128. Both copies of whole blocks are one kernel: Note
+[Tiles that are blocks].
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -21,7 +24,7 @@ from torch._inductor.lowering import lowerings
 from torch._inductor.virtualized import ops as prims
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
-from te_inductor.lowerings import microscaling, values
+from te_inductor.lowerings import block_tiles, microscaling, values
 from te_inductor.recipes import Quantizer
 from te_inductor.recipes.formats import E2M1, E8M0, HADAMARD, Scope
 
@@ -44,6 +47,9 @@ def quantize(
 def quantize_rowcol(
     x: ir.TensorBox, quantizer: Quantizer, amax: ir.TensorBox | None = None
 ) -> tuple[ir.TensorBox, ...]:
+    if block_tiles.fits(x, quantizer):
+        matrix = block_tiles.Matrix(*x.get_size())
+        return *_tiled_copy(x, quantizer, matrix, transposed=False), *_tiled_copy(x, quantizer, matrix, transposed=True)
     if quantizer.granularity.transposes:
         scale, scale_inv, scale_inv_t = _scales_of_squares(x, quantizer, amax)
         data = _cast_by_squares(x, scale, quantizer)
@@ -121,6 +127,43 @@ def spread_rows(
     )
 
 
+def _tiled_copy(
+    x: ir.TensorBox, quantizer: Quantizer, matrix: block_tiles.Matrix, *, transposed: bool
+) -> tuple[ir.TensorBox, ir.TensorBox]:
+    """data and scale_inv of x, or of its transpose: Note [Tiles that are blocks]."""
+    scope, device = quantizer.granularity, x.get_device_or_error()
+    block = scope.block[::-1] if transposed else scope.block
+    along = [dim for dim, size in enumerate(block) if size > 1]
+    load, dtype = x.make_loader(), x.get_dtype()
+
+    def value(index):
+        return prims.to_dtype(load(index), torch.float32)
+
+    def scale(index):
+        found = block_tiles.block_amax(values.magnitude(value(index)), [index[dim] for dim in along])
+        return values.encode_scale(values.from_bits(found), quantizer, dtype)
+
+    data = _pointwise(
+        x,
+        quantizer.format.dtype,
+        x.get_size(),
+        lambda index: values.cast(value(index), scale(index), quantizer, device),
+    )
+    _store(data, (0, 1) if transposed else (1, 0))
+    scale_inv = block_tiles.store_once_a_block(
+        x,
+        lambda index: values.decode_scale(scale(index), quantizer),
+        block,
+        order=(0, 1) if transposed != scope.row_last else (1, 0),
+    )
+    for box in (data, scale_inv):
+        _keep_loops(box)
+        matrix.made_into(box)
+    return _transposed(data) if transposed else data, _transposed(
+        scale_inv
+    ) if transposed != scope.row_last else scale_inv
+
+
 def _copy_by_rows(
     x: ir.TensorBox,
     quantizer: Quantizer,
@@ -177,14 +220,17 @@ def _scale_value(scale, scope: Scope):
 
 
 def _pin(box: ir.TensorBox, loops: str) -> None:
-    """Keep the loops of a buffer as they are written. A torch without that method orders them itself, which is slower."""
+    _keep_loops(box)
+    setattr(box.data.data, _LOOPS, loops)  # type: ignore[attr-defined]
+
+
+def _keep_loops(box: ir.TensorBox) -> None:
+    """As they are written. A torch without that method orders them itself, which is slower."""
 
     def as_written(index_vars, support_vars, sizes, *_):
         return list(sizes), list, list
 
-    buffer: Any = box.data.data  # type: ignore[attr-defined]
-    buffer._apply_loop_reordering = as_written
-    setattr(buffer, _LOOPS, loops)
+    box.data.data._apply_loop_reordering = as_written  # type: ignore[attr-defined]
 
 
 def _scales_of_squares(

@@ -19,6 +19,14 @@ amax (H200, torch 2.11, triton 3.6, 2026-11-21): 128 x 64 with 4 warps, the best
 SwiGLU's backward (3 reads) was timed behind bf16 GEMMs that keep the card at its power limit, as in a step, with one sigmoid
 (sigmoids.py): 32 x 64 with 4 warps 583 us, 32 x 128 606, 128 x 32 643, 128 x 32 with 8 warps 735, 64 x 64 with 8 765.
 
+A tile that is a block (block_tiles.py) leaves the warps to choose. Behind the same GEMMs, microseconds with 4, 8 and 16, of
+which one tile fills a multiprocessor::
+
+    gradient, 16384 x 4096        118    112    211
+    RMSNorm, 16384 x 4096         210    119    240
+    SwiGLU, 16384 x 14336         615    608    989
+    its gate's gradient, 3 reads  770    931   1047
+
 The one tile for all amaxes of current scaling is within 4% of the best of 46 for each (2026-11-20): 14336 x 4096 34.4 us
 where Inductor's takes 44.8, SwiGLU 313.9 (358.3), SwiGLU backward 451.4 (553.5).
 """
@@ -30,13 +38,14 @@ from torch._inductor.dependencies import MemoryDep
 from torch._inductor.virtualized import V
 
 from te_inductor import ops
-from te_inductor.lowerings import gemm_choices
+from te_inductor.lowerings import block_tiles, gemm_choices
 from te_inductor.lowerings.blocks import loops_of
 from te_inductor.recipes import Quantizer
 from te_inductor.recipes.formats import ELEMENTS, TENSOR
 
 # By the number of whole tensors read: elements in the dimension in which they are contiguous, elements across, warps.
 CAST = {1: (128, 64, 8), 2: (128, 64, 8), 3: (32, 64, 4)}
+BLOCK = {1: 8, 2: 8, 3: 4}  # warps of a kernel whose tile is a block, by the number of whole tensors read
 FLAT = {"XBLOCK": 8192, "num_warps": 8}  # of a row copy and amax alone: a program looks for the largest of its elements
 AMAX = {"XBLOCK": 1, "R0_BLOCK": 4096, "num_warps": 16}
 # The ops that cast or look for a scale, and among them those that cast both ways; the dtypes of copies.
@@ -76,6 +85,8 @@ class Choices:
         # by byte; and what else Inductor would fuse there leaves the column copy to a kernel that reads the tensor again.
         if any(one.is_reduction() and cast_both_ways(other) for one, other in ((node1, node2), (node2, node1))):
             return False
+        if not block_tiles.may_share_a_kernel(node1, node2):
+            return False
         loops = loops_of(node1), loops_of(node2)
         if all(loops) and loops[0] != loops[1]:
             return False
@@ -99,14 +110,17 @@ def cast_both_ways(node: Any) -> set[Any]:
     found: set[Any] = set()
     for part in node.get_nodes():
         for origin in part.node.get_origins() if part.node else ():
-            if origin.target is ops.record_amax or (_wants_a_tile(origin) and _is_copy(part.node)):
+            if origin.target is ops.record_amax or _wants_a_tile(part.node, origin):
                 found.update(x for x in _tensors(origin.args[0]) if any(user.target in TWO_WAY for user in x.users))
     return found
 
 
-def _wants_a_tile(origin: Any) -> bool:
-    """Both copies from one read; but copies with blocks of one row each join their amax (Note [Loops of block copies])."""
-    return origin.target in TWO_WAY and not _quantizer(origin).granularity.one_row
+def _wants_a_tile(buffer: Any, origin: Any) -> bool:
+    """Both copies from one read; but copies with blocks of one row that are no tiles each join their amax (Note [Loops of
+    block copies])."""
+    if origin.target not in TWO_WAY:
+        return False
+    return block_tiles.is_tiled(buffer) or (_is_copy(buffer) and not _quantizer(origin).granularity.one_row)
 
 
 def _is_copy(buffer: Any) -> bool:
@@ -137,27 +151,39 @@ def tile_of(features: Any, tiling: dict[str, Any]) -> dict[str, int] | None:
     scopes = [quantizer.granularity for quantizer in _quantizers(features)]
     if not scopes or any(scope.microscaled for scope in scopes):  # not measured: emulation is not about speed
         return None
+    nodes = list(features.scheduler_nodes())
+    for matrix in block_tiles.matrices(nodes):
+        warps = BLOCK[_tensors_read(_whole_reads(nodes, matrix.rows * matrix.columns), max(BLOCK))]
+        return {"XBLOCK": block_tiles.TILE, "YBLOCK": block_tiles.TILE, "num_warps": warps}
     dimensions = set(tiling)
     if features.is_reduction():
         long = dimensions == {"x", "r0_"} and V.graph.sizevars.statically_known_geq(tiling["r0_"], AMAX_FROM)
         # The amax of rows may run across the dimension in which the tensor is contiguous.
         return dict(AMAX) if long and TENSOR in scopes else None
     if dimensions - {"r0_"} == {"x", "y"}:
-        return _cast_tile(list(features.scheduler_nodes()), tiling)
+        return _cast_tile(nodes, tiling)
     records = any(origin.target is ops.record_amax for origin in _origins(features))
     return dict(FLAT) if records and dimensions - {"r0_"} == {"x"} else None
 
 
 def _cast_tile(nodes: list[Any], tiling: dict[str, Any]) -> dict[str, int]:
     """A node of a 2D kernel iterates over (y, x); where its read has coefficient 1, the tensor is contiguous."""
-    whole = tiling["y"] * tiling["x"]
-    deps = [dep for node in nodes for dep in node.read_writes.reads if isinstance(dep, MemoryDep)]
-    reads = [dep for dep in deps if dep.get_numel() == whole]  # and not weights of a norm
-    smaller = V.graph.sizevars.statically_known_lt
-    reads = [dep for dep in reads if not smaller(V.graph.get_numel(dep.name), whole)]  # nor scales of square blocks
-    # Two slices of one buffer are two; the same slice read in either order of the loops is one.
-    slices = {(dep.name, dep.index.subs(dict.fromkeys(dep.var_names, 0))) for dep in reads}
-    along, across, warps = CAST[min(max(len(slices), 1), max(CAST))]
+    reads = _whole_reads(nodes, tiling["y"] * tiling["x"])
+    along, across, warps = CAST[_tensors_read(reads, max(CAST))]
     outer = any(len(dep.var_names) == 2 and dep.index.coeff(dep.var_names[0]) == 1 for dep in reads)
     y, x = (along, across) if outer else (across, along)
     return {"XBLOCK": x, "YBLOCK": y, "num_warps": warps}
+
+
+def _whole_reads(nodes: list[Any], whole: Any) -> list[MemoryDep]:
+    """What a kernel reads of tensors of so many elements: neither weights of a norm nor scales of square blocks."""
+    deps = [dep for node in nodes for dep in node.read_writes.reads if isinstance(dep, MemoryDep)]
+    smaller = V.graph.sizevars.statically_known_lt
+    return [dep for dep in deps if dep.get_numel() == whole and not smaller(V.graph.get_numel(dep.name), whole)]
+
+
+def _tensors_read(reads: list[MemoryDep], most: int) -> int:
+    """At least one, and at most so many."""
+    # Two slices of one buffer are two; the same slice read in either order of the loops is one.
+    slices = {(dep.name, dep.index.subs(dict.fromkeys(dep.var_names, 0))) for dep in reads}
+    return min(max(len(slices), 1), most)

@@ -57,11 +57,11 @@ def encode_scale(amax, quantizer: Quantizer, dtype: torch.dtype):
 
 def _power_2(amax, quantizer: Quantizer, largest: float):
     """The quotient of the element's largest value and amax, rounded down to a power of two: without a division, which every
-    thread would do for each block that it has an element of (in a column copy of 128 x 32, 14 of 70 instructions an element).
+    thread would do for each block that it has an element of, 14 of a column copy's 70 instructions an element.
 
     A bit pattern is the exponent and then the mantissa, so the difference of two, shifted, is the exponent of the quotient
-    rounded down. It is that of the fp32 quotient too, which IEEE division might round up to the next power: the largest value
-    has few bits, so no fp32 amax brings the quotient that near to one from below.
+    rounded down. It is that of the fp32 quotient too, which IEEE division might round up to the next power: the largest
+    value has few bits, so no fp32 amax brings the quotient that near to one from below.
     """
     difference = prims.sub(_int(_fp32_bits(quantizer.format.max)), _bits(amax))
     exponent = prims.bitwise_right_shift(difference, _int(MANTISSA_BITS))

@@ -177,8 +177,8 @@ def recording_cast_padded() -> Case:
 
 
 def two_way_cast_block() -> Case:
-    """Whole blocks."""
-    return _two_way_cast(128, 128, scope="1x128")
+    """Whole blocks, the tiles of one kernel."""
+    return _two_way_cast(256, 384, scope="1x128")
 
 
 def two_way_cast_block_padded() -> Case:
@@ -187,7 +187,7 @@ def two_way_cast_block_padded() -> Case:
 
 
 def two_way_cast_squares() -> Case:
-    return _two_way_cast(256, 256, scope="128x128")
+    return _two_way_cast(256, 384, scope="128x128")
 
 
 def two_way_cast_squares_padded() -> Case:

@@ -1,0 +1,151 @@
+"""Both copies of a tensor from one read, where whole blocks of 128 are the tiles of a kernel.
+
+# Note [Tiles that are blocks]
+Inductor knows reductions and pointwise kernels. The amax of 1 x 128 blocks and that of 128 x 1 blocks are reductions along
+different dimensions, hence two kernels, each of which reads what the tensor is made from. A tile of 128 x 128 holds whole
+blocks of either kind, and of 128 x 128. So the copies are pointwise, and `block_amax` is what the kernel class below writes
+as a reduction of its tile, along the dimensions whose positions it is given. A scale is stored once a block, by a store of a
+mode of our own (`ir.Scatter`): its index has the position divided by 128, for which `BlockKernel` takes the tile's first.
+
+That is right only while a tile is a block in each dimension, so `Choices` fixes it (tiles.py), `BlockKernel` has the two
+dimensions of the matrix, whatever loops Inductor merged, and `fits` asks for whole blocks. Nothing is assumed of the order
+of loops: a dimension is known by its variable. The mode keeps readers of a scale out of the kernel that writes it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch._inductor import ir
+from torch._inductor.codegen.common import DeferredLine
+from torch._inductor.codegen.simd import SIMDKernel, SIMDScheduling
+from torch._inductor.utils import sympy_product
+from torch._inductor.virtualized import V
+from torch._inductor.virtualized import ops as prims
+from torch.utils._sympy.functions import FloorDiv
+
+from te_inductor.lowerings.amax import AmaxKernel
+from te_inductor.recipes import Quantizer
+
+TILE = 128
+MODE = "once_a_block"  # of a store
+MAX = "max_of_block"  # of a reduction, in a pointwise kernel
+_MATRIX = "te_matrix"  # attribute of a buffer
+
+
+def fits(x: ir.TensorBox, quantizer: Quantizer) -> bool:
+    """Whether the blocks of both copies are tiles."""
+    scope, known = quantizer.granularity, V.graph.sizevars.statically_known_multiple_of
+    return (
+        x.get_device_or_error().type == "cuda"
+        and not scope.microscaled
+        and scope.block in ((1, TILE), (TILE, TILE))
+        and all(known(size, TILE) for size in x.get_size())
+    )
+
+
+def block_amax(bits: Any, positions: list[Any]) -> Any:
+    """The largest of an int32 along the dimensions of the tile where an element has these positions."""
+    along = tuple(prims.index_expr(position, torch.int32) for position in positions)
+    return prims.reduction(torch.int32, torch.int32, MAX, (bits, *along))  # type: ignore[arg-type]
+
+
+def store_once_a_block(
+    x: ir.TensorBox,  # (R, C)
+    value: Any,  # of an index of x
+    block: tuple[int, int],  # rows and columns that share a value
+    order: tuple[int, int],
+) -> ir.TensorBox:  # (R / rows, C / columns) fp32, strides in this order
+    high, wide = block
+    rows, columns = x.get_size()
+    size = [FloorDiv(rows, high), FloorDiv(columns, wide)]
+    scatter = ir.Scatter(
+        device=x.get_device_or_error(),
+        dtype=torch.float32,
+        inner_fn=value,
+        ranges=[rows, columns],
+        output_indexer=lambda index: [FloorDiv(index[0], high), FloorDiv(index[1], wide)],
+        scatter_mode=MODE,  # type: ignore[arg-type]
+    )
+    strides = ir.FlexibleLayout.fill_ordered(size, list(order))
+    layout = ir.FixedLayout(x.get_device_or_error(), torch.float32, size, strides)
+    buffer = ir.ComputedBuffer(name=None, layout=layout, data=scatter)
+    buffer.name = V.graph.register_buffer(buffer)
+    V.graph.register_operation(buffer)
+    return ir.TensorBox.create(buffer)
+
+
+@dataclass(frozen=True, eq=False)
+class Matrix:
+    """What a kernel cuts into tiles: one tensor, of which it makes both copies."""
+
+    rows: Any
+    columns: Any
+
+    def made_into(self, box: ir.TensorBox) -> None:
+        setattr(box.data.data, _MATRIX, self)  # type: ignore[attr-defined]
+
+    def cuts(self, nodes: Iterable[Any]) -> tuple[Any, Any] | None:
+        """Its sizes in an order in which the loops of all these scheduler nodes split there."""
+        ranges = [node.get_ranges() for node in nodes]
+        if any(sympy_product(loops) != self.rows * self.columns or inner for loops, inner in ranges):
+            return None
+        orders = (self.rows, self.columns), (self.columns, self.rows)
+        fitting = (sizes for sizes in orders if all(SIMDKernel.is_compatible((*sizes, sympy.S.One), r) for r in ranges))
+        return next(fitting, None)
+
+
+def matrices(nodes: Iterable[Any]) -> set[Matrix]:
+    """What the kernel of these scheduler nodes cuts."""
+    parts = [part.node for node in nodes for part in node.get_nodes()]
+    return {getattr(part, _MATRIX) for part in parts if is_tiled(part)}
+
+
+def is_tiled(buffer: Any) -> bool:
+    return hasattr(buffer, _MATRIX)
+
+
+def may_share_a_kernel(node1: Any, node2: Any) -> bool:
+    """As far as tiles are concerned: those of one tensor take the registers of a multiprocessor, and what joins them has
+    its loops."""
+    nodes = [*node1.get_nodes(), *node2.get_nodes()]
+    found = matrices(nodes)
+    return len(found) < 2 and all(matrix.cuts(nodes) for matrix in found)
+
+
+class BlockKernel(AmaxKernel):
+    """Inductor's Triton kernel with tiles that are blocks: Note [Tiles that are blocks]."""
+
+    def __init__(self, tiling: dict[str, sympy.Expr], *args: Any, features: Any, **kwargs: Any) -> None:
+        nodes = list(features.scheduler_nodes())
+        for matrix in matrices(nodes):
+            sizes = matrix.cuts(nodes)
+            assert sizes is not None, [node.get_ranges() for node in nodes]
+            tiling = SIMDScheduling.create_tiling(sizes, [sympy.S.One])
+        super().__init__(tiling, *args, features=features, **kwargs)
+
+    def reduction(self, dtype: Any, src_dtype: Any, reduction_type: Any, value: Any) -> Any:
+        if reduction_type != MAX:
+            return super().reduction(dtype, src_dtype, reduction_type, value)
+        found, *along = value
+        text, shape = f"tl.broadcast_to({found}, {self.dense_size_str()})", self.dense_size_list()
+        axes = {axis for position in along for axis, size in enumerate(position.shape) if str(size) != "1"}
+        for axis in sorted(axes, reverse=True):  # along x first, where neighbours are of one thread
+            text, shape[axis] = f"tl.max({text}, {axis}, keep_dims=True)", "1"
+        return self.cse.generate(self.compute, text, dtype=dtype, shape=tuple(shape))
+
+    def store(self, name: str, index: sympy.Expr, value: Any, mode: Any = None) -> None:
+        if mode != MODE:
+            super().store(name, index, value, mode)
+            return
+        index = self.prepare_indexing(index)
+        for division in index.atoms(FloorDiv):
+            position, size = division.args
+            if size == TILE and position in self.range_tree_nodes:
+                prefix = self.range_tree_nodes[position].root.prefix
+                index = index.xreplace({position: sympy.Symbol(f"{prefix}offset", integer=True, nonnegative=True)})
+        # Added to zeros, as what does not depend on a position is no block, and the value is one.
+        place = f"{self.kexpr(self.rename_indexing(index))} + tl.zeros([1, 1], tl.int32)"
+        self.stores.writeline(DeferredLine(name, f"tl.store({self.args.output(name)} + ({place}), {value}, None)"))
