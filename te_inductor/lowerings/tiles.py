@@ -19,13 +19,13 @@ amax (H200, torch 2.11, triton 3.6, 2026-11-21): 128 x 64 with 4 warps, the best
 SwiGLU's backward (3 reads) was timed behind bf16 GEMMs that keep the card at its power limit, as in a step, with one sigmoid
 (sigmoids.py): 32 x 64 with 4 warps 583 us, 32 x 128 606, 128 x 32 643, 128 x 32 with 8 warps 735, 64 x 64 with 8 765.
 
-A tile that is a block (block_tiles.py) leaves the warps to choose. Behind the same GEMMs, microseconds with 4, 8 and 16, of
-which one tile fills a multiprocessor::
+A tile that is a block (block_tiles.py) leaves the warps to choose. Behind the same GEMMs, microseconds with 4 and 8, and 16
+with as few registers as let two tiles share a multiprocessor, which Inductor cannot ask for::
 
-    gradient, 16384 x 4096        118    112    211
-    RMSNorm, 16384 x 4096         210    119    240
-    SwiGLU, 16384 x 14336         615    608    989
-    its gate's gradient, 3 reads  770    931   1047
+    gradient, 16384 x 4096        110    104    198
+    RMSNorm, 16384 x 4096         174     95    157
+    SwiGLU, 16384 x 14336         552    494    716
+    its gate's gradient, 3 reads  676    577    790
 
 The one tile for all amaxes of current scaling is within 4% of the best of 46 for each (2026-11-20): 14336 x 4096 34.4 us
 where Inductor's takes 44.8, SwiGLU 313.9 (358.3), SwiGLU backward 451.4 (553.5).
@@ -45,7 +45,7 @@ from te_inductor.recipes.formats import ELEMENTS, TENSOR
 
 # By the number of whole tensors read: elements in the dimension in which they are contiguous, elements across, warps.
 CAST = {1: (128, 64, 8), 2: (128, 64, 8), 3: (32, 64, 4)}
-BLOCK = {1: 8, 2: 8, 3: 4}  # warps of a kernel whose tile is a block, by the number of whole tensors read
+BLOCK_WARPS = 8  # of a kernel whose tile is a block
 FLAT = {"XBLOCK": 8192, "num_warps": 8}  # of a row copy and amax alone: a program looks for the largest of its elements
 AMAX = {"XBLOCK": 1, "R0_BLOCK": 4096, "num_warps": 16}
 # The ops that cast or look for a scale, and among them those that cast both ways; the dtypes of copies.
@@ -152,9 +152,8 @@ def tile_of(features: Any, tiling: dict[str, Any]) -> dict[str, int] | None:
     if not scopes or any(scope.microscaled for scope in scopes):  # not measured: emulation is not about speed
         return None
     nodes = list(features.scheduler_nodes())
-    for matrix in block_tiles.matrices(nodes):
-        warps = BLOCK[_tensors_read(_whole_reads(nodes, matrix.rows * matrix.columns), max(BLOCK))]
-        return {"XBLOCK": block_tiles.TILE, "YBLOCK": block_tiles.TILE, "num_warps": warps}
+    if block_tiles.matrices(nodes):
+        return {"XBLOCK": block_tiles.TILE, "YBLOCK": block_tiles.TILE, "num_warps": BLOCK_WARPS}
     dimensions = set(tiling)
     if features.is_reduction():
         long = dimensions == {"x", "r0_"} and V.graph.sizevars.statically_known_geq(tiling["r0_"], AMAX_FROM)
@@ -168,22 +167,14 @@ def tile_of(features: Any, tiling: dict[str, Any]) -> dict[str, int] | None:
 
 def _cast_tile(nodes: list[Any], tiling: dict[str, Any]) -> dict[str, int]:
     """A node of a 2D kernel iterates over (y, x); where its read has coefficient 1, the tensor is contiguous."""
-    reads = _whole_reads(nodes, tiling["y"] * tiling["x"])
-    along, across, warps = CAST[_tensors_read(reads, max(CAST))]
+    whole = tiling["y"] * tiling["x"]
+    deps = [dep for node in nodes for dep in node.read_writes.reads if isinstance(dep, MemoryDep)]
+    reads = [dep for dep in deps if dep.get_numel() == whole]  # and not weights of a norm
+    smaller = V.graph.sizevars.statically_known_lt
+    reads = [dep for dep in reads if not smaller(V.graph.get_numel(dep.name), whole)]  # nor scales of square blocks
+    # Two slices of one buffer are two; the same slice read in either order of the loops is one.
+    slices = {(dep.name, dep.index.subs(dict.fromkeys(dep.var_names, 0))) for dep in reads}
+    along, across, warps = CAST[min(max(len(slices), 1), max(CAST))]
     outer = any(len(dep.var_names) == 2 and dep.index.coeff(dep.var_names[0]) == 1 for dep in reads)
     y, x = (along, across) if outer else (across, along)
     return {"XBLOCK": x, "YBLOCK": y, "num_warps": warps}
-
-
-def _whole_reads(nodes: list[Any], whole: Any) -> list[MemoryDep]:
-    """What a kernel reads of tensors of so many elements: neither weights of a norm nor scales of square blocks."""
-    deps = [dep for node in nodes for dep in node.read_writes.reads if isinstance(dep, MemoryDep)]
-    smaller = V.graph.sizevars.statically_known_lt
-    return [dep for dep in deps if dep.get_numel() == whole and not smaller(V.graph.get_numel(dep.name), whole)]
-
-
-def _tensors_read(reads: list[MemoryDep], most: int) -> int:
-    """At least one, and at most so many."""
-    # Two slices of one buffer are two; the same slice read in either order of the loops is one.
-    slices = {(dep.name, dep.index.subs(dict.fromkeys(dep.var_names, 0))) for dep in reads}
-    return min(max(len(slices), 1), most)

@@ -10,7 +10,7 @@ from te_inductor.runtime import reference
 from tests.bounds import assert_within, gemm_error, magnitudes_of
 from tests.numerics.test_quantize import CONTENTS, FP32_SCOPES, QUANTIZERS, check_both
 
-SIZES = [(1, 1), (3, 17), (33, 70), (128, 64), (257, 1040), (64, 4096)]
+SIZES = [(1, 1), (3, 17), (33, 70), (128, 64), (256, 384), (257, 1040), (64, 4096)]
 PAIRS = [("tensor", "tensor"), ("row", "row"), ("1x128", "128x128"), ("1x128", "1x128"), ("128x128", "1x128")]
 FAST_BITS = (
     13  # Hopper's fast accumulation keeps at least this many bits of each partial sum (DeepSeek-V3, section 3.5.2)
@@ -55,6 +55,20 @@ def test_compiled_casts_of_other_dtypes(scope, dtype):
     for size in SIZES:
         x = torch.randn(size).to(dtype)
         check_both(x, Quantizer("e4m3", scope=scope), on_gpu(compiled("quantize")), on_gpu(compiled("quantize_rowcol")))
+
+
+def test_the_sigmoid_of_kernels_that_quantize():
+    """Every bf16 value, NaN and infinity too. A rounding of x * log2(e) is one of the exponent, by which e is multiplied."""
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int16, device="cuda").view(torch.bfloat16).view(256, 256).float()
+    install()
+    quantizer = Quantizer("e4m3", scope="1x128")
+    run = torch.compile(lambda x: (torch.sigmoid(x), *ops.quantize_rowcol(torch.sigmoid(x), quantizer)), backend="te")
+    found, exact = run(x)[0].double(), torch.sigmoid(x.double())
+    bound = exact * (2 * x.double().abs() + 8) * 2.0**-23 + 2.0**-126
+    assert torch.equal(found.isnan(), x.isnan())
+    usual = x.isfinite()
+    assert bool(((found - exact).abs() <= bound)[usual].all())
+    assert torch.equal(found[x.isinf()], exact[x.isinf()])
 
 
 @pytest.mark.parametrize("content", CONTENTS)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from te_inductor.lowerings.block_tiles import TILE
-from te_inductor.lowerings.tiles import BLOCK
+from te_inductor.lowerings.tiles import BLOCK_WARPS
 from tests.offline.harness import Generated, compile_to_cubin, generate
 
 
@@ -75,7 +75,7 @@ def test_both_copies_are_one_kernel(training: Generated) -> None:
         assert kernel.body.count("tl.load(in_ptr0") == 1 and kernel.body.count("tl.store(") == 4
         pointers = [kind for kind in kernel.meta["signature"].values() if kind.startswith("*")]
         assert pointers.count("*fp8e4nv") == 2
-        assert kernel.tile["num_warps"] == BLOCK[min(pointers.count("*bf16"), 3) if "norm" not in kernel.name else 1]
+        assert kernel.tile["num_warps"] == BLOCK_WARPS
 
 
 def test_magnitudes_are_integers(training: Generated) -> None:
@@ -85,6 +85,18 @@ def test_magnitudes_are_integers(training: Generated) -> None:
             assert "minimum" not in kernel.body and "triton_helpers.max" not in kernel.body, kernel.name
             for found in re.findall(r"tl\.max\((?:tl\.max\()?tl\.broadcast_to\((\w+),", kernel.body):
                 assert re.search(rf"{found} = tmp\d+ & tmp\d+\n", kernel.body), kernel.name
+
+
+def test_a_sigmoid_is_two_approximations(training: Generated, tmp_path: Path) -> None:
+    """No division, nor what surrounds one for the sake of the largest and smallest numbers."""
+    ptx = [
+        compile_to_cubin(k, 90, tmp_path).asm["ptx"]
+        for k in training.kernels
+        if "silu" in k.name or "sigmoid" in k.name
+    ]
+    assert len(ptx) == 3  # SwiGLU's output and its two gradients
+    for text in ptx:
+        assert "rcp.approx.ftz.f32" in text and "ex2.approx.ftz.f32" in text and "div" not in text
 
 
 def test_every_kernel_compiles(training: Generated, tmp_path: Path) -> None:
