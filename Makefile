@@ -10,10 +10,10 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu fuzz lint format clean
+.PHONY: help demo test test-gpu test-matrix fuzz lint format clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/demo.done ## Train a small Llama eagerly, compiled, and in FP8; ARGS="--recipes current --steps 300"
 	$(BIN)/python -m examples.demo $(ARGS)
@@ -23,6 +23,9 @@ test: $(VENV)/dev.done ## Run the tests that need no GPU; ARGS="-k explain"
 
 test-gpu: $(VENV)/dev.done ## Run the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+test-matrix: ## Run them on each Python and torch that we support; ARGS="--cell 3.12:2.13.0 tests/numerics"
+	$(PYTHON) -m tests.matrix $(ARGS)
 
 fuzz: $(VENV)/dev.done ## Check 2,000 random models, others with each seed; ARGS="--seed 7 --cases 200"
 	$(BIN)/python -m pytest tests/backend/test_fuzz.py -n 2 --cases 2000 $(ARGS)
@@ -37,7 +40,7 @@ format: $(VENV)/dev.done ## Format the sources and apply the safe fixes
 	$(BIN)/ruff format
 
 clean: ## Remove .venv, caches and figures
-	rm -rf $(VENV) out build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-matrix out build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # A GPU machine keeps the torch it has, if that is one we support and it sees the GPU; any other gets the pinned one.
 USABLE_TORCH := import sys, torch; sys.exit(not torch.cuda.is_available() or torch.__version__ < (2, 11))
