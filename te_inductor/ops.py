@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from te_inductor.compat import constant_type_name
-from te_inductor.errors import DoubleBackwardError
 from te_inductor.recipes import Gemm, Quantizer, Slots
 from te_inductor.recipes.delayed import ScaleUpdate
 from te_inductor.recipes.formats import HADAMARD, padded
 from te_inductor.runtime import delayed, eager
 from te_inductor.runtime.microscaling import ALPHA
+from te_inductor.runtime.operation import Gradients, Needs, Operation
 from te_inductor.runtime.philox import new_seed
 
 _QUANTIZER, _GEMM, _SLOTS, _UPDATE = (constant_type_name(cls) for cls in (Quantizer, Gemm, Slots, ScaleUpdate))
@@ -230,55 +230,53 @@ def _weight_copies(
     return row, column if columnwise else None
 
 
-class _Linear(torch.autograd.Function):
+@dataclass(frozen=True)
+class Linears(Operation):
     """Linear layers of one input in low precision, one GEMM for all; traced, so its body becomes nodes of the forward and
     backward graphs. Layers whose weights are w₁, w₂, … are one layer whose weight is all of their rows.
 
+    Inputs: x (M, K), the step's token or None, `count` weights (N, K), then their biases (N,) if they have any.
     Saved for backward: the columnwise copies of x and w, one byte an element each, and never a view of an input.
     """
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        token: Tensor | None,
-        step: Step | None,
-        kept: Sequence[Tensor],
-        slots: Slots,
-        out_dtype: torch.dtype,
-        count: int,
-        *operands: Tensor,
-    ) -> tuple[Tensor, ...]:
-        """`operands` are `count` weights, then their biases if they have any."""
-        weights, biases = operands[:count], operands[count:]
+    slots: Slots
+    out_dtype: torch.dtype
+    count: int = 1
+    step: Step | None = None
+    kept: Sequence[Tensor] = ()
+
+    def compute(
+        self, needs: Needs, x: Tensor, token: Tensor | None, *operands: Tensor
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        weights, biases = operands[: self.count], operands[self.count :]
         # Of the layers of one call all want a gradient or none does.
-        wanted = ctx.needs_input_grad[-len(operands) :]
-        x_grad, weight_grad, bias_grad = ctx.needs_input_grad[0], any(wanted[:count]), any(wanted[count:])
+        wanted = needs[-len(operands) :]
+        x_grad, weight_grad, bias_grad = needs[0], any(wanted[: self.count]), any(wanted[self.count :])
+        slots, step = self.slots, self.step
         x_row, x_col = copies([x], 0, slots.input, step.input if step else None, columnwise=weight_grad)
-        w_row, w_col = _weight_copies(weights, slots.weight, step.weight if step else None, kept, x_grad)
+        w_row, w_col = _weight_copies(weights, slots.weight, step.weight if step else None, self.kept, x_grad)
+        y = product(x_row, w_row, _cat(biases) if biases else None, slots.fprop, self.out_dtype)
+        ys = y.split([weight.shape[0] for weight in weights], 1) if self.count > 1 else (y,)
+        return ys, (x_col, w_col, (x_grad, weight_grad, bias_grad))
+
+    def setup_context(self, ctx: Any, inputs: tuple[Any, ...], found: Any) -> None:
+        x, _, *operands = inputs
+        weights, biases = operands[: self.count], operands[self.count :]
+        x_col, w_col, ctx.needs = found
         ctx.save_for_backward(*Copy.saved(x_col), *Copy.saved(w_col))
-        # Of this step alone, or mutable: neither is for autograd's check that nothing saved has changed.
-        ctx.step, ctx.slots, ctx.needs = step, slots, (x_grad, weight_grad, bias_grad)
         ctx.dtypes = x.dtype, weights[0].dtype, biases[0].dtype if biases else None
         ctx.sizes = [weight.shape[0] for weight in weights]
-        y = product(x_row, w_row, _cat(biases) if biases else None, slots.fprop, out_dtype)
-        return y.split(ctx.sizes, 1) if len(weights) > 1 else (y,)
 
-    @staticmethod
-    def backward(ctx: Any, *dys: Tensor) -> Any:  # type: ignore[override]
-        if torch.is_grad_enabled() and any(dy.requires_grad for dy in dys):
-            raise DoubleBackwardError(
-                "a gradient of a low-precision gradient was asked for, expected first-order gradients only; "
-                'compile this module with options={"recipe": "none"}'
-            )
+    def backward(self, ctx: Any, *dys: Tensor) -> Gradients:
         x_grad, weight_grad, bias_grad = ctx.needs
         saved = ctx.saved_tensors  # once: each access unpacks them
         x_col, w_col = Copy(*saved[:3]), Copy(*saved[3:])
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
-        slots, step, dx = ctx.slots, ctx.step, None
+        # Of this step alone, or mutable: what it holds is not for autograd's check that nothing saved has changed.
+        slots, step, dx = self.slots, self.step, None
         dws: Sequence[Tensor | None] = [None] * len(dys)
         if x_grad or weight_grad:
-            known = step and step.grad_output
+            known = step.grad_output if step else None
             g_row, g_col = copies(dys, 1, slots.grad_output, known, rowwise=x_grad, columnwise=weight_grad)
             if step is not None:
                 record_amax(dys, step.grad_amax)
@@ -290,7 +288,7 @@ class _Linear(torch.autograd.Function):
         dbs: Sequence[Tensor | None] = [] if bias_dtype is None else [None] * len(dys)
         if bias_grad:
             dbs = [dy.sum(0, dtype=torch.float32).to(bias_dtype) for dy in dys]
-        return dx, None, None, None, None, None, None, *dws, *dbs
+        return dx, None, *dws, *dbs
 
 
 def product(a: Copy | None, b: Copy | None, bias: Tensor | None, gemm: Gemm, out_dtype: torch.dtype) -> Tensor:
@@ -362,13 +360,8 @@ def _linears(
     flat = x.reshape(-1, x.shape[-1])
     pairs = [] if known is None else [Known(*pair) for pair in zip(known[::2], known[1::2], strict=True)]
     step = Step(*pairs, *([token, grad_amax] if len(pairs) > 2 else [])) if pairs else None  # type: ignore[arg-type]
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (x, *weights, *biases)):
-        ys = _Linear.apply(flat, token, step, kept or (), slots, out_dtype, len(weights), *weights, *biases)
-    else:
-        x_row, _ = copies([flat], 0, slots.input, step.input if step else None, columnwise=False)
-        w_row, _ = _weight_copies(weights, slots.weight, step.weight if step else None, kept or (), False)
-        y = product(x_row, w_row, _cat(biases) if biases else None, slots.fprop, out_dtype)
-        ys = y.split([weight.shape[0] for weight in weights], 1) if len(weights) > 1 else [y]
+    layers = Linears(slots, out_dtype, len(weights), step, kept or ())
+    ys = layers(flat, token, *weights, *biases)
     return [y.reshape(*x.shape[:-1], y.shape[1]) for y in ys]
 
 

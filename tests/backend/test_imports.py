@@ -17,7 +17,7 @@ ORDER = [
     {"regions"},
     {"runtime"},
     {"ops"},
-    {"ops_stored"},
+    {"ops_stored", "operations"},
     {"stored_weight"},
     {"templates"},
     {"lowerings", "post_grad"},

@@ -1,0 +1,72 @@
+"""The form of a differentiable operation: what it computes, what its backward needs of that, and the backward.
+
+Autograd sees the three as one function. Where no gradient is wanted, `compute` alone runs.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_inductor.errors import DoubleBackwardError
+
+Needs = tuple[bool, ...]  # of each input, whether its gradient will be asked for
+Gradients = tuple[Tensor | None, ...]  # of each input
+PARTS = ("compute", "setup_context", "backward")
+
+
+class Operation:
+    """An operation with a backward. Instances hold what is constant in it (sizes, recipes, factors) and no state; tensors
+    are inputs.
+
+    A class defines `compute`, `setup_context` and `backward`, all three or, where it inherits them, none: a backward belongs
+    to the computation that it was written for. Anything else is a TypeError when the class is defined.
+    """
+
+    def compute(self, needs: Needs, *inputs: Any) -> tuple[Any, Any]:
+        """The outputs, a tensor or a tuple of them, none of which aliases an input; and what `setup_context` is to have of
+        how they came about."""
+        raise NotImplementedError
+
+    def setup_context(self, ctx: Any, inputs: tuple[Any, ...], found: Any) -> None:
+        """Keep in `ctx`, by `save_for_backward` if it is a tensor, what `backward` needs; `found` is what `compute` left."""
+        raise NotImplementedError
+
+    def backward(self, ctx: Any, *grads: Tensor) -> Gradients:
+        """The gradients of all inputs, of those of the outputs; None of what has none."""
+        raise NotImplementedError
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        missing = [part for part in PARTS if part not in cls.__dict__]
+        if missing and len(missing) < len(PARTS):
+            defined = [part for part in PARTS if part not in missing]
+            raise TypeError(
+                f"{cls.__name__} defines {' and '.join(defined)} without {' and '.join(missing)}, expected all of"
+                f" {', '.join(PARTS)}, or none where they are inherited"
+            )
+
+    def __call__(self, *inputs: Any) -> Any:
+        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
+            return _Differentiable.apply(self, *inputs)
+        return self.compute((False,) * len(inputs), *inputs)[0]
+
+
+class _Differentiable(torch.autograd.Function):
+    """Any operation, for autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, operation: Operation, *inputs: Any) -> Any:
+        outputs, found = operation.compute(ctx.needs_input_grad[1:], *inputs)
+        operation.setup_context(ctx, inputs, found)
+        ctx.operation = operation
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # type: ignore[override]
+        if torch.is_grad_enabled() and any(grad.requires_grad for grad in grads):
+            raise DoubleBackwardError(
+                "a gradient of a low-precision gradient was asked for, expected first-order gradients only; "
+                'compile this module with options={"recipe": "none"}'
+            )
+        return None, *ctx.operation.backward(ctx, *grads)
