@@ -118,11 +118,12 @@ class autocast:
                 _warn_if_nothing_compiles()
 
     def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
-        region = self.region
+        # Of the region itself, torch 2.11 would have Dynamo read no field.
+        enabled, recipe = self.region.enabled, self.region.recipe
 
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
-            with autocast(region.enabled, region.recipe):
+            with autocast(enabled, recipe):
                 return function(*args, **kwargs)
 
         return call
