@@ -48,7 +48,7 @@ def _is_of_weight(cast: fx.Node, sources: Sequence[fx.Node]) -> bool:
     that the row copy has found."""
     found_again = cast.target is ops.quantize_rowcol and cast.args[1].granularity.transposes  # type: ignore[union-attr]
     gemms = [user.args[5] for copy in cast.users for user in copy.users if user.target is ops.scaled_mm]
-    return not found_again and any(gemm.name == "dgrad" for gemm in gemms) and all(map(_is_of_input, sources))
+    return not found_again and any(gemm.name == "dgrad" for gemm in gemms) and all(map(_is_of_input, sources))  # type: ignore[union-attr]
 
 
 def _is_of_input(x: fx.Node) -> bool:
