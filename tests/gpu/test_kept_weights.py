@@ -24,15 +24,22 @@ SHAPES = [(48, 80), (30, 136), (200, 8), (20, 1092), (512, 4096)]
 
 
 def same(kept, expected) -> bool:
-    pairs = zip([*kept.tensors, kept.seen], [*expected.tensors, expected.seen], strict=True)
-    return all(torch.equal(a.cpu().reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)) for a, b in pairs)
+    """Bit for bit, but for which NaN a NaN is: the CPU keeps its sign."""
+    if not torch.equal(kept.seen.cpu(), expected.seen):
+        return False
+    pairs = zip(kept.tensors, expected.tensors, strict=True)
+    return all(_bits(a.cpu()).equal(_bits(b)) for a, b in pairs)
+
+
+def _bits(x):
+    return torch.where(x.float().isnan(), 0x7F, x.view(torch.uint8)) if x.element_size() == 1 else x
 
 
 @pytest.mark.parametrize("content", CONTENTS)
 @pytest.mark.parametrize("quantizer", QUANTIZERS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_copies(dtype, quantizer, content):
-    """All weights at once, both orders, against the eager look on the CPU; NaN is one byte of E4M3, of E5M2 any of three."""
+    """All weights at once, both orders, against the eager look on the CPU."""
     weights = [[CONTENTS[content](*shape).to(dtype)] for shape in SHAPES]
     specs = [Spec(quantizer, i % 2 == 1, 1) for i in range(len(weights))]
     on_gpu = [[w.cuda() for w in group] for group in weights]
@@ -44,11 +51,7 @@ def test_copies(dtype, quantizer, content):
         look(list(map(Look, kept, on_gpu)))
         kept_weights.refresh(list(map(Look, expected, weights)))
         for one, other, shape in zip(kept, expected, SHAPES, strict=True):
-            if quantizer.element == "e4m3" or torch.isfinite(weights[0][0]).all():
-                assert same(one, other), shape
-            else:
-                both = (t.float().cpu() for t in (one.data, other.data))
-                assert torch.equal(*(t.nan_to_num(-1.0) for t in both)), shape
+            assert same(one, other), shape
         for group, other in zip(on_gpu, weights, strict=True):
             for tensors in (group, other):
                 tensors[0][-1, -1] = 3.0
@@ -95,7 +98,9 @@ def test_programs(recipe, mode):
                 model.zero_grad()
                 y = run(x)
                 y.float().square().sum().backward()
-                outs.append([y.detach().clone(), *(p.grad.clone() for p in model.parameters())])
+                for p in model.parameters():
+                    p.grad = p.grad.clone()  # and no memory of a CUDA graph, which the next replay writes
+                outs.append([y.detach().clone(), *(p.grad for p in model.parameters())])
                 del y
             for a, b in zip(*outs, strict=True):
                 assert torch.equal(a, b), (step, microbatch)
