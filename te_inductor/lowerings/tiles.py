@@ -16,8 +16,8 @@ amax (H200, torch 2.11, triton 3.6, 2026-11-21): 128 x 64 with 4 warps, the best
     SwiGLU, 16384 x 14336               2      403.7    349.3    349.3
     gate's and up's weights             2      150.0    142.5    147.2
 
-SwiGLU's backward (3 reads) was timed behind bf16 GEMMs that keep the card at its power limit, as in a step, with one sigmoid
-(sigmoids.py): 32 x 64 with 4 warps 583 us, 32 x 128 606, 128 x 32 643, 128 x 32 with 8 warps 735, 64 x 64 with 8 765.
+SwiGLU's backward (3 reads) takes 758 us in a step with 128 x 32 and 8 warps, and 838 with 32 x 64 and 4, which was the
+faster one, 583 us for 735, behind GEMMs alone: what counts is the step.
 
 A tile that is a block (block_tiles.py) leaves the warps to choose. Behind the same GEMMs, microseconds with 4 and 8, and 16
 with as few registers as let two tiles share a multiprocessor, which Inductor cannot ask for::
@@ -44,7 +44,7 @@ from te_inductor.recipes import Quantizer
 from te_inductor.recipes.formats import ELEMENTS, TENSOR
 
 # By the number of whole tensors read: elements in the dimension in which they are contiguous, elements across, warps.
-CAST = {1: (128, 64, 8), 2: (128, 64, 8), 3: (32, 64, 4)}
+CAST = {1: (128, 64, 8), 2: (128, 64, 8), 3: (128, 32, 8)}
 BLOCK_WARPS = 8  # of a kernel whose tile is a block
 FLAT = {"XBLOCK": 8192, "num_warps": 8}  # of a row copy and amax alone: a program looks for the largest of its elements
 AMAX = {"XBLOCK": 1, "R0_BLOCK": 4096, "num_warps": 16}
