@@ -41,7 +41,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--mode", help="torch.compile's mode, for every compiled arm")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--iters", type=int, default=20)
-    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--warmup", type=int, default=15, help="steps before: the card's clock settles within ten")
     parser.add_argument("--kernels", action="store_true", help="profile each arm's kernels, in its first round")
     parser.add_argument("--top", type=int, default=20, help="how many kernels to list")
     parser.add_argument("--plot", action="store_true", help="a bar chart beside the JSON")
