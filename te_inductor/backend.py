@@ -21,7 +21,7 @@ from te_inductor.diagnostics import Report, announce, log, say, uncompiled
 from te_inductor.errors import TEInductorError
 from te_inductor.passes import (
     Plan,
-    check_kept,
+    check_extras,
     check_sites,
     inline_attention,
     match_sites,
@@ -42,7 +42,7 @@ DECIDE: tuple[Callable[[Plan], None], ...] = (
     check_sites,
     weigh_sites,
     merge_sites,
-    check_kept,
+    check_extras,
     report_sites,
 )
 PASSES = (*DECIDE, start_builds, rewrite_sites)
@@ -151,8 +151,10 @@ def _compile_or_restore(
 
     try:
         with compat.unwinding_transforms():
-            compiled = inductor(plan.gm, [*plan.inputs, *plan.kept.examples, *plan.state.examples])
-            return bind(compiled, plan.kept, plan.state)
+            compiled = inductor(
+                plan.gm, [*plan.inputs, *plan.kept.examples, *plan.main_grads.examples, *plan.state.examples]
+            )
+            return bind(compiled, plan.kept, plan.main_grads, plan.state)
     except (RestartAnalysis, SkipFrame, Unsupported, TEInductorError):
         raise  # Dynamo's own control flow, and what the user asked to be told
     except Exception:

@@ -8,6 +8,7 @@ option     values                                       default
 recipe     a recipe's name or instance                  ``TE_INDUCTOR_RECIPE``, else ``"auto"``
 policy     {glob or function: recipe name or instance}  ``{}``; the first entry that matches wins
 fallback   ``"warn"``, ``"error"``, ``"silent"``        ``"warn"``
+wgrad      ``"grad"``, ``"main_grad"``                  ``"grad"``; ``"main_grad"`` adds weight gradients to it in fp32
 weights    ``"each_call"``, ``"once"``                  ``"each_call"``; ``"once"`` casts a weight again when it has changed
 mode       as in ``torch.compile(mode=…)``              None; here because torch refuses mode= beside options=
 =========  ===========================================  ==========================================================
@@ -24,10 +25,12 @@ from te_inductor.errors import OptionError, unknown, wrong_type
 
 Fallback = Literal["warn", "error", "silent"]
 Weights = Literal["each_call", "once"]
+Wgrad = Literal["grad", "main_grad"]
 
-OWN_OPTIONS = ("recipe", "policy", "fallback", "weights", "mode")
+OWN_OPTIONS = ("recipe", "policy", "fallback", "weights", "wgrad", "mode")
 FALLBACKS = ("warn", "error", "silent")
 WEIGHTS = ("each_call", "once")
+WGRADS = ("grad", "main_grad")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 ENV_RECIPE = "TE_INDUCTOR_RECIPE"
 
@@ -40,6 +43,7 @@ class Options:
     policy: tuple[tuple[str | Callable[..., bool], object], ...] = ()
     fallback: Fallback = "warn"
     weights: Weights = "each_call"
+    wgrad: Wgrad = "grad"
     mode: str | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
@@ -54,12 +58,8 @@ def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> 
     recipe = given.pop("recipe", None)
     if recipe is None:
         recipe = os.environ.get(ENV_RECIPE) or "auto"
-    fallback = given.pop("fallback", "warn")
-    if fallback not in FALLBACKS:
-        raise OptionError(unknown("value of option 'fallback'", fallback, FALLBACKS))
-    weights = given.pop("weights", "each_call")
-    if weights not in WEIGHTS:
-        raise OptionError(unknown("value of option 'weights'", weights, WEIGHTS))
+    fallback = _choice(given, "fallback", FALLBACKS, "warn")
+    weights, wgrad = _choice(given, "weights", WEIGHTS, "each_call"), _choice(given, "wgrad", WGRADS, "grad")
     policy = _parse_policy(given.pop("policy", {}))
     own_mode = given.pop("mode", None)
     if own_mode is not None and mode is not None and own_mode != mode:
@@ -67,7 +67,22 @@ def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> 
     mode = mode if own_mode is None else own_mode
     if mode is not None and mode not in MODES:
         raise OptionError(unknown("mode", mode, MODES))
-    return Options(recipe, policy, cast(Fallback, fallback), cast(Weights, weights), mode, _parse_inductor(given))
+    return Options(
+        recipe,
+        policy,
+        cast(Fallback, fallback),
+        cast(Weights, weights),
+        cast(Wgrad, wgrad),
+        mode,
+        _parse_inductor(given),
+    )
+
+
+def _choice(given: dict[str, Any], name: str, known: tuple[str, ...], default: str) -> object:
+    value = given.pop(name, default)
+    if value not in known:
+        raise OptionError(unknown(f"value of option {name!r}", value, known))
+    return value
 
 
 def _parse_policy(policy: object) -> tuple[tuple[str | Callable[..., bool], object], ...]:

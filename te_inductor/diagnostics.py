@@ -7,7 +7,7 @@ import logging
 import warnings
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from te_inductor.errors import FallbackError, FallbackWarning
 
@@ -42,15 +42,21 @@ class Site:
     merged: tuple[str, ...] = ()  # module paths of all sites that are one GEMM with this one, itself too
 
 
+class Unmet(NamedTuple):
+    """What an option asks of a site that runs in low precision, and it does not do."""
+
+    option: str
+    fqn: str
+    reason: str
+
+
 @dataclass(frozen=True)
 class Report:
     """Every site of a model. `print(report)` shows a table."""
 
     sites: list[Site] = field(default_factory=list)
     unused_policy: list[str] = field(default_factory=list)  # entries that matched no site: globs, names of functions
-    unkept: dict[str, str] = field(
-        default_factory=dict
-    )  # module paths of weights that options["weights"] leaves out: why
+    unmet: list[Unmet] = field(default_factory=list)
     failure: str | None = None  # traceback of a failure inside our own passes
 
     @property
@@ -65,7 +71,7 @@ class Report:
         columns = ("module", "pattern", "GEMM", "M x N x K", "recipe", "kernel", "why not")
         table = tabulated(_headline(self), columns, _rows(self.sites))
         tail = [f"policy entry {entry!r} matches no linear site" for entry in self.unused_policy]
-        tail += [f"{fqn}: weight cast at each call: {reason}" for fqn, reason in self.unkept.items()]
+        tail += [f"option {option!r} does not reach {fqn}: {reason}" for option, fqn, reason in self.unmet]
         return "\n".join([table, *tail, *([self.failure] if self.failure else [])])
 
 
@@ -92,7 +98,7 @@ def merge(reports: Iterable[Report]) -> Report:
     return Report(
         sites=[site for report in reports for site in report.sites],
         unused_policy=[entry for entry in unused if all(entry in report.unused_policy for report in reports)],
-        unkept={fqn: reason for report in reports for fqn, reason in report.unkept.items()},
+        unmet=[unmet for report in reports for unmet in report.unmet],
         failure="\n".join(report.failure for report in reports if report.failure) or None,
     )
 
@@ -130,7 +136,7 @@ def announce(report: Report, fallback: str) -> None:
     text = summary(report)
     if text is None:
         return
-    if fallback == "error" and not (report.fallbacks or report.unkept or report.failure):
+    if fallback == "error" and not (report.fallbacks or report.unmet or report.failure):
         fallback = (
             "warn"  # a policy entry that this graph does not use may be used by the next one, behind a graph break
         )
@@ -163,8 +169,8 @@ def summary(report: Report) -> str | None:
     for entry in report.unused_policy:
         known = ", ".join(sorted({fqn for fqn, _ in places})[:4]) or "none"
         lines.append(f"te_inductor: policy entry {entry!r} matches no linear site of this graph (sites: {known}, …)")
-    for reason, unkept in _grouped(list(report.unkept), report.unkept.get):
-        lines.append(f"te_inductor: weights cast at each call: {reason}: {_shown(unkept)}")
+    for (option, reason), unmet in _grouped(report.unmet, lambda one: (one.option, one.reason)):
+        lines.append(f"te_inductor: option {option!r} does not reach, because {reason}: {_shown(u.fqn for u in unmet)}")
     if report.failure:
         lines.append(f"te_inductor: compiled without low precision, because a pass of ours failed:\n{report.failure}")
     return "\n".join(lines) or None

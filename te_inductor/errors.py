@@ -31,6 +31,10 @@ class StateError(TEInductorError, ValueError):
     """State of delayed scaling that does not fit the model it is loaded into."""
 
 
+class MainGradError(TEInductorError, ValueError):
+    """A parameter's `main_grad` is gone, or no tensor that its gradient can be added to in a GEMM's layout."""
+
+
 class StoredWeightError(TEInductorError, RuntimeError):
     """A weight that is stored in low precision was to be trained or changed in place, or cannot be stored so."""
 

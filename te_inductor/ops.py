@@ -167,6 +167,9 @@ read_scales = _define("read_scales(Tensor[] scales) -> Tensor[]", delayed.read_s
 record_amax = _define(
     "record_amax(Tensor[] pieces, Tensor(a!) amax) -> ()", delayed.record_amax, lambda pieces, amax: None
 )
+add_gradient = _define(
+    "add_gradient(Tensor(a!) total, Tensor gradient) -> ()", eager.add_gradient, lambda total, dw: None
+)
 update_scales = _define(
     f"update_scales(Tensor(a!)[] amaxes, Tensor(b!)[] scales, Tensor(c!)[] histories, {_UPDATE} update) -> ()",
     delayed.update_scales,
@@ -244,6 +247,7 @@ class Linears(Operation):
     count: int = 1
     step: Step | None = None
     kept: Sequence[Tensor] = ()
+    main_grads: Sequence[Tensor] = ()  # fp32 totals, one a weight, that take the weights' gradients
 
     def compute(
         self, needs: Needs, x: Tensor, token: Tensor | None, *operands: Tensor
@@ -283,8 +287,12 @@ class Linears(Operation):
         if x_grad:
             dx = product(g_row, w_col, None, slots.dgrad, x_dtype)
         if weight_grad:
-            dw = product(g_col, x_col, None, slots.wgrad, weight_dtype)
+            dw = product(g_col, x_col, None, slots.wgrad, torch.float32 if self.main_grads else weight_dtype)
             dws = dw.split(ctx.sizes) if len(dys) > 1 else [dw]
+            if self.main_grads:
+                for total, gradient in zip(self.main_grads, dws, strict=True):
+                    add_gradient(total, gradient)
+                dws = [None] * len(dys)
         dbs: Sequence[Tensor | None] = [] if bias_dtype is None else [None] * len(dys)
         if bias_grad:
             dbs = [dy.sum(0, dtype=torch.float32).to(bias_dtype) for dy in dys]
@@ -352,15 +360,15 @@ def _linears(
     known: Sequence[Tensor] | None = None,  # scale, scale_inv of each slot, all of (); None: computed from the tensors
     token: Tensor | None = None,  # what `delayed_step` returned
     grad_amax: Tensor | None = None,  # (), where the backward records the gradients' amax
-    kept: Sequence[Tensor]
-    | None = None,  # the weights' data, scale_inv, and those of the column copy where there is one
+    kept: Sequence[Tensor] | None = None,  # the weights' data, scale_inv, and the column copy's where there is one
+    main_grads: Sequence[Tensor] | None = None,  # each (N, K) fp32: what a weight's gradient is added to
 ) -> list[Tensor]:  # each (..., N)
     """``x @ weight.T + bias`` for each weight, the operands of all three GEMMs in the low precision of `slots`. Several
     weights, each with a multiple of 16 rows, share their scale, as their gradients do, and each of their GEMMs is one."""
     flat = x.reshape(-1, x.shape[-1])
     pairs = [] if known is None else [Known(*pair) for pair in zip(known[::2], known[1::2], strict=True)]
     step = Step(*pairs, *([token, grad_amax] if len(pairs) > 2 else [])) if pairs else None  # type: ignore[arg-type]
-    layers = Linears(slots, out_dtype, len(weights), step, kept or ())
+    layers = Linears(slots, out_dtype, len(weights), step, kept or (), main_grads or ())
     ys = layers(flat, token, *weights, *biases)
     return [y.reshape(*x.shape[:-1], y.shape[1]) for y in ys]
 
@@ -371,7 +379,7 @@ def _cat(biases: Sequence[Tensor]) -> Tensor:
 
 linears = _define(
     f"linears(Tensor x, Tensor[] weights, Tensor[] biases, {_SLOTS} slots, ScalarType out_dtype, Tensor[]? known=None,"
-    " Tensor? token=None, Tensor? grad_amax=None, Tensor[]? kept=None) -> Tensor[]",
+    " Tensor? token=None, Tensor? grad_amax=None, Tensor[]? kept=None, Tensor[]? main_grads=None) -> Tensor[]",
     _linears,
 )
 

@@ -1,6 +1,6 @@
 """The passes of `backend.PASSES`, each over one `Plan`. They read and rewrite the Dynamo graph, before autograd sees it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,13 +8,14 @@ from torch import fx
 
 from te_inductor import recipes
 from te_inductor.config import Options
-from te_inductor.diagnostics import Refusal, Report, Site
+from te_inductor.diagnostics import Refusal, Report, Site, Unmet
 from te_inductor.patterns import (
     RULES,
     attention,
     delayed,
     gemm_kernels,
     kept,
+    main_grads,
     merging,
     policy,
     regions,
@@ -24,12 +25,14 @@ from te_inductor.patterns import (
     transforms,
 )
 from te_inductor.patterns.bodies import Bodies
+from te_inductor.patterns.extras import Extras
 from te_inductor.patterns.gemm_kernels import Choice
 from te_inductor.patterns.module_path import module_path
 from te_inductor.patterns.rule import Emit, Match, Rule, call_linears
 from te_inductor.recipes import DelayedScaling, Recipe, Slots
 from te_inductor.regions import Region, active
 from te_inductor.runtime.kept_inputs import KeptInputs
+from te_inductor.runtime.main_grads import MainGradInputs
 from te_inductor.runtime.state_inputs import StateInputs
 from te_inductor.stored_weight import StoredWeight
 from te_inductor.templates.cutlass import build
@@ -50,7 +53,7 @@ class Candidate:
     by_policy: bool = False  # named by a policy entry
     refusal: Refusal | None = None  # why it stays in high precision
     emulated: Refusal | None = None  # why its GEMMs multiply in high precision what low precision holds
-    unkept: Refusal | None = None  # why its weight is cast at each call, though it was to be cast once
+    unmet: dict[str, Refusal] = field(default_factory=dict)  # what the options ask for and it does not do: why
 
     @property
     def low(self) -> bool:
@@ -71,6 +74,7 @@ class Plan:
     libraries: set[Kernel] = field(default_factory=set)  # CUTLASS kernels that its GEMMs will be
     state: StateInputs = field(init=False)  # what the rewritten graph takes besides its inputs
     kept: KeptInputs = field(default_factory=lambda: KeptInputs(kept.refresh_on))  # and before that
+    main_grads: MainGradInputs = field(default_factory=MainGradInputs)  # and between those
 
     def __post_init__(self) -> None:
         self.state = StateInputs(self.options.fallback)
@@ -173,20 +177,26 @@ def merge_sites(plan: Plan) -> None:
     plan.merged.extend(merging.groups(sites))
 
 
-def check_kept(plan: Plan) -> None:
-    """Which weights are cast once, where the options ask for it; sites that are one GEMM all are, or none."""
-    if plan.options.weights == "each_call":
-        return
-    bodies = Bodies(plan.gm)
-    sites = {candidate.match.node: candidate for candidate in plan.candidates if candidate.low}
-    for site in sites.values():
-        site.unkept = kept.refusal(site.match, site.slots, bodies, plan.inputs)  # type: ignore[arg-type]
-    for group in plan.merged:
-        together = [sites[match.node] for match in group]
-        why = next((site.unkept for site in together if site.unkept), None)
-        for site in together:
-            site.unkept = why
-    plan.report.unkept.update({site.fqn: str(site.unkept) for site in sites.values() if site.unkept})
+def check_extras(plan: Plan) -> None:
+    """Which weights are cast once, and which gradients added to main_grad, where the options ask for it; sites that are one
+    GEMM all are, or none."""
+    bodies, sites = Bodies(plan.gm), {site.match.node: site for site in plan.candidates if site.low}
+    checks: dict[str, Callable[[Candidate], Refusal | None]] = {}
+    if plan.options.weights == "once":
+        checks["weights"] = lambda site: kept.refusal(site.match, site.slots, bodies, plan.inputs)  # type: ignore[arg-type]
+    if plan.options.wgrad == "main_grad":
+        checks["wgrad"] = lambda site: (
+            main_grads.refusal(site.match, bodies, plan.inputs) if main_grads.wanted(site.match) else None
+        )
+    for option, check in checks.items():
+        refusals = {node: check(site) for node, site in sites.items()}
+        for group in plan.merged:
+            why = next((refusals[match.node] for match in group if refusals[match.node]), None)
+            refusals |= {match.node: why for match in group}
+        for node, refusal in refusals.items():
+            if refusal is not None:
+                sites[node].unmet[option] = refusal
+                plan.report.unmet.append(Unmet(option, sites[node].fqn, str(refusal)))
 
 
 def report_sites(plan: Plan) -> None:
@@ -210,11 +220,11 @@ def rewrite_sites(plan: Plan) -> None:
     """Replace what passed by `te_inductor.linears`; last first, as a match's input may be the node of an earlier match."""
     sites = [candidate for candidate in plan.candidates if candidate.low]
     groups = {match.node: group for group in plan.merged for match in group}
-    keeps = _kept_sites(plan, sites, groups)
-    stateful = _delayed_sites(plan, sites, keeps)
+    extras = _extras(plan, sites, groups)
+    stateful = _delayed_sites(plan, sites, extras)
     for candidate in reversed(sites):
         recipe, match = candidate.recipe, candidate.match
-        emit = stateful[recipe].emit if isinstance(recipe, DelayedScaling) else _stateless(candidate.slots, keeps)  # type: ignore[arg-type]
+        emit = stateful[recipe].emit if isinstance(recipe, DelayedScaling) else _stateless(candidate.slots, extras)  # type: ignore[arg-type]
         group = groups.get(match.node)
         if group is None:
             candidate.rule.rewrite(match, emit)
@@ -228,27 +238,31 @@ def rewrite_sites(plan: Plan) -> None:
         module.recompile()
 
 
-def _stateless(slots: Slots, keeps: kept.KeptSites) -> Emit:
+def _stateless(slots: Slots, extras: Extras) -> Emit:
     def emit(matches: Sequence[Match], x: fx.Node, weights: Sequence[fx.Node]) -> list[fx.Node]:
-        copies = keeps.of(matches, x.graph)
-        return call_linears(matches, x, weights, slots, *([None, None, None, copies] if copies else []))
+        return call_linears(matches, x, weights, slots, **extras.of(matches, x.graph))
 
     return emit
 
 
-def _kept_sites(plan: Plan, sites: list[Candidate], groups: dict[fx.Node, list[Match]]) -> kept.KeptSites:
-    keeps = kept.KeptSites(Bodies(plan.gm), plan.kept)
+def _extras(plan: Plan, sites: list[Candidate], groups: dict[fx.Node, list[Match]]) -> Extras:
+    """Append the inputs: first those of kept weights, then those of main_grad, as `kept_inputs.bind` brings them."""
+    bodies = Bodies(plan.gm)
+    extras = Extras(kept.KeptSites(bodies, plan.kept), main_grads.MainGradSites(bodies, plan.main_grads))
     plan.kept.held = dict(plan.gm.named_parameters())
-    for site in sites if plan.options.weights == "once" else ():
-        group = groups.get(site.match.node, [site.match])
-        if site.unkept is None and group[0] is site.match:
-            keeps.add(group, site.recipe, site.slots)  # type: ignore[arg-type]
-    return keeps
+    if plan.options.weights == "once":
+        for site in sites:
+            group = groups.get(site.match.node, [site.match])
+            if "weights" not in site.unmet and group[0] is site.match:
+                extras.keeps.add(group, site.recipe, site.slots)  # type: ignore[arg-type]
+    if plan.options.wgrad == "main_grad":
+        for site in sites:
+            if "wgrad" not in site.unmet and main_grads.wanted(site.match):
+                extras.totals.add(site.match)
+    return extras
 
 
-def _delayed_sites(
-    plan: Plan, sites: list[Candidate], keeps: kept.KeptSites
-) -> dict[DelayedScaling, delayed.DelayedSites]:
+def _delayed_sites(plan: Plan, sites: list[Candidate], extras: Extras) -> dict[DelayedScaling, delayed.DelayedSites]:
     by_recipe: dict[DelayedScaling, list[tuple[str, Match]]] = {}
     for site in sites:
         if isinstance(site.recipe, DelayedScaling):
@@ -256,7 +270,7 @@ def _delayed_sites(
     bodies = Bodies(plan.gm)
     plan.state.held = dict(plan.gm.named_parameters())
     return {
-        recipe: delayed.DelayedSites(bodies, plan.state, recipe, found, plan.merged, keeps)
+        recipe: delayed.DelayedSites(bodies, plan.state, recipe, found, plan.merged, extras)
         for recipe, found in by_recipe.items()
     }
 

@@ -26,8 +26,8 @@ from torch import fx
 from te_inductor import ops
 from te_inductor.diagnostics import Refusal
 from te_inductor.patterns.bodies import Bodies
-from te_inductor.patterns.inputs import append_input
-from te_inductor.patterns.kept import KeptSites
+from te_inductor.patterns.extras import Extras
+from te_inductor.patterns.inputs import append_input, place_of
 from te_inductor.patterns.rule import Match, call_linears
 from te_inductor.patterns.support import is_tensor, value
 from te_inductor.recipes import DelayedScaling
@@ -122,10 +122,10 @@ class DelayedSites:
         recipe: DelayedScaling,
         sites: list[tuple[str, Match]],
         merged: Sequence[Sequence[Match]],
-        keeps: KeptSites,
+        extras: Extras,
     ) -> None:
         self.bodies, self.inputs, self.recipe, self.slots = bodies, inputs, recipe, recipe.slots()
-        self.keeps = keeps
+        self.extras = extras
         self.graph = bodies.root.graph
         self.paths = {match.node: path for path, match in sites}
         self.forward, self.backward = _Step(), _Step()
@@ -162,23 +162,23 @@ class DelayedSites:
         graph, training = x.graph, value(match.node).requires_grad
         of_x, of_weight = self._quantizer(match, weight, "input"), self._quantizer(match, weight, "weight")
         known = [*self._known(of_x, graph), *self._known(of_weight, graph)]
-        copies = self.keeps.of(matches, graph)
-        token = grad_amax = None
+        more: dict[str, Any] = self.extras.of(matches, graph)
+        kept = "kept" in more
         if training:
             of_grad = self._quantizer(match, weight, "grad_output")
             known += self._known(of_grad, graph)
-            token = self.bodies.hand(self.step, graph)
-            grad_amax = self.bodies.hand(of_grad.amax, graph)
+            more["token"] = self.bodies.hand(self.step, graph)
+            more["grad_amax"] = self.bodies.hand(of_grad.amax, graph)
             self._add(self.backward, of_grad)
         if training or match.node in self.in_grad_mode:  # a frozen layer that reads a frozen input needs its scales too
             self._record(of_x, [x], match.sizes[2])
-            if copies:  # recorded where the weight is looked at
+            if kept:  # recorded where the weight is looked at
                 self._add(self.forward, of_weight)
             else:
                 self._record(of_weight, weights, match.sizes[2])
-        if copies:
-            self.keeps.scale(matches, of_weight.state, of_weight.amax in self.forward.amaxes)
-        return call_linears(matches, x, weights, self.slots, known, token, grad_amax, copies or None)
+        if kept:
+            self.extras.keeps.scale(matches, of_weight.state, of_weight.amax in self.forward.amaxes)
+        return call_linears(matches, x, weights, self.slots, known=known, **more)
 
     def finish(self) -> None:
         """Fill in what only all sites together know."""
@@ -205,7 +205,7 @@ class DelayedSites:
         node = owner.parameter
         if node.op == "get_attr":
             return Reader(str(node.target), key)
-        return Reader(self.graph.find_nodes(op="placeholder").index(node), key)
+        return Reader(place_of(node), key)
 
     def _quantizer(self, match: Match, weight: fx.Node, slot: str) -> _Quantizer:
         reader = self._reader(match, weight, slot)

@@ -13,3 +13,8 @@ def append_input(graph: fx.Graph, name: str, example: torch.Tensor) -> fx.Node:
     node.meta = {"example_value": example, "tensor_dict": {"_dynamo_static_input_type": "unguarded"}}
     node._dynamo_source = ConstantSource(name)  # type: ignore[attr-defined]
     return node
+
+
+def place_of(node: fx.Node) -> int:
+    """Which of its graph's inputs a placeholder is."""
+    return node.graph.find_nodes(op="placeholder").index(node)

@@ -9,7 +9,7 @@ from torch import fx
 from te_inductor import compat
 from te_inductor.diagnostics import Refusal
 from te_inductor.patterns.bodies import Bodies
-from te_inductor.patterns.inputs import append_input
+from te_inductor.patterns.inputs import append_input, place_of
 from te_inductor.patterns.rule import Match
 from te_inductor.patterns.support import value
 from te_inductor.recipes import DelayedScaling, Recipe, Slots
@@ -37,7 +37,7 @@ def refusal(match: Match, slots: Slots, bodies: Bodies, examples: Sequence[objec
             "a parameter of shape %s and strides %s is not whole words", tuple(weight.shape), weight.stride()
         )
     if node.op == "placeholder" and examples:
-        parameter = examples[bodies.root.graph.find_nodes(op="placeholder").index(node)]
+        parameter = examples[place_of(node)]
         if isinstance(parameter, torch.Tensor) and compat.is_gathered(parameter):
             return Refusal("FSDP lets go of the parameter behind each use, and copies would stay")
     return None
@@ -58,7 +58,8 @@ class KeptSites:
         stateful = recipe if isinstance(recipe, DelayedScaling) else None
         spec = Spec(slots.weight, first.transposed, len(matches), stateful)
         columns = value(first.node).requires_grad and value(first.x).requires_grad
-        self.inputs[first.node] = KeptInput([self._place(owner) for owner in owners], spec, columns)
+        places = [str(owner.target) if owner.op == "get_attr" else place_of(owner) for owner in owners]
+        self.inputs[first.node] = KeptInput(places, spec, columns)
         self.keeps.weights.append(self.inputs[first.node])
         shape = weight_shape(spec, [value(owner).shape for owner in owners])
         copies = [shape, shape[::-1]] if columns else [shape]
@@ -72,10 +73,6 @@ class KeptSites:
         """Delayed scaling's quantizer of their weight, and whether a call records its amax."""
         weight = self.inputs[matches[0].node]
         weight.state, weight.records = state, records
-
-    def _place(self, owner: fx.Node) -> int | str:
-        graph = self.bodies.root.graph
-        return str(owner.target) if owner.op == "get_attr" else graph.find_nodes(op="placeholder").index(owner)
 
     def _inputs(self, spec: Spec, shape: tuple[int, int], weight: torch.Tensor) -> list[fx.Node]:
         quantizer, scope = spec.quantizer, spec.quantizer.granularity

@@ -122,13 +122,14 @@ class Rule:
 
 
 def call_linears(
-    matches: Sequence[Match], x: fx.Node, weights: Sequence[fx.Node], slots: Slots, *state: Any
+    matches: Sequence[Match], x: fx.Node, weights: Sequence[fx.Node], slots: Slots, **more: Any
 ) -> list[fx.Node]:
-    """Insert `te_inductor.linears`; its output dtype is the node's own, which honours torch.autocast."""
+    """Insert `te_inductor.linears`, `more` being arguments of it; its output dtype is the node's own, which honours
+    torch.autocast."""
     biases = [match.bias for match in matches if match.bias is not None]
     # fx has no name for a constant among arguments.
-    operands: Any = (x, list(weights), biases, slots, support.value(matches[0].node).dtype, *state)
-    ys = x.graph.call_function(ops.linears, operands)
+    operands: Any = (x, list(weights), biases, slots, support.value(matches[0].node).dtype)
+    ys = x.graph.call_function(ops.linears, operands, more)
     return [x.graph.call_function(operator.getitem, (ys, place)) for place in range(len(weights))]
 
 

@@ -110,6 +110,11 @@ def quantize_pieces_delayed(
     return quantize_rowcol_delayed(torch.cat(pieces, dim), scale, quantizer)
 
 
+def add_gradient(total: Tensor, gradient: Tensor) -> None:
+    """The same memory, so that autograd does not see it change: several microbatches' backwards hold it."""
+    total.data.add_(gradient)
+
+
 def dequantize(data: Tensor, scale_inv: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Tensor:
     return blocks.values(data, scale_inv, quantizer.granularity).to(dtype).contiguous()
 

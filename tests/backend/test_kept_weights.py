@@ -390,14 +390,15 @@ def test_what_is_cast_at_each_call_is_said():
     options = {"recipe": "current", "weights": "once", "policy": {"rows": "rowwise"}}
     model, x = Model(), torch.randn(8, 32)
     report = explain(model, x, options=options)
-    assert report.unkept["rows"] == "copies with scales of row are not kept"
-    assert "plain" not in report.unkept and "rows: weight cast at each call: copies with" in str(report)
-    with pytest.warns(FallbackWarning, match="weights cast at each call: copies with scales of row are not kept: rows"):
+    unmet = {fqn: reason for _, fqn, reason in report.unmet}
+    assert unmet["rows"] == "copies with scales of row are not kept" and "plain" not in unmet
+    assert "option 'weights' does not reach rows: copies with" in str(report)
+    with pytest.warns(FallbackWarning, match="does not reach, because copies with scales of row are not kept: rows"):
         y = te(model, **options, fallback="warn")(x)
     y.sum().backward()
     assert torch.isfinite(model.experts.grad).all()
     torch._dynamo.reset()
-    with pytest.raises(Exception, match="weights cast at each call") as raised:
+    with pytest.raises(Exception, match="option 'weights' does not reach") as raised:
         te(model, **options)(x)
     assert isinstance(raised.value.inner_exception, FallbackError)
 

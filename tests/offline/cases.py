@@ -52,6 +52,13 @@ def mlp_training_kept() -> Case:
     return _mlp_training("current", weights="once")
 
 
+def mlp_training_main_grad() -> Case:
+    run, inputs = _mlp_training("current", wgrad="main_grad")
+    for parameter in run.parameters():  # type: ignore[attr-defined]
+        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+    return run, inputs
+
+
 def mlp_training_delayed_kept() -> Case:
     return _mlp_training("delayed", weights="once")
 

@@ -1,0 +1,193 @@
+"""Weight gradients that the backward adds to `main_grad` in fp32: options={"wgrad": "main_grad"}."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch._functorch import config as functorch
+from torch.utils.checkpoint import checkpoint
+
+from te_inductor import explain
+from te_inductor.errors import FallbackWarning, MainGradError, OptionError
+from tests.backend.delayed_programs import Blocks
+from tests.backend.test_saved_state import Attention, mlp
+
+pytestmark = pytest.mark.usefixtures("without_codegen")
+
+
+def te(model, **options):
+    options = {"recipe": "current", "fallback": "error", **options}
+    return torch.compile(model, backend="te", fullgraph=True, options=options)
+
+
+def with_totals(model: nn.Module) -> nn.Module:
+    for p in model.parameters():
+        if p.dim() == 2:
+            p.main_grad = torch.zeros_like(p, dtype=torch.float32)
+            p.grad_added_to_main_grad = False
+    return model
+
+
+class Pair:
+    """An fp32 model whose gradients go to main_grad, and one whose `grad` adds up the same fp32 numbers."""
+
+    def __init__(self, model: nn.Module, **options) -> None:
+        self.twin = copy.deepcopy(model)
+        self.model = with_totals(model)
+        self.run, self.plain = te(self.model, wgrad="main_grad", **options), te(self.twin, **options)
+
+    def __call__(self, *shape: int) -> tuple:
+        x = torch.randn(shape or (8, 32))
+        xs = [x.clone().requires_grad_(), x.clone().requires_grad_()]
+        ys = [self.run(xs[0]), self.plain(xs[1])]
+        assert torch.equal(*ys)
+        return xs, ys
+
+    def backward(self, xs, ys, **options) -> None:
+        dy = torch.randn_like(ys[0])
+        for x, y in zip(xs, ys, strict=True):
+            x.grad = None
+            y.backward(dy, **options)
+        assert torch.equal(xs[0].grad, xs[1].grad)
+        for p, other in zip(self.model.parameters(), self.twin.parameters(), strict=True):
+            if hasattr(p, "main_grad"):
+                assert p.grad is None and torch.equal(p.main_grad, other.grad)
+            else:
+                assert torch.equal(p.grad, other.grad)
+
+
+MODELS = {
+    "mlp": mlp,
+    "merged": Attention,
+    "checkpoint": lambda: Blocks(partial(checkpoint, use_reentrant=False)),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"recipe": "delayed", "weights": "once"}], ids=str)
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
+def test_microbatches_add_up(make, options):
+    """The same sums of the same products, bit for bit; two microbatches in flight, then zeroed in between."""
+    pair = Pair(make(), **options)
+    shape = (2, 4, 32) if make is Attention else (8, 32)
+    first = pair(*shape)
+    assert all(p.grad_added_to_main_grad for p in pair.model.parameters() if hasattr(p, "main_grad"))
+    if options:  # uncompiled, delayed scaling's state suffers no two
+        pair.backward(*first)
+        pair.backward(*pair(*shape))
+    else:
+        second = pair(*shape)
+        pair.backward(*first)
+        pair.backward(*second)
+    third = pair(*shape)
+    for p in pair.model.parameters():
+        p.grad = None
+        if hasattr(p, "main_grad"):
+            p.main_grad.zero_()
+    pair.twin.zero_grad()
+    pair.backward(*third)
+
+
+@pytest.mark.parametrize("recipe", [pytest.param("current", marks=pytest.mark.codegen), "rowwise", "block", "mxfp8"])
+def test_recipes(recipe, request):
+    """By Inductor's own code also twice through one backward."""
+    twice = request.node.get_closest_marker("codegen") is not None
+    model = nn.Sequential(nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 128, bias=False))
+    pair = Pair(model, policy={"*": recipe}, fallback="silent")
+    with functorch.patch(donated_buffer=False):
+        step = pair(8, 128)
+        pair.backward(*step, retain_graph=twice)
+        if twice:
+            pair.backward(*step)
+
+
+def test_bf16_sums_in_fp32():
+    """Many small gradients behind a large one: bf16 would lose them."""
+    layer = with_totals(nn.Linear(32, 32, bias=False).bfloat16())
+    run = te(layer, wgrad="main_grad")
+    expected = torch.zeros(32, 32, dtype=torch.float64)
+    for step in range(20):
+        x, dy = torch.ones(8, 32), torch.full((8, 32), 1.0 if step == 0 else 2.0**-12)
+        run(x.bfloat16()).backward(dy.bfloat16())
+        expected += (dy.t() @ x).double()
+    assert layer.weight.grad is None
+    # Scales are rounded to fp32, and so are 20 sums.
+    assert torch.allclose(layer.weight.main_grad.double(), expected, rtol=32 * 2.0**-24, atol=0.0)
+    assert not torch.allclose(expected.bfloat16().double(), expected, rtol=2.0**-10, atol=0.0)
+
+
+def test_nothing_else_has_a_gradient():
+    """A backward whose only effect is the addition."""
+    layer = with_totals(nn.Linear(32, 32, bias=False))
+    te(layer, wgrad="main_grad")(torch.ones(8, 32)).sum().backward()
+    assert torch.allclose(layer.weight.main_grad, torch.full((32, 32), 8.0), rtol=8 * 2.0**-24)
+    with torch.no_grad():
+        te(layer, wgrad="main_grad")(torch.ones(8, 32))
+
+
+def test_which_gradients_go_to_autograd_is_said():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.added, self.other, self.frozen = (nn.Linear(32, 32) for _ in range(3))
+            self.frozen.weight.requires_grad_(False)
+            self.kn = nn.Parameter(torch.randn(32, 32))
+
+        def forward(self, x):
+            return self.frozen(self.other(self.added(x))) @ self.kn
+
+    model = Model()
+    model.added.weight.main_grad, model.kn.main_grad = torch.zeros(32, 32), torch.zeros(32, 32)
+    options, x = {"recipe": "current", "wgrad": "main_grad"}, torch.randn(8, 32)
+    unmet = {fqn: reason for option, fqn, reason in explain(model, x, options=options).unmet}
+    assert unmet == {
+        "other": "the parameter has no main_grad",
+        "": "the parameter holds the transpose of what the GEMM computes",
+    }
+    with pytest.warns(
+        FallbackWarning, match="option 'wgrad' does not reach, because the parameter has no main_grad: other"
+    ):
+        y = te(model, **options, fallback="warn")(x)
+    y.sum().backward()
+    assert model.added.weight.grad is None and model.added.weight.main_grad.any()
+    assert model.other.weight.grad is not None and model.kn.grad is not None and not model.kn.main_grad.any()
+
+
+@pytest.mark.parametrize(
+    "total",
+    [
+        torch.zeros(32, 48).t(),
+        torch.zeros(48, 32, dtype=torch.bfloat16),
+        torch.zeros(32, 48),
+        torch.zeros(48, 64)[:, ::2],
+    ],
+    ids=["transposed", "bfloat16", "shape", "strided"],
+)
+def test_totals_that_do_not_fit(total):
+    """Refused when the model is compiled, and when one is put in the place of another."""
+    expected = (
+        rf"strides \({total.stride(0)}, {total.stride(1)}\).*expected torch.float32 of shape \(48, 32\), contiguous"
+    )
+    layer = nn.Linear(32, 48)
+    layer.weight.main_grad = total
+    with pytest.raises(Exception, match=expected) as raised:
+        te(layer, wgrad="main_grad")(torch.randn(8, 32))
+    assert isinstance(raised.value.inner_exception, MainGradError)
+    with_totals(layer)
+    run = te(layer, wgrad="main_grad")
+    run(torch.randn(8, 32))
+    layer.weight.main_grad = total
+    with pytest.raises(MainGradError, match=expected):
+        run(torch.randn(8, 32))
+    del layer.weight.main_grad
+    with pytest.raises(MainGradError, match="lost its main_grad"):
+        run(torch.randn(8, 32))
+
+
+def test_option():
+    with pytest.raises(
+        Exception, match="unknown value of option 'wgrad' 'main_grads'; did you mean 'main_grad'"
+    ) as raised:
+        te(mlp(), wgrad="main_grads")(torch.randn(8, 32))
+    assert isinstance(raised.value.inner_exception, OptionError)
