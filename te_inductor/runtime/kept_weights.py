@@ -9,10 +9,10 @@ a cast whose weight is the same returns before it reads (`templates/triton/kept_
 parameter, its address, its storage, its `.data`, and whichever tensor is handed in its place, the copies are those of the
 values that are there, also where a CUDA graph is replayed.
 
-What it saves, of a weight in bf16, in bytes moved an element: 2 instead of 6 (amax, then the cast to both copies), or
-instead of 4 where delayed scaling knows the scale; where the weight has changed it is 6. What it costs: the copies, 2 bytes
-an element in training and 1 in inference, stay between calls, where otherwise the row copy dies behind its GEMM and the
-column copy in the backward.
+What it saves, of a weight in bf16, in bytes moved an element: 2 instead of 8 (amax, the cast of the row copy, and that of
+the column copy in the backward), instead of 6 under delayed scaling, which knows the scale, or with square blocks, whose
+copies are made together; where the weight has changed it is 6. What it costs: the copies, 2 bytes an element in training
+and 1 in inference, stay between calls, where otherwise each dies behind its GEMM.
 
 The digest: ``sum(mix(word[i] + (i + 1) * GOLDEN)) mod 2**64`` over the weight's bytes as 64-bit words. `mix` is a bijection
 (two rounds of multiply and xor with the high half, as in SplitMix64), so weights that differ in one word have different
