@@ -143,9 +143,14 @@ class BlockKernel(AmaxKernel):
         index = self.prepare_indexing(index)
         for division in index.atoms(FloorDiv):
             position, size = division.args
-            if size == TILE and position in self.range_tree_nodes:
+            if size == TILE and self._is_whole(position):
                 prefix = self.range_tree_nodes[position].root.prefix
                 index = index.xreplace({position: sympy.Symbol(f"{prefix}offset", integer=True, nonnegative=True)})
         # Added to zeros, as what does not depend on a position is no block, and the value is one.
         place = f"{self.kexpr(self.rename_indexing(index))} + tl.zeros([1, 1], tl.int32)"
         self.stores.writeline(DeferredLine(name, f"tl.store({self.args.output(name)} + ({place}), {value}, None)"))
+
+    def _is_whole(self, position: sympy.Expr) -> bool:
+        """Whether it is a dimension's, and not a part of it where loops were split: then all of a block store its scale."""
+        node = self.range_tree_nodes.get(position)
+        return node is not None and node.divisor == 1 and bool(node.length == node.root.numel)

@@ -201,6 +201,18 @@ def two_way_cast_squares_padded() -> Case:
     return _two_way_cast(137, 70, scope="128x128")
 
 
+def two_way_cast_block_of_heads() -> Case:
+    """A matrix that is a view of what is computed, as attention's output is: loops over (batch, heads, sequence, 128)."""
+    from te_inductor import ops
+    from te_inductor.recipes import Quantizer
+
+    def function(x: Tensor) -> Any:
+        return ops.quantize_rowcol((-x).transpose(1, 2).reshape(256, 384), Quantizer("e4m3", scope="1x128"))
+
+    x = torch.randn(4, 3, 64, 128, device="cuda", dtype=torch.bfloat16)
+    return torch.compile(function, backend="te", fullgraph=True), (x,)
+
+
 def columnwise_cast_block() -> Case:
     """The transposed copy alone, as of dy where only the weight wants a gradient; two blocks in its rows."""
     from te_inductor import ops

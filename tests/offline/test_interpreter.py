@@ -55,6 +55,19 @@ def test_two_way_casts(case, size, scope, contents, tmp_path):
         assert_same_values(data_t, values_t)
 
 
+def test_a_matrix_of_heads(tmp_path):
+    """One kernel, whose rows and columns are each two dimensions of the tensor."""
+    generated = generate("two_way_cast_block_of_heads", 90)
+    assert len(generated.kernels) == 1
+    matrix = CONTENTS["rows apart"](256, 384).to(torch.bfloat16)
+    heads = -matrix.view(4, 64, 3, 128).transpose(1, 2)
+    [(data, scale_inv, data_t, scale_inv_t)] = interpret(generated.sources[0], [[heads.contiguous()]], tmp_path)
+    values, value, values_t, value_t = reference.quantize_rowcol(matrix, Quantizer("e4m3", scope="1x128"))
+    assert torch.equal(scale_inv.double(), value) and torch.equal(scale_inv_t.double(), value_t)
+    assert_same_values(data, values)
+    assert_same_values(data_t, values_t)
+
+
 def test_a_columnwise_cast_of_blocks(tmp_path):
     [source] = generate("columnwise_cast_block", 90).sources
     x = CONTENTS["rows apart"](130, 20).to(torch.bfloat16)
