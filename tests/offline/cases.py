@@ -202,12 +202,14 @@ def two_way_cast_squares_padded() -> Case:
 
 
 def two_way_cast_block_of_heads() -> Case:
-    """A matrix that is a view of what is computed, as attention's output is: loops over (batch, heads, sequence, 128)."""
+    """A matrix that is a view of what is computed, as attention's output is, of (batch, heads, sequence, 128). Scales are
+    powers of two."""
     from te_inductor import ops
     from te_inductor.recipes import Quantizer
 
     def function(x: Tensor) -> Any:
-        return ops.quantize_rowcol((-x).transpose(1, 2).reshape(256, 384), Quantizer("e4m3", scope="1x128"))
+        matrix = x.abs().transpose(1, 2).reshape(256, 384)
+        return ops.quantize_rowcol(matrix, Quantizer("e4m3", power_2_scale=True, scope="1x128"))
 
     x = torch.randn(4, 3, 64, 128, device="cuda", dtype=torch.bfloat16)
     return torch.compile(function, backend="te", fullgraph=True), (x,)

@@ -59,13 +59,15 @@ def test_a_matrix_of_heads(tmp_path):
     """One kernel, whose rows and columns are each two dimensions of the tensor."""
     generated = generate("two_way_cast_block_of_heads", 90)
     assert len(generated.kernels) == 1
-    matrix = CONTENTS["rows apart"](256, 384).to(torch.bfloat16)
-    heads = -matrix.view(4, 64, 3, 128).transpose(1, 2)
-    [(data, scale_inv, data_t, scale_inv_t)] = interpret(generated.sources[0], [[heads.contiguous()]], tmp_path)
-    values, value, values_t, value_t = reference.quantize_rowcol(matrix, Quantizer("e4m3", scope="1x128"))
-    assert torch.equal(scale_inv.double(), value) and torch.equal(scale_inv_t.double(), value_t)
-    assert_same_values(data, values)
-    assert_same_values(data_t, values_t)
+    matrices = {name: make(256, 384).to(torch.bfloat16) for name, make in CONTENTS.items()}
+    runs = [[matrix.view(4, 64, 3, 128).transpose(1, 2).contiguous()] for matrix in matrices.values()]
+    results = interpret(generated.sources[0], runs, tmp_path)
+    quantizer = Quantizer("e4m3", power_2_scale=True, scope="1x128")
+    for (name, matrix), (data, scale_inv, data_t, scale_inv_t) in zip(matrices.items(), results, strict=True):
+        values, value, values_t, value_t = reference.quantize_rowcol(matrix.abs(), quantizer)
+        assert torch.equal(scale_inv.double(), value) and torch.equal(scale_inv_t.double(), value_t), name
+        assert_same_values(data, values)
+        assert_same_values(data_t, values_t)
 
 
 def test_a_columnwise_cast_of_blocks(tmp_path):
