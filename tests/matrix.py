@@ -17,9 +17,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / ".venv-matrix"
-PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+PYTHONS = ("3.11", "3.12", "3.13")  # why not 3.10: docs/compatibility.md
 TORCHES = {"2.11.0": "3.6.0", "2.13.0": "3.7.1", "2.15.0": "3.9.0"}  # and the triton that its CUDA build asks for
-PINNED = (3, 11)  # what requirements/constraints.txt needs; older Pythons get what pip finds
 
 
 def main() -> int:
@@ -51,9 +50,8 @@ def environment(python: str, torch: str, label: str) -> Path | str:
     install = [folder / "bin/python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     if subprocess.run([*install, f"torch=={torch}{label}"], stderr=subprocess.DEVNULL).returncode:
         return f"no wheel of torch {torch}{label}"
-    pinned = tuple(int(part) for part in python.split(".")) >= PINNED
-    development = ["-r", "requirements/dev.txt"] if pinned else [".[dev]"]
-    subprocess.run([*install, f"triton=={TORCHES[torch]}", *development], cwd=ROOT, check=True)
+    development = [f"triton=={TORCHES[torch]}", "-r", "requirements/dev.txt"]
+    subprocess.run([*install, *development], cwd=ROOT, check=True)
     subprocess.run([*install, "--no-deps", "--no-build-isolation", "--editable", "."], cwd=ROOT, check=True)
     (folder / "done").touch()
     return folder
