@@ -34,7 +34,9 @@ class Attention(nn.Module):
     ("recipe", "dim", "least"), [("current", 32, 8), ("block", 128, 32), ("mxfp8", 32, 8), ("nvfp4", 32, 8)]
 )
 @pytest.mark.parametrize("train", [True, False])
-def test_four_batch_sizes_compile_at_most_twice(train, recipe, dim, least):
+def test_four_batch_sizes_compile_at_most_twice(train, recipe, dim, least, request):
+    if recipe in ("mxfp8", "nvfp4"):  # a minute and a half of C++, which tests/numerics compiles too
+        request.getfixturevalue("without_codegen")
     compiles = []
 
     def backend(gm, inputs):
@@ -76,10 +78,10 @@ def test_the_quantized_copies_are_saved_and_the_activations_are_not():
     x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
     kept = saved_tensors(torch.compile(model, backend="te", options={"recipe": "current"}), x)
     low = [tuple(tensor.shape) for tensor in kept if tensor.dtype == torch.float8_e4m3fn]
-    # columnwise copies: x (K, M), weights (K, N)
-    assert sorted(low) == sorted([(64, 32), (128, 32), (64, 128), (128, 64)])
+    assert sorted(low) == [(64, 32), (128, 32)]  # columnwise copies of inputs, (K, M); the backward casts weights
+    weights = {parameter.data_ptr() for parameter in model.parameters()}
     wide = [tensor for tensor in kept if tensor.dtype == torch.bfloat16 and tensor.dim() == 2]
-    assert not wide, [tensor.shape for tensor in wide]
+    assert all(tensor.data_ptr() in weights for tensor in wide), [tensor.shape for tensor in wide]
 
 
 @pytest.mark.parametrize(("recipe", "expected"), [("current", 4), ("rowwise", 6)])
