@@ -133,9 +133,8 @@ def is_gathered(parameter: torch.Tensor) -> bool:
         return False
     for reference in list(states._module_state_mapping.values()):
         state = reference()
-        groups = getattr(state, "_fsdp_param_groups", None) or [
-            getattr(state, "_fsdp_param_group", None)
-        ]  # 2.15; before
+        # The first is 2.15's name, the second what earlier releases have.
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
         for one in (one for group in groups if group is not None for one in group.fsdp_params):
             if getattr(one, "_unsharded_param", None) is parameter:
                 return True

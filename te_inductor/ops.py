@@ -239,7 +239,8 @@ class Linears(Operation):
     backward graphs. Layers whose weights are w₁, w₂, … are one layer whose weight is all of their rows.
 
     Inputs: x (M, K), the step's token or None, `count` weights (N, K), then their biases (N,) if they have any.
-    Saved for backward: the columnwise copies of x and w, one byte an element each, and never a view of an input.
+    Saved for backward: the columnwise copies of x and w, one byte an element each; of a compiled graph joint_graph.py says
+    which of them the backward casts anew instead.
     """
 
     slots: Slots
