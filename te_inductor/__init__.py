@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from te_inductor.explanation import explain as explain
     from te_inductor.quantization import quantize_ as quantize_
     from te_inductor.regions import autocast as autocast
+    from te_inductor.runtime.deferred_wgrads import backward_dw as backward_dw
     from te_inductor.saved_state import load_state_dict as load_state_dict
     from te_inductor.saved_state import state_dict as state_dict
 
@@ -26,6 +27,7 @@ _HOME = {
     "accuracy_report": ("te_inductor.accuracy", "accuracy_report"),
     "AccuracyReport": ("te_inductor.accuracy_figures", "AccuracyReport"),
     "autocast": ("te_inductor.regions", "autocast"),
+    "backward_dw": ("te_inductor.runtime.deferred_wgrads", "backward_dw"),
     "explain": ("te_inductor.explanation", "explain"),
     "load_state_dict": ("te_inductor.saved_state", "load_state_dict"),
     "quantize_": ("te_inductor.quantization", "quantize_"),
@@ -43,6 +45,7 @@ __all__ = [
     "__version__",
     "accuracy_report",
     "autocast",
+    "backward_dw",
     "explain",
     "load_state_dict",
     "quantize_",

@@ -152,9 +152,9 @@ def _compile_or_restore(
     try:
         with compat.unwinding_transforms():
             compiled = inductor(
-                plan.gm, [*plan.inputs, *plan.kept.examples, *plan.main_grads.examples, *plan.state.examples]
+                plan.gm, [*plan.inputs, *plan.kept.examples, *plan.gradients.examples, *plan.state.examples]
             )
-            return bind(compiled, plan.kept, plan.main_grads, plan.state)
+            return bind(compiled, plan.kept, plan.gradients, plan.state)
     except (RestartAnalysis, SkipFrame, Unsupported, TEInductorError):
         raise  # Dynamo's own control flow, and what the user asked to be told
     except Exception:

@@ -24,6 +24,7 @@ __all__ = [
     "has_block_scaled_mm",
     "has_microscaled_mm",
     "in_uncompiled_frame",
+    "inside_ddp",
     "is_gathered",
     "never_compile",
     "register_constant",
@@ -139,6 +140,11 @@ def is_gathered(parameter: torch.Tensor) -> bool:
             if getattr(one, "_unsharded_param", None) is parameter:
                 return True
     return False
+
+
+def inside_ddp() -> bool:
+    """Whether the forward of a torch DistributedDataParallel runs, whose `_get_active_ddp_module` Dynamo asks as well."""
+    return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None  # type: ignore[no-untyped-call]
 
 
 def never_compile(function: Callable[..., Any]) -> None:

@@ -8,7 +8,8 @@ option     values                                       default
 recipe     a recipe's name or instance                  ``TE_INDUCTOR_RECIPE``, else ``"auto"``
 policy     {glob or function: recipe name or instance}  ``{}``; the first entry that matches wins
 fallback   ``"warn"``, ``"error"``, ``"silent"``        ``"warn"``
-wgrad      ``"grad"``, ``"main_grad"``                  ``"grad"``; ``"main_grad"`` adds weight gradients to it in fp32
+wgrad      ``"grad"``, ``"main_grad"``, ``"deferred"``  ``"grad"``; ``"main_grad"`` adds weight gradients to it in fp32,
+                                                        ``"deferred"`` computes them in `backward_dw`
 weights    ``"each_call"``, ``"once"``                  ``"each_call"``; ``"once"`` casts a weight again when it has changed
 mode       as in ``torch.compile(mode=…)``              None; here because torch refuses mode= beside options=
 =========  ===========================================  ==========================================================
@@ -25,12 +26,12 @@ from te_inductor.errors import OptionError, unknown, wrong_type
 
 Fallback = Literal["warn", "error", "silent"]
 Weights = Literal["each_call", "once"]
-Wgrad = Literal["grad", "main_grad"]
+Wgrad = Literal["grad", "main_grad", "deferred"]
 
 OWN_OPTIONS = ("recipe", "policy", "fallback", "weights", "wgrad", "mode")
 FALLBACKS = ("warn", "error", "silent")
 WEIGHTS = ("each_call", "once")
-WGRADS = ("grad", "main_grad")
+WGRADS = ("grad", "main_grad", "deferred")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 ENV_RECIPE = "TE_INDUCTOR_RECIPE"
 

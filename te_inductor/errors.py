@@ -35,6 +35,10 @@ class MainGradError(TEInductorError, ValueError):
     """A parameter's `main_grad` is gone, or no tensor that its gradient can be added to in a GEMM's layout."""
 
 
+class DeferredWgradError(TEInductorError, RuntimeError):
+    """Weight gradients wait for `backward_dw` where an optimizer would miss them, or it was called with something else."""
+
+
 class StoredWeightError(TEInductorError, RuntimeError):
     """A weight that is stored in low precision was to be trained or changed in place, or cannot be stored so."""
 

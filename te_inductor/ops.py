@@ -20,7 +20,7 @@ from te_inductor.compat import constant_type_name
 from te_inductor.recipes import Gemm, Quantizer, Slots
 from te_inductor.recipes.delayed import ScaleUpdate
 from te_inductor.recipes.formats import HADAMARD, padded
-from te_inductor.runtime import delayed, eager
+from te_inductor.runtime import deferred_wgrads, delayed, eager
 from te_inductor.runtime.microscaling import ALPHA
 from te_inductor.runtime.operation import Gradients, Needs, Operation
 from te_inductor.runtime.philox import new_seed
@@ -170,6 +170,12 @@ record_amax = _define(
 add_gradient = _define(
     "add_gradient(Tensor(a!) total, Tensor gradient) -> ()", eager.add_gradient, lambda total, dw: None
 )
+defer_wgrad = _define(
+    "defer_wgrad(Tensor(a!)[] tickets, Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? alpha,"
+    f" {_GEMM} g, bool copy=True) -> ()",
+    deferred_wgrads.defer_wgrad,
+    lambda tickets, a, a_scale, b, b_scale, alpha, gemm, copy=True: None,
+)
 update_scales = _define(
     f"update_scales(Tensor(a!)[] amaxes, Tensor(b!)[] scales, Tensor(c!)[] histories, {_UPDATE} update) -> ()",
     delayed.update_scales,
@@ -249,6 +255,7 @@ class Linears(Operation):
     step: Step | None = None
     kept: Sequence[Tensor] = ()
     main_grads: Sequence[Tensor] = ()  # fp32 totals, one a weight, that take the weights' gradients
+    tickets: Sequence[Tensor] = ()  # of the weights, one each, whose gradients wait
 
     def compute(
         self, needs: Needs, x: Tensor, token: Tensor | None, *operands: Tensor
@@ -288,22 +295,40 @@ class Linears(Operation):
         if x_grad:
             dx = product(g_row, w_col, None, slots.dgrad, x_dtype)
         if weight_grad:
-            dw = product(g_col, x_col, None, slots.wgrad, torch.float32 if self.main_grads else weight_dtype)
-            dws = dw.split(ctx.sizes) if len(dys) > 1 else [dw]
-            if self.main_grads:
-                for total, gradient in zip(self.main_grads, dws, strict=True):
-                    add_gradient(total, gradient)
-                dws = [None] * len(dys)
+            dws = self._weight_gradients(g_col, x_col, weight_dtype, ctx.sizes)
         dbs: Sequence[Tensor | None] = [] if bias_dtype is None else [None] * len(dys)
         if bias_grad:
             dbs = [dy.sum(0, dtype=torch.float32).to(bias_dtype) for dy in dys]
         return dx, None, *dws, *dbs
 
+    def _weight_gradients(
+        self, g_col: Copy | None, x_col: Copy | None, dtype: torch.dtype, rows: list[int]
+    ) -> Sequence[Tensor | None]:
+        """What autograd gets of them."""
+        gemm = self.slots.wgrad
+        if self.tickets:
+            *operands, alpha = _operands(g_col, x_col)
+            defer_wgrad(self.tickets, *operands, alpha, gemm)
+            return [None] * len(rows)
+        dw = product(g_col, x_col, None, gemm, torch.float32 if self.main_grads else dtype)
+        dws = dw.split(rows) if len(rows) > 1 else [dw]
+        if not self.main_grads:
+            return dws
+        for total, gradient in zip(self.main_grads, dws, strict=True):
+            add_gradient(total, gradient)
+        return [None] * len(rows)
+
 
 def product(a: Copy | None, b: Copy | None, bias: Tensor | None, gemm: Gemm, out_dtype: torch.dtype) -> Tensor:
-    assert a is not None and b is not None  # a GEMM's operands were asked for
+    *operands, alpha = _operands(a, b)
+    return scaled_mm(*operands, bias, gemm, out_dtype, alpha)  # type: ignore[no-any-return]
+
+
+def _operands(a: Copy | None, b: Copy | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Of a GEMM: both copies with their scales, and the product's factor."""
+    assert a is not None and b is not None  # they were asked for
     alpha = None if a.amax is None or b.amax is None else a.amax * b.amax * ALPHA
-    return scaled_mm(a.data, a.scale_inv, b.data, b.scale_inv, bias, gemm, out_dtype, alpha)  # type: ignore[no-any-return]
+    return a.data, a.scale_inv, b.data, b.scale_inv, alpha
 
 
 def copies(
@@ -363,13 +388,14 @@ def _linears(
     grad_amax: Tensor | None = None,  # (), where the backward records the gradients' amax
     kept: Sequence[Tensor] | None = None,  # the weights' data, scale_inv, and the column copy's where there is one
     main_grads: Sequence[Tensor] | None = None,  # each (N, K) fp32: what a weight's gradient is added to
+    tickets: Sequence[Tensor] | None = None,  # each () int64: of weights whose gradients wait for `backward_dw`
 ) -> list[Tensor]:  # each (..., N)
     """``x @ weight.T + bias`` for each weight, the operands of all three GEMMs in the low precision of `slots`. Several
     weights, each with a multiple of 16 rows, share their scale, as their gradients do, and each of their GEMMs is one."""
     flat = x.reshape(-1, x.shape[-1])
     pairs = [] if known is None else [Known(*pair) for pair in zip(known[::2], known[1::2], strict=True)]
     step = Step(*pairs, *([token, grad_amax] if len(pairs) > 2 else [])) if pairs else None  # type: ignore[arg-type]
-    layers = Linears(slots, out_dtype, len(weights), step, kept or (), main_grads or ())
+    layers = Linears(slots, out_dtype, len(weights), step, kept or (), main_grads or (), tickets or ())
     ys = layers(flat, token, *weights, *biases)
     return [y.reshape(*x.shape[:-1], y.shape[1]) for y in ys]
 
@@ -380,7 +406,8 @@ def _cat(biases: Sequence[Tensor]) -> Tensor:
 
 linears = _define(
     f"linears(Tensor x, Tensor[] weights, Tensor[] biases, {_SLOTS} slots, ScalarType out_dtype, Tensor[]? known=None,"
-    " Tensor? token=None, Tensor? grad_amax=None, Tensor[]? kept=None, Tensor[]? main_grads=None) -> Tensor[]",
+    " Tensor? token=None, Tensor? grad_amax=None, Tensor[]? kept=None, Tensor[]? main_grads=None,"
+    " Tensor[]? tickets=None) -> Tensor[]",
     _linears,
 )
 

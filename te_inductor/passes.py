@@ -15,7 +15,6 @@ from te_inductor.patterns import (
     delayed,
     gemm_kernels,
     kept,
-    main_grads,
     merging,
     policy,
     regions,
@@ -23,6 +22,7 @@ from te_inductor.patterns import (
     size_rule,
     support,
     transforms,
+    weight_grads,
 )
 from te_inductor.patterns.bodies import Bodies
 from te_inductor.patterns.extras import Extras
@@ -31,8 +31,8 @@ from te_inductor.patterns.module_path import module_path
 from te_inductor.patterns.rule import Emit, Match, Rule, call_linears
 from te_inductor.recipes import DelayedScaling, Recipe, Slots
 from te_inductor.regions import Region, active
+from te_inductor.runtime.gradient_inputs import GradientInputs
 from te_inductor.runtime.kept_inputs import KeptInputs
-from te_inductor.runtime.main_grads import MainGradInputs
 from te_inductor.runtime.state_inputs import StateInputs
 from te_inductor.stored_weight import StoredWeight
 from te_inductor.templates.cutlass import build
@@ -74,10 +74,11 @@ class Plan:
     libraries: set[Kernel] = field(default_factory=set)  # CUTLASS kernels that its GEMMs will be
     state: StateInputs = field(init=False)  # what the rewritten graph takes besides its inputs
     kept: KeptInputs = field(default_factory=lambda: KeptInputs(kept.refresh_on))  # and before that
-    main_grads: MainGradInputs = field(default_factory=MainGradInputs)  # and between those
+    gradients: GradientInputs = field(init=False)  # and between those
 
     def __post_init__(self) -> None:
         self.state = StateInputs(self.options.fallback)
+        self.gradients = GradientInputs(weight_grads.TAKERS.get(self.options.wgrad))
 
     @property
     def reads_active_region(self) -> bool:
@@ -178,15 +179,17 @@ def merge_sites(plan: Plan) -> None:
 
 
 def check_extras(plan: Plan) -> None:
-    """Which weights are cast once, and which gradients added to main_grad, where the options ask for it; sites that are one
-    GEMM all are, or none."""
+    """Which weights are cast once, and which gradients do not go to autograd, where the options ask for it; sites that are
+    one GEMM all are, or none."""
     bodies, sites = Bodies(plan.gm), {site.match.node: site for site in plan.candidates if site.low}
     checks: dict[str, Callable[[Candidate], Refusal | None]] = {}
     if plan.options.weights == "once":
         checks["weights"] = lambda site: kept.refusal(site.match, site.slots, bodies, plan.inputs)  # type: ignore[arg-type]
-    if plan.options.wgrad == "main_grad":
+    if plan.gradients.takers:
         checks["wgrad"] = lambda site: (
-            main_grads.refusal(site.match, bodies, plan.inputs) if main_grads.wanted(site.match) else None
+            weight_grads.refusal(site.match, site.slots, bodies, plan.inputs, plan.options)  # type: ignore[arg-type]
+            if weight_grads.wanted(site.match)
+            else None
         )
     for option, check in checks.items():
         refusals = {node: check(site) for node, site in sites.items()}
@@ -246,19 +249,19 @@ def _stateless(slots: Slots, extras: Extras) -> Emit:
 
 
 def _extras(plan: Plan, sites: list[Candidate], groups: dict[fx.Node, list[Match]]) -> Extras:
-    """Append the inputs: first those of kept weights, then those of main_grad, as `kept_inputs.bind` brings them."""
+    """Append the inputs: first those of kept weights, then what takes gradients, as `kept_inputs.bind` brings them."""
     bodies = Bodies(plan.gm)
-    extras = Extras(kept.KeptSites(bodies, plan.kept), main_grads.MainGradSites(bodies, plan.main_grads))
+    extras = Extras(kept.KeptSites(bodies, plan.kept), weight_grads.GradientSites(bodies, plan.gradients))
     plan.kept.held = dict(plan.gm.named_parameters())
     if plan.options.weights == "once":
         for site in sites:
             group = groups.get(site.match.node, [site.match])
             if "weights" not in site.unmet and group[0] is site.match:
                 extras.keeps.add(group, site.recipe, site.slots)  # type: ignore[arg-type]
-    if plan.options.wgrad == "main_grad":
+    if plan.gradients.takers:
         for site in sites:
-            if "wgrad" not in site.unmet and main_grads.wanted(site.match):
-                extras.totals.add(site.match)
+            if "wgrad" not in site.unmet and weight_grads.wanted(site.match):
+                extras.gradients.add(site.match)
     return extras
 
 

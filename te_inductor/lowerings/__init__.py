@@ -17,7 +17,7 @@ def install(fallback: str = "warn") -> Callable[[Callable[..., Any]], Callable[.
     from torch._inductor.codegen.triton import TritonScheduling
     from torch._inductor.virtualized import V
 
-    from te_inductor.lowerings import nvfp4_linear, quantize, scaled_mm  # noqa: F401
+    from te_inductor.lowerings import deferred_wgrads, nvfp4_linear, quantize, scaled_mm  # noqa: F401
     from te_inductor.lowerings.registry import failures_said
     from te_inductor.lowerings.sigmoid import SigmoidKernel
     from te_inductor.lowerings.tiles import Choices

@@ -1,5 +1,5 @@
-"""What a rewritten site takes besides its operands, where the options ask for it: kept copies of its weight, and the totals
-that its weight's gradient is added to."""
+"""What a rewritten site takes besides its operands, where the options ask for it: kept copies of its weight, and what takes
+its weight's gradient."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from torch import fx
 
 from te_inductor.patterns.kept import KeptSites
-from te_inductor.patterns.main_grads import MainGradSites
 from te_inductor.patterns.rule import Match
+from te_inductor.patterns.weight_grads import GradientSites
 
 
 @dataclass(frozen=True)
 class Extras:
     keeps: KeptSites
-    totals: MainGradSites
+    gradients: GradientSites
 
     def of(self, matches: Sequence[Match], graph: fx.Graph) -> dict[str, list[fx.Node]]:
         """Arguments of `te_inductor.linears` by name; those that there are."""
-        found = {"kept": self.keeps.of(matches, graph), "main_grads": self.totals.of(matches, graph)}
-        return {name: nodes for name, nodes in found.items() if nodes}
+        kept = self.keeps.of(matches, graph)
+        return ({"kept": kept} if kept else {}) | self.gradients.of(matches, graph)

@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from te_inductor.runtime import kept_weights
+from te_inductor.runtime.gradient_inputs import GradientInputs
 from te_inductor.runtime.kept_weights import Kept, Look, Spec, kept_of
-from te_inductor.runtime.main_grads import MainGradInputs
 from te_inductor.runtime.state_inputs import StateInput, StateInputs
 
 Refresh = Callable[[Sequence[Look]], None]
@@ -85,14 +85,14 @@ class KeptInputs:
 
 
 def bind(
-    compiled: Callable[..., Any], kept: KeptInputs, main_grads: MainGradInputs, states: StateInputs
+    compiled: Callable[..., Any], kept: KeptInputs, gradients: GradientInputs, states: StateInputs
 ) -> Callable[..., Any]:
-    """The compiled graph as Dynamo calls it, which knows neither of copies, nor of totals, nor of state."""
-    if not (kept.weights or main_grads.parameters or states.quantizers):
+    """The compiled graph as Dynamo calls it, which knows neither of copies, nor of what takes gradients, nor of state."""
+    if not (kept.weights or gradients.parameters or states.quantizers):
         return compiled
 
     def call(*inputs: Any) -> Any:
         state = states.of(inputs)
-        return compiled(*inputs, *kept.of(inputs, states, state), *main_grads.of(inputs), *state)
+        return compiled(*inputs, *kept.of(inputs, states, state), *gradients.of(inputs), *state)
 
     return call

@@ -30,7 +30,7 @@ def uncompiled(gm: torch.fx.GraphModule, inputs: Any) -> Any:
     _set_aside(plan.graph_modules())
     report = run_passes(plan)
     assert report.failure is None and not report.fallbacks, str(report)
-    return bind(aot_eager(gm, [*inputs, *plan.state.examples]), plan.kept, plan.main_grads, plan.state)
+    return bind(aot_eager(gm, [*inputs, *plan.state.examples]), plan.kept, plan.gradients, plan.state)
 
 
 def mlp() -> nn.Sequential:

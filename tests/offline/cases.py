@@ -59,6 +59,10 @@ def mlp_training_main_grad() -> Case:
     return run, inputs
 
 
+def mlp_training_deferred() -> Case:
+    return _mlp_training("current", wgrad="deferred")
+
+
 def mlp_training_delayed_kept() -> Case:
     return _mlp_training("delayed", weights="once")
 

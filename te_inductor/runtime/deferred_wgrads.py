@@ -1,0 +1,182 @@
+"""Weight gradients whose GEMMs do not run in the backward, but when `backward_dw` is called.
+
+# Note [Weight gradients that wait]
+With ``options={"wgrad": "deferred"}`` a compiled backward computes dgrad, and leaves what wgrad needs, the columnwise
+copies of dy and x, with the parameter. `backward_dw` multiplies them and adds the product to ``parameter.main_grad``
+where there is one, else to ``parameter.grad``: what the backward would have left there, later. So a pipeline sends dx on
+first, and fills its bubbles with wgrads.
+
+The op `defer_wgrad` keeps tensors that the graph's code made. Inductor knows nothing of that and would write other
+tensors in their memory; its lowering (lowerings/deferred_wgrads.py) forbids it, and the op's eager kernel copies them. In
+a CUDA graph's memory the next replay writes, whatever anyone forbids, so there sites are refused.
+
+A graph knows a parameter by its ticket, a number that is an input like `main_grad`. It is a tensor that the op says it
+changes, which keeps the op in the graph, and in its place among others.
+
+Who forgets the call has no gradients, and would not know. So while products wait, `step` of an optimizer that has one of
+their parameters is an error.
+"""
+
+import itertools
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from te_inductor.errors import DeferredWgradError, wrong_type
+from te_inductor.recipes.quantizers import Gemm
+from te_inductor.runtime import eager
+from te_inductor.runtime.gradient_inputs import Takers
+from te_inductor.runtime.main_grads import checked
+
+
+@dataclass(eq=False)
+class Product:
+    """One GEMM that waits, of one parameter or of several whose weights are one."""
+
+    place: int  # among all that were ever deferred
+    backward: int  # torch's number of the backward that left it
+    parameters: list[weakref.ref[Tensor]]
+    operands: tuple[Tensor, Tensor, Tensor, Tensor]  # dy columnwise (N, M), scale_inv; x columnwise (K, M), scale_inv
+    alpha: Tensor | None  # (), of two-level scales
+    gemm: Gemm
+
+    def run(self) -> None:
+        parameters = [parameter for ref in self.parameters if (parameter := ref()) is not None]
+        if len(parameters) < len(self.parameters):
+            return  # nobody is left to ask for it
+        dtype = torch.float32 if any(map(_has_total, parameters)) else parameters[0].dtype
+        a, a_scale, b, b_scale = self.operands
+        dw = eager.scaled_mm(a, a_scale, b, b_scale, None, self.gemm, dtype, self.alpha)
+        for parameter, gradient in zip(parameters, dw.split([p.shape[0] for p in parameters]), strict=True):
+            _accumulate(parameter, gradient)
+
+
+@dataclass(eq=False)
+class Queue:
+    """What waits for one parameter, or for it and others."""
+
+    parameter: weakref.ref[Tensor]
+    ticket: Tensor  # () int64, on the CPU
+    products: list[Product] = field(default_factory=list)
+
+
+_queues: Any = WeakTensorKeyDictionary()  # by the parameter, with which they die
+_by_ticket: "weakref.WeakValueDictionary[int, Queue]" = weakref.WeakValueDictionary()
+_tickets, _places = itertools.count(), itertools.count()
+_watch: RemovableHandle | None = None  # on every optimizer's step, while products wait
+
+
+def _ticket(parameter: Tensor) -> Tensor:
+    queue = _queues.get(parameter)
+    if queue is None:
+        number = next(_tickets)
+        queue = _queues[parameter] = _by_ticket[number] = Queue(weakref.ref(parameter), torch.tensor(number))
+    return queue.ticket  # type: ignore[no-any-return]
+
+
+TICKETS = Takers("tickets", lambda parameter: torch.empty((), dtype=torch.int64), _ticket)
+
+
+def defer_wgrad(
+    tickets: list[Tensor],  # of the parameters, each () int64
+    a: Tensor,  # dy columnwise, (N, M)
+    a_scale: Tensor,
+    b: Tensor,  # x columnwise, (K, M)
+    b_scale: Tensor,
+    alpha: Tensor | None,  # ()
+    gemm: Gemm,
+    copy: bool = True,  # where nobody keeps the operands' memory from being written
+) -> None:
+    """Leave a product for `backward_dw`. Does nothing where a parameter is gone."""
+    global _watch
+    queues = [queue for ticket in tickets if (queue := _by_ticket.get(int(ticket))) is not None]
+    if len(queues) < len(tickets):
+        return
+    a, a_scale, b, b_scale = (x.clone() if copy else x for x in (a, a_scale, b, b_scale))
+    alpha = alpha.clone() if copy and alpha is not None else alpha
+    backward = torch._C._current_graph_task_id()
+    parameters = [queue.parameter for queue in queues]
+    queues[0].products.append(Product(next(_places), backward, parameters, (a, a_scale, b, b_scale), alpha, gemm))
+    if _watch is None:
+        _watch = register_optimizer_step_pre_hook(_refuse_step)
+
+
+@torch.no_grad()
+def backward_dw(model: nn.Module | None = None, *, backwards: int | None = None) -> int:
+    """Run the weight gradients that ``options={"wgrad": "deferred"}`` left, oldest first, and add each to its parameter's
+    `main_grad` where there is one, else to its `grad`. No hooks run here: those on the gradient ran in the backward, and saw
+    none.
+
+    Args:
+        model: whose parameters' alone; None: all that wait.
+        backwards: those of so many of the oldest backward passes among them; None: all.
+
+    Returns:
+        How many GEMMs ran.
+
+    Raises:
+        DeferredWgradError: an argument is something else.
+        MainGradError: a parameter's `main_grad` does not fit it.
+    """
+    if model is not None and not isinstance(model, nn.Module):
+        raise DeferredWgradError(wrong_type("model", model, "the nn.Module whose weight gradients wait, or None"))
+    if backwards is not None and (not isinstance(backwards, int) or isinstance(backwards, bool) or backwards < 0):
+        raise DeferredWgradError(wrong_type("backwards", backwards, "a number of backward passes, or None"))
+    chosen = _waiting(None if model is None else model.parameters())
+    if backwards is not None:
+        oldest = list(dict.fromkeys(product.backward for _, product in chosen))[:backwards]
+        chosen = [(queue, product) for queue, product in chosen if product.backward in oldest]
+    for queue, product in chosen:
+        product.run()
+        queue.products.remove(product)
+    _stop_watching()
+    return len(chosen)
+
+
+def _waiting(parameters: Iterable[Tensor] | None) -> list[tuple[Queue, Product]]:
+    """What waits for any of these, or at all, oldest first."""
+    found = [(queue, product) for queue in list(_queues.values()) for product in queue.products]
+    if parameters is not None:
+        ids = {id(parameter) for parameter in parameters}
+        found = [one for one in found if any(id(ref()) in ids for ref in one[1].parameters)]
+    return sorted(found, key=lambda one: one[1].place)
+
+
+def _stop_watching() -> None:
+    global _watch
+    if _watch is not None and not _waiting(None):
+        _watch.remove()
+        _watch = None
+
+
+def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    waiting = _waiting(parameters)
+    if waiting:
+        raise DeferredWgradError(
+            f"the optimizer's step finds {len(waiting)} weight gradients that have not been computed, expected none;"
+            ' options={"wgrad": "deferred"} wants te_inductor.backward_dw(model) between backward and step'
+        )
+
+
+def _has_total(parameter: Tensor) -> bool:
+    return isinstance(getattr(parameter, "main_grad", None), Tensor)
+
+
+def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
+    """As autograd would, or as Megatron's convention has it."""
+    if _has_total(parameter):
+        checked(parameter).add_(gradient)
+        if hasattr(parameter, "grad_added_to_main_grad"):
+            parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    elif parameter.grad is None:
+        parameter.grad = gradient.to(parameter.dtype)
+    else:
+        parameter.grad.add_(gradient.to(parameter.dtype))
