@@ -120,8 +120,7 @@ def measure(p: Problem, args: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     args = parse()
     asked = problems(args.tokens)
-    for built in dict.fromkeys(p.kernel(tile) for p in asked for tile in tiles(p)):
-        build.start(built)
+    build.start(p.kernel(tile) for p in asked for tile in tiles(p))
     rows = []
     for p in asked:
         rows.append(measure(p, args))

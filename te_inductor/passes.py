@@ -215,8 +215,7 @@ def report_sites(plan: Plan) -> None:
 
 def start_builds(plan: Plan) -> None:
     """Have CUTLASS's kernels built while the graph is compiled."""
-    for kernel in plan.libraries:
-        build.start(kernel)
+    build.start(plan.libraries)
 
 
 def rewrite_sites(plan: Plan) -> None:

@@ -34,10 +34,11 @@ def extend(choices: list[Any], kernel_inputs: Any, overrides: dict[str, dict[str
     if problem is None or not choices:
         return choices
     bind = functools.partial(_bind, _SCALED, problem, kernel_inputs.nodes(), choices[0].layout)
-    if _measures():
-        return [*choices, *(bind(tile, fast_accum=problem.fast_accum) for tile in template.tiles(problem))]
-    tile = template.choose(problem)
-    return choices if tile is None else [bind(tile, fast_accum=problem.fast_accum)]
+    chosen = template.choose(problem)
+    tiles = template.tiles(problem) if _measures() else [chosen] if chosen else []
+    build.start(problem.kernel(tile) for tile in tiles)
+    ours = [bind(tile, fast_accum=problem.fast_accum) for tile in tiles]
+    return [*choices, *ours] if _measures() else ours or choices
 
 
 def microscaled(
@@ -66,8 +67,10 @@ def fastest(
     """What Inductor measures to be the fastest of cuBLASLt and CUTLASS's tiles."""
     nodes = [ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(x)) for x in operands]
     layout = ir.FixedLayout(nodes[0].get_device_or_error(), problem.out, [problem.m, problem.n])
+    tiles = template.tiles(problem)
+    build.start(problem.kernel(tile) for tile in tiles)
     choices = [_LIBRARY.bind(nodes, layout, scope=problem.scope)]
-    choices += [_bind(_MICROSCALED, problem, nodes, layout, tile) for tile in template.tiles(problem)]
+    choices += [_bind(_MICROSCALED, problem, nodes, layout, tile) for tile in tiles]
     return compat.autotune(_MICROSCALED.name, choices, nodes, layout)
 
 
@@ -80,7 +83,6 @@ def _architecture(device: torch.device) -> str | None:
 
 
 def _bind(choice: ExternKernelChoice, problem: Problem, nodes: Any, layout: Any, tile: Tile, **given: Any) -> Any:
-    build.start(problem.kernel(tile))
     return choice.bind(nodes, layout, tile=astuple(tile), arch=problem.arch, scope=problem.scope, **given)
 
 

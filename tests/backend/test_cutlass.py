@@ -3,7 +3,9 @@
 import dataclasses
 import subprocess
 import sys
+import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -124,8 +126,7 @@ def test_kernels_are_built_without_a_gpu_and_loaded_without_cutlass(tmp_path, mo
         kernel_of(FAST_TILES[0], "90", E4M3, E4M3, BF16, "tensor", True, True),
         kernel_of(SPLIT_TILES[0], "90", E5M2, E4M3, BF16, "row", False, False),
     ]
-    for kernel in kernels:
-        build.start(kernel)
+    build.start(kernels)
     paths = [build.library(kernel) for kernel in kernels]
     assert len(set(paths)) == 3 and all(path.is_relative_to(tmp_path) for path in paths)
     program = f"""
@@ -138,7 +139,65 @@ print([name for name in sys.modules if name.split(".")[0] in ("cutlass", "quack"
 
 @installed
 def test_what_the_compiler_says_reaches_the_user(tmp_path, monkeypatch):
+    """And what it says of one kernel keeps no other from being built."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    odd = dataclasses.replace(kernel_of(FAST_TILES[0], "90", E4M3, E4M3, BF16, "tensor", False, True), tile_m=100)
+    good = kernel_of(FAST_TILES[0], "90", E4M3, E4M3, BF16, "tensor", False, True)
+    odd = dataclasses.replace(good, tile_m=100)
+    build.start([odd, good])
     with pytest.raises(RuntimeError, match="CTA tile shape M"):
         build.library(odd)
+    assert build.library(good).exists()
+
+
+def broken_compiler(folder: Path, monkeypatch, source: str) -> None:
+    """Builds run this where they would import quack."""
+    (folder / "quack.py").write_text(source)
+    whole = build.environment
+    path = f"{folder}:{whole('90')['PYTHONPATH']}"
+    monkeypatch.setattr(build, "environment", lambda arch: {**whole(arch), "PYTHONPATH": path})
+    monkeypatch.setattr(cutlass, "versions", lambda: (source,))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    build._sources.cache_clear()
+
+
+KERNEL = kernel_of(FAST_TILES[0], "90", E4M3, E4M3, BF16, "tensor", False, True)
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [("raise OSError('no shared object')", "no shared object"), ("import os; os._exit(7)", "with 7")],
+)
+def test_what_a_builder_says_that_comes_to_no_kernel(source, said, tmp_path, monkeypatch):
+    broken_compiler(tmp_path, monkeypatch, source)
+    with pytest.raises(RuntimeError, match=said):
+        build.library(KERNEL)
+    build._sources.cache_clear()
+
+
+def test_builds_end_with_who_asked_for_them(tmp_path):
+    """No process is left behind, though the builds would have taken long."""
+    program = f"""
+import pathlib, pytest
+from tests.backend.test_cutlass import KERNEL, broken_compiler, build
+forks = "import os, time; os.fork(); print(os.getpid(), flush=True); time.sleep(60)"
+broken_compiler(pathlib.Path({str(tmp_path)!r}), pytest.MonkeyPatch(), forks)
+build.start([KERNEL])
+[builder] = build._builders.values()
+while len(pids := builder.log.read_text().split()) < 2:
+    assert not builder.ended()
+print(*pids)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    for pid in done.stdout.split():
+        for _ in range(100):
+            if not running(pid):
+                break
+            time.sleep(0.05)
+        assert not running(pid)
+
+
+def running(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

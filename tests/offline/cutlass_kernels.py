@@ -21,7 +21,7 @@ from quack.gemm_runtime.host import run_gemm_epi_plan
 from torch import Tensor
 
 from te_inductor.recipes.formats import SCOPES, Scope
-from te_inductor.templates.cutlass import build, launch
+from te_inductor.templates.cutlass import build, builder, launch
 from te_inductor.templates.cutlass.scaled_mm import Kernel
 from tests.offline.tensor_cores import unswizzled
 
@@ -30,7 +30,7 @@ M, N, K = 272, 400, 544  # no tile divides them
 
 def main(kernels: list[Kernel], out: Path) -> None:
     for number, kernel in enumerate(kernels):
-        plan = build.plan(kernel)
+        plan = builder.plan(kernel)
         plan.compiled_fn.export_to_c(object_file_path=str(out / f"{number}.o"), function_name=build.FUNCTION)
         ours, theirs = launches(kernel, plan)
         assert described(ours) == described(theirs), kernel
@@ -40,7 +40,7 @@ def main(kernels: list[Kernel], out: Path) -> None:
 def launches(kernel: Kernel, plan: Any) -> tuple[Any, Any]:
     """The arguments with which our code and quack's call the kernel."""
     out = torch.empty(M, N, dtype=getattr(torch, kernel.out))
-    a, b = (build.empty((rows, K), getattr(torch, name)) for rows, name in ((M, kernel.a), (N, kernel.b)))
+    a, b = (builder.empty((rows, K), getattr(torch, name)) for rows, name in ((M, kernel.a), (N, kernel.b)))
     bias = torch.zeros(N, dtype=out.dtype) if kernel.bias else None
     tile = (kernel.tile_m, kernel.tile_n, kernel.cluster_m, kernel.cluster_n, kernel.pingpong, 8)
     given = {"tile": tile, "arch": kernel.arch, "scope": kernel.scope, "out": out}
@@ -67,7 +67,7 @@ def launches(kernel: Kernel, plan: Any) -> tuple[Any, Any]:
 def microscaled(scope: Scope, a: Tensor, b: Tensor) -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
     """Operands as Inductor has them, bytes and swizzled scales; alpha; scales as quack has them."""
     across = -(-K // scope.block[1] // 4)
-    flat = [build.empty((-(-rows // 128) * across * 512,), scope.scale.library) for rows in (M, N)]
+    flat = [builder.empty((-(-rows // 128) * across * 512,), scope.scale.library) for rows in (M, N)]
     blocks = (scale.view(-1, across, 32, 4, 4) for scale in flat)
     alpha = {"alpha": torch.ones(())} if scope.two_level else {}
     operands = [a.view(torch.uint8), b.view(torch.uint8)] if scope.two_level else [a, b]

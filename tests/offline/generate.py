@@ -126,7 +126,7 @@ def main(shim: str, arch: int, case: str, out: Path) -> None:
         mock.patch(
             "te_inductor.templates.cutlass.scaled_mm.architecture", lambda device: str(arch) if chosen else None
         ),
-        mock.patch("te_inductor.templates.cutlass.build.start", lambda kernel: None),
+        mock.patch("te_inductor.templates.cutlass.build.start", lambda kernels: None),
         # Nothing can be measured: the last choice, which is CUTLASS's, is taken for the fastest.
         mock.patch("te_inductor.compat.autotune", lambda name, choices, nodes, layout: choices[-1].output_node()),
     ]
