@@ -15,6 +15,7 @@ import torch
 def pytest_addoption(parser):
     parser.addoption("--seed", type=int, default=0, help="random seed of every test; other seeds are other data")
     parser.addoption("--cases", type=int, default=100, help="how many random models tests/backend/test_fuzz.py checks")
+    parser.addoption("--compiled", type=int, default=0, help="and how many with generated code, half a minute each")
 
 
 def pytest_report_header(config):

@@ -196,7 +196,7 @@ def digest(pieces: Sequence[Tensor]) -> int:
     """Of contiguous tensors one behind the other, each of whole words; as a signed integer."""
     total, first = 0, 0
     for piece in pieces:
-        words = piece.contiguous().view(torch.uint8).view(torch.int64).view(-1)
+        words = piece.contiguous().view(-1).view(torch.int64)
         index = torch.arange(first + 1, first + 1 + words.numel(), device=words.device)
         value = words + index * _signed(GOLDEN)
         for factor in MIX:

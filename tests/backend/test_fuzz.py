@@ -1,6 +1,7 @@
-"""Random models under random recipes, policies and modes (tests/fuzz.py), compiled without code generation.
+"""Random models under random recipes, policies, options and modes (tests/fuzz.py), most compiled without code generation.
 
-``make test`` checks 100 of them, always the same; ``make fuzz`` as many as ``--cases`` says, others with each ``--seed``.
+``make test`` checks 100 of them, always the same; ``make fuzz`` as many as ``--cases`` says and, compiled, as
+``--compiled`` says, others with each ``--seed``.
 What it finds becomes a regression test here.
 """
 
@@ -16,17 +17,36 @@ PARTS = 4  # which workers of pytest-xdist share
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_random_models(part, request):
-    count = request.config.getoption("--cases") // PARTS
+    check_random(request.config.getoption("--seed") * PARTS + part, request.config.getoption("--cases") // PARTS)
 
-    @seed(request.config.getoption("--seed") * PARTS + part)
+
+@pytest.mark.codegen
+def test_random_models_compiled(request):
+    """With code generation, which takes half a minute a case."""
+    count = request.config.getoption("--compiled")
+    if not count:
+        pytest.skip("no --compiled")
+    check_random(request.config.getoption("--seed"), count, generated=True)
+
+
+def check_random(start: int, count: int, **how) -> None:
+    @seed(start)
     @settings(
         max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck), print_blob=False
     )
     @given(fuzz.cases)
     def run(case):
-        fuzz.check(case)
+        fuzz.check(case, **how)
 
     run()
+
+
+def test_a_kept_weight_whose_rows_are_not_whole_words():
+    fuzz.check(
+        fuzz.Case(
+            steps=(("linear", 16, True),), width=130, leading=(7,), recipe="current", dtype="bfloat16", weights="once"
+        )
+    )
 
 
 def test_a_checkpoint_in_eager_code():
