@@ -377,7 +377,7 @@ def _casts(
     return quantize_delayed(x, scale, quantizer), None
 
 
-def _linears(
+def trace_linears(
     x: Tensor,  # (..., K)
     weights: Sequence[Tensor],  # each (N, K)
     biases: Sequence[Tensor],  # each (N,); none, or one a weight
@@ -408,7 +408,7 @@ linears = _define(
     f"linears(Tensor x, Tensor[] weights, Tensor[] biases, {_SLOTS} slots, ScalarType out_dtype, Tensor[]? known=None,"
     " Tensor? token=None, Tensor? grad_amax=None, Tensor[]? kept=None, Tensor[]? main_grads=None,"
     " Tensor[]? tickets=None) -> Tensor[]",
-    _linears,
+    trace_linears,
 )
 
 

@@ -234,6 +234,7 @@ def rewrite_sites(plan: Plan) -> None:
             merging.rewrite(group, emit)
     for step in stateful.values():
         step.finish()
+    transforms.translate(plan.gm)
     for module in plan.graph_modules():
         regions.erase(module.graph)
         selective.translate(module)

@@ -3,6 +3,7 @@
 Autograd sees the three as one function. Where no gradient is wanted, `compute` alone runs.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -47,6 +48,8 @@ class Operation:
             )
 
     def __call__(self, *inputs: Any) -> Any:
+        if torch._C._are_functorch_transforms_active():
+            return _transformed(self, inputs)
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
             return _Differentiable.apply(self, *inputs)
         return self.compute((False,) * len(inputs), *inputs)[0]
@@ -70,3 +73,37 @@ class _Differentiable(torch.autograd.Function):
                 'compile this module with options={"recipe": "none"}'
             )
         return None, *ctx.operation.backward(ctx, *grads)
+
+
+class _Transformed(torch.autograd.Function):
+    """Any operation under torch.func.grad, where a `setup_context` sees inputs and outputs alone: what the operation's keeps
+    for backward is an output too. Which gradients are wanted is not known at each level of transforms, so all are
+    computed; of a graph that is traced, what nobody reads is dropped."""
+
+    @staticmethod
+    def forward(operation: Operation, *inputs: Any) -> Any:  # type: ignore[override]
+        outputs, found = operation.compute(tuple(isinstance(x, Tensor) for x in inputs), *inputs)
+        kept = SimpleNamespace(saved_tensors=(), operation=operation, single=isinstance(outputs, Tensor))
+        kept.save_for_backward = lambda *tensors: setattr(kept, "saved_tensors", tensors)
+        operation.setup_context(kept, inputs, found)
+        saved, kept.saved_tensors = kept.saved_tensors, ()
+        return *((outputs,) if kept.single else outputs), *saved, len(saved), kept
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        *outputs, count, ctx.kept = output
+        saved = outputs[len(outputs) - count :]
+        ctx.count = len(outputs) - count
+        ctx.mark_non_differentiable(*(tensor for tensor in saved if tensor is not None))
+        ctx.save_for_backward(*saved)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:  # type: ignore[override]
+        kept = SimpleNamespace(**{**vars(ctx.kept), "saved_tensors": ctx.saved_tensors})
+        return None, *kept.operation.backward(kept, *grads[: ctx.count])
+
+
+def _transformed(operation: Operation, inputs: tuple[Any, ...]) -> Any:
+    *outputs, count, kept = _Transformed.apply(operation, *inputs)  # type: ignore[no-untyped-call]
+    outputs = outputs[: len(outputs) - count]
+    return outputs[0] if kept.single else tuple(outputs)

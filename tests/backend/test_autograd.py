@@ -230,7 +230,8 @@ def test_functional_call(name):
 
 @every_recipe
 def test_transforms_of_torch_func(name):
-    """Inside a compiled function: layers stay in high precision, and that is said. Nothing of a transform is left behind."""
+    """Inside a compiled function: a gradient is the layer's own; in others layers stay in high precision, and that is said.
+    Nothing of a transform is left behind."""
     model, x = mlp(), torch.randn(4, *X)
     parameters = {path: value.detach() for path, value in model.named_parameters()}
 
@@ -240,16 +241,41 @@ def test_transforms_of_torch_func(name):
     def gradients(parameters, x):
         return torch.func.grad(loss)(parameters, x)
 
+    def pulled_back(parameters, x):
+        y, pull = torch.func.vjp(lambda parameters: torch.func.functional_call(model, parameters, (x,)), parameters)
+        return pull(2 * y)[0]
+
+    if name != "delayed":  # whose state belongs to parameters
+        leaves = {path: value.clone().requires_grad_() for path, value in parameters.items()}
+        y = te(lambda p, x: torch.func.functional_call(model, p, (x,)), name, fallback=strict(name))(leaves, x)
+        expected = torch.autograd.grad(y.square().sum(), list(leaves.values()))
+        for function in (gradients, pulled_back):
+            found = te(function, name, fallback=strict(name))(parameters, x)
+            assert all(map(torch.equal, found.values(), expected))
+
     def batched(x):
         return torch.func.vmap(model)(x)
 
-    for function, inputs, what in ((gradients, (parameters, x), "grad"), (batched, (x,), "vmap")):
+    def twice(parameters, x):
+        return torch.func.grad(lambda x: torch.func.grad(lambda x: loss(parameters, x))(x).sum())(x)
+
+    def jacobian(parameters, x):
+        return torch.func.jacrev(lambda x: loss(parameters, x))(x)
+
+    tracked = {path: value.clone().requires_grad_() for path, value in parameters.items()}
+    for function, inputs, what in (
+        (batched, (x,), "vmap"),
+        (twice, (parameters, x), "grad in grad"),
+        (jacobian, (parameters, x), "grad, beside vmap"),
+        (gradients, (tracked, x), "grad, of inputs that require gradients themselves"),
+    ):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", te_inductor.errors.FallbackWarning)
             found = te(function, name, fallback="warn")(*inputs)
         [text] = [str(entry.message) for entry in caught if entry.category is te_inductor.errors.FallbackWarning]
         assert f"inside a transform of torch.func ({what}): 0, 2" in text
-        torch.testing.assert_close(found, function(*inputs))
+        expected = function(*inputs)
+        torch.testing.assert_close(found, expected)
     assert torch._C._functorch.get_dynamic_layer_stack_depth() == 0
 
 
