@@ -1,15 +1,28 @@
 """Products with a stored NVFP4 weight: the Triton kernel's partial sums, added up where the result is read."""
 
+import functools
+import operator
+
 import torch
 from torch._inductor import ir
 from torch._inductor.lowering import fallback_handler, lowerings
 from torch._inductor.virtualized import V
 
 from te_inductor import compat, ops_stored
+from te_inductor.lowerings.early_start import start_early
 from te_inductor.lowerings.registry import lowering
 
 aten = torch.ops.aten
 convert = torch.ops.prims.convert_element_type
+_CUTS = (aten.split.Tensor, aten.split_with_sizes.default, aten.slice.Tensor)
+_SAME = (
+    operator.getitem,
+    aten.view.default,
+    aten.reshape.default,
+    aten.transpose.int,
+    aten.permute.default,
+    convert.default,
+)
 
 
 @lowering(ops_stored.nvfp4_linear)
@@ -35,9 +48,21 @@ def nvfp4_linear(
     if config.planes:
         x = lowerings[aten.permute](lowerings[aten.view](x, [m, k // 16, 4, 4]), [0, 2, 1, 3])
         x = lowerings[aten.view](lowerings[aten.clone](x, memory_format=torch.contiguous_format), [m, 4, k // 4])
-    y = lowerings[aten.sum](_eager(nvfp4_ops.partial_sums, x, stored, block_scale, config), [0])
-    factor = lowerings[aten.mul](tensor_scale, template.FACTOR)
-    return lowerings[convert](lowerings[aten.mul](y, factor), out_dtype)  # type: ignore[no-any-return]
+    start_early()
+    parts = _eager(nvfp4_ops.partial_sums, x, stored, block_scale, tensor_scale, config)
+    # Additions, and no reduction, as elementwise code becomes part of what reads the result, a norm's reduction too.
+    y = functools.reduce(lowerings[aten.add], (lowerings[aten.select](parts, 0, i) for i in range(config.splits)))
+    y = lowerings[convert](y, out_dtype)
+    if _is_cut_twice(V.graph.current_node):
+        y.realize()
+    return y  # type: ignore[no-any-return]
+
+
+def _is_cut_twice(node: torch.fx.Node, cuts: int = 0) -> bool:
+    """Whether pieces are taken of pieces, as where q, k and v are one layer and their halves are turned: Inductor would add
+    the sums up in a kernel for each of them."""
+    users = [user for user in node.users if user.target in (*_CUTS, *_SAME)]
+    return cuts > 1 or any(_is_cut_twice(user, cuts + (user.target in _CUTS)) for user in users)
 
 
 def _eager(op, *args):  # type: ignore[no-untyped-def]

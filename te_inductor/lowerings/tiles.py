@@ -33,12 +33,13 @@ where Inductor's takes 44.8, SwiGLU 313.9 (358.3), SwiGLU backward 451.4 (553.5)
 
 from typing import Any
 
+from torch._inductor import config
 from torch._inductor.codegen.triton import FixedTritonConfig
 from torch._inductor.dependencies import MemoryDep
 from torch._inductor.virtualized import V
 
 from te_inductor import ops
-from te_inductor.lowerings import block_tiles, gemm_choices
+from te_inductor.lowerings import block_tiles, early_start, gemm_choices
 from te_inductor.lowerings.blocks import loops_of
 from te_inductor.recipes import Quantizer
 from te_inductor.recipes.formats import ELEMENTS, TENSOR
@@ -92,9 +93,16 @@ class Choices:
             return False
         return bool(self._inner.can_fuse(scheduler, node1, node2, shared_data_score))
 
+    def can_fuse_horizontal(self, scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
+        if shared_data_score > 0 and early_start.is_early():  # a launch costs more than any bytes read once more
+            shared_data_score = max(shared_data_score, config.score_fusion_memory_threshold)
+        return bool(self._inner.can_fuse_horizontal(scheduler, node1, node2, shared_data_score))
+
     def should_use_persistent_reduction(self, features: Any, cooperative_reduction: bool) -> bool:
         widths = {q.granularity.block[1] // q.format.packed for q in _quantizers(features) if q.granularity.one_row}
         if any(V.graph.sizevars.statically_known_equals(features.reduction_numel, width) for width in widths):
+            return True
+        if early_start.is_early() and early_start.fits_a_program(features):
             return True
         return bool(self._inner.should_use_persistent_reduction(features, cooperative_reduction))
 

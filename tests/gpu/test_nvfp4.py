@@ -103,6 +103,24 @@ def test_compiled(m, recipe):
     assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
 
 
+@pytest.mark.parametrize("m", [1, 16])
+def test_kernels_that_start_early(m, monkeypatch):
+    """Bit for bit what they compute one behind the other: many steps, on inputs that change, in memory that is reused."""
+    from te_inductor.lowerings import nvfp4_linear
+
+    quantized, results = quantize_(nn.Sequential(*(model() for _ in range(4)))), []
+    for early in (True, False):
+        torch._dynamo.reset()
+        torch.manual_seed(1)
+        if not early:
+            monkeypatch.setattr(nvfp4_linear, "start_early", lambda: None)
+        with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
+            run = torch.compile(quantized, backend=te_inductor.te, fullgraph=True, options=OPTIONS)
+            xs = [torch.randn(m, 512, device="cuda", dtype=torch.bfloat16) for _ in range(50)]
+            results.append([run(x).clone() for x in xs])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
 def test_two_compiles_for_all_batches():
     quantized = quantize_(model())
     run = torch.compile(quantized, backend=te_inductor.te, fullgraph=True, dynamic=True)

@@ -1,12 +1,13 @@
 """Runs the NVFP4 kernels in Triton's interpreter and compares: python -m tests.offline.nvfp4_kernels, TRITON_INTERPRET=1."""
 
+import functools
 import itertools
 
 import torch
 
 from te_inductor.runtime import nvfp4
 from te_inductor.templates.triton import nvfp4_expand, nvfp4_linear
-from te_inductor.templates.triton.nvfp4_linear import FACTOR, Config
+from te_inductor.templates.triton.nvfp4_linear import Config
 from tests.offline.interpret import mend_conversions
 
 # Each with sizes that fill no tile: M, N, K.
@@ -24,16 +25,20 @@ def weight(n: int, k: int) -> tuple[torch.Tensor, ...]:
 
 
 def linear(config: Config, m: int, n: int, k: int) -> None:
-    """Each product is exact in fp32, K of them are summed there."""
-    stored, block_scale, _ = weight(n, k)
+    """Each product is exact in fp32, K of them are summed there; the tensor's scale is a rounding of it and of a sum."""
+    stored, block_scale, tensor_scale = weight(n, k)
     x = torch.randn(m, k).bfloat16()
     assert nvfp4_linear.supports(config, nvfp4_linear.Problem(m, n, k, x.dtype)) is None
     given = nvfp4_linear.planes(x) if config.planes else x
-    parts = nvfp4_linear.partial_sums(given, stored, block_scale, config, assembly=False)
+    parts = nvfp4_linear.partial_sums(given, stored, block_scale, tensor_scale, config, assembly=False)
     assert parts.shape == (config.splits, m, n)
-    wide = nvfp4.values(stored, block_scale).double()
-    error = (parts.double().sum(0) * FACTOR - x.double() @ wide.t()).abs()
-    assert (error <= k * 2.0**-24 * (x.double().abs() @ wide.abs().t())).all(), config
+    wide = nvfp4.values(stored, block_scale).double() * tensor_scale.double()
+    error = (parts.double().sum(0) - x.double() @ wide.t()).abs()
+    assert (error <= (k + 2) * 2.0**-24 * (x.double().abs() @ wide.abs().t())).all(), config
+    expected = functools.reduce(torch.add, parts)  # in this order
+    for dtype in (torch.bfloat16, torch.float32):
+        y = nvfp4_linear.add_up(parts, dtype, assembly=False)
+        assert torch.equal(y, expected.to(dtype)), config
 
 
 def expand(n: int, k: int) -> None:

@@ -110,9 +110,9 @@ def test_cubin(config, instruction):
     function = nvfp4_linear._partial_sums
     constants = {
         "K": 4096, "ROWS": config.rows, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "SPLITS": config.splits,
-        "STAGES": config.stages, "PLANES": config.planes, "ASSEMBLY": True,
+        "STAGES": config.stages, "PLANES": config.planes, "FACTOR": nvfp4_linear.FACTOR, "ASSEMBLY": True,
     }  # fmt: skip
-    types = {"x": "*bf16", "stored": "*i16", "block_scale": "*u8", "out": "*fp32"}
+    types = {"x": "*bf16", "stored": "*i16", "block_scale": "*u8", "tensor_scale": "*fp32", "out": "*fp32"}
     places = {name: (place,) for place, name in enumerate(function.arg_names)}
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in places}
     aligned = {places[name]: [["tt.divisibility", 16]] for name in (*types, "N")}
@@ -124,6 +124,9 @@ def test_cubin(config, instruction):
     assert made.asm["cubin"] and instruction in ptx and "mul.bf16x2" in ptx and "cp.async" in ptx
     assert "st.shared" not in ptx[: ptx.rindex(instruction)] and "shfl" not in ptx
     assert made.metadata.shared <= config.shared_memory
+    # Nothing before the wait: Note [Kernels that start early].
+    assert not re.search(r"(ld|st)\.global|cp\.async|atom|red\.", ptx[: ptx.index("griddepcontrol.wait")])
+    assert ptx.index("griddepcontrol.launch_dependents") > ptx.rindex(instruction)
     assert ptx.count("wgmma.wait_group") >= ptx.count("wgmma.mma_async") // (config.block_k // 64)  # once a product
 
 
@@ -139,10 +142,37 @@ def test_generated_decode(case):
     )
     assert len(code.kernels) == 3
     assert "silu" in code.kernels[1].name and "sum" not in source.split("def call")[0].split("async_compile.triton(")[0]
+    for kernel in code.kernels:  # Note [Kernels that start early]
+        before, wait, behind = kernel.body.partition("tl.extra.cuda.gdc_wait()")
+        assert wait and "tl." not in before.replace("tl.constexpr", "") and kernel.meta["launch_pdl"]
+        assert "gdc_wait" not in behind and "gdc_launch_dependents()" in behind
+    assert "triton_per" in code.kernels[0].name  # the norm takes a row at once
+
+
+def test_realized():
+    """Where halves of q, k and v are turned, and not where gate and up are one layer."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    from te_inductor.lowerings.nvfp4_linear import _is_cut_twice
+
+    def turned(x: Tensor) -> Tensor:
+        q, k = x.view(1, -1, 6).split((4, 2), 2)
+        a, b = q.transpose(0, 1).chunk(2, -1)
+        return a * b + k
+
+    def gated(x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        return torch.nn.functional.silu(gate) * up
+
+    for function, cut in ((turned, True), (gated, False)):
+        graph = make_fx(function)(torch.randn(5, 6)).graph
+        assert _is_cut_twice(next(iter(graph.nodes))) is cut
 
 
 def test_generated_prefill():
     """A prompt: weights cast to E4M3, FP8 GEMMs; gate and up share the cast of their input."""
-    [source] = generate("prefill_nvfp4", 90).sources
+    code = generate("prefill_nvfp4", 90)
+    [source] = code.sources
+    assert "gdc_wait" not in source and not any(kernel.meta["launch_pdl"] for kernel in code.kernels)
     assert source.count("nvfp4_recast.default(") == 3 and source.count("extern_kernels._scaled_mm(") == 3
     assert source.count("use_fast_accum=True") == 3

@@ -5,7 +5,8 @@ The weight is the tensor core's left operand, so its N fills the 64 or 16 rows o
 columns: nothing moves between threads. See `nvfp4_decode` for the arithmetic and docs/performance.md for what was measured.
 
 Blocks of K are dealt to `splits` programs in turn, so that what runs at one time reads neighbouring bytes. Each writes its
-partial sums in fp32; whoever reads them adds them up in their order, in Inductor's code together with what comes next.
+partial sums in fp32; whoever reads them adds them up in their order, in Inductor's code together with what comes next, in
+eager code `add_up`. Both kernels start early: Note [Kernels that start early] in lowerings/early_start.py.
 """
 
 import functools
@@ -23,11 +24,12 @@ from te_inductor.diagnostics import Refusal
 from te_inductor.recipes.constants import Constant, constant
 from te_inductor.templates.triton.nvfp4_decode import FACTOR, values
 
-__all__ = ["FACTOR", "Config", "Problem", "choose", "partial_sums", "planes", "supports"]
+__all__ = ["FACTOR", "Config", "Problem", "add_up", "choose", "partial_sums", "planes", "supports"]
 
 TABLE = Path(__file__).with_suffix(".json")
 DTYPES = (torch.bfloat16, torch.float16)
-CAPABILITY = (9, 0)  # mul.bf16x2
+CAPABILITY = (9, 0)  # mul.bf16x2, griddepcontrol
+ADDED = 512  # elements of a result that a program of `add_up` writes
 
 
 @dataclass(frozen=True)
@@ -113,10 +115,11 @@ def partial_sums(
     x: Tensor,  # (M, K), or its planes (M, 4, K/4)
     stored: Tensor,  # (N, K/2) uint8
     block_scale: Tensor,  # (N, K/16) e4m3
+    tensor_scale: Tensor,  # () fp32
     config: Config,
     assembly: bool = True,
 ) -> Tensor:  # (splits, M, N) fp32
-    """Whose sum over the first dimension, times `FACTOR` and the tensor's scale, is the product."""
+    """Whose sum over the first dimension is the product."""
     m, n, k = x.shape[0], stored.shape[0], 2 * stored.shape[1]
     out = x.new_empty((config.splits, m, n), dtype=torch.float32)
     grid = (config.splits * triton.cdiv(m, config.rows), triton.cdiv(n, config.block_n))
@@ -124,6 +127,7 @@ def partial_sums(
         x,
         stored.view(torch.int16),
         block_scale.view(torch.uint8),
+        tensor_scale,
         out,
         m,
         n,
@@ -133,9 +137,25 @@ def partial_sums(
         BLOCK_K=config.block_k,
         SPLITS=config.splits,
         STAGES=config.stages,
+        FACTOR=FACTOR,
         PLANES=config.planes,
         ASSEMBLY=assembly,
         num_warps=config.warps,
+        launch_pdl=assembly,
+    )
+    return out
+
+
+def add_up(
+    parts: Tensor,  # (splits, M, N), of `partial_sums`
+    out_dtype: torch.dtype,
+    assembly: bool = True,
+) -> Tensor:  # (M, N)
+    """What Inductor's code does where it reads them."""
+    splits, m, n = parts.shape
+    out = parts.new_empty((m, n), dtype=out_dtype)
+    _add_up[(triton.cdiv(m * n, ADDED),)](
+        parts, out, m * n, splits, BLOCK=ADDED, ASSEMBLY=assembly, num_warps=4, launch_pdl=assembly
     )
     return out
 
@@ -145,6 +165,7 @@ def _partial_sums(
     x,  # (M, K), or (M, 4, K/4)
     stored,  # (N, K/4) int16
     block_scale,  # (N, K/16) uint8
+    tensor_scale,  # () fp32
     out,  # (SPLITS, M, N) fp32
     M,
     N,
@@ -154,6 +175,7 @@ def _partial_sums(
     BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
+    FACTOR: tl.constexpr,
     PLANES: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ):
@@ -166,6 +188,8 @@ def _partial_sums(
     row = tl.minimum(n, N - 1).to(tl.int64)[:, None]
     word = stored + row * (K // 4) + part * WORDS + tl.arange(0, WORDS)[None, :]
     scale = block_scale + row * (K // 16) + part * (BLOCK_K // 16) + tl.arange(0, BLOCK_K // 16)[None, :]
+    if ASSEMBLY:
+        tl.extra.cuda.gdc_wait()
     if PLANES:
         column = x + m[None, :] * K + part * WORDS + tl.arange(0, WORDS)[:, None]
         inside = m[None, :] < M
@@ -195,8 +219,31 @@ def _partial_sums(
         word += SPLITS * WORDS
         scale += SPLITS * (BLOCK_K // 16)
         column += SPLITS * (WORDS if PLANES else BLOCK_K)
+    if ASSEMBLY:
+        tl.extra.cuda.gdc_launch_dependents()
     place = out + (part * M + m[None, :]).to(tl.int64) * N + n[:, None]
-    tl.store(place, y, mask=(m[None, :] < M) & (n[:, None] < N))
+    tl.store(place, y * (tl.load(tensor_scale) * FACTOR), mask=(m[None, :] < M) & (n[:, None] < N))
+
+
+@triton.jit
+def _add_up(
+    parts,  # (SPLITS, SIZE) fp32
+    out,  # (SIZE,)
+    SIZE,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+):
+    if ASSEMBLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    part = parts + place
+    y = tl.load(part, mask=place < SIZE)
+    for _ in tl.static_range(1, SPLITS):
+        part += SIZE
+        y += tl.load(part, mask=place < SIZE)
+    tl.store(out + place, y.to(out.dtype.element_ty), mask=place < SIZE)
 
 
 @triton.jit

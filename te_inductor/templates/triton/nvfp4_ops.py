@@ -7,15 +7,16 @@ from te_inductor.compat import constant_type_name
 from te_inductor.ops import _define, _library
 from te_inductor.runtime import nvfp4
 from te_inductor.templates.triton import nvfp4_expand, nvfp4_linear
-from te_inductor.templates.triton.nvfp4_linear import FACTOR, Config, Problem
+from te_inductor.templates.triton.nvfp4_linear import Config, Problem
 
 
-def _partial_sums_fake(x: Tensor, stored: Tensor, block_scale: Tensor, config: Config) -> Tensor:
+def _partial_sums_fake(x: Tensor, stored: Tensor, block_scale: Tensor, tensor_scale: Tensor, config: Config) -> Tensor:
     return x.new_empty((config.splits, x.shape[0], stored.shape[0]), dtype=torch.float32)
 
 
 partial_sums = _define(
-    f"nvfp4_partial_sums(Tensor x, Tensor stored, Tensor block_scale, {constant_type_name(Config)} config) -> Tensor",
+    "nvfp4_partial_sums(Tensor x, Tensor stored, Tensor block_scale, Tensor tensor_scale,"
+    f" {constant_type_name(Config)} config) -> Tensor",
     nvfp4_linear.partial_sums,
     _partial_sums_fake,
 )
@@ -27,8 +28,7 @@ def _linear(x: Tensor, stored: Tensor, block_scale: Tensor, tensor_scale: Tensor
     if config is None:
         return nvfp4.linear(x, stored, block_scale, tensor_scale, out_dtype)
     x = nvfp4_linear.planes(x) if config.planes else x.contiguous()
-    y = nvfp4_linear.partial_sums(x, stored, block_scale, config).sum(0)
-    return (y * (tensor_scale * FACTOR)).to(out_dtype)
+    return nvfp4_linear.add_up(nvfp4_linear.partial_sums(x, stored, block_scale, tensor_scale, config), out_dtype)
 
 
 def _dequantize(stored: Tensor, block_scale: Tensor, tensor_scale: Tensor, k: int, dtype: torch.dtype) -> Tensor:
