@@ -77,3 +77,9 @@ class EarlyKernel(SigmoidKernel):
             super()._filter_pdl(code)
         elif self._enable_pdl_codegen():
             code._lines[:0] = [self.GDC_WAIT, self.GDC_LAUNCH]
+
+    def codegen_kernel(self, *args: Any, **kwargs: Any) -> Any:
+        source = super().codegen_kernel(*args, **kwargs)
+        # Of a torch that does not ask `_filter_pdl` any more, kernels would start early and not wait.
+        assert not (is_early() and self._enable_pdl_codegen()) or self.GDC_WAIT in str(source)
+        return source
