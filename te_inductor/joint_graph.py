@@ -18,9 +18,11 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from te_inductor import ops
 from te_inductor.post_grad import Pass
+from te_inductor.recipes import Quantizer
 
 _ONE_SCALE = (ops.quantize_rowcol_delayed, ops.quantize_pieces_delayed)
-_TWO_WAY = (*_ONE_SCALE, ops.quantize_rowcol)
+_OWN_SCALES = (ops.quantize_rowcol, ops.quantize_pieces)
+_TWO_WAY = (*_ONE_SCALE, *_OWN_SCALES)
 
 
 class RecomputeCopies(Pass):
@@ -46,7 +48,8 @@ def mark(graph: fx.Graph) -> None:
 def _is_of_weight(cast: fx.Node, sources: Sequence[fx.Node]) -> bool:
     """Whether a cast makes a dgrad's operand of inputs of the graph, and its column copy takes no second look for scales
     that the row copy has found."""
-    found_again = cast.target is ops.quantize_rowcol and cast.args[1].granularity.transposes  # type: ignore[union-attr]
+    quantizers: list[Any] = [argument for argument in cast.args if isinstance(argument, Quantizer)]
+    found_again = cast.target in _OWN_SCALES and quantizers[0].granularity.transposes
     gemms = [user.args[5] for copy in cast.users for user in copy.users if user.target is ops.scaled_mm]
     return not found_again and any(gemm.name == "dgrad" for gemm in gemms) and all(map(_is_of_input, sources))  # type: ignore[union-attr]
 

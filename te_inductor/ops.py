@@ -87,6 +87,14 @@ def _quantize_rowcol_delayed_fake(
     return _quantize_fake(x, quantizer)[0], _quantize_fake(x.t(), quantizer)[0]
 
 
+def _quantize_pieces_fake(
+    pieces: list[Tensor],  # matrices that make one (R, C) side by side along dim
+    dim: int,
+    quantizer: Quantizer,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # data (R, pad(C)), scale_inv, data_t (C, pad(R)), scale_inv_t
+    return _quantize_rowcol_fake(torch.cat(pieces, dim), quantizer)
+
+
 def _quantize_pieces_delayed_fake(
     pieces: list[Tensor],  # matrices that make one (R, C) side by side along dim
     dim: int,
@@ -142,6 +150,11 @@ quantize_rowcol = _define(
     f"quantize_rowcol(Tensor x, {_QUANTIZER} q, Tensor? amax=None) -> (Tensor, Tensor, Tensor, Tensor)",
     eager.quantize_rowcol,
     _quantize_rowcol_fake,
+)
+quantize_pieces = _define(
+    f"quantize_pieces(Tensor[] pieces, int dim, {_QUANTIZER} q) -> (Tensor, Tensor, Tensor, Tensor)",
+    eager.quantize_pieces,
+    _quantize_pieces_fake,
 )
 hadamard = _define("hadamard(Tensor x) -> Tensor", eager.hadamard, _hadamard_fake)
 tensor_amax = _define("tensor_amax(Tensor x) -> Tensor", eager.tensor_amax, _tensor_amax_fake)
@@ -346,6 +359,9 @@ def copies(
         scale, scale_inv = (known.scale, known.scale_inv) if known else current_scale(pieces, quantizer)
         data, data_t = _casts(pieces, dim, scale, quantizer, rowwise, columnwise)
         return Copy(data, scale_inv) if rowwise else None, Copy(data_t, scale_inv) if columnwise else None
+    if len(pieces) > 1:  # always both: the lowering writes no copy that nobody reads
+        data, scale_inv, data_t, scale_inv_t = quantize_pieces(pieces, dim, quantizer)
+        return Copy(data, scale_inv) if rowwise else None, Copy(data_t, scale_inv_t) if columnwise else None
     [x] = pieces
     if rowwise and columnwise and not (quantizer.hadamard or quantizer.stochastic):
         amax = tensor_amax(x) if quantizer.granularity.two_level else None
@@ -367,7 +383,7 @@ def _copy(x: Tensor, quantizer: Quantizer) -> Copy:
 def _casts(
     pieces: Sequence[Tensor], dim: int, scale: Tensor, quantizer: Quantizer, rowwise: bool, columnwise: bool
 ) -> tuple[Any, Any]:
-    if len(pieces) > 1:  # always both: the lowering writes no copy that nobody reads
+    if len(pieces) > 1:  # both, as above
         return quantize_pieces_delayed(pieces, dim, scale, quantizer)  # type: ignore[no-any-return]
     [x] = pieces
     if rowwise and columnwise:

@@ -21,6 +21,7 @@ _QUANTIZE = frozenset(
     {
         ops.quantize,
         ops.quantize_rowcol,
+        ops.quantize_pieces,
         ops.hadamard,
         ops.tensor_amax,
         ops.current_scale,

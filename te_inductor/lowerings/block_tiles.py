@@ -56,21 +56,17 @@ def store_once_a_block(
     x: ir.TensorBox,  # (R, C)
     value: Any,  # of an index of x
     block: tuple[int, int],  # rows and columns that share a value
-    order: tuple[int, int],
-) -> ir.TensorBox:  # (R / rows, C / columns) fp32, strides in this order
+    layout: ir.Layout,  # of (R / rows, C / columns)
+) -> ir.TensorBox:
     high, wide = block
-    rows, columns = x.get_size()
-    size = [FloorDiv(rows, high), FloorDiv(columns, wide)]
     scatter = ir.Scatter(
         device=x.get_device_or_error(),
-        dtype=torch.float32,
+        dtype=layout.dtype,
         inner_fn=value,
-        ranges=[rows, columns],
+        ranges=list(x.get_size()),
         output_indexer=lambda index: [FloorDiv(index[0], high), FloorDiv(index[1], wide)],
         scatter_mode=MODE,  # type: ignore[arg-type]
     )
-    strides = ir.FlexibleLayout.fill_ordered(size, list(order))
-    layout = ir.FixedLayout(x.get_device_or_error(), torch.float32, size, strides)
     buffer = ir.ComputedBuffer(name=None, layout=layout, data=scatter)
     buffer.name = V.graph.register_buffer(buffer)
     V.graph.register_operation(buffer)

@@ -25,6 +25,7 @@ from torch._inductor.virtualized import ops as prims
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
 from te_inductor.lowerings import block_tiles, microscaling, values
+from te_inductor.lowerings.side_by_side import SideBySide
 from te_inductor.recipes import Quantizer
 from te_inductor.recipes.formats import E2M1, E8M0, HADAMARD, Scope
 
@@ -48,14 +49,25 @@ def quantize_rowcol(
     x: ir.TensorBox, quantizer: Quantizer, amax: ir.TensorBox | None = None
 ) -> tuple[ir.TensorBox, ...]:
     if block_tiles.fits(x, quantizer):
-        matrix = block_tiles.Matrix(*x.get_size())
-        return *_tiled_copy(x, quantizer, matrix, transposed=False), *_tiled_copy(x, quantizer, matrix, transposed=True)
+        return _tiled_copies([x], 0, quantizer, (True, True))  # type: ignore[return-value]
     if quantizer.granularity.transposes:
         scale, scale_inv, scale_inv_t = _scales_of_squares(x, quantizer, amax)
         data = _cast_by_squares(x, scale, quantizer)
         return data, scale_inv, _cast_by_squares(_transposed(x), _transposed(scale), quantizer), scale_inv_t
     rowwise = _copy_by_rows(x, quantizer, amax, x_is_transposed=False)
     return *rowwise, *_copy_by_rows(_transposed(x), quantizer, amax, x_is_transposed=True)
+
+
+def quantize_pieces(
+    pieces: Sequence[ir.TensorBox],
+    dim: int,
+    quantizer: Quantizer,
+    wanted: Sequence[bool],  # whether somebody reads the row copy, the column copy
+) -> tuple[ir.TensorBox | None, ...]:
+    """Both copies of pieces side by side along `dim`, each piece's of whole blocks."""
+    if not all(block_tiles.fits(piece, quantizer) for piece in pieces):
+        return quantize_rowcol(lowerings[aten.cat](pieces, dim), quantizer)
+    return _tiled_copies(pieces, dim, quantizer, wanted)
 
 
 def dequantize(
@@ -127,14 +139,48 @@ def spread_rows(
     )
 
 
+def _tiled_copies(
+    pieces: Sequence[ir.TensorBox], dim: int, quantizer: Quantizer, wanted: Sequence[bool]
+) -> tuple[ir.TensorBox | None, ...]:
+    """Both copies of pieces side by side along `dim`: Note [Tiles that are blocks]."""
+    matrices = [block_tiles.Matrix(*piece.get_size()) for piece in pieces]
+    made: list[ir.TensorBox | None] = []
+    for transposed, wants in zip((False, True), wanted, strict=True):
+        made += _tiled_copy(pieces, dim, quantizer, matrices, transposed) if wants else (None, None)
+    return tuple(made)
+
+
 def _tiled_copy(
-    x: ir.TensorBox, quantizer: Quantizer, matrix: block_tiles.Matrix, *, transposed: bool
+    pieces: Sequence[ir.TensorBox],
+    dim: int,
+    quantizer: Quantizer,
+    matrices: Sequence[block_tiles.Matrix],
+    transposed: bool,
 ) -> tuple[ir.TensorBox, ir.TensorBox]:
-    """data and scale_inv of x, or of its transpose: Note [Tiles that are blocks]."""
-    scope, device = quantizer.granularity, x.get_device_or_error()
+    """data and scale_inv, of the transpose or not. In the order of x's loops either way."""
+    scope = quantizer.granularity
     block = scope.block[::-1] if transposed else scope.block
+    turned = transposed != scope.row_last
+    data = SideBySide(pieces, dim, quantizer.format.dtype, (1, 1), (0, 1) if transposed else (1, 0))
+    scale_inv = SideBySide(pieces, dim, torch.float32, block, (0, 1) if turned else (1, 0))
+    places = zip(data.places(), scale_inv.places(), strict=True)
+    made = [_tiles(x, quantizer, block, *place) for x, place in zip(pieces, places, strict=True)]
+    for matrix, boxes in zip(matrices, made, strict=True):
+        for box in boxes:
+            _keep_loops(box)
+            matrix.made_into(box)
+    whole, whole_inv = (
+        side.filled(boxes) for side, boxes in zip((data, scale_inv), zip(*made, strict=True), strict=True)
+    )
+    return _transposed(whole) if transposed else whole, _transposed(whole_inv) if turned else whole_inv
+
+
+def _tiles(
+    x: ir.TensorBox, quantizer: Quantizer, block: tuple[int, int], data_layout: ir.Layout, scale_layout: ir.Layout
+) -> tuple[ir.TensorBox, ir.TensorBox]:
+    """What a kernel makes of its tiles: values, and scale_inv once a block."""
+    device, dtype, load = x.get_device_or_error(), x.get_dtype(), x.make_loader()
     along = [dim for dim, size in enumerate(block) if size > 1]
-    load, dtype = x.make_loader(), x.get_dtype()
 
     def value(index):
         return prims.to_dtype(load(index), torch.float32)
@@ -143,25 +189,16 @@ def _tiled_copy(
         found = block_tiles.block_amax(values.magnitude(value(index)), [index[dim] for dim in along])
         return values.encode_scale(values.from_bits(found), quantizer, dtype)
 
-    data = _pointwise(
-        x,
-        quantizer.format.dtype,
-        x.get_size(),
-        lambda index: values.cast(value(index), scale(index), quantizer, device),
-    )
-    _store(data, (0, 1) if transposed else (1, 0))
+    def cast(index):
+        return values.cast(value(index), scale(index), quantizer, device)
+
+    data = _pointwise(x, quantizer.format.dtype, x.get_size(), cast)
+    data.realize()
+    data.data.data.layout = data_layout  # type: ignore[attr-defined]
     scale_inv = block_tiles.store_once_a_block(
-        x,
-        lambda index: values.decode_scale(scale(index), quantizer),
-        block,
-        order=(0, 1) if transposed != scope.row_last else (1, 0),
+        x, lambda index: values.decode_scale(scale(index), quantizer), block, scale_layout
     )
-    for box in (data, scale_inv):
-        _keep_loops(box)
-        matrix.made_into(box)
-    return _transposed(data) if transposed else data, _transposed(
-        scale_inv
-    ) if transposed != scope.row_last else scale_inv
+    return data, scale_inv
 
 
 def _copy_by_rows(

@@ -1,6 +1,8 @@
 """Quantization in Inductor IR, so that it fuses with whatever produces the tensor."""
 
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch._inductor import ir
@@ -32,22 +34,34 @@ def magnitude_bits(x: ir.TensorBox) -> ir.TensorBox:  # int32
     )
 
 
-def _amax_of_rows(x: ir.TensorBox) -> ir.TensorBox:  # (R, 1) fp32
-    load_bits = lowerings[aten.amax](magnitude_bits(x), [1], keepdims=True).make_loader()
+def _amax_of_rows(pieces: Sequence[ir.TensorBox]) -> ir.TensorBox:  # (R, 1) fp32
+    """Of pieces side by side."""
+    bits = [lowerings[aten.amax](magnitude_bits(piece), [1], keepdims=True) for piece in pieces]
+    load_bits = functools.reduce(lowerings[aten.maximum], bits).make_loader()
     return ir.Pointwise.create(  # type: ignore[return-value]
-        device=x.get_device(),
+        device=pieces[0].get_device(),
         dtype=torch.float32,
         inner_fn=lambda index: values.from_bits(load_bits(index)),
-        ranges=[x.get_size()[0], 1],
+        ranges=[pieces[0].get_size()[0], 1],
     )
 
 
 def _amax(x: ir.TensorBox, quantizer: Quantizer) -> ir.TensorBox:
-    return (_amax_of_tensor if quantizer.granularity.whole else _amax_of_rows)(x)
+    return _amax_of_tensor(x) if quantizer.granularity.whole else _amax_of_rows([x])
 
 
 def _encode_scale(amax: ir.TensorBox, quantizer: Quantizer, dtype: torch.dtype) -> tuple[ir.TensorBox, ir.TensorBox]:
-    """scale and scale_inv, fp32, of the scope's shape, for a tensor of `dtype`."""
+    """scale and scale_inv, fp32, of the scope's shape, for a tensor of `dtype`; in memory."""
+    scale, scale_inv = _scale_and_inverse(amax, quantizer, dtype)
+    scale_inv.realize()
+    _freeze(scale_inv)
+    return scale, scale_inv
+
+
+def _scale_and_inverse(
+    amax: ir.TensorBox, quantizer: Quantizer, dtype: torch.dtype
+) -> tuple[ir.TensorBox, ir.TensorBox]:
+    """scale_inv is yet to be put somewhere."""
     load = amax.make_loader()
 
     def scale(index):  # type: ignore[no-untyped-def]
@@ -60,9 +74,8 @@ def _encode_scale(amax: ir.TensorBox, quantizer: Quantizer, dtype: torch.dtype) 
         ir.Pointwise.create(device=amax.get_device(), dtype=torch.float32, inner_fn=f, ranges=list(amax.get_size()))
         for f in (scale, scale_inv)
     ]
-    for box in boxes:
-        box.realize()  # computed once, in the reduction's epilogue, and not again by every thread of the cast
-        _freeze(box)
+    boxes[0].realize()  # computed once, in the reduction's epilogue, and not again by every thread of the cast
+    _freeze(boxes[0])
     return boxes[0], boxes[1]
 
 
@@ -75,9 +88,27 @@ def _cast(x: ir.TensorBox, scale: ir.TensorBox, quantizer: Quantizer) -> ir.Tens
     return box
 
 
-def _cast_pieces(pieces: list[ir.TensorBox], dim: int, scale: ir.TensorBox, quantizer: Quantizer) -> ir.TensorBox:
-    """The low-precision copy of all pieces side by side along `dim`, each written into its place."""
-    return ir.TensorBox(ir.ConcatKernel.create([_cast_values(piece, scale, quantizer) for piece in pieces], dim))
+def _cast_pieces(
+    pieces: Sequence[ir.TensorBox], dim: int, scales: Sequence[ir.TensorBox], quantizer: Quantizer
+) -> ir.TensorBox:
+    """The low-precision copy of all pieces side by side along `dim`, each cast with its scale into its place."""
+    return _cat([_cast_values(*piece, quantizer) for piece in zip(pieces, scales, strict=True)], dim)
+
+
+def _cat(boxes: Sequence[ir.TensorBox], dim: int) -> ir.TensorBox:
+    """What is in no memory yet is computed into its place."""
+    return ir.TensorBox(ir.ConcatKernel.create(boxes, dim))
+
+
+def _copy_pieces(pieces: Sequence[ir.TensorBox], dim: int, quantizer: Quantizer) -> tuple[ir.TensorBox, ...]:
+    """data and scale_inv, of rows, of all pieces side by side along `dim`: beside each other they share rows."""
+    dtype = pieces[0].get_dtype()
+    if dim == 1:
+        scale, scale_inv = _encode_scale(_amax_of_rows(pieces), quantizer, dtype)
+        return _cast_pieces(pieces, dim, [scale] * len(pieces), quantizer), scale_inv
+    pairs = [_scale_and_inverse(_amax_of_rows([piece]), quantizer, dtype) for piece in pieces]
+    scales, inverses = zip(*pairs, strict=True)
+    return _cast_pieces(pieces, dim, scales, quantizer), _cat(inverses, dim)
 
 
 def _cast_values(x: ir.TensorBox, scale: ir.TensorBox, quantizer: Quantizer) -> ir.TensorBox:
@@ -122,9 +153,22 @@ def quantize_rowcol(
     scale_t, scale_inv_t = (
         (scale, scale_inv)
         if quantizer.granularity.whole
-        else _encode_scale(_amax(transposed, quantizer), quantizer, x.get_dtype())
+        else _encode_scale(_amax_of_rows([transposed]), quantizer, x.get_dtype())
     )
     return _cast(x, scale, quantizer), scale_inv, _cast(transposed, scale_t, quantizer), scale_inv_t
+
+
+@lowering(ops.quantize_pieces)
+def quantize_pieces(pieces: list[ir.TensorBox], dim: int, quantizer: Quantizer) -> tuple[ir.TensorBox | None, ...]:
+    """A copy that nobody reads is None: pieces that are written into their places would be written for nobody too."""
+    read = _outputs_read()
+    wanted = [bool(read & outputs) for outputs in ({0, 1}, {2, 3})]
+    if quantizer.granularity.blocked:
+        return blocks.quantize_pieces(pieces, dim, quantizer, wanted)
+    made: list[ir.TensorBox | None] = []
+    for wants, how in zip(wanted, _both_ways(pieces, dim), strict=True):
+        made += _copy_pieces(*how, quantizer) if wants else (None, None)
+    return tuple(made)
 
 
 @lowering(ops.hadamard)
@@ -160,11 +204,22 @@ def current_scale(pieces: list[ir.TensorBox], quantizer: Quantizer) -> tuple[ir.
 def quantize_pieces_delayed(
     pieces: list[ir.TensorBox], dim: int, scale: ir.TensorBox, quantizer: Quantizer
 ) -> tuple[ir.TensorBox | None, ...]:
-    """A copy that nobody reads is None: pieces that are written into their places would be written for nobody too."""
-    transposed = [lowerings[aten.permute](piece, [1, 0]) for piece in pieces]
-    both = ((pieces, dim), (transposed, 1 - dim))
-    read = {user.args[1] for user in V.graph.current_node.users}
-    return tuple(_cast_pieces(*how, scale, quantizer) if place in read else None for place, how in enumerate(both))
+    """A copy that nobody reads is None, as of `quantize_pieces`."""
+    read, scales = _outputs_read(), [scale] * len(pieces)
+    return tuple(
+        _cast_pieces(*how, scales, quantizer) if place in read else None
+        for place, how in enumerate(_both_ways(pieces, dim))
+    )
+
+
+def _both_ways(pieces: list[ir.TensorBox], dim: int) -> tuple[tuple[list[ir.TensorBox], int], ...]:
+    """Of pieces side by side along `dim`: they, and those of the transpose."""
+    return (pieces, dim), ([lowerings[aten.permute](piece, [1, 0]) for piece in pieces], 1 - dim)
+
+
+def _outputs_read() -> set[Any]:
+    """Which outputs of the node that is being lowered somebody reads."""
+    return {user.args[1] for user in V.graph.current_node.users}
 
 
 @lowering(ops.record_amax)

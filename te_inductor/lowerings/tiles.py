@@ -42,7 +42,7 @@ from te_inductor import ops
 from te_inductor.lowerings import block_tiles, early_start, gemm_choices
 from te_inductor.lowerings.blocks import loops_of
 from te_inductor.recipes import Quantizer
-from te_inductor.recipes.formats import ELEMENTS, TENSOR
+from te_inductor.recipes.formats import ELEMENTS, ROW, TENSOR
 
 # By the number of whole tensors read: elements in the dimension in which they are contiguous, elements across, warps.
 CAST = {1: (128, 64, 8), 2: (128, 64, 8), 3: (128, 32, 8)}
@@ -51,7 +51,7 @@ FLAT = {"XBLOCK": 8192, "num_warps": 8}  # of a row copy and amax alone: a progr
 AMAX = {"XBLOCK": 1, "R0_BLOCK": 4096, "num_warps": 16}
 # The ops that cast or look for a scale, and among them those that cast both ways; the dtypes of copies.
 CASTS = (ops.quantize, ops.quantize_delayed, ops.current_scale)
-TWO_WAY = (ops.quantize_rowcol, ops.quantize_rowcol_delayed, ops.quantize_pieces_delayed)
+TWO_WAY = (ops.quantize_rowcol, ops.quantize_pieces, ops.quantize_rowcol_delayed, ops.quantize_pieces_delayed)
 COPIES = {element.dtype for element in ELEMENTS.values() if element.packed == 1}
 AMAX_FROM = 8 * AMAX["R0_BLOCK"]  # elements a program reduces, below which Inductor's own choice stands
 
@@ -125,10 +125,15 @@ def cast_both_ways(node: Any) -> set[Any]:
 
 def _wants_a_tile(buffer: Any, origin: Any) -> bool:
     """Both copies from one read; but copies with blocks of one row that are no tiles each join their amax (Note [Loops of
-    block copies])."""
-    if origin.target not in TWO_WAY:
+    block copies]), and so does a row copy of rows whose column copy nobody reads."""
+    if origin.target not in TWO_WAY or (_quantizer(origin).granularity is ROW and _is_row_copy(origin)):
         return False
     return block_tiles.is_tiled(buffer) or (_is_copy(buffer) and not _quantizer(origin).granularity.one_row)
+
+
+def _is_row_copy(origin: Any) -> bool:
+    """Whether nobody reads the column copy, or its scales, that an op makes."""
+    return all(user.args[1] < 2 for user in origin.users)
 
 
 def _is_copy(buffer: Any) -> bool:

@@ -1,8 +1,9 @@
 """Which sites are one GEMM: linear layers of the same input, such as q, k and v, or gate and up.
 
 One GEMM with N = N₁ + N₂ + … fills the device better than several, and its dgrad sums over all of N in its accumulator,
-where several would write a partial dx each for another kernel to add. The price: weights of one GEMM share their scale, as
-their gradients do (TransformerEngine's fused q/k/v parameter is the same). docs/performance.md has what it gains.
+where several would write a partial dx each for another kernel to add. The price: they share scales as one layer does, the
+tensor's, or those of rows that run across all of them, which gradients and the weights' column copies have
+(TransformerEngine's fused q/k/v parameter is the same); blocks are whole in each. docs/performance.md has what it gains.
 
 The outputs of merged sites are slices of one matrix: their rows are further apart than they are long. What would notice
 stays as it is: a view that merges rows, an in-place change, an output of the graph.
@@ -18,7 +19,6 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from te_inductor.patterns.rule import Emit, Match, Rule, replace
 from te_inductor.patterns.support import is_tensor, value
 from te_inductor.recipes import Recipe, Slots
-from te_inductor.recipes.formats import ALIGNMENT
 
 # What gives a view in which dimensions have other places, and what gives one in which they are split or merged.
 _REORDERS = frozenset("transpose permute unsqueeze getitem chunk split t mT movedim swapaxes select narrow".split())
@@ -44,11 +44,11 @@ def _kind(tensor: Any) -> tuple[Any, ...]:
 
 
 def _can_join(match: Match, slots: Slots) -> bool:
-    one_scale = all(q.granularity.whole for q in (slots.input, slots.weight, slots.grad_output))
+    scopes = [quantizer.granularity for quantizer in (slots.input, slots.weight, slots.grad_output)]
     operands = [match.weight] if match.bias is None else [match.weight, match.bias]
     return (
-        one_scale
-        and match.sizes[1] % ALIGNMENT == 0
+        not any(scope.microscaled for scope in scopes)
+        and match.sizes[1] % max(scope.alignment for scope in scopes) == 0
         and all(operand.op in ("placeholder", "get_attr") for operand in operands)
         and _may_be_a_slice(match.node, value(match.node).shape[:-1])
     )

@@ -82,6 +82,10 @@ def quantize_rowcol(
     return *quantize(x, quantizer, amax), *quantize(x.t(), quantizer, amax)
 
 
+def quantize_pieces(pieces: list[Tensor], dim: int, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return quantize_rowcol(torch.cat(pieces, dim), quantizer)
+
+
 def hadamard(x: Tensor) -> Tensor:
     return microscaling.hadamard(x)
 

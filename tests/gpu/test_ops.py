@@ -57,6 +57,21 @@ def test_compiled_casts_of_other_dtypes(scope, dtype):
         check_both(x, Quantizer("e4m3", scope=scope), on_gpu(compiled("quantize")), on_gpu(compiled("quantize_rowcol")))
 
 
+@pytest.mark.parametrize("size", [(256, 384), (96, 272)], ids=str)
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("scope", ["row", "1x128", "128x128"])
+def test_pieces_side_by_side(scope, dim, size):
+    """As of one matrix: each piece is written into its place, or where blocks are not whole, all are brought together first."""
+    install()
+    run = torch.compile(ops.quantize_pieces, backend="te", dynamic=False)
+    for first in CONTENTS.values():
+        pieces = [make(*size).to(torch.bfloat16) for make in (first, torch.randn, CONTENTS["rows apart"])]
+        whole = torch.cat(pieces, dim)
+
+        made = on_gpu(lambda x, quantizer, pieces=pieces: run([piece.cuda() for piece in pieces], dim, quantizer))
+        check_both(whole, Quantizer("e4m3", scope=scope), lambda x, q, both=made: both(x, q)[:2], made)
+
+
 def test_the_sigmoid_of_kernels_that_quantize():
     """Every bf16 value, NaN and infinity too. A rounding of x * log2(e) is one of the exponent, by which e is multiplied."""
     x = torch.arange(-(2**15), 2**15, dtype=torch.int16, device="cuda").view(torch.bfloat16).view(256, 256).float()

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from te_inductor import explain
-from te_inductor.recipes import Float8CurrentScaling, Format
+from te_inductor.recipes import Float8BlockScaling, Float8CurrentScaling, Float8RowwiseScaling, Format
 from te_inductor.runtime import reference
 from tests.bounds import assert_within, gemm_error, sum_error
 
@@ -27,14 +27,22 @@ def merged(model, *inputs, **options):
     return {len(site.merged) for site in explain(model, *inputs, options=options).sites}
 
 
+RECIPES = {
+    "current": (Float8CurrentScaling(fp8_format=Format.HYBRID), 1),
+    "rowwise": (Float8RowwiseScaling(), 1),
+    "block": (Float8BlockScaling(), 128 // 16),  # of whole blocks
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(("dtype", "bias", "rows"), [(torch.float32, True, 33), (torch.bfloat16, False, 64)], ids=str)
-def test_against_one_layer_with_all_rows(dtype, bias, rows):
-    recipe = Float8CurrentScaling(fp8_format=Format.HYBRID)
-    model = Layers(bias=bias).to(dtype)
+def test_against_one_layer_with_all_rows(dtype, bias, rows, recipe):
+    recipe, times = RECIPES[recipe]
+    model = Layers(tuple(times * n for n in (48, 16, 32)), bias, k=times * 48).to(dtype)
     with torch.no_grad():  # layers of different ranges: their scale is that of the widest
         for place, layer in enumerate(model.layers):
             layer.weight.mul_(4.0**place)
-    x = torch.randn(rows, 48, dtype=dtype, requires_grad=True)
+    x = torch.randn(rows, times * 48, dtype=dtype, requires_grad=True)
     options = {"recipe": recipe, "fallback": "error"}
     assert merged(model, x, **options) == {3}
     ys = torch.compile(model, backend="te", fullgraph=True, options=options)(x)
@@ -49,10 +57,10 @@ def test_against_one_layer_with_all_rows(dtype, bias, rows):
     w_row, w_col = _copies(weight, slots.weight)
     g_row, g_col = _copies(dy, slots.grad_output)
     found = torch.cat(ys, 1).detach() / 2
-    assert_within(found, y, gemm_error(*x_row, *w_row, added, dtype), "y")
-    assert_within(x.grad, dx, gemm_error(*g_row, *w_col, None, dtype), "dx")
+    assert_within(found, y, gemm_error(*x_row, *w_row, added, dtype, slots.fprop), "y")
+    assert_within(x.grad, dx, gemm_error(*g_row, *w_col, None, dtype, slots.dgrad), "dx")
     dws = torch.cat([layer.weight.grad for layer in model.layers])
-    assert_within(dws, dw, gemm_error(*g_col, *x_col, None, dtype), "dw")
+    assert_within(dws, dw, gemm_error(*g_col, *x_col, None, dtype, slots.wgrad), "dw")
     if bias:
         assert_within(torch.cat([layer.bias.grad for layer in model.layers]), db, sum_error(dy, dtype), "db")
 
@@ -99,5 +107,7 @@ def test_what_differs_stays_apart():
     assert merged(frozen, x) == {0}
     assert merged(Layers(sizes=(32, 32)), x, policy={"layers.0": "none"}) == {0}
     assert merged(Layers(sizes=(32, 32)), x, policy={"layers.0": "rowwise"}) == {0}
-    assert merged(Layers(sizes=(32, 32)), x, recipe="rowwise") == {0}
+    assert merged(Layers(sizes=(32, 32)), x, recipe="block") == {0}  # nor whole blocks
+    assert merged(Layers(sizes=(32, 32)), x, recipe="mxfp8") == {0}
+    assert merged(Layers(sizes=(32, 32)), x, recipe="rowwise") == {2}
     assert merged(Layers(sizes=(32, 32)), x, recipe="delayed") == {2}

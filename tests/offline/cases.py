@@ -151,6 +151,34 @@ def two_way_cast_rowwise_padded() -> Case:
     return _two_way_cast(70, 137, scope="row")
 
 
+def _pieces(scope: str, dim: int, size: int = 128) -> Case:
+    """Three matrices side by side, each computed into its place; as merged layers cast their weights and gradients."""
+    from te_inductor import ops
+    from te_inductor.recipes import Quantizer
+
+    def function(*pieces: Tensor) -> Any:
+        return ops.quantize_pieces([piece.abs() for piece in pieces], dim, Quantizer("e4m3", scope=scope))
+
+    sizes = [[size, size] for _ in range(3)]
+    sizes[1][dim] *= 2
+    pieces = tuple(torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in sizes)
+    return torch.compile(function, backend="te", fullgraph=True), pieces
+
+
+def pieces_of_rows() -> Case:
+    """Beside each other, so that they share the scales of their rows, and not those of their columns."""
+    return _pieces("row", 1, 48)
+
+
+def pieces_of_blocks() -> Case:
+    return _pieces("1x128", 1)
+
+
+def pieces_of_squares() -> Case:
+    """Below each other, as weights."""
+    return _pieces("128x128", 0)
+
+
 def llama_training_delayed() -> Case:
     """A whole block: q, k and v are one GEMM, gate and up another."""
     from benchmarks import llama_blocks

@@ -70,6 +70,27 @@ def test_a_matrix_of_heads(tmp_path):
         assert_same_values(data_t, values_t)
 
 
+@pytest.mark.parametrize(
+    ("case", "scope", "dim", "size"),
+    [("rows", "row", 1, 48), ("blocks", "1x128", 1, 128), ("squares", "128x128", 0, 128)],
+)
+def test_pieces_side_by_side(case, scope, dim, size, tmp_path):
+    """Each in its place, as one matrix of them all would be."""
+    [source] = generate(f"pieces_of_{case}", 90).sources
+    assert "aten.cat" not in source
+    contents = [torch.randn, CONTENTS["rows apart"], torch.randn]
+    sizes = [[size, size] for _ in contents]
+    sizes[1][dim] *= 2
+    pieces = [make(*size).to(torch.bfloat16) for make, size in zip(contents, sizes, strict=True)]
+    [(data, scale_inv, data_t, scale_inv_t)] = interpret(source, [pieces], tmp_path)
+    values, value, values_t, value_t = reference.quantize_rowcol(
+        torch.cat(pieces, dim).abs(), Quantizer("e4m3", scope=scope)
+    )
+    assert torch.equal(scale_inv.double(), value) and torch.equal(scale_inv_t.double(), value_t)
+    assert_same_values(data, values)
+    assert_same_values(data_t, values_t)
+
+
 def test_a_columnwise_cast_of_blocks(tmp_path):
     [source] = generate("columnwise_cast_block", 90).sources
     x = CONTENTS["rows apart"](130, 20).to(torch.bfloat16)

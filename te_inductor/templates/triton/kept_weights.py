@@ -53,9 +53,11 @@ _INFINITY = tl.constexpr(float("inf"))
     _LEADING,
     _DATA_T,
     _LEADING_T,
-) = (tl.constexpr(place) for place in range(12))
+    _ABOVE,
+    _ALL_ROWS,
+) = (tl.constexpr(place) for place in range(14))
 _SEEN, _SCALE_INV, _SCALE_INV_T, _GIVEN_SCALE, _STATE_AMAX = (tl.constexpr(place) for place in range(5))
-_PARAMETER_COLUMNS, _WEIGHT_COLUMNS = tl.constexpr(12), tl.constexpr(5)
+_PARAMETER_COLUMNS, _WEIGHT_COLUMNS = tl.constexpr(14), tl.constexpr(5)
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class _Table:
     """Where everything is, for kernels that serve many tensors. In the parameter's own orientation: of one that holds
     (K, N) the copy that is laid out like it is the columnwise one."""
 
-    parameters: Tensor  # (P, 12) int64
+    parameters: Tensor  # (P, 14) int64
     weights: Tensor  # (W, 5) int64
     scans: Tensor  # the parameter of each program of kept_weights_scan
     casts: Tensor  # and of kept_weights_cast
@@ -130,6 +132,7 @@ def _table(quantizer: Quantizer, looks: Sequence[Look]) -> _Table:
         one = look.kept
         data, data_t = (one.data_t, one.data) if one.spec.transposed else (one.data, one.data_t)
         words = above = 0
+        all_rows = sum(parameter.shape[0] for parameter in look.weights)
         for parameter in look.weights:
             r, c = parameter.shape
             count = parameter.nbytes // WORD
@@ -137,7 +140,7 @@ def _table(quantizer: Quantizer, looks: Sequence[Look]) -> _Table:
             to_t = (0, 0) if data_t is None else (data_t.data_ptr() + above, data_t.stride(0))
             starts = (len(scans), len(casts))
             source = parameter.data_ptr()
-            rows.append([source, count, words, starts[0], place, r, c, starts[1], *to, *to_t])
+            rows.append([source, count, words, starts[0], place, r, c, starts[1], *to, *to_t, above, all_rows])
             scans += [len(rows) - 1] * triton.cdiv(count, SCAN_WORDS)
             casts += [len(rows) - 1] * (triton.cdiv(r, high) * triton.cdiv(c, wide * steps))
             words, above = words + count, above + r
@@ -220,7 +223,7 @@ def _launch(kind: _Kind, table: _Table) -> None:
 
 @triton.jit
 def kept_weights_scan(
-    parameters,  # (P, 12) int64
+    parameters,  # (P, 14) int64
     programs,  # int32, the parameter of each program
     digest,  # (W,) int64, zeros
     amax,  # (W,) int32, zeros: bits without the sign
@@ -342,7 +345,7 @@ def _inverse(factor):
 
 @triton.jit
 def kept_weights_cast(
-    parameters,  # (P, 12) int64
+    parameters,  # (P, 14) int64
     weights,  # (W, 5) int64
     programs,  # int32, the parameter of each program
     stale,  # (W,) int32
@@ -387,7 +390,10 @@ def kept_weights_cast(
             bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
             factor = _encode(tl.max(bits).to(tl.float32, bitcast=True), LARGEST, EPSILON, LARGEST_SCALE, POWER_2)
             blocks = weights + weight * _WEIGHT_COLUMNS
-            _store_block(blocks, _inverse(factor), place // strips, start // WIDE + step, ROWS, COLUMNS, HIGH, WIDE)
+            down = tl.load(row + _ABOVE) // HIGH + place // strips
+            _store_block(
+                blocks, _inverse(factor), down, start // WIDE + step, tl.load(row + _ALL_ROWS), COLUMNS, HIGH, WIDE
+            )
         x = x * factor
         # By comparisons, which NaN passes: Triton issue 11111 is of min/max beside a transposed fp8 store.
         x = tl.where(x > LARGEST, LARGEST, x)
@@ -401,7 +407,7 @@ def kept_weights_cast(
 
 @triton.jit
 def _store_block(row, inverse, down, across, ROWS, COLUMNS, HIGH: tl.constexpr, WIDE: tl.constexpr):
-    """The scale of one block, in both copies' orders."""
+    """The scale of one block, in both copies' orders. Parameters above others are of whole blocks."""
     data, data_t = tl.load(row + _SCALE_INV), tl.load(row + _SCALE_INV_T)
     inside = across * WIDE < COLUMNS
     pointer = data.to(tl.pointer_type(tl.float32)) + down * tl.cdiv(COLUMNS, WIDE) + across
