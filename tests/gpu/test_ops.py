@@ -61,7 +61,7 @@ def test_compiled_casts_of_other_dtypes(scope, dtype):
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("scope", ["row", "1x128", "128x128"])
 def test_pieces_side_by_side(scope, dim, size):
-    """As of one matrix: each piece is written into its place, or where blocks are not whole, all are brought together first."""
+    """As of one matrix: each piece is written into its place; where blocks are not whole, all are brought together."""
     install()
     run = torch.compile(ops.quantize_pieces, backend="te", dynamic=False)
     for first in CONTENTS.values():
