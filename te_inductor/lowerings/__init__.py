@@ -18,9 +18,9 @@ def install(fallback: str = "warn") -> Callable[[Callable[..., Any]], Callable[.
     from torch._inductor.virtualized import V
 
     from te_inductor.lowerings import deferred_wgrads, nvfp4_linear, quantize, scaled_mm  # noqa: F401
+    from te_inductor.lowerings.choices import Choices
     from te_inductor.lowerings.early_start import EarlyKernel
     from te_inductor.lowerings.registry import failures_said
-    from te_inductor.lowerings.tiles import Choices
 
     def wrap(inner_compile: Callable[..., Any]) -> Callable[..., Any]:
         def compile_graph(*args: Any, **kwargs: Any) -> Any:

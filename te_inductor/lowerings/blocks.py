@@ -6,7 +6,7 @@ those over a block inside. So a copy with blocks of one row loops over (row, blo
 (block, row, 128) where x is its transpose: then the second loop, the copy's row, is x's contiguous dimension. Either way
 one kernel reads x once, contiguously, and writes data and scales. Inductor by itself would order the loops of a transposed
 cast by the majority of its reads, and would rather fuse the two casts, which read the same x, each away from its amax: so
-the loops are pinned, and `loops_of` tells `tiles.Choices` what to keep apart. Square blocks are too large for all that:
+the loops are pinned, and `loops_of` tells `choices.Choices` what to keep apart. Square blocks are too large for all that:
 their amax is a kernel, and the casts of both copies are another, two-dimensional one, as with one scale for the tensor.
 
 All that is for one copy alone, and for sizes that are no multiples of 128. Both copies of whole blocks are one kernel: Note

@@ -1,6 +1,6 @@
 """What multiplies where Inductor asks: its own choices for `aten._scaled_mm`, CUTLASS's kernels beside or instead of them.
 
-Inductor asks its choices handler, which is ours during a compile (tiles.py). Without autotuning there is one answer: the
+Inductor asks its choices handler, which is ours during a compile (choices.py). Without autotuning there is one answer: the
 tuned table's where it names a tile, else cuBLASLt. Under max-autotune Inductor measures all. GEMMs of MXFP8 and NVFP4,
 whose alpha and bias `aten._scaled_mm` does not take, are measured by `fastest`.
 """

@@ -50,13 +50,13 @@ def check_scales(source: str, b_is_square: bool, row_multiple: int) -> None:
 
 def test_every_gemm_gets_scales_of_blocks(training: Generated) -> None:
     forward, backward = training.sources
-    assert len(calls(forward)) == 3 and len(calls(backward)) == 6
+    assert len(calls(forward)) == 2 and len(calls(backward)) == 4  # gate and up are one
     for source in training.sources:
         assert "extern_kernels.mm(" not in source and "extern_kernels.addmm(" not in source
         assert source.count("use_fast_accum=False") == len(calls(source))
     check_scales(forward, b_is_square=True, row_multiple=16)
     dgrads = [call for call in calls(backward) if views(backward, call)[0][0][0] == 16384]
-    assert len(dgrads) == 3
+    assert len(dgrads) == 2
     for call in calls(backward):
         check_scales(_only(backward, call), call in dgrads, 16)
 
@@ -72,7 +72,8 @@ def test_both_copies_are_one_kernel(training: Generated) -> None:
     assert len(casts) == 2 + 2 + 3  # norm, SwiGLU; weights (gate's and up's is one); dy, and SwiGLU's two gradients
     for kernel in casts:
         assert kernel.tile["XBLOCK"] == kernel.tile["YBLOCK"] == TILE and "r0_numel" not in kernel.meta["signature"]
-        assert kernel.body.count("tl.load(in_ptr0") == 1 and kernel.body.count("tl.store(") == 4
+        loads = re.findall(r"tl\.load\(.*", kernel.body)
+        assert len(loads) == len(set(loads)) and kernel.body.count("tl.store(") == 4
         pointers = [kind for kind in kernel.meta["signature"].values() if kind.startswith("*")]
         assert pointers.count("*fp8e4nv") == 2
         assert kernel.tile["num_warps"] == BLOCK_WARPS
