@@ -3,6 +3,7 @@ Note [Weight gradients that wait] in runtime/deferred_wgrads.py."""
 
 from typing import Any
 
+from torch._inductor import ir
 from torch._inductor.lowering import fallback_handler
 from torch._inductor.virtualized import V
 
@@ -18,5 +19,5 @@ def defer_wgrad(*operands: Any) -> None:
     _keep(*operands, copy=False)
     # What the kernel is called with, behind views, and copies into the layout that it asks for. Inductor's own op that keeps
     # a tensor (torch/_inductor/ir.py, SetSourceTensorKernel) says so in the same way.
-    for operation in V.graph.operations[known:]:
-        V.graph.never_reuse_buffers.update(operand.get_name() for operand in operation.inputs)  # type: ignore[attr-defined]
+    [kernel] = [operation for operation in V.graph.operations[known:] if isinstance(operation, ir.FallbackKernel)]
+    V.graph.never_reuse_buffers.update(operand.get_name() for operand in kernel.inputs)  # type: ignore[union-attr]

@@ -130,6 +130,18 @@ def test_compiled_memory_is_not_written_again(no_caches):
 
 
 @pytest.mark.codegen
+def test_an_operand_that_is_computed_for_it(no_caches, one_seed):
+    """The factor of two-level scales is no tensor in memory before the op asks for one. Found by tests/fuzz.py: the lowering
+    failed behind its call of the op, which its eager kernel then made again."""
+    model, x = nn.Sequential(nn.Linear(32, 32)), torch.randn(32, 32)
+    eager = quantized(model, x, options={"recipe": "nvfp4"})
+    te(model, policy={"*": "nvfp4"}, wgrad="deferred", fallback="silent")(x).sum().backward()
+    eager(x).sum().backward()
+    assert backward_dw() == 1
+    assert torch.allclose(model[0].weight.grad, next(eager.parameters()).grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.codegen
 def test_a_lowering_that_fails_copies(monkeypatch, no_caches):
     """The op's eager kernel knows nothing of the memory that it is called with."""
 
