@@ -1,6 +1,8 @@
-"""`te_inductor.autocast` around and inside compiled functions: which recipe a layer gets, and what it costs to compile.
+"""`te_inductor.autocast` around and inside compiled functions: which recipe a layer gets, and how it is used.
 
-The traps that other libraries met, and where each is held off:
+In programs: test_autocast_programs.py; what it costs to compile: test_autocast_compiles.py.
+
+The traps that other libraries met, and where each is held off, in one of the three:
 
 =====================================================================  ==================================================
 keyed by id(), or by a repr that omits a field                         test_every_field_of_a_recipe_tells_regions_apart
@@ -18,94 +20,29 @@ tensors left in the CUDA graphs' pool; transposed stores beside NaN    gpu/test_
 """
 
 import copy
-import dataclasses
-import threading
 import warnings
 from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.utils import counters
-from torch.utils.checkpoint import checkpoint
 
-from te_inductor import autocast, explain, recipes, regions
-from te_inductor.backend import DECIDE, parse, run_passes
+from te_inductor import autocast, explain, regions
 from te_inductor.diagnostics import Refusal
 from te_inductor.errors import FallbackWarning, RecipeError
-from te_inductor.passes import Plan
 from te_inductor.recipes import (
     Float8BlockScaling,
-    Float8CurrentScaling,
-    Float8RowwiseScaling,
-    Format,
-    MMParams,
-    QParams,
 )
-from tests.recipes import every_recipe, every_stateless_recipe, strict
+from tests.backend.autocast_programs import DIM, Within, X, chosen, compiles, layer, same, step, te
+from tests.recipes import every_recipe, strict
 
 pytestmark = pytest.mark.usefixtures("without_codegen")
-
-DIM = 128
-
-
-def te(function, fullgraph=True, **options):
-    return torch.compile(function, backend="te", fullgraph=fullgraph, options={"fallback": "error", **options})
-
-
-def compiles() -> int:
-    return counters["stats"]["unique_graphs"]
 
 
 @pytest.fixture(autouse=True)
 def no_compiles_yet():
     counters.clear()
-
-
-def chosen(model, *inputs, **options) -> list[str]:
-    """The recipe of each layer, in the order of the calls."""
-    return [site.recipe for site in explain(model, *inputs, options=options).sites if site.gemm == "fprop"]
-
-
-def step(model, x: torch.Tensor, **options) -> list[torch.Tensor]:
-    """A forward and a backward of a copy, which starts without state: the output and all gradients."""
-    model, x = copy.deepcopy(model), x.clone().requires_grad_()
-    torch.manual_seed(0)
-    y = te(model, **options)(x)
-    return [y.detach(), *torch.autograd.grad(y.square().sum(), (x, *model.parameters()))]
-
-
-def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-class Within(nn.Module):
-    """A module whose forward runs in a region of its own."""
-
-    def __init__(self, module: nn.Module, **region) -> None:
-        super().__init__()
-        self.module, self.region = module, region
-
-    def forward(self, x):
-        with autocast(**self.region):
-            return self.module(x)
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, x):
-        return checkpoint(self.module, x, use_reentrant=False)
-
-
-def layer() -> nn.Linear:
-    return nn.Linear(DIM, DIM)
-
-
-X = (32, DIM)
 
 
 # What a recipe reaches.
@@ -211,322 +148,6 @@ def test_a_region_does_not_overrule_the_size_rule(monkeypatch):
     model = Within(nn.Sequential(layer(), layer()), recipe="block")
     sites = explain(model, torch.randn(X), options={"policy": {"module.1": "rowwise"}}).sites
     assert {(site.fqn, site.kernel) for site in sites} == {("module.0", "high_precision"), ("module.1", "inductor")}
-
-
-# Bodies, breaks, exceptions, threads.
-
-
-@every_stateless_recipe  # delayed scaling records once more: test_delayed_backward.py
-def test_checkpoints(name):
-    """A region in the body of a checkpoint, and around it: recomputed as it was."""
-    model, x = layer(), torch.randn(X)
-    allowed = {"fallback": strict(name)}
-    expected = step(model, x, recipe=name, **allowed)
-    assert same(step(Checkpointed(Within(model, recipe=name)), x, recipe="none", **allowed), expected)
-    assert same(step(Within(Checkpointed(model), recipe=name), x, recipe="none", **allowed), expected)
-    nested = Within(Checkpointed(Within(Checkpointed(model), recipe=name)), enabled=False)
-    assert same(step(nested, x, recipe="none", **allowed), expected)
-
-
-def test_one_body_in_two_regions_is_refused():
-    model = layer()
-
-    @torch.compiler.nested_compile_region
-    def body(x):
-        return model(x)
-
-    def function(x):
-        with autocast(enabled=False):
-            y = body(x)
-        with autocast(recipe="rowwise"):
-            return y + body(x)
-
-    sites = explain(function, torch.randn(X)).sites
-    assert {site.kernel for site in sites} == {"high_precision"}
-    assert "one body is called under 2 different autocasts" in sites[0].reason
-
-
-def test_a_graph_cut_in_pieces():
-    """As DistributedDataParallel does it, between its buckets: here each layer is a bucket, and a piece."""
-    found = []
-
-    def backend(gm, inputs):
-        plan = Plan(gm, parse(None, {}), inputs)
-        found.append([site.recipe for site in run_passes(plan, DECIDE).sites if site.gemm == "fprop"])
-        return gm.forward
-
-    inner = Within(
-        nn.Sequential(layer(), Within(nn.Sequential(layer(), layer()), enabled=False), layer()), recipe="block"
-    )
-    cut = DDPOptimizer(1, backend, first_bucket_cap=1).compile_fn
-    torch.compile(nn.Sequential(layer(), inner, layer()), backend=cut, fullgraph=True)(torch.randn(X))
-    assert found == [["current"], ["block"], ["none"], ["none"], ["block"], ["current"]]
-
-
-def test_a_checkpoint_that_nobody_compiles():
-    """torch runs the function again when the backward calls, where the region around it is gone: one inside is not."""
-    model, x = layer(), torch.randn(X)
-    expected = step(model, x, recipe="rowwise")
-    run = te(model)
-
-    def function(x):
-        with autocast(recipe="rowwise"):
-            return run(x)
-
-    x.requires_grad_()
-    y = checkpoint(function, x, use_reentrant=False)
-    assert same([y.detach(), *torch.autograd.grad(y.square().sum(), (x, *model.parameters()))], expected)
-
-
-def test_graph_breaks_inside_a_compiled_function():
-    """Around it, all graphs have the region."""
-    model = layer()
-
-    def function(x):
-        x = model(x)
-        torch._dynamo.graph_break()
-        return model(x)
-
-    expected = te(function, fullgraph=False, recipe="rowwise")(x := torch.randn(X))
-    with autocast(recipe="rowwise"):
-        assert chosen(function, x) == ["rowwise", "rowwise"]
-        assert torch.equal(te(function, fullgraph=False)(x), expected)
-
-
-def test_a_graph_break_inside_a_region():
-    """torch gives up the function, and compiles what it calls; that is told, and the pieces have their region."""
-    model = layer()
-
-    def piece(x):
-        return model(x) * 2
-
-    def function(x):
-        with autocast(recipe="rowwise"):
-            x = piece(x)
-            torch._dynamo.graph_break()
-            return piece(x)
-
-    x = torch.randn(X)
-    with pytest.warns(FallbackWarning, match="because of a graph break inside the `with`"):
-        y = te(function, fullgraph=False)(x)
-    compiled = te(piece, recipe="rowwise")
-    assert torch.equal(y, compiled(compiled(x)))
-    assert regions.active() == regions.Region()
-
-
-def test_exceptions_leave_regions():
-    model, x = layer(), torch.randn(X)
-    with pytest.raises(KeyError), autocast(recipe="block"), autocast(enabled=False):
-        raise KeyError
-    assert regions.active() == regions.Region()
-
-    def function(x, fails):
-        try:
-            with autocast(recipe="block"):
-                x = model(x)
-                if fails:
-                    raise ValueError
-                x = model(x)
-        except ValueError:
-            x = model(x)
-        return model(x)
-
-    assert chosen(function, x, False) == ["block", "block", "current"]
-    assert chosen(function, x, True) == ["block", "current", "current"]
-
-
-def test_threads():
-    """Each has its own region, for functions that others compiled too."""
-    run, x = te(layer()), torch.randn(X)
-    names, barrier = ["current", "rowwise", "block", "none"], threading.Barrier(4, timeout=60)
-    outside, expected = run(x), {}
-    for name in names:
-        with autocast(recipe=name):
-            expected[name] = run(x)
-    assert compiles() == 5
-    wrong = []
-
-    def work(name):
-        with autocast(recipe=name):
-            for _ in range(20):
-                barrier.wait()
-                if not torch.equal(run(x), expected[name]):
-                    wrong.append(name)
-        if not torch.equal(run(x), outside):
-            wrong.append(f"{name}, left")
-
-    threads = [threading.Thread(target=work, args=(name,)) for name in names]
-    with autocast(recipe="rowwise"):  # of this thread alone
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert wrong == [] and compiles() == 5
-
-
-# What it costs.
-
-
-def recipe_of_many_fields() -> Float8CurrentScaling:
-    return Float8CurrentScaling(fp8_format=Format.E4M3, fp8_quant_fwd_inp=QParams(amax_epsilon=0.5))
-
-
-def test_equal_recipes_never_recompile():
-    """Around, inside, given as an argument; and nothing is left behind."""
-    model, x = layer(), torch.randn(X)
-
-    def inside(x):
-        with autocast(recipe=Float8CurrentScaling(fp8_format=Format.E4M3, fp8_quant_fwd_inp=QParams(amax_epsilon=0.5))):
-            return model(x)
-
-    def given(x, recipe):
-        with autocast(recipe=recipe):
-            return model(x)
-
-    run_given = te(given)
-    for run in (te(inside), te(model), lambda x: run_given(x, recipe_of_many_fields())):
-        counters.clear()
-        for _ in range(4):
-            with autocast(recipe=recipe_of_many_fields()):
-                y = run(x)
-            with autocast(enabled=True, recipe=recipe_of_many_fields()):
-                assert torch.equal(run(x), y)
-        assert compiles() == 1
-    assert regions.active() == regions.Region() and regions._active.around == ()
-
-
-def test_another_recipe_recompiles_once():
-    model, x = layer(), torch.randn(X)
-
-    def given(x, recipe):
-        with autocast(recipe=recipe):
-            return model(x)
-
-    run_model = te(model)
-
-    def around(x, recipe):
-        with autocast(recipe=recipe):
-            return run_model(x)
-
-    for run in (te(given), around):
-        counters.clear()
-        for expected, recipe in enumerate([recipe_of_many_fields(), Float8RowwiseScaling(), Float8BlockScaling()], 1):
-            for _ in range(3):
-                run(x, recipe)
-            assert compiles() == expected
-
-
-def test_regions_that_mean_the_same_are_equal():
-    """None at all and the default; disabled whatever the recipe; a name and what it names."""
-    run, x = te(layer()), torch.randn(X)
-    run(x)
-    with autocast():
-        run(x)
-    assert compiles() == 1
-    for off in ({"enabled": False}, {"enabled": False, "recipe": "block"}, {"recipe": "none"}):
-        with autocast(**off):
-            run(x)
-    assert compiles() == 2
-    for on in ("block", Float8BlockScaling()):
-        with autocast(recipe=on):
-            run(x)
-    assert compiles() == 3
-
-
-def test_a_function_whose_layers_have_their_own_region_ignores_the_threads():
-    run, x = te(Within(layer(), recipe="block")), torch.randn(X)
-    y = run(x)
-    with autocast(enabled=False):
-        assert torch.equal(run(x), y)
-    assert compiles() == 1
-
-
-def variants(recipe) -> list:
-    """The recipe with each field changed to another value that it takes, one at a time."""
-    others = {
-        bool: lambda value: not value,
-        int: lambda value: value + 1,
-        float: lambda value: value + 0.5,
-        QParams: lambda value: dataclasses.replace(value, amax_epsilon=value.amax_epsilon + 0.5),
-        MMParams: lambda value: MMParams(not value.use_split_accumulator),
-        Format: lambda value: Format.HYBRID if value is Format.E4M3 else Format.E4M3,
-    }
-    made = []
-    for field in dataclasses.fields(recipe):
-        value = getattr(recipe, field.name)
-        try:
-            made.append(dataclasses.replace(recipe, **{field.name: others[type(value)](value)}))
-        except (KeyError, RecipeError):
-            continue  # a field of another type, or that may not be changed alone
-    return made
-
-
-@every_recipe
-def test_every_field_of_a_recipe_tells_regions_apart(name):
-    """By equality, by hash, and by the source text that stands for a region in the caches' keys."""
-    recipe = recipes.resolve(name)
-    every = [regions.Region(recipe=one) for one in (recipe, *variants(recipe))]
-    assert len(every) > 1
-    assert len(set(every)) == len({region.__fx_repr__()[0] for region in every}) == len(every)
-    for region in every:
-        source, names = region.__fx_repr__()
-        assert eval(source, dict(names)) == region
-
-
-def test_guards_see_every_change():
-    """What they compare is the thread's region as it is, not the object that it was."""
-    run, x = te(layer()), torch.randn(X)
-    outputs = {}
-    for _ in range(3):
-        for name in ("current", "none", "rowwise"):
-            with autocast(recipe=name):
-                y = run(x)
-                assert torch.equal(outputs.setdefault(name, y), y)
-    assert compiles() == 3 and len({y.sum().item() for y in outputs.values()}) == 3
-
-
-def test_many_recipes_in_one_function_are_one_compile():
-    """More than torch's recompile_limit of 8, all through the code of nn.Linear."""
-    layers = nn.ModuleList(layer() for _ in range(12))
-
-    def function(x):
-        for place, one in enumerate(layers):
-            with autocast(recipe=Float8CurrentScaling(fp8_quant_fwd_inp=QParams(amax_epsilon=float(place)))):
-                x = one(x)
-        return x
-
-    te(function)(torch.randn(X))
-    assert compiles() == 1
-
-
-def test_many_recipes_around_one_function():
-    """Each is a compile of the same code, which torch's limit counts; raised, there is one for each and no more."""
-    run, x = te(layer()), torch.randn(X)
-
-    def sweep(count):
-        for place in range(count):
-            with autocast(recipe=Float8CurrentScaling(fp8_quant_fwd_inp=QParams(amax_epsilon=float(place)))):
-                run(x)
-
-    with torch._dynamo.config.patch(recompile_limit=16):
-        sweep(12)
-        sweep(12)
-    assert compiles() == 12
-    torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
-        sweep(12)
-
-
-def test_a_symbolic_size_is_no_part_of_a_recipe():
-    model = layer()
-
-    def function(x):
-        with autocast(recipe=Float8CurrentScaling(fp8_quant_fwd_inp=QParams(amax_epsilon=x.shape[0]))):
-            return model(x)
-
-    run = torch.compile(function, backend="te", fullgraph=True, dynamic=True)
-    with pytest.raises(torch._dynamo.exc.TorchDynamoException, match="not a constant"):
-        run(torch.randn(X))
 
 
 # How it is used, rightly and wrongly.

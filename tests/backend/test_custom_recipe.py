@@ -13,7 +13,7 @@ from te_inductor.errors import RecipeError
 from te_inductor.ops import linears
 from te_inductor.passes import Plan
 from te_inductor.recipes import CustomRecipe, Float8CurrentScaling, MMParams, Quantizer, Slots
-from tests.backend.test_autocast import same, step, te
+from tests.backend.autocast_programs import same, step, te
 from tests.numerics.test_linear import check, through
 
 pytestmark = pytest.mark.usefixtures("without_codegen")

@@ -124,15 +124,9 @@ def _launch(
 @functools.cache
 def _function(
     tile: Shape,
-    arch: str,
-    a: torch.dtype,
-    b: torch.dtype,
-    out: torch.dtype,
-    scope: str,
-    bias: bool,
-    fast_accum: bool,
+    *problem: Any,  # the rest of what `kernel_of` takes
 ) -> Any:
-    kernel = kernel_of(Tile(*tile), arch, a, b, out, scope, bias, fast_accum)
+    kernel = kernel_of(Tile(*tile), *problem)
     try:
         return _load(kernel)
     except Exception as error:
