@@ -1,7 +1,10 @@
 """Memory-bound kernels: quantizing a tensor together with what produces it, against the copy bandwidth of the same run.
 
     python -m benchmarks.quantize
-    python -m benchmarks.quantize --producers swiglu_backward --shapes 16384x14336
+    python -m benchmarks.quantize --producers swiglu_backward --shapes 16384x14336 --ways known known_amax
+
+Ways: `row`, a row copy, and `both`, a row and a column copy, with a scale from today's amax; `known`, both with a scale
+that is known, and `known_amax`, which records the amax besides, as delayed scaling does; `block`, both with scales of 1 x 128.
 
 Two counts of bytes. "Fewest": each input read once, each low-precision copy written once; only a scale that is known
 beforehand can get there. "Two passes": the inputs read once more, which a scale from today's amax needs wherever they
@@ -10,7 +13,7 @@ are larger than the L2 cache. Inputs rotate, so that the cache holds none of the
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,14 +53,32 @@ PRODUCERS = {
     "swiglu": Producer(lambda gate, up: (F.silu(gate) * up,), reads=2),
     "swiglu_backward": Producer(_swiglu_backward, reads=3, makes=2),
 }
-OPS = {"quantize": 1, "quantize_rowcol": 2}  # copies that the op writes
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the result is quantized."""
+
+    copies: int
+    scope: str = "tensor"
+    known: bool = False  # whether the scale is
+    amax: bool = False  # whether it is recorded
+
+
+WAYS = {
+    "row": Way(1),
+    "both": Way(2),
+    "known": Way(2, known=True),
+    "known_amax": Way(2, known=True, amax=True),
+    "block": Way(2, "1x128"),
+}
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=SHAPES, help="ROWSxCOLUMNS")
     parser.add_argument("--producers", nargs="+", choices=PRODUCERS, default=list(PRODUCERS))
-    parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--element", choices=("e4m3", "e5m2"), default="e4m3")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--iters", type=int, default=50)
@@ -66,14 +87,25 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def compiled(producer: Producer, op_name: str, element: str) -> Callable[..., list[Tensor]]:
-    import te_inductor.ops  # noqa: F401  defines the ops
+def compiled(producer: Producer, way: Way, element: str) -> Callable[..., list[Tensor]]:
+    """Of `scale`, () fp32, which counts where it is known, `amax`, () fp32, and the producer's inputs: data and scale_inv of
+    each copy."""
+    from te_inductor import ops
     from te_inductor.recipes import Quantizer
 
-    op, quantizer = getattr(torch.ops.te_inductor, op_name).default, Quantizer(element)
+    quantizer = Quantizer(element, scope=way.scope)
 
-    def run(*inputs: Tensor) -> list[Tensor]:
-        return [part for tensor in producer.make(*inputs) for part in op(tensor, quantizer)]
+    def quantize(x: Tensor, scale: Tensor) -> list[Tensor]:
+        if not way.known:
+            return list((ops.quantize if way.copies == 1 else ops.quantize_rowcol)(x, quantizer))
+        data, data_t = ops.quantize_rowcol_delayed(x, scale, quantizer)
+        return [data, 1 / scale, data_t, 1 / scale]
+
+    def run(scale: Tensor, amax: Tensor, *inputs: Tensor) -> list[Tensor]:
+        tensors = producer.make(*inputs)
+        if way.amax:
+            ops.record_amax(list(tensors), amax)
+        return [part for x in tensors for part in quantize(x, scale)]
 
     return torch.compile(run, backend=harness.te_backend(), dynamic=False)
 
@@ -89,31 +121,40 @@ def make_inputs(producer: Producer, rows: int, columns: int, device: str) -> lis
     return [[*inputs, weight] if producer.weight else inputs for inputs in sets]
 
 
-def error(producer: Producer, inputs: list[Tensor], parts: list[Tensor], copies: int) -> float:
+def error(references: Sequence[Tensor], parts: list[Tensor], way: Way) -> float:
     """Relative error of the worst low-precision copy against the producer run eagerly."""
+    from te_inductor.recipes.formats import SCOPES
+    from te_inductor.runtime import blocks
+
     found = []
-    for index, reference in enumerate(producer.make(*inputs)):
-        mine = parts[2 * copies * index : 2 * copies * (index + 1)]
+    for index, reference in enumerate(references):
+        mine = parts[2 * way.copies * index : 2 * way.copies * (index + 1)]
         for data, scale_inv, transposed in zip(mine[::2], mine[1::2], (False, True), strict=False):
             expected = reference.t() if transposed else reference
-            value = data[:, : expected.shape[1]].float() * scale_inv
+            value = blocks.values(data, scale_inv, SCOPES[way.scope])[:, : expected.shape[1]]
             found.append(harness.relative_error(value, expected)["relative"])
     return max(found, key=lambda e: math.inf if math.isnan(e) else e)
 
 
-def measure(name: str, op: str, shape: str, args: argparse.Namespace, copy_rate: float) -> dict[str, Any]:
-    producer, copies = PRODUCERS[name], OPS[op]
+def measure(name: str, how: str, shape: str, args: argparse.Namespace, copy_rate: float) -> dict[str, Any]:
+    from te_inductor.recipes.formats import ELEMENTS
+
+    producer, way = PRODUCERS[name], WAYS[how]
     rows, columns = (int(size) for size in shape.split("x"))
     torch._dynamo.reset()
-    run = compiled(producer, op, args.element)
+    run = compiled(producer, way, args.element)
     sets = make_inputs(producer, rows, columns, args.device)
-    off = error(producer, sets[0], run(*sets[0]), copies)
-    us = harness.call_us([lambda inputs=inputs: run(*inputs) for inputs in sets], args.device, args.iters)
-    launched = harness.kernels(lambda: run(*sets[0]), args.device) if args.device.startswith("cuda") else []
-    fewest = rows * columns * (2 * producer.reads + copies * producer.makes)
+    references = producer.make(*sets[0])
+    amax = torch.stack([reference.abs().max().float() for reference in references]).max()
+    scale = ELEMENTS[args.element].max / amax
+    off = error(references, run(scale, amax.clone(), *sets[0]), way)
+    calls = [lambda inputs=inputs: run(scale, amax, *inputs) for inputs in sets]
+    us = harness.call_us(calls, args.device, args.iters)
+    launched = harness.kernels(calls[0], args.device) if args.device.startswith("cuda") else []
+    fewest = rows * columns * (2 * producer.reads + way.copies * producer.makes)
     two_passes = fewest + rows * columns * 2 * producer.reads
     return {
-        "shape": shape, "producer": name, "op": op, "us": us, "error": off,
+        "shape": shape, "producer": name, "way": how, "us": us, "error": off,
         "fewest_bytes": fewest, "two_pass_bytes": two_passes,
         "of_copy_fewest": fewest / us * 1e6 / copy_rate, "of_copy_two_passes": two_passes / us * 1e6 / copy_rate,
         "kernels": launched,
@@ -136,14 +177,14 @@ def main() -> None:
         results["copy_bytes_per_s"] = copy_rate = copy_bytes_per_second(args.device, args.iters)
         for shape in args.shapes:
             for name in args.producers:
-                for op in args.ops:
-                    results["rows"].append(measure(name, op, shape, args, copy_rate))
+                for way in args.ways:
+                    results["rows"].append(measure(name, way, shape, args, copy_rate))
                     harness.write_json(args.json, results)
     show(results)
     print(f"numbers: {args.json}")
     if args.plot:
         rows = results["rows"]
-        names = [f"{row['shape']} {row['producer']} {row['op']}" for row in rows]
+        names = [f"{row['shape']} {row['producer']} {row['way']}" for row in rows]
         values = [100 * row["of_copy_fewest"] for row in rows]
         table.bars(
             args.json.with_suffix(".png"),
@@ -157,7 +198,7 @@ def show(results: dict[str, Any]) -> None:
         (
             row["shape"],
             row["producer"],
-            row["op"],
+            row["way"],
             f"{row['us']:.1f}",
             f"{sum(kernel['calls'] for kernel in row['kernels']):g}" if row["kernels"] else None,
             f"{row['fewest_bytes'] / row['us'] / 1e3:.0f}",
@@ -167,13 +208,13 @@ def show(results: dict[str, Any]) -> None:
         )
         for row in results["rows"]
     ]
-    columns = ("shape", "producer", "op", "us", "kernels", "GB/s", "of copy, fewest", "of copy, two passes", "error")
+    columns = ("shape", "producer", "way", "us", "kernels", "GB/s", "of copy, fewest", "of copy, two passes", "error")
     copy = f"copy bandwidth {results['copy_bytes_per_s'] / 1e9:.0f} GB/s, read + write; GB/s is of the fewest bytes"
     table.show(f"quantize to {results['element']}; " + table.headline(results["environment"]), columns, cells, copy)
     for row in results["rows"]:
         parts = ", ".join(f"{kernel['name']} {kernel['mean_us']:.1f} us" for kernel in row["kernels"])
         if parts:
-            print(f"{row['shape']} {row['producer']} {row['op']}: {parts}")
+            print(f"{row['shape']} {row['producer']} {row['way']}: {parts}")
 
 
 if __name__ == "__main__":
