@@ -4,7 +4,8 @@
     python -m benchmarks.quantize --producers swiglu_backward --shapes 16384x14336 --ways known known_amax
 
 Ways: `row`, a row copy, and `both`, a row and a column copy, with a scale from today's amax; `known`, both with a scale
-that is known, and `known_amax`, which records the amax besides, as delayed scaling does; `block`, both with scales of 1 x 128.
+that is known, and `known_amax`, which records the amax besides, as delayed scaling does; `block`, both with scales of
+1 x 128.
 
 Two counts of bytes. "Fewest": each input read once, each low-precision copy written once; only a scale that is known
 beforehand can get there. "Two passes": the inputs read once more, which a scale from today's amax needs wherever they
