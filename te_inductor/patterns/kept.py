@@ -19,7 +19,7 @@ from te_inductor.runtime.kept_weights import WORD, Spec, weight_shape
 from te_inductor.runtime.state_inputs import StateInput
 
 PREFIX = "te_kept_"  # of the inputs that hold copies
-SCOPES = ("tensor", "128x128")  # of scales, that templates/triton/kept_weights.py casts with
+SCOPES = ("tensor", "row", "128x128")  # of scales, that templates/triton/kept_weights.py casts with
 
 
 def refusal(match: Match, slots: Slots, bodies: Bodies, examples: Sequence[object]) -> Refusal | None:

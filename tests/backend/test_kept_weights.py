@@ -71,7 +71,7 @@ class Pair:
             change(model)
 
 
-@pytest.mark.parametrize("recipe", [pytest.param("current", marks=pytest.mark.codegen), "block", "delayed"])
+@pytest.mark.parametrize("recipe", [pytest.param("current", marks=pytest.mark.codegen), "rowwise", "block", "delayed"])
 def test_accumulation(recipe, casts):
     """Four microbatches a step: each weight is cast once a step."""
     size = 128 if recipe == "block" else 32
@@ -387,13 +387,13 @@ def test_what_is_cast_at_each_call_is_said():
             x = self.rows(self.plain(x))
             return F.linear(F.linear(x, self.experts[0]), self.odd)
 
-    options = {"recipe": "current", "weights": "once", "policy": {"rows": "rowwise"}}
+    options = {"recipe": "current", "weights": "once", "policy": {"rows": "mxfp8"}}
     model, x = Model(), torch.randn(8, 32)
     report = explain(model, x, options=options)
     unmet = {fqn: reason for _, fqn, reason in report.unmet}
-    assert unmet["rows"] == "copies with scales of row are not kept" and "plain" not in unmet
+    assert unmet["rows"] == "copies with scales of 1x32 are not kept" and "plain" not in unmet
     assert "option 'weights' does not reach rows: copies with" in str(report)
-    with pytest.warns(FallbackWarning, match="does not reach, because copies with scales of row are not kept: rows"):
+    with pytest.warns(FallbackWarning, match="does not reach, because copies with scales of 1x32 are not kept: rows"):
         y = te(model, **options, fallback="warn")(x)
     y.sum().backward()
     assert torch.isfinite(model.experts.grad).all()

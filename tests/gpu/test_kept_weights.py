@@ -18,6 +18,7 @@ from tests.numerics.test_quantize import CONTENTS
 QUANTIZERS = [
     Quantizer("e4m3"),
     Quantizer("e5m2", amax_epsilon=2.0, power_2_scale=True),
+    Quantizer("e4m3", scope="row"),
     Quantizer("e4m3", scope="128x128", power_2_scale=True),
 ]
 SHAPES = [(48, 80), (30, 136), (200, 8), (20, 1092), (512, 4096)]
@@ -81,7 +82,7 @@ def adam(model) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "mode"), itertools.product(["current", "delayed", "block"], ["default", "reduce-overhead"])
+    ("recipe", "mode"), itertools.product(["current", "delayed", "rowwise", "block"], ["default", "reduce-overhead"])
 )
 def test_programs(recipe, mode):
     """Bit for bit what casts at each call give: the same scales, the same values, the same GEMMs."""

@@ -16,6 +16,7 @@ from tests.offline.interpret import mend_conversions
 QUANTIZERS = [
     Quantizer("e4m3"),
     Quantizer("e5m2", amax_epsilon=2.0, power_2_scale=True),
+    Quantizer("e4m3", scope="row"),
     Quantizer("e4m3", scope="128x128", power_2_scale=True),
 ]
 
@@ -38,7 +39,7 @@ def check(quantizer: Quantizer, dtype: torch.dtype, known: bool = False) -> None
     """Weights of one table: several sizes, both orientations, with and without column copies, one of two parameters; where
     `known`, with given scales and amaxes to be raised."""
     shapes = [[(48, 80)], [(30, 136)], [(200, 8)], [(20, 1092)]]
-    shapes.append([(32, 24), (16, 24)] if quantizer.granularity.whole else [(128, 136), (256, 136)])
+    shapes.append([(32, 24), (16, 24)] if not quantizer.granularity.blocked else [(128, 136), (256, 136)])
     weights = [[torch.randn(shape).to(dtype) * 4.0**i for shape in group] for i, group in enumerate(shapes)]
     weights[0][0][3, 5], weights[1][0][0, 0] = math.nan, -math.inf
     weights[2][0][:] = 0.0

@@ -30,7 +30,7 @@ def compiled(kernel, constants: dict, warps: int, capability: int):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    tables = {"programs": "*i32", "amax": "*i32", "stale": "*i32", "scale": "*fp32"}
+    tables = {"programs": "*i32", "amax": "*i32", "amaxes": "*i32", "stale": "*i32", "scale": "*fp32"}
     places = {name: (place,) for place, name in enumerate(kernel.arg_names)}
     signature = {name: "constexpr" if name in constants else tables.get(name, "*i64") for name in places}
     aligned = {place: [["tt.divisibility", 16]] for name, place in places.items() if name not in constants}
@@ -41,7 +41,7 @@ def compiled(kernel, constants: dict, warps: int, capability: int):
 
 
 @pytest.mark.parametrize("capability", [90, 100])
-@pytest.mark.parametrize("scope", ["tensor", "128x128"])
+@pytest.mark.parametrize("scope", ["tensor", "row", "128x128"])
 def test_cubins(scope, capability):
     """Loads of 16 bytes a thread, atomics on whole words, casts by the hardware's conversion; a weight that has not changed
     costs a cast nothing but the address of its mark."""
@@ -57,11 +57,15 @@ def test_cubins(scope, capability):
         "LARGEST_SCALE": quantizer.largest_scale(torch.bfloat16),
         "POWER_2": False,
     }
-    cast = {"INPUT": tl.bfloat16, "ELEMENT": tl.float8e4nv, "HIGH": high, "WIDE": wide, "STEPS": steps, "WHOLE": whole}
-    made = compiled(kept_weights.kept_weights_cast, cast | encode | {"ALIGNED": True}, warps, capability)
+    tile = {"INPUT": tl.bfloat16, "HIGH": high, "WIDE": wide, "STEPS": steps, "ALIGNED": True}
+    cast = tile | {"ELEMENT": tl.float8e4nv, "WHOLE": whole, "BY_ROW": scope == "row"}
+    made = compiled(kept_weights.kept_weights_cast, cast | encode, warps, capability)
     ptx = made.asm["ptx"]
     assert made.asm["cubin"] and "cvt.rn.satfinite.e4m3x2.f32" in ptx
     assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx
+    if scope == "row":
+        amaxes = compiled(kept_weights.kept_weights_amaxes, tile, warps, capability)
+        assert ".max.s32" in amaxes.asm["ptx"] and amaxes.asm["cubin"]
     for known in {False, whole}:
         decide = {"INPUT": tl.bfloat16, "WHOLE": whole, "KNOWN": known} | encode
         assert compiled(kept_weights.kept_weights_decide, decide, 1, capability).asm["cubin"]

@@ -1,8 +1,10 @@
-"""Kept copies of weights on the GPU: Note [A weight that has not changed]. Three launches for all weights of a graph:
+"""Kept copies of weights on the GPU: Note [A weight that has not changed]. Three launches for all weights of a graph, four
+with scales of rows:
 
 - `kept_weights_scan` reads each weight once: its digest, and its amax where one scale is the tensor's;
 - `kept_weights_decide` compares the digest with that of the weight the copies were made of, and finds the scale, or under
   delayed scaling compares the given one, and records the amax;
+- `kept_weights_amaxes`, with scales of rows, reads a weight that has changed: the amax of each row, and of each column;
 - `kept_weights_cast` reads the weight again and writes both copies, or returns at once.
 
 Nothing comes back to the host, so that a look neither waits nor is decided when a CUDA graph is recorded. The kernels find
@@ -18,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from te_inductor.recipes.formats import ROW
 from te_inductor.recipes.quantizers import Quantizer
 from te_inductor.runtime.eager import EXPONENT_MASK
 from te_inductor.runtime.kept_weights import GOLDEN, MIX, WORD, Kept, Look
@@ -25,7 +28,7 @@ from te_inductor.runtime.kept_weights import GOLDEN, MIX, WORD, Kept, Look
 SCAN_WORDS, SCAN_WARPS = 4096, 8  # of a program
 # Tile of a cast: rows, columns, how many tiles beside each other are one program's (a program that has nothing to do costs
 # about as much as a word of 2 KB to read), warps. Square blocks are tiles.
-TILES = {"tensor": (64, 64, 16, 4), "128x128": (128, 128, 8, 8)}
+TILES = {"tensor": (64, 64, 16, 4), "row": (64, 64, 16, 4), "128x128": (128, 128, 8, 8)}
 
 _ELEMENTS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 _INPUTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -55,9 +58,10 @@ _INFINITY = tl.constexpr(float("inf"))
     _LEADING_T,
     _ABOVE,
     _ALL_ROWS,
-) = (tl.constexpr(place) for place in range(14))
+    _AMAXES,
+) = (tl.constexpr(place) for place in range(15))
 _SEEN, _SCALE_INV, _SCALE_INV_T, _GIVEN_SCALE, _STATE_AMAX = (tl.constexpr(place) for place in range(5))
-_PARAMETER_COLUMNS, _WEIGHT_COLUMNS = tl.constexpr(14), tl.constexpr(5)
+_PARAMETER_COLUMNS, _WEIGHT_COLUMNS = tl.constexpr(15), tl.constexpr(5)
 
 
 @dataclass(frozen=True)
@@ -65,10 +69,11 @@ class _Table:
     """Where everything is, for kernels that serve many tensors. In the parameter's own orientation: of one that holds
     (K, N) the copy that is laid out like it is the columnwise one."""
 
-    parameters: Tensor  # (P, 14) int64
+    parameters: Tensor  # (P, 15) int64
     weights: Tensor  # (W, 5) int64
     scans: Tensor  # the parameter of each program of kept_weights_scan
-    casts: Tensor  # and of kept_weights_cast
+    casts: Tensor  # and of kept_weights_amaxes and kept_weights_cast
+    amaxes: int  # of all weights' rows and columns
     aligned: bool  # whether rows and addresses are multiples of 16 bytes
 
 
@@ -128,6 +133,7 @@ def _table(quantizer: Quantizer, looks: Sequence[Look]) -> _Table:
     rows: list[list[int]] = []
     scans: list[int] = []
     casts: list[int] = []
+    amaxes = 0
     for place, look in enumerate(looks):
         one = look.kept
         data, data_t = (one.data_t, one.data) if one.spec.transposed else (one.data, one.data_t)
@@ -140,10 +146,11 @@ def _table(quantizer: Quantizer, looks: Sequence[Look]) -> _Table:
             to_t = (0, 0) if data_t is None else (data_t.data_ptr() + above, data_t.stride(0))
             starts = (len(scans), len(casts))
             source = parameter.data_ptr()
-            rows.append([source, count, words, starts[0], place, r, c, starts[1], *to, *to_t, above, all_rows])
+            rows.append([source, count, words, starts[0], place, r, c, starts[1], *to, *to_t, above, all_rows, amaxes])
             scans += [len(rows) - 1] * triton.cdiv(count, SCAN_WORDS)
             casts += [len(rows) - 1] * (triton.cdiv(r, high) * triton.cdiv(c, wide * steps))
             words, above = words + count, above + r
+        amaxes += all_rows + look.weights[0].shape[1]
     given = ((look.kept.seen, *_scales(look.kept), look.scale, look.amax) for look in looks)
     addresses = [[_address(t) for t in tensors] for tensors in given]
     aligned = all(row[place] % 16 == 0 for row in rows for place in (0, 5, 6, 8, 9, 10, 11))
@@ -153,7 +160,7 @@ def _table(quantizer: Quantizer, looks: Sequence[Look]) -> _Table:
         return torch.tensor(values, dtype=dtype, device=device)
 
     programs = table(scans, torch.int32), table(casts, torch.int32)
-    return _Table(table(rows, torch.int64), table(addresses, torch.int64), *programs, aligned)
+    return _Table(table(rows, torch.int64), table(addresses, torch.int64), *programs, amaxes, aligned)
 
 
 def _scales(kept: Kept) -> tuple[Tensor | None, Tensor | None]:
@@ -203,19 +210,22 @@ def _launch(kind: _Kind, table: _Table) -> None:
         **encode,
         num_warps=1,
     )
+    tile = {"INPUT": _INPUTS[dtype], "HIGH": high, "WIDE": wide, "STEPS": steps, "ALIGNED": table.aligned}
+    by_row = quantizer.granularity is ROW
+    amaxes = torch.zeros(table.amaxes if by_row else 0, dtype=torch.int32, device=device)
+    if by_row:
+        kept_weights_amaxes[(len(table.casts),)](table.parameters, table.casts, stale, amaxes, **tile, num_warps=warps)
     kept_weights_cast[(len(table.casts),)](
         table.parameters,
         table.weights,
         table.casts,
         stale,
         scale,
-        INPUT=_INPUTS[dtype],
+        amaxes,
         ELEMENT=_ELEMENTS[quantizer.format.dtype],
-        HIGH=high,
-        WIDE=wide,
-        STEPS=steps,
         WHOLE=whole,
-        ALIGNED=table.aligned,
+        BY_ROW=by_row,
+        **tile,
         **encode,
         num_warps=warps,
     )
@@ -223,7 +233,7 @@ def _launch(kind: _Kind, table: _Table) -> None:
 
 @triton.jit
 def kept_weights_scan(
-    parameters,  # (P, 14) int64
+    parameters,  # (P, 15) int64
     programs,  # int32, the parameter of each program
     digest,  # (W,) int64, zeros
     amax,  # (W,) int32, zeros: bits without the sign
@@ -344,18 +354,58 @@ def _inverse(factor):
 
 
 @triton.jit
+def kept_weights_amaxes(
+    parameters,  # (P, 15) int64
+    programs,  # int32, the parameter of each program
+    stale,  # (W,) int32
+    amaxes,  # int32, zeros: of each weight its rows' and its columns', bits without the sign
+    INPUT: tl.constexpr,
+    HIGH: tl.constexpr,
+    WIDE: tl.constexpr,
+    STEPS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    program = tl.program_id(0)
+    row = parameters + tl.load(programs + program) * _PARAMETER_COLUMNS
+    if tl.load(stale + tl.load(row + _WEIGHT)) == 0:
+        return
+    source = _pointer(row + _SOURCE, INPUT, ALIGNED)
+    ROWS, COLUMNS = tl.load(row + _ROWS), tl.load(row + _COLUMNS)
+    if ALIGNED:
+        COLUMNS = tl.multiple_of(COLUMNS, 16)
+    of_rows = amaxes + tl.load(row + _AMAXES)
+    of_columns = of_rows + tl.load(row + _ALL_ROWS)
+    of_rows += tl.load(row + _ABOVE)
+    strips = tl.cdiv(COLUMNS, WIDE * STEPS)
+    place = program - tl.load(row + _FIRST_CAST)
+    r = (place // strips) * HIGH + tl.arange(0, HIGH)
+    start = (place % strips) * (WIDE * STEPS)
+    largest = tl.zeros((HIGH,), tl.int32)
+    for step in range(STEPS):
+        c = start + step * WIDE + tl.arange(0, WIDE)
+        inside = (r[:, None] < ROWS) & (c[None, :] < COLUMNS)
+        x = tl.load(source + r[:, None] * COLUMNS + c[None, :], mask=inside, other=0.0)
+        bits = x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        largest = _larger(largest, tl.max(bits, 1))
+        tl.atomic_max(of_columns + c, tl.max(bits, 0), mask=c < COLUMNS, sem="relaxed")
+    tl.atomic_max(of_rows + r, largest, mask=r < ROWS, sem="relaxed")
+
+
+@triton.jit
 def kept_weights_cast(
-    parameters,  # (P, 14) int64
+    parameters,  # (P, 15) int64
     weights,  # (W, 5) int64
     programs,  # int32, the parameter of each program
     stale,  # (W,) int32
     scale,  # (W,) fp32, where WHOLE
+    amaxes,  # int32, where BY_ROW
     INPUT: tl.constexpr,
     ELEMENT: tl.constexpr,
     HIGH: tl.constexpr,
     WIDE: tl.constexpr,
     STEPS: tl.constexpr,
     WHOLE: tl.constexpr,
+    BY_ROW: tl.constexpr,
     ALIGNED: tl.constexpr,
     LARGEST: tl.constexpr,
     EPSILON: tl.constexpr,
@@ -379,30 +429,54 @@ def kept_weights_cast(
     place = program - tl.load(row + _FIRST_CAST)
     r = (place // strips) * HIGH + tl.arange(0, HIGH)
     start = (place % strips) * (WIDE * STEPS)
+    vectors = weights + weight * _WEIGHT_COLUMNS
+    if BY_ROW:
+        above, of_rows = tl.load(row + _ABOVE), amaxes + tl.load(row + _AMAXES)
+        of_columns = of_rows + tl.load(row + _ALL_ROWS)
+        bits = tl.load(of_rows + above + r, mask=r < ROWS, other=0)
+        factor_r = _encode(bits.to(tl.float32, bitcast=True), LARGEST, EPSILON, LARGEST_SCALE, POWER_2)
+        _store_vector(tl.load(vectors + _SCALE_INV), above + r, factor_r, (r < ROWS) & (start == 0))
     for step in range(STEPS):
         c = start + step * WIDE + tl.arange(0, WIDE)
         inside = (r[:, None] < ROWS) & (c[None, :] < COLUMNS)
         x = tl.load(source + r[:, None] * COLUMNS + c[None, :], mask=inside, other=0.0)
         x = x.to(tl.float32)
-        if WHOLE:
+        if BY_ROW:
+            bits = tl.load(of_columns + c, mask=c < COLUMNS, other=0)
+            factor_c = _encode(bits.to(tl.float32, bitcast=True), LARGEST, EPSILON, LARGEST_SCALE, POWER_2)
+            _store_vector(tl.load(vectors + _SCALE_INV_T), c, factor_c, (c < COLUMNS) & (above + place // strips == 0))
+            factor = factor_r[:, None]
+        elif WHOLE:
             factor = tl.load(scale + weight)
         else:
             bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
             factor = _encode(tl.max(bits).to(tl.float32, bitcast=True), LARGEST, EPSILON, LARGEST_SCALE, POWER_2)
-            blocks = weights + weight * _WEIGHT_COLUMNS
             down = tl.load(row + _ABOVE) // HIGH + place // strips
             _store_block(
-                blocks, _inverse(factor), down, start // WIDE + step, tl.load(row + _ALL_ROWS), COLUMNS, HIGH, WIDE
+                vectors, _inverse(factor), down, start // WIDE + step, tl.load(row + _ALL_ROWS), COLUMNS, HIGH, WIDE
             )
-        x = x * factor
-        # By comparisons, which NaN passes: Triton issue 11111 is of min/max beside a transposed fp8 store.
-        x = tl.where(x > LARGEST, LARGEST, x)
-        x = tl.where(x < -LARGEST, -LARGEST, x).to(ELEMENT)
+        cast = _cast(x * factor, LARGEST, ELEMENT)
         if has_data:
-            tl.store(data + r[:, None] * leading + c[None, :], x, mask=inside)
+            tl.store(data + r[:, None] * leading + c[None, :], cast, mask=inside)
         if has_data_t:
+            if BY_ROW:
+                cast = _cast(x * factor_c[None, :], LARGEST, ELEMENT)
             inside = (c[:, None] < COLUMNS) & (r[None, :] < ROWS)
-            tl.store(data_t + c[:, None] * leading_t + r[None, :], tl.trans(x), mask=inside)
+            tl.store(data_t + c[:, None] * leading_t + r[None, :], tl.trans(cast), mask=inside)
+
+
+@triton.jit
+def _cast(x, LARGEST: tl.constexpr, ELEMENT: tl.constexpr):
+    """By comparisons, which NaN passes: Triton issue 11111 is of min/max beside a transposed fp8 store."""
+    x = tl.where(x > LARGEST, LARGEST, x)
+    return tl.where(x < -LARGEST, -LARGEST, x).to(ELEMENT)
+
+
+@triton.jit
+def _store_vector(address, place, factor, inside):
+    """The scales of rows, or of columns, of one tile."""
+    pointer = address.to(tl.pointer_type(tl.float32)) + place
+    tl.store(pointer, _inverse(factor), mask=inside & (address != 0))
 
 
 @triton.jit
