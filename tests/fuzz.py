@@ -241,10 +241,11 @@ def _compare(
 
 def _noise(report: Report, case: Case) -> float:
     """How far two runs may be apart whose roundings are independent: each low-precision layer adds that of its operands, by
-    half a step of the narrowest element, and the rest rounds to the dtype."""
+    half a step of the narrowest element, and the rest rounds to the dtype; where a bias's gradient cancels, plain
+    Inductor was 6e-5 off eager fp32 code."""
     steps = {"nvfp4": 2.0**-2, "none": 0.0}
     layers = sum(steps.get(site.recipe, 2.0**-3) for site in report.sites if site.kernel != "high_precision")
-    return layers + 64 * torch.finfo(DTYPES[case.dtype]).eps
+    return layers + 2.0**-10 + 64 * torch.finfo(DTYPES[case.dtype]).eps
 
 
 def _recipes(model: nn.Module, x: Tensor, case: Case) -> dict[str, str]:
