@@ -115,6 +115,11 @@ def linear_block_one() -> Case:
     return _linear_block(96, 112, 128, torch.float16)
 
 
+def linear_block_of_one_column() -> Case:
+    """K is one block, N two: each scale of the weight is spread over 128 rows."""
+    return _linear_block(32, 256, 128, torch.bfloat16)
+
+
 def linear_block_dynamic() -> Case:
     """M is symbolic: padded to 4 for the GEMMs, to 128 for wgrad's contraction."""
     compiled, (x,) = _linear_block(300, 384, 512, torch.bfloat16)

@@ -176,3 +176,11 @@ def test_casts_compile(case: str, arch: int, tmp_path: Path) -> None:
         assert len(generated.kernels) == 2
     elif "padded" not in case:
         assert len(generated.kernels) == 1
+
+
+def test_a_scale_is_spread_over_its_rows() -> None:
+    """Inductor would take [i // 128] for a permutation and write at 128 * i (`loop_index_inversion_in_fusion`)."""
+    kernels = generate("linear_block_of_one_column", 90).kernels
+    spread = [kernel for kernel in kernels if re.search(r"tl\.load\(in_ptr0 \+ x0 // 128", kernel.body)]
+    assert spread and all("tl.store(out_ptr0 + x0," in kernel.body for kernel in spread)
+    assert not any("tl.store(out_ptr0 + 128 * x0" in kernel.body for kernel in kernels)
