@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -43,6 +44,7 @@ class Product:
     place: int  # among all that were ever deferred
     backward: int  # torch's number of the backward that left it
     parameters: list[weakref.ref[Tensor]]
+    wanted: list[bool]  # which of them that backward accumulates into
     operands: tuple[Tensor, Tensor, Tensor, Tensor]  # dy columnwise (N, M), scale_inv; x columnwise (K, M), scale_inv
     alpha: Tensor | None  # (), of two-level scales
     gemm: Gemm
@@ -54,8 +56,10 @@ class Product:
         dtype = torch.float32 if any(map(_has_total, parameters)) else parameters[0].dtype
         a, a_scale, b, b_scale = self.operands
         dw = eager.scaled_mm(a, a_scale, b, b_scale, None, self.gemm, dtype, self.alpha)
-        for parameter, gradient in zip(parameters, dw.split([p.shape[0] for p in parameters]), strict=True):
-            _accumulate(parameter, gradient)
+        gradients = dw.split([parameter.shape[0] for parameter in parameters])
+        for parameter, wanted, gradient in zip(parameters, self.wanted, gradients, strict=True):
+            if wanted:
+                _accumulate(parameter, gradient)
 
 
 @dataclass(eq=False)
@@ -94,18 +98,32 @@ def defer_wgrad(
     gemm: Gemm,
     copy: bool = True,  # where nobody keeps the operands' memory from being written
 ) -> None:
-    """Leave a product for `backward_dw`. Does nothing where a parameter is gone."""
+    """Leave a product for `backward_dw`. Does nothing where a parameter is gone, or none is accumulated into."""
     global _watch
     queues = [queue for ticket in tickets if (queue := _by_ticket.get(int(ticket))) is not None]
-    if len(queues) < len(tickets):
+    wanted = [_is_accumulated(queue.parameter()) for queue in queues]
+    if len(queues) < len(tickets) or not any(wanted):
         return
     a, a_scale, b, b_scale = (x.clone() if copy else x for x in (a, a_scale, b, b_scale))
     alpha = alpha.clone() if copy and alpha is not None else alpha
     backward = torch._C._current_graph_task_id()
-    parameters = [queue.parameter for queue in queues]
-    queues[0].products.append(Product(next(_places), backward, parameters, (a, a_scale, b, b_scale), alpha, gemm))
+    refs, operands = [queue.parameter for queue in queues], (a, a_scale, b, b_scale)
+    queues[0].products.append(Product(next(_places), backward, refs, wanted, operands, alpha, gemm))
     if _watch is None:
         _watch = register_optimizer_step_pre_hook(_refuse_step)
+
+
+def _is_accumulated(parameter: Tensor | None) -> bool:
+    """Whether the backward that runs leaves gradients with the parameter: that of torch.autograd.grad does not, and one that
+    is given `inputs` does with those."""
+    if parameter is None or not parameter.requires_grad:
+        return False
+    if torch._C._current_graph_task_id() < 0:
+        return True  # nobody's backward
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)  # type: ignore[attr-defined, no-any-return]
+    except RuntimeError:  # torch's answer where torch.autograd.grad was asked for a leaf
+        return False
 
 
 @torch.no_grad()

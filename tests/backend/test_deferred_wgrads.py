@@ -135,9 +135,12 @@ def test_an_operand_that_is_computed_for_it(no_caches, one_seed):
     failed behind its call of the op, which its eager kernel then made again."""
     model, x = nn.Sequential(nn.Linear(32, 32)), torch.randn(32, 32)
     eager = quantized(model, x, options={"recipe": "nvfp4"})
-    te(model, policy={"*": "nvfp4"}, wgrad="deferred", fallback="silent")(x).sum().backward()
-    eager(x).sum().backward()
-    assert backward_dw() == 1
+    with torch._functorch.config.patch(donated_buffer=False):
+        ys = te(model, policy={"*": "nvfp4"}, wgrad="deferred", fallback="silent")(x), eager(x)
+        for y in ys:
+            y.sum().backward(retain_graph=True)
+            y.sum().backward()
+    assert backward_dw() == 2
     assert torch.allclose(model[0].weight.grad, next(eager.parameters()).grad, rtol=1e-5, atol=1e-5)
 
 
@@ -177,6 +180,22 @@ def test_retain_graph_and_frozen_weights():
     with torch.no_grad():
         pair.run(torch.randn(8, 32))
     assert backward_dw(model) == 0
+
+
+def test_only_what_a_backward_accumulates_into():
+    """As autograd itself: torch.autograd.grad accumulates nothing, a backward with `inputs` into those."""
+    pair = Pair(Attention())
+    xs, ys = pair.forward(2, 4, 32)
+    torch.autograd.grad(ys[0].sum(), xs[0])
+    xs, ys = pair.forward(2, 4, 32)
+    torch.autograd.grad(ys[0].sum(), (xs[0], pair.model.q.weight), allow_unused=True)
+    assert backward_dw() == 0
+    _, ys = pair.forward(2, 4, 32)
+    for y, model in zip(ys, (pair.model, pair.twin), strict=True):
+        y.sum().backward(inputs=[model.q.weight])
+    assert backward_dw() == 1  # of q, k and v together
+    pair.check()
+    assert pair.model.k.weight.grad is None
 
 
 def test_totals_in_fp32():
