@@ -1,7 +1,7 @@
 """Quantization in Inductor IR, so that it fuses with whatever produces the tensor."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -63,20 +63,17 @@ def _scale_and_inverse(
 ) -> tuple[ir.TensorBox, ir.TensorBox]:
     """scale_inv is yet to be put somewhere."""
     load = amax.make_loader()
+    scale = _scalars(amax, lambda index: values.encode_scale(load(index), quantizer, dtype))
+    scale.realize()  # computed once, in the reduction's epilogue, and not again by every thread of the cast
+    _freeze(scale)
+    load_scale = scale.make_loader()
+    return scale, _scalars(amax, lambda index: values.decode_scale(load_scale(index), quantizer))
 
-    def scale(index):  # type: ignore[no-untyped-def]
-        return values.encode_scale(load(index), quantizer, dtype)
 
-    def scale_inv(index):  # type: ignore[no-untyped-def]
-        return values.decode_scale(scale(index), quantizer)
-
-    boxes = [
-        ir.Pointwise.create(device=amax.get_device(), dtype=torch.float32, inner_fn=f, ranges=list(amax.get_size()))
-        for f in (scale, scale_inv)
-    ]
-    boxes[0].realize()  # computed once, in the reduction's epilogue, and not again by every thread of the cast
-    _freeze(boxes[0])
-    return boxes[0], boxes[1]
+def _scalars(like: ir.TensorBox, inner_fn: Callable[[Any], Any]) -> ir.TensorBox:  # fp32
+    return ir.Pointwise.create(  # type: ignore[return-value]
+        device=like.get_device(), dtype=torch.float32, inner_fn=inner_fn, ranges=list(like.get_size())
+    )
 
 
 def _cast(x: ir.TensorBox, scale: ir.TensorBox, quantizer: Quantizer) -> ir.TensorBox:

@@ -18,46 +18,46 @@ BATCH, SEQUENCE, HIDDEN, VOCABULARY = 2, 16, 64, 128
 SPREAD = HIDDEN**-0.5  # of weights: layers return what they get in size, so that residual connections do not hide them
 
 
-def llama(t) -> nn.Module:
+def llama(t, layers) -> nn.Module:
     return t.LlamaForCausalLM(t.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, use_cache=False,
         initializer_range=SPREAD,
     ))  # fmt: skip
 
 
-def qwen3(t) -> nn.Module:
+def qwen3(t, layers) -> nn.Module:
     return t.Qwen3ForCausalLM(t.Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, max_position_embeddings=64, tie_word_embeddings=True, use_cache=False,
         initializer_range=SPREAD,
     ))  # fmt: skip
 
 
-def gpt2(t) -> nn.Module:
+def gpt2(t, layers) -> nn.Module:
     return t.GPT2LMHeadModel(t.GPT2Config(
-        vocab_size=VOCABULARY, n_embd=HIDDEN, n_layer=2, n_head=4, n_positions=64, attn_pdrop=0.0, embd_pdrop=0.0,
+        vocab_size=VOCABULARY, n_embd=HIDDEN, n_layer=layers, n_head=4, n_positions=64, attn_pdrop=0.0, embd_pdrop=0.0,
         resid_pdrop=0.0, bos_token_id=0, eos_token_id=0, use_cache=False, initializer_range=SPREAD,
     ))  # fmt: skip
 
 
-def bert(t) -> nn.Module:
+def bert(t, layers) -> nn.Module:
     return t.BertModel(t.BertConfig(
-        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4,
         max_position_embeddings=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
         initializer_range=SPREAD,
     ))  # fmt: skip
 
 
-def vit(t) -> nn.Module:
+def vit(t, layers) -> nn.Module:
     return t.ViTForImageClassification(t.ViTConfig(
-        hidden_size=HIDDEN, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, image_size=32,
+        hidden_size=HIDDEN, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4, image_size=32,
         patch_size=8, num_labels=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
         initializer_range=SPREAD,
     ))  # fmt: skip
 
 
-def t5(t) -> nn.Module:
+def t5(t, layers) -> nn.Module:  # an encoder and a decoder are two
     return t.T5ForConditionalGeneration(t.T5Config(
         vocab_size=VOCABULARY, d_model=HIDDEN, d_kv=16, d_ff=96, num_layers=1, num_decoder_layers=1, num_heads=4,
         dropout_rate=0.0, decoder_start_token_id=0, use_cache=False,
@@ -67,12 +67,12 @@ def t5(t) -> nn.Module:
 MODELS = {make.__name__: make for make in (llama, qwen3, gpt2, bert, vit, t5)}
 
 
-def build(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+def build(name: str, layers: int = 2) -> tuple[nn.Module, dict[str, Tensor]]:
     """A model in fp32 and its inputs, which are floating-point so that they have gradients."""
     import transformers
 
     transformers.logging.set_verbosity_error()
-    model = MODELS[name](transformers)
+    model = MODELS[name](transformers, layers)
     for path, parameter in model.named_parameters():
         if path.endswith("bias"):  # zeros until here, which would hide a lost bias
             nn.init.normal_(parameter, std=SPREAD)
