@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -247,18 +248,33 @@ def test_hooks_see_no_gradient(wgrad):
     assert len(seen) == 2 and layer.weight.main_grad.any()
 
 
-@pytest.mark.parametrize("wgrad", ["deferred", "main_grad"])
-def test_not_under_ddp(wgrad):
-    """It would average gradients that are not there."""
+@pytest.fixture
+def one_rank():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        model = with_totals(mlp())
-        run = DistributedDataParallel(te(model, wgrad=wgrad, fallback="warn"))
-        with pytest.warns(FallbackWarning, match="option 'wgrad' does not reach, because DistributedDataParallel"):
-            run(torch.randn(8, 32)).sum().backward()
-        assert model[0].weight.grad is not None and backward_dw() == 0
-    finally:
-        dist.destroy_process_group()
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("wgrad", ["deferred", "main_grad"])
+def test_not_under_ddp(wgrad, one_rank):
+    """It would average gradients that are not there."""
+    model = with_totals(mlp())
+    run = DistributedDataParallel(te(model, wgrad=wgrad, fallback="warn"))
+    with pytest.warns(FallbackWarning, match="option 'wgrad' does not reach, because DistributedDataParallel"):
+        run(torch.randn(8, 32)).sum().backward()
+    assert model[0].weight.grad is not None and backward_dw() == 0
+
+
+def test_a_schedule_of_pytorch(one_rank):
+    """A pipeline of one stage. (Of several, the schedule asks torch.autograd.grad about shapes before it begins.)"""
+    pair = Pair(mlp())
+    x, target = torch.randn(32, 32), torch.randn(32, 32)
+    for run in (pair.run, pair.plain):
+        stage = PipelineStage(run, 0, 1, torch.device("cpu"))
+        schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=nn.functional.mse_loss, scale_grads=False)
+        schedule.step(x, target=target, losses=[])
+    assert backward_dw(pair.run, backwards=1) == 2 and backward_dw() == 6
+    pair.check()
 
 
 def test_a_model_that_is_gone_takes_its_products_along():
