@@ -63,7 +63,7 @@ def _power_2(amax, quantizer: Quantizer, largest: float):  # bit patterns
     the quotient rounded down. It is that of the fp32 quotient too, which IEEE division might round up to the next power: the
     largest value has few bits, so no fp32 amax brings the quotient that near to one from below.
 
-    Few operations: Inductor takes each apart six times, and a graph has hundreds of scales.
+    Few operations, as Inductor traces each of them several times, and a graph has hundreds of scales.
     """
     difference = prims.sub(_int(_fp32_bits(quantizer.format.max)), amax)
     finite, most = prims.lt(difference, _exponent(EXPONENT_BIAS + 1)), _exponent(math.frexp(largest)[1] - 1)
