@@ -37,6 +37,7 @@ import collections
 from typing import Any
 
 from torch._inductor.dependencies import MemoryDep
+from torch._inductor.utils import sympy_product
 from torch._inductor.virtualized import V
 
 from te_inductor import ops
@@ -108,7 +109,7 @@ def _block_tile(nodes: list[Any], tiling: dict[str, Any]) -> dict[str, int]:
 
 def _reads(nodes: list[Any], tiling: dict[str, Any]) -> list[MemoryDep]:
     """Of whole tensors."""
-    whole = tiling["y"] * tiling["x"]
+    whole = sympy_product(size for dimension, size in tiling.items() if dimension in ("x", "y"))
     deps = [dep for node in nodes for dep in node.read_writes.reads if isinstance(dep, MemoryDep)]
     reads = [dep for dep in deps if dep.get_numel() == whole]  # and not weights of a norm
     smaller = V.graph.sizevars.statically_known_lt

@@ -48,6 +48,11 @@ def mlp_training_block() -> Case:
     return _mlp_training("block")
 
 
+def mlp_inference_block() -> Case:
+    run, (x,) = _mlp_training("block")
+    return torch.no_grad()(run), (x,)
+
+
 def mlp_training_kept() -> Case:
     return _mlp_training("current", weights="once")
 

@@ -79,6 +79,18 @@ def test_both_copies_are_one_kernel(training: Generated) -> None:
         assert kernel.tile["num_warps"] == BLOCK_WARPS
 
 
+def test_inference_makes_row_copies_alone() -> None:
+    """In tiles that are blocks, too, of loops that are one."""
+    generated = generate("mlp_inference_block", 90)
+    [source] = generated.sources
+    assert len(calls(source)) == 2 and "extern_kernels.mm(" not in source
+    casts = [kernel for kernel in generated.kernels if ".to(tl.float8" in kernel.body]
+    for kernel in casts:
+        kinds = list(kernel.meta["signature"].values())
+        assert kinds.count("*fp8e4nv") == 1, kernel.name
+    assert sum(kernel.tile is not None and kernel.tile.get("YBLOCK") == TILE for kernel in casts) >= 1
+
+
 def test_magnitudes_are_integers(training: Generated) -> None:
     """Beside an fp8 store, as tests/offline/test_mlp.py asks of the other recipes: no max or min but one of int32."""
     for kernel in training.kernels:
