@@ -38,6 +38,8 @@ def quantize(
 ) -> tuple[ir.TensorBox, ...]:
     """`amax` is the tensor's, () fp32, of two-level scales; `seed`, () int64, of stochastic rounding."""
     if quantizer.granularity.transposes:
+        if block_tiles.fits(x, quantizer):
+            return _tiled_copies([x], 0, quantizer, (True, False))[:2]  # type: ignore[return-value]
         scale, scale_inv, _ = _scales_of_squares(x, quantizer, amax)
         return _cast_by_squares(x, scale, quantizer), scale_inv
     if seed is not None:

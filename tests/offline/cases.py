@@ -257,6 +257,17 @@ def two_way_cast_block_of_heads() -> Case:
     return torch.compile(function, backend="te", fullgraph=True), (x,)
 
 
+def row_cast_squares() -> Case:
+    """As of a weight, in inference: whole blocks, one read."""
+    from te_inductor import ops
+    from te_inductor.recipes import Quantizer
+
+    x = torch.randn(256, 384, device="cuda", dtype=torch.bfloat16)
+    return torch.compile(lambda x: ops.quantize(x, Quantizer("e4m3", scope="128x128")), backend="te", fullgraph=True), (
+        x,
+    )
+
+
 def columnwise_cast_block() -> Case:
     """The transposed copy alone, as of dy where only the weight wants a gradient; two blocks in its rows."""
     from te_inductor import ops

@@ -91,6 +91,16 @@ def test_pieces_side_by_side(case, scope, dim, size, tmp_path):
     assert_same_values(data_t, values_t)
 
 
+def test_a_row_copy_of_squares(tmp_path):
+    generated = generate("row_cast_squares", 90)
+    assert len(generated.kernels) == 1
+    x = CONTENTS["rows apart"](256, 384).to(torch.bfloat16)
+    [(data, scale_inv)] = interpret(generated.sources[0], [[x]], tmp_path)
+    values, value = reference.quantize(x, Quantizer("e4m3", scope="128x128"))
+    assert torch.equal(scale_inv.double(), value)
+    assert_same_values(data, values)
+
+
 def test_a_columnwise_cast_of_blocks(tmp_path):
     [source] = generate("columnwise_cast_block", 90).sources
     x = CONTENTS["rows apart"](130, 20).to(torch.bfloat16)
