@@ -9,8 +9,8 @@ cast by the majority of its reads, and would rather fuse the two casts, which re
 the loops are pinned, and `loops_of` tells `choices.Choices` what to keep apart. Square blocks are too large for all that:
 their amax is a kernel, and the casts of both copies are another, two-dimensional one, as with one scale for the tensor.
 
-All that is for one copy alone, and for sizes that are no multiples of 128. Both copies of whole blocks are one kernel: Note
-[Tiles that are blocks].
+All that is for one copy alone with blocks of one row, and for sizes that are no multiples of 128. Otherwise, both copies of
+whole blocks, or one of whole square blocks, are one kernel: Note [Tiles that are blocks].
 """
 
 # mypy: disable-error-code="no-untyped-def"

@@ -48,9 +48,7 @@ from te_inductor.recipes.formats import TENSOR
 # By the number of whole tensors read: elements in the dimension in which they are contiguous, elements across, warps.
 CAST = {1: (128, 64, 8), 2: (128, 64, 8), 3: (128, 32, 8)}
 BLOCK_WARPS = 8  # of a kernel whose tile is a block
-ROTARY_WARPS = (
-    4  # of one that reads a tensor at three places for each element, as the gradient of rotary positions does
-)
+ROTARY_WARPS = 4  # of one that reads three places of a tensor for each element, as rotary positions' gradient does
 FLAT = {"XBLOCK": 8192, "num_warps": 8}  # of a row copy and amax alone: a program looks for the largest of its elements
 AMAX = {"XBLOCK": 1, "R0_BLOCK": 4096, "num_warps": 16}
 # The ops that cast or look for a scale, and among them those that cast both ways.

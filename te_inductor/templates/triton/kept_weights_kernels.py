@@ -163,6 +163,14 @@ def _inverse(factor):
 
 
 @triton.jit
+def _strip(row, program, COLUMNS, WIDE: tl.constexpr):
+    """Which row of tiles a program has, and the first column of its tiles."""
+    strips = tl.cdiv(COLUMNS, WIDE)
+    place = program - tl.load(row + _FIRST_CAST)
+    return place // strips, (place % strips) * WIDE
+
+
+@triton.jit
 def kept_weights_amaxes(
     parameters,  # (P, 15) int64
     programs,  # int32, the parameter of each program
@@ -185,10 +193,8 @@ def kept_weights_amaxes(
     of_rows = amaxes + tl.load(row + _AMAXES)
     of_columns = of_rows + tl.load(row + _ALL_ROWS)
     of_rows += tl.load(row + _ABOVE)
-    strips = tl.cdiv(COLUMNS, WIDE * STEPS)
-    place = program - tl.load(row + _FIRST_CAST)
-    r = (place // strips) * HIGH + tl.arange(0, HIGH)
-    start = (place % strips) * (WIDE * STEPS)
+    down, start = _strip(row, program, COLUMNS, WIDE * STEPS)
+    r = down * HIGH + tl.arange(0, HIGH)
     largest = tl.zeros((HIGH,), tl.int32)
     for step in range(STEPS):
         c = start + step * WIDE + tl.arange(0, WIDE)
@@ -234,10 +240,8 @@ def kept_weights_cast(
     if ALIGNED:
         ROWS, COLUMNS = tl.multiple_of(ROWS, 16), tl.multiple_of(COLUMNS, 16)
         leading, leading_t = tl.multiple_of(leading, 16), tl.multiple_of(leading_t, 16)
-    strips = tl.cdiv(COLUMNS, WIDE * STEPS)
-    place = program - tl.load(row + _FIRST_CAST)
-    r = (place // strips) * HIGH + tl.arange(0, HIGH)
-    start = (place % strips) * (WIDE * STEPS)
+    down, start = _strip(row, program, COLUMNS, WIDE * STEPS)
+    r = down * HIGH + tl.arange(0, HIGH)
     vectors = weights + weight * _WEIGHT_COLUMNS
     if BY_ROW:
         above, of_rows = tl.load(row + _ABOVE), amaxes + tl.load(row + _AMAXES)
@@ -253,16 +257,16 @@ def kept_weights_cast(
         if BY_ROW:
             bits = tl.load(of_columns + c, mask=c < COLUMNS, other=0)
             factor_c = _encode(bits.to(tl.float32, bitcast=True), LARGEST, EPSILON, LARGEST_SCALE, POWER_2)
-            _store_vector(tl.load(vectors + _SCALE_INV_T), c, factor_c, (c < COLUMNS) & (above + place // strips == 0))
+            _store_vector(tl.load(vectors + _SCALE_INV_T), c, factor_c, (c < COLUMNS) & (above + down == 0))
             factor = factor_r[:, None]
         elif WHOLE:
             factor = tl.load(scale + weight)
         else:
             bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
             factor = _encode(tl.max(bits).to(tl.float32, bitcast=True), LARGEST, EPSILON, LARGEST_SCALE, POWER_2)
-            down = tl.load(row + _ABOVE) // HIGH + place // strips
+            block = tl.load(row + _ABOVE) // HIGH + down
             _store_block(
-                vectors, _inverse(factor), down, start // WIDE + step, tl.load(row + _ALL_ROWS), COLUMNS, HIGH, WIDE
+                vectors, _inverse(factor), block, start // WIDE + step, tl.load(row + _ALL_ROWS), COLUMNS, HIGH, WIDE
             )
         cast = _cast(x * factor, LARGEST, ELEMENT)
         if has_data:
