@@ -3,15 +3,16 @@
     python -m benchmarks.tune_gemm --write
 
 Shapes are those of the GEMMs of a Llama-3-8B layer, q, k, v and gate, up as one with one scale a tensor, apart with one a
-row. Operands are random: on zeros a power-limited card runs faster than it ever will in training. A tile is chosen where it
-takes at most `GAIN` of cuBLASLt's time.
+row. A wgrad that adds to an fp32 total in place ("output") is timed against cuBLASLt's, which writes fp32, and a kernel that
+adds; there each weight has its own. Operands are random: on zeros a power-limited card runs faster than it ever will in
+training. A tile is chosen where it takes at most `GAIN` of cuBLASLt's time.
 """
 
 import argparse
 import json
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, astuple
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ import torch
 from torch import Tensor
 
 from benchmarks import harness, table
-from te_inductor.templates.cutlass import build, launch, versions
-from te_inductor.templates.cutlass.scaled_mm import TABLE, Problem, Tile, tiles
+from te_inductor.recipes import Gemm
+from te_inductor.templates.cutlass import build, launch, scaled_mm, versions
+from te_inductor.templates.cutlass.scaled_mm import NOTHING, OUTPUT, TABLE, Problem, Tile, tiles
 
 TOKENS = (2048, 4096, 8192, 16384)
 LAYERS = {  # N x K of a weight: by tensor, by row
@@ -38,12 +40,27 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
     parser.add_argument("--rounds", type=int, default=5, help="arms take turns; the median round counts")
     parser.add_argument("--iters", type=int, default=10)
+    parser.add_argument("--added", nargs="+", default=[NOTHING, OUTPUT], help="what the GEMMs add; other rows stay")
     parser.add_argument("--write", action="store_true", help="replace the package's table")
     parser.add_argument("--json", type=Path, default=Path("out/tune_gemm.json"))
     return parser.parse_args()
 
 
-def problems(tokens: list[int]) -> list[Problem]:
+def problems(tokens: list[int], added: list[str]) -> list[Problem]:
+    found = plain(tokens) if NOTHING in added else []
+    return found + (totals(tokens) if OUTPUT in added else [])
+
+
+def totals(tokens: list[int]) -> list[Problem]:
+    return [
+        Problem(ARCH, n, k, m, E5M2 if scope == "tensor" else E4M3, E4M3, torch.float32, scope, False, False, OUTPUT)
+        for scope in LAYERS
+        for m in tokens
+        for n, k in LAYERS["row"]
+    ]
+
+
+def plain(tokens: list[int]) -> list[Problem]:
     """fprop accumulates fast; dgrad and wgrad split, as the recipes' defaults say."""
     found: dict[Problem, None] = {}
     for scope, layers in LAYERS.items():
@@ -76,26 +93,48 @@ def arms(p: Problem) -> dict[Tile | None, Callable[[], Any]]:
     shapes = ((p.m, 1), (1, p.n)) if p.scope == "row" else ((), ())
     scales = [torch.rand(shape, device="cuda") + 0.5 for shape in shapes]
     out = torch.empty(p.m, p.n, device="cuda", dtype=p.out)
-
-    def library() -> Tensor:
-        return torch._scaled_mm(a, b.t(), *scales, out_dtype=p.out, use_fast_accum=p.fast_accum, out=out)
-
-    def cutlass(tile: Tile) -> Callable[[], Tensor]:
-        shape = astuple(tile)
-        return lambda: launch.scaled_mm(
-            a, b.t(), *scales, tile=shape, arch=p.arch, scope=p.scope, fast_accum=p.fast_accum, out=out
-        )
-
+    library, cutlass, before = (_adding if p.added == OUTPUT else _writing)(p, a, b, scales, out)
     reference = library().clone()
+    if p.added == OUTPUT and p.scope == "row":  # which Inductor's kernel multiplies where it adds
+        reference = reference * (scales[0] * scales[1])
     found: dict[Tile | None, Callable[[], Any]] = {None: library}
     for tile in tiles(p):
-        out.fill_(float("nan"))
-        error = harness.relative_error(cutlass(tile)(), reference)["relative"]
+        out.fill_(before)
+        cutlass(tile)()
+        error = harness.relative_error(out, reference)["relative"]
         if error <= ERROR:  # NaN is not
             found[tile] = cutlass(tile)
         else:
             print(f"WRONG by {error:.3g}: {tile} on {p}")
     return found
+
+
+Arms = tuple[Callable[[], Tensor], Callable[[Tile], Callable[[], Any]], float]  # and what the output holds before
+
+
+def _writing(p: Problem, a: Tensor, b: Tensor, scales: list[Tensor], out: Tensor) -> Arms:
+    given = {"arch": p.arch, "scope": p.scope, "fast_accum": p.fast_accum, "out": out}
+
+    def library() -> Tensor:
+        return torch._scaled_mm(a, b.t(), *scales, out_dtype=p.out, use_fast_accum=p.fast_accum, out=out)
+
+    return library, lambda tile: lambda: launch.scaled_mm(a, b.t(), *scales, tile=tile.shape, **given), float("nan")
+
+
+def _adding(p: Problem, a: Tensor, b: Tensor, scales: list[Tensor], out: Tensor) -> Arms:
+    gemm, one, product = (
+        Gemm("wgrad", p.fast_accum, (p.scope, p.scope)),
+        torch.ones((), device="cuda"),
+        out.zero_().clone(),
+    )
+    of_tensor = scales if p.scope == "tensor" else (one, one)  # no library scales rows of an fp32 output
+
+    def library() -> Tensor:
+        given = {"out_dtype": p.out, "use_fast_accum": p.fast_accum, "out": product}
+        return out.add_(torch._scaled_mm(a, b.t(), *of_tensor, **given))
+
+    b_scale = scales[1].t() if p.scope == "row" else scales[1]
+    return library, lambda tile: lambda: launch.add_scaled_mm(out, a, scales[0], b, b_scale, gemm, tile, p.arch), 0.0
 
 
 def measure(p: Problem, args: argparse.Namespace) -> dict[str, Any]:
@@ -110,6 +149,7 @@ def measure(p: Problem, args: argparse.Namespace) -> dict[str, Any]:
         "k": p.k,
         "scope": p.scope,
         "fast_accum": p.fast_accum,
+        "added": p.added,
         "tile": None if chosen is None else asdict(chosen),
         "us": None if tile is None else round(us[tile], 1),
         "cublaslt_us": round(library, 1),
@@ -119,23 +159,22 @@ def measure(p: Problem, args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     args = parse()
-    asked = problems(args.tokens)
+    asked = problems(args.tokens, args.added)
     build.start(p.kernel(tile) for p in asked for tile in tiles(p))
-    rows = []
+    environment, rows = harness.environment("cuda"), []
     for p in asked:
-        rows.append(measure(p, args))
-        harness.write_json(args.json, {"environment": harness.environment("cuda"), "rows": rows})
+        rows.append(measure(p, args) | {"date": environment["date"][:10]})
+        harness.write_json(args.json, {"environment": environment, "rows": rows})
     show(rows)
     if args.write:
-        environment = harness.environment("cuda")
         head = {
             "arch": ARCH,
             "device": environment["device"],
-            "date": environment["date"][:10],
             "torch": environment["torch"],
         }
         head["packages"] = [" ".join(version.split()[:2]) for version in versions()]
-        kept = [{key: value for key, value in row.items() if key != "all_us"} for row in rows]
+        kept = [row for row in scaled_mm.table()["rows"] if row["added"] not in args.added]
+        kept += [{key: value for key, value in row.items() if key != "all_us"} for row in rows]
         lines = ",\n".join(f"  {json.dumps(row)}" for row in kept)
         TABLE.write_text(f'{json.dumps(head, indent=1)[:-2]},\n "rows": [\n{lines}\n ]\n}}\n')
         print(f"table: {TABLE}")
@@ -147,6 +186,7 @@ def show(rows: list[dict[str, Any]]) -> None:
             f"{row['m']} x {row['n']} x {row['k']}",
             row["scope"],
             "fast" if row["fast_accum"] else "split",
+            row["added"],
             f"{row['cublaslt_us']:.1f}",
             f"{2e-6 * row['m'] * row['n'] * row['k'] / row['cublaslt_us']:.0f}",
             min(row["all_us"], key=row["all_us"].get, default="-"),
@@ -156,7 +196,7 @@ def show(rows: list[dict[str, Any]]) -> None:
         )
         for row in rows
     ]
-    columns = ("M x N x K", "scales", "accumulation", "cuBLASLt us", "TF/s", "best tile", "us", "over", "")
+    columns = ("M x N x K", "scales", "accumulation", "added to", "cuBLASLt us", "TF/s", "best tile", "us", "over", "")
     table.show("fp8 GEMM, CUTLASS over cuBLASLt", columns, cells)
 
 

@@ -180,8 +180,11 @@ read_scales = _define("read_scales(Tensor[] scales) -> Tensor[]", delayed.read_s
 record_amax = _define(
     "record_amax(Tensor[] pieces, Tensor(a!) amax) -> ()", delayed.record_amax, lambda pieces, amax: None
 )
-add_gradient = _define(
-    "add_gradient(Tensor(a!) total, Tensor gradient) -> ()", eager.add_gradient, lambda total, dw: None
+accumulate_wgrad = _define(
+    "accumulate_wgrad(Tensor(a!)[] totals, Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? alpha,"
+    f" {_GEMM} g) -> ()",
+    eager.accumulate_wgrad,
+    lambda totals, a, a_scale, b, b_scale, alpha, gemm: None,
 )
 defer_wgrad = _define(
     "defer_wgrad(Tensor(a!)[] tickets, Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? alpha,"
@@ -320,15 +323,12 @@ class Linears(Operation):
         """What autograd gets of them."""
         gemm = self.slots.wgrad
         if self.tickets:
-            *operands, alpha = _operands(g_col, x_col)
-            defer_wgrad(self.tickets, *operands, alpha, gemm)
-            return [None] * len(rows)
-        dw = product(g_col, x_col, None, gemm, torch.float32 if self.main_grads else dtype)
-        dws = dw.split(rows) if len(rows) > 1 else [dw]
-        if not self.main_grads:
-            return dws
-        for total, gradient in zip(self.main_grads, dws, strict=True):
-            add_gradient(total, gradient)
+            defer_wgrad(self.tickets, *_operands(g_col, x_col), gemm)
+        elif self.main_grads:
+            accumulate_wgrad(self.main_grads, *_operands(g_col, x_col), gemm)
+        else:
+            dw = product(g_col, x_col, None, gemm, dtype)
+            return dw.split(rows) if len(rows) > 1 else [dw]
         return [None] * len(rows)
 
 

@@ -17,7 +17,7 @@ def install(fallback: str = "warn") -> Callable[[Callable[..., Any]], Callable[.
     from torch._inductor.codegen.triton import TritonScheduling
     from torch._inductor.virtualized import V
 
-    from te_inductor.lowerings import deferred_wgrads, nvfp4_linear, quantize, scaled_mm  # noqa: F401
+    from te_inductor.lowerings import deferred_wgrads, main_grads, nvfp4_linear, quantize, scaled_mm  # noqa: F401
     from te_inductor.lowerings.choices import Choices
     from te_inductor.lowerings.early_start import EarlyKernel
     from te_inductor.lowerings.registry import failures_said

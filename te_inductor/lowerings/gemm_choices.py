@@ -6,7 +6,6 @@ whose alpha and bias `aten._scaled_mm` does not take, are measured by `fastest`.
 """
 
 import functools
-from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -15,10 +14,11 @@ from torch._inductor.select_algorithm import ExternKernelChoice
 from torch._inductor.virtualized import V
 
 from te_inductor import compat
+from te_inductor.recipes import Gemm
 from te_inductor.recipes.formats import E2M1, ROW, TENSOR, Scope
 from te_inductor.templates.cutlass import build, launch
 from te_inductor.templates.cutlass import scaled_mm as template
-from te_inductor.templates.cutlass.scaled_mm import Problem, Tile
+from te_inductor.templates.cutlass.scaled_mm import OUTPUT, Problem, Tile
 
 OP = "scaled_mm"  # Inductor's name for what it asks about
 # Generated code calls them by these names, also code that a compile cache returns: `lowerings.install` imports this module.
@@ -39,6 +39,28 @@ def extend(choices: list[Any], kernel_inputs: Any, overrides: dict[str, dict[str
     build.start(problem.kernel(tile) for tile in tiles)
     ours = [bind(tile, fast_accum=problem.fast_accum) for tile in tiles]
     return [*choices, *ours] if _measures() else ours or choices
+
+
+def accumulating(
+    total: ir.TensorBox,  # (N, K) fp32
+    a: ir.TensorBox,  # (N, M), or more rows
+    b: ir.TensorBox,  # (K, M)
+    gemm: Gemm,
+) -> tuple[Tile, str] | None:
+    """The tile, and its architecture, of the GEMM that adds to `total` in its epilogue; None where the table has none. Under
+    max-autotune too: measuring would add."""
+    arch = _architecture(total.get_device_or_error())
+    sizes = _numbers([*total.get_size(), a.get_size()[1]])
+    if arch is None or sizes is None:
+        return None
+    (m, n, k), scope = sizes, gemm.scopes[0]
+    dtypes = a.get_dtype(), b.get_dtype(), total.get_dtype()
+    problem = Problem(arch, m, n, k, *dtypes, scope, False, gemm.fast_accum, OUTPUT)
+    tile = template.choose(problem)
+    if tile is None:
+        return None
+    build.start([problem.kernel(tile)])
+    return tile, arch
 
 
 def microscaled(
@@ -83,7 +105,7 @@ def _architecture(device: torch.device) -> str | None:
 
 
 def _bind(choice: ExternKernelChoice, problem: Problem, nodes: Any, layout: Any, tile: Tile, **given: Any) -> Any:
-    return choice.bind(nodes, layout, tile=astuple(tile), arch=problem.arch, scope=problem.scope, **given)
+    return choice.bind(nodes, layout, tile=tile.shape, arch=problem.arch, scope=problem.scope, **given)
 
 
 def _problem(arch: str, kernel_inputs: Any, overrides: dict[str, dict[str, Any]]) -> Problem | None:

@@ -235,11 +235,6 @@ def record_amax(pieces: list[ir.TensorBox], amax: ir.TensorBox) -> None:
             raise_to_amax(amax, magnitude_bits(piece))
 
 
-@lowering(ops.add_gradient)
-def add_gradient(total: ir.TensorBox, gradient: ir.TensorBox) -> None:
-    lowerings[aten.add_](total, gradient)
-
-
 def _is_computed(x: ir.TensorBox) -> bool:
     """Whether it is an expression that its readers' kernels compute, and not a tensor in memory."""
     storage = x.data.unwrap_view() if isinstance(x.data, ir.BaseView) else x.data

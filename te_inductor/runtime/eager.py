@@ -114,11 +114,6 @@ def quantize_pieces_delayed(
     return quantize_rowcol_delayed(torch.cat(pieces, dim), scale, quantizer)
 
 
-def add_gradient(total: Tensor, gradient: Tensor) -> None:
-    """The same memory, so that autograd does not see it change: several microbatches' backwards hold it."""
-    total.data.add_(gradient)
-
-
 def dequantize(data: Tensor, scale_inv: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Tensor:
     return blocks.values(data, scale_inv, quantizer.granularity).to(dtype).contiguous()
 
@@ -142,6 +137,21 @@ def scaled_mm(
             y = _exact(a, a_scale, b, b_scale, gemm).to(out_dtype)
     y = y if bias is None else y + bias.to(out_dtype)
     return y.contiguous()
+
+
+def accumulate_wgrad(
+    totals: list[Tensor],  # fp32, (N, K) of each weight
+    a: Tensor,  # dy columnwise, (all N, M)
+    a_scale: Tensor,
+    b: Tensor,  # x columnwise, (K, M)
+    b_scale: Tensor,
+    alpha: Tensor | None,  # ()
+    gemm: Gemm,
+) -> None:
+    """Through `data`, so that autograd does not see the totals change: several microbatches' backwards hold them."""
+    dw = scaled_mm(a, a_scale, b, b_scale, None, gemm, torch.float32, alpha)
+    for total, gradient in zip(totals, dw.split([total.shape[0] for total in totals]), strict=True):
+        total.data.add_(gradient)
 
 
 def _emulated(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, gemm: Gemm, alpha: Tensor | None) -> Tensor:

@@ -22,7 +22,7 @@ from filelock import FileLock
 
 from te_inductor.recipes.formats import E2M1, E4M3, E5M2, ROW, SCOPES, TENSOR
 from te_inductor.templates.cutlass.build import FUNCTION
-from te_inductor.templates.cutlass.scaled_mm import Kernel
+from te_inductor.templates.cutlass.scaled_mm import ANOTHER, OUTPUT, Kernel
 
 
 def main(linker: str, jobs: list[dict[str, Any]]) -> None:
@@ -84,17 +84,20 @@ def plan(kernel: Kernel):  # type: ignore[no-untyped-def]
     m, n, k = 1024, 768, 512  # read for strides and to tell rows from columns: every size is symbolic in the kernel
     operands = [empty((rows, k), getattr(torch, name)) for rows, name in ((m, kernel.a), (n, kernel.b))]
     out = torch.empty(m, n, dtype=getattr(torch, kernel.out))
+    c = torch.empty_like(out) if kernel.added == ANOTHER else None
     microscaled = SCOPES[kernel.scope].microscaled
     # It asks the device, where this process has none; the number is an argument of the launch.
     with patch.object(host, "get_max_active_clusters", lambda *_: 1):
-        return EPILOGUES[kernel.scope, kernel.bias].gemm(
+        return EPILOGUES[kernel.scope, kernel.bias, c is not None].gemm(
             *operands,
             out,
+            c,
             tile_M=kernel.tile_m,
             tile_N=kernel.tile_n,
             cluster_M=kernel.cluster_m,
             cluster_N=kernel.cluster_n,
             pingpong=kernel.pingpong,
+            add_to_output=kernel.added == OUTPUT,
             **_epilogue(kernel, m, n),
             **(_block_scales(kernel, m, n, k) if microscaled else _accumulation(kernel)),
             _launch=False,

@@ -34,6 +34,26 @@ def row_scaled_bias(acc, a_scale, b_scale, bias):  # type: ignore[no-untyped-def
 
 
 @gemm_epilogue()
+def scaled_added(acc, c, a_scale, b_scale):  # type: ignore[no-untyped-def]
+    return {"D": acc * (a_scale * b_scale) + c}
+
+
+@gemm_epilogue(ops=_OF_ROWS)
+def row_scaled_added(acc, c, a_scale, b_scale):  # type: ignore[no-untyped-def]
+    return {"D": acc * (a_scale * b_scale) + c}
+
+
+@gemm_epilogue(ops=_BIAS)
+def scaled_bias_added(acc, c, a_scale, b_scale, bias):  # type: ignore[no-untyped-def]
+    return {"D": acc * (a_scale * b_scale) + bias + c}
+
+
+@gemm_epilogue(ops={**_OF_ROWS, **_BIAS})
+def row_scaled_bias_added(acc, c, a_scale, b_scale, bias):  # type: ignore[no-untyped-def]
+    return {"D": acc * (a_scale * b_scale) + bias + c}
+
+
+@gemm_epilogue()
 def plain(acc):  # type: ignore[no-untyped-def]
     return {"D": acc}
 
@@ -53,14 +73,18 @@ def factor_bias(acc, alpha, bias):  # type: ignore[no-untyped-def]
     return {"D": acc * alpha + bias}
 
 
-# By the scope of scales, and whether there is a bias.
+# By the scope of scales, whether there is a bias, and whether another tensor is added.
 EPILOGUES = {
-    (TENSOR.name, False): scaled,
-    (TENSOR.name, True): scaled_bias,
-    (ROW.name, False): row_scaled,
-    (ROW.name, True): row_scaled_bias,
-    (MX_1X32.name, False): plain,
-    (MX_1X32.name, True): plain_bias,
-    (NV_1X16.name, False): factor,
-    (NV_1X16.name, True): factor_bias,
+    (TENSOR.name, False, False): scaled,
+    (TENSOR.name, True, False): scaled_bias,
+    (TENSOR.name, False, True): scaled_added,
+    (TENSOR.name, True, True): scaled_bias_added,
+    (ROW.name, False, False): row_scaled,
+    (ROW.name, True, False): row_scaled_bias,
+    (ROW.name, False, True): row_scaled_added,
+    (ROW.name, True, True): row_scaled_bias_added,
+    (MX_1X32.name, False, False): plain,
+    (MX_1X32.name, True, False): plain_bias,
+    (NV_1X16.name, False, False): factor,
+    (NV_1X16.name, True, False): factor_bias,
 }

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from te_inductor.errors import FallbackWarning
 from te_inductor.recipes.formats import E2M1, ROW, SCOPES
+from te_inductor.recipes.quantizers import Gemm
+from te_inductor.runtime import eager
 from te_inductor.templates.cutlass import build
-from te_inductor.templates.cutlass.scaled_mm import Kernel, Tile, kernel_of
-
-Shape = tuple[int, int, int, int, bool, int]  # the fields of a `Tile`; hashed in each call, so no dataclass
+from te_inductor.templates.cutlass.scaled_mm import ALIGNED, OUTPUT, Kernel, Shape, Tile, kernel_of
 
 
 def scaled_mm(
@@ -35,10 +35,35 @@ def scaled_mm(
     call = _function(tile, arch, a.dtype, b.dtype, out.dtype, scope, bias is not None, fast_accum)
     if call is None:
         return torch._scaled_mm(a, b, a_scale, b_scale, bias, out_dtype=out.dtype, use_fast_accum=fast_accum, out=out)
-    by_row = scope == ROW.name
-    scales = (a_scale.view(1, -1), b_scale.view(1, -1)) if by_row else (a_scale.data_ptr(), b_scale.data_ptr())
-    _launch(call, a, b.t(), out, scales, bias, tile)
+    _launch(call, a, b.t(), out, _factors(a_scale, b_scale, scope), bias, tile)
     return out
+
+
+def add_scaled_mm(
+    total: Tensor,  # (M, N) fp32, contiguous
+    a: Tensor,  # (M, K), contiguous
+    a_scale: Tensor,  # fp32, () or (M, 1)
+    b: Tensor,  # (N, K), contiguous
+    b_scale: Tensor,  # fp32, () or (N, 1)
+    gemm: Gemm,
+    tile: Tile,
+    arch: str,
+) -> None:
+    """``total += (a * a_scale) @ (b * b_scale).T``: the product is rounded to fp32, and added where it is stored."""
+    scope, shape = gemm.scopes[0], tile.shape
+    call = None
+    if total.data_ptr() % ALIGNED == 0:  # a view of a buffer may begin anywhere
+        call = _function(shape, arch, a.dtype, b.dtype, total.dtype, scope, False, gemm.fast_accum, OUTPUT)
+    if call is None:
+        eager.accumulate_wgrad([total], a, a_scale, b, b_scale, None, gemm)
+    else:
+        _launch(call, a, b, total, _factors(a_scale, b_scale, scope), None, shape)
+
+
+def _factors(a_scale: Tensor, b_scale: Tensor, scope: str) -> tuple[Any, Any]:
+    if scope == ROW.name:
+        return a_scale.view(1, -1), b_scale.view(1, -1)
+    return a_scale.data_ptr(), b_scale.data_ptr()
 
 
 def microscaled_mm(

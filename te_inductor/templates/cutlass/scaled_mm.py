@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from te_inductor.recipes.constants import Constant, constant
 from te_inductor.recipes.formats import E2M1, E4M3, E5M2, MX_1X32, NV_1X16, ROW, SCOPES, TENSOR
 from te_inductor.templates import cutlass
 
@@ -27,16 +28,24 @@ ARCHITECTURES = {
 }
 FP8 = (E4M3.dtype, E5M2.dtype)
 OPERANDS = {TENSOR.name: FP8, ROW.name: FP8, MX_1X32.name: FP8, NV_1X16.name: (E2M1.library,)}
-OUTPUTS = (torch.bfloat16, torch.float16)
+# dtypes of the output, by what is added to the product: nothing; what the output held, in place; another tensor like it.
+NOTHING, OUTPUT, ANOTHER = "nothing", "output", "another"
+OUTPUTS = {
+    NOTHING: (torch.bfloat16, torch.float16),
+    OUTPUT: (torch.float32,),
+    ANOTHER: (torch.bfloat16, torch.float16),
+}
 # Accumulators that a thread may hold, by how many warp groups multiply: of its 240, or 160 registers.
 REGISTERS = {1: 208, 2: 208, 3: 136}
 # What the tensor memory accelerator asks of strides and bases, in bytes. cuBLASLt, which multiplies where a kernel could not
 # be built, asks for as many columns.
 ALIGNED = 16
 
+Shape = tuple[int, int, int, int, bool, int]  # the fields of a `Tile`
 
-@dataclass(frozen=True)
-class Tile:
+
+@constant
+class Tile(Constant):
     """How the output is cut, and by how many warp groups a piece is made."""
 
     m: int  # rows of the output that one thread block computes at a time
@@ -46,6 +55,10 @@ class Tile:
     pingpong: bool  # two warp groups take turns, one storing a tile while the other multiplies; else they share a tile
     swizzle: int  # how many tiles along one dimension follow each other, so that L2 serves the other operand
 
+    @property
+    def shape(self) -> Shape:
+        return self.m, self.n, self.cluster_m, self.cluster_n, self.pingpong, self.swizzle
+
     def __str__(self) -> str:
         way = "pingpong" if self.pingpong else "cooperative"
         return f"{self.m}x{self.n} cluster {self.cluster_m}x{self.cluster_n} {way} swizzle {self.swizzle}"
@@ -53,8 +66,8 @@ class Tile:
 
 @dataclass(frozen=True)
 class Problem:
-    """``out[M, N] = (a * a_scale)[M, K] @ (b * b_scale)[N, K].T * alpha + bias``, a and b contiguous along K; alpha, of
-    scales of two levels, is what the tensors' factors come to."""
+    """``out[M, N] = (a * a_scale)[M, K] @ (b * b_scale)[N, K].T * alpha + bias + added``, a and b contiguous along K; alpha,
+    of scales of two levels, is what the tensors' factors come to."""
 
     arch: str  # a key of ARCHITECTURES
     m: int
@@ -66,10 +79,11 @@ class Problem:
     scope: str  # what has one scale in a and in b
     bias: bool
     fast_accum: bool  # Hopper: in the tensor core's own precision; else promoted to fp32 every 128 elements of K
+    added: str = NOTHING  # a key of OUTPUTS
 
     def kernel(self, tile: Tile) -> "Kernel":
         """What has to be built to compute it so."""
-        return kernel_of(tile, self.arch, self.a, self.b, self.out, self.scope, self.bias, self.fast_accum)
+        return kernel_of(tile, self.arch, self.a, self.b, self.out, self.scope, self.bias, self.fast_accum, self.added)
 
 
 # Split accumulation holds a second accumulator in registers: smaller tiles.
@@ -117,7 +131,7 @@ def supports(tile: Tile, problem: Problem) -> bool:
         problem.scope in ARCHITECTURES[problem.arch]
         and problem.a in operands
         and problem.b in operands
-        and problem.out in OUTPUTS
+        and problem.out in OUTPUTS[problem.added]
         and problem.k % (ALIGNED * packed) == 0
         and problem.n % ALIGNED == 0
         and problem.m >= tile.m * tile.cluster_m // (2 if _is_of_two(tile, problem) else 1)
@@ -174,15 +188,15 @@ def architecture(device: torch.device) -> str | None:
 
 @functools.cache
 def table() -> dict[str, Any]:
-    """``device``, ``date``, versions, and ``rows``: a problem, the tile (None: cuBLASLt), microseconds of both."""
+    """``device``, versions, and ``rows``: a problem, the tile (None: cuBLASLt), microseconds of both, the date."""
     with TABLE.open() as file:
         return json.load(file)
 
 
 def _alike(row: dict[str, Any], problem: Problem) -> bool:
     # Which 8-bit format an operand has is nothing to the tensor core; that the accumulation is split is.
-    kinds = ((row["scope"], row["fast_accum"]), (problem.scope, problem.fast_accum))
-    return problem.arch == table()["arch"] and kinds[0] == kinds[1]
+    kinds = ("scope", "fast_accum", "added")
+    return problem.arch == table()["arch"] and all(row[kind] == getattr(problem, kind) for kind in kinds)
 
 
 def _distance(row: dict[str, Any], problem: Problem) -> float:
@@ -206,6 +220,7 @@ class Kernel:
     cluster_m: int
     cluster_n: int
     pingpong: bool
+    added: str
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
@@ -220,7 +235,8 @@ def kernel_of(
     scope: str,
     bias: bool,
     fast_accum: bool,
+    added: str = NOTHING,
 ) -> Kernel:
     a_name, b_name, out_name = (str(dtype).removeprefix("torch.") for dtype in (a, b, out))
     shape = (tile.m, tile.n, tile.cluster_m, tile.cluster_n, tile.pingpong)
-    return Kernel(arch, a_name, b_name, out_name, scope, bias, fast_accum, *shape)
+    return Kernel(arch, a_name, b_name, out_name, scope, bias, fast_accum, *shape, added)

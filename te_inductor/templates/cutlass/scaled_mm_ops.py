@@ -1,0 +1,14 @@
+"""CUTLASS's GEMMs that change a tensor, as ops: what generated code calls them by, and what says that they do."""
+
+from te_inductor.compat import constant_type_name
+from te_inductor.ops import _define
+from te_inductor.recipes import Gemm
+from te_inductor.templates.cutlass import launch
+from te_inductor.templates.cutlass.scaled_mm import Tile
+
+add_scaled_mm = _define(
+    "cutlass_add_scaled_mm(Tensor(a!) total, Tensor a, Tensor a_scale, Tensor b, Tensor b_scale,"
+    f" {constant_type_name(Gemm)} g, {constant_type_name(Tile)} tile, str arch) -> ()",
+    launch.add_scaled_mm,
+    lambda *operands: None,
+)
