@@ -283,21 +283,22 @@ def _sites(plan: Plan, candidate: Candidate, merged: tuple[str, ...], rows: int 
     refusal = candidate.refusal or candidate.emulated
     reason = None if refusal is None else str(refusal)
     match = candidate.match
-    for (gemm, shapes), (_, run) in zip(match.gemms(), match.gemms(rows), strict=True):
-        choice = _choice(plan, candidate, gemm, run)
+    for (gemm, shapes), (_, merged_shapes) in zip(match.gemms(), match.gemms(rows), strict=True):
+        accumulates = gemm == "wgrad" and plan.options.wgrad == "main_grad" and "wgrad" not in candidate.unmet
+        choice = _choice(plan, candidate, gemm, shapes if accumulates else merged_shapes, accumulates)
         if choice.library is not None:
             plan.libraries.add(choice.library)
         yield Site(candidate.fqn, candidate.rule.pattern, gemm, plain(shapes), recipe, choice.name, reason, merged)
 
 
-def _choice(plan: Plan, candidate: Candidate, gemm: str, shapes: tuple[Any, int, int]) -> Choice:
+def _choice(plan: Plan, candidate: Candidate, gemm: str, shapes: tuple[Any, int, int], accumulates: bool) -> Choice:
     if candidate.stored:
         if gemm == "fprop":
             return gemm_kernels.of_stored_weight(candidate.match, candidate.recipe, plan.options)
     elif candidate.low and candidate.slots is not None:
         if candidate.emulated:
             return Choice("emulated")
-        return gemm_kernels.choose(candidate.match, candidate.slots, gemm, shapes, plan.options)
+        return gemm_kernels.choose(candidate.match, candidate.slots, gemm, shapes, plan.options, accumulates)
     return Choice("high_precision")
 
 

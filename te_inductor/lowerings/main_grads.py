@@ -2,6 +2,7 @@
 else by a kernel behind the GEMM."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch._inductor import ir
@@ -35,18 +36,16 @@ def accumulate_wgrad(
         for total, gradient in zip(totals, _rows(dw, totals), strict=True):
             lowerings[aten.add_](total, gradient)
         return
-    pieces = (_rows(ir.ExternKernel.require_contiguous(x), totals) for x in (a, a_scale))
-    b, b_scale = (ir.ExternKernel.require_contiguous(x) for x in (b, b_scale))
-    each = zip(totals, choices, *pieces, strict=True)
-    for total, chosen, a_rows, a_rows_scale in each:
+    a_pieces, scale_pieces = (_rows(ir.ExternKernel.require_contiguous(x), totals) for x in (a, a_scale))
+    columns = [ir.ExternKernel.require_contiguous(x) for x in (b, b_scale)]
+    for total, chosen, *rows in zip(totals, choices, a_pieces, scale_pieces, strict=True):
         if chosen is None:
-            dw = scaled_mm(a_rows, a_rows_scale, b, b_scale, None, gemm, torch.float32, alpha)
-            lowerings[aten.add_](total, dw)
+            lowerings[aten.add_](total, scaled_mm(*rows, *columns, None, gemm, torch.float32, alpha))
         else:
-            _add_scaled_mm(total, a_rows, a_rows_scale, b, b_scale, gemm, *chosen)
+            _add_scaled_mm(total, *rows, *columns, gemm, *chosen)
 
 
-def _rows(x: ir.TensorBox, totals: Sequence[ir.TensorBox]) -> Iterator[ir.TensorBox]:
+def _rows(x: Any, totals: Sequence[ir.TensorBox]) -> Iterator[ir.TensorBox]:
     """Those of each weight; of one scale for all, that scale."""
     start = 0
     for total in totals:

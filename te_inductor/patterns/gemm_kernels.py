@@ -3,13 +3,15 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from te_inductor.config import Options
 from te_inductor.ops_stored import DECODE_ROWS
 from te_inductor.patterns.rule import Match
 from te_inductor.patterns.support import value
 from te_inductor.recipes import NVFP4WeightOnly, Recipe, Slots
 from te_inductor.templates.cutlass import scaled_mm
-from te_inductor.templates.cutlass.scaled_mm import Kernel, Problem
+from te_inductor.templates.cutlass.scaled_mm import NOTHING, OUTPUT, Kernel, Problem
 
 
 @dataclass(frozen=True)
@@ -26,29 +28,39 @@ def choose(
     gemm: str,  # "fprop", "dgrad", "wgrad"
     shapes: tuple[Any, int, int],  # its (M, N, K)
     options: Options,
+    accumulates: bool,  # adds to a total in fp32
 ) -> Choice:
     """`cublaslt`; `cutlass:` and a tile; `inductor`: generated code, or what autotuning will find to be fastest, which never
-    sees fp32 scales of blocks, as nothing but cuBLASLt is right for them."""
-    output = value(match.node)
-    if output.device.type != "cuda":
+    sees fp32 scales of blocks, as nothing but cuBLASLt is right for them, nor a GEMM that adds to a total."""
+    device = value(match.node).device
+    if device.type != "cuda":
         return Choice("inductor")
-    arch = scaled_mm.architecture(output.device)
-    if _measures(options) and (not slots.fprop.blocked or (slots.fprop.microscaled and arch is not None)):
+    arch = scaled_mm.architecture(device)
+    measured = _measures(options) and (not slots.fprop.blocked or (slots.fprop.microscaled and arch is not None))
+    if measured and not accumulates:
         return Choice("inductor")
-    if slots.fprop.blocked or arch is None or not all(isinstance(size, int) for size in shapes):
-        return Choice("cublaslt")
+    problem = None if arch is None else _problem(match, slots, gemm, shapes, arch, accumulates)
+    tile = None if problem is None else scaled_mm.choose(problem)
+    if problem is None or tile is None:
+        return Choice("inductor" if measured else "cublaslt")
+    return Choice(f"cutlass:{tile}", problem.kernel(tile))
+
+
+def _problem(
+    match: Match, slots: Slots, gemm: str, shapes: tuple[Any, int, int], arch: str, accumulates: bool
+) -> Problem | None:
+    """None where no table knows it: symbolic sizes, scales of blocks."""
+    if slots.fprop.blocked or not all(isinstance(size, int) for size in shapes):
+        return None
     a, b = {
         "fprop": (slots.input, slots.weight),
         "dgrad": (slots.grad_output, slots.weight),
         "wgrad": (slots.grad_output, slots.input),
     }[gemm]
-    dtypes = (a.format.dtype, b.format.dtype, output.dtype)
+    out, added = (torch.float32, OUTPUT) if accumulates else (value(match.node).dtype, NOTHING)
     bias = gemm == "fprop" and match.bias is not None
-    problem = Problem(arch, *shapes, *dtypes, a.scope, bias, getattr(slots, gemm).fast_accum)
-    tile = scaled_mm.choose(problem)
-    if tile is None:
-        return Choice("cublaslt")
-    return Choice(f"cutlass:{tile}", problem.kernel(tile))
+    fast_accum = getattr(slots, gemm).fast_accum
+    return Problem(arch, *shapes, a.format.dtype, b.format.dtype, out, a.scope, bias, fast_accum, added)
 
 
 def of_stored_weight(match: Match, recipe: Recipe | None, options: Options) -> Choice:

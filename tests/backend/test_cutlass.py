@@ -1,5 +1,6 @@
 """CUTLASS's GEMMs without a GPU: the tuned table, real builds in a process of their own, and what happens without them."""
 
+import contextlib
 import dataclasses
 import subprocess
 import sys
@@ -11,10 +12,19 @@ import pytest
 import torch
 
 from te_inductor.errors import FallbackWarning
+from te_inductor.recipes import Gemm
 from te_inductor.templates import cutlass
 from te_inductor.templates.cutlass import build, launch
 from te_inductor.templates.cutlass import scaled_mm as template
-from te_inductor.templates.cutlass.scaled_mm import FAST_TILES, SM100_TILES, SPLIT_TILES, Problem, Tile, kernel_of
+from te_inductor.templates.cutlass.scaled_mm import (
+    FAST_TILES,
+    OUTPUT,
+    SM100_TILES,
+    SPLIT_TILES,
+    Problem,
+    Tile,
+    kernel_of,
+)
 
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
 E2M1 = torch.float4_e2m1fn_x2
@@ -25,11 +35,16 @@ def problem(m: int, n: int, k: int, **changes) -> Problem:
     return dataclasses.replace(Problem("90", m, n, k, E4M3, E4M3, BF16, "tensor", False, True), **changes)
 
 
+def kind(row: dict) -> dict:
+    out = torch.float32 if row["added"] == OUTPUT else BF16
+    return {"scope": row["scope"], "fast_accum": row["fast_accum"], "added": row["added"], "out": out}
+
+
 def test_every_row_of_the_table_is_a_kernel_that_supports_its_problem():
     for row in template.table()["rows"]:
         if row["tile"] is not None:
             sizes = (row["m"], row["n"], row["k"])
-            asked = problem(*sizes, scope=row["scope"], fast_accum=row["fast_accum"])
+            asked = problem(*sizes, **kind(row))
             assert Tile(**row["tile"]) in template.tiles(asked)
             assert row["us"] < row["cublaslt_us"]
 
@@ -37,13 +52,12 @@ def test_every_row_of_the_table_is_a_kernel_that_supports_its_problem():
 def test_a_measured_shape_stands_for_its_neighbourhood():
     rows = [row for row in template.table()["rows"] if row["tile"] is not None and row["m"] == 16384]
     row = max(rows, key=lambda row: row["n"] * row["k"])
-    kind = {"scope": row["scope"], "fast_accum": row["fast_accum"]}
     sizes = (row["m"], row["n"], row["k"])
-    measured = template.choose(problem(*sizes, **kind))
+    measured = template.choose(problem(*sizes, **kind(row)))
     assert measured == Tile(**row["tile"])
-    near = template.choose(problem(row["m"] + 160, row["n"] - 64, row["k"] + 32, **kind))
+    near = template.choose(problem(row["m"] + 160, row["n"] - 64, row["k"] + 32, **kind(row)))
     assert near == measured
-    assert template.choose(problem(64 * row["m"], row["n"], row["k"], **kind)) is None
+    assert template.choose(problem(64 * row["m"], row["n"], row["k"], **kind(row))) is None
 
 
 @pytest.mark.parametrize(
@@ -53,6 +67,7 @@ def test_a_measured_shape_stands_for_its_neighbourhood():
         {"n": 4100},
         {"m": 64},  # less than a tile
         {"out": torch.float32},
+        {"added": OUTPUT},  # in bf16
         {"a": torch.bfloat16},
     ],
     ids=str,
@@ -117,6 +132,25 @@ def test_a_kernel_that_cannot_be_built_is_replaced_by_cublaslt_and_named_once(mo
     torch.testing.assert_close(out, torch._scaled_mm(a, b.t(), scale, scale, out_dtype=BF16))
 
 
+@pytest.mark.parametrize("scope", ["tensor", "row"])
+@pytest.mark.parametrize("start", [0, 1], ids=["aligned", "misaligned"])
+def test_a_total_that_no_kernel_can_add_to_is_added_to_all_the_same(scope, start, monkeypatch):
+    """A view of a buffer that begins anywhere asks for no kernel; an aligned one whose kernel cannot be built says so."""
+
+    def fail(kernel):
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(build, "library", fail)
+    gemm, tile = Gemm("wgrad", False, (scope, scope)), Tile(192, 128, 2, 2, False, 4)  # nobody else's
+    a, b = torch.randint(-8, 8, (64, 32)).to(E5M2), torch.randint(-8, 8, (48, 32)).to(E4M3)
+    scales = [torch.full((rows, 1) if scope == "row" else (), 2.0) for rows in (64, 48)]
+    total = torch.ones(64 * 48 + start)[start:].view(64, 48)
+    aligned = total.data_ptr() % template.ALIGNED == 0
+    with pytest.warns(FallbackWarning, match="no compiler here") if aligned else contextlib.nullcontext():
+        launch.add_scaled_mm(total, a, scales[0], b, scales[1], gemm, tile, "90")
+    assert torch.equal(total, 1 + 4 * (a.float() @ b.float().t()))
+
+
 @installed
 def test_kernels_are_built_without_a_gpu_and_loaded_without_cutlass(tmp_path, monkeypatch):
     """Both kinds of scales and of accumulation, and Blackwell's; a second process loads them without CUTLASS."""
@@ -124,7 +158,7 @@ def test_kernels_are_built_without_a_gpu_and_loaded_without_cutlass(tmp_path, mo
     kernels = [
         kernel_of(SM100_TILES[0], "100", E2M1, E2M1, BF16, "1x16", True, False),
         kernel_of(FAST_TILES[0], "90", E4M3, E4M3, BF16, "tensor", True, True),
-        kernel_of(SPLIT_TILES[0], "90", E5M2, E4M3, BF16, "row", False, False),
+        kernel_of(SPLIT_TILES[0], "90", E5M2, E4M3, torch.float32, "row", False, False, OUTPUT),
     ]
     build.start(kernels)
     paths = [build.library(kernel) for kernel in kernels]

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from te_inductor import explain
+from te_inductor.recipes import Gemm
 from te_inductor.templates import cutlass
 from te_inductor.templates.cutlass import launch
 from te_inductor.templates.cutlass import scaled_mm as template
@@ -45,6 +46,39 @@ def test_a_product_is_that_of_float64(tile, fast, scope):
         bound = absolute * steps * 2.0**-FAST_BITS + exact.abs() * 2.0**-8
         excess = ((out.double() - exact).abs() / bound).max()
         assert excess <= 1
+
+
+@pytest.mark.parametrize("scope", ["tensor", "row"])
+@pytest.mark.parametrize("tile", template.SPLIT_TILES, ids=str)
+def test_a_sum_is_that_of_float64(tile, scope):
+    """In place, at sizes that no tile divides, with nothing written around: the product is rounded to fp32, then the sum.
+    Rows of NaN and of infinities in the total stay; small integers add up exactly."""
+    m, n, k = 3 * tile.m * tile.cluster_m - 40, 2 * tile.n * tile.cluster_n - 48, 528
+    gemm = Gemm("wgrad", False, (scope, scope))
+    buffer = torch.full((m * n + 64,), 7.0, device="cuda")
+    total = buffer[32:-32].view(m, n)
+    a, b = (torch.randn(rows, k, device="cuda").mul_(4) for rows in (m, n))
+    a, b = a.to(E5M2), b.to(E4M3)
+    shapes = ((m, 1), (n, 1)) if scope == "row" else ((), ())
+    scales = [torch.rand(shape, device="cuda") + 0.5 for shape in shapes]
+    total.normal_(std=100)
+    total[3], total[5], total[7, ::2] = float("nan"), float("inf"), float("-inf")
+    before, call = total.double(), launch.add_scaled_mm
+    call(total, a, scales[0], b, scales[1], gemm, tile, "90")
+    call(total, a, scales[0], b, scales[1], gemm, tile, "90")
+    scale = scales[0].double() * scales[1].double().t()
+    exact = before + 2 * (a.double() @ b.double().t()) * scale
+    absolute = (a.double().abs() @ b.double().abs().t()) * scale
+    bound = 2 * absolute * 4 * 2.0**-FAST_BITS + 4 * 2.0**-24 * (before.abs() + 2 * absolute)
+    finite = exact.isfinite()
+    assert ((total.double() - exact).abs() <= bound)[finite].all()
+    assert torch.equal(total.double()[~finite].nan_to_num(1.0), exact[~finite].nan_to_num(1.0))
+    assert (buffer[:32] == 7).all() and (buffer[-32:] == 7).all()
+    total.fill_(3.0)
+    a, b = (torch.randint(-4, 5, (rows, k), device="cuda") for rows in (m, n))
+    one = [torch.ones_like(each) for each in scales]
+    call(total, a.to(E5M2), one[0], b.to(E4M3), one[1], gemm, tile, "90")
+    assert torch.equal(total.double(), 3 + a.double() @ b.double().t())
 
 
 @pytest.mark.parametrize("value", [float("nan"), 448.0, 0.0, 2.0**-9])

@@ -64,6 +64,10 @@ def mlp_training_main_grad() -> Case:
     return run, inputs
 
 
+def cutlass_main_grad() -> Case:
+    return mlp_training_main_grad()
+
+
 def mlp_training_deferred() -> Case:
     return _mlp_training("current", wgrad="deferred")
 

@@ -20,9 +20,10 @@ from quack.epilogue.ops import Scalar
 from quack.gemm_runtime.host import run_gemm_epi_plan
 from torch import Tensor
 
+from te_inductor.recipes import Gemm
 from te_inductor.recipes.formats import SCOPES, Scope
 from te_inductor.templates.cutlass import build, builder, launch
-from te_inductor.templates.cutlass.scaled_mm import Kernel
+from te_inductor.templates.cutlass.scaled_mm import OUTPUT, Kernel, Tile
 from tests.offline.tensor_cores import unswizzled
 
 M, N, K = 272, 400, 544  # no tile divides them
@@ -53,9 +54,14 @@ def launches(kernel: Kernel, plan: Any) -> tuple[Any, Any]:
         factors = {name: torch.ones(size) for name, size in (("a_scale", (M, 1)), ("b_scale", (1, N)))}
         if kernel.scope == "tensor":
             factors = {name: torch.ones(()) for name in factors}
-        call = functools.partial(
-            launch.scaled_mm, a, b.t(), *factors.values(), bias, fast_accum=kernel.fast_accum, **given
-        )
+        if kernel.added == OUTPUT:
+            gemm = Gemm("wgrad", kernel.fast_accum, (kernel.scope, kernel.scope))
+            a_scale, b_scale = (factor.view(-1, 1) if factor.dim() else factor for factor in factors.values())
+            call = functools.partial(launch.add_scaled_mm, out, a, a_scale, b, b_scale, gemm, Tile(*tile), kernel.arch)
+        else:
+            call = functools.partial(
+                launch.scaled_mm, a, b.t(), *factors.values(), bias, fast_accum=kernel.fast_accum, **given
+            )
     values |= {name: factor.view(1, -1) if factor.dim() else factor for name, factor in factors.items()}
     theirs: list[Any] = []
     watched = plan._replace(compiled_fn=lambda *call: theirs.append(call))

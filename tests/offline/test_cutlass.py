@@ -60,8 +60,9 @@ INSTRUCTIONS = {
 
 
 def kernels(arch: str) -> list[Kernel]:
-    """One a tile and a kind; on Hopper one a kind, as those are built and launched on the GPU too."""
-    return [
+    """One a tile and a kind; on Hopper one a kind, as those are built and launched on the GPU too, and one that adds."""
+    adds = kernel_of(template.SPLIT_TILES[3], "90", E5M2, E4M3, torch.float32, "row", False, False, template.OUTPUT)
+    return [adds] * (arch == "90") + [
         kernel_of(tile, arch, a, b, BF16, scope, bias, fast)
         for (candidate, fast), tiles in template.CANDIDATES.items()
         for scope, (a, b, bias) in KINDS[arch].items()
@@ -83,6 +84,7 @@ def test_kernels_multiply_on_tensor_cores_and_are_launched_as_quack_does(arch, t
         assert re.search(rf"\.target\s+sm_{arch}a", code)
         found = set(re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?(\w*MMA[\w.]*)", code, re.MULTILINE))
         assert found and all(re.match(INSTRUCTIONS[arch, kernel.scope], name) for name in found), (kernel, found)
+        assert ("UTMAREDG.2D.ADD" in code) == (kernel.added == template.OUTPUT)
         paired = arch == "100" and kernel.tile_m == 256
         assert any(".2CTA" in name for name in found) == paired
 
