@@ -95,9 +95,14 @@ def compile_fx(
 
 
 def compile_apart(model: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.compile`, its entries kept from the limit on recompiles of the user's own (from 2.13)."""
-    apart = "isolate_recompiles" in inspect.signature(torch.compile).parameters
-    return torch.compile(model, backend=backend, **({"isolate_recompiles": True} if apart else {}))  # type: ignore[call-overload]
+    """`torch.compile` for few calls, its entries kept from the limit on recompiles of the user's own."""
+    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:  # from 2.13
+        return torch.compile(model, backend=backend, isolate_recompiles=True)  # type: ignore[call-overload]
+    # Entries are those of a code object: one of our own, into which the model's is inlined as far as the first graph break.
+    outer = torch._dynamo.external_utils.wrap_inline(model)
+    outer.__code__ = outer.__code__.replace()
+    limited = torch._dynamo.config.patch(recompile_limit=sys.maxsize)
+    return limited(torch.compile(outer, backend=backend))
 
 
 @contextmanager

@@ -149,7 +149,11 @@ def test_explaining_many_times_leaves_compiles_alone():
     for place in range(12):
         [site] = te_inductor.explain(model, x, options={"recipe": "current" if place % 2 else "none"}).sites[:1]
         assert site.recipe == ("current" if place % 2 else "none")
-    torch.compile(model, backend=lambda gm, _: gm.forward, fullgraph=True)(x)
+    compiled = torch.compile(model, backend=lambda gm, _: gm.forward, fullgraph=True)
+    compiled(x)
+    te_inductor.explain(model, x)
+    with torch.compiler.set_stance("fail_on_recompile"):  # what was compiled is still there
+        compiled(x)
 
 
 def test_an_equal_block_recipe_is_an_equal_constant():

@@ -56,7 +56,17 @@ class Tied(nn.Module):
 
 
 KNOWN = template.Problem(
-    "90", 2048, 2048, 2048, torch.float8_e5m2, torch.float8_e4m3fn, torch.float32, "tensor", False, False, template.OUTPUT
+    "90",
+    2048,
+    2048,
+    2048,
+    torch.float8_e5m2,
+    torch.float8_e4m3fn,
+    torch.float32,
+    "tensor",
+    False,
+    False,
+    template.OUTPUT,
 )
 
 
@@ -93,7 +103,9 @@ def test_cutlass_adds(recipe, mode):
         x.requires_grad_()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         mine = totals(model, recipe, mode, batches)
-    assert any("cutlass" in event.key and "_ao_" in event.key for event in profile.key_averages())  # quack's add_to_output
+    assert any(
+        "cutlass" in event.key and "_ao_" in event.key for event in profile.key_averages()
+    )  # quack's add_to_output
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(template, "choose", lambda *_: None)
         theirs = totals(model, recipe, mode, batches)
