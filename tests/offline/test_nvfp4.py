@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -20,6 +21,10 @@ from te_inductor.templates.triton.nvfp4_linear import Config, Problem, choose, s
 PATTERN = 0xFFFFFFFF
 
 
+@pytest.mark.skipif(
+    triton.__version__ < "3.7" and np.__version__ >= "2.5",
+    reason="Triton 3.6 makes an int of an array, numpy 2.5 does not",
+)
 def test_interpreted():
     """Against plain torch: indices, masks, splits, planes; recast and dequantized bit for bit."""
     environment = os.environ | {"TRITON_INTERPRET": "1"}
