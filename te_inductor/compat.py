@@ -3,7 +3,7 @@
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -107,12 +107,17 @@ def compile_apart(model: Callable[..., Any], backend: Callable[..., Any]) -> Cal
 
 @contextmanager
 def unwinding_transforms() -> Iterator[None]:
-    """Leave the transforms of torch.func that a failed trace has entered: whatever is traced next would run inside them."""
+    """Leave the transforms of torch.func, and the level of forward-mode AD, that a failed trace has entered: whatever is
+    traced next would run inside them."""
     depth = torch._C._functorch.get_dynamic_layer_stack_depth()
+    level = torch.autograd.forward_ad._current_level  # the user's; a graph enters its own behind this counter
     try:
         yield
     except BaseException:
         torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        if level < 0:
+            with suppress(RuntimeError):  # none was entered
+                torch._C._exit_dual_level(level=0)
         raise
 
 

@@ -1,4 +1,5 @@
-"""Sites inside transforms of torch.func, which Dynamo writes into the graph as calls that push and pop them.
+"""Sites inside transforms of torch.func and forward-mode AD, which Dynamo writes into the graph as calls that push and pop
+them.
 
 torch.func.grad (and vjp) goes through the layer where it is the only transform of the graph. A custom op is out of
 torch.func's reach while it is called, so what stands in the graph there is the op's Python function; such graphs have calls
@@ -15,25 +16,27 @@ from te_inductor.diagnostics import Refusal
 from te_inductor.patterns.bodies import in_order
 from te_inductor.patterns.support import is_tensor, value
 
-GRAD = "grad"
+GRAD, JVP, FORWARD = "grad", "jvp", "forward-mode AD"
 _NESTING = re.compile(r"_(\w+)_(increment|decrement)_nesting")
+_LEVEL = {"_enter_dual_level": True, "_exit_dual_level": False}
 
 
 def transforms_of(root: fx.GraphModule) -> dict[fx.Node, str]:
-    """Of each node that is in one: the transforms ("grad", which is vjp and jacrev too, "vmap", "jvp"), the innermost first,
-    and what else keeps a layer from running there."""
+    """Of each node that is in one: the transforms ("grad", which is vjp and jacrev too, "vmap", "jvp", "forward-mode AD"),
+    the innermost first, and what else keeps a layer from running there."""
     around: dict[fx.Node, tuple[str, ...]] = {}
     nested: list[str] = []
     names = set()
     for node in in_order(root):
-        call = _NESTING.fullmatch(getattr(node.target, "__name__", ""))
-        if call and call[2] == "increment":
-            names.add(call[1])
-            nested.insert(0, call[1])
-        elif call and nested:
+        name, enters = _bound(node)
+        if name is None:
+            if nested:
+                around[node] = tuple(nested)
+        elif enters and not (name == FORWARD and nested[:1] == [JVP]):  # jvp enters a level of its own
+            names.add(name)
+            nested.insert(0, name)
+        elif not enters and nested[:1] == [name]:
             nested.pop(0)
-        elif nested:
-            around[node] = tuple(nested)
     tracked = torch.is_grad_enabled() and any(
         is_tensor(node) and value(node).requires_grad for node in root.graph.find_nodes(op="placeholder")
     )
@@ -44,6 +47,15 @@ def transforms_of(root: fx.GraphModule) -> dict[fx.Node, str]:
         if found[node] == GRAD and tracked:
             found[node] = "grad, of inputs that require gradients themselves"
     return found
+
+
+def _bound(node: fx.Node) -> tuple[str | None, bool]:
+    """Which transform a node enters, or leaves."""
+    target = getattr(node.target, "__name__", "")
+    if target in _LEVEL:
+        return FORWARD, _LEVEL[target]
+    call = _NESTING.fullmatch(target)
+    return (call[1], call[2] == "increment") if call else (None, False)
 
 
 def refusal(transforms: str | None) -> Refusal | None:

@@ -1,5 +1,6 @@
 """Where delayed scaling keeps its state: with the parameter behind each weight, so that recompiles find it again and two
-models never share it. What was loaded before a quantizer exists waits there too.
+models never share it. What was loaded before a quantizer exists waits there too. A parameter that takes another's place
+starts with copies of both.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from te_inductor.errors import StateError
 from te_inductor.recipes import DelayedScaling
+from te_inductor.runtime.replaced import when_replaced
 
 SLOTS = ("input", "weight", "grad_output")
 ROOT = "(root)"  # the compiled region's root module, where it uses a parameter of another module
@@ -70,6 +72,10 @@ class ScalingState:
             self.history.copy_(torch.where(torch.isfinite(history), history, 0.0))
             self.history[0] = 0.0
 
+    def copy(self) -> "ScalingState":
+        with torch.inference_mode(False), torch.no_grad():
+            return ScalingState(**{name: tensor.clone() for name, tensor in self.tensors().items()})
+
     def join(self, saved: Mapping[str, Tensor]) -> None:
         """As if this quantizer had also seen what another one saw, whose state this is."""
         if self.unseen:
@@ -105,6 +111,7 @@ def shared_state(readers: Sequence[tuple[Tensor, Key]]) -> ScalingState:
         StateError: what was loaded does not fit.
     """
     global _moves
+    when_replaced(_inherit)
     parameter, recipe = readers[0][0], readers[0][1].recipe
     held = [_held(p, key) for p, key in readers]
     known = list(dict.fromkeys(state for state in held if state is not None))
@@ -193,9 +200,20 @@ def loaded_of(parameter: Tensor) -> dict[Place, dict[str, Tensor]]:
 
 def keep(parameter: Tensor, names: Sequence[str], place: Place, saved: Mapping[str, Tensor]) -> None:
     """Let loaded values wait for the quantizer to be made."""
+    when_replaced(_inherit)
     loaded = _loaded.setdefault(parameter, _Loaded(tuple(names), {}))
     loaded.names = tuple(names)
     loaded.entries.setdefault(place, {}).update(saved)
+
+
+def _inherit(old: Tensor, new: Tensor) -> None:
+    """What `new` has of its own stays."""
+    if old in _states:
+        own = _states.setdefault(new, {})
+        own.update({key: state.copy() for key, state in _states[old].items() if key not in own})
+    if old in _loaded and new not in _loaded:
+        names, entries = _loaded[old].names, _loaded[old].entries
+        _loaded[new] = _Loaded(names, {place: dict(saved) for place, saved in entries.items()})
 
 
 # Names, as `te_inductor.state_dict` shows them: `layers.0.gate_proj.input` of the parameter layers.0.gate_proj.weight,

@@ -17,14 +17,12 @@ def main(options: str) -> None:
 
     warnings.simplefilter("error", FallbackWarning)
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 32))
+    model = torch.nn.Sequential(torch.nn.Linear(32, 48), torch.nn.ReLU())
     compiled = torch.compile(model, backend="te", options=json.loads(options), fullgraph=True)
     x = torch.randn(16, 32)
     for _ in range(2):
         loss = compiled(x).square().mean()
         loss.backward()
-    with torch.no_grad():
-        compiled(x)
     found = {name: counters["inductor"][f"fxgraph_cache_{name}"] for name in ("hit", "miss", "bypass")}
     found |= {
         f"autograd_{name}": counters["aot_autograd"][f"autograd_cache_{name}"] for name in ("hit", "miss", "bypass")

@@ -2,7 +2,7 @@
 
 In programs: test_autocast_programs.py; what it costs to compile: test_autocast_compiles.py.
 
-The traps that other libraries met, and where each is held off, in one of the three:
+The traps that other libraries met, and where each is held off, in one of the three or the file that is named:
 
 =====================================================================  ==================================================
 keyed by id(), or by a repr that omits a field                         test_every_field_of_a_recipe_tells_regions_apart
@@ -13,9 +13,18 @@ a SymInt inside a constant                                             test_a_sy
 recompile_limit hit by many configurations of one code object          test_many_recipes_in_one_function_are_one_compile,
                                                                        test_many_recipes_around_one_function
 a test that wraps nn.Linear in autocast and so never quantizes         test_nothing_compiled_is_said
-second backward with retain_graph; `assert` for user errors; silently  test_compiles.py, test_autograd.py; test_imports.py;
-ignored constructor options; padding that corrupts the loss;           test_options.py; numerics/test_linear.py;
-tensors left in the CUDA graphs' pool; transposed stores beside NaN    gpu/test_linear.py; offline/test_mlp.py
+second backward with retain_graph                                      test_autograd.py: test_retain_graph_twice;
+                                                                       test_delayed_backward.py: test_retain_graph
+`assert` for user errors                                               test_options.py:
+                                                                       test_no_error_of_the_user_is_an_assert
+constructor options that are silently ignored                          test_options.py: test_no_field_is_ignored;
+                                                                       numerics/test_delayed.py
+non-contiguous main_grad                                               test_main_grad.py: test_totals_that_do_not_fit
+padding done outside the op that corrupts the loss                     test_autograd.py: test_a_loss_over_padded_layers
+tensors left in the CUDA graphs' pool                                  gpu/test_cuda_graphs.py
+wrong transposed fp8 stores beside NaN-propagating min/max             offline/test_mlp.py:
+                                                                       test_casts_saturate_by_comparison; gpu/test_ops.py:
+                                                                       test_transposed_casts_beside_nan_…_at_full_size
 =====================================================================  ==================================================
 """
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import forward_ad
 
 import te_inductor
 from te_inductor import explain
@@ -228,33 +229,41 @@ def test_functional_call(name):
     assert same(found, results(te(expected, name), list(expected.parameters()), x))
 
 
-@every_recipe
-def test_transforms_of_torch_func(name):
-    """Inside a compiled function: a gradient is the layer's own; in others layers stay in high precision, and that is said.
-    Nothing of a transform is left behind."""
+def called(model: nn.Module):
+    return lambda parameters, x: torch.func.functional_call(model, parameters, (x,))
+
+
+@every_stateless_recipe
+def test_gradients_of_torch_func(name):
+    """Inside a compiled function: they are the layer's own."""
     model, x = mlp(), torch.randn(4, *X)
-    parameters = {path: value.detach() for path, value in model.named_parameters()}
+    run, parameters = called(model), {path: value.detach() for path, value in model.named_parameters()}
+
+    def gradients(parameters, x):
+        return torch.func.grad(lambda parameters: run(parameters, x).square().sum())(parameters)
+
+    def pulled_back(parameters, x):
+        y, pull = torch.func.vjp(lambda parameters: run(parameters, x), parameters)
+        return pull(2 * y)[0]
+
+    leaves = {path: value.clone().requires_grad_() for path, value in parameters.items()}
+    y = te(run, name)(leaves, x)
+    expected = torch.autograd.grad(y.square().sum(), list(leaves.values()))
+    for function in (gradients, pulled_back):
+        assert same(te(function, name)(parameters, x).values(), expected)
+
+
+@pytest.mark.parametrize("name", ["current", "delayed"])
+def test_other_transforms_of_torch_func(name):
+    """In those, layers stay in high precision, and that is said. Nothing of a transform is left behind."""
+    model, x, tangent = mlp(), torch.randn(4, *X), torch.randn(4, *X)
+    run, parameters = called(model), {path: value.detach() for path, value in model.named_parameters()}
 
     def loss(parameters, x):
-        return torch.func.functional_call(model, parameters, (x,)).square().sum()
+        return run(parameters, x).square().sum()
 
     def gradients(parameters, x):
         return torch.func.grad(loss)(parameters, x)
-
-    def pulled_back(parameters, x):
-        y, pull = torch.func.vjp(lambda parameters: torch.func.functional_call(model, parameters, (x,)), parameters)
-        return pull(2 * y)[0]
-
-    if name != "delayed":  # whose state belongs to parameters
-        leaves = {path: value.clone().requires_grad_() for path, value in parameters.items()}
-        y = te(lambda p, x: torch.func.functional_call(model, p, (x,)), name, fallback=strict(name))(leaves, x)
-        expected = torch.autograd.grad(y.square().sum(), list(leaves.values()))
-        for function in (gradients, pulled_back):
-            found = te(function, name, fallback=strict(name))(parameters, x)
-            assert all(map(torch.equal, found.values(), expected))
-
-    def batched(x):
-        return torch.func.vmap(model)(x)
 
     def twice(parameters, x):
         return torch.func.grad(lambda x: torch.func.grad(lambda x: loss(parameters, x))(x).sum())(x)
@@ -262,21 +271,31 @@ def test_transforms_of_torch_func(name):
     def jacobian(parameters, x):
         return torch.func.jacrev(lambda x: loss(parameters, x))(x)
 
+    def pushed_forward(x, tangent):
+        return torch.func.jvp(model, (x,), (tangent,))
+
+    def dual(x, tangent):
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(model(forward_ad.make_dual(x, tangent)))
+
     tracked = {path: value.clone().requires_grad_() for path, value in parameters.items()}
     for function, inputs, what in (
-        (batched, (x,), "vmap"),
+        (lambda x: torch.func.vmap(model)(x), (x,), "vmap"),
         (twice, (parameters, x), "grad in grad"),
         (jacobian, (parameters, x), "grad, beside vmap"),
         (gradients, (tracked, x), "grad, of inputs that require gradients themselves"),
+        (pushed_forward, (x, tangent), "jvp"),
+        (lambda x: torch.func.jacfwd(lambda x: model(x).sum())(x), (x[0, :2],), "jvp in vmap"),
+        (dual, (x, tangent), "forward-mode AD"),
     ):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", te_inductor.errors.FallbackWarning)
             found = te(function, name, fallback="warn")(*inputs)
         [text] = [str(entry.message) for entry in caught if entry.category is te_inductor.errors.FallbackWarning]
         assert f"inside a transform of torch.func ({what}): 0, 2" in text
-        expected = function(*inputs)
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(found, function(*inputs))
     assert torch._C._functorch.get_dynamic_layer_stack_depth() == 0
+    assert forward_ad._current_level == -1
 
 
 @every_recipe
@@ -357,3 +376,15 @@ def test_a_loss_inside_the_compiled_function(name):
 
     found = results(te(loss(model), name), list(model.parameters()), x)
     assert same(found, results(loss(eager), list(eager.parameters()), x))
+
+
+@every_recipe
+def test_a_loss_over_padded_layers(name):
+    """Sizes that no GEMM takes as they are: what is padded is no part of a mean. A layer that computes ones shows it."""
+    layer, x = nn.Linear(250, 250), torch.randn(7, 250)
+    with torch.no_grad():
+        layer.weight.zero_(), layer.bias.fill_(1.0)
+    loss = te(lambda x: layer(x).mean(), name)(x)
+    loss.backward()
+    assert loss == 1.0
+    torch.testing.assert_close(layer.bias.grad, torch.full((250,), 1 / 250))

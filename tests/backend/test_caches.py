@@ -57,7 +57,7 @@ def test_delayed_scaling_hits_both_caches_with_its_state_intact(tmp_path):
     assert after["caches"]["autograd_hit"] == before["caches"]["autograd_miss"] > 0
     assert after["caches"]["miss"] == after["caches"]["autograd_miss"] == 0
     assert after["loss"] == before["loss"] and after["state"] == before["state"]
-    assert len(before["state"]) == 12
+    assert len(before["state"]) == 6
     assert all(value != [1.0] and min(value) > 0 for value in before["state"].values())  # two steps, both recorded
 
 

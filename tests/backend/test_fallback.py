@@ -8,11 +8,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from te_inductor import backend, compat, explain, lowerings, passes
 from te_inductor.errors import FallbackError, FallbackWarning
 from te_inductor.patterns import support
 from te_inductor.recipes import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
+from tests.eager import quantized
+
+pytestmark = pytest.mark.usefixtures("without_codegen")
 
 X = (6, 32)
 
@@ -192,12 +196,22 @@ def test_a_failing_compile_is_tried_again_without_us(monkeypatch):
     torch.testing.assert_close(y, model(x))
 
 
-def test_a_compile_that_fails_inside_a_transform_leaves_none_behind(monkeypatch):
+def in_vmap(model, x):
+    return torch.func.vmap(model)(x)
+
+
+def in_dual_level(model, x):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(model(forward_ad.make_dual(x, x))).primal
+
+
+@pytest.mark.parametrize("transformed", [in_vmap, in_dual_level])
+def test_a_compile_that_fails_inside_a_transform_leaves_none_behind(transformed, monkeypatch):
     """What is traced next, the user's own graph, would run inside it."""
     monkeypatch.setattr("te_inductor.patterns.transforms.refusal", lambda transform: None)
     model = nn.Linear(32, 32)
     x = torch.randn(4, *X)
-    y, [text] = warned(lambda x: torch.func.vmap(model)(x), x)
+    y, [text] = warned(lambda x: transformed(model, x), x)
     assert "compiled without low precision" in text
     torch.testing.assert_close(y, model(x))
 
@@ -211,29 +225,29 @@ def test_a_graph_that_fails_without_us_too_is_the_users_error(monkeypatch):
         warned(nn.Linear(32, 32), torch.randn(X))
 
 
-@pytest.mark.parametrize(("name", "op"), [("_encode_scale", "current_scale"), ("_cast", "quantize")])
-def test_a_failing_lowering_runs_in_the_eager_runtime(name, op, monkeypatch, no_caches):
+@pytest.mark.codegen
+def test_failing_lowerings_run_in_the_eager_runtime(monkeypatch, no_caches):
     lowerings.install()
 
     def broken(*_):
         raise RuntimeError("injected")
 
-    model, x = nn.Linear(32, 32), torch.randn(X)
-    expected = torch.compile(model, backend="te")(x)
-    torch._dynamo.reset()
-    monkeypatch.setattr(f"te_inductor.lowerings.quantize.{name}", broken)
-    y, texts = warned(model, x)
-    [text] = texts
-    assert f"te_inductor.{op}" in text and "run in the eager runtime" in text and "RuntimeError: injected" in text
+    for name in ("_encode_scale", "_cast"):
+        monkeypatch.setattr(f"te_inductor.lowerings.quantize.{name}", broken)
+    model, x = nn.Sequential(nn.Linear(32, 32)), torch.randn(X)
+    y, [text] = warned(model, x)
+    assert "run in the eager runtime" in text and "RuntimeError: injected" in text
+    assert "te_inductor.current_scale" in text and "te_inductor.quantize" in text
     with pytest.warns(FallbackWarning, match="run in the eager runtime"):
         y.sum().backward()  # its graph is compiled here, and says so for itself
-    assert model.weight.grad is not None
-    torch.testing.assert_close(y, expected)
-    torch._dynamo.reset()
-    assert warned(model, x, fallback="silent")[1] == []
-    torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="run in the eager runtime"):
-        warned(model, x, fallback="error")
+    assert model[0].weight.grad is not None
+    torch.testing.assert_close(y, quantized(model, x, options={})(x))
+    with torch.no_grad():
+        torch._dynamo.reset()
+        assert warned(model, x, fallback="silent")[1] == []
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="run in the eager runtime"):
+            warned(model, x, fallback="error")
 
 
 NOWHERE_TO_WRITE = """

@@ -1,14 +1,18 @@
 """Options, mode, environment: what is accepted has an effect, what is wrong is named with the nearest right one."""
 
+import ast
 import dataclasses
 import functools
+from pathlib import Path
 
 import pytest
 import torch
 from torch._inductor import config as inductor
 
+import te_inductor
 from te_inductor import config, errors, explain, recipes
 from te_inductor.backend import te
+from tests.recipes import every_recipe
 
 
 def compiled(**options):
@@ -187,6 +191,58 @@ def test_reset_reaches_the_backend(monkeypatch):
 def test_recipe_fields_are_checked(make):
     with pytest.raises(errors.RecipeError, match="expected"):
         make()
+
+
+# How the state of delayed scaling is updated, which no slot shows: numerics/test_delayed.py; test_ranks.py of reduce_amax.
+OF_THE_UPDATE = {
+    "margin",
+    "amax_history_len",
+    "amax_compute_algo",
+    "scaling_factor_compute_algo",
+    "reduce_amax",
+}
+
+
+def others(value: object) -> list[object]:
+    """Values that a field might have in place of its default."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, recipes.QParams):
+        return [recipes.QParams(not value.power_2_scale), recipes.QParams(value.power_2_scale, 0.5)]
+    if isinstance(value, recipes.MMParams):
+        return [recipes.MMParams(not value.use_split_accumulator)]
+    if isinstance(value, recipes.Format):
+        return [other for other in recipes.Format if other is not value]
+    candidates = {int: [1, 2, 3], float: [0.5], str: ["other"], type(None): ["other", 0]}[type(value)]
+    return [other for other in candidates if other != value]
+
+
+@every_recipe
+def test_no_field_is_ignored(name):
+    """Each value that is not the default changes the quantizers or GEMMs, or is refused."""
+    default = recipes.resolve(name)
+    for field in dataclasses.fields(default):
+        if name == "delayed" and field.name in OF_THE_UPDATE:
+            continue
+        for value in others(getattr(default, field.name)):
+            try:
+                other = dataclasses.replace(default, **{field.name: value})
+            except errors.RecipeError:
+                continue
+            assert other.slots() != default.slots(), f"{field.name}={value!r} changes nothing"
+
+
+def test_no_error_of_the_user_is_an_assert():
+    """`python -O` drops those: outside of lowerings, asserts only tell type checkers what is no None."""
+    package = Path(te_inductor.__file__).parent
+    for path in package.rglob("*.py"):
+        if path.is_relative_to(package / "lowerings"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Assert):
+                operands = node.test.values if isinstance(node.test, ast.BoolOp) else [node.test]
+                told = [ast.unparse(one).endswith(" is not None") for one in operands]
+                assert all(told), f"{path.relative_to(package)}:{node.lineno}"
 
 
 def test_every_field_of_block_scaling_has_an_effect():

@@ -243,6 +243,56 @@ def test_a_run_goes_on_where_it_was_saved(when):
     assert counters["stats"]["unique_graphs"] == compiles
 
 
+def replace_by_hand(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    for name, value in weights.items():
+        module, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(module), leaf, nn.Parameter(value.clone()))
+
+
+REPLACE = {
+    "load_state_dict": lambda model, weights: model.load_state_dict(copy.deepcopy(weights), assign=True),
+    "by hand": replace_by_hand,
+}
+
+
+@pytest.mark.parametrize("replace", REPLACE.values(), ids=REPLACE.keys())
+def test_parameters_that_are_replaced_hand_on_their_state(replace):
+    """As if the values had been loaded in place, bit for bit: q, k and v have one state between them before and after."""
+    model = Attention()
+    twin = copy.deepcopy(model)
+    runs = [torch.compile(one, backend=uncompiled, fullgraph=True) for one in (model, twin)]
+    weights, x = {name: 2 * value for name, value in model.state_dict().items()}, torch.randn(2, 4, 32)
+    for run in runs:
+        train(run, 2, x)
+    old, before = list(model.parameters()), te_inductor.state_dict(model)
+    replace(model, weights)
+    twin.load_state_dict(weights)
+    assert not set(map(id, old)) & set(map(id, model.parameters()))
+    assert same(te_inductor.state_dict(model), before)
+    results = []
+    for run in runs:
+        run.zero_grad()
+        y = train(run, 2, x)
+        results.append([y, *(parameter.grad for parameter in run.parameters()), *te_inductor.state_dict(run).values()])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+    assert not same(te_inductor.state_dict(model), before)
+
+
+def test_what_waits_is_handed_on_and_what_is_there_stays():
+    model, state = trained()
+    other = mlp()
+    te_inductor.load_state_dict(other, state)
+    other.load_state_dict(model.state_dict(), assign=True)
+    assert same(te_inductor.state_dict(other), state)
+    first, second = model[0].weight, nn.Parameter(model[0].weight.detach().clone())
+    model[0].weight = second  # as averages are swapped in, for a while
+    with torch.no_grad():
+        torch.compile(model, backend=uncompiled)(torch.randn(8, 32))
+    te_inductor.load_state_dict(model, {key: 2 * value for key, value in state.items()})
+    model[0].weight = first
+    assert te_inductor.state_dict(model)["0.input.scale"] == state["0.input.scale"]
+
+
 def test_loading_keeps_the_tensors():
     """What a CUDA graph has captured are addresses."""
     from te_inductor.runtime import state as store

@@ -31,22 +31,21 @@ def same(one, other) -> list[bool]:
 @pytest.mark.codegen
 @pytest.mark.parametrize("wrap", [nn.Identity, Checkpointed])
 def test_the_seed_decides(wrap):
-    body = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
+    body = nn.Linear(32, 48)
     model = Checkpointed(body) if wrap is Checkpointed else body
     compiled = torch.compile(model, backend="te", fullgraph=True, options={"recipe": "nvfp4", "fallback": "silent"})
-    x = torch.randn(32, 64)
+    x = torch.randn(32, 32)
     compiled(x).sum().backward()  # the compile itself draws
     torch.manual_seed(1)
     first, second = (gradients(compiled, model, x) for _ in range(2))
     torch.manual_seed(1)
     again = gradients(compiled, model, x)
     assert all(same(first, again))
-    # The forward and the bias' gradient of the last layer, which is a sum of dy, are not rounded at random.
-    assert same(first, second) == [True, False, False, False, True]
+    # The forward and the bias' gradient, which is a sum of dy, are not rounded at random.
+    assert same(first, second) == [True, False, True]
 
 
-@pytest.mark.codegen
-def test_without_it_nothing_is_random():
+def test_without_it_nothing_is_random(without_codegen):
     model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64))
     recipe = NVFP4BlockScaling(disable_stochastic_rounding=True)
     compiled = torch.compile(model, backend="te", options={"recipe": recipe, "fallback": "silent"})
