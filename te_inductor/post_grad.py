@@ -1,4 +1,5 @@
-"""The passes on Inductor's graphs, after autograd: one quantization of a tensor, however many GEMMs read it; sigmoids.py.
+"""The passes on Inductor's graphs, after autograd: one quantization of a tensor, however many GEMMs read it; sigmoids.py;
+few_queries.py.
 
 AOTAutograd's partitioner removes common subexpressions from training graphs; inference graphs get none, so q, k and v
 would each quantize the same input.
@@ -14,7 +15,7 @@ import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from te_inductor import ops, sigmoids
+from te_inductor import few_queries, ops, sigmoids
 
 aten = torch.ops.aten
 _QUANTIZE = frozenset(
@@ -64,7 +65,7 @@ class Pass(CustomGraphPass):  # type: ignore[misc]
 
 
 class PostGrad(Pass):
-    """Changes graphs that quantize, and no other."""
+    """Changes graphs that quantize or have weights stored in NVFP4, and no other."""
 
     def __init__(self, user_pass: Callable[[fx.Graph], Any] | None = None) -> None:
         super().__init__(user_pass, simplify)
@@ -74,6 +75,7 @@ def simplify(graph: fx.Graph) -> None:
     if any(node.target in _QUANTIZE for node in graph.nodes):
         share(graph)
         sigmoids.fold(graph)
+    few_queries.fold(graph)
 
 
 def share(graph: fx.Graph) -> None:

@@ -12,12 +12,13 @@ def install(fallback: str = "warn") -> Callable[[Callable[..., Any]], Callable[.
     """Register every lowering with Inductor (importing the modules does it).
 
     Returns a wrapper for Inductor's compiler of one graph, of a forward, a backward or an inference: during the compile, and
-    only then, our tiles and our kernel class hold; after it, lowerings that failed are named as `fallback` says.
+    only then, our tiles, our kernel class and `few_rows` hold; after it, lowerings that failed are named as `fallback` says.
     """
+    from torch._inductor import lowering
     from torch._inductor.codegen.triton import TritonScheduling
     from torch._inductor.virtualized import V
 
-    from te_inductor.lowerings import deferred_wgrads, main_grads, nvfp4_linear, quantize, scaled_mm  # noqa: F401
+    from te_inductor.lowerings import deferred_wgrads, few_rows, main_grads, nvfp4_linear, quantize, scaled_mm  # noqa: F401
     from te_inductor.lowerings.choices import Choices
     from te_inductor.lowerings.early_start import EarlyKernel
     from te_inductor.lowerings.registry import failures_said
@@ -25,7 +26,8 @@ def install(fallback: str = "warn") -> Callable[[Callable[..., Any]], Callable[.
     def wrap(inner_compile: Callable[..., Any]) -> Callable[..., Any]:
         def compile_graph(*args: Any, **kwargs: Any) -> Any:
             kernels = patch.object(TritonScheduling, "kernel_type", EarlyKernel)
-            with failures_said(fallback), kernels, V.set_choices_handler(Choices(V.choices)):
+            others = patch.dict(lowering.lowerings, few_rows.replaced())
+            with failures_said(fallback), kernels, others, V.set_choices_handler(Choices(V.choices)):
                 return inner_compile(*args, **kwargs)
 
         return compile_graph

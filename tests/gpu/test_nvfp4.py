@@ -74,6 +74,65 @@ def test_linear(m, size, dtype):
     assert (error <= magnitudes * k * 2.0**-22 + torch.finfo(dtype).eps * y.double().abs() + 1e-7).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("batch", "m", "d", "n", "masked"),
+    [
+        (2, 4, 64, 200, True),
+        (1, 1, 64, 64, False),
+        (8, 4, 128, 1024, True),
+        (128, 4, 128, 1024, True),
+        (4, 8, 256, 9000, True),
+    ],
+)
+def test_attention(batch, m, d, n, masked, dtype):
+    """Weights, values and result are rounded to the dtype; scores and sums are fp32."""
+    from te_inductor.templates.triton import few_queries
+
+    q, k, v = (torch.randn(batch, *size, device="cuda", dtype=dtype) for size in ((m, d), (n, d), (n, d)))
+    keep = torch.rand(n, device="cuda") < 0.5 if masked else None
+    y = few_queries.attention(q, k.transpose(1, 2), v, keep, d**-0.5).double()
+    scores = (q.double() @ k.double().transpose(1, 2)) * d**-0.5
+    weights = (scores if keep is None else scores.masked_fill(~keep, -torch.inf)).softmax(-1)
+    expected, magnitudes = weights @ v.double(), weights @ v.double().abs()
+    assert ((y - expected).abs() <= torch.finfo(dtype).eps / 2 * (magnitudes + expected.abs()) + 1e-5).all()
+
+
+class Step(nn.Module):
+    """Queries that share a cache, of which a part counts, and the likeliest of a vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.head = nn.Linear(512, 512, bias=False), nn.Linear(512, 32768, bias=False)
+        self.keys, self.values = (nn.Buffer(torch.randn(1, 2, 300, 64)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        rows = x.shape[0]
+        q = self.query(x).view(rows, 2, 4, 64)
+        scores = (q @ self.keys.transpose(2, 3)).float() * 64**-0.5
+        weights = scores.masked_fill(~mask, float("-inf")).softmax(-1).to(q.dtype)
+        return self.head((weights @ self.values).reshape(rows, 512))
+
+
+@pytest.mark.parametrize("m", [1, 5])
+def test_attention_and_arg_max_of_a_step(m):
+    """Against the same in plain torch; the arg max exactly, of equals the first, and NaN before all."""
+    torch.manual_seed(0)
+    quantized = quantize_(Step().to("cuda", torch.bfloat16))
+    run = torch.compile(quantized, backend=te_inductor.te, fullgraph=True, options=OPTIONS)
+    likeliest = torch.compile(lambda *a: (y := quantized(*a), y.argmax(-1)), backend=te_inductor.te, options=OPTIONS)
+    x = torch.randn(m, 512, device="cuda", dtype=torch.bfloat16)
+    mask = torch.arange(300, device="cuda")[None, None, None] < 123
+    with torch.no_grad():
+        y, expected = run(x, mask).float(), quantized(x, mask).float()
+        assert torch.linalg.vector_norm(y - expected) <= 0.015 * torch.linalg.vector_norm(expected)
+        for poison in (False, True):
+            if poison:
+                quantized.head.weight.block_scale.view(torch.uint8)[20000:20002] = 0x7F
+            y, found = likeliest(x, mask)
+            assert torch.equal(found, y.argmax(-1)) and (not poison or (found == 20000).all())
+
+
 OPTIONS = {"mode": "reduce-overhead", "fallback": "error"}
 
 

@@ -328,21 +328,24 @@ def nvfp4_weight() -> Case:
     return _nvfp4_casts(20, 70, "16x16", stochastic=False)
 
 
-def _decoding(rows: int, dynamic: bool | None = None) -> Case:
-    """A layer whose weights are stored in NVFP4, a step of generation or a prompt through it."""
+def _stored_nvfp4(n: int, k: int) -> nn.Parameter:
     from te_inductor.recipes import NVFP4WeightOnly
     from te_inductor.stored_weight import NVFP4Weight
 
+    parts = (
+        torch.empty(n, k // 2, device="cuda", dtype=torch.uint8),
+        torch.empty(n, k // 16, device="cuda", dtype=torch.float8_e4m3fn),
+        torch.empty((), device="cuda"),
+    )
+    weight = NVFP4Weight(parts, torch.Size((n, k)), torch.bfloat16, NVFP4WeightOnly())
+    return nn.Parameter(weight, requires_grad=False)
+
+
+def _decoding(rows: int, dynamic: bool | None = None) -> Case:
+    """A layer whose weights are stored in NVFP4, a step of generation or a prompt through it."""
     model = Mlp(4096, 14336)
     for layer in (model.gate, model.up, model.down):
-        n, k = layer.weight.shape
-        parts = (
-            torch.empty(n, k // 2, device="cuda", dtype=torch.uint8),
-            torch.empty(n, k // 16, device="cuda", dtype=torch.float8_e4m3fn),
-            torch.empty((), device="cuda"),
-        )
-        weight = NVFP4Weight(parts, torch.Size((n, k)), torch.bfloat16, NVFP4WeightOnly())
-        layer.weight = nn.Parameter(weight, requires_grad=False)
+        layer.weight = _stored_nvfp4(*layer.weight.shape)
     options = {"fallback": "error"}
     run = torch.compile(model.requires_grad_(False), backend="te", fullgraph=True, dynamic=dynamic, options=options)
     return run, (torch.randn(rows, 4096, device="cuda", dtype=torch.bfloat16),)
@@ -355,6 +358,23 @@ def decode_nvfp4() -> Case:
 def decode_nvfp4_dynamic() -> Case:
     """Every size that could be a symbol is one, but the weights'."""
     return _decoding(16, dynamic=True)
+
+
+def decode_attention_nvfp4() -> Case:
+    """Grouped queries that share a cache, of which only a part counts, and a vocabulary whose largest logit is asked for."""
+    linear = nn.functional.linear
+
+    def step(x: Tensor, query: Tensor, head: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        q = linear(x, query).view(2, 8, 4, 128)
+        scores = (q @ keys.transpose(2, 3)).float() * 128**-0.5
+        weights = scores.masked_fill(~mask, float("-inf")).softmax(-1).to(q.dtype)
+        return linear((weights @ values).reshape(2, 4096), head).argmax(-1)
+
+    cache = torch.empty(2, 8, 1024, 128, device="cuda", dtype=torch.bfloat16)
+    mask = torch.ones(1, 1, 1, 1024, device="cuda", dtype=torch.bool)
+    x = torch.randn(2, 4096, device="cuda", dtype=torch.bfloat16)
+    run = torch.compile(step, backend="te", fullgraph=True, options={"fallback": "error"})
+    return run, (x, _stored_nvfp4(4096, 4096), _stored_nvfp4(32768, 4096), cache, torch.empty_like(cache), mask)
 
 
 def prefill_nvfp4() -> Case:

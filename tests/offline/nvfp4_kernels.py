@@ -6,7 +6,7 @@ import itertools
 import torch
 
 from te_inductor.runtime import nvfp4
-from te_inductor.templates.triton import nvfp4_expand, nvfp4_linear
+from te_inductor.templates.triton import few_queries, nvfp4_expand, nvfp4_linear
 from te_inductor.templates.triton.nvfp4_linear import Config
 from tests.offline.interpret import mend_conversions
 
@@ -54,6 +54,18 @@ def expand(n: int, k: int) -> None:
         assert torch.equal(wide, nvfp4.dequantize(stored, block_scale, tensor_scale, k, dtype)), (n, k, dtype)
 
 
+def attention(batch: int, m: int, d: int, n: int, masked: bool, dtype: torch.dtype) -> None:
+    """Weights, values and result are rounded to the dtype; scores and sums are fp32."""
+    q, k, v = (torch.randn(batch, *size).to(dtype) for size in ((m, d), (n, d), (n, d)))
+    keep = torch.rand(n) < 0.5 if masked else None
+    y = few_queries.attention(q, k.transpose(1, 2), v, keep, d**-0.5, assembly=False).double()
+    scores = (q.double() @ k.double().transpose(1, 2)) * d**-0.5
+    weights = (scores if keep is None else scores.masked_fill(~keep, -torch.inf)).softmax(-1)
+    expected, magnitudes = weights @ v.double(), weights @ v.double().abs()
+    error = (y - expected).abs()
+    assert (error <= torch.finfo(dtype).eps / 2 * (magnitudes + expected.abs()) + 1e-5).all(), (batch, m, d, n)
+
+
 if __name__ == "__main__":
     mend_conversions()
     torch.manual_seed(0)
@@ -61,3 +73,8 @@ if __name__ == "__main__":
         linear(config, *sizes)
     for n, k in itertools.product((1, 11), (16, 50, 1040)):
         expand(n, k)
+    attention(2, 4, 64, 200, True, torch.bfloat16)  # chunks that no block fills
+    attention(300, 1, 64, 130, False, torch.float16)  # a chunk of several blocks
+    nothing = torch.zeros(70, dtype=torch.bool)
+    q, k = torch.randn(1, 8, 128).half(), torch.randn(1, 70, 128).half()
+    assert few_queries.attention(q, k.transpose(1, 2), k, nothing, 1.0, assembly=False).isnan().all()

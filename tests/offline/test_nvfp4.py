@@ -154,6 +154,18 @@ def test_generated_decode(case):
     assert "triton_per" in code.kernels[0].name  # the norm takes a row at once
 
 
+def test_generated_attention():
+    """Two products and a softmax are one op, which reads the cache where it lies; an arg max is one of pieces."""
+    code = generate("decode_attention_nvfp4", 90)
+    [source] = code.sources
+    assert "extern_kernels.bmm" not in source and "softmax" not in source
+    [call] = re.findall(r"few_queries\.default\((.*)\)", source)
+    assert call.count("(131072, 1, 128)") == 1 and call.count("(131072, 128, 1)") == 1  # keys turned, no copy of them
+    names = [kernel.name for kernel in code.kernels]
+    assert len(names) == 3 and all("argmax" in name for name in names[1:]), names
+    assert all("gdc_wait" in kernel.body for kernel in code.kernels)
+
+
 def test_realized():
     """Where halves of q, k and v are turned, and not where gate and up are one layer."""
     from torch.fx.experimental.proxy_tensor import make_fx
