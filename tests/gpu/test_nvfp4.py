@@ -126,11 +126,15 @@ def test_attention_and_arg_max_of_a_step(m):
     with torch.no_grad():
         y, expected = run(x, mask).float(), quantized(x, mask).float()
         assert torch.linalg.vector_norm(y - expected) <= 0.015 * torch.linalg.vector_norm(expected)
-        for poison in (False, True):
-            if poison:
-                quantized.head.weight.block_scale.view(torch.uint8)[20000:20002] = 0x7F
+        for case in ("as it is", "equals", "NaN"):
+            if case == "equals":  # rows of the weight, large
+                for part in quantized.head.weight.parts[:2]:
+                    part.view(torch.uint8)[25000] = part.view(torch.uint8)[20000]
+                quantized.head.weight.block_scale.view(torch.uint8)[[20000, 25000]] = 0x7E
+            if case == "NaN":
+                x[0, 3] = torch.nan
             y, found = likeliest(x, mask)
-            assert torch.equal(found, y.argmax(-1)) and (not poison or (found == 20000).all())
+            assert torch.equal(found, y.argmax(-1)) and not (found == 25000).any()
 
 
 OPTIONS = {"mode": "reduce-overhead", "fallback": "error"}

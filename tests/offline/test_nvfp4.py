@@ -19,6 +19,7 @@ from te_inductor.templates.triton import nvfp4_decode, nvfp4_linear  # noqa: E40
 from te_inductor.templates.triton.nvfp4_linear import Config, Problem, choose, supports, table  # noqa: E402
 
 PATTERN = 0xFFFFFFFF
+TOUCHES = r"(ld|st)\.global|cp\.async|atom|red\."  # memory, in PTX
 
 
 @pytest.mark.skipif(
@@ -130,9 +131,28 @@ def test_cubin(config, instruction):
     assert "st.shared" not in ptx[: ptx.rindex(instruction)] and "shfl" not in ptx
     assert made.metadata.shared <= config.shared_memory
     # Nothing before the wait: Note [Kernels that start early].
-    assert not re.search(r"(ld|st)\.global|cp\.async|atom|red\.", ptx[: ptx.index("griddepcontrol.wait")])
+    assert not re.search(TOUCHES, ptx[: ptx.index("griddepcontrol.wait")])
     assert ptx.index("griddepcontrol.launch_dependents") > ptx.rindex(instruction)
     assert ptx.count("wgmma.wait_group") >= ptx.count("wgmma.mma_async") // (config.block_k // 64)  # once a product
+
+
+def test_attention_waits():
+    """Compiled for sm_90: neither kernel touches memory before its wait, and the tensor core multiplies."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from te_inductor.templates.triton import few_queries
+
+    halves, fp32 = dict.fromkeys(("q", "k", "v", "out"), "*bf16"), dict.fromkeys(("sums", "tops", "totals"), "*fp32")
+    types = {**halves, **fp32, "keep": "*i1", "scale": "fp32"}
+    constants = {"D": 128, "ROWS": 8, "BLOCK": 64, "STAGES": 2, "CHUNKS": 16, "ASSEMBLY": True, "k_d": 1, "v_d": 1}
+    for function, instruction in ((few_queries._parts, "mma.sync"), (few_queries._together, "griddepcontrol")):
+        names = function.arg_names
+        signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+        given = {(place,): constants[name] for place, name in enumerate(names) if name in constants}
+        source = ASTSource(fn=function, signature=signature, constexprs=given)
+        ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
+        assert instruction in ptx and not re.search(TOUCHES, ptx[: ptx.index("griddepcontrol.wait")])
 
 
 @pytest.mark.parametrize("case", ["decode_nvfp4", "decode_nvfp4_dynamic"])
