@@ -112,14 +112,14 @@ def _inductor(options: Options, name: str | None) -> Callable[[fx.GraphModule, S
     from torch._inductor import config as inductor
 
     from te_inductor import lowerings
-    from te_inductor.joint_graph import RecomputeCopies
+    from te_inductor.joint_graph import JointGraph
     from te_inductor.post_grad import PostGrad
 
     wrap_inner = lowerings.install(options.fallback)
     patches = dict(torch._TorchCompileInductorWrapper(options.mode, dict(options.inductor), None).config)
     # Inductor takes a read at [i // 128], of a block's scale, for a permutation, and writes elsewhere (torch 2.11 to 2.15).
     patches.setdefault("loop_index_inversion_in_fusion", False)
-    for place, ours in (("joint_custom_pre_pass", RecomputeCopies), ("post_grad_custom_pre_pass", PostGrad)):
+    for place, ours in (("joint_custom_pre_pass", JointGraph), ("post_grad_custom_pre_pass", PostGrad)):
         patches[place] = ours(patches.get(place, getattr(inductor, place)))
 
     def compile(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

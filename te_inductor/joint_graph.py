@@ -1,4 +1,5 @@
-"""The pass on AOTAutograd's joint graph, before it is split into forward and backward: which copies the backward makes.
+"""The pass on AOTAutograd's joint graph, before it is split into forward and backward: residuals.py, then which copies the
+backward makes.
 
 A column copy serves one GEMM of the backward alone.
 
@@ -16,7 +17,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from te_inductor import ops
+from te_inductor import ops, residuals
 from te_inductor.post_grad import Pass
 from te_inductor.recipes import Quantizer
 
@@ -25,11 +26,16 @@ _OWN_SCALES = (ops.quantize_rowcol, ops.quantize_pieces)
 _TWO_WAY = (*_ONE_SCALE, *_OWN_SCALES)
 
 
-class RecomputeCopies(Pass):
-    """Marks such casts to be recomputed. Runs after the user's own pass, if there is one."""
+class JointGraph(Pass):
+    """Runs after the user's own pass, if there is one."""
 
     def __init__(self, user_pass: Callable[[fx.Graph], Any] | None = None) -> None:
-        super().__init__(user_pass, mark)
+        super().__init__(user_pass, prepare)
+
+
+def prepare(graph: fx.Graph) -> None:
+    residuals.fold(graph)
+    mark(graph)
 
 
 def mark(graph: fx.Graph) -> None:

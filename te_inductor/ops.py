@@ -136,6 +136,7 @@ def _scaled_mm_fake(
     gemm: Gemm,
     out_dtype: torch.dtype,
     alpha: Tensor | None = None,  # (), factor of the product, of two-level scales
+    added: Tensor | None = None,  # (M, N), of out_dtype
 ) -> Tensor:  # (M, N)
     torch._check(a.shape[1] == b.shape[1], lambda: f"contraction sizes {a.shape[1]} and {b.shape[1]}, expected equal")
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
@@ -204,7 +205,7 @@ dequantize = _define(
 )
 scaled_mm = _define(
     f"scaled_mm(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias, {_GEMM} g, ScalarType out_dtype,"
-    " Tensor? alpha=None) -> Tensor",
+    " Tensor? alpha=None, Tensor? added=None) -> Tensor",
     eager.scaled_mm,
     _scaled_mm_fake,
 )

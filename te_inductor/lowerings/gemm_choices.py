@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch._inductor import config, ir
+from torch._inductor.lowering import lowerings
 from torch._inductor.select_algorithm import ExternKernelChoice
 from torch._inductor.virtualized import V
 
@@ -18,8 +19,9 @@ from te_inductor.recipes import Gemm
 from te_inductor.recipes.formats import E2M1, ROW, TENSOR, Scope
 from te_inductor.templates.cutlass import build, launch
 from te_inductor.templates.cutlass import scaled_mm as template
-from te_inductor.templates.cutlass.scaled_mm import OUTPUT, Problem, Tile
+from te_inductor.templates.cutlass.scaled_mm import ANOTHER, OUTPUT, Problem, Tile
 
+aten = torch.ops.aten
 OP = "scaled_mm"  # Inductor's name for what it asks about
 # Generated code calls them by these names, also code that a compile cache returns: `lowerings.install` imports this module.
 _SCALED = ExternKernelChoice(launch.scaled_mm, name="te_inductor_cutlass_scaled_mm")
@@ -63,6 +65,40 @@ def accumulating(
     return tile, arch
 
 
+def adding(
+    a: ir.TensorBox,  # (M, K)
+    a_scale: ir.TensorBox,  # () or (M, 1)
+    b: ir.TensorBox,  # (N, K)
+    b_scale: ir.TensorBox,  # () or (1, N)
+    bias: ir.TensorBox | None,  # (N,)
+    added: ir.TensorBox,  # (M, N), of the output's dtype
+    gemm: Gemm,
+) -> ir.TensorBox | None:  # (M, N)
+    """The GEMM that adds a tensor in its epilogue; None where the table has no tile. Under max-autotune too, which does not
+    see what the kernel behind it saves."""
+    arch, out = _architecture(a.get_device_or_error()), added.get_dtype()
+    sizes = _numbers([a.get_size()[0], b.get_size()[0], a.get_size()[1]])
+    if arch is None or sizes is None or (bias is not None and bias.get_dtype() != out):
+        return None
+    (m, n, k), dtypes = sizes, (a.get_dtype(), b.get_dtype())
+    problem = Problem(arch, m, n, k, *dtypes, out, gemm.scopes[0], bias is not None, gemm.fast_accum, ANOTHER)
+    tile = template.choose(problem)
+    if tile is None:
+        return None
+    columns = ir.ExternKernel.realize_input(lowerings[aten.permute](b, [1, 0]))
+    if _numbers(columns.get_stride()) != (1, k):
+        return None
+    build.start([problem.kernel(tile)])
+    nodes = [_contiguous(a), columns, *map(_contiguous, (a_scale, b_scale, *([bias] if bias else []), added))]
+    layout = ir.FixedLayout(a.get_device_or_error(), out, [problem.m, problem.n])
+    bound = _bind(_SCALED, problem, nodes, layout, tile, fast_accum=gemm.fast_accum, added=ANOTHER)
+    return bound.output_node()  # type: ignore[no-any-return]
+
+
+def _contiguous(x: Any) -> Any:
+    return ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(x))
+
+
 def microscaled(
     a: ir.TensorBox,  # (M, K), or (M, K/2) of two a byte
     b: ir.TensorBox,
@@ -87,7 +123,7 @@ def fastest(
     operands: list[ir.TensorBox],  # as `launch.microscaled_mm` takes them
 ) -> ir.TensorBox:  # (M, N)
     """What Inductor measures to be the fastest of cuBLASLt and CUTLASS's tiles."""
-    nodes = [ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(x)) for x in operands]
+    nodes = [_contiguous(x) for x in operands]
     layout = ir.FixedLayout(nodes[0].get_device_or_error(), problem.out, [problem.m, problem.n])
     tiles = template.tiles(problem)
     build.start(problem.kernel(tile) for tile in tiles)

@@ -7,7 +7,7 @@ from torch._inductor.virtualized import V
 from torch.utils._sympy.functions import FloorDiv
 
 from te_inductor import compat, ops
-from te_inductor.lowerings import blocks, microscaled_mm
+from te_inductor.lowerings import blocks, gemm_choices, microscaled_mm
 from te_inductor.lowerings.registry import lowering
 from te_inductor.recipes import Gemm
 from te_inductor.recipes.formats import ALIGNMENT, padded
@@ -27,7 +27,11 @@ def scaled_mm(
     gemm: Gemm,
     out_dtype: torch.dtype,
     alpha: ir.TensorBox | None = None,  # ()
+    added: ir.TensorBox | None = None,  # (M, N), of out_dtype
 ) -> ir.TensorBox:
+    if added is not None:
+        y = gemm_choices.adding(a, a_scale, b, _transposed(b_scale), bias, added, gemm)
+        return y or lowerings[aten.add](scaled_mm(a, a_scale, b, b_scale, bias, gemm, out_dtype, alpha), added)  # type: ignore[no-any-return]
     if gemm.microscaled:
         native = compat.has_microscaled_mm(a.get_device_or_error())
         return (_native if native else _emulated)(a, a_scale, b, b_scale, bias, gemm, out_dtype, alpha)

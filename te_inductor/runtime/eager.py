@@ -127,6 +127,7 @@ def scaled_mm(
     gemm: Gemm,
     out_dtype: torch.dtype,
     alpha: Tensor | None = None,
+    added: Tensor | None = None,
 ) -> Tensor:
     if gemm.microscaled:
         y = _emulated(a, a_scale, b, b_scale, gemm, alpha).to(out_dtype)
@@ -136,7 +137,7 @@ def scaled_mm(
         with torch.autocast(a.device.type, enabled=False):  # the op may run inside the user's autocast region
             y = _exact(a, a_scale, b, b_scale, gemm).to(out_dtype)
     y = y if bias is None else y + bias.to(out_dtype)
-    return y.contiguous()
+    return (y if added is None else y + added).contiguous()
 
 
 def accumulate_wgrad(

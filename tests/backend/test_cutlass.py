@@ -130,6 +130,12 @@ def test_a_kernel_that_cannot_be_built_is_replaced_by_cublaslt_and_named_once(mo
         warnings.simplefilter("error")
         launch.scaled_mm(a, b.t(), scale, scale, **given)
     torch.testing.assert_close(out, torch._scaled_mm(a, b.t(), scale, scale, out_dtype=BF16))
+    bias, c = torch.randn(48, dtype=BF16), torch.randn(64, 48, dtype=BF16)
+    for rest in ((c,), (bias, c)):
+        expected = torch._scaled_mm(a, b.t(), scale, scale, *rest[:-1], out_dtype=BF16) + c
+        with pytest.warns(FallbackWarning, match="no compiler here"):
+            launch.scaled_mm(a, b.t(), scale, scale, *rest, **given, added=template.ANOTHER)
+        torch.testing.assert_close(out, expected)
 
 
 @pytest.mark.parametrize("scope", ["tensor", "row"])

@@ -20,7 +20,7 @@ ORDER = [
     {"ops_stored", "ops_attention", "operations"},
     {"stored_weight"},
     {"templates"},
-    {"lowerings", "few_queries", "post_grad"},
+    {"lowerings", "residuals", "few_queries", "post_grad"},
     {"joint_graph"},
     {"patterns"},
     {"passes"},

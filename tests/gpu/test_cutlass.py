@@ -9,7 +9,7 @@ from torch import nn
 from te_inductor import explain
 from te_inductor.recipes import Gemm
 from te_inductor.templates import cutlass
-from te_inductor.templates.cutlass import launch
+from te_inductor.templates.cutlass import build, launch
 from te_inductor.templates.cutlass import scaled_mm as template
 from tests.gpu.test_ops import FAST_BITS
 
@@ -31,17 +31,33 @@ def test_a_product_is_that_of_float64(tile, fast, scope):
     a, b = a.to(E4M3 if fast else E5M2), b.to(E4M3)
     shapes = ((m, 1), (1, n)) if scope == "row" else ((), ())
     scales = [torch.rand(shape, device="cuda") + 0.5 for shape in shapes]
-    bias = torch.randn(n, device="cuda").bfloat16()
-    for added in (None, bias):
-        problem = template.Problem("90", m, n, k, a.dtype, b.dtype, torch.bfloat16, scope, added is not None, fast)
+    bias, other = (torch.randn(*size, device="cuda").mul_(100).bfloat16() for size in ((n,), (m, n)))
+    problems = [
+        template.Problem("90", m, n, k, a.dtype, b.dtype, torch.bfloat16, scope, with_bias, fast, added)
+        for with_bias, added in (
+            (False, template.NOTHING),
+            (True, template.NOTHING),
+            (scope == "row", template.ANOTHER),
+        )
+    ]
+    build.start(problem.kernel(tile) for problem in problems)
+    for problem in problems:
+        rest = [bias] * problem.bias + [other] * (problem.added == template.ANOTHER)
         assert template.supports(tile, problem)
         out = torch.full((m, n), float("nan"), device="cuda", dtype=torch.bfloat16)
-        shape = dataclasses.astuple(tile)
-        launch.scaled_mm(a, b.t(), *scales, added, tile=shape, arch="90", scope=scope, fast_accum=fast, out=out)
+        given = {
+            "tile": tile.shape,
+            "arch": "90",
+            "scope": scope,
+            "fast_accum": fast,
+            "added": problem.added,
+            "out": out,
+        }
+        launch.scaled_mm(a, b.t(), *scales, *rest, **given)
         exact = (a.double() @ b.double().t()) * scales[0].double() * scales[1].double()
         absolute = (a.double().abs() @ b.double().abs().t()) * scales[0].double() * scales[1].double()
-        if added is not None:
-            exact, absolute = exact + added.double(), absolute + added.double().abs()
+        for term in rest:
+            exact, absolute = exact + term.double(), absolute + term.double().abs()
         steps = k / 32 if fast else 4
         bound = absolute * steps * 2.0**-FAST_BITS + exact.abs() * 2.0**-8
         excess = ((out.double() - exact).abs() / bound).max()
@@ -129,3 +145,40 @@ def test_a_training_step_runs_on_it(recipe, mode):
         # The same fp8 operands in another order of summation: a rounding of bf16, and what accumulation in 14 bits adds.
         difference = (ours.double() - other.double()).norm() / other.double().norm()
         assert difference < 2.0**-8
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        made = {"device": "cuda", "dtype": torch.bfloat16}
+        self.norm, self.layer = nn.RMSNorm(4096, **made), nn.Linear(4096, 4096, **made)
+
+    def forward(self, x):
+        h = x + self.layer(self.norm(x))
+        return h + self.norm(h)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+def test_a_residual_is_read_by_the_gemm(training):
+    """Its result differs by roundings to bf16: the layer's output is not rounded, and the norm reads the rounded sum."""
+    torch.manual_seed(0)
+    model = Residual()
+    x = torch.randn(4, 4096, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=training)
+
+    def result() -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        x.grad = None
+        with torch.set_grad_enabled(training):
+            y = torch.compile(model, backend="te", fullgraph=True, options={"recipe": "current"})(x)
+        if training:
+            y.float().square().mean().backward()
+        return [y.detach(), x.grad] if training else [y]
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        mine = result()
+    assert any("scaled_bias_added" in event.key for event in profile.key_averages())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(template, "choose", lambda *_: None)
+        theirs = result()
+    for ours, other in zip(mine, theirs, strict=True):
+        assert (ours.double() - other.double()).norm() / other.double().norm() < 2.0**-7

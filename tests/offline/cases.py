@@ -64,6 +64,10 @@ def mlp_training_main_grad() -> Case:
     return run, inputs
 
 
+def cutlass_residual() -> Case:
+    return mlp_training_delayed()
+
+
 def cutlass_main_grad() -> Case:
     return mlp_training_main_grad()
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from te_inductor.recipes import Gemm
 from te_inductor.recipes.formats import SCOPES, Scope
 from te_inductor.templates.cutlass import build, builder, launch
-from te_inductor.templates.cutlass.scaled_mm import OUTPUT, Kernel, Tile
+from te_inductor.templates.cutlass.scaled_mm import ANOTHER, OUTPUT, Kernel, Tile
 from tests.offline.tensor_cores import unswizzled
 
 M, N, K = 272, 400, 544  # no tile divides them
@@ -43,6 +43,7 @@ def launches(kernel: Kernel, plan: Any) -> tuple[Any, Any]:
     out = torch.empty(M, N, dtype=getattr(torch, kernel.out))
     a, b = (builder.empty((rows, K), getattr(torch, name)) for rows, name in ((M, kernel.a), (N, kernel.b)))
     bias = torch.zeros(N, dtype=out.dtype) if kernel.bias else None
+    c = torch.zeros(M, N, dtype=out.dtype) if kernel.added == ANOTHER else None
     tile = (kernel.tile_m, kernel.tile_n, kernel.cluster_m, kernel.cluster_n, kernel.pingpong, 8)
     given = {"tile": tile, "arch": kernel.arch, "scope": kernel.scope, "out": out}
     values: dict[str, Any] = {} if bias is None else {"bias": bias.view(1, -1)}
@@ -59,14 +60,14 @@ def launches(kernel: Kernel, plan: Any) -> tuple[Any, Any]:
             a_scale, b_scale = (factor.view(-1, 1) if factor.dim() else factor for factor in factors.values())
             call = functools.partial(launch.add_scaled_mm, out, a, a_scale, b, b_scale, gemm, Tile(*tile), kernel.arch)
         else:
-            call = functools.partial(
-                launch.scaled_mm, a, b.t(), *factors.values(), bias, fast_accum=kernel.fast_accum, **given
-            )
+            rest = [tensor for tensor in (bias, c) if tensor is not None]
+            given |= {"fast_accum": kernel.fast_accum, "added": kernel.added}
+            call = functools.partial(launch.scaled_mm, a, b.t(), *factors.values(), *rest, **given)
     values |= {name: factor.view(1, -1) if factor.dim() else factor for name, factor in factors.items()}
     theirs: list[Any] = []
     watched = plan._replace(compiled_fn=lambda *call: theirs.append(call))
     with mock.patch.object(Scalar, "_validate_pointer_value", lambda *_: None):  # that it is on a GPU
-        run_gemm_epi_plan(watched, a, b, out, None, values, **scales)
+        run_gemm_epi_plan(watched, a, b, out, c, values, **scales)
     return recorded(call, plan), theirs[0]
 
 

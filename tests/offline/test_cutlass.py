@@ -59,10 +59,21 @@ INSTRUCTIONS = {
 }
 
 
+def test_a_residual_is_read_by_the_gemm():
+    """By down's: the graph's input stands in its call, and nothing is computed behind it."""
+    forward, backward = generate("cutlass_residual", 90).sources
+    assert backward.count("added=") == 0
+    *_, last = [line for line in forward.splitlines() if "extern_kernels." in line or ".run(" in line]
+    assert re.search(r"cutlass_scaled_mm\(.*, primals_2, tile=.*, added='another', out=buf\d+\)", last)
+
+
 def kernels(arch: str) -> list[Kernel]:
-    """One a tile and a kind; on Hopper one a kind, as those are built and launched on the GPU too, and one that adds."""
-    adds = kernel_of(template.SPLIT_TILES[3], "90", E5M2, E4M3, torch.float32, "row", False, False, template.OUTPUT)
-    return [adds] * (arch == "90") + [
+    """One a tile and a kind; on Hopper one a kind, as those are built and launched on the GPU too, and two that add."""
+    adding = [
+        kernel_of(template.SPLIT_TILES[3], "90", E5M2, E4M3, torch.float32, "row", False, False, template.OUTPUT),
+        kernel_of(template.FAST_TILES[5], "90", E4M3, E4M3, BF16, "tensor", True, True, template.ANOTHER),
+    ]
+    return adding * (arch == "90") + [
         kernel_of(tile, arch, a, b, BF16, scope, bias, fast)
         for (candidate, fast), tiles in template.CANDIDATES.items()
         for scope, (a, b, bias) in KINDS[arch].items()

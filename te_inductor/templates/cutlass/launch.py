@@ -15,7 +15,7 @@ from te_inductor.recipes.formats import E2M1, ROW, SCOPES
 from te_inductor.recipes.quantizers import Gemm
 from te_inductor.runtime import eager
 from te_inductor.templates.cutlass import build
-from te_inductor.templates.cutlass.scaled_mm import ALIGNED, OUTPUT, Kernel, Shape, Tile, kernel_of
+from te_inductor.templates.cutlass.scaled_mm import ALIGNED, NOTHING, OUTPUT, Kernel, Shape, Tile, kernel_of
 
 
 def scaled_mm(
@@ -23,19 +23,23 @@ def scaled_mm(
     b: Tensor,  # (K, N), the transpose of a contiguous one
     a_scale: Tensor,  # fp32, () or (M, 1)
     b_scale: Tensor,  # fp32, () or (1, N)
-    bias: Tensor | None = None,  # (N,), of out's dtype
-    *,
+    *rest: Tensor,  # of out's dtype: the bias, (N,), if there is one; then, contiguous, the (M, N) that is added
     tile: Shape,
     arch: str,
     scope: str,  # "tensor" or "row"
     fast_accum: bool,
+    added: str = NOTHING,
     out: Tensor,  # (M, N), contiguous
 ) -> Tensor:
-    """`torch._scaled_mm` with one scale a tensor or one a row."""
-    call = _function(tile, arch, a.dtype, b.dtype, out.dtype, scope, bias is not None, fast_accum)
+    """`torch._scaled_mm` with one scale a tensor or one a row, plus what is added."""
+    bias, c = (*rest, None, None)[:2] if added == NOTHING else (*[None] * (2 - len(rest)), *rest)
+    call = None
+    if c is None or c.data_ptr() % ALIGNED == 0:
+        call = _function(tile, arch, a.dtype, b.dtype, out.dtype, scope, bias is not None, fast_accum, added)
     if call is None:
-        return torch._scaled_mm(a, b, a_scale, b_scale, bias, out_dtype=out.dtype, use_fast_accum=fast_accum, out=out)
-    _launch(call, a, b.t(), out, _factors(a_scale, b_scale, scope), bias, tile)
+        torch._scaled_mm(a, b, a_scale, b_scale, bias, out_dtype=out.dtype, use_fast_accum=fast_accum, out=out)
+        return out if c is None else out.add_(c)
+    _launch(call, a, b.t(), out, _factors(a_scale, b_scale, scope), bias, tile, c=c)
     return out
 
 
@@ -137,13 +141,14 @@ def _launch(
     bias: Tensor | None,
     tile: Shape,
     *scales: Tensor,  # of blocks
+    c: Tensor | None = None,  # (M, N), that is added
 ) -> None:
     values = factors if bias is None else (*factors, bias.view(1, -1))
     clusters = _multiprocessors(a.device) // (tile[2] * tile[3])
     # quack's signature: a, b, d, c, the epilogue's values and its split-K buffers, the tile scheduler's (largest number of
     # clusters at work, raster order, swizzle, semaphore, batch permutation, all-gather), ragged sizes, scale factors.
     scheduler = (clusters, None, tile[5], None, None, None)
-    call(a, b, out, None, (*values, None, None), scheduler, None, *(scales or (None, None)))
+    call(a, b, out, c, (*values, None, None), scheduler, None, *(scales or (None, None)))
 
 
 @functools.cache

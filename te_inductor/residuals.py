@@ -1,0 +1,85 @@
+"""The pass that has a GEMM read what its output is added to: ``h = x + layer(y)`` becomes one GEMM that writes h.
+
+Left alone, the kernel behind the GEMM, in transformers a norm's reduction, reads the output and the residual and writes the
+sum: 6 bytes an element and the GEMM's 2. The GEMM reads the residual and writes the sum, which the norm reads: 6 in all. It
+is done where CUTLASS's epilogue was measured to pay, and its sum is rounded once: docs/numerics.md.
+
+Of training it is done on the joint graph, before it is cut into forward and backward: behind the cut the backward might want
+the GEMM's own output, from which it would compute the sum again.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from te_inductor import ops
+from te_inductor.templates.cutlass import scaled_mm as template
+from te_inductor.templates.cutlass.scaled_mm import ANOTHER, Problem
+
+aten = torch.ops.aten
+_VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+
+
+def fold(graph: fx.Graph) -> None:
+    for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
+        left, right = node.args
+        if node.kwargs or not (isinstance(left, fx.Node) and isinstance(right, fx.Node)):
+            continue
+        for output, residual in ((left, right), (right, left)):
+            gemm = _product(output)
+            if gemm is not None and _is_residual(residual, gemm, node) and _alike(gemm, node) and _pays(gemm):
+                _replace(node, output, gemm, residual)
+                break
+
+
+def _product(output: fx.Node) -> fx.Node | None:
+    """The GEMM that `output` is, behind views, where nobody else reads it."""
+    while len(output.users) == 1 and output.target in _VIEWS:
+        output = output.all_input_nodes[0]
+    alone = len(output.users) == 1 and output.target is ops.scaled_mm
+    return output if alone and all(more is None for more in output.args[7:]) else None
+
+
+def _is_residual(x: fx.Node, gemm: fx.Node, total: fx.Node) -> bool:
+    """Whether it is a tensor in memory, as an input of the graph is, and what others read as well; laid out as the GEMM's
+    output."""
+    value = x.meta["val"]
+    alike = value.shape == total.meta["val"].shape and value.dtype == gemm.meta["val"].dtype and value.is_contiguous()
+    return alike and (x.op == "placeholder" or len(x.users) > 1)
+
+
+def _alike(gemm: fx.Node, total: fx.Node) -> bool:
+    """Whether checkpoints treat both as one."""
+    return all(gemm.meta.get(tag) == total.meta.get(tag) for tag in ("recompute", "ac_graph_id"))
+
+
+def _pays(gemm: fx.Node) -> bool:
+    a, _, b, _, bias, wanted, out = gemm.args[:7]
+    x, w = a.meta["val"], b.meta["val"]  # type: ignore[union-attr]
+    sizes = (x.shape[0], w.shape[0], x.shape[1])
+    arch = template.architecture(x.device) if x.device.type == "cuda" else None
+    if arch is None or not all(isinstance(size, int) for size in sizes):
+        return False
+    kind = (wanted.scopes[0], bias is not None, wanted.fast_accum, ANOTHER)  # type: ignore[union-attr]
+    return template.choose(Problem(arch, *sizes, x.dtype, w.dtype, out, *kind)) is not None  # type: ignore[arg-type]
+
+
+def _replace(total: fx.Node, output: fx.Node, gemm: fx.Node, residual: fx.Node) -> None:
+    graph, rows = total.graph, gemm.meta["val"].shape
+    with graph.inserting_before(total):
+        added = _viewed(residual, rows, total)
+        whole = graph.call_function(ops.scaled_mm, (*gemm.args[:7], None, added))
+        whole.meta = {**total.meta, "val": gemm.meta["val"]}
+        new = _viewed(whole, total.meta["val"].shape, total)
+    total.replace_all_uses_with(new)
+    graph.erase_node(total)
+    while not output.users:  # the GEMM, and views behind it
+        output, unused = output.all_input_nodes[0], output
+        graph.erase_node(unused)
+
+
+def _viewed(x: fx.Node, shape: Sequence[int], like: fx.Node) -> fx.Node:
+    view = x.graph.call_function(aten.view.default, (x, list(shape)))
+    view.meta = {**like.meta, "val": x.meta["val"].view(shape)}
+    return view
