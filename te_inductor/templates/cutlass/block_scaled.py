@@ -1,0 +1,385 @@
+"""A GEMM for Hopper whose operands have scales of blocks of 128 elements of K. Read by `build.py`'s process alone.
+
+A thread block makes a tile of 256 x 128: two warp groups of 128 x 128 each, in two halves of 64 rows. The tensor core sums one
+block of K for one half into `part`, then each thread scales that part and adds it to the half's fp32 sum. The warp groups take
+turns, so that one's additions run behind the other's products. See Note [Why this tile].
+"""
+
+# mypy: disable-error-code="no-untyped-def,misc"
+
+import cutlass
+from cutlass import Float32, Int32, Int64, const_expr, cute
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.utils import hopper_helpers
+
+BLOCK = 128  # elements of K that a scale is for
+GROUP = 128  # threads of a warp group
+TILE_M, TILE_N = 256, 128
+WARP = 32
+HALF = 64  # rows that one instruction computes
+STAGES = 4
+STORED = 64  # columns that a warp group stores at a time
+STORE = 1  # named barriers, of each warp group
+
+
+class BlockScaledGemm:
+    """``out[M, N] = sum over blocks k of (a_scale[k, M] * b_scale[k, N]) * (a[M, k] @ b[N, k].T)``.
+
+    With square blocks of b, `b_scale` is (K/128, N/128), else (K/128, N) and each scale a value that bf16 holds, as powers of two
+    are.
+    """
+
+    def __init__(self, square: bool, cluster_m: int, cluster_n: int) -> None:
+        self.square = square
+        self.cluster = (cluster_m, cluster_n)
+
+    @cute.jit
+    def __call__(
+        self,
+        a: cute.Tensor,  # (M, K)
+        b: cute.Tensor,  # (N, K)
+        out: cute.Tensor,  # (M, N)
+        a_scale: cute.Tensor,  # (K/128, M)
+        b_scale: cute.Tensor,  # (K/128, N) or (K/128, N/128)
+        clusters: Int32,  # at work at a time
+        swizzle: Int32,  # rows of clusters that follow each other
+        stream,
+    ):
+        across = const_expr(self.cluster)
+        k_major = OperandMajorMode.K
+        mma = hopper_helpers.make_trivial_tiled_mma(
+            a.element_type, b.element_type, k_major, k_major, Float32, (1, 1, 1), (HALF, TILE_N)
+        )
+        a_layout = _swizzled(a.element_type, (TILE_M, BLOCK), STAGES)
+        b_layout = _swizzled(b.element_type, (TILE_N, BLOCK), STAGES)
+        out_layout = _swizzled(out.element_type, (HALF, STORED), 2)
+        load_a, a_tma = _loader(a, a_layout, (TILE_M, BLOCK), across[1])
+        load_b, b_tma = _loader(b, b_layout, (TILE_N, BLOCK), across[0])
+        store, out_tma = cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileS2GOp(), out, cute.slice_(out_layout, (None, None, 0)), (HALF, STORED)
+        )
+
+        @cute.struct
+        class Storage:
+            full: cute.struct.MemRange[Int64, STAGES]
+            empty: cute.struct.MemRange[Int64, STAGES]
+            rows: cute.struct.Align[cute.struct.MemRange[Float32, TILE_M * STAGES], 128]
+            columns: cute.struct.Align[cute.struct.MemRange[Float32, TILE_N * STAGES], 128]
+            s_a: cute.struct.Align[cute.struct.MemRange[a.element_type, cute.cosize(a_layout)], 1024]
+            s_b: cute.struct.Align[cute.struct.MemRange[b.element_type, cute.cosize(b_layout)], 1024]
+            s_out: cute.struct.Align[cute.struct.MemRange[out.element_type, cute.cosize(out_layout)], 1024]
+
+        self.storage = Storage
+        self.kernel(mma, load_a, a_tma, load_b, b_tma, store, out_tma, a_scale, b_scale, swizzle, a_layout, b_layout, out_layout).launch(
+            grid=(across[0], across[1], clusters), block=(3 * GROUP, 1, 1), cluster=(*across, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mma: cute.TiledMma,
+        load_a: cute.CopyAtom,
+        a: cute.Tensor,
+        load_b: cute.CopyAtom,
+        b: cute.Tensor,
+        store: cute.CopyAtom,
+        out: cute.Tensor,
+        a_scale: cute.Tensor,
+        b_scale: cute.Tensor,
+        swizzle: Int32,
+        a_layout: cute.ComposedLayout,
+        b_layout: cute.ComposedLayout,
+        out_layout: cute.ComposedLayout,
+    ):
+        storage = cutlass.utils.SmemAllocator().allocate(self.storage)
+        full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        self._init(warp_index, full, empty)
+        s_a = storage.s_a.get_tensor(a_layout.outer, swizzle=a_layout.inner)
+        s_b = storage.s_b.get_tensor(b_layout.outer, swizzle=b_layout.inner)
+        s_out = storage.s_out.get_tensor(out_layout.outer, swizzle=out_layout.inner)
+        rows = storage.rows.get_tensor(cute.make_layout((TILE_M, STAGES)))
+        columns = storage.columns.get_tensor(cute.make_layout((TILE_N, STAGES)))
+        tiles = Tiles.of(self.cluster, out.shape, swizzle)
+        blocks = cute.ceil_div(a.shape[1], BLOCK)
+        if warp_index < 8:
+            cute.arch.setmaxregister_increase(240)
+            self._multiply(mma, full, empty, s_a, s_b, rows, columns, store, s_out, out, tiles, blocks)
+        else:
+            cute.arch.setmaxregister_decrease(24)
+            if warp_index == 8:
+                self._load(full, empty, load_a, a, s_a, load_b, b, s_b, tiles, blocks)
+            elif warp_index == 9:
+                self._load_rows(full, empty, a_scale, rows, tiles, blocks)
+            elif warp_index == 10:
+                self._load_columns(full, empty, b_scale, columns, tiles, blocks)
+
+    def _peers(self):
+        return self.cluster[0] * self.cluster[1]
+
+    @cute.jit
+    def _init(self, warp_index, full, empty):
+        if warp_index == 0:
+            with cute.arch.elect_one():
+                for stage in cutlass.range_constexpr(STAGES):
+                    cute.arch.mbarrier_init(full + stage, 1 + 2 * WARP)
+                    cute.arch.mbarrier_init(empty + stage, 8 * self._peers())
+        cute.arch.mbarrier_init_fence()
+        if const_expr(self._peers() > 1):
+            cute.arch.cluster_arrive_relaxed()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+
+    @cute.jit
+    def _load(self, full, empty, load_a, a, s_a, load_b, b, s_b, tiles, blocks):
+        cpasync.prefetch_descriptor(load_a)
+        cpasync.prefetch_descriptor(load_b)
+        x, y, _ = cute.arch.block_idx()
+        rank_m, rank_n = x % self.cluster[0], y % self.cluster[1]
+        cta = cute.make_layout(self.cluster)
+        a_mask, b_mask = Int32(0), Int32(0)
+        for peer in cutlass.range_constexpr(self.cluster[1]):
+            a_mask = a_mask | (Int32(1) << (rank_m + peer * self.cluster[0]))
+        for peer in cutlass.range_constexpr(self.cluster[0]):
+            b_mask = b_mask | (Int32(1) << (peer + rank_n * self.cluster[0]))
+        a_blocks = cute.local_tile(a, (TILE_M, BLOCK), (None, None))
+        b_blocks = cute.local_tile(b, (TILE_N, BLOCK), (None, None))
+        to_a, from_a = cpasync.tma_partition(
+            load_a,
+            rank_n,
+            cute.make_layout(self.cluster[1]),
+            cute.group_modes(s_a, 0, 2),
+            cute.group_modes(a_blocks, 0, 2),
+        )
+        to_b, from_b = cpasync.tma_partition(
+            load_b,
+            rank_m,
+            cute.make_layout(self.cluster[0]),
+            cute.group_modes(s_b, 0, 2),
+            cute.group_modes(b_blocks, 0, 2),
+        )
+        stage, phase = Int32(0), Int32(1)
+        tile = tiles.first()
+        while tile < tiles.count:
+            m, n = tiles.at(tile)
+            for k in cutlass.range(blocks, unroll=1):
+                cute.arch.mbarrier_wait(empty + stage, phase)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(full + stage, (TILE_M + TILE_N) * BLOCK)
+                _copy(load_a, from_a[None, m, k], to_a[None, stage], full + stage, a_mask, self.cluster[1])
+                _copy(load_b, from_b[None, n, k], to_b[None, stage], full + stage, b_mask, self.cluster[0])
+                stage, phase = _next(stage, phase)
+            tile += tiles.step()
+        # A peer may still release stages of this thread block's.
+        for _ in cutlass.range(STAGES, unroll=1):
+            cute.arch.mbarrier_wait(empty + stage, phase)
+            stage, phase = _next(stage, phase)
+
+    @cute.jit
+    def _load_rows(self, full, empty, a_scale, rows, tiles, blocks):
+        lane, many = cute.arch.lane_idx(), cute.size(a_scale, mode=[1])
+        stage, phase = Int32(0), Int32(1)
+        tile = tiles.first()
+        while tile < tiles.count:
+            m, _ = tiles.at(tile)
+            first = m * TILE_M + lane
+            for k in cutlass.range(blocks, unroll=1):
+                cute.arch.mbarrier_wait(empty + stage, phase)
+                for i in cutlass.range_constexpr(TILE_M // WARP):
+                    if first + WARP * i < many:  # sums behind the edge are not stored
+                        _copy_async(a_scale[k, None], first + WARP * i, rows[None, stage], lane + WARP * i, 1)
+                cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
+                stage, phase = _next(stage, phase)
+            tile += tiles.step()
+
+    @cute.jit
+    def _load_columns(self, full, empty, b_scale, columns, tiles, blocks):
+        """Those of one thread's columns side by side, or the one of the square block."""
+        lane, many = cute.arch.lane_idx(), cute.size(b_scale, mode=[1])
+        stage, phase = Int32(0), Int32(1)
+        tile = tiles.first()
+        while tile < tiles.count:
+            _, n = tiles.at(tile)
+            for k in cutlass.range(blocks, unroll=1):
+                cute.arch.mbarrier_wait(empty + stage, phase)
+                if const_expr(self.square):
+                    if lane == 0 and n < many:
+                        _copy_async(b_scale[k, None], n, columns[None, stage], 0, 1)
+                else:
+                    for i in cutlass.range_constexpr(TILE_N // 2 // WARP):
+                        pair = n * (TILE_N // 2) + lane + WARP * i
+                        if pair < many // 2:
+                            # Of eight columns four threads have two each; what a thread reads at once is of sixteen.
+                            eight, thread = (lane + WARP * i) // 4, lane % 4
+                            place = (eight // 2 * 4 + thread) * 2 + eight % 2
+                            _copy_async(b_scale[k, None], pair, columns[None, stage], place, 2)
+                cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
+                stage, phase = _next(stage, phase)
+            tile += tiles.step()
+
+    @cute.jit
+    def _multiply(self, mma, full, empty, s_a, s_b, rows, columns, store, s_out, out, tiles, blocks):
+        thread, _, _ = cute.arch.thread_idx()
+        group = cute.arch.make_warp_uniform(thread // GROUP)
+        thread = thread % GROUP
+        lane = thread % 32
+        mine = mma.get_slice(0)
+        a_parts = [_of_half(mma, s_a, group * 2 + half) for half in range(2)]  # (MMA, 1, K/32, stages)
+        b_parts = mma.make_fragment_B(mine.partition_B(s_b))
+        shape = mma.partition_shape_C((HALF, TILE_N))
+        part = cute.make_rmem_tensor(shape, Float32)
+        sums = [cute.make_rmem_tensor(shape, Float32) for _ in range(2)]
+        row = group * 2 * HALF + thread // 32 * 16 + lane // 4
+        stage, phase = Int32(0), Int32(0)
+        tile = tiles.first()
+        while tile < tiles.count:
+            m, n = tiles.at(tile)
+            for half in cutlass.range_constexpr(2):
+                sums[half].fill(0.0)
+            for _ in cutlass.range(blocks, unroll=1):
+                _wait(full + stage, phase)
+                of_rows = [[rows[row + half * HALF + high * 8, stage] for high in range(2)] for half in range(2)]
+                of_columns = cute.make_rmem_tensor((1 if self.square else TILE_N // 4,), Float32)
+                if const_expr(self.square):
+                    of_columns[0] = columns[0, stage]
+                else:
+                    strips = cute.logical_divide(columns[None, stage], cute.make_layout(4))
+                    for i in cutlass.range_constexpr(TILE_N // 16):
+                        cute.autovec_copy(strips[None, i * 4 + lane % 4], cute.local_tile(of_columns, (4,), (i,)))
+                for half in cutlass.range_constexpr(2):
+                    _multiply_block(mma, part, a_parts[half][None, None, None, stage], b_parts[None, None, None, stage])
+                    if const_expr(half == 1):
+                        self._release(empty + stage, lane)
+                    _add(sums[half], part, of_rows[half], of_columns)
+                stage, phase = _next(stage, phase)
+            self._store(mma, sums, store, s_out, out, group, thread, m * 4 + group * 2, n * 2)
+            tile += tiles.step()
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def _release(self, empty, lane):
+        if const_expr(self._peers() == 1):
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(empty)
+        else:
+            if lane < self._peers():
+                cute.arch.mbarrier_arrive(empty, lane)
+
+    @cute.jit
+    def _store(self, mma, sums, store, s_out, out, group, thread, m, n):
+        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), s_out.element_type)
+        copy = cute.make_tiled_copy_S(atom, cute.make_tiled_copy_C_atom(atom, mma))
+        pieces = cute.local_tile(out, (HALF, STORED), (None, None))
+        from_s, to_out = cpasync.tma_partition(
+            store, 0, cute.make_layout(1), cute.group_modes(s_out, 0, 2), cute.group_modes(pieces, 0, 2)
+        )
+        to_s = copy.get_slice(thread).partition_D(s_out)
+        narrow = cute.make_rmem_tensor(cute.size(sums[0]) // 2, s_out.element_type)
+        for half in cutlass.range_constexpr(2):
+            for side in cutlass.range_constexpr(TILE_N // STORED):
+                for i in cutlass.range_constexpr(cute.size(narrow)):
+                    narrow[i] = s_out.element_type(sums[half][side * cute.size(narrow) + i])
+                if thread < 32:
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                cute.arch.barrier(barrier_id=STORE + group, number_of_threads=GROUP)
+                target = to_s[None, None, None, group]
+                cute.copy(copy, cute.make_tensor(narrow.iterator, cute.make_layout(target.shape)), target)
+                cute.arch.fence_proxy("async.shared", space="cta")
+                cute.arch.barrier(barrier_id=STORE + group, number_of_threads=GROUP)
+                if thread < 32:
+                    cute.copy(store, from_s[None, group], to_out[None, m + half, n + side])
+                    cute.arch.cp_async_bulk_commit_group()
+
+
+class Tiles:
+    """Which tiles a thread block computes, in an order that lets L2 serve `swizzle` rows of clusters."""
+
+    def __init__(self, cluster, m, n, swizzle):
+        self.cluster, self.m, self.n, self.swizzle = cluster, m, n, swizzle  # m and n in clusters
+
+    @classmethod
+    def of(cls, cluster, shape, swizzle):
+        m, n = (cute.ceil_div(size, tile * many) for size, tile, many in zip(shape, (TILE_M, TILE_N), cluster))
+        return cls(cluster, m, n, swizzle)
+
+    def __extract_mlir_values__(self):
+        return [value for each in (self.m, self.n, self.swizzle) for value in cutlass.extract_mlir_values(each)]
+
+    def __new_from_mlir_values__(self, values):
+        return type(self)(self.cluster, *(Int32(value) for value in values))
+
+    @property
+    def count(self):
+        return self.m * self.n
+
+    def first(self):
+        return cute.arch.block_idx()[2]
+
+    def step(self):
+        return cute.arch.grid_dim()[2]
+
+    def at(self, tile):
+        x, y, _ = cute.arch.block_idx()
+        strip, place = tile // (self.swizzle * self.n), tile % (self.swizzle * self.n)
+        high = cutlass.min(self.swizzle, self.m - strip * self.swizzle)
+        return (strip * self.swizzle + place % high) * self.cluster[0] + x, place // high * self.cluster[1] + y
+
+
+def _of_half(mma, s_a, half):
+    return mma.make_fragment_A(mma.get_slice(0).partition_A(cute.local_tile(s_a, (HALF, BLOCK, STAGES), (half, 0, 0))))
+
+
+@cute.jit
+def _wait(barrier, phase):
+    done = cute.arch.mbarrier_try_wait(barrier, phase)
+    while not done:
+        done = cute.arch.mbarrier_try_wait(barrier, phase)
+
+
+@cute.jit
+def _multiply_block(mma, part, a_part, b_part):
+    warpgroup.fence()
+    atom = cute.make_mma_atom(mma.op)
+    for k in cutlass.range_constexpr(cute.size(a_part, mode=[2])):
+        atom.set(warpgroup.Field.ACCUMULATE, k != 0)
+        cute.gemm(atom, part, a_part[None, None, k], b_part[None, None, k], part)
+    warpgroup.commit_group()
+    warpgroup.wait_group(0)
+
+
+def _add(total, part, of_rows, of_columns):
+    if cute.size(of_columns) == 1:
+        of_rows = [scale * of_columns[0] for scale in of_rows]
+    for k in range(TILE_N // 8):
+        for i in range(2):
+            for j in range(2):
+                place = ((i, j, k), 0, 0)
+                scaled = part[place] if cute.size(of_columns) == 1 else part[place] * of_columns[2 * k + i]
+                total[place] = scaled * of_rows[j] + total[place]
+
+
+def _copy_async(source, place, target, to, count):
+    """`count` values from where `place` says, in units of them."""
+    atom = cute.make_copy_atom(cpasync.CopyG2SOp(), Float32, num_bits_per_copy=Float32.width * count)
+    cute.copy(atom, cute.local_tile(source, (count,), (place,)), cute.local_tile(target, (count,), (to,)))
+
+
+def _next(stage, phase):
+    after = (stage + 1) % STAGES  # a power of two
+    return after, phase ^ cutlass.Int32(after == 0)
+
+
+def _swizzled(dtype, shape, stages):
+    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
+    return cute.tile_to_shape(atom, (*shape, stages), order=(0, 1, 2))
+
+
+def _loader(tensor, layout, tile, peers):
+    op = cpasync.CopyBulkTensorTileG2SMulticastOp() if peers > 1 else cpasync.CopyBulkTensorTileG2SOp()
+    return cpasync.make_tiled_tma_atom(op, tensor, cute.slice_(layout, (None, None, 0)), tile, num_multicast=peers)
+
+
+def _copy(atom, source, target, barrier, mask, peers):
+    given = {"mcast_mask": cutlass.Int16(mask)} if peers > 1 else {}
+    cute.copy(atom, source, target, tma_bar_ptr=barrier, **given)
