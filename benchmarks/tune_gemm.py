@@ -2,10 +2,10 @@
 
     python -m benchmarks.tune_gemm --write
 
-Shapes are those of the GEMMs of a Llama-3-8B layer, q, k, v and gate, up as one with one scale a tensor, apart with one a
-row. A wgrad that adds to an fp32 total in place ("output") is timed against cuBLASLt's, which writes fp32, and a kernel that
-adds; there each weight has its own. Operands are random: on zeros a power-limited card runs faster than it ever will in
-training. A tile is chosen where it takes at most `GAIN` of cuBLASLt's time.
+Shapes are those of the GEMMs of a Llama-3-8B layer, q, k, v and gate, up as one with one scale a tensor and with scales of
+blocks, apart with one a row. A wgrad that adds to an fp32 total in place ("output") is timed against cuBLASLt's, which
+writes fp32, and a kernel that adds; there each weight has its own. Operands are random: on zeros a power-limited card runs
+faster than it ever will in training. A tile is chosen where it takes at most `GAIN` of cuBLASLt's time.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from benchmarks import harness, table
 from te_inductor.recipes import Gemm
+from te_inductor.recipes.formats import BLOCK_1X128, BLOCK_128X128, ROW, SCOPES
 from te_inductor.templates.cutlass import build, launch, scaled_mm, versions
 from te_inductor.templates.cutlass.scaled_mm import NOTHING, OUTPUT, TABLE, Problem, Tile, tiles
 
@@ -29,6 +30,7 @@ LAYERS = {  # N x K of a weight: by tensor, by row
     "tensor": ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)),
     "row": ((1024, 4096), (4096, 4096), (14336, 4096), (4096, 14336)),
 }
+BLOCKS = "blocks"  # scales of them, which nothing is added to
 GAIN = 0.985
 ARCH = "90"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -40,15 +42,33 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
     parser.add_argument("--rounds", type=int, default=5, help="arms take turns; the median round counts")
     parser.add_argument("--iters", type=int, default=10)
-    parser.add_argument("--added", nargs="+", default=[NOTHING, OUTPUT], help="what the GEMMs add; other rows stay")
+    kinds = [NOTHING, OUTPUT, BLOCKS]
+    parser.add_argument(
+        "--kinds", nargs="+", default=kinds, choices=kinds, help="what is added, or blocks; other rows stay"
+    )
     parser.add_argument("--write", action="store_true", help="replace the package's table")
     parser.add_argument("--json", type=Path, default=Path("out/tune_gemm.json"))
     return parser.parse_args()
 
 
-def problems(tokens: list[int], added: list[str]) -> list[Problem]:
-    found = plain(tokens) if NOTHING in added else []
-    return found + (totals(tokens) if OUTPUT in added else [])
+def problems(tokens: list[int], kinds: list[str]) -> list[Problem]:
+    found = {NOTHING: plain, OUTPUT: totals, BLOCKS: blocks}
+    return [problem for kind in kinds for problem in found[kind](tokens)]
+
+
+def kind_of(row: dict[str, Any]) -> str:
+    return BLOCKS if SCOPES[row["scope"]].blocked else row["added"]
+
+
+def blocks(tokens: list[int]) -> list[Problem]:
+    """fprop and dgrad with square blocks of the weight, wgrad without."""
+    found: dict[Problem, None] = {}
+    for m in tokens:
+        for n, k in LAYERS["tensor"]:
+            square, one_row = BLOCK_128X128.name, BLOCK_1X128.name
+            for sizes, scope in (((m, n, k), square), ((m, k, n), square), ((n, k, m), one_row)):
+                found[Problem(ARCH, *sizes, E4M3, E4M3, torch.bfloat16, scope, False, False)] = None
+    return list(found)
 
 
 def totals(tokens: list[int]) -> list[Problem]:
@@ -90,8 +110,7 @@ def time_us(calls: list[Callable[[], Any]], rounds: int, iters: int) -> list[flo
 def arms(p: Problem) -> dict[Tile | None, Callable[[], Any]]:
     """cuBLASLt (None) and the tiles whose result agrees with it."""
     a, b = ((torch.randn(size, p.k, device="cuda") * 8).to(dtype) for size, dtype in ((p.m, p.a), (p.n, p.b)))
-    shapes = ((p.m, 1), (1, p.n)) if p.scope == "row" else ((), ())
-    scales = [torch.rand(shape, device="cuda") + 0.5 for shape in shapes]
+    scales = _scales(p)
     out = torch.empty(p.m, p.n, device="cuda", dtype=p.out)
     library, cutlass, before = (_adding if p.added == OUTPUT else _writing)(p, a, b, scales, out)
     reference = library().clone()
@@ -107,6 +126,20 @@ def arms(p: Problem) -> dict[Tile | None, Callable[[], Any]]:
         else:
             print(f"WRONG by {error:.3g}: {tile} on {p}")
     return found
+
+
+def _scales(p: Problem) -> list[Tensor]:
+    """As `torch._scaled_mm` takes them."""
+    across = p.k // 128
+    shapes: dict[str, tuple[tuple[int, ...], ...]] = {
+        ROW.name: ((p.m, 1), (1, p.n)),
+        BLOCK_1X128.name: ((across, p.m), (across, p.n)),
+        BLOCK_128X128.name: ((across, p.m), (p.n // 128, across)),
+    }
+    a_scale, b_scale = (torch.rand(shape, device="cuda") + 0.5 for shape in shapes.get(p.scope, ((), ())))
+    if SCOPES[p.scope].blocked:
+        a_scale = a_scale.t()
+    return [a_scale, b_scale.t() if p.scope == BLOCK_128X128.name else b_scale]
 
 
 Arms = tuple[Callable[[], Tensor], Callable[[Tile], Callable[[], Any]], float]  # and what the output holds before
@@ -159,7 +192,7 @@ def measure(p: Problem, args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     args = parse()
-    asked = problems(args.tokens, args.added)
+    asked = problems(args.tokens, args.kinds)
     build.start(p.kernel(tile) for p in asked for tile in tiles(p))
     environment, rows = harness.environment("cuda"), []
     for p in asked:
@@ -173,7 +206,7 @@ def main() -> None:
             "torch": environment["torch"],
         }
         head["packages"] = [" ".join(version.split()[:2]) for version in versions()]
-        kept = [row for row in scaled_mm.table()["rows"] if row["added"] not in args.added]
+        kept = [row for row in scaled_mm.table()["rows"] if kind_of(row) not in args.kinds]
         kept += [{key: value for key, value in row.items() if key != "all_us"} for row in rows]
         lines = ",\n".join(f"  {json.dumps(row)}" for row in kept)
         TABLE.write_text(f'{json.dumps(head, indent=1)[:-2]},\n "rows": [\n{lines}\n ]\n}}\n')
@@ -186,7 +219,7 @@ def show(rows: list[dict[str, Any]]) -> None:
             f"{row['m']} x {row['n']} x {row['k']}",
             row["scope"],
             "fast" if row["fast_accum"] else "split",
-            row["added"],
+            kind_of(row),
             f"{row['cublaslt_us']:.1f}",
             f"{2e-6 * row['m'] * row['n'] * row['k'] / row['cublaslt_us']:.0f}",
             min(row["all_us"], key=row["all_us"].get, default="-"),

@@ -16,7 +16,7 @@ from torch._inductor.virtualized import V
 
 from te_inductor import compat
 from te_inductor.recipes import Gemm
-from te_inductor.recipes.formats import E2M1, ROW, TENSOR, Scope
+from te_inductor.recipes.formats import BLOCK_1X128, BLOCK_128X128, E2M1, ROW, TENSOR, Scope
 from te_inductor.templates.cutlass import build, launch
 from te_inductor.templates.cutlass import scaled_mm as template
 from te_inductor.templates.cutlass.scaled_mm import ANOTHER, OUTPUT, Problem, Tile
@@ -148,17 +148,22 @@ def _problem(arch: str, kernel_inputs: Any, overrides: dict[str, dict[str, Any]]
     """None where the sizes are symbolic, or an operand is laid out, scaled or typed as no kernel of ours takes it."""
     a, b, a_scale, b_scale, *bias = kernel_inputs.nodes()
     sizes = [_numbers(x.get_size()) for x in (a, b, a_scale, b_scale)]
-    strides = [_numbers(x.get_stride()) for x in (a, b)]
+    strides = [_numbers(x.get_stride()) for x in (a, b, a_scale, b_scale)]
     fast = [given["use_fast_accum"] for given in overrides.values() if "use_fast_accum" in given]
     if any(numbers is None for numbers in (*sizes, *strides)) or not fast:
         return None
     (m, k), (_, n), a_of, b_of = sizes  # type: ignore[misc]
-    if strides != [(k, 1), (1, k)]:
+    if strides[:2] != [(k, 1), (1, k)]:
         return None
+    blocks = BLOCK_1X128.blocks(m, k)[1]
     if (a_of, b_of) == ((m, 1), (1, n)):
         scope = ROW.name
     elif (a_of, b_of) == ((), ()):
         scope = TENSOR.name
+    elif (a_of, b_of, *strides[2:]) == ((m, blocks), (blocks, n), (1, m), (n, 1)):
+        scope = BLOCK_1X128.name
+    elif (a_of, b_of, *strides[2:]) == ((m, blocks), (blocks, -(-n // 128)), (1, m), (1, blocks)):
+        scope = BLOCK_128X128.name
     else:
         return None
     out = kernel_inputs.out_dtype()

@@ -9,7 +9,9 @@ from te_inductor.config import Options
 from te_inductor.ops_stored import DECODE_ROWS
 from te_inductor.patterns.rule import Match
 from te_inductor.patterns.support import value
-from te_inductor.recipes import NVFP4WeightOnly, Recipe, Slots
+from te_inductor.recipes import Gemm, NVFP4WeightOnly, Recipe, Slots
+from te_inductor.recipes.formats import BLOCK_1X128
+from te_inductor.runtime.eager import BLOCK_SCALES
 from te_inductor.templates.cutlass import scaled_mm
 from te_inductor.templates.cutlass.scaled_mm import NOTHING, OUTPUT, Kernel, Problem
 
@@ -49,8 +51,8 @@ def choose(
 def _problem(
     match: Match, slots: Slots, gemm: str, shapes: tuple[Any, int, int], arch: str, accumulates: bool
 ) -> Problem | None:
-    """None where no table knows it: symbolic sizes, scales of blocks."""
-    if slots.fprop.blocked or not all(isinstance(size, int) for size in shapes):
+    """None where no table knows it: symbolic sizes, MXFP8 and NVFP4, square blocks on the left."""
+    if not all(isinstance(size, int) for size in shapes):
         return None
     a, b = {
         "fprop": (slots.input, slots.weight),
@@ -59,8 +61,21 @@ def _problem(
     }[gemm]
     out, added = (torch.float32, OUTPUT) if accumulates else (value(match.node).dtype, NOTHING)
     bias = gemm == "fprop" and match.bias is not None
-    fast_accum = getattr(slots, gemm).fast_accum
-    return Problem(arch, *shapes, a.format.dtype, b.format.dtype, out, a.scope, bias, fast_accum, added)
+    scope, fast_accum = _scope(getattr(slots, gemm), shapes[2]), getattr(slots, gemm).fast_accum
+    if scope is None:
+        return None
+    return Problem(arch, *shapes, a.format.dtype, b.format.dtype, out, scope, bias, fast_accum, added)
+
+
+def _scope(gemm: Gemm, k: int) -> str | None:
+    """A `Problem`'s."""
+    a, b = gemm.granularities
+    if not gemm.blocked:
+        return a.name
+    blocks = -(-k // a.alignment)
+    if gemm.microscaled or not a.one_row or blocks == 1:
+        return None
+    return BLOCK_1X128.name if blocks % BLOCK_SCALES else b.name  # as `eager._block_operand` spreads them
 
 
 def of_stored_weight(match: Match, recipe: Recipe | None, options: Options) -> Choice:

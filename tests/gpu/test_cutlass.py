@@ -64,6 +64,41 @@ def test_a_product_is_that_of_float64(tile, fast, scope):
         assert excess <= 1
 
 
+@pytest.mark.parametrize("scope", ["1x128", "128x128"])
+@pytest.mark.parametrize("tile", template.BLOCK_TILES, ids=str)
+@pytest.mark.parametrize("sizes", [(652, 400, 640), (2050, 1040, 256), (300, 272, 1168)], ids=str)
+def test_a_product_with_scales_of_blocks_is_that_of_float64(sizes, tile, scope):
+    """Four steps of the tensor core a block of K, whose sum is scaled in fp32; sizes that no tile and no block divides."""
+    m, n, k = sizes
+    a, b, a_scale, b_scale = blocked(m, n, k, scope)
+    wide_a, wide_b = a.double() * spread(a_scale, m, k), b.double() * spread(b_scale.t(), n, k)
+    exact, absolute = wide_a @ wide_b.t(), wide_a.abs() @ wide_b.abs().t()
+    out = torch.full((m, n), float("nan"), device="cuda", dtype=torch.bfloat16)
+    given = {"tile": tile.shape, "arch": "90", "scope": scope, "fast_accum": False}
+    launch.scaled_mm(a, b.t(), a_scale, b_scale, **given, out=out)
+    bound = absolute * (4 * 2.0**-FAST_BITS + -(-k // 128) * 2.0**-23) + exact.abs() * 2.0**-8
+    assert ((out.double() - exact).abs() <= bound).all()
+    a[3] = float("nan")
+    launch.scaled_mm(a, b.t(), a_scale, b_scale, **given, out=out)
+    assert out[3].isnan().all() and not out[:3].isnan().any() and not out[4:].isnan().any()
+
+
+def blocked(m: int, n: int, k: int, scope: str) -> tuple[torch.Tensor, ...]:
+    """Operands, and scales of many magnitudes, as `torch._scaled_mm` has them."""
+    across = -(-k // 128)
+    a, b = (torch.randn(rows, k, device="cuda").mul_(4).to(E4M3) for rows in (m, n))
+    down = -(-n // 128) if scope == "128x128" else n
+    a_scale, b_scale = (torch.randn(across, rows, device="cuda").mul_(20).exp2() for rows in (m, down))
+    return a, b, a_scale.t(), b_scale.t().contiguous().t() if scope == "128x128" else b_scale
+
+
+def spread(scale: torch.Tensor, rows: int, k: int) -> torch.Tensor:
+    """Those of (R, K/128) or (R/128, K/128) blocks, one an element of (R, K)."""
+    if scale.shape[0] != rows:
+        scale = scale.repeat_interleave(128, 0)[:rows]
+    return scale.double().repeat_interleave(128, 1)[:, :k]
+
+
 @pytest.mark.parametrize("scope", ["tensor", "row"])
 @pytest.mark.parametrize("tile", template.SPLIT_TILES, ids=str)
 def test_a_sum_is_that_of_float64(tile, scope):
@@ -113,7 +148,7 @@ def test_special_values_reach_their_row_and_no_other(value):
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-@pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise"])
+@pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise", "block"])
 def test_a_training_step_runs_on_it(recipe, mode):
     """At a measured shape: the report names the tile, the profile shows the kernel, values are those of cuBLASLt."""
     torch.manual_seed(0)
@@ -121,7 +156,7 @@ def test_a_training_step_runs_on_it(recipe, mode):
     x = torch.randn(16384, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     options = {"recipe": recipe, "mode": mode}
     names = {site.gemm: site.kernel for site in explain(layer, x, options=options).sites}
-    assert names["fprop"].startswith("cutlass:"), names
+    assert names["wgrad" if recipe == "block" else "fprop"].startswith("cutlass:"), names
 
     def results() -> list[torch.Tensor]:
         torch._dynamo.reset()

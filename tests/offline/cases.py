@@ -404,7 +404,11 @@ def cutlass_blackwell_nvfp4() -> Case:
     return _linear_blackwell("nvfp4", 144, max_autotune=True)
 
 
-def cutlass_training() -> Case:
+def cutlass_training(recipe: str = "current") -> Case:
     layer = nn.Linear(4096, 6144, device="cuda", dtype=torch.bfloat16)
     x = torch.randn(16384, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    return torch.compile(layer, backend="te", fullgraph=True, options={"recipe": "current"}), (x,)
+    return torch.compile(layer, backend="te", fullgraph=True, options={"recipe": recipe}), (x,)
+
+
+def cutlass_blocks() -> Case:
+    return cutlass_training("block")

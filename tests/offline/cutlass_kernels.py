@@ -21,7 +21,7 @@ from quack.gemm_runtime.host import run_gemm_epi_plan
 from torch import Tensor
 
 from te_inductor.recipes import Gemm
-from te_inductor.recipes.formats import SCOPES, Scope
+from te_inductor.recipes.formats import BLOCK_1X128, BLOCK_128X128, SCOPES, Scope
 from te_inductor.templates.cutlass import build, builder, launch
 from te_inductor.templates.cutlass.scaled_mm import ANOTHER, OUTPUT, Kernel, Tile
 from tests.offline.tensor_cores import unswizzled
@@ -31,9 +31,12 @@ M, N, K = 272, 400, 544  # no tile divides them
 
 def main(kernels: list[Kernel], out: Path) -> None:
     for number, kernel in enumerate(kernels):
-        plan = builder.plan(kernel)
-        plan.compiled_fn.export_to_c(object_file_path=str(out / f"{number}.o"), function_name=build.FUNCTION)
-        ours, theirs = launches(kernel, plan)
+        compiled = builder.compiled_function(kernel)
+        compiled.export_to_c(object_file_path=str(out / f"{number}.o"), function_name=build.FUNCTION)
+        if kernel.scope in (BLOCK_1X128.name, BLOCK_128X128.name):
+            check_launch_of_blocks(kernel)
+            continue
+        ours, theirs = launches(kernel, builder.plan(kernel))
         assert described(ours) == described(theirs), kernel
     check_order_of_scales()
 
@@ -68,7 +71,20 @@ def launches(kernel: Kernel, plan: Any) -> tuple[Any, Any]:
     watched = plan._replace(compiled_fn=lambda *call: theirs.append(call))
     with mock.patch.object(Scalar, "_validate_pointer_value", lambda *_: None):  # that it is on a GPU
         run_gemm_epi_plan(watched, a, b, out, c, values, **scales)
-    return recorded(call, plan), theirs[0]
+    return recorded(call, plan.max_active_clusters * plan.cluster_M * plan.cluster_N), theirs[0]
+
+
+def check_launch_of_blocks(kernel: Kernel) -> None:
+    """Our own kernel's arguments, as it has them, from those of `torch._scaled_mm`."""
+    a, b = (builder.empty((rows, K), getattr(torch, name)) for rows, name in ((M, kernel.a), (N, kernel.b)))
+    out, across, down = torch.empty(M, N, dtype=getattr(torch, kernel.out)), -(-K // 128), -(-N // 128)
+    square = kernel.scope == BLOCK_128X128.name
+    scales = torch.empty(across, M).t(), (torch.empty(down, across).t() if square else torch.empty(across, N))
+    tile = (kernel.tile_m, kernel.tile_n, kernel.cluster_m, kernel.cluster_n, kernel.pingpong, 8)
+    given = {"tile": tile, "arch": kernel.arch, "scope": kernel.scope, "fast_accum": False, "out": out}
+    calls = recorded(functools.partial(launch.scaled_mm, a, b.t(), *scales, **given), multiprocessors=132)
+    clusters = 132 // (kernel.cluster_m * kernel.cluster_n)
+    assert described(calls) == described((a, b, out, scales[0].t(), scales[1], clusters, 8))
 
 
 def microscaled(scope: Scope, a: Tensor, b: Tensor) -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
@@ -82,9 +98,8 @@ def microscaled(scope: Scope, a: Tensor, b: Tensor) -> tuple[list[Tensor], dict[
     return [*operands, *alpha.values()], alpha, dict(zip(("SFA", "SFB"), blocks, strict=True))
 
 
-def recorded(function: Callable[[], Any], plan: Any) -> Any:
+def recorded(function: Callable[[], Any], multiprocessors: int) -> Any:
     calls: list[Any] = []
-    multiprocessors = plan.max_active_clusters * plan.cluster_M * plan.cluster_N
     with (
         mock.patch.object(launch, "_function", lambda *_: lambda *call: calls.append(call)),
         mock.patch.object(launch, "_multiprocessors", lambda device: multiprocessors),

@@ -25,21 +25,40 @@ NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
 
 
 def test_each_gemm_is_what_the_table_names():
-    forward, backward = generate("cutlass_training", 90).sources
-    problems = {  # fprop has the layer's bias, and accumulates fast
+    """fprop has the layer's bias, and accumulates fast."""
+    problems = {
         "fprop": Problem("90", 16384, 6144, 4096, E4M3, E4M3, BF16, "tensor", True, True),
         "dgrad": Problem("90", 16384, 4096, 6144, E5M2, E4M3, BF16, "tensor", False, False),
         "wgrad": Problem("90", 6144, 4096, 16384, E5M2, E4M3, BF16, "tensor", False, False),
     }
-    tiles = {name: template.choose(problem) for name, problem in problems.items()}
-    assert tiles["fprop"] is not None
-    calls = [line for line in (forward + backward).splitlines() if "extern_kernels." in line and "out=" in line]
-    ours = [line for line in calls if "te_inductor_cutlass_scaled_mm" in line]
-    assert len(calls) == 3 and len(ours) == sum(tile is not None for tile in tiles.values())
-    found = {re.search(r"tile=(\([^)]*\))", line).group(1) for line in ours}
-    assert found == {str(dataclasses.astuple(tile)) for tile in tiles.values() if tile is not None}
-    [fprop] = [line for line in ours if line in forward]
+    [fprop], _ = check_calls("cutlass_training", problems)
     assert "arch='90', scope='tensor', fast_accum=True" in fprop
+
+
+def test_each_gemm_with_scales_of_blocks_is_what_the_table_names():
+    """The weight has square blocks; the layer's bias, which our kernel does not add, leaves fprop to cuBLASLt."""
+    problems = {
+        "fprop": Problem("90", 16384, 6144, 4096, E4M3, E4M3, BF16, "128x128", True, False),
+        "dgrad": Problem("90", 16384, 4096, 6144, E4M3, E4M3, BF16, "128x128", False, False),
+        "wgrad": Problem("90", 6144, 4096, 16384, E4M3, E4M3, BF16, "1x128", False, False),
+    }
+    forward, backward = check_calls("cutlass_blocks", problems)
+    assert not forward and any("arch='90', scope='1x128', fast_accum=False" in line for line in backward)
+
+
+def check_calls(case: str, problems: dict[str, Problem]) -> list[list[str]]:
+    """That CUTLASS is called, with its tile, where the table names one: the calls of the forward, of the backward."""
+    found = [template.choose(problem) for problem in problems.values()]
+    tiles = [tile for tile in found if tile is not None]
+    sources = generate(case, 90).sources
+    calls = [
+        [line for line in source.splitlines() if "extern_kernels." in line and "out=" in line] for source in sources
+    ]
+    ours = [[line for line in lines if "te_inductor_cutlass_scaled_mm" in line] for lines in calls]
+    assert sum(map(len, calls)) == 3 and sum(map(len, ours)) == len(tiles)
+    named = {re.search(r"tile=(\([^)]*\))", line).group(1) for lines in ours for line in lines}
+    assert named == {str(tile.shape) for tile in tiles}
+    return ours
 
 
 # Every tile of the tuned table and every candidate of max-autotune: the operands, and whether there is a bias.
@@ -52,6 +71,8 @@ KINDS = {
 INSTRUCTIONS = {
     ("90", "tensor"): r"QGMMA\.64x\d+x32\.F32\.E4M3\.E4M3",
     ("90", "row"): r"QGMMA\.64x\d+x32\.F32\.E5M2\.E4M3",
+    ("90", "1x128"): r"QGMMA\.64x128x32\.F32\.E5M2\.E4M3",
+    ("90", "128x128"): r"QGMMA\.64x128x32\.F32\.E4M3\.E5M2",
     ("100", "1x32"): r"UTCQMMA(\.2CTA)?",
     ("100", "1x16"): r"UTCOMMA(\.2CTA)?\.4X",
     ("120", "1x32"): r"QMMA\.SF\.16832\.F32\.E4M3\.E4M3\.E8",
@@ -68,18 +89,25 @@ def test_a_residual_is_read_by_the_gemm():
 
 
 def kernels(arch: str) -> list[Kernel]:
-    """One a tile and a kind; on Hopper one a kind, as those are built and launched on the GPU too, and two that add."""
-    adding = [
-        kernel_of(template.SPLIT_TILES[3], "90", E5M2, E4M3, torch.float32, "row", False, False, template.OUTPUT),
-        kernel_of(template.FAST_TILES[5], "90", E4M3, E4M3, BF16, "tensor", True, True, template.ANOTHER),
-    ]
-    return adding * (arch == "90") + [
+    """One a tile and a kind; on Hopper one a kind, as those are built and launched on the GPU too, two that add, and those
+    with scales of blocks."""
+    return (hoppers() if arch == "90" else []) + [
         kernel_of(tile, arch, a, b, BF16, scope, bias, fast)
         for (candidate, fast), tiles in template.CANDIDATES.items()
         for scope, (a, b, bias) in KINDS[arch].items()
         for tile in (tiles[:1] if arch == "90" else tiles)
         if candidate == arch
     ]
+
+
+def hoppers() -> list[Kernel]:
+    adding = [
+        kernel_of(template.SPLIT_TILES[3], "90", E5M2, E4M3, torch.float32, "row", False, False, template.OUTPUT),
+        kernel_of(template.FAST_TILES[5], "90", E4M3, E4M3, BF16, "tensor", True, True, template.ANOTHER),
+    ]
+    formats = {"1x128": (E5M2, E4M3, BF16), "128x128": (E4M3, E5M2, torch.float16)}
+    pairs = zip(template.BLOCK_TILES, formats.items(), strict=False)
+    return [*adding, *(kernel_of(tile, "90", *dtypes, scope, False, False) for tile, (scope, dtypes) in pairs)]
 
 
 @pytest.mark.skipif(cutlass.missing() is not None, reason="te-inductor[cutlass] is not installed")
@@ -96,8 +124,18 @@ def test_kernels_multiply_on_tensor_cores_and_are_launched_as_quack_does(arch, t
         found = set(re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?(\w*MMA[\w.]*)", code, re.MULTILINE))
         assert found and all(re.match(INSTRUCTIONS[arch, kernel.scope], name) for name in found), (kernel, found)
         assert ("UTMAREDG.2D.ADD" in code) == (kernel.added == template.OUTPUT)
+        if kernel.scope in ("1x128", "128x128"):
+            check_blocks_loop(code)
         paired = arch == "100" and kernel.tile_m == 256
         assert any(".2CTA" in name for name in found) == paired
+
+
+def check_blocks_loop(code: str) -> None:
+    """Two halves of four instructions each, of which each half is waited for once, and nothing is spilled. Where ptxas
+    cannot follow which registers are read when, it waits for every instruction."""
+    assert len(re.findall(r"\bQGMMA", code)) == 8
+    assert len(re.findall(r"\bWARPGROUP\.DEPBAR", code)) == 2
+    assert not re.search(r"\b(STL|LDL)\b", code)
 
 
 def machine_code(compiled: Path) -> str:

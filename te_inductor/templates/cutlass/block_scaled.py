@@ -1,33 +1,57 @@
 """A GEMM for Hopper whose operands have scales of blocks of 128 elements of K. Read by `build.py`'s process alone.
 
-A thread block makes a tile of 256 x 128: two warp groups of 128 x 128 each, in two halves of 64 rows. The tensor core sums one
-block of K for one half into `part`, then each thread scales that part and adds it to the half's fp32 sum. The warp groups take
-turns, so that one's additions run behind the other's products. See Note [Why this tile].
+The tensor core sums one block of K, then each thread scales its part of that sum and adds it to another, in fp32. A thread
+block makes a tile of 256 x 128 by two warp groups, each of them 64 rows at a time twice, so that one part and two sums fill
+its registers: per product that is fewer bytes of shared memory than with 128 x 128, loads and tensor core and scales taken
+together, and a column's scale serves four rows of a thread. Three other warps bring operands and scales, ahead of them and
+asynchronously, on one barrier a stage. docs/performance.md says what else was tried, and what it took.
 """
 
-# mypy: disable-error-code="no-untyped-def,misc"
+# mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"
 
 import cutlass
 from cutlass import Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.utils import hopper_helpers
+from quack.compile_utils import make_fake_stream, make_fake_tensor
+
+from te_inductor.recipes.formats import BLOCK_128X128
+from te_inductor.templates.cutlass.scaled_mm import ALIGNED, BLOCK_TILE, Kernel
 
 BLOCK = 128  # elements of K that a scale is for
-GROUP = 128  # threads of a warp group
-TILE_M, TILE_N = 256, 128
-WARP = 32
+TILE_M, TILE_N = BLOCK_TILE
+WARP, GROUP = 32, 128  # threads
 HALF = 64  # rows that one instruction computes
 STAGES = 4
 STORED = 64  # columns that a warp group stores at a time
-STORE = 1  # named barriers, of each warp group
+STORE = 1  # the first of two named barriers, one a warp group
+# Of a thread, those that multiply and those that load: all that 3 * GROUP threads are given at the launch.
+REGISTERS = (240, 24)
+
+
+def compiled(kernel: Kernel):
+    """The compiled launch: ``(a, b, out, a_scale, b_scale, clusters, swizzle)`` as `BlockScaledGemm` has them."""
+    names = {"float8_e4m3fn": "Float8E4M3FN", "float8_e5m2": "Float8E5M2", "bfloat16": "BFloat16", "float16": "Float16"}
+    a, b, out = (getattr(cutlass, names[name]) for name in (kernel.a, kernel.b, kernel.out))
+    m, n, k, blocks, columns = (cute.sym_int() for _ in range(5))
+    square = kernel.scope == BLOCK_128X128.name
+    return cute.compile(
+        BlockScaledGemm(square, kernel.cluster_m, kernel.cluster_n),
+        make_fake_tensor(a, (m, k), divisibility=ALIGNED),
+        make_fake_tensor(b, (n, k), divisibility=ALIGNED),
+        make_fake_tensor(out, (m, n), divisibility=8),
+        make_fake_tensor(Float32, (blocks, m)),
+        make_fake_tensor(Float32, (blocks, columns), leading_dim=0 if square else 1, divisibility=1 if square else 2),
+        Int32(1),
+        Int32(1),
+        make_fake_stream(),
+        options="--enable-tvm-ffi",
+    )
 
 
 class BlockScaledGemm:
-    """``out[M, N] = sum over blocks k of (a_scale[k, M] * b_scale[k, N]) * (a[M, k] @ b[N, k].T)``.
-
-    With square blocks of b, `b_scale` is (K/128, N/128), else (K/128, N) and each scale a value that bf16 holds, as powers of two
-    are.
-    """
+    """``out[M, N] = sum over blocks k of (a_scale[k, M] * b_scale[k, N]) * (a[M, k] @ b[N, k].T)``; K and N are multiples of
+    16. `b_scale` is (K/128, N/128) where b has square blocks."""
 
     def __init__(self, square: bool, cluster_m: int, cluster_n: int) -> None:
         self.square = square
@@ -45,7 +69,7 @@ class BlockScaledGemm:
         swizzle: Int32,  # rows of clusters that follow each other
         stream,
     ):
-        across = const_expr(self.cluster)
+        across = self.cluster
         k_major = OperandMajorMode.K
         mma = hopper_helpers.make_trivial_tiled_mma(
             a.element_type, b.element_type, k_major, k_major, Float32, (1, 1, 1), (HALF, TILE_N)
@@ -70,8 +94,9 @@ class BlockScaledGemm:
             s_out: cute.struct.Align[cute.struct.MemRange[out.element_type, cute.cosize(out_layout)], 1024]
 
         self.storage = Storage
-        self.kernel(mma, load_a, a_tma, load_b, b_tma, store, out_tma, a_scale, b_scale, swizzle, a_layout, b_layout, out_layout).launch(
-            grid=(across[0], across[1], clusters), block=(3 * GROUP, 1, 1), cluster=(*across, 1), stream=stream
+        tensors = (load_a, a_tma, load_b, b_tma, store, out_tma, a_scale, b_scale)
+        self.kernel(mma, *tensors, a_layout, b_layout, out_layout, swizzle).launch(
+            grid=(*across, clusters), block=(3 * GROUP, 1, 1), cluster=(*across, 1), stream=stream
         )
 
     @cute.kernel
@@ -86,10 +111,10 @@ class BlockScaledGemm:
         out: cute.Tensor,
         a_scale: cute.Tensor,
         b_scale: cute.Tensor,
-        swizzle: Int32,
         a_layout: cute.ComposedLayout,
         b_layout: cute.ComposedLayout,
         out_layout: cute.ComposedLayout,
+        swizzle: Int32,
     ):
         storage = cutlass.utils.SmemAllocator().allocate(self.storage)
         full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
@@ -103,10 +128,10 @@ class BlockScaledGemm:
         tiles = Tiles.of(self.cluster, out.shape, swizzle)
         blocks = cute.ceil_div(a.shape[1], BLOCK)
         if warp_index < 8:
-            cute.arch.setmaxregister_increase(240)
+            cute.arch.setmaxregister_increase(REGISTERS[0])
             self._multiply(mma, full, empty, s_a, s_b, rows, columns, store, s_out, out, tiles, blocks)
         else:
-            cute.arch.setmaxregister_decrease(24)
+            cute.arch.setmaxregister_decrease(REGISTERS[1])
             if warp_index == 8:
                 self._load(full, empty, load_a, a, s_a, load_b, b, s_b, tiles, blocks)
             elif warp_index == 9:
@@ -137,7 +162,6 @@ class BlockScaledGemm:
         cpasync.prefetch_descriptor(load_b)
         x, y, _ = cute.arch.block_idx()
         rank_m, rank_n = x % self.cluster[0], y % self.cluster[1]
-        cta = cute.make_layout(self.cluster)
         a_mask, b_mask = Int32(0), Int32(0)
         for peer in cutlass.range_constexpr(self.cluster[1]):
             a_mask = a_mask | (Int32(1) << (rank_m + peer * self.cluster[0]))
@@ -300,7 +324,9 @@ class Tiles:
 
     @classmethod
     def of(cls, cluster, shape, swizzle):
-        m, n = (cute.ceil_div(size, tile * many) for size, tile, many in zip(shape, (TILE_M, TILE_N), cluster))
+        m, n = (
+            cute.ceil_div(size, tile * many) for size, tile, many in zip(shape, (TILE_M, TILE_N), cluster, strict=True)
+        )
         return cls(cluster, m, n, swizzle)
 
     def __extract_mlir_values__(self):

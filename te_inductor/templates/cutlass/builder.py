@@ -41,7 +41,7 @@ def import_compiler() -> None:
     with patch.object(torch, "compile", _as_it_is), patch.object(torch.compiler, "disable", _as_it_is):
         import quack.gemm_runtime.host  # noqa: F401
 
-        from te_inductor.templates.cutlass import epilogues  # noqa: F401
+        from te_inductor.templates.cutlass import block_scaled, epilogues  # noqa: F401
 
 
 def _as_it_is(function: Any = None, *, recompile_limit: Any = None, **_: Any) -> Any:
@@ -69,10 +69,17 @@ def _build(kernel: Kernel, path: Path, linker: str) -> None:
     libraries = [Path(found) for found in find_runtime_libraries()]
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         compiled, linked = Path(folder, "kernel.o"), Path(folder, "kernel.so")
-        plan(kernel).compiled_fn.export_to_c(object_file_path=str(compiled), function_name=FUNCTION)
+        compiled_function(kernel).export_to_c(object_file_path=str(compiled), function_name=FUNCTION)
         where = [f"-Wl,-rpath,{found.parent}" for found in libraries]
         subprocess.run([linker, "-shared", "-o", linked, compiled, *libraries, *where], check=True)
         os.replace(linked, path)
+
+
+def compiled_function(kernel: Kernel):  # type: ignore[no-untyped-def]
+    from te_inductor.templates.cutlass import block_scaled
+
+    scope = SCOPES[kernel.scope]
+    return block_scaled.compiled(kernel) if scope.blocked and not scope.microscaled else plan(kernel).compiled_fn
 
 
 def plan(kernel: Kernel):  # type: ignore[no-untyped-def]

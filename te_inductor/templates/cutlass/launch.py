@@ -21,17 +21,17 @@ from te_inductor.templates.cutlass.scaled_mm import ALIGNED, NOTHING, OUTPUT, Ke
 def scaled_mm(
     a: Tensor,  # (M, K), contiguous
     b: Tensor,  # (K, N), the transpose of a contiguous one
-    a_scale: Tensor,  # fp32, () or (M, 1)
-    b_scale: Tensor,  # fp32, () or (1, N)
+    a_scale: Tensor,  # fp32, (), (M, 1) or (M, K/128) with rows beside each other
+    b_scale: Tensor,  # fp32, (), (1, N), (K/128, N) contiguous, or (K/128, N/128) with those of one column beside each other
     *rest: Tensor,  # of out's dtype: the bias, (N,), if there is one; then, contiguous, the (M, N) that is added
     tile: Shape,
     arch: str,
-    scope: str,  # "tensor" or "row"
+    scope: str,
     fast_accum: bool,
     added: str = NOTHING,
     out: Tensor,  # (M, N), contiguous
 ) -> Tensor:
-    """`torch._scaled_mm` with one scale a tensor or one a row, plus what is added."""
+    """`torch._scaled_mm` with one scale a tensor, one a row, or scales of blocks, plus what is added."""
     bias, c = (*rest, None, None)[:2] if added == NOTHING else (*[None] * (2 - len(rest)), *rest)
     call = None
     if c is None or c.data_ptr() % ALIGNED == 0:
@@ -39,7 +39,10 @@ def scaled_mm(
     if call is None:
         torch._scaled_mm(a, b, a_scale, b_scale, bias, out_dtype=out.dtype, use_fast_accum=fast_accum, out=out)
         return out if c is None else out.add_(c)
-    _launch(call, a, b.t(), out, _factors(a_scale, b_scale, scope), bias, tile, c=c)
+    if SCOPES[scope].blocked:  # with nothing added
+        call(a, b.t(), out, a_scale.t(), b_scale, _clusters(a, tile), tile[5])
+    else:
+        _launch(call, a, b.t(), out, _factors(a_scale, b_scale, scope), bias, tile, c=c)
     return out
 
 
@@ -144,11 +147,15 @@ def _launch(
     c: Tensor | None = None,  # (M, N), that is added
 ) -> None:
     values = factors if bias is None else (*factors, bias.view(1, -1))
-    clusters = _multiprocessors(a.device) // (tile[2] * tile[3])
     # quack's signature: a, b, d, c, the epilogue's values and its split-K buffers, the tile scheduler's (largest number of
     # clusters at work, raster order, swizzle, semaphore, batch permutation, all-gather), ragged sizes, scale factors.
-    scheduler = (clusters, None, tile[5], None, None, None)
+    scheduler = (_clusters(a, tile), None, tile[5], None, None, None)
     call(a, b, out, c, (*values, None, None), scheduler, None, *(scales or (None, None)))
+
+
+def _clusters(a: Tensor, tile: Shape) -> int:
+    """How many are at work at a time."""
+    return _multiprocessors(a.device) // (tile[2] * tile[3])
 
 
 @functools.cache

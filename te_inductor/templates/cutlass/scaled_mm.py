@@ -15,19 +15,30 @@ from typing import Any
 import torch
 
 from te_inductor.recipes.constants import Constant, constant
-from te_inductor.recipes.formats import E2M1, E4M3, E5M2, MX_1X32, NV_1X16, ROW, SCOPES, TENSOR
+from te_inductor.recipes.formats import (
+    BLOCK_1X128,
+    BLOCK_128X128,
+    E2M1,
+    E4M3,
+    E5M2,
+    MX_1X32,
+    NV_1X16,
+    ROW,
+    SCOPES,
+    TENSOR,
+)
 from te_inductor.templates import cutlass
 
 TABLE = Path(__file__).with_suffix(".json")
 NEAR = 2.0  # a measured shape stands for those whose M, N and K are each within this factor of it
 # What kernels there are for, by compute capability: the scopes of scales. sm_100a code runs on no 10.3, nor sm_120a on 12.1.
 ARCHITECTURES = {
-    "90": (TENSOR.name, ROW.name),
+    "90": (TENSOR.name, ROW.name, BLOCK_1X128.name, BLOCK_128X128.name),
     "100": (MX_1X32.name, NV_1X16.name),
     "120": (MX_1X32.name, NV_1X16.name),
 }
 FP8 = (E4M3.dtype, E5M2.dtype)
-OPERANDS = {TENSOR.name: FP8, ROW.name: FP8, MX_1X32.name: FP8, NV_1X16.name: (E2M1.library,)}
+OPERANDS = {**dict.fromkeys(ARCHITECTURES["90"], FP8), MX_1X32.name: FP8, NV_1X16.name: (E2M1.library,)}
 # dtypes of the output, by what is added to the product: nothing; what the output held, in place; another tensor like it.
 NOTHING, OUTPUT, ANOTHER = "nothing", "output", "another"
 OUTPUTS = {
@@ -76,7 +87,7 @@ class Problem:
     a: torch.dtype
     b: torch.dtype
     out: torch.dtype
-    scope: str  # what has one scale in a and in b
+    scope: str  # what has one scale in a and in b; but a has blocks of one row where b has square ones
     bias: bool
     fast_accum: bool  # Hopper: in the tensor core's own precision; else promoted to fp32 every 128 elements of K
     added: str = NOTHING  # a key of OUTPUTS
@@ -102,6 +113,13 @@ SPLIT_TILES = (
     Tile(128, 192, 2, 1, False, 8),
     Tile(128, 128, 2, 1, False, 8),
 )
+# Of the kernel for scales of blocks (block_scaled.py), which is made for one tile.
+BLOCK_TILE = (256, 128)
+BLOCK_TILES = (
+    Tile(*BLOCK_TILE, 1, 2, False, 8),
+    Tile(*BLOCK_TILE, 2, 1, False, 8),
+    Tile(*BLOCK_TILE, 1, 1, False, 8),
+)
 # quack's defaults, by size: not measured, never run. Two thread blocks of a cluster are one tile of 256 rows.
 SM100_TILES = (
     Tile(256, 256, 2, 1, False, 8),
@@ -113,7 +131,7 @@ SM120_TILES = (
     Tile(128, 128, 1, 1, True, 8),
     Tile(128, 128, 1, 1, False, 8),
 )
-# What max-autotune measures, by architecture and `fast_accum`.
+# What max-autotune measures, by architecture and `fast_accum`; BLOCK_TILES it does not.
 CANDIDATES = {
     ("90", True): FAST_TILES,
     ("90", False): SPLIT_TILES,
@@ -156,14 +174,19 @@ def _fits_blackwell(tile: Tile, problem: Problem) -> bool:
 
 
 def _fits_hopper(tile: Tile, problem: Problem) -> bool:
+    if SCOPES[problem.scope].blocked:
+        plain = not (problem.bias or problem.fast_accum or tile.pingpong) and problem.added == NOTHING
+        return plain and (tile.m, tile.n) == BLOCK_TILE and tile.cluster_m * tile.cluster_n <= 2
     kept = (2 if not problem.fast_accum else 1) * tile.m * tile.n  # fp32 values in the registers of the warp groups
     groups = 1 if tile.pingpong else (3 if tile.m == 192 and tile.n <= 128 else 2)
     return kept // (groups * 128) <= REGISTERS[groups] and (problem.fast_accum or not tile.pingpong)
 
 
 def tiles(problem: Problem) -> list[Tile]:
-    """All that max-autotune measures."""
-    return [t for t in CANDIDATES.get((problem.arch, problem.fast_accum), ()) if supports(t, problem)]
+    """All that are measured."""
+    of_blocks = problem.arch == "90" and SCOPES[problem.scope].blocked
+    candidates = BLOCK_TILES if of_blocks else CANDIDATES.get((problem.arch, problem.fast_accum), ())
+    return [tile for tile in candidates if supports(tile, problem)]
 
 
 def choose(problem: Problem) -> Tile | None:
