@@ -43,10 +43,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="arms take turns; the median round counts")
     parser.add_argument("--iters", type=int, default=10)
     kinds = [NOTHING, OUTPUT, BLOCKS]
-    parser.add_argument(
-        "--kinds", nargs="+", default=kinds, choices=kinds, help="what is added, or blocks; other rows stay"
-    )
-    parser.add_argument("--write", action="store_true", help="replace the package's table")
+    parser.add_argument("--kinds", nargs="+", default=kinds, choices=kinds, help="what is added, or scales of blocks")
+    parser.add_argument("--write", action="store_true", help="into the package's table; rows not measured stay")
     parser.add_argument("--json", type=Path, default=Path("out/tune_gemm.json"))
     return parser.parse_args()
 
@@ -54,6 +52,11 @@ def parse() -> argparse.Namespace:
 def problems(tokens: list[int], kinds: list[str]) -> list[Problem]:
     found = {NOTHING: plain, OUTPUT: totals, BLOCKS: blocks}
     return [problem for kind in kinds for problem in found[kind](tokens)]
+
+
+def identity(row: dict[str, Any]) -> tuple[Any, ...]:
+    """Of what was measured."""
+    return tuple(row[name] for name in ("m", "n", "k", "scope", "fast_accum", "added"))
 
 
 def kind_of(row: dict[str, Any]) -> str:
@@ -206,7 +209,8 @@ def main() -> None:
             "torch": environment["torch"],
         }
         head["packages"] = [" ".join(version.split()[:2]) for version in versions()]
-        kept = [row for row in scaled_mm.table()["rows"] if kind_of(row) not in args.kinds]
+        measured = {identity(row) for row in rows}
+        kept = [row for row in scaled_mm.table()["rows"] if identity(row) not in measured]
         kept += [{key: value for key, value in row.items() if key != "all_us"} for row in rows]
         lines = ",\n".join(f"  {json.dumps(row)}" for row in kept)
         TABLE.write_text(f'{json.dumps(head, indent=1)[:-2]},\n "rows": [\n{lines}\n ]\n}}\n')

@@ -17,6 +17,7 @@ from te_inductor.templates import cutlass
 from te_inductor.templates.cutlass import build, launch
 from te_inductor.templates.cutlass import scaled_mm as template
 from te_inductor.templates.cutlass.scaled_mm import (
+    BLOCK_TILES,
     FAST_TILES,
     OUTPUT,
     SM100_TILES,
@@ -83,6 +84,16 @@ def test_a_second_accumulator_must_fit_the_registers():
     assert template.tiles(split) == list(SPLIT_TILES)
     assert not template.supports(Tile(256, 160, 2, 1, False, 8), split)
     assert not template.supports(Tile(128, 192, 2, 1, True, 8), split)
+
+
+def test_scales_of_blocks_have_a_tile_of_their_own():
+    """And nothing is added there; what no tile divides is left to cuBLASLt."""
+    for scope in ("1x128", "128x128"):
+        asked = problem(4096, 6144, 16384, scope=scope, fast_accum=False)
+        assert template.tiles(asked) == list(BLOCK_TILES)
+        for odd in ({"m": 4097}, {"n": 6160}, {"k": 16400}, {"bias": True}, {"added": OUTPUT}, {"fast_accum": True}):
+            assert not template.tiles(dataclasses.replace(asked, **odd))
+    assert not template.supports(BLOCK_TILES[0], problem(4096, 4096, 4096, scope="1x32", fast_accum=False))
 
 
 @pytest.mark.parametrize("arch", ["100", "120"])

@@ -88,7 +88,7 @@ def blocked(m: int, n: int, k: int, scope: str) -> tuple[torch.Tensor, ...]:
     across = -(-k // 128)
     a, b = (torch.randn(rows, k, device="cuda").mul_(4).to(E4M3) for rows in (m, n))
     down = -(-n // 128) if scope == "128x128" else n
-    a_scale, b_scale = (torch.randn(across, rows, device="cuda").mul_(20).exp2() for rows in (m, down))
+    a_scale, b_scale = (torch.randn(across, rows, device="cuda").mul_(8).exp2() for rows in (m, down))
     return a, b, a_scale.t(), b_scale.t().contiguous().t() if scope == "128x128" else b_scale
 
 

@@ -1,10 +1,10 @@
 """A GEMM for Hopper whose operands have scales of blocks of 128 elements of K. Read by `build.py`'s process alone.
 
 The tensor core sums one block of K, then each thread scales its part of that sum and adds it to another, in fp32. A thread
-block makes a tile of 256 x 128 by two warp groups, each of them 64 rows at a time twice, so that one part and two sums fill
-its registers: per product that is fewer bytes of shared memory than with 128 x 128, loads and tensor core and scales taken
-together, and a column's scale serves four rows of a thread. Three other warps bring operands and scales, ahead of them and
-asynchronously, on one barrier a stage. docs/performance.md says what else was tried, and what it took.
+block makes a tile of 256 x 128 by two warp groups, each of them 64 rows at a time twice: one part and two sums fill its
+registers, operands are loaded half as often as for tiles of 64 x 128, and a column's scale, once read, serves four rows of a
+thread. Three other warps bring operands and scales, ahead of them and asynchronously, on one barrier a stage.
+docs/performance.md says what else was tried, and what it took.
 """
 
 # mypy: disable-error-code="no-untyped-def,misc,untyped-decorator"

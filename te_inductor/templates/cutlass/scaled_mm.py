@@ -175,11 +175,17 @@ def _fits_blackwell(tile: Tile, problem: Problem) -> bool:
 
 def _fits_hopper(tile: Tile, problem: Problem) -> bool:
     if SCOPES[problem.scope].blocked:
-        plain = not (problem.bias or problem.fast_accum or tile.pingpong) and problem.added == NOTHING
-        return plain and (tile.m, tile.n) == BLOCK_TILE and tile.cluster_m * tile.cluster_n <= 2
+        return _fits_blocks(tile, problem)
     kept = (2 if not problem.fast_accum else 1) * tile.m * tile.n  # fp32 values in the registers of the warp groups
     groups = 1 if tile.pingpong else (3 if tile.m == 192 and tile.n <= 128 else 2)
     return kept // (groups * 128) <= REGISTERS[groups] and (problem.fast_accum or not tile.pingpong)
+
+
+def _fits_blocks(tile: Tile, problem: Problem) -> bool:
+    """Sizes that blocks and tiles divide, as the measured ones are."""
+    plain = not (problem.bias or problem.fast_accum or tile.pingpong) and problem.added == NOTHING
+    whole = problem.m % tile.m == problem.n % tile.n == problem.k % BLOCK_1X128.alignment == 0
+    return plain and whole and (tile.m, tile.n) == BLOCK_TILE and tile.cluster_m * tile.cluster_n <= 2
 
 
 def tiles(problem: Problem) -> list[Tile]:
