@@ -4,7 +4,7 @@ The two differ by the order of two fp32 roundings. A kernel of SwiGLU's backward
 the sigmoid, and SiLU itself, for the gradient of what it multiplies and for a copy. Torch decomposes each into a sigmoid of
 its own, a division by ``1 + exp(-x)`` or (from 2.13) `aten.sigmoid`: a division and often an exponential too many, in a
 kernel that is bound by its instructions where the GEMMs around it have lowered the card's clock. On sm_90 with triton 3.6
-these are 61 an element with torch 2.11, 69 with 2.13, 52 with one sigmoid, and 8 fewer with that of lowerings/sigmoid.py.
+these are 61 an element with torch 2.11, 69 with 2.13, 52 with one sigmoid, and 8 fewer with that of lowerings/assembly.py.
 """
 
 from typing import Any

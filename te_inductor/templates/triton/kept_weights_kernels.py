@@ -1,11 +1,13 @@
 """The kernels of kept weights, which kept_weights.py launches. They serve all weights of a graph at once, and find them by
 tables of addresses."""
 
+import torch
 import triton
 import triton.language as tl
 
 from te_inductor.runtime.eager import EXPONENT_MASK
 from te_inductor.runtime.kept_weights import GOLDEN, MIX
+from te_inductor.templates.triton.ptx import CAST_CONSTRAINTS, CAST_PACK, CASTS
 
 
 def _signed(value: int) -> int:
@@ -15,6 +17,9 @@ def _signed(value: int) -> int:
 _GOLDEN, _MIX_1, _MIX_2 = (tl.constexpr(_signed(value)) for value in (GOLDEN, *MIX))
 _EXPONENT_MASK = tl.constexpr(EXPONENT_MASK)
 _INFINITY = tl.constexpr(float("inf"))
+_E4M3, _E5M2 = (tl.constexpr(CASTS[dtype]) for dtype in (torch.float8_e4m3fn, torch.float8_e5m2))
+_CONSTRAINTS, _PACK = tl.constexpr(CAST_CONSTRAINTS), tl.constexpr(CAST_PACK)
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 # Columns of the table of parameters, and of that of weights (kept_weights.py, `_Table`).
 (
@@ -280,9 +285,15 @@ def kept_weights_cast(
 
 @triton.jit
 def _cast(x, LARGEST: tl.constexpr, ELEMENT: tl.constexpr):
-    """By comparisons, which NaN passes: Triton issue 11111 is of min/max beside a transposed fp8 store."""
-    x = tl.where(x > LARGEST, LARGEST, x)
-    return tl.where(x < -LARGEST, -LARGEST, x).to(ELEMENT)
+    """Note [Casts in PTX]. In the interpreter by comparisons, which NaN passes."""
+    if _INTERPRETED:
+        x = tl.where(x > LARGEST, LARGEST, x)
+        cast = tl.where(x < -LARGEST, -LARGEST, x).to(ELEMENT)
+    elif tl.float8e5 == ELEMENT:
+        cast = tl.inline_asm_elementwise(_E5M2, _CONSTRAINTS, [x], dtype=tl.float8e5, is_pure=True, pack=_PACK)
+    else:
+        cast = tl.inline_asm_elementwise(_E4M3, _CONSTRAINTS, [x], dtype=tl.float8e4nv, is_pure=True, pack=_PACK)
+    return cast
 
 
 @triton.jit

@@ -1,0 +1,30 @@
+"""PTX for Triton's `inline_asm_elementwise`; no import of Triton.
+
+# Note [Casts in PTX]
+A cast makes words of four elements. Triton's own makes pairs of 16 bits by the same instruction. Where a kernel stores them
+both as they are and, transposed, byte by byte, ptxas 12.8, which Triton 3.6 and 3.7 bring, may read halves of a pair before
+it writes them: a quarter of a column copy is then what registers held before. Seen on an H200, 2026-11-22, with Triton 3.6
+and sources that torch 2.13 wrote, in a weight's copies with square blocks and in SwiGLU's backward under delayed scaling.
+The PTX is right, and which kernels are hit changes with everything else; Triton issue 11111 looks like it. Pairs that become
+a word and are used nowhere else leave nothing to be moved.
+"""
+
+import torch
+
+# 1 / (1 + 2**(x * -log2(e))), in four instructions. Triton's takes twelve on sm_90, of which eight are for exponentials
+# below 2**-126 and denominators above 2**126. Neither changes a sigmoid above 2**-126; below, this one is 0. Both
+# approximations are to 2 ulp or better (PTX ISA, ex2.approx.ftz.f32, rcp.approx.ftz.f32), as Triton's are.
+SIGMOID = (
+    "{ .reg .f32 t; mul.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t;"
+    " add.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 $0, t; }"
+)
+
+
+def _cast(element: str) -> str:
+    """Of four fp32, the first into the lowest byte: to nearest even, saturating, infinity too; NaN stays."""
+    pair = f"cvt.rn.satfinite.{element}x2.f32"
+    return f"{{ .reg .b16 low, high; {pair} low, $2, $1; {pair} high, $4, $3; mov.b32 $0, {{low, high}}; }}"
+
+
+CASTS = {torch.float8_e4m3fn: _cast("e4m3"), torch.float8_e5m2: _cast("e5m2")}
+CAST_CONSTRAINTS, CAST_PACK = "=r,f,f,f,f", 4
