@@ -22,6 +22,7 @@ _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
 
 def fold(graph: fx.Graph) -> None:
+    """Replace ``residual + output`` by `scaled_mm` with `added`."""
     for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
         left, right = node.args
         if node.kwargs or not (isinstance(left, fx.Node) and isinstance(right, fx.Node)):
