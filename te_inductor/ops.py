@@ -250,7 +250,8 @@ def _weight_copies(
     """A weight's copies: those that are kept, and what else is asked for."""
     if not kept:
         return copies(weights, 0, quantizer, known, columnwise=columnwise)
-    row, column = Copy(*kept[:2]), Copy(*kept[2:]) if len(kept) > 2 else None
+    kept, amax = (kept[:-1], kept[-1]) if quantizer.granularity.two_level else (kept, None)
+    row, column = Copy(kept[0], kept[1], amax), Copy(kept[2], kept[3], amax) if len(kept) > 2 else None
     if columnwise and column is None:
         _, column = copies(weights, 0, quantizer, known, rowwise=False, columnwise=True)
     return row, column if columnwise else None
@@ -403,7 +404,7 @@ def trace_linears(
     known: Sequence[Tensor] | None = None,  # scale, scale_inv of each slot, all of (); None: computed from the tensors
     token: Tensor | None = None,  # what `delayed_step` returned
     grad_amax: Tensor | None = None,  # (), where the backward records the gradients' amax
-    kept: Sequence[Tensor] | None = None,  # the weights' data, scale_inv, and the column copy's where there is one
+    kept: Sequence[Tensor] | None = None,  # the weights' copies, as `Kept.taken` has them
     main_grads: Sequence[Tensor] | None = None,  # each (N, K) fp32: what a weight's gradient is added to
     tickets: Sequence[Tensor] | None = None,  # each () int64: of weights whose gradients wait for `backward_dw`
 ) -> list[Tensor]:  # each (..., N)

@@ -19,7 +19,8 @@ from te_inductor.runtime.kept_weights import WORD, Spec, weight_shape
 from te_inductor.runtime.state_inputs import StateInput
 
 PREFIX = "te_kept_"  # of the inputs that hold copies
-SCOPES = ("tensor", "row", "128x128")  # of scales, that templates/triton/kept_weights.py casts with
+# Of scales, that templates/triton/kept_weights.py casts with.
+SCOPES = ("tensor", "row", "128x128", "1x32", "32x32", "1x16", "16x16")
 
 
 def refusal(match: Match, slots: Slots, bodies: Bodies, examples: Sequence[object]) -> Refusal | None:
@@ -63,7 +64,7 @@ class KeptSites:
         self.keeps.weights.append(self.inputs[first.node])
         shape = weight_shape(spec, [value(owner).shape for owner in owners])
         copies = [shape, shape[::-1]] if columns else [shape]
-        self.nodes[first.node] = [node for one in copies for node in self._inputs(spec, one, value(first.weight))]
+        self.nodes[first.node] = self._inputs(spec, copies, value(first.weight))
 
     def of(self, matches: Sequence[Match], graph: fx.Graph) -> list[fx.Node]:
         """What stands for their weights' copies in this graph; nothing where there are none."""
@@ -74,15 +75,19 @@ class KeptSites:
         weight = self.inputs[matches[0].node]
         weight.state, weight.records = state, records
 
-    def _inputs(self, spec: Spec, shape: tuple[int, int], weight: torch.Tensor) -> list[fx.Node]:
-        quantizer, scope = spec.quantizer, spec.quantizer.granularity
+    def _inputs(self, spec: Spec, shapes: Sequence[tuple[int, int]], weight: torch.Tensor) -> list[fx.Node]:
+        """In the order of `Kept.taken`."""
+        quantizer, scope, device = spec.quantizer, spec.quantizer.granularity, weight.device
+        examples = []
         with weight.fake_mode:  # type: ignore[attr-defined]
-            data = torch.empty(
-                (shape[0], quantizer.stored(shape[1])), dtype=quantizer.format.dtype, device=weight.device
-            )
-            scale_inv = torch.empty(scope.scale_shape(*shape), dtype=scope.scale.dtype, device=weight.device)
+            for rows, columns in shapes:
+                stored = (rows, quantizer.stored(columns))
+                examples.append(torch.empty(stored, dtype=quantizer.format.dtype, device=device))
+                examples.append(torch.empty(scope.scale_shape(rows, columns), dtype=scope.scale.dtype, device=device))
+            if scope.two_level:
+                examples.append(torch.empty((), dtype=torch.float32, device=device))
         made = []
-        for example in (data, scale_inv):
+        for example in examples:
             made.append(append_input(self.bodies.root.graph, f"{PREFIX}{len(self.keeps.examples)}", example))
             self.keeps.examples.append(example)
         return made

@@ -76,9 +76,7 @@ class KeptInputs:
         found: _Found | None = self._found.get(flat[0])
         if found is None or any(ref() is not p for ref, p in zip(found.parameters, flat, strict=True)):
             kept = [kept_of(w.spec, group, w.columns) for w, group in zip(self.weights, parameters, strict=True)]
-            tensors = [
-                t for one, w in zip(kept, self.weights, strict=True) for t in one.tensors[: 4 if w.columns else 2]
-            ]
+            tensors = [t for one, w in zip(kept, self.weights, strict=True) for t in one.taken(w.columns)]
             found = _Found([weakref.ref(p) for p in flat], kept, tensors, self.refresh_on(flat[0].device))
             self._found[flat[0]] = found
         return found

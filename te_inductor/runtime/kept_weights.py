@@ -67,13 +67,19 @@ class Kept:
     seen: Tensor  # (3,) int64: the digest of what the copies were made of; 1 where there is any; bits of a given scale
     data_t: Tensor | None = None  # (K, pad(N)), where a gradient of the input has been wanted
     scale_inv_t: Tensor | None = None
+    amax: Tensor | None = None  # () fp32, of scales of two levels
     versions: tuple[int, ...] | None = None  # of the parameters, at the last look
     stream: object = None  # CUDA's, of the last look
 
     @property
     def tensors(self) -> list[Tensor]:
-        """As the graph takes them."""
-        return [t for t in (self.data, self.scale_inv, self.data_t, self.scale_inv_t) if t is not None]
+        """All of them."""
+        return self.taken(columns=True)
+
+    def taken(self, columns: bool) -> list[Tensor]:
+        """As a graph takes them, which may read no column copy."""
+        copies = (self.data, self.scale_inv, *([self.data_t, self.scale_inv_t] if columns else []), self.amax)
+        return [t for t in copies if t is not None]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -122,7 +128,8 @@ def new(spec: Spec, weights: Sequence[Tensor]) -> Kept:
     with torch.inference_mode(False), torch.no_grad():
         like, sizes = weights[0].detach(), tuple((int(w.shape[0]), int(w.shape[1])) for w in weights)
         tensors = _empty(spec.quantizer, weight_shape(spec, sizes), like)
-        return Kept(spec, sizes, *tensors, like.new_zeros(3, dtype=torch.int64))
+        amax = like.new_zeros((), dtype=torch.float32) if spec.quantizer.granularity.two_level else None
+        return Kept(spec, sizes, *tensors, like.new_zeros(3, dtype=torch.int64), amax=amax)
 
 
 @dataclass
@@ -182,9 +189,10 @@ def _make(kept: Kept, pieces: list[Tensor], scale: Tensor | None) -> None:
         if kept.data_t is not None:
             data_t = eager.quantize_delayed(w.t(), scale, quantizer)
     else:
-        data, scale_inv = eager.quantize(w, quantizer)
+        amax = None if kept.amax is None else kept.amax.data.copy_(eager.tensor_amax(w))
+        data, scale_inv = eager.quantize(w, quantizer, amax)
         if kept.data_t is not None:
-            data_t, scale_inv_t = eager.quantize(w.t(), quantizer)
+            data_t, scale_inv_t = eager.quantize(w.t(), quantizer, amax)
     kept.data.data.copy_(data)
     kept.scale_inv.data.copy_(scale_inv)
     if kept.data_t is not None and kept.scale_inv_t is not None:

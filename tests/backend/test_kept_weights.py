@@ -19,11 +19,13 @@ from torch.utils.checkpoint import checkpoint
 
 from te_inductor import explain, load_state_dict, state_dict
 from te_inductor.errors import FallbackError, FallbackWarning, OptionError
+from te_inductor.recipes import Float8BlockScaling
 from te_inductor.runtime import kept_weights
 from tests.backend.delayed_programs import Blocks
 from tests.backend.test_saved_state import Attention, mlp
+from tests.recipes import strict
 
-pytestmark = pytest.mark.usefixtures("without_codegen")
+pytestmark = pytest.mark.usefixtures("without_codegen", "one_seed")
 
 
 @pytest.fixture
@@ -35,7 +37,8 @@ def casts(monkeypatch):
 
 
 def te(model, **options):
-    options = {"recipe": "current", "fallback": "error", **options}
+    options = {"recipe": "current", **options}
+    options = {"fallback": strict(options["recipe"]), **options}
     return torch.compile(model, backend="te", fullgraph=True, options=options)
 
 
@@ -71,7 +74,10 @@ class Pair:
             change(model)
 
 
-@pytest.mark.parametrize("recipe", [pytest.param("current", marks=pytest.mark.codegen), "rowwise", "block", "delayed"])
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param("current", marks=pytest.mark.codegen), "rowwise", "block", "delayed", "mxfp8", "nvfp4"],
+)
 def test_accumulation(recipe, casts):
     """Four microbatches a step: each weight is cast once a step."""
     size = 128 if recipe == "block" else 32
@@ -223,7 +229,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("recipe", ["current", "rowwise", "delayed"])
+@pytest.mark.parametrize("recipe", ["current", "rowwise", "delayed", "nvfp4"])
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
 def test_programs(make, recipe, casts):
     model = make()
@@ -379,21 +385,22 @@ def test_what_is_cast_at_each_call_is_said():
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.plain, self.rows = nn.Linear(32, 32), nn.Linear(32, 32)
-            self.experts = nn.Parameter(torch.randn(2, 32, 32))
-            self.odd = nn.Parameter(torch.randn(32, 32).t())
+            self.plain, self.rows = nn.Linear(128, 128), nn.Linear(128, 128)
+            self.experts = nn.Parameter(torch.randn(2, 128, 128))
+            self.odd = nn.Parameter(torch.randn(128, 128).t())
 
         def forward(self, x):
             x = self.rows(self.plain(x))
             return F.linear(F.linear(x, self.experts[0]), self.odd)
 
-    options = {"recipe": "current", "weights": "once", "policy": {"rows": "mxfp8"}}
-    model, x = Model(), torch.randn(8, 32)
+    one_row = Float8BlockScaling(w_block_scaling_dim=1)
+    options = {"recipe": "current", "weights": "once", "policy": {"rows": one_row}}
+    model, x = Model(), torch.randn(8, 128)
     report = explain(model, x, options=options)
     unmet = {fqn: reason for _, fqn, reason in report.unmet}
-    assert unmet["rows"] == "copies with scales of 1x32 are not kept" and "plain" not in unmet
+    assert unmet["rows"] == "copies with scales of 1x128 are not kept" and "plain" not in unmet
     assert "option 'weights' does not reach rows: copies with" in str(report)
-    with pytest.warns(FallbackWarning, match="does not reach, because copies with scales of 1x32 are not kept: rows"):
+    with pytest.warns(FallbackWarning, match="does not reach, because copies with scales of 1x128 are not kept: rows"):
         y = te(model, **options, fallback="warn")(x)
     y.sum().backward()
     assert torch.isfinite(model.experts.grad).all()

@@ -88,6 +88,10 @@ def mlp_training_nvfp4() -> Case:
     return _mlp_training("nvfp4")
 
 
+def mlp_training_mxfp8_kept() -> Case:
+    return _mlp_training("mxfp8", weights="once")
+
+
 def linear_rowwise_fp32() -> Case:
     """fp32 output and an N to pad: the scales stand outside the GEMM."""
     x = torch.randn(64, 128, device="cuda", requires_grad=True)

@@ -103,6 +103,8 @@ def mend_conversions() -> None:
     def convert(value: Any, source: Any, target: Any, rounding: Any) -> Any:
         if source == tl.float32 and target in low:
             return torch.from_numpy(np.ascontiguousarray(value)).to(low[target]).view(torch.uint8).numpy()
+        if source in low and target == tl.float32:
+            return torch.from_numpy(np.ascontiguousarray(value)).view(low[source]).float().numpy().view(np.uint32)
         if source == tl.float32 and target == tl.bfloat16:
             return torch.from_numpy(np.ascontiguousarray(value)).to(torch.bfloat16).view(torch.uint16).numpy()
         if source == tl.bfloat16 and target == tl.float32:

@@ -15,7 +15,9 @@ triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
 
+from te_inductor.runtime.microscaling import reciprocal  # noqa: E402
 from te_inductor.templates.triton import kept_weights  # noqa: E402
+from te_inductor.templates.triton.kept_microscaled_kernels import kept_weights_cast_microscaled  # noqa: E402
 
 
 def test_interpreted():
@@ -67,14 +69,41 @@ def test_cubins(scope, capability):
         amaxes = compiled(kept_weights.kept_weights_amaxes, tile, warps, capability)
         assert ".max.s32" in amaxes.asm["ptx"] and amaxes.asm["cubin"]
     for known in {False, whole}:
-        decide = {"INPUT": tl.bfloat16, "WHOLE": whole, "KNOWN": known} | encode
+        decide = {"INPUT": tl.bfloat16, "WHOLE": whole, "TWO_LEVEL": False, "KNOWN": known} | encode
         assert compiled(kept_weights.kept_weights_decide, decide, 1, capability).asm["cubin"]
 
 
-@pytest.mark.parametrize(("recipe", "casts"), [("", [9, 3]), ("_delayed", [3, 3])])
-def test_generated(recipe, casts):
+@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize(("element", "scope"), [("e4m3", "1x32"), ("e2m1", "16x16")])
+def test_cubins_of_microscaled_casts(element, scope, capability):
+    quantizer = Quantizer(element, scope=scope)
+    high, wide, steps, warps = kept_weights.TILES[scope]
+    down, across = quantizer.granularity.block
+    constants = {
+        "INPUT": tl.bfloat16,
+        "ELEMENT": {"e4m3": tl.float8e4nv, "e2m1": tl.uint8}[element],
+        "TWO_LEVEL": element == "e2m1",
+        "LARGEST": quantizer.format.max,
+        "INVERSE": reciprocal(quantizer.format.max),
+        "DOWN": down,
+        "ACROSS": across,
+        "HIGH": high,
+        "WIDE": wide,
+        "STEPS": steps,
+        "ALIGNED": True,
+    }
+    made = compiled(kept_weights_cast_microscaled, constants, warps, capability)
+    assert made.asm["cubin"] and "ld.global.v4.b32" in made.asm["ptx"]
+    assert "cvt.rn.satfinite.e4m3x2.f32" in made.asm["ptx"]  # of elements, or of NVFP4's scales
+    assert element == "e2m1" or "st.global.v4.b32" in made.asm["ptx"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "arch", "casts"), [("", 90, [9, 3]), ("_delayed", 90, [3, 3]), ("_mxfp8", 100, [3, 3])]
+)
+def test_generated(recipe, arch, casts):
     """The graphs of a transformer's MLP have lost the launches that cast gate and up, and down, and no other."""
-    plain, kept = (generate(f"mlp_training{recipe}{kind}", 90) for kind in ("", "_kept"))
+    plain, kept = (generate(f"mlp_training{recipe}{kind}", arch) for kind in ("", "_kept"))
     launches = [[source.count(".run(") for source in code.sources] for code in (plain, kept)]
     assert [a - b for a, b in zip(*launches, strict=True)] == casts
     counts = [[source.count("extern_kernels._scaled_mm(") for source in code.sources] for code in (plain, kept)]

@@ -5,7 +5,8 @@ weights of a graph, four with scales of rows:
 - `kept_weights_decide` compares the digest with that of the weight the copies were made of, and finds the scale, or under
   delayed scaling compares the given one, and records the amax;
 - `kept_weights_amaxes`, with scales of rows, reads a weight that has changed: the amax of each row, and of each column;
-- `kept_weights_cast` reads the weight again and writes both copies, or returns at once.
+- `kept_weights_cast` reads the weight again and writes both copies, or returns at once (`kept_weights_cast_microscaled` of
+  kept_microscaled_kernels.py, in MXFP8 and NVFP4).
 
 Nothing comes back to the host, so that a look neither waits nor is decided when a CUDA graph is recorded. The kernels find
 the tensors by tables of addresses, made anew when one has moved.
@@ -23,6 +24,8 @@ from torch import Tensor
 from te_inductor.recipes.formats import ROW
 from te_inductor.recipes.quantizers import Quantizer
 from te_inductor.runtime.kept_weights import WORD, Kept, Look
+from te_inductor.runtime.microscaling import reciprocal
+from te_inductor.templates.triton.kept_microscaled_kernels import kept_weights_cast_microscaled
 from te_inductor.templates.triton.kept_weights_kernels import (
     ALIGNED_COLUMNS,
     kept_weights_amaxes,
@@ -34,9 +37,10 @@ from te_inductor.templates.triton.kept_weights_kernels import (
 SCAN_WORDS, SCAN_WARPS = 4096, 8  # of a program
 # Tile of a cast: rows, columns, how many tiles beside each other are one program's (a program that has nothing to do costs
 # about as much as a word of 2 KB to read), warps. Square blocks are tiles.
-TILES = {"tensor": (64, 64, 16, 4), "row": (64, 64, 16, 4), "128x128": (128, 128, 8, 8)}
+TILES = dict.fromkeys(("tensor", "row", "1x32", "32x32", "1x16", "16x16"), (64, 64, 16, 4))
+TILES["128x128"] = (128, 128, 8, 8)
 
-_ELEMENTS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
+_ELEMENTS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5, torch.uint8: tl.uint8}
 _INPUTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -127,7 +131,8 @@ def _table(quantizer: Quantizer, looks: Sequence[Look]) -> _Table:
             casts += [len(rows) - 1] * (triton.cdiv(r, high) * triton.cdiv(c, wide * steps))
             words, above = words + count, above + r
         amaxes += all_rows + look.weights[0].shape[1]
-    given = ((look.kept.seen, *_scales(look.kept), look.scale, look.amax) for look in looks)
+    pairs = [(look, look.kept) for look in looks]
+    given = ((one.seen, *_scales(one), look.scale, one.amax if look.amax is None else look.amax) for look, one in pairs)
     addresses = [[_address(t) for t in tensors] for tensors in given]
     aligned = all(row[column] % 16 == 0 for row in rows for column in ALIGNED_COLUMNS)
     device = looks[0].kept.seen.device
@@ -155,7 +160,8 @@ def _launch(kind: _Kind, table: _Table) -> None:
     amax = torch.zeros(count, dtype=torch.int32, device=device)
     stale = torch.empty(count, dtype=torch.int32, device=device)
     scale = torch.empty(count, dtype=torch.float32, device=device)
-    whole = quantizer.granularity.whole
+    scope = quantizer.granularity
+    whole, two_level = scope.whole, scope.two_level
     encode = {
         "LARGEST": quantizer.format.max,
         "EPSILON": quantizer.amax_epsilon,
@@ -170,7 +176,7 @@ def _launch(kind: _Kind, table: _Table) -> None:
         amax,
         BLOCK=SCAN_WORDS,
         BITS=8 * dtype.itemsize,
-        AMAX=whole,
+        AMAX=whole or two_level,
         ALIGNED=table.aligned,
         num_warps=SCAN_WARPS,
     )
@@ -182,12 +188,30 @@ def _launch(kind: _Kind, table: _Table) -> None:
         scale,
         INPUT=_INPUTS[dtype],
         WHOLE=whole,
+        TWO_LEVEL=two_level,
         KNOWN=kind.known,
         **encode,
         num_warps=1,
     )
     tile = {"INPUT": _INPUTS[dtype], "HIGH": high, "WIDE": wide, "STEPS": steps, "ALIGNED": table.aligned}
-    by_row = quantizer.granularity is ROW
+    element = _ELEMENTS[quantizer.format.dtype]
+    if scope.microscaled:
+        kept_weights_cast_microscaled[(len(table.casts),)](
+            table.parameters,
+            table.weights,
+            table.casts,
+            stale,
+            ELEMENT=element,
+            TWO_LEVEL=two_level,
+            LARGEST=quantizer.format.max,
+            INVERSE=reciprocal(quantizer.format.max),
+            DOWN=scope.block[0],
+            ACROSS=scope.block[1],
+            **tile,
+            num_warps=warps,
+        )
+        return
+    by_row = scope is ROW
     amaxes = torch.zeros(table.amaxes if by_row else 0, dtype=torch.int32, device=device)
     if by_row:
         kept_weights_amaxes[(len(table.casts),)](table.parameters, table.casts, stale, amaxes, **tile, num_warps=warps)
@@ -198,7 +222,7 @@ def _launch(kind: _Kind, table: _Table) -> None:
         stale,
         scale,
         amaxes,
-        ELEMENT=_ELEMENTS[quantizer.format.dtype],
+        ELEMENT=element,
         WHOLE=whole,
         BY_ROW=by_row,
         **tile,

@@ -39,7 +39,7 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
     _ALL_ROWS,
     _AMAXES,
 ) = (tl.constexpr(place) for place in range(15))
-_SEEN, _SCALE_INV, _SCALE_INV_T, _GIVEN_SCALE, _STATE_AMAX = (tl.constexpr(place) for place in range(5))
+_SEEN, _SCALE_INV, _SCALE_INV_T, _GIVEN_SCALE, _AMAX = (tl.constexpr(place) for place in range(5))
 _PARAMETER_COLUMNS, _WEIGHT_COLUMNS = tl.constexpr(15), tl.constexpr(5)
 # What has to be a multiple of 16 where a kernel is told so (ALIGNED).
 ALIGNED_COLUMNS = tuple(column.value for column in (_SOURCE, _ROWS, _COLUMNS, _DATA, _LEADING, _DATA_T, _LEADING_T))
@@ -110,6 +110,7 @@ def kept_weights_decide(
     scale,  # (W,) fp32, where WHOLE
     INPUT: tl.constexpr,
     WHOLE: tl.constexpr,
+    TWO_LEVEL: tl.constexpr,  # whether the copies have an amax beside their scales
     KNOWN: tl.constexpr,  # whether delayed scaling gives the scale
     LARGEST: tl.constexpr,
     EPSILON: tl.constexpr,
@@ -121,22 +122,24 @@ def kept_weights_decide(
     seen = tl.load(row + _SEEN).to(tl.pointer_type(tl.int64))
     found = tl.load(digest + weight)
     differs = (tl.load(seen) != found) | (tl.load(seen + 1) != 1)
-    if WHOLE:
+    if WHOLE or TWO_LEVEL:
         bits = tl.load(amax + weight)
         if tl.float32 == INPUT:
             largest = bits.to(tl.float32, bitcast=True)
         else:
             largest = bits.to(tl.int16).to(INPUT, bitcast=True).to(tl.float32)
-        if KNOWN:
-            given = tl.load(tl.load(row + _GIVEN_SCALE).to(tl.pointer_type(tl.int32)))
-            differs = differs | (tl.load(seen + 2) != given)
-            state = tl.load(row + _STATE_AMAX)
-            if state != 0:
-                tl.atomic_max(state.to(tl.pointer_type(tl.int32)), largest.to(tl.int32, bitcast=True), sem="relaxed")
+    if KNOWN:
+        given = tl.load(tl.load(row + _GIVEN_SCALE).to(tl.pointer_type(tl.int32)))
+        differs = differs | (tl.load(seen + 2) != given)
+        state = tl.load(row + _AMAX)
+        if state != 0:
+            tl.atomic_max(state.to(tl.pointer_type(tl.int32)), largest.to(tl.int32, bitcast=True), sem="relaxed")
     tl.store(stale + weight, differs.to(tl.int32))
     if differs:
         tl.store(seen, found)
         tl.store(seen + 1, 1)
+        if TWO_LEVEL:
+            tl.store(tl.load(row + _AMAX).to(tl.pointer_type(tl.float32)), largest)
         if WHOLE:
             if KNOWN:
                 tl.store(seen + 2, given)
