@@ -10,13 +10,14 @@ WIDTHS = (64, 128, 256)  # of a head
 DTYPES = (torch.bfloat16, torch.float16)
 
 
-def _few_queries(
+def plain(
     q: Tensor,  # (B, M, D)
     k: Tensor,  # (B, D, N)
     v: Tensor,  # (B, N, D)
     keep: Tensor | None,  # (N,) bool: keys that count
     scale: float,
 ) -> Tensor:  # (B, M, D)
+    """Of any number of queries and any width, in fp32."""
     scores = (q.float() @ k.float()) * scale
     if keep is not None:
         scores = scores.masked_fill(~keep, float("-inf"))
@@ -25,6 +26,6 @@ def _few_queries(
 
 few_queries = _define(
     "few_queries(Tensor q, Tensor k, Tensor v, Tensor? keep, float scale) -> Tensor",
-    _few_queries,
+    plain,
     lambda q, k, v, keep, scale: q.new_empty(q.shape),
 )
