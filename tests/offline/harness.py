@@ -125,8 +125,7 @@ def _kernel(name: str, source: str) -> Kernel:
 
 
 def compile_to_cubin(kernel: Kernel, arch: int, folder: Path) -> Any:
-    """Compile one kernel with Triton's own ptxas; returns Triton's compiled kernel (`.asm["ptx"]`, `.asm["cubin"]`).
-    Pairs of FP8 values that become a word are used nowhere else: Note [Casts in PTX]."""
+    """Compile one kernel with Triton's own ptxas; returns Triton's compiled kernel (`.asm["ptx"]`, `.asm["cubin"]`)."""
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -147,7 +146,12 @@ def compile_to_cubin(kernel: Kernel, arch: int, folder: Path) -> Any:
     [attributes] = kernel.meta["configs"]  # what Inductor says of arguments: multiples of 16
     source = ASTSource(fn=function, signature=signature, constexprs=places, attrs=attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    for pair in re.findall(r"cvt\.rn\.satfinite\.e\dm\dx2\.f32\s+(%\w+),", compiled.asm["ptx"]):
-        uses = re.findall(rf"^\s*(\S+).*{pair}\b.*$", compiled.asm["ptx"], re.MULTILINE)
-        assert "mov.b32" not in uses or len(uses) == 2, (kernel.name, pair, uses)
+    assert_words(compiled.asm["ptx"], kernel.name)
     return compiled
+
+
+def assert_words(ptx: str, name: str) -> None:
+    """Pairs of FP8 values that become a word are used nowhere else: Note [Casts in PTX]."""
+    for pair in re.findall(r"cvt\.rn\.satfinite\.e\dm\dx2\.f32\s+(%\w+),", ptx):
+        uses = re.findall(rf"^\s*(\S+).*{pair}\b.*$", ptx, re.MULTILINE)
+        assert "mov.b32" not in uses or len(uses) == 2, (name, pair, uses)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from te_inductor.recipes import Quantizer
-from tests.offline.harness import HERE, generate
+from tests.offline.harness import HERE, assert_words, generate
 
 triton = pytest.importorskip("triton")
 
@@ -64,6 +64,7 @@ def test_cubins(scope, capability):
     made = compiled(kept_weights.kept_weights_cast, cast | encode, warps, capability)
     ptx = made.asm["ptx"]
     assert made.asm["cubin"] and "cvt.rn.satfinite.e4m3x2.f32" in ptx
+    assert_words(ptx, scope)
     assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx
     if scope == "row":
         amaxes = compiled(kept_weights.kept_weights_amaxes, tile, warps, capability)
