@@ -15,22 +15,20 @@ from te_inductor.runtime.microscaling import (
 )
 from te_inductor.templates.triton.kept_weights_kernels import (
     _AMAX,
-    _COLUMNS,
     _DATA,
     _DATA_T,
     _INFINITY,
     _LEADING,
     _LEADING_T,
     _PARAMETER_COLUMNS,
-    _ROWS,
     _SCALE_INV,
     _SCALE_INV_T,
-    _SOURCE,
     _WEIGHT,
     _WEIGHT_COLUMNS,
     _cast,
-    _pointer,
+    _source,
     _strip,
+    _target,
 )
 
 _FP32_MAX, _TWO_LEVEL_MAX = tl.constexpr(FP32_MAX), tl.constexpr(TWO_LEVEL_MAX)
@@ -63,14 +61,9 @@ def kept_weights_cast_microscaled(
     weight = tl.load(row + _WEIGHT)
     if tl.load(stale + weight) == 0:
         return
-    source = _pointer(row + _SOURCE, INPUT, ALIGNED)
-    ROWS, COLUMNS = tl.load(row + _ROWS), tl.load(row + _COLUMNS)
-    data, data_t = _pointer(row + _DATA, ELEMENT, ALIGNED), _pointer(row + _DATA_T, ELEMENT, ALIGNED)
-    has_data, has_data_t = tl.load(row + _DATA) != 0, tl.load(row + _DATA_T) != 0
-    leading, leading_t = tl.load(row + _LEADING), tl.load(row + _LEADING_T)
-    if ALIGNED:
-        ROWS, COLUMNS = tl.multiple_of(ROWS, 16), tl.multiple_of(COLUMNS, 16)
-        leading, leading_t = tl.multiple_of(leading, 16), tl.multiple_of(leading_t, 16)
+    source, ROWS, COLUMNS = _source(row, INPUT, ALIGNED)
+    data, has_data, leading = _target(row + _DATA, row + _LEADING, ELEMENT, ALIGNED)
+    data_t, has_data_t, leading_t = _target(row + _DATA_T, row + _LEADING_T, ELEMENT, ALIGNED)
     down, start = _strip(row, program, COLUMNS, WIDE * STEPS)
     r = down * HIGH + tl.arange(0, HIGH)
     vectors = weights + weight * _WEIGHT_COLUMNS

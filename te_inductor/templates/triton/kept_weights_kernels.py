@@ -171,6 +171,24 @@ def _inverse(factor):
 
 
 @triton.jit
+def _source(row, INPUT: tl.constexpr, ALIGNED: tl.constexpr):
+    """A parameter and its sizes."""
+    ROWS, COLUMNS = tl.load(row + _ROWS), tl.load(row + _COLUMNS)
+    if ALIGNED:
+        ROWS, COLUMNS = tl.multiple_of(ROWS, 16), tl.multiple_of(COLUMNS, 16)
+    return _pointer(row + _SOURCE, INPUT, ALIGNED), ROWS, COLUMNS
+
+
+@triton.jit
+def _target(place, leading_place, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr):
+    """Where a copy goes, whether it is wanted, and its leading dimension."""
+    leading = tl.load(leading_place)
+    if ALIGNED:
+        leading = tl.multiple_of(leading, 16)
+    return _pointer(place, ELEMENT, ALIGNED), tl.load(place) != 0, leading
+
+
+@triton.jit
 def _strip(row, program, COLUMNS, WIDE: tl.constexpr):
     """Which row of tiles a program has, and the first column of its tiles."""
     strips = tl.cdiv(COLUMNS, WIDE)
@@ -194,10 +212,7 @@ def kept_weights_amaxes(
     row = parameters + tl.load(programs + program) * _PARAMETER_COLUMNS
     if tl.load(stale + tl.load(row + _WEIGHT)) == 0:
         return
-    source = _pointer(row + _SOURCE, INPUT, ALIGNED)
-    ROWS, COLUMNS = tl.load(row + _ROWS), tl.load(row + _COLUMNS)
-    if ALIGNED:
-        COLUMNS = tl.multiple_of(COLUMNS, 16)
+    source, ROWS, COLUMNS = _source(row, INPUT, ALIGNED)
     of_rows = amaxes + tl.load(row + _AMAXES)
     of_columns = of_rows + tl.load(row + _ALL_ROWS)
     of_rows += tl.load(row + _ABOVE)
@@ -240,14 +255,9 @@ def kept_weights_cast(
     weight = tl.load(row + _WEIGHT)
     if tl.load(stale + weight) == 0:
         return
-    source = _pointer(row + _SOURCE, INPUT, ALIGNED)
-    data, data_t = _pointer(row + _DATA, ELEMENT, ALIGNED), _pointer(row + _DATA_T, ELEMENT, ALIGNED)
-    has_data, has_data_t = tl.load(row + _DATA) != 0, tl.load(row + _DATA_T) != 0
-    ROWS, COLUMNS = tl.load(row + _ROWS), tl.load(row + _COLUMNS)
-    leading, leading_t = tl.load(row + _LEADING), tl.load(row + _LEADING_T)
-    if ALIGNED:
-        ROWS, COLUMNS = tl.multiple_of(ROWS, 16), tl.multiple_of(COLUMNS, 16)
-        leading, leading_t = tl.multiple_of(leading, 16), tl.multiple_of(leading_t, 16)
+    source, ROWS, COLUMNS = _source(row, INPUT, ALIGNED)
+    data, has_data, leading = _target(row + _DATA, row + _LEADING, ELEMENT, ALIGNED)
+    data_t, has_data_t, leading_t = _target(row + _DATA_T, row + _LEADING_T, ELEMENT, ALIGNED)
     down, start = _strip(row, program, COLUMNS, WIDE * STEPS)
     r = down * HIGH + tl.arange(0, HIGH)
     vectors = weights + weight * _WEIGHT_COLUMNS
