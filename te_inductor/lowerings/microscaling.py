@@ -29,6 +29,11 @@ def _fp32(value: float):
     return prims.constant(value, torch.float32)
 
 
+def _negative(value):
+    """By a product: Triton's `-value` is 0 - value, which loses the sign of a zero."""
+    return prims.mul(value, _fp32(-1.0))
+
+
 def _bits(value):
     return prims.to_dtype_bitcast(value, torch.int32, torch.float32)
 
@@ -128,12 +133,12 @@ def random_bits(seed, place):
 def hadamard(sixteen, place):
     """One of the 16 results of 16 values, `place` its index, as a value of bf16 in fp32."""
     place = prims.index_expr(place, torch.int32)
-    sums = [value if sign > 0 else prims.neg(value) for value, sign in zip(sixteen, HADAMARD_SIGNS, strict=True)]
+    sums = [value if sign > 0 else _negative(value) for value, sign in zip(sixteen, HADAMARD_SIGNS, strict=True)]
     apart = 1
     while len(sums) > 1:
-        minus = prims.ne(prims.bitwise_and(place, _int(apart)), _int(0))
+        sign = prims.where(prims.ne(prims.bitwise_and(place, _int(apart)), _int(0)), _fp32(-1.0), _fp32(1.0))
         pairs = zip(sums[::2], sums[1::2], strict=True)
-        sums = [prims.add(a, prims.where(minus, prims.neg(b), b)) for a, b in pairs]
+        sums = [prims.add(a, prims.mul(b, sign)) for a, b in pairs]
         apart *= 2
     return _bf16(prims.mul(sums[0], _fp32(HADAMARD**-0.5)))
 
@@ -163,4 +168,4 @@ def unpack(byte, place):
         prims.lt(size, _fp32(6.0)), prims.sub(size, _fp32(2.0)), prims.sub(prims.mul(size, _fp32(2.0)), _fp32(8.0))
     )
     size = prims.where(prims.lt(size, _fp32(4.0)), prims.mul(size, _fp32(0.5)), large)
-    return prims.where(prims.gt(code, _int(7)), prims.neg(size), size)
+    return prims.where(prims.gt(code, _int(7)), _negative(size), size)

@@ -62,7 +62,7 @@ class Kept:
 
     spec: Spec
     sizes: tuple[tuple[int, int], ...]  # of the parameters
-    data: Tensor  # (N, pad(K)), zeros in the padding, which nothing ever writes
+    data: Tensor  # (N, pad(K)), zeros in the padding, or NaN where it shares a block of MXFP8 with one
     scale_inv: Tensor
     seen: Tensor  # (3,) int64: the digest of what the copies were made of; 1 where there is any; bits of a given scale
     data_t: Tensor | None = None  # (K, pad(N)), where a gradient of the input has been wanted

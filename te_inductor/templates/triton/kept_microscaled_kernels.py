@@ -124,7 +124,7 @@ def _copy(
         factor, stored = _two_level(largest, amax)
     else:
         factor, stored = _power_of_two(largest * INVERSE)
-    # The padding's blocks too, which are zeros.
+    # The padding too, which is zeros, or NaN where its block has one.
     down, across = above // DOWN + tl.arange(0, HIGH // DOWN), left // ACROSS + tl.arange(0, WIDE // ACROSS)
     wide = tl.cdiv(COLUMNS, _PADDING) * (_PADDING // ACROSS)
     high = ROWS if DOWN == 1 else tl.cdiv(ROWS, _PADDING) * (_PADDING // DOWN)
@@ -137,11 +137,11 @@ def _copy(
         low, high_half = tl.split(tl.reshape(_e2m1(value), (HIGH, WIDE // 2, 2)))
         cast = (low | (high_half << 4)).to(tl.uint8)
         c = left // 2 + tl.arange(0, WIDE // 2)
-        inside = (r[:, None] < ROWS) & (2 * c[None, :] < COLUMNS)
+        inside = (r[:, None] < ROWS) & (2 * c[None, :] < wide * ACROSS)
     else:
         cast = _cast(value, LARGEST, ELEMENT)
         c = left + tl.arange(0, WIDE)
-        inside = (r[:, None] < ROWS) & (c[None, :] < COLUMNS)
+        inside = (r[:, None] < ROWS) & (c[None, :] < wide * ACROSS)
     tl.store(data + r[:, None] * leading + c[None, :], cast, mask=inside)
 
 
