@@ -19,7 +19,7 @@ def _sigmoid(x: Any) -> str:
     return f"tl.inline_asm_elementwise({SIGMOID!r}, '=f,f', [{x}], dtype=tl.float32, is_pure=True, pack=1)"
 
 
-def _is_tile(x: Any) -> bool:
+def is_tile(x: Any) -> bool:
     """Of two dimensions, so that it may be stored both ways; a scale of each block may be one value, which makes no word."""
     return sum(str(size) != "1" for size in x.shape) == 2
 
@@ -32,7 +32,7 @@ class _Overrides(TritonKernelOverrides):
     @staticmethod
     def to_dtype(x: Any, dtype: torch.dtype, *args: Any, **kwargs: Any) -> str:
         text: str = TritonKernelOverrides.to_dtype(x, dtype, *args, **kwargs)  # notes how many a thread must have
-        if dtype not in CASTS or x.dtype != torch.float32 or not _is_tile(x):
+        if dtype not in CASTS or x.dtype != torch.float32 or not is_tile(x):
             return text
         how = (
             f"{CASTS[dtype]!r}, {CAST_CONSTRAINTS!r}, [{x}], dtype={triton_type(dtype)}, is_pure=True, pack={CAST_PACK}"

@@ -10,10 +10,8 @@ from torch._inductor.virtualized import V
 from te_inductor import ops
 from te_inductor.lowerings import block_tiles, early_start, gemm_choices
 from te_inductor.lowerings.blocks import loops_of
-from te_inductor.lowerings.tiles import TWO_WAY, quantizer_of, quantizers_of, tile_of
-from te_inductor.recipes.formats import ELEMENTS, ROW
-
-COPIES = {element.dtype for element in ELEMENTS.values() if element.packed == 1}  # dtypes of copies
+from te_inductor.lowerings.tiles import COPIES, TWO_WAY, quantizer_of, quantizers_of, tile_of
+from te_inductor.recipes.formats import ROW
 
 
 class Choices:

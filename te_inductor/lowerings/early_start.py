@@ -29,7 +29,7 @@ from torch._inductor.codegen.triton import TritonKernel
 from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.virtualized import V
 
-from te_inductor.lowerings.assembly import AssemblyKernel
+from te_inductor.lowerings.column_pairs import PairsKernel
 
 ROW = 8192  # elements that a program reduces at once
 _EARLY = "te_kernels_start_early"  # attribute of a graph
@@ -54,7 +54,7 @@ def fits_a_program(features: Any) -> bool:
     return bool(fits and features.get_reduction_hint() == ReductionHint.INNER)
 
 
-class EarlyKernel(AssemblyKernel):
+class EarlyKernel(PairsKernel):
     """Inductor's Triton kernel, which in such a graph starts early: Note [Kernels that start early]."""
 
     @staticmethod

@@ -17,7 +17,8 @@ amax (H200, torch 2.11, triton 3.6, 2026-11-21): 128 x 64 with 4 warps, the best
     gate's and up's weights             2      150.0    142.5    147.2
 
 SwiGLU's backward (3 reads) takes 758 us in a step with 128 x 32 and 8 warps, and 838 with 32 x 64 and 4, which was the
-faster one, 583 us for 735, behind GEMMs alone: what counts is the step.
+faster one, 583 us for 735, behind GEMMs alone: what counts is the step. With pairs of rows 690 with 64 x 64 and 4, where
+128 x 32 without takes 719; 735 with 128 x 64 and 8 (2026-11-22).
 
 A tile that is a block (block_tiles.py) leaves the warps to choose. Behind the same GEMMs, microseconds with 4 and 8, and 16
 with as few registers as let two tiles share a multiprocessor, which Inductor cannot ask for::
@@ -43,10 +44,11 @@ from torch._inductor.virtualized import V
 from te_inductor import ops
 from te_inductor.lowerings import block_tiles
 from te_inductor.recipes import Quantizer
-from te_inductor.recipes.formats import TENSOR
+from te_inductor.recipes.formats import ELEMENTS, TENSOR
 
 # By the number of whole tensors read: elements in the dimension in which they are contiguous, elements across, warps.
-CAST = {1: (128, 64, 8), 2: (128, 64, 8), 3: (128, 32, 8)}
+CAST = {1: (128, 64, 8), 2: (128, 64, 8), 3: (64, 64, 4)}
+PAIRS_FROM = 3  # tensors read
 BLOCK_WARPS = 8  # of a kernel whose tile is a block
 ROTARY_WARPS = 4  # of one that reads three places of a tensor for each element, as rotary positions' gradient does
 FLAT = {"XBLOCK": 8192, "num_warps": 8}  # of a row copy and amax alone: a program looks for the largest of its elements
@@ -54,6 +56,7 @@ AMAX = {"XBLOCK": 1, "R0_BLOCK": 4096, "num_warps": 16}
 # The ops that cast or look for a scale, and among them those that cast both ways.
 CASTS = (ops.quantize, ops.quantize_delayed, ops.current_scale)
 TWO_WAY = (ops.quantize_rowcol, ops.quantize_pieces, ops.quantize_rowcol_delayed, ops.quantize_pieces_delayed)
+COPIES = {element.dtype for element in ELEMENTS.values() if element.packed == 1}  # dtypes of copies
 AMAX_FROM = 8 * AMAX["R0_BLOCK"]  # elements a program reduces, below which Inductor's own choice stands
 
 
@@ -91,11 +94,9 @@ def tile_of(features: Any, tiling: dict[str, Any]) -> dict[str, int] | None:
 
 
 def _cast_tile(nodes: list[Any], tiling: dict[str, Any]) -> dict[str, int]:
-    """A node of a 2D kernel iterates over (y, x); where its read has coefficient 1, the tensor is contiguous."""
     reads = _reads(nodes, tiling)
     along, across, warps = CAST[min(max(len(_slices(reads)), 1), max(CAST))]
-    outer = any(len(dep.var_names) == 2 and dep.index.coeff(dep.var_names[0]) == 1 for dep in reads)
-    y, x = (along, across) if outer else (across, along)
+    y, x = (along, across) if any(_along(dep, tiling) == "y" for dep in reads) else (across, along)
     return {"XBLOCK": x, "YBLOCK": y, "num_warps": warps}
 
 
@@ -103,6 +104,32 @@ def _block_tile(nodes: list[Any], tiling: dict[str, Any]) -> dict[str, int]:
     places = collections.Counter(name for name, _ in _slices(_reads(nodes, tiling)))
     warps = ROTARY_WARPS if max(places.values(), default=0) > 2 else BLOCK_WARPS
     return {"XBLOCK": block_tiles.TILE, "YBLOCK": block_tiles.TILE, "num_warps": warps}
+
+
+def paired_dimension(features: Any, sizes: dict[str, Any]) -> str | None:
+    """Of a tile that is stored both ways as FP8, by a kernel with many instructions: the dimension in which the tensors read
+    are not contiguous. Note [Pairs of rows] in column_pairs.py."""
+    if "y" not in sizes:
+        return None
+    nodes = list(features.scheduler_nodes())
+    reads = _reads(nodes, sizes)
+    if not block_tiles.matrices(nodes) and len(_slices(reads)) < PAIRS_FROM:
+        return None
+    writes = [dep for node in nodes for dep in node.read_writes.writes if isinstance(dep, MemoryDep)]
+    stored = {_along(dep, sizes) for dep in writes if V.graph.get_dtype(dep.name) in COPIES}
+    read = {_along(dep, sizes) for dep in reads}
+    if stored != {"x", "y"} or len(read) != 1:
+        return None
+    return "y" if read == {"x"} else "x"
+
+
+def _along(dep: MemoryDep, sizes: dict[str, Any]) -> str:
+    """The dimension of a 2D kernel, whose nodes iterate over y and then over x, in which a tensor is contiguous."""
+    start = dict.fromkeys(dep.var_names, 0)
+    first = dep.index.subs(start)
+    unit = [place for place, name in enumerate(dep.var_names) if dep.index.subs({**start, name: 1}) - first == 1]
+    inside = unit and V.graph.sizevars.statically_known_leq(sympy_product(dep.size[: unit[-1] + 1]), sizes["y"])
+    return "y" if inside else "x"
 
 
 def _reads(nodes: list[Any], tiling: dict[str, Any]) -> list[MemoryDep]:

@@ -7,7 +7,7 @@ from te_inductor import compat, ops
 from te_inductor.lowerings import install
 from te_inductor.recipes import Gemm, Quantizer
 from te_inductor.runtime import reference
-from tests.bounds import assert_within, gemm_error, magnitudes_of
+from tests.bounds import assert_same_values, assert_within, gemm_error, magnitudes_of
 from tests.numerics.test_quantize import CONTENTS, FP32_SCOPES, QUANTIZERS, check_both
 
 SIZES = [(1, 1), (3, 17), (33, 70), (128, 64), (256, 384), (257, 1040), (64, 4096)]
@@ -70,6 +70,26 @@ def test_pieces_side_by_side(scope, dim, size):
 
         made = on_gpu(lambda x, quantizer, pieces=pieces: run([piece.cuda() for piece in pieces], dim, quantizer))
         check_both(whole, Quantizer("e4m3", scope=scope), lambda x, q, both=made: both(x, q)[:2], made)
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+def test_pairs_of_rows(content):
+    """Three tensors are read, so that columns are stored in pairs of rows (lowerings/column_pairs.py)."""
+    install()
+    quantizer, scale = Quantizer("e4m3"), torch.tensor(448 / 3)
+    run = torch.compile(
+        lambda x, y, z, scale: ops.quantize_rowcol_delayed(torch.where(y > z, x, x.abs()), scale, quantizer),
+        backend="te",
+        dynamic=False,
+    )
+    for size in (*SIZES, (80, 144), (512, 1024)):
+        x, y, z = CONTENTS[content](*size).bfloat16(), *(torch.randn(size).bfloat16() for _ in range(2))
+        poison = torch.full((4 * x.numel() + 4096,), 0xFF, dtype=torch.uint8, device="cuda")
+        del poison
+        data, data_t = (copy.cpu() for copy in run(x.cuda(), y.cuda(), z.cuda(), scale.cuda()))
+        chosen = torch.where(y > z, x, x.abs())
+        for found, given in ((data, chosen), (data_t, chosen.t())):
+            assert_same_values(found, reference.quantize_known(given, scale.item(), quantizer)[0])
 
 
 def test_the_sigmoid_of_kernels_that_quantize():

@@ -237,6 +237,28 @@ def recording_cast_padded() -> Case:
     return _recording_cast(70, 137)
 
 
+def _cast_of_three(transposed: bool) -> Case:
+    """Three tensors are read, so that one copy is stored in pairs of rows; a size that fills no tile."""
+    from te_inductor import ops
+    from te_inductor.recipes import Quantizer
+
+    def function(y: Tensor, z: Tensor, x: Tensor, scale: Tensor) -> Any:
+        chosen = torch.where(y > z, x, x.abs())
+        return ops.quantize_rowcol_delayed(chosen.t() if transposed else chosen, scale, Quantizer("e4m3"))
+
+    x, y, z = (torch.randn(80, 144, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    return torch.compile(function, backend="te", fullgraph=True), (y, z, x, torch.ones((), device="cuda"))
+
+
+def cast_of_three() -> Case:
+    return _cast_of_three(transposed=False)
+
+
+def cast_of_three_transposed() -> Case:
+    """The row copy is in pairs."""
+    return _cast_of_three(transposed=True)
+
+
 def two_way_cast_block() -> Case:
     """Whole blocks, the tiles of one kernel."""
     return _two_way_cast(256, 384, scope="1x128")

@@ -35,8 +35,12 @@ ON_CPU = {
     r"^from torch\._inductor\.select_algorithm import extern_kernels$": "\\g<0>\nfrom tests.offline import tensor_cores",
 }
 
-# A cast, of which the interpreter runs Triton's own.
+# A cast, of which the interpreter runs Triton's own, and pairs of bytes.
 IN_PTX = r"tl\.inline_asm_elementwise\('[^']*cvt\.rn\.satfinite[^']*', '[^']*', \[(\w+)\], dtype=(tl\.\w+), .*?pack=4\)"
+PAIRS_IN_PTX = r"tl\.inline_asm_elementwise\('prmt[^']*', '[^']*', \[(\w+), (\w+)\], dtype=tl\.uint16, .*?pack=4\)"
+PAIRS = " | ".join(
+    rf"({byte}.to(tl.uint8, bitcast=True).to(tl.uint16) << {bits})" for byte, bits in ((r"\1", 0), (r"\2", 8))
+)
 
 
 def empty_poisoned(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -60,7 +64,7 @@ class Interpreted:
 
     def __init__(self, kernel: Kernel, folder: Path) -> None:
         path = folder / f"{kernel.name}.py"
-        path.write_text(re.sub(IN_PTX, r"\1.to(\2)", kernel.source))
+        path.write_text(re.sub(PAIRS_IN_PTX, PAIRS, re.sub(IN_PTX, r"\1.to(\2)", kernel.source)))
         self.function = getattr(load(path), kernel.name)
         self.kernel = kernel
 

@@ -13,7 +13,7 @@ from te_inductor.recipes import Quantizer
 from te_inductor.runtime import reference
 from tests.bounds import assert_same_values
 from tests.numerics.test_quantize import CONTENTS
-from tests.offline.harness import HERE, generate
+from tests.offline.harness import HERE, compile_to_cubin, generate
 
 SIZES = {"two_way_cast": (80, 144), "two_way_cast_padded": (70, 137)}
 BLOCKS = {
@@ -68,6 +68,22 @@ def test_a_matrix_of_heads(tmp_path):
         assert torch.equal(scale_inv.double(), value) and torch.equal(scale_inv_t.double(), value_t), name
         assert_same_values(data, values)
         assert_same_values(data_t, values_t)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_pairs_of_rows(transposed, tmp_path):
+    """Note [Pairs of rows]: 16 bits are stored, which hardware transposes in shared memory."""
+    generated = generate("cast_of_three_transposed" if transposed else "cast_of_three", 90)
+    [kernel] = generated.kernels
+    assert kernel.body.count("tl.pointer_type(tl.uint16)") == 1
+    assert "ldmatrix" in compile_to_cubin(kernel, 90, tmp_path).asm["ptx"]
+    contents = {name: make(80, 144).to(torch.bfloat16) for name, make in CONTENTS.items()}
+    others, scale = [torch.randn(80, 144).bfloat16() for _ in range(2)], torch.tensor(448 / 3)
+    runs = [[*others, x, scale] for x in contents.values()]
+    for x, copies in zip(contents.values(), interpret(generated.sources[0], runs, tmp_path), strict=True):
+        chosen = torch.where(others[0] > others[1], x, x.abs())
+        for found, given in zip(copies, (chosen.t(), chosen) if transposed else (chosen, chosen.t()), strict=True):
+            assert_same_values(found, reference.quantize_known(given, scale.item(), Quantizer("e4m3"))[0])
 
 
 @pytest.mark.parametrize(

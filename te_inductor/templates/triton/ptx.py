@@ -28,3 +28,7 @@ def _cast(element: str) -> str:
 
 CASTS = {torch.float8_e4m3fn: _cast("e4m3"), torch.float8_e5m2: _cast("e5m2")}
 CAST_CONSTRAINTS, CAST_PACK = "=r,f,f,f,f", 4
+
+# The bytes of two words by turns: Note [Pairs of rows] in lowerings/column_pairs.py.
+PAIRS = "prmt.b32 $0, $2, $3, 0x5140; prmt.b32 $1, $2, $3, 0x7362;"
+PAIRS_CONSTRAINTS, PAIRS_PACK = "=r,=r,r,r", 4
