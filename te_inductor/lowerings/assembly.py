@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch._inductor.codegen.triton import TritonKernelOverrides, maybe_upcast_float32
 from torch._inductor.utils import triton_type
+from torch._inductor.virtualized import V
 
 from te_inductor.lowerings.block_tiles import BlockKernel
 from te_inductor.templates.triton.ptx import CAST_CONSTRAINTS, CAST_PACK, CASTS, SIGMOID
@@ -20,8 +21,9 @@ def _sigmoid(x: Any) -> str:
 
 
 def is_tile(x: Any) -> bool:
-    """Of two dimensions, so that it may be stored both ways; a scale of each block may be one value, which makes no word."""
-    return sum(str(size) != "1" for size in x.shape) == 2
+    """Of two dimensions, so that it may be stored both ways. What a reduction leaves is none: a scale that is FP8 may be
+    alone in its program, and makes no word."""
+    return not V.kernel.features.is_reduction() and sum(str(size) != "1" for size in x.shape) == 2
 
 
 class _Overrides(TritonKernelOverrides):

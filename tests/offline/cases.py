@@ -88,6 +88,17 @@ def mlp_training_nvfp4() -> Case:
     return _mlp_training("nvfp4")
 
 
+def small_training_nvfp4_plain() -> Case:
+    """Little enough that a kernel of blocks has three dimensions, and tiles of one block."""
+    from te_inductor.recipes import NVFP4BlockScaling
+
+    with torch.device("cuda"):
+        layers = (nn.Linear(128, 256, dtype=torch.bfloat16), nn.GELU(), nn.Linear(256, 128, dtype=torch.bfloat16))
+        x = torch.randn(32, 128, dtype=torch.bfloat16)
+    recipe = NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True)
+    return torch.compile(nn.Sequential(*layers), backend="te", fullgraph=True, options={"policy": {"*": recipe}}), (x,)
+
+
 def mlp_training_mxfp8_kept() -> Case:
     return _mlp_training("mxfp8", weights="once")
 

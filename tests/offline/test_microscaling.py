@@ -44,6 +44,14 @@ def test_an_nvfp4_copy_is_one_kernel_behind_the_amax_of_the_tensor() -> None:
     assert any("randint" in kernel.name for kernel in casts)
 
 
+def test_scales_of_nvfp4_are_no_words_of_casts() -> None:
+    """Note [Casts in PTX] is of tiles; a scale may be alone in its program."""
+    kernels = [k for k in generate("small_training_nvfp4_plain", 90).kernels if "tl.float8e4nv" in k.body]
+    reductions = [kernel for kernel in kernels if "r0_numel" in kernel.meta["signature"]]
+    assert any("ynumel" in kernel.meta["signature"] for kernel in reductions)
+    assert not any("satfinite" in kernel.body for kernel in reductions)
+
+
 def test_what_is_saved_is_low_precision() -> None:
     """For wgrad and dgrad: bytes of two values each, 16 values a block, and their scales."""
     forward, _ = generate("mlp_training_nvfp4", 90).sources
