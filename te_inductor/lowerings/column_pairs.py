@@ -21,7 +21,7 @@ Instructions an element on sm_90 (Triton 3.6 and 3.7 alike), and microseconds in
                                           26.3    23.6     509   487
     a gradient, blocks                    18.3    15.6     103    98
 
-So kernels with few instructions are left as they are (`tiles.PAIRS_FROM`).
+So kernels with few instructions are left as they are (`tiles.PAIRED`).
 """
 
 import functools
@@ -29,7 +29,6 @@ from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 from torch._inductor.codegen.common import DeferredLine
-from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
 
 from te_inductor.lowerings import tiles
@@ -45,9 +44,7 @@ class PairsKernel(AssemblyKernel):
         """The dimension of the tile whose neighbours become pairs."""
         if self.fixed_config is None or self.inside_reduction:
             return None
-        across = tiles.paired_dimension(self.features, self.numels)
-        even = across is not None and V.graph.sizevars.statically_known_multiple_of(self.numels[across], 2)
-        return across if even else None
+        return tiles.paired_dimension(list(self.features.scheduler_nodes()), self.numels)
 
     def iteration_ranges_ranges_code(self, entry: Any) -> str:
         code = str(super().iteration_ranges_ranges_code(entry))

@@ -47,8 +47,8 @@ from te_inductor.recipes import Quantizer
 from te_inductor.recipes.formats import ELEMENTS, TENSOR
 
 # By the number of whole tensors read: elements in the dimension in which they are contiguous, elements across, warps.
-CAST = {1: (128, 64, 8), 2: (128, 64, 8), 3: (64, 64, 4)}
-PAIRS_FROM = 3  # tensors read
+CAST = {1: (128, 64, 8), 2: (128, 64, 8), 3: (128, 32, 8)}
+PAIRED = {3: (64, 64, 4)}  # with Note [Pairs of rows]
 BLOCK_WARPS = 8  # of a kernel whose tile is a block
 ROTARY_WARPS = 4  # of one that reads three places of a tensor for each element, as rotary positions' gradient does
 FLAT = {"XBLOCK": 8192, "num_warps": 8}  # of a row copy and amax alone: a program looks for the largest of its elements
@@ -95,7 +95,8 @@ def tile_of(features: Any, tiling: dict[str, Any]) -> dict[str, int] | None:
 
 def _cast_tile(nodes: list[Any], tiling: dict[str, Any]) -> dict[str, int]:
     reads = _reads(nodes, tiling)
-    along, across, warps = CAST[min(max(len(_slices(reads)), 1), max(CAST))]
+    tiles = CAST if paired_dimension(nodes, tiling) is None else PAIRED
+    along, across, warps = tiles[_count(reads)]
     y, x = (along, across) if any(_along(dep, tiling) == "y" for dep in reads) else (across, along)
     return {"XBLOCK": x, "YBLOCK": y, "num_warps": warps}
 
@@ -106,21 +107,26 @@ def _block_tile(nodes: list[Any], tiling: dict[str, Any]) -> dict[str, int]:
     return {"XBLOCK": block_tiles.TILE, "YBLOCK": block_tiles.TILE, "num_warps": warps}
 
 
-def paired_dimension(features: Any, sizes: dict[str, Any]) -> str | None:
+def paired_dimension(nodes: list[Any], sizes: dict[str, Any]) -> str | None:
     """Of a tile that is stored both ways as FP8, by a kernel with many instructions: the dimension in which the tensors read
     are not contiguous. Note [Pairs of rows] in column_pairs.py."""
     if "y" not in sizes:
         return None
-    nodes = list(features.scheduler_nodes())
     reads = _reads(nodes, sizes)
-    if not block_tiles.matrices(nodes) and len(_slices(reads)) < PAIRS_FROM:
+    if not block_tiles.matrices(nodes) and _count(reads) not in PAIRED:
         return None
     writes = [dep for node in nodes for dep in node.read_writes.writes if isinstance(dep, MemoryDep)]
     stored = {_along(dep, sizes) for dep in writes if V.graph.get_dtype(dep.name) in COPIES}
     read = {_along(dep, sizes) for dep in reads}
     if stored != {"x", "y"} or len(read) != 1:
         return None
-    return "y" if read == {"x"} else "x"
+    across = "y" if read == {"x"} else "x"
+    return across if V.graph.sizevars.statically_known_multiple_of(sizes[across], 2) else None
+
+
+def _count(reads: list[MemoryDep]) -> int:
+    """A row of the tables."""
+    return min(max(len(_slices(reads)), 1), max(CAST))
 
 
 def _along(dep: MemoryDep, sizes: dict[str, Any]) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from te_inductor.lowerings.tiles import AMAX, CAST
+from te_inductor.lowerings.tiles import AMAX, CAST, PAIRED
 from tests.offline.harness import Generated, compile_to_cubin, generate
 
 ARCHS = (90, 100)
@@ -102,7 +102,9 @@ def test_kernels_have_the_tiles_that_were_measured(current: Generated) -> None:
         outer = "(y0 +" in read  # the index of a contiguous dimension has no factor
         tensors = kernel.body.count("tl.load(in") - kernel.body.count("tl.broadcast_to(")
         along, across = ("YBLOCK", "XBLOCK") if outer else ("XBLOCK", "YBLOCK")
-        assert kernel.tile in [{along: a, across: b, "num_warps": w} for a, b, w in CAST.values()], kernel.name
+        assert kernel.tile in [
+            {along: a, across: b, "num_warps": w} for a, b, w in (*CAST.values(), *PAIRED.values())
+        ], kernel.name
         if tensors == 1:
             assert (kernel.tile[along], kernel.tile[across], kernel.tile["num_warps"]) == CAST[1]
     amaxes = [kernel for kernel in current.kernels if kernel.tile == AMAX]
