@@ -4,26 +4,32 @@
 
 Shapes are those of the GEMMs of a Llama-3-8B layer, q, k, v and gate, up as one with one scale a tensor and with scales of
 blocks, apart with one a row. A wgrad that adds to an fp32 total in place ("output") is timed against cuBLASLt's, which
-writes fp32, and a kernel that adds; there each weight has its own. Operands are random: on zeros a power-limited card runs
-faster than it ever will in training. A tile is chosen where it takes at most `GAIN` of cuBLASLt's time.
+writes fp32, and a kernel that adds; there each weight has its own. A GEMM that writes the FP8 copy of GELU of its sum
+("quantized") is timed against the table's GEMM and the generated kernel behind it. Operands are random: on zeros a
+power-limited card runs faster than it ever will in training. A tile is chosen where it takes at most `GAIN` of cuBLASLt's
+time.
 """
 
 import argparse
+import functools
 import json
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import harness, table
-from te_inductor.recipes import Gemm
-from te_inductor.recipes.formats import BLOCK_1X128, BLOCK_128X128, ROW, SCOPES
+from te_inductor import ops
+from te_inductor.recipes import Gemm, Quantizer
+from te_inductor.recipes.formats import BLOCK_1X128, BLOCK_128X128, ROW, SCOPES, TENSOR
+from te_inductor.runtime.activation import Activation
 from te_inductor.templates.cutlass import build, launch, scaled_mm, versions
-from te_inductor.templates.cutlass.scaled_mm import NOTHING, OUTPUT, TABLE, Problem, Tile, tiles
+from te_inductor.templates.cutlass.scaled_mm import NOTHING, OUTPUT, ROUNDED, TABLE, Problem, Tile, tiles
 
 TOKENS = (2048, 4096, 8192, 16384)
 LAYERS = {  # N x K of a weight: by tensor, by row
@@ -31,6 +37,9 @@ LAYERS = {  # N x K of a weight: by tensor, by row
     "row": ((1024, 4096), (4096, 4096), (14336, 4096), (4096, 14336)),
 }
 BLOCKS = "blocks"  # scales of them, which nothing is added to
+QUANTIZED = "quantized"  # the output, with an activation
+MLPS = ((4096, 1024), (8192, 2048), (16384, 4096))  # N x K of the layer in front of the activation
+GELU = Activation((("mul", 0, 0.5), ("mul", 0, 0.7071067811865476), ("erf", 2), ("add", 3, 1.0), ("mul", 1, 4)))
 GAIN = 0.985
 ARCH = "90"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -42,25 +51,33 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
     parser.add_argument("--rounds", type=int, default=5, help="arms take turns; the median round counts")
     parser.add_argument("--iters", type=int, default=10)
-    kinds = [NOTHING, OUTPUT, BLOCKS]
-    parser.add_argument("--kinds", nargs="+", default=kinds, choices=kinds, help="what is added, or scales of blocks")
+    kinds = [NOTHING, OUTPUT, BLOCKS, QUANTIZED]
+    parser.add_argument("--kinds", nargs="+", default=kinds, choices=kinds, help="what is added, or what else differs")
     parser.add_argument("--write", action="store_true", help="into the package's table; rows not measured stay")
     parser.add_argument("--json", type=Path, default=Path("out/tune_gemm.json"))
     return parser.parse_args()
 
 
 def problems(tokens: list[int], kinds: list[str]) -> list[Problem]:
-    found = {NOTHING: plain, OUTPUT: totals, BLOCKS: blocks}
+    found = {NOTHING: plain, OUTPUT: totals, BLOCKS: blocks, QUANTIZED: quantized}
     return [problem for kind in kinds for problem in found[kind](tokens)]
 
 
 def identity(row: dict[str, Any]) -> tuple[Any, ...]:
     """Of what was measured."""
-    return tuple(row[name] for name in ("m", "n", "k", "scope", "fast_accum", "added"))
+    return (*(row[name] for name in ("m", "n", "k", "scope", "fast_accum", "added")), row.get(QUANTIZED, False))
 
 
 def kind_of(row: dict[str, Any]) -> str:
+    if row.get(QUANTIZED, False):
+        return QUANTIZED
     return BLOCKS if SCOPES[row["scope"]].blocked else row["added"]
+
+
+def quantized(tokens: list[int]) -> list[Problem]:
+    """fprop of the layer in front of the activation."""
+    kind = (TENSOR.name, False, True, NOTHING, GELU)
+    return [Problem(ARCH, m, n, k, E4M3, E4M3, E4M3, *kind) for m in tokens for n, k in MLPS]
 
 
 def blocks(tokens: list[int]) -> list[Problem]:
@@ -115,17 +132,19 @@ def arms(p: Problem) -> dict[Tile | None, Callable[[], Any]]:
     a, b = ((torch.randn(size, p.k, device="cuda") * 8).to(dtype) for size, dtype in ((p.m, p.a), (p.n, p.b)))
     scales = _scales(p)
     out = torch.empty(p.m, p.n, device="cuda", dtype=p.out)
-    library, cutlass, before = (_adding if p.added == OUTPUT else _writing)(p, a, b, scales, out)
+    how = _quantizing if p.activation is not None else _adding if p.added == OUTPUT else _writing
+    library, cutlass, before = how(p, a, b, scales, out)
     reference = library().clone()
     if p.added == OUTPUT and p.scope == "row":  # which Inductor's kernel multiplies where it adds
         reference = reference * (scales[0] * scales[1])
     found: dict[Tile | None, Callable[[], Any]] = {None: library}
     for tile in tiles(p):
         out.fill_(before)
-        cutlass(tile)()
-        error = harness.relative_error(out, reference)["relative"]
+        call = cutlass(tile)
+        call()
+        error = harness.relative_error(out.float(), reference.float())["relative"]
         if error <= ERROR:  # NaN is not
-            found[tile] = cutlass(tile)
+            found[tile] = call
         else:
             print(f"WRONG by {error:.3g}: {tile} on {p}")
     return found
@@ -157,6 +176,41 @@ def _writing(p: Problem, a: Tensor, b: Tensor, scales: list[Tensor], out: Tensor
     return library, lambda tile: lambda: launch.scaled_mm(a, b.t(), *scales, tile=tile.shape, **given), float("nan")
 
 
+def _quantizing(p: Problem, a: Tensor, b: Tensor, scales: list[Tensor], out: Tensor) -> Arms:
+    """All in CUDA graphs, as a compiled function's guards take the host longer than the smallest GEMM the GPU."""
+    wide, y = replace(p, out=ROUNDED, activation=None), torch.empty(p.m, p.n, device="cuda", dtype=ROUNDED)
+    scales = [scales[0] / (64 * p.k**0.5), scales[1]]  # so that sums are about 1, where GELU bends
+    library, cutlass, _ = _writing(wide, a, b, scales, y)
+    tile, scale, quantizer = scaled_mm.choose(wide), torch.full((), 64.0, device="cuda"), Quantizer("e4m3")
+    write = library if tile is None else cutlass(tile)
+    torch._dynamo.reset()
+    cast = torch.compile(lambda y, scale: ops.quantize_delayed(F.gelu(y), scale, quantizer), backend="te")
+    given = {"arch": p.arch, "scope": p.scope, "fast_accum": p.fast_accum, "steps": GELU.steps, "out": out}
+
+    def two() -> Tensor:
+        write()
+        return cast(y, scale)
+
+    def one(tile: Tile) -> Callable[[], Any]:
+        return _captured(lambda: launch.quantized_mm(a, b.t(), *scales, scale, tile=tile.shape, **given))
+
+    return _captured(two), one, 0.0
+
+
+def _captured(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+    return functools.partial(_replay, graph, result, call)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, result: Tensor, _: Callable[[], Tensor]) -> Tensor:
+    """The call that was captured is handed along, as it holds what the graph reads and writes."""
+    graph.replay()
+    return result
+
+
 def _adding(p: Problem, a: Tensor, b: Tensor, scales: list[Tensor], out: Tensor) -> Arms:
     gemm, one, product = (
         Gemm("wgrad", p.fast_accum, (p.scope, p.scope)),
@@ -186,6 +240,7 @@ def measure(p: Problem, args: argparse.Namespace) -> dict[str, Any]:
         "scope": p.scope,
         "fast_accum": p.fast_accum,
         "added": p.added,
+        **({QUANTIZED: True} if p.activation is not None else {}),
         "tile": None if chosen is None else asdict(chosen),
         "us": None if tile is None else round(us[tile], 1),
         "cublaslt_us": round(library, 1),

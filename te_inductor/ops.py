@@ -21,6 +21,7 @@ from te_inductor.recipes import Gemm, Quantizer, Slots
 from te_inductor.recipes.delayed import ScaleUpdate
 from te_inductor.recipes.formats import HADAMARD, padded
 from te_inductor.runtime import deferred_wgrads, delayed, eager
+from te_inductor.runtime.activation import Activation
 from te_inductor.runtime.microscaling import ALPHA
 from te_inductor.runtime.operation import Gradients, Needs, Operation
 from te_inductor.runtime.philox import new_seed
@@ -142,6 +143,21 @@ def _scaled_mm_fake(
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
+def _quantized_mm_fake(
+    a: Tensor,  # as `scaled_mm` has them
+    a_scale_inv: Tensor,
+    b: Tensor,
+    b_scale_inv: Tensor,
+    bias: Tensor | None,
+    gemm: Gemm,
+    out_dtype: torch.dtype,  # that the product is rounded to
+    activation: Activation,
+    scale: Tensor,  # (), of the copy
+    quantizer: Quantizer,
+) -> Tensor:  # (M, pad(N)), the row copy of the activation
+    return _quantize_fake(_scaled_mm_fake(a, a_scale_inv, b, b_scale_inv, bias, gemm, out_dtype), quantizer)[0]
+
+
 quantize = _define(
     f"quantize(Tensor x, {_QUANTIZER} q, Tensor? amax=None, Tensor? seed=None) -> (Tensor, Tensor)",
     eager.quantize,
@@ -208,6 +224,12 @@ scaled_mm = _define(
     " Tensor? alpha=None, Tensor? added=None) -> Tensor",
     eager.scaled_mm,
     _scaled_mm_fake,
+)
+quantized_mm = _define(
+    f"quantized_mm(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias, {_GEMM} g, ScalarType out_dtype,"
+    f" {constant_type_name(Activation)} f, Tensor scale, {_QUANTIZER} q) -> Tensor",
+    eager.quantized_mm,
+    _quantized_mm_fake,
 )
 
 

@@ -1,5 +1,5 @@
 """The passes on Inductor's graphs, after autograd: one quantization of a tensor, however many GEMMs read it; sigmoids.py;
-residuals.py; few_queries.py.
+residuals.py; quantized_outputs.py; few_queries.py.
 
 AOTAutograd's partitioner removes common subexpressions from training graphs; inference graphs get none, so q, k and v
 would each quantize the same input.
@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from te_inductor import few_queries, ops, residuals, sigmoids
+from te_inductor import few_queries, ops, quantized_outputs, residuals, sigmoids
 
 aten = torch.ops.aten
 _QUANTIZE = frozenset(
@@ -76,6 +76,7 @@ def simplify(graph: fx.Graph) -> None:
         share(graph)
         sigmoids.fold(graph)
         residuals.fold(graph)
+        quantized_outputs.fold(graph)
     few_queries.fold(graph)
 
 

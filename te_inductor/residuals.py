@@ -14,11 +14,10 @@ import torch
 from torch import fx
 
 from te_inductor import ops
-from te_inductor.templates.cutlass import scaled_mm as template
-from te_inductor.templates.cutlass.scaled_mm import ANOTHER, Problem
+from te_inductor.gemm_nodes import VIEWS, has_tile, is_plain
+from te_inductor.templates.cutlass.scaled_mm import ANOTHER
 
 aten = torch.ops.aten
-_VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
 
 def fold(graph: fx.Graph) -> None:
@@ -36,10 +35,9 @@ def fold(graph: fx.Graph) -> None:
 
 def _product(output: fx.Node) -> fx.Node | None:
     """The GEMM that `output` is, behind views, where nobody else reads it."""
-    while len(output.users) == 1 and output.target in _VIEWS:
+    while len(output.users) == 1 and output.target in VIEWS:
         output = output.all_input_nodes[0]
-    alone = len(output.users) == 1 and output.target is ops.scaled_mm
-    return output if alone and all(more is None for more in output.args[7:]) else None
+    return output if len(output.users) == 1 and is_plain(output) else None
 
 
 def _is_residual(x: fx.Node, gemm: fx.Node, total: fx.Node) -> bool:
@@ -56,14 +54,7 @@ def _alike(gemm: fx.Node, total: fx.Node) -> bool:
 
 
 def _pays(gemm: fx.Node) -> bool:
-    a, _, b, _, bias, wanted, out = gemm.args[:7]
-    x, w = a.meta["val"], b.meta["val"]  # type: ignore[union-attr]
-    sizes = (x.shape[0], w.shape[0], x.shape[1])
-    arch = template.architecture(x.device) if x.device.type == "cuda" else None
-    if arch is None or not all(isinstance(size, int) for size in sizes):
-        return False
-    kind = (wanted.scopes[0], bias is not None, wanted.fast_accum, ANOTHER)  # type: ignore[union-attr]
-    return template.choose(Problem(arch, *sizes, x.dtype, w.dtype, out, *kind)) is not None  # type: ignore[arg-type]
+    return has_tile(gemm, added=ANOTHER)
 
 
 def _replace(total: fx.Node, output: fx.Node, gemm: fx.Node, residual: fx.Node) -> None:

@@ -47,4 +47,13 @@ def _replace(node: fx.Node, target: Any, *args: fx.Node) -> None:
         new = node.graph.call_function(target, args)
     new.meta = dict(node.meta)
     node.replace_all_uses_with(new)
+    _erase(node)
+
+
+def _erase(node: fx.Node) -> None:
+    """With what nobody else reads: a reader that nothing comes of would keep later passes from what it reads."""
+    inputs = node.all_input_nodes
     node.graph.erase_node(node)
+    for x in inputs:
+        if not x.users and x.op == "call_function":
+            _erase(x)

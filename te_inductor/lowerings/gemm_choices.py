@@ -17,14 +17,16 @@ from torch._inductor.virtualized import V
 from te_inductor import compat
 from te_inductor.recipes import Gemm
 from te_inductor.recipes.formats import BLOCK_1X128, BLOCK_128X128, E2M1, ROW, TENSOR, Scope
+from te_inductor.runtime.activation import Activation
 from te_inductor.templates.cutlass import build, launch
 from te_inductor.templates.cutlass import scaled_mm as template
-from te_inductor.templates.cutlass.scaled_mm import ANOTHER, OUTPUT, Problem, Tile
+from te_inductor.templates.cutlass.scaled_mm import ANOTHER, NOTHING, OUTPUT, Problem, Tile
 
 aten = torch.ops.aten
 OP = "scaled_mm"  # Inductor's name for what it asks about
 # Generated code calls them by these names, also code that a compile cache returns: `lowerings.install` imports this module.
 _SCALED = ExternKernelChoice(launch.scaled_mm, name="te_inductor_cutlass_scaled_mm")
+_QUANTIZED = ExternKernelChoice(launch.quantized_mm, name="te_inductor_cutlass_quantized_mm")
 _MICROSCALED = ExternKernelChoice(launch.microscaled_mm, name="te_inductor_cutlass_microscaled_mm")
 _LIBRARY = ExternKernelChoice(launch.library_mm, name="te_inductor_cublaslt_microscaled_mm")
 
@@ -76,12 +78,49 @@ def adding(
 ) -> ir.TensorBox | None:  # (M, N)
     """The GEMM that adds a tensor in its epilogue; None where the table has no tile. Under max-autotune too, which does not
     see what the kernel behind it saves."""
-    arch, out = _architecture(a.get_device_or_error()), added.get_dtype()
+    operands, rest = (a, a_scale, b, b_scale), [*_those(bias), added]
+    return _with_more(_SCALED, operands, rest, bias, gemm, added.get_dtype(), added=ANOTHER)
+
+
+def quantizing(
+    a: ir.TensorBox,  # as above
+    a_scale: ir.TensorBox,
+    b: ir.TensorBox,
+    b_scale: ir.TensorBox,
+    bias: ir.TensorBox | None,
+    activation: Activation,
+    scale: ir.TensorBox,  # (), of the copy
+    gemm: Gemm,
+    out: torch.dtype,  # FP8
+) -> ir.TensorBox | None:  # (M, N)
+    """The GEMM that writes the quantized activation of its sum; None where the table has no tile. Under max-autotune too."""
+    operands, rest = (a, a_scale, b, b_scale), [scale, *_those(bias)]
+    return _with_more(_QUANTIZED, operands, rest, bias, gemm, out, activation=activation)
+
+
+def _those(bias: ir.TensorBox | None) -> list[ir.TensorBox]:
+    return [] if bias is None else [bias]
+
+
+def _with_more(
+    choice: ExternKernelChoice,
+    operands: tuple[ir.TensorBox, ...],  # a, a_scale, b, b_scale
+    rest: list[ir.TensorBox],  # what else is read
+    bias: ir.TensorBox | None,
+    gemm: Gemm,
+    out: torch.dtype,
+    added: str = NOTHING,
+    activation: Activation | None = None,
+) -> ir.TensorBox | None:
+    """The GEMM that does more in its epilogue, in the table's tile."""
+    a, a_scale, b, b_scale = operands
+    arch, wide = _architecture(a.get_device_or_error()), out if activation is None else template.ROUNDED
     sizes = _numbers([a.get_size()[0], b.get_size()[0], a.get_size()[1]])
-    if arch is None or sizes is None or (bias is not None and bias.get_dtype() != out):
+    if arch is None or sizes is None or (bias is not None and bias.get_dtype() != wide):
         return None
     (m, n, k), dtypes = sizes, (a.get_dtype(), b.get_dtype())
-    problem = Problem(arch, m, n, k, *dtypes, out, gemm.scopes[0], bias is not None, gemm.fast_accum, ANOTHER)
+    scope, has_bias = gemm.scopes[0], bias is not None
+    problem = Problem(arch, m, n, k, *dtypes, out, scope, has_bias, gemm.fast_accum, added, activation)
     tile = template.choose(problem)
     if tile is None:
         return None
@@ -89,10 +128,10 @@ def adding(
     if _numbers(columns.get_stride()) != (1, k):
         return None
     build.start([problem.kernel(tile)])
-    nodes = [_contiguous(a), columns, *map(_contiguous, (a_scale, b_scale, *([bias] if bias else []), added))]
-    layout = ir.FixedLayout(a.get_device_or_error(), out, [problem.m, problem.n])
-    bound = _bind(_SCALED, problem, nodes, layout, tile, fast_accum=gemm.fast_accum, added=ANOTHER)
-    return bound.output_node()  # type: ignore[no-any-return]
+    nodes = [_contiguous(a), columns, *map(_contiguous, (a_scale, b_scale, *rest))]
+    layout = ir.FixedLayout(a.get_device_or_error(), out, [m, n])
+    more: dict[str, Any] = {"added": added} if activation is None else {"steps": activation.steps}
+    return _bind(choice, problem, nodes, layout, tile, fast_accum=gemm.fast_accum, **more).output_node()  # type: ignore[no-any-return]
 
 
 def _contiguous(x: Any) -> Any:

@@ -7,10 +7,11 @@ from torch._inductor.virtualized import V
 from torch.utils._sympy.functions import FloorDiv
 
 from te_inductor import compat, ops
-from te_inductor.lowerings import blocks, gemm_choices, microscaled_mm
+from te_inductor.lowerings import blocks, gemm_choices, microscaled_mm, quantize
 from te_inductor.lowerings.registry import lowering
-from te_inductor.recipes import Gemm
+from te_inductor.recipes import Gemm, Quantizer
 from te_inductor.recipes.formats import ALIGNMENT, padded
+from te_inductor.runtime.activation import OPS, Activation, evaluate
 from te_inductor.runtime.eager import BLOCK_SCALES, ROW_SCALED_OUTPUT
 
 aten = torch.ops.aten
@@ -44,6 +45,28 @@ def scaled_mm(
     # An fp8 value is exact in fp32, so this is the low-precision product up to the order of the fp32 sum.
     y = lowerings[aten.mm](lowerings[convert](a, torch.float32), _transposed(lowerings[convert](b, torch.float32)))
     return _add(_scaled(y, a_scale, b_scale, out_dtype), bias, out_dtype)  # type: ignore[no-any-return]
+
+
+@lowering(ops.quantized_mm)
+def quantized_mm(
+    a: ir.TensorBox,  # as above
+    a_scale: ir.TensorBox,
+    b: ir.TensorBox,
+    b_scale: ir.TensorBox,
+    bias: ir.TensorBox | None,
+    gemm: Gemm,
+    out_dtype: torch.dtype,
+    activation: Activation,
+    scale: ir.TensorBox,  # ()
+    quantizer: Quantizer,
+) -> ir.TensorBox:
+    dtype, factor = quantizer.format.dtype, _transposed(b_scale)
+    copy = gemm_choices.quantizing(a, a_scale, b, factor, bias, activation, scale, gemm, dtype)
+    if copy is not None:
+        return copy
+    y = lowerings[convert](scaled_mm(a, a_scale, b, b_scale, bias, gemm, out_dtype), torch.float32)
+    functions = {name: lowerings[op] for name, op in OPS.items()}
+    return quantize.quantize_delayed(evaluate(activation.steps, y, functions), scale, quantizer)  # type: ignore[no-any-return]
 
 
 def _transposed(x):  # type: ignore[no-untyped-def]

@@ -13,6 +13,7 @@ import torch
 
 from te_inductor.errors import FallbackWarning
 from te_inductor.recipes import Gemm
+from te_inductor.runtime.activation import Activation
 from te_inductor.templates import cutlass
 from te_inductor.templates.cutlass import build, launch
 from te_inductor.templates.cutlass import scaled_mm as template
@@ -37,8 +38,10 @@ def problem(m: int, n: int, k: int, **changes) -> Problem:
 
 
 def kind(row: dict) -> dict:
-    out = torch.float32 if row["added"] == OUTPUT else BF16
-    return {"scope": row["scope"], "fast_accum": row["fast_accum"], "added": row["added"], "out": out}
+    fields = {"scope": row["scope"], "fast_accum": row["fast_accum"], "added": row["added"]}
+    if row.get("quantized", False):
+        return {**fields, "out": E4M3, "activation": Activation()}
+    return {**fields, "out": torch.float32 if row["added"] == OUTPUT else BF16}
 
 
 def test_every_row_of_the_table_is_a_kernel_that_supports_its_problem():
@@ -69,6 +72,9 @@ def test_a_measured_shape_stands_for_its_neighbourhood():
         {"m": 64},  # less than a tile
         {"out": torch.float32},
         {"added": OUTPUT},  # in bf16
+        {"out": E4M3},  # of no activation
+        {"activation": Activation()},  # in bf16
+        {"out": E4M3, "activation": Activation(), "scope": "row"},
         {"a": torch.bfloat16},
     ],
     ids=str,

@@ -23,7 +23,7 @@ from torch import Tensor
 from te_inductor.recipes import Gemm
 from te_inductor.recipes.formats import BLOCK_1X128, BLOCK_128X128, SCOPES, Scope
 from te_inductor.templates.cutlass import build, builder, launch
-from te_inductor.templates.cutlass.scaled_mm import ANOTHER, OUTPUT, Kernel, Tile
+from te_inductor.templates.cutlass.scaled_mm import ANOTHER, OUTPUT, ROUNDED, Kernel, Tile
 from tests.offline.tensor_cores import unswizzled
 
 M, N, K = 272, 400, 544  # no tile divides them
@@ -45,7 +45,7 @@ def launches(kernel: Kernel, plan: Any) -> tuple[Any, Any]:
     """The arguments with which our code and quack's call the kernel."""
     out = torch.empty(M, N, dtype=getattr(torch, kernel.out))
     a, b = (builder.empty((rows, K), getattr(torch, name)) for rows, name in ((M, kernel.a), (N, kernel.b)))
-    bias = torch.zeros(N, dtype=out.dtype) if kernel.bias else None
+    bias = torch.zeros(N, dtype=out.dtype if kernel.activation is None else ROUNDED) if kernel.bias else None
     c = torch.zeros(M, N, dtype=out.dtype) if kernel.added == ANOTHER else None
     tile = (kernel.tile_m, kernel.tile_n, kernel.cluster_m, kernel.cluster_n, kernel.pingpong, 8)
     given = {"tile": tile, "arch": kernel.arch, "scope": kernel.scope, "out": out}
@@ -62,6 +62,12 @@ def launches(kernel: Kernel, plan: Any) -> tuple[Any, Any]:
             gemm = Gemm("wgrad", kernel.fast_accum, (kernel.scope, kernel.scope))
             a_scale, b_scale = (factor.view(-1, 1) if factor.dim() else factor for factor in factors.values())
             call = functools.partial(launch.add_scaled_mm, out, a, a_scale, b, b_scale, gemm, Tile(*tile), kernel.arch)
+        elif kernel.activation is not None:
+            factors["scale"] = torch.ones(())
+            given |= {"fast_accum": kernel.fast_accum, "steps": kernel.activation}
+            call = functools.partial(
+                launch.quantized_mm, a, b.t(), *factors.values(), *([] if bias is None else [bias]), **given
+            )
         else:
             rest = [tensor for tensor in (bias, c) if tensor is not None]
             given |= {"fast_accum": kernel.fast_accum, "added": kernel.added}

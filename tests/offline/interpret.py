@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+import te_inductor.ops  # noqa: F401  which generated code calls
 from tests.offline.harness import Kernel, _kernel
 
 POISON = 0xFF  # NaN in every float format used here
@@ -32,6 +33,7 @@ ON_CPU = {
     # With scales of blocks, swizzled; torch's own for the CPU knows others alone.
     r"extern_kernels\._scaled_mm\((?=.*(float8_e8m0fnu|float4_e2m1fn_x2))": "tensor_cores.scaled_mm(",
     r"extern_kernels\.te_inductor_cutlass_microscaled_mm\(": "tensor_cores.microscaled_mm(",
+    r"extern_kernels\.te_inductor_cutlass_quantized_mm\(": "tensor_cores.quantized_mm(",
     r"^from torch\._inductor\.select_algorithm import extern_kernels$": "\\g<0>\nfrom tests.offline import tensor_cores",
 }
 

@@ -1,6 +1,7 @@
 """CUTLASS's GEMMs without a GPU: the call in generated code, its tile, and cuBLASLt where the table says so; the kernels'
 machine code, and the arguments that they are launched with."""
 
+import ast
 import dataclasses
 import json
 import re
@@ -18,6 +19,7 @@ from te_inductor.templates.cutlass import build
 from te_inductor.templates.cutlass import scaled_mm as template
 from te_inductor.templates.cutlass.scaled_mm import Kernel, Problem, kernel_of
 from tests.offline.harness import generate
+from tests.offline.test_interpreter import interpret
 
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
 E2M1 = torch.float4_e2m1fn_x2
@@ -88,6 +90,27 @@ def test_a_residual_is_read_by_the_gemm():
     assert re.search(r"cutlass_scaled_mm\(.*, primals_2, tile=.*, added='another', out=buf\d+\)", last)
 
 
+def test_an_activation_and_its_cast_are_the_gemm_s(tmp_path):
+    """GELU's MLP under delayed scaling, without gradients: what kernels cast is the input and the weights. Each tensor has
+    a power of two of its own for a scale, which changes no result where everything has the right one."""
+    generated = generate("cutlass_quantized", 90)
+    [source] = generated.sources
+    first, second = (line for line in source.splitlines() if "extern_kernels." in line and "out=" in line)
+    assert "cutlass_quantized_mm(" in first and "('erf', 2)" in first
+    casts = [line for line in source.splitlines() if "quantize_delayed" in line and ".run(" in line]
+    assert len(casts) == 3 and not any("erf" in kernel.source for kernel in generated.kernels)
+    assert f"({re.findall(r'out=(buf[0-9]+)', first)[0]}, " in second  # nothing in between
+    layers = {(2048, 512): 4, (2048,): 1, (1024, 512): 1, (512, 2048): 4, (512,): 1}  # and what divides them
+    w1, b1, x, w2, b2 = operands = [(torch.randn(shape) / by).bfloat16() for shape, by in layers.items()]
+    given, scales = dict(zip(layers, operands, strict=True)), iter([1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 8.0, 8.0])
+    shapes = [ast.literal_eval(shape) for shape in re.findall(r"= rand_strided\((\([\d, ]*\))", source)]
+    state = (torch.full(shape, next(scales) if not shape else 0.0) for shape in shapes if shape not in given)
+    [(y,)] = interpret(source, [[given[shape] if shape in given else next(state) for shape in shapes]], tmp_path)
+    h = torch.nn.functional.gelu(x.to(E4M3).float() @ w1.to(E4M3).float().t() + b1.float())
+    expected = h.to(E4M3).float() @ w2.to(E4M3).float().t() + b2.float()
+    assert (y.float() - expected).norm() <= 0.02 * expected.norm()
+
+
 def kernels(arch: str) -> list[Kernel]:
     """One a tile and a kind; on Hopper one a kind, as those are built and launched on the GPU too, two that add, and those
     with scales of blocks."""
@@ -101,13 +124,33 @@ def kernels(arch: str) -> list[Kernel]:
 
 
 def hoppers() -> list[Kernel]:
+    gelu = (("mul", 0, 0.5), ("mul", 0, 0.5**0.5), ("erf", 2), ("add", 3, 1.0), ("mul", 1, 4))
+    quantizing = [
+        kernel_of(template.QUANTIZED_TILES[0], "90", E4M3, E4M3, E4M3, "tensor", True, True, template.NOTHING, gelu),
+        kernel_of(
+            template.QUANTIZED_TILES[2],
+            "90",
+            E4M3,
+            E4M3,
+            E5M2,
+            "tensor",
+            False,
+            True,
+            template.NOTHING,
+            (("relu", 0),),
+        ),
+    ]
     adding = [
         kernel_of(template.SPLIT_TILES[3], "90", E5M2, E4M3, torch.float32, "row", False, False, template.OUTPUT),
         kernel_of(template.FAST_TILES[5], "90", E4M3, E4M3, BF16, "tensor", True, True, template.ANOTHER),
     ]
     formats = {"1x128": (E5M2, E4M3, BF16), "128x128": (E4M3, E5M2, torch.float16)}
     pairs = zip(template.BLOCK_TILES, formats.items(), strict=False)
-    return [*adding, *(kernel_of(tile, "90", *dtypes, scope, False, False) for tile, (scope, dtypes) in pairs)]
+    return [
+        *adding,
+        *quantizing,
+        *(kernel_of(tile, "90", *dtypes, scope, False, False) for tile, (scope, dtypes) in pairs),
+    ]
 
 
 @pytest.mark.skipif(cutlass.missing() is not None, reason="te-inductor[cutlass] is not installed")
@@ -124,6 +167,7 @@ def test_kernels_multiply_on_tensor_cores_and_are_launched_as_quack_does(arch, t
         found = set(re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?(\w*MMA[\w.]*)", code, re.MULTILINE))
         assert found and all(re.match(INSTRUCTIONS[arch, kernel.scope], name) for name in found), (kernel, found)
         assert ("UTMAREDG.2D.ADD" in code) == (kernel.added == template.OUTPUT)
+        assert ("F2FP.SATFINITE" in code) == (kernel.activation is not None)
         if kernel.scope in ("1x128", "128x128"):
             check_blocks_loop(code)
         paired = arch == "100" and kernel.tile_m == 256

@@ -22,7 +22,7 @@ from filelock import FileLock
 
 from te_inductor.recipes.formats import E2M1, E4M3, E5M2, ROW, SCOPES, TENSOR
 from te_inductor.templates.cutlass.build import FUNCTION
-from te_inductor.templates.cutlass.scaled_mm import ANOTHER, OUTPUT, Kernel
+from te_inductor.templates.cutlass.scaled_mm import ANOTHER, OUTPUT, ROUNDED, Kernel
 
 
 def main(linker: str, jobs: list[dict[str, Any]]) -> None:
@@ -86,16 +86,20 @@ def plan(kernel: Kernel):  # type: ignore[no-untyped-def]
     """quack's plan of a launch, which holds the compiled kernel."""
     import quack.gemm_runtime.host as host
 
-    from te_inductor.templates.cutlass.epilogues import EPILOGUES
+    from te_inductor.templates.cutlass.epilogues import EPILOGUES, quantized
 
     m, n, k = 1024, 768, 512  # read for strides and to tell rows from columns: every size is symbolic in the kernel
     operands = [empty((rows, k), getattr(torch, name)) for rows, name in ((m, kernel.a), (n, kernel.b))]
     out = torch.empty(m, n, dtype=getattr(torch, kernel.out))
     c = torch.empty_like(out) if kernel.added == ANOTHER else None
     microscaled = SCOPES[kernel.scope].microscaled
+    if kernel.activation is None:
+        epilogue = EPILOGUES[kernel.scope, kernel.bias, c is not None]
+    else:
+        epilogue = quantized(kernel.activation, kernel.bias)
     # It asks the device, where this process has none; the number is an argument of the launch.
     with patch.object(host, "get_max_active_clusters", lambda *_: 1):
-        return EPILOGUES[kernel.scope, kernel.bias, c is not None].gemm(
+        return epilogue.gemm(
             *operands,
             out,
             c,
@@ -127,8 +131,11 @@ def _epilogue(kernel: Kernel, m: int, n: int) -> dict[str, Any]:
         one = {"a_scale": torch.ones(1), "b_scale": torch.ones(1)}
     elif kernel.scope == ROW.name:
         many = {"a_scale": torch.ones(1, m), "b_scale": torch.ones(1, n)}
+    if kernel.activation is not None:
+        one["scale"] = torch.ones(1)
     if kernel.bias:
-        many["bias"] = torch.zeros(1, n, dtype=getattr(torch, kernel.out))
+        dtype = getattr(torch, kernel.out) if kernel.activation is None else ROUNDED
+        many["bias"] = torch.zeros(1, n, dtype=dtype)
     return {"epi_args": {**one, **many}, "epi_key_overrides": dict.fromkeys(one, ("pointer", Float32))}
 
 

@@ -4,10 +4,15 @@ quack calls each of these once an element while it traces the kernel; `a_scale`,
 that element's row, column or of the whole tensor. What has scales of blocks comes multiplied with them.
 """
 
+import functools
+from typing import Any
+
 from quack.epilogue.frontend import gemm_epilogue
 from quack.epilogue.ops import ColVecLoad, RowVecLoad
 
 from te_inductor.recipes.formats import MX_1X32, NV_1X16, ROW, TENSOR
+from te_inductor.runtime.activation import Step, evaluate
+from te_inductor.templates.cutlass.numbers import STEPS, rounded
 
 _OF_ROWS = {"a_scale": ColVecLoad("a_scale"), "b_scale": RowVecLoad("b_scale")}
 _BIAS = {"bias": RowVecLoad("bias")}
@@ -88,3 +93,17 @@ EPILOGUES = {
     (NV_1X16.name, False, False): factor,
     (NV_1X16.name, True, False): factor_bias,
 }
+
+
+def quantized(steps: tuple[Step, ...], bias: bool) -> Any:
+    """One scale a tensor; the sum rounded to bf16 as if it were stored, the activation of it in fp32, and what is cast where
+    it is stored, to nearest even, saturating, infinity too; NaN stays."""
+    activation = functools.partial(evaluate, steps, functions=STEPS)
+
+    def plain(acc, a_scale, b_scale, scale):  # type: ignore[no-untyped-def]
+        return {"D": activation(rounded(acc * (a_scale * b_scale))) * scale}
+
+    def biased(acc, a_scale, b_scale, scale, bias):  # type: ignore[no-untyped-def]
+        return {"D": activation(rounded(acc * (a_scale * b_scale) + bias)) * scale}
+
+    return gemm_epilogue(ops=_BIAS)(biased) if bias else gemm_epilogue()(plain)

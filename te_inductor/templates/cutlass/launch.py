@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from te_inductor.errors import FallbackWarning
-from te_inductor.recipes.formats import E2M1, ROW, SCOPES
-from te_inductor.recipes.quantizers import Gemm
+from te_inductor.recipes.formats import E2M1, ELEMENTS, ROW, SCOPES
+from te_inductor.recipes.quantizers import Gemm, Quantizer
 from te_inductor.runtime import eager
+from te_inductor.runtime.activation import Activation, Step
 from te_inductor.templates.cutlass import build
-from te_inductor.templates.cutlass.scaled_mm import ALIGNED, NOTHING, OUTPUT, Kernel, Shape, Tile, kernel_of
+from te_inductor.templates.cutlass.scaled_mm import ALIGNED, NOTHING, OUTPUT, ROUNDED, Kernel, Shape, Tile, kernel_of
 
 
 def scaled_mm(
@@ -43,6 +44,32 @@ def scaled_mm(
         call(a, b.t(), out, a_scale.t(), b_scale, _clusters(a, tile), tile[5])
     else:
         _launch(call, a, b.t(), out, _factors(a_scale, b_scale, scope), bias, tile, c=c)
+    return out
+
+
+def quantized_mm(
+    a: Tensor,  # (M, K), contiguous
+    b: Tensor,  # (K, N), the transpose of a contiguous one
+    a_scale: Tensor,  # fp32, ()
+    b_scale: Tensor,  # fp32, ()
+    scale: Tensor,  # fp32, (), of the copy
+    *biases: Tensor,  # (N,), of bf16, if there is one
+    tile: Shape,
+    arch: str,
+    scope: str,
+    fast_accum: bool,
+    steps: tuple[Step, ...],  # of an `Activation`
+    out: Tensor,  # (M, N) of FP8, contiguous
+) -> Tensor:
+    """The cast with a known scale of an activation of `torch._scaled_mm`, rounded to bf16 before it."""
+    bias, fast = (*biases, None)[0], fast_accum
+    call = _function(tile, arch, a.dtype, b.dtype, out.dtype, scope, bias is not None, fast, NOTHING, steps)
+    if call is None:
+        y = torch._scaled_mm(a, b, a_scale, b_scale, bias, out_dtype=ROUNDED, use_fast_accum=fast)
+        [element] = [element for element in ELEMENTS.values() if element.dtype == out.dtype]
+        return out.copy_(eager.cast(Activation(steps).of(y), scale, Quantizer(element.name)))
+    factors = (*_factors(a_scale, b_scale, scope), scale.data_ptr())
+    _launch(call, a, b.t(), out, factors, bias, tile)
     return out
 
 

@@ -27,6 +27,7 @@ from te_inductor.recipes.formats import (
     SCOPES,
     TENSOR,
 )
+from te_inductor.runtime.activation import Activation, Step
 from te_inductor.templates import cutlass
 
 TABLE = Path(__file__).with_suffix(".json")
@@ -46,6 +47,7 @@ OUTPUTS = {
     OUTPUT: (torch.float32,),
     ANOTHER: (torch.bfloat16, torch.float16),
 }
+ROUNDED = torch.bfloat16  # what the sum is rounded to before an activation reads it and a cast to FP8 is stored
 # Accumulators that a thread may hold, by how many warp groups multiply: of its 240, or 160 registers.
 REGISTERS = {1: 208, 2: 208, 3: 136}
 # What the tensor memory accelerator asks of strides and bases, in bytes. cuBLASLt, which multiplies where a kernel could not
@@ -78,7 +80,8 @@ class Tile(Constant):
 @dataclass(frozen=True)
 class Problem:
     """``out[M, N] = (a * a_scale)[M, K] @ (b * b_scale)[N, K].T * alpha + bias + added``, a and b contiguous along K; alpha,
-    of scales of two levels, is what the tensors' factors come to."""
+    of scales of two levels, is what the tensors' factors come to. With an activation `out` is FP8, the cast of
+    ``activation(rounded sum) * scale``."""
 
     arch: str  # a key of ARCHITECTURES
     m: int
@@ -91,10 +94,13 @@ class Problem:
     bias: bool
     fast_accum: bool  # Hopper: in the tensor core's own precision; else promoted to fp32 every 128 elements of K
     added: str = NOTHING  # a key of OUTPUTS
+    activation: Activation | None = None
 
     def kernel(self, tile: Tile) -> "Kernel":
         """What has to be built to compute it so."""
-        return kernel_of(tile, self.arch, self.a, self.b, self.out, self.scope, self.bias, self.fast_accum, self.added)
+        steps = None if self.activation is None else self.activation.steps
+        kind = (self.scope, self.bias, self.fast_accum, self.added, steps)
+        return kernel_of(tile, self.arch, self.a, self.b, self.out, *kind)
 
 
 # Split accumulation holds a second accumulator in registers: smaller tiles.
@@ -112,6 +118,12 @@ SPLIT_TILES = (
     Tile(192, 128, 2, 1, False, 8),
     Tile(128, 192, 2, 1, False, 8),
     Tile(128, 128, 2, 1, False, 8),
+)
+# With an activation and a cast in the epilogue: larger tiles, whose registers it spills, lost at every shape.
+QUANTIZED_TILES = (
+    Tile(128, 160, 2, 1, True, 8),
+    Tile(128, 128, 2, 1, True, 8),
+    Tile(256, 128, 2, 1, False, 8),
 )
 # Of the kernel for scales of blocks (block_scaled.py), which is made for one tile.
 BLOCK_TILE = (256, 128)
@@ -149,13 +161,20 @@ def supports(tile: Tile, problem: Problem) -> bool:
         problem.scope in ARCHITECTURES[problem.arch]
         and problem.a in operands
         and problem.b in operands
-        and problem.out in OUTPUTS[problem.added]
+        and _stores(problem)
         and problem.k % (ALIGNED * packed) == 0
         and problem.n % ALIGNED == 0
         and problem.m >= tile.m * tile.cluster_m // (2 if _is_of_two(tile, problem) else 1)
         and problem.n >= tile.n * tile.cluster_n
         and fits(tile, problem)
     )
+
+
+def _stores(problem: Problem) -> bool:
+    """Whether there is an epilogue that makes this output."""
+    if problem.activation is None:
+        return problem.out in OUTPUTS[problem.added]
+    return problem.out in FP8 and (problem.arch, problem.scope, problem.added) == ("90", TENSOR.name, NOTHING)
 
 
 def _is_of_two(tile: Tile, problem: Problem) -> bool:
@@ -192,6 +211,8 @@ def tiles(problem: Problem) -> list[Tile]:
     """All that are measured."""
     of_blocks = problem.arch == "90" and SCOPES[problem.scope].blocked
     candidates = BLOCK_TILES if of_blocks else CANDIDATES.get((problem.arch, problem.fast_accum), ())
+    if problem.activation is not None and problem.fast_accum:
+        candidates = QUANTIZED_TILES
     return [tile for tile in candidates if supports(tile, problem)]
 
 
@@ -225,7 +246,9 @@ def table() -> dict[str, Any]:
 def _alike(row: dict[str, Any], problem: Problem) -> bool:
     # Which 8-bit format an operand has is nothing to the tensor core; that the accumulation is split is.
     kinds = ("scope", "fast_accum", "added")
-    return problem.arch == table()["arch"] and all(row[kind] == getattr(problem, kind) for kind in kinds)
+    quantized = problem.activation is not None  # what the activation is, was not asked: measured with GELU
+    alike = all(row[kind] == getattr(problem, kind) for kind in kinds) and row.get("quantized", False) == quantized
+    return problem.arch == table()["arch"] and alike
 
 
 def _distance(row: dict[str, Any], problem: Problem) -> float:
@@ -250,6 +273,7 @@ class Kernel:
     cluster_n: int
     pingpong: bool
     added: str
+    activation: tuple[Step, ...] | None  # and a cast: an FP8 output
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
@@ -265,7 +289,8 @@ def kernel_of(
     bias: bool,
     fast_accum: bool,
     added: str = NOTHING,
+    activation: tuple[Step, ...] | None = None,
 ) -> Kernel:
     a_name, b_name, out_name = (str(dtype).removeprefix("torch.") for dtype in (a, b, out))
     shape = (tile.m, tile.n, tile.cluster_m, tile.cluster_n, tile.pingpong)
-    return Kernel(arch, a_name, b_name, out_name, scope, bias, fast_accum, *shape, added)
+    return Kernel(arch, a_name, b_name, out_name, scope, bias, fast_accum, *shape, added, activation)

@@ -1,0 +1,30 @@
+"""GEMMs of a graph behind autograd, for the passes that give one more to do."""
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from te_inductor import ops
+from te_inductor.templates.cutlass import scaled_mm as template
+from te_inductor.templates.cutlass.scaled_mm import Problem
+
+aten = torch.ops.aten
+VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+
+
+def is_plain(node: fx.Node) -> bool:
+    """Whether it is a GEMM without a factor and with nothing added."""
+    return node.target is ops.scaled_mm and all(more is None for more in node.args[7:])
+
+
+def has_tile(gemm: fx.Node, out: torch.dtype | None = None, **more: Any) -> bool:
+    """Whether the tuned table names a kernel for it; with `more` of a `Problem` to do, and that output (None: its own)."""
+    a, _, b, _, bias, wanted, dtype = gemm.args[:7]
+    x, w = a.meta["val"], b.meta["val"]  # type: ignore[union-attr]
+    sizes = (x.shape[0], w.shape[0], x.shape[1])
+    arch = template.architecture(x.device) if x.device.type == "cuda" else None
+    if arch is None or not all(isinstance(size, int) for size in sizes):
+        return False
+    kind = (wanted.scopes[0], bias is not None, wanted.fast_accum)  # type: ignore[union-attr]
+    return template.choose(Problem(arch, *sizes, x.dtype, w.dtype, out or dtype, *kind, **more)) is not None  # type: ignore[arg-type]

@@ -1,0 +1,105 @@
+"""The pass that has a GEMM write the FP8 copy that the next layer reads: ``quantize(activation(layer(x)))`` in one kernel.
+
+Left alone, the GEMM writes bf16 and a kernel reads it, computes the activation and writes the copy: 5 bytes an element where
+the GEMM alone writes 1. The scale has to be known before the GEMM runs, and nobody else may want what lies between: delayed
+scaling without gradients, and not in grad mode, where it records amaxes. It is done where CUTLASS's epilogue was measured to
+pay. The epilogue rounds as the two kernels do: docs/numerics.md.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor import config
+
+from te_inductor import ops
+from te_inductor.gemm_nodes import VIEWS, has_tile, is_plain
+from te_inductor.runtime.activation import OPS, Activation, Step
+from te_inductor.templates.cutlass.scaled_mm import ROUNDED
+
+aten = torch.ops.aten
+_CONVERT = torch.ops.prims.convert_element_type.default
+_SQUARE = (aten.pow.Tensor_Scalar, (2,))
+# What generated code computes in fp32 registers as if it were not there.
+_NOTHING = (*VIEWS, _CONVERT)
+_NAMES = {op: name for name, op in OPS.items()}
+
+
+def fold(graph: fx.Graph) -> None:
+    """Replace a cast with a known scale, and what it is cast from, by `quantized_mm`."""
+    if config.emulate_precision_casts:  # a rounding behind every op, which no epilogue does
+        return
+    for cast in graph.find_nodes(op="call_function", target=ops.quantize_delayed):
+        between = _between(cast)
+        if between and all(isinstance(size, int) for size in between[0].meta["val"].shape):
+            gemm, *rest = between
+            activation = _activation(gemm, rest)
+            if activation is not None and _is_whole(cast) and _pays(gemm, cast, activation):
+                _replace(cast, between, activation)
+
+
+def _between(cast: fx.Node) -> list[fx.Node]:
+    """The GEMM and all that is computed between it and the cast, in order, where nothing else goes in or comes out; else
+    nothing."""
+    inside, waiting = {cast}, [cast.args[0]]
+    while waiting:
+        node: Any = waiting.pop()
+        if node not in inside:
+            inside.add(node)
+            if node.target is not ops.scaled_mm:
+                if node.target not in _NAMES and node.target not in _NOTHING and not _is_square(node):
+                    return []
+                waiting += node.all_input_nodes
+    ordered = [node for node in cast.graph.nodes if node in inside]
+    *between, _ = ordered
+    ours = sum(node.target is ops.scaled_mm for node in between) == 1 and is_plain(between[0])
+    return between if ours and all(user in inside for node in between for user in node.users) else []
+
+
+def _is_square(node: fx.Node) -> bool:
+    return (node.target, node.args[1:]) == _SQUARE
+
+
+def _activation(gemm: fx.Node, rest: list[fx.Node]) -> Activation | None:
+    """What `rest` computes of each of the GEMM's values; None where a step is no function of one number alone, or is not
+    computed in fp32."""
+    places, steps, dtypes = {gemm: 0}, list[Step](), (ROUNDED, torch.float32)
+    for node in rest:
+        value = node.meta["val"]
+        if node.kwargs or value.dtype not in dtypes:
+            return None
+        if node.target in _NOTHING:
+            places[node] = places[node.args[0]]  # type: ignore[index]
+            continue
+        if any(x.meta["val"].shape != value.shape for x in node.all_input_nodes):
+            return None
+        given = [node.args[0]] * 2 if _is_square(node) else node.args
+        operands = [places[x] if isinstance(x, fx.Node) else float(x) for x in given]  # type: ignore[arg-type]
+        if not all(math.isfinite(operand) for operand in operands):
+            return None
+        steps.append(("mul" if _is_square(node) else _NAMES[node.target], *operands))  # type: ignore[index]
+        places[node] = len(steps)
+    return Activation(tuple(steps))
+
+
+def _is_whole(cast: fx.Node) -> bool:
+    """Whether the copy has no padding and one scale."""
+    x, quantizer = cast.args[0].meta["val"], cast.args[2]  # type: ignore[union-attr]
+    return quantizer.granularity.whole and cast.meta["val"].shape == x.shape  # type: ignore[union-attr]
+
+
+def _pays(gemm: fx.Node, cast: fx.Node, activation: Activation) -> bool:
+    return gemm.meta["val"].dtype == ROUNDED and has_tile(gemm, cast.meta["val"].dtype, activation=activation)
+
+
+def _replace(cast: fx.Node, between: list[fx.Node], activation: Activation) -> None:
+    graph, gemm = cast.graph, between[0]
+    with graph.inserting_before(cast):
+        whole = graph.call_function(ops.quantized_mm, (*gemm.args[:7], activation, *cast.args[1:]))  # type: ignore[arg-type]
+        whole.meta = {**cast.meta, "val": cast.meta["val"].view(gemm.meta["val"].shape)}
+        copy = graph.call_function(aten.view.default, (whole, list(cast.meta["val"].shape)))
+        copy.meta = dict(cast.meta)
+    cast.replace_all_uses_with(copy)
+    for node in (cast, *reversed(between)):
+        graph.erase_node(node)

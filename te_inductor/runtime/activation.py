@@ -1,0 +1,45 @@
+"""What is computed of each number between a GEMM and the cast behind it, as data."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_inductor.recipes.constants import Constant, constant
+
+aten = torch.ops.aten
+# What a step may be: on tensors. Lowerings lower them, templates/cutlass/epilogues.py has the same of one number.
+OPS = {
+    "add": aten.add.Tensor,
+    "sub": aten.sub.Tensor,
+    "mul": aten.mul.Tensor,
+    "neg": aten.neg.default,
+    "relu": aten.relu.default,
+    "erf": aten.erf.default,
+    "tanh": aten.tanh.default,
+    "sigmoid": aten.sigmoid.default,
+}
+# The name of one of OPS, and its operands: an int is an earlier value, 0 what comes in and n the result of step n; a float
+# is a number.
+Step = tuple[str | int | float, ...]
+
+
+@constant
+class Activation(Constant):
+    """A function of one fp32 number, the last step's result; without steps the number itself."""
+
+    steps: tuple[Step, ...] = ()
+
+    def of(self, x: Tensor) -> Tensor:
+        """In fp32, nothing rounded between two steps, as generated code computes it."""
+        return evaluate(self.steps, x.float(), OPS)  # type: ignore[no-any-return]
+
+
+def evaluate(steps: tuple[Step, ...], x: Any, functions: Mapping[str, Callable[..., Any]]) -> Any:
+    """`steps` on whatever `functions` compute with."""
+    values = [x]
+    for name, *operands in steps:
+        given = [values[operand] if isinstance(operand, int) else operand for operand in operands]
+        values.append(functions[str(name)](*given))
+    return values[-1]
