@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from te_inductor import compat, config, recipes, regions
@@ -34,6 +35,7 @@ from te_inductor.passes import (
 )
 from te_inductor.runtime import kept_weights
 from te_inductor.runtime.kept_inputs import bind
+from te_inductor.templates.cutlass import build
 
 DECIDE: tuple[Callable[[Plan], None], ...] = (
     inline_attention,
@@ -48,6 +50,7 @@ DECIDE: tuple[Callable[[Plan], None], ...] = (
 PASSES = (*DECIDE, start_builds, rewrite_sites)
 
 
+@build.kept_open()
 def te(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
@@ -73,6 +76,8 @@ def te(
     if found.failure is not None:
         _restore(originals)
     announce(found, parsed.fallback)
+    if any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs):
+        _start_workers()
     inductor = _inductor(parsed, name)
     if found.failure is not None or not found.sites:
         return inductor(gm, example_inputs)
@@ -106,9 +111,16 @@ def run_passes(plan: Plan, passes: tuple[Callable[[Plan], None], ...] = PASSES) 
     return plan.report
 
 
+def _start_workers() -> None:
+    """Of Inductor, which compile Triton's kernels. It starts them too, but late: they take seconds, in which this process
+    imports the rest of it and traces."""
+    from torch._inductor.async_compile import maybe_warm_pool
+
+    maybe_warm_pool()
+
+
 def _inductor(options: Options, name: str | None) -> Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]:
     """Inductor with the mode's options, the user's, our lowerings, and our pass on its graphs."""
-    import torch
     from torch._inductor import config as inductor
 
     from te_inductor import lowerings
@@ -195,3 +207,6 @@ def reset() -> None:
 
 
 te.reset = reset  # type: ignore[attr-defined]
+
+if torch.cuda.is_initialized():  # who asks for a backend will compile
+    _start_workers()

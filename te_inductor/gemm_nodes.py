@@ -7,7 +7,7 @@ from torch import fx
 
 from te_inductor import ops
 from te_inductor.templates.cutlass import scaled_mm as template
-from te_inductor.templates.cutlass.scaled_mm import Problem
+from te_inductor.templates.cutlass.scaled_mm import Kernel, Problem
 
 aten = torch.ops.aten
 VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
@@ -18,13 +18,16 @@ def is_plain(node: fx.Node) -> bool:
     return node.target is ops.scaled_mm and all(more is None for more in node.args[7:])
 
 
-def has_tile(gemm: fx.Node, out: torch.dtype | None = None, **more: Any) -> bool:
-    """Whether the tuned table names a kernel for it; with `more` of a `Problem` to do, and that output (None: its own)."""
+def kernel_of(gemm: fx.Node, out: torch.dtype | None = None, **more: Any) -> Kernel | None:
+    """That the tuned table names for it, with `more` of a `Problem` to do, and that output (None: its own); None where it names
+    none."""
     a, _, b, _, bias, wanted, dtype = gemm.args[:7]
     x, w = a.meta["val"], b.meta["val"]  # type: ignore[union-attr]
     sizes = (x.shape[0], w.shape[0], x.shape[1])
     arch = template.architecture(x.device) if x.device.type == "cuda" else None
     if arch is None or not all(isinstance(size, int) for size in sizes):
-        return False
+        return None
     kind = (wanted.scopes[0], bias is not None, wanted.fast_accum)  # type: ignore[union-attr]
-    return template.choose(Problem(arch, *sizes, x.dtype, w.dtype, out or dtype, *kind, **more)) is not None  # type: ignore[arg-type]
+    problem = Problem(arch, *sizes, x.dtype, w.dtype, out or dtype, *kind, **more)  # type: ignore[arg-type]
+    tile = template.choose(problem)
+    return None if tile is None else problem.kernel(tile)

@@ -14,9 +14,10 @@ from torch import fx
 from torch._inductor import config
 
 from te_inductor import ops
-from te_inductor.gemm_nodes import VIEWS, has_tile, is_plain
+from te_inductor.gemm_nodes import VIEWS, is_plain, kernel_of
 from te_inductor.runtime.activation import OPS, Activation, Step
-from te_inductor.templates.cutlass.scaled_mm import ROUNDED
+from te_inductor.templates.cutlass import build
+from te_inductor.templates.cutlass.scaled_mm import ROUNDED, Kernel
 
 aten = torch.ops.aten
 _CONVERT = torch.ops.prims.convert_element_type.default
@@ -35,7 +36,9 @@ def fold(graph: fx.Graph) -> None:
         if between and all(isinstance(size, int) for size in between[0].meta["val"].shape):
             gemm, *rest = between
             activation = _activation(gemm, rest)
-            if activation is not None and _is_whole(cast) and _pays(gemm, cast, activation):
+            kernel = _kernel(gemm, cast, activation) if activation is not None and _is_whole(cast) else None
+            if kernel is not None:
+                build.start([kernel])  # beside what is left of the compile
                 _replace(cast, between, activation)
 
 
@@ -89,8 +92,11 @@ def _is_whole(cast: fx.Node) -> bool:
     return quantizer.granularity.whole and cast.meta["val"].shape == x.shape  # type: ignore[union-attr]
 
 
-def _pays(gemm: fx.Node, cast: fx.Node, activation: Activation) -> bool:
-    return gemm.meta["val"].dtype == ROUNDED and has_tile(gemm, cast.meta["val"].dtype, activation=activation)
+def _kernel(gemm: fx.Node, cast: fx.Node, activation: Activation) -> Kernel | None:
+    """None where it does not pay."""
+    if gemm.meta["val"].dtype != ROUNDED:
+        return None
+    return kernel_of(gemm, cast.meta["val"].dtype, activation=activation)
 
 
 def _replace(cast: fx.Node, between: list[fx.Node], activation: Activation) -> None:

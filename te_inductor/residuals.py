@@ -14,8 +14,9 @@ import torch
 from torch import fx
 
 from te_inductor import ops
-from te_inductor.gemm_nodes import VIEWS, has_tile, is_plain
-from te_inductor.templates.cutlass.scaled_mm import ANOTHER
+from te_inductor.gemm_nodes import VIEWS, is_plain, kernel_of
+from te_inductor.templates.cutlass import build
+from te_inductor.templates.cutlass.scaled_mm import ANOTHER, Kernel
 
 aten = torch.ops.aten
 
@@ -28,7 +29,11 @@ def fold(graph: fx.Graph) -> None:
             continue
         for output, residual in ((left, right), (right, left)):
             gemm = _product(output)
-            if gemm is not None and _is_residual(residual, gemm, node) and _alike(gemm, node) and _pays(gemm):
+            if gemm is None or not _is_residual(residual, gemm, node) or not _alike(gemm, node):
+                continue
+            kernel = _kernel(gemm)
+            if kernel is not None:
+                build.start([kernel])  # beside what is left of the compile
                 _replace(node, output, gemm, residual)
                 break
 
@@ -53,8 +58,9 @@ def _alike(gemm: fx.Node, total: fx.Node) -> bool:
     return all(gemm.meta.get(tag) == total.meta.get(tag) for tag in ("recompute", "ac_graph_id"))
 
 
-def _pays(gemm: fx.Node) -> bool:
-    return has_tile(gemm, added=ANOTHER)
+def _kernel(gemm: fx.Node) -> Kernel | None:
+    """None where it does not pay."""
+    return kernel_of(gemm, added=ANOTHER)
 
 
 def _replace(total: fx.Node, output: fx.Node, gemm: fx.Node, residual: fx.Node) -> None:

@@ -206,6 +206,23 @@ def test_what_the_compiler_says_reaches_the_user(tmp_path, monkeypatch):
     assert build.library(good).exists()
 
 
+@installed
+def test_one_builder_takes_what_is_begun_later(tmp_path, monkeypatch):
+    """Not after somebody has waited for a kernel: then it ends, also where that one fails."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    first = kernel_of(FAST_TILES[0], "90", E4M3, E4M3, BF16, "tensor", False, True)
+    odd, third = dataclasses.replace(first, tile_m=100), dataclasses.replace(first, bias=True)
+    with build.kept_open():
+        build.start([first])
+        build.start([odd])
+        assert build._builders[build._path(first)] is build._builders[build._path(odd)]
+        with pytest.raises(RuntimeError, match="CTA tile shape M"):
+            build.library(odd)
+        build.start([third])
+        assert build._builders[build._path(first)] is not build._builders[build._path(third)]
+    assert build.library(first).exists() and build.library(third).exists()
+
+
 def broken_compiler(folder: Path, monkeypatch, source: str) -> None:
     """Builds run this where they would import quack."""
     (folder / "quack.py").write_text(source)

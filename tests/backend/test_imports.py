@@ -45,6 +45,15 @@ def test_importing_imports_no_compiler():
     assert run(code).stdout.split() == ["[]", "[]"]
 
 
+@pytest.mark.parametrize("initialized", [True, False])
+def test_the_backend_starts_inductors_workers_where_a_gpu_is_in_use(initialized):
+    code = (
+        f"import torch; torch.cuda.is_initialized = lambda: {initialized}; import te_inductor.backend;"
+        "from torch._inductor.async_compile import AsyncCompile; print(AsyncCompile.process_pool.cache_info().currsize)"
+    )
+    assert run(code).stdout.strip() == str(int(initialized))
+
+
 def test_the_backend_needs_no_import_of_ours():
     code = (
         "import sys, torch; f = torch.compile(torch.nn.Linear(32, 32), backend='te'); f(torch.randn(4, 32));"

@@ -7,13 +7,21 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from te_inductor import ops, recipes, residuals
+from te_inductor.templates.cutlass.scaled_mm import FAST_TILES, kernel_of
 
 SLOTS = recipes.resolve("current").slots()
 
 
+KERNEL = kernel_of(FAST_TILES[0], "90", torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float32, "tensor", False, True)
+
+
 @pytest.fixture(autouse=True)
-def pays(monkeypatch):
-    monkeypatch.setattr(residuals, "_pays", lambda gemm: True)
+def begun(monkeypatch):
+    """The kernels that were begun to be built."""
+    kernels = []
+    monkeypatch.setattr(residuals, "_kernel", lambda gemm: KERNEL)
+    monkeypatch.setattr(residuals.build, "start", kernels.extend)
+    return kernels
 
 
 def layer(x, w, dtype=torch.float32):
@@ -48,7 +56,7 @@ FOLDED = {
 
 
 @pytest.mark.parametrize(("function", "count"), FOLDED.values(), ids=FOLDED.keys())
-def test_which_sums_a_gemm_takes_over(function, count):
+def test_which_sums_a_gemm_takes_over(function, count, begun):
     x, w = torch.randn(8, 8, 32), torch.randn(32, 32)
     traced = make_fx(function, tracing_mode="fake")(x, w)
     residuals.fold(traced.graph)
@@ -56,6 +64,7 @@ def test_which_sums_a_gemm_takes_over(function, count):
     traced.recompile()
     gemms = traced.graph.find_nodes(op="call_function", target=ops.scaled_mm)
     assert sum(gemm.args[8:] != () for gemm in gemms) == count
+    assert begun == [KERNEL] * count
     torch.testing.assert_close(traced(x, w), function(x, w), rtol=0, atol=0)
 
 

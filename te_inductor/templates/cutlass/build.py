@@ -13,7 +13,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -34,9 +36,42 @@ class _Builder:
     def ended(self) -> bool:
         return self.process.poll() is not None
 
+    def build(self, wanted: dict[Path, Kernel]) -> bool:
+        """Whether it takes more."""
+        jobs = [
+            {"kernel": asdict(kernel), "path": str(path), "log": str(_log(path))} for path, kernel in wanted.items()
+        ]
+        try:
+            self.process.stdin.write(f"{json.dumps(jobs)}\n".encode())  # type: ignore[union-attr]
+            self.process.stdin.flush()  # type: ignore[union-attr]
+        except (BrokenPipeError, ValueError):  # it has ended; it was told of `no_more`
+            return False
+        _builders.update(dict.fromkeys(wanted, self))
+        return True
+
+    def no_more(self) -> None:
+        """It ends when it has built what it was given."""
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()  # type: ignore[union-attr]
+
 
 # By the library that each is to build.
 _builders: dict[Path, _Builder] = {}
+# By architecture, those that wait for more kernels; None outside of `kept_open`.
+_open: ContextVar[dict[str, _Builder] | None] = ContextVar("open builders", default=None)
+
+
+@contextmanager
+def kept_open() -> Iterator[None]:
+    """In here one builder of an architecture, which imports the compiler once, takes whatever is begun."""
+    builders: dict[str, _Builder] = {}
+    token = _open.set(builders)
+    try:
+        yield
+    finally:
+        _open.reset(token)
+        for builder in builders.values():
+            builder.no_more()
 
 
 def start(kernels: Iterable[Kernel]) -> None:
@@ -46,20 +81,28 @@ def start(kernels: Iterable[Kernel]) -> None:
         path = _path(kernel)
         if not path.exists() and path not in _builders:
             missing.setdefault(kernel.arch, {})[path] = kernel
+    waiting = _open.get()
     for arch, wanted in missing.items():
-        _builders.update(dict.fromkeys(wanted, _start(arch, wanted)))
+        builder = waiting.get(arch) if waiting else None
+        if builder is None or not builder.build(wanted):
+            builder = _start(arch, _log(next(iter(wanted)).with_suffix(".builder")))
+            builder.build(wanted)
+        if waiting is None:
+            builder.no_more()
+        else:
+            waiting[arch] = builder
 
 
-def _start(arch: str, wanted: dict[Path, Kernel]) -> _Builder:
+def _start(arch: str, log: Path) -> _Builder:
     from torch._inductor.cpp_builder import get_cpp_compiler
 
-    jobs = [{"kernel": asdict(kernel), "path": str(path), "log": str(_log(path))} for path, kernel in wanted.items()]
-    log = _log(next(iter(wanted)).with_suffix(".builder"))
     log.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", f"{__package__}.builder", get_cpp_compiler(), json.dumps(jobs)]
+    command = [sys.executable, "-m", f"{__package__}.builder", get_cpp_compiler()]
     with log.open("wb") as file:
         # A session of its own, so that it can be stopped together with the processes that it forks.
-        process = subprocess.Popen(command, env=environment(arch), stdout=file, stderr=file, start_new_session=True)
+        process = subprocess.Popen(
+            command, env=environment(arch), stdin=subprocess.PIPE, stdout=file, stderr=file, start_new_session=True
+        )
     return _Builder(process, log)
 
 
@@ -93,6 +136,8 @@ def library(kernel: Kernel) -> Path:
     path = _path(kernel)
     start([kernel])
     builder = _builders.pop(path, None)
+    if builder is not None:
+        builder.no_more()  # so that it ends also where it fails
     while not path.exists():
         if (builder is None or builder.ended()) and not path.exists():
             raise RuntimeError(_said(path, builder))

@@ -1,10 +1,10 @@
 """The process that builds GEMM kernels into shared libraries.
 
-    python -m te_inductor.templates.cutlass.builder LINKER JOBS
+    python -m te_inductor.templates.cutlass.builder LINKER
 
-JOBS is JSON, a list of ``{"kernel": the fields of a Kernel, "path": of the library, "log": of what the compiler says}``. The
-compiler is imported once, then each kernel is built in a fork, all of them side by side. The environment is
-`build.environment`'s.
+Each line of its input is JSON, a list of ``{"kernel": the fields of a Kernel, "path": of the library, "log": of what the
+compiler says}``. The compiler is imported once, then each kernel is built in a fork, all of them side by side; it ends when
+its input has ended and all are built. The environment is `build.environment`'s.
 """
 
 import json
@@ -25,12 +25,14 @@ from te_inductor.templates.cutlass.build import FUNCTION
 from te_inductor.templates.cutlass.scaled_mm import ANOTHER, OUTPUT, ROUNDED, Kernel
 
 
-def main(linker: str, jobs: list[dict[str, Any]]) -> None:
+def main(linker: str) -> None:
     import_compiler()
     fork = multiprocessing.get_context("fork")
-    builds = [fork.Process(target=_run, args=(linker, job), daemon=True) for job in jobs]
-    for build in builds:
-        build.start()
+    builds = []
+    for line in sys.stdin:
+        for job in json.loads(line):
+            builds.append(fork.Process(target=_run, args=(linker, job), daemon=True))
+            builds[-1].start()
     for build in builds:
         build.join()
 
@@ -155,4 +157,4 @@ def _block_scales(kernel: Kernel, m: int, n: int, k: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], json.loads(sys.argv[2]))
+    main(sys.argv[1])
