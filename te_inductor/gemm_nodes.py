@@ -19,8 +19,7 @@ def is_plain(node: fx.Node) -> bool:
 
 
 def kernel_of(gemm: fx.Node, out: torch.dtype | None = None, **more: Any) -> Kernel | None:
-    """That the tuned table names for it, with `more` of a `Problem` to do, and that output (None: its own); None where it names
-    none."""
+    """What the tuned table names for it, if anything; with `more` of a `Problem` to do, and that output (None: its own)."""
     a, _, b, _, bias, wanted, dtype = gemm.args[:7]
     x, w = a.meta["val"], b.meta["val"]  # type: ignore[union-attr]
     sizes = (x.shape[0], w.shape[0], x.shape[1])

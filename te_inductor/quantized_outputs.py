@@ -36,7 +36,9 @@ def fold(graph: fx.Graph) -> None:
         if between and all(isinstance(size, int) for size in between[0].meta["val"].shape):
             gemm, *rest = between
             activation = _activation(gemm, rest)
-            kernel = _kernel(gemm, cast, activation) if activation is not None and _is_whole(cast) else None
+            if activation is None or not _is_whole(cast):
+                continue
+            kernel = _kernel(gemm, cast, activation)
             if kernel is not None:
                 build.start([kernel])  # beside what is left of the compile
                 _replace(cast, between, activation)
