@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import multiprocessing
 import subprocess
 import sys
 import time
@@ -208,7 +209,8 @@ def test_what_the_compiler_says_reaches_the_user(tmp_path, monkeypatch):
 
 @installed
 def test_one_builder_takes_what_is_begun_later(tmp_path, monkeypatch):
-    """Not after somebody has waited for a kernel: then it ends, also where that one fails."""
+    """Not after somebody has waited for a kernel: then it ends, also where that one fails, and while a process forked
+    meanwhile lives."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     first = kernel_of(FAST_TILES[0], "90", E4M3, E4M3, BF16, "tensor", False, True)
     odd, third = dataclasses.replace(first, tile_m=100), dataclasses.replace(first, bias=True)
@@ -216,8 +218,12 @@ def test_one_builder_takes_what_is_begun_later(tmp_path, monkeypatch):
         build.start([first])
         build.start([odd])
         assert build._builders[build._path(first)] is build._builders[build._path(odd)]
+        forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
+        forked.start()
         with pytest.raises(RuntimeError, match="CTA tile shape M"):
             build.library(odd)
+        assert forked.is_alive()
+        forked.kill()
         build.start([third])
         assert build._builders[build._path(first)] is not build._builders[build._path(third)]
     assert build.library(first).exists() and build.library(third).exists()

@@ -50,8 +50,9 @@ class _Builder:
         return True
 
     def no_more(self) -> None:
-        """It ends when it has built what it was given."""
-        with suppress(BrokenPipeError):
+        """It ends when it has built what it was given. It is told: a process forked meanwhile has the pipe open."""
+        with suppress(BrokenPipeError, ValueError):
+            self.process.stdin.write(b"\n")  # type: ignore[union-attr]
             self.process.stdin.close()  # type: ignore[union-attr]
 
 

@@ -3,8 +3,8 @@
     python -m te_inductor.templates.cutlass.builder LINKER
 
 Each line of its input is JSON, a list of ``{"kernel": the fields of a Kernel, "path": of the library, "log": of what the
-compiler says}``. The compiler is imported once, then each kernel is built in a fork, all of them side by side; it ends when
-its input has ended and all are built. The environment is `build.environment`'s.
+compiler says}``. The compiler is imported once, then each kernel is built in a fork, all of them side by side; after an
+empty line, or the end of its input, it ends when all are built. The environment is `build.environment`'s.
 """
 
 import json
@@ -30,6 +30,8 @@ def main(linker: str) -> None:
     fork = multiprocessing.get_context("fork")
     builds = []
     for line in sys.stdin:
+        if not line.strip():
+            break
         for job in json.loads(line):
             builds.append(fork.Process(target=_run, args=(linker, job), daemon=True))
             builds[-1].start()
