@@ -19,28 +19,22 @@ from torch import Tensor
 
 from benchmarks import harness, table
 from te_inductor.runtime import nvfp4
-from te_inductor.templates.triton import nvfp4_expand, nvfp4_linear
+from te_inductor.templates.triton import nvfp4_direct, nvfp4_expand, nvfp4_linear
 from te_inductor.templates.triton.nvfp4_linear import FACTOR, TABLE, Config, Problem, supports
 
 LAYERS = ((28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096), (14336, 4096), (128256, 4096))
 BATCHES = (1, 16, 64, 128)
 PREFILLS = (64, 128, 256, 1024, 4096)
 TILES = {  # rows of x in a tile: warps, rows of the weight; (columns at a time, stages)
-    8: (
-        ((1, 16), ((256, 3),)),
-        ((1, 32), ((256, 3),)),
-        ((2, 64), ((128, 3), (128, 4), (256, 3), (256, 4), (256, 5))),
-        ((4, 128), ((256, 3), (256, 4))),
-    ),
-    16: (
-        ((1, 32), ((256, 3),)),
-        ((2, 64), ((128, 3), (256, 3), (256, 4))),
-        ((4, 64), ((256, 3), (256, 4))),
-    ),
     64: (((4, 64), ((128, 3), (256, 2))), ((8, 128), ((256, 2),))),
     128: (((4, 64), ((64, 4), (128, 3))), ((8, 128), ((64, 4), (128, 2), (128, 3))), ((8, 256), ((64, 3), (128, 2)))),
 }
 SPLITS = (1, 2, 4, 8)
+# Rows of x of the direct kernel: splits and warps, both shares of K.
+DIRECT = {
+    8: ((1, 1), (1, 2), (1, 4), (1, 8), (4, 2), (7, 1)),
+    16: ((1, 1), (1, 2), (1, 4), (2, 1), (4, 1), (4, 2), (7, 1), (8, 1)),
+}
 COPY = 4269e9  # bytes a second, reading and writing, measured on an H200
 COLD = 160e6  # bytes of weights to rotate through
 
@@ -59,9 +53,16 @@ def parse() -> argparse.Namespace:
 
 
 def configs(m: int) -> list[Config]:
+    few = next((rows for rows in DIRECT if m <= rows), None)
+    if few is not None:
+        return [
+            Config(few, n, 256, splits, warps, stages, direct=True)
+            for splits, warps in DIRECT[few]
+            for n, stages in ((16, 2), (16, 3), (32, 2), (32, 3))
+        ]
     rows = next((rows for rows in TILES if m <= rows), max(TILES))
     return [
-        Config(rows, n, k, splits, warps, stages, planes=warps >= 4 and rows >= 16)
+        Config(rows, n, k, splits, warps, stages, direct=False)
         for (warps, n), steps in TILES[rows]
         for k, stages in steps
         for splits in SPLITS
@@ -71,6 +72,9 @@ def configs(m: int) -> list[Config]:
 def worth(config: Config, problem: Problem) -> bool:
     """Enough programs to fill the card, and not many more."""
     warps = -(-problem.m // config.rows) * -(-problem.n // config.block_n) * config.splits * config.warps
+    if config.direct:
+        one_wave = config.splits * config.warps == 1 or warps <= 2200
+        return supports(config, problem) is None and warps >= 600 and one_wave
     steps = problem.k // config.block_k / config.splits
     return supports(config, problem) is None and warps >= 400 and steps >= 3 and (config.splits == 1 or warps <= 4000)
 
@@ -78,13 +82,22 @@ def worth(config: Config, problem: Problem) -> bool:
 def compile_ahead(job: tuple[Config, Problem]) -> None:
     """Into Triton's cache, which the measuring process reads."""
     config, problem = job
-    x, w, s, one, out = (
+    x, w, s, one = (
         torch.empty(16, dtype=dtype, device="cuda")
-        for dtype in (torch.bfloat16, torch.int16, torch.uint8, torch.float32, torch.float32)
+        for dtype in (torch.bfloat16, torch.int16, torch.uint8, torch.float32)
     )
+    out = torch.empty(16, dtype=nvfp4_linear.sum_dtype(config, torch.bfloat16), device="cuda")
+    if config.direct:
+        shape = config.rows, config.block_n, config.splits, config.warps, config.stages - 1
+        given = nvfp4_direct.constants(problem.m > 1, problem.m, problem.k, *shape)
+        options = nvfp4_direct.options(config.block_n, config.warps)
+        nvfp4_direct._linear.warmup(
+            x, w.view(torch.int32), s.view(torch.uint16), one, out, problem.n, **given, **options, grid=(1,)
+        )
+        return
     sizes = dict(zip(("K", "ROWS", "BLOCK_N", "BLOCK_K", "SPLITS"), (problem.k, *config_sizes(config)), strict=True))
     nvfp4_linear._partial_sums.warmup(
-        x, w, s, one, out, problem.m, problem.n, **sizes, STAGES=config.stages, FACTOR=FACTOR, PLANES=config.planes,
+        x, w, s, one, out, problem.m, problem.n, **sizes, STAGES=config.stages, FACTOR=FACTOR,
         ASSEMBLY=True, num_warps=config.warps, launch_pdl=True, grid=(1,),
     )  # fmt: skip
 
@@ -111,10 +124,10 @@ class Layer:
         return self.us([lambda w=w: torch.mm(x, w.t()) for w in self.plain], options)
 
     def decode(self, x: Tensor, config: Config, options: argparse.Namespace) -> float:
-        given = nvfp4_linear.planes(x) if config.planes else x
+        given = nvfp4_linear.arranged(x, config)
 
         def call(s: tuple[Tensor, ...], dtype: torch.dtype = torch.bfloat16) -> Tensor:
-            return nvfp4_linear.add_up(nvfp4_linear.partial_sums(given, *s, config), dtype)
+            return nvfp4_linear.add_up(nvfp4_linear.partial_sums(given, *s, config, dtype), dtype)
 
         expected = x.float() @ self.values.t() * self.stored[0][2]
         error = harness.relative_error(call(self.stored[0], torch.float32), expected)["relative"]

@@ -45,17 +45,33 @@ def nvfp4_linear(
     config = template.choose(problem) if torch.cuda.get_device_capability(device) >= template.CAPABILITY else None
     if config is None:
         return _eager(ops_stored.nvfp4_linear, x, stored, block_scale, tensor_scale, out_dtype)
-    if config.planes:
-        x = lowerings[aten.permute](lowerings[aten.view](x, [m, k // 16, 4, 4]), [0, 2, 1, 3])
-        x = lowerings[aten.view](lowerings[aten.clone](x, memory_format=torch.contiguous_format), [m, 4, k // 4])
     start_early()
-    parts = _eager(nvfp4_ops.partial_sums, x, stored, block_scale, tensor_scale, config)
+    parts = _eager(
+        nvfp4_ops.partial_sums, _arranged(x, config.direct), stored, block_scale, tensor_scale, config, out_dtype
+    )
+    summands = [lowerings[aten.select](parts, 0, i) for i in range(config.splits)]
+    if config.splits == 1:
+        return summands[0]  # type: ignore[no-any-return]
     # Additions, and no reduction, as elementwise code becomes part of what reads the result, a norm's reduction too.
-    y = functools.reduce(lowerings[aten.add], (lowerings[aten.select](parts, 0, i) for i in range(config.splits)))
-    y = lowerings[convert](y, out_dtype)
+    y = lowerings[convert](functools.reduce(lowerings[aten.add], summands), out_dtype)
     if _is_cut_twice(V.graph.current_node):
         y.realize()
     return y  # type: ignore[no-any-return]
+
+
+def _arranged(x: ir.TensorBox, direct: bool) -> ir.TensorBox:
+    """`fragments` or `planes`, in the kernel that makes x."""
+    m, k = x.get_size()
+    if direct and m == 1:
+        return x
+    if direct:
+        # The copy goes over rows first, as a norm does, so that it becomes part of its kernel.
+        x = lowerings[aten.view](x, [m, k // 128, 4, 4, 8])
+        x = ir.TensorBox(ir.ExternKernel.require_exact_strides(x, [32, 128 * m, 8, 32 * m, 1]))
+        return lowerings[aten.view](lowerings[aten.permute](x, [1, 3, 0, 2, 4]), [k // 32, m, 32])  # type: ignore[no-any-return]
+    x = lowerings[aten.permute](lowerings[aten.view](x, [m, k // 16, 4, 4]), [0, 2, 1, 3])
+    x = lowerings[aten.clone](x, memory_format=torch.contiguous_format)
+    return lowerings[aten.view](x, [m, 4, k // 4])  # type: ignore[no-any-return]
 
 
 def _is_cut_twice(node: torch.fx.Node, cuts: int = 0) -> bool:

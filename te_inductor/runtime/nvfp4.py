@@ -3,7 +3,7 @@
 # Note [Order of a stored block]
 A block of 16 values, of one row and along K, is 8 bytes, two little-endian 32-bit units. In NVFP4's own order value k is
 nibble k, the low one of a byte first. Stored, the same 64 bits are put where tensor-core operands need them with the
-fewest instructions (templates/triton/nvfp4_linear.py has 15 integer instructions for 8 values of the first order, 9 of
+fewest instructions (templates/triton/nvfp4_decode.py has 15 integer instructions for 8 values of the first order, 9 of
 this one):
 
 - Unit u holds values ``4 i + 2 u + h`` for i = 0..3 and h = 0, 1: an operand register of the i-th product takes two

@@ -74,6 +74,23 @@ def test_linear(m, size, dtype):
     assert (error <= magnitudes * k * 2.0**-22 + torch.finfo(dtype).eps * y.double().abs() + 1e-7).all()
 
 
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("m", [1, 21])
+def test_rows_of_several_programs(m, splits):
+    """A batch of any size runs with the config of the size that was compiled for; rows that are few arranged, too."""
+    from te_inductor.templates.triton import nvfp4_direct, nvfp4_linear
+
+    config = nvfp4_linear.Config(8, 32, nvfp4_direct.COLUMNS.value, splits, warps=2, stages=2, direct=True)
+    weight = random_weight(200, 1024)
+    x = torch.randn(m, 1024, device="cuda", dtype=torch.bfloat16)
+    chunks = x.reshape(m, 8, 4, 4, 8).permute(1, 3, 0, 2, 4).reshape(32, m, 32)
+    torch.empty(1 << 26, device="cuda").fill_(torch.nan)
+    y = nvfp4_linear.partial_sums(chunks, *weight, config, torch.float32).sum(0)
+    wide = nvfp4.values(*weight[:2]).double() * weight[2].double()
+    error = (y.double() - x.double() @ wide.t()).abs()
+    assert (error <= (x.double().abs() @ wide.abs().t()) * 1024 * 2.0**-22).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("batch", "m", "d", "n", "masked"),

@@ -12,10 +12,8 @@ from tests.offline.interpret import mend_conversions
 
 # Each with sizes that fill no tile: M, N, K.
 LINEAR = [
-    (Config(8, 16, 128, splits=1, warps=1, stages=3), (1, 16, 256)),
-    (Config(8, 32, 64, splits=2, warps=2, stages=2), (3, 37, 384)),
-    (Config(16, 32, 64, splits=3, warps=2, stages=3), (21, 40, 384)),
-    (Config(16, 64, 64, splits=2, warps=4, stages=3, planes=True), (17, 70, 256)),
+    (Config(16, 64, 64, splits=1, warps=4, stages=3, direct=False), (3, 37, 384)),
+    (Config(16, 64, 64, splits=2, warps=4, stages=3, direct=False), (17, 70, 256)),
 ]
 
 
@@ -29,8 +27,8 @@ def linear(config: Config, m: int, n: int, k: int) -> None:
     stored, block_scale, tensor_scale = weight(n, k)
     x = torch.randn(m, k).bfloat16()
     assert nvfp4_linear.supports(config, nvfp4_linear.Problem(m, n, k, x.dtype)) is None
-    given = nvfp4_linear.planes(x) if config.planes else x
-    parts = nvfp4_linear.partial_sums(given, stored, block_scale, tensor_scale, config, assembly=False)
+    given = nvfp4_linear.arranged(x, config)
+    parts = nvfp4_linear.partial_sums(given, stored, block_scale, tensor_scale, config, torch.float32, assembly=False)
     assert parts.shape == (config.splits, m, n)
     wide = nvfp4.values(stored, block_scale).double() * tensor_scale.double()
     error = (parts.double().sum(0) - x.double() @ wide.t()).abs()

@@ -1,5 +1,6 @@
 """The NVFP4 kernels without a GPU: interpreted, their assembly line by line, as cubins, and in generated code."""
 
+import collections
 import os
 import re
 import subprocess
@@ -15,7 +16,7 @@ from tests.offline.harness import HERE, generate
 
 triton = pytest.importorskip("triton")
 
-from te_inductor.templates.triton import nvfp4_decode, nvfp4_linear  # noqa: E402
+from te_inductor.templates.triton import nvfp4_decode, nvfp4_direct, nvfp4_linear  # noqa: E402
 from te_inductor.templates.triton.nvfp4_linear import Config, Problem, choose, supports, table  # noqa: E402
 
 PATTERN = 0xFFFFFFFF
@@ -48,6 +49,7 @@ OPERATIONS = {
     "or.b32": lambda a, b: a | b,
     "mov.b32": lambda a: a,
     "mul.lo.u32": lambda a, b: (a * b) & PATTERN,
+    "shl.b32": lambda a, turn: (a << turn) & PATTERN,
     "shf.l.wrap.b32": lambda low, high, turn: ((high << turn) | (low >> (32 - turn))) & PATTERN,
     "mul.bf16x2": products,
 }
@@ -55,9 +57,15 @@ OPERATIONS = {
 
 def execute(assembly: str, registers: dict[str, int]) -> dict[str, int]:
     """The few PTX instructions that the kernels are written in."""
-    for line in re.findall(r"([a-z0-9.]+) ([^;{}]+);", assembly):
-        name, operands = line[0], [operand.strip() for operand in line[1].split(",")]
+    for line in re.findall(r"([a-z0-9.]+) ([^;]+);", assembly.strip().removeprefix("{")):
+        name, operands = line[0], [operand.strip("{} ") for operand in line[1].split(",")]
         if name == ".reg":
+            continue
+        if line[1].startswith("{"):  # halves of a register
+            registers |= {operands[0]: registers[operands[2]] & 0xFFFF, operands[1]: registers[operands[2]] >> 16}
+            continue
+        if line[1].endswith("}"):  # and a register of halves
+            registers[operands[0]] = registers[operands[1]] | registers[operands[2]] << 16
             continue
         values = [registers[o] if o in registers else int(o, 0) for o in operands[1:]]
         registers[operands[0]] = OPERATIONS[name](*values)
@@ -74,14 +82,18 @@ def test_assembly(scale):
     factor = torch.tensor([scale], dtype=torch.uint8).view(torch.float8_e4m3fn)
     pair = execute(nvfp4_decode._SCALE.value, {"$1": scale})["$0"]
     assert (as_bf16(pair) == factor.double() * 2.0**119).all()
+    for other in (0, 0x7E):  # two scales in a word, each way
+        assert execute(nvfp4_direct._SCALES.value, {"$2": scale | other << 8})["$0"] == pair
+        assert execute(nvfp4_direct._SCALES.value, {"$2": other | scale << 8})["$1"] == pair
     for shift in range(16):
         codes = torch.arange(16, dtype=torch.uint8).roll(shift)[None]
         stored = nvfp4.store(codes)
         expected = nvfp4.values(stored, factor[None]).double().view(4, 2, 2)  # i, unit, half
         for unit, bits in enumerate(stored.view(torch.int32)[0].tolist()):
-            found = execute(nvfp4_decode._VALUES.value, {"$4": bits & PATTERN, "$5": pair})
-            for i in range(4):
-                assert torch.equal(as_bf16(found[f"${i}"]) * nvfp4_decode.FACTOR, expected[i, unit])
+            for assembly in (nvfp4_decode._VALUES, nvfp4_direct._VALUES):
+                found = execute(assembly.value, {"$4": bits & PATTERN, "$5": pair})
+                for i in range(4):
+                    assert torch.equal(as_bf16(found[f"${i}"]) * nvfp4_decode.FACTOR, expected[i, unit])
 
 
 def test_table():
@@ -91,7 +103,7 @@ def test_table():
         assert supports(Config(**row["config"]), problem) is None
         assert choose(problem) == Config(**row["config"])
         for m in (1, 5, 16, 17, 64):
-            for n, k in ((row["n"], row["k"]), (row["n"] + 8, row["k"]), (512, 256), (32, 1024)):
+            for n, k in ((row["n"], row["k"]), (row["n"] + 8, row["k"]), (512, 256), (32, 1024), (16, 768)):
                 near = choose(Problem(m, n, k, torch.float16))
                 assert near is not None and supports(near, Problem(m, n, k, torch.float16)) is None
     assert (
@@ -102,31 +114,17 @@ def test_table():
     assert choose(Problem(1, 4096, 4096 + 16, torch.bfloat16)) is None
 
 
-@pytest.mark.parametrize(
-    ("config", "instruction"),
-    [(Config(8, 64, 256, 2, 2, 3), "mma.sync"), (Config(16, 64, 256, 2, 4, 3, planes=True), "wgmma.mma_async")],
-    ids=["mma", "wgmma"],
-)
-def test_cubin(config, instruction):
-    """Compiled for sm_90. Operands go to the tensor core as they are loaded: only copies write to shared memory before the
-    sums are done."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    function = nvfp4_linear._partial_sums
+def test_cubin():
+    """wgmma's kernel, compiled for sm_90. Operands go to the tensor core as they are loaded: only copies write to shared
+    memory before the sums are done."""
+    config = Config(16, 64, 256, 2, 4, 3, direct=False)
     constants = {
         "K": 4096, "ROWS": config.rows, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "SPLITS": config.splits,
-        "STAGES": config.stages, "PLANES": config.planes, "FACTOR": nvfp4_linear.FACTOR, "ASSEMBLY": True,
+        "STAGES": config.stages, "FACTOR": nvfp4_linear.FACTOR, "ASSEMBLY": True,
     }  # fmt: skip
     types = {"x": "*bf16", "stored": "*i16", "block_scale": "*u8", "tensor_scale": "*fp32", "out": "*fp32"}
-    places = {name: (place,) for place, name in enumerate(function.arg_names)}
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in places}
-    aligned = {places[name]: [["tt.divisibility", 16]] for name in (*types, "N")}
-    source = ASTSource(
-        fn=function, signature=signature, constexprs={places[k]: v for k, v in constants.items()}, attrs=aligned
-    )
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": config.warps})
-    ptx = made.asm["ptx"]
+    made = compiled(nvfp4_linear._partial_sums, constants, types, {"num_warps": config.warps})
+    ptx, instruction = made.asm["ptx"], "wgmma.mma_async"
     assert made.asm["cubin"] and instruction in ptx and "mul.bf16x2" in ptx and "cp.async" in ptx
     assert "st.shared" not in ptx[: ptx.rindex(instruction)] and "shfl" not in ptx
     assert made.metadata.shared <= config.shared_memory
@@ -134,6 +132,49 @@ def test_cubin(config, instruction):
     assert not re.search(TOUCHES, ptx[: ptx.index("griddepcontrol.wait")])
     assert ptx.index("griddepcontrol.launch_dependents") > ptx.rindex(instruction)
     assert ptx.count("wgmma.wait_group") >= ptx.count("wgmma.mma_async") // (config.block_k // 64)  # once a product
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "shape"),
+    [
+        (1, 4096, (8, 16, 1, 1, 1)),
+        (16, 4096, (16, 16, 1, 1, 1)),
+        (5, 14336, (8, 32, 1, 8, 2)),
+        (1, 256, (8, 16, 1, 1, 1)),
+    ],
+    ids=str,
+)
+def test_direct_cubin(m, k, shape):
+    """No shared memory but for the sums of several warps, nothing that moves between lanes, and wide loads."""
+    constants = nvfp4_direct.constants(m > 1, m, k, *shape)
+    types = {"x": "*bf16", "stored": "*i32", "block_scale": "*u16", "tensor_scale": "*fp32", "out": "*bf16"}
+    made = compiled(nvfp4_direct._linear, constants, types, nvfp4_direct.options(shape[1], shape[3]))
+    ptx = made.asm["ptx"]
+    before, loop = ptx[: ptx.index("griddepcontrol.wait")], ptx[: ptx.rindex("mma.sync")]
+    assert made.asm["cubin"] and not re.search(TOUCHES, before)
+    assert not re.search(r"(ld|st)\\.shared|shfl", loop) and (shape[3] > 1 or made.metadata.shared == 0)
+    loads = collections.Counter(re.findall(r"ld\.global\S*?\.((?:v\d\.)?b\d+) ", loop))
+    assert set(loads) == {"v4.b32", "b16"}
+    # Of a turn: of 16 rows of the weight 4 and as many pairs of scales, of 8 rows of x 8.
+    weights, turns = loads["b16"], min(k // 256 // shape[3], 2)
+    assert weights >= turns * shape[1] // 4 and loads["v4.b32"] == weights * (1 + 2 * (shape[0] // 8) * 16 // shape[1])
+    assert ptx.index("griddepcontrol.launch_dependents") > ptx.rindex("mma.sync")
+
+
+def compiled(function, constants, types, options):
+    """For sm_90, pointers and N aligned."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    places = {name: (place,) for place, name in enumerate(function.arg_names)}
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in places}
+    aligned = {places[name]: [["tt.divisibility", 16]] for name in (*types, "N")}
+    kind = GluonASTSource if function.is_gluon() else ASTSource
+    source = kind(
+        fn=function, signature=signature, constexprs={places[k]: v for k, v in constants.items()}, attrs=aligned
+    )
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
 def test_attention_waits():

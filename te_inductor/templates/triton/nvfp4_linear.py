@@ -1,16 +1,19 @@
 """``x @ w.T`` with a stored NVFP4 weight and few rows of x: as fast as 4.5 bits a weight can be read.
 
 The weight is the tensor core's left operand, so its N fills the 64 or 16 rows of an instruction and x's rows the other side,
-8 of them or a multiple. Four values in one 16-bit word are operands of four products, whose x is every fourth run of four
-columns: nothing moves between threads. See `nvfp4_decode` for the arithmetic and docs/performance.md for what was measured.
+8 of them or a multiple. Up to 16 rows of x are `nvfp4_direct`'s; here are the kernel for more and what both share. Four
+values in one 16-bit word are operands of four products, whose x is every fourth run of four columns: nothing moves between
+threads. See `nvfp4_decode` for the arithmetic and docs/performance.md for what was measured.
 
 Blocks of K are dealt to `splits` programs in turn, so that what runs at one time reads neighbouring bytes. Each writes its
 partial sums in fp32; whoever reads them adds them up in their order, in Inductor's code together with what comes next, in
-eager code `add_up`. Both kernels start early: Note [Kernels that start early] in lowerings/early_start.py.
+eager code `add_up`. Where there is one split its sums are the result. Kernels start early: Note [Kernels that start early]
+in lowerings/early_start.py.
 """
 
 import functools
 import json
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +25,10 @@ from torch import Tensor
 
 from te_inductor.diagnostics import Refusal
 from te_inductor.recipes.constants import Constant, constant
+from te_inductor.templates.triton import nvfp4_direct
 from te_inductor.templates.triton.nvfp4_decode import FACTOR, values
 
-__all__ = ["FACTOR", "Config", "Problem", "add_up", "choose", "partial_sums", "planes", "supports"]
+__all__ = ["FACTOR", "Config", "Problem", "add_up", "arranged", "choose", "partial_sums", "planes", "supports"]
 
 TABLE = Path(__file__).with_suffix(".json")
 DTYPES = (torch.bfloat16, torch.float16)
@@ -50,12 +54,12 @@ class Config(Constant):
     block_n: int  # rows of the weight in one program
     block_k: int  # columns that it reads at a time
     splits: int  # programs that share the K of one tile
-    warps: int
-    stages: int  # of `block_k` columns on their way through shared memory
-    planes: bool = False  # x comes in four planes (`planes`), as wgmma wants it; else as it is, for mma
+    warps: int  # share the K of a program where they are direct, else its tile
+    stages: int  # of `block_k` columns on their way, or direct in registers
+    direct: bool  # `nvfp4_direct`; else wgmma, and x comes in four planes (`planes`)
 
     def __str__(self) -> str:
-        tile, way = f"{self.rows} x {self.block_n} x {self.block_k}", "wgmma" if self.planes else "mma"
+        tile, way = f"{self.rows} x {self.block_n} x {self.block_k}", "direct" if self.direct else "wgmma"
         return f"{tile}, {self.splits} splits, {self.warps} warps, {self.stages} stages, {way}"
 
     @property
@@ -69,12 +73,25 @@ def supports(config: Config, problem: Problem) -> Refusal | None:
     """Why the kernel does not compute this problem so, or would be wrong to."""
     if problem.dtype not in DTYPES:
         return Refusal("input dtype %s is not bfloat16 or float16", str(problem.dtype).removeprefix("torch."))
-    if problem.k % (config.block_k * config.splits):
-        return Refusal("K=%d is not a multiple of %d splits of %d", problem.k, config.splits, config.block_k)
+    shares = config.splits * (config.warps if config.direct else 1)
+    if problem.k % (config.block_k * shares):
+        return Refusal("K=%d is not a multiple of %d shares of %d", problem.k, shares, config.block_k)
+    if config.direct:
+        return _supports_direct(config, problem)
     if config.shared_memory > 227 * 1024:
         return Refusal("%d bytes of shared memory, an SM has %d", config.shared_memory, 227 * 1024)
-    if config.planes != (config.warps % 4 == 0 and config.block_n % 64 == 0 and config.rows >= 16):
-        return Refusal("planes are what wgmma wants, of 4 warps, 64 rows of the weight and 16 of x")
+    if config.warps % 4 or config.block_n % 64 or config.rows < 16:
+        return Refusal("wgmma is of 4 warps, 64 rows of the weight and 16 of x")
+    return None
+
+
+def _supports_direct(config: Config, problem: Problem) -> Refusal | None:
+    if config.rows not in (8, 16):
+        return Refusal("%d rows of x, the tensor core takes 8 or 16", config.rows)
+    if problem.n < config.block_n or config.block_n % 16:
+        return Refusal("N=%d for a program of %d rows, a multiple of 16", problem.n, config.block_n)
+    if config.block_k != nvfp4_direct.COLUMNS.value:
+        return Refusal("a warp takes %d columns at a time", nvfp4_direct.COLUMNS.value)
     return None
 
 
@@ -89,12 +106,19 @@ def choose(problem: Problem) -> Config | None:
     """The config of the nearest measured problem that this one supports, with fewer splits where K is short; None where
     nothing fits."""
     for row in sorted(table()["rows"], key=lambda row: _distance(row, problem)):
-        config = Config(**row["config"])
-        blocks = max(1, problem.k // config.block_k)
-        config = replace(config, splits=max(s for s in range(1, config.splits + 1) if blocks % s == 0))
+        config = _fitted(Config(**row["config"]), problem)
         if supports(config, problem) is None:
             return config
     return None
+
+
+def _fitted(config: Config, problem: Problem) -> Config:
+    """With shares of K that it can be cut into."""
+    blocks = max(1, problem.k // config.block_k)
+    if config.direct:
+        warps = math.gcd(config.warps, blocks)
+        config, blocks = replace(config, warps=warps), blocks // warps
+    return replace(config, splits=max(s for s in range(1, config.splits + 1) if blocks % s == 0))
 
 
 def _distance(row: dict[str, Any], problem: Problem) -> tuple[int, int, float]:
@@ -111,17 +135,28 @@ def planes(x: Tensor) -> Tensor:
     return x.reshape(m, k // 16, 4, 4).transpose(1, 2).reshape(m, 4, k // 4)
 
 
+def arranged(x: Tensor, config: Config) -> Tensor:
+    """x, (M, K), as this config's kernel reads it."""
+    return nvfp4_direct.fragments(x) if config.direct else planes(x)
+
+
 def partial_sums(
-    x: Tensor,  # (M, K), or its planes (M, 4, K/4)
+    x: Tensor,  # `arranged`
     stored: Tensor,  # (N, K/2) uint8
     block_scale: Tensor,  # (N, K/16) e4m3
     tensor_scale: Tensor,  # () fp32
     config: Config,
+    out_dtype: torch.dtype,  # of the result, where there is one split
     assembly: bool = True,
-) -> Tensor:  # (splits, M, N) fp32
+) -> Tensor:  # (splits, M, N), fp32 if there are several
     """Whose sum over the first dimension is the product."""
-    m, n, k = x.shape[0], stored.shape[0], 2 * stored.shape[1]
-    out = x.new_empty((config.splits, m, n), dtype=torch.float32)
+    m, n, k = (x.shape[-2] if config.direct else x.shape[0]), stored.shape[0], 2 * stored.shape[1]
+    out = x.new_empty((config.splits, m, n), dtype=sum_dtype(config, out_dtype))
+    if config.direct:
+        nvfp4_direct.launch(
+            x, stored, block_scale, tensor_scale, out, config.rows, config.block_n, config.warps, config.stages - 1
+        )
+        return out
     grid = (config.splits * triton.cdiv(m, config.rows), triton.cdiv(n, config.block_n))
     _partial_sums[grid](
         x,
@@ -138,12 +173,15 @@ def partial_sums(
         SPLITS=config.splits,
         STAGES=config.stages,
         FACTOR=FACTOR,
-        PLANES=config.planes,
         ASSEMBLY=assembly,
         num_warps=config.warps,
         launch_pdl=assembly,
     )
     return out
+
+
+def sum_dtype(config: Config, out_dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if config.splits > 1 else out_dtype
 
 
 def add_up(
@@ -153,6 +191,8 @@ def add_up(
 ) -> Tensor:  # (M, N)
     """What Inductor's code does where it reads them."""
     splits, m, n = parts.shape
+    if splits == 1:
+        return parts[0].to(out_dtype)
     out = parts.new_empty((m, n), dtype=out_dtype)
     _add_up[(triton.cdiv(m * n, ADDED),)](
         parts, out, m * n, splits, BLOCK=ADDED, ASSEMBLY=assembly, num_warps=4, launch_pdl=assembly
@@ -162,11 +202,11 @@ def add_up(
 
 @triton.jit
 def _partial_sums(
-    x,  # (M, K), or (M, 4, K/4)
+    x,  # (M, 4, K/4)
     stored,  # (N, K/4) int16
     block_scale,  # (N, K/16) uint8
     tensor_scale,  # () fp32
-    out,  # (SPLITS, M, N) fp32
+    out,  # (SPLITS, M, N)
     M,
     N,
     K: tl.constexpr,
@@ -176,7 +216,6 @@ def _partial_sums(
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
     FACTOR: tl.constexpr,
-    PLANES: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ):
     # Neighbouring programs read the same part of the weight for other rows of x, so that memory is read once.
@@ -190,27 +229,20 @@ def _partial_sums(
     scale = block_scale + row * (K // 16) + part * (BLOCK_K // 16) + tl.arange(0, BLOCK_K // 16)[None, :]
     if ASSEMBLY:
         tl.extra.cuda.gdc_wait()
-    if PLANES:
-        column = x + m[None, :] * K + part * WORDS + tl.arange(0, WORDS)[:, None]
-        inside = m[None, :] < M
-    else:
-        column = x + m[:, None] * K + part * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-        inside = m[:, None] < M
+    column = x + m[None, :] * K + part * WORDS + tl.arange(0, WORDS)[:, None]
+    inside = m[None, :] < M
     y = tl.zeros((BLOCK_N, ROWS), dtype=tl.float32)
     # As often for every part. Where Triton knows how often, it lets wgmma run while it makes the next ones' operands: 15%
     # faster with 16 rows, and wrong by 1e-3 of the norm with 64 (Triton 3.6, H200, 64 x 128 x 128, 8 splits, 4 warps, 3
     # stages). In a loop whose bounds it does not know it waits for each.
-    first = part * BLOCK_K if PLANES else 0
+    first = part * BLOCK_K
     for _ in tl.range(first, K + first, SPLITS * BLOCK_K, num_stages=STAGES):
         words = tl.load(word, eviction_policy="evict_first")
         scales = tl.load(scale, eviction_policy="evict_first")
-        if PLANES:
-            x0 = tl.load(column, mask=inside, other=0.0)
-            x1 = tl.load(column + K // 4, mask=inside, other=0.0)
-            x2 = tl.load(column + 2 * (K // 4), mask=inside, other=0.0)
-            x3 = tl.load(column + 3 * (K // 4), mask=inside, other=0.0)
-        else:
-            x0, x1, x2, x3 = _planes(tl.load(column, mask=inside, other=0.0))
+        x0 = tl.load(column, mask=inside, other=0.0)
+        x1 = tl.load(column + K // 4, mask=inside, other=0.0)
+        x2 = tl.load(column + 2 * (K // 4), mask=inside, other=0.0)
+        x3 = tl.load(column + 3 * (K // 4), mask=inside, other=0.0)
         w0, w1, w2, w3 = values(words, scales, ASSEMBLY)
         y = tl.dot(w0.to(x0.dtype), x0, y)
         y = tl.dot(w1.to(x0.dtype), x1, y)
@@ -218,11 +250,12 @@ def _partial_sums(
         y = tl.dot(w3.to(x0.dtype), x3, y)
         word += SPLITS * WORDS
         scale += SPLITS * (BLOCK_K // 16)
-        column += SPLITS * (WORDS if PLANES else BLOCK_K)
+        column += SPLITS * WORDS
     if ASSEMBLY:
         tl.extra.cuda.gdc_launch_dependents()
     place = out + (part * M + m[None, :]).to(tl.int64) * N + n[:, None]
-    tl.store(place, y * (tl.load(tensor_scale) * FACTOR), mask=(m[None, :] < M) & (n[:, None] < N))
+    y = y * (tl.load(tensor_scale) * FACTOR)
+    tl.store(place, y.to(out.dtype.element_ty), mask=(m[None, :] < M) & (n[:, None] < N))
 
 
 @triton.jit
@@ -244,19 +277,3 @@ def _add_up(
         part += SIZE
         y += tl.load(part, mask=place < SIZE)
     tl.store(out + place, y.to(out.dtype.element_ty), mask=place < SIZE)
-
-
-@triton.jit
-def _planes(x):
-    """(M, K) -> four (K/4, M). A thread of mma holds 16 neighbouring columns, so that this only names its registers."""
-    M: tl.constexpr = x.shape[0]
-    K: tl.constexpr = x.shape[1]
-    x = tl.permute(tl.reshape(x, (M, K // 16, 2, 2, 4)), (0, 1, 4, 2, 3))
-    x02, x13 = tl.split(x)
-    x0, x2 = tl.split(x02)
-    x1, x3 = tl.split(x13)
-    x0 = tl.trans(tl.reshape(x0, (M, K // 4)))
-    x1 = tl.trans(tl.reshape(x1, (M, K // 4)))
-    x2 = tl.trans(tl.reshape(x2, (M, K // 4)))
-    x3 = tl.trans(tl.reshape(x3, (M, K // 4)))
-    return x0, x1, x2, x3

@@ -10,13 +10,16 @@ from te_inductor.templates.triton import nvfp4_expand, nvfp4_linear
 from te_inductor.templates.triton.nvfp4_linear import Config, Problem
 
 
-def _partial_sums_fake(x: Tensor, stored: Tensor, block_scale: Tensor, tensor_scale: Tensor, config: Config) -> Tensor:
-    return x.new_empty((config.splits, x.shape[0], stored.shape[0]), dtype=torch.float32)
+def _partial_sums_fake(
+    x: Tensor, stored: Tensor, block_scale: Tensor, tensor_scale: Tensor, config: Config, out_dtype: torch.dtype
+) -> Tensor:
+    m = x.shape[-2] if config.direct else x.shape[0]
+    return x.new_empty((config.splits, m, stored.shape[0]), dtype=nvfp4_linear.sum_dtype(config, out_dtype))
 
 
 partial_sums = _define(
     "nvfp4_partial_sums(Tensor x, Tensor stored, Tensor block_scale, Tensor tensor_scale,"
-    f" {constant_type_name(Config)} config) -> Tensor",
+    f" {constant_type_name(Config)} config, ScalarType out_dtype) -> Tensor",
     nvfp4_linear.partial_sums,
     _partial_sums_fake,
 )
@@ -27,8 +30,9 @@ def _linear(x: Tensor, stored: Tensor, block_scale: Tensor, tensor_scale: Tensor
     config = nvfp4_linear.choose(problem) if _runs_on(x.device) else None
     if config is None:
         return nvfp4.linear(x, stored, block_scale, tensor_scale, out_dtype)
-    x = nvfp4_linear.planes(x) if config.planes else x.contiguous()
-    return nvfp4_linear.add_up(nvfp4_linear.partial_sums(x, stored, block_scale, tensor_scale, config), out_dtype)
+    x = nvfp4_linear.arranged(x.contiguous(), config)
+    parts = nvfp4_linear.partial_sums(x, stored, block_scale, tensor_scale, config, out_dtype)
+    return nvfp4_linear.add_up(parts, out_dtype)
 
 
 def _dequantize(stored: Tensor, block_scale: Tensor, tensor_scale: Tensor, k: int, dtype: torch.dtype) -> Tensor:
