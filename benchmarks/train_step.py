@@ -155,11 +155,10 @@ def run_rounds(args: argparse.Namespace) -> dict[str, Any]:
         "failed": {name: f"{package} is not importable" for name in names if (package := arms.missing(name))},
     }
     with tempfile.TemporaryDirectory() as folder:
-        env = dict(os.environ)
-        # An empty cache, so that the first round's compile time is one; later rounds reuse it.
-        env.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{folder}/cache")
         for round_ in range(args.rounds):
             for name in names:
+                # An empty cache for each arm, so that the first round's compile time is one; later rounds reuse it.
+                env = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/{name.replace(':', '-')}", **os.environ}
                 if name not in results["failed"]:
                     _run(name, round_, args, Path(folder) / "arm.json", env, results)
                     harness.write_json(args.json, results)
