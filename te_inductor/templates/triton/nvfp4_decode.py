@@ -1,7 +1,7 @@
 """From stored NVFP4 to bf16 in registers: what the kernels of this folder share.
 
 Note [Order of a stored block] in runtime/nvfp4.py says where the bits are. Two neighbouring 16-bit words, one 32-bit unit,
-are eight values; `_VALUES` makes of it four registers of two bf16 each. Masked out of the rotated unit, a field is its value
+are eight values; `VALUES` makes of it four registers of two bf16 each. Masked out of the rotated unit, a field is its value
 times 2**-126, and an E4M3 byte shifted left by 4 is, as bf16, its value times 2**-120. `_SCALE` multiplies that by 2**239,
 in two steps, so that the one product of both is ``value * scale * 2**-7``: exact, with at most 6 significant bits, neither
 huge nor subnormal. `FACTOR` makes up for it where the sums are read.
@@ -12,12 +12,13 @@ import triton.language as tl
 
 FACTOR = 2.0**7
 
-# $4: a unit; $5: the block's scale, twice; $6: the same, as the two words of a unit come with a scale each.
-_VALUES: tl.constexpr = tl.constexpr("""{
+# $4: a unit; $5: the block's scale, twice; $6 is not read: the same, where the two words of a unit come with a scale each.
+# Two turns bring nothing round that the mask leaves, and are shifts, which the pipe of multiplications can do.
+VALUES: tl.constexpr = tl.constexpr("""{
 .reg .b32 t, u;
 and.b32 t, $4, 0x81C081C0;
 mul.bf16x2 $0, t, $5;
-shf.l.wrap.b32 t, $4, $4, 6;
+shl.b32 t, $4, 6;
 and.b32 t, t, 0x81C081C0;
 mul.bf16x2 $1, t, $5;
 shf.l.wrap.b32 t, $4, $4, 12;
@@ -25,7 +26,7 @@ and.b32 t, t, 0x81C081C0;
 mul.bf16x2 $2, t, $5;
 shf.l.wrap.b32 t, $4, $4, 10;
 and.b32 t, t, 0x81808180;
-shf.l.wrap.b32 u, $4, $4, 2;
+shl.b32 u, $4, 2;
 and.b32 u, u, 0x00400040;
 or.b32 t, t, u;
 mul.bf16x2 $3, t, $5;
@@ -54,7 +55,7 @@ def values(
         pair = tl.inline_asm_elementwise(_SCALE, "=r,r", [scales.to(tl.int32)], dtype=tl.int32, is_pure=True, pack=1)
         pair = tl.reshape(tl.broadcast_to(pair[:, :, None], (ROWS, WORDS // 4, 4)), (ROWS, WORDS))
         w0, w1, w2, w3 = tl.inline_asm_elementwise(
-            _VALUES,
+            VALUES,
             "=r,=r,=r,=r,r,r,r",
             [words, pair],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),

@@ -19,29 +19,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from te_inductor.templates.triton.nvfp4_decode import FACTOR
+from te_inductor.templates.triton.nvfp4_decode import FACTOR, VALUES
 
 COLUMNS = gl.constexpr(256)  # of x and the weight that a warp multiplies in one turn
 RANK = gl.constexpr(7)  # of the tensors that are loaded: their dimensions are what addresses are made of
 
-# $4: a unit; $5: the block's scale, twice. As `nvfp4_decode._VALUES`, for two values of 16 bits as one of 32.
-_VALUES = gl.constexpr("""{
-.reg .b32 t, u;
-and.b32 t, $4, 0x81C081C0;
-mul.bf16x2 $0, t, $5;
-shl.b32 t, $4, 6;
-and.b32 t, t, 0x81C081C0;
-mul.bf16x2 $1, t, $5;
-shf.l.wrap.b32 t, $4, $4, 12;
-and.b32 t, t, 0x81C081C0;
-mul.bf16x2 $2, t, $5;
-shf.l.wrap.b32 t, $4, $4, 10;
-and.b32 t, t, 0x81808180;
-shl.b32 u, $4, 2;
-and.b32 u, u, 0x00400040;
-or.b32 t, t, u;
-mul.bf16x2 $3, t, $5;
-}""")
+_VALUES = gl.constexpr(VALUES.value)
 # $2: two E4M3 bytes. Each is taken to its half of a register, there multiplied as in `nvfp4_decode._SCALE`, and doubled,
 # which costs nothing: a product names the half that it takes.
 _SCALES = gl.constexpr("""{
