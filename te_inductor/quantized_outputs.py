@@ -3,7 +3,8 @@
 Left alone, the GEMM writes bf16 and a kernel reads it, computes the activation and writes the copy: 5 bytes an element where
 the GEMM alone writes 1. The scale has to be known before the GEMM runs, and nobody else may want what lies between: delayed
 scaling without gradients, and not in grad mode, where it records amaxes. It is done where CUTLASS's epilogue was measured to
-pay. The epilogue rounds as the two kernels do: docs/numerics.md.
+pay, and under max-autotune alone until its tests have passed on a GPU as it is (docs/compatibility.md). The epilogue rounds
+as the two kernels do: docs/numerics.md.
 """
 
 import math
@@ -29,7 +30,7 @@ _NAMES = {op: name for name, op in OPS.items()}
 
 def fold(graph: fx.Graph) -> None:
     """Replace a cast with a known scale, and what it is cast from, by `quantized_mm`."""
-    if config.emulate_precision_casts:  # a rounding behind every op, which no epilogue does
+    if not _is_asked_for() or config.emulate_precision_casts:  # a rounding behind every op, which no epilogue does
         return
     for cast in graph.find_nodes(op="call_function", target=ops.quantize_delayed):
         between = _between(cast)
@@ -42,6 +43,10 @@ def fold(graph: fx.Graph) -> None:
             if kernel is not None:
                 build.start([kernel])  # beside what is left of the compile
                 _replace(cast, between, activation)
+
+
+def _is_asked_for() -> bool:
+    return bool(config.max_autotune or config.max_autotune_gemm)
 
 
 def _between(cast: fx.Node) -> list[fx.Node]:

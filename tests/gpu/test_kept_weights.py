@@ -14,17 +14,8 @@ from te_inductor.runtime import kept_weights
 from te_inductor.runtime.kept_weights import Look, Spec, new
 from te_inductor.templates.triton.kept_weights import OnDevice
 from tests.numerics.test_quantize import CONTENTS
+from tests.offline.kept_kernels import QUANTIZERS
 
-QUANTIZERS = [
-    Quantizer("e4m3"),
-    Quantizer("e5m2", amax_epsilon=2.0, power_2_scale=True),
-    Quantizer("e4m3", scope="row"),
-    Quantizer("e4m3", scope="128x128", power_2_scale=True),
-    Quantizer("e4m3", scope="1x32"),
-    Quantizer("e5m2", scope="32x32"),
-    Quantizer("e2m1", scope="1x16"),
-    Quantizer("e2m1", scope="16x16"),
-]
 SHAPES = [(48, 80), (30, 136), (200, 8), (20, 1092), (512, 4096)]
 
 
