@@ -9,7 +9,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
-from te_inductor.recipes import NVFP4BlockScaling, Quantizer
+from te_inductor.recipes import NVFP4BlockScaling
 from te_inductor.runtime import kept_weights
 from te_inductor.runtime.kept_weights import Look, Spec, new
 from te_inductor.templates.triton.kept_weights import OnDevice
