@@ -8,9 +8,15 @@ from torch import fx
 
 from te_inductor import compat, regions
 from te_inductor.backend import DECIDE, parse, run_passes
-from te_inductor.diagnostics import Report, merge
+from te_inductor.diagnostics import Report, merge, say
 from te_inductor.errors import TEInductorError
 from te_inductor.passes import Plan
+
+_NOTHING_TRACED = (
+    "te_inductor: Dynamo gave no graph of the model, so there is nothing to explain. Either the model computes nothing that"
+    " it captures, or it has given up on the model's code in this process, by its limit on recompiles: explain the model"
+    " before, or call torch._dynamo.reset(), which forgets everything compiled"
+)
 
 
 def explain(model: Callable[..., Any], *inputs: Any, options: Mapping[str, Any] | None = None, **kwargs: Any) -> Report:
@@ -22,6 +28,7 @@ def explain(model: Callable[..., Any], *inputs: Any, options: Mapping[str, Any] 
 
     Raises:
         OptionError, RecipeError: the options are wrong, or a recipe's factory is.
+        FallbackError: there was nothing to trace, with ``fallback="error"``; else a warning says so.
     """
     from torch._dynamo.exc import BackendCompilerFailed
 
@@ -41,4 +48,6 @@ def explain(model: Callable[..., Any], *inputs: Any, options: Mapping[str, Any] 
         if isinstance(failed.inner_exception, TEInductorError):
             raise failed.inner_exception from None
         raise
+    if not reports:
+        say(_NOTHING_TRACED, parsed.fallback)
     return merge(reports)

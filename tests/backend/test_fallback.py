@@ -101,6 +101,14 @@ def test_an_unused_policy_entry_is_reported():
     assert report.unused_policy == ["lm_head"] and "lm_head" in str(report)
 
 
+def test_nothing_to_explain_is_said():
+    """As where Dynamo has given up on the model: an empty report alone would look like a model without layers."""
+    with pytest.warns(FallbackWarning, match=r"gave no graph of the model.*torch\._dynamo\.reset"):
+        assert not explain(lambda x: x, torch.randn(X)).sites
+    with pytest.raises(FallbackError, match="no graph"):
+        explain(lambda x: x, torch.randn(X), options={"fallback": "error"})
+
+
 @pytest.mark.parametrize(
     ("x", "weight", "reason"),
     [
