@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._inductor import config
 
 from te_inductor import ops
 from te_inductor.templates.cutlass import scaled_mm as template
@@ -11,6 +12,11 @@ from te_inductor.templates.cutlass.scaled_mm import Kernel, Problem
 
 aten = torch.ops.aten
 VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+
+
+def measures() -> bool:
+    """Whether the user asked for max-autotune."""
+    return bool(config.max_autotune or config.max_autotune_gemm)
 
 
 def is_plain(node: fx.Node) -> bool:

@@ -15,7 +15,7 @@ from torch import fx
 from torch._inductor import config
 
 from te_inductor import ops
-from te_inductor.gemm_nodes import VIEWS, is_plain, kernel_of
+from te_inductor.gemm_nodes import VIEWS, is_plain, kernel_of, measures
 from te_inductor.runtime.activation import OPS, Activation, Step
 from te_inductor.templates.cutlass import build
 from te_inductor.templates.cutlass.scaled_mm import ROUNDED, Kernel
@@ -30,7 +30,7 @@ _NAMES = {op: name for name, op in OPS.items()}
 
 def fold(graph: fx.Graph) -> None:
     """Replace a cast with a known scale, and what it is cast from, by `quantized_mm`."""
-    if not _is_asked_for() or config.emulate_precision_casts:  # a rounding behind every op, which no epilogue does
+    if not measures() or config.emulate_precision_casts:  # a rounding behind every op, which no epilogue does
         return
     for cast in graph.find_nodes(op="call_function", target=ops.quantize_delayed):
         between = _between(cast)
@@ -43,10 +43,6 @@ def fold(graph: fx.Graph) -> None:
             if kernel is not None:
                 build.start([kernel])  # beside what is left of the compile
                 _replace(cast, between, activation)
-
-
-def _is_asked_for() -> bool:
-    return bool(config.max_autotune or config.max_autotune_gemm)
 
 
 def _between(cast: fx.Node) -> list[fx.Node]:

@@ -42,6 +42,12 @@ def raise_to_amax(amax: ir.TensorBox, bits: ir.TensorBox) -> None:
 class AmaxKernel(TritonKernel):
     """Inductor's Triton kernel, with stores of `MODE`."""
 
+    def tile_masks(self) -> OrderedSet[str]:
+        """What says which elements of the tile are the tensor's; none where all are."""
+        masks: OrderedSet[str] = OrderedSet(f"{tree.prefix}mask" for tree in self.active_range_trees())
+        self.filter_masks(masks)
+        return masks
+
     def store(self, name: str, index: sympy.Expr, value: Any, mode: Any = None) -> None:
         if mode != MODE:
             super().store(name, index, value, mode)
@@ -50,8 +56,7 @@ class AmaxKernel(TritonKernel):
         argument = self.args.output(name)  # names below follow it, so that equal kernels stay equal
         pointer = f"{argument}.to(tl.pointer_type(tl.int32))"
         size = self.dense_size_str()
-        masks: OrderedSet[str] = OrderedSet(f"{tree.prefix}mask" for tree in self.active_range_trees())
-        self.filter_masks(masks)
+        masks = self.tile_masks()
         tile = f"tl.broadcast_to({value}, {size})"
         if masks:
             tile = f"tl.where(tl.broadcast_to({' & '.join(masks)}, {size}), {tile}, 0)"

@@ -29,7 +29,6 @@ from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 from torch._inductor.codegen.common import DeferredLine
-from torch.utils._ordered_set import OrderedSet
 
 from te_inductor.lowerings import tiles
 from te_inductor.lowerings.assembly import AssemblyKernel, is_tile
@@ -94,7 +93,5 @@ class PairsKernel(AssemblyKernel):
         return halved + sympy.Symbol(f"{self._paired}pair", integer=True, nonnegative=True)
 
     def _mask_of_pairs(self) -> str:
-        masks: OrderedSet[str] = OrderedSet(f"{tree.prefix}mask" for tree in self.active_range_trees())
-        self.filter_masks(masks)
         pairs = {f"{self._paired}mask": f"({self._paired}pair * 2 < {self._paired}numel)"}
-        return " & ".join(pairs.get(mask, mask) for mask in masks) or "None"
+        return " & ".join(pairs.get(mask, mask) for mask in self.tile_masks()) or "None"

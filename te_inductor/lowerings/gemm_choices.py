@@ -9,12 +9,13 @@ import functools
 from typing import Any
 
 import torch
-from torch._inductor import config, ir
+from torch._inductor import ir
 from torch._inductor.lowering import lowerings
 from torch._inductor.select_algorithm import ExternKernelChoice
 from torch._inductor.virtualized import V
 
 from te_inductor import compat
+from te_inductor.gemm_nodes import measures
 from te_inductor.recipes import Gemm
 from te_inductor.recipes.formats import BLOCK_1X128, BLOCK_128X128, E2M1, ROW, TENSOR, Scope
 from te_inductor.runtime.activation import Activation
@@ -39,10 +40,10 @@ def extend(choices: list[Any], kernel_inputs: Any, overrides: dict[str, dict[str
         return choices
     bind = functools.partial(_bind, _SCALED, problem, kernel_inputs.nodes(), choices[0].layout)
     chosen = template.choose(problem)
-    tiles = template.tiles(problem) if _measures() else [chosen] if chosen else []
+    tiles = template.tiles(problem) if measures() else [chosen] if chosen else []
     build.start(problem.kernel(tile) for tile in tiles)
     ours = [bind(tile, fast_accum=problem.fast_accum) for tile in tiles]
-    return [*choices, *ours] if _measures() else ours or choices
+    return [*choices, *ours] if measures() else ours or choices
 
 
 def accumulating(
@@ -146,7 +147,7 @@ def microscaled(
     out_dtype: torch.dtype,
 ) -> Problem | None:
     """What is measured; None where nothing is, or no kernel of ours computes it."""
-    arch = _architecture(a.get_device_or_error()) if _measures() else None
+    arch = _architecture(a.get_device_or_error()) if measures() else None
     sizes = _numbers([a.get_size()[0], b.get_size()[0], a.get_size()[1]])
     if arch is None or sizes is None or (bias is not None and bias.get_dtype() != out_dtype):
         return None
@@ -169,10 +170,6 @@ def fastest(
     choices = [_LIBRARY.bind(nodes, layout, scope=problem.scope)]
     choices += [_bind(_MICROSCALED, problem, nodes, layout, tile) for tile in tiles]
     return compat.autotune(_MICROSCALED.name, choices, nodes, layout)
-
-
-def _measures() -> bool:
-    return bool(config.max_autotune or config.max_autotune_gemm)
 
 
 def _architecture(device: torch.device) -> str | None:

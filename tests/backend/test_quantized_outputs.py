@@ -22,7 +22,7 @@ KERNEL = kernel_of(FAST_TILES[0], "90", torch.float8_e4m3fn, torch.float8_e4m3fn
 
 @pytest.fixture(autouse=True)
 def pays(monkeypatch):
-    monkeypatch.setattr(quantized_outputs, "_is_asked_for", lambda: True)
+    monkeypatch.setattr(quantized_outputs, "measures", lambda: True)
     monkeypatch.setattr(quantized_outputs, "_kernel", lambda *_: KERNEL)
     monkeypatch.setattr(quantized_outputs.build, "start", lambda kernels: None)
 
@@ -126,7 +126,7 @@ def test_nobody_asks(monkeypatch):
     monkeypatch.undo()
     for asked in ({}, {"max_autotune": True}, {"max_autotune_gemm": True}):
         with config.patch(**asked):
-            assert quantized_outputs._is_asked_for() == bool(asked)
+            assert quantized_outputs.measures() == bool(asked)
 
 
 def test_precision_casts_that_are_asked_for():

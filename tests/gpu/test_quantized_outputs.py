@@ -134,7 +134,7 @@ def test_inference(mode):
         torch._dynamo.reset()
         with pytest.MonkeyPatch.context() as patch, torch.set_grad_enabled(grad):
             patch.setattr(template, "choose", chosen)
-            patch.setattr(quantized_outputs, "_is_asked_for", lambda: True)  # without max-autotune's other choices
+            patch.setattr(quantized_outputs, "measures", lambda: True)  # without max-autotune's other choices
             run = torch.compile(model, backend="te", fullgraph=True, options={"recipe": "delayed", "mode": mode})
             run(x)
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:

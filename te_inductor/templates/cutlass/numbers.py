@@ -14,25 +14,25 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 from te_inductor.templates.triton.ptx import SIGMOID
 
 
-def _assembly(text: str, x, loc, ip):  # type: ignore[no-untyped-def]
+def _assembly(text: str, x, loc, ip):
     """PTX that makes one fp32 number of another."""
     value = Float32(x).ir_value(loc=loc, ip=ip)
     return Float32(llvm.inline_asm(T.f32(), [value], text, "=f,f", has_side_effects=False, loc=loc, ip=ip))
 
 
 @dsl_user_op
-def rounded(x, *, loc=None, ip=None):  # type: ignore[no-untyped-def]
+def rounded(x, *, loc=None, ip=None):
     """To bf16 and back: in the upper half of a word with zeros below, it is that fp32 number."""
     return _assembly("{ .reg .b32 t; cvt.rn.bf16x2.f32 t, $1, 0f00000000; mov.b32 $0, t; }", x, loc, ip)
 
 
 @dsl_user_op
-def _sigmoid(x, *, loc=None, ip=None):  # type: ignore[no-untyped-def]
+def _sigmoid(x, *, loc=None, ip=None):
     return _assembly(SIGMOID, x, loc, ip)
 
 
 @dsl_user_op
-def _relu(x, *, loc=None, ip=None):  # type: ignore[no-untyped-def]
+def _relu(x, *, loc=None, ip=None):
     """NaN stays."""
     values = (Float32(operand).ir_value(loc=loc, ip=ip) for operand in (x, 0.0))
     return Float32(arith.maximumf(*values, loc=loc, ip=ip))
