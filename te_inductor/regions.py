@@ -7,7 +7,10 @@ region is a constant of the graph, so both compile caches have it in their keys.
 trace to nothing, do nothing.
 
 Around a compiled function nothing is traced: the region is the thread's, and every graph that depends on it carries a guard
-that compares it by value (`compat.guard_on`). An equal recipe built anew passes the guard, another one is one more compile.
+that compares its key by value (`compat.guard_on`). An equal recipe built anew passes the guard, another one is one more
+compile. It compares the key, not the region, because Python code in a guard can hand over to another thread in the middle of
+Dynamo's search for a graph. That search moves what it finds to the front of the list that both threads walk, so the first can
+miss its own graph and compile once more than it needs (a guard of Dynamo's own, on saved-tensor hooks, leaves this possible).
 Nothing is kept beyond the end of a `with`, so that there is no table to grow and no identity to go stale.
 """
 
@@ -55,7 +58,11 @@ exit_region = torch.ops.te_inductor.exit_region.default
 
 class _Active(threading.local):
     region = Region()
+    key = region.key()
     around: tuple[Region, ...] = ()  # those to return to, outermost first
+
+    def move(self, region: Region, around: tuple[Region, ...]) -> None:
+        self.region, self.key, self.around = region, region.key(), around
 
 
 _active = _Active()
@@ -69,7 +76,7 @@ def active() -> Region:
 
 def guard_on_active() -> None:
     """Recompile the graph that is being compiled where the thread's region is another one."""
-    compat.guard_on(__name__, "_active.region")
+    compat.guard_on(__name__, "_active.key")
 
 
 def note_compile() -> None:
@@ -105,15 +112,14 @@ class autocast:
         else:
             if compat.in_uncompiled_frame():
                 warnings.warn(_UNCOMPILED, FallbackWarning, stacklevel=2)
-            _active.around = (*_active.around, _active.region)
-            _active.region = self.region
+            _active.move(self.region, (*_active.around, _active.region))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if torch.compiler.is_dynamo_compiling():
             exit_region()
         else:
-            *around, _active.region = _active.around
-            _active.around = tuple(around)
+            *around, region = _active.around
+            _active.move(region, tuple(around))
             if error is None and not around and self.region.enabled:
                 _warn_if_nothing_compiles()
 

@@ -23,14 +23,15 @@ class Constant(metaclass=ConstantMeta):  # type: ignore[metaclass]
     """Base of frozen dataclasses whose fields are bool, int, float, str, None, enum members, tuples, Constants, or plain
     functions without a closure. Functions are equal where their code is, so that one defined anew is the same."""
 
-    def _key(self) -> tuple[Any, ...]:
+    def key(self) -> tuple[Any, ...]:
+        """What makes two constants equal, in nested tuples that Python compares without running any Python code."""
         return type(self), *(_comparable(getattr(self, field.name)) for field in dataclasses.fields(self))  # type: ignore[arg-type]
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Constant) and self._key() == other._key())
+        return self is other or (isinstance(other, Constant) and self.key() == other.key())
 
     def __hash__(self) -> int:
-        return hash(self._key())
+        return hash(self.key())
 
     def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
         """Source that rebuilds this object, and the names that the source uses."""
@@ -47,6 +48,10 @@ def constant(cls: type[T]) -> type[T]:
 
 
 def _comparable(value: object) -> object:
+    if isinstance(value, Constant):
+        return value.key()
+    if isinstance(value, tuple):
+        return tuple(map(_comparable, value))
     return _digest(value) if isinstance(value, types.FunctionType) else value
 
 
