@@ -121,6 +121,7 @@ def _start_workers() -> None:
 
 def _inductor(options: Options, name: str | None) -> Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]:
     """Inductor with the mode's options, the user's, our lowerings, and our pass on its graphs."""
+    from torch._functorch import config as functorch
     from torch._inductor import config as inductor
 
     from te_inductor import lowerings
@@ -135,8 +136,11 @@ def _inductor(options: Options, name: str | None) -> Callable[[fx.GraphModule, S
         patches[place] = ours(patches.get(place, getattr(inductor, place)))
 
     def compile(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        # An activation memory budget weighs our ops too (flops.py); all but torch's own would count as free.
+        weighed = functorch.patch(is_non_builtin_to_include=True)
         try:
-            return compat.compile_fx(gm, inputs, patches, wrap_inner, name)  # type: ignore[no-any-return]
+            with weighed:
+                return compat.compile_fx(gm, inputs, patches, wrap_inner, name)  # type: ignore[no-any-return]
         except Exception as error:
             if not _is_of_files(error):
                 raise

@@ -26,6 +26,7 @@ __all__ = [
     "in_uncompiled_frame",
     "inside_ddp",
     "is_gathered",
+    "let_state_be_saved",
     "never_compile",
     "register_constant",
     "unwinding_transforms",
@@ -92,6 +93,23 @@ def compile_fx(
     if named and "compile_region_name" not in inspect.signature(inductor).parameters:
         named = {}
     return inductor(gm, inputs, wrap_inner(compile_fx_inner), config_patches=dict(patches), **named)
+
+
+def let_state_be_saved(joint_graph: torch.fx.Graph) -> None:
+    """What an activation memory budget wants of a graph with state. Before 2.15 torch saves nothing but inputs under 0, not even
+    what is marked as MUST_SAVE: the least budget stands in for it. A region's (from 2.13) has to be on every node of the forward,
+    and is not on those by which AOTAutograd writes state back."""
+    from torch._functorch import config
+
+    least, region = 1e-9, "_region_activation_memory_budget"  # torch.fx.traceback.MEMORY_BUDGET_ANNOTATION_KEY
+    budgets = {node.meta.get("custom", {}).get(region) for node in joint_graph.nodes} - {None}
+    for node in joint_graph.nodes:
+        if config.activation_memory_budget == 0:
+            node.meta["memory_budget"] = least
+        custom = node.meta.get("custom", {})
+        written = node.target is torch.ops.aten.copy_.default and node.args[0].op == "placeholder"
+        if len(budgets) == 1 and (region in custom or written):
+            node.meta["custom"] = {**custom, region: max(*budgets, least)}
 
 
 def compile_apart(model: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:

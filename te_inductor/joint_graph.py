@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from te_inductor import ops, residuals
+from te_inductor import compat, ops, residuals
 from te_inductor.post_grad import Pass
 from te_inductor.recipes import Quantizer
 
@@ -42,6 +42,7 @@ def mark(graph: fx.Graph) -> None:
     backward = _after([node for node in graph.find_nodes(op="placeholder") if "tangent" in str(node.target)])
     if not backward:
         return
+    _save_scales(graph)
     for node in graph.nodes:
         if node.target in _TWO_WAY and node not in backward and "recompute" not in node.meta:
             sources = node.args[0] if isinstance(node.args[0], list | tuple) else [node.args[0]]
@@ -49,6 +50,16 @@ def mark(graph: fx.Graph) -> None:
                 node.target in _ONE_SCALE and all(_is_activation(source, backward) for source in sources)
             ):
                 node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+
+
+def _save_scales(graph: fx.Graph) -> None:
+    """Delayed scaling's, which the step changes: a backward that read them again, as torch has it do with anything under an
+    activation memory budget, would have other ones."""
+    found = graph.find_nodes(op="call_function", target=ops.read_scales)
+    for node in found:
+        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    if found:
+        compat.let_state_be_saved(graph)
 
 
 def _is_of_weight(cast: fx.Node, sources: Sequence[fx.Node]) -> bool:

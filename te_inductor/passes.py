@@ -11,6 +11,7 @@ from te_inductor.config import Options
 from te_inductor.diagnostics import Refusal, Report, Site, Unmet
 from te_inductor.patterns import (
     RULES,
+    annotations,
     attention,
     delayed,
     gemm_kernels,
@@ -237,6 +238,7 @@ def rewrite_sites(plan: Plan) -> None:
     transforms.translate(plan.gm)
     for module in plan.graph_modules():
         regions.erase(module.graph)
+        annotations.spread(module.graph)
         selective.translate(module)
         module.recompile()
 

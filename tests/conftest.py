@@ -58,10 +58,14 @@ def without_codegen(request, monkeypatch):
 
     from te_inductor import compat
 
-    def aot_eager(gm, inputs, *_):
+    def aot_eager(gm, inputs, patches, *_):
+        def partition(joint, *args, **kwargs):
+            patches["joint_custom_pre_pass"](joint.graph)
+            return min_cut_rematerialization_partition(joint, *args, **kwargs)
+
         compiler = aot_autograd(
             fw_compiler=lambda graph, _: make_boxed_func(graph.forward),
-            partition_fn=min_cut_rematerialization_partition,
+            partition_fn=partition,
             keep_inference_input_mutations=True,
         )
         return compiler(gm, inputs)

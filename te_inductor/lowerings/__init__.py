@@ -9,7 +9,7 @@ if not __name__.startswith("te_inductor."):
 
 
 def install(fallback: str = "warn") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register every lowering with Inductor (importing the modules does it).
+    """Register every lowering with Inductor, and the FLOPs of ops with torch (importing the modules does it).
 
     Returns a wrapper for Inductor's compiler of one graph, of a forward, a backward or an inference: during the compile, and
     only then, our tiles, our kernel class and `few_rows` hold; after it, lowerings that failed are named as `fallback` says.
@@ -18,6 +18,7 @@ def install(fallback: str = "warn") -> Callable[[Callable[..., Any]], Callable[.
     from torch._inductor.codegen.triton import TritonScheduling
     from torch._inductor.virtualized import V
 
+    from te_inductor import flops  # noqa: F401
     from te_inductor.lowerings import deferred_wgrads, few_rows, main_grads, nvfp4_linear, quantize, scaled_mm  # noqa: F401
     from te_inductor.lowerings.choices import Choices
     from te_inductor.lowerings.early_start import EarlyKernel

@@ -67,7 +67,7 @@ class _Values(fx.Interpreter):
 
 def _meta(node: fx.Node, new: fx.Node, example: Any) -> dict[str, Any]:
     """As Dynamo would have written it: the value, and the module path, which for the output projection is its own."""
-    meta = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
+    meta = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace", "custom") if key in node.meta}
     stack = meta.get("nn_module_stack")
     projection = node.args[11] if len(node.args) > 11 else node.kwargs.get("out_proj_weight")
     if stack and new.target is torch.ops.aten.linear.default and new.args[1] is projection:

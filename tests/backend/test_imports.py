@@ -21,7 +21,7 @@ ORDER = [
     {"ops_stored", "ops_attention", "operations"},
     {"stored_weight"},
     {"templates"},
-    {"gemm_nodes"},
+    {"gemm_nodes", "flops"},
     {"lowerings", "residuals", "quantized_outputs", "few_queries", "post_grad"},
     {"joint_graph"},
     {"patterns"},

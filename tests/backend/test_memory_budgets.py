@@ -1,0 +1,157 @@
+"""Activation memory budgets, torch's own knob between saving and computing again: the same results bit for bit under every
+recipe, products computed again last, and state read once. And the FLOPs by which torch weighs them."""
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._functorch import config as functorch
+from torch.utils.flop_counter import FlopCounterMode
+
+import te_inductor
+from te_inductor import flops, ops  # noqa: F401
+from te_inductor.operations import Linear
+from tests.numerics.test_linear import Calls
+from tests.recipes import every_recipe, every_stateless_recipe, strict
+
+pytestmark = pytest.mark.usefixtures("without_codegen", "one_seed")
+
+DIM, STEPS = 128, 3
+X = (256, DIM)
+REGION = getattr(torch.autograd.graph, "region_activation_memory_budget", None)  # from torch 2.13
+
+
+class Block(nn.Module):
+    """Attention and an MLP, as few torch modules write them: merged layers, norms, attention to compute again."""
+
+    def __init__(self, budget: float | None = None) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(DIM) for _ in range(2))
+        self.q, self.k, self.v, self.o = (nn.Linear(DIM, DIM, bias=False) for _ in range(4))
+        self.gate, self.up, self.down = nn.Linear(DIM, 2 * DIM), nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
+        self.attention = nn.MultiheadAttention(DIM, 2, batch_first=True)
+        self.budget = budget
+
+    def forward(self, x):
+        if self.budget is None:
+            return self.body(x)
+        with REGION(self.budget):
+            return self.body(x)
+
+    def body(self, x):
+        y = self.norms[0](x)
+        q, k, v = (layer(y).unflatten(-1, (2, -1)).transpose(-2, -3) for layer in (self.q, self.k, self.v))
+        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(-2, -3).flatten(-2))
+        y = self.norms[1](x)
+        x = x + self.down(F.silu(self.gate(y)) * self.up(y))
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+def train(model: nn.Module, recipe, **options) -> tuple[list[torch.Tensor], Counter]:
+    """The gradients of a few steps, which change scales and weights, and the GEMMs of the last backward."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    run = torch.compile(
+        model, backend="te", fullgraph=True, options={"recipe": recipe, "policy": {"*": recipe}, **options}
+    )
+    found: list[torch.Tensor] = []
+    for step in range(STEPS):
+        x = (torch.randn(2, *X) * (1 + step)).requires_grad_()
+        loss = run(x).square().sum()
+        with Calls(of=lambda op, args: args[5].name if op == "scaled_mm" else None) as calls:
+            loss.backward()
+        found += [x.grad, *(p.grad.clone() for p in model.parameters())]
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 1e-3 * p.grad.clamp(-1, 1)
+                p.grad = None
+    return found, Counter(calls.names)
+
+
+def same(first, second) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@every_recipe
+def test_budgets(name):
+    """As the budget falls more products are computed again, down to nearly all; nothing else changes."""
+    model = Block()
+    expected, products = train(copy.deepcopy(model), name, fallback=strict(name))
+    assert "fprop" not in products
+    again = []
+    for budget in (0.9, 0.5, 0.0):
+        with functorch.patch(activation_memory_budget=budget):
+            found, products = train(copy.deepcopy(model), name, fallback=strict(name))
+        assert same(found, expected)
+        again.append(products["fprop"])
+    assert again == sorted(again) and again[0] <= 2 < 4 <= again[-1], again
+
+
+@every_recipe
+@pytest.mark.skipif(REGION is None, reason="torch 2.13 has it first")
+@pytest.mark.parametrize("budget", [0.5, 0.0])
+def test_budgets_of_regions(name, budget):
+    """torch refuses a graph of which some op is not in the region: ours are, whatever was merged, opened or added."""
+    model = Block()
+    expected, _ = train(copy.deepcopy(model), name, fallback=strict(name))
+    model.budget = budget
+    found, products = train(copy.deepcopy(model), name, fallback=strict(name))
+    assert same(found, expected) and products["fprop"]
+
+
+@pytest.mark.parametrize("options", [{"weights": "once"}, {"wgrad": "main_grad"}, {"wgrad": "deferred"}], ids=str)
+@pytest.mark.parametrize("name", ["current", "delayed"])
+def test_with_other_options(name, options):
+    def gradients(budget):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(DIM, 2 * DIM), nn.GELU(), nn.Linear(2 * DIM, DIM))
+        for p in model.parameters():
+            p.main_grad = torch.zeros_like(p)
+        with functorch.patch(activation_memory_budget=budget):
+            run = torch.compile(
+                model,
+                backend="te",
+                options={"recipe": name, "policy": {"*": name}, "fallback": "error", **options},
+            )
+            for step in range(STEPS):
+                run(torch.randn(X) * (1 + step)).square().sum().backward()
+        te_inductor.backward_dw(model)
+        return [tensor for p in model.parameters() for tensor in (p.main_grad, p.grad) if tensor is not None]
+
+    assert same(gradients(0.0), gradients(1.0))
+
+
+@pytest.mark.codegen
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", [0.5, 0.0])
+def test_delayed_scaling_in_generated_code(budget):
+    """Which updates scales without autograd's noticing: read again in the backward they would be the next step's. Gradients
+    were off by 99% so."""
+    model = nn.Sequential(nn.Linear(DIM, 2 * DIM), nn.RMSNorm(2 * DIM), nn.GELU(), nn.Linear(2 * DIM, DIM))
+    expected, _ = train(copy.deepcopy(model), "delayed", fallback="error")
+    with functorch.patch(activation_memory_budget=budget):
+        found, _ = train(copy.deepcopy(model), "delayed", fallback="error")
+    for a, b in zip(found, expected, strict=True):  # an fp32 sum in another order moves few values to the next E4M3
+        assert (a - b).norm() <= 2**-6 * b.norm()
+
+
+@every_stateless_recipe
+def test_flops_of_a_layer(name):
+    m, n, k = 32, 48, 64
+    x, weight = torch.randn(m, k, requires_grad=True), torch.randn(n, k, requires_grad=True)
+    with FlopCounterMode(display=False) as counted:
+        Linear(name)(x, weight, None).sum().backward()
+    padded = 128 if name == "block" else 32 if name in ("mxfp8", "nvfp4") else 16
+    up = lambda size: -(-size // padded) * padded  # noqa: E731
+    assert counted.get_total_flops() == 2 * (m * n * up(k) + m * k * up(n) + n * k * up(m))
+
+
+def test_flops_of_a_stored_weight():
+    layer = te_inductor.quantize_(nn.Linear(DIM, 2 * DIM, bias=False), "nvfp4_weight_only")
+    with FlopCounterMode(display=False) as counted, torch.no_grad():
+        layer(torch.randn(4, DIM))
+    assert counted.get_total_flops() == 2 * 4 * DIM * 2 * DIM
