@@ -193,6 +193,13 @@ def without_state(fqns: Iterable[str]) -> str:
     )
 
 
+COMPUTED_AGAIN = (
+    "te_inductor: a checkpoint around a compiled module runs its forward again, which under delayed scaling is another step: it"
+    " records twice, and its gradients are of a forward with the next step's scales; compile what holds the checkpoint"
+    " (torch.compile(model), not torch.compile of the module that torch.utils.checkpoint is given), or take a recipe without state"
+)
+
+
 def _shown(fqns: Iterable[str]) -> str:
     names = list(dict.fromkeys(fqn or "(root)" for fqn in fqns))
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

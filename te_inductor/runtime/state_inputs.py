@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from te_inductor.diagnostics import say, without_state
+from te_inductor.diagnostics import COMPUTED_AGAIN, say, without_state
 from te_inductor.runtime.state import Key, ScalingState, moves, shared_state
 
 
@@ -51,11 +52,14 @@ class StateInputs:
     quantizers: list[StateInput] = field(default_factory=list)
     _found: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)  # by the first parameter
     _said: bool = False
+    _said_again: bool = False
 
     def of(self, inputs: Sequence[Any]) -> list[Tensor]:
         """What a call with these inputs takes besides."""
         if not self.quantizers:
             return []
+        if torch._C._current_graph_task_id() >= 0:  # called by a backward
+            self._note_checkpoint()
         parameters = [inputs[place] for place in self._places] or list(self.held.values())
         found: _Found | None = self._found.get(parameters[0])
         if (
@@ -67,6 +71,14 @@ class StateInputs:
             found = _Found([weakref.ref(parameter) for parameter in parameters], moves(), tensors)
             self._found[parameters[0]] = found
         return found.tensors
+
+    def _note_checkpoint(self) -> None:
+        """Say that a checkpoint without reentry runs the graph again. With reentry its first run, without gradients, recorded
+        nothing and left the scales as they were."""
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if hooks and hooks[0].__qualname__.startswith("_recomputation_hook.") and not self._said_again:
+            self._said_again = True
+            say(COMPUTED_AGAIN, self.fallback)
 
     @functools.cached_property
     def _places(self) -> list[int]:

@@ -5,9 +5,11 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 from torch._functorch import config as functorch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from te_inductor.errors import FallbackWarning
 from tests.backend.delayed_programs import Blocks, equal_steps, steps, te, trained_steps
 
 pytestmark = pytest.mark.usefixtures("without_codegen")
@@ -77,3 +79,16 @@ def test_activation_checkpointing_changes_nothing(kind):
     expected = trained_steps(plain, te(plain))
     torch._dynamo.reset()
     assert equal_steps(trained_steps(wrapped, te(wrapped)), expected)
+
+
+@pytest.mark.codegen
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpoint_around_a_compiled_module(use_reentrant, recwarn):
+    """Without reentry its second forward is another step, which is said once; with it the first records nothing."""
+    run = te(nn.Linear(32, 32), fallback="warn")
+    for _ in range(2):
+        x = torch.randn(8, 32, requires_grad=True)
+        checkpoint(run, x, use_reentrant=use_reentrant).sum().backward()
+        run(x).sum().backward()
+    said = [warning for warning in recwarn if "a checkpoint around a compiled module" in str(warning.message)]
+    assert [warning.category for warning in said] == [FallbackWarning] * (not use_reentrant)
