@@ -145,7 +145,8 @@ def test_exceptions_leave_regions():
 
 def test_threads():
     """Each has its own region, for functions that others compiled too."""
-    run, x = te(layer()), torch.randn(X)
+    # torch 2.11's fullgraph, from several threads, leaves Dynamo with half of a program that has graph breaks.
+    run, x = te(layer(), fullgraph=False), torch.randn(X)
     names, barrier, turn = ["current", "rowwise", "block", "none"], threading.Barrier(4, timeout=60), threading.Lock()
     outside, expected = run(x), {}
     for name in names:
