@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch import config as functorch
 
 from benchmarks import arms, floor, harness, llama_blocks, step_report
 from benchmarks.llama_blocks import Shape
@@ -39,6 +40,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--recipes", nargs="+", default=["current"], help="te recipes, where --arms is not given")
     parser.add_argument("--options", type=json.loads, default={}, help="options for te, as JSON")
     parser.add_argument("--mode", help="torch.compile's mode, for every compiled arm")
+    parser.add_argument(
+        "--budget", type=float, default=1.0, help="torch's activation memory budget, of every compiled arm"
+    )
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--iters", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=15, help="steps before: the card's clock settles within ten")
@@ -57,6 +61,7 @@ def shape_of(args: argparse.Namespace) -> Shape:
 def run_arm(args: argparse.Namespace) -> dict[str, Any]:
     """Every number of one arm, in this process."""
     shape, device, dtype = shape_of(args), args.device, getattr(torch, args.dtype)
+    functorch.activation_memory_budget = args.budget
     arm, detail = arms.find(args.arm)
     model = llama_blocks.build(shape, dtype, device)
     x, grad = llama_blocks.inputs(shape, dtype, device)
@@ -149,7 +154,9 @@ def run_rounds(args: argparse.Namespace) -> dict[str, Any]:
     results: dict[str, Any] = {
         "environment": harness.environment(args.device),
         "shape": shape_of(args).to_dict(),
-        "options": {key: getattr(args, key) for key in ("dtype", "options", "mode", "iters", "warmup", "rounds")},
+        "options": {
+            key: getattr(args, key) for key in ("dtype", "options", "mode", "budget", "iters", "warmup", "rounds")
+        },
         "floor_ms": {name: floor.floor_ms(shape_of(args), floor.kind_of(name)) for name in names},
         "runs": {name: [] for name in names},
         "failed": {name: f"{package} is not importable" for name in names if (package := arms.missing(name))},
@@ -181,7 +188,7 @@ def _run(
 
 def _arguments(args: argparse.Namespace, round_: int) -> list[str]:
     given = [f"--{field.name.replace('_', '-')}={getattr(args, field.name)}" for field in fields(Shape)]
-    given += [f"--{name}={getattr(args, name)}" for name in ("dtype", "device", "iters", "warmup")]
+    given += [f"--{name}={getattr(args, name)}" for name in ("dtype", "device", "budget", "iters", "warmup")]
     given += [f"--options={json.dumps(args.options)}", *([f"--mode={args.mode}"] if args.mode else [])]
     return given + (["--kernels"] if args.kernels and round_ == 0 else [])
 

@@ -96,9 +96,9 @@ def compile_fx(
 
 
 def let_state_be_saved(joint_graph: torch.fx.Graph) -> None:
-    """What an activation memory budget wants of a graph with state. Before 2.15 torch saves nothing but inputs under 0, not even
-    what is marked as MUST_SAVE: the least budget stands in for it. A region's (from 2.13) has to be on every node of the forward,
-    and is not on those by which AOTAutograd writes state back."""
+    """What an activation memory budget wants of a graph with state. Before 2.15 torch saves nothing but inputs under 0, not
+    even what is marked as MUST_SAVE: the least budget stands in for it. A region's (from 2.13) has to be on every node of
+    the forward, and is not on those by which AOTAutograd writes state back."""
     from torch._functorch import config
 
     least, region = 1e-9, "_region_activation_memory_budget"  # torch.fx.traceback.MEMORY_BUDGET_ANNOTATION_KEY

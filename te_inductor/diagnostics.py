@@ -194,9 +194,9 @@ def without_state(fqns: Iterable[str]) -> str:
 
 
 COMPUTED_AGAIN = (
-    "te_inductor: a checkpoint around a compiled module runs its forward again, which under delayed scaling is another step: it"
-    " records twice, and its gradients are of a forward with the next step's scales; compile what holds the checkpoint"
-    " (torch.compile(model), not torch.compile of the module that torch.utils.checkpoint is given), or take a recipe without state"
+    "te_inductor: a checkpoint around a compiled module runs its forward again, which under delayed scaling is another step:"
+    " it records twice, and its gradients are of a forward with the next step's scales; compile what holds the checkpoint,"
+    " and not the module that torch.utils.checkpoint is given, or take a recipe without state"
 )
 
 

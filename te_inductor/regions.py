@@ -8,10 +8,10 @@ trace to nothing, do nothing.
 
 Around a compiled function nothing is traced: the region is the thread's, and every graph that depends on it carries a guard
 that compares its key by value (`compat.guard_on`). An equal recipe built anew passes the guard, another one is one more
-compile. It compares the key, not the region, because Python code in a guard can hand over to another thread in the middle of
-Dynamo's search for a graph. That search moves what it finds to the front of the list that both threads walk, so the first can
-miss its own graph and compile once more than it needs (a guard of Dynamo's own, on saved-tensor hooks, leaves this possible).
-Nothing is kept beyond the end of a `with`, so that there is no table to grow and no identity to go stale.
+compile. It compares the key, not the region, because Python code in a guard can hand over to another thread in the middle
+of Dynamo's search for a graph. That search moves what it finds to the front of the list that both threads walk, so the first
+can miss its own graph and compile once more than it needs (a guard of Dynamo's own, on saved-tensor hooks, leaves this
+possible). Nothing is kept beyond the end of a `with`, so that there is no table to grow and no identity to go stale.
 """
 
 import threading

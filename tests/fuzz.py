@@ -46,6 +46,7 @@ class Case:
     weights: str = "each_call"
     wgrad: str = "grad"
     backwards: int = 1  # of one forward
+    budget: float = 1.0  # torch's activation memory budget
     seed: int = 0
 
 
@@ -183,6 +184,7 @@ cases = st.builds(
     weights=st.sampled_from(["each_call", "once"]),
     wgrad=st.sampled_from(["grad", "grad", "main_grad", "deferred"]),
     backwards=st.sampled_from([1, 1, 2]),
+    budget=st.sampled_from([1.0, 1.0, 0.5, 0.0]),
     seed=st.integers(0, 2**16),
 )
 
@@ -208,7 +210,8 @@ def check(case: Case, generated: bool = False) -> None:
         stack.enter_context(torch._dynamo.config.patch(assume_static_by_default=not case.dynamic))
         stack.enter_context(set_checkpoint_early_stop(False))
         # Else torch refuses retain_graph.
-        stack.enter_context(torch._functorch.config.patch(donated_buffer=case.backwards == 1))
+        functorch = {"donated_buffer": case.backwards == 1, "activation_memory_budget": case.budget}
+        stack.enter_context(torch._functorch.config.patch(functorch))
         stack.enter_context(MODES[case.mode]())
         if case.around is not None:
             stack.enter_context(_around(case.around))

@@ -73,8 +73,8 @@ class StateInputs:
         return found.tensors
 
     def _note_checkpoint(self) -> None:
-        """Say that a checkpoint without reentry runs the graph again. With reentry its first run, without gradients, recorded
-        nothing and left the scales as they were."""
+        """Say that a checkpoint without reentry runs the graph again. With reentry its first run, without gradients,
+        recorded nothing and left the scales as they were."""
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if hooks and hooks[0].__qualname__.startswith("_recomputation_hook.") and not self._said_again:
             self._said_again = True
