@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.autograd import forward_ad
 
 import te_inductor
@@ -376,6 +377,24 @@ def test_a_loss_inside_the_compiled_function(name):
 
     found = results(te(loss(model), name), list(model.parameters()), x)
     assert same(found, results(loss(eager), list(eager.parameters()), x))
+
+
+@every_recipe
+def test_compiled_autograd(name):
+    """A backward that torch captures as a graph of its own."""
+
+    def gradients():
+        torch.manual_seed(0)
+        model, x = mlp(), torch.randn(X, requires_grad=True)
+        te(model, name)(x).square().sum().backward()
+        return [x.grad, *(parameter.grad for parameter in model.parameters())]
+
+    counters.clear()
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)):
+        found = gradients()
+    assert counters["compiled_autograd"]["captures"] == 1
+    torch._dynamo.reset()
+    assert same(found, gradients())
 
 
 @every_recipe

@@ -14,7 +14,7 @@ import te_inductor
 ROOT = Path(te_inductor.__file__).parents[1]
 
 
-def run(folder: Path, options: dict, package: Path = ROOT, **environment: str) -> dict:
+def run(folder: Path, options: dict, package: Path = ROOT, artifacts: tuple[str, ...] = (), **environment: str) -> dict:
     """The program's own account of itself, in a new process with its caches in `folder`."""
     environment = {
         **os.environ,
@@ -23,7 +23,7 @@ def run(folder: Path, options: dict, package: Path = ROOT, **environment: str) -
         "PYTHONPATH": f"{package}{os.pathsep}{ROOT}",
         **environment,
     }
-    command = [sys.executable, "-m", "tests.backend.program", json.dumps(options)]
+    command = [sys.executable, "-m", "tests.backend.program", json.dumps(options), *artifacts]
     done = subprocess.run(command, cwd=package, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -59,6 +59,16 @@ def test_delayed_scaling_hits_both_caches_with_its_state_intact(tmp_path):
     assert after["loss"] == before["loss"] and after["state"] == before["state"]
     assert len(before["state"]) == 6
     assert all(value != [1.0] and min(value) > 0 for value in before["state"].values())  # two steps, both recorded
+
+
+def test_artifacts_carried_to_another_machine(tmp_path):
+    """torch.compiler.save_cache_artifacts, loaded where there are no caches."""
+    file = str(tmp_path / "artifacts")
+    before = run(tmp_path / "here", {"recipe": "current"}, artifacts=("save", file))
+    after = run(tmp_path / "there", {"recipe": "current"}, artifacts=("load", file))
+    assert after["caches"]["autograd_hit"] == before["caches"]["autograd_miss"] > 0
+    assert after["caches"]["miss"] == after["caches"]["autograd_miss"] == 0
+    assert after["loss"] == before["loss"]
 
 
 def test_emulation_and_random_rounding_hit_both_caches(tmp_path):

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch._functorch import config as functorch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -79,6 +80,18 @@ def test_activation_checkpointing_changes_nothing(kind):
     expected = trained_steps(plain, te(plain))
     torch._dynamo.reset()
     assert equal_steps(trained_steps(wrapped, te(wrapped)), expected)
+
+
+def test_compiled_autograd():
+    """Step by step, state included, where torch captures each backward as a graph."""
+    plain = Blocks()
+    other = copy.deepcopy(plain)
+    expected = trained_steps(plain, te(plain))
+    torch._dynamo.reset()
+    counters.clear()
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)):
+        assert equal_steps(trained_steps(other, te(other)), expected)
+    assert counters["compiled_autograd"]["captures"]
 
 
 @pytest.mark.codegen
