@@ -117,6 +117,27 @@ def test_bf16_sums_in_fp32():
     assert not torch.allclose(expected.bfloat16().double(), expected, rtol=2.0**-10, atol=0.0)
 
 
+def test_into_grad_itself():
+    """An fp32 parameter whose `grad` is its `main_grad`: an optimizer finds the sums where it looks for gradients."""
+    model, twin = mlp(), mlp()
+    twin.load_state_dict(model.state_dict())
+    for p in model.parameters():
+        if p.dim() == 2:
+            p.grad = p.main_grad = torch.zeros_like(p)
+    runs = {one: te(one, wgrad=wgrad) for one, wgrad in ((model, "main_grad"), (twin, "grad"))}
+    for _ in range(2):
+        xs = torch.randn(3, 8, 32)
+        for one, run in runs.items():
+            optimizer = torch.optim.AdamW(one.parameters())
+            for x in xs:
+                run(x).square().mean().backward()
+            torch.nn.utils.clip_grad_norm_(one.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    assert all(torch.equal(p, other) for p, other in zip(model.parameters(), twin.parameters(), strict=True))
+    assert all(p.grad is p.main_grad for p in model.parameters() if p.dim() == 2)
+
+
 def test_nothing_else_has_a_gradient():
     """A backward whose only effect is the addition."""
     layer = with_totals(nn.Linear(32, 32, bias=False))
