@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable
 from functools import wraps
 from types import TracebackType
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -59,10 +59,7 @@ exit_region = torch.ops.te_inductor.exit_region.default
 class _Active(threading.local):
     region = Region()
     key = region.key()
-    around: tuple[Region, ...] = ()  # those to return to, outermost first
-
-    def move(self, region: Region, around: tuple[Region, ...]) -> None:
-        self.region, self.key, self.around = region, region.key(), around
+    around: tuple[tuple[Region, tuple[Any, ...]], ...] = ()  # those to return to with their keys, outermost first
 
 
 _active = _Active()
@@ -112,14 +109,15 @@ class autocast:
         else:
             if compat.in_uncompiled_frame():
                 warnings.warn(_UNCOMPILED, FallbackWarning, stacklevel=2)
-            _active.move(self.region, (*_active.around, _active.region))
+            _active.around = (*_active.around, (_active.region, _active.key))
+            _active.region, _active.key = self.region, self.region.key()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if torch.compiler.is_dynamo_compiling():
             exit_region()
         else:
-            *around, region = _active.around
-            _active.move(region, tuple(around))
+            *around, (_active.region, _active.key) = _active.around
+            _active.around = tuple(around)
             if error is None and not around and self.region.enabled:
                 _warn_if_nothing_compiles()
 
