@@ -28,7 +28,7 @@ class DoubleBackwardError(TEInductorError, RuntimeError):
 
 
 class StateError(TEInductorError, ValueError):
-    """State of delayed scaling that does not fit the model it is loaded into."""
+    """State of delayed scaling that does not fit the model it is loaded into, or that a backward would read too late."""
 
 
 class MainGradError(TEInductorError, ValueError):

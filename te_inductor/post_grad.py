@@ -16,6 +16,7 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from te_inductor import few_queries, ops, quantized_outputs, residuals, sigmoids
+from te_inductor.errors import StateError
 
 aten = torch.ops.aten
 _QUANTIZE = frozenset(
@@ -72,12 +73,29 @@ class PostGrad(Pass):
 
 
 def simplify(graph: fx.Graph) -> None:
+    check_scales(graph)
     if any(node.target in _QUANTIZE for node in graph.nodes):
         share(graph)
         sigmoids.fold(graph)
         residuals.fold(graph)
         quantized_outputs.fold(graph)
     few_queries.fold(graph)
+
+
+def check_scales(graph: fx.Graph) -> None:
+    """That no backward reads delayed scaling's scales for itself, which joint_graph.py has torch save: they would be the
+    next step's.
+
+    Raises:
+        StateError: one does.
+    """
+    backward = any("tangent" in str(node.target) for node in graph.find_nodes(op="placeholder"))
+    if backward and graph.find_nodes(op="call_function", target=ops.read_scales):
+        raise StateError(
+            "delayed scaling's scales are read again by the backward, behind the update of the step, expected those of its"
+            " forward: torch's partitioner was told to save them and did not; set"
+            " torch._functorch.config.activation_memory_budget = 1, or take a recipe without state"
+        )
 
 
 def share(graph: fx.Graph) -> None:

@@ -12,7 +12,7 @@ from torch._functorch import config as functorch
 from torch.utils.flop_counter import FlopCounterMode
 
 import te_inductor
-from te_inductor import flops, ops  # noqa: F401
+from te_inductor import flops, joint_graph  # noqa: F401
 from te_inductor.operations import Linear
 from tests.numerics.test_linear import Calls
 from tests.recipes import every_recipe, every_stateless_recipe, strict
@@ -137,6 +137,15 @@ def test_delayed_scaling_in_generated_code(budget):
         found, _ = train(copy.deepcopy(model), "delayed", fallback="error")
     for a, b in zip(found, expected, strict=True):  # an fp32 sum in another order moves few values to the next E4M3
         assert (a - b).norm() <= 2**-6 * b.norm()
+
+
+@pytest.mark.codegen
+@pytest.mark.usefixtures("no_caches")
+def test_scales_that_torch_does_not_save_are_an_error(monkeypatch):
+    monkeypatch.setattr(joint_graph, "_save_scales", lambda graph: None)
+    model = nn.Sequential(nn.Linear(DIM, DIM), nn.GELU(), nn.Linear(DIM, DIM))
+    with functorch.patch(activation_memory_budget=0.0), pytest.raises(Exception, match="read again by the backward"):
+        train(model, "delayed", fallback="error")
 
 
 @every_stateless_recipe
