@@ -136,10 +136,9 @@ def _inductor(options: Options, name: str | None) -> Callable[[fx.GraphModule, S
         patches[place] = ours(patches.get(place, getattr(inductor, place)))
 
     def compile(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        # An activation memory budget weighs our ops too (flops.py); all but torch's own would count as free.
-        weighed = functorch.patch(is_non_builtin_to_include=True)
         try:
-            with weighed:
+            # An activation memory budget weighs our ops too (flops.py); all but torch's own would count as free.
+            with functorch.patch(is_non_builtin_to_include=True):
                 return compat.compile_fx(gm, inputs, patches, wrap_inner, name)  # type: ignore[no-any-return]
         except Exception as error:
             if not _is_of_files(error):

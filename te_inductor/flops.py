@@ -19,15 +19,7 @@ def scaled_mm(
 
 @register_flop_formula([ops.accumulate_wgrad.overloadpacket, ops.defer_wgrad.overloadpacket], get_raw=True)
 def wgrad(
-    places: list[Tensor],
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    alpha: Tensor | None,
-    gemm: Gemm,
-    *_: Any,
-    **__: Any,
+    places: Any, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, alpha: Any, gemm: Gemm, *_: Any, **__: Any
 ) -> int:
     return _product(a, b, gemm)
 

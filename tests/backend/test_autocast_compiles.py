@@ -10,6 +10,8 @@ from torch._dynamo.utils import counters
 from te_inductor import autocast, recipes, regions
 from te_inductor.errors import RecipeError
 from te_inductor.recipes import (
+    CustomRecipe,
+    DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
     Float8RowwiseScaling,
@@ -132,6 +134,29 @@ def test_every_field_of_a_recipe_tells_regions_apart(name):
     for region in every:
         source, names = region.__fx_repr__()
         assert eval(source, dict(names)) == region
+
+
+def parts(key) -> list:
+    return [leaf for part in key for leaf in parts(part)] if isinstance(key, tuple) else [key]
+
+
+def users_own(*_):
+    return None
+
+
+OWN = [CustomRecipe(users_own), DelayedScaling(amax_compute_algo=users_own)]
+
+
+@pytest.mark.parametrize("recipe", [*recipes.NAMES, *OWN], ids=[*recipes.NAMES, "custom", "delayed with a function"])
+def test_guards_run_no_python(recipe):
+    """Note [Regions]: what they compare is compared by C, whole or part by part."""
+    key = regions.Region(recipe=recipe).key()
+    assert all(
+        "__eq__" not in vars(kind)
+        for part in parts(key)
+        for kind in type(part).__mro__
+        if kind.__module__ != "builtins"
+    )
 
 
 def test_guards_see_every_change():
