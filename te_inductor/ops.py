@@ -210,9 +210,10 @@ defer_wgrad = _define(
     lambda tickets, a, a_scale, b, b_scale, alpha, gemm, copy=True: None,
 )
 update_scales = _define(
-    f"update_scales(Tensor(a!)[] amaxes, Tensor(b!)[] scales, Tensor(c!)[] histories, {_UPDATE} update) -> ()",
+    f"update_scales(Tensor(a!)[] amaxes, Tensor(b!)[] scales, Tensor(c!)[] histories, {_UPDATE} update, Tensor[]? read=None)"
+    " -> ()",
     delayed.update_scales,
-    lambda amaxes, scales, histories, update: None,
+    lambda amaxes, scales, histories, update, read=None: None,
 )
 dequantize = _define(
     f"dequantize(Tensor data, Tensor scale_inv, {_QUANTIZER} q, ScalarType dtype) -> Tensor",

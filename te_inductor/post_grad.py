@@ -74,6 +74,7 @@ class PostGrad(Pass):
 
 def simplify(graph: fx.Graph) -> None:
     check_scales(graph)
+    release_scales(graph)
     if any(node.target in _QUANTIZE for node in graph.nodes):
         share(graph)
         sigmoids.fold(graph)
@@ -96,6 +97,14 @@ def check_scales(graph: fx.Graph) -> None:
             " forward: torch's partitioner was told to save them and did not; set"
             " torch._functorch.config.activation_memory_budget = 1, or take a recipe without state"
         )
+
+
+def release_scales(graph: fx.Graph) -> None:
+    """The end of delayed scaling's step has the copies of its scales for the partitioner's sake (Note [A step under delayed
+    scaling]). Inductor would make all weights' casts first for it."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.higher_order.auto_functionalized_v2):
+        if node.args[0] is ops.update_scales and node.kwargs.get("read") is not None:
+            node.update_kwarg("read", None)
 
 
 def share(graph: fx.Graph) -> None:

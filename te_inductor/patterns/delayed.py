@@ -7,11 +7,13 @@ What the rewritten graph does, in this order::
     step = delayed_step(leaf, …)            nothing now; in the backward, behind all sites: update_scales of the gradients
     linear(x, w, …, known, step, grad_amax) casts with the known scales; in the backward: record_amax(dy, grad_amax)
     record_amax(x, amax)                    beside the cast, whose kernel it joins; not under no_grad
-    update_scales(amaxes, …)                of inputs and weights, at the end
+    update_scales(amaxes, …, known)         of inputs and weights, at the end
 
 The copies matter: the backward, and a checkpoint that recomputes, read them after the update has changed the state. What the
 forward changes (state of inputs and weights) the backward leaves alone, and the other way round: AOTAutograd hands an
 input's changes from the forward to the backward by value, which would undo what another microbatch's forward did between.
+The update takes the copies, and does nothing with them, so that the forward makes them all: what a forward's outputs do not
+hang on, as in ``y + 0 * unused(x)``, AOTAutograd's partitioner leaves to the backward, behind the update.
 Sites that quantize the same tensor share its quantizer, so that it is cast once.
 """
 
@@ -189,7 +191,7 @@ class DelayedSites:
         forward, backward = self.slots.input.element, self.slots.grad_output.element
         if self.forward.amaxes:
             with self.graph.inserting_before(self.graph.output_node()):
-                operands: Any = (*self.forward.operands(), ScaleUpdate(self.recipe, forward))
+                operands: Any = (*self.forward.operands(), ScaleUpdate(self.recipe, forward), list(self.known.values()))
                 self.graph.call_function(ops.update_scales, operands)
         if self.backward.amaxes:
             self.step.args = (self._leaf(), *self.backward.operands(), ScaleUpdate(self.recipe, backward))  # type: ignore[assignment]

@@ -30,7 +30,13 @@ def record_amax(pieces: list[Tensor], amax: Tensor) -> None:
             _unseen(amax).copy_(torch.maximum(amax, x.abs().amax().float()))
 
 
-def update_scales(amaxes: list[Tensor], scales: list[Tensor], histories: list[Tensor], update: ScaleUpdate) -> None:
+def update_scales(
+    amaxes: list[Tensor],
+    scales: list[Tensor],
+    histories: list[Tensor],
+    update: ScaleUpdate,
+    read: list[Tensor] | None = None,  # what `read_scales` returned, which has to run before
+) -> None:
     """End of a step: each quantizer's recorded amax enters its history, and its scale follows.
 
     A recorded amax of 0, inf or NaN is no observation: it enters no history, so it freezes no scale. Where the window

@@ -379,6 +379,36 @@ def test_a_loss_inside_the_compiled_function(name):
     assert same(found, results(loss(eager), list(eager.parameters()), x))
 
 
+class StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y, z):
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy, dy
+
+
+@every_recipe
+@pytest.mark.parametrize("last", [StraightThrough.apply, lambda y, z: y + 0 * z], ids=["straight through", "times 0"])
+def test_a_layer_for_the_gradient_alone(name, last):
+    """What a forward's outputs do not hang on is computed by the backward, behind the end of the forward's step; with the
+    forward's scales all the same."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(DIM, DIM)
+
+        def forward(self, x):
+            return last(x, self.layer(x))
+
+    model, x = Model(), torch.randn(X, requires_grad=True)
+    eager = quantized(model, x, options={"recipe": name})
+    expected = results(eager, list(eager.parameters()), x)
+    assert same(results(te(model, name), list(model.parameters()), x), expected)
+
+
 @every_recipe
 def test_compiled_autograd(name):
     """A backward that torch captures as a graph of its own."""
