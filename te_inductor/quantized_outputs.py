@@ -3,8 +3,7 @@
 Left alone, the GEMM writes bf16 and a kernel reads it, computes the activation and writes the copy: 5 bytes an element where
 the GEMM alone writes 1. The scale has to be known before the GEMM runs, and nobody else may want what lies between: delayed
 scaling without gradients, and not in grad mode, where it records amaxes. It is done where CUTLASS's epilogue was measured to
-pay, and under max-autotune alone until its tests have passed on a GPU as it is (docs/compatibility.md). The epilogue rounds
-as the two kernels do: docs/numerics.md.
+pay. The epilogue rounds as the two kernels do: docs/numerics.md.
 """
 
 import math
@@ -15,7 +14,7 @@ from torch import fx
 from torch._inductor import config
 
 from te_inductor import ops
-from te_inductor.gemm_nodes import VIEWS, is_plain, kernel_of, measures
+from te_inductor.gemm_nodes import VIEWS, is_plain, kernel_of
 from te_inductor.runtime.activation import OPS, Activation, Step
 from te_inductor.templates.cutlass import build
 from te_inductor.templates.cutlass.scaled_mm import ROUNDED, Kernel
@@ -30,7 +29,7 @@ _NAMES = {op: name for name, op in OPS.items()}
 
 def fold(graph: fx.Graph) -> None:
     """Replace a cast with a known scale, and what it is cast from, by `quantized_mm`."""
-    if not measures() or config.emulate_precision_casts:  # a rounding behind every op, which no epilogue does
+    if config.emulate_precision_casts:  # a rounding behind every op, which no epilogue does
         return
     for cast in graph.find_nodes(op="call_function", target=ops.quantize_delayed):
         between = _between(cast)

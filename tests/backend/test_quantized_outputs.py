@@ -22,7 +22,6 @@ KERNEL = kernel_of(FAST_TILES[0], "90", torch.float8_e4m3fn, torch.float8_e4m3fn
 
 @pytest.fixture(autouse=True)
 def pays(monkeypatch):
-    monkeypatch.setattr(quantized_outputs, "measures", lambda: True)
     monkeypatch.setattr(quantized_outputs, "_kernel", lambda *_: KERNEL)
     monkeypatch.setattr(quantized_outputs.build, "start", lambda kernels: None)
 
@@ -119,14 +118,6 @@ def test_it_is_computed_in_fp32(name):
     # They differ by roundings of fp32, which take one in 2**20 over a step of E4M3.
     found, expected = found.float(), expected.float()
     assert ((found != expected) & ~(found.isnan() & expected.isnan())).sum() <= 1
-
-
-def test_nobody_asks(monkeypatch):
-    """It has not all been seen right on a GPU: docs/compatibility.md."""
-    monkeypatch.undo()
-    for asked in ({}, {"max_autotune": True}, {"max_autotune_gemm": True}):
-        with config.patch(**asked):
-            assert quantized_outputs.measures() == bool(asked)
 
 
 def test_precision_casts_that_are_asked_for():
