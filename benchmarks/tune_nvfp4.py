@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks import harness, table
 from te_inductor.runtime import nvfp4
-from te_inductor.templates.triton import nvfp4_direct, nvfp4_expand, nvfp4_linear
+from te_inductor.templates.triton import nvfp4_direct, nvfp4_expand, nvfp4_linear, partial_sums
 from te_inductor.templates.triton.nvfp4_linear import FACTOR, TABLE, Config, Problem, supports
 
 LAYERS = ((28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096), (14336, 4096), (128256, 4096))
@@ -86,7 +86,7 @@ def compile_ahead(job: tuple[Config, Problem]) -> None:
         torch.empty(16, dtype=dtype, device="cuda")
         for dtype in (torch.bfloat16, torch.int16, torch.uint8, torch.float32)
     )
-    out = torch.empty(16, dtype=nvfp4_linear.sum_dtype(config, torch.bfloat16), device="cuda")
+    out = torch.empty(16, dtype=partial_sums.sum_dtype(config.splits, torch.bfloat16), device="cuda")
     if config.direct:
         shape = config.rows, config.block_n, config.splits, config.warps, config.stages - 1
         given = nvfp4_direct.constants(problem.m > 1, problem.m, problem.k, *shape)
@@ -127,7 +127,7 @@ class Layer:
         given = nvfp4_linear.arranged(x, config)
 
         def call(s: tuple[Tensor, ...], dtype: torch.dtype = torch.bfloat16) -> Tensor:
-            return nvfp4_linear.add_up(nvfp4_linear.partial_sums(given, *s, config, dtype), dtype)
+            return partial_sums.add_up(nvfp4_linear.partial_sums(given, *s, config, dtype), dtype)
 
         expected = x.float() @ self.values.t() * self.stored[0][2]
         error = harness.relative_error(call(self.stored[0], torch.float32), expected)["relative"]

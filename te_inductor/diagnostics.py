@@ -37,7 +37,7 @@ class Site:
     gemm: str  # "fprop", "dgrad", "wgrad"
     shapes: tuple[Any, int, int]  # (M, N, K) of this GEMM, as out[M, N] = a[M, K] b[K, N]; a symbolic size is a string
     recipe: str  # a recipe's name, or "none"
-    kernel: str  # "cublaslt", "inductor", "emulated", "triton:nvfp4_linear", "eager", "high_precision"
+    kernel: str  # "cublaslt", "inductor", "emulated", "eager", "high_precision", "triton:" or "cutlass:" and which
     reason: str | None = None  # why it does not run as asked; None where it does
     merged: tuple[str, ...] = ()  # module paths of all sites that are one GEMM with this one, itself too
 

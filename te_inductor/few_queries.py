@@ -2,7 +2,7 @@
 
 In a step of generation these are three kernels of which two are cuBLAS's, before and after which the card drains;
 F.scaled_dot_product_attention takes longer still of one query, on as many multiprocessors as there are KV heads. Figures:
-docs/performance.md. Only graphs with stored NVFP4 weights are changed.
+docs/performance.md. Only graphs with stored NVFP4 weights, or FP8 GEMMs of few rows, are changed.
 """
 
 import math
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from te_inductor import ops_attention, ops_stored
+from te_inductor import gemm_nodes, ops_attention, ops_stored
 
 aten = torch.ops.aten
 _CAPABILITY = (9, 0)
@@ -43,7 +43,7 @@ class Attention:
 
 def fold(graph: fx.Graph) -> None:
     """Replace each attention that the kernels take."""
-    if not any(node.target is ops_stored.nvfp4_linear for node in graph.nodes):
+    if not any(node.target is ops_stored.nvfp4_linear or gemm_nodes.is_of_few_rows(node) for node in graph.nodes):
         return
     for node in graph.find_nodes(op="call_function", target=aten.bmm.default):
         found = match(node)

@@ -7,6 +7,7 @@ from torch import fx
 from torch._inductor import config
 
 from te_inductor import ops
+from te_inductor.templates import few_rows
 from te_inductor.templates.cutlass import scaled_mm as template
 from te_inductor.templates.cutlass.scaled_mm import Kernel, Problem
 
@@ -22,6 +23,16 @@ def measures() -> bool:
 def is_plain(node: fx.Node) -> bool:
     """Whether it is a GEMM without a factor and with nothing added."""
     return node.target is ops.scaled_mm and all(more is None for more in node.args[7:])
+
+
+def is_of_few_rows(node: fx.Node) -> bool:
+    """Whether it is an FP8 GEMM that the kernel for few rows takes."""
+    if node.target is not ops.scaled_mm or config.cpp_wrapper:
+        return False
+    a, _, b, _, _, gemm = node.args[:6]
+    x, w = a.meta["val"], b.meta["val"]  # type: ignore[union-attr]
+    sizes = (x.shape[0], w.shape[0], x.shape[1])
+    return few_rows.choose(x.device, sizes, (x.dtype, w.dtype), gemm) is not None  # type: ignore[arg-type]
 
 
 def kernel_of(gemm: fx.Node, out: torch.dtype | None = None, **more: Any) -> Kernel | None:

@@ -66,7 +66,7 @@ class Pass(CustomGraphPass):  # type: ignore[misc]
 
 
 class PostGrad(Pass):
-    """Changes graphs that quantize or have weights stored in NVFP4, and no other."""
+    """Changes graphs that quantize or have stored weights, and no other."""
 
     def __init__(self, user_pass: Callable[[fx.Graph], Any] | None = None) -> None:
         super().__init__(user_pass, simplify)

@@ -14,6 +14,7 @@ def install(fallback: str = "warn") -> Callable[[Callable[..., Any]], Callable[.
     Returns a wrapper for Inductor's compiler of one graph, of a forward, a backward or an inference: during the compile, and
     only then, our tiles, our kernel class and `few_rows` hold; after it, lowerings that failed are named as `fallback` says.
     """
+    import torch
     from torch._inductor import lowering
     from torch._inductor.codegen.triton import TritonScheduling
     from torch._inductor.virtualized import V
@@ -23,6 +24,10 @@ def install(fallback: str = "warn") -> Callable[[Callable[..., Any]], Callable[.
     from te_inductor.lowerings.choices import Choices
     from te_inductor.lowerings.early_start import EarlyKernel
     from te_inductor.lowerings.registry import failures_said
+
+    if torch.cuda.is_available():
+        # Ops that generated code calls, also such as a compile cache returns.
+        from te_inductor.templates.triton import few_queries, fp8_few_rows, nvfp4_ops  # noqa: F401
 
     def wrap(inner_compile: Callable[..., Any]) -> Callable[..., Any]:
         def compile_graph(*args: Any, **kwargs: Any) -> Any:

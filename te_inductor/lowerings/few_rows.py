@@ -20,8 +20,6 @@ _LONG = 1 << 14  # elements of a row that is
 @lowering(ops_attention.few_queries)
 def few_queries(q, k, v, keep, scale):  # type: ignore[no-untyped-def]
     """The kernels, which read keys and values where they lie, with their strides."""
-    if q.get_device_or_error().type == "cuda":
-        from te_inductor.templates.triton import few_queries  # noqa: F401
     for given in (q, k, v, keep):
         if given is not None:
             given.realize()

@@ -8,6 +8,7 @@ from torch.utils._sympy.functions import FloorDiv
 
 from te_inductor import compat, ops
 from te_inductor.lowerings import blocks, gemm_choices, microscaled_mm, quantize
+from te_inductor.lowerings.partial_sums import added_up
 from te_inductor.lowerings.registry import lowering
 from te_inductor.recipes import Gemm, Quantizer
 from te_inductor.recipes.formats import ALIGNMENT, padded
@@ -41,6 +42,9 @@ def scaled_mm(
         cuda = on_cuda and compat.has_block_scaled_mm(a.get_device_or_error())
         return (_cuda_blocks if cuda else _exact_blocks)(a, a_scale, b, b_scale, bias, gemm, out_dtype)
     if on_cuda:
+        few = _few_rows(a, a_scale, b, b_scale, gemm, out_dtype)
+        if few is not None:
+            return _add(few, bias, out_dtype)  # type: ignore[no-any-return]
         return _cuda(a, a_scale, b, b_scale, bias, gemm, out_dtype)
     # An fp8 value is exact in fp32, so this is the low-precision product up to the order of the fp32 sum.
     y = lowerings[aten.mm](lowerings[convert](a, torch.float32), _transposed(lowerings[convert](b, torch.float32)))
@@ -81,6 +85,17 @@ def _scaled(y, a_scale, b_scale, out_dtype):  # type: ignore[no-untyped-def]
 
 def _add(y, bias, out_dtype):  # type: ignore[no-untyped-def]
     return y if bias is None else lowerings[aten.add](y, lowerings[convert](bias, out_dtype))
+
+
+def _few_rows(a, a_scale, b, b_scale, gemm, out_dtype):  # type: ignore[no-untyped-def]
+    """By the kernel for few rows; None where there is none. Under max-autotune too: it is near what memory allows."""
+    cut = gemm_choices.of_few_rows(a, b, gemm)
+    if cut is None:
+        return None
+    from te_inductor.templates.triton.fp8_few_rows import fp8_partial_sums
+
+    given = (a, a_scale, b, b_scale, cut, out_dtype)
+    return added_up(fp8_partial_sums, *given, splits=cut.splits, out_dtype=out_dtype)
 
 
 def _cuda(a, a_scale, b, b_scale, bias, gemm, out_dtype):  # type: ignore[no-untyped-def]

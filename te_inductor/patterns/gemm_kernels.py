@@ -4,16 +4,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._inductor import config
 
 from te_inductor.config import Options
 from te_inductor.ops_stored import DECODE_ROWS
 from te_inductor.patterns.rule import Match
 from te_inductor.patterns.support import value
-from te_inductor.recipes import Gemm, NVFP4WeightOnly, Recipe, Slots
+from te_inductor.recipes import Gemm, NVFP4WeightOnly, Quantizer, Recipe, Slots
 from te_inductor.recipes.formats import BLOCK_1X128
 from te_inductor.runtime.eager import BLOCK_SCALES
+from te_inductor.templates import few_rows
 from te_inductor.templates.cutlass import scaled_mm
 from te_inductor.templates.cutlass.scaled_mm import NOTHING, OUTPUT, Kernel, Problem
+
+_FEW_ROWS = "triton:fp8_few_rows"
 
 
 @dataclass(frozen=True)
@@ -32,11 +36,14 @@ def choose(
     options: Options,
     accumulates: bool,  # adds to a total in fp32
 ) -> Choice:
-    """`cublaslt`; `cutlass:` and a tile; `inductor`: generated code, or what autotuning will find to be fastest, which never
-    sees fp32 scales of blocks, as nothing but cuBLASLt is right for them, nor a GEMM that adds to a total."""
+    """`triton:fp8_few_rows`; `cublaslt`; `cutlass:` and a tile; `inductor`: generated code, or what autotuning will find to
+    be fastest, which never sees fp32 scales of blocks, as nothing but cuBLASLt is right for them, nor a GEMM that adds to a
+    total."""
     device = value(match.node).device
     if device.type != "cuda":
         return Choice("inductor")
+    if _is_of_few_rows(match, slots, gemm, shapes, options):
+        return Choice(_FEW_ROWS)
     arch = scaled_mm.architecture(device)
     measured = _measures(options) and (not slots.fprop.blocked or (slots.fprop.microscaled and arch is not None))
     if measured and not accumulates:
@@ -48,23 +55,33 @@ def choose(
     return Choice(f"cutlass:{tile}", problem.kernel(tile))
 
 
+def _is_of_few_rows(match: Match, slots: Slots, gemm: str, shapes: tuple[Any, int, int], options: Options) -> bool:
+    a, b = (quantizer.format.dtype for quantizer in _operands(slots, gemm))
+    found = few_rows.choose(value(match.node).device, shapes, (a, b), getattr(slots, gemm))
+    return found is not None and not options.inductor.get("cpp_wrapper", config.cpp_wrapper)
+
+
 def _problem(
     match: Match, slots: Slots, gemm: str, shapes: tuple[Any, int, int], arch: str, accumulates: bool
 ) -> Problem | None:
     """None where no table knows it: symbolic sizes, MXFP8 and NVFP4, square blocks on the left."""
     if not all(isinstance(size, int) for size in shapes):
         return None
-    a, b = {
-        "fprop": (slots.input, slots.weight),
-        "dgrad": (slots.grad_output, slots.weight),
-        "wgrad": (slots.grad_output, slots.input),
-    }[gemm]
+    a, b = _operands(slots, gemm)
     out, added = (torch.float32, OUTPUT) if accumulates else (value(match.node).dtype, NOTHING)
     bias = gemm == "fprop" and match.bias is not None
     scope, fast_accum = _scope(getattr(slots, gemm), shapes[2]), getattr(slots, gemm).fast_accum
     if scope is None:
         return None
     return Problem(arch, *shapes, a.format.dtype, b.format.dtype, out, scope, bias, fast_accum, added)
+
+
+def _operands(slots: Slots, gemm: str) -> tuple[Quantizer, Quantizer]:
+    return {
+        "fprop": (slots.input, slots.weight),
+        "dgrad": (slots.grad_output, slots.weight),
+        "wgrad": (slots.grad_output, slots.input),
+    }[gemm]
 
 
 def _scope(gemm: Gemm, k: int) -> str | None:
@@ -82,6 +99,9 @@ def of_stored_weight(match: Match, recipe: Recipe | None, options: Options) -> C
     """Of the forward GEMM with a weight that `quantize_` stored."""
     cuda = value(match.node).device.type == "cuda"
     if not isinstance(recipe, NVFP4WeightOnly):
+        slots = None if recipe is None else recipe.slots()
+        if slots is not None and _is_of_few_rows(match, slots, "fprop", match.sizes, options):
+            return Choice(_FEW_ROWS)
         return Choice("cublaslt" if cuda and not _measures(options) else "inductor")
     if not cuda:
         return Choice("eager")

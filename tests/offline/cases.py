@@ -390,11 +390,22 @@ def _stored_nvfp4(n: int, k: int) -> nn.Parameter:
     return nn.Parameter(weight, requires_grad=False)
 
 
-def _decoding(rows: int, dynamic: bool | None = None) -> Case:
-    """A layer whose weights are stored in NVFP4, a step of generation or a prompt through it."""
+def _stored_fp8(n: int, k: int) -> nn.Parameter:
+    from te_inductor.recipes import Float8RowwiseScaling
+    from te_inductor.stored_weight import Float8Weight
+
+    parts = (torch.empty(n, k, device="cuda", dtype=torch.float8_e4m3fn), torch.empty(n, 1, device="cuda"))
+    weight = Float8Weight(parts, torch.Size((n, k)), torch.bfloat16, Float8RowwiseScaling())
+    return nn.Parameter(weight, requires_grad=False)
+
+
+def _decoding(
+    rows: int, dynamic: bool | None = None, store: Callable[[int, int], nn.Parameter] = _stored_nvfp4
+) -> Case:
+    """A layer whose weights are stored, a step of generation or a prompt through it."""
     model = Mlp(4096, 14336)
     for layer in (model.gate, model.up, model.down):
-        layer.weight = _stored_nvfp4(*layer.weight.shape)
+        layer.weight = store(*layer.weight.shape)
     options = {"fallback": "error"}
     run = torch.compile(model.requires_grad_(False), backend="te", fullgraph=True, dynamic=dynamic, options=options)
     return run, (torch.randn(rows, 4096, device="cuda", dtype=torch.bfloat16),)
@@ -407,6 +418,14 @@ def decode_nvfp4() -> Case:
 def decode_nvfp4_dynamic() -> Case:
     """Every size that could be a symbol is one, but the weights'."""
     return _decoding(16, dynamic=True)
+
+
+def decode_fp8() -> Case:
+    return _decoding(16, store=_stored_fp8)
+
+
+def seventeen_rows_fp8() -> Case:
+    return _decoding(17, store=_stored_fp8)
 
 
 def decode_attention_nvfp4() -> Case:

@@ -97,8 +97,8 @@ def main(graph: Path, inputs: Path, outputs: Path) -> None:
 
 def mend_conversions() -> None:
     """Triton's interpreter (3.7 and 3.9) rounds fp32 to fp8 half away from zero, loses the carry into the exponent (7.99
-    becomes 4), has no NaN there, reads bf16 subnormals wrongly, and multiplies the bits of bf16 matrices as integers. Give
-    it torch's conversions, to nearest even, as the hardware's, and a product of values."""
+    becomes 4), has no NaN there, reads bf16 subnormals wrongly, and multiplies the bits of bf16 and fp8 matrices as
+    integers. Give it torch's conversions, to nearest even, as the hardware's, and a product of values."""
     import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter
@@ -117,10 +117,11 @@ def mend_conversions() -> None:
             return np.left_shift(value.view(np.uint16).astype(np.uint32), 16)
         return wrong(value, source, target, rounding)
 
+    narrow = (tl.bfloat16, *low)
+
     def dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
         wide = (
-            convert(x.data, x.dtype, tl.float32, None).view(np.float32) if x.dtype == tl.bfloat16 else x.data
-            for x in (a, b)
+            convert(x.data, x.dtype, tl.float32, None).view(np.float32) if x.dtype in narrow else x.data for x in (a, b)
         )
         return interpreter.TensorHandle(np.matmul(*wide, dtype=d.data.dtype) + d.data, d.dtype.scalar)
 

@@ -1,4 +1,7 @@
-"""Runs the NVFP4 kernels in Triton's interpreter and compares: python -m tests.offline.nvfp4_kernels, TRITON_INTERPRET=1."""
+"""Runs the kernels of stored weights in Triton's interpreter and compares:
+
+TRITON_INTERPRET=1 python -m tests.offline.nvfp4_kernels
+"""
 
 import functools
 import itertools
@@ -6,7 +9,8 @@ import itertools
 import torch
 
 from te_inductor.runtime import nvfp4
-from te_inductor.templates.triton import few_queries, nvfp4_expand, nvfp4_linear
+from te_inductor.templates import few_rows
+from te_inductor.templates.triton import few_queries, fp8_few_rows, nvfp4_expand, nvfp4_linear, partial_sums
 from te_inductor.templates.triton.nvfp4_linear import Config
 from tests.offline.interpret import mend_conversions
 
@@ -15,6 +19,10 @@ LINEAR = [
     (Config(16, 64, 64, splits=1, warps=4, stages=3, direct=False), (3, 37, 384)),
     (Config(16, 64, 64, splits=2, warps=4, stages=3, direct=False), (17, 70, 256)),
 ]
+
+
+# Columns at a time, splits, stages; M, N, K.
+FP8 = [((128, 1, 8), (3, 37, 384)), ((256, 2, 4), (16, 70, 1024)), ((128, 1, 4), (21, 64, 128))]
 
 
 def weight(n: int, k: int) -> tuple[torch.Tensor, ...]:
@@ -35,8 +43,19 @@ def linear(config: Config, m: int, n: int, k: int) -> None:
     assert (error <= (k + 2) * 2.0**-24 * (x.double().abs() @ wide.abs().t())).all(), config
     expected = functools.reduce(torch.add, parts)  # in this order
     for dtype in (torch.bfloat16, torch.float32):
-        y = nvfp4_linear.add_up(parts, dtype, assembly=False)
+        y = partial_sums.add_up(parts, dtype, assembly=False)
         assert torch.equal(y, expected.to(dtype)), config
+
+
+def fp8(config: few_rows.Config, m: int, n: int, k: int, of_rows: tuple[bool, bool]) -> None:
+    """Each product is exact in fp32, K of them are summed there; both scales are roundings."""
+    a, b = ((torch.randn(rows, k) * 50).to(torch.float8_e4m3fn) for rows in (m, n))
+    scales = [torch.rand(rows, 1) + 0.5 if each else torch.rand(()) for rows, each in zip((m, n), of_rows, strict=True)]
+    parts = fp8_few_rows.partial_sums(a, scales[0], b, scales[1], config, torch.float32, assembly=False)
+    assert parts.shape == (config.splits, m, n)
+    wide = [x.double() * scale.double() for x, scale in zip((a, b), scales, strict=True)]
+    error = (parts.double().sum(0) - wide[0] @ wide[1].t()).abs()
+    assert (error <= (k + 3) * 2.0**-24 * (wide[0].abs() @ wide[1].abs().t())).all(), config
 
 
 def expand(n: int, k: int) -> None:
@@ -69,6 +88,9 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     for config, sizes in LINEAR:
         linear(config, *sizes)
+    for given, sizes in FP8:
+        for of_rows in ((True, True), (False, True)):
+            fp8(few_rows.Config(*given), *sizes, of_rows)
     for n, k in itertools.product((1, 11), (16, 50, 1040)):
         expand(n, k)
     attention(2, 4, 64, 200, True, torch.bfloat16)  # chunks that no block fills

@@ -230,7 +230,7 @@ def test_realized():
     """Where halves of q, k and v are turned, and not where gate and up are one layer."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    from te_inductor.lowerings.nvfp4_linear import _is_cut_twice
+    from te_inductor.lowerings.partial_sums import _is_cut_twice
 
     def turned(x: Tensor) -> Tensor:
         q, k = x.view(1, -1, 6).split((4, 2), 2)

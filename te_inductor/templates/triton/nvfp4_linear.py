@@ -7,8 +7,8 @@ threads. See `nvfp4_decode` for the arithmetic and docs/performance.md for what 
 
 Blocks of K are dealt to `splits` programs in turn, so that what runs at one time reads neighbouring bytes. Each writes its
 partial sums in fp32; whoever reads them adds them up in their order, in Inductor's code together with what comes next, in
-eager code `add_up`. Where there is one split its sums are the result. Kernels start early: Note [Kernels that start early]
-in lowerings/early_start.py.
+eager code `partial_sums.add_up`. Where there is one split its sums are the result. Kernels start early:
+Note [Kernels that start early] in lowerings/early_start.py.
 """
 
 import functools
@@ -27,13 +27,13 @@ from te_inductor.diagnostics import Refusal
 from te_inductor.recipes.constants import Constant, constant
 from te_inductor.templates.triton import nvfp4_direct
 from te_inductor.templates.triton.nvfp4_decode import FACTOR, values
+from te_inductor.templates.triton.partial_sums import sum_dtype
 
-__all__ = ["FACTOR", "Config", "Problem", "add_up", "arranged", "choose", "partial_sums", "planes", "supports"]
+__all__ = ["FACTOR", "Config", "Problem", "arranged", "choose", "partial_sums", "planes", "supports"]
 
 TABLE = Path(__file__).with_suffix(".json")
 DTYPES = (torch.bfloat16, torch.float16)
 CAPABILITY = (9, 0)  # mul.bf16x2, griddepcontrol
-ADDED = 512  # elements of a result that a program of `add_up` writes
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def partial_sums(
 ) -> Tensor:  # (splits, M, N), fp32 if there are several
     """Whose sum over the first dimension is the product."""
     m, n, k = (x.shape[-2] if config.direct else x.shape[0]), stored.shape[0], 2 * stored.shape[1]
-    out = x.new_empty((config.splits, m, n), dtype=sum_dtype(config, out_dtype))
+    out = x.new_empty((config.splits, m, n), dtype=sum_dtype(config.splits, out_dtype))
     if config.direct:
         nvfp4_direct.launch(
             x, stored, block_scale, tensor_scale, out, config.rows, config.block_n, config.warps, config.stages - 1
@@ -176,26 +176,6 @@ def partial_sums(
         ASSEMBLY=assembly,
         num_warps=config.warps,
         launch_pdl=assembly,
-    )
-    return out
-
-
-def sum_dtype(config: Config, out_dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if config.splits > 1 else out_dtype
-
-
-def add_up(
-    parts: Tensor,  # (splits, M, N), of `partial_sums`
-    out_dtype: torch.dtype,
-    assembly: bool = True,
-) -> Tensor:  # (M, N)
-    """What Inductor's code does where it reads them."""
-    splits, m, n = parts.shape
-    if splits == 1:
-        return parts[0].to(out_dtype)
-    out = parts.new_empty((m, n), dtype=out_dtype)
-    _add_up[(triton.cdiv(m * n, ADDED),)](
-        parts, out, m * n, splits, BLOCK=ADDED, ASSEMBLY=assembly, num_warps=4, launch_pdl=assembly
     )
     return out
 
@@ -256,24 +236,3 @@ def _partial_sums(
     place = out + (part * M + m[None, :]).to(tl.int64) * N + n[:, None]
     y = y * (tl.load(tensor_scale) * FACTOR)
     tl.store(place, y.to(out.dtype.element_ty), mask=(m[None, :] < M) & (n[:, None] < N))
-
-
-@triton.jit
-def _add_up(
-    parts,  # (SPLITS, SIZE) fp32
-    out,  # (SIZE,)
-    SIZE,
-    SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
-):
-    if ASSEMBLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    part = parts + place
-    y = tl.load(part, mask=place < SIZE)
-    for _ in tl.static_range(1, SPLITS):
-        part += SIZE
-        y += tl.load(part, mask=place < SIZE)
-    tl.store(out + place, y.to(out.dtype.element_ty), mask=place < SIZE)

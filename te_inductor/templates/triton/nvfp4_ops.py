@@ -8,13 +8,14 @@ from te_inductor.ops import _define, _library
 from te_inductor.runtime import nvfp4
 from te_inductor.templates.triton import nvfp4_expand, nvfp4_linear
 from te_inductor.templates.triton.nvfp4_linear import Config, Problem
+from te_inductor.templates.triton.partial_sums import add_up, sum_dtype
 
 
 def _partial_sums_fake(
     x: Tensor, stored: Tensor, block_scale: Tensor, tensor_scale: Tensor, config: Config, out_dtype: torch.dtype
 ) -> Tensor:
     m = x.shape[-2] if config.direct else x.shape[0]
-    return x.new_empty((config.splits, m, stored.shape[0]), dtype=nvfp4_linear.sum_dtype(config, out_dtype))
+    return x.new_empty((config.splits, m, stored.shape[0]), dtype=sum_dtype(config.splits, out_dtype))
 
 
 partial_sums = _define(
@@ -32,7 +33,7 @@ def _linear(x: Tensor, stored: Tensor, block_scale: Tensor, tensor_scale: Tensor
         return nvfp4.linear(x, stored, block_scale, tensor_scale, out_dtype)
     x = nvfp4_linear.arranged(x.contiguous(), config)
     parts = nvfp4_linear.partial_sums(x, stored, block_scale, tensor_scale, config, out_dtype)
-    return nvfp4_linear.add_up(parts, out_dtype)
+    return add_up(parts, out_dtype)
 
 
 def _dequantize(stored: Tensor, block_scale: Tensor, tensor_scale: Tensor, k: int, dtype: torch.dtype) -> Tensor:

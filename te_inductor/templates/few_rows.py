@@ -1,0 +1,56 @@
+"""Which FP8 GEMMs of few rows have a kernel of ours, triton/fp8_few_rows.py, and how it cuts the work.
+
+A tile of b is one program's where there are many tiles, else several programs share its K, as many as run at one time
+(docs/performance.md, "FP8 weights and few rows").
+"""
+
+import math
+
+import torch
+
+from te_inductor.recipes import Gemm
+from te_inductor.recipes.constants import Constant, constant
+from te_inductor.recipes.formats import ROW, TENSOR
+
+CAPABILITY = (9, 0)  # wgmma, griddepcontrol; later ones are not measured
+DTYPE = torch.float8_e4m3fn  # of both operands
+ROWS = 16  # of a, at most: the narrowest side of an instruction that Triton has
+BLOCK_N = 64  # rows of b in one program: the other side
+FULL = 396  # tiles that fill the card with five programs on a multiprocessor, of an H200's 132
+MANY = 96  # tiles of which each is better left to one program that has more in flight
+RESIDENT = 264  # programs that run at one time with four stages of 256 columns
+SPLITS = 8  # of K, at most
+
+
+@constant
+class Config(Constant):
+    """How the work is cut."""
+
+    block_k: int  # columns that a program reads at a time
+    splits: int  # programs that share the K of one tile
+    stages: int  # of `block_k` columns on their way
+
+
+def choose(
+    device: torch.device,
+    sizes: tuple[object, ...],  # M, N and K, ints where they are known
+    dtypes: tuple[torch.dtype, torch.dtype],
+    gemm: Gemm,
+) -> Config | None:
+    """None where the kernel does not compute ``a[M, K] @ b[N, K].T``, or there are too many rows for it to pay."""
+    m, n, k = sizes
+    known = isinstance(m, int) and isinstance(n, int) and isinstance(k, int)
+    if not known or device.type != "cuda" or torch.cuda.get_device_capability(device) != CAPABILITY:
+        return None
+    fits = 0 < m <= ROWS and n >= BLOCK_N and k % 128 == 0  # type: ignore[operator]
+    scopes = all(scope in (TENSOR, ROW) for scope in gemm.granularities)
+    return cut(n, k) if fits and scopes and dtypes == (DTYPE, DTYPE) else None  # type: ignore[arg-type]
+
+
+def cut(n: int, k: int) -> Config:
+    """Of a K that is a multiple of 128."""
+    tiles = -(-n // BLOCK_N)
+    if tiles >= MANY or k % 256:
+        return Config(block_k=128, splits=1, stages=4 if tiles >= FULL else 8)
+    parts = min(SPLITS, 1 << (RESIDENT // tiles).bit_length() - 1)
+    return Config(block_k=256, splits=math.gcd(parts, k // 256), stages=4)

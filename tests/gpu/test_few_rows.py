@@ -1,0 +1,122 @@
+"""FP8 GEMMs of few rows on a GPU: against float64, in compiled layers, and from a compile cache in a second process."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import te_inductor
+from te_inductor.templates import few_rows
+
+pytestmark = pytest.mark.gpu
+K_STEP = 32  # products that the tensor core aligns to the largest
+KEPT = 2.0**-13  # of it
+
+
+def operands(m: int, n: int, k: int) -> tuple[torch.Tensor, ...]:
+    a, b = ((torch.randn(rows, k, device="cuda") * 50).to(few_rows.DTYPE) for rows in (m, n))
+    return a, torch.rand(m, 1, device="cuda") + 0.5, b, torch.rand(n, 1, device="cuda") + 0.5
+
+
+def product(a, a_scale, b, b_scale, config, dtype=torch.float32):
+    from te_inductor.templates.triton import partial_sums
+    from te_inductor.templates.triton.fp8_few_rows import fp8_partial_sums
+
+    torch.empty(1 << 26, device="cuda").fill_(torch.nan)  # poisons what the outputs are allocated from
+    return partial_sums.add_up(fp8_partial_sums(a, a_scale, b, b_scale, config, dtype), dtype)
+
+
+@pytest.mark.parametrize("size", [(64, 128), (70, 384), (4096, 4096), (4100, 14336), (6144, 4096), (28680, 512)])
+@pytest.mark.parametrize("m", [1, 3, 16, 21])
+def test_against_float64(m, size):
+    """Of 32 products each loses at most a bit of those that the largest keeps; promoted sums and scales round in fp32."""
+    a, a_scale, b, b_scale = operands(m, *size)
+    n, k = size
+    y = product(a, a_scale, b, b_scale, few_rows.cut(n, k)).double()
+    wide = a.double() * a_scale.double(), b.double() * b_scale.double()
+    largest = (wide[0].abs()[:, None].view(m, 1, -1, K_STEP) * wide[1].abs()[None].view(1, n, -1, K_STEP)).amax(-1)
+    bound = largest.sum(-1) * K_STEP * KEPT + (wide[0].abs() @ wide[1].abs().t()) * (k + 3) * 2.0**-24
+    assert ((y - wide[0] @ wide[1].t()).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("config", [(128, 1, 4), (128, 1, 8), (256, 4, 4)], ids=str)
+def test_special_values(config):
+    """A NaN takes its row of the result, and no other; zeros are zeros."""
+    a, a_scale, b, b_scale = operands(5, 200, 1024)
+    a[1, 700], a[2] = torch.nan, 0.0
+    b[190, 3] = torch.nan
+    y = product(a, a_scale, b, b_scale, few_rows.Config(*config))
+    expected = torch.zeros(5, 200, dtype=torch.bool, device="cuda")
+    expected[1], expected[:, 190] = True, True
+    assert torch.equal(y.isnan(), expected) and (y[2][~expected[2]] == 0).all()
+
+
+@pytest.mark.parametrize("of_rows", [(True, False), (False, True), (False, False)])
+def test_one_scale(of_rows):
+    a, a_scale, b, b_scale = operands(16, 512, 1024)
+    a_scale, b_scale = (scale if each else scale[0, 0] for scale, each in zip((a_scale, b_scale), of_rows, strict=True))
+    y = product(a, a_scale, b, b_scale, few_rows.cut(512, 1024), torch.bfloat16)
+    expected = (a.double() * a_scale.double()) @ (b.double() * b_scale.double()).t()
+    assert (y.double() - expected).norm() <= 3e-3 * expected.norm()
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.RMSNorm(512), nn.Linear(512, 2048), nn.Linear(1024, 512, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.up(self.norm(x)).chunk(2, -1)
+        return x + self.down(nn.functional.silu(gate) * up)
+
+
+def layer(recipe: str) -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(3)
+    model = Mlp().to("cuda", torch.bfloat16).requires_grad_(False)
+    te_inductor.quantize_(model, recipe)
+    return model, torch.randn(4, 512, device="cuda", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead", "max-autotune"])
+@pytest.mark.parametrize("recipe", ["rowwise", "current"])
+def test_compiled(recipe, mode):
+    """As the library's GEMM up to the order of sums, which moves a few of the second layer's casts by a step: 2 of 100 by
+    1/16. Eager, and the same rows among 64."""
+    model, x = layer(recipe)
+    options = {"fallback": "error"} | ({} if mode is None else {"mode": mode})
+    run = torch.compile(model, backend="te", fullgraph=True, options=options)
+    wide = torch.compile(model, backend="te", fullgraph=True, dynamic=False, options={"fallback": "error"})
+    with torch.no_grad():
+        for _ in range(3):
+            y = run(x).clone()
+        many = wide(x.repeat(16, 1))[:4]
+        expected = model(x)
+    report = te_inductor.explain(model, x)
+    assert {site.kernel for site in report.sites} == {"triton:fp8_few_rows"}
+    for other in (expected, many):
+        assert (y - other).double().norm() <= 0.01 * (other - x).double().norm()
+
+
+PROGRAM = """
+import torch, te_inductor
+from tests.gpu.test_few_rows import layer
+from torch._dynamo.utils import counters
+model, x = layer("rowwise")
+with torch.no_grad():
+    y = torch.compile(model, backend="te", fullgraph=True)(x)
+print(counters["inductor"]["fxgraph_cache_hit"], y.float().norm().item())
+"""
+
+
+def test_second_process(tmp_path):
+    """The op that a cached graph calls is there."""
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
+    runs = [
+        subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True)
+        for _ in range(2)
+    ]
+    hits, norms = zip(*(run.stdout.split() for run in runs), strict=True)
+    assert hits == ("0", "1") and norms[0] == norms[1]

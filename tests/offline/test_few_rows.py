@@ -1,0 +1,87 @@
+"""FP8 GEMMs of few rows without a GPU: as a cubin, and in generated code. test_nvfp4.py has the kernel interpreted."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from te_inductor.recipes import Gemm
+from te_inductor.templates import few_rows
+from tests.offline.harness import generate
+from tests.offline.test_nvfp4 import TOUCHES, compiled
+
+pytest.importorskip("triton")
+
+
+def test_cut(monkeypatch):
+    """Every K that the kernel takes is cut into whole blocks, in shared memory, whatever N. The rest is left alone."""
+    for n in (64, 70, 1024, 4096, 6144, 28672, 128256):
+        for k in (128, 256, 384, 4096, 14336):
+            config = few_rows.cut(n, k)
+            assert k % (config.block_k * config.splits) == 0
+            assert config.stages * (few_rows.BLOCK_N + few_rows.ROWS) * config.block_k <= 113 * 1024  # of two programs
+    cuda, e4m3, row = torch.device("cuda"), (few_rows.DTYPE, few_rows.DTYPE), Gemm("fprop", True, ("row", "tensor"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    assert few_rows.choose(cuda, (16, 64, 128), e4m3, row) == few_rows.cut(64, 128)
+    for sizes in ((0, 64, 128), (17, 64, 128), (16, 63, 128), (16, 64, 64), (torch.SymInt, 64, 128)):
+        assert few_rows.choose(cuda, sizes, e4m3, row) is None
+    assert few_rows.choose(torch.device("cpu"), (16, 64, 128), e4m3, row) is None
+    assert few_rows.choose(cuda, (16, 64, 128), (few_rows.DTYPE, torch.float8_e5m2), row) is None
+    assert few_rows.choose(cuda, (16, 64, 128), e4m3, Gemm("fprop", True, ("1x128", "128x128"))) is None
+
+
+def test_cubin():
+    """The tensor core multiplies what copies brought to shared memory; sums are promoted; nothing before the wait."""
+    from te_inductor.templates.triton import fp8_few_rows
+
+    constants = {
+        "K": 4096, "OF_ROWS": (True, False), "ROWS": few_rows.ROWS, "BLOCK_N": few_rows.BLOCK_N, "BLOCK_K": 256, "SPLITS": 2,
+        "STAGES": 4, "ASSEMBLY": True,
+    }  # fmt: skip
+    types = {"a": "*fp8e4nv", "a_scale": "*fp32", "b": "*fp8e4nv", "b_scale": "*fp32", "out": "*fp32"}
+    made = compiled(fp8_few_rows._partial_sums, constants, types, {"num_warps": 4})
+    ptx, instruction = made.asm["ptx"], "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3"
+    assert made.asm["cubin"] and instruction in ptx and "cp.async.cg.shared.global" in ptx
+    assert "st.shared" not in ptx[: ptx.rindex(instruction)]
+    # Of 256 columns eight products, of which every fourth begins a sum anew.
+    assert ptx.count(instruction) == 8 and "add.f32" in ptx[ptx.index(instruction) : ptx.rindex(instruction)]
+    assert not re.search(TOUCHES, ptx[: ptx.index("griddepcontrol.wait")])
+    assert ptx.index("griddepcontrol.launch_dependents") > ptx.rindex(instruction)
+
+
+REGISTERED = """
+from unittest.mock import patch
+import torch
+from te_inductor import lowerings
+with patch.object(torch.cuda, "is_available", lambda: True):
+    lowerings.install()
+for name in ("few_queries", "fp8_partial_sums", "nvfp4_partial_sums", "nvfp4_linear"):
+    kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    assert any(kernel(f"te_inductor::{name}", key) for key in ("CUDA", "CompositeExplicitAutograd")), name
+assert kernel("te_inductor::few_queries", "CUDA")
+"""
+
+
+def test_registered():
+    """Where a compile cache returns code, no lowering runs that could import the kernels it calls."""
+    done = subprocess.run([sys.executable, "-c", REGISTERED], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_generated():
+    """A step of generation: the kernel for each layer, and kernels that start early around them."""
+    code = generate("decode_fp8", 90)
+    [source] = code.sources
+    assert source.count("fp8_partial_sums.default(") == 3 and "_scaled_mm(" not in source
+    for kernel in code.kernels:  # Note [Kernels that start early]
+        before, wait, _ = kernel.body.partition("tl.extra.cuda.gdc_wait()")
+        assert wait and "tl." not in before.replace("tl.constexpr", "") and kernel.meta["launch_pdl"]
+
+
+def test_more_rows():
+    code = generate("seventeen_rows_fp8", 90)
+    [source] = code.sources
+    assert "fp8_partial_sums" not in source and source.count("extern_kernels._scaled_mm(") == 3
+    assert not any(kernel.meta["launch_pdl"] for kernel in code.kernels)
