@@ -32,7 +32,7 @@ TOLERANCE = 2e-3  # of the norm: the tensor core aligns 32 products to the large
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, few_rows.ROWS])
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, *few_rows.ROWS])
     parser.add_argument("--layers", nargs="+", default=[f"{n}x{k}" for n, k in LAYERS])
     parser.add_argument("--all", type=int, metavar="TOP", help="of all configs, so many are shown")
     parser.add_argument("--replays", type=int, default=9)
@@ -41,11 +41,16 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def configs(n: int, k: int, options: argparse.Namespace) -> list[Config]:
+def configs(m: int, n: int, k: int, options: argparse.Namespace) -> list[Config]:
+    chosen = few_rows.cut(m, n, k)
     if options.all is None:
-        return [few_rows.cut(n, k)]
+        return [chosen]
     ways = itertools.product(STEPS, SPLITS)
-    return [Config(block_k, splits, stages) for (block_k, stages), splits in ways if k % (block_k * splits) == 0]
+    return [
+        Config(chosen.rows, block_k, splits, stages)
+        for (block_k, stages), splits in ways
+        if k % (block_k * splits) == 0
+    ]
 
 
 def compile_ahead(job: tuple[Config, int, int]) -> None:
@@ -72,7 +77,7 @@ def measure(m: int, n: int, k: int, options: argparse.Namespace) -> list[tuple[A
     )
     exact = a.double() @ weights[0].double().t() * a_scale.double() * b_scale.t().double()
     rows = []
-    for config in configs(n, k, options):
+    for config in configs(m, n, k, options):
         found = run(a, a_scale, b_scale, config, torch.float32, weights[0])
         error = harness.relative_error(found.double(), exact)["relative"]
         if not error < TOLERANCE:
@@ -101,7 +106,7 @@ def _us(calls: Any, options: argparse.Namespace) -> float:
 def main() -> None:
     options = parse()
     layers = [tuple(map(int, layer.split("x"))) for layer in options.layers]
-    jobs = {(c, m, k) for (n, k), m in itertools.product(layers, options.batches) for c in configs(n, k, options)}
+    jobs = {(c, m, k) for (n, k), m in itertools.product(layers, options.batches) for c in configs(m, n, k, options)}
     with ProcessPoolExecutor(options.processes, mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compile_ahead, jobs, chunksize=4))
     environment = harness.environment("cuda")

@@ -97,7 +97,8 @@ def _errors(rows: dict[str, dict[str, Any]]) -> None:
             cells.append((name, *["own weights"] * 3, None))
             continue
         shown = (f"{error['relative']:.4f} / {error['cosine']:.5f}" for error in _picked(errors))
-        verdict = f"SUSPECT: {', '.join(errors['suspect'])}" if errors["suspect"] else "ok"
+        suspect, more = errors["suspect"], len(errors["suspect"]) - 3
+        verdict = f"SUSPECT: {', '.join(suspect[:3])}" + (f" and {more} more" if more > 0 else "") if suspect else "ok"
         cells.append((name, *shown, errors["worst"][2:], verdict))
     columns = ("arm", "out", "dx", "furthest weight gradient", "of", "")
     table.show("against eager bf16 on the same weights: relative error / cosine", columns, cells)

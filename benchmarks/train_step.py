@@ -26,8 +26,9 @@ from benchmarks import arms, floor, harness, llama_blocks, step_report
 from benchmarks.llama_blocks import Shape
 
 PEERS = ("torchao:tensorwise", "torchao:rowwise", "te_module:current")
-# Below this cosine an arm computes something else; rounding to fp8 in two blocks costs about 0.01.
-SUSPECT_COSINE = 0.95
+# By this much less than 1, for each block, a cosine says that an arm computes something else: roundings of blocks add up in
+# squares, and fp8's cost about 0.015 each in the furthest weight gradient.
+SUSPECT = 0.025
 
 
 def parse() -> argparse.Namespace:
@@ -82,8 +83,9 @@ def run_arm(args: argparse.Namespace) -> dict[str, Any]:
         harness.synchronize(device)
         result["first_step_s"] = time.perf_counter() - start
     result["warnings"] = [str(w.message) for w in caught if "FallbackWarning" in type(w.message).__name__]
-    result["errors"] = compare(gradients(model, forward, x, grad), reference) if reference is not None else None
-    del reference
+    found = None if reference is None else gradients(model, forward, x, grad)
+    result["errors"] = None if found is None or reference is None else compare(found, reference, shape.layers)
+    del found, reference
     zero_grad(model, x)
     result.update(memory(step, forward, model, x, device, shape.layers, args.warmup))
     result["step_ms"] = harness.times_ms(step, device, args.iters, args.warmup)
@@ -111,11 +113,11 @@ def gradients(model: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor, 
     return found  # type: ignore[return-value]
 
 
-def compare(found: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, Any]:
+def compare(found: dict[str, Tensor], reference: dict[str, Tensor], layers: int) -> dict[str, Any]:
     """Against eager bf16: out, dx, and the weight gradient that is furthest off."""
     errors = {name: harness.relative_error(found[name], reference[name]) for name in reference}
     # `not >=`: NaN is suspect
-    suspect = [name for name, error in errors.items() if not error["cosine"] >= SUSPECT_COSINE]
+    suspect = [name for name, error in errors.items() if not error["cosine"] >= 1 - SUSPECT * layers]
     worst = max((name for name in errors if name.startswith("d ")), key=lambda name: errors[name]["relative"])
     return {"all": errors, "worst": worst, "suspect": suspect}
 

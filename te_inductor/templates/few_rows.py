@@ -14,19 +14,22 @@ from te_inductor.recipes.formats import ROW, TENSOR
 
 CAPABILITY = (9, 0)  # wgmma, griddepcontrol; later ones are not measured
 DTYPE = torch.float8_e4m3fn  # of both operands
-ROWS = 16  # of a, at most: the narrowest side of an instruction that Triton has
+ROWS = (16, 32, 64)  # of a in one program
+MOST = 64  # rows of a
 BLOCK_N = 64  # rows of b in one program: the other side
 FULL = 396  # tiles that fill the card with five programs on a multiprocessor, of an H200's 132
 MANY = 96  # tiles of which each is better left to one program that has more in flight
 RESIDENT = 264  # programs that run at one time with four stages of 256 columns
 SPLITS = 8  # of K, at most
+SHARED = 113 * 1024  # bytes of shared memory that a program may take for two to fit a multiprocessor
 
 
 @constant
 class Config(Constant):
     """How the work is cut."""
 
-    block_k: int  # columns that a program reads at a time
+    rows: int  # of a in one program
+    block_k: int  # columns that it reads at a time
     splits: int  # programs that share the K of one tile
     stages: int  # of `block_k` columns on their way
 
@@ -42,15 +45,17 @@ def choose(
     known = isinstance(m, int) and isinstance(n, int) and isinstance(k, int)
     if not known or device.type != "cuda" or torch.cuda.get_device_capability(device) != CAPABILITY:
         return None
-    fits = 0 < m <= ROWS and n >= BLOCK_N and k % 128 == 0  # type: ignore[operator]
+    fits = 0 < m <= MOST and n >= BLOCK_N and k % 128 == 0  # type: ignore[operator]
     scopes = all(scope in (TENSOR, ROW) for scope in gemm.granularities)
-    return cut(n, k) if fits and scopes and dtypes == (DTYPE, DTYPE) else None  # type: ignore[arg-type]
+    return cut(m, n, k) if fits and scopes and dtypes == (DTYPE, DTYPE) else None  # type: ignore[arg-type]
 
 
-def cut(n: int, k: int) -> Config:
-    """Of a K that is a multiple of 128."""
+def cut(m: int, n: int, k: int) -> Config:
+    """Of a K that is a multiple of 128, and any number of rows."""
+    rows = next((rows for rows in ROWS if m <= rows), ROWS[-1])
     tiles = -(-n // BLOCK_N)
-    if tiles >= MANY or k % 256:
-        return Config(block_k=128, splits=1, stages=4 if tiles >= FULL else 8)
-    parts = min(SPLITS, 1 << (RESIDENT // tiles).bit_length() - 1)
-    return Config(block_k=256, splits=math.gcd(parts, k // 256), stages=4)
+    block_k, splits, stages = 128, 1, 4 if tiles >= FULL else 8
+    if tiles < MANY and k % 256 == 0:
+        parts = min(SPLITS, 1 << (RESIDENT // tiles).bit_length() - 1)
+        block_k, splits, stages = 256, math.gcd(parts, k // 256), 4
+    return Config(rows, block_k, splits, min(stages, SHARED // ((BLOCK_N + rows) * block_k)))

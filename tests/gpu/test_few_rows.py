@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import te_inductor
+from te_inductor.stored_weight import StoredWeight
 from te_inductor.templates import few_rows
 
 pytestmark = pytest.mark.gpu
@@ -30,19 +31,19 @@ def product(a, a_scale, b, b_scale, config, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("size", [(64, 128), (70, 384), (4096, 4096), (4100, 14336), (6144, 4096), (28680, 512)])
-@pytest.mark.parametrize("m", [1, 3, 16, 21])
+@pytest.mark.parametrize("m", [1, 16, 21, 64, 70])
 def test_against_float64(m, size):
     """Of 32 products each loses at most a bit of those that the largest keeps; promoted sums and scales round in fp32."""
     a, a_scale, b, b_scale = operands(m, *size)
     n, k = size
-    y = product(a, a_scale, b, b_scale, few_rows.cut(n, k)).double()
+    y = product(a, a_scale, b, b_scale, few_rows.cut(m, n, k)).double()
     wide = a.double() * a_scale.double(), b.double() * b_scale.double()
     largest = (wide[0].abs()[:, None].view(m, 1, -1, K_STEP) * wide[1].abs()[None].view(1, n, -1, K_STEP)).amax(-1)
     bound = largest.sum(-1) * K_STEP * KEPT + (wide[0].abs() @ wide[1].abs().t()) * (k + 3) * 2.0**-24
     assert ((y - wide[0] @ wide[1].t()).abs() <= bound).all()
 
 
-@pytest.mark.parametrize("config", [(128, 1, 4), (128, 1, 8), (256, 4, 4)], ids=str)
+@pytest.mark.parametrize("config", [(16, 128, 1, 4), (32, 128, 1, 8), (64, 256, 4, 3)], ids=str)
 def test_special_values(config):
     """A NaN takes its row of the result, and no other; zeros are zeros."""
     a, a_scale, b, b_scale = operands(5, 200, 1024)
@@ -58,7 +59,7 @@ def test_special_values(config):
 def test_one_scale(of_rows):
     a, a_scale, b, b_scale = operands(16, 512, 1024)
     a_scale, b_scale = (scale if each else scale[0, 0] for scale, each in zip((a_scale, b_scale), of_rows, strict=True))
-    y = product(a, a_scale, b, b_scale, few_rows.cut(512, 1024), torch.bfloat16)
+    y = product(a, a_scale, b, b_scale, few_rows.cut(16, 512, 1024), torch.bfloat16)
     expected = (a.double() * a_scale.double()) @ (b.double() * b_scale.double()).t()
     assert (y.double() - expected).norm() <= 3e-3 * expected.norm()
 
@@ -80,11 +81,20 @@ def layer(recipe: str) -> tuple[nn.Module, torch.Tensor]:
     return model, torch.randn(4, 512, device="cuda", dtype=torch.bfloat16)
 
 
+def plain(model: nn.Module) -> nn.Module:
+    """With the stored weights written out, in float64."""
+    wide = Mlp().to("cuda", torch.float64)
+    for name, weight in model.named_parameters():
+        stored = isinstance(weight, StoredWeight)
+        wide.get_parameter(name).data.copy_(weight.dequantize() if stored else weight)
+    return wide.requires_grad_(False)
+
+
 @pytest.mark.parametrize("mode", [None, "reduce-overhead", "max-autotune"])
 @pytest.mark.parametrize("recipe", ["rowwise", "current"])
 def test_compiled(recipe, mode):
-    """As the library's GEMM up to the order of sums, which moves a few of the second layer's casts by a step: 2 of 100 by
-    1/16. Eager, and the same rows among 64."""
+    """As close to the weights in high precision as the library's GEMM, eager and for the same rows among 64. Not to each
+    other: what rounds to bf16 before a cast, and what does not, moves one in twenty casts by a step."""
     model, x = layer(recipe)
     options = {"fallback": "error"} | ({} if mode is None else {"mode": mode})
     run = torch.compile(model, backend="te", fullgraph=True, options=options)
@@ -92,12 +102,13 @@ def test_compiled(recipe, mode):
     with torch.no_grad():
         for _ in range(3):
             y = run(x).clone()
-        many = wide(x.repeat(16, 1))[:4]
-        expected = model(x)
+        library = [wide(x.repeat(16, 1))[:4], model(x)]
+        exact = plain(model)(x.double())
     report = te_inductor.explain(model, x)
     assert {site.kernel for site in report.sites} == {"triton:fp8_few_rows"}
-    for other in (expected, many):
-        assert (y - other).double().norm() <= 0.01 * (other - x).double().norm()
+    assert report.sites
+    error, others = (y - exact).norm(), [(other - exact).norm() for other in library]
+    assert error <= 1.1 * min(others) and error <= 0.1 * (exact - x).norm()
 
 
 PROGRAM = """

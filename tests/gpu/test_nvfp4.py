@@ -183,17 +183,18 @@ def test_compiled(m, recipe):
     assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
 
 
+@pytest.mark.parametrize("recipe", ["nvfp4_weight_only", "rowwise"])
 @pytest.mark.parametrize("m", [1, 16])
-def test_kernels_that_start_early(m, monkeypatch):
+def test_kernels_that_start_early(m, recipe, monkeypatch):
     """Bit for bit what they compute one behind the other: many steps, on inputs that change, in memory that is reused."""
-    from te_inductor.lowerings import nvfp4_linear
+    from te_inductor.lowerings import partial_sums
 
-    quantized, results = quantize_(nn.Sequential(*(model() for _ in range(4)))), []
+    quantized, results = quantize_(nn.Sequential(*(model() for _ in range(4))), recipe), []
     for early in (True, False):
         torch._dynamo.reset()
         torch.manual_seed(1)
         if not early:
-            monkeypatch.setattr(nvfp4_linear, "start_early", lambda: None)
+            monkeypatch.setattr(partial_sums, "start_early", lambda: None)
         with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
             run = torch.compile(quantized, backend=te_inductor.te, fullgraph=True, options=OPTIONS)
             xs = [torch.randn(m, 512, device="cuda", dtype=torch.bfloat16) for _ in range(50)]

@@ -424,8 +424,8 @@ def decode_fp8() -> Case:
     return _decoding(16, store=_stored_fp8)
 
 
-def seventeen_rows_fp8() -> Case:
-    return _decoding(17, store=_stored_fp8)
+def more_rows_fp8() -> Case:
+    return _decoding(65, store=_stored_fp8)
 
 
 def decode_attention_nvfp4() -> Case:

@@ -21,8 +21,8 @@ LINEAR = [
 ]
 
 
-# Columns at a time, splits, stages; M, N, K.
-FP8 = [((128, 1, 8), (3, 37, 384)), ((256, 2, 4), (16, 70, 1024)), ((128, 1, 4), (21, 64, 128))]
+# Rows, columns at a time, splits, stages; M, N, K.
+FP8 = [((16, 128, 1, 8), (3, 37, 384)), ((16, 256, 2, 4), (21, 70, 512)), ((32, 128, 1, 4), (20, 64, 128))]
 
 
 def weight(n: int, k: int) -> tuple[torch.Tensor, ...]:

@@ -19,13 +19,14 @@ def test_cut(monkeypatch):
     """Every K that the kernel takes is cut into whole blocks, in shared memory, whatever N. The rest is left alone."""
     for n in (64, 70, 1024, 4096, 6144, 28672, 128256):
         for k in (128, 256, 384, 4096, 14336):
-            config = few_rows.cut(n, k)
-            assert k % (config.block_k * config.splits) == 0
-            assert config.stages * (few_rows.BLOCK_N + few_rows.ROWS) * config.block_k <= 113 * 1024  # of two programs
+            for m in (1, 16, 17, 64, 100):
+                config = few_rows.cut(m, n, k)
+                assert k % (config.block_k * config.splits) == 0 and config.rows >= min(m, 64)
+                assert config.stages * (few_rows.BLOCK_N + config.rows) * config.block_k <= few_rows.SHARED
     cuda, e4m3, row = torch.device("cuda"), (few_rows.DTYPE, few_rows.DTYPE), Gemm("fprop", True, ("row", "tensor"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    assert few_rows.choose(cuda, (16, 64, 128), e4m3, row) == few_rows.cut(64, 128)
-    for sizes in ((0, 64, 128), (17, 64, 128), (16, 63, 128), (16, 64, 64), (torch.SymInt, 64, 128)):
+    assert few_rows.choose(cuda, (16, 64, 128), e4m3, row) == few_rows.cut(16, 64, 128)
+    for sizes in ((0, 64, 128), (65, 64, 128), (16, 63, 128), (16, 64, 64), (torch.SymInt, 64, 128)):
         assert few_rows.choose(cuda, sizes, e4m3, row) is None
     assert few_rows.choose(torch.device("cpu"), (16, 64, 128), e4m3, row) is None
     assert few_rows.choose(cuda, (16, 64, 128), (few_rows.DTYPE, torch.float8_e5m2), row) is None
@@ -37,7 +38,7 @@ def test_cubin():
     from te_inductor.templates.triton import fp8_few_rows
 
     constants = {
-        "K": 4096, "OF_ROWS": (True, False), "ROWS": few_rows.ROWS, "BLOCK_N": few_rows.BLOCK_N, "BLOCK_K": 256, "SPLITS": 2,
+        "K": 4096, "OF_ROWS": (True, False), "ROWS": 16, "BLOCK_N": few_rows.BLOCK_N, "BLOCK_K": 256, "SPLITS": 2,
         "STAGES": 4, "ASSEMBLY": True,
     }  # fmt: skip
     types = {"a": "*fp8e4nv", "a_scale": "*fp32", "b": "*fp8e4nv", "b_scale": "*fp32", "out": "*fp32"}
@@ -81,7 +82,7 @@ def test_generated():
 
 
 def test_more_rows():
-    code = generate("seventeen_rows_fp8", 90)
+    code = generate("more_rows_fp8", 90)
     [source] = code.sources
     assert "fp8_partial_sums" not in source and source.count("extern_kernels._scaled_mm(") == 3
     assert not any(kernel.meta["launch_pdl"] for kernel in code.kernels)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from te_inductor.compat import constant_type_name
 from te_inductor.ops import _define
-from te_inductor.templates.few_rows import BLOCK_N, ROWS, Config
+from te_inductor.templates.few_rows import BLOCK_N, Config
 from te_inductor.templates.triton.partial_sums import sum_dtype
 
 PROMOTED = tl.constexpr(128)
@@ -33,7 +33,7 @@ def partial_sums(
     """Whose sum over the first dimension is ``(a @ b.T) * a_scale * b_scale.T``."""
     (m, k), n = a.shape, b.shape[0]
     out = a.new_empty((config.splits, m, n), dtype=sum_dtype(config.splits, out_dtype))
-    _partial_sums[(config.splits * triton.cdiv(m, ROWS), triton.cdiv(n, BLOCK_N))](
+    _partial_sums[(config.splits * triton.cdiv(m, config.rows), triton.cdiv(n, BLOCK_N))](
         a,
         a_scale,
         b,
@@ -43,7 +43,7 @@ def partial_sums(
         n,
         K=k,
         OF_ROWS=(a_scale.ndim > 0, b_scale.ndim > 0),
-        ROWS=ROWS,
+        ROWS=config.rows,
         BLOCK_N=BLOCK_N,
         BLOCK_K=config.block_k,
         SPLITS=config.splits,
