@@ -425,7 +425,7 @@ def decode_fp8() -> Case:
 
 
 def more_rows_fp8() -> Case:
-    return _decoding(65, store=_stored_fp8)
+    return _decoding(17, store=_stored_fp8)
 
 
 def decode_attention_nvfp4() -> Case:

@@ -98,7 +98,8 @@ def main(graph: Path, inputs: Path, outputs: Path) -> None:
 def mend_conversions() -> None:
     """Triton's interpreter (3.7 and 3.9) rounds fp32 to fp8 half away from zero, loses the carry into the exponent (7.99
     becomes 4), has no NaN there, reads bf16 subnormals wrongly, and multiplies the bits of bf16 and fp8 matrices as
-    integers. Give it torch's conversions, to nearest even, as the hardware's, and a product of values."""
+    integers; 3.9 keeps some masks as int64 and refuses them. Give it torch's conversions, to nearest even, as the
+    hardware's, and a product of values."""
     import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter
@@ -125,8 +126,14 @@ def mend_conversions() -> None:
         )
         return interpreter.TensorHandle(np.matmul(*wide, dtype=d.data.dtype) + d.data, d.dtype.scalar)
 
+    builder = interpreter.InterpreterBuilder
+    stored = builder.create_masked_store
+
+    def store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        return stored(self, pointers, value, interpreter.TensorHandle(mask.data.astype(bool), tl.int1), *rest)
+
     interpreter._convert_float = convert
-    interpreter.InterpreterBuilder.create_dot = dot
+    builder.create_dot, builder.create_masked_store = dot, store
 
 
 def hasten_reductions() -> None:

@@ -186,7 +186,7 @@ def test_attention_waits():
     halves, fp32 = dict.fromkeys(("q", "k", "v", "out"), "*bf16"), dict.fromkeys(("sums", "tops", "totals"), "*fp32")
     types = {**halves, **fp32, "keep": "*i1", "scale": "fp32"}
     constants = {"D": 128, "ROWS": 8, "BLOCK": 64, "STAGES": 2, "CHUNKS": 16, "ASSEMBLY": True, "k_d": 1, "v_d": 1}
-    for function, instruction in ((few_queries._parts, "mma.sync"), (few_queries._together, "griddepcontrol")):
+    for function, instruction in ((few_queries._parts, "mma"), (few_queries._together, "griddepcontrol")):
         names = function.arg_names
         signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
         given = {(place,): constants[name] for place, name in enumerate(names) if name in constants}
