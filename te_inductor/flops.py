@@ -24,6 +24,11 @@ def wgrad(
     return _product(a, b, gemm)
 
 
+@register_flop_formula(ops_stored.nvfp4_linear_fp8.overloadpacket, get_raw=True)
+def nvfp4_linear_fp8(x: Tensor, x_scale: Tensor, stored: Tensor, *_: Any, **__: Any) -> int:
+    return nvfp4_linear(x, stored)
+
+
 @register_flop_formula(ops_stored.nvfp4_linear.overloadpacket, get_raw=True)
 def nvfp4_linear(x: Tensor, stored: Tensor, *_: Any, **__: Any) -> int:
     return 2 * x.shape[0] * x.shape[1] * stored.shape[0]

@@ -15,17 +15,30 @@ from te_inductor.ops import _define, dequantize, quantize, scaled_mm
 from te_inductor.recipes import Gemm, Quantizer, Slots
 from te_inductor.runtime import nvfp4
 
-# Up to so many rows a GPU multiplies with the stored NVFP4 values, above it casts them first: docs/performance.md. Twice the
-# rows of the largest measured tile, as two of them take no longer than the cast.
+# Up to DECODE_ROWS of x a GPU multiplies with the stored NVFP4 values, above it casts them first: docs/performance.md. On
+# Hopper, where FP8 is allowed, that ends at FEW_ROWS, and up to PROMPT_ROWS values become FP8 as they are multiplied.
 DECODE_ROWS = 128
+FEW_ROWS, PROMPT_ROWS = 64, 512
 # The FP8 GEMM of large batches: scales of rows, powers of two, so that a stored value is rounded once and rarely.
 _ROWWISE = Quantizer("e4m3", power_2_scale=True, scope="row")
 _PREFILL = Gemm("fprop", fast_accum=True, scopes=("row", "row"))
-_FP8_CAPABILITY = (8, 9)
+_FP8_CAPABILITY, _HOPPER = (8, 9), (9, 0)
+_PROMPT_COLUMNS = 256  # K is a multiple of: what `nvfp4_linear_fp8` takes at a time
 
 
 def _nvfp4_linear_fake(
     x: Tensor,  # (M, K)
+    stored: Tensor,  # (N, K/2)
+    block_scale: Tensor,  # (N, K/16)
+    tensor_scale: Tensor,  # ()
+    out_dtype: torch.dtype,
+) -> Tensor:  # (M, N)
+    return x.new_empty((x.shape[0], stored.shape[0]), dtype=out_dtype)
+
+
+def _nvfp4_linear_fp8_fake(
+    x: Tensor,  # (M, K) e4m3
+    x_scale: Tensor,  # (M, 1) fp32
     stored: Tensor,  # (N, K/2)
     block_scale: Tensor,  # (N, K/16)
     tensor_scale: Tensor,  # ()
@@ -52,6 +65,12 @@ nvfp4_linear = _define(
     nvfp4.linear,
     _nvfp4_linear_fake,
 )
+nvfp4_linear_fp8 = _define(
+    "nvfp4_linear_fp8(Tensor x, Tensor x_scale, Tensor stored, Tensor block_scale, Tensor tensor_scale,"
+    " ScalarType out_dtype) -> Tensor",
+    nvfp4.linear_fp8,
+    _nvfp4_linear_fp8_fake,
+)
 nvfp4_dequantize = _define(
     "nvfp4_dequantize(Tensor stored, Tensor block_scale, Tensor tensor_scale, SymInt k, ScalarType dtype) -> Tensor",
     nvfp4.dequantize,
@@ -62,6 +81,21 @@ nvfp4_recast = _define(
     nvfp4.recast,
     _nvfp4_recast_fake,
 )
+
+
+def nvfp4_way(m: Any, k: int, dtype: torch.dtype, device: torch.device, prefill: str) -> str:
+    """How a GPU multiplies m rows by a stored weight: "stored", by its values; "decoded" to E4M3 as they are multiplied;
+    "recast" to E4M3 first; "exact", written out first."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return "exact"
+    capability = torch.cuda.get_device_capability(device)
+    fp8 = prefill == "fp8" and capability >= _FP8_CAPABILITY
+    decodes = fp8 and capability == _HOPPER and k % _PROMPT_COLUMNS == 0
+    if m <= (FEW_ROWS if decodes else DECODE_ROWS):
+        return "stored"
+    if not fp8:
+        return "exact"
+    return "decoded" if decodes and m <= PROMPT_ROWS else "recast"
 
 
 class _Frozen(torch.autograd.Function):
@@ -93,14 +127,17 @@ class _NVFP4:
     def product(
         x: Tensor, stored: Tensor, block_scale: Tensor, tensor_scale: Tensor, prefill: str, out_dtype: torch.dtype
     ) -> Tensor:
-        weight, half = (stored, block_scale, tensor_scale), x.dtype in (torch.bfloat16, torch.float16)
+        weight = stored, block_scale, tensor_scale
         _fixed(stored)
-        if x.device.type != "cuda" or (half and x.shape[0] <= DECODE_ROWS):
+        way = "stored" if x.device.type != "cuda" else nvfp4_way(x.shape[0], x.shape[1], x.dtype, x.device, prefill)
+        if way == "stored":
             return nvfp4_linear(x, *weight, out_dtype)  # type: ignore[no-any-return]
-        if half and prefill == "fp8" and torch.cuda.get_device_capability(x.device) >= _FP8_CAPABILITY:
-            data, scale_inv = quantize(x, _ROWWISE)
-            return scaled_mm(data, scale_inv, *nvfp4_recast(*weight), None, _PREFILL, out_dtype)  # type: ignore[no-any-return]
-        return F.linear(x, nvfp4_dequantize(*weight, x.shape[1], x.dtype)).to(out_dtype)
+        if way == "exact":
+            return F.linear(x, nvfp4_dequantize(*weight, x.shape[1], x.dtype)).to(out_dtype)
+        data, scale_inv = quantize(x, _ROWWISE)
+        if way == "decoded":
+            return nvfp4_linear_fp8(data, scale_inv, *weight, out_dtype)  # type: ignore[no-any-return]
+        return scaled_mm(data, scale_inv, *nvfp4_recast(*weight), None, _PREFILL, out_dtype)  # type: ignore[no-any-return]
 
     @staticmethod
     def dequantized(

@@ -1,4 +1,4 @@
-"""Products with a stored NVFP4 weight: the Triton kernel's partial sums, added up where the result is read."""
+"""Products with a stored NVFP4 weight: the kernels' partial sums, added up where the result is read."""
 
 import torch
 from torch._inductor import ir
@@ -49,6 +49,32 @@ def _arranged(x: ir.TensorBox, direct: bool) -> ir.TensorBox:
     x = lowerings[aten.permute](lowerings[aten.view](x, [m, k // 16, 4, 4]), [0, 2, 1, 3])
     x = lowerings[aten.clone](x, memory_format=torch.contiguous_format)
     return lowerings[aten.view](x, [m, 4, k // 4])  # type: ignore[no-any-return]
+
+
+@lowering(ops_stored.nvfp4_linear_fp8)
+def nvfp4_linear_fp8(
+    x: ir.TensorBox,  # (M, K)
+    x_scale: ir.TensorBox,  # (M, 1)
+    stored: ir.TensorBox,  # (N, K/2)
+    block_scale: ir.TensorBox,  # (N, K/16)
+    tensor_scale: ir.TensorBox,  # ()
+    out_dtype: torch.dtype,
+) -> ir.TensorBox:  # (M, N)
+    given = x, x_scale, stored, block_scale, tensor_scale
+    device = x.get_device_or_error()
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return called(ops_stored.nvfp4_linear_fp8, *given, out_dtype)
+    from te_inductor.templates.triton import nvfp4_fp8, nvfp4_ops
+
+    sizes = *x.get_size(), stored.get_size()[0]
+    m, k, n = (compat.size_hint(V.graph.sizevars, size) for size in sizes)
+    config = nvfp4_fp8.choose(m, n, k)
+    # The copy goes over columns as they were, as the cast does, so that it becomes part of its kernel.
+    cut = lowerings[aten.view](x, [sizes[0], k // 128, 4, 2, 4, 4])
+    cut = ir.TensorBox(ir.ExternKernel.require_exact_strides(cut, [k, 128, 4, 16, 32, 1]))
+    x = lowerings[aten.view](lowerings[aten.permute](cut, [0, 1, 4, 3, 2, 5]), [sizes[0], k])
+    op, args = nvfp4_ops.fp8_partial_sums, (x, *given[1:], config, out_dtype)
+    return added_up(op, *args, splits=config.splits, out_dtype=out_dtype, early=False)
 
 
 @lowering(ops_stored.nvfp4_dequantize)

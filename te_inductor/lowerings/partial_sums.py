@@ -1,4 +1,4 @@
-"""Sums over parts of K that a kernel for few rows leaves, added up where the result is read."""
+"""Sums over parts of K that a kernel leaves, added up where the result is read."""
 
 import functools
 import operator
@@ -32,9 +32,16 @@ def called(op, *args):  # type: ignore[no-untyped-def]
     return fallback_handler(op, add_to_fallback_set=False)(*given)
 
 
-def added_up(op, *args, splits: int, out_dtype: torch.dtype) -> ir.TensorBox:  # type: ignore[no-untyped-def]
-    """What an op's (splits, M, N) partial sums make, (M, N), in a graph whose kernels start early."""
-    start_early()
+def added_up(  # type: ignore[no-untyped-def]
+    op,
+    *args,
+    splits: int,
+    out_dtype: torch.dtype,
+    early: bool = True,  # the graph's kernels start early
+) -> ir.TensorBox:
+    """What an op's (splits, M, N) partial sums make, (M, N)."""
+    if early:
+        start_early()
     parts = called(op, *args)
     summands = [lowerings[aten.select](parts, 0, i) for i in range(splits)]
     if splits == 1:

@@ -7,7 +7,7 @@ import torch
 from torch._inductor import config
 
 from te_inductor.config import Options
-from te_inductor.ops_stored import DECODE_ROWS
+from te_inductor.ops_stored import nvfp4_way
 from te_inductor.patterns.rule import Match
 from te_inductor.patterns.support import value
 from te_inductor.recipes import Gemm, NVFP4WeightOnly, Quantizer, Recipe, Slots
@@ -105,8 +105,10 @@ def of_stored_weight(match: Match, recipe: Recipe | None, options: Options) -> C
         return Choice("cublaslt" if cuda and not _measures(options) else "inductor")
     if not cuda:
         return Choice("eager")
-    m = match.sizes[0]
-    return Choice("triton:nvfp4_linear" if isinstance(m, int) and m <= DECODE_ROWS else "cublaslt")
+    m, k = match.sizes[0], match.sizes[2]
+    x = value(match.node)
+    way = nvfp4_way(m, k, x.dtype, x.device, recipe.prefill) if isinstance(m, int) else "recast"
+    return Choice({"stored": "triton:nvfp4_linear", "decoded": "triton:nvfp4_fp8"}.get(way, "cublaslt"))
 
 
 def _measures(options: Options) -> bool:

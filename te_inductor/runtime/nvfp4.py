@@ -117,6 +117,21 @@ def recast(stored: Tensor, block_scale: Tensor, tensor_scale: Tensor) -> tuple[T
     return data, tensor_scale / scale
 
 
+def linear_fp8(
+    x: Tensor,  # (M, K) e4m3
+    x_scale: Tensor,  # (M, 1) fp32
+    stored: Tensor,  # (N, K/2)
+    block_scale: Tensor,  # (N, K/16)
+    tensor_scale: Tensor,  # ()
+    out_dtype: torch.dtype,
+) -> Tensor:  # (M, N)
+    """Both in E4M3, the weight as `recast`; the sum in fp32."""
+    data, scale_inv = recast(stored, block_scale, tensor_scale)
+    with torch.autocast(x.device.type, enabled=False):
+        y = x.float() @ data.float().t()
+    return (y * x_scale * scale_inv.t()).to(out_dtype)
+
+
 def linear(
     x: Tensor,  # (M, K)
     stored: Tensor,  # (N, K/2)

@@ -74,6 +74,43 @@ def test_linear(m, size, dtype):
     assert (error <= magnitudes * k * 2.0**-22 + torch.finfo(dtype).eps * y.double().abs() + 1e-7).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [(128, 256), (70, 512), (4100, 4096), (512, 14336)])
+@pytest.mark.parametrize(("m", "rows", "splits"), [(65, 128, 1), (131, 128, 2), (200, 256, 1), (257, 256, 2)])
+def test_linear_fp8(m, rows, splits, size, dtype):
+    """Against float64 products of the FP8 values: fast accumulation keeps about 13 bits of a sum. Every element is written,
+    a NaN stays in its row, and a run is like another, bit for bit."""
+    from te_inductor.templates.triton import nvfp4_fp8
+    from te_inductor.templates.triton.partial_sums import add_up
+
+    n, k = size
+    if k % (256 * splits):
+        pytest.skip("one turn of 256 columns is not split")
+    weight = random_weight(n, k)
+    x = torch.randn(m, k, device="cuda").to(torch.float8_e4m3fn)
+    x_scale = torch.rand(m, 1, device="cuda") + 0.5
+    x[9] = 0
+    x.view(torch.uint8)[7, k - 1], x_scale[11] = 0x7F, torch.inf
+    config = nvfp4_fp8.Config(rows, splits)
+    poison = torch.empty(1 << 26, device="cuda").fill_(torch.nan)
+    del poison
+    results = [
+        add_up(nvfp4_fp8.partial_sums(nvfp4_fp8.arranged(x), x_scale, *weight, config, dtype), dtype) for _ in range(3)
+    ]
+    assert all(torch.equal(results[0].view(torch.int16), y.view(torch.int16)) for y in results)
+    data, scale_inv = nvfp4.recast(*weight)
+    scales = scale_inv.double().t() * x_scale.double()
+    y, expected = results[0].double(), (x.double() @ data.double().t()) * scales
+    magnitudes = (x.double().abs() @ data.double().abs().t()) * scales
+    rest = torch.arange(m, device="cuda")
+    rest = rest[(rest != 7) & (rest != 11)]
+    assert y[7].isnan().all() and not y[11].isfinite().any() and (y[9] == 0).all()
+    # A value that E4M3 holds as a subnormal may be another where a part of K has a power of its own.
+    error, eps = (y - expected)[rest].abs(), torch.finfo(dtype).eps
+    assert (error <= 2.0**-10 * magnitudes[rest] + eps * y[rest].abs() + 1e-6).all()
+    assert torch.linalg.vector_norm(error) <= 4e-3 * torch.linalg.vector_norm(expected[rest])
+
+
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize("m", [1, 21])
 def test_rows_of_several_programs(m, splits):
@@ -164,7 +201,7 @@ def model(k: int = 512) -> nn.Module:
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4_weight_only", NVFP4WeightOnly(prefill="exact"), "rowwise"])
-@pytest.mark.parametrize("m", [1, 300])
+@pytest.mark.parametrize("m", [1, 100, 300])
 def test_compiled(m, recipe):
     """Against what the stored weights stand for, in bf16; under CUDA graphs on fresh inputs, without a skip."""
     quantized = quantize_(model(), recipe)
@@ -177,7 +214,7 @@ def test_compiled(m, recipe):
             x = torch.randn(m, 512, device="cuda", dtype=torch.bfloat16)
             y, expected = run(x).float(), plain(x).float()
             # Three layers, activations and weights rounded to E4M3 in each where FP8 is used: 3.8% a layer.
-            fp8 = recipe == "rowwise" or (recipe == "nvfp4_weight_only" and m > ops_stored.DECODE_ROWS)
+            fp8 = recipe == "rowwise" or (recipe == "nvfp4_weight_only" and m > ops_stored.FEW_ROWS)
             bound = 0.1 if fp8 else 0.015
             assert torch.linalg.vector_norm(y - expected) <= bound * torch.linalg.vector_norm(expected)
     assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
@@ -202,7 +239,7 @@ def test_kernels_that_start_early(m, recipe, monkeypatch):
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
-def test_two_compiles_for_all_batches():
+def test_three_compiles_for_all_batches():
     quantized = quantize_(model())
     run = torch.compile(quantized, backend=te_inductor.te, fullgraph=True, dynamic=True)
     torch._dynamo.utils.counters.clear()
@@ -211,9 +248,9 @@ def test_two_compiles_for_all_batches():
             x = torch.randn(m, 512, device="cuda", dtype=torch.bfloat16)
             difference = torch.linalg.vector_norm((run(x) - quantized(x)).float())
             # Where activations are cast to E4M3, a last bit decides their roundings anew.
-            bound = 0.02 if m <= ops_stored.DECODE_ROWS else 0.1
+            bound = 0.02 if m <= ops_stored.FEW_ROWS else 0.1
             assert difference <= bound * torch.linalg.vector_norm(quantized(x).float())
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
 
 
 def test_memory():

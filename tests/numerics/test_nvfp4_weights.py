@@ -113,3 +113,33 @@ def test_recast(size):
     assert_same_values(data, round_to_element(exact * factor, E4M3))
     largest = 6.0 * parts[1].double().amax(1, keepdim=True) * factor
     assert (((largest > 224.0) & (largest <= 448.0)) | (largest == 0.0)).all()
+
+
+def test_linear_fp8():
+    """Both in E4M3: products of 4 significant bits each are exact in fp32, and so, up to rounding, is their sum."""
+    weight, x = torch.randn(33, 256), torch.randn(70, 256).to(E4M3.dtype)
+    x_scale = torch.rand(70, 1) + 0.5
+    parts = stored(weight)
+    y = ops_stored.nvfp4_linear_fp8(x, x_scale, *parts, torch.float32)
+    data, scale_inv = nvfp4.recast(*parts)
+    scales = x_scale.double() * scale_inv.double().t()
+    error = (y.double() - (x.double() @ data.double().t()) * scales).abs()
+    assert (error <= (x.double().abs() @ data.double().abs().t()) * scales * 259 * 2.0**-24).all()
+
+
+@pytest.mark.parametrize(
+    ("capability", "prefill", "k", "ways"),
+    [
+        ((9, 0), "fp8", 4096, ("stored", "decoded", "decoded", "recast")),
+        ((9, 0), "fp8", 4096 + 16, ("stored", "stored", "recast", "recast")),
+        ((9, 0), "exact", 4096, ("stored", "stored", "exact", "exact")),
+        ((10, 0), "fp8", 4096, ("stored", "stored", "recast", "recast")),
+        ((8, 0), "fp8", 4096, ("stored", "stored", "exact", "exact")),
+    ],
+)
+def test_how_rows_are_multiplied(monkeypatch, capability, prefill, k, ways):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    device = torch.device("cuda")
+    for m, way in zip((64, 65, 512, 513), ways, strict=True):
+        assert ops_stored.nvfp4_way(m, k, torch.bfloat16, device, prefill) == way
+    assert ops_stored.nvfp4_way(1, k, torch.float32, device, prefill) == "exact"

@@ -445,6 +445,10 @@ def decode_attention_nvfp4() -> Case:
     return run, (x, _stored_nvfp4(4096, 4096), _stored_nvfp4(32768, 4096), cache, torch.empty_like(cache), mask)
 
 
+def prompt_nvfp4() -> Case:
+    return _decoding(200)
+
+
 def prefill_nvfp4() -> Case:
     return _decoding(4096)
 

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,9 +17,10 @@ from tests.offline.harness import HERE, generate
 
 triton = pytest.importorskip("triton")
 
-from te_inductor.templates.triton import nvfp4_decode, nvfp4_direct, nvfp4_linear  # noqa: E402
+from te_inductor.templates.triton import nvfp4_decode, nvfp4_direct, nvfp4_fp8, nvfp4_linear  # noqa: E402
 from te_inductor.templates.triton.nvfp4_linear import Config, Problem, choose, supports, table  # noqa: E402
 
+NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
 PATTERN = 0xFFFFFFFF
 TOUCHES = r"(ld|st)\.global|cp\.async|atom|red\."  # memory, in PTX
 
@@ -44,10 +46,25 @@ def products(a: int, b: int) -> int:
     return sum(halves)
 
 
+def fused(a: int, b: int, c: int) -> int:
+    """fma.rn.bf16x2, of products that are exact."""
+    assert c == 0  # added, -0 becomes 0
+    return sum(half << shift for shift in (0, 16) if (half := (products(a, b) >> shift) & 0xFFFF) != 0x8000)
+
+
+def cast(high: int, low: int) -> int:
+    """cvt.rn.satfinite.e4m3x2.f32, of values that E4M3 reaches."""
+    made = torch.tensor([low, high], dtype=torch.uint32).view(torch.float32).to(torch.float8_e4m3fn)
+    return int(made.view(torch.int16).item()) & 0xFFFF
+
+
 OPERATIONS = {
     "and.b32": lambda a, b: a & b,
     "or.b32": lambda a, b: a | b,
     "mov.b32": lambda a: a,
+    "mad.lo.u32": lambda a, b, c: (a * b + c) & PATTERN,
+    "fma.rn.bf16x2": fused,
+    "cvt.rn.satfinite.e4m3x2.f32": cast,
     "mul.lo.u32": lambda a, b: (a * b) & PATTERN,
     "shl.b32": lambda a, turn: (a << turn) & PATTERN,
     "shf.l.wrap.b32": lambda low, high, turn: ((high << turn) | (low >> (32 - turn))) & PATTERN,
@@ -80,7 +97,7 @@ def as_bf16(pair: int) -> Tensor:
 def test_assembly(scale):
     """All 16 codes in all places, times scales of every kind: exact, times 2**-7."""
     factor = torch.tensor([scale], dtype=torch.uint8).view(torch.float8_e4m3fn)
-    pair = execute(nvfp4_decode._SCALE.value, {"$1": scale})["$0"]
+    pair = execute(nvfp4_decode.SCALE.value, {"$1": scale})["$0"]
     assert (as_bf16(pair) == factor.double() * 2.0**119).all()
     for other in (0, 0x7E):  # two scales in a word, each way
         assert execute(nvfp4_direct._SCALES.value, {"$2": scale | other << 8})["$0"] == pair
@@ -93,6 +110,25 @@ def test_assembly(scale):
             found = execute(nvfp4_decode.VALUES.value, {"$4": bits & PATTERN, "$5": pair})
             for i in range(4):
                 assert torch.equal(as_bf16(found[f"${i}"]) * nvfp4_decode.FACTOR, expected[i, unit])
+
+
+@pytest.mark.parametrize(
+    ("scale", "exponent"), [(0, 0), (1, 15), (1, -3), (7, 8), (0x38, 6), (0x38, -3), (0x45, 4), (0x45, -3), (0x7E, -3)]
+)
+def test_assembly_to_e4m3(scale, exponent):
+    """All 16 codes in all places, times scales of every kind and a row's power of two: to nearest even, as torch casts."""
+    factor = torch.tensor([scale], dtype=torch.uint8).view(torch.float8_e4m3fn)
+    power = 2.0**exponent  # at most what this scale allows
+    bits = int(torch.tensor([power], dtype=torch.bfloat16).view(torch.int16))
+    pair = execute(nvfp4_decode.SCALE.value, {"$1": scale})["$0"]
+    pair = execute(nvfp4_decode.TIMES.value, {"$1": pair, "$2": bits | bits << 16})["$0"]
+    for shift in range(16):
+        stored = nvfp4.store(torch.arange(16, dtype=torch.uint8).roll(shift)[None])
+        expected = (nvfp4.values(stored, factor[None]) * power).to(torch.float8_e4m3fn).float()
+        low, high = (unit & PATTERN for unit in stored.view(torch.int32)[0].tolist())
+        found = execute(nvfp4_decode.E4M3_VALUES.value, {"$4": low, "$5": high, "$6": pair})
+        words = torch.tensor([found[f"${i}"] for i in range(4)], dtype=torch.uint32)
+        assert torch.equal(words.view(torch.float8_e4m3fn).float(), expected[0])
 
 
 def test_table():
@@ -160,6 +196,63 @@ def test_direct_cubin(m, k, shape):
     assert ptx.index("griddepcontrol.launch_dependents") > ptx.rindex("mma.sync")
 
 
+@pytest.mark.parametrize(
+    ("rows", "n", "k", "splits"), [(256, 28672, 4096, 1), (256, 4096, 14336, 4), (128, 70, 256, 1)], ids=str
+)
+def test_fp8_cubin(rows, n, k, splits, tmp_path):
+    """Products run while the next operands are decoded: nobody waits between the two of a turn, and no register that one
+    in flight reads is written, as which of them ptxas sees is not documented. Nothing is spilled, x and the weight come as
+    copies of the loading warp, and pairs of y are stored."""
+    constants = nvfp4_fp8.constants(n, k, nvfp4_fp8.Config(rows, splits))
+    boxes = zip(("x", "units", "scales"), ("fp8e4nv", "i32", "u8"), nvfp4_fp8.boxes(rows), strict=True)
+    types = {name: f"tensordesc<{kind}{list(box)},{layout!r}>" for name, kind, (box, layout) in boxes}
+    out = "*bf16" if splits == 1 else "*fp32"
+    types |= {"x_scale": "*fp32", "block_scale": "*i32", "tensor_scale": "*fp32", "out": out}
+    made = compiled(nvfp4_fp8._linear, constants, types, nvfp4_fp8.options())
+    assert made.metadata.shared <= 227 * 1024
+    lines = disassembled(made.asm["cubin"], tmp_path)
+    operations = [line.split()[0] for line in lines]
+    assert not any(operation.startswith(("LDL", "STL")) for operation in operations)
+    assert {o for o in operations if o.startswith("STG")} == {"STG.E" if splits == 1 else "STG.E.64"}
+    products = [line for line in lines if line.startswith("QGMMA")]
+    turns = 1 if k == 256 * splits else 2  # the last is written out
+    assert len(products) == 2 * turns * 8 and sum(line.startswith("WARPGROUP.DEPBAR") for line in lines) == 2 * (
+        2 * turns - 1
+    )
+    assert not overwritten(lines)
+
+
+def overwritten(lines: list[str]) -> list[str]:
+    """Writes to the left operands, in registers, of products that are under way: of those behind a wait for all."""
+    flights: list[set[int]] = [set()]  # of groups of products, the last one open
+    found = []
+    for line in lines:
+        operation, _, operands = line.partition(" ")
+        registers = [int(register) for register in re.findall(r"\bR(\d+)", operands)]
+        if operation.startswith("QGMMA"):
+            flights[-1] |= set(range(registers[1], registers[1] + 4))
+            if "gsb0" in operands:
+                flights.append(set())
+        elif operation.startswith("WARPGROUP.DEPBAR"):
+            left = int(operands.rpartition(",")[2], 16)
+            flights = [*flights[:-1][len(flights) - 1 - left :], set()]
+        elif registers and not operation.startswith(("ST", "SYNCS", "BAR", "UTMA", "R2UR")):
+            wide = 4 if ".128" in operation else 2 if ".64" in operation or "WIDE" in operation else 1
+            written = set(range(registers[0], registers[0] + wide))
+            found += [line for flight in flights if flight & written]
+    return found
+
+
+def disassembled(cubin: bytes, folder) -> list[str]:
+    """Instructions without their predicates."""
+    path = folder / "kernel.cubin"
+    path.write_bytes(cubin)
+    code = subprocess.run([NVDISASM, path], capture_output=True, text=True, check=True).stdout
+    return [
+        line.strip() for line in re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([^;]+);", code, re.MULTILINE)
+    ]
+
+
 def compiled(function, constants, types, options):
     """For sm_90, pointers and N aligned."""
     from triton.backends.compiler import GPUTarget
@@ -168,7 +261,8 @@ def compiled(function, constants, types, options):
 
     places = {name: (place,) for place, name in enumerate(function.arg_names)}
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in places}
-    aligned = {places[name]: [["tt.divisibility", 16]] for name in (*types, "N")}
+    pointers = [name for name, kind in types.items() if kind.startswith("*")]
+    aligned = {places[name]: [["tt.divisibility", 16]] for name in (*pointers, "N") if signature[name] != "constexpr"}
     kind = GluonASTSource if function.is_gluon() else ASTSource
     source = kind(
         fn=function, signature=signature, constexprs={places[k]: v for k, v in constants.items()}, attrs=aligned
@@ -246,8 +340,19 @@ def test_realized():
         assert _is_cut_twice(next(iter(graph.nodes))) is cut
 
 
+def test_generated_prompt():
+    """A short one: FP8 values of the weights as they are multiplied, x in their order from the kernel that casts it."""
+    code = generate("prompt_nvfp4", 90)
+    [source] = code.sources
+    assert source.count("nvfp4_fp8_partial_sums.default(") == 3
+    assert "recast" not in source and "_scaled_mm(" not in source and "extern_kernels.mm" not in source
+    assert "gdc_wait" not in source
+    assert len(code.kernels) == 5  # the norm's cast; SwiGLU's maxima, in two, and its cast; the residual
+    assert not any(re.search(r"clone|permute", kernel.name) for kernel in code.kernels)
+
+
 def test_generated_prefill():
-    """A prompt: weights cast to E4M3, FP8 GEMMs; gate and up share the cast of their input."""
+    """A long prompt: weights cast to E4M3, FP8 GEMMs; gate and up share the cast of their input."""
     code = generate("prefill_nvfp4", 90)
     [source] = code.sources
     assert "gdc_wait" not in source and not any(kernel.meta["launch_pdl"] for kernel in code.kernels)

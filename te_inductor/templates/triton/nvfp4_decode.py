@@ -2,7 +2,7 @@
 
 Note [Order of a stored block] in runtime/nvfp4.py says where the bits are. Two neighbouring 16-bit words, one 32-bit unit,
 are eight values; `VALUES` makes of it four registers of two bf16 each. Masked out of the rotated unit, a field is its value
-times 2**-126, and an E4M3 byte shifted left by 4 is, as bf16, its value times 2**-120. `_SCALE` multiplies that by 2**239,
+times 2**-126, and an E4M3 byte shifted left by 4 is, as bf16, its value times 2**-120. `SCALE` multiplies that by 2**239,
 in two steps, so that the one product of both is ``value * scale * 2**-7``: exact, with at most 6 significant bits, neither
 huge nor subnormal. `FACTOR` makes up for it where the sums are read.
 """
@@ -12,27 +12,60 @@ import triton.language as tl
 
 FACTOR = 2.0**7
 
+
+def _products(unit: str, scale: str, to: str) -> list[str]:
+    """Four registers of two values each, times what `scale` holds twice. Two turns bring nothing round that the mask
+    leaves, and are shifts, which the pipe of multiplications can do."""
+    return [
+        f"and.b32 t, {unit}, 0x81C081C0;",
+        f"mul.bf16x2 {to}0, t, {scale};",
+        f"shl.b32 t, {unit}, 6;",
+        "and.b32 t, t, 0x81C081C0;",
+        f"mul.bf16x2 {to}1, t, {scale};",
+        f"shf.l.wrap.b32 t, {unit}, {unit}, 12;",
+        "and.b32 t, t, 0x81C081C0;",
+        f"mul.bf16x2 {to}2, t, {scale};",
+        f"shf.l.wrap.b32 t, {unit}, {unit}, 10;",
+        "and.b32 t, t, 0x81808180;",
+        f"shl.b32 u, {unit}, 2;",
+        "and.b32 u, u, 0x00400040;",
+        "or.b32 t, t, u;",
+        f"mul.bf16x2 {to}3, t, {scale};",
+    ]
+
+
+def _unpacked(pair: str, to: str) -> list[str]:
+    """Two bf16 to two E4M3, times 2**7. One goes to fp32 as a shift and a sum in its exponent, where 0 becomes 2**-120 and
+    rounds to 0, the other as a product by 128 that leaves 0 in the half below it."""
+    return [
+        f"mad.lo.u32 t, {pair}, 0x10000, 0x03800000;",
+        f"fma.rn.bf16x2 u, {pair}, v, z;",
+        f"cvt.rn.satfinite.e4m3x2.f32 {to}, u, t;",
+    ]
+
+
 # $4: a unit; $5: the block's scale, twice; $6 is not read: the same, where the two words of a unit come with a scale each.
-# Two turns bring nothing round that the mask leaves, and are shifts, which the pipe of multiplications can do.
-VALUES: tl.constexpr = tl.constexpr("""{
-.reg .b32 t, u;
-and.b32 t, $4, 0x81C081C0;
-mul.bf16x2 $0, t, $5;
-shl.b32 t, $4, 6;
-and.b32 t, t, 0x81C081C0;
-mul.bf16x2 $1, t, $5;
-shf.l.wrap.b32 t, $4, $4, 12;
-and.b32 t, t, 0x81C081C0;
-mul.bf16x2 $2, t, $5;
-shf.l.wrap.b32 t, $4, $4, 10;
-and.b32 t, t, 0x81808180;
-shl.b32 u, $4, 2;
-and.b32 u, u, 0x00400040;
-or.b32 t, t, u;
-mul.bf16x2 $3, t, $5;
-}""")
+VALUES: tl.constexpr = tl.constexpr("\n".join(("{ .reg .b32 t, u;", *_products("$4", "$5", "$"), "}")))
+# $4, $5: the units of a block; $6: its scale, twice, of which more may follow. Four words of four values each.
+E4M3_VALUES: tl.constexpr = tl.constexpr(
+    "\n".join(
+        (
+            "{ .reg .b32 t, u, v, z, a<4>, b<4>; .reg .b16 l, h;",
+            "mov.b32 v, 0x43000000;",
+            "mov.b32 z, 0;",
+            *_products("$4", "$6", "a"),
+            *_products("$5", "$6", "b"),
+            *(
+                line
+                for i in range(4)
+                for line in (*_unpacked(f"a{i}", "l"), *_unpacked(f"b{i}", "h"), f"mov.b32 ${i}, {{l, h}};")
+            ),
+            "}",
+        )
+    )
+)
 # $1: an E4M3 byte. 0x7F00 is 2**127, 0x7780 is 2**112.
-_SCALE: tl.constexpr = tl.constexpr("""{
+SCALE: tl.constexpr = tl.constexpr("""{
 .reg .b32 t, u;
 mul.lo.u32 t, $1, 0x00100010;
 mov.b32 u, 0x7F007F00;
@@ -40,6 +73,46 @@ mul.bf16x2 t, t, u;
 mov.b32 u, 0x77807780;
 mul.bf16x2 $0, t, u;
 }""")
+# A power of two in fp32 has its bf16 in the upper half, and 0 below: twice that, as $2.
+TIMES: tl.constexpr = tl.constexpr("mul.bf16x2 $0, $1, $2;")
+
+
+@triton.jit
+def e4m3_values(
+    blocks,  # (R, B) int64: the bits of a stored block
+    scales,  # (R, B) uint8, E4M3
+    powers,  # (R, 1) fp32, powers of two: of no product that E4M3 cannot hold
+    ASSEMBLY: tl.constexpr,  # as of `values`
+):
+    """Four (R, B) int32 tensors: the i-th holds a block's values 4 i to 4 i + 3, times `powers`, in E4M3."""
+    if ASSEMBLY:
+        pair = tl.inline_asm_elementwise(SCALE, "=r,r", [scales.to(tl.int32)], dtype=tl.int32, is_pure=True, pack=1)
+        power = powers.to(tl.int32, bitcast=True)
+        twice = power | (power >> 16)
+        pair = tl.inline_asm_elementwise(TIMES, "=r,r,r", [pair, twice], dtype=tl.int32, is_pure=True, pack=1)
+        w0, w1, w2, w3 = tl.inline_asm_elementwise(
+            E4M3_VALUES,
+            "=r,=r,=r,=r,r,r,r",
+            [blocks.to(tl.int32), (blocks >> 32).to(tl.int32), pair],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        place = tl.arange(0, 4)[None, None, :] * 16
+        words = (blocks[:, :, None] >> place).to(tl.int16)
+        words = tl.reshape(words, (blocks.shape[0], 4 * blocks.shape[1]))
+        v0, v1, v2, v3 = values(words, scales, ASSEMBLY)
+        w0, w1, w2, w3 = _four(v0, powers), _four(v1, powers), _four(v2, powers), _four(v3, powers)
+    return w0, w1, w2, w3
+
+
+@triton.jit
+def _four(value, powers):
+    """(R, 4 B) bf16 to (R, B) int32, in plain Triton."""
+    value = (value.to(tl.float32) * 128.0 * powers).to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
+    value = tl.reshape(value, (value.shape[0], value.shape[1] // 4, 4))
+    return tl.sum(value << (tl.arange(0, 4)[None, None, :] * 8), axis=2)
 
 
 @triton.jit
@@ -52,7 +125,7 @@ def values(
     ROWS: tl.constexpr = words.shape[0]
     WORDS: tl.constexpr = words.shape[1]
     if ASSEMBLY:
-        pair = tl.inline_asm_elementwise(_SCALE, "=r,r", [scales.to(tl.int32)], dtype=tl.int32, is_pure=True, pack=1)
+        pair = tl.inline_asm_elementwise(SCALE, "=r,r", [scales.to(tl.int32)], dtype=tl.int32, is_pure=True, pack=1)
         pair = tl.reshape(tl.broadcast_to(pair[:, :, None], (ROWS, WORDS // 4, 4)), (ROWS, WORDS))
         w0, w1, w2, w3 = tl.inline_asm_elementwise(
             VALUES,

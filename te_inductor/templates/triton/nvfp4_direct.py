@@ -25,7 +25,7 @@ COLUMNS = gl.constexpr(256)  # of x and the weight that a warp multiplies in one
 RANK = gl.constexpr(7)  # of the tensors that are loaded: their dimensions are what addresses are made of
 
 _VALUES = gl.constexpr(VALUES.value)
-# $2: two E4M3 bytes. Each is taken to its half of a register, there multiplied as in `nvfp4_decode._SCALE`, and doubled,
+# $2: two E4M3 bytes. Each is taken to its half of a register, there multiplied as in `nvfp4_decode.SCALE`, and doubled,
 # which costs nothing: a product names the half that it takes.
 _SCALES = gl.constexpr("""{
 .reg .b32 t, u;

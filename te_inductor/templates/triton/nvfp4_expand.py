@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from te_inductor.recipes.formats import E2M1, E4M3
-from te_inductor.templates.triton.nvfp4_decode import FACTOR, values
+from te_inductor.templates.triton.nvfp4_decode import FACTOR, e4m3_values, values
 
 _ROWS, _COLUMNS, _STEPS, _WARPS = 8, 512, 4, 4  # a program writes so many rows, columns at a time, and times
 LARGEST = tl.constexpr(E2M1.max)  # of a stored value
@@ -26,7 +26,20 @@ def recast(
     n, k = stored.shape[0], 2 * stored.shape[1]
     data = stored.new_empty((n, k), dtype=torch.float8_e4m3fn)
     scale_inv = tensor_scale.new_empty((n, 1))
-    _launch(stored, block_scale, tensor_scale, data, scale_inv, k, assembly)
+    _recast[_grid(n, k)](
+        stored.view(torch.int64),
+        block_scale.view(torch.uint8),
+        tensor_scale,
+        data.view(torch.int32),
+        scale_inv,
+        n,
+        BLOCKS=k // 16,
+        ROWS=_ROWS,
+        BLOCK=_COLUMNS // 16,
+        STEPS=_STEPS,
+        ASSEMBLY=assembly,
+        num_warps=_WARPS,
+    )
     return data, scale_inv
 
 
@@ -39,38 +52,61 @@ def dequantize(
     assembly: bool = True,
 ) -> Tensor:  # (N, k)
     """As `runtime.nvfp4.dequantize`, bit for bit."""
-    data = stored.new_empty((stored.shape[0], k), dtype=dtype)
-    _launch(stored, block_scale, tensor_scale, data, None, k, assembly)
-    return data
-
-
-def _launch(
-    stored: Tensor,
-    block_scale: Tensor,
-    tensor_scale: Tensor,
-    data: Tensor,
-    scale_inv: Tensor | None,
-    k: int,
-    assembly: bool,
-) -> None:
-    n = stored.shape[0]
-    _expand[(triton.cdiv(2 * stored.shape[1], _COLUMNS * _STEPS), triton.cdiv(n, _ROWS))](
+    n, padded = stored.shape[0], 2 * stored.shape[1]
+    data = stored.new_empty((n, k), dtype=dtype)
+    _expand[_grid(n, padded)](
         stored.view(torch.int16),
         block_scale.view(torch.uint8),
         tensor_scale,
         data,
-        scale_inv,
         n,
-        K=2 * stored.shape[1],
+        K=padded,
         COLUMNS=k,
         ROWS=_ROWS,
         BLOCK_K=_COLUMNS,
         STEPS=_STEPS,
         FACTOR=FACTOR,
-        RECAST=scale_inv is not None,
         ASSEMBLY=assembly,
         num_warps=_WARPS,
     )
+    return data
+
+
+def _grid(n: int, k: int) -> tuple[int, int]:
+    return triton.cdiv(k, _COLUMNS * _STEPS), triton.cdiv(n, _ROWS)
+
+
+@triton.jit
+def _recast(
+    stored,  # (N, K/16) int64
+    block_scale,  # (N, K/16) uint8
+    tensor_scale,  # () fp32
+    data,  # (N, K/4) int32
+    scale_inv,  # (N, 1) fp32
+    N,
+    BLOCKS: tl.constexpr,  # of a row
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEPS: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+):
+    """A thread writes whole blocks, 16 bytes."""
+    first = tl.program_id(0) * (BLOCK * STEPS)
+    n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    row = n.to(tl.int64)[:, None]
+    inside = n[:, None] < N
+    power = _powers(block_scale + row * BLOCKS, inside, BLOCKS, ROWS, 256)
+    if first == 0:
+        tl.store(scale_inv + n, tl.load(tensor_scale) / power, mask=n < N)
+    for step in tl.static_range(0, BLOCK * STEPS, BLOCK):
+        b = first + step + tl.arange(0, BLOCK)[None, :]
+        mask = inside & (b < BLOCKS)
+        blocks = tl.load(stored + row * BLOCKS + b, mask=mask, other=0)
+        scales = tl.load(block_scale + row * BLOCKS + b, mask=mask, other=0)
+        w0, w1, w2, w3 = e4m3_values(blocks, scales, power[:, None], ASSEMBLY)
+        words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (ROWS, 4 * BLOCK))
+        j = 4 * (first + step) + tl.arange(0, 4 * BLOCK)[None, :]
+        tl.store(data + row * (4 * BLOCKS) + j, words, mask=inside & (j < 4 * BLOCKS))
 
 
 @triton.jit
@@ -79,7 +115,6 @@ def _expand(
     block_scale,  # (N, K/16) uint8
     tensor_scale,  # () fp32
     data,  # (N, COLUMNS)
-    scale_inv,  # (N, 1) fp32, where RECAST
     N,
     K: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -87,40 +122,34 @@ def _expand(
     BLOCK_K: tl.constexpr,
     STEPS: tl.constexpr,
     FACTOR: tl.constexpr,
-    RECAST: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ):
     first = tl.program_id(0) * (BLOCK_K * STEPS)
     n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     row = n.to(tl.int64)[:, None]
     inside = n[:, None] < N
-    scale = block_scale + row * (K // 16)
-    factor = tl.full((ROWS,), 0.0, tl.float32) + tl.load(tensor_scale)
-    if RECAST:
-        factor = _powers(scale, inside, K, ROWS, BLOCK_K)
-        if first == 0:
-            tl.store(scale_inv + n, tl.load(tensor_scale) / factor, mask=n < N)
+    factor = tl.load(tensor_scale)
     for k in range(first, first + BLOCK_K * STEPS, BLOCK_K):
         j = k // 4 + tl.arange(0, BLOCK_K // 4)[None, :]
         b = k // 16 + tl.arange(0, BLOCK_K // 16)[None, :]
         column = k + tl.arange(0, BLOCK_K)[None, :]
         words = tl.load(stored + row * (K // 4) + j, mask=inside & (j < K // 4), other=0)
-        scales = tl.load(scale + b, mask=inside & (b < K // 16), other=0)
+        scales = tl.load(block_scale + row * (K // 16) + b, mask=inside & (b < K // 16), other=0)
         w0, w1, w2, w3 = values(words, scales, ASSEMBLY)
         wide = tl.join(tl.join(w0, w2), tl.join(w1, w3))
         wide = tl.permute(tl.reshape(wide, (ROWS, BLOCK_K // 16, 4, 4)), (0, 1, 3, 2))
-        wide = tl.reshape(wide, (ROWS, BLOCK_K)).to(tl.float32) * FACTOR * factor[:, None]
+        wide = tl.reshape(wide, (ROWS, BLOCK_K)).to(tl.float32) * FACTOR * factor
         tl.store(data + row * COLUMNS + column, wide.to(data.dtype.element_ty), mask=inside & (column < COLUMNS))
 
 
 @triton.jit
-def _powers(scale, inside, K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
+def _powers(scale, inside, BLOCKS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Of each row: the largest power of two that its largest block scale allows. The quotient is never near a power of two,
     so that it does not matter how the division rounds."""
     largest = tl.zeros((ROWS,), dtype=tl.float32)
-    for k in range(0, K // 16, BLOCK_K):
-        b = k + tl.arange(0, BLOCK_K)[None, :]
-        scales = tl.load(scale + b, mask=inside & (b < K // 16), other=0)
+    for first in range(0, BLOCKS, BLOCK):
+        b = first + tl.arange(0, BLOCK)[None, :]
+        scales = tl.load(scale + b, mask=inside & (b < BLOCKS), other=0)
         largest = tl.maximum(largest, tl.max(scales.to(tl.float8e4nv, bitcast=True).to(tl.float32), axis=1))
     quotient = LIMIT / tl.where(largest > 0.0, LARGEST * largest, LIMIT)
     return (quotient.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)

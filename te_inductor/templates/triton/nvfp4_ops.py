@@ -1,4 +1,5 @@
-"""The NVFP4 kernels as ops: `nvfp4_partial_sums`, which a lowering emits, and the stored weights' ops on CUDA tensors."""
+"""The NVFP4 kernels as ops: `nvfp4_partial_sums` and `nvfp4_fp8_partial_sums`, which lowerings emit, and the stored weights'
+ops on CUDA tensors."""
 
 import torch
 from torch import Tensor
@@ -6,7 +7,7 @@ from torch import Tensor
 from te_inductor.compat import constant_type_name
 from te_inductor.ops import _define, _library
 from te_inductor.runtime import nvfp4
-from te_inductor.templates.triton import nvfp4_expand, nvfp4_linear
+from te_inductor.templates.triton import nvfp4_expand, nvfp4_fp8, nvfp4_linear
 from te_inductor.templates.triton.nvfp4_linear import Config, Problem
 from te_inductor.templates.triton.partial_sums import add_up, sum_dtype
 
@@ -24,6 +25,37 @@ partial_sums = _define(
     nvfp4_linear.partial_sums,
     _partial_sums_fake,
 )
+
+
+def _fp8_partial_sums_fake(
+    x: Tensor,
+    x_scale: Tensor,
+    stored: Tensor,
+    block_scale: Tensor,
+    tensor_scale: Tensor,
+    config: nvfp4_fp8.Config,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    return x.new_empty((config.splits, x.shape[0], stored.shape[0]), dtype=sum_dtype(config.splits, out_dtype))
+
+
+fp8_partial_sums = _define(
+    "nvfp4_fp8_partial_sums(Tensor x, Tensor x_scale, Tensor stored, Tensor block_scale, Tensor tensor_scale,"
+    f" {constant_type_name(nvfp4_fp8.Config)} config, ScalarType out_dtype) -> Tensor",
+    nvfp4_fp8.partial_sums,
+    _fp8_partial_sums_fake,
+)
+
+
+def _linear_fp8(
+    x: Tensor, x_scale: Tensor, stored: Tensor, block_scale: Tensor, tensor_scale: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    weight = stored, block_scale, tensor_scale
+    if torch.cuda.get_device_capability(x.device) != (9, 0):
+        return nvfp4.linear_fp8(x, x_scale, *weight, out_dtype)
+    config = nvfp4_fp8.choose(x.shape[0], stored.shape[0], x.shape[1])
+    parts = nvfp4_fp8.partial_sums(nvfp4_fp8.arranged(x), x_scale.contiguous(), *weight, config, out_dtype)
+    return add_up(parts, out_dtype)
 
 
 def _linear(x: Tensor, stored: Tensor, block_scale: Tensor, tensor_scale: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -50,5 +82,11 @@ def _runs_on(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= nvfp4_linear.CAPABILITY
 
 
-for _name, _kernel in (("nvfp4_linear", _linear), ("nvfp4_dequantize", _dequantize), ("nvfp4_recast", _recast)):
+_KERNELS = {
+    "nvfp4_linear": _linear,
+    "nvfp4_linear_fp8": _linear_fp8,
+    "nvfp4_dequantize": _dequantize,
+    "nvfp4_recast": _recast,
+}
+for _name, _kernel in _KERNELS.items():
     _library.impl(_name, _kernel, "CUDA")

@@ -1,0 +1,465 @@
+"""``x @ w.T`` with a stored NVFP4 weight and x in E4M3, for prompts: the weight is decoded to E4M3 between its products.
+
+A program makes 128 columns of y for up to 256 rows of x, on Hopper: two warp groups of 64 rows of the weight each, and a
+warp that loads. The weight is the tensor core's left operand, in registers. Which column of K is where in a product is
+free, as long as both operands agree; so a thread reads two whole blocks of 16 values, 16 bytes, and makes of them what it
+holds of four products, and x comes `arranged`. The products of one 128 columns run while the next are decoded. Where a loop
+begins anew ptxas lets no product be under way, so that the end of a turn waits for the last.
+
+The FP8 values are those of `runtime.nvfp4.recast`, each the value times a power of two of its row. Where K is split, it is
+the largest that a part's own block scales allow.
+"""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from te_inductor.recipes.constants import Constant, constant
+from te_inductor.recipes.formats import E2M1, E4M3
+from te_inductor.templates.triton.nvfp4_decode import E4M3_VALUES, SCALE, TIMES
+from te_inductor.templates.triton.partial_sums import sum_dtype
+
+BLOCK_N = gl.constexpr(128)  # rows of the weight in a program
+BLOCK_K = gl.constexpr(256)  # columns of the weight in a stage, and in a turn of the loop
+HALF_K = gl.constexpr(128)  # columns of x in a stage
+GROUP = gl.constexpr(64)  # rows of the weight of a warp group
+STAGES = {128: 6, 256: 5}  # of x, by its rows in a program: what shared memory holds
+WEIGHT_STAGES = 3
+_REGISTERS = {"default": 168, "group": 240, "loader": 24}  # a thread; ptxas wants 154 at the least for 256 rows of x
+
+# Fitted to what was measured on an H200 (docs/performance.md). Microseconds of a turn and of all else in a program, by its
+# rows of x; where K is split, of what writes and adds sums besides, which are so many bytes a microsecond.
+_TURN = {128: (1.2, 4.2), 256: (1.48, 7.0)}
+_SPLIT, _BANDWIDTH = 3.0, 5e6
+_MULTIPROCESSORS = 132
+
+_LARGEST = gl.constexpr(E2M1.max)  # of a stored value
+_LIMIT = gl.constexpr(E4M3.max)  # of a value decoded
+_SCALE = gl.constexpr(SCALE.value)
+_TIMES = gl.constexpr(TIMES.value)
+_VALUES = gl.constexpr(E4M3_VALUES.value)
+# $4: four E4M3 bytes, none negative. The upper bytes of the halves hold the larger: of the odd bytes, of the even ones.
+_LARGER = gl.constexpr("{ .reg .b32 t; max.u16x2 $0, $2, $4; shl.b32 t, $4, 8; max.u16x2 $1, $3, t; }")
+
+
+@constant
+class Config(Constant):
+    """How the work is cut."""
+
+    rows: int  # of x in one program, 128 or 256
+    splits: int  # programs that share the K of one tile
+
+    def __str__(self) -> str:
+        return f"{self.rows} rows, {self.splits} splits"
+
+
+def choose(m: int, n: int, k: int) -> Config:
+    """What should be fastest, K being a multiple of 256."""
+    configs = (Config(rows, splits) for rows in _TURN for splits in (1, 2, 4, 8) if k % (BLOCK_K.value * splits) == 0)
+    return min(configs, key=lambda config: microseconds(config, m, n, k))
+
+
+def microseconds(config: Config, m: int, n: int, k: int) -> float:
+    """About as long as it takes, sums and all."""
+    turn, rest = _TURN[config.rows]
+    programs = triton.cdiv(m, config.rows) * triton.cdiv(n, BLOCK_N.value) * config.splits
+    waves = triton.cdiv(programs, _MULTIPROCESSORS)
+    sums = _SPLIT + config.splits * m * n * 4 / _BANDWIDTH if config.splits > 1 else 0.0
+    return waves * (turn * k / (BLOCK_K.value * config.splits) + rest) + sums
+
+
+def arranged(x: Tensor) -> Tensor:  # (M, K), K a multiple of 128
+    """Of each 128 columns, 4 pairs of 2 blocks of 4 runs of 4: pairs and runs change places."""
+    m, k = x.shape
+    return x.reshape(m, k // 128, 4, 2, 4, 4).permute(0, 1, 4, 3, 2, 5).reshape(m, k)
+
+
+def partial_sums(
+    x: Tensor,  # (M, K) e4m3, `arranged`
+    x_scale: Tensor,  # (M, 1) fp32
+    stored: Tensor,  # (N, K/2) uint8
+    block_scale: Tensor,  # (N, K/16) e4m3
+    tensor_scale: Tensor,  # () fp32
+    config: Config,
+    out_dtype: torch.dtype,  # of the result, where there is one split
+) -> Tensor:  # (splits, M, N), fp32 if there are several
+    """Whose sum over the first dimension is the product."""
+    m, n, k = x.shape[0], stored.shape[0], 2 * stored.shape[1]
+    out = x_scale.new_empty((config.splits, m, n), dtype=sum_dtype(config.splits, out_dtype))
+    scales = block_scale.view(torch.uint8)
+    copied = zip((x, stored.view(torch.int32), scales), boxes(config.rows), strict=True)
+    _linear[(triton.cdiv(m, config.rows) * config.splits * triton.cdiv(n, BLOCK_N.value),)](
+        *(TensorDescriptor.from_tensor(tensor, list(block), layout) for tensor, (block, layout) in copied),
+        x_scale,
+        scales.view(torch.int32),
+        tensor_scale,
+        out,
+        m,
+        **constants(n, k, config),
+        **options(),
+    )
+    return out
+
+
+def options() -> dict[str, Any]:
+    return {"num_warps": 4, "maxnreg": _REGISTERS["default"]}
+
+
+def boxes(rows: int) -> tuple[tuple[tuple[int, int], Any], ...]:
+    """What one copy brings of x, the weight's units and its block scales."""
+    return (
+        ((rows, HALF_K.value), gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)),
+        (
+            (BLOCK_N.value, BLOCK_K.value // 8),
+            gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2),
+        ),
+        ((BLOCK_N.value, BLOCK_K.value // 16), gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8, rank=2)),
+    )
+
+
+def constants(n: int, k: int, config: Config) -> dict[str, Any]:
+    """The kernel's, by name.
+
+    Four lanes of a warp share a row of the weight: each holds two neighbouring blocks of each half of 256 columns. Of 16
+    rows a lane holds two, which are neighbours, so that it stores two of y side by side. Eight lanes that read at once
+    read from all banks: the first of the bits that say which row is 4.
+    """
+    rows, splits = config.rows, config.splits
+    group, eights = GROUP.value, [[0, 1 << bit, 0, 0, 0] for bit in range((rows // 8).bit_length() - 1)]
+    row, warps = [4, 2, 8], [[16, 0], [32, 0]]
+
+    def layout(wide: int, registers: list[list[int]], columns: int) -> Any:
+        lanes = [[0, wide], [0, 2 * wide], *([bit, 0] for bit in row)]
+        return gl.DistributedLinearLayout(registers, lanes, warps, [], [group, columns])
+
+    return {
+        "N": n, "K": k, "ROWS": rows, "SPLITS": splits, "STAGES": STAGES[rows], "WEIGHT_STAGES": WEIGHT_STAGES,
+        "GROUP_REGISTERS": _REGISTERS["group"], "LOADER_REGISTERS": _REGISTERS["loader"],
+        "UNITS": layout(4, [[0, 1], [0, 2], [1, 0], [0, 16]], BLOCK_K.value // 8),
+        "SCALES": layout(2, [[0, 1], [1, 0], [0, 8]], BLOCK_K.value // 16),
+        "PRODUCT": gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, rows, 32]),
+        "POWERS": gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]),
+        "STORED": gl.DistributedLinearLayout(
+            [[0, 0, 0, 0, 1], [0, 0, 0, 1, 0], *eights],
+            [[0, 0, 1, 0, 0], [0, 0, 2, 0, 0], *([bit // 2, 0, 0, 0, 0] for bit in row)],
+            [[8, 0, 0, 0, 0], [16, 0, 0, 0, 0]],
+            [],
+            [group // 2, rows // 8, 4, 2, 2],
+        ),
+    }  # fmt: skip
+
+
+@gluon.jit
+def _load_all(
+    x_desc, w_desc, s_desc, xs, ws, ss, x_bars, w_bars, m, n, first,
+    TURNS: gl.constexpr, STAGES: gl.constexpr, WEIGHT_STAGES: gl.constexpr,
+):  # fmt: skip
+    """The loading warp: everything that the two warp groups multiply, as far ahead as there is room."""
+    x_full, x_empty = x_bars
+    w_full, w_empty = w_bars
+    for turn in range(TURNS):
+        place = turn % WEIGHT_STAGES
+        mbarrier.wait(w_empty.index(place), (turn // WEIGHT_STAGES & 1) ^ 1)
+        mbarrier.expect(w_full.index(place), w_desc.block_type.nbytes + s_desc.block_type.nbytes)
+        column = (first + turn) * BLOCK_K
+        tma.async_copy_global_to_shared(w_desc, [n, column // 8], w_full.index(place), ws.index(place))
+        tma.async_copy_global_to_shared(s_desc, [n, column // 16], w_full.index(place), ss.index(place))
+        for half in gl.static_range(2):
+            step = 2 * turn + half
+            place = step % STAGES
+            mbarrier.wait(x_empty.index(place), (step // STAGES & 1) ^ 1)
+            mbarrier.expect(x_full.index(place), x_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(x_desc, [m, column + half * HALF_K], x_full.index(place), xs.index(place))
+
+
+@gluon.jit
+def _powers(block_scale, n, first, N: gl.constexpr, K: gl.constexpr, COLUMNS: gl.constexpr, POWERS: gl.constexpr):
+    """Of each row of a warp group: the largest power of two that the largest block scale of its columns allows, as its bits.
+    The quotient is never near a power of two, so that it does not matter how the division rounds."""
+    row = n + gl.arange(0, GROUP, layout=gl.SliceLayout(1, POWERS))
+    word = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, POWERS)), 0)
+    place = block_scale + gl.expand_dims(row.to(gl.int64) * (K // 64), 1) + first * (BLOCK_K // 64) + word
+    odd = gl.zeros((GROUP, 16), gl.int32, layout=POWERS)
+    even = odd
+    for k in gl.static_range(0, COLUMNS // 64, 16):
+        mask = gl.expand_dims(row < N, 1) & (word + k < COLUMNS // 64)
+        scales = gl.load(place + k, mask=mask, other=0)
+        odd, even = gl.inline_asm_elementwise(
+            _LARGER, "=r,=r,r,r,r", [odd, even, scales], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+        )
+    largest = gl.maximum(
+        gl.maximum((odd >> 24) & 0xFF, (odd >> 8) & 0xFF), gl.maximum((even >> 24) & 0xFF, (even >> 8) & 0xFF)
+    )
+    largest = gl.max(largest, 1).to(gl.uint8).to(gl.float8e4nv, bitcast=True).to(gl.float32)
+    quotient = _LIMIT / gl.where(largest > 0.0, _LARGEST * largest, _LIMIT)
+    return quotient.to(gl.int32, bitcast=True) & 0x7F800000
+
+
+@gluon.jit
+def _fetched(
+    ws, ss, w_bars, turn, WHO: gl.constexpr, WEIGHT_STAGES: gl.constexpr, UNITS: gl.constexpr, SCALES: gl.constexpr
+):
+    """A turn's units and block scales, in halves of 128 columns."""
+    place = turn % WEIGHT_STAGES
+    mbarrier.wait(w_bars[0].index(place), turn // WEIGHT_STAGES & 1)
+    units = ws.index(place).slice(WHO * GROUP, GROUP).load(UNITS)
+    scales = ss.index(place).slice(WHO * GROUP, GROUP).load(SCALES).to(gl.int32)
+    mbarrier.arrive(w_bars[1].index(place))
+    u0, u1 = gl.split(gl.permute(gl.reshape(units, (GROUP, 2, HALF_K // 8)), (0, 2, 1)))
+    s0, s1 = gl.split(gl.permute(gl.reshape(scales, (GROUP, 2, HALF_K // 16)), (0, 2, 1)))
+    return u0, u1, s0, s1
+
+
+@gluon.jit
+def _decoded(units, scales, power):
+    """(64, 16) units, (64, 8) scales -> four (64, 8) int32, each of four neighbouring E4M3 values of a block."""
+    pair = gl.inline_asm_elementwise(_SCALE, "=r,r", [scales], dtype=gl.int32, is_pure=True, pack=1)
+    pair = gl.inline_asm_elementwise(_TIMES, "=r,r,r", [pair, power], dtype=gl.int32, is_pure=True, pack=1)
+    low, high = gl.split(gl.reshape(units, (GROUP, HALF_K // 16, 2)))
+    pair = gl.convert_layout(pair, low.type.layout, assert_trivial=True)
+    return gl.inline_asm_elementwise(
+        _VALUES,
+        "=r,=r,=r,=r,r,r,r",
+        [low, high, pair],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _bytes(values):
+    """(64, 8) int32 -> (64, 8, 2, 2) e4m3: half, byte of it. Registers as they are."""
+    halves = gl.join(values.to(gl.int16), (values >> 16).to(gl.int16))
+    return gl.join(halves.to(gl.int8), (halves >> 8).to(gl.int8)).to(gl.float8e4nv, bitcast=True)
+
+
+@gluon.jit
+def _operand(decoded, PRODUCT: gl.constexpr):
+    """What `_decoded` made as the left operand of 128 columns: i, block of a pair, pair, value."""
+    w0, w1, w2, w3 = decoded
+    values = gl.join(gl.join(_bytes(w0), _bytes(w2)), gl.join(_bytes(w1), _bytes(w3)))
+    # Rows: the two that a lane holds are neighbours in memory, and eight apart in a product.
+    values = gl.reshape(values, (4, 2, 2, 2, 2, 4, 2, 4, 2, 2))
+    values = gl.permute(values, (0, 4, 1, 3, 2, 8, 9, 6, 5, 7))
+    values = gl.reshape(values, (GROUP, HALF_K))
+    return gl.convert_layout(values, gl.DotOperandLayout(0, PRODUCT, 4), assert_trivial=True)
+
+
+@gluon.jit
+def _multiplied(y, decoded, xs, x_bars, step, STAGES: gl.constexpr, PRODUCT: gl.constexpr):
+    place = step % STAGES
+    mbarrier.wait(x_bars[0].index(place), step // STAGES & 1)
+    return warpgroup_mma(_operand(decoded, PRODUCT), xs.index(place).permute((1, 0)), y, is_async=True)
+
+
+@gluon.jit
+def _multiply_all(
+    x_scale, block_scale, tensor_scale, out, xs, ws, ss, rowwise, x_bars, w_bars, m, n, split, M,
+    WHO: gl.constexpr, N: gl.constexpr, K: gl.constexpr, TURNS: gl.constexpr, STAGES: gl.constexpr,
+    WEIGHT_STAGES: gl.constexpr, UNITS: gl.constexpr, SCALES: gl.constexpr, PRODUCT: gl.constexpr,
+    POWERS: gl.constexpr, STORED: gl.constexpr,
+):  # fmt: skip
+    """A warp group: 64 columns of y."""
+    ROWS: gl.constexpr = xs.shape[1]
+    n += WHO * GROUP
+    row = m + gl.arange(0, ROWS, layout=gl.BlockedLayout([ROWS // 128], [32], [4], [0]))
+    x_scales = gl.load(x_scale + row, mask=row < M, other=0.0)
+    rowwise.index(WHO).store(gl.reshape(x_scales, (ROWS // 8, 4, 2)))
+    power = _powers(block_scale, n, split * TURNS, N, K, TURNS * BLOCK_K, POWERS)
+    # 2**-e has the bits of 2**e, taken from twice the exponent of 1.
+    factor = gl.load(tensor_scale) * (0x7F000000 - power).to(gl.float32, bitcast=True)
+    factor = gl.convert_layout(
+        gl.reshape(factor, (GROUP // 2, 2)), gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, STORED)))
+    )
+    y = warpgroup_mma_init(gl.zeros((GROUP, ROWS), gl.float32, layout=PRODUCT))
+    u0, u1, s0, s1 = _fetched(ws, ss, w_bars, 0, WHO, WEIGHT_STAGES, UNITS, SCALES)
+    power |= power >> 16  # bf16, in both halves
+    power = gl.expand_dims(gl.convert_layout(power, gl.SliceLayout(1, s0.type.layout)), 1)
+    w0 = _decoded(u0, s0, power)
+    for turn in range(TURNS - 1):
+        y = _multiplied(y, w0, xs, x_bars, 2 * turn, STAGES, PRODUCT)
+        w1 = _decoded(u1, s1, power)
+        y = _multiplied(y, w1, xs, x_bars, 2 * turn + 1, STAGES, PRODUCT)
+        u0, u1, s0, s1 = _fetched(ws, ss, w_bars, turn + 1, WHO, WEIGHT_STAGES, UNITS, SCALES)
+        y = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[y]))
+        mbarrier.arrive(x_bars[1].index(2 * turn % STAGES))
+        w0 = _decoded(u0, s0, power)
+        y = warpgroup_mma_init(warpgroup_mma_wait(0, deps=[y]))
+        mbarrier.arrive(x_bars[1].index((2 * turn + 1) % STAGES))
+    y = _multiplied(y, w0, xs, x_bars, 2 * TURNS - 2, STAGES, PRODUCT)
+    w1 = _decoded(u1, s1, power)
+    y = _multiplied(y, w1, xs, x_bars, 2 * TURNS - 1, STAGES, PRODUCT)
+    y = warpgroup_mma_wait(0, deps=[y])
+    _store(y, factor, rowwise.index(WHO), out, m, n, split, M, N, STORED)
+
+
+@gluon.constexpr_function
+def _of_dimension(layout: Any, dim: int) -> Any:
+    """The layout of a tensor that has only this dimension, of five."""
+    for other in range(4, -1, -1):
+        if other != dim:
+            layout = gl.SliceLayout(other, layout)
+    return layout
+
+
+@gluon.jit
+def _index(dim: gl.constexpr, layout: gl.constexpr):
+    """Along one of five dimensions, broadcast to the others."""
+    index = gl.arange(0, layout.shape[dim], layout=_of_dimension(layout, dim))
+    for other in gl.static_range(5):
+        if other != dim:
+            index = gl.expand_dims(index, other)
+    return index
+
+
+@gluon.jit
+def _store(y, factor, rowwise, out, m, n, split, M, N: gl.constexpr, STORED: gl.constexpr):
+    """Dimensions: two columns of y, eight rows, two of them, row, column. What a lane adds to an address and what a
+    register does are kept apart: the second is a constant of a store."""
+    ROWS: gl.constexpr = y.shape[1]
+    y = gl.reshape(y, (4, 2, 2, 2, 2, ROWS // 8, 4, 2))
+    y = gl.reshape(gl.permute(y, (0, 2, 4, 3, 5, 6, 7, 1)), (GROUP // 2, ROWS // 8, 4, 2, 2))
+    y = gl.convert_layout(y, STORED, assert_trivial=True)
+    x_scales = rowwise.load(gl.SliceLayout(0, gl.SliceLayout(4, STORED)))
+    factor = gl.expand_dims(gl.expand_dims(gl.expand_dims(factor, 1), 2), 3)
+    y = y * factor * gl.expand_dims(gl.expand_dims(x_scales, 0), 4)
+    lane = _index(0, STORED) * 2 + _index(2, STORED) * (2 * N)
+    register = _index(1, STORED) * (8 * N) + _index(3, STORED) * N + _index(4, STORED)
+    inside = m + _index(2, STORED) * 2 + (_index(1, STORED) * 8 + _index(3, STORED)) < M
+    if N % BLOCK_N != 0:
+        inside = inside & (n + _index(0, STORED) * 2 + _index(4, STORED) < N)
+    out += (split * M + m).to(gl.int64) * N + n
+    gl.store(out + lane + register, y.to(out.dtype.element_ty), mask=inside)
+
+
+@gluon.jit
+def _barriers(COUNT: gl.constexpr, READERS: gl.constexpr):
+    """Of each stage one that says that it is full, and one that its readers have done with it."""
+    full = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(COUNT):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=READERS)
+    return full, empty
+
+
+@gluon.jit
+def _linear(
+    x,  # (M, K) e4m3, a descriptor of it
+    units,  # (N, K/8) int32, a descriptor
+    scales,  # (N, K/16) uint8, a descriptor
+    x_scale,  # (M, 1) fp32
+    block_scale,  # (N, K/64) int32
+    tensor_scale,  # () fp32
+    out,  # (SPLITS, M, N)
+    M,
+    N: gl.constexpr,
+    K: gl.constexpr,
+    ROWS: gl.constexpr,
+    SPLITS: gl.constexpr,
+    STAGES: gl.constexpr,
+    WEIGHT_STAGES: gl.constexpr,
+    GROUP_REGISTERS: gl.constexpr,
+    LOADER_REGISTERS: gl.constexpr,
+    UNITS: gl.constexpr,
+    SCALES: gl.constexpr,
+    PRODUCT: gl.constexpr,
+    POWERS: gl.constexpr,
+    STORED: gl.constexpr,
+):
+    # Neighbours read the same of the weight for other rows of x.
+    tiles = (M + ROWS - 1) // ROWS
+    m = gl.program_id(0) % tiles * ROWS
+    split = gl.program_id(0) // tiles % SPLITS
+    n = gl.program_id(0) // (tiles * SPLITS) * BLOCK_N
+    TURNS: gl.constexpr = K // (BLOCK_K * SPLITS)
+    xs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, ROWS, HALF_K], x.layout)
+    ws = gl.allocate_shared_memory(gl.int32, [WEIGHT_STAGES, BLOCK_N, BLOCK_K // 8], units.layout)
+    ss = gl.allocate_shared_memory(gl.uint8, [WEIGHT_STAGES, BLOCK_N, BLOCK_K // 16], scales.layout)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    rowwise = gl.allocate_shared_memory(gl.float32, [2, ROWS // 8, 4, 2], PLAIN)
+    x_bars = _barriers(STAGES, 2)
+    w_bars = _barriers(WEIGHT_STAGES, 2)
+    gl.warp_specialize(
+        [
+            (
+                _multiply_all,
+                (
+                    x_scale,
+                    block_scale,
+                    tensor_scale,
+                    out,
+                    xs,
+                    ws,
+                    ss,
+                    rowwise,
+                    x_bars,
+                    w_bars,
+                    m,
+                    n,
+                    split,
+                    M,
+                    0,
+                    N,
+                    K,
+                    TURNS,
+                    STAGES,
+                    WEIGHT_STAGES,
+                    UNITS,
+                    SCALES,
+                    PRODUCT,
+                    POWERS,
+                    STORED,
+                ),
+            ),
+            (
+                _multiply_all,
+                (
+                    x_scale,
+                    block_scale,
+                    tensor_scale,
+                    out,
+                    xs,
+                    ws,
+                    ss,
+                    rowwise,
+                    x_bars,
+                    w_bars,
+                    m,
+                    n,
+                    split,
+                    M,
+                    1,
+                    N,
+                    K,
+                    TURNS,
+                    STAGES,
+                    WEIGHT_STAGES,
+                    UNITS,
+                    SCALES,
+                    PRODUCT,
+                    POWERS,
+                    STORED,
+                ),
+            ),
+            (
+                _load_all,
+                (x, units, scales, xs, ws, ss, x_bars, w_bars, m, n, split * TURNS, TURNS, STAGES, WEIGHT_STAGES),
+            ),
+        ],
+        [4, 1],
+        [GROUP_REGISTERS, LOADER_REGISTERS],
+    )
