@@ -31,6 +31,9 @@ from te_inductor.recipes.formats import E2M1, E4M3
 from te_inductor.templates.triton.nvfp4_decode import E4M3_VALUES, SCALE, TIMES
 from te_inductor.templates.triton.partial_sums import sum_dtype
 
+# Triton 3.9 gave it another name.
+_copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+
 BLOCK_N = gl.constexpr(128)  # rows of the weight in a program
 BLOCK_K = gl.constexpr(256)  # columns of the weight in a stage, and in a turn of the loop
 HALF_K = gl.constexpr(128)  # columns of x in a stage
@@ -174,14 +177,14 @@ def _load_all(
         mbarrier.wait(w_empty.index(place), (turn // WEIGHT_STAGES & 1) ^ 1)
         mbarrier.expect(w_full.index(place), w_desc.block_type.nbytes + s_desc.block_type.nbytes)
         column = (first + turn) * BLOCK_K
-        tma.async_copy_global_to_shared(w_desc, [n, column // 8], w_full.index(place), ws.index(place))
-        tma.async_copy_global_to_shared(s_desc, [n, column // 16], w_full.index(place), ss.index(place))
+        _copy(w_desc, [n, column // 8], w_full.index(place), ws.index(place))
+        _copy(s_desc, [n, column // 16], w_full.index(place), ss.index(place))
         for half in gl.static_range(2):
             step = 2 * turn + half
             place = step % STAGES
             mbarrier.wait(x_empty.index(place), (step // STAGES & 1) ^ 1)
             mbarrier.expect(x_full.index(place), x_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(x_desc, [m, column + half * HALF_K], x_full.index(place), xs.index(place))
+            _copy(x_desc, [m, column + half * HALF_K], x_full.index(place), xs.index(place))
 
 
 @gluon.jit
