@@ -19,10 +19,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from te_inductor.templates.triton.layouts import index
 from te_inductor.templates.triton.nvfp4_decode import FACTOR, VALUES
 
 COLUMNS = gl.constexpr(256)  # of x and the weight that a warp multiplies in one turn
-RANK = gl.constexpr(7)  # of the tensors that are loaded: their dimensions are what addresses are made of
 
 _VALUES = gl.constexpr(VALUES.value)
 # $2: two E4M3 bytes. Each is taken to its half of a register, there multiplied as in `nvfp4_decode.SCALE`, and doubled,
@@ -114,25 +114,6 @@ def _layout(shape: tuple[int, ...], registers: list[tuple[int, int]], lanes: lis
 
 def _bits(dim: int, size: int) -> list[tuple[int, int]]:
     return [(dim, 1 << bit) for bit in range(size.bit_length() - 1)]
-
-
-@gluon.constexpr_function
-def _of_dimension(layout: Any, dim: int) -> Any:
-    """The layout of a tensor that has only this dimension."""
-    for other in range(RANK.value - 1, -1, -1):
-        if other != dim:
-            layout = gl.SliceLayout(other, layout)
-    return layout
-
-
-@gluon.jit
-def _index(dim: gl.constexpr, layout: gl.constexpr):
-    """Along one dimension, broadcast to the others."""
-    index = gl.arange(0, layout.shape[dim], layout=_of_dimension(layout, dim))
-    for other in gl.static_range(RANK):
-        if other != dim:
-            index = gl.expand_dims(index, other)
-    return index
 
 
 @gluon.jit
@@ -240,19 +221,19 @@ def _linear(
     # The last program does rows of its neighbour again where they are fewer. What a lane adds to an address (0) and what a
     # register does (1) are kept apart: the second is a constant of a load.
     n = gl.minimum(gl.program_id(0) // (TILES * SPLITS) * BLOCK_N, N - BLOCK_N)
-    unit0 = _index(3, UNIT) * (K // 8) + _index(4, UNIT) * 4 + _index(0, UNIT) * (COLUMNS // 8)
-    unit1 = (_index(1, UNIT) * 16 + _index(2, UNIT) * 8) * (K // 8) + _index(5, UNIT) * 16 + _index(6, UNIT)
-    scale0 = _index(3, SCALE) * (K // 32) + _index(4, SCALE) + _index(0, SCALE) * (COLUMNS // 32)
-    scale1 = (_index(1, SCALE) * 16 + _index(2, SCALE) * 8) * (K // 32) + _index(5, SCALE) * 4 + _index(6, SCALE)
+    unit0 = index(3, UNIT) * (K // 8) + index(4, UNIT) * 4 + index(0, UNIT) * (COLUMNS // 8)
+    unit1 = (index(1, UNIT) * 16 + index(2, UNIT) * 8) * (K // 8) + index(5, UNIT) * 16 + index(6, UNIT)
+    scale0 = index(3, SCALE) * (K // 32) + index(4, SCALE) + index(0, SCALE) * (COLUMNS // 32)
+    scale1 = (index(1, SCALE) * 16 + index(2, SCALE) * 8) * (K // 32) + index(5, SCALE) * 4 + index(6, SCALE)
     stored += n.to(gl.int64) * (K // 8) + split * (WARPS * COLUMNS // 8)
     block_scale += n.to(gl.int64) * (K // 32) + split * (WARPS * COLUMNS // 32)
     weight = (stored + unit0, unit1, block_scale + scale0, scale1)
-    row = gl.minimum(first + _index(1, OF_X) * 8 + _index(2, OF_X), M - 1)  # sums of the rows beyond are not stored
+    row = gl.minimum(first + index(1, OF_X) * 8 + index(2, OF_X), M - 1)  # sums of the rows beyond are not stored
     LANE: gl.constexpr = 8 if ARRANGED else 32
     BLOCK: gl.constexpr = 64 * M if ARRANGED else 16
     EIGHT: gl.constexpr = 32 * M if ARRANGED else 8
-    x0 = row * 32 + _index(3, OF_X) * LANE + _index(0, OF_X) * (COLUMNS * M)
-    x1 = _index(4, OF_X) * BLOCK + _index(5, OF_X) * EIGHT + _index(6, OF_X)
+    x0 = row * 32 + index(3, OF_X) * LANE + index(0, OF_X) * (COLUMNS * M)
+    x1 = index(4, OF_X) * BLOCK + index(5, OF_X) * EIGHT + index(6, OF_X)
     x += split * (WARPS * COLUMNS * M)
     gdc_wait()
     y = gl.zeros((WARPS, BLOCK_N, ROWS), gl.float32, layout=PRODUCT)

@@ -28,6 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from te_inductor.recipes.constants import Constant, constant
 from te_inductor.recipes.formats import E2M1, E4M3
+from te_inductor.templates.triton.layouts import index
 from te_inductor.templates.triton.nvfp4_decode import E4M3_VALUES, SCALE, TIMES
 from te_inductor.templates.triton.partial_sums import sum_dtype
 
@@ -309,25 +310,6 @@ def _multiply_all(
     _store(y, factor, rowwise.index(WHO), out, m, n, split, M, N, STORED)
 
 
-@gluon.constexpr_function
-def _of_dimension(layout: Any, dim: int) -> Any:
-    """The layout of a tensor that has only this dimension, of five."""
-    for other in range(4, -1, -1):
-        if other != dim:
-            layout = gl.SliceLayout(other, layout)
-    return layout
-
-
-@gluon.jit
-def _index(dim: gl.constexpr, layout: gl.constexpr):
-    """Along one of five dimensions, broadcast to the others."""
-    index = gl.arange(0, layout.shape[dim], layout=_of_dimension(layout, dim))
-    for other in gl.static_range(5):
-        if other != dim:
-            index = gl.expand_dims(index, other)
-    return index
-
-
 @gluon.jit
 def _store(y, factor, rowwise, out, m, n, split, M, N: gl.constexpr, STORED: gl.constexpr):
     """Dimensions: two columns of y, eight rows, two of them, row, column. What a lane adds to an address and what a
@@ -339,11 +321,11 @@ def _store(y, factor, rowwise, out, m, n, split, M, N: gl.constexpr, STORED: gl.
     x_scales = rowwise.load(gl.SliceLayout(0, gl.SliceLayout(4, STORED)))
     factor = gl.expand_dims(gl.expand_dims(gl.expand_dims(factor, 1), 2), 3)
     y = y * factor * gl.expand_dims(gl.expand_dims(x_scales, 0), 4)
-    lane = _index(0, STORED) * 2 + _index(2, STORED) * (2 * N)
-    register = _index(1, STORED) * (8 * N) + _index(3, STORED) * N + _index(4, STORED)
-    inside = m + _index(2, STORED) * 2 + (_index(1, STORED) * 8 + _index(3, STORED)) < M
+    lane = index(0, STORED) * 2 + index(2, STORED) * (2 * N)
+    register = index(1, STORED) * (8 * N) + index(3, STORED) * N + index(4, STORED)
+    inside = m + index(2, STORED) * 2 + (index(1, STORED) * 8 + index(3, STORED)) < M
     if N % BLOCK_N != 0:
-        inside = inside & (n + _index(0, STORED) * 2 + _index(4, STORED) < N)
+        inside = inside & (n + index(0, STORED) * 2 + index(4, STORED) < N)
     out += (split * M + m).to(gl.int64) * N + n
     gl.store(out + lane + register, y.to(out.dtype.element_ty), mask=inside)
 
