@@ -21,7 +21,7 @@ DECODE_ROWS = 128
 FEW_ROWS, PROMPT_ROWS = 64, 512
 # The FP8 GEMM of large batches: scales of rows, powers of two, so that a stored value is rounded once and rarely.
 _ROWWISE = Quantizer("e4m3", power_2_scale=True, scope="row")
-_PREFILL = Gemm("fprop", fast_accum=True, scopes=("row", "row"))
+PREFILL = Gemm("fprop", fast_accum=True, scopes=("row", "row"))
 _FP8_CAPABILITY, _HOPPER = (8, 9), (9, 0)
 _PROMPT_COLUMNS = 256  # K is a multiple of: what `nvfp4_linear_fp8` takes at a time
 
@@ -95,7 +95,8 @@ def nvfp4_way(m: Any, k: int, dtype: torch.dtype, device: torch.device, prefill:
         return "stored"
     if not fp8:
         return "exact"
-    return "decoded" if decodes and m <= PROMPT_ROWS else "recast"
+    # What a symbol stands for is asked when it runs, by the op: a third graph would be one too many.
+    return "decoded" if decodes and (isinstance(m, torch.SymInt) or m <= PROMPT_ROWS) else "recast"
 
 
 class _Frozen(torch.autograd.Function):
@@ -137,7 +138,7 @@ class _NVFP4:
         data, scale_inv = quantize(x, _ROWWISE)
         if way == "decoded":
             return nvfp4_linear_fp8(data, scale_inv, *weight, out_dtype)  # type: ignore[no-any-return]
-        return scaled_mm(data, scale_inv, *nvfp4_recast(*weight), None, _PREFILL, out_dtype)  # type: ignore[no-any-return]
+        return scaled_mm(data, scale_inv, *nvfp4_recast(*weight), None, PREFILL, out_dtype)  # type: ignore[no-any-return]
 
     @staticmethod
     def dequantized(

@@ -239,18 +239,18 @@ def test_kernels_that_start_early(m, recipe, monkeypatch):
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
-def test_three_compiles_for_all_batches():
+def test_two_compiles_for_all_batches():
     quantized = quantize_(model())
     run = torch.compile(quantized, backend=te_inductor.te, fullgraph=True, dynamic=True)
     torch._dynamo.utils.counters.clear()
     with torch.no_grad():
-        for m in (2, 5, 16, 40, 64, 100, 300):
+        for m in (2, 5, 16, 40, 64, 100, 300, 600):
             x = torch.randn(m, 512, device="cuda", dtype=torch.bfloat16)
             difference = torch.linalg.vector_norm((run(x) - quantized(x)).float())
             # Where activations are cast to E4M3, a last bit decides their roundings anew.
             bound = 0.02 if m <= ops_stored.FEW_ROWS else 0.1
             assert difference <= bound * torch.linalg.vector_norm(quantized(x).float())
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 
 def test_memory():

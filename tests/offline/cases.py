@@ -449,6 +449,10 @@ def prompt_nvfp4() -> Case:
     return _decoding(200)
 
 
+def prompt_nvfp4_dynamic() -> Case:
+    return _decoding(200, dynamic=True)
+
+
 def prefill_nvfp4() -> Case:
     return _decoding(4096)
 

@@ -349,6 +349,27 @@ def test_generated_prompt():
     assert not any(re.search(r"clone|permute", kernel.name) for kernel in code.kernels)
 
 
+def test_generated_prompt_of_any_length():
+    """One graph for all that are not few rows: its op asks how many there are when it runs."""
+    [source] = generate("prompt_nvfp4_dynamic", 90).sources
+    assert source.count("nvfp4_linear_fp8.default(") == 3 and "recast" not in source and "partial_sums" not in source
+
+
+def test_prompts_of_many_rows(monkeypatch):
+    """The op, behind as many rows as its kernel takes: the cast and the library's GEMM, here on a CPU."""
+    from te_inductor import ops_stored
+    from te_inductor.templates.triton import nvfp4_ops
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(nvfp4_ops, "nvfp4_expand", nvfp4)
+    codes, *scales = nvfp4.quantize(torch.randn(24, 256))
+    weight = nvfp4.store(codes), *scales
+    x, x_scale = torch.randn(ops_stored.PROMPT_ROWS + 1, 256).to(torch.float8_e4m3fn), torch.rand(513, 1)
+    y = nvfp4_ops._linear_fp8(x, x_scale, *weight, torch.float32)
+    expected = nvfp4.linear_fp8(x, x_scale, *weight, torch.float32)
+    assert torch.linalg.vector_norm(y - expected) <= 1e-6 * torch.linalg.vector_norm(expected)
+
+
 def test_generated_prefill():
     """A long prompt: weights cast to E4M3, FP8 GEMMs; gate and up share the cast of their input."""
     code = generate("prefill_nvfp4", 90)
