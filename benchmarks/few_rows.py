@@ -61,6 +61,7 @@ def compile_ahead(job: tuple[Config, int, int]) -> None:
 
 
 def run(a: Tensor, a_scale: Tensor, b_scale: Tensor, config: Config, dtype: torch.dtype, b: Tensor) -> Tensor:
+    """b comes last, as a layer's weights are what calls differ by."""
     return partial_sums.add_up(fp8_few_rows.partial_sums(a, a_scale, b, b_scale, config, dtype), dtype)
 
 

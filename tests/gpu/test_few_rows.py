@@ -38,8 +38,8 @@ def test_against_float64(m, size):
     n, k = size
     y = product(a, a_scale, b, b_scale, few_rows.cut(m, n, k)).double()
     wide = a.double() * a_scale.double(), b.double() * b_scale.double()
-    largest = (wide[0].abs()[:, None].view(m, 1, -1, K_STEP) * wide[1].abs()[None].view(1, n, -1, K_STEP)).amax(-1)
-    bound = largest.sum(-1) * K_STEP * KEPT + (wide[0].abs() @ wide[1].abs().t()) * (k + 3) * 2.0**-24
+    largest = torch.stack([(row.abs() * wide[1].abs()).view(n, -1, K_STEP).amax(-1).sum(-1) for row in wide[0]])
+    bound = largest * K_STEP * KEPT + (wide[0].abs() @ wide[1].abs().t()) * (k + 3) * 2.0**-24
     assert ((y - wide[0] @ wide[1].t()).abs() <= bound).all()
 
 
