@@ -20,8 +20,8 @@ from torch import Tensor
 
 from benchmarks import harness, table
 from benchmarks.decode import COLD, COPY
-from te_inductor.templates import few_rows
-from te_inductor.templates.few_rows import Config
+from te_inductor.runtime import few_rows
+from te_inductor.runtime.few_rows import Config
 from te_inductor.templates.triton import fp8_few_rows, partial_sums
 
 LAYERS = ((28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096), (14336, 4096), (128256, 4096))

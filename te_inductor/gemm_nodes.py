@@ -5,9 +5,10 @@ from typing import Any
 import torch
 from torch import fx
 from torch._inductor import config
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from te_inductor import ops
-from te_inductor.templates import few_rows
+from te_inductor.runtime import few_rows
 from te_inductor.templates.cutlass import scaled_mm as template
 from te_inductor.templates.cutlass.scaled_mm import Kernel, Problem
 
@@ -31,8 +32,8 @@ def is_of_few_rows(node: fx.Node) -> bool:
         return False
     a, _, b, _, _, gemm = node.args[:6]
     x, w = a.meta["val"], b.meta["val"]  # type: ignore[union-attr]
-    sizes = (x.shape[0], w.shape[0], x.shape[1])
-    return few_rows.choose(x.device, sizes, (x.dtype, w.dtype), gemm) is not None  # type: ignore[arg-type]
+    few = statically_known_true(x.shape[0] <= few_rows.MOST) and statically_known_true(x.shape[0] > 0)
+    return few_rows.choose(x.device, few, w.shape, (x.dtype, w.dtype), gemm) is not None  # type: ignore[arg-type]
 
 
 def kernel_of(gemm: fx.Node, out: torch.dtype | None = None, **more: Any) -> Kernel | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from te_inductor.compat import constant_type_name
 from te_inductor.ops import _define, dequantize, quantize, scaled_mm
 from te_inductor.recipes import Gemm, Quantizer, Slots
-from te_inductor.runtime import nvfp4
+from te_inductor.runtime import few_rows, nvfp4
 
 # Up to DECODE_ROWS of x a GPU multiplies with the stored NVFP4 values, above it casts them first: docs/performance.md. On
 # Hopper, where FP8 is allowed, that ends at FEW_ROWS, and up to PROMPT_ROWS values become FP8 as they are multiplied.
@@ -152,6 +152,9 @@ class _FP8:
 
     @staticmethod
     def product(x: Tensor, data: Tensor, scale_inv: Tensor, slots: Slots, out_dtype: torch.dtype) -> Tensor:
+        rows, dtypes = x.shape[0], (data.dtype, data.dtype)
+        if isinstance(rows, torch.SymInt) and few_rows.choose(x.device, True, data.shape, dtypes, slots.fprop):
+            bool(rows <= few_rows.MOST)  # asked, so that there is a graph for few rows, and another for more
         return scaled_mm(*quantize(x, slots.input), data, scale_inv, None, slots.fprop, out_dtype)  # type: ignore[no-any-return]
 
     @staticmethod

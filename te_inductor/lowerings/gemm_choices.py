@@ -18,8 +18,8 @@ from te_inductor import compat
 from te_inductor.gemm_nodes import measures
 from te_inductor.recipes import Gemm
 from te_inductor.recipes.formats import BLOCK_1X128, BLOCK_128X128, E2M1, ROW, TENSOR, Scope
+from te_inductor.runtime import few_rows
 from te_inductor.runtime.activation import Activation
-from te_inductor.templates import few_rows
 from te_inductor.templates.cutlass import build, launch
 from te_inductor.templates.cutlass import scaled_mm as template
 from te_inductor.templates.cutlass.scaled_mm import ANOTHER, NOTHING, OUTPUT, Problem, Tile
@@ -102,10 +102,11 @@ def quantizing(
 
 def of_few_rows(a: ir.TensorBox, b: ir.TensorBox, gemm: Gemm) -> few_rows.Config | None:
     """How the kernel for few rows cuts ``a @ b.T``, if it takes it."""
-    sizes = _numbers([a.get_size()[0], b.get_size()[0], a.get_size()[1]])
+    (rows, _), sizes, known = a.get_size(), _numbers(b.get_size()), V.graph.sizevars
     if sizes is None or V.graph.cpp_wrapper:
         return None
-    return few_rows.choose(a.get_device_or_error(), sizes, (a.get_dtype(), b.get_dtype()), gemm)
+    few = known.statically_known_leq(rows, few_rows.MOST) and known.statically_known_geq(rows, 1)
+    return few_rows.choose(a.get_device_or_error(), few, sizes, (a.get_dtype(), b.get_dtype()), gemm)
 
 
 def _those(bias: ir.TensorBox | None) -> list[ir.TensorBox]:

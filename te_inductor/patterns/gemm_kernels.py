@@ -12,8 +12,8 @@ from te_inductor.patterns.rule import Match
 from te_inductor.patterns.support import value
 from te_inductor.recipes import Gemm, NVFP4WeightOnly, Quantizer, Recipe, Slots
 from te_inductor.recipes.formats import BLOCK_1X128
+from te_inductor.runtime import few_rows
 from te_inductor.runtime.eager import BLOCK_SCALES
-from te_inductor.templates import few_rows
 from te_inductor.templates.cutlass import scaled_mm
 from te_inductor.templates.cutlass.scaled_mm import NOTHING, OUTPUT, Kernel, Problem
 
@@ -57,7 +57,9 @@ def choose(
 
 def _is_of_few_rows(match: Match, slots: Slots, gemm: str, shapes: tuple[Any, int, int], options: Options) -> bool:
     a, b = (quantizer.format.dtype for quantizer in _operands(slots, gemm))
-    found = few_rows.choose(value(match.node).device, shapes, (a, b), getattr(slots, gemm))
+    m = shapes[0]
+    few = isinstance(m, int) and 0 < m <= few_rows.MOST
+    found = few_rows.choose(value(match.node).device, few, shapes[1:], (a, b), getattr(slots, gemm))
     return found is not None and not options.inductor.get("cpp_wrapper", config.cpp_wrapper)
 
 

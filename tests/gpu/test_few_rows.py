@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import te_inductor
+from te_inductor.runtime import few_rows
 from te_inductor.stored_weight import StoredWeight
-from te_inductor.templates import few_rows
 
 pytestmark = pytest.mark.gpu
 K_STEP = 32  # products that the tensor core aligns to the largest
@@ -109,6 +109,18 @@ def test_compiled(recipe, mode):
     assert report.sites
     error, others = (y - exact).norm(), [(other - exact).norm() for other in library]
     assert error <= 1.1 * min(others) and error <= 0.1 * (exact - x).norm()
+
+
+def test_two_compiles_for_all_batches():
+    model, _ = layer("rowwise")
+    run = torch.compile(model, backend="te", fullgraph=True, dynamic=True)
+    torch._dynamo.utils.counters.clear()
+    with torch.no_grad():
+        for m in (2, 5, 16, 17, 40, 300):
+            x = torch.randn(m, 512, device="cuda", dtype=torch.bfloat16)
+            exact = plain(model)(x.double())
+            assert (run(x) - exact).norm() <= 0.1 * (exact - x).norm()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 
 PROGRAM = """

@@ -424,6 +424,10 @@ def decode_fp8() -> Case:
     return _decoding(16, store=_stored_fp8)
 
 
+def decode_fp8_dynamic() -> Case:
+    return _decoding(5, dynamic=True, store=_stored_fp8)
+
+
 def more_rows_fp8() -> Case:
     return _decoding(17, store=_stored_fp8)
 

@@ -8,8 +8,7 @@ import itertools
 
 import torch
 
-from te_inductor.runtime import nvfp4
-from te_inductor.templates import few_rows
+from te_inductor.runtime import few_rows, nvfp4
 from te_inductor.templates.triton import few_queries, fp8_few_rows, nvfp4_expand, nvfp4_linear, partial_sums
 from te_inductor.templates.triton.nvfp4_linear import Config
 from tests.offline.interpret import mend_conversions

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from te_inductor.recipes import Gemm
-from te_inductor.templates import few_rows
+from te_inductor.runtime import few_rows
 from tests.offline.harness import generate
 from tests.offline.test_nvfp4 import TOUCHES, compiled
 
@@ -25,12 +25,12 @@ def test_cut(monkeypatch):
                 assert config.stages * (few_rows.BLOCK_N + config.rows) * config.block_k <= few_rows.SHARED
     cuda, e4m3, row = torch.device("cuda"), (few_rows.DTYPE, few_rows.DTYPE), Gemm("fprop", True, ("row", "tensor"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    assert few_rows.choose(cuda, (16, 64, 128), e4m3, row) == few_rows.cut(16, 64, 128)
-    for sizes in ((0, 64, 128), (17, 64, 128), (16, 63, 128), (16, 64, 64), (torch.SymInt, 64, 128)):
-        assert few_rows.choose(cuda, sizes, e4m3, row) is None
-    assert few_rows.choose(torch.device("cpu"), (16, 64, 128), e4m3, row) is None
-    assert few_rows.choose(cuda, (16, 64, 128), (few_rows.DTYPE, torch.float8_e5m2), row) is None
-    assert few_rows.choose(cuda, (16, 64, 128), e4m3, Gemm("fprop", True, ("1x128", "128x128"))) is None
+    assert few_rows.choose(cuda, True, (64, 128), e4m3, row) == few_rows.cut(16, 64, 128)
+    for few, *sizes in ((False, 64, 128), (True, 63, 128), (True, 64, 64), (True, torch.SymInt, 128)):
+        assert few_rows.choose(cuda, few, tuple(sizes), e4m3, row) is None
+    assert few_rows.choose(torch.device("cpu"), True, (64, 128), e4m3, row) is None
+    assert few_rows.choose(cuda, True, (64, 128), (few_rows.DTYPE, torch.float8_e5m2), row) is None
+    assert few_rows.choose(cuda, True, (64, 128), e4m3, Gemm("fprop", True, ("1x128", "128x128"))) is None
 
 
 def test_cubin():
@@ -71,9 +71,10 @@ def test_registered():
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_generated():
+@pytest.mark.parametrize("case", ["decode_fp8", "decode_fp8_dynamic"])
+def test_generated(case):
     """A step of generation: the kernel for each layer, and kernels that start early around them."""
-    code = generate("decode_fp8", 90)
+    code = generate(case, 90)
     [source] = code.sources
     assert source.count("fp8_partial_sums.default(") == 3 and "_scaled_mm(" not in source
     for kernel in code.kernels:  # Note [Kernels that start early]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from te_inductor.compat import constant_type_name
 from te_inductor.ops import _define
-from te_inductor.templates.few_rows import BLOCK_N, Config
+from te_inductor.runtime.few_rows import BLOCK_N, Config
 from te_inductor.templates.triton.partial_sums import sum_dtype
 
 PROMOTED = tl.constexpr(128)

@@ -1,4 +1,4 @@
-"""Which FP8 GEMMs of few rows have a kernel of ours, triton/fp8_few_rows.py, and how it cuts the work.
+"""Which FP8 GEMMs of few rows have a kernel of ours, templates/triton/fp8_few_rows.py, and how it cuts the work.
 
 A tile of b is one program's where there are many tiles, else several programs share its K, as many as run at one time
 (docs/performance.md, "FP8 weights and few rows").
@@ -36,18 +36,19 @@ class Config(Constant):
 
 def choose(
     device: torch.device,
-    sizes: tuple[object, ...],  # M, N and K, ints where they are known
+    few: bool,  # whether it is known that there are 1 to MOST rows
+    sizes: tuple[object, ...],  # N and K, ints where they are known
     dtypes: tuple[torch.dtype, torch.dtype],
     gemm: Gemm,
 ) -> Config | None:
-    """None where the kernel does not compute ``a[M, K] @ b[N, K].T``, or there are too many rows for it to pay."""
-    m, n, k = sizes
-    known = isinstance(m, int) and isinstance(n, int) and isinstance(k, int)
+    """None where the kernel does not compute ``a[M, K] @ b[N, K].T``, or there may be too many rows for it to pay."""
+    n, k = sizes
+    known = few and isinstance(n, int) and isinstance(k, int)
     if not known or device.type != "cuda" or torch.cuda.get_device_capability(device) != CAPABILITY:
         return None
-    fits = 0 < m <= MOST and n >= BLOCK_N and k % 128 == 0  # type: ignore[operator]
+    fits = n >= BLOCK_N and k % 128 == 0  # type: ignore[operator]
     scopes = all(scope in (TENSOR, ROW) for scope in gemm.granularities)
-    return cut(m, n, k) if fits and scopes and dtypes == (DTYPE, DTYPE) else None  # type: ignore[arg-type]
+    return cut(MOST, n, k) if fits and scopes and dtypes == (DTYPE, DTYPE) else None  # type: ignore[arg-type]
 
 
 def cut(m: int, n: int, k: int) -> Config:
