@@ -22,7 +22,7 @@ FEW_ROWS, PROMPT_ROWS = 64, 512
 # The FP8 GEMM of large batches: scales of rows, powers of two, so that a stored value is rounded once and rarely.
 _ROWWISE = Quantizer("e4m3", power_2_scale=True, scope="row")
 PREFILL = Gemm("fprop", fast_accum=True, scopes=("row", "row"))
-_FP8_CAPABILITY, _HOPPER = (8, 9), (9, 0)
+_FP8_CAPABILITY, HOPPER = (8, 9), (9, 0)
 _PROMPT_COLUMNS = 256  # K is a multiple of: what `nvfp4_linear_fp8` takes at a time
 
 
@@ -90,7 +90,7 @@ def nvfp4_way(m: Any, k: int, dtype: torch.dtype, device: torch.device, prefill:
         return "exact"
     capability = torch.cuda.get_device_capability(device)
     fp8 = prefill == "fp8" and capability >= _FP8_CAPABILITY
-    decodes = fp8 and capability == _HOPPER and k % _PROMPT_COLUMNS == 0
+    decodes = fp8 and capability == HOPPER and k % _PROMPT_COLUMNS == 0
     if m <= (FEW_ROWS if decodes else DECODE_ROWS):
         return "stored"
     if not fp8:

@@ -1,6 +1,5 @@
 """`quantize_`: store the weights of a model's linear layers in low precision, once, for inference."""
 
-import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
@@ -93,8 +92,6 @@ def _refusal(weight: Tensor, owners: list[nn.Module]) -> Refusal | None:
 
 
 def _stored(weight: Tensor, recipe: Recipe) -> nn.Parameter:
-    if weight.is_cuda and importlib.util.find_spec("triton"):
-        from te_inductor.templates.triton import nvfp4_ops  # noqa: F401  kernels for eager calls
     with torch.no_grad():
         return nn.Parameter(store(weight.detach(), recipe), requires_grad=False)
 

@@ -9,10 +9,12 @@ It is a constant: it asks for no gradient and is changed in place by `copy_` alo
 it, from another stored weight or from one in high precision.
 """
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._triton import has_triton_package
 
 from te_inductor import ops, ops_stored
 from te_inductor.errors import RecipeError, StoredWeightError
@@ -20,6 +22,13 @@ from te_inductor.recipes import Float8BlockScaling, Float8CurrentScaling, Float8
 from te_inductor.runtime import microscaling, nvfp4
 
 aten = torch.ops.aten
+
+
+@functools.cache
+def _register_kernels() -> None:
+    """NVFP4's, before anything calls them: eager code, generated code, and such as a compile cache returns."""
+    if has_triton_package():
+        from te_inductor.templates.triton import nvfp4_ops  # noqa: F401
 
 
 class StoredWeight(Tensor):
@@ -137,6 +146,12 @@ class NVFP4Weight(StoredWeight):
     [Order of a stored block]; a pickled one is in NVFP4's own."""
 
     PARTS = ("stored", "block_scale", "tensor_scale")
+
+    def __init__(self, parts: tuple[Tensor, ...], shape: torch.Size, dtype: torch.dtype, recipe: Recipe) -> None:
+        super().__init__(parts, shape, dtype, recipe)
+        if parts[0].is_cuda:
+            _register_kernels()
+
     stored: Tensor  # (N, K padded to 16, / 2) uint8
     block_scale: Tensor  # (N, K/16) e4m3
     tensor_scale: Tensor  # () fp32

@@ -18,6 +18,7 @@ def install(fallback: str = "warn") -> Callable[[Callable[..., Any]], Callable[.
     from torch._inductor import lowering
     from torch._inductor.codegen.triton import TritonScheduling
     from torch._inductor.virtualized import V
+    from torch.utils._triton import has_triton_package
 
     from te_inductor import flops  # noqa: F401
     from te_inductor.lowerings import deferred_wgrads, few_rows, main_grads, nvfp4_linear, quantize, scaled_mm  # noqa: F401
@@ -25,9 +26,9 @@ def install(fallback: str = "warn") -> Callable[[Callable[..., Any]], Callable[.
     from te_inductor.lowerings.early_start import EarlyKernel
     from te_inductor.lowerings.registry import failures_said
 
-    if torch.cuda.is_available():
-        # Ops that generated code calls, also such as a compile cache returns.
-        from te_inductor.templates.triton import few_queries, fp8_few_rows, nvfp4_ops  # noqa: F401
+    if torch.cuda.is_available() and has_triton_package():
+        # Ops that generated code calls, also such as a compile cache returns. NVFP4's come with its weights.
+        from te_inductor.templates.triton import few_queries, fp8_few_rows  # noqa: F401
 
     def wrap(inner_compile: Callable[..., Any]) -> Callable[..., Any]:
         def compile_graph(*args: Any, **kwargs: Any) -> Any:

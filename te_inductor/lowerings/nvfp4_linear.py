@@ -64,7 +64,7 @@ def nvfp4_linear_fp8(
     device, rows = x.get_device_or_error(), x.get_size()[0]
     # Else the op asks how many there are, as it runs.
     few = V.graph.sizevars.statically_known_leq(rows, ops_stored.PROMPT_ROWS)
-    if not few or device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+    if not few or device.type != "cuda" or torch.cuda.get_device_capability(device) != ops_stored.HOPPER:
         return called(ops_stored.nvfp4_linear_fp8, *given, out_dtype)
     from te_inductor.templates.triton import nvfp4_fp8, nvfp4_ops
 

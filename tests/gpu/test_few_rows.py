@@ -107,6 +107,7 @@ def test_compiled(recipe, mode):
     report = te_inductor.explain(model, x)
     assert {site.kernel for site in report.sites} == {"triton:fp8_few_rows"}
     assert report.sites
+    # Norms of 2048 roundings differ by 2% from draw to draw.
     error, others = (y - exact).norm(), [(other - exact).norm() for other in library]
     assert error <= 1.1 * min(others) and error <= 0.1 * (exact - x).norm()
 

@@ -52,7 +52,7 @@ def _linear_fp8(
     x: Tensor, x_scale: Tensor, stored: Tensor, block_scale: Tensor, tensor_scale: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
     weight = stored, block_scale, tensor_scale
-    if torch.cuda.get_device_capability(x.device) != (9, 0):
+    if torch.cuda.get_device_capability(x.device) != ops_stored.HOPPER:
         return nvfp4.linear_fp8(x, x_scale, *weight, out_dtype)
     if x.shape[0] > ops_stored.PROMPT_ROWS:
         return eager.scaled_mm(x, x_scale, *_recast(*weight), None, ops_stored.PREFILL, out_dtype)
