@@ -121,10 +121,9 @@ def _start_workers() -> None:
 
 def _inductor(options: Options, name: str | None) -> Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]:
     """Inductor with the mode's options, the user's, our lowerings, and our pass on its graphs."""
-    from torch._functorch import config as functorch
     from torch._inductor import config as inductor
 
-    from te_inductor import lowerings
+    from te_inductor import flops, lowerings
     from te_inductor.joint_graph import JointGraph
     from te_inductor.post_grad import PostGrad
 
@@ -137,8 +136,7 @@ def _inductor(options: Options, name: str | None) -> Callable[[fx.GraphModule, S
 
     def compile(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         try:
-            # An activation memory budget weighs our ops too (flops.py); all but torch's own would count as free.
-            with functorch.patch(is_non_builtin_to_include=True):
+            with flops.weighed():
                 return compat.compile_fx(gm, inputs, patches, wrap_inner, name)  # type: ignore[no-any-return]
         except Exception as error:
             if not _is_of_files(error):

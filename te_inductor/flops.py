@@ -1,10 +1,14 @@
 """FLOPs of the products, for torch's `FlopCounterMode` and for its partitioner, which weighs by them what the backward
 recomputes where users set an activation memory budget. Sizes are those that are multiplied, padding included."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
+from torch._functorch import config, partitioners
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from te_inductor import ops, ops_stored
 from te_inductor.recipes import Gemm
@@ -32,6 +36,24 @@ def nvfp4_linear_fp8(x: Tensor, x_scale: Tensor, stored: Tensor, *_: Any, **__: 
 @register_flop_formula(ops_stored.nvfp4_linear.overloadpacket, get_raw=True)
 def nvfp4_linear(x: Tensor, stored: Tensor, *_: Any, **__: Any) -> int:
     return 2 * x.shape[0] * x.shape[1] * stored.shape[0]
+
+
+@contextmanager
+def weighed() -> Iterator[None]:
+    """Have torch's partitioner weigh, under a budget, whatever has FLOPs. By itself it takes all ops but its own for free, and
+    of its own those that a list lacks (2.11 to 2.15), cuDNN's attention among them, which is what runs on Hopper."""
+    ops_of_torch = partitioners.get_default_op_list
+
+    def with_flops() -> partitioners.OpTypes:
+        types = ops_of_torch()
+        types.compute_intensive_ops.update(flop_registry)
+        return types
+
+    with (
+        config.patch(is_non_builtin_to_include=True),
+        mock.patch.object(partitioners, "get_default_op_list", with_flops),
+    ):
+        yield
 
 
 def _product(a: Tensor, b: Tensor, gemm: Gemm) -> int:

@@ -32,8 +32,9 @@ def is_of_few_rows(node: fx.Node) -> bool:
         return False
     a, _, b, _, _, gemm = node.args[:6]
     x, w = a.meta["val"], b.meta["val"]  # type: ignore[union-attr]
-    few = statically_known_true(x.shape[0] <= few_rows.MOST) and statically_known_true(x.shape[0] > 0)
-    return few_rows.choose(x.device, few, w.shape, (x.dtype, w.dtype), gemm) is not None  # type: ignore[arg-type]
+    m = x.shape[0]
+    most = few_rows.at_most(lambda rows: statically_known_true(m <= rows) and statically_known_true(m > 0))
+    return few_rows.choose(x.device, most, w.shape, (x.dtype, w.dtype), gemm) is not None  # type: ignore[arg-type]
 
 
 def kernel_of(gemm: fx.Node, out: torch.dtype | None = None, **more: Any) -> Kernel | None:

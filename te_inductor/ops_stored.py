@@ -152,9 +152,9 @@ class _FP8:
 
     @staticmethod
     def product(x: Tensor, data: Tensor, scale_inv: Tensor, slots: Slots, out_dtype: torch.dtype) -> Tensor:
-        rows, dtypes = x.shape[0], (data.dtype, data.dtype)
-        if isinstance(rows, torch.SymInt) and few_rows.choose(x.device, True, data.shape, dtypes, slots.fprop):
-            bool(rows <= few_rows.MOST)  # asked, so that there is a graph for few rows, and another for more
+        m, least, dtypes = x.shape[0], few_rows.ROWS[0], (data.dtype, data.dtype)
+        if isinstance(m, torch.SymInt) and few_rows.choose(x.device, least, data.shape, dtypes, slots.fprop):
+            bool(m <= least)  # asked, so that there is a graph for few rows, and another for more
         return scaled_mm(*quantize(x, slots.input), data, scale_inv, None, slots.fprop, out_dtype)  # type: ignore[no-any-return]
 
     @staticmethod

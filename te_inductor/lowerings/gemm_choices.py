@@ -102,11 +102,11 @@ def quantizing(
 
 def of_few_rows(a: ir.TensorBox, b: ir.TensorBox, gemm: Gemm) -> few_rows.Config | None:
     """How the kernel for few rows cuts ``a @ b.T``, if it takes it."""
-    (rows, _), sizes, known = a.get_size(), _numbers(b.get_size()), V.graph.sizevars
+    (m, _), sizes, known = a.get_size(), _numbers(b.get_size()), V.graph.sizevars
     if sizes is None or V.graph.cpp_wrapper:
         return None
-    few = known.statically_known_leq(rows, few_rows.MOST) and known.statically_known_geq(rows, 1)
-    return few_rows.choose(a.get_device_or_error(), few, sizes, (a.get_dtype(), b.get_dtype()), gemm)
+    most = few_rows.at_most(lambda rows: known.statically_known_leq(m, rows) and known.statically_known_geq(m, 1))
+    return few_rows.choose(a.get_device_or_error(), most, sizes, (a.get_dtype(), b.get_dtype()), gemm)
 
 
 def _those(bias: ir.TensorBox | None) -> list[ir.TensorBox]:

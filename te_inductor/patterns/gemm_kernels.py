@@ -58,8 +58,8 @@ def choose(
 def _is_of_few_rows(match: Match, slots: Slots, gemm: str, shapes: tuple[Any, int, int], options: Options) -> bool:
     a, b = (quantizer.format.dtype for quantizer in _operands(slots, gemm))
     m = shapes[0]
-    few = isinstance(m, int) and 0 < m <= few_rows.MOST
-    found = few_rows.choose(value(match.node).device, few, shapes[1:], (a, b), getattr(slots, gemm))
+    most = few_rows.at_most(lambda rows: isinstance(m, int) and 0 < m <= rows)
+    found = few_rows.choose(value(match.node).device, most, shapes[1:], (a, b), getattr(slots, gemm))
     return found is not None and not options.inductor.get("cpp_wrapper", config.cpp_wrapper)
 
 

@@ -5,6 +5,7 @@ A tile of b is one program's where there are many tiles, else several programs s
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -14,8 +15,7 @@ from te_inductor.recipes.formats import ROW, TENSOR
 
 CAPABILITY = (9, 0)  # wgmma, griddepcontrol; later ones are not measured
 DTYPE = torch.float8_e4m3fn  # of both operands
-ROWS = (16, 32, 64)  # of a in one program
-MOST = 16  # rows of a: more are not measured
+ROWS = (16, 32, 64)  # of a in one program, and in all: of more cuBLASLt is as fast
 BLOCK_N = 64  # rows of b in one program: the other side
 FULL = 396  # tiles that fill the card with five programs on a multiprocessor, of an H200's 132
 MANY = 96  # tiles of which each is better left to one program that has more in flight
@@ -34,26 +34,31 @@ class Config(Constant):
     stages: int  # of `block_k` columns on their way
 
 
+def at_most(holds: Callable[[int], bool]) -> int | None:
+    """The least of ROWS that a's rows are known not to exceed, if any; `holds` is asked of each."""
+    return next((rows for rows in ROWS if holds(rows)), None)
+
+
 def choose(
     device: torch.device,
-    few: bool,  # whether it is known that there are 1 to MOST rows
+    m: int | None,  # rows of a, at most; None where there may be any number
     sizes: tuple[object, ...],  # N and K, ints where they are known
     dtypes: tuple[torch.dtype, torch.dtype],
     gemm: Gemm,
 ) -> Config | None:
     """None where the kernel does not compute ``a[M, K] @ b[N, K].T``, or there may be too many rows for it to pay."""
     n, k = sizes
-    known = few and isinstance(n, int) and isinstance(k, int)
+    known = m is not None and isinstance(n, int) and isinstance(k, int)
     if not known or device.type != "cuda" or torch.cuda.get_device_capability(device) != CAPABILITY:
         return None
     fits = n >= BLOCK_N and k % 128 == 0  # type: ignore[operator]
     scopes = all(scope in (TENSOR, ROW) for scope in gemm.granularities)
-    return cut(MOST, n, k) if fits and scopes and dtypes == (DTYPE, DTYPE) else None  # type: ignore[arg-type]
+    return cut(m, n, k) if fits and scopes and dtypes == (DTYPE, DTYPE) else None  # type: ignore[arg-type]
 
 
 def cut(m: int, n: int, k: int) -> Config:
     """Of a K that is a multiple of 128, and any number of rows."""
-    rows = next((rows for rows in ROWS if m <= rows), ROWS[-1])
+    rows = at_most(lambda rows: m <= rows) or ROWS[-1]
     tiles = -(-n // BLOCK_N)
     block_k, splits, stages = 128, 1, 4 if tiles >= FULL else 8
     if tiles < MANY and k % 256 == 0:

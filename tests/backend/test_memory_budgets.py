@@ -9,10 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._functorch import config as functorch
+from torch._functorch.aot_autograd import aot_function, make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import te_inductor
-from te_inductor import flops, joint_graph  # noqa: F401
+from te_inductor import flops, joint_graph
 from te_inductor.operations import Linear
 from tests.backend.test_autograd import same
 from tests.numerics.test_linear import Calls
@@ -162,3 +165,23 @@ def test_flops_of_a_stored_weight():
     with FlopCounterMode(display=False) as counted, torch.no_grad():
         layer(torch.randn(4, DIM))
     assert counted.get_total_flops() == 2 * 4 * DIM * 2 * DIM
+
+
+def test_attention_is_not_for_free():
+    """cuDNN's, which torch's partitioner would compute again before a product of a hundredth of its FLOPs."""
+    attention = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+    graphs = []
+
+    def keep(gm, _):
+        graphs.append(gm.graph)
+        return make_boxed_func(gm.forward)
+
+    def attend(x, w):
+        q, k, v = (x @ w).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        return attention(q, k, v, None, True, 0.0, True)[0].transpose(1, 2).flatten(2).sin()
+
+    with FakeTensorMode(), functorch.patch(activation_memory_budget=0.5), flops.weighed():
+        x, w = torch.randn(2, 8192, 64, requires_grad=True), torch.randn(64, 192, requires_grad=True)
+        aot_function(attend, keep, keep, min_cut_rematerialization_partition)(x, w).sum().backward()
+    assert [len(graph.find_nodes(op="call_function", target=attention)) for graph in graphs] == [1, 0]
+    assert functorch.is_non_builtin_to_include is False

@@ -428,8 +428,12 @@ def decode_fp8_dynamic() -> Case:
     return _decoding(5, dynamic=True, store=_stored_fp8)
 
 
+def batch_fp8() -> Case:
+    return _decoding(40, store=_stored_fp8)
+
+
 def more_rows_fp8() -> Case:
-    return _decoding(17, store=_stored_fp8)
+    return _decoding(65, store=_stored_fp8)
 
 
 def decode_attention_nvfp4() -> Case:

@@ -25,12 +25,12 @@ def test_cut(monkeypatch):
                 assert config.stages * (few_rows.BLOCK_N + config.rows) * config.block_k <= few_rows.SHARED
     cuda, e4m3, row = torch.device("cuda"), (few_rows.DTYPE, few_rows.DTYPE), Gemm("fprop", True, ("row", "tensor"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    assert few_rows.choose(cuda, True, (64, 128), e4m3, row) == few_rows.cut(16, 64, 128)
-    for few, *sizes in ((False, 64, 128), (True, 63, 128), (True, 64, 64), (True, torch.SymInt, 128)):
-        assert few_rows.choose(cuda, few, tuple(sizes), e4m3, row) is None
-    assert few_rows.choose(torch.device("cpu"), True, (64, 128), e4m3, row) is None
-    assert few_rows.choose(cuda, True, (64, 128), (few_rows.DTYPE, torch.float8_e5m2), row) is None
-    assert few_rows.choose(cuda, True, (64, 128), e4m3, Gemm("fprop", True, ("1x128", "128x128"))) is None
+    assert few_rows.choose(cuda, 16, (64, 128), e4m3, row) == few_rows.cut(16, 64, 128)
+    for most, *sizes in ((None, 64, 128), (16, 63, 128), (16, 64, 64), (16, torch.SymInt, 128)):
+        assert few_rows.choose(cuda, most, tuple(sizes), e4m3, row) is None
+    assert few_rows.choose(torch.device("cpu"), 16, (64, 128), e4m3, row) is None
+    assert few_rows.choose(cuda, 16, (64, 128), (few_rows.DTYPE, torch.float8_e5m2), row) is None
+    assert few_rows.choose(cuda, 16, (64, 128), e4m3, Gemm("fprop", True, ("1x128", "128x128"))) is None
 
 
 def test_cubin():
@@ -78,7 +78,7 @@ def test_registered():
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-@pytest.mark.parametrize("case", ["decode_fp8", "decode_fp8_dynamic"])
+@pytest.mark.parametrize("case", ["decode_fp8", "decode_fp8_dynamic", "batch_fp8"])
 def test_generated(case):
     """A step of generation: the kernel for each layer, and kernels that start early around them."""
     code = generate(case, 90)

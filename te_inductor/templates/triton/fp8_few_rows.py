@@ -1,6 +1,6 @@
 """``a @ b.T`` of FP8 operands with one scale or scales of rows, and few rows of a: as fast as b can be read.
 
-cuBLASLt's FP8 kernels are made for many rows: with up to 16 they are no faster than bf16's, or slower (docs/performance.md).
+cuBLASLt's FP8 kernels are made for many rows: with up to 64 most are no faster than bf16's, or slower (docs/performance.md).
 b, the weight, is the tensor core's left operand here, so that its N fills the 64 rows of an instruction and a's rows the
 other side. Blocks of K are dealt to `splits` programs in turn, so that what runs at one time reads neighbouring bytes;
 `partial_sums` says who adds them up. The tensor core keeps some 14 bits of a sum (docs/numerics.md, "The three GEMMs"), so
