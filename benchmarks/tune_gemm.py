@@ -1,13 +1,13 @@
 """Times every CUTLASS tile against cuBLASLt and writes the table by which fp8 GEMMs are chosen.
 
     python -m benchmarks.tune_gemm --write
+    python -m benchmarks.tune_gemm --models llama-3-70b --tokens 8192    # "table": what is chosen there as it stands
 
-Shapes are those of the GEMMs of a Llama-3-8B layer, q, k, v and gate, up as one with one scale a tensor and with scales of
-blocks, apart with one a row. A wgrad that adds to an fp32 total in place ("output") is timed against cuBLASLt's, which
-writes fp32, and a kernel that adds; there each weight has its own. A GEMM that writes the FP8 copy of GELU of its sum
-("quantized") is timed against the table's GEMM and the generated kernel behind it. Operands are random: on zeros a
-power-limited card runs faster than it ever will in training. A tile is chosen where it takes at most `GAIN` of cuBLASLt's
-time.
+Shapes are those of the GEMMs of a layer, q, k, v and gate, up as one; of Llama-3-8B apart with one scale a row. A wgrad
+that adds to an fp32 total in place ("output") is timed against cuBLASLt's, which writes fp32, and a kernel that adds; there
+each weight has its own. A GEMM that writes the FP8 copy of GELU of its sum ("quantized") is timed against the table's GEMM
+and the generated kernel behind it. Operands are random: on zeros a power-limited card runs faster than it ever will in
+training. A tile is chosen where it takes at most `GAIN` of cuBLASLt's time.
 """
 
 import argparse
@@ -32,10 +32,16 @@ from te_inductor.templates.cutlass import build, launch, scaled_mm, versions
 from te_inductor.templates.cutlass.scaled_mm import NOTHING, OUTPUT, ROUNDED, TABLE, Problem, Tile, tiles
 
 TOKENS = (2048, 4096, 8192, 16384)
-LAYERS = {  # N x K of a weight: by tensor, by row
-    "tensor": ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)),
-    "row": ((1024, 4096), (4096, 4096), (14336, 4096), (4096, 14336)),
+LLAMA = "llama-3-8b"
+MODELS = {  # N x K of each weight
+    LLAMA: ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)),
+    "llama-3.2-1b": ((3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192)),
+    "llama-3.2-3b": ((5120, 3072), (3072, 3072), (16384, 3072), (3072, 8192)),
+    "qwen-2.5-7b": ((4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944)),
+    "llama-2-13b": ((15360, 5120), (5120, 5120), (27648, 5120), (5120, 13824)),
+    "llama-3-70b": ((10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672)),
 }
+APART = ((1024, 4096), (4096, 4096), (14336, 4096), (4096, 14336))  # of LLAMA
 BLOCKS = "blocks"  # scales of them, which nothing is added to
 QUANTIZED = "quantized"  # the output, with an activation
 MLPS = ((4096, 1024), (8192, 2048), (16384, 4096))  # N x K of the layer in front of the activation
@@ -48,6 +54,7 @@ ERROR = 0.01  # relative, between two bf16 outputs of the same product; a wrong 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS, help="for plain GEMMs and blocks")
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
     parser.add_argument("--rounds", type=int, default=5, help="arms take turns; the median round counts")
     parser.add_argument("--iters", type=int, default=10)
@@ -58,9 +65,11 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def problems(tokens: list[int], kinds: list[str]) -> list[Problem]:
-    found = {NOTHING: plain, OUTPUT: totals, BLOCKS: blocks, QUANTIZED: quantized}
-    return [problem for kind in kinds for problem in found[kind](tokens)]
+def problems(models: list[str], tokens: list[int], kinds: list[str]) -> list[Problem]:
+    own = {NOTHING: plain, BLOCKS: blocks}
+    of_all = {OUTPUT: totals, QUANTIZED: quantized}
+    found = [of_all[kind](tokens) if kind in of_all else own[kind](model, tokens) for kind in kinds for model in models]
+    return list(dict.fromkeys(problem for several in found for problem in several))
 
 
 def identity(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -80,36 +89,36 @@ def quantized(tokens: list[int]) -> list[Problem]:
     return [Problem(ARCH, m, n, k, E4M3, E4M3, E4M3, *kind) for m in tokens for n, k in MLPS]
 
 
-def blocks(tokens: list[int]) -> list[Problem]:
+def blocks(model: str, tokens: list[int]) -> list[Problem]:
     """fprop and dgrad with square blocks of the weight, wgrad without."""
-    found: dict[Problem, None] = {}
-    for m in tokens:
-        for n, k in LAYERS["tensor"]:
-            square, one_row = BLOCK_128X128.name, BLOCK_1X128.name
-            for sizes, scope in (((m, n, k), square), ((m, k, n), square), ((n, k, m), one_row)):
-                found[Problem(ARCH, *sizes, E4M3, E4M3, torch.bfloat16, scope, False, False)] = None
-    return list(found)
+    square, one_row = BLOCK_128X128.name, BLOCK_1X128.name
+    return [
+        Problem(ARCH, *sizes, E4M3, E4M3, torch.bfloat16, scope, False, False)
+        for m in tokens
+        for n, k in MODELS[model]
+        for sizes, scope in (((m, n, k), square), ((m, k, n), square), ((n, k, m), one_row))
+    ]
 
 
 def totals(tokens: list[int]) -> list[Problem]:
     return [
         Problem(ARCH, n, k, m, E5M2 if scope == "tensor" else E4M3, E4M3, torch.float32, scope, False, False, OUTPUT)
-        for scope in LAYERS
+        for scope in (TENSOR.name, ROW.name)
         for m in tokens
-        for n, k in LAYERS["row"]
+        for n, k in APART
     ]
 
 
-def plain(tokens: list[int]) -> list[Problem]:
+def plain(model: str, tokens: list[int]) -> list[Problem]:
     """fprop accumulates fast; dgrad and wgrad split, as the recipes' defaults say."""
-    found: dict[Problem, None] = {}
-    for scope, layers in LAYERS.items():
-        grad = E4M3 if scope == "row" else E5M2  # the formats of "rowwise", and of "current" and "delayed"
-        for m in tokens:
-            for n, k in layers:
-                for sizes, a, fast in (((m, n, k), E4M3, True), ((m, k, n), grad, False), ((n, k, m), grad, False)):
-                    found[Problem(ARCH, *sizes, a, E4M3, torch.bfloat16, scope, False, fast)] = None
-    return list(found)
+    formats = {TENSOR.name: E5M2, ROW.name: E4M3}  # of gradients: "current" and "delayed", "rowwise"
+    return [
+        Problem(ARCH, *sizes, a, E4M3, torch.bfloat16, scope, False, fast)
+        for scope, grad in formats.items()
+        for m in tokens
+        for n, k in (APART if model == LLAMA and scope == ROW.name else MODELS[model])
+        for sizes, a, fast in (((m, n, k), E4M3, True), ((m, k, n), grad, False), ((n, k, m), grad, False))
+    ]
 
 
 def time_us(calls: list[Callable[[], Any]], rounds: int, iters: int) -> list[float]:
@@ -228,7 +237,7 @@ def _adding(p: Problem, a: Tensor, b: Tensor, scales: list[Tensor], out: Tensor)
 
 
 def measure(p: Problem, args: argparse.Namespace) -> dict[str, Any]:
-    found = arms(p)
+    found, named = arms(p), scaled_mm.choose(p)
     us = dict(zip(found, time_us(list(found.values()), args.rounds, args.iters), strict=True))
     library = us.pop(None)
     tile = min(us, key=lambda t: us[t], default=None)
@@ -244,13 +253,14 @@ def measure(p: Problem, args: argparse.Namespace) -> dict[str, Any]:
         "tile": None if chosen is None else asdict(chosen),
         "us": None if tile is None else round(us[tile], 1),
         "cublaslt_us": round(library, 1),
+        "named_us": round(library if named is None else us[named], 1),
         "all_us": {str(t): round(value, 1) for t, value in us.items()},
     }
 
 
 def main() -> None:
     args = parse()
-    asked = problems(args.tokens, args.kinds)
+    asked = problems(args.models, args.tokens, args.kinds)
     build.start(p.kernel(tile) for p in asked for tile in tiles(p))
     environment, rows = harness.environment("cuda"), []
     for p in asked:
@@ -266,7 +276,7 @@ def main() -> None:
         head["packages"] = [" ".join(version.split()[:2]) for version in versions()]
         measured = {identity(row) for row in rows}
         kept = [row for row in scaled_mm.table()["rows"] if identity(row) not in measured]
-        kept += [{key: value for key, value in row.items() if key != "all_us"} for row in rows]
+        kept += [{key: value for key, value in row.items() if key not in ("all_us", "named_us")} for row in rows]
         lines = ",\n".join(f"  {json.dumps(row)}" for row in kept)
         TABLE.write_text(f'{json.dumps(head, indent=1)[:-2]},\n "rows": [\n{lines}\n ]\n}}\n')
         print(f"table: {TABLE}")
@@ -284,11 +294,13 @@ def show(rows: list[dict[str, Any]]) -> None:
             min(row["all_us"], key=row["all_us"].get, default="-"),
             row["us"],
             None if row["us"] is None else f"{row['cublaslt_us'] / row['us']:.3f}",
+            f"{row['cublaslt_us'] / row['named_us']:.3f}",
             "" if row["tile"] is None else "taken",
         )
         for row in rows
     ]
-    columns = ("M x N x K", "scales", "accumulation", "added to", "cuBLASLt us", "TF/s", "best tile", "us", "over", "")
+    head = ("M x N x K", "scales", "accumulation", "added to", "cuBLASLt us", "TF/s")
+    columns = (*head, "best tile", "us", "over", "table: over", "")
     table.show("fp8 GEMM, CUTLASS over cuBLASLt", columns, cells)
 
 
