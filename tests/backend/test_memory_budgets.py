@@ -167,21 +167,24 @@ def test_flops_of_a_stored_weight():
     assert counted.get_total_flops() == 2 * 4 * DIM * 2 * DIM
 
 
-def test_attention_is_not_for_free():
-    """cuDNN's, which torch's partitioner would compute again before a product of a hundredth of its FLOPs."""
-    attention = torch.ops.aten._scaled_dot_product_cudnn_attention.default
-    graphs = []
+@pytest.mark.parametrize("name", flops.ATTENTION)
+def test_attention_is_not_for_free(name):
+    """Before it a product of a hundredth of its FLOPs is computed again. Grouped queries, where an op takes them."""
+    attention = getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default
+    more = {"attn_bias": None, "compute_log_sumexp": True} if name in ("efficient_attention", "cudnn_attention") else {}
+    heads, graphs = (4, 4, 4) if name == "efficient_attention" else (4, 2, 2), []
 
     def keep(gm, _):
         graphs.append(gm.graph)
         return make_boxed_func(gm.forward)
 
     def attend(x, w):
-        q, k, v = (x @ w).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
-        return attention(q, k, v, None, True, 0.0, True)[0].transpose(1, 2).flatten(2).sin()
+        q, k, v = (x @ w).unflatten(-1, (-1, 16)).transpose(1, 2).split(heads, 1)
+        return attention(q, k, v, is_causal=True, **more)[0].transpose(1, 2).flatten(2).sin()
 
-    with FakeTensorMode(), functorch.patch(activation_memory_budget=0.5), flops.weighed():
-        x, w = torch.randn(2, 8192, 64, requires_grad=True), torch.randn(64, 192, requires_grad=True)
+    budget = functorch.patch(activation_memory_budget=0.5)
+    with FakeTensorMode(), budget, flops.weighed():
+        x, w = torch.randn(2, 8192, 64, requires_grad=True), torch.randn(64, 16 * sum(heads), requires_grad=True)
         aot_function(attend, keep, keep, min_cut_rematerialization_partition)(x, w).sum().backward()
     assert [len(graph.find_nodes(op="call_function", target=attention)) for graph in graphs] == [1, 0]
     assert functorch.is_non_builtin_to_include is False
