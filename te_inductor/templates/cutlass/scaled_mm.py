@@ -216,6 +216,7 @@ def tiles(problem: Problem) -> list[Tile]:
     return [tile for tile in candidates if supports(tile, problem)]
 
 
+@functools.cache  # a model's layers ask the same again and again
 def choose(problem: Problem) -> Tile | None:
     """The tile that was measured to beat cuBLASLt at the nearest shape; None where cuBLASLt is as fast, or nothing near was
     measured."""
