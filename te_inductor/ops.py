@@ -334,7 +334,7 @@ class Linears(Operation):
             if step is not None:
                 record_amax(dys, step.grad_amax)
         if x_grad:
-            dx = product(g_row, w_col, None, slots.dgrad, x_dtype)
+            dx = product(g_row, w_col, None, slots.dgrad, self.out_dtype).to(x_dtype)  # under autocast x is wider
         if weight_grad:
             dws = self._weight_gradients(g_col, x_col, weight_dtype, ctx.sizes)
         dbs: Sequence[Tensor | None] = [] if bias_dtype is None else [None] * len(dys)
