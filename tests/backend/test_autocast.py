@@ -223,14 +223,14 @@ def test_nothing_compiled_is_said(monkeypatch):
     monkeypatch.setattr(regions, "_compiles", False)
     model, x = layer(), torch.randn(X)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", FallbackWarning)
         with autocast(enabled=False):
             model(x)
     with pytest.warns(FallbackWarning, match="nothing has been compiled") as caught, autocast(), autocast():
         y = model(x)
     assert len(caught) == 1 and torch.equal(y, model(x))
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", FallbackWarning)
         with autocast():
             model(x)
         monkeypatch.setattr(regions, "_compiles", False)
