@@ -113,14 +113,14 @@ def mlp_training_mxfp8_kept() -> Case:
 
 def linear_rowwise_fp32() -> Case:
     """fp32 output and an N to pad: the scales stand outside the GEMM."""
-    x = torch.randn(64, 128, device="cuda", requires_grad=True)
+    x = torch.randn(80, 128, device="cuda", requires_grad=True)
     layer = nn.Linear(128, 88, device="cuda")
     return torch.compile(layer, backend="te", fullgraph=True, options=SMALL), (x,)
 
 
 def linear_rowwise_padded() -> Case:
     """An N to pad: b's scales are padded with it."""
-    x = torch.randn(64, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(80, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     layer = nn.Linear(128, 88, device="cuda", dtype=torch.bfloat16)
     return torch.compile(layer, backend="te", fullgraph=True, options=SMALL), (x,)
 
