@@ -271,6 +271,17 @@ def test_mixed_dtypes():
     check_against_oracle(x, weight, bias, RECIPES["hybrid"], dy, y)
 
 
+def test_a_wider_input():
+    """fp32 under torch.autocast: its gradient is rounded to the layer's dtype, as autocast's own, and comes in its own."""
+    x, weight = torch.randn(16, 48, requires_grad=True), torch.randn(32, 48, requires_grad=True)
+    [y] = ops.linears(x, [weight], [], RECIPES["hybrid"].slots(), torch.bfloat16)
+    y.backward(torch.randn(16, 32).bfloat16())
+    assert (y.dtype, x.grad.dtype, weight.grad.dtype) == (torch.bfloat16, torch.float32, torch.float32)
+    assert torch.equal(x.grad, x.grad.bfloat16().float()) and not torch.equal(
+        weight.grad, weight.grad.bfloat16().float()
+    )
+
+
 def test_backward_twice():
     """retain_graph keeps what backward needs."""
     x, weight = torch.randn(16, 48, requires_grad=True), torch.randn(32, 48, requires_grad=True)
