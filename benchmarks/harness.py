@@ -61,15 +61,20 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def times_ms(step: Callable[[], Any], device: str, iters: int, warmup: int) -> list[float]:
-    """Device time of each of `iters` calls, in ms; the host runs ahead, as in a training loop."""
+def times_ms(
+    step: Callable[[], Any], device: str, iters: int, warmup: int, between: Callable[[], Any] = lambda: None
+) -> list[float]:
+    """Device time of each of `iters` calls, in ms; the host runs ahead, as in a training loop. `between`, before each call,
+    is not timed."""
     for _ in range(warmup):
+        between()
         step()
     synchronize(device)
     if not device.startswith("cuda"):
-        return [_wall_ms(step) for _ in range(iters)]
+        return [_wall_ms(step, between) for _ in range(iters)]
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(iters)]
     for start, end in events:
+        between()
         start.record()
         step()
         end.record()
@@ -99,7 +104,8 @@ def call_us(calls: Sequence[Callable[[], Any]], device: str, replays: int, warmu
     return 1e3 * statistics.median(times_ms(graph.replay, device, replays, warmup)) / (rounds * len(calls))
 
 
-def _wall_ms(step: Callable[[], Any]) -> float:
+def _wall_ms(step: Callable[[], Any], between: Callable[[], Any] = lambda: None) -> float:
+    between()
     start = time.perf_counter()
     step()
     return 1e3 * (time.perf_counter() - start)

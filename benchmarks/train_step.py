@@ -71,10 +71,16 @@ def run_arm(args: argparse.Namespace) -> dict[str, Any]:
         time.perf_counter()
     )  # here, as an arm that imports its compiler in torch.compile would not have waited for it
     forward = arm.make(model, detail, args.mode, args.options)
+    parameters = list(model.parameters())
 
     def step() -> None:
         zero_grad(model, x)
         forward(x).backward(grad)
+
+    @torch.no_grad()
+    def change_weights() -> None:
+        """As an optimizer does between steps: copies of weights that have not changed would be used again."""
+        torch._foreach_neg_(parameters)
 
     result: dict[str, Any] = {"arm": args.arm}
     with warnings.catch_warnings(record=True) as caught:
@@ -88,9 +94,9 @@ def run_arm(args: argparse.Namespace) -> dict[str, Any]:
     del found, reference
     zero_grad(model, x)
     result.update(memory(step, forward, model, x, device, shape.layers, args.warmup))
-    result["step_ms"] = harness.times_ms(step, device, args.iters, args.warmup)
+    result["step_ms"] = harness.times_ms(step, device, args.iters, args.warmup, change_weights)
     if args.kernels:
-        result["kernels"] = harness.kernels(step, device)
+        result["kernels"] = harness.kernels(lambda: (change_weights(), step()), device)
     zero_grad(model, x)
     with torch.no_grad():
         result["forward_ms"] = harness.times_ms(lambda: forward(x), device, args.iters, args.warmup)

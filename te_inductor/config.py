@@ -10,7 +10,8 @@ policy     {glob or function: recipe name or instance}  ``{}``; the first entry 
 fallback   ``"warn"``, ``"error"``, ``"silent"``        ``"warn"``
 wgrad      ``"grad"``, ``"main_grad"``, ``"deferred"``  ``"grad"``; ``"main_grad"`` adds weight gradients to it in fp32,
                                                         ``"deferred"`` computes them in `backward_dw`
-weights    ``"each_call"``, ``"once"``                  ``"each_call"``; ``"once"`` casts a weight again when it has changed
+weights    ``"auto"``, ``"each_call"``, ``"once"``      ``"auto"``; ``"once"`` casts a weight again when it has changed,
+                                                        ``"auto"`` does in training with up to 8192 tokens a call
 mode       as in ``torch.compile(mode=…)``              None; here because torch refuses mode= beside options=
 =========  ===========================================  ==========================================================
 
@@ -25,12 +26,12 @@ from typing import Any, Literal, cast
 from te_inductor.errors import OptionError, unknown, wrong_type
 
 Fallback = Literal["warn", "error", "silent"]
-Weights = Literal["each_call", "once"]
+Weights = Literal["auto", "each_call", "once"]
 Wgrad = Literal["grad", "main_grad", "deferred"]
 
 OWN_OPTIONS = ("recipe", "policy", "fallback", "weights", "wgrad", "mode")
 FALLBACKS = ("warn", "error", "silent")
-WEIGHTS = ("each_call", "once")
+WEIGHTS = ("auto", "each_call", "once")
 WGRADS = ("grad", "main_grad", "deferred")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 ENV_RECIPE = "TE_INDUCTOR_RECIPE"
@@ -43,7 +44,7 @@ class Options:
     recipe: object = "auto"
     policy: tuple[tuple[str | Callable[..., bool], object], ...] = ()
     fallback: Fallback = "warn"
-    weights: Weights = "each_call"
+    weights: Weights = "auto"
     wgrad: Wgrad = "grad"
     mode: str | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
@@ -60,7 +61,7 @@ def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> 
     if recipe is None:
         recipe = os.environ.get(ENV_RECIPE) or "auto"
     fallback = _choice(given, "fallback", FALLBACKS, "warn")
-    weights, wgrad = _choice(given, "weights", WEIGHTS, "each_call"), _choice(given, "wgrad", WGRADS, "grad")
+    weights, wgrad = _choice(given, "weights", WEIGHTS, "auto"), _choice(given, "wgrad", WGRADS, "grad")
     policy = _parse_policy(given.pop("policy", {}))
     own_mode = given.pop("mode", None)
     if own_mode is not None and mode is not None and own_mode != mode:

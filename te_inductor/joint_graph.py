@@ -5,9 +5,10 @@ A column copy serves one GEMM of the backward alone.
 
 - That of a weight is a byte an element, of every layer at once, from the forward to the backward. The weight itself stays in
   memory anyway, so the backward casts it, for one more read of the weight; of square blocks for two, so there it is kept.
-- Where the input of a layer is an activation, such as SwiGLU's, the backward reads what it was computed from anyway, for
-  the activation's own gradient: written there, from the same read, the copy costs nothing. (A norm's backward is a
-  reduction over rows, from which a column copy cannot be written: that copy is kept.)
+- That of a layer's input likewise, where it has a known scale and is computed, one element at a time, from what the backward
+  reads anyway: gate and up of SwiGLU, for its own gradient, from the same read; a norm's input and statistics; attention's
+  output. A norm's costs no more bytes than it does in the forward: there a column copy is a second read of the norm's input,
+  as none can be written from a reduction over rows, and without it the reduction writes the row copy itself.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,11 +44,12 @@ def mark(graph: fx.Graph) -> None:
     if not backward:
         return
     _save_scales(graph)
+    had: dict[fx.Node, bool] = {}
     for node in graph.nodes:
         if node.target in _TWO_WAY and node not in backward and "recompute" not in node.meta:
             sources = node.args[0] if isinstance(node.args[0], list | tuple) else [node.args[0]]
             if _is_of_weight(node, sources) or (
-                node.target in _ONE_SCALE and all(_is_activation(source, backward) for source in sources)
+                node.target in _ONE_SCALE and all(_is_had_anyway(source, backward, had) for source in sources)
             ):
                 node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 
@@ -88,30 +90,19 @@ def _after(starts: list[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _is_activation(x: fx.Node, backward: set[fx.Node]) -> bool:
-    """Whether `x` is a pointwise function of tensors that the backward reads."""
-    if not (_is_pointwise(x) or _is_view(x)):
-        return False
-    chain, leaves = [x], set()
-    for node in chain:  # which grows
-        for source in node.all_input_nodes:
-            if _is_pointwise(source) or _is_view(source):
-                chain += [source] if source not in chain else []
-            elif isinstance(source.meta.get("val"), torch.Tensor):
-                leaves.add(source)
-    computes = any(_is_pointwise(node) and not _is_cast(node) for node in chain)
-    return computes and all(_is_read(leaf, set(chain), backward) and not _is_statistic(leaf) for leaf in leaves)
+def _is_had_anyway(x: fx.Node, backward: set[fx.Node], known: dict[fx.Node, bool]) -> bool:
+    """Whether the backward reads `x`, or all tensors that it is a pointwise function or a view of."""
+    if x not in known:
+        known[x] = _is_read(x, backward) or (
+            (_is_pointwise(x) or _is_view(x))
+            and all(_is_had_anyway(source, backward, known) for source in x.all_input_nodes)
+        )
+    return known[x]
 
 
-def _is_statistic(leaf: fx.Node) -> bool:
-    """Whether it is one number a row, as a norm's mean is."""
-    shape = leaf.meta["val"].shape
-    return len(shape) > 0 and isinstance(shape[-1], int) and shape[-1] == 1
-
-
-def _is_read(leaf: fx.Node, chain: set[fx.Node], backward: set[fx.Node]) -> bool:
-    """Whether the backward reads a leaf, or what the chain computes of it."""
-    return any(user in backward or (user in chain and _is_read(user, chain, backward)) for user in leaf.users)
+def _is_read(x: fx.Node, backward: set[fx.Node]) -> bool:
+    """By the backward; autograd saves an alias of some tensors."""
+    return any(user in backward or (_is_view(user) and _is_read(user, backward)) for user in x.users)
 
 
 def _is_pointwise(node: fx.Node) -> bool:

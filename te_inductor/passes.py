@@ -184,8 +184,11 @@ def check_extras(plan: Plan) -> None:
     one GEMM all are, or none."""
     bodies, sites = Bodies(plan.gm), {site.match.node: site for site in plan.candidates if site.low}
     checks: dict[str, Callable[[Candidate], Refusal | None]] = {}
-    if plan.options.weights == "once":
-        checks["weights"] = lambda site: kept.refusal(site.match, site.slots, bodies, plan.inputs)  # type: ignore[arg-type]
+    weights = plan.options.weights
+    if weights != "each_call":
+        checks["weights"] = lambda site: (
+            kept.not_worth_it(site.match, site.recipe, site.slots) if weights == "auto" else None  # type: ignore[arg-type]
+        ) or kept.refusal(site.match, site.slots, bodies, plan.inputs)  # type: ignore[arg-type]
     if plan.gradients.takers:
         checks["wgrad"] = lambda site: (
             weight_grads.refusal(site.match, site.slots, bodies, plan.inputs, plan.options)  # type: ignore[arg-type]
@@ -200,7 +203,8 @@ def check_extras(plan: Plan) -> None:
         for node, refusal in refusals.items():
             if refusal is not None:
                 sites[node].unmet[option] = refusal
-                plan.report.unmet.append(Unmet(option, sites[node].fqn, str(refusal)))
+                if not (option == "weights" and weights == "auto"):  # which asks it of nobody
+                    plan.report.unmet.append(Unmet(option, sites[node].fqn, str(refusal)))
 
 
 def report_sites(plan: Plan) -> None:
@@ -255,7 +259,7 @@ def _extras(plan: Plan, sites: list[Candidate], groups: dict[fx.Node, list[Match
     bodies = Bodies(plan.gm)
     extras = Extras(kept.KeptSites(bodies, plan.kept), weight_grads.GradientSites(bodies, plan.gradients))
     plan.kept.held = dict(plan.gm.named_parameters())
-    if plan.options.weights == "once":
+    if plan.options.weights != "each_call":
         for site in sites:
             group = groups.get(site.match.node, [site.match])
             if "weights" not in site.unmet and group[0] is site.match:

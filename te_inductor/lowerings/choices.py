@@ -10,8 +10,7 @@ from torch._inductor.virtualized import V
 from te_inductor import ops
 from te_inductor.lowerings import block_tiles, early_start, gemm_choices
 from te_inductor.lowerings.blocks import loops_of
-from te_inductor.lowerings.tiles import COPIES, TWO_WAY, quantizer_of, quantizers_of, tile_of
-from te_inductor.recipes.formats import ROW
+from te_inductor.lowerings.tiles import COPIES, KNOWN_SCALE, TWO_WAY, holds_rows, quantizer_of, quantizers_of, tile_of
 
 
 class Choices:
@@ -30,7 +29,9 @@ class Choices:
 
     def triton_kernel_kwargs(self, kernel_cls: Any, features: Any, groups: Any, kernel_kwargs: dict[str, Any]) -> Any:
         kernel_kwargs = self._inner.triton_kernel_kwargs(kernel_cls, features, groups, kernel_kwargs)
-        tile = None if "fixed_config" in kernel_kwargs else tile_of(features, groups[0])
+        # One that sums rows and columns at once cuts the rows among programs in its own way.
+        chosen = "fixed_config" in kernel_kwargs or kernel_kwargs.get("mix_order_reduction", False)
+        tile = None if chosen else tile_of(features, groups[0])
         return kernel_kwargs if tile is None else {**kernel_kwargs, "fixed_config": FixedTritonConfig(tile)}
 
     def get_template_configs(
@@ -62,7 +63,7 @@ class Choices:
         widths = {q.granularity.block[1] // q.format.packed for q in quantizers_of(features) if q.granularity.one_row}
         if any(V.graph.sizevars.statically_known_equals(features.reduction_numel, width) for width in widths):
             return True
-        if early_start.is_early() and early_start.fits_a_program(features):
+        if holds_rows(features) or (early_start.is_early() and early_start.fits_a_program(features)):
             return True
         return bool(self._inner.should_use_persistent_reduction(features, cooperative_reduction))
 
@@ -90,21 +91,25 @@ def cast_both_ways(node: Any) -> set[Any]:
     for part in node.get_nodes():
         for origin in part.node.get_origins() if part.node else ():
             if origin.target is ops.record_amax or _wants_a_tile(part.node, origin):
-                found.update(x for x in _tensors(origin.args[0]) if any(user.target in TWO_WAY for user in x.users))
+                found.update(x for x in _tensors(origin.args[0]) if any(map(_makes_columns, x.users)))
     return found
 
 
 def _wants_a_tile(buffer: Any, origin: Any) -> bool:
     """Both copies from one read; but copies with blocks of one row that are no tiles each join their amax (Note [Loops of
-    block copies]), and so does a row copy of rows whose column copy nobody reads."""
-    if origin.target not in TWO_WAY or (quantizer_of(origin).granularity is ROW and _is_row_copy(origin)):
+    block copies])."""
+    if not _makes_columns(origin):
         return False
     return block_tiles.is_tiled(buffer) or (_is_copy(buffer) and not quantizer_of(origin).granularity.one_row)
 
 
-def _is_row_copy(origin: Any) -> bool:
-    """Whether nobody reads the column copy, or its scales, that an op makes."""
-    return all(user.args[1] < 2 for user in origin.users)
+def _makes_columns(origin: Any) -> bool:
+    """Whether it casts both ways, and somebody reads the column copy. Row copies join the reduction that finds their rows'
+    scales, or the norm that makes the tensor. (Square blocks are tiles either way.)"""
+    if origin.target not in TWO_WAY:
+        return False
+    first = 1 if origin.target in KNOWN_SCALE else 2  # of what it gives, behind data, or data and scale_inv
+    return quantizer_of(origin).granularity.blocked or any(user.args[1] >= first for user in origin.users)
 
 
 def _is_copy(buffer: Any) -> bool:

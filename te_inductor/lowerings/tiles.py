@@ -30,6 +30,12 @@ with as few registers as let two tiles share a multiprocessor, which Inductor ca
 
 Rotary positions' gradient, 3 places of one tensor, takes 156 us with 4 and 188 with 8 (2026-11-22).
 
+A norm that writes its row copy, or finds its amax, takes a row at once. 16384 x 4096, the row copy and the recorded amax,
+microseconds by warps (2026-11-22; 48.5 are the bytes')::
+
+    warps      2       4       8      16
+              52.6    52.2    57.3    69.2
+
 The one tile for all amaxes of current scaling is within 4% of the best of 46 for each (2026-11-20): 14336 x 4096 34.4 us
 where Inductor's takes 44.8, SwiGLU 313.9 (358.3), SwiGLU backward 451.4 (553.5).
 """
@@ -38,6 +44,8 @@ import collections
 from typing import Any
 
 from torch._inductor.dependencies import MemoryDep
+from torch._inductor.runtime.hints import ReductionHint
+from torch._inductor.runtime.runtime_utils import next_power_of_2
 from torch._inductor.utils import sympy_product
 from torch._inductor.virtualized import V
 
@@ -52,10 +60,12 @@ PAIRED = {3: (64, 64, 4)}  # with Note [Pairs of rows]
 BLOCK_WARPS = 8  # of a kernel whose tile is a block
 ROTARY_WARPS = 4  # of one that reads three places of a tensor for each element, as rotary positions' gradient does
 FLAT = {"XBLOCK": 8192, "num_warps": 8}  # of a row copy and amax alone: a program looks for the largest of its elements
+ROW, ROW_A_WARP = 8192, 1024  # elements of a row that a program holds at most, and those of each of its warps
 AMAX = {"XBLOCK": 1, "R0_BLOCK": 4096, "num_warps": 16}
 # The ops that cast or look for a scale, and among them those that cast both ways.
 CASTS = (ops.quantize, ops.quantize_delayed, ops.current_scale)
-TWO_WAY = (ops.quantize_rowcol, ops.quantize_pieces, ops.quantize_rowcol_delayed, ops.quantize_pieces_delayed)
+KNOWN_SCALE = (ops.quantize_rowcol_delayed, ops.quantize_pieces_delayed)
+TWO_WAY = (ops.quantize_rowcol, ops.quantize_pieces, *KNOWN_SCALE)
 COPIES = {element.dtype for element in ELEMENTS.values() if element.packed == 1}  # dtypes of copies
 AMAX_FROM = 8 * AMAX["R0_BLOCK"]  # elements a program reduces, below which Inductor's own choice stands
 
@@ -83,6 +93,9 @@ def tile_of(features: Any, tiling: dict[str, Any]) -> dict[str, int] | None:
     if block_tiles.matrices(nodes):
         return _block_tile(nodes, tiling)
     dimensions = set(tiling)
+    if holds_rows(features):
+        warps = next_power_of_2(int(features.reduction_numel)) // ROW_A_WARP
+        return {"XBLOCK": 1, "num_warps": max(warps, 1)}
     if features.is_reduction():
         long = dimensions == {"x", "r0_"} and V.graph.sizevars.statically_known_geq(tiling["r0_"], AMAX_FROM)
         # The amax of rows may run across the dimension in which the tensor is contiguous.
@@ -91,6 +104,20 @@ def tile_of(features: Any, tiling: dict[str, Any]) -> dict[str, int] | None:
         return _cast_tile(nodes, tiling)
     records = any(origin.target is ops.record_amax for origin in _origins(features))
     return dict(FLAT) if records and dimensions - {"r0_"} == {"x"} else None
+
+
+def holds_rows(features: Any) -> bool:
+    """Whether a kernel that quantizes is a reduction of rows, a norm's, each of which a program can hold: it reads them
+    once, where a loop would read them again for what depends on the sum."""
+    scopes = [quantizer.granularity for quantizer in quantizers_of(features)]
+    if not scopes or any(scope.blocked for scope in scopes):
+        return False
+    rows, row = features.numel, features.reduction_numel
+    fits = row.is_number and ROW_A_WARP <= row <= ROW
+    if not fits or features.get_reduction_hint() != ReductionHint.INNER:
+        return False
+    whole = V.graph.sizevars.statically_known_equals
+    return sum(bool(whole(sympy_product(node.group[1]), rows * row)) for node in features.scheduler_nodes()) > 1
 
 
 def _cast_tile(nodes: list[Any], tiling: dict[str, Any]) -> dict[str, int]:

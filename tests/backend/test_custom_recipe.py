@@ -94,7 +94,7 @@ def slots_of(model, *inputs, **options) -> list[Slots]:
     found = []
 
     def backend(gm, example_inputs):
-        plan = Plan(gm, parse(None, options), example_inputs)
+        plan = Plan(gm, parse(None, {"weights": "each_call", **options}), example_inputs)
         assert run_passes(plan).failure is None
         found.extend(node.args[3] for node in gm.graph.nodes if node.target is linears)
         return gm.forward

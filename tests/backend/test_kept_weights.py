@@ -307,7 +307,7 @@ def test_blocks_of_one_graph(casts):
 
     model = Each()
     runs = [te(block, weights="once") for block in model.blocks]
-    others = [te(copy.deepcopy(block)) for block in model.blocks]
+    others = [te(copy.deepcopy(block), weights="each_call") for block in model.blocks]
     for _ in range(2):
         x = torch.randn(8, 32)
         for run, other in zip(runs, others, strict=True):
@@ -355,7 +355,7 @@ def test_fsdp(one_rank):
 def test_functional_call(casts):
     model = mlp()
     run = te(lambda parameters, x: torch.func.functional_call(model, parameters, (x,)), weights="once")
-    plain = te(lambda parameters, x: torch.func.functional_call(model, parameters, (x,)))
+    plain = te(lambda parameters, x: torch.func.functional_call(model, parameters, (x,)), weights="each_call")
     for factor in (1.0, 2.0, 2.0):
         parameters = {name: nn.Parameter(p.detach() * factor) for name, p in model.named_parameters()}
         x = torch.randn(8, 32)
@@ -366,7 +366,7 @@ def test_threads():
     """Several threads that meet a changed weight at once."""
     model = nn.Linear(256, 256)
     twin = copy.deepcopy(model)
-    run, plain = torch.no_grad()(te(model, weights="once")), torch.no_grad()(te(twin))
+    run, plain = torch.no_grad()(te(model, weights="once")), torch.no_grad()(te(twin, weights="each_call"))
     x = torch.randn(16, 256)
     run(x)
     for _ in range(5):
@@ -410,9 +410,44 @@ def test_what_is_cast_at_each_call_is_said():
     assert isinstance(raised.value.inner_exception, FallbackError)
 
 
+@pytest.mark.parametrize("recipe", ["current", "rowwise"])
+def test_accumulation_without_an_option(recipe, casts, recwarn):
+    """Each weight is cast once a step, whatever changed it, as with the option."""
+    model = mlp()
+    twin = copy.deepcopy(model)
+    run, plain = te(model, recipe=recipe), te(twin, recipe=recipe, weights="each_call")
+    for step, change in enumerate((load, ema, load)):
+        for _ in range(4):
+            x = torch.randn(8, 32)
+            ys = run(x), plain(x)
+            assert torch.equal(*ys)
+            for y in ys:
+                y.square().sum().backward()
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+        assert len(casts) == 2 * (step + 1)
+        change(model)
+        change(twin)
+    assert not [w for w in recwarn if issubclass(w.category, FallbackWarning)]
+
+
+@pytest.mark.parametrize(
+    ("what", "kept"),
+    [({}, 1), ({"recipe": "block"}, 0), ({"recipe": "delayed"}, 0), ({"rows": 9000}, 0), ({"train": False}, 0)],
+    ids=str,
+)
+def test_where_copies_are_kept_without_an_option(what, kept, casts):
+    """Note [Copies that pay]; and where they are not, nothing is said: nobody asked for it."""
+    layer = nn.Linear(128, 128)
+    x = torch.randn(what.get("rows", 16), 128)
+    with torch.set_grad_enabled(what.get("train", True)):
+        te(layer, recipe=what.get("recipe", "current"), fallback="error")(x)
+    assert len(casts) == kept
+    assert not explain(layer, x, options={"recipe": what.get("recipe", "current")}).unmet
+
+
 def test_option():
     with pytest.raises(
-        Exception, match="unknown value of option 'weights' 'twice'; expected one of each_call, once"
+        Exception, match="unknown value of option 'weights' 'twice'; expected one of auto, each_call, once"
     ) as raised:
         te(mlp(), weights="twice")(torch.randn(8, 32))
     assert isinstance(raised.value.inner_exception, OptionError)

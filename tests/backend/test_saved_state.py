@@ -26,7 +26,7 @@ FIELDS = ("scale", "amax_history")
 
 def uncompiled(gm: torch.fx.GraphModule, inputs: Any) -> Any:
     """The passes and AOTAutograd as in `te`, and eager kernels in place of Inductor."""
-    plan = Plan(gm, parse(None, {"recipe": SHORT}), inputs)
+    plan = Plan(gm, parse(None, {"recipe": SHORT, "weights": "each_call"}), inputs)
     _set_aside(plan.graph_modules())
     report = run_passes(plan)
     assert report.failure is None and not report.fallbacks, str(report)

@@ -113,7 +113,7 @@ def test_captured_whole():
     """The look is part of a CUDA graph that the user records: replays see what has changed."""
     model = mlp()
     twin = copy.deepcopy(model)
-    run, plain = te(model, weights="once"), te(twin)
+    run, plain = te(model, weights="once"), te(twin, weights="each_call")
     x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():
         side = torch.cuda.Stream()
@@ -135,7 +135,7 @@ def test_streams():
     """A look on another stream waits for casts that may not be done."""
     layer = nn.Linear(4096, 8192).cuda().bfloat16()
     twin = copy.deepcopy(layer)
-    run, plain = te(layer, weights="once"), te(twin)
+    run, plain = te(layer, weights="once"), te(twin, weights="each_call")
     x = torch.randn(64, 4096, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():
         run(x)

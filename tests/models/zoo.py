@@ -94,7 +94,7 @@ def weight_of(module: nn.Module, tensor: Tensor) -> Tensor:
 
 def uncompiled(gm: torch.fx.GraphModule, inputs: Any) -> Any:
     """A Dynamo backend: the passes of `te` and AOTAutograd as in `te`, and the eager kernels in place of Inductor."""
-    report = run_passes(Plan(gm, parse(None, {"recipe": RECIPE})))
+    report = run_passes(Plan(gm, parse(None, {"recipe": RECIPE, "weights": "each_call"})))
     assert report.failure is None and not report.fallbacks, str(report)
     return aot_eager(gm, inputs)
 
