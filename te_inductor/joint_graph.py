@@ -101,8 +101,22 @@ def _is_had_anyway(x: fx.Node, backward: set[fx.Node], known: dict[fx.Node, bool
 
 
 def _is_read(x: fx.Node, backward: set[fx.Node]) -> bool:
-    """By the backward; autograd saves an alias of some tensors."""
-    return any(user in backward or (_is_view(user) and _is_read(user, backward)) for user in x.users)
+    """By the backward: itself, an alias that autograd saves, or what the backward computes of it before its gradient comes,
+    as a norm's does (x in fp32, times the row's statistic)."""
+    return any(user in backward or (_is_no_smaller(user, x) and _is_read(user, backward)) for user in x.users)
+
+
+def _is_no_smaller(user: fx.Node, x: fx.Node) -> bool:
+    """Whether it is computed from `x` and smaller tensors alone, and nobody would keep it instead, as a mask."""
+    if _is_view(user):
+        return True
+    value, made = x.meta.get("val"), user.meta.get("val")
+    if not (_is_pointwise(user) and isinstance(value, torch.Tensor) and isinstance(made, torch.Tensor)):
+        return False
+    others = [source.meta.get("val") for source in user.all_input_nodes if source is not x]
+    return made.itemsize >= value.itemsize and all(
+        isinstance(other, torch.Tensor) and other.dim() <= value.dim() and other.shape != value.shape for other in others
+    )
 
 
 def _is_pointwise(node: fx.Node) -> bool:

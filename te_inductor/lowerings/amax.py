@@ -42,6 +42,10 @@ def raise_to_amax(amax: ir.TensorBox, bits: ir.TensorBox) -> None:
 class AmaxKernel(TritonKernel):
     """Inductor's Triton kernel, with stores of `MODE`."""
 
+    def want_no_x_dim(self) -> bool:
+        """Left alone, a fixed tile of one row has no dimension of rows, and torch 2.11 does not find what has none but that."""
+        return False
+
     def tile_masks(self) -> OrderedSet[str]:
         """What says which elements of the tile are the tensor's; none where all are."""
         masks: OrderedSet[str] = OrderedSet(f"{tree.prefix}mask" for tree in self.active_range_trees())

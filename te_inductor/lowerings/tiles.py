@@ -31,10 +31,10 @@ with as few registers as let two tiles share a multiprocessor, which Inductor ca
 Rotary positions' gradient, 3 places of one tensor, takes 156 us with 4 and 188 with 8 (2026-11-22).
 
 A norm that writes its row copy, or finds its amax, takes a row at once. 16384 x 4096, the row copy and the recorded amax,
-microseconds by warps (2026-11-22; 48.5 are the bytes')::
+microseconds by rows and warps (2026-11-22; 48.7 are the bytes')::
 
-    warps      2       4       8      16
-              52.6    52.2    57.3    69.2
+    rows, warps    1, 2    1, 4    1, 8    1, 16    2, 4    2, 8    4, 8
+                   52.2    51.9    56.8     68.8    70.2    78.3    67.8
 
 The one tile for all amaxes of current scaling is within 4% of the best of 46 for each (2026-11-20): 14336 x 4096 34.4 us
 where Inductor's takes 44.8, SwiGLU 313.9 (358.3), SwiGLU backward 451.4 (553.5).
@@ -94,8 +94,7 @@ def tile_of(features: Any, tiling: dict[str, Any]) -> dict[str, int] | None:
         return _block_tile(nodes, tiling)
     dimensions = set(tiling)
     if holds_rows(features):
-        warps = next_power_of_2(int(features.reduction_numel)) // ROW_A_WARP
-        return {"XBLOCK": 1, "num_warps": max(warps, 1)}
+        return {"XBLOCK": 1, "num_warps": next_power_of_2(int(features.reduction_numel)) // ROW_A_WARP}
     if features.is_reduction():
         long = dimensions == {"x", "r0_"} and V.graph.sizevars.statically_known_geq(tiling["r0_"], AMAX_FROM)
         # The amax of rows may run across the dimension in which the tensor is contiguous.
