@@ -115,7 +115,8 @@ def _is_no_smaller(user: fx.Node, x: fx.Node) -> bool:
         return False
     others = [source.meta.get("val") for source in user.all_input_nodes if source is not x]
     return made.itemsize >= value.itemsize and all(
-        isinstance(other, torch.Tensor) and other.dim() <= value.dim() and other.shape != value.shape for other in others
+        isinstance(other, torch.Tensor) and other.dim() <= value.dim() and other.shape != value.shape
+        for other in others
     )
 
 

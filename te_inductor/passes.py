@@ -187,8 +187,11 @@ def check_extras(plan: Plan) -> None:
     weights = plan.options.weights
     if weights != "each_call":
         checks["weights"] = lambda site: (
-            kept.not_worth_it(site.match, site.recipe, site.slots) if weights == "auto" else None  # type: ignore[arg-type]
-        ) or kept.refusal(site.match, site.slots, bodies, plan.inputs)  # type: ignore[arg-type]
+            (
+                kept.not_worth_it(site.match, site.recipe, site.slots) if weights == "auto" else None  # type: ignore[arg-type]
+            )
+            or kept.refusal(site.match, site.slots, bodies, plan.inputs)
+        )  # type: ignore[arg-type]
     if plan.gradients.takers:
         checks["wgrad"] = lambda site: (
             weight_grads.refusal(site.match, site.slots, bodies, plan.inputs, plan.options)  # type: ignore[arg-type]

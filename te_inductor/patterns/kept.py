@@ -8,14 +8,15 @@ microbatch (H200, torch 2.11.0+cu130, 2026-11-22)::
 
                                  current    rowwise    delayed    block
     kept: look                       324        250        317      246
-    kept: look, and cast anew        844       1312        831     1010
-    cast at each call                880          ?        606      ~500
+    kept: look, and cast anew        844       1312        831     1012
+    cast at each call                985                   682      502
 
-Under current scaling a step of one microbatch loses nothing, and each further one saves 0.28 ms a layer, of the 23 ms that
-16384 tokens take and the 6 ms of 4096. So copies are kept where a layer that has a gradient sees few tokens, as microbatches
-are cut to fit, and are not where they would save 1% and memory is what is short. Square blocks, read once for both copies, gain
-from the fourth microbatch on; delayed scaling from the second, but there each microbatch has a scale of its own, and copies
-of the newest are what a backward still to come would read; MXFP8 and NVFP4 were not measured. Those are for the user to say.
+Under current scaling a step of one microbatch loses nothing (nor by rows: a step took as long), and each further one
+saves 0.33 ms a layer, of the 23 ms that 16384 tokens take and the 6 ms of 4096. So copies are kept where a layer that has a
+gradient sees few tokens, as microbatches are cut to fit, and are not where they would save 1% and memory is what is short.
+Square blocks, read once for both copies, gain from the fourth microbatch on; delayed scaling from the second, but there each
+has a scale of its own, and copies of the newest are what a backward still to come would read; MXFP8 and NVFP4 were not
+measured. Those are for the user to say.
 """
 
 from collections.abc import Sequence

@@ -256,6 +256,23 @@ def recording_cast_padded() -> Case:
     return _recording_cast(70, 137)
 
 
+def rows_that_record() -> Case:
+    """As a norm is under delayed scaling, but with a statistic that is exact: the row copy and the amax of what depends on
+    the whole row. A row that does not fill its program."""
+    from te_inductor import ops
+    from te_inductor.recipes import Quantizer
+
+    def function(x: Tensor, amax: Tensor, scale: Tensor) -> Any:
+        wide = x.float()
+        centred = wide - wide.amax(1, keepdim=True)
+        ops.record_amax([centred], amax)
+        return ops.quantize_rowcol_delayed(centred, scale, Quantizer("e4m3"))[0], amax + 0.0
+
+    x = torch.randn(40, 1104, device="cuda", dtype=torch.bfloat16)
+    scale, amax = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
+    return torch.compile(function, backend="te", fullgraph=True), (x, amax, scale)
+
+
 def _cast_of_three(transposed: bool) -> Case:
     """Three tensors are read, so that one copy is stored in pairs of rows; a size that fills no tile."""
     from te_inductor import ops

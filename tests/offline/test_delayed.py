@@ -107,3 +107,19 @@ def test_casts_that_record(case: str, size: tuple[int, int], tmp_path: Path) -> 
         oracle = ScalingHistory(DelayedScaling(), quantizer.format, recorded=key[1])
         oracle.record(x)
         assert amax.item() == oracle.recorded or (amax.isnan() and math.isnan(oracle.recorded)), key
+
+
+def test_rows_that_record(tmp_path: Path) -> None:
+    """A program holds a row; what its mask leaves out counts neither in the amax nor in the copy."""
+    generated = generate("rows_that_record", 90)
+    [kernel] = [kernel for kernel in generated.kernels if "tl.float8" in kernel.body]
+    assert kernel.tile == {"XBLOCK": 1, "num_warps": 2} and kernel.body.count("tl.load(in_ptr0") == 1
+    quantizer, scale = Quantizer("e4m3"), torch.tensor(448 / 3)
+    inputs = {name: make(40, 1104).to(torch.bfloat16) for name, make in CONTENTS.items()}
+    runs = [[x, torch.tensor(0.0), scale] for x in inputs.values()]
+    for (name, x), (data, amax) in zip(inputs.items(), interpret(generated.sources[0], runs, tmp_path), strict=True):
+        centred = x.float() - x.float().amax(1, keepdim=True)
+        assert_same_values(data, reference.quantize_known(centred, scale.item(), quantizer)[0])
+        oracle = ScalingHistory(DelayedScaling(), quantizer.format)
+        oracle.record(centred)
+        assert amax.item() == oracle.recorded or (amax.isnan() and math.isnan(oracle.recorded)), name
