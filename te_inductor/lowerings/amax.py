@@ -43,7 +43,7 @@ class AmaxKernel(TritonKernel):
     """Inductor's Triton kernel, with stores of `MODE`."""
 
     def want_no_x_dim(self) -> bool:
-        """Left alone, a fixed tile of one row has no dimension of rows, which torch 2.11 misses where a load has it alone."""
+        """A fixed tile of one row would have no dimension of rows, which torch 2.11 misses where a load has no other."""
         return False
 
     def tile_masks(self) -> OrderedSet[str]:
