@@ -184,14 +184,8 @@ def check_extras(plan: Plan) -> None:
     one GEMM all are, or none."""
     bodies, sites = Bodies(plan.gm), {site.match.node: site for site in plan.candidates if site.low}
     checks: dict[str, Callable[[Candidate], Refusal | None]] = {}
-    weights = plan.options.weights
-    if weights != "each_call":
-        checks["weights"] = lambda site: (
-            (
-                kept.not_worth_it(site.match, site.recipe, site.slots) if weights == "auto" else None  # type: ignore[arg-type]
-            )
-            or kept.refusal(site.match, site.slots, bodies, plan.inputs)
-        )  # type: ignore[arg-type]
+    if plan.options.weights != "each_call":
+        checks["weights"] = lambda site: _not_kept(plan, site, bodies)
     if plan.gradients.takers:
         checks["wgrad"] = lambda site: (
             weight_grads.refusal(site.match, site.slots, bodies, plan.inputs, plan.options)  # type: ignore[arg-type]
@@ -206,8 +200,16 @@ def check_extras(plan: Plan) -> None:
         for node, refusal in refusals.items():
             if refusal is not None:
                 sites[node].unmet[option] = refusal
-                if not (option == "weights" and weights == "auto"):  # which asks it of nobody
+                if getattr(plan.options, option) != "auto":  # which asks it of nobody
                     plan.report.unmet.append(Unmet(option, sites[node].fqn, str(refusal)))
+
+
+def _not_kept(plan: Plan, site: Candidate, bodies: Bodies) -> Refusal | None:
+    """Why copies of its weight are not kept."""
+    assert site.recipe is not None and site.slots is not None
+    if plan.options.weights == "auto" and (why := kept.not_worth_it(site.match, site.recipe, site.slots)) is not None:
+        return why
+    return kept.refusal(site.match, site.slots, bodies, plan.inputs)
 
 
 def report_sites(plan: Plan) -> None:
