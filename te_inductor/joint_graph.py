@@ -44,13 +44,11 @@ def mark(graph: fx.Graph) -> None:
     if not backward:
         return
     _save_scales(graph)
-    had: dict[fx.Node, bool] = {}
+    had = _had_anyway(graph, backward)
     for node in graph.nodes:
         if node.target in _TWO_WAY and node not in backward and "recompute" not in node.meta:
             sources = node.args[0] if isinstance(node.args[0], list | tuple) else [node.args[0]]
-            if _is_of_weight(node, sources) or (
-                node.target in _ONE_SCALE and all(_is_had_anyway(source, backward, had) for source in sources)
-            ):
+            if _is_of_weight(node, sources) or (node.target in _ONE_SCALE and had.issuperset(sources)):
                 node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 
 
@@ -90,34 +88,43 @@ def _after(starts: list[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _is_had_anyway(x: fx.Node, backward: set[fx.Node], known: dict[fx.Node, bool]) -> bool:
-    """Whether the backward reads `x`, or all tensors that it is a pointwise function or a view of."""
-    if x not in known:
-        known[x] = _is_read(x, backward) or (
-            (_is_pointwise(x) or _is_view(x))
-            and all(_is_had_anyway(source, backward, known) for source in x.all_input_nodes)
-        )
-    return known[x]
+def _had_anyway(graph: fx.Graph, backward: set[fx.Node]) -> set[fx.Node]:
+    """What the backward reads, all of it, and the pointwise functions and views of that alone.
 
-
-def _is_read(x: fx.Node, backward: set[fx.Node]) -> bool:
-    """By the backward: itself, an alias that autograd saves, or what the backward computes of it before its gradient comes,
-    as a norm's does (x in fp32, times the row's statistic)."""
-    return any(user in backward or (_is_no_smaller(user, x) and _is_read(user, backward)) for user in x.users)
+    It reads a tensor itself, an alias that autograd saves, or what it computes of it before its gradient comes, as a norm's
+    does (x in fp32, times the row's statistic)."""
+    read: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        users = [user for user in node.users if user.op != "output"]
+        if any(user in backward or (user in read and _is_no_smaller(user, node)) for user in users):
+            read.add(node)
+    had: set[fx.Node] = set()
+    for node in graph.nodes:
+        made = _is_pointwise(node) or _is_view(node)
+        if node in read or _is_little(node) or (made and had.issuperset(node.all_input_nodes)):
+            had.add(node)
+    return had
 
 
 def _is_no_smaller(user: fx.Node, x: fx.Node) -> bool:
-    """Whether it is computed from `x` and smaller tensors alone, and nobody would keep it instead, as a mask."""
-    if _is_view(user):
-        return True
+    """Whether it is a view of all of `x`, or computed from `x` and smaller tensors, and nobody would keep it instead, as a
+    mask."""
     value, made = x.meta.get("val"), user.meta.get("val")
-    if not (_is_pointwise(user) and isinstance(value, torch.Tensor) and isinstance(made, torch.Tensor)):
+    if not (isinstance(value, torch.Tensor) and isinstance(made, torch.Tensor)):
         return False
+    if _is_view(user):
+        return made.shape.numel() == value.shape.numel()
     others = [source.meta.get("val") for source in user.all_input_nodes if source is not x]
-    return made.itemsize >= value.itemsize and all(
-        isinstance(other, torch.Tensor) and other.dim() <= value.dim() and other.shape != value.shape
-        for other in others
-    )
+    smaller = all(isinstance(other, torch.Tensor) and other.shape != made.shape for other in others)
+    return _is_pointwise(user) and made.itemsize >= value.itemsize and made.shape == value.shape and smaller
+
+
+def _is_little(node: fx.Node) -> bool:
+    """A size, or a number a row as a norm's statistics are: nothing to keep."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return value.dim() > 0 and isinstance(value.shape[-1], int) and value.shape[-1] == 1
+    return isinstance(value, int | float | torch.SymInt | torch.SymFloat)
 
 
 def _is_pointwise(node: fx.Node) -> bool:

@@ -1,0 +1,84 @@
+"""Which column copies of layers' inputs the backward casts: those of what it has anyway (joint_graph.py)."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from te_inductor import joint_graph, ops
+
+pytestmark = [pytest.mark.usefixtures("no_caches"), pytest.mark.codegen]  # its decompositions, of which no code is made
+
+SIZE = 128
+
+
+class Marked(BaseException):
+    """Raised where the partitioner would go on."""
+
+
+class FusedNorm(torch.autograd.Function):
+    """As autograd has RMSNorm on CUDA: an op and its backward's, whose first steps do not depend on the gradient."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        y, rstd = torch.ops.aten._fused_rms_norm(x, [SIZE], weight, 1e-5)
+        ctx.save_for_backward(x, rstd, weight)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, rstd, weight = ctx.saved_tensors
+        return torch.ops.aten._fused_rms_norm_backward(dy, x, [SIZE], rstd, weight, [True, True])
+
+
+class Model(nn.Module):
+    def __init__(self, before) -> None:
+        super().__init__()
+        self.first, self.last = (nn.Linear(SIZE, SIZE, bias=False) for _ in range(2))
+        self.gain = nn.Parameter(torch.rand(SIZE))
+        self.before = before
+
+    def forward(self, x):
+        y = self.first(x)
+        z = self.before(self, y)
+        return (self.last(z), z) if self.before is RETURNED else self.last(z)
+
+
+def attention(model, y):
+    q = y.unflatten(-1, (4, 32)).transpose(0, 1)[None]
+    return F.scaled_dot_product_attention(q, q, q)[0].transpose(0, 1).flatten(1)
+
+
+def RETURNED(model, y):
+    return y * 2
+
+
+BEFORE = {
+    "RMSNorm": (lambda model, y: F.rms_norm(y, (SIZE,), model.gain), True),
+    "RMSNorm as one op": (lambda model, y: FusedNorm.apply(y, model.gain), True),
+    "LayerNorm": (lambda model, y: F.layer_norm(y, (SIZE,), model.gain), True),
+    "attention": (attention, True),
+    "SiLU": (lambda model, y: F.silu(y), True),
+    "ReLU, of which a mask is kept": (lambda model, y: F.relu(y), False),
+    "a product": (lambda model, y: y, False),
+    "a factor": (lambda model, y: y * 0.5, False),
+    "what is returned, and not read": (RETURNED, False),
+}
+
+
+@pytest.mark.parametrize(("recipe", "known"), [("delayed", True), ("current", True), ("rowwise", False)])
+@pytest.mark.parametrize(("before", "had"), BEFORE.values(), ids=BEFORE)
+def test_what_is_cast_again(before, had, recipe, known, monkeypatch):
+    mark = joint_graph.mark
+
+    def spy(graph):
+        mark(graph)
+        gemms = [n for n in graph.find_nodes(op="call_function", target=ops.scaled_mm) if n.args[5].name == "wgrad"]
+        copies = [gemm.args[2].args[0] for gemm in gemms]  # of x: the last layer's first, as the backward goes
+        raise Marked(["recompute" in copy.meta for copy in copies])
+
+    monkeypatch.setattr(joint_graph, "mark", spy)
+    model, x = Model(before), torch.randn(32, SIZE, requires_grad=True)
+    with pytest.raises(Marked) as found:
+        torch.compile(model, backend="te", fullgraph=True, options={"recipe": recipe})(x)
+    assert found.value.args[0] == [had and known, False]
