@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils.checkpoint import CheckpointPolicy
 
 from te_inductor import compat, ops, residuals
@@ -113,10 +114,15 @@ def _is_no_smaller(user: fx.Node, x: fx.Node) -> bool:
     if not (isinstance(value, torch.Tensor) and isinstance(made, torch.Tensor)):
         return False
     if _is_view(user):
-        return made.shape.numel() == value.shape.numel()
+        return statically_known_true(made.numel() == value.numel())
     others = [source.meta.get("val") for source in user.all_input_nodes if source is not x]
-    smaller = all(isinstance(other, torch.Tensor) and other.shape != made.shape for other in others)
-    return _is_pointwise(user) and made.itemsize >= value.itemsize and made.shape == value.shape and smaller
+    smaller = all(isinstance(other, torch.Tensor) and not _same_shape(other, made) for other in others)
+    return _is_pointwise(user) and made.itemsize >= value.itemsize and _same_shape(made, value) and smaller
+
+
+def _same_shape(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """As far as is known without a guard."""
+    return a.dim() == b.dim() and all(statically_known_true(m == n) for m, n in zip(a.shape, b.shape, strict=True))
 
 
 def _is_little(node: fx.Node) -> bool:
