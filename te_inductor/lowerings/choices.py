@@ -10,7 +10,16 @@ from torch._inductor.virtualized import V
 from te_inductor import ops
 from te_inductor.lowerings import block_tiles, early_start, gemm_choices
 from te_inductor.lowerings.blocks import loops_of
-from te_inductor.lowerings.tiles import COPIES, KNOWN_SCALE, TWO_WAY, holds_rows, quantizer_of, quantizers_of, tile_of
+from te_inductor.lowerings.tiles import (
+    COPIES,
+    KNOWN_SCALE,
+    TWO_WAY,
+    fits_a_program,
+    holds_rows,
+    quantizer_of,
+    quantizers_of,
+    tile_of,
+)
 
 
 class Choices:
@@ -63,7 +72,8 @@ class Choices:
         widths = {q.granularity.block[1] // q.format.packed for q in quantizers_of(features) if q.granularity.one_row}
         if any(V.graph.sizevars.statically_known_equals(features.reduction_numel, width) for width in widths):
             return True
-        if holds_rows(features) or (early_start.is_early() and early_start.fits_a_program(features)):
+        # Of a step of generation there are few rows, so that a program waits for memory: once, not once a turn of a loop.
+        if holds_rows(features) or (early_start.is_early() and fits_a_program(features)):
             return True
         return bool(self._inner.should_use_persistent_reduction(features, cooperative_reduction))
 

@@ -26,12 +26,10 @@ front made, known by the buffer's name: one that shares its memory has another n
 from typing import Any
 
 from torch._inductor.codegen.triton import TritonKernel
-from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.virtualized import V
 
 from te_inductor.lowerings.column_pairs import PairsKernel
 
-ROW = 8192  # elements that a program reduces at once
 _EARLY = "te_kernels_start_early"  # attribute of a graph
 # Kernels whose programs wait for each other, and such as are written by other code than ours below.
 _APART = ("cooperative_reduction", "mix_order_reduction")
@@ -45,13 +43,6 @@ def start_early() -> None:
 def is_early() -> bool:
     """Whether the graph in hand is such a one."""
     return hasattr(V.graph, _EARLY)
-
-
-def fits_a_program(features: Any) -> bool:
-    """Whether a reduction of such a graph, a norm, takes its rows at once. There are few rows, so that a program waits for
-    memory, once instead of once a turn of a loop."""
-    fits = V.graph.sizevars.statically_known_leq(features.reduction_numel, ROW)
-    return bool(fits and features.get_reduction_hint() == ReductionHint.INNER)
 
 
 class EarlyKernel(PairsKernel):

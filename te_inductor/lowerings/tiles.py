@@ -105,6 +105,12 @@ def tile_of(features: Any, tiling: dict[str, Any]) -> dict[str, int] | None:
     return dict(FLAT) if records and dimensions - {"r0_"} == {"x"} else None
 
 
+def fits_a_program(features: Any) -> bool:
+    """Whether a reduction of rows, a norm's, may take them whole."""
+    fits = V.graph.sizevars.statically_known_leq(features.reduction_numel, ROW)
+    return bool(fits and features.get_reduction_hint() == ReductionHint.INNER)
+
+
 def holds_rows(features: Any) -> bool:
     """Whether a kernel that quantizes is a reduction of rows, a norm's, each of which a program can hold: it reads them
     once, where a loop would read them again for what depends on the sum."""
@@ -112,8 +118,7 @@ def holds_rows(features: Any) -> bool:
     if not scopes or any(scope.blocked for scope in scopes):
         return False
     rows, row = features.numel, features.reduction_numel
-    fits = row.is_number and ROW_A_WARP <= row <= ROW
-    if not fits or features.get_reduction_hint() != ReductionHint.INNER:
+    if not (fits_a_program(features) and row.is_number and row >= ROW_A_WARP):
         return False
     whole = V.graph.sizevars.statically_known_equals
     return sum(bool(whole(sympy_product(node.group[1]), rows * row)) for node in features.scheduler_nodes()) > 1

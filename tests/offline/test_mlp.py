@@ -149,8 +149,9 @@ def test_both_copies_of_a_tensor_are_written_from_one_tile(training: Generated) 
         both += all(
             any(re.search(order, line) for line in stores) for order in (r"\((y0|ypair) \+", r"\((x1|xpair) \+")
         )
-    # But those whose column copy the backward makes: weights, the norm's output, SwiGLU's, which joins its gradient's.
-    assert both >= len(casts) - 6
+    # But those whose column copy the backward makes: weights, SwiGLU's output, and with a known scale the norm's.
+    known = any("quantize_rowcol_delayed" in kernel.name for kernel in casts)
+    assert both >= len(casts) - (6 if known else 4)
 
 
 def test_casts_saturate_by_comparison(training: Generated) -> None:
