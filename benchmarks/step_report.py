@@ -48,7 +48,7 @@ def show(results: dict[str, Any], top: int) -> None:
     _errors(rows)
     for name, runs in results["runs"].items():
         if runs and "kernels" in runs[0]:
-            _kernels(name, runs[0], Shape(**results["shape"]), top)
+            kernels(name, runs[0], top, floor.gemm_flops(Shape(**results["shape"])))
         for warning in runs[0]["warnings"] if runs else []:
             print(f"{name}: {warning}")
     for name, failure in results["failed"].items():
@@ -108,10 +108,11 @@ def _picked(errors: dict[str, Any]) -> list[dict[str, float]]:
     return [errors["all"][name] for name in ("out", "dx", errors["worst"])]
 
 
-def _kernels(name: str, run: dict[str, Any], shape: Shape, top: int) -> None:
-    kernels = run["kernels"]
+def kernels(name: str, run: dict[str, Any], top: int, gemm_flops: float | None = None) -> None:
+    """An arm's kernels, by class and the longest by name; `gemm_flops` of a step, where they are known."""
+    found = run["kernels"]
     totals: dict[str, list[float]] = {}
-    for kernel in kernels:
+    for kernel in found:
         for label in (kernel["class"], "all"):
             entry = totals.setdefault(label, [0.0, 0.0])
             entry[0] += kernel["calls"]
@@ -119,13 +120,13 @@ def _kernels(name: str, run: dict[str, Any], shape: Shape, top: int) -> None:
     ranked = sorted(totals.items(), key=lambda item: (item[0] == "all", -item[1][1]))
     cells = [(label, f"{calls:g}", f"{total:.0f}") for label, (calls, total) in ranked]
     gemm = sum(total for label, (_, total) in totals.items() if label.endswith("GEMM"))
-    rate = f"GEMMs {floor.gemm_flops(shape) / gemm / 1e6:.0f} TF/s; " if gemm else ""
+    rate = f"GEMMs {gemm_flops / gemm / 1e6:.0f} TF/s; " if gemm and gemm_flops else ""
     idle = 1e3 * median(run["step_ms"]) - totals.get("all", [0.0, 0.0])[1]
     caption = f"{rate}step less kernels: {idle:.0f} us"
     table.show(f"{name}: kernels of a step by class", ("class", "calls", "us"), cells, caption)
     for title, chosen in (
-        ("longest Triton kernels", [kernel for kernel in kernels if kernel["class"] == "triton"]),
-        ("longest other kernels", [kernel for kernel in kernels if kernel["class"] != "triton"]),
+        ("longest Triton kernels", [kernel for kernel in found if kernel["class"] == "triton"]),
+        ("longest other kernels", [kernel for kernel in found if kernel["class"] != "triton"]),
     ):
         cells = [
             (k["name"][:110], k["class"], f"{k['calls']:g}", f"{k['mean_us']:.1f}", f"{k['total_us']:.0f}")

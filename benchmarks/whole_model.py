@@ -2,6 +2,7 @@
 
     python -m benchmarks.whole_model --arms bf16 te:delayed te:current te:block
     python -m benchmarks.whole_model --model qwen3-0.6b --steps 200 --plot
+    python -m benchmarks.whole_model --kernels                      # what each arm's step runs, and for how long
 
 Parameters are fp32 under torch.autocast, as most train. Text is the standard library's source, byte by byte, in models with
 their own vocabulary: the head is as wide as it is. All arms see the same batches from the same weights, so that their losses
@@ -22,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks import arms, harness, table
+from benchmarks import arms, harness, step_report, table
 from examples.corpus import standard_library
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # a configuration of transformers, and what differs from its defaults
@@ -64,6 +65,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=10, help="steps that are not timed")
     parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--kernels", action="store_true", help="profile each arm's kernels, in steps behind the timed ones"
+    )
+    parser.add_argument("--top", type=int, default=20, help="how many kernels to list")
     parser.add_argument("--plot", action="store_true", help="the loss curves, beside the JSON")
     parser.add_argument("--json", type=Path, default=Path("out/whole_model.json"))
     parser.add_argument("--arm", help="run this one arm, here, and write its numbers")
@@ -105,7 +110,8 @@ def run_arm(args: argparse.Namespace) -> dict[str, Any]:
     losses += [step(ids) for ids in batches[1 : args.warmup]]
     rest = iter(batches[args.warmup :])
     times = harness.times_ms(lambda: losses.append(step(next(rest))), args.device, args.steps - args.warmup, 0)
-    return {
+    found = {"kernels": harness.kernels(lambda: step(batches[-1]), args.device)} if args.kernels else {}
+    return found | {
         "arm": args.arm,
         "first_step_s": first,
         "step_ms": times,
@@ -131,6 +137,7 @@ class _Loss(nn.Module):
 def run_all(args: argparse.Namespace) -> dict[str, Any]:
     given = ("model", "batch", "context", "steps", "warmup", "learning_rate", "device")
     arguments = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in given]
+    arguments += ["--kernels"] if args.kernels else []
     results: dict[str, Any] = {"environment": harness.environment(args.device), "runs": {}, "failed": {}}
     results |= {name: getattr(args, name) for name in (*given, "options")}
     with tempfile.TemporaryDirectory() as folder:
@@ -149,7 +156,7 @@ def run_all(args: argparse.Namespace) -> dict[str, Any]:
     return results
 
 
-def show(results: dict[str, Any]) -> None:
+def show(results: dict[str, Any], top: int) -> None:
     runs, rows = results["runs"], []
     found = {
         name: (statistics.median(run["step_ms"]), statistics.mean(run["losses"][-LAST:])) for name, run in runs.items()
@@ -165,6 +172,8 @@ def show(results: dict[str, Any]) -> None:
     columns = ("arm", "step ms", "over bf16", f"loss, last {LAST}", "off bf16", "peak GiB", "first step s", "graphs")
     table.show(f"{results['model']}, {size}, AdamW; {table.headline(results['environment'])}", columns, rows)
     for name, run in runs.items():
+        if "kernels" in run:
+            step_report.kernels(name, run, top)
         for warning in run["warnings"]:
             print(f"{name}: {warning}")
     for name, failure in results["failed"].items():
@@ -193,7 +202,7 @@ def main() -> None:
         harness.write_json(args.json, run_arm(args))
         return
     results = run_all(args)
-    show(results)
+    show(results, args.top)
     if args.plot:
         plot(results, args.json.with_suffix(".png"))
     if results["failed"]:

@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils.checkpoint import CheckpointPolicy
 
 from te_inductor import compat, ops, residuals
+from te_inductor.node_kinds import is_cast, is_pointwise, is_view
 from te_inductor.post_grad import Pass
 from te_inductor.recipes import Quantizer
 
@@ -74,7 +75,7 @@ def _is_of_weight(cast: fx.Node, sources: Sequence[fx.Node]) -> bool:
 
 def _is_of_input(x: fx.Node) -> bool:
     """Whether `x` is an input of the graph, or a view or cast of one."""
-    while _is_view(x) or _is_cast(x):
+    while is_view(x) or is_cast(x):
         x = x.all_input_nodes[0]
     return x.op == "placeholder"
 
@@ -101,7 +102,7 @@ def _had_anyway(graph: fx.Graph, backward: set[fx.Node]) -> set[fx.Node]:
             read.add(node)
     had: set[fx.Node] = set()
     for node in graph.nodes:
-        made = _is_pointwise(node) or _is_view(node)
+        made = is_pointwise(node) or is_view(node)
         if node in read or _is_little(node) or (made and had.issuperset(node.all_input_nodes)):
             had.add(node)
     return had
@@ -113,11 +114,11 @@ def _is_no_smaller(user: fx.Node, x: fx.Node) -> bool:
     value, made = x.meta.get("val"), user.meta.get("val")
     if not (isinstance(value, torch.Tensor) and isinstance(made, torch.Tensor)):
         return False
-    if _is_view(user):
+    if is_view(user):
         return statically_known_true(made.numel() == value.numel())
     others = [source.meta.get("val") for source in user.all_input_nodes if source is not x]
     smaller = all(isinstance(other, torch.Tensor) and not _same_shape(other, made) for other in others)
-    return _is_pointwise(user) and made.itemsize >= value.itemsize and _same_shape(made, value) and smaller
+    return is_pointwise(user) and made.itemsize >= value.itemsize and _same_shape(made, value) and smaller
 
 
 def _same_shape(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -131,17 +132,3 @@ def _is_little(node: fx.Node) -> bool:
     if isinstance(value, torch.Tensor):
         return value.dim() > 0 and isinstance(value.shape[-1], int) and value.shape[-1] == 1
     return isinstance(value, int | float | torch.SymInt | torch.SymFloat)
-
-
-def _is_pointwise(node: fx.Node) -> bool:
-    return _is_cast(node) or torch.Tag.pointwise in getattr(node.target, "tags", ())
-
-
-def _is_cast(node: fx.Node) -> bool:
-    return node.target is torch.ops.prims.convert_element_type.default
-
-
-def _is_view(node: fx.Node) -> bool:
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return getattr(node.target, "__name__", "") == "getitem" and _is_view(node.all_input_nodes[0])
-    return node.target.is_view

@@ -1,5 +1,5 @@
 """The passes on Inductor's graphs, after autograd: one quantization of a tensor, however many GEMMs read it; sigmoids.py;
-residuals.py; quantized_outputs.py; few_queries.py.
+sines.py; residuals.py; quantized_outputs.py; few_queries.py.
 
 AOTAutograd's partitioner removes common subexpressions from training graphs; inference graphs get none, so q, k and v
 would each quantize the same input.
@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from te_inductor import few_queries, ops, quantized_outputs, residuals, sigmoids
+from te_inductor import few_queries, ops, quantized_outputs, residuals, sigmoids, sines
 from te_inductor.errors import StateError
 
 aten = torch.ops.aten
@@ -78,6 +78,7 @@ def simplify(graph: fx.Graph) -> None:
     if any(node.target in _QUANTIZE for node in graph.nodes):
         share(graph)
         sigmoids.fold(graph)
+        sines.keep(graph)
         residuals.fold(graph)
         quantized_outputs.fold(graph)
     few_queries.fold(graph)
