@@ -54,14 +54,13 @@ def test_computed_once(recipe, dynamic, monkeypatch):
             torch._dynamo.mark_dynamic(x, (0, 1))
             torch._dynamo.mark_dynamic(positions, 0)
         _, codes = run_fw_bw_and_get_code(lambda: compiled(x, positions))
-        return [len(re.findall(r"^[^#]*\b(?:cos|sin)\(", code, re.MULTILINE)) for code in codes]
+        return [len(re.findall(r"^[^#\n]*\b(?:cos|sin)\(", code, re.MULTILINE)) for code in codes]
 
     counts = computed()
     monkeypatch.setattr(sines, "keep", lambda graph: None)
     before = computed()
-    assert len(counts) == len(before) == 2
-    for now, then in zip(counts, before, strict=True):
-        assert 0 < now < then, (counts, before)
+    assert counts == [2, 2]  # a cosine and a sine, in the forward and in the backward
+    assert min(before) > 2
 
 
 def marked(function, *shapes):
