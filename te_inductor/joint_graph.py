@@ -46,6 +46,7 @@ def mark(graph: fx.Graph) -> None:
     if not backward:
         return
     _save_scales(graph)
+    _save_statistics(graph, backward)
     had = _had_anyway(graph, backward)
     for node in graph.nodes:
         if node.target in _TWO_WAY and node not in backward and "recompute" not in node.meta:
@@ -62,6 +63,15 @@ def _save_scales(graph: fx.Graph) -> None:
         node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     if found:
         compat.let_state_be_saved(graph)
+
+
+def _save_statistics(graph: fx.Graph, backward: set[fx.Node]) -> None:
+    """A norm's number a row, for instance. An activation memory budget reckons by FLOPs of matmuls, to which reductions are free,
+    and would have the backward read the whole tensor again for it."""
+    for node in graph.nodes:
+        statistic = node.op == "call_function" and node not in backward and _is_little(node)
+        if statistic and "recompute" not in node.meta and not all(map(_is_little, node.users)):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def _is_of_weight(cast: fx.Node, sources: Sequence[fx.Node]) -> bool:

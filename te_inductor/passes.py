@@ -206,8 +206,8 @@ def check_extras(plan: Plan) -> None:
 
 def _not_kept(plan: Plan, site: Candidate, bodies: Bodies) -> Refusal | None:
     """Why copies of its weight are not kept."""
-    assert site.recipe is not None and site.slots is not None
-    if plan.options.weights == "auto" and (why := kept.not_worth_it(site.match, site.recipe, site.slots)) is not None:
+    assert site.slots is not None
+    if plan.options.weights == "auto" and (why := kept.not_worth_it(site.match, site.slots)) is not None:
         return why
     return kept.refusal(site.match, site.slots, bodies, plan.inputs)
 
@@ -264,6 +264,7 @@ def _extras(plan: Plan, sites: list[Candidate], groups: dict[fx.Node, list[Match
     bodies = Bodies(plan.gm)
     extras = Extras(kept.KeptSites(bodies, plan.kept), weight_grads.GradientSites(bodies, plan.gradients))
     plan.kept.held = dict(plan.gm.named_parameters())
+    plan.kept.always_look = plan.options.weights == "once"
     if plan.options.weights != "each_call":
         for site in sites:
             group = groups.get(site.match.node, [site.match])

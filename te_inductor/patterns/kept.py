@@ -36,19 +36,19 @@ from te_inductor.runtime.kept_inputs import KeptInput, KeptInputs, Refresh
 from te_inductor.runtime.kept_weights import WORD, Spec, weight_shape
 from te_inductor.runtime.state_inputs import StateInput
 
-PAY = ("tensor", "row")  # scopes of scales
+PAY = ("tensor", "row", "128x128")  # scopes of scales
 FEW_TOKENS = 8192
 PREFIX = "te_kept_"  # of the inputs that hold copies
 # Of scales, that templates/triton/kept_weights.py casts with.
 SCOPES = ("tensor", "row", "128x128", "1x32", "32x32", "1x16", "16x16")
 
 
-def not_worth_it(match: Match, recipe: Recipe, slots: Slots) -> Refusal | None:
+def not_worth_it(match: Match, slots: Slots) -> Refusal | None:
     """Why a weight is cast at each call where the user does not say: Note [Copies that pay]."""
     if not value(match.node).requires_grad:
         return Refusal("the layer has no gradient")
-    if slots.weight.scope not in PAY or isinstance(recipe, DelayedScaling):
-        return Refusal("copies of recipe %s may cost more than they save", recipe.name)
+    if slots.weight.scope not in PAY:
+        return Refusal("copies with scales of %s may cost more than they save", slots.weight.scope)
     tokens = match.sizes[0]
     tokens = tokens.node.hint if isinstance(tokens, torch.SymInt) else tokens
     if tokens is not None and tokens > FEW_TOKENS:

@@ -22,6 +22,13 @@ Under delayed scaling the scale comes from the state, and copies are stale too w
 each call, as it is where weights are cast at each call. Of two microbatches in flight the first one's backward reads the
 copies as the second one's forward left them, of the same weight with the newer scale.
 
+# Note [Calls that do not look]
+A look is worth its read where it may find the weight as it was: in a step's second microbatch and those behind it. Where the
+last step had one call, a step's first one casts without a look, leaves no digest, and costs what a cast at each call does.
+That a step begins is taken from `grad is None`. It decides about time alone: copies cast without a look are the weight's
+whatever has happened, and the next look finds no digest and casts again. What has to find its amax first reads the whole
+weight for that, and looks by the way. With ``weights="once"`` each call looks.
+
 A backward that is still to come reads the copies of its forward. Where a weight changes in between *and* another forward
 runs, they are overwritten; autograd's own check finds that, as in eager code, by the version counters: those of the copies
 go up where that of a weight has. What hides a change from `_version` hides it from that check, there as here.
@@ -112,6 +119,12 @@ class Look(NamedTuple):
     amax: Tensor | None = None  # () fp32, where delayed scaling is to record the weight's
 
 
+def is_read_first(quantizer: Quantizer, known: bool) -> bool:
+    """Whether a cast waits for the amax of the whole weight; `known` is whether delayed scaling gives the scale."""
+    scope = quantizer.granularity
+    return scope.two_level or (scope.whole and not known)
+
+
 def weight_shape(spec: Spec, sizes: Sequence[Sequence[int]]) -> tuple[int, int]:
     rows, columns = sum(size[0] for size in sizes), sizes[0][1]
     return (columns, rows) if spec.transposed else (rows, columns)
@@ -165,17 +178,23 @@ def forget() -> None:
 
 
 @torch.no_grad()
-def refresh(looks: Sequence[Look]) -> None:
-    """Look at the weights, in plain torch, and make what is stale anew."""
+def refresh(looks: Sequence[Look], anew: bool = False) -> None:
+    """Look at the weights, in plain torch, and make what is stale anew; or all: Note [Calls that do not look]."""
     for look in looks:
         # The same memory, so that autograd learns of changes from `note` alone, as on a GPU.
         pieces = [parameter.detach() for parameter in look.weights]
-        found = [digest(pieces), 1, 0 if look.scale is None else int(look.scale.view(torch.int32))]
-        if look.kept.seen.tolist() != found:
+        if anew and not is_read_first(look.kept.spec.quantizer, look.scale is not None):
+            _make(look.kept, pieces, look.scale)
+            look.kept.seen.data[1] = 0
+        elif look.kept.seen.tolist() != (found := [digest(pieces), 1, _bits(look.scale)]):
             _make(look.kept, pieces, look.scale)
             look.kept.seen.data.copy_(torch.tensor(found))
         if look.amax is not None:
             delayed.record_amax(pieces, look.amax)
+
+
+def _bits(scale: Tensor | None) -> int:
+    return 0 if scale is None else int(scale.view(torch.int32))
 
 
 def _make(kept: Kept, pieces: list[Tensor], scale: Tensor | None) -> None:

@@ -12,6 +12,7 @@ from torch._functorch import config as functorch
 from torch._functorch.aot_autograd import aot_function, make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import te_inductor
@@ -89,6 +90,41 @@ def test_budgets(name):
         assert same(found, expected)
         again.append(products["fprop"])
     assert again == sorted(again) and again[0] <= (4 if name == "nvfp4" else 2) < again[-1], again
+
+
+class Norm(nn.Module):
+    """Written out, as in transformers' models."""
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
+class Roots(TorchDispatchMode):
+    """Counts reciprocal square roots."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten.rsqrt.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_statistics_are_saved(saves, monkeypatch):
+    """A number a row is no memory, and a tensor to read again: under a budget torch would."""
+    if not saves:
+        monkeypatch.setattr(joint_graph, "_save_statistics", lambda *_: None)
+    torch._dynamo.reset()
+    model = Block()
+    model.norms = nn.ModuleList([Norm(), Norm()])
+    with functorch.patch(activation_memory_budget=0.5):
+        run = torch.compile(model, backend="te", options={"policy": {"*": "current"}})
+        loss = run(torch.randn(2, *X)).square().sum()
+        with Roots() as roots:
+            loss.backward()
+    assert roots.count == (0 if saves else 2)
 
 
 @every_recipe

@@ -45,14 +45,14 @@ def test_copies(dtype, quantizer, content):
     for one in (*kept, *expected):
         one.want_columns()
     look = OnDevice()
-    for _ in range(2):
-        look(list(map(Look, kept, on_gpu)))
-        kept_weights.refresh(list(map(Look, expected, weights)))
+    for anew in (False, False, True, False):
+        look(list(map(Look, kept, on_gpu)), anew)
+        kept_weights.refresh(list(map(Look, expected, weights)), anew)
         for one, other, shape in zip(kept, expected, SHAPES, strict=True):
             assert same(one, other), shape
         for group, other in zip(on_gpu, weights, strict=True):
             for tensors in (group, other):
-                tensors[0][-1, -1] = 3.0
+                tensors[0][-1, -1] += 3.0
 
 
 def mlp() -> nn.Sequential:
@@ -83,19 +83,21 @@ RECIPES = ["current", "delayed", "rowwise", "block", "mxfp8", NVFP4BlockScaling(
 
 
 @pytest.mark.parametrize(("recipe", "mode"), itertools.product(RECIPES, ["default", "reduce-overhead"]), ids=str)
-def test_programs(recipe, mode):
+@pytest.mark.parametrize(("weights", "microbatches"), [("once", 3), ("auto", 3), ("auto", 1)])
+def test_programs(recipe, mode, weights, microbatches):
     """Bit for bit what casts at each call give: the same scales, the same values, the same GEMMs."""
     counters.clear()
     models = [mlp()]
     models.append(copy.deepcopy(models[0]))
-    runs = [te(m, recipe, mode=mode, weights=w) for m, w in zip(models, ("once", "each_call"), strict=True)]
+    runs = [te(m, recipe, mode=mode, weights=w) for m, w in zip(models, (weights, "each_call"), strict=True)]
     for step, change in enumerate((ema, no_grad, adam, ema, ema)):
-        for microbatch in range(3):
+        for model in models:
+            model.zero_grad()
+        for microbatch in range(microbatches):
             x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)
             outs = []
             for model, run in zip(models, runs, strict=True):
                 torch.compiler.cudagraph_mark_step_begin()
-                model.zero_grad()
                 y = run(x)
                 y.float().square().sum().backward()
                 for p in model.parameters():

@@ -61,16 +61,18 @@ def test_cubins(scope, capability):
     }
     tile = {"INPUT": tl.bfloat16, "HIGH": high, "WIDE": wide, "STEPS": steps, "ALIGNED": True}
     cast = tile | {"ELEMENT": tl.float8e4nv, "WHOLE": whole, "BY_ROW": scope == "row"}
-    made = compiled(kept_weights.kept_weights_cast, cast | encode, warps, capability)
-    ptx = made.asm["ptx"]
-    assert made.asm["cubin"] and "cvt.rn.satfinite.e4m3x2.f32" in ptx
-    assert_words(ptx, scope)
-    assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx
+    for record in {False, whole}:
+        made = compiled(kept_weights.kept_weights_cast, cast | encode | {"RECORD": record}, warps, capability)
+        ptx = made.asm["ptx"]
+        assert made.asm["cubin"] and "cvt.rn.satfinite.e4m3x2.f32" in ptx
+        assert bool(re.search(r"(atom|red)\.\S*max\.s32", ptx)) == record
+        assert_words(ptx, scope)
+        assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx
     if scope == "row":
         amaxes = compiled(kept_weights.kept_weights_amaxes, tile, warps, capability)
         assert ".max.s32" in amaxes.asm["ptx"] and amaxes.asm["cubin"]
-    for known in {False, whole}:
-        decide = {"INPUT": tl.bfloat16, "WHOLE": whole, "TWO_LEVEL": False, "KNOWN": known} | encode
+    for known, look in {(False, True), (whole, True), (whole, not whole)}:
+        decide = {"INPUT": tl.bfloat16, "WHOLE": whole, "TWO_LEVEL": False, "KNOWN": known, "LOOK": look} | encode
         assert compiled(kept_weights.kept_weights_decide, decide, 1, capability).asm["cubin"]
 
 

@@ -8,6 +8,8 @@ weights of a graph, four with scales of rows:
 - `kept_weights_cast` reads the weight again and writes both copies, or returns at once (`kept_weights_cast_microscaled` of
   kept_microscaled_kernels.py, in MXFP8 and NVFP4).
 
+Without a look (Note [Calls that do not look]) the first of them is left out, and the last records delayed scaling's amaxes.
+
 Nothing comes back to the host, so that a look neither waits nor is decided when a CUDA graph is recorded. The kernels find
 the tensors by tables of addresses, made anew when one has moved.
 """
@@ -23,7 +25,7 @@ from torch import Tensor
 
 from te_inductor.recipes.formats import ROW
 from te_inductor.recipes.quantizers import Quantizer
-from te_inductor.runtime.kept_weights import WORD, Kept, Look
+from te_inductor.runtime.kept_weights import WORD, Kept, Look, is_read_first
 from te_inductor.runtime.microscaling import reciprocal
 from te_inductor.templates.triton.kept_microscaled_kernels import kept_weights_cast_microscaled
 from te_inductor.templates.triton.kept_weights_kernels import (
@@ -38,7 +40,7 @@ SCAN_WORDS, SCAN_WARPS = 4096, 8  # of a program
 # Tile of a cast: rows, columns, how many tiles beside each other are one program's (a program that has nothing to do costs
 # about as much as a word of 2 KB to read), warps. Square blocks are tiles.
 TILES = dict.fromkeys(("tensor", "row", "1x32", "32x32", "1x16", "16x16"), (64, 64, 16, 4))
-TILES["128x128"] = (128, 128, 8, 8)
+TILES["128x128"] = (128, 128, 1, 8)
 
 _ELEMENTS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5, torch.uint8: tl.uint8}
 _INPUTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -64,7 +66,6 @@ class _Kind(NamedTuple):
     dtype: torch.dtype  # of the weights
     known: bool  # whether delayed scaling gives the scale
 
-
 class OnDevice:
     """Refreshes the kept weights of one graph."""
 
@@ -73,18 +74,18 @@ class OnDevice:
         self.tables: list[tuple[_Kind, _Table]] = []
 
     @torch.no_grad()
-    def __call__(self, looks: Sequence[Look]) -> None:
+    def __call__(self, looks: Sequence[Look], anew: bool = False) -> None:
         with torch.cuda.device(looks[0].kept.seen.device):
             _join_streams([look.kept for look in looks])
-            self.run(looks)
+            self.run(looks, anew)
 
-    def run(self, looks: Sequence[Look]) -> None:
+    def run(self, looks: Sequence[Look], anew: bool = False) -> None:
         addresses = [_address(t) for look in looks for t in (*look.weights, look.kept.data_t, look.scale, look.amax)]
         if addresses != self.addresses:
             self.tables = _tables(looks)
             self.addresses = addresses
         for kind, table in self.tables:
-            _launch(kind, table)
+            _launch(kind, table, look=not anew or is_read_first(kind.quantizer, kind.known))
 
 
 def _join_streams(kept: Sequence[Kept]) -> None:
@@ -153,7 +154,7 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _launch(kind: _Kind, table: _Table) -> None:
+def _launch(kind: _Kind, table: _Table, look: bool) -> None:
     quantizer, dtype = kind.quantizer, kind.dtype
     count, device = table.weights.shape[0], table.weights.device
     digest = torch.zeros(count, dtype=torch.int64, device=device)
@@ -169,17 +170,18 @@ def _launch(kind: _Kind, table: _Table) -> None:
         "POWER_2": quantizer.power_2_scale,
     }
     high, wide, steps, warps = TILES[quantizer.scope]
-    kept_weights_scan[(len(table.scans),)](
-        table.parameters,
-        table.scans,
-        digest,
-        amax,
-        BLOCK=SCAN_WORDS,
-        BITS=8 * dtype.itemsize,
-        AMAX=whole or two_level,
-        ALIGNED=table.aligned,
-        num_warps=SCAN_WARPS,
-    )
+    if look:
+        kept_weights_scan[(len(table.scans),)](
+            table.parameters,
+            table.scans,
+            digest,
+            amax,
+            BLOCK=SCAN_WORDS,
+            BITS=8 * dtype.itemsize,
+            AMAX=whole or two_level,
+            ALIGNED=table.aligned,
+            num_warps=SCAN_WARPS,
+        )
     kept_weights_decide[(count,)](
         table.weights,
         digest,
@@ -190,6 +192,7 @@ def _launch(kind: _Kind, table: _Table) -> None:
         WHOLE=whole,
         TWO_LEVEL=two_level,
         KNOWN=kind.known,
+        LOOK=look,
         **encode,
         num_warps=1,
     )
@@ -225,6 +228,7 @@ def _launch(kind: _Kind, table: _Table) -> None:
         ELEMENT=element,
         WHOLE=whole,
         BY_ROW=by_row,
+        RECORD=kind.known and not look,
         **tile,
         **encode,
         num_warps=warps,

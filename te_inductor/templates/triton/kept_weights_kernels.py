@@ -112,6 +112,7 @@ def kept_weights_decide(
     WHOLE: tl.constexpr,
     TWO_LEVEL: tl.constexpr,  # whether the copies have an amax beside their scales
     KNOWN: tl.constexpr,  # whether delayed scaling gives the scale
+    LOOK: tl.constexpr,  # whether the digest, and the amax, have been found
     LARGEST: tl.constexpr,
     EPSILON: tl.constexpr,
     LARGEST_SCALE: tl.constexpr,
@@ -122,6 +123,8 @@ def kept_weights_decide(
     seen = tl.load(row + _SEEN).to(tl.pointer_type(tl.int64))
     found = tl.load(digest + weight)
     differs = (tl.load(seen) != found) | (tl.load(seen + 1) != 1)
+    if not LOOK:
+        differs = differs | True
     if WHOLE or TWO_LEVEL:
         bits = tl.load(amax + weight)
         if tl.float32 == INPUT:
@@ -132,17 +135,19 @@ def kept_weights_decide(
         given = tl.load(tl.load(row + _GIVEN_SCALE).to(tl.pointer_type(tl.int32)))
         differs = differs | (tl.load(seen + 2) != given)
         state = tl.load(row + _AMAX)
-        if state != 0:
+        if LOOK and state != 0:
             tl.atomic_max(state.to(tl.pointer_type(tl.int32)), largest.to(tl.int32, bitcast=True), sem="relaxed")
     tl.store(stale + weight, differs.to(tl.int32))
     if differs:
-        tl.store(seen, found)
-        tl.store(seen + 1, 1)
+        if LOOK:
+            tl.store(seen, found)
+        tl.store(seen + 1, 1 if LOOK else 0)
         if TWO_LEVEL:
             tl.store(tl.load(row + _AMAX).to(tl.pointer_type(tl.float32)), largest)
         if WHOLE:
             if KNOWN:
-                tl.store(seen + 2, given)
+                if LOOK:
+                    tl.store(seen + 2, given)
                 factor = given.to(tl.float32, bitcast=True)
             else:
                 factor = _encode(largest, LARGEST, EPSILON, LARGEST_SCALE, POWER_2)
@@ -244,6 +249,7 @@ def kept_weights_cast(
     STEPS: tl.constexpr,
     WHOLE: tl.constexpr,
     BY_ROW: tl.constexpr,
+    RECORD: tl.constexpr,  # whether to raise the amax of delayed scaling
     ALIGNED: tl.constexpr,
     LARGEST: tl.constexpr,
     EPSILON: tl.constexpr,
@@ -267,11 +273,14 @@ def kept_weights_cast(
         bits = tl.load(of_rows + above + r, mask=r < ROWS, other=0)
         factor_r = _encode(bits.to(tl.float32, bitcast=True), LARGEST, EPSILON, LARGEST_SCALE, POWER_2)
         _store_vector(tl.load(vectors + _SCALE_INV), above + r, factor_r, (r < ROWS) & (start == 0))
+    largest = tl.zeros((HIGH, WIDE), tl.int32)
     for step in range(STEPS):
         c = start + step * WIDE + tl.arange(0, WIDE)
         inside = (r[:, None] < ROWS) & (c[None, :] < COLUMNS)
         x = tl.load(source + r[:, None] * COLUMNS + c[None, :], mask=inside, other=0.0)
         x = x.to(tl.float32)
+        if RECORD:
+            largest = _larger(largest, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
         if BY_ROW:
             bits = tl.load(of_columns + c, mask=c < COLUMNS, other=0)
             factor_c = _encode(bits.to(tl.float32, bitcast=True), LARGEST, EPSILON, LARGEST_SCALE, POWER_2)
@@ -294,6 +303,11 @@ def kept_weights_cast(
                 cast = _cast(x * factor_c[None, :], LARGEST, ELEMENT)
             inside = (c[:, None] < COLUMNS) & (r[None, :] < ROWS)
             tl.store(data_t + c[:, None] * leading_t + r[None, :], tl.trans(cast), mask=inside)
+    if RECORD:
+        state, found = tl.load(vectors + _AMAX), tl.max(largest)
+        if state != 0:
+            to = state.to(tl.pointer_type(tl.int32))
+            tl.atomic_max(to, found, mask=found > tl.load(to), sem="relaxed")
 
 
 @triton.jit
