@@ -228,6 +228,7 @@ def _launch(kind: _Kind, table: _Table, look: bool) -> None:
         ELEMENT=element,
         WHOLE=whole,
         BY_ROW=by_row,
+        LOOK=look,
         RECORD=kind.known and not look,
         **tile,
         **encode,

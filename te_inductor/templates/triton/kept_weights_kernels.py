@@ -17,6 +17,7 @@ def _signed(value: int) -> int:
 _GOLDEN, _MIX_1, _MIX_2 = (tl.constexpr(_signed(value)) for value in (GOLDEN, *MIX))
 _EXPONENT_MASK = tl.constexpr(EXPONENT_MASK)
 _INFINITY = tl.constexpr(float("inf"))
+_ONE, _INFINITY_BITS = tl.constexpr(127 << 23), tl.constexpr(255 << 23)  # of fp32
 _E4M3, _E5M2 = (tl.constexpr(CASTS[dtype]) for dtype in (torch.float8_e4m3fn, torch.float8_e5m2))
 _CONSTRAINTS, _PACK = tl.constexpr(CAST_CONSTRAINTS), tl.constexpr(CAST_PACK)
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -161,12 +162,15 @@ def kept_weights_decide(
 @triton.jit
 def _encode(amax, LARGEST: tl.constexpr, EPSILON: tl.constexpr, LARGEST_SCALE: tl.constexpr, POWER_2: tl.constexpr):
     """As `runtime.eager.encode_scale`. The double quotient of fp32 values, rounded to fp32, is the correctly rounded one;
-    Triton's own fp32 division may be off by 2 ulp."""
+    Triton's own fp32 division may be off by 2 ulp. A power of two is found without one, as by `lowerings.values`."""
     amax = tl.where(amax < EPSILON, EPSILON, amax)
-    factor = (LARGEST / amax.to(tl.float64)).to(tl.float32)
-    factor = tl.where(factor < _INFINITY, factor, LARGEST_SCALE)
     if POWER_2:
-        factor = (factor.to(tl.int32, bitcast=True) & _EXPONENT_MASK).to(tl.float32, bitcast=True)
+        quotient = tl.full((), LARGEST, tl.float32).to(tl.int32, bitcast=True) - amax.to(tl.int32, bitcast=True)
+        factor = (quotient + _ONE) & _EXPONENT_MASK
+        factor = tl.where(quotient < _INFINITY_BITS - _ONE, factor.to(tl.float32, bitcast=True), LARGEST_SCALE)
+    else:
+        factor = (LARGEST / amax.to(tl.float64)).to(tl.float32)
+        factor = tl.where(factor < _INFINITY, factor, LARGEST_SCALE)
     return tl.where((amax > 0.0) & (amax < _INFINITY), factor, 1.0)
 
 
@@ -249,6 +253,7 @@ def kept_weights_cast(
     STEPS: tl.constexpr,
     WHOLE: tl.constexpr,
     BY_ROW: tl.constexpr,
+    LOOK: tl.constexpr,  # whether `stale` says what is to be made
     RECORD: tl.constexpr,  # whether to raise the amax of delayed scaling
     ALIGNED: tl.constexpr,
     LARGEST: tl.constexpr,
@@ -259,7 +264,7 @@ def kept_weights_cast(
     program = tl.program_id(0)
     row = parameters + tl.load(programs + program) * _PARAMETER_COLUMNS
     weight = tl.load(row + _WEIGHT)
-    if tl.load(stale + weight) == 0:
+    if LOOK and tl.load(stale + weight) == 0:
         return
     source, ROWS, COLUMNS = _source(row, INPUT, ALIGNED)
     data, has_data, leading = _target(row + _DATA, row + _LEADING, ELEMENT, ALIGNED)
