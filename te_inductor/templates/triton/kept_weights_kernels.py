@@ -166,8 +166,9 @@ def _encode(amax, LARGEST: tl.constexpr, EPSILON: tl.constexpr, LARGEST_SCALE: t
     amax = tl.where(amax < EPSILON, EPSILON, amax)
     if POWER_2:
         quotient = tl.full((), LARGEST, tl.float32).to(tl.int32, bitcast=True) - amax.to(tl.int32, bitcast=True)
-        factor = (quotient + _ONE) & _EXPONENT_MASK
-        factor = tl.where(quotient < _INFINITY_BITS - _ONE, factor.to(tl.float32, bitcast=True), LARGEST_SCALE)
+        most = tl.full((), LARGEST_SCALE, tl.float32).to(tl.int32, bitcast=True)
+        factor = tl.where(quotient < _INFINITY_BITS - _ONE, quotient + _ONE, most) & _EXPONENT_MASK
+        factor = factor.to(tl.float32, bitcast=True)
     else:
         factor = (LARGEST / amax.to(tl.float64)).to(tl.float32)
         factor = tl.where(factor < _INFINITY, factor, LARGEST_SCALE)
