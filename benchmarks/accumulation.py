@@ -19,6 +19,7 @@ import torch
 from benchmarks import arms, harness, llama_blocks, table
 from benchmarks.llama_blocks import Shape
 
+
 def measure(recipe: str | None, weights: str, tokens: int, args: argparse.Namespace) -> dict[str, Any]:
     """One arm; `recipe` None is bf16."""
     torch._dynamo.reset()
@@ -65,7 +66,9 @@ def main() -> None:
     for name in ("dim", "ffn", "heads", "kv_heads"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(Shape, name))
     parser.add_argument("--recipes", nargs="+", default=["current", "block"])
-    parser.add_argument("--weights", nargs="+", default=["each_call", "auto"], help="values of that option, an arm each")
+    parser.add_argument(
+        "--weights", nargs="+", default=["each_call", "auto"], help="values of that option, an arm each"
+    )
     parser.add_argument("--mode", help="torch.compile's, of every arm")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--iters", type=int, default=10)
@@ -74,7 +77,10 @@ def main() -> None:
     args = parser.parse_args()
     environment, found = harness.environment(args.device), []
     for tokens in args.tokens:
-        for recipe, kind in [(None, "each_call"), *((recipe, kind) for recipe in args.recipes for kind in args.weights)]:
+        for recipe, kind in [
+            (None, "each_call"),
+            *((recipe, kind) for recipe in args.recipes for kind in args.weights),
+        ]:
             found.append(measure(recipe, kind, tokens, args))
             harness.write_json(args.json, {"environment": environment, "rows": found})
     times = dict.fromkeys(("kernels_us", "gemm_us", "triton_us", "weights_us"), 1e-3)

@@ -3,20 +3,24 @@ have them, which do where the user does not say, and the inputs that bring their
 
 # Note [Copies that pay]
 A step of k microbatches casts each weight once where its copies are kept, and k times where they are not; a look at the
-weight is added to each call, and 2 bytes a weight to what stays in memory. Two Llama-3-8B layers, microseconds of a
-microbatch (H200, torch 2.11.0+cu130, 2026-11-22)::
+weight is added to the calls of steps with several (Note [Calls that do not look]), and 2 bytes a weight to what stays in
+memory. Two Llama-3-8B layers, microseconds of a microbatch's casts (H200, torch 2.11.0+cu130, 2026-11-23)::
 
                                  current    rowwise    delayed    block
-    kept: look                       324        250        317      246
-    kept: look, and cast anew        844       1312        831     1012
-    cast at each call                985                   682      502
+    kept: look                       282        275        284      289
+    kept: look, and cast anew        727       1152        727      785
+    kept: cast anew                              923       569      549
+    cast at each call                985        960        660      440
 
-Under current scaling a step of one microbatch loses nothing (nor by rows: a step took as long), and each further one
-saves 0.33 ms a layer, of the 23 ms that 16384 tokens take and the 6 ms of 4096. So copies are kept where a layer that has a
-gradient sees few tokens, as microbatches are cut to fit, and are not where they would save 1% and memory is what is short.
-Square blocks, read once for both copies, gain from the fourth microbatch on; delayed scaling from the second, but there each
-has a scale of its own, and copies of the newest are what a backward still to come would read; MXFP8 and NVFP4 were not
-measured. Those are for the user to say.
+and milliseconds of a step with microbatches of 4096 tokens, kept and cast at each call::
+
+    one microbatch                         14.53, 14.49   13.04, 13.12   14.80, 14.65
+    four                                   57.08, 59.22   52.70, 53.61   60.08, 59.89
+
+So copies are kept where a layer that has a gradient sees few tokens, as microbatches are cut to fit, and are not where they
+would save 1% and memory is what is short: a microbatch saves 0.2 ms a layer (current scaling 0.33), of the 23 ms that 16384
+tokens take and the 6 ms of 4096. Square blocks, read once for both copies, gain nothing. MXFP8 and NVFP4 were not measured.
+Those are for the user to say.
 """
 
 from collections.abc import Sequence
@@ -36,7 +40,7 @@ from te_inductor.runtime.kept_inputs import KeptInput, KeptInputs, Refresh
 from te_inductor.runtime.kept_weights import WORD, Spec, weight_shape
 from te_inductor.runtime.state_inputs import StateInput
 
-PAY = ("tensor", "row", "128x128")  # scopes of scales
+PAY = ("tensor", "row")  # scopes of scales
 FEW_TOKENS = 8192
 PREFIX = "te_kept_"  # of the inputs that hold copies
 # Of scales, that templates/triton/kept_weights.py casts with.

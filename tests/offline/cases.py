@@ -48,6 +48,39 @@ def mlp_training_block() -> Case:
     return _mlp_training("block")
 
 
+class Head(nn.Module):
+    """The last layer of a language model and its loss."""
+
+    def __init__(self, dim: int, vocabulary: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(dim, vocabulary, bias=False, device="cuda", dtype=torch.bfloat16)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.layer(x).float(), targets)
+
+
+def _head(recipe: str) -> Case:
+    x = torch.randn(16384, 2048, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.zeros(16384, device="cuda", dtype=torch.int64)
+    return torch.compile(Head(2048, 128256), backend="te", fullgraph=True, options={"recipe": recipe}), (x, targets)
+
+
+def head_current() -> Case:
+    return _head("current")
+
+
+def head_delayed() -> Case:
+    return _head("delayed")
+
+
+def head_rowwise() -> Case:
+    return _head("rowwise")
+
+
+def head_block() -> Case:
+    return _head("block")
+
+
 def mlp_inference_block() -> Case:
     run, (x,) = _mlp_training("block")
     return torch.no_grad()(run), (x,)

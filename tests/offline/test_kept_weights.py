@@ -62,7 +62,9 @@ def test_cubins(scope, capability):
     tile = {"INPUT": tl.bfloat16, "HIGH": high, "WIDE": wide, "STEPS": steps, "ALIGNED": True}
     cast = tile | {"ELEMENT": tl.float8e4nv, "WHOLE": whole, "BY_ROW": scope == "row"}
     for record in {False, whole}:
-        made = compiled(kept_weights.kept_weights_cast, cast | encode | {"RECORD": record, "LOOK": not record}, warps, capability)
+        made = compiled(
+            kept_weights.kept_weights_cast, cast | encode | {"RECORD": record, "LOOK": not record}, warps, capability
+        )
         ptx = made.asm["ptx"]
         assert made.asm["cubin"] and "cvt.rn.satfinite.e4m3x2.f32" in ptx
         assert bool(re.search(r"(atom|red)\.\S*max\.s32", ptx)) == record

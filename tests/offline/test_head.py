@@ -1,0 +1,16 @@
+"""The code for a language model's last layer and its loss on Hopper: the loss's gradient is made once."""
+
+import re
+
+import pytest
+
+from tests.offline.harness import generate
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise", "block"])
+def test_a_loss_gradient_is_computed_once(recipe: str) -> None:
+    """In one kernel of the backward, which writes it over the logits; amaxes and casts read it."""
+    _, backward = generate(f"head_{recipe}", 90).sources
+    kernels = re.findall(r"^def triton_\w+\((.*?)\):\n(.*?)^'''", backward, re.DOTALL | re.MULTILINE)
+    softmax = [arguments for arguments, body in kernels if "libdevice.exp" in body]
+    assert len(softmax) == 1 and "in_out_ptr0" in softmax[0]
