@@ -66,8 +66,8 @@ def _save_scales(graph: fx.Graph) -> None:
 
 
 def _save_statistics(graph: fx.Graph, backward: set[fx.Node]) -> None:
-    """A norm's number a row, for instance. An activation memory budget reckons by FLOPs of matmuls, to which reductions are free,
-    and would have the backward read the whole tensor again for it."""
+    """A norm's number a row, for instance. An activation memory budget reckons by FLOPs of matmuls: it finds reductions free,
+    and would have the backward read the whole tensor again for one."""
     for node in graph.nodes:
         statistic = node.op == "call_function" and node not in backward and _is_little(node)
         if statistic and "recompute" not in node.meta and not all(map(_is_little, node.users)):

@@ -83,8 +83,8 @@ class KeptInputs:
                 for look in looks.values():
                     look.kept.note(look.weights)
                 trained = next((p for group in parameters for p in group if p.requires_grad), None)
-                look = trained is None or found.steps.call(trained) or self.always_look
-                found.refresh(list(looks.values()), not look)
+                may_be_as_it_was = trained is None or found.steps.call(trained)
+                found.refresh(list(looks.values()), not (may_be_as_it_was or self.always_look))
         return found.tensors
 
     def _parameter(self, place: int | str, inputs: Sequence[Any]) -> Tensor:

@@ -420,8 +420,8 @@ def digests(monkeypatch):
 
 @pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise"])
 def test_accumulation_without_an_option(recipe, casts, recwarn):
-    """Each weight is cast once a step, whatever changed it, as with the option. That steps have several calls is found out in
-    the first one, but where a cast has to read the weight first anyway. (Delayed scaling casts for a new scale as well.)"""
+    """Each weight is cast once a step, whatever changed it, as with the option. That steps have several calls is found out
+    in the first one, but where a cast has to read the weight first anyway. (Delayed scaling casts for a new scale too.)"""
     model = mlp()
     twin = copy.deepcopy(model)
     run, plain = te(model, recipe=recipe), te(twin, recipe=recipe, weights="each_call")
@@ -449,7 +449,7 @@ def test_steps_of_one_call_do_not_look(recipe, casts, digests):
     run, plain = te(model, recipe=recipe), te(twin, recipe=recipe, weights="each_call")
     for step, change in enumerate((load, ema, ema)):
         x = torch.randn(8, 128)
-        for layer, compiled in ((model, run), (twin, plain)):
+        for compiled in (run, plain):
             compiled(x).square().sum().backward()
         assert torch.equal(model.weight.grad, twin.weight.grad)
         assert len(casts) == step + 1 and len(digests) == (len(casts) if recipe == "current" else 0)
@@ -464,8 +464,14 @@ def test_steps_of_one_call_do_not_look(recipe, casts, digests):
 
 @pytest.mark.parametrize(
     ("what", "kept"),
-    [({}, 1), ({"recipe": "block"}, 0), ({"recipe": "delayed"}, 1), ({"recipe": "mxfp8"}, 0)]
-    + [({"rows": 9000}, 0), ({"train": False}, 0)],
+    [
+        ({}, 1),
+        ({"recipe": "delayed"}, 1),
+        ({"recipe": "block"}, 0),
+        ({"recipe": "mxfp8"}, 0),
+        ({"rows": 9000}, 0),
+        ({"train": False}, 0),
+    ],
     ids=str,
 )
 def test_where_copies_are_kept_without_an_option(what, kept, casts):
