@@ -66,7 +66,7 @@ def _save_scales(graph: fx.Graph) -> None:
 
 
 def _save_statistics(graph: fx.Graph, backward: set[fx.Node]) -> None:
-    """A norm's number a row, for instance. An activation memory budget reckons by FLOPs of matmuls: it finds reductions free,
+    """A norm's number a row, for instance. A memory budget reckons by FLOPs of matmuls: it finds reductions free,
     and would have the backward read the whole tensor again for one."""
     for node in graph.nodes:
         statistic = node.op == "call_function" and node not in backward and _is_little(node)
