@@ -40,7 +40,7 @@ class _Steps:
 
     def call(self, parameter: Tensor) -> bool:
         """Count one; whether the weights may be as they were at the last one."""
-        if parameter.grad is None:
+        if parameter.grad is None and getattr(parameter, "main_grad", None) is None:
             self.several, self.calls = self.calls > 1, 0
         self.calls += 1
         return self.several or self.calls > 1
@@ -61,7 +61,7 @@ class KeptInputs:
 
     refresh_on: Callable[[torch.device], Refresh]
     held: Mapping[str, Tensor] = field(default_factory=dict)  # parameters that the graph holds
-    always_look: bool = False
+    always_look: bool = False  # whatever Note [Calls that do not look] says
     weights: list[KeptInput] = field(default_factory=list)
     examples: list[Tensor] = field(default_factory=list)  # fake tensors, one an input
     _found: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)  # by the first parameter

@@ -22,16 +22,17 @@ Under delayed scaling the scale comes from the state, and copies are stale too w
 each call, as it is where weights are cast at each call. Of two microbatches in flight the first one's backward reads the
 copies as the second one's forward left them, of the same weight with the newer scale.
 
-# Note [Calls that do not look]
-A look is worth its read where it may find the weight as it was: in a step's second microbatch and those behind it. Where the
-last step had one call, a step's first one casts without a look, leaves no digest, and costs what a cast at each call does.
-That a step begins is taken from `grad is None`. It decides about time alone: copies cast without a look are the weight's
-whatever has happened, and the next look finds no digest and casts again. What has to find its amax first reads the whole
-weight for that, and looks by the way. With ``weights="once"`` each call looks.
-
 A backward that is still to come reads the copies of its forward. Where a weight changes in between *and* another forward
 runs, they are overwritten; autograd's own check finds that, as in eager code, by the version counters: those of the copies
 go up where that of a weight has. What hides a change from `_version` hides it from that check, there as here.
+
+# Note [Calls that do not look]
+A look is worth its read where it may find the weight as it was: in a step's second microbatch and those behind it. Where the
+last step had one call, a step's first one casts without a look, leaves no digest, and costs what a cast at each call does.
+That a step begins is taken from `grad is None`; where gradients are elsewhere, as in a `main_grad`, all calls are one step's.
+It decides about time alone: copies cast without a look are the weight's whatever has happened, and the next look finds no
+digest and casts again. What has to find its amax first reads the whole weight for that, and looks by the way. With
+``weights="once"`` each call looks.
 """
 
 import threading

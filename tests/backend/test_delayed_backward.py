@@ -18,8 +18,9 @@ pytestmark = pytest.mark.usefixtures("without_codegen")
 
 @pytest.mark.codegen
 def test_microbatches_forward_forward_backward_backward():
-    """Each backward computes with the scales that its own forward read, and records into the state as it now is."""
-    layer = steps()
+    """Each backward computes with the scales that its own forward read, and records into the state as it now is. (Where
+    copies of weights are kept, those of the weight are the newest: the next test but one.)"""
+    layer = steps(weights="each_call")
     layer.backward(*layer.forward(torch.randn(8, 32)))
     for _ in range(2):
         first = layer.forward(torch.randn(8, 32))
@@ -30,11 +31,29 @@ def test_microbatches_forward_forward_backward_backward():
 
 @pytest.mark.codegen
 def test_microbatches_backward_in_reverse():
-    layer = steps()
+    layer = steps(weights="each_call")
     first = layer.forward(torch.randn(8, 32))
     second = layer.forward(torch.randn(8, 32) * 8)
     layer.backward(*second)
     layer.backward(*first)
+
+
+@pytest.mark.codegen
+@pytest.mark.parametrize("order", [1, -1])
+def test_microbatches_that_share_copies(order):
+    """Kept copies are of the weight, with the newest scale, whichever forward's backward reads them: data and scale_inv go
+    together. The first forward casts with scale 1, to which 1e-3 is nothing."""
+    layer = nn.Linear(32, 48)
+    with torch.no_grad():
+        layer.weight.mul_(1e-2)
+    run = te(layer)
+    xs = [torch.randn(8, 32, requires_grad=True) for _ in range(2)]
+    ys = [run(x) for x in xs]
+    for x, y in list(zip(xs, ys, strict=True))[::order]:
+        dy = torch.randn_like(y)
+        y.backward(dy)
+        expected = dy @ layer.weight
+        assert (x.grad - expected).norm() < 0.1 * expected.norm()
 
 
 @pytest.mark.codegen

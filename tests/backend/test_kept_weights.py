@@ -462,6 +462,22 @@ def test_steps_of_one_call_do_not_look(recipe, casts, digests):
     assert len(casts) <= 5 and len(digests) >= 3
 
 
+def test_gradients_that_are_elsewhere(casts, digests):
+    """No gradient says nothing where a framework adds it to a total of its own: from the second on, calls look."""
+    model = nn.Linear(128, 128)
+    model.weight.main_grad = torch.zeros(128, 128)
+
+    @model.weight.register_post_accumulate_grad_hook
+    def add(p):
+        p.main_grad += p.grad
+        p.grad = None
+
+    run = te(model, recipe="rowwise")
+    for _ in range(4):
+        run(torch.randn(8, 128)).square().sum().backward()
+    assert model.weight.grad is None and len(casts) == 2 and len(digests) == 3
+
+
 @pytest.mark.parametrize(
     ("what", "kept"),
     [

@@ -39,7 +39,8 @@ from te_inductor.templates.triton.kept_weights_kernels import (
 SCAN_WORDS, SCAN_WARPS = 4096, 8  # of a program
 # Tile of a cast: rows, columns, how many tiles beside each other are one program's (a program that has nothing to do costs
 # about as much as a word of 2 KB to read), warps. Square blocks are tiles.
-TILES = dict.fromkeys(("tensor", "row", "1x32", "32x32", "1x16", "16x16"), (64, 64, 4, 4))
+TILES = dict.fromkeys(("1x32", "32x32", "1x16", "16x16"), (64, 64, 16, 4))
+TILES |= dict.fromkeys(("tensor", "row"), (64, 64, 4, 4))
 TILES["128x128"] = (128, 128, 1, 4)
 
 _ELEMENTS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5, torch.uint8: tl.uint8}
