@@ -29,7 +29,7 @@ go up where that of a weight has. What hides a change from `_version` hides it f
 # Note [Calls that do not look]
 A look is worth its read where it may find the weight as it was: in a step's second microbatch and those behind it. Where the
 last step had one call, a step's first one casts without a look, leaves no digest, and costs what a cast at each call does.
-That a step begins is taken from `grad is None`; where gradients are elsewhere, as in a `main_grad`, all calls are one step's.
+That a step begins is taken from `grad is None`; where they are elsewhere, as in a `main_grad`, all calls are one step's.
 It decides about time alone: copies cast without a look are the weight's whatever has happened, and the next look finds no
 digest and casts again. What has to find its amax first reads the whole weight for that, and looks by the way. With
 ``weights="once"`` each call looks.
