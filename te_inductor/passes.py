@@ -1,16 +1,19 @@
 """The passes of `backend.PASSES`, each over one `Plan`. They read and rewrite the Dynamo graph, before autograd sees it."""
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from te_inductor import recipes
 from te_inductor.config import Options
 from te_inductor.diagnostics import Refusal, Report, Site, Unmet
 from te_inductor.patterns import (
     RULES,
+    aliases,
     annotations,
     attention,
     delayed,
@@ -85,6 +88,11 @@ class Plan:
     def reads_active_region(self) -> bool:
         """Whether the thread's autocast has a say in any site."""
         return any(None in candidate.regions for candidate in self.candidates)
+
+    @functools.cached_property
+    def written(self) -> set[StorageWeakRef]:
+        """The memory that the graph writes."""
+        return aliases.written(self.gm)
 
     def graph_modules(self) -> list[fx.GraphModule]:
         """The graph and the bodies of its higher-order ops, such as checkpoint's."""
@@ -176,7 +184,7 @@ def merge_sites(plan: Plan) -> None:
         for site in plan.candidates
         if site.recipe and site.slots and not site.refusal
     ]
-    plan.merged.extend(merging.groups(sites))
+    plan.merged.extend(merging.groups(sites, plan.written))
 
 
 def check_extras(plan: Plan) -> None:
@@ -209,7 +217,7 @@ def _not_kept(plan: Plan, site: Candidate, bodies: Bodies) -> Refusal | None:
     assert site.slots is not None
     if plan.options.weights == "auto" and (why := kept.not_worth_it(site.match, site.slots)) is not None:
         return why
-    return kept.refusal(site.match, site.slots, bodies, plan.inputs)
+    return kept.refusal(site.match, site.slots, bodies, plan.inputs, plan.written)
 
 
 def report_sites(plan: Plan) -> None:

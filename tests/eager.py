@@ -48,6 +48,10 @@ class _Layer(nn.Module):
     def weight(self) -> Tensor:
         return self.layer.weight
 
+    @property
+    def bias(self) -> Tensor | None:
+        return self.layer.bias
+
     def forward(self, x: Tensor) -> Tensor:
         return self.group.output(self.layer, x)  # type: ignore[union-attr]
 

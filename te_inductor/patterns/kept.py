@@ -24,12 +24,15 @@ Those are for the user to say.
 """
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 
 import torch
 from torch import fx
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from te_inductor import compat
 from te_inductor.diagnostics import Refusal
+from te_inductor.patterns.aliases import memory
 from te_inductor.patterns.bodies import Bodies
 from te_inductor.patterns.inputs import append_input, place_of
 from te_inductor.patterns.rule import Match
@@ -60,8 +63,11 @@ def not_worth_it(match: Match, slots: Slots) -> Refusal | None:
     return None
 
 
-def refusal(match: Match, slots: Slots, bodies: Bodies, examples: Sequence[object]) -> Refusal | None:
-    """Why a site's weight is cast at each call all the same; `examples` are the inputs that the graph is compiled for."""
+def refusal(
+    match: Match, slots: Slots, bodies: Bodies, examples: Sequence[object], written: AbstractSet[StorageWeakRef]
+) -> Refusal | None:
+    """Why a site's weight is cast at each call all the same; `examples` are the inputs that the graph is compiled for,
+    `written` is the memory that it writes."""
     if slots.weight.scope not in SCOPES:
         return Refusal("copies with scales of %s are not kept", slots.weight.scope)
     if not bodies.reaches(match.node.graph):
@@ -70,6 +76,8 @@ def refusal(match: Match, slots: Slots, bodies: Bodies, examples: Sequence[objec
     weight = value(node)
     if not (node.op in ("placeholder", "get_attr") and isinstance(weight, torch.nn.Parameter) and weight.dim() == 2):
         return Refusal("the weight is computed in the graph, or one of several in a parameter")
+    if memory(node) & written:
+        return Refusal("the weight is changed in the graph, and copies are made before it runs")
     if not weight.is_contiguous() or weight.numel() * weight.element_size() % WORD:
         return Refusal(
             "a parameter of shape %s and strides %s is not whole words", tuple(weight.shape), weight.stride()

@@ -6,32 +6,42 @@ tensor's, or those of rows that run across all of them, which gradients and the 
 (TransformerEngine's fused q/k/v parameter is the same); blocks are whole in each. docs/performance.md has what it gains.
 
 The outputs of merged sites are slices of one matrix: their rows are further apart than they are long. What would notice
-stays as it is: a view that merges rows, an in-place change, an output of the graph.
+stays as it is: a view that merges rows, an in-place change, an output of the graph, code that is not torch's. So does what
+reads a tensor that the graph writes: the site behind the write has another input than the one before it.
 """
 
 from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from te_inductor.patterns.aliases import is_opaque, memory, name
 from te_inductor.patterns.rule import Emit, Match, Rule, replace
 from te_inductor.patterns.support import is_tensor, value
 from te_inductor.recipes import Recipe, Slots
 
-# What gives a view in which dimensions have other places, and what gives one in which they are split or merged.
-_REORDERS = frozenset("transpose permute unsqueeze getitem chunk split t mT movedim swapaxes select narrow".split())
+# What may return its operand, or the same dimensions of it; a view in which they have other places; one in which they are
+# split or merged. Any other view is taken to notice.
+_PASSES = frozenset("to type type_as float bfloat16 half contiguous detach dropout".split())
+_REORDERS = frozenset(
+    "transpose permute unsqueeze getitem chunk split tensor_split unbind t T mT movedim swapaxes select narrow expand "
+    "rearrange".split()
+)
 _RESHAPES = frozenset("view unflatten reshape flatten view_as reshape_as squeeze".split())
 _COPIES_IF_NEEDED = frozenset("reshape flatten reshape_as".split())
-_IN_PLACE = frozenset("iadd isub imul itruediv ifloordiv imod ipow iand ior ixor setitem".split())
 
 
-def groups(sites: Iterable[tuple[Rule, Match, Recipe, Slots]]) -> list[list[Match]]:
-    """Which sites to merge: two or more each, in the graph's order."""
+def groups(
+    sites: Iterable[tuple[Rule, Match, Recipe, Slots]], written: AbstractSet[StorageWeakRef]
+) -> list[list[Match]]:
+    """Which sites to merge: two or more each, in the graph's order; `written` is the memory that the graph writes."""
     found: dict[Any, list[Match]] = {}
     for rule, match, recipe, slots in sites:
-        if rule.joins and _can_join(match, slots):
+        if rule.joins and _can_join(match, slots, written):
             node, weight = value(match.node), value(match.weight)
             bias = None if match.bias is None else value(match.bias)
             key = (match.x, recipe, slots, node.dtype, node.requires_grad, *_kind(weight), *_kind(bias))
@@ -43,13 +53,14 @@ def _kind(tensor: Any) -> tuple[Any, ...]:
     return () if tensor is None else (tensor.dtype, tensor.device, tensor.requires_grad)
 
 
-def _can_join(match: Match, slots: Slots) -> bool:
+def _can_join(match: Match, slots: Slots, written: AbstractSet[StorageWeakRef]) -> bool:
     scopes = [quantizer.granularity for quantizer in (slots.input, slots.weight, slots.grad_output)]
     operands = [match.weight] if match.bias is None else [match.weight, match.bias]
     return (
         not any(scope.microscaled for scope in scopes)
         and match.sizes[1] % max(scope.alignment for scope in scopes) == 0
         and all(operand.op in ("placeholder", "get_attr") for operand in operands)
+        and not any(memory(node) & written for node in (match.node, match.x, *operands))
         and _may_be_a_slice(match.node, value(match.node).shape[:-1])
     )
 
@@ -58,16 +69,18 @@ def _may_be_a_slice(node: fx.Node, rows: Sequence[Any] | None) -> bool:
     """Whether nobody can tell that the last dimension of `node`, behind `rows`, is a slice; None: its dimensions have been
     reordered, so no view may merge any."""
     for user in node.users:
-        name = _name(user)
-        if user.op == "output" or name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")):
+        called = name(user)
+        if user.op == "output" or (is_opaque(user) and not _is_attention(user)):
             return False
-        if name in _RESHAPES:
-            if not _keeps(user, rows):
-                if name not in _COPIES_IF_NEEDED:
-                    return False
-            elif not _may_be_a_slice(user, rows):
+        if not memory(user) & memory(node):
+            continue
+        if called in _RESHAPES and not _keeps(user, rows):
+            if called not in _COPIES_IF_NEEDED:
                 return False
-        elif name in _REORDERS and not _may_be_a_slice(user, None):
+        elif called in _RESHAPES | _PASSES:
+            if not _may_be_a_slice(user, rows):
+                return False
+        elif called not in _REORDERS or not _may_be_a_slice(user, None):
             return False
     return True
 
@@ -97,12 +110,9 @@ def rewrite(group: Sequence[Match], emit: Emit) -> None:
 
 def _is_kept(node: fx.Node) -> bool:
     """Whether attention reads it without arithmetic in between."""
-    for user in node.users:
-        name = _name(user)
-        if "attention" in name or (name in _REORDERS | _RESHAPES and _is_kept(user)):
-            return True
-    return False
+    return any(_is_attention(user) or (bool(memory(user) & memory(node)) and _is_kept(user)) for user in node.users)
 
 
-def _name(node: fx.Node) -> str:
-    return node.target if isinstance(node.target, str) else str(getattr(node.target, "__name__", ""))
+def _is_attention(node: fx.Node) -> bool:
+    called = name(node)
+    return "attention" in called or "attn" in called
