@@ -26,7 +26,7 @@ __all__ = [
     "in_uncompiled_frame",
     "inside_ddp",
     "is_gathered",
-    "let_state_be_saved",
+    "let_marks_be_saved",
     "never_compile",
     "register_constant",
     "unwinding_transforms",
@@ -95,10 +95,10 @@ def compile_fx(
     return inductor(gm, inputs, wrap_inner(compile_fx_inner), config_patches=dict(patches), **named)
 
 
-def let_state_be_saved(joint_graph: torch.fx.Graph) -> None:
-    """What an activation memory budget wants of a graph with state. Before 2.15 torch saves nothing but inputs under 0, not
-    even what is marked as MUST_SAVE: the least budget stands in for it. A region's (from 2.13) has to be on every node of
-    the forward, and is not on those by which AOTAutograd writes state back."""
+def let_marks_be_saved(joint_graph: torch.fx.Graph) -> None:
+    """What an activation memory budget wants of a graph in which something is marked as MUST_SAVE. Before 2.15 torch saves
+    nothing but inputs under 0, not even that: the least budget stands in for it. A region's (from 2.13) has to be on every
+    node of the forward, and is not on those by which AOTAutograd writes state back."""
     from torch._functorch import config
 
     least, region = 1e-9, "_region_activation_memory_budget"  # torch.fx.traceback.MEMORY_BUDGET_ANNOTATION_KEY

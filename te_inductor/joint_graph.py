@@ -11,7 +11,7 @@ A column copy serves one GEMM of the backward alone.
   as none can be written from a reduction over rows, and without it the reduction writes the row copy itself.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ def mark(graph: fx.Graph) -> None:
     backward = _after([node for node in graph.find_nodes(op="placeholder") if "tangent" in str(node.target)])
     if not backward:
         return
-    _save_scales(graph)
+    _save_what_changes(graph, backward)
     _save_statistics(graph, backward)
     had = _had_anyway(graph, backward)
     for node in graph.nodes:
@@ -55,14 +55,40 @@ def mark(graph: fx.Graph) -> None:
                 node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 
 
-def _save_scales(graph: fx.Graph) -> None:
-    """Delayed scaling's, which the step changes: a backward that read them again, as torch has it do with anything under an
-    activation memory budget, would have other ones."""
-    found = graph.find_nodes(op="call_function", target=ops.read_scales)
-    for node in found:
+def _save_what_changes(graph: fx.Graph, backward: set[fx.Node]) -> None:
+    """What a backward would find different if it computed it again, as torch has it do with anything under an activation
+    memory budget: delayed scaling's scales, which the step updates; random numbers; what is read of an input that the graph
+    writes. Of these torch saves the last two by chance or not at all (pytorch/pytorch#190758, #197039)."""
+    scales = graph.find_nodes(op="call_function", target=ops.read_scales)
+    others = [*filter(_is_random, graph.nodes), *_reads_of_written(graph, backward)]
+    changing = [*scales, *(node for node in others if "recompute" not in node.meta)]  # a checkpoint has its own way
+    for node in changing:
         node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-    if found:
-        compat.let_state_be_saved(graph)
+    if changing:
+        compat.let_marks_be_saved(graph)
+
+
+def _is_random(node: fx.Node) -> bool:
+    """Attention too, where it drops anything."""
+    op = node.target
+    if not isinstance(op, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
+        return False
+    for place, argument in enumerate(op._schema.arguments):
+        if argument.name == "dropout_p":
+            return bool(node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", 0.0))
+    return True
+
+
+def _reads_of_written(graph: fx.Graph, backward: set[fx.Node]) -> Iterator[fx.Node]:
+    """What the forward computes of inputs, or views of them, into which the graph copies at its end."""
+    writes = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    pending = [write.args[0] for write in writes if write.args[0].op == "placeholder"]
+    while pending:
+        for user in pending.pop().users:
+            if is_view(user):
+                pending.append(user)
+            elif user.op == "call_function" and user not in writes and user not in backward:
+                yield user
 
 
 def _save_statistics(graph: fx.Graph, backward: set[fx.Node]) -> None:

@@ -8,6 +8,7 @@ import warnings
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -91,6 +92,22 @@ def _heads(parts: nn.ModuleList, x: Tensor) -> Tensor:
     return (torch.tanh(q * k) + v).transpose(-2, -3).flatten(-2)
 
 
+WRITES = {
+    "weight": lambda layer: layer.weight.mul_(-0.5),
+    "data": lambda layer: layer.weight.data.clamp_(-0.05, 0.05),
+    "rows": lambda layer: layer.weight[::3].zero_(),
+    "list": lambda layer: torch._foreach_mul_(list(layer.parameters()), -0.5),
+}
+
+
+def _written(write: str, parts: nn.ModuleList, x: Tensor) -> Tensor:
+    """Two layers of one input, the second one's parameters written in between."""
+    y = parts[0](x)
+    with torch.no_grad():
+        WRITES[write](parts[1])
+    return torch.cat([y, parts[1](x)], -1)
+
+
 RESHAPES = {
     "flatten": lambda parts, x: x.reshape(-1, x.shape[-1]),
     "unsqueeze": lambda parts, x: x.unsqueeze(0),
@@ -119,6 +136,9 @@ def _module(step: tuple, width: int) -> tuple[nn.Module, int]:
     if kind == "shared":
         layers = [nn.Linear(width, size, bias=of[1]) for size in of[0]]
         return Step(lambda parts, x: torch.cat([part(x) for part in parts], -1), *layers), sum(of[0])
+    if kind == "written":
+        layers = [nn.Linear(width, size, bias=of[2]) for size in of[1]]
+        return Step(partial(_written, of[0]), *layers), sum(of[1])
     if kind == "twice":
         return Step(lambda parts, x: parts[0](torch.tanh(parts[0](x))), nn.Linear(width, width)), width
     inner, out = _sequence(of[-1], width)
@@ -164,7 +184,10 @@ def _nested(steps: st.SearchStrategy) -> st.SearchStrategy:
     )
 
 
-_steps = st.lists(st.recursive(_simple, _nested, max_leaves=5), min_size=1, max_size=4).map(tuple)
+# At the top only: a checkpoint would write again in the backward.
+_writing = st.tuples(st.just("written"), st.sampled_from(list(WRITES)), st.tuples(widths, widths), st.booleans())
+_anything = st.recursive(_simple, _nested, max_leaves=5)
+_steps = st.lists(st.one_of(_anything, _anything, _anything, _writing), min_size=1, max_size=4).map(tuple)
 _policies = st.dictionaries(
     st.sampled_from(["0", "*", "*parts.0*", "[12]*", "*.1"]), st.sampled_from([*NAMES, "none"]), max_size=2
 ).map(lambda policy: tuple(policy.items()))

@@ -127,6 +127,58 @@ def test_statistics_are_saved(saves, monkeypatch):
     assert roots.count == (0 if saves else 2)
 
 
+class Dropping(nn.Module):
+    """Dropouts, one of them attention's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.qkv, self.down = nn.Linear(DIM, DIM), nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x):
+        x = F.dropout(F.gelu(self.up(x)), 0.5)
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, -1)).movedim(-3, 0).transpose(-2, -3)
+        x = F.scaled_dot_product_attention(q, k, v, dropout_p=0.5).transpose(-2, -3).flatten(-2)
+        return F.dropout(self.down(x), 0.5)
+
+
+@pytest.mark.parametrize("budget", [0.5, 0.1, 0.0])
+@pytest.mark.parametrize("name", ["current", "delayed", "none"])
+def test_what_is_dropped_in_the_forward_is_dropped_in_the_backward(name, budget):
+    """torch by itself has the backward drop something else (pytorch/pytorch#190758)."""
+    model = Dropping()
+    expected, _ = train(copy.deepcopy(model), name, fallback="error")
+    with functorch.patch(activation_memory_budget=budget):
+        found, _ = train(copy.deepcopy(model), name, fallback="error")
+    assert same(found, expected)
+
+
+class Writing(nn.Module):
+    """A weight changed before and behind its use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.down.weight.mul_(-0.5)
+        x = self.down(F.gelu(self.up(x)))
+        with torch.no_grad():
+            self.up.weight.mul_(0.75)
+        return x
+
+
+@pytest.mark.parametrize("budget", [0.5, 0.0])
+@pytest.mark.parametrize("name", ["current", "delayed", "rowwise"])
+def test_a_weight_that_the_graph_writes_is_not_read_again(name, budget):
+    """torch by itself has the backward compute of it what has been changed since (pytorch/pytorch#197039)."""
+    model = Writing()
+    expected, _ = train(copy.deepcopy(model), name, fallback="error")
+    with functorch.patch(activation_memory_budget=budget):
+        found, _ = train(copy.deepcopy(model), name, fallback="error")
+    assert same(found, expected)
+
+
 @every_recipe
 @pytest.mark.skipif(REGION is None, reason="torch 2.13 has it first")
 @pytest.mark.parametrize("budget", [0.5, 0.0])
@@ -180,7 +232,7 @@ def test_delayed_scaling_in_generated_code(budget):
 @pytest.mark.codegen
 @pytest.mark.usefixtures("no_caches")
 def test_scales_that_torch_does_not_save_are_an_error(monkeypatch):
-    monkeypatch.setattr(joint_graph, "_save_scales", lambda graph: None)
+    monkeypatch.setattr(joint_graph, "_save_what_changes", lambda *_: None)
     model = nn.Sequential(nn.Linear(DIM, DIM), nn.GELU(), nn.Linear(DIM, DIM))
     with functorch.patch(activation_memory_budget=0.0), pytest.raises(Exception, match="read again by the backward"):
         train(model, "delayed", fallback="error")
