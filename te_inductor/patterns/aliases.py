@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import fx
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
@@ -58,4 +59,6 @@ def _writes_uncounted(node: fx.Node) -> bool:
 def _stored(node: fx.Node) -> Iterator[tuple[torch.Tensor, StorageWeakRef]]:
     for tensor in pytree.tree_leaves(node.meta.get("example_value")):
         if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
+            while is_functorch_wrapped_tensor(tensor):  # inside vmap and grad
+                tensor = get_unwrapped(tensor)
             yield tensor, StorageWeakRef(tensor.untyped_storage())

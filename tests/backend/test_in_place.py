@@ -171,6 +171,18 @@ def test_a_weight_that_is_only_read_is_kept():
     assert compare(program, weights="once").unmet == []
 
 
+def test_beside_a_transform():
+    """Whose tensors are wrapped, and what is written of them counts."""
+
+    def program(m, x):
+        with torch.no_grad():
+            scale = torch.vmap(lambda row: row.clone().mul_(2).sum())(x)
+            torch.vmap(lambda row: row.mul_(-1).sum())(m.a.weight)
+        return m.b(F.gelu(m.a(x))) * scale.unsqueeze(-1)
+
+    compare(program)
+
+
 def between(write):
     """A write between two layers that read what it writes."""
 
