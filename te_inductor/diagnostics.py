@@ -166,8 +166,8 @@ def summary(report: Report) -> str | None:
             lines.append(f"te_inductor: {count} of {len(places)} linear sites {verb}:")
         for reason, group in _grouped(fallen, lambda site: site.reason):
             lines.append(f"  {reason}: {_shown(site.fqn for site in group)}")
-    for entry in report.unused_policy:
-        known = ", ".join(sorted({fqn for fqn, _ in places})[:4]) or "none"
+    for entry in report.unused_policy if places else ():  # an optimizer's graph is not what a policy is about
+        known = ", ".join(sorted({fqn for fqn, _ in places})[:4])
         lines.append(f"te_inductor: policy entry {entry!r} matches no linear site of this graph (sites: {known}, …)")
     for (option, reason), unmet in _grouped(report.unmet, lambda one: (one.option, one.reason)):
         lines.append(f"te_inductor: option {option!r} does not reach, because {reason}: {_shown(u.fqn for u in unmet)}")

@@ -54,6 +54,7 @@ def test_nothing_is_said_where_everything_runs_as_asked():
     assert warned(nn.Linear(32, 32), torch.randn(X))[1] == []
     assert warned(nn.Linear(32, 32), torch.randn(X), recipe="none")[1] == []
     assert warned(nn.ReLU(), torch.randn(X))[1] == []
+    assert warned(nn.ReLU(), torch.randn(X), policy={"lm_head": "none"})[1] == []  # a graph without layers
 
 
 def test_an_emulated_site_is_named_once():
