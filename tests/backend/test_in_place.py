@@ -7,10 +7,12 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
+from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 from torch.utils.checkpoint import checkpoint
 
 from te_inductor import explain
+from te_inductor.patterns import aliases
 from tests.eager import quantized
 
 pytestmark = pytest.mark.usefixtures("without_codegen", "one_seed")
@@ -181,6 +183,21 @@ def test_beside_a_transform():
         return m.b(F.gelu(m.a(x))) * scale.unsqueeze(-1)
 
     compare(program)
+
+
+def test_a_triton_kernel_may_write_what_it_is_given():
+    """The graph that Dynamo makes of a call, which it does where there is a GPU."""
+    graph, nodes = fx.Graph(), {}
+    for letter in "xwv":
+        nodes[letter] = graph.placeholder(letter)
+        nodes[letter].meta["example_value"] = torch.empty(32, 32)
+    nodes["y"] = graph.call_function(F.linear, (nodes["x"], nodes["w"]))
+    nodes["y"].meta["example_value"] = torch.empty(32, 32)
+    call = graph.call_function(triton_kernel_wrapper_mutation, (), {"kernel_idx": 0, "kwargs": {"ptr": nodes["w"]}})
+    graph.output(graph.call_function(F.linear, (nodes["y"], nodes["v"])))
+    written = aliases.written(fx.GraphModule({}, graph))
+    assert {letter for letter, node in nodes.items() if aliases.memory(node) & written} == {"w"}
+    assert aliases.is_opaque(call)
 
 
 def between(write):
