@@ -154,6 +154,30 @@ def test_a_weight_changed_behind_its_use(recipe, weights):
     compare(program, recipe, weights=weights, fallback="silent")
 
 
+@torch._dynamo.config.patch(trace_autograd_ops=True)
+@pytest.mark.parametrize("recipe", ["current", "rowwise"])
+def test_a_training_step_in_one_graph(recipe):
+    """Forward, gradients and the optimizer, which writes what the forward has read."""
+
+    def step_of(model):
+        def step(x):
+            loss = model(x).square().sum()
+            gradients = torch.autograd.grad(loss, list(model.parameters()))
+            with torch.no_grad():
+                torch._foreach_add_(list(model.parameters()), gradients, alpha=-0.01)
+            return loss.detach()
+
+        return step
+
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), torch.randn(16, 64)
+    options = {"recipe": recipe, "fallback": "error"}
+    eager = step_of(quantized(model, x, options=options))
+    compiled = torch.compile(step_of(model), backend="te", fullgraph=True, options=options)
+    for _ in range(3):
+        x = torch.randn_like(x)
+        assert torch.equal(compiled(x), eager(x))
+
+
 def test_inference_with_kept_copies():
     def program(m, x):
         with torch.no_grad():
