@@ -29,7 +29,7 @@ from te_inductor.recipes import Recipe, Slots
 _PASSES = frozenset("to type type_as float bfloat16 half contiguous detach dropout".split())
 _REORDERS = frozenset(
     "transpose permute unsqueeze getitem chunk split tensor_split unbind t T mT movedim swapaxes select narrow expand "
-    "rearrange".split()
+    "rearrange view_as_complex view_as_real".split()
 )
 _RESHAPES = frozenset("view unflatten reshape flatten view_as reshape_as squeeze".split())
 _COPIES_IF_NEEDED = frozenset("reshape flatten reshape_as".split())

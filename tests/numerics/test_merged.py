@@ -82,6 +82,9 @@ APART = {
 TOGETHER = {
     "split heads": lambda ys: [y.view(*y.shape[:-1], -1, 8).transpose(1, 2) * 2 for y in ys],
     "reshape across rows": lambda ys: [y.reshape(-1, y.shape[-1]) * 2 for y in ys],
+    "complex rotations": lambda ys: [
+        torch.view_as_real(torch.view_as_complex(y.unflatten(-1, (-1, 2))) * 1j).flatten(-2) for y in ys
+    ],
     "activation": lambda ys: [F.silu(y) for y in ys],
 }
 
