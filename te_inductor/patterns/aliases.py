@@ -42,18 +42,29 @@ def written(root: fx.GraphModule) -> set[StorageWeakRef]:
     found: set[StorageWeakRef] = set()
     for module in root.modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
-            found.update(
-                place for tensor, place in _stored(node) if tensor._version
-            )  # counted from where tracing began
-            if _writes_uncounted(node):
-                found.update(place for argument in node.all_input_nodes for place in memory(argument))
+            # Versions count from where tracing began.
+            found.update(place for tensor, place in _stored(node) if tensor._version)
+            found.update(place for operand in _uncounted(node) for place in memory(operand))
     return found
 
 
-def _writes_uncounted(node: fx.Node) -> bool:
-    """Whether it may write operands without a trace in their versions: lists of tensors, `x.data = y`, Triton kernels."""
+def _uncounted(node: fx.Node) -> list[fx.Node]:
+    """Operands that it may write without a trace in their versions: lists, the x of ``x.data = y``, those of Triton kernels
+    and of other libraries' ops, which have a schema."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return _written_by_schema(node, node.target._schema)
     called = name(node)
-    return called == "triton_kernel_wrapper_mutation" or (called.endswith("_") and not called.endswith("__"))
+    writes = called == "triton_kernel_wrapper_mutation" or (called.endswith("_") and not called.endswith("__"))
+    return node.all_input_nodes if writes else []
+
+
+def _written_by_schema(node: fx.Node, schema: torch.FunctionSchema) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    for place, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            operand = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+            fx.map_arg(operand, lambda one: found.append(one))
+    return found
 
 
 def _stored(node: fx.Node) -> Iterator[tuple[torch.Tensor, StorageWeakRef]]:

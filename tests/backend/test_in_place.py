@@ -31,6 +31,17 @@ def flat(x: torch.Tensor) -> torch.Tensor:
 flat.register_fake(lambda x: x.new_empty(x.numel()))
 
 
+LIBRARY = torch.library.Library("te_inductor_tests", "FRAGMENT")
+LIBRARY.define("negate(Tensor(a!)[] xs, Tensor y) -> ()")
+LIBRARY.impl("negate", lambda xs, y: [x.neg_() for x in xs] and None, "CPU")
+LIBRARY.impl("negate", lambda xs, y: None, "Meta")
+
+
+def negate(x):
+    """As libraries in C++ register their ops: nothing counts versions."""
+    torch.ops.te_inductor_tests.negate.default([x], torch.ones(1))
+
+
 class Model(nn.Module):
     """Two layers of one input, whose size is theirs, in a program."""
 
@@ -107,6 +118,7 @@ EDITS = {
     "average": lambda m: torch._foreach_lerp_([m.a.weight], [m.b.weight], 0.5),
     "a custom op": lambda m: halve(m.a.weight),
     "a custom op on data": lambda m: halve(m.a.weight.data),
+    "a library's op": lambda m: negate(m.a.weight),
     "max_norm": lambda m: F.embedding(torch.tensor([1, 2, 3]), m.a.weight, max_norm=0.1),
     "in a checkpoint": in_a_checkpoint,
 }
@@ -246,6 +258,7 @@ BETWEEN = {
     "a view of the input": lambda m, x: x.view(-1)[::2].zero_(),
     "rows of the input": set_rows,
     "input, by a custom op": lambda m, x: halve(x),
+    "input, by a library's op": lambda m, x: negate(x),
     "input, in a list": lambda m, x: torch._foreach_mul_([x], -1.0),
     "weight": lambda m, x: m.b.weight.mul_(-1),
     "weights, in a list": lambda m, x: torch._foreach_mul_(list(m.b.parameters()), -1.0),
