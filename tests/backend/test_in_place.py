@@ -115,7 +115,7 @@ EDITS = {
     "out=": out_argument,
     "inplace=True": lambda m: F.relu(m.a.weight.data, inplace=True),
     "a list": lambda m: torch._foreach_mul_(list(m.parameters()), -1.0),
-    "average": lambda m: torch._foreach_lerp_([m.a.weight], [m.b.weight], 0.5),
+    "average": lambda m: m.a.weight.mul_(0.5).add_(m.b.weight, alpha=0.5),
     "a custom op": lambda m: halve(m.a.weight),
     "a custom op on data": lambda m: halve(m.a.weight.data),
     "a library's op": lambda m: negate(m.a.weight),
