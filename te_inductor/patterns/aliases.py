@@ -51,8 +51,11 @@ def written(root: fx.GraphModule) -> set[StorageWeakRef]:
 def _uncounted(node: fx.Node) -> list[fx.Node]:
     """Operands that it may write without a trace in their versions: lists, the x of ``x.data = y``, those of Triton kernels
     and of other libraries' ops, which have a schema."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        return _written_by_schema(node, node.target._schema)
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return _written_by_schema(node, target._schema)
+    if isinstance(target, torch._ops.OpOverloadPacket):  # the overload is chosen later
+        return [one for each in target.overloads() for one in _written_by_schema(node, getattr(target, each)._schema)]
     called = name(node)
     writes = called == "triton_kernel_wrapper_mutation" or (called.endswith("_") and not called.endswith("__"))
     return node.all_input_nodes if writes else []
@@ -63,7 +66,7 @@ def _written_by_schema(node: fx.Node, schema: torch.FunctionSchema) -> list[fx.N
     for place, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             operand = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
-            fx.map_arg(operand, lambda one: found.append(one))
+            fx.map_arg(operand, found.append)
     return found
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 from te_inductor.diagnostics import Refusal
+from te_inductor.patterns.aliases import name
 from te_inductor.patterns.rule import Call, Emit, Match, Rule, replace
 from te_inductor.patterns.support import is_tensor, value
 
@@ -22,8 +23,7 @@ def from_parameter(node: Any) -> bool:
     while is_tensor(node):
         if isinstance(value(node), torch.nn.Parameter):
             return True
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-        if node.op not in ("call_method", "call_function") or name not in _VIEWS or not node.args:
+        if node.op not in ("call_method", "call_function") or name(node) not in _VIEWS or not node.args:
             return False
         node = node.args[0]
     return False
@@ -75,9 +75,9 @@ class Addmm(Rule):
         return Match(node, x, weight, bias, transposed=True, options=tuple(call.options.items()))  # type: ignore[arg-type]
 
     def check(self, match: Match) -> Refusal | None:
-        for name, factor in match.options:
+        for option, factor in match.options:
             if factor != 1:
-                return Refusal("addmm with %s=%s", name, factor)
+                return Refusal("addmm with %s=%s", option, factor)
         shape = tuple(value(match.bias).shape)  # type: ignore[arg-type]
         if shape != (match.sizes[1],):
             return Refusal("addmm adds a tensor of shape %s, not a bias of N elements", shape)
