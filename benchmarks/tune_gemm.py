@@ -6,8 +6,10 @@
 Shapes are those of the GEMMs of a layer, q, k, v and gate, up as one; of Llama-3-8B apart with one scale a row. A wgrad
 that adds to an fp32 total in place ("output") is timed against cuBLASLt's, which writes fp32, and a kernel that adds; there
 each weight has its own. A GEMM that writes the FP8 copy of GELU of its sum ("quantized") is timed against the table's GEMM
-and the generated kernel behind it. Operands are random: on zeros a power-limited card runs faster than it ever will in
-training. A tile is chosen where it takes at most `GAIN` of cuBLASLt's time.
+and the generated kernel behind it. One that adds another tensor, a residual ("another"), is timed against the table's GEMM
+that does not and a kernel that moves 4 bytes an element, as the norm behind it does that has to add. Operands are random:
+on zeros a power-limited card runs faster than it ever will in training. A tile is chosen where it takes at most `GAIN` of
+cuBLASLt's time.
 """
 
 import argparse
@@ -29,7 +31,7 @@ from te_inductor.recipes import Gemm, Quantizer
 from te_inductor.recipes.formats import BLOCK_1X128, BLOCK_128X128, ROW, SCOPES, TENSOR
 from te_inductor.runtime.activation import Activation
 from te_inductor.templates.cutlass import build, launch, scaled_mm, versions
-from te_inductor.templates.cutlass.scaled_mm import NOTHING, OUTPUT, ROUNDED, TABLE, Problem, Tile, tiles
+from te_inductor.templates.cutlass.scaled_mm import ANOTHER, NOTHING, OUTPUT, ROUNDED, TABLE, Problem, Tile, tiles
 
 TOKENS = (2048, 4096, 8192, 16384)
 LLAMA = "llama-3-8b"
@@ -58,7 +60,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
     parser.add_argument("--rounds", type=int, default=5, help="arms take turns; the median round counts")
     parser.add_argument("--iters", type=int, default=10)
-    kinds = [NOTHING, OUTPUT, BLOCKS, QUANTIZED]
+    kinds = [NOTHING, OUTPUT, ANOTHER, BLOCKS, QUANTIZED]
     parser.add_argument("--kinds", nargs="+", default=kinds, choices=kinds, help="what is added, or what else differs")
     parser.add_argument("--write", action="store_true", help="into the package's table; rows not measured stay")
     parser.add_argument("--json", type=Path, default=Path("out/tune_gemm.json"))
@@ -66,7 +68,7 @@ def parse() -> argparse.Namespace:
 
 
 def problems(models: list[str], tokens: list[int], kinds: list[str]) -> list[Problem]:
-    own = {NOTHING: plain, BLOCKS: blocks}
+    own = {NOTHING: plain, ANOTHER: residuals, BLOCKS: blocks}
     of_all = {OUTPUT: totals, QUANTIZED: quantized}
     found = [of_all[kind](tokens) if kind in of_all else own[kind](model, tokens) for kind in kinds for model in models]
     return list(dict.fromkeys(problem for several in found for problem in several))
@@ -80,7 +82,7 @@ def identity(row: dict[str, Any]) -> tuple[Any, ...]:
 def kind_of(row: dict[str, Any]) -> str:
     if row.get(QUANTIZED, False):
         return QUANTIZED
-    return BLOCKS if SCOPES[row["scope"]].blocked else row["added"]
+    return BLOCKS if SCOPES[row["scope"]].blocked and row["added"] == NOTHING else row["added"]
 
 
 def quantized(tokens: list[int]) -> list[Problem]:
@@ -97,6 +99,17 @@ def blocks(model: str, tokens: list[int]) -> list[Problem]:
         for m in tokens
         for n, k in MODELS[model]
         for sizes, scope in (((m, n, k), square), ((m, k, n), square), ((n, k, m), one_row))
+    ]
+
+
+def residuals(model: str, tokens: list[int]) -> list[Problem]:
+    """fprop of o and down, with one scale a tensor and with square blocks of the weight."""
+    return [
+        Problem(ARCH, m, n, k, E4M3, E4M3, torch.bfloat16, scope, False, fast, ANOTHER)
+        for scope, fast in ((TENSOR.name, True), (BLOCK_128X128.name, False))
+        for m in tokens
+        for n, k in MODELS[model]
+        if n <= k
     ]
 
 
@@ -141,7 +154,8 @@ def arms(p: Problem) -> dict[Tile | None, Callable[[], Any]]:
     a, b = ((torch.randn(size, p.k, device="cuda") * 8).to(dtype) for size, dtype in ((p.m, p.a), (p.n, p.b)))
     scales = _scales(p)
     out = torch.empty(p.m, p.n, device="cuda", dtype=p.out)
-    how = _quantizing if p.activation is not None else _adding if p.added == OUTPUT else _writing
+    ways = {NOTHING: _writing, OUTPUT: _adding, ANOTHER: _adding_another}
+    how = _quantizing if p.activation is not None else ways[p.added]
     library, cutlass, before = how(p, a, b, scales, out)
     reference = library().clone()
     if p.added == OUTPUT and p.scope == "row":  # which Inductor's kernel multiplies where it adds
@@ -218,6 +232,21 @@ def _replay(graph: torch.cuda.CUDAGraph, result: Tensor, _: Callable[[], Tensor]
     """The call that was captured is handed along, as it holds what the graph reads and writes."""
     graph.replay()
     return result
+
+
+def _adding_another(p: Problem, a: Tensor, b: Tensor, scales: list[Tensor], out: Tensor) -> Arms:
+    """The residual's rows are alike, so that adding it takes the library's arm 4 bytes an element and no 6."""
+    alone, product, total = replace(p, added=NOTHING), torch.empty_like(out), torch.empty_like(out)
+    library, cutlass, before = _writing(alone, a, b, scales, product)
+    tile, row = scaled_mm.choose(alone), torch.randn(p.n, device="cuda", dtype=p.out) * 64 * p.k**0.5
+    write, c = library if tile is None else cutlass(tile), row.expand(p.m, p.n).contiguous()
+    given = {"arch": p.arch, "scope": p.scope, "fast_accum": p.fast_accum, "added": ANOTHER, "out": out}
+
+    def two() -> Tensor:
+        write()
+        return torch.add(product, row, out=total)
+
+    return two, lambda tile: lambda: launch.scaled_mm(a, b.t(), *scales, c, tile=tile.shape, **given), before
 
 
 def _adding(p: Problem, a: Tensor, b: Tensor, scales: list[Tensor], out: Tensor) -> Arms:

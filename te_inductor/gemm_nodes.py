@@ -8,7 +8,10 @@ from torch._inductor import config
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from te_inductor import ops
+from te_inductor.recipes import Gemm
+from te_inductor.recipes.formats import BLOCK_1X128
 from te_inductor.runtime import few_rows
+from te_inductor.runtime.eager import BLOCK_SCALES
 from te_inductor.templates.cutlass import scaled_mm as template
 from te_inductor.templates.cutlass.scaled_mm import Kernel, Problem
 
@@ -37,15 +40,28 @@ def is_of_few_rows(node: fx.Node) -> bool:
     return few_rows.choose(x.device, most, w.shape, (x.dtype, w.dtype), gemm) is not None  # type: ignore[arg-type]
 
 
+def scope_of(gemm: Gemm, k: int) -> str | None:
+    """A `Problem`'s scope, of a GEMM with K elements; None where no table of CUTLASS's knows it: MXFP8 and NVFP4, square
+    blocks on the left, scales of one block."""
+    a, b = gemm.granularities
+    if not gemm.blocked:
+        return a.name
+    blocks = -(-k // a.alignment)
+    if gemm.microscaled or not a.one_row or blocks == 1:
+        return None
+    return BLOCK_1X128.name if blocks % BLOCK_SCALES else b.name  # as `eager._block_operand` spreads them
+
+
 def kernel_of(gemm: fx.Node, out: torch.dtype | None = None, **more: Any) -> Kernel | None:
     """What the tuned table names for it, if anything; with `more` of a `Problem` to do, and that output (None: its own)."""
     a, _, b, _, bias, wanted, dtype = gemm.args[:7]
     x, w = a.meta["val"], b.meta["val"]  # type: ignore[union-attr]
     sizes = (x.shape[0], w.shape[0], x.shape[1])
     arch = template.architecture(x.device) if x.device.type == "cuda" else None
-    if arch is None or not all(isinstance(size, int) for size in sizes):
+    scope = scope_of(wanted, sizes[2]) if isinstance(sizes[2], int) else None  # type: ignore[arg-type]
+    if arch is None or scope is None or not all(isinstance(size, int) for size in sizes):
         return None
-    kind = (wanted.scopes[0], bias is not None, wanted.fast_accum)  # type: ignore[union-attr]
+    kind = (scope, bias is not None, wanted.fast_accum)  # type: ignore[union-attr]
     problem = Problem(arch, *sizes, x.dtype, w.dtype, out or dtype, *kind, **more)  # type: ignore[arg-type]
     tile = template.choose(problem)
     return None if tile is None else problem.kernel(tile)

@@ -15,9 +15,9 @@ from torch._inductor.select_algorithm import ExternKernelChoice
 from torch._inductor.virtualized import V
 
 from te_inductor import compat
-from te_inductor.gemm_nodes import measures
+from te_inductor.gemm_nodes import measures, scope_of
 from te_inductor.recipes import Gemm
-from te_inductor.recipes.formats import BLOCK_1X128, BLOCK_128X128, E2M1, ROW, TENSOR, Scope
+from te_inductor.recipes.formats import BLOCK_1X128, BLOCK_128X128, E2M1, ROW, SCOPES, TENSOR, Scope
 from te_inductor.runtime import few_rows
 from te_inductor.runtime.activation import Activation
 from te_inductor.templates.cutlass import build, launch
@@ -71,9 +71,9 @@ def accumulating(
 
 def adding(
     a: ir.TensorBox,  # (M, K)
-    a_scale: ir.TensorBox,  # () or (M, 1)
+    a_scale: ir.TensorBox,  # as `launch.scaled_mm` takes them
     b: ir.TensorBox,  # (N, K)
-    b_scale: ir.TensorBox,  # () or (1, N)
+    b_scale: ir.TensorBox,
     bias: ir.TensorBox | None,  # (N,)
     added: ir.TensorBox,  # (M, N), of the output's dtype
     gemm: Gemm,
@@ -130,7 +130,9 @@ def _with_more(
     if arch is None or sizes is None or (bias is not None and bias.get_dtype() != wide):
         return None
     (m, n, k), dtypes = sizes, (a.get_dtype(), b.get_dtype())
-    scope, has_bias = gemm.scopes[0], bias is not None
+    scope, has_bias = scope_of(gemm, k), bias is not None
+    if scope is None:
+        return None
     problem = Problem(arch, m, n, k, *dtypes, out, scope, has_bias, gemm.fast_accum, added, activation)
     tile = template.choose(problem)
     if tile is None:
@@ -139,10 +141,19 @@ def _with_more(
     if _numbers(columns.get_stride()) != (1, k):
         return None
     build.start([problem.kernel(tile)])
-    nodes = [_contiguous(a), columns, *map(_contiguous, (a_scale, b_scale, *rest))]
+    nodes = [_contiguous(a), columns, *_scales(a_scale, b_scale, scope), *map(_contiguous, rest)]
     layout = ir.FixedLayout(a.get_device_or_error(), out, [m, n])
     more: dict[str, Any] = {"added": added} if activation is None else {"steps": activation.steps}
     return _bind(choice, problem, nodes, layout, tile, fast_accum=gemm.fast_accum, **more).output_node()  # type: ignore[no-any-return]
+
+
+def _scales(a_scale: ir.TensorBox, b_scale: ir.TensorBox, scope: str) -> list[Any]:
+    """In memory as `launch.scaled_mm` wants them."""
+    if not SCOPES[scope].blocked:
+        return [_contiguous(a_scale), _contiguous(b_scale)]
+    orders = [0, 1], ([0, 1] if scope == BLOCK_128X128.name else [1, 0])  # 0 for the contiguous dimension
+    realized = map(ir.ExternKernel.realize_input, (a_scale, b_scale))
+    return [ir.ExternKernel.require_stride_order(x, order) for x, order in zip(realized, orders, strict=True)]
 
 
 def _contiguous(x: Any) -> Any:

@@ -32,7 +32,7 @@ def scaled_mm(
     added: ir.TensorBox | None = None,  # (M, N), of out_dtype
 ) -> ir.TensorBox:
     if added is not None:
-        y = gemm_choices.adding(a, a_scale, b, _transposed(b_scale), bias, added, gemm)
+        y = _adding(a, a_scale, b, b_scale, bias, added, gemm)
         return y or lowerings[aten.add](scaled_mm(a, a_scale, b, b_scale, bias, gemm, out_dtype, alpha), added)  # type: ignore[no-any-return]
     if gemm.microscaled:
         native = compat.has_microscaled_mm(a.get_device_or_error())
@@ -124,6 +124,15 @@ def _library(a, a_scale, b, b_scale, bias, gemm, out_dtype, columns):  # type: i
     return y if fused_bias is not None else _add(y, bias, out_dtype)
 
 
+def _adding(a, a_scale, b, b_scale, bias, added, gemm):  # type: ignore[no-untyped-def]
+    if gemm.blocked and not gemm.microscaled:
+        rows, columns = a.get_size()[0], b.get_size()[0]
+        (a, a_scale), (b, b_scale) = _block_operands(a, a_scale, b, b_scale, gemm)
+        if (a.get_size()[0], b.get_size()[0]) != (rows, columns):  # padded, as `added` is not
+            return None
+    return gemm_choices.adding(a, a_scale, b, _transposed(b_scale), bias, added, gemm)
+
+
 def _exact_blocks(a, a_scale, b, b_scale, bias, gemm, out_dtype):  # type: ignore[no-untyped-def]
     wide_a, wide_b = _values(a, a_scale, b, b_scale, gemm, torch.float32)
     y = lowerings[aten.mm](wide_a, _transposed(wide_b))
@@ -168,11 +177,15 @@ def _cuda_blocks(a, a_scale, b, b_scale, bias, gemm, out_dtype):  # type: ignore
         a_scale = _transposed(blocks.spread_rows(a_scale, a_scope, rows))
         b_scale = _transposed(blocks.spread_rows(b_scale, b_scope, columns))
         return _cuda(a, a_scale, b, b_scale, bias, gemm, out_dtype)
-    a, a_scale = _block_operand(a, a_scale, a_scope, BLOCK_SCALES)
-    b, b_scale = _block_operand(b, b_scale, b_scope, ALIGNMENT)
+    (a, a_scale), (b, b_scale) = _block_operands(a, a_scale, b, b_scale, gemm)
     with config.patch(max_autotune=False, max_autotune_gemm=False):
         y = _library(a, a_scale, b, _transposed(b_scale), bias, gemm, out_dtype, columns)
     return y if a.get_size()[0] == rows else lowerings[aten.slice](y, 0, 0, rows)
+
+
+def _block_operands(a, a_scale, b, b_scale, gemm):  # type: ignore[no-untyped-def]
+    a_scope, b_scope = gemm.granularities
+    return _block_operand(a, a_scale, a_scope, BLOCK_SCALES), _block_operand(b, b_scale, b_scope, ALIGNMENT)
 
 
 def _block_operand(x, scale, scope, alignment):  # type: ignore[no-untyped-def]

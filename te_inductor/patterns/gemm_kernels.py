@@ -7,13 +7,12 @@ import torch
 from torch._inductor import config
 
 from te_inductor.config import Options
+from te_inductor.gemm_nodes import scope_of
 from te_inductor.ops_stored import nvfp4_way
 from te_inductor.patterns.rule import Match
 from te_inductor.patterns.support import value
-from te_inductor.recipes import Gemm, NVFP4WeightOnly, Quantizer, Recipe, Slots
-from te_inductor.recipes.formats import BLOCK_1X128
+from te_inductor.recipes import NVFP4WeightOnly, Quantizer, Recipe, Slots
 from te_inductor.runtime import few_rows
-from te_inductor.runtime.eager import BLOCK_SCALES
 from te_inductor.templates.cutlass import scaled_mm
 from te_inductor.templates.cutlass.scaled_mm import NOTHING, OUTPUT, Kernel, Problem
 
@@ -66,13 +65,13 @@ def _is_of_few_rows(match: Match, slots: Slots, gemm: str, shapes: tuple[Any, in
 def _problem(
     match: Match, slots: Slots, gemm: str, shapes: tuple[Any, int, int], arch: str, accumulates: bool
 ) -> Problem | None:
-    """None where no table knows it: symbolic sizes, MXFP8 and NVFP4, square blocks on the left."""
+    """None where no table knows it."""
     if not all(isinstance(size, int) for size in shapes):
         return None
     a, b = _operands(slots, gemm)
     out, added = (torch.float32, OUTPUT) if accumulates else (value(match.node).dtype, NOTHING)
     bias = gemm == "fprop" and match.bias is not None
-    scope, fast_accum = _scope(getattr(slots, gemm), shapes[2]), getattr(slots, gemm).fast_accum
+    scope, fast_accum = scope_of(getattr(slots, gemm), shapes[2]), getattr(slots, gemm).fast_accum
     if scope is None:
         return None
     return Problem(arch, *shapes, a.format.dtype, b.format.dtype, out, scope, bias, fast_accum, added)
@@ -84,17 +83,6 @@ def _operands(slots: Slots, gemm: str) -> tuple[Quantizer, Quantizer]:
         "dgrad": (slots.grad_output, slots.weight),
         "wgrad": (slots.grad_output, slots.input),
     }[gemm]
-
-
-def _scope(gemm: Gemm, k: int) -> str | None:
-    """A `Problem`'s."""
-    a, b = gemm.granularities
-    if not gemm.blocked:
-        return a.name
-    blocks = -(-k // a.alignment)
-    if gemm.microscaled or not a.one_row or blocks == 1:
-        return None
-    return BLOCK_1X128.name if blocks % BLOCK_SCALES else b.name  # as `eager._block_operand` spreads them
 
 
 def of_stored_weight(match: Match, recipe: Recipe | None, options: Options) -> Choice:

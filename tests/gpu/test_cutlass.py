@@ -66,21 +66,36 @@ def test_a_product_is_that_of_float64(tile, fast, scope):
 
 @pytest.mark.parametrize("scope", ["1x128", "128x128"])
 @pytest.mark.parametrize("tile", template.BLOCK_TILES, ids=str)
-@pytest.mark.parametrize("sizes", [(652, 400, 640), (2050, 1040, 256), (300, 272, 1168)], ids=str)
-def test_a_product_with_scales_of_blocks_is_that_of_float64(sizes, tile, scope):
-    """Four steps of the tensor core a block of K, whose sum is scaled in fp32; sizes that no tile and no block divides."""
+@pytest.mark.parametrize("added", [template.NOTHING, template.ANOTHER])
+@pytest.mark.parametrize("sizes", [(652, 400, 640), (2050, 1040, 256), (300, 272, 1168), (8448, 4096, 384)], ids=str)
+def test_a_product_with_scales_of_blocks_is_that_of_float64(sizes, added, tile, scope):
+    """Four steps of the tensor core a block of K, whose sum is scaled in fp32; sizes that no tile and no block divides, and
+    one that gives a thread block several tiles. What is added may have numbers of any size in its place, and no other."""
     m, n, k = sizes
     a, b, a_scale, b_scale = blocked(m, n, k, scope)
     wide_a, wide_b = a.double() * spread(a_scale, m, k), b.double() * spread(b_scale.t(), n, k)
     exact, absolute = wide_a @ wide_b.t(), wide_a.abs() @ wide_b.abs().t()
-    out = torch.full((m, n), float("nan"), device="cuda", dtype=torch.bfloat16)
-    given = {"tile": tile.shape, "arch": "90", "scope": scope, "fast_accum": False}
-    launch.scaled_mm(a, b.t(), a_scale, b_scale, **given, out=out)
-    bound = absolute * (4 * 2.0**-FAST_BITS + -(-k // 128) * 2.0**-23) + exact.abs() * 2.0**-8
+    dtype = torch.float16 if scope == "1x128" and added == template.ANOTHER else torch.bfloat16
+    out = torch.full((m, n), float("nan"), device="cuda", dtype=dtype)
+    given = {"tile": tile.shape, "arch": "90", "scope": scope, "fast_accum": False, "added": added}
+    rest = []
+    if added == template.ANOTHER:
+        if dtype == torch.float16:  # which sums of these scales overflow
+            a_scale = a_scale / absolute.max().float()
+            exact, absolute = exact / absolute.max(), absolute / absolute.max()
+        rest = [(torch.randn(m, n, device="cuda") * absolute.mean() * 4).to(dtype)]
+        exact, absolute = exact + rest[0].double(), absolute + rest[0].double().abs()
+    launch.scaled_mm(a, b.t(), a_scale, b_scale, *rest, **given, out=out)
+    steps = 4 * 2.0**-FAST_BITS + (-(-k // 128) + len(rest)) * 2.0**-23
+    rounding, least = (2.0**-11, 2.0**-25) if dtype == torch.float16 else (2.0**-8, 0.0)
+    bound = absolute * steps + exact.abs() * rounding + least
     assert ((out.double() - exact).abs() <= bound).all()
     a[3] = float("nan")
-    launch.scaled_mm(a, b.t(), a_scale, b_scale, **given, out=out)
+    if rest:
+        rest[0][5] = float("inf")
+    launch.scaled_mm(a, b.t(), a_scale, b_scale, *rest, **given, out=out)
     assert out[3].isnan().all() and not out[:3].isnan().any() and not out[4:].isnan().any()
+    assert not rest or (out[5].isinf().all() and out.isinf().sum() == n)
 
 
 def blocked(m: int, n: int, k: int, scope: str) -> tuple[torch.Tensor, ...]:

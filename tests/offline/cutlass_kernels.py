@@ -88,9 +88,10 @@ def check_launch_of_blocks(kernel: Kernel) -> None:
     scales = torch.empty(across, M).t(), (torch.empty(down, across).t() if square else torch.empty(across, N))
     tile = (kernel.tile_m, kernel.tile_n, kernel.cluster_m, kernel.cluster_n, kernel.pingpong, 8)
     given = {"tile": tile, "arch": kernel.arch, "scope": kernel.scope, "fast_accum": False, "out": out}
-    calls = recorded(functools.partial(launch.scaled_mm, a, b.t(), *scales, **given), multiprocessors=132)
-    clusters = 132 // (kernel.cluster_m * kernel.cluster_n)
-    assert described(calls) == described((a, b, out, scales[0].t(), scales[1], clusters, 8))
+    rest = [torch.empty_like(out)] if kernel.added == ANOTHER else []
+    call = functools.partial(launch.scaled_mm, a, b.t(), *scales, *rest, **given, added=kernel.added)
+    clusters, c = 132 // (kernel.cluster_m * kernel.cluster_n), (*rest, None)[0]
+    assert described(recorded(call, 132)) == described((a, b, out, c, scales[0].t(), scales[1], clusters, 8))
 
 
 def microscaled(scope: Scope, a: Tensor, b: Tensor) -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor]]:

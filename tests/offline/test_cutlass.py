@@ -112,7 +112,7 @@ def test_an_activation_and_its_cast_are_the_gemm_s(tmp_path):
 
 
 def kernels(arch: str) -> list[Kernel]:
-    """One a tile and a kind; on Hopper one a kind, as those are built and launched on the GPU too, two that add, and those
+    """One a tile and a kind; on Hopper one a kind, as those are built and launched on the GPU too, those that add, and those
     with scales of blocks."""
     return (hoppers() if arch == "90" else []) + [
         kernel_of(tile, arch, a, b, BF16, scope, bias, fast)
@@ -143,6 +143,10 @@ def hoppers() -> list[Kernel]:
     adding = [
         kernel_of(template.SPLIT_TILES[3], "90", E5M2, E4M3, torch.float32, "row", False, False, template.OUTPUT),
         kernel_of(template.FAST_TILES[5], "90", E4M3, E4M3, BF16, "tensor", True, True, template.ANOTHER),
+        *(
+            kernel_of(tile, "90", E4M3, E5M2, BF16, "128x128", False, False, template.ANOTHER)
+            for tile in template.BLOCK_TILES[::2]
+        ),
     ]
     formats = {"1x128": (E5M2, E4M3, BF16), "128x128": (E4M3, E5M2, torch.float16)}
     pairs = zip(template.BLOCK_TILES, formats.items(), strict=False)
@@ -169,17 +173,19 @@ def test_kernels_multiply_on_tensor_cores_and_are_launched_as_quack_does(arch, t
         assert ("UTMAREDG.2D.ADD" in code) == (kernel.added == template.OUTPUT)
         assert ("F2FP.SATFINITE" in code) == (kernel.activation is not None)
         if kernel.scope in ("1x128", "128x128"):
-            check_blocks_loop(code)
+            check_blocks_loop(code, adds=kernel.added == template.ANOTHER)
         paired = arch == "100" and kernel.tile_m == 256
         assert any(".2CTA" in name for name in found) == paired
 
 
-def check_blocks_loop(code: str) -> None:
+def check_blocks_loop(code: str, adds: bool) -> None:
     """Two halves of four instructions each, of which each half is waited for once, and nothing is spilled. Where ptxas
-    cannot follow which registers are read when, it waits for every instruction."""
+    cannot follow which registers are read when, it waits for every instruction. What is added is loaded by the same
+    accelerator as operands, and read four matrices of 8 x 8 at a time."""
     assert len(re.findall(r"\bQGMMA", code)) == 8
     assert len(re.findall(r"\bWARPGROUP\.DEPBAR", code)) == 2
     assert not re.search(r"\b(STL|LDL)\b", code)
+    assert len(re.findall(r"\bLDSM\.16\.M88\.4\b", code)) == (16 if adds else 0)
 
 
 def machine_code(compiled: Path) -> str:

@@ -3,7 +3,8 @@
 The tensor core sums one block of K, then each thread scales its part of that sum and adds it to another, in fp32. A thread
 block makes a tile of 256 x 128 by two warp groups, each of them 64 rows at a time twice: one part and two sums fill its
 registers, operands are loaded half as often as for tiles of 64 x 128, and a column's scale, once read, serves four rows of a
-thread. Three other warps bring operands and scales, ahead of them and asynchronously, on one barrier a stage.
+thread. Three other warps bring operands and scales, ahead of them and asynchronously, on one barrier a stage. A tensor that
+is added comes behind the last block of K in the same way, 64 rows of each warp group a stage, so that nobody waits for it.
 docs/performance.md says what else was tried, and what it took.
 """
 
@@ -17,7 +18,7 @@ from cutlass.utils import hopper_helpers
 from quack.compile_utils import make_fake_stream, make_fake_tensor
 
 from te_inductor.recipes.formats import BLOCK_128X128
-from te_inductor.templates.cutlass.scaled_mm import ALIGNED, BLOCK_TILE, Kernel
+from te_inductor.templates.cutlass.scaled_mm import ALIGNED, ANOTHER, BLOCK_TILE, Kernel
 
 BLOCK = 128  # elements of K that a scale is for
 TILE_M, TILE_N = BLOCK_TILE
@@ -25,13 +26,14 @@ WARP, GROUP = 32, 128  # threads
 HALF = 64  # rows that one instruction computes
 STAGES = 4
 STORED = 64  # columns that a warp group stores at a time
+PIECES = 2 * (TILE_N // STORED)  # of HALF x STORED, for both warp groups: what a stage of `a` holds of the added tensor
 STORE = 1  # the first of two named barriers, one a warp group
 # Of a thread, those that multiply and those that load: all that 3 * GROUP threads are given at the launch.
 REGISTERS = (240, 24)
 
 
 def compiled(kernel: Kernel):
-    """The compiled launch: ``(a, b, out, a_scale, b_scale, clusters, swizzle)`` as `BlockScaledGemm` has them."""
+    """The compiled launch: ``(a, b, out, added, a_scale, b_scale, clusters, swizzle)`` as `BlockScaledGemm` has them."""
     names = {"float8_e4m3fn": "Float8E4M3FN", "float8_e5m2": "Float8E5M2", "bfloat16": "BFloat16", "float16": "Float16"}
     a, b, out = (getattr(cutlass, names[name]) for name in (kernel.a, kernel.b, kernel.out))
     m, n, k, blocks, columns = (cute.sym_int() for _ in range(5))
@@ -41,6 +43,7 @@ def compiled(kernel: Kernel):
         make_fake_tensor(a, (m, k), divisibility=ALIGNED),
         make_fake_tensor(b, (n, k), divisibility=ALIGNED),
         make_fake_tensor(out, (m, n), divisibility=8),
+        make_fake_tensor(out, (m, n), divisibility=8) if kernel.added == ANOTHER else None,
         make_fake_tensor(Float32, (blocks, m)),
         make_fake_tensor(Float32, (blocks, columns), leading_dim=0 if square else 1, divisibility=1 if square else 2),
         Int32(1),
@@ -51,8 +54,8 @@ def compiled(kernel: Kernel):
 
 
 class BlockScaledGemm:
-    """``out[M, N] = sum over blocks k of (a_scale[k, M] * b_scale[k, N]) * (a[M, k] @ b[N, k].T)``; K and N are multiples of
-    16. `b_scale` is (K/128, N/128) where b has square blocks."""
+    """``out[M, N] = sum over blocks k of (a_scale[k, M] * b_scale[k, N]) * (a[M, k] @ b[N, k].T) + added``; K and N are
+    multiples of 16. `b_scale` is (K/128, N/128) where b has square blocks."""
 
     def __init__(self, square: bool, cluster_m: int, cluster_n: int) -> None:
         self.square = square
@@ -64,6 +67,7 @@ class BlockScaledGemm:
         a: cute.Tensor,  # (M, K)
         b: cute.Tensor,  # (N, K)
         out: cute.Tensor,  # (M, N)
+        added: cute.Tensor | None,  # (M, N), of out's dtype
         a_scale: cute.Tensor,  # (K/128, M)
         b_scale: cute.Tensor,  # (K/128, N) or (K/128, N/128)
         clusters: Int32,  # at work at a time
@@ -83,6 +87,10 @@ class BlockScaledGemm:
         store, out_tma = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileS2GOp(), out, cute.slice_(out_layout, (None, None, 0)), (HALF, STORED)
         )
+        added_layout, load_added, added_tma = None, None, None
+        if const_expr(added is not None):
+            added_layout = _swizzled(out.element_type, (HALF, STORED), PIECES * STAGES)
+            load_added, added_tma = _loader(added, added_layout, (HALF, STORED), 1)
 
         @cute.struct
         class Storage:
@@ -95,8 +103,8 @@ class BlockScaledGemm:
             s_out: cute.struct.Align[cute.struct.MemRange[out.element_type, cute.cosize(out_layout)], 1024]
 
         self.storage = Storage
-        tensors = (load_a, a_tma, load_b, b_tma, store, out_tma, a_scale, b_scale)
-        self.kernel(mma, *tensors, a_layout, b_layout, out_layout, swizzle).launch(
+        tensors = (load_a, a_tma, load_b, b_tma, store, out_tma, load_added, added_tma, a_scale, b_scale)
+        self.kernel(mma, *tensors, a_layout, b_layout, out_layout, added_layout, swizzle).launch(
             grid=(*across, clusters), block=(3 * GROUP, 1, 1), cluster=(*across, 1), stream=stream
         )
 
@@ -110,11 +118,14 @@ class BlockScaledGemm:
         b: cute.Tensor,
         store: cute.CopyAtom,
         out: cute.Tensor,
+        load_added: cute.CopyAtom | None,
+        added: cute.Tensor | None,
         a_scale: cute.Tensor,
         b_scale: cute.Tensor,
         a_layout: cute.ComposedLayout,
         b_layout: cute.ComposedLayout,
         out_layout: cute.ComposedLayout,
+        added_layout: cute.ComposedLayout | None,
         swizzle: Int32,
     ):
         storage = cutlass.utils.SmemAllocator().allocate(self.storage)
@@ -126,19 +137,22 @@ class BlockScaledGemm:
         s_out = storage.s_out.get_tensor(out_layout.outer, swizzle=out_layout.inner)
         rows = storage.rows.get_tensor(cute.make_layout((TILE_M, STAGES)))
         columns = storage.columns.get_tensor(cute.make_layout((TILE_N, STAGES)))
+        s_added = None
+        if const_expr(added is not None):  # in the place of a
+            s_added = storage.s_a.get_tensor(added_layout.outer, swizzle=added_layout.inner, dtype=s_out.element_type)
         tiles = Tiles.of(self.cluster, out.shape, swizzle)
         blocks = cute.ceil_div(a.shape[1], BLOCK)
         if warp_index < 8:
             cute.arch.setmaxregister_increase(REGISTERS[0])
-            self._multiply(mma, full, empty, s_a, s_b, rows, columns, store, s_out, out, tiles, blocks)
+            self._multiply(mma, full, empty, s_a, s_b, s_added, rows, columns, store, s_out, out, tiles, blocks)
         else:
             cute.arch.setmaxregister_decrease(REGISTERS[1])
             if warp_index == 8:
-                self._load(full, empty, load_a, a, s_a, load_b, b, s_b, tiles, blocks)
+                self._load(full, empty, load_a, a, s_a, load_b, b, s_b, load_added, added, s_added, tiles, blocks)
             elif warp_index == 9:
-                self._load_rows(full, empty, a_scale, rows, tiles, blocks)
+                self._load_rows(full, empty, a_scale, rows, added is not None, tiles, blocks)
             elif warp_index == 10:
-                self._load_columns(full, empty, b_scale, columns, tiles, blocks)
+                self._load_columns(full, empty, b_scale, columns, added is not None, tiles, blocks)
 
     def _peers(self):
         return self.cluster[0] * self.cluster[1]
@@ -158,7 +172,7 @@ class BlockScaledGemm:
             cute.arch.sync_threads()
 
     @cute.jit
-    def _load(self, full, empty, load_a, a, s_a, load_b, b, s_b, tiles, blocks):
+    def _load(self, full, empty, load_a, a, s_a, load_b, b, s_b, load_added, added, s_added, tiles, blocks):
         cpasync.prefetch_descriptor(load_a)
         cpasync.prefetch_descriptor(load_b)
         x, y, _ = cute.arch.block_idx()
@@ -184,6 +198,17 @@ class BlockScaledGemm:
             cute.group_modes(s_b, 0, 2),
             cute.group_modes(b_blocks, 0, 2),
         )
+        to_added, from_added = None, None
+        if const_expr(added is not None):
+            cpasync.prefetch_descriptor(load_added)
+            pieces = cute.local_tile(added, (HALF, STORED), (None, None))
+            to_added, from_added = cpasync.tma_partition(
+                load_added,
+                0,
+                cute.make_layout(1),
+                cute.group_modes(s_added, 0, 2),
+                cute.group_modes(pieces, 0, 2),
+            )
         stage, phase = Int32(0), Int32(1)
         tile = tiles.first()
         while tile < tiles.count:
@@ -195,6 +220,16 @@ class BlockScaledGemm:
                 _copy(load_a, from_a[None, m, k], to_a[None, stage], full + stage, a_mask, self.cluster[1])
                 _copy(load_b, from_b[None, n, k], to_b[None, stage], full + stage, b_mask, self.cluster[0])
                 stage, phase = _next(stage, phase)
+            if const_expr(added is not None):
+                for half in cutlass.range_constexpr(2):
+                    cute.arch.mbarrier_wait(empty + stage, phase)
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive_and_expect_tx(full + stage, TILE_M * BLOCK)
+                    for piece in cutlass.range_constexpr(PIECES):
+                        group, side = divmod(piece, TILE_N // STORED)
+                        source = from_added[None, m * 4 + group * 2 + half, n * 2 + side]
+                        _copy(load_added, source, to_added[None, stage * PIECES + piece], full + stage, 0, 1)
+                    stage, phase = _next(stage, phase)
             tile += tiles.step()
         # A peer may still release stages of this thread block's.
         for _ in cutlass.range(STAGES, unroll=1):
@@ -202,7 +237,7 @@ class BlockScaledGemm:
             stage, phase = _next(stage, phase)
 
     @cute.jit
-    def _load_rows(self, full, empty, a_scale, rows, tiles, blocks):
+    def _load_rows(self, full, empty, a_scale, rows, adds, tiles, blocks):
         lane, many = cute.arch.lane_idx(), cute.size(a_scale, mode=[1])
         stage, phase = Int32(0), Int32(1)
         tile = tiles.first()
@@ -216,10 +251,11 @@ class BlockScaledGemm:
                         _copy_async(a_scale[k, None], first + WARP * i, rows[None, stage], lane + WARP * i, 1)
                 cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
                 stage, phase = _next(stage, phase)
+            stage, phase = self._pass(full, empty, adds, stage, phase)
             tile += tiles.step()
 
     @cute.jit
-    def _load_columns(self, full, empty, b_scale, columns, tiles, blocks):
+    def _load_columns(self, full, empty, b_scale, columns, adds, tiles, blocks):
         """Those of one thread's columns side by side, or the one of the square block."""
         lane, many = cute.arch.lane_idx(), cute.size(b_scale, mode=[1])
         stage, phase = Int32(0), Int32(1)
@@ -241,10 +277,21 @@ class BlockScaledGemm:
                             _copy_async(b_scale[k, None], pair, columns[None, stage], place, 2)
                 cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
                 stage, phase = _next(stage, phase)
+            stage, phase = self._pass(full, empty, adds, stage, phase)
             tile += tiles.step()
 
     @cute.jit
-    def _multiply(self, mma, full, empty, s_a, s_b, rows, columns, store, s_out, out, tiles, blocks):
+    def _pass(self, full, empty, adds, stage, phase):
+        """The stages of what is added have no scales."""
+        if const_expr(adds):
+            for _ in cutlass.range_constexpr(2):
+                cute.arch.mbarrier_wait(empty + stage, phase)
+                cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
+                stage, phase = _next(stage, phase)
+        return stage, phase
+
+    @cute.jit
+    def _multiply(self, mma, full, empty, s_a, s_b, s_added, rows, columns, store, s_out, out, tiles, blocks):
         thread, _, _ = cute.arch.thread_idx()
         group = cute.arch.make_warp_uniform(thread // GROUP)
         thread = thread % GROUP
@@ -278,6 +325,13 @@ class BlockScaledGemm:
                         self._release(empty + stage, lane)
                     _add(sums[half], part, of_rows[half], of_columns)
                 stage, phase = _next(stage, phase)
+            if const_expr(s_added is not None):
+                for half in cutlass.range_constexpr(2):
+                    _wait(full + stage, phase)
+                    self._add_to(sums[half], mma, s_added, thread, stage * PIECES + group * (TILE_N // STORED))
+                    cute.arch.sync_warp()
+                    self._release(empty + stage, lane)
+                    stage, phase = _next(stage, phase)
             self._store(mma, sums, store, s_out, out, group, thread, m * 4 + group * 2, n * 2)
             tile += tiles.step()
         cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -292,8 +346,22 @@ class BlockScaledGemm:
                 cute.arch.mbarrier_arrive(empty, lane)
 
     @cute.jit
+    def _add_to(self, total, mma, s_added, thread, first):
+        """64 rows of a warp group's, from their pieces in shared memory."""
+        atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), s_added.element_type)
+        copy = cute.make_tiled_copy_S(atom, cute.make_tiled_copy_C_atom(_store_atom(s_added.element_type), mma))
+        from_s = copy.get_slice(thread).partition_S(s_added)
+        narrow = cute.make_rmem_tensor(cute.size(total) // (TILE_N // STORED), s_added.element_type)
+        for side in cutlass.range_constexpr(TILE_N // STORED):
+            source = from_s[None, None, None, first + side]
+            cute.copy(copy, source, cute.make_tensor(narrow.iterator, cute.make_layout(source.shape)))
+            for i in cutlass.range_constexpr(cute.size(narrow)):
+                place = side * cute.size(narrow) + i
+                total[place] = total[place] + Float32(narrow[i])
+
+    @cute.jit
     def _store(self, mma, sums, store, s_out, out, group, thread, m, n):
-        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), s_out.element_type)
+        atom = _store_atom(s_out.element_type)
         copy = cute.make_tiled_copy_S(atom, cute.make_tiled_copy_C_atom(atom, mma))
         pieces = cute.local_tile(out, (HALF, STORED), (None, None))
         from_s, to_out = cpasync.tma_partition(
@@ -355,6 +423,10 @@ class Tiles:
 
 def _of_half(mma, s_a, half):
     return mma.make_fragment_A(mma.get_slice(0).partition_A(cute.local_tile(s_a, (HALF, BLOCK, STAGES), (half, 0, 0))))
+
+
+def _store_atom(dtype):
+    return cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
 
 
 @cute.jit

@@ -40,8 +40,8 @@ def scaled_mm(
     if call is None:
         torch._scaled_mm(a, b, a_scale, b_scale, bias, out_dtype=out.dtype, use_fast_accum=fast_accum, out=out)
         return out if c is None else out.add_(c)
-    if SCOPES[scope].blocked:  # with nothing added
-        call(a, b.t(), out, a_scale.t(), b_scale, _clusters(a, tile), tile[5])
+    if SCOPES[scope].blocked:
+        call(a, b.t(), out, c, a_scale.t(), b_scale, _clusters(a, tile), tile[5])
     else:
         _launch(call, a, b.t(), out, _factors(a_scale, b_scale, scope), bias, tile, c=c)
     return out

@@ -202,7 +202,7 @@ def _fits_hopper(tile: Tile, problem: Problem) -> bool:
 
 def _fits_blocks(tile: Tile, problem: Problem) -> bool:
     """Sizes that blocks and tiles divide, as the measured ones are."""
-    plain = not (problem.bias or problem.fast_accum or tile.pingpong) and problem.added == NOTHING
+    plain = not (problem.bias or problem.fast_accum or tile.pingpong) and problem.added != OUTPUT
     whole = problem.m % tile.m == problem.n % tile.n == problem.k % BLOCK_1X128.alignment == 0
     return plain and whole and (tile.m, tile.n) == BLOCK_TILE and tile.cluster_m * tile.cluster_n <= 2
 
