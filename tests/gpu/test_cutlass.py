@@ -98,6 +98,23 @@ def test_a_product_with_scales_of_blocks_is_that_of_float64(sizes, added, tile, 
     assert not rest or (out[5].isinf().all() and out.isinf().sum() == n)
 
 
+@pytest.mark.parametrize("added", [template.NOTHING, template.ANOTHER])
+@pytest.mark.parametrize("tile", template.BLOCK_TILES, ids=str)
+def test_a_product_with_scales_of_blocks_is_the_same_each_time(tile, added):
+    """What is loaded ahead overwrites nothing that is still read: no matter who is late, the sums are the same bits."""
+    m, n, k = 16384, 4096, 4096
+    a, b, a_scale, b_scale = blocked(m, n, k, "128x128")
+    rest = [torch.randn(m, n, device="cuda", dtype=torch.bfloat16)] if added == template.ANOTHER else []
+    given = {"tile": tile.shape, "arch": "90", "scope": "128x128", "fast_accum": False, "added": added}
+    first, wrong = None, torch.zeros((), device="cuda", dtype=torch.int64)
+    for _ in range(200):
+        out = torch.full((m, n), float("nan"), device="cuda", dtype=torch.bfloat16)
+        launch.scaled_mm(a, b.t(), a_scale, b_scale, *rest, **given, out=out)
+        first = out if first is None else first
+        wrong += (out != first).sum()
+    assert wrong == 0
+
+
 def blocked(m: int, n: int, k: int, scope: str) -> tuple[torch.Tensor, ...]:
     """Operands, and scales of many magnitudes, as `torch._scaled_mm` has them."""
     across = -(-k // 128)
