@@ -13,7 +13,9 @@ from te_inductor.lowerings.blocks import loops_of
 from te_inductor.lowerings.tiles import (
     COPIES,
     KNOWN_SCALE,
+    LOOKS,
     TWO_WAY,
+    even_split,
     fits_a_program,
     holds_rows,
     quantizer_of,
@@ -76,6 +78,12 @@ class Choices:
         if holds_rows(features) or (early_start.is_early() and fits_a_program(features)):
             return True
         return bool(self._inner.should_use_persistent_reduction(features, cooperative_reduction))
+
+    def reduction_split_factor(self, device: Any, elements: int, outputs: int, inner_reduction: bool) -> int:
+        split = int(self._inner.reduction_split_factor(device, elements, outputs, inner_reduction=inner_reduction))
+        node = getattr(V.graph, "current_node", None)
+        ours = node is not None and node.target in LOOKS and inner_reduction and outputs == 1 and split > 1
+        return even_split(elements, split) if ours else split
 
     def score_fusion(self, scheduler: Any, node1: Any, node2: Any) -> Any:
         """A sort key: both copies of a tensor find each other before either finds somebody else's kernel."""

@@ -207,6 +207,19 @@ def _two_way_cast(rows: int, columns: int, scope: str = "tensor") -> Case:
     return torch.compile(function, backend="te", fullgraph=True), (x,)
 
 
+def amax_of_swiglu() -> Case:
+    """Of Llama-3.2-1B's width, which Inductor would cut into uneven parts."""
+    from te_inductor import ops
+    from te_inductor.recipes import Quantizer
+
+    def scale(h: Tensor) -> Any:
+        gate, up = h.chunk(2, 1)
+        return ops.current_scale([nn.functional.silu(gate) * up], Quantizer("e4m3"))
+
+    h = torch.randn(16384, 16384, device="cuda", dtype=torch.bfloat16)
+    return torch.compile(scale, backend="te", fullgraph=True), (h,)
+
+
 def two_way_cast() -> Case:
     """Nothing in front; a size that fills no tile."""
     return _two_way_cast(80, 144)

@@ -51,6 +51,16 @@ def test_operands_are_k_major(training: Generated) -> None:
                 assert strides[-1] == "1", line
 
 
+def test_an_amax_reads_whole_tiles(arch: int) -> None:
+    """Each program a part that begins at a vector's end, without masks, so that loads are vectors."""
+    look, _ = generate("amax_of_swiglu", arch).kernels
+    [programs] = re.findall(r"xnumel = (\d+)\n", look.body)
+    elements, left = divmod(16384 * 8192, int(programs))
+    assert left == 0 and elements % AMAX["R0_BLOCK"] == 0 and 264 < int(programs) < 1056
+    loads = re.findall(r"tl\.load\(.*", look.body)
+    assert len(loads) == 2 and not any("mask" in load or "other" in load for load in loads)
+
+
 def test_gate_and_up_are_one_gemm(training: Generated) -> None:
     forward, backward = training.sources
     assert "(4096, 28672), (1, 4096), 0)" in forward  # fprop: both weights are b
