@@ -72,9 +72,9 @@ AMAX_FROM = 8 * AMAX["R0_BLOCK"]  # elements a program reduces, below which Indu
 
 
 def even_split(elements: int, split: int) -> int:
-    """Near `split`, into how many parts Inductor cuts a tensor for an amax: such that each is whole tiles. Where the first one's
-    end is at no multiple of a vector, values are loaded one by one: SwiGLU, 16384 x 8192, 278 us, where 126 are the bytes', in
-    528 parts of 254201; 16384 x 14336 221, the bytes', in 1792 of 131072 (H200, torch 2.11, 2026-11-23)."""
+    """Near `split`, into how many parts Inductor cuts a tensor for an amax: such that each is whole tiles. Where a part
+    begins at no multiple of a vector, values are loaded one by one: SwiGLU, 16384 x 8192, 278 us, where 126 are the bytes',
+    in 528 parts of 254201; 16384 x 14336 221, the bytes', in 1792 of 131072 (H200, torch 2.11, 2026-11-23)."""
     tiles, left = divmod(elements, AMAX["R0_BLOCK"])
     near = (parts for parts in range(split // 2 + 1, 2 * split) if left == 0 and tiles % parts == 0)
     return min(near, key=lambda parts: abs(parts - split), default=split)
