@@ -101,6 +101,10 @@ def cutlass_residual() -> Case:
     return mlp_training_delayed()
 
 
+def cutlass_residual_block() -> Case:
+    return mlp_training_block()
+
+
 def cutlass_quantized() -> Case:
     """GELU's MLP in inference, within a factor of two of what the table has."""
     made = {"device": "cuda", "dtype": torch.bfloat16}

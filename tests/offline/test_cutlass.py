@@ -82,12 +82,17 @@ INSTRUCTIONS = {
 }
 
 
-def test_a_residual_is_read_by_the_gemm():
-    """By down's: the graph's input stands in its call, and nothing is computed behind it."""
-    forward, backward = generate("cutlass_residual", 90).sources
+@pytest.mark.parametrize("case", ["cutlass_residual", "cutlass_residual_block"])
+def test_a_residual_is_read_by_the_gemm(case):
+    """By down's: the graph's input stands in its call, and nothing is computed behind it. Scales of blocks are as its kernel
+    reads them: rows of x side by side, and blocks of the weight along K."""
+    forward, backward = generate(case, 90).sources
     assert backward.count("added=") == 0
     *_, last = [line for line in forward.splitlines() if "extern_kernels." in line or ".run(" in line]
     assert re.search(r"cutlass_scaled_mm\(.*, primals_2, tile=.*, added='another', out=buf\d+\)", last)
+    if case == "cutlass_residual_block":
+        scales = re.search(r"(\w+), reinterpret_tensor\(\w+, \(112, 32\), \(1, 112\), 0\), primals_2, ", last)
+        assert scales and f"{scales[1]} = empty_strided_cuda((16384, 112), (1, 16384), " in forward
 
 
 def test_an_activation_and_its_cast_are_the_gemm_s(tmp_path):
