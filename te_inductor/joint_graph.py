@@ -9,6 +9,8 @@ A column copy serves one GEMM of the backward alone.
   reads anyway: gate and up of SwiGLU, for its own gradient, from the same read; a norm's input and statistics; attention's
   output. A norm's costs no more bytes than it does in the forward: there a column copy is a second read of the norm's input,
   as none can be written from a reduction over rows, and without it the reduction writes the row copy itself.
+- Where blocks of 128 elements of a column have scales, which one read of them finds, that of a norm's output alone: any other
+  would be read once more than in the forward, where one read makes both copies.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +25,7 @@ from te_inductor import compat, ops, residuals
 from te_inductor.node_kinds import is_cast, is_pointwise, is_view
 from te_inductor.post_grad import Pass
 from te_inductor.recipes import Quantizer
+from te_inductor.recipes.formats import Scope
 
 _ONE_SCALE = (ops.quantize_rowcol_delayed, ops.quantize_pieces_delayed)
 _OWN_SCALES = (ops.quantize_rowcol, ops.quantize_pieces)
@@ -51,7 +54,8 @@ def mark(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.target in _TWO_WAY and node not in backward and "recompute" not in node.meta:
             sources = node.args[0] if isinstance(node.args[0], list | tuple) else [node.args[0]]
-            if _is_of_weight(node, sources) or (node.target in _ONE_SCALE and had.issuperset(sources)):
+            as_cheap = node.target in _ONE_SCALE or (_has_blocks_of_one_row(node) and _are_of_norms(sources, had))
+            if _is_of_weight(node, sources) or (as_cheap and had.issuperset(sources)):
                 node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 
 
@@ -103,10 +107,36 @@ def _save_statistics(graph: fx.Graph, backward: set[fx.Node]) -> None:
 def _is_of_weight(cast: fx.Node, sources: Sequence[fx.Node]) -> bool:
     """Whether a cast makes a dgrad's operand of inputs of the graph, and its column copy takes no second look for scales
     that the row copy has found."""
-    quantizers: list[Any] = [argument for argument in cast.args if isinstance(argument, Quantizer)]
-    found_again = cast.target in _OWN_SCALES and quantizers[0].granularity.transposes
+    found_again = cast.target in _OWN_SCALES and _scope_of(cast).transposes
     gemms = [user.args[5] for copy in cast.users for user in copy.users if user.target is ops.scaled_mm]
     return not found_again and any(gemm.name == "dgrad" for gemm in gemms) and all(map(_is_of_input, sources))  # type: ignore[union-attr]
+
+
+def _scope_of(cast: fx.Node) -> Scope:
+    quantizers: list[Any] = [argument for argument in cast.args if isinstance(argument, Quantizer)]
+    return quantizers[0].granularity  # type: ignore[no-any-return]
+
+
+def _has_blocks_of_one_row(cast: fx.Node) -> bool:
+    scope = _scope_of(cast)
+    return scope.one_row and not scope.microscaled
+
+
+def _are_of_norms(sources: Sequence[fx.Node], had: set[fx.Node]) -> bool:
+    """Whether the backward would compute each from one tensor and from numbers that the forward has computed for its rows."""
+    for source in sources:
+        tensors, statistics, pending = set(), False, [source]
+        while pending:
+            node = pending.pop()
+            if _is_little(node):
+                statistics |= node.op == "call_function"
+            elif (is_pointwise(node) or is_view(node)) and had.issuperset(node.all_input_nodes):
+                pending += node.all_input_nodes
+            elif _is_as_large(node, source):
+                tensors.add(node)
+        if not statistics or len(tensors) != 1:
+            return False
+    return True
 
 
 def _is_of_input(x: fx.Node) -> bool:
@@ -160,6 +190,13 @@ def _is_no_smaller(user: fx.Node, x: fx.Node) -> bool:
 def _same_shape(a: torch.Tensor, b: torch.Tensor) -> bool:
     """As far as is known without a guard."""
     return a.dim() == b.dim() and all(statically_known_true(m == n) for m, n in zip(a.shape, b.shape, strict=True))
+
+
+def _is_as_large(a: fx.Node, b: fx.Node) -> bool:
+    found, other = a.meta.get("val"), b.meta.get("val")
+    if not (isinstance(found, torch.Tensor) and isinstance(other, torch.Tensor)):
+        return False
+    return statically_known_true(found.numel() == other.numel())
 
 
 def _is_little(node: fx.Node) -> bool:

@@ -10,6 +10,11 @@ mode of our own (`ir.Scatter`): its index has the position divided by 128, for w
 That is right only while a tile is a block in each dimension, so `Choices` fixes it (tiles.py), `BlockKernel` has the two
 dimensions of the matrix, whatever loops Inductor merged, and `fits` asks for whole blocks. Nothing is assumed of the order
 of loops: a dimension is known by its variable. The mode keeps readers of a scale out of the kernel that writes it.
+
+# Note [Rows that hold blocks]
+The row copy alone of what a norm makes joins the norm's own kernel, a reduction whose programs hold whole rows. There a
+block is 128 neighbours of the row: its amax is the maximum along the last dimension of the row as (R / 128, 128), and the
+first of the 128 stores the scale.
 """
 
 from collections.abc import Iterable
@@ -21,6 +26,7 @@ import torch
 from torch._inductor import ir
 from torch._inductor.codegen.common import DeferredLine
 from torch._inductor.codegen.simd import SIMDKernel, SIMDScheduling
+from torch._inductor.dependencies import MemoryDep
 from torch._inductor.utils import sympy_product
 from torch._inductor.virtualized import V
 from torch._inductor.virtualized import ops as prims
@@ -30,6 +36,7 @@ from te_inductor.lowerings.amax import AmaxKernel
 from te_inductor.recipes import Quantizer
 
 TILE = 128
+ROW, ROW_A_WARP = 8192, 1024  # elements of a row that a program holds at most, and those of each of its warps
 MODE = "once_a_block"  # of a store
 MAX = "max_of_block"  # of a reduction, in a pointwise kernel
 _MATRIX = "te_matrix"  # attribute of a buffer
@@ -75,13 +82,30 @@ def store_once_a_block(
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """What a kernel cuts into tiles: one tensor, of which it makes both copies."""
+    """What a kernel cuts into tiles: one tensor, of which it makes a copy or both."""
 
     rows: Any
     columns: Any
+    in_rows: bool = False  # blocks of one row, and of no column: a kernel that holds whole rows may make them
 
     def made_into(self, box: ir.TensorBox) -> None:
         setattr(box.data.data, _MATRIX, self)  # type: ignore[attr-defined]
+
+    def lies_in(self, nodes: Iterable[Any]) -> bool:
+        """Whether all these scheduler nodes go through its rows, reduce them, or compute something for each, and a program
+        can hold one."""
+        if not (self.in_rows and self.columns.is_number and ROW_A_WARP <= self.columns <= ROW):
+            return False
+        known, whole = V.graph.sizevars.statically_known_equals, self.rows * self.columns
+        for node in nodes:
+            loops, inner = (sympy_product(sizes) for sizes in node.get_ranges())
+            if node.is_reduction():
+                fits = known(loops, self.rows) and known(inner, self.columns) and _is_contiguous(node)
+            else:
+                fits = known(inner, 1) and (known(loops, self.rows) or known(loops, whole))
+            if not fits:
+                return False
+        return True
 
     def cuts(self, nodes: Iterable[Any]) -> tuple[Any, Any] | None:
         """Its sizes in an order in which the loops of all these scheduler nodes split there."""
@@ -99,6 +123,12 @@ def matrices(nodes: Iterable[Any]) -> set[Matrix]:
     return {getattr(part, _MATRIX) for part in parts if is_tiled(part)}
 
 
+def _is_contiguous(node: Any) -> bool:
+    """Whether what it reads and writes lies in memory in the order of its loops, some of which Inductor has yet to merge."""
+    deps = [*node.read_writes.reads, *node.read_writes.writes]
+    return all(isinstance(dep, MemoryDep) and dep.normalize().is_contiguous() for dep in deps)
+
+
 def is_tiled(buffer: Any) -> bool:
     return hasattr(buffer, _MATRIX)
 
@@ -108,7 +138,8 @@ def may_share_a_kernel(node1: Any, node2: Any) -> bool:
     its loops."""
     nodes = [*node1.get_nodes(), *node2.get_nodes()]
     found = matrices(nodes)
-    return len(found) < 2 and all(matrix.cuts(nodes) for matrix in found)
+    held = any(node.is_reduction() for node in nodes)  # Note [Rows that hold blocks]
+    return len(found) < 2 and all(matrix.lies_in(nodes) if held else matrix.cuts(nodes) for matrix in found)
 
 
 class BlockKernel(AmaxKernel):
@@ -116,7 +147,7 @@ class BlockKernel(AmaxKernel):
 
     def __init__(self, tiling: dict[str, sympy.Expr], *args: Any, features: Any, **kwargs: Any) -> None:
         nodes = list(features.scheduler_nodes())
-        for matrix in matrices(nodes):
+        for matrix in () if features.is_reduction() else matrices(nodes):
             sizes = matrix.cuts(nodes)
             assert sizes is not None, [node.get_ranges() for node in nodes]
             tiling = SIMDScheduling.create_tiling(sizes, [sympy.S.One])
@@ -127,6 +158,13 @@ class BlockKernel(AmaxKernel):
             return super().reduction(dtype, src_dtype, reduction_type, value)
         found, *along = value
         text, shape = f"tl.broadcast_to({found}, {self.dense_size_str()})", self.dense_size_list()
+        if self.inside_reduction:
+            assert self.persistent_reduction, "a turn of a loop may hold a part of a block"
+            x, row = shape
+            groups = f"{x}, {row} // {TILE}, {TILE}"
+            text = f"tl.max(tl.reshape({text}, [{groups}]), 2, keep_dims=True)"
+            text = f"tl.reshape(tl.broadcast_to({text}, [{groups}]), [{x}, {row}])"
+            return self.cse.generate(self.compute, text, dtype=dtype, shape=tuple(shape))
         axes = {axis for position in along for axis, size in enumerate(position.shape) if str(size) != "1"}
         for axis in sorted(axes, reverse=True):  # along x first, where neighbours are of one thread
             text, shape[axis] = f"tl.max({text}, {axis}, keep_dims=True)", "1"
@@ -137,6 +175,12 @@ class BlockKernel(AmaxKernel):
             super().store(name, index, value, mode)
             return
         index = self.prepare_indexing(index)
+        if self.inside_reduction:
+            row = next(tree for tree in self.range_trees if tree.is_reduction)
+            firsts = [f"({row.prefix}index % {TILE} == 0)", *self.tile_masks()]
+            place = f"{self.args.output(name)} + ({self.kexpr(self.rename_indexing(index))})"
+            self.stores.writeline(DeferredLine(name, f"tl.store({place}, {value}, {' & '.join(firsts)})"))
+            return
         for division in index.atoms(FloorDiv):
             position, size = division.args
             if size == TILE and self._is_whole(position):

@@ -48,10 +48,13 @@ def quantize(
 
 
 def quantize_rowcol(
-    x: ir.TensorBox, quantizer: Quantizer, amax: ir.TensorBox | None = None
+    x: ir.TensorBox,
+    quantizer: Quantizer,
+    amax: ir.TensorBox | None,
+    wanted: Sequence[bool],  # whether somebody reads the row copy, the column copy
 ) -> tuple[ir.TensorBox, ...]:
     if block_tiles.fits(x, quantizer):
-        return _tiled_copies([x], 0, quantizer, (True, True))  # type: ignore[return-value]
+        return _tiled_copies([x], 0, quantizer, wanted)  # type: ignore[return-value]
     if quantizer.granularity.transposes:
         scale, scale_inv, scale_inv_t = _scales_of_squares(x, quantizer, amax)
         data = _cast_by_squares(x, scale, quantizer)
@@ -68,7 +71,7 @@ def quantize_pieces(
 ) -> tuple[ir.TensorBox | None, ...]:
     """Both copies of pieces side by side along `dim`, each piece's of whole blocks."""
     if not all(block_tiles.fits(piece, quantizer) for piece in pieces):
-        return quantize_rowcol(lowerings[aten.cat](pieces, dim), quantizer)
+        return quantize_rowcol(lowerings[aten.cat](pieces, dim), quantizer, None, wanted)
     return _tiled_copies(pieces, dim, quantizer, wanted)
 
 
@@ -145,7 +148,8 @@ def _tiled_copies(
     pieces: Sequence[ir.TensorBox], dim: int, quantizer: Quantizer, wanted: Sequence[bool]
 ) -> tuple[ir.TensorBox | None, ...]:
     """Both copies of pieces side by side along `dim`: Note [Tiles that are blocks]."""
-    matrices = [block_tiles.Matrix(*piece.get_size()) for piece in pieces]
+    in_rows = quantizer.granularity.one_row and wanted[0] and not wanted[1]
+    matrices = [block_tiles.Matrix(*piece.get_size(), in_rows) for piece in pieces]
     made: list[ir.TensorBox | None] = []
     for transposed, wants in zip((False, True), wanted, strict=True):
         made += _tiled_copy(pieces, dim, quantizer, matrices, transposed) if wants else (None, None)

@@ -127,7 +127,8 @@ def _makes_columns(origin: Any) -> bool:
     if origin.target not in TWO_WAY:
         return False
     first = 1 if origin.target in KNOWN_SCALE else 2  # of what it gives, behind data, or data and scale_inv
-    return quantizer_of(origin).granularity.blocked or any(user.args[1] >= first for user in origin.users)
+    scope = quantizer_of(origin).granularity
+    return (scope.blocked and not scope.one_row) or any(user.args[1] >= first for user in origin.users)
 
 
 def _is_copy(buffer: Any) -> bool:

@@ -145,7 +145,7 @@ def quantize_rowcol(
 ) -> tuple[ir.TensorBox, ...]:
     _is_read_again(x)
     if quantizer.granularity.blocked:
-        return blocks.quantize_rowcol(x, quantizer, amax)
+        return blocks.quantize_rowcol(x, quantizer, amax, _wanted())
     scale, scale_inv = _encode_scale(_amax(x, quantizer), quantizer, x.get_dtype())
     transposed = lowerings[aten.permute](x, [1, 0])
     scale_t, scale_inv_t = (
@@ -159,8 +159,7 @@ def quantize_rowcol(
 @lowering(ops.quantize_pieces)
 def quantize_pieces(pieces: list[ir.TensorBox], dim: int, quantizer: Quantizer) -> tuple[ir.TensorBox | None, ...]:
     """A copy that nobody reads is None: pieces that are written into their places would be written for nobody too."""
-    read = _outputs_read()
-    wanted = [bool(read & outputs) for outputs in ({0, 1}, {2, 3})]
+    wanted = _wanted()
     if quantizer.granularity.blocked:
         return blocks.quantize_pieces(pieces, dim, quantizer, wanted)
     for piece in pieces:
@@ -227,6 +226,12 @@ def _both_ways(pieces: list[ir.TensorBox], dim: int) -> tuple[tuple[list[ir.Tens
 def _outputs_read() -> set[Any]:
     """Which outputs of the node that is being lowered somebody reads."""
     return {user.args[1] for user in V.graph.current_node.users}
+
+
+def _wanted() -> list[bool]:
+    """Whether somebody reads the row copy that the node makes with a scale of its own, and the column copy."""
+    read = _outputs_read()
+    return [bool(read & outputs) for outputs in ({0, 1}, {2, 3})]
 
 
 @lowering(ops.record_amax)

@@ -51,6 +51,7 @@ from torch._inductor.virtualized import V
 
 from te_inductor import ops
 from te_inductor.lowerings import block_tiles
+from te_inductor.lowerings.block_tiles import ROW, ROW_A_WARP
 from te_inductor.recipes import Quantizer
 from te_inductor.recipes.formats import ELEMENTS, TENSOR
 
@@ -60,7 +61,6 @@ PAIRED = {3: (64, 64, 4)}  # with Note [Pairs of rows]
 BLOCK_WARPS = 8  # of a kernel whose tile is a block
 ROTARY_WARPS = 4  # of one that reads three places of a tensor for each element, as rotary positions' gradient does
 FLAT = {"XBLOCK": 8192, "num_warps": 8}  # of a row copy and amax alone: a program looks for the largest of its elements
-ROW, ROW_A_WARP = 8192, 1024  # elements of a row that a program holds at most, and those of each of its warps
 AMAX = {"XBLOCK": 1, "R0_BLOCK": 4096, "num_warps": 16}
 # The ops that cast or look for a scale, and among them those that cast both ways.
 CASTS = (ops.quantize, ops.quantize_delayed, ops.current_scale)
@@ -100,9 +100,9 @@ def tile_of(features: Any, tiling: dict[str, Any]) -> dict[str, int] | None:
     if not scopes or any(scope.microscaled for scope in scopes):  # not measured: emulation is not about speed
         return None
     nodes = list(features.scheduler_nodes())
-    if block_tiles.matrices(nodes):
-        return _block_tile(nodes, tiling)
     dimensions = set(tiling)
+    if block_tiles.matrices(nodes) and not features.is_reduction():
+        return _block_tile(nodes, tiling)
     if holds_rows(features):
         return {"XBLOCK": 1, "num_warps": next_power_of_2(int(features.reduction_numel)) // ROW_A_WARP}
     if features.is_reduction():
@@ -124,6 +124,8 @@ def fits_a_program(features: Any) -> bool:
 def holds_rows(features: Any) -> bool:
     """Whether a kernel that quantizes is a reduction of rows, a norm's, each of which a program can hold: it reads them
     once, where a loop would read them again for what depends on the sum."""
+    if block_tiles.matrices(features.scheduler_nodes()):
+        return bool(features.is_reduction())  # Note [Rows that hold blocks]
     scopes = [quantizer.granularity for quantizer in quantizers_of(features)]
     if not scopes or any(scope.blocked for scope in scopes):
         return False
