@@ -13,8 +13,9 @@ of loops: a dimension is known by its variable. The mode keeps readers of a scal
 
 # Note [Rows that hold blocks]
 The row copy alone of what a norm makes joins the norm's own kernel, a reduction whose programs hold whole rows. There a
-block is 128 neighbours of the row: its amax is the maximum along the last dimension of the row as (R / 128, 128), and the
-first of the 128 stores the scale.
+block is 128 neighbours of the row: its amax is the maximum along the last dimension of the row as (R / 128, 128). Of tiles
+an amax is a tile of one row or one column, which the tile's own values broadcast; here it is a row of R / 128, of which
+`spread` makes one of R again, when the scale has been computed: not by each thread for each of its elements.
 """
 
 from collections.abc import Iterable
@@ -38,7 +39,7 @@ from te_inductor.recipes import Quantizer
 TILE = 128
 ROW, ROW_A_WARP = 8192, 1024  # elements of a row that a program holds at most, and those of each of its warps
 MODE = "once_a_block"  # of a store
-MAX = "max_of_block"  # of a reduction, in a pointwise kernel
+MAX, SPREAD = "max_of_block", "spread_over_block"  # of a reduction, in a pointwise kernel
 _MATRIX = "te_matrix"  # attribute of a buffer
 
 
@@ -57,6 +58,11 @@ def block_amax(bits: Any, positions: list[Any]) -> Any:
     """The largest of an int32 along the dimensions of the tile where an element has these positions."""
     along = tuple(prims.index_expr(position, torch.int32) for position in positions)
     return prims.reduction(torch.int32, torch.int32, MAX, (bits, *along))  # type: ignore[arg-type]
+
+
+def spread(value: Any) -> Any:
+    """What has been computed of `block_amax`, fp32, for each element of the block."""
+    return prims.reduction(torch.float32, torch.float32, SPREAD, (value,))  # type: ignore[arg-type]
 
 
 def store_once_a_block(
@@ -87,6 +93,9 @@ class Matrix:
     rows: Any
     columns: Any
     in_rows: bool = False  # blocks of one row, and of no column: a kernel that holds whole rows may make them
+    # A column copy that the backward makes of what the forward computed: whoever reads the same there computes much, and
+    # together they would be one tile a multiprocessor.
+    alone: bool = False
 
     def made_into(self, box: ir.TensorBox) -> None:
         setattr(box.data.data, _MATRIX, self)  # type: ignore[attr-defined]
@@ -138,6 +147,8 @@ def may_share_a_kernel(node1: Any, node2: Any) -> bool:
     its loops."""
     nodes = [*node1.get_nodes(), *node2.get_nodes()]
     found = matrices(nodes)
+    if any(matrix.alone and not all(is_tiled(node.node) for node in nodes) for matrix in found):
+        return False
     held = any(node.is_reduction() for node in nodes)  # Note [Rows that hold blocks]
     return len(found) < 2 and all(matrix.lies_in(nodes) if held else matrix.cuts(nodes) for matrix in found)
 
@@ -154,21 +165,44 @@ class BlockKernel(AmaxKernel):
         super().__init__(tiling, *args, features=features, **kwargs)
 
     def reduction(self, dtype: Any, src_dtype: Any, reduction_type: Any, value: Any) -> Any:
-        if reduction_type != MAX:
+        if reduction_type not in (MAX, SPREAD):
             return super().reduction(dtype, src_dtype, reduction_type, value)
         found, *along = value
-        text, shape = f"tl.broadcast_to({found}, {self.dense_size_str()})", self.dense_size_list()
         if self.inside_reduction:
-            assert self.persistent_reduction, "a turn of a loop may hold a part of a block"
-            x, row = shape
-            groups = f"{x}, {row} // {TILE}, {TILE}"
-            text = f"tl.max(tl.reshape({text}, [{groups}]), 2, keep_dims=True)"
-            text = f"tl.reshape(tl.broadcast_to({text}, [{groups}]), [{x}, {row}])"
-            return self.cse.generate(self.compute, text, dtype=dtype, shape=tuple(shape))
+            return self._reduce_in_rows(dtype, reduction_type, found)
+        if reduction_type == SPREAD:
+            return found
+        text, shape = f"tl.broadcast_to({found}, {self.dense_size_str()})", self.dense_size_list()
         axes = {axis for position in along for axis, size in enumerate(position.shape) if str(size) != "1"}
         for axis in sorted(axes, reverse=True):  # along x first, where neighbours are of one thread
             text, shape[axis] = f"tl.max({text}, {axis}, keep_dims=True)", "1"
         return self.cse.generate(self.compute, text, dtype=dtype, shape=tuple(shape))
+
+    def _reduce_in_rows(self, dtype: Any, reduction_type: str, found: Any) -> Any:
+        """Note [Rows that hold blocks]"""
+        assert self.persistent_reduction, "a turn of a loop may hold a part of a block"
+        x, row = self.dense_size_list()
+        blocks, groups = f"{row} // {TILE}", f"{x}, {row} // {TILE}, {TILE}"
+        if reduction_type == MAX:
+            text, shape = f"tl.max(tl.reshape(tl.broadcast_to({found}, [{x}, {row}]), [{groups}]), 2)", (x, blocks)
+        else:
+            whole = f"tl.broadcast_to({found}, [{x}, {blocks}])"
+            text, shape = f"tl.reshape(tl.broadcast_to({whole}[:, :, None], [{groups}]), [{x}, {row}])", (x, row)
+        return self.cse.generate(self.compute, text, dtype=dtype, shape=shape)
+
+    def _store_in_rows(self, name: str, index: sympy.Expr, value: Any) -> None:
+        [(division, columns)] = [(each, each.args[0]) for each in index.atoms(FloorDiv) if each.args[1] == TILE]
+        assert self._is_whole(columns), index
+        x, row = self.dense_size_list()
+        blocks = f"tl.arange(0, {row} // {TILE})[None, :]"
+        block = self.cse.generate(self.compute, blocks, dtype=torch.int32, shape=("1", f"{row} // {TILE}"))
+        index = index.xreplace({division: sympy.Symbol(str(block), integer=True, nonnegative=True)})
+        prefix = self.range_tree_nodes[columns].root.prefix
+        masks = {f"{prefix}mask": f"({block} < {prefix}numel // {TILE})"}
+        mask = " & ".join(masks.get(mask, mask) for mask in self.tile_masks()) or "None"
+        value = f"tl.broadcast_to({value}, [{x}, {row} // {TILE}])"
+        place = f"{self.args.output(name)} + ({self.kexpr(self.rename_indexing(index))})"
+        self.stores.writeline(DeferredLine(name, f"tl.store({place}, {value}, {mask})"))
 
     def store(self, name: str, index: sympy.Expr, value: Any, mode: Any = None) -> None:
         if mode != MODE:
@@ -176,10 +210,7 @@ class BlockKernel(AmaxKernel):
             return
         index = self.prepare_indexing(index)
         if self.inside_reduction:
-            row = next(tree for tree in self.range_trees if tree.is_reduction)
-            firsts = [f"({row.prefix}index % {TILE} == 0)", *self.tile_masks()]
-            place = f"{self.args.output(name)} + ({self.kexpr(self.rename_indexing(index))})"
-            self.stores.writeline(DeferredLine(name, f"tl.store({place}, {value}, {' & '.join(firsts)})"))
+            self._store_in_rows(name, index, value)
             return
         for division in index.atoms(FloorDiv):
             position, size = division.args

@@ -148,8 +148,9 @@ def _tiled_copies(
     pieces: Sequence[ir.TensorBox], dim: int, quantizer: Quantizer, wanted: Sequence[bool]
 ) -> tuple[ir.TensorBox | None, ...]:
     """Both copies of pieces side by side along `dim`: Note [Tiles that are blocks]."""
-    in_rows = quantizer.granularity.one_row and wanted[0] and not wanted[1]
-    matrices = [block_tiles.Matrix(*piece.get_size(), in_rows) for piece in pieces]
+    row, column = wanted
+    in_rows = quantizer.granularity.one_row and row and not column
+    matrices = [block_tiles.Matrix(*piece.get_size(), in_rows, alone=column and not row) for piece in pieces]
     made: list[ir.TensorBox | None] = []
     for transposed, wants in zip((False, True), wanted, strict=True):
         made += _tiled_copy(pieces, dim, quantizer, matrices, transposed) if wants else (None, None)
@@ -196,7 +197,7 @@ def _tiles(
         return values.encode_scale(values.from_bits(found), quantizer, dtype)
 
     def cast(index):
-        return values.cast(value(index), scale(index), quantizer, device)
+        return values.cast(value(index), block_tiles.spread(scale(index)), quantizer, device)
 
     data = _pointwise(x, quantizer.format.dtype, x.get_size(), cast)
     data.realize()

@@ -377,6 +377,22 @@ def two_way_cast_block_of_heads() -> Case:
     return torch.compile(function, backend="te", fullgraph=True), (x,)
 
 
+def rows_of_blocks() -> Case:
+    """As a norm's row copy is, but with a statistic that is exact. Rows that do not fill their programs."""
+    from te_inductor import ops
+    from te_inductor.recipes import Quantizer
+
+    def function(x: Tensor) -> Any:
+        wide = x.float()
+        centred = wide - wide.amax(1, keepdim=True)
+        data, scale_inv, _, _ = ops.quantize_rowcol(centred, Quantizer("e4m3", scope="1x128"))
+        return data, scale_inv
+
+    return torch.compile(function, backend="te", fullgraph=True), (
+        torch.randn(128, 1280, device="cuda", dtype=torch.bfloat16),
+    )
+
+
 def row_cast_squares() -> Case:
     """As of a weight, in inference: whole blocks, one read."""
     from te_inductor import ops

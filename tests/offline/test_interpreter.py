@@ -107,6 +107,22 @@ def test_pieces_side_by_side(case, scope, dim, size, tmp_path):
     assert_same_values(data_t, values_t)
 
 
+def test_a_row_copy_of_blocks_in_the_kernel_that_reduces_rows(tmp_path):
+    """Note [Rows that hold blocks]: one kernel, a row a program, of 2048 elements of which the row has 1280."""
+    generated = generate("rows_of_blocks", 90)
+    [kernel] = generated.kernels
+    assert "R0_BLOCK: tl.constexpr = 2048" in kernel.body and kernel.tile["XBLOCK"] == 1
+    assert kernel.body.count("tl.load(") == 1 and kernel.body.count("tl.store(") == 2
+    compile_to_cubin(kernel, 90, tmp_path)
+    contents = {name: make(128, 1280).to(torch.bfloat16) for name, make in CONTENTS.items()}
+    results = interpret(generated.sources[0], [[x] for x in contents.values()], tmp_path)
+    for (name, x), (data, scale_inv) in zip(contents.items(), results, strict=True):
+        wide = x.float()
+        values, value = reference.quantize(wide - wide.amax(1, keepdim=True), Quantizer("e4m3", scope="1x128"))
+        assert torch.equal(scale_inv.double(), value), name
+        assert_same_values(data, values)
+
+
 def test_a_row_copy_of_squares(tmp_path):
     generated = generate("row_cast_squares", 90)
     assert len(generated.kernels) == 1
