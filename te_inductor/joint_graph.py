@@ -9,8 +9,8 @@ A column copy serves one GEMM of the backward alone.
   reads anyway: gate and up of SwiGLU, for its own gradient, from the same read; a norm's input and statistics; attention's
   output. A norm's costs no more bytes than it does in the forward: there a column copy is a second read of the norm's input,
   as none can be written from a reduction over rows, and without it the reduction writes the row copy itself.
-- Where blocks of 128 elements of a column have scales, which one read of them finds, that of a norm's output alone: any other
-  would be read once more than in the forward, where one read makes both copies.
+- Where blocks of a column have scales, which one read of them finds, that of a norm's output alone: any other tensor would
+  be read once more than in the forward, where one read makes both copies.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -123,7 +123,7 @@ def _has_blocks_of_one_row(cast: fx.Node) -> bool:
 
 
 def _are_of_norms(sources: Sequence[fx.Node], had: set[fx.Node]) -> bool:
-    """Whether the backward would compute each from one tensor and from numbers that the forward has computed for its rows."""
+    """Whether the backward would compute each from one tensor and from numbers that the forward computes for its rows."""
     for source in sources:
         tensors, statistics, pending = set(), False, [source]
         while pending:

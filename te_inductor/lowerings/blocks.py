@@ -150,7 +150,8 @@ def _tiled_copies(
     """Both copies of pieces side by side along `dim`: Note [Tiles that are blocks]."""
     row, column = wanted
     in_rows = quantizer.granularity.one_row and row and not column
-    matrices = [block_tiles.Matrix(*piece.get_size(), in_rows, alone=column and not row) for piece in pieces]
+    sizes = [piece.get_size() for piece in pieces]
+    matrices = [block_tiles.Matrix(rows, columns, in_rows, alone=column and not row) for rows, columns in sizes]
     made: list[ir.TensorBox | None] = []
     for transposed, wants in zip((False, True), wanted, strict=True):
         made += _tiled_copy(pieces, dim, quantizer, matrices, transposed) if wants else (None, None)
