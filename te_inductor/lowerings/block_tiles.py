@@ -7,9 +7,9 @@ blocks of either kind, and of 128 x 128. So the copies are pointwise, and `block
 as a reduction of its tile, along the dimensions whose positions it is given. A scale is stored once a block, by a store of a
 mode of our own (`ir.Scatter`): its index has the position divided by 128, for which `BlockKernel` takes the tile's first.
 
-That is right only while a tile is a block in each dimension, so `Choices` fixes it (tiles.py), `BlockKernel` has the two
-dimensions of the matrix, whatever loops Inductor merged, and `fits` asks for whole blocks. Nothing is assumed of the order
-of loops: a dimension is known by its variable. The mode keeps readers of a scale out of the kernel that writes it.
+That is right only while a tile is a block in each dimension that a block has, so `Choices` fixes it (tiles.py), `BlockKernel`
+has the two dimensions of the matrix, whatever loops Inductor merged, and `fits` asks for whole blocks. Nothing is assumed of
+the order of loops: a dimension is known by its variable. The mode keeps readers of a scale out of the kernel that writes it.
 
 # Note [Rows that hold blocks]
 The row copy alone of what a norm makes joins the norm's own kernel, a reduction whose programs hold whole rows. There a

@@ -30,6 +30,13 @@ with as few registers as let two tiles share a multiprocessor, which Inductor ca
 
 Rotary positions' gradient, 3 places of one tensor, takes 156 us with 4 and 188 with 8 (2026-11-22).
 
+A column copy alone has blocks of 128 rows, so that its tile may have fewer columns. Of a norm's output, 16384 x 4096, behind
+a GEMM, microseconds by columns and warps, without and with pairs of rows (2026-11-23; 47 are the bytes')::
+
+    columns, warps    128, 8    128, 16    64, 4    64, 8    64, 16    32, 4    32, 8
+                        82.0      107.6    106.0     71.6     113.7     99.7     95.2
+                        73.6      101.3    107.2     65.4     111.9    101.7     78.9
+
 A norm that writes its row copy, or finds its amax, takes a row at once. 16384 x 4096, the row copy and the recorded amax,
 microseconds by rows and warps (2026-11-22; 48.7 are the bytes')::
 
@@ -59,6 +66,7 @@ from te_inductor.recipes.formats import ELEMENTS, TENSOR
 CAST = {1: (128, 64, 8), 2: (128, 64, 8), 3: (128, 32, 8)}
 PAIRED = {3: (64, 64, 4)}  # with Note [Pairs of rows]
 BLOCK_WARPS = 8  # of a kernel whose tile is a block
+COLUMNS_ALONE = (64, 8)  # columns and warps of one that makes a column copy alone
 ROTARY_WARPS = 4  # of one that reads three places of a tensor for each element, as rotary positions' gradient does
 FLAT = {"XBLOCK": 8192, "num_warps": 8}  # of a row copy and amax alone: a program looks for the largest of its elements
 AMAX = {"XBLOCK": 1, "R0_BLOCK": 4096, "num_warps": 16}
@@ -145,14 +153,19 @@ def _cast_tile(nodes: list[Any], tiling: dict[str, Any]) -> dict[str, int]:
 
 
 def _block_tile(nodes: list[Any], tiling: dict[str, Any]) -> dict[str, int]:
+    [matrix] = block_tiles.matrices(nodes)
+    if matrix.alone:
+        (wide, warps), sizes = COLUMNS_ALONE, matrix.cuts(nodes)
+        y, x = (block_tiles.TILE, wide) if sizes == (matrix.rows, matrix.columns) else (wide, block_tiles.TILE)
+        return {"XBLOCK": x, "YBLOCK": y, "num_warps": warps}
     places = collections.Counter(name for name, _ in _slices(_reads(nodes, tiling)))
     warps = ROTARY_WARPS if max(places.values(), default=0) > 2 else BLOCK_WARPS
     return {"XBLOCK": block_tiles.TILE, "YBLOCK": block_tiles.TILE, "num_warps": warps}
 
 
 def paired_dimension(nodes: list[Any], sizes: dict[str, Any]) -> str | None:
-    """Of a tile that is stored both ways as FP8, by a kernel with many instructions: the dimension in which the tensors read
-    are not contiguous. Note [Pairs of rows] in column_pairs.py."""
+    """Of a tile that is stored both ways as FP8, by a kernel with many instructions, or as a column copy of blocks: the
+    dimension in which the tensors read are not contiguous. Note [Pairs of rows] in column_pairs.py."""
     if "y" not in sizes:
         return None
     reads = _reads(nodes, sizes)
@@ -161,9 +174,10 @@ def paired_dimension(nodes: list[Any], sizes: dict[str, Any]) -> str | None:
     writes = [dep for node in nodes for dep in node.read_writes.writes if isinstance(dep, MemoryDep)]
     stored = {_along(dep, sizes) for dep in writes if V.graph.get_dtype(dep.name) in COPIES}
     read = {_along(dep, sizes) for dep in reads}
-    if stored != {"x", "y"} or len(read) != 1:
-        return None
     across = "y" if read == {"x"} else "x"
+    alone = any(matrix.alone for matrix in block_tiles.matrices(nodes))
+    if len(read) != 1 or stored != ({across} if alone else {"x", "y"}):
+        return None
     return across if V.graph.sizevars.statically_known_multiple_of(sizes[across], 2) else None
 
 

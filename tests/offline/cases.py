@@ -393,6 +393,20 @@ def rows_of_blocks() -> Case:
     )
 
 
+def columns_of_blocks() -> Case:
+    """As the backward makes them of what the forward computed: tiles that are blocks in one dimension."""
+    from te_inductor import ops
+    from te_inductor.recipes import Quantizer
+
+    def function(x: Tensor) -> Any:
+        _, _, data, scale_inv = ops.quantize_rowcol(x.abs() + 0.0, Quantizer("e4m3", scope="1x128"))
+        return data, scale_inv
+
+    return torch.compile(function, backend="te", fullgraph=True), (
+        torch.randn(256, 384, device="cuda", dtype=torch.bfloat16),
+    )
+
+
 def row_cast_squares() -> Case:
     """As of a weight, in inference: whole blocks, one read."""
     from te_inductor import ops

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from te_inductor.lowerings.block_tiles import TILE
+from te_inductor.lowerings.tiles import COLUMNS_ALONE
 from te_inductor.recipes import Quantizer
 from te_inductor.runtime import reference
 from tests.bounds import assert_same_values
@@ -119,6 +121,21 @@ def test_a_row_copy_of_blocks_in_the_kernel_that_reduces_rows(tmp_path):
     for (name, x), (data, scale_inv) in zip(contents.items(), results, strict=True):
         wide = x.float()
         values, value = reference.quantize(wide - wide.amax(1, keepdim=True), Quantizer("e4m3", scope="1x128"))
+        assert torch.equal(scale_inv.double(), value), name
+        assert_same_values(data, values)
+
+
+def test_a_column_copy_of_blocks_alone(tmp_path):
+    generated = generate("columns_of_blocks", 90)
+    [kernel] = generated.kernels
+    wide, warps = COLUMNS_ALONE
+    assert kernel.tile == {"XBLOCK": wide, "YBLOCK": TILE, "num_warps": warps}
+    assert kernel.body.count("tl.pointer_type(tl.uint16)") == 1 and kernel.body.count("tl.store(") == 2
+    assert "ldmatrix" in compile_to_cubin(kernel, 90, tmp_path).asm["ptx"]
+    contents = {name: make(256, 384).to(torch.bfloat16) for name, make in CONTENTS.items()}
+    results = interpret(generated.sources[0], [[x] for x in contents.values()], tmp_path)
+    for (name, x), (data, scale_inv) in zip(contents.items(), results, strict=True):
+        values, value = reference.quantize(x.abs().t(), Quantizer("e4m3", scope="1x128"))
         assert torch.equal(scale_inv.double(), value), name
         assert_same_values(data, values)
 
