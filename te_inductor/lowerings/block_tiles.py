@@ -7,9 +7,9 @@ blocks of either kind, and of 128 x 128. So the copies are pointwise, and `block
 as a reduction of its tile, along the dimensions whose positions it is given. A scale is stored once a block, by a store of a
 mode of our own (`ir.Scatter`): its index has the position divided by 128, for which `BlockKernel` takes the tile's first.
 
-That is right only while a tile is a block in each dimension that a block has, so `Choices` fixes it (tiles.py), `BlockKernel`
-has the two dimensions of the matrix, whatever loops Inductor merged, and `fits` asks for whole blocks. Nothing is assumed of
-the order of loops: a dimension is known by its variable. The mode keeps readers of a scale out of the kernel that writes it.
+That is right only while a tile is as long as a block is, so `Choices` fixes it (tiles.py), `BlockKernel` has the two
+dimensions of the matrix, whatever loops Inductor merged, and `fits` asks for whole blocks. Nothing is assumed of the order
+of loops: a dimension is known by its variable. The mode keeps readers of a scale out of the kernel that writes it.
 
 # Note [Rows that hold blocks]
 The row copy alone of what a norm makes joins the norm's own kernel, a reduction whose programs hold whole rows. There a
@@ -174,6 +174,7 @@ class BlockKernel(AmaxKernel):
             return found
         text, shape = f"tl.broadcast_to({found}, {self.dense_size_str()})", self.dense_size_list()
         axes = {axis for position in along for axis, size in enumerate(position.shape) if str(size) != "1"}
+        assert all(self.fixed_config[self.dense_size_list()[axis]] == TILE for axis in axes)  # type: ignore[index]
         for axis in sorted(axes, reverse=True):  # along x first, where neighbours are of one thread
             text, shape[axis] = f"tl.max({text}, {axis}, keep_dims=True)", "1"
         return self.cse.generate(self.compute, text, dtype=dtype, shape=tuple(shape))

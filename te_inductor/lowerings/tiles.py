@@ -154,7 +154,7 @@ def _cast_tile(nodes: list[Any], tiling: dict[str, Any]) -> dict[str, int]:
 
 def _block_tile(nodes: list[Any], tiling: dict[str, Any]) -> dict[str, int]:
     [matrix] = block_tiles.matrices(nodes)
-    if matrix.alone:
+    if matrix.alone and matrix.rows != matrix.columns:  # or nothing tells one from the other
         (wide, warps), sizes = COLUMNS_ALONE, matrix.cuts(nodes)
         y, x = (block_tiles.TILE, wide) if sizes == (matrix.rows, matrix.columns) else (wide, block_tiles.TILE)
         return {"XBLOCK": x, "YBLOCK": y, "num_warps": warps}
