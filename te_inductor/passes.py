@@ -17,6 +17,7 @@ from te_inductor.patterns import (
     annotations,
     attention,
     delayed,
+    einsum,
     gemm_kernels,
     kept,
     merging,
@@ -103,6 +104,13 @@ def inline_attention(plan: Plan) -> None:
     """Open `F.multi_head_attention_forward`, one node for Dynamo, so that its projections can be seen."""
     for module in plan.graph_modules():
         attention.inline(module.graph)
+        module.recompile()
+
+
+def inline_einsum(plan: Plan) -> None:
+    """Open einsums that are linear layers."""
+    for module in plan.graph_modules():
+        einsum.inline(module.graph)
         module.recompile()
 
 

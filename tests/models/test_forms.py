@@ -50,6 +50,15 @@ FORMS = {  # how, whether the parameter is (K, N), the report's pattern, the x t
     "torch.mm": (lambda x, p, b: plus(torch.mm(x, p), b), True, "matmul", "2"),
     "x.mm": (lambda x, p, b: plus(x.mm(p), b), True, "matmul", "2"),
     "keywords": (lambda x, p, b: plus(torch.matmul(x, other=p), b), True, "matmul", "3"),
+    "einsum": (lambda x, p, b: plus(torch.einsum("bsd,df->bsf", x, p), b), True, "matmul", "3"),
+    "einsum, an ellipsis": (
+        lambda x, p, b: plus(torch.einsum("... d, f d -> ... f", x, p), b),
+        False,
+        "linear",
+        "1234",
+    ),
+    "einsum, the parameter first": (lambda x, p, b: plus(torch.einsum("fd,sd->sf", (p, x)), b), False, "linear", "2"),
+    "einsum of a view": (lambda x, p, b: plus(torch.einsum("sd,df->sf", x, p.T), b), False, "matmul", "2"),
 }
 
 
@@ -232,6 +241,90 @@ class Attention(nn.Module):
         q, k = self.qk(x).chunk(2, -1)
         scores = torch.matmul(q, k.transpose(-1, -2)).softmax(-1)
         return torch.bmm(scores, self.v(x)) + scores @ x + torch.einsum("bij,bjk->bik", scores, x)
+
+
+def spread(t, dims, size):
+    return t.unflatten(dims, size)
+
+
+# An einsum, and the same with F.linear; the sizes of x and of the parameter.
+EINSUMS = {
+    "heads": ("bsd,dhe->bshe", lambda x, p: spread(F.linear(x, p.flatten(1).t()), -1, (4, 8)), (2, 3, K), (K, 4, 8)),
+    "heads in front": (
+        "bsd,hed->bhse",
+        lambda x, p: spread(F.linear(x, p.flatten(0, 1)), -1, (4, 8)).transpose(1, 2),
+        (2, 3, K),
+        (4, 8, K),
+    ),
+    "of heads": ("bshe,hed->bsd", lambda x, p: F.linear(x.flatten(2), p.flatten(0, 1).t()), (2, 3, 4, 12), (4, 12, N)),
+    "of heads, behind": (
+        "bhse,dhe->bsd",
+        lambda x, p: F.linear(x.transpose(1, 2).flatten(2), p.flatten(1)),
+        (2, 4, 3, 12),
+        (N, 4, 12),
+    ),
+    "rows behind": (
+        "dbs,df->fbs",
+        lambda x, p: F.linear(x.permute(1, 2, 0), p.t()).permute(2, 0, 1),
+        (K, 2, 3),
+        (K, N),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EINSUMS)
+def test_einsum(name):
+    """Every bit of the linear layer that it is, and its layout, but for that of a view."""
+    equation, linear, of_x, of_p = EINSUMS[name]
+    results, weight, x = [], torch.randn(of_p), torch.randn(of_x)
+    dy = torch.randn(torch.einsum(equation, x, weight).shape)
+    for function in (lambda x, p, b: torch.einsum(equation, x, p), lambda x, p, b: linear(x, p)):
+        torch._dynamo.reset()
+        model, given = Form(function, weight.clone(), False), x.clone().requires_grad_()
+        sites = explained(model, given)
+        assert [(site.fqn, site.gemm, site.reason) for site in sites] == [
+            ("inner", gemm, None) for gemm in ("fprop", "dgrad", "wgrad")
+        ]
+        assert sites[0].shapes == (6, N, K)
+        y = torch.compile(model, backend=zoo.uncompiled, fullgraph=True)(given)
+        y.backward(dy)
+        results.append((y, given.grad, model.inner.weight.grad))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
+
+
+LEFT = {
+    "a letter in all three": ("bhs,hsd->bhd", (2, 4, 48), (4, 48, 32)),
+    "a diagonal": ("bss,sd->bd", (2, 48, 48), (48, 32)),
+    "a sum of one operand": ("bsd,df->bf", (2, 3, 48), (48, 32)),
+    "a vector": ("bsd,d->bs", (2, 3, 48), (48,)),
+    "inner dimensions apart": ("bhe,hde->bd", (2, 4, 12), (4, 32, 12)),
+    "an outer product": ("bs,df->bsdf", (2, 3), (4, 8)),
+    "no output named": ("ab,bc", (2, 48), (48, 32)),
+    "one value spread": ("ab,bc->ac", (2, 1), (48, 32)),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_einsums_that_are_no_linear_layer_are_left_alone(name):
+    equation, of_x, of_p = LEFT[name]
+    model, x = Form(lambda x, p, b: torch.einsum(equation, x, p), torch.randn(of_p), False), torch.randn(of_x)
+    assert not explained(model, x)
+    assert torch.equal(torch.compile(model, backend=zoo.uncompiled, fullgraph=True)(x), model(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_einsum_under_autocast(dtype):
+    """Its output is autocast's, and the gradients those of the same linear layer."""
+    results, weight, x = [], torch.randn(K, 4, 8), torch.randn(2, 3, K)
+    for function in (lambda x, p, b: torch.einsum("bsd,dhe->bshe", x, p), lambda x, p, b: EINSUMS["heads"][1](x, p)):
+        torch._dynamo.reset()
+        model, given = Form(function, weight.clone(), False), x.clone().requires_grad_()
+        with torch.autocast("cpu", dtype):
+            y = torch.compile(model, backend=zoo.uncompiled, fullgraph=True)(given)
+        assert y.dtype == dtype
+        y.sum().backward()
+        results.append((y, given.grad, model.inner.weight.grad))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
 
 
 def test_products_of_activations_are_left_alone():
