@@ -60,9 +60,8 @@ def inline(graph: fx.Graph) -> None:
 
 def _read(node: fx.Node) -> tuple[fx.Node, fx.Node, Layer] | None:
     """x, p, and which dimension is which."""
-    equation, *operands = node.args
-    if len(operands) == 1 and isinstance(operands[0], list | tuple):
-        operands = list(operands[0])
+    equation, *given = node.args
+    operands: list[Any] = list(given[0]) if len(given) == 1 and isinstance(given[0], list | tuple) else given
     if not isinstance(equation, str) or node.kwargs or len(operands) != 2 or not all(map(is_tensor, operands)):
         return None
     inputs, _, y = equation.replace(" ", "").partition("->")
