@@ -9,8 +9,8 @@ A column copy serves one GEMM of the backward alone.
   reads anyway: gate and up of SwiGLU, for its own gradient, from the same read; a norm's input and statistics; attention's
   output. A norm's costs no more bytes than it does in the forward: there a column copy is a second read of the norm's input,
   as none can be written from a reduction over rows, and without it the reduction writes the row copy itself.
-- Where blocks of a column have scales, which one read of them finds, that of a norm's output alone: any other tensor would
-  be read once more than in the forward, where one read makes both copies.
+- Where blocks of a column have scales, which one read of them finds, that of a norm's output alone, where the reduction can
+  hold its rows: any other tensor would be read once more than in the forward, where one read makes both copies.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +22,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils.checkpoint import CheckpointPolicy
 
 from te_inductor import compat, ops, residuals
+from te_inductor.lowerings.block_tiles import may_be_held
 from te_inductor.node_kinds import is_cast, is_pointwise, is_view
 from te_inductor.post_grad import Pass
 from te_inductor.recipes import Quantizer
@@ -54,7 +55,7 @@ def mark(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.target in _TWO_WAY and node not in backward and "recompute" not in node.meta:
             sources = node.args[0] if isinstance(node.args[0], list | tuple) else [node.args[0]]
-            as_cheap = node.target in _ONE_SCALE or (_has_blocks_of_one_row(node) and _are_of_norms(sources, had))
+            as_cheap = node.target in _ONE_SCALE or (_holds_blocks(node, sources) and _are_of_norms(sources, had))
             if _is_of_weight(node, sources) or (as_cheap and had.issuperset(sources)):
                 node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 
@@ -117,9 +118,11 @@ def _scope_of(cast: fx.Node) -> Scope:
     return quantizers[0].granularity  # type: ignore[no-any-return]
 
 
-def _has_blocks_of_one_row(cast: fx.Node) -> bool:
-    scope = _scope_of(cast)
-    return scope.one_row and not scope.microscaled
+def _holds_blocks(cast: fx.Node, sources: Sequence[fx.Node]) -> bool:
+    """Whether scales are those of blocks of one row, and a program of a norm's kernel holds the row: Note [Rows that hold
+    blocks]."""
+    scope, rows = _scope_of(cast), [source.meta["val"].shape[-1] for source in sources]
+    return scope.one_row and not scope.microscaled and all(isinstance(row, int) and may_be_held(row) for row in rows)
 
 
 def _are_of_norms(sources: Sequence[fx.Node], had: set[fx.Node]) -> bool:
@@ -169,9 +172,15 @@ def _had_anyway(graph: fx.Graph, backward: set[fx.Node]) -> set[fx.Node]:
     had: set[fx.Node] = set()
     for node in graph.nodes:
         made = is_pointwise(node) or is_view(node)
-        if node in read or _is_little(node) or (made and had.issuperset(node.all_input_nodes)):
+        if node in read or _is_little(node) or _is_vector(node) or (made and had.issuperset(node.all_input_nodes)):
             had.add(node)
     return had
+
+
+def _is_vector(node: fx.Node) -> bool:
+    """Of the graph's inputs, as a norm's bias is, which are in memory anyway."""
+    value = node.meta.get("val")
+    return node.op == "placeholder" and isinstance(value, torch.Tensor) and value.dim() == 1
 
 
 def _is_no_smaller(user: fx.Node, x: fx.Node) -> bool:
@@ -184,7 +193,8 @@ def _is_no_smaller(user: fx.Node, x: fx.Node) -> bool:
         return statically_known_true(made.numel() == value.numel())
     others = [source.meta.get("val") for source in user.all_input_nodes if source is not x]
     smaller = all(isinstance(other, torch.Tensor) and not _same_shape(other, made) for other in others)
-    return is_pointwise(user) and made.itemsize >= value.itemsize and _same_shape(made, value) and smaller
+    each = is_pointwise(user) or user.target is torch.ops.aten.clone.default  # as LayerNorm's backward begins
+    return each and made.itemsize >= value.itemsize and _same_shape(made, value) and smaller
 
 
 def _same_shape(a: torch.Tensor, b: torch.Tensor) -> bool:

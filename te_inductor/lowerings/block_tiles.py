@@ -54,6 +54,11 @@ def fits(x: ir.TensorBox, quantizer: Quantizer) -> bool:
     )
 
 
+def may_be_held(columns: int) -> bool:
+    """Whether a kernel may hold rows of so many elements, in whole blocks."""
+    return ROW_A_WARP <= columns <= ROW and columns % TILE == 0
+
+
 def block_amax(bits: Any, positions: list[Any]) -> Any:
     """The largest of an int32 along the dimensions of the tile where an element has these positions."""
     along = tuple(prims.index_expr(position, torch.int32) for position in positions)
@@ -103,7 +108,7 @@ class Matrix:
     def lies_in(self, nodes: Iterable[Any]) -> bool:
         """Whether all these scheduler nodes go through its rows, reduce them, or compute something for each, and a program
         can hold one."""
-        if not (self.in_rows and self.columns.is_number and ROW_A_WARP <= self.columns <= ROW):
+        if not (self.in_rows and sympy.sympify(self.columns).is_number and may_be_held(int(self.columns))):
             return False
         known, whole = V.graph.sizevars.statically_known_equals, self.rows * self.columns
         for node in nodes:

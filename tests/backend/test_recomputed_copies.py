@@ -9,7 +9,7 @@ from te_inductor import joint_graph, ops
 
 pytestmark = [pytest.mark.usefixtures("no_caches"), pytest.mark.codegen]  # its decompositions, of which no code is made
 
-SIZE = 128
+SIZE = 1024  # which a norm's kernel may hold
 
 
 class Marked(BaseException):
@@ -32,10 +32,10 @@ class FusedNorm(torch.autograd.Function):
 
 
 class Model(nn.Module):
-    def __init__(self, before) -> None:
+    def __init__(self, before, size=SIZE) -> None:
         super().__init__()
-        self.first, self.last = (nn.Linear(SIZE, SIZE, bias=False) for _ in range(2))
-        self.gain = nn.Parameter(torch.rand(SIZE))
+        self.first, self.last = nn.Linear(128, size, bias=False), nn.Linear(size, 128, bias=False)
+        self.gain, self.bias = (nn.Parameter(torch.rand(size)) for _ in range(2))
         self.before = before
 
     def forward(self, x):
@@ -45,7 +45,7 @@ class Model(nn.Module):
 
 
 def attention(model, y):
-    q = y.unflatten(-1, (4, 32)).transpose(0, 1)[None]
+    q = y.unflatten(-1, (4, -1)).transpose(0, 1)[None]
     return F.scaled_dot_product_attention(q, q, q)[0].transpose(0, 1).flatten(1)
 
 
@@ -54,9 +54,11 @@ def RETURNED(model, y):
 
 
 BEFORE = {
-    "RMSNorm": (lambda model, y: F.rms_norm(y, (SIZE,), model.gain), True),
+    "RMSNorm": (lambda model, y: F.rms_norm(y, model.gain.shape, model.gain), True),
     "RMSNorm as one op": (lambda model, y: FusedNorm.apply(y, model.gain), True),
     "LayerNorm": (lambda model, y: F.layer_norm(y, (SIZE,), model.gain), True),
+    "LayerNorm with a bias": (lambda model, y: F.layer_norm(y, (SIZE,), model.gain, model.bias), True),
+    "a gated norm": (lambda model, y: F.rms_norm(y, (SIZE,), model.gain) * F.silu(y), True),
     "attention": (attention, True),
     "SiLU": (lambda model, y: F.silu(y), True),
     "ReLU, of which a mask is kept": (lambda model, y: F.relu(y), False),
@@ -66,7 +68,7 @@ BEFORE = {
 }
 
 
-NORMS = {name for name in BEFORE if "Norm" in name}
+NORMS = {name for name in BEFORE if "Norm" in name} | {"a gated norm"}  # computed of one tensor, too
 HAD = {name for name, (_, had) in BEFORE.items() if had}
 
 
@@ -76,6 +78,17 @@ def test_what_is_cast_again(name, recipe, monkeypatch):
     """With scales of blocks, which the casting kernel finds: where the forward reads the tensor twice anyway, a norm's."""
     before, _ = BEFORE[name]
     again = {"delayed": HAD, "current": HAD, "block": NORMS}.get(recipe, ())
+    assert marked(Model(before), recipe, monkeypatch) == [name in again, False]
+
+
+@pytest.mark.parametrize(("size", "held"), [(896, False), (1088, False), (1280, True), (8192, True), (8320, False)])
+def test_rows_that_a_program_holds(size, held, monkeypatch):
+    """Of whole blocks, neither short nor long; of others the backward would read the norm's input once more."""
+    assert marked(Model(BEFORE["RMSNorm"][0], size), "block", monkeypatch) == [held, False]
+
+
+def marked(model, recipe, monkeypatch) -> list[bool]:
+    """Which column copies of layers' inputs the backward makes, the last layer's first."""
     mark = joint_graph.mark
 
     def spy(graph):
@@ -85,7 +98,7 @@ def test_what_is_cast_again(name, recipe, monkeypatch):
         raise Marked(["recompute" in copy.meta for copy in copies])
 
     monkeypatch.setattr(joint_graph, "mark", spy)
-    model, x = Model(before), torch.randn(32, SIZE, requires_grad=True)
+    x = torch.randn(32, 128, requires_grad=True)
     with pytest.raises(Marked) as found:
         torch.compile(model, backend="te", fullgraph=True, options={"recipe": recipe})(x)
-    assert found.value.args[0] == [name in again, False]
+    return found.value.args[0]
