@@ -3,21 +3,18 @@
 Recipes come by policy: these layers are small, and the size rule would leave them alone.
 """
 
-import math
-
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from te_inductor import compat, explain, ops
+from te_inductor import compat, explain
 from te_inductor.recipes import (
     Float8BlockScaling,
     Float8CurrentScaling,
     Float8RowwiseScaling,
     Format,
     QParams,
-    Quantizer,
 )
 from te_inductor.runtime import reference
 
