@@ -25,7 +25,7 @@ from te_inductor.passes import (
     check_extras,
     check_sites,
     inline_attention,
-    inline_einsum,
+    inline_contractions,
     match_sites,
     merge_sites,
     report_sites,
@@ -40,7 +40,7 @@ from te_inductor.templates.cutlass import build
 
 DECIDE: tuple[Callable[[Plan], None], ...] = (
     inline_attention,
-    inline_einsum,
+    inline_contractions,
     match_sites,
     resolve_recipes,
     check_sites,

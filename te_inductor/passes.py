@@ -16,8 +16,8 @@ from te_inductor.patterns import (
     aliases,
     annotations,
     attention,
+    contractions,
     delayed,
-    einsum,
     gemm_kernels,
     kept,
     merging,
@@ -107,10 +107,10 @@ def inline_attention(plan: Plan) -> None:
         module.recompile()
 
 
-def inline_einsum(plan: Plan) -> None:
-    """Open einsums that are linear layers."""
+def inline_contractions(plan: Plan) -> None:
+    """Put linear layers in the place of other sums of products that are ones."""
     for module in plan.graph_modules():
-        einsum.inline(module.graph)
+        contractions.inline(module.graph)
         module.recompile()
 
 

@@ -29,6 +29,11 @@ def from_parameter(node: Any) -> bool:
     return False
 
 
+def _of_activation(x: Any, weight: Any) -> bool:
+    """And not of two parameters, as where an adapter's are multiplied to be added to a weight."""
+    return is_tensor(x) and from_parameter(weight) and not from_parameter(x)
+
+
 class Linear(Rule):
     """``F.linear(x, w, bias)``, which `nn.Linear` calls."""
 
@@ -55,7 +60,7 @@ class Product(Rule):
         if call is None or call.name not in ("matmul", "mm"):
             return None
         x, weight = call.operands.get("input"), call.operands.get("other", call.operands.get("mat2"))
-        if not is_tensor(x) or not from_parameter(weight) or value(weight).dim() != 2:  # type: ignore[arg-type]
+        if not _of_activation(x, weight) or value(weight).dim() != 2:  # type: ignore[arg-type]
             return None
         return Match(node, x, weight, transposed=True)  # type: ignore[arg-type]
 
@@ -70,7 +75,7 @@ class Addmm(Rule):
         if call is None or call.name != "addmm":
             return None
         bias, x, weight = (call.operands.get(name) for name in ("input", "mat1", "mat2"))
-        if not (is_tensor(bias) and is_tensor(x)) or not from_parameter(weight):
+        if not (is_tensor(bias) and _of_activation(x, weight)):
             return None
         return Match(node, x, weight, bias, transposed=True, options=tuple(call.options.items()))  # type: ignore[arg-type]
 
@@ -95,7 +100,7 @@ class Batched(Rule):
         if call is None or call.name not in ("matmul", "bmm"):
             return None
         x, weight = call.operands.get("input"), call.operands.get("other", call.operands.get("mat2"))
-        if not is_tensor(x) or not from_parameter(weight):
+        if not _of_activation(x, weight):
             return None
         if value(x).dim() != 3 or value(weight).dim() != 3 or value(x).shape[0] != value(weight).shape[0]:  # type: ignore[arg-type]
             return None

@@ -58,6 +58,16 @@ FORMS = {  # how, whether the parameter is (K, N), the report's pattern, the x t
         "1234",
     ),
     "einsum, the parameter first": (lambda x, p, b: plus(torch.einsum("fd,sd->sf", (p, x)), b), False, "linear", "2"),
+    "tensordot": (lambda x, p, b: plus(torch.tensordot(x, p, 1), b), True, "matmul", "123"),
+    "tensordot, dimensions": (
+        lambda x, p, b: plus(torch.tensordot(x, p, dims=([-1], [1])), b),
+        False,
+        "linear",
+        "1234",
+    ),
+    "p @ x": (lambda x, p, b: plus((p @ x.mT).mT, b), False, "linear", "234"),
+    "p.T @ x": (lambda x, p, b: plus(torch.matmul(p.t(), x.mT).mT, b), True, "linear", "23"),
+    "p.mm(x)": (lambda x, p, b: plus(p.mm(x.t()).t(), b), False, "linear", "2"),
     "einsum of a view": (lambda x, p, b: plus(torch.einsum("sd,df->sf", x, p.T), b), False, "matmul", "2"),
 }
 
@@ -310,6 +320,34 @@ def test_einsums_that_are_no_linear_layer_are_left_alone(name):
     model, x = Form(lambda x, p, b: torch.einsum(equation, x, p), torch.randn(of_p), False), torch.randn(of_x)
     assert not explained(model, x)
     assert torch.equal(torch.compile(model, backend=zoo.uncompiled, fullgraph=True)(x), model(x))
+
+
+@pytest.mark.parametrize("product", [lambda a, b: a @ b, lambda a, b: torch.einsum("ij,jk->ik", a, b)])
+def test_products_of_parameters_are_left_alone(product):
+    """An adapter's, which are added to a weight: the sum is a layer's, in its own precision."""
+    a, b = nn.Parameter(torch.randn(N, 16)), nn.Parameter(torch.randn(16, K))
+    model = Form(lambda x, p, _: F.linear(x, p + product(a, b)), torch.randn(N, K), False)
+    assert {(site.fqn, site.shapes) for site in explained(model, x_of(2)) if site.gemm == "fprop"} == {
+        ("inner", (2, N, K))
+    }
+
+
+def test_a_parameter_on_the_left_mixes_rows():
+    """Of each matrix of a batch, as in a gated MLP over positions: every bit of the layer over the transpose."""
+    results, weight, x, dy = [], torch.randn(N, K), torch.randn(3, K, 16), torch.randn(3, N, 16)
+    for function in (lambda x, p, b: p @ x, lambda x, p, b: F.linear(x.mT, p).mT):
+        torch._dynamo.reset()
+        model, given = Form(function, weight.clone(), False), x.clone().requires_grad_()
+        sites = explained(model, given)
+        assert [(site.gemm, site.shapes, site.reason) for site in sites] == [
+            ("fprop", (48, N, K), None),
+            ("dgrad", (48, K, N), None),
+            ("wgrad", (N, K, 48), None),
+        ]
+        y = torch.compile(model, backend=zoo.uncompiled, fullgraph=True)(given)
+        y.backward(dy)
+        results.append((y, given.grad, model.inner.weight.grad))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

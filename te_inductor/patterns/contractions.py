@@ -1,0 +1,171 @@
+"""Other ways to write a product of an activation and a parameter: ``torch.einsum``, ``torch.tensordot``, and a product with
+the parameter on the left. Each is a linear layer whose dimensions have other names and places. `inline` puts that layer in
+its place, between the views that it takes, so that the rules see it.
+
+Not where a letter is in both operands and in the output: that is a product for each of its values. Nor where the parameter
+would have to be copied: what is summed over stands together in it, in front of the rest or behind it.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from te_inductor.patterns.linear import from_parameter
+from te_inductor.patterns.rule import Call
+from te_inductor.patterns.support import is_tensor, value
+
+aten = torch.ops.aten
+_LETTERS = "".join(chr(0x100 + place) for place in range(64))  # which no equation has: torch knows those of ASCII
+
+
+@dataclass(frozen=True)
+class Layer:
+    """``y = einsum("x,p->y", x, p)``, a letter a dimension."""
+
+    x: str
+    p: str
+    y: str
+
+    @property
+    def inner(self) -> str:
+        """What is summed over."""
+        return "".join(letter for letter in self.p if letter in self.x)
+
+    @property
+    def outer(self) -> str:
+        """What the parameter gives the output."""
+        return "".join(letter for letter in self.p if letter not in self.x)
+
+    @property
+    def rows(self) -> str:
+        """What x gives the output."""
+        return "".join(letter for letter in self.x if letter not in self.p)
+
+    def is_linear(self) -> bool:
+        names = (self.x, self.p, self.y)
+        return (
+            all(name.isalpha() and len(set(name)) == len(name) for name in names)
+            and sorted(self.y) == sorted(self.rows + self.outer)
+            and self.p in (self.inner + self.outer, self.outer + self.inner)
+            and bool(self.inner and self.outer)
+        )
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """A node read as an einsum of two tensors."""
+
+    operands: tuple[fx.Node, fx.Node]
+    names: tuple[str, str]
+    y: str
+
+
+def inline(graph: fx.Graph) -> None:
+    """Replace every such node of `graph` by what it computes."""
+    for node in list(graph.nodes):
+        if node.op in ("call_function", "call_method"):
+            contraction = _READERS.get(node.target, _product)(node)
+            found = None if contraction is None else _layer(contraction)
+            if found is not None:
+                _replace(node, *found)
+
+
+def _layer(contraction: Contraction) -> tuple[fx.Node, fx.Node, Layer] | None:
+    """x, p, and which dimension is which; None where it is no linear layer of an activation."""
+    parameters = [place for place, operand in enumerate(contraction.operands) if from_parameter(operand)]
+    if len(parameters) != 1:
+        return None
+    [place] = parameters
+    p, x = contraction.operands[place], contraction.operands[1 - place]
+    layer = Layer(contraction.names[1 - place], contraction.names[place], contraction.y)
+    if (len(layer.x), len(layer.p)) != (value(x).dim(), value(p).dim()) or not layer.is_linear():
+        return None
+    sizes = ((value(x).shape[layer.x.index(letter)], value(p).shape[layer.p.index(letter)]) for letter in layer.inner)
+    return (x, p, layer) if all(isinstance(a, int) and a == b for a, b in sizes) else None  # 1 would be spread
+
+
+def _einsum(node: fx.Node) -> Contraction | None:
+    equation, *given = node.args
+    operands: list[Any] = list(given[0]) if len(given) == 1 and isinstance(given[0], list | tuple) else given
+    if not isinstance(equation, str) or node.kwargs or len(operands) != 2 or not all(map(is_tensor, operands)):
+        return None
+    inputs, _, y = equation.replace(" ", "").partition("->")
+    names, dots = inputs.split(","), "..."
+    ellipses = [place for place, name in enumerate(names) if dots in name]
+    if len(names) != 2 or len(ellipses) > 1:  # two would be spread over each other
+        return None
+    for place in ellipses:
+        many = value(operands[place]).dim() - len(names[place].replace(dots, ""))
+        names, y = [name.replace(dots, _LETTERS[:many]) for name in names], y.replace(dots, _LETTERS[:many])
+    return Contraction((operands[0], operands[1]), (names[0], names[1]), y)
+
+
+def _tensordot(node: fx.Node) -> Contraction | None:
+    given = dict(zip(("a", "b", "dims"), node.args, strict=False)) | node.kwargs
+    a, b, dims = given.get("a"), given.get("b"), given.get("dims", 2)
+    if not (isinstance(a, fx.Node) and is_tensor(a) and isinstance(b, fx.Node) and is_tensor(b)) or "out" in given:
+        return None
+    of_a, of_b = list(_LETTERS[: value(a).dim()]), list(_LETTERS[value(a).dim() :][: value(b).dim()])
+    if isinstance(dims, int):
+        dims = list(range(-dims, 0)), list(range(dims))
+    if not (isinstance(dims, list | tuple) and all(isinstance(dim, list | tuple) for dim in dims)):
+        return None
+    for dim_a, dim_b in zip(*dims, strict=True):
+        of_b[dim_b] = of_a[dim_a]
+    y = [letter for letter in of_a + of_b if letter not in of_a or letter not in of_b]
+    return Contraction((a, b), ("".join(of_a), "".join(of_b)), "".join(y))
+
+
+def _product(node: fx.Node) -> Contraction | None:
+    """With the parameter on the left; the rules know it on the right."""
+    call = Call.read(node)
+    if call is None or call.name not in ("matmul", "mm"):
+        return None
+    p, x = call.operands.get("input"), call.operands.get("other", call.operands.get("mat2"))
+    if not isinstance(p, fx.Node) or not isinstance(x, fx.Node) or not is_tensor(x) or not from_parameter(p):
+        return None
+    if value(p).dim() != 2 or value(x).dim() < 2:
+        return None
+    m, k, n, *batch = list(_LETTERS[: value(x).dim() + 1])
+    rows = "".join(batch)
+    return Contraction((p, x), (m + k, rows + k + n), rows + m + n)
+
+
+def _replace(node: fx.Node, x: fx.Node, p: fx.Node, layer: Layer) -> None:
+    graph, output = node.graph, value(node)
+    fakes = [value(x), value(p)]
+    mixed = any(fake.dtype != output.dtype for fake in fakes)
+    autocast = torch.autocast(output.device.type, dtype=output.dtype, enabled=mixed)
+    kept = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace", "custom") if key in node.meta}
+
+    def call(op: Any, *args: Any) -> fx.Node:
+        new = graph.call_function(op, args)
+        values = [value(arg) if isinstance(arg, fx.Node) else arg for arg in args]
+        with output.fake_mode, torch.set_grad_enabled(output.requires_grad), autocast:  # type: ignore[attr-defined]
+            new.meta = kept | {"example_value": op(*values)}
+        return new
+
+    def in_order(x: fx.Node, found: str, wanted: str) -> fx.Node:
+        return x if found == wanted else call(aten.permute.default, x, [found.index(letter) for letter in wanted])
+
+    sizes = dict(zip(layer.p, value(p).shape, strict=True))
+    n, k = ([sizes[letter] for letter in letters] for letters in (layer.outer, layer.inner))
+    with graph.inserting_before(node):
+        x = in_order(x, layer.x, layer.rows + layer.inner)
+        if len(k) > 1:
+            x = call(aten.flatten.using_ints, x, -len(k), -1)
+        inner_first = layer.p.startswith(layer.inner)
+        if len(layer.p) > 2:
+            rows, columns = torch.Size(n).numel(), torch.Size(k).numel()
+            p = call(aten.reshape.default, p, [columns, rows] if inner_first else [rows, columns])
+        y = call(torch.matmul, x, p) if inner_first else call(aten.linear.default, x, p)
+        if len(n) > 1:
+            y = call(aten.unflatten.int, y, -1, n)
+        y = in_order(y, layer.rows + layer.outer, layer.y)
+    node.replace_all_uses_with(y)
+    graph.erase_node(node)
+
+
+_READERS = {torch.functional.einsum: _einsum, torch.functional.tensordot: _tensordot}
