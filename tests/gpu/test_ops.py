@@ -72,6 +72,33 @@ def test_pieces_side_by_side(scope, dim, size):
         check_both(whole, Quantizer("e4m3", scope=scope), lambda x, q, both=made: both(x, q)[:2], made)
 
 
+@pytest.mark.parametrize("columns", [1024, 1280, 4096, 8192])
+@pytest.mark.parametrize("content", CONTENTS)
+def test_copies_of_blocks_each_alone(content, columns):
+    """The row copy by a reduction that holds rows, as a norm's, but with a statistic that is exact; the column copy in tiles
+    of its own."""
+    install()
+
+    def row(x, quantizer):
+        wide = x.float()
+        return ops.quantize_rowcol(wide - wide.amax(1, keepdim=True), quantizer)[:2]
+
+    def column(x, quantizer):
+        return ops.quantize_rowcol(x.abs() + 0.0, quantizer)[2:]
+
+    by_rows, by_columns = (torch.compile(function, backend="te", dynamic=False) for function in (row, column))
+    x = CONTENTS[content](384, columns).to(torch.bfloat16)
+    wide = x.float()
+    centred = wide - wide.amax(1, keepdim=True)
+    for power_2_scale in (False, True):
+        quantizer = Quantizer("e4m3", power_2_scale=power_2_scale, scope="1x128")
+        for function, of in ((by_rows, centred), (by_columns, x.abs().t())):
+            data, scale_inv = on_gpu(function)(x, quantizer)
+            values, value = reference.quantize(of, quantizer)
+            assert torch.equal(scale_inv.double(), value)
+            assert_same_values(data, values)
+
+
 @pytest.mark.parametrize("content", CONTENTS)
 def test_pairs_of_rows(content):
     """Three tensors are read, so that columns are stored in pairs of rows (lowerings/column_pairs.py)."""
