@@ -15,10 +15,11 @@ of loops: a dimension is known by its variable. The mode keeps readers of a scal
 The row copy alone of what a norm makes joins the norm's own kernel, a reduction whose programs hold whole rows. There a
 block is 128 neighbours of the row: its amax is the maximum along the last dimension of the row as (R / 128, 128). Of tiles
 an amax is a tile of one row or one column, which the tile's own values broadcast; here it is a row of R / 128, of which
-`spread` makes one of R again, when the scale has been computed: not by each thread for each of its elements.
+`spread` makes one of R again, when the scale has been computed: not by each thread for each of its elements. Rows may be any
+number: where the copy cannot join, the last tile is cut off between two of them, which cuts no block.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,15 +44,28 @@ MAX, SPREAD = "max_of_block", "spread_over_block"  # of a reduction, in a pointw
 _MATRIX = "te_matrix"  # attribute of a buffer
 
 
-def fits(x: ir.TensorBox, quantizer: Quantizer) -> bool:
-    """Whether the blocks of both copies are tiles."""
+def fits(x: ir.TensorBox, quantizer: Quantizer, wanted: Sequence[bool]) -> bool:
+    """Whether the blocks of both copies are tiles, or those of the row copy, if that alone is wanted, stand in rows that a
+    program may hold."""
     scope, known = quantizer.granularity, V.graph.sizevars.statically_known_multiple_of
+    row_alone = scope.one_row and wanted[0] and not wanted[1]
     return (
         x.get_device_or_error().type == "cuda"
         and not scope.microscaled
         and scope.block in ((1, TILE), (TILE, TILE))
-        and all(known(size, TILE) for size in x.get_size())
+        and (all(known(size, TILE) for size in x.get_size()) or (row_alone and comes_in_rows(x)))
     )
+
+
+def comes_in_rows(x: ir.TensorBox) -> bool:
+    """Whether it is made with numbers computed for its rows, as a norm's output is, and a program may hold a row."""
+    rows, columns = x.get_size()
+    if not (sympy.sympify(columns).is_number and may_be_held(int(columns))):
+        return False
+    known = V.graph.sizevars.statically_known_equals
+    read = [V.graph.try_get_buffer(name) for name in x.get_read_names()]
+    computed = [buffer for buffer in read if isinstance(buffer, ir.ComputedBuffer)]
+    return any(known(sympy_product(buffer.get_size()), rows) for buffer in computed)
 
 
 def may_be_held(columns: int) -> bool:
@@ -218,14 +232,17 @@ class BlockKernel(AmaxKernel):
         if self.inside_reduction:
             self._store_in_rows(name, index, value)
             return
+        masks = self.tile_masks()
         for division in index.atoms(FloorDiv):
             position, size = division.args
             if size == TILE and self._is_whole(position):
                 prefix = self.range_tree_nodes[position].root.prefix
                 index = index.xreplace({position: sympy.Symbol(f"{prefix}offset", integer=True, nonnegative=True)})
+                masks.discard(f"{prefix}mask")  # of whole blocks
         # Added to zeros, as what does not depend on a position is no block, and the value is one.
         place = f"{self.kexpr(self.rename_indexing(index))} + tl.zeros([1, 1], tl.int32)"
-        self.stores.writeline(DeferredLine(name, f"tl.store({self.args.output(name)} + ({place}), {value}, None)"))
+        line = f"tl.store({self.args.output(name)} + ({place}), {value}, {' & '.join(masks) or None})"
+        self.stores.writeline(DeferredLine(name, line))
 
     def _is_whole(self, position: sympy.Expr) -> bool:
         """Whether it is a dimension's, and not a part of it where loops were split: then all of a block store its scale."""

@@ -10,7 +10,8 @@ the loops are pinned, and `loops_of` tells `choices.Choices` what to keep apart.
 their amax is a kernel, and the casts of both copies are another, two-dimensional one, as with one scale for the tensor.
 
 All that is for one copy alone with blocks of one row, and for sizes that are no multiples of 128. Otherwise, both copies of
-whole blocks, or one of whole square blocks, are one kernel: Note [Tiles that are blocks].
+whole blocks, or one of whole square blocks, are one kernel: Note [Tiles that are blocks]. A norm's row copy alone is in the
+norm's: Note [Rows that hold blocks].
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -37,9 +38,11 @@ def quantize(
     x: ir.TensorBox, quantizer: Quantizer, amax: ir.TensorBox | None = None, seed: ir.TensorBox | None = None
 ) -> tuple[ir.TensorBox, ...]:
     """`amax` is the tensor's, () fp32, of two-level scales; `seed`, () int64, of stochastic rounding."""
+    row_alone = (True, False)
+    tiled = seed is None and block_tiles.fits(x, quantizer, row_alone)
+    if tiled and (quantizer.granularity.transposes or block_tiles.comes_in_rows(x)):
+        return _tiled_copies([x], 0, quantizer, row_alone)[:2]  # type: ignore[return-value]
     if quantizer.granularity.transposes:
-        if block_tiles.fits(x, quantizer):
-            return _tiled_copies([x], 0, quantizer, (True, False))[:2]  # type: ignore[return-value]
         scale, scale_inv, _ = _scales_of_squares(x, quantizer, amax)
         return _cast_by_squares(x, scale, quantizer), scale_inv
     if seed is not None:
@@ -53,7 +56,7 @@ def quantize_rowcol(
     amax: ir.TensorBox | None,
     wanted: Sequence[bool],  # whether somebody reads the row copy, the column copy
 ) -> tuple[ir.TensorBox, ...]:
-    if block_tiles.fits(x, quantizer):
+    if block_tiles.fits(x, quantizer, wanted):
         return _tiled_copies([x], 0, quantizer, wanted)  # type: ignore[return-value]
     if quantizer.granularity.transposes:
         scale, scale_inv, scale_inv_t = _scales_of_squares(x, quantizer, amax)
@@ -70,7 +73,7 @@ def quantize_pieces(
     wanted: Sequence[bool],  # whether somebody reads the row copy, the column copy
 ) -> tuple[ir.TensorBox | None, ...]:
     """Both copies of pieces side by side along `dim`, each piece's of whole blocks."""
-    if not all(block_tiles.fits(piece, quantizer) for piece in pieces):
+    if not all(block_tiles.fits(piece, quantizer, (True, True)) for piece in pieces):
         return quantize_rowcol(lowerings[aten.cat](pieces, dim), quantizer, None, wanted)
     return _tiled_copies(pieces, dim, quantizer, wanted)
 

@@ -377,20 +377,39 @@ def two_way_cast_block_of_heads() -> Case:
     return torch.compile(function, backend="te", fullgraph=True), (x,)
 
 
-def rows_of_blocks() -> Case:
+def _rows_of_blocks(rows: int, op: str = "quantize_rowcol", of_another: bool = False) -> Case:
     """As a norm's row copy is, but with a statistic that is exact. Rows that do not fill their programs."""
     from te_inductor import ops
     from te_inductor.recipes import Quantizer
 
-    def function(x: Tensor) -> Any:
-        wide = x.float()
-        centred = wide - wide.amax(1, keepdim=True)
-        data, scale_inv, _, _ = ops.quantize_rowcol(centred, Quantizer("e4m3", scope="1x128"))
-        return data, scale_inv
+    def function(x: Tensor, y: Tensor) -> Any:
+        wide, other = x.float(), y.float()
+        centred = wide - (other if of_another else wide).amax(1, keepdim=True)
+        return getattr(ops, op)(centred, Quantizer("e4m3", scope="1x128"))[:2]
 
-    return torch.compile(function, backend="te", fullgraph=True), (
-        torch.randn(128, 1280, device="cuda", dtype=torch.bfloat16),
-    )
+    x, y = (torch.randn(rows, size, device="cuda", dtype=torch.bfloat16) for size in (1280, 384))
+    return torch.compile(function, backend="te", fullgraph=True), (x, y)
+
+
+def rows_of_blocks() -> Case:
+    return _rows_of_blocks(128)
+
+
+def rows_of_blocks_inference() -> Case:
+    """Any number of rows."""
+    return _rows_of_blocks(5, "quantize")
+
+
+def rows_of_blocks_dynamic() -> Case:
+    run, (x, y) = rows_of_blocks_inference()
+    torch._dynamo.mark_dynamic(x, 0)
+    torch._dynamo.mark_dynamic(y, 0)
+    return run, (x, y)
+
+
+def rows_of_blocks_of_another() -> Case:
+    """What reduces another tensor holds no rows of this one."""
+    return _rows_of_blocks(200, "quantize", of_another=True)
 
 
 def columns_of_blocks() -> Case:

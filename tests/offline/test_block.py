@@ -95,7 +95,7 @@ def test_a_norm_writes_its_row_copy_from_one_read(training: Generated) -> None:
 
 
 def test_inference_makes_row_copies_alone() -> None:
-    """In tiles that are blocks, too, of loops that are one."""
+    """In tiles that are blocks, too, of loops that are one; a norm's in its own kernel."""
     generated = generate("mlp_inference_block", 90)
     [source] = generated.sources
     assert len(calls(source)) == 2 and "extern_kernels.mm(" not in source
@@ -105,6 +105,14 @@ def test_inference_makes_row_copies_alone() -> None:
         assert kinds.count("*fp8e4nv") == 1, kernel.name
     tiled = [kernel for kernel in casts if kernel.tile is not None and kernel.tile.get("XBLOCK") == TILE]
     assert len(tiled) == 2  # of gate's and up's weight, and of down's
+    norm = generated.kernel("mean", "quantize")
+    assert norm.tile == {"XBLOCK": 1, "num_warps": 4} and norm.body.count("tl.load(") == 2
+
+
+def test_a_symbolic_number_of_rows_is_held(tmp_path: Path) -> None:
+    [kernel] = generate("rows_of_blocks_dynamic", 90).kernels
+    assert kernel.tile is not None and kernel.tile["XBLOCK"] == 1 and kernel.body.count("tl.load(") == 1
+    assert len(compile_to_cubin(kernel, 90, tmp_path).asm["cubin"]) > 0
 
 
 def test_magnitudes_are_integers(training: Generated) -> None:

@@ -109,18 +109,33 @@ def test_pieces_side_by_side(case, scope, dim, size, tmp_path):
     assert_same_values(data_t, values_t)
 
 
-def test_a_row_copy_of_blocks_in_the_kernel_that_reduces_rows(tmp_path):
+@pytest.mark.parametrize(("case", "rows"), [("rows_of_blocks", 128), ("rows_of_blocks_inference", 5)])
+def test_a_row_copy_of_blocks_in_the_kernel_that_reduces_rows(case, rows, tmp_path):
     """Note [Rows that hold blocks]: one kernel, a row a program, of 2048 elements of which the row has 1280."""
-    generated = generate("rows_of_blocks", 90)
+    generated = generate(case, 90)
     [kernel] = generated.kernels
     assert "R0_BLOCK: tl.constexpr = 2048" in kernel.body and kernel.tile["XBLOCK"] == 1
     assert kernel.body.count("tl.load(") == 1 and kernel.body.count("tl.store(") == 2
     compile_to_cubin(kernel, 90, tmp_path)
-    contents = {name: make(128, 1280).to(torch.bfloat16) for name, make in CONTENTS.items()}
-    results = interpret(generated.sources[0], [[x] for x in contents.values()], tmp_path)
-    for (name, x), (data, scale_inv) in zip(contents.items(), results, strict=True):
+    check_rows_of_blocks(generated.sources[0], rows, tmp_path)
+
+
+def test_a_row_copy_of_blocks_of_any_number_of_rows(tmp_path):
+    """By tiles, as what reduces another tensor holds no rows of this one: the last is cut off."""
+    generated = generate("rows_of_blocks_of_another", 90)
+    [kernel] = [kernel for kernel in generated.kernels if "tl.float8" in kernel.body]
+    assert kernel.tile["XBLOCK"] == kernel.tile["YBLOCK"] == TILE
+    compile_to_cubin(kernel, 90, tmp_path)
+    check_rows_of_blocks(generated.sources[0], 200, tmp_path, of_another=True)
+
+
+def check_rows_of_blocks(source, rows, folder, of_another=False):
+    runs = [[make(rows, size).to(torch.bfloat16) for size in (1280, 384)] for make in CONTENTS.values()]
+    results = interpret(source, runs, folder)
+    for name, (x, y), (data, scale_inv) in zip(CONTENTS, runs, results, strict=True):
         wide = x.float()
-        values, value = reference.quantize(wide - wide.amax(1, keepdim=True), Quantizer("e4m3", scope="1x128"))
+        centred = wide - (y.float() if of_another else wide).amax(1, keepdim=True)
+        values, value = reference.quantize(centred, Quantizer("e4m3", scope="1x128"))
         assert torch.equal(scale_inv.double(), value), name
         assert_same_values(data, values)
 
