@@ -29,6 +29,14 @@ def from_parameter(node: Any) -> bool:
     return False
 
 
+def _bias(match: Match) -> Refusal | None:
+    """Of a layer that adds anything else, which autograd broadcasts."""
+    shape = None if match.bias is None else tuple(value(match.bias).shape)
+    if shape not in (None, (match.sizes[1],)):
+        return Refusal("a tensor of shape %s is added, not a bias of N elements", shape)
+    return None
+
+
 class Linear(Rule):
     """``F.linear(x, w, bias)``, which `nn.Linear` calls."""
 
@@ -43,6 +51,9 @@ class Linear(Rule):
         if not (is_tensor(x) and is_tensor(weight)) or value(weight).dim() != 2:  # type: ignore[arg-type]
             return None
         return Match(node, x, weight, bias)  # type: ignore[arg-type]
+
+    def check(self, match: Match) -> Refusal | None:
+        return _bias(match) or super().check(match)
 
 
 class Product(Rule):
@@ -78,10 +89,7 @@ class Addmm(Rule):
         for option, factor in match.options:
             if factor != 1:
                 return Refusal("addmm with %s=%s", option, factor)
-        shape = tuple(value(match.bias).shape)  # type: ignore[arg-type]
-        if shape != (match.sizes[1],):
-            return Refusal("addmm adds a tensor of shape %s, not a bias of N elements", shape)
-        return super().check(match)
+        return _bias(match) or super().check(match)
 
 
 class Batched(Rule):
