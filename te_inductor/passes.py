@@ -169,7 +169,7 @@ def check_sites(plan: Plan) -> None:
             )
             candidate.emulated = None if candidate.refusal else support.emulated(candidate.slots, weight.device)
         if candidate.low and isinstance(candidate.recipe, DelayedScaling):
-            candidate.refusal = delayed.refusal(candidate.match, bodies)
+            candidate.refusal = delayed.refusal(match, bodies, transforms_of.get(match.node))
 
 
 def weigh_sites(plan: Plan) -> None:

@@ -1,6 +1,6 @@
 """`quantize_`: store the weights of a model's linear layers in low precision, once, for inference."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ def quantize_(
         chosen = entry.recipe if entry else default
         if chosen is None:
             continue
-        refusal = _refusal(module.weight, owners[module.weight])
+        refusal = _refusal(module, owners)
         if refusal is not None:
             said.append(f"te_inductor: {path or '(root)'} keeps its weight: {refusal}")
             continue
@@ -76,8 +76,13 @@ def _owners(model: nn.Module) -> dict[Tensor, list[nn.Module]]:
     return owners
 
 
-def _refusal(weight: Tensor, owners: list[nn.Module]) -> Refusal | None:
-    others = [type(owner).__name__ for owner in owners if not isinstance(owner, nn.Linear)]
+def _refusal(module: nn.Linear, owners: Mapping[Tensor, Sequence[nn.Module]]) -> Refusal | None:
+    if "weight" not in module._parameters:
+        return Refusal(
+            "it is computed from other parameters, as by a parametrization, which would have to be removed first"
+        )
+    weight = module.weight
+    others = [type(owner).__name__ for owner in owners[weight] if not isinstance(owner, nn.Linear)]
     if others:
         return Refusal("it is also that of a module of class %s", others[0])
     if weight.dtype not in DTYPES:

@@ -28,7 +28,9 @@ class Linear:
         self.slots = named.slots_of("")
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return ops.linears(x, [weight], [] if bias is None else [bias], self.slots, x.dtype)[0]  # type: ignore[no-any-return]
+        # An op of a library is out of torch.func's reach while it is called.
+        linears = ops.trace_linears if torch._C._are_functorch_transforms_active() else ops.linears
+        return linears(x, [weight], [] if bias is None else [bias], self.slots, x.dtype)[0]  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)

@@ -76,11 +76,13 @@ class L2Normalization(Operation):
 def _recomputed(function: Callable[..., Tensor], ctx: Any, dy: Tensor) -> Gradients:
     """The gradients, by autograd, of a function of the saved tensors."""
     needs = ctx.needs_input_grad[1:]  # after the operation's own
-    inputs = [
-        x if x is None else x.detach().requires_grad_(need) for x, need in zip(ctx.saved_tensors, needs, strict=True)
-    ]
-    with torch.enable_grad():
-        y = function(*inputs)
-    wanted = [x for x, need in zip(inputs, needs, strict=True) if x is not None and need]
-    found = iter(torch.autograd.grad(y, wanted, dy))
+    inputs, places = list(ctx.saved_tensors), [place for place, need in enumerate(needs) if need]
+
+    def of_wanted(*wanted: Tensor) -> Tensor:
+        for place, x in zip(places, wanted, strict=True):
+            inputs[place] = x
+        return function(*inputs)
+
+    pull = torch.func.vjp(of_wanted, *(inputs[place] for place in places))[1]
+    found = iter(pull(dy))
     return tuple(next(found) if need else None for need in needs)

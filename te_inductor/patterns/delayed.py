@@ -81,8 +81,10 @@ def _text(constant: Any) -> str:
     return str(constant)
 
 
-def refusal(match: Match, bodies: Bodies) -> Refusal | None:
-    """Why a site can keep no state."""
+def refusal(match: Match, bodies: Bodies, transforms: str | None) -> Refusal | None:
+    """Why a site can keep no state; `transforms` of torch.func that it is in let nothing outside of them be written."""
+    if transforms is not None:
+        return Refusal("delayed scaling inside a transform of torch.func (%s), which keeps no state", transforms)
     if not bodies.reaches(match.node.graph):
         return Refusal("delayed scaling inside a control-flow body, which its state does not reach")
     owner = owner_of(match.weight, bodies)

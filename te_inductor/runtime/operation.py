@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch._functorch.pyfunctorch import GradInterpreter, retrieve_all_functorch_interpreters
 
 from te_inductor.errors import DoubleBackwardError
 
@@ -67,17 +69,15 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:  # type: ignore[override]
-        if torch.is_grad_enabled() and any(grad.requires_grad for grad in grads):
-            raise DoubleBackwardError(
-                "a gradient of a low-precision gradient was asked for, expected first-order gradients only; "
-                'compile this module with options={"recipe": "none"}'
-            )
+        # Even where no incoming gradient requires one: what is saved hangs on the inputs, and autograd does not know how.
+        if torch.is_grad_enabled():
+            raise DoubleBackwardError(_TWICE)
         return None, *ctx.operation.backward(ctx, *grads)
 
 
 class _Transformed(torch.autograd.Function):
-    """Any operation under torch.func.grad, where a `setup_context` sees inputs and outputs alone: what the operation's keeps
-    for backward is an output too. Which gradients are wanted is not known at each level of transforms, so all are
+    """Any operation under torch.func.grad, where a `setup_context` sees inputs and outputs alone: what the operation's makes
+    and keeps for backward is an output too. Which gradients are wanted is not known at each level of transforms, so all are
     computed; of a graph that is traced, what nobody reads is dropped."""
 
     @staticmethod
@@ -87,23 +87,51 @@ class _Transformed(torch.autograd.Function):
         kept.save_for_backward = lambda *tensors: setattr(kept, "saved_tensors", tensors)
         operation.setup_context(kept, inputs, found)
         saved, kept.saved_tensors = kept.saved_tensors, ()
-        return *((outputs,) if kept.single else outputs), *saved, len(saved), kept
+        # An output that is an input may not be saved: of those the place is known.
+        kept.places = [next((i for i, x in enumerate(inputs) if x is tensor), None) for tensor in saved]
+        made = [tensor for tensor, place in zip(saved, kept.places, strict=True) if place is None]
+        return *((outputs,) if kept.single else outputs), *made, len(made), kept
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         *outputs, count, ctx.kept = output
-        saved = outputs[len(outputs) - count :]
         ctx.count = len(outputs) - count
-        ctx.mark_non_differentiable(*(tensor for tensor in saved if tensor is not None))
-        ctx.save_for_backward(*saved)
+        made = outputs[ctx.count :]
+        ctx.mark_non_differentiable(*(tensor for tensor in made if tensor is not None))
+        rest = iter(made)
+        ctx.save_for_backward(*(next(rest) if place is None else inputs[1 + place] for place in ctx.kept.places))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:  # type: ignore[override]
-        kept = SimpleNamespace(**{**vars(ctx.kept), "saved_tensors": ctx.saved_tensors})
+        known = {"saved_tensors": ctx.saved_tensors, "needs_input_grad": ctx.needs_input_grad}
+        kept = SimpleNamespace(**{**vars(ctx.kept), **known})
         return None, *kept.operation.backward(kept, *grads[: ctx.count])
 
 
 def _transformed(operation: Operation, inputs: tuple[Any, ...]) -> Any:
+    if _differentiated_twice(inputs):
+        raise DoubleBackwardError(_TWICE)
     *outputs, count, kept = _Transformed.apply(operation, *inputs)  # type: ignore[no-untyped-call]
     outputs = outputs[: len(outputs) - count]
     return outputs[0] if kept.single else tuple(outputs)
+
+
+def _differentiated_twice(inputs: tuple[Any, ...]) -> bool:
+    """Whether a gradient of torch.func's would be an input of another's, or of autograd's."""
+    gradients = [one for one in retrieve_all_functorch_interpreters() if isinstance(one, GradInterpreter)]
+    if len(gradients) != 1:
+        return len(gradients) > 1
+    return gradients[0].prev_grad_mode() and any(_plain(x).requires_grad for x in inputs if isinstance(x, Tensor))
+
+
+def _plain(x: Tensor) -> Tensor:
+    """The tensor that autograd itself sees."""
+    while is_functorch_wrapped_tensor(x):
+        x = get_unwrapped(x)
+    return x
+
+
+_TWICE = (
+    "a gradient of a low-precision gradient was asked for, expected first-order gradients only; "
+    'compile this module with options={"recipe": "none"}'
+)

@@ -240,6 +240,23 @@ def test_a_site_in_a_control_flow_body_is_refused():
     assert explain(function, torch.randn(8, 32), options={"recipe": "current"}).fallbacks == []
 
 
+def test_a_site_in_a_transform_is_refused():
+    """And no other: what stands outside runs in low precision."""
+    inside, outside, x = mlp().requires_grad_(False), mlp().requires_grad_(False), torch.randn(8, 32)
+
+    def function(x):
+        return outside(torch.func.grad(lambda x: inside(x).square().sum())(x))
+
+    report = explain(function, x, options={"recipe": "delayed"})
+    assert [site.reason for site in report.sites if site.gemm == "fprop"] == [
+        *["delayed scaling inside a transform of torch.func (grad), which keeps no state"] * 2,
+        *[None] * 2,
+    ]
+    run = torch.compile(function, backend="te", options={"recipe": "delayed", "fallback": "silent"})
+    expected = function(x)
+    assert 0 < (run(x) - expected).norm() < 0.1 * expected.norm()
+
+
 @pytest.mark.parametrize("where", ["pass", "compile"])
 def test_a_failure_leaves_nothing_behind(where, monkeypatch):
     """State inputs and operands of checkpoint bodies are gone from the graph that compiles in the end."""

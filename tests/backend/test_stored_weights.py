@@ -183,6 +183,16 @@ def test_what_cannot_be_stored():
         quantize_(model(), policy={"lm_head": "none"}, fallback="error")
 
 
+@pytest.mark.parametrize("normed", [nn.utils.parametrizations.weight_norm, nn.utils.spectral_norm])
+def test_a_weight_that_is_computed_stays(normed):
+    layers, x = nn.Sequential(normed(nn.Linear(96, 48)), nn.Linear(48, 48)).eval(), torch.randn(5, 96)
+    expected, keys = layers[0](x), layers.state_dict().keys()
+    with pytest.warns(FallbackWarning, match="0 keeps its weight: it is computed from other parameters"):
+        quantize_(layers)
+    assert torch.equal(layers[0](x), expected) and layers.state_dict().keys() == keys
+    assert isinstance(layers[1].weight, NVFP4Weight)
+
+
 def test_tied_weights():
     """Of two linear layers: one stored weight. Of an embedding and a head: it stays."""
     twins = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))

@@ -148,9 +148,12 @@ def test_addmm(form):
         (lambda x, p, b: torch.addmm(b, x, p, alpha=2), "alpha=2"),
         (lambda x, p, b: torch.addmm(b, x, p, beta=0.5), "beta=0.5"),
         (lambda x, p, b: torch.addmm(b.expand(x.shape[0], -1), x, p), "not a bias"),
+        (lambda x, p, b: F.linear(x, p.t(), b.expand(x.shape[0], -1)), "not a bias"),
+        (lambda x, p, b: F.linear(x, p.t(), b[None]), "not a bias"),
+        (lambda x, p, b: F.linear(x, p.t(), b[0]), "not a bias"),
     ],
 )
-def test_addmm_that_is_no_linear_layer(function, reason):
+def test_what_is_no_linear_layer(function, reason):
     model = Form(function, torch.randn(K, N), True)
     sites = explained(model, x_of(2))
     assert sites and all(reason in site.reason and site.kernel == "high_precision" for site in sites)

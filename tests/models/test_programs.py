@@ -123,7 +123,7 @@ def test_lora(name):
 @every_recipe
 @pytest.mark.parametrize("train", [True, False])
 def test_attention_modules(name, train):
-    """Every projection is found; in evaluation torch's fast path is not taken, as it is in high precision."""
+    """Every projection is found."""
     layer = nn.TransformerEncoderLayer(DIM, 4, 2 * DIM, dropout=0.0, batch_first=True).train(train)
     x = torch.randn(2, 16, DIM)
     sites = explain(layer, x, options={"recipe": name}).sites
@@ -139,6 +139,48 @@ def test_attention_modules(name, train):
     y, weights = te(attention, name)(x, x, x)
     y.square().sum().backward()
     assert attention.in_proj_weight.grad.isfinite().all() and weights.shape == (2, 16, 16)
+
+
+@pytest.fixture
+def fast_path():
+    yield torch.backends.mha.set_fastpath_enabled
+    torch.backends.mha.set_fastpath_enabled(True)
+
+
+PADDING, ABOVE = torch.arange(16) > torch.tensor([[9], [12]]), torch.ones(16, 16).triu(1).bool()
+MASKS = {
+    "none": {},
+    "padding": {"src_key_padding_mask": PADDING},
+    "triangle": {"src_mask": ABOVE},
+    "both": {"src_mask": ABOVE, "src_key_padding_mask": PADDING},
+}
+
+
+@every_recipe
+@pytest.mark.parametrize("mask", MASKS)
+def test_the_fast_path_of_an_encoder_layer(name, mask, fast_path):
+    """In evaluation without gradients: one op of torch's, in which every projection is found all the same."""
+    layer = nn.TransformerEncoderLayer(
+        DIM, 4, 2 * DIM, batch_first=True, activation="gelu", norm_first=mask == "padding"
+    )
+    model, x, found = nn.ModuleDict({"layer": layer.eval()}), torch.randn(2, 16, DIM), {}
+
+    def call(x):
+        return model["layer"](x, **MASKS[mask])
+
+    with torch.no_grad():
+        expected, plain = call(x), te(call, "none")(x)
+        for fast in (True, False):
+            fast_path(fast)
+            torch._dynamo.reset()
+            sites = explain(call, x, options={"recipe": name}).sites
+            paths = ["self_attn", "self_attn.out_proj", "linear1", "linear2"]
+            assert [site.fqn for site in sites] == [f"layer.{path}" for path in paths]
+            assert {site.kernel for site in sites} & {"high_precision"} == set()
+            found[fast] = te(call, name, fallback="silent")(x)
+    torch.testing.assert_close(plain, expected)
+    assert plain.stride() == expected.stride() == found[True].stride()
+    assert torch.equal(found[True], found[False]) and not torch.equal(found[True], plain)
 
 
 @every_recipe

@@ -167,10 +167,39 @@ def test_recipes_of_no_low_precision_or_with_state_are_refused():
             Linear(recipe)
 
 
-def test_a_gradient_of_a_gradient_is_refused():
-    x = torch.randn(X, requires_grad=True)
+LAYERS = {name: (Linear(name), None, [X, (64, C), (64,)]) for name in ("current", "block", "nvfp4")}
+
+
+@pytest.mark.parametrize("name", [*PLAIN, *LAYERS])
+def test_a_gradient_of_a_gradient_is_refused(name):
+    """Of a sum too, whose own gradient is a constant: the operation's still hangs on its inputs."""
+    operation, _, shapes = (PLAIN | LAYERS)[name]
+    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    for loss in (torch.Tensor.sum, lambda y: y.square().sum()):
+        with pytest.raises(DoubleBackwardError):
+            torch.autograd.grad(loss(operation(*inputs)), inputs, create_graph=True)
+    plain = [x.detach() for x in inputs]
+
+    def gradient(x, *others):
+        return torch.func.grad(lambda x: operation(x, *others).square().sum())(x)
+
     with pytest.raises(DoubleBackwardError):
-        torch.autograd.grad(SiLU()(x).square().sum(), x, create_graph=True)
+        torch.func.grad(lambda x: gradient(x, *plain[1:]).sum())(plain[0])
+    with pytest.raises(DoubleBackwardError):
+        gradient(*inputs)
+    with torch.no_grad():
+        assert not gradient(*inputs).requires_grad
+
+
+@pytest.mark.parametrize("name", [*PLAIN, *LAYERS])
+def test_gradients_of_torch_func(name, monkeypatch):
+    monkeypatch.setattr("te_inductor.ops.new_seed", lambda device: torch.zeros((), dtype=torch.int64))
+    operation, _, shapes = (PLAIN | LAYERS)[name]
+    inputs = [torch.randn(shape) for shape in shapes]
+    y, pull = torch.func.vjp(operation, *inputs)
+    dy = torch.randn(y.shape)
+    found = [y, *pull(dy)]
+    assert all(torch.equal(a, b) for a, b in zip(found, gradients(operation, inputs, dy), strict=True))
 
 
 RANK = """
