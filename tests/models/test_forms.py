@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from te_inductor import explain
+from te_inductor.errors import FallbackWarning
 from te_inductor.runtime import reference
 from tests.bounds import assert_within, gemm_error, sum_error
 from tests.models import zoo
@@ -144,6 +145,19 @@ def test_addmm_that_is_no_linear_layer(function, reason):
     model = Form(function, torch.randn(K, N), True)
     sites = explained(model, x_of(2))
     assert sites and all(reason in site.reason and site.kernel == "high_precision" for site in sites)
+
+
+@pytest.mark.usefixtures("without_codegen")
+@pytest.mark.parametrize("shape", [(1, N), (5, N), (1,)])
+def test_linear_that_adds_no_bias(shape):
+    """`F.linear` adds what `addmm` does. Such a layer is named, and takes no other one with it."""
+    model = Form(F.linear, torch.randn(N, K), True)
+    model.inner.bias = nn.Parameter(torch.randn(shape))
+    model = nn.Sequential(nn.Linear(K, K), model)
+    sites = {site.fqn: site.reason for site in explained(model, torch.randn(5, K))}
+    assert sites == {"0": None, "1.inner": f"adds a tensor of shape {shape}, not a bias of N elements"}
+    with pytest.warns(FallbackWarning, match="1 of 2 linear sites stay in high precision"):
+        torch.compile(model, backend="te", fullgraph=True, options={"recipe": "current"})(torch.randn(5, K))
 
 
 @pytest.mark.parametrize("function", [torch.bmm, torch.matmul, lambda x, p: x @ p, lambda x, p: x.bmm(p)])
@@ -290,6 +304,15 @@ def test_einsum(name):
         y.backward(dy)
         results.append((y, given.grad, model.inner.weight.grad))
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("name", EINSUMS)
+def test_einsum_of_symbolic_sizes(name):
+    """The size that is summed over is a symbol for Dynamo too, until the parameter's is found to be the same."""
+    equation, _, of_x, of_p = EINSUMS[name]
+    model, x = Form(lambda x, p, b: torch.einsum(equation, x, p), torch.randn(of_p), False), torch.randn(of_x)
+    with torch._dynamo.config.patch(assume_static_by_default=False):
+        assert [site.reason for site in explained(model, x)] == [None, None]
 
 
 LEFT = {
