@@ -24,6 +24,7 @@ from te_inductor.passes import (
     Plan,
     check_extras,
     check_sites,
+    guard_extras,
     inline_attention,
     inline_contractions,
     match_sites,
@@ -49,7 +50,7 @@ DECIDE: tuple[Callable[[Plan], None], ...] = (
     check_extras,
     report_sites,
 )
-PASSES = (*DECIDE, start_builds, rewrite_sites)
+PASSES = (*DECIDE, guard_extras, start_builds, rewrite_sites)
 
 
 @build.kept_open()

@@ -4,9 +4,11 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
+from torch import fx
 from torch._library import opaque_object
 
 try:  # 2.15
@@ -21,6 +23,7 @@ __all__ = [
     "compile_fx",
     "constant_type_name",
     "guard_on",
+    "guard_on_attribute",
     "has_block_scaled_mm",
     "has_microscaled_mm",
     "in_uncompiled_frame",
@@ -153,6 +156,25 @@ def guard_on(module: str, path: str) -> None:
     for name in path.split("."):
         source = AttrSource(source, name)
     install_guard(source.make_guard(GuardBuilder.EQUALS_MATCH))
+
+
+def guard_on_attribute(node: fx.Node, parameter: object, name: str) -> None:
+    """Have Dynamo compare the type of an attribute of a graph's input, or that there is none, before each run of the graph
+    that it is compiling. Where something else calls the backend there is nobody to compare."""
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import AttrSource
+    from torch._guards import TracingContext
+
+    source: Any = getattr(node, "_dynamo_source", None)
+    if source is None or TracingContext.try_get() is None:
+        return
+    attribute = AttrSource(source, name)
+    if hasattr(parameter, name):
+        install_guard(attribute.make_guard(GuardBuilder.TYPE_MATCH))
+    elif "attr" in inspect.signature(GuardBuilder.HASATTR).parameters:
+        install_guard(source.make_guard(partial(GuardBuilder.HASATTR, attr=name)))
+    else:  # 2.11
+        install_guard(attribute.make_guard(GuardBuilder.HASATTR))
 
 
 def is_gathered(parameter: torch.Tensor) -> bool:

@@ -239,6 +239,13 @@ def report_sites(plan: Plan) -> None:
         plan.report.sites.extend(_sites(plan, candidate, merged, rows))
 
 
+def guard_extras(plan: Plan) -> None:
+    """Have Dynamo compile anew where what `check_extras` went by has changed."""
+    if plan.options.wgrad == "main_grad":
+        matches = (site.match for site in plan.candidates if site.low)
+        weight_grads.guard_on_totals(matches, Bodies(plan.gm), plan.inputs)
+
+
 def start_builds(plan: Plan) -> None:
     """Have CUTLASS's kernels built while the graph is compiled."""
     build.start(plan.libraries)

@@ -62,6 +62,31 @@ class Step(nn.Module):
         return self.function(self.parts, x)
 
 
+# Of x and the (N, K) weight; each is F.linear.
+EINSUMS = {
+    "plain": lambda x, w: torch.einsum("...d,fd->...f", x, w),
+    "transposed": lambda x, w: torch.einsum("...d,df->...f", x, w.t()),
+    "weight first": lambda x, w: torch.einsum("fd, ...d -> ...f", (w, x)),
+    "rows behind": lambda x, w: torch.einsum("d...,fd->f...", x.movedim(-1, 0), w).movedim(0, -1),
+    "heads": lambda x, w: torch.einsum("...d,hed->...he", x, w.view(2, -1, w.shape[1])).flatten(-2),
+    "heads, transposed": lambda x, w: (
+        torch.einsum("...d,dhe->h...e", x, w.t().reshape(w.shape[1], 2, -1)).movedim(0, -2).flatten(-2)
+    ),
+    "of heads": lambda x, w: torch.einsum("...he,fhe->...f", x.unflatten(-1, (2, -1)), w.view(w.shape[0], 2, -1)),
+}
+
+
+class Einsum(nn.Linear):
+    """A linear layer without a bias, written as an einsum."""
+
+    def __init__(self, form: str, width: int, size: int) -> None:
+        super().__init__(width, size, bias=False)
+        self.form = form
+
+    def forward(self, x: Tensor) -> Tensor:
+        return EINSUMS[self.form](x, self.weight)
+
+
 def _in_region(recipe: str | None, steps: nn.Module, x: Tensor) -> Tensor:
     with autocast(enabled=recipe != "none", recipe=None if recipe in (None, "none") else recipe_of(recipe)):
         return steps(x)
@@ -123,6 +148,8 @@ def _module(step: tuple, width: int) -> tuple[nn.Module, int]:
     kind, *of = step
     if kind == "linear":
         return nn.Linear(width, of[0], bias=of[1]), of[0]
+    if kind == "einsum":
+        return Einsum(of[0], width, of[1]), of[1]
     if kind == "norm":
         return (nn.LayerNorm if of[0] == "layer" else nn.RMSNorm)(width), width
     if kind == "act":
@@ -164,6 +191,7 @@ widths = st.sampled_from(WIDTHS)
 some_recipe = st.sampled_from(NAMES)
 _simple = st.one_of(
     st.tuples(st.just("linear"), widths, st.booleans()),
+    st.tuples(st.just("einsum"), st.sampled_from(list(EINSUMS)), widths),
     st.tuples(st.just("norm"), st.sampled_from(["layer", "rms"])),
     st.tuples(st.just("act"), st.sampled_from(list(ACTIVATIONS))),
     st.tuples(st.just("gated"), widths),

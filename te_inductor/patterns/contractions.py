@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from te_inductor.patterns.linear import from_parameter
 from te_inductor.patterns.rule import Call
@@ -83,7 +84,9 @@ def _layer(contraction: Contraction) -> tuple[fx.Node, fx.Node, Layer] | None:
     if (len(layer.x), len(layer.p)) != (value(x).dim(), value(p).dim()) or not layer.is_linear():
         return None
     sizes = ((value(x).shape[layer.x.index(letter)], value(p).shape[layer.p.index(letter)]) for letter in layer.inner)
-    return (x, p, layer) if all(isinstance(a, int) and a == b for a, b in sizes) else None  # 1 would be spread
+    # 1 would be spread. Traced as a symbol, x's size stands as one here, whatever it has been found to be.
+    known = (isinstance(b, int) and statically_known_true(a == b) for a, b in sizes)
+    return (x, p, layer) if all(known) else None
 
 
 def _einsum(node: fx.Node) -> Contraction | None:

@@ -13,15 +13,16 @@ from te_inductor.patterns.support import is_tensor, value
 # Methods and functions between a parameter and the product that uses it: views and casts of the same values
 # (torch 2.15 writes p.T as aten.numpy_T(p), earlier releases as getattr(p, "T")).
 _VIEWS = frozenset(
-    "t T mT numpy_T transpose permute to type type_as float bfloat16 half contiguous view reshape getitem select "
-    "unsqueeze squeeze expand getattr clone".split()
+    "t T mT H mH numpy_T transpose swapaxes swapdims permute movedim moveaxis adjoint to type type_as float bfloat16 half "
+    "contiguous clone detach _get_data_attr getattr view view_as reshape reshape_as flatten unflatten unsqueeze squeeze "
+    "expand getitem select narrow chunk split split_with_sizes tensor_split unbind".split()
 )
 
 
 def from_parameter(node: Any) -> bool:
     """Whether a node is a parameter, or views and casts of one."""
-    while is_tensor(node):
-        if isinstance(value(node), torch.nn.Parameter):
+    while isinstance(node, fx.Node):
+        if is_tensor(node) and isinstance(value(node), torch.nn.Parameter):
             return True
         if node.op not in ("call_method", "call_function") or name(node) not in _VIEWS or not node.args:
             return False
@@ -83,9 +84,6 @@ class Addmm(Rule):
         for option, factor in match.options:
             if factor != 1:
                 return Refusal("addmm with %s=%s", option, factor)
-        shape = tuple(value(match.bias).shape)  # type: ignore[arg-type]
-        if shape != (match.sizes[1],):
-            return Refusal("addmm adds a tensor of shape %s, not a bias of N elements", shape)
         return super().check(match)
 
 

@@ -109,7 +109,8 @@ class Rule:
 
     def check(self, match: Match) -> Refusal | None:
         x, weight = support.value(match.x), support.value(match.weight)
-        return support.tensors(x, weight) or support.sizes(*match.sizes)
+        bias = None if match.bias is None else support.value(match.bias)
+        return support.tensors(x, weight) or support.sizes(*match.sizes) or support.bias(bias, match.sizes[1])
 
     def rewrite(self, match: Match, emit: Emit) -> None:
         graph, node = match.node.graph, match.node

@@ -62,6 +62,13 @@ def sizes(m: Any, n: Any, k: Any) -> Refusal | None:
     return None
 
 
+def bias(bias: torch.Tensor | None, n: int) -> Refusal | None:
+    """`addmm` adds whatever can be expanded to the product, and so does `F.linear`, which calls it."""
+    if bias is None or bias.shape == (n,):
+        return None
+    return Refusal("adds a tensor of shape %s, not a bias of N elements", tuple(bias.shape))
+
+
 def blocks(slots: Slots, weight: torch.Tensor, n: int, k: int) -> Refusal | None:
     """What scales of blocks ask for beyond the checks above."""
     if not slots.fprop.blocked or emulated(slots, weight.device):

@@ -2,7 +2,7 @@
 [Gradients that are added in the backward]) or leaves its GEMM for later (Note [Weight gradients that wait]). Which can, and
 the inputs that bring what takes them into the graph."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import fx
@@ -36,7 +36,7 @@ def refusal(match: Match, slots: Slots, bodies: Bodies, examples: Sequence[objec
     if not bodies.reaches(match.node.graph):
         return Refusal("inside a control-flow body, which option 'wgrad' does not reach")
     node = bodies.outer(match.weight)
-    if not (node.op == "placeholder" and isinstance(value(node), torch.nn.Parameter) and value(node).dim() == 2):
+    if not _is_whole(node):
         return Refusal("the weight is computed in the graph, or one of several in a parameter")
     if match.transposed:
         return Refusal("the parameter holds the transpose of what the GEMM computes")
@@ -49,6 +49,19 @@ def refusal(match: Match, slots: Slots, bodies: Bodies, examples: Sequence[objec
         return Refusal("the parameter has no main_grad")
     checked(parameter)  # type: ignore[arg-type]
     return None
+
+
+def _is_whole(weight: fx.Node) -> bool:
+    """Whether it is a parameter and nothing else."""
+    return weight.op == "placeholder" and isinstance(value(weight), torch.nn.Parameter) and value(weight).dim() == 2
+
+
+def guard_on_totals(matches: Iterable[Match], bodies: Bodies, examples: Sequence[object]) -> None:
+    """Have Dynamo compile anew where a parameter has a main_grad that had none, or the other way round: other modules of the
+    class run the same graph, and whoever makes totals may do so after a first call."""
+    for node in dict.fromkeys(bodies.outer(match.weight) for match in matches if wanted(match)):
+        if _is_whole(node):
+            compat.guard_on_attribute(node, examples[place_of(node)], "main_grad")
 
 
 def _not_deferred(slots: Slots, parameter: object, device: torch.device, options: Options) -> Refusal | None:

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch._functorch import config as functorch
 from torch.utils.checkpoint import checkpoint
 
@@ -175,6 +176,39 @@ def test_which_gradients_go_to_autograd_is_said():
     assert model.other.weight.grad is not None and model.kn.grad is not None and not model.kn.main_grad.any()
 
 
+@pytest.mark.parametrize("first", [True, False], ids=["with a total first", "without"])
+def test_modules_of_one_class(first):
+    """They run one graph, as blocks that are compiled one by one do, unless some have totals and others have none."""
+    counters.clear()
+    blocks = [nn.Sequential(nn.Linear(32, 32)) for _ in range(4)]
+    x = torch.randn(8, 32, requires_grad=True)
+    for place, block in enumerate(blocks):
+        if (place % 2 == 0) == first:
+            with_totals(block)
+        x = te(block, wgrad="main_grad", fallback="silent")(x)
+    x.sum().backward()
+    for block in blocks:
+        weight = block[0].weight
+        assert (weight.grad is None) == hasattr(weight, "main_grad")
+        assert getattr(weight, "main_grad", weight.grad).any()
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+def test_totals_that_come_and_go():
+    layer, x = nn.Linear(32, 32), torch.randn(8, 32)
+    run = te(layer, wgrad="main_grad", fallback="warn")
+    for total in (None, torch.zeros(32, 32), None, torch.zeros(32, 32)):
+        layer.weight.grad = None
+        layer.weight.main_grad = total
+        run(x).sum().backward()
+        assert (layer.weight.grad is None) == (total is not None)
+        assert total is None or total.any()
+    del layer.weight.main_grad
+    with pytest.warns(FallbackWarning, match="the parameter has no main_grad"):
+        run(x).sum().backward()
+    assert layer.weight.grad is not None
+
+
 @pytest.mark.parametrize(
     "total",
     [
@@ -200,9 +234,6 @@ def test_totals_that_do_not_fit(total):
     run(torch.randn(8, 32))
     layer.weight.main_grad = total
     with pytest.raises(MainGradError, match=expected):
-        run(torch.randn(8, 32))
-    del layer.weight.main_grad
-    with pytest.raises(MainGradError, match="lost its main_grad"):
         run(torch.randn(8, 32))
 
 

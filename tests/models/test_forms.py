@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from te_inductor import explain
+from te_inductor import explain, state_dict
+from te_inductor.errors import FallbackWarning
 from te_inductor.runtime import reference
 from tests.bounds import assert_within, gemm_error, sum_error
 from tests.models import zoo
@@ -45,6 +46,10 @@ FORMS = {  # how, whether the parameter is (K, N), the report's pattern, the x t
     "x @ p.t()": (lambda x, p, b: plus(x @ p.t(), b), False, "matmul", "3"),
     "x @ p.mT": (lambda x, p, b: plus(x @ p.mT, b), False, "matmul", "3"),
     "x @ p.transpose": (lambda x, p, b: plus(x @ p.transpose(0, 1), b), False, "matmul", "3"),
+    "x @ p.swapaxes": (lambda x, p, b: plus(x @ p.swapaxes(0, 1), b), False, "matmul", "3"),
+    "x @ p.movedim": (lambda x, p, b: plus(x @ p.movedim(0, 1), b), False, "matmul", "3"),
+    "x @ p.adjoint()": (lambda x, p, b: plus(x @ p.adjoint(), b), False, "matmul", "3"),
+    "x @ p.flatten": (lambda x, p, b: plus(x @ p.unflatten(1, (4, -1)).flatten(1), b), True, "matmul", "3"),
     "torch.matmul": (lambda x, p, b: plus(torch.matmul(x, p), b), True, "matmul", "1234"),
     "x.matmul": (lambda x, p, b: plus(x.matmul(p), b), True, "matmul", "3"),
     "torch.mm": (lambda x, p, b: plus(torch.mm(x, p), b), True, "matmul", "2"),
@@ -159,6 +164,19 @@ def test_what_is_no_linear_layer(function, reason):
     assert sites and all(reason in site.reason and site.kernel == "high_precision" for site in sites)
 
 
+@pytest.mark.usefixtures("without_codegen")
+@pytest.mark.parametrize("shape", [(1, N), (5, N), (1,)])
+def test_linear_that_adds_no_bias(shape):
+    """`F.linear` adds what `addmm` does. Such a layer is named, and takes no other one with it."""
+    model = Form(F.linear, torch.randn(N, K), True)
+    model.inner.bias = nn.Parameter(torch.randn(shape))
+    model = nn.Sequential(nn.Linear(K, K), model)
+    sites = {site.fqn: site.reason for site in explained(model, torch.randn(5, K))}
+    assert sites == {"0": None, "1.inner": f"adds a tensor of shape {shape}, not a bias of N elements"}
+    with pytest.warns(FallbackWarning, match="1 of 2 linear sites stay in high precision"):
+        torch.compile(model, backend="te", fullgraph=True, options={"recipe": "current"})(torch.randn(5, K))
+
+
 @pytest.mark.parametrize("function", [torch.bmm, torch.matmul, lambda x, p: x @ p, lambda x, p: x.bmm(p)])
 def test_batched(function):
     """Experts: one parameter, a linear layer a slice, each with its own scales."""
@@ -181,6 +199,42 @@ def test_batched(function):
         assert_within(x.grad[index], expected[1], gemm_error(g_row, g_scale, w_col, w_scale, None, y.dtype), "dx")
         dw_error = gemm_error(g_col, g_scale, x_col, x_scale, None, y.dtype)
         assert_within(weight.grad[index].t(), expected[2], dw_error, "dw")
+
+
+PIECES = {
+    "chunk": lambda p: p.chunk(2, 1),
+    "split": lambda p: torch.split(p, N // 2, dim=1),
+    "tensor_split": lambda p: p.tensor_split(2, 1),
+    "unbind": lambda p: p.unflatten(1, (2, -1)).unbind(1),
+    "narrow": lambda p: [p.narrow(1, 0, N // 2), p.narrow(1, N // 2, N // 2)],
+    "slices": lambda p: [p[:, : N // 2], p[:, N // 2 :]],
+}
+
+
+@pytest.mark.parametrize("pieces", PIECES)
+@pytest.mark.usefixtures("without_codegen")
+def test_pieces_of_a_parameter(pieces):
+    """Each is a layer of its own, under delayed scaling with a quantizer of its own."""
+    weight = torch.randn(K, N) * torch.tensor([1.0, 64.0]).repeat_interleave(N // 2)
+    model = Form(lambda x, p, b: torch.cat([x @ w for w in PIECES[pieces](p)], -1), weight, False)
+    x = x_of(3)
+    assert [(site.fqn, site.shapes) for site in explained(model, x) if site.gemm == "fprop"] == [
+        ("inner", (6, N // 2, K)) for _ in range(2)
+    ]
+    run = torch.compile(model, backend="te", fullgraph=True, options={"recipe": "delayed", "fallback": "error"})
+    for _ in range(2):
+        y = run(x)
+        y.backward(torch.ones_like(y))
+    amaxes = {value.max().item() for key, value in state_dict(model).items() if key.endswith("].weight.amax_history")}
+    assert amaxes == {weight[:, : N // 2].abs().max().item(), weight[:, N // 2 :].abs().max().item()}
+    half, expected = run(x).detach()[..., : N // 2], x @ weight[:, : N // 2]
+    assert (half - expected).norm() < 0.06 * expected.norm()
+
+
+@pytest.mark.parametrize("alone", [lambda p: p.detach(), lambda p: p.data])
+def test_parameter_without_a_gradient(alone):
+    model, x = Form(lambda x, p, b: x @ alone(p), torch.randn(K, N), False), x_of(3).requires_grad_()
+    assert [(site.gemm, site.reason) for site in explained(model, x)] == [("fprop", None), ("dgrad", None)]
 
 
 def test_checkpoint():
@@ -303,6 +357,15 @@ def test_einsum(name):
         y.backward(dy)
         results.append((y, given.grad, model.inner.weight.grad))
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("name", EINSUMS)
+def test_einsum_of_symbolic_sizes(name):
+    """The size that is summed over is a symbol for Dynamo too, until the parameter's is found to be the same."""
+    equation, _, of_x, of_p = EINSUMS[name]
+    model, x = Form(lambda x, p, b: torch.einsum(equation, x, p), torch.randn(of_p), False), torch.randn(of_x)
+    with torch._dynamo.config.patch(assume_static_by_default=False):
+        assert [site.reason for site in explained(model, x)] == [None, None]
 
 
 LEFT = {
