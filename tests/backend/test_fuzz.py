@@ -52,3 +52,34 @@ def test_a_kept_weight_whose_rows_are_not_whole_words():
 def test_a_checkpoint_in_eager_code():
     """Saved tensors are unpacked once: torch's checkpoint, under the eager reference, allows no second time."""
     fuzz.check(fuzz.Case(steps=(("checkpoint", (("linear", 16, False),)),), width=16, leading=(1,), recipe="current"))
+
+
+def test_an_einsum_of_symbolic_sizes():
+    """It stayed in high precision, without a word."""
+    fuzz.check(
+        fuzz.Case(
+            steps=(("residual", (("einsum", "plain", 16),)),), width=16, leading=(1,), recipe="delayed", dynamic=True
+        )
+    )
+
+
+def test_an_einsum_in_high_precision():
+    """A layer all the same, whose sums have the order of F.linear's."""
+    fuzz.check(
+        fuzz.Case(
+            steps=(
+                ("reshape", "reversed copy"),
+                ("norm", "layer"),
+                ("einsum", "of heads", 16),
+                ("written", "weight", (64, 130), False),
+            ),
+            width=32,
+            leading=(7,),
+            recipe="delayed",
+            frozen=2,
+            around="none",
+            weights="once",
+            wgrad="deferred",
+            seed=248,
+        )
+    )
