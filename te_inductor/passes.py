@@ -73,6 +73,7 @@ class Plan:
     gm: fx.GraphModule
     options: Options
     inputs: Sequence[Any] = ()  # the graph's, as Dynamo hands them to a backend: parameters are the model's own
+    inlined: dict[fx.Node, contractions.Inlined] = field(default_factory=dict)  # layers that were written otherwise
     candidates: list[Candidate] = field(default_factory=list)
     merged: list[list[Match]] = field(default_factory=list)  # sites that are one GEMM
     report: Report = field(default_factory=Report)
@@ -110,7 +111,7 @@ def inline_attention(plan: Plan) -> None:
 def inline_contractions(plan: Plan) -> None:
     """Put linear layers in the place of other sums of products that are ones."""
     for module in plan.graph_modules():
-        contractions.inline(module.graph)
+        plan.inlined |= contractions.inline(module.graph)
         module.recompile()
 
 
@@ -254,6 +255,10 @@ def start_builds(plan: Plan) -> None:
 def rewrite_sites(plan: Plan) -> None:
     """Replace what passed by `te_inductor.linears`; last first, as a match's input may be the node of an earlier match."""
     sites = [candidate for candidate in plan.candidates if candidate.low]
+    layers = {candidate.match.node for candidate in plan.candidates if candidate.low or candidate.stored}
+    for node, inlined in plan.inlined.items():
+        if node not in layers:
+            inlined.undo()
     groups = {match.node: group for group in plan.merged for match in group}
     extras = _extras(plan, sites, groups)
     stateful = _delayed_sites(plan, sites, extras)

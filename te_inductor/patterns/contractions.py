@@ -1,11 +1,13 @@
 """Other ways to write a product of an activation and a parameter: ``torch.einsum``, ``torch.tensordot``, and a product with
 the parameter on the left. Each is a linear layer whose dimensions have other names and places. `inline` puts that layer in
-its place, between the views that it takes, so that the rules see it.
+its place, between the views that it takes, so that the rules see it; `Inlined.undo` takes that back, where the layer stays
+in high precision.
 
 Not where a letter is in both operands and in the output: that is a product for each of its values. Nor where the parameter
 would have to be copied: what is summed over stands together in it, in front of the rest or behind it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,16 +63,35 @@ class Contraction:
     operands: tuple[fx.Node, fx.Node]
     names: tuple[str, str]
     y: str
+    contiguous: bool  # whether torch writes y so
 
 
-def inline(graph: fx.Graph) -> None:
-    """Replace every such node of `graph` by what it computes."""
+@dataclass(frozen=True)
+class Inlined:
+    """A node that is a linear layer now, and what was there."""
+
+    y: fx.Node  # in the place of the node
+    others: Sequence[fx.Node]  # the views, and the layer where it is not y
+    was: tuple[str, Any, tuple[Any, ...], dict[str, Any], dict[str, Any]]  # op, target, args, kwargs, meta
+
+    def undo(self) -> None:
+        """As long as nothing else of the graph has been rewritten."""
+        self.y.op, self.y.target, self.y.args, self.y.kwargs, self.y.meta = self.was
+        for node in reversed(self.others):
+            node.graph.erase_node(node)
+
+
+def inline(graph: fx.Graph) -> dict[fx.Node, Inlined]:
+    """Replace every such node of `graph` by what it computes, and say by which layers."""
+    done = {}
     for node in list(graph.nodes):
         if node.op in ("call_function", "call_method"):
             contraction = _READERS.get(node.target, _product)(node)
             found = None if contraction is None else _layer(contraction)
-            if found is not None:
-                _replace(node, *found)
+            if contraction is not None and found is not None:
+                layer, inlined = _replace(node, *found, contraction.contiguous)
+                done[layer] = inlined
+    return done
 
 
 def _layer(contraction: Contraction) -> tuple[fx.Node, fx.Node, Layer] | None:
@@ -102,7 +123,7 @@ def _einsum(node: fx.Node) -> Contraction | None:
     for place in ellipses:
         many = value(operands[place]).dim() - len(names[place].replace(dots, ""))
         names, y = [name.replace(dots, _LETTERS[:many]) for name in names], y.replace(dots, _LETTERS[:many])
-    return Contraction((operands[0], operands[1]), (names[0], names[1]), y)
+    return Contraction((operands[0], operands[1]), (names[0], names[1]), y, contiguous=False)
 
 
 def _tensordot(node: fx.Node) -> Contraction | None:
@@ -118,7 +139,7 @@ def _tensordot(node: fx.Node) -> Contraction | None:
     for dim_a, dim_b in zip(*dims, strict=True):
         of_b[dim_b] = of_a[dim_a]
     y = [letter for letter in of_a + of_b if letter not in of_a or letter not in of_b]
-    return Contraction((a, b), ("".join(of_a), "".join(of_b)), "".join(y))
+    return Contraction((a, b), ("".join(of_a), "".join(of_b)), "".join(y), contiguous=True)
 
 
 def _product(node: fx.Node) -> Contraction | None:
@@ -133,28 +154,31 @@ def _product(node: fx.Node) -> Contraction | None:
         return None
     m, k, n, *batch = list(_LETTERS[: value(x).dim() + 1])
     rows = "".join(batch)
-    return Contraction((p, x), (m + k, rows + k + n), rows + m + n)
+    return Contraction((p, x), (m + k, rows + k + n), rows + m + n, contiguous=True)
 
 
-def _replace(node: fx.Node, x: fx.Node, p: fx.Node, layer: Layer) -> None:
+def _replace(node: fx.Node, x: fx.Node, p: fx.Node, layer: Layer, contiguous: bool) -> tuple[fx.Node, Inlined]:
+    """The layer, and how to undo it."""
     graph, output = node.graph, value(node)
     fakes = [value(x), value(p)]
     mixed = any(fake.dtype != output.dtype for fake in fakes)
     autocast = torch.autocast(output.device.type, dtype=output.dtype, enabled=mixed)
     kept = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace", "custom") if key in node.meta}
+    new: list[fx.Node] = []
 
-    def call(op: Any, *args: Any) -> fx.Node:
-        new = graph.call_function(op, args)
+    def call(op: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        new.append(graph.call_function(op, args, kwargs))
         values = [value(arg) if isinstance(arg, fx.Node) else arg for arg in args]
         with output.fake_mode, torch.set_grad_enabled(output.requires_grad), autocast:  # type: ignore[attr-defined]
-            new.meta = kept | {"example_value": op(*values)}
-        return new
+            new[-1].meta = kept | {"example_value": op(*values, **kwargs)}
+        return new[-1]
 
     def in_order(x: fx.Node, found: str, wanted: str) -> fx.Node:
         return x if found == wanted else call(aten.permute.default, x, [found.index(letter) for letter in wanted])
 
     sizes = dict(zip(layer.p, value(p).shape, strict=True))
     n, k = ([sizes[letter] for letter in letters] for letters in (layer.outer, layer.inner))
+    made = layer.rows + layer.outer
     with graph.inserting_before(node):
         x = in_order(x, layer.x, layer.rows + layer.inner)
         if len(k) > 1:
@@ -163,12 +187,16 @@ def _replace(node: fx.Node, x: fx.Node, p: fx.Node, layer: Layer) -> None:
         if len(layer.p) > 2:
             rows, columns = torch.Size(n).numel(), torch.Size(k).numel()
             p = call(aten.reshape.default, p, [columns, rows] if inner_first else [rows, columns])
-        y = call(torch.matmul, x, p) if inner_first else call(aten.linear.default, x, p)
+        linear = y = call(torch.matmul, x, p) if inner_first else call(aten.linear.default, x, p)
         if len(n) > 1:
             y = call(aten.unflatten.int, y, -1, n)
-        y = in_order(y, layer.rows + layer.outer, layer.y)
+        y = in_order(y, made, layer.y)
+        if contiguous and made != layer.y:  # `view` asks for it
+            y = call(aten.clone.default, y, memory_format=torch.contiguous_format)
+    was = node.op, node.target, node.args, dict(node.kwargs), node.meta
     node.replace_all_uses_with(y)
     graph.erase_node(node)
+    return linear, Inlined(y, [other for other in new if other is not y], was)
 
 
 _READERS = {torch.functional.einsum: _einsum, torch.functional.tensordot: _tensordot}

@@ -64,7 +64,7 @@ def test_an_einsum_of_symbolic_sizes():
 
 
 def test_an_einsum_in_high_precision():
-    """A layer all the same, whose sums have the order of F.linear's."""
+    """As it is written: F.linear, which took its place, sums in another order."""
     fuzz.check(
         fuzz.Case(
             steps=(

@@ -5,14 +5,19 @@ The forms run through the passes and AOTAutograd with eager kernels (`zoo.uncomp
 test_transformers.py and tests/numerics.
 """
 
+import operator
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager
 from torch.utils.checkpoint import checkpoint
 
-from te_inductor import explain, state_dict
+from te_inductor import explain, ops, state_dict
+from te_inductor.backend import parse, run_passes
 from te_inductor.errors import FallbackWarning
+from te_inductor.passes import Plan
 from te_inductor.runtime import reference
 from tests.bounds import assert_within, gemm_error, sum_error
 from tests.models import zoo
@@ -414,6 +419,64 @@ def test_a_parameter_on_the_left_mixes_rows():
         y.backward(dy)
         results.append((y, given.grad, model.inner.weight.grad))
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize(
+    "function", [lambda x, p: p @ x, lambda x, p: torch.tensordot(p, x, ([1], [1])), lambda x, p: torch.mm(p, x[0])]
+)
+def test_products_are_contiguous_as_torch_writes_them(function):
+    """What follows may take a view of them."""
+    model = Form(lambda x, p, b: function(x, p).view(-1), torch.randn(N, K), False)
+    assert all(site.reason is None for site in explained(model, torch.randn(3, K, 16)))
+    x = torch.randn(3, K, 16)
+    y = torch.compile(model, backend=zoo.uncompiled, fullgraph=True)(x)
+    assert (y - model(x)).norm() < 0.1 * y.norm()
+    whole = torch.compile(lambda x: function(x, model.inner.weight), backend=zoo.uncompiled, fullgraph=True)(x)
+    assert whole.stride() == function(x, model.inner.weight).stride()
+
+
+class Contractions(nn.Module):
+    """One behind the other, each written in another way."""
+
+    def __init__(self):
+        super().__init__()
+        ways = (
+            lambda x, p, b: torch.einsum("kbn,mk->mbn", x, p),
+            lambda x, p, b: torch.tensordot(p, x, ([1], [0])).transpose(0, 1),
+            lambda x, p, b: (p @ x).transpose(0, 1),
+        )
+        self.layers = nn.ModuleList(Form(way, torch.randn(48, 48), False) for way in ways)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("high", [(0,), (1,), (2,), (0, 1), (1, 2), (0, 1, 2)])
+def test_what_stays_in_high_precision_is_as_it_was_written(high):
+    """And not the linear layer that stood in its place while that was decided."""
+    model, x, seen = Contractions(), torch.randn(48, 3, 16), []
+    policy = {**{f"layers.{place}.inner": "none" for place in high}, "*": zoo.RECIPE}
+
+    def backend(gm, inputs):
+        def calls():
+            return [node.target for node in gm.graph.nodes if node.op == "call_function"]
+
+        before = calls()
+        report = run_passes(Plan(gm, parse(None, {"policy": policy, "weights": "each_call"})))
+        assert report.failure is None
+        seen.append((before, calls()))
+        gm.graph.lint()
+        return aot_eager(gm, inputs)
+
+    y = torch.compile(model, backend=backend, fullgraph=True)(x)
+    [(before, after)] = seen
+    assert before == [torch.functional.einsum, torch.functional.tensordot, operator.matmul]
+    assert [target for target in after if target in before] == [before[place] for place in high]
+    assert after.count(ops.linears) == 3 - len(high)
+    exact = model(x)
+    assert torch.equal(y, exact) if len(high) == 3 else (y - exact).norm() < 0.2 * exact.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
