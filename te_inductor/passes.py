@@ -94,7 +94,7 @@ class Plan:
     @functools.cached_property
     def written(self) -> set[StorageWeakRef]:
         """The memory that the graph writes."""
-        return aliases.written(self.gm)
+        return aliases.written(self.gm, self.inputs)
 
     def graph_modules(self) -> list[fx.GraphModule]:
         """The graph and the bodies of its higher-order ops, such as checkpoint's."""

@@ -4,11 +4,12 @@ Such a graph is not functional yet: a node stands for a tensor, and an in-place 
 of all who read it. What moves a read from one place to another has to ask here first.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import fx
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
@@ -37,15 +38,35 @@ def memory(node: fx.Node) -> set[StorageWeakRef]:
     return {place for _, place in _stored(node)}
 
 
-def written(root: fx.GraphModule) -> set[StorageWeakRef]:
+def written(root: fx.GraphModule, inputs: Sequence[object] = ()) -> set[StorageWeakRef]:
     """What the graph or a body in it writes, at any place, of what was there before: inputs, parameters, or results."""
     found: set[StorageWeakRef] = set()
+    first = _first_versions(root, inputs)
     for module in root.modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
-            # Versions count from where tracing began.
-            found.update(place for tensor, place in _stored(node) if tensor._version)
+            found.update(place for tensor, place in _stored(node) if tensor._version > first.get(id(_owner(tensor)), 0))
             found.update(place for operand in _uncounted(node) for place in memory(operand))
     return found
+
+
+def _first_versions(root: fx.GraphModule, inputs: Sequence[object]) -> dict[int, int]:
+    """Of inputs, by their fake tensors: one that lies in a larger buffer, as frameworks lay out parameters, is made by
+    `set_`, which counts. Found by making all of them once more, in the same order."""
+    nodes = [node for node in root.graph.nodes if node.op == "placeholder"]
+    if not any(tensor._version for node in nodes for tensor, _ in _stored(node)):
+        return {}
+    mode, first = FakeTensorMode(), dict[int, int]()
+    made = []  # alive, as the next one is made by what lies in the same buffer
+    for node, given in zip(nodes, inputs, strict=False):
+        if isinstance(given, torch.Tensor) and type(given) in (torch.Tensor, torch.nn.Parameter):
+            made.append(mode.from_tensor(given))
+            first |= {id(_owner(tensor)): made[-1]._version for tensor, _ in _stored(node)}
+    return first
+
+
+def _owner(tensor: torch.Tensor) -> torch.Tensor:
+    """Whose versions it counts."""
+    return tensor if tensor._base is None else tensor._base
 
 
 def _uncounted(node: fx.Node) -> list[fx.Node]:

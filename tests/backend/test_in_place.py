@@ -53,12 +53,26 @@ class Model(nn.Module):
         return self.program(self, x)
 
 
-def compare(program, recipe="current", training=True, **options):
+def in_one_buffer(model):
+    """As Megatron lays out parameters: the last one first, and here each at an odd address."""
+    parameters = list(model.parameters())[::-1]
+    buffer, at = torch.empty(sum(p.numel() + 1 for p in parameters)), 0
+    for p in parameters:
+        p.data = buffer[at : at + p.numel()].view(p.shape).copy_(p.data)
+        at += p.numel() + 1
+
+
+def compare(program, recipe="current", training=True, lay_out=None, **options):
     """Three calls of two copies, one compiled; of delayed scaling one, as the twin knows no scale but the first. Returns the
     report."""
     options = {"recipe": recipe, "fallback": "error", **options}
     model, x = Model(program, 128 if recipe == "block" else 64), torch.randn(16, 128 if recipe == "block" else 64)
-    report = explain(copy.deepcopy(model), x, options=options)
+    if lay_out is not None:
+        lay_out(model)
+    copied = copy.deepcopy(model)
+    if lay_out is not None:
+        lay_out(copied)
+    report = explain(copied, x, options=options)
     twin = quantized(model, x, options=options)
     compiled = torch.compile(model, backend="te", fullgraph=True, options=options)
     for _ in range(1 if recipe == "delayed" else 3):
@@ -124,8 +138,9 @@ EDITS = {
 }
 
 
+@pytest.mark.parametrize("lay_out", [None, in_one_buffer], ids=["", "buffer"])
 @pytest.mark.parametrize("edit", EDITS)
-def test_a_weight_changed_before_its_use(edit):
+def test_a_weight_changed_before_its_use(edit, lay_out):
     """As WGAN clips weights and DINO normalizes them: the copies that are kept between calls are made before that."""
 
     def program(m, x):
@@ -133,7 +148,7 @@ def test_a_weight_changed_before_its_use(edit):
             EDITS[edit](m)
         return m.b(F.gelu(m.a(x)))
 
-    compare(program)
+    compare(program, lay_out=lay_out)
 
 
 @pytest.mark.parametrize(
@@ -266,11 +281,26 @@ BETWEEN = {
 }
 
 
+@pytest.mark.parametrize("lay_out", [None, in_one_buffer], ids=["", "buffer"])
 @pytest.mark.parametrize("write", BETWEEN)
-def test_a_write_between_layers_of_one_input(write):
+def test_a_write_between_layers_of_one_input(write, lay_out):
     """They are not one GEMM. Autograd forbids writing what the backward wants, so those run without."""
-    report = compare(between(BETWEEN[write]), training="input" not in write, weights="each_call")
+    report = compare(between(BETWEEN[write]), training="input" not in write, weights="each_call", lay_out=lay_out)
     assert {site.merged for site in report.sites} == {()}
+
+
+@pytest.mark.parametrize("weights", ["each_call", "once"])
+@pytest.mark.parametrize("body", [False, True])
+def test_parameters_in_one_buffer(weights, body):
+    """Nobody writes them: layers are one GEMM, and copies are kept."""
+
+    def program(m, x):
+        if body:
+            return checkpoint(lambda x: m.a(x).sigmoid() + m.b(x).sigmoid(), x, use_reentrant=False)
+        return m.a(x).sigmoid() + m.b(x).sigmoid() + m.a.weight.t().mean()
+
+    report = compare(program, weights=weights, lay_out=in_one_buffer)
+    assert {site.merged for site in report.sites} == {("a", "b")} and report.unmet == []
 
 
 def test_inference_mode():
