@@ -292,7 +292,6 @@ def _extras(plan: Plan, sites: list[Candidate], groups: dict[fx.Node, list[Match
     bodies = Bodies(plan.gm)
     extras = Extras(kept.KeptSites(bodies, plan.kept), weight_grads.GradientSites(bodies, plan.gradients))
     plan.kept.held = dict(plan.gm.named_parameters())
-    plan.kept.always_look = plan.options.weights == "once" or plan.options.wgrad != "grad"
     if plan.options.weights != "each_call":
         for site in sites:
             group = groups.get(site.match.node, [site.match])

@@ -2,25 +2,26 @@
 have them, which do where the user does not say, and the inputs that bring their copies into the graph.
 
 # Note [Copies that pay]
-A step of k microbatches casts each weight once where its copies are kept, and k times where they are not; a look at the
-weight is added to the calls of steps with several (Note [Calls that do not look]), and 2 bytes a weight to what stays in
-memory. Two Llama-3-8B layers, microseconds of a microbatch's casts (H200, torch 2.11.0+cu130, 2026-11-23)::
+A step of k microbatches casts each weight once where its copies are kept, and k times where they are not; each call looks at
+the weight, and 2 bytes a weight more stay in memory. Two Llama-3-8B layers, microseconds of a microbatch's casts (H200, torch
+2.11.0+cu130, triton 3.6.0, 2026-11-23)::
 
-                                 current    rowwise    delayed    block
-    kept: look                       282        275        284      289
-    kept: look, and cast anew        727       1152        727      785
-    kept: cast anew                              923       569      549
-    cast at each call                985        960        660      440
+                                  current   rowwise   delayed   block   mxfp8   nvfp4
+    kept, has not changed             228       359       235     209     257     261
+    kept, has changed                 641       812       494     528    1014    1037
+    cast at each call                1070       997       687     527    1535    2085
 
-and milliseconds of a step with microbatches of 4096 tokens, kept and cast at each call::
+and milliseconds of a step, cast at each call and kept (in turn on one card, medians of seven rounds)::
 
-    one microbatch                         14.53, 14.49   13.04, 13.12   14.80, 14.65
-    four                                   57.08, 59.22   52.70, 53.61   60.08, 59.89
+                                  current          rowwise          delayed          block
+    4096 tokens               14.21,  13.75    14.87,  14.74    13.62,  13.39    15.26,  15.28
+    four times 4096           57.22,  54.96    60.15,  58.43    54.72,  53.34    61.20,  60.62
+    16384 tokens              71.35,  71.01                     69.77,  69.26    78.18,  77.63
+    twice 16384              143.42, 141.99                    139.58, 138.97   156.56, 156.17
 
-So copies are kept where a layer that has a gradient sees few tokens, as microbatches are cut to fit, and are not where they
-would save 1% and memory is what is short: a microbatch saves 0.2 ms a layer (current scaling 0.33), of the 23 ms that 16384
-tokens take and the 6 ms of 4096. Square blocks, read once for both copies, gain nothing. MXFP8 and NVFP4 were not measured.
-Those are for the user to say.
+MXFP8 and NVFP4, whose GEMMs that card emulates, gain 2.0% and 3.8% of a step of one call, 3.8% and 5.6% of one of four. So
+copies are kept where a layer that has a gradient sees few tokens, as microbatches are cut to fit. Where it sees more they
+save 1% at most, and would lift the peak of memory, which is not above that of bf16 otherwise: that is for the user to say.
 """
 
 from collections.abc import Sequence
@@ -40,10 +41,9 @@ from te_inductor.patterns.support import value
 from te_inductor.recipes import DelayedScaling, Recipe, Slots
 from te_inductor.runtime import kept_weights
 from te_inductor.runtime.kept_inputs import KeptInput, KeptInputs, Refresh
-from te_inductor.runtime.kept_weights import WORD, Spec, weight_shape
+from te_inductor.runtime.kept_weights import Spec, weight_shape
 from te_inductor.runtime.state_inputs import StateInput
 
-PAY = ("tensor", "row")  # scopes of scales
 FEW_TOKENS = 8192
 PREFIX = "te_kept_"  # of the inputs that hold copies
 # Of scales, that templates/triton/kept_weights.py casts with.
@@ -54,8 +54,6 @@ def not_worth_it(match: Match, slots: Slots) -> Refusal | None:
     """Why a weight is cast at each call where the user does not say: Note [Copies that pay]."""
     if not value(match.node).requires_grad:
         return Refusal("the layer has no gradient")
-    if slots.weight.scope not in PAY:
-        return Refusal("copies with scales of %s may cost more than they save", slots.weight.scope)
     tokens = match.sizes[0]
     tokens = tokens.node.hint if isinstance(tokens, torch.SymInt) else tokens
     if tokens is not None and tokens > FEW_TOKENS:
@@ -78,10 +76,8 @@ def refusal(
         return Refusal("the weight is computed in the graph, or one of several in a parameter")
     if memory(node) & written:
         return Refusal("the weight is changed in the graph, and copies are made before it runs")
-    if not weight.is_contiguous() or weight.numel() * weight.element_size() % WORD:
-        return Refusal(
-            "a parameter of shape %s and strides %s is not whole words", tuple(weight.shape), weight.stride()
-        )
+    if not weight.is_contiguous():
+        return Refusal("a parameter of shape %s has strides %s", tuple(weight.shape), weight.stride())
     if node.op == "placeholder" and examples:
         parameter = examples[place_of(node)]
         if isinstance(parameter, torch.Tensor) and compat.is_gathered(parameter):

@@ -17,7 +17,7 @@ from te_inductor.runtime.gradient_inputs import GradientInputs
 from te_inductor.runtime.kept_weights import Kept, Look, Spec, kept_of
 from te_inductor.runtime.state_inputs import StateInput, StateInputs
 
-Refresh = Callable[[Sequence[Look], bool], None]
+Refresh = Callable[[Sequence[Look]], None]
 
 
 @dataclass
@@ -32,27 +32,11 @@ class KeptInput:
 
 
 @dataclass
-class _Steps:
-    """Of training, as far as the gradient of one parameter tells: Note [Calls that do not look] in kept_weights.py."""
-
-    calls: int = 0  # since the step began
-    several: bool = False  # whether the last one had more than one call
-
-    def call(self, parameter: Tensor) -> bool:
-        """Count one; whether the weights may be as they were at the last one."""
-        if parameter.grad is None and getattr(parameter, "main_grad", None) is None:
-            self.several, self.calls = self.calls > 1, 0
-        self.calls += 1
-        return self.several or self.calls > 1
-
-
-@dataclass
 class _Found:
     parameters: list[weakref.ref[Tensor]]
     kept: list[Kept]
     tensors: list[Tensor]
     refresh: Refresh
-    steps: _Steps = field(default_factory=_Steps)
 
 
 @dataclass
@@ -61,7 +45,6 @@ class KeptInputs:
 
     refresh_on: Callable[[torch.device], Refresh]
     held: Mapping[str, Tensor] = field(default_factory=dict)  # parameters that the graph holds
-    always_look: bool = False  # whatever Note [Calls that do not look] says
     weights: list[KeptInput] = field(default_factory=list)
     examples: list[Tensor] = field(default_factory=list)  # fake tensors, one an input
     _found: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)  # by the first parameter
@@ -82,9 +65,7 @@ class KeptInputs:
             if not isinstance(parameters[0][0], FakeTensor):
                 for look in looks.values():
                     look.kept.note(look.weights)
-                trained = next((p for group in parameters for p in group if p.requires_grad), None)
-                may_be_as_it_was = trained is None or found.steps.call(trained)
-                found.refresh(list(looks.values()), not (may_be_as_it_was or self.always_look))
+                found.refresh(list(looks.values()))
         return found.tensors
 
     def _parameter(self, place: int | str, inputs: Sequence[Any]) -> Tensor:

@@ -3,38 +3,37 @@
 # Note [A weight that has not changed]
 Nothing on the host knows whether a weight has changed. torch's own `AdamW(fused=True)` writes without a trace in
 `p._version` (2.13), as do `p.data.mul_()`, other optimizers' kernels, collectives and FSDP; and a copy that is not the
-weight's would be a wrong model without a word. So each call looks at the weight itself: it reads it once and compares a
-64-bit digest with that of the weight the copies were made of. On a GPU the comparison and what follows from it stay there:
-a cast whose weight is the same returns before it reads (`templates/triton/kept_weights.py`). Whatever happens to a
-parameter, its address, its storage, its `.data`, and whichever tensor is handed in its place, the copies are those of the
-values that are there, also where a CUDA graph is replayed.
+weight's would be a wrong model without a word. So each call looks at the weight itself: it reads it once and compares
+64-bit digests with those of the weight the copies were made of. On a GPU the comparison and what follows from it stay there
+(`templates/triton/kept_weights.py`). Whatever happens to a parameter, its address, its storage, its `.data`, and whichever
+tensor is handed in its place, the copies are those of the values that are there, also where a CUDA graph is replayed.
 
-What it saves, of a weight in bf16, in bytes moved an element: 2 instead of 8 (amax, the cast of the row copy, and that of
-the column copy in the backward), instead of 6 under delayed scaling, which knows the scale, or with square blocks, whose
-copies are made together; where the weight has changed it is 6. What it costs: the copies, 2 bytes an element in training
-and 1 in inference, stay between calls, where otherwise each dies behind its GEMM.
+A tile of 128 x 128 that can be cast by itself has a digest, its mark, of its own: with blocks for scales, and under delayed
+scaling, which knows the scale (its bits are part of the mark). The kernel that would cast it holds it when it finds that the
+mark is the same, and writes nothing. What has to find an amax of the weight, or those of its rows and columns, before any
+of it can be cast has one mark, and is read a second time where it has changed.
 
-The digest: ``sum(mix(word[i] + (i + 1) * GOLDEN)) mod 2**64`` over the weight's bytes as 64-bit words. `mix` is a bijection
-(two rounds of multiply and xor with the high half, as in SplitMix64), so weights that differ in one word have different
-digests; others have the same one with a probability of 2**-64. The sum may be taken in any order.
+In bytes moved an element, a weight in bf16 that has not changed costs 2; one that has 4 by tiles, 6 where it is read twice.
+Cast at each call it is 6 by tiles of which the backward reads the weight again, 4 with square blocks, whose copies are made
+together, and 8 with an amax. What it costs: the copies, 2 bytes an element in training and 1 in inference, stay between
+calls, where otherwise each dies behind its GEMM.
 
-Under delayed scaling the scale comes from the state, and copies are stale too where it has changed; the amax is recorded at
-each call, as it is where weights are cast at each call. Of two microbatches in flight the first one's backward reads the
-copies as the second one's forward left them, of the same weight with the newer scale.
+The digest of a tile: its bytes are 64-bit words, with zeros behind the weight's ends. Every sixteenth row of a column of
+words is added to a chain, ``chain = mix(chain) + word``, which begins with the chain's position; the ends of all chains
+are mixed twice more and added up mod 2**64. `mix`, a product with the xor of a word and its own high half, as in SplitMix64,
+is a bijection. So tiles that differ in one word have different digests, and others the same one with a probability of
+2**-64. The mark of a weight is the sum over its tiles.
+
+Under delayed scaling the amax is recorded at each call, as it is where weights are cast at each call. Of two microbatches in
+flight the first one's backward reads the copies as the second one's forward left them, of the same weight with the newer
+scale.
 
 A backward that is still to come reads the copies of its forward. Where a weight changes in between *and* another forward
 runs, they are overwritten; autograd's own check finds that, as in eager code, by the version counters: those of the copies
 go up where that of a weight has. What hides a change from `_version` hides it from that check, there as here.
-
-# Note [Calls that do not look]
-A look is worth its read where it may find the weight as it was: in a step's second microbatch and those behind it. Where the
-last step had one call, a step's first one casts without a look, leaves no digest, and costs what a cast at each call does.
-That a step begins is taken from `grad is None`; where they are elsewhere, as in a `main_grad`, all calls are one step's.
-It decides about time alone: copies cast without a look are the weight's whatever has happened, and the next look finds no
-digest and casts again. What has to find its amax first reads the whole weight for that, and looks by the way. With
-``weights="once"`` each call looks.
 """
 
+import math
 import threading
 import weakref
 from collections.abc import Sequence
@@ -43,6 +42,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from te_inductor.recipes import DelayedScaling
@@ -52,6 +52,9 @@ from te_inductor.runtime import delayed, eager
 GOLDEN = 0x9E3779B97F4A7C15
 MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # SplitMix64's multipliers
 WORD = 8  # bytes
+_BITS = {2: torch.int16, 4: torch.int32}  # of an element, by its size
+TILE = 128  # rows and columns that have a mark, where each is cast by itself
+STEP = 16  # rows of a tile that are read at once
 
 
 class Spec(NamedTuple):
@@ -72,7 +75,9 @@ class Kept:
     sizes: tuple[tuple[int, int], ...]  # of the parameters
     data: Tensor  # (N, pad(K)), zeros in the padding, or NaN where it shares a block of MXFP8 with one
     scale_inv: Tensor
-    seen: Tensor  # (3,) int64: the digest of what the copies were made of; 1 where there is any; bits of a given scale
+    seen: (
+        Tensor  # int64, the marks of what the copies were made of, a parameter's tiles behind another's; 0: of nothing
+    )
     data_t: Tensor | None = None  # (K, pad(N)), where a gradient of the input has been wanted
     scale_inv_t: Tensor | None = None
     amax: Tensor | None = None  # () fp32, of scales of two levels
@@ -120,10 +125,15 @@ class Look(NamedTuple):
     amax: Tensor | None = None  # () fp32, where delayed scaling is to record the weight's
 
 
-def is_read_first(quantizer: Quantizer, known: bool) -> bool:
-    """Whether a cast waits for the amax of the whole weight; `known` is whether delayed scaling gives the scale."""
-    scope = quantizer.granularity
-    return scope.two_level or (scope.whole and not known)
+def is_tiled(spec: Spec) -> bool:
+    """Whether a tile of the weight can be cast by itself."""
+    scope = spec.quantizer.granularity
+    return not scope.two_level and (scope.blocked or (scope.whole and spec.recipe is not None))
+
+
+def tiles(size: Sequence[int]) -> tuple[int, int]:
+    """How many lie below and beside each other in a parameter."""
+    return -(-size[0] // TILE), -(-size[1] // TILE)
 
 
 def weight_shape(spec: Spec, sizes: Sequence[Sequence[int]]) -> tuple[int, int]:
@@ -143,7 +153,8 @@ def new(spec: Spec, weights: Sequence[Tensor]) -> Kept:
         like, sizes = weights[0].detach(), tuple((int(w.shape[0]), int(w.shape[1])) for w in weights)
         tensors = _empty(spec.quantizer, weight_shape(spec, sizes), like)
         amax = like.new_zeros((), dtype=torch.float32) if spec.quantizer.granularity.two_level else None
-        return Kept(spec, sizes, *tensors, like.new_zeros(3, dtype=torch.int64), amax=amax)
+        marks = sum(math.prod(tiles(size)) for size in sizes) if is_tiled(spec) else 1
+        return Kept(spec, sizes, *tensors, like.new_zeros(marks, dtype=torch.int64), amax=amax)
 
 
 @dataclass
@@ -179,23 +190,17 @@ def forget() -> None:
 
 
 @torch.no_grad()
-def refresh(looks: Sequence[Look], anew: bool = False) -> None:
-    """Look at the weights, in plain torch, and make what is stale anew; or all: Note [Calls that do not look]."""
+def refresh(looks: Sequence[Look]) -> None:
+    """Look at the weights, in plain torch, and make what is stale anew."""
     for look in looks:
         # The same memory, so that autograd learns of changes from `note` alone, as on a GPU.
         pieces = [parameter.detach() for parameter in look.weights]
-        if anew and not is_read_first(look.kept.spec.quantizer, look.scale is not None):
+        found = marks(look.kept.spec, pieces, look.scale)
+        if not torch.equal(look.kept.seen, found):
             _make(look.kept, pieces, look.scale)
-            look.kept.seen.data[1] = 0
-        elif look.kept.seen.tolist() != (found := [digest(pieces), 1, _bits(look.scale)]):
-            _make(look.kept, pieces, look.scale)
-            look.kept.seen.data.copy_(torch.tensor(found))
+            look.kept.seen.data.copy_(found)
         if look.amax is not None:
             delayed.record_amax(pieces, look.amax)
-
-
-def _bits(scale: Tensor | None) -> int:
-    return 0 if scale is None else int(scale.view(torch.int32))
 
 
 def _make(kept: Kept, pieces: list[Tensor], scale: Tensor | None) -> None:
@@ -220,18 +225,33 @@ def _make(kept: Kept, pieces: list[Tensor], scale: Tensor | None) -> None:
         kept.scale_inv_t.data.copy_(scale_inv_t)
 
 
-def digest(pieces: Sequence[Tensor]) -> int:
-    """Of contiguous tensors one behind the other, each of whole words; as a signed integer."""
-    total, first = 0, 0
+def marks(spec: Spec, pieces: Sequence[Tensor], scale: Tensor | None = None) -> Tensor:
+    """Of contiguous tensors one above the other: of each tile, or the sum of them."""
+    found: list[Tensor] = []
     for piece in pieces:
-        words = piece.contiguous().view(-1).view(torch.int64)
-        index = torch.arange(first + 1, first + 1 + words.numel(), device=words.device)
-        value = words + index * _signed(GOLDEN)
-        for factor in MIX:
-            value = (value ^ _high(value)) * _signed(factor)
-        total += int((value ^ _high(value)).sum())
-        first += words.numel()
-    return _signed(total % 2**64)
+        found.append(_digests(piece, sum(map(len, found))))
+    mark = torch.cat(found)
+    if not is_tiled(spec):
+        mark = mark.sum(0, keepdim=True)
+    elif scale is not None:
+        mark = mark + scale.view(torch.int32).to(torch.int64) * _signed(GOLDEN)
+    return torch.where(mark == 0, 1, mark)  # 0 is that of nothing
+
+
+def _digests(piece: Tensor, first: int) -> Tensor:
+    """Of its tiles; `first` is how many are above."""
+    size = piece.element_size()
+    down, across = tiles(piece.shape)
+    padding = (0, across * TILE - piece.shape[1], 0, down * TILE - piece.shape[0])
+    words = functional.pad(piece.view(_BITS[size]), padding).view(torch.int64)
+    words = words.view(down, TILE // STEP, STEP, across, -1).permute(0, 3, 1, 2, 4).flatten(0, 1)
+    chain = torch.arange(words[:, 0].numel(), device=words.device).view(words[:, 0].shape)
+    chain = (chain + first * chain[0].numel() + 1) * _signed(GOLDEN)
+    for step in range(TILE // STEP):
+        chain = (chain ^ _high(chain)) * _signed(MIX[0]) + words[:, step]
+    for factor in MIX:
+        chain = (chain ^ _high(chain)) * _signed(factor)
+    return (chain ^ _high(chain)).sum((1, 2))
 
 
 def _high(value: Tensor) -> Tensor:

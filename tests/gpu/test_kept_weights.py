@@ -17,6 +17,7 @@ from tests.numerics.test_quantize import CONTENTS
 from tests.offline.kept_kernels import QUANTIZERS
 
 SHAPES = [(48, 80), (30, 136), (200, 8), (20, 1092), (512, 4096)]
+ODD = (33, 131)  # of whose elements the first is at an odd address
 
 
 def same(kept, expected) -> bool:
@@ -36,19 +37,23 @@ def _bits(x):
 @pytest.mark.parametrize("content", CONTENTS)
 @pytest.mark.parametrize("quantizer", QUANTIZERS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_copies(dtype, quantizer, content):
+@pytest.mark.parametrize("odd", [False, True], ids=["", "odd"])
+def test_copies(odd, dtype, quantizer, content):
     """All weights at once, both orders, against the eager look on the CPU."""
-    weights = [[CONTENTS[content](*shape).to(dtype)] for shape in SHAPES]
+    shapes = [ODD, *SHAPES[:2]] if odd else [*SHAPES[:3], *SHAPES[4:]]
+    weights = [[CONTENTS[content](*shape).to(dtype)] for shape in shapes]
     specs = [Spec(quantizer, i % 2 == 1, 1) for i in range(len(weights))]
     on_gpu = [[w.cuda() for w in group] for group in weights]
+    if odd:
+        on_gpu[0] = [torch.cat([w.flatten()[:1], w.flatten()])[1:].view(w.shape) for w in on_gpu[0]]
     kept, expected = ([new(*pair) for pair in zip(specs, given, strict=True)] for given in (on_gpu, weights))
     for one in (*kept, *expected):
         one.want_columns()
     look = OnDevice()
-    for anew in (False, False, True, False):
-        look(list(map(Look, kept, on_gpu)), anew)
-        kept_weights.refresh(list(map(Look, expected, weights)), anew)
-        for one, other, shape in zip(kept, expected, SHAPES, strict=True):
+    for _ in range(3):
+        look(list(map(Look, kept, on_gpu)))
+        kept_weights.refresh(list(map(Look, expected, weights)))
+        for one, other, shape in zip(kept, expected, shapes, strict=True):
             assert same(one, other), shape
         for group, other in zip(on_gpu, weights, strict=True):
             for tensors in (group, other):

@@ -4,6 +4,8 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,76 +30,92 @@ def test_interpreted():
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def compiled(kernel, constants: dict, warps: int, capability: int):
+def compiled(kernel, constants: dict, warps: int, capability: int, registers: int | None = None):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    tables = {"programs": "*i32", "amax": "*i32", "amaxes": "*i32", "stale": "*i32", "scale": "*fp32"}
+    tables = {
+        "programs": "*i32",
+        "amax": "*i32",
+        "amaxes": "*i32",
+        "stale": "*i32",
+        "scale": "*fp32",
+        "scales": "*fp32",
+    }
     places = {name: (place,) for place, name in enumerate(kernel.arg_names)}
     signature = {name: "constexpr" if name in constants else tables.get(name, "*i64") for name in places}
     aligned = {place: [["tt.divisibility", 16]] for name, place in places.items() if name not in constants}
     source = ASTSource(
         fn=kernel, signature=signature, constexprs={places[k]: v for k, v in constants.items()}, attrs=aligned
     )
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+    options = {"num_warps": warps, "maxnreg": registers}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def spilled(made) -> int:
+    """Bytes of a thread that registers do not hold."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"STACK:(\d+)", usage)[1])
+
+
+TILE = {"INPUT": tl.bfloat16, "TILE": kept_weights.TILE, "ALIGNED": True}
 
 
 @pytest.mark.parametrize("capability", [90, 100])
-@pytest.mark.parametrize("scope", ["tensor", "row", "128x128"])
-def test_cubins(scope, capability):
-    """Loads of 16 bytes a thread, atomics on whole words, casts by the hardware's conversion; a weight that has not changed
-    costs a cast nothing but the address of its mark."""
-    high, wide, steps, warps = kept_weights.TILES[scope]
-    whole = scope == "tensor"
-    scan = {"BLOCK": kept_weights.SCAN_WORDS, "BITS": 16, "AMAX": whole, "ALIGNED": True}
-    ptx = compiled(kept_weights.kept_weights_scan, scan, kept_weights.SCAN_WARPS, capability).asm["ptx"]
-    assert re.search(r"ld\.global\.v2\.b64|ld\.global\.v4\.b32", ptx) and ".add.u64" in ptx
+@pytest.mark.parametrize(("scope", "known"), [("tensor", False), ("tensor", True), ("row", False), ("128x128", False)])
+def test_cubins(scope, known, capability):
+    """Loads and stores of 16 bytes a thread, of the column copy too, which crosses shared memory in pairs; atomics on whole
+    words, casts by the hardware's conversion. Nothing is spilled, but of scales of rows, which is as fast as without."""
     quantizer = Quantizer("e4m3", scope=scope)
+    whole, by_row = scope == "tensor", scope == "row"
     encode = {
         "LARGEST": quantizer.format.max,
         "EPSILON": 0.0,
         "LARGEST_SCALE": quantizer.largest_scale(torch.bfloat16),
         "POWER_2": False,
     }
-    tile = {"INPUT": tl.bfloat16, "HIGH": high, "WIDE": wide, "STEPS": steps, "ALIGNED": True}
-    cast = tile | {"ELEMENT": tl.float8e4nv, "WHOLE": whole, "BY_ROW": scope == "row"}
-    for record in {False, whole}:
-        made = compiled(
-            kept_weights.kept_weights_cast, cast | encode | {"RECORD": record, "LOOK": not record}, warps, capability
-        )
-        ptx = made.asm["ptx"]
-        assert made.asm["cubin"] and "cvt.rn.satfinite.e4m3x2.f32" in ptx
-        assert bool(re.search(r"(atom|red)\.\S*max\.s32", ptx)) == record
-        assert_words(ptx, scope)
-        assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx
-    if scope == "row":
-        amaxes = compiled(kept_weights.kept_weights_amaxes, tile, warps, capability)
-        assert ".max.s32" in amaxes.asm["ptx"] and amaxes.asm["cubin"]
-    for known, look in {(False, True), (whole, True), (whole, not whole)}:
-        decide = {"INPUT": tl.bfloat16, "WHOLE": whole, "TWO_LEVEL": False, "KNOWN": known, "LOOK": look} | encode
-        assert compiled(kept_weights.kept_weights_decide, decide, 1, capability).asm["cubin"]
+    cast = TILE | encode | {"ELEMENT": tl.float8e4nv, "WHOLE": whole, "BY_ROW": by_row, "KNOWN": known}
+    made = compiled(kept_weights.kept_weights_cast, cast, kept_weights.WARPS, capability, kept_weights.REGISTERS)
+    ptx = made.asm["ptx"]
+    assert made.asm["cubin"] and "cvt.rn.satfinite.e4m3x2.f32" in ptx
+    assert by_row or spilled(made) == 0
+    assert bool(re.search(r"(atom|red)\.\S*max\.s32", ptx)) == known
+    assert_words(ptx, scope)
+    assert "ld.global.v4.b32" in ptx and "ldmatrix" in ptx
+    stores = re.findall(r"st\.global\.(\S+)", ptx)
+    assert stores.count("v4.b32") == 16 and not {"b8", "b16"} & set(stores)
+    if known or scope == "128x128":
+        assert "ld.global.v2.b64" in ptx
+        return
+    scan = TILE | {"BY_ROW": by_row}
+    made = compiled(kept_weights.kept_weights_scan, scan, kept_weights.WARPS, capability)
+    ptx = made.asm["ptx"]
+    assert "ld.global.v2.b64" in ptx and ".add.u64" in ptx and ".max.s32" in ptx and spilled(made) == 0
+    decide = {"WHOLE": whole, "TWO_LEVEL": False} | encode
+    assert compiled(kept_weights.kept_weights_decide, decide, 1, capability).asm["cubin"]
+    if by_row:
+        scales = encode | {"BLOCK": kept_weights.SCALES}
+        assert compiled(kept_weights.kept_weights_scales, scales, 4, capability).asm["cubin"]
 
 
 @pytest.mark.parametrize("capability", [90, 100])
 @pytest.mark.parametrize(("element", "scope"), [("e4m3", "1x32"), ("e2m1", "16x16")])
 def test_cubins_of_microscaled_casts(element, scope, capability):
     quantizer = Quantizer(element, scope=scope)
-    high, wide, steps, warps = kept_weights.TILES[scope]
     down, across = quantizer.granularity.block
-    constants = {
-        "INPUT": tl.bfloat16,
+    constants = TILE | {
         "ELEMENT": {"e4m3": tl.float8e4nv, "e2m1": tl.uint8}[element],
         "TWO_LEVEL": element == "e2m1",
         "LARGEST": quantizer.format.max,
         "INVERSE": reciprocal(quantizer.format.max),
         "DOWN": down,
         "ACROSS": across,
-        "HIGH": high,
-        "WIDE": wide,
-        "STEPS": steps,
-        "ALIGNED": True,
     }
-    made = compiled(kept_weights_cast_microscaled, constants, warps, capability)
+    made = compiled(kept_weights_cast_microscaled, constants, kept_weights.WARPS, capability)
     assert made.asm["cubin"] and "ld.global.v4.b32" in made.asm["ptx"]
     assert "cvt.rn.satfinite.e4m3x2.f32" in made.asm["ptx"]  # of elements, or of NVFP4's scales
     assert element == "e2m1" or "st.global.v4.b32" in made.asm["ptx"]

@@ -18,16 +18,23 @@ from te_inductor.templates.triton.kept_weights_kernels import (
     _DATA,
     _DATA_T,
     _INFINITY,
+    _INFINITY_BITS,
     _LEADING,
     _LEADING_T,
+    _ONE,
     _PARAMETER_COLUMNS,
     _SCALE_INV,
     _SCALE_INV_T,
+    _SOURCE,
     _WEIGHT,
-    _WEIGHT_COLUMNS,
     _cast,
-    _source,
-    _strip,
+    _corner,
+    _elements,
+    _look,
+    _magnitudes,
+    _mark,
+    _place,
+    _seen,
     _target,
 )
 
@@ -35,15 +42,15 @@ _FP32_MAX, _TWO_LEVEL_MAX = tl.constexpr(FP32_MAX), tl.constexpr(TWO_LEVEL_MAX)
 _E4M3_MAX, _E2M1_INVERSE = tl.constexpr(E4M3.max), tl.constexpr(reciprocal(E2M1.max))
 _INFINITY_CODE, _NAN_CODE = tl.constexpr(INFINITY_CODE), tl.constexpr(NAN_CODE)
 _SMALLEST_BITS = tl.constexpr(SMALLEST_BITS)
+_HALVES = tl.constexpr(2.0**22)  # fp32 values from there on are halves
 _PADDING = tl.constexpr(32)  # what copies are padded to, in elements
 
 
 @triton.jit
 def kept_weights_cast_microscaled(
-    parameters,  # (P, 15) int64
-    weights,  # (W, 5) int64
+    parameters,  # (P, 18) int64
     programs,  # int32, the parameter of each program
-    stale,  # (W,) int32
+    stale,  # (W,) int32, where TWO_LEVEL
     INPUT: tl.constexpr,
     ELEMENT: tl.constexpr,  # FP8, or uint8, two E2M1 values
     TWO_LEVEL: tl.constexpr,  # NVFP4, else MXFP8
@@ -51,98 +58,98 @@ def kept_weights_cast_microscaled(
     INVERSE: tl.constexpr,  # 1 / LARGEST
     DOWN: tl.constexpr,  # rows and columns of a block
     ACROSS: tl.constexpr,
-    HIGH: tl.constexpr,
-    WIDE: tl.constexpr,
-    STEPS: tl.constexpr,
+    TILE: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    program = tl.program_id(0)
-    row = parameters + tl.load(programs + program) * _PARAMETER_COLUMNS
-    weight = tl.load(row + _WEIGHT)
-    if tl.load(stale + weight) == 0:
-        return
-    source, ROWS, COLUMNS = _source(row, INPUT, ALIGNED)
-    data, has_data, leading = _target(row + _DATA, row + _LEADING, ELEMENT, ALIGNED)
-    data_t, has_data_t, leading_t = _target(row + _DATA_T, row + _LEADING_T, ELEMENT, ALIGNED)
-    down, start = _strip(row, program, COLUMNS, WIDE * STEPS)
-    r = down * HIGH + tl.arange(0, HIGH)
-    vectors = weights + weight * _WEIGHT_COLUMNS
+    row = parameters + tl.load(programs + tl.program_id(0)) * _PARAMETER_COLUMNS
     amax = 0.0
     if TWO_LEVEL:
-        amax = tl.load(tl.load(vectors + _AMAX).to(tl.pointer_type(tl.float32)))
-    for step in range(STEPS):
-        left = start + step * WIDE
-        c = left + tl.arange(0, WIDE)
-        inside = (r[:, None] < ROWS) & (c[None, :] < COLUMNS)
-        x = tl.load(source + r[:, None] * COLUMNS + c[None, :], mask=inside, other=0.0).to(tl.float32)
-        if has_data:
-            _copy(
-                *(x, amax, data, leading, tl.load(vectors + _SCALE_INV), down * HIGH, left, ROWS, COLUMNS),
-                *(ELEMENT, TWO_LEVEL, LARGEST, INVERSE, DOWN, ACROSS, HIGH, WIDE),
-            )
-        if has_data_t:
-            _copy(
-                *(
-                    tl.trans(x),
-                    amax,
-                    data_t,
-                    leading_t,
-                    tl.load(vectors + _SCALE_INV_T),
-                    left,
-                    down * HIGH,
-                    COLUMNS,
-                    ROWS,
-                ),
-                *(ELEMENT, TWO_LEVEL, LARGEST, INVERSE, DOWN, ACROSS, WIDE, HIGH),
-            )
+        if tl.load(stale + tl.load(row + _WEIGHT)) == 0:
+            return
+        amax = tl.load(tl.load(row + _AMAX).to(tl.pointer_type(tl.float32)))
+    else:
+        seen = _seen(row)
+        before = tl.load(seen)  # before the look, which takes longer
+        mark, _, _, _, _, _ = _look(row, INPUT, TILE, False, False, ALIGNED)
+        if not _mark(seen, before, mark):
+            return
+    top, left, ROWS, COLUMNS = _place(row, TILE, ALIGNED)
+    source, place = _corner(tl.load(row + _SOURCE), top, left, COLUMNS, INPUT, ALIGNED), tl.arange(0, TILE)
+    x = _elements(source, place, place, ROWS - top, COLUMNS - left, COLUMNS)
+    PACKED: tl.constexpr = 2 if TWO_LEVEL else 1
+    codes, scales = _codes(x, amax, ELEMENT, TWO_LEVEL, LARGEST, INVERSE, DOWN, ACROSS, TILE)
+    data, has_data, leading = _target(row + _DATA, row + _LEADING, top, left // PACKED, ELEMENT, ALIGNED)
+    if has_data:
+        _store_scales(scales, tl.load(row + _SCALE_INV), top, left, ROWS, COLUMNS, DOWN, ACROSS, TILE, False)
+        _store(codes, data, leading, ROWS - top, leading - left // PACKED, TWO_LEVEL, TILE)
+    data_t, has_data_t, leading_t = _target(row + _DATA_T, row + _LEADING_T, left, top // PACKED, ELEMENT, ALIGNED)
+    if has_data_t:
+        if DOWN == ACROSS:
+            codes_t, scales_t = codes, scales
+        else:
+            codes_t, scales_t = _codes(x, amax, ELEMENT, TWO_LEVEL, LARGEST, INVERSE, ACROSS, DOWN, TILE)
+        _store_scales(scales_t, tl.load(row + _SCALE_INV_T), top, left, ROWS, COLUMNS, ACROSS, DOWN, TILE, True)
+        _store(tl.trans(codes_t), data_t, leading_t, COLUMNS - left, leading_t - top // PACKED, TWO_LEVEL, TILE)
 
 
 @triton.jit
-def _copy(
-    x,  # (HIGH, WIDE) fp32, zeros outside
+def _codes(
+    x,  # (TILE, TILE) fp32, zeros outside
     amax,  # of the tensor, where scales have two levels
-    data,  # pointer
-    leading,
-    scale_inv,  # address
-    above,  # where the tile begins
-    left,
-    ROWS,
-    COLUMNS,
     ELEMENT: tl.constexpr,
     TWO_LEVEL: tl.constexpr,
     LARGEST: tl.constexpr,
     INVERSE: tl.constexpr,
-    DOWN: tl.constexpr,
+    DOWN: tl.constexpr,  # rows and columns of x that share a scale
     ACROSS: tl.constexpr,
-    HIGH: tl.constexpr,
-    WIDE: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """One tile of one copy, whose rows are x's."""
-    bits = tl.reshape(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, (HIGH // DOWN, DOWN, WIDE // ACROSS, ACROSS))
+    """A tile of one copy as x lies, of which E2M1 values are not packed yet, and its scales."""
+    HIGH: tl.constexpr = TILE // DOWN
+    WIDE: tl.constexpr = TILE // ACROSS
+    bits = tl.reshape(_magnitudes(x), (HIGH, DOWN, WIDE, ACROSS))
     largest = tl.max(tl.max(bits, 3), 1).to(tl.float32, bitcast=True)
     if TWO_LEVEL:
-        factor, stored = _two_level(largest, amax)
+        factor, scales = _two_level(largest, amax)
     else:
-        factor, stored = _power_of_two(largest * INVERSE)
-    # The padding too, which is zeros, or NaN where its block has one.
-    down, across = above // DOWN + tl.arange(0, HIGH // DOWN), left // ACROSS + tl.arange(0, WIDE // ACROSS)
-    wide = tl.cdiv(COLUMNS, _PADDING) * (_PADDING // ACROSS)
+        factor, scales = _power_of_two(largest * INVERSE)
+    value = x * tl.reshape(tl.broadcast_to(factor[:, None, :, None], (HIGH, DOWN, WIDE, ACROSS)), (TILE, TILE))
+    return _e2m1(value).to(tl.uint8) if TWO_LEVEL else _cast(value, LARGEST, ELEMENT), scales
+
+
+@triton.jit
+def _store_scales(
+    scales,  # (TILE / DOWN, TILE / ACROSS)
+    address,
+    top,
+    left,
+    ROWS,
+    COLUMNS,
+    DOWN: tl.constexpr,
+    ACROSS: tl.constexpr,
+    TILE: tl.constexpr,
+    TRANSPOSED: tl.constexpr,  # whether the copy's rows are x's columns
+):
+    """The padding's too, zeros, or NaN where its block has one. A copy's columns are padded, and what has blocks."""
+    down, across = top // DOWN + tl.arange(0, TILE // DOWN), left // ACROSS + tl.arange(0, TILE // ACROSS)
     high = ROWS if DOWN == 1 else tl.cdiv(ROWS, _PADDING) * (_PADDING // DOWN)
-    pointer = scale_inv.to(tl.pointer_type(stored.dtype)) + down[:, None] * wide + across[None, :]
-    tl.store(pointer, stored, mask=(down[:, None] < high) & (across[None, :] < wide))
-    spread = tl.broadcast_to(factor[:, None, :, None], (HIGH // DOWN, DOWN, WIDE // ACROSS, ACROSS))
-    value = x * tl.reshape(spread, (HIGH, WIDE))
-    r = above + tl.arange(0, HIGH)
-    if TWO_LEVEL:
-        low, high_half = tl.split(tl.reshape(_e2m1(value), (HIGH, WIDE // 2, 2)))
-        cast = (low | (high_half << 4)).to(tl.uint8)
-        c = left // 2 + tl.arange(0, WIDE // 2)
-        inside = (r[:, None] < ROWS) & (2 * c[None, :] < wide * ACROSS)
+    wide = COLUMNS if ACROSS == 1 else tl.cdiv(COLUMNS, _PADDING) * (_PADDING // ACROSS)
+    pointer = address.to(tl.pointer_type(scales.dtype))
+    inside = (down[:, None] < high) & (across[None, :] < wide)
+    if TRANSPOSED:
+        tl.store(pointer + across[None, :] * high + down[:, None], scales, mask=inside)
     else:
-        cast = _cast(value, LARGEST, ELEMENT)
-        c = left + tl.arange(0, WIDE)
-        inside = (r[:, None] < ROWS) & (c[None, :] < wide * ACROSS)
-    tl.store(data + r[:, None] * leading + c[None, :], cast, mask=inside)
+        tl.store(pointer + down[:, None] * wide + across[None, :], scales, mask=inside)
+
+
+@triton.jit
+def _store(codes, data, leading, high, wide, TWO_LEVEL: tl.constexpr, TILE: tl.constexpr):
+    """One tile of one copy, and its padding along the columns."""
+    r, c = tl.arange(0, TILE), tl.arange(0, TILE)
+    if TWO_LEVEL:
+        low, upper = tl.split(tl.reshape(codes, (TILE, TILE // 2, 2)))
+        codes, c = low | (upper << 4), tl.arange(0, TILE // 2)
+    tl.store(data + r[:, None] * leading + c[None, :], codes, mask=(r[:, None] < high) & (c[None, :] < wide))
 
 
 @triton.jit
@@ -175,10 +182,9 @@ def _two_level(largest, amax):
 def _e2m1(value):
     """Codes, one each, to nearest, ties to even; NaN is the largest."""
     bits = value.to(tl.int32, bitcast=True)
-    magnitude = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
-    # `microscaling.THRESHOLDS`
-    code = 7 - (magnitude <= 0.25).to(tl.int32) - (magnitude < 0.75).to(tl.int32) - (magnitude <= 1.25).to(tl.int32)
-    code = code - (magnitude < 1.75).to(tl.int32) - (magnitude <= 2.5).to(tl.int32)
-    code = code - (magnitude < 3.5).to(tl.int32) - (magnitude <= 5.0).to(tl.int32)
-    negative = (bits < 0) & (value == value)
-    return code | (negative.to(tl.int32) << 3)
+    magnitude = bits & 0x7FFFFFFF
+    # From 1 on a code is an exponent and one bit of the mantissa, as those of fp32 are; below it counts halves.
+    normal = (magnitude + ((magnitude >> 22) & 1) + (0x1FFFFF - (252 << 22))) >> 22
+    halves = (magnitude.to(tl.float32, bitcast=True) + _HALVES).to(tl.int32, bitcast=True) & 3
+    code = tl.where(magnitude < _ONE, halves, tl.where(normal < 7, normal, 7))
+    return code | tl.where(magnitude <= _INFINITY_BITS, (bits >> 28) & 8, 0)

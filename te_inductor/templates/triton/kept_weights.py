@@ -1,19 +1,17 @@
-"""Kept copies of weights on the GPU: Note [A weight that has not changed]. Three launches of kept_weights_kernels.py for all
-weights of a graph, four with scales of rows:
+"""Kept copies of weights on the GPU: Note [A weight that has not changed]. The kernels of kept_weights_kernels.py serve all
+weights of a graph. Of those whose tiles can be cast by themselves one does everything, in the other cases three, or four:
 
-- `kept_weights_scan` reads each weight once: its digest, and its amax where one scale is the tensor's;
-- `kept_weights_decide` compares the digest with that of the weight the copies were made of, and finds the scale, or under
-  delayed scaling compares the given one, and records the amax;
-- `kept_weights_amaxes`, with scales of rows, reads a weight that has changed: the amax of each row, and of each column;
-- `kept_weights_cast` reads the weight again and writes both copies, or returns at once (`kept_weights_cast_microscaled` of
-  kept_microscaled_kernels.py, in MXFP8 and NVFP4).
-
-Without a look (Note [Calls that do not look]) the first of them is left out, and the last records delayed scaling's amaxes.
+- `kept_weights_scan` reads each weight once: its digest, and its amax, or the amaxes of its rows and columns;
+- `kept_weights_decide` compares the digest with the mark, and finds the scale where one is the tensor's;
+- `kept_weights_scales` makes scales of the amaxes of rows and columns;
+- `kept_weights_cast` reads the weight, compares tiles with their marks where they have them, and writes both copies of what
+  has changed (`kept_weights_cast_microscaled` of kept_microscaled_kernels.py, in MXFP8 and NVFP4).
 
 Nothing comes back to the host, so that a look neither waits nor is decided when a CUDA graph is recorded. The kernels find
 the tensors by tables of addresses, made anew when one has moved.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -25,23 +23,19 @@ from torch import Tensor
 
 from te_inductor.recipes.formats import ROW
 from te_inductor.recipes.quantizers import Quantizer
-from te_inductor.runtime.kept_weights import WORD, Kept, Look, is_read_first
+from te_inductor.runtime.kept_weights import TILE, WORD, Kept, Look, is_tiled, tiles
 from te_inductor.runtime.microscaling import reciprocal
 from te_inductor.templates.triton.kept_microscaled_kernels import kept_weights_cast_microscaled
 from te_inductor.templates.triton.kept_weights_kernels import (
     ALIGNED_COLUMNS,
-    kept_weights_amaxes,
     kept_weights_cast,
     kept_weights_decide,
+    kept_weights_scales,
     kept_weights_scan,
 )
 
-SCAN_WORDS, SCAN_WARPS = 4096, 8  # of a program
-# Tile of a cast: rows, columns, how many tiles beside each other are one program's (a program that has nothing to do costs
-# about as much as a word of 2 KB to read), warps. Square blocks are tiles.
-TILES = dict.fromkeys(("1x32", "32x32", "1x16", "16x16"), (64, 64, 16, 4))
-TILES |= dict.fromkeys(("tensor", "row"), (64, 64, 4, 4))
-TILES["128x128"] = (128, 128, 1, 4)
+WARPS, SCALES = 4, 1024  # of a tile; that a program computes
+REGISTERS = 168  # of a thread of `kept_weights_cast`, so that a multiprocessor has three tiles
 
 _ELEMENTS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5, torch.uint8: tl.uint8}
 _INPUTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -52,11 +46,11 @@ class _Table:
     """Where everything is, for kernels that serve many tensors. In the parameter's own orientation: of one that holds
     (K, N) the copy that is laid out like it is the columnwise one."""
 
-    parameters: Tensor  # (P, 15) int64
-    weights: Tensor  # (W, 5) int64
-    scans: Tensor  # the parameter of each program of kept_weights_scan
-    casts: Tensor  # and of kept_weights_amaxes and kept_weights_cast
+    parameters: Tensor  # (P, 18) int64
+    weights: Tensor  # (W, 7) int64
+    programs: Tensor  # the parameter of each tile
     amaxes: int  # of all weights' rows and columns
+    longest: int  # of one weight's
     aligned: bool  # whether rows and addresses are multiples of 16 bytes
 
 
@@ -66,6 +60,7 @@ class _Kind(NamedTuple):
     quantizer: Quantizer
     dtype: torch.dtype  # of the weights
     known: bool  # whether delayed scaling gives the scale
+    tiled: bool  # whether a tile is cast by itself
 
 
 class OnDevice:
@@ -76,18 +71,18 @@ class OnDevice:
         self.tables: list[tuple[_Kind, _Table]] = []
 
     @torch.no_grad()
-    def __call__(self, looks: Sequence[Look], anew: bool = False) -> None:
+    def __call__(self, looks: Sequence[Look]) -> None:
         with torch.cuda.device(looks[0].kept.seen.device):
             _join_streams([look.kept for look in looks])
-            self.run(looks, anew)
+            self.run(looks)
 
-    def run(self, looks: Sequence[Look], anew: bool = False) -> None:
+    def run(self, looks: Sequence[Look]) -> None:
         addresses = [_address(t) for look in looks for t in (*look.weights, look.kept.data_t, look.scale, look.amax)]
         if addresses != self.addresses:
             self.tables = _tables(looks)
             self.addresses = addresses
         for kind, table in self.tables:
-            _launch(kind, table, look=not anew or is_read_first(kind.quantizer, kind.known))
+            _launch(kind, table)
 
 
 def _join_streams(kept: Sequence[Kept]) -> None:
@@ -106,45 +101,45 @@ def _tables(looks: Sequence[Look]) -> list[tuple[_Kind, _Table]]:
     """One for all weights of a dtype that are cast alike."""
     alike: dict[_Kind, list[Look]] = {}
     for look in looks:
-        kind = _Kind(look.kept.spec.quantizer, look.weights[0].dtype, look.scale is not None)
+        spec = look.kept.spec
+        kind = _Kind(spec.quantizer, look.weights[0].dtype, look.scale is not None, is_tiled(spec))
         alike.setdefault(kind, []).append(look)
-    return [(kind, _table(kind.quantizer, found)) for kind, found in alike.items()]
+    return [(kind, _table(found)) for kind, found in alike.items()]
 
 
-def _table(quantizer: Quantizer, looks: Sequence[Look]) -> _Table:
-    high, wide, steps, _ = TILES[quantizer.scope]
-    rows: list[list[int]] = []
-    scans: list[int] = []
-    casts: list[int] = []
-    amaxes = 0
+def _table(looks: Sequence[Look]) -> _Table:
+    parameters: list[list[int]] = []
+    weights: list[list[int]] = []
+    programs: list[int] = []
+    amaxes = longest = 0
     for place, look in enumerate(looks):
         one = look.kept
         data, data_t = (one.data_t, one.data) if one.spec.transposed else (one.data, one.data_t)
-        words = above = 0
-        all_rows = sum(parameter.shape[0] for parameter in look.weights)
+        sizes = sum(parameter.shape[0] for parameter in look.weights), look.weights[0].shape[1]
+        scales, amax = list(map(_address, _scales(one))), one.amax if look.amax is None else look.amax
+        above = tile = 0
         for parameter in look.weights:
             r, c = parameter.shape
-            count = parameter.nbytes // WORD
             to = (0, 0) if data is None else (data.data_ptr() + above * data.stride(0), data.stride(0))
             to_t = (0, 0) if data_t is None else (data_t.data_ptr() + above, data_t.stride(0))
-            starts = (len(scans), len(casts))
-            source = parameter.data_ptr()
-            rows.append([source, count, words, starts[0], place, r, c, starts[1], *to, *to_t, above, all_rows, amaxes])
-            scans += [len(rows) - 1] * triton.cdiv(count, SCAN_WORDS)
-            casts += [len(rows) - 1] * (triton.cdiv(r, high) * triton.cdiv(c, wide * steps))
-            words, above = words + count, above + r
-        amaxes += all_rows + look.weights[0].shape[1]
-    pairs = [(look, look.kept) for look in looks]
-    given = ((one.seen, *_scales(one), look.scale, one.amax if look.amax is None else look.amax) for look, one in pairs)
-    addresses = [[_address(t) for t in tensors] for tensors in given]
-    aligned = all(row[column] % 16 == 0 for row in rows for column in ALIGNED_COLUMNS)
+            parameters.append(
+                [
+                    *(parameter.data_ptr(), place, r, c, len(programs), tile, one.seen.data_ptr() + tile * WORD),
+                    *(*to, *to_t, above, sizes[0], amaxes, *scales, _address(look.scale), _address(amax)),
+                ]
+            )
+            count = math.prod(tiles(parameter.shape))
+            programs += [len(parameters) - 1] * count
+            above, tile = above + r, tile + count
+        weights.append([one.seen.data_ptr(), *scales, _address(amax), amaxes, *sizes])
+        amaxes, longest = amaxes + sum(sizes), max(longest, sum(sizes))
+    aligned = all(row[column] % 16 == 0 for row in parameters for column in ALIGNED_COLUMNS)
     device = looks[0].kept.seen.device
 
-    def table(values: object, dtype: torch.dtype) -> Tensor:
+    def table(values: object, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=device)
 
-    programs = table(scans, torch.int32), table(casts, torch.int32)
-    return _Table(table(rows, torch.int64), table(addresses, torch.int64), *programs, amaxes, aligned)
+    return _Table(table(parameters), table(weights), table(programs, torch.int32), amaxes, longest, aligned)
 
 
 def _scales(kept: Kept) -> tuple[Tensor | None, Tensor | None]:
@@ -156,83 +151,60 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _launch(kind: _Kind, table: _Table, look: bool) -> None:
-    quantizer, dtype = kind.quantizer, kind.dtype
-    count, device = table.weights.shape[0], table.weights.device
-    digest = torch.zeros(count, dtype=torch.int64, device=device)
-    amax = torch.zeros(count, dtype=torch.int32, device=device)
-    stale = torch.empty(count, dtype=torch.int32, device=device)
-    scale = torch.empty(count, dtype=torch.float32, device=device)
+def _launch(kind: _Kind, table: _Table) -> None:
+    quantizer, count, device = kind.quantizer, table.weights.shape[0], table.weights.device
     scope = quantizer.granularity
-    whole, two_level = scope.whole, scope.two_level
+    grid, tile = (len(table.programs),), {"INPUT": _INPUTS[kind.dtype], "TILE": TILE, "ALIGNED": table.aligned}
     encode = {
         "LARGEST": quantizer.format.max,
         "EPSILON": quantizer.amax_epsilon,
-        "LARGEST_SCALE": quantizer.largest_scale(dtype),
+        "LARGEST_SCALE": quantizer.largest_scale(kind.dtype),
         "POWER_2": quantizer.power_2_scale,
     }
-    high, wide, steps, warps = TILES[quantizer.scope]
-    if look:
-        kept_weights_scan[(len(table.scans),)](
-            table.parameters,
-            table.scans,
-            digest,
-            amax,
-            BLOCK=SCAN_WORDS,
-            BITS=8 * dtype.itemsize,
-            AMAX=whole or two_level,
-            ALIGNED=table.aligned,
-            num_warps=SCAN_WARPS,
+    stale = scale = scales = None
+    if not kind.tiled:
+        digest = torch.zeros(count, dtype=torch.int64, device=device)
+        amax = torch.zeros(count, dtype=torch.int32, device=device)
+        amaxes = torch.zeros(table.amaxes if scope is ROW else 0, dtype=torch.int32, device=device)
+        stale = torch.empty(count, dtype=torch.int32, device=device)
+        scale = torch.empty(count, dtype=torch.float32, device=device)
+        kept_weights_scan[grid](
+            table.parameters, table.programs, digest, amax, amaxes, BY_ROW=scope is ROW, **tile, num_warps=WARPS
         )
-    kept_weights_decide[(count,)](
-        table.weights,
-        digest,
-        amax,
-        stale,
-        scale,
-        INPUT=_INPUTS[dtype],
-        WHOLE=whole,
-        TWO_LEVEL=two_level,
-        KNOWN=kind.known,
-        LOOK=look,
-        **encode,
-        num_warps=1,
-    )
-    tile = {"INPUT": _INPUTS[dtype], "HIGH": high, "WIDE": wide, "STEPS": steps, "ALIGNED": table.aligned}
+        one_scale = {"WHOLE": scope.whole, "TWO_LEVEL": scope.two_level}
+        kept_weights_decide[(count,)](table.weights, digest, amax, stale, scale, **one_scale, **encode, num_warps=1)
+        if scope is ROW:
+            chunks = triton.cdiv(table.longest, SCALES)
+            kept_weights_scales[(count, chunks)](table.weights, stale, amaxes, BLOCK=SCALES, **encode)
+            scales = amaxes.view(torch.float32)
     element = _ELEMENTS[quantizer.format.dtype]
     if scope.microscaled:
-        kept_weights_cast_microscaled[(len(table.casts),)](
+        kept_weights_cast_microscaled[grid](
             table.parameters,
-            table.weights,
-            table.casts,
+            table.programs,
             stale,
             ELEMENT=element,
-            TWO_LEVEL=two_level,
+            TWO_LEVEL=scope.two_level,
             LARGEST=quantizer.format.max,
             INVERSE=reciprocal(quantizer.format.max),
             DOWN=scope.block[0],
             ACROSS=scope.block[1],
             **tile,
-            num_warps=warps,
+            num_warps=WARPS,
         )
         return
-    by_row = scope is ROW
-    amaxes = torch.zeros(table.amaxes if by_row else 0, dtype=torch.int32, device=device)
-    if by_row:
-        kept_weights_amaxes[(len(table.casts),)](table.parameters, table.casts, stale, amaxes, **tile, num_warps=warps)
-    kept_weights_cast[(len(table.casts),)](
+    kept_weights_cast[grid](
         table.parameters,
-        table.weights,
-        table.casts,
+        table.programs,
         stale,
         scale,
-        amaxes,
+        scales,
         ELEMENT=element,
-        WHOLE=whole,
-        BY_ROW=by_row,
-        LOOK=look,
-        RECORD=kind.known and not look,
+        WHOLE=scope.whole,
+        BY_ROW=scope is ROW,
+        KNOWN=kind.known,
         **tile,
         **encode,
-        num_warps=warps,
+        num_warps=WARPS,
+        maxnreg=REGISTERS,
     )
