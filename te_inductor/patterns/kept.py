@@ -2,9 +2,9 @@
 have them, which do where the user does not say, and the inputs that bring their copies into the graph.
 
 # Note [Copies that pay]
-A step of k microbatches casts each weight once where its copies are kept, and k times where they are not; each call looks at
-the weight, and 2 bytes a weight more stay in memory. Two Llama-3-8B layers, microseconds of a microbatch's casts (H200, torch
-2.11.0+cu130, triton 3.6.0, 2026-11-23)::
+A step of k microbatches casts each weight once where its copies are kept, and k times where they are not; each call looks
+at the weight, and 2 bytes a weight more stay in memory. Two Llama-3-8B layers, microseconds of a microbatch's casts (H200,
+torch 2.11.0+cu130, triton 3.6.0, 2026-11-23)::
 
                                   current   rowwise   delayed   block   mxfp8   nvfp4
     kept, has not changed             228       359       235     209     257     261
