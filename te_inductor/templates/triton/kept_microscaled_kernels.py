@@ -13,37 +13,15 @@ from te_inductor.runtime.microscaling import (
     TWO_LEVEL_MAX,
     reciprocal,
 )
-from te_inductor.templates.triton.kept_weights_kernels import (
-    _AMAX,
-    _DATA,
-    _DATA_T,
-    _INFINITY,
-    _INFINITY_BITS,
-    _LEADING,
-    _LEADING_T,
-    _ONE,
-    _PARAMETER_COLUMNS,
-    _SCALE_INV,
-    _SCALE_INV_T,
-    _SOURCE,
-    _WEIGHT,
-    _cast,
-    _corner,
-    _elements,
-    _look,
-    _magnitudes,
-    _mark,
-    _place,
-    _seen,
-    _target,
-)
+from te_inductor.templates.triton import kept_tiles as tiles
+from te_inductor.templates.triton.kept_weights_kernels import _INFINITY, _INFINITY_BITS, _ONE, _cast
 
 _FP32_MAX, _TWO_LEVEL_MAX = tl.constexpr(FP32_MAX), tl.constexpr(TWO_LEVEL_MAX)
 _E4M3_MAX, _E2M1_INVERSE = tl.constexpr(E4M3.max), tl.constexpr(reciprocal(E2M1.max))
 _INFINITY_CODE, _NAN_CODE = tl.constexpr(INFINITY_CODE), tl.constexpr(NAN_CODE)
 _SMALLEST_BITS = tl.constexpr(SMALLEST_BITS)
 _HALVES = tl.constexpr(2.0**22)  # fp32 values from there on are halves
-_PADDING = tl.constexpr(32)  # what copies are padded to, in elements
+_PADDING = tl.constexpr(32)  # what copies are padded to, in tiles.elements
 
 
 @triton.jit
@@ -61,34 +39,38 @@ def kept_weights_cast_microscaled(
     TILE: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    row = parameters + tl.load(programs + tl.program_id(0)) * _PARAMETER_COLUMNS
+    row = parameters + tl.load(programs + tl.program_id(0)) * tiles.PARAMETER_COLUMNS
     amax = 0.0
     if TWO_LEVEL:
-        if tl.load(stale + tl.load(row + _WEIGHT)) == 0:
+        if tl.load(stale + tl.load(row + tiles.P_WEIGHT)) == 0:
             return
-        amax = tl.load(tl.load(row + _AMAX).to(tl.pointer_type(tl.float32)))
+        amax = tl.load(tl.load(row + tiles.P_AMAX).to(tl.pointer_type(tl.float32)))
     else:
-        seen = _seen(row)
-        before = tl.load(seen)  # before the look, which takes longer
-        mark, _, _, _, _, _ = _look(row, INPUT, TILE, False, False, ALIGNED)
-        if not _mark(seen, before, mark):
+        seen = tiles.address_of_mark(row)
+        before = tl.load(seen)  # before the tiles.look, which takes longer
+        mark, _, _, _, _, _ = tiles.look(row, INPUT, TILE, False, False, ALIGNED)
+        if not tiles.replace_mark(seen, before, mark):
             return
-    top, left, ROWS, COLUMNS = _place(row, TILE, ALIGNED)
-    source, place = _corner(tl.load(row + _SOURCE), top, left, COLUMNS, INPUT, ALIGNED), tl.arange(0, TILE)
-    x = _elements(source, place, place, ROWS - top, COLUMNS - left, COLUMNS)
+    top, left, ROWS, COLUMNS = tiles.place_of_tile(row, TILE, ALIGNED)
+    source, place = tiles.corner(tl.load(row + tiles.P_SOURCE), top, left, COLUMNS, INPUT, ALIGNED), tl.arange(0, TILE)
+    x = tiles.elements(source, place, place, ROWS - top, COLUMNS - left, COLUMNS)
     PACKED: tl.constexpr = 2 if TWO_LEVEL else 1
     codes, scales = _codes(x, amax, ELEMENT, TWO_LEVEL, LARGEST, INVERSE, DOWN, ACROSS, TILE)
-    data, has_data, leading = _target(row + _DATA, row + _LEADING, top, left // PACKED, ELEMENT, ALIGNED)
+    data, has_data, leading = tiles.target(
+        row + tiles.P_DATA, row + tiles.P_LEADING, top, left // PACKED, ELEMENT, ALIGNED
+    )
     if has_data:
-        _store_scales(scales, tl.load(row + _SCALE_INV), top, left, ROWS, COLUMNS, DOWN, ACROSS, TILE, False)
+        _store_scales(scales, tl.load(row + tiles.P_SCALE_INV), top, left, ROWS, COLUMNS, DOWN, ACROSS, TILE, False)
         _store(codes, data, leading, ROWS - top, leading - left // PACKED, TWO_LEVEL, TILE)
-    data_t, has_data_t, leading_t = _target(row + _DATA_T, row + _LEADING_T, left, top // PACKED, ELEMENT, ALIGNED)
+    data_t, has_data_t, leading_t = tiles.target(
+        row + tiles.P_DATA_T, row + tiles.P_LEADING_T, left, top // PACKED, ELEMENT, ALIGNED
+    )
     if has_data_t:
         if DOWN == ACROSS:
             codes_t, scales_t = codes, scales
         else:
             codes_t, scales_t = _codes(x, amax, ELEMENT, TWO_LEVEL, LARGEST, INVERSE, ACROSS, DOWN, TILE)
-        _store_scales(scales_t, tl.load(row + _SCALE_INV_T), top, left, ROWS, COLUMNS, ACROSS, DOWN, TILE, True)
+        _store_scales(scales_t, tl.load(row + tiles.P_SCALE_INV_T), top, left, ROWS, COLUMNS, ACROSS, DOWN, TILE, True)
         _store(tl.trans(codes_t), data_t, leading_t, COLUMNS - left, leading_t - top // PACKED, TWO_LEVEL, TILE)
 
 
@@ -107,7 +89,7 @@ def _codes(
     """A tile of one copy as x lies, of which E2M1 values are not packed yet, and its scales."""
     HIGH: tl.constexpr = TILE // DOWN
     WIDE: tl.constexpr = TILE // ACROSS
-    bits = tl.reshape(_magnitudes(x), (HIGH, DOWN, WIDE, ACROSS))
+    bits = tl.reshape(tiles.magnitudes(x), (HIGH, DOWN, WIDE, ACROSS))
     largest = tl.max(tl.max(bits, 3), 1).to(tl.float32, bitcast=True)
     if TWO_LEVEL:
         factor, scales = _two_level(largest, amax)

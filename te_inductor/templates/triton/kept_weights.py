@@ -26,8 +26,8 @@ from te_inductor.recipes.quantizers import Quantizer
 from te_inductor.runtime.kept_weights import TILE, WORD, Kept, Look, is_tiled, tiles
 from te_inductor.runtime.microscaling import reciprocal
 from te_inductor.templates.triton.kept_microscaled_kernels import kept_weights_cast_microscaled
+from te_inductor.templates.triton.kept_tiles import ALIGNED_COLUMNS
 from te_inductor.templates.triton.kept_weights_kernels import (
-    ALIGNED_COLUMNS,
     kept_weights_cast,
     kept_weights_decide,
     kept_weights_scales,
