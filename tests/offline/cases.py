@@ -10,6 +10,7 @@ Case = tuple[Callable[..., Any], tuple[Tensor, ...]]
 
 
 SMALL = {"policy": {"*": "rowwise"}}  # named by the policy, a site may be too small to pay
+EACH = {"weights": "each_call"}  # in graphs whose casts of weights are looked at
 
 
 class Mlp(nn.Module):
@@ -141,7 +142,8 @@ def small_training_nvfp4_plain() -> Case:
         layers = (nn.Linear(128, 256, dtype=torch.bfloat16), nn.GELU(), nn.Linear(256, 128, dtype=torch.bfloat16))
         x = torch.randn(32, 128, dtype=torch.bfloat16)
     recipe = NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True)
-    return torch.compile(nn.Sequential(*layers), backend="te", fullgraph=True, options={"policy": {"*": recipe}}), (x,)
+    options = {"policy": {"*": recipe}, **EACH}
+    return torch.compile(nn.Sequential(*layers), backend="te", fullgraph=True, options=options), (x,)
 
 
 def mlp_training_mxfp8_kept() -> Case:
@@ -165,7 +167,9 @@ def linear_rowwise_padded() -> Case:
 def _linear_block(m: int, n: int, k: int, dtype: torch.dtype, **options: Any) -> Case:
     x = torch.randn(m, k, device="cuda", dtype=dtype, requires_grad=True)
     layer = nn.Linear(k, n, device="cuda", dtype=dtype)
-    return torch.compile(layer, backend="te", fullgraph=True, options={"policy": {"*": "block"}, **options}), (x,)
+    return torch.compile(layer, backend="te", fullgraph=True, options={"policy": {"*": "block"}, **EACH, **options}), (
+        x,
+    )
 
 
 def linear_block() -> Case:
