@@ -75,9 +75,7 @@ class Kept:
     sizes: tuple[tuple[int, int], ...]  # of the parameters
     data: Tensor  # (N, pad(K)), zeros in the padding, or NaN where it shares a block of MXFP8 with one
     scale_inv: Tensor
-    seen: (
-        Tensor  # int64, the marks of what the copies were made of, a parameter's tiles behind another's; 0: of nothing
-    )
+    seen: Tensor  # int64, the marks of what the copies were made of, one parameter's behind another's; 0: of nothing
     data_t: Tensor | None = None  # (K, pad(N)), where a gradient of the input has been wanted
     scale_inv_t: Tensor | None = None
     amax: Tensor | None = None  # () fp32, of scales of two levels

@@ -81,10 +81,8 @@ def test_budgets(name):
     """As the budget falls more of the nine products are computed again, down to nearly all; nothing else changes. Of nvfp4,
     whose copies are small beside outputs, four at once: torch weighs what an op returns, needed or not."""
     model = Block()
-    options = {
-        "fallback": strict(name),
-        "weights": "each_call",
-    }  # kept copies are inputs, of which the budget knows nothing
+    # Kept copies are inputs, of which the budget knows nothing.
+    options = {"fallback": strict(name), "weights": "each_call"}
     expected, products = train(copy.deepcopy(model), name, **options)
     assert "fprop" not in products
     again = []

@@ -167,9 +167,8 @@ def linear_rowwise_padded() -> Case:
 def _linear_block(m: int, n: int, k: int, dtype: torch.dtype, **options: Any) -> Case:
     x = torch.randn(m, k, device="cuda", dtype=dtype, requires_grad=True)
     layer = nn.Linear(k, n, device="cuda", dtype=dtype)
-    return torch.compile(layer, backend="te", fullgraph=True, options={"policy": {"*": "block"}, **EACH, **options}), (
-        x,
-    )
+    options = {"policy": {"*": "block"}, **EACH, **options}
+    return torch.compile(layer, backend="te", fullgraph=True, options=options), (x,)
 
 
 def linear_block() -> Case:
