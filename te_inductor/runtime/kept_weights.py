@@ -232,7 +232,7 @@ def marks(spec: Spec, pieces: Sequence[Tensor], scale: Tensor | None = None) -> 
     if not is_tiled(spec):
         mark = mark.sum(0, keepdim=True)
     elif scale is not None:
-        mark = mark + scale.view(torch.int32).to(torch.int64) * _signed(GOLDEN)
+        mark = mark + scale.view(torch.int32).to(torch.int64) * signed(GOLDEN)
     return torch.where(mark == 0, 1, mark)  # 0 is that of nothing
 
 
@@ -244,11 +244,11 @@ def _digests(piece: Tensor, first: int) -> Tensor:
     words = functional.pad(piece.view(_BITS[size]), padding).view(torch.int64)
     words = words.view(down, TILE // STEP, STEP, across, -1).permute(0, 3, 1, 2, 4).flatten(0, 1)
     chain = torch.arange(words[:, 0].numel(), device=words.device).view(words[:, 0].shape)
-    chain = (chain + first * chain[0].numel() + 1) * _signed(GOLDEN)
+    chain = (chain + first * chain[0].numel() + 1) * signed(GOLDEN)
     for step in range(TILE // STEP):
-        chain = (chain ^ _high(chain)) * _signed(MIX[0]) + words[:, step]
+        chain = (chain ^ _high(chain)) * signed(MIX[0]) + words[:, step]
     for factor in MIX:
-        chain = (chain ^ _high(chain)) * _signed(factor)
+        chain = (chain ^ _high(chain)) * signed(factor)
     return (chain ^ _high(chain)).sum((1, 2))
 
 
@@ -257,5 +257,5 @@ def _high(value: Tensor) -> Tensor:
     return (value >> 32) & 0xFFFFFFFF
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
     return value - 2**64 if value >= 2**63 else value

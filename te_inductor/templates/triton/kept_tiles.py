@@ -3,14 +3,9 @@
 import triton
 import triton.language as tl
 
-from te_inductor.runtime.kept_weights import GOLDEN, MIX, STEP
+from te_inductor.runtime.kept_weights import GOLDEN, MIX, STEP, signed
 
-
-def _signed(value: int) -> int:
-    return value - 2**64 if value >= 2**63 else value
-
-
-GOLDEN_WORD, _MIX_1, _MIX_2 = (tl.constexpr(_signed(value)) for value in (GOLDEN, *MIX))
+GOLDEN_WORD, _MIX_1, _MIX_2 = (tl.constexpr(signed(value)) for value in (GOLDEN, *MIX))
 ROWS_A_STEP = tl.constexpr(STEP)
 
 # Columns of the table of parameters, and of that of weights (kept_weights.py, `_Table`).

@@ -59,7 +59,6 @@ class _Kind(NamedTuple):
 
     quantizer: Quantizer
     dtype: torch.dtype  # of the weights
-    known: bool  # whether delayed scaling gives the scale
     tiled: bool  # whether a tile is cast by itself
 
 
@@ -102,7 +101,7 @@ def _tables(looks: Sequence[Look]) -> list[tuple[_Kind, _Table]]:
     alike: dict[_Kind, list[Look]] = {}
     for look in looks:
         spec = look.kept.spec
-        kind = _Kind(spec.quantizer, look.weights[0].dtype, look.scale is not None, is_tiled(spec))
+        kind = _Kind(spec.quantizer, look.weights[0].dtype, is_tiled(spec))
         alike.setdefault(kind, []).append(look)
     return [(kind, _table(found)) for kind, found in alike.items()]
 
@@ -202,7 +201,7 @@ def _launch(kind: _Kind, table: _Table) -> None:
         ELEMENT=element,
         WHOLE=scope.whole,
         BY_ROW=scope is ROW,
-        KNOWN=kind.known,
+        KNOWN=scope.whole and kind.tiled,
         **tile,
         **encode,
         num_warps=WARPS,
