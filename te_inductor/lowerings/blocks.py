@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch._inductor import ir
 from torch._inductor.lowering import lowerings
+from torch._inductor.utils import sympy_product
 from torch._inductor.virtualized import ops as prims
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
@@ -87,7 +88,7 @@ def dequantize(
     """What a copy stands for; of two-level scales in units of the tensor's factor."""
     rows, columns = data.get_size()
     packed = E2M1.packed if scope.two_level else 1
-    load, load_scale = data.make_loader(), spread_loader(scale_inv, scope)
+    load, load_scale = data.make_loader(), spread_loader(scale_inv, scope, [rows, columns * packed])
 
     def inner(index):
         row, column = index
@@ -123,9 +124,17 @@ def hadamard(x: ir.TensorBox) -> ir.TensorBox:
     return box
 
 
-def spread_loader(scale: ir.TensorBox, scope: Scope):
-    """A loader of the scale of each element, from scales as the scope stores them."""
-    load, (high, wide) = scale.make_loader(), scope.block
+def scale_matrix(
+    scale: ir.TensorBox,  # as a scope of blocks stores it
+    scope: Scope,
+    sizes: Sequence[Any],  # R, C
+) -> ir.TensorBox:  # of Scope.scale_matrix's sizes
+    return lowerings[aten.view](scale, list(scope.scale_matrix(*sizes, floordiv=FloorDiv)))  # type: ignore[no-any-return]
+
+
+def spread_loader(scale: ir.TensorBox, scope: Scope, sizes: Sequence[Any]):
+    """A loader of the scale of each element of (R, C), from scales as the scope stores them."""
+    load, (high, wide) = scale_matrix(scale, scope, sizes).make_loader(), scope.block
 
     def inner(index):
         row, column = FloorDiv(index[0], high), FloorDiv(index[1], wide)
@@ -137,14 +146,13 @@ def spread_loader(scale: ir.TensorBox, scope: Scope):
 def spread_rows(
     scale: ir.TensorBox,  # as the scope stores it
     scope: Scope,
-    rows: Any,
-) -> ir.TensorBox:  # (C/128, rows): the same scales, stored as those of blocks of one row
+    sizes: Sequence[Any],  # R, C
+) -> ir.TensorBox:  # (C/128, R): the same scales, as those of blocks of one row
+    matrix = scale_matrix(scale, scope, sizes)
     if scope.row_last:
-        return scale
-    load, across = scale.make_loader(), scale.get_size()[1]
-    return _pointwise(
-        scale, torch.float32, [across, rows], lambda index: load([FloorDiv(index[1], scope.block[0]), index[0]])
-    )
+        return matrix
+    load, ranges = matrix.make_loader(), [matrix.get_size()[1], sizes[0]]
+    return _pointwise(scale, torch.float32, ranges, lambda index: load([FloorDiv(index[1], scope.block[0]), index[0]]))
 
 
 def _tiled_copies(
@@ -183,7 +191,7 @@ def _tiled_copy(
     whole, whole_inv = (
         side.filled(boxes) for side, boxes in zip((data, scale_inv), zip(*made, strict=True), strict=True)
     )
-    return _transposed(whole) if transposed else whole, _transposed(whole_inv) if turned else whole_inv
+    return _transposed(whole) if transposed else whole, _flat(_transposed(whole_inv) if turned else whole_inv)
 
 
 def _tiles(
@@ -224,7 +232,7 @@ def _copy_by_rows(
     share a byte share a turn of the innermost loop, so that the amax of a block and its cast have the same loops."""
     rows, columns = x.get_size()
     wide, packed = quantizer.granularity.block[1], quantizer.format.packed
-    _, across = quantizer.granularity.blocks(rows, columns)
+    _, across = quantizer.granularity.blocks(rows, columns, floordiv=FloorDiv)
     load = _zero_beyond(x, rows, across * wide)
     ranges, block = [across, rows] if x_is_transposed else [rows, across], [wide // packed]
 
@@ -250,7 +258,7 @@ def _copy_by_rows(
         data = lowerings[aten.permute](data, [1, 0, 2])
     if x_is_transposed != quantizer.granularity.row_last:
         scale_inv = _transposed(scale_inv)
-    return lowerings[aten.view](data, [rows, across * block[0]]), scale_inv
+    return lowerings[aten.view](data, [rows, across * block[0]]), _flat(scale_inv)
 
 
 def _stored(elements, scale, quantizer: Quantizer, device: torch.device, bits=(None, None)):
@@ -286,7 +294,7 @@ def _scales_of_squares(
 ) -> tuple[ir.TensorBox, ir.TensorBox, ir.TensorBox]:
     """What values are multiplied with, scale_inv, and scale_inv of the transpose."""
     high, wide = quantizer.granularity.block
-    down, across = quantizer.granularity.blocks(*x.get_size())
+    down, across = quantizer.granularity.blocks(*x.get_size(), floordiv=FloorDiv)
     load = _zero_beyond(x, down * high, across * wide)
 
     def elements(outer, inner):
@@ -296,13 +304,13 @@ def _scales_of_squares(
     load_inv = scale_inv.make_loader()
     scale_inv_t = _pointwise(x, quantizer.granularity.scale.dtype, [down, across], load_inv)
     _store(scale_inv_t, (0, 1))
-    return scale, scale_inv, _transposed(scale_inv_t)
+    return scale, _flat(scale_inv), _flat(_transposed(scale_inv_t))
 
 
 def _cast_by_squares(x: ir.TensorBox, scale: ir.TensorBox, quantizer: Quantizer) -> ir.TensorBox:
     rows, columns = x.get_size()
     (high, wide), packed = quantizer.granularity.block, quantizer.format.packed
-    whole = quantizer.granularity.blocks(rows, columns)[1] * wide
+    whole = quantizer.granularity.blocks(rows, columns, floordiv=FloorDiv)[1] * wide
     load, load_scale = _zero_beyond(x, rows, whole), scale.make_loader()
 
     def cast(index):
@@ -375,6 +383,11 @@ def _rows_are_contiguous(x: ir.TensorBox) -> bool:
 
 def _transposed(x: ir.TensorBox) -> ir.TensorBox:
     return lowerings[aten.permute](x, [1, 0])  # type: ignore[no-any-return]
+
+
+def _flat(matrix: ir.TensorBox) -> ir.TensorBox:
+    """Contiguous in memory, in one dimension."""
+    return lowerings[aten.view](matrix, [sympy_product(matrix.get_size())])  # type: ignore[no-any-return]
 
 
 def _pointwise(like: ir.TensorBox, dtype: torch.dtype, ranges, inner) -> ir.TensorBox:

@@ -10,6 +10,7 @@ Source: cuBLAS documentation, "1D Block Scaling Factors Layout".
 
 # mypy: disable-error-code="no-untyped-def"
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ def library(
     out_dtype: torch.dtype,
 ) -> ir.TensorBox:  # (M, N); without the factors of tensors
     columns = b.get_size()[0]
-    missing = padded(columns) - columns
+    missing = padded(columns, floordiv=FloorDiv) - columns
     if missing != 0:  # cuBLASLt wants N % 16 == 0; the pad fuses with the cast that makes b
         b = lowerings[aten.constant_pad_nd](b, [0, 0, 0, missing], 0)
     operands = []
@@ -45,7 +46,7 @@ def library(
         (a, b), (a_scale, b_scale), gemm.granularities, (a.get_size()[0], columns), strict=True
     ):
         operands += [_viewed(x, E2M1.library if scope.two_level else x.get_dtype())]
-        operands += [_viewed(swizzled(scale, scope, rows, x.get_size()[0]), scope.scale.library)]
+        operands += [_viewed(swizzled(scale, scope, [rows, _columns(x, scope)], x.get_size()[0]), scope.scale.library)]
     a, a_scale, b, b_scale = operands
     y = lowerings[aten._scaled_mm.default](
         a, lowerings[aten.permute](b, [1, 0]), a_scale, b_scale, None, out_dtype=out_dtype, use_fast_accum=False
@@ -64,23 +65,27 @@ def measured(
     alpha: ir.TensorBox | None,
 ) -> ir.TensorBox | None:  # (M, N)
     """What max-autotune finds to be fastest; None where nothing is measured, and `library` multiplies."""
-    (a_scope, b_scope), (rows, columns) = gemm.granularities, (x.get_size()[0] for x in (a, b))
-    problem = gemm_choices.microscaled(a, b, bias, NV_1X16 if a_scope.two_level else MX_1X32, out_dtype)
+    scopes = gemm.granularities
+    problem = gemm_choices.microscaled(a, b, bias, NV_1X16 if scopes[0].two_level else MX_1X32, out_dtype)
     if problem is None:
         return None
-    scales = [swizzled(a_scale, a_scope, rows, rows), swizzled(b_scale, b_scope, columns, columns)]
+    scales = [
+        swizzled(scale, scope, [x.get_size()[0], _columns(x, scope)], x.get_size()[0])
+        for x, scale, scope in zip((a, b), (a_scale, b_scale), scopes, strict=True)
+    ]
     return gemm_choices.fastest(problem, [a, b, *scales, *(x for x in (alpha, bias) if x is not None)])
 
 
 def swizzled(
     scale: ir.TensorBox,  # as the scope stores it
     scope: Scope,
-    rows: Any,  # that have scales
+    sizes: Sequence[Any],  # rows that have scales, columns
     whole: Any,  # rows with those that were padded to
 ) -> ir.TensorBox:  # (bytes,), in the order of Note [Swizzled scales]
-    blocks = scale.get_size()[1]
-    tiles, across = (whole + ROWS - 1) // ROWS, (blocks + BLOCKS - 1) // BLOCKS
-    load, wide = spread_loader(scale, scope), scope.block[1]
+    rows, wide = sizes[0], scope.block[1]
+    blocks = scope.blocks(*sizes, floordiv=FloorDiv)[1]
+    tiles, across = FloorDiv(whole + ROWS - 1, ROWS), FloorDiv(blocks + BLOCKS - 1, BLOCKS)
+    load = spread_loader(scale, scope, sizes)
 
     def inner(index):
         [place] = index
@@ -106,6 +111,11 @@ def swizzled(
     )
     box.realize()
     return box  # type: ignore[return-value]
+
+
+def _columns(x: ir.TensorBox, scope: Scope) -> Any:
+    """Values in a row of a copy."""
+    return x.get_size()[1] * (E2M1.packed if scope.two_level else 1)
 
 
 def _viewed(x: ir.TensorBox, dtype: torch.dtype) -> ir.TensorBox:

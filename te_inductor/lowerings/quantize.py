@@ -8,6 +8,7 @@ import torch
 from torch._inductor import ir
 from torch._inductor.lowering import lowerings
 from torch._inductor.virtualized import V
+from torch.utils._sympy.functions import FloorDiv
 
 from te_inductor import ops
 from te_inductor.lowerings import blocks, values
@@ -111,7 +112,7 @@ def _copy_pieces(pieces: Sequence[ir.TensorBox], dim: int, quantizer: Quantizer)
 def _cast_values(x: ir.TensorBox, scale: ir.TensorBox, quantizer: Quantizer) -> ir.TensorBox:
     """What the low-precision copy holds, columns padded with zeros."""
     rows, columns = x.get_size()
-    missing = quantizer.padded(columns) - columns
+    missing = quantizer.padded(columns, floordiv=FloorDiv) - columns
     if missing != 0:
         x = lowerings[aten.constant_pad_nd](x, [0, missing], 0.0)
     load, device = x.make_loader(), x.get_device_or_error()

@@ -104,7 +104,7 @@ def _cuda(a, a_scale, b, b_scale, bias, gemm, out_dtype):  # type: ignore[no-unt
         y = _cuda(a, one, b, one, None, gemm, torch.float32)
         return _add(_scaled(y, a_scale, b_scale, out_dtype), bias, out_dtype)
     rows = b.get_size()[0]
-    missing = padded(rows) - rows
+    missing = padded(rows, floordiv=FloorDiv) - rows
     if missing != 0:  # cuBLASLt wants N % 16 == 0; the pad fuses with the cast that makes b
         b, b_scale = (
             lowerings[aten.constant_pad_nd](x, [0, 0, 0, missing], 0.0) if x.get_size() else x for x in (b, b_scale)
@@ -174,8 +174,8 @@ def _cuda_blocks(a, a_scale, b, b_scale, bias, gemm, out_dtype):  # type: ignore
     rows, columns = a.get_size()[0], b.get_size()[0]
     a_scope, b_scope = gemm.granularities
     if V.graph.sizevars.statically_known_equals(a.get_size()[1], a_scope.alignment):  # one block: scales of rows
-        a_scale = _transposed(blocks.spread_rows(a_scale, a_scope, rows))
-        b_scale = _transposed(blocks.spread_rows(b_scale, b_scope, columns))
+        a_scale = _transposed(blocks.spread_rows(a_scale, a_scope, a.get_size()))
+        b_scale = _transposed(blocks.spread_rows(b_scale, b_scope, b.get_size()))
         return _cuda(a, a_scale, b, b_scale, bias, gemm, out_dtype)
     (a, a_scale), (b, b_scale) = _block_operands(a, a_scale, b, b_scale, gemm)
     with config.patch(max_autotune=False, max_autotune_gemm=False):
@@ -190,14 +190,14 @@ def _block_operands(a, a_scale, b, b_scale, gemm):  # type: ignore[no-untyped-de
 
 def _block_operand(x, scale, scope, alignment):  # type: ignore[no-untyped-def]
     """Mirrors `eager._block_operand`. The pads fuse with the cast, or are not there."""
-    rows, missing = x.get_size()[0], 0
-    if not V.graph.sizevars.statically_known_multiple_of(rows, alignment):
-        missing = FloorDiv(rows + alignment - 1, alignment) * alignment - rows
+    sizes, known, missing = x.get_size(), V.graph.sizevars.statically_known_multiple_of, 0
+    if not known(sizes[0], alignment):
+        missing = padded(sizes[0], alignment, floordiv=FloorDiv) - sizes[0]
     if missing != 0:
         x = lowerings[aten.constant_pad_nd](x, [0, 0, 0, missing], 0.0)
-    if not scope.row_last and V.graph.sizevars.statically_known_multiple_of(scale.get_size()[1], BLOCK_SCALES):
-        return x, scale
-    scale = blocks.spread_rows(scale, scope, rows)
+    if not scope.row_last and known(scope.blocks(*sizes, floordiv=FloorDiv)[1], BLOCK_SCALES):
+        return x, blocks.scale_matrix(scale, scope, sizes)
+    scale = blocks.spread_rows(scale, scope, sizes)
     if missing != 0:
         scale = lowerings[aten.constant_pad_nd](scale, [0, missing], 0.0)
     return x, _transposed(scale)

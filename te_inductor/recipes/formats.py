@@ -1,6 +1,8 @@
 """Element formats and scopes of scales as data. A format is always named, never inferred from a dtype or a shape."""
 
 import enum
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -79,17 +81,24 @@ HADAMARD = len(HADAMARD_SIGNS)
 ALIGNMENT = 16
 
 
-def padded(size: int, alignment: int = ALIGNMENT) -> int:
+# How sizes are divided; of Inductor's symbols `FloorDiv`, as their own `//` makes a fraction, which torch takes for no size
+# that it knows.
+Division = Callable[[int, int], int]
+
+
+def padded(size: int, alignment: int = ALIGNMENT, *, floordiv: Division = operator.floordiv) -> int:
     """`size` rounded up to a multiple of `alignment`; works on symbolic sizes, and leaves known multiples as they are."""
-    return (size + alignment - 1) // alignment * alignment
+    return floordiv(size + alignment - 1, alignment) * alignment
 
 
 @dataclass(frozen=True)
 class Scope:
     """Which elements of an (R, C) tensor share one scale: those of a block of it. A GEMM contracts C.
 
-    Blocks at the edge may be cut off: the rest of them is zeros. Scales are stored () of the tensor, (R, 1) of its rows,
-    and (R/rows, C/columns) of blocks; where `row_last`, transposed, so that the scales of all rows lie beside each other.
+    Blocks at the edge may be cut off: the rest of them is zeros. Scales are stored () of the tensor, (R, 1) of its rows. Of
+    blocks they are a matrix (R/rows, C/columns), where `row_last` its transpose, so that those of all rows lie beside each
+    other; it is stored in one dimension, row by row. With two, torch would compile an R or C of one block apart from those
+    of several: it guards on each size that may be 1.
     """
 
     name: str
@@ -129,21 +138,27 @@ class Scope:
         """Whether the tensor has a factor besides the scales of its blocks."""
         return self.scale is TWO_LEVEL
 
-    def blocks(self, rows: int, columns: int) -> tuple[int, int]:
+    def blocks(self, rows: int, columns: int, *, floordiv: Division = operator.floordiv) -> tuple[int, int]:
         """How many blocks there are along each dimension, those of padding too; works on symbolic sizes."""
         high, wide = self.block
-        down = (rows if high == 1 else self._blocks(rows, high)) if high else 1
-        return down, self._blocks(columns, wide) if wide else 1
 
-    def _blocks(self, size: int, block: int) -> int:
-        return (size + self.alignment - 1) // self.alignment * (self.alignment // block)
+        def count(size: int, block: int) -> int:
+            return floordiv(size + self.alignment - 1, self.alignment) * (self.alignment // block)
+
+        down = (rows if high == 1 else count(rows, high)) if high else 1
+        return down, count(columns, wide) if wide else 1
+
+    def scale_matrix(self, rows: int, columns: int, *, floordiv: Division = operator.floordiv) -> tuple[int, int]:
+        """The matrix that scales of blocks are, of an (R, C) tensor."""
+        down, across = self.blocks(rows, columns, floordiv=floordiv)
+        return (across, down) if self.row_last else (down, across)
 
     def scale_shape(self, rows: int, columns: int) -> tuple[int, ...]:
         """Of the stored scales of an (R, C) tensor."""
         if self.whole:
             return ()
         down, across = self.blocks(rows, columns)
-        return (across, down) if self.row_last else (down, across)
+        return (down * across,) if self.blocked else (down, across)
 
 
 TENSOR = Scope("tensor", block=(0, 0))

@@ -1,12 +1,13 @@
 """What an op needs to know to quantize a tensor or to multiply quantized ones: constants, no state."""
 
 import math
+import operator
 
 import torch
 
 from te_inductor.errors import RecipeError, wrong_type
 from te_inductor.recipes.constants import Constant, constant
-from te_inductor.recipes.formats import ELEMENTS, SCOPES, Element, Scope, padded
+from te_inductor.recipes.formats import ELEMENTS, SCOPES, Division, Element, Scope, padded
 
 
 @constant
@@ -54,9 +55,9 @@ class Quantizer(Constant):
     def granularity(self) -> Scope:
         return SCOPES[self.scope]
 
-    def padded(self, columns: int) -> int:
+    def padded(self, columns: int, *, floordiv: Division = operator.floordiv) -> int:
         """How many columns a copy of so many has, with its padding."""
-        return padded(columns, self.granularity.alignment)
+        return padded(columns, self.granularity.alignment, floordiv=floordiv)
 
     def stored(self, columns: int) -> int:
         """How many it is stored as, where several values are one byte."""

@@ -18,7 +18,7 @@ def amax(
     down, across = scope.blocks(rows, columns)
     whole = F.pad(x.abs(), (0, across * wide - columns, 0, down * high - rows))
     found = whole.view(down, high, across, wide).amax((1, 3))
-    return found.t().contiguous() if scope.row_last else found
+    return (found.t() if scope.row_last else found).flatten()
 
 
 def spread(
@@ -28,8 +28,7 @@ def spread(
 ) -> Tensor:  # broadcasts to the shape, (R, C)
     if not scope.blocked:
         return scale
-    rows, columns = shape
-    return spread_rows(scale, scope, rows).t().repeat_interleave(scope.block[1], 1)[:, :columns]
+    return spread_rows(scale, scope, shape).t().repeat_interleave(scope.block[1], 1)[:, : shape[1]]
 
 
 def values(
@@ -50,6 +49,7 @@ def scale_values(scale_inv: Tensor, scope: Scope) -> Tensor:
 def spread_rows(
     scale: Tensor,  # of a blocked scope's stored shape
     scope: Scope,
-    rows: int,
-) -> Tensor:  # (blocks of columns, rows): the same scales, stored as those of blocks of one row
-    return scale if scope.row_last else scale.t().repeat_interleave(scope.block[0], 1)[:, :rows].contiguous()
+    shape: torch.Size,  # (R, C)
+) -> Tensor:  # (blocks of columns, R): the same scales, as those of blocks of one row
+    matrix = scale.view(scope.scale_matrix(*shape))
+    return matrix if scope.row_last else matrix.t().repeat_interleave(scope.block[0], 1)[:, : shape[0]].contiguous()

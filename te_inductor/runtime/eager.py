@@ -212,8 +212,8 @@ def _cuda_blocks(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, gemm: G
     m, n = a.shape[0], b.shape[0]
     a_scope, b_scope = gemm.granularities
     if a.shape[1] == a_scope.alignment:  # one block: scales of rows, which PyTorch would take these for
-        a_scale = blocks.spread_rows(a_scale, a_scope, m).reshape(-1, 1)
-        b_scale = blocks.spread_rows(b_scale, b_scope, n).reshape(-1, 1)
+        a_scale = blocks.spread_rows(a_scale, a_scope, a.shape).reshape(-1, 1)
+        b_scale = blocks.spread_rows(b_scale, b_scope, b.shape).reshape(-1, 1)
         return _cuda(a, a_scale, b, b_scale, gemm, out_dtype)
     a, a_scale = _block_operand(a, a_scale, a_scope, BLOCK_SCALES)
     b, b_scale = _block_operand(b, b_scale, b_scope, ALIGNMENT)
@@ -224,13 +224,14 @@ def _cuda_blocks(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, gemm: G
 def _block_operand(x: Tensor, scale: Tensor, scope: Scope, alignment: int) -> tuple[Tensor, Tensor]:
     """Rows padded to `alignment`, and scales as torch._scaled_mm wants them of the left operand: (R, K/128) with rows
     contiguous, or (R/128, K/128)."""
-    rows = x.shape[0]
-    x = _pad_rows(x, alignment)
+    whole = _pad_rows(x, alignment)
+    matrix = scope.scale_matrix(*x.shape)
     # Where four do not divide K/128, PyTorch's versions disagree on the stride of square blocks' scales, and one is wrong.
-    if not scope.row_last and scale.shape[1] % BLOCK_SCALES == 0:
-        return x, scale
-    scale = blocks.spread_rows(scale, scope, rows)
-    return x, (scale if rows == x.shape[0] else F.pad(scale, (0, x.shape[0] - rows))).t()
+    if not scope.row_last and matrix[1] % BLOCK_SCALES == 0:
+        return whole, scale.view(matrix)
+    missing = whole.shape[0] - x.shape[0]
+    scale = blocks.spread_rows(scale, scope, x.shape)
+    return whole, (F.pad(scale, (0, missing)) if missing else scale).t()
 
 
 def _pad_rows(x: Tensor, alignment: int) -> Tensor:

@@ -64,18 +64,19 @@ def encode_scales(
     x: Tensor,  # (R, C)
     quantizer: Quantizer,
     dtype: torch.dtype = torch.float32,
-) -> Tensor:  # (), (R, 1), (C/128, R) or (R/128, C/128), float64
-    """The factors of the blocks that the scope says, of a tensor that was of `dtype`."""
+) -> Tensor:  # (), (R, 1), or of blocks (scales,), float64
+    """The factors of the blocks that the scope says, of a tensor that was of `dtype`: of 1 x 128 by columns of blocks, of
+    128 x 128 by rows of them."""
     scope = quantizer.scope
     scales = [encode_scale(amax, quantizer, dtype) for amax in amaxes(_blocks(x, scope))]
-    made, across = torch.tensor(scales, dtype=torch.float64), -(-x.shape[1] // 128)
+    made = torch.tensor(scales, dtype=torch.float64)
     if scope == "1x128":
-        return made.reshape(x.shape[0], across).t().contiguous()
-    return made.reshape({"tensor": (), "row": (x.shape[0], 1), "128x128": (-(-x.shape[0] // 128), across)}[scope])
+        return made.reshape(x.shape[0], -(-x.shape[1] // 128)).t().flatten()
+    return made.reshape({"tensor": (), "row": (x.shape[0], 1), "128x128": (-1,)}[scope])
 
 
 def spread(
-    scale: Tensor,  # (), (R, 1), (C/128, R) or (R/128, C/128)
+    scale: Tensor,  # as `encode_scales` has them
     scope: str,
     rows: int,
     columns: int,
@@ -83,10 +84,10 @@ def spread(
     """The scale of each element."""
     if reference_microscaling.is_microscaled(scope):
         return reference_microscaling.spread(scale, scope, rows, columns)
-    row, column = torch.arange(rows)[:, None], torch.arange(columns)[None, :]
+    row, column, across = torch.arange(rows)[:, None], torch.arange(columns)[None, :], -(-columns // 128)
     if scope == "1x128":
-        return scale[column // 128, row]
-    return scale[row // 128, column // 128] if scope == "128x128" else scale
+        return scale[column // 128 * rows + row]
+    return scale[row // 128 * across + column // 128] if scope == "128x128" else scale
 
 
 def _cast(x: Tensor, scale: Tensor, quantizer: Quantizer) -> Tensor:

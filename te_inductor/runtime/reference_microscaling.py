@@ -23,7 +23,7 @@ def quantize(
     quantizer: Quantizer,
     amax: float | None = None,  # of the tensor, where scales have two levels
     seed: int | None = None,  # of stochastic rounding
-) -> tuple[Tensor, Tensor]:  # data (R, C padded to 32) float64, scale_inv (R/block, C/block) float64
+) -> tuple[Tensor, Tensor]:  # data (R, C padded to 32) float64, scale_inv (scales,) float64, row by row of blocks
     """``x ~= data * spread(scale_inv)``, times ``amax / (6 * 448)`` where scales have two levels."""
     high, wide = _BLOCKS[quantizer.scope]
     whole = padded(x.float(), 1 if high == 1 else _ALIGNMENT, _ALIGNMENT)
@@ -33,7 +33,7 @@ def quantize(
         pairs = [e8m0_scale(found, quantizer.format.max) for found in amaxes(blocks)]
     else:
         pairs = [two_level_scale(found, amax) for found in amaxes(blocks)]
-    factor, scale_inv = torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2).t().reshape(2, down, across)
+    factor, scale_inv = torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2).t()
     product = (whole.double() * spread(factor, quantizer.scope, *whole.shape)).to(torch.float32).double()
     data = round_to_element(product, quantizer.format) if seed is None else round_stochastically(product, seed)
     if quantizer.format is E2M1:
@@ -103,14 +103,15 @@ def two_level_scale(amax: float, tensor_amax: float) -> tuple[float, float]:
 
 
 def spread(
-    scale: Tensor,  # (R/block, C/block)
+    scale: Tensor,  # (scales,), row by row of blocks
     scope: str,
     rows: int,
     columns: int,
 ) -> Tensor:  # (R, C)
     """The scale of each element."""
     high, wide = _BLOCKS[scope]
-    return scale[torch.arange(rows)[:, None] // high, torch.arange(columns)[None, :] // wide]
+    across = -(-columns // _ALIGNMENT) * (_ALIGNMENT // wide)
+    return scale[torch.arange(rows)[:, None] // high * across + torch.arange(columns)[None, :] // wide]
 
 
 def alpha(a_amax: float, b_amax: float) -> float:

@@ -40,12 +40,24 @@ class Gated(nn.Module):
         return self.gate(x).relu() * self.up(x)
 
 
-# torch itself compiles one block of wgrad's contraction apart from several, as it does a size of 1: 32 batches of 5 are two.
+SQUARES = Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1)
+
+
 @pytest.mark.parametrize(
-    ("recipe", "dim", "least"), [("current", 32, 8), ("block", 128, 32), ("mxfp8", 32, 8), ("nvfp4", 32, 8)]
+    ("recipe", "dim", "rows"),
+    [
+        ("current", 32, (40, 80, 120)),
+        ("rowwise", 32, (40, 80, 120)),
+        ("delayed", 32, (40, 80, 120)),
+        ("block", 128, (50, 60, 128, 129, 300, 15)),  # up to one block of wgrad's contraction, and more
+        (SQUARES, 256, (50, 60, 128, 129, 300, 15)),
+        ("mxfp8", 32, (10, 15, 32, 33, 100)),
+        ("nvfp4", 32, (10, 15, 16, 17, 33, 100)),
+    ],
+    ids=["current", "rowwise", "delayed", "block", "squares", "mxfp8", "nvfp4"],
 )
 @pytest.mark.parametrize("train", [True, False])
-def test_four_batch_sizes_compile_at_most_twice(train, recipe, dim, least, request):
+def test_any_number_of_rows_compiles_at_most_twice(train, recipe, dim, rows, request):
     if not train or recipe in ("mxfp8", "nvfp4"):  # minutes of C++, which tests/numerics compiles too
         request.getfixturevalue("without_codegen")
     compiles = []
@@ -55,8 +67,8 @@ def test_four_batch_sizes_compile_at_most_twice(train, recipe, dim, least, reque
         return te(gm, inputs, options={"recipe": recipe, "fallback": "silent"})
 
     compiled = torch.compile(Gated(dim), backend=backend, fullgraph=True)
-    for batch in (least, 2 * least, 3 * least, 5 * least):
-        x = torch.randn(batch, 5, dim, requires_grad=train)
+    for size in rows:
+        x = torch.randn(size, dim, requires_grad=train)
         with torch.set_grad_enabled(train):
             y = compiled(x)
         if train:
