@@ -28,26 +28,26 @@ Under delayed scaling the amax is recorded at each call, as it is where weights 
 flight the first one's backward reads the copies as the second one's forward left them, of the same weight with the newer
 scale.
 
-A backward that is still to come reads the copies of its forward. Where a weight changes in between *and* another forward
-runs, they are overwritten; autograd's own check finds that, as in eager code, by the version counters: those of the copies
-go up where that of a weight has. What hides a change from `_version` hides it from that check, there as here.
+A backward that is still to come reads the copies of its forward. Where another look came in between, of a later forward
+with perhaps other weights, it looks again itself, before it runs (`kept_inputs.py`): then it reads copies of the weights as
+they are, as eager code's reads weights. Is a change seen by `_version`, eager code's is an error, and so is this one: the
+version counters of the copies go up where that of a weight has. Compiled autograd, which traces a backward, leaves that out.
 """
 
 import math
 import threading
-import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from te_inductor.recipes import DelayedScaling
 from te_inductor.recipes.quantizers import Quantizer
 from te_inductor.runtime import delayed, eager
+from te_inductor.runtime.tensor_groups import TensorGroups
 
 GOLDEN = 0x9E3779B97F4A7C15
 MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # SplitMix64's multipliers
@@ -73,6 +73,7 @@ class Kept:
 
     spec: Spec
     sizes: tuple[tuple[int, int], ...]  # of the parameters
+    dtype: torch.dtype  # and theirs: a mark is of bits
     data: Tensor  # (N, pad(K)), zeros in the padding, or NaN where it shares a block of MXFP8 with one
     scale_inv: Tensor
     seen: Tensor  # int64, the marks of what the copies were made of, one parameter's behind another's; 0: of nothing
@@ -80,6 +81,7 @@ class Kept:
     scale_inv_t: Tensor | None = None
     amax: Tensor | None = None  # () fp32, of scales of two levels
     versions: tuple[int, ...] | None = None  # of the parameters, at the last look
+    looks: int = 0  # so many, so that a backward knows whether its forward's was the last
     stream: object = None  # CUDA's, of the last look
 
     @property
@@ -98,7 +100,8 @@ class Kept:
         return weight_shape(self.spec, self.sizes)
 
     def fits(self, weights: Sequence[Tensor]) -> bool:
-        return self.seen.device == weights[0].device and self.sizes == tuple(tuple(w.shape) for w in weights)
+        sizes, (first, *_) = tuple(tuple(w.shape) for w in weights), weights
+        return (self.seen.device, self.dtype, self.sizes) == (first.device, first.dtype, sizes)
 
     def want_columns(self) -> None:
         """Have column copies from now on."""
@@ -112,6 +115,7 @@ class Kept:
         if self.versions not in (None, versions):
             torch.autograd.graph.increment_version(self.tensors)
         self.versions = versions
+        self.looks += 1
 
 
 class Look(NamedTuple):
@@ -152,34 +156,25 @@ def new(spec: Spec, weights: Sequence[Tensor]) -> Kept:
         tensors = _empty(spec.quantizer, weight_shape(spec, sizes), like)
         amax = like.new_zeros((), dtype=torch.float32) if spec.quantizer.granularity.two_level else None
         marks = sum(math.prod(tiles(size)) for size in sizes) if is_tiled(spec) else 1
-        return Kept(spec, sizes, *tensors, like.new_zeros(marks, dtype=torch.int64), amax=amax)
+        return Kept(spec, sizes, like.dtype, *tensors, like.new_zeros(marks, dtype=torch.int64), amax=amax)
 
 
-@dataclass
-class _Owned:
-    kept: Kept
-    others: list[weakref.ref[Tensor]] = field(default_factory=list)  # the parameters beside the first
-
-
-_kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # first parameter: {Spec: _Owned}
+_kept: TensorGroups[dict[Spec, Kept]] = TensorGroups()  # by the parameters
 LOCK = threading.RLock()  # two threads may call one model
 
 
 def kept_of(spec: Spec, weights: Sequence[Tensor], columns: bool) -> Kept:
     """Those of these parameters, whichever graph asks."""
-    owned: dict[Spec, _Owned] = _kept.setdefault(weights[0], {})
-    found = owned.get(spec)
-    if found is None or not found.kept.fits(weights) or not _same(found.others, weights[1:]):
-        found = _Owned(new(spec, weights), [weakref.ref(w) for w in weights[1:]])
-        owned[spec] = found
+    mine = _kept.get(weights)
+    if mine is None:
+        _kept.set(weights, mine := {})
+    found = mine.get(spec)
+    if found is None or not found.fits(weights):
+        mine[spec] = found = new(spec, weights)
     if columns:
         with torch.inference_mode(False), torch.no_grad():
-            found.kept.want_columns()
-    return found.kept
-
-
-def _same(references: Sequence[weakref.ref[Tensor]], weights: Sequence[Tensor]) -> bool:
-    return all(ref() is weight for ref, weight in zip(references, weights, strict=True))
+            found.want_columns()
+    return found
 
 
 def forget() -> None:

@@ -5,17 +5,16 @@ runs the same graph. So the state is an input too, found by the parameters that 
 """
 
 import functools
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from te_inductor.diagnostics import COMPUTED_AGAIN, say, without_state
 from te_inductor.runtime.state import Key, ScalingState, moves, shared_state
+from te_inductor.runtime.tensor_groups import TensorGroups
 
 
 class Reader(NamedTuple):
@@ -37,7 +36,6 @@ class StateInput:
 
 @dataclass
 class _Found:
-    parameters: list[weakref.ref[Tensor]]
     moves: int
     tensors: list[Tensor]
 
@@ -50,7 +48,7 @@ class StateInputs:
     held: Mapping[str, Tensor] = field(default_factory=dict)  # parameters that the graph holds
     examples: list[Tensor] = field(default_factory=list)  # fake tensors, one an input
     quantizers: list[StateInput] = field(default_factory=list)
-    _found: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)  # by the first parameter
+    _found: TensorGroups[_Found] = field(default_factory=TensorGroups)  # by the parameters
     _said: bool = False
     _said_again: bool = False
 
@@ -61,15 +59,10 @@ class StateInputs:
         if torch._C._current_graph_task_id() >= 0:  # called by a backward
             self._note_checkpoint()
         parameters = [inputs[place] for place in self._places] or list(self.held.values())
-        found: _Found | None = self._found.get(parameters[0])
-        if (
-            found is None
-            or found.moves != moves()
-            or any(ref() is not parameter for ref, parameter in zip(found.parameters, parameters, strict=True))
-        ):
-            tensors = self._find(inputs)
-            found = _Found([weakref.ref(parameter) for parameter in parameters], moves(), tensors)
-            self._found[parameters[0]] = found
+        found = self._found.get(parameters)
+        if found is None or found.moves != moves():
+            tensors = self._find(inputs)  # which may move some
+            self._found.set(parameters, found := _Found(moves(), tensors))
         return found.tensors
 
     def _note_checkpoint(self) -> None:

@@ -39,8 +39,8 @@ def lasting(model: nn.Module) -> list[Tensor]:
     for parameter in model.parameters():
         found += [getattr(parameter, "main_grad", parameter)]
         found += [t for one in state._states.get(parameter, {}).values() for t in one.tensors().values()]
-        for owned in kept_weights._kept.get(parameter, {}).values():
-            found += [*owned.kept.tensors, owned.kept.seen]
+        for kept in (kept for owned in kept_weights._kept.values(parameter) for kept in owned.values()):
+            found += [*kept.tensors, kept.seen]
     return found
 
 
