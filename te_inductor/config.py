@@ -21,6 +21,7 @@ A policy's globs are over module paths; its functions are called with a layer's 
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any, Literal, cast
 
 from te_inductor.errors import OptionError, unknown, wrong_type
@@ -110,7 +111,9 @@ def _parse_inductor(given: Mapping[str, Any]) -> dict[str, Any]:
             raise OptionError(wrong_type("an option's name", key, "a string"))
         name = key.replace("-", "_")
         if name not in known:
-            raise OptionError(unknown("option", key, [*OWN_OPTIONS, *known]))
+            near = get_close_matches(name, known, n=1, cutoff=0.8)
+            others = "" if near else "; other keys are Inductor's, which has none of this name"
+            raise OptionError(unknown("option", key, [*OWN_OPTIONS, *near]) + others)
         expected = inductor.get_type(name)  # type: ignore[attr-defined]
         if isinstance(expected, type) and not isinstance(value, expected):
             raise OptionError(wrong_type(f"Inductor option {key!r}", value, f"{expected.__name__}"))

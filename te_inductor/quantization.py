@@ -6,12 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_inductor import recipes
+from te_inductor import config, recipes
 from te_inductor.diagnostics import Refusal, say
 from te_inductor.errors import OptionError, wrong_type
 from te_inductor.patterns import policy as policies
+from te_inductor.patterns.module_path import without_wrappers
 from te_inductor.recipes import Recipe
-from te_inductor.stored_weight import StoredWeight, rebuild, store
+from te_inductor.stored_weight import StoredWeight, kind_of, rebuild, store
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -35,37 +36,48 @@ def quantize_(
     stay; it loads what was saved of a quantized model, and of one in high precision. It cannot be trained; gradients
     flow through it to its inputs, and to adapters.
 
-    Raises:
-        OptionError: `model` is no module, or a policy function failed.
+    Raises: the model is as it was.
+        OptionError: `model` is no module, `policy` or `fallback` is wrong, or a policy function failed.
         RecipeError: unknown recipe, or one whose weights cannot be stored.
         FallbackError: with ``fallback="error"``.
     """
     if not isinstance(model, nn.Module):
         raise OptionError(wrong_type("quantize_'s model", model, "an nn.Module"))
-    entries, default, owners = policies.entries((policy or {}).items()), recipes.resolve(recipe), _owners(model)
-    done: dict[Tensor, nn.Parameter] = {}
+    options = config.parse({"policy": policy or {}, "fallback": fallback})
+    entries, default, owners = policies.entries(options.policy), recipes.resolve(recipe), _owners(model)
+    chosen: list[tuple[nn.Linear, Recipe]] = []
     said: list[str] = []
     used = set()
-    for path, module in model.named_modules():
-        if not isinstance(module, nn.Linear) or isinstance(module.weight, StoredWeight):
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear):
             continue
+        path = without_wrappers(name)
         entry = policies.first(entries, path, (None, *module.weight.shape))
         used.add(entry)
-        chosen = entry.recipe if entry else default
-        if chosen is None:
+        wanted = entry.recipe if entry else default
+        if wanted is None or isinstance(module.weight, StoredWeight):
             continue
+        kind_of(wanted)
         refusal = _refusal(module, owners)
-        if refusal is not None:
+        if refusal is None:
+            chosen.append((module, wanted))
+        else:
             said.append(f"te_inductor: {path or '(root)'} keeps its weight: {refusal}")
-            continue
-        if module.weight not in done:
-            done[module.weight] = _stored(module.weight, chosen)
-        module.weight = done[module.weight]
     unused = [entry.name for entry in entries if entry not in used]
     said += [f"te_inductor: policy glob {name!r} matches no linear layer" for name in unused]
     if said:
-        say("\n".join(said), fallback)
+        say("\n".join(said), options.fallback)
+    _replace(chosen)
     return model
+
+
+def _replace(chosen: Sequence[tuple[nn.Linear, Recipe]]) -> None:
+    """One after the other, so that two forms of one weight are all that memory has to hold besides the model."""
+    done: dict[Tensor, nn.Parameter] = {}
+    for module, recipe in chosen:
+        if module.weight not in done:
+            done[module.weight] = _stored(module.weight, recipe)
+        module.weight = done[module.weight]
 
 
 def _owners(model: nn.Module) -> dict[Tensor, list[nn.Module]]:

@@ -215,7 +215,12 @@ _KINDS: dict[type[Recipe], type[StoredWeight]] = {
 
 
 def store(weight: Tensor, recipe: Recipe) -> StoredWeight:
-    """The weight (N, K), stored as `recipe` says.
+    """The weight (N, K), stored as `recipe` says."""
+    return kind_of(recipe).store(weight, recipe)
+
+
+def kind_of(recipe: Recipe) -> type[StoredWeight]:
+    """What its weights are stored as.
 
     Raises:
         RecipeError: a recipe whose weights cannot be known before it runs.
@@ -223,7 +228,7 @@ def store(weight: Tensor, recipe: Recipe) -> StoredWeight:
     if type(recipe) not in _KINDS:
         names = ", ".join(kind.name for kind in _KINDS)
         raise RecipeError(f"weights cannot be stored for recipe {recipe.name!r}, expected one of {names}")
-    return _KINDS[type(recipe)].store(weight, recipe)
+    return _KINDS[type(recipe)]
 
 
 def rebuild(

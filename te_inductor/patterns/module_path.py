@@ -4,7 +4,8 @@ import re
 
 from torch import fx
 
-_ROOT = re.compile(r"^(.*\.cell_contents|[LG]\['[^']*'\])")  # a module of a function's closure is a root of its own
+# A module of a function's closure is a root of its own, and so is one in a list or in *args, as behind a decorator.
+_ROOT = re.compile(r"^(.*\.cell_contents|[LG]\['[^']*'\])(\[\d+\])*")
 _KEY = re.compile(r"(?:\._modules|\.__dict__\['_modules'\])\['([^']*)'\]|\['([^']*)'\]|\[(\d+)\]")
 _GETATTR = re.compile(r"getattr\(([^()]*), '([^']*)'\)")  # of a name that is no identifier, such as a container's '0'
 # Wrappers that are no part of the path that the model's author sees.

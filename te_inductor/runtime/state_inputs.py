@@ -38,6 +38,8 @@ class StateInput:
 class _Found:
     moves: int
     tensors: list[Tensor]
+    unseen: list[tuple[str, ScalingState]]  # sites whose state the graph reads and never records, by module path
+    said: bool
 
 
 @dataclass
@@ -49,7 +51,6 @@ class StateInputs:
     examples: list[Tensor] = field(default_factory=list)  # fake tensors, one an input
     quantizers: list[StateInput] = field(default_factory=list)
     _found: TensorGroups[_Found] = field(default_factory=TensorGroups)  # by the parameters
-    _said: bool = False
     _said_again: bool = False
 
     def of(self, inputs: Sequence[Any]) -> list[Tensor]:
@@ -61,15 +62,31 @@ class StateInputs:
         parameters = [inputs[place] for place in self._places] or list(self.held.values())
         found = self._found.get(parameters)
         if found is None or found.moves != moves():
-            tensors = self._find(inputs)  # which may move some
-            self._found.set(parameters, found := _Found(moves(), tensors))
+            states = self._states(inputs)  # which may move some
+            tensors = [tensor for one in states for tensor in one.tensors().values()]
+            read = zip(self.quantizers, states, strict=True)
+            unseen = [(q.site, one) for q, one in read if one.unseen and not q.recorded]
+            found = _Found(moves(), tensors, unseen, found is not None and found.said)
+            self._found.set(parameters, found)
+        if found.unseen:
+            self._note_unseen(found)
         return found.tensors
+
+    def _note_unseen(self, found: _Found) -> None:
+        """Once a model; an error at each call."""
+        if found.said and self.fallback != "error":
+            return
+        found.unseen = [(site, state) for site, state in found.unseen if state.unseen]
+        if found.unseen:
+            found.said = True
+            say(without_state(site for site, _ in found.unseen), self.fallback)
 
     def _note_checkpoint(self) -> None:
         """Say that a checkpoint without reentry runs the graph again. With reentry its first run, without gradients,
         recorded nothing and left the scales as they were."""
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if hooks and hooks[0].__qualname__.startswith("_recomputation_hook.") and not self._said_again:
+        again = bool(hooks) and hooks[0].__qualname__.startswith("_recomputation_hook.")
+        if again and (self.fallback == "error" or not self._said_again):
             self._said_again = True
             say(COMPUTED_AGAIN, self.fallback)
 
@@ -82,17 +99,8 @@ class StateInputs:
         """One quantizer's part of what `of` found."""
         return ScalingState(*tensors[3 * quantizer.place : 3 * quantizer.place + 3])
 
-    def _find(self, inputs: Sequence[Any]) -> list[Tensor]:
-        tensors: list[Tensor] = []
-        lacking = []
-        for quantizer in self.quantizers:
-            state = shared_state(
-                [(self.held[p] if isinstance(p, str) else inputs[p], key) for p, key in quantizer.readers]
-            )
-            tensors.extend(state.tensors().values())
-            if not quantizer.recorded and state.unseen:
-                lacking.append(quantizer.site)
-        if lacking and not self._said:
-            self._said = True
-            say(without_state(lacking), self.fallback)
-        return tensors
+    def _states(self, inputs: Sequence[Any]) -> list[ScalingState]:
+        return [
+            shared_state([(self.held[p] if isinstance(p, str) else inputs[p], key) for p, key in quantizer.readers])
+            for quantizer in self.quantizers
+        ]

@@ -347,3 +347,23 @@ def test_defaults_are_transformer_engines():
     assert (recipe.margin, recipe.fp8_format, recipe.amax_history_len) == (0, Format.HYBRID, 1024)
     assert (recipe.amax_compute_algo, recipe.scaling_factor_compute_algo, recipe.reduce_amax) == ("max", None, True)
     assert (recipe.fp8_dpa, recipe.fp8_mha) == (False, False)
+
+
+@pytest.mark.parametrize("fallback", ["warn", "error"])
+def test_each_model_without_state_is_named(fallback, recwarn):
+    """Two of one class run one graph; an error is one at each call, until there is state."""
+    warnings.simplefilter("always")  # Python itself says a text once a line
+    trained = mlp()
+    te(trained, fallback="silent")(torch.randn(8, 32)).sum().backward()
+    for model in (mlp(), mlp()):
+        run = torch.no_grad()(te(model, fallback=fallback))
+        for _ in range(2):
+            if fallback == "error":
+                with pytest.raises(Exception, match="has seen no step"):
+                    run(torch.randn(8, 32))
+            else:
+                run(torch.randn(8, 32))
+        te_inductor.load_state_dict(model, te_inductor.state_dict(trained))
+        run(torch.randn(8, 32))
+    said = [one for one in recwarn if "has seen no step" in str(one.message)]
+    assert len(said) == (2 if fallback == "warn" else 0)

@@ -34,6 +34,11 @@ def failure(**options) -> str:
     [
         ({"recpie": "current"}, "unknown option 'recpie'", "did you mean 'recipe'?"),
         ({"max_autotun": True}, "unknown option 'max_autotun'", "did you mean 'max_autotune'?"),
+        (
+            {"precision": "fp8"},
+            "unknown option 'precision'",
+            "expected one of fallback, mode, policy, recipe, weights, wgrad; other keys are Inductor's",
+        ),
         ({"recipe": "curent"}, "unknown recipe 'curent'", "did you mean 'current'?"),
         (
             {"recipe": "zzz"},

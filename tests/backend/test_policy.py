@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from te_inductor import explain
+from te_inductor import autocast, explain
 from te_inductor.diagnostics import Refusal
 from te_inductor.errors import FallbackWarning, OptionError
 
@@ -139,3 +139,37 @@ def test_a_wrong_function_is_named(function, text):
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as raised:
         torch.compile(layers((32, 32)), backend="te", options={"policy": {function: "none"}})(torch.randn(X))
     assert type(raised.value.inner_exception) is OptionError
+
+
+def behind(decorator):
+    class Decorated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(32, 32)
+
+        forward = decorator(lambda self, x: self.lin(x))
+
+    return Decorated()
+
+
+def passed_on(function):
+    return lambda *args, **kwargs: function(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "decorator", [autocast(recipe="rowwise"), torch.no_grad(), passed_on], ids=["autocast", "no_grad", "args"]
+)
+def test_a_decorated_forward_has_the_same_paths(decorator):
+    model, x = behind(decorator), torch.randn(32, 32)
+    options = {"policy": {"lin": "none"}, "fallback": "error"}
+    report = explain(model, x, options=options)
+    assert {site.fqn for site in report.sites} == {"lin"} and not report.unused_policy
+    assert torch.equal(torch.compile(model, backend="te", options=options)(x), model(x))
+
+
+def test_a_model_in_a_list():
+    model, x = nn.Sequential(nn.Linear(32, 32)), torch.randn(32, 32)
+    assert {site.fqn for site in explain(lambda models, x: models[0](x), [model], x).sites} == {"0"}
+    layers = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)])
+    sites = explain(lambda layers, x: layers[1](layers[0](x)), layers, x).sites
+    assert {site.fqn for site in sites} == {"0", "1"}

@@ -2,16 +2,17 @@
 
 import copy
 import io
+import re
 
 import pytest
 import torch
 from torch import nn
 
 import te_inductor
-from te_inductor.errors import FallbackError, FallbackWarning, RecipeError, StoredWeightError
+from te_inductor.errors import FallbackError, FallbackWarning, OptionError, RecipeError, StoredWeightError
 from te_inductor.quantization import quantize_
 from te_inductor.recipes import NVFP4WeightOnly
-from te_inductor.stored_weight import Float8Weight, NVFP4Weight
+from te_inductor.stored_weight import Float8Weight, NVFP4Weight, StoredWeight
 
 RECIPES = ["nvfp4_weight_only", "rowwise", "current", "block"]
 recipes = pytest.mark.parametrize("recipe", RECIPES)
@@ -181,6 +182,34 @@ def test_what_cannot_be_stored():
     assert not isinstance(holes[0].weight, NVFP4Weight) and isinstance(holes[2].weight, NVFP4Weight)
     with pytest.raises(FallbackError, match="'lm_head' matches no linear layer"):
         quantize_(model(), policy={"lm_head": "none"}, fallback="error")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"fallback": "eror"}, "unknown value of option 'fallback' 'eror'; did you mean 'error'?"),
+        ({"policy": ["0"]}, "option 'policy' is a list"),
+        ({"policy": {5: "none"}}, "a key of option 'policy' is a int"),
+        ({"policy": {"2": "mxfp8"}}, "weights cannot be stored for recipe 'mxfp8'"),
+        ({"policy": {"lm_head": "none"}, "fallback": "error"}, "'lm_head' matches no linear layer"),
+    ],
+    ids=str,
+)
+def test_a_refusal_leaves_the_model_as_it_was(given, message):
+    layers = model()
+    with pytest.raises((OptionError, RecipeError, FallbackError), match=re.escape(message)):
+        quantize_(layers, **given)
+    assert not any(isinstance(p, StoredWeight) for p in layers.parameters())
+
+
+def test_paths_are_those_of_the_model(recwarn):
+    """Not of what wraps it; and what is stored already is a layer too."""
+    layers = model()
+    quantize_(compiled(layers), "rowwise", policy={"2": "none"})
+    assert isinstance(layers[0].weight, StoredWeight) and not isinstance(layers[2].weight, StoredWeight)
+    quantize_(layers, "current", policy={"0": "none"})
+    assert [layers[place].weight.recipe.name for place in (0, 2)] == ["rowwise", "current"]
+    assert not [one for one in recwarn if issubclass(one.category, FallbackWarning)]
 
 
 @pytest.mark.parametrize("normed", [nn.utils.parametrizations.weight_norm, nn.utils.spectral_norm])
