@@ -12,8 +12,8 @@ the module that uses it. What is taken of a parameter, as an expert's slice, sta
 `experts.w1[select_0_3].input`; so does a module that uses a parameter of another one: `embedding[in head].input`.
 """
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,24 @@ from torch import Tensor, nn
 from te_inductor.errors import StateError, wrong_type
 from te_inductor.patterns.module_path import without_wrappers
 from te_inductor.runtime import state as store
-from te_inductor.runtime.state import SLOTS, Place
+from te_inductor.runtime.delayed import FP32_MAX, FP32_TINY
+from te_inductor.runtime.state import ScalingState, check_length
+from te_inductor.runtime.state_sites import (
+    ROOT,
+    SLOTS,
+    Place,
+    Site,
+    base_of,
+    join,
+    name_of,
+    parse,
+    place_of,
+    same_site,
+    site_of,
+)
 
 FIELDS = ("scale", "amax_history")
+T = TypeVar("T")
 
 
 class Keys(NamedTuple):
@@ -41,15 +56,16 @@ def state_dict(model: nn.Module) -> dict[str, Tensor]:
     each; that of the recipe compiled last is returned.
 
     Raises:
-        StateError: `model` is no module.
+        StateError: `model` is no module, or which of a tied parameter's modules some state belongs to cannot be told
+            from inside it.
     """
     state: dict[str, Tensor] = {}
     for parameter, names in _parameters(model):
-        entries = {place: dict(saved) for place, saved in store.loaded_of(parameter).items()}
-        entries |= {place: found.save() for place, found in store.states_of(parameter, names).items()}
+        entries = _places(store.loaded_of(parameter), names)
+        entries |= {place: found.save() for place, found in _places(store.states_of(parameter), names).items()}
         for place in sorted(entries, key=lambda place: (place.alias, place.use, SLOTS.index(place.slot))):
             for field, tensor in entries[place].items():
-                state[f"{store.name_of(place, names)}.{field}"] = tensor.clone()
+                state[f"{name_of(place, names)}.{field}"] = tensor.clone()
     return state
 
 
@@ -67,40 +83,60 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], strict: bool 
             in `state`, or a key of `state` names no parameter of the model. A history whose length is not the recipe's is
             found at the first call where the quantizer is still to be made.
     """
-    owners = {store.base_of(name): (p, names, i) for p, names in _parameters(model) for i, name in enumerate(names)}
+    owners = {base_of(name): (p, names, i) for p, names in _parameters(model) for i, name in enumerate(names)}
     found: dict[tuple[str, str, str], dict[str, Tensor]] = {}
     unexpected = []
-    for key, value in state.items():
-        name, _, field = str(key).rpartition(".")
-        parsed = store.parse(name) if field in FIELDS else None
-        if parsed is None or parsed[0] not in owners:
-            unexpected.append(str(key))
+    for key, value in _entries(state):
+        name, _, field = key.rpartition(".")
+        parsed = parse(name, owners) if field in FIELDS else None
+        if parsed is None:
+            unexpected.append(key)
         else:
-            found.setdefault(parsed, {})[field] = _checked(str(key), field, value)
-    halves = [
-        f"{store.join(*parsed)}.{field}" for parsed, saved in found.items() for field in FIELDS if field not in saved
-    ]
+            found.setdefault(parsed, {})[field] = _checked(key, field, value)
+    halves = [f"{join(*parsed)}.{field}" for parsed, saved in found.items() for field in FIELDS if field not in saved]
     missing = list(dict.fromkeys([*(key for key in state_dict(model) if key not in state), *halves]))
     if strict and (missing or unexpected):
         raise StateError(_complaint(missing, unexpected))
-    targets = []
-    for (base, use, slot), saved in found.items():
-        parameter, names, alias = owners[base]
-        place = Place(alias, use, slot)
-        target = store.states_of(parameter, names).get(place)
-        if target is not None:
-            store.check_length(store.join(base, use, slot), saved, len(target.history))
-        targets.append((parameter, names, place, target, saved))
+    targets = [(_target(*owners[base], use, slot, saved), saved) for (base, use, slot), saved in found.items()]
     loaded = set()
-    for parameter, names, place, target, saved in targets:
-        if target is None:
-            store.keep(parameter, names, place, saved)
-        elif target in loaded:  # shared by several quantizers, which need not have been so in the model that was saved
-            target.join(saved)
-        else:
+    for target, saved in targets:
+        if isinstance(target, ScalingState) and target in loaded:
+            target.join(saved)  # several quantizers share it, which need not have been so in the model that was saved
+        elif isinstance(target, ScalingState):
             target.load(saved)
             loaded.add(target)
+        else:
+            store.keep(*target, saved)
     return Keys(missing, unexpected)
+
+
+def _target(
+    parameter: Tensor, names: tuple[str, ...], alias: int, use: str, slot: str, saved: dict[str, Tensor]
+) -> ScalingState | tuple[Tensor, Site]:
+    """Where an entry goes: the state that there is, or the site for which it waits."""
+    place = Place(alias, use, slot)
+    site, states, waiting = site_of(place, names), store.states_of(parameter), store.loaded_of(parameter)
+    held = same_site(states, site)
+    if held:
+        check_length(name_of(place, names), saved, len(states[held[0]].history))
+        return states[held[0]]
+    return parameter, next(iter(same_site(waiting, site)), site)
+
+
+def _places(sites: Mapping[Site, T], names: Sequence[str]) -> dict[Place, T]:
+    """What belongs to a parameter's sites, as a user sees them who knows it by these names."""
+    places: dict[Place, Site] = {}
+    for site in sites:
+        place = place_of(site, names)
+        other = places.setdefault(place, site)
+        if not same_site([other], site):
+            first, second = sorted(one.module or ROOT for one in (other, site))
+            raise StateError(
+                f"{names[0]} serves {first} and {second}, whose state cannot be told apart"
+                " from inside the module that was passed; pass one that holds both"
+            )
+        places[place] = site
+    return {place: sites[site] for place, site in places.items()}
 
 
 def _parameters(model: nn.Module) -> list[tuple[Tensor, tuple[str, ...]]]:
@@ -110,15 +146,23 @@ def _parameters(model: nn.Module) -> list[tuple[Tensor, tuple[str, ...]]]:
     return store.parameters((without_wrappers(name), parameter) for name, parameter in named)
 
 
+def _entries(state: Mapping[str, Tensor]) -> Iterable[tuple[str, object]]:
+    if not isinstance(state, Mapping):
+        raise StateError(wrong_type("state", state, "what te_inductor.state_dict returned"))
+    return ((str(key), value) for key, value in state.items())
+
+
 def _checked(key: str, field: str, value: object) -> Tensor:
     """A copy of an entry, in fp32."""
-    if not isinstance(value, Tensor):
-        raise StateError(wrong_type(key, value, "a tensor"))
-    if field == "scale" and not (value.numel() == 1 and 0 < value.item() < torch.inf):
-        raise StateError(f"{key} is {value.tolist()!r:.80}, expected one positive finite number")
-    if field == "amax_history" and (value.dim() != 1 or not len(value)):
-        raise StateError(f"{key} has shape {tuple(value.shape)}, expected (amax_history_len,)")
+    if not isinstance(value, Tensor) or value.is_complex():
+        raise StateError(wrong_type(key, value, "a tensor of real numbers"))
     copy = value.detach().to(torch.float32, copy=True)
+    if field == "scale" and not (copy.numel() == 1 and FP32_TINY <= copy.item() <= FP32_MAX):
+        raise StateError(f"{key} is {value.tolist()!r:.80}, expected one positive number that fp32 can invert")
+    if field == "amax_history" and (copy.dim() != 1 or not len(copy)):
+        raise StateError(f"{key} has shape {tuple(value.shape)}, expected (amax_history_len,)")
+    if field == "amax_history" and bool((copy < 0).any()):
+        raise StateError(f"{key} holds {copy.min().item():.6g}, expected magnitudes")
     return copy.reshape(()) if field == "scale" else copy
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from te_inductor.recipes import DelayedScaling
 from te_inductor.runtime import reference
 from te_inductor.runtime.reference import ScalingHistory
-from te_inductor.runtime.state import SLOTS
+from te_inductor.runtime.state_sites import SLOTS
 from tests.bounds import assert_within, gemm_error, sum_error
 
 

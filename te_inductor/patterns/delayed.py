@@ -30,12 +30,14 @@ from te_inductor.diagnostics import Refusal
 from te_inductor.patterns.bodies import Bodies
 from te_inductor.patterns.extras import Extras
 from te_inductor.patterns.inputs import append_input, place_of
+from te_inductor.patterns.module_path import holder_path
 from te_inductor.patterns.rule import Match, call_linears
 from te_inductor.patterns.support import is_tensor, value
 from te_inductor.recipes import DelayedScaling
 from te_inductor.recipes.delayed import ScaleUpdate
-from te_inductor.runtime.state import ROOT, Key
+from te_inductor.runtime.state import Key
 from te_inductor.runtime.state_inputs import Reader, StateInput, StateInputs
+from te_inductor.runtime.state_sites import Site, weight_site
 
 PREFIX = "te_state_"  # of the inputs that hold state
 
@@ -49,11 +51,6 @@ class Owner:
 
     parameter: fx.Node
     part: str
-
-    @property
-    def in_root(self) -> bool:
-        """Whether it is a parameter of the region's root module, as far as Dynamo's name for it says."""
-        return "_modules_" not in str(self.parameter.target) and "." not in str(self.parameter.target)
 
 
 def owner_of(weight: fx.Node, bodies: Bodies) -> Owner | None:
@@ -203,10 +200,9 @@ class DelayedSites:
     def _reader(self, match: Match, weight: fx.Node, slot: str) -> Reader:
         owner = owner_of(weight, self.bodies)
         assert owner is not None  # `refusal` otherwise
-        # Of a tied weight there is one, whichever module reads it.
-        module = "" if slot == "weight" else self.paths[match.node] or ("" if owner.in_root else ROOT)
-        key = Key(module, owner.part, slot, self.recipe)
         node = owner.parameter
+        site = Site(self.paths[match.node], holder_path(node), owner.part, slot)
+        key = Key(weight_site(owner.part) if slot == "weight" else site, self.recipe)
         if node.op == "get_attr":
             return Reader(str(node.target), key)
         return Reader(place_of(node), key)

@@ -8,6 +8,7 @@ from torch import fx
 _ROOT = re.compile(r"^(.*\.cell_contents|[LG]\['[^']*'\])(\[\d+\])*")
 _KEY = re.compile(r"(?:\._modules|\.__dict__\['_modules'\])\['([^']*)'\]|\['([^']*)'\]|\[(\d+)\]")
 _GETATTR = re.compile(r"getattr\(([^()]*), '([^']*)'\)")  # of a name that is no identifier, such as a container's '0'
+_HELD = re.compile(r"(\._parameters\['[^']*'\]|\.\w+)$")  # the parameter itself
 # Wrappers that are no part of the path that the model's author sees.
 _WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(\.|$)|\bslice\([^)]*\)(\.|$)")
 
@@ -17,7 +18,20 @@ def module_path(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""
-    path, found = str(list(stack.values())[-1][0]), 1
+    return _path(str(list(stack.values())[-1][0]))
+
+
+def holder_path(parameter: fx.Node) -> str:
+    """The path of the module that holds a parameter, by the first name at which Dynamo met it."""
+    source = getattr(parameter, "_dynamo_source", None)
+    if source is None:  # held by the graph itself
+        return without_wrappers(str(parameter.target).rpartition(".")[0])
+    return _path(_HELD.sub("", source.name if isinstance(source.name, str) else source.name()))
+
+
+def _path(source: str) -> str:
+    """What Dynamo calls a module, as a path from its root."""
+    path, found = source, 1
     while found:
         path, found = _GETATTR.subn(r"\1.\2", path)
     path = _KEY.sub(lambda key: "." + next(part for part in key.groups() if part is not None), _ROOT.sub("", path))

@@ -3,8 +3,9 @@ models never share it. What was loaded before a quantizer exists waits there too
 starts with copies of both.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -14,28 +15,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from te_inductor.errors import StateError
 from te_inductor.recipes import DelayedScaling
 from te_inductor.runtime.replaced import when_replaced
-
-SLOTS = ("input", "weight", "grad_output")
-ROOT = "(root)"  # the compiled region's root module, where it uses a parameter of another module
+from te_inductor.runtime.state_sites import Site, same_site
 
 
 @dataclass(frozen=True)
 class Key:
-    """Which quantizer of a parameter's: a parameter may serve several sites, as an expert's slice or a tied weight."""
+    """Which quantizer of a parameter's."""
 
-    module: str  # whose forward uses it, as the compiled region sees it; "" is the parameter's own module, whichever
-    part: str  # what is taken of the parameter; "" is all of it
-    slot: str  # one of SLOTS
+    site: Site
     recipe: DelayedScaling
-
-
-@dataclass(frozen=True)
-class Place:
-    """The same as the user sees it, whose model may be a parent or a child of the compiled region."""
-
-    alias: int  # which of the parameter's names
-    use: str  # the module that uses it, where that is none of those that hold it, and the part; "" as a rule
-    slot: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,22 +78,17 @@ def _is_unseen(saved: Mapping[str, Tensor]) -> bool:
     return all(bool((value == 1 if name == "scale" else value == 0).all()) for name, value in saved.items())
 
 
-@dataclass
-class _Loaded:
-    """What was loaded for quantizers that no call has made yet."""
-
-    names: tuple[str, ...]  # the parameter's, in the model that it was loaded into
-    entries: dict[Place, dict[str, Tensor]]
-
+T = TypeVar("T")
 
 _states: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _loaded: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _moves = 0
 
 
-def shared_state(readers: Sequence[tuple[Tensor, Key]]) -> ScalingState:
+def shared_state(readers: Sequence[tuple[Tensor, Key]], of_graph: Mapping[int, Collection[Key]]) -> ScalingState:
     """The one state of quantizers that share it, each with its parameter, on the first one's device. Made where there is
-    none yet; joined where each had its own, as in another graph, or where theirs was loaded.
+    none yet; joined where each had its own, as in another graph, or where theirs was loaded. `of_graph` are all
+    quantizers of the graph by their parameter's id: two of them are not one, however alike their paths.
 
     Raises:
         StateError: what was loaded does not fit.
@@ -113,57 +96,50 @@ def shared_state(readers: Sequence[tuple[Tensor, Key]]) -> ScalingState:
     global _moves
     when_replaced(_inherit)
     parameter, recipe = readers[0][0], readers[0][1].recipe
-    held = [_held(p, key) for p, key in readers]
-    known = list(dict.fromkeys(state for state in held if state is not None))
+    known: list[ScalingState] = []
+    copies: list[dict[str, Tensor]] = []
+    for p, key in readers:
+        others = [other.site for other in of_graph[id(p)] if other.recipe == recipe and other != key]
+        states = {other.site: state for other, state in _states.get(p, {}).items() if other.recipe == recipe}
+        held, alone = _of_site(states, key.site, others)
+        if alone:
+            known += held.values()
+        else:  # it may be any of them: a scale that suits them all is no wrong one
+            copies += [state.save() for state in held.values()]
+        waiting, alone = _of_site(loaded_of(p), key.site, others)
+        for site, saved in waiting.items():
+            check_length(".".join(filter(None, (site.module, site.part, site.slot))), saved, recipe.amax_history_len)
+        if alone or key.site not in states:
+            copies += waiting.values()
+        for site in waiting if alone else ():
+            del _loaded[p][site]
     here = [state for state in known if state.amax.device == parameter.device]
     state = here[0] if here else _empty(parameter, recipe)
-    for other in known:
+    for other in dict.fromkeys(known):
         if other is not state:
             _moves += 1
             state.join(other.save())
+    for saved in copies:
+        state.join(saved)
     for p, key in readers:
-        saved = _waiting(p, key)
-        if saved is not None:
-            state.join(saved)
         states = _states.setdefault(p, {})
         states.pop(key, None)
         states[key] = state  # last, as `states_of` wants it
     return state
 
 
-def _held(parameter: Tensor, key: Key) -> ScalingState | None:
-    """Under this very key, or under that of another region: of a parent, or of the module alone."""
-    states = _states.get(parameter, {})
-    if key in states:
-        return states[key]  # type: ignore[no-any-return]
-    near = (
-        state
-        for other, state in states.items()
-        if replace(other, module=key.module) == key and _same_module(other.module, key.module)
-    )
-    return next(near, None)
-
-
-def _same_module(a: str, b: str) -> bool:
-    """Whether two paths may be one module's, seen from two places: one ends with the other."""
-    longer, shorter = sorted((a, b), key=len, reverse=True)
-    return ROOT not in (a, b) and f".{longer}".endswith(f".{shorter}" if shorter else "")
+def _of_site(found: Mapping[Site, T], site: Site, others: Sequence[Site]) -> tuple[dict[Site, T], bool]:
+    """What a parameter has under this very site, or under what may be the same one seen from another root; whether it is
+    this one's for sure. `others` are those of the same graph: none of them is it."""
+    likely = same_site((other for other in found if other not in others), site)
+    states = {id(found[other]) for other in likely}
+    alone = len(states) == 1 and all(same_site([site, *others], other) == [site] for other in likely)
+    return {other: found[other] for other in likely}, alone
 
 
 def moves() -> int:
     """Changes whenever a quantizer gets other tensors than it had."""
     return _moves
-
-
-def _waiting(parameter: Tensor, key: Key) -> dict[str, Tensor] | None:
-    """What was loaded for a quantizer, which no longer waits."""
-    loaded = _loaded.get(parameter)
-    if loaded is None:
-        return None
-    place = place_of(key, loaded.names)
-    if place in loaded.entries:
-        check_length(name_of(place, loaded.names), loaded.entries[place], key.recipe.amax_history_len)
-    return loaded.entries.pop(place, None)  # type: ignore[no-any-return]
 
 
 def _empty(parameter: Tensor, recipe: DelayedScaling) -> ScalingState:
@@ -186,24 +162,21 @@ def check_length(name: str, saved: Mapping[str, Tensor], expected: int) -> None:
         )
 
 
-def states_of(parameter: Tensor, names: Sequence[str]) -> dict[Place, ScalingState]:
-    """The state of every quantizer that some compile has made for a parameter, whose names in the user's model these are.
-    Of several recipes', the one whose graph was new last."""
-    return {place_of(key, names): state for key, state in _states.get(parameter, {}).items()}
+def states_of(parameter: Tensor) -> dict[Site, ScalingState]:
+    """The state of every quantizer that some compile has made for a parameter. Of several recipes', the one whose graph was
+    new last."""
+    return {key.site: state for key, state in _states.get(parameter, {}).items()}
 
 
-def loaded_of(parameter: Tensor) -> dict[Place, dict[str, Tensor]]:
+def loaded_of(parameter: Tensor) -> dict[Site, dict[str, Tensor]]:
     """What waits for quantizers that no call has made yet."""
-    loaded = _loaded.get(parameter)
-    return {} if loaded is None else loaded.entries
+    return _loaded.get(parameter, {})  # type: ignore[no-any-return]
 
 
-def keep(parameter: Tensor, names: Sequence[str], place: Place, saved: Mapping[str, Tensor]) -> None:
+def keep(parameter: Tensor, site: Site, saved: Mapping[str, Tensor]) -> None:
     """Let loaded values wait for the quantizer to be made."""
     when_replaced(_inherit)
-    loaded = _loaded.setdefault(parameter, _Loaded(tuple(names), {}))
-    loaded.names = tuple(names)
-    loaded.entries.setdefault(place, {}).update(saved)
+    _loaded.setdefault(parameter, {}).setdefault(site, {}).update(saved)
 
 
 def _inherit(old: Tensor, new: Tensor) -> None:
@@ -212,49 +185,7 @@ def _inherit(old: Tensor, new: Tensor) -> None:
         own = _states.setdefault(new, {})
         own.update({key: state.copy() for key, state in _states[old].items() if key not in own})
     if old in _loaded and new not in _loaded:
-        names, entries = _loaded[old].names, _loaded[old].entries
-        _loaded[new] = _Loaded(names, {place: dict(saved) for place, saved in entries.items()})
-
-
-# Names, as `te_inductor.state_dict` shows them: `layers.0.gate_proj.input` of the parameter layers.0.gate_proj.weight,
-# `experts.w1[select_0_3].input` of a slice of experts.w1, `embed[in head].input` where head uses embed.weight.
-
-
-def place_of(key: Key, names: Sequence[str]) -> Place:
-    """Where a quantizer is for a user who knows its parameter by these names."""
-    used = key.module.split(".") if key.module else []
-    holders = [name.split(".")[:-1] for name in names]
-    # The region's root may lie above or below the user's, so two paths are the same module if one ends with the other.
-    common = [min(len(used), len(holder)) for holder in holders]
-    fits = [i for i, n in enumerate(common) if holders[i][len(holders[i]) - n :] == used[len(used) - n :]]
-    if not used:
-        return Place(0, key.part, key.slot)
-    if not fits:
-        return Place(0, ", ".join(filter(None, (f"in {key.module}", key.part))), key.slot)
-    return Place(min(fits, key=lambda i: abs(len(holders[i]) - len(used))), key.part, key.slot)
-
-
-def base_of(name: str) -> str:
-    """What the names of a parameter's quantizers begin with: its own name, without the last `weight`."""
-    module, _, leaf = name.rpartition(".")
-    return module if leaf == "weight" else name
-
-
-def name_of(place: Place, names: Sequence[str]) -> str:
-    return join(base_of(names[min(place.alias, len(names) - 1)]), place.use, place.slot)
-
-
-def join(base: str, use: str, slot: str) -> str:
-    return ".".join(filter(None, (base + (f"[{use}]" if use else ""), slot)))
-
-
-def parse(name: str) -> tuple[str, str, str] | None:
-    """`join` backwards: base, use and slot; None where it is no quantizer's name."""
-    head, _, slot = name.rpartition(".")
-    base, bracket, use = head.partition("[")
-    if slot not in SLOTS or (bracket and not use.endswith("]")):
-        return None
-    return base, use.removesuffix("]"), slot
+        _loaded[new] = {site: dict(saved) for site, saved in _loaded[old].items()}
 
 
 def parameters(named: Iterator[tuple[str, Tensor]]) -> list[tuple[Tensor, tuple[str, ...]]]:

@@ -5,6 +5,7 @@ runs the same graph. So the state is an input too, found by the parameters that 
 """
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -100,7 +101,10 @@ class StateInputs:
         return ScalingState(*tensors[3 * quantizer.place : 3 * quantizer.place + 3])
 
     def _states(self, inputs: Sequence[Any]) -> list[ScalingState]:
-        return [
-            shared_state([(self.held[p] if isinstance(p, str) else inputs[p], key) for p, key in quantizer.readers])
-            for quantizer in self.quantizers
+        readers = [
+            [(self.held[p] if isinstance(p, str) else inputs[p], key) for p, key in q.readers] for q in self.quantizers
         ]
+        of_graph: dict[int, set[Key]] = {}
+        for parameter, key in itertools.chain(*readers):
+            of_graph.setdefault(id(parameter), set()).add(key)
+        return [shared_state(group, of_graph) for group in readers]

@@ -145,7 +145,7 @@ def test_every_key_is_loaded_back():
     assert same(te_inductor.state_dict(second), state)
     from te_inductor.runtime import state as store
 
-    waiting = [place.slot for p in second.parameters() for place in store.loaded_of(p)]
+    waiting = [site.slot for p in second.parameters() for site in store.loaded_of(p)]
     assert set(waiting) == {"grad_output"}  # no gradient was asked for
 
 
@@ -198,7 +198,7 @@ def test_the_history_has_transformer_engines_layout():
     run = torch.compile(model, backend=uncompiled)
     for amax in (3.0, 5.0):
         run(torch.full((4, 32), amax)).sum().backward()
-    for held in store.states_of(model.weight, ["weight"]).values():
+    for held in store.states_of(model.weight).values():
         held.amax.fill_(7.0)  # as within a step
     state = te_inductor.state_dict(model)
     assert state["input.amax_history"].tolist() == [7.0, 0.0, 3.0, 5.0]
@@ -302,7 +302,7 @@ def test_loading_keeps_the_tensors():
     train(run)
 
     def addresses():
-        held = [state for p in model.parameters() for state in store.states_of(p, ["weight"]).values()]
+        held = [state for p in model.parameters() for state in store.states_of(p).values()]
         return [tensor.data_ptr() for state in held for tensor in state.tensors().values()]
 
     before = addresses()
