@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx
@@ -32,6 +33,7 @@ __all__ = [
     "let_marks_be_saved",
     "never_compile",
     "register_constant",
+    "saving_what_is_cut",
     "unwinding_transforms",
 ]
 
@@ -113,6 +115,31 @@ def let_marks_be_saved(joint_graph: torch.fx.Graph) -> None:
         written = node.target is torch.ops.aten.copy_.default and node.args[0].op == "placeholder"
         if len(budgets) == 1 and (region in custom or written):
             node.meta["custom"] = {**custom, region: max(*budgets, least)}
+
+
+@contextmanager
+def saving_what_is_cut() -> Iterator[None]:
+    """Have torch's partitioner save one of its minimum cuts under every budget between 0 and 1: of a list that is marked as
+    MUST_SAVE its tensors. Before 2.15, where a graph leaves nothing to weigh, it saves inputs and marked nodes as they are,
+    a list as such, or, where an input is a size, not at all (pytorch/pytorch#188014). The last cut is what 2.15 saves."""
+    from torch._functorch import partitioners
+
+    choose, cut = partitioners.choose_saved_values_set, partitioners.solve_min_cut
+
+    def choose_a_cut(*args: Any, **kwargs: Any) -> list[fx.Node]:
+        cuts: list[list[fx.Node]] = []
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            found = cut(*args, **kwargs)
+            cuts.append(found[0])
+            return found
+
+        with mock.patch.object(partitioners, "solve_min_cut", recorded):
+            chosen = choose(*args, **kwargs)
+        return chosen if not cuts or any(chosen is one for one in cuts) else cuts[-1]
+
+    with mock.patch.object(partitioners, "choose_saved_values_set", choose_a_cut):
+        yield
 
 
 def compile_apart(model: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:

@@ -93,7 +93,9 @@ def _in_region(recipe: str | None, steps: nn.Module, x: Tensor) -> Tensor:
 
 
 def _in_amp(steps: nn.Module, x: Tensor) -> Tensor:
-    with torch.autocast("cpu", torch.bfloat16, enabled=x.dtype != torch.float16):  # whose `cat` torch refuses there
+    # Of fp16 torch refuses `cat` there. Traced code has no cache of casts either: a weight's two uses, which share a cast in
+    # the cache, would add their gradients in bf16 in eager code alone.
+    with torch.autocast("cpu", torch.bfloat16, enabled=x.dtype != torch.float16, cache_enabled=False):
         return steps(x).to(x.dtype)
 
 
@@ -241,12 +243,13 @@ cases = st.builds(
 
 
 def check(case: Case, generated: bool = False) -> None:
-    """Compiled and eager results of a case agree, bit for bit where all layers are low, and no pass of ours failed; where
-    code was generated up to the formats' noise."""
+    """Compiled and eager results of a case agree, bit for bit, or, where code was generated, up to the formats' noise, and
+    no pass of ours failed."""
     torch._dynamo.reset()
     torch.manual_seed(case.seed)
     dtype = DTYPES[case.dtype]
-    model = _sequence(case.steps, case.width)[0].to(dtype)
+    # Of an output in another layout AOTAutograd lays out the gradient anew, and BLAS may then add in another order.
+    model = _sequence(case.steps, case.width)[0].append(Step(lambda _, y: y.contiguous())).to(dtype)
     x = torch.randn(*case.leading, case.width).to(dtype).requires_grad_(case.x_grad and case.mode == "train")
     for place, parameter in enumerate(model.parameters()):
         parameter.requires_grad_(not case.frozen or place % case.frozen != 0)
@@ -291,12 +294,9 @@ def _change(model: nn.Module) -> None:
 def _compare(
     expected: dict[str, Tensor], found: dict[str, Tensor], case: Case, report: Report, generated: bool
 ) -> None:
-    # Twice a layer in high precision was 1e-7 of its value off what eager code gives: taken for another order of its sum,
-    # not traced to its cause: aot_eager alone does not show it.
-    high = any(site.kernel == "high_precision" for site in report.sites)
     # Autograd adds the gradients of a layer's two uses in the parameter's dtype, main_grad in fp32.
     added = case.wgrad == "main_grad" and case.dtype != "float32" and "twice" in repr(case.steps)
-    slack = 4 * _eps(case) if high or added else 0.0
+    slack = 4 * _eps(case) if added else 0.0
     assert expected.keys() == found.keys()
     for name, value in expected.items():
         wide, other = value.float(), found[name].float()

@@ -83,3 +83,21 @@ def test_an_einsum_in_high_precision():
             seed=248,
         )
     )
+
+
+def test_the_gradient_of_a_transposed_output():
+    """AOTAutograd lays it out anew: another order of an einsum's sums in high precision, by which results were off."""
+    fuzz.check(
+        fuzz.Case(steps=(("linear", 32, True), ("einsum", "rows behind", 128)), width=16, leading=(7,), recipe="none")
+    )
+
+
+def test_lists_written_under_a_memory_budget():
+    """Of symbolic sizes: the backward computed the list again, of what had been written."""
+    steps = (("written", "list", (16, 16), False),)
+    fuzz.check(fuzz.Case(steps=steps, width=16, leading=(2, 5), recipe="block", dynamic=True, budget=0.5))
+
+
+def test_a_weight_used_twice_under_autocast():
+    """In high precision: autocast's cache, which tracing does without, has eager code add the gradients in bf16."""
+    fuzz.check(fuzz.Case(steps=(("amp", (("twice",),)),), width=16, leading=(7,), recipe="none"))

@@ -171,6 +171,32 @@ def test_the_backward_finds_what_the_forward_did(name, program, budget):
     assert same(found, expected)
 
 
+class WritingLists(nn.Module):
+    """Weights read and then changed as lists, by a graph in which nothing else is worth computing again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(DIM, DIM))
+
+    def forward(self, x):
+        with torch.no_grad():
+            (doubled,) = torch._foreach_mul([self.weight], 2.0)
+            torch._foreach_mul_([self.weight], -0.5)
+        return F.linear(x * doubled[0], self.weight)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("budget", [0.5, 0.0])
+def test_lists_are_saved_where_nothing_is_to_weigh(budget, dynamic):
+    """Before 2.15 torch would save a list as such, or nothing of it where sizes are symbolic (pytorch/pytorch#188014)."""
+    model = WritingLists()
+    with torch._dynamo.config.patch(assume_static_by_default=not dynamic):
+        expected, _ = train(copy.deepcopy(model), "none")
+        with functorch.patch(activation_memory_budget=budget):
+            found, _ = train(copy.deepcopy(model), "none")
+    assert same(found, expected)
+
+
 def test_the_same_without_low_precision():
     test_the_backward_finds_what_the_forward_did("none", Dropping, 0.5)
 
