@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from te_inductor.patterns.support import is_tensor, value
+from te_inductor.patterns.support import as_traced, is_tensor, value
 
 _PADDING = 1  # the fast path's mask_type of a mask (batch, length)
 
@@ -138,10 +138,8 @@ def _inline(node: fx.Node, call: _Call, single: bool) -> None:
         return call.body(*args, **kwargs)
 
     fakes = [value(item) for item in inputs]
-    output: Any = value(node) if single else node.meta["example_value"][0]
-    mixed = any(fake.is_floating_point() and fake.dtype != output.dtype for fake in fakes)
-    autocast = torch.autocast(output.device.type, dtype=output.dtype, enabled=mixed)
-    with output.fake_mode, torch.set_grad_enabled(output.requires_grad), autocast:  # as Dynamo traced the node
+    output = value(node) if single else node.meta["example_value"][0]
+    with as_traced(output, fakes):
         traced = make_fx(body, pre_dispatch=True)(*fakes)
         values = _Values(traced)
         values.run(*fakes)

@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from te_inductor.patterns.linear import from_parameter
 from te_inductor.patterns.rule import Call
-from te_inductor.patterns.support import is_tensor, value
+from te_inductor.patterns.support import as_traced, is_tensor, value
 
 aten = torch.ops.aten
 _LETTERS = "".join(chr(0x100 + place) for place in range(64))  # which no equation has: torch knows those of ASCII
@@ -161,15 +161,13 @@ def _replace(node: fx.Node, x: fx.Node, p: fx.Node, layer: Layer, contiguous: bo
     """The layer, and how to undo it."""
     graph, output = node.graph, value(node)
     fakes = [value(x), value(p)]
-    mixed = any(fake.dtype != output.dtype for fake in fakes)
-    autocast = torch.autocast(output.device.type, dtype=output.dtype, enabled=mixed)
     kept = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace", "custom") if key in node.meta}
     new: list[fx.Node] = []
 
     def call(op: Any, *args: Any, **kwargs: Any) -> fx.Node:
         new.append(graph.call_function(op, args, kwargs))
         values = [value(arg) if isinstance(arg, fx.Node) else arg for arg in args]
-        with output.fake_mode, torch.set_grad_enabled(output.requires_grad), autocast:  # type: ignore[attr-defined]
+        with as_traced(output, fakes):
             new[-1].meta = kept | {"example_value": op(*values, **kwargs)}
         return new[-1]
 

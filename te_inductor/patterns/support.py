@@ -1,9 +1,12 @@
 """What a site must be to run in low precision. Each check returns None or the reason why not."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 
 from te_inductor import compat
 from te_inductor.diagnostics import Refusal
@@ -25,6 +28,17 @@ def value(node: fx.Node) -> torch.Tensor:
 
 def is_tensor(node: Any) -> bool:
     return isinstance(node, fx.Node) and isinstance(node.meta.get("example_value"), torch.Tensor)
+
+
+@contextmanager
+def as_traced(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> Iterator[None]:
+    """What Dynamo traced a call in that made this fake tensor of those: other calls in it take the call's place."""
+    mixed = any(fake.is_floating_point() and fake.dtype != output.dtype for fake in inputs)
+    autocast = torch.autocast(output.device.type, dtype=output.dtype, enabled=mixed)
+    fake_mode: Any = output.fake_mode  # type: ignore[attr-defined]
+    # Only Python's dispatcher takes symbolic sizes in `linear` of a frozen weight (torch 2.11).
+    with enable_python_dispatcher(), fake_mode, torch.set_grad_enabled(output.requires_grad), autocast:
+        yield
 
 
 def device(device: torch.device) -> Refusal | None:
