@@ -64,7 +64,7 @@ def test_an_einsum_of_symbolic_sizes():
 
 
 def test_an_einsum_of_a_frozen_weight():
-    """Of symbolic sizes, which torch 2.11's `linear` of such a weight takes from Python's dispatcher alone: the pass failed."""
+    """Of symbolic sizes, which torch 2.11 takes there from Python's dispatcher alone: the pass failed."""
     steps = (("reshape", "unsqueeze"), ("einsum", "rows behind", 130))
     fuzz.check(fuzz.Case(steps=steps, width=40, leading=(7,), recipe="current", frozen=2, x_grad=False, dynamic=True))
 
