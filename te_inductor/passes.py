@@ -36,6 +36,7 @@ from te_inductor.patterns.module_path import module_path
 from te_inductor.patterns.rule import Emit, Match, Rule, call_linears
 from te_inductor.recipes import DelayedScaling, Recipe, Slots
 from te_inductor.regions import Region, active
+from te_inductor.runtime.delayed import check_functions
 from te_inductor.runtime.gradient_inputs import GradientInputs
 from te_inductor.runtime.kept_inputs import KeptInputs
 from te_inductor.runtime.state_inputs import StateInputs
@@ -170,6 +171,7 @@ def check_sites(plan: Plan) -> None:
             )
             candidate.emulated = None if candidate.refusal else support.emulated(candidate.slots, weight.device)
         if candidate.low and isinstance(candidate.recipe, DelayedScaling):
+            check_functions(candidate.recipe, weight.device)
             candidate.refusal = delayed.refusal(match, bodies, transforms_of.get(match.node))
 
 

@@ -7,12 +7,14 @@ recorded since the last update. TransformerEngine keeps `amax` in slot 0; apart,
 Source: TransformerEngine, pytorch/quantization.py, common/recipe/delayed_scaling.cu; docs/numerics.md states it.
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from te_inductor.recipes.delayed import ScaleUpdate
+from te_inductor.errors import RecipeError, wrong_type
+from te_inductor.recipes.delayed import DelayedScaling, ScaleUpdate
 
 FP32_TINY = torch.finfo(torch.float32).tiny  # a smaller scale has no finite reciprocal
 FP32_MAX = torch.finfo(torch.float32).max
@@ -73,3 +75,35 @@ def _chosen_amax(history: Tensor, algorithm: str | Callable[[Tensor], Tensor]) -
     if callable(algorithm):
         return algorithm(history.t())
     return history.amax(1) if algorithm == "max" else history[:, 0]
+
+
+@functools.lru_cache
+@torch.no_grad()
+def check_functions(recipe: DelayedScaling, device: torch.device) -> None:
+    """Call the user's functions once: one number for all tensors would be broadcast, and give them all one scale.
+
+    Raises:
+        RecipeError: one raised, or returned something else than a number for each tensor.
+    """
+    tensors = 2 if recipe.amax_history_len != 2 else 3  # so that no other dimension is as long
+    amax, scale = torch.ones(2, tensors, device=device).unbind()
+    arguments = {
+        "amax_compute_algo": (torch.ones(recipe.amax_history_len, tensors, device=device),),
+        "scaling_factor_compute_algo": (amax, scale, recipe.fp8_format.forward.max, recipe),
+    }
+    for name, args in arguments.items():
+        function = getattr(recipe, name)
+        if not callable(function):
+            continue
+        what = f"DelayedScaling.{name} ({function.__qualname__})"
+        try:
+            found = function(*args)
+        except Exception as error:
+            raise RecipeError(f"{what} raised {type(error).__name__} for {tensors} tensors: {error}") from error
+        if not isinstance(found, Tensor):
+            raise RecipeError(wrong_type(f"what {what} returned", found, "a tensor with a number for each tensor"))
+        if found.shape != (tensors,) or not found.is_floating_point() or found.device != amax.device:
+            raise RecipeError(
+                f"{what} returned shape {tuple(found.shape)}, {found.dtype}, on {found.device} for {tensors} tensors,"
+                f" expected floating point of shape ({tensors},) on {amax.device}; histories are (amax_history_len, tensors)"
+            )

@@ -304,6 +304,38 @@ def double(history):
     return history.amax(0) * 2
 
 
+def largest_of_all(history):
+    return history.max()
+
+
+def over_tensors(history):
+    return history.amax(1)
+
+
+def not_a_tensor(amax, scale, fp8_max, recipe):
+    return 1.0
+
+
+def broken(amax, scale, fp8_max, recipe):
+    return fp8_max / amax / undefined  # noqa: F821
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"amax_compute_algo": largest_of_all}, r"\(largest_of_all\) returned shape \(\), .*expected .*\(2,\)"),
+        ({"amax_compute_algo": over_tensors, "amax_history_len": 2}, r"shape \(2,\), .* for 3 tensors"),
+        ({"scaling_factor_compute_algo": not_a_tensor}, r"returned is a float \(1.0\), expected a tensor"),
+        ({"scaling_factor_compute_algo": broken}, "raised NameError for 2 tensors: name 'undefined'"),
+    ],
+)
+def test_what_functions_in_a_recipe_return(fields, text):
+    """One number for all tensors would be broadcast: one scale for all, without a word."""
+    run = torch.compile(nn.Linear(16, 16), backend="te", options={"recipe": DelayedScaling(**fields)})
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=text):
+        run(torch.randn(16, 16))
+
+
 def test_functions_in_a_recipe():
     with pytest.raises(RecipeError, match=r"closes over number.* expected a function without a closure"):
         DelayedScaling(amax_compute_algo=closing_over(2))
