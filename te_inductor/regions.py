@@ -6,20 +6,24 @@ which the passes find the calls of the region (patterns/regions.py), checkpoints
 region is a constant of the graph, so both compile caches have it in their keys. Under any other backend the markers, which
 trace to nothing, do nothing.
 
-Around a compiled function nothing is traced: the region is the thread's, and every graph that depends on it carries a guard
-that compares its key by value (`compat.guard_on`). An equal recipe built anew passes the guard, another one is one more
-compile. It compares the key, not the region, because Python code in a guard can hand over to another thread in the middle
-of Dynamo's search for a graph. That search moves what it finds to the front of the list that both threads walk, so the first
-can miss its own graph and compile once more than it needs (a guard of Dynamo's own, on saved-tensor hooks, leaves this
-possible). Nothing is kept beyond the end of a `with`, so that there is no table to grow and no identity to go stale.
+Around a compiled function nothing is traced: the region is a context variable, one a thread and one a task of asyncio, and
+every graph that depends on it carries a guard that compares its key by value (`compat.guard_on`). An equal recipe built anew
+passes the guard, another one is one more compile. It compares the key, not the region, and reads it without a line of
+Python, because Python code in a guard can hand over to another thread in the middle of Dynamo's search for a graph. That
+search moves what it finds to the front of the list that both threads walk, so the first can miss its own graph and compile
+once more than it needs (a guard of Dynamo's own, on saved-tensor hooks, leaves this possible). Nothing is kept behind the
+end of a `with`, so that there is no table to grow and no identity to go stale. A `with` ends its own region, not the
+innermost: generators share the context of who runs them, and end in any order.
 """
 
-import threading
+import inspect
 import warnings
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import wraps
+from operator import methodcaller
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
@@ -56,10 +60,22 @@ enter_region = torch.ops.te_inductor.enter_region.default
 exit_region = torch.ops.te_inductor.exit_region.default
 
 
-class _Active(threading.local):
-    region = Region()
-    key = region.key()
-    around: tuple[tuple[Region, tuple[Any, ...]], ...] = ()  # those to return to with their keys, outermost first
+class _Entered(NamedTuple):
+    by: "autocast"
+    region: Region
+
+
+_DEFAULT = Region()
+_DEFAULT_KEY = _DEFAULT.key()
+_entered: ContextVar[tuple[_Entered, ...]] = ContextVar("te_inductor.regions", default=())  # the innermost last
+_key: ContextVar[tuple[Any, ...]] = ContextVar("te_inductor.region_key", default=_DEFAULT_KEY)
+
+
+class _Active:
+    """`key` is that of the innermost region, by a property in C."""
+
+    get_key = _key.get
+    key = property(methodcaller("get_key"))
 
 
 _active = _Active()
@@ -67,12 +83,18 @@ _compiles = False  # whether the backend was ever called
 
 
 def active() -> Region:
-    """The region that this thread is in, outside of all compiled functions."""
-    return _active.region
+    """The region that this thread or task is in, outside of all compiled functions."""
+    entered = _entered.get()
+    return entered[-1].region if entered else _DEFAULT
+
+
+def _set(entered: tuple[_Entered, ...]) -> None:
+    _entered.set(entered)
+    _key.set(active().key())
 
 
 def guard_on_active() -> None:
-    """Recompile the graph that is being compiled where the thread's region is another one."""
+    """Recompile the graph that is being compiled where the active region is another one."""
     compat.guard_on(__name__, "_active.key")
 
 
@@ -88,7 +110,8 @@ class autocast:
     Regions nest; the innermost counts. `enabled=False` leaves its layers in high precision, as does ``recipe="none"``;
     `recipe=None` is the default recipe: that of the compile options, else of the environment, else ``"auto"``, whatever the
     regions around say. A policy entry, which names a layer, goes before `recipe`, and not before `enabled=False`. A layer's
-    backward has the recipe of its forward, wherever it runs. Each thread has its own region.
+    backward has the recipe of its forward, wherever it runs. Each thread has its own region, and each task of asyncio. A
+    `with` around a generator's `yield` is around what runs between its items too.
 
     Outside compiled code it changes nothing; a program that has compiled nothing by the end of it is told so, once.
 
@@ -97,7 +120,7 @@ class autocast:
         recipe: a recipe, or the name of one; ignored where `enabled` is False, as in TransformerEngine.
 
     Raises:
-        RecipeError: `recipe` is no recipe, `enabled` no bool.
+        RecipeError: `recipe` is no recipe, `enabled` no bool, what it decorates a generator function.
     """
 
     def __init__(self, enabled: bool = True, recipe: Recipe | str | None = None) -> None:
@@ -109,21 +132,35 @@ class autocast:
         else:
             if compat.in_uncompiled_frame():
                 warnings.warn(_UNCOMPILED, FallbackWarning, stacklevel=2)
-            _active.around = (*_active.around, (_active.region, _active.key))
-            _active.region, _active.key = self.region, self.region.key()
+            _set((*_entered.get(), _Entered(self, self.region)))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if torch.compiler.is_dynamo_compiling():
             exit_region()
         else:
-            *around, (_active.region, _active.key) = _active.around
-            _active.around = tuple(around)
-            if error is None and not around and self.region.enabled:
+            entered = _entered.get()
+            mine = max((place for place, one in enumerate(entered) if one.by is self), default=None)
+            if mine is not None:  # a generator may be closed in another thread or task
+                _set(entered[:mine] + entered[mine + 1 :])
+            if error is None and not _entered.get() and self.region.enabled:
                 _warn_if_nothing_compiles()
 
     def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
         # Of the region itself, torch 2.11 would have Dynamo read no field.
         enabled, recipe = self.region.enabled, self.region.recipe
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise RecipeError(
+                f"autocast decorates the generator function {function.__qualname__}, expected one that runs when called:"
+                " write `with autocast(...)` inside it, around what computes and not around a `yield`"
+            )
+        if inspect.iscoroutinefunction(function):
+
+            @wraps(function)
+            async def call_async(*args: P.args, **kwargs: P.kwargs) -> Any:
+                with autocast(enabled, recipe):
+                    return await function(*args, **kwargs)
+
+            return call_async  # type: ignore[return-value]
 
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -55,7 +55,7 @@ def test_equal_recipes_never_recompile():
             with autocast(enabled=True, recipe=recipe_of_many_fields()):
                 assert torch.equal(run(x), y)
         assert compiles() == 1
-    assert regions.active() == regions.Region() and regions._active.around == ()
+    assert regions.active() == regions.Region() and regions._entered.get() == ()
 
 
 def test_another_recipe_recompiles_once():

@@ -1,5 +1,6 @@
-"""`te_inductor.autocast` in programs: bodies of graphs, graph breaks, exceptions, threads."""
+"""`te_inductor.autocast` in programs: bodies of graphs, graph breaks, exceptions, threads, tasks, generators."""
 
+import asyncio
 import threading
 
 import pytest
@@ -11,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from te_inductor import autocast, explain, regions
 from te_inductor.backend import DECIDE, parse, run_passes
-from te_inductor.errors import FallbackWarning
+from te_inductor.errors import FallbackWarning, RecipeError
 from te_inductor.passes import Plan
 from tests.backend.autocast_programs import Checkpointed, Within, X, chosen, compiles, layer, same, step, te
 from tests.recipes import every_stateless_recipe, strict
@@ -183,3 +184,64 @@ def test_threads():
     assert wrong == [] and compiles() == 5
     start(at_once)  # Dynamo may compile again where several threads search its graphs at once: Note [Regions]
     assert wrong == []
+
+
+def test_tasks_of_asyncio():
+    """Each has its own region, and takes along that of who made it; a coroutine's decorator is around its body."""
+    run, x = te(layer(), fullgraph=False), torch.randn(X)
+    names, expected = ["rowwise", "block"], {}
+    for name in names:
+        with autocast(recipe=name):
+            expected[name] = run(x)
+    outside = run(x)
+
+    async def work(name):
+        with autocast(recipe=name):
+            await asyncio.sleep(0.01 * names.index(name))
+            await asyncio.sleep(0.02)
+            return run(x)
+
+    @autocast(recipe="block")
+    async def decorated():
+        await asyncio.sleep(0)
+        return await asyncio.create_task(plain())
+
+    async def plain():
+        return run(x)
+
+    async def together():
+        return await asyncio.gather(*(work(name) for name in names), decorated(), plain())
+
+    results = asyncio.run(together())
+    for found, wanted in zip(results, [*expected.values(), expected["block"], outside], strict=True):
+        assert torch.equal(found, wanted)
+    assert regions.active() == regions.Region() and compiles() == 3
+
+
+def test_generators_that_end_in_any_order():
+    def items(recipe):
+        with autocast(recipe=recipe):
+            yield
+
+    block, rowwise = items("block"), items("rowwise")
+    next(block), next(rowwise)
+    block.close()
+    assert regions.active() == regions.Region(recipe="rowwise")
+    with autocast(recipe="current"):
+        rowwise.close()
+        assert regions.active() == regions.Region(recipe="current")
+    assert regions.active() == regions.Region()
+
+
+def test_a_decorated_generator_function():
+    """Its body runs when the region is over."""
+
+    def items():
+        yield
+
+    async def items_async():
+        yield
+
+    for function in (items, items_async):
+        with pytest.raises(RecipeError, match=r"decorates the generator function .*items"):
+            autocast(recipe="block")(function)
