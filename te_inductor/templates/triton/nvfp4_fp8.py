@@ -45,8 +45,8 @@ _REGISTERS = {"default": 168, "group": 240, "loader": 24}  # a thread; ptxas wan
 
 # Fitted to what was measured on an H200 (docs/performance.md). Microseconds of a turn and of all else in a program, by its
 # rows of x; where K is split, of what writes and adds sums besides, which are so many bytes a microsecond.
-_TURN = {128: (1.2, 4.2), 256: (1.48, 7.0)}
-_SPLIT, _BANDWIDTH = 3.0, 5e6
+_TURN = {128: (1.2, 4.2), 256: (1.48, 5.8)}
+_SPLIT, _BANDWIDTH = 2.2, 5e6
 _MULTIPROCESSORS = 132
 
 _LARGEST = gl.constexpr(E2M1.max)  # of a stored value
