@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from te_inductor import compat, ops
+from te_inductor import ops
 from te_inductor.accuracy_figures import AccuracyReport, GemmAccuracy, OperandAccuracy
 from te_inductor.backend import DECIDE, parse, run_passes
 from te_inductor.diagnostics import Report, merge
@@ -20,6 +20,7 @@ from te_inductor.errors import OptionError
 from te_inductor.passes import Candidate, Plan, plain
 from te_inductor.recipes import Gemm, Quantizer, Slots
 from te_inductor.runtime import blocks, microscaling
+from te_inductor.tracing import traced
 
 _SLACK = 1 + 2**-20  # of a scale's roundings: the amax itself is not saturated
 
@@ -41,9 +42,9 @@ def accuracy_report(
 
     Raises:
         OptionError, RecipeError: the options are wrong; `loss` returns no scalar.
+        FallbackError: there was nothing to trace, with ``fallback="error"``; else a warning says so.
     """
     parsed = parse(None, options)
-    model = getattr(model, "_orig_mod", model)
     recorder = _Recorder()
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -56,9 +57,8 @@ def accuracy_report(
             module.recompile()
         return gm.forward
 
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        output = compat.compile_apart(model, backend)(*inputs, **kwargs)
-        _run_backward(output, loss)
+    with traced(model, backend, parsed.fallback) as run:
+        _run_backward(run(*inputs, **kwargs), loss)
     return AccuracyReport(recorder.gemms(), merge(recorder.reports).sites)
 
 

@@ -90,7 +90,7 @@ def te(
 def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
     """Options, with every recipe spec read once, so that a wrong one is an error even where no site would use it."""
     parsed = config.parse(options, mode)
-    recipes.resolve(parsed.recipe)
+    recipes.resolve(parsed.recipe, parsed.recipe_name)
     for _, spec in parsed.policy:
         recipes.resolve(spec)
     return parsed

@@ -20,8 +20,8 @@ except ImportError:  # 2.11 needs the metaclass, 2.13 accepts it
 __all__ = [
     "ConstantMeta",
     "autotune",
-    "compile_apart",
     "compile_fx",
+    "compiled_apart",
     "constant_type_name",
     "guard_on",
     "guard_on_attribute",
@@ -142,15 +142,23 @@ def saving_what_is_cut() -> Iterator[None]:
         yield
 
 
-def compile_apart(model: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.compile` for few calls, its entries kept from the limit on recompiles of the user's own."""
-    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:  # from 2.13
-        return torch.compile(model, backend=backend, isolate_recompiles=True)  # type: ignore[call-overload]
+@contextmanager
+def compiled_apart(model: Callable[..., Any], backend: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """`torch.compile` for few calls, its entries kept from the limit on recompiles of the user's own, and let go of."""
     # Entries are those of a code object: one of our own, into which the model's is inlined as far as the first graph break.
     outer = torch._dynamo.external_utils.wrap_inline(model)
     outer.__code__ = outer.__code__.replace()
-    limited = torch._dynamo.config.patch(recompile_limit=sys.maxsize)
-    return limited(torch.compile(outer, backend=backend))
+    try:
+        if "isolate_recompiles" in inspect.signature(torch.compile).parameters:  # from 2.13
+            yield torch.compile(outer, backend=backend, isolate_recompiles=True)  # type: ignore[call-overload]
+        else:
+            with torch._dynamo.config.patch(recompile_limit=sys.maxsize):
+                yield torch.compile(outer, backend=backend)
+    finally:
+        torch._C._dynamo.eval_frame.reset_code(outer.__code__)
+        known = torch._dynamo.eval_frame.cached_backends  # for `torch._dynamo.reset`, and for good
+        for place in [place for place, one in known.items() if getattr(one, "compiler_fn", None) is backend]:
+            del known[place]
 
 
 @contextmanager

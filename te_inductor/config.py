@@ -43,6 +43,7 @@ class Options:
     """Parsed options. `recipe` and the policy's values are specs (name or instance) that `recipes.resolve` reads."""
 
     recipe: object = "auto"
+    recipe_name: str = "recipe"  # what errors call it
     policy: tuple[tuple[str | Callable[..., bool], object], ...] = ()
     fallback: Fallback = "warn"
     weights: Weights = "auto"
@@ -58,9 +59,9 @@ def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> 
         OptionError: unknown key (naming the nearest), wrong type, wrong value.
     """
     given = dict(options or {})
-    recipe = given.pop("recipe", None)
+    recipe, recipe_name = given.pop("recipe", None), "recipe"
     if recipe is None:
-        recipe = os.environ.get(ENV_RECIPE) or "auto"
+        recipe, recipe_name = os.environ.get(ENV_RECIPE) or "auto", f"{ENV_RECIPE}, a recipe's name:"
     fallback = _choice(given, "fallback", FALLBACKS, "warn")
     weights, wgrad = _choice(given, "weights", WEIGHTS, "auto"), _choice(given, "wgrad", WGRADS, "grad")
     policy = _parse_policy(given.pop("policy", {}))
@@ -72,6 +73,7 @@ def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> 
         raise OptionError(unknown("mode", mode, MODES))
     return Options(
         recipe,
+        recipe_name,
         policy,
         cast(Fallback, fallback),
         cast(Weights, weights),

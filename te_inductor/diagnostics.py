@@ -50,12 +50,17 @@ class Unmet(NamedTuple):
     reason: str
 
 
+HIDDEN = ", or earlier entries match the same"  # of a policy entry that matches nothing
+
+
 @dataclass(frozen=True)
 class Report:
     """Every site of a model. `print(report)` shows a table."""
 
     sites: list[Site] = field(default_factory=list)
-    unused_policy: list[str] = field(default_factory=list)  # entries that matched no site: globs, names of functions
+    unused_policy: list[str] = field(
+        default_factory=list
+    )  # entries whose recipe no site has: globs, names of functions
     unmet: list[Unmet] = field(default_factory=list)
     failure: str | None = None  # traceback of a failure inside our own passes
 
@@ -70,7 +75,7 @@ class Report:
     def __str__(self) -> str:
         columns = ("module", "pattern", "GEMM", "M x N x K", "recipe", "kernel", "why not")
         table = tabulated(_headline(self), columns, _rows(self.sites))
-        tail = [f"policy entry {entry!r} matches no linear site" for entry in self.unused_policy]
+        tail = [f"policy entry {entry!r} matches no linear site{HIDDEN}" for entry in self.unused_policy]
         tail += [f"option {option!r} does not reach {fqn}: {reason}" for option, fqn, reason in self.unmet]
         return "\n".join([table, *tail, *([self.failure] if self.failure else [])])
 
@@ -168,7 +173,9 @@ def summary(report: Report) -> str | None:
             lines.append(f"  {reason}: {_shown(site.fqn for site in group)}")
     for entry in report.unused_policy if places else ():  # an optimizer's graph is not what a policy is about
         known = ", ".join(sorted({fqn for fqn, _ in places})[:4])
-        lines.append(f"te_inductor: policy entry {entry!r} matches no linear site of this graph (sites: {known}, …)")
+        lines.append(
+            f"te_inductor: policy entry {entry!r} matches no linear site of this graph{HIDDEN} (sites: {known}, …)"
+        )
     for (option, reason), unmet in _grouped(report.unmet, lambda one: (one.option, one.reason)):
         lines.append(f"te_inductor: option {option!r} does not reach, because {reason}: {_shown(u.fqn for u in unmet)}")
     if report.failure:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from te_inductor import config, recipes
-from te_inductor.diagnostics import Refusal, say
+from te_inductor.diagnostics import HIDDEN, Refusal, say
 from te_inductor.errors import OptionError, wrong_type
 from te_inductor.patterns import policy as policies
 from te_inductor.patterns.module_path import without_wrappers
@@ -64,7 +64,7 @@ def quantize_(
         else:
             said.append(f"te_inductor: {path or '(root)'} keeps its weight: {refusal}")
     unused = [entry.name for entry in entries if entry not in used]
-    said += [f"te_inductor: policy glob {name!r} matches no linear layer" for name in unused]
+    said += [f"te_inductor: policy entry {name!r} matches no linear layer{HIDDEN}" for name in unused]
     if said:
         say("\n".join(said), options.fallback)
     _replace(chosen)

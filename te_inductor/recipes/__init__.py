@@ -46,10 +46,10 @@ _BY_NAME = {recipe.name: recipe for recipe in _RECIPES}
 NAMES = ("auto", "none", *_BY_NAME)
 
 
-def resolve(spec: object) -> Recipe | None:
+def resolve(spec: object, name: str = "recipe") -> Recipe | None:
     """The recipe that a name or instance means; None for ``"none"``.
 
-    ``"auto"`` is per-tensor current scaling on every device with FP8 GEMMs.
+    ``"auto"`` is per-tensor current scaling on every device with FP8 GEMMs. `name` is what errors call it.
 
     Raises:
         RecipeError: unknown name (naming the nearest), or an object that is no recipe.
@@ -59,11 +59,11 @@ def resolve(spec: object) -> Recipe | None:
             spec.slots()  # the abstract base refuses itself
         return spec
     if not isinstance(spec, str):
-        raise RecipeError(wrong_type("recipe", spec, f"a Recipe instance or one of {', '.join(NAMES)}"))
+        raise RecipeError(wrong_type(name, spec, f"a Recipe instance or one of {', '.join(NAMES)}"))
     if spec == "none":
         return None
     if spec == "auto":
         return Float8CurrentScaling()
     if spec not in _BY_NAME:
-        raise RecipeError(unknown("recipe", spec, NAMES))
+        raise RecipeError(unknown(name, spec, NAMES))
     return _BY_NAME[spec]()

@@ -1,5 +1,7 @@
 """What a compile costs and keeps: recompiles, fullgraph, saved tensors, shared quantizations, sub-modules, functions."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -178,6 +180,34 @@ def test_explaining_many_times_leaves_compiles_alone():
     te_inductor.explain(model, x)
     with torch.compiler.set_stance("fail_on_recompile"):  # what was compiled is still there
         compiled(x)
+
+
+@pytest.mark.parametrize("report", [te_inductor.explain, te_inductor.accuracy_report])
+def test_a_report_leaves_nothing_behind(report):
+    """Each used to leave a graph on the model's code, which every later call of the user's looked at."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(32, 32)
+
+        def forward(self, x):
+            return self.linear(x)
+
+    def entries():
+        return len(torch._C._dynamo.eval_frame._debug_get_cache_entry_list(Model.forward.__code__))
+
+    def graphs():
+        gc.collect()
+        return sum(issubclass(type(one), torch.fx.GraphModule) for one in gc.get_objects())
+
+    model, x = Model(), torch.randn(4, 32)
+    report(model, x)
+    torch.compile(model, backend="eager")(x)
+    before = entries(), graphs()
+    for _ in range(3):
+        report(model, x)
+    assert (entries(), graphs()) == before
 
 
 def test_an_equal_block_recipe_is_an_equal_constant():

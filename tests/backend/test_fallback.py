@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from te_inductor import backend, compat, explain, lowerings, passes
+from te_inductor import accuracy_report, backend, compat, explain, lowerings, passes
 from te_inductor.errors import FallbackError, FallbackWarning
 from te_inductor.patterns import support
 from te_inductor.recipes import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
@@ -102,12 +102,13 @@ def test_an_unused_policy_entry_is_reported():
     assert report.unused_policy == ["lm_head"] and "lm_head" in str(report)
 
 
-def test_nothing_to_explain_is_said():
+@pytest.mark.parametrize("report", [explain, accuracy_report])
+def test_nothing_to_report_is_said(report):
     """As where Dynamo has given up on the model: an empty report alone would look like a model without layers."""
     with pytest.warns(FallbackWarning, match=r"gave no graph of the model.*torch\._dynamo\.reset"):
-        assert not explain(lambda x: x, torch.randn(X)).sites
+        assert not report(lambda x: x, torch.randn(X)).sites
     with pytest.raises(FallbackError, match="no graph"):
-        explain(lambda x: x, torch.randn(X), options={"fallback": "error"})
+        report(lambda x: x, torch.randn(X), options={"fallback": "error"})
 
 
 @pytest.mark.parametrize(

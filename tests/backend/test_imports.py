@@ -20,7 +20,7 @@ ORDER = [
     {"ops"},
     {"ops_stored", "ops_attention", "operations"},
     {"templates"},
-    {"gemm_nodes", "flops", "stored_weight"},
+    {"gemm_nodes", "flops", "stored_weight", "tracing"},
     {"lowerings", "residuals", "quantized_outputs", "few_queries", "post_grad"},
     {"joint_graph"},
     {"patterns"},

@@ -10,7 +10,7 @@ import torch
 from torch._inductor import config as inductor
 
 import te_inductor
-from te_inductor import config, errors, explain, recipes
+from te_inductor import accuracy_report, config, errors, explain, recipes
 from te_inductor.backend import te
 from tests.recipes import every_recipe
 
@@ -86,9 +86,12 @@ def test_the_base_of_recipes_is_no_recipe():
     assert "Recipe is the base of recipes" in failure(recipe=recipes.Recipe())
 
 
-def test_explain_raises_the_error_itself():
+@pytest.mark.parametrize("report", [explain, accuracy_report])
+def test_reports_raise_the_error_itself(report):
     with pytest.raises(errors.OptionError, match="did you mean 'recipe'"):
-        explain(torch.nn.Linear(32, 32), torch.randn(4, 32), options={"recpie": "current"})
+        report(torch.nn.Linear(32, 32), torch.randn(4, 32), options={"recpie": "current"})
+    with pytest.raises(errors.OptionError, match="raised ZeroDivisionError"):
+        report(torch.nn.Linear(32, 32), torch.randn(4, 32), options={"policy": {lambda path, sizes: 1 / 0: "none"}})
 
 
 def test_mode_beside_another_mode():
@@ -104,7 +107,7 @@ def test_the_default_recipe_comes_from_the_environment(monkeypatch):
     assert recipe_of(model, recipe="current") == "current"  # an option wins
     assert recipe_of(model, recipe="rowwise") == "rowwise"
     monkeypatch.setenv("TE_INDUCTOR_RECIPE", "curent")
-    assert "did you mean 'current'?" in failure()
+    assert "unknown TE_INDUCTOR_RECIPE, a recipe's name: 'curent'; did you mean 'current'?" in failure()
 
 
 def test_inductor_options_and_mode_reach_inductor(monkeypatch):
