@@ -29,7 +29,9 @@ def fold(graph: fx.Graph) -> None:
             continue
         for output, residual in ((left, right), (right, left)):
             gemm = _product(output)
-            if gemm is None or not _is_residual(residual, gemm, node) or not _alike(gemm, node):
+            if gemm is None or output.meta["val"].shape != node.meta["val"].shape:
+                continue
+            if not _is_residual(residual, gemm, node) or not _alike(gemm, node):
                 continue
             kernel = _kernel(gemm)
             if kernel is not None:

@@ -50,6 +50,7 @@ FOLDED = {
     "number": (lambda x, w: layer(x, w) + 1, 0),
     "read twice": (read_twice, 0),
     "broadcast": (lambda x, w: x[:1] + layer(x, w), 0),
+    "output broadcast": (lambda x, w: x + layer(x[0], w), 0),
     "strided": (lambda x, w: x.transpose(0, 1) + layer(x, w), 0),
     "dtype": (lambda x, w: x + layer(x, w, torch.bfloat16), 0),
 }
