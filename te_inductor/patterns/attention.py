@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from te_inductor.patterns.support import as_traced, is_tensor, value
+from te_inductor.patterns.support import as_traced, is_tensor, is_wrapped, value
 
 _PADDING = 1  # the fast path's mask_type of a mask (batch, length)
 
@@ -123,7 +123,11 @@ def inline(graph: fx.Graph) -> None:
             # have to be guarded upon; Dynamo's guards are closed by now.
             known = all(is_tensor(item) and not value(item).is_nested for item in node.all_input_nodes)
             single = is_tensor(node)
-            if known and (single or all(user.target is operator.getitem for user in node.users)):
+            if (
+                known
+                and not is_wrapped(node)
+                and (single or all(user.target is operator.getitem for user in node.users))
+            ):
                 _inline(node, call, single)
                 graph.erase_node(node)
 

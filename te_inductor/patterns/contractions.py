@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from te_inductor.patterns.linear import from_parameter
 from te_inductor.patterns.rule import Call
-from te_inductor.patterns.support import as_traced, is_tensor, value
+from te_inductor.patterns.support import as_traced, is_tensor, is_wrapped, value
 
 aten = torch.ops.aten
 _LETTERS = "".join(chr(0x100 + place) for place in range(64))  # which no equation has: torch knows those of ASCII
@@ -63,7 +63,6 @@ class Contraction:
     operands: tuple[fx.Node, fx.Node]
     names: tuple[str, str]
     y: str
-    contiguous: bool  # whether torch writes y so
 
 
 @dataclass(frozen=True)
@@ -85,11 +84,11 @@ def inline(graph: fx.Graph) -> dict[fx.Node, Inlined]:
     """Replace every such node of `graph` by what it computes, and say by which layers."""
     done = {}
     for node in list(graph.nodes):
-        if node.op in ("call_function", "call_method"):
+        if node.op in ("call_function", "call_method") and not is_wrapped(node):
             contraction = _READERS.get(node.target, _product)(node)
             found = None if contraction is None else _layer(contraction)
             if contraction is not None and found is not None:
-                layer, inlined = _replace(node, *found, contraction.contiguous)
+                layer, inlined = _replace(node, *found)
                 done[layer] = inlined
     return done
 
@@ -123,7 +122,7 @@ def _einsum(node: fx.Node) -> Contraction | None:
     for place in ellipses:
         many = value(operands[place]).dim() - len(names[place].replace(dots, ""))
         names, y = [name.replace(dots, _LETTERS[:many]) for name in names], y.replace(dots, _LETTERS[:many])
-    return Contraction((operands[0], operands[1]), (names[0], names[1]), y, contiguous=False)
+    return Contraction((operands[0], operands[1]), (names[0], names[1]), y)
 
 
 def _tensordot(node: fx.Node) -> Contraction | None:
@@ -139,7 +138,7 @@ def _tensordot(node: fx.Node) -> Contraction | None:
     for dim_a, dim_b in zip(*dims, strict=True):
         of_b[dim_b] = of_a[dim_a]
     y = [letter for letter in of_a + of_b if letter not in of_a or letter not in of_b]
-    return Contraction((a, b), ("".join(of_a), "".join(of_b)), "".join(y), contiguous=True)
+    return Contraction((a, b), ("".join(of_a), "".join(of_b)), "".join(y))
 
 
 def _product(node: fx.Node) -> Contraction | None:
@@ -154,10 +153,10 @@ def _product(node: fx.Node) -> Contraction | None:
         return None
     m, k, n, *batch = list(_LETTERS[: value(x).dim() + 1])
     rows = "".join(batch)
-    return Contraction((p, x), (m + k, rows + k + n), rows + m + n, contiguous=True)
+    return Contraction((p, x), (m + k, rows + k + n), rows + m + n)
 
 
-def _replace(node: fx.Node, x: fx.Node, p: fx.Node, layer: Layer, contiguous: bool) -> tuple[fx.Node, Inlined]:
+def _replace(node: fx.Node, x: fx.Node, p: fx.Node, layer: Layer) -> tuple[fx.Node, Inlined]:
     """The layer, and how to undo it."""
     graph, output = node.graph, value(node)
     fakes = [value(x), value(p)]
@@ -188,13 +187,31 @@ def _replace(node: fx.Node, x: fx.Node, p: fx.Node, layer: Layer, contiguous: bo
         linear = y = call(torch.matmul, x, p) if inner_first else call(aten.linear.default, x, p)
         if len(n) > 1:
             y = call(aten.unflatten.int, y, -1, n)
-        y = in_order(y, made, layer.y)
-        if contiguous and made != layer.y:  # `view` asks for it
-            y = call(aten.clone.default, y, memory_format=torch.contiguous_format)
+        written = _written(output, layer, made)
+        if made != written:  # a `view` behind it asks for it
+            y = call(aten.clone.default, in_order(y, made, written), memory_format=torch.contiguous_format)
+        y = in_order(y, written, layer.y)
     was = node.op, node.target, node.args, dict(node.kwargs), node.meta
     node.replace_all_uses_with(y)
     graph.erase_node(node)
     return linear, Inlined(y, [other for other in new if other is not y], was)
+
+
+def _written(output: torch.Tensor, layer: Layer, made: str) -> str:
+    """The dimensions of y as torch has them in memory: as they are made, as they are named, or those of one operand first,
+    in the order of names. Which, is torch's affair."""
+    x_first = sorted(layer.y, key=lambda letter: letter in layer.p)
+    p_first = sorted(layer.y, key=lambda letter: letter in layer.x)
+    found = {letter: (output.shape[place], output.stride(place)) for place, letter in enumerate(layer.y)}
+    for order in (made, layer.y, "".join(x_first), "".join(p_first)):
+        expected, alike = 1, True
+        for letter in reversed(order):
+            size, stride = found[letter]
+            alike = alike and (statically_known_true(size == 1) or statically_known_true(stride == expected))
+            expected = expected * size
+        if alike:
+            return order
+    return made
 
 
 _READERS = {torch.functional.einsum: _einsum, torch.functional.tensordot: _tensordot}

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
 
 from te_inductor.patterns.aliases import is_opaque, memory, name
 from te_inductor.patterns.rule import Emit, Match, Rule, replace
@@ -40,13 +41,29 @@ def groups(
 ) -> list[list[Match]]:
     """Which sites to merge: two or more each, in the graph's order; `written` is the memory that the graph writes."""
     found: dict[Any, list[Match]] = {}
+    learning: dict[fx.Graph, set[fx.Node]] = {}
     for rule, match, recipe, slots in sites:
         if rule.joins and _can_join(match, slots, written):
             node, weight = value(match.node), value(match.weight)
             bias = None if match.bias is None else value(match.bias)
-            key = (match.x, recipe, slots, node.dtype, node.requires_grad, *_kind(weight), *_kind(bias))
+            if match.node.graph not in learning:
+                learning[match.node.graph] = _learning(match.node.graph)
+            # One whose output is detached has no gradient; with another's it would have one of zeros, by which AdamW decays.
+            learns = match.node in learning[match.node.graph]
+            key = (match.x, recipe, slots, node.dtype, learns, *_kind(weight), *_kind(bias))
             found.setdefault(key, []).append(match)
     return [group for group in found.values() if len(group) > 1]
+
+
+def _learning(graph: fx.Graph) -> set[fx.Node]:
+    """What a gradient of the graph's outputs flows to."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        made = pytree.tree_leaves(node.meta.get("example_value"))
+        requires = any(isinstance(one, torch.Tensor) and one.requires_grad for one in made)
+        if requires and any(user.op == "output" or is_opaque(user) or user in found for user in node.users):
+            found.add(node)
+    return found
 
 
 def _kind(tensor: Any) -> tuple[Any, ...]:

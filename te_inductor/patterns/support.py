@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
+from torch.utils import _pytree as pytree
 
 from te_inductor import compat
 from te_inductor.diagnostics import Refusal
@@ -28,6 +29,14 @@ def value(node: fx.Node) -> torch.Tensor:
 
 def is_tensor(node: Any) -> bool:
     return isinstance(node, fx.Node) and isinstance(node.meta.get("example_value"), torch.Tensor)
+
+
+def is_wrapped(node: fx.Node) -> bool:
+    """Whether a transform of torch.func is around a call: outside of it nothing can be traced in the call's place."""
+    results = pytree.tree_leaves(node.meta.get("example_value"))
+    return any(
+        isinstance(one, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(one) for one in results
+    )
 
 
 @contextmanager

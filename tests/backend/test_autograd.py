@@ -437,3 +437,27 @@ def test_a_loss_over_padded_layers(name):
     loss.backward()
     assert loss == 1.0
     torch.testing.assert_close(layer.bias.grad, torch.full((250,), 1 / 250))
+
+
+@pytest.mark.parametrize("transform", [torch.vmap, torch.func.grad])
+def test_contractions_and_attention_in_transforms(transform):
+    """They stay as they are; the pass that puts layers in their place failed, and the whole graph was in high precision."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.attention = nn.Linear(32, 32), nn.MultiheadAttention(32, 4)
+            self.heads = nn.Parameter(torch.randn(32, 4, 8) / 6)
+
+        def function(self, x):
+            y = torch.einsum("td,dhk->thk", x, self.heads).flatten(1)
+            return self.attention(y, y, y, need_weights=False)[0].sin().sum()
+
+        def forward(self, x):
+            return transform(self.function)(self.layer(x))
+
+    model = Model().requires_grad_(False)
+    report = te_inductor.explain(model, torch.randn(*((2,) if transform is torch.vmap else ()), 8, 32))
+    assert report.failure is None and [site.fqn for site in report.sites if site.kernel != "high_precision"] == [
+        "layer"
+    ]

@@ -158,6 +158,26 @@ def test_a_model_already_compiled():
     assert [site.fqn for site in te_inductor.explain(once, x).sites if site.gemm == "fprop"] == ["0", "1"]
 
 
+def test_a_detached_layer_keeps_no_gradient():
+    """Merged with another it had one of zeros, by which AdamW decays its weight."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.detached, self.sorted, self.learns, self.too = (nn.Linear(32, 32) for _ in range(4))
+
+        def forward(self, x):
+            best = self.sorted(x).tanh().argmax(-1, keepdim=True)
+            return self.detached(x).sin().detach() + self.learns(x).gather(-1, best) + self.too(x).chunk(2)[0].sum()
+
+    model = Model()
+    torch.compile(model, backend="te", fullgraph=True)(torch.randn(4, 32)).sum().backward()
+    with_gradients = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert with_gradients == {"learns.weight", "learns.bias", "too.weight", "too.bias"}
+    merged = {site.fqn: site.merged for site in te_inductor.explain(model, torch.randn(4, 32)).sites}
+    assert merged["learns"] == ("learns", "too") and merged["detached"] == ("sorted", "detached")
+
+
 def test_explain_runs_the_model_as_it_is():
     model, x = nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5), nn.Linear(32, 1)), torch.randn(4, 32)
     state = torch.get_rng_state()

@@ -364,6 +364,22 @@ def test_einsum(name):
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize(
+    "equation", [*(equation for equation, *_ in EINSUMS.values()), "fd,bsd->bfs", "fd,bsd->sbf", "dbs,df->fsb"]
+)
+def test_einsum_has_torchs_layout(equation):
+    """A program may look at it behind a graph break, as `view` does."""
+    names = equation.partition("->")[0].split(",")
+    sizes = dict(zip("bsdehf", (2, 3, K, 4, 4, N), strict=True))
+    tensors = [torch.randn([sizes[letter] for letter in name]) for name in names]
+    first = names[0] == "fd"  # the parameter
+    p, x = tensors if first else tensors[::-1]
+    model = Form(lambda x, p, b: torch.einsum(equation, *((p, x) if first else (x, p))), p, False)
+    assert explained(model, x)
+    y = torch.compile(model, backend=zoo.uncompiled, fullgraph=True)(x)
+    assert y.stride() == torch.einsum(equation, *tensors).stride()
+
+
 @pytest.mark.parametrize("name", EINSUMS)
 def test_einsum_of_symbolic_sizes(name):
     """The size that is summed over is a symbol for Dynamo too, until the parameter's is found to be the same."""
