@@ -86,15 +86,15 @@ def check_functions(recipe: DelayedScaling, device: torch.device) -> None:
         RecipeError: one raised, or returned something else than a number for each tensor.
     """
     tensors = 2 if recipe.amax_history_len != 2 else 3  # so that no other dimension is as long
-    amax, scale = torch.ones(2, tensors, device=device).unbind()
-    arguments = {
-        "amax_compute_algo": (torch.ones(recipe.amax_history_len, tensors, device=device),),
-        "scaling_factor_compute_algo": (amax, scale, recipe.fp8_format.forward.max, recipe),
-    }
-    for name, args in arguments.items():
+    for name in ("amax_compute_algo", "scaling_factor_compute_algo"):
         function = getattr(recipe, name)
         if not callable(function):
             continue
+        history = torch.ones(recipe.amax_history_len, tensors, device=device)
+        amax = history[0]
+        args = (
+            (history,) if name == "amax_compute_algo" else (amax, amax.clone(), recipe.fp8_format.forward.max, recipe)
+        )
         what = f"DelayedScaling.{name} ({function.__qualname__})"
         try:
             found = function(*args)
