@@ -76,7 +76,19 @@ def test_linear(m, size, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [(128, 256), (70, 512), (4100, 4096), (512, 14336)])
-@pytest.mark.parametrize(("m", "rows", "splits"), [(65, 128, 1), (131, 128, 2), (200, 256, 1), (257, 256, 2)])
+@pytest.mark.parametrize(
+    ("m", "rows", "splits"),
+    [
+        (65, 128, 1),
+        (131, 128, 2),
+        (159, 160, 1),
+        (330, 160, 2),
+        (193, 192, 1),
+        (380, 192, 2),
+        (200, 256, 1),
+        (257, 256, 2),
+    ],
+)
 def test_linear_fp8(m, rows, splits, size, dtype):
     """Against float64 products of the FP8 values: fast accumulation keeps about 13 bits of a sum. Every element is written,
     a NaN stays in its row, and a run is like another, bit for bit."""

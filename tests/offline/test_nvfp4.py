@@ -196,7 +196,11 @@ def test_direct_cubin(m, k, shape):
     assert ptx.index("griddepcontrol.launch_dependents") > ptx.rindex("mma.sync")
 
 
-@pytest.mark.parametrize(("rows", "n", "k", "splits"), [(256, 4096, 14336, 4), (128, 70, 256, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "n", "k", "splits"),
+    [(256, 4096, 14336, 4), (192, 4096, 14336, 2), (160, 4096, 4096, 1), (128, 70, 256, 1)],
+    ids=str,
+)
 def test_fp8_cubin(rows, n, k, splits, tmp_path):
     """Products run while the next operands are decoded: nobody waits between the two of a turn, and no register that one
     in flight reads is written, as which of them ptxas sees is not documented. Nothing is spilled, x and the weight come as
@@ -214,9 +218,9 @@ def test_fp8_cubin(rows, n, k, splits, tmp_path):
     assert {o for o in operations if o.startswith("STG")} == {"STG.E" if splits == 1 else "STG.E.64"}
     products = [line for line in lines if line.startswith("QGMMA")]
     turns = 1 if k == 256 * splits else 2  # the last is written out
-    assert len(products) == 2 * turns * 8 and sum(line.startswith("WARPGROUP.DEPBAR") for line in lines) == 2 * (
-        2 * turns - 1
-    )
+    parts = rows.bit_count()
+    assert len(products) == 2 * turns * 8 * parts
+    assert sum(line.startswith("WARPGROUP.DEPBAR") for line in lines) == 2 * (2 * turns - 1)
     assert not overwritten(lines)
 
 

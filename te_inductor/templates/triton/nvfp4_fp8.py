@@ -4,7 +4,8 @@ A program makes 128 columns of y for up to 256 rows of x, on Hopper: two warp gr
 warp that loads. The weight is the tensor core's left operand, in registers. Which column of K is where in a product is
 free, as long as both operands agree; so a thread reads two whole blocks of 16 values, 16 bytes, and makes of them what it
 holds of four products, and x comes `arranged`. The products of one 128 columns run while the next are decoded. Where a loop
-begins anew ptxas lets no product be under way, so that the end of a turn waits for the last.
+begins anew ptxas lets no product be under way, so that the end of a turn waits for the last. Rows of x that are no power of
+two are two products, of one left operand.
 
 The FP8 values are those of `runtime.nvfp4.recast`, each the value times a power of two of its row. Where K is split, it is
 the largest that a part's own block scales allow.
@@ -39,14 +40,15 @@ BLOCK_N = gl.constexpr(128)  # rows of the weight in a program
 BLOCK_K = gl.constexpr(256)  # columns of the weight in a stage, and in a turn of the loop
 HALF_K = gl.constexpr(128)  # columns of x in a stage
 GROUP = gl.constexpr(64)  # rows of the weight of a warp group
-STAGES = {128: 6, 256: 5}  # of x, by its rows in a program: what shared memory holds
+ROWS_OF_LANES = [4, 2, 8]  # of 16 rows of the weight, by the bits of a lane
+STAGES = {128: 6, 256: 5}  # of x, by the rows there is room for: what shared memory holds
 WEIGHT_STAGES = 3
 _REGISTERS = {"default": 168, "group": 240, "loader": 24}  # a thread; ptxas wants 154 at the least for 256 rows of x
 
 # Fitted to what was measured on an H200 (docs/performance.md). Microseconds of a turn and of all else in a program, by its
-# rows of x; where K is split, of what writes and adds sums besides, which are so many bytes a microsecond.
-_TURN = {128: (1.2, 4.2), 256: (1.48, 5.8)}
-_SPLIT, _BANDWIDTH = 2.2, 5e6
+# rows of x; where K is split, of what writes and adds sums besides: 4 bytes an element and split, and as if of 6 more.
+_TURN = {128: (1.2, 4.2), 160: (1.27, 4.6), 192: (1.34, 5.0), 256: (1.48, 5.8)}
+_SPLIT, _BANDWIDTH = 1.0, 4e6
 _MULTIPROCESSORS = 132
 
 _LARGEST = gl.constexpr(E2M1.max)  # of a stored value
@@ -62,7 +64,7 @@ _LARGER = gl.constexpr("{ .reg .b32 t; max.u16x2 $0, $2, $4; shl.b32 t, $4, 8; m
 class Config(Constant):
     """How the work is cut."""
 
-    rows: int  # of x in one program, 128 or 256
+    rows: int  # of x in one program, of _TURN
     splits: int  # programs that share the K of one tile
 
     def __str__(self) -> str:
@@ -80,7 +82,7 @@ def microseconds(config: Config, m: int, n: int, k: int) -> float:
     turn, rest = _TURN[config.rows]
     programs = triton.cdiv(m, config.rows) * triton.cdiv(n, BLOCK_N.value) * config.splits
     waves = triton.cdiv(programs, _MULTIPROCESSORS)
-    sums = _SPLIT + config.splits * m * n * 4 / _BANDWIDTH if config.splits > 1 else 0.0
+    sums = _SPLIT + (4 * config.splits + 6) * m * n / _BANDWIDTH if config.splits > 1 else 0.0
     return waves * (turn * k / (BLOCK_K.value * config.splits) + rest) + sums
 
 
@@ -124,7 +126,7 @@ def options() -> dict[str, Any]:
 def boxes(rows: int) -> tuple[tuple[tuple[int, int], Any], ...]:
     """What one copy brings of x, the weight's units and its block scales."""
     return (
-        ((rows, HALF_K.value), gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)),
+        ((_box(rows), HALF_K.value), gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)),
         (
             (BLOCK_N.value, BLOCK_K.value // 8),
             gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2),
@@ -140,37 +142,59 @@ def constants(n: int, k: int, config: Config) -> dict[str, Any]:
     rows a lane holds two, which are neighbours, so that it stores two of y side by side. Eight lanes that read at once
     read from all banks: the first of the bits that say which row is 4.
     """
-    rows, splits = config.rows, config.splits
-    group, eights = GROUP.value, [[0, 1 << bit, 0, 0, 0] for bit in range((rows // 8).bit_length() - 1)]
-    row, warps = [4, 2, 8], [[16, 0], [32, 0]]
+    row, warps, room = ROWS_OF_LANES, [[16, 0], [32, 0]], triton.next_power_of_2(config.rows)
 
     def layout(wide: int, registers: list[list[int]], columns: int) -> Any:
         lanes = [[0, wide], [0, 2 * wide], *([bit, 0] for bit in row)]
-        return gl.DistributedLinearLayout(registers, lanes, warps, [], [group, columns])
+        return gl.DistributedLinearLayout(registers, lanes, warps, [], [GROUP.value, columns])
 
     return {
-        "N": n, "K": k, "ROWS": rows, "SPLITS": splits, "STAGES": STAGES[rows], "WEIGHT_STAGES": WEIGHT_STAGES,
+        "N": n, "K": k, "ROWS": config.rows, "ROOM": room, "SPLITS": config.splits, "STAGES": STAGES[room],
+        "WEIGHT_STAGES": WEIGHT_STAGES,
         "GROUP_REGISTERS": _REGISTERS["group"], "LOADER_REGISTERS": _REGISTERS["loader"],
         "UNITS": layout(4, [[0, 1], [0, 2], [1, 0], [0, 16]], BLOCK_K.value // 8),
         "SCALES": layout(2, [[0, 1], [1, 0], [0, 8]], BLOCK_K.value // 16),
-        "PRODUCT": gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, rows, 32]),
         "POWERS": gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]),
-        "STORED": gl.DistributedLinearLayout(
-            [[0, 0, 0, 0, 1], [0, 0, 0, 1, 0], *eights],
-            [[0, 0, 1, 0, 0], [0, 0, 2, 0, 0], *([bit // 2, 0, 0, 0, 0] for bit in row)],
-            [[8, 0, 0, 0, 0], [16, 0, 0, 0, 0]],
-            [],
-            [group // 2, rows // 8, 4, 2, 2],
-        ),
     }  # fmt: skip
+
+
+@gluon.constexpr_function
+def _first(rows):
+    """The rows of x in a program that are one product; the rest, if there is one, are another."""
+    return 1 << rows.bit_length() - 1
+
+
+@gluon.constexpr_function
+def _box(rows):
+    """Rows of x in a copy: what divides both products."""
+    return rows - _first(rows) or rows
+
+
+@gluon.constexpr_function
+def _product(rows):
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, rows, 32])
+
+
+@gluon.constexpr_function
+def _stored(rows):
+    """A product as `_store` has it."""
+    eights = [[0, 1 << bit, 0, 0, 0] for bit in range((rows // 8).bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        [[0, 0, 0, 0, 1], [0, 0, 0, 1, 0], *eights],
+        [[0, 0, 1, 0, 0], [0, 0, 2, 0, 0], *([bit // 2, 0, 0, 0, 0] for bit in ROWS_OF_LANES)],
+        [[8, 0, 0, 0, 0], [16, 0, 0, 0, 0]],
+        [],
+        [GROUP.value // 2, rows // 8, 4, 2, 2],
+    )
 
 
 @gluon.jit
 def _load_all(
     x_desc, w_desc, s_desc, xs, ws, ss, x_bars, w_bars, m, n, first,
-    TURNS: gl.constexpr, STAGES: gl.constexpr, WEIGHT_STAGES: gl.constexpr,
+    ROWS: gl.constexpr, TURNS: gl.constexpr, STAGES: gl.constexpr, WEIGHT_STAGES: gl.constexpr,
 ):  # fmt: skip
     """The loading warp: everything that the two warp groups multiply, as far ahead as there is room."""
+    BOX: gl.constexpr = _box(ROWS)
     x_full, x_empty = x_bars
     w_full, w_empty = w_bars
     for turn in range(TURNS):
@@ -184,8 +208,10 @@ def _load_all(
             step = 2 * turn + half
             place = step % STAGES
             mbarrier.wait(x_empty.index(place), (step // STAGES & 1) ^ 1)
-            mbarrier.expect(x_full.index(place), x_desc.block_type.nbytes)
-            _copy(x_desc, [m, column + half * HALF_K], x_full.index(place), xs.index(place))
+            mbarrier.expect(x_full.index(place), ROWS * HALF_K)
+            for copy in gl.static_range(ROWS // BOX):
+                into = xs.index(place).slice(copy * BOX, BOX)
+                _copy(x_desc, [m + copy * BOX, column + half * HALF_K], x_full.index(place), into)
 
 
 @gluon.jit
@@ -263,62 +289,106 @@ def _operand(decoded, PRODUCT: gl.constexpr):
 
 
 @gluon.jit
-def _multiplied(y, decoded, xs, x_bars, step, STAGES: gl.constexpr, PRODUCT: gl.constexpr):
+def _multiplied(ys, decoded, xs, x_bars, step, ROWS: gl.constexpr, STAGES: gl.constexpr):
+    FIRST: gl.constexpr = _first(ROWS)
     place = step % STAGES
     mbarrier.wait(x_bars[0].index(place), step // STAGES & 1)
-    return warpgroup_mma(_operand(decoded, PRODUCT), xs.index(place).permute((1, 0)), y, is_async=True)
+    x = xs.index(place)
+    first = _product_of(decoded, x.slice(0, FIRST), ys[0])
+    if len(ys) == 1:
+        return (first,)
+    else:
+        return first, _product_of(decoded, x.slice(FIRST, ROWS - FIRST), ys[1])
+
+
+@gluon.jit
+def _product_of(decoded, x, y):
+    left = _operand(decoded, _product(x.shape[0]))
+    return warpgroup_mma(left, x.permute((1, 0)), y, is_async=True)
+
+
+@gluon.jit
+def _waited(ys, steps: gl.constexpr):
+    """Until the products of no more than so many steps are under way."""
+    if len(ys) == 1:
+        return (warpgroup_mma_wait(steps, deps=[ys[0]]),)
+    else:
+        return warpgroup_mma_wait(2 * steps, deps=[ys[0], ys[1]])
+
+
+@gluon.jit
+def _again(ys):
+    """To be added to."""
+    if len(ys) == 1:
+        return (warpgroup_mma_init(ys[0]),)
+    else:
+        return warpgroup_mma_init(ys[0]), warpgroup_mma_init(ys[1])
+
+
+@gluon.jit
+def _zeros(ROWS: gl.constexpr):
+    FIRST: gl.constexpr = _first(ROWS)
+    REST: gl.constexpr = ROWS - FIRST
+    first = gl.zeros((GROUP, FIRST), gl.float32, layout=_product(FIRST))
+    if REST == 0:
+        return (first,)
+    else:
+        return first, gl.zeros((GROUP, REST), gl.float32, layout=_product(REST))
 
 
 @gluon.jit
 def _multiply_all(
     x_scale, block_scale, tensor_scale, out, xs, ws, ss, rowwise, x_bars, w_bars, m, n, split, M,
-    WHO: gl.constexpr, N: gl.constexpr, K: gl.constexpr, TURNS: gl.constexpr, STAGES: gl.constexpr,
-    WEIGHT_STAGES: gl.constexpr, UNITS: gl.constexpr, SCALES: gl.constexpr, PRODUCT: gl.constexpr,
-    POWERS: gl.constexpr, STORED: gl.constexpr,
+    WHO: gl.constexpr, N: gl.constexpr, K: gl.constexpr, ROWS: gl.constexpr, TURNS: gl.constexpr,
+    STAGES: gl.constexpr, WEIGHT_STAGES: gl.constexpr, UNITS: gl.constexpr, SCALES: gl.constexpr,
+    POWERS: gl.constexpr,
 ):  # fmt: skip
     """A warp group: 64 columns of y."""
-    ROWS: gl.constexpr = xs.shape[1]
+    ROOM: gl.constexpr = xs.shape[1]
     n += WHO * GROUP
-    row = m + gl.arange(0, ROWS, layout=gl.BlockedLayout([ROWS // 128], [32], [4], [0]))
+    row = m + gl.arange(0, ROOM, layout=gl.BlockedLayout([ROOM // 128], [32], [4], [0]))
     x_scales = gl.load(x_scale + row, mask=row < M, other=0.0)
-    rowwise.index(WHO).store(gl.reshape(x_scales, (ROWS // 8, 4, 2)))
+    rowwise.index(WHO).store(gl.reshape(x_scales, (ROOM // 8, 4, 2)))
     power = _powers(block_scale, n, split * TURNS, N, K, TURNS * BLOCK_K, POWERS)
     # 2**-e has the bits of 2**e, taken from twice the exponent of 1.
     factor = gl.load(tensor_scale) * (0x7F000000 - power).to(gl.float32, bitcast=True)
-    factor = gl.convert_layout(
-        gl.reshape(factor, (GROUP // 2, 2)), gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, STORED)))
-    )
-    y = warpgroup_mma_init(gl.zeros((GROUP, ROWS), gl.float32, layout=PRODUCT))
+    factor = gl.reshape(factor, (GROUP // 2, 2))
+    ys = _again(_zeros(ROWS))
     u0, u1, s0, s1 = _fetched(ws, ss, w_bars, 0, WHO, WEIGHT_STAGES, UNITS, SCALES)
     power |= power >> 16  # bf16, in both halves
     power = gl.expand_dims(gl.convert_layout(power, gl.SliceLayout(1, s0.type.layout)), 1)
     w0 = _decoded(u0, s0, power)
     for turn in range(TURNS - 1):
-        y = _multiplied(y, w0, xs, x_bars, 2 * turn, STAGES, PRODUCT)
+        ys = _multiplied(ys, w0, xs, x_bars, 2 * turn, ROWS, STAGES)
         w1 = _decoded(u1, s1, power)
-        y = _multiplied(y, w1, xs, x_bars, 2 * turn + 1, STAGES, PRODUCT)
+        ys = _multiplied(ys, w1, xs, x_bars, 2 * turn + 1, ROWS, STAGES)
         u0, u1, s0, s1 = _fetched(ws, ss, w_bars, turn + 1, WHO, WEIGHT_STAGES, UNITS, SCALES)
-        y = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[y]))
+        ys = _again(_waited(ys, 1))
         mbarrier.arrive(x_bars[1].index(2 * turn % STAGES))
         w0 = _decoded(u0, s0, power)
-        y = warpgroup_mma_init(warpgroup_mma_wait(0, deps=[y]))
+        ys = _again(_waited(ys, 0))
         mbarrier.arrive(x_bars[1].index((2 * turn + 1) % STAGES))
-    y = _multiplied(y, w0, xs, x_bars, 2 * TURNS - 2, STAGES, PRODUCT)
+    ys = _multiplied(ys, w0, xs, x_bars, 2 * TURNS - 2, ROWS, STAGES)
     w1 = _decoded(u1, s1, power)
-    y = _multiplied(y, w1, xs, x_bars, 2 * TURNS - 1, STAGES, PRODUCT)
-    y = warpgroup_mma_wait(0, deps=[y])
-    _store(y, factor, rowwise.index(WHO), out, m, n, split, M, N, STORED)
+    ys = _multiplied(ys, w1, xs, x_bars, 2 * TURNS - 1, ROWS, STAGES)
+    ys = _waited(ys, 0)
+    _store(ys[0], factor, rowwise.index(WHO), out, m, n, split, M, 0, N)
+    if len(ys) > 1:
+        _store(ys[1], factor, rowwise.index(WHO), out, m, n, split, M, _first(ROWS), N)
 
 
 @gluon.jit
-def _store(y, factor, rowwise, out, m, n, split, M, N: gl.constexpr, STORED: gl.constexpr):
-    """Dimensions: two columns of y, eight rows, two of them, row, column. What a lane adds to an address and what a
-    register does are kept apart: the second is a constant of a store."""
+def _store(y, factor, rowwise, out, m, n, split, M, FIRST: gl.constexpr, N: gl.constexpr):
+    """Rows of a program, from the first on. Dimensions: two columns of y, eight rows, two of them, row, column. What a lane
+    adds to an address and what a register does are kept apart: the second is a constant of a store."""
     ROWS: gl.constexpr = y.shape[1]
+    STORED: gl.constexpr = _stored(ROWS)
     y = gl.reshape(y, (4, 2, 2, 2, 2, ROWS // 8, 4, 2))
     y = gl.reshape(gl.permute(y, (0, 2, 4, 3, 5, 6, 7, 1)), (GROUP // 2, ROWS // 8, 4, 2, 2))
     y = gl.convert_layout(y, STORED, assert_trivial=True)
-    x_scales = rowwise.load(gl.SliceLayout(0, gl.SliceLayout(4, STORED)))
+    x_scales = rowwise.slice(FIRST // 8, ROWS // 8).load(gl.SliceLayout(0, gl.SliceLayout(4, STORED)))
+    factor = gl.convert_layout(factor, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, STORED))))
+    m += FIRST
     factor = gl.expand_dims(gl.expand_dims(gl.expand_dims(factor, 1), 2), 3)
     y = y * factor * gl.expand_dims(gl.expand_dims(x_scales, 0), 4)
     lane = index(0, STORED) * 2 + index(2, STORED) * (2 * N)
@@ -354,6 +424,7 @@ def _linear(
     N: gl.constexpr,
     K: gl.constexpr,
     ROWS: gl.constexpr,
+    ROOM: gl.constexpr,
     SPLITS: gl.constexpr,
     STAGES: gl.constexpr,
     WEIGHT_STAGES: gl.constexpr,
@@ -361,9 +432,7 @@ def _linear(
     LOADER_REGISTERS: gl.constexpr,
     UNITS: gl.constexpr,
     SCALES: gl.constexpr,
-    PRODUCT: gl.constexpr,
     POWERS: gl.constexpr,
-    STORED: gl.constexpr,
 ):
     # Neighbours read the same of the weight for other rows of x.
     tiles = (M + ROWS - 1) // ROWS
@@ -371,25 +440,25 @@ def _linear(
     split = gl.program_id(0) // tiles % SPLITS
     n = gl.program_id(0) // (tiles * SPLITS) * BLOCK_N
     TURNS: gl.constexpr = K // (BLOCK_K * SPLITS)
-    xs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, ROWS, HALF_K], x.layout)
+    xs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, ROOM, HALF_K], x.layout)
     ws = gl.allocate_shared_memory(gl.int32, [WEIGHT_STAGES, BLOCK_N, BLOCK_K // 8], units.layout)
     ss = gl.allocate_shared_memory(gl.uint8, [WEIGHT_STAGES, BLOCK_N, BLOCK_K // 16], scales.layout)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    rowwise = gl.allocate_shared_memory(gl.float32, [2, ROWS // 8, 4, 2], PLAIN)
+    rowwise = gl.allocate_shared_memory(gl.float32, [2, ROOM // 8, 4, 2], PLAIN)
     x_bars = _barriers(STAGES, 2)
     w_bars = _barriers(WEIGHT_STAGES, 2)
     gl.warp_specialize(
         [
             (_multiply_all, (
                 x_scale, block_scale, tensor_scale, out, xs, ws, ss, rowwise, x_bars, w_bars, m, n, split, M,
-                0, N, K, TURNS, STAGES, WEIGHT_STAGES, UNITS, SCALES, PRODUCT, POWERS, STORED,
+                0, N, K, ROWS, TURNS, STAGES, WEIGHT_STAGES, UNITS, SCALES, POWERS,
             )),
             (_multiply_all, (
                 x_scale, block_scale, tensor_scale, out, xs, ws, ss, rowwise, x_bars, w_bars, m, n, split, M,
-                1, N, K, TURNS, STAGES, WEIGHT_STAGES, UNITS, SCALES, PRODUCT, POWERS, STORED,
+                1, N, K, ROWS, TURNS, STAGES, WEIGHT_STAGES, UNITS, SCALES, POWERS,
             )),
             (_load_all, (
-                x, units, scales, xs, ws, ss, x_bars, w_bars, m, n, split * TURNS, TURNS, STAGES, WEIGHT_STAGES,
+                x, units, scales, xs, ws, ss, x_bars, w_bars, m, n, split * TURNS, ROWS, TURNS, STAGES, WEIGHT_STAGES,
             )),
         ],
         [4, 1],
