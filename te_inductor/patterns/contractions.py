@@ -1,13 +1,13 @@
-"""Other ways to write a product of an activation and a parameter: ``torch.einsum``, ``torch.tensordot``, and a product with
-the parameter on the left. Each is a linear layer whose dimensions have other names and places. `inline` puts that layer in
-its place, between the views that it takes, so that the rules see it; `Inlined.undo` takes that back, where the layer stays
-in high precision.
+"""Other ways to write a product of an activation and a parameter: ``torch.einsum``, ``torch.tensordot``, ``torch.inner``,
+and a product with the parameter on the left. Each is a linear layer whose dimensions have other names and places. `inline`
+puts that layer in its place, between the views that it takes, so that the rules see it; `Inlined.undo` takes that back,
+where the layer stays in high precision.
 
 Not where a letter is in both operands and in the output: that is a product for each of its values. Nor where the parameter
 would have to be copied: what is summed over stands together in it, in front of the rest or behind it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,6 +141,17 @@ def _tensordot(node: fx.Node) -> Contraction | None:
     return Contraction((a, b), ("".join(of_a), "".join(of_b)), "".join(y))
 
 
+def _inner(node: fx.Node) -> Contraction | None:
+    """Sums over the last dimension of both."""
+    given = dict(zip(("input", "other"), node.args, strict=False)) | node.kwargs
+    a, b = given.get("input"), given.get("other")
+    if not (isinstance(a, fx.Node) and is_tensor(a) and isinstance(b, fx.Node) and is_tensor(b)) or "out" in given:
+        return None
+    inner, *outer = list(_LETTERS[: value(a).dim() + value(b).dim()])
+    of_a, of_b = "".join(outer[: value(a).dim() - 1]), "".join(outer[value(a).dim() - 1 :][: value(b).dim() - 1])
+    return Contraction((a, b), (of_a + inner, of_b + inner), of_a + of_b)
+
+
 def _product(node: fx.Node) -> Contraction | None:
     """With the parameter on the left; the rules know it on the right."""
     call = Call.read(node)
@@ -214,4 +225,9 @@ def _written(output: torch.Tensor, layer: Layer, made: str) -> str:
     return made
 
 
-_READERS = {torch.functional.einsum: _einsum, torch.functional.tensordot: _tensordot}
+_READERS: dict[Any, Callable[[fx.Node], Contraction | None]] = {
+    torch.functional.einsum: _einsum,
+    torch.functional.tensordot: _tensordot,
+    torch.inner: _inner,
+    "inner": _inner,
+}

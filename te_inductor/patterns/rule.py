@@ -23,6 +23,7 @@ _FUNCTIONS: dict[Any, str] = {
     torch.nn.functional.linear: "linear",
     torch.ops.aten.linear.default: "linear",  # from `attention.inline`
     torch.matmul: "matmul",
+    torch.linalg.matmul: "matmul",
     torch.mm: "mm",
     torch.addmm: "addmm",
     torch.bmm: "bmm",

@@ -75,6 +75,10 @@ FORMS = {  # how, whether the parameter is (K, N), the report's pattern, the x t
         "linear",
         "1234",
     ),
+    "torch.inner": (lambda x, p, b: plus(torch.inner(x, p), b), False, "linear", "1234"),
+    "x.inner": (lambda x, p, b: plus(x.inner(other=p), b), False, "linear", "3"),
+    "torch.inner, the parameter first": (lambda x, p, b: plus(torch.inner(p, x).mT, b), False, "linear", "2"),
+    "torch.linalg.matmul": (lambda x, p, b: plus(torch.linalg.matmul(x, p), b), True, "matmul", "123"),
     "p @ x": (lambda x, p, b: plus((p @ x.mT).mT, b), False, "linear", "234"),
     "p.T @ x": (lambda x, p, b: plus(torch.matmul(p.t(), x.mT).mT, b), True, "linear", "23"),
     "p.mm(x)": (lambda x, p, b: plus(p.mm(x.t()).t(), b), False, "linear", "2"),
@@ -438,7 +442,13 @@ def test_a_parameter_on_the_left_mixes_rows():
 
 
 @pytest.mark.parametrize(
-    "function", [lambda x, p: p @ x, lambda x, p: torch.tensordot(p, x, ([1], [1])), lambda x, p: torch.mm(p, x[0])]
+    "function",
+    [
+        lambda x, p: p @ x,
+        lambda x, p: torch.tensordot(p, x, ([1], [1])),
+        lambda x, p: torch.mm(p, x[0]),
+        lambda x, p: torch.inner(p, x.mT),
+    ],
 )
 def test_products_are_contiguous_as_torch_writes_them(function):
     """What follows may take a view of them."""
