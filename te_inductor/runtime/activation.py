@@ -1,6 +1,6 @@
 """What is computed of each number between a GEMM and the cast behind it, as data."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,10 +36,29 @@ class Activation(Constant):
         return evaluate(self.steps, x.float(), OPS)  # type: ignore[no-any-return]
 
 
+@constant
+class Gating(Constant):
+    """Two functions of three fp32 numbers: what the gradients of a gated activation's inputs are, ``act(gate) * up``'s, of that
+    of its output (value 0), gate and up (1 and 2); the first step's result is value 3."""
+
+    steps: tuple[Step, ...]
+    results: tuple[int, int]  # which values they are
+
+    def of(self, *given: Tensor) -> list[Tensor]:
+        """In fp32, as above."""
+        values = values_of(self.steps, [x.float() for x in given], OPS)
+        return [values[result] for result in self.results]
+
+
 def evaluate(steps: tuple[Step, ...], x: Any, functions: Mapping[str, Callable[..., Any]]) -> Any:
     """`steps` on whatever `functions` compute with."""
-    values = [x]
+    return values_of(steps, [x], functions)[-1]
+
+
+def values_of(steps: tuple[Step, ...], given: Sequence[Any], functions: Mapping[str, Callable[..., Any]]) -> list[Any]:
+    """What is given, and the result of each step."""
+    values = list(given)
     for name, *operands in steps:
-        given = [values[operand] if isinstance(operand, int) else operand for operand in operands]
-        values.append(functions[str(name)](*given))
-    return values[-1]
+        found = [values[operand] if isinstance(operand, int) else operand for operand in operands]
+        values.append(functions[str(name)](*found))
+    return values

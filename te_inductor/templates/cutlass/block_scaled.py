@@ -39,7 +39,7 @@ def compiled(kernel: Kernel):
     m, n, k, blocks, columns = (cute.sym_int() for _ in range(5))
     square = kernel.scope == BLOCK_128X128.name
     return cute.compile(
-        BlockScaledGemm(square, kernel.cluster_m, kernel.cluster_n),
+        BlockScaledGemm(square, kernel.cluster_m, kernel.cluster_n, 2 if kernel.added == ANOTHER else 0),
         make_fake_tensor(a, (m, k), divisibility=ALIGNED),
         make_fake_tensor(b, (n, k), divisibility=ALIGNED),
         make_fake_tensor(out, (m, n), divisibility=8),
@@ -57,9 +57,13 @@ class BlockScaledGemm:
     """``out[M, N] = sum over blocks k of (a_scale[k, M] * b_scale[k, N]) * (a[M, k] @ b[N, k].T) + added``; K and N are
     multiples of 16. `b_scale` is (K/128, N/128) where b has square blocks."""
 
-    def __init__(self, square: bool, cluster_m: int, cluster_n: int) -> None:
+    # Of the rows of 16 that a warp's instruction multiplies, how far apart a thread's two are, and those of threads.
+    rows_apart = (8, 1)
+
+    def __init__(self, square: bool, cluster_m: int, cluster_n: int, behind: int = 0) -> None:
         self.square = square
         self.cluster = (cluster_m, cluster_n)
+        self.behind = behind  # stages that come behind the last block of K
 
     @cute.jit
     def __call__(
@@ -142,17 +146,39 @@ class BlockScaledGemm:
             s_added = storage.s_a.get_tensor(added_layout.outer, swizzle=added_layout.inner, dtype=s_out.element_type)
         tiles = Tiles.of(self.cluster, out.shape, swizzle)
         blocks = cute.ceil_div(a.shape[1], BLOCK)
+        behind = () if added is None else ((load_added, added),)
+        finish = (store, s_out, out, s_added)
+        self._work(
+            warp_index,
+            full,
+            empty,
+            mma,
+            (load_a, a, s_a, load_b, b, s_b),
+            behind,
+            s_added,
+            (a_scale, rows),
+            (b_scale, columns),
+            finish,
+            tiles,
+            blocks,
+        )
+
+    @cute.jit
+    def _work(
+        self, warp_index, full, empty, mma, operands, behind, s_behind, of_rows, of_columns, finish, tiles, blocks
+    ):
+        """What each warp of a thread block does."""
         if warp_index < 8:
             cute.arch.setmaxregister_increase(REGISTERS[0])
-            self._multiply(mma, full, empty, s_a, s_b, s_added, rows, columns, store, s_out, out, tiles, blocks)
+            self._multiply(mma, full, empty, operands[2], operands[5], of_rows[1], of_columns[1], finish, tiles, blocks)
         else:
             cute.arch.setmaxregister_decrease(REGISTERS[1])
             if warp_index == 8:
-                self._load(full, empty, load_a, a, s_a, load_b, b, s_b, load_added, added, s_added, tiles, blocks)
+                self._load(full, empty, *operands, behind, s_behind, tiles, blocks)
             elif warp_index == 9:
-                self._load_rows(full, empty, a_scale, rows, added is not None, tiles, blocks)
+                self._load_rows(full, empty, *of_rows, tiles, blocks)
             elif warp_index == 10:
-                self._load_columns(full, empty, b_scale, columns, added is not None, tiles, blocks)
+                self._load_columns(full, empty, *of_columns, tiles, blocks)
 
     def _peers(self):
         return self.cluster[0] * self.cluster[1]
@@ -172,7 +198,7 @@ class BlockScaledGemm:
             cute.arch.sync_threads()
 
     @cute.jit
-    def _load(self, full, empty, load_a, a, s_a, load_b, b, s_b, load_added, added, s_added, tiles, blocks):
+    def _load(self, full, empty, load_a, a, s_a, load_b, b, s_b, behind, s_behind, tiles, blocks):
         cpasync.prefetch_descriptor(load_a)
         cpasync.prefetch_descriptor(load_b)
         x, y, _ = cute.arch.block_idx()
@@ -198,17 +224,7 @@ class BlockScaledGemm:
             cute.group_modes(s_b, 0, 2),
             cute.group_modes(b_blocks, 0, 2),
         )
-        to_added, from_added = None, None
-        if const_expr(added is not None):
-            cpasync.prefetch_descriptor(load_added)
-            pieces = cute.local_tile(added, (HALF, STORED), (None, None))
-            to_added, from_added = cpasync.tma_partition(
-                load_added,
-                0,
-                cute.make_layout(1),
-                cute.group_modes(s_added, 0, 2),
-                cute.group_modes(pieces, 0, 2),
-            )
+        pieces = [_pieces(load, tensor, s_behind) for load, tensor in behind]
         stage, phase = Int32(0), Int32(1)
         tile = tiles.first()
         while tile < tiles.count:
@@ -220,16 +236,17 @@ class BlockScaledGemm:
                 _copy(load_a, from_a[None, m, k], to_a[None, stage], full + stage, a_mask, self.cluster[1])
                 _copy(load_b, from_b[None, n, k], to_b[None, stage], full + stage, b_mask, self.cluster[0])
                 stage, phase = _next(stage, phase)
-            if const_expr(added is not None):
-                for half in cutlass.range_constexpr(2):
-                    cute.arch.mbarrier_wait(empty + stage, phase)
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive_and_expect_tx(full + stage, TILE_M * BLOCK)
-                    for piece in cutlass.range_constexpr(PIECES):
-                        group, side = divmod(piece, TILE_N // STORED)
-                        source = from_added[None, m * 4 + group * 2 + half, n * 2 + side]
-                        _copy(load_added, source, to_added[None, stage * PIECES + piece], full + stage, 0, 1)
-                    stage, phase = _next(stage, phase)
+            for place in cutlass.range_constexpr(self.behind):  # of each tensor a half of both warp groups' rows
+                half, which = divmod(place, len(behind))
+                to_s, source = pieces[which]
+                cute.arch.mbarrier_wait(empty + stage, phase)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(full + stage, TILE_M * BLOCK)
+                for piece in cutlass.range_constexpr(PIECES):
+                    group, side = divmod(piece, TILE_N // STORED)
+                    of_piece = source[None, m * 4 + group * 2 + half, n * 2 + side]
+                    _copy(behind[which][0], of_piece, to_s[None, stage * PIECES + piece], full + stage, 0, 1)
+                stage, phase = _next(stage, phase)
             tile += tiles.step()
         # A peer may still release stages of this thread block's.
         for _ in cutlass.range(STAGES, unroll=1):
@@ -237,7 +254,7 @@ class BlockScaledGemm:
             stage, phase = _next(stage, phase)
 
     @cute.jit
-    def _load_rows(self, full, empty, a_scale, rows, adds, tiles, blocks):
+    def _load_rows(self, full, empty, a_scale, rows, tiles, blocks):
         lane, many = cute.arch.lane_idx(), cute.size(a_scale, mode=[1])
         stage, phase = Int32(0), Int32(1)
         tile = tiles.first()
@@ -251,11 +268,11 @@ class BlockScaledGemm:
                         _copy_async(a_scale[k, None], first + WARP * i, rows[None, stage], lane + WARP * i, 1)
                 cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
                 stage, phase = _next(stage, phase)
-            stage, phase = self._pass(full, empty, adds, stage, phase)
+            stage, phase = self._pass(full, empty, stage, phase)
             tile += tiles.step()
 
     @cute.jit
-    def _load_columns(self, full, empty, b_scale, columns, adds, tiles, blocks):
+    def _load_columns(self, full, empty, b_scale, columns, tiles, blocks):
         """Those of one thread's columns side by side, or the one of the square block."""
         lane, many = cute.arch.lane_idx(), cute.size(b_scale, mode=[1])
         stage, phase = Int32(0), Int32(1)
@@ -277,21 +294,20 @@ class BlockScaledGemm:
                             _copy_async(b_scale[k, None], pair, columns[None, stage], place, 2)
                 cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
                 stage, phase = _next(stage, phase)
-            stage, phase = self._pass(full, empty, adds, stage, phase)
+            stage, phase = self._pass(full, empty, stage, phase)
             tile += tiles.step()
 
     @cute.jit
-    def _pass(self, full, empty, adds, stage, phase):
-        """The stages of what is added have no scales."""
-        if const_expr(adds):
-            for _ in cutlass.range_constexpr(2):
-                cute.arch.mbarrier_wait(empty + stage, phase)
-                cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
-                stage, phase = _next(stage, phase)
+    def _pass(self, full, empty, stage, phase):
+        """The stages behind the last block have no scales."""
+        for _ in cutlass.range_constexpr(self.behind):
+            cute.arch.mbarrier_wait(empty + stage, phase)
+            cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
+            stage, phase = _next(stage, phase)
         return stage, phase
 
     @cute.jit
-    def _multiply(self, mma, full, empty, s_a, s_b, s_added, rows, columns, store, s_out, out, tiles, blocks):
+    def _multiply(self, mma, full, empty, s_a, s_b, rows, columns, finish, tiles, blocks):
         thread, _, _ = cute.arch.thread_idx()
         group = cute.arch.make_warp_uniform(thread // GROUP)
         thread = thread % GROUP
@@ -302,7 +318,8 @@ class BlockScaledGemm:
         shape = mma.partition_shape_C((HALF, TILE_N))
         part = cute.make_rmem_tensor(shape, Float32)
         sums = [cute.make_rmem_tensor(shape, Float32) for _ in range(2)]
-        row = group * 2 * HALF + thread // 32 * 16 + lane // 4
+        apart, step = self.rows_apart
+        row = group * 2 * HALF + thread // 32 * 16 + lane // 4 * step
         stage, phase = Int32(0), Int32(0)
         tile = tiles.first()
         while tile < tiles.count:
@@ -311,7 +328,7 @@ class BlockScaledGemm:
                 sums[half].fill(0.0)
             for _ in cutlass.range(blocks, unroll=1):
                 _wait(full + stage, phase)
-                of_rows = [[rows[row + half * HALF + high * 8, stage] for high in range(2)] for half in range(2)]
+                of_rows = [[rows[row + half * HALF + high * apart, stage] for high in range(2)] for half in range(2)]
                 of_columns = cute.make_rmem_tensor((1 if self.square else TILE_N // 4,), Float32)
                 if const_expr(self.square):
                     of_columns[0] = columns[0, stage]
@@ -325,19 +342,28 @@ class BlockScaledGemm:
                         self._release(empty + stage, lane)
                     _add(sums[half], part, of_rows[half], of_columns)
                 stage, phase = _next(stage, phase)
-            if const_expr(s_added is not None):
-                for half in cutlass.range_constexpr(2):
-                    _wait(full + stage, phase)
-                    self._add_to(sums[half], mma, s_added, thread, stage * PIECES + group * (TILE_N // STORED))
-                    # Before the accelerator writes there: without, 13 and 70 of 320 products were wrong (4096 and 16384 x
-                    # 4096 x 4096, clusters of 2 x 1, H200), and all of them in a few places.
-                    cute.arch.fence_proxy("async.shared", space="cta")
-                    cute.arch.sync_warp()
-                    self._release(empty + stage, lane)
-                    stage, phase = _next(stage, phase)
-            self._store(mma, sums, store, s_out, out, group, thread, m * 4 + group * 2, n * 2)
+            stage, phase = self._finish(mma, sums, full, empty, finish, group, thread, m, n, stage, phase)
             tile += tiles.step()
         cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def _finish(self, mma, sums, full, empty, finish, group, thread, m, n, stage, phase):
+        store, s_out, out, s_added = finish
+        for half in cutlass.range_constexpr(self.behind):
+            _wait(full + stage, phase)
+            self._add_to(sums[half], mma, s_added, thread, stage * PIECES + group * (TILE_N // STORED))
+            self._release_read(empty + stage, thread % WARP)
+            stage, phase = _next(stage, phase)
+        self._store(mma, sums, store, s_out, out, group, thread, m * 4 + group * 2, n * 2)
+        return stage, phase
+
+    @cute.jit
+    def _release_read(self, empty, lane):
+        """What threads have read, before the accelerator writes there: without the fence, 13 and 70 of 320 products were wrong
+        (4096 and 16384 x 4096 x 4096, clusters of 2 x 1, H200), and all of them in a few places."""
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        self._release(empty, lane)
 
     @cute.jit
     def _release(self, empty, lane):
@@ -422,6 +448,15 @@ class Tiles:
         strip, place = tile // (self.swizzle * self.n), tile % (self.swizzle * self.n)
         high = cutlass.min(self.swizzle, self.m - strip * self.swizzle)
         return (strip * self.swizzle + place % high) * self.cluster[0] + x, place // high * self.cluster[1] + y
+
+
+def _pieces(load, tensor, s_pieces):
+    """Both sides of the copies that bring what is read behind the last block, HALF x STORED each."""
+    cpasync.prefetch_descriptor(load)
+    pieces = cute.local_tile(tensor, (HALF, STORED), (None, None))
+    return cpasync.tma_partition(
+        load, 0, cute.make_layout(1), cute.group_modes(s_pieces, 0, 2), cute.group_modes(pieces, 0, 2)
+    )
 
 
 def _of_half(mma, s_a, half):

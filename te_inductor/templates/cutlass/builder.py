@@ -45,7 +45,7 @@ def import_compiler() -> None:
     with patch.object(torch, "compile", _as_it_is), patch.object(torch.compiler, "disable", _as_it_is):
         import quack.gemm_runtime.host  # noqa: F401
 
-        from te_inductor.templates.cutlass import block_scaled, epilogues  # noqa: F401
+        from te_inductor.templates.cutlass import block_scaled, epilogues, gated_gradient  # noqa: F401
 
 
 def _as_it_is(function: Any = None, *, recompile_limit: Any = None, **_: Any) -> Any:
@@ -80,8 +80,10 @@ def _build(kernel: Kernel, path: Path, linker: str) -> None:
 
 
 def compiled_function(kernel: Kernel):  # type: ignore[no-untyped-def]
-    from te_inductor.templates.cutlass import block_scaled
+    from te_inductor.templates.cutlass import block_scaled, gated_gradient
 
+    if kernel.gating is not None:
+        return gated_gradient.compiled(kernel)
     scope = SCOPES[kernel.scope]
     return block_scaled.compiled(kernel) if scope.blocked and not scope.microscaled else plan(kernel).compiled_fn
 

@@ -14,7 +14,7 @@ from te_inductor.errors import FallbackWarning
 from te_inductor.recipes.formats import E2M1, ELEMENTS, ROW, SCOPES
 from te_inductor.recipes.quantizers import Gemm, Quantizer
 from te_inductor.runtime import eager
-from te_inductor.runtime.activation import Activation, Step
+from te_inductor.runtime.activation import Activation, Gating, Step
 from te_inductor.templates.cutlass import build
 from te_inductor.templates.cutlass.scaled_mm import ALIGNED, NOTHING, OUTPUT, ROUNDED, Kernel, Shape, Tile, kernel_of
 
@@ -92,6 +92,37 @@ def add_scaled_mm(
         eager.accumulate_wgrad([total], a, a_scale, b, b_scale, None, gemm)
     else:
         _launch(call, a, b, total, _factors(a_scale, b_scale, scope), None, shape)
+
+
+def gated_gradient(
+    a: Tensor,  # (M, K), contiguous
+    a_scale: Tensor,  # fp32, (K/128 * M,): 1 x 128
+    b: Tensor,  # (N, K), contiguous
+    b_scale: Tensor,  # fp32, (N/128 * K/128,): 128 x 128
+    gate: Tensor,  # (M, N) bf16, rows contiguous
+    up: Tensor,  # likewise
+    gemm: Gemm,
+    gating: Gating,
+    quantizer: Quantizer,
+    tile: Tile,
+    arch: str,
+) -> tuple[Tensor, ...]:
+    """``quantize_pieces(gating.of(scaled_mm(a, b), gate, up), 1, quantizer)`` with neither sums nor results in memory: data and
+    scale_inv, (M, 2 N), those of the transpose. Results are rounded to bf16 before they are cast, sums are not."""
+    (m, k), n, dtype = a.shape, b.shape[0], quantizer.format.dtype
+    call = None
+    if all(x.data_ptr() % ALIGNED == 0 for x in (gate, up)):
+        kind = (gemm.scopes[1], False, gemm.fast_accum, NOTHING, None, (gating.steps, gating.results))
+        call = _function(tile.shape, arch, a.dtype, b.dtype, dtype, *kind)
+    if call is None:
+        y = eager.scaled_mm(a, a_scale, b, b_scale, None, gemm, gate.dtype)
+        pieces = [value.to(gate.dtype) for value in gating.of(y, gate, up)]
+        return eager.quantize_pieces(pieces, 1, quantizer)
+    data, data_t = a.new_empty((m, 2 * n), dtype=dtype), a.new_empty((2 * n, m), dtype=dtype)
+    scale_inv, scale_inv_t = (a_scale.new_empty(2 * n // 128, m), a_scale.new_empty(m // 128, 2 * n))
+    scales = (a_scale.view(-1, m), b_scale.view(-1, k // 128).t())
+    call(a, b, gate, up, data, data_t, scale_inv, scale_inv_t, *scales, _clusters(a, tile.shape), tile.swizzle)
+    return data, scale_inv.flatten(), data_t, scale_inv_t.flatten()
 
 
 def _factors(a_scale: Tensor, b_scale: Tensor, scope: str) -> tuple[Any, Any]:

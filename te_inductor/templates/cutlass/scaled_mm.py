@@ -27,7 +27,7 @@ from te_inductor.recipes.formats import (
     SCOPES,
     TENSOR,
 )
-from te_inductor.runtime.activation import Activation, Step
+from te_inductor.runtime.activation import Activation, Gating, Step
 from te_inductor.templates import cutlass
 
 TABLE = Path(__file__).with_suffix(".json")
@@ -81,7 +81,7 @@ class Tile(Constant):
 class Problem:
     """``out[M, N] = (a * a_scale)[M, K] @ (b * b_scale)[N, K].T * alpha + bias + added``, a and b contiguous along K; alpha,
     of scales of two levels, is what the tensors' factors come to. With an activation `out` is FP8, the cast of
-    ``activation(rounded sum) * scale``."""
+    ``activation(rounded sum) * scale``; with a gating both copies of ``gating(sum, gate, up)``, side by side."""
 
     arch: str  # a key of ARCHITECTURES
     m: int
@@ -95,11 +95,13 @@ class Problem:
     fast_accum: bool  # Hopper: in the tensor core's own precision; else promoted to fp32 every 128 elements of K
     added: str = NOTHING  # a key of OUTPUTS
     activation: Activation | None = None
+    gating: Gating | None = None
 
     def kernel(self, tile: Tile) -> "Kernel":
         """What has to be built to compute it so."""
         steps = None if self.activation is None else self.activation.steps
-        kind = (self.scope, self.bias, self.fast_accum, self.added, steps)
+        gating = None if self.gating is None else (self.gating.steps, self.gating.results)
+        kind = (self.scope, self.bias, self.fast_accum, self.added, steps, gating)
         return kernel_of(tile, self.arch, self.a, self.b, self.out, *kind)
 
 
@@ -172,9 +174,10 @@ def supports(tile: Tile, problem: Problem) -> bool:
 
 def _stores(problem: Problem) -> bool:
     """Whether there is an epilogue that makes this output."""
-    if problem.activation is None:
+    if problem.activation is None and problem.gating is None:
         return problem.out in OUTPUTS[problem.added]
-    return problem.out in FP8 and (problem.arch, problem.scope, problem.added) == ("90", TENSOR.name, NOTHING)
+    scope = TENSOR if problem.gating is None else BLOCK_128X128
+    return problem.out in FP8 and (problem.arch, problem.scope, problem.added) == ("90", scope.name, NOTHING)
 
 
 def _is_of_two(tile: Tile, problem: Problem) -> bool:
@@ -248,7 +251,9 @@ def _alike(row: dict[str, Any], problem: Problem) -> bool:
     # Which 8-bit format an operand has is nothing to the tensor core; that the accumulation is split is.
     kinds = ("scope", "fast_accum", "added")
     quantized = problem.activation is not None  # what the activation is, was not asked: measured with GELU
+    gated = problem.gating is not None  # with SwiGLU
     alike = all(row[kind] == getattr(problem, kind) for kind in kinds) and row.get("quantized", False) == quantized
+    alike = alike and row.get("gated", False) == gated
     return problem.arch == table()["arch"] and alike
 
 
@@ -275,6 +280,9 @@ class Kernel:
     pingpong: bool
     added: str
     activation: tuple[Step, ...] | None  # and a cast: an FP8 output
+    gating: tuple[tuple[Step, ...], tuple[int, int]] | None = (
+        None  # steps and results of a `Gating`, and casts both ways
+    )
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
@@ -291,7 +299,8 @@ def kernel_of(
     fast_accum: bool,
     added: str = NOTHING,
     activation: tuple[Step, ...] | None = None,
+    gating: tuple[tuple[Step, ...], tuple[int, int]] | None = None,
 ) -> Kernel:
     a_name, b_name, out_name = (str(dtype).removeprefix("torch.") for dtype in (a, b, out))
     shape = (tile.m, tile.n, tile.cluster_m, tile.cluster_n, tile.pingpong)
-    return Kernel(arch, a_name, b_name, out_name, scope, bias, fast_accum, *shape, added, activation)
+    return Kernel(arch, a_name, b_name, out_name, scope, bias, fast_accum, *shape, added, activation, gating)

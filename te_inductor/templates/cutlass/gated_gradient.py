@@ -1,0 +1,409 @@
+"""The gradient of a gated activation in the epilogue of the GEMM that computes the gradient of its output, on Hopper with scales
+of blocks. Read by `build.py`'s process alone.
+
+Of ``h = act(gate) * up`` a GEMM, down's dgrad, makes dh, of which two kernels made dgate and dup, each both copies: of an
+element of h dh was written and read twice, gate twice and up once, 16 bytes with the copies. A tile of this GEMM is two by one
+blocks of 128 x 128, one a warp group, so that the amax of a row and of a column of blocks is found where the sums are: gate
+and up come through the stages of operands behind the last block of K, both copies leave by the copy engine, and dh is never
+in memory: 8 bytes.
+
+# Note [Neighbours in a register]
+A thread has two rows of 16 and two columns of 8 of what a warp multiplies, 8 rows and 2 columns apart. Shared memory is written
+in units of 16 bits: two columns of a row copy, two rows of a column copy. So rows and columns are numbered otherwise for the
+tensor core: rows r and r + 8 of its 16 are rows 2 r and 2 r + 1 of the tensor, and what a thread has of 16 columns are four
+neighbours. The copy engine brings operands in that order, as tensors of more dimensions. Then four casts are a word of either
+copy, and `stmatrix` writes words, of the column copy transposed; nothing moves between threads.
+"""
+
+# mypy: ignore-errors
+
+import struct
+
+import cutlass
+from cutlass import BFloat16, Float32, Int32, Int64, cute
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync
+from cutlass.utils import hopper_helpers
+from quack.compile_utils import make_fake_stream, make_fake_tensor
+
+from te_inductor.recipes.formats import ELEMENTS
+from te_inductor.runtime.activation import values_of
+from te_inductor.templates.cutlass import words
+from te_inductor.templates.cutlass.block_scaled import (
+    BLOCK,
+    GROUP,
+    HALF,
+    PIECES,
+    STAGES,
+    STORE,
+    STORED,
+    TILE_M,
+    TILE_N,
+    WARP,
+    BlockScaledGemm,
+    Tiles,
+    _loader,
+    _next,
+    _swizzled,
+    _wait,
+)
+from te_inductor.templates.cutlass.numbers import STEPS
+from te_inductor.templates.cutlass.scaled_mm import ALIGNED, Kernel
+
+SIXTEEN = TILE_N // 16  # of the columns of a tile
+PIECE = 2 * STORED * HALF  # bytes of a piece of gate or up; of one of a copy, HALF x BLOCK, as many
+MANTISSA, BIAS = 23, 127  # of fp32
+FP8 = {"float8_e4m3fn": "Float8E4M3FN", "float8_e5m2": "Float8E5M2"}
+
+
+def compiled(kernel: Kernel):
+    """The compiled launch: ``(a, b, gate, up, data, data_t, scale_inv, scale_inv_t, a_scale, b_scale, clusters, swizzle)`` as
+    `GatedGradientGemm` has them."""
+    [element] = [element for element in ELEMENTS.values() if str(element.dtype) == f"torch.{kernel.out}"]
+    a, b, out = (getattr(cutlass, FP8[name]) for name in (kernel.a, kernel.b, kernel.out))
+    m, n, k, wide, blocks, columns, down, across = (cute.sym_int() for _ in range(8))
+    return cute.compile(
+        GatedGradientGemm(*kernel.gating, element, kernel.cluster_m, kernel.cluster_n),
+        make_fake_tensor(a, (m, k), divisibility=ALIGNED),
+        make_fake_tensor(b, (n, k), divisibility=ALIGNED),
+        make_fake_tensor(BFloat16, (m, n), divisibility=8),
+        make_fake_tensor(BFloat16, (m, n), divisibility=8),
+        make_fake_tensor(out, (m, wide), divisibility=ALIGNED),
+        make_fake_tensor(out, (wide, m), divisibility=ALIGNED),
+        make_fake_tensor(Float32, (across, m)),
+        make_fake_tensor(Float32, (down, wide)),
+        make_fake_tensor(Float32, (blocks, m)),
+        make_fake_tensor(Float32, (blocks, columns), leading_dim=0),
+        Int32(1),
+        Int32(1),
+        make_fake_stream(),
+        options="--enable-tvm-ffi",
+    )
+
+
+class GatedGradientGemm(BlockScaledGemm):
+    """``d = sum over blocks k of (a_scale[k, M] * b_scale[k, N/128]) * (a[M, k] @ b[N, k].T)``, and of ``gating(d, gate, up)``, two
+    results side by side, both copies with scales of 1 x 128 that are powers of two. M is a multiple of 256, N of 128."""
+
+    rows_apart = (1, 2)
+
+    def __init__(self, steps, results, element, cluster_m: int, cluster_n: int) -> None:
+        super().__init__(True, cluster_m, cluster_n, behind=4)
+        self.steps, self.results, self.element = steps, results, element
+        [self.largest] = struct.unpack("<i", struct.pack("<f", element.max))  # its bits
+
+    @cute.jit
+    def __call__(
+        self,
+        a: cute.Tensor,  # (M, K)
+        b: cute.Tensor,  # (N, K)
+        gate: cute.Tensor,  # (M, N) bf16
+        up: cute.Tensor,  # (M, N) bf16
+        data: cute.Tensor,  # (M, 2 N)
+        data_t: cute.Tensor,  # (2 N, M)
+        scale_inv: cute.Tensor,  # (2 N/128, M)
+        scale_inv_t: cute.Tensor,  # (M/128, 2 N)
+        a_scale: cute.Tensor,  # (K/128, M)
+        b_scale: cute.Tensor,  # (K/128, N/128)
+        clusters: Int32,  # at work at a time
+        swizzle: Int32,  # rows of clusters that follow each other
+        stream,
+    ):
+        across = self.cluster
+        k_major = OperandMajorMode.K
+        mma = hopper_helpers.make_trivial_tiled_mma(
+            a.element_type, b.element_type, k_major, k_major, Float32, (1, 1, 1), (HALF, TILE_N)
+        )
+        a_layout = _swizzled(a.element_type, (TILE_M, BLOCK), STAGES)
+        b_layout = _swizzled(b.element_type, (TILE_N, BLOCK), STAGES)
+        piece_layout = _swizzled(gate.element_type, (HALF, STORED), PIECES * STAGES)
+        out_layout = _swizzled(data.element_type, (HALF, BLOCK), 2)
+        load_a, a_tma = _loader(_in_pairs(a), a_layout, (TILE_M, BLOCK), across[1])
+        load_b, b_tma = _loader(_in_fours(b), b_layout, (TILE_N, BLOCK), across[0])
+        load_gate, gate_tma = _loader(gate, piece_layout, (HALF, STORED), 1)
+        load_up, up_tma = _loader(up, piece_layout, (HALF, STORED), 1)
+        store, data_tma = _storer(data, out_layout)
+        store_t, data_t_tma = _storer(data_t, out_layout)
+
+        @cute.struct
+        class Storage:
+            full: cute.struct.MemRange[Int64, STAGES]
+            empty: cute.struct.MemRange[Int64, STAGES]
+            rows: cute.struct.Align[cute.struct.MemRange[Float32, TILE_M * STAGES], 128]
+            columns: cute.struct.Align[cute.struct.MemRange[Float32, TILE_N * STAGES], 128]
+            # Of each warp group, of dgate and of dup: the amaxes of columns that each warp has found, in pairs; scales.
+            largest: cute.struct.Align[cute.struct.MemRange[Int32, 2 * 4 * 2 * TILE_N // 2], 128]
+            scales: cute.struct.Align[cute.struct.MemRange[Float32, 2 * 2 * TILE_N], 128]
+            s_a: cute.struct.Align[cute.struct.MemRange[a.element_type, cute.cosize(a_layout)], 1024]
+            s_b: cute.struct.Align[cute.struct.MemRange[b.element_type, cute.cosize(b_layout)], 1024]
+            s_out: cute.struct.Align[cute.struct.MemRange[data.element_type, cute.cosize(out_layout)], 1024]
+
+        self.storage = Storage
+        operands = (
+            load_a,
+            a_tma,
+            load_b,
+            b_tma,
+            load_gate,
+            gate_tma,
+            load_up,
+            up_tma,
+            store,
+            data_tma,
+            store_t,
+            data_t_tma,
+        )
+        self.kernel(
+            mma,
+            *operands,
+            scale_inv,
+            scale_inv_t,
+            a_scale,
+            b_scale,
+            a_layout,
+            b_layout,
+            piece_layout,
+            out_layout,
+            swizzle,
+        ).launch(grid=(*across, clusters), block=(3 * GROUP, 1, 1), cluster=(*across, 1), stream=stream)
+
+    @cute.kernel
+    def kernel(
+        self,
+        mma: cute.TiledMma,
+        load_a: cute.CopyAtom,
+        a: cute.Tensor,
+        load_b: cute.CopyAtom,
+        b: cute.Tensor,
+        load_gate: cute.CopyAtom,
+        gate: cute.Tensor,
+        load_up: cute.CopyAtom,
+        up: cute.Tensor,
+        store: cute.CopyAtom,
+        data: cute.Tensor,
+        store_t: cute.CopyAtom,
+        data_t: cute.Tensor,
+        scale_inv: cute.Tensor,
+        scale_inv_t: cute.Tensor,
+        a_scale: cute.Tensor,
+        b_scale: cute.Tensor,
+        a_layout: cute.ComposedLayout,
+        b_layout: cute.ComposedLayout,
+        piece_layout: cute.ComposedLayout,
+        out_layout: cute.ComposedLayout,
+        swizzle: Int32,
+    ):
+        storage = cutlass.utils.SmemAllocator().allocate(self.storage)
+        full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        self._init(warp_index, full, empty)
+        s_a = storage.s_a.get_tensor(a_layout.outer, swizzle=a_layout.inner)
+        s_b = storage.s_b.get_tensor(b_layout.outer, swizzle=b_layout.inner)
+        s_out = storage.s_out.get_tensor(out_layout.outer, swizzle=out_layout.inner)
+        # In the place of a.
+        s_behind = storage.s_a.get_tensor(piece_layout.outer, swizzle=piece_layout.inner, dtype=BFloat16)
+        rows = storage.rows.get_tensor(cute.make_layout((TILE_M, STAGES)))
+        columns = storage.columns.get_tensor(cute.make_layout((TILE_N, STAGES)))
+        addresses = [part.data_ptr().toint() for part in (storage.s_a, storage.s_out, storage.largest, storage.scales)]
+        finish = (store, data, store_t, data_t, s_out, scale_inv, scale_inv_t, gate.shape[1] // TILE_N, addresses)
+        self._work(
+            warp_index, full, empty, mma, (load_a, a, s_a, load_b, b, s_b), ((load_gate, gate), (load_up, up)), s_behind,
+            (a_scale, rows), (b_scale, columns), finish, Tiles.of(self.cluster, gate.shape, swizzle),
+            cute.ceil_div(cute.size(a, mode=[1]), BLOCK),
+        )  # fmt: skip
+
+    @cute.jit
+    def _finish(self, mma, sums, full, empty, finish, group, thread, m, n, stage, phase):
+        store, data, store_t, data_t, s_out, scale_inv, scale_inv_t, across, addresses = finish
+        pieces, staged, largest, scales = addresses
+        lane, of_warp = thread % WARP, thread // WARP
+        row, place = lane // 4, lane % 4
+        kept, of_rows, of_columns = {}, {}, {}
+        for half in cutlass.range_constexpr(2):
+            after, phase_after = _next(stage, phase)
+            _wait(full + stage, phase)
+            _wait(full + after, phase_after)
+            read = [pieces + at * (TILE_M * BLOCK) + group * (2 * PIECE) for at in (stage, after)]
+            self._differentiate(sums[half], half, read, of_warp, row, place, kept, of_rows, of_columns)
+            self._release_read(empty + stage, lane)
+            self._release_read(empty + after, lane)
+            stage, phase = _next(after, phase_after)
+        # The amaxes of columns, of each warp and then of all four of them.
+        to = largest + (group * 4 + of_warp) * (2 * 2 * TILE_N) + place * 8
+        for (which, sixteen), pair_of in of_columns.items():
+            found = [_over_lanes(each, (4, 8, 16)) for each in pair_of]
+            words.store_words(to + which * (2 * TILE_N) + sixteen * 32, *found, row)
+        cute.arch.barrier(barrier_id=STORE + group, number_of_threads=GROUP)
+        which, two = thread // (TILE_N // 2), thread % (TILE_N // 2)
+        read = largest + group * (4 * 2 * 2 * TILE_N) + which * (2 * TILE_N) + two * 4
+        top = words.load_word(read)
+        for other in cutlass.range_constexpr(1, 4):
+            top = words.larger(top, words.load_word(read + other * (2 * 2 * TILE_N)))
+        of_two = [self._scale(bits) for bits in (top << 16, top & Int32(-65536))]
+        words.store_numbers(scales + (group * 2 + which) * (4 * TILE_N) + two * 8, *map(words.number, of_two))
+        column = (which * across + n) * TILE_N + two * 2
+        for i in cutlass.range_constexpr(2):
+            scale_inv_t[m * 2 + group, column + i] = _inverse(of_two[i])
+        # Those of rows, of which each of four lanes has found as much.
+        by_row = {}
+        first = (m * 2 + group) * BLOCK + of_warp * 16 + row * 2
+        for (which, half, high), found in of_rows.items():
+            top = _over_lanes(words.largest(found), (1, 2))
+            scale = self._scale(top & Int32(-65536))
+            by_row[which, half, high] = words.number(scale)
+            self._store_scale(scale_inv, which * across + n, first + half * HALF + high, scale, place)
+        cute.arch.barrier(barrier_id=STORE + group, number_of_threads=GROUP)
+        from_s, to_data = _stored_by(store, s_out, data)
+        _, to_data_t = _stored_by(store_t, s_out, data_t)
+        at = staged + group * PIECE
+        for which in cutlass.range_constexpr(2):
+            for half in cutlass.range_constexpr(2):
+                self._before(group, thread)
+                self._write_rows(at, half, which, kept, by_row, of_warp, lane)
+                self._after(
+                    group,
+                    thread,
+                    store,
+                    from_s[None, group],
+                    to_data[None, m * 4 + group * 2 + half, which * across + n],
+                )
+            for side in cutlass.range_constexpr(2):
+                self._before(group, thread)
+                factors = scales + (group * 2 + which) * (4 * TILE_N) + place * 16
+                self._write_columns(at, side, which, kept, factors, of_warp, lane)
+                self._after(
+                    group,
+                    thread,
+                    store_t,
+                    from_s[None, group],
+                    to_data_t[None, (which * across + n) * 2 + side, m * 2 + group],
+                )
+        return stage, phase
+
+    def _differentiate(self, sums, half, read, of_warp, row, place, kept, of_rows, of_columns):
+        """Of 64 rows: both results as pairs of bf16, and the largest magnitudes of what has been seen so far."""
+        for high in range(2):
+            # A row is 128 bytes of a piece, whose eights are exchanged by its number, as the copy engine writes them.
+            line = of_warp * (16 * 128) + row * 256 + high * 128
+            line += ((place // 2) ^ high) * 16 + place % 2 * 8 + row % 4 * 32
+            for sixteen in range(SIXTEEN):
+                side, inside = divmod(sixteen, SIXTEEN // 2)
+                at = [base + side * PIECE + (line ^ (inside * 32)) for base in read]
+                gates, ups = (sum((list(words.both(word)) for word in words.load_words(each)), []) for each in at)
+                made = []
+                for column in range(4):
+                    place_of_sum = ((column % 2, high, 2 * sixteen + column // 2), 0, 0)
+                    d = sums[place_of_sum]
+                    values = values_of(self.steps, (d, gates[column], ups[column]), STEPS)
+                    made.append([values[result] for result in self.results])
+                for which in range(2):
+                    pairs = [words.pair(made[2 * b][which], made[2 * b + 1][which]) for b in range(2)]
+                    kept[which, half, high, sixteen] = pairs
+                    sizes = [words.magnitudes(pair) for pair in pairs]
+                    _raise(of_rows, (which, half, high), words.larger(*sizes))
+                    columns = of_columns.setdefault((which, sixteen), {})
+                    for b in range(2):
+                        _raise(columns, b, sizes[b])
+        if half == 1:
+            for key, columns in of_columns.items():
+                of_columns[key] = [columns[b] for b in range(2)]
+
+    def _scale(self, amax):
+        """The power of two to multiply with, as `lowerings.values.encode_scale` finds it in a tensor of bf16; fp32 bit patterns."""
+        difference = cutlass.min(Int32(self.largest) - amax, Int32(BIAS << MANTISSA))
+        raised = (difference + Int32(BIAS << MANTISSA)) & Int32(-1 << MANTISSA)
+        usable = (amax > 0) & (amax < Int32(0xFF << MANTISSA))
+        return cutlass.select_(usable, raised, Int32(BIAS << MANTISSA))
+
+    @cute.jit
+    def _store_scale(self, scale_inv, block, row, scale, place):
+        if place == 0:
+            scale_inv[block, row] = _inverse(scale)
+
+    def _write_rows(self, at, half, which, kept, by_row, of_warp, lane):
+        """64 rows of the row copy: of each matrix 8 rows of one parity and 16 columns."""
+        matrix, line = lane // 8, lane % 8
+        row = of_warp * 16 + line * 2 + matrix % 2
+        address = at + row * 128 + ((matrix // 2) ^ (row % 8)) * 16
+        for sixteen in range(0, SIXTEEN, 2):
+            made = []
+            for place in range(4):
+                high, pairs = place % 2, kept[which, half, place % 2, sixteen + place // 2]
+                factor = by_row[which, half, high]
+                made.append(
+                    words.cast(self.element.dtype, *(value * factor for pair in pairs for value in words.both(pair)))
+                )
+            words.store_matrices(address ^ (sixteen * 16), made, False)
+
+    def _write_columns(self, at, side, which, kept, factors, of_warp, lane):
+        """64 columns of the column copy: of each matrix 8 columns, in twos, and 16 rows."""
+        matrix, line = lane // 8, lane % 8
+        column = line // 2 * 4 + matrix % 2 * 2 + line % 2
+        address = at + column * 128 + ((matrix // 2 * 4 + of_warp) ^ (column % 8)) * 16
+        for inside in range(SIXTEEN // 2):
+            sixteen = side * (SIXTEEN // 2) + inside
+            factor, made = words.load_numbers(factors + sixteen * 64), []
+            for half in range(2):
+                rows = [kept[which, half, high, sixteen] for high in range(2)]
+                for b in range(2):
+                    low, high = (words.both(pairs[b]) for pairs in rows)
+                    values = [row[i] * factor[2 * b + i] for i in range(2) for row in (low, high)]
+                    made.append(words.cast(self.element.dtype, *values))
+            words.store_matrices(address + inside * (16 * 128), made, True)
+
+    @cute.jit
+    def _before(self, group, thread):
+        """Until what was staged before has been read."""
+        if thread < 32:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.barrier(barrier_id=STORE + group, number_of_threads=GROUP)
+
+    @cute.jit
+    def _after(self, group, thread, store, source, target):
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=STORE + group, number_of_threads=GROUP)
+        if thread < 32:
+            cute.copy(store, source, target)
+            cute.arch.cp_async_bulk_commit_group()
+
+
+def _in_pairs(a):
+    """(M, K) with rows in the order of Note [Neighbours in a register]."""
+    m, k = a.shape
+    row = a.stride[0]
+    return cute.make_tensor(a.iterator, cute.make_layout(((8, 2, m // 16), k), stride=((row * 2, row, row * 16), 1)))
+
+
+def _in_fours(b):
+    """(N, K) with what becomes columns in that order."""
+    n, k = b.shape
+    row = b.stride[0]
+    strides = ((row, row * 4, row * 2, row * 16), 1)
+    return cute.make_tensor(b.iterator, cute.make_layout(((2, 4, 2, n // 16), k), stride=strides))
+
+
+def _storer(tensor, layout):
+    op = cpasync.CopyBulkTensorTileS2GOp()
+    return cpasync.make_tiled_tma_atom(op, tensor, cute.slice_(layout, (None, None, 0)), (HALF, BLOCK))
+
+
+def _stored_by(store, s_out, tensor):
+    pieces = cute.local_tile(tensor, (HALF, BLOCK), (None, None))
+    return cpasync.tma_partition(
+        store, 0, cute.make_layout(1), cute.group_modes(s_out, 0, 2), cute.group_modes(pieces, 0, 2)
+    )
+
+
+def _raise(found, key, size):
+    found[key] = words.larger(found[key], size) if key in found else size
+
+
+def _over_lanes(word, apart):
+    for lanes in apart:
+        word = words.larger(word, cute.arch.shuffle_sync_bfly(word, lanes))
+    return word
+
+
+def _inverse(scale):
+    """What it is multiplied with to be 1: that of 2**127 is a subnormal."""
+    bits = Int32(2 * BIAS << MANTISSA) - scale
+    return words.number(cutlass.select_(bits == 0, Int32(1 << MANTISSA - 1), bits))

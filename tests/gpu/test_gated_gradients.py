@@ -1,0 +1,150 @@
+"""The GEMM that makes both copies of a gated activation's gradients: against float64, and bit for bit where nothing is rounded."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from te_inductor.recipes import Gemm, Quantizer
+from te_inductor.runtime import eager
+from te_inductor.runtime.activation import Gating
+from te_inductor.templates import cutlass
+from te_inductor.templates.cutlass import build, launch
+from te_inductor.templates.cutlass import scaled_mm as template
+from tests.gpu.test_cutlass import blocked, spread
+from tests.gpu.test_ops import FAST_BITS
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(cutlass.missing() is not None, reason="te-inductor[cutlass] is not installed"),
+]
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+DGRAD = Gemm("dgrad", False, ("1x128", "128x128"))
+# Of d (value 0), gate and up.
+SWIGLU = Gating(
+    (
+        ("sigmoid", 1), ("mul", 1, 3), ("mul", 0, 4), ("mul", 0, 2), ("sub", 1.0, 3), ("mul", 1, 7), ("add", 8, 1.0),
+        ("mul", 3, 9), ("mul", 6, 10),
+    ),
+    (11, 5),
+)  # fmt: skip
+SIZES = [(256, 128, 128), (512, 384, 640), (768, 1024, 128), (1536, 1280, 256), (16384, 2048, 1024)]
+
+
+def run(a, a_scale, b, b_scale, gate, up, quantizer, tile, gating=SWIGLU) -> tuple[Tensor, ...]:
+    """Scales as `torch._scaled_mm` has them; what is written was NaN before."""
+    poison = torch.full((1 << 28,), 0x7F, device="cuda", dtype=torch.uint8)
+    del poison
+    scales = a_scale.t().contiguous().flatten(), b_scale.t().contiguous().flatten()
+    return launch.gated_gradient(a, scales[0], b, scales[1], gate, up, DGRAD, gating, quantizer, tile, "90")
+
+
+def halves(m: int, n: int) -> tuple[Tensor, Tensor]:
+    """gate and up as one GEMM writes them."""
+    both = torch.randn(m, 2 * n, device="cuda").mul_(2).bfloat16()
+    return both[:, :n], both[:, n:]
+
+
+@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("tile", template.BLOCK_TILES, ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_copies_are_those_of_float64(sizes, tile, element):
+    """A sum is off as `test_cutlass` says, a result by what that makes of it and a few roundings of fp32, and by one of bf16; a
+    copy by a rounding of FP8. A scale is the power of two that brings its block's largest value to the upper half of E4M3."""
+    m, n, k = sizes
+    if m % (tile.m * tile.cluster_m) or n % (tile.n * tile.cluster_n):
+        pytest.skip("clusters do not divide it")
+    quantizer = Quantizer(element, power_2_scale=True, scope="1x128")
+    a, b, a_scale, b_scale = blocked(m, n, k, "128x128")
+    a_scale, b_scale = a_scale * 2.0**-8, b_scale * 2.0**-8
+    gate, up = halves(m, n)
+    data, scale_inv, data_t, scale_inv_t = run(a, a_scale, b, b_scale, gate, up, quantizer, tile)
+    wide_a, wide_b = a.double() * spread(a_scale, m, k), b.double() * spread(b_scale.t(), n, k)
+    d, absolute = wide_a @ wide_b.t(), wide_a.abs() @ wide_b.abs().t()
+    off = absolute * (4 * 2.0**-FAST_BITS + (k // 128) * 2.0**-23)
+    g, u = gate.double(), up.double()
+    sigmoid = g.sigmoid()
+    slope = sigmoid * (1 + g * (1 - sigmoid))
+    exact = torch.cat((d * u * slope, d * g * sigmoid), 1)
+    terms = torch.cat((u.abs() * sigmoid * (1 + g.abs() * (1 - sigmoid)), g.abs() * sigmoid), 1)
+    bound = torch.cat((off, off), 1) * terms + (d.abs().repeat(1, 2) * terms) * 2.0**-20
+    bound += exact.abs() * 2.0**-8
+    for x, error, copy, scales in ((exact, bound, data, scale_inv), (exact.t(), bound.t(), data_t, scale_inv_t)):
+        rows, columns = x.shape
+        of_blocks = scales.view(columns // 128, rows).t().double()
+        top, off_top = (each.abs().reshape(rows, -1, 128).amax(2) for each in (x, error))
+        largest = quantizer.format.max
+        assert (torch.frexp(of_blocks).mantissa == 0.5).all()
+        assert (of_blocks * largest >= top - off_top).all() and (of_blocks * largest < 2 * (top + off_top)).all()
+        each = of_blocks.repeat_interleave(128, 1)
+        cast = x.abs() * quantizer.format.epsilon / 2 + each * quantizer.format.smallest_step / 2
+        assert ((copy.double() * each - x).abs() <= error * 1.1 + cast).all()
+
+
+@pytest.mark.parametrize("tile", template.BLOCK_TILES, ids=str)
+def test_copies_are_eager_s_bit_for_bit(tile):
+    """Where sums are small integers, gate is so large that its sigmoid is 1, and up a power of two: nothing is rounded before the
+    casts. Rows and places of NaN, infinities, zeros, huge and tiny numbers."""
+    m, n, k = 768 * tile.cluster_m, 640 * tile.cluster_n, 256
+    quantizer = Quantizer("e4m3", power_2_scale=True, scope="1x128")
+    a, b = (torch.randint(-1, 2, (rows, k), device="cuda").to(E4M3) for rows in (m, n))
+    a_scale = torch.randint(0, 2, (2, m), device="cuda").float().exp2().t()
+    b_scale = torch.randint(0, 2, (n // 128, 2), device="cuda").float().exp2().t()
+    both = torch.cat((torch.full((m, n), 32.0), torch.randint(-3, 4, (m, n)).float().exp2()), 1).cuda().bfloat16()
+    both[:, n:] *= torch.randint(0, 2, (m, n), device="cuda") * 2 - 1
+    gate, up = both[:, :n], both[:, n:]
+    a[3] = 0
+    up[5], up[300, 7], up[301, 200], up[302, 201] = float("nan"), float("nan"), float("inf"), float("-inf")
+    up[11], up[12], up[400:402] = 2.0**120, -(2.0**-120), 0
+    up[256:384, 130], up[512:, 131] = 2.0**100, 0
+    results = [run(a, a_scale, b, b_scale, gate, up, quantizer, tile) for _ in range(20)]
+    scales = a_scale.t().contiguous().flatten(), b_scale.t().contiguous().flatten()
+    y = (a.double() * spread(a_scale, m, k)) @ (b.double() * spread(b_scale.t(), n, k)).t()
+    assert y.abs().max() <= 256
+    wide = torch.cat((y * up.double(), y * gate.double()), 1).bfloat16()
+    expected = eager.quantize_pieces([wide[:, :n], wide[:, n:]], 1, quantizer)
+    for name, x, other in zip(("data", "scale_inv", "data_t", "scale_inv_t"), results[0], expected, strict=True):
+        assert x.shape == other.shape and torch.equal(x.float().nan_to_num(1e9), other.float().nan_to_num(1e9)), name
+    for result in results[1:]:
+        assert all(
+            torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(result, results[0], strict=True)
+        )
+    assert all(x.shape == y.shape for x, y in zip(scales, (a_scale.flatten(), b_scale.flatten()), strict=True))
+
+
+def test_copies_are_the_same_each_time():
+    """What comes behind the operands overwrites nothing that is still read, nor is it overwritten."""
+    m, n, k = 16384, 4096, 1024
+    quantizer = Quantizer("e4m3", power_2_scale=True, scope="1x128")
+    a, b, a_scale, b_scale = blocked(m, n, k, "128x128")
+    gate, up = halves(m, n)
+    for tile in template.BLOCK_TILES:
+        first, wrong = None, torch.zeros((), device="cuda", dtype=torch.int64)
+        for _ in range(60):
+            result = run(a, a_scale * 2.0**-8, b, b_scale, gate, up, quantizer, tile)
+            first = result if first is None else first
+            for x, y in zip(result, first, strict=True):
+                wrong += (x.view(torch.uint8) != y.view(torch.uint8)).sum()
+        assert wrong == 0, tile
+
+
+def test_what_runs_where_no_kernel_was_built(monkeypatch):
+    """The eager ops: the same but for two roundings to bf16."""
+    tile, quantizer = template.BLOCK_TILES[2], Quantizer("e4m3", power_2_scale=True, scope="1x128")
+    a, b, a_scale, b_scale = blocked(512, 384, 640, "128x128")
+    given = (a, a_scale * 2.0**-8, b, b_scale * 2.0**-8, *halves(512, 384), quantizer, tile)
+    mine = run(*given)
+    monkeypatch.setattr(launch, "_function", lambda *_: None)
+    other = run(*given)
+    for (data, scale), (data_2, scale_2) in zip((mine[:2], mine[2:]), (other[:2], other[2:]), strict=True):
+        x, y = (eager.dequantize(*each, quantizer, torch.float32) for each in ((data, scale), (data_2, scale_2)))
+        assert (x - y).norm() <= 0.03 * y.norm()
+
+
+def test_every_tile_is_built_at_once():
+    """Of one gating there is a kernel a cluster."""
+    problem = template.Problem("90", 512, 512, 512, E4M3, E4M3, E4M3, "128x128", False, False, gating=SWIGLU)
+    kernels = {problem.kernel(tile) for tile in template.tiles(problem)}
+    assert len(kernels) == len(template.BLOCK_TILES) == len({build._path(kernel) for kernel in kernels})
+    assert all(kernel == dataclasses.replace(kernel, gating=(SWIGLU.steps, SWIGLU.results)) for kernel in kernels)
