@@ -29,7 +29,8 @@ from benchmarks import harness, table
 from te_inductor import ops
 from te_inductor.recipes import Gemm, Quantizer
 from te_inductor.recipes.formats import BLOCK_1X128, BLOCK_128X128, ROW, SCOPES, TENSOR
-from te_inductor.runtime.activation import Activation
+from te_inductor.runtime import eager
+from te_inductor.runtime.activation import Activation, Gating
 from te_inductor.templates.cutlass import build, launch, scaled_mm, versions
 from te_inductor.templates.cutlass.scaled_mm import ANOTHER, NOTHING, OUTPUT, ROUNDED, TABLE, Problem, Tile, tiles
 
@@ -46,12 +47,31 @@ MODELS = {  # N x K of each weight
 APART = ((1024, 4096), (4096, 4096), (14336, 4096), (4096, 14336))  # of LLAMA
 BLOCKS = "blocks"  # scales of them, which nothing is added to
 QUANTIZED = "quantized"  # the output, with an activation
+GATED = "gated"  # the gradients of a gated activation, both copies
 MLPS = ((4096, 1024), (8192, 2048), (16384, 4096))  # N x K of the layer in front of the activation
 GELU = Activation((("mul", 0, 0.5), ("mul", 0, 0.7071067811865476), ("erf", 2), ("add", 3, 1.0), ("mul", 1, 4)))
+# Of the gradient of h = silu(gate) * up (value 0), gate and up: theirs.
+SWIGLU = Gating(
+    (
+        ("sigmoid", 1),
+        ("mul", 1, 3),
+        ("mul", 0, 4),
+        ("mul", 0, 2),
+        ("sub", 1.0, 3),
+        ("mul", 1, 7),
+        ("add", 8, 1.0),
+        ("mul", 3, 9),
+        ("mul", 6, 10),
+    ),
+    (11, 5),
+)
 GAIN = 0.985
 ARCH = "90"
+ONE_ROW = Quantizer("e4m3", power_2_scale=True, scope=BLOCK_1X128.name)
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-ERROR = 0.01  # relative, between two bf16 outputs of the same product; a wrong operand or scale is off by far more
+# Relative, between two bf16 outputs of the same product; a wrong operand or scale is off by far more. And of FP8 copies, of
+# which two roundings to bf16 move a few.
+ERROR, ERROR_OF_COPIES = 0.01, 0.03
 
 
 def parse() -> argparse.Namespace:
@@ -60,7 +80,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
     parser.add_argument("--rounds", type=int, default=5, help="arms take turns; the median round counts")
     parser.add_argument("--iters", type=int, default=10)
-    kinds = [NOTHING, OUTPUT, ANOTHER, BLOCKS, QUANTIZED]
+    kinds = [NOTHING, OUTPUT, ANOTHER, BLOCKS, QUANTIZED, GATED]
     parser.add_argument("--kinds", nargs="+", default=kinds, choices=kinds, help="what is added, or what else differs")
     parser.add_argument("--write", action="store_true", help="into the package's table; rows not measured stay")
     parser.add_argument("--json", type=Path, default=Path("out/tune_gemm.json"))
@@ -68,7 +88,7 @@ def parse() -> argparse.Namespace:
 
 
 def problems(models: list[str], tokens: list[int], kinds: list[str]) -> list[Problem]:
-    own = {NOTHING: plain, ANOTHER: residuals, BLOCKS: blocks}
+    own = {NOTHING: plain, ANOTHER: residuals, BLOCKS: blocks, GATED: gated}
     of_all = {OUTPUT: totals, QUANTIZED: quantized}
     found = [of_all[kind](tokens) if kind in of_all else own[kind](model, tokens) for kind in kinds for model in models]
     return list(dict.fromkeys(problem for several in found for problem in several))
@@ -76,12 +96,14 @@ def problems(models: list[str], tokens: list[int], kinds: list[str]) -> list[Pro
 
 def identity(row: dict[str, Any]) -> tuple[Any, ...]:
     """Of what was measured."""
-    return (*(row[name] for name in ("m", "n", "k", "scope", "fast_accum", "added")), row.get(QUANTIZED, False))
+    sizes = (row[name] for name in ("m", "n", "k", "scope", "fast_accum", "added"))
+    return (*sizes, *(row.get(kind, False) for kind in (QUANTIZED, GATED)))
 
 
 def kind_of(row: dict[str, Any]) -> str:
-    if row.get(QUANTIZED, False):
-        return QUANTIZED
+    for kind in (QUANTIZED, GATED):
+        if row.get(kind, False):
+            return kind
     return BLOCKS if SCOPES[row["scope"]].blocked and row["added"] == NOTHING else row["added"]
 
 
@@ -111,6 +133,13 @@ def residuals(model: str, tokens: list[int]) -> list[Problem]:
         for n, k in MODELS[model]
         if n <= k
     ]
+
+
+def gated(model: str, tokens: list[int]) -> list[Problem]:
+    """dgrad of down, the last of a model's weights."""
+    k, n = MODELS[model][-1]
+    kind = (BLOCK_128X128.name, False, False)
+    return [Problem(ARCH, m, n, k, E4M3, E4M3, E4M3, *kind, gating=SWIGLU) for m in tokens]
 
 
 def totals(tokens: list[int]) -> list[Problem]:
@@ -155,22 +184,27 @@ def arms(p: Problem) -> dict[Tile | None, Callable[[], Any]]:
     scales = _scales(p)
     out = torch.empty(p.m, p.n, device="cuda", dtype=p.out)
     ways = {NOTHING: _writing, OUTPUT: _adding, ANOTHER: _adding_another}
-    how = _quantizing if p.activation is not None else ways[p.added]
+    how = _quantizing if p.activation is not None else _gating if p.gating is not None else ways[p.added]
     library, cutlass, before = how(p, a, b, scales, out)
-    reference = library().clone()
+    reference = _read(library(), out).clone()
     if p.added == OUTPUT and p.scope == "row":  # which Inductor's kernel multiplies where it adds
         reference = reference * (scales[0] * scales[1])
     found: dict[Tile | None, Callable[[], Any]] = {None: library}
     for tile in tiles(p):
         out.fill_(before)
         call = cutlass(tile)
-        call()
-        error = harness.relative_error(out.float(), reference.float())["relative"]
-        if error <= ERROR:  # NaN is not
+        found_here = _read(call(), out)
+        error = harness.relative_error(found_here.float(), reference.float())["relative"]
+        if error <= (ERROR if p.gating is None else ERROR_OF_COPIES):  # NaN is not
             found[tile] = call
         else:
             print(f"WRONG by {error:.3g}: {tile} on {p}")
     return found
+
+
+def _read(result: Any, out: Tensor) -> Tensor:
+    """What an arm has made: `out`, or what its row copy stands for."""
+    return eager.dequantize(*result[:2], ONE_ROW, torch.float32) if isinstance(result, tuple) else out
 
 
 def _scales(p: Problem) -> list[Tensor]:
@@ -187,7 +221,7 @@ def _scales(p: Problem) -> list[Tensor]:
     return [a_scale, b_scale.t() if p.scope == BLOCK_128X128.name else b_scale]
 
 
-Arms = tuple[Callable[[], Tensor], Callable[[Tile], Callable[[], Any]], float]  # and what the output holds before
+Arms = tuple[Callable[[], Any], Callable[[Tile], Callable[[], Any]], float]  # and what the output holds before
 
 
 def _writing(p: Problem, a: Tensor, b: Tensor, scales: list[Tensor], out: Tensor) -> Arms:
@@ -220,7 +254,37 @@ def _quantizing(p: Problem, a: Tensor, b: Tensor, scales: list[Tensor], out: Ten
     return _captured(two), one, 0.0
 
 
-def _captured(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
+def _gating(p: Problem, a: Tensor, b: Tensor, scales: list[Tensor], out: Tensor) -> Arms:
+    """Gate and up lie side by side, as one GEMM writes them."""
+    wide, y = replace(p, out=ROUNDED, gating=None), torch.empty(p.m, p.n, device="cuda", dtype=ROUNDED)
+    scales = [scales[0] / (64 * p.k**0.5), scales[1]]
+    library, cutlass, _ = _writing(wide, a, b, scales, y)
+    gate, up = torch.randn(p.m, 2 * p.n, device="cuda", dtype=ROUNDED).split(p.n, 1)
+    tile, stored = scaled_mm.choose(wide), [scale.t().contiguous().flatten() for scale in scales]
+    write, gemm = library if tile is None else cutlass(tile), Gemm("dgrad", False, (BLOCK_1X128.name, p.scope))
+    torch._dynamo.reset()
+    cast = torch.compile(_swiglu_copies, backend="te", dynamic=False)
+
+    def two() -> Any:
+        write()
+        return cast(y, gate, up)
+
+    def one(tile: Tile) -> Callable[[], Any]:
+        given = (a, stored[0], b, stored[1], gate, up, gemm, SWIGLU, ONE_ROW, tile, p.arch)
+        return _captured(lambda: launch.gated_gradient(*given))
+
+    return _captured(two), one, 0.0
+
+
+def _swiglu_copies(dh: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
+    """As a model's graph has it, for Dynamo looks into no `Gating`."""
+    dh, gate, up = dh.float(), gate.float(), up.float()
+    sigmoid = gate.sigmoid()
+    values = dh * up * (sigmoid * (1 + gate * (1 - sigmoid))), dh * (gate * sigmoid)
+    return ops.quantize_pieces([value.to(ROUNDED) for value in values], 1, ONE_ROW)  # type: ignore[no-any-return]
+
+
+def _captured(call: Callable[[], Any]) -> Callable[[], Any]:
     call()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -228,7 +292,7 @@ def _captured(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return functools.partial(_replay, graph, result, call)
 
 
-def _replay(graph: torch.cuda.CUDAGraph, result: Tensor, _: Callable[[], Tensor]) -> Tensor:
+def _replay(graph: torch.cuda.CUDAGraph, result: Any, _: Callable[[], Any]) -> Any:
     """The call that was captured is handed along, as it holds what the graph reads and writes."""
     graph.replay()
     return result
@@ -284,6 +348,7 @@ def measure(p: Problem, args: argparse.Namespace) -> dict[str, Any]:
         "fast_accum": p.fast_accum,
         "added": p.added,
         **({QUANTIZED: True} if p.activation is not None else {}),
+        **({GATED: True} if p.gating is not None else {}),
         "tile": None if chosen is None else asdict(chosen),
         "us": None if tile is None else round(us[tile], 1),
         "cublaslt_us": round(library, 1),

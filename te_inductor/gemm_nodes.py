@@ -54,6 +54,13 @@ def scope_of(gemm: Gemm, k: int) -> str | None:
 
 def kernel_of(gemm: fx.Node, out: torch.dtype | None = None, **more: Any) -> Kernel | None:
     """What the tuned table names for it, if anything; with `more` of a `Problem` to do, and that output (None: its own)."""
+    problem = problem_of(gemm, out, **more)
+    tile = None if problem is None else template.choose(problem)
+    return None if tile is None else problem.kernel(tile)  # type: ignore[union-attr]
+
+
+def problem_of(gemm: fx.Node, out: torch.dtype | None = None, **more: Any) -> Problem | None:
+    """What that is for CUTLASS; None where it has no kernels."""
     a, _, b, _, bias, wanted, dtype = gemm.args[:7]
     x, w = a.meta["val"], b.meta["val"]  # type: ignore[union-attr]
     sizes = (x.shape[0], w.shape[0], x.shape[1])
@@ -62,6 +69,4 @@ def kernel_of(gemm: fx.Node, out: torch.dtype | None = None, **more: Any) -> Ker
     if arch is None or scope is None or not all(isinstance(size, int) for size in sizes):
         return None
     kind = (scope, bias is not None, wanted.fast_accum)  # type: ignore[union-attr]
-    problem = Problem(arch, *sizes, x.dtype, w.dtype, out or dtype, *kind, **more)  # type: ignore[arg-type]
-    tile = template.choose(problem)
-    return None if tile is None else problem.kernel(tile)
+    return Problem(arch, *sizes, x.dtype, w.dtype, out or dtype, *kind, **more)  # type: ignore[arg-type]

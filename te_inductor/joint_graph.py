@@ -1,5 +1,5 @@
-"""The pass on AOTAutograd's joint graph, before it is split into forward and backward: residuals.py, then which copies the
-backward makes.
+"""The pass on AOTAutograd's joint graph, before it is split into forward and backward: residuals.py, gated_gradients.py,
+then which copies the backward makes.
 
 A column copy serves one GEMM of the backward alone.
 
@@ -21,7 +21,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils.checkpoint import CheckpointPolicy
 
-from te_inductor import compat, ops, residuals
+from te_inductor import compat, gated_gradients, ops, residuals
 from te_inductor.lowerings.block_tiles import may_be_held
 from te_inductor.node_kinds import is_cast, is_pointwise, is_view
 from te_inductor.post_grad import Pass
@@ -42,6 +42,7 @@ class JointGraph(Pass):
 
 def prepare(graph: fx.Graph) -> None:
     residuals.fold(graph)
+    gated_gradients.fold(graph)
     mark(graph)
 
 

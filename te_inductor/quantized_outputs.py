@@ -6,7 +6,6 @@ scaling without gradients, and not in grad mode, where it records amaxes. It is 
 pay. The epilogue rounds as the two kernels do: docs/numerics.md.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -14,17 +13,13 @@ from torch import fx
 from torch._inductor import config
 
 from te_inductor import ops
-from te_inductor.gemm_nodes import VIEWS, is_plain, kernel_of
-from te_inductor.runtime.activation import OPS, Activation, Step
+from te_inductor.gemm_nodes import is_plain, kernel_of
+from te_inductor.pointwise_steps import is_step, translated
+from te_inductor.runtime.activation import Activation
 from te_inductor.templates.cutlass import build
 from te_inductor.templates.cutlass.scaled_mm import ROUNDED, Kernel
 
 aten = torch.ops.aten
-_CONVERT = torch.ops.prims.convert_element_type.default
-_SQUARE = (aten.pow.Tensor_Scalar, (2,))
-# What generated code computes in fp32 registers as if it were not there.
-_NOTHING = (*VIEWS, _CONVERT)
-_NAMES = {op: name for name, op in OPS.items()}
 
 
 def fold(graph: fx.Graph) -> None:
@@ -35,7 +30,7 @@ def fold(graph: fx.Graph) -> None:
         between = _between(cast)
         if between and all(isinstance(size, int) for size in between[0].meta["val"].shape):
             gemm, *rest = between
-            activation = _activation(gemm, rest)
+            activation = _activation(cast, gemm, rest)
             if activation is None or not _is_whole(cast):
                 continue
             kernel = _kernel(gemm, cast, activation)
@@ -53,7 +48,7 @@ def _between(cast: fx.Node) -> list[fx.Node]:
         if node not in inside:
             inside.add(node)
             if node.target is not ops.scaled_mm:
-                if node.target not in _NAMES and node.target not in _NOTHING and not _is_square(node):
+                if not is_step(node):
                     return []
                 waiting += node.all_input_nodes
     ordered = [node for node in cast.graph.nodes if node in inside]
@@ -62,30 +57,12 @@ def _between(cast: fx.Node) -> list[fx.Node]:
     return between if ours and all(user in inside for node in between for user in node.users) else []
 
 
-def _is_square(node: fx.Node) -> bool:
-    return (node.target, node.args[1:]) == _SQUARE
-
-
-def _activation(gemm: fx.Node, rest: list[fx.Node]) -> Activation | None:
-    """What `rest` computes of each of the GEMM's values; None where a step is no function of one number alone, or is not
-    computed in fp32."""
-    places, steps, dtypes = {gemm: 0}, list[Step](), (ROUNDED, torch.float32)
-    for node in rest:
-        value = node.meta["val"]
-        if node.kwargs or value.dtype not in dtypes:
-            return None
-        if node.target in _NOTHING:
-            places[node] = places[node.args[0]]  # type: ignore[index]
-            continue
-        if any(x.meta["val"].shape != value.shape for x in node.all_input_nodes):
-            return None
-        given = [node.args[0]] * 2 if _is_square(node) else node.args
-        operands = [places[x] if isinstance(x, fx.Node) else float(x) for x in given]  # type: ignore[arg-type]
-        if not all(math.isfinite(operand) for operand in operands):
-            return None
-        steps.append(("mul" if _is_square(node) else _NAMES[node.target], *operands))  # type: ignore[index]
-        places[node] = len(steps)
-    return Activation(tuple(steps))
+def _activation(cast: fx.Node, gemm: fx.Node, rest: list[fx.Node]) -> Activation | None:
+    """What `rest` computes of each of the GEMM's values, if it is the last step's."""
+    found = translated(rest, [gemm])
+    if found is None or found[1][cast.args[0]] != len(found[0]):  # type: ignore[index]
+        return None
+    return Activation(found[0])
 
 
 def _is_whole(cast: fx.Node) -> bool:

@@ -20,7 +20,15 @@ def install(fallback: str = "warn") -> Callable[[Callable[..., Any]], Callable[.
     from torch._inductor.virtualized import V
     from torch.utils._triton import has_triton_package
 
-    from te_inductor.lowerings import deferred_wgrads, few_rows, main_grads, nvfp4_linear, quantize, scaled_mm  # noqa: F401
+    from te_inductor.lowerings import (  # noqa: F401
+        deferred_wgrads,
+        few_rows,
+        gated_gradients,
+        main_grads,
+        nvfp4_linear,
+        quantize,
+        scaled_mm,
+    )
     from te_inductor.lowerings.choices import Choices
     from te_inductor.lowerings.early_start import EarlyKernel
     from te_inductor.lowerings.registry import failures_said

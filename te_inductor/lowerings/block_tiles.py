@@ -112,8 +112,8 @@ class Matrix:
     rows: Any
     columns: Any
     in_rows: bool = False  # blocks of one row, and of no column: a kernel that holds whole rows may make them
-    # A column copy that the backward makes of what the forward computed: whoever reads the same there computes much, and
-    # together they would be one tile a multiprocessor.
+    # A column copy, of blocks of one row, that the backward makes of what the forward computed: whoever reads the same there
+    # computes much, and together they would be one tile a multiprocessor.
     alone: bool = False
 
     def made_into(self, box: ir.TensorBox) -> None:

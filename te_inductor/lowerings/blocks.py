@@ -26,6 +26,7 @@ from torch._inductor.utils import sympy_product
 from torch._inductor.virtualized import ops as prims
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
+from te_inductor import compat
 from te_inductor.lowerings import block_tiles, microscaling, values
 from te_inductor.lowerings.side_by_side import SideBySide
 from te_inductor.recipes import Quantizer
@@ -75,7 +76,7 @@ def quantize_pieces(
 ) -> tuple[ir.TensorBox | None, ...]:
     """Both copies of pieces side by side along `dim`, each piece's of whole blocks."""
     if not all(block_tiles.fits(piece, quantizer, (True, True)) for piece in pieces):
-        return quantize_rowcol(lowerings[aten.cat](pieces, dim), quantizer, None, wanted)
+        return quantize_rowcol(compat.side_by_side(pieces, dim), quantizer, None, wanted)
     return _tiled_copies(pieces, dim, quantizer, wanted)
 
 
@@ -162,7 +163,8 @@ def _tiled_copies(
     row, column = wanted
     in_rows = quantizer.granularity.one_row and row and not column
     sizes = [piece.get_size() for piece in pieces]
-    matrices = [block_tiles.Matrix(rows, columns, in_rows, alone=column and not row) for rows, columns in sizes]
+    alone = quantizer.granularity.one_row and column and not row
+    matrices = [block_tiles.Matrix(rows, columns, in_rows, alone) for rows, columns in sizes]
     made: list[ir.TensorBox | None] = []
     for transposed, wants in zip((False, True), wanted, strict=True):
         made += _tiled_copy(pieces, dim, quantizer, matrices, transposed) if wants else (None, None)

@@ -38,8 +38,8 @@ class Activation(Constant):
 
 @constant
 class Gating(Constant):
-    """Two functions of three fp32 numbers: what the gradients of a gated activation's inputs are, ``act(gate) * up``'s, of that
-    of its output (value 0), gate and up (1 and 2); the first step's result is value 3."""
+    """Two functions of three fp32 numbers: the gradients of a gated activation's inputs, ``act(gate) * up``, of that of its
+    output (value 0), of gate and of up (1 and 2); the first step's result is value 3."""
 
     steps: tuple[Step, ...]
     results: tuple[int, int]  # which values they are

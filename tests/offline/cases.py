@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 Case = tuple[Callable[..., Any], tuple[Tensor, ...]]
 
@@ -611,3 +612,14 @@ def cutlass_training(recipe: str = "current") -> Case:
 
 def cutlass_blocks() -> Case:
     return cutlass_training("block")
+
+
+def cutlass_gated_checkpointed() -> Case:
+    """gate and up are computed again by the backward."""
+    model = Mlp(2048, 8192)
+    x = torch.randn(4, 2048, 2048, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def run(x: Tensor) -> Tensor:
+        return checkpoint(model, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    return torch.compile(run, backend="te", fullgraph=True, options={"recipe": "block", **EACH}), (x,)

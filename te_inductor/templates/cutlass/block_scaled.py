@@ -359,8 +359,8 @@ class BlockScaledGemm:
 
     @cute.jit
     def _release_read(self, empty, lane):
-        """What threads have read, before the accelerator writes there: without the fence, 13 and 70 of 320 products were wrong
-        (4096 and 16384 x 4096 x 4096, clusters of 2 x 1, H200), and all of them in a few places."""
+        """What threads have read, before the accelerator writes there: without the fence, 13 and 70 of 320 products were
+        wrong (4096 and 16384 x 4096 x 4096, clusters of 2 x 1, H200), and all of them in a few places."""
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         self._release(empty, lane)

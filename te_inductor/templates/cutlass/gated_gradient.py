@@ -1,18 +1,18 @@
-"""The gradient of a gated activation in the epilogue of the GEMM that computes the gradient of its output, on Hopper with scales
-of blocks. Read by `build.py`'s process alone.
+"""A GEMM for Hopper with scales of blocks whose epilogue is a gated activation's backward, and both casts of what that
+makes. Read by `build.py`'s process alone.
 
-Of ``h = act(gate) * up`` a GEMM, down's dgrad, makes dh, of which two kernels made dgate and dup, each both copies: of an
-element of h dh was written and read twice, gate twice and up once, 16 bytes with the copies. A tile of this GEMM is two by one
-blocks of 128 x 128, one a warp group, so that the amax of a row and of a column of blocks is found where the sums are: gate
-and up come through the stages of operands behind the last block of K, both copies leave by the copy engine, and dh is never
-in memory: 8 bytes.
+Of ``h = act(gate) * up`` a GEMM, down's dgrad, makes dh, of which two kernels would make dgate and dup, each both copies: of
+an element of h dh is written and read twice, gate read twice and up once, 16 bytes with the copies. A tile of this GEMM is
+two blocks of 128 x 128, one a warp group's, so that the amax of a block's row and of its column is found where the sums are.
+Gate and up come through the stages of operands, behind the last block of K, both copies leave by the copy engine, and dh is
+never in memory: 8 bytes.
 
 # Note [Neighbours in a register]
-A thread has two rows of 16 and two columns of 8 of what a warp multiplies, 8 rows and 2 columns apart. Shared memory is written
-in units of 16 bits: two columns of a row copy, two rows of a column copy. So rows and columns are numbered otherwise for the
-tensor core: rows r and r + 8 of its 16 are rows 2 r and 2 r + 1 of the tensor, and what a thread has of 16 columns are four
-neighbours. The copy engine brings operands in that order, as tensors of more dimensions. Then four casts are a word of either
-copy, and `stmatrix` writes words, of the column copy transposed; nothing moves between threads.
+A thread has two rows of 16, 8 apart, and two columns of each 8 of what a warp multiplies. Shared memory is written in units
+of 16 bits: two columns of a row copy, two rows of a column copy. So rows and columns are numbered otherwise for the tensor
+core: its rows r and r + 8 of 16 are rows 2 r and 2 r + 1 of the tensor, and what a thread has of 16 columns are four that
+are neighbours. The copy engine brings operands in that order, as tensors of more dimensions. Then four casts are a word of
+either copy, and `stmatrix` writes words, those of the column copy transposed; nothing moves between threads.
 """
 
 # mypy: ignore-errors
@@ -56,8 +56,8 @@ FP8 = {"float8_e4m3fn": "Float8E4M3FN", "float8_e5m2": "Float8E5M2"}
 
 
 def compiled(kernel: Kernel):
-    """The compiled launch: ``(a, b, gate, up, data, data_t, scale_inv, scale_inv_t, a_scale, b_scale, clusters, swizzle)`` as
-    `GatedGradientGemm` has them."""
+    """The compiled launch: ``(a, b, gate, up, data, data_t, scale_inv, scale_inv_t, a_scale, b_scale, clusters, swizzle)``
+    as `GatedGradientGemm` has them."""
     [element] = [element for element in ELEMENTS.values() if str(element.dtype) == f"torch.{kernel.out}"]
     a, b, out = (getattr(cutlass, FP8[name]) for name in (kernel.a, kernel.b, kernel.out))
     m, n, k, wide, blocks, columns, down, across = (cute.sym_int() for _ in range(8))
@@ -81,8 +81,9 @@ def compiled(kernel: Kernel):
 
 
 class GatedGradientGemm(BlockScaledGemm):
-    """``d = sum over blocks k of (a_scale[k, M] * b_scale[k, N/128]) * (a[M, k] @ b[N, k].T)``, and of ``gating(d, gate, up)``, two
-    results side by side, both copies with scales of 1 x 128 that are powers of two. M is a multiple of 256, N of 128."""
+    """``d = sum over blocks k of (a_scale[k, M] * b_scale[k, N/128]) * (a[M, k] @ b[N, k].T)``, and of the two results of
+    ``gating(d, gate, up)``, rounded to bf16, side by side, both copies with scales of 1 x 128 that are powers of two.
+    Clusters divide M and N."""
 
     rows_apart = (1, 2)
 
@@ -288,7 +289,7 @@ class GatedGradientGemm(BlockScaledGemm):
             for sixteen in range(SIXTEEN):
                 side, inside = divmod(sixteen, SIXTEEN // 2)
                 at = [base + side * PIECE + (line ^ (inside * 32)) for base in read]
-                gates, ups = (sum((list(words.both(word)) for word in words.load_words(each)), []) for each in at)
+                gates, ups = ([v for word in words.load_words(each) for v in words.both(word)] for each in at)
                 made = []
                 for column in range(4):
                     place_of_sum = ((column % 2, high, 2 * sixteen + column // 2), 0, 0)
@@ -308,7 +309,7 @@ class GatedGradientGemm(BlockScaledGemm):
                 of_columns[key] = [columns[b] for b in range(2)]
 
     def _scale(self, amax):
-        """The power of two to multiply with, as `lowerings.values.encode_scale` finds it in a tensor of bf16; fp32 bit patterns."""
+        """The power of two to multiply with, as `lowerings.values.encode_scale` finds it in a bf16 tensor; both as bits."""
         difference = cutlass.min(Int32(self.largest) - amax, Int32(BIAS << MANTISSA))
         raised = (difference + Int32(BIAS << MANTISSA)) & Int32(-1 << MANTISSA)
         usable = (amax > 0) & (amax < Int32(0xFF << MANTISSA))

@@ -107,8 +107,8 @@ def gated_gradient(
     tile: Tile,
     arch: str,
 ) -> tuple[Tensor, ...]:
-    """``quantize_pieces(gating.of(scaled_mm(a, b), gate, up), 1, quantizer)`` with neither sums nor results in memory: data and
-    scale_inv, (M, 2 N), those of the transpose. Results are rounded to bf16 before they are cast, sums are not."""
+    """``quantize_pieces(gating.of(scaled_mm(a, b), gate, up), 1, quantizer)`` with neither sums nor results in memory: data
+    and scale_inv, (M, 2 N), and those of the transpose. Results are rounded to bf16 before they are cast, sums are not."""
     (m, k), n, dtype = a.shape, b.shape[0], quantizer.format.dtype
     call = None
     if all(x.data_ptr() % ALIGNED == 0 for x in (gate, up)):

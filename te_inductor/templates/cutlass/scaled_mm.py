@@ -204,9 +204,11 @@ def _fits_hopper(tile: Tile, problem: Problem) -> bool:
 
 
 def _fits_blocks(tile: Tile, problem: Problem) -> bool:
-    """Sizes that blocks and tiles divide, as the measured ones are."""
+    """Sizes that blocks and tiles divide, as the measured ones are; clusters too, where a tile is of two matrices."""
     plain = not (problem.bias or problem.fast_accum or tile.pingpong) and problem.added != OUTPUT
-    whole = problem.m % tile.m == problem.n % tile.n == problem.k % BLOCK_1X128.alignment == 0
+    across = (1, 1) if problem.gating is None else (tile.cluster_m, tile.cluster_n)
+    whole = problem.m % (tile.m * across[0]) == problem.n % (tile.n * across[1]) == 0
+    whole = whole and problem.k % BLOCK_1X128.alignment == 0
     return plain and whole and (tile.m, tile.n) == BLOCK_TILE and tile.cluster_m * tile.cluster_n <= 2
 
 
