@@ -85,7 +85,7 @@ def autotune(name: str, choices: list[Any], nodes: list[Any], layout: Any) -> An
 
 
 def side_by_side(pieces: Sequence[Any], dim: int) -> Any:
-    """Inductor's lowering of `aten.cat`, called by another op's. Where its inputs read one reduction it looks, from 2.13 on, at
+    """Inductor's lowering of `aten.cat`, called by another op's. Where its inputs read the same it looks, from 2.13 on, at
     the result of the node that is lowered: ours has several."""
     from torch._inductor import lowering
 

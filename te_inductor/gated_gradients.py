@@ -36,6 +36,7 @@ class _Found:
     cast: fx.Node
     gemm: fx.Node
     gates: list[fx.Node]  # the tensors
+    between: list[fx.Node]  # what is computed of them, in order
     gating: Gating
 
 
@@ -95,7 +96,7 @@ def _found(cast: fx.Node) -> _Found | None:
     results = tuple(places[piece] for piece in pieces)
     if not all(isinstance(result, int) for result in results):
         return None
-    return _Found(cast, gemm, gates, Gating(steps, results))  # type: ignore[arg-type]
+    return _Found(cast, gemm, gates, between, Gating(steps, results))  # type: ignore[arg-type]
 
 
 def _problem(found: _Found) -> Problem | None:
@@ -137,9 +138,7 @@ def _replace(found: _Found, tile: Tile, arch: str) -> None:
         whole = graph.call_function(gated_gradient, given)
         whole.meta = dict(found.cast.meta)
     found.cast.replace_all_uses_with(whole)
-    unused = [found.cast]
-    while unused:
-        node = unused.pop()
-        if not node.users and node.op == "call_function":
-            unused += node.all_input_nodes
+    for node in reversed([*found.between, found.cast]):
+        if not node.users:
             graph.erase_node(node)
+    graph.erase_node(found.gemm)

@@ -11,8 +11,8 @@ from te_inductor.runtime.activation import OPS, Step
 
 aten = torch.ops.aten
 ROUNDED = torch.bfloat16
-# What generated code computes in fp32 registers as if it were not there.
-_NOTHING = (*VIEWS, torch.ops.prims.convert_element_type.default)
+# What generated code computes in fp32 registers as if it were not there, and what autograd saves by.
+_NOTHING = (*VIEWS, torch.ops.prims.convert_element_type.default, aten.detach.default, aten.alias.default)
 _SQUARE = (aten.pow.Tensor_Scalar, (2,))
 _NAMES = {op: name for name, op in OPS.items()} | {getattr(aten, name).Scalar: name for name in ("add", "sub", "mul")}
 

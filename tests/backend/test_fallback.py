@@ -260,6 +260,26 @@ def test_failing_lowerings_run_in_the_eager_runtime(monkeypatch, no_caches):
             warned(model, x, fallback="error")
 
 
+@pytest.mark.codegen
+@pytest.mark.parametrize("recipe", ["current", "rowwise", "block"])
+def test_no_lowering_fails_in_a_gated_mlp(recipe, no_caches):
+    """gate's and up's gradients are computed from the same tensors, and stand side by side in one copy."""
+
+    class Mlp(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.up, self.down = nn.Linear(64, 144), nn.Linear(64, 144), nn.Linear(144, 64)
+
+        def forward(self, x):
+            return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+    model, x = Mlp().bfloat16(), torch.randn(80, 64).bfloat16().requires_grad_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FallbackWarning)
+        torch.compile(model, backend="te", options={"recipe": recipe})(x).sum().backward()
+    assert x.grad is not None
+
+
 NOWHERE_TO_WRITE = """
 import itertools, os, string, sys, warnings
 folder = sys.argv[1]

@@ -614,12 +614,28 @@ def cutlass_blocks() -> Case:
     return cutlass_training("block")
 
 
+def _gated(run: Callable[[Mlp, Tensor], Tensor] = lambda model, x: model(x), bias: bool = False) -> Case:
+    model = Mlp(2048, 8192, bias)
+    x = torch.randn(4, 4096, 2048, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    options = {"recipe": "block", **EACH}
+    return torch.compile(lambda x: run(model, x), backend="te", fullgraph=True, options=options), (x,)
+
+
+def cutlass_gated() -> Case:
+    """x has three dimensions."""
+    return _gated()
+
+
 def cutlass_gated_checkpointed() -> Case:
     """gate and up are computed again by the backward."""
-    model = Mlp(2048, 8192)
-    x = torch.randn(4, 2048, 2048, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    return _gated(lambda model, x: checkpoint(model, x, use_reentrant=False))
 
-    def run(x: Tensor) -> Tensor:
-        return checkpoint(model, x, use_reentrant=False)  # type: ignore[no-any-return]
 
-    return torch.compile(run, backend="te", fullgraph=True, options={"recipe": "block", **EACH}), (x,)
+def cutlass_gated_bias() -> Case:
+    """The biases' gradients are sums of gate's and up's."""
+    return _gated(bias=True)
+
+
+def checkpointed_block() -> Case:
+    """The backward alone wants column copies of weights, and no row copies."""
+    return _gated(lambda model, x: checkpoint(model, x, use_reentrant=False))

@@ -20,8 +20,9 @@ from quack.epilogue.ops import Scalar
 from quack.gemm_runtime.host import run_gemm_epi_plan
 from torch import Tensor
 
-from te_inductor.recipes import Gemm
+from te_inductor.recipes import Gemm, Quantizer
 from te_inductor.recipes.formats import BLOCK_1X128, BLOCK_128X128, SCOPES, Scope
+from te_inductor.runtime.activation import Gating
 from te_inductor.templates.cutlass import build, builder, launch
 from te_inductor.templates.cutlass.scaled_mm import ANOTHER, OUTPUT, ROUNDED, Kernel, Tile
 from tests.offline.tensor_cores import unswizzled
@@ -33,6 +34,9 @@ def main(kernels: list[Kernel], out: Path) -> None:
     for number, kernel in enumerate(kernels):
         compiled = builder.compiled_function(kernel)
         compiled.export_to_c(object_file_path=str(out / f"{number}.o"), function_name=build.FUNCTION)
+        if kernel.gating is not None:
+            check_launch_of_gating(kernel)
+            continue
         if kernel.scope in (BLOCK_1X128.name, BLOCK_128X128.name):
             check_launch_of_blocks(kernel)
             continue
@@ -92,6 +96,28 @@ def check_launch_of_blocks(kernel: Kernel) -> None:
     call = functools.partial(launch.scaled_mm, a, b.t(), *scales, *rest, **given, added=kernel.added)
     clusters, c = 132 // (kernel.cluster_m * kernel.cluster_n), (*rest, None)[0]
     assert described(recorded(call, 132)) == described((a, b, out, c, scales[0].t(), scales[1], clusters, 8))
+
+
+def check_launch_of_gating(kernel: Kernel) -> None:
+    """Scales of one row lie beside those of other rows, as they are stored; those of square blocks are transposed."""
+    m, n, k = 1024, 768, 512
+    a, b = (builder.empty((rows, k), getattr(torch, name)) for rows, name in ((m, kernel.a), (n, kernel.b)))
+    gate, up = torch.empty(m, 2 * n, dtype=torch.bfloat16).split(n, 1)
+    a_scale, b_scale = torch.empty(k // 128 * m), torch.empty(n // 128 * (k // 128))
+    gemm, gating = Gemm("dgrad", False, (BLOCK_1X128.name, BLOCK_128X128.name)), Gating(*kernel.gating)  # type: ignore[misc]
+    element = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}[kernel.out]
+    quantizer = Quantizer(element, power_2_scale=True, scope=BLOCK_1X128.name)
+    tile = Tile(kernel.tile_m, kernel.tile_n, kernel.cluster_m, kernel.cluster_n, kernel.pingpong, 8)
+    given = (a, a_scale, b, b_scale, gate, up, gemm, gating, quantizer, tile, kernel.arch)
+    made: list[Any] = []
+    call = recorded(lambda: made.extend(launch.gated_gradient(*given)), 132)
+    assert described(call[:4]) == described((a, b, gate, up))
+    shapes = [tuple(made_of.shape) for made_of in call[4:8]]
+    assert shapes == [(m, 2 * n), (2 * n, m), (2 * n // 128, m), (m // 128, 2 * n)]
+    assert all(made_of.is_contiguous() for made_of in call[4:8])
+    assert [x.data_ptr() for x in made] == [call[place].data_ptr() for place in (4, 6, 5, 7)]
+    scales = a_scale.view(k // 128, m), b_scale.view(n // 128, k // 128).t()
+    assert described(call[8:]) == described((*scales, 132 // (kernel.cluster_m * kernel.cluster_n), 8))
 
 
 def microscaled(scope: Scope, a: Tensor, b: Tensor) -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
