@@ -268,12 +268,12 @@ def test_no_lowering_fails_in_a_gated_mlp(recipe, no_caches):
     class Mlp(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.gate, self.up, self.down = nn.Linear(64, 144), nn.Linear(64, 144), nn.Linear(144, 64)
+            self.gate, self.up, self.down = nn.Linear(128, 384), nn.Linear(128, 384), nn.Linear(384, 128)
 
         def forward(self, x):
             return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
 
-    model, x = Mlp().bfloat16(), torch.randn(80, 64).bfloat16().requires_grad_()
+    model, x = Mlp().bfloat16(), torch.randn(80, 128).bfloat16().requires_grad_()
     with warnings.catch_warnings():
         warnings.simplefilter("error", FallbackWarning)
         torch.compile(model, backend="te", options={"recipe": recipe})(x).sum().backward()
