@@ -30,12 +30,17 @@ PIECES = 2 * (TILE_N // STORED)  # of HALF x STORED, for both warp groups: what 
 STORE = 1  # the first of two named barriers, one a warp group
 # Of a thread, those that multiply and those that load: all that 3 * GROUP threads are given at the launch.
 REGISTERS = (240, 24)
+DTYPES = {
+    "float8_e4m3fn": cutlass.Float8E4M3FN,
+    "float8_e5m2": cutlass.Float8E5M2,
+    "bfloat16": cutlass.BFloat16,
+    "float16": cutlass.Float16,
+}
 
 
 def compiled(kernel: Kernel):
     """The compiled launch: ``(a, b, out, added, a_scale, b_scale, clusters, swizzle)`` as `BlockScaledGemm` has them."""
-    names = {"float8_e4m3fn": "Float8E4M3FN", "float8_e5m2": "Float8E5M2", "bfloat16": "BFloat16", "float16": "Float16"}
-    a, b, out = (getattr(cutlass, names[name]) for name in (kernel.a, kernel.b, kernel.out))
+    a, b, out = (DTYPES[name] for name in (kernel.a, kernel.b, kernel.out))
     m, n, k, blocks, columns = (cute.sym_int() for _ in range(5))
     square = kernel.scope == BLOCK_128X128.name
     return cute.compile(

@@ -30,6 +30,7 @@ from te_inductor.runtime.activation import values_of
 from te_inductor.templates.cutlass import words
 from te_inductor.templates.cutlass.block_scaled import (
     BLOCK,
+    DTYPES,
     GROUP,
     HALF,
     PIECES,
@@ -52,14 +53,14 @@ from te_inductor.templates.cutlass.scaled_mm import ALIGNED, Kernel
 SIXTEEN = TILE_N // 16  # of the columns of a tile
 PIECE = 2 * STORED * HALF  # bytes of a piece of gate or up; of one of a copy, HALF x BLOCK, as many
 MANTISSA, BIAS = 23, 127  # of fp32
-FP8 = {"float8_e4m3fn": "Float8E4M3FN", "float8_e5m2": "Float8E5M2"}
+UPPER = -1 << 16  # the bits of a word's upper half
 
 
 def compiled(kernel: Kernel):
     """The compiled launch: ``(a, b, gate, up, data, data_t, scale_inv, scale_inv_t, a_scale, b_scale, clusters, swizzle)``
     as `GatedGradientGemm` has them."""
     [element] = [element for element in ELEMENTS.values() if str(element.dtype) == f"torch.{kernel.out}"]
-    a, b, out = (getattr(cutlass, FP8[name]) for name in (kernel.a, kernel.b, kernel.out))
+    a, b, out = (DTYPES[name] for name in (kernel.a, kernel.b, kernel.out))
     m, n, k, wide, blocks, columns, down, across = (cute.sym_int() for _ in range(8))
     return cute.compile(
         GatedGradientGemm(*kernel.gating, element, kernel.cluster_m, kernel.cluster_n),
@@ -230,16 +231,17 @@ class GatedGradientGemm(BlockScaledGemm):
             stage, phase = _next(after, phase_after)
         # The amaxes of columns, of each warp and then of all four of them.
         to = largest + (group * 4 + of_warp) * (2 * 2 * TILE_N) + place * 8
-        for (which, sixteen), pair_of in of_columns.items():
-            found = [_over_lanes(each, (4, 8, 16)) for each in pair_of]
-            words.store_words(to + which * (2 * TILE_N) + sixteen * 32, *found, row)
+        for sixteen in cutlass.range_constexpr(SIXTEEN):
+            for which in cutlass.range_constexpr(2):
+                found = [_over_lanes(of_columns[which, sixteen, b], (4, 8, 16)) for b in range(2)]
+                words.store_words(to + which * (2 * TILE_N) + sixteen * 32, *found, row)
         cute.arch.barrier(barrier_id=STORE + group, number_of_threads=GROUP)
         which, two = thread // (TILE_N // 2), thread % (TILE_N // 2)
         read = largest + group * (4 * 2 * 2 * TILE_N) + which * (2 * TILE_N) + two * 4
         top = words.load_word(read)
         for other in cutlass.range_constexpr(1, 4):
             top = words.larger(top, words.load_word(read + other * (2 * 2 * TILE_N)))
-        of_two = [self._scale(bits) for bits in (top << 16, top & Int32(-65536))]
+        of_two = [self._scale(bits) for bits in (top << 16, top & Int32(UPPER))]
         words.store_numbers(scales + (group * 2 + which) * (4 * TILE_N) + two * 8, *map(words.number, of_two))
         column = (which * across + n) * TILE_N + two * 2
         for i in cutlass.range_constexpr(2):
@@ -249,7 +251,7 @@ class GatedGradientGemm(BlockScaledGemm):
         first = (m * 2 + group) * BLOCK + of_warp * 16 + row * 2
         for (which, half, high), found in of_rows.items():
             top = _over_lanes(words.largest(found), (1, 2))
-            scale = self._scale(top & Int32(-65536))
+            scale = self._scale(top & Int32(UPPER))
             by_row[which, half, high] = words.number(scale)
             self._store_scale(scale_inv, which * across + n, first + half * HALF + high, scale, place)
         cute.arch.barrier(barrier_id=STORE + group, number_of_threads=GROUP)
@@ -260,24 +262,14 @@ class GatedGradientGemm(BlockScaledGemm):
             for half in cutlass.range_constexpr(2):
                 self._before(group, thread)
                 self._write_rows(at, half, which, kept, by_row, of_warp, lane)
-                self._after(
-                    group,
-                    thread,
-                    store,
-                    from_s[None, group],
-                    to_data[None, m * 4 + group * 2 + half, which * across + n],
-                )
+                rows = to_data[None, m * 4 + group * 2 + half, which * across + n]
+                self._after(group, thread, store, from_s[None, group], rows)
             for side in cutlass.range_constexpr(2):
                 self._before(group, thread)
                 factors = scales + (group * 2 + which) * (4 * TILE_N) + place * 16
                 self._write_columns(at, side, which, kept, factors, of_warp, lane)
-                self._after(
-                    group,
-                    thread,
-                    store_t,
-                    from_s[None, group],
-                    to_data_t[None, (which * across + n) * 2 + side, m * 2 + group],
-                )
+                columns = to_data_t[None, (which * across + n) * 2 + side, m * 2 + group]
+                self._after(group, thread, store_t, from_s[None, group], columns)
         return stage, phase
 
     def _differentiate(self, sums, half, read, of_warp, row, place, kept, of_rows, of_columns):
@@ -292,21 +284,16 @@ class GatedGradientGemm(BlockScaledGemm):
                 gates, ups = ([v for word in words.load_words(each) for v in words.both(word)] for each in at)
                 made = []
                 for column in range(4):
-                    place_of_sum = ((column % 2, high, 2 * sixteen + column // 2), 0, 0)
-                    d = sums[place_of_sum]
-                    values = values_of(self.steps, (d, gates[column], ups[column]), STEPS)
+                    at_sum = ((column % 2, high, 2 * sixteen + column // 2), 0, 0)
+                    values = values_of(self.steps, (sums[at_sum], gates[column], ups[column]), STEPS)
                     made.append([values[result] for result in self.results])
                 for which in range(2):
                     pairs = [words.pair(made[2 * b][which], made[2 * b + 1][which]) for b in range(2)]
                     kept[which, half, high, sixteen] = pairs
                     sizes = [words.magnitudes(pair) for pair in pairs]
                     _raise(of_rows, (which, half, high), words.larger(*sizes))
-                    columns = of_columns.setdefault((which, sixteen), {})
                     for b in range(2):
-                        _raise(columns, b, sizes[b])
-        if half == 1:
-            for key, columns in of_columns.items():
-                of_columns[key] = [columns[b] for b in range(2)]
+                        _raise(of_columns, (which, sixteen, b), sizes[b])
 
     def _scale(self, amax):
         """The power of two to multiply with, as `lowerings.values.encode_scale` finds it in a bf16 tensor; both as bits."""
@@ -329,10 +316,8 @@ class GatedGradientGemm(BlockScaledGemm):
             made = []
             for place in range(4):
                 high, pairs = place % 2, kept[which, half, place % 2, sixteen + place // 2]
-                factor = by_row[which, half, high]
-                made.append(
-                    words.cast(self.element.dtype, *(value * factor for pair in pairs for value in words.both(pair)))
-                )
+                values = [value * by_row[which, half, high] for pair in pairs for value in words.both(pair)]
+                made.append(words.cast(self.element.dtype, *values))
             words.store_matrices(address ^ (sixteen * 16), made, False)
 
     def _write_columns(self, at, side, which, kept, factors, of_warp, lane):
@@ -354,7 +339,7 @@ class GatedGradientGemm(BlockScaledGemm):
     @cute.jit
     def _before(self, group, thread):
         """Until what was staged before has been read."""
-        if thread < 32:
+        if thread < WARP:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.barrier(barrier_id=STORE + group, number_of_threads=GROUP)
 
@@ -362,7 +347,7 @@ class GatedGradientGemm(BlockScaledGemm):
     def _after(self, group, thread, store, source, target):
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=STORE + group, number_of_threads=GROUP)
-        if thread < 32:
+        if thread < WARP:
             cute.copy(store, source, target)
             cute.arch.cp_async_bulk_commit_group()
 
