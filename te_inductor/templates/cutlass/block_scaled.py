@@ -83,39 +83,35 @@ class BlockScaledGemm:
         swizzle: Int32,  # rows of clusters that follow each other
         stream,
     ):
-        across = self.cluster
+        mma, a_layout, b_layout, loads = self._operands(a, b)
+        out_layout = _swizzled(out.element_type, (HALF, STORED), 2)
+        store, out_tma = _storer(out, out_layout, (HALF, STORED))
+        added_layout, load_added, added_tma = None, None, None
+        if const_expr(added is not None):
+            added_layout = _swizzled(out.element_type, (HALF, STORED), PIECES * STAGES)
+            load_added, added_tma = _loader(added, added_layout, (HALF, STORED), 1)
+
+        operands = {"s_a": (a, a_layout), "s_b": (b, b_layout), "s_out": (out, out_layout)}
+        self.storage = _storage({}, operands)
+        tensors = (*loads, store, out_tma, load_added, added_tma, a_scale, b_scale)
+        self.kernel(mma, *tensors, a_layout, b_layout, out_layout, added_layout, swizzle).launch(
+            **self._launched(clusters), stream=stream
+        )
+
+    def _operands(self, a, b):
+        """The instruction that multiplies, layouts of both operands in shared memory, the copies that bring them there."""
         k_major = OperandMajorMode.K
         mma = hopper_helpers.make_trivial_tiled_mma(
             a.element_type, b.element_type, k_major, k_major, Float32, (1, 1, 1), (HALF, TILE_N)
         )
         a_layout = _swizzled(a.element_type, (TILE_M, BLOCK), STAGES)
         b_layout = _swizzled(b.element_type, (TILE_N, BLOCK), STAGES)
-        out_layout = _swizzled(out.element_type, (HALF, STORED), 2)
-        load_a, a_tma = _loader(a, a_layout, (TILE_M, BLOCK), across[1])
-        load_b, b_tma = _loader(b, b_layout, (TILE_N, BLOCK), across[0])
-        store, out_tma = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileS2GOp(), out, cute.slice_(out_layout, (None, None, 0)), (HALF, STORED)
-        )
-        added_layout, load_added, added_tma = None, None, None
-        if const_expr(added is not None):
-            added_layout = _swizzled(out.element_type, (HALF, STORED), PIECES * STAGES)
-            load_added, added_tma = _loader(added, added_layout, (HALF, STORED), 1)
+        load_a, a_tma = _loader(a, a_layout, (TILE_M, BLOCK), self.cluster[1])
+        load_b, b_tma = _loader(b, b_layout, (TILE_N, BLOCK), self.cluster[0])
+        return mma, a_layout, b_layout, (load_a, a_tma, load_b, b_tma)
 
-        @cute.struct
-        class Storage:
-            full: cute.struct.MemRange[Int64, STAGES]
-            empty: cute.struct.MemRange[Int64, STAGES]
-            rows: cute.struct.Align[cute.struct.MemRange[Float32, TILE_M * STAGES], 128]
-            columns: cute.struct.Align[cute.struct.MemRange[Float32, TILE_N * STAGES], 128]
-            s_a: cute.struct.Align[cute.struct.MemRange[a.element_type, cute.cosize(a_layout)], 1024]
-            s_b: cute.struct.Align[cute.struct.MemRange[b.element_type, cute.cosize(b_layout)], 1024]
-            s_out: cute.struct.Align[cute.struct.MemRange[out.element_type, cute.cosize(out_layout)], 1024]
-
-        self.storage = Storage
-        tensors = (load_a, a_tma, load_b, b_tma, store, out_tma, load_added, added_tma, a_scale, b_scale)
-        self.kernel(mma, *tensors, a_layout, b_layout, out_layout, added_layout, swizzle).launch(
-            grid=(*across, clusters), block=(3 * GROUP, 1, 1), cluster=(*across, 1), stream=stream
-        )
+    def _launched(self, clusters):
+        return {"grid": (*self.cluster, clusters), "block": (3 * GROUP, 1, 1), "cluster": (*self.cluster, 1)}
 
     @cute.kernel
     def kernel(
@@ -138,14 +134,8 @@ class BlockScaledGemm:
         swizzle: Int32,
     ):
         storage = cutlass.utils.SmemAllocator().allocate(self.storage)
-        full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
-        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        self._init(warp_index, full, empty)
-        s_a = storage.s_a.get_tensor(a_layout.outer, swizzle=a_layout.inner)
-        s_b = storage.s_b.get_tensor(b_layout.outer, swizzle=b_layout.inner)
-        s_out = storage.s_out.get_tensor(out_layout.outer, swizzle=out_layout.inner)
-        rows = storage.rows.get_tensor(cute.make_layout((TILE_M, STAGES)))
-        columns = storage.columns.get_tensor(cute.make_layout((TILE_N, STAGES)))
+        begun = self._begin(storage)
+        s_a, s_b, s_out, rows, columns = _tensors(storage, a_layout, b_layout, out_layout)
         s_added = None
         if const_expr(added is not None):  # in the place of a
             s_added = storage.s_a.get_tensor(added_layout.outer, swizzle=added_layout.inner, dtype=s_out.element_type)
@@ -154,19 +144,15 @@ class BlockScaledGemm:
         behind = () if added is None else ((load_added, added),)
         finish = (store, s_out, out, s_added)
         self._work(
-            warp_index,
-            full,
-            empty,
-            mma,
-            (load_a, a, s_a, load_b, b, s_b),
-            behind,
-            s_added,
-            (a_scale, rows),
-            (b_scale, columns),
-            finish,
-            tiles,
-            blocks,
-        )
+            *begun, mma, (load_a, a, s_a, load_b, b, s_b), behind, s_added, (a_scale, rows), (b_scale, columns), finish,
+            tiles, blocks,
+        )  # fmt: skip
+
+    def _begin(self, storage):
+        full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        self._init(warp_index, full, empty)
+        return warp_index, full, empty
 
     @cute.jit
     def _work(
@@ -515,6 +501,36 @@ def _next(stage, phase):
 def _swizzled(dtype, shape, stages):
     atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
     return cute.tile_to_shape(atom, (*shape, stages), order=(0, 1, 2))
+
+
+def _storage(more, tiles):
+    """The shared memory of a thread block: barriers and scales of each stage, `more`, and the tiles by name, each a tensor
+    of global memory and its layout here."""
+    scales = {
+        name: cute.struct.Align[cute.struct.MemRange[Float32, many * STAGES], 128]
+        for name, many in (("rows", TILE_M), ("columns", TILE_N))
+    }
+    aligned = {
+        name: cute.struct.Align[cute.struct.MemRange[tensor.element_type, cute.cosize(layout)], 1024]
+        for name, (tensor, layout) in tiles.items()
+    }
+    barriers = dict.fromkeys(("full", "empty"), cute.struct.MemRange[Int64, STAGES])
+    return cute.struct(type("Storage", (), {"__annotations__": {**barriers, **scales, **more, **aligned}}))
+
+
+def _tensors(storage, a_layout, b_layout, out_layout):
+    """Both operands, what is stored, and the scales of rows and columns there."""
+    tiles = ((storage.s_a, a_layout), (storage.s_b, b_layout), (storage.s_out, out_layout))
+    scales = ((storage.rows, TILE_M), (storage.columns, TILE_N))
+    return [
+        *(part.get_tensor(layout.outer, swizzle=layout.inner) for part, layout in tiles),
+        *(part.get_tensor(cute.make_layout((many, STAGES))) for part, many in scales),
+    ]
+
+
+def _storer(tensor, layout, tile):
+    op = cpasync.CopyBulkTensorTileS2GOp()
+    return cpasync.make_tiled_tma_atom(op, tensor, cute.slice_(layout, (None, None, 0)), tile)
 
 
 def _loader(tensor, layout, tile, peers):

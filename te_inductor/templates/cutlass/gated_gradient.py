@@ -20,9 +20,8 @@ either copy, and `stmatrix` writes words, those of the column copy transposed; n
 import struct
 
 import cutlass
-from cutlass import BFloat16, Float32, Int32, Int64, cute
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync
-from cutlass.utils import hopper_helpers
+from cutlass import BFloat16, Float32, Int32, cute
+from cutlass.cute.nvgpu import cpasync
 from quack.compile_utils import make_fake_stream, make_fake_tensor
 
 from te_inductor.recipes.formats import ELEMENTS
@@ -44,7 +43,10 @@ from te_inductor.templates.cutlass.block_scaled import (
     Tiles,
     _loader,
     _next,
+    _storage,
+    _storer,
     _swizzled,
+    _tensors,
     _wait,
 )
 from te_inductor.templates.cutlass.numbers import STEPS
@@ -110,63 +112,25 @@ class GatedGradientGemm(BlockScaledGemm):
         swizzle: Int32,  # rows of clusters that follow each other
         stream,
     ):
-        across = self.cluster
-        k_major = OperandMajorMode.K
-        mma = hopper_helpers.make_trivial_tiled_mma(
-            a.element_type, b.element_type, k_major, k_major, Float32, (1, 1, 1), (HALF, TILE_N)
-        )
-        a_layout = _swizzled(a.element_type, (TILE_M, BLOCK), STAGES)
-        b_layout = _swizzled(b.element_type, (TILE_N, BLOCK), STAGES)
+        mma, a_layout, b_layout, loads = self._operands(_in_pairs(a), _in_fours(b))
         piece_layout = _swizzled(gate.element_type, (HALF, STORED), PIECES * STAGES)
         out_layout = _swizzled(data.element_type, (HALF, BLOCK), 2)
-        load_a, a_tma = _loader(_in_pairs(a), a_layout, (TILE_M, BLOCK), across[1])
-        load_b, b_tma = _loader(_in_fours(b), b_layout, (TILE_N, BLOCK), across[0])
         load_gate, gate_tma = _loader(gate, piece_layout, (HALF, STORED), 1)
         load_up, up_tma = _loader(up, piece_layout, (HALF, STORED), 1)
-        store, data_tma = _storer(data, out_layout)
-        store_t, data_t_tma = _storer(data_t, out_layout)
+        store, data_tma = _storer(data, out_layout, (HALF, BLOCK))
+        store_t, data_t_tma = _storer(data_t, out_layout, (HALF, BLOCK))
 
-        @cute.struct
-        class Storage:
-            full: cute.struct.MemRange[Int64, STAGES]
-            empty: cute.struct.MemRange[Int64, STAGES]
-            rows: cute.struct.Align[cute.struct.MemRange[Float32, TILE_M * STAGES], 128]
-            columns: cute.struct.Align[cute.struct.MemRange[Float32, TILE_N * STAGES], 128]
-            # Of each warp group, of dgate and of dup: the amaxes of columns that each warp has found, in pairs; scales.
-            largest: cute.struct.Align[cute.struct.MemRange[Int32, 2 * 4 * 2 * TILE_N // 2], 128]
-            scales: cute.struct.Align[cute.struct.MemRange[Float32, 2 * 2 * TILE_N], 128]
-            s_a: cute.struct.Align[cute.struct.MemRange[a.element_type, cute.cosize(a_layout)], 1024]
-            s_b: cute.struct.Align[cute.struct.MemRange[b.element_type, cute.cosize(b_layout)], 1024]
-            s_out: cute.struct.Align[cute.struct.MemRange[data.element_type, cute.cosize(out_layout)], 1024]
-
-        self.storage = Storage
-        operands = (
-            load_a,
-            a_tma,
-            load_b,
-            b_tma,
-            load_gate,
-            gate_tma,
-            load_up,
-            up_tma,
-            store,
-            data_tma,
-            store_t,
-            data_t_tma,
+        # Of each warp group, of dgate and of dup: the amaxes of columns that each warp has found, in pairs; scales.
+        own = {
+            "largest": cute.struct.Align[cute.struct.MemRange[Int32, 2 * 4 * 2 * TILE_N // 2], 128],
+            "scales": cute.struct.Align[cute.struct.MemRange[Float32, 2 * 2 * TILE_N], 128],
+        }
+        self.storage = _storage(own, {"s_a": (a, a_layout), "s_b": (b, b_layout), "s_out": (data, out_layout)})
+        tensors = (*loads, load_gate, gate_tma, load_up, up_tma, store, data_tma, store_t, data_t_tma)
+        scales = (scale_inv, scale_inv_t, a_scale, b_scale)
+        self.kernel(mma, *tensors, *scales, a_layout, b_layout, piece_layout, out_layout, swizzle).launch(
+            **self._launched(clusters), stream=stream
         )
-        self.kernel(
-            mma,
-            *operands,
-            scale_inv,
-            scale_inv_t,
-            a_scale,
-            b_scale,
-            a_layout,
-            b_layout,
-            piece_layout,
-            out_layout,
-            swizzle,
-        ).launch(grid=(*across, clusters), block=(3 * GROUP, 1, 1), cluster=(*across, 1), stream=stream)
 
     @cute.kernel
     def kernel(
@@ -195,22 +159,15 @@ class GatedGradientGemm(BlockScaledGemm):
         swizzle: Int32,
     ):
         storage = cutlass.utils.SmemAllocator().allocate(self.storage)
-        full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
-        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        self._init(warp_index, full, empty)
-        s_a = storage.s_a.get_tensor(a_layout.outer, swizzle=a_layout.inner)
-        s_b = storage.s_b.get_tensor(b_layout.outer, swizzle=b_layout.inner)
-        s_out = storage.s_out.get_tensor(out_layout.outer, swizzle=out_layout.inner)
+        begun = self._begin(storage)
+        s_a, s_b, s_out, rows, columns = _tensors(storage, a_layout, b_layout, out_layout)
         # In the place of a.
         s_behind = storage.s_a.get_tensor(piece_layout.outer, swizzle=piece_layout.inner, dtype=BFloat16)
-        rows = storage.rows.get_tensor(cute.make_layout((TILE_M, STAGES)))
-        columns = storage.columns.get_tensor(cute.make_layout((TILE_N, STAGES)))
         addresses = [part.data_ptr().toint() for part in (storage.s_a, storage.s_out, storage.largest, storage.scales)]
         finish = (store, data, store_t, data_t, s_out, scale_inv, scale_inv_t, gate.shape[1] // TILE_N, addresses)
         self._work(
-            warp_index, full, empty, mma, (load_a, a, s_a, load_b, b, s_b), ((load_gate, gate), (load_up, up)), s_behind,
-            (a_scale, rows), (b_scale, columns), finish, Tiles.of(self.cluster, gate.shape, swizzle),
-            cute.ceil_div(cute.size(a, mode=[1]), BLOCK),
+            *begun, mma, (load_a, a, s_a, load_b, b, s_b), ((load_gate, gate), (load_up, up)), s_behind, (a_scale, rows),
+            (b_scale, columns), finish, Tiles.of(self.cluster, gate.shape, swizzle), cute.ceil_div(a.shape[1], BLOCK),
         )  # fmt: skip
 
     @cute.jit
@@ -365,11 +322,6 @@ def _in_fours(b):
     row = b.stride[0]
     strides = ((row, row * 4, row * 2, row * 16), 1)
     return cute.make_tensor(b.iterator, cute.make_layout(((2, 4, 2, n // 16), k), stride=strides))
-
-
-def _storer(tensor, layout):
-    op = cpasync.CopyBulkTensorTileS2GOp()
-    return cpasync.make_tiled_tma_atom(op, tensor, cute.slice_(layout, (None, None, 0)), (HALF, BLOCK))
 
 
 def _stored_by(store, s_out, tensor):
