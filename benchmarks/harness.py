@@ -118,7 +118,7 @@ CLASSES = (
     ("fp8 GEMM", r"triton_tem_.*scaled_mm|(te_inductor|triton)_(templates?_)?scaled_mm"),
     ("bf16 GEMM", r"triton_tem_.*mm"),
     # Ours through quack: the profiler cuts the name off before the operand types.
-    ("fp8 GEMM", r"GemmMod_(row_)?scaled|BlockScaledGemm"),
+    ("fp8 GEMM", r"GemmMod_(row_)?scaled|BlockScaledGemm|GatedGradientGemm"),
     ("triton", r"^triton_|^kept_weights_"),
     ("attention", r"flash|fmha|attention|sdpa"),
     ("copy", r"^Mem(cpy|set)"),
