@@ -29,7 +29,10 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.fixture(autouse=True)
+pytestmark = pytest.mark.usefixtures("pretended")
+
+
+@pytest.fixture
 def pretended(monkeypatch):
     """A device that CUTLASS has kernels for, none of which can be built: the op is the eager ones."""
 

@@ -76,6 +76,14 @@ def test_machine_code(tmp_path):
         assert stored.count("M88.4") == stored.count("MT88.4") == 16
 
 
+@pytest.mark.parametrize("step", ["sigmoid", "tanh", "erf"])
+def test_what_was_not_measured_is_not_chosen(step):
+    """The table is of SwiGLU."""
+    gating = Gating(((step, 1), ("mul", 0, 3)), (4, 4))
+    problem = Problem("90", 16384, 14336, 4096, E4M3, E4M3, E4M3, "128x128", False, False, gating=gating)
+    assert (template.choose(problem) is not None) == (step == "sigmoid")
+
+
 def test_clusters_divide_what_two_matrices_share():
     """A tile beyond the edge of dgate would be dup's."""
     some = Gating((("mul", 0, 1), ("mul", 0, 2)), (3, 4))
