@@ -18,13 +18,13 @@ from torch._inductor import config
 
 from te_inductor import ops, sigmoids
 from te_inductor.gemm_nodes import is_plain, problem_of
-from te_inductor.pointwise_steps import ROUNDED, is_step, translated
+from te_inductor.pointwise_steps import is_step, translated
 from te_inductor.recipes import Quantizer
 from te_inductor.recipes.formats import BLOCK_1X128
 from te_inductor.runtime.activation import Gating
 from te_inductor.templates.cutlass import build
 from te_inductor.templates.cutlass import scaled_mm as template
-from te_inductor.templates.cutlass.scaled_mm import ALIGNED, Problem, Tile
+from te_inductor.templates.cutlass.scaled_mm import ALIGNED, ROUNDED, Problem, Tile
 
 aten = torch.ops.aten
 

@@ -8,9 +8,9 @@ from torch import fx
 
 from te_inductor.gemm_nodes import VIEWS
 from te_inductor.runtime.activation import OPS, Step
+from te_inductor.templates.cutlass.scaled_mm import ROUNDED
 
 aten = torch.ops.aten
-ROUNDED = torch.bfloat16
 # What generated code computes in fp32 registers as if it were not there, and what autograd saves by.
 _NOTHING = (*VIEWS, torch.ops.prims.convert_element_type.default, aten.detach.default, aten.alias.default)
 _SQUARE = (aten.pow.Tensor_Scalar, (2,))

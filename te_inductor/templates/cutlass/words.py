@@ -59,23 +59,22 @@ def cast(element, first, second, third, fourth, *, loc=None, ip=None):
     return _word(CASTS[element], CAST_CONSTRAINTS, *values, loc=loc, ip=ip)
 
 
+def _number(text, word, loc, ip):
+    """fp32, of a word."""
+    text = f"{{ .reg .b32 t; {text} mov.b32 $0, t; }}"
+    value = llvm.inline_asm(T.f32(), [_value(word, loc, ip)], text, "=f,r", has_side_effects=False, loc=loc, ip=ip)
+    return Float32(value)
+
+
 @dsl_user_op
 def upper(word, *, loc=None, ip=None):
     """The fp32 number of a bf16 in the upper half."""
-    value = llvm.inline_asm(
-        T.f32(), [_value(word, loc, ip)], "{ .reg .b32 t; and.b32 t, $1, 0xFFFF0000; mov.b32 $0, t; }", "=f,r",
-        has_side_effects=False, loc=loc, ip=ip,
-    )  # fmt: skip
-    return Float32(value)
+    return _number("and.b32 t, $1, 0xFFFF0000;", word, loc, ip)
 
 
 @dsl_user_op
 def lower(word, *, loc=None, ip=None):
-    value = llvm.inline_asm(
-        T.f32(), [_value(word, loc, ip)], "{ .reg .b32 t; shl.b32 t, $1, 16; mov.b32 $0, t; }", "=f,r",
-        has_side_effects=False, loc=loc, ip=ip,
-    )  # fmt: skip
-    return Float32(value)
+    return _number("shl.b32 t, $1, 16;", word, loc, ip)
 
 
 @dsl_user_op
