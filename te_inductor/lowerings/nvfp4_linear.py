@@ -28,27 +28,42 @@ def nvfp4_linear(
 
     (m, k), n = x.get_size(), stored.get_size()[0]
     hints = [compat.size_hint(V.graph.sizevars, size) for size in (m, n, k)]
-    problem = template.Problem(hints[0], hints[1], hints[2], x.get_dtype())
-    config = template.choose(problem) if torch.cuda.get_device_capability(device) >= template.CAPABILITY else None
+    capability = torch.cuda.get_device_capability(device)
+    config = template.choose(template.Problem(hints[0], hints[1], hints[2], x.get_dtype(), capability))
     if config is None:
         return called(ops_stored.nvfp4_linear, x, stored, block_scale, tensor_scale, out_dtype)
-    given = (_arranged(x, config.direct), stored, block_scale, tensor_scale, config, out_dtype)
+    given = (_ARRANGED[config.kind](x), stored, block_scale, tensor_scale, config, out_dtype)
     return added_up(nvfp4_ops.partial_sums, *given, splits=config.splits, out_dtype=out_dtype)
 
 
-def _arranged(x: ir.TensorBox, direct: bool) -> ir.TensorBox:
-    """`fragments` or `planes`, in the kernel that makes x."""
+# x in the order of each kernel, as part of the kernel that makes x.
+
+
+def _planes(x: ir.TensorBox) -> ir.TensorBox:
     m, k = x.get_size()
-    if direct and m == 1:
-        return x
-    if direct:
-        # The copy goes over rows first, as a norm does, so that it becomes part of its kernel.
-        x = lowerings[aten.view](x, [m, k // 128, 4, 4, 8])
-        x = ir.TensorBox(ir.ExternKernel.require_exact_strides(x, [32, 128 * m, 8, 32 * m, 1]))
-        return lowerings[aten.view](lowerings[aten.permute](x, [1, 3, 0, 2, 4]), [k // 32, m, 32])  # type: ignore[no-any-return]
     x = lowerings[aten.permute](lowerings[aten.view](x, [m, k // 16, 4, 4]), [0, 2, 1, 3])
     x = lowerings[aten.clone](x, memory_format=torch.contiguous_format)
     return lowerings[aten.view](x, [m, 4, k // 4])  # type: ignore[no-any-return]
+
+
+def _fragments(x: ir.TensorBox) -> ir.TensorBox:
+    m, k = x.get_size()
+    if m == 1:
+        return x
+    # The copy goes over rows first, as a norm does, so that it becomes part of its kernel.
+    x = lowerings[aten.view](x, [m, k // 128, 4, 4, 8])
+    x = ir.TensorBox(ir.ExternKernel.require_exact_strides(x, [32, 128 * m, 8, 32 * m, 1]))
+    return lowerings[aten.view](lowerings[aten.permute](x, [1, 3, 0, 2, 4]), [k // 32, m, 32])  # type: ignore[no-any-return]
+
+
+def _streamed(x: ir.TensorBox) -> ir.TensorBox:
+    m, k = x.get_size()
+    x = lowerings[aten.view](x, [m, k // 128, 4, 2, 4, 2, 2])
+    x = ir.TensorBox(ir.ExternKernel.require_exact_strides(x, [k, 128, 2, 64, 16, 8, 1]))
+    return lowerings[aten.view](lowerings[aten.permute](x, [0, 1, 3, 4, 5, 2, 6]), [m, k])  # type: ignore[no-any-return]
+
+
+_ARRANGED = {"plain": _planes, "direct": _fragments, "streamed": _streamed}
 
 
 @lowering(ops_stored.nvfp4_linear_fp8)

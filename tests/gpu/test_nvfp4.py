@@ -14,6 +14,7 @@ hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="needs compute capability 9.0"
 )
 pytestmark = hopper
+is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +60,7 @@ def test_written_out(size):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("size", [(128, 256), (4100, 4096), (512, 14336), (6144, 512), (96, 272)])
+@pytest.mark.parametrize("size", [(128, 256), (4100, 4096), (512, 14336), (6144, 512), (320, 2880), (96, 272)])
 @pytest.mark.parametrize("m", [1, 3, 8, 16, 17, 64])
 def test_linear(m, size, dtype):
     """Products are exact in fp32; sums in any order, the tensor's scale, and the output round. Every element is written."""
@@ -123,13 +124,77 @@ def test_linear_fp8(m, rows, splits, size, dtype):
     assert torch.linalg.vector_norm(error) <= 4e-3 * torch.linalg.vector_norm(expected[rest])
 
 
+@pytest.mark.skipif(not is_hopper, reason="wgmma is of compute capability 9.0")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [(128, 2048), (70, 4096), (4100, 4096), (512, 14336)])
+@pytest.mark.parametrize(
+    ("m", "rows", "block_n", "splits", "shares", "stages"),
+    [
+        (1, 8, 64, 1, 4, 8),
+        (8, 8, 64, 2, 2, 4),
+        (13, 16, 128, 1, 1, 3),
+        (16, 16, 256, 4, 1, 4),
+        (37, 16, 64, 2, 2, 8),
+        (32, 32, 128, 2, 2, 4),
+        (13, 16, 64, 1, 4, 8),
+        (64, 64, 128, 1, 1, 4),
+        (131, 64, 64, 1, 2, 4),
+        (100, 128, 128, 2, 1, 2),
+    ],
+)
+def test_streamed(m, rows, block_n, splits, shares, stages, size, dtype):
+    """Products are exact in fp32, sums in any order; a row of x that is NaN, infinite or 0 stays alone. Every element is
+    written, and a run is like another, bit for bit."""
+    from te_inductor.templates.triton import nvfp4_linear
+
+    n, k = size
+    groups = block_n // 64 * shares
+    config = nvfp4_linear.Config("streamed", rows, block_n, 256, splits, 4 * groups, shares, stages)
+    problem = nvfp4_linear.Problem(m, n, k, dtype)
+    if k % (256 * splits * shares):
+        pytest.skip("K is not cut into so many parts")
+    assert nvfp4_linear.supports(config, problem) is None
+    weight = random_weight(n, k)
+    x = torch.randn(m, k, device="cuda", dtype=dtype)
+    odd = [row for row in (2, 5, 7) if row < m]
+    for row, value in zip(odd, (torch.nan, torch.inf, 0.0), strict=False):
+        x[row, k - 1 if value else slice(None)] = value
+    given = nvfp4_linear.arranged(x, config)
+    poison = torch.empty(1 << 26, device="cuda").fill_(torch.nan)
+    del poison
+    results = [nvfp4_linear.partial_sums(given, *weight, config, torch.float32) for _ in range(3)]
+    assert all(torch.equal(results[0].view(torch.int32), parts.view(torch.int32)) for parts in results)
+    y, wide = results[0].double().sum(0), nvfp4.values(*weight[:2]).double() * weight[2].double()
+    rest = torch.tensor([row for row in range(m) if row not in odd[:2]], device="cuda")
+    error = (y - x.double() @ wide.t())[rest].abs()
+    assert (error <= (x.double().abs() @ wide.abs().t())[rest] * k * 2.0**-22).all()
+    assert not y[odd[:2]].isfinite().any() and (y[odd[2:]] == 0).all()
+
+
+@pytest.mark.skipif(not is_hopper, reason="wgmma is of compute capability 9.0")
+@pytest.mark.parametrize("rows", [8, 16, 32])
+def test_streamed_exactly(rows):
+    """All 256 bytes and 127 scales in all places: a column of x at a time, and sums that fp32 holds."""
+    from te_inductor.templates.triton import nvfp4_linear
+
+    stored, scales = every_pair()
+    one, k = torch.ones((), device="cuda"), 2 * stored.shape[1]
+    config = nvfp4_linear.Config("streamed", rows, 64, 256, 1, 8, 2, 4)
+    wide = nvfp4.values(stored, scales)
+    for first in range(0, k, rows):
+        x = torch.zeros(rows, k, device="cuda", dtype=torch.bfloat16)
+        x[:, first : first + rows].fill_diagonal_(1)
+        y = nvfp4_linear.partial_sums(nvfp4_linear.arranged(x, config), stored, scales, one, config, torch.float32)
+        assert torch.equal(y[0], wide[:, first : first + rows].t())
+
+
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize("m", [1, 21])
 def test_rows_of_several_programs(m, splits):
     """A batch of any size runs with the config of the size that was compiled for; rows that are few arranged, too."""
     from te_inductor.templates.triton import nvfp4_direct, nvfp4_linear
 
-    config = nvfp4_linear.Config(8, 32, nvfp4_direct.COLUMNS.value, splits, warps=2, stages=2, direct=True)
+    config = nvfp4_linear.Config("direct", 8, 32, nvfp4_direct.COLUMNS.value, splits, warps=2, shares=2, stages=2)
     weight = random_weight(200, 1024)
     x = torch.randn(m, 1024, device="cuda", dtype=torch.bfloat16)
     chunks = x.reshape(m, 8, 4, 4, 8).permute(1, 3, 0, 2, 4).reshape(32, m, 32)

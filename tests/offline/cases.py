@@ -535,6 +535,10 @@ def decode_nvfp4() -> Case:
     return _decoding(1)
 
 
+def decode_nvfp4_batch() -> Case:
+    return _decoding(16)
+
+
 def decode_nvfp4_dynamic() -> Case:
     """Every size that could be a symbol is one, but the weights'."""
     return _decoding(16, dynamic=True)

@@ -15,8 +15,8 @@ from tests.offline.interpret import mend_conversions
 
 # Each with sizes that fill no tile: M, N, K.
 LINEAR = [
-    (Config(16, 64, 64, splits=1, warps=4, stages=3, direct=False), (3, 37, 384)),
-    (Config(16, 64, 64, splits=2, warps=4, stages=3, direct=False), (17, 70, 256)),
+    (Config("plain", 16, 64, 64, splits=1, warps=4, shares=1, stages=3), (3, 37, 320)),
+    (Config("plain", 16, 64, 64, splits=2, warps=4, shares=1, stages=3), (17, 70, 256)),
 ]
 
 

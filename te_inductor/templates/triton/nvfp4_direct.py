@@ -20,26 +20,12 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from te_inductor.templates.triton.layouts import index
-from te_inductor.templates.triton.nvfp4_decode import FACTOR, VALUES
+from te_inductor.templates.triton.nvfp4_decode import FACTOR, SCALES, VALUES
 
 COLUMNS = gl.constexpr(256)  # of x and the weight that a warp multiplies in one turn
 
 _VALUES = gl.constexpr(VALUES.value)
-# $2: two E4M3 bytes. Each is taken to its half of a register, there multiplied as in `nvfp4_decode.SCALE`, and doubled,
-# which costs nothing: a product names the half that it takes.
-_SCALES = gl.constexpr("""{
-.reg .b32 t, u;
-.reg .b16 low, high;
-mul.lo.u32 t, $2, 0x1010;
-and.b32 t, t, 0x07F007F0;
-mov.b32 u, 0x7F007F00;
-mul.bf16x2 t, t, u;
-mov.b32 u, 0x77807780;
-mul.bf16x2 t, t, u;
-mov.b32 {low, high}, t;
-mov.b32 $0, {low, low};
-mov.b32 $1, {high, high};
-}""")
+_SCALES = gl.constexpr(SCALES.value)
 # ptxas moves no load across this, and of a warp alone it is next to nothing. Without it, loads that nobody waits for in
 # this turn of the loop are put last.
 _LOADED = gl.constexpr("bar.warp.sync 0xffffffff; // $0")

@@ -20,7 +20,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
@@ -29,18 +28,22 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from te_inductor.recipes.constants import Constant, constant
 from te_inductor.recipes.formats import E2M1, E4M3
-from te_inductor.templates.triton.layouts import index
 from te_inductor.templates.triton.nvfp4_decode import E4M3_VALUES, SCALE, TIMES
+from te_inductor.templates.triton.nvfp4_groups import (
+    BLOCK_K,
+    GROUP,
+    HALF_K,
+    UNITS,
+    barriers,
+    copy,
+    layout,
+    store,
+    stored,
+    to_stored,
+)
 from te_inductor.templates.triton.partial_sums import sum_dtype
 
-# Triton 3.9 gave it another name.
-_copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-
 BLOCK_N = gl.constexpr(128)  # rows of the weight in a program
-BLOCK_K = gl.constexpr(256)  # columns of the weight in a stage, and in a turn of the loop
-HALF_K = gl.constexpr(128)  # columns of x in a stage
-GROUP = gl.constexpr(64)  # rows of the weight of a warp group
-ROWS_OF_LANES = [4, 2, 8]  # of 16 rows of the weight, by the bits of a lane
 STAGES = {128: 6, 256: 5}  # of x, by the rows there is room for: what shared memory holds
 WEIGHT_STAGES = 3
 _REGISTERS = {"default": 168, "group": 240, "loader": 24}  # a thread; ptxas wants 154 at the least for 256 rows of x
@@ -136,23 +139,13 @@ def boxes(rows: int) -> tuple[tuple[tuple[int, int], Any], ...]:
 
 
 def constants(n: int, k: int, config: Config) -> dict[str, Any]:
-    """The kernel's, by name.
-
-    Four lanes of a warp share a row of the weight: each holds two neighbouring blocks of each half of 256 columns. Of 16
-    rows a lane holds two, which are neighbours, so that it stores two of y side by side. Eight lanes that read at once
-    read from all banks: the first of the bits that say which row is 4.
-    """
-    row, warps, room = ROWS_OF_LANES, [[16, 0], [32, 0]], triton.next_power_of_2(config.rows)
-
-    def layout(wide: int, registers: list[list[int]], columns: int) -> Any:
-        lanes = [[0, wide], [0, 2 * wide], *([bit, 0] for bit in row)]
-        return gl.DistributedLinearLayout(registers, lanes, warps, [], [GROUP.value, columns])
-
+    """The kernel's, by name."""
+    room = triton.next_power_of_2(config.rows)
     return {
         "N": n, "K": k, "ROWS": config.rows, "ROOM": room, "SPLITS": config.splits, "STAGES": STAGES[room],
         "WEIGHT_STAGES": WEIGHT_STAGES,
         "GROUP_REGISTERS": _REGISTERS["group"], "LOADER_REGISTERS": _REGISTERS["loader"],
-        "UNITS": layout(4, [[0, 1], [0, 2], [1, 0], [0, 16]], BLOCK_K.value // 8),
+        "UNITS": UNITS,
         "SCALES": layout(2, [[0, 1], [1, 0], [0, 8]], BLOCK_K.value // 16),
         "POWERS": gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]),
     }  # fmt: skip
@@ -175,19 +168,6 @@ def _product(rows):
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, rows, 32])
 
 
-@gluon.constexpr_function
-def _stored(rows):
-    """A product as `_store` has it."""
-    eights = [[0, 1 << bit, 0, 0, 0] for bit in range((rows // 8).bit_length() - 1)]
-    return gl.DistributedLinearLayout(
-        [[0, 0, 0, 0, 1], [0, 0, 0, 1, 0], *eights],
-        [[0, 0, 1, 0, 0], [0, 0, 2, 0, 0], *([bit // 2, 0, 0, 0, 0] for bit in ROWS_OF_LANES)],
-        [[8, 0, 0, 0, 0], [16, 0, 0, 0, 0]],
-        [],
-        [GROUP.value // 2, rows // 8, 4, 2, 2],
-    )
-
-
 @gluon.jit
 def _load_all(
     x_desc, w_desc, s_desc, xs, ws, ss, x_bars, w_bars, m, n, first,
@@ -202,16 +182,16 @@ def _load_all(
         mbarrier.wait(w_empty.index(place), (turn // WEIGHT_STAGES & 1) ^ 1)
         mbarrier.expect(w_full.index(place), w_desc.block_type.nbytes + s_desc.block_type.nbytes)
         column = (first + turn) * BLOCK_K
-        _copy(w_desc, [n, column // 8], w_full.index(place), ws.index(place))
-        _copy(s_desc, [n, column // 16], w_full.index(place), ss.index(place))
+        copy(w_desc, [n, column // 8], w_full.index(place), ws.index(place))
+        copy(s_desc, [n, column // 16], w_full.index(place), ss.index(place))
         for half in gl.static_range(2):
             step = 2 * turn + half
             place = step % STAGES
             mbarrier.wait(x_empty.index(place), (step // STAGES & 1) ^ 1)
             mbarrier.expect(x_full.index(place), ROWS * HALF_K)
-            for copy in gl.static_range(ROWS // BOX):
-                into = xs.index(place).slice(copy * BOX, BOX)
-                _copy(x_desc, [m + copy * BOX, column + half * HALF_K], x_full.index(place), into)
+            for part in gl.static_range(ROWS // BOX):
+                into = xs.index(place).slice(part * BOX, BOX)
+                copy(x_desc, [m + part * BOX, column + half * HALF_K], x_full.index(place), into)
 
 
 @gluon.jit
@@ -379,36 +359,15 @@ def _multiply_all(
 
 @gluon.jit
 def _store(y, factor, rowwise, out, m, n, split, M, FIRST: gl.constexpr, N: gl.constexpr):
-    """Rows of a program, from the first on. Dimensions: two columns of y, eight rows, two of them, row, column. What a lane
-    adds to an address and what a register does are kept apart: the second is a constant of a store."""
+    """Rows of a program, from the first on."""
     ROWS: gl.constexpr = y.shape[1]
-    STORED: gl.constexpr = _stored(ROWS)
-    y = gl.reshape(y, (4, 2, 2, 2, 2, ROWS // 8, 4, 2))
-    y = gl.reshape(gl.permute(y, (0, 2, 4, 3, 5, 6, 7, 1)), (GROUP // 2, ROWS // 8, 4, 2, 2))
-    y = gl.convert_layout(y, STORED, assert_trivial=True)
+    STORED: gl.constexpr = stored(ROWS)
+    y = to_stored(y)
     x_scales = rowwise.slice(FIRST // 8, ROWS // 8).load(gl.SliceLayout(0, gl.SliceLayout(4, STORED)))
     factor = gl.convert_layout(factor, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, STORED))))
-    m += FIRST
     factor = gl.expand_dims(gl.expand_dims(gl.expand_dims(factor, 1), 2), 3)
     y = y * factor * gl.expand_dims(gl.expand_dims(x_scales, 0), 4)
-    lane = index(0, STORED) * 2 + index(2, STORED) * (2 * N)
-    register = index(1, STORED) * (8 * N) + index(3, STORED) * N + index(4, STORED)
-    inside = m + index(2, STORED) * 2 + (index(1, STORED) * 8 + index(3, STORED)) < M
-    if N % BLOCK_N != 0:
-        inside = inside & (n + index(0, STORED) * 2 + index(4, STORED) < N)
-    out += (split * M + m).to(gl.int64) * N + n
-    gl.store(out + lane + register, y.to(out.dtype.element_ty), mask=inside)
-
-
-@gluon.jit
-def _barriers(COUNT: gl.constexpr, READERS: gl.constexpr):
-    """Of each stage one that says that it is full, and one that its readers have done with it."""
-    full = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(COUNT):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=READERS)
-    return full, empty
+    store(y, out, m + FIRST, n, split, M, N, N % BLOCK_N != 0)
 
 
 @gluon.jit
@@ -445,8 +404,8 @@ def _linear(
     ss = gl.allocate_shared_memory(gl.uint8, [WEIGHT_STAGES, BLOCK_N, BLOCK_K // 16], scales.layout)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     rowwise = gl.allocate_shared_memory(gl.float32, [2, ROOM // 8, 4, 2], PLAIN)
-    x_bars = _barriers(STAGES, 2)
-    w_bars = _barriers(WEIGHT_STAGES, 2)
+    x_bars = barriers(STAGES, 2)
+    w_bars = barriers(WEIGHT_STAGES, 2)
     gl.warp_specialize(
         [
             (_multiply_all, (

@@ -1,9 +1,10 @@
 """``x @ w.T`` with a stored NVFP4 weight and few rows of x: as fast as 4.5 bits a weight can be read.
 
 The weight is the tensor core's left operand, so its N fills the 64 or 16 rows of an instruction and x's rows the other side,
-8 of them or a multiple. Up to 16 rows of x are `nvfp4_direct`'s; here are the kernel for more and what both share. Four
-values in one 16-bit word are operands of four products, whose x is every fourth run of four columns: nothing moves between
-threads. See `nvfp4_decode` for the arithmetic and docs/performance.md for what was measured.
+8 of them or a multiple. There are three kernels: `nvfp4_streamed`, Hopper's; `nvfp4_direct`, for one or two rows of x, or 16
+elsewhere; and a plain one, here, for any number and a K that is a multiple of 64. What they share is here too. Four values
+in one 16-bit word are operands of four products, whose x is every fourth run of four columns: nothing moves between threads.
+See `nvfp4_decode` for the arithmetic and docs/performance.md for what was measured.
 
 Blocks of K are dealt to `splits` programs in turn, so that what runs at one time reads neighbouring bytes. Each writes its
 partial sums in fp32; whoever reads them adds them up in their order, in Inductor's code together with what comes next, in
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from te_inductor.diagnostics import Refusal
 from te_inductor.recipes.constants import Constant, constant
-from te_inductor.templates.triton import nvfp4_direct
+from te_inductor.templates.triton import nvfp4_direct, nvfp4_streamed
 from te_inductor.templates.triton.nvfp4_decode import FACTOR, values
 from te_inductor.templates.triton.partial_sums import sum_dtype
 
@@ -33,7 +34,9 @@ __all__ = ["FACTOR", "Config", "Problem", "arranged", "choose", "partial_sums", 
 
 TABLE = Path(__file__).with_suffix(".json")
 DTYPES = (torch.bfloat16, torch.float16)
-CAPABILITY = (9, 0)  # mul.bf16x2, griddepcontrol
+CAPABILITY = HOPPER = (9, 0)  # mul.bf16x2, griddepcontrol
+DIRECT, STREAMED, PLAIN = "direct", "streamed", "plain"
+_LEAST_K = 64  # columns at a time: 16 of each of four products
 
 
 @dataclass(frozen=True)
@@ -44,27 +47,32 @@ class Problem:
     n: int
     k: int
     dtype: torch.dtype  # of x
+    capability: tuple[int, int] = HOPPER
 
 
 @constant
 class Config(Constant):
     """How the work is cut."""
 
+    kind: str  # which kernel; each wants x in another order (`arranged`)
     rows: int  # of x in one program
     block_n: int  # rows of the weight in one program
     block_k: int  # columns that it reads at a time
     splits: int  # programs that share the K of one tile
-    warps: int  # share the K of a program where they are direct, else its tile
-    stages: int  # of `block_k` columns on their way, or direct in registers
-    direct: bool  # `nvfp4_direct`; else wgmma, and x comes in four planes (`planes`)
+    warps: int  # of a program that multiply
+    shares: int  # parts of a program's K, each of as many warps
+    stages: int  # of `block_k` columns on their way, direct: in registers
 
     def __str__(self) -> str:
-        tile, way = f"{self.rows} x {self.block_n} x {self.block_k}", "direct" if self.direct else "wgmma"
-        return f"{tile}, {self.splits} splits, {self.warps} warps, {self.stages} stages, {way}"
+        tile, parts = (
+            f"{self.kind}, {self.rows} x {self.block_n} x {self.block_k}",
+            f"{self.splits} x {self.shares} parts",
+        )
+        return f"{tile}, {parts}, {self.warps} warps, {self.stages} stages"
 
     @property
     def shared_memory(self) -> int:
-        """Bytes."""
+        """Bytes, where it is the plain kernel's."""
         weight = self.block_n * self.block_k * 9 // 16
         return self.stages * (weight + 2 * self.rows * self.block_k)
 
@@ -73,13 +81,18 @@ def supports(config: Config, problem: Problem) -> Refusal | None:
     """Why the kernel does not compute this problem so, or would be wrong to."""
     if problem.dtype not in DTYPES:
         return Refusal("input dtype %s is not bfloat16 or float16", str(problem.dtype).removeprefix("torch."))
-    shares = config.splits * (config.warps if config.direct else 1)
-    if problem.k % (config.block_k * shares):
-        return Refusal("K=%d is not a multiple of %d shares of %d", problem.k, shares, config.block_k)
-    if config.direct:
-        return _supports_direct(config, problem)
-    if config.shared_memory > 227 * 1024:
-        return Refusal("%d bytes of shared memory, an SM has %d", config.shared_memory, 227 * 1024)
+    if problem.capability < CAPABILITY:
+        return Refusal("compute capability %s, below %s", problem.capability, CAPABILITY)
+    if problem.k % (config.block_k * config.splits * config.shares):
+        return Refusal(
+            "K=%d is not a multiple of %d x %d parts of %d", problem.k, config.splits, config.shares, config.block_k
+        )
+    return _SUPPORTS[config.kind](config, problem)
+
+
+def _supports_plain(config: Config, problem: Problem) -> Refusal | None:
+    if config.shared_memory > nvfp4_streamed.SHARED:
+        return Refusal("%d bytes of shared memory, an SM has %d", config.shared_memory, nvfp4_streamed.SHARED)
     if config.warps % 4 or config.block_n % 64 or config.rows < 16:
         return Refusal("wgmma is of 4 warps, 64 rows of the weight and 16 of x")
     return None
@@ -93,6 +106,29 @@ def _supports_direct(config: Config, problem: Problem) -> Refusal | None:
     if config.block_k != nvfp4_direct.COLUMNS.value:
         return Refusal("a warp takes %d columns at a time", nvfp4_direct.COLUMNS.value)
     return None
+
+
+def _supports_streamed(config: Config, problem: Problem) -> Refusal | None:
+    if problem.capability != HOPPER:
+        return Refusal("compute capability %s, wgmma is of %s", problem.capability, HOPPER)
+    if config.block_k != nvfp4_streamed.BLOCK_K.value:
+        return Refusal("a stage has %d columns", nvfp4_streamed.BLOCK_K.value)
+    groups = config.warps // 4
+    if groups not in nvfp4_streamed.MOST_ROWS or config.block_n * config.shares != groups * nvfp4_streamed.GROUP.value:
+        return Refusal("%d warps for %d rows of the weight in %d parts", config.warps, config.block_n, config.shares)
+    if config.stages % config.shares or config.stages < 2 * config.shares:
+        return Refusal(
+            "%d stages for %d parts, which have stages of their own, two at least", config.stages, config.shares
+        )
+    if not 8 <= config.rows <= nvfp4_streamed.MOST_ROWS[groups]:
+        return Refusal("%d rows of x for %d warps", config.rows, config.warps)
+    memory = nvfp4_streamed.shared_memory(config.rows, config.block_n, config.shares, config.stages)
+    if memory > nvfp4_streamed.SHARED:
+        return Refusal("%d bytes of shared memory, an SM has %d", memory, nvfp4_streamed.SHARED)
+    return None
+
+
+_SUPPORTS = {PLAIN: _supports_plain, DIRECT: _supports_direct, STREAMED: _supports_streamed}
 
 
 @functools.cache
@@ -113,20 +149,23 @@ def choose(problem: Problem) -> Config | None:
 
 
 def _fitted(config: Config, problem: Problem) -> Config:
-    """With shares of K that it can be cut into."""
+    """With parts of K that it can be cut into."""
+    if config.kind == PLAIN and problem.k % _LEAST_K == 0:
+        config = replace(config, block_k=math.gcd(config.block_k, problem.k))
     blocks = max(1, problem.k // config.block_k)
-    if config.direct:
+    if config.kind == DIRECT:
         warps = math.gcd(config.warps, blocks)
-        config, blocks = replace(config, warps=warps), blocks // warps
+        config = replace(config, warps=warps, shares=warps)
+    blocks //= config.shares
     return replace(config, splits=max(s for s in range(1, config.splits + 1) if blocks % s == 0))
 
 
-def _distance(row: dict[str, Any], problem: Problem) -> tuple[int, int, float]:
+def _distance(row: dict[str, Any], problem: Problem) -> tuple[int, int, float, float]:
     """First how often the weight is read, then how many rows of x a tile has for nothing; then the weight's shape, which
     decides the splits: tiles of N must fill the card."""
     rows = row["config"]["rows"]
-    ratios = (max(a, b) / min(a, b) for a, b in ((row["n"], problem.n), (row["k"], problem.k)))
-    return -(-problem.m // rows), rows, sum(ratios)
+    m, n, k = (max(a, b) / min(a, b) for a, b in ((row["m"], problem.m), (row["n"], problem.n), (row["k"], problem.k)))
+    return -(-problem.m // rows), rows, n + k, m
 
 
 def planes(x: Tensor) -> Tensor:
@@ -137,7 +176,16 @@ def planes(x: Tensor) -> Tensor:
 
 def arranged(x: Tensor, config: Config) -> Tensor:
     """x, (M, K), as this config's kernel reads it."""
-    return nvfp4_direct.fragments(x) if config.direct else planes(x)
+    return _ARRANGED[config.kind](x)
+
+
+_ARRANGED = {PLAIN: planes, DIRECT: nvfp4_direct.fragments, STREAMED: nvfp4_streamed.arranged}
+
+
+def empty(x: Tensor, n: int, config: Config, out_dtype: torch.dtype) -> Tensor:
+    """What `partial_sums` writes, (splits, M, n)."""
+    m = x.shape[0] if config.kind == PLAIN else x.shape[-2]
+    return x.new_empty((config.splits, m, n), dtype=sum_dtype(config.splits, out_dtype))
 
 
 def partial_sums(
@@ -150,12 +198,14 @@ def partial_sums(
     assembly: bool = True,
 ) -> Tensor:  # (splits, M, N), fp32 if there are several
     """Whose sum over the first dimension is the product."""
-    m, n, k = (x.shape[-2] if config.direct else x.shape[0]), stored.shape[0], 2 * stored.shape[1]
-    out = x.new_empty((config.splits, m, n), dtype=sum_dtype(config.splits, out_dtype))
-    if config.direct:
-        nvfp4_direct.launch(
-            x, stored, block_scale, tensor_scale, out, config.rows, config.block_n, config.warps, config.stages - 1
-        )
+    n, k = stored.shape[0], 2 * stored.shape[1]
+    out = empty(x, n, config, out_dtype)
+    m, given = out.shape[1], (x, stored, block_scale, tensor_scale, out, config.rows, config.block_n)
+    if config.kind == DIRECT:
+        nvfp4_direct.launch(*given, config.warps, config.stages - 1)
+        return out
+    if config.kind == STREAMED:
+        nvfp4_streamed.launch(*given, config.shares, config.stages)
         return out
     grid = (config.splits * triton.cdiv(m, config.rows), triton.cdiv(n, config.block_n))
     _partial_sums[grid](

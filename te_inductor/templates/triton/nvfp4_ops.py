@@ -16,8 +16,7 @@ from te_inductor.templates.triton.partial_sums import add_up, sum_dtype
 def _partial_sums_fake(
     x: Tensor, stored: Tensor, block_scale: Tensor, tensor_scale: Tensor, config: Config, out_dtype: torch.dtype
 ) -> Tensor:
-    m = x.shape[-2] if config.direct else x.shape[0]
-    return x.new_empty((config.splits, m, stored.shape[0]), dtype=sum_dtype(config.splits, out_dtype))
+    return nvfp4_linear.empty(x, stored.shape[0], config, out_dtype)
 
 
 partial_sums = _define(
@@ -62,8 +61,8 @@ def _linear_fp8(
 
 
 def _linear(x: Tensor, stored: Tensor, block_scale: Tensor, tensor_scale: Tensor, out_dtype: torch.dtype) -> Tensor:
-    problem = Problem(x.shape[0], stored.shape[0], x.shape[1], x.dtype)
-    config = nvfp4_linear.choose(problem) if _runs_on(x.device) else None
+    capability = torch.cuda.get_device_capability(x.device)
+    config = nvfp4_linear.choose(Problem(x.shape[0], stored.shape[0], x.shape[1], x.dtype, capability))
     if config is None:
         return nvfp4.linear(x, stored, block_scale, tensor_scale, out_dtype)
     x = nvfp4_linear.arranged(x.contiguous(), config)
