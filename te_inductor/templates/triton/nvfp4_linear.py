@@ -26,7 +26,7 @@ from torch import Tensor
 
 from te_inductor.diagnostics import Refusal
 from te_inductor.recipes.constants import Constant, constant
-from te_inductor.templates.triton import nvfp4_direct, nvfp4_streamed
+from te_inductor.templates.triton import nvfp4_direct, nvfp4_groups, nvfp4_streamed
 from te_inductor.templates.triton.nvfp4_decode import FACTOR, values
 from te_inductor.templates.triton.partial_sums import sum_dtype
 
@@ -111,16 +111,16 @@ def _supports_direct(config: Config, problem: Problem) -> Refusal | None:
 def _supports_streamed(config: Config, problem: Problem) -> Refusal | None:
     if problem.capability != HOPPER:
         return Refusal("compute capability %s, wgmma is of %s", problem.capability, HOPPER)
-    if config.block_k != nvfp4_streamed.BLOCK_K.value:
-        return Refusal("a stage has %d columns", nvfp4_streamed.BLOCK_K.value)
+    if config.block_k != nvfp4_groups.BLOCK_K.value:
+        return Refusal("a stage has %d columns", nvfp4_groups.BLOCK_K.value)
     groups = config.warps // 4
-    if groups not in nvfp4_streamed.MOST_ROWS or config.block_n * config.shares != groups * nvfp4_streamed.GROUP.value:
+    if groups not in nvfp4_streamed.MOST_ROWS or config.block_n * config.shares != groups * nvfp4_groups.GROUP.value:
         return Refusal("%d warps for %d rows of the weight in %d parts", config.warps, config.block_n, config.shares)
     if config.stages % config.shares or config.stages < 2 * config.shares:
         return Refusal(
             "%d stages for %d parts, which have stages of their own, two at least", config.stages, config.shares
         )
-    if not 8 <= config.rows <= nvfp4_streamed.MOST_ROWS[groups]:
+    if not 8 <= config.rows <= nvfp4_streamed.MOST_ROWS[groups] or config.rows.bit_count() > 1:
         return Refusal("%d rows of x for %d warps", config.rows, config.warps)
     memory = nvfp4_streamed.shared_memory(config.rows, config.block_n, config.shares, config.stages)
     if memory > nvfp4_streamed.SHARED:
