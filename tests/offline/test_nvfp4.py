@@ -161,6 +161,13 @@ def test_table():
         "direct",
         *3 * ["streamed"],
     ]
+    for config in (
+        choose(Problem(0, 4096, 4096, torch.bfloat16)),
+        Config("streamed", 16, 64, 256, 2, 8, 2, 8),
+    ):  # no rows
+        x = nvfp4_linear.arranged(torch.empty(0, 4096), config)
+        parts = torch.empty(4096, 2048), torch.empty(4096, 256), torch.empty(())
+        assert nvfp4_linear.partial_sums(x, *parts, config, torch.float32).shape == (config.splits, 0, 4096)
     assert choose(Problem(1, 4096, 4096, torch.float32)) is None
     assert choose(Problem(1, 4096, 4096 + 16, torch.bfloat16)) is None
     assert choose(Problem(1, 4096, 4096, torch.bfloat16, (8, 9))) is None

@@ -164,7 +164,8 @@ def _distance(row: dict[str, Any], problem: Problem) -> tuple[int, int, float, f
     """First how often the weight is read, then how many rows of x a tile has for nothing; then the weight's shape, which
     decides the splits: tiles of N must fill the card."""
     rows = row["config"]["rows"]
-    m, n, k = (max(a, b) / min(a, b) for a, b in ((row["m"], problem.m), (row["n"], problem.n), (row["k"], problem.k)))
+    sizes = (row["m"], max(1, problem.m)), (row["n"], problem.n), (row["k"], problem.k)
+    m, n, k = (max(pair) / min(pair) for pair in sizes)
     return -(-problem.m // rows), rows, n + k, m
 
 
@@ -201,6 +202,8 @@ def partial_sums(
     n, k = stored.shape[0], 2 * stored.shape[1]
     out = empty(x, n, config, out_dtype)
     m, given = out.shape[1], (x, stored, block_scale, tensor_scale, out, config.rows, config.block_n)
+    if m == 0:
+        return out
     if config.kind == DIRECT:
         nvfp4_direct.launch(*given, config.warps, config.stages - 1)
         return out

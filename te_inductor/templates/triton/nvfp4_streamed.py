@@ -122,7 +122,7 @@ def constants(rows: int, block_n: int, shares: int, stages: int) -> dict[str, An
 def _next(place, phase, STEP: gl.constexpr, STAGES: gl.constexpr):
     """The stage so many further on, which divide their number, and the parity of its filling."""
     place += STEP
-    around = (place >= STAGES).to(gl.int32)
+    around = gl.where(place >= STAGES, 1, 0)
     return place - around * STAGES, phase ^ around
 
 
