@@ -25,9 +25,10 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.runtime.jit import JITFunction
 
-PATIENCE = 2.0  # seconds that nobody waits unless all do
+LATE = 5e-3  # seconds that a copy takes at most, where most take a thousandth
 
-_TYPES = {gl.int64: np.int64, gl.int32: np.int32, gl.int16: np.int16, gl.int8: np.int8, gl.float32: np.float32}
+_NAMES = ("int64", "int32", "int16", "int8", "uint8", "float32")
+_TYPES = {getattr(gl, name): np.dtype(name) for name in _NAMES}
 
 
 class Stuck(Exception):
@@ -47,9 +48,13 @@ class Array(np.ndarray):
         return SimpleNamespace(layout=self.layout)
 
     def to(self, dtype: Any, bitcast: bool = False) -> "Array":
-        if bitcast and dtype == gl.bfloat16:
+        if not bitcast:
+            return self.astype(_TYPES[dtype]).view(Array) if dtype in _TYPES else self  # floats stay fp32
+        if dtype == gl.bfloat16:
             return array((self.view(np.uint16).astype(np.uint32) << 16).view(np.float32))
-        return self.astype(_TYPES[dtype]).view(Array) if dtype in _TYPES else self  # floats stay fp32
+        if dtype == gl.float8e4nv:
+            return array(torch.from_numpy(np.ascontiguousarray(self)).view(torch.float8_e4m3fn).float())
+        return self.view(_TYPES[dtype])
 
 
 def array(values: Any) -> Array:
@@ -76,7 +81,7 @@ class Memory:
     """Shared memory: (stages, rows, columns), or a part of it."""
 
     def __init__(self, values: np.ndarray) -> None:
-        self.values, self.dtype = values, None
+        self.values, self.shape, self.dtype = values, values.shape, None
 
     def index(self, place: Any) -> "Memory":
         return Memory(self.values[int(place)])
@@ -130,18 +135,27 @@ class Barrier:
 
     def wait(self, parity: int) -> None:
         """Until the phase of that parity is over: at the start, that before the first."""
-        self.program.rest()
-        with self.program.changed:
-            if not self.program.changed.wait_for(lambda: self.parity != parity, PATIENCE):
-                raise Stuck
+        program, wish = self.program, (self, parity)
+        program.rest()
+        with program.changed:
+            program.wishes.append(wish)
+            try:
+                while self.parity == parity:
+                    if program.errors or program.is_stuck():
+                        raise Stuck
+                    program.changed.wait(0.05)
+            finally:
+                program.wishes.remove(wish)
 
 
 class Descriptor:
-    """Of a tensor in memory, (rows, columns), copied in boxes; beyond its edge there are zeros."""
+    """Of a tensor in memory, (rows, columns), copied in boxes; beyond its edge there are zeros. Floats are fp32 here, and
+    count as many bytes as they have in memory."""
 
-    def __init__(self, values: np.ndarray, box: tuple[int, int]) -> None:
-        self.values, self.box, self.layout, self.dtype = values, box, None, values.dtype
-        self.block_type = SimpleNamespace(nbytes=box[0] * box[1] * values.itemsize)
+    def __init__(self, tensor: torch.Tensor, box: tuple[int, int]) -> None:
+        self.values, self.box, self.layout = numpy_of(tensor), box, None
+        self.dtype = self.values.dtype
+        self.block_type = SimpleNamespace(nbytes=box[0] * box[1] * tensor.element_size())
 
     def read(self, row: int, column: int) -> np.ndarray:
         found = np.zeros(self.box, self.values.dtype)
@@ -151,25 +165,28 @@ class Descriptor:
 
 
 class _Sum:
-    """A sum whose last products may not have been made."""
+    """Of which products may not have been added yet."""
 
     def __init__(self, value: Array) -> None:
-        self.value, self.products = value, []
-
-    def wait(self, under_way: int) -> Array:
-        while len(self.products) > under_way:
-            left, right = self.products.pop(0)
-            self.value = array(self.value + left @ right.values.astype(np.float32))
-        return self.value
+        self.value = value
 
 
 class Program:
     """One program of a kernel: its partitions, its barriers, and the copies that are on their way."""
 
-    def __init__(self, seed: int, number: int, assembly: dict[str, Callable[..., Any]]) -> None:
-        self.random, self.number, self.assembly = random.Random(seed), number, assembly
+    def __init__(
+        self,
+        number: int,
+        assembly: dict[str, Callable[..., Any]],  # what an inline assembly makes, by its text
+        late: Callable[[float], float]
+        | None = None,  # seconds that a copy takes, by how far along a row it begins, of 1
+    ) -> None:
+        self.random, self.number, self.assembly = random.Random(number), number, assembly
+        self.late = late or (lambda _: self.random.random() ** 6 * LATE)
         self.changed, self.copies, self.errors = threading.Condition(), [], []
-        self.over = False
+        self.partition = threading.local()  # its products that are under way
+        self.over, self.running = False, 0  # partitions
+        self.wishes: list[tuple[Barrier, int]] = []  # of those that wait
 
     def run(self, kernel: JITFunction, *args: Any, **constants: Any) -> None:
         """In Python, on Descriptors, Pointers and numbers. Raises what a partition raises."""
@@ -183,27 +200,40 @@ class Program:
         if self.errors:
             raise self.errors[0]
 
+    def is_stuck(self) -> bool:
+        wait = len(self.wishes) == self.running and all(barrier.parity == parity for barrier, parity in self.wishes)
+        return wait and not self.copies
+
     def rest(self) -> None:
         """Let others go first, now and then."""
         if self.random.random() < 0.3:
             time.sleep(self.random.random() * 1e-3)
 
     def _copy_all(self) -> None:
-        while not self.over or self.copies:
-            time.sleep(self.random.random() * 1e-4)
-            if not self.copies:
-                continue
-            descriptor, place, barrier, into = self.copies.pop(self.random.randrange(len(self.copies)))
-            into.values[...] = descriptor.read(*place)
-            barrier.filled(descriptor.block_type.nbytes)
+        while not self.over:
+            time.sleep(1e-4)
+            now = time.monotonic()
+            for copy in [copy for copy in self.copies if copy[0] <= now]:
+                _, descriptor, place, barrier, into = copy
+                into.values[...] = descriptor.read(*place)
+                self._noting(barrier.filled, descriptor.block_type.nbytes)
+                self.copies.remove(copy)
+
+    def _noting(self, function: Callable[..., None], *args: Any) -> None:
+        """Errors, for which others would wait in vain."""
+        try:
+            function(*args)
+        except Exception as error:
+            self.errors.append(error)
 
     def _partitions(self, parts: list[Any], warps: Any, registers: Any) -> None:
         def run(function: Callable[..., None], args: tuple[Any, ...]) -> None:
-            try:
-                function(*args)
-            except Exception as error:  # which the others will wait for in vain
-                self.errors.append(error)
+            self.partition.products = []
+            self._noting(function, *args)
+            with self.changed:
+                self.running -= 1
 
+        self.running = len(parts)
         threads = [threading.Thread(target=run, args=part) for part in parts]
         for thread in threads:
             thread.start()
@@ -237,8 +267,12 @@ class Program:
         def allocate(dtype: Any, shape: list[int], layout: Any) -> Any:
             if shape[-1] == 1:
                 return SimpleNamespace(index=[Barrier(self) for _ in range(shape[0])].__getitem__)
-            kind = _TYPES.get(dtype, dtype)
-            return Memory(np.full(shape, -1 if np.issubdtype(kind, np.integer) else np.nan, kind))
+            kind = _TYPES.get(dtype, np.float32)
+            return Memory(np.full(shape, np.iinfo(kind).max if np.issubdtype(kind, np.integer) else np.nan, kind))
+
+        def loaded(pointer: Pointer, mask: Any = True, other: Any = 0) -> Array:
+            place, mask = np.broadcast_arrays(pointer.offset, mask)
+            return array(np.where(mask, pointer.values[np.where(mask, place, 0)], other))
 
         def stored(pointer: Pointer, values: Array, mask: Array) -> None:
             place, values, mask = np.broadcast_arrays(pointer.offset, values, mask)
@@ -253,27 +287,35 @@ class Program:
             return self.assembly[text](*args)
 
         def waited(under_way: int, deps: list[_Sum]) -> Any:
-            made = [dep.wait(under_way) for dep in deps]
-            found = deps if under_way else made
+            products = self.partition.products
+            while len(products) > under_way:
+                y, left, right = products.pop(0)
+                y.value = array(y.value + left @ right.values)
+            found = deps if under_way else [y.value for y in deps]
             return found[0] if len(found) == 1 else tuple(found)
 
         def multiplied(left: Array, right: Memory, y: _Sum, is_async: bool) -> _Sum:
-            y.products.append((left, right))
+            self.partition.products.append((y, left, right))
             return y
 
         def copied(descriptor: Descriptor, place: list[int], barrier: Barrier, into: Memory) -> None:
-            self.copies.append((descriptor, [int(p) for p in place], barrier, into))
+            due = time.monotonic() + self.late(place[1] / descriptor.values.shape[1])
+            self.copies.append((due, descriptor, [int(p) for p in place], barrier, into))
 
         language = SimpleNamespace(
-            **{name: getattr(gl, name) for name in ("constexpr", "int8", "int16", "int32", "int64", "float32", "bfloat16")},
-            NVMMADistributedLayout=lambda **_: None, SwizzledSharedLayout=lambda *_: None, DotOperandLayout=lambda *_: None,
+            **{name: getattr(gl, name) for name in ("constexpr", *_NAMES, "bfloat16", "float8e4nv")},
+            **dict.fromkeys(
+                ("NVMMADistributedLayout", "SwizzledSharedLayout", "DotOperandLayout", "BlockedLayout", "SliceLayout"),
+                lambda *_, **__: None,
+            ),
             program_id=lambda axis: Number(self.number), allocate_shared_memory=allocate, warp_specialize=self._partitions,
-            static_range=range, minimum=min, where=lambda given, yes, no: yes if given else no,
-            zeros=lambda shape, dtype, layout: array(np.zeros(shape, np.float32)),
+            static_range=range, minimum=min, maximum=np.maximum, max=lambda values, axis: values.max(axis),
+            where=lambda given, yes, no: array(np.where(given, yes, no)) if np.ndim(given) else (yes if given else no),
+            zeros=lambda shape, dtype, layout: array(np.zeros(shape, _TYPES[dtype])),
             arange=lambda start, end, layout: array(np.arange(start, end)), expand_dims=np.expand_dims,
             reshape=np.reshape, permute=np.transpose, convert_layout=laid_out,
             join=lambda a, b: np.stack((a, b), -1).view(Array), split=lambda a: (a[..., 0], a[..., 1]),
-            inline_asm_elementwise=inline, load=lambda pointer: pointer.values[pointer.offset], store=stored,
+            inline_asm_elementwise=inline, load=loaded, store=stored,
         )  # fmt: skip
         barriers = SimpleNamespace(
             MBarrierLayout=lambda: None, init=lambda barrier, count: barrier.start(count),
