@@ -9,6 +9,8 @@ huge nor subnormal. `FACTOR` makes up for it where the sums are read.
 
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 FACTOR = 2.0**7
 
@@ -183,3 +185,22 @@ def _value(
 @triton.jit
 def _turned(word, other, TURN: tl.constexpr, MASK: tl.constexpr):
     return ((word << TURN) | (other >> (16 - TURN))) & MASK
+
+
+@gluon.jit
+def words(units, pairs):
+    """`values` in Gluon, of what a lane holds: (..., 2, 2) int32, two blocks of two units, and their scales, pairs in
+    (...) int32 -> four int32 tensors like the units, two bf16 in each."""
+    first, second = gl.inline_asm_elementwise(
+        SCALES, "=r,=r,r", [pairs], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+    )
+    scales = gl.join(first, second)
+    scales = gl.convert_layout(gl.reshape(gl.join(scales, scales), units.shape), units.type.layout, assert_trivial=True)
+    return gl.inline_asm_elementwise(
+        VALUES,
+        "=r,=r,=r,=r,r,r",
+        [units, scales],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )

@@ -20,12 +20,10 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from te_inductor.templates.triton.layouts import index
-from te_inductor.templates.triton.nvfp4_decode import FACTOR, SCALES, VALUES
+from te_inductor.templates.triton.nvfp4_decode import FACTOR, words
 
 COLUMNS = gl.constexpr(256)  # of x and the weight that a warp multiplies in one turn
 
-_VALUES = gl.constexpr(VALUES.value)
-_SCALES = gl.constexpr(SCALES.value)
 # ptxas moves no load across this, and of a warp alone it is next to nothing. Without it, loads that nobody waits for in
 # this turn of the loop are put last.
 _LOADED = gl.constexpr("bar.warp.sync 0xffffffff; // $0")
@@ -146,19 +144,7 @@ def _right(x, PRODUCT: gl.constexpr):
 @gluon.jit
 def _multiplied(y, z, units, scales, x, PRODUCT: gl.constexpr):
     """128 columns more: two sums, so that half as many products wait for each other."""
-    first, second = gl.inline_asm_elementwise(
-        _SCALES, "=r,=r,r", [scales], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
-    )
-    scales = gl.join(first, second)
-    scales = gl.convert_layout(gl.reshape(gl.join(scales, scales), units.shape), units.type.layout, assert_trivial=True)
-    w0, w1, w2, w3 = gl.inline_asm_elementwise(
-        _VALUES,
-        "=r,=r,=r,=r,r,r",
-        [units, scales],
-        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
-        is_pure=True,
-        pack=1,
-    )
+    w0, w1, w2, w3 = words(units, scales)
     x0, x1, x2, x3 = _planes(x, PRODUCT)
     y = mma_v2(_operand(w0, PRODUCT, x.dtype), x0, y)
     z = mma_v2(_operand(w1, PRODUCT, x.dtype), x1, z)

@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from te_inductor.templates.triton.nvfp4_decode import FACTOR, SCALES, VALUES
+from te_inductor.templates.triton.nvfp4_decode import FACTOR, words
 from te_inductor.templates.triton.nvfp4_groups import (
     BLOCK_K,
     GROUP,
@@ -44,8 +44,6 @@ MOST_ROWS = {2: 128, 4: 32}  # of x, by the warp groups: with more, products wai
 SHARED = 227 * 1024  # bytes of shared memory of a multiprocessor
 _LOADER = gl.constexpr(24)  # registers of a thread of the loading warp, which takes a warp group's room
 _REGISTERS = 65536  # of a multiprocessor
-_VALUES = gl.constexpr(VALUES.value)
-_SCALES = gl.constexpr(SCALES.value)
 
 
 def arranged(x: Tensor) -> Tensor:  # (M, K), K a multiple of 128
@@ -166,20 +164,7 @@ def _fetched(ws, ss, full, place, phase, ROW: gl.constexpr, UNITS: gl.constexpr,
 @gluon.jit
 def _decoded(units, pairs, PRODUCT: gl.constexpr, dtype: gl.constexpr):
     """(64, 16) units, (64, 4) pairs of scales -> the left operand of 128 columns."""
-    first, second = gl.inline_asm_elementwise(
-        _SCALES, "=r,=r,r", [pairs], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
-    )
-    scales = gl.join(first, second)
-    units = gl.reshape(units, (GROUP, 4, 2, 2))
-    scales = gl.convert_layout(gl.join(scales, scales), units.type.layout, assert_trivial=True)
-    w0, w1, w2, w3 = gl.inline_asm_elementwise(
-        _VALUES,
-        "=r,=r,=r,=r,r,r",
-        [units, scales],
-        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
-        is_pure=True,
-        pack=1,
-    )
+    w0, w1, w2, w3 = words(gl.reshape(units, (GROUP, 4, 2, 2)), pairs)
     values = gl.join(gl.join(_two(w0), _two(w2)), gl.join(_two(w1), _two(w3)))
     # Rows: the two that a lane holds are neighbours in memory, eight apart in a product. Then lane, block, unit, value, i.
     values = gl.reshape(values, (4, 2, 2, 2, 2, 4, 2, 2, 2, 2, 2))
