@@ -189,8 +189,8 @@ def _multiply_all(
     WHO: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, SHARES: gl.constexpr, STAGES: gl.constexpr,
     FACTOR: gl.constexpr, UNITS: gl.constexpr, SCALES: gl.constexpr,
 ):  # fmt: skip
-    """A warp group: 64 columns of y, of every turn or of every so manieth. STAGES is a multiple of SHARES: a stage is
-    always of one share, and who waits for its next filling has seen the last, as one bit tells them apart."""
+    """A warp group: 64 columns of y, of every turn or of one in SHARES. STAGES is a multiple of SHARES: a stage is always of
+    one share, and who waits for its next filling has seen the last, as one bit tells them apart."""
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
     xs, ws, ss, full, empty, done, sums = memory
     tensor_scale, out, m, n, split, turns, M, N = result
