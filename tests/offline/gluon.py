@@ -200,9 +200,12 @@ class Program:
         if self.errors:
             raise self.errors[0]
 
+    def _all_wait(self) -> bool:
+        waits = all(barrier.parity == parity for barrier, parity in self.wishes)
+        return len(self.wishes) == self.running and waits
+
     def is_stuck(self) -> bool:
-        wait = len(self.wishes) == self.running and all(barrier.parity == parity for barrier, parity in self.wishes)
-        return wait and not self.copies
+        return self._all_wait() and not self.copies
 
     def rest(self) -> None:
         """Let others go first, now and then."""
@@ -213,7 +216,11 @@ class Program:
         while not self.over:
             time.sleep(1e-4)
             now = time.monotonic()
-            for copy in [copy for copy in self.copies if copy[0] <= now]:
+            due = [copy for copy in self.copies if copy[0] <= now]
+            with self.changed:
+                if not due and self._all_wait():
+                    due = self.copies[:1]
+            for copy in due:
                 _, descriptor, place, barrier, into = copy
                 into.values[...] = descriptor.read(*place)
                 self._noting(barrier.filled, descriptor.block_type.nbytes)

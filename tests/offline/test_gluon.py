@@ -1,5 +1,6 @@
 """The NVFP4 kernels one warp of which loads, run as the Python they are written in: `tests.offline.gluon`."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -136,7 +137,7 @@ def test_what_is_refused_goes_wrong(shares, stages):
     config = Config("streamed", 8, 64, 256, 1, 8 if shares == 2 else 16, shares, stages)
     assert supports(config, Problem(8, 64, 4096, torch.bfloat16)) is not None
     with pytest.raises((Stuck, AssertionError)):
-        streamed(config, 8, 64, 4096, late=lambda place: 2e-2 * (int(place * 4096 / 256) % shares == 1))
+        streamed(config, 8, 64, 4096, late=lambda place: math.inf if int(place * 16) % shares == 1 else 0.0)
 
 
 @pytest.mark.parametrize(
