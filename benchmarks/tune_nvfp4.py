@@ -251,6 +251,9 @@ def main() -> None:
         layer = Layer(n, k)
         for m in options.batches:
             rows = tune(layer, m, options)
+            if not rows:
+                print(f"{m} rows by {n} x {k}: none of these kinds is worth a try", file=sys.stderr)
+                continue
             print(*map(str, cells(rows[0])), sep=" | ", file=sys.stderr, flush=True)
             best.append(rows[0])
             shown += [cells(row) for row in rows[: options.top]]

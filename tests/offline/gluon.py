@@ -178,9 +178,9 @@ class Program:
         self,
         number: int,
         assembly: dict[str, Callable[..., Any]],  # what an inline assembly makes, by its text
-        late: Callable[[float], float]
-        | None = None,  # seconds that a copy takes, by how far along a row it begins, of 1
+        late: Callable[[float], float] | None = None,
     ) -> None:
+        """A copy takes `late` seconds, by how far along a row it begins, of 1; where infinite, until all wait."""
         self.random, self.number, self.assembly = random.Random(number), number, assembly
         self.late = late or (lambda _: self.random.random() ** 6 * LATE)
         self.changed, self.copies, self.errors = threading.Condition(), [], []
