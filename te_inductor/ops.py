@@ -19,7 +19,7 @@ from torch import Tensor
 from te_inductor.compat import constant_type_name
 from te_inductor.recipes import Gemm, Quantizer, Slots
 from te_inductor.recipes.delayed import ScaleUpdate
-from te_inductor.recipes.formats import HADAMARD, padded
+from te_inductor.recipes.formats import FP16_OVERFLOW, HADAMARD, padded
 from te_inductor.runtime import deferred_wgrads, delayed, eager
 from te_inductor.runtime.activation import Activation
 from te_inductor.runtime.microscaling import ALPHA
@@ -339,7 +339,7 @@ class Linears(Operation):
             dws = self._weight_gradients(g_col, x_col, weight_dtype, ctx.sizes)
         dbs: Sequence[Tensor | None] = [] if bias_dtype is None else [None] * len(dys)
         if bias_grad:
-            dbs = [dy.sum(0, dtype=torch.float32).to(bias_dtype) for dy in dys]
+            dbs = [_bias_gradient(dy, self.out_dtype).to(bias_dtype) for dy in dys]
         return dx, None, *dws, *dbs
 
     def _weight_gradients(
@@ -352,9 +352,17 @@ class Linears(Operation):
         elif self.main_grads:
             accumulate_wgrad(self.main_grads, *_operands(g_col, x_col), gemm)
         else:
-            dw = product(g_col, x_col, None, gemm, dtype)
+            # Under fp16 autocast PyTorch makes it in fp16 and widens it: what overflows there has to here.
+            narrow = self.out_dtype == torch.float16
+            dw = product(g_col, x_col, None, gemm, torch.float16 if narrow else dtype).to(dtype)
             return dw.split(rows) if len(rows) > 1 else [dw]
         return [None] * len(rows)
+
+
+def _bias_gradient(dy: Tensor, dtype: torch.dtype) -> Tensor:  # (N,) fp32
+    """Infinite where fp16 is, if the layer computes in that: Note [Overflow stays visible] in lowerings/values.py."""
+    total = dy.sum(0, dtype=torch.float32)
+    return torch.where(total.abs() < FP16_OVERFLOW, total, total * torch.inf) if dtype == torch.float16 else total
 
 
 def product(a: Copy | None, b: Copy | None, bias: Tensor | None, gemm: Gemm, out_dtype: torch.dtype) -> Tensor:

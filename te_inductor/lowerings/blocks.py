@@ -211,7 +211,7 @@ def _tiles(
         return values.encode_scale(values.from_bits(found), quantizer, dtype)
 
     def cast(index):
-        return values.cast(value(index), block_tiles.spread(scale(index)), quantizer, device)
+        return values.cast(value(index), block_tiles.spread(scale(index)), quantizer, device, dtype)
 
     data = _pointwise(x, quantizer.format.dtype, x.get_size(), cast)
     data.realize()
@@ -250,7 +250,7 @@ def _copy_by_rows(
         row, block_of_row = reversed(index[:2]) if x_is_transposed else index[:2]
         place = (row * across + block_of_row) * wide + index[2] * packed
         bits = [load_seed and microscaling.random_bits(load_seed([]), place + each) for each in range(packed)]
-        return _stored(elements(index[:2], index[2:]), load_scale(index[:2]), quantizer, x.get_device_or_error(), bits)
+        return _stored(elements(index[:2], index[2:]), load_scale(index[:2]), quantizer, x, bits)
 
     data = _pointwise(x, quantizer.format.dtype, [*ranges, *block], cast)
     _store(data, (1, 2, 0) if x_is_transposed else (2, 1, 0))
@@ -263,13 +263,13 @@ def _copy_by_rows(
     return lowerings[aten.view](data, [rows, across * block[0]]), _flat(scale_inv)
 
 
-def _stored(elements, scale, quantizer: Quantizer, device: torch.device, bits=(None, None)):
-    """What is stored of neighbours that share a byte; mostly of one value. `bits` are random, or None."""
+def _stored(elements, scale, quantizer: Quantizer, x: ir.TensorBox, bits=(None, None)):
+    """What is stored of neighbours in x that share a byte; mostly of one value. `bits` are random, or None."""
     if quantizer.format is E2M1:
         pairs = zip(elements, bits, strict=True)
         return microscaling.pack([microscaling.cast_e2m1(prims.mul(value, scale), random) for value, random in pairs])
     [value] = elements
-    return values.cast(value, scale, quantizer, device)
+    return values.cast(value, scale, quantizer, x.get_device_or_error(), x.get_dtype())
 
 
 def _scale_value(scale, scope: Scope):
@@ -319,7 +319,7 @@ def _cast_by_squares(x: ir.TensorBox, scale: ir.TensorBox, quantizer: Quantizer)
         row, column = index[0], index[1] * packed
         elements = [load([row, column + place]) for place in range(packed)]
         scale = load_scale([FloorDiv(row, high), FloorDiv(column, wide)])
-        return _stored(elements, scale, quantizer, x.get_device_or_error())
+        return _stored(elements, scale, quantizer, x)
 
     data = _pointwise(x, quantizer.format.dtype, [rows, FloorDiv(whole, packed)], cast)
     _store(data, (1, 0))

@@ -9,6 +9,7 @@ from torch._inductor.lowering import fallback_handler, lowerings
 from torch._inductor.virtualized import V
 
 from te_inductor.lowerings.early_start import start_early
+from te_inductor.lowerings.narrowing import narrowed
 
 aten = torch.ops.aten
 convert = torch.ops.prims.convert_element_type
@@ -47,7 +48,7 @@ def added_up(  # type: ignore[no-untyped-def]
     if splits == 1:
         return summands[0]  # type: ignore[no-any-return]
     # Additions, and no reduction, as elementwise code becomes part of what reads the result, a norm's reduction too.
-    y = lowerings[convert](functools.reduce(lowerings[aten.add], summands), out_dtype)
+    y = narrowed(functools.reduce(lowerings[aten.add], summands), out_dtype)
     if _is_cut_twice(V.graph.current_node):
         y.realize()
     return y  # type: ignore[no-any-return]

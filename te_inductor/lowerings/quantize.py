@@ -7,12 +7,14 @@ from typing import Any
 import torch
 from torch._inductor import ir
 from torch._inductor.lowering import lowerings
+from torch._inductor.utils import sympy_product
 from torch._inductor.virtualized import V
 from torch.utils._sympy.functions import FloorDiv
 
 from te_inductor import ops
 from te_inductor.lowerings import blocks, values
 from te_inductor.lowerings.amax import raise_to_amax
+from te_inductor.lowerings.narrowing import overflowing
 from te_inductor.lowerings.registry import lowering
 from te_inductor.recipes import Quantizer
 
@@ -20,8 +22,14 @@ aten = torch.ops.aten
 
 
 def _amax_of_tensor(x: ir.TensorBox) -> ir.TensorBox:  # () fp32
+    """0 where x has no elements, which may be known at run time alone: a reduction makes -inf of nothing."""
+    elements, known = sympy_product(x.get_size()), V.graph.sizevars
+    zero = lowerings[aten.full]([], 0.0, dtype=torch.float32, device=x.get_device())
+    if known.statically_known_equals(elements, 0):
+        return zero  # type: ignore[no-any-return]
     amax = lowerings[aten.amax](lowerings[aten.abs](x), [0, 1])
-    return lowerings[torch.ops.prims.convert_element_type](amax, torch.float32)  # type: ignore[no-any-return]
+    amax = lowerings[torch.ops.prims.convert_element_type](amax, torch.float32)
+    return amax if known.statically_known_gt(elements, 0) else lowerings[aten.maximum](amax, zero)  # type: ignore[no-any-return]
 
 
 def magnitude_bits(x: ir.TensorBox) -> ir.TensorBox:  # int32
@@ -115,12 +123,12 @@ def _cast_values(x: ir.TensorBox, scale: ir.TensorBox, quantizer: Quantizer) -> 
     missing = quantizer.padded(columns, floordiv=FloorDiv) - columns
     if missing != 0:
         x = lowerings[aten.constant_pad_nd](x, [0, missing], 0.0)
-    load, device = x.make_loader(), x.get_device_or_error()
+    load, device, dtype = x.make_loader(), x.get_device_or_error(), x.get_dtype()
     load_scale = lowerings[aten.expand](scale, [rows, columns + missing]).make_loader()
     return ir.Pointwise.create(  # type: ignore[return-value]
         device=device,
         dtype=quantizer.format.dtype,
-        inner_fn=lambda index: values.cast(load(index), load_scale(index), quantizer, device),
+        inner_fn=lambda index: values.cast(load(index), load_scale(index), quantizer, device, dtype),
         ranges=[rows, columns + missing],
     )
 
@@ -185,7 +193,10 @@ def hadamard(x: ir.TensorBox) -> ir.TensorBox:
 
 @lowering(ops.tensor_amax)
 def tensor_amax(x: ir.TensorBox) -> ir.TensorBox:
+    """Infinite where x overflows fp16: Note [Overflow stays visible] in values.py."""
     amax = _amax_of_tensor(x)
+    if x.get_dtype() == torch.float16:
+        amax = overflowing(amax)
     amax.realize()
     return amax
 

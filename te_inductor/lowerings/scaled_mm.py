@@ -8,6 +8,7 @@ from torch.utils._sympy.functions import FloorDiv
 
 from te_inductor import compat, ops
 from te_inductor.lowerings import blocks, gemm_choices, microscaled_mm, quantize
+from te_inductor.lowerings.narrowing import narrowed
 from te_inductor.lowerings.partial_sums import added_up
 from te_inductor.lowerings.registry import lowering
 from te_inductor.recipes import Gemm, Quantizer
@@ -80,11 +81,11 @@ def _transposed(x):  # type: ignore[no-untyped-def]
 
 def _scaled(y, a_scale, b_scale, out_dtype):  # type: ignore[no-untyped-def]
     scales = lowerings[aten.mul](a_scale, _transposed(b_scale))
-    return lowerings[convert](lowerings[aten.mul](y, scales), out_dtype)
+    return narrowed(lowerings[aten.mul](y, scales), out_dtype)
 
 
 def _add(y, bias, out_dtype):  # type: ignore[no-untyped-def]
-    return y if bias is None else lowerings[aten.add](y, lowerings[convert](bias, out_dtype))
+    return y if bias is None else narrowed(lowerings[aten.add](y, lowerings[convert](bias, out_dtype)), out_dtype)
 
 
 def _few_rows(a, a_scale, b, b_scale, gemm, out_dtype):  # type: ignore[no-untyped-def]
@@ -136,7 +137,7 @@ def _adding(a, a_scale, b, b_scale, bias, added, gemm):  # type: ignore[no-untyp
 def _exact_blocks(a, a_scale, b, b_scale, bias, gemm, out_dtype):  # type: ignore[no-untyped-def]
     wide_a, wide_b = _values(a, a_scale, b, b_scale, gemm, torch.float32)
     y = lowerings[aten.mm](wide_a, _transposed(wide_b))
-    return _add(lowerings[convert](y, out_dtype), bias, out_dtype)
+    return _add(narrowed(y, out_dtype), bias, out_dtype)
 
 
 def _values(a, a_scale, b, b_scale, gemm, dtype):  # type: ignore[no-untyped-def]
@@ -154,7 +155,7 @@ def _emulated(a, a_scale, b, b_scale, bias, gemm, out_dtype, alpha):  # type: ig
         wide_a, wide_b = _values(a, a_scale, b, b_scale, gemm, torch.float32)
         y = lowerings[aten.mm](wide_a, _transposed(wide_b))
     y = y if alpha is None else lowerings[aten.mul](y, alpha)
-    return _add(lowerings[convert](y, out_dtype), bias, out_dtype)
+    return _add(narrowed(y, out_dtype), bias, out_dtype)
 
 
 def _native(a, a_scale, b, b_scale, bias, gemm, out_dtype, alpha):  # type: ignore[no-untyped-def]
@@ -165,7 +166,7 @@ def _native(a, a_scale, b, b_scale, bias, gemm, out_dtype, alpha):  # type: igno
         return _add(microscaled_mm.library(a, a_scale, b, b_scale, gemm, out_dtype), bias, out_dtype)
     # The factors of both tensors come after the sum, which is rounded once more where the output is narrow.
     y = lowerings[aten.mul](microscaled_mm.library(a, a_scale, b, b_scale, gemm, out_dtype), alpha)
-    return _add(lowerings[convert](y, out_dtype), bias, out_dtype)
+    return _add(narrowed(y, out_dtype), bias, out_dtype)
 
 
 def _cuda_blocks(a, a_scale, b, b_scale, bias, gemm, out_dtype):  # type: ignore[no-untyped-def]

@@ -1,4 +1,15 @@
-"""The arithmetic of quantization on single values of Inductor IR. Mirrors `runtime/eager.py`."""
+"""The arithmetic of quantization on single values of Inductor IR. Mirrors `runtime/eager.py`.
+
+# Note [Overflow stays visible]
+An infinity or a NaN in an operand makes the same outputs and gradients non-finite as in high precision, so that GradScaler
+skips the step and whoever watches for NaN sees it. So a cast saturates finite values alone and makes NaN of an infinity:
+``x * scale + x * 0``, a product and an fma, whose second term is NaN where x is infinite and zero elsewhere. It looks at x
+and not at the product, which a scale of an earlier step may lift beyond fp32: that saturates.
+
+Inductor computes an fp16 tensor that it does not store in fp32, where nothing overflows at 65520. What is cast from an
+fp16 tensor, or becomes one, is therefore compared with that bound, as if it had been stored. E2M1 has no NaN: there the amax
+of the tensor, a factor of the product, is infinite or NaN.
+"""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -9,6 +20,7 @@ import torch
 from torch._inductor.virtualized import ops as prims
 
 from te_inductor.recipes import Quantizer
+from te_inductor.recipes.formats import FP16_OVERFLOW
 
 MANTISSA_BITS, EXPONENT_BIAS = 23, 127  # of fp32
 
@@ -93,10 +105,17 @@ def divide(numerator, denominator):
     return prims.to_dtype(prims.truediv(numerator, prims.to_dtype(denominator, torch.float64)), torch.float32)
 
 
-def cast(value, scale, quantizer: Quantizer, device: torch.device):
-    """Saturates and keeps NaN. On CUDA the conversion itself does, infinity too: PTX's cvt.rn.satfinite, which Triton emits
-    from compute capability 8.9 on, where our sites begin. Elsewhere by comparisons, which NaN passes."""
-    value = prims.mul(prims.to_dtype(value, torch.float32), scale)
+def cast(value, scale, quantizer: Quantizer, device: torch.device, dtype: torch.dtype):
+    """Of a value of a tensor of `dtype`: to the element, saturating; an infinity becomes NaN, as NaN stays: Note [Overflow
+    stays visible]. On CUDA the conversion itself saturates: PTX's cvt.rn.satfinite, which Triton emits from compute
+    capability 8.9 on, where our sites begin. Elsewhere by comparisons, which NaN passes."""
+    value = prims.to_dtype(value, torch.float32)
+    if dtype == torch.float16 or device.type != "cuda":
+        bound = prims.constant(FP16_OVERFLOW if dtype == torch.float16 else math.inf, torch.float32)
+        value = prims.where(prims.lt(prims.abs(value), bound), value, prims.constant(math.nan, torch.float32))
+        value = prims.mul(value, scale)
+    else:
+        value = prims.add(prims.mul(value, scale), prims.mul(value, prims.constant(0.0, torch.float32)))
     if device.type != "cuda":
         high = prims.constant(quantizer.format.max, torch.float32)
         low = prims.constant(-quantizer.format.max, torch.float32)

@@ -80,6 +80,7 @@ HADAMARD = len(HADAMARD_SIGNS)
 # cuBLASLt's fp8 GEMM wants 16-byte rows. A zero contributes nothing to a sum, so padding is exact.
 ALIGNMENT = 16
 
+FP16_OVERFLOW = 65520.0  # what is rounded to fp16 is infinite from here on
 
 # How sizes are divided; of Inductor's symbols `FloorDiv`, as their own `//` makes a fraction, which torch takes for no size
 # that it knows.

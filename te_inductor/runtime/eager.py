@@ -39,9 +39,11 @@ def encode_scale(amax: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Tens
 
 
 def cast(x: Tensor, scale: Tensor, quantizer: Quantizer) -> Tensor:
-    """Round ``x * scale`` to the element, to nearest even; saturate; keep NaN."""
+    """Round ``x * scale`` to the element, to nearest even. Finite values saturate; an infinity becomes NaN, as NaN stays:
+    Note [Overflow stays visible] in lowerings/values.py."""
     limit = quantizer.format.max
-    return (x.float() * scale).clamp(-limit, limit).to(quantizer.format.dtype)
+    product = (x.float() * scale).clamp(-limit, limit)
+    return torch.where(x.isinf(), torch.nan, product).to(quantizer.format.dtype)
 
 
 def _scales(x: Tensor, quantizer: Quantizer, amax: Tensor | None) -> tuple[Tensor, Tensor]:

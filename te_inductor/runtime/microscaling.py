@@ -120,10 +120,10 @@ def hadamard(
     """The random Hadamard transform of each 16 values of a row: fp32 sums in the order of a butterfly, first neighbours."""
     rows, missing = x.shape[0], -x.shape[1] % HADAMARD
     signs = torch.tensor(HADAMARD_SIGNS, dtype=torch.float32, device=x.device)
-    y = F.pad(x, (0, missing)).float().view(rows, -1, HADAMARD) * signs
+    y = F.pad(x, (0, missing)).float().view(rows, (x.shape[1] + missing) // HADAMARD, HADAMARD) * signs
     shape, apart = y.shape, 1
     while apart < HADAMARD:
-        a, b = y.reshape(*shape[:2], -1, 2, apart).unbind(3)
+        a, b = y.reshape(*shape[:2], HADAMARD // (2 * apart), 2, apart).unbind(3)
         y = torch.stack([a + b, a - b], 3)
         apart *= 2
     return (y.reshape(rows, shape[1] * HADAMARD) * HADAMARD**-0.5).bfloat16()

@@ -43,13 +43,16 @@ def quantize(
 ) -> tuple[
     Tensor, Tensor, Tensor
 ]:  # codes (N, K padded to 16) uint8, block scales (N, K/16) e4m3, tensor scale () fp32
-    """Codes are E2M1's four bits. docs/numerics.md states the arithmetic, as for NVFP4's inputs in training."""
+    """Codes are E2M1's four bits. docs/numerics.md states the arithmetic, as for NVFP4's inputs in training, but for what is
+    not finite: it makes its block's scale NaN, and counts for no other's."""
     missing = -weight.shape[1] % BLOCK
     x = (F.pad(weight, (0, missing)) if missing else weight).float()
-    blocks = x.view(x.shape[0], -1, BLOCK)
+    blocks = x.view(x.shape[0], x.shape[1] // BLOCK, BLOCK)
     amaxes = blocks.abs().amax(-1)
-    amax = amaxes.amax()
+    finite = amaxes.isfinite()
+    amax = torch.where(finite, amaxes, 0.0).amax()
     factor, block_scale = microscaling.encode(amaxes, QUANTIZER, amax)
+    block_scale = torch.where(finite, block_scale.float(), torch.nan).to(block_scale.dtype)  # E2M1 has no NaN
     codes = microscaling.cast_e2m1(blocks * factor[..., None]).view(x.shape)
     return codes, block_scale, 1.0 / microscaling.tensor_encode_scale(amax)
 

@@ -91,9 +91,10 @@ def spread(
 
 
 def _cast(x: Tensor, scale: Tensor, quantizer: Quantizer) -> Tensor:
-    """``x * scale`` as an fp32 product (48 bits are exact in float64, so this rounds once), then the element's rounding."""
+    """``x * scale`` as an fp32 product (48 bits are exact in float64, so this rounds once), then the element's rounding; NaN
+    where x is infinite."""
     product = (x.double() * scale).to(torch.float32).double()
-    return round_to_element(product, quantizer.format)
+    return round_to_element(torch.where(x.isinf(), math.nan, product), quantizer.format)
 
 
 def quantize(

@@ -38,6 +38,8 @@ def quantize(
     data = round_to_element(product, quantizer.format) if seed is None else round_stochastically(product, seed)
     if quantizer.format is E2M1:
         data = torch.where(data.isnan(), E2M1.max, data)  # it has no NaN
+    else:
+        data = torch.where(whole.isinf(), math.nan, data)
     return data[: x.shape[0]], scale_inv
 
 

@@ -1,7 +1,7 @@
 """The float64 oracle of NVFP4, written from docs/numerics.md apart from the kernels; values as in reference.py.
 
-Source of the arithmetic: TransformerEngine, common/cast/nvfp4/core_nvfp4.cuh. Here a NaN is not lost: it makes its block's
-scale NaN.
+Source of the arithmetic: TransformerEngine, common/cast/nvfp4/core_nvfp4.cuh. Here a NaN or an infinity is not lost: it
+makes its block's scale NaN, and the tensor's scale is that of the other blocks.
 """
 
 import math
@@ -45,8 +45,8 @@ def quantize(
     down, across = whole.shape[0] // rows, whole.shape[1] // columns
     blocks = whole.view(down, rows, across, columns).transpose(1, 2).reshape(down * across, rows * columns)
     found = torch.tensor(amaxes(blocks), dtype=torch.float64)
-    amax = math.nan if bool(found.isnan().any()) else max(found.tolist(), default=0.0)
-    encode_scale = tensor_encode_scale(amax)
+    found = torch.where(found.isinf(), math.nan, found)
+    encode_scale = tensor_encode_scale(max((amax for amax in found.tolist() if math.isfinite(amax)), default=0.0))
     scales, encode = block_scales(found, encode_scale)
     product = (blocks * encode[:, None]).float().double()
     data = round_to_element(torch.where(product.isnan(), math.inf, product), E2M1)

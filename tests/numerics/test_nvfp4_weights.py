@@ -42,13 +42,13 @@ def test_cast(contents, size, dtype):
 
 
 def test_what_is_not_finite():
-    """An infinity saturates and leaves the tensor's scale at 1; a NaN makes its block's scale NaN."""
+    """A NaN or an infinity makes its block's scale NaN, and no other's."""
     weight = torch.randn(2, 48)
     weight[0, 3], weight[1, 20] = math.nan, math.inf
     codes, block_scale, tensor_scale = nvfp4.quantize(weight)
     data, scales, scale = oracle.quantize(weight)
     assert_same_values(block_scale, scales)
-    assert tensor_scale.item() == scale == 1.0
+    assert tensor_scale.item() == scale and scales.isnan().tolist() == [[True, False, False], [False, True, False]]
     assert_same_values(nvfp4.values(nvfp4.store(codes), block_scale), oracle.dequantize(data, scales, 1.0))
 
 

@@ -274,7 +274,7 @@ def test_a_row_that_is_not_finite_leaves_the_others_alone():
     assert scale_inv[[1, 2, 4]].flatten().tolist() == [1.0, 1.0, 1.0]
     assert torch.equal(scale_inv[[0, 3, 5]], clean_scale[[0, 3, 5]])
     assert_same_values(data[[0, 3, 5]], clean[[0, 3, 5]].double())
-    assert data[2, 3].float().item() == 448.0 and data[4, 5].isnan() and not data[1].float().any()
+    assert data[2, 3].isnan() and data[4, 5].isnan() and not data[1].float().any()
 
 
 def test_each_copy_has_scales_of_its_own_rows():

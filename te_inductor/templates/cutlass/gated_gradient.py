@@ -273,7 +273,7 @@ class GatedGradientGemm(BlockScaledGemm):
             made = []
             for place in range(4):
                 high, pairs = place % 2, kept[which, half, place % 2, sixteen + place // 2]
-                values = [value * by_row[which, half, high] for pair in pairs for value in words.both(pair)]
+                values = [_product(value, by_row[which, half, high]) for pair in pairs for value in words.both(pair)]
                 made.append(words.cast(self.element.dtype, *values))
             words.store_matrices(address ^ (sixteen * 16), made, False)
 
@@ -289,7 +289,7 @@ class GatedGradientGemm(BlockScaledGemm):
                 rows = [kept[which, half, high, sixteen] for high in range(2)]
                 for b in range(2):
                     low, high = (words.both(pairs[b]) for pairs in rows)
-                    values = [row[i] * factor[2 * b + i] for i in range(2) for row in (low, high)]
+                    values = [_product(row[i], factor[2 * b + i]) for i in range(2) for row in (low, high)]
                     made.append(words.cast(self.element.dtype, *values))
             words.store_matrices(address + inside * (16 * 128), made, True)
 
@@ -339,6 +339,11 @@ def _over_lanes(word, apart):
     for lanes in apart:
         word = words.larger(word, cute.arch.shuffle_sync_bfly(word, lanes))
     return word
+
+
+def _product(value, factor):
+    """Before a cast: NaN where the value is infinite. Note [Overflow stays visible] in lowerings/values.py."""
+    return value * factor + value * Float32(0.0)
 
 
 def _inverse(scale):

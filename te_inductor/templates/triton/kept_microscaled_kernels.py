@@ -95,8 +95,9 @@ def _codes(
         factor, scales = _two_level(largest, amax)
     else:
         factor, scales = _power_of_two(largest * INVERSE)
-    value = x * tl.reshape(tl.broadcast_to(factor[:, None, :, None], (HIGH, DOWN, WIDE, ACROSS)), (TILE, TILE))
-    return _e2m1(value).to(tl.uint8) if TWO_LEVEL else _cast(value, LARGEST, ELEMENT), scales
+    factor = tl.reshape(tl.broadcast_to(factor[:, None, :, None], (HIGH, DOWN, WIDE, ACROSS)), (TILE, TILE))
+    codes = _e2m1(x * factor).to(tl.uint8) if TWO_LEVEL else _cast(tiles.product(x, factor), LARGEST, ELEMENT)
+    return codes, scales
 
 
 @triton.jit

@@ -192,6 +192,12 @@ def replace_mark(seen, before, digest):
 
 
 @triton.jit
+def product(x, factor):
+    """Of fp32 values, before a cast: NaN where x is infinite. Note [Overflow stays visible] in lowerings/values.py."""
+    return x * factor + x * 0.0
+
+
+@triton.jit
 def magnitudes(x):
     """Bits of fp32 values without the sign, whose order is that of magnitudes, NaN last."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF

@@ -178,7 +178,7 @@ def kept_weights_cast(
             f0 = _encode(largest, LARGEST, EPSILON, LARGEST_SCALE, POWER_2)
             _store_block(row, _inverse(f0), top // TILE, left // TILE, COLUMNS, TILE)
         f1 = f0
-    cast0, cast1 = _cast(x0 * f0, LARGEST, ELEMENT), _cast(x1 * f1, LARGEST, ELEMENT)
+    cast0, cast1 = _cast(tiles.product(x0, f0), LARGEST, ELEMENT), _cast(tiles.product(x1, f1), LARGEST, ELEMENT)
     data, has_data, leading = tiles.target(row + tiles.P_DATA, row + tiles.P_LEADING, top, left, ELEMENT, ALIGNED)
     if has_data:
         inside = c[None, :] < COLUMNS - left
@@ -191,7 +191,10 @@ def kept_weights_cast(
     )
     if has_data_t:
         if BY_ROW:
-            cast0, cast1 = _cast(x0 * f_t, LARGEST, ELEMENT), _cast(x1 * f_t, LARGEST, ELEMENT)
+            cast0, cast1 = (
+                _cast(tiles.product(x0, f_t), LARGEST, ELEMENT),
+                _cast(tiles.product(x1, f_t), LARGEST, ELEMENT),
+            )
         _store_columns(cast0, cast1, data_t, leading_t, ROWS - top, COLUMNS - left, TILE, ALIGNED)
 
 

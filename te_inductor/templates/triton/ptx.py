@@ -21,7 +21,7 @@ SIGMOID = (
 
 
 def _cast(element: str) -> str:
-    """Of four fp32, the first into the lowest byte: to nearest even, saturating, infinity too; NaN stays."""
+    """Of four fp32, the first into the lowest byte: to nearest even, saturating, an infinity too; NaN stays."""
     pair = f"cvt.rn.satfinite.{element}x2.f32"
     return f"{{ .reg .b16 low, high; {pair} low, $2, $1; {pair} high, $4, $3; mov.b32 $0, {{low, high}}; }}"
 
