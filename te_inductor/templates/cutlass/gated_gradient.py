@@ -55,6 +55,7 @@ from te_inductor.templates.cutlass.scaled_mm import ALIGNED, Kernel
 SIXTEEN = TILE_N // 16  # of the columns of a tile
 PIECE = 2 * STORED * HALF  # bytes of a piece of gate or up; of one of a copy, HALF x BLOCK, as many
 MANTISSA, BIAS = 23, 127  # of fp32
+NAN = 0x7FC00000
 UPPER = -1 << 16  # the bits of a word's upper half
 
 
@@ -253,11 +254,13 @@ class GatedGradientGemm(BlockScaledGemm):
                         _raise(of_columns, (which, sixteen, b), sizes[b])
 
     def _scale(self, amax):
-        """The power of two to multiply with, as `lowerings.values.encode_scale` finds it in a bf16 tensor; both as bits."""
+        """The power of two to multiply with, as `lowerings.values.encode_scale` finds it in a bf16 tensor; both as bits. NaN
+        where the amax is infinite or NaN, so that all of the block is: Note [Overflow stays visible] in lowerings/values.py.
+        It has one row, of whose GEMM every result is non-finite anyway, and no register is left to look at each value."""
         difference = cutlass.min(Int32(self.largest) - amax, Int32(BIAS << MANTISSA))
         raised = (difference + Int32(BIAS << MANTISSA)) & Int32(-1 << MANTISSA)
-        usable = (amax > 0) & (amax < Int32(0xFF << MANTISSA))
-        return cutlass.select_(usable, raised, Int32(BIAS << MANTISSA))
+        raised = cutlass.select_(amax > 0, raised, Int32(BIAS << MANTISSA))
+        return cutlass.select_(amax < Int32(0xFF << MANTISSA), raised, Int32(NAN))
 
     @cute.jit
     def _store_scale(self, scale_inv, block, row, scale, place):
@@ -273,7 +276,7 @@ class GatedGradientGemm(BlockScaledGemm):
             made = []
             for place in range(4):
                 high, pairs = place % 2, kept[which, half, place % 2, sixteen + place // 2]
-                values = [_product(value, by_row[which, half, high]) for pair in pairs for value in words.both(pair)]
+                values = [value * by_row[which, half, high] for pair in pairs for value in words.both(pair)]
                 made.append(words.cast(self.element.dtype, *values))
             words.store_matrices(address ^ (sixteen * 16), made, False)
 
@@ -289,7 +292,7 @@ class GatedGradientGemm(BlockScaledGemm):
                 rows = [kept[which, half, high, sixteen] for high in range(2)]
                 for b in range(2):
                     low, high = (words.both(pairs[b]) for pairs in rows)
-                    values = [_product(row[i], factor[2 * b + i]) for i in range(2) for row in (low, high)]
+                    values = [row[i] * factor[2 * b + i] for i in range(2) for row in (low, high)]
                     made.append(words.cast(self.element.dtype, *values))
             words.store_matrices(address + inside * (16 * 128), made, True)
 
@@ -341,12 +344,7 @@ def _over_lanes(word, apart):
     return word
 
 
-def _product(value, factor):
-    """Before a cast: NaN where the value is infinite. Note [Overflow stays visible] in lowerings/values.py."""
-    return value * factor + value * Float32(0.0)
-
-
 def _inverse(scale):
-    """What it is multiplied with to be 1: that of 2**127 is a subnormal."""
+    """What it is multiplied with to be 1: that of 2**127 is a subnormal. What it makes of NaN meets NaN alone."""
     bits = Int32(2 * BIAS << MANTISSA) - scale
     return words.number(cutlass.select_(bits == 0, Int32(1 << MANTISSA - 1), bits))
