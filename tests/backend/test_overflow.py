@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from te_inductor import recipes
+from tests.loss_scaling import STEPS, first_to_overflow, scales
 from tests.recipes import every_recipe, strict
-
-STEPS = 200
 
 
 def model(dtype=torch.float32):
@@ -84,34 +83,17 @@ def test_an_expert_without_rows(name, codegen, without_codegen):
     assert torch.equal(y, x) and not plain.expert.weight.grad.any()
 
 
-def scales(forward, module, steps):
-    """The loss scales of a GradScaler's steps in fp16 autocast, some of them with a loss 64 times as large. One batch, so
-    that the largest gradient keeps its distance from powers of two and a recipe's error changes no decision."""
-    optimizer = torch.optim.SGD(module.parameters(), lr=1e-6)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**17, growth_interval=5)
-    x, found = torch.randn(32, 128), []
-    for step in range(steps):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.float16):
-            loss = forward(x).float().square().sum() * (64 if step % 5 == 3 else 1)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        found.append(scaler.get_scale())
-    return found
-
-
-def scales_of(backend, options=None):
+@functools.cache
+def in_high_precision():
+    """The factor of the loss that overflows first, and the loss scales."""
     torch.manual_seed(0)
-    plain = model()
-    return scales(torch.compile(plain, backend=backend, options=options, fullgraph=True), plain, STEPS)
-
-
-expected_scales = functools.cache(functools.partial(scales_of, "inductor"))
+    plain, x = model(), torch.randn(32, 128)
+    unit = first_to_overflow(torch.compile(plain, backend="inductor", fullgraph=True), plain, x)
+    return plain, x, unit, scales(plain, x, unit, "inductor")
 
 
 @every_recipe
 def test_grad_scaler_skips_the_same_steps(name):
-    expected = expected_scales()
+    plain, x, unit, expected = in_high_precision()
     assert sum(after < before for before, after in itertools.pairwise(expected)) > STEPS // 10
-    assert scales_of("te", {"recipe": name, "fallback": strict(name)}) == expected
+    assert scales(plain, x, unit, "te", {"recipe": name, "fallback": strict(name)}) == expected

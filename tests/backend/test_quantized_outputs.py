@@ -99,7 +99,8 @@ def test_which_casts_a_gemm_takes_over(function, folds):
     assert len(traced.graph.find_nodes(op="call_function", target=ops.quantized_mm)) == folds
     found, expected = traced(x, w, scale), function(x, w, scale)
     if not folds:
-        assert all(map(torch.equal, *([y] if isinstance(y, torch.Tensor) else y for y in (found, expected))))
+        pairs = zip(*([y] if isinstance(y, torch.Tensor) else y for y in (found, expected)), strict=True)
+        assert all(torch.equal(one.float().nan_to_num(1e9), other.float().nan_to_num(1e9)) for one, other in pairs)
         return
     # The graph rounds to bf16 before the cast as well, which generated code does not: a step of E4M3, or its smallest.
     assert found.shape == expected.shape

@@ -1,5 +1,6 @@
 """Overflow stays visible on the GPU: Note [Overflow stays visible] in lowerings/values.py."""
 
+import functools
 import itertools
 
 import pytest
@@ -7,9 +8,8 @@ import torch
 from torch import nn
 
 from te_inductor import recipes
+from tests.loss_scaling import STEPS, first_to_overflow, scales
 from tests.recipes import every_recipe
-
-STEPS = 200
 
 
 class GatedMLP(nn.Module):
@@ -61,27 +61,17 @@ def test_infinity_and_nan_reach_what_they_reach_in_high_precision(name, weights)
                 assert not more.any(), (what, value, key, int(more.sum()))
 
 
-def scales(backend, options):
-    """The loss scales of 200 steps in fp16 autocast, some of them with a loss 64 times as large."""
+@functools.cache
+def in_high_precision():
+    """The factor of the loss that overflows first, and the loss scales."""
     torch.manual_seed(0)
-    module = GatedMLP(512, 1024).cuda()
-    forward = torch.compile(module, backend=backend, options=options, fullgraph=True)
-    optimizer = torch.optim.SGD(module.parameters(), lr=1e-6)
-    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**17, growth_interval=5)
-    x, found = torch.randn(1024, 512, device="cuda"), []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        with torch.autocast("cuda", torch.float16):
-            loss = forward(x).float().square().sum() * (64 if step % 5 == 3 else 1)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        found.append(scaler.get_scale())
-    return found
+    module, x = GatedMLP(512, 1024).cuda(), torch.randn(1024, 512, device="cuda")
+    unit = first_to_overflow(torch.compile(module, backend="inductor", fullgraph=True), module, x)
+    return module, x, unit, scales(module, x, unit, "inductor")
 
 
 @every_recipe
 def test_grad_scaler_skips_the_same_steps(name):
-    expected = scales("inductor", None)
+    module, x, unit, expected = in_high_precision()
     assert sum(after < before for before, after in itertools.pairwise(expected)) > STEPS // 10
-    assert scales("te", {"recipe": name, "fallback": "silent", "policy": {"*": name}}) == expected
+    assert scales(module, x, unit, "te", {"recipe": name, "fallback": "silent", "policy": {"*": name}}) == expected
