@@ -6,7 +6,6 @@ backward graphs (`ops.py`), and Inductor lowers those (`lowerings/`) beside ever
 with the kernels that produce its input.
 """
 
-import copy
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +34,7 @@ from te_inductor.passes import (
     start_builds,
     weigh_sites,
 )
+from te_inductor.patterns import first_step
 from te_inductor.runtime import kept_weights
 from te_inductor.runtime.kept_inputs import bind
 from te_inductor.templates.cutlass import build
@@ -169,10 +169,9 @@ def _compile_or_restore(
 
     try:
         with compat.unwinding_transforms():
-            compiled = inductor(
-                plan.gm, [*plan.inputs, *plan.kept.examples, *plan.gradients.examples, *plan.state.examples]
-            )
-            return bind(compiled, plan.kept, plan.gradients, plan.state)
+            inputs = [*plan.inputs, *plan.kept.examples, *plan.gradients.examples, *plan.state.examples]
+            first = _first_step(plan, inductor, inputs)
+            return bind(inductor(plan.gm, inputs), plan.kept, plan.gradients, plan.state, first)
     except (RestartAnalysis, SkipFrame, Unsupported, TEInductorError):
         raise  # Dynamo's own control flow, and what the user asked to be told
     except Exception:
@@ -183,17 +182,22 @@ def _compile_or_restore(
     return compiled
 
 
+def _first_step(
+    plan: Plan, inductor: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]], inputs: Sequence[Any]
+) -> Callable[..., Any] | None:
+    """What runs where delayed scaling has no history: Note [A first step]."""
+    if not plan.state.quantizers:
+        return None
+    graph = first_step.of(plan.gm)
+    return inductor(graph, inputs) if plan.state.may_lack_history(plan.inputs) else graph.forward
+
+
 def _set_aside(modules: Sequence[fx.GraphModule]) -> dict[fx.GraphModule, fx.Graph]:
     """Give each module a copy of its graph to be rewritten, and return its own: what `_restore` puts back, and what Dynamo
     reads again behind the backend, to write the call, whose arguments are the placeholders."""
     originals = {module: module.graph for module in modules}
     for module, graph in originals.items():
-        twin = copy.deepcopy(graph)
-        # Dynamo also hangs plain attributes on nodes (`_dynamo_source`), which fx does not copy.
-        for node, other in zip(graph.nodes, twin.nodes, strict=True):
-            for name in vars(node).keys() - vars(other).keys():
-                setattr(other, name, getattr(node, name))
-        module.graph = twin
+        module.graph = first_step.twin(graph)
     return originals
 
 

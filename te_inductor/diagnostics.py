@@ -195,8 +195,8 @@ def without_state(fqns: Iterable[str]) -> str:
     """The text of the warning about delayed scaling that is asked to cast and has never seen anything."""
     return (
         "te_inductor: delayed scaling has seen no step of these sites, and this graph, which runs without gradients, records"
-        f" none, so that their tensors are cast with scale 1: {_shown(fqns)}; train first, or load what"
-        " te_inductor.state_dict returned with te_inductor.load_state_dict"
+        f" none, so that the graph casts by each tensor's own amax, as recipe 'current' does, at its price: {_shown(fqns)};"
+        " train first, or load what te_inductor.state_dict returned with te_inductor.load_state_dict"
     )
 
 

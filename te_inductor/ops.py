@@ -18,7 +18,7 @@ from torch import Tensor
 
 from te_inductor.compat import constant_type_name
 from te_inductor.recipes import Gemm, Quantizer, Slots
-from te_inductor.recipes.delayed import ScaleUpdate
+from te_inductor.recipes.delayed import DelayedScaling, ScaleUpdate
 from te_inductor.recipes.formats import FP16_OVERFLOW, HADAMARD, padded
 from te_inductor.runtime import deferred_wgrads, delayed, eager
 from te_inductor.runtime.activation import Activation
@@ -258,13 +258,27 @@ class Known:
 
 @dataclass(frozen=True)
 class Step:
-    """What delayed scaling brings to one call: tensors of the step, and where the backward records."""
+    """What delayed scaling brings to one call: tensors of the step, and where the backward records. In a first step no scale
+    is known, and `first` says how each tensor's follows from its own amax: Note [A first step]."""
 
-    input: Known
-    weight: Known
+    input: Known | None = None
+    weight: Known | None = None
     grad_output: Known | None = None  # in training, as the rest
     token: Tensor | None = None  # what `delayed_step` returned
     grad_amax: Tensor | None = None  # ()
+    first: DelayedScaling | None = None
+
+    def known(self, slot: str, pieces: Sequence[Tensor], quantizer: Quantizer) -> Known | None:
+        """What the pieces, which share a scale, are cast with."""
+        if self.first is None:
+            return getattr(self, slot)  # type: ignore[no-any-return]
+        if self.first.scaling_factor_compute_algo is None:
+            scale, scale_inv = current_scale(pieces, quantizer)
+            headroom = 2.0**self.first.margin
+            return Known(scale / headroom, scale_inv * headroom) if self.first.margin else Known(scale, scale_inv)
+        amaxes = torch.stack([tensor_amax(piece) for piece in pieces]).amax(0, keepdim=True)
+        scale = delayed.scale_of(amaxes, torch.ones_like(amaxes), ScaleUpdate(self.first, quantizer.element)).squeeze(0)
+        return Known(scale, scale.reciprocal())
 
 
 def _weight_copies(
@@ -306,8 +320,12 @@ class Linears(Operation):
         wanted = needs[-len(operands) :]
         x_grad, weight_grad, bias_grad = needs[0], any(wanted[: self.count]), any(wanted[self.count :])
         slots, step = self.slots, self.step
-        x_row, x_col = copies([x], 0, slots.input, step.input if step else None, columnwise=weight_grad)
-        w_row, w_col = _weight_copies(weights, slots.weight, step.weight if step else None, self.kept, x_grad)
+        known_x, known_w = (
+            step.known(slot, pieces, getattr(slots, slot)) if step else None
+            for slot, pieces in (("input", [x]), ("weight", weights))
+        )
+        x_row, x_col = copies([x], 0, slots.input, known_x, columnwise=weight_grad)
+        w_row, w_col = _weight_copies(weights, slots.weight, known_w, self.kept, x_grad)
         y = product(x_row, w_row, _cat(biases) if biases else None, slots.fprop, self.out_dtype)
         ys = y.split([weight.shape[0] for weight in weights], 1) if self.count > 1 else (y,)
         return ys, (x_col, w_col, (x_grad, weight_grad, bias_grad))
@@ -329,7 +347,7 @@ class Linears(Operation):
         slots, step, dx = self.slots, self.step, None
         dws: Sequence[Tensor | None] = [None] * len(dys)
         if x_grad or weight_grad:
-            known = step.grad_output if step else None
+            known = step.known("grad_output", dys, slots.grad_output) if step else None
             g_row, g_col = copies(dys, 1, slots.grad_output, known, rowwise=x_grad, columnwise=weight_grad)
             if step is not None:
                 record_amax(dys, step.grad_amax)
@@ -441,11 +459,35 @@ def trace_linears(
 ) -> list[Tensor]:  # each (..., N)
     """``x @ weight.T + bias`` for each weight, the operands of all three GEMMs in the low precision of `slots`. Several
     weights, each with a multiple of 16 rows, share their scale, as their gradients do, and each of their GEMMs is one."""
-    flat = x.reshape(-1, x.shape[-1])
     pairs = [] if known is None else [Known(*pair) for pair in zip(known[::2], known[1::2], strict=True)]
     step = Step(*pairs, *([token, grad_amax] if len(pairs) > 2 else [])) if pairs else None  # type: ignore[arg-type]
     layers = Linears(slots, out_dtype, len(weights), step, kept or (), main_grads or (), tickets or ())
-    ys = layers(flat, token, *weights, *biases)
+    return _layers(layers, x, token, weights, biases)
+
+
+def trace_first_linears(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    slots: Slots,
+    out_dtype: torch.dtype,
+    recipe: DelayedScaling,
+    token: Tensor | None = None,
+    grad_amax: Tensor | None = None,
+    main_grads: Sequence[Tensor] | None = None,
+    tickets: Sequence[Tensor] | None = None,
+) -> list[Tensor]:
+    """The same under delayed scaling, in a step in which some quantizer of the graph has no history: each tensor's scale
+    follows from its own amax, and kept copies, which have the state's scale, are not read. Note [A first step]."""
+    step = Step(token=token, grad_amax=grad_amax, first=recipe)
+    layers = Linears(slots, out_dtype, len(weights), step, (), main_grads or (), tickets or ())
+    return _layers(layers, x, token, weights, biases)
+
+
+def _layers(
+    layers: Linears, x: Tensor, token: Tensor | None, weights: Sequence[Tensor], biases: Sequence[Tensor]
+) -> list[Tensor]:
+    ys = layers(x.reshape(-1, x.shape[-1]), token, *weights, *biases)
     return [y.reshape(*x.shape[:-1], y.shape[1]) for y in ys]
 
 
@@ -458,6 +500,12 @@ linears = _define(
     " Tensor? token=None, Tensor? grad_amax=None, Tensor[]? kept=None, Tensor[]? main_grads=None,"
     " Tensor[]? tickets=None) -> Tensor[]",
     trace_linears,
+)
+first_linears = _define(
+    f"first_linears(Tensor x, Tensor[] weights, Tensor[] biases, {_SLOTS} slots, ScalarType out_dtype,"
+    f" {constant_type_name(DelayedScaling)} recipe, Tensor? token=None, Tensor? grad_amax=None, Tensor[]? main_grads=None,"
+    " Tensor[]? tickets=None) -> Tensor[]",
+    trace_first_linears,
 )
 
 

@@ -34,10 +34,15 @@ class OracleLayer:
 
     def check(self, x: Tensor, weight: Tensor, bias: Tensor | None, dy: Tensor, y: Tensor, grads: list[Tensor]) -> None:
         """One step, all on the CPU: results within the GEMMs' errors, as operands agree bit for bit."""
-        scales = {slot: history.scale for slot, history in self.of.items()}  # all read when the forward starts
+        scales = self.scales()
         self.forward(x, weight)
         self.backward(dy)
         self.check_results(scales, x, weight, bias, dy, y, grads)
+
+    def scales(self) -> dict[str, float | None]:
+        """All read when the forward starts; none where some quantizer has no history."""
+        known = all(history.has_history for history in self.of.values())
+        return {slot: history.scale if known else None for slot, history in self.of.items()}
 
     def forward(self, x: Tensor, weight: Tensor) -> None:
         for slot, tensor in (("input", x), ("weight", weight)):
@@ -50,7 +55,7 @@ class OracleLayer:
 
     def check_results(
         self,
-        scales: dict[str, float],
+        scales: dict[str, float | None],
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -60,6 +65,10 @@ class OracleLayer:
     ) -> None:
         slots = self.recipe.slots()
         operands = {"input": x, "weight": weight, "grad_output": dy}
+        scales = {
+            slot: self.of[slot].scale_of_first(operands[slot]) if scale is None else scale
+            for slot, scale in scales.items()
+        }
         row, column = (
             {
                 slot: reference.quantize_known(turn(tensor), scales[slot], getattr(slots, slot))

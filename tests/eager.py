@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from te_inductor import Report, explain, recipes
-from te_inductor.ops import linears
+from te_inductor.ops import first_linears, linears
 from te_inductor.recipes import DelayedScaling, Recipe
 
 
@@ -28,10 +28,11 @@ class _Layers:
             device = x.device.type
             autocast = torch.is_autocast_enabled(device)
             out_dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
-            known: Any = [None, None, None]
-            if isinstance(self.recipe, DelayedScaling):  # a first step: no scale is known but 1
-                known = [[torch.ones(()) for _ in range(6)], None, torch.zeros(())]
-            ys = linears(x, weights, biases, self.slots, out_dtype, *known)
+            if isinstance(self.recipe, DelayedScaling):  # a first step: scales follow from the tensors
+                amax = torch.zeros(())
+                ys = first_linears(x, weights, biases, self.slots, out_dtype, self.recipe, None, amax)
+            else:
+                ys = linears(x, weights, biases, self.slots, out_dtype)
             self.outputs = dict(zip(self.layers, ys, strict=True))
         return self.outputs.pop(layer)
 

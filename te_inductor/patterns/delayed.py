@@ -29,6 +29,7 @@ from te_inductor import ops
 from te_inductor.diagnostics import Refusal
 from te_inductor.patterns.bodies import Bodies
 from te_inductor.patterns.extras import Extras
+from te_inductor.patterns.first_step import RECIPE
 from te_inductor.patterns.inputs import append_input, place_of
 from te_inductor.patterns.module_path import holder_path
 from te_inductor.patterns.rule import Match, call_linears
@@ -134,12 +135,25 @@ class DelayedSites:
         self.shared: dict[Reader, list[Reader]] = {}
         self._share([match for _, match in sites], merged)
         self.recorded: set[tuple[_Quantizer, fx.Node]] = set()
-        start = next(node for node in self.graph.nodes if node.op != "placeholder")
-        with self.graph.inserting_before(start):
+        self.in_grad_mode = bodies.in_grad_mode()
+        # torch may put grad-mode and autocast nodes before the inputs, as where DDP splits a graph.
+        inputs_end = self.graph.find_nodes(op="placeholder")[-1]
+        with self.graph.inserting_after(inputs_end):
             self.read = self.graph.call_function(ops.read_scales, ([],))
+        with self.graph.inserting_after(self._first_in_grad_mode()):
             self.step = self.graph.call_function(ops.delayed_step, ())
         self.known: dict[tuple[_Quantizer, bool], fx.Node] = {}
-        self.in_grad_mode = bodies.in_grad_mode()
+
+    def _first_in_grad_mode(self) -> fx.Node:
+        """The node behind which the backward's token is made: autograd has to see it, before any site that trains."""
+        enabled, behind = torch.is_grad_enabled(), False
+        for node in self.graph.nodes:
+            if node.target is torch._C._set_grad_enabled:
+                enabled = bool(node.args[0])
+            behind = behind or node is self.read
+            if behind and enabled:
+                return node  # type: ignore[no-any-return]
+        return self.read
 
     def _share(self, sites: Sequence[Match], merged: Sequence[Sequence[Match]]) -> None:
         """Sites that read the same tensor have one quantizer for it, and merged sites one a slot."""
@@ -179,7 +193,9 @@ class DelayedSites:
                 self._record(of_weight, weights, match.sizes[2])
         if kept:
             self.extras.keeps.scale(matches, of_weight.state, of_weight.amax in self.forward.amaxes)
-        return call_linears(matches, x, weights, self.slots, known=known, **more)
+        ys = call_linears(matches, x, weights, self.slots, known=known, **more)
+        ys[0].all_input_nodes[0].meta[RECIPE] = self.recipe
+        return ys
 
     def finish(self) -> None:
         """Fill in what only all sites together know."""

@@ -51,18 +51,26 @@ def update_scales(
         torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX)
     seen = amax > 0
     history[:, 0] = amax
-    chosen = _chosen_amax(history, recipe.amax_compute_algo)
-    if recipe.scaling_factor_compute_algo is None:
-        scale = torch.full_like(chosen, update.largest) / chosen
-    else:
-        scale = recipe.scaling_factor_compute_algo(chosen, old, update.format.max, recipe)
-    usable = (chosen > 0) & (chosen < torch.inf) & ~scale.isnan()
-    scale = torch.where(usable, scale.clamp(FP32_TINY, FP32_MAX), old)
+    scale = scale_of(_chosen_amax(history, recipe.amax_compute_algo), old, update)
     rolled = torch.cat([torch.zeros_like(history[:, :1]), history[:, 2:], history[:, :1]], 1)[:, : history.shape[1]]
     rest = torch.cat([torch.zeros_like(history[:, :1]), history[:, 1:]], 1)
     torch._foreach_copy_(list(map(_unseen, histories)), list(torch.where(seen.unsqueeze(1), rolled, rest).unbind()))
     torch._foreach_copy_(list(map(_unseen, scales)), list(scale.unbind()))
     torch._foreach_zero_(list(map(_unseen, amaxes)))
+
+
+def scale_of(
+    amax: Tensor,  # (tensors,)
+    old: Tensor,  # (tensors,) scales before, which stay where there is nothing to go by
+    update: ScaleUpdate,
+) -> Tensor:  # (tensors,)
+    recipe = update.recipe
+    if recipe.scaling_factor_compute_algo is None:
+        scale = torch.full_like(amax, update.largest) / amax
+    else:
+        scale = recipe.scaling_factor_compute_algo(amax, old, update.format.max, recipe)
+    usable = (amax > 0) & (amax < torch.inf) & ~scale.isnan()
+    return torch.where(usable, scale.clamp(FP32_TINY, FP32_MAX), old)
 
 
 def _unseen(state: Tensor) -> Tensor:

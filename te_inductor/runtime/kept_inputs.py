@@ -143,16 +143,23 @@ def _backward_of(output: Tensor) -> Iterator[Any]:
 
 
 def bind(
-    compiled: Callable[..., Any], kept: KeptInputs, gradients: GradientInputs, states: StateInputs
+    compiled: Callable[..., Any],
+    kept: KeptInputs,
+    gradients: GradientInputs,
+    states: StateInputs,
+    first: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """The compiled graph as Dynamo calls it, which knows neither of copies, nor of what takes gradients, nor of state."""
+    """The compiled graph as Dynamo calls it, which knows neither of copies, nor of what takes gradients, nor of state.
+    `first` is the graph of a first step under delayed scaling, where there are states."""
     if not (kept.weights or gradients.parameters or states.quantizers):
         return compiled
 
     def call(*inputs: Any) -> Any:
-        state = states.of(inputs)
+        state, is_first = states.of(inputs)
         copies, again = kept.of(inputs, states, state)
-        outputs = compiled(*inputs, *copies, *gradients.of(inputs), *state)
+        outputs = (first if is_first and first is not None else compiled)(
+            *inputs, *copies, *gradients.of(inputs), *state
+        )
         if again is not None:
             again.before_backward(outputs)
         return outputs

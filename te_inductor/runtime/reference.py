@@ -251,6 +251,19 @@ class ScalingHistory:
         amax = amaxes(x.float().reshape(1, -1))[0]
         self.recorded = math.nan if math.isnan(amax) or math.isnan(self.recorded) else max(amax, self.recorded)
 
+    @property
+    def has_history(self) -> bool:
+        """Whether the scale follows from anything."""
+        return bool(self.past) or self.scale != 1.0
+
+    def scale_of_first(self, x: Tensor) -> float:
+        """The scale of a tensor in a step in which some quantizer of the graph has no history: from its own amax."""
+        amax = amaxes(x.float().reshape(1, -1))[0]
+        scale = self._scale(amax) if 0 < amax < math.inf else math.nan
+        if math.isnan(scale):
+            return 1.0 if self.recipe.scaling_factor_compute_algo else fp32(2.0**-self.recipe.margin)
+        return min(max(scale, _FP32_TINY), FP32_MAX)
+
     def update(self) -> None:
         observed = [self.recorded] if 0 < self.recorded < math.inf else []
         chosen = self._chosen(observed)

@@ -26,13 +26,17 @@ class Key:
     recipe: DelayedScaling
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class ScalingState:
     """Of one quantizer; `runtime/delayed.py` says what each tensor means. All fp32."""
 
     amax: Tensor  # ()
     scale: Tensor  # ()
     history: Tensor  # (amax_history_len,)
+    # What the host knows; `note_history` asks the device.
+    has_history: bool = False  # whether the scale follows from some amax, or was loaded
+    recordings: int = 0  # calls that may have recorded an amax
+    asked: int = 0  # how many of those there were when the device was last asked
 
     def tensors(self) -> dict[str, Tensor]:
         return {"amax": self.amax, "scale": self.scale, "history": self.history}
@@ -41,6 +45,10 @@ class ScalingState:
     def unseen(self) -> bool:
         """Whether no step was ever recorded, nor anything loaded."""
         return not isinstance(self.scale, FakeTensor) and _is_unseen(self.save())
+
+    @property
+    def is_fake(self) -> bool:
+        return isinstance(self.scale, FakeTensor)
 
     def save(self) -> dict[str, Tensor]:
         """Copies, the history as TransformerEngine has it: the amax recorded since the last update in slot 0."""
@@ -51,6 +59,9 @@ class ScalingState:
     @torch.no_grad()
     def load(self, saved: Mapping[str, Tensor]) -> None:
         """In place: compiled graphs and CUDA graphs hold these tensors."""
+        global _moves
+        _moves += self.has_history  # which it may have no more: calls look again
+        self.has_history, self.recordings, self.asked = not _is_unseen(saved), 0, 0
         if "scale" in saved:
             self.scale.copy_(saved["scale"])
         if "amax_history" in saved:
@@ -62,7 +73,8 @@ class ScalingState:
 
     def copy(self) -> "ScalingState":
         with torch.inference_mode(False), torch.no_grad():
-            return ScalingState(**{name: tensor.clone() for name, tensor in self.tensors().items()})
+            amax, scale, history = (tensor.clone() for tensor in (self.amax, self.scale, self.history))
+        return ScalingState(amax, scale, history, self.has_history)
 
     def join(self, saved: Mapping[str, Tensor]) -> None:
         """As if this quantizer had also seen what another one saw, whose state this is."""
@@ -78,7 +90,23 @@ def _is_unseen(saved: Mapping[str, Tensor]) -> bool:
     return all(bool((value == 1 if name == "scale" else value == 0).all()) for name, value in saved.items())
 
 
+@torch.no_grad()
+def note_history(states: Sequence[ScalingState]) -> None:
+    """Ask the devices which of these have a scale that some amax, or somebody's state, has given them. One copy to the host
+    for each device, which waits for it. What has none after many calls, as a layer whose gradient is always zero, goes
+    without: own amaxes cost passes over the tensors, and asking costs the wait."""
+    by_device: dict[torch.device, list[ScalingState]] = {}
+    for state in states:
+        by_device.setdefault(state.scale.device, []).append(state)
+    for group in by_device.values():
+        scales, histories = torch.stack([s.scale for s in group]), torch.stack([s.history.amax() for s in group])
+        for state, found in zip(group, ((scales != 1) | (histories > 0)).tolist(), strict=True):
+            state.asked = state.recordings
+            state.has_history = found or state.recordings >= PATIENCE
+
+
 T = TypeVar("T")
+PATIENCE = 16  # calls
 
 _states: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _loaded: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -126,6 +154,12 @@ def shared_state(readers: Sequence[tuple[Tensor, Key]], of_graph: Mapping[int, C
         states.pop(key, None)
         states[key] = state  # last, as `states_of` wants it
     return state
+
+
+def has_history(parameter: Tensor, recipe: DelayedScaling) -> bool:
+    """Whether all quantizers that a parameter has by a recipe are known to have history, or some waits to be loaded."""
+    states = [state for key, state in _states.get(parameter, {}).items() if key.recipe == recipe]
+    return parameter in _loaded or (bool(states) and all(state.has_history for state in states))
 
 
 def _of_site(found: Mapping[Site, T], site: Site, others: Sequence[Site]) -> tuple[dict[Site, T], bool]:

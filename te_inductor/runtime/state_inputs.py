@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from te_inductor.diagnostics import COMPUTED_AGAIN, say, without_state
-from te_inductor.runtime.state import Key, ScalingState, moves, shared_state
+from te_inductor.runtime.state import Key, ScalingState, has_history, moves, note_history, shared_state
 from te_inductor.runtime.tensor_groups import TensorGroups
 
 
@@ -37,10 +38,36 @@ class StateInput:
 
 @dataclass
 class _Found:
+    """The state that the calls with one set of parameters take."""
+
     moves: int
     tensors: list[Tensor]
-    unseen: list[tuple[str, ScalingState]]  # sites whose state the graph reads and never records, by module path
+    states: list[ScalingState]
+    recorded: list[ScalingState]  # those of them that the graph gives new scales
     said: bool
+    is_first: bool  # whether some of them have no history: Note [A first step]
+
+    def step(self) -> None:
+        """A call begins. What has no history is asked for it where a call that may have given it some lies behind."""
+        unknown = [state for state in self.states if not state.has_history]
+        if any(state.recordings > state.asked for state in unknown) and not _is_capturing():
+            note_history(unknown)
+        self.is_first = not all(state.has_history for state in unknown)
+        for state in self.recorded:
+            state.recordings += 1
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _is_computed_again() -> bool:
+    """Whether this call is of a backward, by a checkpoint without reentry: it has to be what the call before was. With
+    reentry the first run, without gradients, recorded nothing and left the scales as they were."""
+    if torch._C._current_graph_task_id() < 0:
+        return False
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return bool(hooks) and hooks[0].__qualname__.startswith("_recomputation_hook.")
 
 
 @dataclass
@@ -54,40 +81,41 @@ class StateInputs:
     _found: TensorGroups[_Found] = field(default_factory=TensorGroups)  # by the parameters
     _said_again: bool = False
 
-    def of(self, inputs: Sequence[Any]) -> list[Tensor]:
-        """What a call with these inputs takes besides."""
+    def of(self, inputs: Sequence[Any]) -> tuple[list[Tensor], bool]:
+        """What a call with these inputs takes besides, and whether some of its quantizers have no history."""
         if not self.quantizers:
-            return []
-        if torch._C._current_graph_task_id() >= 0:  # called by a backward
+            return [], False
+        again = _is_computed_again()
+        if again:
             self._note_checkpoint()
         parameters = [inputs[place] for place in self._places] or list(self.held.values())
         found = self._found.get(parameters)
         if found is None or found.moves != moves():
             states = self._states(inputs)  # which may move some
             tensors = [tensor for one in states for tensor in one.tensors().values()]
-            read = zip(self.quantizers, states, strict=True)
-            unseen = [(q.site, one) for q, one in read if one.unseen and not q.recorded]
-            found = _Found(moves(), tensors, unseen, found is not None and found.said)
+            recorded = [state for q, state in zip(self.quantizers, states, strict=True) if q.recorded]
+            is_first = not states[0].is_fake
+            if is_first:
+                note_history([state for state in states if not state.has_history])
+            found = _Found(moves(), tensors, states, recorded, found is not None and found.said, is_first)
             self._found.set(parameters, found)
-        if found.unseen:
-            self._note_unseen(found)
-        return found.tensors
+        if found.is_first and not again:
+            found.step()
+            if found.is_first and not found.recorded:
+                self._note_no_history(found)
+        return found.tensors, found.is_first
 
-    def _note_unseen(self, found: _Found) -> None:
-        """Once a model; an error at each call."""
+    def _note_no_history(self, found: _Found) -> None:
+        """Of a graph that records nothing. Once a model; an error at each call."""
         if found.said and self.fallback != "error":
             return
-        found.unseen = [(site, state) for site, state in found.unseen if state.unseen]
-        if found.unseen:
-            found.said = True
-            say(without_state(site for site, _ in found.unseen), self.fallback)
+        found.said = True
+        pairs = zip(self.quantizers, found.states, strict=True)
+        say(without_state(q.site for q, state in pairs if not state.has_history), self.fallback)
 
     def _note_checkpoint(self) -> None:
-        """Say that a checkpoint without reentry runs the graph again. With reentry its first run, without gradients,
-        recorded nothing and left the scales as they were."""
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        again = bool(hooks) and hooks[0].__qualname__.startswith("_recomputation_hook.")
-        if again and (self.fallback == "error" or not self._said_again):
+        """Say that a checkpoint without reentry runs the graph again."""
+        if self.fallback == "error" or not self._said_again:
             self._said_again = True
             say(COMPUTED_AGAIN, self.fallback)
 
@@ -95,10 +123,19 @@ class StateInputs:
     def _places(self) -> list[int]:
         return sorted({place for q in self.quantizers for place, _ in q.readers if isinstance(place, int)})
 
+    def may_lack_history(self, inputs: Sequence[Any]) -> bool:
+        """Whether a call with these inputs may find a quantizer without history. Makes no state."""
+        for place, key in itertools.chain(*(q.readers for q in self.quantizers)):
+            parameter = self.held[place] if isinstance(place, str) else inputs[place]
+            if isinstance(parameter, FakeTensor) or not has_history(parameter, key.recipe):
+                return True
+        return False
+
     @staticmethod
     def scaling(quantizer: StateInput, tensors: Sequence[Tensor]) -> ScalingState:
         """One quantizer's part of what `of` found."""
-        return ScalingState(*tensors[3 * quantizer.place : 3 * quantizer.place + 3])
+        amax, scale, history = tensors[3 * quantizer.place : 3 * quantizer.place + 3]
+        return ScalingState(amax, scale, history)
 
     def _states(self, inputs: Sequence[Any]) -> list[ScalingState]:
         readers = [

@@ -1,0 +1,181 @@
+"""Note [A first step] in patterns/first_step.py: a quantizer without history scales by its own amax."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import te_inductor
+from te_inductor.recipes import DelayedScaling
+from te_inductor.runtime import state_inputs
+from tests.backend.delayed_programs import state, te
+
+pytestmark = pytest.mark.usefixtures("without_codegen")
+
+
+class Residual(nn.Module):
+    """Deep enough that gradients which vanish in one layer are missing in those below."""
+
+    def __init__(self, width=64, layers=4, wrap=None):
+        super().__init__()
+        self.up = nn.ModuleList(nn.Linear(width, 2 * width) for _ in range(layers))
+        self.down = nn.ModuleList(nn.Linear(2 * width, width) for _ in range(layers))
+        self.wrap = wrap or (lambda block, x: block(x))
+
+    def forward(self, x):
+        for up, down in zip(self.up, self.down, strict=True):
+            x = x + self.wrap(lambda y, up=up, down=down: down(nn.functional.silu(up(y))), x)
+        return x
+
+
+def gradients(run, model, x, scale=2.0**-20):
+    model.zero_grad()
+    (run(x).float().square().mean() * scale).backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def errors(found, expected):
+    return [((a - b).norm() / b.norm()).item() for a, b in zip(found, expected, strict=True)]
+
+
+@pytest.mark.parametrize("how", ["plain", "checkpointed", "once", "margin", "own algorithm"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_first_gradients_are_as_good_as_those_of_current_scaling(how, dtype):
+    """They are below 2**-24, and were all lost."""
+    wrap = (lambda block, x: checkpoint(block, x, use_reentrant=False)) if how == "checkpointed" else None
+    model, x = Residual(wrap=wrap).to(dtype), torch.randn(512, 64, dtype=dtype)
+    fields = {"margin": 2} if how == "margin" else {}
+    if how == "own algorithm":
+        fields = {"scaling_factor_compute_algo": half_of_the_range}
+    options = {"weights": "once"} if how == "once" else {}
+    exact = gradients(model, model, x)
+    current = errors(gradients(te(model, recipe="current"), model, x), exact)
+    torch._dynamo.reset()
+    run = te(model, recipe=DelayedScaling(**fields), **options)
+    steps = [errors(gradients(run, model, x), exact) for _ in range(3)]
+    for step in steps:
+        assert max(step) <= 1.5 * max(current) + 0.01
+
+
+def half_of_the_range(amax, scale, fp8_max, recipe):
+    return fp8_max / 2 / amax
+
+
+def test_later_steps_run_by_their_history_and_ask_nobody(monkeypatch):
+    asked = []
+    note_history = state_inputs.note_history
+    monkeypatch.setattr(state_inputs, "note_history", lambda states: (asked.append(len(states)), note_history(states)))
+    model, x = Residual(layers=1), torch.randn(64, 64)
+    run = te(model)
+    for _ in range(2):
+        gradients(run, model, x, 1.0)
+    asked.clear()
+    for _ in range(3):
+        gradients(run, model, x, 1.0)
+    assert not any(asked)
+    y = run(1000 * x)  # saturates, as delayed scaling does
+    assert (y - 1000 * x).norm() < 0.1 * (model(1000 * x) - 1000 * x).norm()
+
+
+def test_forwards_before_the_first_backward():
+    """Of microbatches in flight: no gradient's scale is known before a backward."""
+    model, x = Residual(), torch.randn(512, 64)
+    exact, run = gradients(model, model, x), te(model)
+    model.zero_grad()
+    losses = [run(x).square().mean() * 2.0**-20 for _ in range(3)]
+    for loss in losses:
+        loss.backward()
+    assert max(errors([p.grad / 3 for p in model.parameters()], exact)) < 0.2
+
+
+def test_a_gradient_that_is_zero_at_first():
+    """As an adapter's, whose second factor starts at zero."""
+
+    class Adapter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(64, 32, bias=False), nn.Linear(32, 64, bias=False)
+            nn.init.zeros_(self.b.weight)
+
+        def forward(self, x):
+            return x + self.b(self.a(x))
+
+    model, x = Adapter(), torch.randn(128, 64)
+    run = te(model)
+    assert not gradients(run, model, x)[0].any()
+    with torch.no_grad():
+        model.b.weight.normal_(std=0.1)
+    found = gradients(run, model, x)
+    assert max(errors(found, gradients(model, model, x))) < 0.2
+
+
+def test_what_never_has_a_gradient_is_asked_for_no_more():
+    model, x = Residual(layers=1), torch.randn(64, 64)
+    run = te(model)
+    for _ in range(20):
+        model.zero_grad()
+        (run(x) * 0).sum().backward()
+    y = run(1000 * x)
+    assert (y - 1000 * x).norm() < 0.1 * (model(1000 * x) - 1000 * x).norm()
+
+
+def test_a_copy_of_a_model_has_a_first_step_of_its_own():
+    """In a graph that was compiled when all had history: by the eager runtime, once."""
+    model, x = Residual(layers=2), torch.randn(512, 64)
+    run = te(model)
+    for _ in range(2):
+        gradients(run, model, x)
+    torch._dynamo.reset()
+    gradients(te(model), model, x)
+    twin = copy.deepcopy(model)
+    found = gradients(te(twin), twin, x)
+    assert max(errors(found, gradients(twin, twin, x))) < 0.2
+    assert state(twin).keys() == state(model).keys()
+
+
+def test_blocks_that_share_a_graph():
+    blocks = nn.Sequential(*(Residual(layers=1) for _ in range(3)))
+    x = torch.randn(512, 64)
+    exact = gradients(blocks, blocks, x)
+    for block in blocks:
+        block.compile(backend="te", fullgraph=True, options={"recipe": "delayed", "fallback": "error"})
+    assert max(errors(gradients(blocks, blocks, x), exact)) < 0.2
+
+
+def test_inference_without_history():
+    model, x = Residual(), 1000 * torch.randn(64, 64)
+    with torch.no_grad():
+        y = te(model, fallback="silent")(x)
+        assert (y - model(x)).norm() < 0.1 * (model(x) - x).norm()
+
+
+def test_losses_of_the_first_steps_are_those_of_current_scaling():
+    def losses(recipe):
+        torch.manual_seed(3)
+        torch._dynamo.reset()
+        model, x = Residual(layers=3), torch.randn(256, 64)
+        target, run = torch.randn(256, 64), te(model, recipe=recipe)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        found = []
+        for _ in range(20):
+            optimizer.zero_grad()
+            loss = (run(x) - target).square().mean()
+            (loss * 2.0**-16).backward()
+            optimizer.step()
+            found.append(loss.item())
+        return found
+
+    current, delayed = losses("current"), losses(DelayedScaling())
+    assert current[-1] < 0.7 * current[0]
+    assert abs(delayed[-1] - current[-1]) < 0.05 * (current[0] - current[-1])
+
+
+def test_loaded_state_is_history():
+    model, x = Residual(layers=1), torch.randn(64, 64)
+    gradients(te(model), model, x, 1.0)
+    twin = copy.deepcopy(model)
+    te_inductor.load_state_dict(twin, state(model))
+    y = te(twin)(1000 * x)
+    assert (y - 1000 * x).norm() < 0.1 * (model(1000 * x) - 1000 * x).norm()
