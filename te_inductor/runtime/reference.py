@@ -259,7 +259,7 @@ class ScalingHistory:
     def scale_of_first(self, x: Tensor) -> float:
         """The scale of a tensor in a step in which some quantizer of the graph has no history: from its own amax."""
         amax = amaxes(x.float().reshape(1, -1))[0]
-        scale = self._scale(amax) if 0 < amax < math.inf else math.nan
+        scale = ScalingHistory(self.recipe, self.element)._scale(amax) if 0 < amax < math.inf else math.nan
         if math.isnan(scale):
             return 1.0 if self.recipe.scaling_factor_compute_algo else fp32(2.0**-self.recipe.margin)
         return min(max(scale, _FP32_TINY), FP32_MAX)
