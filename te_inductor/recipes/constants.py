@@ -8,7 +8,10 @@ import dataclasses
 import enum
 import hashlib
 import math
+import re
+import threading
 import types
+import weakref
 from typing import Any, TypeVar
 
 from typing_extensions import dataclass_transform
@@ -55,6 +58,28 @@ def _comparable(value: object) -> object:
     return _digest(value) if isinstance(value, types.FunctionType) else value
 
 
+def source_name(cls: type) -> str:
+    """The name by which source refers to a class: its module's, its own, and a number where another class has that name.
+
+    A graph has one namespace for all its constants, so two classes never share a name.
+    """
+    with _naming:
+        if cls not in _names:
+            module = cls.__module__.removeprefix("te_inductor.")
+            stem = re.sub(r"\W", "_", f"te_inductor_{module}_{cls.__qualname__}")
+            name, number = stem, 1
+            while _named.get(name) is not None:
+                number += 1
+                name = f"{stem}_{number}"
+            _names[cls], _named[name] = name, cls
+        return _names[cls]
+
+
+_names: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
+_named: weakref.WeakValueDictionary[str, type] = weakref.WeakValueDictionary()
+_naming = threading.Lock()
+
+
 def _source(value: object, names: dict[str, Any]) -> str:
     if value is None or isinstance(value, bool | int | str):
         return repr(value)
@@ -68,7 +93,7 @@ def _source(value: object, names: dict[str, Any]) -> str:
         name = f"te_inductor_function_{_digest(value)}"
         names[name] = value
         return name
-    name = f"te_inductor_{type(value).__name__}"
+    name = source_name(type(value))
     if isinstance(value, enum.Enum):
         names[name] = type(value)
         return f"{name}.{value.name}"
