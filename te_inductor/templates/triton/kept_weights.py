@@ -91,7 +91,7 @@ class OnDevice:
 
 
 def _join_streams(device: torch.device, kept: Sequence[Kept]) -> None:
-    """Wait for looks of a device's other streams, whose casts may not be done. Nothing is recorded of them: whoever captures a
+    """Wait for looks of a device's other streams, whose casts may not be done. Nothing is recorded of them: who captures a
     graph has waited."""
     with torch.cuda.device(device):
         if torch.cuda.is_current_stream_capturing():
