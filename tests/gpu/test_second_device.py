@@ -3,7 +3,6 @@
 What one device computes while it is current is what it has to compute otherwise, bit for bit.
 """
 
-import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -196,9 +195,9 @@ def results(family: str, device: str, current: AbstractContextManager[object]) -
     run, inputs = builder(family)(device)
     torch.cuda.synchronize(device)
     with current:
-        found = [copy.copy(run(*inputs)) for _ in range(2)]
+        found = [run(*inputs).detach().clone() for _ in range(2)]
     torch.cuda.synchronize(device)
-    return [one.detach().cpu() for one in found]
+    return [one.cpu() for one in found]
 
 
 @needs_hopper
