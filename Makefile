@@ -10,7 +10,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu test-matrix fuzz lint format clean
+.PHONY: help demo test test-gpu test-gpu2 test-matrix fuzz lint format clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -19,10 +19,13 @@ demo: $(VENV)/demo.done ## Train a small Llama eagerly, compiled, and in FP8; AR
 	$(BIN)/python -m examples.demo $(ARGS)
 
 test: $(VENV)/dev.done ## Run the tests that need no GPU; ARGS="-k explain"
-	$(BIN)/python -m pytest -m "not gpu" -n 2 $(ARGS)
+	$(BIN)/python -m pytest -m "not gpu and not gpu2" -n 2 $(ARGS)
 
 test-gpu: $(VENV)/dev.done ## Run the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+test-gpu2: $(VENV)/dev.done ## Run the tests that need two GPUs
+	$(BIN)/python -m pytest -m gpu2 $(ARGS)
 
 test-matrix: ## Run them on each Python and torch that we support; ARGS="--cell 3.12:2.13.0 tests/numerics"
 	$(PYTHON) -m tests.matrix $(ARGS)

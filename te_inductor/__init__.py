@@ -68,3 +68,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(set(globals()) | set(__all__))
+
+
+import_module("te_inductor.safe_globals")

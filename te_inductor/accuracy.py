@@ -4,6 +4,7 @@ The model runs once in high precision, forward and backward, and each layer's ow
 figure is one layer's alone: no error of an earlier layer is in it.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -252,4 +253,4 @@ def _decibels(sums: _Sums) -> float | None:
     """None where it is infinite, or there is no signal."""
     if not (0 < sums.noise < float("inf") and 0 < sums.signal < float("inf")):
         return None
-    return 10 * torch.tensor(sums.signal / sums.noise, dtype=torch.float64).log10().item()
+    return 10 * math.log10(sums.signal / sums.noise)

@@ -20,6 +20,7 @@ except ImportError:  # 2.11 needs the metaclass, 2.13 accepts it
 __all__ = [
     "ConstantMeta",
     "autotune",
+    "capability_of",
     "compile_fx",
     "compiled_apart",
     "constant_type_name",
@@ -53,9 +54,15 @@ def constant_type_name(cls: type) -> str:
     return name
 
 
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """The compute capability of a CUDA device; (0, 0), which no kernel runs on, of an AMD GPU. torch calls those "cuda" as
+    well, and their numbers mean something else."""
+    return (0, 0) if torch.version.hip is not None else torch.cuda.get_device_capability(device)
+
+
 def has_block_scaled_mm(device: torch.device) -> bool:
     """Whether torch._scaled_mm takes scales of 1 x 128 and 128 x 128 blocks there: cuBLASLt of CUDA 12.9 on Hopper."""
-    if torch.version.cuda is None or torch.cuda.get_device_capability(device) != (9, 0):
+    if torch.version.cuda is None or capability_of(device) != (9, 0):
         return False
     major, minor = torch.version.cuda.split(".")[:2]
     return (int(major), int(minor)) >= (12, 9)
@@ -64,7 +71,7 @@ def has_block_scaled_mm(device: torch.device) -> bool:
 def has_microscaled_mm(device: torch.device) -> bool:
     """Whether torch._scaled_mm multiplies MXFP8 and NVFP4 operands there, by tensor cores that apply their scales: cuBLASLt
     of CUDA 12.8 on compute capability 10.0 and 10.3."""
-    if device.type != "cuda" or torch.version.cuda is None or torch.cuda.get_device_capability(device)[0] != 10:
+    if device.type != "cuda" or torch.version.cuda is None or capability_of(device)[0] != 10:
         return False
     major, minor = torch.version.cuda.split(".")[:2]
     return (int(major), int(minor)) >= (12, 8)
@@ -187,9 +194,9 @@ def unwinding_transforms() -> Iterator[None]:
         raise
 
 
-def guard_on(module: str, path: str) -> None:
-    """Have Dynamo compare an attribute of a module, by value, before each run of the graph that it is compiling. Where
-    something else calls the backend there is nobody to compare."""
+def guard_on(module: str, path: str, by_type: bool = False) -> None:
+    """Have Dynamo compare an attribute of a module, by value or by its type, before each run of the graph that it is
+    compiling. Where something else calls the backend there is nobody to compare."""
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.source import AttrSource
     from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -200,7 +207,7 @@ def guard_on(module: str, path: str) -> None:
     source: Any = InstructionTranslator.current_tx().import_source(module)
     for name in path.split("."):
         source = AttrSource(source, name)
-    install_guard(source.make_guard(GuardBuilder.EQUALS_MATCH))
+    install_guard(source.make_guard(GuardBuilder.TYPE_MATCH if by_type else GuardBuilder.EQUALS_MATCH))
 
 
 def guard_on_attribute(node: fx.Node, parameter: object, name: str) -> None:
@@ -238,7 +245,9 @@ def is_gathered(parameter: torch.Tensor) -> bool:
 
 
 def inside_ddp() -> bool:
-    """Whether the forward of a torch DistributedDataParallel runs, whose `_get_active_ddp_module` Dynamo asks as well."""
+    """Whether the forward of a torch DistributedDataParallel runs, whose `_get_active_ddp_module` Dynamo asks as well. The
+    graph that is being compiled is compiled anew where the answer is another."""
+    guard_on("torch.nn.parallel.distributed", "DistributedDataParallel._active_ddp_module", by_type=True)
     return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None  # type: ignore[no-untyped-call]
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from te_inductor import gemm_nodes, ops_attention, ops_stored
+from te_inductor.compat import capability_of
 
 aten = torch.ops.aten
 _CAPABILITY = (9, 0)
@@ -94,7 +95,7 @@ def _runs(found: Attention) -> bool:
         and q.dtype in ops_attention.DTYPES
         and q.dtype == k.dtype == v.dtype
         and q.device.type == "cuda"
-        and torch.cuda.get_device_capability(q.device) >= _CAPABILITY
+        and capability_of(q.device) >= _CAPABILITY
     )
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from te_inductor.compat import constant_type_name
+from te_inductor.compat import capability_of, constant_type_name
 from te_inductor.ops import _define, dequantize, quantize, scaled_mm
 from te_inductor.recipes import Gemm, Quantizer, Slots
 from te_inductor.runtime import few_rows, nvfp4
@@ -88,7 +88,7 @@ def nvfp4_way(m: Any, k: int, dtype: torch.dtype, device: torch.device, prefill:
     "recast" to E4M3 first; "exact", written out first."""
     if dtype not in (torch.bfloat16, torch.float16):
         return "exact"
-    capability = torch.cuda.get_device_capability(device)
+    capability = capability_of(device)
     fp8 = prefill == "fp8" and capability >= _FP8_CAPABILITY
     decodes = fp8 and capability == HOPPER and k % _PROMPT_COLUMNS == 0
     if m <= (FEW_ROWS if decodes else DECODE_ROWS):

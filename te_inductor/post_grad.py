@@ -17,6 +17,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from te_inductor import few_queries, ops, quantized_outputs, residuals, sigmoids, sines
 from te_inductor.errors import StateError
+from te_inductor.templates import cutlass
 
 aten = torch.ops.aten
 _QUANTIZE = frozenset(
@@ -46,7 +47,8 @@ _SHARED = _QUANTIZE | {
 class Pass(CustomGraphPass):  # type: ignore[misc]
     """A pass of ours where torch has room for one: it runs after the user's own, if there is one.
 
-    Its `uuid` also stands in both compile caches for everything of ours that Inductor's key does not see: the lowerings.
+    Its `uuid` also stands in both compile caches for everything of ours that Inductor's key does not see: the lowerings, and
+    whether CUTLASS is installed, and which.
     """
 
     def __init__(self, user_pass: Callable[[fx.Graph], Any] | None, ours: Callable[[fx.Graph], None]) -> None:
@@ -59,10 +61,11 @@ class Pass(CustomGraphPass):  # type: ignore[misc]
 
     def uuid(self) -> Any:
         """None, which turns the cache off, where the user's pass has no identity."""
+        ours = package_hash(), cutlass.identity()
         if self.user_pass is None:
-            return package_hash()
+            return ours
         theirs = self.user_pass.uuid() if isinstance(self.user_pass, CustomGraphPass) else None
-        return None if theirs is None else (package_hash(), theirs)
+        return None if theirs is None else (*ours, theirs)
 
 
 class PostGrad(Pass):

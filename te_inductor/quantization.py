@@ -12,7 +12,7 @@ from te_inductor.errors import OptionError, wrong_type
 from te_inductor.patterns import policy as policies
 from te_inductor.patterns.module_path import without_wrappers
 from te_inductor.recipes import Recipe
-from te_inductor.stored_weight import StoredWeight, kind_of, rebuild, store
+from te_inductor.stored_weight import StoredWeight, kind_of, store
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -111,18 +111,3 @@ def _refusal(module: nn.Linear, owners: Mapping[Tensor, Sequence[nn.Module]]) ->
 def _stored(weight: Tensor, recipe: Recipe) -> nn.Parameter:
     with torch.no_grad():
         return nn.Parameter(store(weight.detach(), recipe), requires_grad=False)
-
-
-# What `torch.load(weights_only=True)` meets in a saved model: the function that rebuilds a weight, and plain constants.
-torch.serialization.add_safe_globals(
-    [
-        rebuild,
-        recipes.NVFP4WeightOnly,
-        recipes.Float8CurrentScaling,
-        recipes.Float8RowwiseScaling,
-        recipes.Float8BlockScaling,
-        recipes.Format,
-        recipes.MMParams,
-        recipes.QParams,
-    ]
-)

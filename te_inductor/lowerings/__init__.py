@@ -15,7 +15,6 @@ def install(fallback: str = "warn") -> Callable[[Callable[..., Any]], Callable[.
     only then, our tiles, our kernel class and `few_rows` hold; after it, lowerings that failed are named as `fallback` says.
     """
     import torch
-    from torch._inductor import lowering
     from torch._inductor.codegen.triton import TritonScheduling
     from torch._inductor.virtualized import V
     from torch.utils._triton import has_triton_package
@@ -40,8 +39,7 @@ def install(fallback: str = "warn") -> Callable[[Callable[..., Any]], Callable[.
     def wrap(inner_compile: Callable[..., Any]) -> Callable[..., Any]:
         def compile_graph(*args: Any, **kwargs: Any) -> Any:
             kernels = patch.object(TritonScheduling, "kernel_type", EarlyKernel)
-            others = patch.dict(lowering.lowerings, few_rows.replaced())
-            with failures_said(fallback), kernels, others, V.set_choices_handler(Choices(V.choices)):
+            with failures_said(fallback), kernels, few_rows.replaced(), V.set_choices_handler(Choices(V.choices)):
                 return inner_compile(*args, **kwargs)
 
         return compile_graph

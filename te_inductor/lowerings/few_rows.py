@@ -1,6 +1,8 @@
 """What a step of generation does besides its linear layers: attention of few queries, an arg max over a vocabulary."""
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,16 +28,47 @@ def few_queries(q, k, v, keep, scale):  # type: ignore[no-untyped-def]
     return fallback_handler(ops_attention.few_queries, add_to_fallback_set=False)(q, k, v, keep, scale)
 
 
-def replaced() -> dict[Any, Callable[..., Any]]:
-    """Lowerings that stand in Inductor's table during our compiles, by op: ours in graphs whose kernels start early, where
-    it fits; elsewhere Inductor's own."""
+_lock = threading.Lock()
+_compiles = 0  # of ours that run now: two threads may compile
+_replaced: dict[Any, tuple[Callable[..., Any], Callable[..., Any]]] = {}  # Inductor's and ours, by op
+
+
+@contextmanager
+def replaced() -> Iterator[None]:
+    """Have Inductor's table hold our lowerings during our compiles. They serve graphs whose kernels start early, where they
+    fit. Other entries are left alone, also those that somebody registers meanwhile."""
+    global _compiles
+    with _lock:
+        if _compiles == 0:
+            _replace()
+        _compiles += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _compiles -= 1
+            if _compiles == 0:
+                _put_back()
+
+
+def _replace() -> None:
     inductors = lowerings[aten.argmax]
 
     def argmax(x: ir.TensorBox, *args: Any, **kwargs: Any) -> Any:
         found = _argmax(x, *args, **kwargs) if is_early() else None
         return inductors(x, *args, **kwargs) if found is None else found
 
-    return {op: argmax for op in (aten.argmax, aten.argmax.default) if op in lowerings}
+    for op in (aten.argmax, aten.argmax.default):
+        if op in lowerings:
+            _replaced[op] = lowerings[op], argmax
+            lowerings[op] = argmax
+
+
+def _put_back() -> None:
+    for op, (inductors, ours) in _replaced.items():
+        if lowerings.get(op) is ours:
+            lowerings[op] = inductors
+    _replaced.clear()
 
 
 def _argmax(x: ir.TensorBox, dim: int | None = None, keepdim: bool = False) -> ir.TensorBox | None:

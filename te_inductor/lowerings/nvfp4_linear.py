@@ -6,6 +6,7 @@ from torch._inductor.lowering import lowerings
 from torch._inductor.virtualized import V
 
 from te_inductor import compat, ops_stored
+from te_inductor.compat import capability_of
 from te_inductor.lowerings.partial_sums import added_up, called
 from te_inductor.lowerings.registry import lowering
 
@@ -28,7 +29,7 @@ def nvfp4_linear(
 
     (m, k), n = x.get_size(), stored.get_size()[0]
     hints = [compat.size_hint(V.graph.sizevars, size) for size in (m, n, k)]
-    capability = torch.cuda.get_device_capability(device)
+    capability = capability_of(device)
     config = template.choose(template.Problem(hints[0], hints[1], hints[2], x.get_dtype(), capability))
     if config is None:
         return called(ops_stored.nvfp4_linear, x, stored, block_scale, tensor_scale, out_dtype)
@@ -79,7 +80,7 @@ def nvfp4_linear_fp8(
     device, rows = x.get_device_or_error(), x.get_size()[0]
     # Else the op asks how many there are, as it runs.
     few = V.graph.sizevars.statically_known_leq(rows, ops_stored.PROMPT_ROWS)
-    if not few or device.type != "cuda" or torch.cuda.get_device_capability(device) != ops_stored.HOPPER:
+    if not few or device.type != "cuda" or capability_of(device) != ops_stored.HOPPER:
         return called(ops_stored.nvfp4_linear_fp8, *given, out_dtype)
     from te_inductor.templates.triton import nvfp4_fp8, nvfp4_ops
 

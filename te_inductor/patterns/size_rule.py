@@ -12,8 +12,7 @@ It holds for compute capability 9.0 and sizes that are known; a policy entry tha
 
 from collections.abc import Sequence
 
-import torch
-
+from te_inductor.compat import capability_of
 from te_inductor.diagnostics import Refusal
 from te_inductor.patterns.rule import Match
 from te_inductor.patterns.support import value
@@ -32,7 +31,7 @@ def refusal(matches: Sequence[Match], recipe: Recipe) -> Refusal | None:
     device = value(match.weight).device
     m, _, k = match.sizes
     n = sum(match.sizes[1] for match in matches)
-    if device.type != "cuda" or not isinstance(m, int) or torch.cuda.get_device_capability(device) != CAPABILITY:
+    if device.type != "cuda" or not isinstance(m, int) or capability_of(device) != CAPABILITY:
         return None
     gemms = len(list(match.gemms()))
     saved = 2 * gemms * m * n * k * (1 / BF16_FLOPS - 1 / FP8_FLOPS)

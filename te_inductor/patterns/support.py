@@ -10,6 +10,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.utils import _pytree as pytree
 
 from te_inductor import compat
+from te_inductor.compat import capability_of
 from te_inductor.diagnostics import Refusal
 from te_inductor.recipes import Recipe, Slots
 from te_inductor.recipes.formats import padded
@@ -55,7 +56,9 @@ def device(device: torch.device) -> Refusal | None:
         return None
     if device.type != "cuda":
         return Refusal("device type %s has no FP8 GEMM", device.type)
-    capability = torch.cuda.get_device_capability(device)
+    if torch.version.hip is not None:
+        return Refusal("an AMD GPU (ROCm %s), the kernels are for NVIDIA's", torch.version.hip)
+    capability = capability_of(device)
     if capability < MIN_CAPABILITY:
         return Refusal("compute capability %d.%d has no FP8 tensor cores, 8.9 is the first", *capability)
     return None
@@ -97,7 +100,7 @@ def blocks(slots: Slots, weight: torch.Tensor, n: int, k: int) -> Refusal | None
     if not slots.fprop.blocked or emulated(slots, weight.device):
         return None
     if not slots.fprop.microscaled and weight.device.type == "cuda" and not compat.has_block_scaled_mm(weight.device):
-        capability = torch.cuda.get_device_capability(weight.device)
+        capability = capability_of(weight.device)
         return Refusal(
             "scales of blocks want compute capability 9.0 and CUDA 12.9, here are %d.%d and %s",
             *capability,
@@ -134,5 +137,5 @@ def emulated(slots: Slots, device: torch.device) -> Refusal | None:
 def _named(device: torch.device) -> str:
     if device.type != "cuda":
         return device.type
-    major, minor = torch.cuda.get_device_capability(device)
+    major, minor = capability_of(device)
     return f"compute capability {major}.{minor}"

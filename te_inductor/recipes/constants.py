@@ -8,9 +8,13 @@ import dataclasses
 import enum
 import hashlib
 import math
+import re
+import threading
 import types
+import weakref
 from typing import Any, TypeVar
 
+import torch
 from typing_extensions import dataclass_transform
 
 from te_inductor.compat import ConstantMeta, register_constant
@@ -55,8 +59,30 @@ def _comparable(value: object) -> object:
     return _digest(value) if isinstance(value, types.FunctionType) else value
 
 
+def source_name(cls: type) -> str:
+    """The name by which source refers to a class: its module's, its own, and a number where another class has that name.
+
+    A graph has one namespace for all its constants, so two classes never share a name.
+    """
+    with _naming:
+        if cls not in _names:
+            module = cls.__module__.removeprefix("te_inductor.")
+            stem = re.sub(r"\W", "_", f"te_inductor_{module}_{cls.__qualname__}")
+            name, number = stem, 1
+            while _named.get(name) is not None:
+                number += 1
+                name = f"{stem}_{number}"
+            _names[cls], _named[name] = name, cls
+        return _names[cls]
+
+
+_names: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
+_named: weakref.WeakValueDictionary[str, type] = weakref.WeakValueDictionary()
+_naming = threading.Lock()
+
+
 def _source(value: object, names: dict[str, Any]) -> str:
-    if value is None or isinstance(value, bool | int | str):
+    if value is None or (isinstance(value, bool | int | str) and not isinstance(value, enum.Enum)):
         return repr(value)
     if isinstance(value, float):
         if not math.isfinite(value):
@@ -68,7 +94,7 @@ def _source(value: object, names: dict[str, Any]) -> str:
         name = f"te_inductor_function_{_digest(value)}"
         names[name] = value
         return name
-    name = f"te_inductor_{type(value).__name__}"
+    name = source_name(type(value))
     if isinstance(value, enum.Enum):
         names[name] = type(value)
         return f"{name}.{value.name}"
@@ -88,10 +114,41 @@ def _digest(function: types.FunctionType) -> str:
             f"function {function.__qualname__} closes over {', '.join(function.__code__.co_freevars)}, which no cache key"
             " holds, expected a function without a closure; make what it needs a default argument or a global"
         )
-    identity = (function.__module__, function.__qualname__, function.__defaults__, function.__kwdefaults__)
-    return hashlib.sha256(repr((identity, _code(function.__code__))).encode()).hexdigest()[:16]
+    name = function.__qualname__
+    defaults = [_exact(value, name) for value in function.__defaults__ or ()]
+    named = [(key, _exact(value, name)) for key, value in sorted((function.__kwdefaults__ or {}).items())]
+    identity = (function.__module__, name, defaults, named, _code(function.__code__, name))
+    return hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
 
 
-def _code(code: types.CodeType) -> tuple[Any, ...]:
-    constants = tuple(_code(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts)
-    return code.co_code, code.co_names, code.co_varnames, constants
+def _code(code: types.CodeType, function: str) -> tuple[Any, ...]:
+    arguments = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags
+    names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
+    constants = [_code(c, function) if isinstance(c, types.CodeType) else _exact(c, function) for c in code.co_consts]
+    return code.co_code, getattr(code, "co_exceptiontable", b""), arguments, names, constants
+
+
+def _exact(value: object, function: str) -> str:
+    """Text that two values share only where they are equal and stay so.
+
+    Raises:
+        RecipeError: there is no such text: the value may change, or its repr leaves something out.
+    """
+    if isinstance(value, enum.Enum):
+        return f"{type(value).__module__}.{type(value).__qualname__}.{value.name}"
+    if value is None or value is ... or type(value) in (bool, int, float, complex, str, bytes, torch.dtype):
+        return repr(value)
+    if type(value) is tuple:
+        return f"({', '.join(_exact(item, function) for item in value)})"
+    if type(value) is frozenset:  # as in `x in {1, 2}`
+        return f"frozenset({', '.join(sorted(_exact(item, function) for item in value))})"
+    if isinstance(value, slice):
+        return f"slice{_exact((value.start, value.stop, value.step), function)}"
+    if isinstance(value, Constant):
+        return _source(value, {})
+    if isinstance(value, types.FunctionType):
+        return f"function {_digest(value)}"
+    raise RecipeError(
+        wrong_type(f"a default argument of function {function}", value, "a number, string, enum member, dtype, tuple,")
+        + " Constant or plain function, which cache keys can hold; make a tuple of it, or build it inside of the function"
+    )

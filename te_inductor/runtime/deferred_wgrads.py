@@ -81,11 +81,13 @@ def _ticket(parameter: Tensor) -> Tensor:
     queue = _queues.get(parameter)
     if queue is None:
         number = next(_tickets)
-        queue = _queues[parameter] = _by_ticket[number] = Queue(weakref.ref(parameter), torch.tensor(number))
+        queue = _queues[parameter] = _by_ticket[number] = Queue(
+            weakref.ref(parameter), torch.tensor(number, dtype=torch.int64, device="cpu")
+        )
     return queue.ticket  # type: ignore[no-any-return]
 
 
-TICKETS = Takers("tickets", lambda parameter: torch.empty((), dtype=torch.int64), _ticket)
+TICKETS = Takers("tickets", lambda parameter: torch.empty((), dtype=torch.int64, device="cpu"), _ticket)
 
 
 def defer_wgrad(

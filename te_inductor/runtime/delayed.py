@@ -98,7 +98,7 @@ def check_functions(recipe: DelayedScaling, device: torch.device) -> None:
         function = getattr(recipe, name)
         if not callable(function):
             continue
-        history = torch.ones(recipe.amax_history_len, tensors, device=device)
+        history = torch.ones(recipe.amax_history_len, tensors, dtype=torch.float32, device=device)
         amax = history[0]
         args = (
             (history,) if name == "amax_compute_algo" else (amax, amax.clone(), recipe.fp8_format.forward.max, recipe)

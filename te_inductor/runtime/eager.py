@@ -197,7 +197,7 @@ def _exact(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, gemm: Gemm) -
 
 def _cuda(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, gemm: Gemm, out_dtype: torch.dtype) -> Tensor:
     if a_scale.dim() and out_dtype != ROW_SCALED_OUTPUT:
-        one = torch.ones((), device=a.device)
+        one = torch.ones((), dtype=torch.float32, device=a.device)
         return (_cuda(a, one, b, one, gemm, torch.float32) * (a_scale * b_scale.t())).to(out_dtype)
     rows = b.shape[0]
     b = _pad_rows(b, ALIGNMENT)  # cuBLASLt's N

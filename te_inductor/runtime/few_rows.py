@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 
+from te_inductor.compat import capability_of
 from te_inductor.recipes import Gemm
 from te_inductor.recipes.constants import Constant, constant
 from te_inductor.recipes.formats import ROW, TENSOR
@@ -49,7 +50,7 @@ def choose(
     """None where the kernel does not compute ``a[M, K] @ b[N, K].T``, or there may be too many rows for it to pay."""
     n, k = sizes
     known = m is not None and isinstance(n, int) and isinstance(k, int)
-    if not known or device.type != "cuda" or torch.cuda.get_device_capability(device) != CAPABILITY:
+    if not known or device.type != "cuda" or capability_of(device) != CAPABILITY:
         return None
     fits = n >= BLOCK_N and k % 128 == 0  # type: ignore[operator]
     scopes = all(scope in (TENSOR, ROW) for scope in gemm.granularities)

@@ -12,6 +12,8 @@ sum.
 Source: TransformerEngine, common/util/ptx.cuh (float_to_e8m0, exp2f_rcp), common/cast/nvfp4/core_nvfp4.cuh.
 """
 
+import struct
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -30,7 +32,8 @@ TWO_LEVEL_MAX = E2M1.max * E4M3.max
 
 def reciprocal(value: float) -> float:
     """1 / value as fp32 has it."""
-    return torch.tensor(1.0 / value, dtype=torch.float32).item()
+    (rounded,) = struct.unpack("f", struct.pack("f", 1.0 / value))
+    return float(rounded)
 
 
 # What the product of the amaxes of both operands is multiplied with, to be the factor of their GEMM.

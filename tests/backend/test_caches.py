@@ -117,3 +117,17 @@ def test_corrupted_entries_are_compiled_anew(first, how, tmp_path):
         entry.write_bytes({"cut off": content[: len(content) // 2], "garbage": b"\xff" * 64, "empty": b""}[how])
     after = run(tmp_path / "caches", {"recipe": "current"})
     assert after["loss"] == before["loss"] and after["caches"]["autograd_hit"] == 0
+
+
+def test_keys_hold_whether_cutlass_is_there_and_which(monkeypatch):
+    """Code that calls its kernels is not found where they cannot be built, and the other way round."""
+    from te_inductor.post_grad import PostGrad
+    from te_inductor.templates import cutlass
+
+    keys = []
+    for version in ("4.8.1", "4.8.2", None):
+        reason = None if version else "nvidia-cutlass-dsl is not installed"
+        monkeypatch.setattr(cutlass, "missing", lambda reason=reason: reason)
+        monkeypatch.setattr(cutlass.metadata, "version", lambda name, version=version: version)
+        keys.append(PostGrad().uuid())
+    assert len(set(keys)) == 3

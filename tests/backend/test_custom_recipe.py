@@ -12,7 +12,7 @@ from te_inductor.backend import parse, run_passes
 from te_inductor.errors import RecipeError
 from te_inductor.ops import linears
 from te_inductor.passes import Plan
-from te_inductor.recipes import CustomRecipe, Float8CurrentScaling, MMParams, Quantizer, Slots
+from te_inductor.recipes import CustomRecipe, Float8CurrentScaling, Format, MMParams, Quantizer, Slots
 from tests.backend.autocast_programs import same, step, te
 from tests.numerics.test_linear import check, through
 
@@ -167,6 +167,64 @@ def test_equal_code_never_recompiles():
             return model(x)
 
     assert torch.equal(te(inside)(x), te(model, recipe=CustomRecipe(each_its_own))(x))
+
+
+def with_default(value, named: bool = False):
+    def factory(slot, module, table=None, *, other=None):
+        return None
+
+    if named:
+        factory.__kwdefaults__ = {"other": value}
+    else:
+        factory.__defaults__ = (value,)
+    return factory
+
+
+INEXACT = (torch.zeros(5000), [1, 2], {"q": 1}, object(), torch.amax, bytearray(2))
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("value", INEXACT, ids=lambda value: type(value).__name__)
+def test_defaults_that_have_no_exact_text_are_refused(value, named):
+    """The repr of a tensor leaves out most of 5,000 elements; a list may change; an object's has its address."""
+    with pytest.raises(RecipeError, match="a default argument of function with_default"):
+        CustomRecipe(with_default(value, named))
+    with pytest.raises(RecipeError, match="make a tuple"):
+        CustomRecipe(with_default((1, (value,)), named))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (1, True),
+        (1, 1.0),
+        (0.0, -0.0),
+        ("1", 1),
+        ((1,), 1),
+        (torch.float32, torch.float64),
+        (Quantizer("e4m3"), Quantizer("e5m2")),
+        (with_default(1), with_default(2)),
+        (frozenset({1, 2}), frozenset({1, 3})),
+        (Format.E4M3, Format.HYBRID),
+        (None, ...),
+    ],
+)
+def test_defaults_that_differ_are_other_recipes(one, other):
+    for named in (False, True):
+        first, second = CustomRecipe(with_default(one, named)), CustomRecipe(with_default(other, named))
+        assert first != second and first.__fx_repr__()[0] != second.__fx_repr__()[0]
+        assert first == CustomRecipe(with_default(one, named))
+
+
+def test_functions_that_take_their_arguments_otherwise_are_other_recipes():
+    def plain(slot, module, epsilon=None):
+        return None
+
+    def named(slot, module, *, epsilon=None):
+        return None
+
+    named.__qualname__ = plain.__qualname__
+    assert CustomRecipe(plain) != CustomRecipe(named)
 
 
 def test_what_no_key_can_stand_for_is_refused():

@@ -26,7 +26,7 @@ ORDER = [
     {"patterns"},
     {"passes"},
     {"backend"},
-    {"explanation", "saved_state", "quantization", "accuracy_figures"},
+    {"explanation", "saved_state", "quantization", "safe_globals", "accuracy_figures"},
     {"accuracy"},
     {"__init__"},
 ]

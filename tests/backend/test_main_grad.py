@@ -237,6 +237,22 @@ def test_totals_that_do_not_fit(total):
         run(torch.randn(8, 32))
 
 
+def test_inside_and_outside_of_ddp(monkeypatch):
+    """DistributedDataParallel reduces the gradients of what is called in its forward, and of nothing else."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    layer, x = with_totals(nn.Linear(32, 32)), torch.randn(8, 32)
+    run = te(layer, wgrad="main_grad", fallback="silent")
+    with torch._dynamo.config.patch(optimize_ddp=False):
+        for active in (None, object(), None, object()):
+            monkeypatch.setattr(DistributedDataParallel, "_active_ddp_module", active)
+            layer.weight.grad = None
+            layer.weight.main_grad.zero_()
+            run(x).sum().backward()
+            assert (layer.weight.grad is None) == (active is None)
+            assert layer.weight.main_grad.any() == (active is None)
+
+
 def test_option():
     with pytest.raises(
         Exception, match="unknown value of option 'wgrad' 'main_grads'; did you mean 'main_grad'"

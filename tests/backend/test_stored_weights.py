@@ -57,6 +57,26 @@ def test_state_dict(recipe):
     assert torch.equal(late(x), expected)
 
 
+def test_a_process_that_only_imports_the_package_loads(tmp_path):
+    """All recipes in one file, by the loader that runs no code of a file's choice."""
+    import subprocess
+    import sys
+
+    layers, names = {}, ("nvfp4_weight_only", "current", "rowwise", "block")
+    for name in names:
+        layers |= {f"{name}.{key}": value for key, value in quantize_(model(), name).state_dict().items()}
+    torch.save(layers, tmp_path / "model.pt")
+    code = (
+        "import sys, torch, te_inductor; print('torch._inductor' in sys.modules);"
+        "print({type(one).__name__ for one in torch.load(sys.argv[1], weights_only=True).values()})"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "model.pt")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    early, kinds = done.stdout.splitlines()
+    assert early == "False" and {"NVFP4Weight", "Float8Weight"} <= eval(kinds)
+
+
 def test_pickled_weights_are_in_nvfp4s_own_order():
     """What other readers of the format expect: the first of two values in the low nibble."""
     weight = quantize_(nn.Linear(16, 1, bias=False)).weight

@@ -1,4 +1,4 @@
-"""Tests that need a CUDA device with FP8 tensor cores: `pytest -m gpu`."""
+"""Tests that need a CUDA device with FP8 tensor cores: `pytest -m gpu`; those that need two: `pytest -m gpu2`."""
 
 from pathlib import Path
 
@@ -10,7 +10,12 @@ def pytest_collection_modifyitems(items):
     here = Path(__file__).parent
     capable = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
     for item in items:
-        if here in item.path.parents:
+        if here not in item.path.parents:
+            continue
+        two = item.get_closest_marker("gpu2") is not None
+        if not two:
             item.add_marker(pytest.mark.gpu)
-            if not capable:
-                item.add_marker(pytest.mark.skip(reason="no CUDA device with FP8 tensor cores"))
+        if not capable:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device with FP8 tensor cores"))
+        elif two and torch.cuda.device_count() < 2:
+            item.add_marker(pytest.mark.skip(reason="one CUDA device, the test needs two"))

@@ -577,6 +577,44 @@ def decode_attention_nvfp4() -> Case:
     return run, (x, _stored_nvfp4(4096, 4096), _stored_nvfp4(32768, 4096), cache, torch.empty_like(cache), mask)
 
 
+class Families(nn.Module):
+    """Layers beside each other, each with an input of its own."""
+
+    def __init__(self, layers: nn.ModuleDict) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(layer(x) for layer, x in zip(self.layers.values(), inputs, strict=True))
+
+
+def every_family() -> Case:
+    """Each family of kernels once, in one graph: stored NVFP4 by each kernel for few rows, by FP8 as it is multiplied, and
+    cast to FP8 first; stored FP8 of few rows; each recipe."""
+    stored = {
+        "direct": (1, 4096),
+        "streamed": (16, 4096),
+        "plain": (16, 1088),
+        "prompt": (200, 4096),
+        "recast": (1024, 4096),
+    }
+    weights = {name: (rows, _stored_nvfp4(1024, k)) for name, (rows, k) in stored.items()}
+    weights["fp8"] = (16, _stored_fp8(1024, 4096))
+    made = {"bias": False, "device": "cuda", "dtype": torch.bfloat16}
+    layers, inputs = nn.ModuleDict(), []
+    for name, (rows, weight) in weights.items():
+        layers[name] = nn.Linear(weight.shape[1], 1024, **made)
+        layers[name].weight = weight
+        inputs.append(torch.randn(rows, weight.shape[1], device="cuda", dtype=torch.bfloat16))
+    recipes = ("current", "rowwise", "delayed", "block", "mxfp8", "nvfp4")
+    x = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
+    for name in recipes:
+        layers[name] = nn.Linear(512, 256, **made).requires_grad_(False)
+        inputs.append(x)
+    options = {"policy": {f"layers.{name}": name for name in recipes}}
+    return torch.compile(Families(layers), backend="te", fullgraph=True, options=options), tuple(inputs)
+
+
 def prompt_nvfp4() -> Case:
     return _decoding(200)
 

@@ -8,6 +8,7 @@ Runs as a program of its own (see `harness.py`), because the shim must be in the
 OUT is a folder; each graph that Inductor lowers becomes a file there: 0.py (forward), 1.py (backward).
 """
 
+import ast
 import ctypes
 import importlib
 import sys
@@ -15,6 +16,8 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
+
+PREFIX = "te_inductor_"  # of the names of constants in generated code
 
 
 class GenerationDone(Exception):
@@ -93,6 +96,32 @@ def pretend(arch: int) -> list[Any]:
     return patches
 
 
+def check_constants(source: str, names: dict[str, Any], written: dict[str, Any]) -> None:
+    """That each constant of ours in generated code is rebuilt from its source, with the names that the module is given, as
+    the constant that it was written for.
+
+    Raises:
+        AssertionError: a name stands for something else, or for nothing.
+    """
+    outermost: list[ast.expr] = []
+
+    def visit(node: ast.AST) -> None:
+        name = node.func if isinstance(node, ast.Call) else node.value if isinstance(node, ast.Attribute) else None
+        if isinstance(node, ast.expr) and isinstance(name, ast.Name) and name.id.startswith(PREFIX):
+            outermost.append(node)
+        else:
+            for child in ast.iter_child_nodes(node):
+                visit(child)
+
+    visit(ast.parse(source))
+    expected = {ast.unparse(ast.parse(text, mode="eval")): value for text, value in written.items()}
+    for node in outermost:
+        text = ast.unparse(node)
+        assert text in expected, f"{text} was written by no constant"
+        rebuilt = eval(text, dict(names))
+        assert rebuilt == expected[text], f"{text} became {rebuilt!r}, a {type(rebuilt)}"
+
+
 def main(shim: str, arch: int, case: str, out: Path) -> None:
     if shim:  # a CUDA build of torch has guards and hooks of its own
         ctypes.CDLL(shim, mode=ctypes.RTLD_GLOBAL)
@@ -102,9 +131,19 @@ def main(shim: str, arch: int, case: str, out: Path) -> None:
     from torch._inductor.graph import GraphLowering
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    from te_inductor.recipes.constants import Constant
+
     sources: list[str] = []
+    written: dict[str, Any] = {}
+    represent = Constant.__fx_repr__
+
+    def recorded(self: Constant) -> tuple[str, dict[str, Any]]:
+        source, names = represent(self)
+        written[source] = self
+        return source, names
 
     def keep(self: Any, code: Any) -> ModuleType:
+        check_constants(code.value, self.opaque_value_type_classes, written)
         (out / f"{len(sources)}.py").write_text(code.value)
         sources.append(code.value)
         stub = ModuleType("stub")
@@ -123,6 +162,7 @@ def main(shim: str, arch: int, case: str, out: Path) -> None:
     patches = [
         *pretend(arch),
         mock.patch.object(GraphLowering, "_compile_to_module_lines", keep),
+        mock.patch.object(Constant, "__fx_repr__", recorded),
         mock.patch(
             "te_inductor.templates.cutlass.scaled_mm.architecture", lambda device: str(arch) if chosen else None
         ),

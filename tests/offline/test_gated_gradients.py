@@ -28,7 +28,7 @@ def test_generated_code(case):
     backward = generate(case, 90).sources[-1]
     [call] = re.findall(r"(buf\d+) = torch\.ops\.te_inductor\.cutlass_gated_gradient\.default\((.*)", backward)
     half = r"(?:getitem_\d+|reinterpret_tensor\(buf\d+, \(16384, 8192\), \(16384, 1\), (?:0|8192)\))"
-    assert re.search(rf"{half}, {half}, te_inductor_Gemm\(name='dgrad'", call[1])
+    assert re.search(rf"{half}, {half}, te_inductor_recipes_quantizers_Gemm\(name='dgrad'", call[1])
     copies = [re.search(rf"(buf\d+) = {call[0]}\[{place}\]", backward)[1] for place in (0, 2)]
     gemms = [line for line in backward.splitlines() if "scaled_mm(" in line and "extern_kernels" in line]
     assert all(any(f"scaled_mm({copy}, " in line for line in gemms) for copy in copies)

@@ -3,8 +3,8 @@
     python -m te_inductor.templates.cutlass.builder LINKER
 
 Each line of its input is JSON, a list of ``{"kernel": the fields of a Kernel, "path": of the library, "log": of what the
-compiler says}``. The compiler is imported once, then each kernel is built in a fork, all of them side by side; after an
-empty line, or the end of its input, it ends when all are built. The environment is `build.environment`'s.
+compiler says}``. The compiler is imported once, then each kernel is built in a fork, as many side by side as there are
+cores; after an empty line, or the end of its input, it ends when all are built. The environment is `build.environment`'s.
 """
 
 import json
@@ -13,6 +13,8 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections import deque
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,19 +26,27 @@ from te_inductor.recipes.formats import E2M1, E4M3, E5M2, ROW, SCOPES, TENSOR
 from te_inductor.templates.cutlass.build import FUNCTION
 from te_inductor.templates.cutlass.scaled_mm import ANOTHER, OUTPUT, ROUNDED, Kernel
 
+SIDE_BY_SIDE = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # builds
+
 
 def main(linker: str) -> None:
     import_compiler()
-    fork = multiprocessing.get_context("fork")
-    builds = []
-    for line in sys.stdin:
-        if not line.strip():
-            break
-        for job in json.loads(line):
-            builds.append(fork.Process(target=_run, args=(linker, job), daemon=True))
-            builds[-1].start()
-    for build in builds:
-        build.join()
+    fork, stdin = multiprocessing.get_context("fork"), sys.stdin.fileno()
+    jobs: deque[dict[str, Any]] = deque()
+    running: list[Any] = []
+    rest, more = b"", True
+    while more or jobs or running:
+        while jobs and len(running) < SIDE_BY_SIDE:
+            running.append(fork.Process(target=_run, args=(linker, jobs.popleft()), daemon=True))
+            running[-1].start()
+        # Input is read while kernels are built, or whoever writes it would wait.
+        if stdin in wait([*[stdin][:more], *(build.sentinel for build in running)]):
+            read = os.read(stdin, 1 << 16)
+            *lines, rest = (rest + read).split(b"\n")
+            for line in lines:
+                jobs.extend(json.loads(line or b"[]"))
+            more = bool(read) and b"" not in lines
+        running = [build for build in running if build.is_alive()]
 
 
 def import_compiler() -> None:

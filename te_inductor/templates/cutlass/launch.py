@@ -15,10 +15,12 @@ from te_inductor.recipes.formats import E2M1, ELEMENTS, ROW, SCOPES
 from te_inductor.recipes.quantizers import Gemm, Quantizer
 from te_inductor.runtime import eager
 from te_inductor.runtime.activation import Activation, Gating, Step
+from te_inductor.runtime.current_device import launches
 from te_inductor.templates.cutlass import build
 from te_inductor.templates.cutlass.scaled_mm import ALIGNED, NOTHING, OUTPUT, ROUNDED, Kernel, Shape, Tile, kernel_of
 
 
+@launches
 def scaled_mm(
     a: Tensor,  # (M, K), contiguous
     b: Tensor,  # (K, N), the transpose of a contiguous one
@@ -47,6 +49,7 @@ def scaled_mm(
     return out
 
 
+@launches
 def quantized_mm(
     a: Tensor,  # (M, K), contiguous
     b: Tensor,  # (K, N), the transpose of a contiguous one
@@ -73,6 +76,7 @@ def quantized_mm(
     return out
 
 
+@launches
 def add_scaled_mm(
     total: Tensor,  # (M, N) fp32, contiguous
     a: Tensor,  # (M, K), contiguous
@@ -94,6 +98,7 @@ def add_scaled_mm(
         _launch(call, a, b, total, _factors(a_scale, b_scale, scope), None, shape)
 
 
+@launches
 def gated_gradient(
     a: Tensor,  # (M, K), contiguous
     a_scale: Tensor,  # fp32, (K/128 * M,): 1 x 128
@@ -131,6 +136,7 @@ def _factors(a_scale: Tensor, b_scale: Tensor, scope: str) -> tuple[Any, Any]:
     return a_scale.data_ptr(), b_scale.data_ptr()
 
 
+@launches
 def microscaled_mm(
     a: Tensor,  # (M, K) fp8, or (M, K/2) bytes of two E2M1 values
     b: Tensor,  # (N, K), or (N, K/2)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from te_inductor.compat import capability_of
 from te_inductor.recipes.constants import Constant, constant
 from te_inductor.recipes.formats import (
     BLOCK_1X128,
@@ -241,7 +242,7 @@ def architecture(device: torch.device) -> str | None:
     """The device's key of ARCHITECTURES; None where there are no kernels for it, or CUTLASS is not installed."""
     if cutlass.missing() is not None:
         return None
-    major, minor = torch.cuda.get_device_capability(device)
+    major, minor = capability_of(device)
     arch = f"{major}{minor}"
     return arch if arch in ARCHITECTURES else None
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from te_inductor.ops import _library
 from te_inductor.ops_attention import QUERIES, WIDTHS, plain
+from te_inductor.runtime.current_device import launches
 
 _BLOCK, _STAGES, _WARPS = 64, 2, 4  # keys at a time, of them on their way
 _PROGRAMS = 512  # of the first kernel, at most, where one takes more than a block of keys
@@ -20,6 +21,7 @@ _PROGRAMS = 512  # of the first kernel, at most, where one takes more than a blo
 __all__ = ["attention"]
 
 
+@launches
 def attention(
     q: Tensor,  # (B, M, D), M at most QUERIES, D one of WIDTHS
     k: Tensor,  # (B, D, N), with any strides

@@ -15,12 +15,14 @@ from torch import Tensor
 
 from te_inductor.compat import constant_type_name
 from te_inductor.ops import _define
+from te_inductor.runtime.current_device import launches
 from te_inductor.runtime.few_rows import BLOCK_N, Config
 from te_inductor.templates.triton.partial_sums import sum_dtype
 
 PROMOTED = tl.constexpr(128)
 
 
+@launches
 def partial_sums(
     a: Tensor,  # (M, K) e4m3
     a_scale: Tensor,  # (), or (M, 1), fp32

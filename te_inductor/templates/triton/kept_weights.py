@@ -23,6 +23,7 @@ from torch import Tensor
 
 from te_inductor.recipes.formats import ROW
 from te_inductor.recipes.quantizers import Quantizer
+from te_inductor.runtime.current_device import launches
 from te_inductor.runtime.kept_weights import TILE, WORD, Kept, Look, is_tiled, tiles
 from te_inductor.runtime.microscaling import reciprocal
 from te_inductor.templates.triton.kept_microscaled_kernels import kept_weights_cast_microscaled
@@ -53,10 +54,15 @@ class _Table:
     longest: int  # of one weight's
     aligned: bool  # whether rows and addresses are multiples of 16 bytes
 
+    @property
+    def device(self) -> torch.device:
+        return self.weights.device
+
 
 class _Kind(NamedTuple):
-    """What the kernels are compiled for."""
+    """What the kernels are compiled for, and where they run."""
 
+    device: torch.device
     quantizer: Quantizer
     dtype: torch.dtype  # of the weights
     tiled: bool  # whether a tile is cast by itself
@@ -71,9 +77,9 @@ class OnDevice:
 
     @torch.no_grad()
     def __call__(self, looks: Sequence[Look]) -> None:
-        with torch.cuda.device(looks[0].kept.seen.device):
-            _join_streams([look.kept for look in looks])
-            self.run(looks)
+        for device in {look.kept.seen.device for look in looks}:
+            _join_streams(device, [look.kept for look in looks if look.kept.seen.device == device])
+        self.run(looks)
 
     def run(self, looks: Sequence[Look]) -> None:
         addresses = [_address(t) for look in looks for t in (*look.weights, look.kept.data_t, look.scale, look.amax)]
@@ -81,15 +87,16 @@ class OnDevice:
             self.tables = _tables(looks)
             self.addresses = addresses
         for kind, table in self.tables:
-            _launch(kind, table)
+            _launch(table, kind)
 
 
-def _join_streams(kept: Sequence[Kept]) -> None:
-    """Wait for looks of other streams, whose casts may not be done. Nothing is recorded of them: whoever captures a graph
-    has waited."""
-    if torch.cuda.is_current_stream_capturing():
-        return
-    current = torch.cuda.current_stream()
+def _join_streams(device: torch.device, kept: Sequence[Kept]) -> None:
+    """Wait for looks of a device's other streams, whose casts may not be done. Nothing is recorded of them: who captures a
+    graph has waited."""
+    with torch.cuda.device(device):
+        if torch.cuda.is_current_stream_capturing():
+            return
+    current = torch.cuda.current_stream(device)
     for other in {one.stream for one in kept} - {None, current}:
         current.wait_stream(other)  # type: ignore[arg-type]
     for one in kept:
@@ -97,11 +104,11 @@ def _join_streams(kept: Sequence[Kept]) -> None:
 
 
 def _tables(looks: Sequence[Look]) -> list[tuple[_Kind, _Table]]:
-    """One for all weights of a dtype that are cast alike."""
+    """One for all weights of a device and a dtype that are cast alike."""
     alike: dict[_Kind, list[Look]] = {}
     for look in looks:
         spec = look.kept.spec
-        kind = _Kind(spec.quantizer, look.weights[0].dtype, is_tiled(spec))
+        kind = _Kind(look.kept.seen.device, spec.quantizer, look.weights[0].dtype, is_tiled(spec))
         alike.setdefault(kind, []).append(look)
     return [(kind, _table(found)) for kind, found in alike.items()]
 
@@ -150,7 +157,8 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _launch(kind: _Kind, table: _Table) -> None:
+@launches
+def _launch(table: _Table, kind: _Kind) -> None:
     quantizer, count, device = kind.quantizer, table.weights.shape[0], table.weights.device
     scope = quantizer.granularity
     grid, tile = (len(table.programs),), {"INPUT": _INPUTS[kind.dtype], "TILE": TILE, "ALIGNED": table.aligned}

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from te_inductor.recipes.formats import E2M1, E4M3
+from te_inductor.runtime.current_device import launches
 from te_inductor.templates.triton.nvfp4_decode import FACTOR, e4m3_values, values
 
 _ROWS, _COLUMNS, _STEPS, _WARPS = 8, 512, 4, 4  # a program writes so many rows, columns at a time, and times
@@ -16,6 +17,7 @@ LARGEST = tl.constexpr(E2M1.max)  # of a stored value
 LIMIT = tl.constexpr(E4M3.max)  # of a value written
 
 
+@launches
 def recast(
     stored: Tensor,  # (N, K/2) uint8
     block_scale: Tensor,  # (N, K/16) e4m3
@@ -43,6 +45,7 @@ def recast(
     return data, scale_inv
 
 
+@launches
 def dequantize(
     stored: Tensor,  # (N, K/2) uint8
     block_scale: Tensor,  # (N, K/16) e4m3

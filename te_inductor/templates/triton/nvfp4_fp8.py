@@ -28,6 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from te_inductor.recipes.constants import Constant, constant
 from te_inductor.recipes.formats import E2M1, E4M3
+from te_inductor.runtime.current_device import launches
 from te_inductor.templates.triton.nvfp4_decode import E4M3_VALUES, SCALE, TIMES
 from te_inductor.templates.triton.nvfp4_groups import (
     BLOCK_K,
@@ -95,6 +96,7 @@ def arranged(x: Tensor) -> Tensor:  # (M, K), K a multiple of 128
     return x.reshape(m, k // 128, 4, 2, 4, 4).permute(0, 1, 4, 3, 2, 5).reshape(m, k)
 
 
+@launches
 def partial_sums(
     x: Tensor,  # (M, K) e4m3, `arranged`
     x_scale: Tensor,  # (M, 1) fp32

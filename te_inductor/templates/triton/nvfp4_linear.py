@@ -26,6 +26,7 @@ from torch import Tensor
 
 from te_inductor.diagnostics import Refusal
 from te_inductor.recipes.constants import Constant, constant
+from te_inductor.runtime.current_device import launches
 from te_inductor.templates.triton import nvfp4_direct, nvfp4_groups, nvfp4_streamed
 from te_inductor.templates.triton.nvfp4_decode import FACTOR, values
 from te_inductor.templates.triton.partial_sums import sum_dtype
@@ -189,6 +190,7 @@ def empty(x: Tensor, n: int, config: Config, out_dtype: torch.dtype) -> Tensor:
     return x.new_empty((config.splits, m, n), dtype=sum_dtype(config.splits, out_dtype))
 
 
+@launches
 def partial_sums(
     x: Tensor,  # `arranged`
     stored: Tensor,  # (N, K/2) uint8

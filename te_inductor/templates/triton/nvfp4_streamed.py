@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from te_inductor.runtime.current_device import launches
 from te_inductor.templates.triton.nvfp4_decode import FACTOR, words
 from te_inductor.templates.triton.nvfp4_groups import (
     BLOCK_K,
@@ -52,6 +53,7 @@ def arranged(x: Tensor) -> Tensor:  # (M, K), K a multiple of 128
     return x.reshape(m, k // 128, 4, 2, 4, 2, 2).permute(0, 1, 3, 4, 5, 2, 6).reshape(m, k)
 
 
+@launches
 def launch(
     x: Tensor,  # (M, K), `arranged`
     stored: Tensor,  # (N, K/2) uint8

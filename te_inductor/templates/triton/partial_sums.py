@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from te_inductor.runtime.current_device import launches
+
 ADDED = 512  # elements of a result that a program of `add_up` writes
 
 
@@ -13,6 +15,7 @@ def sum_dtype(splits: int, out_dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if splits > 1 else out_dtype
 
 
+@launches
 def add_up(
     parts: Tensor,  # (splits, M, N)
     out_dtype: torch.dtype,

@@ -1,0 +1,113 @@
+"""Nothing depends on torch's default device or default dtype: neither an import, nor a compile, nor a result."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import te_inductor
+from te_inductor.runtime import nvfp4
+
+PACKAGE = Path(te_inductor.__file__).parent
+# What makes a tensor of the default device; and those of the default dtype where none is given.
+OF_NUMBERS = {
+    "tensor",
+    "ones",
+    "zeros",
+    "empty",
+    "full",
+    "rand",
+    "randn",
+    "eye",
+    "linspace",
+    "scalar_tensor",
+    "empty_strided",
+}
+FACTORIES = OF_NUMBERS | {"arange", "randint", "randperm"}
+
+
+def apart(path: Path) -> bool:
+    """The oracle, which no module imports, and the process that builds kernels."""
+    return path.name.startswith("reference") or path.name == "builder.py"
+
+
+def test_every_factory_is_told():
+    found = []
+    for path in sorted(path for path in PACKAGE.rglob("*.py") if not apart(path)):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or not ast.unparse(node.func).startswith("torch."):
+                continue
+            name = ast.unparse(node.func).removeprefix("torch.")
+            given = {keyword.arg for keyword in node.keywords}
+            wanted = {"device"} | ({"dtype"} if name in OF_NUMBERS else set())
+            if name in FACTORIES and None not in given and not wanted <= given:
+                found.append(f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}")
+    assert found == []
+
+
+def test_imports_under_a_meta_default_device():
+    """Every module, and a state_dict's worth of nothing left behind: no tensor is made by an import."""
+    code = """
+import gc, importlib, pkgutil, torch
+torch.set_default_device("meta")
+torch.set_default_dtype(torch.float64)
+import te_inductor
+for module in pkgutil.walk_packages(te_inductor.__path__, "te_inductor."):
+    if not module.name.startswith("te_inductor.templates"):  # which need Triton, or CUTLASS
+        importlib.import_module(module.name)
+print(sum(type(one) is torch.Tensor for one in gc.get_objects()))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip() == "0"
+
+
+@pytest.fixture(params=["meta", torch.float64, torch.bfloat16], ids=str)
+def default(request):
+    """How to set, and unset, one default."""
+    if isinstance(request.param, str):
+        with torch.device(request.param):
+            yield
+        return
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(request.param)
+    yield
+    torch.set_default_dtype(before)
+
+
+def gradients(recipe: str, model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    torch._dynamo.reset()
+    model.zero_grad()
+    run = torch.compile(model, backend="te", options={"recipe": recipe, "fallback": "silent"})
+    y = run(x)
+    y.backward(torch.ones_like(y))
+    return [y.detach(), *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize("recipe", ["current", "rowwise", "block", "mxfp8", "nvfp4", "delayed"])
+def test_compiles_the_same(recipe, default_free, default, without_codegen, one_seed):
+    found = gradients(recipe, *default_free[recipe][:2])
+    assert all(torch.equal(*pair) for pair in zip(found, default_free[recipe][2], strict=True))
+
+
+@pytest.fixture
+def default_free(request, without_codegen, one_seed):
+    """Models and results before the default is changed, each model new so that it has no state."""
+    recipe = request.node.callspec.params["recipe"]
+    with torch.device("cpu"):
+        torch.manual_seed(0)
+        models = [nn.Sequential(nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 128)) for _ in range(2)]
+        models[1].load_state_dict(models[0].state_dict())
+        x = torch.randn(128, 128)
+    return {recipe: (models[1], x, gradients(recipe, models[0], x))}
+
+
+def test_stored_values_are_fp32(default):
+    stored = torch.zeros(2, 8, dtype=torch.uint8, device="cpu")
+    scale = torch.ones(2, 1, dtype=torch.float32, device="cpu").to(torch.float8_e4m3fn)
+    found = nvfp4.values(stored, scale)
+    assert (found.dtype, found.device.type) == (torch.float32, "cpu")

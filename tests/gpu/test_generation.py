@@ -1,0 +1,140 @@
+"""Whole language models with stored weights: prompts of each kernel family and `generate()`, against what the weights stand
+for.
+
+**Bound.** `exact` is the model in float64 with the stored values, `plain` the same in eager bf16. Both `plain` and the
+compiled model round activations to bf16, at other places: twice `plain`'s error, as for any low-precision arithmetic here.
+Where activations become E4M3 there are GEMMS noisy products behind a logit, each with a relative rms error of FORWARD
+(tests/models/test_transformers.py derives it), and independent errors add in squares.
+
+**Tokens** are equal, but for near ties: the exact logits of both tokens are no further apart than two errors of TAIL times
+the bound's rms. Each step is compared on the tokens that were generated before it.
+"""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import te_inductor
+from te_inductor import ops_stored
+from tests.models.test_transformers import FORWARD, SLACK
+
+transformers = pytest.importorskip("transformers")
+
+LAYERS, HIDDEN, VOCABULARY = 2, 512, 1024
+GEMMS = 4 * LAYERS + 1  # one behind the other: qkv, o, gate and up, down; the head
+TAIL = 6.0  # standard deviations that no logit exceeds
+STEPS = 4
+PROMPTS = (600, 300, 128, 5, 1)  # the longest first, so that there is one cache
+HEADS = ("nvfp4_weight_only", "rowwise", "none")
+OPTIONS = {"recipe": "none", "fallback": "error"}
+GENERATE = {
+    "max_new_tokens": STEPS,
+    "min_new_tokens": STEPS,
+    "do_sample": False,
+    "pad_token_id": 0,
+    "cache_implementation": "static",
+    "output_logits": True,
+    "return_dict_in_generate": True,
+}
+
+
+def llama(device: str, dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=1024,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=1024,
+        initializer_range=HIDDEN**-0.5,
+        tie_word_embeddings=False,
+        attn_implementation="sdpa",
+    )
+    return transformers.LlamaForCausalLM(config).to(device, dtype).eval().requires_grad_(False)
+
+
+class Models:
+    """One model three times: with stored weights, in bf16, and in float64."""
+
+    def __init__(self, head: str, device: str = "cuda") -> None:
+        transformers.logging.set_verbosity_error()
+        self.head, self.device = head, device
+        self.stored = te_inductor.quantize_(
+            llama(device, torch.bfloat16), "nvfp4_weight_only", policy={"lm_head": head}
+        )
+        self.plain, self.exact = llama(device, torch.bfloat16), llama(device, torch.float64)
+        with torch.no_grad():
+            for model in (self.plain, self.exact):
+                for name, parameter in model.named_parameters():
+                    weight = self.stored.get_parameter(name)
+                    if isinstance(weight, te_inductor.stored_weight.StoredWeight):
+                        weight = weight.dequantize()
+                    parameter.copy_(weight)
+
+    def prompt(self, batch: int, length: int) -> Tensor:
+        generator = torch.Generator().manual_seed(100 * batch + length)
+        return torch.randint(1, VOCABULARY, (batch, length), generator=generator).to(self.device)
+
+    def check(self, logits: Tensor, tokens: Tensor, rows: int) -> None:
+        """Of the last positions of these tokens, (B, steps, V), where at most `rows` rows of x met a weight at a time."""
+        places = slice(-logits.shape[1] - 1, -1) if logits.shape[1] < tokens.shape[1] else slice(None)
+        exact = self.exact(tokens, use_cache=False).logits[:, places].double()
+        plain = self.plain(tokens, use_cache=False).logits[:, places].double()
+        assert logits.isfinite().all()
+        noise = 0.0
+        if rows > ops_stored.FEW_ROWS:
+            noise = SLACK * math.sqrt(GEMMS) * FORWARD
+        elif self.head == "rowwise":
+            noise = SLACK * FORWARD
+        norm = torch.linalg.vector_norm
+        bound = 2 * norm(plain - exact) + noise * norm(exact)
+        assert norm(logits.double() - exact) <= bound, (self.head, tuple(tokens.shape))
+        rms = bound / math.sqrt(exact.numel())
+        found, right = logits.argmax(-1, keepdim=True), exact.argmax(-1, keepdim=True)
+        gap = exact.gather(-1, right) - exact.gather(-1, found)
+        assert (gap <= 2 * TAIL * rms).all(), (self.head, tuple(tokens.shape))
+
+    def generated(self, batch: int, length: int, **options: object) -> None:
+        prompt = self.prompt(batch, length)
+        mask = torch.ones_like(prompt)
+        out = self.stored.generate(prompt, attention_mask=mask, **GENERATE, **options)
+        logits = torch.stack(out.logits, 1)
+        assert out.sequences.shape == (batch, length + STEPS) and torch.equal(out.sequences[:, :length], prompt)
+        assert torch.equal(logits.argmax(-1), out.sequences[:, length:])
+        self.check(logits, out.sequences, batch * length)
+
+
+@pytest.fixture
+def many_graphs():
+    """Prompts of few rows and of many, one row and several, of each batch: more than torch's limit."""
+    with torch._dynamo.config.patch(recompile_limit=64):
+        yield
+
+
+@pytest.mark.parametrize("head", HEADS)
+@torch.no_grad()
+def test_prompts_and_generation(head, many_graphs):
+    """One compiled model: each prompt's logits of all its tokens, and the tokens behind it."""
+    models = Models(head)
+    run = torch.compile(models.stored.forward, backend="te", dynamic=True, options=OPTIONS)
+    for batch, length in ((1, 600), (1, 300), (8, 128), (8, 5), (1, 1)):
+        tokens = models.prompt(batch, length)
+        models.check(run(tokens, use_cache=False).logits, tokens, batch * length)
+    models.stored.forward = run
+    for batch in (1, 8):
+        for length in PROMPTS:
+            models.generated(batch, length, disable_compile=True)
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@torch.no_grad()
+def test_generate_compiles_by_itself(mode, many_graphs):
+    """transformers compiles a step, by the configuration that it is given."""
+    models = Models("nvfp4_weight_only")
+    config = transformers.CompileConfig(backend="te", mode=mode, fullgraph=False, dynamic=False)
+    for batch in (1, 8):
+        models.generated(batch, 128, compile_config=config)
