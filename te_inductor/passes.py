@@ -219,15 +219,16 @@ def check_extras(plan: Plan) -> None:
         for node, refusal in refusals.items():
             if refusal is not None:
                 sites[node].unmet[option] = refusal
-                if getattr(plan.options, option) != "auto":  # which asks it of nobody
-                    plan.report.unmet.append(Unmet(option, sites[node].fqn, str(refusal)))
+                plan.report.unmet.append(Unmet(option, sites[node].fqn, str(refusal)))
+    if plan.gradients.takers:
+        high = (site for site in plan.candidates if site.refusal and weight_grads.wanted(site.match))
+        reason = "the layer stays in high precision, so that its weight gradient goes to autograd"
+        plan.report.unmet.extend(Unmet("wgrad", site.fqn, reason) for site in high)
 
 
 def _not_kept(plan: Plan, site: Candidate, bodies: Bodies) -> Refusal | None:
     """Why copies of its weight are not kept."""
     assert site.slots is not None
-    if plan.options.weights == "auto" and (why := kept.not_worth_it(site.match, site.slots)) is not None:
-        return why
     return kept.refusal(site.match, site.slots, bodies, plan.inputs, plan.written)
 
 

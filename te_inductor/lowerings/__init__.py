@@ -31,7 +31,7 @@ def install(fallback: str = "warn") -> Callable[[Callable[..., Any]], Callable[.
     )
     from te_inductor.lowerings.choices import Choices
     from te_inductor.lowerings.early_start import EarlyKernel
-    from te_inductor.lowerings.registry import failures_said
+    from te_inductor.lowerings.registry import compile_guarded
 
     if torch.cuda.is_available() and has_triton_package():
         # Ops that generated code calls, also such as a compile cache returns. NVFP4's come with its weights.
@@ -41,8 +41,8 @@ def install(fallback: str = "warn") -> Callable[[Callable[..., Any]], Callable[.
         def compile_graph(*args: Any, **kwargs: Any) -> Any:
             kernels = patch.object(TritonScheduling, "kernel_type", EarlyKernel)
             others = patch.dict(lowering.lowerings, few_rows.replaced())
-            with failures_said(fallback), kernels, others, V.set_choices_handler(Choices(V.choices)):
-                return inner_compile(*args, **kwargs)
+            with kernels, others, V.set_choices_handler(Choices(V.choices)):
+                return compile_guarded(inner_compile, fallback, *args, **kwargs)
 
         return compile_graph
 
