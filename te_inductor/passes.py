@@ -204,7 +204,7 @@ def check_extras(plan: Plan) -> None:
     bodies, sites = Bodies(plan.gm), {site.match.node: site for site in plan.candidates if site.low}
     checks: dict[str, Callable[[Candidate], Refusal | None]] = {}
     if plan.options.weights != "each_call":
-        checks["weights"] = lambda site: _not_kept(plan, site, bodies)
+        checks["weights"] = lambda site: kept.refusal(site.match, site.slots, bodies, plan.inputs, plan.written)  # type: ignore[arg-type]
     if plan.gradients.takers:
         checks["wgrad"] = lambda site: (
             weight_grads.refusal(site.match, site.slots, bodies, plan.inputs, plan.options)  # type: ignore[arg-type]
@@ -224,12 +224,6 @@ def check_extras(plan: Plan) -> None:
         high = (site for site in plan.candidates if site.refusal and weight_grads.wanted(site.match))
         reason = "the layer stays in high precision, so that its weight gradient goes to autograd"
         plan.report.unmet.extend(Unmet("wgrad", site.fqn, reason) for site in high)
-
-
-def _not_kept(plan: Plan, site: Candidate, bodies: Bodies) -> Refusal | None:
-    """Why copies of its weight are not kept."""
-    assert site.slots is not None
-    return kept.refusal(site.match, site.slots, bodies, plan.inputs, plan.written)
 
 
 def report_sites(plan: Plan) -> None:
