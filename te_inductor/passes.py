@@ -182,8 +182,8 @@ def weigh_sites(plan: Plan) -> None:
     for site in plan.candidates:
         if site.low and not site.by_policy and not site.emulated:
             by_input.setdefault((site.match.x, site.recipe), []).append(site)
-    for (_, recipe), sites in by_input.items():
-        refusal = size_rule.refusal([site.match for site in sites], recipe)
+    for sites in by_input.values():
+        refusal = size_rule.refusal([site.match for site in sites])
         for site in sites:
             site.refusal = refusal
 
