@@ -80,11 +80,12 @@ class Plan:
     report: Report = field(default_factory=Report)
     libraries: set[Kernel] = field(default_factory=set)  # CUTLASS kernels that its GEMMs will be
     state: StateInputs = field(init=False)  # what the rewritten graph takes besides its inputs
-    kept: KeptInputs = field(default_factory=lambda: KeptInputs(kept.refresh_on))  # and before that
+    kept: KeptInputs = field(init=False)  # and before that
     gradients: GradientInputs = field(init=False)  # and between those
 
     def __post_init__(self) -> None:
         self.state = StateInputs(self.options.fallback)
+        self.kept = KeptInputs(kept.refresh_on, self.options.fallback)
         self.gradients = GradientInputs(weight_grads.TAKERS.get(self.options.wgrad))
 
     @property
