@@ -67,7 +67,7 @@ def main() -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(Shape, name))
     parser.add_argument("--recipes", nargs="+", default=["current", "block"])
     parser.add_argument(
-        "--weights", nargs="+", default=["each_call", "auto"], help="values of that option, an arm each"
+        "--weights", nargs="+", default=["each_call", "once"], help="values of that option, an arm each"
     )
     parser.add_argument("--mode", help="torch.compile's, of every arm")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -17,7 +17,7 @@ from torch import fx
 
 from te_inductor import compat, config, recipes, regions
 from te_inductor.config import Options
-from te_inductor.diagnostics import Report, announce, log, say, uncompiled
+from te_inductor.diagnostics import Report, Unmet, announce, log, say, uncompiled
 from te_inductor.errors import TEInductorError
 from te_inductor.passes import (
     Plan,
@@ -78,7 +78,7 @@ def te(
         regions.guard_on_active()
     if found.failure is not None:
         _restore(originals)
-    announce(found, parsed.fallback)
+    announce(found if found.failure is None else _without_us(plan, found), parsed.fallback)
     if any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs):
         _start_workers()
     inductor = _inductor(parsed, name)
@@ -178,7 +178,7 @@ def _compile_or_restore(
         failure = traceback.format_exc()
         _restore(originals)
         compiled = inductor(plan.gm, plan.inputs)  # a graph that fails without us too is not our failure
-    announce(Report(failure=failure), plan.options.fallback)
+    announce(_without_us(plan, Report(failure=failure)), plan.options.fallback)
     return compiled
 
 
@@ -190,6 +190,15 @@ def _first_step(
         return None
     graph = first_step.of(plan.gm)
     return inductor(graph, inputs) if plan.state.may_lack_history(plan.inputs) else graph.forward
+
+
+def _without_us(plan: Plan, report: Report) -> Report:
+    """The report of a graph that is compiled as the user wrote it: autograd has the gradients of all its layers."""
+    if plan.options.wgrad == "grad":
+        return report
+    reason = "the graph is compiled without low precision, so that weight gradients go to autograd"
+    asked = [candidate.fqn for candidate in plan.candidates if candidate.recipe is not None]
+    return replace(report, unmet=[Unmet("wgrad", fqn, reason) for fqn in asked])
 
 
 def _set_aside(modules: Sequence[fx.GraphModule]) -> dict[fx.GraphModule, fx.Graph]:

@@ -10,8 +10,8 @@ policy     {glob or function: recipe name or instance}  ``{}``; the first entry 
 fallback   ``"warn"``, ``"error"``, ``"silent"``        ``"warn"``
 wgrad      ``"grad"``, ``"main_grad"``, ``"deferred"``  ``"grad"``; ``"main_grad"`` adds weight gradients to it in fp32,
                                                         ``"deferred"`` computes them in `backward_dw`
-weights    ``"auto"``, ``"each_call"``, ``"once"``      ``"auto"``; ``"once"`` casts a weight again when it has changed,
-                                                        ``"auto"`` does in training with up to 8192 tokens a call
+weights    ``"each_call"``, ``"once"``                  ``"each_call"``; ``"once"`` casts a weight again when it has
+                                                        changed, and keeps its copies: 2 bytes a weight in training
 mode       as in ``torch.compile(mode=…)``              None; here because torch refuses mode= beside options=
 =========  ===========================================  ==========================================================
 
@@ -27,12 +27,12 @@ from typing import Any, Literal, cast
 from te_inductor.errors import OptionError, unknown, wrong_type
 
 Fallback = Literal["warn", "error", "silent"]
-Weights = Literal["auto", "each_call", "once"]
+Weights = Literal["each_call", "once"]
 Wgrad = Literal["grad", "main_grad", "deferred"]
 
 OWN_OPTIONS = ("recipe", "policy", "fallback", "weights", "wgrad", "mode")
 FALLBACKS = ("warn", "error", "silent")
-WEIGHTS = ("auto", "each_call", "once")
+WEIGHTS = ("each_call", "once")
 WGRADS = ("grad", "main_grad", "deferred")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 ENV_RECIPE = "TE_INDUCTOR_RECIPE"
@@ -46,7 +46,7 @@ class Options:
     recipe_name: str = "recipe"  # what errors call it
     policy: tuple[tuple[str | Callable[..., bool], object], ...] = ()
     fallback: Fallback = "warn"
-    weights: Weights = "auto"
+    weights: Weights = "each_call"
     wgrad: Wgrad = "grad"
     mode: str | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
@@ -63,7 +63,7 @@ def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> 
     if recipe is None:
         recipe, recipe_name = os.environ.get(ENV_RECIPE) or "auto", f"{ENV_RECIPE}, a recipe's name:"
     fallback = _choice(given, "fallback", FALLBACKS, "warn")
-    weights, wgrad = _choice(given, "weights", WEIGHTS, "auto"), _choice(given, "wgrad", WGRADS, "grad")
+    weights, wgrad = _choice(given, "weights", WEIGHTS, "each_call"), _choice(given, "wgrad", WGRADS, "grad")
     policy = _parse_policy(given.pop("policy", {}))
     own_mode = given.pop("mode", None)
     if own_mode is not None and mode is not None and own_mode != mode:

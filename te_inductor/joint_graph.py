@@ -4,7 +4,8 @@ then which copies the backward makes.
 A column copy serves one GEMM of the backward alone.
 
 - That of a weight is a byte an element, of every layer at once, from the forward to the backward. The weight itself stays in
-  memory anyway, so the backward casts it, for one more read of the weight; of square blocks for two, so there it is kept.
+  memory anyway, so the backward casts it, for one more read of the weight; of square blocks for two, so there it is kept
+  where the graph saves no more for it than layers' inputs take less room as FP8 copies: where there are many tokens.
 - That of a layer's input likewise, where it has a known scale and is computed, one element at a time, from what the backward
   reads anyway: gate and up of SwiGLU, for its own gradient, from the same read; a norm's input and statistics; attention's
   output. A norm's costs no more bytes than it does in the forward: there a column copy is a second read of the norm's input,
@@ -13,6 +14,7 @@ A column copy serves one GEMM of the backward alone.
   hold its rows: any other tensor would be read once more than in the forward, where one read makes both copies.
 """
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -25,12 +27,13 @@ from te_inductor import compat, gated_gradients, ops, residuals
 from te_inductor.lowerings.block_tiles import may_be_held
 from te_inductor.node_kinds import is_cast, is_pointwise, is_view
 from te_inductor.post_grad import Pass
-from te_inductor.recipes import Quantizer
+from te_inductor.recipes import Gemm, Quantizer
 from te_inductor.recipes.formats import Scope
 
 _ONE_SCALE = (ops.quantize_rowcol_delayed, ops.quantize_pieces_delayed)
 _OWN_SCALES = (ops.quantize_rowcol, ops.quantize_pieces)
 _TWO_WAY = (*_ONE_SCALE, *_OWN_SCALES)
+_CASTS = (*_TWO_WAY, ops.quantize, ops.quantize_delayed)
 
 
 class JointGraph(Pass):
@@ -55,10 +58,11 @@ def mark(graph: fx.Graph) -> None:
     had = _had_anyway(graph, backward)
     for node in graph.nodes:
         if node.target in _TWO_WAY and node not in backward and "recompute" not in node.meta:
-            sources = node.args[0] if isinstance(node.args[0], list | tuple) else [node.args[0]]
+            sources = _sources(node)
             as_cheap = node.target in _ONE_SCALE or (_holds_blocks(node, sources) and _are_of_norms(sources, had))
             if _is_of_weight(node, sources) or (as_cheap and had.issuperset(sources)):
                 node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    _release_weights(graph, backward, had)
 
 
 def _save_what_changes(graph: fx.Graph, backward: set[fx.Node]) -> None:
@@ -106,12 +110,56 @@ def _save_statistics(graph: fx.Graph, backward: set[fx.Node]) -> None:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
+def _release_weights(graph: fx.Graph, backward: set[fx.Node], had: set[fx.Node]) -> None:
+    """Have the backward make the column copies of weights that are still saved, where they are more bytes than copies of
+    layers' inputs spare: then what is saved is not above that of high precision. A copy of a norm's output spares nothing,
+    since high precision has the backward compute that."""
+    weights, spent, spared = [], 0, 0
+    for node in graph.nodes:
+        if node.target not in _CASTS or node in backward or "recompute" in node.meta:
+            continue
+        copies = [user for user in node.users if _is_item(user)] or [node]
+        size = sum(_bytes(copy) for copy in copies if not backward.isdisjoint(copy.users))
+        sources = _sources(node)
+        if size and _is_dgrads(node, sources):
+            weights.append(node)
+            spent += size
+        elif size:
+            spared += (0 if _are_of_norms(sources, had) else sum(map(_bytes, sources))) - size
+    if spent > spared:
+        for cast in weights:
+            cast.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+
+
+def _sources(cast: fx.Node) -> list[fx.Node]:
+    source: Any = cast.args[0]
+    return list(source) if isinstance(source, list | tuple) else [source]
+
+
+def _is_item(node: fx.Node) -> bool:
+    return node.target is operator.getitem
+
+
+def _bytes(node: fx.Node) -> int:
+    """Of a tensor; of symbolic sizes at a likely value."""
+    value = node.meta["val"]
+    count: Any = value.numel()
+    return value.itemsize * (int(count.node.hint or 0) if isinstance(count, torch.SymInt) else count)
+
+
 def _is_of_weight(cast: fx.Node, sources: Sequence[fx.Node]) -> bool:
     """Whether a cast makes a dgrad's operand of inputs of the graph, and its column copy takes no second look for scales
     that the row copy has found."""
     found_again = cast.target in _OWN_SCALES and _scope_of(cast).transposes
-    gemms = [user.args[5] for copy in cast.users for user in copy.users if user.target is ops.scaled_mm]
-    return not found_again and any(gemm.name == "dgrad" for gemm in gemms) and all(map(_is_of_input, sources))  # type: ignore[union-attr]
+    return not found_again and _is_dgrads(cast, sources)
+
+
+def _is_dgrads(cast: fx.Node, sources: Sequence[fx.Node]) -> bool:
+    """Whether it makes an operand of a dgrad of inputs of the graph."""
+    readers = [user for copy in cast.users for user in copy.users]
+    arguments: list[Any] = [argument for user in readers for argument in user.args]
+    dgrads = any(isinstance(argument, Gemm) and argument.name == "dgrad" for argument in arguments)
+    return dgrads and all(map(_is_of_input, sources))
 
 
 def _scope_of(cast: fx.Node) -> Scope:

@@ -80,11 +80,12 @@ class Plan:
     report: Report = field(default_factory=Report)
     libraries: set[Kernel] = field(default_factory=set)  # CUTLASS kernels that its GEMMs will be
     state: StateInputs = field(init=False)  # what the rewritten graph takes besides its inputs
-    kept: KeptInputs = field(default_factory=lambda: KeptInputs(kept.refresh_on))  # and before that
+    kept: KeptInputs = field(init=False)  # and before that
     gradients: GradientInputs = field(init=False)  # and between those
 
     def __post_init__(self) -> None:
         self.state = StateInputs(self.options.fallback)
+        self.kept = KeptInputs(kept.refresh_on, self.options.fallback)
         self.gradients = GradientInputs(weight_grads.TAKERS.get(self.options.wgrad))
 
     @property
@@ -182,8 +183,8 @@ def weigh_sites(plan: Plan) -> None:
     for site in plan.candidates:
         if site.low and not site.by_policy and not site.emulated:
             by_input.setdefault((site.match.x, site.recipe), []).append(site)
-    for (_, recipe), sites in by_input.items():
-        refusal = size_rule.refusal([site.match for site in sites], recipe)
+    for sites in by_input.values():
+        refusal = size_rule.refusal([site.match for site in sites])
         for site in sites:
             site.refusal = refusal
 
@@ -204,7 +205,7 @@ def check_extras(plan: Plan) -> None:
     bodies, sites = Bodies(plan.gm), {site.match.node: site for site in plan.candidates if site.low}
     checks: dict[str, Callable[[Candidate], Refusal | None]] = {}
     if plan.options.weights != "each_call":
-        checks["weights"] = lambda site: _not_kept(plan, site, bodies)
+        checks["weights"] = lambda site: kept.refusal(site.match, site.slots, bodies, plan.inputs, plan.written)  # type: ignore[arg-type]
     if plan.gradients.takers:
         checks["wgrad"] = lambda site: (
             weight_grads.refusal(site.match, site.slots, bodies, plan.inputs, plan.options)  # type: ignore[arg-type]
@@ -219,16 +220,11 @@ def check_extras(plan: Plan) -> None:
         for node, refusal in refusals.items():
             if refusal is not None:
                 sites[node].unmet[option] = refusal
-                if getattr(plan.options, option) != "auto":  # which asks it of nobody
-                    plan.report.unmet.append(Unmet(option, sites[node].fqn, str(refusal)))
-
-
-def _not_kept(plan: Plan, site: Candidate, bodies: Bodies) -> Refusal | None:
-    """Why copies of its weight are not kept."""
-    assert site.slots is not None
-    if plan.options.weights == "auto" and (why := kept.not_worth_it(site.match, site.slots)) is not None:
-        return why
-    return kept.refusal(site.match, site.slots, bodies, plan.inputs, plan.written)
+                plan.report.unmet.append(Unmet(option, sites[node].fqn, str(refusal)))
+    if plan.gradients.takers:
+        high = (site for site in plan.candidates if site.refusal and weight_grads.wanted(site.match))
+        reason = "the layer stays in high precision, so that its weight gradient goes to autograd"
+        plan.report.unmet.extend(Unmet("wgrad", site.fqn, reason) for site in high)
 
 
 def report_sites(plan: Plan) -> None:

@@ -64,8 +64,8 @@ def quantized(model: nn.Module, *inputs: Any, options: Mapping[str, Any]) -> nn.
 
 
 def quantized_as(report: Report, model: nn.Module, instances: Mapping[str, Recipe]) -> nn.Module:
-    """The same where `explain` has been asked. `instances` are recipes that the report's names stand for, where that is not
-    the recipe of that name."""
+    """The same where `explain` has been asked. `instances` are recipes, by a layer's module path or by the name that the
+    report has, where that is not the recipe of that name."""
     assert report.failure is None, report.failure
     twin = copy.deepcopy(model)
     sites = {site.fqn: site for site in report.sites if site.gemm == "fprop" and site.kernel != "high_precision"}
@@ -73,7 +73,7 @@ def quantized_as(report: Report, model: nn.Module, instances: Mapping[str, Recip
     for path, site in sites.items():
         if layers[path].group is None:
             together = [layers[other] for other in site.merged or (path,)]
-            recipe = instances.get(site.recipe) or recipes.resolve(site.recipe)
+            recipe = instances.get(path) or instances.get(site.recipe) or recipes.resolve(site.recipe)
             group = _Layers([layer.layer for layer in together], recipe, path)  # type: ignore[arg-type]
             for layer in together:
                 layer.group = group

@@ -4,6 +4,9 @@ that Inductor generated, whose roundings differ, up to the noise of the formats.
 A case is plain data, so that a failure prints what builds it again: `check(Case(...))` in a test of its own.
 """
 
+import contextvars
+import copy
+import threading
 import warnings
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
@@ -16,14 +19,34 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from te_inductor import Report, autocast, backward_dw, explain
-from te_inductor.recipes import NVFP4BlockScaling, Recipe
+from te_inductor import Report, autocast, backward_dw, explain, load_state_dict, state_dict
+from te_inductor.recipes import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    Format,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    QParams,
+    Recipe,
+)
 from te_inductor.regions import active
 from tests.eager import quantized_as
 from tests.recipes import NAMES
 
 # Stochastic rounding draws a seed a cast, in the order of the casts, which the two need not share.
 INSTANCES: dict[str, Recipe] = {"nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True)}
+# Several recipes of one name in one program are several constants.
+VARIANTS: dict[str, Recipe] = {
+    "current, powers of 2": Float8CurrentScaling(fp8_quant_fwd_inp=QParams(power_2_scale=True)),
+    "current, E4M3": Float8CurrentScaling(fp8_format=Format.E4M3, fp8_quant_bwd_grad=QParams(amax_epsilon=2.0**-20)),
+    "rowwise, fp32": Float8RowwiseScaling(power_2_scale=False),
+    "block, rows": Float8BlockScaling(w_block_scaling_dim=1),
+    "delayed, short": DelayedScaling(amax_history_len=4),
+    "mxfp8, square": MXFP8BlockScaling(enable_2d_quantization=True),
+}
+SEVERAL = [*NAMES, *VARIANTS]
 WIDTHS = (16, 32, 40, 64, 96, 128, 130, 160, 256)  # of those, some are refused by some recipes
 LEADING = ((1,), (7,), (32,), (2, 5), (3, 1, 4), (128,))
 ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu, "tanh": torch.tanh, "relu_": lambda x: x.clone().relu_()}
@@ -49,6 +72,26 @@ class Case:
     backwards: int = 1  # of one forward
     budget: float = 1.0  # torch's activation memory budget
     seed: int = 0
+    breaks: int = 0  # how many steps are before a graph break; 0: there is none
+    threads: int = 1  # that call compiled copies at once
+    copies: bool = False  # the model goes on as a copy that loads its state
+
+
+class Broken(nn.Sequential):
+    """Two graphs. The break is in no loop, or torch would compile each step by itself."""
+
+    breaks = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.through(x, 0, self.breaks)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return self.through(x, self.breaks, len(self))
+
+    def through(self, x: Tensor, start: int, end: int) -> Tensor:
+        for place in range(start, end):
+            x = self[place](x)
+        return x
 
 
 class Step(nn.Module):
@@ -100,7 +143,12 @@ def _in_amp(steps: nn.Module, x: Tensor) -> Tensor:
 
 
 def recipe_of(name: str) -> Recipe | str:
-    return INSTANCES.get(name, name)
+    return {**INSTANCES, **VARIANTS}.get(name, name)
+
+
+def plain(name: str) -> str:
+    """As a report names the recipe."""
+    return VARIANTS[name].name if name in VARIANTS else name
 
 
 def _residual(parts: nn.ModuleList, x: Tensor) -> Tensor:
@@ -190,7 +238,7 @@ def _sequence(steps: tuple[tuple, ...], width: int) -> tuple[nn.Sequential, int]
 
 
 widths = st.sampled_from(WIDTHS)
-some_recipe = st.sampled_from(NAMES)
+some_recipe = st.sampled_from(SEVERAL)
 _simple = st.one_of(
     st.tuples(st.just("linear"), widths, st.booleans()),
     st.tuples(st.just("einsum"), st.sampled_from(list(EINSUMS)), widths),
@@ -219,14 +267,14 @@ _writing = st.tuples(st.just("written"), st.sampled_from(list(WRITES)), st.tuple
 _anything = st.recursive(_simple, _nested, max_leaves=5)
 _steps = st.lists(st.one_of(_anything, _anything, _anything, _writing), min_size=1, max_size=4).map(tuple)
 _policies = st.dictionaries(
-    st.sampled_from(["0", "*", "*parts.0*", "[12]*", "*.1"]), st.sampled_from([*NAMES, "none"]), max_size=2
+    st.sampled_from(["0", "*", "*parts.0*", "[12]*", "*.1"]), st.sampled_from([*SEVERAL, "none"]), max_size=3
 ).map(lambda policy: tuple(policy.items()))
 cases = st.builds(
     Case,
     steps=_steps,
     width=widths,
     leading=st.sampled_from(LEADING),
-    recipe=st.sampled_from([*NAMES, "none"]),
+    recipe=st.sampled_from([*SEVERAL, "none"]),
     policy=_policies,
     dtype=st.sampled_from(["float32", "float32", "bfloat16", "float16"]),
     mode=st.sampled_from(["train", "train", "train", "no_grad", "inference"]),
@@ -234,11 +282,14 @@ cases = st.builds(
     frozen=st.sampled_from([0, 0, 2, 3]),
     around=st.one_of(st.none(), st.none(), some_recipe, st.just("none")),
     dynamic=st.booleans(),
-    weights=st.sampled_from(["auto", "each_call", "once"]),
+    weights=st.sampled_from(["each_call", "once"]),
     wgrad=st.sampled_from(["grad", "grad", "main_grad", "deferred"]),
     backwards=st.sampled_from([1, 1, 2]),
     budget=st.sampled_from([1.0, 1.0, 0.5, 0.0]),
     seed=st.integers(0, 2**16),
+    breaks=st.sampled_from([0, 0, 0, 1, 2]),
+    threads=st.sampled_from([1] * 7 + [2]),
+    copies=st.sampled_from([False] * 4 + [True]),
 )
 
 
@@ -249,12 +300,11 @@ def check(case: Case, generated: bool = False) -> None:
     torch.manual_seed(case.seed)
     dtype = DTYPES[case.dtype]
     # Of an output in another layout AOTAutograd lays out the gradient anew, and BLAS may then add in another order.
-    model = _sequence(case.steps, case.width)[0].append(Step(lambda _, y: y.contiguous())).to(dtype)
+    model = _model(case).append(Step(lambda _, y: y.contiguous())).to(dtype)
     x = torch.randn(*case.leading, case.width).to(dtype).requires_grad_(case.x_grad and case.mode == "train")
     for place, parameter in enumerate(model.parameters()):
         parameter.requires_grad_(not case.frozen or place % case.frozen != 0)
-        if case.wgrad == "main_grad" and parameter.dim() == 2:
-            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+    _with_totals(model, case)
     policy = {glob: recipe_of(name) for glob, name in case.policy}
     options = {"recipe": recipe_of(case.recipe), "policy": policy, "weights": case.weights, "wgrad": case.wgrad}
     with ExitStack() as stack:
@@ -270,18 +320,78 @@ def check(case: Case, generated: bool = False) -> None:
         if case.around is not None:
             stack.enter_context(_around(case.around))
         report = explain(model, x, options=options)
-        assert {site.fqn: site.recipe for site in report.sites} == _recipes(model, x, case)
-        eager = quantized_as(report, model, INSTANCES)
+        recipes = _recipes(model, x, case)
+        assert {site.fqn: site.recipe for site in report.sites} == {fqn: plain(name) for fqn, name in recipes.items()}
+        instances = {fqn: recipe for fqn, name in recipes.items() if isinstance(recipe := recipe_of(name), Recipe)}
+        eager = quantized_as(report, model, instances)
+        twins = [_with_totals(copy.deepcopy(model), case) for _ in range(case.threads)]
         torch._dynamo.reset()
-        compiled = torch.compile(model, backend="te", fullgraph=True, options=options)
+        compile = partial(torch.compile, backend="te", fullgraph=not case.breaks, options=options)
+        compiled = compile(model)
         # Of delayed scaling the reference is the first step.
         first = any(site.recipe == "delayed" for site in report.sites)
         # Autograd sees in AOTAutograd's eager graphs, and not in Inductor's, that a backward changes totals and tickets.
         backwards = 1 if first or (case.wgrad != "grad" and not generated) else case.backwards
-        _compare(_results(eager, x, backwards), _results(compiled, x, backwards), case, report, generated)
+        expected = _results(eager, x, backwards)
+        _compare(expected, _results(compiled, x, backwards), case, report, generated)
+        if case.threads > 1:
+            for found in _at_once([compile(twin) for twin in twins], x, case, backwards):
+                _compare(expected, found, case, report, generated)
+        if case.copies:
+            twin = _with_totals(copy.deepcopy(model), case)
+            load_state_dict(twin, state_dict(model))
+            _same(_results(compiled, x, backwards), _results(compile(twin), x, backwards))
+            _same(state_dict(model), state_dict(twin))
         if case.weights == "once" and not first:
+            if case.copies:  # which have changed what their forward writes once more
+                eager.load_state_dict(dict(zip(eager.state_dict(), model.state_dict().values(), strict=True)))
             _change(eager), _change(model)
             _compare(_results(eager, x, backwards), _results(compiled, x, backwards), case, report, generated)
+
+
+def _model(case: Case) -> Broken:
+    model = Broken(*_sequence(case.steps, case.width)[0])
+    model.breaks = min(case.breaks, len(model) - 1)
+    return model
+
+
+def _with_totals(model: nn.Module, case: Case) -> nn.Module:
+    for parameter in model.parameters():
+        if case.wgrad == "main_grad" and parameter.dim() == 2:
+            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+    return model
+
+
+def _at_once(runs: list, x: Tensor, case: Case, backwards: int) -> list[dict[str, Tensor]]:
+    """What calls in threads of their own give, each of its own model and its own x."""
+    start, found, failures = threading.Barrier(len(runs)), [{} for _ in runs], []
+
+    def call(place: int) -> None:
+        try:
+            with MODES[case.mode]():  # of a thread
+                start.wait()
+                mine = x.detach().clone().requires_grad_(x.requires_grad)
+                found[place] |= _results(runs[place], mine, backwards)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [
+        threading.Thread(target=contextvars.copy_context().run, args=(call, place)) for place in range(len(runs))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    return found
+
+
+def _same(expected: dict[str, Tensor], found: dict[str, Tensor]) -> None:
+    """Bit for bit."""
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        assert torch.equal(value.nan_to_num(), found[name].nan_to_num()), name
 
 
 def _change(model: nn.Module) -> None:
@@ -330,7 +440,7 @@ def _recipes(model: nn.Module, x: Tensor, case: Case) -> dict[str, str]:
         def hook(module: nn.Module, inputs: tuple) -> None:
             named = [name for glob, name in case.policy if fnmatchcase(path, glob)]
             region = active()
-            of_region = region.recipe.name if region.recipe else case.recipe
+            of_region = _name_of(region.recipe) if region.recipe else case.recipe
             found[path] = (named[0] if named else of_region) if region.enabled else "none"
 
         return hook
@@ -342,6 +452,11 @@ def _recipes(model: nn.Module, x: Tensor, case: Case) -> dict[str, str]:
     for hook in hooks:
         hook.remove()
     return found
+
+
+def _name_of(recipe: Recipe) -> str:
+    """As cases have it."""
+    return next((name for name, other in VARIANTS.items() if other == recipe), recipe.name)
 
 
 def _around(name: str) -> autocast:
@@ -358,7 +473,7 @@ def _results(run, x: Tensor, backwards: int) -> dict[str, Tensor]:
         loss = (y.float() * torch.linspace(-1, 1, y.numel()).view(y.shape)).sum()
         for left in reversed(range(backwards)):
             loss.backward(retain_graph=left > 0)
-        backward_dw()
+        backward_dw(run)
         gradients = map(_gradient, wanted)
         found |= {f"gradient {i}": g for i, g in enumerate(gradients) if g is not None}
         x.grad = None

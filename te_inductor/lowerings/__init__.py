@@ -30,7 +30,7 @@ def install(fallback: str = "warn") -> Callable[[Callable[..., Any]], Callable[.
     )
     from te_inductor.lowerings.choices import Choices
     from te_inductor.lowerings.early_start import EarlyKernel
-    from te_inductor.lowerings.registry import failures_said
+    from te_inductor.lowerings.registry import compile_guarded
 
     if torch.cuda.is_available() and has_triton_package():
         # Ops that generated code calls, also such as a compile cache returns. NVFP4's come with its weights.
@@ -39,8 +39,8 @@ def install(fallback: str = "warn") -> Callable[[Callable[..., Any]], Callable[.
     def wrap(inner_compile: Callable[..., Any]) -> Callable[..., Any]:
         def compile_graph(*args: Any, **kwargs: Any) -> Any:
             kernels = patch.object(TritonScheduling, "kernel_type", EarlyKernel)
-            with failures_said(fallback), kernels, few_rows.replaced(), V.set_choices_handler(Choices(V.choices)):
-                return inner_compile(*args, **kwargs)
+            with kernels, few_rows.replaced(), V.set_choices_handler(Choices(V.choices)):
+                return compile_guarded(inner_compile, fallback, *args, **kwargs)
 
         return compile_graph
 

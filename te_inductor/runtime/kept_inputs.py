@@ -2,6 +2,7 @@
 scaling is (`state_inputs.py`), and made to be those of the parameters' values before the graph runs.
 """
 
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from te_inductor.diagnostics import say
 from te_inductor.runtime import kept_weights
 from te_inductor.runtime.gradient_inputs import GradientInputs
 from te_inductor.runtime.kept_weights import Kept, Look, Spec, kept_of
@@ -43,19 +45,42 @@ class _Found:
 class _Refreshers:
     """One for each device."""
 
-    def __init__(self, refresh_on: Callable[[torch.device], Refresh], kept: Sequence[Kept]) -> None:
+    def __init__(self, refresh_on: Callable[[torch.device], Refresh], kept: Sequence[Kept], fallback: str) -> None:
         self._on = {device: refresh_on(device) for device in dict.fromkeys(one.seen.device for one in kept)}
+        self._fallback = fallback
 
     def look(self, looks: Sequence[Look]) -> None:
         try:
             for look in looks:
                 look.kept.note(look.weights)
-            for device, refresh in self._on.items():
-                refresh([look for look in looks if look.kept.seen.device == device])
-        except BaseException:  # somebody's keyboard, or a kernel that does not compile: copies are half of one weight
-            for look in looks:
-                look.kept.seen.data.zero_()
+            for device in self._on:
+                self._refresh(device, [look for look in looks if look.kept.seen.device == device])
+        except BaseException:  # somebody's keyboard: copies are half of one weight
+            _forget(looks)
             raise
+
+    def _refresh(self, device: torch.device, looks: Sequence[Look]) -> None:
+        """By plain torch from then on where a kernel does not compile. Copies are made whole, and an amax that was recorded
+        is the same one."""
+        try:
+            self._on[device](looks)
+        except Exception:
+            if self._on[device] is kept_weights.refresh:
+                raise
+            failure = traceback.format_exc(limit=-3)
+            _forget(looks)
+            self._on[device] = kept_weights.refresh
+            kept_weights.refresh(looks)
+            say(
+                f"te_inductor: weights are cast once by plain torch, because a kernel failed:\n{failure}",
+                self._fallback,
+            )
+
+
+def _forget(looks: Sequence[Look]) -> None:
+    """What their copies were made of."""
+    for look in looks:
+        look.kept.seen.data.zero_()
 
 
 @dataclass
@@ -63,6 +88,7 @@ class KeptInputs:
     """All kept weights of a graph, in the order of its inputs."""
 
     refresh_on: Callable[[torch.device], Refresh]
+    fallback: str = "warn"  # options["fallback"]
     held: Mapping[str, Tensor] = field(default_factory=dict)  # parameters that the graph holds
     weights: list[KeptInput] = field(default_factory=list)
     examples: list[Tensor] = field(default_factory=list)  # fake tensors, one an input
@@ -98,7 +124,8 @@ class KeptInputs:
         if found is None:
             kept = [kept_of(w.spec, group, w.columns) for w, group in zip(self.weights, parameters, strict=True)]
             tensors = [t for one, w in zip(kept, self.weights, strict=True) for t in one.taken(w.columns)]
-            found = _Found(kept, tensors, *(_Refreshers(self.refresh_on, kept) for _ in range(2)))
+            refreshers = (_Refreshers(self.refresh_on, kept, self.fallback) for _ in range(2))
+            found = _Found(kept, tensors, *refreshers)
             self._found.set(flat, found)
         return found
 

@@ -153,7 +153,7 @@ def test_a_policy_names_layers_and_a_region_does_not():
 
 def test_a_region_does_not_overrule_the_size_rule(monkeypatch):
     """It speaks of many layers, a policy entry of one."""
-    monkeypatch.setattr("te_inductor.patterns.size_rule.refusal", lambda matches, recipe: Refusal("too small"))
+    monkeypatch.setattr("te_inductor.patterns.size_rule.refusal", lambda matches: Refusal("too small"))
     model = Within(nn.Sequential(layer(), layer()), recipe="block")
     sites = explain(model, torch.randn(X), options={"policy": {"module.1": "rowwise"}}).sites
     assert {(site.fqn, site.kernel) for site in sites} == {("module.0", "high_precision"), ("module.1", "inductor")}

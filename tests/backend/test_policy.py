@@ -114,7 +114,7 @@ def test_behind_graph_breaks():
 @pytest.mark.parametrize("name", [wide, "0"], ids=["function", "glob"])
 def test_an_entry_overrides_the_size_rule(name, monkeypatch):
     """For the layers that it names alone."""
-    monkeypatch.setattr("te_inductor.patterns.size_rule.refusal", lambda matches, recipe: Refusal("too small"))
+    monkeypatch.setattr("te_inductor.patterns.size_rule.refusal", lambda matches: Refusal("too small"))
     report = explain(layers((96, 32), (32, 96)), torch.randn(X), options={"policy": {name: "current"}})
     assert {site.fqn: site.kernel for site in report.sites} == {"0": "inductor", "1": "high_precision"}
 

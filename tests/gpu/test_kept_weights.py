@@ -88,13 +88,13 @@ RECIPES = ["current", "delayed", "rowwise", "block", "mxfp8", NVFP4BlockScaling(
 
 
 @pytest.mark.parametrize(("recipe", "mode"), itertools.product(RECIPES, ["default", "reduce-overhead"]), ids=str)
-@pytest.mark.parametrize(("weights", "microbatches"), [("once", 3), ("auto", 3), ("auto", 1)])
-def test_programs(recipe, mode, weights, microbatches):
+@pytest.mark.parametrize("microbatches", [3, 1])
+def test_programs(recipe, mode, microbatches):
     """Bit for bit what casts at each call give: the same scales, the same values, the same GEMMs."""
     counters.clear()
     models = [mlp()]
     models.append(copy.deepcopy(models[0]))
-    runs = [te(m, recipe, mode=mode, weights=w) for m, w in zip(models, (weights, "each_call"), strict=True)]
+    runs = [te(m, recipe, mode=mode, weights=w) for m, w in zip(models, ("once", "each_call"), strict=True)]
     for step, change in enumerate((ema, no_grad, adam, ema, ema)):
         for model in models:
             model.zero_grad()

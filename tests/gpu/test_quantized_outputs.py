@@ -141,7 +141,7 @@ def test_inference(mode, no_caches):
         torch._dynamo.reset()
         with pytest.MonkeyPatch.context() as patch, torch.set_grad_enabled(grad):
             patch.setattr(template, "choose", chosen)
-            run = torch.compile(model, backend="te", fullgraph=True, options={"recipe": "delayed", "mode": mode})
+            run = torch.compile(model, backend="te", fullgraph=True, options={"policy": {"*": "delayed"}, "mode": mode})
             run(x)
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
                 y = run(x).clone()
