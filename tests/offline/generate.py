@@ -143,7 +143,15 @@ def main(shim: str, arch: int, case: str, out: Path) -> None:
         return source, names
 
     def keep(self: Any, code: Any) -> ModuleType:
-        check_constants(code.value, self.opaque_value_type_classes, written)
+        # The names that the module is given, whatever torch calls the dictionary that holds them.
+        tables = [table for table in vars(self).values() if isinstance(table, dict)]
+        names = {
+            name: one
+            for table in tables
+            for name, one in table.items()
+            if isinstance(name, str) and name.startswith(PREFIX)
+        }
+        check_constants(code.value, names, written)
         (out / f"{len(sources)}.py").write_text(code.value)
         sources.append(code.value)
         stub = ModuleType("stub")
