@@ -9,6 +9,12 @@ from typing import Any
 from unittest import mock
 
 import torch
+
+if torch.__version__ < (2, 11):  # type: ignore[operator]
+    raise ImportError(
+        f"te_inductor needs torch 2.11 or later, found {torch.__version__}; pip install --upgrade 'torch>=2.11'"
+    )
+
 from torch import fx
 from torch._library import opaque_object
 

@@ -58,10 +58,12 @@ def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> 
     Raises:
         OptionError: unknown key (naming the nearest), wrong type, wrong value.
     """
+    if options is not None and not isinstance(options, Mapping):
+        raise OptionError(wrong_type("options", options, 'a dict, such as {"recipe": "current"}'))
     given = dict(options or {})
     recipe, recipe_name = given.pop("recipe", None), "recipe"
     if recipe is None:
-        recipe, recipe_name = os.environ.get(ENV_RECIPE) or "auto", f"{ENV_RECIPE}, a recipe's name:"
+        recipe, recipe_name = os.environ.get(ENV_RECIPE) or "auto", f"recipe of the environment variable {ENV_RECIPE}:"
     fallback = _choice(given, "fallback", FALLBACKS, "warn")
     weights, wgrad = _choice(given, "weights", WEIGHTS, "each_call"), _choice(given, "wgrad", WGRADS, "grad")
     policy = _parse_policy(given.pop("policy", {}))

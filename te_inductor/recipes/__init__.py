@@ -44,6 +44,12 @@ _RECIPES: tuple[type[Recipe], ...] = (
 )
 _BY_NAME = {recipe.name: recipe for recipe in _RECIPES}
 NAMES = ("auto", "none", *_BY_NAME)
+# What others call a recipe, and a class's name as a string: no name here is near enough for a guess by letters.
+_FP8 = "FP8 with one scale a tensor is 'current', or 'delayed'; a scale a row 'rowwise', a block 'block'"
+_MEANT = dict.fromkeys(("fp8", "FP8", "float8", "hybrid", "tensorwise", "e4m3"), _FP8) | {
+    recipe.__name__: f"its name is {recipe.name!r}, or pass an instance: recipes.{recipe.__name__}()"
+    for recipe in _RECIPES
+}
 
 
 def resolve(spec: object, name: str = "recipe") -> Recipe | None:
@@ -58,12 +64,16 @@ def resolve(spec: object, name: str = "recipe") -> Recipe | None:
         if type(spec) is Recipe:
             spec.slots()  # the abstract base refuses itself
         return spec
+    if isinstance(spec, type) and issubclass(spec, Recipe):
+        raise RecipeError(f"{name} is the class {spec.__name__}, expected an instance: {spec.__name__}()")
     if not isinstance(spec, str):
         raise RecipeError(wrong_type(name, spec, f"a Recipe instance or one of {', '.join(NAMES)}"))
     if spec == "none":
         return None
     if spec == "auto":
         return Float8CurrentScaling()
+    if spec in _MEANT:
+        raise RecipeError(f"unknown {name} {spec!r}; {_MEANT[spec]}")
     if spec not in _BY_NAME:
         raise RecipeError(unknown(name, spec, NAMES))
     return _BY_NAME[spec]()

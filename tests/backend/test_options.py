@@ -3,6 +3,8 @@
 import ast
 import dataclasses
 import functools
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,17 @@ def failure(**options) -> str:
         ),
         ({"recipe": "row-wise"}, "unknown recipe 'row-wise'", "did you mean 'rowwise'?"),
         ({"recipe": object}, "recipe is a type", "expected a Recipe instance"),
+        ({"recipe": "fp8"}, "unknown recipe 'fp8'", "FP8 with one scale a tensor is 'current'"),
+        (
+            {"recipe": "Float8CurrentScaling"},
+            "unknown recipe 'Float8CurrentScaling'",
+            "its name is 'current', or pass an instance: recipes.Float8CurrentScaling()",
+        ),
+        (
+            {"recipe": recipes.DelayedScaling},
+            "recipe is the class DelayedScaling",
+            "expected an instance: DelayedScaling()",
+        ),
         (
             {"policy": ["lm_head"]},
             "option 'policy' is a list",
@@ -107,7 +120,27 @@ def test_the_default_recipe_comes_from_the_environment(monkeypatch):
     assert recipe_of(model, recipe="current") == "current"  # an option wins
     assert recipe_of(model, recipe="rowwise") == "rowwise"
     monkeypatch.setenv("TE_INDUCTOR_RECIPE", "curent")
-    assert "unknown TE_INDUCTOR_RECIPE, a recipe's name: 'curent'; did you mean 'current'?" in failure()
+    where = "recipe of the environment variable TE_INDUCTOR_RECIPE"
+    assert f"unknown {where}: 'curent'; did you mean 'current'?" in failure()
+    monkeypatch.setenv("TE_INDUCTOR_RECIPE", "fp8")
+    assert f"unknown {where}: 'fp8'; FP8 with one scale a tensor is 'current'" in failure()
+
+
+def test_options_that_are_no_dict():
+    run = torch.compile(torch.nn.Linear(32, 32), backend="te", options="current")
+    with pytest.raises(
+        torch._dynamo.exc.BackendCompilerFailed, match=r"options is a str \('current'\), expected a dict"
+    ):
+        run(torch.randn(4, 32))
+
+
+def test_a_torch_that_is_too_old():
+    """One line, and not the first name that it lacks."""
+    program = "import torch; torch.__version__ = type(torch.__version__)('2.10.1'); import te_inductor"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1].startswith(
+        "ImportError: te_inductor needs torch 2.11 or later, found 2.10.1; pip"
+    )
 
 
 def test_inductor_options_and_mode_reach_inductor(monkeypatch):
