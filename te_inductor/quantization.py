@@ -55,7 +55,13 @@ def quantize_(
         entry = policies.first(entries, path, (None, *module.weight.shape))
         used.add(entry)
         wanted = entry.recipe if entry else default
-        if wanted is None or isinstance(module.weight, StoredWeight):
+        if wanted is None:
+            continue
+        if isinstance(module.weight, StoredWeight):
+            if module.weight.recipe != wanted:
+                said.append(
+                    f"te_inductor: {path or '(root)'} keeps its weight: it is stored as {module.weight.recipe} already"
+                )
             continue
         kind_of(wanted)
         refusal = _refusal(module, owners)

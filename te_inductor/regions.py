@@ -79,7 +79,8 @@ class _Active:
 
 
 _active = _Active()
-_compiles = False  # whether the backend was ever called
+_compiled: set[tuple[Any, ...]] = set()  # keys of the regions in which a graph was compiled
+_said = False
 
 
 def active() -> Region:
@@ -99,9 +100,8 @@ def guard_on_active() -> None:
 
 
 def note_compile() -> None:
-    """Called by the backend."""
-    global _compiles
-    _compiles = True
+    """Called by the backend. An equal region needs no compile later; another one does, as graphs are guarded by its key."""
+    _compiled.update({active().key(), *(entered.region.key() for entered in _entered.get())})
 
 
 class autocast:
@@ -113,7 +113,7 @@ class autocast:
     backward has the recipe of its forward, wherever it runs. Each thread has its own region, and each task of asyncio. A
     `with` around a generator's `yield` is around what runs between its items too.
 
-    Outside compiled code it changes nothing; a program that has compiled nothing by the end of it is told so, once.
+    Outside compiled code it changes nothing; a program that has compiled nothing in it by its end is told so, once.
 
     Args:
         enabled: whether layers run in low precision.
@@ -142,8 +142,10 @@ class autocast:
             mine = max((place for place, one in enumerate(entered) if one.by is self), default=None)
             if mine is not None:  # a generator may be closed in another thread or task
                 _set(entered[:mine] + entered[mine + 1 :])
+            if self.region.key() in _compiled:  # so something is in those around it
+                _compiled.update(one.region.key() for one in _entered.get())
             if error is None and not _entered.get() and self.region.enabled:
-                _warn_if_nothing_compiles()
+                _warn_if_nothing_compiles(self.region)
 
     def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
         # Of the region itself, torch 2.11 would have Dynamo read no field.
@@ -180,13 +182,14 @@ _UNCOMPILED = (
     " autocast around the compiled function, or move what breaks the graph (fullgraph=True names it) out of the `with`"
 )
 _NOTHING_COMPILED = (
-    "te_inductor.autocast: nothing has been compiled, so every layer ran in high precision; autocast chooses recipes for"
-    ' compiled code: model = torch.compile(model, backend="te")'
+    "te_inductor.autocast: nothing has been compiled in it by the backend te, so every layer ran in high precision; autocast"
+    ' chooses recipes for compiled code: model = torch.compile(model, backend="te")'
 )
 
 
-def _warn_if_nothing_compiles() -> None:
-    global _compiles
-    if not _compiles:
-        _compiles = True  # once is enough
+def _warn_if_nothing_compiles(region: Region) -> None:
+    """Once a program."""
+    global _said
+    if not _said and region.key() not in _compiled:
+        _said = True
         warnings.warn(_NOTHING_COMPILED, FallbackWarning, stacklevel=3)

@@ -10,6 +10,8 @@ it, from another stored weight or from one in high precision.
 """
 
 import functools
+import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor
 from torch.utils._triton import has_triton_package
 
 from te_inductor import ops, ops_stored
-from te_inductor.errors import RecipeError, StoredWeightError
+from te_inductor.errors import FallbackWarning, RecipeError, StoredWeightError
 from te_inductor.recipes import Float8BlockScaling, Float8CurrentScaling, Float8RowwiseScaling, NVFP4WeightOnly, Recipe
 from te_inductor.runtime import microscaling, nvfp4
 
@@ -29,6 +31,13 @@ def _register_kernels() -> None:
     """NVFP4's, before anything calls them: eager code, generated code, and such as a compile cache returns."""
     if has_triton_package():
         from te_inductor.templates.triton import nvfp4_ops  # noqa: F401
+
+
+@functools.cache
+def _register_lowerings() -> None:
+    from te_inductor import lowerings
+
+    lowerings.install()
 
 
 class StoredWeight(Tensor):
@@ -102,7 +111,10 @@ class StoredWeight(Tensor):
         return repr((type(self).__name__, tuple(self.shape), self.dtype, self.recipe))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return rebuild, (type(self).__name__, self.saved(), tuple(self.shape), self.dtype, self.recipe)
+        """Parts as bytes: plain pickle knows no FP8 storage. A parameter stays one."""
+        parts = [(part.contiguous().view(-1).view(torch.uint8), part.dtype, tuple(part.shape)) for part in self.saved()]
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        return rebuild, (type(self).__name__, parts, tuple(self.shape), self.dtype, self.recipe, is_parameter)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -115,6 +127,16 @@ class StoredWeight(Tensor):
                 f"a gradient is asked of a weight stored as {args[0].recipe.name}, expected a constant; train the weight in "
                 "high precision, with the recipe as a compile option, or an adapter beside it (before "
                 "load_state_dict(assign=True), call requires_grad_(False) on the model)"
+            )
+        if function == Tensor.element_size:  # a fraction: of get_memory_footprint and the like
+            return args[0].stored_bytes / args[0].numel()
+        if function == Tensor.nbytes.__get__:  # type: ignore[attr-defined]
+            return args[0].stored_bytes
+        if function in _OF_ONE_STORAGE:
+            raise StoredWeightError(
+                f"{function.__name__} of a weight stored as {args[0].recipe.name}, which is several tensors, as where"
+                " safetensors or save_pretrained write it; expected torch.save(model.state_dict()), and quantize_ before"
+                " load_state_dict; or dequantize() the weights first"
             )
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
@@ -133,9 +155,23 @@ class StoredWeight(Tensor):
         return op(*args, **kwargs)
 
 
+_OF_ONE_STORAGE = (Tensor.storage, Tensor.data_ptr, Tensor.share_memory_)
+
+
+_NOT_SERIALIZED = (
+    "te_inductor: an exported program with weights stored in FP8 runs and compiles (aoti_compile_and_package), but"
+    " torch.export.save leaves out the recipe, which its ops take as a constant, and torch.export.load then fails with"
+    " KeyError: '_custom_obj_0'. Package it with AOTInductor, or store the weights as nvfp4_weight_only, which is saved whole"
+)
+
+
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not isinstance(weight, StoredWeight):
         raise StoredWeightError("F.linear of a stored weight as input or bias, expected it as the weight")
+    if torch.compiler.is_exporting():  # what compiles the program later, as AOTInductor, does not know of us
+        _register_lowerings()
+        if isinstance(weight, Float8Weight):
+            warnings.warn(_NOT_SERIALIZED, FallbackWarning, stacklevel=2)
     device = input.device.type
     out_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
     return weight.linear(input, bias, out_dtype)
@@ -232,11 +268,18 @@ def kind_of(recipe: Recipe) -> type[StoredWeight]:
 
 
 def rebuild(
-    kind: str, parts: tuple[Tensor, ...], shape: tuple[int, ...], dtype: torch.dtype, recipe: Recipe
+    kind: str,
+    parts: Sequence[tuple[Tensor, torch.dtype, tuple[int, ...]]],  # bytes, what they are, their shape
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    recipe: Recipe,
+    is_parameter: bool,
 ) -> StoredWeight:
     """What a pickled weight is loaded with."""
     found = {cls.__name__: cls for cls in _KINDS.values()}[kind]
-    return found(found.from_saved(tuple(parts)), torch.Size(shape), dtype, recipe)
+    viewed = tuple(data.view(of).view(size) for data, of, size in parts)
+    weight = found(found.from_saved(viewed), torch.Size(shape), dtype, recipe)
+    return torch.nn.Parameter(weight, requires_grad=False) if is_parameter else weight  # type: ignore[return-value]
 
 
 # ---- the few ops that a weight meets between its birth and F.linear

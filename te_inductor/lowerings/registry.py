@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._inductor import config
-from torch._inductor.lowering import fallback_handler, register_lowering
+from torch._inductor import config, ir
+from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
 
 from te_inductor.diagnostics import log, say
 
@@ -54,7 +54,7 @@ def lowering(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             if failures is not None and name in failures.eager:
                 return eager(*args, **kwargs)
             try:
-                return function(*args, **kwargs)
+                return function(*map(_as_tensor, args), **kwargs)
             except Exception:
                 log.debug("%s", traceback.format_exc())
                 if failures is None:  # not our compile, nobody would hear of it
@@ -68,6 +68,13 @@ def lowering(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         return register_lowering(op, type_promotion_kind=None)(guarded)
 
     return decorate
+
+
+def _as_tensor(argument: Any) -> Any:
+    """What Inductor has folded to a number, such as a stored weight's scale in AOTInductor, a tensor again."""
+    if not isinstance(argument, ir.Constant):
+        return argument
+    return lowerings[torch.ops.aten.full]([], argument.value, dtype=argument.dtype, device=argument.device)
 
 
 @contextmanager

@@ -2,7 +2,10 @@
 
 import copy
 import io
+import pickle
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -80,12 +83,13 @@ def test_a_process_that_only_imports_the_package_loads(tmp_path):
 def test_pickled_weights_are_in_nvfp4s_own_order():
     """What other readers of the format expect: the first of two values in the low nibble."""
     weight = quantize_(nn.Linear(16, 1, bias=False)).weight
-    _, parts, shape, dtype, recipe = weight.__reduce_ex__(2)[1]
+    _, saved, shape, dtype, recipe, is_parameter = weight.__reduce_ex__(2)[1]
+    parts = [data.view(of).view(size) for data, of, size in saved]
     values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     nibbles = torch.stack([parts[0] & 15, parts[0] >> 4], -1).flatten().long()
     read = values[nibbles & 7] * (1 - 2 * (nibbles >> 3)) * parts[1].float() * parts[2]
     assert torch.equal(read, weight.dequantize())
-    assert shape == (1, 16) and dtype == torch.float32 and recipe == NVFP4WeightOnly()
+    assert shape == (1, 16) and dtype == torch.float32 and recipe == NVFP4WeightOnly() and is_parameter
 
 
 def test_bytes():
@@ -293,3 +297,90 @@ def test_no_training():
     with pytest.raises(StoredWeightError, match=r"copy_ from shape \(3, 3\), expected \(160, 96\)"):
         weight.copy_(torch.ones(3, 3))
     assert weight.float().norm() > 0  # anything else is done with what it stands for
+
+
+@recipes
+def test_pickled_weights_stay_parameters(recipe):
+    """The whole model, its parameters by name, plain pickle."""
+    quantized, x = quantize_(model(), recipe), torch.randn(5, 96)
+
+    def through_file(value, **options):
+        file = io.BytesIO()
+        torch.save(value, file)
+        file.seek(0)
+        return torch.load(file, **options)
+
+    for other in (pickle.loads(pickle.dumps(quantized)), through_file(quantized, weights_only=False)):
+        assert torch.equal(other(x), quantized(x)) and isinstance(other[0].weight, nn.Parameter)
+    for weights_only in (False, True):
+        named = through_file(dict(quantized.named_parameters()), weights_only=weights_only)
+        assert all(isinstance(p, nn.Parameter) for p in named.values()) and isinstance(named["0.weight"], StoredWeight)
+
+
+@recipes
+def test_assigned_from_its_own_state_dict(recipe):
+    quantized, other, x = quantize_(model(), recipe), quantize_(model(), recipe), torch.randn(5, 96)
+    other.load_state_dict(quantized.state_dict(), assign=True)
+    assert torch.equal(other(x), quantized(x)) and isinstance(other[0].weight, nn.Parameter)
+
+
+@recipes
+def test_sizes_are_those_that_are_stored(recipe):
+    """As transformers' get_memory_footprint counts."""
+    weight = quantize_(model(), recipe)[0].weight
+    assert weight.nbytes == weight.stored_bytes < 2 * 96 * 160
+    assert weight.numel() * weight.element_size() == pytest.approx(weight.stored_bytes, rel=1e-12)
+
+
+def test_another_recipe_for_what_is_stored_is_said():
+    quantized = quantize_(model(), "rowwise")
+    weight = quantized[0].weight
+    quantize_(quantized, "rowwise", fallback="error")
+    with pytest.warns(FallbackWarning, match="0 keeps its weight: it is stored as Float8RowwiseScaling"):
+        quantize_(quantized, "current")
+    assert quantized[0].weight is weight
+
+
+def test_files_without_subclasses_are_refused_by_name(tmp_path):
+    from safetensors.torch import save_file, save_model
+
+    quantized = quantize_(model(), "rowwise")
+    for save in (
+        lambda: save_file(quantized.state_dict(), tmp_path / "a"),
+        lambda: save_model(quantized, tmp_path / "b"),
+    ):
+        with pytest.raises(StoredWeightError, match=r"safetensors.*expected torch.save\(model.state_dict\(\)\)"):
+            save()
+    with pytest.raises(StoredWeightError, match="share_memory_"):
+        quantized.share_memory()
+
+
+def test_an_exported_program_is_saved_and_loaded(tmp_path):
+    quantized, x = quantize_(model()), torch.randn(5, 96)
+    torch.export.save(torch.export.export(quantized, (x,)), tmp_path / "program.pt2")
+    assert torch.equal(torch.export.load(tmp_path / "program.pt2").module()(x), quantized(x))
+
+
+def test_what_torch_does_not_serialize_is_said():
+    quantized, x = quantize_(model(), "rowwise"), torch.randn(5, 96)
+    with pytest.warns(FallbackWarning, match="torch.export.save leaves out the recipe"):
+        program = torch.export.export(quantized, (x,))
+    assert torch.equal(program.module()(x), quantized(x))
+
+
+AOTI = """
+import sys, torch
+from torch import nn
+from te_inductor import quantize_
+for recipe in ("current", "nvfp4_weight_only"):
+    model, x = quantize_(nn.Sequential(nn.Linear(96, 160), nn.SiLU(), nn.Linear(160, 48)), recipe), torch.randn(5, 96)
+    with torch.no_grad():
+        package = torch._inductor.aoti_compile_and_package(torch.export.export(model, (x,)), package_path=sys.argv[1])
+        torch.testing.assert_close(torch._inductor.aoti_load_package(package)(x), model(x))
+"""
+
+
+def test_a_package_of_a_quantized_model_needs_no_compile_before(tmp_path):
+    command = [sys.executable, "-c", AOTI, str(tmp_path / "model.pt2")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
