@@ -59,6 +59,11 @@ def state_dict(model: nn.Module) -> dict[str, Tensor]:
         StateError: `model` is no module, or which of a tied parameter's modules some state belongs to cannot be told
             from inside it.
     """
+    with store.LOCK:
+        return _state_dict(model)
+
+
+def _state_dict(model: nn.Module) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
     for parameter, names in _parameters(model):
         entries = _places(store.loaded_of(parameter), names)
@@ -83,6 +88,11 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], strict: bool 
             in `state`, or a key of `state` names no parameter of the model. A history whose length is not the recipe's is
             found at the first call where the quantizer is still to be made.
     """
+    with store.LOCK:
+        return _load_state_dict(model, state, strict)
+
+
+def _load_state_dict(model: nn.Module, state: Mapping[str, Tensor], strict: bool) -> Keys:
     owners = {base_of(name): (p, names, i) for p, names in _parameters(model) for i, name in enumerate(names)}
     found: dict[tuple[str, str, str], dict[str, Tensor]] = {}
     unexpected = []
@@ -94,7 +104,7 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], strict: bool 
         else:
             found.setdefault(parsed, {})[field] = _checked(key, field, value)
     halves = [f"{join(*parsed)}.{field}" for parsed, saved in found.items() for field in FIELDS if field not in saved]
-    missing = list(dict.fromkeys([*(key for key in state_dict(model) if key not in state), *halves]))
+    missing = list(dict.fromkeys([*(key for key in _state_dict(model) if key not in state), *halves]))
     if strict and (missing or unexpected):
         raise StateError(_complaint(missing, unexpected))
     targets = [(_target(*owners[base], use, slot, saved), saved) for (base, use, slot), saved in found.items()]

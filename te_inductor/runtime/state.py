@@ -3,6 +3,7 @@ models never share it. What was loaded before a quantizer exists waits there too
 starts with copies of both.
 """
 
+import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -83,6 +84,10 @@ T = TypeVar("T")
 _states: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _loaded: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _moves = 0
+
+# Held while state is made, joined, loaded or handed on, so that two threads never make two states of one quantizer.
+# Reentrant: loading a parameter may hand on state.
+LOCK = threading.RLock()
 
 
 def shared_state(readers: Sequence[tuple[Tensor, Key]], of_graph: Mapping[int, Collection[Key]]) -> ScalingState:
@@ -175,17 +180,19 @@ def loaded_of(parameter: Tensor) -> dict[Site, dict[str, Tensor]]:
 
 def keep(parameter: Tensor, site: Site, saved: Mapping[str, Tensor]) -> None:
     """Let loaded values wait for the quantizer to be made."""
-    when_replaced(_inherit)
-    _loaded.setdefault(parameter, {}).setdefault(site, {}).update(saved)
+    with LOCK:
+        when_replaced(_inherit)
+        _loaded.setdefault(parameter, {}).setdefault(site, {}).update(saved)
 
 
 def _inherit(old: Tensor, new: Tensor) -> None:
     """What `new` has of its own stays."""
-    if old in _states:
-        own = _states.setdefault(new, {})
-        own.update({key: state.copy() for key, state in _states[old].items() if key not in own})
-    if old in _loaded and new not in _loaded:
-        _loaded[new] = {site: dict(saved) for site, saved in _loaded[old].items()}
+    with LOCK:
+        if old in _states:
+            own = _states.setdefault(new, {})
+            own.update({key: state.copy() for key, state in _states[old].items() if key not in own})
+        if old in _loaded and new not in _loaded:
+            _loaded[new] = {site: dict(saved) for site, saved in _loaded[old].items()}
 
 
 def parameters(named: Iterator[tuple[str, Tensor]]) -> list[tuple[Tensor, tuple[str, ...]]]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from te_inductor.diagnostics import COMPUTED_AGAIN, say, without_state
-from te_inductor.runtime.state import Key, ScalingState, moves, shared_state
+from te_inductor.runtime.state import LOCK, Key, ScalingState, moves, shared_state
 from te_inductor.runtime.tensor_groups import TensorGroups
 
 
@@ -61,6 +61,13 @@ class StateInputs:
         if torch._C._current_graph_task_id() >= 0:  # called by a backward
             self._note_checkpoint()
         parameters = [inputs[place] for place in self._places] or list(self.held.values())
+        with LOCK:
+            found = self._found_of(parameters, inputs)
+        if found.unseen:
+            self._note_unseen(found)
+        return found.tensors
+
+    def _found_of(self, parameters: Sequence[Tensor], inputs: Sequence[Any]) -> _Found:
         found = self._found.get(parameters)
         if found is None or found.moves != moves():
             states = self._states(inputs)  # which may move some
@@ -69,9 +76,7 @@ class StateInputs:
             unseen = [(q.site, one) for q, one in read if one.unseen and not q.recorded]
             found = _Found(moves(), tensors, unseen, found is not None and found.said)
             self._found.set(parameters, found)
-        if found.unseen:
-            self._note_unseen(found)
-        return found.tensors
+        return found
 
     def _note_unseen(self, found: _Found) -> None:
         """Once a model; an error at each call."""
