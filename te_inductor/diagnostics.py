@@ -200,6 +200,14 @@ def without_state(fqns: Iterable[str]) -> str:
     )
 
 
+def amaxes_stay_local(reason: str) -> str:
+    """The text of the warning about ranks that do not reduce the amaxes of delayed scaling together."""
+    return (
+        f"te_inductor: amaxes of delayed scaling are not reduced over ranks, as {reason}; each rank scales by its own; pass"
+        " DelayedScaling(reduce_amax=False) where that is meant"
+    )
+
+
 COMPUTED_AGAIN = (
     "te_inductor: a checkpoint around a compiled module runs its forward again, which under delayed scaling is another step:"
     " it records twice, and its gradients are of a forward with the next step's scales; compile what holds the checkpoint,"

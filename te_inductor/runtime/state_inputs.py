@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from te_inductor.diagnostics import COMPUTED_AGAIN, say, without_state
+from te_inductor.runtime import agreement
 from te_inductor.runtime.state import LOCK, Key, ScalingState, moves, shared_state
 from te_inductor.runtime.tensor_groups import TensorGroups
 
@@ -51,6 +53,7 @@ class StateInputs:
     held: Mapping[str, Tensor] = field(default_factory=dict)  # parameters that the graph holds
     examples: list[Tensor] = field(default_factory=list)  # fake tensors, one an input
     quantizers: list[StateInput] = field(default_factory=list)
+    agreements: list[str] = field(default_factory=list)  # those without which it does not reduce amaxes over ranks
     _found: TensorGroups[_Found] = field(default_factory=TensorGroups)  # by the parameters
     _said_again: bool = False
 
@@ -61,6 +64,8 @@ class StateInputs:
         if torch._C._current_graph_task_id() >= 0:  # called by a backward
             self._note_checkpoint()
         parameters = [inputs[place] for place in self._places] or list(self.held.values())
+        if self.agreements and not isinstance(parameters[0], FakeTensor):
+            agreement.settle(self.agreements, self.fallback)
         with LOCK:
             found = self._found_of(parameters, inputs)
         if found.unseen:

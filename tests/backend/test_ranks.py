@@ -17,29 +17,26 @@ WORLD = 2
 
 def run(folder: Path, fields: dict, kind: str = "plain") -> list[list[dict]]:
     """What each rank tells of its steps."""
+    return ranks("tests.backend.ranks", str(folder / "store"), json.dumps(fields), kind)
+
+
+def ranks(module: str, *arguments: str) -> list:
+    """The last line of what each rank prints, read as JSON."""
     environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    commands = [
-        [
-            sys.executable,
-            "-m",
-            "tests.backend.ranks",
-            str(rank),
-            str(WORLD),
-            str(folder / "store"),
-            json.dumps(fields),
-            kind,
-        ]
-        for rank in range(WORLD)
-    ]
+    commands = [[sys.executable, "-m", module, str(rank), str(WORLD), *arguments] for rank in range(WORLD)]
     processes = [
         subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for command in commands
     ]
     told = []
-    for process in processes:
-        out, error = process.communicate(timeout=300)
-        assert process.returncode == 0, error[-4000:]
-        told.append(json.loads(out.splitlines()[-1]))
+    try:
+        for process in processes:
+            out, error = process.communicate(timeout=300)
+            assert process.returncode == 0, error[-4000:]
+            told.append(json.loads(out.splitlines()[-1]))
+    finally:
+        for process in processes:  # where one failed the other may wait for it
+            process.kill()
     return told
 
 
@@ -63,3 +60,38 @@ def test_without_reduction_ranks_keep_their_own(tmp_path):
     assert history(second, "input") == [0.0, 0.0, 2.0, 22.0]  # its NaN was no observation
     assert history(second, "grad_output")[-1] == 1.5
     assert all(math.isfinite(value) for step in second for value in step["state"]["input.amax_history"])
+
+
+DIFFERENT = "run graphs with different quantizers at the same time"
+ABSENT = "did not come to a graph with the same quantizers"
+
+
+@pytest.fixture(scope="module")
+def unequal(tmp_path_factory) -> list[dict]:
+    store = tmp_path_factory.mktemp("unequal") / "store"
+    return ranks("tests.backend.unequal_ranks", str(store), "unequal,equal,more graphs,other order,pipeline")
+
+
+@pytest.mark.parametrize("kind, why_not", [("unequal", DIFFERENT), ("other order", DIFFERENT), ("pipeline", ABSENT)])
+def test_ranks_that_differ_keep_their_own_amaxes(kind, why_not, unequal):
+    """They neither mix nor wait for each other for ever, and each says so once."""
+    for rank, told in enumerate(unequal):
+        assert [why_not in text for text in told[kind]["said"]] == [True]
+        if kind != "pipeline":
+            assert told[kind]["model"]["0.input.amax_history"] == 1.0 + rank
+    first, second = (told[kind] for told in unequal)
+    assert set(first["model"].values()).isdisjoint(second["model"].values())
+
+
+def test_ranks_that_are_equal_reduce_beside_groups_that_did_not(unequal):
+    first, second = (told["equal"] for told in unequal)
+    assert first["said"] == second["said"] == []
+    assert first["model"] == second["model"] and first["model"]["0.input.amax_history"] == 2.0
+
+
+def test_a_graph_that_one_rank_has_is_its_own(unequal):
+    """Graphs that both have are reduced."""
+    first, second = (told["more graphs"] for told in unequal)
+    assert first["model"] == second["model"] and first["model"]["0.input.amax_history"] == 2.0
+    assert first["other"]["0.input.amax_history"] == 1.0 and second["other"] == {}
+    assert [ABSENT in text for text in first["said"]] == [True] and second["said"] == []

@@ -31,7 +31,9 @@ def meeting(monkeypatch):
     barrier = threading.Barrier(2)
 
     def meet(name: str) -> None:
-        def slow(*args, original=getattr(store, name)):
+        original = getattr(store, name)
+
+        def slow(*args):
             with suppress(threading.BrokenBarrierError):  # the other one does not come: it waits for the lock
                 barrier.wait(0.2)
             return original(*args)
@@ -74,7 +76,7 @@ def test_state_is_handed_on_beside_a_thread_that_makes_it(meeting):
     layer, new = nn.Linear(4, 4), nn.Parameter(torch.randn(4, 4))
     graph(KEY).of([layer.weight])
     meeting("_empty")
-    made, _ = both(lambda: graph(KEY).of([new]), lambda: setattr(layer, "weight", new))
+    both(lambda: graph(KEY).of([new]), lambda: setattr(layer, "weight", new))
     (state,) = states_of(new).values()
     # Which came first is chance; the graph's next call has what `state_dict` exports.
     assert graph(KEY).of([new])[0] is state.amax
