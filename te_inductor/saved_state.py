@@ -12,12 +12,14 @@ the module that uses it. What is taken of a parameter, as an expert's slice, sta
 `experts.w1[select_0_3].input`; so does a module that uses a parameter of another one: `embedding[in head].input`.
 """
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from te_inductor import compat
 from te_inductor.errors import StateError, wrong_type
 from te_inductor.patterns.module_path import without_wrappers
 from te_inductor.runtime import state as store
@@ -93,7 +95,9 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], strict: bool 
 
 
 def _load_state_dict(model: nn.Module, state: Mapping[str, Tensor], strict: bool) -> Keys:
-    owners = {base_of(name): (p, names, i) for p, names in _parameters(model) for i, name in enumerate(names)}
+    owners = {
+        base_of(name): (p, names, i) for p, names in _parameters(model, bool(state)) for i, name in enumerate(names)
+    }
     found: dict[tuple[str, str, str], dict[str, Tensor]] = {}
     unexpected = []
     for key, value in _entries(state):
@@ -149,11 +153,41 @@ def _places(sites: Mapping[Site, T], names: Sequence[str]) -> dict[Place, T]:
     return {place: sites[site] for place, site in places.items()}
 
 
-def _parameters(model: nn.Module) -> list[tuple[Tensor, tuple[str, ...]]]:
+def _parameters(model: nn.Module, loading: bool = False) -> list[tuple[Tensor, tuple[str, ...]]]:
     if not isinstance(model, nn.Module):
         raise StateError(wrong_type("model", model, "the module that was compiled, or one that holds it"))
-    named = model.named_parameters(remove_duplicate=False)
-    return store.parameters((without_wrappers(name), parameter) for name, parameter in named)
+    named = [(without_wrappers(name), p) for name, p in model.named_parameters(remove_duplicate=False)]
+    store.take_from_shards()
+    wholes = {id(p): one.whole for one in compat.gathered() for p in (*one.shards, one.whole)}
+    _check_sharding(model, named, wholes, loading)
+    return store.parameters((name, p if wholes.get(id(p)) is None else wholes[id(p)]) for name, p in named)  # type: ignore[misc]
+
+
+def _check_sharding(
+    model: nn.Module, named: Sequence[tuple[str, Tensor]], wholes: Mapping[int, Tensor | None], loading: bool
+) -> None:
+    """That what a graph sees of each parameter can be found.
+
+    Raises:
+        StateError: it cannot.
+    """
+    modules = list(model.modules())
+    lost = [name for name, p in named if isinstance(p, _dtensor()) and id(p) not in wholes]
+    if lost and any(map(compat.is_sharded_module, modules)):
+        raise StateError(
+            f"FSDP shards {_some(lost)}, and what it gathers of them, with which the state is kept, cannot be found;"
+            " expected parameters of modules that torch.distributed.fsdp.fully_shard was called with"
+        )
+    if (loading or store.any_state()) and any(map(compat.is_flattened_module, modules)):
+        raise StateError(
+            "the model is sharded by FullyShardedDataParallel, whose layers hold no parameters for state to be kept with;"
+            " expected torch.distributed.fsdp.fully_shard"
+        )
+
+
+def _dtensor() -> tuple[type, ...]:
+    tensors = sys.modules.get("torch.distributed.tensor")
+    return () if tensors is None else (tensors.DTensor,)
 
 
 def _entries(state: Mapping[str, Tensor]) -> Iterable[tuple[str, object]]:

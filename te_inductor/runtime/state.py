@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from te_inductor import compat
 from te_inductor.errors import StateError
 from te_inductor.recipes import DelayedScaling
 from te_inductor.runtime.replaced import when_replaced
@@ -173,6 +174,11 @@ def states_of(parameter: Tensor) -> dict[Site, ScalingState]:
     return {key.site: state for key, state in _states.get(parameter, {}).items()}
 
 
+def any_state() -> bool:
+    """Whether any parameter of this process has state, or state that waits."""
+    return len(_states) > 0 or len(_loaded) > 0
+
+
 def loaded_of(parameter: Tensor) -> dict[Site, dict[str, Tensor]]:
     """What waits for quantizers that no call has made yet."""
     return _loaded.get(parameter, {})  # type: ignore[no-any-return]
@@ -183,6 +189,17 @@ def keep(parameter: Tensor, site: Site, saved: Mapping[str, Tensor]) -> None:
     with LOCK:
         when_replaced(_inherit)
         _loaded.setdefault(parameter, {}).setdefault(site, {}).update(saved)
+
+
+def take_from_shards() -> None:
+    """State belongs to parameters as graphs see them. Under FSDP2 these are gathered at the first forward: what was loaded
+    before waits with a shard until then."""
+    if not _loaded:
+        return
+    for shards, whole in compat.gathered():
+        for shard in shards if whole is not None else ():
+            for site, saved in _loaded.pop(shard, {}).items():
+                _loaded.setdefault(whole, {}).setdefault(site, {}).update(saved)
 
 
 def _inherit(old: Tensor, new: Tensor) -> None:

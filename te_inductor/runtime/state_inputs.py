@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from te_inductor.diagnostics import COMPUTED_AGAIN, say, without_state
 from te_inductor.runtime import agreement
-from te_inductor.runtime.state import LOCK, Key, ScalingState, moves, shared_state
+from te_inductor.runtime.state import LOCK, Key, ScalingState, moves, shared_state, take_from_shards
 from te_inductor.runtime.tensor_groups import TensorGroups
 
 
@@ -75,6 +75,7 @@ class StateInputs:
     def _found_of(self, parameters: Sequence[Tensor], inputs: Sequence[Any]) -> _Found:
         found = self._found.get(parameters)
         if found is None or found.moves != moves():
+            take_from_shards()
             states = self._states(inputs)  # which may move some
             tensors = [tensor for one in states for tensor in one.tensors().values()]
             read = zip(self.quantizers, states, strict=True)

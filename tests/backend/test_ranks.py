@@ -95,3 +95,25 @@ def test_a_graph_that_one_rank_has_is_its_own(unequal):
     assert first["model"] == second["model"] and first["model"]["0.input.amax_history"] == 2.0
     assert first["other"]["0.input.amax_history"] == 1.0 and second["other"] == {}
     assert [ABSENT in text for text in first["said"]] == [True] and second["said"] == []
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory) -> list[dict]:
+    return ranks("tests.backend.sharded_ranks", str(tmp_path_factory.mktemp("sharded") / "store"))
+
+
+@pytest.mark.parametrize("compiled", ["whole", "blocks"])
+def test_state_under_fsdp2_is_saved_and_loaded(compiled, sharded):
+    """By the names of the sharded parameters, before the first gather and after, bit for bit."""
+    layers = ["0.up", "0.down", "1.up", "1.down", "2.proj"]
+    slots = [f"{slot}.scale" for slot in ("input", "weight", "grad_output")]
+    for told in (told[compiled] for told in sharded):
+        assert told.pop("keys") == [f"{layer}.{slot}" for layer in layers for slot in slots]
+        assert told.pop("of a part")[::2] == slots
+        assert told.pop("loaded") == [[], []]
+        assert [name for name, fine in told.items() if not fine] == []
+
+
+def test_state_that_cannot_be_found_is_an_error(sharded):
+    for told in sharded:
+        assert "FSDP shards extra, and what it gathers of them" in told["lost"]

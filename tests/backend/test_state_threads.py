@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-import te_inductor
 from te_inductor.recipes import DelayedScaling
 from te_inductor.runtime import state as store
 from te_inductor.runtime.state import Key, states_of
@@ -80,19 +79,3 @@ def test_state_is_handed_on_beside_a_thread_that_makes_it(meeting):
     (state,) = states_of(new).values()
     # Which came first is chance; the graph's next call has what `state_dict` exports.
     assert graph(KEY).of([new])[0] is state.amax
-
-
-def test_threads_that_train_one_model_update_what_is_saved():
-    model = nn.Linear(32, 32)
-    run = torch.compile(model, backend="te", options={"recipe": RECIPE})
-    run(torch.ones(8, 32)).sum().backward()
-    start = threading.Barrier(2)
-
-    def train(amax: float) -> None:
-        start.wait()
-        for _ in range(3):
-            run(torch.full((8, 32), amax)).sum().backward()
-
-    both(lambda: train(3.0), lambda: train(5.0))
-    state = te_inductor.state_dict(model)
-    assert 5.0 in state["input.amax_history"].tolist() and len(state) == 6
