@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from te_inductor.diagnostics import COMPUTED_AGAIN, say, without_state
-from te_inductor.runtime import agreement
+from te_inductor.runtime import agreement, resumed
 from te_inductor.runtime.state import LOCK, Key, ScalingState, moves, shared_state, take_from_shards
 from te_inductor.runtime.tensor_groups import TensorGroups
 
@@ -78,8 +78,11 @@ class StateInputs:
             take_from_shards()
             states = self._states(inputs)  # which may move some
             tensors = [tensor for one in states for tensor in one.tensors().values()]
-            read = zip(self.quantizers, states, strict=True)
-            unseen = [(q.site, one) for q, one in read if one.unseen and not q.recorded]
+            new = [(q, one) for q, one in zip(self.quantizers, states, strict=True) if one.unseen]
+            unseen = [(q.site, one) for q, one in new if not q.recorded]
+            for q in [q for q, _ in new if q.recorded] if self.fallback != "silent" else ():
+                for reader in q.readers:
+                    resumed.note_new(self._parameter(reader, inputs), q.site)
             found = _Found(moves(), tensors, unseen, found is not None and found.said)
             self._found.set(parameters, found)
         return found
@@ -111,10 +114,12 @@ class StateInputs:
         """One quantizer's part of what `of` found."""
         return ScalingState(*tensors[3 * quantizer.place : 3 * quantizer.place + 3])
 
+    def _parameter(self, reader: Reader, inputs: Sequence[Any]) -> Tensor:
+        place = reader.parameter
+        return self.held[place] if isinstance(place, str) else inputs[place]
+
     def _states(self, inputs: Sequence[Any]) -> list[ScalingState]:
-        readers = [
-            [(self.held[p] if isinstance(p, str) else inputs[p], key) for p, key in q.readers] for q in self.quantizers
-        ]
+        readers = [[(self._parameter(reader, inputs), reader.key) for reader in q.readers] for q in self.quantizers]
         of_graph: dict[int, set[Key]] = {}
         for parameter, key in itertools.chain(*readers):
             of_graph.setdefault(id(parameter), set()).add(key)

@@ -5,6 +5,7 @@ Prints one line of JSON: by what is compiled, the keys of the state, and what ca
 
 import json
 import sys
+import warnings
 from typing import Any
 
 
@@ -82,6 +83,17 @@ def main(rank: int, world: int, file: str) -> None:
         states = [te_inductor.state_dict(one) for one in (model, before, after)]
         told["states"] = same(states[0], states[1]) and same(states[0], states[2])
         told["moved on"] = not same(states[0], state)
+
+        resumed, run_resumed = sharded(compiled)  # with an optimizer's state, and without ours
+        optimizer = torch.optim.SGD(resumed.parameters(), lr=0.1, momentum=0.9)
+        for parameter in resumed.parameters():
+            optimizer.state[parameter]["momentum_buffer"] = torch.ones_like(parameter)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                train(run_resumed, 1, seed=rank)
+                optimizer.step()
+        told["lost state is said"] = sum("trained before" in str(one.message) for one in caught) == 1
         found[compiled] = told
 
     with_lost = sharded("blocks")[0]
