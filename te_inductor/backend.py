@@ -35,7 +35,7 @@ from te_inductor.passes import (
     start_builds,
     weigh_sites,
 )
-from te_inductor.runtime import kept_weights
+from te_inductor.runtime import agreement, kept_weights
 from te_inductor.runtime.kept_inputs import bind
 from te_inductor.templates.cutlass import build
 
@@ -77,7 +77,7 @@ def te(
     if plan.reads_active_region:
         regions.guard_on_active()
     if found.failure is not None:
-        _restore(originals)
+        _give_up(plan, originals)
     announce(found, parsed.fallback)
     if any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs):
         _start_workers()
@@ -177,7 +177,7 @@ def _compile_or_restore(
         raise  # Dynamo's own control flow, and what the user asked to be told
     except Exception:
         failure = traceback.format_exc()
-        _restore(originals)
+        _give_up(plan, originals)
         compiled = inductor(plan.gm, plan.inputs)  # a graph that fails without us too is not our failure
     announce(Report(failure=failure), plan.options.fallback)
     return compiled
@@ -195,6 +195,13 @@ def _set_aside(modules: Sequence[fx.GraphModule]) -> dict[fx.GraphModule, fx.Gra
                 setattr(other, name, getattr(node, name))
         module.graph = twin
     return originals
+
+
+def _give_up(plan: Plan, originals: Mapping[fx.GraphModule, fx.Graph]) -> None:
+    """Go back to the graph as the user wrote it, and let no other rank wait for the rewritten one."""
+    for name in plan.state.agreements:
+        agreement.withdraw(name)
+    _restore(originals)
 
 
 def _restore(originals: Mapping[fx.GraphModule, fx.Graph]) -> None:

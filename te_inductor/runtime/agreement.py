@@ -65,6 +65,14 @@ def announce(name: str) -> None:
         world.store.set(f"{world.prefix}/compiles/{name}/{world.rank}", "1")
 
 
+def withdraw(name: str) -> None:
+    """Tell the other ranks that this one does not come to a graph that it said it compiles."""
+    world = _current()
+    if world is not None:
+        why_not = f"rank {world.rank} could not compile a graph in low precision"
+        world.store.compare_set(f"{world.prefix}/decision/{name}", "", why_not)
+
+
 def settle(names: Sequence[str], fallback: str) -> None:
     """Before a call of a graph: at the first one, decide with all ranks whether it reduces amaxes. Say so where it does not:
     once a process group, or as an error at each call.

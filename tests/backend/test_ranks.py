@@ -69,7 +69,7 @@ ABSENT = "did not come to a graph with the same quantizers"
 @pytest.fixture(scope="module")
 def unequal(tmp_path_factory) -> list[dict]:
     store = tmp_path_factory.mktemp("unequal") / "store"
-    return ranks("tests.backend.unequal_ranks", str(store), "unequal,equal,more graphs,other order,pipeline")
+    return ranks("tests.backend.unequal_ranks", str(store), "unequal,equal,more graphs,other order,pipeline,no compile")
 
 
 @pytest.mark.parametrize("kind, why_not", [("unequal", DIFFERENT), ("other order", DIFFERENT), ("pipeline", ABSENT)])
@@ -95,6 +95,12 @@ def test_a_graph_that_one_rank_has_is_its_own(unequal):
     assert first["model"] == second["model"] and first["model"]["0.input.amax_history"] == 2.0
     assert first["other"]["0.input.amax_history"] == 1.0 and second["other"] == {}
     assert [ABSENT in text for text in first["said"]] == [True] and second["said"] == []
+
+
+def test_nobody_waits_for_a_rank_whose_compile_failed(unequal):
+    first, second = (told["no compile"] for told in unequal)
+    assert ["rank 1 could not compile a graph in low precision" in text for text in first["said"]] == [True]
+    assert first["model"]["0.input.amax_history"] == 1.0 and second["model"] == {}
 
 
 @pytest.fixture(scope="module")

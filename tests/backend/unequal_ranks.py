@@ -8,6 +8,7 @@ import json
 import sys
 import warnings
 from typing import Any
+from unittest import mock
 
 
 def main(rank: int, world: int, file: str, kinds: list[str]) -> None:
@@ -16,6 +17,7 @@ def main(rank: int, world: int, file: str, kinds: list[str]) -> None:
     from torch import nn
 
     import te_inductor
+    from te_inductor import compat
     from te_inductor.recipes import DelayedScaling
     from te_inductor.runtime import agreement
 
@@ -37,12 +39,26 @@ def main(rank: int, world: int, file: str, kinds: list[str]) -> None:
         state = te_inductor.state_dict(model)
         return {key: round(value[-1].item(), 4) for key, value in state.items() if key.endswith("input.amax_history")}
 
+    def failing_once(compile: Any) -> Any:
+        failures = [RuntimeError("Inductor failed")]
+
+        def failing(*args: Any) -> Any:
+            if failures:
+                raise failures.pop()
+            return compile(*args)
+
+        return failing
+
     for kind in kinds:
         dist.init_process_group("gloo", init_method=f"file://{file}-{kind}", rank=rank, world_size=world)
         torch.manual_seed(0)
         torch._dynamo.reset()
         agreement.PATIENCE = 0.5 if kind in ("more graphs", "pipeline") else 60.0
-        with warnings.catch_warnings(record=True) as caught:
+        fails = kind == "no compile" and rank == 1
+        compiles = mock.patch.object(
+            compat, "compile_fx", failing_once(compat.compile_fx) if fails else compat.compile_fx
+        )
+        with warnings.catch_warnings(record=True) as caught, compiles:
             warnings.simplefilter("always")
             model, other = layers(2 + rank if kind == "unequal" else 2), layers(3)
             run, extra = te(model), te(other)
