@@ -35,7 +35,7 @@ from te_inductor.passes import (
     weigh_sites,
 )
 from te_inductor.patterns import first_step
-from te_inductor.runtime import kept_weights
+from te_inductor.runtime import agreement, kept_weights
 from te_inductor.runtime.kept_inputs import bind
 from te_inductor.templates.cutlass import build
 
@@ -77,7 +77,7 @@ def te(
     if plan.reads_active_region:
         regions.guard_on_active()
     if found.failure is not None:
-        _restore(originals)
+        _give_up(plan, originals)
     announce(found if found.failure is None else _without_us(plan, found), parsed.fallback)
     if any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs):
         _start_workers()
@@ -176,7 +176,7 @@ def _compile_or_restore(
         raise  # Dynamo's own control flow, and what the user asked to be told
     except Exception:
         failure = traceback.format_exc()
-        _restore(originals)
+        _give_up(plan, originals)
         compiled = inductor(plan.gm, plan.inputs)  # a graph that fails without us too is not our failure
     announce(_without_us(plan, Report(failure=failure)), plan.options.fallback)
     return compiled
@@ -189,7 +189,10 @@ def _first_step(
     if not plan.state.quantizers:
         return None
     graph = first_step.of(plan.gm)
-    return inductor(graph, inputs) if plan.state.may_lack_history(plan.inputs) else graph.forward
+    if not plan.state.may_lack_history(plan.inputs):
+        return graph.forward
+    with compat.traced_beside():
+        return inductor(graph, inputs)
 
 
 def _without_us(plan: Plan, report: Report) -> Report:
@@ -208,6 +211,13 @@ def _set_aside(modules: Sequence[fx.GraphModule]) -> dict[fx.GraphModule, fx.Gra
     for module, graph in originals.items():
         module.graph = first_step.twin(graph)
     return originals
+
+
+def _give_up(plan: Plan, originals: Mapping[fx.GraphModule, fx.Graph]) -> None:
+    """Go back to the graph as the user wrote it, and let no other rank wait for the rewritten one."""
+    for name in plan.state.agreements:
+        agreement.withdraw(name)
+    _restore(originals)
 
 
 def _restore(originals: Mapping[fx.GraphModule, fx.Graph]) -> None:

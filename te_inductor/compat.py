@@ -1,11 +1,12 @@
 """What differs between torch 2.11 and 2.15, each difference in one function. Nothing else asks for torch's version."""
 
+import copy
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -42,6 +43,7 @@ __all__ = [
     "register_constant",
     "saving_what_is_cut",
     "side_by_side",
+    "traced_beside",
     "unwinding_transforms",
 ]
 
@@ -237,17 +239,40 @@ def guard_on_attribute(node: fx.Node, parameter: object, name: str) -> None:
 
 def is_gathered(parameter: torch.Tensor) -> bool:
     """Whether FSDP2 gathers it for each forward and lets go of its memory behind."""
+    return any(one.whole is parameter for one in gathered())
+
+
+class Gathered(NamedTuple):
+    """A parameter under FSDP2. A module holds its shards, or during its forward the whole."""
+
+    shards: Sequence[torch.Tensor]
+    whole: torch.Tensor | None  # None before it is gathered first
+
+
+def gathered() -> Iterator[Gathered]:
+    """Every parameter of this process that FSDP2 gathers."""
     states = sys.modules.get("torch.distributed._composable_state")
     if states is None:
-        return False
+        return
     for reference in list(states._module_state_mapping.values()):
         state = reference()
         # The first is 2.15's name, the second what earlier releases have.
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
         for one in (one for group in groups if group is not None for one in group.fsdp_params):
-            if getattr(one, "_unsharded_param", None) is parameter:
-                return True
-    return False
+            shards = [getattr(one, name, None) for name in ("sharded_param", "_sharded_post_forward_param")]
+            yield Gathered([s for s in shards if s is not None], getattr(one, "_unsharded_param", None))
+
+
+def is_sharded_module(module: torch.nn.Module) -> bool:
+    """Whether FSDP2's `fully_shard` was called with it."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def is_flattened_module(module: torch.nn.Module) -> bool:
+    """Whether it is one of FSDP's first version, whose layers hold views of one flat parameter."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
 
 
 def inside_ddp() -> bool:
@@ -268,3 +293,23 @@ def never_compile(function: Callable[..., Any]) -> None:
 def in_uncompiled_frame() -> bool:
     """Whether Python code runs that torch.compile was asked to compile, and did not."""
     return callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())
+
+
+@contextmanager
+def traced_beside() -> Iterator[None]:
+    """Compile a second graph for one that Dynamo hands over. AOTAutograd leaves a graph's metadata in Dynamo's context for
+    its backward, which it compiles later, and DDP, where it cuts a graph, counts one graph a piece there: so the second has
+    a context of its own."""
+    from torch._guards import _TLS, TracingContext
+
+    context = TracingContext.try_get()
+    if context is None:
+        yield
+        return
+    own = copy.copy(context)
+    own.ddp_optimizer_ctx, own.fakify_first_call = None, False
+    _TLS.tracing_context = own
+    try:
+        yield
+    finally:
+        _TLS.tracing_context = context

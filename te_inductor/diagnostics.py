@@ -200,6 +200,23 @@ def without_state(fqns: Iterable[str]) -> str:
     )
 
 
+def state_was_lost(fqns: Iterable[str]) -> str:
+    """The text of the warning about training that goes on with new scales."""
+    return (
+        "te_inductor: delayed scaling starts without history at sites whose parameters were trained before, as the"
+        f" optimizer's state tells: {_shown(fqns)}; save te_inductor.state_dict(model) in each checkpoint, and load it with"
+        " te_inductor.load_state_dict(model, state) before training goes on"
+    )
+
+
+def amaxes_stay_local(reason: str) -> str:
+    """The text of the warning about ranks that do not reduce the amaxes of delayed scaling together."""
+    return (
+        f"te_inductor: amaxes of delayed scaling are not reduced over ranks, as {reason}; each rank scales by its own; pass"
+        " DelayedScaling(reduce_amax=False) where that is meant"
+    )
+
+
 COMPUTED_AGAIN = (
     "te_inductor: a checkpoint around a compiled module runs its forward again, which under delayed scaling is another step:"
     " it records twice, and its gradients are of a forward with the next step's scales; compile what holds the checkpoint,"

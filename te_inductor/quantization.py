@@ -1,18 +1,22 @@
 """`quantize_`: store the weights of a model's linear layers in low precision, once, for inference."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from te_inductor import config, recipes
+from te_inductor import config, lowerings, recipes, stored_weight
 from te_inductor.diagnostics import HIDDEN, Refusal, say
 from te_inductor.errors import OptionError, wrong_type
 from te_inductor.patterns import policy as policies
 from te_inductor.patterns.module_path import without_wrappers
 from te_inductor.recipes import Recipe
 from te_inductor.stored_weight import StoredWeight, kind_of, store
+
+# AOTInductor compiles exported programs without our backend, whose first compile would register them.
+stored_weight.before_export.append(functools.cache(lambda: lowerings.install()))
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

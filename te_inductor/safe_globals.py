@@ -12,7 +12,7 @@ from te_inductor import recipes
 
 def rebuild(*saved: Any) -> Any:
     """A stored weight, by the function that pickles name."""
-    from te_inductor import stored_weight
+    from te_inductor import quantization, stored_weight  # noqa: F401
 
     return stored_weight.rebuild(*saved)
 

@@ -12,12 +12,14 @@ the module that uses it. What is taken of a parameter, as an expert's slice, sta
 `experts.w1[select_0_3].input`; so does a module that uses a parameter of another one: `embedding[in head].input`.
 """
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from te_inductor import compat
 from te_inductor.errors import StateError, wrong_type
 from te_inductor.patterns.module_path import without_wrappers
 from te_inductor.runtime import state as store
@@ -59,6 +61,11 @@ def state_dict(model: nn.Module) -> dict[str, Tensor]:
         StateError: `model` is no module, or which of a tied parameter's modules some state belongs to cannot be told
             from inside it.
     """
+    with store.LOCK:
+        return _state_dict(model)
+
+
+def _state_dict(model: nn.Module) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
     for parameter, names in _parameters(model):
         entries = _places(store.loaded_of(parameter), names)
@@ -83,7 +90,14 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], strict: bool 
             in `state`, or a key of `state` names no parameter of the model. A history whose length is not the recipe's is
             found at the first call where the quantizer is still to be made.
     """
-    owners = {base_of(name): (p, names, i) for p, names in _parameters(model) for i, name in enumerate(names)}
+    with store.LOCK:
+        return _load_state_dict(model, state, strict)
+
+
+def _load_state_dict(model: nn.Module, state: Mapping[str, Tensor], strict: bool) -> Keys:
+    owners = {
+        base_of(name): (p, names, i) for p, names in _parameters(model, bool(state)) for i, name in enumerate(names)
+    }
     found: dict[tuple[str, str, str], dict[str, Tensor]] = {}
     unexpected = []
     for key, value in _entries(state):
@@ -94,7 +108,7 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], strict: bool 
         else:
             found.setdefault(parsed, {})[field] = _checked(key, field, value)
     halves = [f"{join(*parsed)}.{field}" for parsed, saved in found.items() for field in FIELDS if field not in saved]
-    missing = list(dict.fromkeys([*(key for key in state_dict(model) if key not in state), *halves]))
+    missing = list(dict.fromkeys([*(key for key in _state_dict(model) if key not in state), *halves]))
     if strict and (missing or unexpected):
         raise StateError(_complaint(missing, unexpected))
     targets = [(_target(*owners[base], use, slot, saved), saved) for (base, use, slot), saved in found.items()]
@@ -139,11 +153,41 @@ def _places(sites: Mapping[Site, T], names: Sequence[str]) -> dict[Place, T]:
     return {place: sites[site] for place, site in places.items()}
 
 
-def _parameters(model: nn.Module) -> list[tuple[Tensor, tuple[str, ...]]]:
+def _parameters(model: nn.Module, loading: bool = False) -> list[tuple[Tensor, tuple[str, ...]]]:
     if not isinstance(model, nn.Module):
         raise StateError(wrong_type("model", model, "the module that was compiled, or one that holds it"))
-    named = model.named_parameters(remove_duplicate=False)
-    return store.parameters((without_wrappers(name), parameter) for name, parameter in named)
+    named = [(without_wrappers(name), p) for name, p in model.named_parameters(remove_duplicate=False)]
+    store.take_from_shards()
+    wholes = {id(p): one.whole for one in compat.gathered() for p in (*one.shards, one.whole)}
+    _check_sharding(model, named, wholes, loading)
+    return store.parameters((name, p if wholes.get(id(p)) is None else wholes[id(p)]) for name, p in named)  # type: ignore[misc]
+
+
+def _check_sharding(
+    model: nn.Module, named: Sequence[tuple[str, Tensor]], wholes: Mapping[int, Tensor | None], loading: bool
+) -> None:
+    """That what a graph sees of each parameter can be found.
+
+    Raises:
+        StateError: it cannot.
+    """
+    modules = list(model.modules())
+    lost = [name for name, p in named if isinstance(p, _dtensor()) and id(p) not in wholes]
+    if lost and any(map(compat.is_sharded_module, modules)):
+        raise StateError(
+            f"FSDP shards {_some(lost)}, and what it gathers of them, with which the state is kept, cannot be found;"
+            " expected parameters of modules that torch.distributed.fsdp.fully_shard was called with"
+        )
+    if (loading or store.any_state()) and any(map(compat.is_flattened_module, modules)):
+        raise StateError(
+            "the model is sharded by FullyShardedDataParallel, whose layers hold no parameters for state to be kept with;"
+            " expected torch.distributed.fsdp.fully_shard"
+        )
+
+
+def _dtensor() -> tuple[type, ...]:
+    tensors = sys.modules.get("torch.distributed.tensor")
+    return () if tensors is None else (tensors.DTensor,)
 
 
 def _entries(state: Mapping[str, Tensor]) -> Iterable[tuple[str, object]]:

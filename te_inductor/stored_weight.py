@@ -11,7 +11,7 @@ it, from another stored weight or from one in high precision.
 
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,13 +31,6 @@ def _register_kernels() -> None:
     """NVFP4's, before anything calls them: eager code, generated code, and such as a compile cache returns."""
     if has_triton_package():
         from te_inductor.templates.triton import nvfp4_ops  # noqa: F401
-
-
-@functools.cache
-def _register_lowerings() -> None:
-    from te_inductor import lowerings
-
-    lowerings.install()
 
 
 class StoredWeight(Tensor):
@@ -155,13 +148,14 @@ class StoredWeight(Tensor):
         return op(*args, **kwargs)
 
 
+before_export: list[Callable[[], object]] = []  # called where a layer is traced for export
 _OF_ONE_STORAGE = (Tensor.storage, Tensor.data_ptr, Tensor.share_memory_)
 
 
 _NOT_SERIALIZED = (
     "te_inductor: an exported program with weights stored in FP8 runs and compiles (aoti_compile_and_package), but"
     " torch.export.save leaves out the recipe, which its ops take as a constant, and torch.export.load then fails with"
-    " KeyError: '_custom_obj_0'. Package it with AOTInductor, or store the weights as nvfp4_weight_only, which is saved whole"
+    " KeyError: '_custom_obj_0'. Package it with AOTInductor, or store the weights as nvfp4_weight_only"
 )
 
 
@@ -169,7 +163,8 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     if not isinstance(weight, StoredWeight):
         raise StoredWeightError("F.linear of a stored weight as input or bias, expected it as the weight")
     if torch.compiler.is_exporting():  # what compiles the program later, as AOTInductor, does not know of us
-        _register_lowerings()
+        for prepare in before_export:
+            prepare()
         if isinstance(weight, Float8Weight):
             warnings.warn(_NOT_SERIALIZED, FallbackWarning, stacklevel=2)
     device = input.device.type

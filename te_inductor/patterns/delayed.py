@@ -36,6 +36,7 @@ from te_inductor.patterns.rule import Match, call_linears
 from te_inductor.patterns.support import is_tensor, value
 from te_inductor.recipes import DelayedScaling
 from te_inductor.recipes.delayed import ScaleUpdate
+from te_inductor.runtime import agreement
 from te_inductor.runtime.state import Key
 from te_inductor.runtime.state_inputs import Reader, StateInput, StateInputs
 from te_inductor.runtime.state_sites import Site, weight_site
@@ -98,6 +99,7 @@ class _Step:
     amaxes: list[fx.Node] = field(default_factory=list)
     scales: list[fx.Node] = field(default_factory=list)
     histories: list[fx.Node] = field(default_factory=list)
+    sites: list[Site] = field(default_factory=list)
 
     def operands(self) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
         return self.amaxes, self.scales, self.histories
@@ -203,15 +205,28 @@ class DelayedSites:
         self.read.args = (scales,)
         for (quantizer, inverse), node in self.known.items():
             node.args = (self.read, quantizer.place + inverse * len(scales))
-        forward, backward = self.slots.input.element, self.slots.grad_output.element
+        forward, backward = (
+            ScaleUpdate(self.recipe, slot.element, self._agreement())
+            for slot in (self.slots.input, self.slots.grad_output)
+        )
         if self.forward.amaxes:
             with self.graph.inserting_before(self.graph.output_node()):
-                operands: Any = (*self.forward.operands(), ScaleUpdate(self.recipe, forward), list(self.known.values()))
+                operands: Any = (*self.forward.operands(), forward, list(self.known.values()))
                 self.graph.call_function(ops.update_scales, operands)
         if self.backward.amaxes:
-            self.step.args = (self._leaf(), *self.backward.operands(), ScaleUpdate(self.recipe, backward))  # type: ignore[assignment]
+            self.step.args = (self._leaf(), *self.backward.operands(), backward)  # type: ignore[assignment]
         else:
             self.graph.erase_node(self.step)
+
+    def _agreement(self) -> str | None:
+        """What all ranks have to agree on before this graph reduces its amaxes over them."""
+        if not self.recipe.reduce_amax or not (self.forward.sites or self.backward.sites):
+            return None
+        name = agreement.name_of([self.recipe.__fx_repr__()[0], self.forward.sites, self.backward.sites])
+        if name not in self.inputs.agreements:
+            self.inputs.agreements.append(name)
+            agreement.announce(name)
+        return name
 
     def _reader(self, match: Match, weight: fx.Node, slot: str) -> Reader:
         owner = owner_of(weight, self.bodies)
@@ -257,6 +272,7 @@ class DelayedSites:
             step.amaxes.append(quantizer.amax)
             step.scales.append(quantizer.scale)
             step.histories.append(quantizer.history)
+            step.sites.append(quantizer.state.readers[0].key.site)
 
     def _record(self, quantizer: _Quantizer, pieces: Sequence[fx.Node], columns: int) -> None:
         """Record a tensor's amax, once however many sites read it."""

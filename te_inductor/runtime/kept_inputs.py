@@ -184,9 +184,8 @@ def bind(
     def call(*inputs: Any) -> Any:
         state, is_first = states.of(inputs)
         copies, again = kept.of(inputs, states, state)
-        outputs = (first if is_first and first is not None else compiled)(
-            *inputs, *copies, *gradients.of(inputs), *state
-        )
+        given = (*inputs, *copies, *gradients.of(inputs), *state)
+        outputs = (first if is_first and first is not None else compiled)(*given)
         if again is not None:
             again.before_backward(outputs)
         return outputs

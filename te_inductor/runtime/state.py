@@ -3,6 +3,7 @@ models never share it. What was loaded before a quantizer exists waits there too
 starts with copies of both.
 """
 
+import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from te_inductor import compat
 from te_inductor.errors import StateError
 from te_inductor.recipes import DelayedScaling
 from te_inductor.runtime.replaced import when_replaced
@@ -112,6 +114,10 @@ _states: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _loaded: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _moves = 0
 
+# Held while state is made, joined, loaded or handed on, so that two threads never make two states of one quantizer.
+# Reentrant: loading a parameter may hand on state.
+LOCK = threading.RLock()
+
 
 def shared_state(readers: Sequence[tuple[Tensor, Key]], of_graph: Mapping[int, Collection[Key]]) -> ScalingState:
     """The one state of quantizers that share it, each with its parameter, on the first one's device. Made where there is
@@ -202,6 +208,11 @@ def states_of(parameter: Tensor) -> dict[Site, ScalingState]:
     return {key.site: state for key, state in _states.get(parameter, {}).items()}
 
 
+def any_state() -> bool:
+    """Whether any parameter of this process has state, or state that waits."""
+    return len(_states) > 0 or len(_loaded) > 0
+
+
 def loaded_of(parameter: Tensor) -> dict[Site, dict[str, Tensor]]:
     """What waits for quantizers that no call has made yet."""
     return _loaded.get(parameter, {})  # type: ignore[no-any-return]
@@ -209,17 +220,30 @@ def loaded_of(parameter: Tensor) -> dict[Site, dict[str, Tensor]]:
 
 def keep(parameter: Tensor, site: Site, saved: Mapping[str, Tensor]) -> None:
     """Let loaded values wait for the quantizer to be made."""
-    when_replaced(_inherit)
-    _loaded.setdefault(parameter, {}).setdefault(site, {}).update(saved)
+    with LOCK:
+        when_replaced(_inherit)
+        _loaded.setdefault(parameter, {}).setdefault(site, {}).update(saved)
+
+
+def take_from_shards() -> None:
+    """State belongs to parameters as graphs see them. Under FSDP2 these are gathered at the first forward: what was loaded
+    before waits with a shard until then."""
+    if not _loaded:
+        return
+    for shards, whole in compat.gathered():
+        for shard in shards if whole is not None else ():
+            for site, saved in _loaded.pop(shard, {}).items():
+                _loaded.setdefault(whole, {}).setdefault(site, {}).update(saved)
 
 
 def _inherit(old: Tensor, new: Tensor) -> None:
     """What `new` has of its own stays."""
-    if old in _states:
-        own = _states.setdefault(new, {})
-        own.update({key: state.copy() for key, state in _states[old].items() if key not in own})
-    if old in _loaded and new not in _loaded:
-        _loaded[new] = {site: dict(saved) for site, saved in _loaded[old].items()}
+    with LOCK:
+        if old in _states:
+            own = _states.setdefault(new, {})
+            own.update({key: state.copy() for key, state in _states[old].items() if key not in own})
+        if old in _loaded and new not in _loaded:
+            _loaded[new] = {site: dict(saved) for site, saved in _loaded[old].items()}
 
 
 def parameters(named: Iterator[tuple[str, Tensor]]) -> list[tuple[Tensor, tuple[str, ...]]]:

@@ -15,7 +15,17 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from te_inductor.diagnostics import COMPUTED_AGAIN, say, without_state
-from te_inductor.runtime.state import Key, ScalingState, has_history, moves, note_history, shared_state
+from te_inductor.runtime import agreement, resumed
+from te_inductor.runtime.state import (
+    LOCK,
+    Key,
+    ScalingState,
+    has_history,
+    moves,
+    note_history,
+    shared_state,
+    take_from_shards,
+)
 from te_inductor.runtime.tensor_groups import TensorGroups
 
 
@@ -78,6 +88,7 @@ class StateInputs:
     held: Mapping[str, Tensor] = field(default_factory=dict)  # parameters that the graph holds
     examples: list[Tensor] = field(default_factory=list)  # fake tensors, one an input
     quantizers: list[StateInput] = field(default_factory=list)
+    agreements: list[str] = field(default_factory=list)  # those without which it does not reduce amaxes over ranks
     _found: TensorGroups[_Found] = field(default_factory=TensorGroups)  # by the parameters
     _said_again: bool = False
 
@@ -89,21 +100,34 @@ class StateInputs:
         if again:
             self._note_checkpoint()
         parameters = [inputs[place] for place in self._places] or list(self.held.values())
+        if self.agreements and not isinstance(parameters[0], FakeTensor):
+            agreement.settle(self.agreements, self.fallback)
+        with LOCK:
+            found = self._found_of(parameters, inputs)
+            if found.is_first and not again:
+                found.step()
+            is_first = found.is_first
+        if is_first and not again and not found.recorded:
+            self._note_no_history(found)
+        return found.tensors, is_first
+
+    def _found_of(self, parameters: Sequence[Tensor], inputs: Sequence[Any]) -> _Found:
         found = self._found.get(parameters)
         if found is None or found.moves != moves():
+            take_from_shards()
             states = self._states(inputs)  # which may move some
             tensors = [tensor for one in states for tensor in one.tensors().values()]
-            recorded = [state for q, state in zip(self.quantizers, states, strict=True) if q.recorded]
             is_first = not states[0].is_fake
             if is_first:
                 note_history([state for state in states if not state.has_history])
-            found = _Found(moves(), tensors, states, recorded, found is not None and found.said, is_first)
+            recorded = [(q, state) for q, state in zip(self.quantizers, states, strict=True) if q.recorded]
+            for q, state in recorded if is_first and self.fallback != "silent" else ():
+                for reader in q.readers if not state.has_history else ():
+                    resumed.note_new(self._parameter(reader, inputs), q.site)
+            said = found is not None and found.said
+            found = _Found(moves(), tensors, states, [state for _, state in recorded], said, is_first)
             self._found.set(parameters, found)
-        if found.is_first and not again:
-            found.step()
-            if found.is_first and not found.recorded:
-                self._note_no_history(found)
-        return found.tensors, found.is_first
+        return found
 
     def _note_no_history(self, found: _Found) -> None:
         """Of a graph that records nothing. Once a model; an error at each call."""
@@ -125,9 +149,9 @@ class StateInputs:
 
     def may_lack_history(self, inputs: Sequence[Any]) -> bool:
         """Whether a call with these inputs may find a quantizer without history. Makes no state."""
-        for place, key in itertools.chain(*(q.readers for q in self.quantizers)):
-            parameter = self.held[place] if isinstance(place, str) else inputs[place]
-            if isinstance(parameter, FakeTensor) or not has_history(parameter, key.recipe):
+        for reader in itertools.chain(*(q.readers for q in self.quantizers)):
+            parameter = self._parameter(reader, inputs)
+            if isinstance(parameter, FakeTensor) or not has_history(parameter, reader.key.recipe):
                 return True
         return False
 
@@ -137,10 +161,12 @@ class StateInputs:
         amax, scale, history = tensors[3 * quantizer.place : 3 * quantizer.place + 3]
         return ScalingState(amax, scale, history)
 
+    def _parameter(self, reader: Reader, inputs: Sequence[Any]) -> Tensor:
+        place = reader.parameter
+        return self.held[place] if isinstance(place, str) else inputs[place]
+
     def _states(self, inputs: Sequence[Any]) -> list[ScalingState]:
-        readers = [
-            [(self.held[p] if isinstance(p, str) else inputs[p], key) for p, key in q.readers] for q in self.quantizers
-        ]
+        readers = [[(self._parameter(reader, inputs), reader.key) for reader in q.readers] for q in self.quantizers]
         of_graph: dict[int, set[Key]] = {}
         for parameter, key in itertools.chain(*readers):
             of_graph.setdefault(id(parameter), set()).add(key)

@@ -17,29 +17,26 @@ WORLD = 2
 
 def run(folder: Path, fields: dict, kind: str = "plain") -> list[list[dict]]:
     """What each rank tells of its steps."""
+    return ranks("tests.backend.ranks", str(folder / "store"), json.dumps(fields), kind)
+
+
+def ranks(module: str, *arguments: str) -> list:
+    """The last line of what each rank prints, read as JSON."""
     environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    commands = [
-        [
-            sys.executable,
-            "-m",
-            "tests.backend.ranks",
-            str(rank),
-            str(WORLD),
-            str(folder / "store"),
-            json.dumps(fields),
-            kind,
-        ]
-        for rank in range(WORLD)
-    ]
+    commands = [[sys.executable, "-m", module, str(rank), str(WORLD), *arguments] for rank in range(WORLD)]
     processes = [
         subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for command in commands
     ]
     told = []
-    for process in processes:
-        out, error = process.communicate(timeout=300)
-        assert process.returncode == 0, error[-4000:]
-        told.append(json.loads(out.splitlines()[-1]))
+    try:
+        for process in processes:
+            out, error = process.communicate(timeout=300)
+            assert process.returncode == 0, error[-4000:]
+            told.append(json.loads(out.splitlines()[-1]))
+    finally:
+        for process in processes:  # where one failed the other may wait for it
+            process.kill()
     return told
 
 
@@ -63,3 +60,66 @@ def test_without_reduction_ranks_keep_their_own(tmp_path):
     assert history(second, "input") == [0.0, 0.0, 2.0, 22.0]  # its NaN was no observation
     assert history(second, "grad_output")[-1] == 1.5
     assert all(math.isfinite(value) for step in second for value in step["state"]["input.amax_history"])
+
+
+DIFFERENT = "run graphs with different quantizers at the same time"
+ABSENT = "did not come to a graph with the same quantizers"
+
+
+@pytest.fixture(scope="module")
+def unequal(tmp_path_factory) -> list[dict]:
+    store = tmp_path_factory.mktemp("unequal") / "store"
+    return ranks("tests.backend.unequal_ranks", str(store), "unequal,equal,more graphs,other order,pipeline,no compile")
+
+
+@pytest.mark.parametrize("kind, why_not", [("unequal", DIFFERENT), ("other order", DIFFERENT), ("pipeline", ABSENT)])
+def test_ranks_that_differ_keep_their_own_amaxes(kind, why_not, unequal):
+    """They neither mix nor wait for each other for ever, and each says so once."""
+    for rank, told in enumerate(unequal):
+        assert [why_not in text for text in told[kind]["said"]] == [True]
+        if kind != "pipeline":
+            assert told[kind]["model"]["0.input.amax_history"] == 1.0 + rank
+    first, second = (told[kind] for told in unequal)
+    assert set(first["model"].values()).isdisjoint(second["model"].values())
+
+
+def test_ranks_that_are_equal_reduce_beside_groups_that_did_not(unequal):
+    first, second = (told["equal"] for told in unequal)
+    assert first["said"] == second["said"] == []
+    assert first["model"] == second["model"] and first["model"]["0.input.amax_history"] == 2.0
+
+
+def test_a_graph_that_one_rank_has_is_its_own(unequal):
+    """Graphs that both have are reduced."""
+    first, second = (told["more graphs"] for told in unequal)
+    assert first["model"] == second["model"] and first["model"]["0.input.amax_history"] == 2.0
+    assert first["other"]["0.input.amax_history"] == 1.0 and second["other"] == {}
+    assert [ABSENT in text for text in first["said"]] == [True] and second["said"] == []
+
+
+def test_nobody_waits_for_a_rank_whose_compile_failed(unequal):
+    first, second = (told["no compile"] for told in unequal)
+    assert ["rank 1 could not compile a graph in low precision" in text for text in first["said"]] == [True]
+    assert first["model"]["0.input.amax_history"] == 1.0 and second["model"] == {}
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory) -> list[dict]:
+    return ranks("tests.backend.sharded_ranks", str(tmp_path_factory.mktemp("sharded") / "store"))
+
+
+@pytest.mark.parametrize("compiled", ["whole", "blocks"])
+def test_state_under_fsdp2_is_saved_and_loaded(compiled, sharded):
+    """By the names of the sharded parameters, before the first gather and after, bit for bit."""
+    layers = ["0.up", "0.down", "1.up", "1.down", "2.proj"]
+    slots = [f"{slot}.scale" for slot in ("input", "weight", "grad_output")]
+    for told in (told[compiled] for told in sharded):
+        assert told.pop("keys") == [f"{layer}.{slot}" for layer in layers for slot in slots]
+        assert told.pop("of a part")[::2] == slots
+        assert told.pop("loaded") == [[], []]
+        assert [name for name, fine in told.items() if not fine] == []
+
+
+def test_state_that_cannot_be_found_is_an_error(sharded):
+    for told in sharded:
+        assert "FSDP shards extra, and what it gathers of them" in told["lost"]

@@ -1,0 +1,66 @@
+"""Training that goes on without the state of delayed scaling it had.
+
+# Note [Lost state]
+Parameters whose quantizers are new are remembered until an optimizer's step has them. If the optimizer has state of such a
+parameter before that step, as behind `optimizer.load_state_dict`, the parameter was trained before, and its scales are lost;
+that is said. A newly initialised model has no optimizer state then, and neither has one that is fine-tuned from weights
+alone, for which nobody has scales to load. Not noticed: optimizers without state, those that keep parameters of their own,
+and a step that is compiled.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from te_inductor import compat
+from te_inductor.diagnostics import say, state_was_lost
+
+_new: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameters that wait for a step, with their module paths
+_noted: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # all that ever did
+_watch: RemovableHandle | None = None  # on every optimizer's step, while parameters wait
+
+
+def note_new(parameter: Tensor, site: str) -> None:
+    """A training graph has made a quantizer of this parameter, and there was no state for it."""
+    global _watch
+    if not parameter.requires_grad or parameter in _noted:
+        return
+    _new[parameter] = site
+    _noted[parameter] = True
+    if _watch is None:
+        _watch = register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    global _watch
+    if torch.compiler.is_compiling():
+        return
+    found = {}
+    for parameter, whole in _stepped(optimizer):
+        site = _new.pop(whole, None)
+        if site is not None and _is_trained(optimizer.state.get(parameter, {})):
+            found[site] = True
+    if not len(_new) and _watch is not None:
+        _watch.remove()
+        _watch = None
+    if found:
+        say(state_was_lost(found), "warn")  # no error: there may be nothing to load
+
+
+def _stepped(optimizer: Optimizer) -> Iterable[tuple[Tensor, Tensor]]:
+    """The optimizer's parameters, each with what a graph sees of it."""
+    wholes = {id(shard): one.whole for one in compat.gathered() for shard in one.shards if one.whole is not None}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            yield parameter, wholes.get(id(parameter), parameter)
+
+
+def _is_trained(state: dict[str, Any]) -> bool:
+    """Whether an optimizer's state of a parameter is of steps; some make it before, all zeros but for a count."""
+    tensors = [value for name, value in state.items() if isinstance(value, Tensor) and name != "step"]
+    return float(state.get("step", 1)) > 0 and any(bool((value != 0).any()) for value in tensors)
