@@ -64,6 +64,11 @@ class Flops:
         """What part of them is in low precision; None where there are none."""
         return self.low / self.total if self.total else None
 
+    def share_of(self, sites: Iterable[Site]) -> float | None:
+        """What part of them some sites have; None where that is not known."""
+        known = [site.flops for site in sites if site.flops is not None]
+        return sum(known) / self.total if known and self.total else None
+
     def add(self, flops: int | None, low: bool) -> None:
         if flops is None:
             self.unknown += 1
@@ -100,8 +105,8 @@ class Report:
         return asdict(self)
 
     def __str__(self) -> str:
-        columns = ("module", "pattern", "GEMM", "M x N x K", "recipe", "kernel", "why not")
-        table = tabulated(_headline(self), columns, _rows(self.sites))
+        columns = ("module", "pattern", "GEMM", "M x N x K", "FLOPs", "recipe", "kernel", "why not")
+        table = tabulated(_headline(self), columns, _rows(self))
         tail = [f"policy entry {entry!r} matches no linear site{HIDDEN}" for entry in self.unused_policy]
         tail += [f"option {option!r} does not reach {fqn}: {reason}" for option, fqn, reason in self.unmet]
         return "\n".join([table, *tail, *([self.failure] if self.failure else [])])
@@ -148,14 +153,15 @@ def _percent(share: float | None) -> str:
     return "-" if share is None else f"{share:.1%}"
 
 
-def _rows(sites: list[Site]) -> Iterable[tuple[str, ...]]:
+def _rows(report: Report) -> Iterable[tuple[str, ...]]:
     """One row a place; its GEMMs share a row where they share everything but sizes."""
-    for _, group in _grouped(sites, lambda s: (s.fqn, s.pattern, s.recipe, s.kernel, s.reason)):
+    for _, group in _grouped(report.sites, lambda s: (s.fqn, s.pattern, s.recipe, s.kernel, s.reason)):
         first = group[0]
         sizes = " x ".join(str(size) for size in first.shapes)
         gemms = ", ".join(dict.fromkeys(site.gemm for site in group))
         kernel = first.kernel + (f", one GEMM of {len(first.merged)}" if first.merged else "")
-        yield first.fqn or "(root)", first.pattern, gemms, sizes, first.recipe, kernel, first.reason or ""
+        share = _percent(report.flops.share_of(group))
+        yield first.fqn or "(root)", first.pattern, gemms, sizes, share, first.recipe, kernel, first.reason or ""
 
 
 def _grouped(items: list[_T], key: Any) -> Iterable[tuple[Any, list[_T]]]:
@@ -205,7 +211,9 @@ def summary(report: Report) -> str | None:
             count = len({(site.fqn, site.pattern) for site in fallen})
             lines.append(f"te_inductor: {count} of {len(places)} linear sites {verb}:")
         for reason, group in _grouped(fallen, lambda site: site.reason):
-            lines.append(f"  {reason}: {_shown(site.fqn for site in group)}")
+            share = report.flops.share_of(group)
+            part = "" if share is None else f" ({_percent(share)} of FLOPs)"
+            lines.append(f"  {reason}: {_shown(site.fqn for site in group)}{part}")
     if report.flops.total and any(site.kernel == "high_precision" for site in report.fallbacks):
         lines.append(f"te_inductor: {report.flops}")
     for entry in report.unused_policy if places else ():  # an optimizer's graph is not what a policy is about

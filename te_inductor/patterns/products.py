@@ -281,9 +281,10 @@ def _tensordot(node: fx.Node) -> Product | None:
 
 
 def _einsum(node: fx.Node) -> Product | None:
-    equation, operands = node.args[0], [one for one in pytree.tree_leaves(node.args[1:]) if is_tensor(one)]
-    if not isinstance(equation, str) or len(operands) < 2:
+    operands = [one for one in pytree.tree_leaves(node.args) if is_tensor(one)]
+    if len(operands) < 2:
         return None
+    equation = node.args[0] if isinstance(node.args[0], str) else _of_lists(node.args)
     inputs, arrow, y = equation.replace(" ", "").partition("->")
     names = inputs.split(",")
     if len(names) != len(operands):
@@ -296,6 +297,18 @@ def _einsum(node: fx.Node) -> Product | None:
         once = sorted(letter for letter in set("".join(names)) if "".join(names).count(letter) == 1)
         y = "..." + "".join(letter for letter in once if letter not in _LETTERS)
     return _contracted(node, tuple(operands), names, y.replace("...", _LETTERS[:most]))
+
+
+def _of_lists(args: Sequence[Any]) -> str:
+    """The equation of ``einsum(a, [0, 1], b, [1, 2], [0, 2])``, an operand's dimensions behind it."""
+    written = ["".join("..." if one is ... else chr(0x300 + one) for one in args[place]) for place in _behind(args)]
+    y = "->" + written.pop() if len(args) % 2 else ""
+    return ",".join(written) + y
+
+
+def _behind(args: Sequence[Any]) -> list[int]:
+    """The places of lists: every second one, and the last, where it is the output's."""
+    return [*range(1, len(args), 2), *([len(args) - 1] if len(args) % 2 else [])]
 
 
 def _contracted(node: fx.Node, operands: tuple[fx.Node, ...], names: Sequence[str], y: str) -> Product | None:

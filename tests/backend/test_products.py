@@ -86,6 +86,10 @@ FORMS = {
         lambda x, m: torch.einsum("ecm,emh->ech", x, m.p),
         *((2, K, N), (2, 3, K), "matmul", (6, N, K), "einsum 'ecm,emh->ech' is not one linear layer"),
     ),
+    "einsum, lists": (
+        lambda x, m: torch.einsum(x, [..., 1], m.p, [1, 2], [..., 2]),
+        *((K, N), (2, 3, K), "matmul", (6, N, K), "einsum is not one linear layer"),
+    ),
     "experts, picked": (
         lambda x, m: torch.bmm(m.p[x.argmax(-1) % 2], x[:, :, None]),
         *((2, N, K), (5, K), "matmul", (5 * N, 1, K), "a product of shapes (5, 32, 48) and (5, 48, 1)"),
@@ -198,6 +202,7 @@ def test_warning_error_and_policy():
 
     [text] = run()
     assert "1 of 2 linear sites stay in high precision:" in text and f"{COMPUTED}, and is no" in text
+    assert ": 1.inner (40.0% of FLOPs)" in text
     assert "60.0% of the FLOPs of the forward's matrix products are in low precision" in text
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=COMPUTED) as raised:
         run(fallback="error")
