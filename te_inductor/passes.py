@@ -162,7 +162,7 @@ def list_products(plan: Plan) -> None:
     plan.products.extend(product for product in map(products.read, nodes) if product is not None)
     matched = {candidate.match.node for candidate in plan.candidates}
     layers = {product.node for product in plan.products if products.is_layer(product)} | matched
-    weights = products.Weights(Bodies(plan.gm), layers)
+    weights = products.Weights(Bodies(plan.gm), layers, lambda: plan.written)
     for product, refusal in products.unmatched(plan.products, matched, weights):
         around = tuple(plan.regions_of.get(product.node, [None]))
         plan.unlowered.append(Unlowered(product, module_path(product.node), around, refusal))

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from te_inductor.diagnostics import Refusal
 from te_inductor.patterns import contractions
-from te_inductor.patterns.aliases import name
+from te_inductor.patterns.aliases import memory, name
 from te_inductor.patterns.bodies import Bodies
 from te_inductor.patterns.linear import from_parameter
 from te_inductor.patterns.rule import Call
@@ -76,8 +77,9 @@ def hint(size: Any) -> int | None:
 class Weights:
     """Which nodes of a graph, and of the bodies in it, are weights."""
 
-    def __init__(self, bodies: Bodies, layers: set[fx.Node]) -> None:
+    def __init__(self, bodies: Bodies, layers: set[fx.Node], written: Callable[[], set[StorageWeakRef]]) -> None:
         self.bodies, self.layers = bodies, layers
+        self.written = written  # says what memory the graph writes: such a buffer, as of keys and values, is no weight
         self._known: dict[fx.Node, str | None] = {}
 
     def kind(self, node: fx.Node) -> str | None:
@@ -121,7 +123,9 @@ class Weights:
             return self.kind(outer)
         source = getattr(outer, "_dynamo_source", None)
         text = "" if source is None else source.name if isinstance(source.name, str) else source.name()
-        return "buffer" if "_buffers" in text else "activation"
+        if "_buffers" not in text or self.written() & memory(outer):
+            return "activation"
+        return "buffer"
 
     def _is_scaled(self, node: fx.Node) -> bool:
         """Whether activations only scale the elements of a parameter, or pick matrices of it: a position's embedding, which

@@ -130,6 +130,8 @@ ACTIVATIONS = {
     "with positions added": lambda x, m: (x + m.p[:6]) @ x.mT,
     "of embeddings": lambda x, m: (lambda e: e @ x.mT)(F.embedding(x.argmax(-1), m.p)),
     "of rotated activations": lambda x, m: (x * m.c[:6].cos()) @ x.mT,
+    "of a cache": lambda x, m: x @ m.c.index_copy_(0, x.argmax(-1)[:1], x[:1]).mT,
+    "of a cache, a slice": lambda x, m: (m.c[2:8].copy_(x), x @ m.c.mT)[1],
     "element by element": lambda x, m: x * m.p[:6],
 }
 
