@@ -26,6 +26,7 @@ from te_inductor.passes import (
     guard_extras,
     inline_attention,
     inline_contractions,
+    list_products,
     match_sites,
     merge_sites,
     report_sites,
@@ -43,6 +44,7 @@ DECIDE: tuple[Callable[[Plan], None], ...] = (
     inline_attention,
     inline_contractions,
     match_sites,
+    list_products,
     resolve_recipes,
     check_sites,
     weigh_sites,
@@ -82,7 +84,7 @@ def te(
     if any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs):
         _start_workers()
     inductor = _inductor(parsed, name)
-    if found.failure is not None or not found.sites:
+    if found.failure is not None or not plan.candidates:
         return inductor(gm, example_inputs)
     return _compile_or_restore(plan, inductor, originals)
 
@@ -110,7 +112,8 @@ def run_passes(plan: Plan, passes: tuple[Callable[[Plan], None], ...] = PASSES) 
             site if site.kernel == "high_precision" else replace(site, kernel="high_precision", reason="a pass failed")
             for site in plan.report.sites
         ]
-        return replace(plan.report, sites=sites, failure=traceback.format_exc())
+        flops = replace(plan.report.flops, low=0)
+        return replace(plan.report, sites=sites, failure=traceback.format_exc(), flops=flops)
     return plan.report
 
 

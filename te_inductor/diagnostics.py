@@ -6,7 +6,7 @@
 import logging
 import warnings
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple, TypeVar
 
 from te_inductor.errors import FallbackError, FallbackWarning
@@ -33,13 +33,14 @@ class Site:
     """One GEMM of one place in the model."""
 
     fqn: str  # module path, as in `model.named_modules()`
-    pattern: str  # "linear" or "matmul"
+    pattern: str  # "linear" or "matmul"; "grouped_linear" of experts
     gemm: str  # "fprop", "dgrad", "wgrad"
     shapes: tuple[Any, int, int]  # (M, N, K) of this GEMM, as out[M, N] = a[M, K] b[K, N]; a symbolic size is a string
     recipe: str  # a recipe's name, or "none"
     kernel: str  # "cublaslt", "inductor", "emulated", "eager", "high_precision", "triton:" or "cutlass:" and which
     reason: str | None = None  # why it does not run as asked; None where it does
     merged: tuple[str, ...] = ()  # module paths of all sites that are one GEMM with this one, itself too
+    flops: int | None = None  # of an fprop; None of other GEMMs, and where a size is not known before it runs
 
 
 class Unmet(NamedTuple):
@@ -48,6 +49,36 @@ class Unmet(NamedTuple):
     option: str
     fqn: str
     reason: str
+
+
+@dataclass
+class Flops:
+    """FLOPs of the forward's matrix products, those of two activations too; symbolic sizes are those of the trace."""
+
+    low: int = 0  # in low precision
+    total: int = 0
+    unknown: int = 0  # products whose size is not known before they run, which are not in the others
+
+    @property
+    def share(self) -> float | None:
+        """What part of them is in low precision; None where there are none."""
+        return self.low / self.total if self.total else None
+
+    def share_of(self, sites: Iterable[Site]) -> float | None:
+        """What part of them some sites have; None where that is not known."""
+        known = [site.flops for site in sites if site.flops is not None]
+        return sum(known) / self.total if known and self.total else None
+
+    def add(self, flops: int | None, low: bool) -> None:
+        if flops is None:
+            self.unknown += 1
+            return
+        self.total += flops
+        self.low += flops if low else 0
+
+    def __str__(self) -> str:
+        unknown = f" ({self.unknown} of unknown size are not counted)" if self.unknown else ""
+        return f"{_percent(self.share)} of the FLOPs of the forward's matrix products are in low precision{unknown}"
 
 
 HIDDEN = ", or earlier entries match the same"  # of a policy entry that matches nothing
@@ -63,6 +94,7 @@ class Report:
     )  # entries whose recipe no site has: globs, names of functions
     unmet: list[Unmet] = field(default_factory=list)
     failure: str | None = None  # traceback of a failure inside our own passes
+    flops: Flops = field(default_factory=Flops)
 
     @property
     def fallbacks(self) -> list[Site]:
@@ -73,8 +105,8 @@ class Report:
         return asdict(self)
 
     def __str__(self) -> str:
-        columns = ("module", "pattern", "GEMM", "M x N x K", "recipe", "kernel", "why not")
-        table = tabulated(_headline(self), columns, _rows(self.sites))
+        columns = ("module", "pattern", "GEMM", "M x N x K", "FLOPs", "recipe", "kernel", "why not")
+        table = tabulated(_headline(self), columns, _rows(self))
         tail = [f"policy entry {entry!r} matches no linear site{HIDDEN}" for entry in self.unused_policy]
         tail += [f"option {option!r} does not reach {fqn}: {reason}" for option, fqn, reason in self.unmet]
         return "\n".join([table, *tail, *([self.failure] if self.failure else [])])
@@ -105,22 +137,31 @@ def merge(reports: Iterable[Report]) -> Report:
         unused_policy=[entry for entry in unused if all(entry in report.unused_policy for report in reports)],
         unmet=[unmet for report in reports for unmet in report.unmet],
         failure="\n".join(report.failure for report in reports if report.failure) or None,
+        flops=Flops(
+            *(sum(getattr(report.flops, one.name) for report in reports) for one in fields(Flops)),
+        ),
     )
 
 
 def _headline(report: Report) -> str:
     low = sum(site.kernel != "high_precision" for site in report.sites)
-    return f"te_inductor: {low} of {len(report.sites)} GEMMs in low precision, {len(report.fallbacks)} fell back"
+    headline = f"te_inductor: {low} of {len(report.sites)} GEMMs in low precision, {len(report.fallbacks)} fell back"
+    return headline if report.flops.share is None else f"{headline}\n{report.flops}"
 
 
-def _rows(sites: list[Site]) -> Iterable[tuple[str, ...]]:
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
+
+
+def _rows(report: Report) -> Iterable[tuple[str, ...]]:
     """One row a place; its GEMMs share a row where they share everything but sizes."""
-    for _, group in _grouped(sites, lambda s: (s.fqn, s.pattern, s.recipe, s.kernel, s.reason)):
+    for _, group in _grouped(report.sites, lambda s: (s.fqn, s.pattern, s.recipe, s.kernel, s.reason)):
         first = group[0]
         sizes = " x ".join(str(size) for size in first.shapes)
         gemms = ", ".join(dict.fromkeys(site.gemm for site in group))
         kernel = first.kernel + (f", one GEMM of {len(first.merged)}" if first.merged else "")
-        yield first.fqn or "(root)", first.pattern, gemms, sizes, first.recipe, kernel, first.reason or ""
+        share = _percent(report.flops.share_of(group))
+        yield first.fqn or "(root)", first.pattern, gemms, sizes, share, first.recipe, kernel, first.reason or ""
 
 
 def _grouped(items: list[_T], key: Any) -> Iterable[tuple[Any, list[_T]]]:
@@ -170,7 +211,11 @@ def summary(report: Report) -> str | None:
             count = len({(site.fqn, site.pattern) for site in fallen})
             lines.append(f"te_inductor: {count} of {len(places)} linear sites {verb}:")
         for reason, group in _grouped(fallen, lambda site: site.reason):
-            lines.append(f"  {reason}: {_shown(site.fqn for site in group)}")
+            share = report.flops.share_of(group)
+            part = "" if share is None else f" ({_percent(share)} of FLOPs)"
+            lines.append(f"  {reason}: {_shown(site.fqn for site in group)}{part}")
+    if report.flops.total and any(site.kernel == "high_precision" for site in report.fallbacks):
+        lines.append(f"te_inductor: {report.flops}")
     for entry in report.unused_policy if places else ():  # an optimizer's graph is not what a policy is about
         known = ", ".join(sorted({fqn for fqn, _ in places})[:4])
         lines.append(

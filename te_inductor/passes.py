@@ -1,8 +1,9 @@
 """The passes of `backend.PASSES`, each over one `Plan`. They read and rewrite the Dynamo graph, before autograd sees it."""
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
@@ -22,6 +23,7 @@ from te_inductor.patterns import (
     kept,
     merging,
     policy,
+    products,
     regions,
     selective,
     size_rule,
@@ -29,10 +31,11 @@ from te_inductor.patterns import (
     transforms,
     weight_grads,
 )
-from te_inductor.patterns.bodies import Bodies
+from te_inductor.patterns.bodies import Bodies, in_order
 from te_inductor.patterns.extras import Extras
 from te_inductor.patterns.gemm_kernels import Choice
 from te_inductor.patterns.module_path import module_path
+from te_inductor.patterns.products import Product
 from te_inductor.patterns.rule import Emit, Match, Rule, call_linears
 from te_inductor.recipes import DelayedScaling, Recipe, Slots
 from te_inductor.regions import Region, active
@@ -68,6 +71,17 @@ class Candidate:
 
 
 @dataclass
+class Unlowered:
+    """A product with a weight that no rule matched."""
+
+    product: Product
+    fqn: str
+    regions: tuple[Region | None, ...]
+    refusal: Refusal
+    recipe: Recipe | None = None  # that it would have
+
+
+@dataclass
 class Plan:
     """What the passes of one compile know."""
 
@@ -76,6 +90,8 @@ class Plan:
     inputs: Sequence[Any] = ()  # the graph's, as Dynamo hands them to a backend: parameters are the model's own
     inlined: dict[fx.Node, contractions.Inlined] = field(default_factory=dict)  # layers that were written otherwise
     candidates: list[Candidate] = field(default_factory=list)
+    products: list[Product] = field(default_factory=list)  # all of the graph, the candidates' too
+    unlowered: list[Unlowered] = field(default_factory=list)
     merged: list[list[Match]] = field(default_factory=list)  # sites that are one GEMM
     report: Report = field(default_factory=Report)
     libraries: set[Kernel] = field(default_factory=set)  # CUTLASS kernels that its GEMMs will be
@@ -91,7 +107,14 @@ class Plan:
     @property
     def reads_active_region(self) -> bool:
         """Whether the thread's autocast has a say in any site."""
-        return any(None in candidate.regions for candidate in self.candidates)
+        return any(None in site.regions for site in self.candidates) or any(
+            None in site.regions for site in self.unlowered
+        )
+
+    @functools.cached_property
+    def regions_of(self) -> dict[fx.Node, list[Region | None]]:
+        """The regions of autocast that each node is in. Asked for once, behind the passes that put nodes in."""
+        return regions.regions_of(self.gm)
 
     @functools.cached_property
     def written(self) -> set[StorageWeakRef]:
@@ -119,7 +142,7 @@ def inline_contractions(plan: Plan) -> None:
 
 def match_sites(plan: Plan) -> None:
     """Find every linear layer, and the region of autocast that it is in."""
-    regions_of = regions.regions_of(plan.gm)
+    regions_of = plan.regions_of  # even of a graph without layers, which may leave a region open
     for module in plan.graph_modules():
         for node in module.graph.nodes:
             if node.op not in ("call_function", "call_method"):
@@ -133,6 +156,18 @@ def match_sites(plan: Plan) -> None:
                     break
 
 
+def list_products(plan: Plan) -> None:
+    """Find all matrix products, and those with a weight among them that no rule matched."""
+    nodes = (node for module in plan.graph_modules() for node in module.graph.nodes)
+    plan.products.extend(product for product in map(products.read, nodes) if product is not None)
+    matched = {candidate.match.node for candidate in plan.candidates}
+    layers = {product.node for product in plan.products if products.is_layer(product)} | matched
+    weights = products.Weights(Bodies(plan.gm), layers, lambda: plan.written)
+    for product, refusal in products.unmatched(plan.products, matched, weights):
+        around = tuple(plan.regions_of.get(product.node, [None]))
+        plan.unlowered.append(Unlowered(product, module_path(product.node), around, refusal))
+
+
 def resolve_recipes(plan: Plan) -> None:
     """Give each site its recipe: none where autocast is disabled, else that of the first policy entry that matches it, else
     that of the region, else the default."""
@@ -140,9 +175,7 @@ def resolve_recipes(plan: Plan) -> None:
     entries = policy.entries(plan.options.policy)
     used = set()
     for candidate in plan.candidates:
-        around = [region or active() for region in candidate.regions]
-        # Of several, which are refused, one that is enabled: so that the refusal is told.
-        region = next((region for region in around if region.enabled), around[0])
+        region = _region(candidate.regions)
         entry = policy.first(entries, candidate.fqn, candidate.match.sizes)
         used.add(entry)
         weight = support.value(candidate.match.weight)
@@ -153,7 +186,19 @@ def resolve_recipes(plan: Plan) -> None:
             candidate.recipe = entry.recipe if entry else region.recipe or default  # type: ignore[assignment]
             if candidate.recipe is not None and not candidate.recipe.of_stored_weights:
                 candidate.slots = candidate.recipe.slots_of(candidate.fqn)
+    for site in plan.unlowered:
+        region = _region(site.regions)
+        entry = policy.first(entries, site.fqn, site.product.sizes)
+        used.add(entry)
+        if region.enabled:
+            site.recipe = entry.recipe if entry else region.recipe or default  # type: ignore[assignment]
     plan.report.unused_policy.extend(entry.name for entry in entries if entry not in used)
+
+
+def _region(regions: Sequence[Region | None]) -> Region:
+    """Of several, which are refused, one that is enabled: so that the refusal is told."""
+    around = [region or active() for region in regions]
+    return next((region for region in around if region.enabled), around[0])
 
 
 def check_sites(plan: Plan) -> None:
@@ -231,11 +276,21 @@ def report_sites(plan: Plan) -> None:
     """Write down what was decided, before the rewrite erases the matched nodes."""
     paths = {candidate.match.node: candidate.fqn for candidate in plan.candidates}
     joined = {match.node: group for group in plan.merged for match in group}
+    flops = {product.node: product.flops for product in plan.products}
+    kernels = {}
     for candidate in plan.candidates:
         group = joined.get(candidate.match.node, [])
         merged = tuple(paths[match.node] for match in group)
         rows = sum(match.sizes[1] for match in group) or None  # of the weight of the GEMM that they are
-        plan.report.sites.extend(_sites(plan, candidate, merged, rows))
+        fprop, *others = _sites(plan, candidate, merged, rows)
+        plan.report.sites.extend((replace(fprop, flops=flops.get(candidate.match.node)), *others))
+        kernels[candidate.match.node] = fprop.kernel
+    plan.report.sites.extend(map(_unlowered_site, plan.unlowered))
+    calls = Counter(in_order(plan.gm))
+    for product in plan.products:
+        low = kernels.get(product.node, "high_precision") != "high_precision"
+        known = None if product.flops is None else product.flops * max(calls[product.node], 1)
+        plan.report.flops.add(known, low)
 
 
 def guard_extras(plan: Plan) -> None:
@@ -326,6 +381,13 @@ def _sites(plan: Plan, candidate: Candidate, merged: tuple[str, ...], rows: int 
         if choice.library is not None:
             plan.libraries.add(choice.library)
         yield Site(candidate.fqn, candidate.rule.pattern, gemm, plain(shapes), recipe, choice.name, reason, merged)
+
+
+def _unlowered_site(site: Unlowered) -> Site:
+    product, recipe = site.product, "none" if site.recipe is None else site.recipe.name
+    reason = None if site.recipe is None else str(site.refusal)
+    sizes = plain(product.sizes)
+    return Site(site.fqn, product.pattern, "fprop", sizes, recipe, "high_precision", reason, flops=product.flops)
 
 
 def _choice(plan: Plan, candidate: Candidate, gemm: str, shapes: tuple[Any, int, int], accumulates: bool) -> Choice:

@@ -85,7 +85,7 @@ def inline(graph: fx.Graph) -> dict[fx.Node, Inlined]:
     done = {}
     for node in list(graph.nodes):
         if node.op in ("call_function", "call_method") and not is_wrapped(node):
-            contraction = _READERS.get(node.target, _product)(node)
+            contraction = READERS.get(node.target, _product)(node)
             found = None if contraction is None else _layer(contraction)
             if contraction is not None and found is not None:
                 layer, inlined = _replace(node, *found)
@@ -225,7 +225,7 @@ def _written(output: torch.Tensor, layer: Layer, made: str) -> str:
     return made
 
 
-_READERS: dict[Any, Callable[[fx.Node], Contraction | None]] = {
+READERS: dict[Any, Callable[[fx.Node], Contraction | None]] = {
     torch.functional.einsum: _einsum,
     torch.functional.tensordot: _tensordot,
     torch.inner: _inner,
