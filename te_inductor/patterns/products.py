@@ -88,12 +88,12 @@ class Weights:
         pending = [node]  # a graph is deeper than Python's stack
         while pending:
             last = pending[-1]
-            missing = [one for one in last.all_input_nodes if one not in self._known]
-            if last in self._known or not missing or last in self.layers:
-                self._known.setdefault(last, self._judged(last))
+            inputs = () if last in self.layers else last.all_input_nodes
+            missing = [one for one in inputs if one not in self._known]
+            pending += missing
+            if not missing:
+                self._known[last] = self._judged(last)
                 pending.pop()
-            else:
-                pending += missing
         return self._known[node]
 
     def is_weight(self, node: fx.Node) -> bool:
@@ -110,22 +110,15 @@ class Weights:
         return next((kind for kind in ("parameter", "buffer") if kind in kinds), None)
 
     def _held(self, node: fx.Node) -> str | None:
-        outer = self.bodies.outer(node)
         if not is_tensor(node):
             return None  # a number, or the body of a higher-order op
-        if isinstance(value(node), torch.nn.Parameter) or (
-            is_tensor(outer) and isinstance(value(outer), torch.nn.Parameter)
-        ):
-            return "parameter"
-        if outer.op == "get_attr":
-            return "buffer"
-        if outer.op != "placeholder":
+        outer = self.bodies.outer(node)
+        if outer.op not in ("placeholder", "get_attr"):
             return self.kind(outer)
-        source = getattr(outer, "_dynamo_source", None)
-        text = "" if source is None else source.name if isinstance(source.name, str) else source.name()
-        if "_buffers" not in text or self.written() & memory(outer):
-            return "activation"
-        return "buffer"
+        if any(is_tensor(one) and isinstance(value(one), torch.nn.Parameter) for one in (node, outer)):
+            return "parameter"
+        held = outer.op == "get_attr" or "_buffers" in _source(outer)
+        return "buffer" if held and not self.written() & memory(outer) else "activation"
 
     def _is_scaled(self, node: fx.Node) -> bool:
         """Whether activations only scale the elements of a parameter, or pick matrices of it: a position's embedding, which
@@ -166,6 +159,14 @@ def unmatched(
         kinds = [weights.is_weight(one) for one in product.operands]
         if product.node not in matched and any(kinds) and not all(kinds):
             yield product, refusal(product, weights)
+
+
+def _source(placeholder: fx.Node) -> str:
+    """Where Dynamo found an input."""
+    source = getattr(placeholder, "_dynamo_source", None)
+    if source is None:
+        return ""
+    return str(source.name if isinstance(source.name, str) else source.name())
 
 
 def _called(node: fx.Node) -> str:
