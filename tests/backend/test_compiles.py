@@ -112,8 +112,7 @@ def test_the_quantized_copies_are_saved_and_the_activations_are_not():
 
 @pytest.mark.parametrize(("train", "recipe"), [(True, "rowwise"), (False, "current")])
 def test_q_k_and_v_share_one_quantization(train, recipe, no_caches, monkeypatch):
-    """x, the 3 weights as one, o's input and o's weight: 4 quantizations in forward, not 8; in training the weights' copies
-    are kept."""
+    """x, the 3 weights as one, o's input and o's weight: 4 quantizations in forward, not 8."""
     counted, share = [], post_grad.share
 
     def spy(graph):
@@ -124,7 +123,7 @@ def test_q_k_and_v_share_one_quantization(train, recipe, no_caches, monkeypatch)
     x = torch.randn(4, 16, 32, requires_grad=train)
     with torch.set_grad_enabled(train):
         torch.compile(Attention(), backend="te", options={"recipe": recipe}, fullgraph=True)(x)
-    assert counted[0] == (2 if train else 4)
+    assert counted[0] == 4
 
 
 def test_explain_names_merged_layers():
