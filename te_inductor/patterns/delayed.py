@@ -27,9 +27,9 @@ from torch import fx
 
 from te_inductor import ops
 from te_inductor.diagnostics import Refusal
+from te_inductor.patterns import first_step
 from te_inductor.patterns.bodies import Bodies
 from te_inductor.patterns.extras import Extras
-from te_inductor.patterns.first_step import RECIPE
 from te_inductor.patterns.inputs import append_input, place_of
 from te_inductor.patterns.module_path import holder_path
 from te_inductor.patterns.rule import Match, call_linears
@@ -196,7 +196,7 @@ class DelayedSites:
         if kept:
             self.extras.keeps.scale(matches, of_weight.state, of_weight.amax in self.forward.amaxes)
         ys = call_linears(matches, x, weights, self.slots, known=known, **more)
-        ys[0].all_input_nodes[0].meta[RECIPE] = self.recipe
+        first_step.mark(ys[0].all_input_nodes[0], self.recipe)
         return ys
 
     def finish(self) -> None:

@@ -17,9 +17,15 @@ import copy
 from torch import fx
 
 from te_inductor import ops
+from te_inductor.recipes import DelayedScaling
 
-RECIPE = "te_delayed"  # in the metadata of a `linears` node: its recipe
+_RECIPE = "te_delayed"  # attribute of a `linears` node: its recipe. No metadata, which says that a node is the user's
 _NOT_TAKEN = ("known", "kept")
+
+
+def mark(node: fx.Node, recipe: DelayedScaling) -> None:
+    """Say that a `linears` node is of delayed scaling."""
+    setattr(node, _RECIPE, recipe)
 
 
 def of(root: fx.GraphModule) -> fx.GraphModule:
@@ -29,9 +35,10 @@ def of(root: fx.GraphModule) -> fx.GraphModule:
         if not isinstance(module, fx.GraphModule):
             continue
         for node in module.graph.find_nodes(op="call_function", target=ops.linears):
-            if RECIPE in node.meta:
+            recipe = getattr(node, _RECIPE, None)
+            if recipe is not None:
                 node.target = ops.first_linears
-                node.args = (*node.args, node.meta[RECIPE])
+                node.args = (*node.args, recipe)
                 node.kwargs = {name: arg for name, arg in node.kwargs.items() if name not in _NOT_TAKEN}
         module.recompile()
     return made

@@ -6,6 +6,7 @@ import torch
 from te_inductor import lowerings
 
 aten = torch.ops.aten
+GRAPH = torch.fx.GraphModule(torch.nn.Module(), torch.fx.Graph())
 
 
 @pytest.fixture
@@ -22,11 +23,11 @@ def table():
 def test_what_others_register_stays(table):
     inductors, theirs = table[aten.argmax], object()
 
-    def compile_graph():
+    def compile_graph(graph):
         assert table[aten.argmax] is not inductors
         table["an op"], table[aten.argmax.default] = theirs, theirs
 
-    lowerings.install()(compile_graph)()
+    lowerings.install()(compile_graph)(GRAPH)
     assert table["an op"] is theirs and table[aten.argmax.default] is theirs
     assert table[aten.argmax] is inductors
 
@@ -49,9 +50,9 @@ def test_compiles_side_by_side(table):
 def test_a_compile_that_fails(table):
     inductors = table[aten.argmax]
 
-    def fails():
+    def fails(graph):
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        lowerings.install()(fails)()
+        lowerings.install()(fails)(GRAPH)
     assert table[aten.argmax] is inductors
