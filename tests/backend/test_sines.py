@@ -59,7 +59,7 @@ def test_computed_once(recipe, dynamic, monkeypatch):
     counts = computed()
     monkeypatch.setattr(sines, "keep", lambda graph: None)
     before = computed()
-    assert counts == [2, 2]  # a cosine and a sine, in the forward and in the backward
+    assert set(counts) == {2}  # a cosine and a sine, in each forward and in the backward
     assert min(before) > 2
 
 
