@@ -1,5 +1,6 @@
 """Training under fp16 autocast with a GradScaler: which steps it skips."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -44,3 +45,11 @@ def scales(module: nn.Module, x: Tensor, unit: float, backend: str, options: Any
         scaler.update()
         found.append(scaler.get_scale())
     return found
+
+
+def of_high_precision(module: nn.Module, x: Tensor) -> tuple[float, list[float]]:
+    """The first factor that overflows under plain torch.compile, and the loss scales there."""
+    unit = first_to_overflow(torch.compile(module, backend="inductor", fullgraph=True), module, x)
+    found = scales(module, x, unit, "inductor")
+    assert sum(after < before for before, after in itertools.pairwise(found)) > STEPS // 10
+    return unit, found
