@@ -26,8 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
+from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from te_inductor.errors import DeferredWgradError, wrong_type
@@ -35,6 +34,7 @@ from te_inductor.recipes.quantizers import Gemm
 from te_inductor.runtime import eager
 from te_inductor.runtime.gradient_inputs import Takers
 from te_inductor.runtime.main_grads import checked
+from te_inductor.runtime.optimizer_steps import check_before_each
 
 
 @dataclass(eq=False)
@@ -74,7 +74,6 @@ class Queue:
 _queues: Any = WeakTensorKeyDictionary()  # by the parameter, with which they die
 _by_ticket: "weakref.WeakValueDictionary[int, Queue]" = weakref.WeakValueDictionary()
 _tickets, _places = itertools.count(), itertools.count()
-_watch: RemovableHandle | None = None  # on every optimizer's step, while products wait
 
 
 def _ticket(parameter: Tensor) -> Tensor:
@@ -101,7 +100,6 @@ def defer_wgrad(
     copy: bool = True,  # where nobody keeps the operands' memory from being written
 ) -> None:
     """Leave a product for `backward_dw`. Does nothing where a parameter is gone, or none is accumulated into."""
-    global _watch
     queues = [queue for ticket in tickets if (queue := _by_ticket.get(int(ticket))) is not None]
     wanted = [_is_accumulated(queue.parameter()) for queue in queues]
     if len(queues) < len(tickets) or not any(wanted):
@@ -111,8 +109,7 @@ def defer_wgrad(
     backward = torch._C._current_graph_task_id()
     refs, operands = [queue.parameter for queue in queues], (a, a_scale, b, b_scale)
     queues[0].products.append(Product(next(_places), backward, refs, wanted, operands, alpha, gemm))
-    if _watch is None:
-        _watch = register_optimizer_step_pre_hook(_refuse_step)
+    check_before_each(_refuse_step)
 
 
 def _is_accumulated(parameter: Tensor | None) -> bool:
@@ -156,7 +153,6 @@ def backward_dw(model: nn.Module | None = None, *, backwards: int | None = None)
     for queue, product in chosen:
         product.run()
         queue.products.remove(product)
-    _stop_watching()
     return len(chosen)
 
 
@@ -169,14 +165,7 @@ def _waiting(parameters: Iterable[Tensor] | None) -> list[tuple[Queue, Product]]
     return sorted(found, key=lambda one: one[1].place)
 
 
-def _stop_watching() -> None:
-    global _watch
-    if _watch is not None and not _waiting(None):
-        _watch.remove()
-        _watch = None
-
-
-def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _refuse_step(optimizer: Optimizer) -> None:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     waiting = _waiting(parameters)
     if waiting:

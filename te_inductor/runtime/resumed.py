@@ -13,41 +13,34 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
+from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from te_inductor import compat
 from te_inductor.diagnostics import say, state_was_lost
+from te_inductor.runtime.optimizer_steps import check_before_each
 
 _new: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameters that wait for a step, with their module paths
 _noted: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # all that ever did
-_watch: RemovableHandle | None = None  # on every optimizer's step, while parameters wait
 
 
 def note_new(parameter: Tensor, site: str) -> None:
     """A training graph has made a quantizer of this parameter, and there was no state for it."""
-    global _watch
     if not parameter.requires_grad or parameter in _noted:
         return
     _new[parameter] = site
     _noted[parameter] = True
-    if _watch is None:
-        _watch = register_optimizer_step_pre_hook(_before_step)
+    check_before_each(_before_step)
 
 
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    global _watch
-    if torch.compiler.is_compiling():
+def _before_step(optimizer: Optimizer) -> None:
+    if not len(_new) or torch.compiler.is_compiling():
         return
     found = {}
     for parameter, whole in _stepped(optimizer):
         site = _new.pop(whole, None)
         if site is not None and _is_trained(optimizer.state.get(parameter, {})):
             found[site] = True
-    if not len(_new) and _watch is not None:
-        _watch.remove()
-        _watch = None
     if found:
         say(state_was_lost(found), "warn")  # no error: there may be nothing to load
 

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("without_codegen")
 def nothing_waits():
     yield
     backward_dw()
-    assert deferred_wgrads._watch is None
+    assert not deferred_wgrads._waiting(None)
 
 
 class Pair:
@@ -233,6 +233,20 @@ def test_a_step_that_would_miss_them():
     assert torch.equal(model[0].bias, before)
     assert backward_dw(model) == 2
     optimizer.step()
+
+
+def test_two_checks_of_one_step():
+    """What delayed scaling looks for at a step, and weight gradients that wait: neither keeps the other's hook from running."""
+    model = mlp()
+    run = te(model, wgrad="deferred", recipe="delayed")
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        run(torch.randn(8, 32)).sum().backward()
+        torch.optim.SGD([nn.Parameter(torch.ones(2))]).step()
+        with pytest.raises(DeferredWgradError, match="weight gradients that have not been computed"):
+            optimizer.step()
+        backward_dw(model)
+        optimizer.step()
 
 
 @pytest.mark.parametrize("wgrad", ["deferred", "main_grad"])
