@@ -236,7 +236,7 @@ def test_a_step_that_would_miss_them():
 
 
 def test_two_checks_of_one_step():
-    """What delayed scaling looks for at a step, and weight gradients that wait: neither keeps the other's hook from running."""
+    """Delayed scaling and deferred weight gradients both look at a step: neither keeps the other from it."""
     model = mlp()
     run = te(model, wgrad="deferred", recipe="delayed")
     optimizer = torch.optim.AdamW(model.parameters())
