@@ -27,14 +27,11 @@ except ImportError:  # 2.11 needs the metaclass, 2.13 accepts it
 __all__ = [
     "ConstantMeta",
     "autotune",
-    "capability_of",
     "compile_fx",
     "compiled_apart",
     "constant_type_name",
     "guard_on",
     "guard_on_attribute",
-    "has_block_scaled_mm",
-    "has_microscaled_mm",
     "in_uncompiled_frame",
     "inside_ddp",
     "is_gathered",
@@ -60,29 +57,6 @@ def constant_type_name(cls: type) -> str:
     """The name by which a schema refers to a registered class."""
     name: str = opaque_object.get_opaque_type_name(cls)
     return name
-
-
-def capability_of(device: torch.device) -> tuple[int, int]:
-    """The compute capability of a CUDA device; (0, 0), which no kernel runs on, of an AMD GPU. torch calls those "cuda"
-    as well, and their numbers mean something else."""
-    return (0, 0) if torch.version.hip is not None else torch.cuda.get_device_capability(device)
-
-
-def has_block_scaled_mm(device: torch.device) -> bool:
-    """Whether torch._scaled_mm takes scales of 1 x 128 and 128 x 128 blocks there: cuBLASLt of CUDA 12.9 on Hopper."""
-    if torch.version.cuda is None or capability_of(device) != (9, 0):
-        return False
-    major, minor = torch.version.cuda.split(".")[:2]
-    return (int(major), int(minor)) >= (12, 9)
-
-
-def has_microscaled_mm(device: torch.device) -> bool:
-    """Whether torch._scaled_mm multiplies MXFP8 and NVFP4 operands there, by tensor cores that apply their scales:
-    cuBLASLt of CUDA 12.8 on compute capability 10.0 and 10.3."""
-    if device.type != "cuda" or torch.version.cuda is None or capability_of(device)[0] != 10:
-        return False
-    major, minor = torch.version.cuda.split(".")[:2]
-    return (int(major), int(minor)) >= (12, 8)
 
 
 def size_hint(sizevars: Any, size: Any) -> int:

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from te_inductor.compat import capability_of, constant_type_name
+from te_inductor import targets
+from te_inductor.compat import constant_type_name
 from te_inductor.ops.casts import dequantize, quantize
 from te_inductor.ops.definition import define
 from te_inductor.ops.gemm import scaled_mm
@@ -25,7 +26,6 @@ FEW_ROWS, PROMPT_ROWS = 64, 512
 # The FP8 GEMM of large batches: scales of rows, powers of two, so that a stored value is rounded once and rarely.
 _ROWWISE = Quantizer("e4m3", power_2_scale=True, scope="row")
 PREFILL = Gemm("fprop", fast_accum=True, scopes=("row", "row"))
-_FP8_CAPABILITY, HOPPER = (8, 9), (9, 0)
 _PROMPT_COLUMNS = 256  # K is a multiple of: what `nvfp4_linear_fp8` takes at a time
 
 
@@ -91,9 +91,9 @@ def nvfp4_way(m: Any, k: int, dtype: torch.dtype, device: torch.device, prefill:
     multiplied; "recast" to E4M3 first; "exact", written out first."""
     if dtype not in (torch.bfloat16, torch.float16):
         return "exact"
-    capability = capability_of(device)
-    fp8 = prefill == "fp8" and capability >= _FP8_CAPABILITY
-    decodes = fp8 and capability == HOPPER and k % _PROMPT_COLUMNS == 0
+    target = targets.of(device)
+    fp8 = prefill == "fp8" and target.fp8
+    decodes = fp8 and target.hopper_kernels and k % _PROMPT_COLUMNS == 0
     if m <= (FEW_ROWS if decodes else DECODE_ROWS):
         return "stored"
     if not fp8:

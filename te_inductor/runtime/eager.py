@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from te_inductor import compat
+from te_inductor import targets
 from te_inductor.recipes.formats import ALIGNMENT, E2M1, ROW, Scope, padded
 from te_inductor.recipes.quantizers import Gemm, Quantizer
 from te_inductor.runtime import blocks, microscaling
@@ -135,7 +135,7 @@ def scaled_mm(
 ) -> Tensor:
     if gemm.microscaled:
         y = _emulated(a, a_scale, b, b_scale, gemm, alpha).to(out_dtype)
-    elif a.device.type == "cuda" and (not gemm.blocked or (a.numel() and compat.has_block_scaled_mm(a.device))):
+    elif a.device.type == "cuda" and (not gemm.blocked or (a.numel() and targets.of(a.device).block_scaled_mm)):
         y = (_cuda_blocks if gemm.blocked else _cuda)(a, a_scale, b, b_scale, gemm, out_dtype)
     else:
         with torch.autocast(a.device.type, enabled=False):  # the op may run inside the user's autocast region

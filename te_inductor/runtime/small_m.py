@@ -9,12 +9,11 @@ from collections.abc import Callable
 
 import torch
 
-from te_inductor.compat import capability_of
+from te_inductor import targets
 from te_inductor.recipes import Gemm
 from te_inductor.recipes.constants import Constant, constant
 from te_inductor.recipes.formats import ROW, TENSOR
 
-CAPABILITY = (9, 0)  # wgmma, griddepcontrol; later ones are not measured
 DTYPE = torch.float8_e4m3fn  # of both operands
 ROWS = (16, 32, 64)  # of a in one program, and in all: more are not measured
 BLOCK_N = 64  # rows of b in one program: the other side
@@ -50,7 +49,7 @@ def choose(
     """None where the kernel does not compute ``a[M, K] @ b[N, K].T``, or there may be too many rows for it to pay."""
     n, k = sizes
     known = m is not None and isinstance(n, int) and isinstance(k, int)
-    if not known or device.type != "cuda" or capability_of(device) != CAPABILITY:
+    if not known or not targets.of(device).hopper_kernels:
         return None
     fits = n >= BLOCK_N and k % 128 == 0  # type: ignore[operator]
     scopes = all(scope in (TENSOR, ROW) for scope in gemm.granularities)

@@ -89,7 +89,11 @@ def broken(op, count: int):
 
 aten, COMPILE_FX = torch.ops.aten, compat.compile_fx
 CASES = {
-    "accumulate_wgrad": ("gemm.main_grads.lowerings", broken(aten.add_, 2), {"recipe": "current", "wgrad": "main_grad"}),
+    "accumulate_wgrad": (
+        "gemm.main_grads.lowerings",
+        broken(aten.add_, 2),
+        {"recipe": "current", "wgrad": "main_grad"},
+    ),
     "defer_wgrad": (
         "gemm.deferred_wgrads.ir",
         SimpleNamespace(FallbackKernel="injected"),

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from te_inductor import accuracy_report, compat, explain, lowerings
+from te_inductor import accuracy_report, compat, explain, lowerings, targets
 from te_inductor.errors import FallbackError, FallbackWarning
 from te_inductor.passes import pre_grad
 from te_inductor.passes.pre_grad.decide import support
@@ -89,7 +90,8 @@ def test_where_microscaling_is_emulated(device, named, monkeypatch):
     weight = SimpleNamespace(device=where)
     assert support.blocks(slots, weight, 48, 80) is None
     assert support.emulated(Float8CurrentScaling().slots(), where) is None
-    monkeypatch.setattr(compat, "has_microscaled_mm", lambda device: True)
+    native = replace(targets.of(where), microscaled_mm=True)
+    monkeypatch.setattr(targets, "of", lambda device: native)
     assert support.emulated(slots, where) is None
     assert "padded to multiples of 32" in str(support.blocks(slots, weight, 48, 80))
 
@@ -137,11 +139,11 @@ def test_inputs_that_cannot_run(x, weight, reason):
 
 def test_a_device_before_fp8(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert str(support.device(torch.device("cuda"))) == (
+    assert str(targets.of(torch.device("cuda")).refusal) == (
         "compute capability 8.0 has no FP8 tensor cores, 8.9 is the first"
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
-    assert support.device(torch.device("cuda")) is None
+    assert targets.of(torch.device("cuda")).refusal is None
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ the op computes the same. The kernel itself is tested in tests/gpu, generated co
 name."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from te_inductor.passes.joint import gated_dgrad
 from te_inductor.recipes import Gemm, Quantizer
 from te_inductor.runtime import eager
 from te_inductor.runtime.activation import Gating
+from te_inductor.templates import select
 from te_inductor.templates.cutlass import build, launch
 from te_inductor.templates.cutlass.scaled_mm import BLOCK_TILES, Problem
 
@@ -38,12 +40,13 @@ pytestmark = pytest.mark.usefixtures("pretended")
 def pretended(monkeypatch):
     """A device that CUTLASS has kernels for, none of which can be built: the op is the eager ones."""
 
-    def problem(gemm: fx.Node, out: torch.dtype, **more: Any) -> Problem:
-        sizes = (*gemm.meta["val"].shape, gemm.args[0].meta["val"].shape[1])
-        return Problem("90", *sizes, torch.float8_e4m3fn, torch.float8_e4m3fn, out, "128x128", False, False, **more)
+    def chosen(problem: select.Problem) -> select.Choice:
+        assert problem.gating is not None
+        given = Problem("90", *problem.sizes, problem.a, problem.b, problem.out, "128x128", False, False)
+        tile = BLOCK_TILES[2]
+        return select.Choice(select.CUTLASS, tile, replace(given, gating=problem.gating).kernel(tile))
 
-    monkeypatch.setattr(gated_dgrad, "problem_of", problem)
-    monkeypatch.setattr(gated_dgrad.template, "choose", lambda problem: BLOCK_TILES[2])
+    monkeypatch.setattr(gated_dgrad, "select", chosen)
     monkeypatch.setattr(build, "start", lambda kernels: None)
     monkeypatch.setattr(launch, "_function", lambda *_: None)
 

@@ -14,7 +14,7 @@ PACKAGE = Path(te_inductor.__file__).parent
 # A module may import from its own row and from rows above; the longest name that fits a module is its row's.
 ORDER = [
     {"errors", "config", "diagnostics", "compat"},
-    {"recipes"},
+    {"recipes", "targets"},
     {"runtime"},
     {"ops", "operations"},
     {"templates"},

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from te_inductor import compat, explain
+from te_inductor import explain, targets
 from te_inductor.recipes import (
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -33,7 +33,7 @@ RECIPES = {
 @pytest.fixture(autouse=True)
 def only_where_the_library_takes_it(request):
     recipe = getattr(request.node, "callspec", None) and request.node.callspec.params.get("recipe")
-    if isinstance(recipe, Float8BlockScaling) and not compat.has_block_scaled_mm(torch.device("cuda")):
+    if isinstance(recipe, Float8BlockScaling) and not targets.of(torch.device("cuda")).block_scaled_mm:
         pytest.skip("no GEMM with scales of blocks here")
 
 

@@ -1,9 +1,11 @@
 """The op set on the GPU, eager and compiled, against the oracle: casts bit for bit, GEMMs within derived bounds."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from te_inductor import compat, ops
+from te_inductor import ops, targets
 from te_inductor.lowerings import install
 from te_inductor.recipes import Gemm, Quantizer
 from tests.bounds import assert_same_values, assert_within, gemm_error, magnitudes_of
@@ -195,7 +197,7 @@ def test_scaled_mm(scopes, run, fast, out_dtype):
 
 def test_scales_of_blocks_go_to_cublaslt_as_they_are():
     """No copy of scales where sizes are whole."""
-    if not compat.has_block_scaled_mm(torch.device("cuda")):
+    if not targets.of(torch.device("cuda")).block_scaled_mm:
         pytest.skip("no GEMM with scales of blocks here")
     q = [Quantizer("e4m3", scope=scope) for scope in ("1x128", "128x128")]
     a, a_scale = ops.quantize(torch.randn(256, 1024, device="cuda"), q[0])
@@ -212,7 +214,8 @@ def test_scales_of_blocks_go_to_cublaslt_as_they_are():
 
 def test_scales_of_blocks_without_the_library(monkeypatch):
     """Another device: fp32 products of what the blocks hold, never an error."""
-    monkeypatch.setattr(compat, "has_block_scaled_mm", lambda device: False)
+    target = replace(targets.of(torch.device("cuda")), block_scaled_mm=False)
+    monkeypatch.setattr(targets, "of", lambda device: target)
     torch._dynamo.reset()
     q = [Quantizer("e4m3", scope=scope) for scope in ("1x128", "128x128")]
     a, a_scale = ops.quantize(torch.randn(33, 200, device="cuda"), q[0])

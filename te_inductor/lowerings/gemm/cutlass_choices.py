@@ -6,23 +6,24 @@ the tuned table's where it names a tile, else cuBLASLt. Under max-autotune Induc
 NVFP4, whose alpha and bias `aten._scaled_mm` does not take, are measured by `fastest`."""
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch._inductor import ir
+from torch._inductor import config, ir
 from torch._inductor.lowering import lowerings
 from torch._inductor.select_algorithm import ExternKernelChoice
 from torch._inductor.virtualized import V
 
 from te_inductor import compat
-from te_inductor.passes.graph.gemm_nodes import measures, scope_of
 from te_inductor.recipes import Gemm
-from te_inductor.recipes.formats import BLOCK_1X128, BLOCK_128X128, E2M1, ROW, SCOPES, TENSOR, Scope
+from te_inductor.recipes.formats import BLOCK_1X128, BLOCK_128X128, ROW, SCOPES, TENSOR
 from te_inductor.runtime import small_m
 from te_inductor.runtime.activation import Activation
 from te_inductor.templates.cutlass import build, launch
 from te_inductor.templates.cutlass import scaled_mm as template
-from te_inductor.templates.cutlass.scaled_mm import ANOTHER, NOTHING, OUTPUT, Problem, Tile
+from te_inductor.templates.cutlass.scaled_mm import ANOTHER, OUTPUT, Tile
+from te_inductor.templates.select import AUTOTUNED, LIBRARY, Problem, cutlass_problem, select
 
 aten = torch.ops.aten
 OP = "scaled_mm"  # Inductor's name for what it asks about
@@ -36,16 +37,42 @@ _LIBRARY = ExternKernelChoice(launch.library_mm, name="te_inductor_cublaslt_micr
 
 def extend(choices: list[Any], kernel_inputs: Any, overrides: dict[str, dict[str, Any]] | None) -> list[Any]:
     """`choices` for one `aten._scaled_mm`, with CUTLASS's."""
-    arch = _architecture(kernel_inputs.device())
-    problem = None if arch is None else _problem(arch, kernel_inputs, overrides or {})
+    problem = _problem_of_inputs(kernel_inputs, overrides or {})
     if problem is None or not choices:
         return choices
-    bind = functools.partial(_bind, _SCALED, problem, kernel_inputs.nodes(), choices[0].layout)
-    chosen = template.choose(problem)
-    tiles = template.tiles(problem) if measures() else [chosen] if chosen else []
-    build.start(problem.kernel(tile) for tile in tiles)
-    ours = [bind(tile, fast_accum=problem.fast_accum) for tile in tiles]
-    return [*choices, *ours] if measures() else ours or choices
+    choice, given = select(problem), cutlass_problem(problem)
+    if given is None or choice.kind == LIBRARY:
+        return choices
+    bind = functools.partial(_bind, _SCALED, given, kernel_inputs.nodes(), choices[0].layout)
+    tiles = template.tiles(given) if choice.tile is None else [choice.tile]
+    build.start(given.kernel(tile) for tile in tiles)
+    ours = [bind(tile, fast_accum=given.fast_accum) for tile in tiles]
+    return [*choices, *ours] if choice.tile is None else ours
+
+
+def problem_of(
+    a: ir.TensorBox,  # (M, K)
+    b: ir.TensorBox,  # (N, K)
+    bias: ir.TensorBox | None,  # (N,)
+    gemm: Gemm,
+    out: torch.dtype,
+    **more: Any,  # of a `Problem`
+) -> Problem:
+    """What a GEMM of Inductor's IR computes."""
+    known, packed = V.graph.sizevars, 2 if gemm.granularities[0].two_level else 1
+    rows = a.get_size()[0]
+    m, n, k = (_number(size) for size in (rows, b.get_size()[0], a.get_size()[1] * packed))
+    at_most = small_m.at_most(
+        lambda most: known.statically_known_leq(rows, most) and known.statically_known_geq(rows, 1)
+    )
+    more |= {"bias": bias is not None, "at_most": at_most, **_asked()}
+    return Problem(a.get_device_or_error(), m, n, k, a.get_dtype(), b.get_dtype(), out, gemm, **more)
+
+
+def _asked() -> dict[str, Any]:
+    """What the user asked Inductor for, of a `Problem`."""
+    autotunes = bool(config.max_autotune or config.max_autotune_gemm)
+    return {"autotunes": autotunes, "cpp_wrapper": V.graph.cpp_wrapper}
 
 
 def accumulating(
@@ -56,18 +83,12 @@ def accumulating(
 ) -> tuple[Tile, str] | None:
     """The tile, and its architecture, of the GEMM that adds to `total` in its epilogue; None where the table has none.
     Under max-autotune too: measuring would add."""
-    arch = _architecture(total.get_device_or_error())
-    sizes = _numbers([*total.get_size(), a.get_size()[1]])
-    if arch is None or sizes is None:
+    problem = replace(problem_of(a, b, None, gemm, total.get_dtype(), added=OUTPUT), m=_number(total.get_size()[0]))
+    choice = select(problem)
+    if choice.tile is None or choice.kernel is None:
         return None
-    (m, n, k), scope = sizes, gemm.scopes[0]
-    dtypes = a.get_dtype(), b.get_dtype(), total.get_dtype()
-    problem = Problem(arch, m, n, k, *dtypes, scope, False, gemm.fast_accum, OUTPUT)
-    tile = template.choose(problem)
-    if tile is None:
-        return None
-    build.start([problem.kernel(tile)])
-    return tile, arch
+    build.start([choice.kernel])
+    return choice.tile, choice.kernel.arch
 
 
 def adding(
@@ -81,8 +102,11 @@ def adding(
 ) -> ir.TensorBox | None:  # (M, N)
     """The GEMM that adds a tensor in its epilogue; None where the table has no tile. Under max-autotune too, which does
     not see what the kernel behind it saves."""
-    operands, rest = (a, a_scale, b, b_scale), [*_those(bias), added]
-    return _with_more(_SCALED, operands, rest, bias, gemm, added.get_dtype(), added=ANOTHER)
+    out = added.get_dtype()
+    if bias is not None and bias.get_dtype() != out:
+        return None
+    problem = problem_of(a, b, bias, gemm, out, added=ANOTHER)
+    return _with_more(_SCALED, problem, (a, a_scale, b, b_scale), [*_those(bias), added], added=ANOTHER)
 
 
 def quantizing(
@@ -98,17 +122,10 @@ def quantizing(
 ) -> ir.TensorBox | None:  # (M, N)
     """The GEMM that writes the quantized activation of its sum; None where the table has no tile. Under max-autotune
     too."""
-    operands, rest = (a, a_scale, b, b_scale), [scale, *_those(bias)]
-    return _with_more(_QUANTIZED, operands, rest, bias, gemm, out, activation=activation)
-
-
-def of_few_rows(a: ir.TensorBox, b: ir.TensorBox, gemm: Gemm) -> small_m.Config | None:
-    """How the kernel for few rows cuts ``a @ b.T``, if it takes it."""
-    (m, _), sizes, known = a.get_size(), _numbers(b.get_size()), V.graph.sizevars
-    if sizes is None or V.graph.cpp_wrapper:
+    if bias is not None and bias.get_dtype() != template.ROUNDED:
         return None
-    most = small_m.at_most(lambda rows: known.statically_known_leq(m, rows) and known.statically_known_geq(m, 1))
-    return small_m.choose(a.get_device_or_error(), most, sizes, (a.get_dtype(), b.get_dtype()), gemm)
+    problem = problem_of(a, b, bias, gemm, out, activation=activation)
+    return _with_more(_QUANTIZED, problem, (a, a_scale, b, b_scale), [scale, *_those(bias)], steps=activation.steps)
 
 
 def _those(bias: ir.TensorBox | None) -> list[ir.TensorBox]:
@@ -117,36 +134,24 @@ def _those(bias: ir.TensorBox | None) -> list[ir.TensorBox]:
 
 def _with_more(
     choice: ExternKernelChoice,
+    problem: Problem,
     operands: tuple[ir.TensorBox, ...],  # a, a_scale, b, b_scale
     rest: list[ir.TensorBox],  # what else is read
-    bias: ir.TensorBox | None,
-    gemm: Gemm,
-    out: torch.dtype,
-    added: str = NOTHING,
-    activation: Activation | None = None,
+    **more: Any,  # what the launch takes
 ) -> ir.TensorBox | None:
     """The GEMM that does more in its epilogue, in the table's tile."""
     a, a_scale, b, b_scale = operands
-    arch, wide = _architecture(a.get_device_or_error()), out if activation is None else template.ROUNDED
-    sizes = _numbers([a.get_size()[0], b.get_size()[0], a.get_size()[1]])
-    if arch is None or sizes is None or (bias is not None and bias.get_dtype() != wide):
-        return None
-    (m, n, k), dtypes = sizes, (a.get_dtype(), b.get_dtype())
-    scope, has_bias = scope_of(gemm, k), bias is not None
-    if scope is None:
-        return None
-    problem = Problem(arch, m, n, k, *dtypes, out, scope, has_bias, gemm.fast_accum, added, activation)
-    tile = template.choose(problem)
-    if tile is None:
+    chosen, given = select(problem), cutlass_problem(problem)
+    if chosen.tile is None or chosen.kernel is None or given is None:
         return None
     columns = ir.ExternKernel.realize_input(lowerings[aten.permute](b, [1, 0]))
-    if _numbers(columns.get_stride()) != (1, k):
+    if _numbers(columns.get_stride()) != (1, given.k):
         return None
-    build.start([problem.kernel(tile)])
-    nodes = [_contiguous(a), columns, *_scales(a_scale, b_scale, scope), *map(_contiguous, rest)]
-    layout = ir.FixedLayout(a.get_device_or_error(), out, [m, n])
-    more: dict[str, Any] = {"added": added} if activation is None else {"steps": activation.steps}
-    return _bind(choice, problem, nodes, layout, tile, fast_accum=gemm.fast_accum, **more).output_node()  # type: ignore[no-any-return]
+    build.start([chosen.kernel])
+    nodes = [_contiguous(a), columns, *_scales(a_scale, b_scale, given.scope), *map(_contiguous, rest)]
+    layout = ir.FixedLayout(a.get_device_or_error(), given.out, [given.m, given.n])
+    more["fast_accum"] = given.fast_accum
+    return _bind(choice, given, nodes, layout, chosen.tile, **more).output_node()  # type: ignore[no-any-return]
 
 
 def _scales(a_scale: ir.TensorBox, b_scale: ir.TensorBox, scope: str) -> list[Any]:
@@ -166,23 +171,19 @@ def microscaled(
     a: ir.TensorBox,  # (M, K), or (M, K/2) of two a byte
     b: ir.TensorBox,
     bias: ir.TensorBox | None,
-    scope: Scope,
+    gemm: Gemm,
     out_dtype: torch.dtype,
-) -> Problem | None:
+) -> template.Problem | None:
     """What is measured; None where nothing is, or no kernel of ours computes it."""
-    arch = _architecture(a.get_device_or_error()) if measures() else None
-    sizes = _numbers([a.get_size()[0], b.get_size()[0], a.get_size()[1]])
-    if arch is None or sizes is None or (bias is not None and bias.get_dtype() != out_dtype):
+    if bias is not None and bias.get_dtype() != out_dtype:
         return None
-    (m, n, k), dtypes = sizes, (a.get_dtype(), b.get_dtype())
-    if scope.two_level:
-        k, dtypes = k * E2M1.packed, (E2M1.library, E2M1.library)
-    problem = Problem(arch, m, n, k, *dtypes, out_dtype, scope.name, bias is not None, fast_accum=False)
-    return problem if template.tiles(problem) else None
+    problem = problem_of(a, b, bias, gemm, out_dtype)
+    given = cutlass_problem(problem) if select(problem).kind == AUTOTUNED else None
+    return given if given is not None and template.tiles(given) else None
 
 
 def fastest(
-    problem: Problem,
+    problem: template.Problem,
     operands: list[ir.TensorBox],  # as `launch.microscaled_mm` takes them
 ) -> ir.TensorBox:  # (M, N)
     """What Inductor measures to be the fastest of cuBLASLt and CUTLASS's tiles."""
@@ -195,16 +196,15 @@ def fastest(
     return compat.autotune(_MICROSCALED.name, choices, nodes, layout)
 
 
-def _architecture(device: torch.device) -> str | None:
-    return None if V.graph.cpp_wrapper or device.type != "cuda" else template.architecture(device)
-
-
-def _bind(choice: ExternKernelChoice, problem: Problem, nodes: Any, layout: Any, tile: Tile, **given: Any) -> Any:
+def _bind(
+    choice: ExternKernelChoice, problem: template.Problem, nodes: Any, layout: Any, tile: Tile, **given: Any
+) -> Any:
     return choice.bind(nodes, layout, tile=tile.shape, arch=problem.arch, scope=problem.scope, **given)
 
 
-def _problem(arch: str, kernel_inputs: Any, overrides: dict[str, dict[str, Any]]) -> Problem | None:
-    """None where the sizes are symbolic, or an operand is laid out, scaled or typed as no kernel of ours takes it."""
+def _problem_of_inputs(kernel_inputs: Any, overrides: dict[str, dict[str, Any]]) -> Problem | None:
+    """Of an `aten._scaled_mm`; None where the sizes are symbolic, or an operand is laid out, scaled or typed as no
+    kernel of ours takes it."""
     a, b, a_scale, b_scale, *bias = kernel_inputs.nodes()
     sizes = [_numbers(x.get_size()) for x in (a, b, a_scale, b_scale)]
     strides = [_numbers(x.get_stride()) for x in (a, b, a_scale, b_scale)]
@@ -216,22 +216,27 @@ def _problem(arch: str, kernel_inputs: Any, overrides: dict[str, dict[str, Any]]
         return None
     blocks = BLOCK_1X128.blocks(m, k)[1]
     if (a_of, b_of) == ((m, 1), (1, n)):
-        scope = ROW.name
+        scopes = (ROW.name, ROW.name)
     elif (a_of, b_of) == ((), ()):
-        scope = TENSOR.name
+        scopes = (TENSOR.name, TENSOR.name)
     elif (a_of, b_of, *strides[2:]) == ((m, blocks), (blocks, n), (1, m), (n, 1)):
-        scope = BLOCK_1X128.name
+        scopes = (BLOCK_1X128.name, BLOCK_1X128.name)
     elif (a_of, b_of, *strides[2:]) == ((m, blocks), (blocks, -(-n // 128)), (1, m), (1, blocks)):
-        scope = BLOCK_128X128.name
+        scopes = (BLOCK_1X128.name, BLOCK_128X128.name)
     else:
         return None
     out = kernel_inputs.out_dtype()
     if bias and bias[0].get_dtype() != out:
         return None
-    return Problem(arch, m, n, k, a.get_dtype(), b.get_dtype(), out, scope, bool(bias), bool(fast[0]))
+    gemm = Gemm("fprop", bool(fast[0]), scopes)  # any: which one it is, is nothing to the kernel
+    dtypes = a.get_dtype(), b.get_dtype(), out
+    return Problem(kernel_inputs.device(), m, n, k, *dtypes, gemm, bias=bool(bias), **_asked())
 
 
 def _numbers(sizes: Any) -> tuple[int, ...] | None:
-    if not all(isinstance(size, int) or getattr(size, "is_Integer", False) for size in sizes):
-        return None
-    return tuple(int(size) for size in sizes)
+    numbers = tuple(map(_number, sizes))
+    return None if None in numbers else numbers  # type: ignore[return-value]
+
+
+def _number(size: Any) -> int | None:
+    return int(size) if isinstance(size, int) or getattr(size, "is_Integer", False) else None

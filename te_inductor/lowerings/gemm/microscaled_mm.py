@@ -21,7 +21,7 @@ from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 from te_inductor.lowerings.casts.blocks import spread_loader
 from te_inductor.lowerings.gemm import cutlass_choices
 from te_inductor.recipes import Gemm
-from te_inductor.recipes.formats import E2M1, MX_1X32, NV_1X16, Scope, padded
+from te_inductor.recipes.formats import E2M1, Scope, padded
 
 aten = torch.ops.aten
 ROWS, BLOCKS = 128, 4  # of one tile of scales
@@ -65,7 +65,7 @@ def measured(
 ) -> ir.TensorBox | None:  # (M, N)
     """What max-autotune finds to be fastest; None where nothing is measured, and `library` multiplies."""
     scopes = gemm.granularities
-    problem = cutlass_choices.microscaled(a, b, bias, NV_1X16 if scopes[0].two_level else MX_1X32, out_dtype)
+    problem = cutlass_choices.microscaled(a, b, bias, gemm, out_dtype)
     if problem is None:
         return None
     scales = [

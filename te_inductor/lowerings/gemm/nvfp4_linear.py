@@ -5,8 +5,7 @@ from torch._inductor import ir
 from torch._inductor.lowering import lowerings
 from torch._inductor.virtualized import V
 
-from te_inductor import compat
-from te_inductor.compat import capability_of
+from te_inductor import compat, targets
 from te_inductor.lowerings.gemm.partial_sums import added_up, called
 from te_inductor.lowerings.registry import lowering
 from te_inductor.ops import stored as ops_stored
@@ -30,8 +29,7 @@ def nvfp4_linear(
 
     (m, k), n = x.get_size(), stored.get_size()[0]
     hints = [compat.size_hint(V.graph.sizevars, size) for size in (m, n, k)]
-    capability = capability_of(device)
-    config = template.choose(template.Problem(hints[0], hints[1], hints[2], x.get_dtype(), capability))
+    config = template.choose_on(device, hints[0], hints[1], hints[2], x.get_dtype())
     if config is None:
         return called(ops_stored.nvfp4_linear, x, stored, block_scale, tensor_scale, out_dtype)
     given = (_ARRANGED[config.kind](x), stored, block_scale, tensor_scale, config, out_dtype)
@@ -81,7 +79,7 @@ def nvfp4_linear_fp8(
     device, rows = x.get_device_or_error(), x.get_size()[0]
     # Else the op asks how many there are, as it runs.
     few = V.graph.sizevars.statically_known_leq(rows, ops_stored.PROMPT_ROWS)
-    if not few or device.type != "cuda" or capability_of(device) != ops_stored.HOPPER:
+    if not few or not targets.of(device).hopper_kernels:
         return called(ops_stored.nvfp4_linear_fp8, *given, out_dtype)
     from te_inductor.templates.triton import nvfp4_fp8, nvfp4_ops
 

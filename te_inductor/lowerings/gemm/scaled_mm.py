@@ -6,7 +6,7 @@ from torch._inductor.lowering import lowerings
 from torch._inductor.virtualized import V
 from torch.utils._sympy.functions import FloorDiv
 
-from te_inductor import compat, ops
+from te_inductor import ops
 from te_inductor.lowerings.casts import blocks, quantize
 from te_inductor.lowerings.casts.narrowing import narrowed
 from te_inductor.lowerings.gemm import cutlass_choices, microscaled_mm
@@ -16,6 +16,7 @@ from te_inductor.recipes import Gemm, Quantizer
 from te_inductor.recipes.formats import ALIGNMENT, padded
 from te_inductor.runtime.activation import OPS, Activation, evaluate
 from te_inductor.runtime.eager import BLOCK_SCALES, ROW_SCALED_OUTPUT
+from te_inductor.templates.select import EMULATED, EXACT, SMALL_M, select
 
 aten = torch.ops.aten
 convert = torch.ops.prims.convert_element_type
@@ -36,19 +37,20 @@ def scaled_mm(
     if added is not None:
         y = _adding(a, a_scale, b, b_scale, bias, added, gemm)
         return y or lowerings[aten.add](scaled_mm(a, a_scale, b, b_scale, bias, gemm, out_dtype, alpha), added)  # type: ignore[no-any-return]
+    choice = select(cutlass_choices.problem_of(a, b, bias, gemm, out_dtype))
+    if choice.kind == EMULATED:
+        return _emulated(a, a_scale, b, b_scale, bias, gemm, out_dtype, alpha)  # type: ignore[no-any-return]
+    if choice.kind == EXACT:
+        return (_exact_blocks if gemm.blocked else _exact)(a, a_scale, b, b_scale, bias, gemm, out_dtype)
+    if choice.kind == SMALL_M:
+        return _add(_small_m(a, a_scale, b, b_scale, choice.cut, out_dtype), bias, out_dtype)  # type: ignore[no-any-return]
     if gemm.microscaled:
-        native = compat.has_microscaled_mm(a.get_device_or_error())
-        return (_native if native else _emulated)(a, a_scale, b, b_scale, bias, gemm, out_dtype, alpha)
-    on_cuda = a.get_device_or_error().type == "cuda"
-    if gemm.blocked:
-        cuda = on_cuda and compat.has_block_scaled_mm(a.get_device_or_error())
-        return (_cuda_blocks if cuda else _exact_blocks)(a, a_scale, b, b_scale, bias, gemm, out_dtype)
-    if on_cuda:
-        few = _few_rows(a, a_scale, b, b_scale, gemm, out_dtype)
-        if few is not None:
-            return _add(few, bias, out_dtype)  # type: ignore[no-any-return]
-        return _cuda(a, a_scale, b, b_scale, bias, gemm, out_dtype)
-    # An fp8 value is exact in fp32, so this is the low-precision product up to the order of the fp32 sum.
+        return _native(a, a_scale, b, b_scale, bias, gemm, out_dtype, alpha)  # type: ignore[no-any-return]
+    return (_cuda_blocks if gemm.blocked else _cuda)(a, a_scale, b, b_scale, bias, gemm, out_dtype)
+
+
+def _exact(a, a_scale, b, b_scale, bias, gemm, out_dtype):  # type: ignore[no-untyped-def]
+    """An fp8 value is exact in fp32, so this is the low-precision product up to the order of the fp32 sum."""
     y = lowerings[aten.mm](lowerings[convert](a, torch.float32), _transposed(lowerings[convert](b, torch.float32)))
     return _add(_scaled(y, a_scale, b_scale, out_dtype), bias, out_dtype)  # type: ignore[no-any-return]
 
@@ -89,11 +91,7 @@ def _add(y, bias, out_dtype):  # type: ignore[no-untyped-def]
     return y if bias is None else narrowed(lowerings[aten.add](y, lowerings[convert](bias, out_dtype)), out_dtype)
 
 
-def _few_rows(a, a_scale, b, b_scale, gemm, out_dtype):  # type: ignore[no-untyped-def]
-    """By the kernel for few rows; None where there is none. Under max-autotune too: it is near what memory allows."""
-    cut = cutlass_choices.of_few_rows(a, b, gemm)
-    if cut is None:
-        return None
+def _small_m(a, a_scale, b, b_scale, cut, out_dtype):  # type: ignore[no-untyped-def]
     from te_inductor.templates.triton.fp8_small_m import fp8_partial_sums
 
     given = (a, a_scale, b, b_scale, cut, out_dtype)

@@ -24,8 +24,8 @@ from te_inductor.recipes import Quantizer
 from te_inductor.recipes.formats import BLOCK_1X128
 from te_inductor.runtime.activation import Gating
 from te_inductor.templates.cutlass import build
-from te_inductor.templates.cutlass import scaled_mm as template
-from te_inductor.templates.cutlass.scaled_mm import ALIGNED, ROUNDED, Problem, Tile
+from te_inductor.templates.cutlass.scaled_mm import ALIGNED, ROUNDED, Tile
+from te_inductor.templates.select import Choice, select
 
 aten = torch.ops.aten
 
@@ -49,11 +49,10 @@ def fold(graph: fx.Graph) -> None:
     shared_sigmoid.fold(graph)
     for cast in casts:
         found = _found(cast)
-        problem = None if found is None else _problem(found)
-        tile = None if problem is None else template.choose(problem)
-        if tile is not None:
-            build.start([problem.kernel(tile)])  # type: ignore[union-attr] # beside what is left of the compile
-            _replace(found, tile, problem.arch)  # type: ignore[arg-type, union-attr]
+        choice = None if found is None else _choice(found)
+        if choice is not None and choice.kernel is not None:
+            build.start([choice.kernel])  # beside what is left of the compile
+            _replace(found, choice.tile, choice.kernel.arch)  # type: ignore[arg-type]
 
 
 def _is_wanted(cast: fx.Node) -> bool:
@@ -100,15 +99,15 @@ def _found(cast: fx.Node) -> _Found | None:
     return _Found(cast, gemm, gates, between, Gating(steps, results))  # type: ignore[arg-type]
 
 
-def _problem(found: _Found) -> Problem | None:
-    """What the kernel would compute; None where a tensor does not lie as it reads it."""
+def _choice(found: _Found) -> Choice | None:
+    """What would run it; None where a tensor does not lie as a kernel reads it."""
     shape = found.gemm.meta["val"].shape
     if not all(isinstance(size, int) for size in shape) or found.gemm.meta["val"].dtype != ROUNDED:
         return None
     if not all(_lies_in_rows(gate.meta.get("val"), shape) for gate in found.gates):
         return None
     quantizer: Quantizer = found.cast.args[2]  # type: ignore[assignment]
-    return problem_of(found.gemm, quantizer.format.dtype, gating=found.gating)
+    return select(problem_of(found.gemm, quantizer.format.dtype, gating=found.gating))
 
 
 def _lies_in_rows(value: Any, shape: torch.Size) -> bool:

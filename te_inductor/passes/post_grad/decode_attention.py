@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from te_inductor.compat import capability_of
+from te_inductor import ops, targets
 from te_inductor.ops import attention, stored
-from te_inductor.passes.graph import gemm_nodes
+from te_inductor.passes.graph.gemm_nodes import problem_of
+from te_inductor.templates.select import SMALL_M, select
 
 aten = torch.ops.aten
-_CAPABILITY = (9, 0)
 # Between the products and the softmax: they change the dtype, or how the batch is written.
 _SAME = frozenset(
     {
@@ -44,7 +44,7 @@ class Attention:
 
 def fold(graph: fx.Graph) -> None:
     """Replace each attention that the kernels take."""
-    if not any(node.target is stored.nvfp4_linear or gemm_nodes.is_of_few_rows(node) for node in graph.nodes):
+    if not any(node.target is stored.nvfp4_linear or _has_few_rows(node) for node in graph.nodes):
         return
     for node in graph.find_nodes(op="call_function", target=aten.bmm.default):
         found = match(node)
@@ -52,6 +52,11 @@ def fold(graph: fx.Graph) -> None:
             with graph.inserting_before(node):
                 node.replace_all_uses_with(_emit(graph, found))
     graph.eliminate_dead_code()
+
+
+def _has_few_rows(node: fx.Node) -> bool:
+    """Whether it is an FP8 GEMM of a step of generation."""
+    return node.target is ops.scaled_mm and select(problem_of(node)).kind == SMALL_M
 
 
 def _emit(graph: fx.Graph, found: Attention) -> fx.Node:
@@ -94,8 +99,7 @@ def _runs(found: Attention) -> bool:
         and sizes[1] in attention.WIDTHS
         and q.dtype in attention.DTYPES
         and q.dtype == k.dtype == v.dtype
-        and q.device.type == "cuda"
-        and capability_of(q.device) >= _CAPABILITY
+        and targets.of(q.device).decode_attention
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_inductor import targets
 from te_inductor.errors import FallbackWarning
 from te_inductor.recipes.formats import E2M1, ELEMENTS, ROW, SCOPES
 from te_inductor.recipes.quantizers import Gemm, Quantizer
@@ -221,7 +222,7 @@ def _launch(
 
 def _clusters(a: Tensor, tile: Shape) -> int:
     """How many are at work at a time."""
-    return _multiprocessors(a.device) // (tile[2] * tile[3])
+    return targets.multiprocessors(a.device) // (tile[2] * tile[3])
 
 
 @functools.cache
@@ -247,8 +248,3 @@ def _load(kernel: Kernel) -> Any:
     import tvm_ffi
 
     return tvm_ffi.load_module(str(path))[build.FUNCTION]
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from te_inductor.compat import capability_of
+from te_inductor import targets
 from te_inductor.recipes.constants import Constant, constant
 from te_inductor.recipes.formats import (
     BLOCK_1X128,
@@ -32,8 +32,7 @@ from te_inductor.templates import cutlass
 
 TABLE = Path(__file__).with_suffix(".json")
 NEAR = 2.0  # a measured shape stands for those whose M, N and K are each within this factor of it
-# What kernels there are for, by compute capability: the scopes of scales. sm_100a code runs on no 10.3, nor sm_120a on
-# 12.1.
+# What kernels there are for, by `Target.cutlass`: the scopes of scales.
 ARCHITECTURES = {
     "90": (TENSOR.name, ROW.name, BLOCK_1X128.name, BLOCK_128X128.name),
     "100": (MX_1X32.name, NV_1X16.name),
@@ -241,11 +240,7 @@ def choose(problem: Problem) -> Tile | None:
 
 def architecture(device: torch.device) -> str | None:
     """The device's key of ARCHITECTURES; None where there are no kernels for it, or CUTLASS is not installed."""
-    if cutlass.missing() is not None:
-        return None
-    major, minor = capability_of(device)
-    arch = f"{major}{minor}"
-    return arch if arch in ARCHITECTURES else None
+    return targets.of(device).cutlass if cutlass.missing() is None else None
 
 
 @functools.cache

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from te_inductor import targets
 from te_inductor.diagnostics import Refusal
 from te_inductor.recipes.constants import Constant, constant
 from te_inductor.runtime.current_device import launches
@@ -34,7 +35,6 @@ __all__ = ["FACTOR", "Config", "Problem", "arranged", "choose", "partial_sums", 
 
 TABLE = Path(__file__).with_suffix(".json")
 DTYPES = (torch.bfloat16, torch.float16)
-CAPABILITY = HOPPER = (9, 0)  # mul.bf16x2, griddepcontrol
 DIRECT, STREAMED, PLAIN = "direct", "streamed", "plain"
 _LEAST_K = 64  # columns at a time: 16 of each of four products
 
@@ -47,7 +47,7 @@ class Problem:
     n: int
     k: int
     dtype: torch.dtype  # of x
-    capability: tuple[int, int] = HOPPER
+    hopper: bool = True  # whether kernels of wgmma run: `Target.hopper_kernels`
 
 
 @constant
@@ -81,8 +81,6 @@ def supports(config: Config, problem: Problem) -> Refusal | None:
     """Why the kernel does not compute this problem so, or would be wrong to."""
     if problem.dtype not in DTYPES:
         return Refusal("input dtype %s is not bfloat16 or float16", str(problem.dtype).removeprefix("torch."))
-    if problem.capability < CAPABILITY:
-        return Refusal("compute capability %s, below %s", problem.capability, CAPABILITY)
     if problem.k % (config.block_k * config.splits * config.shares):
         return Refusal(
             "K=%d is not a multiple of %d x %d parts of %d", problem.k, config.splits, config.shares, config.block_k
@@ -109,8 +107,8 @@ def _supports_direct(config: Config, problem: Problem) -> Refusal | None:
 
 
 def _supports_streamed(config: Config, problem: Problem) -> Refusal | None:
-    if problem.capability != HOPPER:
-        return Refusal("compute capability %s, wgmma is of %s", problem.capability, HOPPER)
+    if not problem.hopper:
+        return Refusal("wgmma is of compute capability 9.0")
     if config.block_k != nvfp4_groups.BLOCK_K.value:
         return Refusal("a stage has %d columns", nvfp4_groups.BLOCK_K.value)
     groups = config.warps // 4
@@ -146,6 +144,12 @@ def choose(problem: Problem) -> Config | None:
         if supports(config, problem) is None:
             return config
     return None
+
+
+def choose_on(device: torch.device, m: int, n: int, k: int, dtype: torch.dtype) -> Config | None:
+    """`choose` for a device; None also where it runs none of the kernels."""
+    target = targets.of(device)
+    return choose(Problem(m, n, k, dtype, target.hopper_kernels)) if target.nvfp4_kernels else None
 
 
 def _fitted(config: Config, problem: Problem) -> Config:

@@ -4,12 +4,13 @@ weights' ops on CUDA tensors."""
 import torch
 from torch import Tensor
 
-from te_inductor.compat import capability_of, constant_type_name
+from te_inductor import targets
+from te_inductor.compat import constant_type_name
 from te_inductor.ops import stored as ops_stored
 from te_inductor.ops.definition import define, library
 from te_inductor.runtime import eager, nvfp4
 from te_inductor.templates.triton import nvfp4_expand, nvfp4_fp8, nvfp4_linear
-from te_inductor.templates.triton.nvfp4_linear import Config, Problem
+from te_inductor.templates.triton.nvfp4_linear import Config
 from te_inductor.templates.triton.partial_sums import add_up, sum_dtype
 
 
@@ -51,7 +52,7 @@ def _linear_fp8(
     x: Tensor, x_scale: Tensor, stored: Tensor, block_scale: Tensor, tensor_scale: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
     weight = stored, block_scale, tensor_scale
-    if capability_of(x.device) != ops_stored.HOPPER:
+    if not targets.of(x.device).hopper_kernels:
         return nvfp4.linear_fp8(x, x_scale, *weight, out_dtype)
     if x.shape[0] > ops_stored.PROMPT_ROWS:
         return eager.scaled_mm(x, x_scale, *_recast(*weight), None, ops_stored.PREFILL, out_dtype)
@@ -61,8 +62,7 @@ def _linear_fp8(
 
 
 def _linear(x: Tensor, stored: Tensor, block_scale: Tensor, tensor_scale: Tensor, out_dtype: torch.dtype) -> Tensor:
-    capability = capability_of(x.device)
-    config = nvfp4_linear.choose(Problem(x.shape[0], stored.shape[0], x.shape[1], x.dtype, capability))
+    config = nvfp4_linear.choose_on(x.device, x.shape[0], stored.shape[0], x.shape[1], x.dtype)
     if config is None:
         return nvfp4.linear(x, stored, block_scale, tensor_scale, out_dtype)
     x = nvfp4_linear.arranged(x.contiguous(), config)
@@ -81,7 +81,7 @@ def _recast(stored: Tensor, block_scale: Tensor, tensor_scale: Tensor) -> tuple[
 
 
 def _runs_on(device: torch.device) -> bool:
-    return capability_of(device) >= nvfp4_linear.CAPABILITY
+    return targets.of(device).nvfp4_kernels
 
 
 _KERNELS = {

@@ -10,8 +10,8 @@ from te_inductor.passes.graph.bodies import in_order
 from te_inductor.passes.pre_grad.decide import (
     gemm_kernels,
 )
-from te_inductor.passes.pre_grad.decide.gemm_kernels import Choice
 from te_inductor.passes.pre_grad.plan import Candidate, Plan, Unlowered
+from te_inductor.templates.cutlass.scaled_mm import Kernel
 
 
 def report_sites(plan: Plan) -> None:
@@ -42,10 +42,10 @@ def _sites(plan: Plan, candidate: Candidate, merged: tuple[str, ...], rows: int 
     match = candidate.match
     for (gemm, shapes), (_, merged_shapes) in zip(match.gemms(), match.gemms(rows), strict=True):
         accumulates = gemm == "wgrad" and plan.options.wgrad == "main_grad" and "wgrad" not in candidate.unmet
-        choice = _choice(plan, candidate, gemm, shapes if accumulates else merged_shapes, accumulates)
-        if choice.library is not None:
-            plan.libraries.add(choice.library)
-        yield Site(candidate.fqn, candidate.rule.pattern, gemm, plain(shapes), recipe, choice.name, reason, merged)
+        kernel, library = _kernel(plan, candidate, gemm, shapes if accumulates else merged_shapes, accumulates)
+        if library is not None:
+            plan.libraries.add(library)
+        yield Site(candidate.fqn, candidate.rule.pattern, gemm, plain(shapes), recipe, kernel, reason, merged)
 
 
 def _unlowered_site(site: Unlowered) -> Site:
@@ -55,15 +55,17 @@ def _unlowered_site(site: Unlowered) -> Site:
     return Site(site.fqn, product.pattern, "fprop", sizes, recipe, "high_precision", reason, flops=product.flops)
 
 
-def _choice(plan: Plan, candidate: Candidate, gemm: str, shapes: tuple[Any, int, int], accumulates: bool) -> Choice:
+def _kernel(
+    plan: Plan, candidate: Candidate, gemm: str, shapes: tuple[Any, int, int], accumulates: bool
+) -> tuple[str, Kernel | None]:
+    """Its name, and what has to be built for it."""
     if candidate.stored:
         if gemm == "fprop":
-            return gemm_kernels.of_stored_weight(candidate.match, candidate.recipe, plan.options)
+            return gemm_kernels.of_stored_weight(candidate.match, candidate.recipe, plan.options), None
     elif candidate.low and candidate.slots is not None:
-        if candidate.emulated:
-            return Choice("emulated")
-        return gemm_kernels.choose(candidate.match, candidate.slots, gemm, shapes, plan.options, accumulates)
-    return Choice("high_precision")
+        choice = gemm_kernels.choose(candidate.match, candidate.slots, gemm, shapes, plan.options, accumulates)
+        return choice.name, choice.kernel
+    return "high_precision", None
 
 
 def plain(shapes: tuple[Any, int, int]) -> tuple[Any, int, int]:

@@ -14,21 +14,16 @@ whole models of small layers were slower than their layers alone: SmolLM-360M (h
 - both sizes of the weight have to be `NARROW` or more. Each is the length that one of the GEMMs adds up, and an FP8
   GEMM of a short one spends its time on what does not depend on the format: filling its pipeline, writing its output.
 
-It holds for compute capability 9.0; where the number of rows is a symbol, the last part alone. A policy entry that
+It holds for targets with measured `rates`; where the number of rows is a symbol, the last part alone. A policy entry that
 names a site overrides it."""
 
 from collections.abc import Sequence
 
-from te_inductor.compat import capability_of
+from te_inductor import targets
 from te_inductor.diagnostics import Refusal
 from te_inductor.passes.pre_grad.decide.support import value
 from te_inductor.passes.pre_grad.match.rule import Match
 
-CAPABILITY = (9, 0)
-BF16_FLOPS = 650e12  # per second
-FP8_FLOPS = 1250e12
-BYTES = 2.6e12  # per second, of casts that stand alone
-LAUNCH = 2.2e-6  # seconds that a kernel more costs
 MARGIN = 1.4
 NARROW = 1536
 
@@ -39,7 +34,8 @@ def refusal(matches: Sequence[Match]) -> Refusal | None:
     device = value(match.weight).device
     m, _, k = match.sizes
     n = sum(match.sizes[1] for match in matches)
-    if device.type != "cuda" or capability_of(device) != CAPABILITY:
+    rates = targets.of(device).rates
+    if rates is None:
         return None
     if min(n, k) < NARROW:
         return Refusal(
@@ -49,8 +45,8 @@ def refusal(matches: Sequence[Match]) -> Refusal | None:
     if not isinstance(m, int):
         return None
     gemms = len(list(match.gemms()))
-    saved = 2 * gemms * m * n * k * (1 / BF16_FLOPS - 1 / FP8_FLOPS)
-    cost = _bytes(m, n, k, gemms > 1) / BYTES + _kernels(gemms > 1) * LAUNCH
+    saved = 2 * gemms * m * n * k * (1 / rates.bf16_flops - 1 / rates.fp8_flops)
+    cost = _bytes(m, n, k, gemms > 1) / rates.bytes + _kernels(gemms > 1) * rates.launch
     if saved >= MARGIN * cost:
         return None
     return Refusal(

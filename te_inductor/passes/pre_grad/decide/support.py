@@ -9,8 +9,7 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch.utils import _pytree as pytree
 
-from te_inductor import compat
-from te_inductor.compat import capability_of
+from te_inductor import targets
 from te_inductor.diagnostics import Refusal
 from te_inductor.recipes import Recipe, Slots
 from te_inductor.recipes.formats import padded
@@ -20,7 +19,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # (benchmarks/padding.py, docs/performance.md, 2026-11-20). Padded by 1.12, forward and backward take 0.88 of bf16's
 # time, padded by 1.20, 1.8 of it.
 MAX_PADDING = 1.16
-MIN_CAPABILITY = (8, 9)  # first CUDA devices with FP8 tensor cores
 
 
 def value(node: fx.Node) -> torch.Tensor:
@@ -51,19 +49,6 @@ def as_traced(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> Iterator[
         yield
 
 
-def device(device: torch.device) -> Refusal | None:
-    if device.type == "cpu":
-        return None
-    if device.type != "cuda":
-        return Refusal("device type %s has no FP8 GEMM", device.type)
-    if torch.version.hip is not None:
-        return Refusal("an AMD GPU (ROCm %s), the kernels are for NVIDIA's", torch.version.hip)
-    capability = capability_of(device)
-    if capability < MIN_CAPABILITY:
-        return Refusal("compute capability %d.%d has no FP8 tensor cores, 8.9 is the first", *capability)
-    return None
-
-
 def tensors(x: torch.Tensor, weight: torch.Tensor) -> Refusal | None:
     for name, tensor in (("input", x), ("weight", weight)):
         if tensor.dtype not in DTYPES:
@@ -72,7 +57,7 @@ def tensors(x: torch.Tensor, weight: torch.Tensor) -> Refusal | None:
             )
         if tensor.layout != torch.strided or torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
             return Refusal("%s is a %s, not a plain strided tensor", name, type(tensor).__name__)
-    return device(weight.device)
+    return targets.of(weight.device).refusal
 
 
 def sizes(m: Any, n: Any, k: Any) -> Refusal | None:
@@ -99,12 +84,12 @@ def blocks(slots: Slots, weight: torch.Tensor, n: int, k: int) -> Refusal | None
     """What scales of blocks ask for beyond the checks above."""
     if not slots.fprop.blocked or emulated(slots, weight.device):
         return None
-    if not slots.fprop.microscaled and weight.device.type == "cuda" and not compat.has_block_scaled_mm(weight.device):
-        capability = capability_of(weight.device)
+    target = targets.of(weight.device)
+    if not slots.fprop.microscaled and target.capability is not None and not target.block_scaled_mm:
         return Refusal(
             "scales of blocks want compute capability 9.0 and CUDA 12.9, here are %d.%d and %s",
-            *capability,
-            torch.version.cuda,
+            *target.capability,
+            target.cuda,
         )
     alignment = slots.input.granularity.alignment
     work = (padded(n) * padded(k, alignment) + padded(n, alignment) * padded(k)) / (2 * n * k)  # fprop and dgrad
@@ -125,18 +110,11 @@ def not_stored(recipe: Recipe, weight: torch.Tensor) -> Refusal:
 def emulated(slots: Slots, device: torch.device) -> Refusal | None:
     """Why a site multiplies what its low-precision operands stand for; None where the operands themselves are
     multiplied."""
-    if not slots.fprop.microscaled or compat.has_microscaled_mm(device):
+    if not slots.fprop.microscaled or targets.of(device).microscaled_mm:
         return None
     dtype = "bfloat16" if device.type == "cuda" else "float32"
     scopes = ", ".join(sorted({scope for gemm in (slots.fprop, slots.wgrad) for scope in gemm.scopes}))
     return Refusal(
         "no tensor cores for scales of %s on %s: exact values, multiplied in %s, no faster than high precision",
-        *(scopes, _named(device), dtype),
+        *(scopes, targets.of(device).name, dtype),
     )
-
-
-def _named(device: torch.device) -> str:
-    if device.type != "cuda":
-        return device.type
-    major, minor = capability_of(device)
-    return f"compute capability {major}.{minor}"

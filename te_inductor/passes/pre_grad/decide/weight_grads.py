@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import fx
 
-from te_inductor import compat
+from te_inductor import compat, targets
 from te_inductor.config import Options
 from te_inductor.diagnostics import Refusal
 from te_inductor.passes.graph.bodies import Bodies
@@ -68,7 +68,7 @@ def guard_on_totals(matches: Iterable[Match], bodies: Bodies, examples: Sequence
 def _not_deferred(slots: Slots, parameter: object, device: torch.device, options: Options) -> Refusal | None:
     if device.type == "cuda" and _in_cuda_graphs(options):
         return Refusal("its operands would be in a CUDA graph's memory, which the next replay overwrites")
-    if slots.wgrad.microscaled and compat.has_microscaled_mm(device):
+    if slots.wgrad.microscaled and targets.of(device).microscaled_mm:
         return Refusal(
             "this device's tensor cores for scales of %s are reached by generated code alone", slots.input.scope
         )

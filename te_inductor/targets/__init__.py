@@ -1,0 +1,44 @@
+"""What a device can do: one file a family of GPUs, and one function that answers. No other module asks for a capability.
+
+To add a family: a file with `CAPABILITIES` and `target(capability, cuda)`, and its name in FAMILIES.
+"""
+
+import functools
+
+import torch
+
+from te_inductor.diagnostics import Refusal
+from te_inductor.targets import cpu, sm89, sm90, sm100, sm120
+from te_inductor.targets.target import Rates, Target, named
+
+__all__ = ["Rates", "Target", "multiprocessors", "of"]
+
+FAMILIES = (sm90, sm100, sm120)
+
+
+def of(device: torch.device) -> Target:
+    """What `device` can do. Devices that the package does not run on have a `refusal`."""
+    if device.type == "cpu":
+        return cpu.TARGET
+    if device.type != "cuda":
+        return Target(device.type, refusal=Refusal("device type %s has no FP8 GEMM", device.type))
+    if torch.version.hip is not None:  # torch calls AMD's GPUs "cuda" as well, and their numbers mean something else
+        why = Refusal("an AMD GPU (ROCm %s), the kernels are for NVIDIA's", torch.version.hip)
+        return Target(f"ROCm {torch.version.hip}", refusal=why)
+    return _of_nvidia(torch.cuda.get_device_capability(device), torch.version.cuda)
+
+
+@functools.cache
+def _of_nvidia(capability: tuple[int, int], cuda: str | None) -> Target:
+    """Its capability decides, and the CUDA that torch was built with."""
+    if capability < sm89.FIRST:
+        why = Refusal("compute capability %d.%d has no FP8 tensor cores, 8.9 is the first", *capability)
+        return Target(named(capability), capability, cuda, refusal=why)
+    family = next((one for one in FAMILIES if capability in one.CAPABILITIES), sm89)
+    return family.target(capability, cuda)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many a CUDA device has."""
+    return torch.cuda.get_device_properties(device).multi_processor_count

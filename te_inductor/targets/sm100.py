@@ -1,0 +1,19 @@
+"""Blackwell's data center GPUs (10.0: B200; 10.3: B300). Generated, interpreted and disassembled; never run."""
+
+from te_inductor.targets.target import Target, named, version
+
+CAPABILITIES = ((10, 0), (10, 3))
+MICROSCALES = (12, 8)  # the first CUDA whose cuBLASLt takes MXFP8 and NVFP4
+
+
+def target(capability: tuple[int, int], cuda: str | None) -> Target:
+    return Target(
+        named(capability),
+        capability,
+        cuda,
+        fp8=True,
+        microscaled_mm=version(cuda) >= MICROSCALES,
+        cutlass="100" if capability == (10, 0) else None,  # sm_100a code runs on no 10.3
+        nvfp4_kernels=True,
+        decode_attention=True,
+    )

@@ -1,0 +1,43 @@
+"""What the package asks about a device, as one record."""
+
+from dataclasses import dataclass
+
+from te_inductor.diagnostics import Refusal
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Measured rates, by which the size rule weighs a layer (passes/pre_grad/decide/size_rule.py)."""
+
+    bf16_flops: float  # per second, of cuBLASLt's GEMMs
+    fp8_flops: float
+    bytes: float  # per second, of casts that stand alone
+    launch: float  # seconds that one more kernel costs
+
+
+@dataclass(frozen=True)
+class Target:
+    """A device, as far as the package is concerned. A field that is left out means that the device cannot do it."""
+
+    name: str  # as messages have it: "cpu", "compute capability 9.0"
+    capability: tuple[int, int] | None = None  # of an NVIDIA GPU
+    cuda: str | None = None  # that torch was built for
+    refusal: Refusal | None = None  # why no layer runs in low precision on it
+    fp8: bool = False  # tensor cores multiply FP8 operands
+    block_scaled_mm: bool = False  # torch._scaled_mm takes fp32 scales of 1 x 128 and 128 x 128 blocks
+    microscaled_mm: bool = False  # torch._scaled_mm takes MXFP8 and NVFP4 operands: tensor cores apply their scales
+    cutlass: str | None = None  # the architecture whose kernels templates/cutlass builds
+    nvfp4_kernels: bool = False  # the Triton kernels of stored NVFP4 weights run: mul.bf16x2, griddepcontrol
+    hopper_kernels: bool = False  # Triton kernels of wgmma: FP8 GEMMs of few rows, NVFP4 values decoded to E4M3
+    decode_attention: bool = False  # the kernel of few queries runs
+    rates: Rates | None = None  # None: nothing was measured, no layer is left out for its size
+
+
+def version(cuda: str | None) -> tuple[int, int]:
+    """Of a CUDA, to be compared; (0, 0) of none."""
+    major, minor = (cuda or "0.0").split(".")[:2]
+    return int(major), int(minor)
+
+
+def named(capability: tuple[int, int]) -> str:
+    return "compute capability {}.{}".format(*capability)

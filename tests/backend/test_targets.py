@@ -1,0 +1,69 @@
+"""What the package takes a device for. AMD GPUs, which torch calls "cuda" too, are refused by name."""
+
+import ast
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+
+import te_inductor
+from te_inductor import targets
+from te_inductor.recipes import Gemm
+from te_inductor.runtime import small_m
+from te_inductor.targets import Target
+from te_inductor.templates.cutlass import scaled_mm
+
+PACKAGE = Path(te_inductor.__file__).parent
+DEVICE = torch.device("cuda", 0)
+
+
+def test_one_folder_asks_what_a_device_can_do():
+    """Its capability, its name, and the CUDA or ROCm that torch was built for."""
+    asked = {"get_device_capability", "get_device_properties", "get_device_name", "hip"}
+    asking = {
+        path.relative_to(PACKAGE).parts[0]
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and (node.attr in asked or ast.unparse(node) == "torch.version.cuda")
+    }
+    assert asking == {"targets"}
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (9, 4), (9, 5), (10, 0)])
+def test_refused_by_name(capability, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr("te_inductor.templates.cutlass.missing", lambda: None)
+    sizes, dtypes = (4096, 4096), (torch.float8_e4m3fn,) * 2
+    assert targets.of(DEVICE).refusal is None
+    monkeypatch.setattr(torch.version, "hip", "6.4.1")
+    found = targets.of(DEVICE)
+    assert str(found.refusal) == "an AMD GPU (ROCm 6.4.1), the kernels are for NVIDIA's"
+    assert found == Target("ROCm 6.4.1", refusal=found.refusal)  # nothing that it can do
+    assert small_m.choose(DEVICE, 16, sizes, dtypes, Gemm("fprop", fast_accum=True)) is None
+    assert scaled_mm.architecture(DEVICE) is None
+
+
+@pytest.mark.parametrize(
+    ("capability", "cuda", "can"),
+    [
+        ((8, 9), "13.0", {"fp8"}),
+        ((9, 0), "12.8", {"fp8", "nvfp4_kernels", "hopper_kernels", "decode_attention", "cutlass", "rates"}),
+        ((9, 0), "12.9", {"fp8", "block_scaled_mm", "nvfp4_kernels", "hopper_kernels", "decode_attention", "cutlass",
+                          "rates"}),
+        ((10, 0), "12.7", {"fp8", "nvfp4_kernels", "decode_attention", "cutlass"}),
+        ((10, 0), "13.0", {"fp8", "microscaled_mm", "nvfp4_kernels", "decode_attention", "cutlass"}),
+        ((10, 3), "13.0", {"fp8", "microscaled_mm", "nvfp4_kernels", "decode_attention"}),
+        ((12, 0), "13.0", {"fp8", "nvfp4_kernels", "decode_attention", "cutlass"}),
+        ((12, 1), "13.0", {"fp8", "nvfp4_kernels", "decode_attention"}),
+        ((11, 0), "13.0", {"fp8", "nvfp4_kernels", "decode_attention"}),
+        ((9, 0), None, {"fp8", "nvfp4_kernels", "hopper_kernels", "decode_attention", "cutlass", "rates"}),
+    ],
+)  # fmt: skip
+def test_what_a_device_can_do(capability, cuda, can, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    found = targets.of(DEVICE)
+    told = {"name", "capability", "cuda"}
+    assert {field.name for field in fields(found) if getattr(found, field.name)} - told == can
+    assert found.name == "compute capability {}.{}".format(*capability) and found.capability == capability
