@@ -1,14 +1,15 @@
 """What the pages for users promise: short lines, a short README, and Python that runs as it is written.
 
 Every block fenced as ``python`` of the README and of docs/guides runs here, on the CPU, one after the other in a namespace
-of its page and in an empty folder. A word behind ``python`` says what a block needs (``python gpu``); such a block is
-compiled to bytecode and does not run. A block fenced as ``text output`` is what the block before it prints.
+of its page and in an empty folder. Words behind ``python`` say what a block needs (``python gpu``); where that is missing,
+the block is compiled to bytecode and does not run. A block fenced as ``text output`` is what the block before it prints.
 """
 
 import contextlib
 import io
 import re
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +22,8 @@ ROOT = Path(te_inductor.__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 EXECUTED = [README, *sorted((ROOT / "docs" / "guides").glob("*.md"))]
-NEEDS = ("gpu", "files")  # what a block may need that a test run does not have
+# What a block may need, and whether it is here.
+NEEDS = {"gpu": False} | {name: find_spec(name) is not None for name in ("matplotlib", "transformers")}
 
 WIDTH = 120
 REWRITTEN = {"architecture.md"}  # pages whose lines are not wrapped yet
@@ -55,14 +57,18 @@ def run(page: str, path: Path) -> None:
     for block in blocks(page):
         if block.info[:1] == ("python",):
             code = compile("\n" * (block.line - 1) + block.text, str(path), "exec")
-            if block.info[1:]:
-                assert set(block.info[1:]) <= set(NEEDS), f"{path.name}:{block.line}: {block.info[1:]} is not in {NEEDS}"
+            assert set(block.info[1:]) <= set(NEEDS), (
+                f"{path.name}:{block.line}: {block.info[1:]}, known are {[*NEEDS]}"
+            )
+            if not all(NEEDS[word] for word in block.info[1:]):
                 continue
             with contextlib.redirect_stdout(io.StringIO()) as out:
                 exec(code, namespace)
             printed = out.getvalue()
         elif block.info == ("text", "output"):
-            assert printed.strip() == block.text.strip(), f"{path.name}:{block.line}: the block before it printed\n{printed}"
+            assert printed.strip() == block.text.strip(), (
+                f"{path.name}:{block.line}: the block before it printed\n{printed}"
+            )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -91,7 +97,10 @@ def test_a_long_line_is_found():
 
 
 def test_what_a_page_runs():
-    run("```python\nx = 1\n```\n```python gpu\n1 / 0\n```\n```python\nprint(x)\n```\n```text output\n1\n```\n", Path("a.md"))
+    run(
+        "```python\nx = 1\n```\n```python gpu\n1 / 0\n```\n```python\nprint(x)\n```\n```text output\n1\n```\n",
+        Path("a.md"),
+    )
 
 
 @pytest.mark.parametrize(
