@@ -1,7 +1,7 @@
 """What recipes lose, on tensors of a training run: `python -m benchmarks.accuracy`, on CPU.
 
-The demo's Llama learns for `--steps` steps in high precision. Then each recipe's operands are measured on the next batch
-(`te_inductor.accuracy_report`), and products of one layer's gradient are averaged over draws of its random bits.
+The demo's Llama learns for `--steps` steps in high precision. Then each recipe's operands are measured on the next
+batch (`te_inductor.accuracy_report`), and products of one layer's gradient are averaged over draws of its random bits.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from examples.corpus import standard_library
 from examples.llama import Llama, loss
 from examples.training import Settings
 from te_inductor import ops
-from te_inductor.accuracy_figures import AccuracyReport
+from te_inductor.api.accuracy_figures import AccuracyReport
 from te_inductor.recipes import (
     DelayedScaling,
     Float8BlockScaling,
@@ -125,8 +125,8 @@ def gradient_of(model: Llama, layer: str, tokens: Tensor) -> tuple[Tensor, Tenso
 
 @torch.no_grad()
 def averaged(name: str, recipe: Recipe, x: Tensor, weight: Tensor, dy: Tensor) -> list[str]:
-    """Of dgrad and wgrad: one product's SQNR and that of the mean of several, where nothing differs but dy's rounding. The
-    other operand, which is the same each time, is part of what is right."""
+    """Of dgrad and wgrad: one product's SQNR and that of the mean of several, where nothing differs but dy's rounding.
+    The other operand, which is the same each time, is part of what is right."""
     slots = recipe.slots()
     _, x_col = ops.copies([x], 0, slots.input, None, columnwise=True)
     _, w_col = ops.copies([weight], 0, slots.weight, None, columnwise=True)

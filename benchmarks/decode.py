@@ -3,9 +3,9 @@
     python -m benchmarks.decode
     python -m benchmarks.decode --arms bf16 te:nvfp4_weight_only --batches 1 --layers 4
 
-Random weights, a static KV cache. Each arm compiles a block, once for all, and the head; the step of one token is one CUDA
-graph. Weights are read once a step, so bytes of weights over the copy bandwidth are the floor. Arms: `bf16`; `te:RECIPE`,
-weights stored by `te_inductor.quantize_`; `torchao:float8`, `torchao:int4` and `gemlite` where importable.
+Random weights, a static KV cache. Each arm compiles a block, once for all, and the head; the step of one token is one
+CUDA graph. Weights are read once a step, so bytes of weights over the copy bandwidth are the floor. Arms: `bf16`;
+`te:RECIPE`, weights stored by `te_inductor.quantize_`; `torchao:float8`, `torchao:int4` and `gemlite` where importable.
 """
 
 import argparse

@@ -3,9 +3,8 @@
     python -m benchmarks.few_rows
     python -m benchmarks.few_rows --all 5     # every way to cut the work, the five fastest of each
 
-Weights rotate through more memory than the L2 cache holds. Our kernel counts with the one that adds its partial sums up,
-that of eager code: in a compiled model it is Inductor's, with what comes next in it.
-"""
+Weights rotate through more memory than the L2 cache holds. Our kernel counts with the one that adds its partial sums
+up, that of eager code: in a compiled model it is Inductor's, with what comes next in it."""
 
 import argparse
 import functools
@@ -20,9 +19,9 @@ from torch import Tensor
 
 from benchmarks import harness, table
 from benchmarks.decode import COLD, COPY
-from te_inductor.runtime import few_rows
-from te_inductor.runtime.few_rows import Config
-from te_inductor.templates.triton import fp8_few_rows, partial_sums
+from te_inductor.runtime import small_m
+from te_inductor.runtime.small_m import Config
+from te_inductor.templates.triton import fp8_small_m, partial_sums
 
 LAYERS = ((28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096), (14336, 4096), (128256, 4096))
 STEPS = ((128, 4), (128, 8), (256, 3), (256, 4))  # columns at a time, stages
@@ -32,7 +31,7 @@ TOLERANCE = 2e-3  # of the norm: the tensor core aligns 32 products to the large
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, *few_rows.ROWS])
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, *small_m.ROWS])
     parser.add_argument("--layers", nargs="+", default=[f"{n}x{k}" for n, k in LAYERS])
     parser.add_argument("--all", type=int, metavar="TOP", help="of all configs, so many are shown")
     parser.add_argument("--replays", type=int, default=9)
@@ -42,7 +41,7 @@ def parse() -> argparse.Namespace:
 
 
 def configs(m: int, n: int, k: int, options: argparse.Namespace) -> list[Config]:
-    chosen = few_rows.cut(m, n, k)
+    chosen = small_m.cut(m, n, k)
     if options.all is None:
         return [chosen]
     ways = itertools.product(STEPS, SPLITS)
@@ -56,21 +55,21 @@ def configs(m: int, n: int, k: int, options: argparse.Namespace) -> list[Config]
 def compile_ahead(job: tuple[Config, int, int]) -> None:
     """Into Triton's cache, which the measuring process reads."""
     config, m, k = job
-    a, b = (torch.empty(rows, k, device="cuda", dtype=few_rows.DTYPE) for rows in (m, few_rows.BLOCK_N))
-    run(a, torch.ones(m, 1, device="cuda"), torch.ones(few_rows.BLOCK_N, 1, device="cuda"), config, torch.bfloat16, b)
+    a, b = (torch.empty(rows, k, device="cuda", dtype=small_m.DTYPE) for rows in (m, small_m.BLOCK_N))
+    run(a, torch.ones(m, 1, device="cuda"), torch.ones(small_m.BLOCK_N, 1, device="cuda"), config, torch.bfloat16, b)
 
 
 def run(a: Tensor, a_scale: Tensor, b_scale: Tensor, config: Config, dtype: torch.dtype, b: Tensor) -> Tensor:
     """b comes last, as a layer's weights are what calls differ by."""
-    return partial_sums.add_up(fp8_few_rows.partial_sums(a, a_scale, b, b_scale, config, dtype), dtype)
+    return partial_sums.add_up(fp8_small_m.partial_sums(a, a_scale, b, b_scale, config, dtype), dtype)
 
 
 def measure(m: int, n: int, k: int, options: argparse.Namespace) -> list[tuple[Any, ...]]:
     count = max(2, round(COLD / (n * k)))
-    weights = [(torch.randn(n, k, device="cuda") * 8).to(few_rows.DTYPE) for _ in range(count)]
+    weights = [(torch.randn(n, k, device="cuda") * 8).to(small_m.DTYPE) for _ in range(count)]
     plain = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(max(2, count // 2))]
     x, a_scale, b_scale = torch.randn(m, k, device="cuda", dtype=torch.bfloat16), *_scales(m, n)
-    a = (x * 8).to(few_rows.DTYPE)
+    a = (x * 8).to(small_m.DTYPE)
     library = functools.partial(torch._scaled_mm, a, out_dtype=x.dtype, use_fast_accum=True)
     bf16_us = _us([functools.partial(torch.mm, x, w.t()) for w in plain], options)
     library_us = _us(

@@ -64,8 +64,8 @@ def synchronize(device: str) -> None:
 def times_ms(
     step: Callable[[], Any], device: str, iters: int, warmup: int, between: Callable[[], Any] = lambda: None
 ) -> list[float]:
-    """Device time of each of `iters` calls, in ms; the host runs ahead, as in a training loop. `between`, before each call,
-    is not timed."""
+    """Device time of each of `iters` calls, in ms; the host runs ahead, as in a training loop. `between`, before each
+    call, is not timed."""
     for _ in range(warmup):
         between()
         step()
@@ -85,10 +85,9 @@ def times_ms(
 def call_us(calls: Sequence[Callable[[], Any]], device: str, replays: int, warmup: int = 3) -> float:
     """Median device time of one call, in us, out of `calls` that do the same work on different inputs.
 
-    A launch costs the host more than these kernels run for, so the calls are captured in one CUDA graph and replayed, often
-    enough that the graph's own start and end, about 6 us, do not count; inputs that rotate through more memory than the L2
-    cache holds keep it from serving them.
-    """
+    A launch costs the host more than these kernels run for, so the calls are captured in one CUDA graph and replayed,
+    often enough that the graph's own start and end, about 6 us, do not count; inputs that rotate through more memory
+    than the L2 cache holds keep it from serving them."""
     for _ in range(warmup):
         for call in calls:
             call()

@@ -43,8 +43,9 @@ class Attention(nn.Module):
         q, k = _rotated(q, turn), _rotated(k, turn)
         self.keys.index_copy_(2, place, k.transpose(1, 2))
         self.values.index_copy_(2, place, v.transpose(1, 2))
-        # The queries of a group are rows of one product with the keys that they share. Two products and a softmax: for one
-        # query F.scaled_dot_product_attention takes 18 us more (H200, torch 2.11), on as many SMs as there are KV heads.
+        # The queries of a group are rows of one product with the keys that they share. Two products and a softmax: for
+        # one query F.scaled_dot_product_attention takes 18 us more (H200, torch 2.11), on as many SMs as there are KV
+        # heads.
         q = q.view(batch, shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim)
         scores = (q @ self.keys.transpose(2, 3)).float() * shape.head_dim**-0.5
         weights = scores.masked_fill(~mask, float("-inf")).softmax(-1).to(q.dtype)

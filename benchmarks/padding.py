@@ -3,10 +3,9 @@
     python -m benchmarks.padding
 
 cuBLASLt wants sizes that are multiples of 16. The op pads (the pads fuse with the casts), which costs work;
-`te_inductor.patterns.support.MAX_PADDING` says up to how much. This measures where padding stops to pay: forward and
-backward of one `nn.Linear` in bf16, every size padded however much that takes, against torch.compile. Kernel times are
-summed: one layer alone is bound by the host, whatever its sizes.
-"""
+`te_inductor.passes.pre_grad.decide.support.MAX_PADDING` says up to how much. This measures where padding stops to pay:
+forward and backward of one `nn.Linear` in bf16, every size padded however much that takes, against torch.compile.
+Kernel times are summed: one layer alone is bound by the host, whatever its sizes."""
 
 import argparse
 import functools
@@ -19,7 +18,7 @@ import torch
 from torch import nn
 
 from benchmarks import harness, table
-from te_inductor.patterns import support
+from te_inductor.passes.pre_grad.decide import support
 from te_inductor.recipes.formats import padded
 
 SHAPES = (

@@ -1,10 +1,11 @@
-"""Prompts through Llama-3-8B-shaped blocks whose weights are stored: the time of a forward pass by its number of tokens.
+"""Prompts through Llama-3-8B-shaped blocks whose weights are stored: the time of a forward pass by its number of
+tokens.
 
     python -m benchmarks.prompts
     python -m benchmarks.prompts --arms bf16 te:nvfp4_weight_only --rows 256 320 384 512 --layers 4
 
-Random weights, one sequence, each length compiled for itself and captured in a CUDA graph. Every weight is read once a pass.
-"""
+Random weights, one sequence, each length compiled for itself and captured in a CUDA graph. Every weight is read once a
+pass."""
 
 import argparse
 import statistics

@@ -89,8 +89,8 @@ def parse() -> argparse.Namespace:
 
 
 def compiled(producer: Producer, way: Way, element: str) -> Callable[..., list[Tensor]]:
-    """Of `scale`, () fp32, which counts where it is known, `amax`, () fp32, and the producer's inputs: data and scale_inv of
-    each copy."""
+    """Of `scale`, () fp32, which counts where it is known, `amax`, () fp32, and the producer's inputs: data and
+    scale_inv of each copy."""
     from te_inductor import ops
     from te_inductor.recipes import Quantizer
 

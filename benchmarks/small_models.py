@@ -3,11 +3,11 @@
     python -m benchmarks.small_models                                  # both models, all arms, under three minutes
     python -m benchmarks.small_models --models smollm-360m --layers 8
 
-A few layers with a small vocabulary: forward, loss, backward and fused AdamW of bf16 parameters, all arms in one process,
-timed in turn. An arm is `bf16`, plain torch.compile; `RECIPE`, that recipe by default, as the size rule has it; `RECIPE!`, a
-policy that names every layer. `host ms` is how long the host takes to launch a step while the device is idle: where it is
-near the step's own time, the device waits for the host. The slowest kernels of bf16 and of the forced arms are listed.
-"""
+A few layers with a small vocabulary: forward, loss, backward and fused AdamW of bf16 parameters, all arms in one
+process, timed in turn. An arm is `bf16`, plain torch.compile; `RECIPE`, that recipe by default, as the size rule has
+it; `RECIPE!`, a policy that names every layer. `host ms` is how long the host takes to launch a step while the device
+is idle: where it is near the step's own time, the device waits for the host. The slowest kernels of bf16 and of the
+forced arms are listed."""
 
 import argparse
 import statistics

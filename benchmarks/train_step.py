@@ -26,8 +26,8 @@ from benchmarks import arms, floor, harness, llama_blocks, step_report
 from benchmarks.llama_blocks import Shape
 
 PEERS = ("torchao:tensorwise", "torchao:rowwise", "te_module:current")
-# By this much less than 1, for each block, a cosine says that an arm computes something else: roundings of blocks add up in
-# squares, and fp8's cost about 0.015 each in the furthest weight gradient.
+# By this much less than 1, for each block, a cosine says that an arm computes something else: roundings of blocks add
+# up in squares, and fp8's cost about 0.015 each in the furthest weight gradient.
 SUSPECT = 0.025
 
 

@@ -4,13 +4,12 @@
     python -m benchmarks.tune_gemm --models llama-3-70b --tokens 8192    # "table": what is chosen there as it stands
 
 Shapes are those of the GEMMs of a layer, q, k, v and gate, up as one; of Llama-3-8B apart with one scale a row. A wgrad
-that adds to an fp32 total in place ("output") is timed against cuBLASLt's, which writes fp32, and a kernel that adds; there
-each weight has its own. A GEMM that writes the FP8 copy of GELU of its sum ("quantized") is timed against the table's GEMM
-and the generated kernel behind it. One that adds another tensor, a residual ("another"), is timed against the table's GEMM
-that does not and a kernel that moves 4 bytes an element, as the norm behind it does that has to add. Operands are random:
-on zeros a power-limited card runs faster than it ever will in training. A tile is chosen where it takes at most `GAIN` of
-cuBLASLt's time.
-"""
+that adds to an fp32 total in place ("output") is timed against cuBLASLt's, which writes fp32, and a kernel that adds;
+there each weight has its own. A GEMM that writes the FP8 copy of GELU of its sum ("quantized") is timed against the
+table's GEMM and the generated kernel behind it. One that adds another tensor, a residual ("another"), is timed against
+the table's GEMM that does not and a kernel that moves 4 bytes an element, as the norm behind it does that has to add.
+Operands are random: on zeros a power-limited card runs faster than it ever will in training. A tile is chosen where it
+takes at most `GAIN` of cuBLASLt's time."""
 
 import argparse
 import functools
@@ -69,8 +68,8 @@ GAIN = 0.985
 ARCH = "90"
 ONE_ROW = Quantizer("e4m3", power_2_scale=True, scope=BLOCK_1X128.name)
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-# Relative, between two bf16 outputs of the same product; a wrong operand or scale is off by far more. And of FP8 copies, of
-# which two roundings to bf16 move a few.
+# Relative, between two bf16 outputs of the same product; a wrong operand or scale is off by far more. And of FP8
+# copies, of which two roundings to bf16 move a few.
 ERROR, ERROR_OF_COPIES = 0.01, 0.03
 
 
@@ -299,7 +298,8 @@ def _replay(graph: torch.cuda.CUDAGraph, result: Any, _: Callable[[], Any]) -> A
 
 
 def _adding_another(p: Problem, a: Tensor, b: Tensor, scales: list[Tensor], out: Tensor) -> Arms:
-    """All in CUDA graphs, as above. The residual's rows are alike, so that adding it takes 4 bytes an element and no 6."""
+    """All in CUDA graphs, as above. The residual's rows are alike, so that adding it takes 4 bytes an element and no
+    6."""
     alone, product = replace(p, added=NOTHING), torch.empty_like(out)
     library, cutlass, before = _writing(alone, a, b, scales, product)
     tile, row = scaled_mm.choose(alone), torch.randn(p.n, device="cuda", dtype=p.out) * 64 * p.k**0.5

@@ -2,9 +2,8 @@
 
     python -m benchmarks.tune_nvfp4 --write
 
-Weights rotate through more memory than the L2 cache holds. A config counts with the kernel that adds its partial sums up,
-the one of eager code: in a compiled model it is Inductor's, with the layer's epilogue in it.
-"""
+Weights rotate through more memory than the L2 cache holds. A config counts with the kernel that adds its partial sums
+up, the one of eager code: in a compiled model it is Inductor's, with the layer's epilogue in it."""
 
 import argparse
 import json
@@ -208,8 +207,8 @@ def tune(layer: Layer, m: int, options: argparse.Namespace) -> list[dict[str, An
 
 
 def prefill(layer: Layer, m: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Large batches: decoded to FP8 between products, cast to FP8 and cuBLASLt's GEMM, written out in bf16 and cuBLAS', and
-    bf16 alone. Without the cast of x."""
+    """Large batches: decoded to FP8 between products, cast to FP8 and cuBLASLt's GEMM, written out in bf16 and cuBLAS',
+    and bf16 alone. Without the cast of x."""
     x = torch.randn(m, layer.k, device="cuda", dtype=torch.bfloat16)
     x8, one = x.to(torch.float8_e4m3fn), torch.ones(m, 1, device="cuda")
 

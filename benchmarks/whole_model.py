@@ -4,10 +4,9 @@
     python -m benchmarks.whole_model --model qwen3-0.6b --steps 200 --plot
     python -m benchmarks.whole_model --kernels                      # what each arm's step runs, and for how long
 
-Parameters are fp32 under torch.autocast, as most train. Text is the standard library's source, byte by byte, in models with
-their own vocabulary: the head is as wide as it is. All arms see the same batches from the same weights, so that their losses
-can be compared.
-"""
+Parameters are fp32 under torch.autocast, as most train. Text is the standard library's source, byte by byte, in models
+with their own vocabulary: the head is as wide as it is. All arms see the same batches from the same weights, so that
+their losses can be compared."""
 
 import argparse
 import json

@@ -131,7 +131,8 @@ class Llama(nn.Module):
 
 
 def _initialize(module: nn.Module) -> None:
-    """Scaled by width. Llama's own 0.02 is for widths of thousands: at 128, runs that differ in rounding end 3% apart."""
+    """Scaled by width. Llama's own 0.02 is for widths of thousands: at 128, runs that differ in rounding end 3%
+    apart."""
     if isinstance(module, nn.Linear):
         nn.init.normal_(module.weight, std=0.5 * module.in_features**-0.5)
         if module.bias is not None:

@@ -17,8 +17,8 @@ from examples.llama import Llama, LlamaConfig, loss
 
 @dataclass(frozen=True)
 class Arm:
-    """A name and the arguments of `torch.compile`; None runs the model as it is. `dtype` is of its activations, if not the
-    settings'."""
+    """A name and the arguments of `torch.compile`; None runs the model as it is. `dtype` is of its activations, if not
+    the settings'."""
 
     name: str
     compile: Mapping[str, Any] | None = None

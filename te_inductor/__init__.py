@@ -1,38 +1,37 @@
 """te_inductor: `torch.compile(model, backend="te")` runs plain PyTorch models in FP8.
 
-Start reading at `backend.py`; `docs/architecture.md` draws the whole path. Importing this package imports neither triton,
-cutlass nor Inductor: names are loaded when they are first used.
-"""
+Start reading at `backend.py`; `docs/architecture.md` draws the whole path. Importing this package imports neither
+triton, cutlass nor Inductor: names are loaded when they are first used."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from te_inductor import recipes as recipes
-    from te_inductor.accuracy import accuracy_report as accuracy_report
-    from te_inductor.accuracy_figures import AccuracyReport as AccuracyReport
+    from te_inductor.api.accuracy import accuracy_report as accuracy_report
+    from te_inductor.api.accuracy_figures import AccuracyReport as AccuracyReport
+    from te_inductor.api.explanation import explain as explain
+    from te_inductor.api.quantization import quantize_ as quantize_
+    from te_inductor.api.saved_state import load_state_dict as load_state_dict
+    from te_inductor.api.saved_state import state_dict as state_dict
     from te_inductor.backend import te as te
     from te_inductor.diagnostics import Report as Report
     from te_inductor.diagnostics import Site as Site
-    from te_inductor.explanation import explain as explain
-    from te_inductor.quantization import quantize_ as quantize_
-    from te_inductor.regions import autocast as autocast
+    from te_inductor.recipes.regions import autocast as autocast
     from te_inductor.runtime.deferred_wgrads import backward_dw as backward_dw
-    from te_inductor.saved_state import load_state_dict as load_state_dict
-    from te_inductor.saved_state import state_dict as state_dict
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "accuracy_report": ("te_inductor.accuracy", "accuracy_report"),
-    "AccuracyReport": ("te_inductor.accuracy_figures", "AccuracyReport"),
-    "autocast": ("te_inductor.regions", "autocast"),
+    "accuracy_report": ("te_inductor.api.accuracy", "accuracy_report"),
+    "AccuracyReport": ("te_inductor.api.accuracy_figures", "AccuracyReport"),
+    "autocast": ("te_inductor.recipes.regions", "autocast"),
     "backward_dw": ("te_inductor.runtime.deferred_wgrads", "backward_dw"),
-    "explain": ("te_inductor.explanation", "explain"),
-    "load_state_dict": ("te_inductor.saved_state", "load_state_dict"),
-    "quantize_": ("te_inductor.quantization", "quantize_"),
+    "explain": ("te_inductor.api.explanation", "explain"),
+    "load_state_dict": ("te_inductor.api.saved_state", "load_state_dict"),
+    "quantize_": ("te_inductor.api.quantization", "quantize_"),
     "recipes": ("te_inductor.recipes", None),
-    "state_dict": ("te_inductor.saved_state", "state_dict"),
+    "state_dict": ("te_inductor.api.saved_state", "state_dict"),
     "te": ("te_inductor.backend", "te"),
     "Report": ("te_inductor.diagnostics", "Report"),
     "Site": ("te_inductor.diagnostics", "Site"),
@@ -70,4 +69,4 @@ def __dir__() -> list[str]:
     return sorted(set(globals()) | set(__all__))
 
 
-import_module("te_inductor.safe_globals")
+import_module("te_inductor.api.safe_globals")

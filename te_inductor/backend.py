@@ -1,9 +1,10 @@
 """`torch.compile(model, backend="te")`: read this file first.
 
-Dynamo hands `te` a graph of the model's forward, before autograd. PASSES find its linear layers, give each a recipe,
-check what can run, and rewrite those to `te_inductor.linears`. AOTAutograd traces that op into fine-grained forward and
-backward graphs (`ops.py`), and Inductor lowers those (`lowerings/`) beside everything else, so that quantization fuses
-with the kernels that produce its input.
+Dynamo hands `te` a graph of the model's forward, before autograd. The passes of `passes/pre_grad` find its linear layers,
+give each a recipe, check what can run, and rewrite those to `te_inductor.linears`. AOTAutograd traces that op into
+fine-grained forward and backward graphs (`ops/`), on which `passes/joint` and `passes/post_grad` run, and Inductor lowers
+those (`lowerings/`) beside everything else, so that quantization fuses with the kernels that produce its input. Templates
+(`templates/`) are the kernels that Inductor cannot write.
 """
 
 import sys
@@ -15,44 +16,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from te_inductor import compat, config, recipes, regions
+from te_inductor import compat, config, recipes
 from te_inductor.config import Options
 from te_inductor.diagnostics import Report, Unmet, announce, log, say, uncompiled
 from te_inductor.errors import TEInductorError
-from te_inductor.passes import (
-    Plan,
-    check_extras,
-    check_sites,
-    guard_extras,
-    inline_attention,
-    inline_contractions,
-    list_products,
-    match_sites,
-    merge_sites,
-    report_sites,
-    resolve_recipes,
-    rewrite_sites,
-    start_builds,
-    weigh_sites,
-)
-from te_inductor.patterns import first_step
-from te_inductor.runtime import agreement, kept_weights
-from te_inductor.runtime.kept_inputs import bind
+from te_inductor.passes import pre_grad
+from te_inductor.passes.pre_grad.plan import Plan
+from te_inductor.passes.pre_grad.rewrite import first_step
+from te_inductor.recipes import regions
+from te_inductor.runtime import agreement, cached_weights
+from te_inductor.runtime.cached_inputs import bind
 from te_inductor.templates.cutlass import build
-
-DECIDE: tuple[Callable[[Plan], None], ...] = (
-    inline_attention,
-    inline_contractions,
-    match_sites,
-    list_products,
-    resolve_recipes,
-    check_sites,
-    weigh_sites,
-    merge_sites,
-    check_extras,
-    report_sites,
-)
-PASSES = (*DECIDE, guard_extras, start_builds, rewrite_sites)
 
 
 @build.kept_open()
@@ -75,7 +49,7 @@ def te(
     parsed = parse(mode, options)
     plan = Plan(gm, parsed, example_inputs)
     originals = _set_aside(plan.graph_modules())
-    found = run_passes(plan)
+    found = run_passes(plan, pre_grad.PASSES)
     if plan.reads_active_region:
         regions.guard_on_active()
     if found.failure is not None:
@@ -98,9 +72,9 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
     return parsed
 
 
-def run_passes(plan: Plan, passes: tuple[Callable[[Plan], None], ...] = PASSES) -> Report:
-    """Run the passes. A failure of ours is part of the report, never an exception: the graph compiles without us. What the
-    user has to mend, such as a factory of quantizers, is raised."""
+def run_passes(plan: Plan, passes: Sequence[Callable[[Plan], None]]) -> Report:
+    """Run the passes. A failure of ours is part of the report, never an exception: the graph compiles without us. What
+    the user has to mend, such as a factory of quantizers, is raised."""
     try:
         for step in passes:
             log.debug("%s", step.__name__)
@@ -118,8 +92,8 @@ def run_passes(plan: Plan, passes: tuple[Callable[[Plan], None], ...] = PASSES) 
 
 
 def _start_workers() -> None:
-    """Of Inductor, which compile Triton's kernels. It starts them too, but late: they take seconds, in which this process
-    imports the rest of it and traces."""
+    """Of Inductor, which compile Triton's kernels. It starts them too, but late: they take seconds, in which this
+    process imports the rest of it and traces."""
     from torch._inductor.async_compile import maybe_warm_pool
 
     maybe_warm_pool()
@@ -129,16 +103,18 @@ def _inductor(options: Options, name: str | None) -> Callable[[fx.GraphModule, S
     """Inductor with the mode's options, the user's, our lowerings, and our pass on its graphs."""
     from torch._inductor import config as inductor
 
-    from te_inductor import flops, lowerings
-    from te_inductor.joint_graph import JointGraph
-    from te_inductor.post_grad import PostGrad
+    from te_inductor import lowerings
+    from te_inductor.ops import flops
+    from te_inductor.passes import joint, post_grad
+    from te_inductor.passes.graph.custom_pass import GraphPass
 
     wrap_inner = lowerings.install(options.fallback)
     patches = dict(torch._TorchCompileInductorWrapper(options.mode, dict(options.inductor), None).config)
-    # Inductor takes a read at [i // 128], of a block's scale, for a permutation, and writes elsewhere (torch 2.11 to 2.15).
+    # Inductor takes a read at [i // 128], of a block's scale, for a permutation, and writes elsewhere (torch 2.11 to
+    # 2.15).
     patches.setdefault("loop_index_inversion_in_fusion", False)
-    for place, ours in (("joint_custom_pre_pass", JointGraph), ("post_grad_custom_pre_pass", PostGrad)):
-        patches[place] = ours(patches.get(place, getattr(inductor, place)))
+    for place, passes in (("joint_custom_pre_pass", joint.PASSES), ("post_grad_custom_pre_pass", post_grad.PASSES)):
+        patches[place] = GraphPass(patches.get(place, getattr(inductor, place)), passes)
 
     def compile(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         try:
@@ -208,8 +184,8 @@ def _without_us(plan: Plan, report: Report) -> Report:
 
 
 def _set_aside(modules: Sequence[fx.GraphModule]) -> dict[fx.GraphModule, fx.Graph]:
-    """Give each module a copy of its graph to be rewritten, and return its own: what `_restore` puts back, and what Dynamo
-    reads again behind the backend, to write the call, whose arguments are the placeholders."""
+    """Give each module a copy of its graph to be rewritten, and return its own: what `_restore` puts back, and what
+    Dynamo reads again behind the backend, to write the call, whose arguments are the placeholders."""
     originals = {module: module.graph for module in modules}
     for module, graph in originals.items():
         module.graph = first_step.twin(graph)
@@ -229,8 +205,9 @@ def _restore(originals: Mapping[fx.GraphModule, fx.Graph]) -> None:
 
 
 def reset() -> None:
-    """What `torch._dynamo.reset()` asks of a backend: forget the CUDA graphs recorded so far, and the copies of weights."""
-    kept_weights.forget()
+    """What `torch._dynamo.reset()` asks of a backend: forget the CUDA graphs recorded so far, and the copies of
+    weights."""
+    cached_weights.forget()
     cudagraph_trees = sys.modules.get("torch._inductor.cudagraph_trees")
     if cudagraph_trees is not None:
         cudagraph_trees.reset_cudagraph_trees()

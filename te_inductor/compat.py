@@ -63,8 +63,8 @@ def constant_type_name(cls: type) -> str:
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """The compute capability of a CUDA device; (0, 0), which no kernel runs on, of an AMD GPU. torch calls those "cuda" as
-    well, and their numbers mean something else."""
+    """The compute capability of a CUDA device; (0, 0), which no kernel runs on, of an AMD GPU. torch calls those "cuda"
+    as well, and their numbers mean something else."""
     return (0, 0) if torch.version.hip is not None else torch.cuda.get_device_capability(device)
 
 
@@ -77,8 +77,8 @@ def has_block_scaled_mm(device: torch.device) -> bool:
 
 
 def has_microscaled_mm(device: torch.device) -> bool:
-    """Whether torch._scaled_mm multiplies MXFP8 and NVFP4 operands there, by tensor cores that apply their scales: cuBLASLt
-    of CUDA 12.8 on compute capability 10.0 and 10.3."""
+    """Whether torch._scaled_mm multiplies MXFP8 and NVFP4 operands there, by tensor cores that apply their scales:
+    cuBLASLt of CUDA 12.8 on compute capability 10.0 and 10.3."""
     if device.type != "cuda" or torch.version.cuda is None or capability_of(device)[0] != 10:
         return False
     major, minor = torch.version.cuda.split(".")[:2]
@@ -100,8 +100,8 @@ def autotune(name: str, choices: list[Any], nodes: list[Any], layout: Any) -> An
 
 
 def side_by_side(pieces: Sequence[Any], dim: int) -> Any:
-    """Inductor's lowering of `aten.cat`, called by another op's. Where its inputs read the same it looks, from 2.13 on, at
-    the result of the node that is lowered: ours has several."""
+    """Inductor's lowering of `aten.cat`, called by another op's. Where its inputs read the same it looks, from 2.13 on,
+    at the result of the node that is lowered: ours has several."""
     from torch._inductor import lowering
 
     with mock.patch.object(lowering, "_cat_inputs_recombine_reduction", lambda *_: None, create=True):
@@ -126,9 +126,9 @@ def compile_fx(
 
 
 def let_marks_be_saved(joint_graph: torch.fx.Graph) -> None:
-    """What an activation memory budget wants of a graph in which something is marked as MUST_SAVE. Before 2.15 torch saves
-    nothing but inputs under 0, not even that: the least budget stands in for it. A region's (from 2.13) has to be on every
-    node of the forward, and is not on those by which AOTAutograd writes state back."""
+    """What an activation memory budget wants of a graph in which something is marked as MUST_SAVE. Before 2.15 torch
+    saves nothing but inputs under 0, not even that: the least budget stands in for it. A region's (from 2.13) has to be
+    on every node of the forward, and is not on those by which AOTAutograd writes state back."""
     from torch._functorch import config
 
     least, region = 1e-9, "_region_activation_memory_budget"  # torch.fx.traceback.MEMORY_BUDGET_ANNOTATION_KEY
@@ -144,9 +144,10 @@ def let_marks_be_saved(joint_graph: torch.fx.Graph) -> None:
 
 @contextmanager
 def saving_what_is_cut() -> Iterator[None]:
-    """Have torch's partitioner save one of its minimum cuts under every budget between 0 and 1: of a list that is marked as
-    MUST_SAVE its tensors. Before 2.15, where a graph leaves nothing to weigh, it saves inputs and marked nodes as they are,
-    a list as such, or, where an input is a size, not at all (pytorch/pytorch#188014). The last cut is what 2.15 saves."""
+    """Have torch's partitioner save one of its minimum cuts under every budget between 0 and 1: of a list that is
+    marked as MUST_SAVE its tensors. Before 2.15, where a graph leaves nothing to weigh, it saves inputs and marked
+    nodes as they are, a list as such, or, where an input is a size, not at all (pytorch/pytorch#188014). The last cut
+    is what 2.15 saves."""
     from torch._functorch import partitioners
 
     choose, cut = partitioners.choose_saved_values_set, partitioners.solve_min_cut
@@ -170,7 +171,8 @@ def saving_what_is_cut() -> Iterator[None]:
 @contextmanager
 def compiled_apart(model: Callable[..., Any], backend: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
     """`torch.compile` for few calls, its entries kept from the limit on recompiles of the user's own, and let go of."""
-    # Entries are those of a code object: one of our own, into which the model's is inlined as far as the first graph break.
+    # Entries are those of a code object: one of our own, into which the model's is inlined as far as the first graph
+    # break.
     outer = torch._dynamo.external_utils.wrap_inline(model)
     outer.__code__ = outer.__code__.replace()
     try:
@@ -188,8 +190,8 @@ def compiled_apart(model: Callable[..., Any], backend: Callable[..., Any]) -> It
 
 @contextmanager
 def unwinding_transforms() -> Iterator[None]:
-    """Leave the transforms of torch.func, and the level of forward-mode AD, that a failed trace has entered: whatever is
-    traced next would run inside them."""
+    """Leave the transforms of torch.func, and the level of forward-mode AD, that a failed trace has entered: whatever
+    is traced next would run inside them."""
     depth = torch._C._functorch.get_dynamic_layer_stack_depth()
     level = torch.autograd.forward_ad._current_level  # the user's; a graph enters its own behind this counter
     try:
@@ -219,8 +221,8 @@ def guard_on(module: str, path: str, by_type: bool = False) -> None:
 
 
 def guard_on_attribute(node: fx.Node, parameter: object, name: str) -> None:
-    """Have Dynamo compare the type of an attribute of a graph's input, or that there is none, before each run of the graph
-    that it is compiling. Where something else calls the backend there is nobody to compare."""
+    """Have Dynamo compare the type of an attribute of a graph's input, or that there is none, before each run of the
+    graph that it is compiling. Where something else calls the backend there is nobody to compare."""
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.source import AttrSource
     from torch._guards import TracingContext
@@ -276,8 +278,8 @@ def is_flattened_module(module: torch.nn.Module) -> bool:
 
 
 def inside_ddp() -> bool:
-    """Whether the forward of a torch DistributedDataParallel runs, whose `_get_active_ddp_module` Dynamo asks as well. The
-    graph that is being compiled is compiled anew where the answer is another."""
+    """Whether the forward of a torch DistributedDataParallel runs, whose `_get_active_ddp_module` Dynamo asks as well.
+    The graph that is being compiled is compiled anew where the answer is another."""
     guard_on("torch.nn.parallel.distributed", "DistributedDataParallel._active_ddp_module", by_type=True)
     return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None  # type: ignore[no-untyped-call]
 
@@ -297,9 +299,9 @@ def in_uncompiled_frame() -> bool:
 
 @contextmanager
 def traced_beside() -> Iterator[None]:
-    """Compile a second graph for one that Dynamo hands over. AOTAutograd leaves a graph's metadata in Dynamo's context for
-    its backward, which it compiles later, and DDP, where it cuts a graph, counts one graph a piece there: so the second has
-    a context of its own."""
+    """Compile a second graph for one that Dynamo hands over. AOTAutograd leaves a graph's metadata in Dynamo's context
+    for its backward, which it compiles later, and DDP, where it cuts a graph, counts one graph a piece there: so the
+    second has a context of its own."""
     from torch._guards import _TLS, TracingContext
 
     context = TracingContext.try_get()

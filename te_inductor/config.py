@@ -103,7 +103,8 @@ def _parse_policy(policy: object) -> tuple[tuple[str | Callable[..., bool], obje
 
 
 def _parse_inductor(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Check the names and types of Inductor's options; torch's own message lists a thousand names and no nearest one."""
+    """Check the names and types of Inductor's options; torch's own message lists a thousand names and no nearest
+    one."""
     if not given:
         return {}
     from torch._inductor import config as inductor

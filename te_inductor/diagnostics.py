@@ -231,16 +231,17 @@ def summary(report: Report) -> str | None:
 def uncompiled(failure: str) -> str:
     """The text of the warning about a graph that Inductor found no place to write the code of."""
     return (
-        "te_inductor: a graph runs uncompiled, as files could not be written; give TORCHINDUCTOR_CACHE_DIR a folder that can"
-        f" be\n{failure}"
+        "te_inductor: a graph runs uncompiled, as files could not be written; give TORCHINDUCTOR_CACHE_DIR a folder"
+        f" that can be\n{failure}"
     )
 
 
 def without_state(fqns: Iterable[str]) -> str:
     """The text of the warning about delayed scaling that is asked to cast and has never seen anything."""
     return (
-        "te_inductor: delayed scaling has seen no step of these sites, and this graph, which runs without gradients, records"
-        f" none, so that the graph casts by each tensor's own amax, as recipe 'current' does, at its price: {_shown(fqns)};"
+        "te_inductor: delayed scaling has seen no step of these sites, and this graph, which runs without gradients,"
+        f" records none, so that the graph casts by each tensor's own amax, as recipe 'current' does, at its price:"
+        f" {_shown(fqns)};"
         " train first, or load what te_inductor.state_dict returned with te_inductor.load_state_dict"
     )
 
@@ -249,23 +250,23 @@ def state_was_lost(fqns: Iterable[str]) -> str:
     """The text of the warning about training that goes on with new scales."""
     return (
         "te_inductor: delayed scaling starts without history at sites whose parameters were trained before, as the"
-        f" optimizer's state tells: {_shown(fqns)}; save te_inductor.state_dict(model) in each checkpoint, and load it with"
-        " te_inductor.load_state_dict(model, state) before training goes on"
+        f" optimizer's state tells: {_shown(fqns)}; save te_inductor.state_dict(model) in each checkpoint, and load it"
+        " with te_inductor.load_state_dict(model, state) before training goes on"
     )
 
 
 def amaxes_stay_local(reason: str) -> str:
     """The text of the warning about ranks that do not reduce the amaxes of delayed scaling together."""
     return (
-        f"te_inductor: amaxes of delayed scaling are not reduced over ranks, as {reason}; each rank scales by its own; pass"
-        " DelayedScaling(reduce_amax=False) where that is meant"
+        f"te_inductor: amaxes of delayed scaling are not reduced over ranks, as {reason}; each rank scales by its own;"
+        " pass DelayedScaling(reduce_amax=False) where that is meant"
     )
 
 
 COMPUTED_AGAIN = (
-    "te_inductor: a checkpoint around a compiled module runs its forward again, which under delayed scaling is another step:"
-    " it records twice, and its gradients are of a forward with the next step's scales; compile what holds the checkpoint,"
-    " and not the module that torch.utils.checkpoint is given, or take a recipe without state"
+    "te_inductor: a checkpoint around a compiled module runs its forward again, which under delayed scaling is another"
+    " step: it records twice, and its gradients are of a forward with the next step's scales; compile what holds the"
+    " checkpoint, and not the module that torch.utils.checkpoint is given, or take a recipe without state"
 )
 
 

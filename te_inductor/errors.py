@@ -28,7 +28,8 @@ class DoubleBackwardError(TEInductorError, RuntimeError):
 
 
 class StateError(TEInductorError, ValueError):
-    """State of delayed scaling that does not fit the model it is loaded into, or that a backward would read too late."""
+    """State of delayed scaling that does not fit the model it is loaded into, or that a backward would read too
+    late."""
 
 
 class MainGradError(TEInductorError, ValueError):
@@ -36,7 +37,8 @@ class MainGradError(TEInductorError, ValueError):
 
 
 class DeferredWgradError(TEInductorError, RuntimeError):
-    """Weight gradients wait for `backward_dw` where an optimizer would miss them, or it was called with something else."""
+    """Weight gradients wait for `backward_dw` where an optimizer would miss them, or it was called with something
+    else."""
 
 
 class StoredWeightError(TEInductorError, RuntimeError):
@@ -44,7 +46,8 @@ class StoredWeightError(TEInductorError, RuntimeError):
 
 
 class FallbackWarning(UserWarning):
-    """Something does not run as asked; the text lists sites by reason. One a graph, and one more if its compile fails."""
+    """Something does not run as asked; the text lists sites by reason. One a graph, and one more if its compile
+    fails."""
 
 
 def unknown(kind: str, found: object, known: Iterable[str]) -> str:

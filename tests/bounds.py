@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from te_inductor.recipes import Gemm
-from te_inductor.runtime import reference
+from tests.oracle import casts
 
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # half a step, relative
 TINY = {torch.float32: 2.0**-150, torch.bfloat16: 2.0**-134, torch.float16: 2.0**-25}  # half a subnormal step
@@ -22,21 +22,20 @@ def gemm_error(
 ) -> Tensor:  # (M, N)
     """The largest error of an fp32 GEMM of low-precision operands.
 
-    A product of two fp8 values (4 bits each) is exact in fp32. Summing K of them in any order rounds at most K - 1 times,
-    each by a relative 2**-24 of a partial sum that is at most S = sum |a||b| [Higham, Accuracy and Stability, eq. 4.4].
-    The scales cost two more roundings; their product may round as a subnormal. Then the result is rounded to
+    A product of two fp8 values (4 bits each) is exact in fp32. Summing K of them in any order rounds at most K - 1
+    times, each by a relative 2**-24 of a partial sum that is at most S = sum |a||b| [Higham, Accuracy and Stability,
+    eq. 4.4]. The scales cost two more roundings; their product may round as a subnormal. Then the result is rounded to
     `out_dtype`, the bias is, and their sum is.
 
     With scales of blocks, applied to operands or to partial sums, each product is rounded at most three times: its two
-    operands (or its partial sum twice) and itself. An operand that is scaled may round as a subnormal, which its partner
-    in the product multiplies. `alpha` multiplies the sum, and rounds once more.
-    """
+    operands (or its partial sum twice) and itself. An operand that is scaled may round as a subnormal, which its
+    partner in the product multiplies. `alpha` multiplies the sum, and rounds once more."""
     u, out = UNIT[torch.float32], UNIT[out_dtype]
     magnitudes, total = magnitudes_of(a, a_scale_inv, b, b_scale_inv, gemm)
     error = (a.shape[1] + 2) * u * total + TINY[torch.float32] * (magnitudes + 1)
     if alpha is not None:
         error = (error + u * (total + error)) * alpha + TINY[torch.float32]
-    result = reference.scaled_mm(a, a_scale_inv, b, b_scale_inv, None, gemm, alpha).abs()
+    result = casts.scaled_mm(a, a_scale_inv, b, b_scale_inv, None, gemm, alpha).abs()
     error = (error + out * (result + error) + TINY[out_dtype]) * (1 + 2**-10)  # second order of K u, K <= 4096
     if bias is None:
         return error
@@ -54,11 +53,11 @@ def magnitudes_of(
 ) -> tuple[Tensor, Tensor]:  # both (M, N)
     """What an absolute error in each scale is multiplied by, and the sum of magnitudes of the scaled products."""
     a, b = a.double().abs(), b.double().abs()
-    total = reference.scaled_mm(a, a_scale_inv, b, b_scale_inv, None, gemm)
+    total = casts.scaled_mm(a, a_scale_inv, b, b_scale_inv, None, gemm)
     if not gemm.blocked:
         return a @ b.t(), total
-    wide_a = reference.dequantize(a, a_scale_inv, gemm.scopes[0]).sum(1)
-    wide_b = reference.dequantize(b, b_scale_inv, gemm.scopes[1]).sum(1)
+    wide_a = casts.dequantize(a, a_scale_inv, gemm.scopes[0]).sum(1)
+    wide_b = casts.dequantize(b, b_scale_inv, gemm.scopes[1]).sum(1)
     return wide_a[:, None] + wide_b[None, :] + a.shape[1], total
 
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from te_inductor.recipes import DelayedScaling
-from te_inductor.runtime import reference
-from te_inductor.runtime.reference import ScalingHistory
 from te_inductor.runtime.state_sites import SLOTS
 from tests.bounds import assert_within, gemm_error, sum_error
+from tests.oracle import casts
+from tests.oracle.casts import ScalingHistory
 
 
 def quantizers(recipe: DelayedScaling) -> dict[str, ScalingHistory]:
@@ -22,8 +22,8 @@ def quantizers(recipe: DelayedScaling) -> dict[str, ScalingHistory]:
 class OracleLayer:
     """The layer's quantizers. `forward` and `backward` record and update, as a training step does.
 
-    `device_error` of a GEMM's result and K is what a device errs beyond `gemm_error`, as a part of the sum of magnitudes.
-    """
+    `device_error` of a GEMM's result and K is what a device errs beyond `gemm_error`, as a part of the sum of
+    magnitudes."""
 
     recipe: DelayedScaling
     device_error: Callable[[str, int], float] = lambda result, k: 0.0
@@ -71,7 +71,7 @@ class OracleLayer:
         }
         row, column = (
             {
-                slot: reference.quantize_known(turn(tensor), scales[slot], getattr(slots, slot))
+                slot: casts.quantize_known(turn(tensor), scales[slot], getattr(slots, slot))
                 for slot, tensor in operands.items()
             }
             for turn in (lambda t: t, lambda t: t.t())
@@ -82,11 +82,11 @@ class OracleLayer:
             "dw": (column["grad_output"], column["input"], None, grads[1]),
         }
         for name, (a, b, added, actual) in products.items():
-            expected = reference.scaled_mm(*a, *b, added)
+            expected = casts.scaled_mm(*a, *b, added)
             finite = expected.isfinite()
             assert torch.equal(actual.isfinite(), finite), f"{name}: not finite in other places"
             error = gemm_error(*a, *b, added, actual.dtype)
-            magnitudes = reference.scaled_mm(a[0].abs(), a[1], b[0].abs(), b[1])
+            magnitudes = casts.scaled_mm(a[0].abs(), a[1], b[0].abs(), b[1])
             error = error + self.device_error(name, a[0].shape[1]) * magnitudes
             assert_within(actual[finite], expected[finite], error[finite], name)
         if bias is not None and dy.isfinite().all():

@@ -1,6 +1,5 @@
-"""The eager reference of a compiled model: the same layers quantized with the same quantizers, by the eager ops, under plain
-autograd. Without code generation a compiled model computes this bit for bit.
-"""
+"""The eager reference of a compiled model: the same layers quantized with the same quantizers, by the eager ops, under
+plain autograd. Without code generation a compiled model computes this bit for bit."""
 
 import copy
 from collections.abc import Mapping
@@ -58,14 +57,14 @@ class _Layer(nn.Module):
 
 
 def quantized(model: nn.Module, *inputs: Any, options: Mapping[str, Any]) -> nn.Module:
-    """A copy of a model of `nn.Linear`s in which those that run in low precision do so eagerly. Delayed scaling is in its
-    first step."""
+    """A copy of a model of `nn.Linear`s in which those that run in low precision do so eagerly. Delayed scaling is in
+    its first step."""
     return quantized_as(explain(model, *inputs, options=options), model, {})
 
 
 def quantized_as(report: Report, model: nn.Module, instances: Mapping[str, Recipe]) -> nn.Module:
-    """The same where `explain` has been asked. `instances` are recipes, by a layer's module path or by the name that the
-    report has, where that is not the recipe of that name."""
+    """The same where `explain` has been asked. `instances` are recipes, by a layer's module path or by the name that
+    the report has, where that is not the recipe of that name."""
     assert report.failure is None, report.failure
     twin = copy.deepcopy(model)
     sites = {site.fqn: site for site in report.sites if site.gemm == "fprop" and site.kernel != "high_precision"}

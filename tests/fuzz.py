@@ -1,5 +1,5 @@
-"""Small random models, programs around them, and the check of one: compiled against the eager reference, bit for bit; code
-that Inductor generated, whose roundings differ, up to the noise of the formats.
+"""Small random models, programs around them, and the check of one: compiled against the eager reference, bit for bit;
+code that Inductor generated, whose roundings differ, up to the noise of the formats.
 
 A case is plain data, so that a failure prints what builds it again: `check(Case(...))` in a test of its own.
 """
@@ -31,7 +31,7 @@ from te_inductor.recipes import (
     QParams,
     Recipe,
 )
-from te_inductor.regions import active
+from te_inductor.recipes.regions import active
 from tests.eager import quantized_as
 from tests.recipes import NAMES
 
@@ -136,8 +136,8 @@ def _in_region(recipe: str | None, steps: nn.Module, x: Tensor) -> Tensor:
 
 
 def _in_amp(steps: nn.Module, x: Tensor) -> Tensor:
-    # Of fp16 torch refuses `cat` there. Traced code has no cache of casts either: a weight's two uses, which share a cast in
-    # the cache, would add their gradients in bf16 in eager code alone.
+    # Of fp16 torch refuses `cat` there. Traced code has no cache of casts either: a weight's two uses, which share a
+    # cast in the cache, would add their gradients in bf16 in eager code alone.
     with torch.autocast("cpu", torch.bfloat16, enabled=x.dtype != torch.float16, cache_enabled=False):
         return steps(x).to(x.dtype)
 
@@ -294,8 +294,8 @@ cases = st.builds(
 
 
 def check(case: Case, generated: bool = False) -> None:
-    """Compiled and eager results of a case agree, bit for bit, or, where code was generated, up to the formats' noise, and
-    no pass of ours failed."""
+    """Compiled and eager results of a case agree, bit for bit, or, where code was generated, up to the formats' noise,
+    and no pass of ours failed."""
     torch._dynamo.reset()
     torch.manual_seed(case.seed)
     dtype = DTYPES[case.dtype]
@@ -330,7 +330,8 @@ def check(case: Case, generated: bool = False) -> None:
         compiled = compile(model)
         # Of delayed scaling the reference is the first step.
         first = any(site.recipe == "delayed" for site in report.sites)
-        # Autograd sees in AOTAutograd's eager graphs, and not in Inductor's, that a backward changes totals and tickets.
+        # Autograd sees in AOTAutograd's eager graphs, and not in Inductor's, that a backward changes totals and
+        # tickets.
         backwards = 1 if first or (case.wgrad != "grad" and not generated) else case.backwards
         expected = _results(eager, x, backwards)
         _compare(expected, _results(compiled, x, backwards), case, report, generated)
@@ -424,16 +425,17 @@ def _eps(case: Case) -> float:
 
 
 def _noise(report: Report, case: Case) -> float:
-    """How far two runs may be apart whose roundings are independent: each low-precision layer adds that of its operands, by
-    half a step of the narrowest element, and the rest rounds to the dtype; where a bias's gradient cancels, plain
-    Inductor was 6e-5 off eager fp32 code."""
+    """How far two runs may be apart whose roundings are independent: each low-precision layer adds that of its
+    operands, by half a step of the narrowest element, and the rest rounds to the dtype; where a bias's gradient
+    cancels, plain Inductor was 6e-5 off eager fp32 code."""
     steps = {"nvfp4": 2.0**-2, "none": 0.0}
     layers = sum(steps.get(site.recipe, 2.0**-3) for site in report.sites if site.kernel != "high_precision")
     return layers + 2.0**-10 + 64 * _eps(case)
 
 
 def _recipes(model: nn.Module, x: Tensor, case: Case) -> dict[str, str]:
-    """Of each layer, by what is in force when it is called: a disabled region, a policy entry, the region, the default."""
+    """Of each layer, by what is in force when it is called: a disabled region, a policy entry, the region, the
+    default."""
     found = {}
 
     def record(path: str):

@@ -30,9 +30,9 @@ def first_to_overflow(forward: Callable[[Tensor], Tensor], module: nn.Module, x:
 
 
 def scales(module: nn.Module, x: Tensor, unit: float, backend: str, options: Any = None) -> list[float]:
-    """The loss scales of a GradScaler over 200 steps on one batch, in every fifth of which the loss is 64 times as large.
-    With `unit` the first factor that overflows in high precision, scales lie half an octave from it, so that no error of a
-    recipe decides whether one does."""
+    """The loss scales of a GradScaler over 200 steps on one batch, in every fifth of which the loss is 64 times as
+    large. With `unit` the first factor that overflows in high precision, scales lie half an octave from it, so that no
+    error of a recipe decides whether one does."""
     forward = torch.compile(module, backend=backend, options=options, fullgraph=True)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
     scaler = torch.amp.GradScaler(x.device.type, init_scale=2.0**17, growth_interval=5)

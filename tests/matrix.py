@@ -2,8 +2,8 @@
 
     python -m tests.matrix [--cell 3.12:2.13.0 …] [--label ''] [arguments of pytest]
 
-Environments are kept in .venv-matrix. torch is its CPU build, whose versions end in "+cpu" where pip is told of an index
-that has them (PIP_EXTRA_INDEX_URL); `--label ''` takes whatever build the index has, on Linux gigabytes of CUDA.
+Environments are kept in .venv-matrix. torch is its CPU build, whose versions end in "+cpu" where pip is told of an
+index that has them (PIP_EXTRA_INDEX_URL); `--label ''` takes whatever build the index has, on Linux gigabytes of CUDA.
 """
 
 import argparse

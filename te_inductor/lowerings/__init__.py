@@ -11,35 +11,35 @@ if not __name__.startswith("te_inductor."):
 def install(fallback: str = "warn") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register every lowering with Inductor, and the FLOPs of ops with torch (importing the modules does it).
 
-    Returns a wrapper for Inductor's compiler of one graph, of a forward, a backward or an inference: during the compile, and
-    only then, our tiles, our kernel class and `few_rows` hold; after it, lowerings that failed are named as `fallback` says.
-    """
+    Returns a wrapper for Inductor's compiler of one graph, of a forward, a backward or an inference: during the
+    compile, and only then, our tiles, our kernel class and `few_rows` hold; after it, lowerings that failed are named
+    as `fallback` says."""
     import torch
     from torch._inductor.codegen.triton import TritonScheduling
     from torch._inductor.virtualized import V
     from torch.utils._triton import has_triton_package
 
-    from te_inductor.lowerings import (  # noqa: F401
+    from te_inductor.lowerings import decode
+    from te_inductor.lowerings.casts import quantize  # noqa: F401
+    from te_inductor.lowerings.codegen.choices import Choices
+    from te_inductor.lowerings.codegen.programmatic_launch import EarlyKernel
+    from te_inductor.lowerings.gemm import (  # noqa: F401
         deferred_wgrads,
-        few_rows,
-        gated_gradients,
+        gated_dgrad,
         main_grads,
         nvfp4_linear,
-        quantize,
         scaled_mm,
     )
-    from te_inductor.lowerings.choices import Choices
-    from te_inductor.lowerings.early_start import EarlyKernel
     from te_inductor.lowerings.registry import compile_guarded
 
     if torch.cuda.is_available() and has_triton_package():
         # Ops that generated code calls, also such as a compile cache returns. NVFP4's come with its weights.
-        from te_inductor.templates.triton import few_queries, fp8_few_rows  # noqa: F401
+        from te_inductor.templates.triton import decode_attention, fp8_small_m  # noqa: F401
 
     def wrap(inner_compile: Callable[..., Any]) -> Callable[..., Any]:
         def compile_graph(*args: Any, **kwargs: Any) -> Any:
             kernels = patch.object(TritonScheduling, "kernel_type", EarlyKernel)
-            with kernels, few_rows.replaced(), V.set_choices_handler(Choices(V.choices)):
+            with kernels, decode.replaced(), V.set_choices_handler(Choices(V.choices)):
                 return compile_guarded(inner_compile, fallback, *args, **kwargs)
 
         return compile_graph

@@ -1,15 +1,14 @@
 """How the package's lowerings reach Inductor, and what happens when one of them fails.
 
-A lowering turns one op of `ops.py` into Inductor IR. It is registered at the first compile, never at import. If it raises,
-the op runs as its eager kernel instead, the next rung of the ladder; the compile says so once.
+A lowering turns one op of `ops.py` into Inductor IR. It is registered at the first compile, never at import. If it
+raises, the op runs as its eager kernel instead, the next rung of the ladder; the compile says so once.
 
 # Note [Lowerings that write]
-A lowering that fails leaves in Inductor's graph what it has done so far. Of an op without side effects that is dead code. Of
-an op that writes it may be a write, and the eager kernel would write again: a gradient would be added twice. Inductor cannot
-take operations back, since their number is part of the names of those that follow, and other tensors may already share
-their buffers. So such a failure ends the compile of that graph, forward or backward, and the graph is compiled once more
-from a copy that was set aside, with the op's eager kernel from the start.
-"""
+A lowering that fails leaves in Inductor's graph what it has done so far. Of an op without side effects that is dead
+code. Of an op that writes it may be a write, and the eager kernel would write again: a gradient would be added twice.
+Inductor cannot take operations back, since their number is part of the names of those that follow, and other tensors
+may already share their buffers. So such a failure ends the compile of that graph, forward or backward, and the graph is
+compiled once more from a copy that was set aside, with the op's eager kernel from the start."""
 
 import copy
 import functools
@@ -93,8 +92,8 @@ def _failures_said(fallback: str) -> Iterator[_Failures]:
 def compile_guarded(
     compile_graph: Callable[..., Any], fallback: str, gm: fx.GraphModule, *args: Any, **kwargs: Any
 ) -> Any:
-    """Compile one graph; again where a lowering of an op that writes has failed: Note [Lowerings that write]. Says which ops
-    run in the eager runtime, as `options["fallback"]` wants it said.
+    """Compile one graph; again where a lowering of an op that writes has failed: Note [Lowerings that write]. Says
+    which ops run in the eager runtime, as `options["fallback"]` wants it said.
 
     Raises:
         FallbackError: with ``fallback="error"``.

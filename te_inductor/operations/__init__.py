@@ -3,11 +3,10 @@
     norm, linear = RMSNorm(1e-6), Linear(recipes.Float8CurrentScaling())
     y = linear(norm(x, gain), weight, bias)
 
-Each is an `Operation` (runtime/operation.py): `compute`, `setup_context` and `backward`. Instances hold constants, tensors
-and parameters are inputs, and a sequence of them is Python's own. High-precision ones call the kernels that plain PyTorch's
-autograd calls, low-precision ones the package's eager ops, so that a sequence has the bits of the graph that the backend
-makes of the same layers, run uncompiled. A gradient of a gradient is refused.
-"""
+Each is an `Operation` (runtime/operation.py): `compute`, `setup_context` and `backward`. Instances hold constants,
+tensors and parameters are inputs, and a sequence of them is Python's own. High-precision ones call the kernels that
+plain PyTorch's autograd calls, low-precision ones the package's eager ops, so that a sequence has the bits of the graph
+that the backend makes of the same layers, run uncompiled. A gradient of a gradient is refused."""
 
 from te_inductor.operations.collectives import AllGather, AllReduce, ReduceScatter
 from te_inductor.operations.elementwise import (

@@ -14,8 +14,8 @@ from te_inductor.runtime.operation import Gradients, Needs, Operation
 
 
 class Linear:
-    """``x @ weight.T + bias``, the operands of all three GEMMs in the low precision of a recipe. Inputs: x (..., K), weight
-    (N, K), bias (N,) or None. The result has the dtype of x.
+    """``x @ weight.T + bias``, the operands of all three GEMMs in the low precision of a recipe. Inputs: x (..., K),
+    weight (N, K), bias (N,) or None. The result has the dtype of x.
 
     Raises:
         RecipeError: the recipe has state (DelayedScaling), or no low precision.
@@ -35,7 +35,8 @@ class Linear:
 
 @dataclass(frozen=True)
 class Quantize(Operation):
-    """The values that the rowwise copy of x (..., C) stands for, in x's dtype; likewise of the gradient; None: as it is."""
+    """The values that the rowwise copy of x (..., C) stands for, in x's dtype; likewise of the gradient; None: as it
+    is."""
 
     quantizer: Quantizer | None
     grad_quantizer: Quantizer | None = None

@@ -39,7 +39,8 @@ class LayerNorm(Operation):
 
 @dataclass(frozen=True)
 class RMSNorm(Operation):
-    """Over the last dimension. Inputs: x (..., N), and gain (N,) or None. The backward computes the forward once more."""
+    """Over the last dimension. Inputs: x (..., N), and gain (N,) or None. The backward computes the forward once
+    more."""
 
     eps: float | None = None  # None: that of x's dtype
 

@@ -1,9 +1,8 @@
 """Recipes: how a linear layer's tensors are stored and multiplied in low precision.
 
 Anywhere a recipe is expected, its name will do: ``"delayed"``, ``"current"``, ``"rowwise"``, ``"block"``, ``"mxfp8"``,
-``"nvfp4"``, ``"nvfp4_weight_only"`` (for `quantize_`), ``"none"`` (leave the site in high precision) or ``"auto"`` (so far
-per-tensor current scaling, on every device).
-"""
+``"nvfp4"``, ``"nvfp4_weight_only"`` (for `quantize_`), ``"none"`` (leave the site in high precision) or ``"auto"`` (so
+far per-tensor current scaling, on every device)."""
 
 from te_inductor.errors import RecipeError, unknown, wrong_type
 from te_inductor.recipes.custom import CustomRecipe

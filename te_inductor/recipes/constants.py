@@ -24,8 +24,8 @@ T = TypeVar("T")
 
 
 class Constant(metaclass=ConstantMeta):  # type: ignore[metaclass]
-    """Base of frozen dataclasses whose fields are bool, int, float, str, None, enum members, tuples, Constants, or plain
-    functions without a closure. Functions are equal where their code is, so that one defined anew is the same."""
+    """Base of frozen dataclasses whose fields are bool, int, float, str, None, enum members, tuples, Constants, or
+    plain functions without a closure. Functions are equal where their code is, so that one defined anew is the same."""
 
     def key(self) -> tuple[Any, ...]:
         """What makes two constants equal, in nested tuples that Python compares without running any Python code."""
@@ -60,7 +60,8 @@ def _comparable(value: object) -> object:
 
 
 def source_name(cls: type) -> str:
-    """The name by which source refers to a class: its module's, its own, and a number where another class has that name.
+    """The name by which source refers to a class: its module's, its own, and a number where another class has that
+    name.
 
     A graph has one namespace for all its constants, so two classes never share a name.
     """
@@ -108,11 +109,12 @@ def _source(value: object, names: dict[str, Any]) -> str:
 
 
 def _digest(function: types.FunctionType) -> str:
-    """Stands for a function's code in cache keys: an edited function is another one. What it calls is not looked into."""
+    """Stands for a function's code in cache keys: an edited function is another one. What it calls is not looked
+    into."""
     if function.__closure__:
         raise RecipeError(
-            f"function {function.__qualname__} closes over {', '.join(function.__code__.co_freevars)}, which no cache key"
-            " holds, expected a function without a closure; make what it needs a default argument or a global"
+            f"function {function.__qualname__} closes over {', '.join(function.__code__.co_freevars)}, which no cache"
+            " key holds, expected a function without a closure; make what it needs a default argument or a global"
         )
     name = function.__qualname__
     defaults = [_exact(value, name) for value in function.__defaults__ or ()]

@@ -22,15 +22,15 @@ _GEMMS = {
 class CustomRecipe(Recipe):
     """Low precision as a user's function says: ``factory(slot, module)`` for each slot of each linear layer.
 
-    `slot` is a tensor, ``"input"``, ``"weight"`` or ``"grad_output"``, for which the factory returns a `Quantizer`, or a
-    GEMM, ``"fprop"``, ``"dgrad"`` or ``"wgrad"``, for which it returns `MMParams`; None is what Float8CurrentScaling has
-    there (Float8BlockScaling, for a GEMM of operands with scales of blocks). `module` is the layer's module path, as in
-    `model.named_modules()`. The factory is called while a graph is compiled, and
-    stands in the compile caches' keys by its code and default arguments: it has to be a plain function without a closure
-    that returns the same for the same arguments. Leave a layer in high precision by policy, not here.
+    `slot` is a tensor, ``"input"``, ``"weight"`` or ``"grad_output"``, for which the factory returns a `Quantizer`, or
+    a GEMM, ``"fprop"``, ``"dgrad"`` or ``"wgrad"``, for which it returns `MMParams`; None is what Float8CurrentScaling
+    has there (Float8BlockScaling, for a GEMM of operands with scales of blocks). `module` is the layer's module path,
+    as in `model.named_modules()`. The factory is called while a graph is compiled, and stands in the compile caches'
+    keys by its code and default arguments: it has to be a plain function without a closure that returns the same for
+    the same arguments. Leave a layer in high precision by policy, not here.
 
-    TransformerEngine's CustomRecipe has a factory of quantizer objects with kernels of their own; here it chooses among the
-    quantizers that there are.
+    TransformerEngine's CustomRecipe has a factory of quantizer objects with kernels of their own; here it chooses among
+    the quantizers that there are.
 
     Raises:
         RecipeError: no plain function; or, when compiled, what the factory raised, returned, or combined in one GEMM.
@@ -66,7 +66,8 @@ class CustomRecipe(Recipe):
             made = self.factory(slot, module)
         except Exception as error:
             raise RecipeError(
-                f"CustomRecipe's factory raised {type(error).__name__} for slot {slot!r} of {module or '(root)'}: {error}"
+                f"CustomRecipe's factory raised {type(error).__name__} for slot {slot!r} of {module or '(root)'}:"
+                f" {error}"
             ) from error
         if made is None:
             return default
@@ -92,6 +93,6 @@ def _check_operands(what: str, a: Quantizer, b: Quantizer) -> None:
 def _check_accumulation(what: str, gemm: Gemm) -> None:
     if gemm.blocked and gemm.fast_accum:
         raise RecipeError(
-            f"{what}: use_split_accumulator=False, expected True: block scales are applied where partial sums are promoted"
-            " to fp32"
+            f"{what}: use_split_accumulator=False, expected True: block scales are applied where partial sums are"
+            " promoted to fp32"
         )

@@ -16,10 +16,10 @@ AMAX_ALGORITHMS = ("max", "most_recent")
 class DelayedScaling(Recipe):
     """FP8 with one scale a tensor, known before the tensor is: it follows from the largest amax of the last steps.
 
-    A step casts with the scales known when its forward began, and records its own amaxes; forward scales are updated when
-    the forward ends, gradient scales when the backward ends. Under `torch.no_grad` nothing is recorded or updated. A
-    step in which some scale has no history yet casts by each tensor's own amax. State belongs to the weight's parameter;
-    `te_inductor.state_dict` and `load_state_dict` carry it.
+    A step casts with the scales known when its forward began, and records its own amaxes; forward scales are updated
+    when the forward ends, gradient scales when the backward ends. Under `torch.no_grad` nothing is recorded or updated.
+    A step in which some scale has no history yet casts by each tensor's own amax. State belongs to the weight's
+    parameter; `te_inductor.state_dict` and `load_state_dict` carry it.
 
     Names, fields and defaults are TransformerEngine's. `amax_compute_algo` may be a function of the history,
     (amax_history_len, tensors) with this step's amaxes in row 0, that returns (tensors,) amaxes;

@@ -42,7 +42,8 @@ class Element:
 E4M3 = Element("e4m3", torch.float8_e4m3fn, max=448.0, mantissa_bits=3, min_exponent=-6)
 E5M2 = Element("e5m2", torch.float8_e5m2, max=57344.0, mantissa_bits=2, min_exponent=-14)
 # OCP Microscaling Formats Specification, revision 1.0, table 2: magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6, neither infinity
-# nor NaN. torch.float4_e2m1fn_x2 has no arithmetic and no kernels yet: bytes, viewed as that dtype where a library asks.
+# nor NaN. torch.float4_e2m1fn_x2 has no arithmetic and no kernels yet: bytes, viewed as that dtype where a library
+# asks.
 E2M1 = Element("e2m1", torch.uint8, max=6.0, mantissa_bits=1, min_exponent=0, packed=2, viewed=torch.float4_e2m1fn_x2)
 
 ELEMENTS = {element.name: element for element in (E4M3, E5M2, E2M1)}
@@ -70,8 +71,8 @@ E8M0 = ScaleFormat("e8m0", torch.uint8, viewed=torch.float8_e8m0fnu)
 # E4M3 values it has 6 significant bits, and lies between 2**-10 and 2688, or is 0.
 TWO_LEVEL = ScaleFormat(E4M3.name, E4M3.dtype)
 
-# The random Hadamard transform of NVFP4: 16 values along the contraction times these signs, times the Sylvester-Hadamard
-# matrix of that size over 4. The signs are TransformerEngine's.
+# The random Hadamard transform of NVFP4: 16 values along the contraction times these signs, times the
+# Sylvester-Hadamard matrix of that size over 4. The signs are TransformerEngine's.
 HADAMARD_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 HADAMARD = len(HADAMARD_SIGNS)
 
@@ -82,13 +83,14 @@ ALIGNMENT = 16
 
 FP16_OVERFLOW = 65520.0  # what is rounded to fp16 is infinite from here on
 
-# How sizes are divided; of Inductor's symbols `FloorDiv`, as their own `//` makes a fraction, which torch takes for no size
-# that it knows.
+# How sizes are divided; of Inductor's symbols `FloorDiv`, as their own `//` makes a fraction, which torch takes for no
+# size that it knows.
 Division = Callable[[int, int], int]
 
 
 def padded(size: int, alignment: int = ALIGNMENT, *, floordiv: Division = operator.floordiv) -> int:
-    """`size` rounded up to a multiple of `alignment`; works on symbolic sizes, and leaves known multiples as they are."""
+    """`size` rounded up to a multiple of `alignment`; works on symbolic sizes, and leaves known multiples as they
+    are."""
     return floordiv(size + alignment - 1, alignment) * alignment
 
 
@@ -96,11 +98,10 @@ def padded(size: int, alignment: int = ALIGNMENT, *, floordiv: Division = operat
 class Scope:
     """Which elements of an (R, C) tensor share one scale: those of a block of it. A GEMM contracts C.
 
-    Blocks at the edge may be cut off: the rest of them is zeros. Scales are stored () of the tensor, (R, 1) of its rows. Of
-    blocks they are a matrix (R/rows, C/columns), where `row_last` its transpose, so that those of all rows lie beside each
-    other; it is stored in one dimension, row by row. With two, torch would compile an R or C of one block apart from those
-    of several: it guards on each size that may be 1.
-    """
+    Blocks at the edge may be cut off: the rest of them is zeros. Scales are stored () of the tensor, (R, 1) of its
+    rows. Of blocks they are a matrix (R/rows, C/columns), where `row_last` its transpose, so that those of all rows lie
+    beside each other; it is stored in one dimension, row by row. With two, torch would compile an R or C of one block
+    apart from those of several: it guards on each size that may be 1."""
 
     name: str
     block: tuple[int, int]  # its rows and columns; 0: all there are

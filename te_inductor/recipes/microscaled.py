@@ -13,12 +13,12 @@ _BACKWARD = "the backward runs in the recipe's precision"
 
 @constant
 class MXFP8BlockScaling(Recipe):
-    """MXFP8: one scale, a power of two, for 32 elements along the contraction. Emulated where no tensor core applies them.
+    """MXFP8: one scale, a power of two, for 32 elements along the contraction. Emulated where no tensor core applies
+    them.
 
-    Names, fields and defaults are TransformerEngine's, which ignores `margin`; here it is refused, and so are overrides of
-    the backward and attention in FP8. `enable_2d_quantization` gives weights one scale for 32 x 32, so that both of their
-    copies hold the same values.
-    """
+    Names, fields and defaults are TransformerEngine's, which ignores `margin`; here it is refused, and so are overrides
+    of the backward and attention in FP8. `enable_2d_quantization` gives weights one scale for 32 x 32, so that both of
+    their copies hold the same values."""
 
     name: ClassVar[str] = "mxfp8"
 
@@ -54,18 +54,17 @@ class MXFP8BlockScaling(Recipe):
 
 @constant
 class NVFP4BlockScaling(Recipe):
-    """NVFP4: 4-bit elements, an E4M3 scale for 16 of them along the contraction, an fp32 factor for the tensor. Emulated
-    where no tensor core applies them.
+    """NVFP4: 4-bit elements, an E4M3 scale for 16 of them along the contraction, an fp32 factor for the tensor.
+    Emulated where no tensor core applies them.
 
-    Three measures make training with it possible. Weights have one scale for 16 x 16, so that both of their copies hold the
-    same values. Operands of wgrad go through a random Hadamard transform along the contraction, which spreads outliers
-    over 16 values and cancels in the product. Gradients are rounded stochastically, so that their mean is right; the bits
-    follow from torch's seed. Each can be turned off.
+    Three measures make training with it possible. Weights have one scale for 16 x 16, so that both of their copies hold
+    the same values. Operands of wgrad go through a random Hadamard transform along the contraction, which spreads
+    outliers over 16 values and cancels in the product. Gradients are rounded stochastically, so that their mean is
+    right; the bits follow from torch's seed. Each can be turned off.
 
     Names, fields and defaults are TransformerEngine's, whose environment variables are not read. What is in it for
-    post-training (`row_scaled_activation`, `nvfp4_4over6` and its two options), other formats, attention and overrides of
-    the backward are refused.
-    """
+    post-training (`row_scaled_activation`, `nvfp4_4over6` and its two options), other formats, attention and overrides
+    of the backward are refused."""
 
     name: ClassVar[str] = "nvfp4"
 

@@ -14,11 +14,11 @@ from te_inductor.recipes.formats import ELEMENTS, SCOPES, Division, Element, Sco
 class Quantizer(Constant):
     """One scale for what a `Scope` says shares one, from the amax of those same values ("current" scaling).
 
-    A copy is scaled along its own rows, and both copies of a tensor are cast from high precision: the columnwise copy of
-    an (R, C) tensor has C rows, hence C scales, or C for each block of 128 of R.
+    A copy is scaled along its own rows, and both copies of a tensor are cast from high precision: the columnwise copy
+    of an (R, C) tensor has C rows, hence C scales, or C for each block of 128 of R.
 
-    Invariant: ``x ~= data.float() * expand(scale_inv)``, off by at most half a step of `element` where nothing saturates;
-    times ``amax / (6 * 448)`` where scales have two levels.
+    Invariant: ``x ~= data.float() * expand(scale_inv)``, off by at most half a step of `element` where nothing
+    saturates; times ``amax / (6 * 448)`` where scales have two levels.
 
     Source of the arithmetic: TransformerEngine, common/recipe/recipe_common.cuh, common/util/ptx.cuh,
     common/cast/nvfp4/core_nvfp4.cuh; docs/numerics.md states it.
@@ -43,8 +43,8 @@ class Quantizer(Constant):
             raise RecipeError(f"hadamard or stochastic with scope {self.scope!r}, expected 1x16, NVFP4's")
         if self.granularity.microscaled and (self.amax_epsilon or self.power_2_scale):
             raise RecipeError(
-                f"amax_epsilon or power_2_scale with scope {self.scope!r}, expected neither: its format says how an amax"
-                " becomes a scale"
+                f"amax_epsilon or power_2_scale with scope {self.scope!r}, expected neither: its format says how an"
+                " amax becomes a scale"
             )
 
     @property

@@ -24,8 +24,8 @@ class Slots(Constant):
         if self.weight.hadamard or self.input.hadamard != self.grad_output.hadamard:
             given = ", ".join(f"{name} {getattr(self, name).hadamard}" for name in ("input", "weight", "grad_output"))
             raise RecipeError(
-                f"hadamard is set for {given}, expected input and grad_output alike and no weight: the transform cancels in"
-                " wgrad alone"
+                f"hadamard is set for {given}, expected input and grad_output alike and no weight: the transform"
+                " cancels in wgrad alone"
             )
         if self.input.stochastic or self.weight.stochastic:
             raise RecipeError(
@@ -142,9 +142,9 @@ class Float8RowwiseScaling(Recipe):
 class Float8BlockScaling(Recipe):
     """FP8 with one scale a block of 128 elements along the contraction (dimension 1) or of 128 x 128 (dimension 2).
 
-    Name, fields and defaults are TransformerEngine's, and so is what is refused: no GEMM library multiplies two operands
-    with 128 x 128 blocks, and scales that change along the contraction need the promotion to fp32 between blocks.
-    """
+    Name, fields and defaults are TransformerEngine's, and so is what is refused: no GEMM library multiplies two
+    operands with 128 x 128 blocks, and scales that change along the contraction need the promotion to fp32 between
+    blocks."""
 
     name: ClassVar[str] = "block"
 
@@ -172,14 +172,14 @@ class Float8BlockScaling(Recipe):
         square = [name for name, dim in dims.items() if dim == 2]
         if len(square) > 1:
             raise RecipeError(
-                f"Float8BlockScaling: {' and '.join(square)} are 2, expected at most one of them, as no library multiplies "
-                f"two operands with 128 x 128 blocks; set {square[0]}=1"
+                f"Float8BlockScaling: {' and '.join(square)} are 2, expected at most one of them, as no library"
+                f" multiplies two operands with 128 x 128 blocks; set {square[0]}=1"
             )
         for name in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):
             if not getattr(self, name).use_split_accumulator:
                 raise RecipeError(
-                    f"Float8BlockScaling.{name} has use_split_accumulator=False, expected True: block scales are applied "
-                    "where partial sums are promoted to fp32; leave the field out"
+                    f"Float8BlockScaling.{name} has use_split_accumulator=False, expected True: block scales are"
+                    " applied where partial sums are promoted to fp32; leave the field out"
                 )
 
     def slots(self) -> Slots:

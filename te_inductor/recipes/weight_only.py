@@ -15,10 +15,9 @@ class NVFP4WeightOnly(Recipe):
 
     `te_inductor.quantize_` stores the weights; a layer whose weight is not stored so stays in high precision.
 
-    `prefill` says what large batches do on a GPU with FP8 GEMMs: "fp8" casts the stored weight once more, to E4M3 with one
-    scale a row, and the activations likewise, which is faster than bf16 and adds FP8's noise to NVFP4's; "exact" multiplies
-    the stored values in the activations' dtype.
-    """
+    `prefill` says what large batches do on a GPU with FP8 GEMMs: "fp8" casts the stored weight once more, to E4M3 with
+    one scale a row, and the activations likewise, which is faster than bf16 and adds FP8's noise to NVFP4's; "exact"
+    multiplies the stored values in the activations' dtype."""
 
     name: ClassVar[str] = "nvfp4_weight_only"
     of_stored_weights: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""What runs outside generated code: the eager kernels of the op set, and the float64 oracle they are held to."""
+"""What runs outside generated code: the eager kernels of the op set."""
 
 if not __name__.startswith("te_inductor."):
     raise ImportError(f"{__name__!r} is a folder of te_inductor, import te_inductor.runtime")

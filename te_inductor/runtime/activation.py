@@ -20,8 +20,8 @@ OPS = {
     "tanh": aten.tanh.default,
     "sigmoid": aten.sigmoid.default,
 }
-# The name of one of OPS, and its operands: an int is an earlier value, 0 what comes in and n the result of step n; a float
-# is a number.
+# The name of one of OPS, and its operands: an int is an earlier value, 0 what comes in and n the result of step n; a
+# float is a number.
 Step = tuple[str | int | float, ...]
 
 
@@ -38,8 +38,8 @@ class Activation(Constant):
 
 @constant
 class Gating(Constant):
-    """Two functions of three fp32 numbers: the gradients of a gated activation's inputs, ``act(gate) * up``, of that of its
-    output (value 0), of gate and of up (1 and 2); the first step's result is value 3."""
+    """Two functions of three fp32 numbers: the gradients of a gated activation's inputs, ``act(gate) * up``, of that of
+    its output (value 0), of gate and of up (1 and 2); the first step's result is value 3."""
 
     steps: tuple[Step, ...]
     results: tuple[int, int]  # which values they are

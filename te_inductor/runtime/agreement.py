@@ -1,10 +1,10 @@
 """Whether all ranks reduce the amaxes of a graph together.
 
 # Note [Ranks that agree]
-A graph reduces its amaxes over ranks only where each rank runs a graph with the same quantizers, at the same time. Otherwise
-ranks would take each other's values, or wait for each other for ever. Nobody knows beforehand: stages of a pipeline have
-other layers, or equal ones that run one after another. So ranks ask before the first call of a graph, by the key-value store
-of the default process group and not by a collective, which itself could wait for ever:
+A graph reduces its amaxes over ranks only where each rank runs a graph with the same quantizers, at the same time.
+Otherwise ranks would take each other's values, or wait for each other for ever. Nobody knows beforehand: stages of a
+pipeline have other layers, or equal ones that run one after another. So ranks ask before the first call of a graph, by
+the key-value store of the default process group and not by a collective, which itself could wait for ever:
 
 1. An agreement has a name, a digest of the recipe and of the graph's quantizers in order. A rank says that it compiles such
    a graph, and later that it has come to the first call, where it waits.
@@ -14,9 +14,8 @@ of the default process group and not by a collective, which itself could wait fo
 3. The first proposal wins, by one `compare_set`, so that all ranks read the same decision. It never changes: it is known
    before a CUDA graph is captured.
 
-After a wait in vain this rank waits no more for ranks that have not begun. After a yes, ranks that do not call the graph
-equally often wait for each other in the collective, as they would in those of DDP.
-"""
+After a wait in vain this rank waits no more for ranks that have not begun. After a yes, ranks that do not call the
+graph equally often wait for each other in the collective, as they would in those of DDP."""
 
 import hashlib
 import threading
@@ -74,8 +73,8 @@ def withdraw(name: str) -> None:
 
 
 def settle(names: Sequence[str], fallback: str) -> None:
-    """Before a call of a graph: at the first one, decide with all ranks whether it reduces amaxes. Say so where it does not:
-    once a process group, or as an error at each call.
+    """Before a call of a graph: at the first one, decide with all ranks whether it reduces amaxes. Say so where it does
+    not: once a process group, or as an error at each call.
 
     Raises:
         FallbackError: with ``fallback="error"``, where ranks do not agree.

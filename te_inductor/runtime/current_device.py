@@ -1,8 +1,7 @@
 """Kernels of ours run on the device that their tensors are on, whichever device is current.
 
-Triton launches on the current device and its current stream. PyTorch's own ops look at their tensors instead, and so does
-code that Inductor generates, but not the ops of ours that it calls, nor eager code.
-"""
+Triton launches on the current device and its current stream. PyTorch's own ops look at their tensors instead, and so
+does code that Inductor generates, but not the ops of ours that it calls, nor eager code."""
 
 import functools
 from collections.abc import Callable

@@ -3,19 +3,18 @@
 # Note [Weight gradients that wait]
 With ``options={"wgrad": "deferred"}`` a compiled backward computes dgrad, and leaves what wgrad needs, the columnwise
 copies of dy and x, with the parameter. `backward_dw` multiplies them and adds the product to ``parameter.main_grad``
-where there is one, else to ``parameter.grad``: what the backward would have left there, later. So a pipeline sends dx on
-first, and fills its bubbles with wgrads.
+where there is one, else to ``parameter.grad``: what the backward would have left there, later. So a pipeline sends dx
+on first, and fills its bubbles with wgrads.
 
 The op `defer_wgrad` keeps tensors that the graph's code made. Inductor knows nothing of that and would write other
-tensors in their memory; its lowering (lowerings/deferred_wgrads.py) forbids it, and the op's eager kernel copies them. In
-a CUDA graph's memory the next replay writes, whatever anyone forbids, so there sites are refused.
+tensors in their memory; its lowering (lowerings/gemm/deferred_wgrads.py) forbids it, and the op's eager kernel copies
+them. In a CUDA graph's memory the next replay writes, whatever anyone forbids, so there sites are refused.
 
 A graph knows a parameter by its ticket, a number that is an input like `main_grad`. It is a tensor that the op says it
 changes, which keeps the op in the graph, and in its place among others.
 
-Who forgets the call has no gradients, and would not know. So while products wait, `step` of an optimizer that has one of
-their parameters is an error.
-"""
+Who forgets the call has no gradients, and would not know. So while products wait, `step` of an optimizer that has one
+of their parameters is an error."""
 
 import itertools
 import weakref
@@ -113,8 +112,8 @@ def defer_wgrad(
 
 
 def _is_accumulated(parameter: Tensor | None) -> bool:
-    """Whether the backward that runs leaves gradients with the parameter: that of torch.autograd.grad does not, and one that
-    is given `inputs` does with those."""
+    """Whether the backward that runs leaves gradients with the parameter: that of torch.autograd.grad does not, and one
+    that is given `inputs` does with those."""
     if parameter is None or not parameter.requires_grad:
         return False
     if torch._C._current_graph_task_id() < 0:
@@ -127,9 +126,9 @@ def _is_accumulated(parameter: Tensor | None) -> bool:
 
 @torch.no_grad()
 def backward_dw(model: nn.Module | None = None, *, backwards: int | None = None) -> int:
-    """Run the weight gradients that ``options={"wgrad": "deferred"}`` left, oldest first, and add each to its parameter's
-    `main_grad` where there is one, else to its `grad`. No hooks run here: those on the gradient ran in the backward, and saw
-    none.
+    """Run the weight gradients that ``options={"wgrad": "deferred"}`` left, oldest first, and add each to its
+    parameter's `main_grad` where there is one, else to its `grad`. No hooks run here: those on the gradient ran in the
+    backward, and saw none.
 
     Args:
         model: whose parameters' alone; None: all that wait.

@@ -1,8 +1,9 @@
 """Delayed scaling on real tensors: the scale of a tensor follows from the amaxes of earlier steps.
 
-State of one quantizer, all fp32 (`runtime/state.py` keeps it): `scale` (), the factor before the cast; `history` (H,), the
-amaxes of the last H - 1 steps, newest last, behind slot 0, which is zero between steps; `amax` (), the largest magnitude
-recorded since the last update. TransformerEngine keeps `amax` in slot 0; apart, a kernel can reach it without the rest.
+State of one quantizer, all fp32 (`runtime/state.py` keeps it): `scale` (), the factor before the cast; `history` (H,),
+the amaxes of the last H - 1 steps, newest last, behind slot 0, which is zero between steps; `amax` (), the largest
+magnitude recorded since the last update. TransformerEngine keeps `amax` in slot 0; apart, a kernel can reach it without
+the rest.
 
 Source: TransformerEngine, pytorch/quantization.py, common/recipe/delayed_scaling.cu; docs/numerics.md states it.
 """
@@ -22,7 +23,8 @@ FP32_MAX = torch.finfo(torch.float32).max
 
 
 def read_scales(scales: list[Tensor]) -> list[Tensor]:
-    """Copies of all scales, then of all their reciprocals: what one step computes with, whatever happens to the state."""
+    """Copies of all scales, then of all their reciprocals: what one step computes with, whatever happens to the
+    state."""
     return [*torch._foreach_mul(scales, 1.0), *torch._foreach_reciprocal(scales)]
 
 
@@ -75,8 +77,8 @@ def scale_of(
 
 
 def _unseen(state: Tensor) -> Tensor:
-    """The same memory, so that autograd does not see it change: the backwards of two microbatches each hold the gradients'
-    state, and the first one's update must not invalidate the second."""
+    """The same memory, so that autograd does not see it change: the backwards of two microbatches each hold the
+    gradients' state, and the first one's update must not invalidate the second."""
     return state.data
 
 
@@ -114,5 +116,6 @@ def check_functions(recipe: DelayedScaling, device: torch.device) -> None:
         if found.shape != (tensors,) or not found.is_floating_point() or found.device != amax.device:
             raise RecipeError(
                 f"{what} returned shape {tuple(found.shape)}, {found.dtype}, on {found.device} for {tensors} tensors,"
-                f" expected floating point of shape ({tensors},) on {amax.device}; histories are (amax_history_len, tensors)"
+                f" expected floating point of shape ({tensors},) on {amax.device}; histories are (amax_history_len,"
+                " tensors)"
             )

@@ -17,12 +17,13 @@ from te_inductor.runtime.philox import random_bits
 
 # Clearing the mantissa of a positive fp32 value rounds it down to a power of two.
 EXPONENT_MASK = 0x7F800000
-# The only output that torch._scaled_mm gives of operands with a scale a row, on every device (aten/.../ScaledBlas.cpp, torch
-# 2.11 to 2.13: fp32 and fp16 depend on the release, cuBLAS and the GPU). For another, the GEMM runs with scales of 1 into
-# fp32 and the scales are multiplied there: one more pass over the output, which Inductor fuses with its reader, and no
-# rounding to bf16 on the way.
+# The only output that torch._scaled_mm gives of operands with a scale a row, on every device (aten/.../ScaledBlas.cpp,
+# torch 2.11 to 2.13: fp32 and fp16 depend on the release, cuBLAS and the GPU). For another, the GEMM runs with scales
+# of 1 into fp32 and the scales are multiplied there: one more pass over the output, which Inductor fuses with its
+# reader, and no rounding to bf16 on the way.
 ROW_SCALED_OUTPUT = torch.bfloat16
-# cuBLASLt reads scales of blocks in units of 16 bytes: four rows of blocks of one row, four blocks along K of square ones.
+# cuBLASLt reads scales of blocks in units of 16 bytes: four rows of blocks of one row, four blocks along K of square
+# ones.
 BLOCK_SCALES = 4
 
 
@@ -39,8 +40,8 @@ def encode_scale(amax: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Tens
 
 
 def cast(x: Tensor, scale: Tensor, quantizer: Quantizer) -> Tensor:
-    """Round ``x * scale`` to the element, to nearest even. Finite values saturate; an infinity becomes NaN, as NaN stays:
-    Note [Overflow stays visible] in lowerings/values.py."""
+    """Round ``x * scale`` to the element, to nearest even. Finite values saturate; an infinity becomes NaN, as NaN
+    stays: Note [Overflow stays visible] in lowerings/casts/values.py."""
     limit = quantizer.format.max
     product = (x.float() * scale).clamp(-limit, limit)
     return torch.where(x.isinf(), torch.nan, product).to(quantizer.format.dtype)
@@ -228,7 +229,8 @@ def _block_operand(x: Tensor, scale: Tensor, scope: Scope, alignment: int) -> tu
     contiguous, or (R/128, K/128)."""
     whole = _pad_rows(x, alignment)
     matrix = scope.scale_matrix(*x.shape)
-    # Where four do not divide K/128, PyTorch's versions disagree on the stride of square blocks' scales, and one is wrong.
+    # Where four do not divide K/128, PyTorch's versions disagree on the stride of square blocks' scales, and one is
+    # wrong.
     if not scope.row_last and matrix[1] % BLOCK_SCALES == 0:
         return whole, scale.view(matrix)
     missing = whole.shape[0] - x.shape[0]

@@ -25,6 +25,6 @@ class GradientInputs:
     examples: list[Tensor] = field(default_factory=list)  # fake tensors, one an input
 
     def of(self, inputs: Sequence[Any]) -> list[Tensor]:
-        """What a call with these inputs takes besides: the same memory with a version counter of the call's own, so that no
-        backward minds that another one, or the user, has written there since its forward."""
+        """What a call with these inputs takes besides: the same memory with a version counter of the call's own, so
+        that no backward minds that another one, or the user, has written there since its forward."""
         return [self.takers.of(inputs[place]).data for place in self.parameters] if self.takers else []

@@ -2,11 +2,10 @@
 
 # Note [Gradients that are added in the backward]
 With ``options={"wgrad": "main_grad"}`` a weight's gradient leaves its GEMM in fp32 and is added to
-``parameter.main_grad``; autograd gets none, so that `parameter.grad` stays as it was, and hooks run and see no gradient.
-Over several microbatches nothing is rounded to the parameter's dtype on the way, and no gradient in it is kept. Who
-owns a `main_grad` zeroes it, at any time but during a backward. Where the parameter has `grad_added_to_main_grad`, by
-which Megatron's hooks know, a forward that will have a backward sets it.
-"""
+``parameter.main_grad``; autograd gets none, so that `parameter.grad` stays as it was, and hooks run and see no
+gradient. Over several microbatches nothing is rounded to the parameter's dtype on the way, and no gradient in it is
+kept. Who owns a `main_grad` zeroes it, at any time but during a backward. Where the parameter has
+`grad_added_to_main_grad`, by which Megatron's hooks know, a forward that will have a backward sets it."""
 
 import torch
 from torch import Tensor
@@ -24,7 +23,8 @@ def checked(parameter: Tensor) -> Tensor:
     total = getattr(parameter, "main_grad", None)
     if not isinstance(total, Tensor):
         raise MainGradError(
-            f"a parameter of shape {tuple(parameter.shape)} has lost its main_grad, expected the fp32 tensor that it had"
+            f"a parameter of shape {tuple(parameter.shape)} has lost its main_grad, expected the fp32 tensor that it"
+            " had"
             ' when it was compiled; set it, or compile with options={"wgrad": "grad"}'
         )
     fits = total.shape == parameter.shape and total.device == parameter.device and total.is_contiguous()

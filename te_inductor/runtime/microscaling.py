@@ -1,13 +1,13 @@
 """MXFP8 and NVFP4 in plain torch: scales of E8M0 and of two levels, E2M1 values two a byte. Mirrored by
-`lowerings/microscaling.py`.
+`lowerings/casts/microscaling.py`.
 
 # Note [Emulated GEMMs]
-Where no tensor core multiplies MXFP8 or NVFP4, a GEMM multiplies what the operands stand for, in bf16 on CUDA and in fp32
-on CPU, and sums in fp32. That is the format's own product but for the order of the sum: an E2M1 value times an E4M3 scale
-has at most 6 significant bits, an FP8 value times a power of two at most 4, and bf16 holds 8. Its range ends at 2**-133 and
-2**128: what of MXFP8 lies below is rounded there (blocks with an amax below 2**-102 may hold some), and a value that the
-cast rounded up to 2**128 is infinite. The fp32 factors of two-level scales stay out of the operands: `alpha` multiplies the
-sum.
+Where no tensor core multiplies MXFP8 or NVFP4, a GEMM multiplies what the operands stand for, in bf16 on CUDA and in
+fp32 on CPU, and sums in fp32. That is the format's own product but for the order of the sum: an E2M1 value times an
+E4M3 scale has at most 6 significant bits, an FP8 value times a power of two at most 4, and bf16 holds 8. Its range ends
+at 2**-133 and 2**128: what of MXFP8 lies below is rounded there (blocks with an amax below 2**-102 may hold some), and
+a value that the cast rounded up to 2**128 is infinite. The fp32 factors of two-level scales stay out of the operands:
+`alpha` multiplies the sum.
 
 Source: TransformerEngine, common/util/ptx.cuh (float_to_e8m0, exp2f_rcp), common/cast/nvfp4/core_nvfp4.cuh.
 """
@@ -41,7 +41,8 @@ ALPHA = reciprocal(TWO_LEVEL_MAX**2)
 
 
 def encode(amax: Tensor, quantizer: Quantizer, tensor_amax: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Of blocks with these amaxes (fp32): the factors that values are multiplied with before the cast, and scale_inv."""
+    """Of blocks with these amaxes (fp32): the factors that values are multiplied with before the cast, and
+    scale_inv."""
     if quantizer.granularity.scale is E8M0:
         code = e8m0_code(amax * reciprocal(quantizer.format.max))
         return _e8m0_reciprocal(code), code.to(torch.uint8)
@@ -50,8 +51,8 @@ def encode(amax: Tensor, quantizer: Quantizer, tensor_amax: Tensor | None) -> tu
 
 
 def e8m0_code(value: Tensor) -> Tensor:
-    """The smallest power of two that is no smaller than each value (fp32, not negative), as int32 codes; NaN and infinity
-    have theirs."""
+    """The smallest power of two that is no smaller than each value (fp32, not negative), as int32 codes; NaN and
+    infinity have theirs."""
     bits = value.view(torch.int32)
     up = ((bits & 0x7FFFFF) != 0) & (bits > SMALLEST_BITS)
     code = (bits >> 23) + up.to(torch.int32)
@@ -87,8 +88,8 @@ def _two_level(amax: Tensor, tensor_amax: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def cast_e2m1(value: Tensor, bits: Tensor | None = None) -> Tensor:
-    """Codes (uint8, one a byte) of fp32 values, rounded to nearest, ties to even, or as random `bits` say; saturates; NaN
-    becomes 6, as CUDA's cvt.rn.satfinite.e2m1x2 has it."""
+    """Codes (uint8, one a byte) of fp32 values, rounded to nearest, ties to even, or as random `bits` say; saturates;
+    NaN becomes 6, as CUDA's cvt.rn.satfinite.e2m1x2 has it."""
     magnitude = value.abs()
     code = _nearest(magnitude) if bits is None else _stochastic(magnitude, bits)
     sign = value.signbit() & ~value.isnan()
@@ -104,7 +105,8 @@ def _nearest(magnitude: Tensor) -> Tensor:
 
 
 def _stochastic(magnitude: Tensor, bits: Tensor) -> Tensor:
-    """Up with a probability of the distance from the lower neighbour, in units of their distance, rounded up to 2**-24."""
+    """Up with a probability of the distance from the lower neighbour, in units of their distance, rounded up to
+    2**-24."""
     magnitude = torch.where(magnitude <= E2M1.max, magnitude, E2M1.max)  # NaN too
     base = 2 * ((magnitude >= 2).to(torch.uint8) + (magnitude >= 4).to(torch.uint8))
     steps = torch.where(magnitude < 2, 2 * magnitude, torch.where(magnitude < 4, magnitude, magnitude / 2))
@@ -120,7 +122,8 @@ THRESHOLDS = ((0.25, True), (0.75, False), (1.25, True), (1.75, False), (2.5, Tr
 def hadamard(
     x: Tensor,  # (R, C)
 ) -> Tensor:  # (R, C padded to 16) bf16
-    """The random Hadamard transform of each 16 values of a row: fp32 sums in the order of a butterfly, first neighbours."""
+    """The random Hadamard transform of each 16 values of a row: fp32 sums in the order of a butterfly, first
+    neighbours."""
     rows, missing = x.shape[0], -x.shape[1] % HADAMARD
     signs = torch.tensor(HADAMARD_SIGNS, dtype=torch.float32, device=x.device)
     y = F.pad(x, (0, missing)).float().view(rows, (x.shape[1] + missing) // HADAMARD, HADAMARD) * signs

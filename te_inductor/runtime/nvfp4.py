@@ -1,16 +1,16 @@
 """NVFP4 weights on real tensors, in plain torch: the cast, the order in which they are stored, and back.
 
 # Note [Order of a stored block]
-A block of 16 values, of one row and along K, is 8 bytes, two little-endian 32-bit units. In NVFP4's own order value k is
-nibble k, the low one of a byte first. Stored, the same 64 bits are put where tensor-core operands need them with the
+A block of 16 values, of one row and along K, is 8 bytes, two little-endian 32-bit units. In NVFP4's own order value k
+is nibble k, the low one of a byte first. Stored, the same 64 bits are put where tensor-core operands need them with the
 fewest instructions (templates/triton/nvfp4_decode.py has 15 integer instructions for 8 values of the first order, 9 of
 this one):
 
 - Unit u holds values ``4 i + 2 u + h`` for i = 0..3 and h = 0, 1: an operand register of the i-th product takes two
   neighbouring values, h = 0 in its low half.
 - The E2M1 bits (sign, two of exponent, one of mantissa) of value (i, h) are found in half h of the unit rotated left by
-  ``_TURNS[i]``, at bits 15 and 8 to 6: where bf16 has its sign, its low exponent bits and its first mantissa bit. What is
-  masked out there is the value times 2**-126, subnormals included. One bit of i = 3 needs a turn of its own.
+  ``_TURNS[i]``, at bits 15 and 8 to 6: where bf16 has its sign, its low exponent bits and its first mantissa bit. What
+  is masked out there is the value times 2**-126, subnormals included. One bit of i = 3 needs a turn of its own.
 
 So a block is 8 bytes in either order, whatever the shape; a saved state_dict holds NVFP4's own.
 """
@@ -43,8 +43,8 @@ def quantize(
 ) -> tuple[
     Tensor, Tensor, Tensor
 ]:  # codes (N, K padded to 16) uint8, block scales (N, K/16) e4m3, tensor scale () fp32
-    """Codes are E2M1's four bits. docs/numerics.md states the arithmetic, as for NVFP4's inputs in training, but for what is
-    not finite: it makes its block's scale NaN, and counts for no other's."""
+    """Codes are E2M1's four bits. docs/numerics.md states the arithmetic, as for NVFP4's inputs in training, but for
+    what is not finite: it makes its block's scale NaN, and counts for no other's."""
     missing = -weight.shape[1] % BLOCK
     x = (F.pad(weight, (0, missing)) if missing else weight).float()
     blocks = x.view(x.shape[0], x.shape[1] // BLOCK, BLOCK)

@@ -19,20 +19,20 @@ PARTS = ("compute", "setup_context", "backward")
 
 
 class Operation:
-    """An operation with a backward. Instances hold what is constant in it (sizes, recipes, factors) and no state; tensors
-    are inputs.
+    """An operation with a backward. Instances hold what is constant in it (sizes, recipes, factors) and no state;
+    tensors are inputs.
 
-    A class defines `compute`, `setup_context` and `backward`, all three or, where it inherits them, none: a backward belongs
-    to the computation that it was written for. Anything else is a TypeError when the class is defined.
-    """
+    A class defines `compute`, `setup_context` and `backward`, all three or, where it inherits them, none: a backward
+    belongs to the computation that it was written for. Anything else is a TypeError when the class is defined."""
 
     def compute(self, needs: Needs, *inputs: Any) -> tuple[Any, Any]:
-        """The outputs, a tensor or a tuple of them, none of which aliases an input; and what `setup_context` is to have of
-        how they came about."""
+        """The outputs, a tensor or a tuple of them, none of which aliases an input; and what `setup_context` is to have
+        of how they came about."""
         raise NotImplementedError
 
     def setup_context(self, ctx: Any, inputs: tuple[Any, ...], found: Any) -> None:
-        """Keep in `ctx`, by `save_for_backward` if it is a tensor, what `backward` needs; `found` is what `compute` left."""
+        """Keep in `ctx`, by `save_for_backward` if it is a tensor, what `backward` needs; `found` is what `compute`
+        left."""
         raise NotImplementedError
 
     def backward(self, ctx: Any, *grads: Tensor) -> Gradients:
@@ -69,16 +69,17 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:  # type: ignore[override]
-        # Even where no incoming gradient requires one: what is saved hangs on the inputs, and autograd does not know how.
+        # Even where no incoming gradient requires one: what is saved hangs on the inputs, and autograd does not know
+        # how.
         if torch.is_grad_enabled():
             raise DoubleBackwardError(_TWICE)
         return None, *ctx.operation.backward(ctx, *grads)
 
 
 class _Transformed(torch.autograd.Function):
-    """Any operation under torch.func.grad, where a `setup_context` sees inputs and outputs alone: what the operation's makes
-    and keeps for backward is an output too. Which gradients are wanted is not known at each level of transforms, so all are
-    computed; of a graph that is traced, what nobody reads is dropped."""
+    """Any operation under torch.func.grad, where a `setup_context` sees inputs and outputs alone: what the operation's
+    makes and keeps for backward is an output too. Which gradients are wanted is not known at each level of transforms,
+    so all are computed; of a graph that is traced, what nobody reads is dropped."""
 
     @staticmethod
     def forward(operation: Operation, *inputs: Any) -> Any:  # type: ignore[override]

@@ -1,8 +1,7 @@
 """Checks that run before each optimizer's step.
 
-torch calls such hooks while it iterates over them, so a hook must not remove itself (`OrderedDict mutated during iteration`
-where there is a second one). These stay, once they were asked for: a step then costs a call of each.
-"""
+torch calls such hooks while it iterates over them, so a hook must not remove itself (`OrderedDict mutated during
+iteration` where there is a second one). These stay, once they were asked for: a step then costs a call of each."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,7 @@
 """Random bits that are a pure function of a seed and an index: Philox4x32-10, in plain torch.
 
-Inductor's kernels have the same generator (`ops.randint64`: Triton's `tl.randint4x`, ATen's `philox_engine` on CPU), so that
-eager and compiled rounding agree bit for bit. The seed comes from torch's generator, as a tensor.
+Inductor's kernels have the same generator (`ops.randint64`: Triton's `tl.randint4x`, ATen's `philox_engine` on CPU), so
+that eager and compiled rounding agree bit for bit. The seed comes from torch's generator, as a tensor.
 
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011.
 """

@@ -1,12 +1,11 @@
 """Training that goes on without the state of delayed scaling it had.
 
 # Note [Lost state]
-Parameters whose quantizers are new are remembered until an optimizer's step has them. If the optimizer has state of such a
-parameter before that step, as behind `optimizer.load_state_dict`, the parameter was trained before, and its scales are lost;
-that is said. A newly initialised model has no optimizer state then, and neither has one that is fine-tuned from weights
-alone, for which nobody has scales to load. Not noticed: optimizers without state, those that keep parameters of their own,
-and a step that is compiled.
-"""
+Parameters whose quantizers are new are remembered until an optimizer's step has them. If the optimizer has state of
+such a parameter before that step, as behind `optimizer.load_state_dict`, the parameter was trained before, and its
+scales are lost; that is said. A newly initialised model has no optimizer state then, and neither has one that is
+fine-tuned from weights alone, for which nobody has scales to load. Not noticed: optimizers without state, those that
+keep parameters of their own, and a step that is compiled."""
 
 from collections.abc import Iterable
 from typing import Any

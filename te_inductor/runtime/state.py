@@ -1,7 +1,6 @@
-"""Where delayed scaling keeps its state: with the parameter behind each weight, so that recompiles find it again and two
-models never share it. What was loaded before a quantizer exists waits there too. A parameter that takes another's place
-starts with copies of both.
-"""
+"""Where delayed scaling keeps its state: with the parameter behind each weight, so that recompiles find it again and
+two models never share it. What was loaded before a quantizer exists waits there too. A parameter that takes another's
+place starts with copies of both."""
 
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from te_inductor import compat
 from te_inductor.errors import StateError
 from te_inductor.recipes import DelayedScaling
-from te_inductor.runtime.replaced import when_replaced
+from te_inductor.runtime.parameter_hooks import when_replaced
 from te_inductor.runtime.state_sites import Site, same_site
 
 
@@ -94,9 +93,9 @@ def _is_unseen(saved: Mapping[str, Tensor]) -> bool:
 
 @torch.no_grad()
 def note_history(states: Sequence[ScalingState]) -> None:
-    """Ask the devices which of these have a scale that some amax, or somebody's state, has given them. One copy to the host
-    for each device, which waits for it. What has none after many calls, as a layer whose gradient is always zero, goes
-    without: own amaxes cost passes over the tensors, and asking costs the wait."""
+    """Ask the devices which of these have a scale that some amax, or somebody's state, has given them. One copy to the
+    host for each device, which waits for it. What has none after many calls, as a layer whose gradient is always zero,
+    goes without: own amaxes cost passes over the tensors, and asking costs the wait."""
     by_device: dict[torch.device, list[ScalingState]] = {}
     for state in states:
         by_device.setdefault(state.scale.device, []).append(state)
@@ -120,8 +119,8 @@ LOCK = threading.RLock()
 
 
 def shared_state(readers: Sequence[tuple[Tensor, Key]], of_graph: Mapping[int, Collection[Key]]) -> ScalingState:
-    """The one state of quantizers that share it, each with its parameter, on the first one's device. Made where there is
-    none yet; joined where each had its own, as in another graph, or where theirs was loaded. `of_graph` are all
+    """The one state of quantizers that share it, each with its parameter, on the first one's device. Made where there
+    is none yet; joined where each had its own, as in another graph, or where theirs was loaded. `of_graph` are all
     quantizers of the graph by their parameter's id: two of them are not one, however alike their paths.
 
     Raises:
@@ -169,8 +168,8 @@ def has_history(parameter: Tensor, recipe: DelayedScaling) -> bool:
 
 
 def _of_site(found: Mapping[Site, T], site: Site, others: Sequence[Site]) -> tuple[dict[Site, T], bool]:
-    """What a parameter has under this very site, or under what may be the same one seen from another root; whether it is
-    this one's for sure. `others` are those of the same graph: none of them is it."""
+    """What a parameter has under this very site, or under what may be the same one seen from another root; whether it
+    is this one's for sure. `others` are those of the same graph: none of them is it."""
     likely = same_site((other for other in found if other not in others), site)
     states = {id(found[other]) for other in likely}
     alone = len(states) == 1 and all(same_site([site, *others], other) == [site] for other in likely)
@@ -203,8 +202,8 @@ def check_length(name: str, saved: Mapping[str, Tensor], expected: int) -> None:
 
 
 def states_of(parameter: Tensor) -> dict[Site, ScalingState]:
-    """The state of every quantizer that some compile has made for a parameter. Of several recipes', the one whose graph was
-    new last."""
+    """The state of every quantizer that some compile has made for a parameter. Of several recipes', the one whose graph
+    was new last."""
     return {key.site: state for key, state in _states.get(parameter, {}).items()}
 
 
@@ -226,8 +225,8 @@ def keep(parameter: Tensor, site: Site, saved: Mapping[str, Tensor]) -> None:
 
 
 def take_from_shards() -> None:
-    """State belongs to parameters as graphs see them. Under FSDP2 these are gathered at the first forward: what was loaded
-    before waits with a shard until then."""
+    """State belongs to parameters as graphs see them. Under FSDP2 these are gathered at the first forward: what was
+    loaded before waits with a shard until then."""
     if not _loaded:
         return
     for shards, whole in compat.gathered():

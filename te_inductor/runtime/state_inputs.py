@@ -1,8 +1,7 @@
 """The state of delayed scaling as inputs of a compiled graph.
 
-Dynamo compiles a module's code, not a module: its parameters are inputs of the graph, and another module of the same class
-runs the same graph. So the state is an input too, found by the parameters that a call brings.
-"""
+Dynamo compiles a module's code, not a module: its parameters are inputs of the graph, and another module of the same
+class runs the same graph. So the state is an input too, found by the parameters that a call brings."""
 
 import functools
 import itertools

@@ -1,8 +1,7 @@
 """Which quantizer of a parameter's, by module path, and what `te_inductor.state_dict` calls it.
 
-A path is relative to a root, and there are several: each compiled region has one, and so has the module that a user asks
-for state. One module is `head` seen from the one and `decoder.head` seen from the other.
-"""
+A path is relative to a root, and there are several: each compiled region has one, and so has the module that a user
+asks for state. One module is `head` seen from the one and `decoder.head` seen from the other."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,8 +26,8 @@ def weight_site(part: str) -> Site:
 
 
 def same_site(sites: Iterable[Site], site: Site) -> list[Site]:
-    """Those of a parameter's sites that may be `site` seen from another root; `site` itself alone. More than one where paths
-    do not tell them apart: of `encoder.proj` and `decoder.proj`, which is `proj`?"""
+    """Those of a parameter's sites that may be `site` seen from another root; `site` itself alone. More than one where
+    paths do not tell them apart: of `encoder.proj` and `decoder.proj`, which is `proj`?"""
     likely = [other for other in sites if _may_be_same(other, site)]
     return [site] if site in likely else likely
 
@@ -45,7 +44,8 @@ def _may_be_same(a: Site, b: Site) -> bool:
 
 
 def _root_of(path: str, tail: str) -> str | None:
-    """Where a module's path starts that is `path` from here and `tail` from there; None if it can be no one module's."""
+    """Where a module's path starts that is `path` from here and `tail` from there; None if it can be no one
+    module's."""
     if not tail:
         return path
     if path == tail:
@@ -113,8 +113,8 @@ def site_of(place: Place, names: Sequence[str]) -> Site:
     return Site("" if use == ROOT else use, owner, part, place.slot)
 
 
-# Names: `layers.0.gate_proj.input` of the parameter layers.0.gate_proj.weight, `experts.w1[select_0_3].input` of a slice of
-# experts.w1, `embed[in head].input` where head uses embed.weight.
+# Names: `layers.0.gate_proj.input` of the parameter layers.0.gate_proj.weight, `experts.w1[select_0_3].input` of a
+# slice of experts.w1, `embed[in head].input` where head uses embed.weight.
 
 
 def base_of(name: str) -> str:

@@ -11,7 +11,8 @@ T = TypeVar("T")
 
 
 class TensorGroups(Generic[T]):
-    """A value for each group of tensors, in their order; kept with the first of them, and no longer than all of them."""
+    """A value for each group of tensors, in their order; kept with the first of them, and no longer than all of
+    them."""
 
     def __init__(self) -> None:
         self._by_first: WeakTensorKeyDictionary = WeakTensorKeyDictionary()

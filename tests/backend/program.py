@@ -4,8 +4,8 @@
 
 FILE has the artifacts of torch's caches, as programs carry them to another machine.
 
-Prints one line of JSON: the losses, the compile caches' counters, what was imported on the way, and delayed scaling's state.
-"""
+Prints one line of JSON: the losses, the compile caches' counters, what was imported on the way, and delayed scaling's
+state."""
 
 import json
 import sys

@@ -1,8 +1,7 @@
 """One rank of a training run: `python -m tests.backend.ranks RANK WORLD FILE '<recipe fields as JSON>' KIND`.
 
-Ranks see data of different magnitude, one of them a NaN in the second step. Prints one line of JSON: after each step, what
-the rank's tensors held and the state. KIND is "plain", "ddp" or "split ddp".
-"""
+Ranks see data of different magnitude, one of them a NaN in the second step. Prints one line of JSON: after each step,
+what the rank's tensors held and the state. KIND is "plain", "ddp" or "split ddp"."""
 
 import json
 import sys

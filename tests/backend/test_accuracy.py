@@ -11,16 +11,16 @@ from torch.utils.checkpoint import checkpoint
 from te_inductor import accuracy_report
 from te_inductor.errors import OptionError
 from te_inductor.recipes import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
-from te_inductor.runtime import reference, reference_microscaling
+from tests.oracle import casts, microscaling
 
 
 def decibels(exact: torch.Tensor, low: torch.Tensor) -> float:
     return 10 * math.log10(exact.double().square().sum() / (low.double() - exact.double()).square().sum())
 
 
-def stands_for(copy: reference.Copy, quantizer, columns: int) -> torch.Tensor:
+def stands_for(copy: casts.Copy, quantizer, columns: int) -> torch.Tensor:
     factor = 1.0 if copy.amax is None else copy.amax / (6 * 448)
-    return reference.dequantize(copy.data, copy.scale_inv, quantizer.scope)[:, :columns] * factor
+    return casts.dequantize(copy.data, copy.scale_inv, quantizer.scope)[:, :columns] * factor
 
 
 RECIPES = [Float8CurrentScaling(), MXFP8BlockScaling(), NVFP4BlockScaling(disable_stochastic_rounding=True)]
@@ -32,7 +32,7 @@ def test_figures_of_one_layer(recipe):
     report = accuracy_report(layer, x, options={"recipe": recipe}, loss=lambda y: (y * dy).sum())
     slots, weight = recipe.slots(), layer.weight.detach()
     tensors = {"input": x.detach(), "weight": weight, "grad_output": dy}
-    made = {name: reference.copies(tensor, getattr(slots, name)) for name, tensor in tensors.items()}
+    made = {name: casts.copies(tensor, getattr(slots, name)) for name, tensor in tensors.items()}
     which = {"fprop": (0, 0), "dgrad": (0, 1), "wgrad": (1, 1)}
     assert [gemm.gemm for gemm in report.gemms] == list(which)
     for gemm in report.gemms:
@@ -42,14 +42,14 @@ def test_figures_of_one_layer(recipe):
             tensor = tensors[operand.tensor].t() if column else tensors[operand.tensor]
             exact.append(tensor)
             if quantizer.hadamard and column:
-                tensor = reference_microscaling.hadamard(tensor)
+                tensor = microscaling.hadamard(tensor)
                 assert "transformed" in operand.format
             low = stands_for(copy, quantizer, tensor.shape[1])
             assert operand.amax == pytest.approx(tensor.abs().max().item(), rel=2**-8)
             assert operand.sqnr_db == pytest.approx(decibels(tensor, low), abs=0.1)
             lost = ((low == 0) & (tensor != 0)).double().sum() / (tensor != 0).double().sum()
             assert operand.underflowed == pytest.approx(lost.item(), abs=1e-3)
-        rounded = reference.product(
+        rounded = casts.product(
             *(made[each.tensor][place] for each, place in zip((gemm.a, gemm.b), which[gemm.gemm], strict=True)),
             None,
             getattr(slots, gemm.gemm),

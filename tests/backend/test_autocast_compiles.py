@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from te_inductor import autocast, recipes, regions
+from te_inductor import autocast, recipes
 from te_inductor.errors import RecipeError
 from te_inductor.recipes import (
     CustomRecipe,
@@ -18,6 +18,7 @@ from te_inductor.recipes import (
     Format,
     MMParams,
     QParams,
+    regions,
 )
 from tests.backend.autocast_programs import Within, X, compiles, layer, te
 from tests.recipes import every_recipe

@@ -10,10 +10,12 @@ from torch._dynamo.backends.distributed import DDPOptimizer
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
-from te_inductor import autocast, explain, regions
-from te_inductor.backend import DECIDE, parse, run_passes
+from te_inductor import autocast, explain
+from te_inductor.backend import parse, run_passes
 from te_inductor.errors import FallbackWarning, RecipeError
-from te_inductor.passes import Plan
+from te_inductor.passes.pre_grad import DECIDE
+from te_inductor.passes.pre_grad.plan import Plan
+from te_inductor.recipes import regions
 from tests.backend.autocast_programs import Checkpointed, Within, X, chosen, compiles, layer, same, step, te
 from tests.recipes import every_stateless_recipe, strict
 

@@ -1,4 +1,5 @@
-"""What training code does with autograd, under every recipe: against the eager reference (tests/eager.py), bit for bit."""
+"""What training code does with autograd, under every recipe: against the eager reference (tests/eager.py), bit for
+bit."""
 
 import copy
 import warnings
@@ -17,8 +18,8 @@ from tests.recipes import every_recipe, every_stateless_recipe, strict
 
 pytestmark = pytest.mark.usefixtures("without_codegen", "one_seed")
 
-# AOTAutograd's eager graphs save state that a backward updates, and autograd's check of versions sees the update; Inductor's
-# do not: what is tested of stateless recipes here, tests/backend/test_delayed_backward.py tests compiled.
+# AOTAutograd's eager graphs save state that a backward updates, and autograd's check of versions sees the update;
+# Inductor's do not: what is tested of stateless recipes here, tests/backend/test_delayed_backward.py tests compiled.
 DIM = 128
 X = (32, DIM)
 
@@ -312,8 +313,8 @@ def test_a_gradient_of_a_gradient_is_refused(name):
 
 @every_recipe
 def test_nothing_saved_is_an_alias_of_an_activation(name):
-    """What is saved for the backward shares no memory with inputs or outputs: in-place changes of them between forward and
-    backward are the user's right."""
+    """What is saved for the backward shares no memory with inputs or outputs: in-place changes of them between forward
+    and backward are the user's right."""
     model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
     x, saved = torch.randn(X), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
@@ -392,8 +393,8 @@ class StraightThrough(torch.autograd.Function):
 @every_recipe
 @pytest.mark.parametrize("last", [StraightThrough.apply, lambda y, z: y + 0 * z], ids=["straight through", "times 0"])
 def test_a_layer_for_the_gradient_alone(name, last):
-    """What a forward's outputs do not hang on is computed by the backward, behind the end of the forward's step; with the
-    forward's scales all the same."""
+    """What a forward's outputs do not hang on is computed by the backward, behind the end of the forward's step; with
+    the forward's scales all the same."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -429,7 +430,8 @@ def test_compiled_autograd(name):
 
 @every_recipe
 def test_a_loss_over_padded_layers(name):
-    """Sizes that no GEMM takes as they are: what is padded is no part of a mean. A layer that computes ones shows it."""
+    """Sizes that no GEMM takes as they are: what is padded is no part of a mean. A layer that computes ones shows
+    it."""
     layer, x = nn.Linear(250, 250), torch.randn(7, 250)
     with torch.no_grad():
         layer.weight.zero_(), layer.bias.fill_(1.0)
@@ -441,7 +443,8 @@ def test_a_loss_over_padded_layers(name):
 
 @pytest.mark.parametrize("transform", [torch.vmap, torch.func.grad])
 def test_contractions_and_attention_in_transforms(transform):
-    """They stay as they are; the pass that puts layers in their place failed, and the whole graph was in high precision."""
+    """They stay as they are; the pass that puts layers in their place failed, and the whole graph was in high
+    precision."""
 
     class Model(nn.Module):
         def __init__(self):

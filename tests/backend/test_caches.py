@@ -51,10 +51,12 @@ def test_a_second_process_hits_both_caches(first):
 
 
 def test_delayed_scaling_hits_both_caches_with_its_state_intact(tmp_path):
-    """The state is no part of the key, nor of what is cached: the second process finds its own, and ends with the same."""
+    """The state is no part of the key, nor of what is cached: the second process finds its own, and ends with the
+    same."""
     before, after = (run(tmp_path, {"recipe": "delayed"}) for _ in range(2))
     assert before["caches"]["bypass"] == before["caches"]["autograd_bypass"] == 0
-    # There are two graphs, one for a first step. AOTAutograd's cache may miss one of them, whose code is found all the same.
+    # There are two graphs, one for a first step. AOTAutograd's cache may miss one of them, whose code is found all the
+    # same.
     assert before["caches"]["autograd_miss"] == 2 and after["caches"]["autograd_hit"] >= 1
     assert after["caches"]["hit"] == before["caches"]["miss"] > 0 and after["caches"]["miss"] == 0
     assert after["loss"] == before["loss"] and after["state"] == before["state"]
@@ -122,7 +124,7 @@ def test_corrupted_entries_are_compiled_anew(first, how, tmp_path):
 
 def test_keys_hold_whether_cutlass_is_there_and_which(monkeypatch):
     """Code that calls its kernels is not found where they cannot be built, and the other way round."""
-    from te_inductor.post_grad import PostGrad
+    from te_inductor.passes.graph.custom_pass import GraphPass
     from te_inductor.templates import cutlass
 
     keys = []
@@ -130,5 +132,5 @@ def test_keys_hold_whether_cutlass_is_there_and_which(monkeypatch):
         reason = None if version else "nvidia-cutlass-dsl is not installed"
         monkeypatch.setattr(cutlass, "missing", lambda reason=reason: reason)
         monkeypatch.setattr(cutlass.metadata, "version", lambda name, version=version: version)
-        keys.append(PostGrad().uuid())
+        keys.append(GraphPass(None, ()).uuid())
     assert len(set(keys)) == 3

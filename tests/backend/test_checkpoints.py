@@ -1,6 +1,5 @@
-"""Activation checkpointing, full and selective, hooks on saved tensors and offloading them, under every recipe: the same
-results bit for bit; what is computed again, and what is kept.
-"""
+"""Activation checkpointing, full and selective, hooks on saved tensors and offloading them, under every recipe: the
+same results bit for bit; what is computed again, and what is kept."""
 
 import copy
 from collections import Counter
@@ -79,7 +78,8 @@ def products(run, model, x) -> tuple[list[torch.Tensor], Counter]:
 @every_recipe
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 def test_what_is_computed_again(name, bias):
-    """A policy that names aten.mm or aten.addmm saves products in low precision as in high; so does the op's own name."""
+    """A policy that names aten.mm or aten.addmm saves products in low precision as in high; so does the op's own
+    name."""
     model, x = Blocks(bias), torch.randn(X, requires_grad=True)
     expected, calls = products(te(model_ := copy.deepcopy(model), name), model_, x)
     assert calls == {"dgrad": 4, "wgrad": 4}

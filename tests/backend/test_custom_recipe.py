@@ -11,7 +11,7 @@ from te_inductor import autocast, explain
 from te_inductor.backend import parse, run_passes
 from te_inductor.errors import RecipeError
 from te_inductor.ops import linears
-from te_inductor.passes import Plan
+from te_inductor.passes.pre_grad.plan import Plan
 from te_inductor.recipes import CustomRecipe, Float8CurrentScaling, Format, MMParams, Quantizer, Slots
 from tests.backend.autocast_programs import same, step, te
 from tests.numerics.test_linear import check, through

@@ -1,4 +1,5 @@
-"""CUTLASS's GEMMs without a GPU: the tuned table, real builds in a process of their own, and what happens without them."""
+"""CUTLASS's GEMMs without a GPU: the tuned table, real builds in a process of their own, and what happens without
+them."""
 
 import contextlib
 import dataclasses
@@ -159,7 +160,8 @@ def test_a_kernel_that_cannot_be_built_is_replaced_by_cublaslt_and_named_once(mo
 @pytest.mark.parametrize("scope", ["tensor", "row"])
 @pytest.mark.parametrize("start", [0, 1], ids=["aligned", "misaligned"])
 def test_a_total_that_no_kernel_can_add_to_is_added_to_all_the_same(scope, start, monkeypatch):
-    """A view of a buffer that begins anywhere asks for no kernel; an aligned one whose kernel cannot be built says so."""
+    """A view of a buffer that begins anywhere asks for no kernel; an aligned one whose kernel cannot be built says
+    so."""
 
     def fail(kernel):
         raise RuntimeError("no compiler here")

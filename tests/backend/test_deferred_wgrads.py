@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import te_inductor
 from te_inductor import backward_dw, config, explain
 from te_inductor.errors import DeferredWgradError, FallbackWarning, MainGradError
-from te_inductor.lowerings import deferred_wgrads as lowering
-from te_inductor.patterns import weight_grads
+from te_inductor.lowerings.gemm import deferred_wgrads as lowering
+from te_inductor.passes.pre_grad.decide import weight_grads
 from te_inductor.runtime import deferred_wgrads
 from tests.backend.delayed_programs import Blocks
 from tests.backend.test_main_grad import te, with_totals
@@ -132,8 +132,8 @@ def test_compiled_memory_is_not_written_again(no_caches):
 
 @pytest.mark.codegen
 def test_an_operand_that_is_computed_for_it(no_caches, one_seed):
-    """The factor of two-level scales is no tensor in memory before the op asks for one. Found by tests/fuzz.py: the lowering
-    failed behind its call of the op, which its eager kernel then made again."""
+    """The factor of two-level scales is no tensor in memory before the op asks for one. Found by tests/fuzz.py: the
+    lowering failed behind its call of the op, which its eager kernel then made again."""
     model, x = nn.Sequential(nn.Linear(32, 32)), torch.randn(32, 32)
     eager = quantized(model, x, options={"recipe": "nvfp4"})
     with torch._functorch.config.patch(donated_buffer=False):

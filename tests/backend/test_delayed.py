@@ -1,9 +1,8 @@
 """Delayed scaling in programs: when state changes, what recompiles leave of it, what is refused, and what is said.
 
-The numbers of one layer are in tests/numerics/test_delayed.py; here each program is held to the oracle where it knows what
-enters a layer, and to another program of the same numbers elsewhere. What shares state is in test_delayed_sharing.py,
-microbatches and checkpoints in test_delayed_backward.py.
-"""
+The numbers of one layer are in tests/numerics/test_delayed.py; here each program is held to the oracle where it knows
+what enters a layer, and to another program of the same numbers elsewhere. What shares state is in
+test_delayed_sharing.py, microbatches and checkpoints in test_delayed_backward.py."""
 
 import copy
 import warnings
@@ -17,12 +16,14 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import te_inductor
-from te_inductor import backend, explain
+from te_inductor import explain
 from te_inductor.errors import FallbackError, FallbackWarning, RecipeError
+from te_inductor.passes import pre_grad
 from te_inductor.recipes import DelayedScaling, Format
 from tests.backend.delayed_programs import RECIPE, Blocks, amax_scale, equal_steps, state, steps, te, trained_steps
 from tests.backend.test_saved_state import Attention, mlp, same, train
 from tests.delayed import quantizers
+from tests.passes import leave_out
 
 pytestmark = pytest.mark.usefixtures("without_codegen")
 
@@ -71,7 +72,8 @@ def test_state_made_without_gradients_can_be_trained(mode):
 
 @pytest.mark.parametrize("trains", ["input", "first", "second", "bias", "nothing"])
 def test_frozen_layers_have_scales_all_the_same(trains):
-    """Where gradients are enabled every layer records what it casts, whether its own weight or input needs one or not."""
+    """Where gradients are enabled every layer records what it casts, whether its own weight or input needs one or
+    not."""
     model = mlp().requires_grad_(False)
     x = torch.randn(8, 32)
     for needs in {"input": [x], "first": model[0].parameters(), "second": model[2].parameters(), "nothing": []}.get(
@@ -274,12 +276,12 @@ def test_a_failure_leaves_nothing_behind(where, monkeypatch):
         return real(gm, inputs, *rest)
 
     def broken(plan):
-        backend.rewrite_sites(plan)
+        pre_grad.rewrite_sites(plan)
         raise RuntimeError("injected")
 
     monkeypatch.setattr(compat, "compile_fx", spy)
     if where == "pass":
-        monkeypatch.setattr(backend.run_passes, "__defaults__", ((*backend.DECIDE, broken),))
+        leave_out(monkeypatch, pre_grad, pre_grad.rewrite_sites, broken)
     model = Blocks(partial(checkpoint, use_reentrant=False))
     run = torch.compile(model, backend="te", options={"recipe": RECIPE})
     x = torch.randn(8, 32, requires_grad=True)

@@ -41,8 +41,8 @@ def test_microbatches_backward_in_reverse():
 @pytest.mark.codegen
 @pytest.mark.parametrize("order", [1, -1])
 def test_microbatches_that_share_copies(order):
-    """Kept copies are of the weight, with the newest scale, whichever forward's backward reads them: data and scale_inv go
-    together. The first forward casts with scale 1, to which 1e-3 is nothing."""
+    """Kept copies are of the weight, with the newest scale, whichever forward's backward reads them: data and scale_inv
+    go together. The first forward casts with scale 1, to which 1e-3 is nothing."""
     layer = nn.Linear(32, 48)
     with torch.no_grad():
         layer.weight.mul_(1e-2)
@@ -91,8 +91,8 @@ WRAPS = {
 
 @pytest.mark.parametrize("kind", WRAPS)
 def test_activation_checkpointing_changes_nothing(kind):
-    """Bit for bit, state included: what the backward computes again it casts with the scales of the forward, and it records
-    nothing twice."""
+    """Bit for bit, state included: what the backward computes again it casts with the scales of the forward, and it
+    records nothing twice."""
     plain = Blocks()
     wrapped = copy.deepcopy(plain)
     wrapped.wrap = WRAPS[kind]

@@ -1,6 +1,5 @@
-"""What shares the state of delayed scaling, and what does not: models, compiles, readers of one tensor, layers that are one
-GEMM, uses of one parameter.
-"""
+"""What shares the state of delayed scaling, and what does not: models, compiles, readers of one tensor, layers that are
+one GEMM, uses of one parameter."""
 
 import copy
 import gc
@@ -102,7 +101,8 @@ class Parallel(nn.Module):
 
 
 def test_layers_that_are_one_gemm_in_one_graph_and_two_in_another():
-    """As in training and in generation with a cache, whose outputs are returned: the second finds the first one's scales."""
+    """As in training and in generation with a cache, whose outputs are returned: the second finds the first one's
+    scales."""
     model, x = Parallel(), torch.randn(8, 32)
     with torch.no_grad():
         model.b.weight *= 8

@@ -41,7 +41,9 @@ def step(model: nn.Module, **options) -> tuple[list[torch.Tensor], list[str]]:
     return [x.grad, *gradients, *te_inductor.state_dict(model).values()], texts
 
 
-@pytest.mark.parametrize("place", ["te_inductor.compat.compile_fx", "te_inductor.passes.weight_grads.GradientSites"])
+@pytest.mark.parametrize(
+    "place", ["te_inductor.compat.compile_fx", "te_inductor.passes.pre_grad.decide.weight_grads.GradientSites"]
+)
 def test_a_graph_without_us_says_that_main_grad_stays_empty(place, without_codegen, monkeypatch):
     """A compile that fails, or a pass: autograd has the gradients, once."""
     compile_fx, tried = compat.compile_fx, []
@@ -87,13 +89,13 @@ def broken(op, count: int):
 
 aten, COMPILE_FX = torch.ops.aten, compat.compile_fx
 CASES = {
-    "accumulate_wgrad": ("main_grads.lowerings", broken(aten.add_, 2), {"recipe": "current", "wgrad": "main_grad"}),
+    "accumulate_wgrad": ("gemm.main_grads.lowerings", broken(aten.add_, 2), {"recipe": "current", "wgrad": "main_grad"}),
     "defer_wgrad": (
-        "deferred_wgrads.ir",
+        "gemm.deferred_wgrads.ir",
         SimpleNamespace(FallbackKernel="injected"),
         {"recipe": "current", "wgrad": "deferred"},
     ),
-    "record_amax": ("quantize.lowerings", broken(aten.copy_, 1), {"recipe": "delayed"}),
+    "record_amax": ("casts.quantize.lowerings", broken(aten.copy_, 1), {"recipe": "delayed"}),
 }
 
 

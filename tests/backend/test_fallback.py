@@ -10,11 +10,13 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from te_inductor import accuracy_report, backend, compat, explain, lowerings, passes
+from te_inductor import accuracy_report, compat, explain, lowerings
 from te_inductor.errors import FallbackError, FallbackWarning
-from te_inductor.patterns import support
+from te_inductor.passes import pre_grad
+from te_inductor.passes.pre_grad.decide import support
 from te_inductor.recipes import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
 from tests.eager import quantized
+from tests.passes import leave_out
 
 pytestmark = pytest.mark.usefixtures("without_codegen")
 
@@ -170,15 +172,16 @@ def test_padding_to_blocks():
     assert warned(nn.Linear(80, 240), torch.randn(6, 80), recipe="rowwise")[1] == []
 
 
-@pytest.mark.parametrize("step", [step.__name__ for step in backend.PASSES])
+@pytest.mark.parametrize("step", [step.__name__ for step in pre_grad.PASSES])
 def test_a_failing_pass_leaves_the_users_program_alone(step, monkeypatch):
+    real = getattr(pre_grad, step)
+
     def broken(plan):
-        getattr(passes, step)(plan)  # fail after the work is done: a rewrite must be undone
+        real(plan)  # fail after the work is done: a rewrite must be undone
         raise RuntimeError("injected")
 
     broken.__name__ = step
-    steps = tuple(broken if real.__name__ == step else real for real in backend.PASSES)
-    monkeypatch.setattr(backend.run_passes, "__defaults__", (steps,))
+    leave_out(monkeypatch, pre_grad, real, broken)
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     x = torch.randn(X)
     y, [text] = warned(model, x, policy={"0": "none"})
@@ -218,7 +221,7 @@ def in_dual_level(model, x):
 @pytest.mark.parametrize("transformed", [in_vmap, in_dual_level])
 def test_a_compile_that_fails_inside_a_transform_leaves_none_behind(transformed, monkeypatch):
     """What is traced next, the user's own graph, would run inside it."""
-    monkeypatch.setattr("te_inductor.patterns.transforms.refusal", lambda transform: None)
+    monkeypatch.setattr("te_inductor.passes.pre_grad.decide.transforms.refusal", lambda transform: None)
     model = nn.Linear(32, 32)
     x = torch.randn(4, *X)
     y, [text] = warned(lambda x: transformed(model, x), x)
@@ -243,7 +246,7 @@ def test_failing_lowerings_run_in_the_eager_runtime(monkeypatch, no_caches):
         raise RuntimeError("injected")
 
     for name in ("_encode_scale", "_cast"):
-        monkeypatch.setattr(f"te_inductor.lowerings.quantize.{name}", broken)
+        monkeypatch.setattr(f"te_inductor.lowerings.casts.quantize.{name}", broken)
     model, x = nn.Sequential(nn.Linear(32, 32)), torch.randn(X)
     y, [text] = warned(model, x)
     assert "run in the eager runtime" in text and "RuntimeError: injected" in text
@@ -313,7 +316,7 @@ def test_a_rule_that_raises(monkeypatch):
     def broken(self, node):
         raise ZeroDivisionError("injected")
 
-    monkeypatch.setattr("te_inductor.patterns.linear.Linear.match", broken)
+    monkeypatch.setattr("te_inductor.passes.pre_grad.match.linear.Linear.match", broken)
     model, x = nn.Linear(32, 32), torch.randn(X)
     y, [text] = warned(model, x)
     assert "because a pass of ours failed" in text and "ZeroDivisionError: injected" in text

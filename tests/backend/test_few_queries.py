@@ -6,7 +6,8 @@ from torch import Tensor
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from te_inductor import few_queries, ops_attention
+from te_inductor.ops import attention as ops_attention
+from te_inductor.passes.post_grad import decode_attention
 
 B, H, M, N, D = 2, 3, 4, 40, 64
 
@@ -46,7 +47,7 @@ def found(function, mask_shape=(1, 1, 1, N)):
     inputs = (q, k, v, torch.rand(mask_shape) < 0.5)
     module = make_fx(function, select_decomp_table(), tracing_mode="fake")(*inputs)
     node = [node for node in module.graph.nodes if node.target is torch.ops.aten.bmm.default][-1]
-    return module, node, few_queries.match(node), inputs
+    return module, node, decode_attention.match(node), inputs
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,7 @@ def test_found(function, drops, scale):
     assert attention is not None and attention.scale == scale
     assert (attention.mask is None) if drops is None else (attention.drops is drops)
     with module.graph.inserting_before(node):
-        node.replace_all_uses_with(few_queries._emit(module.graph, attention))
+        node.replace_all_uses_with(decode_attention._emit(module.graph, attention))
     module.graph.eliminate_dead_code()
     module.recompile()
     targets = {node.target for node in module.graph.nodes}

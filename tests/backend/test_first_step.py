@@ -1,4 +1,4 @@
-"""Note [A first step] in patterns/first_step.py: a quantizer without history scales by its own amax."""
+"""Note [A first step] in passes/pre_grad/rewrite/first_step.py: a quantizer without history scales by its own amax."""
 
 import copy
 

@@ -1,4 +1,5 @@
-"""Random models under random recipes, policies, options and modes (tests/fuzz.py), most compiled without code generation.
+"""Random models under random recipes, policies, options and modes (tests/fuzz.py), most compiled without code
+generation.
 
 ``make test`` checks 100 of them, always the same; ``make fuzz`` as many as ``--cases`` says and, compiled, as
 ``--compiled`` says, others with each ``--seed``.

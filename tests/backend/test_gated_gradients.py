@@ -1,5 +1,6 @@
-"""The pass that gives a gated activation's backward and its casts to a GEMM: what it finds, what it leaves, and that the op
-computes the same. The kernel itself is tested in tests/gpu, generated code in tests/offline, in files of this name."""
+"""The pass that gives a gated activation's backward and its casts to a GEMM: what it finds, what it leaves, and that
+the op computes the same. The kernel itself is tested in tests/gpu, generated code in tests/offline, in files of this
+name."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,8 @@ from torch import Tensor, fx
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from te_inductor import gated_gradients, ops
+from te_inductor import ops
+from te_inductor.passes.joint import gated_dgrad
 from te_inductor.recipes import Gemm, Quantizer
 from te_inductor.runtime import eager
 from te_inductor.runtime.activation import Gating
@@ -40,8 +42,8 @@ def pretended(monkeypatch):
         sizes = (*gemm.meta["val"].shape, gemm.args[0].meta["val"].shape[1])
         return Problem("90", *sizes, torch.float8_e4m3fn, torch.float8_e4m3fn, out, "128x128", False, False, **more)
 
-    monkeypatch.setattr(gated_gradients, "problem_of", problem)
-    monkeypatch.setattr(gated_gradients.template, "choose", lambda problem: BLOCK_TILES[2])
+    monkeypatch.setattr(gated_dgrad, "problem_of", problem)
+    monkeypatch.setattr(gated_dgrad.template, "choose", lambda problem: BLOCK_TILES[2])
     monkeypatch.setattr(build, "start", lambda kernels: None)
     monkeypatch.setattr(launch, "_function", lambda *_: None)
 
@@ -78,7 +80,7 @@ def traced(run: Callable[..., Any], given: list[Tensor]) -> fx.GraphModule:
 
 
 def folded(gm: fx.GraphModule) -> list[fx.Node]:
-    gated_gradients.fold(gm.graph)
+    gated_dgrad.fold(gm.graph)
     gm.graph.lint()
     gm.recompile()
     op = torch.ops.te_inductor.cutlass_gated_gradient.default

@@ -1,6 +1,5 @@
-"""Programs that write tensors in place, where layers are about to read them or between two that do: each layer reads what is
-there when its turn comes, bit for bit the quantized program without a compiler.
-"""
+"""Programs that write tensors in place, where layers are about to read them or between two that do: each layer reads
+what is there when its turn comes, bit for bit the quantized program without a compiler."""
 
 import copy
 
@@ -12,7 +11,7 @@ from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mut
 from torch.utils.checkpoint import checkpoint
 
 from te_inductor import explain
-from te_inductor.patterns import aliases
+from te_inductor.passes.graph import aliases
 from tests.eager import quantized
 
 pytestmark = pytest.mark.usefixtures("without_codegen", "one_seed")
@@ -63,8 +62,8 @@ def in_one_buffer(model):
 
 
 def compare(program, recipe="current", training=True, lay_out=None, **options):
-    """Three calls of two copies, one compiled; of delayed scaling one, as the twin knows no scale but the first. Returns the
-    report."""
+    """Three calls of two copies, one compiled; of delayed scaling one, as the twin knows no scale but the first.
+    Returns the report."""
     options = {"recipe": recipe, "fallback": "error", **options}
     model, x = Model(program, 128 if recipe == "block" else 64), torch.randn(16, 128 if recipe == "block" else 64)
     if lay_out is not None:
@@ -169,7 +168,8 @@ def test_recipes(recipe, options):
 @pytest.mark.parametrize("weights", ["each_call", "once"])
 @pytest.mark.parametrize("recipe", ["current", "rowwise", "delayed", "block"])
 def test_a_weight_changed_behind_its_use(recipe, weights):
-    """The backward, which casts most weights again, has those of the forward: of gradients torch makes an error here."""
+    """The backward, which casts most weights again, has those of the forward: of gradients torch makes an error
+    here."""
 
     def program(m, x):
         y = m.b(F.gelu(m.a(x)))

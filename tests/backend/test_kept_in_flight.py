@@ -9,8 +9,8 @@ from torch import nn
 from te_inductor import state_dict
 from te_inductor.errors import FallbackWarning
 from te_inductor.recipes import Quantizer
-from te_inductor.runtime import kept_weights
-from te_inductor.runtime.kept_inputs import KeptInput, KeptInputs
+from te_inductor.runtime import cached_weights
+from te_inductor.runtime.cached_inputs import KeptInput, KeptInputs
 from te_inductor.runtime.state_inputs import StateInputs
 from tests.backend.test_kept_weights import RECIPES, casts, te  # noqa: F401
 from tests.backend.test_saved_state import mlp
@@ -39,8 +39,8 @@ def test_other_weights_for_a_forward_and_back(recipe):
 
 
 def test_a_backward_whose_forward_was_the_last_does_not_look(monkeypatch):
-    looks, refresh = [], kept_weights.refresh
-    monkeypatch.setattr(kept_weights, "refresh", lambda found: (looks.append(found), refresh(found)))
+    looks, refresh = [], cached_weights.refresh
+    monkeypatch.setattr(cached_weights, "refresh", lambda found: (looks.append(found), refresh(found)))
     run = te(mlp(), weights="once")
     for _ in range(3):
         run(torch.randn(8, 32)).sum().backward()
@@ -55,13 +55,13 @@ def test_a_backward_whose_forward_was_the_last_does_not_look(monkeypatch):
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
 def test_a_kernel_that_fails(recipe, monkeypatch):
     """Behind its work, as one that does not compile: the call goes on by plain torch, with the state of one look."""
-    refresh = kept_weights.refresh
+    refresh = cached_weights.refresh
 
     def failing(looks):
         refresh(looks)
         raise RuntimeError("injected")
 
-    monkeypatch.setattr("te_inductor.patterns.kept.refresh_on", lambda device: failing)
+    monkeypatch.setattr("te_inductor.passes.pre_grad.decide.cached_weights.refresh_on", lambda device: failing)
     model, x = mlp(), torch.randn(8, 32)
     twin = copy.deepcopy(model)
     run, plain = te(model, recipe=recipe, weights="once", fallback="warn"), te(twin, recipe=recipe)
@@ -86,7 +86,7 @@ def test_an_interruption_leaves_no_half_of_a_weight(recipe, place, monkeypatch):
     before = copy.deepcopy(model.state_dict())
     for p in model.parameters():
         p.data.mul_(3).add_(0.1)
-    made, make = [], kept_weights._make
+    made, make = [], cached_weights._make
 
     def interrupted(kept, *rest):
         make(kept, *rest)
@@ -94,10 +94,10 @@ def test_an_interruption_leaves_no_half_of_a_weight(recipe, place, monkeypatch):
         if len(made) > place:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(kept_weights, "_make", interrupted)
+    monkeypatch.setattr(cached_weights, "_make", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(x)
-    monkeypatch.setattr(kept_weights, "_make", make)
+    monkeypatch.setattr(cached_weights, "_make", make)
     model.load_state_dict(before)
     assert torch.equal(run(x), expected)
 
@@ -133,7 +133,7 @@ def test_each_device_looks_at_its_own():
     """Layers of one graph may be on several."""
     weights = [torch.randn(32, 32), torch.randn(32, 32, device="meta")]
     found = []
-    spec = kept_weights.Spec(Quantizer("e4m3"), False, 1)
+    spec = cached_weights.Spec(Quantizer("e4m3"), False, 1)
     inputs = KeptInputs(
         lambda device: lambda looks: found.append((device.type, [look.weights[0].device.type for look in looks])),
         weights=[KeptInput([place], spec, False) for place in range(2)],

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from te_inductor import explain, load_state_dict, state_dict
 from te_inductor.errors import FallbackError, FallbackWarning, OptionError
 from te_inductor.recipes import DelayedScaling, Float8BlockScaling, Quantizer
-from te_inductor.runtime import kept_weights
+from te_inductor.runtime import cached_weights
 from tests.backend.delayed_programs import Blocks
 from tests.backend.test_saved_state import Attention, mlp
 from tests.recipes import strict
@@ -31,8 +31,8 @@ pytestmark = pytest.mark.usefixtures("without_codegen", "one_seed")
 @pytest.fixture
 def casts(monkeypatch):
     """How many weights have been cast anew."""
-    made, make = [], kept_weights._make
-    monkeypatch.setattr(kept_weights, "_make", lambda *args: (made.append(args[0]), make(*args)))
+    made, make = [], cached_weights._make
+    monkeypatch.setattr(cached_weights, "_make", lambda *args: (made.append(args[0]), make(*args)))
     return made
 
 
@@ -246,7 +246,8 @@ def test_programs(make, recipe, casts):
 
 
 def test_delayed_scaling_casts_with_the_scale_of_the_step(casts):
-    """Copies are made of a weight and a scale. Where both have settled they are kept; loading a state changes the scale."""
+    """Copies are made of a weight and a scale. Where both have settled they are kept; loading a state changes the
+    scale."""
     pair = Pair(mlp(), recipe="delayed")
     for _ in range(4):
         pair.backward(pair())
@@ -268,7 +269,8 @@ def test_microbatches_in_flight():
 
 
 def test_a_weight_that_changes_before_its_backward():
-    """Behind another forward the copies are others, which autograd finds as in eager code; without one they are its own."""
+    """Behind another forward the copies are others, which autograd finds as in eager code; without one they are its
+    own."""
     model = mlp()
     run = te(model, weights="once")
     y = run(torch.randn(8, 32))
@@ -291,7 +293,7 @@ def test_models_share_nothing_and_die():
         x = torch.randn(8, 32)
         for run, one in zip(runs, high, strict=True):
             assert (run(x) - one(x)).norm() < 0.1 * one(x).norm()
-    kept = weakref.ref(next(iter(kept_weights._kept.values(twin[0].weight)[0].values())))
+    kept = weakref.ref(next(iter(cached_weights._kept.values(twin[0].weight)[0].values())))
     del twin, one, run, high, runs[1]
     gc.collect()
     assert kept() is None
@@ -349,7 +351,7 @@ def test_fsdp(one_rank):
                 loss.backward()
                 losses.append(loss.item())
             optimizer.step()
-    assert losses[:6] == losses[6:] and not kept_weights._kept
+    assert losses[:6] == losses[6:] and not cached_weights._kept
 
 
 def test_functional_call(casts):
@@ -449,7 +451,7 @@ def test_a_weight_at_an_odd_address(recipe, casts):
 def test_nothing_is_kept_without_the_option(recipe, casts):
     """Copies lift the peak of memory: Note [Copies that pay]."""
     te(nn.Linear(128, 128), recipe=recipe)(torch.randn(16, 128))
-    assert not casts and not kept_weights._kept
+    assert not casts and not cached_weights._kept
 
 
 def test_option():
@@ -462,30 +464,30 @@ def test_option():
 
 @pytest.mark.parametrize("scope", ["tensor", "128x128"])
 def test_marks(scope):
-    """One of a weight, or one of each tile, also where it is of several parameters. A word that moves, or a bit that turns,
-    is another mark, of that tile alone."""
-    spec = kept_weights.Spec(Quantizer("e4m3", scope=scope), False, 1)
+    """One of a weight, or one of each tile, also where it is of several parameters. A word that moves, or a bit that
+    turns, is another mark, of that tile alone."""
+    spec = cached_weights.Spec(Quantizer("e4m3", scope=scope), False, 1)
     whole = torch.randn(256, 200)
-    found = kept_weights.marks(spec, [whole])
-    assert found.tolist() == kept_weights.marks(spec, [whole[:128], whole[128:]]).tolist()
-    assert len(found) == kept_weights.new(spec, [whole]).seen.numel() == {"tensor": 1, "128x128": 4}[scope]
+    found = cached_weights.marks(spec, [whole])
+    assert found.tolist() == cached_weights.marks(spec, [whole[:128], whole[128:]]).tolist()
+    assert len(found) == cached_weights.new(spec, [whole]).seen.numel() == {"tensor": 1, "128x128": 4}[scope]
     others = {tuple(found.tolist())}
     for bit in range(0, whole.nbytes * 8, 65521):
         other = whole.clone()
         other.view(torch.uint8).view(-1)[bit // 8] ^= 1 << bit % 8
-        marks = kept_weights.marks(spec, [other])
+        marks = cached_weights.marks(spec, [other])
         assert (marks != found).sum() == 1
         others.add(tuple(marks.tolist()))
     for other in (whole.flip(0), whole.flip(1), -whole, whole.roll(16, 0), whole.roll(1, 0), whole.roll(128, 0)):
-        marks = kept_weights.marks(spec, [other])
+        marks = cached_weights.marks(spec, [other])
         assert (marks != found).all()
         others.add(tuple(marks.tolist()))
     assert len(others) == 7 + len(range(0, whole.nbytes * 8, 65521))
 
 
 def test_a_mark_holds_the_given_scale():
-    spec = kept_weights.Spec(Quantizer("e4m3"), False, 1, DelayedScaling())
+    spec = cached_weights.Spec(Quantizer("e4m3"), False, 1, DelayedScaling())
     w, scales = torch.randn(128, 130), [torch.tensor(value) for value in (1.0, 2.0, 2.0**-126, 448.0)]
-    found = torch.stack([kept_weights.marks(spec, [w], scale) for scale in scales])
+    found = torch.stack([cached_weights.marks(spec, [w], scale) for scale in scales])
     assert found.shape == (4, 2) and len(set(found.flatten().tolist())) == 8
-    assert (kept_weights.marks(spec, [torch.zeros(128, 128)], torch.tensor(0.0)) != 0).all()
+    assert (cached_weights.marks(spec, [torch.zeros(128, 128)], torch.tensor(0.0)) != 0).all()

@@ -34,10 +34,10 @@ def test_what_others_register_stays(table):
 
 def test_compiles_side_by_side(table):
     """The first to begin ends first."""
-    from te_inductor.lowerings import few_rows
+    from te_inductor.lowerings import decode
 
     inductors = table[aten.argmax]
-    first, second = few_rows.replaced(), few_rows.replaced()
+    first, second = decode.replaced(), decode.replaced()
     first.__enter__()
     ours = table[aten.argmax]
     second.__enter__()

@@ -1,5 +1,5 @@
-"""Activation memory budgets, torch's own knob between saving and computing again: the same results bit for bit under every
-recipe, products computed again last, and state read once. And the FLOPs by which torch weighs them."""
+"""Activation memory budgets, torch's own knob between saving and computing again: the same results bit for bit under
+every recipe, products computed again last, and state read once. And the FLOPs by which torch weighs them."""
 
 import copy
 from collections import Counter
@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import te_inductor
-from te_inductor import flops, joint_graph
 from te_inductor.operations import Linear
+from te_inductor.ops import flops
+from te_inductor.passes.joint import recompute
 from tests.backend.test_autograd import same
 from tests.numerics.test_linear import Calls
 from tests.recipes import every_recipe, every_stateless_recipe, strict
@@ -78,8 +79,8 @@ def train(model: nn.Module, recipe, **options) -> tuple[list[torch.Tensor], Coun
 
 @every_recipe
 def test_budgets(name):
-    """As the budget falls more of the nine products are computed again, down to nearly all; nothing else changes. Of nvfp4,
-    whose copies are small beside outputs, four at once: torch weighs what an op returns, needed or not."""
+    """As the budget falls more of the nine products are computed again, down to nearly all; nothing else changes. Of
+    nvfp4, whose copies are small beside outputs, four at once: torch weighs what an op returns, needed or not."""
     model = Block()
     # Kept copies are inputs, of which the budget knows nothing.
     options = {"fallback": strict(name), "weights": "each_call"}
@@ -117,7 +118,7 @@ class Roots(TorchDispatchMode):
 def test_statistics_are_saved(saves, monkeypatch):
     """A number a row is no memory, and a tensor to read again: under a budget torch would."""
     if not saves:
-        monkeypatch.setattr(joint_graph, "_save_statistics", lambda *_: None)
+        monkeypatch.setattr(recompute, "_save_statistics", lambda *_: None)
     torch._dynamo.reset()
     model = Block()
     model.norms = nn.ModuleList([Norm(), Norm()])
@@ -163,7 +164,8 @@ class Writing(nn.Module):
 @pytest.mark.parametrize("program", [Dropping, Writing])
 @pytest.mark.parametrize("name", ["current", "delayed", "rowwise"])
 def test_the_backward_finds_what_the_forward_did(name, program, budget):
-    """torch by itself has it drop something else, and read what has been written since (pytorch/pytorch#190758, #197039)."""
+    """torch by itself has it drop something else, and read what has been written since (pytorch/pytorch#190758,
+    #197039)."""
     model = program()
     expected, _ = train(copy.deepcopy(model), name, fallback="error")
     with functorch.patch(activation_memory_budget=budget):
@@ -188,7 +190,8 @@ class WritingLists(nn.Module):
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("budget", [0.5, 0.0])
 def test_lists_are_saved_where_nothing_is_to_weigh(budget, dynamic):
-    """Before 2.15 torch would save a list as such, or nothing of it where sizes are symbolic (pytorch/pytorch#188014)."""
+    """Before 2.15 torch would save a list as such, or nothing of it where sizes are symbolic
+    (pytorch/pytorch#188014)."""
     model = WritingLists()
     with torch._dynamo.config.patch(assume_static_by_default=not dynamic):
         expected, _ = train(copy.deepcopy(model), "none")
@@ -240,8 +243,8 @@ def test_with_other_options(name, options):
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", [0.5, 0.0])
 def test_delayed_scaling_in_generated_code(budget):
-    """Which updates scales without autograd's noticing: read again in the backward they would be the next step's. Gradients
-    were off by up to 99% so."""
+    """Which updates scales without autograd's noticing: read again in the backward they would be the next step's.
+    Gradients were off by up to 99% so."""
     model = nn.Sequential(nn.Linear(DIM, 2 * DIM), nn.RMSNorm(2 * DIM), nn.GELU(), nn.Linear(2 * DIM, DIM))
     expected, _ = train(copy.deepcopy(model), "delayed", fallback="error")
     with functorch.patch(activation_memory_budget=budget):
@@ -254,7 +257,7 @@ def test_delayed_scaling_in_generated_code(budget):
 @pytest.mark.codegen
 @pytest.mark.usefixtures("no_caches")
 def test_scales_that_torch_does_not_save_are_an_error(monkeypatch):
-    monkeypatch.setattr(joint_graph, "_save_what_changes", lambda *_: None)
+    monkeypatch.setattr(recompute, "_save_what_changes", lambda *_: None)
     model = nn.Sequential(nn.Linear(DIM, DIM), nn.GELU(), nn.Linear(DIM, DIM))
     with functorch.patch(activation_memory_budget=0.0), pytest.raises(Exception, match="read again by the backward"):
         train(model, "delayed", fallback="error")

@@ -1,7 +1,7 @@
 """The documentation's references: to notes in the sources, to files, to headings, to modules that a command runs.
 
 A shared rationale stands once, under a line that is its title and nothing else, in a comment or a docstring, as that of
-`lowerings/tiles.py` does; elsewhere it is referred to by that title.
+`lowerings/codegen/tiles.py` does; elsewhere it is referred to by that title.
 """
 
 import re
@@ -137,7 +137,7 @@ def test_a_bad_page_is_found(text, error):
 def test_a_good_page_is_not():
     text = (
         "# One heading, here\n[a](performance.md) [b](#one-heading-here) [c](https://example.org/missing.py) "
-        "[patterns/rule.py](../te_inductor/patterns/rule.py) `te_inductor/backend.py`, `backend.py`; "
-        "python -m benchmarks.floor prints it."
+        "[passes/pre_grad/match/rule.py](../te_inductor/passes/pre_grad/match/rule.py) `te_inductor/backend.py`,"
+        " `backend.py`; python -m benchmarks.floor prints it."
     )
     assert list(page_errors(text, ROOT / "docs")) == []

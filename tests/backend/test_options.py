@@ -234,7 +234,8 @@ def test_recipe_fields_are_checked(make):
         make()
 
 
-# How the state of delayed scaling is updated, which no slot shows: numerics/test_delayed.py; test_ranks.py of reduce_amax.
+# How the state of delayed scaling is updated, which no slot shows: numerics/test_delayed.py; test_ranks.py of
+# reduce_amax.
 OF_THE_UPDATE = {
     "margin",
     "amax_history_len",

@@ -1,4 +1,4 @@
-"""Note [Overflow stays visible] in lowerings/values.py: what is infinite or NaN without us is so with us."""
+"""Note [Overflow stays visible] in lowerings/casts/values.py: what is infinite or NaN without us is so with us."""
 
 import copy
 import functools
@@ -54,7 +54,8 @@ def test_infinity_and_nan_reach_what_they_reach_in_high_precision(name):
 
 
 class _Experts(nn.Module):
-    """One of which sees the rows that the router sends it, in a graph whose number of rows is known at run time alone."""
+    """One of which sees the rows that the router sends it, in a graph whose number of rows is known at run time
+    alone."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,5 @@
-"""The policy: globs and functions, the first that matches, unused entries, the size rule; every graph of a model has it."""
+"""The policy: globs and functions, the first that matches, unused entries, the size rule; every graph of a model has
+it."""
 
 import pytest
 import torch
@@ -114,7 +115,7 @@ def test_behind_graph_breaks():
 @pytest.mark.parametrize("name", [wide, "0"], ids=["function", "glob"])
 def test_an_entry_overrides_the_size_rule(name, monkeypatch):
     """For the layers that it names alone."""
-    monkeypatch.setattr("te_inductor.patterns.size_rule.refusal", lambda matches: Refusal("too small"))
+    monkeypatch.setattr("te_inductor.passes.pre_grad.decide.size_rule.refusal", lambda matches: Refusal("too small"))
     report = explain(layers((96, 32), (32, 96)), torch.randn(X), options={"policy": {name: "current"}})
     assert {site.fqn: site.kernel for site in report.sites} == {"0": "inductor", "1": "high_precision"}
 

@@ -1,4 +1,5 @@
-"""Every matrix product with a weight is in the report, whether a rule takes it or not; all count in the share of FLOPs."""
+"""Every matrix product with a weight is in the report, whether a rule takes it or not; all count in the share of
+FLOPs."""
 
 import warnings
 

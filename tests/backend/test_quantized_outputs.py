@@ -1,5 +1,5 @@
-"""Casts that a GEMM takes over: which are, and that the graph computes what it did. On CPU no kernel pays, so the pass is
-told that each does."""
+"""Casts that a GEMM takes over: which are, and that the graph computes what it did. On CPU no kernel pays, so the pass
+is told that each does."""
 
 import pytest
 import torch
@@ -8,7 +8,8 @@ from torch._inductor import config
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from te_inductor import ops, quantized_outputs, recipes, sigmoids
+from te_inductor import ops, recipes
+from te_inductor.passes.post_grad import quantized_epilogue, shared_sigmoid
 from te_inductor.recipes import Quantizer
 from te_inductor.runtime.activation import Activation
 from te_inductor.templates.cutlass.scaled_mm import FAST_TILES, kernel_of
@@ -22,8 +23,8 @@ KERNEL = kernel_of(FAST_TILES[0], "90", torch.float8_e4m3fn, torch.float8_e4m3fn
 
 @pytest.fixture(autouse=True)
 def pays(monkeypatch):
-    monkeypatch.setattr(quantized_outputs, "_kernel", lambda *_: KERNEL)
-    monkeypatch.setattr(quantized_outputs.build, "start", lambda kernels: None)
+    monkeypatch.setattr(quantized_epilogue, "_kernel", lambda *_: KERNEL)
+    monkeypatch.setattr(quantized_epilogue.build, "start", lambda kernels: None)
 
 
 def layer(x, w):
@@ -85,8 +86,8 @@ FOLDED = {
 
 def folded(function, *inputs):
     traced = make_fx(function, decomposition_table=select_decomp_table(), tracing_mode="fake")(*inputs)
-    sigmoids.fold(traced.graph)
-    quantized_outputs.fold(traced.graph)
+    shared_sigmoid.fold(traced.graph)
+    quantized_epilogue.fold(traced.graph)
     traced.graph.lint()
     traced.recompile()
     return traced

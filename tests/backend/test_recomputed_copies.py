@@ -1,11 +1,14 @@
-"""Which column copies of layers' inputs the backward casts: those of what it has anyway (joint_graph.py)."""
+"""Which column copies of layers' inputs the backward casts: those of what it has anyway (recompute.py)."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from te_inductor import joint_graph, ops
+from te_inductor import ops
+from te_inductor.passes import joint
+from te_inductor.passes.joint import recompute
+from tests.passes import leave_out
 
 pytestmark = [pytest.mark.usefixtures("no_caches"), pytest.mark.codegen]  # its decompositions, of which no code is made
 
@@ -75,7 +78,8 @@ HAD = {name for name, (_, had) in BEFORE.items() if had}
 @pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise", "block", "mxfp8"])
 @pytest.mark.parametrize("name", BEFORE)
 def test_what_is_cast_again(name, recipe, monkeypatch):
-    """With scales of blocks, which the casting kernel finds: where the forward reads the tensor twice anyway, a norm's."""
+    """With scales of blocks, which the casting kernel finds: where the forward reads the tensor twice anyway, a
+    norm's."""
     before, _ = BEFORE[name]
     again = {"delayed": HAD, "current": HAD, "block": NORMS}.get(recipe, ())
     assert marked(Model(before), recipe, monkeypatch) == [name in again, False]
@@ -89,7 +93,7 @@ def test_rows_that_a_program_holds(size, held, monkeypatch):
 
 def marked(model, recipe, monkeypatch) -> list[bool]:
     """Which column copies of layers' inputs the backward makes, the last layer's first."""
-    mark = joint_graph.mark
+    mark = recompute.mark
 
     def spy(graph):
         mark(graph)
@@ -97,7 +101,7 @@ def marked(model, recipe, monkeypatch) -> list[bool]:
         copies = [gemm.args[2].args[0] for gemm in gemms]  # of x: the last layer's first, as the backward goes
         raise Marked(["recompute" in copy.meta for copy in copies])
 
-    monkeypatch.setattr(joint_graph, "mark", spy)
+    leave_out(monkeypatch, joint, mark, spy)
     x = torch.randn(32, 128, requires_grad=True)
     with pytest.raises(Marked) as found:
         torch.compile(model, backend="te", fullgraph=True, options={"recipe": recipe})(x)

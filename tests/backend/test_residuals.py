@@ -1,12 +1,13 @@
-"""Sums that a GEMM takes over: which are, and that the graph computes what it did. On CPU no kernel pays, so the pass is
-told that each does."""
+"""Sums that a GEMM takes over: which are, and that the graph computes what it did. On CPU no kernel pays, so the pass
+is told that each does."""
 
 import pytest
 import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from te_inductor import ops, recipes, residuals
+from te_inductor import ops, recipes
+from te_inductor.passes.post_grad import residual_epilogue
 from te_inductor.templates.cutlass.scaled_mm import FAST_TILES, kernel_of
 
 SLOTS = recipes.resolve("current").slots()
@@ -19,8 +20,8 @@ KERNEL = kernel_of(FAST_TILES[0], "90", torch.float8_e4m3fn, torch.float8_e4m3fn
 def begun(monkeypatch):
     """The kernels that were begun to be built."""
     kernels = []
-    monkeypatch.setattr(residuals, "_kernel", lambda gemm: KERNEL)
-    monkeypatch.setattr(residuals.build, "start", kernels.extend)
+    monkeypatch.setattr(residual_epilogue, "_kernel", lambda gemm: KERNEL)
+    monkeypatch.setattr(residual_epilogue.build, "start", kernels.extend)
     return kernels
 
 
@@ -60,7 +61,7 @@ FOLDED = {
 def test_which_sums_a_gemm_takes_over(function, count, begun):
     x, w = torch.randn(8, 8, 32), torch.randn(32, 32)
     traced = make_fx(function, tracing_mode="fake")(x, w)
-    residuals.fold(traced.graph)
+    residual_epilogue.fold(traced.graph)
     traced.graph.lint()
     traced.recompile()
     gemms = traced.graph.find_nodes(op="call_function", target=ops.scaled_mm)
@@ -73,19 +74,20 @@ def test_checkpoints_treat_both_as_one():
     traced = make_fx(FOLDED["left"][0], tracing_mode="fake")(torch.randn(8, 32), torch.randn(32, 32))
     [gemm] = traced.graph.find_nodes(op="call_function", target=ops.scaled_mm)
     gemm.meta["recompute"] = torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
-    residuals.fold(traced.graph)
+    residual_epilogue.fold(traced.graph)
     assert list(traced.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor))
 
 
 def test_forward_and_backward(monkeypatch, no_caches):
-    """Compiled: the fold is on the joint graph, so the backward reads the sum; where no kernel adds, the lowering does."""
+    """Compiled: the fold is on the joint graph, so the backward reads the sum; where no kernel adds, the lowering
+    does."""
 
     class Block(nn.Linear):
         def forward(self, x):
             return (x + super().forward(x)).square()
 
-    model, folded, replace = Block(32, 32), [], residuals._replace
-    monkeypatch.setattr(residuals, "_replace", lambda *nodes: (folded.append(nodes), replace(*nodes)))
+    model, folded, replace = Block(32, 32), [], residual_epilogue._replace
+    monkeypatch.setattr(residual_epilogue, "_replace", lambda *nodes: (folded.append(nodes), replace(*nodes)))
     run = torch.compile(model, backend="te", fullgraph=True, options={"recipe": "current", "fallback": "error"})
     x, parameters = torch.randn(8, 32, requires_grad=True), list(model.parameters())
     y = run(x)

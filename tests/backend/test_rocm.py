@@ -8,9 +8,9 @@ import torch
 
 import te_inductor
 from te_inductor import compat
-from te_inductor.patterns import support
+from te_inductor.passes.pre_grad.decide import support
 from te_inductor.recipes import Gemm
-from te_inductor.runtime import few_rows
+from te_inductor.runtime import small_m
 from te_inductor.templates.cutlass import scaled_mm
 
 PACKAGE = Path(te_inductor.__file__).parent
@@ -36,6 +36,6 @@ def test_refused_by_name(capability, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.4.1")
     assert str(support.device(DEVICE)) == "an AMD GPU (ROCm 6.4.1), the kernels are for NVIDIA's"
     assert compat.capability_of(DEVICE) == (0, 0)
-    assert few_rows.choose(DEVICE, 16, sizes, dtypes, Gemm("fprop", fast_accum=True)) is None
+    assert small_m.choose(DEVICE, 16, sizes, dtypes, Gemm("fprop", fast_accum=True)) is None
     assert scaled_mm.architecture(DEVICE) is None
     assert not compat.has_microscaled_mm(DEVICE) and not compat.has_block_scaled_mm(DEVICE)

@@ -1,4 +1,5 @@
-"""te_inductor.state_dict and load_state_dict: keys, copies, loading before and after the first compile, what is refused."""
+"""te_inductor.state_dict and load_state_dict: keys, copies, loading before and after the first compile, what is
+refused."""
 
 import copy
 from typing import Any
@@ -14,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 import te_inductor
 from te_inductor.backend import _set_aside, parse, run_passes
 from te_inductor.errors import StateError
-from te_inductor.passes import Plan
+from te_inductor.passes.pre_grad.plan import Plan
 from te_inductor.recipes import DelayedScaling
-from te_inductor.runtime.kept_inputs import bind
+from te_inductor.runtime.cached_inputs import bind
 
 pytestmark = pytest.mark.usefixtures("without_codegen")
 
@@ -257,7 +258,8 @@ REPLACE = {
 
 @pytest.mark.parametrize("replace", REPLACE.values(), ids=REPLACE.keys())
 def test_parameters_that_are_replaced_hand_on_their_state(replace):
-    """As if the values had been loaded in place, bit for bit: q, k and v have one state between them before and after."""
+    """As if the values had been loaded in place, bit for bit: q, k and v have one state between them before and
+    after."""
     model = Attention()
     twin = copy.deepcopy(model)
     runs = [torch.compile(one, backend=uncompiled, fullgraph=True) for one in (model, twin)]

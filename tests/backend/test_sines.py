@@ -1,4 +1,4 @@
-"""Tables of rotary positions are computed once in a graph, whichever kernels read them (sines.py)."""
+"""Tables of rotary positions are computed once in a graph, whichever kernels read them (rotary_tables.py)."""
 
 import re
 
@@ -9,7 +9,9 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.utils import run_fw_bw_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from te_inductor import sines
+from te_inductor.passes import post_grad
+from te_inductor.passes.post_grad import rotary_tables
+from tests.passes import leave_out
 
 HEADS, SIZE = 4, 32
 
@@ -57,7 +59,7 @@ def test_computed_once(recipe, dynamic, monkeypatch):
         return [len(re.findall(r"^[^#\n]*\b(?:cos|sin)\(", code, re.MULTILINE)) for code in codes]
 
     counts = computed()
-    monkeypatch.setattr(sines, "keep", lambda graph: None)
+    leave_out(monkeypatch, post_grad, rotary_tables.keep)
     before = computed()
     assert set(counts) == {2}  # a cosine and a sine, in each forward and in the backward
     assert min(before) > 2
@@ -67,8 +69,8 @@ def marked(function, *shapes):
     """The operators whose values are to be in memory."""
     inputs = (torch.empty(shape) for shape in shapes)
     graph = make_fx(function, select_decomp_table(), tracing_mode="fake")(*inputs).graph
-    sines.keep(graph)
-    return [str(node.target) for node in graph.nodes if node.meta.get(sines._IN_MEMORY)]
+    rotary_tables.keep(graph)
+    return [str(node.target) for node in graph.nodes if node.meta.get(rotary_tables._IN_MEMORY)]
 
 
 def test_in_the_dtype_that_is_read():

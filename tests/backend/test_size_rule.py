@@ -1,11 +1,12 @@
-"""The size rule against what was measured of layers alone (docs/performance.md, training at 8192 tokens), and of models."""
+"""The size rule against what was measured of layers alone (docs/performance.md, training at 8192 tokens), and of
+models."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from te_inductor.patterns import size_rule
+from te_inductor.passes.pre_grad.decide import size_rule
 
 GEMMS = "fprop dgrad wgrad".split()
 

@@ -55,9 +55,9 @@ def test_without_it_nothing_is_random(without_codegen):
 
 
 def test_the_mean_of_the_gradients_is_that_of_high_precision(without_codegen):
-    """One layer, weights that NVFP4 holds exactly, no transform: dy alone is rounded, so that the mean of dx over n steps
-    approaches dy w. Each step's error has a standard deviation of at most half a step of E2M1, so the norm of the mean's
-    falls with the root of n; to nearest it does not fall at all."""
+    """One layer, weights that NVFP4 holds exactly, no transform: dy alone is rounded, so that the mean of dx over n
+    steps approaches dy w. Each step's error has a standard deviation of at most half a step of E2M1, so the norm of the
+    mean's falls with the root of n; to nearest it does not fall at all."""
     layer = nn.Linear(64, 48, bias=False)
     with torch.no_grad():
         layer.weight.copy_(torch.randint(-3, 4, (48, 64)).float())

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import te_inductor
+from te_inductor.api.quantization import quantize_
 from te_inductor.errors import FallbackError, FallbackWarning, OptionError, RecipeError, StoredWeightError
-from te_inductor.quantization import quantize_
+from te_inductor.ops.stored_weight import Float8Weight, NVFP4Weight, StoredWeight
 from te_inductor.recipes import NVFP4WeightOnly
-from te_inductor.stored_weight import Float8Weight, NVFP4Weight, StoredWeight
 
 RECIPES = ["nvfp4_weight_only", "rowwise", "current", "block"]
 recipes = pytest.mark.parametrize("recipe", RECIPES)
@@ -269,8 +269,9 @@ def test_transformers_and_adapters():
     quantized, ids = quantize_(copy.deepcopy(plain)), torch.randint(0, 128, (2, 8))
     with torch.no_grad():
         expected, logits = plain(ids).logits, quantized(ids).logits
-        # Each product is off by 9.5% of its norm (docs/numerics.md): by that of the head at least, but for chance, and of 15
-        # products by sqrt(15) of it at most, as their errors are independent and a residual stream amplifies none.
+        # Each product is off by 9.5% of its norm (docs/numerics.md): by that of the head at least, but for chance, and
+        # of 15 products by sqrt(15) of it at most, as their errors are independent and a residual stream amplifies
+        # none.
         error = torch.linalg.vector_norm(logits - expected) / torch.linalg.vector_norm(expected)
         assert 0.08 < error < 15**0.5 * 0.095
         assert torch.equal(compiled(quantized)(ids).logits, logits)

@@ -1,5 +1,5 @@
-"""One rank of a run whose ranks differ: `python -m tests.backend.unequal_ranks RANK WORLD FILE KINDS`, one process group for
-all KINDS. Prints one line of JSON: by kind, the warnings and the newest amaxes of the inputs, by layer.
+"""One rank of a run whose ranks differ: `python -m tests.backend.unequal_ranks RANK WORLD FILE KINDS`, one process
+group for all KINDS. Prints one line of JSON: by kind, the warnings and the newest amaxes of the inputs, by layer.
 
 Ranks see data of magnitude 1 + rank.
 """

@@ -1,4 +1,5 @@
-"""What outlives a step lies outside of the memory that a CUDA graph's replays write, and is let go of with its model."""
+"""What outlives a step lies outside of the memory that a CUDA graph's replays write, and is let go of with its
+model."""
 
 import gc
 
@@ -6,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from te_inductor.runtime import kept_weights, state
+from te_inductor.runtime import cached_weights, state
 
 OPTIONS = {
     "delayed": {"recipe": "delayed"},
@@ -39,7 +40,7 @@ def lasting(model: nn.Module) -> list[Tensor]:
     for parameter in model.parameters():
         found += [getattr(parameter, "main_grad", parameter)]
         found += [t for one in state._states.get(parameter, {}).values() for t in one.tensors().values()]
-        for kept in (kept for owned in kept_weights._kept.values(parameter) for kept in owned.values()):
+        for kept in (kept for owned in cached_weights._kept.values(parameter) for kept in owned.values()):
             found += [*kept.tensors, kept.seen]
     return found
 

@@ -24,8 +24,8 @@ TILES = [(tile, True) for tile in template.FAST_TILES] + [(tile, False) for tile
 @pytest.mark.parametrize("scope", ["tensor", "row"])
 @pytest.mark.parametrize(("tile", "fast"), TILES, ids=str)
 def test_a_product_is_that_of_float64(tile, fast, scope):
-    """Sizes that no tile divides. Each step of the tensor core, over 32 elements of K, keeps `FAST_BITS` bits of its partial
-    sum; split accumulation sums 4 steps so, and adds in fp32. The output's rounding is 2**-9."""
+    """Sizes that no tile divides. Each step of the tensor core, over 32 elements of K, keeps `FAST_BITS` bits of its
+    partial sum; split accumulation sums 4 steps so, and adds in fp32. The output's rounding is 2**-9."""
     m, n, k = 3 * tile.m * tile.cluster_m - 40, 2 * tile.n * tile.cluster_n - 48, 528
     a, b = (torch.randn(rows, k, device="cuda").mul_(4) for rows in (m, n))
     a, b = a.to(E4M3 if fast else E5M2), b.to(E4M3)
@@ -69,8 +69,9 @@ def test_a_product_is_that_of_float64(tile, fast, scope):
 @pytest.mark.parametrize("added", [template.NOTHING, template.ANOTHER])
 @pytest.mark.parametrize("sizes", [(652, 400, 640), (2050, 1040, 256), (300, 272, 1168), (8448, 4096, 384)], ids=str)
 def test_a_product_with_scales_of_blocks_is_that_of_float64(sizes, added, tile, scope):
-    """Four steps of the tensor core a block of K, whose sum is scaled in fp32; sizes that no tile and no block divides, and
-    one that gives a thread block several tiles. What is added may have numbers of any size in its place, and no other."""
+    """Four steps of the tensor core a block of K, whose sum is scaled in fp32; sizes that no tile and no block divides,
+    and one that gives a thread block several tiles. What is added may have numbers of any size in its place, and no
+    other."""
     m, n, k = sizes
     a, b, a_scale, b_scale = blocked(m, n, k, scope)
     wide_a, wide_b = a.double() * spread(a_scale, m, k), b.double() * spread(b_scale.t(), n, k)
@@ -134,8 +135,8 @@ def spread(scale: torch.Tensor, rows: int, k: int) -> torch.Tensor:
 @pytest.mark.parametrize("scope", ["tensor", "row"])
 @pytest.mark.parametrize("tile", template.SPLIT_TILES, ids=str)
 def test_a_sum_is_that_of_float64(tile, scope):
-    """In place, at sizes that no tile divides, with nothing written around: the product is rounded to fp32, then the sum.
-    Rows of NaN and of infinities in the total stay; small integers add up exactly."""
+    """In place, at sizes that no tile divides, with nothing written around: the product is rounded to fp32, then the
+    sum. Rows of NaN and of infinities in the total stay; small integers add up exactly."""
     m, n, k = 3 * tile.m * tile.cluster_m - 40, 2 * tile.n * tile.cluster_n - 48, 528
     gemm = Gemm("wgrad", False, (scope, scope))
     buffer = torch.full((m * n + 64,), 7.0, device="cuda")
@@ -211,7 +212,8 @@ def test_a_training_step_runs_on_it(recipe, mode, no_caches):
         patch.setattr(template, "choose", lambda *_: None)
         theirs = results()
     for ours, other in zip(mine, theirs, strict=True):
-        # The same fp8 operands in another order of summation: a rounding of bf16, and what accumulation in 14 bits adds.
+        # The same fp8 operands in another order of summation: a rounding of bf16, and what accumulation in 14 bits
+        # adds.
         difference = (ours.double() - other.double()).norm() / other.double().norm()
         assert difference < 2.0**-8
 
@@ -229,8 +231,8 @@ class Residual(nn.Module):
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
 def test_a_residual_is_read_by_the_gemm(training, no_caches):
-    """Its result differs by roundings to bf16: the layer's output is not rounded, and the norm reads the rounded sum. The
-    gradient's scale is a power of two, or such a rounding of its amax would move every step of its cast."""
+    """Its result differs by roundings to bf16: the layer's output is not rounded, and the norm reads the rounded sum.
+    The gradient's scale is a power of two, or such a rounding of its amax would move every step of its cast."""
     torch.manual_seed(0)
     recipe = Float8CurrentScaling(fp8_quant_bwd_grad=QParams(power_2_scale=True))
     model = Residual()

@@ -1,5 +1,5 @@
-"""Weight gradients that wait for `backward_dw`, on the GPU: the memory that Inductor's code made is not written again, and
-CUDA graphs are refused."""
+"""Weight gradients that wait for `backward_dw`, on the GPU: the memory that Inductor's code made is not written again,
+and CUDA graphs are refused."""
 
 import copy
 
@@ -19,7 +19,8 @@ def chain() -> nn.Sequential:
 
 @pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise", "block", "mxfp8"])
 def test_microbatches_in_flight(recipe):
-    """In bf16 and by cuBLASLt (shapes that no table of CUTLASS kernels names) the very bits of the immediate gradient."""
+    """In bf16 and by cuBLASLt (shapes that no table of CUTLASS kernels names) the very bits of the immediate
+    gradient."""
     twin = chain().bfloat16()
     model = copy.deepcopy(twin)
     run, plain = te(model, recipe, wgrad="deferred", fallback="silent"), te(twin, recipe, fallback="silent")

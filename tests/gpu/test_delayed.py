@@ -14,12 +14,12 @@ from torch._dynamo.utils import counters
 import te_inductor
 from te_inductor import ops
 from te_inductor.recipes import DelayedScaling, Quantizer
-from te_inductor.runtime import reference
-from te_inductor.runtime.reference import ScalingHistory
 from tests.bounds import assert_same_values
 from tests.delayed import OracleLayer, check_entry, quantizers
 from tests.gpu.test_ops import FAST_BITS
 from tests.numerics.test_quantize import CONTENTS
+from tests.oracle import casts
+from tests.oracle.casts import ScalingHistory
 
 RECIPE = DelayedScaling(amax_history_len=4)
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -81,8 +81,8 @@ def test_a_cast_that_records(content):
         for before in (0.0, 2.0**100, math.nan):
             amax = torch.tensor(before, device="cuda")
             data, data_t = function(x.cuda(), scale.cuda(), amax)
-            assert_same_values(data.cpu(), reference.quantize_known(x, scale.item(), Quantizer("e4m3"))[0])
-            assert_same_values(data_t.cpu(), reference.quantize_known(x.t(), scale.item(), Quantizer("e4m3"))[0])
+            assert_same_values(data.cpu(), casts.quantize_known(x, scale.item(), Quantizer("e4m3"))[0])
+            assert_same_values(data_t.cpu(), casts.quantize_known(x.t(), scale.item(), Quantizer("e4m3"))[0])
             oracle = ScalingHistory(RECIPE, Quantizer("e4m3").format, recorded=before)
             oracle.record(x)
             assert amax.item() == oracle.recorded or (amax.isnan() and math.isnan(oracle.recorded))

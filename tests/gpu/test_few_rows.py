@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import te_inductor
-from te_inductor.runtime import few_rows
-from te_inductor.stored_weight import StoredWeight
+from te_inductor.ops.stored_weight import StoredWeight
+from te_inductor.runtime import small_m
 
 pytestmark = pytest.mark.gpu
 K_STEP = 32  # products that the tensor core aligns to the largest
@@ -18,13 +18,13 @@ KEPT = 2.0**-13  # of it
 
 
 def operands(m: int, n: int, k: int) -> tuple[torch.Tensor, ...]:
-    a, b = ((torch.randn(rows, k, device="cuda") * 50).to(few_rows.DTYPE) for rows in (m, n))
+    a, b = ((torch.randn(rows, k, device="cuda") * 50).to(small_m.DTYPE) for rows in (m, n))
     return a, torch.rand(m, 1, device="cuda") + 0.5, b, torch.rand(n, 1, device="cuda") + 0.5
 
 
 def product(a, a_scale, b, b_scale, config, dtype=torch.float32):
     from te_inductor.templates.triton import partial_sums
-    from te_inductor.templates.triton.fp8_few_rows import fp8_partial_sums
+    from te_inductor.templates.triton.fp8_small_m import fp8_partial_sums
 
     torch.empty(1 << 26, device="cuda").fill_(torch.nan)  # poisons what the outputs are allocated from
     return partial_sums.add_up(fp8_partial_sums(a, a_scale, b, b_scale, config, dtype), dtype)
@@ -33,10 +33,11 @@ def product(a, a_scale, b, b_scale, config, dtype=torch.float32):
 @pytest.mark.parametrize("size", [(64, 128), (70, 384), (4096, 4096), (4100, 14336), (6144, 4096), (28680, 512)])
 @pytest.mark.parametrize("m", [1, 16, 21, 64, 70])
 def test_against_float64(m, size):
-    """Of 32 products each loses at most a bit of those that the largest keeps; promoted sums and scales round in fp32."""
+    """Of 32 products each loses at most a bit of those that the largest keeps; promoted sums and scales round in
+    fp32."""
     a, a_scale, b, b_scale = operands(m, *size)
     n, k = size
-    y = product(a, a_scale, b, b_scale, few_rows.cut(m, n, k)).double()
+    y = product(a, a_scale, b, b_scale, small_m.cut(m, n, k)).double()
     wide = a.double() * a_scale.double(), b.double() * b_scale.double()
     largest = torch.stack([(row.abs() * wide[1].abs()).view(n, -1, K_STEP).amax(-1).sum(-1) for row in wide[0]])
     bound = largest * K_STEP * KEPT + (wide[0].abs() @ wide[1].abs().t()) * (k + 3) * 2.0**-24
@@ -49,7 +50,7 @@ def test_special_values(config):
     a, a_scale, b, b_scale = operands(5, 200, 1024)
     a[1, 700], a[2] = torch.nan, 0.0
     b[190, 3] = torch.nan
-    y = product(a, a_scale, b, b_scale, few_rows.Config(*config))
+    y = product(a, a_scale, b, b_scale, small_m.Config(*config))
     expected = torch.zeros(5, 200, dtype=torch.bool, device="cuda")
     expected[1], expected[:, 190] = True, True
     assert torch.equal(y.isnan(), expected) and (y[2][~expected[2]] == 0).all()
@@ -59,7 +60,7 @@ def test_special_values(config):
 def test_one_scale(of_rows):
     a, a_scale, b, b_scale = operands(16, 512, 1024)
     a_scale, b_scale = (scale if each else scale[0, 0] for scale, each in zip((a_scale, b_scale), of_rows, strict=True))
-    y = product(a, a_scale, b, b_scale, few_rows.cut(16, 512, 1024), torch.bfloat16)
+    y = product(a, a_scale, b, b_scale, small_m.cut(16, 512, 1024), torch.bfloat16)
     expected = (a.double() * a_scale.double()) @ (b.double() * b_scale.double()).t()
     assert (y.double() - expected).norm() <= 3e-3 * expected.norm()
 
@@ -93,8 +94,8 @@ def plain(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("mode", [None, "reduce-overhead", "max-autotune"])
 @pytest.mark.parametrize("recipe", ["rowwise", "current"])
 def test_compiled(recipe, mode):
-    """As close to the weights in high precision as the library's GEMM, eager and for the same rows among more. Not to each
-    other: what rounds to bf16 before a cast, and what does not, moves one in twenty casts by a step."""
+    """As close to the weights in high precision as the library's GEMM, eager and for the same rows among more. Not to
+    each other: what rounds to bf16 before a cast, and what does not, moves one in twenty casts by a step."""
     model, x = layer(recipe)
     options = {"fallback": "error"} | ({} if mode is None else {"mode": mode})
     run = torch.compile(model, backend="te", fullgraph=True, options=options)

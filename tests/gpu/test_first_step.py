@@ -1,4 +1,4 @@
-"""Note [A first step] in patterns/first_step.py, on the GPU and under CUDA graphs."""
+"""Note [A first step] in passes/pre_grad/rewrite/first_step.py, on the GPU and under CUDA graphs."""
 
 import pytest
 import torch

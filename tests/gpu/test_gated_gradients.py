@@ -1,5 +1,5 @@
-"""The GEMM that makes both copies of a gated activation's gradients: against float64, bit for bit where nothing is rounded,
-and in a compiled training step."""
+"""The GEMM that makes both copies of a gated activation's gradients: against float64, bit for bit where nothing is
+rounded, and in a compiled training step."""
 
 import dataclasses
 
@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.tune_gemm import SWIGLU
+from te_inductor.passes import joint
+from te_inductor.passes.joint import gated_dgrad
 from te_inductor.recipes import Gemm, Quantizer
 from te_inductor.runtime import eager
 from te_inductor.templates import cutlass
@@ -16,6 +18,7 @@ from te_inductor.templates.cutlass import build, launch
 from te_inductor.templates.cutlass import scaled_mm as template
 from tests.gpu.test_cutlass import blocked, spread
 from tests.gpu.test_ops import FAST_BITS
+from tests.passes import leave_out
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,8 +47,9 @@ def halves(m: int, n: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("tile", template.BLOCK_TILES, ids=str)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_copies_are_those_of_float64(sizes, tile, element):
-    """A sum is off as `test_cutlass` says, a result by what that makes of it, a few roundings of fp32 and one of bf16, a
-    copy by a rounding of FP8. A scale is the power of two that brings its block's largest value to the last binade."""
+    """A sum is off as `test_cutlass` says, a result by what that makes of it, a few roundings of fp32 and one of bf16,
+    a copy by a rounding of FP8. A scale is the power of two that brings its block's largest value to the last
+    binade."""
     m, n, k = sizes
     if m % (tile.m * tile.cluster_m) or n % (tile.n * tile.cluster_n):
         pytest.skip("clusters do not divide it")
@@ -78,8 +82,8 @@ def test_copies_are_those_of_float64(sizes, tile, element):
 
 @pytest.mark.parametrize("tile", template.BLOCK_TILES, ids=str)
 def test_copies_are_eager_s_bit_for_bit(tile):
-    """Where sums are small integers, gate so large that its sigmoid is 1, and up a power of two: nothing is rounded before
-    the casts. Rows and places of NaN, infinities, zeros, huge and tiny numbers."""
+    """Where sums are small integers, gate so large that its sigmoid is 1, and up a power of two: nothing is rounded
+    before the casts. Rows and places of NaN, infinities, zeros, huge and tiny numbers."""
     m, n, k = 768 * tile.cluster_m, 640 * tile.cluster_n, 256
     quantizer = Quantizer("e4m3", power_2_scale=True, scope="1x128")
     a, b = (torch.randint(-1, 2, (rows, k), device="cuda").to(E4M3) for rows in (m, n))
@@ -162,8 +166,8 @@ class Mlp(nn.Module):
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
 def test_a_training_step_runs_on_it(checkpointed, mode, no_caches):
-    """Three dimensions of x, at a measured shape: gradients are as far from bf16's as those of separate kernels, and nearer
-    to those: what a rounding to bf16 less, of dh, and one more, of its products, move of FP8's."""
+    """Three dimensions of x, at a measured shape: gradients are as far from bf16's as those of separate kernels, and
+    nearer to those: what a rounding to bf16 less, of dh, and one more, of its products, move of FP8's."""
     torch.manual_seed(0)
     model = Mlp(2048, 8192)
     x = torch.randn(4, 2048, 2048, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -191,7 +195,7 @@ def test_a_training_step_runs_on_it(checkpointed, mode, no_caches):
         mine = results(step)
     assert any("GatedGradientGemm" in event.key for event in profile.key_averages())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("te_inductor.gated_gradients.fold", lambda graph: None)
+        leave_out(patch, joint, gated_dgrad.fold)
         apart = results(compiled())
     exact = results(model)
     for ours, other, bf16 in zip(mine, apart, exact, strict=True):

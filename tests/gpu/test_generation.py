@@ -1,5 +1,5 @@
-"""Whole language models with stored weights: prompts of each kernel family and `generate()`, against what the weights stand
-for.
+"""Whole language models with stored weights: prompts of each kernel family and `generate()`, against what the weights
+stand for.
 
 **Bound.** `exact` is the model in float64 with the stored values, `plain` the same in eager bf16. Both `plain` and the
 compiled model round activations to bf16, at other places: twice `plain`'s error, as for any low-precision arithmetic here.
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import te_inductor
-from te_inductor import ops_stored
+from te_inductor.ops import stored
 from tests.models.test_transformers import FORWARD, SLACK
 
 transformers = pytest.importorskip("transformers")
@@ -71,7 +71,7 @@ class Models:
             for model in (self.plain, self.exact):
                 for name, parameter in model.named_parameters():
                     weight = self.stored.get_parameter(name)
-                    if isinstance(weight, te_inductor.stored_weight.StoredWeight):
+                    if isinstance(weight, te_inductor.ops.stored_weight.StoredWeight):
                         weight = weight.dequantize()
                     parameter.copy_(weight)
 
@@ -80,13 +80,14 @@ class Models:
         return torch.randint(1, VOCABULARY, (batch, length), generator=generator).to(self.device)
 
     def check(self, logits: Tensor, tokens: Tensor, rows: int) -> None:
-        """Of the last positions of these tokens, (B, steps, V), where at most `rows` rows of x met a weight at a time."""
+        """Of the last positions of these tokens, (B, steps, V), where at most `rows` rows of x met a weight at a
+        time."""
         places = slice(-logits.shape[1] - 1, -1) if logits.shape[1] < tokens.shape[1] else slice(None)
         exact = self.exact(tokens, use_cache=False).logits[:, places].double()
         plain = self.plain(tokens, use_cache=False).logits[:, places].double()
         assert logits.isfinite().all()
         noise = 0.0
-        if rows > ops_stored.FEW_ROWS:
+        if rows > stored.FEW_ROWS:
             noise = SLACK * math.sqrt(GEMMS) * FORWARD
         elif self.head == "rowwise":
             noise = SLACK * FORWARD

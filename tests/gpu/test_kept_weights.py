@@ -1,4 +1,5 @@
-"""Weights that are cast once, on the GPU: kernels bit for bit, changes in programs, CUDA graphs, streams, the profile."""
+"""Weights that are cast once, on the GPU: kernels bit for bit, changes in programs, CUDA graphs, streams, the
+profile."""
 
 import copy
 import itertools
@@ -10,9 +11,9 @@ from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
 from te_inductor.recipes import NVFP4BlockScaling
-from te_inductor.runtime import kept_weights
-from te_inductor.runtime.kept_weights import Look, Spec, new
-from te_inductor.templates.triton.kept_weights import OnDevice
+from te_inductor.runtime import cached_weights
+from te_inductor.runtime.cached_weights import Look, Spec, new
+from te_inductor.templates.triton.cached_weights import OnDevice
 from tests.numerics.test_quantize import CONTENTS
 from tests.offline.kept_kernels import QUANTIZERS
 
@@ -52,7 +53,7 @@ def test_copies(odd, dtype, quantizer, content):
     look = OnDevice()
     for _ in range(3):
         look(list(map(Look, kept, on_gpu)))
-        kept_weights.refresh(list(map(Look, expected, weights)))
+        cached_weights.refresh(list(map(Look, expected, weights)))
         for one, other, shape in zip(kept, expected, shapes, strict=True):
             assert same(one, other), shape
         for group, other in zip(on_gpu, weights, strict=True):

@@ -18,7 +18,7 @@ from te_inductor.recipes import (
     Format,
     QParams,
 )
-from te_inductor.runtime import reference
+from tests.oracle import casts
 
 RECIPES = {
     "current": Float8CurrentScaling(),
@@ -47,7 +47,8 @@ def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
 MODES = [(None, dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
 MODES += [("reduce-overhead", torch.bfloat16), ("max-autotune-no-cudagraphs", torch.bfloat16)]
 SHAPES = [(64, 128, 256), (17, 48, 80), (100, 120, 136), (1, 32, 64)]
-# K/128 of 1 to 8, padded or not; M that is no multiple of 4, that is one block of wgrad or several; one square of N or more.
+# K/128 of 1 to 8, padded or not; M that is no multiple of 4, that is one block of wgrad or several; one square of N or
+# more.
 BLOCK_SHAPES = [(64, 128, 256), (17, 240, 368), (130, 504, 768), (1, 128, 128), (512, 1024, 512)]
 
 
@@ -71,7 +72,7 @@ def test_a_linear_layer_and_its_gradients(recipe, mode, dtype):
             y = compiled(x)
             y.backward(dy)
         weight, bias = layer.weight.detach().cpu(), layer.bias.detach().cpu()
-        expected = reference.linear(x.detach().cpu(), weight, bias, recipe, dy.cpu())
+        expected = casts.linear(x.detach().cpu(), weight, bias, recipe, dy.cpu())
         results = (y, x.grad, layer.weight.grad, layer.bias.grad)
         for name, actual, wanted in zip("y dx dw db".split(), results, expected, strict=True):
             assert actual.dtype == dtype
@@ -97,7 +98,8 @@ def test_an_fp8_gemm_runs(recipe):
     "recipe", [*RECIPES.values(), "delayed", "mxfp8", "nvfp4"], ids=[*RECIPES, "delayed", "mxfp8", "nvfp4"]
 )
 def test_any_number_of_rows_compiles_at_most_twice(recipe, train):
-    """Up to one block of wgrad's contraction and more, sizes that no block divides, and one graph for all but the first."""
+    """Up to one block of wgrad's contraction and more, sizes that no block divides, and one graph for all but the
+    first."""
     from te_inductor.backend import te
 
     compiles = []

@@ -1,5 +1,5 @@
-"""Weight gradients added to main_grad, on the GPU: the fp32 sums of an fp32 model's `grad`, also in CUDA graphs and where
-CUTLASS adds."""
+"""Weight gradients added to main_grad, on the GPU: the fp32 sums of an fp32 model's `grad`, also in CUDA graphs and
+where CUTLASS adds."""
 
 import copy
 

@@ -1,4 +1,5 @@
-"""MXFP8 and NVFP4 on the GPU, where they are emulated: casts bit for bit, random bits too; products; layers, CUDA graphs."""
+"""MXFP8 and NVFP4 on the GPU, where they are emulated: casts bit for bit, random bits too; products; layers, CUDA
+graphs."""
 
 import pytest
 import torch
@@ -9,12 +10,12 @@ from te_inductor import explain, ops
 from te_inductor.lowerings import install
 from te_inductor.recipes import Format, Gemm, MXFP8BlockScaling, NVFP4BlockScaling, Quantizer
 from te_inductor.recipes.formats import SCOPES
-from te_inductor.runtime import reference, reference_microscaling
 from tests.bounds import assert_same_values, assert_within, gemm_error, magnitudes_of, scales_of, values_of
 from tests.gpu.test_linear import relative
 from tests.gpu.test_ops import SIZES, compile_every_size  # noqa: F401 (a fixture)
 from tests.numerics.test_microscaling import PAIRS, QUANTIZERS, STOCHASTIC, amaxes, check, check_both
 from tests.numerics.test_quantize import CONTENTS
+from tests.oracle import casts, microscaling
 
 SEED = 77
 RECIPES = {
@@ -61,8 +62,8 @@ def test_random_bits_and_the_transform(content, run):
         for x in (made := CONTENTS[content](*size).bfloat16(), made.t()):
             amax, number = amaxes(x, STOCHASTIC)
             found = quantize(x, STOCHASTIC, amax, torch.tensor(SEED))
-            check(x, STOCHASTIC, found, reference.quantize(x, STOCHASTIC, number, SEED))
-            assert_same_values(hadamard(x.cuda()).cpu(), reference_microscaling.hadamard(x))
+            check(x, STOCHASTIC, found, casts.quantize(x, STOCHASTIC, number, SEED))
+            assert_same_values(hadamard(x.cuda()).cpu(), microscaling.hadamard(x))
 
 
 @runs
@@ -83,7 +84,7 @@ def test_products(scopes, run):
         factor = None if alpha is None else alpha.item()
         _, magnitudes = magnitudes_of(*exact, gemm)
         error = gemm_error(*exact, None, torch.float32, gemm, factor) + 2 * k * 2.0**-23 * magnitudes * (factor or 1.0)
-        assert_within(y, reference.scaled_mm(*exact, None, gemm, factor), error, f"{m} x {n} x {k}")
+        assert_within(y, casts.scaled_mm(*exact, None, gemm, factor), error, f"{m} x {n} x {k}")
 
 
 @pytest.mark.parametrize("mode", [None, "reduce-overhead", "max-autotune-no-cudagraphs"])
@@ -104,7 +105,7 @@ def test_a_linear_layer_and_its_gradients(recipe, mode, one_seed):
             y = compiled(x)
             y.backward(dy)
         weight, bias = layer.weight.detach().cpu(), layer.bias.detach().cpu()
-        expected = reference.linear(x.detach().cpu(), weight, bias, recipe, dy.cpu(), (5, 5))
+        expected = casts.linear(x.detach().cpu(), weight, bias, recipe, dy.cpu(), (5, 5))
         results = (y, x.grad, layer.weight.grad, layer.bias.grad)
         for name, actual, wanted in zip("y dx dw db".split(), results, expected, strict=True):
             assert actual.dtype == dtype and relative(actual.detach(), wanted) < 0.01, (name, dtype)

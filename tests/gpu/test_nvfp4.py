@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import te_inductor
-from te_inductor import ops_stored
-from te_inductor.quantization import quantize_
+from te_inductor.api.quantization import quantize_
+from te_inductor.ops import stored as ops_stored
 from te_inductor.recipes import NVFP4WeightOnly
 from te_inductor.runtime import nvfp4
 
@@ -63,7 +63,8 @@ def test_written_out(size):
 @pytest.mark.parametrize("size", [(128, 256), (4100, 4096), (512, 14336), (6144, 512), (320, 2880), (96, 272)])
 @pytest.mark.parametrize("m", [1, 3, 8, 16, 17, 64])
 def test_linear(m, size, dtype):
-    """Products are exact in fp32; sums in any order, the tensor's scale, and the output round. Every element is written."""
+    """Products are exact in fp32; sums in any order, the tensor's scale, and the output round. Every element is
+    written."""
     n, k = size
     weight = random_weight(n, k)
     x = torch.randn(m, k, device="cuda", dtype=dtype)
@@ -91,8 +92,8 @@ def test_linear(m, size, dtype):
     ],
 )
 def test_linear_fp8(m, rows, splits, size, dtype):
-    """Against float64 products of the FP8 values: fast accumulation keeps about 13 bits of a sum. Every element is written,
-    a NaN stays in its row, and a run is like another, bit for bit."""
+    """Against float64 products of the FP8 values: fast accumulation keeps about 13 bits of a sum. Every element is
+    written, a NaN stays in its row, and a run is like another, bit for bit."""
     from te_inductor.templates.triton import nvfp4_fp8
     from te_inductor.templates.triton.partial_sums import add_up
 
@@ -143,8 +144,8 @@ def test_linear_fp8(m, rows, splits, size, dtype):
     ],
 )
 def test_streamed(m, rows, block_n, splits, shares, stages, size, dtype):
-    """Products are exact in fp32, sums in any order; a row of x that is NaN, infinite or 0 stays alone. Every element is
-    written, and a run is like another, bit for bit."""
+    """Products are exact in fp32, sums in any order; a row of x that is NaN, infinite or 0 stays alone. Every element
+    is written, and a run is like another, bit for bit."""
     from te_inductor.templates.triton import nvfp4_linear
 
     n, k = size
@@ -218,11 +219,11 @@ def test_rows_of_several_programs(m, splits):
 )
 def test_attention(batch, m, d, n, masked, dtype):
     """Weights, values and result are rounded to the dtype; scores and sums are fp32."""
-    from te_inductor.templates.triton import few_queries
+    from te_inductor.templates.triton import decode_attention
 
     q, k, v = (torch.randn(batch, *size, device="cuda", dtype=dtype) for size in ((m, d), (n, d), (n, d)))
     keep = torch.rand(n, device="cuda") < 0.5 if masked else None
-    y = few_queries.attention(q, k.transpose(1, 2), v, keep, d**-0.5).double()
+    y = decode_attention.attention(q, k.transpose(1, 2), v, keep, d**-0.5).double()
     scores = (q.double() @ k.double().transpose(1, 2)) * d**-0.5
     weights = (scores if keep is None else scores.masked_fill(~keep, -torch.inf)).softmax(-1)
     expected, magnitudes = weights @ v.double(), weights @ v.double().abs()
@@ -300,8 +301,9 @@ def test_compiled(m, recipe):
 @pytest.mark.parametrize("recipe", ["nvfp4_weight_only", "rowwise"])
 @pytest.mark.parametrize("m", [1, 16])
 def test_kernels_that_start_early(m, recipe, monkeypatch):
-    """Bit for bit what they compute one behind the other: many steps, on inputs that change, in memory that is reused."""
-    from te_inductor.lowerings import partial_sums
+    """Bit for bit what they compute one behind the other: many steps, on inputs that change, in memory that is
+    reused."""
+    from te_inductor.lowerings.gemm import partial_sums
 
     quantized, results = quantize_(nn.Sequential(*(model() for _ in range(4))), recipe), []
     for early in (True, False):

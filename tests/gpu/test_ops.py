@@ -6,9 +6,9 @@ import torch
 from te_inductor import compat, ops
 from te_inductor.lowerings import install
 from te_inductor.recipes import Gemm, Quantizer
-from te_inductor.runtime import reference
 from tests.bounds import assert_same_values, assert_within, gemm_error, magnitudes_of
 from tests.numerics.test_quantize import CONTENTS, FP32_SCOPES, QUANTIZERS, check_both
+from tests.oracle import casts
 
 SIZES = [(1, 1), (3, 17), (33, 70), (128, 64), (256, 384), (257, 1040), (64, 4096)]
 PAIRS = [("tensor", "tensor"), ("row", "row"), ("1x128", "128x128"), ("1x128", "1x128"), ("128x128", "1x128")]
@@ -75,8 +75,8 @@ def test_pieces_side_by_side(scope, dim, size):
 @pytest.mark.parametrize("columns", [1024, 1280, 4096, 8192])
 @pytest.mark.parametrize("content", CONTENTS)
 def test_copies_of_blocks_each_alone(content, columns):
-    """The row copy by a reduction that holds rows, as a norm's, but with a statistic that is exact; the column copy in tiles
-    of its own."""
+    """The row copy by a reduction that holds rows, as a norm's, but with a statistic that is exact; the column copy in
+    tiles of its own."""
     install()
 
     def row(x, quantizer):
@@ -94,14 +94,14 @@ def test_copies_of_blocks_each_alone(content, columns):
         quantizer = Quantizer("e4m3", power_2_scale=power_2_scale, scope="1x128")
         for function, of in ((by_rows, centred), (by_columns, x.abs().t())):
             data, scale_inv = on_gpu(function)(x, quantizer)
-            values, value = reference.quantize(of, quantizer)
+            values, value = casts.quantize(of, quantizer)
             assert torch.equal(scale_inv.double(), value)
             assert_same_values(data, values)
 
 
 @pytest.mark.parametrize("content", CONTENTS)
 def test_pairs_of_rows(content):
-    """Three tensors are read, so that columns are stored in pairs of rows (lowerings/column_pairs.py)."""
+    """Three tensors are read, so that columns are stored in pairs of rows (lowerings/codegen/column_pairs.py)."""
     install()
     quantizer, scale = Quantizer("e4m3"), torch.tensor(448 / 3)
     run = torch.compile(
@@ -116,11 +116,12 @@ def test_pairs_of_rows(content):
         data, data_t = (copy.cpu() for copy in run(x.cuda(), y.cuda(), z.cuda(), scale.cuda()))
         chosen = torch.where(y > z, x, x.abs())
         for found, given in ((data, chosen), (data_t, chosen.t())):
-            assert_same_values(found, reference.quantize_known(given, scale.item(), quantizer)[0])
+            assert_same_values(found, casts.quantize_known(given, scale.item(), quantizer)[0])
 
 
 def test_the_sigmoid_of_kernels_that_quantize():
-    """Every bf16 value, NaN and infinity too. A rounding of x * log2(e) is one of the exponent, by which e is multiplied."""
+    """Every bf16 value, NaN and infinity too. A rounding of x * log2(e) is one of the exponent, by which e is
+    multiplied."""
     x = torch.arange(-(2**15), 2**15, dtype=torch.int16, device="cuda").view(torch.bfloat16).view(256, 256).float()
     install()
     quantizer = Quantizer("e4m3", scope="1x128")
@@ -170,8 +171,8 @@ def test_scaled_mm(scopes, run, fast, out_dtype):
     for m, n, k in sizes:
         for bias in (None, torch.randn(n), torch.randn(n).bfloat16()):
             q = [Quantizer("e4m3", scope=scope) for scope in scopes]
-            a, a_scale = reference.quantize(torch.randn(m, k), q[0])
-            b, b_scale = reference.quantize(torch.randn(n, k), q[1])
+            a, a_scale = casts.quantize(torch.randn(m, k), q[0])
+            b, b_scale = casts.quantize(torch.randn(n, k), q[1])
             scales = [scale.float().cuda() for scale in (a_scale, b_scale)]
             dtype = q[0].format.dtype
             operands = (
@@ -182,10 +183,10 @@ def test_scaled_mm(scopes, run, fast, out_dtype):
                 None if bias is None else bias.cuda(),
             )
             y = function(*operands).cpu()
-            expected = reference.scaled_mm(a, a_scale, b, b_scale, bias, gemm)
+            expected = casts.scaled_mm(a, a_scale, b, b_scale, bias, gemm)
             error = gemm_error(a, a_scale, b, b_scale, bias, out_dtype, gemm)
-            # Each tensor-core step adds 32 products with its addends aligned to FAST_BITS bits of the largest, fast or not
-            # (fast accumulation also keeps the running sum so); the steps' errors add up at worst.
+            # Each tensor-core step adds 32 products with its addends aligned to FAST_BITS bits of the largest, fast or
+            # not (fast accumulation also keeps the running sum so); the steps' errors add up at worst.
             _, magnitudes = magnitudes_of(a, a_scale, b, b_scale, gemm)
             steps = (k / 32 if fast else 4) if k > 32 else 1
             error = error + steps * 2.0**-FAST_BITS * magnitudes
@@ -219,5 +220,5 @@ def test_scales_of_blocks_without_the_library(monkeypatch):
     gemm = Gemm("fprop", scopes=("1x128", "128x128"))
     operands = [tensor.cpu().double() for tensor in (a, a_scale, b, b_scale)]
     y = ops.scaled_mm(a, a_scale, b, b_scale, None, gemm, torch.float32).cpu()
-    expected = reference.scaled_mm(*operands, None, gemm)
+    expected = casts.scaled_mm(*operands, None, gemm)
     assert_within(y, expected, gemm_error(*operands, None, torch.float32, gemm), "y")

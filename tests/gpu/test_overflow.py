@@ -1,4 +1,4 @@
-"""Overflow stays visible on the GPU: Note [Overflow stays visible] in lowerings/values.py."""
+"""Overflow stays visible on the GPU: Note [Overflow stays visible] in lowerings/casts/values.py."""
 
 import functools
 

@@ -73,9 +73,10 @@ def same(found, expected):
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_every_bf16_value(name, element):
-    """The sum is 0 and the bias what the activation reads: all that there are, NaN, infinities and subnormals too. CUDA's
-    erf has other coefficients in the libraries of Triton and of CuTe DSL, both off by at most 2 ulp (CUDA C++ Programming
-    Guide), less than 2**-18 of a step of FP8: of the 2**16 values few lie that near to where rounding turns."""
+    """The sum is 0 and the bias what the activation reads: all that there are, NaN, infinities and subnormals too.
+    CUDA's erf has other coefficients in the libraries of Triton and of CuTe DSL, both off by at most 2 ulp (CUDA C++
+    Programming Guide), less than 2**-18 of a step of FP8: of the 2**16 values few lie that near to where rounding
+    turns."""
     function, steps = ACTIVATIONS[name]
     tile, dtype = QUANTIZED_TILES[0], ELEMENTS[element].dtype
     build.start(
@@ -124,8 +125,8 @@ class Mlp(nn.Module):
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_inference(mode, no_caches):
-    """Under a known scale, no kernel stands between the GEMMs; the result is that of the GEMM and the kernel. In grad mode,
-    where amaxes are recorded, one does."""
+    """Under a known scale, no kernel stands between the GEMMs; the result is that of the GEMM and the kernel. In grad
+    mode, where amaxes are recorded, one does."""
     torch.manual_seed(0)
     model = Mlp(1024, 4096, F.gelu).requires_grad_(False)
     x = torch.randn(4, 2048, 1024, device="cuda", dtype=BF16)

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import te_inductor
-from te_inductor import ops_attention, ops_stored
+from te_inductor.ops import attention as ops_attention
+from te_inductor.ops import stored as ops_stored
 from te_inductor.recipes import Float8RowwiseScaling, Gemm
-from te_inductor.runtime import few_rows, nvfp4
+from te_inductor.runtime import nvfp4, small_m
 from te_inductor.templates import cutlass
 
 hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -65,20 +66,20 @@ def nvfp4_recast(device):
 
 
 def fp8_rows(device):
-    from te_inductor.templates.triton.fp8_few_rows import fp8_partial_sums
+    from te_inductor.templates.triton.fp8_small_m import fp8_partial_sums
     from te_inductor.templates.triton.partial_sums import add_up
 
-    config = few_rows.cut(16, 512, 1024)
+    config = small_m.cut(16, 512, 1024)
 
     def run(a, a_scale, b, b_scale):
         return add_up(fp8_partial_sums(a, a_scale, b, b_scale, config, torch.bfloat16), torch.bfloat16)
 
-    a, b = (on(device, rows, 1024).to(few_rows.DTYPE) for rows in (16, 512))
+    a, b = (on(device, rows, 1024).to(small_m.DTYPE) for rows in (16, 512))
     return run, (a, torch.ones(16, 1, device=device), b, torch.ones(512, 1, device=device))
 
 
 def attention(device):
-    from te_inductor.templates.triton import few_queries  # noqa: F401
+    from te_inductor.templates.triton import decode_attention  # noqa: F401
 
     q, k, v = on(device, 2, 4, 64), on(device, 2, 64, 300), on(device, 2, 300, 64)
     return lambda *given: ops_attention.few_queries(*given, None, 0.125), (q, k, v)

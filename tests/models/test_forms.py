@@ -17,10 +17,10 @@ from torch.utils.checkpoint import checkpoint
 from te_inductor import explain, ops, state_dict
 from te_inductor.backend import parse, run_passes
 from te_inductor.errors import FallbackWarning
-from te_inductor.passes import Plan
-from te_inductor.runtime import reference
+from te_inductor.passes.pre_grad.plan import Plan
 from tests.bounds import assert_within, gemm_error, sum_error
 from tests.models import zoo
+from tests.oracle import casts
 
 K, N = 48, 32
 
@@ -104,11 +104,11 @@ def check(model: nn.Module, weight: Tensor, bias: Tensor | None, x: Tensor, tran
     y.backward(dy)
     flat, dy = x.detach().reshape(-1, K), dy.reshape(-1, y.shape[-1])
     w, dw = ((t.t() if transposed else t) for t in (weight.detach(), weight.grad))
-    expected = reference.linear(flat, w, None if bias is None else bias.detach(), zoo.RECIPE, dy)
+    expected = casts.linear(flat, w, None if bias is None else bias.detach(), zoo.RECIPE, dy)
     slots = zoo.RECIPE.slots()
-    x_row, x_scale, x_col, _ = reference.quantize_rowcol(flat, slots.input)
-    w_row, w_scale, w_col, _ = reference.quantize_rowcol(w, slots.weight)
-    g_row, g_scale, g_col, _ = reference.quantize_rowcol(dy, slots.grad_output)
+    x_row, x_scale, x_col, _ = casts.quantize_rowcol(flat, slots.input)
+    w_row, w_scale, w_col, _ = casts.quantize_rowcol(w, slots.weight)
+    g_row, g_scale, g_col, _ = casts.quantize_rowcol(dy, slots.grad_output)
     b = None if bias is None else bias.detach()
     assert_within(y.reshape(-1, w.shape[0]), expected[0], gemm_error(x_row, x_scale, w_row, w_scale, b, y.dtype), "y")
     dx_error = gemm_error(g_row, g_scale, w_col, w_scale, None, x.dtype)
@@ -200,10 +200,10 @@ def test_batched(function):
     weight, slots = model.inner.weight, zoo.RECIPE.slots()
     for index in range(3):
         xi, w, g = x[index].detach(), weight[index].detach().t(), dy[index]
-        expected = reference.linear(xi, w, None, zoo.RECIPE, g)
-        x_row, x_scale, x_col, _ = reference.quantize_rowcol(xi, slots.input)
-        w_row, w_scale, w_col, _ = reference.quantize_rowcol(w, slots.weight)
-        g_row, g_scale, g_col, _ = reference.quantize_rowcol(g, slots.grad_output)
+        expected = casts.linear(xi, w, None, zoo.RECIPE, g)
+        x_row, x_scale, x_col, _ = casts.quantize_rowcol(xi, slots.input)
+        w_row, w_scale, w_col, _ = casts.quantize_rowcol(w, slots.weight)
+        g_row, g_scale, g_col, _ = casts.quantize_rowcol(g, slots.grad_output)
         assert_within(y[index], expected[0], gemm_error(x_row, x_scale, w_row, w_scale, None, y.dtype), "y")
         assert_within(x.grad[index], expected[1], gemm_error(g_row, g_scale, w_col, w_scale, None, y.dtype), "dx")
         dw_error = gemm_error(g_col, g_scale, x_col, x_scale, None, y.dtype)
@@ -279,8 +279,8 @@ def test_autocast():
     flat = x.detach().reshape(-1, K)
     w, b = model[0].weight.detach(), model[0].bias.detach()
     slots = zoo.RECIPE.slots()
-    error = gemm_error(*reference.quantize(flat, slots.input), *reference.quantize(w, slots.weight), b, y.dtype)
-    assert_within(y.reshape(-1, N), reference.linear_forward(flat, w, b, zoo.RECIPE), error, "y")
+    error = gemm_error(*casts.quantize(flat, slots.input), *casts.quantize(w, slots.weight), b, y.dtype)
+    assert_within(y.reshape(-1, N), casts.linear_forward(flat, w, b, zoo.RECIPE), error, "y")
 
 
 @pytest.mark.parametrize("function", [lambda x, p: x @ p.to(x.dtype), lambda x, p: F.linear(x, p.t().type_as(x))])
@@ -299,9 +299,9 @@ def test_layers_back_to_back():
     x = x_of(3)
     assert len([site for site in explained(function, x) if site.gemm == "fprop"]) == 3
     y = torch.compile(function, backend=zoo.uncompiled, fullgraph=True)(x)
-    hidden = reference.linear_forward(x.reshape(-1, K), p.detach().t(), None, zoo.RECIPE)
-    hidden = reference.linear_forward(hidden, middle.weight.detach(), middle.bias.detach(), zoo.RECIPE)
-    expected = reference.linear_forward(hidden, q.detach().t(), None, zoo.RECIPE)
+    hidden = casts.linear_forward(x.reshape(-1, K), p.detach().t(), None, zoo.RECIPE)
+    hidden = casts.linear_forward(hidden, middle.weight.detach(), middle.bias.detach(), zoo.RECIPE)
+    expected = casts.linear_forward(hidden, q.detach().t(), None, zoo.RECIPE)
     # Where fp32 sums flip no rounding, the two agree to fp32; each flip moves one of 64 products by a step of 2**-3.
     assert (y.reshape(-1, N) - expected).norm() < 2**-3 / 64**0.5 * expected.norm()
 

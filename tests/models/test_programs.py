@@ -1,7 +1,6 @@
-"""Models and programs as training code has them, under every recipe: dtypes, torch.autocast, adapters, attention modules,
-parametrizations; modules, functions and several recipes in one process. Against the eager reference, bit for bit, where
-all layers are `nn.Linear`s.
-"""
+"""Models and programs as training code has them, under every recipe: dtypes, torch.autocast, adapters, attention
+modules, parametrizations; modules, functions and several recipes in one process. Against the eager reference, bit for
+bit, where all layers are `nn.Linear`s."""
 
 import copy
 
@@ -88,7 +87,8 @@ def test_both_autocasts(name):
 
 @every_recipe
 def test_lora(name):
-    """peft's adapters on a frozen base: module paths, no GEMM for the base's weight gradients, merging and switching off."""
+    """peft's adapters on a frozen base: module paths, no GEMM for the base's weight gradients, merging and switching
+    off."""
     peft = pytest.importorskip("peft")
 
     class Attention(nn.Module):

@@ -1,4 +1,5 @@
-"""What a forward saves for its backward: by default no more bytes than plain torch.compile saves, with few tokens or many.
+"""What a forward saves for its backward: by default no more bytes than plain torch.compile saves, with few tokens or
+many.
 
 The graphs are those that Inductor gets, and run without its code."""
 

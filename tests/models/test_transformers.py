@@ -1,8 +1,8 @@
 """Whole models: every linear layer is found, each computes what the oracle computes, and so does the model.
 
 Two comparisons, since a whole model has no tight elementwise bound: a sum that fp32 rounds the other way moves an
-activation by 1e-7, that now and then flips the rounding of a value of the next layer, by a whole step of the format, and
-two layers on the two runs round independently.
+activation by 1e-7, that now and then flips the rounding of a value of the next layer, by a whole step of the format,
+and two layers on the two runs round independently.
 
 **Layer by layer (tight).** `zoo.tap` records what each layer of the compiled model saw: x, y, dy, dx. On the same x and
 dy the oracle makes the same low-precision operands, bit for bit, so y, dx, dw and db may differ by the accumulation
@@ -33,9 +33,9 @@ import pytest
 import torch
 
 from te_inductor import explain, ops
-from te_inductor.runtime import reference
 from tests.bounds import assert_within, gemm_error, sum_error
 from tests.models import zoo
+from tests.oracle import casts
 
 SLACK = 1 + 3 * 0.09
 Q_E4M3, Q_E5M2 = (2.0 ** -(m + 1) / math.sqrt(3) * math.sqrt(0.75 / (2 * math.log(2))) for m in (3, 2))
@@ -56,11 +56,11 @@ def check_layers(layers: dict[str, torch.nn.Module]) -> None:
         bias = None if module.bias is None else module.bias.detach()
         x, y = module.seen_x.reshape(-1, k), module.seen_y.reshape(-1, n)
         dx, dy = module.tap_x.grad.reshape(-1, k), module.tap_y.grad.reshape(-1, n)
-        expected = reference.linear(x, weight, bias, zoo.RECIPE, dy)
+        expected = casts.linear(x, weight, bias, zoo.RECIPE, dy)
         slots = zoo.RECIPE.slots()
-        x_row, x_scale, x_col, _ = reference.quantize_rowcol(x, slots.input)
-        w_row, w_scale, w_col, _ = reference.quantize_rowcol(weight, slots.weight)
-        g_row, g_scale, g_col, _ = reference.quantize_rowcol(dy, slots.grad_output)
+        x_row, x_scale, x_col, _ = casts.quantize_rowcol(x, slots.input)
+        w_row, w_scale, w_col, _ = casts.quantize_rowcol(weight, slots.weight)
+        g_row, g_scale, g_col, _ = casts.quantize_rowcol(dy, slots.grad_output)
         assert_within(y, expected[0], gemm_error(x_row, x_scale, w_row, w_scale, bias, y.dtype), f"y of {path}")
         assert_within(dx, expected[1], gemm_error(g_row, g_scale, w_col, w_scale, None, dx.dtype), f"dx of {path}")
         assert_within(dw, expected[2], gemm_error(g_col, g_scale, x_col, x_scale, None, dw.dtype), f"dw of {path}")

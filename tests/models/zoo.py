@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
 
 from te_inductor.backend import parse, run_passes
-from te_inductor.passes import Plan
+from te_inductor.passes.pre_grad.plan import Plan
 from te_inductor.recipes import Float8CurrentScaling
-from te_inductor.runtime import reference
+from tests.oracle import casts
 
 RECIPE = Float8CurrentScaling()
 BATCH, SEQUENCE, HIDDEN, VOCABULARY = 2, 16, 64, 128
@@ -113,7 +113,8 @@ class Run:
 
 
 def run(model: nn.Module, inputs: dict[str, Tensor], dtype: torch.dtype, call: Any = None) -> Run:
-    """Forward and backward; the loss is <outputs, fixed random tensor>, so every element of every output has a gradient."""
+    """Forward and backward; the loss is <outputs, fixed random tensor>, so every element of every output has a
+    gradient."""
     leaves = {name: tensor.to(dtype, copy=True).requires_grad_() for name, tensor in inputs.items()}
     outputs = (model if call is None else call)(**leaves).to_tuple()
     output = torch.cat([tensor.flatten() for tensor in outputs if isinstance(tensor, Tensor)])
@@ -134,14 +135,14 @@ class OracleLinear(torch.autograd.Function):
     def forward(ctx, x, weight, bias):
         ctx.save_for_backward(x, weight)
         ctx.bias = bias is not None
-        y = reference.linear_forward(x.reshape(-1, x.shape[-1]), weight, bias, RECIPE)
+        y = casts.linear_forward(x.reshape(-1, x.shape[-1]), weight, bias, RECIPE)
         return y.reshape(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
         flat = dy.reshape(-1, dy.shape[-1])
-        dx, dw, db = reference.linear_backward(x.reshape(-1, x.shape[-1]), weight, RECIPE, flat)
+        dx, dw, db = casts.linear_backward(x.reshape(-1, x.shape[-1]), weight, RECIPE, flat)
         return dx.reshape(x.shape), dw, db if ctx.bias else None
 
 

@@ -8,7 +8,7 @@ import pytest
 def sources_in_the_key():
     from torch._inductor import config
 
-    from te_inductor.post_grad import Pass
+    from te_inductor.passes.graph.custom_pass import GraphPass
 
-    with config.patch(post_grad_custom_pre_pass=Pass(None, lambda graph: None)):
+    with config.patch(post_grad_custom_pre_pass=GraphPass(None, ())):
         yield

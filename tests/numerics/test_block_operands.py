@@ -9,15 +9,17 @@ from torch import Tensor
 
 from te_inductor import ops
 from te_inductor.recipes import Gemm, Quantizer
-from te_inductor.runtime import eager, reference
+from te_inductor.runtime import eager
 from tests.bounds import assert_within, gemm_error
 from tests.numerics.test_scaled_mm import PAIRS
+from tests.oracle import casts
 
 SIZES = [(1, 16, 16), (17, 48, 64), (256, 512, 1024), (130, 504, 768), (5, 300, 256), (384, 384, 512), (64, 7, 520)]
 
 
 def each(x: Tensor, scale: Tensor) -> Tensor:
-    """A scale for each element of x (R, K), from (R, K/128) contiguous along R, or (R/128, K/128) with rows of 16 bytes."""
+    """A scale for each element of x (R, K), from (R, K/128) contiguous along R, or (R/128, K/128) with rows of 16
+    bytes."""
     rows, across = x.shape[0], -(-x.shape[1] // 128)
     if scale.shape[0] == rows:
         assert scale.shape[1] == across and scale.stride() == (1, rows)
@@ -49,6 +51,6 @@ def test_operands(scopes, out_dtype, monkeypatch):
         a, a_scale = ops.quantize(torch.randn(m, k), Quantizer("e4m3", scope=scopes[0]))
         b, b_scale = ops.quantize(torch.randn(n, k), Quantizer("e4m3", scope=scopes[1]))
         y = eager._cuda_blocks(a, a_scale, b, b_scale, gemm, out_dtype)
-        expected = reference.scaled_mm(a, a_scale, b, b_scale, None, gemm)
+        expected = casts.scaled_mm(a, a_scale, b, b_scale, None, gemm)
         assert y.shape == (m, n) and y.dtype == out_dtype
         assert_within(y, expected, gemm_error(a, a_scale, b, b_scale, None, out_dtype, gemm), f"{m} x {n} x {k}")

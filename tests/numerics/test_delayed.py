@@ -1,4 +1,5 @@
-"""Delayed scaling against the oracle: the update rule bit for bit, casts with a known scale, a layer over several steps."""
+"""Delayed scaling against the oracle: the update rule bit for bit, casts with a known scale, a layer over several
+steps."""
 
 import math
 
@@ -14,11 +15,11 @@ from te_inductor import ops
 from te_inductor.lowerings import install
 from te_inductor.recipes import DelayedScaling, Format, Quantizer
 from te_inductor.recipes.delayed import ScaleUpdate
-from te_inductor.runtime import reference
-from te_inductor.runtime.reference import ScalingHistory
 from tests.bounds import assert_same_values
 from tests.delayed import OracleLayer
 from tests.numerics.test_quantize import CONTENTS, SIZES
+from tests.oracle import casts
+from tests.oracle.casts import ScalingHistory
 
 
 def mean_amax(history: Tensor) -> Tensor:  # (H, n)
@@ -193,10 +194,10 @@ def test_casts_with_a_known_scale(content, element, compiled):
     quantizer = Quantizer(element)
     for size in SIZES:
         x = CONTENTS[content](*size)
-        for scale in (1.0, 2.0**-126, reference.FP32_MAX, 0.3, 448 / 3):
+        for scale in (1.0, 2.0**-126, casts.FP32_MAX, 0.3, 448 / 3):
             known = torch.tensor(scale)
-            expected, _ = reference.quantize_known(x, known.item(), quantizer)
-            expected_t, _ = reference.quantize_known(x.t(), known.item(), quantizer)
+            expected, _ = casts.quantize_known(x, known.item(), quantizer)
+            expected_t, _ = casts.quantize_known(x.t(), known.item(), quantizer)
             for row, rowcol in (
                 (ops.quantize_delayed, ops.quantize_rowcol_delayed),
                 (compiled["quantize_delayed"], compiled["quantize_rowcol_delayed"]),
@@ -209,7 +210,8 @@ def test_casts_with_a_known_scale(content, element, compiled):
 
 
 def steps_of(recipe, m, n, k, dtype, with_bias=True, spoil=()):
-    """Training steps of one layer through the backend, each against the oracle; `spoil` maps a step to what enters it."""
+    """Training steps of one layer through the backend, each against the oracle; `spoil` maps a step to what enters
+    it."""
     layer = torch.nn.Linear(k, n, bias=with_bias, dtype=dtype)
     run = torch.compile(layer, backend="te", fullgraph=True, options={"recipe": recipe, "fallback": "error"})
     oracle = OracleLayer(recipe)

@@ -1,4 +1,5 @@
-"""Rounding to one value of an element: the oracle against the formats' own definition, and the eager cast against both."""
+"""Rounding to one value of an element: the oracle against the formats' own definition, and the eager cast against
+both."""
 
 import math
 
@@ -9,8 +10,9 @@ from hypothesis import strategies as st
 
 from te_inductor.recipes import Quantizer
 from te_inductor.recipes.formats import E2M1, ELEMENTS, Element
-from te_inductor.runtime import eager, reference
+from te_inductor.runtime import eager
 from tests.bounds import assert_same_values, values_of
+from tests.oracle import casts
 
 elements = pytest.mark.parametrize("element", ELEMENTS.values(), ids=lambda element: element.name)
 
@@ -51,7 +53,7 @@ def test_definition_is_the_bit_format(element):
 @elements
 def test_every_value_round_trips(element):
     values = every_value(element)
-    assert_same_values(reference.round_to_element(values, element), values)
+    assert_same_values(casts.round_to_element(values, element), values)
     assert_same_values(eager_cast(values.float(), element), values)
     if element is E2M1:
         return
@@ -62,7 +64,8 @@ def test_every_value_round_trips(element):
 
 @elements
 def test_halfway_cases_round_to_even(element):
-    """Between every pair of neighbours: the middle goes to the even mantissa, a hair to either side to the nearer one."""
+    """Between every pair of neighbours: the middle goes to the even mantissa, a hair to either side to the nearer
+    one."""
     values = every_value(element).unique()  # sorted; one zero
     low, high = values[:-1], values[1:]
     middle = (low + high) / 2
@@ -71,7 +74,7 @@ def test_halfway_cases_round_to_even(element):
     step = high - low
     even = torch.where((low / step) % 2 == 0, low, high)  # low / step is the mantissa of the finer neighbour
     for round_to in (
-        lambda x: reference.round_to_element(x.double(), element),
+        lambda x: casts.round_to_element(x.double(), element),
         lambda x: eager_cast(x.float(), element),
     ):
         assert torch.equal(round_to(middle).double(), even)
@@ -94,7 +97,7 @@ def test_table(name, table):
     element = ELEMENTS[name]
     x = torch.tensor(list(table) + [-value for value in table], dtype=torch.float64)
     expected = torch.tensor(list(table.values()) + [-value for value in table.values()], dtype=torch.float64)
-    assert_same_values(reference.round_to_element(x, element), expected)
+    assert_same_values(casts.round_to_element(x, element), expected)
     assert_same_values(eager_cast(x.float(), element), expected)
 
 
@@ -104,7 +107,7 @@ def test_not_finite(element):
     saturated = torch.tensor([torch.nan, element.max, -element.max, -0.0], dtype=torch.float64)
     if element is E2M1:  # it has no NaN: the cast makes 6 of it
         x, saturated = x[1:], saturated[1:]
-    assert_same_values(reference.round_to_element(x, element), saturated)
+    assert_same_values(casts.round_to_element(x, element), saturated)
     cast = saturated if element is E2M1 else torch.where(x.isinf(), torch.nan, saturated)
     assert_same_values(eager_cast(x.float(), element), cast)
 
@@ -114,7 +117,7 @@ def test_not_finite(element):
 @given(value=st.floats(width=32))
 def test_oracle_rounds_to_the_nearest_value(element, value):
     """Against a search over all values."""
-    rounded = reference.round_to_element(torch.tensor([value], dtype=torch.float64), element)
+    rounded = casts.round_to_element(torch.tensor([value], dtype=torch.float64), element)
     if value != value:
         assert rounded.isnan().all()
         return

@@ -21,8 +21,8 @@ from te_inductor.recipes import (
     QParams,
     Slots,
 )
-from te_inductor.runtime import reference
 from tests.bounds import assert_within, gemm_error, sum_error
+from tests.oracle import casts as reference
 
 RECIPES = {
     "hybrid": Float8CurrentScaling(),
@@ -65,7 +65,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, slots: Slots) -> Tens
 
 
 def through(backend: str):
-    """The same layer by each road: called, traced by AOTAutograd, compiled, and as `te` finds it in a user's function."""
+    """The same layer by each road: called, traced by AOTAutograd, compiled, and as `te` finds it in a user's
+    function."""
     if backend == "te":
 
         def user(x, weight, bias, recipe):
@@ -92,7 +93,8 @@ def error(a: reference.Copy, b: reference.Copy, bias: Tensor | None, dtype: torc
 
 
 def check_against_oracle(x, weight, bias, recipe, dy, y) -> None:
-    """`x`, `weight` and `bias` hold their gradients. Operands agree bit for bit, so the errors are those of the GEMMs."""
+    """`x`, `weight` and `bias` hold their gradients. Operands agree bit for bit, so the errors are those of the
+    GEMMs."""
     dtype, slots = y.dtype, recipe.slots()
     x_, w, b = x.detach(), weight.detach(), None if bias is None else bias.detach()
     expected = reference.linear(x_, w, b, recipe, dy, SEEDS)
@@ -160,7 +162,8 @@ ONE, BOTH = "quantize_delayed", "quantize_rowcol_delayed"  # casts of one copy a
 
 
 class Calls(TorchDispatchMode):
-    """Lists the ops of this package that run, or what `of` makes of an op's name and arguments, where that is not None."""
+    """Lists the ops of this package that run, or what `of` makes of an op's name and arguments, where that is not
+    None."""
 
     supports_higher_order_operators = True  # those that AOTAutograd wraps changes of state in
 
@@ -201,7 +204,8 @@ def calls(x_grad: bool, weight_grad: bool, bias_grad: bool) -> tuple[list[str], 
     ids=str,
 )
 def test_only_what_is_needed_is_quantized(grads, forward, backward):
-    """A frozen weight needs no transposed x, an input without gradient no transposed weight; inference needs neither."""
+    """A frozen weight needs no transposed x, an input without gradient no transposed weight; inference needs
+    neither."""
     found = calls(*grads)
     for names, expected in zip(found, ([*forward, "scaled_mm"], backward), strict=True):
         casts = sum(name in (ONE, BOTH) for name in expected)
@@ -272,7 +276,8 @@ def test_mixed_dtypes():
 
 
 def test_a_wider_input():
-    """fp32 under torch.autocast: its gradient is rounded to the layer's dtype, as autocast's own, and comes in its own."""
+    """fp32 under torch.autocast: its gradient is rounded to the layer's dtype, as autocast's own, and comes in its
+    own."""
     x, weight = torch.randn(16, 48, requires_grad=True), torch.randn(32, 48, requires_grad=True)
     [y] = ops.linears(x, [weight], [], RECIPES["hybrid"].slots(), torch.bfloat16)
     y.backward(torch.randn(16, 32).bfloat16())

@@ -1,4 +1,5 @@
-"""Linear layers of one input as one GEMM: against the oracle of one layer with all their rows; what keeps them apart."""
+"""Linear layers of one input as one GEMM: against the oracle of one layer with all their rows; what keeps them
+apart."""
 
 import pytest
 import torch
@@ -7,8 +8,8 @@ from torch import nn
 
 from te_inductor import explain
 from te_inductor.recipes import Float8BlockScaling, Float8CurrentScaling, Float8RowwiseScaling, Format
-from te_inductor.runtime import reference
 from tests.bounds import assert_within, gemm_error, sum_error
+from tests.oracle import casts
 
 
 class Layers(nn.Module):
@@ -52,7 +53,7 @@ def test_against_one_layer_with_all_rows(dtype, bias, rows, recipe):
     weight = torch.cat([layer.weight.detach() for layer in model.layers])
     added = torch.cat([layer.bias.detach() for layer in model.layers]) if bias else None
     dy, slots = torch.cat(dys, 1) * 2, recipe.slots()  # what stands behind the layers doubles, which is exact
-    y, dx, dw, db = reference.linear(x.detach(), weight, added, recipe, dy)
+    y, dx, dw, db = casts.linear(x.detach(), weight, added, recipe, dy)
     x_row, x_col = _copies(x.detach(), slots.input)
     w_row, w_col = _copies(weight, slots.weight)
     g_row, g_col = _copies(dy, slots.grad_output)
@@ -66,7 +67,7 @@ def test_against_one_layer_with_all_rows(dtype, bias, rows, recipe):
 
 
 def _copies(x, quantizer):
-    data, scale_inv, data_t, scale_inv_t = reference.quantize_rowcol(x, quantizer)
+    data, scale_inv, data_t, scale_inv_t = casts.quantize_rowcol(x, quantizer)
     return (data, scale_inv), (data_t, scale_inv_t)
 
 

@@ -1,4 +1,5 @@
-"""MXFP8 and NVFP4: casts, scales and products, eager and compiled, against the oracle; special values against tables."""
+"""MXFP8 and NVFP4: casts, scales and products, eager and compiled, against the oracle; special values against
+tables."""
 
 import itertools
 import math
@@ -14,9 +15,11 @@ from te_inductor.errors import RecipeError
 from te_inductor.lowerings import install
 from te_inductor.recipes import Gemm, Quantizer
 from te_inductor.recipes.formats import HADAMARD_SIGNS, SCOPES
-from te_inductor.runtime import eager, microscaling, philox, reference, reference_microscaling
+from te_inductor.runtime import eager, microscaling, philox
 from tests.bounds import assert_same_values, assert_within, gemm_error, scales_of, values_of
 from tests.numerics.test_quantize import CONTENTS, DTYPES, LAYOUTS, rows_apart
+from tests.oracle import casts
+from tests.oracle import microscaling as reference_microscaling
 
 QUANTIZERS = [
     Quantizer("e4m3", scope="1x32"),
@@ -33,7 +36,7 @@ def amaxes(x: Tensor, quantizer: Quantizer) -> tuple[Tensor | None, float | None
     """The tensor's, as the op and as the oracle find it, where scales have two levels."""
     if not quantizer.granularity.two_level:
         return None, None
-    found, expected = ops.tensor_amax(x), reference.tensor_amax(x)
+    found, expected = ops.tensor_amax(x), casts.tensor_amax(x)
     assert found.dtype == torch.float32 and found.shape == ()
     assert found.item() == expected or math.isnan(expected) == math.isnan(found.item()) is True
     return found, expected
@@ -52,9 +55,9 @@ def check(x: Tensor, quantizer: Quantizer, results: tuple[Tensor, Tensor], expec
 
 def check_both(x: Tensor, quantizer: Quantizer, quantize=ops.quantize, quantize_rowcol=ops.quantize_rowcol) -> None:
     amax, expected = amaxes(x, quantizer)
-    check(x, quantizer, quantize(x, quantizer, amax), reference.quantize(x, quantizer, expected))
+    check(x, quantizer, quantize(x, quantizer, amax), casts.quantize(x, quantizer, expected))
     data, scale_inv, data_t, scale_inv_t = quantize_rowcol(x, quantizer, amax)
-    values, value, values_t, value_t = reference.quantize_rowcol(x, quantizer, expected)
+    values, value, values_t, value_t = casts.quantize_rowcol(x, quantizer, expected)
     check(x, quantizer, (data, scale_inv), (values, value))
     check(x.t(), quantizer, (data_t, scale_inv_t), (values_t, value_t))
 
@@ -131,7 +134,7 @@ def test_compiled_behind_a_producer():
 
     z, pairs = torch.compile(function, backend="inductor", fullgraph=True)(torch.randn(33, 70), torch.randn(70))
     for quantizer, (data, scale_inv, data_t, scale_inv_t) in zip((mx, nv), pairs, strict=True):
-        values, value, values_t, value_t = reference.quantize_rowcol(z, quantizer, amaxes(z, quantizer)[1])
+        values, value, values_t, value_t = casts.quantize_rowcol(z, quantizer, amaxes(z, quantizer)[1])
         check(z, quantizer, (data, scale_inv), (values, value))
         check(z.t(), quantizer, (data_t, scale_inv_t), (values_t, value_t))
 
@@ -162,7 +165,8 @@ def test_codes_of_e8m0():
 
 
 def test_special_blocks_of_mxfp8():
-    """Zeros have the smallest scale, an infinity the largest, and is NaN; a NaN is in all of its block, and in no other."""
+    """Zeros have the smallest scale, an infinity the largest, and is NaN; a NaN is in all of its block, and in no
+    other."""
     x = torch.randn(1, 128)
     x[0, :32], x[0, 40], x[0, 70] = 0.0, math.inf, math.nan
     data, scale_inv = ops.quantize(x, Quantizer("e4m3", scope="1x32"))
@@ -220,12 +224,12 @@ def test_the_transpose_of_square_blocks_holds_the_same_values(scope):
 
 @quantizers
 def test_error_is_at_most_half_a_step(quantizer):
-    """Of MXFP8, whose scale is rounded up, nothing saturates. An E4M3 scale is rounded to nearest, so the largest values of
-    a block may saturate: by 2**-4 of themselves at most, and by more where the scale is a subnormal."""
+    """Of MXFP8, whose scale is rounded up, nothing saturates. An E4M3 scale is rounded to nearest, so the largest
+    values of a block may saturate: by 2**-4 of themselves at most, and by more where the scale is a subnormal."""
     x = torch.randn(160, 256) * torch.exp2(torch.randint(-4, 3, (160, 256)))
     amax, number = amaxes(x, quantizer)
     data, scale_inv = ops.quantize(x, quantizer, amax)
-    scale = reference.spread(scales_of(scale_inv), quantizer.scope, *x.shape)
+    scale = casts.spread(scales_of(scale_inv), quantizer.scope, *x.shape)
     if number is not None:
         scale = scale * number / (6 * 448)
         assert (scales_of(scale_inv) >= 2.0**-6).all()
@@ -249,7 +253,7 @@ def test_dequantize(quantizer, how):
     x = CONTENTS["nan"](33, 70)
     data, scale_inv = ops.quantize(x, quantizer, amaxes(x, quantizer)[0])
     back = function(data, scale_inv)
-    expected = reference.dequantize(values_of(data), scales_of(scale_inv), quantizer.scope)
+    expected = casts.dequantize(values_of(data), scales_of(scale_inv), quantizer.scope)
     assert_same_values(back, expected)
     assert_same_values(back.bfloat16(), expected)
 
@@ -278,7 +282,7 @@ def test_scaled_mm(scopes, how):
             operands += ops.quantize(x, quantizer, ops.tensor_amax(x) if two_level else None)
         exact = [values_of(operands[0]), scales_of(operands[1]), values_of(operands[2]), scales_of(operands[3])]
         bias, factor = torch.randn(n), None if alpha is None else alpha.item()
-        expected = reference.scaled_mm(*exact, bias, gemm, factor)
+        expected = casts.scaled_mm(*exact, bias, gemm, factor)
         for dtype, y in zip(dtypes, function(*operands, bias, alpha), strict=True):
             assert y.dtype == dtype and y.shape == (m, n) and y.is_contiguous()
             assert_within(y, expected, gemm_error(*exact, bias, dtype, gemm, factor), f"{m} x {n} x {k} {dtype}")
@@ -315,13 +319,14 @@ def test_hadamard_and_stochastic_rounding_bit_for_bit(how):
         x = make(33, 70).bfloat16()
         amax, number = amaxes(x, STOCHASTIC)
         for matrix, (data, scale_inv, transformed) in zip((x, x.t()), function(x, amax, torch.tensor(77)), strict=True):
-            check(matrix, STOCHASTIC, (data, scale_inv), reference.quantize(matrix, STOCHASTIC, number, 77))
+            check(matrix, STOCHASTIC, (data, scale_inv), casts.quantize(matrix, STOCHASTIC, number, 77))
             assert transformed.dtype == torch.bfloat16 and transformed.is_contiguous()
             assert_same_values(transformed, reference_microscaling.hadamard(matrix))
 
 
 def test_the_transform_is_a_signed_sylvester_matrix():
-    """Against the matrix in float64, within four roundings of fp32 sums and one to bf16; and it cancels in a product."""
+    """Against the matrix in float64, within four roundings of fp32 sums and one to bf16; and it cancels in a
+    product."""
     size = len(HADAMARD_SIGNS)
     sylvester = torch.tensor([[(-1.0) ** (i & j).bit_count() for i in range(size)] for j in range(size)]).double()
     matrix = torch.tensor(HADAMARD_SIGNS)[:, None] * sylvester / 4
@@ -339,8 +344,9 @@ def test_the_transform_is_a_signed_sylvester_matrix():
 
 
 def test_stochastic_rounding_is_unbiased():
-    """Hoeffding's bound: the mean of n values between neighbours that are w apart is off by t w with a probability of at
-    most 2 exp(-2 n t**2); here 1e-9 for all 96 values together. Beyond 6 nothing is random. To nearest fails by 1/2 w."""
+    """Hoeffding's bound: the mean of n values between neighbours that are w apart is off by t w with a probability of
+    at most 2 exp(-2 n t**2); here 1e-9 for all 96 values together. Beyond 6 nothing is random. To nearest fails by 1/2
+    w."""
     rows, columns = 8192, 96
     x = torch.linspace(-5.999, 5.999, columns).expand(rows, columns).contiguous()
     x[:, ::16] = 6.0  # scale_inv is 448 and the factor of all blocks 1: x are the values that are rounded

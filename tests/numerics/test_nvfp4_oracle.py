@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from te_inductor.recipes.formats import E2M1
-from te_inductor.runtime import reference_nvfp4 as oracle
-from te_inductor.runtime.reference import round_to_element
 from tests.bounds import assert_same_values
+from tests.oracle import nvfp4 as oracle
+from tests.oracle.casts import round_to_element
 
 VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
@@ -34,7 +34,8 @@ def test_rounding_to_e2m1():
 
 
 def test_by_hand():
-    """amax 12: encode scale 2688 / 12 = 224; a block of amax 12 has scale 448, one of amax 3 has 112, one of zeros 0."""
+    """amax 12: encode scale 2688 / 12 = 224; a block of amax 12 has scale 448, one of amax 3 has 112, one of zeros
+    0."""
     x = torch.zeros(1, 48)
     x[0, :4] = torch.tensor([12.0, -6.0, 1.0, 0.4])
     x[0, 16:18] = torch.tensor([3.0, -0.25])
@@ -48,7 +49,8 @@ def test_by_hand():
 @pytest.mark.parametrize("block", [(1, 16), (16, 16)])
 @pytest.mark.parametrize("shape", [(1, 16), (5, 33), (40, 64)])
 def test_distance(shape, block):
-    """A block scale of 4 bits is off by 1/16, then a value by half a step: 1/4 of itself, or 1/4 where the step is 1/2."""
+    """A block scale of 4 bits is off by 1/16, then a value by half a step: 1/4 of itself, or 1/4 where the step is
+    1/2."""
     x = torch.randn(shape) * torch.exp2(torch.randint(-3, 4, shape))
     data, scales, tensor_scale = oracle.quantize(x, block)
     wide = oracle.dequantize(torch.ones(shape), scales, tensor_scale, block)

@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 
-from te_inductor import ops_stored
+from te_inductor.ops import stored as ops_stored
 from te_inductor.recipes.formats import E4M3
 from te_inductor.runtime import microscaling, nvfp4
-from te_inductor.runtime import reference_nvfp4 as oracle
-from te_inductor.runtime.reference import round_to_element
 from tests.bounds import assert_same_values
 from tests.numerics.test_quantize import CONTENTS
+from tests.oracle import nvfp4 as oracle
+from tests.oracle.casts import round_to_element
 
 FINITE = {
     name: make
@@ -86,8 +86,8 @@ def test_values_are_exact_in_bf16(size):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", SIZES)
 def test_linear(size, dtype):
-    """Products of a value and an activation are exact in fp32 for bf16 (14 significant bits); K of them are summed, then the
-    tensor's scale and the output round."""
+    """Products of a value and an activation are exact in fp32 for bf16 (14 significant bits); K of them are summed,
+    then the tensor's scale and the output round."""
     weight, x = torch.randn(size), torch.randn(7, size[1]).to(dtype)
     y = ops_stored.nvfp4_linear(x, *stored(weight), dtype)
     wide = oracle.dequantize(*oracle.quantize(weight))
@@ -99,8 +99,8 @@ def test_linear(size, dtype):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_recast(size):
-    """Each stored value times a power of two, rounded once to E4M3; no row's largest value saturates or loses a factor of
-    two."""
+    """Each stored value times a power of two, rounded once to E4M3; no row's largest value saturates or loses a factor
+    of two."""
     weight = torch.randn(size) * torch.exp2(torch.randint(-8, 8, (size[0], 1)))
     if size[0] > 3:
         weight[2] = 0.0

@@ -29,9 +29,9 @@ from te_inductor.operations import (
     SwiGLU,
 )
 from te_inductor.recipes import NVFP4BlockScaling, Quantizer
-from te_inductor.runtime import reference
 from te_inductor.runtime.operation import PARTS
 from tests.bounds import assert_same_values
+from tests.oracle import casts
 
 R, C = 21, 128
 X, GAIN = (R, C), (C,)
@@ -122,8 +122,8 @@ def test_quantized_values_are_the_oracle_s(name):
     x, dy = torch.randn(X) * torch.logspace(-4, 4, R)[:, None], torch.randn(X)
     y, dx = gradients(Quantize(FORMATS[name], FORMATS[name]), (x,), dy)
     for found, of in ((y, x), (dx, dy)):
-        data, scale_inv = reference.quantize(of, FORMATS[name])
-        expected = reference.dequantize(data, scale_inv, FORMATS[name].scope)[:, :C]
+        data, scale_inv = casts.quantize(of, FORMATS[name])
+        expected = casts.dequantize(data, scale_inv, FORMATS[name].scope)[:, :C]
         assert_same_values(found.double(), expected.float().double())
     assert torch.equal(gradients(Quantize(None), (x,), dy)[1], dy)
 
@@ -193,7 +193,7 @@ def test_a_gradient_of_a_gradient_is_refused(name):
 
 @pytest.mark.parametrize("name", [*PLAIN, *LAYERS])
 def test_gradients_of_torch_func(name, monkeypatch):
-    monkeypatch.setattr("te_inductor.ops.new_seed", lambda device: torch.zeros((), dtype=torch.int64))
+    monkeypatch.setattr("te_inductor.ops.casts.new_seed", lambda device: torch.zeros((), dtype=torch.int64))
     operation, _, shapes = (PLAIN | LAYERS)[name]
     inputs = [torch.randn(shape) for shape in shapes]
     y, pull = torch.func.vjp(operation, *inputs)

@@ -12,8 +12,8 @@ from te_inductor import ops
 from te_inductor.lowerings import install
 from te_inductor.recipes import Quantizer
 from te_inductor.recipes.formats import SCOPES
-from te_inductor.runtime import reference
 from tests.bounds import assert_same_values
+from tests.oracle import casts
 
 # Those of fp32 scales; MXFP8 and NVFP4: test_microscaling.py.
 FP32_SCOPES = [name for name, scope in SCOPES.items() if not scope.microscaled]
@@ -86,9 +86,9 @@ def check(x: Tensor, quantizer: Quantizer, results: tuple[Tensor, Tensor], expec
 
 
 def check_both(x: Tensor, quantizer: Quantizer, quantize, quantize_rowcol) -> None:
-    check(x, quantizer, quantize(x, quantizer), reference.quantize(x, quantizer))
+    check(x, quantizer, quantize(x, quantizer), casts.quantize(x, quantizer))
     data, scale_inv, data_t, scale_inv_t = quantize_rowcol(x, quantizer)
-    values, value, values_t, value_t = reference.quantize_rowcol(x, quantizer)
+    values, value, values_t, value_t = casts.quantize_rowcol(x, quantizer)
     check(x, quantizer, (data, scale_inv), (values, value))
     check(x.t(), quantizer, (data_t, scale_inv_t), (values_t, value_t))
 
@@ -131,12 +131,13 @@ def test_eager_on_any_values(rows, columns, values, seed, element, scope, epsilo
 @settings(max_examples=300, deadline=None)
 @given(amax=st.floats(0, width=32, allow_infinity=False), element=st.sampled_from(["e4m3", "e5m2"]))
 def test_scale_of_any_amax(amax, element):
-    """amax is the one value of the tensor, so the cast saturates at nothing and stays within a rounding of the maximum."""
+    """amax is the one value of the tensor, so the cast saturates at nothing and stays within a rounding of the
+    maximum."""
     quantizer = Quantizer(element)
     data, scale_inv = ops.quantize(torch.tensor([[amax]]), quantizer)
-    value = reference.encode_scale(amax, quantizer)
+    value = casts.encode_scale(amax, quantizer)
     assert scale_inv.item() == torch.tensor(1 / value, dtype=torch.float64).float().item()
-    if amax > quantizer.format.max / reference.FP32_MAX:
+    if amax > quantizer.format.max / casts.FP32_MAX:
         assert data[0, 0].item() == quantizer.format.max
 
 
@@ -159,7 +160,8 @@ def compile_both(compiled, dynamic: bool = False):
 
 
 def test_scales_of_a_power_of_two(compiled):
-    """Generated code finds them without a division: every exponent, and mantissas on both sides of the largest values'."""
+    """Generated code finds them without a division: every exponent, and mantissas on both sides of the largest
+    values'."""
     exponents, mantissas = torch.arange(256), torch.tensor([0, 1, 0x5FFFFF, 0x600000, 0x600001, 0x7FFFFF])
     bits = (exponents[:, None] << 23) + torch.cat([mantissas, 1 << torch.arange(23)])
     x = bits.int().view(torch.float32).view(-1, 1)
@@ -171,7 +173,8 @@ def test_scales_of_a_power_of_two(compiled):
         assert torch.equal(data.view(torch.uint8), expected.view(torch.uint8))
 
 
-# Each is a C++ compile of seconds: the pairs cover every size, dtype, layout and option once, the contents all share one.
+# Each is a C++ compile of seconds: the pairs cover every size, dtype, layout and option once, the contents all share
+# one.
 COMPILED = [
     ((1, 1), torch.float32, "contiguous", Quantizer("e4m3")),
     ((3, 17), torch.bfloat16, "transposed", Quantizer("e4m3", power_2_scale=True)),
@@ -220,14 +223,14 @@ def test_compiled_behind_a_producer(scope):
 
     x, y = torch.randn(33, 70), torch.randn(70)
     z, data, scale_inv, data_t, scale_inv_t = torch.compile(function, backend="inductor", fullgraph=True)(x, y)
-    values, value, values_t, value_t = reference.quantize_rowcol(z, quantizer)
+    values, value, values_t, value_t = casts.quantize_rowcol(z, quantizer)
     check(z, quantizer, (data, scale_inv), (values, value))
     check(z.t(), quantizer, (data_t, scale_inv_t), (values_t, value_t))
 
 
 def dequantized(data: Tensor, scale_inv: Tensor, scope: str, dtype: torch.dtype) -> Tensor:
     """The exact product, rounded to fp32 and then to the dtype."""
-    return reference.dequantize(data.double(), scale_inv, scope).float().to(dtype).double()
+    return casts.dequantize(data.double(), scale_inv, scope).float().to(dtype).double()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -252,11 +255,12 @@ def test_dequantize(scope, how, dtype):
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("scope", FP32_SCOPES)
 def test_error_is_at_most_half_a_step(scope, element):
-    """The invariant of Quantizer: half a step of the element, relative for normal values, absolute for subnormal ones."""
+    """The invariant of Quantizer: half a step of the element, relative for normal values, absolute for subnormal
+    ones."""
     quantizer = Quantizer(element, scope=scope)
     x = torch.randn(160, 256) * torch.exp2(torch.randint(-20, 3, (160, 256)))
     data, scale_inv = ops.quantize(x, quantizer)
-    scale_inv = reference.spread(scale_inv, scope, *x.shape)
+    scale_inv = casts.spread(scale_inv, scope, *x.shape)
     error = (data.double() * scale_inv.double() - x.double()).abs()
     half = torch.maximum(
         x.double().abs() * quantizer.format.epsilon / 2,
@@ -307,7 +311,7 @@ def test_an_infinite_scale(scope, dtype, how):
     function = lambda x: torch.ops.te_inductor.quantize(x, quantizer)  # noqa: E731
     if how == "compiled":
         function = torch.compile(function, backend="inductor", fullgraph=True)
-    check(x, quantizer, function(x), reference.quantize(x, quantizer))
+    check(x, quantizer, function(x), casts.quantize(x, quantizer))
     if dtype != torch.float16:
         largest = torch.finfo(dtype if "x" in scope else torch.float32).max
         assert function(x)[1].flatten()[0].item() == torch.tensor(1 / largest, dtype=torch.float64).float().item()

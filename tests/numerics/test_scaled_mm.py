@@ -6,8 +6,8 @@ import torch
 from te_inductor import ops
 from te_inductor.lowerings import install
 from te_inductor.recipes import Gemm, Quantizer
-from te_inductor.runtime import reference
 from tests.bounds import assert_same_values, assert_within, gemm_error
+from tests.oracle import casts
 
 GEMM = Gemm("fprop")
 PAIRS = [("tensor", "tensor"), ("row", "row"), ("1x128", "128x128"), ("1x128", "1x128"), ("128x128", "1x128")]
@@ -46,7 +46,7 @@ def test_scaled_mm(scopes, case, how):
     bias = None if bias_dtype is None else torch.randn(n).to(bias_dtype)
     y = function(a, a_scale, b, b_scale, bias)
     assert y.dtype == dtype and y.shape == (m, n) and y.is_contiguous()
-    expected = reference.scaled_mm(a.double(), a_scale, b.double(), b_scale, bias, gemm)
+    expected = casts.scaled_mm(a.double(), a_scale, b.double(), b_scale, bias, gemm)
     error = gemm_error(a.double(), a_scale, b.double(), b_scale, bias, dtype, gemm)
     assert_within(y, expected, error, "y")
 
@@ -58,7 +58,7 @@ def test_exact_where_nothing_rounds(dtype):
     b = torch.randint(-2, 3, (48, 32)).float().to(torch.float8_e5m2)
     scales = torch.tensor(0.5), torch.tensor(0.25)
     y = ops.scaled_mm(a, scales[0], b, scales[1], None, GEMM, dtype)
-    expected = reference.scaled_mm(a.double(), scales[0], b.double(), scales[1])
+    expected = casts.scaled_mm(a.double(), scales[0], b.double(), scales[1])
     assert_same_values(y, expected.to(dtype).double())
 
 
@@ -80,8 +80,8 @@ def test_padding_contributes_nothing(scopes):
     a, a_scale, b, b_scale = operands(3, 5, 17, "e4m3", "e4m3", scopes)
     gemm = Gemm("fprop", scopes=scopes)
     assert a.shape[1] == b.shape[1] == (128 if gemm.blocked else 32)
-    y = reference.scaled_mm(a.double(), a_scale, b.double(), b_scale, None, gemm)
-    bare = reference.scaled_mm(a.double()[:, :17], a_scale, b.double()[:, :17], b_scale, None, gemm)
+    y = casts.scaled_mm(a.double(), a_scale, b.double(), b_scale, None, gemm)
+    bare = casts.scaled_mm(a.double()[:, :17], a_scale, b.double()[:, :17], b_scale, None, gemm)
     torch.testing.assert_close(y, bare, rtol=17 * 2**-52, atol=0)  # the order of float64 sums
 
 

@@ -311,8 +311,8 @@ def recording_cast_padded() -> Case:
 
 
 def rows_that_record() -> Case:
-    """As a norm is under delayed scaling, but with a statistic that is exact: the row copy and the amax of what depends on
-    the whole row. A row that does not fill its program."""
+    """As a norm is under delayed scaling, but with a statistic that is exact: the row copy and the amax of what depends
+    on the whole row. A row that does not fill its program."""
     from te_inductor import ops
     from te_inductor.recipes import Quantizer
 
@@ -368,8 +368,8 @@ def two_way_cast_squares_padded() -> Case:
 
 
 def two_way_cast_block_of_heads() -> Case:
-    """A matrix that is a view of what is computed, as attention's output is, of (batch, heads, sequence, 128). Scales are
-    powers of two."""
+    """A matrix that is a view of what is computed, as attention's output is, of (batch, heads, sequence, 128). Scales
+    are powers of two."""
     from te_inductor import ops
     from te_inductor.recipes import Quantizer
 
@@ -498,8 +498,8 @@ def nvfp4_weight() -> Case:
 
 
 def _stored_nvfp4(n: int, k: int) -> nn.Parameter:
+    from te_inductor.ops.stored_weight import NVFP4Weight
     from te_inductor.recipes import NVFP4WeightOnly
-    from te_inductor.stored_weight import NVFP4Weight
 
     parts = (
         torch.empty(n, k // 2, device="cuda", dtype=torch.uint8),
@@ -511,8 +511,8 @@ def _stored_nvfp4(n: int, k: int) -> nn.Parameter:
 
 
 def _stored_fp8(n: int, k: int) -> nn.Parameter:
+    from te_inductor.ops.stored_weight import Float8Weight
     from te_inductor.recipes import Float8RowwiseScaling
-    from te_inductor.stored_weight import Float8Weight
 
     parts = (torch.empty(n, k, device="cuda", dtype=torch.float8_e4m3fn), torch.empty(n, 1, device="cuda"))
     weight = Float8Weight(parts, torch.Size((n, k)), torch.bfloat16, Float8RowwiseScaling())
@@ -561,7 +561,8 @@ def more_rows_fp8() -> Case:
 
 
 def decode_attention_nvfp4() -> Case:
-    """Grouped queries that share a cache, of which only a part counts, and a vocabulary whose largest logit is asked for."""
+    """Grouped queries that share a cache, of which only a part counts, and a vocabulary whose largest logit is asked
+    for."""
     linear = nn.functional.linear
 
     def step(x: Tensor, query: Tensor, head: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
@@ -589,8 +590,8 @@ class Families(nn.Module):
 
 
 def every_family() -> Case:
-    """Each family of kernels once, in one graph: stored NVFP4 by each kernel for few rows, by FP8 as it is multiplied, and
-    cast to FP8 first; stored FP8 of few rows; each recipe."""
+    """Each family of kernels once, in one graph: stored NVFP4 by each kernel for few rows, by FP8 as it is multiplied,
+    and cast to FP8 first; stored FP8 of few rows; each recipe."""
     stored = {
         "direct": (1, 4096),
         "streamed": (16, 4096),

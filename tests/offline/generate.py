@@ -97,8 +97,8 @@ def pretend(arch: int) -> list[Any]:
 
 
 def check_constants(source: str, names: dict[str, Any], written: dict[str, Any]) -> None:
-    """That each constant of ours in generated code is rebuilt from its source, with the names that the module is given, as
-    the constant that it was written for.
+    """That each constant of ours in generated code is rebuilt from its source, with the names that the module is given,
+    as the constant that it was written for.
 
     Raises:
         AssertionError: a name stands for something else, or for nothing.
@@ -165,7 +165,8 @@ def main(shim: str, arch: int, case: str, out: Path) -> None:
 
     torch.autograd.set_multithreading_enabled(False)
     module, _, function = case.partition(":")
-    # CUTLASS's kernels stand in the code of cases that are called so, whether it is installed or not, and are not built.
+    # CUTLASS's kernels stand in the code of cases that are called so, whether it is installed or not, and are not
+    # built.
     chosen = function.startswith("cutlass")
     patches = [
         *pretend(arch),

@@ -1,17 +1,16 @@
 """Gluon kernels whose partitions share memory, run as the Python they are written in.
 
-Triton's interpreter has no Gluon. What goes wrong in such kernels is order: who waits for which filling of a stage, and when
-a stage may be filled again. So each partition is a thread here, and
+Triton's interpreter has no Gluon. What goes wrong in such kernels is order: who waits for which filling of a stage, and
+when a stage may be filled again. So each partition is a thread here, and
 
-- a barrier counts arrivals and bytes, and tells its phases apart by one bit, as the hardware's does; an arrival too many is
-  an error;
+- a barrier counts arrivals and bytes, and tells its phases apart by one bit, as the hardware's does; an arrival too
+  many is an error;
 - copies of a loading warp end in any order, at any time;
 - products of a warp group read their right operand, in shared memory, when they are waited for, and not before;
 - shared memory begins as NaN, and its stages lie where they were asked for.
 
-Layouts are not checked (`assert_trivial` is, by the compiler, where tests compile), assembly is not executed (`assembly`
-stands for it; other tests execute it line by line), and values are numpy arrays.
-"""
+Layouts are not checked (`assert_trivial` is, by the compiler, where tests compile), assembly is not executed
+(`assembly` stands for it; other tests execute it line by line), and values are numpy arrays."""
 
 import random
 import threading
@@ -149,8 +148,8 @@ class Barrier:
 
 
 class Descriptor:
-    """Of a tensor in memory, (rows, columns), copied in boxes; beyond its edge there are zeros. Floats are fp32 here, and
-    count as many bytes as they have in memory."""
+    """Of a tensor in memory, (rows, columns), copied in boxes; beyond its edge there are zeros. Floats are fp32 here,
+    and count as many bytes as they have in memory."""
 
     def __init__(self, tensor: torch.Tensor, box: tuple[int, int]) -> None:
         self.values, self.box, self.layout = numpy_of(tensor), box, None

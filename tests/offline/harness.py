@@ -18,7 +18,8 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-# Tile sizes for kernels whose tile Inductor leaves to its autotuner; XBLOCK 1, as a persistent reduction holds whole rows.
+# Tile sizes for kernels whose tile Inductor leaves to its autotuner; XBLOCK 1, as a persistent reduction holds whole
+# rows.
 DEFAULT_TILE = {"XBLOCK": 1, "YBLOCK": 32, "R0_BLOCK": 1024, "RSPLIT_SIZE": 64, "NUM_STAGES": 1, "num_warps": 8}
 
 

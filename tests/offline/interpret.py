@@ -4,8 +4,8 @@ A program of its own, because the interpreter must be chosen before triton is im
 
     TRITON_INTERPRET=1 python -m tests.offline.interpret GRAPH.py INPUTS.pt OUTPUTS.pt
 
-INPUTS is a list of runs, each a list of CPU tensors, one for each argument of the graph; OUTPUTS lists what each returned.
-"""
+INPUTS is a list of runs, each a list of CPU tensors, one for each argument of the graph; OUTPUTS lists what each
+returned."""
 
 import importlib.util
 import re
@@ -96,9 +96,9 @@ def main(graph: Path, inputs: Path, outputs: Path) -> None:
 
 
 def mend_conversions() -> None:
-    """Triton's interpreter (3.7 and 3.9) rounds fp32 to fp8 half away from zero, loses the carry into the exponent (7.99
-    becomes 4), has no NaN there, reads bf16 subnormals wrongly, and multiplies the bits of bf16 and fp8 matrices as
-    integers; 3.9 keeps some masks as int64 and refuses them. Give it torch's conversions, to nearest even, as the
+    """Triton's interpreter (3.7 and 3.9) rounds fp32 to fp8 half away from zero, loses the carry into the exponent
+    (7.99 becomes 4), has no NaN there, reads bf16 subnormals wrongly, and multiplies the bits of bf16 and fp8 matrices
+    as integers; 3.9 keeps some masks as int64 and refuses them. Give it torch's conversions, to nearest even, as the
     hardware's, and a product of values."""
     import numpy as np
     import triton.language as tl
@@ -137,7 +137,8 @@ def mend_conversions() -> None:
 
 
 def hasten_reductions() -> None:
-    """The interpreter takes Python steps for each element, where it does not know the function: here Inductor's maximum."""
+    """The interpreter takes Python steps for each element, where it does not know the function: here Inductor's
+    maximum."""
     import numpy as np
     from torch._inductor.runtime.triton_helpers import maximum
     from triton.runtime.interpreter import ReduceOps

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from te_inductor.recipes import DelayedScaling, Quantizer
-from te_inductor.runtime import kept_weights
-from te_inductor.runtime.kept_weights import Kept, Look, Spec, is_tiled, new
-from te_inductor.templates.triton import kept_weights as kernels
+from te_inductor.runtime import cached_weights
+from te_inductor.runtime.cached_weights import Kept, Look, Spec, is_tiled, new
+from te_inductor.templates.triton import cached_weights as kernels
 from tests.offline.interpret import mend_conversions
 
 QUANTIZERS = [
@@ -45,8 +45,8 @@ def one_nan(x: Tensor) -> Tensor:
 
 
 def check(quantizer: Quantizer, dtype: torch.dtype, known: bool = False) -> None:
-    """Weights of one table: several sizes, both orientations, with and without column copies, one of two parameters, one at
-    an odd address; where `known`, with given scales and amaxes to be raised."""
+    """Weights of one table: several sizes, both orientations, with and without column copies, one of two parameters,
+    one at an odd address; where `known`, with given scales and amaxes to be raised."""
     shapes = [[(48, 80)], [(30, 136)], [(200, 8)], [(20, 300)], [(16, 131)]]
     scope = quantizer.granularity
     if not scope.microscaled:  # of those, no parameters are one weight
@@ -73,7 +73,7 @@ def check(quantizer: Quantizer, dtype: torch.dtype, known: bool = False) -> None
 
     def agree() -> None:
         device.run(looks(kept, amaxes))
-        kept_weights.refresh(looks(expected, others))
+        cached_weights.refresh(looks(expected, others))
         assert torch.equal(torch.stack(amaxes).nan_to_num(-1.0), torch.stack(others).nan_to_num(-1.0))
         for one, other, group in zip(kept, expected, weights, strict=True):
             assert same(one, other), (quantizer, dtype, [w.shape for w in group])
@@ -95,7 +95,7 @@ def check(quantizer: Quantizer, dtype: torch.dtype, known: bool = False) -> None
             one.data.view(torch.uint8)[0, 0] ^= 1
         weights[3][0][5, 270] += 1
         device.run(looks(kept, amaxes))
-        kept_weights.refresh(looks(expected, others))
+        cached_weights.refresh(looks(expected, others))
         expected[3].data.view(torch.uint8)[0, 0] ^= 1
         assert same(kept[3], expected[3])
 

@@ -8,8 +8,14 @@ import itertools
 
 import torch
 
-from te_inductor.runtime import few_rows, nvfp4
-from te_inductor.templates.triton import few_queries, fp8_few_rows, nvfp4_expand, nvfp4_linear, partial_sums
+from te_inductor.runtime import nvfp4, small_m
+from te_inductor.templates.triton import (
+    decode_attention,
+    fp8_small_m,
+    nvfp4_expand,
+    nvfp4_linear,
+    partial_sums,
+)
 from te_inductor.templates.triton.nvfp4_linear import Config
 from tests.offline.interpret import mend_conversions
 
@@ -30,7 +36,8 @@ def weight(n: int, k: int) -> tuple[torch.Tensor, ...]:
 
 
 def linear(config: Config, m: int, n: int, k: int) -> None:
-    """Each product is exact in fp32, K of them are summed there; the tensor's scale is a rounding of it and of a sum."""
+    """Each product is exact in fp32, K of them are summed there; the tensor's scale is a rounding of it and of a
+    sum."""
     stored, block_scale, tensor_scale = weight(n, k)
     x = torch.randn(m, k).bfloat16()
     assert nvfp4_linear.supports(config, nvfp4_linear.Problem(m, n, k, x.dtype)) is None
@@ -46,11 +53,11 @@ def linear(config: Config, m: int, n: int, k: int) -> None:
         assert torch.equal(y, expected.to(dtype)), config
 
 
-def fp8(config: few_rows.Config, m: int, n: int, k: int, of_rows: tuple[bool, bool]) -> None:
+def fp8(config: small_m.Config, m: int, n: int, k: int, of_rows: tuple[bool, bool]) -> None:
     """Each product is exact in fp32, K of them are summed there; both scales are roundings."""
     a, b = ((torch.randn(rows, k) * 50).to(torch.float8_e4m3fn) for rows in (m, n))
     scales = [torch.rand(rows, 1) + 0.5 if each else torch.rand(()) for rows, each in zip((m, n), of_rows, strict=True)]
-    parts = fp8_few_rows.partial_sums(a, scales[0], b, scales[1], config, torch.float32, assembly=False)
+    parts = fp8_small_m.partial_sums(a, scales[0], b, scales[1], config, torch.float32, assembly=False)
     assert parts.shape == (config.splits, m, n)
     wide = [x.double() * scale.double() for x, scale in zip((a, b), scales, strict=True)]
     error = (parts.double().sum(0) - wide[0] @ wide[1].t()).abs()
@@ -74,7 +81,7 @@ def attention(batch: int, m: int, d: int, n: int, masked: bool, dtype: torch.dty
     """Weights, values and result are rounded to the dtype; scores and sums are fp32."""
     q, k, v = (torch.randn(batch, *size).to(dtype) for size in ((m, d), (n, d), (n, d)))
     keep = torch.rand(n) < 0.5 if masked else None
-    y = few_queries.attention(q, k.transpose(1, 2), v, keep, d**-0.5, assembly=False).double()
+    y = decode_attention.attention(q, k.transpose(1, 2), v, keep, d**-0.5, assembly=False).double()
     scores = (q.double() @ k.double().transpose(1, 2)) * d**-0.5
     weights = (scores if keep is None else scores.masked_fill(~keep, -torch.inf)).softmax(-1)
     expected, magnitudes = weights @ v.double(), weights @ v.double().abs()
@@ -89,11 +96,11 @@ if __name__ == "__main__":
         linear(config, *sizes)
     for given, sizes in FP8:
         for of_rows in ((True, True), (False, True)):
-            fp8(few_rows.Config(*given), *sizes, of_rows)
+            fp8(small_m.Config(*given), *sizes, of_rows)
     for n, k in itertools.product((1, 11), (16, 50, 1040)):
         expand(n, k)
     attention(2, 4, 64, 200, True, torch.bfloat16)  # chunks that no block fills
     attention(300, 1, 64, 130, False, torch.float16)  # a chunk of several blocks
     nothing = torch.zeros(70, dtype=torch.bool)
     q, k = torch.randn(1, 8, 128).half(), torch.randn(1, 70, 128).half()
-    assert few_queries.attention(q, k.transpose(1, 2), k, nothing, 1.0, assembly=False).isnan().all()
+    assert decode_attention.attention(q, k.transpose(1, 2), k, nothing, 1.0, assembly=False).isnan().all()

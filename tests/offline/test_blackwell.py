@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from te_inductor import recipes
-from te_inductor.runtime import reference
 from tests.bounds import assert_within
 from tests.offline.harness import compile_to_cubin, generate
 from tests.offline.test_interpreter import interpret
+from tests.oracle import casts
 
 VIEWS = {"mxfp8": "torch.float8_e8m0fnu", "nvfp4": "torch.float4_e2m1fn_x2"}
 
@@ -54,9 +54,10 @@ def test_the_tensor_cores_are_given_what_the_oracle_multiplies(library, recipe, 
     [(y,)] = interpret(source, [inputs], tmp_path)
     x, weight, bias = operands.values()
     named = recipes.resolve(recipe)
-    expected = reference.linear_forward(x, weight, bias, named)
-    # cuBLASLt's product is rounded, times the factor of two-level scales again, plus the bias again; CUTLASS's at the end.
-    without = reference.linear_forward(x, weight, None, named).abs()
+    expected = casts.linear_forward(x, weight, bias, named)
+    # cuBLASLt's product is rounded, times the factor of two-level scales again, plus the bias again; CUTLASS's at the
+    # end.
+    without = casts.linear_forward(x, weight, None, named).abs()
     roundings = 2.0**-8 * expected.abs() if cutlass else 3 * 2.0**-9 * (without + expected.abs())
     error = roundings + 2.0**-20 * without.amax(1, keepdim=True)
     assert_within(y, expected, error, recipe)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from te_inductor.lowerings.block_tiles import TILE
-from te_inductor.lowerings.tiles import BLOCK_WARPS, COLUMNS_ALONE
+from te_inductor.lowerings.codegen.block_tiles import TILE
+from te_inductor.lowerings.codegen.tiles import BLOCK_WARPS, COLUMNS_ALONE
 from tests.offline.harness import Generated, compile_to_cubin, generate
 
 
@@ -156,8 +156,8 @@ def test_square_scales_of_whole_sixteen_bytes(case: str) -> None:
 
 
 def test_other_sizes_and_dtypes(tmp_path: Path) -> None:
-    """M = 130 becomes 132 and N = 504 becomes 512; scales of square blocks are spread where K/128 is 6, and not where it
-    is 4; fp32 results come from the library."""
+    """M = 130 becomes 132 and N = 504 becomes 512; scales of square blocks are spread where K/128 is 6, and not where
+    it is 4; fp32 results come from the library."""
     generated = generate("linear_block_fp32", 90)
     forward, backward = generated.sources
     check_scales(forward, b_is_square=False, row_multiple=4)

@@ -1,5 +1,5 @@
-"""One graph that holds every family of kernels: its generated code finds each constant (`generate.check_constants`, which
-every other case passes too)."""
+"""One graph that holds every family of kernels: its generated code finds each constant (`generate.check_constants`,
+which every other case passes too)."""
 
 import re
 
@@ -11,7 +11,7 @@ from tests.offline.harness import generate
 
 pytest.importorskip("triton")
 
-from te_inductor.runtime import few_rows
+from te_inductor.runtime import small_m
 from te_inductor.templates.triton import nvfp4_fp8, nvfp4_linear
 
 
@@ -19,7 +19,7 @@ def test_every_family_in_one_graph():
     source = generate("every_family", 90).sources[0]
     for op in ("nvfp4_partial_sums", "nvfp4_fp8_partial_sums", "nvfp4_recast", "fp8_partial_sums", "scaled_mm"):
         assert re.search(rf"te_inductor\.{op}\.default\(|extern_kernels\._?{op}\(", source), op
-    for config in (few_rows.Config, nvfp4_linear.Config, nvfp4_fp8.Config):
+    for config in (small_m.Config, nvfp4_linear.Config, nvfp4_fp8.Config):
         assert f"{source_name(config)}(" in source
     kinds = re.findall(rf"{source_name(nvfp4_linear.Config)}\(kind='(\w+)'", source)
     assert sorted(kinds) == ["direct", "plain", "streamed"]

@@ -1,5 +1,5 @@
-"""CUTLASS's GEMMs without a GPU: the call in generated code, its tile, and cuBLASLt where the table says so; the kernels'
-machine code, and the arguments that they are launched with."""
+"""CUTLASS's GEMMs without a GPU: the call in generated code, its tile, and cuBLASLt where the table says so; the
+kernels' machine code, and the arguments that they are launched with."""
 
 import ast
 import dataclasses
@@ -84,8 +84,8 @@ INSTRUCTIONS = {
 
 @pytest.mark.parametrize("case", ["cutlass_residual", "cutlass_residual_block"])
 def test_a_residual_is_read_by_the_gemm(case):
-    """By down's: the graph's input stands in its call, and nothing is computed behind it. Scales of blocks are as its kernel
-    reads them: rows of x side by side, and blocks of the weight along K."""
+    """By down's: the graph's input stands in its call, and nothing is computed behind it. Scales of blocks are as its
+    kernel reads them: rows of x side by side, and blocks of the weight along K."""
     forward, backward = generate(case, 90).sources
     assert backward.count("added=") == 0
     *_, last = [line for line in forward.splitlines() if "extern_kernels." in line or ".run(" in line]
@@ -96,8 +96,8 @@ def test_a_residual_is_read_by_the_gemm(case):
 
 
 def test_an_activation_and_its_cast_are_the_gemm_s(tmp_path):
-    """GELU's MLP under delayed scaling, without gradients: what kernels cast is the input and the weights. Each tensor has
-    a power of two of its own for a scale, which changes no result where everything has the right one."""
+    """GELU's MLP under delayed scaling, without gradients: what kernels cast is the input and the weights. Each tensor
+    has a power of two of its own for a scale, which changes no result where everything has the right one."""
     generated = generate("cutlass_quantized", 90)
     [source] = generated.sources
     first, second = (line for line in source.splitlines() if "extern_kernels." in line and "out=" in line)
@@ -117,8 +117,8 @@ def test_an_activation_and_its_cast_are_the_gemm_s(tmp_path):
 
 
 def kernels(arch: str) -> list[Kernel]:
-    """One a tile and a kind; on Hopper one a kind, as those are built and launched on the GPU too, those that add, and those
-    with scales of blocks."""
+    """One a tile and a kind; on Hopper one a kind, as those are built and launched on the GPU too, those that add, and
+    those with scales of blocks."""
     return (hoppers() if arch == "90" else []) + [
         kernel_of(tile, arch, a, b, BF16, scope, bias, fast)
         for (candidate, fast), tiles in template.CANDIDATES.items()

@@ -1,4 +1,5 @@
-"""The code of a backward that leaves its weight gradients for later: it calls no GEMM of them, and keeps what they need."""
+"""The code of a backward that leaves its weight gradients for later: it calls no GEMM of them, and keeps what they
+need."""
 
 import re
 

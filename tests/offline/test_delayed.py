@@ -1,4 +1,5 @@
-"""Delayed scaling's code for Hopper and Blackwell: each tensor is read once, by the kernel that makes it or casts it."""
+"""Delayed scaling's code for Hopper and Blackwell: each tensor is read once, by the kernel that makes it or casts
+it."""
 
 import math
 import re
@@ -8,12 +9,12 @@ import pytest
 import torch
 
 from te_inductor.recipes import DelayedScaling, Quantizer
-from te_inductor.runtime import reference
-from te_inductor.runtime.reference import ScalingHistory
 from tests.bounds import assert_same_values
 from tests.numerics.test_quantize import CONTENTS
 from tests.offline.harness import Generated, Kernel, compile_to_cubin, generate
 from tests.offline.test_interpreter import interpret
+from tests.oracle import casts
+from tests.oracle.casts import ScalingHistory
 
 ARCHS = (90, 100)
 
@@ -38,8 +39,9 @@ def low_outputs(kernel: Kernel) -> int:
 
 
 def test_one_kernel_a_quantized_tensor(training: Generated) -> None:
-    """Row copy and amax together, and both copies of dy. Gate and up are one weight in two pieces; the backward writes the
-    column copies of weights and the norm's, and SwiGLU's beside the two halves of its gradient, whose amax is one."""
+    """Row copy and amax together, and both copies of dy. Gate and up are one weight in two pieces; the backward writes
+    the column copies of weights and the norm's, and SwiGLU's beside the two halves of its gradient, whose amax is
+    one."""
     kernels = {kernel.name: kernel for kernel in training.kernels}
     forward, backward = (
         [(low_outputs(kernels[name]), kernels[name].body.count("tl.atomic_max")) for name in launches(source)]
@@ -102,8 +104,8 @@ def test_casts_that_record(case: str, size: tuple[int, int], tmp_path: Path) -> 
     scale = torch.tensor(448 / 3)
     runs = [[torch.tensor(before), x, scale] for (_, before), x in inputs.items()]
     for (key, x), (data, data_t, amax) in zip(inputs.items(), interpret(source, runs, tmp_path), strict=True):
-        assert_same_values(data, reference.quantize_known(x, scale.item(), quantizer)[0])
-        assert_same_values(data_t, reference.quantize_known(x.t(), scale.item(), quantizer)[0])
+        assert_same_values(data, casts.quantize_known(x, scale.item(), quantizer)[0])
+        assert_same_values(data_t, casts.quantize_known(x.t(), scale.item(), quantizer)[0])
         oracle = ScalingHistory(DelayedScaling(), quantizer.format, recorded=key[1])
         oracle.record(x)
         assert amax.item() == oracle.recorded or (amax.isnan() and math.isnan(oracle.recorded)), key
@@ -119,7 +121,7 @@ def test_rows_that_record(tmp_path: Path) -> None:
     runs = [[x, torch.tensor(0.0), scale] for x in inputs.values()]
     for (name, x), (data, amax) in zip(inputs.items(), interpret(generated.sources[0], runs, tmp_path), strict=True):
         centred = x.float() - x.float().amax(1, keepdim=True)
-        assert_same_values(data, reference.quantize_known(centred, scale.item(), quantizer)[0])
+        assert_same_values(data, casts.quantize_known(centred, scale.item(), quantizer)[0])
         oracle = ScalingHistory(DelayedScaling(), quantizer.format)
         oracle.record(centred)
         assert amax.item() == oracle.recorded or (amax.isnan() and math.isnan(oracle.recorded)), name

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from te_inductor.recipes import Gemm
-from te_inductor.runtime import few_rows
+from te_inductor.runtime import small_m
 from tests.offline.harness import generate
 from tests.offline.test_nvfp4 import TOUCHES, compiled
 
@@ -20,29 +20,29 @@ def test_cut(monkeypatch):
     for n in (64, 70, 1024, 4096, 6144, 28672, 128256):
         for k in (128, 256, 384, 4096, 14336):
             for m in (1, 16, 17, 64, 100):
-                config = few_rows.cut(m, n, k)
+                config = small_m.cut(m, n, k)
                 assert k % (config.block_k * config.splits) == 0 and config.rows >= min(m, 64)
-                assert config.stages * (few_rows.BLOCK_N + config.rows) * config.block_k <= few_rows.SHARED
-    cuda, e4m3, row = torch.device("cuda"), (few_rows.DTYPE, few_rows.DTYPE), Gemm("fprop", True, ("row", "tensor"))
+                assert config.stages * (small_m.BLOCK_N + config.rows) * config.block_k <= small_m.SHARED
+    cuda, e4m3, row = torch.device("cuda"), (small_m.DTYPE, small_m.DTYPE), Gemm("fprop", True, ("row", "tensor"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    assert few_rows.choose(cuda, 16, (64, 128), e4m3, row) == few_rows.cut(16, 64, 128)
+    assert small_m.choose(cuda, 16, (64, 128), e4m3, row) == small_m.cut(16, 64, 128)
     for most, *sizes in ((None, 64, 128), (16, 63, 128), (16, 64, 64), (16, torch.SymInt, 128)):
-        assert few_rows.choose(cuda, most, tuple(sizes), e4m3, row) is None
-    assert few_rows.choose(torch.device("cpu"), 16, (64, 128), e4m3, row) is None
-    assert few_rows.choose(cuda, 16, (64, 128), (few_rows.DTYPE, torch.float8_e5m2), row) is None
-    assert few_rows.choose(cuda, 16, (64, 128), e4m3, Gemm("fprop", True, ("1x128", "128x128"))) is None
+        assert small_m.choose(cuda, most, tuple(sizes), e4m3, row) is None
+    assert small_m.choose(torch.device("cpu"), 16, (64, 128), e4m3, row) is None
+    assert small_m.choose(cuda, 16, (64, 128), (small_m.DTYPE, torch.float8_e5m2), row) is None
+    assert small_m.choose(cuda, 16, (64, 128), e4m3, Gemm("fprop", True, ("1x128", "128x128"))) is None
 
 
 def test_cubin():
     """The tensor core multiplies what copies brought to shared memory; sums are promoted; nothing before the wait."""
-    from te_inductor.templates.triton import fp8_few_rows
+    from te_inductor.templates.triton import fp8_small_m
 
     constants = {
-        "K": 4096, "OF_ROWS": (True, False), "ROWS": 16, "BLOCK_N": few_rows.BLOCK_N, "BLOCK_K": 256, "SPLITS": 2,
+        "K": 4096, "OF_ROWS": (True, False), "ROWS": 16, "BLOCK_N": small_m.BLOCK_N, "BLOCK_K": 256, "SPLITS": 2,
         "STAGES": 4, "ASSEMBLY": True,
     }  # fmt: skip
     types = {"a": "*fp8e4nv", "a_scale": "*fp32", "b": "*fp8e4nv", "b_scale": "*fp32", "out": "*fp32"}
-    made = compiled(fp8_few_rows._partial_sums, constants, types, {"num_warps": 4})
+    made = compiled(fp8_small_m._partial_sums, constants, types, {"num_warps": 4})
     ptx, instruction = made.asm["ptx"], "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3"
     assert made.asm["cubin"] and instruction in ptx and "cp.async.cg.shared.global" in ptx
     assert "st.shared" not in ptx[: ptx.rindex(instruction)]
@@ -57,7 +57,7 @@ from unittest.mock import patch
 import torch
 from te_inductor import lowerings
 from te_inductor.recipes import NVFP4WeightOnly
-from te_inductor.stored_weight import NVFP4Weight
+from te_inductor.ops.stored_weight import NVFP4Weight
 
 kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 with patch.object(torch.cuda, "is_available", lambda: True):
@@ -72,8 +72,8 @@ assert kernel("te_inductor::nvfp4_linear", "CUDA") and hasattr(torch.ops.te_indu
 
 
 def test_registered():
-    """Where a compile cache returns code, no lowering runs that could import the kernels it calls. NVFP4's, in Gluon, are
-    for its weights alone to import."""
+    """Where a compile cache returns code, no lowering runs that could import the kernels it calls. NVFP4's, in Gluon,
+    are for its weights alone to import."""
     done = subprocess.run([sys.executable, "-c", REGISTERED], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
 

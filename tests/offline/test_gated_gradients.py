@@ -1,4 +1,5 @@
-"""A gated activation's backward in the GEMM in front of it, without a GPU: generated code, and the kernel's machine code."""
+"""A gated activation's backward in the GEMM in front of it, without a GPU: generated code, and the kernel's machine
+code."""
 
 import dataclasses
 import json
@@ -23,8 +24,8 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 @pytest.mark.parametrize("case", ["cutlass_gated", "cutlass_gated_checkpointed"])
 def test_generated_code(case):
-    """gate and up are read where the GEMM of both has left them, both copies go to the next GEMMs, and no kernel of Triton's
-    computes a gradient of the activation."""
+    """gate and up are read where the GEMM of both has left them, both copies go to the next GEMMs, and no kernel of
+    Triton's computes a gradient of the activation."""
     backward = generate(case, 90).sources[-1]
     [call] = re.findall(r"(buf\d+) = torch\.ops\.te_inductor\.cutlass_gated_gradient\.default\((.*)", backward)
     half = r"(?:getitem_\d+|reinterpret_tensor\(buf\d+, \(16384, 8192\), \(16384, 1\), (?:0|8192)\))"
@@ -43,8 +44,8 @@ def test_what_a_bias_wants_is_computed_as_ever():
 
 
 def test_column_copies_of_weights_alone():
-    """Under scales of square blocks a tile is a whole block: half of one failed the compile, which took the model to high
-    precision."""
+    """Under scales of square blocks a tile is a whole block: half of one failed the compile, which took the model to
+    high precision."""
     sources = generate("checkpointed_block", 90).sources
     assert [source.count("extern_kernels._scaled_mm(") for source in sources] == [2, 5]  # gate's and up's fprop again
     assert not any(".mm(" in source for source in sources)

@@ -146,8 +146,8 @@ def test_what_is_refused_goes_wrong(shares, stages):
     ids=str,
 )
 def test_prompts(rows, splits, sizes):
-    """Every program of the kernel that decodes to E4M3: the values of `nvfp4.recast`, but where a part of K has a power of
-    its own, with a scale for each row of x and of the weight."""
+    """Every program of the kernel that decodes to E4M3: the values of `nvfp4.recast`, but where a part of K has a power
+    of its own, with a scale for each row of x and of the weight."""
     torch.manual_seed(0)
     m, n, k = sizes
     parts = weight(n, k)

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from te_inductor.lowerings.block_tiles import TILE
-from te_inductor.lowerings.tiles import COLUMNS_ALONE
+from te_inductor.lowerings.codegen.block_tiles import TILE
+from te_inductor.lowerings.codegen.tiles import COLUMNS_ALONE
 from te_inductor.recipes import Quantizer
-from te_inductor.runtime import reference
 from tests.bounds import assert_same_values
 from tests.numerics.test_quantize import CONTENTS
 from tests.offline.harness import HERE, compile_to_cubin, generate
+from tests.oracle import casts
 
 SIZES = {"two_way_cast": (80, 144), "two_way_cast_padded": (70, 137)}
 BLOCKS = {
@@ -51,7 +51,7 @@ def test_two_way_casts(case, size, scope, contents, tmp_path):
     inputs = {name: make(*size).to(torch.bfloat16) for name, make in contents.items()}
     results = interpret(source, [[x] for x in inputs.values()], tmp_path)
     for (name, x), (data, scale_inv, data_t, scale_inv_t) in zip(inputs.items(), results, strict=True):
-        values, value, values_t, value_t = reference.quantize_rowcol(x, Quantizer("e4m3", scope=scope))
+        values, value, values_t, value_t = casts.quantize_rowcol(x, Quantizer("e4m3", scope=scope))
         assert torch.equal(scale_inv.double(), value) and torch.equal(scale_inv_t.double(), value_t), name
         assert_same_values(data, values)
         assert_same_values(data_t, values_t)
@@ -66,7 +66,7 @@ def test_a_matrix_of_heads(tmp_path):
     results = interpret(generated.sources[0], runs, tmp_path)
     quantizer = Quantizer("e4m3", power_2_scale=True, scope="1x128")
     for (name, matrix), (data, scale_inv, data_t, scale_inv_t) in zip(matrices.items(), results, strict=True):
-        values, value, values_t, value_t = reference.quantize_rowcol(matrix.abs(), quantizer)
+        values, value, values_t, value_t = casts.quantize_rowcol(matrix.abs(), quantizer)
         assert torch.equal(scale_inv.double(), value) and torch.equal(scale_inv_t.double(), value_t), name
         assert_same_values(data, values)
         assert_same_values(data_t, values_t)
@@ -85,7 +85,7 @@ def test_pairs_of_rows(transposed, tmp_path):
     for x, copies in zip(contents.values(), interpret(generated.sources[0], runs, tmp_path), strict=True):
         chosen = torch.where(others[0] > others[1], x, x.abs())
         for found, given in zip(copies, (chosen.t(), chosen) if transposed else (chosen, chosen.t()), strict=True):
-            assert_same_values(found, reference.quantize_known(given, scale.item(), Quantizer("e4m3"))[0])
+            assert_same_values(found, casts.quantize_known(given, scale.item(), Quantizer("e4m3"))[0])
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_pieces_side_by_side(case, scope, dim, size, tmp_path):
     sizes[1][dim] *= 2
     pieces = [make(*size).to(torch.bfloat16) for make, size in zip(contents, sizes, strict=True)]
     [(data, scale_inv, data_t, scale_inv_t)] = interpret(source, [pieces], tmp_path)
-    values, value, values_t, value_t = reference.quantize_rowcol(
+    values, value, values_t, value_t = casts.quantize_rowcol(
         torch.cat(pieces, dim).abs(), Quantizer("e4m3", scope=scope)
     )
     assert torch.equal(scale_inv.double(), value) and torch.equal(scale_inv_t.double(), value_t)
@@ -135,7 +135,7 @@ def check_rows_of_blocks(source, rows, folder, of_another=False):
     for name, (x, y), (data, scale_inv) in zip(CONTENTS, runs, results, strict=True):
         wide = x.float()
         centred = wide - (y.float() if of_another else wide).amax(1, keepdim=True)
-        values, value = reference.quantize(centred, Quantizer("e4m3", scope="1x128"))
+        values, value = casts.quantize(centred, Quantizer("e4m3", scope="1x128"))
         assert torch.equal(scale_inv.double(), value), name
         assert_same_values(data, values)
 
@@ -150,7 +150,7 @@ def test_a_column_copy_of_blocks_alone(tmp_path):
     contents = {name: make(256, 384).to(torch.bfloat16) for name, make in CONTENTS.items()}
     results = interpret(generated.sources[0], [[x] for x in contents.values()], tmp_path)
     for (name, x), (data, scale_inv) in zip(contents.items(), results, strict=True):
-        values, value = reference.quantize(x.abs().t(), Quantizer("e4m3", scope="1x128"))
+        values, value = casts.quantize(x.abs().t(), Quantizer("e4m3", scope="1x128"))
         assert torch.equal(scale_inv.double(), value), name
         assert_same_values(data, values)
 
@@ -160,7 +160,7 @@ def test_a_row_copy_of_squares(tmp_path):
     assert len(generated.kernels) == 1
     x = CONTENTS["rows apart"](256, 384).to(torch.bfloat16)
     [(data, scale_inv)] = interpret(generated.sources[0], [[x]], tmp_path)
-    values, value = reference.quantize(x, Quantizer("e4m3", scope="128x128"))
+    values, value = casts.quantize(x, Quantizer("e4m3", scope="128x128"))
     assert torch.equal(scale_inv.double(), value)
     assert_same_values(data, values)
 
@@ -169,6 +169,6 @@ def test_a_columnwise_cast_of_blocks(tmp_path):
     [source] = generate("columnwise_cast_block", 90).sources
     x = CONTENTS["rows apart"](130, 20).to(torch.bfloat16)
     [(data, scale_inv)] = interpret(source, [[x]], tmp_path)
-    values, value = reference.quantize(x.t(), Quantizer("e4m3", scope="1x128"))
+    values, value = casts.quantize(x.t(), Quantizer("e4m3", scope="1x128"))
     assert torch.equal(scale_inv.double(), value)
     assert_same_values(data, values)

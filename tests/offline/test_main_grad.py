@@ -1,5 +1,5 @@
-"""The code that adds weight gradients to main_grad: fp32 out of the GEMM, and one kernel a parameter that adds in place; or
-CUTLASS's GEMMs, one a parameter, which add themselves."""
+"""The code that adds weight gradients to main_grad: fp32 out of the GEMM, and one kernel a parameter that adds in
+place; or CUTLASS's GEMMs, one a parameter, which add themselves."""
 
 import re
 

@@ -1,4 +1,5 @@
-"""The code for MXFP8 and NVFP4 on Hopper, where they are emulated: casts that fuse with their producers, bf16 products."""
+"""The code for MXFP8 and NVFP4 on Hopper, where they are emulated: casts that fuse with their producers, bf16
+products."""
 
 import re
 from pathlib import Path
@@ -7,11 +8,12 @@ import pytest
 import torch
 
 from te_inductor.recipes import Quantizer
-from te_inductor.runtime import reference, reference_microscaling
 from tests.bounds import assert_same_values, scales_of, values_of
 from tests.numerics.test_quantize import CONTENTS
 from tests.offline.harness import Generated, compile_to_cubin, generate
 from tests.offline.test_interpreter import interpret
+from tests.oracle import casts as reference
+from tests.oracle import microscaling
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
@@ -113,5 +115,5 @@ def test_nvfp4_in_the_interpreter(case: str, tmp_path: Path) -> None:
     check(x, quantizer, results[:2], amax, seed)
     check(x.t(), quantizer, results[2:4], amax, seed)
     if stochastic:
-        assert_same_values(results[4], reference_microscaling.hadamard(x.t()))
+        assert_same_values(results[4], microscaling.hadamard(x.t()))
         assert results[5].item() == amax

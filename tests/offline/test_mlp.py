@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from te_inductor.lowerings.tiles import AMAX, CAST, PAIRED
+from te_inductor.lowerings.codegen.tiles import AMAX, CAST, PAIRED
 from tests.offline.harness import Generated, compile_to_cubin, generate
 
 ARCHS = (90, 100)
@@ -43,7 +43,8 @@ def test_every_gemm_is_an_fp8_gemm(training: Generated) -> None:
 
 
 def test_operands_are_k_major(training: Generated) -> None:
-    """cuBLASLt reads fp8 operands with the contraction dimension contiguous; any other layout is refused at run time."""
+    """cuBLASLt reads fp8 operands with the contraction dimension contiguous; any other layout is refused at run
+    time."""
     for source in training.sources:
         for line in source.splitlines():
             if "empty_strided_cuda(" in line and "float8" in line:
@@ -122,8 +123,8 @@ def test_kernels_have_the_tiles_that_were_measured(current: Generated) -> None:
 
 
 def test_rows_are_held_where_they_fit(rowwise: Generated) -> None:
-    """A norm and its rows' amaxes, a weight of 4096 columns and its row copy: one read; other amaxes of rows, which may run
-    across the dimension in which the tensor is contiguous, have no tile of ours."""
+    """A norm and its rows' amaxes, a weight of 4096 columns and its row copy: one read; other amaxes of rows, which may
+    run across the dimension in which the tensor is contiguous, have no tile of ours."""
     reductions = [kernel for kernel in rowwise.kernels if "r0_numel" in kernel.meta["signature"]]
     held = [kernel for kernel in reductions if kernel.tile is not None]
     assert len(held) >= 2 and len(held) < len(reductions)
@@ -147,8 +148,8 @@ def test_gemms_get_one_scale_a_row(rowwise: Generated) -> None:
 
 
 def test_both_copies_of_a_tensor_are_written_from_one_tile(training: Generated) -> None:
-    """One along its x, the other along its y; none from a reduction, where a transposed store goes byte by byte. From the
-    reduction that finds the scales of a weight's rows the row copy alone."""
+    """One along its x, the other along its y; none from a reduction, where a transposed store goes byte by byte. From
+    the reduction that finds the scales of a weight's rows the row copy alone."""
     casts = [kernel for kernel in training.kernels if "tl.float8" in kernel.body]
     both = 0
     for kernel in casts:
@@ -165,8 +166,8 @@ def test_both_copies_of_a_tensor_are_written_from_one_tile(training: Generated) 
 
 
 def test_casts_saturate_by_comparison(training: Generated) -> None:
-    """NaN-propagating min/max of floats beside transposed fp8 stores is Triton issue 11111: no kernel holds both. The amax
-    of rows is a max of int32."""
+    """NaN-propagating min/max of floats beside transposed fp8 stores is Triton issue 11111: no kernel holds both. The
+    amax of rows is a max of int32."""
     for kernel in training.kernels:
         if "tl.float8" in kernel.body:
             assert "minimum" not in kernel.body, kernel.name

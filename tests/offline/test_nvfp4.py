@@ -123,7 +123,8 @@ def test_assembly(scale):
     ("scale", "exponent"), [(0, 0), (1, 15), (1, -3), (7, 8), (0x38, 6), (0x38, -3), (0x45, 4), (0x45, -3), (0x7E, -3)]
 )
 def test_assembly_to_e4m3(scale, exponent):
-    """All 16 codes in all places, times scales of every kind and a row's power of two: to nearest even, as torch casts."""
+    """All 16 codes in all places, times scales of every kind and a row's power of two: to nearest even, as torch
+    casts."""
     factor = torch.tensor([scale], dtype=torch.uint8).view(torch.float8_e4m3fn)
     power = 2.0**exponent  # at most what this scale allows
     bits = int(torch.tensor([power], dtype=torch.bfloat16).view(torch.int16))
@@ -139,8 +140,8 @@ def test_assembly_to_e4m3(scale, exponent):
 
 
 def test_table():
-    """Every measured config is supported where it was measured, and the fastest chosen there; near shapes get one that is
-    supported, on later cards none of Hopper's own."""
+    """Every measured config is supported where it was measured, and the fastest chosen there; near shapes get one that
+    is supported, on later cards none of Hopper's own."""
     fastest = {}
     for row in table()["rows"]:
         problem = Problem(row["m"], row["n"], row["k"], torch.bfloat16)
@@ -196,8 +197,8 @@ def test_streamed_refusals(given, refused):
 
 
 def test_cubin():
-    """wgmma's kernel, compiled for sm_90. Operands go to the tensor core as they are loaded: only copies write to shared
-    memory before the sums are done."""
+    """wgmma's kernel, compiled for sm_90. Operands go to the tensor core as they are loaded: only copies write to
+    shared memory before the sums are done."""
     config = Config("plain", 16, 64, 256, 2, 4, 1, 3)
     constants = {
         "K": 4096, "ROWS": config.rows, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "SPLITS": config.splits,
@@ -247,8 +248,9 @@ def test_direct_cubin(m, k, shape):
     "shape", [(8, 64, 2, 8), (16, 128, 1, 3), (16, 256, 1, 4), (32, 64, 2, 6), (64, 128, 1, 4)], ids=str
 )
 def test_streamed_cubin(shape, kind, tmp_path):
-    """As of the kernel for prompts: products run while the next operands are decoded, no register that one in flight reads
-    is written, nothing is spilled. Memory is touched behind the wait by the loading warp, else behind the products."""
+    """As of the kernel for prompts: products run while the next operands are decoded, no register that one in flight
+    reads is written, nothing is spilled. Memory is touched behind the wait by the loading warp, else behind the
+    products."""
     rows, block_n, shares, _ = shape
     boxes = zip(("x", "units", "scales"), (kind, "i32", "i16"), nvfp4_streamed.boxes(rows, block_n), strict=True)
     types = {name: f"tensordesc<{kind}{list(box)},{layout!r}>" for name, kind, (box, layout) in boxes}
@@ -276,9 +278,9 @@ def test_streamed_cubin(shape, kind, tmp_path):
     ids=str,
 )
 def test_fp8_cubin(rows, n, k, splits, tmp_path):
-    """Products run while the next operands are decoded: nobody waits between the two of a turn, and no register that one
-    in flight reads is written, as which of them ptxas sees is not documented. Nothing is spilled, x and the weight come as
-    copies of the loading warp, and pairs of y are stored."""
+    """Products run while the next operands are decoded: nobody waits between the two of a turn, and no register that
+    one in flight reads is written, as which of them ptxas sees is not documented. Nothing is spilled, x and the weight
+    come as copies of the loading warp, and pairs of y are stored."""
     constants = nvfp4_fp8.constants(n, k, nvfp4_fp8.Config(rows, splits))
     boxes = zip(("x", "units", "scales"), ("fp8e4nv", "i32", "u8"), nvfp4_fp8.boxes(rows), strict=True)
     types = {name: f"tensordesc<{kind}{list(box)},{layout!r}>" for name, kind, (box, layout) in boxes}
@@ -351,12 +353,12 @@ def test_attention_waits():
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from te_inductor.templates.triton import few_queries
+    from te_inductor.templates.triton import decode_attention
 
     halves, fp32 = dict.fromkeys(("q", "k", "v", "out"), "*bf16"), dict.fromkeys(("sums", "tops", "totals"), "*fp32")
     types = {**halves, **fp32, "keep": "*i1", "scale": "fp32"}
     constants = {"D": 128, "ROWS": 8, "BLOCK": 64, "STAGES": 2, "CHUNKS": 16, "ASSEMBLY": True, "k_d": 1, "v_d": 1}
-    for function, instruction in ((few_queries._parts, "mma"), (few_queries._together, "griddepcontrol")):
+    for function, instruction in ((decode_attention._parts, "mma"), (decode_attention._together, "griddepcontrol")):
         names = function.arg_names
         signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
         given = {(place,): constants[name] for place, name in enumerate(names) if name in constants}
@@ -370,7 +372,8 @@ def test_attention_waits():
     [("decode_nvfp4", "direct"), ("decode_nvfp4_batch", "streamed"), ("decode_nvfp4_dynamic", "streamed")],
 )
 def test_generated_decode(case, kind):
-    """A step of generation: three kernels of ours, whose sums are added up in the kernels of SwiGLU and of the residual."""
+    """A step of generation: three kernels of ours, whose sums are added up in the kernels of SwiGLU and of the
+    residual."""
     code = generate(case, 90)
     [source] = code.sources
     assert source.count(f"Config(kind='{kind}'") == 3
@@ -404,7 +407,7 @@ def test_realized():
     """Where halves of q, k and v are turned, and not where gate and up are one layer."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    from te_inductor.lowerings.partial_sums import _is_cut_twice
+    from te_inductor.lowerings.gemm.partial_sums import _is_cut_twice
 
     def turned(x: Tensor) -> Tensor:
         q, k = x.view(1, -1, 6).split((4, 2), 2)
@@ -439,7 +442,7 @@ def test_generated_prompt_of_any_length():
 
 def test_prompts_of_many_rows(monkeypatch):
     """The op, behind as many rows as its kernel takes: the cast and the library's GEMM, here on a CPU."""
-    from te_inductor import ops_stored
+    from te_inductor.ops import stored as ops_stored
     from te_inductor.templates.triton import nvfp4_ops
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))

@@ -1,8 +1,7 @@
 """CUTLASS through its Python DSL (CuTe DSL) and quack's kernels; an optional extra, ``te-inductor[cutlass]``.
 
-Kernels are built by a process of their own, into a shared library that TVM's FFI loads: a training process imports neither
-CUTLASS nor quack, which takes seconds, and the build runs beside Inductor's compile.
-"""
+Kernels are built by a process of their own, into a shared library that TVM's FFI loads: a training process imports
+neither CUTLASS nor quack, which takes seconds, and the build runs beside Inductor's compile."""
 
 import functools
 from importlib import metadata

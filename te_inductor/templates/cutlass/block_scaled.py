@@ -1,31 +1,44 @@
 """A GEMM for Hopper whose operands have scales of blocks of 128 elements of K. Read by `build.py`'s process alone.
 
-The tensor core sums one block of K, then each thread scales its part of that sum and adds it to another, in fp32. A thread
-block makes a tile of 256 x 128 by two warp groups, each of them 64 rows at a time twice: one part and two sums fill its
-registers, operands are loaded half as often as for tiles of 64 x 128, and a column's scale, once read, serves four rows of a
-thread. Three other warps bring operands and scales, ahead of them and asynchronously, on one barrier a stage. A tensor that
-is added comes behind the last block of K in the same way, 64 rows of each warp group a stage, so that nobody waits for it.
-docs/performance.md says what else was tried, and what it took.
-"""
+The tensor core sums one block of K, then each thread scales its part of that sum and adds it to another, in fp32. A
+thread block makes a tile of 256 x 128 by two warp groups, each of them 64 rows at a time twice: one part and two sums
+fill its registers, operands are loaded half as often as for tiles of 64 x 128, and a column's scale, once read, serves
+four rows of a thread. Three other warps bring operands and scales, ahead of them and asynchronously, on one barrier a
+stage. A tensor that is added comes behind the last block of K in the same way, 64 rows of each warp group a stage, so
+that nobody waits for it. docs/performance.md says what else was tried, and what it took."""
 
 # mypy: ignore-errors
 # What CuTe DSL reads as types are values, and its stubs name little of it.
 
 import cutlass
-from cutlass import Float32, Int32, Int64, const_expr, cute
+from cutlass import Float32, Int32, const_expr, cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.utils import hopper_helpers
 from quack.compile_utils import make_fake_stream, make_fake_tensor
 
 from te_inductor.recipes.formats import BLOCK_128X128
-from te_inductor.templates.cutlass.scaled_mm import ALIGNED, ANOTHER, BLOCK_TILE, Kernel
+from te_inductor.templates.cutlass.pipeline import (
+    BLOCK,
+    GROUP,
+    HALF,
+    STAGES,
+    STORED,
+    TILE_M,
+    TILE_N,
+    WARP,
+    Tiles,
+    bulk_copy,
+    copy_async,
+    loader,
+    next_stage,
+    storage_type,
+    storer,
+    swizzled,
+    tensors_of,
+    wait,
+)
+from te_inductor.templates.cutlass.scaled_mm import ALIGNED, ANOTHER, Kernel
 
-BLOCK = 128  # elements of K that a scale is for
-TILE_M, TILE_N = BLOCK_TILE
-WARP, GROUP = 32, 128  # threads
-HALF = 64  # rows that one instruction computes
-STAGES = 4
-STORED = 64  # columns that a warp group stores at a time
 PIECES = 2 * (TILE_N // STORED)  # of HALF x STORED, for both warp groups: what a stage of `a` holds of the added tensor
 STORE = 1  # the first of two named barriers, one a warp group
 # Of a thread, those that multiply and those that load: all that 3 * GROUP threads are given at the launch.
@@ -39,7 +52,8 @@ DTYPES = {
 
 
 def compiled(kernel: Kernel):
-    """The compiled launch: ``(a, b, out, added, a_scale, b_scale, clusters, swizzle)`` as `BlockScaledGemm` has them."""
+    """The compiled launch: ``(a, b, out, added, a_scale, b_scale, clusters, swizzle)`` as `BlockScaledGemm` has
+    them."""
     a, b, out = (DTYPES[name] for name in (kernel.a, kernel.b, kernel.out))
     m, n, k, blocks, columns = (cute.sym_int() for _ in range(5))
     square = kernel.scope == BLOCK_128X128.name
@@ -84,30 +98,31 @@ class BlockScaledGemm:
         stream,
     ):
         mma, a_layout, b_layout, loads = self._operands(a, b)
-        out_layout = _swizzled(out.element_type, (HALF, STORED), 2)
-        store, out_tma = _storer(out, out_layout, (HALF, STORED))
+        out_layout = swizzled(out.element_type, (HALF, STORED), 2)
+        store, out_tma = storer(out, out_layout, (HALF, STORED))
         added_layout, load_added, added_tma = None, None, None
         if const_expr(added is not None):
-            added_layout = _swizzled(out.element_type, (HALF, STORED), PIECES * STAGES)
-            load_added, added_tma = _loader(added, added_layout, (HALF, STORED), 1)
+            added_layout = swizzled(out.element_type, (HALF, STORED), PIECES * STAGES)
+            load_added, added_tma = loader(added, added_layout, (HALF, STORED), 1)
 
         operands = {"s_a": (a, a_layout), "s_b": (b, b_layout), "s_out": (out, out_layout)}
-        self.storage = _storage({}, operands)
+        self.storage = storage_type({}, operands)
         tensors = (*loads, store, out_tma, load_added, added_tma, a_scale, b_scale)
         self.kernel(mma, *tensors, a_layout, b_layout, out_layout, added_layout, swizzle).launch(
             **self._launched(clusters), stream=stream
         )
 
     def _operands(self, a, b):
-        """The instruction that multiplies, layouts of both operands in shared memory, the copies that bring them there."""
+        """The instruction that multiplies, layouts of both operands in shared memory, the copies that bring them
+        there."""
         k_major = OperandMajorMode.K
         mma = hopper_helpers.make_trivial_tiled_mma(
             a.element_type, b.element_type, k_major, k_major, Float32, (1, 1, 1), (HALF, TILE_N)
         )
-        a_layout = _swizzled(a.element_type, (TILE_M, BLOCK), STAGES)
-        b_layout = _swizzled(b.element_type, (TILE_N, BLOCK), STAGES)
-        load_a, a_tma = _loader(a, a_layout, (TILE_M, BLOCK), self.cluster[1])
-        load_b, b_tma = _loader(b, b_layout, (TILE_N, BLOCK), self.cluster[0])
+        a_layout = swizzled(a.element_type, (TILE_M, BLOCK), STAGES)
+        b_layout = swizzled(b.element_type, (TILE_N, BLOCK), STAGES)
+        load_a, a_tma = loader(a, a_layout, (TILE_M, BLOCK), self.cluster[1])
+        load_b, b_tma = loader(b, b_layout, (TILE_N, BLOCK), self.cluster[0])
         return mma, a_layout, b_layout, (load_a, a_tma, load_b, b_tma)
 
     def _launched(self, clusters):
@@ -135,7 +150,7 @@ class BlockScaledGemm:
     ):
         storage = cutlass.utils.SmemAllocator().allocate(self.storage)
         begun = self._begin(storage)
-        s_a, s_b, s_out, rows, columns = _tensors(storage, a_layout, b_layout, out_layout)
+        s_a, s_b, s_out, rows, columns = tensors_of(storage, a_layout, b_layout, out_layout)
         s_added = None
         if const_expr(added is not None):  # in the place of a
             s_added = storage.s_a.get_tensor(added_layout.outer, swizzle=added_layout.inner, dtype=s_out.element_type)
@@ -224,9 +239,9 @@ class BlockScaledGemm:
                 cute.arch.mbarrier_wait(empty + stage, phase)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(full + stage, (TILE_M + TILE_N) * BLOCK)
-                _copy(load_a, from_a[None, m, k], to_a[None, stage], full + stage, a_mask, self.cluster[1])
-                _copy(load_b, from_b[None, n, k], to_b[None, stage], full + stage, b_mask, self.cluster[0])
-                stage, phase = _next(stage, phase)
+                bulk_copy(load_a, from_a[None, m, k], to_a[None, stage], full + stage, a_mask, self.cluster[1])
+                bulk_copy(load_b, from_b[None, n, k], to_b[None, stage], full + stage, b_mask, self.cluster[0])
+                stage, phase = next_stage(stage, phase)
             for place in cutlass.range_constexpr(self.behind):  # of each tensor a half of both warp groups' rows
                 half, which = divmod(place, len(behind))
                 to_s, source = pieces[which]
@@ -236,13 +251,13 @@ class BlockScaledGemm:
                 for piece in cutlass.range_constexpr(PIECES):
                     group, side = divmod(piece, TILE_N // STORED)
                     of_piece = source[None, m * 4 + group * 2 + half, n * 2 + side]
-                    _copy(behind[which][0], of_piece, to_s[None, stage * PIECES + piece], full + stage, 0, 1)
-                stage, phase = _next(stage, phase)
+                    bulk_copy(behind[which][0], of_piece, to_s[None, stage * PIECES + piece], full + stage, 0, 1)
+                stage, phase = next_stage(stage, phase)
             tile += tiles.step()
         # A peer may still release stages of this thread block's.
         for _ in cutlass.range(STAGES, unroll=1):
             cute.arch.mbarrier_wait(empty + stage, phase)
-            stage, phase = _next(stage, phase)
+            stage, phase = next_stage(stage, phase)
 
     @cute.jit
     def _load_rows(self, full, empty, a_scale, rows, tiles, blocks):
@@ -256,9 +271,9 @@ class BlockScaledGemm:
                 cute.arch.mbarrier_wait(empty + stage, phase)
                 for i in cutlass.range_constexpr(TILE_M // WARP):
                     if first + WARP * i < many:  # sums behind the edge are not stored
-                        _copy_async(a_scale[k, None], first + WARP * i, rows[None, stage], lane + WARP * i, 1)
+                        copy_async(a_scale[k, None], first + WARP * i, rows[None, stage], lane + WARP * i, 1)
                 cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
-                stage, phase = _next(stage, phase)
+                stage, phase = next_stage(stage, phase)
             stage, phase = self._pass(full, empty, stage, phase)
             tile += tiles.step()
 
@@ -274,7 +289,7 @@ class BlockScaledGemm:
                 cute.arch.mbarrier_wait(empty + stage, phase)
                 if const_expr(self.square):
                     if lane == 0 and n < many:
-                        _copy_async(b_scale[k, None], n, columns[None, stage], 0, 1)
+                        copy_async(b_scale[k, None], n, columns[None, stage], 0, 1)
                 else:
                     for i in cutlass.range_constexpr(TILE_N // 2 // WARP):
                         pair = n * (TILE_N // 2) + lane + WARP * i
@@ -282,9 +297,9 @@ class BlockScaledGemm:
                             # Of eight columns four threads have two each; what a thread reads at once is of sixteen.
                             eight, thread = (lane + WARP * i) // 4, lane % 4
                             place = (eight // 2 * 4 + thread) * 2 + eight % 2
-                            _copy_async(b_scale[k, None], pair, columns[None, stage], place, 2)
+                            copy_async(b_scale[k, None], pair, columns[None, stage], place, 2)
                 cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
-                stage, phase = _next(stage, phase)
+                stage, phase = next_stage(stage, phase)
             stage, phase = self._pass(full, empty, stage, phase)
             tile += tiles.step()
 
@@ -294,7 +309,7 @@ class BlockScaledGemm:
         for _ in cutlass.range_constexpr(self.behind):
             cute.arch.mbarrier_wait(empty + stage, phase)
             cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
-            stage, phase = _next(stage, phase)
+            stage, phase = next_stage(stage, phase)
         return stage, phase
 
     @cute.jit
@@ -318,7 +333,7 @@ class BlockScaledGemm:
             for half in cutlass.range_constexpr(2):
                 sums[half].fill(0.0)
             for _ in cutlass.range(blocks, unroll=1):
-                _wait(full + stage, phase)
+                wait(full + stage, phase)
                 of_rows = [[rows[row + half * HALF + high * apart, stage] for high in range(2)] for half in range(2)]
                 of_columns = cute.make_rmem_tensor((1 if self.square else TILE_N // 4,), Float32)
                 if const_expr(self.square):
@@ -332,7 +347,7 @@ class BlockScaledGemm:
                     if const_expr(half == 1):
                         self._release(empty + stage, lane)
                     _add(sums[half], part, of_rows[half], of_columns)
-                stage, phase = _next(stage, phase)
+                stage, phase = next_stage(stage, phase)
             stage, phase = self._finish(mma, sums, full, empty, finish, group, thread, m, n, stage, phase)
             tile += tiles.step()
         cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -341,17 +356,17 @@ class BlockScaledGemm:
     def _finish(self, mma, sums, full, empty, finish, group, thread, m, n, stage, phase):
         store, s_out, out, s_added = finish
         for half in cutlass.range_constexpr(self.behind):
-            _wait(full + stage, phase)
+            wait(full + stage, phase)
             self._add_to(sums[half], mma, s_added, thread, stage * PIECES + group * (TILE_N // STORED))
             self._release_read(empty + stage, thread % WARP)
-            stage, phase = _next(stage, phase)
+            stage, phase = next_stage(stage, phase)
         self._store(mma, sums, store, s_out, out, group, thread, m * 4 + group * 2, n * 2)
         return stage, phase
 
     @cute.jit
     def _release_read(self, empty, lane):
-        """What threads have read, before the accelerator writes there: without the fence, 13 and 70 of 320 products were
-        wrong (4096 and 16384 x 4096 x 4096, clusters of 2 x 1, H200), and all of them in a few places."""
+        """What threads have read, before the accelerator writes there: without the fence, 13 and 70 of 320 products
+        were wrong (4096 and 16384 x 4096 x 4096, clusters of 2 x 1, H200), and all of them in a few places."""
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         self._release(empty, lane)
@@ -405,42 +420,6 @@ class BlockScaledGemm:
                     cute.arch.cp_async_bulk_commit_group()
 
 
-class Tiles:
-    """Which tiles a thread block computes, in an order that lets L2 serve `swizzle` rows of clusters."""
-
-    def __init__(self, cluster, m, n, swizzle):
-        self.cluster, self.m, self.n, self.swizzle = cluster, m, n, swizzle  # m and n in clusters
-
-    @classmethod
-    def of(cls, cluster, shape, swizzle):
-        m, n = (
-            cute.ceil_div(size, tile * many) for size, tile, many in zip(shape, (TILE_M, TILE_N), cluster, strict=True)
-        )
-        return cls(cluster, m, n, swizzle)
-
-    def __extract_mlir_values__(self):
-        return [value for each in (self.m, self.n, self.swizzle) for value in cutlass.extract_mlir_values(each)]
-
-    def __new_from_mlir_values__(self, values):
-        return type(self)(self.cluster, *(Int32(value) for value in values))
-
-    @property
-    def count(self):
-        return self.m * self.n
-
-    def first(self):
-        return cute.arch.block_idx()[2]
-
-    def step(self):
-        return cute.arch.grid_dim()[2]
-
-    def at(self, tile):
-        x, y, _ = cute.arch.block_idx()
-        strip, place = tile // (self.swizzle * self.n), tile % (self.swizzle * self.n)
-        high = cutlass.min(self.swizzle, self.m - strip * self.swizzle)
-        return (strip * self.swizzle + place % high) * self.cluster[0] + x, place // high * self.cluster[1] + y
-
-
 def _pieces(load, tensor, s_pieces):
     """Both sides of the copies that bring what is read behind the last block, HALF x STORED each."""
     cpasync.prefetch_descriptor(load)
@@ -456,13 +435,6 @@ def _of_half(mma, s_a, half):
 
 def _store_atom(dtype):
     return cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
-
-
-@cute.jit
-def _wait(barrier, phase):
-    done = cute.arch.mbarrier_try_wait(barrier, phase)
-    while not done:
-        done = cute.arch.mbarrier_try_wait(barrier, phase)
 
 
 @cute.jit
@@ -485,59 +457,3 @@ def _add(total, part, of_rows, of_columns):
                 place = ((i, j, k), 0, 0)
                 scaled = part[place] if cute.size(of_columns) == 1 else part[place] * of_columns[2 * k + i]
                 total[place] = scaled * of_rows[j] + total[place]
-
-
-def _copy_async(source, place, target, to, count):
-    """`count` values from where `place` says, in units of them."""
-    atom = cute.make_copy_atom(cpasync.CopyG2SOp(), Float32, num_bits_per_copy=Float32.width * count)
-    cute.copy(atom, cute.local_tile(source, (count,), (place,)), cute.local_tile(target, (count,), (to,)))
-
-
-def _next(stage, phase):
-    after = (stage + 1) % STAGES  # a power of two
-    return after, phase ^ cutlass.Int32(after == 0)
-
-
-def _swizzled(dtype, shape, stages):
-    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
-    return cute.tile_to_shape(atom, (*shape, stages), order=(0, 1, 2))
-
-
-def _storage(more, tiles):
-    """The shared memory of a thread block: barriers and scales of each stage, `more`, and the tiles by name, each a tensor
-    of global memory and its layout here."""
-    scales = {
-        name: cute.struct.Align[cute.struct.MemRange[Float32, many * STAGES], 128]
-        for name, many in (("rows", TILE_M), ("columns", TILE_N))
-    }
-    aligned = {
-        name: cute.struct.Align[cute.struct.MemRange[tensor.element_type, cute.cosize(layout)], 1024]
-        for name, (tensor, layout) in tiles.items()
-    }
-    barriers = dict.fromkeys(("full", "empty"), cute.struct.MemRange[Int64, STAGES])
-    return cute.struct(type("Storage", (), {"__annotations__": {**barriers, **scales, **more, **aligned}}))
-
-
-def _tensors(storage, a_layout, b_layout, out_layout):
-    """Both operands, what is stored, and the scales of rows and columns there."""
-    tiles = ((storage.s_a, a_layout), (storage.s_b, b_layout), (storage.s_out, out_layout))
-    scales = ((storage.rows, TILE_M), (storage.columns, TILE_N))
-    return [
-        *(part.get_tensor(layout.outer, swizzle=layout.inner) for part, layout in tiles),
-        *(part.get_tensor(cute.make_layout((many, STAGES))) for part, many in scales),
-    ]
-
-
-def _storer(tensor, layout, tile):
-    op = cpasync.CopyBulkTensorTileS2GOp()
-    return cpasync.make_tiled_tma_atom(op, tensor, cute.slice_(layout, (None, None, 0)), tile)
-
-
-def _loader(tensor, layout, tile, peers):
-    op = cpasync.CopyBulkTensorTileG2SMulticastOp() if peers > 1 else cpasync.CopyBulkTensorTileG2SOp()
-    return cpasync.make_tiled_tma_atom(op, tensor, cute.slice_(layout, (None, None, 0)), tile, num_multicast=peers)
-
-
-def _copy(atom, source, target, barrier, mask, peers):
-    given = {"mcast_mask": cutlass.Int16(mask)} if peers > 1 else {}
-    cute.copy(atom, source, target, tma_bar_ptr=barrier, **given)

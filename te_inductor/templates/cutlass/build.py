@@ -1,8 +1,7 @@
 """Has GEMM kernels built into shared libraries, by a process of its own (builder.py), and waits for them.
 
-A library is a file of Inductor's cache folder, named by a hash of the kernel, of the packages it is built with and of this
-folder's sources, so that any process that finds it may use it. A GPU is not needed to build it.
-"""
+A library is a file of Inductor's cache folder, named by a hash of the kernel, of the packages it is built with and of
+this folder's sources, so that any process that finds it may use it. A GPU is not needed to build it."""
 
 import atexit
 import functools

@@ -2,10 +2,10 @@
 
     python -m te_inductor.templates.cutlass.builder LINKER
 
-Each line of its input is JSON, a list of ``{"kernel": the fields of a Kernel, "path": of the library, "log": of what the
-compiler says}``. The compiler is imported once, then each kernel is built in a fork, as many side by side as there are
-cores; after an empty line, or the end of its input, it ends when all are built. The environment is `build.environment`'s.
-"""
+Each line of its input is JSON, a list of ``{"kernel": the fields of a Kernel, "path": of the library, "log": of what
+the compiler says}``. The compiler is imported once, then each kernel is built in a fork, as many side by side as there
+are cores; after an empty line, or the end of its input, it ends when all are built. The environment is
+`build.environment`'s."""
 
 import json
 import multiprocessing
@@ -50,12 +50,12 @@ def main(linker: str) -> None:
 
 
 def import_compiler() -> None:
-    """quack decorates functions that no build calls; that would import Dynamo and Inductor, which take longer than quack
-    and CUTLASS together."""
+    """quack decorates functions that no build calls; that would import Dynamo and Inductor, which take longer than
+    quack and CUTLASS together."""
     with patch.object(torch, "compile", _as_it_is), patch.object(torch.compiler, "disable", _as_it_is):
         import quack.gemm_runtime.host  # noqa: F401
 
-        from te_inductor.templates.cutlass import block_scaled, epilogues, gated_gradient  # noqa: F401
+        from te_inductor.templates.cutlass import block_scaled, epilogues, gated_dgrad  # noqa: F401
 
 
 def _as_it_is(function: Any = None, *, recompile_limit: Any = None, **_: Any) -> Any:
@@ -90,10 +90,10 @@ def _build(kernel: Kernel, path: Path, linker: str) -> None:
 
 
 def compiled_function(kernel: Kernel):  # type: ignore[no-untyped-def]
-    from te_inductor.templates.cutlass import block_scaled, gated_gradient
+    from te_inductor.templates.cutlass import block_scaled, gated_dgrad
 
     if kernel.gating is not None:
-        return gated_gradient.compiled(kernel)
+        return gated_dgrad.compiled(kernel)
     scope = SCOPES[kernel.scope]
     return block_scaled.compiled(kernel) if scope.blocked and not scope.microscaled else plan(kernel).compiled_fn
 
@@ -160,8 +160,8 @@ def _accumulation(kernel: Kernel) -> dict[str, Any]:
 
 
 def _block_scales(kernel: Kernel, m: int, n: int, k: int) -> dict[str, Any]:
-    """Scales as `launch.py` views those of Note [Swizzled scales], and the formats by quack's names. The hardware hands out
-    tiles (cluster launch control), as quack's own defaults have it."""
+    """Scales as `launch.py` views those of Note [Swizzled scales], and the formats by quack's names. The hardware hands
+    out tiles (cluster launch control), as quack's own defaults have it."""
     scope = SCOPES[kernel.scope]
     scales = (empty((rows // 128, k // scope.block[1] // 4, 32, 4, 4), scope.scale.library) for rows in (m, n))
     names = {E4M3.library: "mxfp8_e4m3", E5M2.library: "mxfp8_e5m2", E2M1.library: "nvfp4"}

@@ -1,8 +1,7 @@
 """What the GEMM's kernel does to the fp32 accumulator before it is stored. Read by `build.py`'s process alone.
 
-quack calls each of these once an element while it traces the kernel; `a_scale`, `b_scale`, `alpha` and `bias` are values of
-that element's row, column or of the whole tensor. What has scales of blocks comes multiplied with them.
-"""
+quack calls each of these once an element while it traces the kernel; `a_scale`, `b_scale`, `alpha` and `bias` are
+values of that element's row, column or of the whole tensor. What has scales of blocks comes multiplied with them."""
 
 import functools
 from typing import Any
@@ -12,7 +11,7 @@ from quack.epilogue.ops import ColVecLoad, RowVecLoad
 
 from te_inductor.recipes.formats import MX_1X32, NV_1X16, ROW, TENSOR
 from te_inductor.runtime.activation import Step, evaluate
-from te_inductor.templates.cutlass.numbers import STEPS, rounded
+from te_inductor.templates.cutlass.scalar_math import STEPS, rounded
 
 _OF_ROWS = {"a_scale": ColVecLoad("a_scale"), "b_scale": RowVecLoad("b_scale")}
 _BIAS = {"bias": RowVecLoad("bias")}
@@ -96,12 +95,12 @@ EPILOGUES = {
 
 
 def quantized(steps: tuple[Step, ...], bias: bool) -> Any:
-    """One scale a tensor; the sum rounded to bf16 as if it were stored, the activation of it in fp32, and what is cast where
-    it is stored, to nearest even, saturating; NaN stays, and an infinity becomes it."""
+    """One scale a tensor; the sum rounded to bf16 as if it were stored, the activation of it in fp32, and what is cast
+    where it is stored, to nearest even, saturating; NaN stays, and an infinity becomes it."""
     activation = functools.partial(evaluate, steps, functions=STEPS)
 
     def scaled(value, scale):  # type: ignore[no-untyped-def]
-        return value * scale + value * 0.0  # Note [Overflow stays visible] in lowerings/values.py
+        return value * scale + value * 0.0  # Note [Overflow stays visible] in lowerings/casts/values.py
 
     def plain(acc, a_scale, b_scale, scale):  # type: ignore[no-untyped-def]
         return {"D": scaled(activation(rounded(acc * (a_scale * b_scale))), scale)}

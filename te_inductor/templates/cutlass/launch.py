@@ -112,8 +112,9 @@ def gated_gradient(
     tile: Tile,
     arch: str,
 ) -> tuple[Tensor, ...]:
-    """``quantize_pieces(gating.of(scaled_mm(a, b), gate, up), 1, quantizer)`` with neither sums nor results in memory: data
-    and scale_inv, (M, 2 N), and those of the transpose. Results are rounded to bf16 before they are cast, sums are not."""
+    """``quantize_pieces(gating.of(scaled_mm(a, b), gate, up), 1, quantizer)`` with neither sums nor results in memory:
+    data and scale_inv, (M, 2 N), and those of the transpose. Results are rounded to bf16 before they are cast, sums are
+    not."""
     (m, k), n, dtype = a.shape, b.shape[0], quantizer.format.dtype
     call = None
     if all(x.data_ptr() % ALIGNED == 0 for x in (gate, up)):
@@ -211,8 +212,9 @@ def _launch(
     c: Tensor | None = None,  # (M, N), that is added
 ) -> None:
     values = factors if bias is None else (*factors, bias.view(1, -1))
-    # quack's signature: a, b, d, c, the epilogue's values and its split-K buffers, the tile scheduler's (largest number of
-    # clusters at work, raster order, swizzle, semaphore, batch permutation, all-gather), ragged sizes, scale factors.
+    # quack's signature: a, b, d, c, the epilogue's values and its split-K buffers, the tile scheduler's (largest number
+    # of clusters at work, raster order, swizzle, semaphore, batch permutation, all-gather), ragged sizes, scale
+    # factors.
     scheduler = (_clusters(a, tile), None, tile[5], None, None, None)
     call(a, b, out, c, (*values, None, None), scheduler, None, *(scales or (None, None)))
 
@@ -232,8 +234,8 @@ def _function(
         return _load(kernel)
     except Exception as error:
         warnings.warn(
-            f"te_inductor: cuBLASLt multiplies where CUTLASS was chosen ({Tile(*tile)}), because its kernel could not be"
-            f" built or loaded:\n{error}",
+            f"te_inductor: cuBLASLt multiplies where CUTLASS was chosen ({Tile(*tile)}), because its kernel could not"
+            f" be built or loaded:\n{error}",
             FallbackWarning,
             stacklevel=3,
         )

@@ -1,9 +1,8 @@
 """Low-precision GEMMs by CUTLASS: which tile, and where one is faster than cuBLASLt.
 
-`scaled_mm.json` holds what was measured (`python -m benchmarks.tune_gemm`), on Hopper alone; nothing is timed when a model
-is compiled, except under max-autotune, where all of `CANDIDATES` take part. Those of Blackwell have never been measured or
-run: cuBLASLt multiplies there unless max-autotune finds one of them to be faster.
-"""
+`scaled_mm.json` holds what was measured (`python -m benchmarks.tune_gemm`), on Hopper alone; nothing is timed when a
+model is compiled, except under max-autotune, where all of `CANDIDATES` take part. Those of Blackwell have never been
+measured or run: cuBLASLt multiplies there unless max-autotune finds one of them to be faster."""
 
 import functools
 import json
@@ -33,7 +32,8 @@ from te_inductor.templates import cutlass
 
 TABLE = Path(__file__).with_suffix(".json")
 NEAR = 2.0  # a measured shape stands for those whose M, N and K are each within this factor of it
-# What kernels there are for, by compute capability: the scopes of scales. sm_100a code runs on no 10.3, nor sm_120a on 12.1.
+# What kernels there are for, by compute capability: the scopes of scales. sm_100a code runs on no 10.3, nor sm_120a on
+# 12.1.
 ARCHITECTURES = {
     "90": (TENSOR.name, ROW.name, BLOCK_1X128.name, BLOCK_128X128.name),
     "100": (MX_1X32.name, NV_1X16.name),
@@ -41,7 +41,8 @@ ARCHITECTURES = {
 }
 FP8 = (E4M3.dtype, E5M2.dtype)
 OPERANDS = {**dict.fromkeys(ARCHITECTURES["90"], FP8), MX_1X32.name: FP8, NV_1X16.name: (E2M1.library,)}
-# dtypes of the output, by what is added to the product: nothing; what the output held, in place; another tensor like it.
+# dtypes of the output, by what is added to the product: nothing; what the output held, in place; another tensor like
+# it.
 NOTHING, OUTPUT, ANOTHER = "nothing", "output", "another"
 OUTPUTS = {
     NOTHING: (torch.bfloat16, torch.float16),
@@ -53,8 +54,8 @@ MEASURED_STEPS = frozenset({"add", "sub", "mul", "neg", "sigmoid"})
 ROUNDED = torch.bfloat16  # what the sum is rounded to before an activation reads it and a cast to FP8 is stored
 # Accumulators that a thread may hold, by how many warp groups multiply: of its 240, or 160 registers.
 REGISTERS = {1: 208, 2: 208, 3: 136}
-# What the tensor memory accelerator asks of strides and bases, in bytes. cuBLASLt, which multiplies where a kernel could not
-# be built, asks for as many columns.
+# What the tensor memory accelerator asks of strides and bases, in bytes. cuBLASLt, which multiplies where a kernel
+# could not be built, asks for as many columns.
 ALIGNED = 16
 
 Shape = tuple[int, int, int, int, bool, int]  # the fields of a `Tile`
@@ -82,8 +83,8 @@ class Tile(Constant):
 
 @dataclass(frozen=True)
 class Problem:
-    """``out[M, N] = (a * a_scale)[M, K] @ (b * b_scale)[N, K].T * alpha + bias + added``, a and b contiguous along K; alpha,
-    of scales of two levels, is what the tensors' factors come to. With an activation `out` is FP8, the cast of
+    """``out[M, N] = (a * a_scale)[M, K] @ (b * b_scale)[N, K].T * alpha + bias + added``, a and b contiguous along K;
+    alpha, of scales of two levels, is what the tensors' factors come to. With an activation `out` is FP8, the cast of
     ``activation(rounded sum) * scale``; with a gating both copies of ``gating(sum, gate, up)``, side by side."""
 
     arch: str  # a key of ARCHITECTURES
@@ -226,8 +227,8 @@ def tiles(problem: Problem) -> list[Tile]:
 
 @functools.cache  # a model's layers ask the same again and again
 def choose(problem: Problem) -> Tile | None:
-    """The tile that was measured to beat cuBLASLt at the nearest shape; None where cuBLASLt is as fast, or nothing near was
-    measured."""
+    """The tile that was measured to beat cuBLASLt at the nearest shape; None where cuBLASLt is as fast, or nothing near
+    was measured."""
     if problem.gating is not None and not {name for name, *_ in problem.gating.steps} <= MEASURED_STEPS:
         return None
     rows = [row for row in table()["rows"] if _alike(row, problem)]

@@ -1,11 +1,10 @@
 """From stored NVFP4 to bf16 in registers: what the kernels of this folder share.
 
-Note [Order of a stored block] in runtime/nvfp4.py says where the bits are. Two neighbouring 16-bit words, one 32-bit unit,
-are eight values; `VALUES` makes of it four registers of two bf16 each. Masked out of the rotated unit, a field is its value
-times 2**-126, and an E4M3 byte shifted left by 4 is, as bf16, its value times 2**-120. `SCALE` multiplies that by 2**239,
-in two steps, so that the one product of both is ``value * scale * 2**-7``: exact, with at most 6 significant bits, neither
-huge nor subnormal. `FACTOR` makes up for it where the sums are read.
-"""
+Note [Order of a stored block] in runtime/nvfp4.py says where the bits are. Two neighbouring 16-bit words, one 32-bit
+unit, are eight values; `VALUES` makes of it four registers of two bf16 each. Masked out of the rotated unit, a field is
+its value times 2**-126, and an E4M3 byte shifted left by 4 is, as bf16, its value times 2**-120. `SCALE` multiplies
+that by 2**239, in two steps, so that the one product of both is ``value * scale * 2**-7``: exact, with at most 6
+significant bits, neither huge nor subnormal. `FACTOR` makes up for it where the sums are read."""
 
 import triton
 import triton.language as tl
@@ -37,8 +36,8 @@ def _products(unit: str, scale: str, to: str) -> list[str]:
 
 
 def _unpacked(pair: str, to: str) -> list[str]:
-    """Two bf16 to two E4M3, times 2**7. One goes to fp32 as a shift and a sum in its exponent, where 0 becomes 2**-120 and
-    rounds to 0, the other as a product by 128 that leaves 0 in the half below it."""
+    """Two bf16 to two E4M3, times 2**7. One goes to fp32 as a shift and a sum in its exponent, where 0 becomes 2**-120
+    and rounds to 0, the other as a product by 128 that leaves 0 in the half below it."""
     return [
         f"mad.lo.u32 t, {pair}, 0x10000, 0x03800000;",
         f"fma.rn.bf16x2 u, {pair}, v, z;",
@@ -46,7 +45,8 @@ def _unpacked(pair: str, to: str) -> list[str]:
     ]
 
 
-# $4: a unit; $5: the block's scale, twice; $6 is not read: the same, where the two words of a unit come with a scale each.
+# $4: a unit; $5: the block's scale, twice; $6 is not read: the same, where the two words of a unit come with a scale
+# each.
 VALUES: tl.constexpr = tl.constexpr("\n".join(("{ .reg .b32 t, u;", *_products("$4", "$5", "$"), "}")))
 # $4, $5: the units of a block; $6: its scale, twice, of which more may follow. Four words of four values each.
 E4M3_VALUES: tl.constexpr = tl.constexpr(

@@ -1,13 +1,13 @@
 """``x @ w.T`` with a stored NVFP4 weight and up to 16 rows of x: straight from memory to the registers of its product.
 
 A lane of a warp reads whole blocks of 16 values, 16 bytes at a time, of two rows that the tensor core gives it. Which
-columns an instruction multiplies is free, as long as both operands agree; so nothing moves between threads, shared memory
-is not used, and a scale is made ready once for its block. The loads of the next 256 columns start before these are
-decoded: `AHEAD` blocks of them are on their way. x comes from the L1 cache, in the order of `fragments`, so that what a
-warp loads lies in a row.
+columns an instruction multiplies is free, as long as both operands agree; so nothing moves between threads, shared
+memory is not used, and a scale is made ready once for its block. The loads of the next 256 columns start before these
+are decoded: `AHEAD` blocks of them are on their way. x comes from the L1 cache, in the order of `fragments`, so that
+what a warp loads lies in a row.
 
-A scheduler of a multiprocessor has registers for four warps of 128, and for two of 255: configs are chosen for one wave.
-"""
+A scheduler of a multiprocessor has registers for four warps of 128, and for two of 255: configs are chosen for one
+wave."""
 
 from typing import Any
 
@@ -192,8 +192,8 @@ def _linear(
     TILES: gl.constexpr = (M + ROWS - 1) // ROWS
     first = gl.program_id(0) % TILES * ROWS if TILES > 1 else 0
     split = gl.program_id(0) // TILES % SPLITS
-    # The last program does rows of its neighbour again where they are fewer. What a lane adds to an address (0) and what a
-    # register does (1) are kept apart: the second is a constant of a load.
+    # The last program does rows of its neighbour again where they are fewer. What a lane adds to an address (0) and
+    # what a register does (1) are kept apart: the second is a constant of a load.
     n = gl.minimum(gl.program_id(0) // (TILES * SPLITS) * BLOCK_N, N - BLOCK_N)
     unit0 = index(3, UNIT) * (K // 8) + index(4, UNIT) * 4 + index(0, UNIT) * (COLUMNS // 8)
     unit1 = (index(1, UNIT) * 16 + index(2, UNIT) * 8) * (K // 8) + index(5, UNIT) * 16 + index(6, UNIT)

@@ -147,8 +147,8 @@ def _expand(
 
 @triton.jit
 def _powers(scale, inside, BLOCKS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Of each row: the largest power of two that its largest block scale allows. The quotient is never near a power of two,
-    so that it does not matter how the division rounds."""
+    """Of each row: the largest power of two that its largest block scale allows. The quotient is never near a power of
+    two, so that it does not matter how the division rounds."""
     largest = tl.zeros((ROWS,), dtype=tl.float32)
     for first in range(0, BLOCKS, BLOCK):
         b = first + tl.arange(0, BLOCK)[None, :]

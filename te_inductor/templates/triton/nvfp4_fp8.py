@@ -1,15 +1,15 @@
-"""``x @ w.T`` with a stored NVFP4 weight and x in E4M3, for prompts: the weight is decoded to E4M3 between its products.
+"""``x @ w.T`` with a stored NVFP4 weight and x in E4M3, for prompts: the weight is decoded to E4M3 between its
+products.
 
-A program makes 128 columns of y for up to 256 rows of x, on Hopper: two warp groups of 64 rows of the weight each, and a
-warp that loads. The weight is the tensor core's left operand, in registers. Which column of K is where in a product is
-free, as long as both operands agree; so a thread reads two whole blocks of 16 values, 16 bytes, and makes of them what it
-holds of four products, and x comes `arranged`. The products of one 128 columns run while the next are decoded. Where a loop
-begins anew ptxas lets no product be under way, so that the end of a turn waits for the last. Rows of x that are no power of
-two are two products, of one left operand.
+A program makes 128 columns of y for up to 256 rows of x, on Hopper: two warp groups of 64 rows of the weight each, and
+a warp that loads. The weight is the tensor core's left operand, in registers. Which column of K is where in a product
+is free, as long as both operands agree; so a thread reads two whole blocks of 16 values, 16 bytes, and makes of them
+what it holds of four products, and x comes `arranged`. The products of one 128 columns run while the next are decoded.
+Where a loop begins anew ptxas lets no product be under way, so that the end of a turn waits for the last. Rows of x
+that are no power of two are two products, of one left operand.
 
-The FP8 values are those of `runtime.nvfp4.recast`, each the value times a power of two of its row. Where K is split, it is
-the largest that a part's own block scales allow.
-"""
+The FP8 values are those of `runtime.nvfp4.recast`, each the value times a power of two of its row. Where K is split, it
+is the largest that a part's own block scales allow."""
 
 from typing import Any
 
@@ -49,8 +49,9 @@ STAGES = {128: 6, 256: 5}  # of x, by the rows there is room for: what shared me
 WEIGHT_STAGES = 3
 _REGISTERS = {"default": 168, "group": 240, "loader": 24}  # a thread; ptxas wants 154 at the least for 256 rows of x
 
-# Fitted to what was measured on an H200 (docs/performance.md). Microseconds of a turn and of all else in a program, by its
-# rows of x; where K is split, of what writes and adds sums besides: 4 bytes an element and split, and as if of 6 more.
+# Fitted to what was measured on an H200 (docs/performance.md). Microseconds of a turn and of all else in a program, by
+# its rows of x; where K is split, of what writes and adds sums besides: 4 bytes an element and split, and as if of 6
+# more.
 _TURN = {128: (1.2, 4.2), 160: (1.27, 4.6), 192: (1.34, 5.0), 256: (1.48, 5.8)}
 _SPLIT, _BANDWIDTH = 1.0, 4e6
 _MULTIPROCESSORS = 132
@@ -198,8 +199,8 @@ def _load_all(
 
 @gluon.jit
 def _powers(block_scale, n, first, N: gl.constexpr, K: gl.constexpr, COLUMNS: gl.constexpr, POWERS: gl.constexpr):
-    """Of each row of a warp group: the largest power of two that the largest block scale of its columns allows, as its bits.
-    The quotient is never near a power of two, so that it does not matter how the division rounds."""
+    """Of each row of a warp group: the largest power of two that the largest block scale of its columns allows, as its
+    bits. The quotient is never near a power of two, so that it does not matter how the division rounds."""
     row = n + gl.arange(0, GROUP, layout=gl.SliceLayout(1, POWERS))
     word = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, POWERS)), 0)
     place = block_scale + gl.expand_dims(row.to(gl.int64) * (K // 64), 1) + first * (BLOCK_K // 64) + word

@@ -1,10 +1,9 @@
-"""What the kernels share whose warp groups make of 64 rows of a stored NVFP4 weight the left operand of wgmma, in registers,
-while one warp loads (Gluon, Hopper).
+"""What the kernels share whose warp groups make of 64 rows of a stored NVFP4 weight the left operand of wgmma, in
+registers, while one warp loads (Gluon, Hopper).
 
-Four lanes of a warp share a row of the weight: each holds two neighbouring blocks of each half of 256 columns. Of 16 rows a
-lane holds two, which are neighbours, so that it stores two of y side by side; in a product they are eight apart. Eight lanes
-that read at once read from all banks: the first of the bits that say which row is 4.
-"""
+Four lanes of a warp share a row of the weight: each holds two neighbouring blocks of each half of 256 columns. Of 16
+rows a lane holds two, which are neighbours, so that it stores two of y side by side; in a product they are eight apart.
+Eight lanes that read at once read from all banks: the first of the bits that say which row is 4."""
 
 from typing import Any
 
@@ -67,8 +66,8 @@ def to_stored(y):
 
 @gluon.jit
 def store(y, out, m, n, split, M, N, EDGES: gl.constexpr):
-    """Of the order of `stored`, for rows from m and columns from n on, beyond which y may end where there are EDGES. What a
-    lane adds to an address and what a register does are kept apart: the second is a constant of a store."""
+    """Of the order of `stored`, for rows from m and columns from n on, beyond which y may end where there are EDGES.
+    What a lane adds to an address and what a register does are kept apart: the second is a constant of a store."""
     STORED: gl.constexpr = y.type.layout
     lane = index(0, STORED) * 2 + index(2, STORED) * (2 * N)
     register = index(1, STORED) * (8 * N) + index(3, STORED) * N + index(4, STORED)

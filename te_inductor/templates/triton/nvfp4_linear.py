@@ -1,16 +1,15 @@
 """``x @ w.T`` with a stored NVFP4 weight and few rows of x: as fast as 4.5 bits a weight can be read.
 
-The weight is the tensor core's left operand, so its N fills the 64 or 16 rows of an instruction and x's rows the other side,
-8 of them or a multiple. There are three kernels: `nvfp4_streamed`, Hopper's; `nvfp4_direct`, for one or two rows of x, or 16
-elsewhere; and a plain one, here, for any number and a K that is a multiple of 64. What they share is here too. Four values
-in one 16-bit word are operands of four products, whose x is every fourth run of four columns: nothing moves between threads.
-See `nvfp4_decode` for the arithmetic and docs/performance.md for what was measured.
+The weight is the tensor core's left operand, so its N fills the 64 or 16 rows of an instruction and x's rows the other
+side, 8 of them or a multiple. There are three kernels: `nvfp4_streamed`, Hopper's; `nvfp4_direct`, for one or two rows
+of x, or 16 elsewhere; and a plain one, here, for any number and a K that is a multiple of 64. What they share is here
+too. Four values in one 16-bit word are operands of four products, whose x is every fourth run of four columns: nothing
+moves between threads. See `nvfp4_decode` for the arithmetic and docs/performance.md for what was measured.
 
-Blocks of K are dealt to `splits` programs in turn, so that what runs at one time reads neighbouring bytes. Each writes its
-partial sums in fp32; whoever reads them adds them up in their order, in Inductor's code together with what comes next, in
-eager code `partial_sums.add_up`. Where there is one split its sums are the result. Kernels start early:
-Note [Kernels that start early] in lowerings/early_start.py.
-"""
+Blocks of K are dealt to `splits` programs in turn, so that what runs at one time reads neighbouring bytes. Each writes
+its partial sums in fp32; whoever reads them adds them up in their order, in Inductor's code together with what comes
+next, in eager code `partial_sums.add_up`. Where there is one split its sums are the result. Kernels start early: Note
+[Kernels that start early] in lowerings/codegen/programmatic_launch.py."""
 
 import functools
 import json
@@ -162,8 +161,8 @@ def _fitted(config: Config, problem: Problem) -> Config:
 
 
 def _distance(row: dict[str, Any], problem: Problem) -> tuple[int, int, float, float]:
-    """First how often the weight is read, then how many rows of x a tile has for nothing; then the weight's shape, which
-    decides the splits: tiles of N must fill the card."""
+    """First how often the weight is read, then how many rows of x a tile has for nothing; then the weight's shape,
+    which decides the splits: tiles of N must fill the card."""
     rows = row["config"]["rows"]
     sizes = (row["m"], max(1, problem.m)), (row["n"], problem.n), (row["k"], problem.k)
     m, n, k = (max(pair) / min(pair) for pair in sizes)
@@ -267,9 +266,9 @@ def _partial_sums(
     column = x + m[None, :] * K + part * WORDS + tl.arange(0, WORDS)[:, None]
     inside = m[None, :] < M
     y = tl.zeros((BLOCK_N, ROWS), dtype=tl.float32)
-    # As often for every part. Where Triton knows how often, it lets wgmma run while it makes the next ones' operands: 15%
-    # faster with 16 rows, and wrong by 1e-3 of the norm with 64 (Triton 3.6, H200, 64 x 128 x 128, 8 splits, 4 warps, 3
-    # stages). In a loop whose bounds it does not know it waits for each.
+    # As often for every part. Where Triton knows how often, it lets wgmma run while it makes the next ones' operands:
+    # 15% faster with 16 rows, and wrong by 1e-3 of the norm with 64 (Triton 3.6, H200, 64 x 128 x 128, 8 splits, 4
+    # warps, 3 stages). In a loop whose bounds it does not know it waits for each.
     first = part * BLOCK_K
     for _ in tl.range(first, K + first, SPLITS * BLOCK_K, num_stages=STAGES):
         words = tl.load(word, eviction_policy="evict_first")

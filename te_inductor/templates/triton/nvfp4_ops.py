@@ -1,12 +1,12 @@
-"""The NVFP4 kernels as ops: `nvfp4_partial_sums` and `nvfp4_fp8_partial_sums`, which lowerings emit, and the stored weights'
-ops on CUDA tensors."""
+"""The NVFP4 kernels as ops: `nvfp4_partial_sums` and `nvfp4_fp8_partial_sums`, which lowerings emit, and the stored
+weights' ops on CUDA tensors."""
 
 import torch
 from torch import Tensor
 
-from te_inductor import ops_stored
 from te_inductor.compat import capability_of, constant_type_name
-from te_inductor.ops import _define, _library
+from te_inductor.ops import stored as ops_stored
+from te_inductor.ops.definition import define, library
 from te_inductor.runtime import eager, nvfp4
 from te_inductor.templates.triton import nvfp4_expand, nvfp4_fp8, nvfp4_linear
 from te_inductor.templates.triton.nvfp4_linear import Config, Problem
@@ -19,7 +19,7 @@ def _partial_sums_fake(
     return nvfp4_linear.empty(x, stored.shape[0], config, out_dtype)
 
 
-partial_sums = _define(
+partial_sums = define(
     "nvfp4_partial_sums(Tensor x, Tensor stored, Tensor block_scale, Tensor tensor_scale,"
     f" {constant_type_name(Config)} config, ScalarType out_dtype) -> Tensor",
     nvfp4_linear.partial_sums,
@@ -39,7 +39,7 @@ def _fp8_partial_sums_fake(
     return x.new_empty((config.splits, x.shape[0], stored.shape[0]), dtype=sum_dtype(config.splits, out_dtype))
 
 
-fp8_partial_sums = _define(
+fp8_partial_sums = define(
     "nvfp4_fp8_partial_sums(Tensor x, Tensor x_scale, Tensor stored, Tensor block_scale, Tensor tensor_scale,"
     f" {constant_type_name(nvfp4_fp8.Config)} config, ScalarType out_dtype) -> Tensor",
     nvfp4_fp8.partial_sums,
@@ -91,4 +91,4 @@ _KERNELS = {
     "nvfp4_recast": _recast,
 }
 for _name, _kernel in _KERNELS.items():
-    _library.impl(_name, _kernel, "CUDA")
+    library.impl(_name, _kernel, "CUDA")

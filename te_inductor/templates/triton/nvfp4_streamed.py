@@ -1,15 +1,15 @@
 """``x @ w.T`` with a stored NVFP4 weight and few rows of x, on Hopper: one warp loads, the others decode and multiply.
 
-The loading warp copies blocks of the weight, their scales and x by tensor descriptors, as far ahead as there is room: what
-is on its way costs no registers, and x comes once for all warps of a program. A warp group makes of a stage's weights, 64
-rows of them, the left operand of its products in registers, while the tensor core reads x where it lies. Which column of K
-is where in a product is free, as long as both operands agree; so a thread reads two whole blocks of 16 values, 16 bytes, and
-makes of them what it holds of eight products, and x comes `arranged`. The products of 128 columns run while the next are
-decoded. Where a loop begins anew ptxas lets no product be under way, so that the end of a turn waits for the last.
+The loading warp copies blocks of the weight, their scales and x by tensor descriptors, as far ahead as there is room:
+what is on its way costs no registers, and x comes once for all warps of a program. A warp group makes of a stage's
+weights, 64 rows of them, the left operand of its products in registers, while the tensor core reads x where it lies.
+Which column of K is where in a product is free, as long as both operands agree; so a thread reads two whole blocks of
+16 values, 16 bytes, and makes of them what it holds of eight products, and x comes `arranged`. The products of 128
+columns run while the next are decoded. Where a loop begins anew ptxas lets no product be under way, so that the end of
+a turn waits for the last.
 
-Kernels start early: Note [Kernels that start early] in lowerings/early_start.py. To load the weight before that wait was no
-faster (docs/performance.md).
-"""
+Kernels start early: Note [Kernels that start early] in lowerings/codegen/programmatic_launch.py. To load the weight
+before that wait was no faster (docs/performance.md)."""
 
 from typing import Any
 
@@ -48,7 +48,8 @@ _REGISTERS = 65536  # of a multiprocessor
 
 
 def arranged(x: Tensor) -> Tensor:  # (M, K), K a multiple of 128
-    """Of each 128 columns, 4 lanes of 2 blocks of 4 words of 2 units of 2 values: the lanes come last but for the values."""
+    """Of each 128 columns, 4 lanes of 2 blocks of 4 words of 2 units of 2 values: the lanes come last but for the
+    values."""
     m, k = x.shape
     return x.reshape(m, k // 128, 4, 2, 4, 2, 2).permute(0, 1, 3, 4, 5, 2, 6).reshape(m, k)
 
@@ -168,7 +169,8 @@ def _decoded(units, pairs, PRODUCT: gl.constexpr, dtype: gl.constexpr):
     """(64, 16) units, (64, 4) pairs of scales -> the left operand of 128 columns."""
     w0, w1, w2, w3 = words(gl.reshape(units, (GROUP, 4, 2, 2)), pairs)
     values = gl.join(gl.join(_two(w0), _two(w2)), gl.join(_two(w1), _two(w3)))
-    # Rows: the two that a lane holds are neighbours in memory, eight apart in a product. Then lane, block, unit, value, i.
+    # Rows: the two that a lane holds are neighbours in memory, eight apart in a product. Then lane, block, unit, value,
+    # i.
     values = gl.reshape(values, (4, 2, 2, 2, 2, 4, 2, 2, 2, 2, 2))
     values = gl.reshape(gl.permute(values, (0, 4, 1, 3, 2, 6, 9, 10, 7, 5, 8)), (GROUP, HALF_K))
     return gl.convert_layout(values, gl.DotOperandLayout(0, PRODUCT, 2), assert_trivial=True).to(dtype)
@@ -191,8 +193,8 @@ def _multiply_all(
     WHO: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, SHARES: gl.constexpr, STAGES: gl.constexpr,
     FACTOR: gl.constexpr, UNITS: gl.constexpr, SCALES: gl.constexpr,
 ):  # fmt: skip
-    """A warp group: 64 columns of y, of every turn or of one in SHARES. STAGES is a multiple of SHARES: a stage is always of
-    one share, and who waits for its next filling has seen the last, as one bit tells them apart."""
+    """A warp group: 64 columns of y, of every turn or of one in SHARES. STAGES is a multiple of SHARES: a stage is
+    always of one share, and who waits for its next filling has seen the last, as one bit tells them apart."""
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
     xs, ws, ss, full, empty, done, sums = memory
     tensor_scale, out, m, n, split, turns, M, N = result

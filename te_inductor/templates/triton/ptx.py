@@ -1,13 +1,12 @@
 """PTX for Triton's `inline_asm_elementwise`; no import of Triton.
 
 # Note [Casts in PTX]
-A cast makes words of four elements. Triton's own makes pairs of 16 bits by the same instruction. Where a kernel stores them
-both as they are and, transposed, byte by byte, ptxas 12.8, which Triton 3.6 and 3.7 bring, may read halves of a pair before
-it writes them: a quarter of a column copy is then what registers held before. Seen on an H200, 2026-11-22, with Triton 3.6
-and sources that torch 2.13 wrote, in a weight's copies with square blocks and in SwiGLU's backward under delayed scaling.
-The PTX is right, and which kernels are hit changes with everything else; Triton issue 11111 looks like it. Pairs that become
-a word and are used nowhere else leave nothing to be moved.
-"""
+A cast makes words of four elements. Triton's own makes pairs of 16 bits by the same instruction. Where a kernel stores
+them both as they are and, transposed, byte by byte, ptxas 12.8, which Triton 3.6 and 3.7 bring, may read halves of a
+pair before it writes them: a quarter of a column copy is then what registers held before. Seen on an H200, 2026-11-22,
+with Triton 3.6 and sources that torch 2.13 wrote, in a weight's copies with square blocks and in SwiGLU's backward
+under delayed scaling. The PTX is right, and which kernels are hit changes with everything else; Triton issue 11111
+looks like it. Pairs that become a word and are used nowhere else leave nothing to be moved."""
 
 import torch
 
@@ -29,6 +28,6 @@ def _cast(element: str) -> str:
 CASTS = {torch.float8_e4m3fn: _cast("e4m3"), torch.float8_e5m2: _cast("e5m2")}
 CAST_CONSTRAINTS, CAST_PACK = "=r,f,f,f,f", 4
 
-# The bytes of two words by turns: Note [Pairs of rows] in lowerings/column_pairs.py.
+# The bytes of two words by turns: Note [Pairs of rows] in lowerings/codegen/column_pairs.py.
 PAIRS = "prmt.b32 $0, $2, $3, 0x5140; prmt.b32 $1, $2, $3, 0x7362;"
 PAIRS_CONSTRAINTS, PAIRS_PACK = "=r,=r,r,r", 4

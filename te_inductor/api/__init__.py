@@ -1,0 +1,1 @@
+"""What users call: `te_inductor/__init__.py` exports it."""

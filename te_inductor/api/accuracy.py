@@ -1,0 +1,258 @@
+"""`accuracy_report(model, *inputs)`: what each operand of each low-precision GEMM loses, layer by layer.
+
+The model runs once in high precision, forward and backward, and each layer's own tensors are quantized beside it. So a
+figure is one layer's alone: no error of an earlier layer is in it.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from te_inductor import ops
+from te_inductor.api.accuracy_figures import AccuracyReport, GemmAccuracy, OperandAccuracy
+from te_inductor.api.tracing import traced
+from te_inductor.backend import parse, run_passes
+from te_inductor.diagnostics import Report, merge
+from te_inductor.errors import OptionError
+from te_inductor.passes.pre_grad import DECIDE
+from te_inductor.passes.pre_grad.decide.report import plain
+from te_inductor.passes.pre_grad.plan import Candidate, Plan
+from te_inductor.recipes import Gemm, Quantizer, Slots
+from te_inductor.runtime import blocks, microscaling
+
+_SLACK = 1 + 2**-20  # of a scale's roundings: the amax itself is not saturated
+
+
+def accuracy_report(
+    model: Callable[..., Any],
+    *inputs: Any,
+    options: Mapping[str, Any] | None = None,
+    loss: Callable[[Any], Tensor] | None = None,
+    **kwargs: Any,
+) -> AccuracyReport:
+    """What `torch.compile(model, backend="te", options=options)` loses in each layer: per GEMM operand the SQNR, the
+    shares of values that saturate and that underflow, and the amax; per GEMM the SQNR of its product.
+
+    Runs the model once, uncompiled and in high precision, on `inputs` and `kwargs`. Gradients are those of
+    `loss(output)`; without it, of the output's `loss` where it has one, else of the mean square of its floating-point
+    tensors. Without anything that requires a gradient there is fprop alone. No `.grad` is written, and the random state
+    is left as it was. Delayed scaling is measured with scales of the tensors themselves, merged layers each for itself.
+
+    Raises:
+        OptionError, RecipeError: the options are wrong; `loss` returns no scalar.
+        FallbackError: there was nothing to trace, with ``fallback="error"``; else a warning says so.
+    """
+    parsed = parse(None, options)
+    recorder = _Recorder()
+
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        plan = Plan(gm, parsed, example_inputs)
+        recorder.reports.append(run_passes(plan, DECIDE))
+        for candidate in plan.candidates:
+            if candidate.low:
+                recorder.watch(candidate)
+        for module in plan.graph_modules():
+            module.recompile()
+        return gm.forward
+
+    with traced(model, backend, parsed.fallback) as run:
+        _run_backward(run(*inputs, **kwargs), loss)
+    return AccuracyReport(recorder.gemms(), merge(recorder.reports).sites)
+
+
+def _run_backward(output: Any, loss: Callable[[Any], Tensor] | None) -> None:
+    made = getattr(output, "loss", None)
+    if loss is not None:
+        made = loss(output)
+        if not isinstance(made, Tensor) or made.numel() != 1:
+            raise OptionError(f"loss returned {made!r:.80}, expected a tensor of one number")
+    if not isinstance(made, Tensor):
+        tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        made = torch.stack([tensor.float().square().mean() for tensor in tensors]).sum() if tensors else None
+    if made is not None and made.requires_grad:
+        leaves = [node for node in _leaves(made) if node.requires_grad]
+        torch.autograd.grad(made.sum(), leaves, allow_unused=True)
+
+
+def _leaves(tensor: Tensor) -> list[Tensor]:
+    """What the gradient of a tensor flows to."""
+    found, seen, pending = [], set(), [tensor.grad_fn]
+    for node in pending:  # which grows
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        pending += [following for following, _ in node.next_functions]
+    return found
+
+
+@dataclass
+class _Sums:
+    """Of one operand, or of one product, over all calls of its layer."""
+
+    signal: float = 0.0
+    noise: float = 0.0
+    count: int = 0
+    nonzero: int = 0
+    saturated: int = 0
+    underflowed: int = 0
+    amax: float = 0.0
+
+    def add(self, exact: Tensor, low: Tensor, limit: Tensor | None = None) -> None:
+        exact, low = exact.double(), low.double()
+        self.signal += exact.square().sum().item()
+        self.noise += (low - exact).square().sum().item()
+        self.count += exact.numel()
+        self.amax = max(self.amax, exact.abs().max().item()) if exact.numel() else self.amax
+        if limit is not None:
+            self.nonzero += int((exact != 0).sum())
+            self.saturated += int(((exact.abs() > limit * _SLACK) & (limit > 0)).sum())
+            self.underflowed += int(((low == 0) & (exact != 0)).sum())
+
+
+@dataclass
+class _Layer:
+    """What is known of the GEMMs of one layer."""
+
+    candidate: Candidate
+    slots: Slots
+    shapes: dict[str, tuple[Any, int, int]]
+    operands: dict[tuple[str, str], _Sums] = field(default_factory=dict)  # by GEMM and tensor
+    products: dict[str, _Sums] = field(default_factory=dict)
+
+    def see(self, gemm: Gemm, a: "_Operand", b: "_Operand") -> None:
+        for operand in (a, b):
+            self.operands.setdefault((gemm.name, operand.tensor), _Sums()).add(
+                operand.exact, operand.low, operand.limit
+            )
+        with torch.autocast(a.exact.device.type, enabled=False):
+            exact = a.exact.double() @ b.exact.double().t()
+        low = ops.product(a.copy, b.copy, None, gemm, torch.float32)
+        self.products.setdefault(gemm.name, _Sums()).add(exact, low)
+
+
+class _Operand:
+    """A copy, what it was cast from, and what it stands for."""
+
+    def __init__(self, tensor: str, exact: Tensor, copy: ops.Copy, quantizer: Quantizer, transformed: bool) -> None:
+        self.tensor, self.copy = tensor, copy
+        self.exact = microscaling.exact_hadamard(exact) if transformed else exact.float()
+        scope, factor = quantizer.granularity, 1.0 if copy.amax is None else copy.amax / microscaling.TWO_LEVEL_MAX
+        columns = self.exact.shape[1]
+        self.low = (blocks.values(copy.data, copy.scale_inv, scope) * factor)[:, :columns]
+        scale = blocks.spread(blocks.scale_values(copy.scale_inv, scope), scope, self.exact.shape)
+        self.limit = scale.expand(self.exact.shape) * factor * quantizer.format.max
+
+
+def _operands(tensor: str, x: Tensor, quantizer: Quantizer, columnwise: bool) -> tuple[_Operand, _Operand | None]:
+    row, column = ops.copies([x], 0, quantizer, None, columnwise=columnwise)
+    assert row is not None
+    rowwise = _Operand(tensor, x, row, quantizer, transformed=False)
+    if column is None:
+        return rowwise, None
+    return rowwise, _Operand(tensor, x.t(), column, quantizer, transformed=quantizer.hadamard)
+
+
+class _Recorder:
+    """Sits in the traced graphs, behind each low-precision layer."""
+
+    def __init__(self) -> None:
+        self.reports: list[Report] = []
+        self.layers: list[_Layer] = []
+
+    def watch(self, candidate: Candidate) -> None:
+        match, slots = candidate.match, candidate.slots
+        assert slots is not None  # of a layer that is low
+        graph, place = match.node.graph, len(self.layers)
+        self.layers.append(_Layer(candidate, slots, dict(match.gemms())))
+        with graph.inserting_after(match.node):
+            seen = graph.call_function(self.see, (match.node, match.x, match.weight, place, match.transposed))
+        match.node.replace_all_uses_with(seen, delete_user_cb=lambda user: user is not seen)
+
+    def see(self, y: Tensor, x: Tensor, weight: Tensor, place: int, transposed: bool) -> Tensor:
+        """What runs behind a layer, and again behind its gradient."""
+        layer, batched = self.layers[place], weight.dim() == 3
+        pairs = list(zip(x, weight, strict=True)) if batched else [(x, weight)]
+        seen = [_see(layer, _matrix(x), weight.t() if transposed else weight) for x, weight in pairs]
+
+        def see_gradient(dy: Tensor) -> None:
+            for gradient, see_one in zip(dy if batched else [dy], seen, strict=True):
+                see_one(_matrix(gradient))
+
+        y = y.view_as(y)  # a tensor of its own to hang the hook on
+        if y.requires_grad:
+            y.register_hook(see_gradient)
+        return y
+
+    def gemms(self) -> list[GemmAccuracy]:
+        return [
+            _gemm(layer, name, shape)
+            for layer in self.layers
+            for name, shape in layer.shapes.items()
+            if name in layer.products
+        ]
+
+
+def _matrix(x: Tensor) -> Tensor:
+    return x.detach().reshape(-1, x.shape[-1])
+
+
+@torch.no_grad()
+def _see(layer: _Layer, x: Tensor, weight: Tensor) -> Callable[[Tensor], None]:
+    """Measure fprop; what is returned measures dgrad and wgrad, given dy."""
+    slots, gemms = layer.slots, layer.shapes
+    x_row, x_col = _operands("input", x, slots.input, "wgrad" in gemms)
+    w_row, w_col = _operands("weight", weight.detach(), slots.weight, "dgrad" in gemms)
+    layer.see(slots.fprop, x_row, w_row)
+
+    @torch.no_grad()
+    def see_gradient(dy: Tensor) -> None:
+        g_row, g_col = _operands("grad_output", dy, slots.grad_output, x_col is not None)
+        if w_col is not None:
+            layer.see(slots.dgrad, g_row, w_col)
+        if g_col is not None and x_col is not None:
+            layer.see(slots.wgrad, g_col, x_col)
+
+    return see_gradient
+
+
+_TENSORS = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
+
+
+def _gemm(layer: _Layer, name: str, shape: tuple[Any, int, int]) -> GemmAccuracy:
+    assert layer.candidate.recipe is not None
+    operands = []
+    for tensor in _TENSORS[name]:
+        sums, quantizer = layer.operands[name, tensor], getattr(layer.slots, tensor)
+        operands.append(
+            OperandAccuracy(
+                tensor,
+                _named(quantizer, columnwise=name == "wgrad"),
+                sums.amax,
+                _decibels(sums),
+                sums.saturated / max(sums.count, 1),
+                sums.underflowed / max(sums.nonzero, 1),
+            )
+        )
+    a, b = operands
+    product = _decibels(layer.products[name])
+    return GemmAccuracy(layer.candidate.fqn, name, plain(shape), layer.candidate.recipe.name, a, b, product)
+
+
+def _named(quantizer: Quantizer, columnwise: bool) -> str:
+    parts = [quantizer.element, quantizer.scope]
+    parts += ["transformed"] if quantizer.hadamard and columnwise else []
+    return " ".join(parts + (["stochastic"] if quantizer.stochastic else []))
+
+
+def _decibels(sums: _Sums) -> float | None:
+    """None where it is infinite, or there is no signal."""
+    if not (0 < sums.noise < float("inf") and 0 < sums.signal < float("inf")):
+        return None
+    return 10 * math.log10(sums.signal / sums.noise)

@@ -1,0 +1,56 @@
+"""A run of a model under Dynamo that nothing is left of, for reports about it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+
+from te_inductor import compat
+from te_inductor.diagnostics import say
+from te_inductor.errors import TEInductorError
+from te_inductor.recipes import regions
+
+Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+
+_NOTHING_TRACED = (
+    "te_inductor: Dynamo gave no graph of the model, so there is nothing to report. Either the model computes nothing"
+    " that it captures, or it has given up on the model's code in this process, by its limit on recompiles: ask for the"
+    " report before, or call torch._dynamo.reset(), which forgets everything compiled"
+)
+
+
+@contextmanager
+def traced(model: Callable[..., Any], backend: Backend, fallback: str) -> Iterator[Callable[..., Any]]:
+    """The model, compiled by a backend for the calls in this context. Of a compiled model, the one inside it.
+
+    The random state is left as it was. What Dynamo keeps of it is let go of at the end, but for functions behind a
+    graph break: those keep what the backend returned for them, apart from the user's own graphs.
+
+    Raises:
+        TEInductorError: the backend did.
+        FallbackError: there was nothing to trace, with ``fallback="error"``; else a warning says so.
+    """
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    regions.note_compile()
+    graphs = 0
+
+    def counted(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        nonlocal graphs
+        graphs += 1
+        return backend(gm, inputs)
+
+    try:
+        with (
+            torch.random.fork_rng(devices=range(torch.cuda.device_count())),
+            compat.compiled_apart(getattr(model, "_orig_mod", model), counted) as run,
+        ):
+            yield run
+    except BackendCompilerFailed as failed:
+        if isinstance(failed.inner_exception, TEInductorError):
+            raise failed.inner_exception from None
+        raise
+    if not graphs:
+        say(_NOTHING_TRACED, fallback)

@@ -1,0 +1,1 @@
+"""Inductor IR of casts to low precision and back."""

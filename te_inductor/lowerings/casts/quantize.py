@@ -1,0 +1,276 @@
+"""Quantization in Inductor IR, so that it fuses with whatever produces the tensor."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._inductor import ir
+from torch._inductor.lowering import lowerings
+from torch._inductor.utils import sympy_product
+from torch._inductor.virtualized import V
+from torch.utils._sympy.functions import FloorDiv
+
+from te_inductor import ops
+from te_inductor.lowerings.casts import blocks, values
+from te_inductor.lowerings.casts.amax import raise_to_amax
+from te_inductor.lowerings.casts.narrowing import overflowing
+from te_inductor.lowerings.registry import lowering
+from te_inductor.recipes import Quantizer
+
+aten = torch.ops.aten
+
+
+def _amax_of_tensor(x: ir.TensorBox) -> ir.TensorBox:  # () fp32
+    """0 where x has no elements, which may be known at run time alone: a reduction makes -inf of nothing."""
+    elements, known = sympy_product(x.get_size()), V.graph.sizevars
+    zero = lowerings[aten.full]([], 0.0, dtype=torch.float32, device=x.get_device())
+    if known.statically_known_equals(elements, 0):
+        return zero  # type: ignore[no-any-return]
+    amax = lowerings[aten.amax](lowerings[aten.abs](x), [0, 1])
+    amax = lowerings[torch.ops.prims.convert_element_type](amax, torch.float32)
+    return amax if known.statically_known_gt(elements, 0) else lowerings[aten.maximum](amax, zero)  # type: ignore[no-any-return]
+
+
+def magnitude_bits(x: ir.TensorBox) -> ir.TensorBox:  # int32
+    """Ordered as the magnitudes of x are."""
+    load = x.make_loader()
+    return ir.Pointwise.create(  # type: ignore[return-value]
+        device=x.get_device(),
+        dtype=torch.int32,
+        inner_fn=lambda index: values.magnitude(load(index)),
+        ranges=x.get_size(),
+    )
+
+
+def _amax_of_rows(pieces: Sequence[ir.TensorBox]) -> ir.TensorBox:  # (R, 1) fp32
+    """Of pieces side by side."""
+    bits = [lowerings[aten.amax](magnitude_bits(piece), [1], keepdims=True) for piece in pieces]
+    load_bits = functools.reduce(lowerings[aten.maximum], bits).make_loader()
+    return ir.Pointwise.create(  # type: ignore[return-value]
+        device=pieces[0].get_device(),
+        dtype=torch.float32,
+        inner_fn=lambda index: values.from_bits(load_bits(index)),
+        ranges=[pieces[0].get_size()[0], 1],
+    )
+
+
+def _amax(x: ir.TensorBox, quantizer: Quantizer) -> ir.TensorBox:
+    return _amax_of_tensor(x) if quantizer.granularity.whole else _amax_of_rows([x])
+
+
+def _encode_scale(amax: ir.TensorBox, quantizer: Quantizer, dtype: torch.dtype) -> tuple[ir.TensorBox, ir.TensorBox]:
+    """scale and scale_inv, fp32, of the scope's shape, for a tensor of `dtype`; in memory."""
+    scale, scale_inv = _scale_and_inverse(amax, quantizer, dtype)
+    scale_inv.realize()
+    _freeze(scale_inv)
+    return scale, scale_inv
+
+
+def _scale_and_inverse(
+    amax: ir.TensorBox, quantizer: Quantizer, dtype: torch.dtype
+) -> tuple[ir.TensorBox, ir.TensorBox]:
+    """scale_inv is yet to be put somewhere."""
+    load = amax.make_loader()
+    scale = _scalars(amax, lambda index: values.encode_scale(load(index), quantizer, dtype))
+    scale.realize()  # computed once, in the reduction's epilogue, and not again by every thread of the cast
+    _freeze(scale)
+    load_scale = scale.make_loader()
+    return scale, _scalars(amax, lambda index: values.decode_scale(load_scale(index), quantizer))
+
+
+def _scalars(like: ir.TensorBox, inner_fn: Callable[[Any], Any]) -> ir.TensorBox:  # fp32
+    return ir.Pointwise.create(  # type: ignore[return-value]
+        device=like.get_device(), dtype=torch.float32, inner_fn=inner_fn, ranges=list(like.get_size())
+    )
+
+
+def _cast(x: ir.TensorBox, scale: ir.TensorBox, quantizer: Quantizer) -> ir.TensorBox:
+    """The low-precision copy, in memory."""
+    box = _cast_values(x, scale, quantizer)
+    # Left alone, Inductor may lay the columnwise copy out like x, which no fp8 GEMM reads.
+    box.realize()
+    _freeze(box)
+    return box
+
+
+def _cast_pieces(
+    pieces: Sequence[ir.TensorBox], dim: int, scales: Sequence[ir.TensorBox], quantizer: Quantizer
+) -> ir.TensorBox:
+    """The low-precision copy of all pieces side by side along `dim`, each cast with its scale into its place."""
+    return _cat([_cast_values(*piece, quantizer) for piece in zip(pieces, scales, strict=True)], dim)
+
+
+def _cat(boxes: Sequence[ir.TensorBox], dim: int) -> ir.TensorBox:
+    """What is in no memory yet is computed into its place."""
+    return ir.TensorBox(ir.ConcatKernel.create(boxes, dim))
+
+
+def _copy_pieces(pieces: Sequence[ir.TensorBox], dim: int, quantizer: Quantizer) -> tuple[ir.TensorBox, ...]:
+    """data and scale_inv, of rows, of all pieces side by side along `dim`: beside each other they share rows."""
+    dtype = pieces[0].get_dtype()
+    if dim == 1:
+        scale, scale_inv = _encode_scale(_amax_of_rows(pieces), quantizer, dtype)
+        return _cast_pieces(pieces, dim, [scale] * len(pieces), quantizer), scale_inv
+    pairs = [_scale_and_inverse(_amax_of_rows([piece]), quantizer, dtype) for piece in pieces]
+    scales, inverses = zip(*pairs, strict=True)
+    return _cast_pieces(pieces, dim, scales, quantizer), _cat(inverses, dim)
+
+
+def _cast_values(x: ir.TensorBox, scale: ir.TensorBox, quantizer: Quantizer) -> ir.TensorBox:
+    """What the low-precision copy holds, columns padded with zeros."""
+    rows, columns = x.get_size()
+    missing = quantizer.padded(columns, floordiv=FloorDiv) - columns
+    if missing != 0:
+        x = lowerings[aten.constant_pad_nd](x, [0, missing], 0.0)
+    load, device, dtype = x.make_loader(), x.get_device_or_error(), x.get_dtype()
+    load_scale = lowerings[aten.expand](scale, [rows, columns + missing]).make_loader()
+    return ir.Pointwise.create(  # type: ignore[return-value]
+        device=device,
+        dtype=quantizer.format.dtype,
+        inner_fn=lambda index: values.cast(load(index), load_scale(index), quantizer, device, dtype),
+        ranges=[rows, columns + missing],
+    )
+
+
+def _freeze(box: ir.TensorBox) -> None:
+    """Contiguous, whatever the strides of what it was made from."""
+    box.data.data.freeze_layout_with_stride_order(list(reversed(range(len(box.get_size())))))  # type: ignore[attr-defined]
+
+
+@lowering(ops.quantize)
+def quantize(
+    x: ir.TensorBox, quantizer: Quantizer, amax: ir.TensorBox | None = None, seed: ir.TensorBox | None = None
+) -> tuple[ir.TensorBox, ...]:
+    if quantizer.granularity.blocked:
+        return blocks.quantize(x, quantizer, amax, seed)
+    scale, scale_inv = _encode_scale(_amax(x, quantizer), quantizer, x.get_dtype())
+    return _cast(x, scale, quantizer), scale_inv
+
+
+@lowering(ops.quantize_rowcol)
+def quantize_rowcol(
+    x: ir.TensorBox, quantizer: Quantizer, amax: ir.TensorBox | None = None
+) -> tuple[ir.TensorBox, ...]:
+    _is_read_again(x)
+    if quantizer.granularity.blocked:
+        return blocks.quantize_rowcol(x, quantizer, amax, _wanted())
+    scale, scale_inv = _encode_scale(_amax(x, quantizer), quantizer, x.get_dtype())
+    transposed = lowerings[aten.permute](x, [1, 0])
+    scale_t, scale_inv_t = (
+        (scale, scale_inv)
+        if quantizer.granularity.whole
+        else _encode_scale(_amax_of_rows([transposed]), quantizer, x.get_dtype())
+    )
+    return _cast(x, scale, quantizer), scale_inv, _cast(transposed, scale_t, quantizer), scale_inv_t
+
+
+@lowering(ops.quantize_pieces)
+def quantize_pieces(pieces: list[ir.TensorBox], dim: int, quantizer: Quantizer) -> tuple[ir.TensorBox | None, ...]:
+    """A copy that nobody reads is None: pieces that are written into their places would be written for nobody too."""
+    wanted = _wanted()
+    if quantizer.granularity.blocked:
+        return blocks.quantize_pieces(pieces, dim, quantizer, wanted)
+    for piece in pieces:
+        _is_read_again(piece)
+    made: list[ir.TensorBox | None] = []
+    for wants, how in zip(wanted, _both_ways(pieces, dim), strict=True):
+        made += _copy_pieces(*how, quantizer) if wants else (None, None)
+    return tuple(made)
+
+
+def _is_read_again(x: ir.TensorBox) -> None:
+    """A tensor of which one op makes an amax and two casts has more readers than Inductor sees, which computes what is
+    long once and keeps it, as the gradient of a loss: its softmax again in each of them took 9.1 ms of a step where the
+    casts of a tensor in memory take 2.2 (16384 x 128256, scales of rows, H200, 2026-11-23)."""
+    x.mark_reuse(2)
+
+
+@lowering(ops.hadamard)
+def hadamard(x: ir.TensorBox) -> ir.TensorBox:
+    return blocks.hadamard(x)
+
+
+@lowering(ops.tensor_amax)
+def tensor_amax(x: ir.TensorBox) -> ir.TensorBox:
+    """Infinite where x overflows fp16: Note [Overflow stays visible] in values.py."""
+    amax = _amax_of_tensor(x)
+    if x.get_dtype() == torch.float16:
+        amax = overflowing(amax)
+    amax.realize()
+    return amax
+
+
+@lowering(ops.quantize_delayed)
+def quantize_delayed(x: ir.TensorBox, scale: ir.TensorBox, quantizer: Quantizer) -> ir.TensorBox:
+    return _cast(x, scale, quantizer)
+
+
+@lowering(ops.quantize_rowcol_delayed)
+def quantize_rowcol_delayed(x: ir.TensorBox, scale: ir.TensorBox, quantizer: Quantizer) -> tuple[ir.TensorBox, ...]:
+    return _cast(x, scale, quantizer), _cast(lowerings[aten.permute](x, [1, 0]), scale, quantizer)
+
+
+@lowering(ops.current_scale)
+def current_scale(pieces: list[ir.TensorBox], quantizer: Quantizer) -> tuple[ir.TensorBox, ...]:
+    amaxes = [_amax_of_tensor(piece) for piece in pieces]
+    amax = functools.reduce(lowerings[aten.maximum], amaxes)
+    return _encode_scale(amax, quantizer, pieces[0].get_dtype())
+
+
+@lowering(ops.quantize_pieces_delayed)
+def quantize_pieces_delayed(
+    pieces: list[ir.TensorBox], dim: int, scale: ir.TensorBox, quantizer: Quantizer
+) -> tuple[ir.TensorBox | None, ...]:
+    """A copy that nobody reads is None, as of `quantize_pieces`."""
+    read, scales = _outputs_read(), [scale] * len(pieces)
+    return tuple(
+        _cast_pieces(*how, scales, quantizer) if place in read else None
+        for place, how in enumerate(_both_ways(pieces, dim))
+    )
+
+
+def _both_ways(pieces: list[ir.TensorBox], dim: int) -> tuple[tuple[list[ir.TensorBox], int], ...]:
+    """Of pieces side by side along `dim`: they, and those of the transpose."""
+    return (pieces, dim), ([lowerings[aten.permute](piece, [1, 0]) for piece in pieces], 1 - dim)
+
+
+def _outputs_read() -> set[Any]:
+    """Which outputs of the node that is being lowered somebody reads."""
+    return {user.args[1] for user in V.graph.current_node.users}
+
+
+def _wanted() -> list[bool]:
+    """Whether somebody reads the row copy that the node makes with a scale of its own, and the column copy."""
+    read = _outputs_read()
+    return [bool(read & outputs) for outputs in ({0, 1}, {2, 3})]
+
+
+@lowering(ops.record_amax)
+def record_amax(pieces: list[ir.TensorBox], amax: ir.TensorBox) -> None:
+    if amax.get_device_or_error().type != "cuda":
+        amaxes = [amax, *(_amax_of_tensor(piece) for piece in pieces)]
+        lowerings[aten.copy_](amax, functools.reduce(lowerings[aten.maximum], amaxes))
+        return
+    # A kernel changes a buffer once, so pieces that one kernel computes raise it together.
+    computed = [piece for piece in pieces if _is_computed(piece)]
+    together = [piece for piece in computed if list(piece.get_size()) == list(computed[0].get_size())]
+    if len(together) > 1:
+        raise_to_amax(amax, functools.reduce(lowerings[aten.maximum], map(magnitude_bits, together)))
+    for piece in pieces:
+        if len(together) == 1 or not any(piece is other for other in together):
+            raise_to_amax(amax, magnitude_bits(piece))
+
+
+def _is_computed(x: ir.TensorBox) -> bool:
+    """Whether it is an expression that its readers' kernels compute, and not a tensor in memory."""
+    storage = x.data.unwrap_view() if isinstance(x.data, ir.BaseView) else x.data
+    return isinstance(storage, ir.StorageBox) and isinstance(storage.data, ir.Pointwise)
+
+
+@lowering(ops.dequantize)
+def dequantize(data: ir.TensorBox, scale_inv: ir.TensorBox, quantizer: Quantizer, dtype: torch.dtype) -> ir.TensorBox:
+    if quantizer.granularity.blocked:
+        return blocks.dequantize(data, scale_inv, quantizer.granularity, dtype)
+    wide = lowerings[aten.mul](lowerings[torch.ops.prims.convert_element_type](data, torch.float32), scale_inv)
+    return lowerings[torch.ops.prims.convert_element_type](wide, dtype)  # type: ignore[no-any-return]

@@ -1,0 +1,89 @@
+"""What a step of generation does besides its linear layers: attention of few queries, an arg max over a vocabulary."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._inductor import ir
+from torch._inductor.lowering import fallback_handler, lowerings
+from torch._inductor.virtualized import V
+
+from te_inductor.lowerings.codegen.programmatic_launch import is_early
+from te_inductor.lowerings.registry import lowering
+from te_inductor.ops import attention
+
+aten = torch.ops.aten
+_PIECES = (256, 128, 64)  # that a row is cut into for an arg max
+_LONG = 1 << 14  # elements of a row that is
+
+
+@lowering(attention.few_queries)
+def few_queries(q, k, v, keep, scale):  # type: ignore[no-untyped-def]
+    """The kernels, which read keys and values where they lie, with their strides."""
+    for given in (q, k, v, keep):
+        if given is not None:
+            given.realize()
+    return fallback_handler(attention.few_queries, add_to_fallback_set=False)(q, k, v, keep, scale)
+
+
+_lock = threading.Lock()
+_compiles = 0  # of ours that run now: two threads may compile
+_replaced: dict[Any, tuple[Callable[..., Any], Callable[..., Any]]] = {}  # Inductor's and ours, by op
+
+
+@contextmanager
+def replaced() -> Iterator[None]:
+    """Have Inductor's table hold our lowerings during our compiles. They serve graphs whose kernels start early, where
+    they fit. Other entries are left alone, also those that somebody registers meanwhile."""
+    global _compiles
+    with _lock:
+        if _compiles == 0:
+            _replace()
+        _compiles += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _compiles -= 1
+            if _compiles == 0:
+                _put_back()
+
+
+def _replace() -> None:
+    inductors = lowerings[aten.argmax]
+
+    def argmax(x: ir.TensorBox, *args: Any, **kwargs: Any) -> Any:
+        found = _argmax(x, *args, **kwargs) if is_early() else None
+        return inductors(x, *args, **kwargs) if found is None else found
+
+    for op in (aten.argmax, aten.argmax.default):
+        if op in lowerings:
+            _replaced[op] = lowerings[op], argmax
+            lowerings[op] = argmax
+
+
+def _put_back() -> None:
+    for op, (inductors, ours) in _replaced.items():
+        if lowerings.get(op) is ours:
+            lowerings[op] = inductors
+    _replaced.clear()
+
+
+def _argmax(x: ir.TensorBox, dim: int | None = None, keepdim: bool = False) -> ir.TensorBox | None:
+    """Of pieces, then of the pieces' maxima, since Inductor gives a row to one program: 30 us of 128256 elements. The
+    first of equals, and NaN before all, are found both ways."""
+    size = x.get_size()
+    known = V.graph.sizevars
+    if dim is None or dim % len(size) != len(size) - 1 or keepdim or not known.statically_known_geq(size[-1], _LONG):
+        return None
+    pieces = next((count for count in _PIECES if known.statically_known_multiple_of(size[-1], count)), None)
+    if pieces is None:
+        return None
+    cut = lowerings[aten.view](x, [*size[:-1], pieces, size[-1] // pieces])
+    best, place = lowerings[aten.amax](cut, [-1]), lowerings[aten.argmax](cut, -1)
+    piece = lowerings[aten.argmax](best, -1, True)
+    inside = lowerings[aten.gather](place, len(size) - 1, piece)
+    found = lowerings[aten.add](lowerings[aten.mul](piece, size[-1] // pieces), inside)
+    return lowerings[aten.squeeze](found, -1)  # type: ignore[no-any-return]

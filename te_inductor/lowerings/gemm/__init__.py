@@ -1,0 +1,1 @@
+"""Inductor IR of low-precision GEMMs."""

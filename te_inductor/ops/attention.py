@@ -1,0 +1,31 @@
+"""Attention of few queries, as a step of generation has it, as one op: `few_queries.py` finds it in a graph."""
+
+import torch
+from torch import Tensor
+
+from te_inductor.ops.definition import define
+
+QUERIES = 8  # that share their keys, at most: one side of a tensor core
+WIDTHS = (64, 128, 256)  # of a head
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+def plain(
+    q: Tensor,  # (B, M, D)
+    k: Tensor,  # (B, D, N)
+    v: Tensor,  # (B, N, D)
+    keep: Tensor | None,  # (N,) bool: keys that count
+    scale: float,
+) -> Tensor:  # (B, M, D)
+    """Of any number of queries and any width, in fp32."""
+    scores = (q.float() @ k.float()) * scale
+    if keep is not None:
+        scores = scores.masked_fill(~keep, float("-inf"))
+    return (scores.softmax(-1) @ v.float()).to(q.dtype)
+
+
+few_queries = define(
+    "few_queries(Tensor q, Tensor k, Tensor v, Tensor? keep, float scale) -> Tensor",
+    plain,
+    lambda q, k, v, keep, scale: q.new_empty(q.shape),
+)

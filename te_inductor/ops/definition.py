@@ -1,0 +1,18 @@
+"""How the package's ops are registered with torch."""
+
+from typing import Any
+
+import torch
+
+# A module-level reference keeps the registrations alive.
+library = torch.library.Library("te_inductor", "DEF")
+
+
+def define(schema: str, implementation: Any, fake: Any = None) -> Any:
+    """Define an op; with `fake` it is a primitive of the graph, without it is traced through."""
+    name = schema.partition("(")[0]
+    library.define(schema)
+    library.impl(name, implementation, "CompositeImplicitAutograd" if fake is None else "CompositeExplicitAutograd")
+    if fake is not None:
+        torch.library.register_fake(f"te_inductor::{name}", fake, lib=library)
+    return getattr(torch.ops.te_inductor, name).default

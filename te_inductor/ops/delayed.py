@@ -1,0 +1,91 @@
+"""Delayed scaling in a graph: scales are read at the step's begin, amaxes recorded beside the casts, scales updated at
+its end, those of gradients at the end of the backward."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_inductor.compat import constant_type_name
+from te_inductor.ops.casts import Known, current_scale, tensor_amax
+from te_inductor.ops.definition import define
+from te_inductor.recipes import Quantizer
+from te_inductor.recipes.delayed import DelayedScaling, ScaleUpdate
+from te_inductor.runtime import delayed
+
+_UPDATE = constant_type_name(ScaleUpdate)
+
+
+def _read_scales_fake(
+    scales: list[Tensor],  # n of ()
+) -> list[Tensor]:  # n scales, n reciprocals
+    return [scale.new_empty(()) for scale in (*scales, *scales)]
+
+
+read_scales = define("read_scales(Tensor[] scales) -> Tensor[]", delayed.read_scales, _read_scales_fake)
+record_amax = define(
+    "record_amax(Tensor[] pieces, Tensor(a!) amax) -> ()", delayed.record_amax, lambda pieces, amax: None
+)
+update_scales = define(
+    f"update_scales(Tensor(a!)[] amaxes, Tensor(b!)[] scales, Tensor(c!)[] histories, {_UPDATE} update, Tensor[]?"
+    " read=None) -> ()",
+    delayed.update_scales,
+    lambda amaxes, scales, histories, update, read=None: None,
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What delayed scaling brings to one call: tensors of the step, and where the backward records. In a first step no
+    scale is known, and `first` says how each tensor's follows from its own amax: Note [A first step]."""
+
+    input: Known | None = None
+    weight: Known | None = None
+    grad_output: Known | None = None  # in training, as the rest
+    token: Tensor | None = None  # what `delayed_step` returned
+    grad_amax: Tensor | None = None  # ()
+    first: DelayedScaling | None = None
+
+    def known(self, slot: str, pieces: Sequence[Tensor], quantizer: Quantizer) -> Known | None:
+        """What the pieces, which share a scale, are cast with."""
+        if self.first is None:
+            return getattr(self, slot)  # type: ignore[no-any-return]
+        if self.first.scaling_factor_compute_algo is None:
+            scale, scale_inv = current_scale(pieces, quantizer)
+            headroom = 2.0**self.first.margin
+            return Known(scale / headroom, scale_inv * headroom) if self.first.margin else Known(scale, scale_inv)
+        amaxes = torch.stack([tensor_amax(piece) for piece in pieces]).amax(0, keepdim=True)
+        scale = delayed.scale_of(amaxes, torch.ones_like(amaxes), ScaleUpdate(self.first, quantizer.element)).squeeze(0)
+        return Known(scale, scale.reciprocal())
+
+
+class _DelayedStep(torch.autograd.Function):
+    """Its backward runs after that of every site that takes its output: there the gradients' scales are updated, once a
+    backward."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, state: tuple[list[Tensor], ...], update: ScaleUpdate) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.state, ctx.update = state, update
+        return leaf.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: None) -> Any:  # type: ignore[override]
+        update_scales(*ctx.state, ctx.update)
+        return None, None, None
+
+
+def _delayed_step(
+    leaf: Tensor, amaxes: list[Tensor], scales: list[Tensor], histories: list[Tensor], update: ScaleUpdate
+) -> Tensor:
+    """A token for the sites whose gradients' state this is; `leaf` is any input of the graph that requires a gradient,
+    and gets none from here."""
+    return _DelayedStep.apply(leaf, (amaxes, scales, histories), update)  # type: ignore[no-any-return]
+
+
+delayed_step = define(
+    f"delayed_step(Tensor leaf, Tensor[] amaxes, Tensor[] scales, Tensor[] histories, {_UPDATE} update) -> Tensor",
+    _delayed_step,
+)

@@ -1,0 +1,74 @@
+"""FLOPs of the products, for torch's `FlopCounterMode` and for its partitioner, which weighs by them what the backward
+recomputes where users set an activation memory budget. Sizes are those that are multiplied, padding included."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._functorch import config, partitioners
+from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+from te_inductor import ops
+from te_inductor.ops import stored as ops_stored
+from te_inductor.recipes import Gemm
+
+ATTENTION = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
+
+
+@register_flop_formula([ops.scaled_mm.overloadpacket, ops.quantized_mm.overloadpacket], get_raw=True)
+def scaled_mm(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, gemm: Gemm, *_: Any, **__: Any
+) -> int:
+    return _product(a, b, gemm)
+
+
+@register_flop_formula([ops.accumulate_wgrad.overloadpacket, ops.defer_wgrad.overloadpacket], get_raw=True)
+def wgrad(
+    places: Any, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, alpha: Any, gemm: Gemm, *_: Any, **__: Any
+) -> int:
+    return _product(a, b, gemm)
+
+
+@register_flop_formula(ops_stored.nvfp4_linear_fp8.overloadpacket, get_raw=True)
+def nvfp4_linear_fp8(x: Tensor, x_scale: Tensor, stored: Tensor, *_: Any, **__: Any) -> int:
+    return nvfp4_linear(x, stored)
+
+
+@register_flop_formula(ops_stored.nvfp4_linear.overloadpacket, get_raw=True)
+def nvfp4_linear(x: Tensor, stored: Tensor, *_: Any, **__: Any) -> int:
+    return 2 * x.shape[0] * x.shape[1] * stored.shape[0]
+
+
+@contextmanager
+def weighed() -> Iterator[None]:
+    """Have torch's partitioner weigh our ops and attention, under a budget. By itself it takes all ops but its own for
+    free, and of its own those that a list lacks (2.11 to 2.15), cuDNN's attention among them, which is what runs on
+    Hopper."""
+    attention = {getattr(torch.ops.aten, f"_scaled_dot_product_{name}"): _attention for name in ATTENTION}
+    ops_of_torch = partitioners.get_default_op_list
+
+    def with_attention() -> partitioners.OpTypes:
+        types = ops_of_torch()
+        types.compute_intensive_ops.update(attention)
+        return types
+
+    with (
+        config.patch(is_non_builtin_to_include=True),
+        mock.patch.object(partitioners, "get_default_op_list", with_attention),
+        mock.patch.dict(flop_registry, attention),
+    ):
+        yield
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    """Both products. torch's own refuses grouped queries."""
+    return 2 * math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+
+
+def _product(a: Tensor, b: Tensor, gemm: Gemm) -> int:
+    packed = 2 if gemm.granularities[0].two_level else 1  # E2M1 values, two a byte
+    return 2 * a.shape[0] * a.shape[1] * packed * b.shape[0]

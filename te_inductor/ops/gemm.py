@@ -1,0 +1,88 @@
+"""Low-precision GEMMs, and what is done with a weight gradient's: added to a total, or left for later. Which GEMM of a
+linear layer reads which copy::
+
+    fprop  y[M,N]  = x[M,K] wᵀ    x rowwise,  w rowwise
+    dgrad  dx[M,K] = dy[M,N] w    dy rowwise, w columnwise
+    wgrad  dw[N,K] = dyᵀ x        dy columnwise, x columnwise
+"""
+
+import torch
+from torch import Tensor
+
+from te_inductor.compat import constant_type_name
+from te_inductor.ops.casts import _QUANTIZER, Copy, quantize_fake
+from te_inductor.ops.definition import define
+from te_inductor.recipes import Gemm, Quantizer
+from te_inductor.runtime import deferred_wgrads, eager
+from te_inductor.runtime.activation import Activation
+from te_inductor.runtime.microscaling import ALPHA
+
+_GEMM = constant_type_name(Gemm)
+
+
+def _scaled_mm_fake(
+    a: Tensor,  # (M, K), low precision
+    a_scale_inv: Tensor,  # (), (M, 1), or of the shape that gemm.scopes[0] stores
+    b: Tensor,  # (N, K), low precision
+    b_scale_inv: Tensor,  # (), (N, 1), or of the shape that gemm.scopes[1] stores
+    bias: Tensor | None,  # (N,)
+    gemm: Gemm,
+    out_dtype: torch.dtype,
+    alpha: Tensor | None = None,  # (), factor of the product, of two-level scales
+    added: Tensor | None = None,  # (M, N), of out_dtype
+) -> Tensor:  # (M, N)
+    torch._check(a.shape[1] == b.shape[1], lambda: f"contraction sizes {a.shape[1]} and {b.shape[1]}, expected equal")
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
+def _quantized_mm_fake(
+    a: Tensor,  # as `scaled_mm` has them
+    a_scale_inv: Tensor,
+    b: Tensor,
+    b_scale_inv: Tensor,
+    bias: Tensor | None,
+    gemm: Gemm,
+    out_dtype: torch.dtype,  # that the product is rounded to
+    activation: Activation,
+    scale: Tensor,  # (), of the copy
+    quantizer: Quantizer,
+) -> Tensor:  # (M, pad(N)), the row copy of the activation
+    return quantize_fake(_scaled_mm_fake(a, a_scale_inv, b, b_scale_inv, bias, gemm, out_dtype), quantizer)[0]
+
+
+scaled_mm = define(
+    f"scaled_mm(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias, {_GEMM} g, ScalarType out_dtype,"
+    " Tensor? alpha=None, Tensor? added=None) -> Tensor",
+    eager.scaled_mm,
+    _scaled_mm_fake,
+)
+quantized_mm = define(
+    f"quantized_mm(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias, {_GEMM} g, ScalarType out_dtype,"
+    f" {constant_type_name(Activation)} f, Tensor scale, {_QUANTIZER} q) -> Tensor",
+    eager.quantized_mm,
+    _quantized_mm_fake,
+)
+accumulate_wgrad = define(
+    "accumulate_wgrad(Tensor(a!)[] totals, Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? alpha,"
+    f" {_GEMM} g) -> ()",
+    eager.accumulate_wgrad,
+    lambda totals, a, a_scale, b, b_scale, alpha, gemm: None,
+)
+defer_wgrad = define(
+    "defer_wgrad(Tensor(a!)[] tickets, Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? alpha,"
+    f" {_GEMM} g, bool copy=True) -> ()",
+    deferred_wgrads.defer_wgrad,
+    lambda tickets, a, a_scale, b, b_scale, alpha, gemm, copy=True: None,
+)
+
+
+def product(a: Copy | None, b: Copy | None, bias: Tensor | None, gemm: Gemm, out_dtype: torch.dtype) -> Tensor:
+    *operands, alpha = operands_of(a, b)
+    return scaled_mm(*operands, bias, gemm, out_dtype, alpha)  # type: ignore[no-any-return]
+
+
+def operands_of(a: Copy | None, b: Copy | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Of a GEMM: both copies with their scales, and the product's factor."""
+    assert a is not None and b is not None  # they were asked for
+    alpha = None if a.amax is None or b.amax is None else a.amax * b.amax * ALPHA
+    return a.data, a.scale_inv, b.data, b.scale_inv, alpha

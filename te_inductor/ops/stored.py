@@ -1,0 +1,212 @@
+"""Layers whose weight is stored in low precision, for inference: `quantization.quantize_` stores it.
+
+The weight is a constant to autograd. A gradient flows to x, as an adapter (LoRA) in an earlier layer wants it, in the
+activations' dtype: ``dx = dy @ dequantize(w)``.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from te_inductor.compat import capability_of, constant_type_name
+from te_inductor.ops.casts import dequantize, quantize
+from te_inductor.ops.definition import define
+from te_inductor.ops.gemm import scaled_mm
+from te_inductor.recipes import Gemm, Quantizer, Slots
+from te_inductor.runtime import nvfp4, small_m
+
+# Up to DECODE_ROWS of x a GPU multiplies with the stored NVFP4 values, above it casts them first: docs/performance.md.
+# On Hopper, where FP8 is allowed, that ends at FEW_ROWS, and up to PROMPT_ROWS values become FP8 as they are
+# multiplied.
+DECODE_ROWS = 128
+FEW_ROWS, PROMPT_ROWS = 64, 512
+# The FP8 GEMM of large batches: scales of rows, powers of two, so that a stored value is rounded once and rarely.
+_ROWWISE = Quantizer("e4m3", power_2_scale=True, scope="row")
+PREFILL = Gemm("fprop", fast_accum=True, scopes=("row", "row"))
+_FP8_CAPABILITY, HOPPER = (8, 9), (9, 0)
+_PROMPT_COLUMNS = 256  # K is a multiple of: what `nvfp4_linear_fp8` takes at a time
+
+
+def _nvfp4_linear_fake(
+    x: Tensor,  # (M, K)
+    stored: Tensor,  # (N, K/2)
+    block_scale: Tensor,  # (N, K/16)
+    tensor_scale: Tensor,  # ()
+    out_dtype: torch.dtype,
+) -> Tensor:  # (M, N)
+    return x.new_empty((x.shape[0], stored.shape[0]), dtype=out_dtype)
+
+
+def _nvfp4_linear_fp8_fake(
+    x: Tensor,  # (M, K) e4m3
+    x_scale: Tensor,  # (M, 1) fp32
+    stored: Tensor,  # (N, K/2)
+    block_scale: Tensor,  # (N, K/16)
+    tensor_scale: Tensor,  # ()
+    out_dtype: torch.dtype,
+) -> Tensor:  # (M, N)
+    return x.new_empty((x.shape[0], stored.shape[0]), dtype=out_dtype)
+
+
+def _nvfp4_dequantize_fake(
+    stored: Tensor, block_scale: Tensor, tensor_scale: Tensor, k: int, dtype: torch.dtype
+) -> Tensor:  # (N, k)
+    return stored.new_empty((stored.shape[0], k), dtype=dtype)
+
+
+def _nvfp4_recast_fake(
+    stored: Tensor, block_scale: Tensor, tensor_scale: Tensor
+) -> tuple[Tensor, Tensor]:  # data (N, K) e4m3, scale_inv (N, 1)
+    rows, half = stored.shape
+    return stored.new_empty((rows, 2 * half), dtype=_ROWWISE.format.dtype), tensor_scale.new_empty((rows, 1))
+
+
+nvfp4_linear = define(
+    "nvfp4_linear(Tensor x, Tensor stored, Tensor block_scale, Tensor tensor_scale, ScalarType out_dtype) -> Tensor",
+    nvfp4.linear,
+    _nvfp4_linear_fake,
+)
+nvfp4_linear_fp8 = define(
+    "nvfp4_linear_fp8(Tensor x, Tensor x_scale, Tensor stored, Tensor block_scale, Tensor tensor_scale,"
+    " ScalarType out_dtype) -> Tensor",
+    nvfp4.linear_fp8,
+    _nvfp4_linear_fp8_fake,
+)
+nvfp4_dequantize = define(
+    "nvfp4_dequantize(Tensor stored, Tensor block_scale, Tensor tensor_scale, SymInt k, ScalarType dtype) -> Tensor",
+    nvfp4.dequantize,
+    _nvfp4_dequantize_fake,
+)
+nvfp4_recast = define(
+    "nvfp4_recast(Tensor stored, Tensor block_scale, Tensor tensor_scale) -> (Tensor, Tensor)",
+    nvfp4.recast,
+    _nvfp4_recast_fake,
+)
+
+
+def nvfp4_way(m: Any, k: int, dtype: torch.dtype, device: torch.device, prefill: str) -> str:
+    """How a GPU multiplies m rows by a stored weight: "stored", by its values; "decoded" to E4M3 as they are
+    multiplied; "recast" to E4M3 first; "exact", written out first."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return "exact"
+    capability = capability_of(device)
+    fp8 = prefill == "fp8" and capability >= _FP8_CAPABILITY
+    decodes = fp8 and capability == HOPPER and k % _PROMPT_COLUMNS == 0
+    if m <= (FEW_ROWS if decodes else DECODE_ROWS):
+        return "stored"
+    if not fp8:
+        return "exact"
+    # What a symbol stands for is asked when it runs, by the op: a third graph would be one too many.
+    return "decoded" if decodes and (isinstance(m, torch.SymInt) or m <= PROMPT_ROWS) else "recast"
+
+
+class _Frozen(torch.autograd.Function):
+    """``kind.product(x, *weight, *constants)``, and its gradient for x alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kind: Any, constants: tuple[Any, ...], *weight: Tensor) -> Tensor:
+        ctx.save_for_backward(*weight)
+        ctx.kind, ctx.constants, ctx.k, ctx.dtype = kind, constants, x.shape[-1], x.dtype
+        return kind.product(x, *weight, *constants)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
+        saved = ctx.saved_tensors  # once: each access unpacks them
+        w = ctx.kind.dequantized(*saved, ctx.k, dy.dtype, *ctx.constants)
+        return (dy @ w).to(ctx.dtype), None, None, *(None for _ in saved)
+
+
+def _fixed(weight: Tensor) -> None:
+    """A weight's sizes are constants of the graph, also under ``dynamic=True``: asking for an int makes them so."""
+    for size in weight.shape:
+        int(size)
+
+
+class _NVFP4:
+    """How an NVFP4 weight (stored, block_scale, tensor_scale) is multiplied."""
+
+    @staticmethod
+    def product(
+        x: Tensor, stored: Tensor, block_scale: Tensor, tensor_scale: Tensor, prefill: str, out_dtype: torch.dtype
+    ) -> Tensor:
+        weight = stored, block_scale, tensor_scale
+        _fixed(stored)
+        way = "stored" if x.device.type != "cuda" else nvfp4_way(x.shape[0], x.shape[1], x.dtype, x.device, prefill)
+        if way == "stored":
+            return nvfp4_linear(x, *weight, out_dtype)  # type: ignore[no-any-return]
+        if way == "exact":
+            return F.linear(x, nvfp4_dequantize(*weight, x.shape[1], x.dtype)).to(out_dtype)
+        data, scale_inv = quantize(x, _ROWWISE)
+        if way == "decoded":
+            return nvfp4_linear_fp8(data, scale_inv, *weight, out_dtype)  # type: ignore[no-any-return]
+        return scaled_mm(data, scale_inv, *nvfp4_recast(*weight), None, PREFILL, out_dtype)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def dequantized(
+        stored: Tensor, block_scale: Tensor, tensor_scale: Tensor, k: int, dtype: torch.dtype, *_: Any
+    ) -> Tensor:
+        return nvfp4_dequantize(stored, block_scale, tensor_scale, k, dtype)  # type: ignore[no-any-return]
+
+
+class _FP8:
+    """How an FP8 weight (data, scale_inv) is multiplied: the activations are cast on the way."""
+
+    @staticmethod
+    def product(x: Tensor, data: Tensor, scale_inv: Tensor, slots: Slots, out_dtype: torch.dtype) -> Tensor:
+        m, least, dtypes = x.shape[0], small_m.ROWS[0], (data.dtype, data.dtype)
+        if isinstance(m, torch.SymInt) and small_m.choose(x.device, least, data.shape, dtypes, slots.fprop):
+            bool(m <= least)  # asked, so that there is a graph for few rows, and another for more
+        return scaled_mm(*quantize(x, slots.input), data, scale_inv, None, slots.fprop, out_dtype)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def dequantized(data: Tensor, scale_inv: Tensor, k: int, dtype: torch.dtype, slots: Slots, *_: Any) -> Tensor:
+        return dequantize(data, scale_inv, slots.weight, dtype)[:, :k]  # type: ignore[no-any-return]
+
+
+def _linear(
+    kind: Any, x: Tensor, weight: tuple[Tensor, ...], bias: Tensor | None, constants: tuple[Any, ...]
+) -> Tensor:
+    flat = x.reshape(-1, x.shape[-1])
+    if torch.is_grad_enabled() and x.requires_grad:
+        y = _Frozen.apply(flat, kind, constants, *weight)
+    else:
+        y = kind.product(flat, *weight, *constants)
+    y = y if bias is None else y + bias.to(y.dtype)
+    return y.reshape(*x.shape[:-1], y.shape[1])  # type: ignore[no-any-return]
+
+
+def _nvfp4_weight_only(
+    x: Tensor,  # (..., K)
+    stored: Tensor,  # (N, K/2)
+    block_scale: Tensor,  # (N, K/16)
+    tensor_scale: Tensor,  # ()
+    bias: Tensor | None,  # (N,)
+    prefill: str,
+    out_dtype: torch.dtype,
+) -> Tensor:  # (..., N)
+    return _linear(_NVFP4, x, (stored, block_scale, tensor_scale), bias, (prefill, out_dtype))
+
+
+def _fp8_weight(
+    x: Tensor,  # (..., K)
+    data: Tensor,  # (N, K padded)
+    scale_inv: Tensor,  # as slots.weight stores it
+    bias: Tensor | None,  # (N,)
+    slots: Slots,
+    out_dtype: torch.dtype,
+) -> Tensor:  # (..., N)
+    return _linear(_FP8, x, (data, scale_inv), bias, (slots, out_dtype))
+
+
+nvfp4_weight_only = define(
+    "nvfp4_weight_only(Tensor x, Tensor stored, Tensor block_scale, Tensor tensor_scale, Tensor? bias, str prefill,"
+    " ScalarType out_dtype) -> Tensor",
+    _nvfp4_weight_only,
+)
+fp8_weight = define(
+    f"fp8_weight(Tensor x, Tensor data, Tensor scale_inv, Tensor? bias, {constant_type_name(Slots)} slots,"
+    " ScalarType out_dtype) -> Tensor",
+    _fp8_weight,
+)

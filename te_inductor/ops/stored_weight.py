@@ -1,0 +1,320 @@
+"""`StoredWeight`: a linear layer's weight that is stored in low precision and looks like the tensor it stands for.
+
+A tensor subclass, as the module's parameter: no module is swapped, `state_dict` has the model's own keys, and
+`F.linear` on it becomes one op of ours, in eager code and in Dynamo's graph alike. Compilers see the tensors inside
+(`__tensor_flatten__`), which are inputs of the graph like any parameter, so that CUDA graphs do not copy them. A
+parametrization would have changed the modules' classes and the keys; buffers would have wanted a forward of their own.
+
+It is a constant: it asks for no gradient and is changed in place by `copy_` alone, which is how `load_state_dict` fills
+it, from another stored weight or from one in high precision.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._triton import has_triton_package
+
+from te_inductor import ops
+from te_inductor.errors import FallbackWarning, RecipeError, StoredWeightError
+from te_inductor.ops import stored as ops_stored
+from te_inductor.recipes import Float8BlockScaling, Float8CurrentScaling, Float8RowwiseScaling, NVFP4WeightOnly, Recipe
+from te_inductor.runtime import microscaling, nvfp4
+
+aten = torch.ops.aten
+
+
+@functools.cache
+def _register_kernels() -> None:
+    """NVFP4's, before anything calls them: eager code, generated code, and such as a compile cache returns."""
+    if has_triton_package():
+        from te_inductor.templates.triton import nvfp4_ops  # noqa: F401
+
+
+class StoredWeight(Tensor):
+    """Base of the formats: (N, K), of the dtype it had. Subclasses name the tensors they hold in `PARTS`."""
+
+    PARTS: tuple[str, ...] = ()
+    recipe: Recipe
+
+    @staticmethod
+    def __new__(
+        cls, parts: tuple[Tensor, ...], shape: torch.Size, dtype: torch.dtype, recipe: Recipe
+    ) -> "StoredWeight":
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=parts[0].device)  # type: ignore[attr-defined]
+
+    def __init__(self, parts: tuple[Tensor, ...], shape: torch.Size, dtype: torch.dtype, recipe: Recipe) -> None:
+        for name, part in zip(self.PARTS, parts, strict=True):
+            setattr(self, name, part)
+        self.recipe = recipe
+
+    @classmethod
+    def store(cls, weight: Tensor, recipe: Recipe) -> "StoredWeight":
+        """Quantize a weight (N, K)."""
+        raise NotImplementedError
+
+    def dequantize(self) -> Tensor:  # type: ignore[override]
+        """What is stored, as a plain (N, K) tensor of this tensor's dtype."""
+        raise NotImplementedError
+
+    def linear(self, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+        """``x @ self.T + bias``"""
+        raise NotImplementedError
+
+    @property
+    def form(self) -> object:
+        """What the parts mean: those of two weights of one form can be exchanged."""
+        raise NotImplementedError
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        return tuple(getattr(self, name) for name in self.PARTS)
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(part.numel() * part.element_size() for part in self.parts)
+
+    def saved(self) -> tuple[Tensor, ...]:
+        """The parts as they are pickled."""
+        return self.parts
+
+    @classmethod
+    def from_saved(cls, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return parts
+
+    def with_parts(self, parts: tuple[Tensor, ...], dtype: torch.dtype | None = None) -> "StoredWeight":
+        return type(self)(parts, self.shape, dtype or self.dtype, self.recipe)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        n, k = self.shape
+        return f"{type(self).__name__}({n} x {k}, {self.recipe.name}, for {self.dtype}, device={self.device})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return list(self.PARTS), (self.dtype, self.recipe)
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts: dict[str, Tensor], meta: Any, size: Any, stride: Any) -> "StoredWeight":
+        dtype, recipe = meta
+        return cls(tuple(parts[name] for name in cls.PARTS), size, dtype, recipe)
+
+    def _stable_hash_for_caching(self) -> str:
+        """For AOTAutograd's cache: everything that its graph depends on but the parts' own metadata."""
+        return repr((type(self).__name__, tuple(self.shape), self.dtype, self.recipe))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Parts as bytes: plain pickle knows no FP8 storage. A parameter stays one."""
+        parts = [(part.contiguous().view(-1).view(torch.uint8), part.dtype, tuple(part.shape)) for part in self.saved()]
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        return rebuild, (type(self).__name__, parts, tuple(self.shape), self.dtype, self.recipe, is_parameter)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is torch.nn.functional.linear:
+            return _linear(*args, **kwargs)
+        asked = function in (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+        if asked and (args[1:] or (kwargs.get("requires_grad", True),))[0]:
+            raise StoredWeightError(
+                f"a gradient is asked of a weight stored as {args[0].recipe.name}, expected a constant; train the"
+                " weight in high precision, with the recipe as a compile option, or an adapter beside it (before "
+                "load_state_dict(assign=True), call requires_grad_(False) on the model)"
+            )
+        if function == Tensor.element_size:  # a fraction: of get_memory_footprint and the like
+            return args[0].stored_bytes / args[0].numel()
+        if function == Tensor.nbytes.__get__:  # type: ignore[attr-defined]
+            return args[0].stored_bytes
+        if function in _OF_ONE_STORAGE:
+            raise StoredWeightError(
+                f"{function.__name__} of a weight stored as {args[0].recipe.name}, which is several tensors, as where"
+                " safetensors or save_pretrained write it; expected torch.save(model.state_dict()), and quantize_"
+                " before load_state_dict; or dequantize() the weights first"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        handler = _HANDLERS.get(op)
+        if handler is not None:
+            return handler(*args, **kwargs)
+        if op._schema.is_mutable and any(isinstance(arg, StoredWeight) for arg in args):
+            raise StoredWeightError(
+                f"{op} on a weight stored in low precision, expected copy_ alone to change it; dequantize() makes it"
+                " plain"
+            )
+        args, kwargs = torch.utils._pytree.tree_map_only(StoredWeight, lambda w: w.dequantize(), (args, kwargs))
+        return op(*args, **kwargs)
+
+
+before_export: list[Callable[[], object]] = []  # called where a layer is traced for export
+_OF_ONE_STORAGE = (Tensor.storage, Tensor.data_ptr, Tensor.share_memory_)
+
+
+_NOT_SERIALIZED = (
+    "te_inductor: an exported program with weights stored in FP8 runs and compiles (aoti_compile_and_package), but"
+    " torch.export.save leaves out the recipe, which its ops take as a constant, and torch.export.load then fails with"
+    " KeyError: '_custom_obj_0'. Package it with AOTInductor, or store the weights as nvfp4_weight_only"
+)
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if not isinstance(weight, StoredWeight):
+        raise StoredWeightError("F.linear of a stored weight as input or bias, expected it as the weight")
+    if torch.compiler.is_exporting():  # what compiles the program later, as AOTInductor, does not know of us
+        for prepare in before_export:
+            prepare()
+        if isinstance(weight, Float8Weight):
+            warnings.warn(_NOT_SERIALIZED, FallbackWarning, stacklevel=2)
+    device = input.device.type
+    out_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
+    return weight.linear(input, bias, out_dtype)
+
+
+class NVFP4Weight(StoredWeight):
+    """E2M1 values, an E4M3 scale for 16 of them along K, an fp32 scale: 4.5 bits a value. `stored` is in the order of
+    Note [Order of a stored block]; a pickled one is in NVFP4's own."""
+
+    PARTS = ("stored", "block_scale", "tensor_scale")
+
+    def __init__(self, parts: tuple[Tensor, ...], shape: torch.Size, dtype: torch.dtype, recipe: Recipe) -> None:
+        super().__init__(parts, shape, dtype, recipe)
+        if parts[0].is_cuda:
+            _register_kernels()
+
+    stored: Tensor  # (N, K padded to 16, / 2) uint8
+    block_scale: Tensor  # (N, K/16) e4m3
+    tensor_scale: Tensor  # () fp32
+    recipe: NVFP4WeightOnly
+
+    @classmethod
+    def store(cls, weight: Tensor, recipe: Recipe) -> "NVFP4Weight":
+        codes, block_scale, tensor_scale = nvfp4.quantize(weight)
+        return cls((nvfp4.store(codes), block_scale, tensor_scale), weight.shape, weight.dtype, recipe)
+
+    def dequantize(self) -> Tensor:  # type: ignore[override]
+        return ops_stored.nvfp4_dequantize(*self.parts, self.shape[1], self.dtype)  # type: ignore[no-any-return]
+
+    def linear(self, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+        return ops_stored.nvfp4_weight_only(  # type: ignore[no-any-return]
+            x, self.stored, self.block_scale, self.tensor_scale, bias, self.recipe.prefill, out_dtype
+        )
+
+    @property
+    def form(self) -> object:
+        return nvfp4.QUANTIZER
+
+    def saved(self) -> tuple[Tensor, ...]:
+        return microscaling.pack(nvfp4.codes(self.stored)), self.block_scale, self.tensor_scale
+
+    @classmethod
+    def from_saved(cls, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return nvfp4.store(nvfp4.unpack(parts[0])), *parts[1:]
+
+
+class Float8Weight(StoredWeight):
+    """FP8 values with the scales that the recipe's weights have; activations are cast as the recipe says."""
+
+    PARTS = ("values_", "scale_inv")
+    values_: Tensor  # (N, K padded)
+    scale_inv: Tensor
+    recipe: Float8CurrentScaling | Float8RowwiseScaling | Float8BlockScaling
+
+    @classmethod
+    def store(cls, weight: Tensor, recipe: Recipe) -> "Float8Weight":
+        return cls(ops.quantize(weight, recipe.slots().weight), weight.shape, weight.dtype, recipe)
+
+    def dequantize(self) -> Tensor:  # type: ignore[override]
+        quantizer = self.recipe.slots().weight
+        return ops.dequantize(*self.parts, quantizer, self.dtype)[:, : self.shape[1]]  # type: ignore[no-any-return]
+
+    def linear(self, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+        return ops_stored.fp8_weight(x, self.values_, self.scale_inv, bias, self.recipe.slots(), out_dtype)  # type: ignore[no-any-return]
+
+    @property
+    def form(self) -> object:
+        return self.recipe.slots().weight
+
+
+_KINDS: dict[type[Recipe], type[StoredWeight]] = {
+    NVFP4WeightOnly: NVFP4Weight,
+    Float8CurrentScaling: Float8Weight,
+    Float8RowwiseScaling: Float8Weight,
+    Float8BlockScaling: Float8Weight,
+}
+
+
+def store(weight: Tensor, recipe: Recipe) -> StoredWeight:
+    """The weight (N, K), stored as `recipe` says."""
+    return kind_of(recipe).store(weight, recipe)
+
+
+def kind_of(recipe: Recipe) -> type[StoredWeight]:
+    """What its weights are stored as.
+
+    Raises:
+        RecipeError: a recipe whose weights cannot be known before it runs.
+    """
+    if type(recipe) not in _KINDS:
+        names = ", ".join(kind.name for kind in _KINDS)
+        raise RecipeError(f"weights cannot be stored for recipe {recipe.name!r}, expected one of {names}")
+    return _KINDS[type(recipe)]
+
+
+def rebuild(
+    kind: str,
+    parts: Sequence[tuple[Tensor, torch.dtype, tuple[int, ...]]],  # bytes, what they are, their shape
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    recipe: Recipe,
+    is_parameter: bool,
+) -> StoredWeight:
+    """What a pickled weight is loaded with."""
+    found = {cls.__name__: cls for cls in _KINDS.values()}[kind]
+    viewed = tuple(data.view(of).view(size) for data, of, size in parts)
+    weight = found(found.from_saved(viewed), torch.Size(shape), dtype, recipe)
+    return torch.nn.Parameter(weight, requires_grad=False) if is_parameter else weight  # type: ignore[return-value]
+
+
+# ---- the few ops that a weight meets between its birth and F.linear
+
+
+def _each(op: Any) -> Any:
+    return lambda weight, *args, **kwargs: weight.with_parts(tuple(op(part, *args, **kwargs) for part in weight.parts))
+
+
+def _to(weight: StoredWeight, *, dtype: torch.dtype | None = None, **kwargs: Any) -> StoredWeight:
+    """A new dtype is that of what it stands for; the stored values stay."""
+    kwargs = {key: value for key, value in kwargs.items() if key in ("device", "non_blocking")}
+    return weight.with_parts(tuple(aten._to_copy.default(part, **kwargs) for part in weight.parts), dtype)
+
+
+def _empty_like(weight: StoredWeight, *, dtype: torch.dtype | None = None, **kwargs: Any) -> StoredWeight:
+    kwargs = {key: value for key, value in kwargs.items() if key == "device"}
+    return weight.with_parts(tuple(torch.empty_like(part, **kwargs) for part in weight.parts), dtype)
+
+
+def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    if not isinstance(target, StoredWeight):
+        return target.copy_(source.dequantize() if isinstance(source, StoredWeight) else source)
+    if target.shape != source.shape:
+        raise StoredWeightError(f"copy_ from shape {tuple(source.shape)}, expected {tuple(target.shape)}")
+    if type(source) is not type(target) or source.form != target.form:
+        plain = source.dequantize() if isinstance(source, StoredWeight) else source
+        source = store(plain.to(target.device), target.recipe)
+    for mine, theirs in zip(target.parts, source.parts, strict=True):
+        mine.copy_(theirs, non_blocking=non_blocking)
+    return target
+
+
+_HANDLERS = {
+    aten.detach.default: _each(aten.detach.default),
+    aten.alias.default: _each(aten.alias.default),
+    aten.clone.default: _each(aten.clone.default),
+    aten._to_copy.default: _to,
+    aten.empty_like.default: _empty_like,
+    aten.copy_.default: _copy,
+}

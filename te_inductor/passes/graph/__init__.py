@@ -1,0 +1,1 @@
+"""What passes of several stages ask of a graph."""

@@ -1,0 +1,50 @@
+"""Passes of ours where torch has room for one on its graphs, and the digest of the package that both compile caches
+hold."""
+
+import functools
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from te_inductor.templates import cutlass
+
+
+class GraphPass(CustomGraphPass):  # type: ignore[misc]
+    """A pass of ours where torch has room for one: it runs after the user's own, if there is one.
+
+    Its `uuid` also stands in both compile caches for everything of ours that Inductor's key does not see: the
+    lowerings, and whether CUTLASS is installed, and which."""
+
+    def __init__(
+        self, user_pass: Callable[[fx.Graph], Any] | None, passes: Sequence[Callable[[fx.Graph], None]]
+    ) -> None:
+        self.user_pass, self.passes = user_pass, tuple(passes)
+
+    def __call__(self, graph: fx.Graph) -> None:
+        if self.user_pass is not None:
+            self.user_pass(graph)
+        for one in self.passes:
+            one(graph)
+
+    def uuid(self) -> Any:
+        """None, which turns the cache off, where the user's pass has no identity."""
+        ours = package_hash(), cutlass.identity()
+        if self.user_pass is None:
+            return ours
+        theirs = self.user_pass.uuid() if isinstance(self.user_pass, CustomGraphPass) else None
+        return None if theirs is None else (*ours, theirs)
+
+
+@functools.cache
+def package_hash() -> str:
+    """A digest of the package's sources: an edited package never meets kernels that an older one wrote."""
+    digest = hashlib.sha256()
+    root = Path(__file__).parents[2]
+    for path in sorted(path for kind in ("*.py", "*.json") for path in root.rglob(kind)):  # and tuned tables
+        digest.update(str(path.relative_to(root)).encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

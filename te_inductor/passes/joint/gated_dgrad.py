@@ -1,0 +1,145 @@
+"""The pass that has a GEMM make both copies of a gated activation's gradients: down's dgrad, SwiGLU's backward and its
+casts in one kernel.
+
+Left alone, the GEMM writes dh, and two kernels read it, gate and up, for dgate and dup: 16 bytes an element of h with
+both copies of either, where one kernel takes 8. It is done with scales of blocks, where CUTLASS's epilogue was measured
+to pay, and where nobody else wants dh or the gradients, as biases do. What is rounded then: docs/numerics.md.
+
+It is done on the joint graph, since a kernel takes seconds to build, which pass while the rest is compiled.
+"""
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor import config
+
+from te_inductor import ops
+from te_inductor.passes.graph.gemm_nodes import is_plain, problem_of
+from te_inductor.passes.graph.pointwise_steps import is_step, translated
+from te_inductor.passes.post_grad import shared_sigmoid
+from te_inductor.recipes import Quantizer
+from te_inductor.recipes.formats import BLOCK_1X128
+from te_inductor.runtime.activation import Gating
+from te_inductor.templates.cutlass import build
+from te_inductor.templates.cutlass import scaled_mm as template
+from te_inductor.templates.cutlass.scaled_mm import ALIGNED, ROUNDED, Problem, Tile
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A cast of two pieces that one GEMM and two tensors make."""
+
+    cast: fx.Node
+    gemm: fx.Node
+    gates: list[fx.Node]  # the tensors
+    between: list[fx.Node]  # what is computed of them, in order
+    gating: Gating
+
+
+def fold(graph: fx.Graph) -> None:
+    """Replace the cast, and what only it wants, by `cutlass_gated_gradient`."""
+    casts = [cast for cast in graph.find_nodes(op="call_function", target=ops.quantize_pieces) if _is_wanted(cast)]
+    if not casts or config.emulate_precision_casts:  # a rounding behind every op, which no epilogue does
+        return
+    shared_sigmoid.fold(graph)
+    for cast in casts:
+        found = _found(cast)
+        problem = None if found is None else _problem(found)
+        tile = None if problem is None else template.choose(problem)
+        if tile is not None:
+            build.start([problem.kernel(tile)])  # type: ignore[union-attr] # beside what is left of the compile
+            _replace(found, tile, problem.arch)  # type: ignore[arg-type, union-attr]
+
+
+def _is_wanted(cast: fx.Node) -> bool:
+    """Two matrices side by side, whose both copies are read, with the scales that the kernel computes."""
+    pieces, dim, quantizer = cast.args
+    read = {user.args[1] for user in cast.users if user.target is operator.getitem}
+    return len(pieces) == 2 and dim == 1 and {0, 2} <= read and _fits(quantizer)  # type: ignore[arg-type, return-value]
+
+
+def _fits(quantizer: Quantizer) -> bool:
+    return (quantizer.scope, quantizer.power_2_scale, quantizer.amax_epsilon) == (BLOCK_1X128.name, True, 0.0)
+
+
+def _found(cast: fx.Node) -> _Found | None:
+    """What the pieces are made of: one GEMM and two tensors in memory. None where it is more, or what hangs on the GEMM
+    has other readers."""
+    pieces: Any = cast.args[0]
+    inside, waiting, leaves = {cast}, list(pieces), dict[fx.Node, None]()
+    while waiting:
+        node = waiting.pop(0)
+        if not is_step(node):
+            leaves[node] = None
+        elif node not in inside:
+            inside.add(node)
+            waiting += node.all_input_nodes
+    gemms, gates = ([leaf for leaf in leaves if is_plain(leaf) == plain] for plain in (True, False))
+    if len(gemms) != 1 or len(gates) != 2:
+        return None
+    [gemm] = gemms
+    dependent = {gemm}
+    between = [node for node in cast.graph.nodes if node in inside and node is not cast]
+    for node in between:
+        if not dependent.isdisjoint(node.all_input_nodes):
+            dependent.add(node)
+    if any(user not in dependent and user is not cast for node in dependent for user in node.users):
+        return None
+    made = translated(between, [gemm, *gates])
+    if made is None:
+        return None
+    steps, places = made
+    results = tuple(places[piece] for piece in pieces)
+    if not all(isinstance(result, int) for result in results):
+        return None
+    return _Found(cast, gemm, gates, between, Gating(steps, results))  # type: ignore[arg-type]
+
+
+def _problem(found: _Found) -> Problem | None:
+    """What the kernel would compute; None where a tensor does not lie as it reads it."""
+    shape = found.gemm.meta["val"].shape
+    if not all(isinstance(size, int) for size in shape) or found.gemm.meta["val"].dtype != ROUNDED:
+        return None
+    if not all(_lies_in_rows(gate.meta.get("val"), shape) for gate in found.gates):
+        return None
+    quantizer: Quantizer = found.cast.args[2]  # type: ignore[assignment]
+    return problem_of(found.gemm, quantizer.format.dtype, gating=found.gating)
+
+
+def _lies_in_rows(value: Any, shape: torch.Size) -> bool:
+    """Whether it is a matrix of that shape, or a view of one, that the copy engine can read."""
+    if not isinstance(value, torch.Tensor) or value.dtype != ROUNDED or value.numel() != shape.numel():
+        return False
+    try:
+        row, column = value.view(shape).stride()
+    except RuntimeError:
+        return False
+    return (
+        column == 1 and row * value.itemsize % ALIGNED == 0 and value.storage_offset() * value.itemsize % ALIGNED == 0
+    )
+
+
+def _replace(found: _Found, tile: Tile, arch: str) -> None:
+    from te_inductor.templates.cutlass.scaled_mm_ops import gated_gradient
+
+    graph, shape = found.cast.graph, found.gemm.meta["val"].shape
+    a, a_scale, b, b_scale, _, gemm = found.gemm.args[:6]
+    with graph.inserting_before(found.cast):
+        gates = []
+        for gate in found.gates:
+            view = graph.call_function(aten.view.default, (gate, list(shape)))
+            view.meta = {**found.cast.meta, "val": gate.meta["val"].view(shape)}
+            gates.append(view)
+        given: Any = (a, a_scale, b, b_scale, *gates, gemm, found.gating, found.cast.args[2], tile, arch)
+        whole = graph.call_function(gated_gradient, given)
+        whole.meta = dict(found.cast.meta)
+    found.cast.replace_all_uses_with(whole)
+    for node in reversed([*found.between, found.cast]):
+        if not node.users:
+            graph.erase_node(node)
+    graph.erase_node(found.gemm)

@@ -1,0 +1,256 @@
+"""The pass that decides which copies the backward makes, on the joint graph, before it is split into forward and
+backward.
+
+A column copy serves one GEMM of the backward alone.
+
+- That of a weight is a byte an element, of every layer at once, from the forward to the backward. The weight itself
+  stays in memory anyway, so the backward casts it, for one more read of the weight; of square blocks for two, so there
+  it is kept where the graph saves no more for it than layers' inputs take less room as FP8 copies: where there are many
+  tokens.
+- That of a layer's input likewise, where it has a known scale and is computed, one element at a time, from what the
+  backward reads anyway: gate and up of SwiGLU, for its own gradient, from the same read; a norm's input and statistics;
+  attention's output. A norm's costs no more bytes than it does in the forward: there a column copy is a second read of
+  the norm's input, as none can be written from a reduction over rows, and without it the reduction writes the row copy
+  itself.
+- Where blocks of a column have scales, which one read of them finds, that of a norm's output alone, where the reduction can
+  hold its rows: any other tensor would be read once more than in the forward, where one read makes both copies.
+"""
+
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils.checkpoint import CheckpointPolicy
+
+from te_inductor import compat, ops
+from te_inductor.lowerings.codegen.block_tiles import may_be_held
+from te_inductor.passes.graph.node_kinds import is_cast, is_pointwise, is_view
+from te_inductor.recipes import Gemm, Quantizer
+from te_inductor.recipes.formats import Scope
+
+_ONE_SCALE = (ops.quantize_rowcol_delayed, ops.quantize_pieces_delayed)
+_OWN_SCALES = (ops.quantize_rowcol, ops.quantize_pieces)
+_TWO_WAY = (*_ONE_SCALE, *_OWN_SCALES)
+_CASTS = (*_TWO_WAY, ops.quantize, ops.quantize_delayed)
+
+
+def mark(graph: fx.Graph) -> None:
+    backward = _after([node for node in graph.find_nodes(op="placeholder") if "tangent" in str(node.target)])
+    if not backward:
+        return
+    _save_what_changes(graph, backward)
+    _save_statistics(graph, backward)
+    had = _had_anyway(graph, backward)
+    for node in graph.nodes:
+        if node.target in _TWO_WAY and node not in backward and "recompute" not in node.meta:
+            sources = _sources(node)
+            as_cheap = node.target in _ONE_SCALE or (_holds_blocks(node, sources) and _are_of_norms(sources, had))
+            if _is_of_weight(node, sources) or (as_cheap and had.issuperset(sources)):
+                node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    _release_weights(graph, backward, had)
+
+
+def _save_what_changes(graph: fx.Graph, backward: set[fx.Node]) -> None:
+    """What a backward would find different if it computed it again, as torch has it do with anything under an
+    activation memory budget: delayed scaling's scales, which the step updates; random numbers; what is read of an input
+    that the graph writes. Of these torch saves the last two by chance or not at all (pytorch/pytorch#190758,
+    #197039)."""
+    scales = graph.find_nodes(op="call_function", target=ops.read_scales)
+    others = [*filter(_is_random, graph.nodes), *_reads_of_written(graph, backward)]
+    changing = [*scales, *(node for node in others if "recompute" not in node.meta)]  # a checkpoint has its own way
+    for node in changing:
+        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    if changing:
+        compat.let_marks_be_saved(graph)
+
+
+def _is_random(node: fx.Node) -> bool:
+    """Attention too, where it drops anything."""
+    op = node.target
+    if not isinstance(op, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
+        return False
+    for place, argument in enumerate(op._schema.arguments):
+        if argument.name == "dropout_p":
+            return bool(node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", 0.0))
+    return True
+
+
+def _reads_of_written(graph: fx.Graph, backward: set[fx.Node]) -> Iterator[fx.Node]:
+    """What the forward computes of inputs, or views of them, into which the graph copies at its end."""
+    writes = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    pending = [write.args[0] for write in writes if write.args[0].op == "placeholder"]
+    while pending:
+        for user in pending.pop().users:
+            if is_view(user):
+                pending.append(user)
+            elif user.op == "call_function" and user not in writes and user not in backward:
+                yield user
+
+
+def _save_statistics(graph: fx.Graph, backward: set[fx.Node]) -> None:
+    """A norm's number a row, for instance. A memory budget reckons by FLOPs of matmuls: it finds reductions free,
+    and would have the backward read the whole tensor again for one."""
+    for node in graph.nodes:
+        statistic = node.op == "call_function" and node not in backward and _is_little(node)
+        if statistic and "recompute" not in node.meta and not all(map(_is_little, node.users)):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _release_weights(graph: fx.Graph, backward: set[fx.Node], had: set[fx.Node]) -> None:
+    """Have the backward make the column copies of weights that are still saved, where they are more bytes than copies
+    of layers' inputs spare: then what is saved is not above that of high precision. A copy of a norm's output spares
+    nothing, since high precision has the backward compute that."""
+    weights, spent, spared = [], 0, 0
+    for node in graph.nodes:
+        if node.target not in _CASTS or node in backward or "recompute" in node.meta:
+            continue
+        copies = [user for user in node.users if _is_item(user)] or [node]
+        size = sum(_bytes(copy) for copy in copies if not backward.isdisjoint(copy.users))
+        sources = _sources(node)
+        if size and _is_dgrads(node, sources):
+            weights.append(node)
+            spent += size
+        elif size:
+            spared += (0 if _are_of_norms(sources, had) else sum(map(_bytes, sources))) - size
+    if spent > spared:
+        for cast in weights:
+            cast.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+
+
+def _sources(cast: fx.Node) -> list[fx.Node]:
+    source: Any = cast.args[0]
+    return list(source) if isinstance(source, list | tuple) else [source]
+
+
+def _is_item(node: fx.Node) -> bool:
+    return node.target is operator.getitem
+
+
+def _bytes(node: fx.Node) -> int:
+    """Of a tensor; of symbolic sizes at a likely value."""
+    value = node.meta["val"]
+    count: Any = value.numel()
+    return value.itemsize * (int(count.node.hint or 0) if isinstance(count, torch.SymInt) else count)
+
+
+def _is_of_weight(cast: fx.Node, sources: Sequence[fx.Node]) -> bool:
+    """Whether a cast makes a dgrad's operand of inputs of the graph, and its column copy takes no second look for
+    scales that the row copy has found."""
+    found_again = cast.target in _OWN_SCALES and _scope_of(cast).transposes
+    return not found_again and _is_dgrads(cast, sources)
+
+
+def _is_dgrads(cast: fx.Node, sources: Sequence[fx.Node]) -> bool:
+    """Whether it makes an operand of a dgrad of inputs of the graph."""
+    readers = [user for copy in cast.users for user in copy.users]
+    arguments: list[Any] = [argument for user in readers for argument in user.args]
+    dgrads = any(isinstance(argument, Gemm) and argument.name == "dgrad" for argument in arguments)
+    return dgrads and all(map(_is_of_input, sources))
+
+
+def _scope_of(cast: fx.Node) -> Scope:
+    quantizers: list[Any] = [argument for argument in cast.args if isinstance(argument, Quantizer)]
+    return quantizers[0].granularity  # type: ignore[no-any-return]
+
+
+def _holds_blocks(cast: fx.Node, sources: Sequence[fx.Node]) -> bool:
+    """Whether scales are those of blocks of one row, and a program of a norm's kernel holds the row: Note [Rows that
+    hold blocks]."""
+    scope, rows = _scope_of(cast), [source.meta["val"].shape[-1] for source in sources]
+    return scope.one_row and not scope.microscaled and all(isinstance(row, int) and may_be_held(row) for row in rows)
+
+
+def _are_of_norms(sources: Sequence[fx.Node], had: set[fx.Node]) -> bool:
+    """Whether the backward would compute each from one tensor and from numbers that the forward computes for its
+    rows."""
+    for source in sources:
+        tensors, statistics, pending = set(), False, [source]
+        while pending:
+            node = pending.pop()
+            if _is_little(node):
+                statistics |= node.op == "call_function"
+            elif (is_pointwise(node) or is_view(node)) and had.issuperset(node.all_input_nodes):
+                pending += node.all_input_nodes
+            elif _is_as_large(node, source):
+                tensors.add(node)
+        if not statistics or len(tensors) != 1:
+            return False
+    return True
+
+
+def _is_of_input(x: fx.Node) -> bool:
+    """Whether `x` is an input of the graph, or a view or cast of one."""
+    while is_view(x) or is_cast(x):
+        x = x.all_input_nodes[0]
+    return x.op == "placeholder"
+
+
+def _after(starts: list[fx.Node]) -> set[fx.Node]:
+    """Everything that depends on one of `starts`, with them."""
+    found, pending = set(starts), list(starts)
+    while pending:
+        new = [user for user in pending.pop().users if user not in found]
+        found.update(new)
+        pending += new
+    return found
+
+
+def _had_anyway(graph: fx.Graph, backward: set[fx.Node]) -> set[fx.Node]:
+    """What the backward reads, all of it, and the pointwise functions and views of that alone.
+
+    It reads a tensor itself, an alias that autograd saves, or what it computes of it before its gradient comes, as a
+    norm's does (x in fp32, times the row's statistic)."""
+    read: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        users = [user for user in node.users if user.op != "output"]
+        if any(user in backward or (user in read and _is_no_smaller(user, node)) for user in users):
+            read.add(node)
+    had: set[fx.Node] = set()
+    for node in graph.nodes:
+        made = is_pointwise(node) or is_view(node)
+        if node in read or _is_little(node) or _is_vector(node) or (made and had.issuperset(node.all_input_nodes)):
+            had.add(node)
+    return had
+
+
+def _is_vector(node: fx.Node) -> bool:
+    """Of the graph's inputs, as a norm's bias is, which are in memory anyway."""
+    value = node.meta.get("val")
+    return node.op == "placeholder" and isinstance(value, torch.Tensor) and value.dim() == 1
+
+
+def _is_no_smaller(user: fx.Node, x: fx.Node) -> bool:
+    """Whether it is a view of all of `x`, or computed from `x` and smaller tensors, and nobody would keep it instead,
+    as a mask."""
+    value, made = x.meta.get("val"), user.meta.get("val")
+    if not (isinstance(value, torch.Tensor) and isinstance(made, torch.Tensor)):
+        return False
+    if is_view(user):
+        return statically_known_true(made.numel() == value.numel())
+    others = [source.meta.get("val") for source in user.all_input_nodes if source is not x]
+    smaller = all(isinstance(other, torch.Tensor) and not _same_shape(other, made) for other in others)
+    each = is_pointwise(user) or user.target is torch.ops.aten.clone.default  # as LayerNorm's backward begins
+    return each and made.itemsize >= value.itemsize and _same_shape(made, value) and smaller
+
+
+def _same_shape(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """As far as is known without a guard."""
+    return a.dim() == b.dim() and all(statically_known_true(m == n) for m, n in zip(a.shape, b.shape, strict=True))
+
+
+def _is_as_large(a: fx.Node, b: fx.Node) -> bool:
+    found, other = a.meta.get("val"), b.meta.get("val")
+    if not (isinstance(found, torch.Tensor) and isinstance(other, torch.Tensor)):
+        return False
+    return statically_known_true(found.numel() == other.numel())
+
+
+def _is_little(node: fx.Node) -> bool:
+    """A size, or a number a row as a norm's statistics are: nothing to keep."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return value.dim() > 0 and isinstance(value.shape[-1], int) and value.shape[-1] == 1
+    return isinstance(value, int | float | torch.SymInt | torch.SymFloat)

@@ -1,0 +1,153 @@
+"""The pass that makes one op of attention of few queries, where a graph has it as two products and a softmax.
+
+In a step of generation these are three kernels of which two are cuBLAS's, before and after which the card drains;
+F.scaled_dot_product_attention takes longer still of one query, on as many multiprocessors as there are KV heads.
+Figures: docs/performance.md. Only graphs with stored NVFP4 weights, or FP8 GEMMs of few rows, are changed."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from te_inductor.compat import capability_of
+from te_inductor.ops import attention, stored
+from te_inductor.passes.graph import gemm_nodes
+
+aten = torch.ops.aten
+_CAPABILITY = (9, 0)
+# Between the products and the softmax: they change the dtype, or how the batch is written.
+_SAME = frozenset(
+    {
+        aten.view.default,
+        aten.reshape.default,
+        aten._unsafe_view.default,
+        aten.expand.default,
+        aten.clone.default,
+        torch.ops.prims.convert_element_type.default,
+    }
+)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """``bmm(softmax(mask(scale * bmm(q, k))), v)``"""
+
+    q: fx.Node  # (B, M, D)
+    k: fx.Node  # (B, D, N)
+    v: fx.Node  # (B, N, D)
+    mask: fx.Node | None  # of N elements, bool
+    drops: bool  # whether the mask says which keys do not count; else which do
+    scale: float
+
+
+def fold(graph: fx.Graph) -> None:
+    """Replace each attention that the kernels take."""
+    if not any(node.target is stored.nvfp4_linear or gemm_nodes.is_of_few_rows(node) for node in graph.nodes):
+        return
+    for node in graph.find_nodes(op="call_function", target=aten.bmm.default):
+        found = match(node)
+        if found is not None and _runs(found):
+            with graph.inserting_before(node):
+                node.replace_all_uses_with(_emit(graph, found))
+    graph.eliminate_dead_code()
+
+
+def _emit(graph: fx.Graph, found: Attention) -> fx.Node:
+    keep = found.mask
+    if keep is not None:
+        keep = _call(graph, aten.reshape.default, keep, [_value(keep).numel()])
+        keep = _call(graph, aten.bitwise_not.default, keep) if found.drops else keep
+    return _call(graph, attention.few_queries, found.q, found.k, found.v, keep, found.scale)
+
+
+def _call(graph: fx.Graph, op: Any, *args: Any) -> fx.Node:
+    node = graph.call_function(op, args)
+    node.meta["val"] = op(*(_value(arg) if isinstance(arg, fx.Node) else arg for arg in args))
+    return node
+
+
+def match(node: fx.Node) -> Attention | None:
+    """The attention whose second product this is."""
+    weights, v = _arguments(node, aten.bmm.default)
+    scores = _softmaxed(_plain(weights))
+    if scores is None:
+        return None
+    mask, drops, scores = _masked(_plain(scores))
+    scale, scores = _scaled(_plain(scores))
+    product = _plain(scores)
+    if product.target is not aten.bmm.default or _value(product).shape != _value(weights).shape:
+        return None
+    q, k = product.args
+    found = Attention(q, k, v, mask, drops, scale)
+    return found if _value(q).shape == _value(node).shape else None
+
+
+def _runs(found: Attention) -> bool:
+    """Whether the kernels take it."""
+    q, k, v = (_value(node) for node in (found.q, found.k, found.v))
+    sizes = q.shape[1:]
+    return (
+        all(isinstance(size, int) for size in sizes)
+        and sizes[0] <= attention.QUERIES
+        and sizes[1] in attention.WIDTHS
+        and q.dtype in attention.DTYPES
+        and q.dtype == k.dtype == v.dtype
+        and q.device.type == "cuda"
+        and capability_of(q.device) >= _CAPABILITY
+    )
+
+
+def _softmaxed(node: Any) -> Any:
+    """What a softmax over the last dimension, as torch decomposes it, is of; None of anything else."""
+    exponentials, total = _arguments(node, aten.div.Tensor)
+    (less,) = _arguments(exponentials, aten.exp.default, 1)
+    scores, top = _arguments(less, aten.sub.Tensor)
+    over = _arguments(total, aten.sum.dim_IntList, 3), _arguments(top, aten.amax.default, 3)
+    return scores if over == ((exponentials, [-1], True), (scores, [-1], True)) else None
+
+
+def _arguments(node: Any, target: Any, count: int = 2) -> tuple[Any, ...]:
+    """So many, None each where the node is of another kind."""
+    is_such = getattr(node, "target", None) is target and len(node.args) == count
+    return tuple(node.args) if is_such else (None,) * count
+
+
+def _masked(node: Any) -> tuple[Any, bool, Any]:
+    """The mask of keys, if it is the same for all queries, whether it says which ones do not count, and what it
+    masks."""
+    mask, first, second = _arguments(node, aten.where.self, 3)
+    if mask is not None and _value(mask).numel() == _value(mask).shape[-1] == _value(node).shape[-1]:
+        if _is_minus_infinity(second):
+            return mask, False, first
+        if _is_minus_infinity(first):
+            negated = mask.target in (aten.bitwise_not.default, aten.logical_not.default)
+            return (mask.args[0], False, second) if negated else (mask, True, second)
+    return None, False, node
+
+
+def _is_minus_infinity(node: fx.Node) -> bool:
+    return node.target in (aten.scalar_tensor.default, aten.full.default) and -math.inf in node.args
+
+
+def _scaled(node: Any) -> tuple[float, Any]:
+    for target in (aten.mul.Tensor, aten.div.Tensor):
+        scores, factor = _arguments(node, target)
+        if isinstance(factor, int | float):
+            return (factor if target is aten.mul.Tensor else 1 / factor), scores
+    return 1.0, node
+
+
+def _plain(node: Any) -> Any:
+    """Without views of the batch and conversions."""
+    while node.target in _SAME:
+        inner, outer = _value(node.args[0]), _value(node)
+        if inner.shape[-2:] != outer.shape[-2:] or inner.numel() != outer.numel():
+            break
+        node = node.args[0]
+    return node
+
+
+def _value(node: Any) -> Tensor:
+    return node.meta["val"]  # type: ignore[no-any-return]

@@ -1,0 +1,84 @@
+"""The pass that has a GEMM read what its output is added to: ``h = x + layer(y)`` becomes one GEMM that writes h.
+
+Left alone, the kernel behind the GEMM, in transformers a norm's reduction, reads the output and the residual and writes
+the sum: 6 bytes an element and the GEMM's 2. The GEMM reads the residual and writes the sum, which the norm reads: 6 in
+all. It is done where CUTLASS's epilogue was measured to pay, and its sum is rounded once: docs/numerics.md.
+
+Of training it is done on the joint graph, before it is cut into forward and backward: behind the cut the backward might
+want the GEMM's own output, from which it would compute the sum again."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from te_inductor import ops
+from te_inductor.passes.graph.gemm_nodes import VIEWS, is_plain, kernel_of
+from te_inductor.templates.cutlass import build
+from te_inductor.templates.cutlass.scaled_mm import ANOTHER, Kernel
+
+aten = torch.ops.aten
+
+
+def fold(graph: fx.Graph) -> None:
+    """Replace ``residual + output`` by `scaled_mm` with `added`."""
+    for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
+        left, right = node.args
+        if node.kwargs or not (isinstance(left, fx.Node) and isinstance(right, fx.Node)):
+            continue
+        for output, residual in ((left, right), (right, left)):
+            gemm = _product(output)
+            if gemm is None or output.meta["val"].shape != node.meta["val"].shape:
+                continue
+            if not _is_residual(residual, gemm, node) or not _alike(gemm, node):
+                continue
+            kernel = _kernel(gemm)
+            if kernel is not None:
+                build.start([kernel])  # beside what is left of the compile
+                _replace(node, output, gemm, residual)
+                break
+
+
+def _product(output: fx.Node) -> fx.Node | None:
+    """The GEMM that `output` is, behind views, where nobody else reads it."""
+    while len(output.users) == 1 and output.target in VIEWS:
+        output = output.all_input_nodes[0]
+    return output if len(output.users) == 1 and is_plain(output) else None
+
+
+def _is_residual(x: fx.Node, gemm: fx.Node, total: fx.Node) -> bool:
+    """Whether it is a tensor in memory, as an input of the graph is, and what others read as well; laid out as the
+    GEMM's output."""
+    value = x.meta["val"]
+    alike = value.shape == total.meta["val"].shape and value.dtype == gemm.meta["val"].dtype and value.is_contiguous()
+    return alike and (x.op == "placeholder" or len(x.users) > 1)
+
+
+def _alike(gemm: fx.Node, total: fx.Node) -> bool:
+    """Whether checkpoints treat both as one."""
+    return all(gemm.meta.get(tag) == total.meta.get(tag) for tag in ("recompute", "ac_graph_id"))
+
+
+def _kernel(gemm: fx.Node) -> Kernel | None:
+    """None where it does not pay."""
+    return kernel_of(gemm, added=ANOTHER)
+
+
+def _replace(total: fx.Node, output: fx.Node, gemm: fx.Node, residual: fx.Node) -> None:
+    graph, rows = total.graph, gemm.meta["val"].shape
+    with graph.inserting_before(total):
+        added = _viewed(residual, rows, total)
+        whole = graph.call_function(ops.scaled_mm, (*gemm.args[:7], None, added))
+        whole.meta = {**total.meta, "val": gemm.meta["val"]}
+        new = _viewed(whole, total.meta["val"].shape, total)
+    total.replace_all_uses_with(new)
+    graph.erase_node(total)
+    while not output.users:  # the GEMM, and views behind it
+        output, unused = output.all_input_nodes[0], output
+        graph.erase_node(unused)
+
+
+def _viewed(x: fx.Node, shape: Sequence[int], like: fx.Node) -> fx.Node:
+    view = x.graph.call_function(aten.view.default, (x, list(shape)))
+    view.meta = {**like.meta, "val": x.meta["val"].view(shape)}
+    return view

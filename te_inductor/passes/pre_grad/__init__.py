@@ -1,0 +1,36 @@
+"""The passes on the graph that Dynamo hands over, before autograd sees it: find the linear layers (`match/`), decide
+about each (`decide/`), and put low-precision ones in their place (`rewrite/`). Each pass takes the compile's one
+`Plan`.
+
+`explain` runs DECIDE alone.
+"""
+
+from collections.abc import Callable
+
+from te_inductor.passes.pre_grad.decide.report import report_sites
+from te_inductor.passes.pre_grad.decide.sites import (
+    check_extras,
+    check_sites,
+    merge_sites,
+    resolve_recipes,
+    weigh_sites,
+)
+from te_inductor.passes.pre_grad.match.sites import inline_attention, inline_contractions, list_products, match_sites
+from te_inductor.passes.pre_grad.plan import Plan
+from te_inductor.passes.pre_grad.rewrite.sites import guard_extras, rewrite_sites, start_builds
+
+Pass = Callable[[Plan], None]
+
+DECIDE: tuple[Pass, ...] = (
+    inline_attention,
+    inline_contractions,
+    match_sites,
+    list_products,
+    resolve_recipes,
+    check_sites,
+    weigh_sites,
+    merge_sites,
+    check_extras,
+    report_sites,
+)
+PASSES: tuple[Pass, ...] = (*DECIDE, guard_extras, start_builds, rewrite_sites)

@@ -1,0 +1,130 @@
+"""Weights that are cast when they have changed, and not at each call: Note [A weight that has not changed]. Which sites
+can have them, and the inputs that bring their copies into the graph.
+
+# Note [Copies that pay]
+A step of k microbatches casts each weight once where its copies are kept, and k times where they are not; each call
+looks at the weight, and 2 bytes a weight more stay in memory. Two Llama-3-8B layers, microseconds of a microbatch's
+casts (H200, torch 2.11.0+cu130, triton 3.6.0, 2026-11-23)::
+
+                                  current   rowwise   delayed   block   mxfp8   nvfp4
+    kept, has not changed             228       359       235     209     257     261
+    kept, has changed                 641       812       494     528    1014    1037
+    cast at each call                1070       997       687     527    1535    2085
+
+and milliseconds of a step, cast at each call and kept (in turn on one card, medians of seven rounds)::
+
+                                  current          rowwise          delayed          block
+    4096 tokens               14.21,  13.75    14.87,  14.74    13.62,  13.39    15.26,  15.28
+    four times 4096           57.22,  54.96    60.15,  58.43    54.72,  53.34    61.20,  60.62
+    16384 tokens              71.35,  71.01                     69.77,  69.26    78.18,  77.63
+    twice 16384              143.42, 141.99                    139.58, 138.97   156.56, 156.17
+
+MXFP8 and NVFP4, whose GEMMs that card emulates, gain 2.0% and 3.8% of a step of one call, 3.8% and 5.6% of one of four.
+Copies lift the peak of memory, which is not above that of bf16 otherwise: to 1.04 to 1.15 times bf16's with 8192 tokens
+or fewer (H100). So they are kept where the user asks for it."""
+
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+
+import torch
+from torch import fx
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from te_inductor import compat
+from te_inductor.diagnostics import Refusal
+from te_inductor.passes.graph.aliases import memory
+from te_inductor.passes.graph.bodies import Bodies
+from te_inductor.passes.pre_grad.decide.support import value
+from te_inductor.passes.pre_grad.match.rule import Match
+from te_inductor.passes.pre_grad.rewrite.inputs import append_input, place_of
+from te_inductor.recipes import DelayedScaling, Recipe, Slots
+from te_inductor.runtime import cached_weights
+from te_inductor.runtime.cached_inputs import KeptInput, KeptInputs, Refresh
+from te_inductor.runtime.cached_weights import Spec, weight_shape
+from te_inductor.runtime.state_inputs import StateInput
+
+PREFIX = "te_kept_"  # of the inputs that hold copies
+# Of scales, that templates/triton/cached_weights.py casts with.
+SCOPES = ("tensor", "row", "128x128", "1x32", "32x32", "1x16", "16x16")
+
+
+def refusal(
+    match: Match, slots: Slots, bodies: Bodies, examples: Sequence[object], written: AbstractSet[StorageWeakRef]
+) -> Refusal | None:
+    """Why a site's weight is cast at each call all the same; `examples` are the inputs that the graph is compiled for,
+    `written` is the memory that it writes."""
+    if slots.weight.scope not in SCOPES:
+        return Refusal("copies with scales of %s are not kept", slots.weight.scope)
+    if not bodies.reaches(match.node.graph):
+        return Refusal("inside a control-flow body, which kept copies do not reach")
+    node = bodies.outer(match.weight)
+    weight = value(node)
+    if not (node.op in ("placeholder", "get_attr") and isinstance(weight, torch.nn.Parameter) and weight.dim() == 2):
+        return Refusal("the weight is computed in the graph, or one of several in a parameter")
+    if memory(node) & written:
+        return Refusal("the weight is changed in the graph, and copies are made before it runs")
+    if not weight.is_contiguous():
+        return Refusal("a parameter of shape %s has strides %s", tuple(weight.shape), weight.stride())
+    if node.op == "placeholder" and examples:
+        parameter = examples[place_of(node)]
+        if isinstance(parameter, torch.Tensor) and compat.is_gathered(parameter):
+            return Refusal("FSDP lets go of the parameter behind each use, and copies would stay")
+    return None
+
+
+class KeptSites:
+    """The kept copies of one graph's weights: appends the inputs, before anything else does, and finds them again."""
+
+    def __init__(self, bodies: Bodies, keeps: KeptInputs) -> None:
+        self.bodies, self.keeps = bodies, keeps
+        self.inputs: dict[fx.Node, KeptInput] = {}  # by the first site's node
+        self.nodes: dict[fx.Node, list[fx.Node]] = {}  # of the root's graph, alike
+
+    def add(self, matches: Sequence[Match], recipe: Recipe, slots: Slots) -> None:
+        """Sites that are one GEMM, or one site."""
+        first = matches[0]
+        owners = [self.bodies.outer(match.weight) for match in matches]
+        stateful = recipe if isinstance(recipe, DelayedScaling) else None
+        spec = Spec(slots.weight, first.transposed, len(matches), stateful)
+        columns = value(first.node).requires_grad and value(first.x).requires_grad
+        places = [str(owner.target) if owner.op == "get_attr" else place_of(owner) for owner in owners]
+        self.inputs[first.node] = KeptInput(places, spec, columns)
+        self.keeps.weights.append(self.inputs[first.node])
+        shape = weight_shape(spec, [value(owner).shape for owner in owners])
+        copies = [shape, shape[::-1]] if columns else [shape]
+        self.nodes[first.node] = self._inputs(spec, copies, value(first.weight))
+
+    def of(self, matches: Sequence[Match], graph: fx.Graph) -> list[fx.Node]:
+        """What stands for their weights' copies in this graph; nothing where there are none."""
+        return [self.bodies.hand(node, graph) for node in self.nodes.get(matches[0].node, [])]
+
+    def scale(self, matches: Sequence[Match], state: StateInput, records: bool) -> None:
+        """Delayed scaling's quantizer of their weight, and whether a call records its amax."""
+        weight = self.inputs[matches[0].node]
+        weight.state, weight.records = state, records
+
+    def _inputs(self, spec: Spec, shapes: Sequence[tuple[int, int]], weight: torch.Tensor) -> list[fx.Node]:
+        """In the order of `Kept.taken`."""
+        quantizer, scope, device = spec.quantizer, spec.quantizer.granularity, weight.device
+        examples = []
+        with weight.fake_mode:  # type: ignore[attr-defined]
+            for rows, columns in shapes:
+                stored = (rows, quantizer.stored(columns))
+                examples.append(torch.empty(stored, dtype=quantizer.format.dtype, device=device))
+                examples.append(torch.empty(scope.scale_shape(rows, columns), dtype=scope.scale.dtype, device=device))
+            if scope.two_level:
+                examples.append(torch.empty((), dtype=torch.float32, device=device))
+        made = []
+        for example in examples:
+            made.append(append_input(self.bodies.root.graph, f"{PREFIX}{len(self.keeps.examples)}", example))
+            self.keeps.examples.append(example)
+        return made
+
+
+def refresh_on(device: torch.device) -> Refresh:
+    """What makes the copies of a graph's weights anew, where they are."""
+    if device.type != "cuda":
+        return cached_weights.refresh
+    from te_inductor.templates.triton.cached_weights import OnDevice
+
+    return OnDevice()

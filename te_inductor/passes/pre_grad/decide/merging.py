@@ -1,0 +1,136 @@
+"""Which sites are one GEMM: linear layers of the same input, such as q, k and v, or gate and up.
+
+One GEMM with N = N₁ + N₂ + … fills the device better than several, and its dgrad sums over all of N in its accumulator,
+where several would write a partial dx each for another kernel to add. The price: they share scales as one layer does,
+the tensor's, or those of rows that run across all of them, which gradients and the weights' column copies have
+(TransformerEngine's fused q/k/v parameter is the same); blocks are whole in each. docs/performance.md has what it
+gains.
+
+The outputs of merged sites are slices of one matrix: their rows are further apart than they are long. What would notice
+stays as it is: a view that merges rows, an in-place change, an output of the graph, code that is not torch's. So does
+what reads a tensor that the graph writes: the site behind the write has another input than the one before it."""
+
+from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+
+from te_inductor.passes.graph.aliases import is_opaque, memory, name
+from te_inductor.passes.pre_grad.decide.support import is_tensor, value
+from te_inductor.passes.pre_grad.match.rule import Emit, Match, Rule, replace
+from te_inductor.recipes import Recipe, Slots
+
+# What may return its operand, or the same dimensions of it; a view in which they have other places; one in which they
+# are split or merged. Any other view is taken to notice.
+_PASSES = frozenset("to type type_as float bfloat16 half contiguous detach dropout".split())
+_REORDERS = frozenset(
+    "transpose permute unsqueeze getitem chunk split tensor_split unbind t T mT movedim swapaxes select narrow expand "
+    "rearrange view_as_complex view_as_real".split()
+)
+_RESHAPES = frozenset("view unflatten reshape flatten view_as reshape_as squeeze".split())
+_COPIES_IF_NEEDED = frozenset("reshape flatten reshape_as".split())
+
+
+def groups(
+    sites: Iterable[tuple[Rule, Match, Recipe, Slots]], written: AbstractSet[StorageWeakRef]
+) -> list[list[Match]]:
+    """Which sites to merge: two or more each, in the graph's order; `written` is the memory that the graph writes."""
+    found: dict[Any, list[Match]] = {}
+    learning: dict[fx.Graph, set[fx.Node]] = {}
+    for rule, match, recipe, slots in sites:
+        if rule.joins and _can_join(match, slots, written):
+            node, weight = value(match.node), value(match.weight)
+            bias = None if match.bias is None else value(match.bias)
+            if match.node.graph not in learning:
+                learning[match.node.graph] = _learning(match.node.graph)
+            # One whose output is detached has no gradient; with another's it would have one of zeros, by which AdamW
+            # decays.
+            learns = match.node in learning[match.node.graph]
+            key = (match.x, recipe, slots, node.dtype, learns, *_kind(weight), *_kind(bias))
+            found.setdefault(key, []).append(match)
+    return [group for group in found.values() if len(group) > 1]
+
+
+def _learning(graph: fx.Graph) -> set[fx.Node]:
+    """What a gradient of the graph's outputs flows to."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        made = pytree.tree_leaves(node.meta.get("example_value"))
+        requires = any(isinstance(one, torch.Tensor) and one.requires_grad for one in made)
+        if requires and any(user.op == "output" or is_opaque(user) or user in found for user in node.users):
+            found.add(node)
+    return found
+
+
+def _kind(tensor: Any) -> tuple[Any, ...]:
+    return () if tensor is None else (tensor.dtype, tensor.device, tensor.requires_grad)
+
+
+def _can_join(match: Match, slots: Slots, written: AbstractSet[StorageWeakRef]) -> bool:
+    scopes = [quantizer.granularity for quantizer in (slots.input, slots.weight, slots.grad_output)]
+    operands = [match.weight] if match.bias is None else [match.weight, match.bias]
+    return (
+        not any(scope.microscaled for scope in scopes)
+        and match.sizes[1] % max(scope.alignment for scope in scopes) == 0
+        and all(operand.op in ("placeholder", "get_attr") for operand in operands)
+        and not any(memory(node) & written for node in (match.node, match.x, *operands))
+        and _may_be_a_slice(match.node, value(match.node).shape[:-1])
+    )
+
+
+def _may_be_a_slice(node: fx.Node, rows: Sequence[Any] | None) -> bool:
+    """Whether nobody can tell that the last dimension of `node`, behind `rows`, is a slice; None: its dimensions have
+    been reordered, so no view may merge any."""
+    for user in node.users:
+        called = name(user)
+        if user.op == "output" or (is_opaque(user) and not _is_attention(user)):
+            return False
+        if not memory(user) & memory(node):
+            continue
+        if called in _RESHAPES and not _keeps(user, rows):
+            if called not in _COPIES_IF_NEEDED:
+                return False
+        elif called in _RESHAPES | _PASSES:
+            if not _may_be_a_slice(user, rows):
+                return False
+        elif called not in _REORDERS or not _may_be_a_slice(user, None):
+            return False
+    return True
+
+
+def _keeps(node: fx.Node, rows: Sequence[Any] | None) -> bool:
+    """Whether a view leaves the rows as they are."""
+    if rows is None or not is_tensor(node) or value(node).dim() <= len(rows):
+        return False
+    return all(statically_known_true(a == b) for a, b in zip(value(node).shape, rows, strict=False))
+
+
+def rewrite(group: Sequence[Match], emit: Emit) -> None:
+    """Replace the sites by one call at the place of the first."""
+    first = group[0]
+    with first.node.graph.inserting_before(first.node):
+        made = emit(group, first.x, [match.weight for match in group])
+        # Attention keeps its operands for its backward, and a slice would keep the whole matrix.
+        clone = torch.ops.aten.clone.default
+        for place, match in enumerate(group):
+            if _is_kept(match.node):
+                made[place] = first.node.graph.call_function(
+                    clone, (made[place],), {"memory_format": torch.contiguous_format}
+                )
+    for match, node in zip(group, made, strict=True):
+        replace(match.node, node)
+
+
+def _is_kept(node: fx.Node) -> bool:
+    """Whether attention reads it without arithmetic in between."""
+    return any(_is_attention(user) or (bool(memory(user) & memory(node)) and _is_kept(user)) for user in node.users)
+
+
+def _is_attention(node: fx.Node) -> bool:
+    called = name(node)
+    return "attention" in called or "attn" in called

@@ -1,0 +1,56 @@
+"""The policy of `options["policy"]`: which layers have a recipe of their own, by module path, or as a function says."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from te_inductor import recipes
+from te_inductor.errors import OptionError, wrong_type
+from te_inductor.recipes import Recipe
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A glob over module paths, or a function of a layer's module path and (M, N, K); and the recipe that it gives."""
+
+    pattern: str | Callable[[str, tuple[int | None, int | None, int | None]], bool]
+    recipe: Recipe | None
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return (
+            self.pattern if isinstance(self.pattern, str) else getattr(self.pattern, "__qualname__", repr(self.pattern))
+        )
+
+    def matches(self, fqn: str, sizes: tuple[Any, Any, Any]) -> bool:
+        """Whether it speaks of this layer. Its function is given None for a size that is symbolic.
+
+        Raises:
+            OptionError: the function raised, or returned no bool.
+        """
+        if isinstance(self.pattern, str):
+            return fnmatchcase(fqn, self.pattern)
+        m, n, k = (size if isinstance(size, int) else None for size in sizes)
+        try:
+            found = self.pattern(fqn, (m, n, k))
+        except Exception as error:
+            raise OptionError(
+                f"policy function {self.name} raised {type(error).__name__} for {fqn or '(root)'} of M={m}, N={n},"
+                f" K={k} (None is a symbolic size): {error}"
+            ) from error
+        if not isinstance(found, bool):
+            raise OptionError(
+                wrong_type(f"what policy function {self.name} returned for {fqn or '(root)'}", found, "a bool")
+            )
+        return found
+
+
+def entries(policy: Iterable[tuple[Any, object]]) -> list[Entry]:
+    return [Entry(pattern, recipes.resolve(spec)) for pattern, spec in policy]
+
+
+def first(policy: Iterable[Entry], fqn: str, sizes: tuple[Any, Any, Any]) -> Entry | None:
+    """The entry that gives the layer its recipe."""
+    return next((entry for entry in policy if entry.matches(fqn, sizes)), None)

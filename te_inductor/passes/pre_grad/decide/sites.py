@@ -1,0 +1,131 @@
+"""The passes that decide about each site: its recipe, whether it can run, whether that pays, and beside which
+others."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from te_inductor import recipes
+from te_inductor.diagnostics import Refusal, Unmet
+from te_inductor.ops.stored_weight import StoredWeight
+from te_inductor.passes.graph.bodies import Bodies
+from te_inductor.passes.pre_grad.decide import (
+    cached_weights as kept,
+)
+from te_inductor.passes.pre_grad.decide import (
+    merging,
+    policy,
+    regions,
+    size_rule,
+    support,
+    transforms,
+    weight_grads,
+)
+from te_inductor.passes.pre_grad.plan import Candidate, Plan
+from te_inductor.passes.pre_grad.rewrite import delayed
+from te_inductor.recipes import DelayedScaling
+from te_inductor.recipes.regions import Region, active
+from te_inductor.runtime.delayed import check_functions
+
+
+def resolve_recipes(plan: Plan) -> None:
+    """Give each site its recipe: none where autocast is disabled, else that of the first policy entry that matches it,
+    else that of the region, else the default."""
+    default = recipes.resolve(plan.options.recipe)
+    entries = policy.entries(plan.options.policy)
+    used = set()
+    for candidate in plan.candidates:
+        region = _region(candidate.regions)
+        entry = policy.first(entries, candidate.fqn, candidate.match.sizes)
+        used.add(entry)
+        weight = support.value(candidate.match.weight)
+        if isinstance(weight, StoredWeight):
+            candidate.recipe, candidate.stored = weight.recipe, True
+        elif region.enabled:
+            candidate.by_policy = entry is not None
+            candidate.recipe = entry.recipe if entry else region.recipe or default  # type: ignore[assignment]
+            if candidate.recipe is not None and not candidate.recipe.of_stored_weights:
+                candidate.slots = candidate.recipe.slots_of(candidate.fqn)
+    for site in plan.unlowered:
+        region = _region(site.regions)
+        entry = policy.first(entries, site.fqn, site.product.sizes)
+        used.add(entry)
+        if region.enabled:
+            site.recipe = entry.recipe if entry else region.recipe or default  # type: ignore[assignment]
+    plan.report.unused_policy.extend(entry.name for entry in entries if entry not in used)
+
+
+def _region(regions: Sequence[Region | None]) -> Region:
+    """Of several, which are refused, one that is enabled: so that the refusal is told."""
+    around = [region or active() for region in regions]
+    return next((region for region in around if region.enabled), around[0])
+
+
+def check_sites(plan: Plan) -> None:
+    """Ask each rule whether the site can run as it should; a refusal leaves the site in high precision."""
+    bodies, transforms_of = Bodies(plan.gm), transforms.transforms_of(plan.gm)
+    for candidate in plan.candidates:
+        match, weight = candidate.match, support.value(candidate.match.weight)
+        if candidate.recipe is not None and candidate.recipe.of_stored_weights and not candidate.stored:
+            candidate.refusal = support.not_stored(candidate.recipe, weight)
+        elif candidate.slots is not None:
+            candidate.refusal = (
+                regions.refusal(candidate.regions)
+                or transforms.refusal(transforms_of.get(match.node))
+                or candidate.rule.check(match)
+                or support.blocks(candidate.slots, weight, *match.sizes[1:])
+            )
+            candidate.emulated = None if candidate.refusal else support.emulated(candidate.slots, weight.device)
+        if candidate.low and isinstance(candidate.recipe, DelayedScaling):
+            check_functions(candidate.recipe, weight.device)
+            candidate.refusal = delayed.refusal(match, bodies, transforms_of.get(match.node))
+
+
+def weigh_sites(plan: Plan) -> None:
+    """Sites that would be slower in low precision stay as they are, unless the policy names them, or they are emulated,
+    which is never faster and is asked for the sake of its numerics."""
+    by_input: dict[Any, list[Candidate]] = {}
+    for site in plan.candidates:
+        if site.low and not site.by_policy and not site.emulated:
+            by_input.setdefault((site.match.x, site.recipe), []).append(site)
+    for sites in by_input.values():
+        refusal = size_rule.refusal([site.match for site in sites])
+        for site in sites:
+            site.refusal = refusal
+
+
+def merge_sites(plan: Plan) -> None:
+    """Linear layers of the same input and recipe become one GEMM."""
+    sites = [
+        (site.rule, site.match, site.recipe, site.slots)
+        for site in plan.candidates
+        if site.recipe and site.slots and not site.refusal
+    ]
+    plan.merged.extend(merging.groups(sites, plan.written))
+
+
+def check_extras(plan: Plan) -> None:
+    """Which weights are cast once, and which gradients do not go to autograd, where the options ask for it; sites that
+    are one GEMM all are, or none."""
+    bodies, sites = Bodies(plan.gm), {site.match.node: site for site in plan.candidates if site.low}
+    checks: dict[str, Callable[[Candidate], Refusal | None]] = {}
+    if plan.options.weights != "each_call":
+        checks["weights"] = lambda site: kept.refusal(site.match, site.slots, bodies, plan.inputs, plan.written)  # type: ignore[arg-type]
+    if plan.gradients.takers:
+        checks["wgrad"] = lambda site: (
+            weight_grads.refusal(site.match, site.slots, bodies, plan.inputs, plan.options)  # type: ignore[arg-type]
+            if weight_grads.wanted(site.match)
+            else None
+        )
+    for option, check in checks.items():
+        refusals = {node: check(site) for node, site in sites.items()}
+        for group in plan.merged:
+            why = next((refusals[match.node] for match in group if refusals[match.node]), None)
+            refusals |= {match.node: why for match in group}
+        for node, refusal in refusals.items():
+            if refusal is not None:
+                sites[node].unmet[option] = refusal
+                plan.report.unmet.append(Unmet(option, sites[node].fqn, str(refusal)))
+    if plan.gradients.takers:
+        high = (site for site in plan.candidates if site.refusal and weight_grads.wanted(site.match))
+        reason = "the layer stays in high precision, so that its weight gradient goes to autograd"
+        plan.report.unmet.extend(Unmet("wgrad", site.fqn, reason) for site in high)

@@ -1,0 +1,71 @@
+"""Which sites would be slower in low precision: small ones, and those of few tokens, whose weights are cast for little
+work.
+
+# Note [Size rule]
+FP8 halves the time of a site's GEMMs and adds casts of their operands: bytes to move, kernels to launch. The rule
+compares the two, for the sites of one input together, with figures measured on an H200 (torch 2.11.0+cu130, 2026-11-20;
+the table "Where padding and small sizes stop to pay" of docs/performance.md). It errs towards high precision, since
+whole models of small layers were slower than their layers alone: SmolLM-360M (hidden size 960, 16384 tokens, H100) took
+1.12 times as long as bf16 under delayed scaling, for which the saving of every layer was above its cost, and BERT-large
+(1024) 1.01 times under current. So
+
+- the saving has to be `MARGIN` times the cost;
+- the cost is that of current scaling under every recipe: delayed scaling, which moves fewer bytes, was slower there;
+- both sizes of the weight have to be `NARROW` or more. Each is the length that one of the GEMMs adds up, and an FP8
+  GEMM of a short one spends its time on what does not depend on the format: filling its pipeline, writing its output.
+
+It holds for compute capability 9.0; where the number of rows is a symbol, the last part alone. A policy entry that
+names a site overrides it."""
+
+from collections.abc import Sequence
+
+from te_inductor.compat import capability_of
+from te_inductor.diagnostics import Refusal
+from te_inductor.passes.pre_grad.decide.support import value
+from te_inductor.passes.pre_grad.match.rule import Match
+
+CAPABILITY = (9, 0)
+BF16_FLOPS = 650e12  # per second
+FP8_FLOPS = 1250e12
+BYTES = 2.6e12  # per second, of casts that stand alone
+LAUNCH = 2.2e-6  # seconds that a kernel more costs
+MARGIN = 1.4
+NARROW = 1536
+
+
+def refusal(matches: Sequence[Match]) -> Refusal | None:
+    """Why sites of one input are better left alone; None where they pay or nothing is known."""
+    match = matches[0]
+    device = value(match.weight).device
+    m, _, k = match.sizes
+    n = sum(match.sizes[1] for match in matches)
+    if device.type != "cuda" or capability_of(device) != CAPABILITY:
+        return None
+    if min(n, k) < NARROW:
+        return Refusal(
+            "too small for FP8 to pay: M=%s, N=%d, K=%d, where less than %d is narrow (a policy entry overrides this)",
+            *(m, n, k, NARROW),
+        )
+    if not isinstance(m, int):
+        return None
+    gemms = len(list(match.gemms()))
+    saved = 2 * gemms * m * n * k * (1 / BF16_FLOPS - 1 / FP8_FLOPS)
+    cost = _bytes(m, n, k, gemms > 1) / BYTES + _kernels(gemms > 1) * LAUNCH
+    if saved >= MARGIN * cost:
+        return None
+    return Refusal(
+        "too small for FP8 to pay: M=%d, N=%d, K=%d, it would save %.0f us and cost %.0f us, where it has to save %.1f"
+        " times as much (a policy entry overrides this)",
+        *(m, n, k, 1e6 * saved, 1e6 * cost, MARGIN),
+    )
+
+
+def _bytes(m: int, n: int, k: int, training: bool) -> int:
+    """Read bf16, once more to find the scale; write a row copy and, in training, a column copy."""
+    elements = m * k + n * k + (m * n if training else 0)
+    return elements * (4 + (2 if training else 1))
+
+
+def _kernels(training: bool) -> int:
+    """A cast a tensor, and an amax in two stages before it."""
+    return 3 * (3 if training else 2)

@@ -1,0 +1,142 @@
+"""What a site must be to run in low precision. Each check returns None or the reason why not."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch.utils import _pytree as pytree
+
+from te_inductor import compat
+from te_inductor.compat import capability_of
+from te_inductor.diagnostics import Refusal
+from te_inductor.recipes import Recipe, Slots
+from te_inductor.recipes.formats import padded
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Padding N and K to 16 may multiply a GEMM's work by this much: midway between a win and a loss, measured on an H200
+# (benchmarks/padding.py, docs/performance.md, 2026-11-20). Padded by 1.12, forward and backward take 0.88 of bf16's
+# time, padded by 1.20, 1.8 of it.
+MAX_PADDING = 1.16
+MIN_CAPABILITY = (8, 9)  # first CUDA devices with FP8 tensor cores
+
+
+def value(node: fx.Node) -> torch.Tensor:
+    """The fake tensor that Dynamo traced for a node."""
+    return node.meta["example_value"]  # type: ignore[no-any-return]
+
+
+def is_tensor(node: Any) -> bool:
+    return isinstance(node, fx.Node) and isinstance(node.meta.get("example_value"), torch.Tensor)
+
+
+def is_wrapped(node: fx.Node) -> bool:
+    """Whether a transform of torch.func is around a call: outside of it nothing can be traced in the call's place."""
+    results = pytree.tree_leaves(node.meta.get("example_value"))
+    return any(
+        isinstance(one, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(one) for one in results
+    )
+
+
+@contextmanager
+def as_traced(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> Iterator[None]:
+    """What Dynamo traced a call in that made this fake tensor of those: other calls in it take the call's place."""
+    mixed = any(fake.is_floating_point() and fake.dtype != output.dtype for fake in inputs)
+    autocast = torch.autocast(output.device.type, dtype=output.dtype, enabled=mixed)
+    fake_mode: Any = output.fake_mode  # type: ignore[attr-defined]
+    # Only Python's dispatcher takes symbolic sizes in `linear` of a frozen weight (torch 2.11).
+    with enable_python_dispatcher(), fake_mode, torch.set_grad_enabled(output.requires_grad), autocast:
+        yield
+
+
+def device(device: torch.device) -> Refusal | None:
+    if device.type == "cpu":
+        return None
+    if device.type != "cuda":
+        return Refusal("device type %s has no FP8 GEMM", device.type)
+    if torch.version.hip is not None:
+        return Refusal("an AMD GPU (ROCm %s), the kernels are for NVIDIA's", torch.version.hip)
+    capability = capability_of(device)
+    if capability < MIN_CAPABILITY:
+        return Refusal("compute capability %d.%d has no FP8 tensor cores, 8.9 is the first", *capability)
+    return None
+
+
+def tensors(x: torch.Tensor, weight: torch.Tensor) -> Refusal | None:
+    for name, tensor in (("input", x), ("weight", weight)):
+        if tensor.dtype not in DTYPES:
+            return Refusal(
+                "%s dtype %s is not float32, bfloat16 or float16", name, str(tensor.dtype).removeprefix("torch.")
+            )
+        if tensor.layout != torch.strided or torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
+            return Refusal("%s is a %s, not a plain strided tensor", name, type(tensor).__name__)
+    return device(weight.device)
+
+
+def sizes(m: Any, n: Any, k: Any) -> Refusal | None:
+    if not (isinstance(n, int) and isinstance(k, int)):
+        return Refusal("weight of symbolic size %s x %s", n, k)
+    if isinstance(m, int) and m == 0:
+        return Refusal("empty batch")
+    if n == 0 or k == 0:
+        return Refusal("empty weight %d x %d", n, k)
+    work = padded(n) * padded(k) / (n * k)
+    if work > MAX_PADDING:
+        return Refusal("N=%d, K=%d would be padded to multiples of 16: %.2fx the work", n, k, work)
+    return None
+
+
+def bias(bias: torch.Tensor | None, n: int) -> Refusal | None:
+    """`addmm` adds whatever can be expanded to the product, and so does `F.linear`, which calls it."""
+    if bias is None or bias.shape == (n,):
+        return None
+    return Refusal("adds a tensor of shape %s, not a bias of N elements", tuple(bias.shape))
+
+
+def blocks(slots: Slots, weight: torch.Tensor, n: int, k: int) -> Refusal | None:
+    """What scales of blocks ask for beyond the checks above."""
+    if not slots.fprop.blocked or emulated(slots, weight.device):
+        return None
+    if not slots.fprop.microscaled and weight.device.type == "cuda" and not compat.has_block_scaled_mm(weight.device):
+        capability = capability_of(weight.device)
+        return Refusal(
+            "scales of blocks want compute capability 9.0 and CUDA 12.9, here are %d.%d and %s",
+            *capability,
+            torch.version.cuda,
+        )
+    alignment = slots.input.granularity.alignment
+    work = (padded(n) * padded(k, alignment) + padded(n, alignment) * padded(k)) / (2 * n * k)  # fprop and dgrad
+    if work > MAX_PADDING:
+        return Refusal("N=%d, K=%d would be padded to multiples of %d: %.2fx the work", n, k, alignment, work)
+    return None
+
+
+def not_stored(recipe: Recipe, weight: torch.Tensor) -> Refusal:
+    """Of a recipe for stored weights, and a weight that is not."""
+    return Refusal(
+        "weight is a plain %s tensor; te_inductor.quantize_(model, %r) stores it first",
+        str(weight.dtype).removeprefix("torch."),
+        recipe.name,
+    )
+
+
+def emulated(slots: Slots, device: torch.device) -> Refusal | None:
+    """Why a site multiplies what its low-precision operands stand for; None where the operands themselves are
+    multiplied."""
+    if not slots.fprop.microscaled or compat.has_microscaled_mm(device):
+        return None
+    dtype = "bfloat16" if device.type == "cuda" else "float32"
+    scopes = ", ".join(sorted({scope for gemm in (slots.fprop, slots.wgrad) for scope in gemm.scopes}))
+    return Refusal(
+        "no tensor cores for scales of %s on %s: exact values, multiplied in %s, no faster than high precision",
+        *(scopes, _named(device), dtype),
+    )
+
+
+def _named(device: torch.device) -> str:
+    if device.type != "cuda":
+        return device.type
+    major, minor = capability_of(device)
+    return f"compute capability {major}.{minor}"

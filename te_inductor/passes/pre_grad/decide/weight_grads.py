@@ -1,0 +1,114 @@
+"""Sites whose weight gradient does not go to autograd: their backward adds it to the parameter's `main_grad` (Note
+[Gradients that are added in the backward]) or leaves its GEMM for later (Note [Weight gradients that wait]). Which can,
+and the inputs that bring what takes them into the graph."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import fx
+
+from te_inductor import compat
+from te_inductor.config import Options
+from te_inductor.diagnostics import Refusal
+from te_inductor.passes.graph.bodies import Bodies
+from te_inductor.passes.pre_grad.decide.support import value
+from te_inductor.passes.pre_grad.match.rule import Match
+from te_inductor.passes.pre_grad.rewrite.inputs import append_input, place_of
+from te_inductor.recipes import Slots
+from te_inductor.runtime.deferred_wgrads import TICKETS
+from te_inductor.runtime.gradient_inputs import GradientInputs
+from te_inductor.runtime.main_grads import MAIN_GRADS, checked
+
+TAKERS = {"main_grad": MAIN_GRADS, "deferred": TICKETS}  # by options["wgrad"]
+
+
+def wanted(match: Match) -> bool:
+    """Whether the site has a weight gradient at all."""
+    return value(match.node).requires_grad and value(match.weight).requires_grad
+
+
+def refusal(match: Match, slots: Slots, bodies: Bodies, examples: Sequence[object], options: Options) -> Refusal | None:
+    """Why a site's weight gradient goes to autograd all the same; `examples` are the inputs that the graph is compiled
+    for.
+
+    Raises:
+        MainGradError: there is a main_grad that does not fit its parameter.
+    """
+    if not bodies.reaches(match.node.graph):
+        return Refusal("inside a control-flow body, which option 'wgrad' does not reach")
+    node = bodies.outer(match.weight)
+    if not _is_whole(node):
+        return Refusal("the weight is computed in the graph, or one of several in a parameter")
+    if match.transposed:
+        return Refusal("the parameter holds the transpose of what the GEMM computes")
+    if compat.inside_ddp():
+        return Refusal("DistributedDataParallel reduces what autograd has of it, in the backward")
+    parameter = examples[place_of(node)] if examples else None
+    if options.wgrad == "deferred":
+        return _not_deferred(slots, parameter, value(match.weight).device, options)
+    if not isinstance(getattr(parameter, "main_grad", None), torch.Tensor):
+        return Refusal("the parameter has no main_grad")
+    checked(parameter)  # type: ignore[arg-type]
+    return None
+
+
+def _is_whole(weight: fx.Node) -> bool:
+    """Whether it is a parameter and nothing else."""
+    return weight.op == "placeholder" and isinstance(value(weight), torch.nn.Parameter) and value(weight).dim() == 2
+
+
+def guard_on_totals(matches: Iterable[Match], bodies: Bodies, examples: Sequence[object]) -> None:
+    """Have Dynamo compile anew where a parameter has a main_grad that had none, or the other way round: other modules
+    of the class run the same graph, and whoever makes totals may do so after a first call."""
+    for node in dict.fromkeys(bodies.outer(match.weight) for match in matches if wanted(match)):
+        if _is_whole(node):
+            compat.guard_on_attribute(node, examples[place_of(node)], "main_grad")
+
+
+def _not_deferred(slots: Slots, parameter: object, device: torch.device, options: Options) -> Refusal | None:
+    if device.type == "cuda" and _in_cuda_graphs(options):
+        return Refusal("its operands would be in a CUDA graph's memory, which the next replay overwrites")
+    if slots.wgrad.microscaled and compat.has_microscaled_mm(device):
+        return Refusal(
+            "this device's tensor cores for scales of %s are reached by generated code alone", slots.input.scope
+        )
+    if isinstance(parameter, torch.Tensor) and compat.is_gathered(parameter):
+        return Refusal("FSDP reduces the parameter's gradient at the end of the backward")
+    return None
+
+
+def _in_cuda_graphs(options: Options) -> bool:
+    from torch._inductor import config
+
+    patches = torch._TorchCompileInductorWrapper(options.mode, dict(options.inductor), None).config
+    return bool(patches.get("triton.cudagraphs", config.triton.cudagraphs))
+
+
+class GradientSites:
+    """What takes the gradients of one graph's weights: appends the inputs, and finds them again."""
+
+    def __init__(self, bodies: Bodies, inputs: GradientInputs) -> None:
+        self.bodies, self.inputs = bodies, inputs
+        self.nodes: dict[fx.Node, fx.Node] = {}  # of the root's graph, by the parameter's
+
+    def add(self, match: Match) -> None:
+        owner = self.bodies.outer(match.weight)
+        if owner in self.nodes:
+            return
+        weight, takers = value(owner), self.inputs.takers
+        assert takers is not None  # sites are added where the option asks for it
+        with weight.fake_mode:  # type: ignore[attr-defined]
+            example = takers.example(weight)
+        name = f"te_{takers.name}_{len(self.inputs.examples)}"
+        self.inputs.parameters.append(place_of(owner))
+        self.nodes[owner] = append_input(self.bodies.root.graph, name, example)
+        self.inputs.examples.append(example)
+
+    def of(self, matches: Sequence[Match], graph: fx.Graph) -> dict[str, list[fx.Node]]:
+        """What stands for those of some sites in this graph, by the name of `te_inductor.linears`' argument; nothing
+        where there are none."""
+        takers, owners = self.inputs.takers, [self.bodies.outer(match.weight) for match in matches]
+        found = (wanted(match) and owner in self.nodes for match, owner in zip(matches, owners, strict=True))
+        if takers is None or not all(found):
+            return {}
+        return {takers.name: [self.bodies.hand(self.nodes[owner], graph) for owner in owners]}

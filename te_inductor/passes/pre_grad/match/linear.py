@@ -1,0 +1,122 @@
+"""The forms in which models write a linear layer: F.linear, products with a parameter, addmm, batched products."""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from te_inductor.diagnostics import Refusal
+from te_inductor.passes.graph.aliases import name
+from te_inductor.passes.pre_grad.decide.support import is_tensor, value
+from te_inductor.passes.pre_grad.match.rule import Call, Emit, Match, Rule, replace
+
+# Methods and functions between a parameter and the product that uses it: views and casts of the same values
+# (torch 2.15 writes p.T as aten.numpy_T(p), earlier releases as getattr(p, "T")).
+_VIEWS = frozenset(
+    "t T mT H mH numpy_T transpose swapaxes swapdims permute movedim moveaxis adjoint to type type_as float bfloat16"
+    " half contiguous clone detach _get_data_attr getattr view view_as reshape reshape_as flatten unflatten unsqueeze"
+    " squeeze expand getitem select narrow chunk split split_with_sizes tensor_split unbind".split()
+)
+
+
+def from_parameter(node: Any) -> bool:
+    """Whether a node is a parameter, or views and casts of one."""
+    while isinstance(node, fx.Node):
+        if is_tensor(node) and isinstance(value(node), torch.nn.Parameter):
+            return True
+        if node.op not in ("call_method", "call_function") or name(node) not in _VIEWS or not node.args:
+            return False
+        node = node.args[0]
+    return False
+
+
+def _of_activation(x: Any, weight: Any) -> bool:
+    """And not of two parameters, as where an adapter's are multiplied to be added to a weight."""
+    return is_tensor(x) and from_parameter(weight) and not from_parameter(x)
+
+
+class Linear(Rule):
+    """``F.linear(x, w, bias)``, which `nn.Linear` calls."""
+
+    pattern: ClassVar[str] = "linear"
+    joins: ClassVar[bool] = True
+
+    def match(self, node: fx.Node) -> Match | None:
+        call = Call.read(node)
+        if call is None or call.name != "linear":
+            return None
+        x, weight, bias = (call.operands.get(name) for name in ("input", "weight", "bias"))
+        if not (is_tensor(x) and is_tensor(weight)) or value(weight).dim() != 2:  # type: ignore[arg-type]
+            return None
+        return Match(node, x, weight, bias)  # type: ignore[arg-type]
+
+
+class Product(Rule):
+    """``x @ p``, `torch.matmul`, `torch.mm`, where p is a (K, N) parameter or a view of one."""
+
+    pattern: ClassVar[str] = "matmul"
+
+    def match(self, node: fx.Node) -> Match | None:
+        call = Call.read(node)
+        if call is None or call.name not in ("matmul", "mm"):
+            return None
+        x, weight = call.operands.get("input"), call.operands.get("other", call.operands.get("mat2"))
+        if not _of_activation(x, weight) or value(weight).dim() != 2:  # type: ignore[arg-type]
+            return None
+        return Match(node, x, weight, transposed=True)  # type: ignore[arg-type]
+
+
+class Addmm(Rule):
+    """``torch.addmm(bias, x, p)``: GPT-2's Conv1D."""
+
+    pattern: ClassVar[str] = "linear"
+
+    def match(self, node: fx.Node) -> Match | None:
+        call = Call.read(node)
+        if call is None or call.name != "addmm":
+            return None
+        bias, x, weight = (call.operands.get(name) for name in ("input", "mat1", "mat2"))
+        if not (is_tensor(bias) and _of_activation(x, weight)):
+            return None
+        return Match(node, x, weight, bias, transposed=True, options=tuple(call.options.items()))  # type: ignore[arg-type]
+
+    def check(self, match: Match) -> Refusal | None:
+        for option, factor in match.options:
+            if factor != 1:
+                return Refusal("addmm with %s=%s", option, factor)
+        return super().check(match)
+
+
+class Batched(Rule):
+    """``torch.bmm(x, p)`` and ``x @ p`` with a (B, K, N) parameter: B linear layers, each with its own scales."""
+
+    pattern: ClassVar[str] = "matmul"
+    most: ClassVar[int] = 32  # each is three GEMMs and their casts, to compile and to launch
+
+    def match(self, node: fx.Node) -> Match | None:
+        call = Call.read(node)
+        if call is None or call.name not in ("matmul", "bmm"):
+            return None
+        x, weight = call.operands.get("input"), call.operands.get("other", call.operands.get("mat2"))
+        if not _of_activation(x, weight):
+            return None
+        if value(x).dim() != 3 or value(weight).dim() != 3 or value(x).shape[0] != value(weight).shape[0]:  # type: ignore[arg-type]
+            return None
+        return Match(node, x, weight, transposed=True)  # type: ignore[arg-type]
+
+    def check(self, match: Match) -> Refusal | None:
+        batch = value(match.weight).shape[0]
+        if not isinstance(batch, int) or batch > self.most:
+            return Refusal("batched product of %s matrices, at most %d are unrolled", batch, self.most)
+        return super().check(match)
+
+    def rewrite(self, match: Match, emit: Emit) -> None:
+        aten, graph, node = torch.ops.aten, match.node.graph, match.node
+        with graph.inserting_before(node):
+            products = []
+            for index in range(value(match.weight).shape[0]):
+                x = graph.call_function(aten.select.int, (match.x, 0, index))
+                weight = graph.call_function(aten.select.int, (match.weight, 0, index))
+                weight = graph.call_function(aten.t.default, (weight,))
+                products += emit([match], x, [weight])
+            replace(node, graph.call_function(aten.stack.default, (products,)))

@@ -1,0 +1,143 @@
+"""A rule finds one form of a linear layer in a Dynamo graph: match -> check -> rewrite, without state.
+
+`match` recognises, `check` decides (a `Refusal` is a value that says why not), `rewrite` replaces one node by
+`te_inductor.linears`. A rewrite inserts OpOverload nodes only: other targets would bypass AOTAutograd's cache.
+"""
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from te_inductor import ops
+from te_inductor.diagnostics import Refusal
+from te_inductor.passes.pre_grad.decide import support
+from te_inductor.recipes import Slots
+
+# Calls by one name each, whether they come as a function or as a method, with the names of their operands in order.
+_FUNCTIONS: dict[Any, str] = {
+    torch._C._nn.linear: "linear",
+    torch.nn.functional.linear: "linear",
+    torch.ops.aten.linear.default: "linear",  # from `attention.inline`
+    torch.matmul: "matmul",
+    torch.linalg.matmul: "matmul",
+    torch.mm: "mm",
+    torch.addmm: "addmm",
+    torch.bmm: "bmm",
+    operator.matmul: "matmul",
+}
+_OPERANDS = {
+    "linear": ("input", "weight", "bias"),
+    "matmul": ("input", "other"),
+    "mm": ("input", "mat2"),
+    "addmm": ("input", "mat1", "mat2"),
+    "bmm": ("input", "mat2"),
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A node read as a call of a known name."""
+
+    name: str
+    operands: dict[str, Any]
+    options: dict[str, Any]  # keyword arguments that are no operands, such as alpha
+
+    @staticmethod
+    def read(node: fx.Node) -> "Call | None":
+        if node.op == "call_function":
+            name = _FUNCTIONS.get(node.target)
+        elif node.op == "call_method" and node.target in _OPERANDS and node.target != "linear":
+            name = str(node.target)
+        else:
+            return None
+        if name is None or "out" in node.kwargs:
+            return None
+        operands = dict(zip(_OPERANDS[name], node.args, strict=False))
+        named = {key: value for key, value in node.kwargs.items() if key in _OPERANDS[name]}
+        options = {key: value for key, value in node.kwargs.items() if key not in named}
+        return Call(name, operands | named, options)
+
+
+@dataclass(frozen=True)
+class Match:
+    """One linear layer: ``y = x wᵀ + bias``, where `weight` holds w as (N, K), or as (K, N) where `transposed`."""
+
+    node: fx.Node
+    x: fx.Node  # (..., K)
+    weight: fx.Node
+    bias: fx.Node | None = None
+    transposed: bool = False
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def sizes(self) -> tuple[Any, int, int]:
+        """(M, N, K)"""
+        x, weight = support.value(self.x), support.value(self.weight)
+        n, k = (weight.shape[-1], weight.shape[-2]) if self.transposed else (weight.shape[-2], weight.shape[-1])
+        m: Any = 1
+        for size in x.shape[:-1]:
+            m = m * size
+        return m, n, k
+
+    def gemms(self, rows: int | None = None) -> Iterator[tuple[str, tuple[Any, int, int]]]:
+        """Which GEMMs autograd will ask for, with their M, N, K; `rows` of the weight, where other layers' are
+        added."""
+        m, n, k = self.sizes
+        n = rows or n
+        yield "fprop", (m, n, k)
+        if support.value(self.node).requires_grad:
+            if support.value(self.x).requires_grad:
+                yield "dgrad", (m, k, n)
+            if support.value(self.weight).requires_grad:
+                yield "wgrad", (n, k, m)
+
+
+# Inserts `te_inductor.linears` of the matches' x and their weights (N, K) at the graph's insertion point; a node a
+# match.
+Emit = Callable[[Sequence[Match], fx.Node, Sequence[fx.Node]], list[fx.Node]]
+
+
+class Rule:
+    """One form of a linear layer. Subclasses say how to recognise it, and may add to the check and the rewrite."""
+
+    pattern: ClassVar[str]
+    joins: ClassVar[bool] = False  # may be one GEMM with others of the same input (merging.py)
+
+    def match(self, node: fx.Node) -> Match | None:
+        raise NotImplementedError
+
+    def check(self, match: Match) -> Refusal | None:
+        x, weight = support.value(match.x), support.value(match.weight)
+        bias = None if match.bias is None else support.value(match.bias)
+        return support.tensors(x, weight) or support.sizes(*match.sizes) or support.bias(bias, match.sizes[1])
+
+    def rewrite(self, match: Match, emit: Emit) -> None:
+        graph, node = match.node.graph, match.node
+        with graph.inserting_before(node):
+            weight = (
+                graph.call_function(torch.ops.aten.t.default, (match.weight,)) if match.transposed else match.weight
+            )
+            [new] = emit([match], match.x, [weight])
+            replace(node, new)
+
+
+def call_linears(
+    matches: Sequence[Match], x: fx.Node, weights: Sequence[fx.Node], slots: Slots, **more: Any
+) -> list[fx.Node]:
+    """Insert `te_inductor.linears`, `more` being arguments of it; its output dtype is the node's own, which honours
+    torch.autocast."""
+    biases = [match.bias for match in matches if match.bias is not None]
+    # fx has no name for a constant among arguments.
+    operands: Any = (x, list(weights), biases, slots, support.value(matches[0].node).dtype)
+    ys = x.graph.call_function(ops.linears, operands, more)
+    return [x.graph.call_function(operator.getitem, (ys, place)) for place in range(len(weights))]
+
+
+def replace(node: fx.Node, new: fx.Node) -> None:
+    new.meta = dict(node.meta)
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)

@@ -1,0 +1,48 @@
+"""The passes that find the linear layers of a graph, and its other matrix products."""
+
+from te_inductor.passes.graph.bodies import Bodies
+from te_inductor.passes.graph.module_path import module_path
+from te_inductor.passes.pre_grad.match import RULES, attention, contractions, products
+from te_inductor.passes.pre_grad.plan import Candidate, Plan, Unlowered
+
+
+def inline_attention(plan: Plan) -> None:
+    """Open `F.multi_head_attention_forward`, one node for Dynamo, so that its projections can be seen."""
+    for module in plan.graph_modules():
+        attention.inline(module.graph)
+        module.recompile()
+
+
+def inline_contractions(plan: Plan) -> None:
+    """Put linear layers in the place of other sums of products that are ones."""
+    for module in plan.graph_modules():
+        plan.inlined |= contractions.inline(module.graph)
+        module.recompile()
+
+
+def match_sites(plan: Plan) -> None:
+    """Find every linear layer, and the region of autocast that it is in."""
+    regions_of = plan.regions_of  # even of a graph without layers, which may leave a region open
+    for module in plan.graph_modules():
+        for node in module.graph.nodes:
+            if node.op not in ("call_function", "call_method"):
+                continue
+            for rule in RULES:
+                match = rule.match(node)
+                if match is not None:
+                    plan.candidates.append(
+                        Candidate(rule, match, module_path(node), tuple(regions_of.get(node, [None])))
+                    )
+                    break
+
+
+def list_products(plan: Plan) -> None:
+    """Find all matrix products, and those with a weight among them that no rule matched."""
+    nodes = (node for module in plan.graph_modules() for node in module.graph.nodes)
+    plan.products.extend(product for product in map(products.read, nodes) if product is not None)
+    matched = {candidate.match.node for candidate in plan.candidates}
+    layers = {product.node for product in plan.products if products.is_layer(product)} | matched
+    weights = products.Weights(Bodies(plan.gm), layers, lambda: plan.written)
+    for product, refusal in products.unmatched(plan.products, matched, weights):
+        around = tuple(plan.regions_of.get(product.node, [None]))
+        plan.unlowered.append(Unlowered(product, module_path(product.node), around, refusal))

@@ -1,0 +1,107 @@
+"""What the passes of one compile know: the sites that they found, and what they decided about each."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from te_inductor.config import Options
+from te_inductor.diagnostics import Refusal, Report
+from te_inductor.passes.graph import aliases
+from te_inductor.passes.pre_grad.decide import (
+    cached_weights as kept,
+)
+from te_inductor.passes.pre_grad.decide import (
+    regions,
+    weight_grads,
+)
+from te_inductor.passes.pre_grad.match import contractions
+from te_inductor.passes.pre_grad.match.products import Product
+from te_inductor.passes.pre_grad.match.rule import Match, Rule
+from te_inductor.recipes import Recipe, Slots
+from te_inductor.recipes.regions import Region
+from te_inductor.runtime.cached_inputs import KeptInputs
+from te_inductor.runtime.gradient_inputs import GradientInputs
+from te_inductor.runtime.state_inputs import StateInputs
+from te_inductor.templates.cutlass.scaled_mm import Kernel
+
+
+@dataclass
+class Candidate:
+    """A place that a rule matched, and what the passes decide about it."""
+
+    rule: Rule
+    match: Match
+    fqn: str
+    regions: tuple[Region | None, ...] = (None,)  # of autocast; more than one where a body has callers in several
+    recipe: Recipe | None = None
+    slots: Slots | None = None  # the recipe's, for this site
+    stored: bool = False  # its weight is stored in low precision, which is its recipe: there is nothing to rewrite
+    by_policy: bool = False  # named by a policy entry
+    refusal: Refusal | None = None  # why it stays in high precision
+    emulated: Refusal | None = None  # why its GEMMs multiply in high precision what low precision holds
+    unmet: dict[str, Refusal] = field(default_factory=dict)  # what the options ask for and it does not do: why
+
+    @property
+    def low(self) -> bool:
+        """Whether the site is to be rewritten."""
+        return self.recipe is not None and self.refusal is None and not self.stored
+
+
+@dataclass
+class Unlowered:
+    """A product with a weight that no rule matched."""
+
+    product: Product
+    fqn: str
+    regions: tuple[Region | None, ...]
+    refusal: Refusal
+    recipe: Recipe | None = None  # that it would have
+
+
+@dataclass
+class Plan:
+    """What the passes of one compile know."""
+
+    gm: fx.GraphModule
+    options: Options
+    inputs: Sequence[Any] = ()  # the graph's, as Dynamo hands them to a backend: parameters are the model's own
+    inlined: dict[fx.Node, contractions.Inlined] = field(default_factory=dict)  # layers that were written otherwise
+    candidates: list[Candidate] = field(default_factory=list)
+    products: list[Product] = field(default_factory=list)  # all of the graph, the candidates' too
+    unlowered: list[Unlowered] = field(default_factory=list)
+    merged: list[list[Match]] = field(default_factory=list)  # sites that are one GEMM
+    report: Report = field(default_factory=Report)
+    libraries: set[Kernel] = field(default_factory=set)  # CUTLASS kernels that its GEMMs will be
+    state: StateInputs = field(init=False)  # what the rewritten graph takes besides its inputs
+    kept: KeptInputs = field(init=False)  # and before that
+    gradients: GradientInputs = field(init=False)  # and between those
+
+    def __post_init__(self) -> None:
+        self.state = StateInputs(self.options.fallback)
+        self.kept = KeptInputs(kept.refresh_on, self.options.fallback)
+        self.gradients = GradientInputs(weight_grads.TAKERS.get(self.options.wgrad))
+
+    @property
+    def reads_active_region(self) -> bool:
+        """Whether the thread's autocast has a say in any site."""
+        return any(None in site.regions for site in self.candidates) or any(
+            None in site.regions for site in self.unlowered
+        )
+
+    @functools.cached_property
+    def regions_of(self) -> dict[fx.Node, list[Region | None]]:
+        """The regions of autocast that each node is in. Asked for once, behind the passes that put nodes in."""
+        return regions.regions_of(self.gm)
+
+    @functools.cached_property
+    def written(self) -> set[StorageWeakRef]:
+        """The memory that the graph writes."""
+        return aliases.written(self.gm, self.inputs)
+
+    def graph_modules(self) -> list[fx.GraphModule]:
+        """The graph and the bodies of its higher-order ops, such as checkpoint's."""
+        return [module for module in self.gm.modules() if isinstance(module, fx.GraphModule)]

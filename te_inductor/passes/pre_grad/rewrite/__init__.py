@@ -1,0 +1,1 @@
+"""How the sites that run are rewritten."""

@@ -1,0 +1,293 @@
+"""Sites under delayed scaling: their state stands in the graph as inputs, one set a quantizer.
+
+# Note [A step under delayed scaling]
+What the rewritten graph does, in this order::
+
+    known = read_scales(scales)             copies of all scales, for this forward and its backward
+    step = delayed_step(leaf, …)            nothing now; in the backward, behind all sites: update_scales of the gradients
+    linear(x, w, …, known, step, grad_amax) casts with the known scales; in the backward: record_amax(dy, grad_amax)
+    record_amax(x, amax)                    beside the cast, whose kernel it joins; not under no_grad
+    update_scales(amaxes, …, known)         of inputs and weights, at the end
+
+The copies matter: the backward, and a checkpoint that recomputes, read them after the update has changed the state.
+What the forward changes (state of inputs and weights) the backward leaves alone, and the other way round: AOTAutograd
+hands an input's changes from the forward to the backward by value, which would undo what another microbatch's forward
+did between. The update takes the copies, and does nothing with them, so that the forward makes them all: what a
+forward's outputs do not hang on, as in ``y + 0 * unused(x)``, AOTAutograd's partitioner leaves to the backward, behind
+the update. Sites that quantize the same tensor share its quantizer, so that it is cast once."""
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from te_inductor import ops
+from te_inductor.diagnostics import Refusal
+from te_inductor.passes.graph.bodies import Bodies
+from te_inductor.passes.graph.module_path import holder_path
+from te_inductor.passes.pre_grad.decide.support import is_tensor, value
+from te_inductor.passes.pre_grad.match.rule import Match, call_linears
+from te_inductor.passes.pre_grad.rewrite import first_step
+from te_inductor.passes.pre_grad.rewrite.extras import Extras
+from te_inductor.passes.pre_grad.rewrite.inputs import append_input, place_of
+from te_inductor.recipes import DelayedScaling
+from te_inductor.recipes.delayed import ScaleUpdate
+from te_inductor.runtime import agreement
+from te_inductor.runtime.state import Key
+from te_inductor.runtime.state_inputs import Reader, StateInput, StateInputs
+from te_inductor.runtime.state_sites import Site, weight_site
+
+PREFIX = "te_state_"  # of the inputs that hold state
+
+# Calls that take all of a parameter; any other is part of its quantizers' names.
+_WHOLE = frozenset("t T mT numpy_T permute transpose to type type_as float bfloat16 half contiguous clone".split())
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Where a weight comes from: the root's node of a parameter, and what is taken of it ("" is all of it)."""
+
+    parameter: fx.Node
+    part: str
+
+
+def owner_of(weight: fx.Node, bodies: Bodies) -> Owner | None:
+    """The first parameter that a weight is computed from."""
+    calls: list[str] = []
+    node = bodies.outer(weight)
+    while not isinstance(node.meta.get("example_value"), torch.nn.Parameter):
+        inputs = node.all_input_nodes
+        if not inputs:
+            return None
+        name = getattr(node.target, "__name__", str(node.target)).partition(".")[0]
+        constants = [_text(arg) for arg in (*node.args, *node.kwargs.values()) if not isinstance(arg, fx.Node)]
+        if (constants[0] if name == "getattr" else name) not in _WHOLE:
+            calls.append("_".join([name, *constants]))
+        node = bodies.outer(inputs[0])
+    return Owner(node, ".".join(reversed(calls)))
+
+
+def _text(constant: Any) -> str:
+    if isinstance(constant, slice):
+        ends = f"{constant.start or ''}:{'' if constant.stop is None else constant.stop}"
+        return ends if constant.step is None else f"{ends}:{constant.step}"
+    if isinstance(constant, tuple | list):
+        return f"({','.join(map(_text, constant))})"
+    return str(constant)
+
+
+def refusal(match: Match, bodies: Bodies, transforms: str | None) -> Refusal | None:
+    """Why a site can keep no state; `transforms` of torch.func that it is in let nothing outside of them be written."""
+    if transforms is not None:
+        return Refusal("delayed scaling inside a transform of torch.func (%s), which keeps no state", transforms)
+    if not bodies.reaches(match.node.graph):
+        return Refusal("delayed scaling inside a control-flow body, which its state does not reach")
+    owner = owner_of(match.weight, bodies)
+    if owner is None:
+        return Refusal("delayed scaling keeps its state with a parameter, and the weight comes from none")
+    return None
+
+
+@dataclass
+class _Step:
+    """The quantizers whose scales one `update_scales` updates, as nodes of the root's graph."""
+
+    amaxes: list[fx.Node] = field(default_factory=list)
+    scales: list[fx.Node] = field(default_factory=list)
+    histories: list[fx.Node] = field(default_factory=list)
+    sites: list[Site] = field(default_factory=list)
+
+    def operands(self) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
+        return self.amaxes, self.scales, self.histories
+
+
+@dataclass(eq=False)
+class _Quantizer:
+    """One quantizer of the graph: its state as nodes of the root's graph, and which it is in what read_scales reads."""
+
+    state: StateInput
+    place: int
+    amax: fx.Node
+    scale: fx.Node
+    history: fx.Node
+
+
+class DelayedSites:
+    """Rewrites the sites of one graph and one recipe. `emit` each, last first; then `finish`."""
+
+    def __init__(
+        self,
+        bodies: Bodies,
+        inputs: StateInputs,
+        recipe: DelayedScaling,
+        sites: list[tuple[str, Match]],
+        merged: Sequence[Sequence[Match]],
+        extras: Extras,
+    ) -> None:
+        self.bodies, self.inputs, self.recipe, self.slots = bodies, inputs, recipe, recipe.slots()
+        self.extras = extras
+        self.graph = bodies.root.graph
+        self.paths = {match.node: path for path, match in sites}
+        self.forward, self.backward = _Step(), _Step()
+        self.quantizers: dict[Reader, _Quantizer] = {}
+        self.shared: dict[Reader, list[Reader]] = {}
+        self._share([match for _, match in sites], merged)
+        self.recorded: set[tuple[_Quantizer, fx.Node]] = set()
+        self.in_grad_mode = bodies.in_grad_mode()
+        # torch may put grad-mode and autocast nodes before the inputs, as where DDP splits a graph.
+        inputs_end = self.graph.find_nodes(op="placeholder")[-1]
+        with self.graph.inserting_after(inputs_end):
+            self.read = self.graph.call_function(ops.read_scales, ([],))
+        with self.graph.inserting_after(self._first_in_grad_mode()):
+            self.step = self.graph.call_function(ops.delayed_step, ())
+        self.known: dict[tuple[_Quantizer, bool], fx.Node] = {}
+
+    def _first_in_grad_mode(self) -> fx.Node:
+        """The node behind which the backward's token is made: autograd has to see it, before any site that trains."""
+        enabled, behind = torch.is_grad_enabled(), False
+        for node in self.graph.nodes:
+            if node.target is torch._C._set_grad_enabled:
+                enabled = bool(node.args[0])
+            behind = behind or node is self.read
+            if behind and enabled:
+                return node  # type: ignore[no-any-return]
+        return self.read
+
+    def _share(self, sites: Sequence[Match], merged: Sequence[Sequence[Match]]) -> None:
+        """Sites that read the same tensor have one quantizer for it, and merged sites one a slot."""
+        readers: dict[fx.Node, list[Reader]] = {}
+        for match in sites:
+            if value(match.weight).dim() == 2:  # each of an unrolled batch has an input of its own
+                readers.setdefault(match.x, []).append(self._reader(match, match.weight, "input"))
+        of_groups = (
+            [self._reader(match, match.weight, slot) for match in group]
+            for group in merged
+            if group[0].node in self.paths
+            for slot in ("weight", "grad_output")
+        )
+        for group in (*readers.values(), *of_groups):
+            joined = list(dict.fromkeys(other for reader in group for other in self.shared.get(reader, [reader])))
+            self.shared |= dict.fromkeys(joined, joined)
+
+    def emit(self, matches: Sequence[Match], x: fx.Node, weights: Sequence[fx.Node]) -> list[fx.Node]:
+        """Insert the linear layers and what records their operands. The quantizers of merged layers are the first
+        one's."""
+        match, weight = matches[0], weights[0]
+        graph, training = x.graph, value(match.node).requires_grad
+        of_x, of_weight = self._quantizer(match, weight, "input"), self._quantizer(match, weight, "weight")
+        known = [*self._known(of_x, graph), *self._known(of_weight, graph)]
+        more: dict[str, Any] = self.extras.of(matches, graph)
+        kept = "kept" in more
+        if training:
+            of_grad = self._quantizer(match, weight, "grad_output")
+            known += self._known(of_grad, graph)
+            more["token"] = self.bodies.hand(self.step, graph)
+            more["grad_amax"] = self.bodies.hand(of_grad.amax, graph)
+            self._add(self.backward, of_grad)
+        if training or match.node in self.in_grad_mode:  # a frozen layer that reads a frozen input needs its scales too
+            self._record(of_x, [x], match.sizes[2])
+            if kept:  # recorded where the weight is looked at
+                self._add(self.forward, of_weight)
+            else:
+                self._record(of_weight, weights, match.sizes[2])
+        if kept:
+            self.extras.keeps.scale(matches, of_weight.state, of_weight.amax in self.forward.amaxes)
+        ys = call_linears(matches, x, weights, self.slots, known=known, **more)
+        first_step.mark(ys[0].all_input_nodes[0], self.recipe)
+        return ys
+
+    def finish(self) -> None:
+        """Fill in what only all sites together know."""
+        scales = [quantizer.scale for quantizer in self.quantizers.values()]
+        self.read.args = (scales,)
+        for (quantizer, inverse), node in self.known.items():
+            node.args = (self.read, quantizer.place + inverse * len(scales))
+        forward, backward = (
+            ScaleUpdate(self.recipe, slot.element, self._agreement())
+            for slot in (self.slots.input, self.slots.grad_output)
+        )
+        if self.forward.amaxes:
+            with self.graph.inserting_before(self.graph.output_node()):
+                operands: Any = (*self.forward.operands(), forward, list(self.known.values()))
+                self.graph.call_function(ops.update_scales, operands)
+        if self.backward.amaxes:
+            self.step.args = (self._leaf(), *self.backward.operands(), backward)  # type: ignore[assignment]
+        else:
+            self.graph.erase_node(self.step)
+
+    def _agreement(self) -> str | None:
+        """What all ranks have to agree on before this graph reduces its amaxes over them."""
+        if not self.recipe.reduce_amax or not (self.forward.sites or self.backward.sites):
+            return None
+        name = agreement.name_of([self.recipe.__fx_repr__()[0], self.forward.sites, self.backward.sites])
+        if name not in self.inputs.agreements:
+            self.inputs.agreements.append(name)
+            agreement.announce(name)
+        return name
+
+    def _reader(self, match: Match, weight: fx.Node, slot: str) -> Reader:
+        owner = owner_of(weight, self.bodies)
+        assert owner is not None  # `refusal` otherwise
+        node = owner.parameter
+        site = Site(self.paths[match.node], holder_path(node), owner.part, slot)
+        key = Key(weight_site(owner.part) if slot == "weight" else site, self.recipe)
+        if node.op == "get_attr":
+            return Reader(str(node.target), key)
+        return Reader(place_of(node), key)
+
+    def _quantizer(self, match: Match, weight: fx.Node, slot: str) -> _Quantizer:
+        reader = self._reader(match, weight, slot)
+        readers = self.shared.get(reader, [reader])
+        if readers[0] not in self.quantizers:
+            state = StateInput(readers, self.paths[match.node], len(self.inputs.quantizers))
+            self.inputs.quantizers.append(state)
+            example = value(match.x)
+            with example.fake_mode:  # type: ignore[attr-defined]
+                shapes = ((), (), (self.recipe.amax_history_len,))
+                tensors = [torch.empty(shape, dtype=torch.float32, device=example.device) for shape in shapes]
+            nodes = [self._input(tensor) for tensor in tensors]
+            self.quantizers[readers[0]] = _Quantizer(state, len(self.quantizers), *nodes)
+        return self.quantizers[readers[0]]
+
+    def _input(self, example: torch.Tensor) -> fx.Node:
+        name = f"{PREFIX}{len(self.inputs.examples)}"
+        self.inputs.examples.append(example)
+        return append_input(self.graph, name, example)
+
+    def _known(self, quantizer: _Quantizer, graph: fx.Graph) -> list[fx.Node]:
+        """Its scale in this step and its reciprocal."""
+        for inverse in (False, True):
+            if (quantizer, inverse) not in self.known:
+                with self.graph.inserting_after(self.read):
+                    self.known[quantizer, inverse] = self.graph.call_function(operator.getitem, (self.read, 0))
+        return [self.bodies.hand(self.known[quantizer, inverse], graph) for inverse in (False, True)]
+
+    def _add(self, step: _Step, quantizer: _Quantizer) -> None:
+        """Once each: a module called twice has one quantizer."""
+        quantizer.state.recorded = True
+        if quantizer.amax not in step.amaxes:
+            step.amaxes.append(quantizer.amax)
+            step.scales.append(quantizer.scale)
+            step.histories.append(quantizer.history)
+            step.sites.append(quantizer.state.readers[0].key.site)
+
+    def _record(self, quantizer: _Quantizer, pieces: Sequence[fx.Node], columns: int) -> None:
+        """Record a tensor's amax, once however many sites read it."""
+        self._add(self.forward, quantizer)
+        new = [piece for piece in pieces if (quantizer, piece) not in self.recorded]
+        self.recorded.update((quantizer, piece) for piece in new)
+        if new:
+            graph = new[0].graph
+            # As `ops.linears` flattens it, so that the amax and the cast are seen to read the same tensor.
+            flat = [graph.call_function(torch.ops.aten.reshape.default, (piece, [-1, columns])) for piece in new]
+            graph.call_function(ops.record_amax, (flat, self.bodies.hand(quantizer.amax, graph)))
+
+    def _leaf(self) -> fx.Node:
+        """Any input that requires a gradient; a site in training implies one."""
+        for node in self.graph.nodes:
+            if node.op in ("placeholder", "get_attr") and is_tensor(node) and value(node).requires_grad:
+                return node  # type: ignore[no-any-return]
+        raise RuntimeError("no input of the graph requires a gradient, though a site does")

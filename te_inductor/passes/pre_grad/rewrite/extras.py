@@ -1,0 +1,22 @@
+"""What a rewritten site takes besides its operands, where the options ask for it: kept copies of its weight, and what
+takes its weight's gradient."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from te_inductor.passes.pre_grad.decide.cached_weights import KeptSites
+from te_inductor.passes.pre_grad.decide.weight_grads import GradientSites
+from te_inductor.passes.pre_grad.match.rule import Match
+
+
+@dataclass(frozen=True)
+class Extras:
+    keeps: KeptSites
+    gradients: GradientSites
+
+    def of(self, matches: Sequence[Match], graph: fx.Graph) -> dict[str, list[fx.Node]]:
+        """Arguments of `te_inductor.linears` by name; those that there are."""
+        kept = self.keeps.of(matches, graph)
+        return ({"kept": kept} if kept else {}) | self.gradients.of(matches, graph)

@@ -1,0 +1,64 @@
+"""The graph of a first step under delayed scaling.
+
+# Note [A first step]
+A quantizer without history knows no scale. Cast with scale 1, gradients below 2**-16 vanish, and those of the layers
+below with them. So where any quantizer of a graph has no history, the call runs another graph: the same, but each
+tensor's scale follows from its own amax, found by a pass over it as under current scaling, by the recipe's formula for
+a history of that one amax. It records and updates as any step does. Which of the two graphs runs is decided on the
+host, once a call (`runtime/state_inputs.py`), and its backward is that graph's: the device is asked for histories from
+the second call on, until all are there, and never again. So the second graph costs the time to compile it, and nothing
+in later steps.
+
+It is compiled only where, when the graph is, some state is not known to have history. What comes without one later, as
+a copy of a model, runs it once by the eager runtime."""
+
+import copy
+
+from torch import fx
+
+from te_inductor import ops
+from te_inductor.recipes import DelayedScaling
+
+_RECIPE = "te_delayed"  # attribute of a `linears` node: its recipe. No metadata, which says that a node is the user's
+_NOT_TAKEN = ("known", "kept")
+
+
+def mark(node: fx.Node, recipe: DelayedScaling) -> None:
+    """Say that a `linears` node is of delayed scaling."""
+    setattr(node, _RECIPE, recipe)
+
+
+def of(root: fx.GraphModule) -> fx.GraphModule:
+    """The graph of a first step, of one that `DelayedSites` has rewritten; the parameters are the same ones."""
+    made = _copied(root)
+    for module in made.modules():
+        if not isinstance(module, fx.GraphModule):
+            continue
+        for node in module.graph.find_nodes(op="call_function", target=ops.linears):
+            recipe = getattr(node, _RECIPE, None)
+            if recipe is not None:
+                node.target = ops.first_linears
+                node.args = (*node.args, recipe)
+                node.kwargs = {name: arg for name, arg in node.kwargs.items() if name not in _NOT_TAKEN}
+        module.recompile()
+    return made
+
+
+def twin(graph: fx.Graph) -> fx.Graph:
+    """A copy. Dynamo also hangs plain attributes on nodes (`_dynamo_source`), which fx does not copy."""
+    made = copy.deepcopy(graph)
+    for node, other in zip(graph.nodes, made.nodes, strict=True):
+        for name in vars(node).keys() - vars(other).keys():
+            setattr(other, name, getattr(node, name))
+    return made
+
+
+def _copied(module: fx.GraphModule) -> fx.GraphModule:
+    made = fx.GraphModule(module, twin(module.graph))
+    for name in vars(module).keys() - vars(made).keys():
+        setattr(made, name, getattr(module, name))
+    made.meta = dict(module.meta)
+    for name, child in module.named_children():
+        if isinstance(child, fx.GraphModule):
+            setattr(made, name, _copied(child))
+    return made

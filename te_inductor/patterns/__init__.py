@@ -1,5 +1,0 @@
-"""Which nodes of a Dynamo graph are linear layers. RULES are tried in order; the first that matches a node owns it."""
-
-from te_inductor.patterns.linear import Addmm, Batched, Linear, Product
-
-RULES = (Linear(), Product(), Addmm(), Batched())

@@ -1,0 +1,192 @@
+"""Kept copies of weights as inputs of a compiled graph: found by the parameters that a call brings, as the state of
+delayed scaling is (`state_inputs.py`), and made to be those of the parameters' values before the graph runs."""
+
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from te_inductor.diagnostics import say
+from te_inductor.runtime import cached_weights
+from te_inductor.runtime.cached_weights import Kept, Look, Spec, kept_of
+from te_inductor.runtime.gradient_inputs import GradientInputs
+from te_inductor.runtime.state_inputs import StateInput, StateInputs
+from te_inductor.runtime.tensor_groups import TensorGroups
+
+Refresh = Callable[[Sequence[Look]], None]
+_BACKWARD, _VIEWS = "CompiledFunctionBackward", 4  # AOTAutograd's node; how many views at most are before it
+_AGAIN = "te_inductor_look_again"  # in such a node's metadata
+
+
+@dataclass
+class KeptInput:
+    """The copies of one GEMM's weight."""
+
+    parameters: Sequence[int | str]  # places among the graph's inputs, or names where the graph holds them
+    spec: Spec
+    columns: bool  # whether the graph reads column copies
+    state: StateInput | None = None  # under delayed scaling, the weight's quantizer
+    records: bool = False  # whether a call records its amax
+
+
+@dataclass
+class _Found:
+    kept: list[Kept]
+    tensors: list[Tensor]
+    refresh: "_Refreshers"
+    again: "_Refreshers"  # of backwards, which record no amax: what they remember is something else
+
+
+class _Refreshers:
+    """One for each device."""
+
+    def __init__(self, refresh_on: Callable[[torch.device], Refresh], kept: Sequence[Kept], fallback: str) -> None:
+        self._on = {device: refresh_on(device) for device in dict.fromkeys(one.seen.device for one in kept)}
+        self._fallback = fallback
+
+    def look(self, looks: Sequence[Look]) -> None:
+        try:
+            for look in looks:
+                look.kept.note(look.weights)
+            for device in self._on:
+                self._refresh(device, [look for look in looks if look.kept.seen.device == device])
+        except BaseException:  # somebody's keyboard: copies are half of one weight
+            _forget(looks)
+            raise
+
+    def _refresh(self, device: torch.device, looks: Sequence[Look]) -> None:
+        """By plain torch from then on where a kernel does not compile. Copies are made whole, and an amax that was
+        recorded is the same one."""
+        try:
+            self._on[device](looks)
+        except Exception:
+            if self._on[device] is cached_weights.refresh:
+                raise
+            failure = traceback.format_exc(limit=-3)
+            _forget(looks)
+            self._on[device] = cached_weights.refresh
+            cached_weights.refresh(looks)
+            say(
+                f"te_inductor: weights are cast once by plain torch, because a kernel failed:\n{failure}",
+                self._fallback,
+            )
+
+
+def _forget(looks: Sequence[Look]) -> None:
+    """What their copies were made of."""
+    for look in looks:
+        look.kept.seen.data.zero_()
+
+
+@dataclass
+class KeptInputs:
+    """All kept weights of a graph, in the order of its inputs."""
+
+    refresh_on: Callable[[torch.device], Refresh]
+    fallback: str = "warn"  # options["fallback"]
+    held: Mapping[str, Tensor] = field(default_factory=dict)  # parameters that the graph holds
+    weights: list[KeptInput] = field(default_factory=list)
+    examples: list[Tensor] = field(default_factory=list)  # fake tensors, one an input
+    _found: TensorGroups[_Found] = field(default_factory=TensorGroups)  # by the parameters
+
+    def of(
+        self, inputs: Sequence[Any], states: StateInputs, state: Sequence[Tensor]
+    ) -> tuple[list[Tensor], "LookAgain | None"]:
+        """What a call with these inputs takes besides, and what its backward has to do; `state` is what it takes of the
+        quantizers of `states`."""
+        if not self.weights:
+            return [], None
+        parameters = [[self._parameter(p, inputs) for p in weight.parameters] for weight in self.weights]
+        with cached_weights.LOCK:
+            found = self._of(parameters)
+            if isinstance(parameters[0][0], FakeTensor):
+                return found.tensors, None
+            looks: dict[Kept, Look] = {}
+            for weight, kept, mine in zip(self.weights, found.kept, parameters, strict=True):
+                scaling = states.scaling(weight.state, state) if weight.state else None
+                scale, amax = (scaling.scale, scaling.amax if weight.records else None) if scaling else (None, None)
+                if amax is not None or kept not in looks:  # of a parameter that several sites read there is one look
+                    looks[kept] = Look(kept, mine, scale, amax)
+            found.refresh.look(list(looks.values()))
+            return found.tensors, LookAgain(list(looks.values()), found.again)
+
+    def _parameter(self, place: int | str, inputs: Sequence[Any]) -> Tensor:
+        return self.held[place] if isinstance(place, str) else inputs[place]
+
+    def _of(self, parameters: list[list[Tensor]]) -> _Found:
+        flat = [parameter for group in parameters for parameter in group]
+        found = self._found.get(flat)
+        if found is None:
+            kept = [kept_of(w.spec, group, w.columns) for w, group in zip(self.weights, parameters, strict=True)]
+            tensors = [t for one, w in zip(kept, self.weights, strict=True) for t in one.taken(w.columns)]
+            refreshers = (_Refreshers(self.refresh_on, kept, self.fallback) for _ in range(2))
+            found = _Found(kept, tensors, *refreshers)
+            self._found.set(flat, found)
+        return found
+
+
+class LookAgain:
+    """What a call's backward does first where another look came behind: `Note [A weight that has not changed]`."""
+
+    def __init__(self, looks: Sequence[Look], refreshers: _Refreshers) -> None:
+        self._looks = [look._replace(amax=None) for look in looks]
+        self._counts = [look.kept.looks for look in looks]
+        self._refreshers = refreshers
+
+    def before_backward(self, outputs: Any) -> None:
+        """Of the graph that made these."""
+        for node in {node for output in outputs if isinstance(output, Tensor) for node in _backward_of(output)}:
+            node.metadata[_AGAIN] = self
+            node.register_prehook(_before_backward)
+
+    def if_another_came(self) -> None:
+        with cached_weights.LOCK:
+            if [look.kept.looks for look in self._looks] != self._counts:
+                self._refreshers.look(self._looks)
+
+
+def _before_backward(grads: Any) -> None:
+    """One function for all, as compiled autograd compiles hooks, each once; its trace leaves nothing of this one."""
+    if not torch.compiler.is_compiling():
+        node: Any = torch._C._current_autograd_node()
+        node.metadata[_AGAIN].if_another_came()
+
+
+def _backward_of(output: Tensor) -> Iterator[Any]:
+    """AOTAutograd's, which may be behind those of views."""
+    node = output.grad_fn
+    for _ in range(_VIEWS):
+        if node is None:
+            return
+        if node.name() == _BACKWARD:
+            yield node
+            return
+        node = node.next_functions[0][0] if node.next_functions else None
+
+
+def bind(
+    compiled: Callable[..., Any],
+    kept: KeptInputs,
+    gradients: GradientInputs,
+    states: StateInputs,
+    first: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:
+    """The compiled graph as Dynamo calls it, which knows neither of copies, nor of what takes gradients, nor of state.
+    `first` is the graph of a first step under delayed scaling, where there are states."""
+    if not (kept.weights or gradients.parameters or states.quantizers):
+        return compiled
+
+    def call(*inputs: Any) -> Any:
+        state, is_first = states.of(inputs)
+        copies, again = kept.of(inputs, states, state)
+        given = (*inputs, *copies, *gradients.of(inputs), *state)
+        outputs = (first if is_first and first is not None else compiled)(*given)
+        if again is not None:
+            again.before_backward(outputs)
+        return outputs
+
+    return call

@@ -1,0 +1,217 @@
+"""Kept copies of weights on the GPU: Note [A weight that has not changed]. The kernels of cached_weights_kernels.py
+serve all weights of a graph. Of those whose tiles can be cast by themselves one does everything, in the other cases
+three, or four:
+
+- `kept_weights_scan` reads each weight once: its digest, and its amax, or the amaxes of its rows and columns;
+- `kept_weights_decide` compares the digest with the mark, and finds the scale where one is the tensor's;
+- `kept_weights_scales` makes scales of the amaxes of rows and columns;
+- `kept_weights_cast` reads the weight, compares tiles with their marks where they have them, and writes both copies of
+  what has changed (`kept_weights_cast_microscaled` of cached_microscaled_kernels.py, in MXFP8 and NVFP4).
+
+Nothing comes back to the host, so that a look neither waits nor is decided when a CUDA graph is recorded. The kernels
+find the tensors by tables of addresses, made anew when one has moved."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from te_inductor.recipes.formats import ROW
+from te_inductor.recipes.quantizers import Quantizer
+from te_inductor.runtime.cached_weights import TILE, WORD, Kept, Look, is_tiled, tiles
+from te_inductor.runtime.current_device import launches
+from te_inductor.runtime.microscaling import reciprocal
+from te_inductor.templates.triton.cached_microscaled_kernels import kept_weights_cast_microscaled
+from te_inductor.templates.triton.cached_tiles import ALIGNED_COLUMNS
+from te_inductor.templates.triton.cached_weights_kernels import (
+    kept_weights_cast,
+    kept_weights_decide,
+    kept_weights_scales,
+    kept_weights_scan,
+)
+
+WARPS, SCALES = 4, 1024  # of a tile; that a program computes
+REGISTERS = 168  # of a thread of `kept_weights_cast`, so that a multiprocessor has three tiles
+
+_ELEMENTS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5, torch.uint8: tl.uint8}
+_INPUTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+@dataclass(frozen=True)
+class _Table:
+    """Where everything is, for kernels that serve many tensors. In the parameter's own orientation: of one that holds
+    (K, N) the copy that is laid out like it is the columnwise one."""
+
+    parameters: Tensor  # (P, 18) int64
+    weights: Tensor  # (W, 7) int64
+    programs: Tensor  # the parameter of each tile
+    amaxes: int  # of all weights' rows and columns
+    longest: int  # of one weight's
+    aligned: bool  # whether rows and addresses are multiples of 16 bytes
+
+    @property
+    def device(self) -> torch.device:
+        return self.weights.device
+
+
+class _Kind(NamedTuple):
+    """What the kernels are compiled for, and where they run."""
+
+    device: torch.device
+    quantizer: Quantizer
+    dtype: torch.dtype  # of the weights
+    tiled: bool  # whether a tile is cast by itself
+
+
+class OnDevice:
+    """Refreshes the kept weights of one graph."""
+
+    def __init__(self) -> None:
+        self.addresses: list[int] = []
+        self.tables: list[tuple[_Kind, _Table]] = []
+
+    @torch.no_grad()
+    def __call__(self, looks: Sequence[Look]) -> None:
+        for device in {look.kept.seen.device for look in looks}:
+            _join_streams(device, [look.kept for look in looks if look.kept.seen.device == device])
+        self.run(looks)
+
+    def run(self, looks: Sequence[Look]) -> None:
+        addresses = [_address(t) for look in looks for t in (*look.weights, look.kept.data_t, look.scale, look.amax)]
+        if addresses != self.addresses:
+            self.tables = _tables(looks)
+            self.addresses = addresses
+        for kind, table in self.tables:
+            _launch(table, kind)
+
+
+def _join_streams(device: torch.device, kept: Sequence[Kept]) -> None:
+    """Wait for looks of a device's other streams, whose casts may not be done. Nothing is recorded of them: who
+    captures a graph has waited."""
+    with torch.cuda.device(device):
+        if torch.cuda.is_current_stream_capturing():
+            return
+    current = torch.cuda.current_stream(device)
+    for other in {one.stream for one in kept} - {None, current}:
+        current.wait_stream(other)  # type: ignore[arg-type]
+    for one in kept:
+        one.stream = current
+
+
+def _tables(looks: Sequence[Look]) -> list[tuple[_Kind, _Table]]:
+    """One for all weights of a device and a dtype that are cast alike."""
+    alike: dict[_Kind, list[Look]] = {}
+    for look in looks:
+        spec = look.kept.spec
+        kind = _Kind(look.kept.seen.device, spec.quantizer, look.weights[0].dtype, is_tiled(spec))
+        alike.setdefault(kind, []).append(look)
+    return [(kind, _table(found)) for kind, found in alike.items()]
+
+
+def _table(looks: Sequence[Look]) -> _Table:
+    parameters: list[list[int]] = []
+    weights: list[list[int]] = []
+    programs: list[int] = []
+    amaxes = longest = 0
+    for place, look in enumerate(looks):
+        one = look.kept
+        data, data_t = (one.data_t, one.data) if one.spec.transposed else (one.data, one.data_t)
+        sizes = sum(parameter.shape[0] for parameter in look.weights), look.weights[0].shape[1]
+        scales, amax = list(map(_address, _scales(one))), one.amax if look.amax is None else look.amax
+        above = tile = 0
+        for parameter in look.weights:
+            r, c = parameter.shape
+            to = (0, 0) if data is None else (data.data_ptr() + above * data.stride(0), data.stride(0))
+            to_t = (0, 0) if data_t is None else (data_t.data_ptr() + above, data_t.stride(0))
+            parameters.append(
+                [
+                    *(parameter.data_ptr(), place, r, c, len(programs), tile, one.seen.data_ptr() + tile * WORD),
+                    *(*to, *to_t, above, sizes[0], amaxes, *scales, _address(look.scale), _address(amax)),
+                ]
+            )
+            count = math.prod(tiles(parameter.shape))
+            programs += [len(parameters) - 1] * count
+            above, tile = above + r, tile + count
+        weights.append([one.seen.data_ptr(), *scales, _address(amax), amaxes, *sizes])
+        amaxes, longest = amaxes + sum(sizes), max(longest, sum(sizes))
+    aligned = all(row[column] % 16 == 0 for row in parameters for column in ALIGNED_COLUMNS)
+    device = looks[0].kept.seen.device
+
+    def table(values: object, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    return _Table(table(parameters), table(weights), table(programs, torch.int32), amaxes, longest, aligned)
+
+
+def _scales(kept: Kept) -> tuple[Tensor | None, Tensor | None]:
+    both = (kept.scale_inv, kept.scale_inv_t)
+    return both[::-1] if kept.spec.transposed else both
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+@launches
+def _launch(table: _Table, kind: _Kind) -> None:
+    quantizer, count, device = kind.quantizer, table.weights.shape[0], table.weights.device
+    scope = quantizer.granularity
+    grid, tile = (len(table.programs),), {"INPUT": _INPUTS[kind.dtype], "TILE": TILE, "ALIGNED": table.aligned}
+    encode = {
+        "LARGEST": quantizer.format.max,
+        "EPSILON": quantizer.amax_epsilon,
+        "LARGEST_SCALE": quantizer.largest_scale(kind.dtype),
+        "POWER_2": quantizer.power_2_scale,
+    }
+    stale = scale = scales = None
+    if not kind.tiled:
+        digest = torch.zeros(count, dtype=torch.int64, device=device)
+        amax = torch.zeros(count, dtype=torch.int32, device=device)
+        amaxes = torch.zeros(table.amaxes if scope is ROW else 0, dtype=torch.int32, device=device)
+        stale = torch.empty(count, dtype=torch.int32, device=device)
+        scale = torch.empty(count, dtype=torch.float32, device=device)
+        kept_weights_scan[grid](
+            table.parameters, table.programs, digest, amax, amaxes, BY_ROW=scope is ROW, **tile, num_warps=WARPS
+        )
+        one_scale = {"WHOLE": scope.whole, "TWO_LEVEL": scope.two_level}
+        kept_weights_decide[(count,)](table.weights, digest, amax, stale, scale, **one_scale, **encode, num_warps=1)
+        if scope is ROW:
+            chunks = triton.cdiv(table.longest, SCALES)
+            kept_weights_scales[(count, chunks)](table.weights, stale, amaxes, BLOCK=SCALES, **encode)
+            scales = amaxes.view(torch.float32)
+    element = _ELEMENTS[quantizer.format.dtype]
+    if scope.microscaled:
+        kept_weights_cast_microscaled[grid](
+            table.parameters,
+            table.programs,
+            stale,
+            ELEMENT=element,
+            TWO_LEVEL=scope.two_level,
+            LARGEST=quantizer.format.max,
+            INVERSE=reciprocal(quantizer.format.max),
+            DOWN=scope.block[0],
+            ACROSS=scope.block[1],
+            **tile,
+            num_warps=WARPS,
+        )
+        return
+    kept_weights_cast[grid](
+        table.parameters,
+        table.programs,
+        stale,
+        scale,
+        scales,
+        ELEMENT=element,
+        WHOLE=scope.whole,
+        BY_ROW=scope is ROW,
+        KNOWN=scope.whole and kind.tiled,
+        **tile,
+        **encode,
+        num_warps=WARPS,
+        maxnreg=REGISTERS,
+    )

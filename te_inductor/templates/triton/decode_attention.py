@@ -1,0 +1,137 @@
+"""Attention of few queries, in two kernels that start early: parts of the keys, and what they come to together.
+
+As in `nvfp4_linear` the large operands, keys and values, are the tensor core's left ones, and the few queries of a KV
+head are the 8 columns of its smaller side. A program takes some keys with their values, so that all of both are on
+their way at one time; its result is relative to the largest score it saw. Both kernels start early: Note [Kernels that
+start early] in lowerings/codegen/programmatic_launch.py."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from te_inductor.ops.attention import QUERIES, WIDTHS, plain
+from te_inductor.ops.definition import library
+from te_inductor.runtime.current_device import launches
+
+_BLOCK, _STAGES, _WARPS = 64, 2, 4  # keys at a time, of them on their way
+_PROGRAMS = 512  # of the first kernel, at most, where one takes more than a block of keys
+
+__all__ = ["attention"]
+
+
+@launches
+def attention(
+    q: Tensor,  # (B, M, D), M at most QUERIES, D one of WIDTHS
+    k: Tensor,  # (B, D, N), with any strides
+    v: Tensor,  # (B, N, D), with any strides
+    keep: Tensor | None,  # (N,) bool
+    scale: float,
+    assembly: bool = True,
+) -> Tensor:  # (B, M, D)
+    """As `ops_attention.few_queries`, with scores and sums in fp32."""
+    q = q.contiguous()
+    (batch, m, d), n = q.shape, k.shape[2]
+    if m > QUERIES or d not in WIDTHS:  # called by hand: the pass asks beforehand
+        return plain(q, k, v, keep, scale)
+    blocks = triton.cdiv(n, _BLOCK)
+    share = _BLOCK * triton.next_power_of_2(triton.cdiv(blocks, max(1, _PROGRAMS // batch)))
+    chunks = triton.cdiv(n, share)
+    sums, tops, totals = (q.new_empty((chunks, batch, m, *last), dtype=torch.float32) for last in ((d,), (), ()))
+    _parts[(chunks, batch)](
+        q, k, v, keep, sums, tops, totals, m, n, share, *k.stride(), *v.stride(), scale,
+        D=d, ROWS=QUERIES, BLOCK=_BLOCK, STAGES=_STAGES, ASSEMBLY=assembly, num_warps=_WARPS, launch_pdl=assembly,
+    )  # fmt: skip
+    out = torch.empty_like(q)
+    _together[(batch * m,)](
+        sums, tops, totals, out, chunks,
+        D=d, CHUNKS=triton.next_power_of_2(chunks), ASSEMBLY=assembly, num_warps=_WARPS, launch_pdl=assembly,
+    )  # fmt: skip
+    return out
+
+
+library.impl("few_queries", attention, "CUDA")
+
+
+@triton.jit
+def _parts(
+    q,  # (B, M, D)
+    k,  # (B, D, N)
+    v,  # (B, N, D)
+    keep,  # (N,) bool, or None
+    sums,  # (CHUNKS, B, M, D) fp32: of exponentials times values
+    tops,  # (CHUNKS, B, M) fp32: the largest scores
+    totals,  # (CHUNKS, B, M) fp32: of exponentials
+    M,
+    N,
+    SHARE,  # keys of a program
+    k_b,
+    k_d,
+    k_n,
+    v_b,
+    v_n,
+    v_d,
+    scale,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+):
+    batch = tl.program_id(1).to(tl.int64)
+    m, d = tl.arange(0, ROWS), tl.arange(0, D)
+    first = tl.program_id(0) * SHARE
+    if ASSEMBLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    x = tl.load(q + (batch * M + m[None, :]) * D + d[:, None], mask=m[None, :] < M, other=0.0)
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    y = tl.zeros((D, ROWS), tl.float32)
+    for start in tl.range(first, first + SHARE, BLOCK, num_stages=STAGES):
+        n = start + tl.arange(0, BLOCK)
+        far = n.to(tl.int64)
+        seen = n < N
+        keys = tl.load(k + batch * k_b + far[:, None] * k_n + d[None, :] * k_d, mask=seen[:, None], other=0.0)
+        values = tl.load(v + batch * v_b + far[None, :] * v_n + d[:, None] * v_d, mask=seen[None, :], other=0.0)
+        if keep is not None:
+            seen = seen & (tl.load(keep + n, mask=seen, other=0) != 0)
+        scores = tl.where(seen[:, None], tl.dot(keys, x) * scale, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, axis=0))
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet
+        weights = tl.exp(scores - base[None, :])
+        shrunk = tl.exp(top - base)
+        total = total * shrunk + tl.sum(weights, axis=0)
+        y = tl.dot(values, weights.to(values.dtype), y * shrunk[None, :])
+        top = higher
+    row = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + batch) * M + m
+    tl.store(tops + row, top, mask=m < M)
+    tl.store(totals + row, total, mask=m < M)
+    tl.store(sums + row[None, :] * D + d[:, None], y, mask=m[None, :] < M)
+
+
+@triton.jit
+def _together(
+    sums,  # (count, B, M, D) fp32
+    tops,  # (count, B, M) fp32
+    totals,  # (count, B, M) fp32
+    out,  # (B, M, D)
+    count,
+    D: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    chunk, d = tl.arange(0, CHUNKS), tl.arange(0, D)
+    place = chunk.to(tl.int64) * tl.num_programs(0) + row
+    inside = chunk < count
+    if ASSEMBLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    top = tl.load(tops + place, mask=inside, other=float("-inf"))
+    total = tl.load(totals + place, mask=inside, other=0.0)
+    part = tl.load(sums + place[:, None] * D + d[None, :], mask=inside[:, None], other=0.0)
+    # Where no key is kept both are -inf, and the result is NaN, as softmax's.
+    factor = tl.where(inside, tl.exp(top - tl.max(top, axis=0)), 0.0)
+    y = tl.sum(part * factor[:, None], axis=0) / tl.sum(total * factor, axis=0)
+    tl.store(out + row * D + d, y.to(out.dtype.element_ty))
