@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 
 import te_inductor
 from te_inductor.errors import FallbackWarning
@@ -82,7 +83,14 @@ def test_the_readme_is_short():
     assert len(README.read_text().splitlines()) <= 180
 
 
-@pytest.mark.usefixtures("without_codegen")
+@pytest.fixture
+def no_process_group_is_left():
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("without_codegen", "no_process_group_is_left")
 @pytest.mark.parametrize("page", EXECUTED, ids=lambda page: page.name)
 def test_python_runs_as_written(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
