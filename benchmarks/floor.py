@@ -1,6 +1,6 @@
 """What a training step cannot beat: its GEMM and attention FLOPs, and the fewest bytes of everything between them.
 
-``python -m benchmarks.floor`` prints the sum item by item; `docs/performance.md` quotes it.
+``python -m benchmarks.floor`` prints the sum item by item; `docs/ledger.md` quotes it.
 
 Units: D is one activation of (tokens, dim) in bf16, KV one of (tokens, kv_dim), F one of (tokens, ffn), W the seven
 weights of a layer in bf16. A row copy and a column copy in fp8 are together as large as the bf16 tensor: 1 unit.

@@ -1,4 +1,4 @@
-"""te_inductor: `torch.compile(model, backend="te")` runs plain PyTorch models in FP8.
+"""te_inductor: `torch.compile(model, backend="te")` runs plain PyTorch models in FP8, MXFP8 or NVFP4.
 
 Start reading at `backend.py`; `docs/architecture.md` draws the whole path. Importing this package imports neither
 triton, cutlass nor Inductor: names are loaded when they are first used."""

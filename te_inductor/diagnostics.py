@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 
 
 class Refusal:
-    """Why a site stays as it is: a value, formatted only when somebody reads it."""
+    """Why a site stays as it is. The text is formatted only when it is read."""
 
     def __init__(self, template: str, *args: object) -> None:
         self.template, self.args = template, args
@@ -44,7 +44,7 @@ class Site:
 
 
 class Unmet(NamedTuple):
-    """What an option asks of a site that runs in low precision, and it does not do."""
+    """An option that has no effect on a site in low precision, and the reason."""
 
     option: str
     fqn: str
@@ -61,11 +61,11 @@ class Flops:
 
     @property
     def share(self) -> float | None:
-        """What part of them is in low precision; None where there are none."""
+        """The part of them that is in low precision; None if there are no products."""
         return self.low / self.total if self.total else None
 
     def share_of(self, sites: Iterable[Site]) -> float | None:
-        """What part of them some sites have; None where that is not known."""
+        """The part of them that some sites have; None if it is not known."""
         known = [site.flops for site in sites if site.flops is not None]
         return sum(known) / self.total if known and self.total else None
 
@@ -172,7 +172,7 @@ def _grouped(items: list[_T], key: Any) -> Iterable[tuple[Any, list[_T]]]:
 
 
 def announce(report: Report, fallback: str) -> None:
-    """Say once what does not run as asked, as `options["fallback"]` wants it said.
+    """Warn once of all that does not run as asked, or raise, or keep silent: what `options["fallback"]` says.
 
     Raises:
         FallbackError: with ``fallback="error"``.
@@ -190,7 +190,7 @@ def announce(report: Report, fallback: str) -> None:
 
 
 def say(text: str, fallback: str) -> None:
-    """Warn, raise or keep silent, as `options["fallback"]` wants it.
+    """Warn, raise or keep silent: what `options["fallback"]` says.
 
     Raises:
         FallbackError: with ``fallback="error"``.
@@ -229,25 +229,25 @@ def summary(report: Report) -> str | None:
 
 
 def uncompiled(failure: str) -> str:
-    """The text of the warning about a graph that Inductor found no place to write the code of."""
+    """The text of the warning about a graph whose code Inductor could not write to a file."""
     return (
-        "te_inductor: a graph runs uncompiled, as files could not be written; give TORCHINDUCTOR_CACHE_DIR a folder"
-        f" that can be\n{failure}"
+        "te_inductor: a graph runs uncompiled, as files could not be written; set TORCHINDUCTOR_CACHE_DIR to a"
+        f" folder that can be written\n{failure}"
     )
 
 
 def without_state(fqns: Iterable[str]) -> str:
-    """The text of the warning about delayed scaling that is asked to cast and has never seen anything."""
+    """The text of the warning about delayed scaling that has to cast and has recorded no amax yet."""
     return (
-        "te_inductor: delayed scaling has seen no step of these sites, and this graph, which runs without gradients,"
-        f" records none, so that the graph casts by each tensor's own amax, as recipe 'current' does, at its price:"
+        "te_inductor: delayed scaling has seen no step of these sites. This graph runs without gradients, so it records no"
+        " amaxes, and casts by each tensor's own amax, which is as slow as recipe 'current':"
         f" {_shown(fqns)};"
         " train first, or load what te_inductor.state_dict returned with te_inductor.load_state_dict"
     )
 
 
 def state_was_lost(fqns: Iterable[str]) -> str:
-    """The text of the warning about training that goes on with new scales."""
+    """The text of the warning about training that resumes without its scales."""
     return (
         "te_inductor: delayed scaling starts without history at sites whose parameters were trained before, as the"
         f" optimizer's state tells: {_shown(fqns)}; save te_inductor.state_dict(model) in each checkpoint, and load it"
@@ -265,8 +265,8 @@ def amaxes_stay_local(reason: str) -> str:
 
 COMPUTED_AGAIN = (
     "te_inductor: a checkpoint around a compiled module runs its forward again, which under delayed scaling is another"
-    " step: it records twice, and its gradients are of a forward with the next step's scales; compile what holds the"
-    " checkpoint, and not the module that torch.utils.checkpoint is given, or take a recipe without state"
+    " step: it records its amaxes twice, and its gradients belong to a forward with the next step's scales; compile the"
+    " function that calls torch.utils.checkpoint, not the module that it is given, or use a recipe without state"
 )
 
 

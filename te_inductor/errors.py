@@ -8,7 +8,7 @@ from difflib import get_close_matches
 
 
 class TEInductorError(Exception):
-    """Base of every error that the user can mend. Never raised for a failure of our own passes."""
+    """Base of every error that a user can fix. Never raised for a failure of this package's own passes."""
 
 
 class OptionError(TEInductorError, ValueError):
@@ -28,26 +28,26 @@ class DoubleBackwardError(TEInductorError, RuntimeError):
 
 
 class StateError(TEInductorError, ValueError):
-    """State of delayed scaling that does not fit the model it is loaded into, or that a backward would read too
-    late."""
+    """The state of delayed scaling does not fit the model, or a backward would read it after it has changed."""
 
 
 class MainGradError(TEInductorError, ValueError):
-    """A parameter's `main_grad` is gone, or no tensor that its gradient can be added to in a GEMM's layout."""
+    """A parameter's `main_grad` is gone, or is not a contiguous fp32 tensor of its shape on its device."""
 
 
 class DeferredWgradError(TEInductorError, RuntimeError):
-    """Weight gradients wait for `backward_dw` where an optimizer would miss them, or it was called with something
-    else."""
+    """An optimizer would miss weight gradients that wait for `backward_dw`, or `backward_dw` got a wrong argument."""
 
 
 class StoredWeightError(TEInductorError, RuntimeError):
-    """A weight that is stored in low precision was to be trained or changed in place, or cannot be stored so."""
+    """The program asks to train a stored weight or to change it in place, or a weight cannot be stored."""
 
 
 class FallbackWarning(UserWarning):
-    """Something does not run as asked; the text lists sites by reason. One a graph, and one more if its compile
-    fails."""
+    """Something does not run as asked; the text lists sites by reason.
+
+    There is one warning for each graph, and one more if its compile fails.
+    """
 
 
 def unknown(kind: str, found: object, known: Iterable[str]) -> str:

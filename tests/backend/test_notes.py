@@ -30,7 +30,7 @@ def sources() -> dict[str, str]:
 
 
 def pages() -> list[Path]:
-    return [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
+    return [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md"]
 
 
 def note_errors(texts: Mapping[str, str]) -> Iterable[str]:
