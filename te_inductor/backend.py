@@ -24,8 +24,8 @@ from te_inductor.passes import pre_grad
 from te_inductor.passes.pre_grad.plan import Plan
 from te_inductor.passes.pre_grad.rewrite import first_step
 from te_inductor.recipes import regions
-from te_inductor.runtime import agreement, cached_weights
-from te_inductor.runtime.cached_inputs import bind
+from te_inductor.runtime import cached_weights
+from te_inductor.runtime.extra_inputs import bind
 from te_inductor.templates.cutlass import build
 
 
@@ -49,7 +49,7 @@ def te(
     parsed = parse(mode, options)
     plan = Plan(gm, parsed, example_inputs)
     originals = _set_aside(plan.graph_modules())
-    found = run_passes(plan, pre_grad.PASSES)
+    found = run_passes(plan)
     if plan.reads_active_region:
         regions.guard_on_active()
     if found.failure is not None:
@@ -72,11 +72,11 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
     return parsed
 
 
-def run_passes(plan: Plan, passes: Sequence[Callable[[Plan], None]]) -> Report:
-    """Run the passes. A failure of ours is part of the report, never an exception: the graph compiles without us. What
-    the user has to mend, such as a factory of quantizers, is raised."""
+def run_passes(plan: Plan, passes: Sequence[Callable[[Plan], None]] | None = None) -> Report:
+    """Run the passes, by default all. A failure of ours is part of the report, never an exception: the graph compiles
+    without us. What the user has to mend, such as a factory of quantizers, is raised."""
     try:
-        for step in passes:
+        for step in pre_grad.PASSES if passes is None else passes:
             log.debug("%s", step.__name__)
             step(plan)
     except TEInductorError:
@@ -148,9 +148,9 @@ def _compile_or_restore(
 
     try:
         with compat.unwinding_transforms():
-            inputs = [*plan.inputs, *plan.kept.examples, *plan.gradients.examples, *plan.state.examples]
+            inputs = [*plan.inputs, *(example for kind in plan.extra_inputs for example in kind.examples)]
             first = _first_step(plan, inductor, inputs)
-            return bind(inductor(plan.gm, inputs), plan.kept, plan.gradients, plan.state, first)
+            return bind(inductor(plan.gm, inputs), plan.extra_inputs, first)
     except (RestartAnalysis, SkipFrame, Unsupported, TEInductorError):
         raise  # Dynamo's own control flow, and what the user asked to be told
     except Exception:
@@ -165,7 +165,7 @@ def _first_step(
     plan: Plan, inductor: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]], inputs: Sequence[Any]
 ) -> Callable[..., Any] | None:
     """What runs where delayed scaling has no history: Note [A first step]."""
-    if not plan.state.quantizers:
+    if plan.state is None:
         return None
     graph = first_step.of(plan.gm)
     if not plan.state.may_lack_history(plan.inputs):
@@ -194,8 +194,8 @@ def _set_aside(modules: Sequence[fx.GraphModule]) -> dict[fx.GraphModule, fx.Gra
 
 def _give_up(plan: Plan, originals: Mapping[fx.GraphModule, fx.Graph]) -> None:
     """Go back to the graph as the user wrote it, and let no other rank wait for the rewritten one."""
-    for name in plan.state.agreements:
-        agreement.withdraw(name)
+    for kind in plan.extra_inputs:
+        kind.withdraw()
     _restore(originals)
 
 

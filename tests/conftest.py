@@ -43,9 +43,9 @@ def no_caches():
 @pytest.fixture
 def one_seed(monkeypatch):
     """Stochastic rounding has the same bits at every call, so that runs that draw in another order are comparable."""
-    from te_inductor import ops
+    from te_inductor.ops import casts
 
-    monkeypatch.setattr(ops, "new_seed", lambda device: torch.full((), 5, dtype=torch.int64, device=device))
+    monkeypatch.setattr(casts, "new_seed", lambda device: torch.full((), 5, dtype=torch.int64, device=device))
 
 
 @pytest.fixture

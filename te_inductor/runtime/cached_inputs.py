@@ -4,7 +4,7 @@ delayed scaling is (`state_inputs.py`), and made to be those of the parameters' 
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from te_inductor.diagnostics import say
 from te_inductor.runtime import cached_weights
 from te_inductor.runtime.cached_weights import Kept, Look, Spec, kept_of
-from te_inductor.runtime.gradient_inputs import GradientInputs
+from te_inductor.runtime.extra_inputs import Call, ExtraInputs
 from te_inductor.runtime.state_inputs import StateInput, StateInputs
 from te_inductor.runtime.tensor_groups import TensorGroups
 
@@ -83,9 +83,10 @@ def _forget(looks: Sequence[Look]) -> None:
 
 
 @dataclass
-class KeptInputs:
+class KeptInputs(ExtraInputs):
     """All kept weights of a graph, in the order of its inputs."""
 
+    prefix: ClassVar[str] = "te_kept_"
     refresh_on: Callable[[torch.device], Refresh]
     fallback: str = "warn"  # options["fallback"]
     held: Mapping[str, Tensor] = field(default_factory=dict)  # parameters that the graph holds
@@ -93,26 +94,22 @@ class KeptInputs:
     examples: list[Tensor] = field(default_factory=list)  # fake tensors, one an input
     _found: TensorGroups[_Found] = field(default_factory=TensorGroups)  # by the parameters
 
-    def of(
-        self, inputs: Sequence[Any], states: StateInputs, state: Sequence[Tensor]
-    ) -> tuple[list[Tensor], "LookAgain | None"]:
-        """What a call with these inputs takes besides, and what its backward has to do; `state` is what it takes of the
-        quantizers of `states`."""
-        if not self.weights:
-            return [], None
-        parameters = [[self._parameter(p, inputs) for p in weight.parameters] for weight in self.weights]
+    def tensors(self, call: Call) -> list[Tensor]:
+        """The copies, made to be those of the parameters' values; of a call with a backward, that looks again first."""
+        parameters = [[self._parameter(p, call.inputs) for p in weight.parameters] for weight in self.weights]
         with cached_weights.LOCK:
             found = self._of(parameters)
             if isinstance(parameters[0][0], FakeTensor):
-                return found.tensors, None
+                return found.tensors
             looks: dict[Kept, Look] = {}
             for weight, kept, mine in zip(self.weights, found.kept, parameters, strict=True):
-                scaling = states.scaling(weight.state, state) if weight.state else None
+                scaling = StateInputs.scaling(weight.state, call.state) if weight.state else None
                 scale, amax = (scaling.scale, scaling.amax if weight.records else None) if scaling else (None, None)
                 if amax is not None or kept not in looks:  # of a parameter that several sites read there is one look
                     looks[kept] = Look(kept, mine, scale, amax)
             found.refresh.look(list(looks.values()))
-            return found.tensors, LookAgain(list(looks.values()), found.again)
+            call.behind.append(LookAgain(list(looks.values()), found.again).before_backward)
+            return found.tensors
 
     def _parameter(self, place: int | str, inputs: Sequence[Any]) -> Tensor:
         return self.held[place] if isinstance(place, str) else inputs[place]
@@ -166,27 +163,3 @@ def _backward_of(output: Tensor) -> Iterator[Any]:
             yield node
             return
         node = node.next_functions[0][0] if node.next_functions else None
-
-
-def bind(
-    compiled: Callable[..., Any],
-    kept: KeptInputs,
-    gradients: GradientInputs,
-    states: StateInputs,
-    first: Callable[..., Any] | None = None,
-) -> Callable[..., Any]:
-    """The compiled graph as Dynamo calls it, which knows neither of copies, nor of what takes gradients, nor of state.
-    `first` is the graph of a first step under delayed scaling, where there are states."""
-    if not (kept.weights or gradients.parameters or states.quantizers):
-        return compiled
-
-    def call(*inputs: Any) -> Any:
-        state, is_first = states.of(inputs)
-        copies, again = kept.of(inputs, states, state)
-        given = (*inputs, *copies, *gradients.of(inputs), *state)
-        outputs = (first if is_first and first is not None else compiled)(*given)
-        if again is not None:
-            again.before_backward(outputs)
-        return outputs
-
-    return call

@@ -1,10 +1,12 @@
 """What takes weight gradients in autograd's place, as inputs of a compiled graph: one a parameter."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import ClassVar
 
 from torch import Tensor
+
+from te_inductor.runtime.extra_inputs import Call, ExtraInputs
 
 
 @dataclass(frozen=True)
@@ -17,14 +19,15 @@ class Takers:
 
 
 @dataclass
-class GradientInputs:
+class GradientInputs(ExtraInputs):
     """Of all weights of a graph that have one, in the order of its inputs."""
 
-    takers: Takers | None = None  # None: gradients go to autograd
+    prefix: ClassVar[str] = "te_gradient_"
+    takers: Takers
     parameters: list[int] = field(default_factory=list)  # places among the graph's inputs
     examples: list[Tensor] = field(default_factory=list)  # fake tensors, one an input
 
-    def of(self, inputs: Sequence[Any]) -> list[Tensor]:
-        """What a call with these inputs takes besides: the same memory with a version counter of the call's own, so
-        that no backward minds that another one, or the user, has written there since its forward."""
-        return [self.takers.of(inputs[place]).data for place in self.parameters] if self.takers else []
+    def tensors(self, call: Call) -> list[Tensor]:
+        """The same memory with a version counter of the call's own, so that no backward minds that another one, or the
+        user, has written there since its forward."""
+        return [self.takers.of(call.inputs[place]).data for place in self.parameters]

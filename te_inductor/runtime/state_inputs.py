@@ -7,7 +7,7 @@ import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from te_inductor.diagnostics import COMPUTED_AGAIN, say, without_state
 from te_inductor.runtime import agreement, resumed
+from te_inductor.runtime.extra_inputs import Call, ExtraInputs
 from te_inductor.runtime.state import (
     LOCK,
     Key,
@@ -80,9 +81,10 @@ def _is_computed_again() -> bool:
 
 
 @dataclass
-class StateInputs:
+class StateInputs(ExtraInputs):
     """All quantizers of a graph, in the order of its state inputs: of each `amax`, `scale` and `history`."""
 
+    prefix: ClassVar[str] = "te_state_"
     fallback: str  # options["fallback"]
     held: Mapping[str, Tensor] = field(default_factory=dict)  # parameters that the graph holds
     examples: list[Tensor] = field(default_factory=list)  # fake tensors, one an input
@@ -91,10 +93,9 @@ class StateInputs:
     _found: TensorGroups[_Found] = field(default_factory=TensorGroups)  # by the parameters
     _said_again: bool = False
 
-    def of(self, inputs: Sequence[Any]) -> tuple[list[Tensor], bool]:
-        """What a call with these inputs takes besides, and whether some of its quantizers have no history."""
-        if not self.quantizers:
-            return [], False
+    def tensors(self, call: Call) -> list[Tensor]:
+        """Each quantizer's three; notes on the call whether some have no history."""
+        inputs = call.inputs
         again = _is_computed_again()
         if again:
             self._note_checkpoint()
@@ -108,7 +109,13 @@ class StateInputs:
             is_first = found.is_first
         if is_first and not again and not found.recorded:
             self._note_no_history(found)
-        return found.tensors, is_first
+        call.state, call.is_first_step = found.tensors, is_first
+        return found.tensors
+
+    def withdraw(self) -> None:
+        """Let no other rank wait for the graph."""
+        for name in self.agreements:
+            agreement.withdraw(name)
 
     def _found_of(self, parameters: Sequence[Tensor], inputs: Sequence[Any]) -> _Found:
         found = self._found.get(parameters)

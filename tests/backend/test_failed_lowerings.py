@@ -42,7 +42,7 @@ def step(model: nn.Module, **options) -> tuple[list[torch.Tensor], list[str]]:
 
 
 @pytest.mark.parametrize(
-    "place", ["te_inductor.compat.compile_fx", "te_inductor.passes.pre_grad.decide.weight_grads.GradientSites"]
+    "place", ["te_inductor.compat.compile_fx", "te_inductor.passes.pre_grad.rewrite.sites.GradientSites"]
 )
 def test_a_graph_without_us_says_that_main_grad_stays_empty(place, without_codegen, monkeypatch):
     """A compile that fails, or a pass: autograd has the gradients, once."""

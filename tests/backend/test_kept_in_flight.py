@@ -11,7 +11,7 @@ from te_inductor.errors import FallbackWarning
 from te_inductor.recipes import Quantizer
 from te_inductor.runtime import cached_weights
 from te_inductor.runtime.cached_inputs import KeptInput, KeptInputs
-from te_inductor.runtime.state_inputs import StateInputs
+from te_inductor.runtime.extra_inputs import Call
 from tests.backend.test_kept_weights import RECIPES, casts, te  # noqa: F401
 from tests.backend.test_saved_state import mlp
 
@@ -61,7 +61,7 @@ def test_a_kernel_that_fails(recipe, monkeypatch):
         refresh(looks)
         raise RuntimeError("injected")
 
-    monkeypatch.setattr("te_inductor.passes.pre_grad.decide.cached_weights.refresh_on", lambda device: failing)
+    monkeypatch.setattr("te_inductor.passes.pre_grad.rewrite.sites.refresh_on", lambda device: failing)
     model, x = mlp(), torch.randn(8, 32)
     twin = copy.deepcopy(model)
     run, plain = te(model, recipe=recipe, weights="once", fallback="warn"), te(twin, recipe=recipe)
@@ -138,5 +138,5 @@ def test_each_device_looks_at_its_own():
         lambda device: lambda looks: found.append((device.type, [look.weights[0].device.type for look in looks])),
         weights=[KeptInput([place], spec, False) for place in range(2)],
     )
-    inputs.of(weights, StateInputs("silent"), [])
+    inputs.tensors(Call(weights))
     assert found == [("cpu", ["cpu"]), ("meta", ["meta"])]

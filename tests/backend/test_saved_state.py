@@ -17,7 +17,7 @@ from te_inductor.backend import _set_aside, parse, run_passes
 from te_inductor.errors import StateError
 from te_inductor.passes.pre_grad.plan import Plan
 from te_inductor.recipes import DelayedScaling
-from te_inductor.runtime.cached_inputs import bind
+from te_inductor.runtime.extra_inputs import bind
 
 pytestmark = pytest.mark.usefixtures("without_codegen")
 
@@ -31,7 +31,8 @@ def uncompiled(gm: torch.fx.GraphModule, inputs: Any) -> Any:
     _set_aside(plan.graph_modules())
     report = run_passes(plan)
     assert report.failure is None and not report.fallbacks, str(report)
-    return bind(aot_eager(gm, [*inputs, *plan.state.examples]), plan.kept, plan.gradients, plan.state)
+    examples = [example for kind in plan.extra_inputs for example in kind.examples]
+    return bind(aot_eager(gm, [*inputs, *examples]), plan.extra_inputs)
 
 
 def mlp() -> nn.Sequential:

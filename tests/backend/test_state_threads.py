@@ -10,6 +10,7 @@ from torch import nn
 
 from te_inductor.recipes import DelayedScaling
 from te_inductor.runtime import state as store
+from te_inductor.runtime.extra_inputs import Call
 from te_inductor.runtime.state import Key, states_of
 from te_inductor.runtime.state_inputs import Reader, StateInput, StateInputs
 from te_inductor.runtime.state_sites import Site
@@ -22,6 +23,11 @@ def graph(*keys: Key) -> StateInputs:
     """A graph whose first inputs are parameters, one a key; all share one quantizer."""
     readers = [Reader(place, key) for place, key in enumerate(keys)]
     return StateInputs("warn", quantizers=[StateInput(readers, "", 0, recorded=True)])
+
+
+def taken(graph: StateInputs, weights: list) -> list:
+    """What a call with these parameters takes of the state."""
+    return graph.tensors(Call(weights))
 
 
 @pytest.fixture
@@ -53,29 +59,29 @@ def test_two_threads_make_one_state(graphs, meeting):
     weight = nn.Parameter(torch.randn(4, 4))
     first = graph(KEY)
     second = first if graphs == 1 else graph(KEY)
-    a, b = both(lambda: first.of([weight]), lambda: second.of([weight]))
+    a, b = both(lambda: taken(first, [weight]), lambda: taken(second, [weight]))
     (state,) = states_of(weight).values()
-    assert a[0][0] is b[0][0] is state.amax
+    assert a[0] is b[0] is state.amax
 
 
 def test_two_threads_join_states_once(meeting):
     """Two graphs that each join what was apart end with the same tensors."""
     weights = [nn.Parameter(torch.randn(4, 4)) for _ in range(2)]
     for weight in weights:
-        graph(KEY).of([weight])[0][2].fill_(2.0)
+        taken(graph(KEY), [weight])[2].fill_(2.0)
     meeting("_of_site")
-    a, b = both(lambda: graph(KEY, KEY).of(weights), lambda: graph(KEY, KEY).of(weights[::-1]))
+    a, b = both(lambda: taken(graph(KEY, KEY), weights), lambda: taken(graph(KEY, KEY), weights[::-1]))
     held = {id(state.scale) for weight in weights for state in states_of(weight).values()}
-    assert held == {id(graph(KEY, KEY).of(weights)[0][1])}
-    assert held <= {id(a[0][1]), id(b[0][1])}
+    assert held == {id(taken(graph(KEY, KEY), weights)[1])}
+    assert held <= {id(a[1]), id(b[1])}
 
 
 def test_state_is_handed_on_beside_a_thread_that_makes_it(meeting):
     """A parameter is replaced while a call makes the state of the new one."""
     layer, new = nn.Linear(4, 4), nn.Parameter(torch.randn(4, 4))
-    graph(KEY).of([layer.weight])
+    taken(graph(KEY), [layer.weight])
     meeting("_empty")
-    both(lambda: graph(KEY).of([new]), lambda: setattr(layer, "weight", new))
+    both(lambda: taken(graph(KEY), [new]), lambda: setattr(layer, "weight", new))
     (state,) = states_of(new).values()
     # Which came first is chance; the graph's next call has what `state_dict` exports.
-    assert graph(KEY).of([new])[0][0] is state.amax
+    assert taken(graph(KEY), [new])[0] is state.amax

@@ -152,7 +152,7 @@ def test_the_layer_bounds_catch(how, what, monkeypatch, no_caches):
         y = real(a, a_scale, b, b_scale * (1 + STEP), bias, gemm, out_dtype, alpha)
         return torch.zeros_like(y) if how == "dropped" else y
 
-    monkeypatch.setattr(ops, "scaled_mm", mutant)
+    monkeypatch.setattr("te_inductor.ops.gemm.scaled_mm", mutant)
     model, inputs = zoo.build("llama")
     layers = zoo.tap(model, inputs)
     zoo.run(model, inputs, torch.float32, torch.compile(model, backend=zoo.uncompiled, fullgraph=True))

@@ -57,7 +57,9 @@ SEEDS = (7, 8)  # of the copies of dy that are rounded stochastically
 def known_seeds(monkeypatch):
     """Random bits that the oracle can have too: a row copy is made before its column copy."""
     made = itertools.cycle(SEEDS)
-    monkeypatch.setattr(ops, "new_seed", lambda device: torch.full((), next(made), dtype=torch.int64, device=device))
+    monkeypatch.setattr(
+        "te_inductor.ops.casts.new_seed", lambda device: torch.full((), next(made), dtype=torch.int64, device=device)
+    )
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, slots: Slots) -> Tensor:
@@ -318,6 +320,6 @@ def test_the_bounds_catch(what, monkeypatch, no_caches):
         y = real(a, a_scale, b, b_scale, None if what == "no bias" else bias, gemm, out_dtype, alpha)
         return torch.zeros_like(y) if what == f"no {gemm.name}" else y
 
-    monkeypatch.setattr(ops, "scaled_mm", mutant)
+    monkeypatch.setattr("te_inductor.ops.gemm.scaled_mm", mutant)
     with pytest.raises(AssertionError, match="of the derived bound"):
         check(through("aot_eager"), 33, 64, 48, torch.bfloat16, True, RECIPES["hybrid"])

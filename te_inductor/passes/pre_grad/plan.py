@@ -11,20 +11,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from te_inductor.config import Options
 from te_inductor.diagnostics import Refusal, Report
 from te_inductor.passes.graph import aliases
-from te_inductor.passes.pre_grad.decide import (
-    cached_weights as kept,
-)
-from te_inductor.passes.pre_grad.decide import (
-    regions,
-    weight_grads,
-)
+from te_inductor.passes.pre_grad.decide import regions
 from te_inductor.passes.pre_grad.match import contractions
 from te_inductor.passes.pre_grad.match.products import Product
 from te_inductor.passes.pre_grad.match.rule import Match, Rule
 from te_inductor.recipes import Recipe, Slots
 from te_inductor.recipes.regions import Region
-from te_inductor.runtime.cached_inputs import KeptInputs
-from te_inductor.runtime.gradient_inputs import GradientInputs
+from te_inductor.runtime.extra_inputs import ExtraInputs
 from te_inductor.runtime.state_inputs import StateInputs
 from te_inductor.templates.cutlass.scaled_mm import Kernel
 
@@ -76,14 +69,12 @@ class Plan:
     merged: list[list[Match]] = field(default_factory=list)  # sites that are one GEMM
     report: Report = field(default_factory=Report)
     libraries: set[Kernel] = field(default_factory=set)  # CUTLASS kernels that its GEMMs will be
-    state: StateInputs = field(init=False)  # what the rewritten graph takes besides its inputs
-    kept: KeptInputs = field(init=False)  # and before that
-    gradients: GradientInputs = field(init=False)  # and between those
+    extra_inputs: list[ExtraInputs] = field(default_factory=list)  # what the rewritten graph takes besides its inputs
 
-    def __post_init__(self) -> None:
-        self.state = StateInputs(self.options.fallback)
-        self.kept = KeptInputs(kept.refresh_on, self.options.fallback)
-        self.gradients = GradientInputs(weight_grads.TAKERS.get(self.options.wgrad))
+    @property
+    def state(self) -> StateInputs | None:
+        """Those of delayed scaling."""
+        return next((kind for kind in self.extra_inputs if isinstance(kind, StateInputs)), None)
 
     @property
     def reads_active_region(self) -> bool:

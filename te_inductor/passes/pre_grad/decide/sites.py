@@ -110,7 +110,7 @@ def check_extras(plan: Plan) -> None:
     checks: dict[str, Callable[[Candidate], Refusal | None]] = {}
     if plan.options.weights != "each_call":
         checks["weights"] = lambda site: kept.refusal(site.match, site.slots, bodies, plan.inputs, plan.written)  # type: ignore[arg-type]
-    if plan.gradients.takers:
+    if plan.options.wgrad in weight_grads.TAKERS:
         checks["wgrad"] = lambda site: (
             weight_grads.refusal(site.match, site.slots, bodies, plan.inputs, plan.options)  # type: ignore[arg-type]
             if weight_grads.wanted(site.match)
@@ -125,7 +125,7 @@ def check_extras(plan: Plan) -> None:
             if refusal is not None:
                 sites[node].unmet[option] = refusal
                 plan.report.unmet.append(Unmet(option, sites[node].fqn, str(refusal)))
-    if plan.gradients.takers:
+    if plan.options.wgrad in weight_grads.TAKERS:
         high = (site for site in plan.candidates if site.refusal and weight_grads.wanted(site.match))
         reason = "the layer stays in high precision, so that its weight gradient goes to autograd"
         plan.report.unmet.extend(Unmet("wgrad", site.fqn, reason) for site in high)

@@ -13,10 +13,9 @@ from te_inductor.diagnostics import Refusal
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.pre_grad.decide.support import value
 from te_inductor.passes.pre_grad.match.rule import Match
-from te_inductor.passes.pre_grad.rewrite.inputs import append_input, place_of
+from te_inductor.passes.pre_grad.rewrite.inputs import place_of
 from te_inductor.recipes import Slots
 from te_inductor.runtime.deferred_wgrads import TICKETS
-from te_inductor.runtime.gradient_inputs import GradientInputs
 from te_inductor.runtime.main_grads import MAIN_GRADS, checked
 
 TAKERS = {"main_grad": MAIN_GRADS, "deferred": TICKETS}  # by options["wgrad"]
@@ -82,33 +81,3 @@ def _in_cuda_graphs(options: Options) -> bool:
 
     patches = torch._TorchCompileInductorWrapper(options.mode, dict(options.inductor), None).config
     return bool(patches.get("triton.cudagraphs", config.triton.cudagraphs))
-
-
-class GradientSites:
-    """What takes the gradients of one graph's weights: appends the inputs, and finds them again."""
-
-    def __init__(self, bodies: Bodies, inputs: GradientInputs) -> None:
-        self.bodies, self.inputs = bodies, inputs
-        self.nodes: dict[fx.Node, fx.Node] = {}  # of the root's graph, by the parameter's
-
-    def add(self, match: Match) -> None:
-        owner = self.bodies.outer(match.weight)
-        if owner in self.nodes:
-            return
-        weight, takers = value(owner), self.inputs.takers
-        assert takers is not None  # sites are added where the option asks for it
-        with weight.fake_mode:  # type: ignore[attr-defined]
-            example = takers.example(weight)
-        name = f"te_{takers.name}_{len(self.inputs.examples)}"
-        self.inputs.parameters.append(place_of(owner))
-        self.nodes[owner] = append_input(self.bodies.root.graph, name, example)
-        self.inputs.examples.append(example)
-
-    def of(self, matches: Sequence[Match], graph: fx.Graph) -> dict[str, list[fx.Node]]:
-        """What stands for those of some sites in this graph, by the name of `te_inductor.linears`' argument; nothing
-        where there are none."""
-        takers, owners = self.inputs.takers, [self.bodies.outer(match.weight) for match in matches]
-        found = (wanted(match) and owner in self.nodes for match, owner in zip(matches, owners, strict=True))
-        if takers is None or not all(found):
-            return {}
-        return {takers.name: [self.bodies.hand(self.nodes[owner], graph) for owner in owners]}

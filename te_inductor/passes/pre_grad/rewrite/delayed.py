@@ -40,8 +40,6 @@ from te_inductor.runtime.state import Key
 from te_inductor.runtime.state_inputs import Reader, StateInput, StateInputs
 from te_inductor.runtime.state_sites import Site, weight_site
 
-PREFIX = "te_state_"  # of the inputs that hold state
-
 # Calls that take all of a parameter; any other is part of its quantizers' names.
 _WHOLE = frozenset("t T mT numpy_T permute transpose to type type_as float bfloat16 half contiguous clone".split())
 
@@ -253,9 +251,7 @@ class DelayedSites:
         return self.quantizers[readers[0]]
 
     def _input(self, example: torch.Tensor) -> fx.Node:
-        name = f"{PREFIX}{len(self.inputs.examples)}"
-        self.inputs.examples.append(example)
-        return append_input(self.graph, name, example)
+        return append_input(self.graph, self.inputs, example)
 
     def _known(self, quantizer: _Quantizer, graph: fx.Graph) -> list[fx.Node]:
         """Its scale in this step and its reciprocal."""

@@ -6,17 +6,17 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from te_inductor.passes.pre_grad.decide.cached_weights import KeptSites
-from te_inductor.passes.pre_grad.decide.weight_grads import GradientSites
 from te_inductor.passes.pre_grad.match.rule import Match
+from te_inductor.passes.pre_grad.rewrite.cached_weights import KeptSites
+from te_inductor.passes.pre_grad.rewrite.weight_grads import GradientSites
 
 
 @dataclass(frozen=True)
 class Extras:
     keeps: KeptSites
-    gradients: GradientSites
+    gradients: GradientSites | None  # None: they go to autograd
 
     def of(self, matches: Sequence[Match], graph: fx.Graph) -> dict[str, list[fx.Node]]:
         """Arguments of `te_inductor.linears` by name; those that there are."""
         kept = self.keeps.of(matches, graph)
-        return ({"kept": kept} if kept else {}) | self.gradients.of(matches, graph)
+        return ({"kept": kept} if kept else {}) | (self.gradients.of(matches, graph) if self.gradients else {})

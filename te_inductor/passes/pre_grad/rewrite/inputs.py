@@ -1,12 +1,18 @@
 """Inputs that the rewrite appends to a graph: Dynamo, which writes the call, does not know of them."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import fx
 from torch._dynamo.source import ConstantSource
 
+from te_inductor.runtime.extra_inputs import ExtraInputs
 
-def append_input(graph: fx.Graph, name: str, example: torch.Tensor) -> fx.Node:
-    """One more input, with what AOTAutograd asks of those that Dynamo found. CUDA graphs do not copy it."""
+
+def append_input(graph: fx.Graph, kind: ExtraInputs, example: torch.Tensor) -> fx.Node:
+    """One more input of a kind, with what AOTAutograd asks of those that Dynamo found. CUDA graphs do not copy it."""
+    name = f"{kind.prefix}{len(kind.examples)}"
+    kind.examples.append(example)
     last = graph.find_nodes(op="placeholder")[-1]
     with graph.inserting_after(last):
         node = graph.placeholder(name)
@@ -18,3 +24,11 @@ def append_input(graph: fx.Graph, name: str, example: torch.Tensor) -> fx.Node:
 def place_of(node: fx.Node) -> int:
     """Which of its graph's inputs a placeholder is."""
     return node.graph.find_nodes(op="placeholder").index(node)
+
+
+def check_order(graph: fx.Graph, kinds: Sequence[ExtraInputs]) -> None:
+    """That the inputs were appended in the order of their kinds, in which a call brings them."""
+    wanted = [f"{kind.prefix}{place}" for kind in kinds for place in range(len(kind.examples))]
+    found = [str(node.target) for node in graph.find_nodes(op="placeholder")]
+    if wanted and found[-len(wanted) :] != wanted:
+        raise RuntimeError(f"inputs of the rewritten graph end in {found[-len(wanted) :]}, expected {wanted}")

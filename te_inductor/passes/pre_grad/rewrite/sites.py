@@ -1,24 +1,23 @@
 """The passes that put low-precision layers in the place of the sites that were found to run."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import fx
 
 from te_inductor.passes.graph.bodies import Bodies
-from te_inductor.passes.pre_grad.decide import (
-    cached_weights as kept,
-)
-from te_inductor.passes.pre_grad.decide import (
-    merging,
-    regions,
-    transforms,
-    weight_grads,
-)
+from te_inductor.passes.pre_grad.decide import merging, regions, transforms, weight_grads
 from te_inductor.passes.pre_grad.match.rule import Emit, Match, call_linears
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
 from te_inductor.passes.pre_grad.rewrite import annotations, delayed, selective
+from te_inductor.passes.pre_grad.rewrite.cached_weights import KeptSites, refresh_on
 from te_inductor.passes.pre_grad.rewrite.extras import Extras
+from te_inductor.passes.pre_grad.rewrite.inputs import check_order
+from te_inductor.passes.pre_grad.rewrite.weight_grads import GradientSites
 from te_inductor.recipes import DelayedScaling, Slots
+from te_inductor.runtime.cached_inputs import KeptInputs
+from te_inductor.runtime.gradient_inputs import GradientInputs
+from te_inductor.runtime.state_inputs import StateInputs
 from te_inductor.templates.cutlass import build
 
 
@@ -55,6 +54,7 @@ def rewrite_sites(plan: Plan) -> None:
             merging.rewrite(group, emit)
     for step in stateful.values():
         step.finish()
+    check_order(plan.gm.graph, plan.extra_inputs)
     transforms.translate(plan.gm)
     for module in plan.graph_modules():
         regions.erase(module.graph)
@@ -71,20 +71,26 @@ def _stateless(slots: Slots, extras: Extras) -> Emit:
 
 
 def _extras(plan: Plan, sites: list[Candidate], groups: dict[fx.Node, list[Match]]) -> Extras:
-    """Append the inputs: first those of kept weights, then what takes gradients, as `kept_inputs.bind` brings them."""
+    """Append the inputs of cached weights, then those of what takes gradients."""
     bodies = Bodies(plan.gm)
-    extras = Extras(kept.KeptSites(bodies, plan.kept), weight_grads.GradientSites(bodies, plan.gradients))
-    plan.kept.held = dict(plan.gm.named_parameters())
+    kept = KeptInputs(refresh_on, plan.options.fallback, dict(plan.gm.named_parameters()))
+    plan.extra_inputs.append(kept)
+    extras = Extras(KeptSites(bodies, kept), None)
     if plan.options.weights != "each_call":
         for site in sites:
             group = groups.get(site.match.node, [site.match])
             if "weights" not in site.unmet and group[0] is site.match:
                 extras.keeps.add(group, site.recipe, site.slots)  # type: ignore[arg-type]
-    if plan.gradients.takers:
-        for site in sites:
-            if "wgrad" not in site.unmet and weight_grads.wanted(site.match):
-                extras.gradients.add(site.match)
-    return extras
+    takers = weight_grads.TAKERS.get(plan.options.wgrad)
+    if takers is None:
+        return extras
+    gradients = GradientInputs(takers)
+    plan.extra_inputs.append(gradients)
+    of_gradients = GradientSites(bodies, gradients)
+    for site in sites:
+        if "wgrad" not in site.unmet and weight_grads.wanted(site.match):
+            of_gradients.add(site.match)
+    return replace(extras, gradients=of_gradients)
 
 
 def _delayed_sites(plan: Plan, sites: list[Candidate], extras: Extras) -> dict[DelayedScaling, delayed.DelayedSites]:
@@ -92,9 +98,12 @@ def _delayed_sites(plan: Plan, sites: list[Candidate], extras: Extras) -> dict[D
     for site in sites:
         if isinstance(site.recipe, DelayedScaling):
             by_recipe.setdefault(site.recipe, []).append((site.fqn, site.match))
+    if not by_recipe:
+        return {}
+    state = StateInputs(plan.options.fallback, dict(plan.gm.named_parameters()))
+    plan.extra_inputs.append(state)
     bodies = Bodies(plan.gm)
-    plan.state.held = dict(plan.gm.named_parameters())
     return {
-        recipe: delayed.DelayedSites(bodies, plan.state, recipe, found, plan.merged, extras)
+        recipe: delayed.DelayedSites(bodies, state, recipe, found, plan.merged, extras)
         for recipe, found in by_recipe.items()
     }

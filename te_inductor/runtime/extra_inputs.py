@@ -1,0 +1,61 @@
+"""Inputs that the rewrite appends to a compiled graph. Dynamo, which writes the call, does not know of them: a wrapper
+around the compiled graph brings them, found by the parameters that a call has.
+
+There are several kinds: cached copies of weights, what takes weight gradients in autograd's place, delayed scaling's
+state. A graph's kinds are one list, in the order of its inputs.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+
+class Call:
+    """One call of a compiled graph, as the kinds of extra inputs see it, the last of them first."""
+
+    __slots__ = ("behind", "inputs", "is_first_step", "state")
+
+    def __init__(self, inputs: Sequence[Any]) -> None:
+        self.inputs = inputs  # that Dynamo knows of
+        self.state: Sequence[Tensor] = ()  # of delayed scaling's quantizers
+        self.is_first_step = False  # whether some of them have no history
+        self.behind: list[Callable[[Any], None]] = []  # run with the graph's outputs
+
+
+class ExtraInputs:
+    """One kind."""
+
+    prefix: ClassVar[str]  # of the placeholders' names, which end in a number
+    examples: list[Tensor]  # fake tensors, one an input
+
+    def tensors(self, call: Call) -> Sequence[Tensor]:
+        """What a call takes of this kind, in the order of `examples`. May ask of the call what a later kind has left
+        there."""
+        raise NotImplementedError
+
+    def withdraw(self) -> None:
+        """The rewritten graph is not run."""
+
+
+def bind(
+    compiled: Callable[..., Any],
+    kinds: Sequence[ExtraInputs],
+    first: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:
+    """The compiled graph as Dynamo calls it. `first` runs in its place in a first step under delayed scaling."""
+    used = [kind for kind in reversed(kinds) if kind.examples]
+    if not used:
+        return compiled
+
+    def run(*inputs: Any) -> Any:
+        call = Call(inputs)
+        found = [kind.tensors(call) for kind in used]
+        graph = first if call.is_first_step and first is not None else compiled
+        outputs = graph(*inputs, *itertools.chain.from_iterable(reversed(found)))
+        for step in call.behind:
+            step(outputs)
+        return outputs
+
+    return run
