@@ -150,8 +150,7 @@ def _with_more(
     build.start([chosen.kernel])
     nodes = [_contiguous(a), columns, *_scales(a_scale, b_scale, given.scope), *map(_contiguous, rest)]
     layout = ir.FixedLayout(a.get_device_or_error(), given.out, [given.m, given.n])
-    more["fast_accum"] = given.fast_accum
-    return _bind(choice, given, nodes, layout, chosen.tile, **more).output_node()  # type: ignore[no-any-return]
+    return _bind(choice, given, nodes, layout, chosen.tile, fast_accum=given.fast_accum, **more).output_node()  # type: ignore[no-any-return]
 
 
 def _scales(a_scale: ir.TensorBox, b_scale: ir.TensorBox, scope: str) -> list[Any]:
