@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from te_inductor import recipes as recipes
     from te_inductor.api.accuracy import accuracy_report as accuracy_report
     from te_inductor.api.accuracy_figures import AccuracyReport as AccuracyReport
+    from te_inductor.api.assertions import assert_low_precision as assert_low_precision
     from te_inductor.api.explanation import explain as explain
     from te_inductor.api.quantization import quantize_ as quantize_
     from te_inductor.api.saved_state import load_state_dict as load_state_dict
@@ -25,6 +26,7 @@ __version__ = "0.1.0"
 _HOME = {
     "accuracy_report": ("te_inductor.api.accuracy", "accuracy_report"),
     "AccuracyReport": ("te_inductor.api.accuracy_figures", "AccuracyReport"),
+    "assert_low_precision": ("te_inductor.api.assertions", "assert_low_precision"),
     "autocast": ("te_inductor.recipes.regions", "autocast"),
     "backward_dw": ("te_inductor.runtime.deferred_wgrads", "backward_dw"),
     "explain": ("te_inductor.api.explanation", "explain"),
@@ -43,6 +45,7 @@ __all__ = [
     "Site",
     "__version__",
     "accuracy_report",
+    "assert_low_precision",
     "autocast",
     "backward_dw",
     "explain",

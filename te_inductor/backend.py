@@ -24,7 +24,8 @@ from te_inductor.passes import pre_grad
 from te_inductor.passes.pre_grad.plan import Plan
 from te_inductor.passes.pre_grad.rewrite import first_step
 from te_inductor.recipes import regions
-from te_inductor.runtime import cached_weights
+from te_inductor.runtime import cached_weights, compiled_graphs
+from te_inductor.runtime.exporting import note_export
 from te_inductor.runtime.extra_inputs import bind
 from te_inductor.templates.cutlass import build
 
@@ -49,7 +50,7 @@ def te(
     parsed = parse(mode, options)
     plan = Plan(gm, parsed, example_inputs)
     originals = _set_aside(plan.graph_modules())
-    found = run_passes(plan)
+    plan.report = found = run_passes(plan)
     if plan.reads_active_region:
         regions.guard_on_active()
     if found.failure is not None:
@@ -59,8 +60,11 @@ def te(
         _start_workers()
     inductor = _inductor(parsed, name)
     if found.failure is not None or not plan.candidates:
-        return inductor(gm, example_inputs)
-    return _compile_or_restore(plan, inductor, originals)
+        compiled = inductor(gm, example_inputs)
+    else:
+        compiled = _compile_or_restore(plan, inductor, originals)
+    compiled_graphs.note(plan.report, plan.weights)
+    return compiled
 
 
 def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
@@ -82,13 +86,17 @@ def run_passes(plan: Plan, passes: Sequence[Callable[[Plan], None]] | None = Non
     except TEInductorError:
         raise
     except Exception:
-        sites = [
-            site if site.kernel == "high_precision" else replace(site, kernel="high_precision", reason="a pass failed")
-            for site in plan.report.sites
-        ]
-        flops = replace(plan.report.flops, low=0)
-        return replace(plan.report, sites=sites, failure=traceback.format_exc(), flops=flops)
+        return _failed(plan.report, "a pass failed", traceback.format_exc())
     return plan.report
+
+
+def _failed(report: Report, reason: str, failure: str) -> Report:
+    """The report of a graph in which nothing came to run in low precision."""
+    sites = [
+        site if site.kernel == "high_precision" else replace(site, kernel="high_precision", reason=reason)
+        for site in report.sites
+    ]
+    return replace(report, sites=sites, failure=failure, flops=replace(report.flops, low=0))
 
 
 def _start_workers() -> None:
@@ -157,6 +165,7 @@ def _compile_or_restore(
         failure = traceback.format_exc()
         _give_up(plan, originals)
         compiled = inductor(plan.gm, plan.inputs)  # a graph that fails without us too is not our failure
+    plan.report = _failed(plan.report, "its compile failed", failure)
     announce(_without_us(plan, Report(failure=failure)), plan.options.fallback)
     return compiled
 
@@ -208,12 +217,14 @@ def reset() -> None:
     """What `torch._dynamo.reset()` asks of a backend: forget the CUDA graphs recorded so far, and the copies of
     weights."""
     cached_weights.forget()
+    compiled_graphs.forget()
     cudagraph_trees = sys.modules.get("torch._inductor.cudagraph_trees")
     if cudagraph_trees is not None:
         cudagraph_trees.reset_cudagraph_trees()
 
 
 te.reset = reset  # type: ignore[attr-defined]
+compat.before_export(lambda model: note_export(model, te))
 
 if torch.cuda.is_initialized():  # who asks for a backend will compile
     _start_workers()

@@ -1,6 +1,7 @@
 """What differs between torch 2.11 and 2.15, each difference in one function. Nothing else asks for torch's version."""
 
 import copy
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ except ImportError:  # 2.11 needs the metaclass, 2.13 accepts it
 __all__ = [
     "ConstantMeta",
     "autotune",
+    "before_export",
     "compile_fx",
     "compiled_apart",
     "constant_type_name",
@@ -37,6 +39,7 @@ __all__ = [
     "is_gathered",
     "let_marks_be_saved",
     "never_compile",
+    "options_of_compiled",
     "register_constant",
     "saving_what_is_cut",
     "side_by_side",
@@ -256,6 +259,37 @@ def inside_ddp() -> bool:
     The graph that is being compiled is compiled anew where the answer is another."""
     guard_on("torch.nn.parallel.distributed", "DistributedDataParallel._active_ddp_module", by_type=True)
     return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None  # type: ignore[no-untyped-call]
+
+
+def before_export(note: Callable[[object], None]) -> None:
+    """Call `note` with each model that `torch.export` is about to trace. Export asks a backend nothing, and has no
+    hook, so its entry is replaced for good; there is no upstream issue yet."""
+    from torch.export import _trace
+
+    original = _trace._export
+
+    @functools.wraps(original)
+    def noted(mod: Any, *args: Any, **kwargs: Any) -> Any:
+        note(mod)
+        return original(mod, *args, **kwargs)
+
+    _trace._export = noted
+
+
+def options_of_compiled(module: torch.nn.Module, backend: object) -> Mapping[str, Any] | None:
+    """The options of a module that torch.compile was called with for this backend, which Dynamo knows under wrappers;
+    None of any other module."""
+    from torch._dynamo.eval_frame import innermost_backend
+
+    context = getattr(module, "dynamo_ctx", None)
+    if context is None:  # what `module.compile()` leaves
+        called = getattr(module, "_compiled_call_impl", None)
+        context = inspect.getclosurevars(called).nonlocals.get("self") if inspect.isfunction(called) else None
+    callback = getattr(context, "callback", None)
+    found: Any = innermost_backend(callback) if callable(callback) else None
+    if getattr(found, "compiler_fn", found) is not backend:
+        return None
+    return getattr(found, "kwargs", {}).get("options") or {}
 
 
 def never_compile(function: Callable[..., Any]) -> None:

@@ -7,6 +7,8 @@ import logging
 import warnings
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, TypeVar
 
 from te_inductor.errors import FallbackError, FallbackWarning
@@ -107,7 +109,11 @@ class Report:
     def __str__(self) -> str:
         columns = ("module", "pattern", "GEMM", "M x N x K", "FLOPs", "recipe", "kernel", "why not")
         table = tabulated(_headline(self), columns, _rows(self))
-        tail = [f"policy entry {entry!r} matches no linear site{HIDDEN}" for entry in self.unused_policy]
+        fqns = [site.fqn for site in self.sites]
+        tail = [
+            f"policy entry {entry!r} matches no linear site{HIDDEN}{_nearest(entry, fqns)}"
+            for entry in self.unused_policy
+        ]
         tail += [f"option {option!r} does not reach {fqn}: {reason}" for option, fqn, reason in self.unmet]
         return "\n".join([table, *tail, *([self.failure] if self.failure else [])])
 
@@ -213,19 +219,32 @@ def summary(report: Report) -> str | None:
         for reason, group in _grouped(fallen, lambda site: site.reason):
             share = report.flops.share_of(group)
             part = "" if share is None else f" ({_percent(share)} of FLOPs)"
-            lines.append(f"  {reason}: {_shown(site.fqn for site in group)}{part}")
+            lines.append(f"  {reason}: {shown(site.fqn for site in group)}{part}")
     if report.flops.total and any(site.kernel == "high_precision" for site in report.fallbacks):
         lines.append(f"te_inductor: {report.flops}")
     for entry in report.unused_policy if places else ():  # an optimizer's graph is not what a policy is about
-        known = ", ".join(sorted({fqn for fqn, _ in places})[:4])
+        known = sorted({fqn for fqn, _ in places})
         lines.append(
-            f"te_inductor: policy entry {entry!r} matches no linear site of this graph{HIDDEN} (sites: {known}, …)"
+            f"te_inductor: policy entry {entry!r} matches no linear site of this graph{HIDDEN}"
+            f" (sites: {', '.join(known[:4])}, …){_nearest(entry, known)}"
         )
     for (option, reason), unmet in _grouped(report.unmet, lambda one: (one.option, one.reason)):
-        lines.append(f"te_inductor: option {option!r} does not reach, because {reason}: {_shown(u.fqn for u in unmet)}")
+        lines.append(f"te_inductor: option {option!r} does not reach, because {reason}: {shown(u.fqn for u in unmet)}")
     if report.failure:
         lines.append(f"te_inductor: compiled without low precision, because a pass of ours failed:\n{report.failure}")
     return "\n".join(lines) or None
+
+
+def _nearest(entry: str, fqns: Iterable[str]) -> str:
+    """What a policy entry that matches nothing may have been meant to match: a path by another root, or one like it."""
+    parts = entry.split(".")
+    shorter = [".".join(parts[place:]) for place in range(1, len(parts))]
+    for glob in [*shorter, f"*.{entry}"]:
+        found = next((fqn for fqn in fqns if fnmatchcase(fqn, glob)), None)
+        if found is not None:
+            return f"; nearest: {found!r}, which {glob!r} matches, as paths start at the module whose code was compiled"
+    close = get_close_matches(entry, fqns, n=1)
+    return f"; nearest: {close[0]!r}" if close else ""
 
 
 def uncompiled(failure: str) -> str:
@@ -241,7 +260,7 @@ def without_state(fqns: Iterable[str]) -> str:
     return (
         "te_inductor: delayed scaling has seen no step of these sites. This graph runs without gradients, so it records no"
         " amaxes, and casts by each tensor's own amax, which is as slow as recipe 'current':"
-        f" {_shown(fqns)};"
+        f" {shown(fqns)};"
         " train first, or load what te_inductor.state_dict returned with te_inductor.load_state_dict"
     )
 
@@ -250,7 +269,7 @@ def state_was_lost(fqns: Iterable[str]) -> str:
     """The text of the warning about training that resumes without its scales."""
     return (
         "te_inductor: delayed scaling starts without history at sites whose parameters were trained before, as the"
-        f" optimizer's state tells: {_shown(fqns)}; save te_inductor.state_dict(model) in each checkpoint, and load it"
+        f" optimizer's state tells: {shown(fqns)}; save te_inductor.state_dict(model) in each checkpoint, and load it"
         " with te_inductor.load_state_dict(model, state) before training goes on"
     )
 
@@ -270,6 +289,7 @@ COMPUTED_AGAIN = (
 )
 
 
-def _shown(fqns: Iterable[str]) -> str:
+def shown(fqns: Iterable[str]) -> str:
+    """Module paths for a message: the first ones, and how many more there are."""
     names = list(dict.fromkeys(fqn or "(root)" for fqn in fqns))
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -1,14 +1,19 @@
 """`explain(model, *inputs)`: what would run where, without compiling a kernel."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
+from te_inductor import recipes
+from te_inductor.api.eager_products import EagerProduct, EagerProducts, Names, report_of
 from te_inductor.api.tracing import traced
 from te_inductor.backend import parse, run_passes
+from te_inductor.config import Options
 from te_inductor.diagnostics import Report, merge
 from te_inductor.passes.pre_grad import DECIDE
+from te_inductor.passes.pre_grad.decide import policy
 from te_inductor.passes.pre_grad.plan import Plan
 
 
@@ -17,7 +22,8 @@ def explain(model: Callable[..., Any], *inputs: Any, options: Mapping[str, Any] 
 
     Traces the model with Dynamo and runs it once, uncompiled, on `inputs` and `kwargs` (a trace can only go on behind a
     graph break by running what comes before it). The random state is left as it was; buffers that the forward updates
-    are updated. A compiled model is explained as the model inside it.
+    are updated. A compiled model is explained as the model inside it. Layers that run outside of every graph, behind a
+    graph break or in code that Dynamo skips, are sites in high precision.
 
     Raises:
         OptionError, RecipeError: the options are wrong, or a recipe's factory is.
@@ -28,8 +34,23 @@ def explain(model: Callable[..., Any], *inputs: Any, options: Mapping[str, Any] 
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         reports.append(run_passes(Plan(gm, parsed, example_inputs), DECIDE))
-        return gm.forward
+        return eager.aside(gm.forward)
 
-    with traced(model, backend, parsed.fallback) as run:
+    eager = EagerProducts()
+    with traced(model, backend, parsed.fallback) as run, eager:
         run(*inputs, **kwargs)
-    return merge(reports)
+    return merge([*reports, _of_eager(eager.found, Names(model, (*inputs, *kwargs.values())), parsed)])
+
+
+def _of_eager(found: Sequence[EagerProduct], names: Names, options: Options) -> Report:
+    """Of layers that no graph has, with the recipes that they would have in one."""
+    default, entries, used = recipes.resolve(options.recipe), policy.entries(options.policy), set()
+
+    def recipe_of(fqn: str, product: EagerProduct) -> str | None:
+        entry = policy.first(entries, fqn, product.sizes)
+        used.add(entry)
+        recipe = entry.recipe if entry else product.region.recipe or default
+        return recipe.name if product.region.enabled and recipe is not None else None  # type: ignore[union-attr]
+
+    report = report_of(found, names, recipe_of)
+    return replace(report, unused_policy=[entry.name for entry in entries if entry not in used])

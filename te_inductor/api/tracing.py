@@ -15,9 +15,9 @@ from te_inductor.recipes import regions
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 _NOTHING_TRACED = (
-    "te_inductor: Dynamo gave no graph of the model, so there is nothing to report. Either the model computes nothing"
-    " that it captures, or it has given up on the model's code in this process, by its limit on recompiles: ask for the"
-    " report before, or call torch._dynamo.reset(), which forgets everything compiled"
+    "te_inductor: Dynamo gave no graph of the model, so there is nothing in low precision to report. Either the model"
+    " computes nothing that it captures, or it has given up on the model's code in this process, by its limit on"
+    " recompiles: ask for the report before, or call torch._dynamo.reset(), which forgets everything compiled"
 )
 
 

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from te_inductor import targets
-from te_inductor.compat import constant_type_name
 from te_inductor.ops.casts import dequantize, quantize
 from te_inductor.ops.definition import define
 from te_inductor.ops.gemm import scaled_mm
@@ -194,10 +193,10 @@ def _fp8_weight(
     data: Tensor,  # (N, K padded)
     scale_inv: Tensor,  # as slots.weight stores it
     bias: Tensor | None,  # (N,)
-    slots: Slots,
+    slots: str,  # as Slots.to_text writes them
     out_dtype: torch.dtype,
 ) -> Tensor:  # (..., N)
-    return _linear(_FP8, x, (data, scale_inv), bias, (slots, out_dtype))
+    return _linear(_FP8, x, (data, scale_inv), bias, (Slots.from_text(slots), out_dtype))
 
 
 nvfp4_weight_only = define(
@@ -206,7 +205,6 @@ nvfp4_weight_only = define(
     _nvfp4_weight_only,
 )
 fp8_weight = define(
-    f"fp8_weight(Tensor x, Tensor data, Tensor scale_inv, Tensor? bias, {constant_type_name(Slots)} slots,"
-    " ScalarType out_dtype) -> Tensor",
+    "fp8_weight(Tensor x, Tensor data, Tensor scale_inv, Tensor? bias, str slots, ScalarType out_dtype) -> Tensor",
     _fp8_weight,
 )

@@ -10,7 +10,6 @@ it, from another stored weight or from one in high precision.
 """
 
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.utils._triton import has_triton_package
 
 from te_inductor import ops
-from te_inductor.errors import FallbackWarning, RecipeError, StoredWeightError
+from te_inductor.errors import RecipeError, StoredWeightError
 from te_inductor.ops import stored as ops_stored
 from te_inductor.recipes import Float8BlockScaling, Float8CurrentScaling, Float8RowwiseScaling, NVFP4WeightOnly, Recipe
 from te_inductor.runtime import microscaling, nvfp4
@@ -154,21 +153,12 @@ before_export: list[Callable[[], object]] = []  # called where a layer is traced
 _OF_ONE_STORAGE = (Tensor.storage, Tensor.data_ptr, Tensor.share_memory_)
 
 
-_NOT_SERIALIZED = (
-    "te_inductor: an exported program with weights stored in FP8 runs and compiles (aoti_compile_and_package), but"
-    " torch.export.save leaves out the recipe, which its ops take as a constant, and torch.export.load then fails with"
-    " KeyError: '_custom_obj_0'. Package it with AOTInductor, or store the weights as nvfp4_weight_only"
-)
-
-
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not isinstance(weight, StoredWeight):
         raise StoredWeightError("F.linear of a stored weight as input or bias, expected it as the weight")
     if torch.compiler.is_exporting():  # what compiles the program later, as AOTInductor, does not know of us
         for prepare in before_export:
             prepare()
-        if isinstance(weight, Float8Weight):
-            warnings.warn(_NOT_SERIALIZED, FallbackWarning, stacklevel=2)
     device = input.device.type
     out_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
     return weight.linear(input, bias, out_dtype)
@@ -232,7 +222,7 @@ class Float8Weight(StoredWeight):
         return ops.dequantize(*self.parts, quantizer, self.dtype)[:, : self.shape[1]]  # type: ignore[no-any-return]
 
     def linear(self, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-        return ops_stored.fp8_weight(x, self.values_, self.scale_inv, bias, self.recipe.slots(), out_dtype)  # type: ignore[no-any-return]
+        return ops_stored.fp8_weight(x, self.values_, self.scale_inv, bias, self.recipe.slots().to_text(), out_dtype)  # type: ignore[no-any-return]
 
     @property
     def form(self) -> object:

@@ -1,7 +1,9 @@
 """The recipe classes: what a user chooses, and the quantizers and GEMMs that each choice means for a linear layer."""
 
-from dataclasses import fields
-from typing import ClassVar
+import functools
+import json
+from dataclasses import asdict, fields
+from typing import Any, ClassVar
 
 from te_inductor.errors import RecipeError, wrong_type
 from te_inductor.recipes.constants import Constant, constant
@@ -32,6 +34,24 @@ class Slots(Constant):
                 "input or weight is rounded stochastically, expected grad_output alone: a checkpoint that computes the"
                 " forward again would draw other bits"
             )
+
+    def to_text(self) -> str:
+        """These, as a program's file can hold them: torch.export.save has no place for a constant of another class."""
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_text(cls, text: str) -> "Slots":
+        """What `to_text` wrote."""
+        return _slots_of(text)
+
+
+@functools.cache
+def _slots_of(text: str) -> Slots:
+    found: dict[str, dict[str, Any]] = json.loads(text)
+    made: dict[str, Any] = {name: Quantizer(**found[name]) for name in ("input", "weight", "grad_output")}
+    for name in ("fprop", "dgrad", "wgrad"):
+        made[name] = Gemm(**{**found[name], "scopes": tuple(found[name]["scopes"])})
+    return Slots(**made)
 
 
 @constant

@@ -54,7 +54,7 @@ class Region(Constant):
 _library = torch.library.Library("te_inductor", "FRAGMENT")  # a module-level reference keeps the registrations alive
 _library.define(f"enter_region({compat.constant_type_name(Region)} region) -> ()")
 _library.define("exit_region() -> ()")
-_library.impl("enter_region", lambda region: None, "CompositeImplicitAutograd")
+_library.impl("enter_region", lambda region: _entered_in_graph(region), "CompositeImplicitAutograd")
 _library.impl("exit_region", lambda: None, "CompositeImplicitAutograd")
 enter_region = torch.ops.te_inductor.enter_region.default
 exit_region = torch.ops.te_inductor.exit_region.default
@@ -80,7 +80,7 @@ class _Active:
 
 _active = _Active()
 _compiled: set[tuple[Any, ...]] = set()  # keys of the regions in which a graph was compiled
-_said = False
+_said = _said_of_export = False
 
 
 def active() -> Region:
@@ -131,7 +131,9 @@ class autocast:
         if torch.compiler.is_dynamo_compiling():
             enter_region(self.region)
         else:
-            if compat.in_uncompiled_frame():
+            if torch.compiler.is_exporting():
+                _warn_of_export(self.region)
+            elif compat.in_uncompiled_frame():
                 warnings.warn(_UNCOMPILED, FallbackWarning, stacklevel=2)
             _set((*_entered.get(), _Entered(self, self.region)))
 
@@ -145,7 +147,8 @@ class autocast:
                 _set(entered[:mine] + entered[mine + 1 :])
             if self.region.key() in _compiled:  # so something is in those around it
                 _compiled.update(one.region.key() for one in _entered.get())
-            if error is None and not _entered.get() and self.region.enabled:
+            exporting = torch.compiler.is_exporting()
+            if error is None and not _entered.get() and self.region.enabled and not exporting:
                 _warn_if_nothing_compiles(self.region)
 
     def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
@@ -183,6 +186,10 @@ _UNCOMPILED = (
     " Enter autocast around the compiled function, or move what breaks the graph (fullgraph=True names it) out of the"
     " `with`"
 )
+_NOT_EXPORTED = (
+    "te_inductor.autocast: torch.export takes no recipe, so the exported program runs in high precision; to export low"
+    " precision, store the weights first: te_inductor.quantize_(model, 'rowwise'), or 'nvfp4_weight_only'"
+)
 _NOTHING_COMPILED = (
     "te_inductor.autocast: nothing has been compiled in it by the backend te, so every layer ran in high precision;"
     " autocast"
@@ -196,3 +203,24 @@ def _warn_if_nothing_compiles(region: Region) -> None:
     if not _said and region.key() not in _compiled:
         _said = True
         warnings.warn(_NOTHING_COMPILED, FallbackWarning, stacklevel=3)
+
+
+def _entered_in_graph(region: Region) -> None:
+    """Under any backend a marker traces to nothing."""
+    if torch.compiler.is_exporting():
+        _warn_of_export(region)
+
+
+def export_begins() -> None:
+    """Where torch.export is called: what it leaves out is said once from here on, and now of a region around it."""
+    global _said_of_export
+    _said_of_export = False
+    _warn_of_export(active() if _entered.get() else None)
+
+
+def _warn_of_export(region: Region | None) -> None:
+    """And where it traces a model that enters a region: as it runs, or as Dynamo has marked it."""
+    global _said_of_export
+    if region is not None and region.enabled and not _said_of_export:
+        _said_of_export = True
+        warnings.warn(_NOT_EXPORTED, FallbackWarning, stacklevel=4)

@@ -53,12 +53,14 @@ def test_a_second_process_hits_both_caches(first):
 def test_delayed_scaling_hits_both_caches_with_its_state_intact(tmp_path):
     """The state is no part of the key, nor of what is cached: the second process finds its own, and ends with the
     same."""
-    before, after = (run(tmp_path, {"recipe": "delayed"}) for _ in range(2))
+    before, after = (
+        run(tmp_path, {"recipe": "delayed"}, PYTHONHASHSEED=seed) for seed in "12"
+    )  # sets of another order
     assert before["caches"]["bypass"] == before["caches"]["autograd_bypass"] == 0
-    # There are two graphs, one for a first step. AOTAutograd's cache may miss one of them, whose code is found all the
-    # same.
-    assert before["caches"]["autograd_miss"] == 2 and after["caches"]["autograd_hit"] >= 1
-    assert after["caches"]["hit"] == before["caches"]["miss"] > 0 and after["caches"]["miss"] == 0
+    assert (
+        after["caches"]["autograd_hit"] == before["caches"]["autograd_miss"] == 2
+    )  # one graph is that of a first step
+    assert after["caches"]["miss"] == after["caches"]["autograd_miss"] == 0
     assert after["loss"] == before["loss"] and after["state"] == before["state"]
     assert len(before["state"]) == 6
     assert all(value != [1.0] and min(value) > 0 for value in before["state"].values())  # two steps, both recorded

@@ -87,6 +87,25 @@ def test_unused_entries_are_reported():
     )
 
 
+@pytest.mark.parametrize(
+    ("entry", "nearest"),
+    [
+        ("layers.3.mlp.up", "'mlp.up', which 'mlp.up' matches, as paths start at the module whose code was compiled"),
+        ("layers.*.mlp.*", "'mlp.up', which 'mlp.*' matches, as paths start at the module whose code was compiled"),
+        ("up", "'mlp.up', which '*.up' matches, as paths start at the module whose code was compiled"),
+        ("mlp.ub", "'mlp.up'"),
+    ],
+)
+def test_an_unused_entry_names_the_nearest_path(entry, nearest):
+    """As where a policy is written from the root, and the layers are compiled one by one."""
+    layer = nn.ModuleDict({"mlp": nn.ModuleDict({"up": nn.Linear(32, 32)})})
+    layer.forward = lambda x: layer["mlp"]["up"](x)
+    with pytest.warns(FallbackWarning) as caught:
+        torch.compile(layer, backend="te", options={"policy": {entry: "none"}})(torch.randn(X))
+    [text] = [str(one.message) for one in caught if one.category is FallbackWarning]
+    assert text.endswith(f"(sites: mlp.up, …); nearest: {nearest}")
+
+
 def test_an_entry_behind_another_is_unused_too():
     assert explain(
         layers((32, 32)), torch.randn(X), options={"policy": {"*": "none", "0": "current"}}

@@ -15,7 +15,14 @@ import te_inductor
 from te_inductor.api.quantization import quantize_
 from te_inductor.errors import FallbackError, FallbackWarning, OptionError, RecipeError, StoredWeightError
 from te_inductor.ops.stored_weight import Float8Weight, NVFP4Weight, StoredWeight
-from te_inductor.recipes import NVFP4WeightOnly
+from te_inductor.recipes import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    NVFP4BlockScaling,
+    NVFP4WeightOnly,
+    Slots,
+)
 
 RECIPES = ["nvfp4_weight_only", "rowwise", "current", "block"]
 recipes = pytest.mark.parametrize("recipe", RECIPES)
@@ -356,17 +363,33 @@ def test_files_without_subclasses_are_refused_by_name(tmp_path):
         quantized.share_memory()
 
 
-def test_an_exported_program_is_saved_and_loaded(tmp_path):
-    quantized, x = quantize_(model()), torch.randn(5, 96)
+@pytest.mark.parametrize("recipe", ["nvfp4_weight_only", "current", "rowwise", "block"])
+def test_an_exported_program_is_saved_and_loaded(tmp_path, recipe):
+    quantized, x = quantize_(model(), recipe), torch.randn(5, 96)
     torch.export.save(torch.export.export(quantized, (x,)), tmp_path / "program.pt2")
     assert torch.equal(torch.export.load(tmp_path / "program.pt2").module()(x), quantized(x))
 
 
-def test_what_torch_does_not_serialize_is_said():
-    quantized, x = quantize_(model(), "rowwise"), torch.randn(5, 96)
-    with pytest.warns(FallbackWarning, match="torch.export.save leaves out the recipe"):
-        program = torch.export.export(quantized, (x,))
-    assert torch.equal(program.module()(x), quantized(x))
+LOADS = """
+import sys, torch, te_inductor
+program, x, y = torch.export.load(sys.argv[1]).module(), *torch.load(sys.argv[2])
+assert torch.equal(program(x), y)
+torch.testing.assert_close(torch.compile(program, backend="te", options={"recipe": "none"})(x), y)
+"""
+
+
+def test_a_program_is_loaded_in_another_process(tmp_path):
+    quantized, x = quantize_(model(), Float8BlockScaling(w_block_scaling_dim=1)), torch.randn(5, 96)
+    torch.export.save(torch.export.export(quantized, (x,)), tmp_path / "program.pt2")
+    torch.save((x, quantized(x)), tmp_path / "tensors")
+    command = [sys.executable, "-c", LOADS, str(tmp_path / "program.pt2"), str(tmp_path / "tensors")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_text_of_slots():
+    for recipe in (Float8CurrentScaling(), Float8RowwiseScaling(), Float8BlockScaling(), NVFP4BlockScaling()):
+        assert Slots.from_text(recipe.slots().to_text()) == recipe.slots()
 
 
 AOTI = """

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -68,6 +69,7 @@ class Plan:
     unlowered: list[Unlowered] = field(default_factory=list)
     merged: list[list[Match]] = field(default_factory=list)  # sites that are one GEMM
     report: Report = field(default_factory=Report)
+    weights: dict[str, torch.nn.Parameter] = field(default_factory=dict)  # of sites, by their module paths
     libraries: set[Kernel] = field(default_factory=set)  # CUTLASS kernels that its GEMMs will be
     extra_inputs: list[ExtraInputs] = field(default_factory=list)  # what the rewritten graph takes besides its inputs
 

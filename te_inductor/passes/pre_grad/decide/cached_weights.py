@@ -33,9 +33,9 @@ from te_inductor import compat
 from te_inductor.diagnostics import Refusal
 from te_inductor.passes.graph.aliases import memory
 from te_inductor.passes.graph.bodies import Bodies
+from te_inductor.passes.graph.owners import place_of
 from te_inductor.passes.pre_grad.decide.support import value
 from te_inductor.passes.pre_grad.match.rule import Match
-from te_inductor.passes.pre_grad.rewrite.inputs import place_of
 from te_inductor.recipes import Slots
 
 # Of scales, that templates/triton/cached_weights.py casts with.

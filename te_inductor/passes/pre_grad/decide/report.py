@@ -1,21 +1,25 @@
 """The pass that writes down what was decided, as `explain` and the warning of a compile tell it."""
 
+import operator
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from te_inductor.diagnostics import Site
-from te_inductor.passes.graph.bodies import in_order
-from te_inductor.passes.pre_grad.decide import (
-    gemm_kernels,
-)
+from te_inductor.passes.graph.bodies import Bodies, in_order
+from te_inductor.passes.graph.owners import owner_of, place_of
+from te_inductor.passes.pre_grad.decide import gemm_kernels
+from te_inductor.passes.pre_grad.match.linear import from_parameter
 from te_inductor.passes.pre_grad.plan import Candidate, Plan, Unlowered
 from te_inductor.templates.cutlass.scaled_mm import Kernel
 
 
 def report_sites(plan: Plan) -> None:
     """Write down what was decided, before the rewrite erases the matched nodes."""
+    plan.weights |= _weights(plan)
     paths = {candidate.match.node: candidate.fqn for candidate in plan.candidates}
     joined = {match.node: group for group in plan.merged for match in group}
     flops = {product.node: product.flops for product in plan.products}
@@ -33,6 +37,21 @@ def report_sites(plan: Plan) -> None:
         low = kernels.get(product.node, "high_precision") != "high_precision"
         known = None if product.flops is None else product.flops * max(calls[product.node], 1)
         plan.report.flops.add(known, low)
+
+
+def _weights(plan: Plan) -> dict[str, torch.nn.Parameter]:
+    """The parameters that sites multiply by, where each is a parameter or made of one."""
+    bodies, found = Bodies(plan.gm), {}
+    multiplied = [(site.fqn, site.match.weight) for site in plan.candidates]
+    others = ((site.fqn, bodies.outer(operand)) for site in plan.unlowered for operand in site.product.operands)
+    multiplied += [(fqn, operand) for fqn, operand in others if from_parameter(operand)]
+    for fqn, node in multiplied:
+        owner = owner_of(node, bodies)
+        if owner is not None and owner.parameter.op == "placeholder" and plan.inputs:
+            found[fqn] = plan.inputs[place_of(owner.parameter)]
+        elif owner is not None and owner.parameter.op == "get_attr":
+            found[fqn] = operator.attrgetter(str(owner.parameter.target))(plan.gm)
+    return {fqn: weight for fqn, weight in found.items() if isinstance(weight, torch.nn.Parameter)}
 
 
 def _sites(plan: Plan, candidate: Candidate, merged: tuple[str, ...], rows: int | None) -> Iterator[Site]:

@@ -9,9 +9,8 @@ from te_inductor.diagnostics import Refusal, Unmet
 from te_inductor.ops.stored_weight import StoredWeight
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.pre_grad.decide import (
-    cached_weights as kept,
-)
-from te_inductor.passes.pre_grad.decide import (
+    cached_weights,
+    delayed,
     merging,
     policy,
     regions,
@@ -21,7 +20,6 @@ from te_inductor.passes.pre_grad.decide import (
     weight_grads,
 )
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
-from te_inductor.passes.pre_grad.rewrite import delayed
 from te_inductor.recipes import DelayedScaling
 from te_inductor.recipes.regions import Region, active
 from te_inductor.runtime.delayed import check_functions
@@ -109,7 +107,13 @@ def check_extras(plan: Plan) -> None:
     bodies, sites = Bodies(plan.gm), {site.match.node: site for site in plan.candidates if site.low}
     checks: dict[str, Callable[[Candidate], Refusal | None]] = {}
     if plan.options.weights != "each_call":
-        checks["weights"] = lambda site: kept.refusal(site.match, site.slots, bodies, plan.inputs, plan.written)  # type: ignore[arg-type]
+        checks["weights"] = lambda site: cached_weights.refusal(
+            site.match,
+            site.slots,  # type: ignore[arg-type]
+            bodies,
+            plan.inputs,
+            plan.written,
+        )
     if plan.options.wgrad in weight_grads.TAKERS:
         checks["wgrad"] = lambda site: (
             weight_grads.refusal(site.match, site.slots, bodies, plan.inputs, plan.options)  # type: ignore[arg-type]

@@ -11,9 +11,9 @@ from te_inductor import compat, targets
 from te_inductor.config import Options
 from te_inductor.diagnostics import Refusal
 from te_inductor.passes.graph.bodies import Bodies
+from te_inductor.passes.graph.owners import place_of
 from te_inductor.passes.pre_grad.decide.support import value
 from te_inductor.passes.pre_grad.match.rule import Match
-from te_inductor.passes.pre_grad.rewrite.inputs import place_of
 from te_inductor.recipes import Slots
 from te_inductor.runtime.deferred_wgrads import TICKETS
 from te_inductor.runtime.main_grads import MAIN_GRADS, checked

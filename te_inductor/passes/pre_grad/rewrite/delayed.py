@@ -25,68 +25,20 @@ import torch
 from torch import fx
 
 from te_inductor import ops
-from te_inductor.diagnostics import Refusal
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.module_path import holder_path
+from te_inductor.passes.graph.owners import owner_of, place_of
 from te_inductor.passes.pre_grad.decide.support import is_tensor, value
 from te_inductor.passes.pre_grad.match.rule import Match, call_linears
 from te_inductor.passes.pre_grad.rewrite import first_step
 from te_inductor.passes.pre_grad.rewrite.extras import Extras
-from te_inductor.passes.pre_grad.rewrite.inputs import append_input, place_of
+from te_inductor.passes.pre_grad.rewrite.inputs import append_input
 from te_inductor.recipes import DelayedScaling
 from te_inductor.recipes.delayed import ScaleUpdate
 from te_inductor.runtime import agreement
 from te_inductor.runtime.state import Key
 from te_inductor.runtime.state_inputs import Reader, StateInput, StateInputs
 from te_inductor.runtime.state_sites import Site, weight_site
-
-# Calls that take all of a parameter; any other is part of its quantizers' names.
-_WHOLE = frozenset("t T mT numpy_T permute transpose to type type_as float bfloat16 half contiguous clone".split())
-
-
-@dataclass(frozen=True)
-class Owner:
-    """Where a weight comes from: the root's node of a parameter, and what is taken of it ("" is all of it)."""
-
-    parameter: fx.Node
-    part: str
-
-
-def owner_of(weight: fx.Node, bodies: Bodies) -> Owner | None:
-    """The first parameter that a weight is computed from."""
-    calls: list[str] = []
-    node = bodies.outer(weight)
-    while not isinstance(node.meta.get("example_value"), torch.nn.Parameter):
-        inputs = node.all_input_nodes
-        if not inputs:
-            return None
-        name = getattr(node.target, "__name__", str(node.target)).partition(".")[0]
-        constants = [_text(arg) for arg in (*node.args, *node.kwargs.values()) if not isinstance(arg, fx.Node)]
-        if (constants[0] if name == "getattr" else name) not in _WHOLE:
-            calls.append("_".join([name, *constants]))
-        node = bodies.outer(inputs[0])
-    return Owner(node, ".".join(reversed(calls)))
-
-
-def _text(constant: Any) -> str:
-    if isinstance(constant, slice):
-        ends = f"{constant.start or ''}:{'' if constant.stop is None else constant.stop}"
-        return ends if constant.step is None else f"{ends}:{constant.step}"
-    if isinstance(constant, tuple | list):
-        return f"({','.join(map(_text, constant))})"
-    return str(constant)
-
-
-def refusal(match: Match, bodies: Bodies, transforms: str | None) -> Refusal | None:
-    """Why a site can keep no state; `transforms` of torch.func that it is in let nothing outside of them be written."""
-    if transforms is not None:
-        return Refusal("delayed scaling inside a transform of torch.func (%s), which keeps no state", transforms)
-    if not bodies.reaches(match.node.graph):
-        return Refusal("delayed scaling inside a control-flow body, which its state does not reach")
-    owner = owner_of(match.weight, bodies)
-    if owner is None:
-        return Refusal("delayed scaling keeps its state with a parameter, and the weight comes from none")
-    return None
 
 
 @dataclass

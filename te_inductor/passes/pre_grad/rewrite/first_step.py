@@ -48,15 +48,20 @@ def twin(graph: fx.Graph) -> fx.Graph:
     """A copy. Dynamo also hangs plain attributes on nodes (`_dynamo_source`), which fx does not copy."""
     made = copy.deepcopy(graph)
     for node, other in zip(graph.nodes, made.nodes, strict=True):
-        for name in vars(node).keys() - vars(other).keys():
-            setattr(other, name, getattr(node, name))
+        _add_attributes(node, other)
     return made
+
+
+def _add_attributes(to_copy: object, made: object) -> None:
+    """In their order, which AOTAutograd's cache has in its key of a module: a set's is another in each process."""
+    for name, value in vars(to_copy).items():
+        if name not in vars(made):
+            setattr(made, name, value)
 
 
 def _copied(module: fx.GraphModule) -> fx.GraphModule:
     made = fx.GraphModule(module, twin(module.graph))
-    for name in vars(module).keys() - vars(made).keys():
-        setattr(made, name, getattr(module, name))
+    _add_attributes(module, made)
     made.meta = dict(module.meta)
     for name, child in module.named_children():
         if isinstance(child, fx.GraphModule):

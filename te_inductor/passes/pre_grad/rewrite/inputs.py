@@ -21,11 +21,6 @@ def append_input(graph: fx.Graph, kind: ExtraInputs, example: torch.Tensor) -> f
     return node
 
 
-def place_of(node: fx.Node) -> int:
-    """Which of its graph's inputs a placeholder is."""
-    return node.graph.find_nodes(op="placeholder").index(node)
-
-
 def check_order(graph: fx.Graph, kinds: Sequence[ExtraInputs]) -> None:
     """That the inputs were appended in the order of their kinds, in which a call brings them."""
     wanted = [f"{kind.prefix}{place}" for kind in kinds for place in range(len(kind.examples))]

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from torch import fx
 
 from te_inductor.passes.graph.bodies import Bodies
+from te_inductor.passes.graph.owners import place_of
 from te_inductor.passes.pre_grad.decide.support import value
 from te_inductor.passes.pre_grad.decide.weight_grads import wanted
 from te_inductor.passes.pre_grad.match.rule import Match
-from te_inductor.passes.pre_grad.rewrite.inputs import append_input, place_of
+from te_inductor.passes.pre_grad.rewrite.inputs import append_input
 from te_inductor.runtime.gradient_inputs import GradientInputs
 
 

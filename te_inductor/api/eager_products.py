@@ -1,0 +1,180 @@
+"""Matrix products with a weight that run eagerly, outside of every compiled graph: what no compiler could have told of.
+
+# Note [What no graph reached]
+Behind a graph break in a loop, in code that Dynamo skips, or under hooks that it does not trace, torch runs a model's
+own code and asks no backend. So such layers are found as they run: a dispatch mode sees each operation that is not
+compiled. The mode ignores compile internals, so that torch.compile compiles and runs under it as it does without.
+Generated code calls GEMMs of libraries too, which the mode sees as well: those have AOTAutograd's wrapper of a graph
+among their callers."""
+
+import functools
+import inspect
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from te_inductor import compat
+from te_inductor.diagnostics import Flops, Report, Site
+from te_inductor.passes.graph.module_path import without_wrappers
+from te_inductor.recipes import regions
+from te_inductor.recipes.regions import Region
+
+UNREACHED = "no compiled graph reached it (graph break or skipped code)"
+
+# Operations whose last two tensors are multiplied, with or without a first one that is added.
+_PRODUCTS = frozenset("mm addmm _addmm_activation bmm baddbmm addbmm _grouped_mm".split())
+_FUSED = frozenset(
+    "linear _native_multi_head_attention _transformer_encoder_layer_fwd".split()
+)  # of x and weights (N, K)
+_PARAMETRIZED = re.compile(r"(^|\.)parametrizations\.\w+$")  # what holds the parameters that a weight is computed from
+_COMPILED = "_functorch/_aot_autograd/runtime_wrappers.py"  # the file of what runs a compiled graph
+
+
+@dataclass(frozen=True)
+class EagerProduct:
+    """One product of an activation and a weight, that ran eagerly."""
+
+    weight: nn.Parameter
+    sizes: tuple[int, int, int]  # (M, N, K), batches being rows
+    flops: int
+    grouped: bool
+    region: Region  # of autocast, that it ran in
+
+
+class EagerProducts(TorchDispatchMode):
+    """Context that collects them: Note [What no graph reached]. A weight is what operations make of parameters
+    alone."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[EagerProduct] = []
+        self._weights: WeakIdKeyDictionary = WeakIdKeyDictionary()  # what is made of a parameter: which one
+        self._inside = 0  # of graphs that run by their own Python code
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def aside(self, graph: Callable[..., Any]) -> Callable[..., Any]:
+        """A graph whose operations are not counted, though they run one by one."""
+
+        @functools.wraps(graph)
+        def run(*args: Any) -> Any:
+            self._inside += 1
+            try:
+                return graph(*args)
+            finally:
+                self._inside -= 1
+
+        return run
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        results = op(*args, **(kwargs or {}))
+        if self._inside or not isinstance(op, torch._ops.OpOverload):
+            return results
+        name = op._schema.name.partition("::")[2]
+        tensors = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        weights = [self._weight(one) for one in tensors]
+        if name in _PRODUCTS or name in _FUSED:
+            if any(weight is not None for weight in weights) and not _in_compiled_graph():
+                self.found.extend(_read(name, tensors, weights))
+        elif tensors and None not in weights:
+            for result in pytree.tree_leaves(results):
+                if isinstance(result, Tensor):
+                    self._weights[result] = weights[0]
+        return results
+
+    def _weight(self, tensor: Tensor) -> nn.Parameter | None:
+        return tensor if isinstance(tensor, nn.Parameter) else self._weights.get(tensor)
+
+
+def _in_compiled_graph() -> bool:
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.replace("\\", "/").endswith(_COMPILED):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def _read(name: str, tensors: Sequence[Tensor], weights: Sequence[nn.Parameter | None]) -> Iterator[EagerProduct]:
+    region = regions.active()
+    if name in _FUSED:
+        x = tensors[0]
+        for one, weight in zip(tensors[1:], weights[1:], strict=True):
+            if weight is not None and weights[0] is None and one.dim() == 2 and x.dim():
+                m, (n, k) = x.numel() // max(one.shape[1], 1), one.shape
+                yield EagerProduct(weight, (m, n, k), 2 * m * n * k, False, region)
+        return
+    a, b = tensors[-2:] if name != "_grouped_mm" else tensors[:2]
+    of = weights[-2:] if name != "_grouped_mm" else weights[:2]
+    weight = next((one for one in of if one is not None), None)
+    k = a.shape[-1]
+    if (
+        weight is None or None not in of or k == 1
+    ):  # of two weights a weight is made, of columns and rows an outer product
+        return
+    n = b.shape[-1]
+    m = math.prod(a.shape[-2:-1]) if name == "_grouped_mm" else math.prod(a.shape[:-1])
+    yield EagerProduct(weight, (m, n, k), 2 * m * n * k, name == "_grouped_mm", region)
+
+
+def report_of(
+    found: Sequence[EagerProduct], names: "Names", recipe_of: Callable[[str, EagerProduct], str | None]
+) -> Report:
+    """Sites in high precision, one of a weight and its sizes. `recipe_of` says what recipe one would have had in a
+    graph, by its module path; None where high precision is what was asked."""
+    sites, flops = {}, Flops()
+    for product in found:
+        path = names.of(product.weight)
+        fqn = f"a parameter of shape {tuple(product.weight.shape)}" if path is None else path
+        recipe, pattern = recipe_of(fqn, product), "grouped_linear" if product.grouped else "linear"
+        reason = None if recipe is None else UNREACHED
+        sites[id(product.weight), product.sizes] = Site(
+            fqn, pattern, "fprop", product.sizes, recipe or "none", "high_precision", reason, flops=product.flops
+        )
+        flops.add(product.flops, low=False)
+    return Report(sites=list(sites.values()), flops=flops)
+
+
+class Names:
+    """Module paths of the parameters of a model, or of the modules that a function is called with or closes over."""
+
+    def __init__(self, model: Callable[..., Any], inputs: Sequence[Any] = ()) -> None:
+        self._paths: dict[int, str] = {}
+        for root in _roots(model, inputs):
+            for path, module in root.named_modules(remove_duplicate=False):
+                for parameter in module.parameters(recurse=False):
+                    # The first name, but for that of an embedding that is a linear layer's weight as well.
+                    if id(parameter) not in self._paths or isinstance(module, nn.Linear):
+                        path_of_layer = _PARAMETRIZED.sub("", without_wrappers(path))
+                        self._paths[id(parameter)] = path_of_layer
+        for shards, whole in compat.gathered():
+            path = next((self._paths[id(shard)] for shard in shards if id(shard) in self._paths), None)
+            if path is not None:
+                self._paths[id(whole)] = path
+
+    def of(self, parameter: Tensor) -> str | None:
+        """The path of the module that holds it, None where no module is found."""
+        return self._paths.get(id(parameter))
+
+
+def _roots(model: Any, inputs: Sequence[Any]) -> Iterator[nn.Module]:
+    inner = getattr(model, "_orig_mod", model)
+    while hasattr(inner, "_torchdynamo_orig_callable"):  # what torch.compile made of a function
+        inner = inner._torchdynamo_orig_callable
+    closed_over = [] if isinstance(inner, nn.Module) else inspect.getclosurevars(inspect.unwrap(inner))[:2]
+    for one in pytree.tree_leaves([inner, getattr(inner, "__self__", None), closed_over, list(inputs)]):
+        if isinstance(one, nn.Module):
+            yield getattr(one, "_orig_mod", one)
