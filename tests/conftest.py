@@ -7,6 +7,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# What the processor has, the compiler is taken to know: Inductor would compile and load a probe for each set of
+# instructions, ten seconds for each empty cache.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
+import itertools
+from collections import Counter, defaultdict
 
 import pytest
 import torch
@@ -20,6 +26,36 @@ def pytest_addoption(parser):
 
 def pytest_report_header(config):
     return f"seed: {config.getoption('--seed')}, torch {torch.__version__}"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Of tests marked `sample`, mark the cases that are not in the sample `thorough`."""
+    of_one_test = defaultdict(list)
+    for item in items:
+        if (marker := item.get_closest_marker("sample")) is not None:
+            of_one_test[item.parent.nodeid, item.originalname, marker.args[0]].append(item)
+    for (_, _, together), cases in of_one_test.items():
+        chosen = sample([case.callspec.indices for case in cases], together)
+        for number, case in enumerate(cases):
+            if number not in chosen:
+                case.add_marker("thorough")
+
+
+def sample(cases: list[dict[str, int]], together: int) -> set[int]:
+    """Numbers of cases among which all values, or pairs of values, that the cases have occur: `together` is 1 or 2."""
+    combinations = [set(itertools.combinations(sorted(case.items()), min(together, len(case)))) for case in cases]
+    missing = set().union(*combinations)
+    used: Counter[tuple[str, int]] = Counter()
+    chosen: set[int] = set()
+    while missing:
+        gains = [len(found & missing) for found in combinations]
+        # Of those that bring most, the one whose values have been used least.
+        best = min(range(len(cases)), key=lambda i: (-gains[i], sum(used[value] for value in cases[i].items())))
+        missing -= combinations[best]
+        used.update(cases[best].items())
+        chosen.add(best)
+    return chosen
 
 
 @pytest.fixture(autouse=True)

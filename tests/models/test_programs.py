@@ -34,6 +34,7 @@ class Norms(nn.Module):
 # Dtypes.
 
 
+@pytest.mark.sample(1)
 @every_recipe
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_dtypes_of_models(name, dtype):
@@ -51,6 +52,7 @@ class Autocast(nn.Module):
             return self.module(x)
 
 
+@pytest.mark.sample(1)
 @every_recipe
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_torch_autocast(name, dtype):
@@ -120,6 +122,7 @@ def test_lora(name):
     assert without.shape == x.shape and not torch.equal(without, expected[0])
 
 
+@pytest.mark.sample(1)
 @every_recipe
 @pytest.mark.parametrize("train", [True, False])
 def test_attention_modules(name, train):
@@ -156,6 +159,7 @@ MASKS = {
 }
 
 
+@pytest.mark.sample(1)
 @every_recipe
 @pytest.mark.parametrize("mask", MASKS)
 def test_the_fast_path_of_an_encoder_layer(name, mask, fast_path):
@@ -183,6 +187,7 @@ def test_the_fast_path_of_an_encoder_layer(name, mask, fast_path):
     assert torch.equal(found[True], found[False]) and not torch.equal(found[True], plain)
 
 
+@pytest.mark.sample(1)
 @every_recipe
 @pytest.mark.parametrize(
     "parametrize",

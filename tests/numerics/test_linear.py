@@ -106,6 +106,7 @@ def check_against_oracle(x, weight, bias, recipe, dy, y) -> None:
         assert_within(bias.grad, expected[3], sum_error(dy, bias.dtype), "db")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -93,6 +93,7 @@ def check_both(x: Tensor, quantizer: Quantizer, quantize, quantize_rowcol) -> No
     check(x.t(), quantizer, (data_t, scale_inv_t), (values_t, value_t))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("quantizer", QUANTIZERS, ids=str)
 @pytest.mark.parametrize("content", CONTENTS)
 def test_eager(content, quantizer):
@@ -230,6 +231,7 @@ def dequantized(data: Tensor, scale_inv: Tensor, scope: str, dtype: torch.dtype)
     return reference.dequantize(data.double(), scale_inv, scope).float().to(dtype).double()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 @pytest.mark.parametrize("scope", FP32_SCOPES)
@@ -295,6 +297,7 @@ def test_the_transpose_of_square_blocks_holds_the_same_values():
     assert scale_inv.shape == (3 * 130,) and scale_inv_t.shape == (2 * 257,)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("scope", FP32_SCOPES)
