@@ -68,11 +68,15 @@ def fresh_state(request):
 
 @pytest.fixture
 def no_caches():
-    """For tests that change the code behind a traced op: the compile caches do not see such a change."""
+    """For tests that change the code behind a traced op: the compile caches do not see such a change.
+
+    What a compiler made of generated C++ is found by that text, and kept. (`force_disable_caches` compiles it anew for each
+    graph, most of a minute for some tests.)"""
     from torch._functorch import config as functorch
     from torch._inductor import config as inductor
 
-    with inductor.patch(force_disable_caches=True), functorch.patch(enable_autograd_cache=False):
+    none = {"fx_graph_cache": False, "fx_graph_remote_cache": False}
+    with inductor.patch(none), functorch.patch(enable_autograd_cache=False, enable_remote_autograd_cache=False):
         yield
 
 

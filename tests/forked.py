@@ -24,6 +24,8 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 TORCH = ("torch", "torch._dynamo", "torch._inductor.compile_fx", "te_inductor", "te_inductor.backend")
 TRITON = (*TORCH, "triton", "triton.backends.compiler", "torch._inductor.runtime.triton_heuristics")
+# Threads do not survive a fork; generated code, and so the keys of caches, know how many there are.
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 
 class Server:
@@ -57,12 +59,11 @@ class Server:
 
     def _started(self) -> subprocess.Popen[str]:
         if self.process is None or self.owner != os.getpid():
-            one_thread = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
             path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tests.forked", json.dumps(self.given)],
                 cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": path, **one_thread, **self.environment},
+                env={**os.environ, "PYTHONPATH": path, **ONE_THREAD, **self.environment},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import te_inductor
-from tests.forked import TORCH, Server
+from tests.forked import ONE_THREAD, TORCH, Server
 
 ROOT = Path(te_inductor.__file__).parents[1]
 SERVER = Server(TORCH)
@@ -24,7 +24,7 @@ def run(folder: Path, options: dict, artifacts: tuple[str, ...] = (), package: P
     if package is None:
         done = SERVER.run(*program, **environment)
     else:
-        environment |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTHONPATH": f"{package}{os.pathsep}{ROOT}"}
+        environment |= {**ONE_THREAD, "PYTHONPATH": f"{package}{os.pathsep}{ROOT}"}
         command = [sys.executable, "-m", *program]
         whole = {**os.environ, **environment}
         done = subprocess.run(command, cwd=package, env=whole, capture_output=True, text=True, timeout=300)

@@ -88,7 +88,9 @@ def test_both_autocasts(name):
 # Modules.
 
 
-@every_recipe
+@pytest.mark.parametrize(
+    "name", [name if name in ("delayed", "block") else pytest.param(name, marks=pytest.mark.thorough) for name in NAMES]
+)
 def test_lora(name):
     """peft's adapters on a frozen base: module paths, no GEMM for the base's weight gradients, merging and switching off."""
     peft = pytest.importorskip("peft")
