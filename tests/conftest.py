@@ -11,11 +11,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # instructions, ten seconds for each empty cache.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
-import itertools
-from collections import Counter, defaultdict
+from collections import defaultdict
 
 import pytest
 import torch
+
+from tests.rounds import sample
 
 
 def pytest_addoption(parser):
@@ -40,22 +41,6 @@ def pytest_collection_modifyitems(items):
         for number, case in enumerate(cases):
             if number not in chosen:
                 case.add_marker("thorough")
-
-
-def sample(cases: list[dict[str, int]], together: int) -> set[int]:
-    """Numbers of cases among which all values, or pairs of values, that the cases have occur: `together` is 1 or 2."""
-    combinations = [set(itertools.combinations(sorted(case.items()), min(together, len(case)))) for case in cases]
-    missing = set().union(*combinations)
-    used: Counter[tuple[str, int]] = Counter()
-    chosen: set[int] = set()
-    while missing:
-        gains = [len(found & missing) for found in combinations]
-        # Of those that bring most, the one whose values have been used least.
-        best = min(range(len(cases)), key=lambda i: (-gains[i], sum(used[value] for value in cases[i].items())))
-        missing -= combinations[best]
-        used.update(cases[best].items())
-        chosen.add(best)
-    return chosen
 
 
 @pytest.fixture(autouse=True)
