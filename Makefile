@@ -10,7 +10,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu test-gpu2 test-matrix fuzz lint format clean
+.PHONY: help demo test test-all test-gpu test-gpu2 test-matrix mutations fuzz lint format clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -18,8 +18,11 @@ help: ## List the targets
 demo: $(VENV)/demo.done ## Train a small Llama eagerly, compiled, and in FP8; ARGS="--recipes current --steps 300"
 	$(BIN)/python -m examples.demo $(ARGS)
 
-test: $(VENV)/dev.done ## Run the tests that need no GPU; ARGS="-k explain"
-	$(BIN)/python -m pytest -m "not gpu and not gpu2" -n 2 $(ARGS)
+test: $(VENV)/dev.done ## Run the quick tests that need no GPU; ARGS="-k explain"
+	$(BIN)/python -m pytest -m "not gpu and not gpu2 and not thorough" -n 2 --dist worksteal $(ARGS)
+
+test-all: $(VENV)/dev.done ## Run all tests that need no GPU
+	$(BIN)/python -m pytest -m "not gpu and not gpu2" -n 2 --dist worksteal $(ARGS)
 
 test-gpu: $(VENV)/dev.done ## Run the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu $(ARGS)
@@ -32,6 +35,9 @@ test-matrix: ## Run them on each Python and torch that we support; ARGS="--cell 
 
 fuzz: $(VENV)/dev.done ## Check 2,000 random models, 50 of others compiled; ARGS="--seed 7 --cases 200 --compiled 0"
 	$(BIN)/python -m pytest tests/backend/test_fuzz.py -n 2 --cases 2000 --compiled 50 $(ARGS)
+
+mutations: $(VENV)/dev.done ## Check that make test finds each of 20 faults put into the package
+	$(BIN)/python -m tests.mutations $(ARGS)
 
 lint: $(VENV)/dev.done ## Check style, formatting and types
 	$(BIN)/ruff check

@@ -7,9 +7,16 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# What the processor has, the compiler is taken to know: Inductor would compile and load a probe for each set of
+# instructions, ten seconds for each empty cache.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
+from collections import defaultdict
 
 import pytest
 import torch
+
+from tests.rounds import sample
 
 
 def pytest_addoption(parser):
@@ -22,6 +29,20 @@ def pytest_report_header(config):
     return f"seed: {config.getoption('--seed')}, torch {torch.__version__}"
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Of tests marked `sample`, mark the cases that are not in the sample `thorough`."""
+    of_one_test = defaultdict(list)
+    for item in items:
+        if (marker := item.get_closest_marker("sample")) is not None:
+            of_one_test[item.parent.nodeid, item.originalname, marker.args[0]].append(item)
+    for (_, _, together), cases in of_one_test.items():
+        chosen = sample([case.callspec.indices for case in cases], together)
+        for number, case in enumerate(cases):
+            if number not in chosen:
+                case.add_marker("thorough")
+
+
 @pytest.fixture(autouse=True)
 def fresh_state(request):
     torch._dynamo.reset()
@@ -32,11 +53,15 @@ def fresh_state(request):
 
 @pytest.fixture
 def no_caches():
-    """For tests that change the code behind a traced op: the compile caches do not see such a change."""
+    """For tests that change the code behind a traced op: the compile caches do not see such a change.
+
+    What a compiler made of generated C++ is found by that text, and kept. (`force_disable_caches` compiles it anew for
+    each graph, most of a minute for some tests.)"""
     from torch._functorch import config as functorch
     from torch._inductor import config as inductor
 
-    with inductor.patch(force_disable_caches=True), functorch.patch(enable_autograd_cache=False):
+    none = {"fx_graph_cache": False, "fx_graph_remote_cache": False}
+    with inductor.patch(none), functorch.patch(enable_autograd_cache=False, enable_remote_autograd_cache=False):
         yield
 
 

@@ -16,13 +16,8 @@ Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 _NOTHING_TRACED = (
     "te_inductor: Dynamo gave no graph of the model, so there is nothing in low precision to report. Either the model"
-<<<<<<< HEAD:te_inductor/api/tracing.py
     " computes nothing that it captures, or it has given up on the model's code in this process, by its limit on"
     " recompiles: ask for the report before, or call torch._dynamo.reset(), which forgets everything compiled"
-=======
-    " computes nothing that it captures, or it has given up on the model's code in this process, by its limit on recompiles:"
-    " ask for the report before, or call torch._dynamo.reset(), which forgets everything compiled"
->>>>>>> f652579 (Test FSDP's hooks and backward hooks against the report of layers that no graph reached):te_inductor/tracing.py
 )
 
 

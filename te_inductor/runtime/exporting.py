@@ -1,13 +1,7 @@
 """What `torch.export.export` loses of a model that is to run in low precision, said before it does.
 
-<<<<<<< HEAD:te_inductor/runtime/exporting.py
 Export traces a model without asking any backend: of a model that torch.compile was called with, and of the region that
 an `autocast` is around, it takes nothing, and says nothing (torch 2.13)."""
-=======
-Export traces a model without asking any backend: of a model that torch.compile was called with, and of the region that an
-`autocast` is around, it takes nothing, and says nothing (torch 2.13).
-"""
->>>>>>> f652579 (Test FSDP's hooks and backward hooks against the report of layers that no graph reached):te_inductor/exporting.py
 
 from typing import Any
 

@@ -84,6 +84,7 @@ def test_gradients_of_some_inputs(name):
     assert same(alone, torch.autograd.grad(loss, wanted))
 
 
+@pytest.mark.sample(1)
 @every_recipe
 @pytest.mark.parametrize("frozen", ["weights", "first", "biases", "input", "all"])
 def test_frozen(name, frozen):
@@ -178,6 +179,7 @@ def test_hooks(name):
         assert torch.equal(weight.grad, 2 * plain[2]) and torch.equal(model[2].weight.grad, plain[4])
 
 
+@pytest.mark.sample(1)
 @every_recipe
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_without_gradients(name, mode):
@@ -350,6 +352,7 @@ def trained(model, name, x):
     return list(model.parameters())
 
 
+@pytest.mark.sample(1)
 @every_recipe
 @pytest.mark.parametrize("how", ["expanded", "transposed", "sliced"])
 def test_gradients_of_any_layout(name, how):
@@ -390,6 +393,7 @@ class StraightThrough(torch.autograd.Function):
         return dy, dy
 
 
+@pytest.mark.sample(1)
 @every_recipe
 @pytest.mark.parametrize("last", [StraightThrough.apply, lambda y, z: y + 0 * z], ids=["straight through", "times 0"])
 def test_a_layer_for_the_gradient_alone(name, last):

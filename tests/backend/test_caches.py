@@ -10,29 +10,45 @@ from pathlib import Path
 import pytest
 
 import te_inductor
+from tests.forked import ONE_THREAD, TORCH, Server
 
 ROOT = Path(te_inductor.__file__).parents[1]
+SERVER = Server(TORCH)
 
 
-def run(folder: Path, options: dict, package: Path = ROOT, artifacts: tuple[str, ...] = (), **environment: str) -> dict:
-    """The program's own account of itself, in a new process with its caches in `folder`."""
-    environment = {
-        **os.environ,
-        "TORCHINDUCTOR_CACHE_DIR": str(folder),
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        "PYTHONPATH": f"{package}{os.pathsep}{ROOT}",
-        **environment,
-    }
-    command = [sys.executable, "-m", "tests.backend.program", json.dumps(options), *artifacts]
-    done = subprocess.run(command, cwd=package, env=environment, capture_output=True, text=True, timeout=300)
+def run(
+    folder: Path, options: dict, artifacts: tuple[str, ...] = (), package: Path = ROOT, seed: str | None = None
+) -> dict:
+    """The program's own account of itself, in a new process with its caches in `folder`; with an edited package, or a
+    seed of hashes, in one that is not forked."""
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(folder)}
+    program = ("tests.backend.program", json.dumps(options), *artifacts)
+    if package == ROOT and seed is None:
+        done = SERVER.run(*program, **environment)
+    else:
+        environment |= {} if seed is None else {"PYTHONHASHSEED": seed}
+        environment |= {**ONE_THREAD, "PYTHONPATH": f"{package}{os.pathsep}{ROOT}"}
+        command = [sys.executable, "-m", *program]
+        whole = {**os.environ, **environment}
+        done = subprocess.run(command, cwd=package, env=whole, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
+CACHES = ("fxgraph", "aotautograd")  # under test; what stands beside them is what compilers made of C++
+
+
+def copied(folder: Path, to: Path, caches: bool) -> Path:
+    """The folder of a process with or without its caches, so that C++ is not compiled once more."""
+    shutil.copytree(folder, to, ignore=None if caches else shutil.ignore_patterns(*CACHES))
+    return to
+
+
 @pytest.fixture(scope="module")
 def first(tmp_path_factory) -> tuple[Path, dict]:
+    """The caches and the account of the first process, which leaves the artifacts of its caches beside them."""
     folder = tmp_path_factory.mktemp("caches")
-    return folder, run(folder, {"recipe": "current"})
+    return folder, run(folder, {"recipe": "current"}, ("save", str(folder / "artifacts")))
 
 
 def test_the_first_process_misses_and_none_bypasses(first):
@@ -43,19 +59,19 @@ def test_the_first_process_misses_and_none_bypasses(first):
 
 
 def test_a_second_process_hits_both_caches(first):
+    """One that starts anew, of the package as it is."""
     folder, before = first
-    after = run(folder, {"recipe": "current"})
+    after = run(folder, {"recipe": "current"}, package=ROOT)
     assert after["caches"]["autograd_hit"] == before["caches"]["autograd_miss"]
     assert after["caches"]["miss"] == after["caches"]["autograd_miss"] == 0
     assert after["loss"] == before["loss"]
 
 
-def test_delayed_scaling_hits_both_caches_with_its_state_intact(tmp_path):
+def test_delayed_scaling_hits_both_caches_with_its_state_intact(first, tmp_path):
     """The state is no part of the key, nor of what is cached: the second process finds its own, and ends with the
     same."""
-    before, after = (
-        run(tmp_path, {"recipe": "delayed"}, PYTHONHASHSEED=seed) for seed in "12"
-    )  # sets of another order
+    folder = copied(first[0], tmp_path / "caches", caches=False)
+    before, after = (run(folder, {"recipe": "delayed"}, seed=seed) for seed in "12")  # sets of another order
     assert before["caches"]["bypass"] == before["caches"]["autograd_bypass"] == 0
     assert (
         after["caches"]["autograd_hit"] == before["caches"]["autograd_miss"] == 2
@@ -66,18 +82,20 @@ def test_delayed_scaling_hits_both_caches_with_its_state_intact(tmp_path):
     assert all(value != [1.0] and min(value) > 0 for value in before["state"].values())  # two steps, both recorded
 
 
-def test_artifacts_carried_to_another_machine(tmp_path):
+def test_artifacts_carried_to_another_machine(first, tmp_path):
     """torch.compiler.save_cache_artifacts, loaded where there are no caches."""
-    file = str(tmp_path / "artifacts")
-    before = run(tmp_path / "here", {"recipe": "current"}, artifacts=("save", file))
-    after = run(tmp_path / "there", {"recipe": "current"}, artifacts=("load", file))
+    folder, before = first
+    there = copied(folder, tmp_path / "there", caches=False)
+    after = run(there, {"recipe": "current"}, ("load", str(folder / "artifacts")))
     assert after["caches"]["autograd_hit"] == before["caches"]["autograd_miss"] > 0
     assert after["caches"]["miss"] == after["caches"]["autograd_miss"] == 0
     assert after["loss"] == before["loss"]
 
 
-def test_emulation_and_random_rounding_hit_both_caches(tmp_path):
-    before, after = (run(tmp_path, {"recipe": "nvfp4", "fallback": "silent"}) for _ in range(2))
+@pytest.mark.thorough
+def test_emulation_and_random_rounding_hit_both_caches(first, tmp_path):
+    folder = copied(first[0], tmp_path / "caches", caches=False)
+    before, after = (run(folder, {"recipe": "nvfp4", "fallback": "silent"}) for _ in range(2))
     assert before["caches"]["bypass"] == before["caches"]["autograd_bypass"] == 0
     assert after["caches"]["autograd_hit"] == before["caches"]["autograd_miss"] > 0
     assert after["caches"]["miss"] == after["caches"]["autograd_miss"] == 0
@@ -100,7 +118,7 @@ def test_an_edited_package_misses(first, tmp_path):
     shutil.copytree(ROOT / "tests", package / "tests", ignore=ignored)
     with (package / "te_inductor" / "lowerings" / "quantize.py").open("a") as source:
         source.write("# edited\n")
-    after = run(folder, {"recipe": "current"}, package)
+    after = run(folder, {"recipe": "current"}, package=package)
     assert after["caches"]["hit"] == after["caches"]["autograd_hit"] == 0
     assert after["loss"] == before["loss"]
 
@@ -109,18 +127,13 @@ def test_an_edited_package_misses(first, tmp_path):
 def test_corrupted_entries_are_compiled_anew(first, how, tmp_path):
     """Every entry of both caches, as a full disk or a killed process leaves them."""
     folder, before = first
-    shutil.copytree(folder, tmp_path / "caches")
-    entries = [
-        file
-        for kind in ("fxgraph", "aotautograd")
-        for file in (tmp_path / "caches" / kind).rglob("*")
-        if file.is_file()
-    ]
+    caches = copied(folder, tmp_path / "caches", caches=True)
+    entries = [file for kind in CACHES for file in (caches / kind).rglob("*") if file.is_file()]
     assert len(entries) > 2
     for entry in entries:
         content = entry.read_bytes()
         entry.write_bytes({"cut off": content[: len(content) // 2], "garbage": b"\xff" * 64, "empty": b""}[how])
-    after = run(tmp_path / "caches", {"recipe": "current"})
+    after = run(caches, {"recipe": "current"})
     assert after["loss"] == before["loss"] and after["caches"]["autograd_hit"] == 0
 
 

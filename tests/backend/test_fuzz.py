@@ -1,10 +1,8 @@
 """Random models under random recipes, policies, options and modes (tests/fuzz.py), most compiled without code
 generation.
 
-``make test`` checks 100 of them, always the same; ``make fuzz`` as many as ``--cases`` says and, compiled, as
-``--compiled`` says, others with each ``--seed``.
-What it finds becomes a regression test here.
-"""
+``make test`` checks 25 of them and ``make test-all`` 100, always the same; ``make fuzz`` as many as ``--cases`` says
+and, compiled, as ``--compiled`` says, others with each ``--seed``. What it finds becomes a regression test here."""
 
 import pytest
 from hypothesis import HealthCheck, given, seed, settings
@@ -13,10 +11,10 @@ from tests import fuzz
 
 pytestmark = pytest.mark.usefixtures("without_codegen")
 
-PARTS = 4  # which workers of pytest-xdist share
+PARTS = 4  # which workers of pytest-xdist share; make test checks one
 
 
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.thorough) for part in range(1, PARTS))])
 def test_random_models(part, request):
     check_random(request.config.getoption("--seed") * PARTS + part, request.config.getoption("--cases") // PARTS)
 

@@ -240,7 +240,7 @@ def test_with_other_options(name, options):
 
 
 @pytest.mark.codegen
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("budget", [0.5, 0.0])
 def test_delayed_scaling_in_generated_code(budget):
     """Which updates scales without autograd's noticing: read again in the backward they would be the next step's.

@@ -1,9 +1,9 @@
 """What the pages for users promise: short lines, a short README, and Python that runs as it is written.
 
-Every block fenced as ``python`` of the README and of docs/guides runs here, on the CPU, one after the other in a namespace
-of its page and in an empty folder. Words behind ``python`` say what a block needs (``python gpu``); where that is missing,
-the block is compiled to bytecode and does not run. A block fenced as ``text output`` is what the block before it prints.
-"""
+Every block fenced as ``python`` of the README and of docs/guides runs here, on the CPU, one after the other in a
+namespace of its page and in an empty folder. Words behind ``python`` say what a block needs (``python gpu``); where
+that is missing, the block is compiled to bytecode and does not run. A block fenced as ``text output`` is what the block
+before it prints."""
 
 import contextlib
 import io

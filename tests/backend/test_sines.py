@@ -41,6 +41,7 @@ class Model(nn.Module):
 
 
 @pytest.mark.usefixtures("no_caches")
+@pytest.mark.sample(1)
 @pytest.mark.codegen
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("recipe", ["delayed", "current"])

@@ -118,6 +118,7 @@ def check(model: nn.Module, weight: Tensor, bias: Tensor | None, x: Tensor, tran
         assert_within(bias.grad, expected[3], sum_error(dy, bias.dtype), "db")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("form", FORMS)
 def test_form(form, bias):

@@ -33,6 +33,7 @@ class Norms(nn.Module):
 # Dtypes.
 
 
+@pytest.mark.sample(1)
 @every_recipe
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_dtypes_of_models(name, dtype):
@@ -50,6 +51,7 @@ class Autocast(nn.Module):
             return self.module(x)
 
 
+@pytest.mark.sample(1)
 @every_recipe
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_torch_autocast(name, dtype):
@@ -85,7 +87,9 @@ def test_both_autocasts(name):
 # Modules.
 
 
-@every_recipe
+@pytest.mark.parametrize(
+    "name", [name if name in ("delayed", "block") else pytest.param(name, marks=pytest.mark.thorough) for name in NAMES]
+)
 def test_lora(name):
     """peft's adapters on a frozen base: module paths, no GEMM for the base's weight gradients, merging and switching
     off."""
@@ -120,6 +124,7 @@ def test_lora(name):
     assert without.shape == x.shape and not torch.equal(without, expected[0])
 
 
+@pytest.mark.sample(1)
 @every_recipe
 @pytest.mark.parametrize("train", [True, False])
 def test_attention_modules(name, train):
@@ -156,6 +161,7 @@ MASKS = {
 }
 
 
+@pytest.mark.sample(1)
 @every_recipe
 @pytest.mark.parametrize("mask", MASKS)
 def test_the_fast_path_of_an_encoder_layer(name, mask, fast_path):
@@ -183,6 +189,7 @@ def test_the_fast_path_of_an_encoder_layer(name, mask, fast_path):
     assert torch.equal(found[True], found[False]) and not torch.equal(found[True], plain)
 
 
+@pytest.mark.sample(1)
 @every_recipe
 @pytest.mark.parametrize(
     "parametrize",

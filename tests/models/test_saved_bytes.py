@@ -54,7 +54,7 @@ def saved_bytes(model, ids, recipe: str) -> int:
     return sum(size for size, _ in found.values())
 
 
-@pytest.mark.parametrize("make", [llama, gpt2, bert])
+@pytest.mark.parametrize("make", [llama, *(pytest.param(make, marks=pytest.mark.thorough) for make in (gpt2, bert))])
 def test_no_more_than_in_high_precision(make, monkeypatch, no_caches):
     import transformers
 

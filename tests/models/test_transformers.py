@@ -41,7 +41,11 @@ SLACK = 1 + 3 * 0.09
 Q_E4M3, Q_E5M2 = (2.0 ** -(m + 1) / math.sqrt(3) * math.sqrt(0.75 / (2 * math.log(2))) for m in (3, 2))
 FORWARD, BACKWARD = math.hypot(Q_E4M3, Q_E4M3), math.hypot(Q_E4M3, Q_E5M2)
 
-every_model = pytest.mark.parametrize("name", zoo.MODELS)
+# Llama alone in make test: it has every kind of layer but biases.
+thorough = pytest.mark.thorough
+every_model = pytest.mark.parametrize(
+    "name", [name if name == "llama" else pytest.param(name, marks=thorough) for name in zoo.MODELS]
+)
 
 
 def compile_te(model):
@@ -105,7 +109,7 @@ def test_every_linear_is_found(name):
     assert {site.recipe for site in report.sites} == {"current"}
 
 
-@pytest.mark.slow
+@thorough
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "bert"])
 def test_compiled(name):
     """One layer, as a second one is the same C++ once more; ViT's layers are BERT's, and T5's are Llama's with ReLU.
@@ -126,7 +130,7 @@ def test_traced(name):
     check_model(model, inputs, te)
 
 
-@pytest.mark.slow
+@thorough
 def test_compiled_bf16():
     """The model as it is, in bf16; generated code keeps fused values in fp32 where eager code rounds them to bf16."""
     model, inputs = zoo.build("llama", layers=1)
@@ -139,6 +143,7 @@ def test_compiled_bf16():
 STEP = 2.0**-4  # the smallest error of a scale that E4M3's own rounding could hide: half its step of 2**-3
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("what", ["fprop", "dgrad", "wgrad"])
 @pytest.mark.parametrize("how", ["scale", "dropped"])
 def test_the_layer_bounds_catch(how, what, monkeypatch, no_caches):

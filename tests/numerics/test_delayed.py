@@ -245,9 +245,9 @@ RECIPES = {
     ("recipe", "size", "dtype", "with_bias"),
     [
         ("default", (33, 64, 48), torch.float32, True),
-        ("short", (64, 48, 128), torch.bfloat16, True),
-        ("current", (16, 77, 130), torch.float32, False),
-        ("recent", (17, 77, 48), torch.bfloat16, False),
+        pytest.param("short", (64, 48, 128), torch.bfloat16, True, marks=pytest.mark.thorough),
+        pytest.param("current", (16, 77, 130), torch.float32, False, marks=pytest.mark.thorough),
+        pytest.param("recent", (17, 77, 48), torch.bfloat16, False, marks=pytest.mark.thorough),
         ("functions", (1, 32, 48), torch.float32, True),
     ],
     ids=str,

@@ -50,6 +50,7 @@ RECIPES = {
 }
 
 
+thorough = pytest.mark.thorough
 SEEDS = (7, 8)  # of the copies of dy that are rounded stochastically
 
 
@@ -110,6 +111,7 @@ def check_against_oracle(x, weight, bias, recipe, dy, y) -> None:
         assert_within(bias.grad, expected[3], sum_error(dy, bias.dtype), "db")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -123,16 +125,16 @@ def test_called(dtype, with_bias, recipe):
     ("size", "dtype", "with_bias", "recipe"),
     [
         ((33, 64, 48), torch.float32, True, "hybrid"),
-        ((64, 48, 128), torch.bfloat16, True, "options"),
-        ((16, 77, 130), torch.float32, False, "e4m3"),
+        pytest.param(*((64, 48, 128), torch.bfloat16, True, "options"), marks=thorough),
+        pytest.param(*((16, 77, 130), torch.float32, False, "e4m3"), marks=thorough),
         ((33, 77, 48), torch.bfloat16, True, "rowwise"),
-        ((17, 48, 130), torch.float32, False, "rowwise options"),
+        pytest.param(*((17, 48, 130), torch.float32, False, "rowwise options"), marks=thorough),
         ((140, 250, 256), torch.bfloat16, True, "block"),
-        ((130, 128, 240), torch.float32, False, "block options"),
+        pytest.param(*((130, 128, 240), torch.float32, False, "block options"), marks=thorough),
         ((70, 80, 144), torch.bfloat16, True, "mxfp8"),
-        ((33, 96, 80), torch.float32, False, "mxfp8 options"),
+        pytest.param(*((33, 96, 80), torch.float32, False, "mxfp8 options"), marks=thorough),
         ((70, 80, 144), torch.bfloat16, True, "nvfp4"),
-        ((33, 96, 80), torch.float32, False, "nvfp4 options"),
+        pytest.param(*((33, 96, 80), torch.float32, False, "nvfp4 options"), marks=thorough),
     ],
     ids=str,
 )

@@ -1,6 +1,8 @@
 """CUDA code without a GPU: generate it in a process of its own, read it, and compile its Triton kernels to cubin."""
 
 import ast
+import contextlib
+import fcntl
 import functools
 import hashlib
 import importlib.util
@@ -10,17 +12,25 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.forked import ROOT, TRITON, Server
+
 HERE = Path(__file__).parent
+DAYS_KEPT = 7  # of generated code whose sources have changed
 # Tile sizes for kernels whose tile Inductor leaves to its autotuner; XBLOCK 1, as a persistent reduction holds whole
 # rows.
 DEFAULT_TILE = {"XBLOCK": 1, "YBLOCK": 32, "R0_BLOCK": 1024, "RSPLIT_SIZE": 64, "NUM_STAGES": 1, "num_warps": 8}
+
+INTERPRETER = Server(TRITON, TRITON_INTERPRET="1")  # for programs that run kernels in Triton's interpreter
 
 
 @dataclass(frozen=True)
@@ -78,23 +88,60 @@ def shim() -> str:
 
 
 @functools.cache
+def server() -> Server:
+    """Where cases are generated."""
+    return Server(TRITON, libraries=(shim(),))
+
+
+@functools.cache
 def generate(case: str, arch: int) -> Generated:
-    """The code for `tests.offline.cases:<case>` on compute capability `arch` (90, 100)."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable,
-            "-m",
-            "tests.offline.generate",
-            shim(),
-            str(arch),
-            f"tests.offline.cases:{case}",
-            folder,
-        ]
-        done = subprocess.run(command, cwd=HERE.parents[1], capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr[-4000:]
-        for failure in ("lowering failed", "a pass of ours failed"):
-            assert failure not in done.stderr, done.stderr[-4000:]
-        return Generated(tuple(path.read_text() for path in sorted(Path(folder).glob("*.py"))))
+    """The code for `tests.offline.cases:<case>` on compute capability `arch` (90, 100).
+
+    It is kept in a temporary folder, for other tests, workers and runs with the same sources."""
+    shim()
+    kept = results() / f"{case}_{arch}"
+    with locked(kept.with_suffix(".lock")):
+        if not kept.exists():
+            with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
+                made = Path(folder, "made")
+                made.mkdir()
+                program = ("tests.offline.generate", "", str(arch), f"tests.offline.cases:{case}", str(made))
+                done = server().run(*program)
+                assert done.returncode == 0, done.stderr[-4000:]
+                for failure in ("lowering failed", "a pass of ours failed"):
+                    assert failure not in done.stderr, done.stderr[-4000:]
+                made.rename(kept)
+    return Generated(tuple(path.read_text() for path in sorted(kept.glob("*.py"))))
+
+
+@functools.cache
+def results() -> Path:
+    """The folder of what was generated from the sources as they are, by these versions of what they import."""
+    files = [path for folder in ("te_inductor", "benchmarks") for path in (ROOT / folder).rglob("*.*")]
+    files += [path for folder in (HERE, HERE.parent) for path in folder.glob("*.py")]
+    key = hashlib.sha256()
+    for path in sorted(files):
+        if path.suffix in (".py", ".json"):
+            key.update(f"{path.relative_to(ROOT)} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    versions = {name: metadata.version(name) for name in ("torch", "triton", "sympy")}
+    settings = {name: value for name, value in os.environ.items() if name.startswith(("TORCH", "TRITON", "TE_"))}
+    key.update(repr((sys.version, versions, sorted(settings.items()))).encode())
+    all_of_them = Path(tempfile.gettempdir()) / f"te_inductor_offline_{os.getuid()}"
+    folder = all_of_them / key.hexdigest()[:16]
+    folder.mkdir(parents=True, exist_ok=True)
+    folder.touch()
+    for other in all_of_them.iterdir():
+        if other.stat().st_mtime < time.time() - DAYS_KEPT * 86400:
+            shutil.rmtree(other, ignore_errors=True)
+    return folder
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """One process at a time."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _kernels(source: str) -> list[Kernel]:

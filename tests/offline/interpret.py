@@ -20,7 +20,8 @@ import te_inductor.ops  # noqa: F401  which generated code calls
 from tests.offline.harness import Kernel, _kernel
 
 POISON = 0xFF  # NaN in every float format used here
-# A program of the interpreter costs milliseconds: few.
+# A program of the interpreter costs milliseconds: few, at most so many of a kernel without reductions.
+PROGRAMS = 64
 POINTWISE, TILED, REDUCTION = {"XBLOCK": 1024}, {"XBLOCK": 32, "YBLOCK": 32}, {"XBLOCK": 16, "R0_BLOCK": 64}
 
 # What of the wrapper needs a device, and what stands there instead.
@@ -61,6 +62,10 @@ def load(path: Path) -> ModuleType:
     return module
 
 
+def next_power_of_2(number: int) -> int:
+    return 1 << max(number - 1, 0).bit_length()
+
+
 class Interpreted:
     """Stands where Inductor's launcher stands: `.run(*arguments, stream=…)`."""
 
@@ -75,6 +80,8 @@ class Interpreted:
         values = dict(zip(names, arguments, strict=False))
         default = REDUCTION if "r0_numel" in names else TILED if "ynumel" in names else POINTWISE
         tile = self.kernel.tile or default
+        if tile is POINTWISE:
+            tile = {"XBLOCK": max(POINTWISE["XBLOCK"], next_power_of_2(values["xnumel"] // PROGRAMS))}
         blocks = {name: tile[name] for name in names if name in tile}
         grid = [-(-values["xnumel"] // blocks.get("XBLOCK", 1))]
         if "ynumel" in values:

@@ -163,7 +163,10 @@ def hoppers() -> list[Kernel]:
 
 
 @pytest.mark.skipif(cutlass.missing() is not None, reason="te-inductor[cutlass] is not installed")
-@pytest.mark.parametrize("arch", template.ARCHITECTURES)
+@pytest.mark.parametrize(
+    "arch",
+    [arch if arch == "90" else pytest.param(arch, marks=pytest.mark.thorough) for arch in template.ARCHITECTURES],
+)
 def test_kernels_multiply_on_tensor_cores_and_are_launched_as_quack_does(arch, tmp_path):
     asked = kernels(arch)
     command = [sys.executable, "-m", "tests.offline.cutlass_kernels"]

@@ -1,8 +1,5 @@
 """The Triton kernels that Inductor writes for sm_90, run in Triton's interpreter against the oracle."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +11,7 @@ from te_inductor.lowerings.codegen.tiles import COLUMNS_ALONE
 from te_inductor.recipes import Quantizer
 from tests.bounds import assert_same_values
 from tests.numerics.test_quantize import CONTENTS
-from tests.offline.harness import HERE, compile_to_cubin, generate
+from tests.offline.harness import INTERPRETER, compile_to_cubin, generate
 from tests.oracle import casts
 
 SIZES = {"two_way_cast": (80, 144), "two_way_cast_padded": (70, 137)}
@@ -38,9 +35,7 @@ def interpret(source: str, runs: list[list[Tensor]], folder: Path) -> list[tuple
     (folder / "graph.py").write_text(source)
     torch.save(runs, folder / "inputs.pt")
     names = [str(folder / name) for name in ("graph.py", "inputs.pt", "outputs.pt")]
-    command = [sys.executable, "-m", "tests.offline.interpret", *names]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=HERE.parents[1], env=environment, capture_output=True, text=True, timeout=300)
+    done = INTERPRETER.run("tests.offline.interpret", *names)
     assert done.returncode == 0, done.stderr[-4000:]
     return torch.load(folder / "outputs.pt")
 

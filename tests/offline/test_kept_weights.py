@@ -1,9 +1,7 @@
 """The kernels of kept weights without a GPU: interpreted, and as cubins."""
 
-import os
 import re
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -11,7 +9,7 @@ import pytest
 import torch
 
 from te_inductor.recipes import Quantizer
-from tests.offline.harness import HERE, assert_words, generate
+from tests.offline.harness import INTERPRETER, assert_words, generate
 
 triton = pytest.importorskip("triton")
 
@@ -24,9 +22,7 @@ from te_inductor.templates.triton.cached_microscaled_kernels import kept_weights
 
 def test_interpreted():
     """Bit for bit the eager look's copies and digests: several weights, what has changed and what has not."""
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "tests.offline.kept_kernels"]
-    done = subprocess.run(command, cwd=HERE.parents[1], env=environment, capture_output=True, text=True, timeout=300)
+    done = INTERPRETER.run("tests.offline.kept_kernels")
     assert done.returncode == 0, done.stderr[-3000:]
 
 

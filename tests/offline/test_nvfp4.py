@@ -2,10 +2,8 @@
 
 import collections
 import itertools
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +12,7 @@ import torch
 from torch import Tensor
 
 from te_inductor.runtime import nvfp4
-from tests.offline.harness import HERE, generate
+from tests.offline.harness import INTERPRETER, generate
 
 triton = pytest.importorskip("triton")
 
@@ -38,9 +36,7 @@ TOUCHES = r"(ld|st)\.global|cp\.async|atom|red\."  # memory, in PTX
 )
 def test_interpreted():
     """Against plain torch: indices, masks, splits, planes; recast and dequantized bit for bit."""
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "tests.offline.nvfp4_kernels"]
-    done = subprocess.run(command, cwd=HERE.parents[1], env=environment, capture_output=True, text=True, timeout=300)
+    done = INTERPRETER.run("tests.offline.nvfp4_kernels")
     assert done.returncode == 0, done.stderr[-3000:]
 
 

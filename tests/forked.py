@@ -1,0 +1,126 @@
+"""Programs of the tests, each in a process of its own that starts with torch imported.
+
+Most of what such a program costs is imports: torch, Inductor and Triton take four seconds, the program itself one. A
+server imports them once and forks itself for each program::
+
+    SERVER.run("tests.offline.interpret", "graph.py", "inputs.pt", "outputs.pt")
+
+The server imports and does nothing else, so that a program finds what it would find in a new process: no compiled
+graph, no cache, no CUDA, no thread. Tests of the start of a process itself (imports, an edited package) start one.
+"""
+
+import atexit
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+TORCH = ("torch", "torch._dynamo", "torch._inductor.compile_fx", "te_inductor", "te_inductor.backend")
+TRITON = (*TORCH, "triton", "triton.backends.compiler", "torch._inductor.runtime.triton_heuristics")
+# Threads do not survive a fork; generated code, and so the keys of caches, know how many there are.
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+
+
+class Server:
+    """Runs programs in forks of one process, which starts with the first of them and ends with this one.
+
+    `libraries` are loaded before any module, as torch has to find them; `environment` is what modules read at import.
+    """
+
+    def __init__(self, modules: tuple[str, ...], libraries: tuple[str, ...] = (), **environment: str) -> None:
+        self.given = {"modules": modules, "libraries": libraries}
+        self.environment = environment
+        self.process: subprocess.Popen[str] | None = None
+        self.owner = 0
+
+    def run(
+        self, module: str, *arguments: str, timeout: int = 300, cwd: Path = ROOT, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        """As `python -m module arguments`."""
+        process = self._started()
+        assert process.stdin is not None and process.stdout is not None
+        with tempfile.TemporaryDirectory() as folder:
+            outputs = [Path(folder, name) for name in ("stdout", "stderr")]
+            asked = {"module": module, "arguments": arguments, "cwd": str(cwd), "environment": environment}
+            process.stdin.write(json.dumps({**asked, "outputs": list(map(str, outputs)), "timeout": timeout}) + "\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+            assert answer, "the server of forked programs is gone"
+            return subprocess.CompletedProcess(
+                [module, *arguments], int(answer), *(file.read_text() for file in outputs)
+            )
+
+    def _started(self) -> subprocess.Popen[str]:
+        if self.process is None or self.owner != os.getpid():
+            path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.forked", json.dumps(self.given)],
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": path, **ONE_THREAD, **self.environment},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            self.owner = os.getpid()
+            atexit.register(self._stop, self.process)
+        return self.process
+
+    def _stop(self, process: subprocess.Popen[str]) -> None:
+        if self.owner == os.getpid() and process.stdin is not None:
+            process.stdin.close()  # which ends the server
+            process.wait()
+
+
+def serve(modules: list[str], libraries: list[str]) -> None:
+    import ctypes
+    import importlib
+
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # whatever an import prints
+    for library in libraries:
+        ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
+    for name in modules:
+        importlib.import_module(name)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            work(asked)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=answers)
+
+
+def work(asked: dict[str, Any]) -> None:
+    """Run one program, and end."""
+    status = 1
+    try:
+        for place, path in enumerate(asked["outputs"], 1):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), place)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        signal.alarm(asked["timeout"])  # which ends the process
+        os.chdir(asked["cwd"])
+        os.environ.update(asked["environment"])
+        sys.argv = [asked["module"], *asked["arguments"]]
+        runpy.run_module(asked["module"], run_name="__main__", alter_sys=True)
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    given = json.loads(sys.argv[1])
+    serve(given["modules"], given["libraries"])

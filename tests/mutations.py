@@ -1,0 +1,245 @@
+"""Puts faults into copies of the package, one at a time, and reports which of them `make test` finds:
+
+    python -m tests.mutations [NAME ...] [--list] [--jobs N]
+
+A mutation is found by the text that it replaces, which occurs once in the package, whichever module that is in. Its
+`first` are the tests that should find it; where none of them fails, the whole of `make test` has to. Exits with 1 where
+a fault is missed, or a mutation's text is no more to be found."""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+QUICK = "not gpu and not gpu2 and not thorough"
+CRASHED = (2, 3, 4, 5)  # pytest's codes of a run that is none: interrupted, its own errors, wrong arguments, no tests
+
+
+@dataclass(frozen=True)
+class Mutation:
+    name: str  # what is wrong in the mutant
+    text: str  # of the package, once
+    becomes: str
+    first: tuple[str, ...]  # arguments of pytest
+
+
+MUTATIONS = [
+    # recipes
+    Mutation(
+        "delayed scaling's margin is ignored",
+        "return self.format.max / 2.0**self.recipe.margin",
+        "return self.format.max",
+        ("tests/numerics/test_delayed.py",),
+    ),
+    Mutation(
+        "the last policy entry that matches wins",
+        "return next((entry for entry in policy if entry.matches(fqn, sizes)), None)",
+        "return next((entry for entry in reversed(list(policy)) if entry.matches(fqn, sizes)), None)",
+        ("tests/backend/test_policy.py",),
+    ),
+    # ops and eager kernels
+    Mutation(
+        "a scale is half of what it should be",
+        "    scale = torch.full_like(amax, quantizer.format.max) / amax\n",
+        "    scale = torch.full_like(amax, quantizer.format.max / 2) / amax\n",
+        ("tests/numerics/test_quantize.py", "-k", "eager"),
+    ),
+    Mutation(
+        "epsilon is added to the amax",
+        "amax = amax.clamp(min=quantizer.amax_epsilon)",
+        "amax = amax + quantizer.amax_epsilon",
+        ("tests/numerics/test_quantize.py", "-k", "eager"),
+    ),
+    Mutation(
+        "an infinity saturates",
+        "return torch.where(x.isinf(), torch.nan, product).to(quantizer.format.dtype)",
+        "return product.to(quantizer.format.dtype)",
+        ("tests/numerics/test_quantize.py", "-k", "eager"),
+    ),
+    Mutation(
+        "two-level scales: the other operand's amax is in alpha",
+        "else a.amax * b.amax * ALPHA",
+        "else a.amax * a.amax * ALPHA",
+        ("tests/numerics/test_linear.py", "-k", "nvfp4"),
+    ),
+    Mutation(
+        "a column copy is made without the Hadamard transform",
+        "column = _copy(hadamard(x.t()) if quantizer.hadamard else x.t(), quantizer) if columnwise else None",
+        "column = _copy(x.t(), quantizer) if columnwise else None",
+        ("tests/numerics/test_linear.py", "-k", "nvfp4"),
+    ),
+    Mutation(
+        "the gradient is cast with the input's scale",
+        'known = step.known("grad_output", dys, slots.grad_output) if step else None',
+        'known = step.known("input", dys, slots.grad_output) if step else None',
+        ("tests/numerics/test_delayed.py",),
+    ),
+    # runtime
+    Mutation(
+        "ranks do not reduce their amaxes",
+        "        torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX)\n",
+        "        pass\n",
+        ("tests/backend/test_ranks.py",),
+    ),
+    Mutation(
+        "a history forgets its newest amax",
+        "history[:, 2:], history[:, :1]], 1)",
+        "history[:, 1:], history[:, :1]], 1)",
+        ("tests/numerics/test_delayed.py",),
+    ),
+    Mutation(
+        "a kept weight that has changed is not cast again",
+        "if not torch.equal(look.kept.seen, found):",
+        "if not look.kept.seen.any():",
+        ("tests/backend/test_kept_weights.py",),
+    ),
+    Mutation(
+        "an optimizer steps while weight gradients wait",
+        "    check_before_each(_refuse_step)\n",
+        "",
+        ("tests/backend/test_deferred_wgrads.py",),
+    ),
+    Mutation(
+        "main_grad is overwritten",
+        "total.data.add_(gradient)",
+        "total.data.copy_(gradient)",
+        ("tests/backend/test_main_grad.py",),
+    ),
+    Mutation(
+        "an unexpected key is loaded without a word",
+        "if strict and (missing or unexpected):",
+        "if strict and missing:",
+        ("tests/backend/test_saved_state.py",),
+    ),
+    # patterns, passes, diagnostics
+    Mutation(
+        "an empty weight is no reason to refuse a layer",
+        'if n == 0 or k == 0:\n        return Refusal("empty weight %d x %d", n, k)\n',
+        "",
+        ("tests/numerics/test_linear.py", "-k", "empty"),
+    ),
+    Mutation(
+        "layers that do not pay are cast",
+        "if saved >= MARGIN * cost:",
+        "if saved >= cost:",
+        ("tests/backend/test_size_rule.py",),
+    ),
+    Mutation(
+        "a backward may read scales of the next step",
+        'scales = graph.find_nodes(op="call_function", target=ops.read_scales)',
+        "scales = []",
+        ("tests/backend/test_memory_budgets.py",),
+    ),
+    Mutation(
+        "a warning is swallowed",
+        "        warnings.warn(text, FallbackWarning, stacklevel=3)\n",
+        "        pass\n",
+        ("tests/backend/test_fallback.py",),
+    ),
+    # lowerings
+    Mutation(
+        "generated code has no guard for an infinite amax",
+        "usable = prims.and_(prims.gt(amax, zero), prims.lt(amax, infinity))",
+        "usable = prims.gt(amax, zero)",
+        ("tests/numerics/test_quantize.py", "-k", "test_compiled"),
+    ),
+    Mutation(
+        "a tile of swizzled scales reads rows beyond the last",
+        "for at, end, holds in ((row, rows, tiles * ROWS), (block, blocks, across * BLOCKS))",
+        "for at, end, holds in ((block, blocks, across * BLOCKS),)",
+        ("tests/offline/test_blackwell.py",),
+    ),
+    Mutation(
+        "an amax in a cast's kernel counts what the mask leaves out",
+        "        if masks:\n            tile = ",
+        "        if False:\n            tile = ",
+        ("tests/offline/test_delayed.py", "-k", "record"),
+    ),
+    Mutation(
+        "pairs of rows are stored in the wrong order",
+        '"1, 2, 0") if self._paired == "y" else',
+        '"2, 1, 0") if self._paired == "y" else',
+        ("tests/offline/test_interpreter.py", "-k", "pairs"),
+    ),
+    # templates
+    Mutation(
+        "a stage is read before it is filled",
+        "    mbarrier.wait(full.index(place), phase)\n",
+        "",
+        ("tests/offline/test_gluon.py",),
+    ),
+    Mutation(
+        "a kernel that starts early does not wait",
+        "    inside = m[:, None] < M\n    if ASSEMBLY:\n        tl.extra.cuda.gdc_wait()\n    y = ",
+        "    inside = m[:, None] < M\n    y = ",
+        ("tests/offline/test_few_rows.py",),
+    ),
+]
+
+
+def place_of(text: str, package: Path) -> Path | None:
+    """The one module that has it, once."""
+    found = [path for path in package.rglob("*.py") for _ in range(path.read_text().count(text))]
+    return found[0] if len(found) == 1 else None
+
+
+def check(mutation: Mutation, folder: Path) -> tuple[bool, str]:
+    """Whether the tests find it, and how that went."""
+    started, ignored = (
+        time.monotonic(),
+        shutil.ignore_patterns("__pycache__", ".git", ".venv*", ".*_cache", ".hypothesis", "out"),
+    )
+    tree = folder / "tree"
+    shutil.copytree(ROOT, tree, ignore=ignored, symlinks=True)
+    place = place_of(mutation.text, tree / "te_inductor")
+    if place is None:
+        return False, "its text is not once in the package"
+    place.write_text(place.read_text().replace(mutation.text, mutation.becomes))
+    for arguments in (mutation.first, ()):
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", QUICK, "-p", "no:cacheprovider", *arguments]
+        command += [] if arguments else ["-n", "2"]
+        environment = {**os.environ, "PYTHONPATH": str(tree)}
+        done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+        if done.returncode in CRASHED and arguments:
+            return False, f"{' '.join(arguments)} is no run of tests:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+        if done.returncode != 0:
+            failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+            which = failed[0].split(" - ")[0] if failed else "pytest itself"
+            return True, f"{which}, {time.monotonic() - started:.0f} s"
+    return False, f"missed, {time.monotonic() - started:.0f} s"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="parts of the names of those to check; all by default")
+    parser.add_argument("--list", action="store_true", help="list them, and where each is")
+    parser.add_argument("--jobs", type=int, default=2, help="how many at once")
+    given = parser.parse_args()
+    chosen = [one for one in MUTATIONS if not given.names or any(part in one.name for part in given.names)]
+    if given.list:
+        places = [place_of(one.text, ROOT / "te_inductor") for one in chosen]
+        for one, place in zip(chosen, places, strict=True):
+            print(f"{place.relative_to(ROOT) if place else 'nowhere, or not once'}: {one.name}")
+        return int(None in places)
+
+    def checked(mutation: Mutation) -> bool:
+        with tempfile.TemporaryDirectory() as folder:
+            found, how = check(mutation, Path(folder))
+        print(f"{'caught' if found else 'MISSED'}  {mutation.name}: {how}", flush=True)
+        return found
+
+    with ThreadPoolExecutor(given.jobs) as pool:
+        results = list(pool.map(checked, chosen))
+    print(f"{sum(results)} of {len(results)} caught")
+    return int(not all(results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
