@@ -84,6 +84,8 @@ class Gemm(Constant):
                     f"{self.name} of elements {self.elements} with scopes {self.scopes}, expected one of"
                     f" {', '.join(scope.elements)} with scope {scope.name!r}"
                 )
+        if self.formats[0].packed != self.formats[1].packed:
+            raise RecipeError(f"{self.name} of elements {self.elements}, expected as many bits in both")
 
     @classmethod
     def of(cls, name: str, a: Quantizer, b: Quantizer, fast_accum: bool = False) -> "Gemm":

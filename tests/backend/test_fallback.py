@@ -64,7 +64,10 @@ def test_an_emulated_site_is_named_once():
     model, x = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32), nn.Linear(32, 1)), torch.randn(X)
     y, [text] = warned(model, x, recipe="mxfp8")
     assert "2 of 3 linear sites are emulated:" in text and "1 of 3 linear sites stay in high precision:" in text
-    assert "no tensor cores for scales of 1x32 on cpu: exact values, multiplied in float32" in text and ": 0, 1" in text
+    assert (
+        "no tensor cores for e4m3 with scales of 1x32 on cpu: exact values, multiplied in float32" in text
+        and ": 0, 1" in text
+    )
     assert not torch.equal(y, model(x))
     report = explain(model, x, options={"recipe": "mxfp8"})
     assert {(site.fqn, site.kernel) for site in report.sites} == {
@@ -77,7 +80,7 @@ def test_an_emulated_site_is_named_once():
     torch._dynamo.reset()
     assert warned(model[0], x, recipe="mxfp8", fallback="silent")[1] == []
     torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="no tensor cores for scales of 1x32"):
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="no tensor cores for e4m3 with scales of 1x32"):
         warned(model[0], x, recipe="mxfp8", fallback="error")
 
 

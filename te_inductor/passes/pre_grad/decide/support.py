@@ -113,8 +113,10 @@ def emulated(slots: Slots, device: torch.device) -> Refusal | None:
     if not slots.fprop.microscaled or targets.of(device).multiplies(slots.fprop):
         return None
     dtype = "bfloat16" if device.type == "cuda" else "float32"
-    scopes = ", ".join(sorted({scope for gemm in (slots.fprop, slots.wgrad) for scope in gemm.scopes}))
+    gemms = (slots.fprop, slots.wgrad)
+    elements = ", ".join(sorted({element for gemm in gemms for element in gemm.elements}))
+    scopes = ", ".join(sorted({scope for gemm in gemms for scope in gemm.scopes}))
     return Refusal(
-        "no tensor cores for scales of %s on %s: exact values, multiplied in %s, no faster than high precision",
-        *(scopes, targets.of(device).name, dtype),
+        "no tensor cores for %s with scales of %s on %s: exact values, multiplied in %s, no faster than high precision",
+        *(elements, scopes, targets.of(device).name, dtype),
     )
