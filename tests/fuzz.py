@@ -26,6 +26,7 @@ from te_inductor.recipes import (
     Float8CurrentScaling,
     Float8RowwiseScaling,
     Format,
+    MXFP4BlockScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     QParams,
@@ -36,7 +37,10 @@ from tests.eager import quantized_as
 from tests.recipes import NAMES
 
 # Stochastic rounding draws a seed a cast, in the order of the casts, which the two need not share.
-INSTANCES: dict[str, Recipe] = {"nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True)}
+INSTANCES: dict[str, Recipe] = {
+    "nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True),
+    "mxfp4": MXFP4BlockScaling(disable_stochastic_rounding=True),
+}
 # Several recipes of one name in one program are several constants.
 VARIANTS: dict[str, Recipe] = {
     "current, powers of 2": Float8CurrentScaling(fp8_quant_fwd_inp=QParams(power_2_scale=True)),
@@ -428,7 +432,7 @@ def _noise(report: Report, case: Case) -> float:
     """How far two runs may be apart whose roundings are independent: each low-precision layer adds that of its
     operands, by half a step of the narrowest element, and the rest rounds to the dtype; where a bias's gradient
     cancels, plain Inductor was 6e-5 off eager fp32 code."""
-    steps = {"nvfp4": 2.0**-2, "none": 0.0}
+    steps = {"nvfp4": 2.0**-2, "mxfp4": 2.0**-2, "none": 0.0}
     layers = sum(steps.get(site.recipe, 2.0**-3) for site in report.sites if site.kernel != "high_precision")
     return layers + 2.0**-10 + 64 * _eps(case)
 

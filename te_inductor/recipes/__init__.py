@@ -1,14 +1,14 @@
 """Recipes: how a linear layer's tensors are stored and multiplied in low precision.
 
 Anywhere a recipe is expected, its name will do: ``"delayed"``, ``"current"``, ``"rowwise"``, ``"block"``, ``"mxfp8"``,
-``"nvfp4"``, ``"nvfp4_weight_only"`` (for `quantize_`), ``"none"`` (leave the site in high precision) or ``"auto"`` (so
-far per-tensor current scaling, on every device)."""
+``"mxfp4"``, ``"nvfp4"``, ``"nvfp4_weight_only"`` (for `quantize_`), ``"none"`` (leave the site in high precision) or
+``"auto"`` (so far per-tensor current scaling, on every device)."""
 
 from te_inductor.errors import RecipeError, unknown, wrong_type
 from te_inductor.recipes.custom import CustomRecipe
 from te_inductor.recipes.delayed import DelayedScaling
 from te_inductor.recipes.formats import Format
-from te_inductor.recipes.microscaled import MXFP8BlockScaling, NVFP4BlockScaling
+from te_inductor.recipes.microscaled import MXFP4BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from te_inductor.recipes.quantizers import Gemm, MMParams, QParams, Quantizer
 from te_inductor.recipes.recipe import Float8BlockScaling, Float8CurrentScaling, Float8RowwiseScaling, Recipe, Slots
 from te_inductor.recipes.weight_only import NVFP4WeightOnly
@@ -22,6 +22,7 @@ __all__ = [
     "Format",
     "Gemm",
     "MMParams",
+    "MXFP4BlockScaling",
     "MXFP8BlockScaling",
     "NVFP4BlockScaling",
     "NVFP4WeightOnly",
@@ -38,6 +39,7 @@ _RECIPES: tuple[type[Recipe], ...] = (
     Float8RowwiseScaling,
     Float8BlockScaling,
     MXFP8BlockScaling,
+    MXFP4BlockScaling,
     NVFP4BlockScaling,
     NVFP4WeightOnly,
 )

@@ -168,9 +168,10 @@ ROW = Scope("row", block=(1, 0))
 # cuBLASLt's K need only be a multiple of 16 here too; of 128 is what TransformerEngine asks for and what PyTorch tests.
 BLOCK_1X128 = Scope("1x128", block=(1, 128), alignment=128, row_last=True)
 BLOCK_128X128 = Scope("128x128", block=(128, 128), alignment=128)
-# OCP Microscaling Formats, MXFP8. Square blocks are TransformerEngine's, of weights.
-MX_1X32 = Scope("1x32", block=(1, 32), alignment=32, scale=E8M0)
-MX_32X32 = Scope("32x32", block=(32, 32), alignment=32, scale=E8M0)
+# OCP Microscaling Formats, MXFP8 and MXFP4. Square blocks are TransformerEngine's, of weights.
+_MX = (E4M3.name, E5M2.name, E2M1.name)
+MX_1X32 = Scope("1x32", block=(1, 32), alignment=32, scale=E8M0, elements=_MX)
+MX_32X32 = Scope("32x32", block=(32, 32), alignment=32, scale=E8M0, elements=_MX)
 # NVFP4, of training and of stored weights (1 x 16). 32 values are the 16 bytes that a row of a GEMM operand must be a
 # multiple of; stored weights, which no library multiplies, are padded to a block.
 NV_1X16 = Scope("1x16", block=(1, 16), alignment=32, scale=TWO_LEVEL, elements=(E2M1.name,))

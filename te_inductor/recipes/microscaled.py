@@ -1,4 +1,5 @@
-"""The recipes of Blackwell's tensor cores: MXFP8 and NVFP4. Elsewhere they are emulated, value for value."""
+"""The recipes of microscaled formats: MXFP8 and NVFP4, which Blackwell's tensor cores multiply, and MXFP4. Elsewhere
+they are emulated, value for value."""
 
 from typing import ClassVar
 
@@ -92,6 +93,40 @@ class NVFP4BlockScaling(Recipe):
     def slots(self) -> Slots:
         element, x, rht = self.fp4_format.forward.name, "1x16", not self.disable_rht
         w = "1x16" if self.disable_2d_quantization else "16x16"
+        return Slots.of(
+            Quantizer(element, scope=x, hadamard=rht),
+            Quantizer(element, scope=w),
+            Quantizer(element, scope=x, hadamard=rht, stochastic=not self.disable_stochastic_rounding),
+        )
+
+
+@constant
+class MXFP4BlockScaling(Recipe):
+    """MXFP4: 4-bit elements, and for 32 of them along the contraction one scale, a power of two. Emulated on every
+    device: torch has no GEMM whose tensor cores apply such scales.
+
+    The three measures of NVFP4 make training with it possible too, and each can be turned off: weights have one scale
+    for 32 x 32, operands of wgrad go through a random Hadamard transform, gradients are rounded stochastically. The
+    scale is MXFP8's, the smallest power of two with which the amax does not saturate. TransformerEngine has no such
+    recipe; fields are named as NVFP4BlockScaling's.
+
+    Source of the format: OCP Microscaling Formats Specification, revision 1.0.
+    """
+
+    name: ClassVar[str] = "mxfp4"
+
+    disable_rht: bool = False
+    disable_stochastic_rounding: bool = False
+    disable_2d_quantization: bool = False
+    fp4_format: Format = Format.E2M1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse(self, fp4_format="MXFP4 is E2M1")
+
+    def slots(self) -> Slots:
+        element, x, rht = self.fp4_format.forward.name, "1x32", not self.disable_rht
+        w = "1x32" if self.disable_2d_quantization else "32x32"
         return Slots.of(
             Quantizer(element, scope=x, hadamard=rht),
             Quantizer(element, scope=w),

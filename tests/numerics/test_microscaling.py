@@ -25,6 +25,8 @@ QUANTIZERS = [
     Quantizer("e4m3", scope="1x32"),
     Quantizer("e5m2", scope="1x32"),
     Quantizer("e4m3", scope="32x32"),
+    Quantizer("e2m1", scope="1x32"),
+    Quantizer("e2m1", scope="32x32"),
     Quantizer("e2m1", scope="1x16"),
     Quantizer("e2m1", scope="16x16"),
 ]
