@@ -45,6 +45,7 @@ class Gated(nn.Module):
 SQUARES = Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("recipe", "dim", "rows"),
     [

@@ -229,6 +229,7 @@ MODELS = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", ["current", "rowwise", "delayed", "nvfp4"])
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
 def test_programs(make, recipe, casts):
