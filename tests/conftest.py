@@ -37,7 +37,9 @@ def pytest_collection_modifyitems(items):
         if (marker := item.get_closest_marker("sample")) is not None:
             of_one_test[item.parent.nodeid, item.originalname, marker.args[0]].append(item)
     for (_, _, together), cases in of_one_test.items():
-        chosen = sample([case.callspec.indices for case in cases], together)
+        # A value is one object in all cases.
+        values = [{name: id(value) for name, value in case.callspec.params.items()} for case in cases]
+        chosen = sample(values, together)
         for number, case in enumerate(cases):
             if number not in chosen:
                 case.add_marker("thorough")

@@ -75,6 +75,7 @@ def products(run, model, x) -> tuple[list[torch.Tensor], Counter]:
     return [y.detach(), *gradients], Counter(calls.names)
 
 
+@pytest.mark.sample(1)
 @every_recipe
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 def test_what_is_computed_again(name, bias):

@@ -60,9 +60,26 @@ SQUARES = Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1)
     ids=["current", "rowwise", "delayed", "block", "squares", "mxfp8", "nvfp4"],
 )
 @pytest.mark.parametrize("train", [True, False])
-def test_any_number_of_rows_compiles_at_most_twice(train, recipe, dim, rows, request):
-    if not train or recipe in ("mxfp8", "nvfp4"):  # minutes of C++, which tests/numerics compiles too
-        request.getfixturevalue("without_codegen")
+def test_any_number_of_rows_compiles_at_most_twice(train, recipe, dim, rows, without_codegen):
+    check_any_number_of_rows(train, recipe, dim, rows)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "dim", "rows"),
+    [
+        ("current", 32, (40, 80, 120)),
+        pytest.param("delayed", 32, (40, 80, 120), marks=pytest.mark.thorough),
+        pytest.param("rowwise", 32, (40, 80, 120), marks=pytest.mark.thorough),
+        pytest.param("block", 128, (50, 60, 128, 129, 300, 15), marks=pytest.mark.thorough),
+        pytest.param(SQUARES, 256, (50, 60, 128, 129, 300, 15), marks=pytest.mark.thorough, id="squares"),
+    ],
+)
+def test_lowerings_do_not_hold_the_number_of_rows(recipe, dim, rows):
+    """Of the others' C++ there would be minutes, which tests/numerics compiles too."""
+    check_any_number_of_rows(True, recipe, dim, rows)
+
+
+def check_any_number_of_rows(train, recipe, dim, rows):
     compiles = []
 
     def backend(gm, inputs):

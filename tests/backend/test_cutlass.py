@@ -209,6 +209,7 @@ def test_what_the_compiler_says_reaches_the_user(tmp_path, monkeypatch):
     assert build.library(good).exists()
 
 
+@pytest.mark.thorough
 @installed
 def test_one_builder_takes_what_is_begun_later(tmp_path, monkeypatch):
     """Not after somebody has waited for a kernel: then it ends, also where that one fails, and while a process forked

@@ -130,6 +130,7 @@ def test_compiled_memory_is_not_written_again(no_caches):
     pair.check()
 
 
+@pytest.mark.thorough
 @pytest.mark.codegen
 def test_an_operand_that_is_computed_for_it(no_caches, one_seed):
     """The factor of two-level scales is no tensor in memory before the op asks for one. Found by tests/fuzz.py: the

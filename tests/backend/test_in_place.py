@@ -137,6 +137,7 @@ EDITS = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("lay_out", [None, in_one_buffer], ids=["", "buffer"])
 @pytest.mark.parametrize("edit", EDITS)
 def test_a_weight_changed_before_its_use(edit, lay_out):
@@ -281,6 +282,7 @@ BETWEEN = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("lay_out", [None, in_one_buffer], ids=["", "buffer"])
 @pytest.mark.parametrize("write", BETWEEN)
 def test_a_write_between_layers_of_one_input(write, lay_out):

@@ -77,7 +77,10 @@ class Pair:
 RECIPES = ["current", "rowwise", "block", "delayed", "mxfp8", "nvfp4"]
 
 
-@pytest.mark.parametrize("recipe", [pytest.param("current", marks=pytest.mark.codegen), *RECIPES[1:]])
+@pytest.mark.parametrize(
+    "recipe",
+    [*RECIPES, pytest.param("current", marks=[pytest.mark.codegen, pytest.mark.thorough], id="current, compiled")],
+)
 def test_accumulation(recipe, casts):
     """Four microbatches a step: each weight is cast once a step."""
     size = 128 if recipe == "block" else 32
@@ -229,6 +232,7 @@ MODELS = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", ["current", "rowwise", "delayed", "nvfp4"])
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
 def test_programs(make, recipe, casts):

@@ -160,6 +160,7 @@ class Writing(nn.Module):
         return x
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("budget", [0.5, 0.1, 0.0])
 @pytest.mark.parametrize("program", [Dropping, Writing])
 @pytest.mark.parametrize("name", ["current", "delayed", "rowwise"])
@@ -204,6 +205,7 @@ def test_the_same_without_low_precision():
     test_the_backward_finds_what_the_forward_did("none", Dropping, 0.5)
 
 
+@pytest.mark.sample(1)
 @every_recipe
 @pytest.mark.skipif(REGION is None, reason="torch 2.13 has it first")
 @pytest.mark.parametrize("budget", [0.5, 0.0])

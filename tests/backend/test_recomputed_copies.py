@@ -75,6 +75,7 @@ NORMS = {name for name in BEFORE if "Norm" in name} | {"a gated norm"}  # comput
 HAD = {name for name, (_, had) in BEFORE.items() if had}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise", "block", "mxfp8"])
 @pytest.mark.parametrize("name", BEFORE)
 def test_what_is_cast_again(name, recipe, monkeypatch):

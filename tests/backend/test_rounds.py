@@ -34,3 +34,11 @@ def test_every_mutation_has_its_place(mutation):
     assert place_of(mutation.text, ROOT / "te_inductor") is not None
     assert mutation.text != mutation.becomes
     assert (ROOT / mutation.first[0]).exists()
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("second", [True, False])
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_what_is_not_in_the_sample_is_thorough(first, second, request):
+    cases = [item for item in request.session.items if item.originalname == request.node.originalname]
+    assert sum(item.get_closest_marker("thorough") is None for item in cases) <= 3

@@ -35,6 +35,7 @@ RECIPES = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(("dtype", "bias", "rows"), [(torch.float32, True, 33), (torch.bfloat16, False, 64)], ids=str)
 def test_against_one_layer_with_all_rows(dtype, bias, rows, recipe):
@@ -90,8 +91,10 @@ TOGETHER = {
 }
 
 
+@pytest.mark.usefixtures("without_codegen")
+@pytest.mark.parametrize("codegen", [False, pytest.param(True, marks=[pytest.mark.codegen, pytest.mark.thorough])])
 @pytest.mark.parametrize("use", [*APART, *TOGETHER])
-def test_only_what_cannot_tell_a_slice_is_merged(use):
+def test_only_what_cannot_tell_a_slice_is_merged(use, codegen):
     """Either way the program computes what it computes without this package, up to quantization."""
     model = Layers(use=(APART | TOGETHER)[use])
     x = torch.randn(2, 6, 48)

@@ -64,6 +64,7 @@ def check_both(x: Tensor, quantizer: Quantizer, quantize=ops.quantize, quantize_
     check(x.t(), quantizer, (data_t, scale_inv_t), (values_t, value_t))
 
 
+@pytest.mark.sample(1)
 @quantizers
 @pytest.mark.parametrize("content", CONTENTS)
 def test_eager(content, quantizer):
@@ -243,6 +244,7 @@ def test_error_is_at_most_half_a_step(quantizer):
     assert (error <= half * (1 + 2**-20)).all()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 @quantizers
 def test_dequantize(quantizer, how):

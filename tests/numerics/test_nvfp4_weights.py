@@ -26,6 +26,7 @@ def stored(weight):
     return nvfp4.store(codes), block_scale, tensor_scale
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("contents", FINITE)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

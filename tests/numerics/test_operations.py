@@ -63,6 +63,7 @@ def gradients(function, inputs, dy):
     return [y.detach(), *(x.grad for x in inputs)]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", PLAIN)
 def test_high_precision_is_what_autograd_makes_of_plain_pytorch(name, dtype):
@@ -131,6 +132,7 @@ def test_quantized_values_are_the_oracle_s(name):
 RECIPES = ["current", "rowwise", "block", "mxfp8", NVFP4BlockScaling(disable_stochastic_rounding=True)]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: getattr(recipe, "name", recipe))
 @pytest.mark.parametrize("before", ["rms norm", "layer norm", "gelu tanh", "swiglu"])
 def test_a_sequence_by_hand_is_the_compiled_one(recipe, before, without_codegen):
