@@ -19,8 +19,8 @@ from torch._functorch import config as functorch
 from torch._inductor import config
 
 from benchmarks import harness, table
+from te_inductor.fused import quantized_epilogue
 from te_inductor.passes import post_grad
-from te_inductor.passes.post_grad import quantized_epilogue
 
 TOKENS = (2048, 8192, 16384)
 DIMS = (1024, 2048, 4096)  # of a hidden layer four times as wide

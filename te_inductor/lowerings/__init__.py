@@ -25,7 +25,6 @@ def install(fallback: str = "warn") -> Callable[[Callable[..., Any]], Callable[.
     from te_inductor.lowerings.codegen.programmatic_launch import EarlyKernel
     from te_inductor.lowerings.gemm import (  # noqa: F401
         deferred_wgrads,
-        gated_dgrad,
         main_grads,
         nvfp4_linear,
         scaled_mm,

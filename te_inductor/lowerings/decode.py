@@ -1,4 +1,4 @@
-"""What a step of generation does besides its linear layers: attention of few queries, an arg max over a vocabulary."""
+"""What a step of generation does besides its linear layers: an arg max over a vocabulary."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -7,25 +7,14 @@ from typing import Any
 
 import torch
 from torch._inductor import ir
-from torch._inductor.lowering import fallback_handler, lowerings
+from torch._inductor.lowering import lowerings
 from torch._inductor.virtualized import V
 
 from te_inductor.lowerings.codegen.programmatic_launch import is_early
-from te_inductor.lowerings.registry import lowering
-from te_inductor.ops import attention
 
 aten = torch.ops.aten
 _PIECES = (256, 128, 64)  # that a row is cut into for an arg max
 _LONG = 1 << 14  # elements of a row that is
-
-
-@lowering(attention.few_queries)
-def few_queries(q, k, v, keep, scale):  # type: ignore[no-untyped-def]
-    """The kernels, which read keys and values where they lie, with their strides."""
-    for given in (q, k, v, keep):
-        if given is not None:
-            given.realize()
-    return fallback_handler(attention.few_queries, add_to_fallback_set=False)(q, k, v, keep, scale)
 
 
 _lock = threading.Lock()

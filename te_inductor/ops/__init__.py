@@ -17,7 +17,7 @@ from te_inductor.ops.casts import (
     tensor_amax,
 )
 from te_inductor.ops.delayed import delayed_step, read_scales, record_amax, update_scales
-from te_inductor.ops.gemm import accumulate_wgrad, defer_wgrad, product, quantized_mm, scaled_mm
+from te_inductor.ops.gemm import accumulate_wgrad, defer_wgrad, product, scaled_mm
 from te_inductor.ops.linear import first_linears, linears, trace_linears
 
 __all__ = [
@@ -38,7 +38,6 @@ __all__ = [
     "quantize_pieces_delayed",
     "quantize_rowcol",
     "quantize_rowcol_delayed",
-    "quantized_mm",
     "read_scales",
     "record_amax",
     "scaled_mm",

@@ -19,7 +19,7 @@ from te_inductor.recipes import Gemm
 ATTENTION = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
 
 
-@register_flop_formula([ops.scaled_mm.overloadpacket, ops.quantized_mm.overloadpacket], get_raw=True)
+@register_flop_formula(ops.scaled_mm.overloadpacket, get_raw=True)
 def scaled_mm(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, gemm: Gemm, *_: Any, **__: Any
 ) -> int:

@@ -10,17 +10,16 @@ import torch
 from torch import Tensor
 
 from te_inductor.compat import constant_type_name
-from te_inductor.ops.casts import _QUANTIZER, Copy, quantize_fake
+from te_inductor.ops.casts import Copy
 from te_inductor.ops.definition import define
-from te_inductor.recipes import Gemm, Quantizer
+from te_inductor.recipes import Gemm
 from te_inductor.runtime import deferred_wgrads, eager
-from te_inductor.runtime.activation import Activation
 from te_inductor.runtime.microscaling import ALPHA
 
 _GEMM = constant_type_name(Gemm)
 
 
-def _scaled_mm_fake(
+def scaled_mm_fake(
     a: Tensor,  # (M, K), low precision
     a_scale_inv: Tensor,  # (), (M, 1), or of the shape that gemm.scopes[0] stores
     b: Tensor,  # (N, K), low precision
@@ -35,32 +34,11 @@ def _scaled_mm_fake(
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
-def _quantized_mm_fake(
-    a: Tensor,  # as `scaled_mm` has them
-    a_scale_inv: Tensor,
-    b: Tensor,
-    b_scale_inv: Tensor,
-    bias: Tensor | None,
-    gemm: Gemm,
-    out_dtype: torch.dtype,  # that the product is rounded to
-    activation: Activation,
-    scale: Tensor,  # (), of the copy
-    quantizer: Quantizer,
-) -> Tensor:  # (M, pad(N)), the row copy of the activation
-    return quantize_fake(_scaled_mm_fake(a, a_scale_inv, b, b_scale_inv, bias, gemm, out_dtype), quantizer)[0]
-
-
 scaled_mm = define(
     f"scaled_mm(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias, {_GEMM} g, ScalarType out_dtype,"
     " Tensor? alpha=None, Tensor? added=None) -> Tensor",
     eager.scaled_mm,
-    _scaled_mm_fake,
-)
-quantized_mm = define(
-    f"quantized_mm(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias, {_GEMM} g, ScalarType out_dtype,"
-    f" {constant_type_name(Activation)} f, Tensor scale, {_QUANTIZER} q) -> Tensor",
-    eager.quantized_mm,
-    _quantized_mm_fake,
+    scaled_mm_fake,
 )
 accumulate_wgrad = define(
     "accumulate_wgrad(Tensor(a!)[] totals, Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? alpha,"

@@ -12,7 +12,6 @@ from te_inductor import targets
 from te_inductor.recipes.formats import ALIGNMENT, E2M1, ROW, Scope, padded
 from te_inductor.recipes.quantizers import Gemm, Quantizer
 from te_inductor.runtime import blocks, microscaling
-from te_inductor.runtime.activation import Activation
 from te_inductor.runtime.philox import random_bits
 
 # Clearing the mantissa of a positive fp32 value rounds it down to a power of two.
@@ -142,22 +141,6 @@ def scaled_mm(
             y = _exact(a, a_scale, b, b_scale, gemm).to(out_dtype)
     y = y if bias is None else y + bias.to(out_dtype)
     return (y if added is None else y + added).contiguous()
-
-
-def quantized_mm(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None,
-    gemm: Gemm,
-    out_dtype: torch.dtype,
-    activation: Activation,
-    scale: Tensor,
-    quantizer: Quantizer,
-) -> Tensor:
-    y = scaled_mm(a, a_scale, b, b_scale, bias, gemm, out_dtype)
-    return quantize_delayed(activation.of(y), scale, quantizer)
 
 
 def accumulate_wgrad(

@@ -6,8 +6,8 @@ from torch import Tensor
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from te_inductor.fused import decode_attention
 from te_inductor.ops import attention as ops_attention
-from te_inductor.passes.post_grad import decode_attention
 
 B, H, M, N, D = 2, 3, 4, 40, 64
 

@@ -14,7 +14,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from te_inductor import ops
-from te_inductor.passes.joint import gated_dgrad
+from te_inductor.fused import gated_dgrad
 from te_inductor.recipes import Gemm, Quantizer
 from te_inductor.runtime import eager
 from te_inductor.runtime.activation import Gating

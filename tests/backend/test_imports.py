@@ -21,6 +21,7 @@ ORDER = [
     {"ops.stored_weight"},
     {"passes.graph"},
     {"lowerings"},
+    {"fused"},
     {"passes"},
     {"backend"},
     {"api"},

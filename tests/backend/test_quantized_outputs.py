@@ -9,7 +9,8 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from te_inductor import ops, recipes
-from te_inductor.passes.post_grad import quantized_epilogue, shared_sigmoid
+from te_inductor.fused import quantized_epilogue
+from te_inductor.passes.graph import shared_sigmoid
 from te_inductor.recipes import Quantizer
 from te_inductor.runtime.activation import Activation
 from te_inductor.templates.cutlass.scaled_mm import FAST_TILES, kernel_of
@@ -97,7 +98,7 @@ def folded(function, *inputs):
 def test_which_casts_a_gemm_takes_over(function, folds):
     x, w, scale = torch.randn(8, 8, 32), torch.randn(32, 32), torch.tensor(17.0)
     traced = folded(function, x, w, scale)
-    assert len(traced.graph.find_nodes(op="call_function", target=ops.quantized_mm)) == folds
+    assert len(traced.graph.find_nodes(op="call_function", target=quantized_epilogue.quantized_mm)) == folds
     found, expected = traced(x, w, scale), function(x, w, scale)
     if not folds:
         pairs = zip(*([y] if isinstance(y, torch.Tensor) else y for y in (found, expected)), strict=True)
@@ -125,7 +126,7 @@ def test_it_is_computed_in_fp32(name):
 def test_precision_casts_that_are_asked_for():
     with config.patch(emulate_precision_casts=True):
         traced = folded(FOLDED["gelu"][0], torch.randn(8, 8, 32), torch.randn(32, 32), torch.tensor(17.0))
-    assert not traced.graph.find_nodes(op="call_function", target=ops.quantized_mm)
+    assert not traced.graph.find_nodes(op="call_function", target=quantized_epilogue.quantized_mm)
 
 
 def test_the_lowering_where_no_kernel_does_it(no_caches):
@@ -134,8 +135,8 @@ def test_the_lowering_where_no_kernel_does_it(no_caches):
     one, bias, scale = torch.tensor(2.0**-3), torch.randint(-2, 3, (64,)).bfloat16(), torch.tensor(19.0)
     activation = Activation((("sigmoid", 0), ("mul", 0, 1), ("add", 2, 0.25)))
     operands = (a, one, b, one, bias, SLOTS.fprop, torch.bfloat16, activation, scale, E4M3)
-    found = torch.compile(lambda: ops.quantized_mm(*operands), backend="te", fullgraph=True)()
+    found = torch.compile(lambda: quantized_epilogue.quantized_mm(*operands), backend="te", fullgraph=True)()
     y = ops.scaled_mm(*operands[:7]).float()
     expected = ops.quantize_delayed(y * torch.sigmoid(y) + 0.25, scale, E4M3)
     assert (found.float() != expected.float()).sum() <= 1  # the sigmoid's last bit
-    assert torch.equal(ops.quantized_mm(*operands).float(), expected.float())
+    assert torch.equal(quantized_epilogue.quantized_mm(*operands).float(), expected.float())

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.tune_gemm import SWIGLU
+from te_inductor.fused import gated_dgrad
 from te_inductor.passes import joint
-from te_inductor.passes.joint import gated_dgrad
 from te_inductor.recipes import Gemm, Quantizer
 from te_inductor.runtime import eager
 from te_inductor.templates import cutlass

@@ -19,7 +19,6 @@ from te_inductor import compat
 from te_inductor.recipes import Gemm
 from te_inductor.recipes.formats import BLOCK_1X128, BLOCK_128X128, ELEMENTS, ROW, SCOPES, TENSOR
 from te_inductor.runtime import small_m
-from te_inductor.runtime.activation import Activation
 from te_inductor.templates.cutlass import build, launch
 from te_inductor.templates.cutlass import scaled_mm as template
 from te_inductor.templates.cutlass.scaled_mm import ANOTHER, OUTPUT, Tile
@@ -31,7 +30,7 @@ OP = "scaled_mm"  # Inductor's name for what it asks about
 # Generated code calls them by these names, also code that a compile cache returns: `lowerings.install` imports this
 # module.
 _SCALED = ExternKernelChoice(launch.scaled_mm, name="te_inductor_cutlass_scaled_mm")
-_QUANTIZED = ExternKernelChoice(launch.quantized_mm, name="te_inductor_cutlass_quantized_mm")
+QUANTIZED = ExternKernelChoice(launch.quantized_mm, name="te_inductor_cutlass_quantized_mm")
 _MICROSCALED = ExternKernelChoice(launch.microscaled_mm, name="te_inductor_cutlass_microscaled_mm")
 _LIBRARY = ExternKernelChoice(launch.library_mm, name="te_inductor_cublaslt_microscaled_mm")
 
@@ -107,33 +106,14 @@ def adding(
     if bias is not None and bias.get_dtype() != out:
         return None
     problem = problem_of(a, b, bias, gemm, out, added=ANOTHER)
-    return _with_more(_SCALED, problem, (a, a_scale, b, b_scale), [*_those(bias), added], added=ANOTHER)
+    return with_more(_SCALED, problem, (a, a_scale, b, b_scale), [*those(bias), added], added=ANOTHER)
 
 
-def quantizing(
-    a: ir.TensorBox,  # as above
-    a_scale: ir.TensorBox,
-    b: ir.TensorBox,
-    b_scale: ir.TensorBox,
-    bias: ir.TensorBox | None,
-    activation: Activation,
-    scale: ir.TensorBox,  # (), of the copy
-    gemm: Gemm,
-    out: torch.dtype,  # FP8
-) -> ir.TensorBox | None:  # (M, N)
-    """The GEMM that writes the quantized activation of its sum; None where the table has no tile. Under max-autotune
-    too."""
-    if bias is not None and bias.get_dtype() != template.ROUNDED:
-        return None
-    problem = problem_of(a, b, bias, gemm, out, activation=activation)
-    return _with_more(_QUANTIZED, problem, (a, a_scale, b, b_scale), [scale, *_those(bias)], steps=activation.steps)
-
-
-def _those(bias: ir.TensorBox | None) -> list[ir.TensorBox]:
+def those(bias: ir.TensorBox | None) -> list[ir.TensorBox]:
     return [] if bias is None else [bias]
 
 
-def _with_more(
+def with_more(
     choice: ExternKernelChoice,
     problem: Problem,
     operands: tuple[ir.TensorBox, ...],  # a, a_scale, b, b_scale

@@ -7,14 +7,13 @@ from torch._inductor.virtualized import V
 from torch.utils._sympy.functions import FloorDiv
 
 from te_inductor import ops
-from te_inductor.lowerings.casts import blocks, quantize
+from te_inductor.lowerings.casts import blocks
 from te_inductor.lowerings.casts.narrowing import narrowed
 from te_inductor.lowerings.gemm import cutlass_choices, microscaled_mm
 from te_inductor.lowerings.gemm.partial_sums import added_up
 from te_inductor.lowerings.registry import lowering
-from te_inductor.recipes import Gemm, Quantizer
+from te_inductor.recipes import Gemm
 from te_inductor.recipes.formats import ALIGNMENT, padded
-from te_inductor.runtime.activation import OPS, Activation, evaluate
 from te_inductor.runtime.eager import BLOCK_SCALES, ROW_SCALED_OUTPUT
 from te_inductor.templates.select import EMULATED, EXACT, SMALL_M, select
 
@@ -53,28 +52,6 @@ def _exact(a, a_scale, b, b_scale, bias, gemm, out_dtype):  # type: ignore[no-un
     """An fp8 value is exact in fp32, so this is the low-precision product up to the order of the fp32 sum."""
     y = lowerings[aten.mm](lowerings[convert](a, torch.float32), _transposed(lowerings[convert](b, torch.float32)))
     return _add(_scaled(y, a_scale, b_scale, out_dtype), bias, out_dtype)  # type: ignore[no-any-return]
-
-
-@lowering(ops.quantized_mm)
-def quantized_mm(
-    a: ir.TensorBox,  # as above
-    a_scale: ir.TensorBox,
-    b: ir.TensorBox,
-    b_scale: ir.TensorBox,
-    bias: ir.TensorBox | None,
-    gemm: Gemm,
-    out_dtype: torch.dtype,
-    activation: Activation,
-    scale: ir.TensorBox,  # ()
-    quantizer: Quantizer,
-) -> ir.TensorBox:
-    dtype, factor = quantizer.format.dtype, _transposed(b_scale)
-    copy = cutlass_choices.quantizing(a, a_scale, b, factor, bias, activation, scale, gemm, dtype)
-    if copy is not None:
-        return copy
-    y = lowerings[convert](scaled_mm(a, a_scale, b, b_scale, bias, gemm, out_dtype), torch.float32)
-    functions = {name: lowerings[op] for name, op in OPS.items()}
-    return quantize.quantize_delayed(evaluate(activation.steps, y, functions), scale, quantizer)  # type: ignore[no-any-return]
 
 
 def _transposed(x):  # type: ignore[no-untyped-def]

@@ -1,16 +1,11 @@
-"""The passes on Inductor's graphs, after autograd and the split into forward and backward. Graphs that neither quantize
-nor have stored weights are left as they are."""
+"""The passes on Inductor's graphs, after autograd and the split into forward and backward. Graphs that neither quantize nor
+have stored weights are left as they are.
+"""
 
+from te_inductor import fused
+from te_inductor.passes.graph import shared_sigmoid
 from te_inductor.passes.graph.casts import where_quantized
-from te_inductor.passes.post_grad import (
-    cse,
-    decode_attention,
-    delayed_scales,
-    quantized_epilogue,
-    residual_epilogue,
-    rotary_tables,
-    shared_sigmoid,
-)
+from te_inductor.passes.post_grad import cse, delayed_scales, rotary_tables
 
 PASSES = (
     delayed_scales.check_scales,
@@ -18,7 +13,5 @@ PASSES = (
     where_quantized(cse.share),
     where_quantized(shared_sigmoid.fold),
     where_quantized(rotary_tables.keep),
-    where_quantized(residual_epilogue.fold),
-    where_quantized(quantized_epilogue.fold),
-    decode_attention.fold,
+    *fused.folds("post_grad"),
 )

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from te_inductor import ops
+from te_inductor.fused.record import JOINT, POST_GRAD, FusedKernel
 from te_inductor.passes.graph.gemm_nodes import VIEWS, is_plain, kernel_of
 from te_inductor.templates.cutlass import build
 from te_inductor.templates.cutlass.scaled_mm import ANOTHER, Kernel
@@ -82,3 +83,6 @@ def _viewed(x: fx.Node, shape: Sequence[int], like: fx.Node) -> fx.Node:
     view = x.graph.call_function(aten.view.default, (x, list(shape)))
     view.meta = {**like.meta, "val": x.meta["val"].view(shape)}
     return view
+
+
+KERNEL = FusedKernel((JOINT, POST_GRAD), fold)  # `scaled_mm` with `added`

@@ -13,21 +13,51 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
-from torch._inductor import config
+from torch import Tensor, fx
+from torch._inductor import config, ir
+from torch._inductor.lowering import fallback_handler
 
 from te_inductor import ops
+from te_inductor.compat import constant_type_name
+from te_inductor.fused.record import JOINT, FusedKernel
+from te_inductor.ops.casts import quantize_rowcol_fake
+from te_inductor.ops.definition import define
+from te_inductor.passes.graph import shared_sigmoid
 from te_inductor.passes.graph.gemm_nodes import is_plain, problem_of
 from te_inductor.passes.graph.pointwise_steps import is_step, translated
-from te_inductor.passes.post_grad import shared_sigmoid
-from te_inductor.recipes import Quantizer
+from te_inductor.recipes import Gemm, Quantizer
 from te_inductor.recipes.formats import BLOCK_1X128
 from te_inductor.runtime.activation import Gating
-from te_inductor.templates.cutlass import build
+from te_inductor.templates.cutlass import build, launch
 from te_inductor.templates.cutlass.scaled_mm import ALIGNED, ROUNDED, Tile
 from te_inductor.templates.select import Choice, select
 
 aten = torch.ops.aten
+
+
+def _gated_gradient_fake(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    g: Gemm,
+    gating: Gating,
+    q: Quantizer,
+    *_: Any,
+) -> tuple[Tensor, ...]:
+    return quantize_rowcol_fake(gate.new_empty((a.shape[0], 2 * b.shape[0])), q)
+
+
+gated_gradient = define(
+    "cutlass_gated_gradient(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor gate, Tensor up,"
+    f" {constant_type_name(Gemm)} g, {constant_type_name(Gating)} gating, {constant_type_name(Quantizer)} q,"
+    f" {constant_type_name(Tile)} tile, str arch) -> (Tensor, Tensor, Tensor, Tensor)",
+    launch.gated_gradient,
+    _gated_gradient_fake,
+)
+_call = fallback_handler(gated_gradient, add_to_fallback_set=False)
 
 
 @dataclass(frozen=True)
@@ -124,8 +154,6 @@ def _lies_in_rows(value: Any, shape: torch.Size) -> bool:
 
 
 def _replace(found: _Found, tile: Tile, arch: str) -> None:
-    from te_inductor.templates.cutlass.scaled_mm_ops import gated_gradient
-
     graph, shape = found.cast.graph, found.gemm.meta["val"].shape
     a, a_scale, b, b_scale, _, gemm = found.gemm.args[:6]
     with graph.inserting_before(found.cast):
@@ -142,3 +170,20 @@ def _replace(found: _Found, tile: Tile, arch: str) -> None:
         if not node.users:
             graph.erase_node(node)
     graph.erase_node(found.gemm)
+
+
+def _lower(
+    a: ir.TensorBox,  # (M, K)
+    a_scale: ir.TensorBox,
+    b: ir.TensorBox,  # (N, K)
+    b_scale: ir.TensorBox,
+    gate: ir.TensorBox,  # (M, N), rows contiguous
+    up: ir.TensorBox,
+    *constants: Any,
+) -> Any:
+    operands = [ir.ExternKernel.require_contiguous(x) for x in (a, a_scale, b, b_scale)]
+    gates = [ir.ExternKernel.require_stride1(ir.ExternKernel.realize_input(x)) for x in (gate, up)]
+    return _call(*operands, *gates, *constants)
+
+
+KERNEL = FusedKernel((JOINT,), fold, gated_gradient, _lower)

@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._inductor.lowering import fallback_handler
 
 from te_inductor import ops, targets
+from te_inductor.fused.record import POST_GRAD, FusedKernel
 from te_inductor.ops import attention, stored
 from te_inductor.passes.graph.gemm_nodes import problem_of
 from te_inductor.templates.select import SMALL_M, select
@@ -155,3 +157,14 @@ def _plain(node: Any) -> Any:
 
 def _value(node: Any) -> Tensor:
     return node.meta["val"]  # type: ignore[no-any-return]
+
+
+def _lower(q, k, v, keep, scale):  # type: ignore[no-untyped-def]
+    """The kernels, which read keys and values where they lie, with their strides."""
+    for given in (q, k, v, keep):
+        if given is not None:
+            given.realize()
+    return fallback_handler(attention.few_queries, add_to_fallback_set=False)(q, k, v, keep, scale)
+
+
+KERNEL = FusedKernel((POST_GRAD,), fold, attention.few_queries, _lower)

@@ -1,0 +1,197 @@
+"""The pass that has a GEMM write the FP8 copy that the next layer reads: ``quantize(activation(layer(x)))`` in one
+kernel.
+
+Left alone, the GEMM writes bf16 and a kernel reads it, computes the activation and writes the copy: 5 bytes an element
+where the GEMM alone writes 1. The scale has to be known before the GEMM runs, and nobody else may want what lies
+between: delayed scaling without gradients, and not in grad mode, where it records amaxes. It is done where CUTLASS's
+epilogue was measured to pay. The epilogue rounds as the two kernels do: docs/numerics.md."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._inductor import config, ir
+from torch._inductor.lowering import lowerings
+from torch.utils.flop_counter import register_flop_formula
+
+from te_inductor import ops
+from te_inductor.compat import constant_type_name
+from te_inductor.fused.record import POST_GRAD, FusedKernel
+from te_inductor.lowerings.casts import quantize
+from te_inductor.lowerings.gemm import cutlass_choices, scaled_mm
+from te_inductor.ops import flops
+from te_inductor.ops.casts import quantize_fake
+from te_inductor.ops.definition import define
+from te_inductor.ops.gemm import scaled_mm_fake
+from te_inductor.passes.graph.casts import where_quantized
+from te_inductor.passes.graph.gemm_nodes import is_plain, kernel_of
+from te_inductor.passes.graph.pointwise_steps import is_step, translated
+from te_inductor.recipes import Gemm, Quantizer
+from te_inductor.runtime import eager
+from te_inductor.runtime.activation import OPS, Activation, evaluate
+from te_inductor.templates.cutlass import build
+from te_inductor.templates.cutlass.scaled_mm import ROUNDED, Kernel
+
+aten = torch.ops.aten
+
+
+def _eager(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    gemm: Gemm,
+    out_dtype: torch.dtype,
+    activation: Activation,
+    scale: Tensor,
+    quantizer: Quantizer,
+) -> Tensor:
+    y = eager.scaled_mm(a, a_scale, b, b_scale, bias, gemm, out_dtype)
+    return eager.quantize_delayed(activation.of(y), scale, quantizer)
+
+
+def _fake(
+    a: Tensor,  # as `scaled_mm` has them
+    a_scale_inv: Tensor,
+    b: Tensor,
+    b_scale_inv: Tensor,
+    bias: Tensor | None,
+    gemm: Gemm,
+    out_dtype: torch.dtype,  # that the product is rounded to
+    activation: Activation,
+    scale: Tensor,  # (), of the copy
+    quantizer: Quantizer,
+) -> Tensor:  # (M, pad(N)), the row copy of the activation
+    return quantize_fake(scaled_mm_fake(a, a_scale_inv, b, b_scale_inv, bias, gemm, out_dtype), quantizer)[0]
+
+
+quantized_mm = define(
+    "quantized_mm(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias,"
+    f" {constant_type_name(Gemm)} g, ScalarType out_dtype, {constant_type_name(Activation)} f, Tensor scale, {constant_type_name(Quantizer)} q) -> Tensor",
+    _eager,
+    _fake,
+)
+register_flop_formula(quantized_mm.overloadpacket, get_raw=True)(flops.scaled_mm)
+
+
+def fold(graph: fx.Graph) -> None:
+    """Replace a cast with a known scale, and what it is cast from, by `quantized_mm`."""
+    if config.emulate_precision_casts:  # a rounding behind every op, which no epilogue does
+        return
+    for cast in graph.find_nodes(op="call_function", target=ops.quantize_delayed):
+        between = _between(cast)
+        if between and all(isinstance(size, int) for size in between[0].meta["val"].shape):
+            gemm, *rest = between
+            activation = _activation(cast, gemm, rest)
+            if activation is None or not _is_whole(cast):
+                continue
+            kernel = _kernel(gemm, cast, activation)
+            if kernel is not None:
+                build.start([kernel])  # beside what is left of the compile
+                _replace(cast, between, activation)
+
+
+def _between(cast: fx.Node) -> list[fx.Node]:
+    """The GEMM and all that is computed between it and the cast, in order, where nothing else goes in or comes out;
+    else nothing."""
+    inside, waiting = {cast}, [cast.args[0]]
+    while waiting:
+        node: Any = waiting.pop()
+        if node not in inside:
+            inside.add(node)
+            if node.target is not ops.scaled_mm:
+                if not is_step(node):
+                    return []
+                waiting += node.all_input_nodes
+    ordered = [node for node in cast.graph.nodes if node in inside]
+    *between, _ = ordered
+    ours = sum(node.target is ops.scaled_mm for node in between) == 1 and is_plain(between[0])
+    return between if ours and all(user in inside for node in between for user in node.users) else []
+
+
+def _activation(cast: fx.Node, gemm: fx.Node, rest: list[fx.Node]) -> Activation | None:
+    """What `rest` computes of each of the GEMM's values, if it is the last step's."""
+    found = translated(rest, [gemm])
+    if found is None or found[1][cast.args[0]] != len(found[0]):  # type: ignore[index]
+        return None
+    return Activation(found[0])
+
+
+def _is_whole(cast: fx.Node) -> bool:
+    """Whether the copy has no padding and one scale."""
+    x, quantizer = cast.args[0].meta["val"], cast.args[2]  # type: ignore[union-attr]
+    return quantizer.granularity.whole and cast.meta["val"].shape == x.shape  # type: ignore[union-attr]
+
+
+def _kernel(gemm: fx.Node, cast: fx.Node, activation: Activation) -> Kernel | None:
+    """None where it does not pay."""
+    if gemm.meta["val"].dtype != ROUNDED:
+        return None
+    return kernel_of(gemm, cast.meta["val"].dtype, activation=activation)
+
+
+def _replace(cast: fx.Node, between: list[fx.Node], activation: Activation) -> None:
+    graph, gemm = cast.graph, between[0]
+    with graph.inserting_before(cast):
+        whole = graph.call_function(quantized_mm, (*gemm.args[:7], activation, *cast.args[1:]))  # type: ignore[arg-type]
+        whole.meta = {**cast.meta, "val": cast.meta["val"].view(gemm.meta["val"].shape)}
+        copy = graph.call_function(aten.view.default, (whole, list(cast.meta["val"].shape)))
+        copy.meta = dict(cast.meta)
+    cast.replace_all_uses_with(copy)
+    for node in (cast, *reversed(between)):
+        graph.erase_node(node)
+
+
+def _lower(
+    a: ir.TensorBox,  # as above
+    a_scale: ir.TensorBox,
+    b: ir.TensorBox,
+    b_scale: ir.TensorBox,
+    bias: ir.TensorBox | None,
+    gemm: Gemm,
+    out_dtype: torch.dtype,
+    activation: Activation,
+    scale: ir.TensorBox,  # ()
+    quantizer: Quantizer,
+) -> ir.TensorBox:
+    dtype, factor = (
+        quantizer.format.dtype,
+        lowerings[aten.permute](b_scale, list(reversed(range(len(b_scale.get_size()))))),
+    )
+    copy = _by_cutlass(a, a_scale, b, factor, bias, activation, scale, gemm, dtype)
+    if copy is not None:
+        return copy
+    y = lowerings[torch.ops.prims.convert_element_type.default](
+        scaled_mm.scaled_mm(a, a_scale, b, b_scale, bias, gemm, out_dtype), torch.float32
+    )
+    functions = {name: lowerings[op] for name, op in OPS.items()}
+    return quantize.quantize_delayed(evaluate(activation.steps, y, functions), scale, quantizer)  # type: ignore[no-any-return]
+
+
+def _by_cutlass(
+    a: ir.TensorBox,  # as above
+    a_scale: ir.TensorBox,
+    b: ir.TensorBox,
+    b_scale: ir.TensorBox,
+    bias: ir.TensorBox | None,
+    activation: Activation,
+    scale: ir.TensorBox,  # (), of the copy
+    gemm: Gemm,
+    out: torch.dtype,  # FP8
+) -> ir.TensorBox | None:  # (M, N)
+    """The GEMM that writes the quantized activation of its sum; None where the table has no tile. Under max-autotune
+    too."""
+    if bias is not None and bias.get_dtype() != ROUNDED:
+        return None
+    problem = cutlass_choices.problem_of(a, b, bias, gemm, out, activation=activation)
+    return cutlass_choices.with_more(
+        cutlass_choices.QUANTIZED,
+        problem,
+        (a, a_scale, b, b_scale),
+        [scale, *cutlass_choices.those(bias)],
+        steps=activation.steps,
+    )
+
+
+KERNEL = FusedKernel((POST_GRAD,), where_quantized(fold), quantized_mm, _lower)
