@@ -40,6 +40,7 @@ def assert_low_precision(
         FallbackError: a layer ran in high precision, none ran in low precision, or an entry of `high_precision` matches
             none that is in high precision. The text lists the layers by reason.
         OptionError: `high_precision` is a string.
+        TEInductorError: it is called inside a profiler.
     """
     if isinstance(high_precision, str):
         raise OptionError(wrong_type("high_precision", high_precision, "a list of module-path globs"))

@@ -68,7 +68,8 @@ def _fake(
 
 quantized_mm = define(
     "quantized_mm(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias,"
-    f" {constant_type_name(Gemm)} g, ScalarType out_dtype, {constant_type_name(Activation)} f, Tensor scale, {constant_type_name(Quantizer)} q) -> Tensor",
+    f" {constant_type_name(Gemm)} g, ScalarType out_dtype, {constant_type_name(Activation)} f, Tensor scale,"
+    f" {constant_type_name(Quantizer)} q) -> Tensor",
     _eager,
     _fake,
 )

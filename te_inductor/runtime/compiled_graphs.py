@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from te_inductor.diagnostics import Report
+from te_inductor.errors import TEInductorError
 
 _REGION = "Torch-Compiled Region: "  # what Dynamo calls a graph's run, before the compile id
 
@@ -45,7 +46,15 @@ def forget() -> None:
 
 @contextmanager
 def ran() -> Iterator[list[CompiledGraph]]:
-    """Collect the graphs of this backend that run in this context; the list is filled at its end."""
+    """Collect the graphs of this backend that run in this context; the list is filled at its end.
+
+    Raises:
+        TEInductorError: a profiler runs already, which another one would end.
+    """
+    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+        raise TEInductorError(
+            "which graphs run is found by torch's profiler, which is in use, expected a call outside of it"
+        )
     found: list[CompiledGraph] = []
     with torch.autograd.profiler.profile() as profiler:
         yield found

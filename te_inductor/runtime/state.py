@@ -162,9 +162,13 @@ def shared_state(readers: Sequence[tuple[Tensor, Key]], of_graph: Mapping[int, C
 
 
 def has_history(parameter: Tensor, recipe: DelayedScaling) -> bool:
-    """Whether all quantizers that a parameter has by a recipe are known to have history, or some waits to be loaded."""
+    """Whether all quantizers that a parameter has by a recipe are known to have history, or what waits to be loaded
+    has."""
+    waiting = _loaded.get(parameter)
+    if waiting:
+        return not any(map(_is_unseen, waiting.values()))
     states = [state for key, state in _states.get(parameter, {}).items() if key.recipe == recipe]
-    return parameter in _loaded or (bool(states) and all(state.has_history for state in states))
+    return bool(states) and all(state.has_history for state in states)
 
 
 def _of_site(found: Mapping[Site, T], site: Site, others: Sequence[Site]) -> tuple[dict[Site, T], bool]:

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import te_inductor
 from te_inductor import assert_low_precision, explain
 from te_inductor.api.eager_products import UNREACHED
-from te_inductor.errors import FallbackError, FallbackWarning, OptionError
+from te_inductor.errors import FallbackError, FallbackWarning, OptionError, TEInductorError
 
 QUIET = {"fallback": "silent"}
 
@@ -127,6 +127,12 @@ def test_a_function_and_a_failed_compile(monkeypatch):
     monkeypatch.setattr("te_inductor.backend.bind", fails)
     with pytest.raises(FallbackError, match="its compile failed: 0"):
         assert_low_precision(compiled(layers((32, 32))), X)
+
+
+def test_a_profiler_in_use_is_left_alone():
+    with torch.profiler.profile() as profiler, pytest.raises(TEInductorError, match="expected a call outside of it"):
+        assert_low_precision(compiled(layers((32, 32))), X)
+    assert profiler.events() is not None
 
 
 def test_reports_go_with_dynamos_reset():

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import te_inductor
 from te_inductor.recipes import DelayedScaling
 from te_inductor.runtime import state_inputs
+from te_inductor.runtime.state import has_history
 from tests.backend.delayed_programs import state, te
 
 pytestmark = pytest.mark.usefixtures("without_codegen")
@@ -181,3 +182,18 @@ def test_loaded_state_is_history():
     te_inductor.load_state_dict(twin, state(model))
     y = te(twin)(1000 * x)
     assert (y - 1000 * x).norm() < 0.1 * (model(1000 * x) - 1000 * x).norm()
+
+
+@pytest.mark.codegen
+def test_loaded_state_without_history_gets_a_graph_of_a_first_step():
+    """Saved of a model that has only run without gradients: the copy runs what the model runs, bit for bit."""
+    model, x = nn.Sequential(nn.Linear(64, 32, bias=False)), torch.randn(7, 64)
+    options = {"recipe": DelayedScaling(amax_history_len=4), "fallback": "silent"}
+    with torch.inference_mode():
+        expected = torch.compile(model, backend="te", options=options)(x)
+    other = copy.deepcopy(model)
+    te_inductor.load_state_dict(other, te_inductor.state_dict(model))
+    assert not has_history(other[0].weight, options["recipe"])
+    torch._dynamo.reset()
+    with torch.inference_mode():
+        assert torch.equal(torch.compile(other, backend="te", options=options)(x), expected)

@@ -135,7 +135,7 @@ def recorded(function: Callable[[], Any], multiprocessors: int) -> Any:
     calls: list[Any] = []
     with (
         mock.patch.object(launch, "_function", lambda *_: lambda *call: calls.append(call)),
-        mock.patch.object(launch, "_multiprocessors", lambda device: multiprocessors),
+        mock.patch("te_inductor.targets.multiprocessors", lambda device: multiprocessors),
     ):
         function()
     return calls[0]
