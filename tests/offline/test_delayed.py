@@ -15,7 +15,7 @@ from tests.numerics.test_quantize import CONTENTS
 from tests.offline.harness import Generated, Kernel, compile_to_cubin, generate
 from tests.offline.test_interpreter import interpret
 
-ARCHS = (90, 100)
+ARCHS = (90, pytest.param(100, marks=pytest.mark.thorough))
 
 
 @pytest.fixture(params=ARCHS, ids=lambda arch: f"sm_{arch}")
