@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 QUICK = "not gpu and not gpu2 and not thorough"
-CRASHED = (2, 3, 4, 5)  # pytest's codes of a run that is none: interrupted, its own errors, wrong arguments, no tests
+PASSED, FAILED = 0, 1  # pytest's codes; others are of runs that are none: interrupted, wrong arguments, no tests
 
 
 @dataclass(frozen=True)
@@ -208,9 +208,9 @@ def check(mutation: Mutation, folder: Path) -> tuple[bool, str]:
         command += [] if arguments else ["-n", "2"]
         environment = {**os.environ, "PYTHONPATH": str(tree)}
         done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
-        if done.returncode in CRASHED and arguments:
-            return False, f"{' '.join(arguments)} is no run of tests:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
-        if done.returncode != 0:
+        if done.returncode not in (PASSED, FAILED):
+            return False, f"pytest {' '.join(arguments)} is no run:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+        if done.returncode == FAILED:
             failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
             which = failed[0].split(" - ")[0] if failed else "pytest itself"
             return True, f"{which}, {time.monotonic() - started:.0f} s"
