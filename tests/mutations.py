@@ -20,7 +20,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 QUICK = "not gpu and not gpu2 and not thorough"
-PASSED, FAILED = 0, 1  # pytest's codes; others are of runs that are none: interrupted, wrong arguments, no tests
+PASSED, FAILED, STOPPED = (
+    0,
+    1,
+    2,
+)  # pytest's codes; the last with -x and several workers, or where it cannot import tests
 
 
 @dataclass(frozen=True)
@@ -208,12 +212,11 @@ def check(mutation: Mutation, folder: Path) -> tuple[bool, str]:
         command += [] if arguments else ["-n", "2"]
         environment = {**os.environ, "PYTHONPATH": str(tree)}
         done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
-        if done.returncode not in (PASSED, FAILED):
+        failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        if failed and done.returncode in (FAILED, STOPPED):
+            return True, f"{failed[0].split(' - ')[0]}, {time.monotonic() - started:.0f} s"
+        if done.returncode != PASSED:
             return False, f"pytest {' '.join(arguments)} is no run:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
-        if done.returncode == FAILED:
-            failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-            which = failed[0].split(" - ")[0] if failed else "pytest itself"
-            return True, f"{which}, {time.monotonic() - started:.0f} s"
     return False, f"missed, {time.monotonic() - started:.0f} s"
 
 

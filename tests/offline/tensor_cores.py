@@ -82,7 +82,11 @@ def _values(data: Tensor, scale: Tensor) -> Tensor:  # (R, K) float64
     block = 16 if packed else 32
     assert scale.dtype == (torch.float8_e4m3fn if packed else torch.float8_e8m0fnu)
     rows, blocks = values.shape[0], -(-values.shape[1] // block)
-    assert scale.numel() == -(-rows // 128) * 128 * -(-blocks // 4) * 4
+    down, across = -(-rows // 128) * 128, -(-blocks // 4) * 4
+    assert scale.numel() == down * across
+    padding = unswizzled(scale.view(torch.uint8), down, across)
+    padding[:rows, :blocks] = 0
+    assert not padding.any(), "scales behind the last row or block are read from somewhere"
     return values * unswizzled(scale, rows, blocks).repeat_interleave(block, 1)[:, : values.shape[1]]
 
 
