@@ -12,9 +12,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from tests.backend.test_autograd import DIM, X, results, same, te
 from tests.numerics.test_linear import Calls
-from tests.recipes import every_recipe, every_stateless_recipe
+from tests.recipes import NAMES, every_recipe, every_stateless_recipe
 
 pytestmark = pytest.mark.usefixtures("without_codegen")
+QUICK = ("current", "block", "delayed")  # each case compiles six programs
 
 aten = torch.ops.aten
 
@@ -76,7 +77,9 @@ def products(run, model, x) -> tuple[list[torch.Tensor], Counter]:
 
 
 @pytest.mark.sample(1)
-@every_recipe
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.thorough) for name in NAMES]
+)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 def test_what_is_computed_again(name, bias):
     """A policy that names aten.mm or aten.addmm saves products in low precision as in high; so does the op's own

@@ -81,8 +81,9 @@ def test_later_steps_run_by_their_history_and_ask_nobody(monkeypatch):
     assert (y - 1000 * x).norm() < 0.1 * (model(1000 * x) - 1000 * x).norm()
 
 
-@pytest.mark.parametrize("codegen", [False, pytest.param(True, marks=[pytest.mark.codegen, pytest.mark.thorough])])
-def test_forwards_before_the_first_backward(codegen):
+@pytest.mark.thorough
+@pytest.mark.codegen
+def test_forwards_before_the_first_backward():
     """Of microbatches in flight: no gradient's scale is known before a backward."""
     model, x = Residual(), torch.randn(512, 64)
     exact, run = gradients(model, model, x), te(model)

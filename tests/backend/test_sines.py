@@ -41,10 +41,9 @@ class Model(nn.Module):
 
 
 @pytest.mark.usefixtures("no_caches")
-@pytest.mark.sample(1)
 @pytest.mark.codegen
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("recipe", ["delayed", pytest.param("current", marks=pytest.mark.thorough)])
 def test_computed_once(recipe, dynamic, monkeypatch):
     model = Model().bfloat16()
     x = torch.randn(2, 64, HEADS * SIZE, dtype=torch.bfloat16, requires_grad=True)

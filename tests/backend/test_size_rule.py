@@ -95,6 +95,12 @@ def test_inference(refusal):
             assert refusal(*((16384, *size) for size in sizes), gemms=["fprop"]) is None, (name, sizes)
 
 
+def test_the_saving_has_to_be_well_above_the_cost(refusal):
+    """`MARGIN` times: a layer that would save a little is left alone."""
+    reason = str(refusal((4096, 2048, 2048)))
+    assert "it would save 76 us and cost 68 us" in reason and refusal((8192, 2048, 2048)) is None
+
+
 def test_layers_of_one_input_are_weighed_together(refusal):
     one, small = (4096, 4096, 4096), (4096, 1024, 4096)
     assert refusal(small) is not None and refusal(one, small, small) is None

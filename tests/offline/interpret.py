@@ -33,6 +33,7 @@ ON_CPU = {
     r"async_compile = AsyncCompile\(\)": "from tests.offline.interpret import compiler as async_compile",
     # With scales of blocks, swizzled; torch's own for the CPU knows others alone.
     r"extern_kernels\._scaled_mm\((?=.*(float8_e8m0fnu|float4_e2m1fn_x2))": "tensor_cores.scaled_mm(",
+    r"extern_kernels\._scaled_mm\(": "tensor_cores.fp8_mm(",
     r"extern_kernels\.te_inductor_cutlass_microscaled_mm\(": "tensor_cores.microscaled_mm(",
     r"extern_kernels\.te_inductor_cutlass_quantized_mm\(": "tensor_cores.quantized_mm(",
     r"^from torch\._inductor\.select_algorithm import extern_kernels$": "\\g<0>\nfrom tests.offline import tensor_cores",

@@ -8,7 +8,7 @@ import pytest
 from te_inductor.lowerings.codegen.tiles import AMAX, CAST, PAIRED
 from tests.offline.harness import Generated, compile_to_cubin, generate
 
-ARCHS = (90, 100)
+ARCHS = (90, pytest.param(100, marks=pytest.mark.thorough))
 
 
 @pytest.fixture(params=ARCHS, ids=lambda arch: f"sm_{arch}")
