@@ -5,14 +5,13 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 from torch._functorch import config, partitioners
-from torch.utils.flop_counter import flop_registry, register_flop_formula
+from torch.utils.flop_counter import register_flop_formula
 
-from te_inductor import ops
+from te_inductor import compat, ops
 from te_inductor.ops import stored as ops_stored
 from te_inductor.recipes import Gemm
 
@@ -58,8 +57,8 @@ def weighed() -> Iterator[None]:
 
     with (
         config.patch(is_non_builtin_to_include=True),
-        mock.patch.object(partitioners, "get_default_op_list", with_attention),
-        mock.patch.dict(flop_registry, attention),
+        compat.patch("torch._functorch.partitioners.get_default_op_list", with_attention),
+        compat.patch("torch.utils.flop_counter.flop_registry", lambda _: attention),
     ):
         yield
 
