@@ -115,12 +115,14 @@ PATCHES = (
     Patch(
         "torch.compile",
         IMPORT,
-        "Decorating a function imports Dynamo and Inductor at once, which takes longer than importing quack and CUTLASS.",
+        "quack decorates functions that no build calls, and the decorator imports Dynamo and much of Inductor, which takes "
+        "longer than importing quack and CUTLASS.",
     ),
     Patch(
         "torch.compiler.disable",
         IMPORT,
-        "Decorating a function imports Dynamo and Inductor at once, which takes longer than importing quack and CUTLASS.",
+        "quack decorates functions that no build calls, and the decorator imports Dynamo and much of Inductor, which takes "
+        "longer than importing quack and CUTLASS.",
     ),
 )
 _RECORDS = {record.target: record for record in PATCHES}

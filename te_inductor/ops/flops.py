@@ -45,8 +45,7 @@ def nvfp4_linear(x: Tensor, stored: Tensor, *_: Any, **__: Any) -> int:
 @contextmanager
 def weighed() -> Iterator[None]:
     """Have torch's partitioner weigh our ops and attention, under a budget. By itself it takes all ops but its own for
-    free, and of its own those that a list lacks (2.11 to 2.15), cuDNN's attention among them, which is what runs on
-    Hopper."""
+    free, and of its own those that a list lacks, cuDNN's attention among them, which is what runs on Hopper."""
     attention = {getattr(torch.ops.aten, f"_scaled_dot_product_{name}"): _attention for name in ATTENTION}
     ops_of_torch = partitioners.get_default_op_list
 
