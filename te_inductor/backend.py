@@ -118,9 +118,7 @@ def _inductor(options: Options, name: str | None) -> Callable[[fx.GraphModule, S
 
     wrap_inner = lowerings.install(options.fallback)
     patches = dict(torch._TorchCompileInductorWrapper(options.mode, dict(options.inductor), None).config)
-    # Inductor takes a read at [i // 128], of a block's scale, for a permutation, and writes elsewhere (torch 2.11 to
-    # 2.15).
-    patches.setdefault("loop_index_inversion_in_fusion", False)
+    compat.patch("torch._inductor.config.loop_index_inversion_in_fusion", False, on=patches)
     for place, passes in (("joint_custom_pre_pass", joint.PASSES), ("post_grad_custom_pre_pass", post_grad.PASSES)):
         patches[place] = GraphPass(patches.get(place, getattr(inductor, place)), passes)
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 if not __name__.startswith("te_inductor."):
     raise ImportError(f"{__name__!r} is a folder of te_inductor, import te_inductor.lowerings")
@@ -15,10 +14,10 @@ def install(fallback: str = "warn") -> Callable[[Callable[..., Any]], Callable[.
     compile, and only then, our tiles, our kernel class and `few_rows` hold; after it, lowerings that failed are named
     as `fallback` says."""
     import torch
-    from torch._inductor.codegen.triton import TritonScheduling
     from torch._inductor.virtualized import V
     from torch.utils._triton import has_triton_package
 
+    from te_inductor import compat
     from te_inductor.lowerings import decode
     from te_inductor.lowerings.casts import quantize  # noqa: F401
     from te_inductor.lowerings.codegen.choices import Choices
@@ -37,7 +36,7 @@ def install(fallback: str = "warn") -> Callable[[Callable[..., Any]], Callable[.
 
     def wrap(inner_compile: Callable[..., Any]) -> Callable[..., Any]:
         def compile_graph(*args: Any, **kwargs: Any) -> Any:
-            kernels = patch.object(TritonScheduling, "kernel_type", EarlyKernel)
+            kernels = compat.patch("torch._inductor.codegen.triton.TritonScheduling.kernel_type", EarlyKernel)
             with kernels, decode.replaced(), V.set_choices_handler(Choices(V.choices)):
                 return compile_guarded(inner_compile, fallback, *args, **kwargs)
 

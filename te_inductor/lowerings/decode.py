@@ -1,8 +1,7 @@
 """What a step of generation does besides its linear layers: an arg max over a vocabulary."""
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch._inductor import ir
 from torch._inductor.lowering import lowerings
 from torch._inductor.virtualized import V
 
+from te_inductor import compat
 from te_inductor.lowerings.codegen.programmatic_launch import is_early
 
 aten = torch.ops.aten
@@ -17,47 +17,20 @@ _PIECES = (256, 128, 64)  # that a row is cut into for an arg max
 _LONG = 1 << 14  # elements of a row that is
 
 
-_lock = threading.Lock()
-_compiles = 0  # of ours that run now: two threads may compile
-_replaced: dict[Any, tuple[Callable[..., Any], Callable[..., Any]]] = {}  # Inductor's and ours, by op
-
-
-@contextmanager
-def replaced() -> Iterator[None]:
+def replaced() -> AbstractContextManager[Any]:
     """Have Inductor's table hold our lowerings during our compiles. They serve graphs whose kernels start early, where
-    they fit. Other entries are left alone, also those that somebody registers meanwhile."""
-    global _compiles
-    with _lock:
-        if _compiles == 0:
-            _replace()
-        _compiles += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _compiles -= 1
-            if _compiles == 0:
-                _put_back()
+    they fit."""
+    return compat.patch("torch._inductor.lowering.lowerings", _ours)
 
 
-def _replace() -> None:
-    inductors = lowerings[aten.argmax]
+def _ours(table: Mapping[Any, Callable[..., Any]]) -> Mapping[Any, Callable[..., Any]]:
+    inductors = table[aten.argmax]
 
     def argmax(x: ir.TensorBox, *args: Any, **kwargs: Any) -> Any:
         found = _argmax(x, *args, **kwargs) if is_early() else None
         return inductors(x, *args, **kwargs) if found is None else found
 
-    for op in (aten.argmax, aten.argmax.default):
-        if op in lowerings:
-            _replaced[op] = lowerings[op], argmax
-            lowerings[op] = argmax
-
-
-def _put_back() -> None:
-    for op, (inductors, ours) in _replaced.items():
-        if lowerings.get(op) is ours:
-            lowerings[op] = inductors
-    _replaced.clear()
+    return {op: argmax for op in (aten.argmax, aten.argmax.default) if op in table}
 
 
 def _argmax(x: ir.TensorBox, dim: int | None = None, keepdim: bool = False) -> ir.TensorBox | None:

@@ -5,14 +5,13 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 from torch._functorch import config, partitioners
-from torch.utils.flop_counter import flop_registry, register_flop_formula
+from torch.utils.flop_counter import register_flop_formula
 
-from te_inductor import ops
+from te_inductor import compat, ops
 from te_inductor.ops import stored as ops_stored
 from te_inductor.recipes import Gemm
 
@@ -46,8 +45,7 @@ def nvfp4_linear(x: Tensor, stored: Tensor, *_: Any, **__: Any) -> int:
 @contextmanager
 def weighed() -> Iterator[None]:
     """Have torch's partitioner weigh our ops and attention, under a budget. By itself it takes all ops but its own for
-    free, and of its own those that a list lacks (2.11 to 2.15), cuDNN's attention among them, which is what runs on
-    Hopper."""
+    free, and of its own those that a list lacks, cuDNN's attention among them, which is what runs on Hopper."""
     attention = {getattr(torch.ops.aten, f"_scaled_dot_product_{name}"): _attention for name in ATTENTION}
     ops_of_torch = partitioners.get_default_op_list
 
@@ -58,8 +56,8 @@ def weighed() -> Iterator[None]:
 
     with (
         config.patch(is_non_builtin_to_include=True),
-        mock.patch.object(partitioners, "get_default_op_list", with_attention),
-        mock.patch.dict(flop_registry, attention),
+        compat.patch("torch._functorch.partitioners.get_default_op_list", with_attention),
+        compat.patch("torch.utils.flop_counter.flop_registry", lambda _: attention),
     ):
         yield
 

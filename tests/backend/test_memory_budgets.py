@@ -191,7 +191,7 @@ class WritingLists(nn.Module):
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("budget", [0.5, 0.0])
 def test_lists_are_saved_where_nothing_is_to_weigh(budget, dynamic):
-    """Before 2.15 torch would save a list as such, or nothing of it where sizes are symbolic
+    """Before 2.14 torch would save a list as such, or nothing of it where sizes are symbolic
     (pytorch/pytorch#188014)."""
     model = WritingLists()
     with torch._dynamo.config.patch(assume_static_by_default=not dynamic):

@@ -290,7 +290,8 @@ def _keep_loops(box: ir.TensorBox) -> None:
     def as_written(index_vars, support_vars, sizes, *_):
         return list(sizes), list, list
 
-    box.data.data._apply_loop_reordering = as_written  # type: ignore[attr-defined]
+    buffer = box.data.data  # type: ignore[attr-defined]
+    compat.patch("torch._inductor.ir.ComputedBuffer._apply_loop_reordering", as_written, on=buffer)
 
 
 def _scales_of_squares(

@@ -22,6 +22,7 @@ from unittest.mock import patch
 import torch
 from filelock import FileLock
 
+from te_inductor import compat
 from te_inductor.recipes.formats import E2M1, E4M3, E5M2, ROW, SCOPES, TENSOR
 from te_inductor.templates.cutlass.build import FUNCTION
 from te_inductor.templates.cutlass.scaled_mm import ANOTHER, OUTPUT, ROUNDED, Kernel
@@ -52,7 +53,7 @@ def main(linker: str) -> None:
 def import_compiler() -> None:
     """quack decorates functions that no build calls; that would import Dynamo and Inductor, which take longer than
     quack and CUTLASS together."""
-    with patch.object(torch, "compile", _as_it_is), patch.object(torch.compiler, "disable", _as_it_is):
+    with compat.patch("torch.compile", _as_it_is), compat.patch("torch.compiler.disable", _as_it_is):
         import quack.gemm_runtime.host  # noqa: F401
 
         from te_inductor.templates.cutlass import block_scaled, epilogues, gated_dgrad  # noqa: F401

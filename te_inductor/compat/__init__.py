@@ -1,0 +1,63 @@
+"""What differs between releases of torch from 2.11 on, each difference in one function, and what this package replaces
+of torch (`patches.py`). Nothing else asks for torch's version, or patches torch."""
+
+import torch
+
+if torch.__version__ < (2, 11):  # type: ignore[operator]
+    raise ImportError(
+        f"te_inductor needs torch 2.11 or later, found {torch.__version__}; pip install --upgrade 'torch>=2.11'"
+    )
+
+from te_inductor.compat.constants import ConstantMeta, constant_type_name, register_constant
+from te_inductor.compat.dynamo import (
+    compiled_apart,
+    guard_on,
+    guard_on_attribute,
+    in_uncompiled_frame,
+    never_compile,
+    options_of_compiled,
+    traced_beside,
+    unwinding_transforms,
+)
+from te_inductor.compat.exporting import before_export
+from te_inductor.compat.inductor import autotune, compile_fx, side_by_side, size_hint
+from te_inductor.compat.partitioner import let_marks_be_saved, saving_what_is_cut
+from te_inductor.compat.patches import PATCHES, Patch, patch
+from te_inductor.compat.wrappers import (
+    Gathered,
+    gathered,
+    inside_ddp,
+    is_flattened_module,
+    is_gathered,
+    is_sharded_module,
+)
+
+__all__ = [
+    "PATCHES",
+    "ConstantMeta",
+    "Gathered",
+    "Patch",
+    "autotune",
+    "before_export",
+    "compile_fx",
+    "compiled_apart",
+    "constant_type_name",
+    "gathered",
+    "guard_on",
+    "guard_on_attribute",
+    "in_uncompiled_frame",
+    "inside_ddp",
+    "is_flattened_module",
+    "is_gathered",
+    "is_sharded_module",
+    "let_marks_be_saved",
+    "never_compile",
+    "options_of_compiled",
+    "patch",
+    "register_constant",
+    "saving_what_is_cut",
+    "side_by_side",
+    "size_hint",
+    "traced_beside",
+    "unwinding_transforms",
+]

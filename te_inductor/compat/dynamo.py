@@ -1,0 +1,131 @@
+"""Dynamo: its entries, its guards, its contexts, and the frames that it compiles."""
+
+import copy
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from te_inductor.compat.patches import patch
+
+
+@contextmanager
+def compiled_apart(model: Callable[..., Any], backend: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """`torch.compile` for few calls, its entries kept from the limit on recompiles of the user's own, and let go of."""
+    # Entries are those of a code object: one of our own, into which the model's is inlined as far as the first graph
+    # break.
+    outer = torch._dynamo.external_utils.wrap_inline(model)
+    outer.__code__ = outer.__code__.replace()
+    try:
+        if "isolate_recompiles" in inspect.signature(torch.compile).parameters:  # from 2.13
+            yield torch.compile(outer, backend=backend, isolate_recompiles=True)  # type: ignore[call-overload]
+        else:
+            with torch._dynamo.config.patch(recompile_limit=sys.maxsize):
+                yield torch.compile(outer, backend=backend)
+    finally:
+        torch._C._dynamo.eval_frame.reset_code(outer.__code__)
+        known = torch._dynamo.eval_frame.cached_backends  # for `torch._dynamo.reset`, and for good
+        for place in [place for place, one in known.items() if getattr(one, "compiler_fn", None) is backend]:
+            del known[place]
+
+
+@contextmanager
+def unwinding_transforms() -> Iterator[None]:
+    """Leave the transforms of torch.func, and the level of forward-mode AD, that a failed trace has entered: whatever
+    is traced next would run inside them."""
+    depth = torch._C._functorch.get_dynamic_layer_stack_depth()
+    level = torch.autograd.forward_ad._current_level  # the user's; a graph enters its own behind this counter
+    try:
+        yield
+    except BaseException:
+        torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        if level < 0:
+            with suppress(RuntimeError):  # none was entered
+                torch._C._exit_dual_level(level=0)
+        raise
+
+
+def guard_on(module: str, path: str, by_type: bool = False) -> None:
+    """Have Dynamo compare an attribute of a module, by value or by its type, before each run of the graph that it is
+    compiling. Where something else calls the backend there is nobody to compare."""
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import AttrSource
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._guards import TracingContext
+
+    if TracingContext.try_get() is None:
+        return
+    source: Any = InstructionTranslator.current_tx().import_source(module)
+    for name in path.split("."):
+        source = AttrSource(source, name)
+    install_guard(source.make_guard(GuardBuilder.TYPE_MATCH if by_type else GuardBuilder.EQUALS_MATCH))
+
+
+def guard_on_attribute(node: fx.Node, parameter: object, name: str) -> None:
+    """Have Dynamo compare the type of an attribute of a graph's input, or that there is none, before each run of the
+    graph that it is compiling. Where something else calls the backend there is nobody to compare."""
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import AttrSource
+    from torch._guards import TracingContext
+
+    source: Any = getattr(node, "_dynamo_source", None)
+    if source is None or TracingContext.try_get() is None:
+        return
+    attribute = AttrSource(source, name)
+    if hasattr(parameter, name):
+        install_guard(attribute.make_guard(GuardBuilder.TYPE_MATCH))
+    elif "attr" in inspect.signature(GuardBuilder.HASATTR).parameters:
+        install_guard(source.make_guard(partial(GuardBuilder.HASATTR, attr=name)))
+    else:  # 2.11
+        install_guard(attribute.make_guard(GuardBuilder.HASATTR))
+
+
+def options_of_compiled(module: torch.nn.Module, backend: object) -> Mapping[str, Any] | None:
+    """The options of a module that torch.compile was called with for this backend, which Dynamo knows under wrappers;
+    None of any other module."""
+    from torch._dynamo.eval_frame import innermost_backend
+
+    context = getattr(module, "dynamo_ctx", None)
+    if context is None:  # what `module.compile()` leaves
+        called = getattr(module, "_compiled_call_impl", None)
+        context = inspect.getclosurevars(called).nonlocals.get("self") if inspect.isfunction(called) else None
+    callback = getattr(context, "callback", None)
+    found: Any = innermost_backend(callback) if callable(callback) else None
+    if getattr(found, "compiler_fn", found) is not backend:
+        return None
+    return getattr(found, "kwargs", {}).get("options") or {}
+
+
+def never_compile(function: Callable[..., Any]) -> None:
+    """Let Dynamo run this function's frame as it is, where no other function's graph takes it in. What it calls is not
+    touched (unlike under torch.compiler.disable, which also keeps it out of graphs)."""
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(function.__code__)
+
+
+def in_uncompiled_frame() -> bool:
+    """Whether Python code runs that torch.compile was asked to compile, and did not."""
+    return callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())
+
+
+@contextmanager
+def traced_beside() -> Iterator[None]:
+    """Compile a second graph for one that Dynamo hands over. AOTAutograd leaves a graph's metadata in Dynamo's context
+    for its backward, which it compiles later, and DDP, where it cuts a graph, counts one graph a piece there: so the
+    second has a context of its own."""
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    if context is None:
+        yield
+        return
+    own = copy.copy(context)
+    own.ddp_optimizer_ctx, own.fakify_first_call = None, False
+    with patch("torch._guards._TLS.tracing_context", own):
+        yield

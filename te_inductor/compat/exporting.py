@@ -1,0 +1,21 @@
+"""torch.export."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from te_inductor.compat.patches import patch
+
+
+def before_export(note: Callable[[object], None]) -> None:
+    """Call `note` with each model that `torch.export` is about to trace."""
+    from torch.export import _trace
+
+    original = _trace._export
+
+    @functools.wraps(original)
+    def noted(mod: Any, *args: Any, **kwargs: Any) -> Any:
+        note(mod)
+        return original(mod, *args, **kwargs)
+
+    patch("torch.export._trace._export", noted)
