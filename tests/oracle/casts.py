@@ -159,12 +159,12 @@ def product(
     gemm: Gemm,
 ) -> Tensor:  # (M, N) float64
     """What a GEMM makes of its operands."""
-    return scaled_mm(a.data, a.scale_inv, b.data, b.scale_inv, bias, gemm, alpha(a, b))
+    return scaled_mm(a.data, a.scale_inv, b.data, b.scale_inv, bias, gemm, alpha(a, b, gemm))
 
 
-def alpha(a: Copy, b: Copy) -> float | None:
+def alpha(a: Copy, b: Copy, gemm: Gemm) -> float | None:
     """What multiplies the product, where scales have two levels."""
-    return None if a.amax is None or b.amax is None else microscaling.alpha(a.amax, b.amax)
+    return None if a.amax is None or b.amax is None else microscaling.alpha(a.amax, b.amax, gemm.scale_maxima)
 
 
 def dequantize(
