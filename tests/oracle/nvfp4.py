@@ -4,6 +4,7 @@ Source of the arithmetic: TransformerEngine, common/cast/nvfp4/core_nvfp4.cuh. H
 makes its block's scale NaN, and the tensor's scale is that of the other blocks.
 """
 
+import functools
 import math
 
 import torch
@@ -16,6 +17,7 @@ _LARGEST = E2M1.max * E4M3.max
 _SIXTH = fp32(1 / E2M1.max)
 
 
+@functools.cache
 def tensor_encode_scale(amax: float, largest: float = _LARGEST) -> float:
     """The fp32 factor that maps the tensor's amax to the largest product of a value and a block scale, 6 * 448; 1 where
     the amax is 0, inf or NaN."""

@@ -16,9 +16,11 @@ alone is in the norm's: Note [Rows that hold blocks]."""
 
 # mypy: disable-error-code="no-untyped-def"
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch._inductor import ir
 from torch._inductor.lowering import lowerings
@@ -61,6 +63,8 @@ def quantize_rowcol(
 ) -> tuple[ir.TensorBox, ...]:
     if block_tiles.fits(x, quantizer, wanted):
         return _tiled_copies([x], 0, quantizer, wanted)  # type: ignore[return-value]
+    if quantizer.four_over_six and quantizer.granularity.transposes:  # the transpose's errors are other sums
+        return *quantize(x, quantizer, amax), *quantize(_transposed(x), quantizer, amax)
     if quantizer.granularity.transposes:
         scale, scale_inv, scale_inv_t = _scales_of_squares(x, quantizer, amax)
         data = _cast_by_squares(x, scale, quantizer)
@@ -346,8 +350,14 @@ def _scales(
     load, dtype, scope = bits.make_loader(), x.get_dtype(), quantizer.granularity
     tensor_amax = None if amax is None else amax.make_loader()
 
+    errors = _errors(x, elements, ranges, block, quantizer, load, tensor_amax) if quantizer.four_over_six else None
+
     def scales(index):
         found = values.from_bits(load(index))
+        if errors is not None:
+            return microscaling.lesser(
+                microscaling.four_over_six(found, quantizer, tensor_amax([])), [error(index) for error in errors]
+            )
         if scope.microscaled:
             return microscaling.encode(found, quantizer, tensor_amax and tensor_amax([]))
         scale = values.encode_scale(found, quantizer, dtype)
@@ -360,6 +370,43 @@ def _scales(
     for box in made:  # in the reduction's epilogue, and not again by every thread of the cast
         _store(box, order)
     return made[0], made[1]
+
+
+def _errors(x, elements, ranges, block, quantizer: Quantizer, load_amax, load_tensor_amax):
+    """Loaders of the errors of blocks of size `ranges`, where their amaxes go to 6 and where to 4: sums in the order of
+    `blocks.four_over_six` of the runtime, each written out, as a reduction has an order of its own. Those of the rows
+    of a square are kept, since each is a sum of its own."""
+    high = quantizer.granularity.block[0]
+
+    def of_row(which, index, row):
+        tensor_amax = load_tensor_amax([])
+        pair = microscaling.four_over_six(values.from_bits(load_amax(index)), quantizer, tensor_amax)[which]
+        places = [[row, place] if high > 1 else [place] for place in range(block[-1])]
+        found = [value for place in places for value in elements(index, place)]
+        return _sum(microscaling.error(value, *pair, quantizer, tensor_amax) for value in found)
+
+    if high == 1:
+        return [functools.partial(of_row, which, row=None) for which in range(2)]
+    loaders = []
+    for which in range(2):
+        rows = _pointwise(
+            x, torch.float32, [*ranges, high], lambda index, which=which: of_row(which, index[:-1], index[-1])
+        )
+        rows.realize()
+        loaders.append(rows.make_loader())
+
+    def of_square(load, index):
+        sums = [load([*index, sympy.Integer(row)]) for row in range(high)]
+        while len(sums) > 1:
+            half = len(sums) // 2
+            sums = [prims.add(a, b) for a, b in zip(sums[:half], sums[half:], strict=True)]
+        return sums[0]
+
+    return [functools.partial(of_square, load) for load in loaders]
+
+
+def _sum(terms):
+    return functools.reduce(prims.add, terms)
 
 
 def _zero_beyond(x: ir.TensorBox, rows: Any, columns: Any):
