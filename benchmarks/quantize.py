@@ -124,7 +124,7 @@ def make_inputs(producer: Producer, rows: int, columns: int, device: str) -> lis
 
 def error(references: Sequence[Tensor], parts: list[Tensor], way: Way) -> float:
     """Relative error of the worst low-precision copy against the producer run eagerly."""
-    from te_inductor.recipes.formats import SCOPES
+    from te_inductor.recipes.formats import ELEMENTS, SCOPES
     from te_inductor.runtime import blocks
 
     found = []
@@ -132,7 +132,8 @@ def error(references: Sequence[Tensor], parts: list[Tensor], way: Way) -> float:
         mine = parts[2 * way.copies * index : 2 * way.copies * (index + 1)]
         for data, scale_inv, transposed in zip(mine[::2], mine[1::2], (False, True), strict=False):
             expected = reference.t() if transposed else reference
-            value = blocks.values(data, scale_inv, SCOPES[way.scope])[:, : expected.shape[1]]
+            scope = SCOPES[way.scope]
+            value = blocks.values(data, scale_inv, ELEMENTS[scope.elements[0]], scope)[:, : expected.shape[1]]
             found.append(harness.relative_error(value, expected)["relative"])
     return max(found, key=lambda e: math.inf if math.isnan(e) else e)
 

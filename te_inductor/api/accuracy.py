@@ -145,7 +145,7 @@ class _Operand:
         self.exact = microscaling.exact_hadamard(exact) if transformed else exact.float()
         scope, factor = quantizer.granularity, 1.0 if copy.amax is None else copy.amax / microscaling.TWO_LEVEL_MAX
         columns = self.exact.shape[1]
-        self.low = (blocks.values(copy.data, copy.scale_inv, scope) * factor)[:, :columns]
+        self.low = (blocks.values(copy.data, copy.scale_inv, quantizer.format, scope) * factor)[:, :columns]
         scale = blocks.spread(blocks.scale_values(copy.scale_inv, scope), scope, self.exact.shape)
         self.limit = scale.expand(self.exact.shape) * factor * quantizer.format.max
 

@@ -70,5 +70,4 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) ->
 
 
 def _product(a: Tensor, b: Tensor, gemm: Gemm) -> int:
-    packed = 2 if gemm.granularities[0].two_level else 1  # E2M1 values, two a byte
-    return 2 * a.shape[0] * a.shape[1] * packed * b.shape[0]
+    return 2 * a.shape[0] * a.shape[1] * gemm.packed * b.shape[0]

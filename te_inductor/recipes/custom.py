@@ -57,7 +57,7 @@ class CustomRecipe(Recipe):
             _check_operands(what, a, b)
             if a.granularity.blocked:
                 default = MMParams(use_split_accumulator=True)
-            gemms[name] = self._made(name, module, default).gemm(name, a.scope, b.scope)
+            gemms[name] = self._made(name, module, default).gemm(name, a, b)
             _check_accumulation(what, gemms[name])
         return Slots(**tensors, **gemms)
 

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from te_inductor.errors import RecipeError, unknown, wrong_type
 from te_inductor.recipes.constants import Constant, constant
 from te_inductor.recipes.formats import ELEMENTS, Element, Format
-from te_inductor.recipes.quantizers import Gemm, Quantizer
+from te_inductor.recipes.quantizers import MMParams, Quantizer
 from te_inductor.recipes.recipe import Recipe, Slots
 
 AMAX_ALGORITHMS = ("max", "most_recent")
@@ -67,14 +67,7 @@ class DelayedScaling(Recipe):
 
     def slots(self) -> Slots:
         forward, backward = Quantizer(self.fp8_format.forward.name), Quantizer(self.fp8_format.backward.name)
-        return Slots(
-            input=forward,
-            weight=forward,
-            grad_output=backward,
-            fprop=Gemm("fprop", fast_accum=True),
-            dgrad=Gemm("dgrad"),
-            wgrad=Gemm("wgrad"),
-        )
+        return Slots.of(forward, forward, backward, fprop=MMParams(use_split_accumulator=False))
 
 
 @constant

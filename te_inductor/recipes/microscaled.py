@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from te_inductor.recipes.constants import constant
 from te_inductor.recipes.formats import Format
-from te_inductor.recipes.quantizers import Gemm, Quantizer
+from te_inductor.recipes.quantizers import Quantizer
 from te_inductor.recipes.recipe import Recipe, Slots, refuse
 
 _ATTENTION = "attention is not run in FP8 here"
@@ -42,14 +42,7 @@ class MXFP8BlockScaling(Recipe):
     def slots(self) -> Slots:
         forward, backward = self.fp8_format.forward.name, self.fp8_format.backward.name
         x, w = "1x32", "32x32" if self.enable_2d_quantization else "1x32"
-        return Slots(
-            input=Quantizer(forward, scope=x),
-            weight=Quantizer(forward, scope=w),
-            grad_output=Quantizer(backward, scope=x),
-            fprop=Gemm("fprop", scopes=(x, w)),
-            dgrad=Gemm("dgrad", scopes=(x, w)),
-            wgrad=Gemm("wgrad", scopes=(x, x)),
-        )
+        return Slots.of(Quantizer(forward, scope=x), Quantizer(forward, scope=w), Quantizer(backward, scope=x))
 
 
 @constant
@@ -99,11 +92,8 @@ class NVFP4BlockScaling(Recipe):
     def slots(self) -> Slots:
         element, x, rht = self.fp4_format.forward.name, "1x16", not self.disable_rht
         w = "1x16" if self.disable_2d_quantization else "16x16"
-        return Slots(
-            input=Quantizer(element, scope=x, hadamard=rht),
-            weight=Quantizer(element, scope=w),
-            grad_output=Quantizer(element, scope=x, hadamard=rht, stochastic=not self.disable_stochastic_rounding),
-            fprop=Gemm("fprop", scopes=(x, w)),
-            dgrad=Gemm("dgrad", scopes=(x, w)),
-            wgrad=Gemm("wgrad", scopes=(x, x)),
+        return Slots.of(
+            Quantizer(element, scope=x, hadamard=rht),
+            Quantizer(element, scope=w),
+            Quantizer(element, scope=x, hadamard=rht, stochastic=not self.disable_stochastic_rounding),
         )

@@ -7,7 +7,7 @@ import torch
 
 from te_inductor.errors import RecipeError, wrong_type
 from te_inductor.recipes.constants import Constant, constant
-from te_inductor.recipes.formats import E4M3, ELEMENTS, SCOPES, Division, Element, Scope, padded
+from te_inductor.recipes.formats import E2M1, E4M3, ELEMENTS, SCOPES, Division, Element, Scope, padded
 
 
 @constant
@@ -28,7 +28,7 @@ class Quantizer(Constant):
     amax_epsilon: float = 0.0  # lower bound on amax; of fp32 scales
     power_2_scale: bool = False  # round the encode scale down to a power of two; of fp32 scales
     scope: str = "tensor"  # what shares one scale: a name in `formats.SCOPES`
-    hadamard: bool = False  # the columnwise copy is of the transposed tensor behind `ops.hadamard`; of two-level scales
+    hadamard: bool = False  # the columnwise copy is of the transposed tensor behind `ops.hadamard`; of E2M1
     stochastic: bool = False  # round up or down at random, so that the mean is right; of E2M1
     four_over_six: str = ""  # "MAE" or "MSE": a block's amax goes to 4 or 6, to the lesser error; of two-level scales
     scale_max: float = E4M3.max  # the scale of the block that has the tensor's amax, at 6; 256 beside four_over_six too
@@ -41,8 +41,8 @@ class Quantizer(Constant):
             raise RecipeError(
                 f"element {self.element!r} with scope {self.scope!r}, expected one of {', '.join(self.granularity.elements)}"
             )
-        if (self.hadamard or self.stochastic) and not self.granularity.two_level:
-            raise RecipeError(f"hadamard or stochastic with scope {self.scope!r}, expected 1x16, NVFP4's")
+        if (self.hadamard or self.stochastic) and self.format is not E2M1:
+            raise RecipeError(f"hadamard or stochastic with element {self.element!r}, expected {E2M1.name!r}")
         self._check_four_over_six()
         if self.granularity.microscaled and (self.amax_epsilon or self.power_2_scale):
             raise RecipeError(
@@ -53,10 +53,15 @@ class Quantizer(Constant):
     def _check_four_over_six(self) -> None:
         if self.four_over_six not in ("", "MAE", "MSE"):
             raise RecipeError(f"four_over_six {self.four_over_six!r}, expected '', 'MAE' or 'MSE'")
-        if self.four_over_six and (not self.granularity.two_level or self.hadamard or self.stochastic):
+        if self.four_over_six and not (self.granularity.two_level and self.format is E2M1):
             raise RecipeError(
-                f"four_over_six with scope {self.scope!r}, hadamard {self.hadamard} and stochastic {self.stochastic},"
-                " expected 1x16 or 16x16, NVFP4's, and neither of the others"
+                f"four_over_six with element {self.element!r} and scope {self.scope!r}, expected NVFP4's, e2m1 with 1x16"
+                " or 16x16"
+            )
+        if self.four_over_six and (self.hadamard or self.stochastic):
+            raise RecipeError(
+                f"four_over_six beside hadamard={self.hadamard} and stochastic={self.stochastic}, expected neither, as"
+                " TransformerEngine has neither"
             )
         if self.scale_max not in ((E4M3.max, 256.0) if self.four_over_six else (E4M3.max,)):
             raise RecipeError(f"scale_max {self.scale_max}, expected 448, or 256 beside four_over_six")
@@ -94,7 +99,31 @@ class Gemm(Constant):
     name: str  # "fprop", "dgrad", "wgrad"
     fast_accum: bool = False  # CUDA: accumulate in the tensor core's own precision instead of promoting to fp32
     scopes: tuple[str, str] = ("tensor", "tensor")  # what shares one scale in a and in b
+    elements: tuple[str, str] = ("e4m3", "e4m3")  # of a and of b
     scale_maxima: tuple[float, float] = (E4M3.max, E4M3.max)  # Quantizer.scale_max of a and of b
+
+    def __post_init__(self) -> None:
+        for element, scope in zip(self.elements, self.granularities, strict=True):
+            if element not in scope.elements:
+                raise RecipeError(
+                    f"{self.name} of elements {self.elements} with scopes {self.scopes}, expected one of"
+                    f" {', '.join(scope.elements)} with scope {scope.name!r}"
+                )
+
+    @classmethod
+    def of(cls, name: str, a: Quantizer, b: Quantizer, fast_accum: bool = False) -> "Gemm":
+        """The GEMM of operands that these have cast."""
+        return cls(name, fast_accum, (a.scope, b.scope), (a.element, b.element), (a.scale_max, b.scale_max))
+
+    @property
+    def formats(self) -> tuple[Element, Element]:
+        a, b = self.elements
+        return ELEMENTS[a], ELEMENTS[b]
+
+    @property
+    def packed(self) -> int:
+        """Values in a stored byte of either operand."""
+        return self.formats[0].packed
 
     @property
     def granularities(self) -> tuple[Scope, Scope]:
@@ -145,6 +174,6 @@ class MMParams(Constant):
         if not isinstance(self.use_split_accumulator, bool):
             raise RecipeError(wrong_type("MMParams.use_split_accumulator", self.use_split_accumulator, "a bool"))
 
-    def gemm(self, name: str, a: str = "tensor", b: str = "tensor") -> Gemm:
-        """`a` and `b` are the scopes of the operands' scales."""
-        return Gemm(name, not self.use_split_accumulator, (a, b))
+    def gemm(self, name: str, a: Quantizer, b: Quantizer) -> Gemm:
+        """The GEMM of operands that these have cast."""
+        return Gemm.of(name, a, b, fast_accum=not self.use_split_accumulator)

@@ -10,6 +10,8 @@ from te_inductor.recipes.constants import Constant, constant
 from te_inductor.recipes.formats import Format
 from te_inductor.recipes.quantizers import Gemm, MMParams, QParams, Quantizer, check_epsilon
 
+SPLIT = MMParams(use_split_accumulator=True)
+
 
 @constant
 class Slots(Constant):
@@ -35,6 +37,26 @@ class Slots(Constant):
                 " forward again would draw other bits"
             )
 
+    @classmethod
+    def of(
+        cls,
+        input: Quantizer,
+        weight: Quantizer,
+        grad_output: Quantizer,
+        fprop: MMParams = SPLIT,
+        dgrad: MMParams = SPLIT,
+        wgrad: MMParams = SPLIT,
+    ) -> "Slots":
+        """Those of a layer whose tensors are cast so, with the three GEMMs that follow."""
+        return cls(
+            input,
+            weight,
+            grad_output,
+            fprop=fprop.gemm("fprop", input, weight),
+            dgrad=dgrad.gemm("dgrad", grad_output, weight),
+            wgrad=wgrad.gemm("wgrad", grad_output, input),
+        )
+
     def to_text(self) -> str:
         """These, as a program's file can hold them: torch.export.save has no place for a constant of another class."""
         return json.dumps(asdict(self), separators=(",", ":"))
@@ -50,7 +72,7 @@ def _slots_of(text: str) -> Slots:
     found: dict[str, dict[str, Any]] = json.loads(text)
     made: dict[str, Any] = {name: Quantizer(**found[name]) for name in ("input", "weight", "grad_output")}
     for name in ("fprop", "dgrad", "wgrad"):
-        made[name] = Gemm(**{**found[name], "scopes": tuple(found[name]["scopes"])})
+        made[name] = Gemm(**{key: tuple(value) if isinstance(value, list) else value for key, value in found[name].items()})
     return Slots(**made)
 
 
@@ -115,13 +137,11 @@ class Float8CurrentScaling(Recipe):
 
     def slots(self) -> Slots:
         forward, backward = self.fp8_format.forward, self.fp8_format.backward
-        return Slots(
-            input=self.fp8_quant_fwd_inp.quantizer(forward),
-            weight=self.fp8_quant_fwd_weight.quantizer(forward),
-            grad_output=self.fp8_quant_bwd_grad.quantizer(backward),
-            fprop=self.fp8_gemm_fprop.gemm("fprop"),
-            dgrad=self.fp8_gemm_dgrad.gemm("dgrad"),
-            wgrad=self.fp8_gemm_wgrad.gemm("wgrad"),
+        return Slots.of(
+            self.fp8_quant_fwd_inp.quantizer(forward),
+            self.fp8_quant_fwd_weight.quantizer(forward),
+            self.fp8_quant_bwd_grad.quantizer(backward),
+            *(self.fp8_gemm_fprop, self.fp8_gemm_dgrad, self.fp8_gemm_wgrad),
         )
 
 
@@ -148,14 +168,8 @@ class Float8RowwiseScaling(Recipe):
             Quantizer(element.name, float(self.amax_epsilon), self.power_2_scale, scope="row")
             for element in (self.fp8_format.forward, self.fp8_format.backward)
         )
-        return Slots(
-            input=forward,
-            weight=forward,
-            grad_output=backward,
-            fprop=self.fp8_gemm_fprop.gemm("fprop", "row", "row"),
-            dgrad=self.fp8_gemm_dgrad.gemm("dgrad", "row", "row"),
-            wgrad=self.fp8_gemm_wgrad.gemm("wgrad", "row", "row"),
-        )
+        gemms = (self.fp8_gemm_fprop, self.fp8_gemm_dgrad, self.fp8_gemm_wgrad)
+        return Slots.of(forward, forward, backward, *gemms)
 
 
 @constant
@@ -208,11 +222,9 @@ class Float8BlockScaling(Recipe):
             self._SCOPES[dim]
             for dim in (self.x_block_scaling_dim, self.w_block_scaling_dim, self.grad_block_scaling_dim)
         )
-        return Slots(
-            input=self.fp8_quant_fwd_inp.quantizer(forward, x),
-            weight=self.fp8_quant_fwd_weight.quantizer(forward, w),
-            grad_output=self.fp8_quant_bwd_grad.quantizer(backward, grad),
-            fprop=self.fp8_gemm_fprop.gemm("fprop", x, w),
-            dgrad=self.fp8_gemm_dgrad.gemm("dgrad", grad, w),
-            wgrad=self.fp8_gemm_wgrad.gemm("wgrad", grad, x),
+        return Slots.of(
+            self.fp8_quant_fwd_inp.quantizer(forward, x),
+            self.fp8_quant_fwd_weight.quantizer(forward, w),
+            self.fp8_quant_bwd_grad.quantizer(backward, grad),
+            *(self.fp8_gemm_fprop, self.fp8_gemm_dgrad, self.fp8_gemm_wgrad),
         )

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from te_inductor.recipes.formats import E8M0, Scope
+from te_inductor.recipes.formats import E8M0, Element, Scope
 from te_inductor.recipes.quantizers import Quantizer
 from te_inductor.runtime import microscaling
 
@@ -60,10 +60,11 @@ def spread(
 def values(
     data: Tensor,  # (R, C) as stored
     scale_inv: Tensor,  # of the scope's stored shape
+    element: Element,
     scope: Scope,
 ) -> Tensor:  # (R, C) fp32
     """What a low-precision copy stands for, but for the tensor's own factor of two-level scales."""
-    wide = microscaling.unpack_e2m1(data) if scope.two_level else data.float()
+    wide = data.float() if element.packed == 1 else microscaling.unpack_e2m1(data)
     return wide * spread(scale_values(scale_inv, scope), scope, wide.shape)
 
 

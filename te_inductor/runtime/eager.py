@@ -121,7 +121,7 @@ def quantize_pieces_delayed(
 
 
 def dequantize(data: Tensor, scale_inv: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Tensor:
-    return blocks.values(data, scale_inv, quantizer.granularity).to(dtype).contiguous()
+    return blocks.values(data, scale_inv, quantizer.format, quantizer.granularity).to(dtype).contiguous()
 
 
 def scaled_mm(
@@ -179,8 +179,8 @@ def accumulate_wgrad(
 
 def _emulated(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, gemm: Gemm, alpha: Tensor | None) -> Tensor:
     """fp32 sums of the values that MXFP8 and NVFP4 stand for: Note [Emulated GEMMs] in microscaling.py."""
-    pairs = zip((a, b), (a_scale, b_scale), gemm.granularities, strict=True)
-    wide_a, wide_b = (blocks.values(x, scale, scope) for x, scale, scope in pairs)
+    operands = zip((a, b), (a_scale, b_scale), gemm.formats, gemm.granularities, strict=True)
+    wide_a, wide_b = (blocks.values(*operand) for operand in operands)
     with torch.autocast(a.device.type, enabled=False):  # the op may run inside the user's autocast region
         if a.device.type == "cuda":
             y = torch.mm(wide_a.bfloat16(), wide_b.bfloat16().t(), out_dtype=torch.float32)
@@ -193,8 +193,8 @@ def _exact(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, gemm: Gemm) -
     """In fp32, of which the elements' values are exact values."""
     if not gemm.blocked:
         return (a.float() @ b.float().t()) * (a_scale * b_scale.t())
-    pairs = zip((a, b), (a_scale, b_scale), gemm.granularities, strict=True)
-    wide_a, wide_b = (blocks.values(x, scale, scope) for x, scale, scope in pairs)
+    operands = zip((a, b), (a_scale, b_scale), gemm.formats, gemm.granularities, strict=True)
+    wide_a, wide_b = (blocks.values(*operand) for operand in operands)
     return wide_a @ wide_b.t()
 
 

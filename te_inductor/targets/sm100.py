@@ -4,6 +4,7 @@ from te_inductor.targets.target import Target, named, version
 
 CAPABILITIES = ((10, 0), (10, 3))
 MICROSCALES = (12, 8)  # the first CUDA whose cuBLASLt takes MXFP8 and NVFP4
+MICROSCALED = (("e4m3", "1x32"), ("e5m2", "1x32"), ("e2m1", "1x16"))
 
 
 def target(capability: tuple[int, int], cuda: str | None) -> Target:
@@ -12,7 +13,7 @@ def target(capability: tuple[int, int], cuda: str | None) -> Target:
         capability,
         cuda,
         fp8=True,
-        microscaled_mm=version(cuda) >= MICROSCALES,
+        microscaled_mm=MICROSCALED if version(cuda) >= MICROSCALES else (),
         cutlass="100" if capability == (10, 0) else None,  # sm_100a code runs on no 10.3
         nvfp4_kernels=True,
         decode_attention=True,

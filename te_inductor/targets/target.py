@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from te_inductor.diagnostics import Refusal
+from te_inductor.recipes import Gemm
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,18 @@ class Target:
     refusal: Refusal | None = None  # why no layer runs in low precision on it
     fp8: bool = False  # tensor cores multiply FP8 operands
     block_scaled_mm: bool = False  # torch._scaled_mm takes fp32 scales of 1 x 128 and 128 x 128 blocks
-    microscaled_mm: bool = False  # torch._scaled_mm takes MXFP8 and NVFP4 operands: tensor cores apply their scales
+    # What torch._scaled_mm takes whose scales tensor cores apply: elements and scopes of rows.
+    microscaled_mm: tuple[tuple[str, str], ...] = ()
     cutlass: str | None = None  # the architecture whose kernels templates/cutlass builds
     nvfp4_kernels: bool = False  # the Triton kernels of stored NVFP4 weights run: mul.bf16x2, griddepcontrol
     hopper_kernels: bool = False  # Triton kernels of wgmma: FP8 GEMMs of few rows, NVFP4 values decoded to E4M3
     decode_attention: bool = False  # the kernel of few queries runs
     rates: Rates | None = None  # None: nothing was measured, no layer is left out for its size
+
+    def multiplies(self, gemm: Gemm) -> bool:
+        """Whether tensor cores apply the scales of a GEMM's microscaled operands. Square blocks are spread to rows'."""
+        operands = zip(gemm.elements, gemm.granularities, strict=True)
+        return all((element, f"1x{scope.block[1]}") in self.microscaled_mm for element, scope in operands)
 
 
 def version(cuda: str | None) -> tuple[int, int]:

@@ -12,7 +12,7 @@ import torch
 
 from te_inductor import targets
 from te_inductor.recipes import Gemm
-from te_inductor.recipes.formats import BLOCK_1X128, E2M1, MX_1X32, NV_1X16
+from te_inductor.recipes.formats import BLOCK_1X128
 from te_inductor.runtime import small_m
 from te_inductor.runtime.activation import Activation, Gating
 from te_inductor.runtime.eager import BLOCK_SCALES
@@ -81,7 +81,7 @@ def select(problem: Problem) -> Choice:
     problem that is not plain any other says that there is no such kernel, or that it does not pay."""
     target, gemm = targets.of(problem.device), problem.gemm
     if gemm.microscaled:
-        if not target.microscaled_mm:
+        if not target.multiplies(gemm):
             return Choice(EMULATED)
     elif not (target.block_scaled_mm if gemm.blocked else target.fp8):
         return Choice(EXACT)
@@ -114,8 +114,9 @@ def cutlass_problem(problem: Problem) -> cutlass.Problem | None:
     scope = None if k is None else scope_of(problem.gemm, k)
     if arch is None or scope is None or problem.m is None or problem.n is None or k is None:
         return None
-    packed = scope == NV_1X16.name
-    dtypes = (E2M1.library, E2M1.library) if packed else (problem.a, problem.b)
+    dtypes = (
+        [element.library for element in problem.gemm.formats] if problem.gemm.microscaled else [problem.a, problem.b]
+    )
     kind: Any = (problem.bias, problem.gemm.fast_accum, problem.added, problem.activation, problem.gating)
     return cutlass.Problem(arch, problem.m, problem.n, k, dtypes[0], dtypes[1], problem.out, scope, *kind)
 
@@ -131,7 +132,7 @@ def scope_of(gemm: Gemm, k: int) -> str | None:
     if not gemm.blocked:
         return a.name
     if gemm.microscaled:  # square blocks are spread to rows' for the tensor core
-        return NV_1X16.name if a.two_level else MX_1X32.name
+        return f"1x{a.block[1]}"
     blocks = -(-k // a.alignment)
     if not a.one_row or blocks == 1:
         return None

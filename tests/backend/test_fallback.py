@@ -90,7 +90,7 @@ def test_where_microscaling_is_emulated(device, named, monkeypatch):
     weight = SimpleNamespace(device=where)
     assert support.blocks(slots, weight, 48, 80) is None
     assert support.emulated(Float8CurrentScaling().slots(), where) is None
-    native = replace(targets.of(where), microscaled_mm=True)
+    native = replace(targets.of(where), microscaled_mm=(("e4m3", "1x32"),))
     monkeypatch.setattr(targets, "of", lambda device: native)
     assert support.emulated(slots, where) is None
     assert "padded to multiples of 32" in str(support.blocks(slots, weight, 48, 80))

@@ -8,12 +8,12 @@ from torch._dynamo.utils import counters
 
 from te_inductor import explain, ops
 from te_inductor.lowerings import install
-from te_inductor.recipes import Format, Gemm, MXFP8BlockScaling, NVFP4BlockScaling, Quantizer
+from te_inductor.recipes import Format, MXFP8BlockScaling, NVFP4BlockScaling, Quantizer
 from te_inductor.recipes.formats import SCOPES
 from tests.bounds import assert_same_values, assert_within, gemm_error, magnitudes_of, scales_of, values_of
 from tests.gpu.test_linear import relative
 from tests.gpu.test_ops import SIZES, compile_every_size  # noqa: F401 (a fixture)
-from tests.numerics.test_microscaling import PAIRS, QUANTIZERS, STOCHASTIC, amaxes, check, check_both
+from tests.numerics.test_microscaling import PAIRS, QUANTIZERS, STOCHASTIC, amaxes, check, check_both, gemm_of
 from tests.numerics.test_quantize import CONTENTS
 from tests.oracle import casts, microscaling
 
@@ -70,7 +70,7 @@ def test_random_bits_and_the_transform(content, run):
 @pytest.mark.parametrize("scopes", PAIRS, ids=" by ".join)
 def test_products(scopes, run):
     """bf16 products are exact; a tensor core may truncate where it adds, which is twice the error of rounding."""
-    gemm = Gemm("fprop", scopes=scopes)
+    gemm = gemm_of(scopes)
     two_level = gemm.granularities[0].two_level
     alpha = torch.tensor(0.3, device="cuda") if two_level else None
     function = function_of(lambda *arguments: ops.scaled_mm(*arguments[:-1], gemm, torch.float32, arguments[-1]), run)

@@ -207,8 +207,7 @@ def slots():
     from te_inductor.recipes import Slots
 
     quantizer = Quantizer("e2m1", scope="1x16")
-    gemms = [Gemm(name, scopes=("1x16", "1x16")) for name in ("fprop", "dgrad", "wgrad")]
-    return Slots(quantizer, quantizer, quantizer, *gemms)
+    return Slots.of(quantizer, quantizer, quantizer)
 
 
 @pytest.mark.parametrize("scope", ["32x32", "16x16"])
@@ -258,6 +257,11 @@ def test_dequantize(quantizer, how):
     assert_same_values(back.bfloat16(), expected)
 
 
+def gemm_of(scopes: tuple[str, str]) -> Gemm:
+    """Of the first elements that may have these scopes."""
+    return Gemm.of("fprop", *(Quantizer(SCOPES[scope].elements[0], scope=scope) for scope in scopes))
+
+
 PAIRS = [("1x32", "1x32"), ("1x32", "32x32"), ("1x16", "1x16"), ("1x16", "16x16")]
 
 
@@ -265,7 +269,7 @@ PAIRS = [("1x32", "1x32"), ("1x32", "32x32"), ("1x16", "1x16"), ("1x16", "16x16"
 @pytest.mark.parametrize("scopes", PAIRS, ids=" by ".join)
 def test_scaled_mm(scopes, how):
     install()
-    gemm, dtypes = Gemm("fprop", scopes=scopes), (torch.float32, torch.bfloat16)
+    gemm, dtypes = gemm_of(scopes), (torch.float32, torch.bfloat16)
     two_level = gemm.granularities[0].two_level
     alpha = torch.tensor(0.3) if two_level else None
 

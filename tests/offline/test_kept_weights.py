@@ -106,7 +106,8 @@ def test_cubins_of_microscaled_casts(element, scope, capability):
     down, across = quantizer.granularity.block
     constants = TILE | {
         "ELEMENT": {"e4m3": tl.float8e4nv, "e2m1": tl.uint8}[element],
-        "TWO_LEVEL": element == "e2m1",
+        "TWO_LEVEL": "16" in scope,
+        "PACKED": 2 if element == "e2m1" else 1,
         "LARGEST": quantizer.format.max,
         "INVERSE": reciprocal(quantizer.format.max),
         "DOWN": down,

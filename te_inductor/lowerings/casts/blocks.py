@@ -33,7 +33,7 @@ from te_inductor.lowerings.casts import microscaling, values
 from te_inductor.lowerings.casts.concatenation import SideBySide
 from te_inductor.lowerings.codegen import block_tiles
 from te_inductor.recipes import Quantizer
-from te_inductor.recipes.formats import E2M1, E8M0, HADAMARD, Scope
+from te_inductor.recipes.formats import E2M1, E8M0, HADAMARD, Element, Scope
 
 aten = torch.ops.aten
 _LOOPS = "te_loops"  # attribute of a buffer with blocks of one row
@@ -88,12 +88,12 @@ def quantize_pieces(
 def dequantize(
     data: ir.TensorBox,  # (R, C), as stored
     scale_inv: ir.TensorBox,  # as the scope stores it
+    element: Element,
     scope: Scope,
     dtype: torch.dtype,
 ) -> ir.TensorBox:  # (R, C)
     """What a copy stands for; of two-level scales in units of the tensor's factor."""
-    rows, columns = data.get_size()
-    packed = E2M1.packed if scope.two_level else 1
+    (rows, columns), packed = data.get_size(), element.packed
     load, load_scale = data.make_loader(), spread_loader(scale_inv, scope, [rows, columns * packed])
 
     def inner(index):

@@ -271,6 +271,6 @@ def _is_computed(x: ir.TensorBox) -> bool:
 @lowering(ops.dequantize)
 def dequantize(data: ir.TensorBox, scale_inv: ir.TensorBox, quantizer: Quantizer, dtype: torch.dtype) -> ir.TensorBox:
     if quantizer.granularity.blocked:
-        return blocks.dequantize(data, scale_inv, quantizer.granularity, dtype)
+        return blocks.dequantize(data, scale_inv, quantizer.format, quantizer.granularity, dtype)
     wide = lowerings[aten.mul](lowerings[torch.ops.prims.convert_element_type](data, torch.float32), scale_inv)
     return lowerings[torch.ops.prims.convert_element_type](wide, dtype)  # type: ignore[no-any-return]

@@ -17,7 +17,7 @@ from torch._inductor.virtualized import V
 
 from te_inductor import compat
 from te_inductor.recipes import Gemm
-from te_inductor.recipes.formats import BLOCK_1X128, BLOCK_128X128, ROW, SCOPES, TENSOR
+from te_inductor.recipes.formats import BLOCK_1X128, BLOCK_128X128, ELEMENTS, ROW, SCOPES, TENSOR
 from te_inductor.runtime import small_m
 from te_inductor.runtime.activation import Activation
 from te_inductor.templates.cutlass import build, launch
@@ -26,6 +26,7 @@ from te_inductor.templates.cutlass.scaled_mm import ANOTHER, OUTPUT, Tile
 from te_inductor.templates.select import AUTOTUNED, LIBRARY, Problem, cutlass_problem, select
 
 aten = torch.ops.aten
+_ELEMENTS = {element.dtype: element.name for element in ELEMENTS.values()}
 OP = "scaled_mm"  # Inductor's name for what it asks about
 # Generated code calls them by these names, also code that a compile cache returns: `lowerings.install` imports this
 # module.
@@ -59,7 +60,7 @@ def problem_of(
     **more: Any,  # of a `Problem`
 ) -> Problem:
     """What a GEMM of Inductor's IR computes."""
-    known, packed = V.graph.sizevars, 2 if gemm.granularities[0].two_level else 1
+    known, packed = V.graph.sizevars, gemm.packed
     rows = a.get_size()[0]
     m, n, k = (_number(size) for size in (rows, b.get_size()[0], a.get_size()[1] * packed))
     at_most = small_m.at_most(
@@ -227,8 +228,11 @@ def _problem_of_inputs(kernel_inputs: Any, overrides: dict[str, dict[str, Any]])
     out = kernel_inputs.out_dtype()
     if bias and bias[0].get_dtype() != out:
         return None
-    gemm = Gemm("fprop", bool(fast[0]), scopes)  # any: which one it is, is nothing to the kernel
     dtypes = a.get_dtype(), b.get_dtype(), out
+    if not _ELEMENTS.keys() >= set(dtypes[:2]):
+        return None
+    elements = _ELEMENTS[dtypes[0]], _ELEMENTS[dtypes[1]]
+    gemm = Gemm("fprop", bool(fast[0]), scopes, elements)  # any: which one it is, is nothing to the kernel
     return Problem(kernel_inputs.device(), m, n, k, *dtypes, gemm, bias=bool(bias), **_asked())
 
 

@@ -21,7 +21,7 @@ from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 from te_inductor.lowerings.casts.blocks import spread_loader
 from te_inductor.lowerings.gemm import cutlass_choices
 from te_inductor.recipes import Gemm
-from te_inductor.recipes.formats import E2M1, Scope, padded
+from te_inductor.recipes.formats import Scope, padded
 
 aten = torch.ops.aten
 ROWS, BLOCKS = 128, 4  # of one tile of scales
@@ -41,11 +41,12 @@ def library(
     if missing != 0:  # cuBLASLt wants N % 16 == 0; the pad fuses with the cast that makes b
         b = lowerings[aten.constant_pad_nd](b, [0, 0, 0, missing], 0)
     operands = []
-    for x, scale, scope, rows in zip(
-        (a, b), (a_scale, b_scale), gemm.granularities, (a.get_size()[0], columns), strict=True
+    for x, scale, element, scope, rows in zip(
+        (a, b), (a_scale, b_scale), gemm.formats, gemm.granularities, (a.get_size()[0], columns), strict=True
     ):
-        operands += [_viewed(x, E2M1.library if scope.two_level else x.get_dtype())]
-        operands += [_viewed(swizzled(scale, scope, [rows, _columns(x, scope)], x.get_size()[0]), scope.scale.library)]
+        wide = x.get_size()[1] * element.packed
+        operands += [_viewed(x, element.library)]
+        operands += [_viewed(swizzled(scale, scope, [rows, wide], x.get_size()[0]), scope.scale.library)]
     a, a_scale, b, b_scale = operands
     y = lowerings[aten._scaled_mm.default](
         a, lowerings[aten.permute](b, [1, 0]), a_scale, b_scale, None, out_dtype=out_dtype, use_fast_accum=False
@@ -69,7 +70,7 @@ def measured(
     if problem is None:
         return None
     scales = [
-        swizzled(scale, scope, [x.get_size()[0], _columns(x, scope)], x.get_size()[0])
+        swizzled(scale, scope, [x.get_size()[0], x.get_size()[1] * gemm.packed], x.get_size()[0])
         for x, scale, scope in zip((a, b), (a_scale, b_scale), scopes, strict=True)
     ]
     return cutlass_choices.fastest(problem, [a, b, *scales, *(x for x in (alpha, bias) if x is not None)])
@@ -110,11 +111,6 @@ def swizzled(
     )
     box.realize()
     return box  # type: ignore[return-value]
-
-
-def _columns(x: ir.TensorBox, scope: Scope) -> Any:
-    """Values in a row of a copy."""
-    return x.get_size()[1] * (E2M1.packed if scope.two_level else 1)
 
 
 def _viewed(x: ir.TensorBox, dtype: torch.dtype) -> ir.TensorBox:

@@ -140,8 +140,8 @@ def _exact_blocks(a, a_scale, b, b_scale, bias, gemm, out_dtype):  # type: ignor
 
 
 def _values(a, a_scale, b, b_scale, gemm, dtype):  # type: ignore[no-untyped-def]
-    triples = zip((a, b), (a_scale, b_scale), gemm.granularities, strict=True)
-    return [blocks.dequantize(x, scale, scope, dtype) for x, scale, scope in triples]
+    operands = zip((a, b), (a_scale, b_scale), gemm.formats, gemm.granularities, strict=True)
+    return [blocks.dequantize(*operand, dtype) for operand in operands]
 
 
 def _emulated(a, a_scale, b, b_scale, bias, gemm, out_dtype, alpha):  # type: ignore[no-untyped-def]

@@ -25,7 +25,7 @@ def problem_of(gemm: fx.Node, out: torch.dtype | None = None, **more: Any) -> Pr
     """What a GEMM computes; with `more` of a `Problem` to do, and that output (None: its own)."""
     a, _, b, _, bias, wanted, dtype = gemm.args[:7]
     x, w = a.meta["val"], b.meta["val"]  # type: ignore[union-attr]
-    m, packed = x.shape[0], 2 if wanted.granularities[0].two_level else 1  # type: ignore[union-attr]
+    m, packed = x.shape[0], wanted.packed  # type: ignore[union-attr]
     sizes = (size if isinstance(size, int) else None for size in (m, w.shape[0], x.shape[1] * packed))
     at_most = small_m.at_most(lambda rows: statically_known_true(m <= rows) and statically_known_true(m > 0))
     autotunes = bool(config.max_autotune or config.max_autotune_gemm)

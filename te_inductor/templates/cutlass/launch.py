@@ -152,7 +152,7 @@ def microscaled_mm(
 ) -> Tensor:
     """MXFP8 or NVFP4, scaled by the tensor cores, times alpha, plus bias, rounded once."""
     alpha, bias = _alpha_and_bias(scope, rest)
-    packed = E2M1.packed if SCOPES[scope].two_level else 1
+    packed = E2M1.packed if a.dtype == E2M1.dtype else 1
     across = -(-a.shape[1] * packed // (4 * SCOPES[scope].block[1]))  # tiles of 4 blocks
     a, b, a_scale, b_scale = _viewed(a, b, a_scale, b_scale, scope)
     call = _function(tile, arch, a.dtype, b.dtype, out.dtype, scope, bias is not None, False)
@@ -195,7 +195,7 @@ def _viewed(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, scope: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Bytes as the dtypes that libraries know."""
-    if SCOPES[scope].two_level:
+    if a.dtype == E2M1.dtype:
         a, b = a.view(E2M1.library), b.view(E2M1.library)
     dtype = SCOPES[scope].scale.library
     return a, b, a_scale.view(dtype), b_scale.view(dtype)

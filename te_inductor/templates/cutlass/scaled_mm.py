@@ -161,7 +161,7 @@ def supports(tile: Tile, problem: Problem) -> bool:
     """Whether the kernel of this tile computes this problem, and is worth building for it."""
     fits = _fits_hopper if problem.arch == "90" else _fits_blackwell
     operands = OPERANDS[problem.scope]
-    packed = E2M1.packed if SCOPES[problem.scope].two_level else 1
+    packed = E2M1.packed if problem.a == E2M1.library else 1
     return (
         problem.scope in ARCHITECTURES[problem.arch]
         and problem.a in operands

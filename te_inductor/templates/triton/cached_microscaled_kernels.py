@@ -30,8 +30,9 @@ def kept_weights_cast_microscaled(
     programs,  # int32, the parameter of each program
     stale,  # (W,) int32, where TWO_LEVEL
     INPUT: tl.constexpr,
-    ELEMENT: tl.constexpr,  # FP8, or uint8, two E2M1 values
-    TWO_LEVEL: tl.constexpr,  # NVFP4, else MXFP8
+    ELEMENT: tl.constexpr,  # FP8, or uint8, of two E2M1 values
+    TWO_LEVEL: tl.constexpr,  # scales of NVFP4, else of E8M0
+    PACKED: tl.constexpr,  # values in a byte
     LARGEST: tl.constexpr,
     INVERSE: tl.constexpr,  # 1 / LARGEST
     DOWN: tl.constexpr,  # rows and columns of a block
@@ -54,14 +55,13 @@ def kept_weights_cast_microscaled(
     top, left, ROWS, COLUMNS = tiles.place_of_tile(row, TILE, ALIGNED)
     source, place = tiles.corner(tl.load(row + tiles.P_SOURCE), top, left, COLUMNS, INPUT, ALIGNED), tl.arange(0, TILE)
     x = tiles.elements(source, place, place, ROWS - top, COLUMNS - left, COLUMNS)
-    PACKED: tl.constexpr = 2 if TWO_LEVEL else 1
-    codes, scales = _codes(x, amax, ELEMENT, TWO_LEVEL, LARGEST, INVERSE, DOWN, ACROSS, TILE)
+    codes, scales = _codes(x, amax, ELEMENT, TWO_LEVEL, PACKED, LARGEST, INVERSE, DOWN, ACROSS, TILE)
     data, has_data, leading = tiles.target(
         row + tiles.P_DATA, row + tiles.P_LEADING, top, left // PACKED, ELEMENT, ALIGNED
     )
     if has_data:
         _store_scales(scales, tl.load(row + tiles.P_SCALE_INV), top, left, ROWS, COLUMNS, DOWN, ACROSS, TILE, False)
-        _store(codes, data, leading, ROWS - top, leading - left // PACKED, TWO_LEVEL, TILE)
+        _store(codes, data, leading, ROWS - top, leading - left // PACKED, PACKED, TILE)
     data_t, has_data_t, leading_t = tiles.target(
         row + tiles.P_DATA_T, row + tiles.P_LEADING_T, left, top // PACKED, ELEMENT, ALIGNED
     )
@@ -69,9 +69,9 @@ def kept_weights_cast_microscaled(
         if DOWN == ACROSS:
             codes_t, scales_t = codes, scales
         else:
-            codes_t, scales_t = _codes(x, amax, ELEMENT, TWO_LEVEL, LARGEST, INVERSE, ACROSS, DOWN, TILE)
+            codes_t, scales_t = _codes(x, amax, ELEMENT, TWO_LEVEL, PACKED, LARGEST, INVERSE, ACROSS, DOWN, TILE)
         _store_scales(scales_t, tl.load(row + tiles.P_SCALE_INV_T), top, left, ROWS, COLUMNS, ACROSS, DOWN, TILE, True)
-        _store(tl.trans(codes_t), data_t, leading_t, COLUMNS - left, leading_t - top // PACKED, TWO_LEVEL, TILE)
+        _store(tl.trans(codes_t), data_t, leading_t, COLUMNS - left, leading_t - top // PACKED, PACKED, TILE)
 
 
 @triton.jit
@@ -80,6 +80,7 @@ def _codes(
     amax,  # of the tensor, where scales have two levels
     ELEMENT: tl.constexpr,
     TWO_LEVEL: tl.constexpr,
+    PACKED: tl.constexpr,
     LARGEST: tl.constexpr,
     INVERSE: tl.constexpr,
     DOWN: tl.constexpr,  # rows and columns of x that share a scale
@@ -96,7 +97,7 @@ def _codes(
     else:
         factor, scales = _power_of_two(largest * INVERSE)
     factor = tl.reshape(tl.broadcast_to(factor[:, None, :, None], (HIGH, DOWN, WIDE, ACROSS)), (TILE, TILE))
-    codes = _e2m1(x * factor).to(tl.uint8) if TWO_LEVEL else _cast(tiles.product(x, factor), LARGEST, ELEMENT)
+    codes = _e2m1(x * factor).to(tl.uint8) if PACKED == 2 else _cast(tiles.product(x, factor), LARGEST, ELEMENT)
     return codes, scales
 
 
@@ -126,10 +127,10 @@ def _store_scales(
 
 
 @triton.jit
-def _store(codes, data, leading, high, wide, TWO_LEVEL: tl.constexpr, TILE: tl.constexpr):
+def _store(codes, data, leading, high, wide, PACKED: tl.constexpr, TILE: tl.constexpr):
     """One tile of one copy, and its padding along the columns."""
     r, c = tl.arange(0, TILE), tl.arange(0, TILE)
-    if TWO_LEVEL:
+    if PACKED == 2:
         low, upper = tl.split(tl.reshape(codes, (TILE, TILE // 2, 2)))
         codes, c = low | (upper << 4), tl.arange(0, TILE // 2)
     tl.store(data + r[:, None] * leading + c[None, :], codes, mask=(r[:, None] < high) & (c[None, :] < wide))

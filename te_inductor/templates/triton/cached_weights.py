@@ -192,6 +192,7 @@ def _launch(table: _Table, kind: _Kind) -> None:
             stale,
             ELEMENT=element,
             TWO_LEVEL=scope.two_level,
+            PACKED=quantizer.format.packed,
             LARGEST=quantizer.format.max,
             INVERSE=reciprocal(quantizer.format.max),
             DOWN=scope.block[0],

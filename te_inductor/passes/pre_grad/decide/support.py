@@ -110,7 +110,7 @@ def not_stored(recipe: Recipe, weight: torch.Tensor) -> Refusal:
 def emulated(slots: Slots, device: torch.device) -> Refusal | None:
     """Why a site multiplies what its low-precision operands stand for; None where the operands themselves are
     multiplied."""
-    if not slots.fprop.microscaled or targets.of(device).microscaled_mm:
+    if not slots.fprop.microscaled or targets.of(device).multiplies(slots.fprop):
         return None
     dtype = "bfloat16" if device.type == "cuda" else "float32"
     scopes = ", ".join(sorted({scope for gemm in (slots.fprop, slots.wgrad) for scope in gemm.scopes}))

@@ -67,7 +67,7 @@ def guard_on_totals(matches: Iterable[Match], bodies: Bodies, examples: Sequence
 def _not_deferred(slots: Slots, parameter: object, device: torch.device, options: Options) -> Refusal | None:
     if device.type == "cuda" and _in_cuda_graphs(options):
         return Refusal("its operands would be in a CUDA graph's memory, which the next replay overwrites")
-    if slots.wgrad.microscaled and targets.of(device).microscaled_mm:
+    if slots.wgrad.microscaled and targets.of(device).multiplies(slots.wgrad):
         return Refusal(
             "this device's tensor cores for scales of %s are reached by generated code alone", slots.input.scope
         )

@@ -14,7 +14,6 @@ from torch import Tensor, fx
 
 from te_inductor import ops
 from te_inductor.recipes import Gemm
-from te_inductor.recipes.formats import E2M1
 
 _META = "_checkpoint_context_fn"  # where Dynamo leaves what the user gave torch.utils.checkpoint
 _UNNAMED = ops.dequantize  # an op that no policy has a reason to name
@@ -59,5 +58,5 @@ def _as_it_stood(
     a: Tensor, _: Tensor, b: Tensor, __: Tensor, bias: Tensor | None, gemm: Gemm, out_dtype: torch.dtype, *___: Any
 ) -> tuple[Tensor, Tensor]:  # (M, pad(K)), (pad(K), N)
     """Operands of the sizes and the dtype that a product in high precision has; nobody looks at their values."""
-    columns = a.shape[1] * (E2M1.packed if gemm.granularities[0].two_level else 1)
+    columns = a.shape[1] * gemm.packed
     return a.new_empty((a.shape[0], columns), dtype=out_dtype), b.new_empty((columns, b.shape[0]), dtype=out_dtype)
