@@ -15,7 +15,7 @@ from te_inductor.ops.definition import define
 from te_inductor.recipes import Gemm, Quantizer
 from te_inductor.runtime import deferred_wgrads, eager
 from te_inductor.runtime.activation import Activation
-from te_inductor.runtime.microscaling import ALPHA
+from te_inductor.runtime.microscaling import reciprocal
 
 _GEMM = constant_type_name(Gemm)
 
@@ -77,12 +77,14 @@ defer_wgrad = define(
 
 
 def product(a: Copy | None, b: Copy | None, bias: Tensor | None, gemm: Gemm, out_dtype: torch.dtype) -> Tensor:
-    *operands, alpha = operands_of(a, b)
+    *operands, alpha = operands_of(a, b, gemm)
     return scaled_mm(*operands, bias, gemm, out_dtype, alpha)  # type: ignore[no-any-return]
 
 
-def operands_of(a: Copy | None, b: Copy | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+def operands_of(
+    a: Copy | None, b: Copy | None, gemm: Gemm
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Of a GEMM: both copies with their scales, and the product's factor."""
     assert a is not None and b is not None  # they were asked for
-    alpha = None if a.amax is None or b.amax is None else a.amax * b.amax * ALPHA
+    alpha = None if a.amax is None or b.amax is None else a.amax * b.amax * reciprocal(gemm.two_level_max)
     return a.data, a.scale_inv, b.data, b.scale_inv, alpha

@@ -121,6 +121,11 @@ class Gemm(Constant):
         return ELEMENTS[a], ELEMENTS[b]
 
     @property
+    def two_level_max(self) -> float:
+        """The product of `Quantizer.two_level_max` of a and of b."""
+        return math.prod(element.max for element in self.formats) * math.prod(self.scale_maxima)
+
+    @property
     def packed(self) -> int:
         """Values in a stored byte of either operand."""
         return self.formats[0].packed

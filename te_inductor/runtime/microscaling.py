@@ -39,10 +39,6 @@ def reciprocal(value: float) -> float:
     return float(rounded)
 
 
-# What the product of the amaxes of both operands is multiplied with, to be the factor of their GEMM.
-ALPHA = reciprocal(TWO_LEVEL_MAX**2)
-
-
 def encode(amax: Tensor, quantizer: Quantizer, tensor_amax: Tensor | None) -> tuple[Tensor, Tensor]:
     """Of blocks with these amaxes (fp32): the factors that values are multiplied with before the cast, and
     scale_inv."""

@@ -244,12 +244,15 @@ def _copy_by_rows(
     load = _zero_beyond(x, rows, across * wide)
     ranges, block = [across, rows] if x_is_transposed else [rows, across], [wide // packed]
 
-    def elements(outer, inner):
+    def element(outer, inner):
         row, block = reversed(outer) if x_is_transposed else outer
-        return [load([row, block * wide + inner[0] * packed + place]) for place in range(packed)]
+        return load([row, block * wide + inner[0]])
+
+    def elements(outer, inner):
+        return [element(outer, [inner[0] * packed + place]) for place in range(packed)]
 
     order = (1, 0) if x_is_transposed == quantizer.granularity.row_last else (0, 1)
-    scale, scale_inv = _scales(x, elements, ranges, block, quantizer, order, amax)
+    scale, scale_inv = _scales(x, element, elements, ranges, block, quantizer, order, amax)
     load_scale, load_seed = scale.make_loader(), None if seed is None else seed.make_loader()
 
     def cast(index):
@@ -305,10 +308,13 @@ def _scales_of_squares(
     down, across = quantizer.granularity.blocks(*x.get_size(), floordiv=FloorDiv)
     load = _zero_beyond(x, down * high, across * wide)
 
-    def elements(outer, inner):
-        return [load([outer[0] * high + inner[0], outer[1] * wide + inner[1]])]
+    def element(outer, inner):
+        return load([outer[0] * high + inner[0], outer[1] * wide + inner[1]])
 
-    scale, scale_inv = _scales(x, elements, [down, across], [high, wide], quantizer, (1, 0), amax)
+    def elements(outer, inner):
+        return [element(outer, inner)]
+
+    scale, scale_inv = _scales(x, element, elements, [down, across], [high, wide], quantizer, (1, 0), amax)
     load_inv = scale_inv.make_loader()
     scale_inv_t = _pointwise(x, quantizer.granularity.scale.dtype, [down, across], load_inv)
     _store(scale_inv_t, (0, 1))
@@ -333,7 +339,7 @@ def _cast_by_squares(x: ir.TensorBox, scale: ir.TensorBox, quantizer: Quantizer)
 
 
 def _scales(
-    x, elements, ranges, block, quantizer: Quantizer, order: Sequence[int], amax
+    x, element, elements, ranges, block, quantizer: Quantizer, order: Sequence[int], amax
 ) -> tuple[ir.TensorBox, ir.TensorBox]:
     """What values are multiplied with, and scale_inv, of size `ranges`, of all ``elements(index, index in the
     block)``."""
@@ -350,14 +356,11 @@ def _scales(
     load, dtype, scope = bits.make_loader(), x.get_dtype(), quantizer.granularity
     tensor_amax = None if amax is None else amax.make_loader()
 
-    errors = _errors(x, elements, ranges, block, quantizer, load, tensor_amax) if quantizer.four_over_six else None
+    if quantizer.four_over_six:
+        return _four_over_six(x, element, ranges, quantizer, order, load, tensor_amax)
 
     def scales(index):
         found = values.from_bits(load(index))
-        if errors is not None:
-            return microscaling.lesser(
-                microscaling.four_over_six(found, quantizer, tensor_amax([])), [error(index) for error in errors]
-            )
         if scope.microscaled:
             return microscaling.encode(found, quantizer, tensor_amax and tensor_amax([]))
         scale = values.encode_scale(found, quantizer, dtype)
@@ -372,41 +375,58 @@ def _scales(
     return made[0], made[1]
 
 
-def _errors(x, elements, ranges, block, quantizer: Quantizer, load_amax, load_tensor_amax):
-    """Loaders of the errors of blocks of size `ranges`, where their amaxes go to 6 and where to 4: sums in the order of
-    `blocks.four_over_six` of the runtime, each written out, as a reduction has an order of its own. Those of the rows
-    of a square are kept, since each is a sum of its own."""
-    high = quantizer.granularity.block[0]
+def _four_over_six(
+    x, element, ranges, quantizer: Quantizer, order: Sequence[int], load_amax, load_tensor_amax
+) -> tuple[ir.TensorBox, ir.TensorBox]:
+    """As `_scales`, of all ``element(index, index in the block)``. Sums have the order of `blocks.four_over_six` of the
+    runtime, so that they are written out, and each term is stored: a reduction has an order of its own, and what
+    would be computed for 16 terms at once takes Inductor's C++ 20 seconds instead of 3 (2026-11-25)."""
+    high, wide = quantizer.granularity.block
 
-    def of_row(which, index, row):
-        tensor_amax = load_tensor_amax([])
-        pair = microscaling.four_over_six(values.from_bits(load_amax(index)), quantizer, tensor_amax)[which]
-        places = [[row, place] if high > 1 else [place] for place in range(block[-1])]
-        found = [value for place in places for value in elements(index, place)]
-        return _sum(microscaling.error(value, *pair, quantizer, tensor_amax) for value in found)
+    def pairs(index):
+        return microscaling.four_over_six(values.from_bits(load_amax(index)), quantizer, load_tensor_amax([]))
 
-    if high == 1:
-        return [functools.partial(of_row, which, row=None) for which in range(2)]
-    loaders = []
+    def error(index, which):
+        outer, inner = index[: len(ranges)], index[len(ranges) :]
+        return microscaling.error(element(outer, inner), *pairs(outer)[which], quantizer, load_tensor_amax([]))
+
+    def stored(ranges, inner):
+        box = _pointwise(x, torch.float32, ranges, inner)
+        box.realize()
+        return box.make_loader()
+
+    errors = []
     for which in range(2):
-        rows = _pointwise(
-            x, torch.float32, [*ranges, high], lambda index, which=which: of_row(which, index[:-1], index[-1])
-        )
-        rows.realize()
-        loaders.append(rows.make_loader())
+        terms = stored([*ranges, *([high] if high > 1 else []), wide], functools.partial(error, which=which))
+        of_row = functools.partial(_in_order, terms, wide)
+        errors.append(functools.partial(_in_halves, stored([*ranges, high], of_row), high) if high > 1 else of_row)
+    chosen = _pointwise(
+        x,
+        quantizer.granularity.scale.dtype,
+        ranges,
+        lambda index: microscaling.lesser(pairs(index), [error(index) for error in errors]),
+    )
+    _store(chosen, order)
+    load = chosen.make_loader()
+    factor = _pointwise(
+        x, torch.float32, ranges, lambda index: microscaling.factor(load(index), quantizer, load_tensor_amax([]))
+    )
+    _store(factor, order)
+    return factor, chosen
 
-    def of_square(load, index):
-        sums = [load([*index, sympy.Integer(row)]) for row in range(high)]
-        while len(sums) > 1:
-            half = len(sums) // 2
-            sums = [prims.add(a, b) for a, b in zip(sums[:half], sums[half:], strict=True)]
-        return sums[0]
 
-    return [functools.partial(of_square, load) for load in loaders]
+def _in_order(load, count: int, index):
+    """The sum over a last dimension, from the first to the last."""
+    return functools.reduce(prims.add, (load([*index, sympy.Integer(place)]) for place in range(count)))
 
 
-def _sum(terms):
-    return functools.reduce(prims.add, terms)
+def _in_halves(load, count: int, index):
+    """The sum over a last dimension, of those that are half of them apart, and so on."""
+    sums = [load([*index, sympy.Integer(place)]) for place in range(count)]
+    while len(sums) > 1:
+        half = len(sums) // 2
+        sums = [prims.add(a, b) for a, b in zip(sums[:half], sums[half:], strict=True)]
+    return sums[0]
 
 
 def _zero_beyond(x: ir.TensorBox, rows: Any, columns: Any):

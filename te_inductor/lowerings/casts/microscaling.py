@@ -84,14 +84,14 @@ def _quotient(numerator: float, denominator):
 
 def _two_level(amax, tensor_amax):
     scale = _tensor_encode_scale(tensor_amax, TWO_LEVEL_MAX)
-    return _factor(prims.mul(amax, prims.mul(scale, _fp32(reciprocal(E2M1.max)))), scale)
+    return _two_levels(prims.mul(amax, prims.mul(scale, _fp32(reciprocal(E2M1.max)))), scale)
 
 
 def four_over_six(amax, quantizer: Quantizer, tensor_amax):
     """What `encode` finds, where a block's amax goes to 6 and where it goes to 4."""
     scale = _tensor_encode_scale(tensor_amax, quantizer.two_level_max)
     base = prims.mul(values.divide(amax, prims.constant(E2M1.max, torch.float64)), scale)
-    return _factor(base, scale), _factor(prims.mul(base, _fp32(STRETCH)), scale)
+    return _two_levels(base, scale), _two_levels(prims.mul(base, _fp32(STRETCH)), scale)
 
 
 def error(value, factor, scale_inv, quantizer: Quantizer, tensor_amax):
@@ -111,14 +111,14 @@ def error(value, factor, scale_inv, quantizer: Quantizer, tensor_amax):
 
 
 def lesser(pairs, errors):
-    """The pair of `four_over_six` that leaves the lesser error, to 6 where they are equal."""
-    (six, four), (of_six, of_four) = pairs, errors
-    less = prims.lt(of_four, of_six)
-    factor, scale_inv = (
-        prims.where(less, *(prims.to_dtype(one, torch.float32) for one in (b, a)))  # no select of FP8 values
-        for a, b in zip(six, four, strict=True)
-    )
-    return factor, prims.to_dtype(scale_inv, E4M3.dtype)
+    """scale_inv of the pair of `four_over_six` that leaves the lesser error, of 6 where they are equal."""
+    (six, four), (of_six, of_four) = ([prims.to_dtype(scale_inv, torch.float32) for _, scale_inv in pairs], errors)
+    return prims.to_dtype(prims.where(prims.lt(of_four, of_six), four, six), E4M3.dtype)
+
+
+def factor(scale_inv, quantizer: Quantizer, tensor_amax):
+    """What values are multiplied with before the cast, of a block with this scale_inv."""
+    return _factor(scale_inv, _tensor_encode_scale(tensor_amax, quantizer.two_level_max))
 
 
 def _tensor_encode_scale(tensor_amax, largest: float):
@@ -129,13 +129,17 @@ def _tensor_encode_scale(tensor_amax, largest: float):
     return prims.where(usable, scale, _fp32(1.0))
 
 
-def _factor(scale_inv, scale):
-    most = _fp32(FP32_MAX)
+def _two_levels(scale_inv, scale):
+    """Both of a block whose scale_inv is yet to be rounded."""
     scale_inv = prims.where(prims.gt(scale_inv, _fp32(E4M3.max)), _fp32(E4M3.max), scale_inv)
     scale_inv = prims.to_dtype(scale_inv, E4M3.dtype)
-    decode = prims.mul(prims.to_dtype(scale_inv, torch.float32), _quotient(1.0, scale))
+    return _factor(scale_inv, scale), scale_inv
+
+
+def _factor(scale_inv, scale):
+    most, decode = _fp32(FP32_MAX), prims.mul(prims.to_dtype(scale_inv, torch.float32), _quotient(1.0, scale))
     factor = _quotient(1.0, decode)
-    return prims.where(prims.lt(factor, most), factor, most), scale_inv
+    return prims.where(prims.lt(factor, most), factor, most)
 
 
 def cast_e2m1(value, random=None):
