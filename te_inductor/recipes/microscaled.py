@@ -58,12 +58,13 @@ class NVFP4BlockScaling(Recipe):
     outliers over 16 values and cancels in the product. Gradients are rounded stochastically, so that their mean is
     right; the bits follow from torch's seed. Each can be turned off.
 
-    With `nvfp4_4over6` a block's amax goes to 6 or to 4, whichever leaves the smaller error by `nvfp4_4over6_err_mode`.
+    With `row_scaled_activation` an activation has an fp32 factor a row of each copy; it takes `disable_rht`. With
+    `nvfp4_4over6` a block's amax goes to 6 or to 4, whichever leaves the smaller error by `nvfp4_4over6_err_mode`.
     With `nvfp4_4over6_e4m3_use_256` the largest scale is 256, which leaves room for those of blocks that go to 4. It
     takes `disable_rht` for activations, as in TransformerEngine.
 
-    Names, fields and defaults are TransformerEngine's, whose environment variables are not read.
-    `row_scaled_activation`, other formats, attention and overrides of the backward are refused."""
+    Names, fields and defaults are TransformerEngine's, whose environment variables are not read. Other formats,
+    attention and overrides of the backward are refused."""
 
     name: ClassVar[str] = "nvfp4"
 
@@ -84,7 +85,6 @@ class NVFP4BlockScaling(Recipe):
         super().__post_init__()
         refuse(
             self,
-            row_scaled_activation="activations have one factor a tensor",
             fp4_format="NVFP4 is E2M1",
             fp8_format="NVFP4's scales of blocks are E4M3",
             fp8_dpa=_ATTENTION,
@@ -92,6 +92,11 @@ class NVFP4BlockScaling(Recipe):
             backward_override=_BACKWARD,
         )
         self._check_four_over_six()
+        if self.row_scaled_activation and not self.disable_rht:
+            raise RecipeError(
+                "NVFP4BlockScaling.row_scaled_activation is True, expected False beside the random Hadamard transform,"
+                " which TransformerEngine does not combine with it either; pass disable_rht=True"
+            )
 
     def _check_four_over_six(self) -> None:
         known = {"nvfp4_4over6": _TENSORS, "nvfp4_4over6_e4m3_use_256": _TENSORS, "nvfp4_4over6_err_mode": _METRICS}
@@ -119,7 +124,13 @@ class NVFP4BlockScaling(Recipe):
         element, x, rht = self.fp4_format.forward.name, "1x16", not self.disable_rht
         w = "1x16" if self.disable_2d_quantization else "16x16"
         return Slots.of(
-            Quantizer(element, scope=x, hadamard=rht, **self._four_over_six("activations")),
+            Quantizer(
+                element,
+                scope=x,
+                hadamard=rht,
+                row_scaled=self.row_scaled_activation,
+                **self._four_over_six("activations"),
+            ),
             Quantizer(element, scope=w, **self._four_over_six("weights")),
             Quantizer(element, scope=x, hadamard=rht, stochastic=not self.disable_stochastic_rounding),
         )

@@ -7,7 +7,7 @@ import torch
 
 from te_inductor.errors import RecipeError, wrong_type
 from te_inductor.recipes.constants import Constant, constant
-from te_inductor.recipes.formats import E2M1, E4M3, ELEMENTS, SCOPES, Division, Element, Scope, padded
+from te_inductor.recipes.formats import E2M1, E4M3, ELEMENTS, NV_1X16, SCOPES, Division, Element, Scope, padded
 
 
 @constant
@@ -30,6 +30,7 @@ class Quantizer(Constant):
     scope: str = "tensor"  # what shares one scale: a name in `formats.SCOPES`
     hadamard: bool = False  # the columnwise copy is of the transposed tensor behind `ops.hadamard`; of E2M1
     stochastic: bool = False  # round up or down at random, so that the mean is right; of E2M1
+    row_scaled: bool = False  # the first of two levels is a factor a row of the copy, and not one of the tensor
     four_over_six: str = ""  # "MAE" or "MSE": a block's amax goes to 4 or 6, to the lesser error; of two-level scales
     scale_max: float = E4M3.max  # the scale of the block that has the tensor's amax, at 6; 256 beside four_over_six too
 
@@ -43,14 +44,19 @@ class Quantizer(Constant):
             )
         if (self.hadamard or self.stochastic) and self.format is not E2M1:
             raise RecipeError(f"hadamard or stochastic with element {self.element!r}, expected {E2M1.name!r}")
-        self._check_four_over_six()
+        self._check_variants()
         if self.granularity.microscaled and (self.amax_epsilon or self.power_2_scale):
             raise RecipeError(
                 f"amax_epsilon or power_2_scale with scope {self.scope!r}, expected neither: its format says how an"
                 " amax becomes a scale"
             )
 
-    def _check_four_over_six(self) -> None:
+    def _check_variants(self) -> None:
+        if self.row_scaled and (self.scope != NV_1X16.name or self.hadamard or self.stochastic):
+            raise RecipeError(
+                f"row_scaled beside scope={self.scope!r}, hadamard={self.hadamard} and stochastic={self.stochastic},"
+                " expected 1x16, NVFP4's, and neither of the others"
+            )
         if self.four_over_six not in ("", "MAE", "MSE"):
             raise RecipeError(f"four_over_six {self.four_over_six!r}, expected '', 'MAE' or 'MSE'")
         if self.four_over_six and not (self.granularity.two_level and self.format is E2M1):

@@ -26,7 +26,7 @@ def four_over_six(
     x: Tensor,  # (R, C)
     amax: Tensor,  # of its blocks, of the scope's stored shape
     quantizer: Quantizer,
-    tensor_amax: Tensor,  # ()
+    tensor_amax: Tensor,  # (), or of the stored shape too
 ) -> tuple[Tensor, Tensor]:  # what blocks are multiplied with before the cast, and scale_inv; of the same shape
     """To 6 or to 4, to 6 where the errors are equal. fp32 sums in TransformerEngine's order: of a row of a block from
     left to right, then of rows 8, 4, 2 and 1 apart."""
@@ -34,10 +34,10 @@ def four_over_six(
     (high, wide), (down, across) = scope.block, scope.blocks(*x.shape)
     x = F.pad(x, (0, across * wide - x.shape[1], 0, down * high - x.shape[0]))
     six, four = microscaling.four_over_six(amax, quantizer, tensor_amax)
-    errors = []
+    whole, errors = spread(tensor_amax, scope, x.shape) if tensor_amax.dim() else tensor_amax, []
     for pair in (six, four):
         each = (spread(scale.float(), scope, x.shape) for scale in pair)
-        rows = microscaling.error(x, *each, quantizer, tensor_amax).view(down, high, across, wide)
+        rows = microscaling.error(x, *each, quantizer, whole).view(down, high, across, wide)
         total = sum(rows.unbind(3))
         while total.shape[1] > 1:
             total = total[:, : total.shape[1] // 2] + total[:, total.shape[1] // 2 :]

@@ -331,7 +331,9 @@ def test_which_tensors_go_to_4_or_6():
     for which, touched in (("weights", {"weight"}), ("activations", {"input"}), ("all", {"input", "weight"})):
         for use_256 in ("none", "weights", "activations", "all"):
             slots = make(nvfp4_4over6=which, nvfp4_4over6_e4m3_use_256=use_256).slots()
-            assert {name for name in ("input", "weight", "grad_output") if getattr(slots, name).four_over_six} == touched
+            assert {
+                name for name in ("input", "weight", "grad_output") if getattr(slots, name).four_over_six
+            } == touched
             maxima = {}
             for name, tensor in (("input", "activations"), ("weight", "weights")):
                 maxima[name] = 256.0 if name in touched and use_256 in (tensor, "all") else 448.0

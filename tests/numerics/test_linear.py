@@ -50,6 +50,8 @@ RECIPES = {
     "nvfp4 4 over 6 options": NVFP4BlockScaling(
         nvfp4_4over6="weights", nvfp4_4over6_e4m3_use_256="none", nvfp4_4over6_err_mode="MSE"
     ),
+    "nvfp4 rows": NVFP4BlockScaling(disable_rht=True, row_scaled_activation=True),
+    "nvfp4 rows, 4 over 6": NVFP4BlockScaling(disable_rht=True, row_scaled_activation=True, nvfp4_4over6="all"),
     "mxfp8 options": MXFP8BlockScaling(fp8_format=Format.HYBRID, enable_2d_quantization=True),
 }
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from te_inductor.recipes import Quantizer
-from te_inductor.recipes.formats import E2M1, E4M3, HADAMARD_SIGNS, SCOPES
+from te_inductor.recipes.formats import E2M1, HADAMARD_SIGNS, SCOPES
 from tests.oracle.elements import FP32_MAX, amaxes, fp32, padded, round_to_element
 from tests.oracle.nvfp4 import block_scales, four_over_six, tensor_encode_scale
 
@@ -21,7 +21,7 @@ _ALIGNMENT = 32
 def quantize(
     x: Tensor,  # (R, C)
     quantizer: Quantizer,
-    amax: float | None = None,  # of the tensor, where scales have two levels
+    amax: float | Tensor | None = None,  # of the tensor, or (R, 1) of its rows, where scales have two levels
     seed: int | None = None,  # of stochastic rounding
 ) -> tuple[Tensor, Tensor]:  # data (R, C padded to 32) float64, scale_inv (scales,) float64, row by row of blocks
     """``x ~= data * spread(scale_inv)``, times ``amax / (6 * 448)`` where scales have two levels."""
@@ -30,17 +30,16 @@ def quantize(
     down, across = whole.shape[0] // high, whole.shape[1] // wide
     blocks = whole.reshape(down, high, across, wide).transpose(1, 2).reshape(down * across, high * wide)
     found = amaxes(blocks)
+    # Of each block what has the first of both factors: the tensor, or the block's row.
+    whole_amaxes = amax.expand(-1, across).flatten().tolist() if isinstance(amax, Tensor) else [amax] * len(found)
     if quantizer.four_over_six and amax is not None:
         factor, scale_inv = four_over_six(
-            blocks.view(-1, high, wide).double(),
-            found,
-            [amax] * len(found),
-            quantizer.scale_max,
-            quantizer.four_over_six,
+            blocks.view(-1, high, wide).double(), found, whole_amaxes, quantizer.scale_max, quantizer.four_over_six
         )
     else:
         pairs = [
-            e8m0_scale(each, quantizer.format.max) if amax is None else two_level_scale(each, amax) for each in found
+            e8m0_scale(each, quantizer.format.max) if of_all is None else two_level_scale(each, of_all)
+            for each, of_all in zip(found, whole_amaxes, strict=True)
         ]
         factor, scale_inv = torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2).t()
     product = (whole.double() * spread(factor, quantizer.scope, *whole.shape)).to(torch.float32).double()
@@ -125,10 +124,16 @@ def spread(
     return scale[torch.arange(rows)[:, None] // high * across + torch.arange(columns)[None, :] // wide]
 
 
-def alpha(a_amax: float, b_amax: float, scale_maxima: tuple[float, float] = (E4M3.max, E4M3.max)) -> float:
+def alpha(
+    a_amax: float | Tensor,  # or (M, 1)
+    b_amax: float | Tensor,  # or (N, 1)
+    scale_maxima: tuple[float, float],
+) -> float | Tensor:  # or of a shape that broadcasts to (M, N)
     """What multiplies the product of two operands with two-level scales."""
     a_max, b_max = scale_maxima
-    return fp32(fp32(a_amax * b_amax) * fp32(1 / (E2M1.max**2 * a_max * b_max)))
+    a, b = (torch.as_tensor(each, dtype=torch.float64) for each in (a_amax, b_amax))
+    factor = ((a * b.t()).float().double() * fp32(1 / (E2M1.max**2 * a_max * b_max))).float().double()
+    return factor if factor.dim() else factor.item()
 
 
 def is_microscaled(scope: str) -> bool:

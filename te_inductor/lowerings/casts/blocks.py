@@ -252,7 +252,12 @@ def _copy_by_rows(
         return [element(outer, [inner[0] * packed + place]) for place in range(packed)]
 
     order = (1, 0) if x_is_transposed == quantizer.granularity.row_last else (0, 1)
-    scale, scale_inv = _scales(x, element, elements, ranges, block, quantizer, order, amax)
+    load_amax = amax and amax.make_loader()
+
+    def first_amax(outer):
+        return load_amax([outer[1 if x_is_transposed else 0], sympy.Integer(0)] if quantizer.row_scaled else [])
+
+    scale, scale_inv = _scales(x, element, elements, ranges, block, quantizer, order, first_amax)
     load_scale, load_seed = scale.make_loader(), None if seed is None else seed.make_loader()
 
     def cast(index):
@@ -314,7 +319,12 @@ def _scales_of_squares(
     def elements(outer, inner):
         return [element(outer, inner)]
 
-    scale, scale_inv = _scales(x, element, elements, [down, across], [high, wide], quantizer, (1, 0), amax)
+    load_amax = amax and amax.make_loader()
+
+    def first_amax(outer):
+        return load_amax([])
+
+    scale, scale_inv = _scales(x, element, elements, [down, across], [high, wide], quantizer, (1, 0), first_amax)
     load_inv = scale_inv.make_loader()
     scale_inv_t = _pointwise(x, quantizer.granularity.scale.dtype, [down, across], load_inv)
     _store(scale_inv_t, (0, 1))
@@ -339,10 +349,10 @@ def _cast_by_squares(x: ir.TensorBox, scale: ir.TensorBox, quantizer: Quantizer)
 
 
 def _scales(
-    x, element, elements, ranges, block, quantizer: Quantizer, order: Sequence[int], amax
+    x, element, elements, ranges, block, quantizer: Quantizer, order: Sequence[int], first_amax
 ) -> tuple[ir.TensorBox, ir.TensorBox]:
     """What values are multiplied with, and scale_inv, of size `ranges`, of all ``elements(index, index in the
-    block)``."""
+    block)``; `first_amax(index)` is that of the first of two levels."""
     bits = ir.Reduction.create(
         device=x.get_device(),
         dst_dtype=torch.int32,
@@ -354,15 +364,14 @@ def _scales(
     )
     bits.realize()
     load, dtype, scope = bits.make_loader(), x.get_dtype(), quantizer.granularity
-    tensor_amax = None if amax is None else amax.make_loader()
 
     if quantizer.four_over_six:
-        return _four_over_six(x, element, ranges, quantizer, order, load, tensor_amax)
+        return _four_over_six(x, element, ranges, quantizer, order, load, first_amax)
 
     def scales(index):
         found = values.from_bits(load(index))
         if scope.microscaled:
-            return microscaling.encode(found, quantizer, tensor_amax and tensor_amax([]))
+            return microscaling.encode(found, quantizer, first_amax(index) if scope.two_level else None)
         scale = values.encode_scale(found, quantizer, dtype)
         return scale, values.decode_scale(scale, quantizer)
 
@@ -376,7 +385,7 @@ def _scales(
 
 
 def _four_over_six(
-    x, element, ranges, quantizer: Quantizer, order: Sequence[int], load_amax, load_tensor_amax
+    x, element, ranges, quantizer: Quantizer, order: Sequence[int], load_amax, first_amax
 ) -> tuple[ir.TensorBox, ir.TensorBox]:
     """As `_scales`, of all ``element(index, index in the block)``. Sums have the order of `blocks.four_over_six` of the
     runtime, so that they are written out, and each term is stored: a reduction has an order of its own, and what
@@ -384,11 +393,11 @@ def _four_over_six(
     high, wide = quantizer.granularity.block
 
     def pairs(index):
-        return microscaling.four_over_six(values.from_bits(load_amax(index)), quantizer, load_tensor_amax([]))
+        return microscaling.four_over_six(values.from_bits(load_amax(index)), quantizer, first_amax(index))
 
     def error(index, which):
         outer, inner = index[: len(ranges)], index[len(ranges) :]
-        return microscaling.error(element(outer, inner), *pairs(outer)[which], quantizer, load_tensor_amax([]))
+        return microscaling.error(element(outer, inner), *pairs(outer)[which], quantizer, first_amax(outer))
 
     def stored(ranges, inner):
         box = _pointwise(x, torch.float32, ranges, inner)
@@ -409,7 +418,7 @@ def _four_over_six(
     _store(chosen, order)
     load = chosen.make_loader()
     factor = _pointwise(
-        x, torch.float32, ranges, lambda index: microscaling.factor(load(index), quantizer, load_tensor_amax([]))
+        x, torch.float32, ranges, lambda index: microscaling.factor(load(index), quantizer, first_amax(index))
     )
     _store(factor, order)
     return factor, chosen
