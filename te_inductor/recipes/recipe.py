@@ -74,9 +74,8 @@ def _slots_of(text: str) -> Slots:
     found: dict[str, dict[str, Any]] = json.loads(text)
     made: dict[str, Any] = {name: Quantizer(**found[name]) for name in ("input", "weight", "grad_output")}
     for name in ("fprop", "dgrad", "wgrad"):
-        made[name] = Gemm(
-            **{key: tuple(value) if isinstance(value, list) else value for key, value in found[name].items()}
-        )
+        pairs: dict[str, Any] = {key: tuple(value) for key, value in found[name].items() if isinstance(value, list)}
+        made[name] = Gemm(**found[name] | pairs)
     return Slots(**made)
 
 

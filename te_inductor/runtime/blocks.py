@@ -1,5 +1,7 @@
 """Scales of blocks in plain torch: the amax of each, and a scale for each element."""
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -36,9 +38,9 @@ def four_over_six(
     six, four = microscaling.four_over_six(amax, quantizer, tensor_amax)
     whole, errors = spread(tensor_amax, scope, x.shape) if tensor_amax.dim() else tensor_amax, []
     for pair in (six, four):
-        each = (spread(scale.float(), scope, x.shape) for scale in pair)
-        rows = microscaling.error(x, *each, quantizer, whole).view(down, high, across, wide)
-        total = sum(rows.unbind(3))
+        factor, scale_inv = (spread(scale.float(), scope, x.shape) for scale in pair)
+        rows = microscaling.error(x, factor, scale_inv, quantizer, whole).view(down, high, across, wide)
+        total = functools.reduce(torch.add, rows.unbind(3))
         while total.shape[1] > 1:
             total = total[:, : total.shape[1] // 2] + total[:, total.shape[1] // 2 :]
         errors.append(total.flatten())

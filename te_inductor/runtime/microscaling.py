@@ -22,6 +22,7 @@ from te_inductor.recipes.formats import E2M1, E4M3, E8M0, HADAMARD, HADAMARD_SIG
 from te_inductor.recipes.quantizers import Quantizer
 from te_inductor.runtime.philox import BITS
 
+Pair = tuple[Tensor, Tensor]  # of blocks: the factors that values are multiplied with before the cast, and scale_inv
 FP32_MAX = torch.finfo(torch.float32).max
 NAN_CODE, INFINITY_CODE = 0xFF, 0xFE  # E8M0 has no infinity: its largest value stands for one
 # Of 2**-127 as fp32, a subnormal: the value of code 0, and the reciprocal of that of code 0xFE.
@@ -82,7 +83,7 @@ def _two_level(amax: Tensor, tensor_amax: Tensor) -> tuple[Tensor, Tensor]:
     return _factor(amax * (scale * reciprocal(E2M1.max)), scale)
 
 
-def four_over_six(amax: Tensor, quantizer: Quantizer, tensor_amax: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
+def four_over_six(amax: Tensor, quantizer: Quantizer, tensor_amax: Tensor) -> tuple[Pair, Pair]:
     """What `encode` finds, where a block's amax goes to 6 and where it goes to 4, with a scale 3/2 as large."""
     scale = tensor_encode_scale(tensor_amax, quantizer.two_level_max)
     base = amax / torch.full_like(amax, E2M1.max) * scale

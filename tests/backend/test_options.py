@@ -346,9 +346,15 @@ def test_which_tensors_go_to_4_or_6():
         other = make(nvfp4_4over6=which, nvfp4_4over6_err_mode="MSE").slots()
         assert other not in seen and slots not in seen
         seen |= {other, slots}
-    for fields in ({"scope": "1x32"}, {"scope": "1x16", "stochastic": True}, {"scope": "1x16", "four_over_six": ""}):
-        with pytest.raises(errors.RecipeError, match="expected"):
-            recipes.Quantizer(**{"element": "e2m1", "four_over_six": "MAE", "scale_max": 256.0, **fields})
+
+
+def test_rows_of_activations_have_factors():
+    slots = recipes.NVFP4BlockScaling(disable_rht=True, row_scaled_activation=True).slots()
+    plain = recipes.NVFP4BlockScaling(disable_rht=True).slots()
+    assert slots == dataclasses.replace(plain, input=recipes.Quantizer("e2m1", scope="1x16", row_scaled=True))
+    for name in ("weight", "grad_output"):
+        with pytest.raises(errors.RecipeError, match="expected input alone"):
+            dataclasses.replace(plain, **{name: slots.input})
 
 
 def test_transforms_and_random_rounding_where_they_make_sense():

@@ -149,9 +149,8 @@ def test_rows_have_factors_of_their_own():
 def test_a_row_that_is_not_finite_is_alone():
     x, weight = torch.randn(4, 32), torch.randn(16, 32)
     x[1, 3], x[2, 5] = math.inf, math.nan
-    y = ops.linears(
-        x, [weight], [], recipes.NVFP4BlockScaling(disable_rht=True, row_scaled_activation=True).slots(), x.dtype
-    )[0]
+    slots = recipes.NVFP4BlockScaling(disable_rht=True, row_scaled_activation=True).slots()
+    [y] = ops.linears(x, [weight], [], slots, x.dtype)
     assert y.isfinite().all(1).tolist() == [True, False, False, True]
 
 

@@ -252,7 +252,7 @@ def _copy_by_rows(
         return [element(outer, [inner[0] * packed + place]) for place in range(packed)]
 
     order = (1, 0) if x_is_transposed == quantizer.granularity.row_last else (0, 1)
-    load_amax = amax and amax.make_loader()
+    load_amax: Any = amax and amax.make_loader()
 
     def first_amax(outer):
         return load_amax([outer[1 if x_is_transposed else 0], sympy.Integer(0)] if quantizer.row_scaled else [])
@@ -319,7 +319,7 @@ def _scales_of_squares(
     def elements(outer, inner):
         return [element(outer, inner)]
 
-    load_amax = amax and amax.make_loader()
+    load_amax: Any = amax and amax.make_loader()
 
     def first_amax(outer):
         return load_amax([])
@@ -397,7 +397,8 @@ def _four_over_six(
 
     def error(index, which):
         outer, inner = index[: len(ranges)], index[len(ranges) :]
-        return microscaling.error(element(outer, inner), *pairs(outer)[which], quantizer, first_amax(outer))
+        factor, scale_inv = pairs(outer)[which]
+        return microscaling.error(element(outer, inner), factor, scale_inv, quantizer, first_amax(outer))
 
     def stored(ranges, inner):
         box = _pointwise(x, torch.float32, ranges, inner)
