@@ -18,7 +18,7 @@ def gemm_error(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     gemm: Gemm = Gemm("any"),  # noqa: B008 (a frozen constant)
-    alpha: float | None = None,
+    alpha: float | Tensor | None = None,
 ) -> Tensor:  # (M, N)
     """The largest error of an fp32 GEMM of low-precision operands.
 

@@ -143,7 +143,7 @@ class _Operand:
     def __init__(self, tensor: str, exact: Tensor, copy: ops.Copy, quantizer: Quantizer, transformed: bool) -> None:
         self.tensor, self.copy = tensor, copy
         self.exact = microscaling.exact_hadamard(exact) if transformed else exact.float()
-        scope, factor = quantizer.granularity, 1.0 if copy.amax is None else copy.amax / microscaling.TWO_LEVEL_MAX
+        scope, factor = quantizer.granularity, 1.0 if copy.amax is None else copy.amax / quantizer.two_level_max
         columns = self.exact.shape[1]
         self.low = (blocks.values(copy.data, copy.scale_inv, quantizer.format, scope) * factor)[:, :columns]
         scale = blocks.spread(blocks.scale_values(copy.scale_inv, scope), scope, self.exact.shape)
@@ -247,6 +247,7 @@ def _gemm(layer: _Layer, name: str, shape: tuple[Any, int, int]) -> GemmAccuracy
 
 def _named(quantizer: Quantizer, columnwise: bool) -> str:
     parts = [quantizer.element, quantizer.scope]
+    parts += [f"4 over 6, {quantizer.four_over_six}"] if quantizer.four_over_six else []
     parts += ["transformed"] if quantizer.hadamard and columnwise else []
     return " ".join(parts + (["stochastic"] if quantizer.stochastic else []))
 

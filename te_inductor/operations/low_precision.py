@@ -9,7 +9,6 @@ from torch import Tensor
 from te_inductor import ops
 from te_inductor.errors import RecipeError
 from te_inductor.recipes import DelayedScaling, Quantizer, Recipe, resolve
-from te_inductor.runtime.microscaling import TWO_LEVEL_MAX
 from te_inductor.runtime.operation import Gradients, Needs, Operation
 
 
@@ -59,5 +58,5 @@ def _rounded(x: Tensor, quantizer: Quantizer | None) -> Tensor:
     assert copy is not None
     values = ops.dequantize(copy.data, copy.scale_inv, quantizer, torch.float32)[:, : flat.shape[1]]
     if copy.amax is not None:
-        values = values * (copy.amax / TWO_LEVEL_MAX)
+        values = values * (copy.amax / quantizer.two_level_max)
     return values.to(x.dtype).view(x.shape)

@@ -24,7 +24,7 @@ _QUANTIZER = constant_type_name(Quantizer)
 def quantize_fake(
     x: Tensor,  # (R, C)
     quantizer: Quantizer,
-    amax: Tensor | None = None,  # () fp32, of the tensor, where scales have two levels
+    amax: Tensor | None = None,  # () fp32, of the tensor, or (R, 1), of its rows, where scales have two levels
     seed: Tensor | None = None,  # () int64, of stochastic rounding
 ) -> tuple[Tensor, Tensor]:  # data (R, pad(C)), scale_inv as Scope.scale_shape says: (), (R, 1), ...
     rows, columns = x.shape
@@ -80,8 +80,8 @@ def _hadamard_fake(
     return x.new_empty((x.shape[0], padded(x.shape[1], HADAMARD)), dtype=torch.bfloat16)
 
 
-def _tensor_amax_fake(x: Tensor) -> Tensor:  # () fp32
-    return x.new_empty((), dtype=torch.float32)
+def _tensor_amax_fake(x: Tensor, of_rows: bool = False) -> Tensor:  # () fp32, or (R, 1)
+    return x.new_empty((x.shape[0], 1) if of_rows else (), dtype=torch.float32)
 
 
 def _current_scale_fake(
@@ -117,7 +117,7 @@ quantize_pieces = define(
     _quantize_pieces_fake,
 )
 hadamard = define("hadamard(Tensor x) -> Tensor", eager.hadamard, _hadamard_fake)
-tensor_amax = define("tensor_amax(Tensor x) -> Tensor", eager.tensor_amax, _tensor_amax_fake)
+tensor_amax = define("tensor_amax(Tensor x, bool of_rows=False) -> Tensor", eager.tensor_amax, _tensor_amax_fake)
 quantize_delayed = define(
     f"quantize_delayed(Tensor x, Tensor scale, {_QUANTIZER} q) -> Tensor",
     eager.quantize_delayed,
@@ -149,7 +149,7 @@ class Copy:
 
     data: Tensor  # (R, pad(C))
     scale_inv: Tensor
-    amax: Tensor | None = None  # (), of what the copy was cast from, where scales have two levels
+    amax: Tensor | None = None  # (), of what the copy was cast from, or (R, 1), where scales have two levels
 
     @staticmethod
     def saved(copy: "Copy | None") -> tuple[Tensor | None, ...]:
@@ -184,7 +184,7 @@ def copies(
         data, scale_inv, data_t, scale_inv_t = quantize_pieces(pieces, dim, quantizer)
         return Copy(data, scale_inv) if rowwise else None, Copy(data_t, scale_inv_t) if columnwise else None
     [x] = pieces
-    if rowwise and columnwise and not (quantizer.hadamard or quantizer.stochastic):
+    if rowwise and columnwise and not (quantizer.hadamard or quantizer.stochastic or quantizer.row_scaled):
         amax = tensor_amax(x) if quantizer.granularity.two_level else None
         data, scale_inv, data_t, scale_inv_t = quantize_rowcol(x, quantizer, amax)
         return Copy(data, scale_inv, amax), Copy(data_t, scale_inv_t, amax)
@@ -195,7 +195,7 @@ def copies(
 
 def _copy(x: Tensor, quantizer: Quantizer) -> Copy:
     """One copy, with scales and random bits of its own."""
-    amax = tensor_amax(x) if quantizer.granularity.two_level else None
+    amax = tensor_amax(x, quantizer.row_scaled) if quantizer.granularity.two_level else None
     seed = new_seed(x.device) if quantizer.stochastic else None
     data, scale_inv = quantize(x, quantizer, amax, seed)
     return Copy(data, scale_inv, amax)

@@ -14,7 +14,7 @@ from te_inductor.ops.casts import Copy
 from te_inductor.ops.definition import define
 from te_inductor.recipes import Gemm
 from te_inductor.runtime import deferred_wgrads, eager
-from te_inductor.runtime.microscaling import ALPHA
+from te_inductor.runtime.microscaling import reciprocal
 
 _GEMM = constant_type_name(Gemm)
 
@@ -27,7 +27,7 @@ def scaled_mm_fake(
     bias: Tensor | None,  # (N,)
     gemm: Gemm,
     out_dtype: torch.dtype,
-    alpha: Tensor | None = None,  # (), factor of the product, of two-level scales
+    alpha: Tensor | None = None,  # (), (M, 1) or (1, N), factor of the product, of two-level scales
     added: Tensor | None = None,  # (M, N), of out_dtype
 ) -> Tensor:  # (M, N)
     torch._check(a.shape[1] == b.shape[1], lambda: f"contraction sizes {a.shape[1]} and {b.shape[1]}, expected equal")
@@ -55,12 +55,14 @@ defer_wgrad = define(
 
 
 def product(a: Copy | None, b: Copy | None, bias: Tensor | None, gemm: Gemm, out_dtype: torch.dtype) -> Tensor:
-    *operands, alpha = operands_of(a, b)
+    *operands, alpha = operands_of(a, b, gemm)
     return scaled_mm(*operands, bias, gemm, out_dtype, alpha)  # type: ignore[no-any-return]
 
 
-def operands_of(a: Copy | None, b: Copy | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+def operands_of(a: Copy | None, b: Copy | None, gemm: Gemm) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Of a GEMM: both copies with their scales, and the product's factor."""
     assert a is not None and b is not None  # they were asked for
-    alpha = None if a.amax is None or b.amax is None else a.amax * b.amax * ALPHA
+    if a.amax is None or b.amax is None:
+        return a.data, a.scale_inv, b.data, b.scale_inv, None
+    alpha = a.amax * (b.amax.t() if b.amax.dim() else b.amax) * reciprocal(gemm.two_level_max)
     return a.data, a.scale_inv, b.data, b.scale_inv, alpha

@@ -104,9 +104,9 @@ class Linears(Operation):
         """What autograd gets of them."""
         gemm = self.slots.wgrad
         if self.tickets:
-            defer_wgrad(self.tickets, *operands_of(g_col, x_col), gemm)
+            defer_wgrad(self.tickets, *operands_of(g_col, x_col, gemm), gemm)
         elif self.main_grads:
-            accumulate_wgrad(self.main_grads, *operands_of(g_col, x_col), gemm)
+            accumulate_wgrad(self.main_grads, *operands_of(g_col, x_col, gemm), gemm)
         else:
             # Under fp16 autocast PyTorch makes it in fp16 and widens it: what overflows there has to here.
             narrow = self.out_dtype == torch.float16

@@ -7,7 +7,7 @@ import torch
 
 from te_inductor.errors import RecipeError, wrong_type
 from te_inductor.recipes.constants import Constant, constant
-from te_inductor.recipes.formats import E2M1, ELEMENTS, SCOPES, Division, Element, Scope, padded
+from te_inductor.recipes.formats import E2M1, E4M3, ELEMENTS, NV_1X16, SCOPES, Division, Element, Scope, padded
 
 
 @constant
@@ -30,6 +30,9 @@ class Quantizer(Constant):
     scope: str = "tensor"  # what shares one scale: a name in `formats.SCOPES`
     hadamard: bool = False  # the columnwise copy is of the transposed tensor behind `ops.hadamard`; of E2M1
     stochastic: bool = False  # round up or down at random, so that the mean is right; of E2M1
+    row_scaled: bool = False  # the first of two levels is a factor a row of the copy, and not one of the tensor
+    four_over_six: str = ""  # "MAE" or "MSE": a block's amax goes to 4 or 6, to the lesser error; of two-level scales
+    scale_max: float = E4M3.max  # the scale of the block that has the tensor's amax, at 6; 256 beside four_over_six too
 
     def __post_init__(self) -> None:
         for name, value, known in (("element", self.element, ELEMENTS), ("scope", self.scope, SCOPES)):
@@ -41,11 +44,33 @@ class Quantizer(Constant):
             )
         if (self.hadamard or self.stochastic) and self.format is not E2M1:
             raise RecipeError(f"hadamard or stochastic with element {self.element!r}, expected {E2M1.name!r}")
+        self._check_variants()
         if self.granularity.microscaled and (self.amax_epsilon or self.power_2_scale):
             raise RecipeError(
                 f"amax_epsilon or power_2_scale with scope {self.scope!r}, expected neither: its format says how an"
                 " amax becomes a scale"
             )
+
+    def _check_variants(self) -> None:
+        if self.row_scaled and (self.scope != NV_1X16.name or self.hadamard or self.stochastic):
+            raise RecipeError(
+                f"row_scaled beside scope={self.scope!r}, hadamard={self.hadamard} and stochastic={self.stochastic},"
+                " expected 1x16, NVFP4's, and neither of the others"
+            )
+        if self.four_over_six not in ("", "MAE", "MSE"):
+            raise RecipeError(f"four_over_six {self.four_over_six!r}, expected '', 'MAE' or 'MSE'")
+        if self.four_over_six and not (self.granularity.two_level and self.format is E2M1):
+            raise RecipeError(
+                f"four_over_six with element {self.element!r} and scope {self.scope!r}, expected NVFP4's, e2m1 with 1x16"
+                " or 16x16"
+            )
+        if self.four_over_six and (self.hadamard or self.stochastic):
+            raise RecipeError(
+                f"four_over_six beside hadamard={self.hadamard} and stochastic={self.stochastic}, expected neither, as"
+                " TransformerEngine has neither"
+            )
+        if self.scale_max not in ((E4M3.max, 256.0) if self.four_over_six else (E4M3.max,)):
+            raise RecipeError(f"scale_max {self.scale_max}, expected 448, or 256 beside four_over_six")
 
     @property
     def format(self) -> Element:
@@ -54,6 +79,11 @@ class Quantizer(Constant):
     @property
     def granularity(self) -> Scope:
         return SCOPES[self.scope]
+
+    @property
+    def two_level_max(self) -> float:
+        """What two-level scales map the tensor's amax to: the largest element times the largest scale of a block."""
+        return self.format.max * self.scale_max
 
     def padded(self, columns: int, *, floordiv: Division = operator.floordiv) -> int:
         """How many columns a copy of so many has, with its padding."""
@@ -76,6 +106,7 @@ class Gemm(Constant):
     fast_accum: bool = False  # CUDA: accumulate in the tensor core's own precision instead of promoting to fp32
     scopes: tuple[str, str] = ("tensor", "tensor")  # what shares one scale in a and in b
     elements: tuple[str, str] = ("e4m3", "e4m3")  # of a and of b
+    scale_maxima: tuple[float, float] = (E4M3.max, E4M3.max)  # Quantizer.scale_max of a and of b
 
     def __post_init__(self) -> None:
         for element, scope in zip(self.elements, self.granularities, strict=True):
@@ -90,12 +121,17 @@ class Gemm(Constant):
     @classmethod
     def of(cls, name: str, a: Quantizer, b: Quantizer, fast_accum: bool = False) -> "Gemm":
         """The GEMM of operands that these have cast."""
-        return cls(name, fast_accum, (a.scope, b.scope), (a.element, b.element))
+        return cls(name, fast_accum, (a.scope, b.scope), (a.element, b.element), (a.scale_max, b.scale_max))
 
     @property
     def formats(self) -> tuple[Element, Element]:
         a, b = self.elements
         return ELEMENTS[a], ELEMENTS[b]
+
+    @property
+    def two_level_max(self) -> float:
+        """The product of `Quantizer.two_level_max` of a and of b."""
+        return math.prod(element.max for element in self.formats) * math.prod(self.scale_maxima)
 
     @property
     def packed(self) -> int:

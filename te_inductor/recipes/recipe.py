@@ -31,6 +31,8 @@ class Slots(Constant):
                 f"hadamard is set for {given}, expected input and grad_output alike and no weight: the transform"
                 " cancels in wgrad alone"
             )
+        if self.weight.row_scaled or self.grad_output.row_scaled:
+            raise RecipeError("weight or grad_output is row_scaled, expected input alone, TransformerEngine's")
         if self.input.stochastic or self.weight.stochastic:
             raise RecipeError(
                 "input or weight is rounded stochastically, expected grad_output alone: a checkpoint that computes the"
@@ -72,7 +74,8 @@ def _slots_of(text: str) -> Slots:
     found: dict[str, dict[str, Any]] = json.loads(text)
     made: dict[str, Any] = {name: Quantizer(**found[name]) for name in ("input", "weight", "grad_output")}
     for name in ("fprop", "dgrad", "wgrad"):
-        made[name] = Gemm(**found[name] | {key: tuple(found[name][key]) for key in ("scopes", "elements")})
+        pairs: dict[str, Any] = {key: tuple(value) for key, value in found[name].items() if isinstance(value, list)}
+        made[name] = Gemm(**found[name] | pairs)
     return Slots(**made)
 
 

@@ -47,7 +47,8 @@ def cast(x: Tensor, scale: Tensor, quantizer: Quantizer) -> Tensor:
 
 
 def _scales(x: Tensor, quantizer: Quantizer, amax: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What values are multiplied with before the cast, and `scale_inv`; `amax` is the tensor's, of two-level scales."""
+    """What values are multiplied with before the cast, and `scale_inv`; `amax` is that of the first of two
+    levels."""
     scope = quantizer.granularity
     shape = scope.scale_shape(*x.shape)
     if x.numel() == 0:
@@ -56,6 +57,10 @@ def _scales(x: Tensor, quantizer: Quantizer, amax: Tensor | None) -> tuple[Tenso
         found = blocks.amax(x, scope).float()
     else:
         found = x.abs().amax((1,) if scope is ROW else (0, 1)).float().view(shape)
+    if amax is not None and amax.dim():
+        amax = amax.expand(scope.blocks(*x.shape)).flatten()
+    if quantizer.four_over_six and amax is not None:
+        return blocks.four_over_six(x, found, quantizer, amax)
     if scope.microscaled:
         return microscaling.encode(found, quantizer, amax)
     scale = encode_scale(found, quantizer, x.dtype)
@@ -93,8 +98,10 @@ def hadamard(x: Tensor) -> Tensor:
     return microscaling.hadamard(x)
 
 
-def tensor_amax(x: Tensor) -> Tensor:
-    return x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
+def tensor_amax(x: Tensor, of_rows: bool = False) -> Tensor:
+    if not x.numel():
+        return x.new_zeros((x.shape[0], 1) if of_rows else (), dtype=torch.float32)
+    return (x.abs().amax(1, keepdim=True) if of_rows else x.abs().amax()).float()
 
 
 def quantize_delayed(x: Tensor, scale: Tensor, quantizer: Quantizer) -> Tensor:

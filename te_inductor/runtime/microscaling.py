@@ -22,6 +22,7 @@ from te_inductor.recipes.formats import E2M1, E4M3, E8M0, HADAMARD, HADAMARD_SIG
 from te_inductor.recipes.quantizers import Quantizer
 from te_inductor.runtime.philox import BITS
 
+Pair = tuple[Tensor, Tensor]  # of blocks: the factors that values are multiplied with before the cast, and scale_inv
 FP32_MAX = torch.finfo(torch.float32).max
 NAN_CODE, INFINITY_CODE = 0xFF, 0xFE  # E8M0 has no infinity: its largest value stands for one
 # Of 2**-127 as fp32, a subnormal: the value of code 0, and the reciprocal of that of code 0xFE.
@@ -29,15 +30,14 @@ SMALLEST_BITS = 0x00400000
 # What two-level scales map the tensor's amax to: the largest element times the largest scale of a block.
 TWO_LEVEL_MAX = E2M1.max * E4M3.max
 
+# How much larger a block's scale is where its amax goes to 4 instead of 6.
+STRETCH = 1.5
+
 
 def reciprocal(value: float) -> float:
     """1 / value as fp32 has it."""
     (rounded,) = struct.unpack("f", struct.pack("f", 1.0 / value))
     return float(rounded)
-
-
-# What the product of the amaxes of both operands is multiplied with, to be the factor of their GEMM.
-ALPHA = reciprocal(TWO_LEVEL_MAX**2)
 
 
 def encode(amax: Tensor, quantizer: Quantizer, tensor_amax: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -72,15 +72,40 @@ def e8m0_value(code: Tensor) -> Tensor:
     return torch.where(wide == NAN_CODE, torch.nan, bits.to(torch.int32).view(torch.float32))
 
 
-def tensor_encode_scale(tensor_amax: Tensor) -> Tensor:
-    """The fp32 factor of the first of two levels, which maps the tensor's amax to `TWO_LEVEL_MAX`."""
-    scale = torch.full_like(tensor_amax, TWO_LEVEL_MAX) / tensor_amax
+def tensor_encode_scale(tensor_amax: Tensor, largest: float = TWO_LEVEL_MAX) -> Tensor:
+    """The fp32 factor of the first of two levels, which maps the tensor's amax to `largest`."""
+    scale = torch.full_like(tensor_amax, largest) / tensor_amax
     return torch.where((tensor_amax > 0) & (tensor_amax < torch.inf), scale.clamp(max=FP32_MAX), 1.0)
 
 
 def _two_level(amax: Tensor, tensor_amax: Tensor) -> tuple[Tensor, Tensor]:
     scale = tensor_encode_scale(tensor_amax)
-    scale_inv = amax * (scale * reciprocal(E2M1.max))
+    return _factor(amax * (scale * reciprocal(E2M1.max)), scale)
+
+
+def four_over_six(amax: Tensor, quantizer: Quantizer, tensor_amax: Tensor) -> tuple[Pair, Pair]:
+    """What `encode` finds, where a block's amax goes to 6 and where it goes to 4, with a scale 3/2 as large."""
+    scale = tensor_encode_scale(tensor_amax, quantizer.two_level_max)
+    base = amax / torch.full_like(amax, E2M1.max) * scale
+    return _factor(base, scale), _factor(base * STRETCH, scale)
+
+
+def error(
+    x: Tensor,
+    factor: Tensor,  # what `encode` finds, for each element
+    scale_inv: Tensor,
+    quantizer: Quantizer,
+    tensor_amax: Tensor,
+) -> Tensor:  # fp32
+    """How far each value comes to lie from x, which TransformerEngine computes with the tensor's amax, and not with the
+    factor that it is encoded with. Of magnitudes: the sign is the same."""
+    x = x.float().abs()
+    back = _magnitude(_nearest(x * factor)) * scale_inv.float() * tensor_amax
+    off = (back / torch.full_like(back, quantizer.two_level_max) - x).abs()
+    return off if quantizer.four_over_six == "MAE" else off * off
+
+
+def _factor(scale_inv: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     scale_inv = scale_inv.clamp(max=E4M3.max).to(E4M3.dtype)
     decode = scale_inv.float() * (1.0 / scale)
     factor = torch.ones_like(decode) / decode
@@ -115,7 +140,8 @@ def _stochastic(magnitude: Tensor, bits: Tensor) -> Tensor:
     return low.to(torch.uint8) + base + up.to(torch.uint8)
 
 
-# Midway between neighbours of E2M1, and whether the lower neighbour has the even mantissa.
+# E2M1's magnitudes by their codes; midway between neighbours, and whether the lower one has the even mantissa.
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 THRESHOLDS = ((0.25, True), (0.75, False), (1.25, True), (1.75, False), (2.5, True), (3.5, False), (5.0, True))
 
 
@@ -153,7 +179,11 @@ def pack(codes: Tensor) -> Tensor:
 def unpack_e2m1(data: Tensor) -> Tensor:
     """(R, C/2) bytes -> (R, C) values, fp32."""
     codes = torch.stack([data & 15, data >> 4], -1).flatten(1)
-    magnitude = (codes & 7).float()
-    # Steps of 1/2 up to 2, of 1 up to 4, of 2 above.
-    magnitude = torch.where(magnitude < 4, magnitude / 2, torch.where(magnitude < 6, magnitude - 2, 2 * magnitude - 8))
+    magnitude = _magnitude(codes & 7)
     return torch.where(codes > 7, -magnitude, magnitude)
+
+
+def _magnitude(code: Tensor) -> Tensor:
+    """Steps of 1/2 up to 2, of 1 up to 4, of 2 above."""
+    code = code.float()
+    return torch.where(code < 4, code / 2, torch.where(code < 6, code - 2, 2 * code - 8))

@@ -216,6 +216,10 @@ def test_reset_reaches_the_backend(monkeypatch):
         lambda: recipes.NVFP4BlockScaling(disable_rht=1),
         lambda: recipes.NVFP4BlockScaling(row_scaled_activation=True),
         lambda: recipes.NVFP4BlockScaling(nvfp4_4over6="all"),
+        lambda: recipes.NVFP4BlockScaling(nvfp4_4over6="activations"),
+        lambda: recipes.NVFP4BlockScaling(nvfp4_4over6="gradients", disable_rht=True),
+        lambda: recipes.NVFP4BlockScaling(nvfp4_4over6="weights", nvfp4_4over6_e4m3_use_256="256"),
+        lambda: recipes.NVFP4BlockScaling(nvfp4_4over6="weights", nvfp4_4over6_err_mode="mae"),
         lambda: recipes.NVFP4BlockScaling(nvfp4_4over6_e4m3_use_256="none"),
         lambda: recipes.NVFP4BlockScaling(nvfp4_4over6_err_mode="MSE"),
         lambda: recipes.NVFP4BlockScaling(fp4_format=recipes.Format.E4M3),
@@ -317,6 +321,40 @@ def test_every_field_of_mxfp8_has_an_effect():
     variants = [recipes.MXFP8BlockScaling(fp8_format=recipes.Format.HYBRID)]
     variants += [recipes.MXFP8BlockScaling(enable_2d_quantization=True)]
     assert len({slots, *(variant.slots() for variant in variants)}) == 3
+
+
+def test_which_tensors_go_to_4_or_6():
+    """TransformerEngine's names of tensors; gradients never do. GEMMs know the largest scales of their operands."""
+    make = functools.partial(recipes.NVFP4BlockScaling, disable_rht=True)
+    plain = make().slots()
+    seen = {plain}
+    for which, touched in (("weights", {"weight"}), ("activations", {"input"}), ("all", {"input", "weight"})):
+        for use_256 in ("none", "weights", "activations", "all"):
+            slots = make(nvfp4_4over6=which, nvfp4_4over6_e4m3_use_256=use_256).slots()
+            assert {
+                name for name in ("input", "weight", "grad_output") if getattr(slots, name).four_over_six
+            } == touched
+            maxima = {}
+            for name, tensor in (("input", "activations"), ("weight", "weights")):
+                maxima[name] = 256.0 if name in touched and use_256 in (tensor, "all") else 448.0
+                assert getattr(slots, name).scale_max == maxima[name]
+            assert slots.grad_output == plain.grad_output
+            assert slots.fprop.scale_maxima == (maxima["input"], maxima["weight"])
+            assert slots.dgrad.scale_maxima == (448.0, maxima["weight"])
+            assert slots.wgrad.scale_maxima == (448.0, maxima["input"])
+            assert recipes.Slots.from_text(slots.to_text()) == slots
+        other = make(nvfp4_4over6=which, nvfp4_4over6_err_mode="MSE").slots()
+        assert other not in seen and slots not in seen
+        seen |= {other, slots}
+
+
+def test_rows_of_activations_have_factors():
+    slots = recipes.NVFP4BlockScaling(disable_rht=True, row_scaled_activation=True).slots()
+    plain = recipes.NVFP4BlockScaling(disable_rht=True).slots()
+    assert slots == dataclasses.replace(plain, input=recipes.Quantizer("e2m1", scope="1x16", row_scaled=True))
+    for name in ("weight", "grad_output"):
+        with pytest.raises(errors.RecipeError, match="expected input alone"):
+            dataclasses.replace(plain, **{name: slots.input})
 
 
 def test_transforms_and_random_rounding_where_they_make_sense():

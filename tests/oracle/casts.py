@@ -100,7 +100,7 @@ def _cast(x: Tensor, scale: Tensor, quantizer: Quantizer) -> Tensor:
 def quantize(
     x: Tensor,  # (R, C)
     quantizer: Quantizer,
-    amax: float | None = None,  # of the tensor, where scales have two levels
+    amax: float | Tensor | None = None,  # of the tensor, or (R, 1) of its rows, where scales have two levels
     seed: int | None = None,  # of stochastic rounding
 ) -> tuple[Tensor, Tensor]:  # data (R, C padded) float64, scale_inv as `encode_scales` has them
     """Current scaling. ``x ~= data[:, :C] * spread(scale_inv)[:, :C]``."""
@@ -126,12 +126,19 @@ def tensor_amax(x: Tensor) -> float:
     return amaxes(x.float().reshape(1, -1))[0]
 
 
+def first_amax(x: Tensor, quantizer: Quantizer) -> float | Tensor | None:
+    """What the first of two levels follows from: of the tensor, or (R, 1) of its rows."""
+    if not microscaling.is_two_level(quantizer.scope):
+        return None
+    return torch.tensor(amaxes(x.float()), dtype=torch.float64)[:, None] if quantizer.row_scaled else tensor_amax(x)
+
+
 class Copy(NamedTuple):
     """An operand of a GEMM."""
 
     data: Tensor  # (R, C padded) float64
     scale_inv: Tensor
-    amax: float | None = None  # of the tensor, where scales have two levels
+    amax: float | Tensor | None = None  # of the tensor, or (R, 1) of its rows, where scales have two levels
 
 
 def copies(
@@ -146,7 +153,7 @@ def copies(
 
 
 def _copy(x: Tensor, quantizer: Quantizer, seed: int | None) -> Copy:
-    amax = tensor_amax(x) if microscaling.is_two_level(quantizer.scope) else None
+    amax = first_amax(x, quantizer)
     if quantizer.stochastic and seed is None:
         raise ValueError("a copy that is rounded stochastically wants a seed")
     return Copy(*quantize(x, quantizer, amax, seed if quantizer.stochastic else None), amax)
@@ -159,12 +166,12 @@ def product(
     gemm: Gemm,
 ) -> Tensor:  # (M, N) float64
     """What a GEMM makes of its operands."""
-    return scaled_mm(a.data, a.scale_inv, b.data, b.scale_inv, bias, gemm, alpha(a, b))
+    return scaled_mm(a.data, a.scale_inv, b.data, b.scale_inv, bias, gemm, alpha(a, b, gemm))
 
 
-def alpha(a: Copy, b: Copy) -> float | None:
+def alpha(a: Copy, b: Copy, gemm: Gemm) -> float | Tensor | None:
     """What multiplies the product, where scales have two levels."""
-    return None if a.amax is None or b.amax is None else microscaling.alpha(a.amax, b.amax)
+    return None if a.amax is None or b.amax is None else microscaling.alpha(a.amax, b.amax, gemm.scale_maxima)
 
 
 def dequantize(
@@ -183,7 +190,7 @@ def scaled_mm(
     b_scale_inv: Tensor,  # () or (N, 1), or of gemm.scopes[1]
     bias: Tensor | None = None,  # (N,)
     gemm: Gemm = _TENSOR,
-    alpha: float | None = None,
+    alpha: float | Tensor | None = None,
 ) -> Tensor:  # (M, N) float64
     """``alpha * (a * a_scale_inv) @ (b * b_scale_inv).T + bias``, scales outside where they do not change along K."""
     if gemm.blocked:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from te_inductor.recipes import Quantizer
-from te_inductor.recipes.formats import E2M1, E4M3, HADAMARD_SIGNS, SCOPES
+from te_inductor.recipes.formats import E2M1, HADAMARD_SIGNS, SCOPES
 from tests.oracle.elements import FP32_MAX, amaxes, fp32, padded, round_to_element
-from tests.oracle.nvfp4 import block_scales, tensor_encode_scale
+from tests.oracle.nvfp4 import block_scales, four_over_six, tensor_encode_scale
 
 _BLOCKS = {"1x32": (1, 32), "32x32": (32, 32), "1x16": (1, 16), "16x16": (16, 16)}
 _ALIGNMENT = 32
@@ -21,7 +21,7 @@ _ALIGNMENT = 32
 def quantize(
     x: Tensor,  # (R, C)
     quantizer: Quantizer,
-    amax: float | None = None,  # of the tensor, where scales have two levels
+    amax: float | Tensor | None = None,  # of the tensor, or (R, 1) of its rows, where scales have two levels
     seed: int | None = None,  # of stochastic rounding
 ) -> tuple[Tensor, Tensor]:  # data (R, C padded to 32) float64, scale_inv (scales,) float64, row by row of blocks
     """``x ~= data * spread(scale_inv)``, times ``amax / (6 * 448)`` where scales have two levels."""
@@ -29,11 +29,19 @@ def quantize(
     whole = padded(x.float(), 1 if high == 1 else _ALIGNMENT, _ALIGNMENT)
     down, across = whole.shape[0] // high, whole.shape[1] // wide
     blocks = whole.reshape(down, high, across, wide).transpose(1, 2).reshape(down * across, high * wide)
-    if amax is None:
-        pairs = [e8m0_scale(found, quantizer.format.max) for found in amaxes(blocks)]
+    found = amaxes(blocks)
+    # Of each block what has the first of both factors: the tensor, or the block's row.
+    whole_amaxes = amax.expand(-1, across).flatten().tolist() if isinstance(amax, Tensor) else [amax] * len(found)
+    if quantizer.four_over_six and amax is not None:
+        factor, scale_inv = four_over_six(
+            blocks.view(-1, high, wide).double(), found, whole_amaxes, quantizer.scale_max, quantizer.four_over_six
+        )
     else:
-        pairs = [two_level_scale(found, amax) for found in amaxes(blocks)]
-    factor, scale_inv = torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2).t()
+        pairs = [
+            e8m0_scale(each, quantizer.format.max) if of_all is None else two_level_scale(each, of_all)
+            for each, of_all in zip(found, whole_amaxes, strict=True)
+        ]
+        factor, scale_inv = torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2).t()
     product = (whole.double() * spread(factor, quantizer.scope, *whole.shape)).to(torch.float32).double()
     data = round_to_element(product, quantizer.format) if seed is None else round_stochastically(product, seed)
     if quantizer.format is E2M1:
@@ -116,9 +124,16 @@ def spread(
     return scale[torch.arange(rows)[:, None] // high * across + torch.arange(columns)[None, :] // wide]
 
 
-def alpha(a_amax: float, b_amax: float) -> float:
+def alpha(
+    a_amax: float | Tensor,  # or (M, 1)
+    b_amax: float | Tensor,  # or (N, 1)
+    scale_maxima: tuple[float, float],
+) -> float | Tensor:  # or of a shape that broadcasts to (M, N)
     """What multiplies the product of two operands with two-level scales."""
-    return fp32(fp32(a_amax * b_amax) * fp32(1 / (E4M3.max * E2M1.max) ** 2))
+    a_max, b_max = scale_maxima
+    a, b = (torch.as_tensor(each, dtype=torch.float64) for each in (a_amax, b_amax))
+    factor = ((a * b.t()).float().double() * fp32(1 / (E2M1.max**2 * a_max * b_max))).float().double()
+    return factor if factor.dim() else factor.item()
 
 
 def is_microscaled(scope: str) -> bool:

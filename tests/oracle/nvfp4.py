@@ -4,6 +4,7 @@ Source of the arithmetic: TransformerEngine, common/cast/nvfp4/core_nvfp4.cuh. H
 makes its block's scale NaN, and the tensor's scale is that of the other blocks.
 """
 
+import functools
 import math
 
 import torch
@@ -16,12 +17,13 @@ _LARGEST = E2M1.max * E4M3.max
 _SIXTH = fp32(1 / E2M1.max)
 
 
-def tensor_encode_scale(amax: float) -> float:
+@functools.cache
+def tensor_encode_scale(amax: float, largest: float = _LARGEST) -> float:
     """The fp32 factor that maps the tensor's amax to the largest product of a value and a block scale, 6 * 448; 1 where
     the amax is 0, inf or NaN."""
     if not (math.isfinite(amax) and amax > 0):
         return 1.0
-    return min(fp32(_LARGEST / amax), FP32_MAX)
+    return min(fp32(largest / amax), FP32_MAX)
 
 
 def block_scales(
@@ -33,6 +35,53 @@ def block_scales(
     scales = round_to_element((block_amaxes * factor).float().double(), E4M3)
     decode = (scales * fp32(1 / encode_scale)).float().double()
     return scales, (1 / decode).float().double().clamp(max=FP32_MAX)
+
+
+def four_over_six(
+    blocks: Tensor,  # (blocks, rows, 16) float64
+    amaxes: list[float],  # of the blocks
+    tensor_amaxes: list[float],  # of what has the first of both factors, for each block
+    scale_max: float,  # 448 or 256
+    metric: str,  # "MAE" or "MSE"
+) -> tuple[Tensor, Tensor]:  # what each block is multiplied with, and its scale, a value of E4M3; (blocks,) float64
+    """A block's amax goes to 6 or, with a scale 3/2 as large, to 4, whichever of both leaves the smaller error; to 6
+    where they are equal. The error is of each value times amax over ``6 * scale_max``: its magnitude or its square,
+    added from left to right, then the sums of rows that are 8, 4, 2 and 1 apart. Each operation is rounded to fp32.
+
+    Source: TransformerEngine, common/cast/nvfp4/quantize_4over6_nvfp4.cuh.
+    """
+    largest = E2M1.max * scale_max
+    amax, whole = (torch.tensor(each, dtype=torch.float64) for each in (amaxes, tensor_amaxes))
+    encode = torch.tensor([tensor_encode_scale(each, largest) for each in tensor_amaxes], dtype=torch.float64)
+    base = _fp32(_fp32(amax / E2M1.max) * encode)
+    found = []
+    for stretch in (1.5, 1.0):
+        scale = round_to_element(_fp32(base * stretch), E4M3)
+        factor = _fp32(1 / _fp32(scale * _fp32(1 / encode)))
+        factor = torch.where(factor < FP32_MAX, factor, FP32_MAX)
+        value = round_to_element(_fp32(blocks * factor[:, None, None]), E2M1)
+        value = torch.where(value.isnan(), E2M1.max, value)
+        back = _fp32(_fp32(value * scale[:, None, None] * whole[:, None, None]) / largest)
+        difference = _fp32(back - blocks)
+        each = difference.abs() if metric == "MAE" else _fp32(difference * difference)
+        found.append((_sum(each), factor, scale))
+    (error_of_4, factor_of_4, scale_of_4), (error_of_6, factor_of_6, scale_of_6) = found
+    four = error_of_4 < error_of_6
+    return torch.where(four, factor_of_4, factor_of_6), torch.where(four, scale_of_4, scale_of_6)
+
+
+def _sum(errors: Tensor) -> Tensor:  # (blocks, rows, 16) -> (blocks,)
+    total = torch.zeros(errors.shape[:2], dtype=torch.float64)
+    for column in errors.unbind(2):
+        total = _fp32(total + column)
+    while total.shape[1] > 1:
+        half = total.shape[1] // 2
+        total = _fp32(total[:, :half] + total[:, half:])
+    return total[:, 0]
+
+
+def _fp32(x: Tensor) -> Tensor:
+    return x.float().double()
 
 
 def quantize(

@@ -12,8 +12,10 @@ from te_inductor.recipes.formats import E2M1, E4M3, E8M0, HADAMARD, HADAMARD_SIG
 from te_inductor.runtime.microscaling import (
     FP32_MAX,
     INFINITY_CODE,
+    MAGNITUDES,
     NAN_CODE,
     SMALLEST_BITS,
+    STRETCH,
     THRESHOLDS,
     TWO_LEVEL_MAX,
     reciprocal,
@@ -81,17 +83,63 @@ def _quotient(numerator: float, denominator):
 
 
 def _two_level(amax, tensor_amax):
+    scale = _tensor_encode_scale(tensor_amax, TWO_LEVEL_MAX)
+    return _two_levels(prims.mul(amax, prims.mul(scale, _fp32(reciprocal(E2M1.max)))), scale)
+
+
+def four_over_six(amax, quantizer: Quantizer, tensor_amax):
+    """What `encode` finds, where a block's amax goes to 6 and where it goes to 4."""
+    scale = _tensor_encode_scale(tensor_amax, quantizer.two_level_max)
+    base = prims.mul(values.divide(amax, prims.constant(E2M1.max, torch.float64)), scale)
+    return _two_levels(base, scale), _two_levels(prims.mul(base, _fp32(STRETCH)), scale)
+
+
+def error(value, factor, scale_inv, quantizer: Quantizer, tensor_amax):
+    """How far a value comes to lie from itself. A square is rounded by its conversion, and so before it is added."""
+    size = values.from_bits(values.magnitude(value))
+    scaled, nearest = prims.mul(size, factor), _fp32(E2M1.max)
+    for (threshold, tie_is_below), below in reversed(tuple(zip(THRESHOLDS, MAGNITUDES, strict=False))):
+        below_it = (prims.le if tie_is_below else prims.lt)(scaled, _fp32(threshold))
+        nearest = prims.where(below_it, _fp32(below), nearest)
+    back = prims.mul(prims.mul(nearest, prims.to_dtype(scale_inv, torch.float32)), tensor_amax)
+    most = prims.constant(quantizer.two_level_max, torch.float64)
+    off = values.from_bits(values.magnitude(prims.sub(values.divide(back, most), size)))
+    if quantizer.four_over_six == "MAE":
+        return off
+    wide = prims.to_dtype(off, torch.float64)
+    return prims.to_dtype(prims.mul(wide, wide), torch.float32)
+
+
+def lesser(pairs, errors):
+    """scale_inv of the pair of `four_over_six` that leaves the lesser error, of 6 where they are equal."""
+    (six, four), (of_six, of_four) = ([prims.to_dtype(scale_inv, torch.float32) for _, scale_inv in pairs], errors)
+    return prims.to_dtype(prims.where(prims.lt(of_four, of_six), four, six), E4M3.dtype)
+
+
+def factor(scale_inv, quantizer: Quantizer, tensor_amax):
+    """What values are multiplied with before the cast, of a block with this scale_inv."""
+    return _factor(scale_inv, _tensor_encode_scale(tensor_amax, quantizer.two_level_max))
+
+
+def _tensor_encode_scale(tensor_amax, largest: float):
     zero, infinity, most = _fp32(0.0), _fp32(float("inf")), _fp32(FP32_MAX)
-    scale = _quotient(TWO_LEVEL_MAX, tensor_amax)
+    scale = _quotient(largest, tensor_amax)
     scale = prims.where(prims.lt(scale, most), scale, most)
     usable = prims.and_(prims.gt(tensor_amax, zero), prims.lt(tensor_amax, infinity))
-    scale = prims.where(usable, scale, _fp32(1.0))
-    scale_inv = prims.mul(amax, prims.mul(scale, _fp32(reciprocal(E2M1.max))))
+    return prims.where(usable, scale, _fp32(1.0))
+
+
+def _two_levels(scale_inv, scale):
+    """Both of a block whose scale_inv is yet to be rounded."""
     scale_inv = prims.where(prims.gt(scale_inv, _fp32(E4M3.max)), _fp32(E4M3.max), scale_inv)
     scale_inv = prims.to_dtype(scale_inv, E4M3.dtype)
-    decode = prims.mul(prims.to_dtype(scale_inv, torch.float32), _quotient(1.0, scale))
+    return _factor(scale_inv, scale), scale_inv
+
+
+def _factor(scale_inv, scale):
+    most, decode = _fp32(FP32_MAX), prims.mul(prims.to_dtype(scale_inv, torch.float32), _quotient(1.0, scale))
     factor = _quotient(1.0, decode)
-    return prims.where(prims.lt(factor, most), factor, most), scale_inv
+    return prims.where(prims.lt(factor, most), factor, most)
 
 
 def cast_e2m1(value, random=None):

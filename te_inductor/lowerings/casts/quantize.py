@@ -192,9 +192,9 @@ def hadamard(x: ir.TensorBox) -> ir.TensorBox:
 
 
 @lowering(ops.tensor_amax)
-def tensor_amax(x: ir.TensorBox) -> ir.TensorBox:
+def tensor_amax(x: ir.TensorBox, of_rows: bool = False) -> ir.TensorBox:
     """Infinite where x overflows fp16: Note [Overflow stays visible] in values.py."""
-    amax = _amax_of_tensor(x)
+    amax = _amax_of_rows([x]) if of_rows else _amax_of_tensor(x)
     if x.get_dtype() == torch.float16:
         amax = overflowing(amax)
     amax.realize()

@@ -30,7 +30,7 @@ def scaled_mm(
     bias: ir.TensorBox | None,
     gemm: Gemm,
     out_dtype: torch.dtype,
-    alpha: ir.TensorBox | None = None,  # ()
+    alpha: ir.TensorBox | None = None,  # (), (M, 1) or (1, N)
     added: ir.TensorBox | None = None,  # (M, N), of out_dtype
 ) -> ir.TensorBox:
     if added is not None:
@@ -135,7 +135,8 @@ def _emulated(a, a_scale, b, b_scale, bias, gemm, out_dtype, alpha):  # type: ig
 
 
 def _native(a, a_scale, b, b_scale, bias, gemm, out_dtype, alpha):  # type: ignore[no-untyped-def]
-    measured = microscaled_mm.measured(a, a_scale, b, b_scale, bias, gemm, out_dtype, alpha)
+    one_factor = alpha is None or not alpha.get_size()  # as those kernels take it
+    measured = microscaled_mm.measured(a, a_scale, b, b_scale, bias, gemm, out_dtype, alpha) if one_factor else None
     if measured is not None:
         return measured
     if alpha is None:

@@ -49,6 +49,8 @@ def refusal(
     `written` is the memory that it writes."""
     if slots.weight.scope not in SCOPES:
         return Refusal("copies with scales of %s are not kept", slots.weight.scope)
+    if slots.weight.four_over_six and value(match.weight).device.type == "cuda":
+        return Refusal("the kernel that keeps copies does not choose between 4 and 6")
     if not bodies.reaches(match.node.graph):
         return Refusal("inside a control-flow body, which kept copies do not reach")
     node = bodies.outer(match.weight)
