@@ -27,7 +27,6 @@ EXECUTED = [README, *sorted((ROOT / "docs" / "guides").glob("*.md"))]
 NEEDS = {"gpu": False} | {name: find_spec(name) is not None for name in ("matplotlib", "transformers")}
 
 WIDTH = 120
-REWRITTEN = {"architecture.md"}  # pages whose lines are not wrapped yet
 FENCE = re.compile(r"^```(?P<info>[^\n`]*)\n(?P<text>.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
 
 
@@ -74,8 +73,6 @@ def run(page: str, path: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_lines_are_short(page):
-    if page.name in REWRITTEN:
-        pytest.xfail("this page is being rewritten")
     assert long_lines(page.read_text()) == []
 
 
