@@ -124,7 +124,7 @@ def _inductor(options: Options, name: str | None) -> Callable[[fx.GraphModule, S
 
     def compile(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         try:
-            with flops.weighed(), compat.saving_what_is_cut():
+            with flops.weighed(), compat.saving_a_minimum_cut():
                 return compat.compile_fx(gm, inputs, patches, wrap_inner, name)  # type: ignore[no-any-return]
         except Exception as error:
             if not _is_of_files(error):

@@ -102,7 +102,7 @@ MUTATIONS = [
         "a kept weight that has changed is not cast again",
         "if not torch.equal(look.kept.seen, found):",
         "if not look.kept.seen.any():",
-        ("tests/backend/test_kept_weights.py",),
+        ("tests/backend/test_cached_weights.py",),
     ),
     Mutation(
         "an optimizer steps while weight gradients wait",
@@ -183,7 +183,7 @@ MUTATIONS = [
         "a kernel that starts early does not wait",
         "    inside = m[:, None] < M\n    if ASSEMBLY:\n        tl.extra.cuda.gdc_wait()\n    y = ",
         "    inside = m[:, None] < M\n    y = ",
-        ("tests/offline/test_few_rows.py",),
+        ("tests/offline/test_small_m.py",),
     ),
 ]
 

@@ -21,7 +21,7 @@ from te_inductor.compat.dynamo import (
 )
 from te_inductor.compat.exporting import before_export
 from te_inductor.compat.inductor import autotune, compile_fx, side_by_side, size_hint
-from te_inductor.compat.partitioner import let_marks_be_saved, saving_what_is_cut
+from te_inductor.compat.partitioner import let_marks_be_saved, saving_a_minimum_cut
 from te_inductor.compat.patches import PATCHES, Patch, patch
 from te_inductor.compat.wrappers import (
     Gathered,
@@ -55,7 +55,7 @@ __all__ = [
     "options_of_compiled",
     "patch",
     "register_constant",
-    "saving_what_is_cut",
+    "saving_a_minimum_cut",
     "side_by_side",
     "size_hint",
     "traced_beside",

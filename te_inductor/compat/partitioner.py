@@ -28,7 +28,7 @@ def let_marks_be_saved(joint_graph: torch.fx.Graph) -> None:
 
 
 @contextmanager
-def saving_what_is_cut() -> Iterator[None]:
+def saving_a_minimum_cut() -> Iterator[None]:
     """Have torch's partitioner save one of its minimum cuts under every budget between 0 and 1: of a list that is
     marked as MUST_SAVE its tensors. Before 2.14, where a graph leaves nothing to weigh, it saves inputs and marked
     nodes as they are, a list as such, or, where an input is a size, not at all (pytorch/pytorch#188014). The last cut

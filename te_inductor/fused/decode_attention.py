@@ -66,7 +66,7 @@ def _emit(graph: fx.Graph, found: Attention) -> fx.Node:
     if keep is not None:
         keep = _call(graph, aten.reshape.default, keep, [_value(keep).numel()])
         keep = _call(graph, aten.bitwise_not.default, keep) if found.drops else keep
-    return _call(graph, attention.few_queries, found.q, found.k, found.v, keep, found.scale)
+    return _call(graph, attention.decode_attention, found.q, found.k, found.v, keep, found.scale)
 
 
 def _call(graph: fx.Graph, op: Any, *args: Any) -> fx.Node:
@@ -164,7 +164,7 @@ def _lower(q, k, v, keep, scale):  # type: ignore[no-untyped-def]
     for given in (q, k, v, keep):
         if given is not None:
             given.realize()
-    return fallback_handler(attention.few_queries, add_to_fallback_set=False)(q, k, v, keep, scale)
+    return fallback_handler(attention.decode_attention, add_to_fallback_set=False)(q, k, v, keep, scale)
 
 
-KERNEL = FusedKernel((POST_GRAD,), fold, attention.few_queries, _lower)
+KERNEL = FusedKernel((POST_GRAD,), fold, attention.decode_attention, _lower)

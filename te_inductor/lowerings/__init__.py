@@ -21,7 +21,7 @@ def install(fallback: str = "warn") -> Callable[[Callable[..., Any]], Callable[.
     from te_inductor.lowerings import decode
     from te_inductor.lowerings.casts import quantize  # noqa: F401
     from te_inductor.lowerings.codegen.choices import Choices
-    from te_inductor.lowerings.codegen.programmatic_launch import EarlyKernel
+    from te_inductor.lowerings.codegen.programmatic_launch import DependentLaunchKernel
     from te_inductor.lowerings.gemm import (  # noqa: F401
         deferred_wgrads,
         main_grads,
@@ -36,7 +36,7 @@ def install(fallback: str = "warn") -> Callable[[Callable[..., Any]], Callable[.
 
     def wrap(inner_compile: Callable[..., Any]) -> Callable[..., Any]:
         def compile_graph(*args: Any, **kwargs: Any) -> Any:
-            kernels = compat.patch("torch._inductor.codegen.triton.TritonScheduling.kernel_type", EarlyKernel)
+            kernels = compat.patch("torch._inductor.codegen.triton.TritonScheduling.kernel_type", DependentLaunchKernel)
             with kernels, decode.replaced(), V.set_choices_handler(Choices(V.choices)):
                 return compile_guarded(inner_compile, fallback, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Attention of few queries, as a step of generation has it, as one op: `few_queries.py` finds it in a graph."""
+"""Attention of few queries, as a step of generation has it, as one op: fused/decode_attention.py finds it in a graph."""
 
 import torch
 from torch import Tensor
@@ -24,8 +24,8 @@ def plain(
     return (scores.softmax(-1) @ v.float()).to(q.dtype)
 
 
-few_queries = define(
-    "few_queries(Tensor q, Tensor k, Tensor v, Tensor? keep, float scale) -> Tensor",
+decode_attention = define(
+    "decode_attention(Tensor q, Tensor k, Tensor v, Tensor? keep, float scale) -> Tensor",
     plain,
     lambda q, k, v, keep, scale: q.new_empty(q.shape),
 )

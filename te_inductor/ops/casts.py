@@ -158,7 +158,7 @@ class Copy:
 
 
 @dataclass(frozen=True)
-class Known:
+class ScalePair:
     """What delayed scaling knows of a tensor before it sees it: the scale it is cast with, and the reciprocal."""
 
     scale: Tensor  # ()
@@ -169,7 +169,7 @@ def copies(
     pieces: Sequence[Tensor],
     dim: int,
     quantizer: Quantizer,
-    known: Known | None,
+    known: ScalePair | None,
     *,
     rowwise: bool = True,
     columnwise: bool,

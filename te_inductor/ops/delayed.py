@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from te_inductor.compat import constant_type_name
-from te_inductor.ops.casts import Known, current_scale, tensor_amax
+from te_inductor.ops.casts import ScalePair, current_scale, tensor_amax
 from te_inductor.ops.definition import define
 from te_inductor.recipes import Quantizer
 from te_inductor.recipes.delayed import DelayedScaling, ScaleUpdate
@@ -37,28 +37,30 @@ update_scales = define(
 
 
 @dataclass(frozen=True)
-class Step:
+class DelayedScales:
     """What delayed scaling brings to one call: tensors of the step, and where the backward records. In a first step no
     scale is known, and `first` says how each tensor's follows from its own amax: Note [A first step]."""
 
-    input: Known | None = None
-    weight: Known | None = None
-    grad_output: Known | None = None  # in training, as the rest
+    input: ScalePair | None = None
+    weight: ScalePair | None = None
+    grad_output: ScalePair | None = None  # in training, as the rest
     token: Tensor | None = None  # what `delayed_step` returned
     grad_amax: Tensor | None = None  # ()
     first: DelayedScaling | None = None
 
-    def known(self, slot: str, pieces: Sequence[Tensor], quantizer: Quantizer) -> Known | None:
+    def known(self, slot: str, pieces: Sequence[Tensor], quantizer: Quantizer) -> ScalePair | None:
         """What the pieces, which share a scale, are cast with."""
         if self.first is None:
             return getattr(self, slot)  # type: ignore[no-any-return]
         if self.first.scaling_factor_compute_algo is None:
             scale, scale_inv = current_scale(pieces, quantizer)
             headroom = 2.0**self.first.margin
-            return Known(scale / headroom, scale_inv * headroom) if self.first.margin else Known(scale, scale_inv)
+            return (
+                ScalePair(scale / headroom, scale_inv * headroom) if self.first.margin else ScalePair(scale, scale_inv)
+            )
         amaxes = torch.stack([tensor_amax(piece) for piece in pieces]).amax(0, keepdim=True)
         scale = delayed.scale_of(amaxes, torch.ones_like(amaxes), ScaleUpdate(self.first, quantizer.element)).squeeze(0)
-        return Known(scale, scale.reciprocal())
+        return ScalePair(scale, scale.reciprocal())
 
 
 class _DelayedStep(torch.autograd.Function):

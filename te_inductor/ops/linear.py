@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from te_inductor.compat import constant_type_name
-from te_inductor.ops.casts import Copy, Known, copies
+from te_inductor.ops.casts import Copy, ScalePair, copies
 from te_inductor.ops.definition import define
-from te_inductor.ops.delayed import Step, record_amax
+from te_inductor.ops.delayed import DelayedScales, record_amax
 from te_inductor.ops.gemm import accumulate_wgrad, defer_wgrad, operands_of, product
 from te_inductor.recipes import Quantizer, Slots
 from te_inductor.recipes.delayed import DelayedScaling
@@ -21,7 +21,7 @@ _SLOTS = constant_type_name(Slots)
 
 
 def _weight_copies(
-    weights: Sequence[Tensor], quantizer: Quantizer, known: Known | None, kept: Sequence[Tensor], columnwise: bool
+    weights: Sequence[Tensor], quantizer: Quantizer, known: ScalePair | None, kept: Sequence[Tensor], columnwise: bool
 ) -> tuple[Copy | None, Copy | None]:
     """A weight's copies: those that are kept, and what else is asked for."""
     if not kept:
@@ -45,7 +45,7 @@ class Linears(Operation):
     slots: Slots
     out_dtype: torch.dtype
     count: int = 1
-    step: Step | None = None
+    step: DelayedScales | None = None
     kept: Sequence[Tensor] = ()
     main_grads: Sequence[Tensor] = ()  # fp32 totals, one a weight, that take the weights' gradients
     tickets: Sequence[Tensor] = ()  # of the weights, one each, whose gradients wait
@@ -131,15 +131,15 @@ def trace_linears(
     known: Sequence[Tensor] | None = None,  # scale, scale_inv of each slot, all of (); None: computed from the tensors
     token: Tensor | None = None,  # what `delayed_step` returned
     grad_amax: Tensor | None = None,  # (), where the backward records the gradients' amax
-    kept: Sequence[Tensor] | None = None,  # the weights' copies, as `Kept.taken` has them
+    kept: Sequence[Tensor] | None = None,  # the weights' copies, as `CachedWeight.taken` has them
     main_grads: Sequence[Tensor] | None = None,  # each (N, K) fp32: what a weight's gradient is added to
     tickets: Sequence[Tensor] | None = None,  # each () int64: of weights whose gradients wait for `backward_dw`
 ) -> list[Tensor]:  # each (..., N)
     """``x @ weight.T + bias`` for each weight, the operands of all three GEMMs in the low precision of `slots`. Several
     weights, each with a multiple of 16 rows, share their scale, as their gradients do, and each of their GEMMs is
     one."""
-    pairs = [] if known is None else [Known(*pair) for pair in zip(known[::2], known[1::2], strict=True)]
-    step = Step(*pairs, *([token, grad_amax] if len(pairs) > 2 else [])) if pairs else None  # type: ignore[arg-type]
+    pairs = [] if known is None else [ScalePair(*pair) for pair in zip(known[::2], known[1::2], strict=True)]
+    step = DelayedScales(*pairs, *([token, grad_amax] if len(pairs) > 2 else [])) if pairs else None  # type: ignore[arg-type]
     layers = Linears(slots, out_dtype, len(weights), step, kept or (), main_grads or (), tickets or ())
     return _layers(layers, x, token, weights, biases)
 
@@ -159,7 +159,7 @@ def trace_first_linears(
     """The same under delayed scaling, in a step in which some quantizer of the graph has no history: each tensor's
     scale follows from its own amax, and kept copies, which have the state's scale, are not read. Note [A first
     step]."""
-    step = Step(token=token, grad_amax=grad_amax, first=recipe)
+    step = DelayedScales(token=token, grad_amax=grad_amax, first=recipe)
     layers = Linears(slots, out_dtype, len(weights), step, (), main_grads or (), tickets or ())
     return _layers(layers, x, token, weights, biases)
 

@@ -22,14 +22,14 @@ OPS = {
 }
 # The name of one of OPS, and its operands: an int is an earlier value, 0 what comes in and n the result of step n; a
 # float is a number.
-Step = tuple[str | int | float, ...]
+PointwiseStep = tuple[str | int | float, ...]
 
 
 @constant
 class Activation(Constant):
     """A function of one fp32 number, the last step's result; without steps the number itself."""
 
-    steps: tuple[Step, ...] = ()
+    steps: tuple[PointwiseStep, ...] = ()
 
     def of(self, x: Tensor) -> Tensor:
         """In fp32, nothing rounded between two steps, as generated code computes it."""
@@ -41,7 +41,7 @@ class Gating(Constant):
     """Two functions of three fp32 numbers: the gradients of a gated activation's inputs, ``act(gate) * up``, of that of
     its output (value 0), of gate and of up (1 and 2); the first step's result is value 3."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[PointwiseStep, ...]
     results: tuple[int, int]  # which values they are
 
     def of(self, *given: Tensor) -> list[Tensor]:
@@ -50,12 +50,14 @@ class Gating(Constant):
         return [values[result] for result in self.results]
 
 
-def evaluate(steps: tuple[Step, ...], x: Any, functions: Mapping[str, Callable[..., Any]]) -> Any:
+def evaluate(steps: tuple[PointwiseStep, ...], x: Any, functions: Mapping[str, Callable[..., Any]]) -> Any:
     """`steps` on whatever `functions` compute with."""
     return values_of(steps, [x], functions)[-1]
 
 
-def values_of(steps: tuple[Step, ...], given: Sequence[Any], functions: Mapping[str, Callable[..., Any]]) -> list[Any]:
+def values_of(
+    steps: tuple[PointwiseStep, ...], given: Sequence[Any], functions: Mapping[str, Callable[..., Any]]
+) -> list[Any]:
     """What is given, and the result of each step."""
     values = list(given)
     for name, *operands in steps:

@@ -1,4 +1,4 @@
-"""Kept copies of weights as inputs of a compiled graph: found by the parameters that a call brings, as the state of
+"""Cached copies of weights as inputs of a compiled graph: found by the parameters that a call brings, as the state of
 delayed scaling is (`state_inputs.py`), and made to be those of the parameters' values before the graph runs."""
 
 import traceback
@@ -12,18 +12,18 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from te_inductor.diagnostics import say
 from te_inductor.runtime import cached_weights
-from te_inductor.runtime.cached_weights import Kept, Look, Spec, kept_of
+from te_inductor.runtime.cached_weights import CachedWeight, FreshnessCheck, Spec, cached_of
 from te_inductor.runtime.extra_inputs import Call, ExtraInputs
 from te_inductor.runtime.state_inputs import StateInput, StateInputs
 from te_inductor.runtime.tensor_groups import TensorGroups
 
-Refresh = Callable[[Sequence[Look]], None]
+Refresh = Callable[[Sequence[FreshnessCheck]], None]
 _BACKWARD, _VIEWS = "CompiledFunctionBackward", 4  # AOTAutograd's node; how many views at most are before it
 _AGAIN = "te_inductor_look_again"  # in such a node's metadata
 
 
 @dataclass
-class KeptInput:
+class CachedInput:
     """The copies of one GEMM's weight."""
 
     parameters: Sequence[int | str]  # places among the graph's inputs, or names where the graph holds them
@@ -35,7 +35,7 @@ class KeptInput:
 
 @dataclass
 class _Found:
-    kept: list[Kept]
+    kept: list[CachedWeight]
     tensors: list[Tensor]
     refresh: "_Refreshers"
     again: "_Refreshers"  # of backwards, which record no amax: what they remember is something else
@@ -44,11 +44,13 @@ class _Found:
 class _Refreshers:
     """One for each device."""
 
-    def __init__(self, refresh_on: Callable[[torch.device], Refresh], kept: Sequence[Kept], fallback: str) -> None:
+    def __init__(
+        self, refresh_on: Callable[[torch.device], Refresh], kept: Sequence[CachedWeight], fallback: str
+    ) -> None:
         self._on = {device: refresh_on(device) for device in dict.fromkeys(one.seen.device for one in kept)}
         self._fallback = fallback
 
-    def look(self, looks: Sequence[Look]) -> None:
+    def look(self, looks: Sequence[FreshnessCheck]) -> None:
         try:
             for look in looks:
                 look.kept.note(look.weights)
@@ -58,7 +60,7 @@ class _Refreshers:
             _forget(looks)
             raise
 
-    def _refresh(self, device: torch.device, looks: Sequence[Look]) -> None:
+    def _refresh(self, device: torch.device, looks: Sequence[FreshnessCheck]) -> None:
         """By plain torch from then on where a kernel does not compile. Copies are made whole, and an amax that was
         recorded is the same one."""
         try:
@@ -76,21 +78,21 @@ class _Refreshers:
             )
 
 
-def _forget(looks: Sequence[Look]) -> None:
+def _forget(looks: Sequence[FreshnessCheck]) -> None:
     """What their copies were made of."""
     for look in looks:
         look.kept.seen.data.zero_()
 
 
 @dataclass
-class KeptInputs(ExtraInputs):
+class CachedInputs(ExtraInputs):
     """All kept weights of a graph, in the order of its inputs."""
 
-    prefix: ClassVar[str] = "te_kept_"
+    prefix: ClassVar[str] = "te_cached_"
     refresh_on: Callable[[torch.device], Refresh]
     fallback: str = "warn"  # options["fallback"]
     held: Mapping[str, Tensor] = field(default_factory=dict)  # parameters that the graph holds
-    weights: list[KeptInput] = field(default_factory=list)
+    weights: list[CachedInput] = field(default_factory=list)
     examples: list[Tensor] = field(default_factory=list)  # fake tensors, one an input
     _found: TensorGroups[_Found] = field(default_factory=TensorGroups)  # by the parameters
 
@@ -101,14 +103,14 @@ class KeptInputs(ExtraInputs):
             found = self._of(parameters)
             if isinstance(parameters[0][0], FakeTensor):
                 return found.tensors
-            looks: dict[Kept, Look] = {}
+            looks: dict[CachedWeight, FreshnessCheck] = {}
             for weight, kept, mine in zip(self.weights, found.kept, parameters, strict=True):
                 scaling = StateInputs.scaling(weight.state, call.state) if weight.state else None
                 scale, amax = (scaling.scale, scaling.amax if weight.records else None) if scaling else (None, None)
                 if amax is not None or kept not in looks:  # of a parameter that several sites read there is one look
-                    looks[kept] = Look(kept, mine, scale, amax)
+                    looks[kept] = FreshnessCheck(kept, mine, scale, amax)
             found.refresh.look(list(looks.values()))
-            call.behind.append(LookAgain(list(looks.values()), found.again).before_backward)
+            call.behind.append(CheckAgain(list(looks.values()), found.again).before_backward)
             return found.tensors
 
     def _parameter(self, place: int | str, inputs: Sequence[Any]) -> Tensor:
@@ -118,7 +120,7 @@ class KeptInputs(ExtraInputs):
         flat = [parameter for group in parameters for parameter in group]
         found = self._found.get(flat)
         if found is None:
-            kept = [kept_of(w.spec, group, w.columns) for w, group in zip(self.weights, parameters, strict=True)]
+            kept = [cached_of(w.spec, group, w.columns) for w, group in zip(self.weights, parameters, strict=True)]
             tensors = [t for one, w in zip(kept, self.weights, strict=True) for t in one.taken(w.columns)]
             refreshers = (_Refreshers(self.refresh_on, kept, self.fallback) for _ in range(2))
             found = _Found(kept, tensors, *refreshers)
@@ -126,10 +128,10 @@ class KeptInputs(ExtraInputs):
         return found
 
 
-class LookAgain:
+class CheckAgain:
     """What a call's backward does first where another look came behind: `Note [A weight that has not changed]`."""
 
-    def __init__(self, looks: Sequence[Look], refreshers: _Refreshers) -> None:
+    def __init__(self, looks: Sequence[FreshnessCheck], refreshers: _Refreshers) -> None:
         self._looks = [look._replace(amax=None) for look in looks]
         self._counts = [look.kept.looks for look in looks]
         self._refreshers = refreshers

@@ -68,7 +68,7 @@ class Spec(NamedTuple):
 
 
 @dataclass(eq=False)
-class Kept:
+class CachedWeight:
     """The copies of one weight (N, K), of one or several parameters. On which all is in place: compiled graphs and CUDA
     graphs hold these tensors."""
 
@@ -119,10 +119,10 @@ class Kept:
         self.looks += 1
 
 
-class Look(NamedTuple):
+class FreshnessCheck(NamedTuple):
     """One weight before a call."""
 
-    kept: Kept
+    kept: CachedWeight
     weights: Sequence[Tensor]  # its parameters
     scale: Tensor | None = None  # () fp32, given by delayed scaling
     amax: Tensor | None = None  # () fp32, where delayed scaling is to record the weight's
@@ -150,21 +150,21 @@ def _empty(quantizer: Quantizer, shape: tuple[int, int], like: Tensor) -> tuple[
     return data, like.new_ones(scope.scale_shape(*shape), dtype=scope.scale.dtype)
 
 
-def new(spec: Spec, weights: Sequence[Tensor]) -> Kept:
+def new(spec: Spec, weights: Sequence[Tensor]) -> CachedWeight:
     """Copies that are yet to be made. Outside of inference mode: a training step may be the next to write them."""
     with torch.inference_mode(False), torch.no_grad():
         like, sizes = weights[0].detach(), tuple((int(w.shape[0]), int(w.shape[1])) for w in weights)
         tensors = _empty(spec.quantizer, weight_shape(spec, sizes), like)
         amax = like.new_zeros((), dtype=torch.float32) if spec.quantizer.granularity.two_level else None
         marks = sum(math.prod(tiles(size)) for size in sizes) if is_tiled(spec) else 1
-        return Kept(spec, sizes, like.dtype, *tensors, like.new_zeros(marks, dtype=torch.int64), amax=amax)
+        return CachedWeight(spec, sizes, like.dtype, *tensors, like.new_zeros(marks, dtype=torch.int64), amax=amax)
 
 
-_kept: TensorGroups[dict[Spec, Kept]] = TensorGroups()  # by the parameters
+_kept: TensorGroups[dict[Spec, CachedWeight]] = TensorGroups()  # by the parameters
 LOCK = threading.RLock()  # two threads may call one model
 
 
-def kept_of(spec: Spec, weights: Sequence[Tensor], columns: bool) -> Kept:
+def cached_of(spec: Spec, weights: Sequence[Tensor], columns: bool) -> CachedWeight:
     """Those of these parameters, whichever graph asks."""
     mine = _kept.get(weights)
     if mine is None:
@@ -184,7 +184,7 @@ def forget() -> None:
 
 
 @torch.no_grad()
-def refresh(looks: Sequence[Look]) -> None:
+def refresh(looks: Sequence[FreshnessCheck]) -> None:
     """Look at the weights, in plain torch, and make what is stale anew."""
     for look in looks:
         # The same memory, so that autograd learns of changes from `note` alone, as on a GPU.
@@ -197,7 +197,7 @@ def refresh(looks: Sequence[Look]) -> None:
             delayed.record_amax(pieces, look.amax)
 
 
-def _make(kept: Kept, pieces: list[Tensor], scale: Tensor | None) -> None:
+def _make(kept: CachedWeight, pieces: list[Tensor], scale: Tensor | None) -> None:
     quantizer = kept.spec.quantizer
     w = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
     w = w.t() if kept.spec.transposed else w

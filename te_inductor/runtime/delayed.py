@@ -32,7 +32,7 @@ def record_amax(pieces: list[Tensor], amax: Tensor) -> None:
     """Raise `amax` to the largest magnitude of all pieces; NaN if one of them has one."""
     for x in pieces:
         if x.numel():
-            _unseen(amax).copy_(torch.maximum(amax, x.abs().amax().float()))
+            _without_version(amax).copy_(torch.maximum(amax, x.abs().amax().float()))
 
 
 def update_scales(
@@ -57,9 +57,11 @@ def update_scales(
     scale = scale_of(_chosen_amax(history, recipe.amax_compute_algo), old, update)
     rolled = torch.cat([torch.zeros_like(history[:, :1]), history[:, 2:], history[:, :1]], 1)[:, : history.shape[1]]
     rest = torch.cat([torch.zeros_like(history[:, :1]), history[:, 1:]], 1)
-    torch._foreach_copy_(list(map(_unseen, histories)), list(torch.where(seen.unsqueeze(1), rolled, rest).unbind()))
-    torch._foreach_copy_(list(map(_unseen, scales)), list(scale.unbind()))
-    torch._foreach_zero_(list(map(_unseen, amaxes)))
+    torch._foreach_copy_(
+        list(map(_without_version, histories)), list(torch.where(seen.unsqueeze(1), rolled, rest).unbind())
+    )
+    torch._foreach_copy_(list(map(_without_version, scales)), list(scale.unbind()))
+    torch._foreach_zero_(list(map(_without_version, amaxes)))
 
 
 def scale_of(
@@ -76,7 +78,7 @@ def scale_of(
     return torch.where(usable, scale.clamp(FP32_TINY, FP32_MAX), old)
 
 
-def _unseen(state: Tensor) -> Tensor:
+def _without_version(state: Tensor) -> Tensor:
     """The same memory, so that autograd does not see it change: the backwards of two microbatches each hold the
     gradients' state, and the first one's update must not invalidate the second."""
     return state.data

@@ -43,9 +43,9 @@ class ScalingState:
         return {"amax": self.amax, "scale": self.scale, "history": self.history}
 
     @property
-    def unseen(self) -> bool:
+    def lacks_history(self) -> bool:
         """Whether no step was ever recorded, nor anything loaded."""
-        return not isinstance(self.scale, FakeTensor) and _is_unseen(self.save())
+        return not isinstance(self.scale, FakeTensor) and _lacks_history(self.save())
 
     @property
     def is_fake(self) -> bool:
@@ -62,7 +62,7 @@ class ScalingState:
         """In place: compiled graphs and CUDA graphs hold these tensors."""
         global _moves
         _moves += self.has_history  # which it may have no more: calls look again
-        self.has_history, self.recordings, self.asked = not _is_unseen(saved), 0, 0
+        self.has_history, self.recordings, self.asked = not _lacks_history(saved), 0, 0
         if "scale" in saved:
             self.scale.copy_(saved["scale"])
         if "amax_history" in saved:
@@ -79,15 +79,15 @@ class ScalingState:
 
     def join(self, saved: Mapping[str, Tensor]) -> None:
         """As if this quantizer had also seen what another one saw, whose state this is."""
-        if self.unseen:
+        if self.lacks_history:
             self.load(saved)
-        elif not _is_unseen(saved):
+        elif not _lacks_history(saved):
             own = self.save()
             joins = {"scale": torch.minimum, "amax_history": torch.fmax}
             self.load({name: joins[name](own[name], value.to(own[name].device)) for name, value in saved.items()})
 
 
-def _is_unseen(saved: Mapping[str, Tensor]) -> bool:
+def _lacks_history(saved: Mapping[str, Tensor]) -> bool:
     return all(bool((value == 1 if name == "scale" else value == 0).all()) for name, value in saved.items())
 
 
@@ -166,7 +166,7 @@ def has_history(parameter: Tensor, recipe: DelayedScaling) -> bool:
     has."""
     waiting = _loaded.get(parameter)
     if waiting:
-        return not any(map(_is_unseen, waiting.values()))
+        return not any(map(_lacks_history, waiting.values()))
     states = [state for key, state in _states.get(parameter, {}).items() if key.recipe == recipe]
     return bool(states) and all(state.has_history for state in states)
 

@@ -82,7 +82,7 @@ def attention(device):
     from te_inductor.templates.triton import decode_attention  # noqa: F401
 
     q, k, v = on(device, 2, 4, 64), on(device, 2, 64, 300), on(device, 2, 300, 64)
-    return lambda *given: ops_attention.few_queries(*given, None, 0.125), (q, k, v)
+    return lambda *given: ops_attention.decode_attention(*given, None, 0.125), (q, k, v)
 
 
 def scaled_mm(device):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from te_inductor.recipes import DelayedScaling, Quantizer
 from te_inductor.runtime import cached_weights
-from te_inductor.runtime.cached_weights import Kept, Look, Spec, is_tiled, new
+from te_inductor.runtime.cached_weights import CachedWeight, FreshnessCheck, Spec, is_tiled, new
 from te_inductor.templates.triton import cached_weights as kernels
 from tests.offline.interpret import mend_conversions
 
@@ -27,14 +27,14 @@ QUANTIZERS = [
 ]
 
 
-def made(spec: Spec, weights: list[Tensor], columns: bool) -> Kept:
+def made(spec: Spec, weights: list[Tensor], columns: bool) -> CachedWeight:
     kept = new(spec, weights)
     if columns:
         kept.want_columns()
     return kept
 
 
-def same(kept: Kept, expected: Kept) -> bool:
+def same(kept: CachedWeight, expected: CachedWeight) -> bool:
     """Bit for bit, but for which NaN a value or an amax is."""
     return all(
         torch.equal(one_nan(a).reshape(-1).view(torch.uint8), one_nan(b).reshape(-1).view(torch.uint8))
@@ -68,10 +68,10 @@ def check(quantizer: Quantizer, dtype: torch.dtype, known: bool = False) -> None
     amaxes, others = ([torch.tensor(float(i)) for i in range(len(weights))] for _ in range(2))
     device = kernels.OnDevice()
 
-    def looks(kept: list[Kept], amaxes: list[Tensor]) -> list[Look]:
+    def looks(kept: list[CachedWeight], amaxes: list[Tensor]) -> list[FreshnessCheck]:
         if not known:
-            return list(map(Look, kept, weights))
-        return list(map(Look, kept, weights, scales, [*amaxes[:-1], None]))
+            return list(map(FreshnessCheck, kept, weights))
+        return list(map(FreshnessCheck, kept, weights, scales, [*amaxes[:-1], None]))
 
     def agree() -> None:
         device.run(looks(kept, amaxes))

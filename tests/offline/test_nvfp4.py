@@ -392,7 +392,7 @@ def test_generated_attention():
     code = generate("decode_attention_nvfp4", 90)
     [source] = code.sources
     assert "extern_kernels.bmm" not in source and "softmax" not in source
-    [call] = re.findall(r"few_queries\.default\((.*)\)", source)
+    [call] = re.findall(r"decode_attention\.default\((.*)\)", source)
     assert call.count("(131072, 1, 128)") == 1 and call.count("(131072, 128, 1)") == 1  # keys turned, no copy of them
     names = [kernel.name for kernel in code.kernels]
     assert len(names) == 3 and all("argmax" in name for name in names[1:]), names

@@ -30,7 +30,7 @@ from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
 from te_inductor import compat
 from te_inductor.lowerings.casts import microscaling, values
-from te_inductor.lowerings.casts.concatenation import SideBySide
+from te_inductor.lowerings.casts.concatenation import Concatenation
 from te_inductor.lowerings.codegen import block_tiles
 from te_inductor.recipes import Quantizer
 from te_inductor.recipes.formats import E2M1, E8M0, HADAMARD, Element, Scope
@@ -187,8 +187,8 @@ def _tiled_copy(
     scope = quantizer.granularity
     block = scope.block[::-1] if transposed else scope.block
     turned = transposed != scope.row_last
-    data = SideBySide(pieces, dim, quantizer.format.dtype, (1, 1), (0, 1) if transposed else (1, 0))
-    scale_inv = SideBySide(pieces, dim, torch.float32, block, (0, 1) if turned else (1, 0))
+    data = Concatenation(pieces, dim, quantizer.format.dtype, (1, 1), (0, 1) if transposed else (1, 0))
+    scale_inv = Concatenation(pieces, dim, torch.float32, block, (0, 1) if turned else (1, 0))
     places = zip(data.places(), scale_inv.places(), strict=True)
     made = [_tiles(x, quantizer, block, *place) for x, place in zip(pieces, places, strict=True)]
     for matrix, boxes in zip(matrices, made, strict=True):

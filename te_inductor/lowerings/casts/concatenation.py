@@ -10,7 +10,7 @@ from torch._inductor.virtualized import V
 from torch.utils._sympy.functions import FloorDiv
 
 
-class SideBySide:
+class Concatenation:
     """Where something goes of which some matrices (R, C) have one a block, hence (R / rows, C / columns) each. Of one
     matrix it is a buffer of its own."""
 

@@ -45,7 +45,7 @@ def is_early() -> bool:
     return hasattr(V.graph, _EARLY)
 
 
-class EarlyKernel(PairsKernel):
+class DependentLaunchKernel(PairsKernel):
     """Inductor's Triton kernel, which in such a graph starts early: Note [Kernels that start early]."""
 
     @staticmethod

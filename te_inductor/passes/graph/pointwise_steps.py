@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from te_inductor.passes.graph.gemm_nodes import VIEWS
-from te_inductor.runtime.activation import OPS, Step
+from te_inductor.runtime.activation import OPS, PointwiseStep
 from te_inductor.templates.cutlass.scaled_mm import ROUNDED
 
 aten = torch.ops.aten
@@ -29,11 +29,11 @@ def _is_square(node: fx.Node) -> bool:
 def translated(
     nodes: Iterable[fx.Node],  # in order
     given: Sequence[fx.Node],  # what they begin with
-) -> tuple[tuple[Step, ...], dict[fx.Node, int | float]] | None:
+) -> tuple[tuple[PointwiseStep, ...], dict[fx.Node, int | float]] | None:
     """The steps, each once, and where each node's value is found: a value's place, or a number. None where one is no
     function of numbers in its own place, or is not computed in fp32."""
     places: dict[fx.Node, int | float] = {node: place for place, node in enumerate(given)}
-    made: dict[Step, int] = {}
+    made: dict[PointwiseStep, int] = {}
     for node in nodes:
         value = node.meta["val"]
         if value.dtype not in (ROUNDED, torch.float32):
@@ -49,7 +49,7 @@ def translated(
                 return None
             operands = [node.args[0]] * 2 if _is_square(node) else node.args
             numbers = [places[x] if isinstance(x, fx.Node) else float(x) for x in operands]  # type: ignore[arg-type]
-            step: Step = ("mul" if _is_square(node) else _NAMES[node.target], *numbers)  # type: ignore[index]
+            step: PointwiseStep = ("mul" if _is_square(node) else _NAMES[node.target], *numbers)  # type: ignore[index]
             found = made.setdefault(step, len(given) + len(made))
         if isinstance(found, float) and not math.isfinite(found):
             return None

@@ -10,7 +10,7 @@ from quack.epilogue.frontend import gemm_epilogue
 from quack.epilogue.ops import ColVecLoad, RowVecLoad
 
 from te_inductor.recipes.formats import MX_1X32, NV_1X16, ROW, TENSOR
-from te_inductor.runtime.activation import Step, evaluate
+from te_inductor.runtime.activation import PointwiseStep, evaluate
 from te_inductor.templates.cutlass.scalar_math import STEPS, rounded
 
 _OF_ROWS = {"a_scale": ColVecLoad("a_scale"), "b_scale": RowVecLoad("b_scale")}
@@ -94,7 +94,7 @@ EPILOGUES = {
 }
 
 
-def quantized(steps: tuple[Step, ...], bias: bool) -> Any:
+def quantized(steps: tuple[PointwiseStep, ...], bias: bool) -> Any:
     """One scale a tensor; the sum rounded to bf16 as if it were stored, the activation of it in fp32, and what is cast
     where it is stored, to nearest even, saturating; NaN stays, and an infinity becomes it."""
     activation = functools.partial(evaluate, steps, functions=STEPS)

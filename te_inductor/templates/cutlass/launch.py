@@ -15,7 +15,7 @@ from te_inductor.errors import FallbackWarning
 from te_inductor.recipes.formats import E2M1, ELEMENTS, ROW, SCOPES
 from te_inductor.recipes.quantizers import Gemm, Quantizer
 from te_inductor.runtime import eager
-from te_inductor.runtime.activation import Activation, Gating, Step
+from te_inductor.runtime.activation import Activation, Gating, PointwiseStep
 from te_inductor.runtime.current_device import launches
 from te_inductor.templates.cutlass import build
 from te_inductor.templates.cutlass.scaled_mm import ALIGNED, NOTHING, OUTPUT, ROUNDED, Kernel, Shape, Tile, kernel_of
@@ -62,7 +62,7 @@ def quantized_mm(
     arch: str,
     scope: str,
     fast_accum: bool,
-    steps: tuple[Step, ...],  # of an `Activation`
+    steps: tuple[PointwiseStep, ...],  # of an `Activation`
     out: Tensor,  # (M, N) of FP8, contiguous
 ) -> Tensor:
     """The cast with a known scale of an activation of `torch._scaled_mm`, rounded to bf16 before it."""

@@ -27,7 +27,7 @@ from te_inductor.recipes.formats import (
     SCOPES,
     TENSOR,
 )
-from te_inductor.runtime.activation import Activation, Gating, Step
+from te_inductor.runtime.activation import Activation, Gating, PointwiseStep
 from te_inductor.templates import cutlass
 
 TABLE = Path(__file__).with_suffix(".json")
@@ -282,8 +282,8 @@ class Kernel:
     cluster_n: int
     pingpong: bool
     added: str
-    activation: tuple[Step, ...] | None  # and a cast: an FP8 output
-    gating: tuple[tuple[Step, ...], tuple[int, int]] | None = (
+    activation: tuple[PointwiseStep, ...] | None  # and a cast: an FP8 output
+    gating: tuple[tuple[PointwiseStep, ...], tuple[int, int]] | None = (
         None  # steps and results of a `Gating`, and casts both ways
     )
 
@@ -301,8 +301,8 @@ def kernel_of(
     bias: bool,
     fast_accum: bool,
     added: str = NOTHING,
-    activation: tuple[Step, ...] | None = None,
-    gating: tuple[tuple[Step, ...], tuple[int, int]] | None = None,
+    activation: tuple[PointwiseStep, ...] | None = None,
+    gating: tuple[tuple[PointwiseStep, ...], tuple[int, int]] | None = None,
 ) -> Kernel:
     a_name, b_name, out_name = (str(dtype).removeprefix("torch.") for dtype in (a, b, out))
     shape = (tile.m, tile.n, tile.cluster_m, tile.cluster_n, tile.pingpong)

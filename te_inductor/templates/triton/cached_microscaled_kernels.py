@@ -1,4 +1,4 @@
-"""The cast of kept weights in MXFP8 and NVFP4, in the place of `kept_weights_cast`: scales belong to small blocks,
+"""The cast of kept weights in MXFP8 and NVFP4, in the place of `cached_weights_cast`: scales belong to small blocks,
 which a tile holds whole. Arithmetic of `runtime/microscaling.py`, bit for bit."""
 
 import triton
@@ -25,7 +25,7 @@ _PADDING = tl.constexpr(32)  # what copies are padded to, in tiles.elements
 
 
 @triton.jit
-def kept_weights_cast_microscaled(
+def cached_weights_cast_microscaled(
     parameters,  # (P, 18) int64
     programs,  # int32, the parameter of each program
     stale,  # (W,) int32, where TWO_LEVEL

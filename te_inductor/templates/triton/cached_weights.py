@@ -1,12 +1,12 @@
-"""Kept copies of weights on the GPU: Note [A weight that has not changed]. The kernels of cached_weights_kernels.py
+"""Cached copies of weights on the GPU: Note [A weight that has not changed]. The kernels of cached_weights_kernels.py
 serve all weights of a graph. Of those whose tiles can be cast by themselves one does everything, in the other cases
 three, or four:
 
-- `kept_weights_scan` reads each weight once: its digest, and its amax, or the amaxes of its rows and columns;
-- `kept_weights_decide` compares the digest with the mark, and finds the scale where one is the tensor's;
-- `kept_weights_scales` makes scales of the amaxes of rows and columns;
-- `kept_weights_cast` reads the weight, compares tiles with their marks where they have them, and writes both copies of
-  what has changed (`kept_weights_cast_microscaled` of cached_microscaled_kernels.py, in MXFP8 and NVFP4).
+- `cached_weights_scan` reads each weight once: its digest, and its amax, or the amaxes of its rows and columns;
+- `cached_weights_decide` compares the digest with the mark, and finds the scale where one is the tensor's;
+- `cached_weights_scales` makes scales of the amaxes of rows and columns;
+- `cached_weights_cast` reads the weight, compares tiles with their marks where they have them, and writes both copies of
+  what has changed (`cached_weights_cast_microscaled` of cached_microscaled_kernels.py, in MXFP8 and NVFP4).
 
 Nothing comes back to the host, so that a look neither waits nor is decided when a CUDA graph is recorded. The kernels
 find the tensors by tables of addresses, made anew when one has moved."""
@@ -23,20 +23,20 @@ from torch import Tensor
 
 from te_inductor.recipes.formats import ROW
 from te_inductor.recipes.quantizers import Quantizer
-from te_inductor.runtime.cached_weights import TILE, WORD, Kept, Look, is_tiled, tiles
+from te_inductor.runtime.cached_weights import TILE, WORD, CachedWeight, FreshnessCheck, is_tiled, tiles
 from te_inductor.runtime.current_device import launches
 from te_inductor.runtime.microscaling import reciprocal
-from te_inductor.templates.triton.cached_microscaled_kernels import kept_weights_cast_microscaled
+from te_inductor.templates.triton.cached_microscaled_kernels import cached_weights_cast_microscaled
 from te_inductor.templates.triton.cached_tiles import ALIGNED_COLUMNS
 from te_inductor.templates.triton.cached_weights_kernels import (
-    kept_weights_cast,
-    kept_weights_decide,
-    kept_weights_scales,
-    kept_weights_scan,
+    cached_weights_cast,
+    cached_weights_decide,
+    cached_weights_scales,
+    cached_weights_scan,
 )
 
 WARPS, SCALES = 4, 1024  # of a tile; that a program computes
-REGISTERS = 168  # of a thread of `kept_weights_cast`, so that a multiprocessor has three tiles
+REGISTERS = 168  # of a thread of `cached_weights_cast`, so that a multiprocessor has three tiles
 
 _ELEMENTS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5, torch.uint8: tl.uint8}
 _INPUTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -76,12 +76,12 @@ class OnDevice:
         self.tables: list[tuple[_Kind, _Table]] = []
 
     @torch.no_grad()
-    def __call__(self, looks: Sequence[Look]) -> None:
+    def __call__(self, looks: Sequence[FreshnessCheck]) -> None:
         for device in {look.kept.seen.device for look in looks}:
             _join_streams(device, [look.kept for look in looks if look.kept.seen.device == device])
         self.run(looks)
 
-    def run(self, looks: Sequence[Look]) -> None:
+    def run(self, looks: Sequence[FreshnessCheck]) -> None:
         addresses = [_address(t) for look in looks for t in (*look.weights, look.kept.data_t, look.scale, look.amax)]
         if addresses != self.addresses:
             self.tables = _tables(looks)
@@ -90,7 +90,7 @@ class OnDevice:
             _launch(table, kind)
 
 
-def _join_streams(device: torch.device, kept: Sequence[Kept]) -> None:
+def _join_streams(device: torch.device, kept: Sequence[CachedWeight]) -> None:
     """Wait for looks of a device's other streams, whose casts may not be done. Nothing is recorded of them: who
     captures a graph has waited."""
     with torch.cuda.device(device):
@@ -103,9 +103,9 @@ def _join_streams(device: torch.device, kept: Sequence[Kept]) -> None:
         one.stream = current
 
 
-def _tables(looks: Sequence[Look]) -> list[tuple[_Kind, _Table]]:
+def _tables(looks: Sequence[FreshnessCheck]) -> list[tuple[_Kind, _Table]]:
     """One for all weights of a device and a dtype that are cast alike."""
-    alike: dict[_Kind, list[Look]] = {}
+    alike: dict[_Kind, list[FreshnessCheck]] = {}
     for look in looks:
         spec = look.kept.spec
         kind = _Kind(look.kept.seen.device, spec.quantizer, look.weights[0].dtype, is_tiled(spec))
@@ -113,7 +113,7 @@ def _tables(looks: Sequence[Look]) -> list[tuple[_Kind, _Table]]:
     return [(kind, _table(found)) for kind, found in alike.items()]
 
 
-def _table(looks: Sequence[Look]) -> _Table:
+def _table(looks: Sequence[FreshnessCheck]) -> _Table:
     parameters: list[list[int]] = []
     weights: list[list[int]] = []
     programs: list[int] = []
@@ -148,7 +148,7 @@ def _table(looks: Sequence[Look]) -> _Table:
     return _Table(table(parameters), table(weights), table(programs, torch.int32), amaxes, longest, aligned)
 
 
-def _scales(kept: Kept) -> tuple[Tensor | None, Tensor | None]:
+def _scales(kept: CachedWeight) -> tuple[Tensor | None, Tensor | None]:
     both = (kept.scale_inv, kept.scale_inv_t)
     return both[::-1] if kept.spec.transposed else both
 
@@ -175,18 +175,18 @@ def _launch(table: _Table, kind: _Kind) -> None:
         amaxes = torch.zeros(table.amaxes if scope is ROW else 0, dtype=torch.int32, device=device)
         stale = torch.empty(count, dtype=torch.int32, device=device)
         scale = torch.empty(count, dtype=torch.float32, device=device)
-        kept_weights_scan[grid](
+        cached_weights_scan[grid](
             table.parameters, table.programs, digest, amax, amaxes, BY_ROW=scope is ROW, **tile, num_warps=WARPS
         )
         one_scale = {"WHOLE": scope.whole, "TWO_LEVEL": scope.two_level}
-        kept_weights_decide[(count,)](table.weights, digest, amax, stale, scale, **one_scale, **encode, num_warps=1)
+        cached_weights_decide[(count,)](table.weights, digest, amax, stale, scale, **one_scale, **encode, num_warps=1)
         if scope is ROW:
             chunks = triton.cdiv(table.longest, SCALES)
-            kept_weights_scales[(count, chunks)](table.weights, stale, amaxes, BLOCK=SCALES, **encode)
+            cached_weights_scales[(count, chunks)](table.weights, stale, amaxes, BLOCK=SCALES, **encode)
             scales = amaxes.view(torch.float32)
     element = _ELEMENTS[quantizer.format.dtype]
     if scope.microscaled:
-        kept_weights_cast_microscaled[grid](
+        cached_weights_cast_microscaled[grid](
             table.parameters,
             table.programs,
             stale,
@@ -201,7 +201,7 @@ def _launch(table: _Table, kind: _Kind) -> None:
             num_warps=WARPS,
         )
         return
-    kept_weights_cast[grid](
+    cached_weights_cast[grid](
         table.parameters,
         table.programs,
         stale,

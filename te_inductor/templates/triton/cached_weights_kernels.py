@@ -26,7 +26,7 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def kept_weights_scan(
+def cached_weights_scan(
     parameters,  # (P, 18) int64
     programs,  # int32, the parameter of each program
     digest,  # (W,) int64, zeros
@@ -59,7 +59,7 @@ def kept_weights_scan(
 
 
 @triton.jit
-def kept_weights_decide(
+def cached_weights_decide(
     weights,  # (W, 7) int64
     digest,  # (W,) int64
     amax,  # (W,) int32
@@ -88,7 +88,7 @@ def kept_weights_decide(
 
 
 @triton.jit
-def kept_weights_scales(
+def cached_weights_scales(
     weights,  # (W, 7) int64
     stale,  # (W,) int32
     amaxes,  # int32: of each weight its rows' and its columns', which become encode scales
@@ -114,7 +114,7 @@ def kept_weights_scales(
 
 
 @triton.jit
-def kept_weights_cast(
+def cached_weights_cast(
     parameters,  # (P, 18) int64
     programs,  # int32, the parameter of each program
     stale,  # (W,) int32, of weights with one mark

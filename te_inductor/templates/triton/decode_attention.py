@@ -29,7 +29,7 @@ def attention(
     scale: float,
     assembly: bool = True,
 ) -> Tensor:  # (B, M, D)
-    """As `ops_attention.few_queries`, with scores and sums in fp32."""
+    """As `ops_attention.decode_attention`, with scores and sums in fp32."""
     q = q.contiguous()
     (batch, m, d), n = q.shape, k.shape[2]
     if m > QUERIES or d not in WIDTHS:  # called by hand: the pass asks beforehand
@@ -50,7 +50,7 @@ def attention(
     return out
 
 
-library.impl("few_queries", attention, "CUDA")
+library.impl("decode_attention", attention, "CUDA")
 
 
 @triton.jit

@@ -12,17 +12,17 @@ from te_inductor.passes.pre_grad.match.rule import Match
 from te_inductor.passes.pre_grad.rewrite.inputs import append_input
 from te_inductor.recipes import DelayedScaling, Recipe, Slots
 from te_inductor.runtime import cached_weights
-from te_inductor.runtime.cached_inputs import KeptInput, KeptInputs, Refresh
+from te_inductor.runtime.cached_inputs import CachedInput, CachedInputs, Refresh
 from te_inductor.runtime.cached_weights import Spec, weight_shape
 from te_inductor.runtime.state_inputs import StateInput
 
 
-class KeptSites:
+class CachedSites:
     """The kept copies of one graph's weights: appends the inputs, before anything else does, and finds them again."""
 
-    def __init__(self, bodies: Bodies, keeps: KeptInputs) -> None:
+    def __init__(self, bodies: Bodies, keeps: CachedInputs) -> None:
         self.bodies, self.keeps = bodies, keeps
-        self.inputs: dict[fx.Node, KeptInput] = {}  # by the first site's node
+        self.inputs: dict[fx.Node, CachedInput] = {}  # by the first site's node
         self.nodes: dict[fx.Node, list[fx.Node]] = {}  # of the root's graph, alike
 
     def add(self, matches: Sequence[Match], recipe: Recipe, slots: Slots) -> None:
@@ -33,7 +33,7 @@ class KeptSites:
         spec = Spec(slots.weight, first.transposed, len(matches), stateful)
         columns = value(first.node).requires_grad and value(first.x).requires_grad
         places = [str(owner.target) if owner.op == "get_attr" else place_of(owner) for owner in owners]
-        self.inputs[first.node] = KeptInput(places, spec, columns)
+        self.inputs[first.node] = CachedInput(places, spec, columns)
         self.keeps.weights.append(self.inputs[first.node])
         shape = weight_shape(spec, [value(owner).shape for owner in owners])
         copies = [shape, shape[::-1]] if columns else [shape]
@@ -49,7 +49,7 @@ class KeptSites:
         weight.state, weight.records = state, records
 
     def _inputs(self, spec: Spec, shapes: Sequence[tuple[int, int]], weight: torch.Tensor) -> list[fx.Node]:
-        """In the order of `Kept.taken`."""
+        """In the order of `CachedWeight.taken`."""
         quantizer, scope, device = spec.quantizer, spec.quantizer.granularity, weight.device
         examples = []
         with weight.fake_mode:  # type: ignore[attr-defined]

@@ -31,7 +31,7 @@ from te_inductor.passes.graph.owners import owner_of, place_of
 from te_inductor.passes.pre_grad.decide.support import is_tensor, value
 from te_inductor.passes.pre_grad.match.rule import Match, call_linears
 from te_inductor.passes.pre_grad.rewrite import first_step
-from te_inductor.passes.pre_grad.rewrite.extras import Extras
+from te_inductor.passes.pre_grad.rewrite.extras import ExtraArguments
 from te_inductor.passes.pre_grad.rewrite.inputs import append_input
 from te_inductor.recipes import DelayedScaling
 from te_inductor.recipes.delayed import ScaleUpdate
@@ -42,7 +42,7 @@ from te_inductor.runtime.state_sites import Site, weight_site
 
 
 @dataclass
-class _Step:
+class _ScaleUpdates:
     """The quantizers whose scales one `update_scales` updates, as nodes of the root's graph."""
 
     amaxes: list[fx.Node] = field(default_factory=list)
@@ -75,13 +75,13 @@ class DelayedSites:
         recipe: DelayedScaling,
         sites: list[tuple[str, Match]],
         merged: Sequence[Sequence[Match]],
-        extras: Extras,
+        extras: ExtraArguments,
     ) -> None:
         self.bodies, self.inputs, self.recipe, self.slots = bodies, inputs, recipe, recipe.slots()
         self.extras = extras
         self.graph = bodies.root.graph
         self.paths = {match.node: path for path, match in sites}
-        self.forward, self.backward = _Step(), _Step()
+        self.forward, self.backward = _ScaleUpdates(), _ScaleUpdates()
         self.quantizers: dict[Reader, _Quantizer] = {}
         self.shared: dict[Reader, list[Reader]] = {}
         self._share([match for _, match in sites], merged)
@@ -213,7 +213,7 @@ class DelayedSites:
                     self.known[quantizer, inverse] = self.graph.call_function(operator.getitem, (self.read, 0))
         return [self.bodies.hand(self.known[quantizer, inverse], graph) for inverse in (False, True)]
 
-    def _add(self, step: _Step, quantizer: _Quantizer) -> None:
+    def _add(self, step: _ScaleUpdates, quantizer: _Quantizer) -> None:
         """Once each: a module called twice has one quantizer."""
         quantizer.state.recorded = True
         if quantizer.amax not in step.amaxes:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from torch import fx
 
 from te_inductor.passes.pre_grad.match.rule import Match
-from te_inductor.passes.pre_grad.rewrite.cached_weights import KeptSites
+from te_inductor.passes.pre_grad.rewrite.cached_weights import CachedSites
 from te_inductor.passes.pre_grad.rewrite.weight_grads import GradientSites
 
 
 @dataclass(frozen=True)
-class Extras:
-    keeps: KeptSites
+class ExtraArguments:
+    keeps: CachedSites
     gradients: GradientSites | None  # None: they go to autograd
 
     def of(self, matches: Sequence[Match], graph: fx.Graph) -> dict[str, list[fx.Node]]:

@@ -10,12 +10,12 @@ from te_inductor.passes.pre_grad.decide import merging, regions, transforms, wei
 from te_inductor.passes.pre_grad.match.rule import Emit, Match, call_linears
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
 from te_inductor.passes.pre_grad.rewrite import annotations, delayed, selective
-from te_inductor.passes.pre_grad.rewrite.cached_weights import KeptSites, refresh_on
-from te_inductor.passes.pre_grad.rewrite.extras import Extras
+from te_inductor.passes.pre_grad.rewrite.cached_weights import CachedSites, refresh_on
+from te_inductor.passes.pre_grad.rewrite.extras import ExtraArguments
 from te_inductor.passes.pre_grad.rewrite.inputs import check_order
 from te_inductor.passes.pre_grad.rewrite.weight_grads import GradientSites
 from te_inductor.recipes import DelayedScaling, Slots
-from te_inductor.runtime.cached_inputs import KeptInputs
+from te_inductor.runtime.cached_inputs import CachedInputs
 from te_inductor.runtime.gradient_inputs import GradientInputs
 from te_inductor.runtime.state_inputs import StateInputs
 from te_inductor.templates.cutlass import build
@@ -63,19 +63,19 @@ def rewrite_sites(plan: Plan) -> None:
         module.recompile()
 
 
-def _stateless(slots: Slots, extras: Extras) -> Emit:
+def _stateless(slots: Slots, extras: ExtraArguments) -> Emit:
     def emit(matches: Sequence[Match], x: fx.Node, weights: Sequence[fx.Node]) -> list[fx.Node]:
         return call_linears(matches, x, weights, slots, **extras.of(matches, x.graph))
 
     return emit
 
 
-def _extras(plan: Plan, sites: list[Candidate], groups: dict[fx.Node, list[Match]]) -> Extras:
+def _extras(plan: Plan, sites: list[Candidate], groups: dict[fx.Node, list[Match]]) -> ExtraArguments:
     """Append the inputs of cached weights, then those of what takes gradients."""
     bodies = Bodies(plan.gm)
-    kept = KeptInputs(refresh_on, plan.options.fallback, dict(plan.gm.named_parameters()))
+    kept = CachedInputs(refresh_on, plan.options.fallback, dict(plan.gm.named_parameters()))
     plan.extra_inputs.append(kept)
-    extras = Extras(KeptSites(bodies, kept), None)
+    extras = ExtraArguments(CachedSites(bodies, kept), None)
     if plan.options.weights != "each_call":
         for site in sites:
             group = groups.get(site.match.node, [site.match])
@@ -93,7 +93,9 @@ def _extras(plan: Plan, sites: list[Candidate], groups: dict[fx.Node, list[Match
     return replace(extras, gradients=of_gradients)
 
 
-def _delayed_sites(plan: Plan, sites: list[Candidate], extras: Extras) -> dict[DelayedScaling, delayed.DelayedSites]:
+def _delayed_sites(
+    plan: Plan, sites: list[Candidate], extras: ExtraArguments
+) -> dict[DelayedScaling, delayed.DelayedSites]:
     by_recipe: dict[DelayedScaling, list[tuple[str, Match]]] = {}
     for site in sites:
         if isinstance(site.recipe, DelayedScaling):

@@ -17,7 +17,7 @@ import triton.language as tl  # noqa: E402
 
 from te_inductor.runtime.microscaling import reciprocal  # noqa: E402
 from te_inductor.templates.triton import cached_weights  # noqa: E402
-from te_inductor.templates.triton.cached_microscaled_kernels import kept_weights_cast_microscaled  # noqa: E402
+from te_inductor.templates.triton.cached_microscaled_kernels import cached_weights_cast_microscaled  # noqa: E402
 
 
 def test_interpreted():
@@ -76,7 +76,9 @@ def test_cubins(scope, known, capability):
         "POWER_2": False,
     }
     cast = TILE | encode | {"ELEMENT": tl.float8e4nv, "WHOLE": whole, "BY_ROW": by_row, "KNOWN": known}
-    made = compiled(cached_weights.kept_weights_cast, cast, cached_weights.WARPS, capability, cached_weights.REGISTERS)
+    made = compiled(
+        cached_weights.cached_weights_cast, cast, cached_weights.WARPS, capability, cached_weights.REGISTERS
+    )
     ptx = made.asm["ptx"]
     assert made.asm["cubin"] and "cvt.rn.satfinite.e4m3x2.f32" in ptx
     assert by_row or spilled(made) == 0
@@ -89,14 +91,14 @@ def test_cubins(scope, known, capability):
         assert "ld.global.v2.b64" in ptx
         return
     scan = TILE | {"BY_ROW": by_row}
-    made = compiled(cached_weights.kept_weights_scan, scan, cached_weights.WARPS, capability)
+    made = compiled(cached_weights.cached_weights_scan, scan, cached_weights.WARPS, capability)
     ptx = made.asm["ptx"]
     assert "ld.global.v2.b64" in ptx and ".add.u64" in ptx and ".max.s32" in ptx and spilled(made) == 0
     decide = {"WHOLE": whole, "TWO_LEVEL": False} | encode
-    assert compiled(cached_weights.kept_weights_decide, decide, 1, capability).asm["cubin"]
+    assert compiled(cached_weights.cached_weights_decide, decide, 1, capability).asm["cubin"]
     if by_row:
         scales = encode | {"BLOCK": cached_weights.SCALES}
-        assert compiled(cached_weights.kept_weights_scales, scales, 4, capability).asm["cubin"]
+        assert compiled(cached_weights.cached_weights_scales, scales, 4, capability).asm["cubin"]
 
 
 @pytest.mark.parametrize("capability", [90, 100])
@@ -113,7 +115,7 @@ def test_cubins_of_microscaled_casts(element, scope, capability):
         "DOWN": down,
         "ACROSS": across,
     }
-    made = compiled(kept_weights_cast_microscaled, constants, cached_weights.WARPS, capability)
+    made = compiled(cached_weights_cast_microscaled, constants, cached_weights.WARPS, capability)
     assert made.asm["cubin"] and "ld.global.v4.b32" in made.asm["ptx"]
     assert "cvt.rn.satfinite.e4m3x2.f32" in made.asm["ptx"]  # of elements, or of NVFP4's scales
     assert element == "e2m1" or "st.global.v4.b32" in made.asm["ptx"]

@@ -127,7 +127,7 @@ def test_two_compiles_for_all_batches():
 
 PROGRAM = """
 import torch, te_inductor
-from tests.gpu.test_few_rows import layer
+from tests.gpu.test_small_m import layer
 from torch._dynamo.utils import counters
 model, x = layer("rowwise")
 with torch.no_grad():

@@ -62,7 +62,7 @@ from te_inductor.ops.stored_weight import NVFP4Weight
 kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 with patch.object(torch.cuda, "is_available", lambda: True):
     lowerings.install()
-assert kernel("te_inductor::few_queries", "CUDA") and hasattr(torch.ops.te_inductor, "fp8_partial_sums")
+assert kernel("te_inductor::decode_attention", "CUDA") and hasattr(torch.ops.te_inductor, "fp8_partial_sums")
 assert not kernel("te_inductor::nvfp4_linear", "CUDA")
 with torch._subclasses.FakeTensorMode():
     parts = [torch.empty(8, 8, device="cuda") for _ in range(3)]

@@ -10,9 +10,9 @@ from te_inductor import state_dict
 from te_inductor.errors import FallbackWarning
 from te_inductor.recipes import Quantizer
 from te_inductor.runtime import cached_weights
-from te_inductor.runtime.cached_inputs import KeptInput, KeptInputs
+from te_inductor.runtime.cached_inputs import CachedInput, CachedInputs
 from te_inductor.runtime.extra_inputs import Call
-from tests.backend.test_kept_weights import RECIPES, casts, te  # noqa: F401
+from tests.backend.test_cached_weights import RECIPES, casts, te  # noqa: F401
 from tests.backend.test_saved_state import mlp
 
 pytestmark = pytest.mark.usefixtures("without_codegen", "one_seed")
@@ -134,9 +134,9 @@ def test_each_device_looks_at_its_own():
     weights = [torch.randn(32, 32), torch.randn(32, 32, device="meta")]
     found = []
     spec = cached_weights.Spec(Quantizer("e4m3"), False, 1)
-    inputs = KeptInputs(
+    inputs = CachedInputs(
         lambda device: lambda looks: found.append((device.type, [look.weights[0].device.type for look in looks])),
-        weights=[KeptInput([place], spec, False) for place in range(2)],
+        weights=[CachedInput([place], spec, False) for place in range(2)],
     )
     inputs.tensors(Call(weights))
     assert found == [("cpu", ["cpu"]), ("meta", ["meta"])]

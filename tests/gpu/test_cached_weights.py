@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from te_inductor.recipes import NVFP4BlockScaling
 from te_inductor.runtime import cached_weights
-from te_inductor.runtime.cached_weights import Look, Spec, new
+from te_inductor.runtime.cached_weights import FreshnessCheck, Spec, new
 from te_inductor.templates.triton.cached_weights import OnDevice
 from tests.numerics.test_quantize import CONTENTS
 from tests.offline.kept_kernels import QUANTIZERS
@@ -52,8 +52,8 @@ def test_copies(odd, dtype, quantizer, content):
         one.want_columns()
     look = OnDevice()
     for _ in range(3):
-        look(list(map(Look, kept, on_gpu)))
-        cached_weights.refresh(list(map(Look, expected, weights)))
+        look(list(map(FreshnessCheck, kept, on_gpu)))
+        cached_weights.refresh(list(map(FreshnessCheck, expected, weights)))
         for one, other, shape in zip(kept, expected, shapes, strict=True):
             assert same(one, other), shape
         for group, other in zip(on_gpu, weights, strict=True):

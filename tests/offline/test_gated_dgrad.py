@@ -15,7 +15,7 @@ from te_inductor.templates import cutlass
 from te_inductor.templates.cutlass import build
 from te_inductor.templates.cutlass import scaled_mm as template
 from te_inductor.templates.cutlass.scaled_mm import Problem
-from tests.backend.test_gated_gradients import GATES, backward, folded, operands, pretended, traced  # noqa: F401
+from tests.backend.test_gated_dgrad import GATES, backward, folded, operands, pretended, traced  # noqa: F401
 from tests.offline.harness import generate
 from tests.offline.test_cutlass import machine_code
 

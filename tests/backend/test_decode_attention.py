@@ -1,4 +1,4 @@
-"""Which attention becomes one op: `few_queries.match` on graphs as torch decomposes them."""
+"""Which attention becomes one op: `decode_attention.match` on graphs as torch decomposes them."""
 
 import pytest
 import torch
@@ -64,7 +64,7 @@ def test_found(function, drops, scale):
     module.graph.eliminate_dead_code()
     module.recompile()
     targets = {node.target for node in module.graph.nodes}
-    assert ops_attention.few_queries in targets and torch.ops.aten.bmm.default not in targets
+    assert ops_attention.decode_attention in targets and torch.ops.aten.bmm.default not in targets
     y, expected = module(*inputs).float(), function(*(x.float() if x.is_floating_point() else x for x in inputs))
     assert ((y - expected).abs() <= 2.0**-7 * expected.abs() + 1e-3).all()
 
