@@ -66,7 +66,7 @@ $(VENV)/torch.done: requirements/torch.txt requirements/constraints.txt | $(BIN)
 	@$(BIN)/python -c "$(USABLE_TORCH)" 2>/dev/null || { echo "installing torch"; $(INSTALL) -r $<; }
 	@touch $@
 
-$(VENV)/%.done: requirements/%.txt requirements/constraints.txt pyproject.toml | $(VENV)/torch.done
+$(VENV)/%.done: requirements/%.txt requirements/constraints.txt pyproject.toml setup.cfg | $(VENV)/torch.done
 	@echo "installing requirements/$*.txt"
 	@$(INSTALL) -r $<
 	@$(INSTALL) --no-deps --no-build-isolation --editable .

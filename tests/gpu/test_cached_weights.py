@@ -173,7 +173,7 @@ def test_profile():
         torch.cuda.synchronize()
     times = {}
     for event in sorted(profiler.events(), key=lambda event: event.time_range.start):
-        if "kept_weights_" in event.name:
+        if "cached_weights_" in event.name:
             times.setdefault(event.name, []).append(event.device_time)
     [(first, second)] = [times[name] for name in times if "cast" in name]
     assert second < 0.2 * first

@@ -7,7 +7,7 @@ are contiguous: that one wants 128 elements, unless registers keep further block
 tensor is a split reduction, which wants many loads in flight. Nothing else of a kernel changes here, and nothing is
 autotuned.
 
-Microseconds of the kernels of docs/performance.md's training step under delayed scaling, each with row copy, column
+Microseconds of the kernels of docs/ledger.md's training step under delayed scaling, each with row copy, column
 copy and amax (H200, torch 2.11, triton 3.6, 2026-11-21): 128 x 64 with 4 warps, the best of 8 tiles and the tile taken
 here::
 

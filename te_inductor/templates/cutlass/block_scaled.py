@@ -5,7 +5,7 @@ thread block makes a tile of 256 x 128 by two warp groups, each of them 64 rows 
 fill its registers, operands are loaded half as often as for tiles of 64 x 128, and a column's scale, once read, serves
 four rows of a thread. Three other warps bring operands and scales, ahead of them and asynchronously, on one barrier a
 stage. A tensor that is added comes behind the last block of K in the same way, 64 rows of each warp group a stage, so
-that nobody waits for it. docs/performance.md says what else was tried, and what it took."""
+that nobody waits for it. docs/ledger.md says what else was tried, and what it took."""
 
 # mypy: ignore-errors
 # What CuTe DSL reads as types are values, and its stubs name little of it.

@@ -9,7 +9,7 @@ from te_inductor.runtime.cached_weights import GOLDEN, MIX, STEP, signed
 GOLDEN_WORD, _MIX_1, _MIX_2 = (tl.constexpr(signed(value)) for value in (GOLDEN, *MIX))
 ROWS_A_STEP = tl.constexpr(STEP)
 
-# Columns of the table of parameters, and of that of weights (kept_weights.py, `_Table`).
+# Columns of the table of parameters, and of that of weights (cached_weights.py, `_Table`).
 (
     P_SOURCE,
     P_WEIGHT,

@@ -1,4 +1,4 @@
-"""The kernels of kept weights, which kept_weights.py launches. They serve all weights of a graph at once, and find them
+"""The kernels of kept weights, which cached_weights.py launches. They serve all weights of a graph at once, and find them
 by tables of addresses."""
 
 import torch

@@ -49,7 +49,7 @@ STAGES = {128: 6, 256: 5}  # of x, by the rows there is room for: what shared me
 WEIGHT_STAGES = 3
 _REGISTERS = {"default": 168, "group": 240, "loader": 24}  # a thread; ptxas wants 154 at the least for 256 rows of x
 
-# Fitted to what was measured on an H200 (docs/performance.md). Microseconds of a turn and of all else in a program, by
+# Fitted to what was measured on an H200 (docs/ledger.md). Microseconds of a turn and of all else in a program, by
 # its rows of x; where K is split, of what writes and adds sums besides: 4 bytes an element and split, and as if of 6
 # more.
 _TURN = {128: (1.2, 4.2), 160: (1.27, 4.6), 192: (1.34, 5.0), 256: (1.48, 5.8)}

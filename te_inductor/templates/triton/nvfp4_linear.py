@@ -4,7 +4,7 @@ The weight is the tensor core's left operand, so its N fills the 64 or 16 rows o
 side, 8 of them or a multiple. There are three kernels: `nvfp4_streamed`, Hopper's; `nvfp4_direct`, for one or two rows
 of x, or 16 elsewhere; and a plain one, here, for any number and a K that is a multiple of 64. What they share is here
 too. Four values in one 16-bit word are operands of four products, whose x is every fourth run of four columns: nothing
-moves between threads. See `nvfp4_decode` for the arithmetic and docs/performance.md for what was measured.
+moves between threads. See `nvfp4_decode` for the arithmetic and docs/ledger.md for what was measured.
 
 Blocks of K are dealt to `splits` programs in turn, so that what runs at one time reads neighbouring bytes. Each writes
 its partial sums in fp32; whoever reads them adds them up in their order, in Inductor's code together with what comes

@@ -9,7 +9,7 @@ columns run while the next are decoded. Where a loop begins anew ptxas lets no p
 a turn waits for the last.
 
 Kernels start early: Note [Kernels that start early] in lowerings/codegen/programmatic_launch.py. To load the weight
-before that wait was no faster (docs/performance.md)."""
+before that wait was no faster (docs/ledger.md)."""
 
 from typing import Any
 

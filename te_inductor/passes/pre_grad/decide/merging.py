@@ -3,7 +3,7 @@
 One GEMM with N = N₁ + N₂ + … fills the device better than several, and its dgrad sums over all of N in its accumulator,
 where several would write a partial dx each for another kernel to add. The price: they share scales as one layer does,
 the tensor's, or those of rows that run across all of them, which gradients and the weights' column copies have
-(TransformerEngine's fused q/k/v parameter is the same); blocks are whole in each. docs/performance.md has what it
+(TransformerEngine's fused q/k/v parameter is the same); blocks are whole in each. docs/ledger.md has what it
 gains.
 
 The outputs of merged sites are slices of one matrix: their rows are further apart than they are long. What would notice
