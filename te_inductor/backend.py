@@ -68,12 +68,11 @@ def te(
 
 
 def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
-    """Options, with every recipe spec read once, so that a wrong one is an error even where no site would use it."""
+    """Options, with every recipe resolved, so that a wrong one is an error even where no site would use it."""
     parsed = config.parse(options, mode)
-    recipes.resolve(parsed.recipe, parsed.recipe_name)
-    for _, spec in parsed.policy:
-        recipes.resolve(spec)
-    return parsed
+    recipe = recipes.resolve(parsed.recipe, parsed.recipe_name)
+    policy = tuple((pattern, recipes.resolve(spec) or "none") for pattern, spec in parsed.policy)
+    return replace(parsed, recipe=recipe or "none", policy=policy)
 
 
 def run_passes(plan: Plan, passes: Sequence[Callable[[Plan], None]] | None = None) -> Report:
