@@ -174,7 +174,9 @@ def _roots(model: Any, inputs: Sequence[Any]) -> Iterator[nn.Module]:
     inner = getattr(model, "_orig_mod", model)
     while hasattr(inner, "_torchdynamo_orig_callable"):  # what torch.compile made of a function
         inner = inner._torchdynamo_orig_callable
-    closed_over = [] if isinstance(inner, nn.Module) else inspect.getclosurevars(inspect.unwrap(inner))[:2]
+    function = None if isinstance(inner, nn.Module) else inspect.unwrap(inner)
+    function = getattr(function, "__func__", function)
+    closed_over = inspect.getclosurevars(function)[:2] if inspect.isfunction(function) else []
     for one in pytree.tree_leaves([inner, getattr(inner, "__self__", None), closed_over, list(inputs)]):
         if isinstance(one, nn.Module):
             yield getattr(one, "_orig_mod", one)

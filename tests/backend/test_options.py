@@ -45,12 +45,12 @@ def failure(**options) -> str:
         (
             {"recipe": "zzz"},
             "unknown recipe 'zzz'",
-            "expected one of auto, block, current, delayed, mxfp8, none, nvfp4, nvfp4_weight_only, rowwise",
+            "expected one of auto, block, current, delayed, mxfp4, mxfp8, none, nvfp4, nvfp4_weight_only, rowwise",
         ),
         (
             {"recipe": 8},
             "recipe is a int (8)",
-            "expected a Recipe instance or one of auto, none, delayed, current, rowwise, block, mxfp8, nvfp4",
+            "expected a Recipe instance or one of auto, none, delayed, current, rowwise, block, mxfp8, mxfp4, nvfp4",
         ),
         ({"recipe": "row-wise"}, "unknown recipe 'row-wise'", "did you mean 'rowwise'?"),
         ({"recipe": object}, "recipe is a type", "expected a Recipe instance"),

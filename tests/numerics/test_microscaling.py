@@ -389,7 +389,7 @@ def test_other_seeds_are_other_bits():
 def test_quantizers_that_no_format_has():
     for make in (
         lambda: Quantizer("e4m3", scope="1x16"),
-        lambda: Quantizer("e2m1", scope="1x32"),
+        lambda: Quantizer("e2m1", scope="1x128"),
         lambda: Quantizer("e2m1"),
         lambda: Quantizer("e4m3", power_2_scale=True, scope="1x32"),
         lambda: Quantizer("e2m1", amax_epsilon=0.5, scope="1x16"),

@@ -23,7 +23,7 @@ from te_inductor.templates.triton import (  # noqa: E402
     nvfp4_linear,
     nvfp4_streamed,
 )
-from te_inductor.templates.triton.nvfp4_linear import Config, Problem, choose, supports, table  # noqa: E402
+from te_inductor.templates.triton.nvfp4_linear import Config, Problem, choose, choose_on, supports, table  # noqa: E402
 
 NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
 PATTERN = 0xFFFFFFFF
@@ -135,7 +135,7 @@ def test_assembly_to_e4m3(scale, exponent):
         assert torch.equal(words.view(torch.float8_e4m3fn).float(), expected[0])
 
 
-def test_table():
+def test_table(monkeypatch):
     """Every measured config is supported where it was measured, and the fastest chosen there; near shapes get one that
     is supported, on later cards none of Hopper's own."""
     fastest = {}
@@ -167,7 +167,8 @@ def test_table():
         assert nvfp4_linear.partial_sums(x, *parts, config, torch.float32).shape == (config.splits, 0, 4096)
     assert choose(Problem(1, 4096, 4096, torch.float32)) is None
     assert choose(Problem(1, 4096, 4096 + 16, torch.bfloat16)) is None
-    assert choose(Problem(1, 4096, 4096, torch.bfloat16, (8, 9))) is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 9))
+    assert choose_on(torch.device("cuda"), 1, 4096, 4096, torch.bfloat16) is None
 
 
 @pytest.mark.parametrize(
