@@ -20,6 +20,7 @@ from te_inductor.recipes import (
     MMParams,
     QParams,
 )
+from tests.passes import leave_out
 
 
 class Attention(nn.Module):

@@ -21,7 +21,7 @@ from te_inductor.ops import flops
 from te_inductor.passes.joint import recompute
 from tests.backend.test_autograd import same
 from tests.numerics.test_linear import Calls
-from tests.recipes import every_recipe, every_stateless_recipe, strict
+from tests.recipes import every_recipe, every_stateless_recipe, quick, strict
 
 pytestmark = pytest.mark.usefixtures("without_codegen", "one_seed")
 
@@ -77,7 +77,7 @@ def train(model: nn.Module, recipe, **options) -> tuple[list[torch.Tensor], Coun
     return found, Counter(calls.names)
 
 
-@every_recipe
+@quick("delayed", "current")
 def test_budgets(name):
     """As the budget falls more of the nine products are computed again, down to nearly all; nothing else changes. Of
     nvfp4, whose copies are small beside outputs, four at once: torch weighs what an op returns, needed or not."""

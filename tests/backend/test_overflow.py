@@ -9,7 +9,7 @@ from torch import nn
 
 from te_inductor import recipes
 from tests.loss_scaling import of_high_precision, scales
-from tests.recipes import every_recipe, strict
+from tests.recipes import every_recipe, quick, strict
 
 
 def model(dtype=torch.float32):
@@ -34,7 +34,7 @@ def spoiled(name, module, x, dy):
     return x, dy
 
 
-@every_recipe
+@quick("current", "delayed", "nvfp4")
 def test_infinity_and_nan_reach_what_they_reach_in_high_precision(name):
     plain = model(torch.bfloat16)
     compiled = torch.compile(plain, backend="te", options={"recipe": name, "fallback": strict(name)}, fullgraph=True)
@@ -91,7 +91,7 @@ def in_high_precision():
     return plain, x, *of_high_precision(plain, x)
 
 
-@every_recipe
+@quick("current", "delayed")
 def test_grad_scaler_skips_the_same_steps(name):
     plain, x, unit, expected = in_high_precision()
     assert scales(plain, x, unit, "te", {"recipe": name, "fallback": strict(name)}) == expected

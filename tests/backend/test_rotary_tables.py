@@ -40,10 +40,11 @@ class Model(nn.Module):
         return x
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("no_caches")
 @pytest.mark.codegen
-@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("recipe", ["delayed", pytest.param("current", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_computed_once(recipe, dynamic, monkeypatch):
     model = Model().bfloat16()
     x = torch.randn(2, 64, HEADS * SIZE, dtype=torch.bfloat16, requires_grad=True)

@@ -144,7 +144,7 @@ def test_called(dtype, with_bias, recipe):
         pytest.param(*((33, 96, 80), torch.float32, False, "mxfp8 options"), marks=thorough),
         ((70, 80, 144), torch.bfloat16, True, "nvfp4"),
         ((33, 96, 80), torch.bfloat16, True, "mxfp4"),
-        ((33, 96, 80), torch.float32, True, "nvfp4 rows, 4 over 6"),
+        pytest.param(*((33, 96, 80), torch.float32, True, "nvfp4 rows, 4 over 6"), marks=thorough),
         pytest.param(*((70, 80, 144), torch.bfloat16, False, "nvfp4 rows"), marks=thorough),
         pytest.param(*((70, 80, 144), torch.bfloat16, False, "nvfp4 4 over 6 options"), marks=thorough),
         pytest.param(*((33, 96, 80), torch.float32, False, "nvfp4 options"), marks=thorough),

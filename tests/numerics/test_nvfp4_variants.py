@@ -96,9 +96,9 @@ def test_eager(content, quantizer):
 # Each is a C++ compile of seconds.
 COMPILED = [
     ((33, 70), torch.bfloat16, "contiguous", QUANTIZERS[0]),
-    ((33, 70), torch.float32, "transposed", QUANTIZERS[1]),
-    ((64, 96), torch.float32, "transposed", QUANTIZERS[2]),
-    ((33, 70), torch.bfloat16, "strided", QUANTIZERS[3]),
+    pytest.param(*((33, 70), torch.float32, "transposed", QUANTIZERS[1]), marks=pytest.mark.thorough),
+    pytest.param(*((64, 96), torch.float32, "transposed", QUANTIZERS[2]), marks=pytest.mark.thorough),
+    pytest.param(*((33, 70), torch.bfloat16, "strided", QUANTIZERS[3]), marks=pytest.mark.thorough),
 ]
 
 
@@ -162,6 +162,7 @@ def test_eager_rows(content, quantizer):
             check_rows(layout(CONTENTS[content](*size).to(dtype)), quantizer)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("dtype", "layout"), [(torch.bfloat16, "contiguous"), (torch.float32, "transposed")], ids=str)
 @row_scaled
 def test_compiled_rows(quantizer, dtype, layout):

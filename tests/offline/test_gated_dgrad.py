@@ -52,6 +52,7 @@ def test_column_copies_of_weights_alone():
 
 
 @pytest.mark.skipif(cutlass.missing() is not None, reason="te-inductor[cutlass] is not installed")
+@pytest.mark.thorough
 @pytest.mark.usefixtures("pretended")
 def test_machine_code(tmp_path):
     """Of each cluster and of two activations: the product's loop is the other kernel's, nothing is spilled, both copies
