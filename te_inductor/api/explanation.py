@@ -47,7 +47,7 @@ def _of_eager(found: Sequence[EagerProduct], names: Names, options: Options) -> 
     default, entries, used = recipes.resolve(options.recipe), policy.entries(options.policy), set()
 
     def recipe_of(fqn: str, product: EagerProduct) -> str | None:
-        entry = policy.first(entries, fqn, product.sizes)
+        entry = policy.first(entries, (fqn,), product.sizes)
         used.add(entry)
         recipe = entry.recipe if entry else product.region.recipe or default
         return recipe.name if product.region.enabled and recipe is not None else None  # type: ignore[union-attr]

@@ -1,5 +1,6 @@
 """The op set: fine-grained, functional ops whose graph Inductor can fuse, and the linear layer made of them. One file a
-family: `casts`, `gemm`, `delayed`, `linear`, `stored` (weights in low precision), `attention` (of decoding).
+family: `casts`, `gemm`, `delayed`, `linear`, `grouped` and `grouped_linear` (of experts), `stored` (weights in low
+precision), `attention` (of decoding).
 """
 
 from te_inductor.ops.casts import (
@@ -18,22 +19,47 @@ from te_inductor.ops.casts import (
 )
 from te_inductor.ops.delayed import delayed_step, read_scales, record_amax, update_scales
 from te_inductor.ops.gemm import accumulate_wgrad, defer_wgrad, product, scaled_mm
+from te_inductor.ops.grouped import (
+    accumulate_grouped_wgrad,
+    defer_grouped_wgrad,
+    experts_scale,
+    grouped_mm,
+    grouped_wgrad,
+    quantize_experts,
+    quantize_experts_delayed,
+    quantize_groups,
+    transpose_groups,
+)
+from te_inductor.ops.grouped_linear import equal_groups, first_grouped_linears, grouped_linears, mask_rows, places_of
 from te_inductor.ops.linear import first_linears, linears, trace_linears
 
 __all__ = [
     "Copy",
+    "accumulate_grouped_wgrad",
     "accumulate_wgrad",
     "copies",
     "current_scale",
+    "defer_grouped_wgrad",
     "defer_wgrad",
     "delayed_step",
     "dequantize",
+    "equal_groups",
+    "experts_scale",
+    "first_grouped_linears",
     "first_linears",
+    "grouped_linears",
+    "grouped_mm",
+    "grouped_wgrad",
     "hadamard",
     "linears",
+    "mask_rows",
+    "places_of",
     "product",
     "quantize",
     "quantize_delayed",
+    "quantize_experts",
+    "quantize_experts_delayed",
+    "quantize_groups",
     "quantize_pieces",
     "quantize_pieces_delayed",
     "quantize_rowcol",
@@ -43,5 +69,6 @@ __all__ = [
     "scaled_mm",
     "tensor_amax",
     "trace_linears",
+    "transpose_groups",
     "update_scales",
 ]

@@ -116,9 +116,12 @@ class Linears(Operation):
 
 
 def _bias_gradient(dy: Tensor, dtype: torch.dtype) -> Tensor:  # (N,) fp32
+    return overflowing_sum(dy.sum(0, dtype=torch.float32), dtype)
+
+
+def overflowing_sum(total: Tensor, dtype: torch.dtype) -> Tensor:
     """Infinite where fp16 is, if the layer computes in that: Note [Overflow stays visible] in
     lowerings/casts/values.py."""
-    total = dy.sum(0, dtype=torch.float32)
     return torch.where(total.abs() < FP16_OVERFLOW, total, total * torch.inf) if dtype == torch.float16 else total
 
 

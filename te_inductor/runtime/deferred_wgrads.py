@@ -30,7 +30,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from te_inductor.errors import DeferredWgradError, wrong_type
 from te_inductor.recipes.quantizers import Gemm
-from te_inductor.runtime import eager
+from te_inductor.runtime import eager, grouped
 from te_inductor.runtime.gradient_inputs import Takers
 from te_inductor.runtime.main_grads import checked
 from te_inductor.runtime.optimizer_steps import check_before_each
@@ -47,6 +47,7 @@ class Product:
     operands: tuple[Tensor, Tensor, Tensor, Tensor]  # dy columnwise (N, M), scale_inv; x columnwise (K, M), scale_inv
     alpha: Tensor | None  # (), of two-level scales
     gemm: Gemm
+    starts: Tensor | None = None  # (E + 1,), where each group of columns begins, of experts
 
     def run(self) -> None:
         parameters = [parameter for ref in self.parameters if (parameter := ref()) is not None]
@@ -54,8 +55,11 @@ class Product:
             return  # nobody is left to ask for it
         dtype = torch.float32 if any(map(_has_total, parameters)) else parameters[0].dtype
         a, a_scale, b, b_scale = self.operands
-        dw = eager.scaled_mm(a, a_scale, b, b_scale, None, self.gemm, dtype, self.alpha)
-        gradients = dw.split([parameter.shape[0] for parameter in parameters])
+        if self.starts is None:
+            dw = eager.scaled_mm(a, a_scale, b, b_scale, None, self.gemm, dtype, self.alpha)
+        else:
+            dw = grouped.grouped_wgrad(a, a_scale, b, b_scale, self.starts, self.gemm, dtype, self.alpha)
+        gradients = dw.split([parameter.shape[-2] for parameter in parameters], -2)
         for parameter, wanted, gradient in zip(parameters, self.wanted, gradients, strict=True):
             if wanted:
                 _accumulate(parameter, gradient)
@@ -99,15 +103,43 @@ def defer_wgrad(
     copy: bool = True,  # where nobody keeps the operands' memory from being written
 ) -> None:
     """Leave a product for `backward_dw`. Does nothing where a parameter is gone, or none is accumulated into."""
+    _defer(tickets, (a, a_scale, b, b_scale), None, alpha, gemm, copy)
+
+
+def defer_grouped_wgrad(
+    tickets: list[Tensor],
+    a: Tensor,  # (N, P), groups padded
+    a_scale: Tensor,
+    b: Tensor,  # (K, P)
+    b_scale: Tensor,
+    starts: Tensor,  # (E + 1,)
+    alpha: Tensor | None,
+    gemm: Gemm,
+    copy: bool = True,
+) -> None:
+    """The same for experts' weights."""
+    _defer(tickets, (a, a_scale, b, b_scale), starts, alpha, gemm, copy)
+
+
+def _defer(
+    tickets: list[Tensor],
+    operands: tuple[Tensor, Tensor, Tensor, Tensor],
+    starts: Tensor | None,
+    alpha: Tensor | None,
+    gemm: Gemm,
+    copy: bool,
+) -> None:
     queues = [queue for ticket in tickets if (queue := _by_ticket.get(int(ticket))) is not None]
     wanted = [_is_accumulated(queue.parameter()) for queue in queues]
     if len(queues) < len(tickets) or not any(wanted):
         return
-    a, a_scale, b, b_scale = (x.clone() if copy else x for x in (a, a_scale, b, b_scale))
-    alpha = alpha.clone() if copy and alpha is not None else alpha
+    if copy:
+        a, a_scale, b, b_scale = (x.clone() for x in operands)
+        operands = (a, a_scale, b, b_scale)
+        starts, alpha = (None if x is None else x.clone() for x in (starts, alpha))
     backward = torch._C._current_graph_task_id()
-    refs, operands = [queue.parameter for queue in queues], (a, a_scale, b, b_scale)
-    queues[0].products.append(Product(next(_places), backward, refs, wanted, operands, alpha, gemm))
+    refs = [queue.parameter for queue in queues]
+    queues[0].products.append(Product(next(_places), backward, refs, wanted, operands, alpha, gemm, starts))
     check_before_each(_refuse_step)
 
 

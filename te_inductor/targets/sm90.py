@@ -17,6 +17,7 @@ def target(capability: tuple[int, int], cuda: str | None) -> Target:
         block_scaled_mm=version(cuda) >= BLOCK_SCALES,
         cutlass="90",
         nvfp4_kernels=True,
+        grouped_mm=True,
         hopper_kernels=True,
         decode_attention=True,
         rates=RATES,

@@ -13,7 +13,7 @@ import torch
 from te_inductor import targets
 from te_inductor.recipes import Gemm
 from te_inductor.recipes.formats import BLOCK_1X128
-from te_inductor.runtime import small_m
+from te_inductor.runtime import grouped, small_m
 from te_inductor.runtime.activation import Activation, Gating
 from te_inductor.runtime.eager import BLOCK_SCALES
 from te_inductor.templates.cutlass import scaled_mm as cutlass
@@ -23,6 +23,8 @@ from te_inductor.templates.cutlass.scaled_mm import NOTHING, Kernel, Tile
 EXACT = "inductor"  # generated code multiplies in fp32 what the operands hold
 AUTOTUNED = "autotuned"  # what Inductor measures to be fastest
 EMULATED = "emulated"  # generated code multiplies in high precision what MXFP8 or NVFP4 operands hold
+GROUPED = "triton:grouped_mm"  # templates/triton/grouped_mm.py
+EAGER = "eager"  # the op's eager kernel
 SMALL_M = "triton:fp8_small_m"  # templates/triton/fp8_small_m.py
 CUTLASS = "cutlass"
 LIBRARY = "cublaslt"
@@ -48,6 +50,7 @@ class Problem:
     gating: Gating | None = None  # likewise, and cast both ways
     autotunes: bool = False  # the user asked for max-autotune
     cpp_wrapper: bool = False  # generated code is C++, which calls no kernels of ours
+    grouped: bool = False  # a product for each group of rows, or of columns that are summed over
 
     @property
     def is_plain(self) -> bool:
@@ -80,6 +83,8 @@ def select(problem: Problem) -> Choice:
     """The kernel for a problem. Only a `CUTLASS` choice adds, computes an activation or casts in its epilogue; for a
     problem that is not plain any other says that there is no such kernel, or that it does not pay."""
     target, gemm = targets.of(problem.device), problem.gemm
+    if problem.grouped:
+        return Choice(GROUPED if grouped.has_kernel(problem.device, gemm) else EAGER)
     if gemm.microscaled:
         if not target.multiplies(gemm):
             return Choice(EMULATED)

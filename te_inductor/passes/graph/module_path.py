@@ -29,6 +29,15 @@ def holder_path(parameter: fx.Node) -> str:
     return _path(_HELD.sub("", source.name if isinstance(source.name, str) else source.name()))
 
 
+def parameter_name(parameter: fx.Node) -> str:
+    """What the module that holds a parameter calls it, by the first name at which Dynamo met it."""
+    source = getattr(parameter, "_dynamo_source", None)
+    if source is None:
+        return str(parameter.target).rpartition(".")[2]
+    held = _HELD.search(source.name if isinstance(source.name, str) else source.name())
+    return held.group(0).removeprefix("._parameters").strip("['].") if held else ""
+
+
 def _path(source: str) -> str:
     """What Dynamo calls a module, as a path from its root."""
     path, found = source, 1

@@ -29,7 +29,8 @@ class Candidate:
 
     rule: Rule
     match: Match
-    fqn: str
+    module: str  # whose forward it is in
+    parameter: str = ""  # of experts, of which a module has several: the name of their weights
     regions: tuple[Region | None, ...] = (None,)  # of autocast; more than one where a body has callers in several
     recipe: Recipe | None = None
     slots: Slots | None = None  # the recipe's, for this site
@@ -38,6 +39,16 @@ class Candidate:
     refusal: Refusal | None = None  # why it stays in high precision
     emulated: Refusal | None = None  # why its GEMMs multiply in high precision what low precision holds
     unmet: dict[str, Refusal] = field(default_factory=dict)  # what the options ask for and it does not do: why
+
+    @property
+    def fqn(self) -> str:
+        """As reports and policies have it."""
+        return f"{self.module}.{self.parameter}".strip(".") if self.parameter else self.module
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """By which a policy's globs may name it."""
+        return tuple(dict.fromkeys((self.fqn, self.module)))
 
     @property
     def low(self) -> bool:

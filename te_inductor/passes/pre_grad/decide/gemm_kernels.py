@@ -39,6 +39,7 @@ def choose(
         at_most=small_m.at_most(lambda rows: m is not None and 0 < m <= rows),
         added=OUTPUT if accumulates else NOTHING,
         autotunes=_autotunes(options),
+        grouped=match.groups is not None,
         cpp_wrapper=bool(options.inductor.get("cpp_wrapper", config.cpp_wrapper)),
     )
     return select(problem)

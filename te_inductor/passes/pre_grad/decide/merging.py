@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from te_inductor.passes.graph.aliases import is_opaque, memory, name
 from te_inductor.passes.pre_grad.decide.support import is_tensor, value
+from te_inductor.passes.pre_grad.match import grouped
 from te_inductor.passes.pre_grad.match.rule import Emit, Match, Rule, replace
 from te_inductor.recipes import Recipe, Slots
 
@@ -51,7 +52,7 @@ def groups(
             # One whose output is detached has no gradient; with another's it would have one of zeros, by which AdamW
             # decays.
             learns = match.node in learning[match.node.graph]
-            key = (match.x, recipe, slots, node.dtype, learns, *_kind(weight), *_kind(bias))
+            key = (match.x, match.groups, match.transposed, recipe, slots, node.dtype, learns, *_kind(weight), *_kind(bias))
             found.setdefault(key, []).append(match)
     return [group for group in found.values() if len(group) > 1]
 
@@ -73,6 +74,8 @@ def _kind(tensor: Any) -> tuple[Any, ...]:
 
 def _can_join(match: Match, slots: Slots, written: AbstractSet[StorageWeakRef]) -> bool:
     scopes = [quantizer.granularity for quantizer in (slots.input, slots.weight, slots.grad_output)]
+    if match.groups and not (slots.weight.granularity.whole or slots.weight.granularity.transposes):
+        return False  # a column copy's rows run across all weights, and their scales with them
     operands = [match.weight] if match.bias is None else [match.weight, match.bias]
     return (
         not any(scope.microscaled for scope in scopes)
@@ -114,7 +117,7 @@ def rewrite(group: Sequence[Match], emit: Emit) -> None:
     """Replace the sites by one call at the place of the first."""
     first = group[0]
     with first.node.graph.inserting_before(first.node):
-        made = emit(group, first.x, [match.weight for match in group])
+        made = _emitted(group, emit)
         # Attention keeps its operands for its backward, and a slice would keep the whole matrix.
         clone = torch.ops.aten.clone.default
         for place, match in enumerate(group):
@@ -124,6 +127,12 @@ def rewrite(group: Sequence[Match], emit: Emit) -> None:
                 )
     for match, node in zip(group, made, strict=True):
         replace(match.node, node)
+
+
+def _emitted(group: Sequence[Match], emit: Emit) -> list[fx.Node]:
+    if group[0].groups is None:
+        return emit(group, group[0].x, [match.weight for match in group])
+    return emit(group, grouped.rows_of(group[0]), [grouped.weight_of(match) for match in group])
 
 
 def _is_kept(node: fx.Node) -> bool:

@@ -1,6 +1,6 @@
 """The policy of `options["policy"]`: which layers have a recipe of their own, by module path, or as a function says."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -24,14 +24,16 @@ class Entry:
             self.pattern if isinstance(self.pattern, str) else getattr(self.pattern, "__qualname__", repr(self.pattern))
         )
 
-    def matches(self, fqn: str, sizes: tuple[Any, Any, Any]) -> bool:
-        """Whether it speaks of this layer. Its function is given None for a size that is symbolic.
+    def matches(self, names: Sequence[str], sizes: tuple[Any, Any, Any]) -> bool:
+        """Whether it speaks of this layer: a glob by any of the layer's names, a function by the first. Its function is
+        given None for a size that is symbolic.
 
         Raises:
             OptionError: the function raised, or returned no bool.
         """
         if isinstance(self.pattern, str):
-            return fnmatchcase(fqn, self.pattern)
+            return any(fnmatchcase(name, self.pattern) for name in names)
+        fqn = names[0]
         m, n, k = (size if isinstance(size, int) else None for size in sizes)
         try:
             found = self.pattern(fqn, (m, n, k))
@@ -51,6 +53,6 @@ def entries(policy: Iterable[tuple[Any, object]]) -> list[Entry]:
     return [Entry(pattern, recipes.resolve(spec)) for pattern, spec in policy]
 
 
-def first(policy: Iterable[Entry], fqn: str, sizes: tuple[Any, Any, Any]) -> Entry | None:
+def first(policy: Iterable[Entry], names: Sequence[str], sizes: tuple[Any, Any, Any]) -> Entry | None:
     """The entry that gives the layer its recipe."""
-    return next((entry for entry in policy if entry.matches(fqn, sizes)), None)
+    return next((entry for entry in policy if entry.matches(names, sizes)), None)

@@ -14,6 +14,7 @@ from te_inductor.passes.pre_grad.decide import (
     merging,
     policy,
     regions,
+    routers,
     size_rule,
     support,
     transforms,
@@ -33,7 +34,7 @@ def resolve_recipes(plan: Plan) -> None:
     used = set()
     for candidate in plan.candidates:
         region = _region(candidate.regions)
-        entry = policy.first(entries, candidate.fqn, candidate.match.sizes)
+        entry = policy.first(entries, candidate.names, candidate.match.sizes)
         used.add(entry)
         weight = support.value(candidate.match.weight)
         if isinstance(weight, StoredWeight):
@@ -45,7 +46,7 @@ def resolve_recipes(plan: Plan) -> None:
                 candidate.slots = candidate.recipe.slots_of(candidate.fqn)
     for site in plan.unlowered:
         region = _region(site.regions)
-        entry = policy.first(entries, site.fqn, site.product.sizes)
+        entry = policy.first(entries, (site.fqn,), site.product.sizes)
         used.add(entry)
         if region.enabled:
             site.recipe = entry.recipe if entry else region.recipe or default  # type: ignore[assignment]
@@ -69,8 +70,9 @@ def check_sites(plan: Plan) -> None:
             candidate.refusal = (
                 regions.refusal(candidate.regions)
                 or transforms.refusal(transforms_of.get(match.node))
+                or (None if candidate.by_policy else routers.refusal(match))
                 or candidate.rule.check(match)
-                or support.blocks(candidate.slots, weight, *match.sizes[1:])
+                or candidate.rule.check_slots(match, candidate.slots)
             )
             candidate.emulated = None if candidate.refusal else support.emulated(candidate.slots, weight.device)
         if candidate.low and isinstance(candidate.recipe, DelayedScaling):

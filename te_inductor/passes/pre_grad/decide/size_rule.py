@@ -37,7 +37,7 @@ def refusal(matches: Sequence[Match]) -> Refusal | None:
     rates = targets.of(device).rates
     if rates is None:
         return None
-    if min(n, k) < NARROW:
+    if min(n, k) < NARROW and not match.groups:
         return Refusal(
             "too small for FP8 to pay: M=%s, N=%d, K=%d, where less than %d is narrow (a policy entry overrides this)",
             *(m, n, k, NARROW),
@@ -46,7 +46,7 @@ def refusal(matches: Sequence[Match]) -> Refusal | None:
         return None
     gemms = len(list(match.gemms()))
     saved = 2 * gemms * m * n * k * (1 / rates.bf16_flops - 1 / rates.fp8_flops)
-    cost = _bytes(m, n, k, gemms > 1) / rates.bytes + _kernels(gemms > 1) * rates.launch
+    cost = _bytes(m, n, k, gemms > 1, match.experts) / rates.bytes + _kernels(gemms > 1) * rates.launch
     if saved >= MARGIN * cost:
         return None
     return Refusal(
@@ -56,9 +56,9 @@ def refusal(matches: Sequence[Match]) -> Refusal | None:
     )
 
 
-def _bytes(m: int, n: int, k: int, training: bool) -> int:
+def _bytes(m: int, n: int, k: int, training: bool, experts: int) -> int:
     """Read bf16, once more to find the scale; write a row copy and, in training, a column copy."""
-    elements = m * k + n * k + (m * n if training else 0)
+    elements = m * k + experts * n * k + (m * n if training else 0)
     return elements * (4 + (2 if training else 1))
 
 

@@ -36,7 +36,7 @@ def refusal(match: Match, slots: Slots, bodies: Bodies, examples: Sequence[objec
     if not bodies.reaches(match.node.graph):
         return Refusal("inside a control-flow body, which option 'wgrad' does not reach")
     node = bodies.outer(match.weight)
-    if not _is_whole(node):
+    if not _is_whole(node, match):
         return Refusal("the weight is computed in the graph, or one of several in a parameter")
     if match.transposed:
         return Refusal("the parameter holds the transpose of what the GEMM computes")
@@ -51,17 +51,22 @@ def refusal(match: Match, slots: Slots, bodies: Bodies, examples: Sequence[objec
     return None
 
 
-def _is_whole(weight: fx.Node) -> bool:
-    """Whether it is a parameter and nothing else."""
-    return weight.op == "placeholder" and isinstance(value(weight), torch.nn.Parameter) and value(weight).dim() == 2
+def _is_whole(weight: fx.Node, match: Match) -> bool:
+    """Whether the weight is a parameter and nothing else, of one layer or of experts."""
+    dims = 3 if match.groups else 2
+    return weight.op == "placeholder" and isinstance(value(weight), torch.nn.Parameter) and value(weight).dim() == dims
 
 
 def guard_on_totals(matches: Iterable[Match], bodies: Bodies, examples: Sequence[object]) -> None:
     """Have Dynamo compile anew where a parameter has a main_grad that had none, or the other way round: other modules
     of the class run the same graph, and whoever makes totals may do so after a first call."""
-    for node in dict.fromkeys(bodies.outer(match.weight) for match in matches if wanted(match)):
-        if _is_whole(node):
-            compat.guard_on_attribute(node, examples[place_of(node)], "main_grad")
+    whole = (
+        bodies.outer(match.weight)
+        for match in matches
+        if wanted(match) and _is_whole(bodies.outer(match.weight), match)
+    )
+    for node in dict.fromkeys(whole):
+        compat.guard_on_attribute(node, examples[place_of(node)], "main_grad")
 
 
 def _not_deferred(slots: Slots, parameter: object, device: torch.device, options: Options) -> Refusal | None:

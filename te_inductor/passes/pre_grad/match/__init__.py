@@ -1,5 +1,6 @@
 """Which nodes of a Dynamo graph are linear layers. RULES are tried in order; the first that matches a node owns it."""
 
+from te_inductor.passes.pre_grad.match.grouped import Grouped, ManyBatched
 from te_inductor.passes.pre_grad.match.linear import Addmm, Batched, Linear, Product
 
-RULES = (Linear(), Product(), Addmm(), Batched())
+RULES = (Linear(), Product(), Addmm(), Grouped(), ManyBatched(), Batched())

@@ -19,10 +19,10 @@ from te_inductor.passes.graph.aliases import memory, name
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.pre_grad.decide.support import is_tensor, value
 from te_inductor.passes.pre_grad.match import contractions
+from te_inductor.passes.pre_grad.match.grouped import GROUPED
 from te_inductor.passes.pre_grad.match.linear import from_parameter
 from te_inductor.passes.pre_grad.match.rule import Call
 
-GROUPED = frozenset(("_grouped_mm", "grouped_mm", "grouped_mm_fallback"))
 _LETTERS = "".join(chr(0x200 + place) for place in range(64))  # of dimensions that an equation leaves unnamed
 _SCALES = frozenset("mul multiply __mul__ __rmul__ imul __imul__ div true_divide truediv divide".split())
 _PICKS = frozenset("getitem index index_select take_along_dim gather".split())
@@ -135,7 +135,7 @@ class Weights:
 def refusal(product: Product, weights: Weights) -> Refusal:
     """Why no rule takes a product with a weight."""
     if product.grouped:
-        return Refusal("experts' products are not lowered yet")
+        return Refusal("experts' products of other shapes than rows (M, K) and a parameter (E, K, N), or without offsets")
     node = product.node
     operands = [one for one in product.operands if weights.is_weight(one)]
     if not any(weights.kind(one) == "parameter" for one in operands):

@@ -63,8 +63,19 @@ class Call:
 
 
 @dataclass(frozen=True)
+class Groups:
+    """How the rows of a layer of experts are dealt to them, as nodes."""
+
+    ends: fx.Node  # (E,), where each expert's rows end
+    rows: fx.Node | None = None  # (M,), which rows of x they are; None: those of x itself
+    order: fx.Node | None = None  # (M,), the permutation that sorts `each` choices of every row of x; rows is order // each
+    each: int = 1
+
+
+@dataclass(frozen=True)
 class Match:
-    """One linear layer: ``y = x wᵀ + bias``, where `weight` holds w as (N, K), or as (K, N) where `transposed`."""
+    """One linear layer: ``y = x wᵀ + bias``, where `weight` holds w as (N, K), or as (K, N) where `transposed`; or one
+    an expert, where `weight` holds E of them."""
 
     node: fx.Node
     x: fx.Node  # (..., K)
@@ -72,16 +83,22 @@ class Match:
     bias: fx.Node | None = None
     transposed: bool = False
     options: tuple[tuple[str, Any], ...] = ()
+    groups: Groups | None = None  # of experts
 
     @property
     def sizes(self) -> tuple[Any, int, int]:
-        """(M, N, K)"""
-        x, weight = support.value(self.x), support.value(self.weight)
+        """(M, N, K), M of all experts together."""
+        rows, weight = support.value(self.node if self.groups else self.x), support.value(self.weight)
         n, k = (weight.shape[-1], weight.shape[-2]) if self.transposed else (weight.shape[-2], weight.shape[-1])
         m: Any = 1
-        for size in x.shape[:-1]:
+        for size in rows.shape[:-1]:
             m = m * size
         return m, n, k
+
+    @property
+    def experts(self) -> int:
+        """How many matrices the weight is."""
+        return support.value(self.weight).shape[0] if self.groups else 1
 
     def gemms(self, rows: int | None = None) -> Iterator[tuple[str, tuple[Any, int, int]]]:
         """Which GEMMs autograd will ask for, with their M, N, K; `rows` of the weight, where other layers' are
@@ -115,6 +132,10 @@ class Rule:
         bias = None if match.bias is None else support.value(match.bias)
         return support.tensors(x, weight) or support.sizes(*match.sizes) or support.bias(bias, match.sizes[1])
 
+    def check_slots(self, match: Match, slots: Slots) -> Refusal | None:
+        """What a recipe asks for beyond that."""
+        return support.blocks(slots, support.value(match.weight), *match.sizes[1:])
+
     def rewrite(self, match: Match, emit: Emit) -> None:
         graph, node = match.node.graph, match.node
         with graph.inserting_before(node):
@@ -131,9 +152,17 @@ def call_linears(
     """Insert `te_inductor.linears`, `more` being arguments of it; its output dtype is the node's own, which honours
     torch.autocast."""
     biases = [match.bias for match in matches if match.bias is not None]
+    dtype, groups = support.value(matches[0].node).dtype, matches[0].groups
     # fx has no name for a constant among arguments.
-    operands: Any = (x, list(weights), biases, slots, support.value(matches[0].node).dtype)
-    ys = x.graph.call_function(ops.linears, operands, more)
+    operands: Any = (x, list(weights), biases, slots, dtype)
+    if groups is None:
+        ys = x.graph.call_function(ops.linears, operands, more)
+    else:
+        operands = (x, list(weights), biases, groups.ends, slots, dtype)
+        if groups.order is not None:
+            more["rows"] = groups.rows
+            more["places"] = x.graph.call_function(ops.places_of, (groups.order, groups.each))
+        ys = x.graph.call_function(ops.grouped_linears, operands, more)
     return [x.graph.call_function(operator.getitem, (ys, place)) for place in range(len(weights))]
 
 

@@ -1,7 +1,8 @@
 """The passes that find the linear layers of a graph, and its other matrix products."""
 
 from te_inductor.passes.graph.bodies import Bodies
-from te_inductor.passes.graph.module_path import module_path
+from te_inductor.passes.graph.module_path import module_path, parameter_name
+from te_inductor.passes.graph.owners import owner_of
 from te_inductor.passes.pre_grad.match import RULES, attention, contractions, products
 from te_inductor.passes.pre_grad.plan import Candidate, Plan, Unlowered
 
@@ -22,6 +23,7 @@ def inline_contractions(plan: Plan) -> None:
 
 def match_sites(plan: Plan) -> None:
     """Find every linear layer, and the region of autocast that it is in."""
+    bodies = Bodies(plan.gm)
     regions_of = plan.regions_of  # even of a graph without layers, which may leave a region open
     for module in plan.graph_modules():
         for node in module.graph.nodes:
@@ -30,9 +32,10 @@ def match_sites(plan: Plan) -> None:
             for rule in RULES:
                 match = rule.match(node)
                 if match is not None:
-                    plan.candidates.append(
-                        Candidate(rule, match, module_path(node), tuple(regions_of.get(node, [None])))
-                    )
+                    around = tuple(regions_of.get(node, [None]))
+                    held = owner_of(match.weight, bodies) if match.groups else None
+                    parameter = parameter_name(held.parameter) if held else ""
+                    plan.candidates.append(Candidate(rule, match, module_path(node), parameter, around))
                     break
 
 

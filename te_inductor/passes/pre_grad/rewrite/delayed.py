@@ -110,7 +110,7 @@ class DelayedSites:
         """Sites that read the same tensor have one quantizer for it, and merged sites one a slot."""
         readers: dict[fx.Node, list[Reader]] = {}
         for match in sites:
-            if value(match.weight).dim() == 2:  # each of an unrolled batch has an input of its own
+            if match.groups or value(match.weight).dim() == 2:  # each of an unrolled batch has an input of its own
                 readers.setdefault(match.x, []).append(self._reader(match, match.weight, "input"))
         of_groups = (
             [self._reader(match, match.weight, slot) for match in group]

@@ -21,6 +21,7 @@ from te_inductor.recipes import DelayedScaling
 
 _RECIPE = "te_delayed"  # attribute of a `linears` node: its recipe. No metadata, which says that a node is the user's
 _NOT_TAKEN = ("known", "kept")
+_FIRST = {ops.linears: ops.first_linears, ops.grouped_linears: ops.first_grouped_linears}
 
 
 def mark(node: fx.Node, recipe: DelayedScaling) -> None:
@@ -34,10 +35,10 @@ def of(root: fx.GraphModule) -> fx.GraphModule:
     for module in made.modules():
         if not isinstance(module, fx.GraphModule):
             continue
-        for node in module.graph.find_nodes(op="call_function", target=ops.linears):
+        for node in [one for op in _FIRST for one in module.graph.find_nodes(op="call_function", target=op)]:
             recipe = getattr(node, _RECIPE, None)
             if recipe is not None:
-                node.target = ops.first_linears
+                node.target = _FIRST[node.target]
                 node.args = (*node.args, recipe)
                 node.kwargs = {name: arg for name, arg in node.kwargs.items() if name not in _NOT_TAKEN}
         module.recompile()

@@ -99,7 +99,7 @@ def _delayed_sites(
     by_recipe: dict[DelayedScaling, list[tuple[str, Match]]] = {}
     for site in sites:
         if isinstance(site.recipe, DelayedScaling):
-            by_recipe.setdefault(site.recipe, []).append((site.fqn, site.match))
+            by_recipe.setdefault(site.recipe, []).append((site.module, site.match))
     if not by_recipe:
         return {}
     state = StateInputs(plan.options.fallback, dict(plan.gm.named_parameters()))

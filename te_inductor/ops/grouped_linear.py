@@ -1,0 +1,315 @@
+"""Linear layers of experts in low precision, made of the other ops: traced, so that Inductor sees casts and GEMMs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_inductor.compat import constant_type_name
+from te_inductor.ops import grouped as ops
+from te_inductor.ops.casts import Copy, ScalePair, copies, current_scale, quantize_delayed, tensor_amax
+from te_inductor.ops.definition import define
+from te_inductor.ops.delayed import DelayedScales, record_amax
+from te_inductor.ops.gemm import operands_of
+from te_inductor.ops.linear import overflowing_sum
+from te_inductor.recipes import Gemm, Quantizer, Slots
+from te_inductor.recipes.delayed import DelayedScaling
+from te_inductor.runtime import grouped
+from te_inductor.runtime.operation import Gradients, Needs, Operation
+
+_SLOTS = constant_type_name(Slots)
+
+
+@dataclass(frozen=True)
+class GroupedLinears(Operation):
+    """Linear layers of E experts each, of one input, one GEMM for all of a kind; traced, so its body becomes nodes of
+    the forward and backward graphs. Layers whose weights are w₁, w₂, … are one layer whose weights are all of their
+    rows.
+
+    Inputs: x (T, K), the step's token or None, ends (E,), rows (M,) or None: which rows of x the experts see, places
+    (T, M / T) or None: where each row of x is among those; `count` weights (E, N, K), then their biases (E, N) if they
+    have any. Saved for backward: with one scale a tensor, x's row copy, whose bytes wgrad transposes; else x itself, as
+    scales of wgrad's operands belong to a group's columns. The backward casts weights again, which stay in memory
+    anyway."""
+
+    slots: Slots
+    out_dtype: torch.dtype
+    count: int = 1
+    step: DelayedScales | None = None
+    main_grads: Sequence[Tensor] = ()
+    tickets: Sequence[Tensor] = ()
+
+    def compute(
+        self,
+        needs: Needs,
+        x: Tensor,
+        token: Tensor | None,
+        ends: Tensor,
+        rows: Tensor | None,
+        places: Tensor | None,
+        *operands: Tensor,
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        weights, biases = operands[: self.count], operands[self.count :]
+        wanted = needs[-len(operands) :]
+        needed = needs[0], any(wanted[: self.count]), any(wanted[self.count :])
+        slots, step = self.slots, self.step
+        known = step.known("input", [x], slots.input) if step else None
+        row, _ = copies([x], 0, slots.input, known, columnwise=False)
+        assert row is not None
+        scales = self._weight_scales(weights)
+        a = row if rows is None else _picked(row, slots.input, rows, x.shape)
+        b = self._weight_copy(weights, scales, transposed=False)
+        bias = torch.cat(list(biases), 1) if len(biases) > 1 else biases[0] if biases else None
+        y = _product(a, b, ends, bias, slots.fprop, self.out_dtype)
+        ys = y.split([weight.shape[1] for weight in weights], 1) if self.count > 1 else (y,)
+        return ys, (row, scales, needed)
+
+    def setup_context(self, ctx: Any, inputs: tuple[Any, ...], found: Any) -> None:
+        x, _, ends, rows, places, *operands = inputs
+        weights, biases = operands[: self.count], operands[self.count :]
+        row, scales, ctx.needs = found
+        of_x = (row.data, row.scale_inv) if self.slots.input.granularity.whole else (x, None)
+        ctx.save_for_backward(*of_x, *scales, ends, rows, places, *weights)
+        ctx.x_dtype, ctx.bias_dtype = x.dtype, biases[0].dtype if biases else None
+
+    def backward(self, ctx: Any, *dys: Tensor) -> Gradients:
+        x_grad, weight_grad, bias_grad = ctx.needs
+        x, x_scale_inv, *scales, ends, rows, places = ctx.saved_tensors[:8]
+        weights = ctx.saved_tensors[8:]
+        slots, step, dx = self.slots, self.step, None
+        sizes = [weight.shape[1] for weight in weights]
+        dy = grouped.mask_rows(torch.cat(list(dys), 1) if len(dys) > 1 else dys[0], ends)
+        layout = grouped.layout(ends, dy.shape[0])
+        dws: Sequence[Tensor | None] = [None] * len(weights)
+        if x_grad or weight_grad:
+            known = step.known("grad_output", [dy], slots.grad_output) if step else None
+            g_row, g_col = self._gradient_copies(dy, known, layout, ends.shape[0], x_grad, weight_grad)
+            if step is not None:
+                record_amax([dy], step.grad_amax)
+        if x_grad:
+            b = self._weight_copy(weights, scales, transposed=True)
+            dx = _product(g_row, b, ends, None, slots.dgrad, self.out_dtype)
+            if places is not None:  # in fp32, row by row of x, where autograd adds rows in the order of atomics
+                dx = dx[places].sum(1, dtype=torch.float32)
+            dx = dx.to(ctx.x_dtype)
+        if weight_grad:
+            starts, tiles, source = layout
+            if rows is not None:
+                source = torch.where(source >= 0, rows[source.clamp(min=0)], -1).int()
+            x = x if x_scale_inv is None else _stored_columns(x, weights[0].shape[2])
+            x_col = _columns(x, x_scale_inv, source, tiles, ends.shape[0], slots.input)
+            dws = self._weight_gradients(g_col, x_col, starts, weights[0].dtype, sizes)
+        dbs: Sequence[Tensor | None] = [None] * (0 if ctx.bias_dtype is None else len(dys))
+        if bias_grad:
+            dbs = _bias_gradients(dy, layout, ends.shape[0], self.out_dtype).to(ctx.bias_dtype).split(sizes, 1)
+        return dx, None, None, None, None, *dws, *dbs
+
+    def _weight_scales(self, weights: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """scale and scale_inv where one expert has one, the amax where scales have two levels."""
+        quantizer, step = self.slots.weight, self.step
+        if not quantizer.granularity.whole:
+            amax = _amax(weights) if quantizer.granularity.two_level else None
+            return None, None, amax
+        if step is None:
+            return *ops.experts_scale(weights, quantizer), None
+        known = step.known("weight", [weight.flatten(0, 1) for weight in weights], quantizer)
+        assert known is not None
+        return known.scale, known.scale_inv, None
+
+    def _weight_copy(self, weights: Sequence[Tensor], scales: Sequence[Tensor | None], transposed: bool) -> Copy:
+        """(E, N, K), or (E, K, N), for all weights."""
+        quantizer, (scale, scale_inv, amax) = self.slots.weight, scales
+        across = 2 if transposed else 1
+        if scale is not None and scale_inv is not None:
+            made = [ops.quantize_experts_delayed(weight, scale, quantizer, transposed) for weight in weights]
+            experts = weights[0].shape[0]
+            return Copy(_cat(made, across), scale_inv if scale_inv.dim() else scale_inv.expand(experts).contiguous())
+        pairs = [ops.quantize_experts(weight, quantizer, amax, transposed) for weight in weights]
+        data, inverses = zip(*pairs, strict=True)
+        if len(pairs) == 1:
+            return Copy(data[0], inverses[0], amax)
+        # Square blocks: each weight's are a matrix (R / 128, C / 128) an expert.
+        blocks = [
+            inverse.view(one.shape[0], *quantizer.granularity.blocks(one.shape[1], one.shape[2]))
+            for one, inverse in zip(data, inverses, strict=True)
+        ]
+        return Copy(_cat(data, across), torch.cat(blocks, across).flatten(1), amax)
+
+    def _gradient_copies(
+        self,
+        dy: Tensor,
+        known: ScalePair | None,
+        layout: tuple[Tensor, Tensor, Tensor],
+        experts: int,
+        rowwise: bool,
+        columnwise: bool,
+    ) -> tuple[Copy | None, Copy | None]:
+        quantizer, (_, tiles, source) = self.slots.grad_output, layout
+        if quantizer.granularity.whole:
+            scale, scale_inv = (known.scale, known.scale_inv) if known else current_scale([dy], quantizer)
+            row = Copy(quantize_delayed(dy, scale, quantizer), scale_inv)
+            data, scale_inv = _stored_columns(row.data, dy.shape[1]), row.scale_inv
+        else:
+            row = copies([dy], 0, quantizer, None, columnwise=False)[0] if rowwise else None  # type: ignore[assignment]
+            data, scale_inv = dy, None  # type: ignore[assignment]
+        column = _columns(data, scale_inv, source, tiles, experts, quantizer) if columnwise else None
+        return row, column
+
+    def _weight_gradients(
+        self, g_col: Copy | None, x_col: Copy, starts: Tensor, dtype: torch.dtype, sizes: list[int]
+    ) -> Sequence[Tensor | None]:
+        """What autograd gets of them."""
+        gemm = self.slots.wgrad
+        *operands, alpha = operands_of(g_col, x_col, gemm)
+        if self.tickets:
+            ops.defer_grouped_wgrad(self.tickets, *operands, starts, alpha, gemm)
+        elif self.main_grads:
+            ops.accumulate_grouped_wgrad(self.main_grads, *operands, starts, alpha, gemm)
+        else:
+            narrow = self.out_dtype == torch.float16  # as ops/linear.py has it
+            dw = ops.grouped_wgrad(*operands, starts, gemm, torch.float16 if narrow else dtype, alpha).to(dtype)
+            return dw.split(sizes, 1) if len(sizes) > 1 else [dw]
+        return [None] * len(sizes)
+
+
+def _product(
+    a: Copy | None, b: Copy, ends: Tensor, bias: Tensor | None, gemm: Gemm, out_dtype: torch.dtype
+) -> Tensor:
+    *operands, alpha = operands_of(a, b, gemm)
+    return ops.grouped_mm(*operands, ends, bias, gemm, out_dtype, alpha)  # type: ignore[no-any-return]
+
+
+def _picked(copy: Copy, quantizer: Quantizer, rows: Tensor, shape: torch.Size) -> Copy:
+    """The copy of a tensor's rows, of that of the tensor (R, C): exact, as a row's scales are its own or everybody's."""
+    data = copy.data.view(torch.uint8)[rows].view(copy.data.dtype)
+    scale_inv = grouped.gather_scales(copy.scale_inv, quantizer.granularity, rows, shape)
+    amax = copy.amax[rows] if copy.amax is not None and copy.amax.dim() else copy.amax
+    return Copy(data, scale_inv, amax)
+
+
+def _columns(
+    x: Tensor, scale_inv: Tensor | None, source: Tensor, tiles: Tensor, experts: int, quantizer: Quantizer
+) -> Copy:
+    """The transposed copy with padded groups: of a row copy, if its scale is everybody's, else of the values."""
+    if scale_inv is not None:
+        return Copy(ops.transpose_groups(x, source), scale_inv)
+    if quantizer.granularity.microscaled:
+        column = copies([grouped.gather_padded(x, source)], 0, quantizer, None, rowwise=False, columnwise=True)[1]
+        assert column is not None
+        return column
+    return Copy(*ops.quantize_groups(x, source, tiles, experts, quantizer))
+
+
+def _stored_columns(data: Tensor, columns: int) -> Tensor:
+    """A row copy without its padding, which would be rows of the transpose."""
+    return data if data.shape[1] == columns else data[:, :columns]
+
+
+def _amax(weights: Sequence[Tensor]) -> Tensor:
+    amaxes = [tensor_amax(weight.flatten(0, 1)) for weight in weights]
+    return torch.stack(amaxes).amax() if len(amaxes) > 1 else amaxes[0]
+
+
+def _cat(pieces: Sequence[Tensor], dim: int) -> Tensor:
+    """Of bytes, as FP8 tensors have no `cat` on every device."""
+    if len(pieces) == 1:
+        return pieces[0]
+    return torch.cat([piece.view(torch.uint8) for piece in pieces], dim).view(pieces[0].dtype)
+
+
+def _bias_gradients(
+    dy: Tensor, layout: tuple[Tensor, Tensor, Tensor], experts: int, dtype: torch.dtype
+) -> Tensor:  # (E, N) fp32
+    _, tiles, source = layout
+    partial = grouped.gather_padded(dy, source).view(tiles.shape[0], -1, dy.shape[1]).sum(1, dtype=torch.float32)
+    total = partial.new_zeros((experts, dy.shape[1])).index_add(0, tiles, partial)
+    return overflowing_sum(total, dtype)
+
+
+def _layers(
+    layers: GroupedLinears,
+    x: Tensor,
+    token: Tensor | None,
+    ends: Tensor,
+    rows: Tensor | None,
+    places: Tensor | None,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+) -> list[Tensor]:
+    return list(layers(x, token, ends, rows, places, *weights, *biases))
+
+
+def trace_grouped_linears(
+    x: Tensor,  # (M, K), rows sorted by group; or, with `rows`, (T, K)
+    weights: Sequence[Tensor],  # each (E, N, K)
+    biases: Sequence[Tensor],  # each (E, N); none, or one a weight
+    ends: Tensor,  # (E,) int32, where each group ends
+    slots: Slots,
+    out_dtype: torch.dtype,
+    rows: Tensor | None = None,  # (M,) int64, the rows of x that are multiplied
+    places: Tensor | None = None,  # (T, M / T) int64, where among `rows` each row of x stands
+    known: Sequence[Tensor] | None = None,  # as of `linears`, and so are the others
+    token: Tensor | None = None,
+    grad_amax: Tensor | None = None,
+    main_grads: Sequence[Tensor] | None = None,
+    tickets: Sequence[Tensor] | None = None,
+) -> list[Tensor]:  # each (M, N), zeros behind the last group
+    """``x[rows][m] @ weight[g].T + bias[g]`` for each weight, g being the group of row m, the operands of all three
+    GEMMs in the low precision of `slots`."""
+    pairs = [] if known is None else [ScalePair(*pair) for pair in zip(known[::2], known[1::2], strict=True)]
+    step = DelayedScales(*pairs, *([token, grad_amax] if len(pairs) > 2 else [])) if pairs else None  # type: ignore[arg-type]
+    layers = GroupedLinears(slots, out_dtype, len(weights), step, main_grads or (), tickets or ())
+    return _layers(layers, x, token, ends, rows, places, weights, biases)
+
+
+def trace_first_grouped_linears(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    ends: Tensor,
+    slots: Slots,
+    out_dtype: torch.dtype,
+    recipe: DelayedScaling,
+    rows: Tensor | None = None,
+    places: Tensor | None = None,
+    token: Tensor | None = None,
+    grad_amax: Tensor | None = None,
+    main_grads: Sequence[Tensor] | None = None,
+    tickets: Sequence[Tensor] | None = None,
+) -> list[Tensor]:
+    """The same under delayed scaling, in a step in which some quantizer of the graph has no history: Note [A first
+    step]."""
+    step = DelayedScales(token=token, grad_amax=grad_amax, first=recipe)
+    layers = GroupedLinears(slots, out_dtype, len(weights), step, main_grads or (), tickets or ())
+    return _layers(layers, x, token, ends, rows, places, weights, biases)
+
+
+def _places_of(order: Tensor, each: int) -> Tensor:
+    places = torch.arange(order.shape[0], device=order.device, dtype=order.dtype)
+    return torch.zeros_like(order).scatter(0, order, places).view(-1, each)
+
+
+grouped_linears = define(
+    f"grouped_linears(Tensor x, Tensor[] weights, Tensor[] biases, Tensor ends, {_SLOTS} slots, ScalarType out_dtype,"
+    " Tensor? rows=None, Tensor? places=None, Tensor[]? known=None, Tensor? token=None, Tensor? grad_amax=None,"
+    " Tensor[]? main_grads=None, Tensor[]? tickets=None) -> Tensor[]",
+    trace_grouped_linears,
+)
+first_grouped_linears = define(
+    f"first_grouped_linears(Tensor x, Tensor[] weights, Tensor[] biases, Tensor ends, {_SLOTS} slots, ScalarType"
+    f" out_dtype, {constant_type_name(DelayedScaling)} recipe, Tensor? rows=None, Tensor? places=None, Tensor?"
+    " token=None, Tensor? grad_amax=None, Tensor[]? main_grads=None, Tensor[]? tickets=None) -> Tensor[]",
+    trace_first_grouped_linears,
+)
+def _equal_groups(like: Tensor, groups: int, rows: int) -> Tensor:
+    return torch.arange(1, groups + 1, device=like.device, dtype=torch.int32) * rows
+
+
+# Where groups of `rows` rows each end, (groups,), where `like` is.
+equal_groups = define("equal_groups(Tensor like, int groups, SymInt rows) -> Tensor", _equal_groups)
+# `x` (M, ...) with zeros for rows that belong to no group.
+mask_rows = define("mask_rows(Tensor x, Tensor ends) -> Tensor", grouped.mask_rows)
+# Of a permutation (T * each,) of rows of which row i is of x's row i // each: where each stands, (T, each).
+places_of = define("places_of(Tensor order, int each) -> Tensor", _places_of)

@@ -1,0 +1,36 @@
+"""Routers: linear layers whose outputs choose experts. A choice turns on differences of logits that FP8 would round away,
+for a product that costs next to nothing, so they stay in high precision unless a policy entry names them."""
+
+from torch import fx
+
+from te_inductor.diagnostics import Refusal
+from te_inductor.passes.graph.aliases import name
+from te_inductor.passes.pre_grad.match.rule import Match
+
+MOST = 2048  # experts; what chooses among more is a vocabulary's head
+# What logits go through on their way to the choice.
+_BETWEEN = frozenset(
+    "softmax sigmoid softplus sqrt log_softmax to float type type_as bfloat16 half view reshape flatten unsqueeze"
+    " squeeze contiguous detach add __add__ iadd sub mul __mul__ imul div truediv masked_fill where sum getitem scatter"
+    " clone dropout".split()
+)
+_CHOICES = frozenset("topk argmax argsort sort".split())
+
+
+def refusal(match: Match) -> Refusal | None:
+    """Why a router is left alone; None of any other layer."""
+    if match.groups or match.sizes[1] > MOST or not _chooses(match.node):
+        return None
+    return Refusal("a router: its outputs choose experts (a policy entry overrides this)")
+
+
+def _chooses(node: fx.Node) -> bool:
+    seen, pending = {node}, [node]
+    while pending:
+        for user in pending.pop().users:
+            if name(user) in _CHOICES:
+                return True
+            if name(user) in _BETWEEN and user not in seen:
+                seen.add(user)
+                pending.append(user)
+    return False

@@ -1,0 +1,217 @@
+"""Grouped products on real tensors, in plain torch: what runs on a CPU, and where a lowering cannot.
+
+A grouped product multiplies each row of `a` by the matrix of the row's group, one of E. Rows of a group stand together;
+`ends` says where each group ends, and what lies behind the last end belongs to none. Sizes of groups are known to the
+device alone: nothing here reads them on the host, but for a CPU, where that waits for nobody.
+
+# Note [Padded groups]
+wgrad sums over the rows of a group. Its operands are stored transposed, with rows along the contraction, so each group
+begins at a multiple of `GROUP_ALIGNMENT` columns and is filled with zeros up to the next. Then a tile of the GEMM never
+holds two groups, scales of blocks along the contraction belong to one, and loads are aligned. The width is
+`padded_width(rows, groups)` whatever the groups' sizes are, so that it is known before they are."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from te_inductor import targets
+from te_inductor.recipes.formats import ROW, Division, Scope, padded
+from te_inductor.recipes.quantizers import Gemm, Quantizer
+from te_inductor.runtime import blocks, eager
+
+GROUP_ALIGNMENT = 128  # columns; what a tile of the GEMM holds, and a multiple of every scope's block
+
+
+def padded_width(rows: int, groups: int) -> int:
+    """Columns of a padded transpose: enough for any sizes of so many groups with so many rows in all."""
+    return padded(rows, GROUP_ALIGNMENT) + groups * GROUP_ALIGNMENT
+
+
+def has_kernel(device: torch.device, gemm: Gemm) -> bool:
+    """Whether templates/triton/grouped_mm.py multiplies on this device."""
+    return targets.of(device).grouped_mm and not gemm.microscaled
+
+
+def grouped_mm(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    ends: Tensor,
+    bias: Tensor | None,
+    gemm: Gemm,
+    out_dtype: torch.dtype,
+    alpha: Tensor | None = None,
+) -> Tensor:
+    if has_kernel(a.device, gemm):
+        from te_inductor.templates.triton.grouped_mm import grouped_mm as kernel
+
+        return kernel(a, a_scale, b, b_scale, ends, bias, gemm, out_dtype)  # type: ignore[no-any-return]
+    wide_a, wide_b = _values(a, a_scale, gemm, 0), _each_values(b, b_scale, gemm)
+    with torch.autocast(a.device.type, enabled=False):  # the op may run inside the user's autocast region
+        if a.device.type == "cuda":
+            y = torch._grouped_mm(wide_a.bfloat16(), wide_b.bfloat16().transpose(1, 2), offs=ends).float()
+        else:
+            y, begin = wide_a.new_zeros((a.shape[0], b.shape[1])), 0
+            for group, end in enumerate(ends.tolist()):
+                torch.mm(wide_a[begin:end], wide_b[group].t(), out=y[begin:end])
+                begin = end
+    y = y if alpha is None else y * alpha
+    y = y.to(out_dtype)
+    return mask_rows(y if bias is None else y + of_rows(bias.to(out_dtype), ends, y.shape[0]), ends)
+
+
+def grouped_wgrad(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    starts: Tensor,
+    gemm: Gemm,
+    out_dtype: torch.dtype,
+    alpha: Tensor | None = None,
+) -> Tensor:
+    if has_kernel(a.device, gemm):
+        from te_inductor.templates.triton.grouped_mm import grouped_wgrad as kernel
+
+        return kernel(a, a_scale, b, b_scale, starts, gemm, out_dtype)  # type: ignore[no-any-return]
+    wide_a, wide_b = _values(a, a_scale, gemm, 0), _values(b, b_scale, gemm, 1)
+    with torch.autocast(a.device.type, enabled=False):
+        if a.device.type == "cuda":
+            y = torch._grouped_mm(wide_a.bfloat16(), wide_b.bfloat16().t(), offs=starts[1:]).float()
+        else:
+            y = wide_a.new_empty((len(starts) - 1, a.shape[0], b.shape[0]))
+            begin, *ends = starts.tolist()
+            for group, end in enumerate(ends):
+                torch.mm(wide_a[:, begin:end], wide_b[:, begin:end].t(), out=y[group])
+                begin = end
+    if gemm.granularities[0] is ROW:
+        y = y * (a_scale[:, :, None] * b_scale[:, None, :])
+    return (y if alpha is None else y * alpha).to(out_dtype)
+
+
+def accumulate_grouped_wgrad(
+    totals: list[Tensor],  # fp32, (E, N, K) of each parameter
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    starts: Tensor,
+    alpha: Tensor | None,
+    gemm: Gemm,
+) -> None:
+    """Through `data`, so that autograd does not see the totals change: several microbatches' backwards hold them."""
+    if len(totals) == 1 and has_kernel(a.device, gemm):
+        from te_inductor.templates.triton.grouped_mm import grouped_wgrad as kernel
+
+        kernel(a, a_scale, b, b_scale, starts, gemm, torch.float32, totals[0].data)
+        return
+    dw = grouped_wgrad(a, a_scale, b, b_scale, starts, gemm, torch.float32, alpha)
+    for total, gradient in zip(totals, dw.split([total.shape[1] for total in totals], 1), strict=True):
+        total.data.add_(gradient)
+
+
+def _values(x: Tensor, scale: Tensor, gemm: Gemm, operand: int) -> Tensor:
+    """What a matrix stands for, (R, C) fp32; of wgrad's operands with a scale a row of each group without it."""
+    scope = gemm.granularities[operand]
+    if gemm.name == "wgrad" and scope is ROW:
+        return x.float()
+    return blocks.values(x, scale, gemm.formats[operand], scope)
+
+
+def _each_values(x: Tensor, scale: Tensor, gemm: Gemm) -> Tensor:  # (E, R, C) fp32
+    element, scope = gemm.formats[1], gemm.granularities[1]
+    if not scope.blocked:
+        return x.float() * scale.reshape(x.shape[0], -1, 1)
+    return torch.stack([blocks.values(matrix, one, element, scope) for matrix, one in zip(x, scale, strict=True)])
+
+
+def quantize_experts(
+    w: Tensor, quantizer: Quantizer, amax: Tensor | None = None, transposed: bool = False
+) -> tuple[Tensor, Tensor]:
+    pairs = [eager.quantize(matrix, quantizer, amax) for matrix in (w.transpose(1, 2) if transposed else w)]
+    data, scale_inv = (torch.stack(parts) for parts in zip(*pairs, strict=True))
+    return data, scale_inv.squeeze(2) if quantizer.granularity is ROW else scale_inv
+
+
+def quantize_experts_delayed(w: Tensor, scale: Tensor, quantizer: Quantizer, transposed: bool = False) -> Tensor:
+    matrices = w.transpose(1, 2) if transposed else w
+    missing = quantizer.padded(matrices.shape[2]) - matrices.shape[2]
+    matrices = F.pad(matrices, (0, missing)) if missing else matrices
+    return eager.cast(matrices, scale.view(-1, 1, 1), quantizer).contiguous()
+
+
+def experts_scale(weights: list[Tensor], quantizer: Quantizer) -> tuple[Tensor, Tensor]:
+    amaxes = [weight.abs().amax((1, 2)).float() for weight in weights]
+    scale = eager.encode_scale(torch.stack(amaxes).amax(0), quantizer, weights[0].dtype)
+    return scale, 1.0 / scale
+
+
+def quantize_groups(
+    x: Tensor, source: Tensor, tiles: Tensor, groups: int, quantizer: Quantizer
+) -> tuple[Tensor, Tensor]:
+    whole = gather_padded(x, source)
+    if quantizer.granularity is not ROW:
+        return eager.quantize(whole.t(), quantizer)
+    amax = whole.abs().view(tiles.shape[0], GROUP_ALIGNMENT, -1).amax(1).float()
+    index = tiles.long()[:, None].expand_as(amax)
+    amax = amax.new_zeros((groups, amax.shape[1])).scatter_reduce(0, index, amax, "amax")
+    scale = eager.encode_scale(amax, quantizer, x.dtype)
+    each = scale[tiles].repeat_interleave(GROUP_ALIGNMENT, 0)
+    return eager.cast(whole, each, quantizer).t().contiguous(), 1.0 / scale
+
+
+def transpose_groups(data: Tensor, source: Tensor) -> Tensor:
+    return gather_padded(data.view(torch.uint8), source).t().contiguous().view(data.dtype)
+
+
+def gather_padded(x: Tensor, source: Tensor) -> Tensor:  # (P, C)
+    """The rows of `x` at `source`, zeros where that is negative."""
+    return torch.where((source >= 0)[:, None], x[source.clamp(min=0)], torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def mask_rows(x: Tensor, ends: Tensor) -> Tensor:
+    """`x` with zeros for rows that belong to no group, whatever they hold."""
+    inside = torch.arange(x.shape[0], device=x.device) < ends[-1]
+    return torch.where(inside[:, None], x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def group_of_rows(ends: Tensor, rows: int) -> Tensor:  # (rows,) int64
+    """The group of each row, the last one for those behind all."""
+    places = torch.arange(rows, device=ends.device, dtype=ends.dtype)
+    return (places[:, None] >= ends[None, :]).sum(1).clamp(max=ends.shape[0] - 1)
+
+
+def of_rows(values: Tensor, ends: Tensor, rows: int) -> Tensor:  # (rows, ...)
+    """What belongs to each row's group."""
+    return values[group_of_rows(ends, rows)]
+
+
+def layout(ends: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Where groups stand in a padded transpose: Note [Padded groups].
+
+    Returns:
+        starts (E + 1,), where each group begins, and the last one ends; tiles (P / 128,), the group of each 128 columns;
+        source (P,), the row that each column holds, -1 of padding. All int32."""
+    groups, width = ends.shape[0], padded_width(rows, ends.shape[0])
+    begins = F.pad(ends, (1, 0))[:-1]
+    starts = F.pad(((ends - begins + GROUP_ALIGNMENT - 1) // GROUP_ALIGNMENT * GROUP_ALIGNMENT).cumsum(0), (1, 0))
+    first = torch.arange(width // GROUP_ALIGNMENT, device=ends.device) * GROUP_ALIGNMENT
+    group = (first[:, None] >= starts[None, 1:]).sum(1)
+    tiles = group.clamp(max=groups - 1)
+    inside = torch.arange(GROUP_ALIGNMENT, device=ends.device)
+    row = (first - starts[tiles] + begins[tiles])[:, None] + inside[None, :]
+    known = (group < groups)[:, None] & (row < ends[tiles][:, None])
+    return starts.int(), tiles.int(), torch.where(known, row, -1).flatten().int()
+
+
+def gather_scales(
+    scale_inv: Tensor, scope: Scope, rows: Tensor, shape: Any, *, floordiv: Division | None = None
+) -> Tensor:
+    """Scales of the rows that are picked of a copy (R, C), of which the scope's blocks are no higher than a row."""
+    if not scope.blocked:
+        return scale_inv[rows] if scale_inv.dim() else scale_inv
+    matrix = scale_inv.view(scope.scale_matrix(*shape, **({"floordiv": floordiv} if floordiv else {})))
+    return (matrix[:, rows] if scope.row_last else matrix[rows]).flatten()
