@@ -8,6 +8,11 @@ import torch
 library = torch.library.Library("te_inductor", "DEF")
 
 
+def implement_on_cuda(op: Any, implementation: Any) -> None:
+    """Give an op that `define` made another kernel for CUDA tensors."""
+    library.impl(op._schema.name.partition("::")[2], implementation, "CUDA")
+
+
 def define(schema: str, implementation: Any, fake: Any = None) -> Any:
     """Define an op; with `fake` it is a primitive of the graph, without it is traced through."""
     name = schema.partition("(")[0]

@@ -30,7 +30,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from te_inductor.errors import DeferredWgradError, wrong_type
 from te_inductor.recipes.quantizers import Gemm
-from te_inductor.runtime import eager, grouped
+from te_inductor.runtime import eager
 from te_inductor.runtime.gradient_inputs import Takers
 from te_inductor.runtime.main_grads import checked
 from te_inductor.runtime.optimizer_steps import check_before_each
@@ -58,7 +58,7 @@ class Product:
         if self.starts is None:
             dw = eager.scaled_mm(a, a_scale, b, b_scale, None, self.gemm, dtype, self.alpha)
         else:
-            dw = grouped.grouped_wgrad(a, a_scale, b, b_scale, self.starts, self.gemm, dtype, self.alpha)
+            dw = torch.ops.te_inductor.grouped_wgrad(a, a_scale, b, b_scale, self.starts, self.gemm, dtype, self.alpha)
         gradients = dw.split([parameter.shape[-2] for parameter in parameters], -2)
         for parameter, wanted, gradient in zip(parameters, self.wanted, gradients, strict=True):
             if wanted:

@@ -1,4 +1,5 @@
-"""Grouped products on real tensors, in plain torch: what runs on a CPU, and where a lowering cannot.
+"""Grouped products on real tensors, in plain torch: what runs on a CPU, and on a GPU without a kernel for them
+(templates/triton/grouped_ops.py registers those).
 
 A grouped product multiplies each row of `a` by the matrix of the row's group, one of E. Rows of a group stand together;
 `ends` says where each group ends, and what lies behind the last end belongs to none. Sizes of groups are known to the
@@ -45,10 +46,6 @@ def grouped_mm(
     out_dtype: torch.dtype,
     alpha: Tensor | None = None,
 ) -> Tensor:
-    if has_kernel(a.device, gemm):
-        from te_inductor.templates.triton.grouped_mm import grouped_mm as kernel
-
-        return kernel(a, a_scale, b, b_scale, ends, bias, gemm, out_dtype)  # type: ignore[no-any-return]
     wide_a, wide_b = _values(a, a_scale, gemm, 0), _each_values(b, b_scale, gemm)
     with torch.autocast(a.device.type, enabled=False):  # the op may run inside the user's autocast region
         if a.device.type == "cuda":
@@ -73,10 +70,6 @@ def grouped_wgrad(
     out_dtype: torch.dtype,
     alpha: Tensor | None = None,
 ) -> Tensor:
-    if has_kernel(a.device, gemm):
-        from te_inductor.templates.triton.grouped_mm import grouped_wgrad as kernel
-
-        return kernel(a, a_scale, b, b_scale, starts, gemm, out_dtype)  # type: ignore[no-any-return]
     wide_a, wide_b = _values(a, a_scale, gemm, 0), _values(b, b_scale, gemm, 1)
     with torch.autocast(a.device.type, enabled=False):
         if a.device.type == "cuda":
@@ -103,12 +96,7 @@ def accumulate_grouped_wgrad(
     gemm: Gemm,
 ) -> None:
     """Through `data`, so that autograd does not see the totals change: several microbatches' backwards hold them."""
-    if len(totals) == 1 and has_kernel(a.device, gemm):
-        from te_inductor.templates.triton.grouped_mm import grouped_wgrad as kernel
-
-        kernel(a, a_scale, b, b_scale, starts, gemm, torch.float32, totals[0].data)
-        return
-    dw = grouped_wgrad(a, a_scale, b, b_scale, starts, gemm, torch.float32, alpha)
+    dw = torch.ops.te_inductor.grouped_wgrad(a, a_scale, b, b_scale, starts, gemm, torch.float32, alpha)
     for total, gradient in zip(totals, dw.split([total.shape[1] for total in totals], 1), strict=True):
         total.data.add_(gradient)
 

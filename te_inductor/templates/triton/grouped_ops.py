@@ -1,0 +1,68 @@
+"""Experts' ops on CUDA: the Triton kernels where the device runs them, else plain torch."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_inductor import ops
+from te_inductor.ops.definition import implement_on_cuda
+from te_inductor.recipes import Gemm
+from te_inductor.runtime import grouped
+from te_inductor.templates.triton import grouped_mm as kernels
+
+
+def _grouped_mm(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    ends: Tensor,
+    bias: Tensor | None,
+    gemm: Gemm,
+    out_dtype: torch.dtype,
+    alpha: Tensor | None = None,
+) -> Tensor:
+    if not grouped.has_kernel(a.device, gemm):
+        return grouped.grouped_mm(a, a_scale, b, b_scale, ends, bias, gemm, out_dtype, alpha)
+    return kernels.grouped_mm(a, a_scale, b, b_scale, ends, bias, gemm, out_dtype)  # type: ignore[no-any-return]
+
+
+def _grouped_wgrad(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    starts: Tensor,
+    gemm: Gemm,
+    out_dtype: torch.dtype,
+    alpha: Tensor | None = None,
+) -> Tensor:
+    if not grouped.has_kernel(a.device, gemm):
+        return grouped.grouped_wgrad(a, a_scale, b, b_scale, starts, gemm, out_dtype, alpha)
+    return kernels.grouped_wgrad(a, a_scale, b, b_scale, starts, gemm, out_dtype)  # type: ignore[no-any-return]
+
+
+def _accumulate_grouped_wgrad(
+    totals: list[Tensor],
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    starts: Tensor,
+    alpha: Tensor | None,
+    gemm: Gemm,
+) -> None:
+    if len(totals) > 1 or not grouped.has_kernel(a.device, gemm):
+        grouped.accumulate_grouped_wgrad(totals, a, a_scale, b, b_scale, starts, alpha, gemm)
+        return
+    kernels.grouped_wgrad(a, a_scale, b, b_scale, starts, gemm, torch.float32, totals[0].data)
+
+
+_KERNELS: dict[Any, Any] = {
+    ops.grouped_mm: _grouped_mm,
+    ops.grouped_wgrad: _grouped_wgrad,
+    ops.accumulate_grouped_wgrad: _accumulate_grouped_wgrad,
+}
+for _op, _kernel in _KERNELS.items():
+    implement_on_cuda(_op, _kernel)
