@@ -7,8 +7,10 @@ from torch import Tensor
 
 from te_inductor import ops
 from te_inductor.ops.definition import implement_on_cuda
-from te_inductor.recipes import Gemm
+from te_inductor.recipes import Gemm, Quantizer
+from te_inductor.recipes.formats import BLOCK_1X128, BLOCK_128X128, ROW
 from te_inductor.runtime import grouped
+from te_inductor.templates.triton import grouped_casts as casts
 from te_inductor.templates.triton import grouped_mm as kernels
 
 
@@ -59,10 +61,38 @@ def _accumulate_grouped_wgrad(
     kernels.grouped_wgrad(a, a_scale, b, b_scale, starts, gemm, torch.float32, totals[0].data)
 
 
+def _quantize_experts(
+    w: Tensor, quantizer: Quantizer, amax: Tensor | None = None, transposed: bool = False
+) -> tuple[Tensor, Tensor]:
+    if quantizer.granularity is BLOCK_128X128:
+        return casts.quantize_experts_squares(w, quantizer, transposed)
+    if quantizer.granularity is ROW and transposed:
+        return casts.transpose_experts_by_row(w, quantizer)
+    return grouped.quantize_experts(w, quantizer, amax, transposed)
+
+
+def _quantize_experts_delayed(w: Tensor, scale: Tensor, quantizer: Quantizer, transposed: bool = False) -> Tensor:
+    if transposed:
+        return casts.transpose_experts(w, scale, quantizer)
+    return grouped.quantize_experts_delayed(w, scale, quantizer)
+
+
+def _quantize_groups(
+    x: Tensor, source: Tensor, tiles: Tensor, groups: int, quantizer: Quantizer
+) -> tuple[Tensor, Tensor]:
+    if quantizer.granularity is ROW or quantizer.granularity is BLOCK_1X128:
+        return casts.quantize_groups(x, source, tiles, groups, quantizer)
+    return grouped.quantize_groups(x, source, tiles, groups, quantizer)
+
+
 _KERNELS: dict[Any, Any] = {
     ops.grouped_mm: _grouped_mm,
     ops.grouped_wgrad: _grouped_wgrad,
     ops.accumulate_grouped_wgrad: _accumulate_grouped_wgrad,
+    ops.quantize_experts: _quantize_experts,
+    ops.quantize_experts_delayed: _quantize_experts_delayed,
+    ops.quantize_groups: _quantize_groups,
+    ops.transpose_groups: casts.transpose_groups,
 }
 for _op, _kernel in _KERNELS.items():
     implement_on_cuda(_op, _kernel)

@@ -52,7 +52,17 @@ def groups(
             # One whose output is detached has no gradient; with another's it would have one of zeros, by which AdamW
             # decays.
             learns = match.node in learning[match.node.graph]
-            key = (match.x, match.groups, match.transposed, recipe, slots, node.dtype, learns, *_kind(weight), *_kind(bias))
+            key = (
+                match.x,
+                match.groups,
+                match.transposed,
+                recipe,
+                slots,
+                node.dtype,
+                learns,
+                *_kind(weight),
+                *_kind(bias),
+            )
             found.setdefault(key, []).append(match)
     return [group for group in found.values() if len(group) > 1]
 

@@ -68,7 +68,9 @@ class Groups:
 
     ends: fx.Node  # (E,), where each expert's rows end
     rows: fx.Node | None = None  # (M,), which rows of x they are; None: those of x itself
-    order: fx.Node | None = None  # (M,), the permutation that sorts `each` choices of every row of x; rows is order // each
+    order: fx.Node | None = (
+        None  # (M,), the permutation that sorts `each` choices of every row of x; rows is order // each
+    )
     each: int = 1
 
 
