@@ -23,7 +23,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from te_inductor.templates.triton.layouts import index
 from te_inductor.templates.triton.nvfp4_groups import barriers, copy
 
 BLOCK_M = gl.constexpr(128)  # rows of a tile
@@ -31,8 +30,8 @@ GROUP = gl.constexpr(64)  # rows of a warp group
 BLOCK_K = gl.constexpr(128)  # columns of a stage: those that share a scale, and those that are added up imprecisely
 HALF = gl.constexpr(128)  # columns of the result that are stored at a time, and that share a scale
 BAND = gl.constexpr(16)  # tiles below each other that are taken before those beside them: they share what L2 holds
-REGISTERS = gl.constexpr(232)  # a thread of a warp group
-LOADER_REGISTERS = gl.constexpr(40)
+REGISTERS = gl.constexpr(240)  # a thread of a warp group
+LOADER_REGISTERS = gl.constexpr(24)
 START_REGISTERS = 168  # as the kernel starts: a third of what both and the loader, which takes as much room, have
 
 
@@ -42,17 +41,29 @@ def _product(columns):
 
 
 @gluon.constexpr_function
-def _stored(wide):
-    """(64, 128) results with `wide` of a row side by side in a thread, 16 bytes; what four lanes store is contiguous."""
-    columns = [1 << bit for bit in range(7)]
+def _stored(wide, count):
+    """(64, 64 or 128) results with `wide` of a row side by side in a thread, 16 bytes; what four lanes store is contiguous. Of
+    fp32 they lie as the tensor core leaves them, two side by side, so that four lanes store 32 bytes."""
+    if wide == 4:
+        return _product(count)
+    columns = [1 << bit for bit in range(count.bit_length() - 1)]
     inner = wide.bit_length() - 1
     return gl.DistributedLinearLayout(
         [*([0, c] for c in columns[:inner]), *([0, c] for c in columns[inner + 2 :]), [8, 0]],
         [*([0, c] for c in columns[inner : inner + 2]), [1, 0], [2, 0], [4, 0]],
         [[16, 0], [32, 0]],
         [],
-        [GROUP.value, HALF.value],
+        [GROUP.value, count],
     )
+
+
+@gluon.jit
+def _split(y):
+    """The left and the right half of columns; registers as they are."""
+    WIDE: gl.constexpr = y.shape[1] // 2
+    y0, y1 = gl.split(gl.permute(gl.reshape(y, (GROUP, 2, WIDE)), (0, 2, 1)))
+    y0 = gl.convert_layout(y0, _product(WIDE), assert_trivial=True)
+    return y0, gl.convert_layout(y1, _product(WIDE), assert_trivial=True)
 
 
 @gluon.jit
@@ -159,37 +170,46 @@ def _summed(memory, steps, place, phase, WHO: gl.constexpr, BLOCK_N: gl.constexp
     if BLOCK_N == HALF:
         return (y,), place, phase
     else:
-        # Registers as they are.
-        y0, y1 = gl.split(gl.permute(gl.reshape(y, (GROUP, 2, HALF)), (0, 2, 1)))
-        y0 = gl.convert_layout(y0, _product(HALF), assert_trivial=True)
-        y1 = gl.convert_layout(y1, _product(HALF), assert_trivial=True)
-        return (y0, y1), place, phase
+        return _split(y), place, phase
 
 
 @gluon.jit
-def _added(y, half: gl.constexpr, memory, scales, step, place, a_values, WHO: gl.constexpr, BLOCKED: gl.constexpr):
-    """A stage's product with 128 rows of b, added to theirs."""
+def _added(y, half: gl.constexpr, memory, place, scales, factor, WHO: gl.constexpr, BLOCKED: gl.constexpr):
+    """A stage's product with 128 rows of b, added to theirs; scales are of rows of a, the factor is these rows of b's."""
     at_a, at_b, at_scales, _, _ = memory
-    b_scale, stride, most = scales
     HALVES: gl.constexpr = at_b.shape[1] // HALF
     left = at_a.index(place).slice(WHO * GROUP, GROUP)
     right = at_b.index(place).slice(half * HALF, HALF)
     zeros = gl.zeros((GROUP, HALF), gl.float32, layout=_product(HALF))
     part = warpgroup_mma(left, right.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    if BLOCKED == 2:  # one for these 128 rows of b
-        a_values *= gl.load(b_scale + gl.minimum(half * stride, most) + step)
     part = warpgroup_mma_wait(0, deps=[part])
     if BLOCKED == 0:
         return y + part
     else:
         if BLOCKED == 1:
             part *= at_scales.index(place * HALVES + half).load(_product(HALF))
-        return y + part * gl.expand_dims(a_values, 1)
+        if BLOCKED == 2:
+            part *= factor  # apart from the scales: ptxas runs out of registers otherwise
+        return y + part * gl.expand_dims(scales, 1)
+
+
+@gluon.jit
+def _scales(of_a, of_b, step, BLOCKED: gl.constexpr):
+    """Of a stage: those of rows of a, and of square blocks of b; 1.0 where there are none."""
+    factor0, factor1, scales = 1.0, 1.0, 1.0
+    if BLOCKED != 0:
+        start, stride, below = of_a
+        scales = gl.load(start + step * stride + below)
+    if BLOCKED == 2:
+        start, stride = of_b
+        factor0 = gl.load(start + step)
+        factor1 = gl.load(start + stride + step)
+    return scales, factor0, factor1
 
 
 @gluon.jit
 def _promoted(
-    memory, a_scale, a_stride, inside, b_scales, steps, place, phase,
+    memory, of_a, of_b, steps, place, phase,
     WHO: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BLOCKED: gl.constexpr,
 ):  # fmt: skip
     """A tile's products, a stage's at a time, summed in fp32; times scales of blocks, where they are BLOCKED."""
@@ -197,17 +217,16 @@ def _promoted(
     HALVES: gl.constexpr = BLOCK_N // HALF
     y0 = gl.zeros((GROUP, HALF), gl.float32, layout=_product(HALF))
     y1 = y0
+    scales, factor0, factor1 = _scales(of_a, of_b, 0, BLOCKED)
     for step in range(steps):
-        if BLOCKED != 0:
-            values = gl.load(a_scale + step * a_stride, mask=inside, other=0.0)
-        else:
-            values = 0.0
         mbarrier.wait(full.index(place), phase)
-        y0 = _added(y0, 0, memory, b_scales, step, place, values, WHO, BLOCKED)
+        following = _scales(of_a, of_b, gl.minimum(step + 1, steps - 1), BLOCKED)
+        y0 = _added(y0, 0, memory, place, scales, factor0, WHO, BLOCKED)
         if HALVES == 2:
-            y1 = _added(y1, 1, memory, b_scales, step, place, values, WHO, BLOCKED)
+            y1 = _added(y1, 1, memory, place, scales, factor1, WHO, BLOCKED)
         mbarrier.arrive(empty.index(place))
         place, phase = _next(place, phase, STAGES)
+        scales, factor0, factor1 = following
     if HALVES == 2:
         return (y0, y1), place, phase
     else:
@@ -215,16 +234,15 @@ def _promoted(
 
 
 @gluon.jit
-def _store(
-    y, out, bias, a_scale, b_scale, group, row, n, rows, N, live,
-    OF_A: gl.constexpr, OF_B: gl.constexpr, ADD: gl.constexpr,
-):  # fmt: skip
-    """Of 64 rows and 128 columns those that there are; `row` is that of the output. Of what is no product (not `live`)
-    zeros, whatever its scales are."""
+def _store(y, n, result, OF_A: gl.constexpr, OF_B: gl.constexpr, ADD: gl.constexpr):
+    """Of 64 rows and up to 128 columns those that there are; `row` is that of the output. Of what is no product (not
+    `live`) zeros, whatever its scales are."""
+    out, bias, a_scale, b_scale, group, row, rows, N, live = result
     PRODUCT: gl.constexpr = y.type.layout
+    COLUMNS: gl.constexpr = y.shape[1]
     WIDE: gl.constexpr = 128 // out.dtype.element_ty.primitive_bitwidth
-    STORED: gl.constexpr = _stored(WIDE)
-    column = n + gl.arange(0, HALF, layout=gl.SliceLayout(0, PRODUCT))
+    STORED: gl.constexpr = _stored(WIDE, COLUMNS)
+    column = n + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, PRODUCT))
     if OF_A != 2:
         below = gl.arange(0, GROUP, layout=gl.SliceLayout(1, PRODUCT))
         y *= gl.expand_dims(gl.load(a_scale + below * OF_A, mask=(below < rows) & live, other=0.0), 1)
@@ -234,8 +252,8 @@ def _store(
         of_group = bias + group.to(gl.int64) * N
         y += gl.expand_dims(gl.load(of_group + column, mask=(column < N) & live, other=0.0), 0).to(gl.float32)
     y = gl.convert_layout(y.to(out.dtype.element_ty), STORED)
-    below = index(0, STORED)
-    column = n + index(1, STORED)
+    below = gl.expand_dims(gl.arange(0, GROUP, layout=gl.SliceLayout(1, STORED)), 1)
+    column = n + gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, STORED)), 0)
     place = out + row.to(gl.int64) * N + (below * N + column)
     inside = (below < rows) & (column < N)
     if ADD:
@@ -281,18 +299,16 @@ def _multiply_all(
             if FAST:
                 ys, place, phase = _summed(memory, steps, place, phase, WHO, BLOCK_N, STAGES)
             else:
-                of_a = a_scale
-                of_b = b_scale, blocks, 0
-                if BLOCKED != 0:
-                    of_a += m + below
+                # Rows and blocks that there are, also where there is nothing to multiply.
+                of_a = a_scale, M, gl.minimum(m + below, M - 1)
+                of_b = b_scale, 0
                 if BLOCKED == 1:
-                    of_a += (start // BLOCK_K).to(gl.int64) * M
+                    block = gl.minimum(start // BLOCK_K, blocks - 1)
+                    of_a = a_scale + block.to(gl.int64) * M, M, gl.minimum(m + below, M - 1)
                 if BLOCKED == 2:
                     at = n // HALF * blocks
-                    of_b = b_scale + of_group * (most + blocks) + at, blocks, most - at
-                ys, place, phase = _promoted(
-                    memory, of_a, M, below < rows, of_b, steps, place, phase, WHO, BLOCK_N, STAGES, BLOCKED
-                )
+                    of_b = b_scale + of_group * (most + blocks) + at, gl.minimum(blocks, most - at)
+                ys, place, phase = _promoted(memory, of_a, of_b, steps, place, phase, WHO, BLOCK_N, STAGES, BLOCKED)
             if OF_A == 1:
                 scale_a = a_scale + to
             else:
@@ -305,11 +321,13 @@ def _multiply_all(
                     scale_b += of_group
             else:
                 scale_b = b_scale
+            result = out, bias, scale_a, scale_b, of_group, to, rows, N, steps > 0
             for half in gl.static_range(len(ys)):
-                _store(
-                    ys[half], out, bias, scale_a, scale_b, of_group, to, n + half * HALF, rows, N, steps > 0,
-                    OF_A, OF_B, ADD,
-                )
+                if out.dtype.element_ty == gl.float32:  # by 64 columns: there are no registers for all
+                    for part in gl.static_range(2):
+                        _store(_split(ys[half])[part], n + half * HALF + part * (HALF // 2), result, OF_A, OF_B, ADD)
+                else:
+                    _store(ys[half], n + half * HALF, result, OF_A, OF_B, ADD)
             tile += programs
         before = behind
         start = end
