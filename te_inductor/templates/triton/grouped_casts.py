@@ -28,7 +28,6 @@ _BYTES, _KNOWN, _OF_COLUMNS, _TILE_COLUMNS, _SQUARE = map(
 )
 
 
-@launches
 def transpose_experts(
     w: Tensor,  # (E, R, C), any strides
     scale: Tensor,  # () or (E,) fp32
@@ -40,7 +39,6 @@ def transpose_experts(
     return out
 
 
-@launches
 def transpose_experts_by_row(
     w: Tensor,  # (E, R, C)
     quantizer: Quantizer,
@@ -52,7 +50,6 @@ def transpose_experts_by_row(
     return out, scale_inv
 
 
-@launches
 def quantize_experts_squares(
     w: Tensor,  # (E, R, C)
     quantizer: Quantizer,  # of 128 x 128
@@ -67,7 +64,6 @@ def quantize_experts_squares(
     return out, scale_inv
 
 
-@launches
 def transpose_groups(
     data: Tensor,  # (R, C), of one byte
     source: Tensor,  # (P,) int32
@@ -77,7 +73,6 @@ def transpose_groups(
     return out
 
 
-@launches
 def quantize_groups(
     x: Tensor,  # (R, C)
     source: Tensor,  # (P,) int32
@@ -115,6 +110,7 @@ def _arithmetic(quantizer: Quantizer | None, dtype: torch.dtype) -> dict[str, fl
 _ELEMENTS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5, torch.uint8: tl.uint8}
 
 
+@launches
 def _cast_tiles(
     x: Tensor,
     source: Tensor | None,
@@ -152,6 +148,7 @@ def _cast_tiles(
     )
 
 
+@launches
 def _column_scales(
     x: Tensor, source: Tensor | None, tile_groups: Tensor | None, groups: int, quantizer: Quantizer
 ) -> tuple[Tensor, Tensor]:

@@ -68,6 +68,11 @@ class Call:
     programs: int
     arguments: dict[str, Any]  # by name
 
+    @property
+    def device(self) -> torch.device:
+        return self.arguments["out"].device  # type: ignore[no-any-return]
+
+    @launches
     def launch(self) -> None:
         grouped[(self.programs,)](**self.arguments, **options())
 

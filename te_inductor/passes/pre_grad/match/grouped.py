@@ -21,6 +21,7 @@ from te_inductor.passes.pre_grad.decide.support import is_tensor, value
 from te_inductor.passes.pre_grad.match.linear import Batched, from_parameter
 from te_inductor.passes.pre_grad.match.rule import Emit, Groups, Match, Rule, replace
 from te_inductor.recipes import Slots
+from te_inductor.recipes.formats import ALIGNMENT
 from te_inductor.runtime import grouped
 
 GROUPED = frozenset(("_grouped_mm", "grouped_mm", "grouped_mm_fallback"))
@@ -68,6 +69,9 @@ class Grouped(Rule):
         device = value(match.weight).device
         if device.type == "cuda" and not slots.fprop.microscaled and not grouped.has_kernel(device, slots.fprop):
             return Refusal("no grouped FP8 GEMM on %s", targets.of(device).name)
+        _, n, k = match.sizes
+        if device.type == "cuda" and (n % ALIGNMENT or k % ALIGNMENT):
+            return Refusal("N=%d, K=%d, of which the grouped GEMM wants multiples of %d", n, k, ALIGNMENT)
         return None
 
     def rewrite(self, match: Match, emit: Emit) -> None:
