@@ -156,14 +156,14 @@ def _gathered(x: fx.Node) -> tuple[fx.Node, Groups] | None:
     if name(rows) not in _DIVISIONS or len(rows.args) != 2 or rows.kwargs.get("rounding_mode", "floor") != "floor":
         return None
     order, each = rows.args
-    if not (isinstance(order, fx.Node) and is_tensor(order) and isinstance(each, int) and _is_order(order)):
+    if not (isinstance(order, fx.Node) and is_tensor(order) and isinstance(each, int) and is_order(order)):
         return None
     if not statically_known_true(value(table).shape[0] * each == value(order).shape[0]):
         return None
     return table, Groups(x, rows, order, each)
 
 
-def _is_order(node: fx.Node) -> bool:
+def is_order(node: fx.Node) -> bool:
     """Whether it is the permutation that sorts something."""
     if name(node) == "argsort":
         return True
