@@ -107,7 +107,11 @@ def test_nan_stays_in_its_group(scopes):
 def test_wgrad(scopes, fast, added):
     """Empty groups, whose scales are NaN, and NaN behind the last."""
     gemm = Gemm("wgrad", fast, scopes, ("e5m2", "e4m3"))
-    for sizes, n, k, config in (((200, 0, 1, 128, 0), 144, 272, WIDE), ((0, 0), 16, 16, NARROW), ((500,), 272, 144, NARROW)):
+    for sizes, n, k, config in (
+        ((200, 0, 1, 128, 0), 144, 272, WIDE),
+        ((0, 0), 16, 16, NARROW),
+        ((500,), 272, 144, NARROW),
+    ):
         problem = grouped.gradients(sizes, 128, n, k, gemm)
         result, error = problem.expected(gemm, torch.float32)
         total = torch.randn(result.shape) * result.abs().mean().float()

@@ -29,7 +29,6 @@ BLOCK_M = gl.constexpr(128)  # rows of a tile
 GROUP = gl.constexpr(64)  # rows of a warp group
 BLOCK_K = gl.constexpr(128)  # columns of a stage: those that share a scale, and those that are added up imprecisely
 HALF = gl.constexpr(128)  # columns of the result that are stored at a time, and that share a scale
-BAND = gl.constexpr(16)  # tiles below each other that are taken before those beside them: they share what L2 holds
 REGISTERS = gl.constexpr(240)  # a thread of a warp group
 LOADER_REGISTERS = gl.constexpr(24)
 START_REGISTERS = 168  # as the kernel starts: a third of what both and the loader, which takes as much room, have
@@ -42,8 +41,8 @@ def _product(columns):
 
 @gluon.constexpr_function
 def _stored(wide, count):
-    """(64, 64 or 128) results with `wide` of a row side by side in a thread, 16 bytes; what four lanes store is contiguous. Of
-    fp32 they lie as the tensor core leaves them, two side by side, so that four lanes store 32 bytes."""
+    """How results lie in registers when they are stored: `wide` of a row side by side in a thread, 16 bytes, so that what
+    four lanes store is contiguous. Of fp32 they lie as the tensor core leaves them: four lanes store 32 bytes."""
     if wide == 4:
         return _product(count)
     columns = [1 << bit for bit in range(count.bit_length() - 1)]
@@ -100,8 +99,8 @@ def _steps(start, end, group, E, K, WGRAD: gl.constexpr):
 
 
 @gluon.jit
-def _place_of(tile, down, across):
-    """The row and the column of a tile of a group: bands of tiles, from top to bottom in each."""
+def _place_of(tile, down, across, BAND: gl.constexpr):
+    """The row and the column of a tile of a group: bands of BAND rows of tiles, from top to bottom in each."""
     band = tile // (BAND * across)
     rest = tile - band * BAND * across
     high = gl.minimum(down - band * BAND, BAND)
@@ -112,11 +111,11 @@ def _place_of(tile, down, across):
 @gluon.jit
 def _load_all(
     a, b, b_scales, bounds, memory, sizes, K, first, programs,
-    STAGES: gl.constexpr, WGRAD: gl.constexpr,
+    STAGES: gl.constexpr, BAND: gl.constexpr, WGRAD: gl.constexpr,
 ):  # fmt: skip
     """The loading warp: everything that the two warp groups multiply, as far ahead as there is room."""
     at_a, at_b, at_scales, full, empty = memory
-    E, M, N = sizes
+    E, N = sizes[0], sizes[2]
     BLOCK_N: gl.constexpr = at_b.shape[1]
     place, phase, tile, before, start = 0, 0, first, 0, 0
     if WGRAD:
@@ -126,7 +125,7 @@ def _load_all(
         steps = _steps(start, end, group, E, K, WGRAD)
         behind = before + down * across
         while tile < behind:
-            row, column = _place_of(tile - before, down, across)
+            row, column = _place_of(tile - before, down, across, BAND)
             m, n, k = row * BLOCK_M, column * BLOCK_N, 0
             if WGRAD:
                 k = start
@@ -264,7 +263,7 @@ def _store(y, n, result, OF_A: gl.constexpr, OF_B: gl.constexpr, ADD: gl.constex
 @gluon.jit
 def _multiply_all(
     a_scale, b_scale, bias, out, bounds, memory, sizes, K, first, programs,
-    WHO: gl.constexpr, STAGES: gl.constexpr, WGRAD: gl.constexpr, FAST: gl.constexpr,
+    WHO: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr, WGRAD: gl.constexpr, FAST: gl.constexpr,
     OF_A: gl.constexpr, OF_B: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     """A warp group: 64 rows of each tile."""
@@ -285,7 +284,7 @@ def _multiply_all(
         steps = _steps(start, end, group, E, K, WGRAD)
         behind = before + down * across
         while tile < behind:
-            row, column = _place_of(tile - before, down, across)
+            row, column = _place_of(tile - before, down, across, BAND)
             m, n = row * BLOCK_M + WHO * GROUP, column * BLOCK_N
             if WGRAD:
                 rows = M - m
@@ -309,18 +308,13 @@ def _multiply_all(
                     at = n // HALF * blocks
                     of_b = b_scale + of_group * (most + blocks) + at, gl.minimum(blocks, most - at)
                 ys, place, phase = _promoted(memory, of_a, of_b, steps, place, phase, WHO, BLOCK_N, STAGES, BLOCKED)
+            scale_a, scale_b = a_scale, b_scale
             if OF_A == 1:
-                scale_a = a_scale + to
-            else:
-                scale_a = a_scale
+                scale_a += to
             if OF_B == 1:
-                scale_b = b_scale + of_group * N
-            elif OF_B == 0:
-                scale_b = b_scale
-                if not WGRAD:
-                    scale_b += of_group
-            else:
-                scale_b = b_scale
+                scale_b += of_group * N
+            elif not WGRAD:
+                scale_b += of_group
             result = out, bias, scale_a, scale_b, of_group, to, rows, N, steps > 0
             for half in gl.static_range(len(ys)):
                 if out.dtype.element_ty == gl.float32:  # by 64 columns: there are no registers for all
@@ -350,6 +344,7 @@ def grouped(
     programs,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
+    BAND: gl.constexpr,  # tiles below each other that are taken before those beside them: they share what L2 holds
     WGRAD: gl.constexpr,  # whether groups lie along K
     FAST: gl.constexpr,  # whether the tensor core sums all of K
     OF_A: gl.constexpr,  # scales of a: 0 of all of it, 1 of rows, 2 of blocks
@@ -357,7 +352,6 @@ def grouped(
     ADD: gl.constexpr,  # whether to add to what is in the output
 ):
     SCALES: gl.constexpr = BLOCK_N // HALF
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     at_a = gl.allocate_shared_memory(a.dtype, [STAGES, BLOCK_M, BLOCK_K], a.layout)
     at_b = gl.allocate_shared_memory(b.dtype, [STAGES, BLOCK_N, BLOCK_K], b.layout)
     if b_scales is not None:
@@ -372,13 +366,13 @@ def grouped(
         [
             (_multiply_all, (
                 a_scale, b_scale, bias, out, bounds, memory, sizes, K, first, programs,
-                0, STAGES, WGRAD, FAST, OF_A, OF_B, ADD,
+                0, STAGES, BAND, WGRAD, FAST, OF_A, OF_B, ADD,
             )),
             (_multiply_all, (
                 a_scale, b_scale, bias, out, bounds, memory, sizes, K, first, programs,
-                1, STAGES, WGRAD, FAST, OF_A, OF_B, ADD,
+                1, STAGES, BAND, WGRAD, FAST, OF_A, OF_B, ADD,
             )),
-            (_load_all, (a, b, b_scales, bounds, memory, sizes, K, first, programs, STAGES, WGRAD)),
+            (_load_all, (a, b, b_scales, bounds, memory, sizes, K, first, programs, STAGES, BAND, WGRAD)),
         ],
         [4, 1],
         [REGISTERS, LOADER_REGISTERS],

@@ -34,9 +34,10 @@ class Config(Constant):
 
     block_n: int  # columns of a tile, 128 or 256
     stages: int  # of 128 columns of K on their way
+    band: int = 16  # rows of tiles that are taken before the next columns, which L2 then holds
 
     def __str__(self) -> str:
-        return f"{BLOCK_M.value} x {self.block_n}, {self.stages} stages"
+        return f"{BLOCK_M.value} x {self.block_n}, {self.stages} stages, bands of {self.band}"
 
     @property
     def shared_memory(self) -> int:
@@ -85,7 +86,7 @@ def constants(gemm: Gemm, config: Config, add: bool = False) -> dict[str, Any]:
     """The kernel's, by name."""
     of_a, of_b = (_kind(scope) for scope in gemm.granularities)
     return {
-        "BLOCK_N": config.block_n, "STAGES": config.stages, "WGRAD": gemm.name == "wgrad",
+        "BLOCK_N": config.block_n, "STAGES": config.stages, "BAND": config.band, "WGRAD": gemm.name == "wgrad",
         "FAST": gemm.fast_accum and not gemm.blocked, "OF_A": of_a, "OF_B": of_b, "ADD": add,
     }  # fmt: skip
 
