@@ -3,8 +3,8 @@
     python -m benchmarks.grouped_gemm
     python -m benchmarks.grouped_gemm --tune --gemms fprop --layers "Mixtral down"
 
-Groups are of random, uneven sizes. Operands are larger than the L2 cache by far. Each result is held to the bf16 product
-of the dequantized operands first, whose time is the one beside it. TF/s count the rows that there are."""
+Groups are of random, uneven sizes. Operands are larger than the L2 cache by far. Each result is first held to the bf16
+product of the dequantized operands, whose time is the one beside it."""
 
 import argparse
 import functools
