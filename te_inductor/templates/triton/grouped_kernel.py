@@ -1,18 +1,18 @@
 """The kernel of grouped FP8 GEMMs on Hopper, for `grouped_mm` and `grouped_wgrad`: one warp loads, two warp groups
 multiply (Gluon).
 
-A program takes tiles of 128 rows and BLOCK_N columns in turn, one after the other through all groups. Its three
-partitions walk the groups each by itself, from sizes that only the device knows. The loading warp runs ahead into the
-next tile while the two warp groups, of 64 rows each, store theirs.
+A program takes tiles of 128 rows and BLOCK_N columns in turn, through all groups. Its three partitions find their tiles
+each by itself, from sizes of groups that only the device knows. The loading warp runs ahead into the next tile while
+the two warp groups, of 64 rows each, store theirs.
 
-The tensor core keeps some 14 bits of a sum (docs/numerics.md, "The three GEMMs"). Where that is too few, and where scales
-change along K, the product of 128 columns of K begins at zero, in registers, and is added in fp32 times its scales. For
-these there is room for 128 columns of the result at a time, so that a tile of 256 is two products of the same rows.
-While one warp group adds, the other one multiplies: nothing makes them wait for each other but the copies.
+The tensor core keeps some 14 bits of a sum (docs/numerics.md, "The three GEMMs"). Where that is too few, and where
+scales change along K, the product of 128 columns of K begins at zero, and is added in fp32, times its scales, to a sum
+in other registers. There is room for such a product of 128 columns of the result, so that a tile of 256 takes two, one
+after the other. While one warp group adds, the other multiplies: only the copies make them wait for each other.
 
-A tile may reach beyond its group's rows, or its expert's columns, into those of the next: a row and a column are no part
-of others, so that whatever is read there (NaN too) ends in results that are not stored. Beyond the last, and beyond K,
-a copy reads zeros."""
+A tile may reach beyond its group's rows, or its expert's columns, into the next group or expert. No row or column takes
+part in the results of another, so that what is read there, NaN included, ends in results that are not stored. Beyond
+the last row of an operand, and beyond K, a copy reads zeros."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -41,8 +41,8 @@ def _product(columns):
 
 @gluon.constexpr_function
 def _stored(wide, count):
-    """How results lie in registers when they are stored: `wide` of a row side by side in a thread, 16 bytes, so that what
-    four lanes store is contiguous. Of fp32 they lie as the tensor core leaves them: four lanes store 32 bytes."""
+    """The layout of results that are stored: a thread has `wide` of a row side by side, 16 bytes, and four lanes have
+    what is contiguous. fp32 stays as the tensor core leaves it: four lanes store 32 bytes."""
     if wide == 4:
         return _product(count)
     columns = [1 << bit for bit in range(count.bit_length() - 1)]
@@ -75,8 +75,8 @@ def _next(place, phase, STAGES: gl.constexpr):
 
 @gluon.jit
 def _bounds(bounds, group, start, sizes, BLOCK_N: gl.constexpr, WGRAD: gl.constexpr):
-    """Where a group ends, and how many rows and columns of tiles it has. Of `wgrad` a group is columns of both operands.
-    Otherwise it is rows, and behind the last one are rows that belong to none: the group E."""
+    """Where a group ends, and how many rows and columns of tiles it has. Groups of WGRAD are columns of both operands.
+    Others are rows of a, and the rows behind the last group are one more, number E."""
     E, M, N = sizes
     across = (N + BLOCK_N - 1) // BLOCK_N
     if WGRAD:
@@ -174,7 +174,7 @@ def _summed(memory, steps, place, phase, WHO: gl.constexpr, BLOCK_N: gl.constexp
 
 @gluon.jit
 def _added(y, half: gl.constexpr, memory, place, scales, factor, WHO: gl.constexpr, BLOCKED: gl.constexpr):
-    """A stage's product with 128 rows of b, added to theirs; scales are of rows of a, the factor is these rows of b's."""
+    """A stage's product with 128 rows of b, added to y; scales are of rows of a, the factor is of the rows of b."""
     at_a, at_b, at_scales, _, _ = memory
     HALVES: gl.constexpr = at_b.shape[1] // HALF
     left = at_a.index(place).slice(WHO * GROUP, GROUP)
@@ -197,8 +197,8 @@ def _scales(of_a, of_b, step, BLOCKED: gl.constexpr):
     """Of a stage: those of rows of a, and of square blocks of b; 1.0 where there are none."""
     factor0, factor1, scales = 1.0, 1.0, 1.0
     if BLOCKED != 0:
-        start, stride, below = of_a
-        scales = gl.load(start + step * stride + below)
+        start, stride, below, most = of_a
+        scales = gl.load(start + step * stride + below, mask=below < most, other=0.0)
     if BLOCKED == 2:
         start, stride = of_b
         factor0 = gl.load(start + step)
@@ -234,8 +234,8 @@ def _promoted(
 
 @gluon.jit
 def _store(y, n, result, OF_A: gl.constexpr, OF_B: gl.constexpr, ADD: gl.constexpr):
-    """Of 64 rows and up to 128 columns those that there are; `row` is that of the output. Of what is no product (not
-    `live`) zeros, whatever its scales are."""
+    """Store 64 rows and up to 128 columns, as far as they are the group's and the expert's; `row` is the output's.
+    Where nothing was multiplied (not `live`), zeros, whatever the scales are."""
     out, bias, a_scale, b_scale, group, row, rows, N, live = result
     PRODUCT: gl.constexpr = y.type.layout
     COLUMNS: gl.constexpr = y.shape[1]
@@ -299,11 +299,11 @@ def _multiply_all(
                 ys, place, phase = _summed(memory, steps, place, phase, WHO, BLOCK_N, STAGES)
             else:
                 # Rows and blocks that there are, also where there is nothing to multiply.
-                of_a = a_scale, M, gl.minimum(m + below, M - 1)
+                of_a = a_scale + m, M, below, M - m
                 of_b = b_scale, 0
                 if BLOCKED == 1:
                     block = gl.minimum(start // BLOCK_K, blocks - 1)
-                    of_a = a_scale + block.to(gl.int64) * M, M, gl.minimum(m + below, M - 1)
+                    of_a = a_scale + block.to(gl.int64) * M + m, M, below, M - m
                 if BLOCKED == 2:
                     at = n // HALF * blocks
                     of_b = b_scale + of_group * (most + blocks) + at, gl.minimum(blocks, most - at)

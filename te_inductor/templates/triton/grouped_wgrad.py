@@ -1,5 +1,5 @@
-"""``a[:, columns of a group] @ b[:, columns of a group].T`` of FP8 operands, for experts, on Hopper: wgrad, of which each
-group is a result of its own. The kernel is grouped_kernel.py.
+"""``a[:, columns of a group] @ b[:, columns of a group].T`` of FP8 operands, for experts, on Hopper: wgrad. Each group
+has a result of its own. The kernel is grouped_kernel.py.
 
 A tile of the result is one program's, so that it is added to a total without atomics."""
 
