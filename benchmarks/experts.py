@@ -47,7 +47,6 @@ class Arm:
     gradients: Callable[[], list[Tensor]]
     saved: int
     first_s: float
-    kernels: list[str]
 
 
 def layer(name: str, skew: float, device: str) -> nn.Module:
@@ -73,16 +72,11 @@ def arm(name: str, recipe: str, tokens: int, skew: float, device: str, forced: b
     model = layer(name, skew, device)
     x = torch.randn(1, tokens, model_width(name), device=device, dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn_like(x)
-    sites: list[str] = []
     torch._dynamo.reset()
     if recipe == "bf16":
         compiled = torch.compile(model)
     else:
-        from te_inductor import explain
-
-        policy = {"*.gate": "none", "gate": "none", "*": recipe} if forced else {}
-        options = {"recipe": recipe, "policy": policy}
-        sites = [f"{s.fqn} {s.gemm}: {s.kernel} {s.reason or ''}" for s in explain(model, x, options=options).sites]
+        options = {"recipe": recipe, "policy": {"gate": "none", "*": recipe} if forced else {}}
         compiled = torch.compile(model, backend=harness.te_backend(), options=options)
 
     def output() -> Tensor:
@@ -113,7 +107,7 @@ def arm(name: str, recipe: str, tokens: int, skew: float, device: str, forced: b
     del found
     return Arm(
         step, output, lambda: [p.grad for p in (x, *model.parameters()) if p.grad is not None], sum(saved.values()),
-        first_s, sites,
+        first_s,
     )  # fmt: skip
 
 
@@ -127,6 +121,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     for recipe in ("bf16", *args.recipes):
         try:
             arms[recipe] = arm(name, recipe, args.tokens, args.skew, args.device, args.forced)
+            print(f"{name}, {recipe}: first step in {arms[recipe].first_s:.0f} s", flush=True)
         except Exception as error:  # the other arms are still worth having
             rows[recipe] = {"error": f"{type(error).__name__}: {error}"[:2000]}
     times: dict[str, list[float]] = {recipe: [] for recipe in arms}
@@ -146,7 +141,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         totals = {kind: sum(k["total_us"] for k in kernels if k["class"] == kind) / 1e3 for kind in CLASSES}
         rows[recipe] = {
             "ms": ms, "speedup": statistics.median(times["bf16"]) / ms, "saved_mib": each.saved / 2**20,
-            "first_s": each.first_s, "errors": errors, "sites": each.kernels, "by_class_ms": totals,
+            "first_s": each.first_s, "errors": errors, "by_class_ms": totals,
             "kernels": kernels[: args.profile],
         }  # fmt: skip
     return rows
@@ -182,7 +177,6 @@ def main() -> None:
                 print(f"  {recipe:8} {kernel['total_us']:9.1f} us {kernel['calls']:5.1f}x  {kernel['name'][:110]}")
             if args.profile and "by_class_ms" in row:
                 print(f"  {recipe:8} {row['by_class_ms']}")
-                print("\n".join(f"    {site}" for site in row["sites"]))
         torch.cuda.empty_cache()
     if args.json:
         harness.write_json(args.json, found)

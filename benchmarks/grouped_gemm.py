@@ -185,7 +185,9 @@ def main() -> None:
     for layer in options.layers:
         for name in options.gemms:
             for scope in options.scopes:
-                rows += measure(layer, name, scope, options)
+                found = measure(layer, name, scope, options)
+                print(*(" | ".join(map(str, row)) for row in found), sep="\n", flush=True)
+                rows += found
     columns = ("layer", "GEMM", "scales", "sums", "ms", "TF/s", "bf16 TF/s", "over bf16", "torch FP8 TF/s", "config")
     table.show(f"Grouped GEMMs of experts, {table.headline(environment)}", columns, rows)
     written = [dict(zip(columns, map(str, row), strict=True)) for row in rows]
