@@ -90,6 +90,26 @@ def test_sizes_of_groups(sizes, scopes, fast, out_dtype):
     assert (y[int(problem.ends[-1]) :] == 0).all()
 
 
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("config", [(128, 6), (256, 4)], ids=str)
+def test_more_turns_than_stages(config, fast):
+    """Programs of several tiles, each of more stages than there is room for: who waits for a stage that nobody leaves
+    would wait for ever."""
+    from te_inductor.templates.triton.grouped_mm import Config, grouped_mm
+
+    gemm = Gemm("fprop", fast)
+    a = torch.randn(8192, 2048, device="cuda").to(torch.float8_e4m3fn)
+    b = torch.randn(8, 1024, 2048, device="cuda").to(torch.float8_e4m3fn)
+    ends = torch.tensor([1000, 1000, 3000, 4096, 5000, 6001, 7000, 8192], dtype=torch.int32, device="cuda")
+    one = torch.ones((), device="cuda")
+    y = grouped_mm(a, one, b, one.expand(8).contiguous(), ends, None, gemm, torch.float32, config=Config(*config))
+    begin = 0
+    for group, end in enumerate(ends.tolist()):
+        expected = a[begin:end].float() @ b[group].float().t()
+        assert (y[begin:end] - expected).norm() <= 1e-3 * expected.norm()
+        begin = end
+
+
 @pytest.mark.parametrize("config", [(128, 6), (256, 4), (256, 3, 4)], ids=str)
 @pytest.mark.parametrize(("n", "k"), [(16, 16), (128, 128), (272, 144), (2880, 720)], ids=str)
 @pytest.mark.parametrize("elements", [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2")], ids=str)

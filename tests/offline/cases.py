@@ -711,7 +711,9 @@ class Experts(nn.Module):
 def _experts(recipe: str) -> Case:
     x = torch.randn(16384, 2048, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     model = Experts(2048, 768, 128, 8)
-    return torch.compile(model, backend="te", fullgraph=True, options={"recipe": recipe, "policy": {"router": "none", "*": recipe}}), (x,)
+    return torch.compile(
+        model, backend="te", fullgraph=True, options={"recipe": recipe, "policy": {"router": "none", "*": recipe}}
+    ), (x,)
 
 
 def experts_delayed() -> Case:

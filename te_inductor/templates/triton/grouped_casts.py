@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from te_inductor.recipes.formats import BLOCK_128X128, ROW
+from te_inductor.recipes.formats import ROW
 from te_inductor.recipes.quantizers import Quantizer
 from te_inductor.runtime.current_device import launches
 from te_inductor.templates.triton import cached_tiles as tiles

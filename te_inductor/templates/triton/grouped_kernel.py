@@ -74,6 +74,11 @@ def _next(place, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def _previous(place, STAGES: gl.constexpr):
+    return gl.where(place > 0, place, STAGES) - 1
+
+
+@gluon.jit
 def _bounds(bounds, group, start, sizes, BLOCK_N: gl.constexpr, WGRAD: gl.constexpr):
     """Where a group ends, and how many rows and columns of tiles it has. Groups of WGRAD are columns of both operands.
     Others are rows of a, and the rows behind the last group are one more, number E."""
@@ -155,17 +160,17 @@ def _summed(memory, steps, place, phase, WHO: gl.constexpr, BLOCK_N: gl.constexp
     """A tile's products, summed by the tensor core; those of one stage are under way while the next one comes."""
     at_a, at_b, _, full, empty = memory
     y = warpgroup_mma_init(gl.zeros((GROUP, BLOCK_N), gl.float32, layout=_product(BLOCK_N)))
-    last = place
     for step in range(steps):
         mbarrier.wait(full.index(place), phase)
         left = at_a.index(place).slice(WHO * GROUP, GROUP)
         y = warpgroup_mma(left, at_b.index(place).permute((1, 0)), y, is_async=True)
         y = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[y]))
-        mbarrier.arrive(empty.index(last), pred=step > 0)
-        last = place
+        # Computed, and not carried from turn to turn: ``last = place`` before and in a loop is no change to Triton
+        # (3.6, 3.7), which would release the first stage again and again.
+        mbarrier.arrive(empty.index(_previous(place, STAGES)), pred=step > 0)
         place, phase = _next(place, phase, STAGES)
     y = warpgroup_mma_wait(0, deps=[y])
-    mbarrier.arrive(empty.index(last), pred=steps > 0)
+    mbarrier.arrive(empty.index(_previous(place, STAGES)), pred=steps > 0)
     if BLOCK_N == HALF:
         return (y,), place, phase
     else:

@@ -16,7 +16,6 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from te_inductor import ops, targets
 from te_inductor.diagnostics import Refusal
 from te_inductor.passes.graph.aliases import name
-from te_inductor.passes.pre_grad.decide import support
 from te_inductor.passes.pre_grad.decide.support import is_tensor, value
 from te_inductor.passes.pre_grad.match.linear import Batched, from_parameter
 from te_inductor.passes.pre_grad.match.rule import Emit, Groups, Match, Rule, replace
