@@ -11,7 +11,8 @@ from te_inductor.recipes import Gemm, Quantizer
 from te_inductor.recipes.formats import BLOCK_1X128, BLOCK_128X128, ROW
 from te_inductor.runtime import grouped
 from te_inductor.templates.triton import grouped_casts as casts
-from te_inductor.templates.triton import grouped_mm as kernels
+from te_inductor.templates.triton.grouped_mm import grouped_mm
+from te_inductor.templates.triton.grouped_wgrad import grouped_wgrad
 
 
 def _grouped_mm(
@@ -27,7 +28,7 @@ def _grouped_mm(
 ) -> Tensor:
     if not grouped.has_kernel(a.device, gemm):
         return grouped.grouped_mm(a, a_scale, b, b_scale, ends, bias, gemm, out_dtype, alpha)
-    return kernels.grouped_mm(a, a_scale, b, b_scale, ends, bias, gemm, out_dtype)  # type: ignore[no-any-return]
+    return grouped_mm(a, a_scale, b, b_scale, ends, bias, gemm, out_dtype)
 
 
 def _grouped_wgrad(
@@ -42,7 +43,7 @@ def _grouped_wgrad(
 ) -> Tensor:
     if not grouped.has_kernel(a.device, gemm):
         return grouped.grouped_wgrad(a, a_scale, b, b_scale, starts, gemm, out_dtype, alpha)
-    return kernels.grouped_wgrad(a, a_scale, b, b_scale, starts, gemm, out_dtype)  # type: ignore[no-any-return]
+    return grouped_wgrad(a, a_scale, b, b_scale, starts, gemm, out_dtype)
 
 
 def _accumulate_grouped_wgrad(
@@ -58,7 +59,7 @@ def _accumulate_grouped_wgrad(
     if len(totals) > 1 or not grouped.has_kernel(a.device, gemm):
         grouped.accumulate_grouped_wgrad(totals, a, a_scale, b, b_scale, starts, alpha, gemm)
         return
-    kernels.grouped_wgrad(a, a_scale, b, b_scale, starts, gemm, torch.float32, totals[0].data)
+    grouped_wgrad(a, a_scale, b, b_scale, starts, gemm, torch.float32, totals[0].data)
 
 
 def _quantize_experts(

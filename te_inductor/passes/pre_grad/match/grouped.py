@@ -25,6 +25,7 @@ from te_inductor.runtime import grouped
 
 GROUPED = frozenset(("_grouped_mm", "grouped_mm", "grouped_mm_fallback"))
 _DIVISIONS = frozenset(("floordiv", "floor_divide", "__floordiv__", "div", "divide"))
+_CASTS = frozenset("to int float type".split())
 aten = torch.ops.aten
 
 
@@ -47,7 +48,7 @@ class Grouped(Rule):
             return None
         options = tuple((key, one) for key, one in given.items() if key == "bias" and one is not None)
         weight, transposed = _untransposed(weight)  # type: ignore[arg-type]
-        gathered = _gathered(x)  # type: ignore[arg-type]
+        gathered = _gathered(x, ends)  # type: ignore[arg-type]
         groups = changed(gathered[1], ends=ends) if gathered else Groups(ends)  # type: ignore[arg-type]
         x = gathered[0] if gathered else x
         return Match(node, x, weight, transposed=transposed, options=options, groups=groups)  # type: ignore[arg-type]
@@ -134,7 +135,7 @@ def _untransposed(weight: fx.Node) -> tuple[fx.Node, bool]:
     return weight, True
 
 
-def _gathered(x: fx.Node) -> tuple[fx.Node, Groups] | None:
+def _gathered(x: fx.Node, ends: fx.Node) -> tuple[fx.Node, Groups] | None:
     """``t[order // each]``, where `order` sorts `each` choices of every row of t: t and what is known of its rows."""
     if name(x) not in ("getitem", "index_select") or not x.args or not is_tensor(x.args[0]):
         return None
@@ -149,8 +150,6 @@ def _gathered(x: fx.Node) -> tuple[fx.Node, Groups] | None:
         or (name(x) == "index_select" and rest[0] != 0)
     ):
         return None
-    if len(x.users) > 1 and any(name(user).endswith("_") and user.args[:1] == (x,) for user in x.users):
-        return None  # changed in place
     assert isinstance(rows, fx.Node)
     if name(rows) not in _DIVISIONS or len(rows.args) != 2 or rows.kwargs.get("rounding_mode", "floor") != "floor":
         return None
@@ -159,7 +158,44 @@ def _gathered(x: fx.Node) -> tuple[fx.Node, Groups] | None:
         return None
     if not statically_known_true(value(table).shape[0] * each == value(order).shape[0]):
         return None
+    changes = [user for user in x.users if name(user).endswith("_") and user.args[:1] == (x,)]
+    if not all(_empties_tail(change, order, ends) for change in changes):
+        return None
     return table, Groups(x, rows, order, each)
+
+
+def _empties_tail(change: fx.Node, order: fx.Node, ends: fx.Node) -> bool:
+    """Whether a change in place writes zeros into the rows that belong to no expert, which are never read:
+    ``x.masked_fill_(ids >= E, 0)``, the ids being those that `order` sorts and `ends` counts."""
+    if name(change) != "masked_fill_" or len(change.args) != 3 or change.args[2] != 0 or change.kwargs:
+        return False
+    mask: Any = change.args[1]
+    while isinstance(mask, fx.Node) and name(mask) in ("unsqueeze", "view", "reshape"):
+        mask = mask.args[0]
+    if not isinstance(mask, fx.Node) or name(mask) != "ge" or mask.args[1:] != (value(ends).shape[0],):
+        return False
+    ids = mask.args[0]
+    sort = order.args[0] if order.target is operator.getitem else None
+    sorts = isinstance(ids, fx.Node) and ids.target is operator.getitem and ids.args == (sort, 0)
+    return sorts and _counts(ends, ids, value(ends).shape[0])  # type: ignore[arg-type]
+
+
+def _counts(ends: fx.Node, ids: fx.Node, experts: int) -> bool:
+    """Whether `ends` are the sums of how often each id of an expert occurs."""
+    node: Any = ends
+    for called in ("cumsum", "histc"):
+        while isinstance(node, fx.Node) and name(node) in _CASTS:
+            node = node.args[0]
+        if not isinstance(node, fx.Node) or name(node) != called:
+            return False
+        if called == "histc":
+            given = dict(zip(("bins", "min", "max"), node.args[1:], strict=False)) | node.kwargs
+            if given != {"bins": experts, "min": 0, "max": experts - 1}:
+                return False
+        node = node.args[0]
+    while isinstance(node, fx.Node) and name(node) in _CASTS:
+        node = node.args[0]
+    return node is ids
 
 
 def is_order(node: fx.Node) -> bool:
@@ -167,4 +203,4 @@ def is_order(node: fx.Node) -> bool:
     if name(node) == "argsort":
         return True
     source = node.args[0] if node.target is operator.getitem else None
-    return isinstance(source, fx.Node) and name(source) == "sort" and node.args[1] == 1
+    return isinstance(source, fx.Node) and name(source) == "sort" and node.args[1:] == (1,)
