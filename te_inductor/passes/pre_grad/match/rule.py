@@ -138,6 +138,10 @@ class Rule:
         """What a recipe asks for beyond that."""
         return support.blocks(slots, support.value(match.weight), *match.sizes[1:])
 
+    def emulated(self, match: Match, slots: Slots) -> Refusal | None:
+        """Why its GEMMs multiply in high precision what low precision holds; None where they do not."""
+        return support.emulated(slots, support.value(match.weight).device)
+
     def rewrite(self, match: Match, emit: Emit) -> None:
         graph, node = match.node.graph, match.node
         with graph.inserting_before(node):
