@@ -79,8 +79,8 @@ def test_generated_code(recipe):
     code = forward + backward
     assert not re.search(r"\.item\(|\.tolist\(|\.cpu\(|_grouped_mm\(", code)
     gathered = re.search(rf"empty_strided_cuda\(\(({M}), {DIM}\), \({DIM}, 1\), torch.float8_e4m3fn\)", forward)
-    rows = f"({T * DIM // 128}), 128" if recipe == "block" else f"({T}), {DIM}"
-    cast = re.search(rf"empty_strided_cuda\(\({rows}\), \(\d+, 1\), torch.float8_e4m3fn\)", forward)
+    rows = rf"{T}, {DIM // 128}, 128" if recipe == "block" else f"{T}, {DIM}"
+    cast = re.search(rf"empty_strided_cuda\(\({rows}\), \([\d, ]+\), torch.float8_e4m3fn\)", forward)
     assert gathered and cast
     wide = re.findall(rf"empty_strided_cuda\(\({M}, \d+\), \(\d+, 1\), torch.bfloat16\)", code)
     # A gradient is written in bf16 where its scale is not known before it is read again: rows, columns, blocks.
