@@ -58,7 +58,7 @@ def quantize_(
         if not isinstance(module, nn.Linear):
             continue
         path = without_wrappers(name)
-        entry = policies.first(entries, path, (None, *module.weight.shape))
+        entry = policies.first(entries, (path,), (None, *module.weight.shape))
         used.add(entry)
         wanted = entry.recipe if entry else default
         if wanted is None:
