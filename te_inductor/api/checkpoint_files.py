@@ -39,7 +39,7 @@ class Checkpoint:
     configuration: dict[str, Any]  # its quantization_config; empty where there is none
 
     def read(self, key: str) -> Tensor:
-        """The tensor of this key, which nobody else holds."""
+        """The tensor of this key, to be copied: it may be another's, or a part of a mapped file."""
         raise NotImplementedError
 
 
@@ -49,7 +49,7 @@ class _StateDict(Checkpoint):
         self.entries = {key: _entry(value) for key, value in tensors.items()}
 
     def read(self, key: str) -> Tensor:
-        return self._tensors[key].detach().clone()  # type: ignore[no-any-return]
+        return self._tensors[key].detach()  # type: ignore[no-any-return]
 
 
 def _entry(value: object) -> Entry:
@@ -66,7 +66,8 @@ class _Files(Checkpoint):
         self.entries, self._of = {}, {}
         for file in files:
             reader = _open(file, opened)
-            for key in reader.keys():
+            names = reader.keys()
+            for key in names:
                 if index.get(key, file.name) != file.name:
                     continue  # the index says that it is another file's
                 part = reader.get_slice(key)
@@ -79,9 +80,7 @@ class _Files(Checkpoint):
             raise CheckpointError(listed(f"{INDEX} of {path} does not fit its files; download them again", lost))
 
     def read(self, key: str) -> Tensor:
-        tensor: Tensor = self._of[key].get_tensor(key)
-        own = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-        return tensor if own else tensor.clone()  # a view of the mapped file would change with it
+        return self._of[key].get_tensor(key)  # type: ignore[no-any-return]
 
 
 def _open(file: Path, opened: ExitStack) -> Any:

@@ -166,7 +166,9 @@ def _refused(match: _Match, held: Held, checkpoint: Checkpoint, dequantize: bool
             f"{match.name}: the model has it as {tensor.dtype}, expected float32, bfloat16 or float16; build the model"
             " without its quantization_config"
         )
-    others = [type(module).__name__ for module, key in held.holders if not isinstance(module, nn.Linear) or key == "bias"]
+    others = [
+        type(module).__name__ for module, key in held.holders if not isinstance(module, nn.Linear) or key == "bias"
+    ]
     if others and not dequantize:
         yield (
             f"{match.name}: it is that of a module of class {others[0]}, expected nn.Linear alone; pass dequantize=True,"
@@ -215,9 +217,9 @@ def _nearest(name: str, names: Collection[str]) -> str:
 
 
 def _ignored(key: str, model: nn.Module) -> bool:
-    """Whether a model of transformers says that its checkpoints may have more."""
+    """Whether models of transformers read over it: what their class says, and buffers of old rotary embeddings."""
     patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    return any(re.search(pattern, key) for pattern in patterns)
+    return any(re.search(pattern, key) for pattern in (*patterns, r"rotary_emb\.inv_freq$"))
 
 
 # ---- buffers that no checkpoint has, of a model on the meta device

@@ -16,6 +16,7 @@ from te_inductor import config
 from te_inductor import recipes as all_recipes
 from te_inductor.api import checkpoint_formats as formats
 from te_inductor.api.checkpoint_files import Checkpoint, opened
+from te_inductor.api.checkpoint_formats import CheckpointFormat
 from te_inductor.api.checkpoint_plan import Held, Source, meta_buffers, plan
 from te_inductor.diagnostics import say
 from te_inductor.errors import CheckpointError, OptionError, RecipeError, wrong_type
@@ -77,7 +78,9 @@ def load_quantized(
         steps, calibrated = plan(model, checkpoint, dequantize)
         if calibrated:
             more = f" and {len(calibrated) - 1} more scales" if calibrated[1:] else ""
-            text = f"te_inductor: {calibrated[0]}{more} of {checkpoint.where} are not used: activations are scaled as the"
+            text = (
+                f"te_inductor: {calibrated[0]}{more} of {checkpoint.where} are not used: activations are scaled as the"
+            )
             say(f"{text} recipe of their layer says", options.fallback)
         _fill_buffers(model, to)
         for held, source in steps:
@@ -115,17 +118,32 @@ def _load(
     """One tensor of the model. What is read lives until it returns, and no longer."""
     old = held.tensor
     device = to if old.is_meta else old.device
-    parts = tuple(checkpoint.read(key).to(device) for key in source.keys)
+    kept = source.format is None or not dequantize
+    parts = tuple(checkpoint.read(key).to(device, copy=kept) for key in source.keys)
     if source.format is None:
-        return _put(held, parts[0], device)
+        return _put(held, parts[0])
     recipe = chosen[type(source.format.recipe)]
-    stored = kind_of(recipe)(source.format.stored(parts, recipe), old.shape, old.dtype, recipe)  # type: ignore[call-arg]
     if dequantize:
-        return _put(held, stored.dequantize(), device)
-    held.replace(nn.Parameter(stored, requires_grad=False))
+        return _put(held, _dequantized(parts, source.format, recipe, old, device))
+    made = kind_of(recipe)(source.format.stored(parts, recipe), old.shape, old.dtype, recipe)  # type: ignore[call-arg]
+    held.replace(nn.Parameter(made, requires_grad=False))
 
 
-def _put(held: Held, tensor: Tensor, device: torch.device) -> None:
+def _dequantized(
+    parts: tuple[Tensor, ...], of: CheckpointFormat, recipe: Recipe, like: Tensor, device: torch.device
+) -> Tensor:
+    """What the stored weight would return, some rows at a time: on a CPU a value takes many bytes on the way."""
+    n, k = like.shape
+    plain = torch.empty((n, k), dtype=like.dtype, device=device)
+    step = max(1, formats.CHUNK // (formats.ROWS_OF_BLOCK * k)) * formats.ROWS_OF_BLOCK
+    for first in range(0, n, step):
+        rows = plain[first : first + step]
+        some = of.stored(of.rows(parts, n, first, step), recipe)
+        rows.copy_(kind_of(recipe)(some, rows.shape, like.dtype, recipe).dequantize())  # type: ignore[call-arg]
+    return plain
+
+
+def _put(held: Held, tensor: Tensor) -> None:
     """A plain tensor, into memory that is there, or as it is."""
     old = held.tensor
     if not old.is_meta and not isinstance(old, StoredWeight):
