@@ -193,6 +193,8 @@ def _disagreements(sources: Sequence[Source], checkpoint: Checkpoint) -> Iterato
 
 # ---- what is left
 
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+
 
 def _missing(names: Sequence[str], checkpoint: Checkpoint) -> str:
     others = "".join(f", nor {name}, which is the same tensor" for name in names[1:])
@@ -201,7 +203,17 @@ def _missing(names: Sequence[str], checkpoint: Checkpoint) -> str:
 
 def _unexpected(key: str, own: Set[str]) -> str:
     reason = formats.FOREIGN.get(key.rpartition(".")[2])
-    return f"{key}: {reason}" if reason else f"{key}: the model has no such name; {_nearest(key, own)}"
+    if reason:
+        return f"{key}: {reason}"
+    expert = _EXPERT.search(key)
+    group = key[: expert.start()] if expert else None
+    fused = [name for name in own if name.startswith(f"{group}.experts.") and not _EXPERT.search(name)]
+    if fused:
+        return (
+            f"{key}: the model's class has all experts in one parameter, {fused[0]}, into which experts of a checkpoint are"
+            " not loaded; use a class that has a linear layer for each"
+        )
+    return f"{key}: the model has no such name; {_nearest(key, own)}"
 
 
 def _nearest(name: str, names: Collection[str]) -> str:

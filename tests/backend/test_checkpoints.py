@@ -352,6 +352,25 @@ def test_every_key_has_its_line():
         load_quantized(nn.Linear(2, 2), {f"x{i}": torch.ones(1) for i in range(99)})
 
 
+def test_experts_that_the_model_has_in_one_parameter():
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate_up_proj = nn.Parameter(torch.zeros(2, 8, 4))
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = Experts()
+
+    tensors = {f"0.experts.{i}.up_proj.weight": torch.zeros(4, 4) for i in range(2)}
+    with pytest.raises(CheckpointError, match=r"up_proj.weight: .* one parameter, 0.experts.gate_up_proj, into which"):
+        load_quantized(nn.Sequential(Block()), tensors)
+    # by its own name, in high precision
+    loaded = load_quantized(nn.Sequential(Block()), {"0.experts.gate_up_proj": torch.ones(2, 8, 4)})
+    assert loaded[0].experts.gate_up_proj.sum() == 64
+
+
 def test_other_wrong_arguments():
     with pytest.raises(OptionError, match="model is a int"):
         load_quantized(3, {})
