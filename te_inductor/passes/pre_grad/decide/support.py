@@ -91,6 +91,11 @@ def blocks(slots: Slots, weight: torch.Tensor, n: int, k: int) -> Refusal | None
             *target.capability,
             target.cuda,
         )
+    return block_sizes(slots, n, k)
+
+
+def block_sizes(slots: Slots, n: int, k: int) -> Refusal | None:
+    """Whether N and K fill the blocks well enough."""
     alignment = slots.input.granularity.alignment
     work = (padded(n) * padded(k, alignment) + padded(n, alignment) * padded(k)) / (2 * n * k)  # fprop and dgrad
     if work > MAX_PADDING:

@@ -84,6 +84,7 @@ class Match:
     transposed: bool = False
     options: tuple[tuple[str, Any], ...] = ()
     groups: Groups | None = None  # of experts
+    literal: "Match | None" = None  # the layer of what the product itself reads, where this one reads what that was made of
 
     @property
     def sizes(self) -> tuple[Any, int, int]:
