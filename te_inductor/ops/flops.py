@@ -37,7 +37,7 @@ def wgrad(
 def grouped_mm(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, bias: Any, gemm: Gemm, *_: Any, **__: Any
 ) -> int:
-    """As torch counts its own: each row is in one group, whatever their sizes are."""
+    """Each row is in one group, whatever their sizes are."""
     return 2 * a.shape[0] * a.shape[1] * gemm.packed * b.shape[1]
 
 

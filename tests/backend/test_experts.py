@@ -13,7 +13,12 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 from te_inductor import autocast, explain
+from te_inductor.backend import parse
 from te_inductor.errors import FallbackError, FallbackWarning
+from te_inductor.passes.pre_grad.decide import support
+from te_inductor.passes.pre_grad.match.rule import Match
+from te_inductor.passes.pre_grad.match.sites import match_sites
+from te_inductor.passes.pre_grad.plan import Plan
 from te_inductor.recipes import CustomRecipe, Float8BlockScaling, Quantizer
 from tests.backend import test_autograd
 from tests.backend.test_autograd import same
@@ -62,12 +67,18 @@ def sites(model, *inputs, **options) -> dict[str, tuple]:
     }
 
 
-def rows_cast(run, x) -> int:
-    """How many rows the first cast of a forward has."""
-    kinds = ("quantize", "quantize_delayed", "quantize_rowcol")
-    with Calls(of=lambda name, args: args[0].shape[0] if name in kinds else None) as seen:
-        run(x)
-    return seen.names[0]
+def matched(model, *inputs) -> list[Match]:
+    """What the rule finds of experts."""
+    found: list[Match] = []
+
+    def backend(gm, examples):
+        plan = Plan(gm, parse(None, {}), examples)
+        match_sites(plan)
+        found.extend(site.match for site in plan.candidates if site.match.groups)
+        return gm.forward
+
+    torch.compile(model, backend=backend, fullgraph=True)(*inputs)
+    return found
 
 
 @pytest.mark.sample(1)
@@ -76,31 +87,57 @@ def rows_cast(run, x) -> int:
 @pytest.mark.parametrize("form", FORMS)
 def test_forms(form, dtype, split):
     """A parameter (E, N, K) that is used transposed, one (E, K, N), and casts of them, which the layer does itself."""
-    model, x = MoE(form=form, split=split).to(dtype), tokens(dtype=dtype)
-    if form.startswith("cast"):
-        model.pick = "scaled"  # to bf16, which F.grouped_mm has in every dtype
-        if dtype == torch.float32:
-            model.experts.register_forward_pre_hook(lambda _, inputs: (inputs[0].bfloat16(), inputs[1]))
-    found = sites(model, x)
+    model, x = MoE("torchtitan" if split else "getitem", form, split).to(dtype), tokens(dtype=dtype)
+    for match in matched(model, x):
+        assert match.weight.op == "placeholder" and match.transposed == (form == "direct")
+        assert match.sizes == (48, *((32, 48) if "down" in match.weight.name else ((48 if split else 96), 32)))
     of_first = {"experts.w1": 2, "experts.w3": 2} if split else {"experts.gate_up_proj": 0}
-    assert {path: how[2] for path, how in found.items() if "experts" in path} == {**of_first, "experts.down_proj": 0}
-    if form.startswith("cast") and dtype == torch.float32:
-        y = te(model, "current")(x)
-        high = model(x)
-        assert 0 < (y - high).norm() < 0.2 * high.norm()
-    else:
-        check(model, "current", x)
+    found = {path: how[1:3] for path, how in sites(model, x).items() if "experts" in path}
+    assert found == {path: (False, merged) for path, merged in {**of_first, "experts.down_proj": 0}.items()}
 
 
-@pytest.mark.sample(1)
+FORMS_RUN = [("transpose", torch.bfloat16, False), ("direct", torch.float32, True)]
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype", "split"),
+    FORMS_RUN
+    + [
+        pytest.param(form, dtype, split, marks=pytest.mark.thorough)
+        for form in FORMS
+        for dtype in (torch.float32, torch.bfloat16)
+        for split in (False, True)
+        if (form, dtype, split) not in FORMS_RUN
+    ],
+)
+def test_results_of_forms(form, dtype, split):
+    check(MoE("torchtitan", form=form, split=split).to(dtype), "current", tokens(dtype=dtype))
+
+
 @pytest.mark.parametrize("pick", [*FOLDED, *BARE])
-@pytest.mark.parametrize("name", ["current", "rowwise", "mxfp8", "delayed"])
-def test_gathers(name, pick):
-    """Rows are cast before they are gathered where the gather is `x[order // k]` and nothing writes in between."""
-    model, x = MoE(pick), tokens()
-    check(model, name, x)
-    torch._dynamo.reset()
-    assert rows_cast(te(model, name), x) == (TOKENS if pick in FOLDED else TOKENS * EACH)
+def test_what_is_gathered_behind_the_cast(pick):
+    """Where the gather is `x[order // k]` and nothing writes in between."""
+    first, second = matched(MoE(pick), tokens())
+    assert (first.groups.rows is not None) == (first.groups.order is not None) == (pick in FOLDED)
+    assert support.value(first.x).shape[0] == (TOKENS if pick in FOLDED else TOKENS * EACH)
+    assert second.groups.rows is None
+
+
+GATHERS_RUN = [("torchtitan", "rowwise"), ("in place", "current"), ("table written", "delayed"), ("cast", "delayed")]
+
+
+@pytest.mark.parametrize(
+    ("pick", "name"),
+    GATHERS_RUN
+    + [
+        pytest.param(pick, name, marks=pytest.mark.thorough)
+        for pick in [*FOLDED, *BARE]
+        for name in ("current", "rowwise", "mxfp8", "delayed")
+        if (pick, name) not in GATHERS_RUN
+    ],
+)
+def test_results_of_gathers(pick, name):
+    check(MoE(pick), name, tokens())
 
 
 @pytest.mark.parametrize("dropped", [0, pytest.param(17, marks=pytest.mark.thorough)])
@@ -193,7 +230,7 @@ def test_names():
 
 def test_a_router_stays_in_high_precision():
     """Unless a policy names it."""
-    model, x = MoE(), tokens()
+    model, x = MoE(experts=16), tokens()
     assert "a router: its outputs choose experts" in sites(model, x)["gate"][3]
     assert sites(model, x, policy={"gate": "rowwise"})["gate"] == ("rowwise", False, 0, None)
     assert sites(model, x, policy={"*": "current"})["gate"] == ("current", False, 0, None)
@@ -265,21 +302,20 @@ def by_path(slot, module):
 
 def test_a_custom_recipe_knows_the_path():
     model, x = MoE(), tokens()
-    seen = []
-    run = te(model, CustomRecipe(by_path), policy=ROUTER, fallback="error")
-    with Calls(of=lambda name, args: args[5 if name == "scaled_mm" else 6].scopes if name == "grouped_mm" else None) as seen:
-        run(x)
-    assert seen.names == [("tensor", "tensor"), ("row", "row")]
+    y = te(model, CustomRecipe(by_path), fallback="error")(x)
+    with Calls(of=lambda name, args: args[6].scopes if name == "grouped_mm" else None) as seen:
+        y.sum().backward()
+    assert seen.names == [("row", "row"), ("tensor", "tensor")]
 
 
-@pytest.mark.parametrize("name", ["current", "delayed"])
+@pytest.mark.parametrize("name", ["current", pytest.param("delayed", marks=pytest.mark.thorough)])
 def test_dynamic_token_counts(name):
     """One graph for all, or two; M is a symbol."""
     model = MoE()
     counters.clear()
     run = torch.compile(model, backend="te", dynamic=True, fullgraph=True, options={"recipe": name, "policy": ROUTER})
     twin = reference(model, name)
-    for count in (24, 40, 9, 1, 64):
+    for count in (24, 40, 1):
         with torch._dynamo.config.patch(error_on_recompile=count not in (24, 1)):
             x = tokens(count)
             found = results(run, model, x)
@@ -294,7 +330,7 @@ def test_automatic_dynamic():
     model = MoE()
     run, compiled = te(model, "rowwise", policy=ROUTER), counters["stats"]
     before = compiled["unique_graphs"]
-    for count in (24, 40, 9, 64, 128):
+    for count in (24, 40, 9, 64):
         run(tokens(count)).sum().backward()
     assert compiled["unique_graphs"] - before <= 2
 
@@ -308,7 +344,7 @@ def test_inference(name):
             assert torch.equal(te(model, name)(x), reference(model, name)(x))
 
 
-@pytest.mark.parametrize("name", ["rowwise", "delayed"])
+@pytest.mark.parametrize("name", ["rowwise", pytest.param("delayed", marks=pytest.mark.thorough)])
 def test_frozen_and_tied_experts(name):
     """No wgrad of what is frozen; of a parameter that two layers have, the sum."""
     frozen, x = MoE(), tokens()
@@ -319,8 +355,6 @@ def test_frozen_and_tied_experts(name):
     with Calls(of=lambda op, args: op if "wgrad" in op else None) as seen:
         y.sum().backward()
     assert seen.names == ["grouped_wgrad"]
-    frozen.requires_grad_(False)
-    check(frozen, name, x)
     if name == "rowwise":
         tied = nn.Sequential(MoE(), MoE())
         tied[1].experts = tied[0].experts

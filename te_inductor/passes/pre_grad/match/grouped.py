@@ -111,15 +111,16 @@ class ManyBatched(Batched):
 
     def rewrite(self, match: Match, emit: Emit) -> None:
         graph, node = match.node.graph, match.node
-        batch, rows, _ = value(match.x).shape
+        # Of the weight, whose sizes are no symbols.
+        batch, k, n = value(match.weight).shape
+        rows = value(match.x).shape[1]
         with graph.inserting_before(node):
-            x = graph.call_function(aten.reshape.default, (match.x, [-1, value(match.x).shape[2]]))
+            x = graph.call_function(aten.reshape.default, (match.x, [-1, k]))
             size = graph.call_function(aten.sym_size.int, (match.x, 1)) if not isinstance(rows, int) else rows
             count = graph.call_function(ops.equal_groups, (match.x, batch, size))
             made = changed(match, groups=Groups(count))
             [new] = emit([made], x, [weight_of(match)])
-            shape: list[Any] = [batch, -1, match.sizes[1]]
-            replace(node, graph.call_function(aten.reshape.default, (new, shape)))
+            replace(node, graph.call_function(aten.reshape.default, (new, [batch, -1, n])))
 
 
 def rows_of(match: Match) -> fx.Node:
