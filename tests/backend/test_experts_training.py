@@ -17,7 +17,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import te_inductor
 from te_inductor import backward_dw, explain, ops
+
 from te_inductor.errors import FallbackWarning
+from te_inductor.ops import flops  # noqa: F401 (registers formulas)
 from te_inductor.recipes import DelayedScaling
 from te_inductor.runtime import grouped
 from tests.backend.test_autograd import same
