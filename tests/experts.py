@@ -131,14 +131,14 @@ class _Reference(Experts):
     def product(self, x: Tensor, weights: list[Tensor], ends: Tensor) -> list[Tensor]:
         weights = [w if FORMS[self.form][1] else w.transpose(1, 2) for w in weights]
         slots = self.recipe.slots()
-        dtype, x = torch.bfloat16 if self.form.startswith("cast") else x.dtype, ops.mask_rows(x, ends)
+        x = ops.mask_rows(x.bfloat16() if self.form.startswith("cast") else x, ends)
         if isinstance(self.recipe, DelayedScaling):  # a first step
             amax = torch.zeros(())
             layer = ops.first_grouped_linears
-            return layer(x, weights, [], ends, slots, dtype, self.recipe, grad_amax=amax)  # type: ignore[no-any-return]
+            return layer(x, weights, [], ends, slots, x.dtype, self.recipe, grad_amax=amax)  # type: ignore[no-any-return]
         if slots.weight.granularity.whole:
-            return ops.grouped_linears(x, weights, [], ends, slots, dtype)  # type: ignore[no-any-return]
-        return [ops.grouped_linears(x, [w], [], ends, slots, dtype)[0] for w in weights]
+            return ops.grouped_linears(x, weights, [], ends, slots, x.dtype)  # type: ignore[no-any-return]
+        return [ops.grouped_linears(x, [w], [], ends, slots, x.dtype)[0] for w in weights]
 
 
 def reference(model: nn.Module, recipe: str | Recipe) -> nn.Module:
