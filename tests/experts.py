@@ -149,3 +149,28 @@ def reference(model: nn.Module, recipe: str | Recipe) -> nn.Module:
             module.__class__ = _Reference
             module.recipe = recipes.resolve(recipe)  # type: ignore[assignment]
     return twin
+
+
+class FixedExperts(nn.Module):
+    """Experts whose choice hangs on no values, so that roundings change none; `low` is the recipe of the reference."""
+
+    def __init__(self, width: int, size: int, experts: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(experts, size, width) / width**0.5)
+        self.low: Recipe | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat, experts = x.reshape(-1, x.shape[-1]), self.weight.shape[0]
+        ids = torch.arange(EACH * flat.shape[0], device=x.device) * 5 // 3 % experts
+        order = torch.argsort(ids, stable=True)
+        ends = (ids[:, None] == torch.arange(experts, device=x.device)).sum(0).cumsum(0).int()
+        y = self.product(flat[order // EACH].to(self.weight.dtype), ends)
+        return y[torch.argsort(order)].view(-1, EACH, y.shape[1]).sum(1).view(*x.shape[:-1], y.shape[1])
+
+    def product(self, x: Tensor, ends: Tensor) -> Tensor:
+        if self.low is None:
+            return grouped_mm(x, self.weight.transpose(1, 2), ends)
+        given = (ops.mask_rows(x, ends), [self.weight], [], ends, self.low.slots(), x.dtype)
+        if isinstance(self.low, DelayedScaling):
+            return ops.first_grouped_linears(*given, self.low, grad_amax=torch.zeros(()))[0]  # type: ignore[no-any-return]
+        return ops.grouped_linears(*given)[0]  # type: ignore[no-any-return]
