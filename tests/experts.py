@@ -27,7 +27,7 @@ FORMS: dict[str, tuple[Any, bool]] = {
 
 def grouped_mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """torch's, which is for bf16 where code is compiled; else the op that transformers has for that."""
-    if w.dtype == torch.bfloat16:
+    if w.dtype == torch.bfloat16 and w.shape[1] % 8 == w.shape[2] % 8 == 0:  # else torch refuses
         return F.grouped_mm(x.to(w.dtype), w, offs=ends)
     import transformers.integrations.moe  # noqa: F401
 
@@ -76,7 +76,9 @@ BARE = {
 class Experts(nn.Module):
     """gate and up as one parameter or as two calls, and down."""
 
-    def __init__(self, form: str = "transpose", split: bool = False, inner: int = INNER, experts: int = EXPERTS) -> None:
+    def __init__(
+        self, form: str = "transpose", split: bool = False, inner: int = INNER, experts: int = EXPERTS
+    ) -> None:
         super().__init__()
         self.form, self.split = form, split
 

@@ -175,9 +175,7 @@ class GroupedLinears(Operation):
         return [None] * len(sizes)
 
 
-def _product(
-    a: Copy | None, b: Copy, ends: Tensor, bias: Tensor | None, gemm: Gemm, out_dtype: torch.dtype
-) -> Tensor:
+def _product(a: Copy | None, b: Copy, ends: Tensor, bias: Tensor | None, gemm: Gemm, out_dtype: torch.dtype) -> Tensor:
     *operands, alpha = operands_of(a, b, gemm)
     return ops.grouped_mm(*operands, ends, bias, gemm, out_dtype, alpha)  # type: ignore[no-any-return]
 
@@ -304,6 +302,8 @@ first_grouped_linears = define(
     " token=None, Tensor? grad_amax=None, Tensor[]? main_grads=None, Tensor[]? tickets=None) -> Tensor[]",
     trace_first_grouped_linears,
 )
+
+
 def _equal_groups(like: Tensor, groups: int, rows: int) -> Tensor:
     return torch.arange(1, groups + 1, device=like.device, dtype=torch.int32) * rows
 

@@ -1,20 +1,15 @@
 """Experts' grouped products as sites: every form, by what name, under which recipe, and what leaves them alone. Results
 against the eager reference (tests/experts.py), bit for bit."""
 
-import copy
-import re
-from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 from te_inductor import autocast, explain
 from te_inductor.backend import parse
-from te_inductor.errors import FallbackError, FallbackWarning
 from te_inductor.passes.pre_grad.decide import support
 from te_inductor.passes.pre_grad.match.rule import Match
 from te_inductor.passes.pre_grad.match.sites import match_sites
@@ -22,9 +17,9 @@ from te_inductor.passes.pre_grad.plan import Plan
 from te_inductor.recipes import CustomRecipe, Float8BlockScaling, Quantizer
 from tests.backend import test_autograd
 from tests.backend.test_autograd import same
-from tests.experts import BARE, EACH, FOLDED, FORMS, HIDDEN, TOKENS, Experts, MoE, reference
+from tests.experts import BARE, EACH, FOLDED, FORMS, HIDDEN, TOKENS, Experts, MoE, grouped_mm, reference
 from tests.numerics.test_linear import Calls
-from tests.recipes import NAMES, STATELESS, every_recipe, quick
+from tests.recipes import STATELESS, quick
 
 pytestmark = pytest.mark.usefixtures("without_codegen", "one_seed")
 pytest.importorskip("transformers")  # whose op multiplies in fp32 where code is compiled
@@ -378,7 +373,9 @@ def test_many_matrices(name, dynamic):
 
     model, x = Bmm(), torch.randn(40, 6, HIDDEN, requires_grad=True)
     assert sites(model, x)["weight"][:2] == ("current", False)
-    run = torch.compile(model, backend="te", fullgraph=True, dynamic=dynamic, options={"recipe": name, "fallback": "error"})
+    run = torch.compile(
+        model, backend="te", fullgraph=True, dynamic=dynamic, options={"recipe": name, "fallback": "error"}
+    )
     found = results(run, model, x)
     weight, flat = model.weight.detach().requires_grad_(), x.detach().view(-1, HIDDEN).requires_grad_()
     ends = torch.arange(6, 241, 6).int()
@@ -386,3 +383,67 @@ def test_many_matrices(name, dynamic):
     torch.manual_seed(1)
     dx, dw = torch.autograd.grad(y.view(40, 6, 48), [flat, weight], torch.randn(40, 6, 48))
     assert same(found, [y.view(40, 6, 48).detach(), dx.view_as(x), dw])
+
+
+class Biased(MoE):
+    """As gpt-oss: each row is given the bias of its expert behind the product."""
+
+    def __init__(self, add: str) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(4, 32))
+        self.add = add
+        self.experts = nn.ParameterDict({"w": torch.randn(4, HIDDEN, 32) / HIDDEN**0.5})
+
+    def forward(self, x):
+        scores, ids = self.gate(x).softmax(-1).topk(EACH, dim=-1)
+        ids, order = torch.sort(ids.flatten(), descending=self.add == "descending")
+        counted = ids.clamp(max=2) if self.add == "others counted" else ids
+        counts = torch.histc(counted.float(), bins=4, min=0, max=3)
+        y = grouped_mm(x[order // EACH], self.experts["w"], counts.cumsum(0, dtype=torch.int32))
+        if self.add == "in place":
+            y.add_(self.bias[ids])
+        elif self.add == "augmented":
+            y += self.bias[ids]
+        elif self.add == "read before":
+            z = y * 2
+            y = (y + self.bias[ids]) + z
+        elif self.add == "ids written":
+            ids.clamp_(max=2)
+            y.add_(self.bias[ids])
+        elif self.add == "scaled":
+            y.add_(self.bias[ids], alpha=2)
+        else:
+            y = y + self.bias[ids]
+        y = y * scores.flatten()[order][:, None]
+        return y[torch.argsort(order)].view(-1, EACH, 32).sum(1)
+
+
+TAKEN = ("in place", "augmented", "added")
+
+
+@pytest.mark.parametrize("add", [*TAKEN, "read before", "ids written", "scaled", "descending", "others counted"])
+def test_biases(add):
+    """The layer adds a bias that is chosen by the sorted ids which the groups' ends count; no other."""
+    model, x = Biased(add), tokens()
+    [match] = matched(model, x)
+    assert (match.bias is not None) == (add in TAKEN)
+
+
+@pytest.mark.parametrize("add", ["in place", *(pytest.param(add, marks=pytest.mark.thorough) for add in TAKEN[1:])])
+def test_results_of_biases(add):
+    """Its gradient is a sum in fp32 in another order than autograd's."""
+    from te_inductor import ops, recipes
+
+    model, x = Biased(add), tokens()
+    slots = recipes.resolve("rowwise").slots()
+    found = results(te(model, "rowwise"), model, x)
+    scores, ids = model.gate(x).softmax(-1).topk(EACH, dim=-1)
+    ids, order = torch.sort(ids.flatten())
+    ends = (ids[:, None] == torch.arange(4)).sum(0).cumsum(0).int()
+    weight = model.experts["w"].transpose(1, 2)
+    [y] = ops.grouped_linears(x[order // EACH], [weight], [model.bias], ends, slots, torch.float32)
+    y = (y * scores.flatten()[order][:, None])[torch.argsort(order)].view(-1, EACH, 32).sum(1)
+    wanted = [x, *model.parameters()]
+    torch.manual_seed(1)
+    expected = [y.detach(), *torch.autograd.grad(y, wanted, torch.randn_like(y))]
+    assert same(found, expected)

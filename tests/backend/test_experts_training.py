@@ -8,7 +8,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch._functorch import config as functorch
 from torch.nn.utils import parametrize
@@ -17,15 +16,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import te_inductor
 from te_inductor import backward_dw, explain, ops
-
 from te_inductor.errors import FallbackWarning
 from te_inductor.ops import flops  # noqa: F401 (registers formulas)
 from te_inductor.recipes import DelayedScaling
 from te_inductor.runtime import grouped
 from tests.backend.test_autograd import same
-from tests.backend.test_experts import PATHS, ROUTER, check, results, te, tokens
+from tests.backend.test_experts import PATHS, ROUTER, results, te, tokens
 from tests.backend.test_main_grad import with_totals
-from tests.experts import HIDDEN, TOKENS, MoE, reference
+from tests.experts import MoE, reference
 from tests.forked import TORCH, Server
 from tests.numerics.test_linear import Calls
 
@@ -72,7 +70,9 @@ CHECKPOINTS = {  # and how often the backward computes fprop again
 
 
 @pytest.mark.parametrize("how", CHECKPOINTS)
-@pytest.mark.parametrize("name", ["current", pytest.param("rowwise", marks=thorough), pytest.param("delayed", marks=thorough)])
+@pytest.mark.parametrize(
+    "name", ["current", pytest.param("rowwise", marks=thorough), pytest.param("delayed", marks=thorough)]
+)
 def test_checkpoints(name, how):
     """The same results, and products of experts are kept where the policy names them as they stood."""
     options, again = CHECKPOINTS[how]
@@ -124,7 +124,9 @@ def test_flops():
 
 
 @pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("name", ["current", pytest.param("rowwise", marks=thorough), pytest.param("mxfp8", marks=thorough)])
+@pytest.mark.parametrize(
+    "name", ["current", pytest.param("rowwise", marks=thorough), pytest.param("mxfp8", marks=thorough)]
+)
 @pytest.mark.parametrize("where", ["main_grad", "deferred"])
 def test_weight_gradients_elsewhere(where, name, split):
     """The same, bit for bit, after one microbatch and after two."""
@@ -152,7 +154,9 @@ def unmet(model, **options) -> dict[str, str]:
 
 def test_options_that_do_not_reach_experts():
     for name in ("current", "delayed", "rowwise"):
-        assert unmet(MoE(), weights="once", recipe=name) == dict.fromkeys(PATHS, "copies of experts' weights are not kept")
+        assert unmet(MoE(), weights="once", recipe=name) == dict.fromkeys(
+            PATHS, "copies of experts' weights are not kept"
+        )
     for where in ("main_grad", "deferred"):
         reasons = unmet(with_totals(MoE(form="direct")), wgrad=where)
         assert set(PATHS) <= set(reasons) and "holds the transpose" in reasons[PATHS[0]]

@@ -18,7 +18,9 @@ def refusal(monkeypatch):
     def ask(*sizes, capability=(9, 0), device="cuda", gemms=GEMMS):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
         monkeypatch.setattr(size_rule, "value", lambda _: SimpleNamespace(device=torch.device(device)))
-        sites = [SimpleNamespace(sizes=size, weight=None, groups=None, experts=1, gemms=lambda: gemms) for size in sizes]
+        sites = [
+            SimpleNamespace(sizes=size, weight=None, groups=None, experts=1, gemms=lambda: gemms) for size in sizes
+        ]
         return size_rule.refusal(sites)
 
     return ask

@@ -23,7 +23,7 @@ from tests.recipes import quick
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("without_codegen", "one_seed")
 thorough = pytest.mark.thorough
-HIDDEN, EXPERTS_ONLY = 64, {"*.experts": "none", "*.experts.*": "none"}
+HIDDEN = 64
 COMMON = {
     "vocab_size": 64, "hidden_size": HIDDEN, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "use_cache": False, "initializer_range": HIDDEN**-0.5,
@@ -63,9 +63,7 @@ def llama4():
 
 
 def glm4_moe():
-    return transformers.Glm4MoeConfig(
-        **COMMON, **SHARED, head_dim=16, num_experts_per_tok=2, n_group=1, topk_group=1
-    )
+    return transformers.Glm4MoeConfig(**COMMON, **SHARED, head_dim=16, num_experts_per_tok=2, n_group=1, topk_group=1)
 
 
 MODELS = {make.__name__: make for make in (mixtral, qwen3_moe, gpt_oss, deepseek_v3, llama4, glm4_moe)}
@@ -78,9 +76,7 @@ def build(name: str) -> nn.Module:
     transformers.logging.set_verbosity_error()
     model = transformers.AutoModelForCausalLM.from_config(MODELS[name](), dtype=torch.float32)
     for path, parameter in model.named_parameters():
-        if "bias" in path:  # zeros until here, which would hide a lost bias
-            nn.init.normal_(parameter, std=HIDDEN**-0.5)
-        elif parameter.dim() == 3:  # empty until here
+        if "bias" in path or parameter.dim() == 3:  # zeros until here, which would hide a lost bias
             nn.init.normal_(parameter, std=HIDDEN**-0.5)
     return model
 
@@ -141,17 +137,16 @@ def check(high, low, te) -> None:
         assert distance <= 2 * SLACK * noise + 1e-5 * max(size, 1e-3 * largest), (
             f"{path}: {distance / noise} of the quantization noise away"
         )
-        assert noise <= 3**0.5 * BACKWARD * size + 1e-5 * largest, f"{path}: noise {noise / size:.2%}"
         if "experts" in path and path.endswith(("gate_up_proj", "down_proj")) and "shared" not in path:
             # Of two operands in E4M3 at least: FORWARD; fluctuations as there.
-            assert noise >= FORWARD / SLACK * size, f"{path}: noise {noise / size:.2%}"
+            assert FORWARD / SLACK * size <= noise <= 3**0.5 * BACKWARD * SLACK * size, f"{path}: {noise / size:.2%}"
             assert (te[path] - exact).norm() >= noise / 2 / SLACK, f"{path}: nearer to high precision than FP8 can be"
 
 
 def three(name: str, recipe: str, monkeypatch, steps=2):
     """High precision, the reference and te, step by step, each with other tokens."""
     model = build(name)
-    policy = {f"*{ROUTERS.get(name, 'mlp.gate')}": "none", "*shared*": "none", "*experts*": recipe, "*": "none"}
+    policy = {"*.experts" if name == "llama4" else "*.experts.*": recipe, "*": "none"}
     run = torch.compile(model, backend="te", fullgraph=True, options={"recipe": recipe, "policy": policy})
     for _ in range(steps):
         x = inputs()
@@ -163,7 +158,9 @@ def three(name: str, recipe: str, monkeypatch, steps=2):
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", pytest.param("current", marks=thorough)])
-@pytest.mark.parametrize("name", [name if name == "qwen3_moe" else pytest.param(name, marks=thorough) for name in MODELS])
+@pytest.mark.parametrize(
+    "name", [name if name == "qwen3_moe" else pytest.param(name, marks=thorough) for name in MODELS]
+)
 def test_a_step(name, recipe, monkeypatch):
     for high, low, te in three(name, recipe, monkeypatch):
         check(high, low, te)

@@ -52,7 +52,17 @@ def groups(
             # One whose output is detached has no gradient; with another's it would have one of zeros, by which AdamW
             # decays.
             learns = match.node in learning[match.node.graph]
-            key = (match.x, match.groups, match.transposed, recipe, slots, node.dtype, learns, *_kind(weight), *_kind(bias))
+            key = (
+                match.x,
+                match.groups,
+                match.transposed,
+                recipe,
+                slots,
+                node.dtype,
+                learns,
+                *_kind(weight),
+                *_kind(bias),
+            )
             found.setdefault(key, []).append(match)
     return [group for group in found.values() if len(group) > 1]
 
@@ -76,6 +86,8 @@ def _can_join(match: Match, slots: Slots, written: AbstractSet[StorageWeakRef]) 
     scopes = [quantizer.granularity for quantizer in (slots.input, slots.weight, slots.grad_output)]
     if match.groups and not (slots.weight.granularity.whole or slots.weight.granularity.transposes):
         return False  # a column copy's rows run across all weights, and their scales with them
+    if match.adder is not None:
+        return False  # its output is another node's
     operands = [match.weight] if match.bias is None else [match.weight, match.bias]
     return (
         not any(scope.microscaled for scope in scopes)

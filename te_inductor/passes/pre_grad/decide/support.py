@@ -73,9 +73,10 @@ def sizes(m: Any, n: Any, k: Any) -> Refusal | None:
     return None
 
 
-def bias(bias: torch.Tensor | None, n: int) -> Refusal | None:
-    """`addmm` adds whatever can be expanded to the product, and so does `F.linear`, which calls it."""
-    if bias is None or bias.shape == (n,):
+def bias(bias: torch.Tensor | None, n: int, experts: int | None = None) -> Refusal | None:
+    """`addmm` adds whatever can be expanded to the product, and so does `F.linear`, which calls it. Of `experts` each has
+    a bias."""
+    if bias is None or bias.shape == ((n,) if experts is None else (experts, n)):
         return None
     return Refusal("adds a tensor of shape %s, not a bias of N elements", tuple(bias.shape))
 

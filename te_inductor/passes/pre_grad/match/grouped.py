@@ -18,6 +18,7 @@ from te_inductor.diagnostics import Refusal
 from te_inductor.passes.graph.aliases import name
 from te_inductor.passes.pre_grad.decide import support
 from te_inductor.passes.pre_grad.decide.support import is_tensor, value
+from te_inductor.passes.pre_grad.match import experts_bias
 from te_inductor.passes.pre_grad.match.linear import Batched, from_parameter
 from te_inductor.passes.pre_grad.match.rule import Emit, Groups, Match, Rule, replace
 from te_inductor.recipes import Slots
@@ -54,7 +55,9 @@ class Grouped(Rule):
         x = _first_cast(_uncast(x, lossless=True))  # type: ignore[arg-type]
         gathered = _gathered(x)
         x, groups = (gathered[0], changed(gathered[1], ends=ends)) if gathered else (x, literal.groups)
-        return changed(literal, x=x, weight=weight, transposed=transposed, groups=groups, literal=literal)
+        bias, adder = experts_bias.added(node, ends, value(weight).shape[0]) or (None, None)  # type: ignore[arg-type]
+        made = changed(literal, x=x, weight=weight, transposed=transposed, groups=groups, bias=bias, adder=adder)
+        return changed(made, literal=literal)
 
     def check(self, match: Match) -> Refusal | None:
         assert match.groups is not None
@@ -78,7 +81,10 @@ class Grouped(Rule):
     def rewrite(self, match: Match, emit: Emit) -> None:
         with match.node.graph.inserting_before(match.node):
             [new] = emit([match], rows_of(match), [weight_of(match)])
-            replace(match.node, new)
+        if match.adder is not None:
+            match.adder.replace_all_uses_with(new)
+            match.node.graph.erase_node(match.adder)
+        replace(match.node, new)
 
 
 def reads(match: Match) -> list[fx.Node]:
@@ -89,7 +95,8 @@ def reads(match: Match) -> list[fx.Node]:
     if match.literal:
         passed = [match.literal.x, match.literal.weight]
         passed += match.x.all_input_nodes if match.x is not match.literal.x else []  # another cast than the program's
-    return [match.x, match.weight, groups.ends, *passed, *(one for one in (groups.rows, groups.order) if one)]
+    more = (groups.rows, groups.order, *(experts_bias.reads(match.adder) if match.adder else []))
+    return [match.x, match.weight, groups.ends, *passed, *(one for one in more if one is not None)]
 
 
 class ManyBatched(Batched):
@@ -174,7 +181,9 @@ def _first_cast(node: fx.Node) -> fx.Node:
     if name(node) not in _CASTS or not node.args or not isinstance(node.args[0], fx.Node):
         return node
     alike = (other for other in node.args[0].users if name(other) in _CASTS and other.graph is node.graph)
-    same = [other for other in alike if (other.target, other.args, other.kwargs) == (node.target, node.args, node.kwargs)]
+    same = [
+        other for other in alike if (other.target, other.args, other.kwargs) == (node.target, node.args, node.kwargs)
+    ]
     return min(same)
 
 

@@ -135,7 +135,9 @@ class Weights:
 def refusal(product: Product, weights: Weights) -> Refusal:
     """Why no rule takes a product with a weight."""
     if product.grouped:
-        return Refusal("experts' products of other shapes than rows (M, K) and a parameter (E, K, N), or without offsets")
+        return Refusal(
+            "experts' products of other shapes than rows (M, K) and a parameter (E, K, N), or without offsets"
+        )
     node = product.node
     operands = [one for one in product.operands if weights.is_weight(one)]
     if not any(weights.kind(one) == "parameter" for one in operands):

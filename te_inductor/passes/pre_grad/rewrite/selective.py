@@ -68,9 +68,7 @@ def _grouped_mm(
 ) -> tuple[Any, ...]:
     experts, rows, columns = b.shape[0], b.shape[1], a.shape[1] * gemm.packed
     # (M, pad(K)), (E, pad(K), N)
-    x, weight = (
-        a.new_empty(shape, dtype=out_dtype) for shape in ((a.shape[0], columns), (experts, columns, rows))
-    )
+    x, weight = (a.new_empty(shape, dtype=out_dtype) for shape in ((a.shape[0], columns), (experts, columns, rows)))
     return aten._grouped_mm.default, x, weight, ends
 
 
