@@ -30,7 +30,14 @@ from te_inductor.ops.grouped import (
     quantize_groups,
     transpose_groups,
 )
-from te_inductor.ops.grouped_linear import equal_groups, first_grouped_linears, grouped_linears, mask_rows, places_of
+from te_inductor.ops.grouped_linear import (
+    equal_groups,
+    first_grouped_linears,
+    grouped_linears,
+    mask_rows,
+    permute_rows,
+    places_of,
+)
 from te_inductor.ops.linear import first_linears, linears, trace_linears
 
 __all__ = [
@@ -53,6 +60,7 @@ __all__ = [
     "hadamard",
     "linears",
     "mask_rows",
+    "permute_rows",
     "places_of",
     "product",
     "quantize",

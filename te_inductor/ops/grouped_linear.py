@@ -304,12 +304,28 @@ first_grouped_linears = define(
 )
 
 
+class _PermuteRows(Operation):
+    """``x[back]``, of a permutation that ``order`` undoes: the gradient's rows are those of ``order``. Nothing is added
+    up. Inputs: x (M, ...), back and order (M,)."""
+
+    def compute(self, needs: Needs, x: Tensor, back: Tensor, order: Tensor) -> tuple[Tensor, None]:
+        return x[back], None
+
+    def setup_context(self, ctx: Any, inputs: tuple[Any, ...], found: None) -> None:
+        ctx.save_for_backward(inputs[2])
+
+    def backward(self, ctx: Any, *grads: Tensor) -> Gradients:
+        [order] = ctx.saved_tensors
+        return grads[0][order], None, None
+
+
 def _equal_groups(like: Tensor, groups: int, rows: int) -> Tensor:
     return torch.arange(1, groups + 1, device=like.device, dtype=torch.int32) * rows
 
 
 # Where groups of `rows` rows each end, (groups,), where `like` is.
 equal_groups = define("equal_groups(Tensor like, int groups, SymInt rows) -> Tensor", _equal_groups)
+permute_rows = define("permute_rows(Tensor x, Tensor back, Tensor order) -> Tensor", _PermuteRows())
 # `x` (M, ...) with zeros for rows that belong to no group.
 mask_rows = define("mask_rows(Tensor x, Tensor ends) -> Tensor", grouped.mask_rows)
 # Of a permutation (T * each,) of rows of which row i is of x's row i // each: where each stands, (T, each).

@@ -11,14 +11,12 @@ begins at a multiple of `GROUP_ALIGNMENT` columns and is filled with zeros up to
 holds two groups, scales of blocks along the contraction belong to one, and loads are aligned. The width is
 `padded_width(rows, groups)` whatever the groups' sizes are, so that it is known before they are."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from te_inductor import targets
-from te_inductor.recipes.formats import ROW, Division, Scope, padded
+from te_inductor.recipes.formats import ROW, Scope, padded
 from te_inductor.recipes.quantizers import Gemm, Quantizer
 from te_inductor.runtime import blocks, eager
 
@@ -196,11 +194,9 @@ def layout(ends: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     return starts.int(), tiles.int(), torch.where(known, row, -1).flatten().int()
 
 
-def gather_scales(
-    scale_inv: Tensor, scope: Scope, rows: Tensor, shape: Any, *, floordiv: Division | None = None
-) -> Tensor:
+def gather_scales(scale_inv: Tensor, scope: Scope, rows: Tensor, shape: torch.Size) -> Tensor:
     """Scales of the rows that are picked of a copy (R, C), of which the scope's blocks are no higher than a row."""
     if not scope.blocked:
         return scale_inv[rows] if scale_inv.dim() else scale_inv
-    matrix = scale_inv.view(scope.scale_matrix(*shape, **({"floordiv": floordiv} if floordiv else {})))
+    matrix = scale_inv.view(scope.scale_matrix(*shape))
     return (matrix[:, rows] if scope.row_last else matrix[rows]).flatten()

@@ -54,6 +54,13 @@ OPTIONS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def a_place_for_contexts():
+    """A thread has none before its first."""
+    with torch._guards.tracing(None):
+        yield
+
+
 def test_nothing_else_patches_torch():
     found = {(path, part) for path, source in SOURCES.items() for part in source.changes()}
     assert found == set(NO_PATCHES)
@@ -90,8 +97,7 @@ def test_a_record_says_it_all(record: Patch):
     assert re.fullmatch(r"[^\n]+\.", record.why) and len(re.findall(r"\.(?= [A-Z]|$)", record.why)) == 1
     assert all(re.fullmatch(r"[\w-]+/[\w-]+#\d+", issue) for issue in record.issues)
     owner, _, name = record.target.rpartition(".")
-    with torch._guards.tracing(None):  # a thread has no context before its first
-        assert torch.__version__ < record.since or hasattr(pkgutil.resolve_name(owner), name)
+    assert torch.__version__ < record.since or hasattr(pkgutil.resolve_name(owner), name)
     assert record.until is None or TorchVersion(patches.OLDEST) < record.until, "no supported release needs it"
 
 

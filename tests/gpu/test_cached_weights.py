@@ -88,7 +88,7 @@ def adam(model) -> None:
 RECIPES = ["current", "delayed", "rowwise", "block", "mxfp8", NVFP4BlockScaling(disable_stochastic_rounding=True)]
 
 
-@pytest.mark.parametrize(("recipe", "mode"), itertools.product(RECIPES, ["default", "reduce-overhead"]), ids=str)
+@pytest.mark.parametrize(("recipe", "mode"), list(itertools.product(RECIPES, ["default", "reduce-overhead"])), ids=str)
 @pytest.mark.parametrize("microbatches", [3, 1])
 def test_programs(recipe, mode, microbatches):
     """Bit for bit what casts at each call give: the same scales, the same values, the same GEMMs."""

@@ -1,12 +1,16 @@
 """What outlives a step lies outside of the memory that a CUDA graph's replays write, and is let go of with its
-model."""
+model. Replays are seen to run in low precision, and asking that changes nothing."""
 
 import gc
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch._inductor.cudagraph_trees import get_manager
 
+from te_inductor import assert_low_precision
+from te_inductor.errors import FallbackError
 from te_inductor.runtime import cached_weights, state
 
 OPTIONS = {
@@ -67,3 +71,77 @@ def test_a_model_that_is_gone_leaves_no_memory(options):
         torch.cuda.synchronize()
         left.append(torch.cuda.memory_allocated())
     assert left[2] == left[1]
+
+
+class Broken(nn.Module):
+    """Its head runs eagerly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128))
+        self.head = nn.Linear(128, 64)
+
+    def forward(self, x):
+        return skipped(self.head, self.body(x))
+
+
+@torch._dynamo.disable
+def skipped(layer, x):
+    return layer(x)
+
+
+def replayed(model: nn.Module, recipe: str):
+    options = {"mode": "reduce-overhead", "policy": {"*": recipe}, "recipe": recipe, "fallback": "silent"}
+    return torch.compile(model.cuda().bfloat16(), backend="te", options=options)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("recipe", ["current", "nvfp4"])
+def test_low_precision_is_seen_in_each_stage_of_a_graph(recipe, grad):
+    """Compiled, warmed up, recorded, replayed."""
+    run, x = replayed(Broken(), recipe), torch.randn(32, 128, device="cuda", dtype=torch.bfloat16)
+    for _ in range(5):
+        torch.compiler.cudagraph_mark_step_begin()
+        with torch.set_grad_enabled(grad):
+            report = assert_low_precision(run, x, high_precision=["head"])
+        assert {site.fqn for site in report.sites if site.kernel != "high_precision"} == {"body.0", "body.2"}
+    with pytest.raises(FallbackError, match=r"1 of 3 layers ran in high precision:\n.*: head\n"):
+        assert_low_precision(run, x)
+
+
+@pytest.mark.parametrize("where", ["before", "between", "behind", "unmarked"])
+@pytest.mark.parametrize("recipe", ["current", "nvfp4"])
+def test_asking_whether_it_is_low_changes_no_step(recipe, where):
+    """Before a step's forward, before its backward, or behind it, also where no step is marked: gradients are those of
+    steps without, and later steps replay what was recorded. The second of them may yet record one graph: the first
+    followed a call that asked, and the graphs behind a call are recorded by what went before it."""
+    x = torch.randn(32, 128, device="cuda", dtype=torch.bfloat16)
+
+    def steps(asked: bool) -> list[Tensor]:
+        torch._dynamo.reset()
+        counters.clear()
+        torch.manual_seed(3)
+        run, found = replayed(model := nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128)), recipe), []
+        recorded = []  # how many graphs, by step
+        for step in range(9):
+
+            def ask(place: str, step=step) -> None:
+                if asked and step < 5 and place == where:
+                    assert_low_precision(run, x)
+
+            model.zero_grad()
+            ask("before")
+            if where != "unmarked":
+                torch.compiler.cudagraph_mark_step_begin()
+            loss = run(x).float().square().sum()
+            ask("between")
+            loss.backward()
+            found += [parameter.grad.clone() for parameter in model.parameters()]
+            ask("behind")
+            ask("unmarked")
+            recorded.append(str(get_manager(0).graph_counter))
+        assert counters["inductor"]["cudagraph_skips"] == 0 and len(set(recorded[6:])) == 1, recorded
+        return found
+
+    for actual, expected in zip(steps(True), steps(False), strict=True):
+        assert torch.equal(actual, expected)

@@ -1,5 +1,5 @@
-"""MXFP8 and NVFP4 on the GPU, where they are emulated: casts bit for bit, random bits too; products; layers, CUDA
-graphs."""
+"""MXFP8, MXFP4 and NVFP4 with its variants on the GPU, where they are emulated: casts bit for bit, random bits too;
+products; layers, CUDA graphs."""
 
 import pytest
 import torch
@@ -8,12 +8,14 @@ from torch._dynamo.utils import counters
 
 from te_inductor import explain, ops
 from te_inductor.lowerings import install
-from te_inductor.recipes import Format, MXFP8BlockScaling, NVFP4BlockScaling, Quantizer
+from te_inductor.recipes import Format, MXFP4BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling, Quantizer
 from te_inductor.recipes.formats import SCOPES
 from tests.bounds import assert_same_values, assert_within, gemm_error, magnitudes_of, scales_of, values_of
 from tests.gpu.test_linear import relative
 from tests.gpu.test_ops import SIZES, compile_every_size  # noqa: F401 (a fixture)
 from tests.numerics.test_microscaling import PAIRS, QUANTIZERS, STOCHASTIC, amaxes, check, check_both, gemm_of
+from tests.numerics.test_nvfp4_variants import QUANTIZERS as FOUR_OVER_SIX
+from tests.numerics.test_nvfp4_variants import check_rows, copies_of_rows, row_scaled
 from tests.numerics.test_quantize import CONTENTS
 from tests.oracle import casts, microscaling
 
@@ -21,8 +23,14 @@ SEED = 77
 RECIPES = {
     "mxfp8": MXFP8BlockScaling(),
     "mxfp8 options": MXFP8BlockScaling(fp8_format=Format.HYBRID, enable_2d_quantization=True),
+    "mxfp4": MXFP4BlockScaling(),
     "nvfp4": NVFP4BlockScaling(),
     "nvfp4 plain": NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True),
+    "nvfp4 4 over 6": NVFP4BlockScaling(
+        nvfp4_4over6="weights", nvfp4_4over6_e4m3_use_256="none", nvfp4_4over6_err_mode="MSE"
+    ),
+    "nvfp4 rows": NVFP4BlockScaling(disable_rht=True, row_scaled_activation=True),
+    "nvfp4 rows, 4 over 6": NVFP4BlockScaling(disable_rht=True, row_scaled_activation=True, nvfp4_4over6="all"),
 }
 recipes = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 runs = pytest.mark.parametrize("run", ["eager", "compiled"])
@@ -46,12 +54,28 @@ def on_gpu(function):
 
 
 @runs
-@pytest.mark.parametrize("quantizer", QUANTIZERS, ids=str)
+@pytest.mark.parametrize("quantizer", QUANTIZERS + FOUR_OVER_SIX, ids=str)
 @pytest.mark.parametrize("content", CONTENTS)
 def test_casts(content, quantizer, run):
     both = [on_gpu(function_of(op, run)) for op in (ops.quantize, ops.quantize_rowcol)]
     for size in SIZES:
         check_both(CONTENTS[content](*size).bfloat16(), quantizer, *both)
+
+
+@runs
+@row_scaled
+@pytest.mark.parametrize("content", CONTENTS)
+def test_casts_of_rows(content, quantizer, run):
+    def made(x, quantizer):
+        return [tensor for copy in copies_of_rows(x, quantizer) for tensor in copy]
+
+    def copies(x, quantizer):
+        results = function(x, quantizer)
+        return results[:3], results[3:]
+
+    function = on_gpu(function_of(made, run))
+    for size in SIZES:
+        check_rows(CONTENTS[content](*size).bfloat16(), quantizer, copies)
 
 
 @runs

@@ -682,3 +682,55 @@ def cutlass_gated_bias() -> Case:
 def checkpointed_block() -> Case:
     """The backward alone wants down's column copy, and no row copy."""
     return cutlass_gated_checkpointed()
+
+
+class Experts(nn.Module):
+    """A router, rows sorted by expert, SwiGLU between two grouped products, and the way back."""
+
+    def __init__(self, dim: int, hidden: int, experts: int, each: int) -> None:
+        super().__init__()
+        made = {"device": "cuda", "dtype": torch.bfloat16}
+        self.experts, self.each = experts, each
+        self.router = nn.Linear(dim, experts, bias=False, **made)
+        self.gate_up = nn.Parameter(torch.randn(experts, 2 * hidden, dim, **made))
+        self.down = nn.Parameter(torch.randn(experts, dim, hidden, **made))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).float().softmax(-1).topk(self.each)
+        ids, order = chosen.flatten().sort()
+        ends = torch.histc(ids.int(), bins=self.experts, min=0, max=self.experts - 1).cumsum(0, dtype=torch.int32)
+        rows = x[order // self.each]
+        gate, up = torch._grouped_mm(rows, self.gate_up.transpose(-2, -1), offs=ends).chunk(2, -1)
+        y = torch._grouped_mm(nn.functional.silu(gate) * up, self.down.transpose(-2, -1), offs=ends)
+        y = y * weights.flatten()[order].to(y.dtype)[:, None]
+        back = torch.empty_like(order)
+        back[order] = torch.arange(order.shape[0], device=order.device)
+        return y[back].view(x.shape[0], self.each, -1).sum(1)
+
+
+def _experts(recipe: str) -> Case:
+    x = torch.randn(16384, 2048, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    model = Experts(2048, 768, 128, 8)
+    return torch.compile(
+        model, backend="te", fullgraph=True, options={"recipe": recipe, "policy": {"router": "none", "*": recipe}}
+    ), (x,)
+
+
+def experts_delayed() -> Case:
+    return _experts("delayed")
+
+
+def experts_current() -> Case:
+    return _experts("current")
+
+
+def experts_rowwise() -> Case:
+    return _experts("rowwise")
+
+
+def experts_block() -> Case:
+    return _experts("block")
+
+
+def experts_mxfp8() -> Case:
+    return _experts("mxfp8")

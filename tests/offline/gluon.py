@@ -6,7 +6,7 @@ when a stage may be filled again. So each partition is a thread here, and
 - a barrier counts arrivals and bytes, and tells its phases apart by one bit, as the hardware's does; an arrival too
   many is an error;
 - copies of a loading warp end in any order, at any time;
-- products of a warp group read their right operand, in shared memory, when they are waited for, and not before;
+- products of a warp group read what they multiply in shared memory when they are waited for, and not before;
 - shared memory begins as NaN, and its stages lie where they were asked for.
 
 Layouts are not checked (`assert_trivial` is, by the compiler, where tests compile), assembly is not executed
@@ -256,7 +256,7 @@ class Program:
 
         def names(given: dict[str, Any]) -> dict[str, Any]:
             if id(given) not in modules:
-                found = modules[id(given)] = dict(given)
+                found = modules[id(given)] = {**given, "range": lambda *ends: map(Number, range(*ends))}
                 for name, value in given.items():
                     if isinstance(value, JITFunction):
                         found[name] = of(value)
@@ -276,9 +276,11 @@ class Program:
             kind = _TYPES.get(dtype, np.float32)
             return Memory(np.full(shape, np.iinfo(kind).max if np.issubdtype(kind, np.integer) else np.nan, kind))
 
-        def loaded(pointer: Pointer, mask: Any = True, other: Any = 0) -> Array:
+        def loaded(pointer: Pointer, mask: Any = True, other: Any = 0) -> Any:
             place, mask = np.broadcast_arrays(pointer.offset, mask)
-            return array(np.where(mask, pointer.values[np.where(mask, place, 0)], other))
+            assert not mask.any() or 0 <= place[mask].min() <= place[mask].max() < pointer.values.size
+            found = np.where(mask, pointer.values[np.where(mask, place, 0)], other)
+            return Number(found) if found.ndim == 0 and found.dtype.kind == "i" else array(found)
 
         def stored(pointer: Pointer, values: Array, mask: Array) -> None:
             place, values, mask = np.broadcast_arrays(pointer.offset, values, mask)
@@ -295,18 +297,23 @@ class Program:
         def waited(under_way: int, deps: list[_Sum]) -> Any:
             products = self.partition.products
             while len(products) > under_way:
-                y, left, right = products.pop(0)
-                y.value = array(y.value + left @ right.values)
+                y, left, right, use_acc = products.pop(0)
+                product = (left.values if isinstance(left, Memory) else left) @ right.values
+                y.value = array(y.value + product if use_acc else product)
             found = deps if under_way else [y.value for y in deps]
             return found[0] if len(found) == 1 else tuple(found)
 
-        def multiplied(left: Array, right: Memory, y: _Sum, is_async: bool) -> _Sum:
-            self.partition.products.append((y, left, right))
+        def multiplied(left: Any, right: Memory, y: Any, is_async: bool, use_acc: bool = True) -> _Sum:
+            y = y if isinstance(y, _Sum) else _Sum(y)
+            self.partition.products.append((y, left, right, use_acc))
             return y
 
         def copied(descriptor: Descriptor, place: list[int], barrier: Barrier, into: Memory) -> None:
             due = time.monotonic() + self.late(place[1] / descriptor.values.shape[1])
             self.copies.append((due, descriptor, [int(p) for p in place], barrier, into))
+
+        def either(of_numbers: Any, of_arrays: Any) -> Callable[[Any, Any], Any]:
+            return lambda a, b: (of_arrays if np.ndim(a) or np.ndim(b) else of_numbers)(a, b)
 
         language = SimpleNamespace(
             **{name: getattr(gl, name) for name in ("constexpr", *_NAMES, "bfloat16", "float8e4nv")},
@@ -315,7 +322,8 @@ class Program:
                 lambda *_, **__: None,
             ),
             program_id=lambda axis: Number(self.number), allocate_shared_memory=allocate, warp_specialize=self._partitions,
-            static_range=range, minimum=min, maximum=np.maximum, max=lambda values, axis: values.max(axis),
+            static_range=range, minimum=either(min, np.minimum), maximum=either(max, np.maximum),
+            max=lambda values, axis: values.max(axis),
             where=lambda given, yes, no: array(np.where(given, yes, no)) if np.ndim(given) else (yes if given else no),
             zeros=lambda shape, dtype, layout: array(np.zeros(shape, _TYPES[dtype])),
             arange=lambda start, end, layout: array(np.arange(start, end)), expand_dims=np.expand_dims,
@@ -325,7 +333,8 @@ class Program:
         )  # fmt: skip
         barriers = SimpleNamespace(
             MBarrierLayout=lambda: None, init=lambda barrier, count: barrier.start(count),
-            expect=lambda barrier, nbytes: barrier.arrive(nbytes), arrive=lambda barrier: barrier.arrive(),
+            expect=lambda barrier, nbytes: barrier.arrive(nbytes),
+            arrive=lambda barrier, pred=True: barrier.arrive() if pred else None,
             wait=lambda barrier, parity: barrier.wait(parity),
         )  # fmt: skip
         return {

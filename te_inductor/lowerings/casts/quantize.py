@@ -59,7 +59,7 @@ def _amax(x: ir.TensorBox, quantizer: Quantizer) -> ir.TensorBox:
     return _amax_of_tensor(x) if quantizer.granularity.whole else _amax_of_rows([x])
 
 
-def _encode_scale(amax: ir.TensorBox, quantizer: Quantizer, dtype: torch.dtype) -> tuple[ir.TensorBox, ir.TensorBox]:
+def encode_scale(amax: ir.TensorBox, quantizer: Quantizer, dtype: torch.dtype) -> tuple[ir.TensorBox, ir.TensorBox]:
     """scale and scale_inv, fp32, of the scope's shape, for a tensor of `dtype`; in memory."""
     scale, scale_inv = _scale_and_inverse(amax, quantizer, dtype)
     scale_inv.realize()
@@ -110,7 +110,7 @@ def _copy_pieces(pieces: Sequence[ir.TensorBox], dim: int, quantizer: Quantizer)
     """data and scale_inv, of rows, of all pieces side by side along `dim`: beside each other they share rows."""
     dtype = pieces[0].get_dtype()
     if dim == 1:
-        scale, scale_inv = _encode_scale(_amax_of_rows(pieces), quantizer, dtype)
+        scale, scale_inv = encode_scale(_amax_of_rows(pieces), quantizer, dtype)
         return _cast_pieces(pieces, dim, [scale] * len(pieces), quantizer), scale_inv
     pairs = [_scale_and_inverse(_amax_of_rows([piece]), quantizer, dtype) for piece in pieces]
     scales, inverses = zip(*pairs, strict=True)
@@ -144,7 +144,7 @@ def quantize(
 ) -> tuple[ir.TensorBox, ...]:
     if quantizer.granularity.blocked:
         return blocks.quantize(x, quantizer, amax, seed)
-    scale, scale_inv = _encode_scale(_amax(x, quantizer), quantizer, x.get_dtype())
+    scale, scale_inv = encode_scale(_amax(x, quantizer), quantizer, x.get_dtype())
     return _cast(x, scale, quantizer), scale_inv
 
 
@@ -155,12 +155,12 @@ def quantize_rowcol(
     _is_read_again(x)
     if quantizer.granularity.blocked:
         return blocks.quantize_rowcol(x, quantizer, amax, _wanted())
-    scale, scale_inv = _encode_scale(_amax(x, quantizer), quantizer, x.get_dtype())
+    scale, scale_inv = encode_scale(_amax(x, quantizer), quantizer, x.get_dtype())
     transposed = lowerings[aten.permute](x, [1, 0])
     scale_t, scale_inv_t = (
         (scale, scale_inv)
         if quantizer.granularity.whole
-        else _encode_scale(_amax_of_rows([transposed]), quantizer, x.get_dtype())
+        else encode_scale(_amax_of_rows([transposed]), quantizer, x.get_dtype())
     )
     return _cast(x, scale, quantizer), scale_inv, _cast(transposed, scale_t, quantizer), scale_inv_t
 
@@ -215,7 +215,7 @@ def quantize_rowcol_delayed(x: ir.TensorBox, scale: ir.TensorBox, quantizer: Qua
 def current_scale(pieces: list[ir.TensorBox], quantizer: Quantizer) -> tuple[ir.TensorBox, ...]:
     amaxes = [_amax_of_tensor(piece) for piece in pieces]
     amax = functools.reduce(lowerings[aten.maximum], amaxes)
-    return _encode_scale(amax, quantizer, pieces[0].get_dtype())
+    return encode_scale(amax, quantizer, pieces[0].get_dtype())
 
 
 @lowering(ops.quantize_pieces_delayed)

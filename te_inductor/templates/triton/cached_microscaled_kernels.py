@@ -14,7 +14,8 @@ from te_inductor.runtime.microscaling import (
     reciprocal,
 )
 from te_inductor.templates.triton import cached_tiles as tiles
-from te_inductor.templates.triton.cached_weights_kernels import _INFINITY, _INFINITY_BITS, _ONE, _cast
+from te_inductor.templates.triton import casting
+from te_inductor.templates.triton.casting import _INFINITY, _INFINITY_BITS, _ONE
 
 _FP32_MAX, _TWO_LEVEL_MAX = tl.constexpr(FP32_MAX), tl.constexpr(TWO_LEVEL_MAX)
 _E4M3_MAX, _E2M1_INVERSE = tl.constexpr(E4M3.max), tl.constexpr(reciprocal(E2M1.max))
@@ -97,7 +98,7 @@ def _codes(
     else:
         factor, scales = _power_of_two(largest * INVERSE)
     factor = tl.reshape(tl.broadcast_to(factor[:, None, :, None], (HIGH, DOWN, WIDE, ACROSS)), (TILE, TILE))
-    codes = _e2m1(x * factor).to(tl.uint8) if PACKED == 2 else _cast(tiles.product(x, factor), LARGEST, ELEMENT)
+    codes = _e2m1(x * factor).to(tl.uint8) if PACKED == 2 else casting.cast(tiles.product(x, factor), LARGEST, ELEMENT)
     return codes, scales
 
 
@@ -151,7 +152,7 @@ def _power_of_two(value):
 
 @triton.jit
 def _two_level(largest, amax):
-    """The factor of values, and the E4M3 scale. Double quotients, as in `_encode`."""
+    """The factor of values, and the E4M3 scale. Double quotients, as in `casting.encode`."""
     scale = (tl.full((), _TWO_LEVEL_MAX, tl.float64) / amax.to(tl.float64)).to(tl.float32)
     scale = tl.where(scale < _FP32_MAX, scale, _FP32_MAX)
     scale = tl.where((amax > 0.0) & (amax < _INFINITY), scale, 1.0)

@@ -1,28 +1,11 @@
 """The kernels of kept weights, which cached_weights.py launches. They serve all weights of a graph at once, and find them
 by tables of addresses."""
 
-import torch
 import triton
 import triton.language as tl
 
-from te_inductor.runtime.eager import EXPONENT_MASK
 from te_inductor.templates.triton import cached_tiles as tiles
-from te_inductor.templates.triton.ptx import (
-    CAST_CONSTRAINTS,
-    CAST_PACK,
-    CASTS,
-    PAIRS,
-    PAIRS_CONSTRAINTS,
-    PAIRS_PACK,
-)
-
-_EXPONENT_MASK = tl.constexpr(EXPONENT_MASK)
-_INFINITY = tl.constexpr(float("inf"))
-_ONE, _INFINITY_BITS = tl.constexpr(127 << 23), tl.constexpr(255 << 23)  # of fp32
-_E4M3, _E5M2 = (tl.constexpr(CASTS[dtype]) for dtype in (torch.float8_e4m3fn, torch.float8_e5m2))
-_CONSTRAINTS, _PACK = tl.constexpr(CAST_CONSTRAINTS), tl.constexpr(CAST_PACK)
-_PAIRS, _PAIRS_CONSTRAINTS, _PAIRS_PACK = tl.constexpr(PAIRS), tl.constexpr(PAIRS_CONSTRAINTS), tl.constexpr(PAIRS_PACK)
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+from te_inductor.templates.triton import casting
 
 
 @triton.jit
@@ -82,7 +65,7 @@ def cached_weights_decide(
         if TWO_LEVEL:
             tl.store(tl.load(row + tiles.W_AMAX).to(tl.pointer_type(tl.float32)), largest)
         if WHOLE:
-            factor = _encode(largest, LARGEST, EPSILON, LARGEST_SCALE, POWER_2)
+            factor = casting.encode(largest, LARGEST, EPSILON, LARGEST_SCALE, POWER_2)
             tl.store(scale + weight, factor)
             _store_inverse(tl.load(row + tiles.W_SCALE_INV), tl.load(row + tiles.W_SCALE_INV_T), factor)
 
@@ -105,12 +88,12 @@ def cached_weights_scales(
     inside = place < ROWS + tl.load(row + tiles.W_COLUMNS)
     pointer = amaxes + tl.load(row + tiles.W_AMAXES) + place
     bits = tl.load(pointer, mask=inside, other=0)
-    factor = _encode(bits.to(tl.float32, bitcast=True), LARGEST, EPSILON, LARGEST_SCALE, POWER_2)
+    factor = casting.encode(bits.to(tl.float32, bitcast=True), LARGEST, EPSILON, LARGEST_SCALE, POWER_2)
     tl.store(pointer, factor.to(tl.int32, bitcast=True), mask=inside)
     data, data_t = tl.load(row + tiles.W_SCALE_INV), tl.load(row + tiles.W_SCALE_INV_T)
-    tl.store(data.to(tl.pointer_type(tl.float32)) + place, _inverse(factor), mask=(place < ROWS) & (data != 0))
+    tl.store(data.to(tl.pointer_type(tl.float32)) + place, casting.inverse(factor), mask=(place < ROWS) & (data != 0))
     pointer = data_t.to(tl.pointer_type(tl.float32)) + (place - ROWS)
-    tl.store(pointer, _inverse(factor), mask=inside & (place >= ROWS) & (data_t != 0))
+    tl.store(pointer, casting.inverse(factor), mask=inside & (place >= ROWS) & (data_t != 0))
 
 
 @triton.jit
@@ -175,10 +158,13 @@ def cached_weights_cast(
             f0 = tl.load(scale + tl.load(row + tiles.P_WEIGHT))
         else:
             largest = tl.max(tiles.larger(tiles.magnitudes(x0), tiles.magnitudes(x1))).to(tl.float32, bitcast=True)
-            f0 = _encode(largest, LARGEST, EPSILON, LARGEST_SCALE, POWER_2)
-            _store_block(row, _inverse(f0), top // TILE, left // TILE, COLUMNS, TILE)
+            f0 = casting.encode(largest, LARGEST, EPSILON, LARGEST_SCALE, POWER_2)
+            _store_block(row, casting.inverse(f0), top // TILE, left // TILE, COLUMNS, TILE)
         f1 = f0
-    cast0, cast1 = _cast(tiles.product(x0, f0), LARGEST, ELEMENT), _cast(tiles.product(x1, f1), LARGEST, ELEMENT)
+    cast0, cast1 = (
+        casting.cast(tiles.product(x0, f0), LARGEST, ELEMENT),
+        casting.cast(tiles.product(x1, f1), LARGEST, ELEMENT),
+    )
     data, has_data, leading = tiles.target(row + tiles.P_DATA, row + tiles.P_LEADING, top, left, ELEMENT, ALIGNED)
     if has_data:
         inside = c[None, :] < COLUMNS - left
@@ -192,45 +178,10 @@ def cached_weights_cast(
     if has_data_t:
         if BY_ROW:
             cast0, cast1 = (
-                _cast(tiles.product(x0, f_t), LARGEST, ELEMENT),
-                _cast(tiles.product(x1, f_t), LARGEST, ELEMENT),
+                casting.cast(tiles.product(x0, f_t), LARGEST, ELEMENT),
+                casting.cast(tiles.product(x1, f_t), LARGEST, ELEMENT),
             )
         _store_columns(cast0, cast1, data_t, leading_t, ROWS - top, COLUMNS - left, TILE, ALIGNED)
-
-
-@triton.jit
-def _encode(amax, LARGEST: tl.constexpr, EPSILON: tl.constexpr, LARGEST_SCALE: tl.constexpr, POWER_2: tl.constexpr):
-    """As `runtime.eager.encode_scale`. The double quotient of fp32 values, rounded to fp32, is the correctly rounded
-    one; Triton's own fp32 division may be off by 2 ulp. A power of two is found without one, as by
-    `lowerings.values`."""
-    amax = tl.where(amax < EPSILON, EPSILON, amax)
-    if POWER_2:
-        quotient = tl.full((), LARGEST, tl.float32).to(tl.int32, bitcast=True) - amax.to(tl.int32, bitcast=True)
-        most = tl.full((), LARGEST_SCALE, tl.float32).to(tl.int32, bitcast=True)
-        factor = tl.where(quotient < _INFINITY_BITS - _ONE, quotient + _ONE, most) & _EXPONENT_MASK
-        factor = factor.to(tl.float32, bitcast=True)
-    else:
-        factor = (LARGEST / amax.to(tl.float64)).to(tl.float32)
-        factor = tl.where(factor < _INFINITY, factor, LARGEST_SCALE)
-    return tl.where((amax > 0.0) & (amax < _INFINITY), factor, 1.0)
-
-
-@triton.jit
-def _inverse(factor):
-    return (1.0 / factor.to(tl.float64)).to(tl.float32)
-
-
-@triton.jit
-def _cast(x, LARGEST: tl.constexpr, ELEMENT: tl.constexpr):
-    """Note [Casts in PTX]. In the interpreter by comparisons, which NaN passes."""
-    if _INTERPRETED:
-        x = tl.where(x > LARGEST, LARGEST, x)
-        cast = tl.where(x < -LARGEST, -LARGEST, x).to(ELEMENT)
-    elif tl.float8e5 == ELEMENT:
-        cast = tl.inline_asm_elementwise(_E5M2, _CONSTRAINTS, [x], dtype=tl.float8e5, is_pure=True, pack=_PACK)
-    else:
-        cast = tl.inline_asm_elementwise(_E4M3, _CONSTRAINTS, [x], dtype=tl.float8e4nv, is_pure=True, pack=_PACK)
-    return cast
 
 
 @triton.jit
@@ -239,12 +190,7 @@ def _store_columns(cast0, cast1, data_t, leading_t, high, wide, TILE: tl.constex
     c, pair = tl.arange(0, TILE), tl.arange(0, TILE // 2)
     inside = c[:, None] < wide
     if ALIGNED:
-        if _INTERPRETED:
-            pairs = cast1.to(tl.uint8, bitcast=True).to(tl.uint16) << 8 | cast0.to(tl.uint8, bitcast=True)
-        else:
-            pairs = tl.inline_asm_elementwise(
-                _PAIRS, _PAIRS_CONSTRAINTS, [cast0, cast1], dtype=tl.uint16, is_pure=True, pack=_PAIRS_PACK
-            )
+        pairs = casting.pairs(cast0, cast1)
         data_t = tl.multiple_of(data_t.to(tl.pointer_type(tl.uint16)), 16)
         place = c[:, None] * tl.multiple_of(leading_t // 2, 8) + pair[None, :]
         inside &= pair[None, :] < tl.multiple_of(high // 2, 8)
@@ -258,8 +204,8 @@ def _store_columns(cast0, cast1, data_t, leading_t, high, wide, TILE: tl.constex
 @triton.jit
 def _store_inverse(data, data_t, factor):
     """The scale of a tensor; addresses."""
-    tl.store(data.to(tl.pointer_type(tl.float32)), _inverse(factor), mask=data != 0)
-    tl.store(data_t.to(tl.pointer_type(tl.float32)), _inverse(factor), mask=data_t != 0)
+    tl.store(data.to(tl.pointer_type(tl.float32)), casting.inverse(factor), mask=data != 0)
+    tl.store(data_t.to(tl.pointer_type(tl.float32)), casting.inverse(factor), mask=data_t != 0)
 
 
 @triton.jit

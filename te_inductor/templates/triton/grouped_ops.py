@@ -7,9 +7,12 @@ from torch import Tensor
 
 from te_inductor import ops
 from te_inductor.ops.definition import implement_on_cuda
-from te_inductor.recipes import Gemm
+from te_inductor.recipes import Gemm, Quantizer
+from te_inductor.recipes.formats import BLOCK_1X128, BLOCK_128X128, ROW
 from te_inductor.runtime import grouped
-from te_inductor.templates.triton import grouped_mm as kernels
+from te_inductor.templates.triton import grouped_casts as casts
+from te_inductor.templates.triton.grouped_mm import grouped_mm
+from te_inductor.templates.triton.grouped_wgrad import grouped_wgrad
 
 
 def _grouped_mm(
@@ -25,7 +28,7 @@ def _grouped_mm(
 ) -> Tensor:
     if not grouped.has_kernel(a.device, gemm):
         return grouped.grouped_mm(a, a_scale, b, b_scale, ends, bias, gemm, out_dtype, alpha)
-    return kernels.grouped_mm(a, a_scale, b, b_scale, ends, bias, gemm, out_dtype)  # type: ignore[no-any-return]
+    return grouped_mm(a, a_scale, b, b_scale, ends, bias, gemm, out_dtype)
 
 
 def _grouped_wgrad(
@@ -40,7 +43,7 @@ def _grouped_wgrad(
 ) -> Tensor:
     if not grouped.has_kernel(a.device, gemm):
         return grouped.grouped_wgrad(a, a_scale, b, b_scale, starts, gemm, out_dtype, alpha)
-    return kernels.grouped_wgrad(a, a_scale, b, b_scale, starts, gemm, out_dtype)  # type: ignore[no-any-return]
+    return grouped_wgrad(a, a_scale, b, b_scale, starts, gemm, out_dtype)
 
 
 def _accumulate_grouped_wgrad(
@@ -56,13 +59,41 @@ def _accumulate_grouped_wgrad(
     if len(totals) > 1 or not grouped.has_kernel(a.device, gemm):
         grouped.accumulate_grouped_wgrad(totals, a, a_scale, b, b_scale, starts, alpha, gemm)
         return
-    kernels.grouped_wgrad(a, a_scale, b, b_scale, starts, gemm, torch.float32, totals[0].data)
+    grouped_wgrad(a, a_scale, b, b_scale, starts, gemm, torch.float32, totals[0].data)
+
+
+def _quantize_experts(
+    w: Tensor, quantizer: Quantizer, amax: Tensor | None = None, transposed: bool = False
+) -> tuple[Tensor, Tensor]:
+    if quantizer.granularity is BLOCK_128X128:
+        return casts.quantize_experts_squares(w, quantizer, transposed)
+    if quantizer.granularity is ROW and transposed:
+        return casts.transpose_experts_by_row(w, quantizer)
+    return grouped.quantize_experts(w, quantizer, amax, transposed)
+
+
+def _quantize_experts_delayed(w: Tensor, scale: Tensor, quantizer: Quantizer, transposed: bool = False) -> Tensor:
+    if transposed:
+        return casts.transpose_experts(w, scale, quantizer)
+    return grouped.quantize_experts_delayed(w, scale, quantizer)
+
+
+def _quantize_groups(
+    x: Tensor, source: Tensor, tiles: Tensor, groups: int, quantizer: Quantizer
+) -> tuple[Tensor, Tensor]:
+    if quantizer.granularity is ROW or quantizer.granularity is BLOCK_1X128:
+        return casts.quantize_groups(x, source, tiles, groups, quantizer)
+    return grouped.quantize_groups(x, source, tiles, groups, quantizer)
 
 
 _KERNELS: dict[Any, Any] = {
     ops.grouped_mm: _grouped_mm,
     ops.grouped_wgrad: _grouped_wgrad,
     ops.accumulate_grouped_wgrad: _accumulate_grouped_wgrad,
+    ops.quantize_experts: _quantize_experts,
+    ops.quantize_experts_delayed: _quantize_experts_delayed,
+    ops.quantize_groups: _quantize_groups,
+    ops.transpose_groups: casts.transpose_groups,
 }
 for _op, _kernel in _KERNELS.items():
     implement_on_cuda(_op, _kernel)

@@ -2,6 +2,7 @@
 sorted choices that the groups' ends count. Then each row is given the bias of its own group."""
 
 import operator
+from typing import Any
 
 from torch import fx
 
@@ -30,14 +31,13 @@ def added(product: fx.Node, ends: fx.Node, experts: int) -> tuple[fx.Node, fx.No
     assert isinstance(bias, fx.Node) and isinstance(ids, fx.Node)
     if bias.op not in ("placeholder", "get_attr") or value(bias).shape[0] != experts:
         return None
-    if value(chosen).dtype != value(product).dtype or not _is_sorted(ids) or _counted(ends, experts) is not ids:
+    if value(chosen).dtype != value(product).dtype or not _is_sorted(ids) or not counts(ends, ids, experts):
+        return None
+    # Ids of no expert may be clamped to the last one: their rows belong to no group.
+    clamps = [user for user in ids.users if name(user) == "clamp_" and user.args == (ids,)]
+    if value(ids)._version != len(clamps) or any(user.kwargs != {"max": experts - 1} for user in clamps):
         return None
     return bias, adder
-
-
-def reads(adder: fx.Node) -> list[fx.Node]:
-    """The biases, and by what they are chosen."""
-    return [node for chosen in adder.all_input_nodes[1:] for node in chosen.all_input_nodes]
 
 
 def _is_sorted(ids: fx.Node) -> bool:
@@ -48,21 +48,17 @@ def _is_sorted(ids: fx.Node) -> bool:
     return len(source.args) < 3 and not source.kwargs.get("descending", False)
 
 
-def _counted(ends: fx.Node, experts: int) -> fx.Node | None:
-    """The ids of which `ends` are the counts, summed up."""
+def counts(ends: fx.Node, ids: fx.Node, experts: int) -> bool:
+    """Whether `ends` are the sums of how often each id of an expert occurs."""
     total = _uncast(ends)
-    if name(total) != "cumsum":
-        return None
-    counts = _uncast(total.args[0])  # type: ignore[arg-type]
-    if name(counts) != "histc":
-        return None
-    given = dict(zip(("bins", "min", "max"), counts.args[1:], strict=False)) | counts.kwargs
-    if (given.get("bins"), given.get("min"), given.get("max")) != (experts, 0, experts - 1):
-        return None
-    return _uncast(counts.args[0])  # type: ignore[arg-type]
+    node = _uncast(total.args[0]) if name(total) == "cumsum" else None
+    if node is None or name(node) != "histc":
+        return False
+    given = dict(zip(("bins", "min", "max"), node.args[1:], strict=False)) | node.kwargs
+    return given == {"bins": experts, "min": 0, "max": experts - 1} and _uncast(node.args[0]) is ids
 
 
-def _uncast(node: fx.Node) -> fx.Node:
+def _uncast(node: Any) -> fx.Node:
     while name(node) in _CASTS and node.args and isinstance(node.args[0], fx.Node):
         node = node.args[0]
-    return node
+    return node  # type: ignore[no-any-return]

@@ -5,28 +5,26 @@ Where the rows are gathered from a tensor that has each once, as behind a router
 gather is part of the layer: each row is cast once and gathered in low precision, and the gradient's rows are added up
 by a gather too, in fp32."""
 
-import operator
 from dataclasses import replace as changed
 from typing import Any, ClassVar
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from te_inductor import ops, targets
 from te_inductor.diagnostics import Refusal
-from te_inductor.passes.graph.aliases import name
+from te_inductor.passes.graph.aliases import memory, name
 from te_inductor.passes.pre_grad.decide import support
 from te_inductor.passes.pre_grad.decide.support import is_tensor, value
-from te_inductor.passes.pre_grad.match import experts_bias
+from te_inductor.passes.pre_grad.match import experts_bias, gathers
+from te_inductor.passes.pre_grad.match.gathers import uncast
 from te_inductor.passes.pre_grad.match.linear import Batched, from_parameter
 from te_inductor.passes.pre_grad.match.rule import Emit, Groups, Match, Rule, replace
 from te_inductor.recipes import Slots
+from te_inductor.recipes.formats import ALIGNMENT
 from te_inductor.runtime import grouped
 
 GROUPED = frozenset(("_grouped_mm", "grouped_mm", "grouped_mm_fallback"))
-_DIVISIONS = frozenset(("floordiv", "floor_divide", "__floordiv__", "div", "divide"))
-_CASTS = frozenset(("to", "type", "type_as", "float", "bfloat16", "half"))
 aten = torch.ops.aten
 
 
@@ -51,10 +49,8 @@ class Grouped(Rule):
         weight, transposed = _untransposed(weight)  # type: ignore[arg-type]
         literal = Match(node, x, weight, transposed=transposed, options=options, groups=Groups(ends))  # type: ignore[arg-type]
         # Casts are the layer's own business: what the model holds is cast to low precision.
-        weight, transposed = _untransposed(_uncast(weight)) if transposed else (_uncast(weight), False)
-        x = _first_cast(_uncast(x, lossless=True))  # type: ignore[arg-type]
-        gathered = _gathered(x)
-        x, groups = (gathered[0], changed(gathered[1], ends=ends)) if gathered else (x, literal.groups)
+        weight, transposed = _untransposed(uncast(weight)) if transposed else (uncast(weight), False)
+        x, groups = gathers.source_of(x, ends)  # type: ignore[arg-type]
         bias, adder = experts_bias.added(node, ends, value(weight).shape[0]) or (None, None)  # type: ignore[arg-type]
         made = changed(literal, x=x, weight=weight, transposed=transposed, groups=groups, bias=bias, adder=adder)
         return changed(made, literal=literal)
@@ -75,8 +71,11 @@ class Grouped(Rule):
         device = value(match.weight).device
         if device.type == "cuda" and not slots.fprop.microscaled and not grouped.has_kernel(device, slots.fprop):
             return Refusal("no grouped FP8 GEMM on %s", targets.of(device).name)
+        _, n, k = match.sizes
+        if device.type == "cuda" and (n % ALIGNMENT or k % ALIGNMENT):
+            return Refusal("N=%d, K=%d, of which the grouped GEMM wants multiples of %d", n, k, ALIGNMENT)
         blocked = slots.fprop.blocked and not slots.fprop.microscaled
-        return support.block_sizes(slots, *match.sizes[1:]) if blocked else None
+        return support.block_sizes(slots, n, k) if blocked else None
 
     def rewrite(self, match: Match, emit: Emit) -> None:
         with match.node.graph.inserting_before(match.node):
@@ -87,16 +86,19 @@ class Grouped(Rule):
         replace(match.node, new)
 
 
-def reads(match: Match) -> list[fx.Node]:
-    """What the layer reads later than the program did, if it is not the literal one."""
-    groups = match.groups
-    assert groups is not None
-    passed: list[fx.Node] = []
-    if match.literal:
-        passed = [match.literal.x, match.literal.weight]
-        passed += match.x.all_input_nodes if match.x is not match.literal.x else []  # another cast than the program's
-    more = (groups.rows, groups.order, *(experts_bias.reads(match.adder) if match.adder else []))
-    return [match.x, match.weight, groups.ends, *passed, *(one for one in more if one is not None)]
+def reads_early(match: Match) -> list[fx.Node]:
+    """What the program reads earlier than the layer would: nothing may write it in between."""
+    assert match.groups is not None and match.literal is not None
+    found = [match.groups.rows, match.groups.order, match.bias]
+    passed = [(match.weight, match.literal.weight)]
+    if match.groups.rows is None:
+        passed.append((match.x, match.literal.x))
+    else:  # what writes the rows behind the gather, the match has seen
+        found.append(match.x)
+    for source, cast in passed:
+        if not memory(source) & memory(cast):
+            found += [source, cast, *source.all_input_nodes]
+    return [one for one in found if one is not None]
 
 
 class ManyBatched(Batched):
@@ -161,79 +163,3 @@ def _ints(args: tuple[Any, ...]) -> list[int]:
     """Dimensions, one by one or as a tuple."""
     dims = args[0] if len(args) == 1 and isinstance(args[0], tuple | list) else args
     return [dim for dim in dims if isinstance(dim, int)]
-
-
-def _uncast(node: fx.Node, lossless: bool = False) -> fx.Node:
-    """What was cast from one dtype that layers can have to another; `lossless`: to one that holds all its values."""
-    while name(node) in _CASTS and node.args and is_tensor(node.args[0]) and is_tensor(node):
-        source: fx.Node = node.args[0]  # type: ignore[assignment]
-        before, after = value(source), value(node)
-        if not {before.dtype, after.dtype} <= set(support.DTYPES) or before.device != after.device:
-            break
-        if lossless and torch.promote_types(before.dtype, after.dtype) != after.dtype:
-            break
-        node = source
-    return node
-
-
-def _first_cast(node: fx.Node) -> fx.Node:
-    """Of equal casts of one tensor the first, so that layers that cast their input each have the same one."""
-    if name(node) not in _CASTS or not node.args or not isinstance(node.args[0], fx.Node):
-        return node
-    alike = (other for other in node.args[0].users if name(other) in _CASTS and other.graph is node.graph)
-    same = [
-        other for other in alike if (other.target, other.args, other.kwargs) == (node.target, node.args, node.kwargs)
-    ]
-    return min(same)
-
-
-def _gathered(x: fx.Node) -> tuple[fx.Node, Groups] | None:
-    """``t[order // each]``, where `order` sorts `each` choices of every row of t: t and what is known of its rows."""
-    table, rows = _table_and_rows(x)
-    if not (is_tensor(table) and is_tensor(rows) and value(table).dim() == 2 and value(rows).dim() == 1):  # type: ignore[arg-type]
-        return None
-    assert isinstance(table, fx.Node) and isinstance(rows, fx.Node)
-    if name(rows) not in _DIVISIONS or len(rows.args) != 2 or rows.kwargs.get("rounding_mode", "floor") != "floor":
-        return None
-    order, each = rows.args
-    if not (isinstance(order, fx.Node) and is_tensor(order) and isinstance(each, int) and _is_order(order)):
-        return None
-    if not statically_known_true(value(table).shape[0] * each == value(order).shape[0]):
-        return None
-    return table, Groups(x, rows, order, each)
-
-
-def _table_and_rows(x: fx.Node) -> tuple[Any, Any]:
-    """Of ``table[rows]``, in each way to write it."""
-    called, given = name(x), dict(zip(("input", "dim", "index"), x.args, strict=False)) | x.kwargs
-    if called == "getitem" and len(x.args) == 2:
-        table, rows = x.args
-        return table, rows[0] if isinstance(rows, tuple) and len(rows) == 1 else rows
-    if called == "index_select" and given.get("dim") == 0:
-        return given.get("input"), given.get("index")
-    if called == "gather" and given.get("dim") == 0:
-        return given.get("input"), _expanded(given.get("index"), x)
-    return None, None
-
-
-def _expanded(index: Any, x: fx.Node) -> Any:
-    """The rows of a `gather` that takes whole rows: of ``rows.reshape(-1, 1).expand(-1, columns)``."""
-    if not (is_tensor(index) and name(index) in ("expand", "expand_as", "broadcast_to") and index.args):
-        return None
-    column = index.args[0]
-    if not (is_tensor(column) and name(column) in ("reshape", "view", "unsqueeze", "getitem")):
-        return None
-    rows = column.args[0]
-    whole = value(x.args[0] if x.args else x.kwargs["input"]).shape[1]  # type: ignore[arg-type, index]
-    if not (is_tensor(rows) and value(rows).dim() == 1 and value(column).dim() == value(index).dim() == 2):
-        return None
-    same = statically_known_true(value(column).shape[0] == value(rows).shape[0]) and value(column).shape[1] == 1
-    return rows if same and statically_known_true(value(index).shape[1] == whole) else None
-
-
-def _is_order(node: fx.Node) -> bool:
-    """Whether it is the permutation that sorts something."""
-    if name(node) == "argsort":
-        return True
-    source = node.args[0] if node.target is operator.getitem else None
-    return isinstance(source, fx.Node) and name(source) == "sort" and node.args[1] == 1

@@ -33,7 +33,7 @@ def match_sites(plan: Plan) -> None:
             for rule in RULES:
                 match = rule.match(node)
                 if match is not None:
-                    if match.literal and any(memory(one) & plan.written for one in grouped.reads(match)):
+                    if match.literal and any(memory(one) & plan.written for one in grouped.reads_early(match)):
                         match = match.literal
                     around = tuple(regions_of.get(node, [None]))
                     held = owner_of(match.weight, bodies) if match.groups else None

@@ -1,0 +1,63 @@
+"""Casts of experts' weights that Inductor writes as well as a template: rows of each expert, as the matrix that they are
+below each other. Others are the ops' own kernels."""
+
+import functools
+from typing import Any
+
+import torch
+from torch._inductor import ir
+from torch._inductor.lowering import fallback_handler, lowerings
+
+from te_inductor import ops
+from te_inductor.lowerings.casts import quantize as casts
+from te_inductor.lowerings.registry import lowering
+from te_inductor.recipes import Quantizer
+from te_inductor.recipes.formats import ROW
+
+aten = torch.ops.aten
+_quantize, _quantize_delayed = (
+    fallback_handler(op, add_to_fallback_set=False) for op in (ops.quantize_experts, ops.quantize_experts_delayed)
+)
+
+
+@lowering(ops.experts_scale)
+def experts_scale(weights: list[ir.TensorBox], quantizer: Quantizer) -> tuple[ir.TensorBox, ...]:
+    amaxes = [lowerings[aten.amax](lowerings[aten.abs](weight), [1, 2]) for weight in weights]
+    amax = lowerings[torch.ops.prims.convert_element_type](
+        functools.reduce(lowerings[aten.maximum], amaxes), torch.float32
+    )
+    return casts.encode_scale(amax, quantizer, weights[0].get_dtype())
+
+
+@lowering(ops.quantize_experts_delayed)
+def quantize_experts_delayed(
+    w: ir.TensorBox, scale: ir.TensorBox, quantizer: Quantizer, transposed: bool = False
+) -> Any:
+    if transposed:
+        return _quantize_delayed(w, scale, quantizer, True)
+    experts, rows, _ = w.get_size()
+    if scale.get_size():
+        scale = lowerings[aten.expand](lowerings[aten.view](scale, [experts, 1]), [experts, rows])
+        scale = lowerings[aten.view](scale, [experts * rows, 1])
+    return _restored(casts.quantize_delayed(_flat(w), scale, quantizer), w)
+
+
+@lowering(ops.quantize_experts)
+def quantize_experts(
+    w: ir.TensorBox, quantizer: Quantizer, amax: ir.TensorBox | None = None, transposed: bool = False
+) -> Any:
+    if transposed or quantizer.granularity is not ROW:
+        return _quantize(w, quantizer, amax, transposed)
+    data, scale_inv = casts.quantize(_flat(w), quantizer)
+    experts, rows, _ = w.get_size()
+    return _restored(data, w), lowerings[aten.view](scale_inv, [experts, rows])
+
+
+def _flat(w: ir.TensorBox) -> ir.TensorBox:  # (E * R, C)
+    experts, rows, columns = w.get_size()
+    return lowerings[aten.view](w, [experts * rows, columns])  # type: ignore[no-any-return]
+
+
+def _restored(data: ir.TensorBox, w: ir.TensorBox) -> ir.TensorBox:  # (E, R, pad(C))
+    experts, rows, _ = w.get_size()
+    return lowerings[aten.view](data, [experts, rows, data.get_size()[1]])  # type: ignore[no-any-return]

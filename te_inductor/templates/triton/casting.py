@@ -1,0 +1,70 @@
+"""A scale and a cast in Triton, for templates: the same numbers as `runtime/eager.py` has."""
+
+import torch
+import triton
+import triton.language as tl
+
+from te_inductor.runtime.eager import EXPONENT_MASK
+from te_inductor.templates.triton.ptx import (
+    CAST_CONSTRAINTS,
+    CAST_PACK,
+    CASTS,
+    PAIRS,
+    PAIRS_CONSTRAINTS,
+    PAIRS_PACK,
+)
+
+_EXPONENT_MASK = tl.constexpr(EXPONENT_MASK)
+_INFINITY = tl.constexpr(float("inf"))
+_ONE, _INFINITY_BITS = tl.constexpr(127 << 23), tl.constexpr(255 << 23)  # of fp32
+_E4M3, _E5M2 = (tl.constexpr(CASTS[dtype]) for dtype in (torch.float8_e4m3fn, torch.float8_e5m2))
+_CONSTRAINTS, _PACK = tl.constexpr(CAST_CONSTRAINTS), tl.constexpr(CAST_PACK)
+_PAIRS, _PAIRS_CONSTRAINTS, _PAIRS_PACK = tl.constexpr(PAIRS), tl.constexpr(PAIRS_CONSTRAINTS), tl.constexpr(PAIRS_PACK)
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def encode(amax, LARGEST: tl.constexpr, EPSILON: tl.constexpr, LARGEST_SCALE: tl.constexpr, POWER_2: tl.constexpr):
+    """As `runtime.eager.encode_scale`. The double quotient of fp32 values, rounded to fp32, is the correctly rounded
+    one; Triton's own fp32 division may be off by 2 ulp. A power of two is found without one, as by
+    `lowerings.values`."""
+    amax = tl.where(amax < EPSILON, EPSILON, amax)
+    if POWER_2:
+        quotient = tl.full((), LARGEST, tl.float32).to(tl.int32, bitcast=True) - amax.to(tl.int32, bitcast=True)
+        most = tl.full((), LARGEST_SCALE, tl.float32).to(tl.int32, bitcast=True)
+        factor = tl.where(quotient < _INFINITY_BITS - _ONE, quotient + _ONE, most) & _EXPONENT_MASK
+        factor = factor.to(tl.float32, bitcast=True)
+    else:
+        factor = (LARGEST / amax.to(tl.float64)).to(tl.float32)
+        factor = tl.where(factor < _INFINITY, factor, LARGEST_SCALE)
+    return tl.where((amax > 0.0) & (amax < _INFINITY), factor, 1.0)
+
+
+@triton.jit
+def inverse(factor):
+    return (1.0 / factor.to(tl.float64)).to(tl.float32)
+
+
+@triton.jit
+def cast(x, LARGEST: tl.constexpr, ELEMENT: tl.constexpr):
+    """Note [Casts in PTX]. In the interpreter by comparisons, which NaN passes."""
+    if _INTERPRETED:
+        x = tl.where(x > LARGEST, LARGEST, x)
+        cast = tl.where(x < -LARGEST, -LARGEST, x).to(ELEMENT)
+    elif tl.float8e5 == ELEMENT:
+        cast = tl.inline_asm_elementwise(_E5M2, _CONSTRAINTS, [x], dtype=tl.float8e5, is_pure=True, pack=_PACK)
+    else:
+        cast = tl.inline_asm_elementwise(_E4M3, _CONSTRAINTS, [x], dtype=tl.float8e4nv, is_pure=True, pack=_PACK)
+    return cast
+
+
+@triton.jit
+def pairs(first, second):
+    """Bytes of two tensors by turns, uint16."""
+    if _INTERPRETED:
+        both = second.to(tl.uint8, bitcast=True).to(tl.uint16) << 8 | first.to(tl.uint8, bitcast=True)
+    else:
+        both = tl.inline_asm_elementwise(
+            _PAIRS, _PAIRS_CONSTRAINTS, [first, second], dtype=tl.uint16, is_pure=True, pack=_PAIRS_PACK
+        )
+    return both

@@ -1,0 +1,322 @@
+"""Copies that only experts need: transposes of experts' weights, and of rows that are dealt to groups, each group padded
+(Note [Padded groups] in runtime/grouped.py). The numbers are those of runtime/grouped.py, bit for bit.
+
+One kernel writes all of them. A program has a tile of a matrix's rows, those of an expert or those that `source` names,
+and some columns; it casts with a scale that is known, that belongs to a column, or that it finds: of a tile's column,
+or of a square tile. Neighbours of a column are in one thread, so that a transposed store writes pairs: Note [Pairs of
+rows] in lowerings/codegen/column_pairs.py."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from te_inductor.recipes.formats import ROW
+from te_inductor.recipes.quantizers import Quantizer
+from te_inductor.runtime.current_device import launches
+from te_inductor.templates.triton import cached_tiles as tiles
+from te_inductor.templates.triton import casting
+
+TILE = 128  # rows; of square blocks columns too
+COLUMNS = 64
+_BLOCK = 1024  # scales that a program makes
+
+# What a tile's elements are multiplied with.
+BYTES, KNOWN, OF_COLUMNS, TILE_COLUMNS, SQUARE = range(5)
+_BYTES, _KNOWN, _OF_COLUMNS, _TILE_COLUMNS, _SQUARE = map(
+    tl.constexpr, (BYTES, KNOWN, OF_COLUMNS, TILE_COLUMNS, SQUARE)
+)
+
+
+def transpose_experts(
+    w: Tensor,  # (E, R, C), any strides
+    scale: Tensor,  # () or (E,) fp32
+    quantizer: Quantizer,
+) -> Tensor:  # (E, C, pad(R))
+    experts, rows, columns = w.shape
+    out = w.new_empty((experts, columns, quantizer.padded(rows)), dtype=quantizer.format.dtype)
+    _cast_tiles(w, None, None, scale, quantizer, KNOWN, out)
+    return out
+
+
+def transpose_experts_by_row(
+    w: Tensor,  # (E, R, C)
+    quantizer: Quantizer,
+) -> tuple[Tensor, Tensor]:  # (E, C, pad(R)), scale_inv (E, C)
+    experts, rows, columns = w.shape
+    scale, scale_inv = _column_scales(w, None, None, experts, quantizer)
+    out = w.new_empty((experts, columns, quantizer.padded(rows)), dtype=quantizer.format.dtype)
+    _cast_tiles(w, None, None, scale, quantizer, OF_COLUMNS, out)
+    return out, scale_inv
+
+
+def quantize_experts_squares(
+    w: Tensor,  # (E, R, C)
+    quantizer: Quantizer,  # of 128 x 128
+    transposed: bool,
+) -> tuple[Tensor, Tensor]:  # (E, R, pad(C)), or of the transposes; scale_inv (E, blocks)
+    experts, rows, columns = w.shape
+    shape = (columns, quantizer.padded(rows)) if transposed else (rows, quantizer.padded(columns))
+    out = w.new_empty((experts, *shape), dtype=quantizer.format.dtype)
+    blocks = triton.cdiv(rows, TILE) * triton.cdiv(columns, TILE)
+    scale_inv = w.new_empty((experts, blocks), dtype=torch.float32)
+    _cast_tiles(w, None, None, scale_inv, quantizer, SQUARE, out, transposed)
+    return out, scale_inv
+
+
+def transpose_groups(
+    data: Tensor,  # (R, C), of one byte
+    source: Tensor,  # (P,) int32
+) -> Tensor:  # (C, P)
+    out = data.new_empty((data.shape[1], source.shape[0]))
+    _cast_tiles(data.view(torch.uint8)[None], source, None, None, None, BYTES, out.view(torch.uint8))
+    return out
+
+
+def quantize_groups(
+    x: Tensor,  # (R, C)
+    source: Tensor,  # (P,) int32
+    tile_groups: Tensor,  # (P / 128,) int32
+    groups: int,
+    quantizer: Quantizer,  # of rows, or of blocks of 1 x 128
+) -> tuple[Tensor, Tensor]:  # (C, P); scale_inv (groups, C), or (P / 128 * C,)
+    columns, width = x.shape[1], source.shape[0]
+    out = x.new_empty((columns, width), dtype=quantizer.format.dtype)
+    if quantizer.granularity is ROW:
+        scale, scale_inv = _column_scales(x[None], source, tile_groups, groups, quantizer)
+        _cast_tiles(x[None], source, tile_groups, scale, quantizer, OF_COLUMNS, out)
+    else:
+        scale_inv = x.new_empty((width // TILE * columns,), dtype=torch.float32)
+        _cast_tiles(x[None], source, None, scale_inv, quantizer, TILE_COLUMNS, out)
+    return out, scale_inv
+
+
+def _grid(x: Tensor, source: Tensor | None, wide: int) -> tuple[int, int, int]:
+    experts, rows, columns = x.shape
+    return triton.cdiv(rows if source is None else source.shape[0], TILE), triton.cdiv(columns, wide), experts
+
+
+def _arithmetic(quantizer: Quantizer | None, dtype: torch.dtype) -> dict[str, float | bool]:
+    if quantizer is None:
+        return {"LARGEST": 1.0, "EPSILON": 0.0, "LARGEST_SCALE": 1.0, "POWER_2": False}
+    return {
+        "LARGEST": quantizer.format.max,
+        "EPSILON": float(quantizer.amax_epsilon),
+        "LARGEST_SCALE": quantizer.largest_scale(dtype),
+        "POWER_2": quantizer.power_2_scale,
+    }
+
+
+_ELEMENTS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5, torch.uint8: tl.uint8}
+
+
+@launches
+def _cast_tiles(
+    x: Tensor,
+    source: Tensor | None,
+    tile_groups: Tensor | None,
+    scale: Tensor | None,
+    quantizer: Quantizer | None,
+    mode: int,
+    out: Tensor,
+    transposed: bool = True,
+) -> None:
+    rows, columns = x.shape[1:]
+    wide = TILE if mode == SQUARE else COLUMNS
+    leading = out.shape[-1]
+    _cast_kernel[_grid(x, source, wide)](
+        x,
+        x if source is None else source,
+        x if tile_groups is None else tile_groups,
+        x if scale is None else scale,
+        out,
+        rows if source is None else source.shape[0],
+        columns,
+        *x.stride(),
+        leading,
+        MODE=mode,
+        GATHERED=source is not None,
+        GROUPED=tile_groups is not None,
+        OF_EXPERTS=scale is not None and scale.dim() > 0,
+        TRANSPOSED=transposed,
+        ELEMENT=_ELEMENTS[out.dtype],
+        TILE=TILE,
+        WIDE=wide,
+        PAIRED=transposed and leading % 16 == 0,
+        **_arithmetic(quantizer, x.dtype),
+        num_warps=8 if mode == SQUARE else 4,
+    )
+
+
+@launches
+def _column_scales(
+    x: Tensor, source: Tensor | None, tile_groups: Tensor | None, groups: int, quantizer: Quantizer
+) -> tuple[Tensor, Tensor]:
+    """Of each column within an expert or a group, (groups, C)."""
+    rows, columns = x.shape[1:]
+    amax = torch.zeros((groups, columns), dtype=torch.int32, device=x.device)
+    _amax_kernel[_grid(x, source, COLUMNS)](
+        x,
+        x if source is None else source,
+        x if tile_groups is None else tile_groups,
+        amax,
+        rows if source is None else source.shape[0],
+        columns,
+        *x.stride(),
+        GATHERED=source is not None,
+        TILE=TILE,
+        WIDE=COLUMNS,
+        num_warps=4,
+    )
+    scale, scale_inv = (torch.empty((groups, columns), dtype=torch.float32, device=x.device) for _ in range(2))
+    count = groups * columns
+    _scale_kernel[(triton.cdiv(count, _BLOCK),)](
+        amax, scale, scale_inv, count, BLOCK=_BLOCK, **_arithmetic(quantizer, x.dtype), num_warps=4
+    )
+    return scale, scale_inv
+
+
+@triton.jit
+def _rows_of(x, source, rows, high, stride_r, GATHERED: tl.constexpr):
+    """Where rows of a tile begin, and which of them there are."""
+    there = rows < high
+    if GATHERED:
+        rows = tl.load(source + rows, mask=there, other=-1)
+        there &= rows >= 0
+    return x + rows.to(tl.int64) * stride_r, there
+
+
+@triton.jit
+def _elements(begins, there, columns, wide, stride_c):
+    inside = there[:, None] & (columns < wide)[None, :]
+    return tl.load(begins[:, None] + columns[None, :].to(tl.int64) * stride_c, mask=inside, other=0)
+
+
+@triton.jit
+def _amax_kernel(
+    x,  # (E, R, C)
+    source,  # (P,)
+    tile_groups,  # (P / TILE,)
+    amax,  # (groups, C) int32, zeros
+    high,  # rows of a matrix, or of `source`
+    wide,
+    stride_e,
+    stride_r,
+    stride_c,
+    GATHERED: tl.constexpr,
+    TILE: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    expert = tl.program_id(2)
+    rows = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    columns = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
+    begins, there = _rows_of(x + expert.to(tl.int64) * stride_e, source, rows, high, stride_r, GATHERED)
+    values = _elements(begins, there, columns, wide, stride_c).to(tl.float32)
+    bits = tl.max(tiles.magnitudes(values), 0)
+    group = expert
+    if GATHERED:
+        group = tl.load(tile_groups + tl.program_id(0))
+    tl.atomic_max(amax + group.to(tl.int64) * wide + columns, bits, mask=columns < wide, sem="relaxed")
+
+
+@triton.jit
+def _scale_kernel(
+    amax,  # int32
+    scale,
+    scale_inv,
+    count,
+    BLOCK: tl.constexpr,
+    LARGEST: tl.constexpr,
+    EPSILON: tl.constexpr,
+    LARGEST_SCALE: tl.constexpr,
+    POWER_2: tl.constexpr,
+):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    bits = tl.load(amax + place, mask=place < count, other=0)
+    factor = casting.encode(bits.to(tl.float32, bitcast=True), LARGEST, EPSILON, LARGEST_SCALE, POWER_2)
+    tl.store(scale + place, factor, mask=place < count)
+    tl.store(scale_inv + place, casting.inverse(factor), mask=place < count)
+
+
+@triton.jit
+def _cast_kernel(
+    x,  # (E, R, C)
+    source,  # (P,) int32, where GATHERED
+    tile_groups,  # (P / TILE,), where GROUPED
+    scale,  # as MODE says: KNOWN () or (E,), OF_COLUMNS (groups, C); else what is found, inverted, is stored there
+    out,  # (E, C, leading), or (E, R, leading)
+    high,
+    wide,
+    stride_e,
+    stride_r,
+    stride_c,
+    leading,
+    MODE: tl.constexpr,
+    GATHERED: tl.constexpr,
+    GROUPED: tl.constexpr,
+    OF_EXPERTS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    TILE: tl.constexpr,
+    WIDE: tl.constexpr,
+    PAIRED: tl.constexpr,
+    LARGEST: tl.constexpr,
+    EPSILON: tl.constexpr,
+    LARGEST_SCALE: tl.constexpr,
+    POWER_2: tl.constexpr,
+):
+    expert = tl.program_id(2)
+    even = tl.program_id(0) * TILE + 2 * tl.arange(0, TILE // 2)
+    columns = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
+    x += expert.to(tl.int64) * stride_e
+    begins0, there0 = _rows_of(x, source, even, high, stride_r, GATHERED)
+    begins1, there1 = _rows_of(x, source, even + 1, high, stride_r, GATHERED)
+    x0 = _elements(begins0, there0, columns, wide, stride_c)
+    x1 = _elements(begins1, there1, columns, wide, stride_c)
+    if MODE != _BYTES:
+        x0, x1 = x0.to(tl.float32), x1.to(tl.float32)
+        if MODE == _KNOWN:
+            factor = tl.load(scale + expert * OF_EXPERTS)
+        elif MODE == _OF_COLUMNS:
+            group = expert
+            if GROUPED:
+                group = tl.load(tile_groups + tl.program_id(0))
+            of_columns = scale + group.to(tl.int64) * wide + columns
+            factor = tl.load(of_columns, mask=columns < wide, other=1.0)[None, :]
+        else:
+            bits = tiles.larger(tiles.magnitudes(x0), tiles.magnitudes(x1))
+            if MODE == _TILE_COLUMNS:
+                found = casting.encode(
+                    tl.max(bits, 0).to(tl.float32, bitcast=True), LARGEST, EPSILON, LARGEST_SCALE, POWER_2
+                )
+                place = scale + tl.program_id(0).to(tl.int64) * wide + columns
+                tl.store(place, casting.inverse(found), mask=columns < wide)
+                factor = found[None, :]
+            else:
+                factor = casting.encode(
+                    tl.max(bits).to(tl.float32, bitcast=True), LARGEST, EPSILON, LARGEST_SCALE, POWER_2
+                )
+                down, across = tl.program_id(0), tl.program_id(1)
+                block = across * tl.num_programs(0) + down if TRANSPOSED else down * tl.num_programs(1) + across
+                blocks = tl.num_programs(0) * tl.num_programs(1)
+                tl.store(scale + expert.to(tl.int64) * blocks + block, casting.inverse(factor))
+        x0 = casting.cast(tiles.product(x0, factor), LARGEST, ELEMENT)
+        x1 = casting.cast(tiles.product(x1, factor), LARGEST, ELEMENT)
+    if TRANSPOSED:
+        out += expert.to(tl.int64) * wide * leading
+        inside = (columns < wide)[:, None]
+        line = columns[:, None].to(tl.int64)
+        if PAIRED:
+            pair = tl.program_id(0) * (TILE // 2) + tl.arange(0, TILE // 2)
+            both = out.to(tl.pointer_type(tl.uint16)) + line * (leading // 2) + pair[None, :]
+            tl.store(both, tl.trans(casting.pairs(x0, x1)), mask=inside & (pair < leading // 2)[None, :])
+        else:
+            first = out + line * leading + even[None, :]
+            tl.store(first, tl.trans(x0), mask=inside & (even < leading)[None, :])
+            tl.store(first + 1, tl.trans(x1), mask=inside & (even + 1 < leading)[None, :])
+    else:
+        out += expert.to(tl.int64) * high * leading
+        inside = (columns < leading)[None, :]
+        first = out + even[:, None].to(tl.int64) * leading + columns[None, :]
+        tl.store(first, x0, mask=inside & (even < high)[:, None])
+        tl.store(first + leading, x1, mask=inside & (even + 1 < high)[:, None])
