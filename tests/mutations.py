@@ -130,8 +130,8 @@ MUTATIONS = [
     ),
     Mutation(
         "main_grad is overwritten",
-        "total.data.add_(gradient)",
-        "total.data.copy_(gradient)",
+        "dw.split([total.shape[0] for total in totals]), strict=True):\n        total.data.add_(gradient)",
+        "dw.split([total.shape[0] for total in totals]), strict=True):\n        total.data.copy_(gradient)",
         ("tests/backend/test_main_grad.py",),
     ),
     Mutation(
@@ -199,8 +199,8 @@ MUTATIONS = [
     # templates
     Mutation(
         "a stage is read before it is filled",
-        "    mbarrier.wait(full.index(place), phase)\n",
-        "",
+        "    mbarrier.wait(full.index(place), phase)\n    units = ",
+        "    units = ",
         ("tests/offline/test_gluon.py",),
     ),
     Mutation(
