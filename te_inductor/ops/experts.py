@@ -22,6 +22,7 @@ from te_inductor.runtime import experts, grouped
 _QUANTIZER = constant_type_name(Quantizer)
 # Rows up to which a GPU multiplies with the stored values: so many an expert, and so many in all.
 FEW_EACH, FEW = 16, 512
+DTYPES = (torch.bfloat16, torch.float16)  # of x, that the kernels take
 
 
 def is_few(rows: Any, count: int) -> bool:
@@ -113,4 +114,4 @@ def fp8_product(x: Tensor, ends: Tensor | None, ids: Tensor | None, slots: Slots
 def _runs_few(x: Tensor, stored: Tensor, kernel: bool) -> bool:
     for size in stored.shape:  # a weight's sizes are constants of the graph: asking for an int makes them so
         int(size)
-    return kernel and x.dtype in (torch.bfloat16, torch.float16) and is_few(x.shape[0], int(stored.shape[0]))
+    return kernel and x.dtype in DTYPES and is_few(x.shape[0], int(stored.shape[0]))

@@ -24,7 +24,6 @@ from te_inductor.runtime import experts
 from te_inductor.runtime.current_device import launches
 from te_inductor.templates.triton.nvfp4_decode import FACTOR, values
 
-DTYPES = (torch.bfloat16, torch.float16)
 BLOCK_N = 64  # rows of a weight in one program: a wgmma's
 MOST_IDS = 1024  # rows whose experts' numbers a program reads; more are sorted first
 _SCOPES = {TENSOR: 0, ROW: 1, BLOCK_128X128: 2}

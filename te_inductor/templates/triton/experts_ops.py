@@ -22,7 +22,7 @@ def _nvfp4_product(
     tensor_scale: Tensor,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    if not targets.of(x.device).nvfp4_kernels or x.dtype not in experts_decode.DTYPES:
+    if not targets.of(x.device).nvfp4_kernels or x.dtype not in ops.DTYPES:
         return experts.nvfp4_product(x, ends, ids, stored, block_scale, tensor_scale, out_dtype)
     return experts_decode.nvfp4_product(x, ends, ids, stored, block_scale, tensor_scale, out_dtype)
 
@@ -36,7 +36,7 @@ def _fp8_product(
     quantizer: Quantizer,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    runs = targets.of(x.device).fp8 and x.dtype in experts_decode.DTYPES
+    runs = targets.of(x.device).fp8 and x.dtype in ops.DTYPES
     if not runs or not experts_decode.scales_as(quantizer):
         return experts.fp8_product(x, ends, ids, values, scale_inv, quantizer, out_dtype)
     assembly = targets.of(x.device).nvfp4_kernels
