@@ -183,4 +183,3 @@ def _refusal(held: Held, owners: Mapping[Tensor, Sequence[nn.Module]]) -> Refusa
     if not weight.is_meta and not bool(weight.isfinite().all()):
         return Refusal("it has values that are not finite")
     return None
-

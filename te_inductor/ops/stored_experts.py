@@ -73,13 +73,13 @@ class StoredExperts(StoredWeight):
         """Rows of x (M, K) times their experts' matrices: (M, N)."""
         raise NotImplementedError
 
-    def values(self, parts: Sequence[Tensor]) -> Tensor:
+    def written_out(self, parts: Sequence[Tensor]) -> Tensor:
         """What parts of some of the experts stand for, (…, N, K)."""
         raise NotImplementedError
 
     def dequantize(self) -> Tensor:  # type: ignore[override]
         """What is stored, as a plain tensor of this tensor's shape and dtype."""
-        whole = self.values(self.parts)
+        whole = self.written_out(self.parts)
         return whole.transpose(1, 2) if self.transposed else whole
 
     def matrix(self, expert: int) -> Tensor:
@@ -94,7 +94,7 @@ class StoredExperts(StoredWeight):
 
     def picked(self, ids: Tensor) -> Tensor:
         """What the experts of these numbers stand for, plain: (*ids.shape, N, K), or (…, K, N)."""
-        whole = self.values([_rows(part, ids.flatten()) for part in self.parts])
+        whole = self.written_out([_rows(part, ids.flatten()) for part in self.parts])
         whole = whole.transpose(1, 2) if self.transposed else whole
         return whole.reshape(*ids.shape, *self.shape[1:])
 
@@ -127,7 +127,9 @@ class StoredExperts(StoredWeight):
 
     @classmethod
     def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        return _dispatched(op, args, kwargs, lambda: super(StoredExperts, cls).__torch_dispatch__(op, types, args, kwargs))
+        return _dispatched(
+            op, args, kwargs, lambda: super(StoredExperts, cls).__torch_dispatch__(op, types, args, kwargs)
+        )
 
 
 class NVFP4Experts(StoredExperts):
@@ -139,7 +141,7 @@ class NVFP4Experts(StoredExperts):
     block_scale: Tensor  # (E, N, K/16) e4m3
     tensor_scale: Tensor  # (E,) fp32
 
-    def values(self, parts: Sequence[Tensor]) -> Tensor:
+    def written_out(self, parts: Sequence[Tensor]) -> Tensor:
         return ops_experts.nvfp4_experts_dequantize(*parts, self.k, self.dtype)  # type: ignore[no-any-return]
 
     def product(self, x: Tensor, ends: Tensor | None, ids: Tensor | None) -> Tensor:
@@ -169,7 +171,7 @@ class Float8Experts(StoredExperts):
     scale_inv: Tensor  # (E,), (E, N), or (E, what the scope stores)
     recipe: Float8CurrentScaling | Float8RowwiseScaling | Float8BlockScaling
 
-    def values(self, parts: Sequence[Tensor]) -> Tensor:
+    def written_out(self, parts: Sequence[Tensor]) -> Tensor:
         quantizer = self.recipe.slots().weight
         return ops_experts.fp8_experts_dequantize(*parts, quantizer, self.k, self.dtype)  # type: ignore[no-any-return]
 
