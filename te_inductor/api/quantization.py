@@ -22,6 +22,7 @@ stored_weight.before_export.append(functools.cache(lambda: lowerings.install()))
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUTERS = frozenset(("gate", "router"))  # what models call them
+CONTAINERS = (nn.ParameterDict, nn.ParameterList)
 
 
 @dataclass(frozen=True)
@@ -136,8 +137,8 @@ def _weights(model: nn.Module, patterns: Sequence[object]) -> Iterator[Held]:
         for key, parameter in module._parameters.items():
             full = f"{path}.{key}".strip(".")
             asked = any(isinstance(glob, str) and glob.rpartition(".")[2] == key for glob in patterns)
-            of_torch = type(module).__module__.startswith("torch.nn.")
-            if parameter is not None and parameter.dim() == 3 and (named or asked) and not of_torch:
+            known = type(module).__module__.startswith("torch.nn.") and not isinstance(module, CONTAINERS)
+            if parameter is not None and parameter.dim() == 3 and (named or asked) and not known:
                 yield Held(module, key, tuple(dict.fromkeys((full, path))))
 
 

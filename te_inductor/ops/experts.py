@@ -54,6 +54,14 @@ def _fp8_fake(
     return x.new_empty((x.shape[0], values.shape[1]), dtype=out_dtype)
 
 
+def _plain_fake(
+    x: Tensor,  # (M, K)
+    ends: Tensor,  # (E,) int32
+    whole: Tensor,  # (E, N, K)
+) -> Tensor:  # (M, N)
+    return x.new_empty((x.shape[0], whole.shape[1]))
+
+
 def _dequantize_fake(stored: Tensor, *rest: Any) -> Tensor:  # (E, N, k)
     *_, k, dtype = rest
     return stored.new_empty((*stored.shape[:2], k), dtype=dtype)
@@ -70,6 +78,10 @@ fp8_experts = define(
     " ScalarType out_dtype) -> Tensor",
     experts.fp8_product,
     _fp8_fake,
+)
+# Of matrices in high precision: torch compiles its own grouped product for bf16 alone.
+plain_experts = define(
+    "plain_experts(Tensor x, Tensor ends, Tensor whole) -> Tensor", experts.plain_product, _plain_fake
 )
 nvfp4_experts_dequantize = define(
     "nvfp4_experts_dequantize(Tensor stored, Tensor block_scale, Tensor tensor_scale, SymInt k, ScalarType dtype)"

@@ -277,8 +277,11 @@ def _grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Any:
-    if not _multiplies(x, weight, 2) or offs is None or bias is not None or out_dtype not in (None, x.dtype):
+    known = isinstance(weight, StoredExperts) and not isinstance(x, Experts) and x.dim() == 2
+    if not known or offs is None or bias is not None or out_dtype not in (None, x.dtype):
         return NotImplemented
+    if not weight.transposed:  # as autograd has it for a gradient of x
+        return ops_experts.plain_experts(x, offs.to(torch.int32), weight.dequantize().transpose(1, 2))
     return weight.product(x, offs.to(torch.int32), None)
 
 
@@ -290,7 +293,7 @@ def _bmm(a: Any, b: Any) -> Any:
     if isinstance(a, Experts):
         return NotImplemented
     whole = b.experts if isinstance(b, PickedExperts) else b
-    if not _multiplies(a, whole, 3):
+    if not whole.transposed:
         return NotImplemented
     count, rows, k = a.shape
     x = a.reshape(-1, k)
@@ -300,11 +303,6 @@ def _bmm(a: Any, b: Any) -> Any:
     else:
         y = whole.product(x, ops.equal_groups(a, count, rows), None)
     return y.reshape(count, rows, -1)
-
-
-def _multiplies(x: Any, weight: Any, dims: int) -> bool:
-    """Whether a product contracts what the stored matrices are scaled along."""
-    return isinstance(weight, StoredExperts) and weight.transposed and not isinstance(x, Experts) and x.dim() == dims
 
 
 def _index(weight: Any, indices: Any) -> Any:

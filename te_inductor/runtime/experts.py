@@ -54,6 +54,17 @@ def fp8_product(
     return _each(x, ends, ids, values.shape[0], values.shape[1], product, out_dtype)
 
 
+def plain_product(
+    x: Tensor,  # (M, K)
+    ends: Tensor,  # (E,) int32
+    whole: Tensor,  # (E, N, K)
+) -> Tensor:  # (M, N)
+    if x.device.type == "cuda":
+        return product_of_whole(x, ends, None, whole, x.dtype)
+    experts, n, _ = whole.shape
+    return _each(x, ends, None, experts, n, lambda rows, expert: rows @ whole[expert].float().t(), x.dtype)
+
+
 def nvfp4_dequantize(
     stored: Tensor,  # (E, N, K/2)
     block_scale: Tensor,  # (E, N, K/16)
