@@ -3,10 +3,11 @@
     python -m benchmarks.experts_decode
     python -m benchmarks.experts_decode --arms bf16 te:nvfp4_weight_only te:rowwise --batches 1 16 64
 
-Some layers with random weights and a static KV cache, and the head, each a CUDA graph; tokens are others in each step, so
-that other experts are chosen. `model` is 48 layers and one head. Experts are multiplied in the two ways that transformers
-has: `grouped`, rows sorted by expert, and `picked`, the matrices of each row picked, as `generate` does in a step. The
-ratio is to bf16 in the same way, and to the faster one of bf16. `touched` are the bytes of the experts that are chosen."""
+Some layers with random weights and a static KV cache, and the head, each a CUDA graph; tokens are others in each
+step, so that other experts are chosen. `model` is 48 layers and one head. Experts are multiplied in the two ways that
+transformers has: `grouped`, rows sorted by expert, and `picked`, the matrices of each row picked, as `generate` does
+in a step. The ratio is to bf16 in the same way, and to the faster one of bf16. `touched` are the bytes of the experts
+that are chosen."""
 
 import argparse
 import itertools

@@ -40,8 +40,8 @@ class Held:
 
     @property
     def transposed(self) -> bool:
-        """Whether experts' weight is (E, K, N): as transformers marks the class, or as gate and up and down fit together,
-        of which the one's columns are the other's rows."""
+        """Whether experts' weight is (E, K, N): as transformers marks the class, or as gate and up and down fit
+        together, of which the one's columns are the other's rows."""
         marked = getattr(self.module, "is_transposed", None)
         if isinstance(marked, bool):
             return marked
@@ -69,12 +69,12 @@ def quantize_(
     policy: Mapping[Any, object] | None = None,
     fallback: str = "warn",
 ) -> nn.Module:
-    """Replace the weights of `nn.Linear` modules, and the 3D parameters of experts, by `StoredWeight`s, in place; returns
-    the model.
+    """Replace the weights of `nn.Linear` modules, and the 3D parameters of experts, by `StoredWeight`s, in place;
+    returns the model.
 
     Args:
-        recipe: "nvfp4_weight_only" (4.5 bits a weight; activations as they are), or "rowwise", "current", "block" (8 bits;
-            activations are cast as the recipe says); a name or an instance.
+        recipe: "nvfp4_weight_only" (4.5 bits a weight; activations as they are), or "rowwise", "current", "block" (8
+            bits; activations are cast as the recipe says); a name or an instance.
         policy: as the compile option: {module-path glob or function: recipe or "none"}, the first that matches wins; a
             function is given None for M. Experts' parameters are named by the module's path or their own.
         fallback: "warn", "error" or "silent", where a layer's weight cannot be stored so or an entry matches nothing.

@@ -1,9 +1,10 @@
-"""Products with experts' weights that are stored in low precision, for inference: (E, N, K), of which a row of x meets one
-matrix. Either rows stand together by expert, and `ends` says where each expert's end, or `ids` has each row's expert.
+"""Products with experts' weights that are stored in low precision, for inference: (E, N, K), of which a row of x
+meets one matrix. Either rows stand together by expert, and `ends` says where each expert's end, or `ids` has each
+row's expert.
 
 Where an expert has few rows, a GPU reads the stored values of the experts that have any, and multiplies them by x as it
-is: templates/triton/experts_decode.py. With more rows FP8 weights are multiplied by x in FP8, and NVFP4 ones written out
-first. A CPU multiplies what is stored by x as it is.
+is: templates/triton/experts_decode.py. With more rows FP8 weights are multiplied by x in FP8, and NVFP4 ones written
+out first. A CPU multiplies what is stored by x as it is.
 """
 
 from typing import Any

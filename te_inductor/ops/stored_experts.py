@@ -1,11 +1,11 @@
 """`StoredExperts`: the weights of experts, one 3D parameter, stored in low precision; and `PickedExperts`, some of its
 matrices, chosen by number and not read yet.
 
-Like `StoredWeight`, of which it is one, such a parameter looks like the tensor it stands for, (E, N, K), or (E, K, N) where
-it is `transposed`: what is stored is (E, N, K) with K contracted. A product becomes one op of ops/experts.py where torch
-dispatches it: `torch._grouped_mm`, transformers' fallback for it, and `bmm`, also of `weight[ids]`. Autograd sees the product
-as torch's own, so that a gradient of x is one with the weight's transpose. Whatever else is done with a weight is done
-with the values that it stands for.
+Like `StoredWeight`, of which it is one, such a parameter looks like the tensor it stands for, (E, N, K), or (E, K, N)
+where it is `transposed`: what is stored is (E, N, K) with K contracted. A product becomes one op of ops/experts.py
+where torch dispatches it: `torch._grouped_mm`, transformers' fallback for it, and `bmm`, also of `weight[ids]`.
+Autograd sees the product as torch's own, so that a gradient of x is one with the weight's transpose. Whatever else is
+done with a weight is done with the values that it stands for.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,5 +1,6 @@
-"""Products with the stored weights of experts, on real tensors and in plain torch. A stored weight has E matrices (N, K);
-rows of x either stand together by expert, `ends` being where each expert's end, or each has the number of its own, `ids`.
+"""Products with the stored weights of experts, on real tensors and in plain torch. A stored weight has E matrices (N,
+K); rows of x either stand together by expert, `ends` being where each expert's end, or each has the number of its
+own, `ids`.
 """
 
 from collections.abc import Callable, Iterator

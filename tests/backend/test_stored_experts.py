@@ -1,5 +1,5 @@
-"""`quantize_` on the 3D weights of experts: which are stored, state_dicts, products in eager and compiled code, models of
-transformers that generate."""
+"""`quantize_` on the 3D weights of experts: which are stored, state_dicts, products in eager and compiled code,
+models of transformers that generate."""
 
 import copy
 import io

@@ -1,11 +1,12 @@
 """Stored experts on a GPU: the kernels of few rows against float64, and a small Qwen3-MoE with stored experts that
 generates, against what its weights stand for.
 
-**Bound of logits**, of each position that is generated: three times what the model in bf16 with the same values is off by,
-in the median of positions, against float64; where x becomes FP8, for many rows of FP8 weights, the noise of that
-besides (tests/models/test_transformers.py derives it). A choice of experts is a near tie now and then, of which bf16 and
-float64 take different sides: a quarter of the positions may be off by more. **Tokens** of the others are equal, but for near
-ties: the exact logits of both are no further apart than two errors of TAIL times the bound's rms."""
+**Bound of logits**, of each position that is generated: three times what the model in bf16 with the same values is
+off by, in the median of positions, against float64; where x becomes FP8, for many rows of FP8 weights, the noise of
+that besides (tests/models/test_transformers.py derives it). A choice of experts is a near tie now and then, of which
+bf16 and float64 take different sides: a quarter of the positions may be off by more. **Tokens** of the others are
+equal, but for near ties: the exact logits of both are no further apart than two errors of TAIL times the bound's
+rms."""
 
 import math
 

@@ -1,15 +1,15 @@
 """Products of few rows with experts' stored weights: only the experts that have rows are read, and each of them once.
 
 A program multiplies up to `rows` rows of one expert by `BLOCK_N` rows of its weight, which are the tensor core's left
-operand, as in nvfp4_linear.py. Which expert and which rows it finds out itself, from numbers that are on the device alone:
-there are as many programs as there can be tiles of rows, and those without rows end at once. So nothing waits for the
-host, and a CUDA graph replays with other choices.
+operand, as in nvfp4_linear.py. Which expert and which rows it finds out itself, from numbers that are on the device
+alone: there are as many programs as there can be tiles of rows, and those without rows end at once. So nothing waits
+for the host, and a CUDA graph replays with other choices.
 
     by `ends`  rows stand by expert; program p takes the p-th tile of `rows` rows of one expert
     by `ids`   row p has expert ids[p]; program p takes the rows of that expert from p on if p is the first of a tile
 
-Values become bf16 (or fp16) exactly, products are summed in fp32. Rows of no expert are zeros. Kernels start early: Note
-[Kernels that start early] in lowerings/codegen/programmatic_launch.py."""
+Values become bf16 (or fp16) exactly, products are summed in fp32. Rows of no expert are zeros. Kernels start early:
+Note [Kernels that start early] in lowerings/codegen/programmatic_launch.py."""
 
 from dataclasses import dataclass
 

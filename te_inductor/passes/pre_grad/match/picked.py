@@ -12,8 +12,8 @@ from te_inductor.passes.pre_grad.match.rule import Call, Groups, Match, Rule
 
 
 class Picked(Rule):
-    """``torch.bmm(p[ids], x)``, also the other way round, with stored weights of experts: for the report, as the product
-    finds its kernel by itself."""
+    """``torch.bmm(p[ids], x)``, also the other way round, with stored weights of experts: for the report, as the
+    product finds its kernel by itself."""
 
     pattern: ClassVar[str] = "grouped_linear"
 
