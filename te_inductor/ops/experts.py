@@ -18,6 +18,7 @@ from te_inductor.ops.casts import quantize
 from te_inductor.ops.definition import define
 from te_inductor.ops.grouped import grouped_mm
 from te_inductor.recipes import Quantizer, Slots
+from te_inductor.recipes.formats import ALIGNMENT
 from te_inductor.runtime import experts, grouped
 
 _QUANTIZER = constant_type_name(Quantizer)
@@ -110,8 +111,9 @@ def fp8_product(x: Tensor, ends: Tensor | None, ids: Tensor | None, slots: Slots
     """`fp8_experts`, or what a GPU does in its place with many rows: x is cast as well, as the recipe says."""
     values, scale_inv = weight
     few = x.device.type != "cuda" or _runs_few(x, values, targets.of(x.device).fp8)
-    scope = slots.input.granularity
-    if few or not grouped.has_kernel(x.device, slots.fprop) or (scope.blocked and not scope.one_row):
+    scope, aligned = slots.input.granularity, values.shape[1] % ALIGNMENT == 0
+    multiplies = aligned and not (scope.blocked and not scope.one_row)
+    if few or not multiplies or not grouped.has_kernel(x.device, slots.fprop):
         return fp8_experts(x, ends, ids, values, scale_inv, slots.weight, x.dtype)  # type: ignore[no-any-return]
     order = None
     if ends is None:

@@ -346,3 +346,43 @@ def test_llama4s_layout():
     layer = nn.ModuleDict({"experts": made})
     quantize_(layer, "rowwise")
     assert all(isinstance(p, Float8Experts) and p.transposed for p in layer.parameters())
+
+
+def test_one_compile_for_any_number_of_rows():
+    model, counter = stored("nvfp4_weight_only"), torch._dynamo.utils.counters
+    run = torch.compile(lambda x, ends: F.grouped_mm(x, model.w.mT, offs=ends), backend=te_inductor.te, fullgraph=True)
+    counter.clear()
+    with torch.no_grad():
+        for rows in (8, 16, 24, 40):
+            x, ends = torch.randn(rows, K), torch.tensor([1, 1, 5, 6, rows], dtype=torch.int32)
+            assert torch.equal(run(x, ends), F.grouped_mm(x, model.w.mT, offs=ends))
+    assert counter["stats"]["unique_graphs"] <= 2
+
+
+@pytest.mark.codegen
+def test_parameters_are_static_inputs(inputs, monkeypatch, no_caches):
+    """CUDA graphs copy inputs that are not."""
+    from torch._inductor import compile_fx
+
+    seen, inner = [], compile_fx.compile_fx_inner
+
+    def spy(gm, given, **kwargs):
+        shapes = [tuple(one.shape) for one in given if isinstance(one, torch.Tensor)]
+        seen.append([shapes[index] for index in kwargs["static_input_idxs"]])
+        return inner(gm, given, **kwargs)
+
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", spy)
+    model, (x, ends, _) = stored("nvfp4_weight_only"), inputs
+    with torch.no_grad():
+        compiled(lambda x: F.grouped_mm(x, model.w.mT, offs=ends))(x)
+    [static] = seen
+    assert {(E, N, K // 2), (E, N, K // 16), (E,)} <= set(static)
+
+
+@recipes
+def test_an_exported_program_is_saved_and_loaded(tmp_path, recipe, inputs):
+    model = stored(recipe)
+    with torch.no_grad():
+        torch.export.save(torch.export.export(model, inputs), tmp_path / "program.pt2")
+        found = torch.export.load(tmp_path / "program.pt2").module()(*inputs)
+        assert all(map(torch.equal, found, model(*inputs)))

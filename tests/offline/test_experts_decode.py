@@ -55,8 +55,8 @@ def test_configs():
     """Every number of rows is cut into tiles that a program takes, of which there are enough."""
     for count in (1, 4, 8, 128, 256):
         for m in (1, 2, 7, 8, 64, 512, 4096):
-            for nvfp4 in (True, False):
-                config = experts_decode.choose(m, count, 2048, nvfp4)
+            for nvfp4, by_ids in ((True, False), (False, False), (True, True)):
+                config = experts_decode.choose(m, count, 2048, nvfp4, by_ids)
                 assert config.rows in (16, 32, 64) and config.block_k in (128, 256)
             for _ in range(5):
                 sizes = torch.bincount(torch.randint(0, count, (m,)), minlength=count)

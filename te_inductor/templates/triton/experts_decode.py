@@ -25,6 +25,7 @@ from te_inductor.runtime.current_device import launches
 from te_inductor.templates.triton.nvfp4_decode import FACTOR, values
 
 BLOCK_N = 64  # rows of a weight in one program: a wgmma's
+_COMPARED = 16384
 MOST_IDS = 1024  # rows whose experts' numbers a program reads; more are sorted first
 _SCOPES = {TENSOR: 0, ROW: 1, BLOCK_128X128: 2}
 
@@ -44,10 +45,12 @@ def scales_as(quantizer: Quantizer) -> bool:
     return quantizer.format is E4M3 and quantizer.granularity in _SCOPES
 
 
-def choose(m: int, count: int, k: int, nvfp4: bool) -> Config:
+def choose(m: int, count: int, k: int, nvfp4: bool, by_ids: bool = False) -> Config:
     """For m rows, `count` experts and matrices of k columns."""
     each = m / count
     rows = 16 if each <= 8 else 32 if each <= 24 else 64
+    if by_ids:  # each of a program's rows is compared with all of them
+        rows = min(rows, max(16, _COMPARED // triton.next_power_of_2(max(m, 1))))
     block_k = 256 if nvfp4 and rows == 16 and k % 256 == 0 else 128
     return Config(rows, block_k, 4 if rows < 64 else 3)
 
@@ -74,7 +77,7 @@ def nvfp4_product(
     if ids is not None and x.shape[0] > MOST_IDS:
         return _sorted(nvfp4_product, x, ids, stored, block_scale, tensor_scale, out_dtype, assembly, config)
     (count, n, half), (m, k) = stored.shape, x.shape
-    config = config or choose(m, count, k, nvfp4=True)
+    config = config or choose(m, count, k, nvfp4=True, by_ids=ids is not None)
     out = x.new_empty((m, n), dtype=out_dtype)
     if m == 0:
         return out
@@ -113,7 +116,7 @@ def fp8_product(
     if ids is not None and x.shape[0] > MOST_IDS:
         return _sorted(fp8_product, x, ids, stored, scale_inv, quantizer, out_dtype, assembly, config)
     (count, n, padded), (m, k) = stored.shape, x.shape
-    config = config or choose(m, count, k, nvfp4=False)
+    config = config or choose(m, count, k, nvfp4=False, by_ids=ids is not None)
     out = x.new_empty((m, n), dtype=out_dtype)
     if m == 0:
         return out
