@@ -66,12 +66,13 @@ class Call:
 class Groups:
     """How the rows of a layer of experts are dealt to them, as nodes."""
 
-    ends: fx.Node  # (E,), where each expert's rows end
+    ends: fx.Node  # (E,), where each expert's rows end; where `numbered`, (M,), the expert of each row
     rows: fx.Node | None = None  # (M,), which rows of x they are; None: those of x itself
     order: fx.Node | None = (
         None  # (M,), the permutation that sorts `each` choices of every row of x; rows is order // each
     )
     each: int = 1
+    numbered: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,8 @@ class Match:
         """(M, N, K), M of all experts together."""
         rows, weight = support.value(self.node if self.groups else self.x), support.value(self.weight)
         n, k = (weight.shape[-1], weight.shape[-2]) if self.transposed else (weight.shape[-2], weight.shape[-1])
+        if self.groups and self.groups.numbered:
+            return rows.numel() // n, n, k
         m: Any = 1
         for size in rows.shape[:-1]:
             m = m * size
