@@ -37,6 +37,7 @@ from te_inductor.ops.grouped_linear import (
     mask_rows,
     permute_rows,
     places_of,
+    trace_grouped_linears,
 )
 from te_inductor.ops.linear import first_linears, linears, trace_linears
 
@@ -76,6 +77,7 @@ __all__ = [
     "record_amax",
     "scaled_mm",
     "tensor_amax",
+    "trace_grouped_linears",
     "trace_linears",
     "transpose_groups",
     "update_scales",

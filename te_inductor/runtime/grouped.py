@@ -107,11 +107,12 @@ def _values(x: Tensor, scale: Tensor, gemm: Gemm, operand: int) -> Tensor:
     return blocks.values(x, scale, gemm.formats[operand], scope)
 
 
-def _each_values(x: Tensor, scale: Tensor, gemm: Gemm) -> Tensor:  # (E, R, C) fp32
+def _each_values(x: Tensor, scale: Tensor, gemm: Gemm) -> Tensor:  # (E, R, C) fp32, on CUDA bf16
     element, scope = gemm.formats[1], gemm.granularities[1]
+    dtype = torch.bfloat16 if x.device.type == "cuda" else torch.float32
     if not scope.blocked:
-        return x.float() * scale.reshape(x.shape[0], -1, 1)
-    return torch.stack([blocks.values(matrix, one, element, scope) for matrix, one in zip(x, scale, strict=True)])
+        return (x.float() * scale.reshape(x.shape[0], -1, 1)).to(dtype)
+    return torch.stack([blocks.values(*one, element, scope).to(dtype) for one in zip(x, scale, strict=True)])
 
 
 def quantize_experts(

@@ -122,7 +122,7 @@ def _cast_tiles(
     transposed: bool = True,
 ) -> None:
     rows, columns = x.shape[1:]
-    wide = TILE if mode == SQUARE else COLUMNS
+    wide = TILE if mode in (BYTES, SQUARE) else COLUMNS  # rows of whole cache lines
     leading = out.shape[-1]
     _cast_kernel[_grid(x, source, wide)](
         x,

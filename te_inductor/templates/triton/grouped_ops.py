@@ -86,7 +86,7 @@ def _quantize_groups(
     return grouped.quantize_groups(x, source, tiles, groups, quantizer)
 
 
-_KERNELS: dict[Any, Any] = {
+KERNELS: dict[Any, Any] = {
     ops.grouped_mm: _grouped_mm,
     ops.grouped_wgrad: _grouped_wgrad,
     ops.accumulate_grouped_wgrad: _accumulate_grouped_wgrad,
@@ -95,5 +95,5 @@ _KERNELS: dict[Any, Any] = {
     ops.quantize_groups: _quantize_groups,
     ops.transpose_groups: casts.transpose_groups,
 }
-for _op, _kernel in _KERNELS.items():
+for _op, _kernel in KERNELS.items():
     implement_on_cuda(_op, _kernel)

@@ -74,7 +74,7 @@ def check_sites(plan: Plan) -> None:
                 or candidate.rule.check(match)
                 or candidate.rule.check_slots(match, candidate.slots)
             )
-            candidate.emulated = None if candidate.refusal else support.emulated(candidate.slots, weight.device)
+            candidate.emulated = None if candidate.refusal else candidate.rule.emulated(match, candidate.slots)
         if candidate.low and isinstance(candidate.recipe, DelayedScaling):
             check_functions(candidate.recipe, weight.device)
             candidate.refusal = delayed.refusal(match, bodies, transforms_of.get(match.node))

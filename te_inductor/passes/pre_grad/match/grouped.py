@@ -77,6 +77,16 @@ class Grouped(Rule):
         blocked = slots.fprop.blocked and not slots.fprop.microscaled
         return support.block_sizes(slots, n, k) if blocked else None
 
+    def emulated(self, match: Match, slots: Slots) -> Refusal | None:
+        why = Rule.emulated(self, match, slots)
+        if why is not None or not slots.fprop.microscaled:
+            return why
+        return Refusal(
+            "no kernel for experts with scales of %s on %s yet: exact values, multiplied in bfloat16, no faster than"
+            " high precision",
+            *(", ".join(sorted({slots.input.scope, slots.weight.scope})), targets.of(value(match.weight).device).name),
+        )
+
     def rewrite(self, match: Match, emit: Emit) -> None:
         with match.node.graph.inserting_before(match.node):
             [new] = emit([match], rows_of(match), [weight_of(match)])
@@ -116,7 +126,7 @@ class ManyBatched(Batched):
     def check(self, match: Match) -> Refusal | None:
         return Rule.check(self, match)
 
-    check_slots = Grouped.check_slots
+    check_slots, emulated = Grouped.check_slots, Grouped.emulated
 
     def rewrite(self, match: Match, emit: Emit) -> None:
         graph, node = match.node.graph, match.node

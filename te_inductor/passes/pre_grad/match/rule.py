@@ -66,12 +66,13 @@ class Call:
 class Groups:
     """How the rows of a layer of experts are dealt to them, as nodes."""
 
-    ends: fx.Node  # (E,), where each expert's rows end
+    ends: fx.Node  # (E,), where each expert's rows end; where `numbered`, (M,), the expert of each row
     rows: fx.Node | None = None  # (M,), which rows of x they are; None: those of x itself
     order: fx.Node | None = (
         None  # (M,), the permutation that sorts `each` choices of every row of x; rows is order // each
     )
     each: int = 1
+    numbered: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,8 @@ class Match:
         """(M, N, K), M of all experts together."""
         rows, weight = support.value(self.node if self.groups else self.x), support.value(self.weight)
         n, k = (weight.shape[-1], weight.shape[-2]) if self.transposed else (weight.shape[-2], weight.shape[-1])
+        if self.groups and self.groups.numbered:
+            return rows.numel() // n, n, k
         m: Any = 1
         for size in rows.shape[:-1]:
             m = m * size
@@ -145,6 +148,10 @@ class Rule:
     def check_slots(self, match: Match, slots: Slots) -> Refusal | None:
         """What a recipe asks for beyond that."""
         return support.blocks(slots, support.value(match.weight), *match.sizes[1:])
+
+    def emulated(self, match: Match, slots: Slots) -> Refusal | None:
+        """Why its GEMMs multiply in high precision what low precision holds; None where they do not."""
+        return support.emulated(slots, support.value(match.weight).device)
 
     def rewrite(self, match: Match, emit: Emit) -> None:
         graph, node = match.node.graph, match.node

@@ -1,0 +1,97 @@
+"""Experts without a GPU: their casts interpreted and as cubins, and the code that is generated for a layer of them."""
+
+import re
+
+import pytest
+import torch
+
+from te_inductor.recipes import Quantizer
+from tests.offline.harness import INTERPRETER, generate
+from tests.offline.test_cached_weights import spilled
+
+triton = pytest.importorskip("triton")
+
+import triton.language as tl  # noqa: E402
+
+from te_inductor.templates.triton import grouped_casts as kernels  # noqa: E402
+
+M, T, DIM, HIDDEN, EXPERTS = 131072, 16384, 2048, 768, 128  # of tests/offline/cases.py
+
+
+@pytest.mark.parametrize("which", ["some", pytest.param("all", marks=pytest.mark.thorough)])
+def test_interpreted(which):
+    done = INTERPRETER.run("tests.offline.grouped_casts", which)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+MODES = {  # what a tile is multiplied with, whether rows are gathered, columns of a tile
+    "bytes": (kernels.BYTES, True, 128),
+    "known": (kernels.KNOWN, False, 64),
+    "of columns": (kernels.OF_COLUMNS, True, 64),
+    "tile's columns": (kernels.TILE_COLUMNS, True, 64),
+    "square": (kernels.SQUARE, False, 128),
+}
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_cubins(name):
+    """Loads and stores of 16 bytes a thread; the transpose crosses shared memory in pairs; nothing is spilled."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    mode, gathered, wide = MODES[name]
+    kernel, quantizer = kernels._cast_kernel, Quantizer("e4m3")
+    of_bytes = mode == kernels.BYTES
+    constants = {
+        "MODE": mode, "GATHERED": gathered, "GROUPED": mode == kernels.OF_COLUMNS, "OF_EXPERTS": True,
+        "TRANSPOSED": True, "ELEMENT": tl.uint8 if of_bytes else tl.float8e4nv, "TILE": kernels.TILE, "WIDE": wide,
+        "PAIRED": True, "stride_c": 1, **kernels._arithmetic(quantizer, torch.bfloat16),
+    }  # fmt: skip
+    types = {"source": "*i32", "tile_groups": "*i32", "scale": "*fp32"}
+    types |= {"x": "*u8", "out": "*u8"} if of_bytes else {"x": "*bf16", "out": "*fp8e4nv"}
+    places = {name: (place,) for place, name in enumerate(kernel.arg_names)}
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in places}
+    multiples = {"wide", "stride_e", "stride_r", "leading", *types}
+    aligned = {places[name]: [["tt.divisibility", 16]] for name in multiples}
+    source = ASTSource(
+        fn=kernel, signature=signature, constexprs={places[k]: v for k, v in constants.items()}, attrs=aligned
+    )
+    made = triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8 if mode == kernels.SQUARE else 4}
+    )
+    ptx = made.asm["ptx"]
+    assert spilled(made) == 0
+    assert "ld.global.v4.b32" in ptx and "ldmatrix.sync.aligned.m8n8.x4.trans" in ptx
+    assert {"b8", "b16"}.isdisjoint(re.findall(r"st\.global\.(\S+)", ptx)) and "st.global.v4.b32" in ptx
+    assert of_bytes or "cvt.rn.satfinite.e4m3x2.f32" in ptx
+
+
+RECIPES = ["delayed", "rowwise", pytest.param("current", marks=pytest.mark.thorough)]
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, pytest.param("block", marks=pytest.mark.thorough)])
+def test_generated_code(recipe):
+    """Three grouped GEMMs a layer; the rows of x are cast before they are gathered; nothing is scattered, no row of the
+    experts is written in bf16 but by a GEMM, and the host reads nothing."""
+    forward, backward = generate(f"experts_{recipe}", 90).sources
+    assert forward.count("te_inductor.grouped_mm.default(") == 2
+    assert backward.count("te_inductor.grouped_mm.default(") == backward.count("grouped_wgrad.default(") == 2
+    code = forward + backward
+    assert not re.search(r"\.item\(|\.tolist\(|\.cpu\(|_grouped_mm\(", code)
+    gathered = re.search(rf"empty_strided_cuda\(\(({M}), {DIM}\), \({DIM}, 1\), torch.float8_e4m3fn\)", forward)
+    rows = rf"{T}, {DIM // 128}, 128" if recipe == "block" else f"{T}, {DIM}"
+    cast = re.search(rf"empty_strided_cuda\(\({rows}\), \([\d, ]+\), torch.float8_e4m3fn\)", forward)
+    assert gathered and cast
+    wide = re.findall(rf"empty_strided_cuda\(\({M}, \d+\), \(\d+, 1\), torch.bfloat16\)", code)
+    # A gradient is written in bf16 where its scale is not known before it is read again: rows, columns, blocks.
+    assert len(wide) <= {"delayed": 0, "current": 1, "rowwise": 3, "block": 3}[recipe], wide
+
+
+def test_delayed_casts_in_passing():
+    """Both gradients are cast, and their amaxes recorded, in the kernels that compute them: the router's weight times the
+    gathered gradient, and SwiGLU's backward."""
+    _, backward = generate("experts_delayed", 90).sources
+    names = re.findall(r"^\s+(triton_\w+)\.run\(", backward, re.MULTILINE)
+    casts = [name for name in names if "quantize_delayed" in name]
+    assert len(casts) == 2
+    assert any("sigmoid" in name for name in casts) and any("index" in name and "sum" in name for name in casts)
