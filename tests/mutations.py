@@ -85,7 +85,25 @@ MUTATIONS = [
         'known = step.known("input", dys, slots.grad_output) if step else None',
         ("tests/numerics/test_delayed.py",),
     ),
+    Mutation(
+        "rows behind the last group reach the gradients",
+        "dy = grouped.mask_rows(torch.cat(list(dys), 1) if len(dys) > 1 else dys[0], ends)",
+        "dy = torch.cat(list(dys), 1) if len(dys) > 1 else dys[0]",
+        ("tests/numerics/test_grouped.py", "-k", "rows_behind"),
+    ),
+    Mutation(
+        "a row's gradient is the sum of others' copies",
+        ".scatter(0, order, places).view(-1, each)",
+        ".scatter(0, order, places).view(each, -1).t()",
+        ("tests/numerics/test_grouped.py", "-k", "places"),
+    ),
     # runtime
+    Mutation(
+        "a group's padding holds its last row",
+        "return starts.int(), tiles.int(), torch.where(known, row, -1).flatten().int()",
+        "return starts.int(), tiles.int(), row.clamp(0, rows - 1).flatten().int()",
+        ("tests/numerics/test_grouped.py", "-k", "layout"),
+    ),
     Mutation(
         "ranks do not reduce their amaxes",
         "        torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX)\n",
@@ -146,6 +164,12 @@ MUTATIONS = [
         "        warnings.warn(text, FallbackWarning, stacklevel=3)\n",
         "        pass\n",
         ("tests/backend/test_fallback.py",),
+    ),
+    Mutation(
+        "a gather is read behind a write of its rows",
+        "if match.literal and any(memory(one) & plan.written for one in grouped.reads_early(match)):",
+        "if False:",
+        ("tests/backend/test_experts.py", "-k", "gathered_behind"),
     ),
     # lowerings
     Mutation(

@@ -87,6 +87,10 @@ class Match:
     transposed: bool = False
     options: tuple[tuple[str, Any], ...] = ()
     groups: Groups | None = None  # of experts
+    adder: fx.Node | None = None  # of experts: what adds the bias to the product, where that is a node of its own
+    literal: "Match | None" = (
+        None  # the layer of what the product itself reads, where this one reads what that was made of
+    )
 
     @property
     def sizes(self) -> tuple[Any, int, int]:
@@ -135,7 +139,11 @@ class Rule:
     def check(self, match: Match) -> Refusal | None:
         x, weight = support.value(match.x), support.value(match.weight)
         bias = None if match.bias is None else support.value(match.bias)
-        return support.tensors(x, weight) or support.sizes(*match.sizes) or support.bias(bias, match.sizes[1])
+        return (
+            support.tensors(x, weight)
+            or support.sizes(*match.sizes)
+            or support.bias(bias, match.sizes[1], match.experts if match.groups else None)
+        )
 
     def check_slots(self, match: Match, slots: Slots) -> Refusal | None:
         """What a recipe asks for beyond that."""
