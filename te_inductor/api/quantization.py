@@ -80,7 +80,8 @@ def quantize_(
         fallback: "warn", "error" or "silent", where a layer's weight cannot be stored so or an entry matches nothing.
 
     Experts' parameters are those of three dimensions of modules whose path or class has "expert" in it, (E, N, K) or
-    (E, K, N), and those that a policy entry names in full. A router's weight is stored only if an entry names it.
+    (E, K, N), and those that a policy entry names in full. A router's weight is stored only if an entry names it. FP8
+    weights of experts cast activations where a GPU multiplies many rows, nowhere else.
 
     The model runs eagerly, by dequantizing, and fast under ``torch.compile(model, backend="te")``. Keys of its
     state_dict stay; it loads what was saved of a quantized model, and of one in high precision. It cannot be trained;

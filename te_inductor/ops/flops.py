@@ -12,6 +12,7 @@ from torch._functorch import config, partitioners
 from torch.utils.flop_counter import register_flop_formula
 
 from te_inductor import compat, ops
+from te_inductor.ops import experts as ops_experts
 from te_inductor.ops import stored as ops_stored
 from te_inductor.recipes import Gemm
 from te_inductor.runtime.grouped import GROUP_ALIGNMENT
@@ -68,6 +69,16 @@ def nvfp4_linear_fp8(x: Tensor, x_scale: Tensor, stored: Tensor, *_: Any, **__: 
 @register_flop_formula(ops_stored.nvfp4_linear.overloadpacket, get_raw=True)
 def nvfp4_linear(x: Tensor, stored: Tensor, *_: Any, **__: Any) -> int:
     return 2 * x.shape[0] * x.shape[1] * stored.shape[0]
+
+
+@register_flop_formula([ops_experts.nvfp4_experts.overloadpacket, ops_experts.fp8_experts.overloadpacket], get_raw=True)
+def stored_experts(x: Tensor, ends: Any, ids: Any, stored: Tensor, *_: Any, **__: Any) -> int:
+    return 2 * x.shape[0] * x.shape[1] * stored.shape[1]
+
+
+@register_flop_formula(ops_experts.plain_experts.overloadpacket, get_raw=True)
+def plain_experts(x: Tensor, ends: Tensor, whole: Tensor, *_: Any, **__: Any) -> int:
+    return 2 * x.shape[0] * x.shape[1] * whole.shape[1]
 
 
 @contextmanager

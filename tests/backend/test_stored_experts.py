@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import te_inductor
 from te_inductor.api.quantization import quantize_
@@ -386,3 +387,16 @@ def test_an_exported_program_is_saved_and_loaded(tmp_path, recipe, inputs):
         torch.export.save(torch.export.export(model, inputs), tmp_path / "program.pt2")
         found = torch.export.load(tmp_path / "program.pt2").module()(*inputs)
         assert all(map(torch.equal, found, model(*inputs)))
+
+
+def test_flops_are_those_of_rows(inputs):
+    """A row meets one expert, whichever way the product is written."""
+    import te_inductor.ops.flops  # noqa: F401
+
+    x, ends, ids = inputs
+    for recipe in ("nvfp4_weight_only", "rowwise"):
+        w = stored(recipe).w
+        for groups in ((ends, None), (None, ids)):
+            with torch.no_grad(), FlopCounterMode(display=False) as counter:
+                w.product(x, *groups)
+            assert counter.get_total_flops() == 2 * len(x) * N * K
