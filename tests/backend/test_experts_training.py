@@ -123,11 +123,16 @@ def test_flops():
     assert elsewhere.get_total_flops() == 2 * 2 * rows * n * k
 
 
-@pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize(
-    "name", ["current", pytest.param("rowwise", marks=thorough), pytest.param("mxfp8", marks=thorough)]
+    ("where", "name", "split"),
+    [("main_grad", "current", True), ("deferred", "current", False)]
+    + [
+        pytest.param(where, name, split, marks=thorough)
+        for where in ("main_grad", "deferred")
+        for name in ("rowwise", "mxfp8")
+        for split in (False, True)
+    ],
 )
-@pytest.mark.parametrize("where", ["main_grad", "deferred"])
 def test_weight_gradients_elsewhere(where, name, split):
     """The same, bit for bit, after one microbatch and after two."""
     model = MoE(split=split)
@@ -236,38 +241,45 @@ class Adapter(nn.Module):
 
 
 def test_adapters():
-    """w + b @ a is computed in the graph: no parameter, so the product is left alone, or in low precision; a report says
-    which."""
+    """w + b @ a is no parameter: the product stays in high precision, which a report says."""
     model, x = MoE(), tokens()
     model.experts.requires_grad_(False)
     for name in ("gate_up_proj", "down_proj"):
         parametrize.register_parametrization(model.experts, name, Adapter(getattr(model.experts, name).shape))
     report = explain(model, x, options={"policy": ROUTER})
     assert report.failure is None
-    named = [site for site in report.sites if "expert" in site.fqn]
-    high = [p for p in named if p.kernel == "high_precision"]
-    assert named and all(site.reason for site in high), str(report)
+    reasons = [site.reason for site in report.sites if site.pattern == "grouped_linear"]
+    assert len(reasons) == 2 and all("other shapes than rows (M, K) and a parameter" in reason for reason in reasons)
     expected = results(model, model, x)
     found = results(te(model, "current", fallback="silent"), model, x)
     for one, other in zip(found, expected, strict=True):
-        assert (one - other).norm() <= 0.25 * other.norm()
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.thorough
 def test_peft():
-    """Adapters of peft on experts' parameters."""
+    """Adapters of peft on experts' parameters train, in high precision."""
     peft = pytest.importorskip("peft")
     model, x = MoE(), tokens()
     config = peft.LoraConfig(r=4, target_parameters=PATHS, target_modules=[], init_lora_weights=False)
     adapted = peft.get_peft_model(model, config)
     report = explain(adapted, x, options={"policy": {"*gate*": "none"}})
     assert report.failure is None
-    assert all(site.reason for site in report.sites if site.kernel == "high_precision" and site.recipe != "none")
+    # peft writes the parameter in place, at which graphs break: the experts' graph has a weight that is no parameter.
+    assert not [site for site in report.sites if site.pattern == "grouped_linear"]
     y = torch.compile(adapted, backend="te", options={"fallback": "silent", "policy": {"*gate*": "none"}})(x)
     high = adapted(x)
     assert (y - high).norm() <= 0.25 * high.norm()
     y.sum().backward()
     assert all(p.grad is not None for name, p in adapted.named_parameters() if "lora" in name)
+
+
+def test_experts_that_no_graph_reached():
+    """transformers' op is a product of experts in eager code too."""
+    model, x = MoE(), tokens()
+    model.experts.forward = torch._dynamo.disable(model.experts.forward)
+    found = [(site.fqn, site.reason) for site in explain(model, x).sites if site.pattern == "grouped_linear"]
+    assert found == 2 * [("experts", "no compiled graph reached it (graph break or skipped code)")]
 
 
 def test_export():
@@ -281,7 +293,8 @@ def test_export():
 SERVER = Server(TORCH)
 
 
-@pytest.mark.parametrize("name", ["rowwise", pytest.param("delayed", marks=thorough)])
+@thorough
+@pytest.mark.parametrize("name", ["rowwise", "delayed"])
 def test_a_second_process_hits_the_caches(name, tmp_path):
     accounts = []
     for _ in range(2):

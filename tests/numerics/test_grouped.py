@@ -305,7 +305,6 @@ def run(layer, x, weights, biases, ends, slots, order, each, dy, dtype):
 
 
 compiled_layer = torch.compile(ops.grouped_linears, fullgraph=True)
-QUICK_LAYERS = ("current", "rowwise", "block", "mxfp8", "nvfp4")
 
 
 @pytest.mark.sample(1)
@@ -346,7 +345,7 @@ def test_layers_of_one_input(recipe):
     check(x, weights, biases, sizes, slots, ys, dy, order // 2)
 
 
-@pytest.mark.parametrize("recipe", [n if n in QUICK_LAYERS[:2] else pytest.param(n, marks=thorough) for n in RECIPES])
+@pytest.mark.parametrize("recipe", [n if n == "rowwise" else pytest.param(n, marks=thorough) for n in RECIPES])
 def test_compiled_layer(recipe):
     sizes = (0, 1, 17, 30)
     x, weights, biases, dy, order = inputs(sizes, each=4)
