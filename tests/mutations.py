@@ -209,6 +209,18 @@ MUTATIONS = [
         "    inside = m[:, None] < M\n    y = ",
         ("tests/offline/test_small_m.py",),
     ),
+    Mutation(
+        "a row that names its expert meets the next one's weight",
+        "yield expert % experts, (ids == expert).nonzero()[:, 0]",
+        "yield (expert + 1) % experts, (ids == expert).nonzero()[:, 0]",
+        ("tests/backend/test_stored_experts.py", "-k", "every_form"),
+    ),
+    Mutation(
+        "every tile of an expert's rows begins at its first one",
+        "first = (p - tl.sum(tl.where(mine, last - tiles, 0), 0)) * ROWS",
+        "first = p * 0",
+        ("tests/offline/test_experts_decode.py", "-k", "interpreted"),
+    ),
 ]
 
 

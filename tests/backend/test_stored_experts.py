@@ -21,6 +21,9 @@ from te_inductor.ops.stored_weight import Float8Weight, NVFP4Weight, StoredWeigh
 E, N, K = 5, 48, 96
 RECIPES = ["nvfp4_weight_only", "rowwise", "current", "block"]
 recipes = pytest.mark.parametrize("recipe", RECIPES)
+few_recipes = pytest.mark.parametrize(
+    "recipe", [*RECIPES[:2], *(pytest.param(one, marks=pytest.mark.thorough) for one in RECIPES[2:])]
+)
 pytestmark = pytest.mark.usefixtures("without_codegen")
 
 
@@ -198,7 +201,7 @@ def test_a_process_that_only_imports_the_package_loads(tmp_path):
     assert eval(sums) == [one.dequantize().sum().item() for one in saved.values()]
 
 
-@recipes
+@few_recipes
 def test_gradient_of_the_input(recipe, inputs):
     """As autograd has it for a frozen weight; the stored one has none."""
     _, ends, ids = inputs
@@ -380,7 +383,7 @@ def test_parameters_are_static_inputs(inputs, monkeypatch, no_caches):
     assert {(E, N, K // 2), (E, N, K // 16), (E,)} <= set(static)
 
 
-@recipes
+@few_recipes
 def test_an_exported_program_is_saved_and_loaded(tmp_path, recipe, inputs):
     model = stored(recipe)
     with torch.no_grad():

@@ -73,7 +73,14 @@ def test_sorted_by_expert():
 HOST = ("_local_scalar_dense", ".item()", ".tolist()", "synchronize")
 
 
-@pytest.mark.parametrize("case", ["decode_experts_nvfp4", "decode_picked_nvfp4", "decode_picked_fp8"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "decode_experts_nvfp4",
+        "decode_picked_fp8",
+        pytest.param("decode_picked_nvfp4", marks=pytest.mark.thorough),
+    ],
+)
 def test_generated(case):
     """A step of generation: two products, of what is stored. Nothing waits for the host, nothing is written out."""
     [source] = generate(case, 90).sources
