@@ -53,6 +53,7 @@ class _World:
     store: Any
     rank: int
     prefix: str  # of our keys in the store
+    is_fake: bool = False  # one process plays all ranks, and its store may hold nothing
     decisions: dict[str, str] = field(default_factory=dict)  # by name: `_YES`, or why not
     patient: bool = True
     said: bool = False  # that ranks did not agree
@@ -88,14 +89,14 @@ def agreement_of(group: AmaxGroup, quantizers: object) -> Agreement:
 def announce(agreement: Agreement) -> None:
     """Tell the other ranks that this one compiles a graph, so that they wait for its first call."""
     world = _current()
-    if world is not None:
+    if world is not None and not world.is_fake:
         world.set(f"compiles/{agreement.name}/{world.rank}", "1")
 
 
 def withdraw(agreement: Agreement) -> None:
     """Tell the other ranks that this one does not come to a graph that it said it compiles."""
     world = _current()
-    if world is not None:
+    if world is not None and not world.is_fake:
         world.propose(agreement.name, f"rank {world.rank} could not compile a graph in low precision")
 
 
@@ -149,14 +150,14 @@ def _current() -> _World | None:
         with _LOCK:
             if _world is None or _world.store is not store:
                 _worlds += 1  # a group that comes after another one may have its store's keys
-                _world = _World(store, dist.get_rank(), f"te_inductor/{_worlds}")
+                _world = _World(store, dist.get_rank(), f"te_inductor/{_worlds}", dist.get_backend() == "fake")
             world = _world
     return world
 
 
 def _decide(world: _World, agreement: Agreement) -> str:
     """The decision of all ranks, after a wait that has an end."""
-    if dist.get_backend() == "fake":  # one process plays all ranks
+    if world.is_fake:
         return _YES
     name, ranks = agreement.name, agreement.group.ranks
     world.set(f"ranks/{name}", json.dumps(ranks))

@@ -58,13 +58,13 @@ def resolve(found: object, name: str = "option 'amax_group'") -> AmaxGroup | Non
         raise OptionError(f"{name} is {found!r}, but this torch has no torch.distributed, expected None")
     if isinstance(found, str):
         return _of_groups([_named(found, name)])
-    if found is dist.GroupMember.NON_GROUP_MEMBER:
-        raise OptionError(f"{name} is GroupMember.NON_GROUP_MEMBER, {_not_member()}")
+    if found == dist.GroupMember.NON_GROUP_MEMBER:
+        raise OptionError(f"{name} is GroupMember.NON_GROUP_MEMBER, as new_group returns for a group {_not_member()}")
     if isinstance(found, dist.ProcessGroup):
         if found not in dist.distributed_c10d._world.pg_names:
             raise OptionError(f"{name} is a process group that was destroyed, expected one that exists; {_REMEDY}")
         return _of_groups([found])
-    if isinstance(found, dist.DeviceMesh):
+    if isinstance(found, dist.device_mesh.DeviceMesh):
         if found.get_coordinate() is None:
             raise OptionError(f"{name} is a DeviceMesh of ranks {found.mesh.flatten().tolist()}, {_not_member()}")
         return of_mesh(found)
@@ -75,11 +75,12 @@ _REMEDY = 'make the group before the first call, or pass "none"'
 
 
 def _not_member() -> str:
-    return f'which rank {dist.get_rank()} is not in, expected one that it is in; pass each rank its own, or "none"'
+    return f'that rank {dist.get_rank()} is not in, expected one that it is in; pass each rank its own, or "none"'
 
 
 def _named(found: str, name: str) -> dist.ProcessGroup:
-    known = {} if not dist.is_initialized() else {name: pg for pg, name in dist.distributed_c10d._world.pg_names.items()}
+    groups = dist.distributed_c10d._world.pg_names if dist.is_initialized() else {}
+    known: dict[str, dist.ProcessGroup] = {name: group for group, name in groups.items()}
     if found not in known:
         there = f"those of this rank are {', '.join(map(repr, known))}" if known else "torch.distributed has none yet"
         raise OptionError(f"{name} is {found!r}, expected {_EXPECTED}; {there}; {_REMEDY}")
@@ -138,7 +139,7 @@ def process_group(name: str) -> dist.ProcessGroup:
         StateError: there is none any more.
     """
     try:
-        return dist.distributed_c10d._resolve_process_group(name)
+        return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
     except (RuntimeError, ValueError) as error:
         raise StateError(gone(name)) from error
 

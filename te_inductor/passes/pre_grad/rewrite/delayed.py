@@ -215,10 +215,9 @@ class DelayedSites:
             with example.fake_mode:  # type: ignore[attr-defined]
                 shapes = ((), (), (self.recipe.amax_history_len,))
                 tensors = [torch.empty(shape, dtype=torch.float32, device=example.device) for shape in shapes]
-            nodes = [self._input(tensor) for tensor in tensors]
-            self.quantizers[readers[0]] = _Quantizer(
-                state, len(self.quantizers), *nodes, self.groups.of(readers[0])
-            )
+            amax, scale, history = (self._input(tensor) for tensor in tensors)
+            group = self.groups.of(readers[0])
+            self.quantizers[readers[0]] = _Quantizer(state, len(self.quantizers), amax, scale, history, group)
         return self.quantizers[readers[0]]
 
     def _input(self, example: torch.Tensor) -> fx.Node:
