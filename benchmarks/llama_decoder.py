@@ -32,7 +32,7 @@ class Attention(nn.Module):
         self.shape = shape
         width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
         self.qkv = nn.Linear(shape.dim, width, bias=False)
-        self.o = nn.Linear(shape.dim, shape.dim, bias=False)
+        self.o = nn.Linear(shape.heads * shape.head_dim, shape.dim, bias=False)
         cache = torch.zeros(batch, shape.kv_heads, shape.context, shape.head_dim, dtype=dtype)
         self.register_buffer("keys", cache, persistent=False)
         self.register_buffer("values", cache.clone(), persistent=False)
@@ -49,7 +49,7 @@ class Attention(nn.Module):
         q = q.view(batch, shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim)
         scores = (q @ self.keys.transpose(2, 3)).float() * shape.head_dim**-0.5
         weights = scores.masked_fill(~mask, float("-inf")).softmax(-1).to(q.dtype)
-        return self.o((weights @ self.values).reshape(batch, 1, shape.dim))
+        return self.o((weights @ self.values).reshape(batch, 1, -1))
 
 
 def _rotated(x: Tensor, turn: Tensor) -> Tensor:  # (B, 1, H, D), (2, D/2)

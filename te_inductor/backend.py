@@ -24,7 +24,7 @@ from te_inductor.passes import pre_grad
 from te_inductor.passes.pre_grad.plan import Plan
 from te_inductor.passes.pre_grad.rewrite import first_step
 from te_inductor.recipes import regions
-from te_inductor.runtime import cached_weights, compiled_graphs
+from te_inductor.runtime import amax_groups, cached_weights, compiled_graphs
 from te_inductor.runtime.exporting import note_export
 from te_inductor.runtime.extra_inputs import bind
 from te_inductor.templates.cutlass import build
@@ -68,11 +68,13 @@ def te(
 
 
 def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
-    """Options, with every recipe resolved, so that a wrong one is an error even where no site would use it."""
+    """Options, with every recipe and the group resolved, so that a wrong one is an error even where no site would use
+    it."""
     parsed = config.parse(options, mode)
     recipe = recipes.resolve(parsed.recipe, parsed.recipe_name)
     policy = tuple((pattern, recipes.resolve(spec) or "none") for pattern, spec in parsed.policy)
-    return replace(parsed, recipe=recipe or "none", policy=policy)
+    group = amax_groups.resolve(parsed.amax_group, parsed.amax_group_name)
+    return replace(parsed, recipe=recipe or "none", policy=policy, amax_group=group)
 
 
 def run_passes(plan: Plan, passes: Sequence[Callable[[Plan], None]] | None = None) -> Report:

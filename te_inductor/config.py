@@ -2,18 +2,21 @@
 
 Own options (everything else in `options` goes to Inductor, unchanged):
 
-=========  ===========================================  ==========================================================
-option     values                                       default
-=========  ===========================================  ==========================================================
-recipe     a recipe's name or instance                  ``TE_INDUCTOR_RECIPE``, else ``"auto"``
-policy     {glob or function: recipe name or instance}  ``{}``; the first entry that matches wins
-fallback   ``"warn"``, ``"error"``, ``"silent"``        ``"warn"``
-wgrad      ``"grad"``, ``"main_grad"``, ``"deferred"``  ``"grad"``; ``"main_grad"`` adds weight gradients to it in fp32,
-                                                        ``"deferred"`` computes them in `backward_dw`
-weights    ``"each_call"``, ``"once"``                  ``"each_call"``; ``"once"`` casts a weight again when it has
-                                                        changed, and keeps its copies: 2 bytes a weight in training
-mode       as in ``torch.compile(mode=…)``              None; here because torch refuses mode= beside options=
-=========  ===========================================  ==========================================================
+==========  ===========================================  ==========================================================
+option      values                                       default
+==========  ===========================================  ==========================================================
+recipe      a recipe's name or instance                  ``TE_INDUCTOR_RECIPE``, else ``"auto"``
+policy      {glob or function: recipe name or instance}  ``{}``; the first entry that matches wins
+fallback    ``"warn"``, ``"error"``, ``"silent"``        ``"warn"``
+wgrad       ``"grad"``, ``"main_grad"``, ``"deferred"``  ``"grad"``; ``"main_grad"`` adds weight gradients to it in
+                                                         fp32, ``"deferred"`` computes them in `backward_dw`
+weights     ``"each_call"``, ``"once"``                  ``"each_call"``; ``"once"`` casts a weight again when it has
+                                                         changed, and keeps its copies: 2 bytes a weight in training
+amax_group  a DeviceMesh, a ProcessGroup, the name of    ``TE_INDUCTOR_AMAX_GROUP``, which is a name or ``"none"``,
+            one, or ``"none"``                           else None: the ranks that share each parameter. Delayed
+                                                         scaling reduces amaxes over it; ``"none"``: over no ranks
+mode        as in ``torch.compile(mode=…)``              None; here because torch refuses mode= beside options=
+==========  ===========================================  ==========================================================
 
 A policy's globs are over module paths; its functions are called with a layer's module path and (M, N, K).
 """
@@ -30,17 +33,19 @@ Fallback = Literal["warn", "error", "silent"]
 Weights = Literal["each_call", "once"]
 Wgrad = Literal["grad", "main_grad", "deferred"]
 
-OWN_OPTIONS = ("recipe", "policy", "fallback", "weights", "wgrad", "mode")
+OWN_OPTIONS = ("recipe", "policy", "fallback", "weights", "wgrad", "amax_group", "mode")
 FALLBACKS = ("warn", "error", "silent")
 WEIGHTS = ("each_call", "once")
 WGRADS = ("grad", "main_grad", "deferred")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 ENV_RECIPE = "TE_INDUCTOR_RECIPE"
+ENV_AMAX_GROUP = "TE_INDUCTOR_AMAX_GROUP"
 
 
 @dataclass(frozen=True)
 class Options:
-    """Parsed options. `recipe` and the policy's values are specs (name or instance) that `recipes.resolve` reads."""
+    """Parsed options. `recipe` and the policy's values are specs (name or instance) that `recipes.resolve` reads,
+    `amax_group` is one that `amax_groups.resolve` does."""
 
     recipe: object = "auto"
     recipe_name: str = "recipe"  # what errors call it
@@ -48,6 +53,8 @@ class Options:
     fallback: Fallback = "warn"
     weights: Weights = "each_call"
     wgrad: Wgrad = "grad"
+    amax_group: Any = None
+    amax_group_name: str = "option 'amax_group'"
     mode: str | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
@@ -64,6 +71,9 @@ def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> 
     recipe, recipe_name = given.pop("recipe", None), "recipe"
     if recipe is None:
         recipe, recipe_name = os.environ.get(ENV_RECIPE) or "auto", f"recipe of the environment variable {ENV_RECIPE}:"
+    group, group_name = given.pop("amax_group", None), "option 'amax_group'"
+    if group is None:
+        group, group_name = os.environ.get(ENV_AMAX_GROUP) or None, f"environment variable {ENV_AMAX_GROUP}"
     fallback = _choice(given, "fallback", FALLBACKS, "warn")
     weights, wgrad = _choice(given, "weights", WEIGHTS, "each_call"), _choice(given, "wgrad", WGRADS, "grad")
     policy = _parse_policy(given.pop("policy", {}))
@@ -80,6 +90,8 @@ def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> 
         cast(Fallback, fallback),
         cast(Weights, weights),
         cast(Wgrad, wgrad),
+        group,
+        group_name,
         mode,
         _parse_inductor(given),
     )

@@ -278,7 +278,20 @@ def amaxes_stay_local(reason: str) -> str:
     """The text of the warning about ranks that do not reduce the amaxes of delayed scaling together."""
     return (
         f"te_inductor: amaxes of delayed scaling are not reduced over ranks, as {reason}; each rank scales by its own;"
-        " pass DelayedScaling(reduce_amax=False) where that is meant"
+        f" pass {_LOCAL} where that is meant"
+    )
+
+
+_LOCAL = "options={'amax_group': 'none'} or DelayedScaling(reduce_amax=False)"
+
+
+def amaxes_have_no_group(fqns: Iterable[str]) -> str:
+    """The text of the warning about delayed scaling on several ranks that reduces nothing, as nobody says over what."""
+    return (
+        "te_inductor: amaxes of delayed scaling are not reduced over ranks, as the parameters of these sites are neither"
+        f" sharded (FSDP2, DTensor) nor in a DistributedDataParallel: {shown(fqns)}; each rank scales by its own; pass"
+        f" options={{'amax_group': …}}, a DeviceMesh, a ProcessGroup or its name, to reduce them, or {_LOCAL} where that"
+        " is meant"
     )
 
 

@@ -79,23 +79,8 @@ def one_seed(monkeypatch):
 def without_codegen(request, monkeypatch):
     """Graphs run as AOTAutograd made them, each op by its eager kernel: what passes and state do to programs, without
     minutes of C++. A test marked `codegen` is compiled all the same."""
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.aot_autograd import make_boxed_func
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-
     from te_inductor import compat
-
-    def aot_eager(gm, inputs, patches, *_):
-        def partition(joint, *args, **kwargs):
-            patches["joint_custom_pre_pass"](joint.graph)
-            return min_cut_rematerialization_partition(joint, *args, **kwargs)
-
-        compiler = aot_autograd(
-            fw_compiler=lambda graph, _: make_boxed_func(graph.forward),
-            partition_fn=partition,
-            keep_inference_input_mutations=True,
-        )
-        return compiler(gm, inputs)
+    from tests import uncompiled
 
     if request.node.get_closest_marker("codegen") is None:
-        monkeypatch.setattr(compat, "compile_fx", aot_eager)
+        monkeypatch.setattr(compat, "compile_fx", uncompiled.compile_fx)

@@ -68,6 +68,10 @@ def quantized_as(report: Report, model: nn.Module, instances: Mapping[str, Recip
     assert report.failure is None, report.failure
     twin = copy.deepcopy(model)
     sites = {site.fqn: site for site in report.sites if site.gemm == "fprop" and site.kernel != "high_precision"}
+    for path in [path for path, site in sites.items() if site.pattern == "grouped_linear"]:
+        site = sites.pop(path)
+        recipe = instances.get(path) or instances.get(site.recipe) or recipes.resolve(site.recipe)
+        twin.get_submodule(path.rpartition(".")[0]).low = recipe  # of tests/experts.py
     layers = {path: _Layer(twin.get_submodule(path)) for path in sites}  # type: ignore[arg-type]
     for path, site in sites.items():
         if layers[path].group is None:

@@ -34,6 +34,7 @@ from te_inductor.recipes import (
 )
 from te_inductor.recipes.regions import active
 from tests.eager import quantized_as
+from tests.experts import FixedExperts
 from tests.recipes import NAMES
 
 # Stochastic rounding draws a seed a cast, in the order of the casts, which the two need not share.
@@ -220,6 +221,8 @@ def _module(step: tuple, width: int) -> tuple[nn.Module, int]:
     if kind == "written":
         layers = [nn.Linear(width, size, bias=of[2]) for size in of[1]]
         return Step(partial(_written, of[0]), *layers), sum(of[1])
+    if kind == "experts":
+        return FixedExperts(width, *of), of[0]
     if kind == "twice":
         return Step(lambda parts, x: parts[0](torch.tanh(parts[0](x))), nn.Linear(width, width)), width
     inner, out = _sequence(of[-1], width)
@@ -252,6 +255,7 @@ _simple = st.one_of(
     st.tuples(st.just("heads"), st.sampled_from([32, 128, 256]), st.booleans()),
     st.tuples(st.just("shared"), st.lists(widths, min_size=2, max_size=3).map(tuple), st.booleans()),
     st.tuples(st.just("twice")),
+    st.tuples(st.just("experts"), widths, st.sampled_from([1, 3, 8])),
     st.tuples(st.just("reshape"), st.sampled_from(list(RESHAPES))),
 )
 
@@ -444,14 +448,15 @@ def _recipes(model: nn.Module, x: Tensor, case: Case) -> dict[str, str]:
 
     def record(path: str):
         def hook(module: nn.Module, inputs: tuple) -> None:
-            named = [name for glob, name in case.policy if fnmatchcase(path, glob)]
+            names = [f"{path}.weight", path] if isinstance(module, FixedExperts) else [path]
+            named = [name for glob, name in case.policy if any(fnmatchcase(each, glob) for each in names)]
             region = active()
             of_region = _name_of(region.recipe) if region.recipe else case.recipe
-            found[path] = (named[0] if named else of_region) if region.enabled else "none"
+            found[names[0]] = (named[0] if named else of_region) if region.enabled else "none"
 
         return hook
 
-    layers = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+    layers = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.Linear | FixedExperts)]
     hooks = [module.register_forward_pre_hook(record(path)) for path, module in layers]
     with torch.no_grad():
         model(x)

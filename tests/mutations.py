@@ -85,7 +85,25 @@ MUTATIONS = [
         'known = step.known("input", dys, slots.grad_output) if step else None',
         ("tests/numerics/test_delayed.py",),
     ),
+    Mutation(
+        "rows behind the last group reach the gradients",
+        "dy = grouped.mask_rows(torch.cat(list(dys), 1) if len(dys) > 1 else dys[0], ends)",
+        "dy = torch.cat(list(dys), 1) if len(dys) > 1 else dys[0]",
+        ("tests/numerics/test_grouped.py", "-k", "rows_behind"),
+    ),
+    Mutation(
+        "a row's gradient is the sum of others' copies",
+        ".scatter(0, order, places).view(-1, each)",
+        ".scatter(0, order, places).view(each, -1).t()",
+        ("tests/numerics/test_grouped.py", "-k", "places"),
+    ),
     # runtime
+    Mutation(
+        "a group's padding holds its last row",
+        "return starts.int(), tiles.int(), torch.where(known, row, -1).flatten().int()",
+        "return starts.int(), tiles.int(), row.clamp(0, rows - 1).flatten().int()",
+        ("tests/numerics/test_grouped.py", "-k", "layout"),
+    ),
     Mutation(
         "ranks do not reduce their amaxes",
         "        torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX)\n",
@@ -112,8 +130,8 @@ MUTATIONS = [
     ),
     Mutation(
         "main_grad is overwritten",
-        "total.data.add_(gradient)",
-        "total.data.copy_(gradient)",
+        "dw.split([total.shape[0] for total in totals]), strict=True):\n        total.data.add_(gradient)",
+        "dw.split([total.shape[0] for total in totals]), strict=True):\n        total.data.copy_(gradient)",
         ("tests/backend/test_main_grad.py",),
     ),
     Mutation(
@@ -147,6 +165,12 @@ MUTATIONS = [
         "        pass\n",
         ("tests/backend/test_fallback.py",),
     ),
+    Mutation(
+        "a gather is read behind a write of its rows",
+        "if match.literal and any(memory(one) & plan.written for one in grouped.reads_early(match)):",
+        "if False:",
+        ("tests/backend/test_experts.py", "-k", "gathered_behind"),
+    ),
     # lowerings
     Mutation(
         "generated code has no guard for an infinite amax",
@@ -175,8 +199,8 @@ MUTATIONS = [
     # templates
     Mutation(
         "a stage is read before it is filled",
-        "    mbarrier.wait(full.index(place), phase)\n",
-        "",
+        "    mbarrier.wait(full.index(place), phase)\n    units = ",
+        "    units = ",
         ("tests/offline/test_gluon.py",),
     ),
     Mutation(
@@ -184,6 +208,18 @@ MUTATIONS = [
         "    inside = m[:, None] < M\n    if ASSEMBLY:\n        tl.extra.cuda.gdc_wait()\n    y = ",
         "    inside = m[:, None] < M\n    y = ",
         ("tests/offline/test_small_m.py",),
+    ),
+    Mutation(
+        "a row that names its expert meets the next one's weight",
+        "yield expert % experts, (ids == expert).nonzero()[:, 0]",
+        "yield (expert + 1) % experts, (ids == expert).nonzero()[:, 0]",
+        ("tests/backend/test_stored_experts.py", "-k", "every_form"),
+    ),
+    Mutation(
+        "every tile of an expert's rows begins at its first one",
+        "first = (p - tl.sum(tl.where(mine, last - tiles, 0), 0)) * ROWS",
+        "first = p * 0",
+        ("tests/offline/test_experts_decode.py", "-k", "interpreted"),
     ),
 ]
 

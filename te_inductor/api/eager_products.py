@@ -31,7 +31,8 @@ from te_inductor.recipes.regions import Region
 UNREACHED = "no compiled graph reached it (graph break or skipped code)"
 
 # Operations whose last two tensors are multiplied, with or without a first one that is added.
-_PRODUCTS = frozenset("mm addmm _addmm_activation bmm baddbmm addbmm _grouped_mm".split())
+_PRODUCTS = frozenset("mm addmm _addmm_activation bmm baddbmm addbmm".split())
+_GROUPED = frozenset(("_grouped_mm", "grouped_mm_fallback"))  # whose first two are
 _FUSED = frozenset(
     "linear _native_multi_head_attention _transformer_encoder_layer_fwd".split()
 )  # of x and weights (N, K)
@@ -86,7 +87,7 @@ class EagerProducts(TorchDispatchMode):
         name = op._schema.name.partition("::")[2]
         tensors = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
         weights = [self._weight(one) for one in tensors]
-        if name in _PRODUCTS or name in _FUSED:
+        if name in _PRODUCTS | _GROUPED | _FUSED:
             if any(weight is not None for weight in weights) and not _in_compiled_graph():
                 self.found.extend(_read(name, tensors, weights))
         elif tensors and None not in weights:
@@ -117,8 +118,8 @@ def _read(name: str, tensors: Sequence[Tensor], weights: Sequence[nn.Parameter |
                 m, (n, k) = x.numel() // max(one.shape[1], 1), one.shape
                 yield EagerProduct(weight, (m, n, k), 2 * m * n * k, False, region)
         return
-    a, b = tensors[-2:] if name != "_grouped_mm" else tensors[:2]
-    of = weights[-2:] if name != "_grouped_mm" else weights[:2]
+    a, b = tensors[:2] if name in _GROUPED else tensors[-2:]
+    of = weights[:2] if name in _GROUPED else weights[-2:]
     weight = next((one for one in of if one is not None), None)
     k = a.shape[-1]
     if (
@@ -126,8 +127,8 @@ def _read(name: str, tensors: Sequence[Tensor], weights: Sequence[nn.Parameter |
     ):  # of two weights a weight is made, of columns and rows an outer product
         return
     n = b.shape[-1]
-    m = math.prod(a.shape[-2:-1]) if name == "_grouped_mm" else math.prod(a.shape[:-1])
-    yield EagerProduct(weight, (m, n, k), 2 * m * n * k, name == "_grouped_mm", region)
+    m = math.prod(a.shape[-2:-1]) if name in _GROUPED else math.prod(a.shape[:-1])
+    yield EagerProduct(weight, (m, n, k), 2 * m * n * k, name in _GROUPED, region)
 
 
 def report_of(

@@ -1,7 +1,8 @@
-"""`quantize_`: store the weights of a model's linear layers in low precision, once, for inference."""
+"""`quantize_`: store the weights of a model's linear layers and experts in low precision, once, for inference."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from te_inductor import config, lowerings, recipes
 from te_inductor.diagnostics import HIDDEN, Refusal, say
 from te_inductor.errors import OptionError, wrong_type
-from te_inductor.ops import stored_weight
+from te_inductor.ops import stored_experts, stored_weight
 from te_inductor.ops.stored_weight import StoredWeight, kind_of, store
 from te_inductor.passes.graph.module_path import without_wrappers
 from te_inductor.passes.pre_grad.decide import policy as policies
@@ -20,6 +21,46 @@ from te_inductor.recipes import Recipe
 stored_weight.before_export.append(functools.cache(lambda: lowerings.install()))
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ROUTERS = frozenset(("gate", "router"))  # what models call them
+CONTAINERS = (nn.ParameterDict, nn.ParameterList)
+
+
+@dataclass(frozen=True)
+class Held:
+    """A weight, and the module that multiplies by it."""
+
+    module: nn.Module
+    parameter: str  # what the module calls it
+    names: tuple[str, ...]  # by which a policy may name it
+    router: bool = False
+
+    @property
+    def weight(self) -> Tensor:
+        return getattr(self.module, self.parameter)  # type: ignore[no-any-return]
+
+    @property
+    def transposed(self) -> bool:
+        """Whether experts' weight is (E, K, N): as transformers marks the class, or as gate and up and down fit
+        together, of which the one's columns are the other's rows."""
+        marked = getattr(self.module, "is_transposed", None)
+        if isinstance(marked, bool):
+            return marked
+        up, down = (getattr(self.module, name, None) for name in ("gate_up_proj", "down_proj"))
+        if not (isinstance(up, Tensor) and isinstance(down, Tensor) and up.dim() == down.dim() == 3):
+            return False
+        return up.shape[1] == down.shape[2] and up.shape[2] == 2 * down.shape[1] != 2 * down.shape[2]
+
+    @property
+    def sizes(self) -> tuple[None, int, int]:
+        """(M, N, K) of a matrix."""
+        rows, columns = self.weight.shape[-2:]
+        return (None, columns, rows) if self.weight.dim() == 3 and self.transposed else (None, rows, columns)
+
+    def stored(self, recipe: Recipe) -> nn.Parameter:
+        with torch.no_grad():
+            weight = self.weight.detach()
+            made = stored_experts.store(weight, recipe, self.transposed) if weight.dim() == 3 else store(weight, recipe)
+            return nn.Parameter(made, requires_grad=False)
 
 
 def quantize_(
@@ -28,14 +69,19 @@ def quantize_(
     policy: Mapping[Any, object] | None = None,
     fallback: str = "warn",
 ) -> nn.Module:
-    """Replace the weights of `nn.Linear` modules by `StoredWeight`s, in place; returns the model.
+    """Replace the weights of `nn.Linear` modules, and the 3D parameters of experts, by `StoredWeight`s, in place;
+    returns the model.
 
     Args:
-        recipe: "nvfp4_weight_only" (4.5 bits a weight; activations as they are), or "rowwise", "current", "block" (8 bits;
-            activations are cast as the recipe says); a name or an instance.
+        recipe: "nvfp4_weight_only" (4.5 bits a weight; activations as they are), or "rowwise", "current", "block" (8
+            bits; activations are cast as the recipe says); a name or an instance.
         policy: as the compile option: {module-path glob or function: recipe or "none"}, the first that matches wins; a
-            function is given None for M.
+            function is given None for M. Experts' parameters are named by the module's path or their own.
         fallback: "warn", "error" or "silent", where a layer's weight cannot be stored so or an entry matches nothing.
+
+    Experts' parameters are those of three dimensions of modules whose path or class has "expert" in it, (E, N, K) or
+    (E, K, N), and those that a policy entry names in full. A router's weight is stored only if an entry names it. FP8
+    weights of experts cast activations where a GPU multiplies many rows, nowhere else.
 
     The model runs eagerly, by dequantizing, and fast under ``torch.compile(model, backend="te")``. Keys of its
     state_dict stay; it loads what was saved of a quantized model, and of one in high precision. It cannot be trained;
@@ -51,28 +97,26 @@ def quantize_(
         raise OptionError(wrong_type("quantize_'s model", model, "an nn.Module"))
     options = config.parse({"policy": policy or {}, "fallback": fallback})
     entries, default, owners = policies.entries(options.policy), recipes.resolve(recipe), _owners(model)
-    chosen: list[tuple[nn.Linear, Recipe]] = []
+    chosen: list[tuple[Held, Recipe]] = []
     said: list[str] = []
     used = set()
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear):
-            continue
-        path = without_wrappers(name)
-        entry = policies.first(entries, (path,), (None, *module.weight.shape))
+    for held in _weights(model, [entry.pattern for entry in entries]):
+        path = held.names[0]
+        entry = policies.first(entries, held.names, held.sizes)
         used.add(entry)
-        wanted = entry.recipe if entry else default
+        wanted = entry.recipe if entry else None if held.router else default
         if wanted is None:
             continue
-        if isinstance(module.weight, StoredWeight):
-            if module.weight.recipe != wanted:
+        if isinstance(held.weight, StoredWeight):
+            if held.weight.recipe != wanted:
                 said.append(
-                    f"te_inductor: {path or '(root)'} keeps its weight: it is stored as {module.weight.recipe} already"
+                    f"te_inductor: {path or '(root)'} keeps its weight: it is stored as {held.weight.recipe} already"
                 )
             continue
         kind_of(wanted)
-        refusal = _refusal(module, owners)
+        refusal = _refusal(held, owners)
         if refusal is None:
-            chosen.append((module, wanted))
+            chosen.append((held, wanted))
         else:
             said.append(f"te_inductor: {path or '(root)'} keeps its weight: {refusal}")
     unused = [entry.name for entry in entries if entry not in used]
@@ -83,13 +127,35 @@ def quantize_(
     return model
 
 
-def _replace(chosen: Sequence[tuple[nn.Linear, Recipe]]) -> None:
+def _weights(model: nn.Module, patterns: Sequence[object]) -> Iterator[Held]:
+    """Those of linear layers and of experts."""
+    for name, module in model.named_modules():
+        path = without_wrappers(name)
+        if isinstance(module, nn.Linear):
+            yield Held(module, "weight", (path,), _is_router(path, model.get_submodule(name.rpartition(".")[0])))
+            continue
+        named = "expert" in f"{path} {type(module).__name__}".lower()
+        for key, parameter in module._parameters.items():
+            full = f"{path}.{key}".strip(".")
+            asked = any(isinstance(glob, str) and glob.rpartition(".")[2] == key for glob in patterns)
+            known = type(module).__module__.startswith("torch.nn.") and not isinstance(module, CONTAINERS)
+            if parameter is not None and parameter.dim() == 3 and (named or asked) and not known:
+                yield Held(module, key, tuple(dict.fromkeys((full, path))))
+
+
+def _is_router(path: str, parent: nn.Module) -> bool:
+    """Whether a linear layer chooses experts: by its name, beside such."""
+    return path.rpartition(".")[2] in ROUTERS and any("expert" in key.lower() for key, _ in parent.named_children())
+
+
+def _replace(chosen: Sequence[tuple[Held, Recipe]]) -> None:
     """One after the other, so that two forms of one weight are all that memory has to hold besides the model."""
     done: dict[Tensor, nn.Parameter] = {}
-    for module, recipe in chosen:
-        if module.weight not in done:
-            done[module.weight] = _stored(module.weight, recipe)
-        module.weight = done[module.weight]
+    for held, recipe in chosen:
+        weight = held.weight
+        if weight not in done:
+            done[weight] = held.stored(recipe)
+        setattr(held.module, held.parameter, done[weight])
 
 
 def _owners(model: nn.Module) -> dict[Tensor, list[nn.Module]]:
@@ -100,13 +166,14 @@ def _owners(model: nn.Module) -> dict[Tensor, list[nn.Module]]:
     return owners
 
 
-def _refusal(module: nn.Linear, owners: Mapping[Tensor, Sequence[nn.Module]]) -> Refusal | None:
-    if "weight" not in module._parameters:
+def _refusal(held: Held, owners: Mapping[Tensor, Sequence[nn.Module]]) -> Refusal | None:
+    if held.parameter not in held.module._parameters:
         return Refusal(
             "it is computed from other parameters, as by a parametrization, which would have to be removed first"
         )
-    weight = module.weight
-    others = [type(owner).__name__ for owner in owners[weight] if not isinstance(owner, nn.Linear)]
+    weight = held.weight
+    kind = nn.Linear if weight.dim() == 2 else type(held.module)
+    others = [type(owner).__name__ for owner in owners[weight] if not isinstance(owner, kind)]
     if others:
         return Refusal("it is also that of a module of class %s", others[0])
     if weight.dtype not in DTYPES:
@@ -114,12 +181,7 @@ def _refusal(module: nn.Linear, owners: Mapping[Tensor, Sequence[nn.Module]]) ->
     if weight.layout != torch.strided or torch.utils._python_dispatch.is_traceable_wrapper_subclass(weight):
         return Refusal("it is a %s, not a plain strided tensor", type(weight).__name__)
     if weight.numel() == 0:
-        return Refusal("empty weight %d x %d", *weight.shape)
+        return Refusal("empty weight %s", " x ".join(str(size) for size in weight.shape))
     if not weight.is_meta and not bool(weight.isfinite().all()):
         return Refusal("it has values that are not finite")
     return None
-
-
-def _stored(weight: Tensor, recipe: Recipe) -> nn.Parameter:
-    with torch.no_grad():
-        return nn.Parameter(store(weight.detach(), recipe), requires_grad=False)

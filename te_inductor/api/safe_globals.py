@@ -17,10 +17,17 @@ def rebuild(*saved: Any) -> Any:
     return stored_weight.rebuild(*saved)
 
 
-# Plain constants, and no code but `rebuild`.
+def rebuild_experts(*saved: Any) -> Any:
+    from te_inductor.ops import stored_experts
+
+    return stored_experts.rebuild(*saved)
+
+
+# Plain constants, and no code but these two.
 torch.serialization.add_safe_globals(
     [
         (rebuild, "te_inductor.ops.stored_weight.rebuild"),
+        (rebuild_experts, "te_inductor.ops.stored_experts.rebuild"),
         recipes.NVFP4WeightOnly,
         recipes.Float8CurrentScaling,
         recipes.Float8RowwiseScaling,

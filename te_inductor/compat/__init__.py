@@ -13,6 +13,7 @@ from te_inductor.compat.dynamo import (
     compiled_apart,
     guard_on,
     guard_on_attribute,
+    guard_on_tensor,
     in_uncompiled_frame,
     never_compile,
     options_of_compiled,
@@ -25,11 +26,14 @@ from te_inductor.compat.partitioner import let_marks_be_saved, saving_a_minimum_
 from te_inductor.compat.patches import PATCHES, Patch, patch
 from te_inductor.compat.wrappers import (
     Gathered,
+    ddp_group_of,
     gathered,
+    guard_on_wrappers,
     inside_ddp,
     is_flattened_module,
     is_gathered,
     is_sharded_module,
+    mesh_of_dtensor,
 )
 
 __all__ = [
@@ -42,15 +46,19 @@ __all__ = [
     "compile_fx",
     "compiled_apart",
     "constant_type_name",
+    "ddp_group_of",
     "gathered",
     "guard_on",
     "guard_on_attribute",
+    "guard_on_tensor",
+    "guard_on_wrappers",
     "in_uncompiled_frame",
     "inside_ddp",
     "is_flattened_module",
     "is_gathered",
     "is_sharded_module",
     "let_marks_be_saved",
+    "mesh_of_dtensor",
     "never_compile",
     "options_of_compiled",
     "patch",

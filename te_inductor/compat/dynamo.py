@@ -85,6 +85,22 @@ def guard_on_attribute(node: fx.Node, parameter: object, name: str) -> None:
         install_guard(attribute.make_guard(GuardBuilder.HASATTR))
 
 
+def guard_on_tensor(node: fx.Node, holds: Callable[[torch.Tensor], bool], what: str) -> None:
+    """Have Dynamo ask this of a graph's input before each run of the graph that it is compiling; `what` is asked, for
+    its logs. Where something else calls the backend there is nobody to ask."""
+    from torch._dynamo.guards import install_guard
+    from torch._guards import TracingContext
+
+    source: Any = getattr(node, "_dynamo_source", None)
+    if source is None or TracingContext.try_get() is None:
+        return
+
+    def create(builder: Any, guard: Any) -> None:
+        builder.get_guard_manager(guard).add_lambda_guard(holds, [f"{what}({guard.name})"], guard.user_stack)
+
+    install_guard(source.make_guard(create))
+
+
 def options_of_compiled(module: torch.nn.Module, backend: object) -> Mapping[str, Any] | None:
     """The options of a module that torch.compile was called with for this backend, which Dynamo knows under wrappers;
     None of any other module."""

@@ -2,9 +2,10 @@
 
 import sys
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from te_inductor.compat.dynamo import guard_on
 
@@ -20,6 +21,11 @@ class Gathered(NamedTuple):
     shards: Sequence[torch.Tensor]
     whole: torch.Tensor | None  # None before it is gathered first
 
+    @property
+    def mesh(self) -> Any:
+        """Over which it is sharded, and replicated where the mesh has a dimension for that."""
+        return self.shards[0].device_mesh  # type: ignore[attr-defined]
+
 
 def gathered() -> Iterator[Gathered]:
     """Every parameter of this process that FSDP2 gathers."""
@@ -33,6 +39,12 @@ def gathered() -> Iterator[Gathered]:
         for one in (one for group in groups if group is not None for one in group.fsdp_params):
             shards = [getattr(one, name, None) for name in ("sharded_param", "_sharded_post_forward_param")]
             yield Gathered([s for s in shards if s is not None], getattr(one, "_unsharded_param", None))
+
+
+def mesh_of_dtensor(tensor: torch.Tensor) -> Any:
+    """The DeviceMesh of a DTensor; None of any other tensor."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return tensor.device_mesh if module is not None and isinstance(tensor, module.DTensor) else None  # type: ignore[attr-defined]
 
 
 def is_sharded_module(module: torch.nn.Module) -> bool:
@@ -50,5 +62,31 @@ def is_flattened_module(module: torch.nn.Module) -> bool:
 def inside_ddp() -> bool:
     """Whether the forward of a torch DistributedDataParallel runs, whose `_get_active_ddp_module` Dynamo asks as well.
     The graph that is being compiled is compiled anew where the answer is another."""
-    guard_on("torch.nn.parallel.distributed", "DistributedDataParallel._active_ddp_module", by_type=True)
-    return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None  # type: ignore[no-untyped-call]
+    guard_on(*_ACTIVE_DDP, by_type=True)
+    return _active_ddp() is not None
+
+
+_ACTIVE_DDP = ("torch.nn.parallel.distributed", "DistributedDataParallel._active_ddp_module")
+
+
+def _active_ddp() -> Any:
+    return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+
+
+def ddp_group_of(parameter: torch.Tensor) -> Any:
+    """The process group of the DistributedDataParallel whose forward runs, if it keeps this parameter equal; else
+    None. Where DDP cuts a graph, a piece knows its parameters as fake tensors: these are taken to be DDP's."""
+    ddp = _active_ddp()
+    if ddp is None:
+        return None
+    own = (*ddp._module_parameters, *ddp._delay_all_reduce_params)
+    known = isinstance(parameter, FakeTensor) or any(one is parameter for one in own)
+    return ddp.process_group if known else None
+
+
+def guard_on_wrappers() -> None:
+    """Have Dynamo compile anew where there is a default process group and was none, or the other way round, or where
+    another DistributedDataParallel's forward runs, if its process group is another one."""
+    guard_on("torch.distributed.distributed_c10d", "GroupMember.WORLD", by_type=True)
+    if inside_ddp():
+        guard_on(_ACTIVE_DDP[0], f"{_ACTIVE_DDP[1]}.process_group.group_name")

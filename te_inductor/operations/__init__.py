@@ -22,6 +22,7 @@ from te_inductor.operations.elementwise import (
     SquaredReLU,
     SwiGLU,
 )
+from te_inductor.operations.grouped import GroupedBias, GroupedLinear, WaitingGradients
 from te_inductor.operations.low_precision import Linear, Quantize
 from te_inductor.operations.norms import L2Normalization, LayerNorm, RMSNorm
 from te_inductor.runtime.operation import Operation
@@ -34,6 +35,8 @@ __all__ = [
     "ConstantScale",
     "Dropout",
     "GeGLU",
+    "GroupedBias",
+    "GroupedLinear",
     "Identity",
     "L2Normalization",
     "LayerNorm",
@@ -47,4 +50,5 @@ __all__ = [
     "SiLU",
     "SquaredReLU",
     "SwiGLU",
+    "WaitingGradients",
 ]

@@ -12,8 +12,10 @@ from torch._functorch import config, partitioners
 from torch.utils.flop_counter import register_flop_formula
 
 from te_inductor import compat, ops
+from te_inductor.ops import experts as ops_experts
 from te_inductor.ops import stored as ops_stored
 from te_inductor.recipes import Gemm
+from te_inductor.runtime.grouped import GROUP_ALIGNMENT
 
 ATTENTION = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
 
@@ -32,6 +34,33 @@ def wgrad(
     return _product(a, b, gemm)
 
 
+@register_flop_formula(ops.grouped_mm.overloadpacket, get_raw=True)
+def grouped_mm(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, bias: Any, gemm: Gemm, *_: Any, **__: Any
+) -> int:
+    """Each row is in one group, whatever their sizes are."""
+    return 2 * a.shape[0] * a.shape[1] * gemm.packed * b.shape[1]
+
+
+@register_flop_formula(ops.grouped_wgrad.overloadpacket, get_raw=True)
+def grouped_wgrad(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, starts: Tensor, gemm: Gemm, *_: Any, **__: Any
+) -> int:
+    """Without the columns that are there for groups of any sizes, most of which no GEMM visits."""
+    columns = a.shape[1] * gemm.packed - GROUP_ALIGNMENT * (starts.shape[0] - 1)
+    return 2 * a.shape[0] * columns * b.shape[0]
+
+
+@register_flop_formula(
+    [ops.accumulate_grouped_wgrad.overloadpacket, ops.defer_grouped_wgrad.overloadpacket], get_raw=True
+)
+def grouped_wgrad_elsewhere(
+    places: Any, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, starts: Tensor, alpha: Any, gemm: Gemm,
+    *_: Any, **__: Any,
+) -> int:  # fmt: skip
+    return grouped_wgrad(a, a_scale, b, b_scale, starts, gemm)
+
+
 @register_flop_formula(ops_stored.nvfp4_linear_fp8.overloadpacket, get_raw=True)
 def nvfp4_linear_fp8(x: Tensor, x_scale: Tensor, stored: Tensor, *_: Any, **__: Any) -> int:
     return nvfp4_linear(x, stored)
@@ -40,6 +69,16 @@ def nvfp4_linear_fp8(x: Tensor, x_scale: Tensor, stored: Tensor, *_: Any, **__: 
 @register_flop_formula(ops_stored.nvfp4_linear.overloadpacket, get_raw=True)
 def nvfp4_linear(x: Tensor, stored: Tensor, *_: Any, **__: Any) -> int:
     return 2 * x.shape[0] * x.shape[1] * stored.shape[0]
+
+
+@register_flop_formula([ops_experts.nvfp4_experts.overloadpacket, ops_experts.fp8_experts.overloadpacket], get_raw=True)
+def stored_experts(x: Tensor, ends: Any, ids: Any, stored: Tensor, *_: Any, **__: Any) -> int:
+    return 2 * x.shape[0] * x.shape[1] * stored.shape[1]
+
+
+@register_flop_formula(ops_experts.plain_experts.overloadpacket, get_raw=True)
+def plain_experts(x: Tensor, ends: Tensor, whole: Tensor, *_: Any, **__: Any) -> int:
+    return 2 * x.shape[0] * x.shape[1] * whole.shape[1]
 
 
 @contextmanager

@@ -76,8 +76,9 @@ class GroupedLinears(Operation):
 
     def backward(self, ctx: Any, *dys: Tensor) -> Gradients:
         x_grad, weight_grad, bias_grad = ctx.needs
-        x, x_scale_inv, *scales, ends, rows, places = ctx.saved_tensors[:8]
-        weights = ctx.saved_tensors[8:]
+        saved = ctx.saved_tensors  # once: each access unpacks them
+        x, x_scale_inv, *scales, ends, rows, places = saved[:8]
+        weights = saved[8:]
         slots, step, dx = self.slots, self.step, None
         sizes = [weight.shape[1] for weight in weights]
         dy = grouped.mask_rows(torch.cat(list(dys), 1) if len(dys) > 1 else dys[0], ends)

@@ -27,10 +27,11 @@ aten = torch.ops.aten
 
 
 @functools.cache
-def _register_kernels() -> None:
-    """NVFP4's, before anything calls them: eager code, generated code, and such as a compile cache returns."""
+def register_kernels() -> None:
+    """Stored weights' own, before anything calls them: eager code, generated code, and such as a compile cache
+    returns."""
     if has_triton_package():
-        from te_inductor.templates.triton import nvfp4_ops  # noqa: F401
+        from te_inductor.templates.triton import experts_ops, nvfp4_ops  # noqa: F401
 
 
 class StoredWeight(Tensor):
@@ -58,6 +59,10 @@ class StoredWeight(Tensor):
     def dequantize(self) -> Tensor:  # type: ignore[override]
         """What is stored, as a plain (N, K) tensor of this tensor's dtype."""
         raise NotImplementedError
+
+    def restored(self, plain: Tensor) -> "StoredWeight":
+        """Another weight of this shape, stored as this one is."""
+        return self.store(plain, self.recipe)
 
     def linear(self, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
         """``x @ self.T + bias``"""
@@ -173,7 +178,7 @@ class NVFP4Weight(StoredWeight):
     def __init__(self, parts: tuple[Tensor, ...], shape: torch.Size, dtype: torch.dtype, recipe: Recipe) -> None:
         super().__init__(parts, shape, dtype, recipe)
         if parts[0].is_cuda:
-            _register_kernels()
+            register_kernels()
 
     stored: Tensor  # (N, K padded to 16, / 2) uint8
     block_scale: Tensor  # (N, K/16) e4m3
@@ -294,7 +299,7 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         raise StoredWeightError(f"copy_ from shape {tuple(source.shape)}, expected {tuple(target.shape)}")
     if type(source) is not type(target) or source.form != target.form:
         plain = source.dequantize() if isinstance(source, StoredWeight) else source
-        source = store(plain.to(target.device), target.recipe)
+        source = target.restored(plain.to(target.device))
     for mine, theirs in zip(target.parts, source.parts, strict=True):
         mine.copy_(theirs, non_blocking=non_blocking)
     return target

@@ -25,7 +25,8 @@ class DelayedScaling(Recipe):
     (amax_history_len, tensors) with this step's amaxes in row 0, that returns (tensors,) amaxes;
     `scaling_factor_compute_algo` a function of (amax, scale, fp8_max, recipe) that returns scales. Either is a plain
     function without a closure, so that its code can stand in the compile caches' keys. `reduce_amax` takes the maximum
-    over all ranks of the default process group, if there is one, and all of them run graphs with the same quantizers.
+    over the ranks that share the parameter, or over options["amax_group"], where all of them run graphs with the same
+    quantizers.
     """
 
     name: ClassVar[str] = "delayed"
@@ -76,7 +77,8 @@ class ScaleUpdate(Constant):
 
     recipe: DelayedScaling
     element: str  # "e4m3" or "e5m2"
-    agreement: str | None = None  # amaxes are reduced where all ranks agreed on it: `runtime/agreement.py`
+    groups: tuple[str, ...] = ()  # names of process groups, over which amaxes are reduced one after another
+    agreement: str | None = None  # they are where all ranks agreed on it: `runtime/agreement.py`
 
     @property
     def format(self) -> Element:

@@ -1,16 +1,16 @@
-"""Whether all ranks reduce the amaxes of a graph together.
+"""Whether all ranks of a group reduce the amaxes of a graph together.
 
 # Note [Ranks that agree]
-A graph reduces its amaxes over ranks only where each rank runs a graph with the same quantizers, at the same time.
-Otherwise ranks would take each other's values, or wait for each other for ever. Nobody knows beforehand: stages of a
-pipeline have other layers, or equal ones that run one after another. So ranks ask before the first call of a graph, by
-the key-value store of the default process group and not by a collective, which itself could wait for ever:
+A graph reduces its amaxes over a group's ranks only where each of them runs a graph with the same quantizers, at the same
+time. Otherwise ranks would take each other's values, or wait for each other for ever. Nobody knows beforehand: ranks may
+run other layers, or equal ones one after another. So ranks ask before the first call of a graph, by the key-value store
+of the default process group and not by a collective, which itself could wait for ever:
 
-1. An agreement has a name, a digest of the recipe and of the graph's quantizers in order. A rank says that it compiles such
-   a graph, and later that it has come to the first call, where it waits.
-2. The last rank to come proposes yes. A rank that waits proposes no where another one waits at another name (for both
-   names), where another one has not begun to compile within `PATIENCE`, or has begun and not come within
-   `PATIENCE_OF_COMPILES`.
+1. An agreement has a name, a digest of the group, the recipe and the quantizers in order. A rank says that it compiles
+   such a graph, and later that it has come to the first call, where it waits.
+2. The last rank of the group to come proposes yes. A rank that waits proposes no where ranks wait for each other in a
+   ring (for all names on it), where another one has not begun to compile within `PATIENCE`, or has begun and not come
+   within `PATIENCE_OF_COMPILES`.
 3. The first proposal wins, by one `compare_set`, so that all ranks read the same decision. It never changes: it is known
    before a CUDA graph is captured.
 
@@ -18,6 +18,7 @@ After a wait in vain this rank waits no more for ranks that have not begun. Afte
 graph equally often wait for each other in the collective, as they would in those of DDP."""
 
 import hashlib
+import json
 import threading
 import time
 from collections.abc import Sequence
@@ -26,7 +27,10 @@ from typing import Any
 
 from torch import distributed as dist
 
-from te_inductor.diagnostics import amaxes_stay_local, say
+from te_inductor.diagnostics import amaxes_have_no_group, amaxes_stay_local, say
+from te_inductor.errors import StateError
+from te_inductor.runtime import amax_groups
+from te_inductor.runtime.amax_groups import AmaxGroup
 
 PATIENCE = 60.0  # seconds; until another rank begins to compile the graph
 PATIENCE_OF_COMPILES = 600.0  # seconds; until a rank that compiles the graph calls it
@@ -34,17 +38,39 @@ _PAUSE, _LOOK = 0.01, 0.2  # seconds; between looks at the decision, and at the 
 _YES = "yes"
 
 
+@dataclass(frozen=True)
+class Agreement:
+    """What the ranks of a group have to agree on before a graph reduces amaxes over them."""
+
+    name: str
+    group: AmaxGroup
+
+
 @dataclass
 class _World:
-    """The ranks of a default process group."""
+    """What this rank knows under one default process group."""
 
     store: Any
     rank: int
-    size: int
     prefix: str  # of our keys in the store
+    is_fake: bool = False  # one process plays all ranks, and its store may hold nothing
     decisions: dict[str, str] = field(default_factory=dict)  # by name: `_YES`, or why not
     patient: bool = True
-    said: bool = False
+    said: bool = False  # that ranks did not agree
+    said_no_group: bool = False
+
+    def has(self, key: str) -> bool:
+        return bool(self.store.check([f"{self.prefix}/{key}"]))
+
+    def get(self, key: str) -> str:
+        """Empty where there is no such key."""
+        return self.store.get(f"{self.prefix}/{key}").decode() if self.has(key) else ""
+
+    def set(self, key: str, value: str) -> None:
+        self.store.set(f"{self.prefix}/{key}", value)
+
+    def propose(self, name: str, decision: str) -> None:
+        self.store.compare_set(f"{self.prefix}/decision/{name}", "", decision)
 
 
 _worlds = 0
@@ -52,41 +78,56 @@ _world: _World | None = None
 _LOCK = threading.Lock()  # a rank waits at one agreement at a time
 
 
-def name_of(quantizers: object) -> str:
-    """The same on each rank that has the same."""
-    return hashlib.sha256(repr(quantizers).encode()).hexdigest()[:16]
+def agreement_of(group: AmaxGroup, quantizers: object) -> Agreement:
+    """The same on each of the group's ranks that has the same quantizers. In a mesh of several dimensions the process
+    groups have other names on other ranks."""
+    one = group.names if len(group.names) == 1 else len(group.names)
+    digest = hashlib.sha256(repr((one, group.ranks, quantizers)).encode()).hexdigest()
+    return Agreement(digest[:16], group)
 
 
-def announce(name: str) -> None:
+def announce(agreement: Agreement) -> None:
     """Tell the other ranks that this one compiles a graph, so that they wait for its first call."""
     world = _current()
-    if world is not None:
-        world.store.set(f"{world.prefix}/compiles/{name}/{world.rank}", "1")
+    if world is not None and not world.is_fake:
+        world.set(f"compiles/{agreement.name}/{world.rank}", "1")
 
 
-def withdraw(name: str) -> None:
+def withdraw(agreement: Agreement) -> None:
     """Tell the other ranks that this one does not come to a graph that it said it compiles."""
     world = _current()
-    if world is not None:
-        why_not = f"rank {world.rank} could not compile a graph in low precision"
-        world.store.compare_set(f"{world.prefix}/decision/{name}", "", why_not)
+    if world is not None and not world.is_fake:
+        world.propose(agreement.name, f"rank {world.rank} could not compile a graph in low precision")
 
 
-def settle(names: Sequence[str], fallback: str) -> None:
-    """Before a call of a graph: at the first one, decide with all ranks whether it reduces amaxes. Say so where it does
-    not: once a process group, or as an error at each call.
+def note_no_group(fqns: Sequence[str], fallback: str) -> None:
+    """Say once a process group that these sites reduce amaxes over no ranks, as nothing tells over which. No error: it
+    is the default."""
+    world = _current()
+    if world is not None and not world.said_no_group:
+        world.said_no_group = True
+        say(amaxes_have_no_group(fqns), "warn" if fallback == "error" else fallback)
+
+
+def settle(agreements: Sequence[Agreement], fallback: str) -> None:
+    """Before a call of a graph: at the first one, decide with all ranks of each group whether it reduces amaxes. Say so
+    where it does not: once a process group, or as an error at each call.
 
     Raises:
         FallbackError: with ``fallback="error"``, where ranks do not agree.
+        StateError: a process group is gone since the graph was compiled.
     """
     world = _current()
     if world is None:
-        return
-    for name in names:
+        raise StateError(amax_groups.gone(agreements[0].group.names[0]))
+    for agreement in agreements:
+        name = agreement.name
         if name not in world.decisions:
+            for group in agreement.group.names:
+                amax_groups.process_group(group)
             with _LOCK:
                 if name not in world.decisions:
-                    world.decisions[name] = _decide(world, name)
+                    world.decisions[name] = _decide(world, agreement)
         if world.decisions[name] != _YES and (fallback == "error" or not world.said):
             world.said = True
             say(amaxes_stay_local(world.decisions[name]), fallback)
@@ -101,7 +142,7 @@ def reached(name: str | None) -> bool:
 def _current() -> _World | None:
     """None where there is one rank."""
     global _world, _worlds
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+    if not amax_groups.several_ranks():
         return None
     store = dist.distributed_c10d._get_default_store()
     world = _world
@@ -109,52 +150,79 @@ def _current() -> _World | None:
         with _LOCK:
             if _world is None or _world.store is not store:
                 _worlds += 1  # a group that comes after another one may have its store's keys
-                _world = _World(store, dist.get_rank(), dist.get_world_size(), f"te_inductor/{_worlds}")
+                _world = _World(store, dist.get_rank(), f"te_inductor/{_worlds}", dist.get_backend() == "fake")
             world = _world
     return world
 
 
-def _decide(world: _World, name: str) -> str:
+def _decide(world: _World, agreement: Agreement) -> str:
     """The decision of all ranks, after a wait that has an end."""
-    if dist.get_backend() == "fake":  # one process plays all ranks
+    if world.is_fake:
         return _YES
-    store, prefix = world.store, world.prefix
-    decision, waits = f"{prefix}/decision/{name}", f"{prefix}/waits/{world.rank}"
-    store.set(waits, name)
-    store.set(f"{prefix}/came/{name}/{world.rank}", "1")
-    if store.add(f"{prefix}/count/{name}", 1) == world.size:
-        store.compare_set(decision, "", _YES)
+    name, ranks = agreement.name, agreement.group.ranks
+    world.set(f"ranks/{name}", json.dumps(ranks))
+    world.set(f"waits/{world.rank}", name)
+    world.set(f"came/{name}/{world.rank}", "1")
+    if world.store.add(f"{world.prefix}/count/{name}", 1) == len(ranks):
+        world.propose(name, _YES)
     started = looked = time.monotonic()
-    while not store.check([decision]):
+    while not world.has(f"decision/{name}"):
         now = time.monotonic()
         if now - looked > _LOOK:
             looked = now
-            why_not = _why_not(world, name, now - started)
+            why_not = _why_not(world, agreement, now - started)
             if why_not is not None:
-                store.compare_set(decision, "", why_not)
+                world.propose(name, why_not)
                 continue
         time.sleep(_PAUSE)
-    found: str = store.get(decision).decode()
-    store.set(waits, "")
+    found = world.get(f"decision/{name}")
+    world.set(f"waits/{world.rank}", "")
     return found
 
 
-def _why_not(world: _World, name: str, waited: float) -> str | None:
+def _why_not(world: _World, agreement: Agreement, waited: float) -> str | None:
     """Why this rank does not wait any longer; None as long as it does."""
-    store, prefix = world.store, world.prefix
-    for rank in range(world.size):
-        if store.check([f"{prefix}/came/{name}/{rank}"]):
+    name = agreement.name
+    for rank in agreement.group.ranks:
+        if world.has(f"came/{name}/{rank}"):
             continue
-        key = f"{prefix}/waits/{rank}"
-        other = store.get(key).decode() if store.check([key]) else ""
-        # Undecided: else that rank goes on, and its entry is an old one.
-        if other not in ("", name) and not store.check([f"{prefix}/decision/{other}"]):
+        ring = _ring(world, [(world.rank, name)], rank)
+        if ring:
             why_not = f"ranks {world.rank} and {rank} run graphs with different quantizers at the same time"
-            store.compare_set(f"{prefix}/decision/{other}", "", why_not)  # each would wait for the other
+            for _, other in ring:  # each would wait for the next
+                world.propose(other, why_not)
             return why_not
-        begun = store.check([f"{prefix}/compiles/{name}/{rank}"])
+        begun = world.has(f"compiles/{name}/{rank}")
         patience = PATIENCE_OF_COMPILES if begun else PATIENCE if world.patient else 0.0
         if waited > patience:
             world.patient = False
             return f"rank {rank} did not come to a graph with the same quantizers, for which rank {world.rank} waited"
     return None
+
+
+_Waits = tuple[int, str]  # a rank, and the name at which it waits
+
+
+def _ring(world: _World, path: list[_Waits], rank: int) -> list[_Waits]:
+    """Ranks that wait for each other in a ring: those of a path, of which each waits for the next and the last one for
+    `rank`, and that one, if it waits for the first, perhaps by way of others. Empty where there is no ring."""
+    name = world.get(f"waits/{rank}")
+    if not name or rank in [other for other, _ in path]:
+        return []
+    path = [*path, (rank, name)]
+    for other in json.loads(world.get(f"ranks/{name}")):
+        if not world.has(f"came/{name}/{other}"):
+            ring = (path if _is_standing(world, path) else []) if other == path[0][0] else _ring(world, path, other)
+            if ring:
+                return ring
+    return []
+
+
+def _is_standing(world: _World, ring: list[_Waits]) -> bool:
+    """Whether all of its ranks wait now. Nothing here becomes true again, so each did when the last entry was read:
+    an undecided one is no old entry, and a rank that has not come cannot have gone on."""
+    following = [*ring[1:], ring[0]]
+    return all(
+        not world.has(f"decision/{name}") and not world.has(f"came/{name}/{after}")
+        for (_, name), (after, _) in zip(ring, following, strict=True)
+    )

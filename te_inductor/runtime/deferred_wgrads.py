@@ -18,7 +18,7 @@ of their parameters is an error."""
 
 import itertools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,7 +59,8 @@ class Product:
             dw = eager.scaled_mm(a, a_scale, b, b_scale, None, self.gemm, dtype, self.alpha)
         else:
             dw = torch.ops.te_inductor.grouped_wgrad(a, a_scale, b, b_scale, self.starts, self.gemm, dtype, self.alpha)
-        gradients = dw.split([parameter.shape[-2] for parameter in parameters], -2)
+        one_each = dw.dim() > parameters[0].dim()  # a parameter an expert
+        gradients = dw.unbind() if one_each else dw.split([parameter.shape[-2] for parameter in parameters], -2)
         for parameter, wanted, gradient in zip(parameters, self.wanted, gradients, strict=True):
             if wanted:
                 _accumulate(parameter, gradient)
@@ -141,6 +142,22 @@ def _defer(
     refs = [queue.parameter for queue in queues]
     queues[0].products.append(Product(next(_places), backward, refs, wanted, operands, alpha, gemm, starts))
     check_before_each(_refuse_step)
+
+
+def product_of(
+    parameters: Sequence[Tensor],  # one (E, N, K), or E of (N, K)
+    operands: Sequence[Tensor],
+    starts: Tensor,
+    alpha: Tensor | None,
+    gemm: Gemm,
+) -> Product | None:
+    """One that waits for whom the caller says, if the backward that runs accumulates into any of the parameters."""
+    wanted = [_is_accumulated(parameter) for parameter in parameters]
+    if not any(wanted):
+        return None
+    a, a_scale, b, b_scale = operands
+    backward, refs = torch._C._current_graph_task_id(), [weakref.ref(parameter) for parameter in parameters]
+    return Product(next(_places), backward, refs, wanted, (a, a_scale, b, b_scale), alpha, gemm, starts)
 
 
 def _is_accumulated(parameter: Tensor | None) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor
 from te_inductor.errors import RecipeError, wrong_type
 from te_inductor.recipes.delayed import DelayedScaling, ScaleUpdate
 from te_inductor.runtime import agreement
+from te_inductor.runtime.amax_groups import process_group
 
 FP32_TINY = torch.finfo(torch.float32).tiny  # a smaller scale has no finite reciprocal
 FP32_MAX = torch.finfo(torch.float32).max
@@ -50,8 +51,8 @@ def update_scales(
     amax, old, history = torch.stack(amaxes), torch.stack(scales), torch.stack(histories)
     recipe = update.recipe
     amax = torch.where((amax > 0) & (amax < torch.inf), amax, 0.0)  # first, so that no rank's NaN hides another's amax
-    if recipe.reduce_amax and agreement.reached(update.agreement):
-        torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX)
+    for name in update.groups if agreement.reached(update.agreement) else ():
+        torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, process_group(name))
     seen = amax > 0
     history[:, 0] = amax
     scale = scale_of(_chosen_amax(history, recipe.amax_compute_algo), old, update)

@@ -119,7 +119,8 @@ def quantize_experts(
     w: Tensor, quantizer: Quantizer, amax: Tensor | None = None, transposed: bool = False
 ) -> tuple[Tensor, Tensor]:
     pairs = [eager.quantize(matrix, quantizer, amax) for matrix in (w.transpose(1, 2) if transposed else w)]
-    data, scale_inv = (torch.stack(parts) for parts in zip(*pairs, strict=True))
+    with torch.autocast(w.device.type, enabled=False):  # which would choose a dtype for what is stacked
+        data, scale_inv = (torch.stack(parts) for parts in zip(*pairs, strict=True))
     return data, scale_inv.squeeze(2) if quantizer.granularity is ROW else scale_inv
 
 

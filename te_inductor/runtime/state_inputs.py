@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from te_inductor.diagnostics import COMPUTED_AGAIN, say, without_state
 from te_inductor.runtime import agreement, resumed
+from te_inductor.runtime.agreement import Agreement
 from te_inductor.runtime.extra_inputs import Call, ExtraInputs
 from te_inductor.runtime.state import (
     LOCK,
@@ -89,7 +90,7 @@ class StateInputs(ExtraInputs):
     held: Mapping[str, Tensor] = field(default_factory=dict)  # parameters that the graph holds
     examples: list[Tensor] = field(default_factory=list)  # fake tensors, one an input
     quantizers: list[StateInput] = field(default_factory=list)
-    agreements: list[str] = field(default_factory=list)  # those without which it does not reduce amaxes over ranks
+    agreements: list[Agreement] = field(default_factory=list)  # those without which it does not reduce amaxes
     _found: TensorGroups[_Found] = field(default_factory=TensorGroups)  # by the parameters
     _said_again: bool = False
 
@@ -114,8 +115,8 @@ class StateInputs(ExtraInputs):
 
     def withdraw(self) -> None:
         """Let no other rank wait for the graph."""
-        for name in self.agreements:
-            agreement.withdraw(name)
+        for one in self.agreements:
+            agreement.withdraw(one)
 
     def _found_of(self, parameters: Sequence[Tensor], inputs: Sequence[Any]) -> _Found:
         found = self._found.get(parameters)

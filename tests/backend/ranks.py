@@ -1,7 +1,7 @@
 """One rank of a training run: `python -m tests.backend.ranks RANK WORLD FILE '<recipe fields as JSON>' KIND`.
 
 Ranks see data of different magnitude, one of them a NaN in the second step. Prints one line of JSON: after each step,
-what the rank's tensors held and the state. KIND is "plain", "ddp" or "split ddp"."""
+what the rank's tensors held and the state. KIND is "plain", which names the group of all ranks, "ddp" or "split ddp"."""
 
 import json
 import sys
@@ -34,6 +34,8 @@ def main(rank: int, world: int, file: str, fields: dict[str, Any], kind: str) ->
     # DDP's own compiler pass splits the graph where buckets of gradients end, here at each parameter.
     model = torch.nn.parallel.DistributedDataParallel(inner, bucket_cap_mb=1e-6) if kind != "plain" else inner
     options = {"recipe": DelayedScaling(amax_history_len=4, **fields), "fallback": "error"}
+    if kind == "plain":
+        options["amax_group"] = dist.group.WORLD
     with torch._dynamo.config.patch(optimize_ddp=kind == "split ddp"):
         run = torch.compile(model, backend="te", options=options)
         steps = []

@@ -55,6 +55,13 @@ def test_a_checkpoint_in_eager_code():
     fuzz.check(fuzz.Case(steps=(("checkpoint", (("linear", 16, False),)),), width=16, leading=(1,), recipe="current"))
 
 
+@pytest.mark.parametrize("step", ["checkpoint", "amp"])
+def test_experts_in_eager_code(step):
+    """Likewise; and under torch.autocast, which has no opinion on FP8."""
+    steps = ((step, (("experts", 32, 3),)),)
+    fuzz.check(fuzz.Case(steps=steps, width=16, leading=(2, 5), recipe="rowwise"))
+
+
 def test_an_einsum_of_symbolic_sizes():
     """It stayed in high precision, without a word."""
     fuzz.check(

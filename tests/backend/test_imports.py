@@ -18,7 +18,7 @@ ORDER = [
     {"runtime"},
     {"ops", "operations"},
     {"templates"},
-    {"ops.stored_weight"},
+    {"ops.stored_weight", "ops.stored_experts"},
     {"passes.graph"},
     {"lowerings"},
     {"fused"},

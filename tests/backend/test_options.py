@@ -39,7 +39,7 @@ def failure(**options) -> str:
         (
             {"precision": "fp8"},
             "unknown option 'precision'",
-            "expected one of fallback, mode, policy, recipe, weights, wgrad; other keys are Inductor's",
+            "expected one of amax_group, fallback, mode, policy, recipe, weights, wgrad; other keys are Inductor's",
         ),
         ({"recipe": "curent"}, "unknown recipe 'curent'", "did you mean 'current'?"),
         (

@@ -2,42 +2,18 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-import te_inductor
+from tests.forked_ranks import ranks
 
-ROOT = Path(te_inductor.__file__).parents[1]
 WORLD = 2
 
 
 def run(folder: Path, fields: dict, kind: str = "plain") -> list[list[dict]]:
     """What each rank tells of its steps."""
-    return ranks("tests.backend.ranks", str(folder / "store"), json.dumps(fields), kind)
-
-
-def ranks(module: str, *arguments: str) -> list:
-    """The last line of what each rank prints, read as JSON."""
-    environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    commands = [[sys.executable, "-m", module, str(rank), str(WORLD), *arguments] for rank in range(WORLD)]
-    processes = [
-        subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for command in commands
-    ]
-    told = []
-    try:
-        for process in processes:
-            out, error = process.communicate(timeout=300)
-            assert process.returncode == 0, error[-4000:]
-            told.append(json.loads(out.splitlines()[-1]))
-    finally:
-        for process in processes:  # where one failed the other may wait for it
-            process.kill()
-    return told
+    return ranks("tests.backend.ranks", WORLD, str(folder / "store"), json.dumps(fields), kind)
 
 
 def history(steps: list[dict], slot: str) -> list[float]:
@@ -69,7 +45,8 @@ ABSENT = "did not come to a graph with the same quantizers"
 @pytest.fixture(scope="module")
 def unequal(tmp_path_factory) -> list[dict]:
     store = tmp_path_factory.mktemp("unequal") / "store"
-    return ranks("tests.backend.unequal_ranks", str(store), "unequal,equal,more graphs,other order,pipeline,no compile")
+    kinds = "unequal,equal,more graphs,other order,pipeline,no compile"
+    return ranks("tests.backend.unequal_ranks", WORLD, str(store), kinds)
 
 
 @pytest.mark.parametrize("kind, why_not", [("unequal", DIFFERENT), ("other order", DIFFERENT), ("pipeline", ABSENT)])
@@ -105,7 +82,7 @@ def test_nobody_waits_for_a_rank_whose_compile_failed(unequal):
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory) -> list[dict]:
-    return ranks("tests.backend.sharded_ranks", str(tmp_path_factory.mktemp("sharded") / "store"))
+    return ranks("tests.backend.sharded_ranks", WORLD, str(tmp_path_factory.mktemp("sharded") / "store"))
 
 
 @pytest.mark.parametrize("compiled", ["whole", "blocks"])

@@ -20,6 +20,7 @@ def main(rank: int, world: int, file: str, kinds: list[str]) -> None:
     from te_inductor import compat
     from te_inductor.recipes import DelayedScaling
     from te_inductor.runtime import agreement
+    from tests import uncompiled
 
     recipe = DelayedScaling(amax_history_len=4)
     found: dict[str, Any] = {}
@@ -28,7 +29,7 @@ def main(rank: int, world: int, file: str, kinds: list[str]) -> None:
         return nn.Sequential(*(nn.Linear(32, 32) for _ in range(number)))
 
     def te(model: nn.Module) -> Any:
-        return torch.compile(model, backend="te", options={"recipe": recipe})
+        return torch.compile(model, backend="te", options={"recipe": recipe, "amax_group": dist.group.WORLD})
 
     def step(run: Any, x: Any = None) -> Any:
         y = run(torch.full((8, 32), 1.0 + rank) if x is None else x)
@@ -55,9 +56,8 @@ def main(rank: int, world: int, file: str, kinds: list[str]) -> None:
         torch._dynamo.reset()
         agreement.PATIENCE = 0.5 if kind in ("more graphs", "pipeline") else 60.0
         fails = kind == "no compile" and rank == 1
-        compiles = mock.patch.object(
-            compat, "compile_fx", failing_once(compat.compile_fx) if fails else compat.compile_fx
-        )
+        compile = failing_once(uncompiled.compile_fx) if fails else uncompiled.compile_fx
+        compiles = mock.patch.object(compat, "compile_fx", compile)
         with warnings.catch_warnings(record=True) as caught, compiles:
             warnings.simplefilter("always")
             model, other = layers(2 + rank if kind == "unequal" else 2), layers(3)

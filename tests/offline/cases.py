@@ -734,3 +734,61 @@ def experts_block() -> Case:
 
 def experts_mxfp8() -> Case:
     return _experts("mxfp8")
+
+
+class PickedExperts(Experts):
+    """The same with the matrices of each row picked, as transformers has it for a step of generation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).float().softmax(-1).topk(self.each)
+        ids, rows = chosen.flatten(), x.repeat_interleave(self.each, 0)
+        gate, up = torch.bmm(self.gate_up[ids], rows.unsqueeze(-1)).squeeze(-1).chunk(2, -1)
+        y = torch.bmm(self.down[ids], (nn.functional.silu(gate) * up).unsqueeze(-1)).squeeze(-1)
+        return (y * weights.flatten().to(y.dtype)[:, None]).view(x.shape[0], self.each, -1).sum(1)
+
+
+def _stored_experts(recipe: str, tokens: int, kind: type[Experts] = Experts, dynamic: bool | None = None) -> Case:
+    from te_inductor.ops.stored_experts import Float8Experts, NVFP4Experts
+    from te_inductor.recipes import Float8RowwiseScaling, NVFP4WeightOnly
+
+    model = kind(256, 128, 16, 2)
+    for name in ("gate_up", "down"):
+        shape = getattr(model, name).shape
+        e, n, k = shape
+        if recipe == "nvfp4":
+            scales = torch.empty(e, n, k // 16, device="cuda", dtype=torch.float8_e4m3fn)
+            parts = torch.empty(e, n, k // 2, device="cuda", dtype=torch.uint8), scales, torch.empty(e, device="cuda")
+            weight: Tensor = NVFP4Experts(parts, shape, torch.bfloat16, NVFP4WeightOnly())
+        else:
+            values = torch.empty(e, n, k, device="cuda", dtype=torch.float8_e4m3fn)
+            weight = Float8Experts(
+                (values, torch.empty(e, n, device="cuda")), shape, torch.bfloat16, Float8RowwiseScaling()
+            )
+        setattr(model, name, nn.Parameter(weight, requires_grad=False))
+    options = {"recipe": "none", "fallback": "error"}
+    run = torch.compile(model.requires_grad_(False), backend="te", fullgraph=True, dynamic=dynamic, options=options)
+    return run, (torch.randn(tokens, 256, device="cuda", dtype=torch.bfloat16),)
+
+
+def decode_experts_nvfp4() -> Case:
+    return _stored_experts("nvfp4", 8)
+
+
+def decode_picked_nvfp4() -> Case:
+    return _stored_experts("nvfp4", 8, PickedExperts)
+
+
+def decode_picked_fp8() -> Case:
+    return _stored_experts("fp8", 8, PickedExperts)
+
+
+def decode_experts_dynamic() -> Case:
+    return _stored_experts("fp8", 8, dynamic=True)
+
+
+def prompt_experts_nvfp4() -> Case:
+    return _stored_experts("nvfp4", 512)
+
+
+def prompt_experts_fp8() -> Case:
+    return _stored_experts("fp8", 512)

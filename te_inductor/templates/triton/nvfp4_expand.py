@@ -3,6 +3,8 @@
 Bound by memory: 4.5 bits are read and 8 or 16 written for each weight.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -47,7 +49,7 @@ def recast(
 
 @launches
 def dequantize(
-    stored: Tensor,  # (N, K/2) uint8
+    stored: Tensor,  # (N, K/2) uint8, or of E matrices (E, N, K/2), and so are the others
     block_scale: Tensor,  # (N, K/16) e4m3
     tensor_scale: Tensor,  # () fp32
     k: int,
@@ -55,14 +57,15 @@ def dequantize(
     assembly: bool = True,
 ) -> Tensor:  # (N, k)
     """As `runtime.nvfp4.dequantize`, bit for bit."""
-    n, padded = stored.shape[0], 2 * stored.shape[1]
-    data = stored.new_empty((n, k), dtype=dtype)
+    n, padded = math.prod(stored.shape[:-1]), 2 * stored.shape[-1]
+    data = stored.new_empty((*stored.shape[:-1], k), dtype=dtype)
     _expand[_grid(n, padded)](
         stored.view(torch.int16),
         block_scale.view(torch.uint8),
         tensor_scale,
         data,
         n,
+        stored.shape[-2],
         K=padded,
         COLUMNS=k,
         ROWS=_ROWS,
@@ -116,9 +119,10 @@ def _recast(
 def _expand(
     stored,  # (N, K/4) int16
     block_scale,  # (N, K/16) uint8
-    tensor_scale,  # () fp32
+    tensor_scale,  # (N / EACH,) fp32
     data,  # (N, COLUMNS)
     N,
+    EACH,  # rows that share a tensor's scale
     K: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -131,7 +135,7 @@ def _expand(
     n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     row = n.to(tl.int64)[:, None]
     inside = n[:, None] < N
-    factor = tl.load(tensor_scale)
+    factor = tl.load(tensor_scale + n // EACH, mask=n < N)[:, None]
     for k in range(first, first + BLOCK_K * STEPS, BLOCK_K):
         j = k // 4 + tl.arange(0, BLOCK_K // 4)[None, :]
         b = k // 16 + tl.arange(0, BLOCK_K // 16)[None, :]

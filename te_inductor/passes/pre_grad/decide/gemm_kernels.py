@@ -5,15 +5,18 @@ from typing import Any
 import torch
 from torch._inductor import config
 
+from te_inductor import targets
 from te_inductor.config import Options
+from te_inductor.ops import experts
 from te_inductor.ops.stored import nvfp4_way
 from te_inductor.passes.pre_grad.decide.support import value
 from te_inductor.passes.pre_grad.match.rule import Match
 from te_inductor.recipes import NVFP4WeightOnly, Quantizer, Recipe, Slots
-from te_inductor.runtime import small_m
+from te_inductor.runtime import grouped, small_m
 from te_inductor.templates.cutlass.scaled_mm import NOTHING, OUTPUT
 from te_inductor.templates.select import LIBRARY, Choice, Problem, select
 
+EXPERTS = "triton:experts_decode"
 NVFP4 = {"stored": "triton:nvfp4_linear", "decoded": "triton:nvfp4_fp8"}  # by what `nvfp4_way` says
 
 
@@ -55,6 +58,8 @@ def _operands(slots: Slots, gemm: str) -> tuple[Quantizer, Quantizer]:
 
 def of_stored_weight(match: Match, recipe: Recipe | None, options: Options) -> str:
     """The name of what runs the forward GEMM with a weight that `quantize_` stored."""
+    if match.groups is not None:
+        return _of_stored_experts(match, recipe, options)
     if recipe is not None and not isinstance(recipe, NVFP4WeightOnly):
         return choose(match, recipe.slots(), "fprop", match.sizes, options).name
     m, _, k = match.sizes
@@ -63,6 +68,20 @@ def of_stored_weight(match: Match, recipe: Recipe | None, options: Options) -> s
         return "eager"
     way = nvfp4_way(m, k, x.dtype, x.device, recipe.prefill) if recipe and isinstance(m, int) else "recast"
     return NVFP4.get(way, LIBRARY)
+
+
+def _of_stored_experts(match: Match, recipe: Recipe | None, options: Options) -> str:
+    x, (m, *_), device = value(match.node), match.sizes, value(match.weight).device
+    if device.type != "cuda" or recipe is None:
+        return "eager"
+    nvfp4 = isinstance(recipe, NVFP4WeightOnly)
+    target = targets.of(device)
+    kernel = x.dtype in experts.DTYPES and (target.nvfp4_kernels if nvfp4 else target.fp8)
+    if kernel and isinstance(m, int) and experts.is_few(m, match.experts):
+        return EXPERTS
+    if nvfp4 or not grouped.has_kernel(device, recipe.slots().fprop):
+        return LIBRARY
+    return choose(match, recipe.slots(), "fprop", match.sizes, options).name
 
 
 def _autotunes(options: Options) -> bool:

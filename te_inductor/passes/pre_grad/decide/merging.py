@@ -86,6 +86,8 @@ def _can_join(match: Match, slots: Slots, written: AbstractSet[StorageWeakRef]) 
     scopes = [quantizer.granularity for quantizer in (slots.input, slots.weight, slots.grad_output)]
     if match.groups and not (slots.weight.granularity.whole or slots.weight.granularity.transposes):
         return False  # a column copy's rows run across all weights, and their scales with them
+    if match.adder is not None:
+        return False  # its output is another node's
     operands = [match.weight] if match.bias is None else [match.weight, match.bias]
     return (
         not any(scope.microscaled for scope in scopes)

@@ -9,6 +9,7 @@ from te_inductor.diagnostics import Refusal, Unmet
 from te_inductor.ops.stored_weight import StoredWeight
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.pre_grad.decide import (
+    amax_groups,
     cached_weights,
     delayed,
     merging,
@@ -104,8 +105,8 @@ def merge_sites(plan: Plan) -> None:
 
 
 def check_extras(plan: Plan) -> None:
-    """Which weights are cast once, and which gradients do not go to autograd, where the options ask for it; sites that
-    are one GEMM all are, or none."""
+    """Which weights are cast once, which gradients do not go to autograd, and which amaxes are reduced over a group,
+    where the options ask for it; sites that are one GEMM all are, or none."""
     bodies, sites = Bodies(plan.gm), {site.match.node: site for site in plan.candidates if site.low}
     checks: dict[str, Callable[[Candidate], Refusal | None]] = {}
     if plan.options.weights != "each_call":
@@ -122,6 +123,8 @@ def check_extras(plan: Plan) -> None:
             if weight_grads.wanted(site.match)
             else None
         )
+    if plan.options.amax_group:
+        checks["amax_group"] = lambda site: amax_groups.refusal(site.recipe, plan.options)
     for option, check in checks.items():
         refusals = {node: check(site) for node, site in sites.items()}
         for group in plan.merged:

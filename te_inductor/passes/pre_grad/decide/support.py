@@ -73,9 +73,10 @@ def sizes(m: Any, n: Any, k: Any) -> Refusal | None:
     return None
 
 
-def bias(bias: torch.Tensor | None, n: int) -> Refusal | None:
-    """`addmm` adds whatever can be expanded to the product, and so does `F.linear`, which calls it."""
-    if bias is None or bias.shape == (n,):
+def bias(bias: torch.Tensor | None, n: int, experts: int | None = None) -> Refusal | None:
+    """`addmm` adds whatever can be expanded to the product, and so does `F.linear`, which calls it. Of `experts` each has
+    a bias."""
+    if bias is None or bias.shape == ((n,) if experts is None else (experts, n)):
         return None
     return Refusal("adds a tensor of shape %s, not a bias of N elements", tuple(bias.shape))
 
@@ -91,6 +92,11 @@ def blocks(slots: Slots, weight: torch.Tensor, n: int, k: int) -> Refusal | None
             *target.capability,
             target.cuda,
         )
+    return block_sizes(slots, n, k)
+
+
+def block_sizes(slots: Slots, n: int, k: int) -> Refusal | None:
+    """Whether N and K fill the blocks well enough."""
     alignment = slots.input.granularity.alignment
     work = (padded(n) * padded(k, alignment) + padded(n, alignment) * padded(k)) / (2 * n * k)  # fprop and dgrad
     if work > MAX_PADDING:

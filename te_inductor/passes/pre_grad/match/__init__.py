@@ -2,5 +2,6 @@
 
 from te_inductor.passes.pre_grad.match.grouped import Grouped, ManyBatched
 from te_inductor.passes.pre_grad.match.linear import Addmm, Batched, Linear, Product
+from te_inductor.passes.pre_grad.match.picked import Picked
 
-RULES = (Linear(), Product(), Addmm(), Grouped(), ManyBatched(), Batched())
+RULES = (Linear(), Product(), Addmm(), Grouped(), Picked(), ManyBatched(), Batched())

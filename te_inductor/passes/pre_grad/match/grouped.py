@@ -5,18 +5,19 @@ Where the rows are gathered from a tensor that has each once, as behind a router
 gather is part of the layer: each row is cast once and gathered in low precision, and the gradient's rows are added up
 by a gather too, in fp32."""
 
-import operator
 from dataclasses import replace as changed
 from typing import Any, ClassVar
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from te_inductor import ops, targets
 from te_inductor.diagnostics import Refusal
-from te_inductor.passes.graph.aliases import name
+from te_inductor.passes.graph.aliases import memory, name
+from te_inductor.passes.pre_grad.decide import support
 from te_inductor.passes.pre_grad.decide.support import is_tensor, value
+from te_inductor.passes.pre_grad.match import experts_bias, gathers
+from te_inductor.passes.pre_grad.match.gathers import uncast
 from te_inductor.passes.pre_grad.match.linear import Batched, from_parameter
 from te_inductor.passes.pre_grad.match.rule import Emit, Groups, Match, Rule, replace
 from te_inductor.recipes import Slots
@@ -24,8 +25,6 @@ from te_inductor.recipes.formats import ALIGNMENT
 from te_inductor.runtime import grouped
 
 GROUPED = frozenset(("_grouped_mm", "grouped_mm", "grouped_mm_fallback"))
-_DIVISIONS = frozenset(("floordiv", "floor_divide", "__floordiv__", "div", "divide"))
-_CASTS = frozenset("to int float type".split())
 aten = torch.ops.aten
 
 
@@ -48,10 +47,13 @@ class Grouped(Rule):
             return None
         options = tuple((key, one) for key, one in given.items() if key == "bias" and one is not None)
         weight, transposed = _untransposed(weight)  # type: ignore[arg-type]
-        gathered = _gathered(x, ends)  # type: ignore[arg-type]
-        groups = changed(gathered[1], ends=ends) if gathered else Groups(ends)  # type: ignore[arg-type]
-        x = gathered[0] if gathered else x
-        return Match(node, x, weight, transposed=transposed, options=options, groups=groups)  # type: ignore[arg-type]
+        literal = Match(node, x, weight, transposed=transposed, options=options, groups=Groups(ends))  # type: ignore[arg-type]
+        # Casts are the layer's own business: what the model holds is cast to low precision.
+        weight, transposed = _untransposed(uncast(weight)) if transposed else (uncast(weight), False)
+        x, groups = gathers.source_of(x, ends)  # type: ignore[arg-type]
+        bias, adder = experts_bias.added(node, ends, value(weight).shape[0]) or (None, None)  # type: ignore[arg-type]
+        made = changed(literal, x=x, weight=weight, transposed=transposed, groups=groups, bias=bias, adder=adder)
+        return changed(made, literal=literal)
 
     def check(self, match: Match) -> Refusal | None:
         assert match.groups is not None
@@ -72,7 +74,8 @@ class Grouped(Rule):
         _, n, k = match.sizes
         if device.type == "cuda" and (n % ALIGNMENT or k % ALIGNMENT):
             return Refusal("N=%d, K=%d, of which the grouped GEMM wants multiples of %d", n, k, ALIGNMENT)
-        return None
+        blocked = slots.fprop.blocked and not slots.fprop.microscaled
+        return support.block_sizes(slots, n, k) if blocked else None
 
     def emulated(self, match: Match, slots: Slots) -> Refusal | None:
         why = Rule.emulated(self, match, slots)
@@ -87,7 +90,25 @@ class Grouped(Rule):
     def rewrite(self, match: Match, emit: Emit) -> None:
         with match.node.graph.inserting_before(match.node):
             [new] = emit([match], rows_of(match), [weight_of(match)])
-            replace(match.node, new)
+        if match.adder is not None:
+            match.adder.replace_all_uses_with(new)
+            match.node.graph.erase_node(match.adder)
+        replace(match.node, new)
+
+
+def reads_early(match: Match) -> list[fx.Node]:
+    """What the program reads earlier than the layer would: nothing may write it in between."""
+    assert match.groups is not None and match.literal is not None
+    found = [match.groups.rows, match.groups.order, match.bias]
+    passed = [(match.weight, match.literal.weight)]
+    if match.groups.rows is None:
+        passed.append((match.x, match.literal.x))
+    else:  # what writes the rows behind the gather, the match has seen
+        found.append(match.x)
+    for source, cast in passed:
+        if not memory(source) & memory(cast):
+            found += [source, cast, *source.all_input_nodes]
+    return [one for one in found if one is not None]
 
 
 class ManyBatched(Batched):
@@ -109,15 +130,16 @@ class ManyBatched(Batched):
 
     def rewrite(self, match: Match, emit: Emit) -> None:
         graph, node = match.node.graph, match.node
-        batch, rows, _ = value(match.x).shape
+        # Of the weight, whose sizes are no symbols.
+        batch, k, n = value(match.weight).shape
+        rows = value(match.x).shape[1]
         with graph.inserting_before(node):
-            x = graph.call_function(aten.reshape.default, (match.x, [-1, value(match.x).shape[2]]))
+            x = graph.call_function(aten.reshape.default, (match.x, [-1, k]))
             size = graph.call_function(aten.sym_size.int, (match.x, 1)) if not isinstance(rows, int) else rows
             count = graph.call_function(ops.equal_groups, (match.x, batch, size))
             made = changed(match, groups=Groups(count))
             [new] = emit([made], x, [weight_of(match)])
-            shape: list[Any] = [batch, -1, match.sizes[1]]
-            replace(node, graph.call_function(aten.reshape.default, (new, shape)))
+            replace(node, graph.call_function(aten.reshape.default, (new, [batch, -1, n])))
 
 
 def rows_of(match: Match) -> fx.Node:
@@ -140,77 +162,14 @@ def _untransposed(weight: fx.Node) -> tuple[fx.Node, bool]:
         dims = {dim % 3 for dim in weight.args[1:] if isinstance(dim, int)}
         if dims == {1, 2}:
             return weight.args[0], False  # type: ignore[return-value]
+    if name(weight) == "permute" and [dim % 3 for dim in _ints(weight.args[1:])] == [0, 2, 1]:
+        return weight.args[0], False  # type: ignore[return-value]
     if name(weight) in ("mT", "getattr") and (len(weight.args) == 1 or weight.args[1] == "mT"):
         return weight.args[0], False  # type: ignore[return-value]
     return weight, True
 
 
-def _gathered(x: fx.Node, ends: fx.Node) -> tuple[fx.Node, Groups] | None:
-    """``t[order // each]``, where `order` sorts `each` choices of every row of t: t and what is known of its rows."""
-    if name(x) not in ("getitem", "index_select") or not x.args or not is_tensor(x.args[0]):
-        return None
-    table, *rest = x.args
-    rows = rest[-1]
-    if isinstance(rows, tuple) and len(rows) == 1:
-        [rows] = rows
-    if (
-        not (is_tensor(rows) and isinstance(table, fx.Node))
-        or value(rows).dim() != 1  # type: ignore[arg-type]
-        or value(table).dim() != 2
-        or (name(x) == "index_select" and rest[0] != 0)
-    ):
-        return None
-    assert isinstance(rows, fx.Node)
-    if name(rows) not in _DIVISIONS or len(rows.args) != 2 or rows.kwargs.get("rounding_mode", "floor") != "floor":
-        return None
-    order, each = rows.args
-    if not (isinstance(order, fx.Node) and is_tensor(order) and isinstance(each, int) and is_order(order)):
-        return None
-    if not statically_known_true(value(table).shape[0] * each == value(order).shape[0]):
-        return None
-    changes = [user for user in x.users if name(user).endswith("_") and user.args[:1] == (x,)]
-    if not all(_empties_tail(change, order, ends) for change in changes):
-        return None
-    return table, Groups(x, rows, order, each)
-
-
-def _empties_tail(change: fx.Node, order: fx.Node, ends: fx.Node) -> bool:
-    """Whether a change in place writes zeros into the rows that belong to no expert, which are never read:
-    ``x.masked_fill_(ids >= E, 0)``, the ids being those that `order` sorts and `ends` counts."""
-    if name(change) != "masked_fill_" or len(change.args) != 3 or change.args[2] != 0 or change.kwargs:
-        return False
-    mask: Any = change.args[1]
-    while isinstance(mask, fx.Node) and name(mask) in ("unsqueeze", "view", "reshape"):
-        mask = mask.args[0]
-    if not isinstance(mask, fx.Node) or name(mask) != "ge" or mask.args[1:] != (value(ends).shape[0],):
-        return False
-    ids = mask.args[0]
-    sort = order.args[0] if order.target is operator.getitem else None
-    sorts = isinstance(ids, fx.Node) and ids.target is operator.getitem and ids.args == (sort, 0)
-    return sorts and _counts(ends, ids, value(ends).shape[0])  # type: ignore[arg-type]
-
-
-def _counts(ends: fx.Node, ids: fx.Node, experts: int) -> bool:
-    """Whether `ends` are the sums of how often each id of an expert occurs."""
-    node: Any = ends
-    for called in ("cumsum", "histc"):
-        while isinstance(node, fx.Node) and name(node) in _CASTS:
-            node = node.args[0]
-        if not isinstance(node, fx.Node) or name(node) != called:
-            return False
-        if called == "histc":
-            given = dict(zip(("bins", "min", "max"), node.args[1:], strict=False)) | node.kwargs
-            if given != {"bins": experts, "min": 0, "max": experts - 1}:
-                return False
-        node = node.args[0]
-    while isinstance(node, fx.Node) and name(node) in _CASTS:
-        node = node.args[0]
-    return node is ids
-
-
-def is_order(node: fx.Node) -> bool:
-    """Whether it is the permutation that sorts something."""
-    if name(node) == "argsort":
-        return True
-    source = node.args[0] if node.target is operator.getitem else None
-    return isinstance(source, fx.Node) and name(source) == "sort" and node.args[1:] == (1,)
+def _ints(args: tuple[Any, ...]) -> list[int]:
+    """Dimensions, one by one or as a tuple."""
+    dims = args[0] if len(args) == 1 and isinstance(args[0], tuple | list) else args
+    return [dim for dim in dims if isinstance(dim, int)]

@@ -66,12 +66,13 @@ class Call:
 class Groups:
     """How the rows of a layer of experts are dealt to them, as nodes."""
 
-    ends: fx.Node  # (E,), where each expert's rows end
+    ends: fx.Node  # (E,), where each expert's rows end; where `numbered`, (M,), the expert of each row
     rows: fx.Node | None = None  # (M,), which rows of x they are; None: those of x itself
     order: fx.Node | None = (
         None  # (M,), the permutation that sorts `each` choices of every row of x; rows is order // each
     )
     each: int = 1
+    numbered: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,12 +87,18 @@ class Match:
     transposed: bool = False
     options: tuple[tuple[str, Any], ...] = ()
     groups: Groups | None = None  # of experts
+    adder: fx.Node | None = None  # of experts: what adds the bias to the product, where that is a node of its own
+    literal: "Match | None" = (
+        None  # the layer of what the product itself reads, where this one reads what that was made of
+    )
 
     @property
     def sizes(self) -> tuple[Any, int, int]:
         """(M, N, K), M of all experts together."""
         rows, weight = support.value(self.node if self.groups else self.x), support.value(self.weight)
         n, k = (weight.shape[-1], weight.shape[-2]) if self.transposed else (weight.shape[-2], weight.shape[-1])
+        if self.groups and self.groups.numbered:
+            return rows.numel() // n, n, k
         m: Any = 1
         for size in rows.shape[:-1]:
             m = m * size
@@ -132,7 +139,11 @@ class Rule:
     def check(self, match: Match) -> Refusal | None:
         x, weight = support.value(match.x), support.value(match.weight)
         bias = None if match.bias is None else support.value(match.bias)
-        return support.tensors(x, weight) or support.sizes(*match.sizes) or support.bias(bias, match.sizes[1])
+        return (
+            support.tensors(x, weight)
+            or support.sizes(*match.sizes)
+            or support.bias(bias, match.sizes[1], match.experts if match.groups else None)
+        )
 
     def check_slots(self, match: Match, slots: Slots) -> Refusal | None:
         """What a recipe asks for beyond that."""

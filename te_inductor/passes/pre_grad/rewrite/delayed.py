@@ -12,7 +12,8 @@ What the rewritten graph does, in this order::
 The copies matter: the backward, and a checkpoint that recomputes, read them after the update has changed the state.
 What the forward changes (state of inputs and weights) the backward leaves alone, and the other way round: AOTAutograd
 hands an input's changes from the forward to the backward by value, which would undo what another microbatch's forward
-did between. The update takes the copies, and does nothing with them, so that the forward makes them all: what a
+did between. There is one update, and one step, for each group of ranks that reduces amaxes (Note [Amax groups]), as a
+rule one. The update takes the copies, and does nothing with them, so that the forward makes them all: what a
 forward's outputs do not hang on, as in ``y + 0 * unused(x)``, AOTAutograd's partitioner leaves to the backward, behind
 the update. Sites that quantize the same tensor share its quantizer, so that it is cast once."""
 
@@ -28,6 +29,7 @@ from te_inductor import ops
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.module_path import holder_path
 from te_inductor.passes.graph.owners import owner_of, place_of
+from te_inductor.passes.pre_grad.decide.amax_groups import GroupsOf
 from te_inductor.passes.pre_grad.decide.support import is_tensor, value
 from te_inductor.passes.pre_grad.match.rule import Match, call_linears
 from te_inductor.passes.pre_grad.rewrite import first_step
@@ -36,6 +38,7 @@ from te_inductor.passes.pre_grad.rewrite.inputs import append_input
 from te_inductor.recipes import DelayedScaling
 from te_inductor.recipes.delayed import ScaleUpdate
 from te_inductor.runtime import agreement
+from te_inductor.runtime.amax_groups import OWN, AmaxGroup
 from te_inductor.runtime.state import Key
 from te_inductor.runtime.state_inputs import Reader, StateInput, StateInputs
 from te_inductor.runtime.state_sites import Site, weight_site
@@ -63,6 +66,10 @@ class _Quantizer:
     amax: fx.Node
     scale: fx.Node
     history: fx.Node
+    group: AmaxGroup | None  # that reduces its amax; None where nothing tells
+
+
+_Groups = dict[AmaxGroup, _ScaleUpdates]  # by what is reduced at once
 
 
 class DelayedSites:
@@ -76,12 +83,16 @@ class DelayedSites:
         sites: list[tuple[str, Match]],
         merged: Sequence[Sequence[Match]],
         extras: ExtraArguments,
+        groups: GroupsOf,
     ) -> None:
         self.bodies, self.inputs, self.recipe, self.slots = bodies, inputs, recipe, recipe.slots()
-        self.extras = extras
+        self.extras, self.groups = extras, groups
         self.graph = bodies.root.graph
         self.paths = {match.node: path for path, match in sites}
-        self.forward, self.backward = _ScaleUpdates(), _ScaleUpdates()
+        self.forward: _Groups = {}
+        self.backward: _Groups = {}
+        self.steps: dict[AmaxGroup, fx.Node] = {}  # of the backward
+        self.without_group: list[str] = []  # sites
         self.quantizers: dict[Reader, _Quantizer] = {}
         self.shared: dict[Reader, list[Reader]] = {}
         self._share([match for _, match in sites], merged)
@@ -91,8 +102,7 @@ class DelayedSites:
         inputs_end = self.graph.find_nodes(op="placeholder")[-1]
         with self.graph.inserting_after(inputs_end):
             self.read = self.graph.call_function(ops.read_scales, ([],))
-        with self.graph.inserting_after(self._first_in_grad_mode()):
-            self.step = self.graph.call_function(ops.delayed_step, ())
+        self.steps_begin = self._first_in_grad_mode()
         self.known: dict[tuple[_Quantizer, bool], fx.Node] = {}
 
     def _first_in_grad_mode(self) -> fx.Node:
@@ -134,7 +144,7 @@ class DelayedSites:
         if training:
             of_grad = self._quantizer(match, weight, "grad_output")
             known += self._known(of_grad, graph)
-            more["token"] = self.bodies.hand(self.step, graph)
+            more["token"] = self.bodies.hand(self._step(of_grad.group or OWN), graph)
             more["grad_amax"] = self.bodies.hand(of_grad.amax, graph)
             self._add(self.backward, of_grad)
         if training or match.node in self.in_grad_mode:  # a frozen layer that reads a frozen input needs its scales too
@@ -144,7 +154,7 @@ class DelayedSites:
             else:
                 self._record(of_weight, weights, match.sizes[2])
         if kept:
-            self.extras.keeps.scale(matches, of_weight.state, of_weight.amax in self.forward.amaxes)
+            self.extras.keeps.scale(matches, of_weight.state, of_weight.state.recorded)
         ys = call_linears(matches, x, weights, self.slots, known=known, **more)
         first_step.mark(ys[0].all_input_nodes[0], self.recipe)
         return ys
@@ -155,28 +165,35 @@ class DelayedSites:
         self.read.args = (scales,)
         for (quantizer, inverse), node in self.known.items():
             node.args = (self.read, quantizer.place + inverse * len(scales))
-        forward, backward = (
-            ScaleUpdate(self.recipe, slot.element, self._agreement())
-            for slot in (self.slots.input, self.slots.grad_output)
-        )
-        if self.forward.amaxes:
+        # In one order on all ranks, whichever groups each is in: none waits in one group for a rank that waits in another.
+        for group in sorted(self.forward):
             with self.graph.inserting_before(self.graph.output_node()):
-                operands: Any = (*self.forward.operands(), forward, list(self.known.values()))
+                update = self._update(group, self.slots.input.element)
+                operands: Any = (*self.forward[group].operands(), update, list(self.known.values()))
                 self.graph.call_function(ops.update_scales, operands)
-        if self.backward.amaxes:
-            self.step.args = (self._leaf(), *self.backward.operands(), backward)  # type: ignore[assignment]
-        else:
-            self.graph.erase_node(self.step)
+        for group in sorted(self.backward):  # whose last step runs first
+            update = self._update(group, self.slots.grad_output.element)
+            self.steps[group].args = (self._leaf(), *self.backward[group].operands(), update)  # type: ignore[assignment]
+            self.steps_begin.append(self.steps[group])
+        if self.without_group:
+            agreement.note_no_group(self.without_group, self.inputs.fallback)
 
-    def _agreement(self) -> str | None:
-        """What all ranks have to agree on before this graph reduces its amaxes over them."""
-        if not self.recipe.reduce_amax or not (self.forward.sites or self.backward.sites):
-            return None
-        name = agreement.name_of([self.recipe.__fx_repr__()[0], self.forward.sites, self.backward.sites])
-        if name not in self.inputs.agreements:
-            self.inputs.agreements.append(name)
-            agreement.announce(name)
-        return name
+    def _update(self, group: AmaxGroup, element: str) -> ScaleUpdate:
+        if not group:
+            return ScaleUpdate(self.recipe, element)
+        sites = [updates[group].sites if group in updates else [] for updates in (self.forward, self.backward)]
+        agreed = agreement.agreement_of(group, [self.recipe.__fx_repr__()[0], *sites])
+        if agreed not in self.inputs.agreements:
+            self.inputs.agreements.append(agreed)
+            agreement.announce(agreed)
+        return ScaleUpdate(self.recipe, element, group.names, agreed.name)
+
+    def _step(self, group: AmaxGroup) -> fx.Node:
+        """The backward's, of a group."""
+        if group not in self.steps:
+            with self.graph.inserting_after(self.steps_begin):
+                self.steps[group] = self.graph.call_function(ops.delayed_step, ())
+        return self.steps[group]
 
     def _reader(self, match: Match, weight: fx.Node, slot: str) -> Reader:
         owner = owner_of(weight, self.bodies)
@@ -198,8 +215,9 @@ class DelayedSites:
             with example.fake_mode:  # type: ignore[attr-defined]
                 shapes = ((), (), (self.recipe.amax_history_len,))
                 tensors = [torch.empty(shape, dtype=torch.float32, device=example.device) for shape in shapes]
-            nodes = [self._input(tensor) for tensor in tensors]
-            self.quantizers[readers[0]] = _Quantizer(state, len(self.quantizers), *nodes)
+            amax, scale, history = (self._input(tensor) for tensor in tensors)
+            group = self.groups.of(readers[0])
+            self.quantizers[readers[0]] = _Quantizer(state, len(self.quantizers), amax, scale, history, group)
         return self.quantizers[readers[0]]
 
     def _input(self, example: torch.Tensor) -> fx.Node:
@@ -213,14 +231,17 @@ class DelayedSites:
                     self.known[quantizer, inverse] = self.graph.call_function(operator.getitem, (self.read, 0))
         return [self.bodies.hand(self.known[quantizer, inverse], graph) for inverse in (False, True)]
 
-    def _add(self, step: _ScaleUpdates, quantizer: _Quantizer) -> None:
+    def _add(self, groups: _Groups, quantizer: _Quantizer) -> None:
         """Once each: a module called twice has one quantizer."""
         quantizer.state.recorded = True
+        step = groups.setdefault(quantizer.group or OWN, _ScaleUpdates())
         if quantizer.amax not in step.amaxes:
             step.amaxes.append(quantizer.amax)
             step.scales.append(quantizer.scale)
             step.histories.append(quantizer.history)
             step.sites.append(quantizer.state.readers[0].key.site)
+            if quantizer.group is None:
+                self.without_group.append(quantizer.state.site)
 
     def _record(self, quantizer: _Quantizer, pieces: Sequence[fx.Node], columns: int) -> None:
         """Record a tensor's amax, once however many sites read it."""

@@ -9,7 +9,7 @@ from torch import fx
 from te_inductor import ops
 from te_inductor.passes.graph.aliases import name
 from te_inductor.passes.pre_grad.decide.support import is_tensor, value
-from te_inductor.passes.pre_grad.match.grouped import is_order
+from te_inductor.passes.pre_grad.match.gathers import is_order
 from te_inductor.passes.pre_grad.match.rule import replace
 from te_inductor.passes.pre_grad.plan import Plan
 

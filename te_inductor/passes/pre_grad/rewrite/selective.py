@@ -1,9 +1,10 @@
-"""Selective checkpointing: a policy that names `aten.mm` or `aten.addmm` means a layer's product, in low precision too.
+"""Selective checkpointing: a policy that names `aten.mm`, `aten.addmm` or `aten._grouped_mm` means a layer's product, in
+low precision too.
 
 A policy of `torch.utils.checkpoint.create_selective_checkpoint_contexts` says op by op what is saved and what is
-computed again. Where a layer was rewritten it meets `te_inductor.scaled_mm`, of which it has never heard; so it is
-asked about the op that stood there, with operands like those that stood there. A policy that names
-`te_inductor.scaled_mm` is taken at its word."""
+computed again. Where a layer was rewritten it meets `te_inductor.scaled_mm` or `te_inductor.grouped_mm`, of which it
+has never heard; so it is asked about the op that stood there, with operands like those that stood there. A policy that
+names ours is taken at its word."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from te_inductor.recipes import Gemm
 
 _META = "_checkpoint_context_fn"  # where Dynamo leaves what the user gave torch.utils.checkpoint
 _UNNAMED = ops.dequantize  # an op that no policy has a reason to name
+aten = torch.ops.aten
 
 
 def translate(body: fx.GraphModule) -> None:
@@ -44,19 +46,30 @@ class _Translated:
 def _asked(policy: Callable[..., Any]) -> Callable[..., Any]:
     def ask(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
         said = policy(context, op, *args, **kwargs)
-        if op is not ops.scaled_mm or said != policy(context, _UNNAMED, *args, **kwargs):
+        if op not in _PRODUCTS or said != policy(context, _UNNAMED, *args, **kwargs):
             return said
-        bias, product = args[4], _as_it_stood(*args)
-        if bias is None:
-            return policy(context, torch.ops.aten.mm.default, *product)
-        return policy(context, torch.ops.aten.addmm.default, bias, *product)
+        return policy(context, *_PRODUCTS[op](*args))
 
     return ask
 
 
-def _as_it_stood(
+def _mm(
     a: Tensor, _: Tensor, b: Tensor, __: Tensor, bias: Tensor | None, gemm: Gemm, out_dtype: torch.dtype, *___: Any
-) -> tuple[Tensor, Tensor]:  # (M, pad(K)), (pad(K), N)
-    """Operands of the sizes and the dtype that a product in high precision has; nobody looks at their values."""
+) -> tuple[Any, ...]:
+    """The op as it stood, and operands of the sizes and the dtype that it had; nobody looks at their values."""
     columns = a.shape[1] * gemm.packed
-    return a.new_empty((a.shape[0], columns), dtype=out_dtype), b.new_empty((columns, b.shape[0]), dtype=out_dtype)
+    # (M, pad(K)), (pad(K), N)
+    product = a.new_empty((a.shape[0], columns), dtype=out_dtype), b.new_empty((columns, b.shape[0]), dtype=out_dtype)
+    return (aten.mm.default, *product) if bias is None else (aten.addmm.default, bias, *product)
+
+
+def _grouped_mm(
+    a: Tensor, _: Tensor, b: Tensor, __: Tensor, ends: Tensor, bias: Any, gemm: Gemm, out_dtype: torch.dtype, *___: Any
+) -> tuple[Any, ...]:
+    experts, rows, columns = b.shape[0], b.shape[1], a.shape[1] * gemm.packed
+    # (M, pad(K)), (E, pad(K), N)
+    x, weight = (a.new_empty(shape, dtype=out_dtype) for shape in ((a.shape[0], columns), (experts, columns, rows)))
+    return aten._grouped_mm.default, x, weight, ends
+
+
+_PRODUCTS: dict[Any, Callable[..., tuple[Any, ...]]] = {ops.scaled_mm: _mm, ops.grouped_mm: _grouped_mm}

@@ -7,6 +7,7 @@ from torch import fx
 
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.pre_grad.decide import merging, regions, transforms, weight_grads
+from te_inductor.passes.pre_grad.decide.amax_groups import GroupsOf
 from te_inductor.passes.pre_grad.match.rule import Emit, Match, call_linears
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
 from te_inductor.passes.pre_grad.rewrite import annotations, delayed, selective
@@ -105,7 +106,8 @@ def _delayed_sites(
     state = StateInputs(plan.options.fallback, dict(plan.gm.named_parameters()))
     plan.extra_inputs.append(state)
     bodies = Bodies(plan.gm)
+    groups = GroupsOf(plan.gm.graph, plan.options, plan.inputs, state.held)
     return {
-        recipe: delayed.DelayedSites(bodies, state, recipe, found, plan.merged, extras)
+        recipe: delayed.DelayedSites(bodies, state, recipe, found, plan.merged, extras, groups)
         for recipe, found in by_recipe.items()
     }

@@ -1,0 +1,363 @@
+"""`StoredExperts`: the weights of experts, one 3D parameter, stored in low precision; and `PickedExperts`, some of its
+matrices, chosen by number and not read yet.
+
+Like `StoredWeight`, of which it is one, such a parameter looks like the tensor it stands for, (E, N, K), or (E, K, N)
+where it is `transposed`: what is stored is (E, N, K) with K contracted. A product becomes one op of ops/experts.py
+where torch dispatches it: `torch._grouped_mm`, transformers' fallback for it, and `bmm`, also of `weight[ids]`.
+Autograd sees the product as torch's own, so that a gradient of x is one with the weight's transpose. Whatever else is
+done with a weight is done with the values that it stands for.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from te_inductor import ops
+from te_inductor.ops import experts as ops_experts
+from te_inductor.ops import stored_weight
+from te_inductor.ops.stored_weight import Float8Weight, NVFP4Weight, StoredWeight
+from te_inductor.recipes import Float8BlockScaling, Float8CurrentScaling, Float8RowwiseScaling, NVFP4WeightOnly, Recipe
+from te_inductor.recipes.formats import ROW
+from te_inductor.runtime import microscaling, nvfp4
+
+aten = torch.ops.aten
+
+
+class StoredExperts(StoredWeight):
+    """Base of the formats. `parts` have the experts as their first dimension."""
+
+    MATRIX: ClassVar[type[StoredWeight]]  # what one expert's weight is stored as
+    transposed: bool  # whether it stands for (E, K, N)
+
+    @staticmethod
+    def __new__(
+        cls, parts: tuple[Tensor, ...], shape: torch.Size, dtype: torch.dtype, recipe: Recipe, transposed: bool = False
+    ) -> "StoredExperts":
+        return StoredWeight.__new__(cls, parts, shape, dtype, recipe)  # type: ignore[return-value]
+
+    def __init__(
+        self, parts: tuple[Tensor, ...], shape: torch.Size, dtype: torch.dtype, recipe: Recipe, transposed: bool = False
+    ) -> None:
+        super().__init__(parts, shape, dtype, recipe)
+        self.transposed = transposed
+        if parts[0].is_cuda:
+            stored_weight.register_kernels()
+
+    @classmethod
+    def store(cls, weight: Tensor, recipe: Recipe, transposed: bool = False) -> "StoredExperts":
+        """Quantize (E, N, K), or (E, K, N) where `transposed`, expert by expert."""
+        parts: list[Tensor] = []
+        for place, matrix in enumerate(weight):
+            found = cls.MATRIX.store(matrix.t().contiguous() if transposed else matrix, recipe).parts
+            parts = parts or [part.new_empty((weight.shape[0], *cls.squeezed(part).shape)) for part in found]
+            for whole, part in zip(parts, found, strict=True):
+                whole[place] = cls.squeezed(part)
+        return cls(tuple(parts), weight.shape, weight.dtype, recipe, transposed)
+
+    @classmethod
+    def squeezed(cls, part: Tensor) -> Tensor:
+        """A part of one expert, as it is among all experts'."""
+        return part
+
+    def restored(self, plain: Tensor) -> StoredWeight:
+        return self.store(plain, self.recipe, self.transposed)
+
+    @property
+    def k(self) -> int:
+        """The size that a product contracts."""
+        return self.shape[1] if self.transposed else self.shape[2]
+
+    def product(self, x: Tensor, ends: Tensor | None, ids: Tensor | None) -> Tensor:
+        """Rows of x (M, K) times their experts' matrices: (M, N)."""
+        raise NotImplementedError
+
+    def written_out(self, parts: Sequence[Tensor]) -> Tensor:
+        """What parts of some of the experts stand for, (…, N, K)."""
+        raise NotImplementedError
+
+    def dequantize(self) -> Tensor:  # type: ignore[override]
+        """What is stored, as a plain tensor of this tensor's shape and dtype."""
+        whole = self.written_out(self.parts)
+        return whole.transpose(1, 2) if self.transposed else whole
+
+    def matrix(self, expert: int) -> Tensor:
+        """One expert's: stored, where that is (N, K)."""
+        shape = torch.Size(self.shape[:0:-1] if self.transposed else self.shape[1:])
+        found = self.MATRIX(self.parts_of(expert), shape, self.dtype, self.recipe)
+        return found.dequantize().t() if self.transposed else found
+
+    def parts_of(self, expert: int) -> tuple[Tensor, ...]:
+        """As `MATRIX` has them."""
+        return tuple(part[expert] for part in self.parts)
+
+    def picked(self, ids: Tensor) -> Tensor:
+        """What the experts of these numbers stand for, plain: (*ids.shape, N, K), or (…, K, N)."""
+        whole = self.written_out([_rows(part, ids.flatten()) for part in self.parts])
+        whole = whole.transpose(1, 2) if self.transposed else whole
+        return whole.reshape(*ids.shape, *self.shape[1:])
+
+    def turned(self) -> "StoredExperts":
+        """Its transpose."""
+        e, rows, columns = self.shape
+        return type(self)(self.parts, torch.Size((e, columns, rows)), self.dtype, self.recipe, not self.transposed)
+
+    def with_parts(self, parts: tuple[Tensor, ...], dtype: torch.dtype | None = None) -> "StoredExperts":
+        return type(self)(parts, self.shape, dtype or self.dtype, self.recipe, self.transposed)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        sizes = " x ".join(str(size) for size in self.shape)
+        return f"{type(self).__name__}({sizes}, {self.recipe.name}, for {self.dtype}, device={self.device})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return list(self.PARTS), (self.dtype, self.recipe, self.transposed)
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts: dict[str, Tensor], meta: Any, size: Any, stride: Any) -> "StoredExperts":
+        dtype, recipe, transposed = meta
+        return cls(tuple(parts[name] for name in cls.PARTS), size, dtype, recipe, transposed)
+
+    def _stable_hash_for_caching(self) -> str:
+        return repr((super()._stable_hash_for_caching(), self.transposed))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _, saved = super().__reduce_ex__(protocol)
+        return rebuild, (*saved, self.transposed)
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return _dispatched(
+            op, args, kwargs, lambda: super(StoredExperts, cls).__torch_dispatch__(op, types, args, kwargs)
+        )
+
+
+class NVFP4Experts(StoredExperts):
+    """As `NVFP4Weight`, with an fp32 scale an expert."""
+
+    PARTS = NVFP4Weight.PARTS
+    MATRIX = NVFP4Weight
+    stored: Tensor  # (E, N, K padded to 16, / 2) uint8
+    block_scale: Tensor  # (E, N, K/16) e4m3
+    tensor_scale: Tensor  # (E,) fp32
+
+    def written_out(self, parts: Sequence[Tensor]) -> Tensor:
+        return ops_experts.nvfp4_experts_dequantize(*parts, self.k, self.dtype)  # type: ignore[no-any-return]
+
+    def product(self, x: Tensor, ends: Tensor | None, ids: Tensor | None) -> Tensor:
+        return ops_experts.nvfp4_product(x, ends, ids, *self.parts)
+
+    @property
+    def form(self) -> object:
+        return nvfp4.QUANTIZER, self.transposed
+
+    def saved(self) -> tuple[Tensor, ...]:
+        count, rows, _ = self.stored.shape
+        packed = microscaling.pack(nvfp4.codes(self.stored.flatten(0, 1)))
+        return packed.view(count, rows, -1), self.block_scale, self.tensor_scale
+
+    @classmethod
+    def from_saved(cls, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        count, rows, _ = parts[0].shape
+        return nvfp4.store(nvfp4.unpack(parts[0].flatten(0, 1))).view(count, rows, -1), *parts[1:]
+
+
+class Float8Experts(StoredExperts):
+    """As `Float8Weight`, each expert with the scales that a matrix would have."""
+
+    PARTS = Float8Weight.PARTS
+    MATRIX = Float8Weight
+    values_: Tensor  # (E, N, K padded)
+    scale_inv: Tensor  # (E,), (E, N), or (E, what the scope stores)
+    recipe: Float8CurrentScaling | Float8RowwiseScaling | Float8BlockScaling
+
+    def written_out(self, parts: Sequence[Tensor]) -> Tensor:
+        quantizer = self.recipe.slots().weight
+        return ops_experts.fp8_experts_dequantize(*parts, quantizer, self.k, self.dtype)  # type: ignore[no-any-return]
+
+    def product(self, x: Tensor, ends: Tensor | None, ids: Tensor | None) -> Tensor:
+        return ops_experts.fp8_product(x, ends, ids, self.recipe.slots(), *self.parts)
+
+    @classmethod
+    def squeezed(cls, part: Tensor) -> Tensor:
+        return part.squeeze(1) if part.dtype == torch.float32 and part.dim() == 2 else part
+
+    def parts_of(self, expert: int) -> tuple[Tensor, ...]:
+        values, scale_inv = super().parts_of(expert)
+        return values, scale_inv[:, None] if self.recipe.slots().weight.granularity is ROW else scale_inv
+
+    @property
+    def form(self) -> object:
+        return self.recipe.slots().weight, self.transposed
+
+
+class PickedExperts(Tensor):
+    """``experts[ids]``, (S, N, K) or (S, K, N): nothing is read before a product asks for it."""
+
+    experts: StoredExperts
+    ids: Tensor  # (S,)
+
+    @staticmethod
+    def __new__(cls, experts: StoredExperts, ids: Tensor) -> "PickedExperts":
+        shape = torch.Size((ids.shape[0], *experts.shape[1:]))
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=experts.dtype, device=experts.device)  # type: ignore[attr-defined]
+
+    def __init__(self, experts: StoredExperts, ids: Tensor) -> None:
+        self.experts, self.ids = experts, ids
+
+    def dequantize(self) -> Tensor:  # type: ignore[override]
+        return self.experts.picked(self.ids)
+
+    def turned(self) -> "PickedExperts":
+        return PickedExperts(self.experts.turned(), self.ids)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"PickedExperts({self.shape[0]} of {self.experts!r})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["experts", "ids"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts: dict[str, Any], meta: Any, size: Any, stride: Any) -> "PickedExperts":
+        return cls(parts["experts"], parts["ids"])
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        def plain() -> Any:
+            known = (PickedExperts, StoredWeight)
+            given = torch.utils._pytree.tree_map_only(known, lambda one: one.dequantize(), (args, kwargs or {}))
+            return op(*given[0], **given[1])
+
+        return _dispatched(op, args, kwargs, plain)
+
+
+Experts = (StoredExperts, PickedExperts)
+_KINDS: dict[type[Recipe], type[StoredExperts]] = {
+    NVFP4WeightOnly: NVFP4Experts,
+    Float8CurrentScaling: Float8Experts,
+    Float8RowwiseScaling: Float8Experts,
+    Float8BlockScaling: Float8Experts,
+}
+
+
+def store(weight: Tensor, recipe: Recipe, transposed: bool) -> StoredExperts:
+    """The weights of experts (E, N, K), or (E, K, N) where `transposed`, stored as `recipe` says."""
+    stored_weight.kind_of(recipe)
+    return _KINDS[type(recipe)].store(weight, recipe, transposed)
+
+
+def rebuild(kind: str, *saved: Any) -> Any:
+    """What a pickled weight is loaded with."""
+    *rest, transposed = saved
+    parts, shape, dtype, recipe, is_parameter = rest
+    found = {cls.__name__: cls for cls in _KINDS.values()}[kind]
+    viewed = tuple(data.view(of).view(size) for data, of, size in parts)
+    weight = found(found.from_saved(viewed), torch.Size(shape), dtype, recipe, transposed)
+    return torch.nn.Parameter(weight, requires_grad=False) if is_parameter else weight
+
+
+def _rows(part: Tensor, ids: Tensor) -> Tensor:
+    """Of bytes, as not every device can index FP8 tensors."""
+    return part.view(torch.uint8)[ids].view(part.dtype) if part.element_size() == 1 else part[ids]
+
+
+# ---- products, and the few ops on the way to them
+
+
+def _dispatched(op: Any, args: Any, kwargs: Any, otherwise: Callable[[], Any]) -> Any:
+    handler = _HANDLERS.get(op.name())
+    found = NotImplemented if handler is None else handler(*args, **(kwargs or {}))
+    return otherwise() if found is NotImplemented else found
+
+
+def _grouped_mm(
+    x: Any,
+    weight: Any,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Any:
+    known = isinstance(weight, StoredExperts) and not isinstance(x, Experts) and x.dim() == 2
+    if not known or offs is None or bias is not None or out_dtype not in (None, x.dtype):
+        return NotImplemented
+    if not weight.transposed:  # as autograd has it for a gradient of x
+        return ops_experts.plain_experts(x, offs.to(torch.int32), weight.dequantize().transpose(1, 2))
+    return weight.product(x, offs.to(torch.int32), None)
+
+
+def _bmm(a: Any, b: Any) -> Any:
+    """Of (B, R, K) and B matrices, or the other way round, which is the transpose."""
+    if isinstance(a, Experts) and not isinstance(b, Experts):
+        y = _bmm(b.transpose(1, 2), a.turned())
+        return y if y is NotImplemented else y.transpose(1, 2)
+    if isinstance(a, Experts):
+        return NotImplemented
+    whole = b.experts if isinstance(b, PickedExperts) else b
+    if not whole.transposed:
+        return NotImplemented
+    count, rows, k = a.shape
+    x = a.reshape(-1, k)
+    if isinstance(b, PickedExperts):
+        ids = b.ids if isinstance(rows, int) and rows == 1 else b.ids.repeat_interleave(rows)
+        y = whole.product(x, None, ids)
+    else:
+        y = whole.product(x, ops.equal_groups(a, count, rows), None)
+    return y.reshape(count, rows, -1)
+
+
+def _index(weight: Any, indices: Any) -> Any:
+    if not isinstance(weight, StoredExperts) or len(indices) != 1 or not isinstance(indices[0], Tensor):
+        return NotImplemented
+    return _picks(weight, 0, indices[0])
+
+
+def _picks(weight: Any, dim: int, ids: Tensor) -> Any:
+    if not isinstance(weight, StoredExperts) or dim % 3 or ids.dtype not in (torch.int64, torch.int32):
+        return NotImplemented
+    return PickedExperts(weight, ids) if ids.dim() == 1 else weight.picked(ids)
+
+
+def _select(weight: Any, dim: int, index: int) -> Any:
+    return weight.matrix(index) if isinstance(weight, StoredExperts) and dim % 3 == 0 else NotImplemented
+
+
+def _transpose(weight: Any, first: int, second: int) -> Any:
+    return weight.turned() if {first % 3, second % 3} == {1, 2} else NotImplemented
+
+
+def _permute(weight: Any, dims: Sequence[int]) -> Any:
+    found = [dim % 3 for dim in dims]
+    return weight.turned() if found == [0, 2, 1] else NotImplemented
+
+
+def _same_shape(weight: Any, size: Sequence[Any], **_: Any) -> Any:
+    """A view of the same shape, as `matmul` makes."""
+    whole = [mine if other == -1 else other for mine, other in zip(weight.shape, size, strict=False)]
+    if len(size) != 3 or any(mine != other for mine, other in zip(weight.shape, whole, strict=True)):
+        return NotImplemented
+    return _alias(weight)
+
+
+def _alias(weight: Any) -> Any:
+    if isinstance(weight, PickedExperts):
+        return PickedExperts(weight.experts, weight.ids)
+    return weight.with_parts(tuple(aten.alias.default(part) for part in weight.parts))
+
+
+def _picked_alone(op: Callable[[Any], Any]) -> Callable[..., Any]:
+    """What `StoredWeight` has a handler of its own for."""
+    return lambda weight, *args, **kwargs: op(weight) if isinstance(weight, PickedExperts) else NotImplemented
+
+
+_HANDLERS: dict[str, Callable[..., Any]] = {
+    "aten::_grouped_mm": _grouped_mm,
+    "transformers::grouped_mm_fallback": _grouped_mm,
+    "aten::bmm": _bmm,
+    "aten::index.Tensor": _index,
+    "aten::index_select": _picks,
+    "aten::select.int": _select,
+    "aten::transpose.int": _transpose,
+    "aten::permute": _permute,
+    **dict.fromkeys(("aten::expand", "aten::view", "aten::_unsafe_view", "aten::reshape"), _same_shape),
+    **dict.fromkeys(("aten::detach", "aten::alias"), _picked_alone(_alias)),
+}

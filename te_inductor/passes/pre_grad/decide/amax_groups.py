@@ -1,0 +1,60 @@
+"""Over which ranks the quantizers of a graph reduce their amaxes: Note [Amax groups]."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, fx
+
+from te_inductor import compat
+from te_inductor.config import Options
+from te_inductor.diagnostics import Refusal
+from te_inductor.recipes import DelayedScaling
+from te_inductor.runtime import amax_groups
+from te_inductor.runtime.amax_groups import OWN, AmaxGroup
+from te_inductor.runtime.state_inputs import Reader
+
+
+class GroupsOf:
+    """Finds the group of each quantizer of one graph. What it goes by is guarded on, since modules of one class run one
+    graph, and a module may be wrapped or sharded after its first call."""
+
+    def __init__(self, graph: fx.Graph, options: Options, examples: Sequence[Any], held: Mapping[str, Tensor]) -> None:
+        self.graph, self.options, self.examples, self.held = graph, options, examples, held
+        self.found: dict[int | str, AmaxGroup | None] = {}  # by the parameter
+
+    def of(self, reader: Reader) -> AmaxGroup | None:
+        """Of a quantizer that records amaxes; None where nothing tells."""
+        if not reader.key.recipe.reduce_amax:
+            return OWN
+        if self.options.amax_group is not None:
+            return self.options.amax_group  # type: ignore[no-any-return]
+        place = reader.parameter
+        if place not in self.found:
+            if not self.found:
+                compat.guard_on_wrappers()
+            self.found[place] = self._found(place)
+        return self.found[place]
+
+    def _found(self, place: int | str) -> AmaxGroup | None:
+        if isinstance(place, str):
+            return amax_groups.of_parameter(self.held[place])
+        parameter = self.examples[place] if self.examples else None
+        if not isinstance(parameter, Tensor):
+            return None
+        if amax_groups.several_ranks():
+            node = self.graph.find_nodes(op="placeholder")[place]
+            mesh = amax_groups.mesh_of(parameter)
+            compat.guard_on_tensor(node, partial(_has_mesh, mesh), "te_inductor_has_mesh")
+        return amax_groups.of_parameter(parameter)
+
+
+def _has_mesh(mesh: AmaxGroup | None, parameter: Tensor) -> bool:
+    return amax_groups.mesh_of(parameter) == mesh
+
+
+def refusal(recipe: object, options: Options) -> Refusal | None:
+    """Why a site does not reduce amaxes over the group that the option names."""
+    if options.amax_group and isinstance(recipe, DelayedScaling) and not recipe.reduce_amax:
+        return Refusal("its recipe is DelayedScaling(reduce_amax=False)")
+    return None

@@ -1,0 +1,64 @@
+"""Biases of experts, which torch's grouped product does not add: ``y.add_(bias[ids])`` behind it, where `ids` are the
+sorted choices that the groups' ends count. Then each row is given the bias of its own group."""
+
+import operator
+from typing import Any
+
+from torch import fx
+
+from te_inductor.passes.graph.aliases import name
+from te_inductor.passes.pre_grad.decide.support import is_tensor, value
+
+_IN_PLACE, _ADDS = frozenset(("add_", "iadd", "__iadd__")), frozenset(("add", "__add__"))
+_CASTS = frozenset(("float", "int", "long", "to", "type", "double"))
+
+
+def added(product: fx.Node, ends: fx.Node, experts: int) -> tuple[fx.Node, fx.Node] | None:
+    """The parameter (E, N) that is added, and the node that adds it, before anything else reads the product."""
+    adder = min(product.users, default=None)
+    if adder is None or name(adder) not in _IN_PLACE | _ADDS or adder.kwargs or len(adder.args) != 2:
+        return None
+    if adder.args[0] is not product or (name(adder) in _ADDS and len(product.users) > 1):
+        return None
+    chosen = adder.args[1]
+    if not (isinstance(chosen, fx.Node) and is_tensor(chosen) and chosen.target is operator.getitem):
+        return None
+    if len(chosen.users) > 1:
+        return None  # one of which may write it
+    bias, ids = chosen.args
+    if not (is_tensor(bias) and is_tensor(ids) and value(bias).dim() == 2 and value(ids).dim() == 1):  # type: ignore[arg-type]
+        return None
+    assert isinstance(bias, fx.Node) and isinstance(ids, fx.Node)
+    if bias.op not in ("placeholder", "get_attr") or value(bias).shape[0] != experts:
+        return None
+    if value(chosen).dtype != value(product).dtype or not _is_sorted(ids) or not counts(ends, ids, experts):
+        return None
+    # Ids of no expert may be clamped to the last one: their rows belong to no group.
+    clamps = [user for user in ids.users if name(user) == "clamp_" and user.args == (ids,)]
+    if value(ids)._version != len(clamps) or any(user.kwargs != {"max": experts - 1} for user in clamps):
+        return None
+    return bias, adder
+
+
+def _is_sorted(ids: fx.Node) -> bool:
+    """Whether these are the values of an ascending sort."""
+    source = ids.args[0] if ids.target is operator.getitem and ids.args[1] == 0 else None
+    if not isinstance(source, fx.Node) or name(source) != "sort":
+        return False
+    return len(source.args) < 3 and not source.kwargs.get("descending", False)
+
+
+def counts(ends: fx.Node, ids: fx.Node, experts: int) -> bool:
+    """Whether `ends` are the sums of how often each id of an expert occurs."""
+    total = _uncast(ends)
+    node = _uncast(total.args[0]) if name(total) == "cumsum" else None
+    if node is None or name(node) != "histc":
+        return False
+    given = dict(zip(("bins", "min", "max"), node.args[1:], strict=False)) | node.kwargs
+    return given == {"bins": experts, "min": 0, "max": experts - 1} and _uncast(node.args[0]) is ids
+
+
+def _uncast(node: Any) -> fx.Node:
+    while name(node) in _CASTS and node.args and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node  # type: ignore[no-any-return]

@@ -1,0 +1,120 @@
+"""What experts read: rows that are gathered from a tensor that has each once, and casts on the way."""
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from te_inductor.passes.graph.aliases import memory, name
+from te_inductor.passes.pre_grad.decide import support
+from te_inductor.passes.pre_grad.decide.support import is_tensor, value
+from te_inductor.passes.pre_grad.match.experts_bias import counts
+from te_inductor.passes.pre_grad.match.rule import Groups
+
+_DIVISIONS = frozenset(("floordiv", "floor_divide", "__floordiv__", "div", "divide"))
+_CASTS = frozenset(("to", "type", "type_as", "float", "bfloat16", "half"))
+
+
+def source_of(x: fx.Node, ends: fx.Node) -> tuple[fx.Node, Groups]:
+    """What the experts' input was cast and gathered from, and what is known of its rows; or the input itself."""
+    source = first_cast(uncast(x, lossless=True))
+    is_copy = not memory(x) & memory(source)
+    found = None if is_copy and value(x)._version else gathered(source, ends)
+    return found or (source, Groups(ends))
+
+
+def uncast(node: fx.Node, lossless: bool = False) -> fx.Node:
+    """What was cast from one dtype that layers can have to another; `lossless`: to one that holds all its values."""
+    while name(node) in _CASTS and node.args and is_tensor(node.args[0]) and is_tensor(node):
+        source: fx.Node = node.args[0]  # type: ignore[assignment]
+        before, after = value(source), value(node)
+        if not {before.dtype, after.dtype} <= set(support.DTYPES) or before.device != after.device:
+            break
+        if lossless and torch.promote_types(before.dtype, after.dtype) != after.dtype:
+            break
+        node = source
+    return node
+
+
+def first_cast(node: fx.Node) -> fx.Node:
+    """Of equal casts of one tensor the first, so that layers that cast their input each have the same one."""
+    if name(node) not in _CASTS or not node.args or not isinstance(node.args[0], fx.Node):
+        return node
+    alike = (other for other in node.args[0].users if name(other) in _CASTS and other.graph is node.graph)
+    same = [
+        other for other in alike if (other.target, other.args, other.kwargs) == (node.target, node.args, node.kwargs)
+    ]
+    return min(same)
+
+
+def gathered(x: fx.Node, ends: fx.Node) -> tuple[fx.Node, Groups] | None:
+    """``t[order // each]``, where `order` sorts `each` choices of every row of t: t and what is known of its rows."""
+    table, rows = _table_and_rows(x)
+    if not (is_tensor(table) and is_tensor(rows) and value(table).dim() == 2 and value(rows).dim() == 1):  # type: ignore[arg-type]
+        return None
+    assert isinstance(table, fx.Node) and isinstance(rows, fx.Node)
+    if name(rows) not in _DIVISIONS or len(rows.args) != 2 or rows.kwargs.get("rounding_mode", "floor") != "floor":
+        return None
+    order, each = rows.args
+    if not (isinstance(order, fx.Node) and is_tensor(order) and isinstance(each, int) and is_order(order)):
+        return None
+    if not statically_known_true(value(table).shape[0] * each == value(order).shape[0]):
+        return None
+    changes = [user for user in x.users if name(user).endswith("_") and user.args[:1] == (x,)]
+    if value(x)._version != len(changes) or not all(_empties_tail(change, order, ends) for change in changes):
+        return None
+    return table, Groups(ends, rows, order, each)
+
+
+def _table_and_rows(x: fx.Node) -> tuple[Any, Any]:
+    """Of ``table[rows]``, in each way to write it."""
+    called, given = name(x), dict(zip(("input", "dim", "index"), x.args, strict=False)) | x.kwargs
+    if called == "getitem" and len(x.args) == 2:
+        table, rows = x.args
+        return table, rows[0] if isinstance(rows, tuple) and len(rows) == 1 else rows
+    if called == "index_select" and given.get("dim") == 0:
+        return given.get("input"), given.get("index")
+    if called == "gather" and given.get("dim") == 0:
+        return given.get("input"), _expanded(given.get("index"), x)
+    return None, None
+
+
+def _expanded(index: Any, x: fx.Node) -> Any:
+    """The rows of a `gather` that takes whole rows: of ``rows.reshape(-1, 1).expand(-1, columns)``."""
+    if not (is_tensor(index) and name(index) in ("expand", "expand_as", "broadcast_to") and index.args):
+        return None
+    column = index.args[0]
+    if not (is_tensor(column) and name(column) in ("reshape", "view", "unsqueeze", "getitem")):
+        return None
+    rows = column.args[0]
+    whole = value(x.args[0] if x.args else x.kwargs["input"]).shape[1]  # type: ignore[arg-type, index]
+    if not (is_tensor(rows) and value(rows).dim() == 1 and value(column).dim() == value(index).dim() == 2):
+        return None
+    same = statically_known_true(value(column).shape[0] == value(rows).shape[0]) and value(column).shape[1] == 1
+    return rows if same and statically_known_true(value(index).shape[1] == whole) else None
+
+
+def _empties_tail(change: fx.Node, order: fx.Node, ends: fx.Node) -> bool:
+    """Whether a change in place writes zeros into the rows that belong to no expert, which are never read:
+    ``x.masked_fill_(ids >= E, 0)``, the ids being those that `order` sorts and `ends` counts."""
+    if name(change) != "masked_fill_" or len(change.args) != 3 or change.args[2] != 0 or change.kwargs:
+        return False
+    mask: Any = change.args[1]
+    while isinstance(mask, fx.Node) and name(mask) in ("unsqueeze", "view", "reshape"):
+        mask = mask.args[0]
+    if not isinstance(mask, fx.Node) or name(mask) != "ge" or mask.args[1:] != (value(ends).shape[0],):
+        return False
+    ids = mask.args[0]
+    sort = order.args[0] if order.target is operator.getitem else None
+    sorts = isinstance(ids, fx.Node) and ids.target is operator.getitem and ids.args == (sort, 0)
+    return sorts and counts(ends, ids, value(ends).shape[0])  # type: ignore[arg-type]
+
+
+def is_order(node: fx.Node) -> bool:
+    """Whether it is the permutation that sorts something."""
+    if name(node) == "argsort":
+        return True
+    source = node.args[0] if node.target is operator.getitem else None
+    return isinstance(source, fx.Node) and name(source) == "sort" and node.args[1:] == (1,)

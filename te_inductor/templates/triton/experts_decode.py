@@ -1,0 +1,344 @@
+"""Products of few rows with experts' stored weights: only the experts that have rows are read, and each of them once.
+
+A program multiplies up to `rows` rows of one expert by `BLOCK_N` rows of its weight, which are the tensor core's left
+operand, as in nvfp4_linear.py. Which expert and which rows it finds out itself, from numbers that are on the device
+alone: there are as many programs as there can be tiles of rows, and those without rows end at once. So nothing waits
+for the host, and a CUDA graph replays with other choices.
+
+    by `ends`  rows stand by expert; program p takes the p-th tile of `rows` rows of one expert
+    by `ids`   row p has expert ids[p]; program p takes the rows of that expert from p on if p is the first of a tile
+
+Values become bf16 (or fp16) exactly, products are summed in fp32. Rows of no expert are zeros. Kernels start early:
+Note [Kernels that start early] in lowerings/codegen/programmatic_launch.py."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from te_inductor.recipes import Quantizer
+from te_inductor.recipes.formats import BLOCK_128X128, E4M3, ROW, TENSOR
+from te_inductor.runtime import experts
+from te_inductor.runtime.current_device import launches
+from te_inductor.templates.triton.nvfp4_decode import FACTOR, values
+
+BLOCK_N = 64  # rows of a weight in one program: a wgmma's
+_COMPARED = 16384
+MOST_IDS = 1024  # rows whose experts' numbers a program reads; more are sorted first
+_SCOPES = {TENSOR: 0, ROW: 1, BLOCK_128X128: 2}
+
+
+@dataclass(frozen=True)
+class Config:
+    """How the work is cut."""
+
+    rows: int  # of x in one program
+    block_k: int  # columns at a time
+    stages: int  # of those on their way
+    warps: int = 4
+
+
+def scales_as(quantizer: Quantizer) -> bool:
+    """Whether the FP8 kernel takes weights with these values and scales."""
+    return quantizer.format is E4M3 and quantizer.granularity in _SCOPES
+
+
+def choose(m: int, count: int, k: int, nvfp4: bool, by_ids: bool = False) -> Config:
+    """For m rows, `count` experts and matrices of k columns."""
+    each = m / count
+    rows = 16 if each <= 8 else 32 if each <= 24 else 64
+    if by_ids:  # each of a program's rows is compared with all of them
+        rows = min(rows, max(16, _COMPARED // triton.next_power_of_2(max(m, 1))))
+    block_k = 256 if nvfp4 and rows == 16 and k % 256 == 0 else 128
+    return Config(rows, block_k, 4 if rows < 64 else 3)
+
+
+def tiles(m: int, count: int, rows: int) -> int:
+    """Tiles of `rows` rows that m rows of `count` experts fill at most."""
+    full = min(m, count)
+    return full + (m - full) // rows
+
+
+@launches
+def nvfp4_product(
+    x: Tensor,  # (M, K)
+    ends: Tensor | None,  # (E,) int32
+    ids: Tensor | None,  # (M,); one of the two
+    stored: Tensor,  # (E, N, K/2) uint8
+    block_scale: Tensor,  # (E, N, K/16) e4m3
+    tensor_scale: Tensor,  # (E,) fp32
+    out_dtype: torch.dtype,
+    assembly: bool = True,
+    config: Config | None = None,
+) -> Tensor:  # (M, N)
+    """As `runtime.experts.nvfp4_product`, but for the order of sums."""
+    if ids is not None and x.shape[0] > MOST_IDS:
+        return _sorted(nvfp4_product, x, ids, stored, block_scale, tensor_scale, out_dtype, assembly, config)
+    (count, n, half), (m, k) = stored.shape, x.shape
+    config = config or choose(m, count, k, nvfp4=True, by_ids=ids is not None)
+    out = x.new_empty((m, n), dtype=out_dtype)
+    if m == 0:
+        return out
+    _nvfp4[_grid(m, n, count, ends, config)](
+        *_rows_given(x, ends, ids),
+        stored.view(torch.int16),
+        block_scale.view(torch.uint8),
+        tensor_scale,
+        out,
+        m,
+        n,
+        k,
+        count,
+        *x.stride(),
+        STORED=2 * half,
+        EVEN=k % config.block_k == 0,
+        FACTOR=FACTOR,
+        **_constants(m, count, ids, config, assembly),
+    )
+    return out
+
+
+@launches
+def fp8_product(
+    x: Tensor,  # (M, K)
+    ends: Tensor | None,
+    ids: Tensor | None,
+    stored: Tensor,  # (E, N, K padded) e4m3
+    scale_inv: Tensor,  # (E,), (E, N), or (E, what blocks of 128 x 128 store)
+    quantizer: Quantizer,
+    out_dtype: torch.dtype,
+    assembly: bool = True,  # whether griddepcontrol is among the device's instructions
+    config: Config | None = None,
+) -> Tensor:  # (M, N)
+    """As `runtime.experts.fp8_product`, but for the order of sums."""
+    if ids is not None and x.shape[0] > MOST_IDS:
+        return _sorted(fp8_product, x, ids, stored, scale_inv, quantizer, out_dtype, assembly, config)
+    (count, n, padded), (m, k) = stored.shape, x.shape
+    config = config or choose(m, count, k, nvfp4=False, by_ids=ids is not None)
+    out = x.new_empty((m, n), dtype=out_dtype)
+    if m == 0:
+        return out
+    _fp8[_grid(m, n, count, ends, config)](
+        *_rows_given(x, ends, ids),
+        stored,
+        scale_inv,
+        out,
+        m,
+        n,
+        k,
+        count,
+        *x.stride(),
+        STORED=padded,
+        EVEN=k % config.block_k == 0,
+        SCOPE=_SCOPES[quantizer.granularity],
+        **_constants(m, count, ids, config, assembly),
+    )
+    return out
+
+
+def _sorted(product, x, ids, *rest):  # type: ignore[no-untyped-def]
+    stored = rest[0]
+    order, ends = experts.sorted_by_expert(ids, stored.shape[0])
+    y = product(x[order], ends, None, *rest)
+    return torch.empty_like(y).index_copy_(0, order, y)
+
+
+def _rows_given(x: Tensor, ends: Tensor | None, ids: Tensor | None) -> tuple[Tensor, Tensor]:
+    groups = ends if ids is None else ids
+    assert groups is not None
+    return x, groups.contiguous()
+
+
+def _grid(m: int, n: int, count: int, ends: Tensor | None, config: Config) -> tuple[int, int]:
+    # One program more for rows behind the last group. Neighbours read the same of a weight that has several tiles.
+    return m if ends is None else tiles(m, count, config.rows) + 1, triton.cdiv(n, BLOCK_N)
+
+
+def _constants(m: int, count: int, ids: Tensor | None, config: Config, assembly: bool) -> dict[str, object]:
+    return {
+        "ASSEMBLY": assembly,
+        "IDS": ids is not None,
+        "GROUPS": triton.next_power_of_2(count if ids is None else m),
+        "ROWS": config.rows,
+        "BLOCK_N": BLOCK_N,
+        "BLOCK_K": config.block_k,
+        "STAGES": config.stages,
+        "num_warps": config.warps,
+        "launch_pdl": assembly,
+    }
+
+
+@triton.jit
+def _tile(groups, M, E, IDS: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr):
+    """The expert of this program, its rows of x (ROWS,), and which of these there are."""
+    p = tl.program_id(0)
+    place = tl.arange(0, GROUPS)
+    r = tl.arange(0, ROWS)
+    if IDS:
+        numbers = tl.load(groups + place, mask=place < M, other=-1).to(tl.int32)
+        mine = tl.load(groups + p).to(tl.int32)
+        same = (numbers == mine) & (place < M)
+        rank = tl.cumsum(same.to(tl.int32), 0) - 1
+        before = tl.sum((same & (place < p)).to(tl.int32), 0)
+        count = tl.where(before % ROWS == 0, tl.sum(same.to(tl.int32), 0) - before, 0)
+        chosen = same[None, :] & (rank[None, :] == before + r[:, None])
+        row = tl.sum(tl.where(chosen, place[None, :], 0), 1)
+        expert = tl.where(mine < 0, mine + E, mine)
+    else:
+        end = tl.load(groups + place, mask=place < E, other=0)
+        begin = tl.load(groups + place - 1, mask=(place > 0) & (place < E), other=0)
+        size = tl.where(place < E, end - begin, 0)
+        tiles = (size + ROWS - 1) // ROWS
+        last = tl.cumsum(tiles, 0)
+        mine = (p < last) & (p >= last - tiles)
+        expert = tl.sum(tl.where(mine, place, 0), 0)
+        first = (p - tl.sum(tl.where(mine, last - tiles, 0), 0)) * ROWS
+        count = tl.sum(tl.where(mine, size, 0), 0) - first
+        row = tl.sum(tl.where(mine, begin, 0), 0) + first + r
+        count = tl.where(p < tl.max(last, 0), count, 0)
+    return expert, row, r < count, count
+
+
+@triton.jit
+def _clear(out, groups, M, N, E, n, ROWS: tl.constexpr):
+    """Zeros for rows behind the last group."""
+    if tl.program_id(0) == tl.num_programs(0) - 1:
+        for first in range(tl.load(groups + E - 1), M, ROWS):
+            row = first + tl.arange(0, ROWS)[:, None]
+            zeros = tl.zeros((ROWS, n.shape[0]), dtype=out.dtype.element_ty)
+            tl.store(out + row.to(tl.int64) * N + n[None, :], zeros, mask=(row < M) & (n[None, :] < N))
+
+
+@triton.jit
+def _nvfp4(
+    x,  # (M, K)
+    groups,  # (E,) ends, or (M,) ids
+    stored,  # (E, N, STORED/4) int16
+    block_scale,  # (E, N, STORED/16) uint8
+    tensor_scale,  # (E,) fp32
+    out,  # (M, N)
+    M,
+    N,
+    K,
+    E,
+    X_ROW,
+    X_COLUMN,
+    STORED: tl.constexpr,
+    EVEN: tl.constexpr,  # whether K is a multiple of BLOCK_K
+    FACTOR: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+    IDS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if ASSEMBLY:
+        tl.extra.cuda.gdc_wait()
+    expert, row, inside, count = _tile(groups, M, E, IDS, GROUPS, ROWS)
+    if not IDS:
+        _clear(out, groups, M, N, E, n, ROWS)
+    if count > 0:
+        line = expert.to(tl.int64) * N + tl.minimum(n, N - 1)
+        word = tl.arange(0, BLOCK_K // 4)
+        block = tl.arange(0, BLOCK_K // 16)
+        of_words = stored + line[:, None] * (STORED // 4) + word[None, :]
+        of_scales = block_scale + line[:, None] * (STORED // 16) + block[None, :]
+        # Value j of plane i is column 16 (j // 4) + 4 i + j % 4.
+        column = (word // 4) * 16 + word % 4
+        of_x = x + row.to(tl.int64)[None, :] * X_ROW
+        y = tl.zeros((BLOCK_N, ROWS), dtype=tl.float32)
+        # K is no constant: where Triton knows how often the loop runs, it was wrong (nvfp4_linear.py).
+        for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+            c = k + column[:, None]
+            if EVEN:
+                words = tl.load(of_words, eviction_policy="evict_first")
+                scales = tl.load(of_scales, eviction_policy="evict_first")
+                m0, m1, m2, m3 = inside[None, :], inside[None, :], inside[None, :], inside[None, :]
+            else:
+                words = tl.load(of_words, mask=k // 4 + word[None, :] < STORED // 4, other=0)
+                scales = tl.load(of_scales, mask=k // 16 + block[None, :] < STORED // 16, other=0)
+                m0, m1 = inside[None, :] & (c < K), inside[None, :] & (c + 4 < K)
+                m2, m3 = inside[None, :] & (c + 8 < K), inside[None, :] & (c + 12 < K)
+            x0 = tl.load(of_x + c * X_COLUMN, mask=m0, other=0.0)
+            x1 = tl.load(of_x + (c + 4) * X_COLUMN, mask=m1, other=0.0)
+            x2 = tl.load(of_x + (c + 8) * X_COLUMN, mask=m2, other=0.0)
+            x3 = tl.load(of_x + (c + 12) * X_COLUMN, mask=m3, other=0.0)
+            w0, w1, w2, w3 = values(words, scales, ASSEMBLY)
+            y = tl.dot(w0.to(x0.dtype), x0, y)
+            y = tl.dot(w1.to(x0.dtype), x1, y)
+            y = tl.dot(w2.to(x0.dtype), x2, y)
+            y = tl.dot(w3.to(x0.dtype), x3, y)
+            of_words += BLOCK_K // 4
+            of_scales += BLOCK_K // 16
+        if ASSEMBLY:
+            tl.extra.cuda.gdc_launch_dependents()
+        y *= tl.load(tensor_scale + expert) * FACTOR
+        place = out + row.to(tl.int64)[None, :] * N + n[:, None]
+        tl.store(place, y.to(out.dtype.element_ty), mask=inside[None, :] & (n[:, None] < N))
+
+
+@triton.jit
+def _fp8(
+    x,  # (M, K)
+    groups,  # (E,) ends, or (M,) ids
+    stored,  # (E, N, STORED) e4m3
+    scale_inv,  # fp32: (E,), (E, N), or (E, blocks of 128 x 128 of a matrix)
+    out,  # (M, N)
+    M,
+    N,
+    K,
+    E,
+    X_ROW,
+    X_COLUMN,
+    STORED: tl.constexpr,
+    EVEN: tl.constexpr,
+    SCOPE: tl.constexpr,  # 0: an expert's scale, 1: a row's, 2: a block's, of BLOCK_K columns
+    ASSEMBLY: tl.constexpr,
+    IDS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if ASSEMBLY:
+        tl.extra.cuda.gdc_wait()
+    expert, row, inside, count = _tile(groups, M, E, IDS, GROUPS, ROWS)
+    if not IDS:
+        _clear(out, groups, M, N, E, n, ROWS)
+    if count > 0:
+        BLOCKS: tl.constexpr = (STORED + 127) // 128  # of a row
+        column = tl.arange(0, BLOCK_K)
+        nearest = tl.minimum(n, N - 1)
+        line = expert.to(tl.int64) * N + nearest
+        of_w = stored + line[:, None] * STORED + column[None, :]
+        of_scale = scale_inv + (expert * ((N + 127) // 128) + nearest // 128) * BLOCKS
+        of_x = x + row.to(tl.int64)[None, :] * X_ROW
+        y = tl.zeros((BLOCK_N, ROWS), dtype=tl.float32)
+        for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+            c = k + column
+            if EVEN:
+                w = tl.load(of_w, eviction_policy="evict_first")
+                given = tl.load(of_x + c[:, None] * X_COLUMN, mask=inside[None, :], other=0.0)
+            else:
+                w = tl.load(of_w, mask=c[None, :] < STORED, other=0.0)
+                given = tl.load(of_x + c[:, None] * X_COLUMN, mask=inside[None, :] & (c[:, None] < K), other=0.0)
+            if SCOPE == 2:
+                y += tl.dot(w.to(given.dtype), given) * tl.load(of_scale + k // 128)[:, None]
+            else:
+                y = tl.dot(w.to(given.dtype), given, y)
+            of_w += BLOCK_K
+        if ASSEMBLY:
+            tl.extra.cuda.gdc_launch_dependents()
+        if SCOPE == 1:
+            y *= tl.load(scale_inv + line)[:, None]
+        elif SCOPE == 0:
+            y *= tl.load(scale_inv + expert)
+        place = out + row.to(tl.int64)[None, :] * N + n[:, None]
+        tl.store(place, y.to(out.dtype.element_ty), mask=inside[None, :] & (n[:, None] < N))

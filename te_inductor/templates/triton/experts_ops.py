@@ -1,0 +1,57 @@
+"""Products with experts' stored weights on CUDA: the Triton kernels where the device runs them, else plain torch."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_inductor import targets
+from te_inductor.ops import experts as ops
+from te_inductor.ops.definition import implement_on_cuda
+from te_inductor.recipes import Quantizer
+from te_inductor.runtime import experts
+from te_inductor.templates.triton import experts_decode, nvfp4_expand
+
+
+def _nvfp4_product(
+    x: Tensor,
+    ends: Tensor | None,
+    ids: Tensor | None,
+    stored: Tensor,
+    block_scale: Tensor,
+    tensor_scale: Tensor,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    if not targets.of(x.device).nvfp4_kernels or x.dtype not in ops.DTYPES:
+        return experts.nvfp4_product(x, ends, ids, stored, block_scale, tensor_scale, out_dtype)
+    return experts_decode.nvfp4_product(x, ends, ids, stored, block_scale, tensor_scale, out_dtype)
+
+
+def _fp8_product(
+    x: Tensor,
+    ends: Tensor | None,
+    ids: Tensor | None,
+    values: Tensor,
+    scale_inv: Tensor,
+    quantizer: Quantizer,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    runs = targets.of(x.device).fp8 and x.dtype in ops.DTYPES
+    if not runs or not experts_decode.scales_as(quantizer):
+        return experts.fp8_product(x, ends, ids, values, scale_inv, quantizer, out_dtype)
+    assembly = targets.of(x.device).nvfp4_kernels
+    return experts_decode.fp8_product(x, ends, ids, values, scale_inv, quantizer, out_dtype, assembly)
+
+
+def _dequantize(stored: Tensor, block_scale: Tensor, tensor_scale: Tensor, k: int, dtype: torch.dtype) -> Tensor:
+    run = nvfp4_expand.dequantize if targets.of(stored.device).nvfp4_kernels else experts.nvfp4_dequantize
+    return run(stored, block_scale, tensor_scale, k, dtype)
+
+
+_KERNELS: dict[Any, Any] = {
+    ops.nvfp4_experts: _nvfp4_product,
+    ops.fp8_experts: _fp8_product,
+    ops.nvfp4_experts_dequantize: _dequantize,
+}
+for _op, _kernel in _KERNELS.items():
+    implement_on_cuda(_op, _kernel)

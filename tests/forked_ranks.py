@@ -1,0 +1,57 @@
+"""The ranks of a distributed program, each a fork of one process: `python -m tests.forked_ranks MODULE WORLD ARGUMENT…`
+runs `python -m MODULE RANK WORLD ARGUMENT…` for each rank and prints one line of JSON, the list of what the ranks
+printed last. Where one of them fails the others are ended, as they may wait for it.
+
+    ranks("tests.backend.ranks", 2, store)      # from a test
+"""
+
+import json
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests.forked import TORCH, Server, work
+
+SERVER = Server((*TORCH, "torch.distributed.fsdp", "torch.distributed.device_mesh"))
+
+
+def ranks(module: str, world: int, *arguments: str, timeout: int = 300, **environment: str) -> list[Any]:
+    """What each rank tells: the last line of what it prints, read as JSON."""
+    command = ("tests.forked_ranks", module, str(world), *arguments)
+    done = SERVER.run(*command, timeout=timeout, **environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return list(json.loads(done.stdout.splitlines()[-1]))
+
+
+def main(module: str, world: int, arguments: list[str]) -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        children: dict[int, int] = {}
+        for rank in range(world):
+            outputs = [str(Path(folder, f"{rank}.{name}")) for name in ("stdout", "stderr")]
+            asked = {"module": module, "arguments": [str(rank), str(world), *arguments], "outputs": outputs}
+            child = os.fork()
+            if child == 0:
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                work({**asked, "timeout": 300, "cwd": os.getcwd(), "environment": {}})
+            children[child] = rank
+        failed = []
+        while children:
+            child, status = os.wait()
+            rank = children.pop(child)
+            if status and not failed:
+                failed.append(rank)
+                for other in children:
+                    os.kill(other, signal.SIGKILL)
+        for rank in failed:
+            print(f"rank {rank}:\n{Path(folder, f'{rank}.stderr').read_text()}", file=sys.stderr)
+        if not failed:
+            said = [Path(folder, f"{rank}.stdout").read_text() for rank in range(world)]
+            print(json.dumps([json.loads(text.splitlines()[-1]) for text in said]))
+        return len(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2]), sys.argv[3:]))

@@ -1,0 +1,160 @@
+"""A layer of experts on a GPU: against high precision, without a word to the host, replayed with other groups."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+RECIPES = ["current", "delayed", "rowwise", "block", "mxfp8", "nvfp4"]
+LOSS = {"nvfp4": 0.35}  # of the norm, of outputs and gradients; FP8's is 0.12
+DIM, HIDDEN, EXPERTS, EACH, TOKENS = 256, 128, 8, 2, 300
+
+
+class Experts(nn.Module):
+    """Choices are inputs, so that a test says which groups there are."""
+
+    def __init__(self, dim: int = DIM, hidden: int = HIDDEN, transposed: bool = False) -> None:
+        super().__init__()
+        made = {"device": "cuda", "dtype": torch.bfloat16}
+        self.transposed = transposed
+        shapes = ((dim, 2 * hidden), (hidden, dim)) if transposed else ((2 * hidden, dim), (dim, hidden))
+        self.gate_up, self.down = (nn.Parameter(torch.randn(EXPERTS, *shape, **made) / 16) for shape in shapes)
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        gate_up, down = (w if self.transposed else w.transpose(-2, -1) for w in (self.gate_up, self.down))
+        ids, order = chosen.flatten().sort()
+        ends = torch.histc(ids.int(), bins=EXPERTS, min=0, max=EXPERTS - 1).cumsum(0, dtype=torch.int32)
+        gate, up = F.grouped_mm(x[order // EACH], gate_up, offs=ends).chunk(2, -1)
+        y = F.grouped_mm(F.silu(gate) * up, down, offs=ends) * weights.flatten()[order][:, None]
+        back = torch.empty_like(order)
+        back[order] = torch.arange(order.shape[0], device=order.device)
+        return y[back].view(x.shape[0], EACH, -1).sum(1)
+
+
+def chosen_by(kind: str) -> Tensor:
+    """(TOKENS, EACH)"""
+    if kind == "one":  # has every row
+        return torch.full((TOKENS, EACH), 5, device="cuda")
+    most = {"all": EXPERTS, "some": 3}[kind]
+    return torch.randint(0, most, (TOKENS, EACH), device="cuda")
+
+
+def inputs(kind: str = "all", dim: int = DIM) -> tuple[Tensor, Tensor, Tensor]:
+    x = torch.randn(TOKENS, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    return x, chosen_by(kind), torch.rand(TOKENS, EACH, device="cuda", dtype=torch.bfloat16)
+
+
+def step(run, model: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor, dy: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    x.grad = None
+    y = run(x, chosen, weights)
+    y.backward(dy)
+    return [y.detach().clone(), x.grad.clone(), *(p.grad.clone() for p in model.parameters())]
+
+
+def assert_near(found: list[Tensor], expected: list[Tensor], recipe: str) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one.isfinite().all()
+        assert (one - other).float().norm() <= LOSS.get(recipe, 0.12) * other.float().norm()
+
+
+def compiled(model: nn.Module, recipe: str, **options):
+    options = {"recipe": recipe, "policy": {"*": recipe}, **options}
+    return torch.compile(model, backend="te", fullgraph=True, options=options)
+
+
+@pytest.mark.parametrize("kind", ["all", "some", "one"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_layer_and_its_gradients(recipe, kind):
+    model = Experts()
+    given = inputs(kind)
+    dy = torch.randn_like(given[0])
+    assert_near(step(compiled(model, recipe), model, *given, dy), step(model, model, *given, dy), recipe)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+def test_sizes_of_no_tile(recipe):
+    """Of gpt-oss, 2880 = 22.5 x 128, the parameter as it uses it."""
+    model = Experts(dim=720, hidden=336, transposed=True)
+    given = inputs("all", 720)
+    dy = torch.randn_like(given[0])
+    assert_near(step(compiled(model, recipe), model, *given, dy), step(model, model, *given, dy), recipe)
+
+
+@pytest.mark.parametrize("recipe", RECIPES[:4])
+def test_the_host_is_not_asked(recipe):
+    model = Experts()
+    run, given = compiled(model, recipe), inputs()
+    dy = torch.randn_like(given[0])
+    for _ in range(3):  # delayed scaling's history is looked at in the second
+        run(*given).backward(dy)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(*given).backward(dy)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("recipe", RECIPES[:4])
+def test_replays_with_other_groups(recipe):
+    model = Experts()
+    counters.clear()
+    run = compiled(model, recipe, mode="reduce-overhead")
+    x, chosen, weights = inputs()
+    dy = torch.randn_like(x)
+    for kind in ("all", "all", "all", "some", "one", "all"):
+        torch.compiler.cudagraph_mark_step_begin()
+        with torch.no_grad():
+            chosen.copy_(chosen_by(kind))
+            x.copy_(torch.randn_like(x))
+        assert_near(step(run, model, x, chosen, weights, dy), step(model, model, x, chosen, weights, dy), recipe)
+    assert counters["inductor"]["cudagraph_skips"] == 0
+
+
+@pytest.mark.parametrize("recipe", RECIPES[:4])
+@pytest.mark.parametrize("wgrad", ["main_grad", "deferred"])
+def test_gradients_that_go_elsewhere(recipe, wgrad):
+    from te_inductor import backward_dw
+
+    model, other = Experts(), Experts()
+    other.load_state_dict(model.state_dict())
+    given = inputs()
+    dy = torch.randn_like(given[0])
+    expected = step(compiled(other, recipe), other, *given, dy)[2:]
+    if wgrad == "main_grad":
+        for parameter in model.parameters():
+            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+    compiled(model, recipe, wgrad=wgrad)(*given).backward(dy)
+    if wgrad == "deferred":
+        assert backward_dw(model) == 2
+    found = [p.main_grad if wgrad == "main_grad" else p.grad for p in model.parameters()]
+    for one, gradient in zip(found, expected, strict=True):
+        assert (one - gradient).float().norm() <= 2**-8 * gradient.float().norm()
+
+
+def test_rows_of_no_expert():
+    """Poisoned, as expert parallelism leaves them: they change nothing, and have no gradient."""
+    model = Experts()
+    rows, ends = 64, torch.tensor([3, 3, 20, 21, 30, 40, 40, 50], dtype=torch.int32, device="cuda")
+    x = torch.randn(rows, DIM, device="cuda", dtype=torch.bfloat16)
+
+    def product(x: Tensor) -> Tensor:
+        return F.grouped_mm(x, model.gate_up.transpose(-2, -1), offs=ends)
+
+    run = torch.compile(product, backend="te", fullgraph=True, options={"policy": {"*": "current"}})
+    poisoned = x.clone()
+    poisoned[50:] = torch.nan
+    dy = torch.randn(rows, 2 * HIDDEN, device="cuda", dtype=torch.bfloat16)
+    dy[50:] = torch.inf
+    found = []
+    for one in (x, poisoned):
+        model.zero_grad()
+        one.requires_grad_()
+        y = run(one)
+        y.backward(dy)
+        assert not y[50:].any() and not one.grad[50:].any()
+        found.append([y.detach(), one.grad, model.gate_up.grad.clone()])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other) and one.isfinite().all()

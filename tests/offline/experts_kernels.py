@@ -1,0 +1,76 @@
+"""Runs the kernels of experts' stored weights in Triton's interpreter and compares:
+
+TRITON_INTERPRET=1 python -m tests.offline.experts_kernels
+"""
+
+import torch
+from torch import Tensor
+
+from te_inductor.ops import stored_experts
+from te_inductor.recipes import Float8BlockScaling, Float8CurrentScaling, Float8RowwiseScaling, NVFP4WeightOnly
+from te_inductor.runtime import experts
+from te_inductor.templates.triton import experts_decode, nvfp4_expand
+from te_inductor.templates.triton.experts_decode import Config
+from tests.offline.interpret import mend_conversions
+
+SMALL = Config(rows=16, block_k=64, stages=2)
+# Rows of each expert, rows of none behind them, N, K, how the work is cut.
+CASES = [
+    ([0, 3, 0, 17, 1, 0], 2, 70, 128, SMALL),  # a tile and one row; experts without rows; N of no whole tile
+    ([5], 0, 64, 80, SMALL),  # one expert; K of no whole tile
+    ([0, 0, 16, 0], 0, 20, 256, Config(16, 128, 2)),  # one expert has all
+    ([1, 2, 3], 4, 30, 50, Config(32, 128, 2)),  # K of no whole block
+]
+RECIPES = [NVFP4WeightOnly(), Float8RowwiseScaling(), Float8CurrentScaling(), Float8BlockScaling()]
+
+
+def check(sizes: list[int], behind: int, n: int, k: int, config: Config, recipe: object) -> None:
+    """Products are exact in fp32 (of bf16, with 8 significant bits, and at most 6 of a weight), K of them are summed
+    there; scales are roundings of their own."""
+    count, m = len(sizes), sum(sizes) + behind
+    weight = stored_experts.store(torch.randn(count, n, k) * torch.rand(count, 1, 1), recipe, False)  # type: ignore[arg-type]
+    x = torch.randn(m, k).bfloat16()
+    x[m - behind :] = torch.nan
+    ends = torch.tensor(sizes).cumsum(0).int()
+    wide = weight.dequantize().double()
+    ids = torch.repeat_interleave(torch.arange(count), torch.tensor(sizes))
+    each, found = wide[ids], x[: len(ids)]
+    exact = torch.einsum("mk,mnk->mn", found.double(), each)
+    bound = (k + 4) * 2.0**-24 * torch.einsum("mk,mnk->mn", found.double().abs(), each.abs())
+    y = product(weight, x, ends, None, config)
+    assert (y[m - behind :] == 0).all()
+    assert ((y[: len(ids)].double() - exact).abs() <= bound).all(), (sizes, recipe)
+    order = torch.randperm(len(ids))
+    numbers = ids[order]
+    numbers[::2] -= count  # from the end
+    y = product(weight, found[order].t().contiguous().t(), None, numbers, config)
+    assert ((y.double() - exact[order]).abs() <= bound[order]).all(), (sizes, recipe)
+
+
+def product(
+    weight: stored_experts.StoredExperts, x: Tensor, ends: Tensor | None, ids: Tensor | None, config: Config
+) -> Tensor:
+    rest = {"out_dtype": torch.float32, "assembly": False, "config": config}
+    if isinstance(weight, stored_experts.NVFP4Experts):
+        return experts_decode.nvfp4_product(x, ends, ids, *weight.parts, **rest)  # type: ignore[arg-type]
+    quantizer = weight.recipe.slots().weight
+    assert experts_decode.scales_as(quantizer)
+    if quantizer.granularity.blocked:
+        rest["config"] = Config(config.rows, 128, config.stages)
+    return experts_decode.fp8_product(x, ends, ids, *weight.parts, quantizer, **rest)  # type: ignore[arg-type]
+
+
+def dequantized() -> None:
+    """All experts at once, bit for bit."""
+    weight = stored_experts.store(torch.randn(3, 11, 50), NVFP4WeightOnly(), False)
+    found = nvfp4_expand.dequantize(*weight.parts, 50, torch.bfloat16, assembly=False)
+    assert torch.equal(found, experts.nvfp4_dequantize(*weight.parts, 50, torch.bfloat16))
+
+
+if __name__ == "__main__":
+    mend_conversions()
+    torch.manual_seed(0)
+    for place, case in enumerate(CASES):
+        for recipe in RECIPES if place == 0 else RECIPES[:2]:
+            check(*case, recipe)
+    dequantized()
