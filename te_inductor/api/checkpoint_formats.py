@@ -154,11 +154,11 @@ def _fp8(parts: tuple[Tensor, ...], recipe: Recipe) -> tuple[Tensor, ...]:
 
 
 def _repacked(packed: Tensor) -> Tensor:  # (N, K/2)
-    """In the order of Note [Order of a stored block]; some rows at a time, as codes take eight bytes on the way."""
+    """In the order of Note [Order of a stored block]; some rows at a time, as bytes become words on the way."""
     stored = torch.empty_like(packed)
     rows = max(1, CHUNK // max(1, 2 * packed.shape[1]))
     for mine, theirs in zip(stored.split(rows), packed.split(rows), strict=True):
-        mine.copy_(nvfp4.store(nvfp4.unpack(theirs)))
+        mine.copy_(nvfp4.repack(theirs))
     return stored
 
 

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from te_inductor.api import checkpoint_formats as formats
+from te_inductor.api import quantization
+from te_inductor.api.checkpoint_experts import FUSINGS, PARTS_OF
 from te_inductor.api.checkpoint_files import Checkpoint, listed
-from te_inductor.api.checkpoint_formats import CheckpointFormat
-from te_inductor.api.quantization import DTYPES
+from te_inductor.api.checkpoint_formats import CheckpointFormat, Shape
 from te_inductor.errors import CheckpointError
 from te_inductor.ops.stored_weight import StoredWeight
 from te_inductor.passes.graph.module_path import without_wrappers
@@ -33,11 +34,18 @@ class Held:
             (module._parameters if key in module._parameters else module._buffers)[key] = tensor  # type: ignore[assignment]
 
 
-class Source(NamedTuple):
-    """The keys of the checkpoint that a tensor comes from, and their format; None: the tensor itself."""
+class Piece(NamedTuple):
+    """A matrix of the checkpoint: its keys, and their format; None: the one tensor itself."""
 
     keys: tuple[str, ...]
     format: CheckpointFormat | None
+
+
+class Source(NamedTuple):
+    """What a tensor comes from: one piece, or `per` of them, one above the other, for each expert."""
+
+    pieces: tuple[Piece, ...]
+    per: int = 0  # 0: the one piece is the whole tensor
 
 
 class Plan(NamedTuple):
@@ -57,17 +65,24 @@ def plan(model: nn.Module, checkpoint: Checkpoint, dequantize: bool) -> Plan:
     used: set[str] = set()
     steps = []
     for one in held:
-        matches = [match for name in one.names for match in _matches(name, one.tensor, own, checkpoint)]
+        found = {name: _matches(name, one.tensor.shape, one.tensor.dtype, own, checkpoint) for name in one.names}
+        matches = [match for several in found.values() for match in several]
+        per = 0
+        if not matches and one.tensor.dim() == 3:
+            matches, per = _experts(one, own, checkpoint)
         used.update(key for match in matches for key in match.keys)
         wrong = [line for match in matches for line in _refused(match, one, checkpoint, dequantize)]
         if not matches:
             problems.append(partial(_missing, one.names, checkpoint))
         elif wrong:
             problems += wrong
+        elif per:
+            problems += [] if dequantize else _not_one_matrix(matches, per, checkpoint)
+            steps.append((one, Source(tuple(Piece(match.keys, match.format) for match in matches), per)))
         else:
-            sources = [Source(match.keys, match.format) for match in matches]
-            problems += _disagreements(sources, checkpoint)
-            steps.append((one, sources[0]))
+            pieces = [Piece(match.keys, match.format) for match in matches]
+            problems += _disagreements(pieces, checkpoint)
+            steps.append((one, Source((pieces[0],))))
     rest = [key for key in checkpoint.entries if key not in used and not _ignored(key, model)]
     calibrated = [key for key in rest if key.rpartition(".")[2] in formats.CALIBRATED]
     problems += [partial(_unexpected, key, own) for key in rest if key not in set(calibrated)]
@@ -96,9 +111,10 @@ def _held(model: nn.Module) -> list[Held]:
 
 
 class _Match(NamedTuple):
-    """The keys that a name has in the checkpoint; with the reason, if they are in no format."""
+    """The keys that a matrix of this name has in the checkpoint; with the reason, if they are in no format."""
 
     name: str
+    rows: int
     keys: tuple[str, ...]
     format: CheckpointFormat | None
     wrong: str | None = None
@@ -107,44 +123,76 @@ class _Match(NamedTuple):
 SUFFIXES = tuple(dict.fromkeys(part.suffix for one in formats.FORMATS for part in one.parts))
 
 
-def _matches(name: str, tensor: Tensor, own: Set[str], checkpoint: Checkpoint) -> Iterator[_Match]:
+def _matches(name: str, shape: Shape, dtype: torch.dtype, own: Set[str], checkpoint: Checkpoint) -> list["_Match"]:
     """One, if the checkpoint has the name at all."""
     entries = checkpoint.entries
     keys = [name + suffix for suffix in SUFFIXES]
     present = tuple(key for key in keys if key in entries and (key == name or key not in own))
     if not present:
-        return
-    entry = entries.get(name)
-    alike = entry and (entry.dtype == tensor.dtype or (entry.dtype in formats.HIGH and tensor.is_floating_point()))
+        return []
+    rows, entry = shape[0] if shape else 1, entries.get(name)
+    alike = entry and (entry.dtype == dtype or (entry.dtype in formats.HIGH and dtype.is_floating_point))
     if alike and present == (name,):
-        differs = tuple(tensor.shape) != entries[name].shape
-        wrong = f"{name}: found {entries[name]}, expected shape {list(tensor.shape)}" if differs else None
-        yield _Match(name, present, None, wrong)
-        return
+        differs = tuple(shape) != entries[name].shape
+        wrong = f"{name}: found {entries[name]}, expected shape {list(shape)}" if differs else None
+        return [_Match(name, rows, present, None, wrong)]
     nearest: list[tuple[CheckpointFormat, list[str]]] = []
-    if tensor.dim() == 2:
-        n, k = tensor.shape
-        misfits = [(one, one.misfits(name, entries, n, k)) for one in formats.FORMATS]
+    if len(shape) == 2:
+        misfits = [(one, one.misfits(name, entries, *shape)) for one in formats.FORMATS]
         least = min(len(lines) for _, lines in misfits)
         nearest = [(one, lines) for one, lines in misfits if len(lines) == least]
         if not least:
-            yield _Match(name, nearest[0][0].keys(name), nearest[0][0])
+            return [_Match(name, rows, nearest[0][0].keys(name), nearest[0][0])]
+    return [_Match(name, rows, present, None, _no_format(name, shape, present, nearest, checkpoint))]
+
+
+def _experts(held: Held, own: Set[str], checkpoint: Checkpoint) -> tuple[list["_Match"], int]:
+    """The matrices of a parameter (E, N, K) of experts that the checkpoint has one by one, and how many an expert has;
+    none, if it has none of them."""
+    module, key = held.holders[0]
+    prefix = held.names[0].removesuffix(key)
+    pieces = PARTS_OF.get(key, ())
+    count, n, k = held.tensor.shape
+    matches = []
+    for name in [f"{prefix}{expert}.{piece}.weight" for expert in range(count) for piece in pieces]:
+        found = _matches(name, torch.Size((n // len(pieces), k)), held.tensor.dtype, own, checkpoint)
+        matches += found or [_Match(name, 0, (), None, f"{name}: found nothing, expected a part of {held.names[0]}")]
+    if not any(match.keys for match in matches):
+        return [], 0
+    if quantization.Held(module, key, ()).transposed:
+        matches.append(_Match(key, 0, (), None, f"{held.names[0]}: it is transposed, (E, K, N), which is not loaded"))
+    return matches, len(pieces)
+
+
+def _not_one_matrix(matches: Sequence["_Match"], per: int, checkpoint: Checkpoint) -> Iterator[str]:
+    """Why experts cannot be stored as one parameter, whose matrices have several parts each."""
+    first = matches[0]
+    for match in matches:
+        if match.format is not first.format:
+            yield f"{match.name}: in another format than {first.name}, expected one for all; pass dequantize=True"
             return
-    yield _Match(name, present, None, _no_format(name, tensor, present, nearest, checkpoint))
+    if first.format is None:
+        return
+    fusing = FUSINGS[type(first.format.recipe)]
+    for start in range(0, len(matches) if per > 1 else 0, per):
+        expert = matches[start : start + per]
+        wrong = fusing.apart([match.rows for match in expert], [match.keys for match in expert], checkpoint)
+        if wrong:
+            yield f"{wrong}; pass dequantize=True"
 
 
 def _no_format(
     name: str,
-    tensor: Tensor,
+    shape: Shape,
     present: Sequence[str],
     nearest: Sequence[tuple[CheckpointFormat, Sequence[str]]],
     checkpoint: Checkpoint,
 ) -> str:
     found = ", ".join(f"{key.rpartition('.')[2]} {checkpoint.entries[key]}" for key in present)
     if not nearest:
-        return f"{name}: found {found}, expected one tensor of shape {list(tensor.shape)} in high precision"
+        return f"{name}: found {found}, expected one tensor of shape {list(shape)} in high precision"
     options = "; or, of ".join(f"{one.name}, {' and '.join(lines)}" for one, lines in nearest)
-    return f"{name}: found {found} for shape {list(tensor.shape)}, expected, of {options}"
+    return f"{name}: found {found} for shape {list(shape)}, expected, of {options}"
 
 
 def _refused(match: _Match, held: Held, checkpoint: Checkpoint, dequantize: bool) -> Iterator[str]:
@@ -161,7 +209,7 @@ def _refused(match: _Match, held: Held, checkpoint: Checkpoint, dequantize: bool
         wrong = part.check(checkpoint.read(key)) if part.check else None
         if wrong:
             yield f"{key}: {wrong}"
-    if tensor.dtype not in DTYPES:
+    if tensor.dtype not in quantization.DTYPES:
         yield (
             f"{match.name}: the model has it as {tensor.dtype}, expected float32, bfloat16 or float16; build the model"
             " without its quantization_config"
@@ -169,19 +217,19 @@ def _refused(match: _Match, held: Held, checkpoint: Checkpoint, dequantize: bool
     others = [
         type(module).__name__ for module, key in held.holders if not isinstance(module, nn.Linear) or key == "bias"
     ]
-    if others and not dequantize:
+    if others and not dequantize and tensor.dim() == 2:
         yield (
             f"{match.name}: it is that of a module of class {others[0]}, expected nn.Linear alone; pass dequantize=True,"
             " or untie it (config.tie_word_embeddings=False)"
         )
 
 
-def _disagreements(sources: Sequence[Source], checkpoint: Checkpoint) -> Iterator[str]:
+def _disagreements(pieces: Sequence[Piece], checkpoint: Checkpoint) -> Iterator[str]:
     """Of names of one tensor."""
-    for other in sources[1:]:
-        first = sources[0]
+    for other in pieces[1:]:
+        first = pieces[0]
         same = first.format is other.format and all(
-            torch.equal(*(checkpoint.read(key).view(torch.uint8) for key in pair))
+            torch.equal(*(checkpoint.read(key).reshape(-1).view(torch.uint8) for key in pair))
             for pair in zip(first.keys, other.keys, strict=True)
         )
         if not same:
@@ -193,7 +241,7 @@ def _disagreements(sources: Sequence[Source], checkpoint: Checkpoint) -> Iterato
 
 # ---- what is left
 
-_EXPERT = re.compile(r"\.experts\.\d+\.")
+_EXPERT = re.compile(r"^(.*\.|)experts\.\d+\.")
 
 
 def _missing(names: Sequence[str], checkpoint: Checkpoint) -> str:
@@ -205,14 +253,15 @@ def _unexpected(key: str, own: Set[str]) -> str:
     reason = formats.FOREIGN.get(key.rpartition(".")[2])
     if reason:
         return f"{key}: {reason}"
-    expert = _EXPERT.search(key)
-    group = key[: expert.start()] if expert else None
-    fused = [name for name in own if name.startswith(f"{group}.experts.") and not _EXPERT.search(name)]
-    if fused:
-        return (
-            f"{key}: the model's class has all experts in one parameter, {fused[0]}, into which experts of a checkpoint are"
-            " not loaded; use a class that has a linear layer for each"
-        )
+    expert = _EXPERT.match(key)
+    if expert:
+        fused = [name for name in sorted(own) if name.startswith(f"{expert[1]}experts.") and not _EXPERT.match(name)]
+        if fused:
+            parts = PARTS_OF.get(fused[0].rpartition(".")[2], ("otherwise",))
+            return (
+                f"{key}: the model has its experts in one parameter, {fused[0]}, whose parts a checkpoint calls"
+                f" {', '.join(parts)}; use a class that has linear layers"
+            )
     return f"{key}: the model has no such name; {_nearest(key, own)}"
 
 

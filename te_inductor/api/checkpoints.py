@@ -7,6 +7,7 @@ holds more than what is stored and one layer.
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,9 +16,10 @@ from torch import Tensor, nn
 from te_inductor import config
 from te_inductor import recipes as all_recipes
 from te_inductor.api import checkpoint_formats as formats
+from te_inductor.api.checkpoint_experts import FUSINGS, Filling
 from te_inductor.api.checkpoint_files import Checkpoint, opened
-from te_inductor.api.checkpoint_formats import CheckpointFormat
-from te_inductor.api.checkpoint_plan import Held, Source, meta_buffers, plan
+from te_inductor.api.checkpoint_formats import ROWS_OF_BLOCK
+from te_inductor.api.checkpoint_plan import Held, Piece, Source, meta_buffers, plan
 from te_inductor.diagnostics import say
 from te_inductor.errors import CheckpointError, OptionError, RecipeError, wrong_type
 from te_inductor.ops.stored_weight import StoredWeight, kind_of
@@ -57,6 +59,10 @@ def load_quantized(
     - ``weight`` uint8 (N, K/2), ``weight_scale`` e4m3 (N, K/16), ``weight_scale_2`` fp32: ModelOpt's NVFP4;
       "nvfp4_weight_only"
 
+    Experts that a checkpoint has one by one (``experts.0.gate_proj.weight``) become a model's parameters (E, N, K),
+    ``gate_up_proj`` and ``down_proj``, if one stored matrix can have the scales of gate and of up; one scale a tensor
+    becomes one a row there.
+
     "rowwise" and "block" are used without powers of two, as scales were published. Everything else, such as layers that
     were not quantized, is copied as `load_state_dict` would, in the model's dtype. A tensor that has several names in
     the model (tied weights) may have any of them in the checkpoint.
@@ -83,8 +89,9 @@ def load_quantized(
             )
             say(f"{text} recipe of their layer says", options.fallback)
         _fill_buffers(model, to)
+        loading = _Loading(checkpoint, chosen, dequantize, to)
         for held, source in steps:
-            _load(held, source, checkpoint, chosen, dequantize, to)
+            loading.load(held, source)
     return model
 
 
@@ -107,51 +114,94 @@ def _recipes(given: object) -> dict[type[Recipe], Recipe]:
     return chosen
 
 
-def _load(
-    held: Held,
-    source: Source,
-    checkpoint: Checkpoint,
-    chosen: Mapping[type[Recipe], Recipe],
-    dequantize: bool,
-    to: torch.device,
-) -> None:
-    """One tensor of the model. What is read lives until it returns, and no longer."""
-    old = held.tensor
-    device = to if old.is_meta else old.device
-    kept = source.format is None or not dequantize
-    parts = tuple(checkpoint.read(key).to(device, copy=kept) for key in source.keys)
-    if source.format is None:
-        return _put(held, parts[0])
-    recipe = chosen[type(source.format.recipe)]
-    if dequantize:
-        return _put(held, _dequantized(parts, source.format, recipe, old, device))
-    made = kind_of(recipe)(source.format.stored(parts, recipe), old.shape, old.dtype, recipe)  # type: ignore[call-arg]
-    held.replace(nn.Parameter(made, requires_grad=False))
+@dataclass(frozen=True)
+class _Loading:
+    """How pieces of a checkpoint become tensors of the model. What is read lives as long as its piece is at work."""
+
+    checkpoint: Checkpoint
+    recipes: Mapping[type[Recipe], Recipe]
+    dequantize: bool
+    to: torch.device
+
+    def load(self, held: Held, source: Source) -> None:
+        old = held.tensor
+        if source.per:
+            self._experts(held, source)
+        elif source.pieces[0].format is None:
+            _put(held, self._read(source.pieces[0], old))
+        elif self.dequantize:
+            _put(held, self._dequantized(source.pieces[0], old, old.shape))
+        else:
+            parts, recipe = self._stored(source.pieces[0], old)
+            made = kind_of(recipe)(parts, old.shape, old.dtype, recipe)  # type: ignore[call-arg]
+            held.replace(nn.Parameter(made, requires_grad=False))
+
+    def _device(self, like: Tensor) -> torch.device:
+        return self.to if like.is_meta else like.device
+
+    def _read(self, piece: Piece, like: Tensor) -> Tensor:
+        return self.checkpoint.read(piece.keys[0]).to(self._device(like), like.dtype, copy=True)
+
+    def _stored(self, piece: Piece, like: Tensor) -> tuple[tuple[Tensor, ...], Recipe]:
+        """Parts of a stored weight, in memory of their own."""
+        of = piece.format
+        assert of is not None
+        recipe = self.recipes[type(of.recipe)]
+        parts = tuple(self.checkpoint.read(key).to(self._device(like), copy=True) for key in piece.keys)
+        return of.stored(parts, recipe), recipe
+
+    def _dequantized(self, piece: Piece, like: Tensor, shape: torch.Size) -> Tensor:
+        """What the stored weight would return, some rows at a time: on a CPU a value takes many bytes on the way."""
+        of = piece.format
+        assert of is not None
+        (n, k), device, recipe = shape, self._device(like), self.recipes[type(of.recipe)]
+        parts = tuple(self.checkpoint.read(key).to(device) for key in piece.keys)
+        plain = torch.empty(shape, dtype=like.dtype, device=device)
+        step = max(1, formats.CHUNK // (ROWS_OF_BLOCK * k)) * ROWS_OF_BLOCK
+        for first in range(0, n, step):
+            rows = plain[first : first + step]
+            some = of.stored(of.rows(parts, n, first, step), recipe)
+            rows.copy_(kind_of(recipe)(some, rows.shape, like.dtype, recipe).dequantize())  # type: ignore[call-arg]
+        return plain
+
+    def _experts(self, held: Held, source: Source) -> None:
+        old, per = held.tensor, source.per
+        experts = [source.pieces[start : start + per] for start in range(0, len(source.pieces), per)]
+        first = source.pieces[0].format
+        if self.dequantize or first is None:
+            shape = torch.Size((old.shape[1] // per, old.shape[2]))
+            plain = _place(old, self._device(old))
+            for expert, pieces in enumerate(experts):
+                for rows, piece in zip(plain[expert].split(shape[0]), pieces, strict=True):
+                    rows.copy_(self._read(piece, old) if piece.format is None else self._dequantized(piece, old, shape))
+            return _put(held, plain)
+        fusing = FUSINGS[type(first.recipe)]
+        recipe = self.recipes[type(fusing.recipe if per > 1 else first.recipe)]
+        filling = Filling(old.shape, old.dtype, recipe)
+        for expert, pieces in enumerate(experts):
+            matrices = [self._stored(piece, old)[0] for piece in pieces]
+            filling.put(expert, fusing.join(matrices) if per > 1 else matrices[0])
+        held.replace(nn.Parameter(filling.made(), requires_grad=False))
 
 
-def _dequantized(
-    parts: tuple[Tensor, ...], of: CheckpointFormat, recipe: Recipe, like: Tensor, device: torch.device
-) -> Tensor:
-    """What the stored weight would return, some rows at a time: on a CPU a value takes many bytes on the way."""
-    n, k = like.shape
-    plain = torch.empty((n, k), dtype=like.dtype, device=device)
-    step = max(1, formats.CHUNK // (formats.ROWS_OF_BLOCK * k)) * formats.ROWS_OF_BLOCK
-    for first in range(0, n, step):
-        rows = plain[first : first + step]
-        some = of.stored(of.rows(parts, n, first, step), recipe)
-        rows.copy_(kind_of(recipe)(some, rows.shape, like.dtype, recipe).dequantize())  # type: ignore[call-arg]
-    return plain
+def _is_place(old: Tensor) -> bool:
+    """Whether plain values can be written into it."""
+    return not old.is_meta and not isinstance(old, StoredWeight)
+
+
+def _place(old: Tensor, device: torch.device) -> Tensor:
+    return old.detach() if _is_place(old) else torch.empty(old.shape, dtype=old.dtype, device=device)
 
 
 def _put(held: Held, tensor: Tensor) -> None:
-    """A plain tensor, into memory that is there, or as it is."""
+    """A plain tensor of its dtype, into memory that is there, or as it is."""
     old = held.tensor
-    if not old.is_meta and not isinstance(old, StoredWeight):
-        old.copy_(tensor)
+    if _is_place(old):
+        if old.data_ptr() != tensor.data_ptr():
+            old.copy_(tensor)
         return
-    made = tensor.to(old.dtype)
     is_parameter = isinstance(old, nn.Parameter)
-    held.replace(nn.Parameter(made, requires_grad=old.requires_grad) if is_parameter else made)
+    held.replace(nn.Parameter(tensor, requires_grad=old.requires_grad) if is_parameter else tensor)
 
 
 def _fill_buffers(model: nn.Module, to: torch.device) -> None:

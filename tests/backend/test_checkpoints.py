@@ -59,6 +59,13 @@ def assert_unchanged(model: nn.Module, before: dict[str, Tensor]) -> None:
 # ---- formats
 
 
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """So that every weight is converted in several."""
+    monkeypatch.setattr(checkpoint_formats, "CHUNK", 1 << 10)
+
+
+@pytest.mark.usefixtures("small_chunks")
 @formats
 def test_weights_are_those_of_the_checkpoint(name):
     """Bit for bit, as stored weights of the model's dtype; other tensors as they are."""
@@ -74,6 +81,7 @@ def test_weights_are_those_of_the_checkpoint(name):
             assert model.get_parameter(key).requires_grad
 
 
+@pytest.mark.usefixtures("small_chunks")
 @compiled_formats
 def test_dequantized_parameters_train(name):
     tensors, values, _ = checkpoint(name)
@@ -352,25 +360,6 @@ def test_every_key_has_its_line():
         load_quantized(nn.Linear(2, 2), {f"x{i}": torch.ones(1) for i in range(99)})
 
 
-def test_experts_that_the_model_has_in_one_parameter():
-    class Experts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gate_up_proj = nn.Parameter(torch.zeros(2, 8, 4))
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.experts = Experts()
-
-    tensors = {f"0.experts.{i}.up_proj.weight": torch.zeros(4, 4) for i in range(2)}
-    with pytest.raises(CheckpointError, match=r"up_proj.weight: .* one parameter, 0.experts.gate_up_proj, into which"):
-        load_quantized(nn.Sequential(Block()), tensors)
-    # by its own name, in high precision
-    loaded = load_quantized(nn.Sequential(Block()), {"0.experts.gate_up_proj": torch.ones(2, 8, 4)})
-    assert loaded[0].experts.gate_up_proj.sum() == 64
-
-
 def test_other_wrong_arguments():
     with pytest.raises(OptionError, match="model is a int"):
         load_quantized(3, {})
@@ -437,6 +426,11 @@ def test_tied_weights_that_cannot_be():
         load_quantized(Tied(), quantized)
     model = load_quantized(Tied(), quantized, dequantize=True)
     assert model.head.weight is model.embed.weight and torch.equal(model.embed.weight, values["head.weight"])
+    both, _ = write(Tied(), WRITERS["modelopt_nvfp4"][0])
+    both |= {f"embed.{key.partition('.')[2]}": one for key, one in both.items() if key.startswith("head.")}
+    assert torch.equal(
+        *(load_quantized(Tied(), both, dequantize=True).get_parameter(f"{one}.weight") for one in ("embed", "head"))
+    )
     del quantized["head.weight_packed"], quantized["head.weight_scale"], quantized["head.weight_global_scale"]
     with pytest.raises(
         CheckpointError, match=r"embed.weight: found nothing, nor head.weight, which is the same tensor"

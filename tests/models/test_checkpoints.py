@@ -140,7 +140,7 @@ def test_compressed_tensors(preset, tmp_path):
         assert (logits - plain).norm() < 0.25 * plain.norm()
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_modelopt(tied, tmp_path):
     """Without a file of the head, where it is tied; half of the layers in NVFP4, half in FP8."""
     source = llama(tied=tied)
@@ -170,10 +170,10 @@ def test_fine_grained():
     for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight"):
         theirs = own._dequantize_fp8_weight(tensors[name], tensors[f"{name}_scale_inv"], [128, 128], torch.float32)
         assert torch.equal(model.get_parameter(name).dequantize(), theirs)
-    prompt = torch.randint(0, 64, (1, 5))
+    prompt = torch.randint(0, 64, (1, 16))
     tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=3, do_sample=False)
-    assert tokens.shape == (1, 8)
+    assert tokens.shape == (1, 19)
     masters = load_quantized(llama("meta"), tensors, dequantize=True).train()
-    step = torch.compile(masters, backend="te", options={"recipe": "block"})
+    step = torch.compile(masters, backend="te", options={"recipe": "current", "fallback": "error"})
     step(prompt, labels=prompt).loss.backward()
     assert all(one.grad is not None and one.grad.isfinite().all() for one in masters.parameters())
