@@ -1,6 +1,7 @@
 """`load_quantized`: published checkpoints in each format, what they are stored as, memory, and every error."""
 
 import copy
+import io
 import itertools
 import json
 from pathlib import Path
@@ -107,6 +108,42 @@ def test_outputs_are_those_of_the_dequantized_model(name):
         compiled = torch.compile(first, backend="te", options={"recipe": "none"})(x)
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
     assert torch.equal(compiled, y)
+
+
+@pytest.mark.codegen
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", sorted(QUICK))
+def test_compiled_to_code(name):
+    model = load_quantized(toy(), checkpoint(name)[0])
+    x = torch.randn(5, 96)
+    with torch.no_grad():
+        y = torch.compile(model, backend="te", options={"recipe": "none", "fallback": "error"})(x)
+        expected = model(x)
+    assert (y - expected).norm() <= 1e-2 * expected.norm()  # a sum in another order may round an activation otherwise
+
+
+@formats
+def test_saved_and_loaded(name):
+    """As any model with stored weights: by torch.save, the same bits."""
+    tensors, values, _ = checkpoint(name)
+    file = io.BytesIO()
+    torch.save(load_quantized(toy(), tensors).state_dict(), file)
+    file.seek(0)
+    with torch.device("meta"):
+        model = toy().requires_grad_(False)
+    model.load_state_dict(torch.load(file), assign=True)
+    assert all(torch.equal(state(model)[key], value) for key, value in values.items())
+
+
+def test_tensors_of_a_state_dict_are_copied():
+    tensors, values, _ = checkpoint("compressed_channel")
+    values = copy.deepcopy(values)
+    with torch.device("meta"):
+        model = toy()
+    load_quantized(model, tensors)
+    for one in tensors.values():
+        one.view(torch.uint8).fill_(1)
+    assert all(torch.equal(state(model)[key], value) for key, value in values.items())
 
 
 def test_layers_of_several_formats():

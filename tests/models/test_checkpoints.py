@@ -171,7 +171,8 @@ def test_fine_grained():
         theirs = own._dequantize_fp8_weight(tensors[name], tensors[f"{name}_scale_inv"], [128, 128], torch.float32)
         assert torch.equal(model.get_parameter(name).dequantize(), theirs)
     prompt = torch.randint(0, 64, (1, 16))
-    tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=3, do_sample=False)
+    lengths = {"min_new_tokens": 3, "max_new_tokens": 3}
+    tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, pad_token_id=0, **lengths)
     assert tokens.shape == (1, 19)
     masters = load_quantized(llama("meta"), tensors, dequantize=True).train()
     step = torch.compile(masters, backend="te", options={"recipe": "current", "fallback": "error"})
