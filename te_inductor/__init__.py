@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from te_inductor.api.accuracy import accuracy_report as accuracy_report
     from te_inductor.api.accuracy_figures import AccuracyReport as AccuracyReport
     from te_inductor.api.assertions import assert_low_precision as assert_low_precision
+    from te_inductor.api.checkpoints import load_quantized as load_quantized
     from te_inductor.api.explanation import explain as explain
     from te_inductor.api.quantization import quantize_ as quantize_
     from te_inductor.api.saved_state import load_state_dict as load_state_dict
@@ -30,6 +31,7 @@ _HOME = {
     "autocast": ("te_inductor.recipes.regions", "autocast"),
     "backward_dw": ("te_inductor.runtime.deferred_wgrads", "backward_dw"),
     "explain": ("te_inductor.api.explanation", "explain"),
+    "load_quantized": ("te_inductor.api.checkpoints", "load_quantized"),
     "load_state_dict": ("te_inductor.api.saved_state", "load_state_dict"),
     "quantize_": ("te_inductor.api.quantization", "quantize_"),
     "recipes": ("te_inductor.recipes", None),
@@ -49,6 +51,7 @@ __all__ = [
     "autocast",
     "backward_dw",
     "explain",
+    "load_quantized",
     "load_state_dict",
     "quantize_",
     "recipes",

@@ -43,6 +43,10 @@ class StoredWeightError(TEInductorError, RuntimeError):
     """The program asks to train a stored weight or to change it in place, or a weight cannot be stored."""
 
 
+class CheckpointError(TEInductorError, ValueError):
+    """A checkpoint cannot be read, or does not fit the model; the text lists every key with what was expected."""
+
+
 class FallbackWarning(UserWarning):
     """Something does not run as asked; the text lists sites by reason.
 

@@ -159,7 +159,7 @@ class NVFP4Experts(StoredExperts):
     @classmethod
     def from_saved(cls, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         count, rows, _ = parts[0].shape
-        return nvfp4.store(nvfp4.unpack(parts[0].flatten(0, 1))).view(count, rows, -1), *parts[1:]
+        return nvfp4.repack(parts[0].flatten(0, 1)).view(count, rows, -1), *parts[1:]
 
 
 class Float8Experts(StoredExperts):
@@ -242,8 +242,17 @@ _KINDS: dict[type[Recipe], type[StoredExperts]] = {
 
 def store(weight: Tensor, recipe: Recipe, transposed: bool) -> StoredExperts:
     """The weights of experts (E, N, K), or (E, K, N) where `transposed`, stored as `recipe` says."""
+    return kind_of(recipe).store(weight, recipe, transposed)
+
+
+def kind_of(recipe: Recipe) -> type[StoredExperts]:
+    """What experts' weights are stored as.
+
+    Raises:
+        RecipeError: a recipe whose weights cannot be known before it runs.
+    """
     stored_weight.kind_of(recipe)
-    return _KINDS[type(recipe)].store(weight, recipe, transposed)
+    return _KINDS[type(recipe)]
 
 
 def rebuild(kind: str, *saved: Any) -> Any:

@@ -207,7 +207,7 @@ class NVFP4Weight(StoredWeight):
 
     @classmethod
     def from_saved(cls, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return nvfp4.store(nvfp4.unpack(parts[0])), *parts[1:]
+        return nvfp4.repack(parts[0]), *parts[1:]
 
 
 class Float8Weight(StoredWeight):

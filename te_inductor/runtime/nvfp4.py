@@ -15,6 +15,8 @@ this one):
 So a block is 8 bytes in either order, whatever the shape; a saved state_dict holds NVFP4's own.
 """
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -73,6 +75,26 @@ def store(codes: Tensor) -> Tensor:  # (N, K) -> (N, K/2)
             units |= _rotated(fields[:, :, i] & mask, 32 - turn)
     # int32's bits: torch has few kernels for uint32.
     return (units - ((units >> 31) << 32)).to(torch.int32).view(torch.uint8).view(rows, -1)
+
+
+def repack(packed: Tensor) -> Tensor:  # (N, K/2), K a multiple of 16 -> (N, K/2)
+    """`store` of values in NVFP4's own order, by tables: a byte of that order, h = 0 and 1 of one i and u, has bits of
+    its own in the unit."""
+    bytes_of = packed.view(packed.shape[0], -1, 4, 2).int()  # block, i, unit
+    tables = _tables().to(packed.device)
+    units = torch.zeros_like(bytes_of[:, :, 0])
+    for i in range(4):
+        units |= tables[i].index_select(0, bytes_of[:, :, i].flatten()).view(units.shape)
+    return units.view(torch.uint8).view(packed.shape)
+
+
+@functools.cache
+def _tables() -> Tensor:  # (4, 256) int32: the unit of each byte at each i
+    every = torch.arange(256, dtype=torch.uint8, device="cpu")
+    alone = torch.zeros(4, 256, BLOCK // 2, dtype=torch.uint8, device="cpu")
+    for i in range(4):
+        alone[i, :, 2 * i] = every
+    return store(unpack(alone.flatten(0, 1))).view(torch.int32)[:, 0].view(4, 256)
 
 
 def codes(stored: Tensor) -> Tensor:  # (N, K/2) -> (N, K)

@@ -70,6 +70,7 @@ def test_order_of_a_stored_block():
                     assert torch.equal(bits, ((code & 8) << 12) | ((code & 7) << 6))
     assert torch.equal(nvfp4.codes(nvfp4.store(codes)), codes)
     assert torch.equal(nvfp4.unpack(microscaling.pack(codes)), codes)
+    assert torch.equal(nvfp4.repack(microscaling.pack(codes)), nvfp4.store(codes))
 
 
 @pytest.mark.parametrize("size", SIZES)

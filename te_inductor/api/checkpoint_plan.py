@@ -1,0 +1,307 @@
+"""What each tensor of a model is loaded from, found by keys, dtypes and shapes; and every key that does not fit."""
+
+import difflib
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from te_inductor.api import checkpoint_formats as formats
+from te_inductor.api import quantization
+from te_inductor.api.checkpoint_experts import FUSINGS, PARTS_OF
+from te_inductor.api.checkpoint_files import Checkpoint, listed
+from te_inductor.api.checkpoint_formats import CheckpointFormat, Shape
+from te_inductor.errors import CheckpointError
+from te_inductor.ops.stored_weight import StoredWeight
+from te_inductor.passes.graph.module_path import without_wrappers
+
+
+@dataclass
+class Held:
+    """A parameter or buffer of the model, with everything that holds it and all names that it has."""
+
+    tensor: Tensor
+    holders: list[tuple[nn.Module, str]] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+
+    def replace(self, tensor: Tensor) -> None:
+        for module, key in self.holders:
+            (module._parameters if key in module._parameters else module._buffers)[key] = tensor  # type: ignore[assignment]
+
+
+class Piece(NamedTuple):
+    """A matrix of the checkpoint: its keys, and their format; None: the one tensor itself."""
+
+    keys: tuple[str, ...]
+    format: CheckpointFormat | None
+
+
+class Source(NamedTuple):
+    """What a tensor comes from: one piece, or `per` of them, one above the other, for each expert."""
+
+    pieces: tuple[Piece, ...]
+    per: int = 0  # 0: the one piece is the whole tensor
+
+
+class Plan(NamedTuple):
+    steps: list[tuple[Held, Source]]
+    calibrated: list[str]  # keys that hold scales of activations, which nothing uses
+
+
+def plan(model: nn.Module, checkpoint: Checkpoint, dequantize: bool) -> Plan:
+    """What `model`, which stays as it is, is loaded from.
+
+    Raises:
+        CheckpointError: something does not fit; a line for each key.
+    """
+    held = _held(model)
+    own = {name for one in held for name in one.names}
+    problems: list[str | Callable[[], str]] = [*formats.unsupported(checkpoint.configuration)]
+    used: set[str] = set()
+    steps = []
+    for one in held:
+        found = {name: _matches(name, one.tensor.shape, one.tensor.dtype, own, checkpoint) for name in one.names}
+        matches = [match for several in found.values() for match in several]
+        per = 0
+        if not matches and one.tensor.dim() == 3:
+            matches, per = _experts(one, own, checkpoint)
+        used.update(key for match in matches for key in match.keys)
+        wrong = [line for match in matches for line in _refused(match, one, checkpoint, dequantize)]
+        if not matches:
+            problems.append(partial(_missing, one.names, checkpoint))
+        elif wrong:
+            problems += wrong
+        elif per:
+            problems += [] if dequantize else _not_one_matrix(matches, per, checkpoint)
+            steps.append((one, Source(tuple(Piece(match.keys, match.format) for match in matches), per)))
+        else:
+            pieces = [Piece(match.keys, match.format) for match in matches]
+            problems += _disagreements(pieces, checkpoint)
+            steps.append((one, Source((pieces[0],))))
+    rest = [key for key in checkpoint.entries if key not in used and not _ignored(key, model)]
+    calibrated = [key for key in rest if key.rpartition(".")[2] in formats.CALIBRATED]
+    problems += [partial(_unexpected, key, own) for key in rest if key not in set(calibrated)]
+    problems += _lost_buffers(model)
+    if problems:
+        raise CheckpointError(listed(f"{checkpoint.where} does not fit the {type(model).__name__}", problems))
+    return Plan(steps, calibrated)
+
+
+def _held(model: nn.Module) -> list[Held]:
+    """What the model's state_dict would have."""
+    found: dict[int, Held] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        buffers = {key: one for key, one in module._buffers.items() if key not in module._non_persistent_buffers_set}
+        for key, tensor in {**module._parameters, **buffers}.items():
+            if tensor is None:
+                continue
+            held = found.setdefault(id(tensor), Held(tensor))
+            held.names.append(without_wrappers(f"{path}.{key}").strip("."))
+            if not any(one is module and name == key for one, name in held.holders):
+                held.holders.append((module, key))
+    return list(found.values())
+
+
+# ---- one name
+
+
+class _Match(NamedTuple):
+    """The keys that a matrix of this name has in the checkpoint; with the reason, if they are in no format."""
+
+    name: str
+    rows: int
+    keys: tuple[str, ...]
+    format: CheckpointFormat | None
+    wrong: str | None = None
+
+
+SUFFIXES = tuple(dict.fromkeys(part.suffix for one in formats.FORMATS for part in one.parts))
+
+
+def _matches(name: str, shape: Shape, dtype: torch.dtype, own: Set[str], checkpoint: Checkpoint) -> list["_Match"]:
+    """One, if the checkpoint has the name at all."""
+    entries = checkpoint.entries
+    keys = [name + suffix for suffix in SUFFIXES]
+    present = tuple(key for key in keys if key in entries and (key == name or key not in own))
+    if not present:
+        return []
+    rows, entry = shape[0] if shape else 1, entries.get(name)
+    alike = entry and (entry.dtype == dtype or (entry.dtype in formats.HIGH and dtype.is_floating_point))
+    if alike and present == (name,):
+        differs = tuple(shape) != entries[name].shape
+        wrong = f"{name}: found {entries[name]}, expected shape {list(shape)}" if differs else None
+        return [_Match(name, rows, present, None, wrong)]
+    nearest: list[tuple[CheckpointFormat, list[str]]] = []
+    if len(shape) == 2:
+        misfits = [(one, one.misfits(name, entries, *shape)) for one in formats.FORMATS]
+        least = min(len(lines) for _, lines in misfits)
+        nearest = [(one, lines) for one, lines in misfits if len(lines) == least]
+        if not least:
+            return [_Match(name, rows, nearest[0][0].keys(name), nearest[0][0])]
+    return [_Match(name, rows, present, None, _no_format(name, shape, present, nearest, checkpoint))]
+
+
+def _experts(held: Held, own: Set[str], checkpoint: Checkpoint) -> tuple[list["_Match"], int]:
+    """The matrices of a parameter (E, N, K) of experts that the checkpoint has one by one, and how many an expert has;
+    none, if it has none of them."""
+    module, key = held.holders[0]
+    prefix = held.names[0].removesuffix(key)
+    pieces = PARTS_OF.get(key, ())
+    count, n, k = held.tensor.shape
+    matches = []
+    for name in [f"{prefix}{expert}.{piece}.weight" for expert in range(count) for piece in pieces]:
+        found = _matches(name, torch.Size((n // len(pieces), k)), held.tensor.dtype, own, checkpoint)
+        matches += found or [_Match(name, 0, (), None, f"{name}: found nothing, expected a part of {held.names[0]}")]
+    if not any(match.keys for match in matches):
+        return [], 0
+    if quantization.Held(module, key, ()).transposed:
+        matches.append(_Match(key, 0, (), None, f"{held.names[0]}: it is transposed, (E, K, N), which is not loaded"))
+    return matches, len(pieces)
+
+
+def _not_one_matrix(matches: Sequence["_Match"], per: int, checkpoint: Checkpoint) -> Iterator[str]:
+    """Why experts cannot be stored as one parameter, whose matrices have several parts each."""
+    first = matches[0]
+    for match in matches:
+        if match.format is not first.format:
+            yield f"{match.name}: in another format than {first.name}, expected one for all; pass dequantize=True"
+            return
+    if first.format is None:
+        return
+    fusing = FUSINGS[type(first.format.recipe)]
+    for start in range(0, len(matches) if per > 1 else 0, per):
+        expert = matches[start : start + per]
+        wrong = fusing.apart([match.rows for match in expert], [match.keys for match in expert], checkpoint)
+        if wrong:
+            yield f"{wrong}; pass dequantize=True"
+
+
+def _no_format(
+    name: str,
+    shape: Shape,
+    present: Sequence[str],
+    nearest: Sequence[tuple[CheckpointFormat, Sequence[str]]],
+    checkpoint: Checkpoint,
+) -> str:
+    found = ", ".join(f"{key.rpartition('.')[2]} {checkpoint.entries[key]}" for key in present)
+    if not nearest:
+        return f"{name}: found {found}, expected one tensor of shape {list(shape)} in high precision"
+    options = "; or, of ".join(f"{one.name}, {' and '.join(lines)}" for one, lines in nearest)
+    return f"{name}: found {found} for shape {list(shape)}, expected, of {options}"
+
+
+def _refused(match: _Match, held: Held, checkpoint: Checkpoint, dequantize: bool) -> Iterator[str]:
+    """Why a name cannot be loaded from what it has matched."""
+    if match.wrong:
+        yield match.wrong
+        return
+    tensor = held.tensor
+    if is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, StoredWeight):
+        yield f"{match.name}: it is a {type(tensor).__name__}, expected a plain tensor; load before the model is sharded"
+    if match.format is None:
+        return
+    for part, key in zip(match.format.parts, match.keys, strict=True):
+        wrong = part.check(checkpoint.read(key)) if part.check else None
+        if wrong:
+            yield f"{key}: {wrong}"
+    if tensor.dtype not in quantization.DTYPES:
+        yield (
+            f"{match.name}: the model has it as {tensor.dtype}, expected float32, bfloat16 or float16; build the model"
+            " without its quantization_config"
+        )
+    others = [
+        type(module).__name__ for module, key in held.holders if not isinstance(module, nn.Linear) or key == "bias"
+    ]
+    if others and not dequantize and tensor.dim() == 2:
+        yield (
+            f"{match.name}: it is that of a module of class {others[0]}, expected nn.Linear alone; pass dequantize=True,"
+            " or untie it (config.tie_word_embeddings=False)"
+        )
+
+
+def _disagreements(pieces: Sequence[Piece], checkpoint: Checkpoint) -> Iterator[str]:
+    """Of names of one tensor."""
+    for other in pieces[1:]:
+        first = pieces[0]
+        same = first.format is other.format and all(
+            torch.equal(*(checkpoint.read(key).reshape(-1).view(torch.uint8) for key in pair))
+            for pair in zip(first.keys, other.keys, strict=True)
+        )
+        if not same:
+            yield (
+                f"{other.keys[0]}: differs from {first.keys[0]}, expected the same, as they are one tensor of the model;"
+                " build a model that does not tie them (config.tie_word_embeddings=False)"
+            )
+
+
+# ---- what is left
+
+_EXPERT = re.compile(r"^(.*\.|)experts\.\d+\.")
+
+
+def _missing(names: Sequence[str], checkpoint: Checkpoint) -> str:
+    others = "".join(f", nor {name}, which is the same tensor" for name in names[1:])
+    return f"{names[0]}: found nothing{others}; {_nearest(names[0], checkpoint.entries)}"
+
+
+def _unexpected(key: str, own: Set[str]) -> str:
+    reason = formats.FOREIGN.get(key.rpartition(".")[2])
+    if reason:
+        return f"{key}: {reason}"
+    expert = _EXPERT.match(key)
+    if expert:
+        fused = [name for name in sorted(own) if name.startswith(f"{expert[1]}experts.") and not _EXPERT.match(name)]
+        if fused:
+            parts = PARTS_OF.get(fused[0].rpartition(".")[2], ("otherwise",))
+            return (
+                f"{key}: the model has its experts in one parameter, {fused[0]}, whose parts a checkpoint calls"
+                f" {', '.join(parts)}; use a class that has linear layers"
+            )
+    return f"{key}: the model has no such name; {_nearest(key, own)}"
+
+
+def _nearest(name: str, names: Collection[str]) -> str:
+    """A remedy: the name that ends alike, as where one side has a prefix more, or one with few other letters."""
+    tail = name
+    while "." in tail:
+        alike = [one for one in names if f".{one}".endswith(f".{tail}")]
+        if alike:
+            return f"is it {alike[0]}? Names have to be the same"
+        tail = tail.partition(".")[2]
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"is it {near[0]}? Names have to be the same" if near else "build the model from the checkpoint's own config"
+
+
+def _ignored(key: str, model: nn.Module) -> bool:
+    """Whether models of transformers read over it: what their class says, and buffers of old rotary embeddings."""
+    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return any(re.search(pattern, key) for pattern in (*patterns, r"rotary_emb\.inv_freq$"))
+
+
+# ---- buffers that no checkpoint has, of a model on the meta device
+
+
+def meta_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Those that are not persistent, by name."""
+    return {
+        without_wrappers(f"{path}.{key}").strip("."): (module, key)
+        for path, module in model.named_modules()
+        for key, buffer in module._buffers.items()
+        if key in module._non_persistent_buffers_set and buffer is not None and buffer.is_meta
+    }
+
+
+def _lost_buffers(model: nn.Module) -> list[str]:
+    """Models of transformers can compute theirs anew."""
+    if hasattr(model, "_init_weights"):
+        return []
+    return [
+        f"{name}: a buffer on the meta device that no checkpoint has, expected its values; build the module that has it"
+        " on a device"
+        for name in meta_buffers(model)
+    ]
