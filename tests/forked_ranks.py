@@ -27,6 +27,8 @@ def ranks(module: str, world: int, *arguments: str, timeout: int = 300, **enviro
 
 
 def main(module: str, world: int, arguments: list[str]) -> int:
+    timeout = signal.alarm(0)  # the ranks' own comes first, so that it is known which of them it was
+    signal.alarm(timeout)
     with tempfile.TemporaryDirectory() as folder:
         children: dict[int, int] = {}
         for rank in range(world):
@@ -34,8 +36,7 @@ def main(module: str, world: int, arguments: list[str]) -> int:
             asked = {"module": module, "arguments": [str(rank), str(world), *arguments], "outputs": outputs}
             child = os.fork()
             if child == 0:
-                signal.signal(signal.SIGALRM, signal.SIG_DFL)
-                work({**asked, "timeout": 300, "cwd": os.getcwd(), "environment": {}})
+                work({**asked, "timeout": max(timeout - 5, 1), "cwd": os.getcwd(), "environment": {}})
             children[child] = rank
         failed = []
         while children:

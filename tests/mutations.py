@@ -106,9 +106,15 @@ MUTATIONS = [
     ),
     Mutation(
         "ranks do not reduce their amaxes",
-        "        torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX)\n",
+        "        torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, process_group(name))\n",
         "        pass\n",
         ("tests/backend/test_ranks.py",),
+    ),
+    Mutation(
+        "a graph that was compiled for one group of ranks serves another",
+        "    return amax_groups.mesh_of(parameter) == mesh\n",
+        "    return True\n",
+        ("tests/backend/test_amax_groups.py",),
     ),
     Mutation(
         "a history forgets its newest amax",

@@ -4,6 +4,7 @@ The mesh is ((0, 1), (2, 3)), its dimensions "pp" and "dp". Rank r sees data of 
 by kind, the warnings about amaxes and the newest amax of each layer's input, or what the kind itself tells. Graphs are
 not compiled (tests/uncompiled.py), except those of "compiled KIND"."""
 
+import gc
 import json
 import sys
 import warnings
@@ -275,6 +276,9 @@ def main(number: int, world: int, file: str, kinds: list[str]) -> None:
         said = [str(one.message) for one in caught if "amaxes" in str(one.message)]
         found[kind] = {"said": said, "told": told, "graphs": counters["stats"]["unique_graphs"]}
         dist.barrier()
+        # DDP's reducers go first: the last to hold a gloo group waits for its threads, and they for the interpreter's lock.
+        torch._dynamo.reset()
+        gc.collect()
         dist.destroy_process_group()
     print(json.dumps(found))
 

@@ -3,6 +3,7 @@
 Ranks see data of different magnitude, one of them a NaN in the second step. Prints one line of JSON: after each step,
 what the rank's tensors held and the state. KIND is "plain", which names the group of all ranks, "ddp" or "split ddp"."""
 
+import gc
 import json
 import sys
 from typing import Any
@@ -34,7 +35,7 @@ def main(rank: int, world: int, file: str, fields: dict[str, Any], kind: str) ->
     # DDP's own compiler pass splits the graph where buckets of gradients end, here at each parameter.
     model = torch.nn.parallel.DistributedDataParallel(inner, bucket_cap_mb=1e-6) if kind != "plain" else inner
     options = {"recipe": DelayedScaling(amax_history_len=4, **fields), "fallback": "error"}
-    if kind == "plain":
+    if kind == "plain" and not fields:
         options["amax_group"] = dist.group.WORLD
     with torch._dynamo.config.patch(optimize_ddp=kind == "split ddp"):
         run = torch.compile(model, backend="te", options=options)
@@ -47,6 +48,10 @@ def main(rank: int, world: int, file: str, fields: dict[str, Any], kind: str) ->
             state = {key: value.tolist() for key, value in te_inductor.state_dict(inner.layer).items()}
             steps.append({"input": x.max().item(), "grad_output": dy.max().item(), "state": state})
     print(json.dumps(steps))
+    # DDP's reducer goes first: the last to hold a gloo group waits for its threads, and they for the interpreter's lock.
+    del model, run
+    torch._dynamo.reset()
+    gc.collect()
     dist.destroy_process_group()
 
 

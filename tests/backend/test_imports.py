@@ -25,6 +25,7 @@ ORDER = [
     {"passes"},
     {"backend"},
     {"api"},
+    {"integrations"},
     {"__init__"},
 ]
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
