@@ -508,6 +508,18 @@ def test_buffers_that_no_checkpoint_has():
     assert load_quantized(model, tensors).inv_freq.tolist() == [2.0] * 4
 
 
+def test_keys_that_models_of_transformers_read_over():
+    tensors, values, _ = checkpoint("fine_grained")
+    more = tensors | {"layers.61.weight": torch.ones(2), "0.rotary_emb.inv_freq": torch.ones(4)}
+    model = toy()
+    with pytest.raises(CheckpointError, match=r"layers.61.weight: the model has no such name") as caught:
+        load_quantized(model, more)
+    assert "inv_freq" not in str(caught.value)
+    model._keys_to_ignore_on_load_unexpected = [r"layers\.61\."]
+    load_quantized(model, more)
+    assert all(torch.equal(state(model)[key], value) for key, value in values.items())
+
+
 def test_modules_of_other_classes():
     """Their weights cannot be stored, but dequantized."""
 
