@@ -47,6 +47,11 @@ def mesh_of_dtensor(tensor: torch.Tensor) -> Any:
     return tensor.device_mesh if module is not None and isinstance(tensor, module.DTensor) else None  # type: ignore[attr-defined]
 
 
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a DTensor; any other tensor itself."""
+    return tensor if mesh_of_dtensor(tensor) is None else tensor.to_local()  # type: ignore[attr-defined, no-any-return]
+
+
 def is_sharded_module(module: torch.nn.Module) -> bool:
     """Whether FSDP2's `fully_shard` was called with it."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
