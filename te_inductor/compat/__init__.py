@@ -33,6 +33,7 @@ from te_inductor.compat.wrappers import (
     is_flattened_module,
     is_gathered,
     is_sharded_module,
+    local_of,
     mesh_of_dtensor,
 )
 
@@ -58,6 +59,7 @@ __all__ = [
     "is_gathered",
     "is_sharded_module",
     "let_marks_be_saved",
+    "local_of",
     "mesh_of_dtensor",
     "never_compile",
     "options_of_compiled",

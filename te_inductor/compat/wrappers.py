@@ -24,7 +24,7 @@ class Gathered(NamedTuple):
     @property
     def mesh(self) -> Any:
         """Over which it is sharded, and replicated where the mesh has a dimension for that."""
-        return self.shards[0].device_mesh  # type: ignore[attr-defined]
+        return mesh_of_dtensor(self.shards[0])
 
 
 def gathered() -> Iterator[Gathered]:
@@ -45,6 +45,11 @@ def mesh_of_dtensor(tensor: torch.Tensor) -> Any:
     """The DeviceMesh of a DTensor; None of any other tensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return tensor.device_mesh if module is not None and isinstance(tensor, module.DTensor) else None  # type: ignore[attr-defined]
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a DTensor; any other tensor itself."""
+    return tensor if mesh_of_dtensor(tensor) is None else tensor.to_local()  # type: ignore[attr-defined, no-any-return]
 
 
 def is_sharded_module(module: torch.nn.Module) -> bool:
@@ -87,6 +92,8 @@ def ddp_group_of(parameter: torch.Tensor) -> Any:
 def guard_on_wrappers() -> None:
     """Have Dynamo compile anew where there is a default process group and was none, or the other way round, or where
     another DistributedDataParallel's forward runs, if its process group is another one."""
+    if not torch.distributed.is_available():
+        return
     guard_on("torch.distributed.distributed_c10d", "GroupMember.WORLD", by_type=True)
     if inside_ddp():
         guard_on(_ACTIVE_DDP[0], f"{_ACTIVE_DDP[1]}.process_group.group_name")

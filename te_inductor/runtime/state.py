@@ -188,7 +188,7 @@ def moves() -> int:
 def _empty(parameter: Tensor, recipe: DelayedScaling) -> ScalingState:
     # Made outside inference mode: a training step may be the next to write it.
     with torch.inference_mode(False), torch.no_grad():
-        plain = parameter.detach()
+        plain = compat.local_of(parameter.detach())
         return ScalingState(
             amax=plain.new_zeros((), dtype=torch.float32),
             scale=plain.new_ones((), dtype=torch.float32),

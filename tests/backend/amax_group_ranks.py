@@ -18,6 +18,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import te_inductor
@@ -125,6 +126,22 @@ def fsdp_of_blocks(rank: Rank) -> Any:
 def hsdp(rank: Rank) -> Any:
     """One dimension of the mesh replicates, the other one shards: all of its ranks share the parameter."""
     return rank.trained(fully_shard(Layers(1), mesh=rank.mesh), fallback="error")
+
+
+class OfDTensor(nn.Module):
+    """Its weight is a DTensor, of which it takes the local part."""
+
+    def __init__(self, mesh: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(distribute_tensor(torch.eye(32), mesh, [Replicate()]))
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight.to_local())
+
+
+@kind
+def dtensor(rank: Rank) -> Any:
+    return rank.trained(OfDTensor(rank.dp), fallback="error")
 
 
 @kind

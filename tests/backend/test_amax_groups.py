@@ -20,8 +20,8 @@ from tests.forked_ranks import SERVER, ranks
 OWN, DP, PP, ALL = [1, 2, 3, 4], [2, 2, 4, 4], [3, 4, 3, 4], [4, 4, 4, 4]  # the input's amax by rank
 QUICK = "mesh,hsdp,wrapped_later,sharded_later,stages,unequal"
 OTHERS = (
-    "group,name,environment,whole_mesh,none,fsdp,fsdp_of_blocks,ddp,ddp_ignores,two_groups_of_one_graph,ring,destroyed,"
-    "refused,compiled mesh,compiled two_groups_of_one_graph,compiled ddp"
+    "group,name,environment,whole_mesh,none,fsdp,fsdp_of_blocks,dtensor,ddp,ddp_ignores,two_groups_of_one_graph,ring,"
+    "destroyed,refused,compiled mesh,compiled two_groups_of_one_graph,compiled ddp"
 )
 REMEDY = "pass options={'amax_group': …}"
 
@@ -65,7 +65,7 @@ def test_the_default_is_the_mesh_of_the_parameter(told):
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "expected"),
-    [("fsdp", [DP, DP]), ("fsdp_of_blocks", [DP, DP]), ("ddp", [DP]), ("compiled ddp", [DP])],
+    [("fsdp", [DP, DP]), ("fsdp_of_blocks", [DP, DP]), ("dtensor", [DP]), ("ddp", [DP]), ("compiled ddp", [DP])],
 )
 def test_the_default_is_the_group_that_shares_the_parameter(kind, expected, others):
     assert by_layer(others, kind) == expected

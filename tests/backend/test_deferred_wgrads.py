@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import warnings
 import weakref
 from functools import partial
 
@@ -278,6 +279,23 @@ def test_not_under_ddp(wgrad, one_rank):
     with pytest.warns(FallbackWarning, match="option 'wgrad' does not reach, because DistributedDataParallel"):
         run(torch.randn(8, 32)).sum().backward()
     assert model[0].weight.grad is not None and backward_dw() == 0
+
+
+@pytest.mark.parametrize("wgrad", ["deferred", "main_grad"])
+def test_a_model_that_is_wrapped_later_is_compiled_anew(wgrad, one_rank):
+    model = with_totals(mlp())
+    run = te(model, wgrad=wgrad, fallback="warn")
+    run(torch.randn(8, 32)).sum().backward()
+    backward_dw(model)
+    assert model[0].weight.grad is None
+    wrapped = DistributedDataParallel(run)
+    for _ in range(2):
+        model[0].weight.grad = None
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            wrapped(torch.randn(8, 32)).sum().backward()
+        assert model[0].weight.grad is not None and backward_dw(model) == 0
+    assert caught == []  # said once
 
 
 def test_a_schedule_of_pytorch(one_rank):

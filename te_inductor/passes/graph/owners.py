@@ -9,7 +9,10 @@ from torch import fx
 from te_inductor.passes.graph.bodies import Bodies
 
 # Calls that take all of a parameter; any other is part of its quantizers' names.
-_WHOLE = frozenset("t T mT numpy_T permute transpose to type type_as float bfloat16 half contiguous clone".split())
+_WHOLE = frozenset(
+    "t T mT numpy_T permute transpose to type type_as float bfloat16 half contiguous clone to_local".split()
+)
+_HELD = ("placeholder", "get_attr")
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,8 @@ def owner_of(weight: fx.Node, bodies: Bodies) -> Owner | None:
     """The first parameter that a weight is computed from."""
     calls: list[str] = []
     node = bodies.outer(weight)
-    while not isinstance(node.meta.get("example_value"), torch.nn.Parameter):
+    # What a call returns of a parameter may be one too, as what `to_local` does.
+    while node.op not in _HELD or not isinstance(node.meta.get("example_value"), torch.nn.Parameter):
         inputs = node.all_input_nodes
         if not inputs:
             return None
