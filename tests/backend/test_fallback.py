@@ -250,7 +250,7 @@ def test_failing_lowerings_run_in_the_eager_runtime(monkeypatch, no_caches):
     def broken(*_):
         raise RuntimeError("injected")
 
-    for name in ("_encode_scale", "_cast"):
+    for name in ("encode_scale", "_cast"):
         monkeypatch.setattr(f"te_inductor.lowerings.casts.quantize.{name}", broken)
     model, x = nn.Sequential(nn.Linear(32, 32)), torch.randn(X)
     y, [text] = warned(model, x)

@@ -48,16 +48,18 @@ def test_refused_by_name(capability, monkeypatch):
     ("capability", "cuda", "can"),
     [
         ((8, 9), "13.0", {"fp8"}),
-        ((9, 0), "12.8", {"fp8", "nvfp4_kernels", "hopper_kernels", "decode_attention", "cutlass", "rates"}),
-        ((9, 0), "12.9", {"fp8", "block_scaled_mm", "nvfp4_kernels", "hopper_kernels", "decode_attention", "cutlass",
+        ((9, 0), "12.8", {"fp8", "grouped_mm", "nvfp4_kernels", "hopper_kernels", "decode_attention", "cutlass",
                           "rates"}),
+        ((9, 0), "12.9", {"fp8", "block_scaled_mm", "grouped_mm", "nvfp4_kernels", "hopper_kernels", "decode_attention",
+                          "cutlass", "rates"}),
         ((10, 0), "12.7", {"fp8", "nvfp4_kernels", "decode_attention", "cutlass"}),
         ((10, 0), "13.0", {"fp8", "microscaled_mm", "nvfp4_kernels", "decode_attention", "cutlass"}),
         ((10, 3), "13.0", {"fp8", "microscaled_mm", "nvfp4_kernels", "decode_attention"}),
         ((12, 0), "13.0", {"fp8", "nvfp4_kernels", "decode_attention", "cutlass"}),
         ((12, 1), "13.0", {"fp8", "nvfp4_kernels", "decode_attention"}),
         ((11, 0), "13.0", {"fp8", "nvfp4_kernels", "decode_attention"}),
-        ((9, 0), None, {"fp8", "nvfp4_kernels", "hopper_kernels", "decode_attention", "cutlass", "rates"}),
+        ((9, 0), None, {"fp8", "grouped_mm", "nvfp4_kernels", "hopper_kernels", "decode_attention", "cutlass",
+                          "rates"}),
     ],
 )  # fmt: skip
 def test_what_a_device_can_do(capability, cuda, can, monkeypatch):

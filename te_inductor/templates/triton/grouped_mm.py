@@ -16,7 +16,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from te_inductor import targets
 from te_inductor.recipes import Gemm
-from te_inductor.recipes.constants import Constant, constant
 from te_inductor.recipes.formats import ALIGNMENT, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Scope
 from te_inductor.runtime.current_device import launches
 from te_inductor.templates.triton.grouped_kernel import BLOCK_K, BLOCK_M, HALF, START_REGISTERS, grouped
@@ -28,8 +27,8 @@ STAGES = {128: 6, 256: 4}  # what shared memory holds, by the columns of a tile
 Describe = Callable[[Tensor, list[int], Any], Any]  # a tensor, the box that a copy brings, its layout
 
 
-@constant
-class Config(Constant):
+@dataclass(frozen=True)
+class Config:
     """How the work is cut, beside what the kernel fixes."""
 
     block_n: int  # columns of a tile, 128 or 256
@@ -60,6 +59,15 @@ def supports(gemm: Gemm) -> bool:
     scopes = gemm.granularities
     blocks = (BLOCK_1X128, BLOCK_1X128 if gemm.name == "wgrad" else BLOCK_128X128)
     return scopes == blocks or all(scope in (TENSOR, ROW) for scope in scopes)
+
+
+def check(gemm: Gemm, *sizes: int) -> None:
+    """Raise where the kernel would compute something else: sites with such sizes are refused before."""
+    if not supports(gemm) or any(size % ALIGNMENT for size in sizes):
+        raise ValueError(
+            f"a grouped {gemm.name} with scales of {gemm.scopes} and sizes {sizes}, expected multiples of {ALIGNMENT} and"
+            " scales of tensors, rows, or blocks of 128"
+        )
 
 
 @dataclass(frozen=True)
@@ -139,7 +147,7 @@ def prepared(
 ) -> Call:
     """The launch, without which nothing is computed; others than CUDA's descriptors are for the tests."""
     (m, k), (e, n, _) = a.shape, b.shape
-    assert k % ALIGNMENT == 0 and n % ALIGNMENT == 0 and gemm.name != "wgrad" and supports(gemm)
+    check(gemm, n, k)
     config = config or config_of(m, e, n, k)
     # Groups end inside tiles, at most every one of them; the rows that belong to none are as one more.
     tiles = (m // BLOCK_M.value + min(m, e + 1)) * triton.cdiv(n, config.block_n)

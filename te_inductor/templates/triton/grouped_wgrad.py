@@ -10,7 +10,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from te_inductor import targets
 from te_inductor.recipes import Gemm
-from te_inductor.recipes.formats import ALIGNMENT
 from te_inductor.runtime.current_device import launches
 from te_inductor.templates.triton.grouped_kernel import BLOCK_M
 from te_inductor.templates.triton.grouped_mm import (
@@ -19,9 +18,9 @@ from te_inductor.templates.triton.grouped_mm import (
     Describe,
     box,
     box_of_scales,
+    check,
     config_of,
     constants,
-    supports,
 )
 
 
@@ -63,7 +62,7 @@ def prepared(
 ) -> Call:
     """As of `grouped_mm`."""
     (m, p), n, e = a.shape, b.shape[0], starts.shape[0] - 1
-    assert m % ALIGNMENT == 0 and n % ALIGNMENT == 0 and gemm.name == "wgrad" and supports(gemm)
+    check(gemm, m, n)
     config = config or config_of(e * m, e, n, p)
     tiles = e * triton.cdiv(m, BLOCK_M.value) * triton.cdiv(n, config.block_n)
     programs = min(programs or targets.multiprocessors(a.device), tiles)

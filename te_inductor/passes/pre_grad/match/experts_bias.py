@@ -28,7 +28,6 @@ def added(product: fx.Node, ends: fx.Node, experts: int) -> tuple[fx.Node, fx.No
     bias, ids = chosen.args
     if not (is_tensor(bias) and is_tensor(ids) and value(bias).dim() == 2 and value(ids).dim() == 1):  # type: ignore[arg-type]
         return None
-    assert isinstance(bias, fx.Node) and isinstance(ids, fx.Node)
     if bias.op not in ("placeholder", "get_attr") or value(bias).shape[0] != experts:
         return None
     if value(chosen).dtype != value(product).dtype or not _is_sorted(ids) or not counts(ends, ids, experts):

@@ -54,7 +54,6 @@ def gathered(x: fx.Node, ends: fx.Node) -> tuple[fx.Node, Groups] | None:
     table, rows = _table_and_rows(x)
     if not (is_tensor(table) and is_tensor(rows) and value(table).dim() == 2 and value(rows).dim() == 1):  # type: ignore[arg-type]
         return None
-    assert isinstance(table, fx.Node) and isinstance(rows, fx.Node)
     if name(rows) not in _DIVISIONS or len(rows.args) != 2 or rows.kwargs.get("rounding_mode", "floor") != "floor":
         return None
     order, each = rows.args

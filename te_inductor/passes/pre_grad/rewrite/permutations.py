@@ -33,7 +33,6 @@ def _order_of(node: fx.Node) -> fx.Node | None:
     x, back = node.args
     if not (is_tensor(x) and is_tensor(back) and value(back).dim() == 1):  # type: ignore[arg-type]
         return None
-    assert isinstance(back, fx.Node)
     if name(back) == "argsort":
         order = back.args[0]
         return order if isinstance(order, fx.Node) and is_order(order) else None
