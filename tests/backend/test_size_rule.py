@@ -18,9 +18,7 @@ def refusal(monkeypatch):
     def ask(*sizes, capability=(9, 0), device="cuda", gemms=GEMMS):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
         monkeypatch.setattr(size_rule, "value", lambda _: SimpleNamespace(device=torch.device(device)))
-        sites = [
-            SimpleNamespace(sizes=size, weight=None, groups=None, experts=1, gemms=lambda: gemms) for size in sizes
-        ]
+        sites = [SimpleNamespace(sizes=size, weight=None, groups=None, gemms=lambda: gemms) for size in sizes]
         return size_rule.refusal(sites)
 
     return ask
@@ -89,6 +87,17 @@ def test_models(refusal, name):
 @pytest.mark.parametrize("name", ["Llama-3-8B", "Gemma-2-9B", "Qwen3-4B", "Phi-3-medium", "OPT-6.7B"])
 def test_models_of_fewer_tokens(refusal, name):
     assert not any(refusal(*((4096, *size) for size in sizes)) for sizes in LARGE[name].values())
+
+
+def test_experts_wait_for_a_policy_entry(monkeypatch):
+    """On a GPU, until whole layers of them have been measured; on a CPU nothing is known, and nothing left out."""
+    for device, reason in (("cuda", "has not been measured on a GPU yet"), ("cpu", None)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+        monkeypatch.setattr(size_rule, "value", lambda _, device=device: SimpleNamespace(device=torch.device(device)))
+        site = SimpleNamespace(sizes=(32768, 28672, 4096), weight=None, groups=object(), gemms=lambda: GEMMS)
+        refusal = size_rule.refusal([site])
+        assert (refusal is None) == (reason is None)
+        assert reason is None or reason in str(refusal)
 
 
 def test_inference(refusal):

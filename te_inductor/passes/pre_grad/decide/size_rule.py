@@ -14,6 +14,9 @@ whole models of small layers were slower than their layers alone: SmolLM-360M (h
 - both sizes of the weight have to be `NARROW` or more. Each is the length that one of the GEMMs adds up, and an FP8
   GEMM of a short one spends its time on what does not depend on the format: filling its pipeline, writing its output.
 
+Experts are left alone there until a whole layer of them has been measured: their GEMMs alone say little, as casts of all
+experts' weights may take as long as the GEMMs save.
+
 It holds for targets with measured `rates`; where the number of rows is a symbol, the last part alone. A policy entry that
 names a site overrides it."""
 
@@ -37,7 +40,13 @@ def refusal(matches: Sequence[Match]) -> Refusal | None:
     rates = targets.of(device).rates
     if rates is None:
         return None
-    if min(n, k) < NARROW and not match.groups:
+    if match.groups:
+        return Refusal(
+            "whether experts in FP8 pay has not been measured on a GPU yet: M=%s, N=%d, K=%d (a policy entry overrides"
+            " this)",
+            *(m, n, k),
+        )
+    if min(n, k) < NARROW:
         return Refusal(
             "too small for FP8 to pay: M=%s, N=%d, K=%d, where less than %d is narrow (a policy entry overrides this)",
             *(m, n, k, NARROW),
@@ -46,7 +55,7 @@ def refusal(matches: Sequence[Match]) -> Refusal | None:
         return None
     gemms = len(list(match.gemms()))
     saved = 2 * gemms * m * n * k * (1 / rates.bf16_flops - 1 / rates.fp8_flops)
-    cost = _bytes(m, n, k, gemms > 1, match.experts) / rates.bytes + _kernels(gemms > 1) * rates.launch
+    cost = _bytes(m, n, k, gemms > 1) / rates.bytes + _kernels(gemms > 1) * rates.launch
     if saved >= MARGIN * cost:
         return None
     return Refusal(
@@ -56,9 +65,9 @@ def refusal(matches: Sequence[Match]) -> Refusal | None:
     )
 
 
-def _bytes(m: int, n: int, k: int, training: bool, experts: int) -> int:
+def _bytes(m: int, n: int, k: int, training: bool) -> int:
     """Read bf16, once more to find the scale; write a row copy and, in training, a column copy."""
-    elements = m * k + experts * n * k + (m * n if training else 0)
+    elements = m * k + n * k + (m * n if training else 0)
     return elements * (4 + (2 if training else 1))
 
 
