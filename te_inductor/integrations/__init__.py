@@ -1,2 +1,2 @@
-"""What training frameworks need beyond `torch.compile(model, backend="te")`, a module each; none is imported before it is
-asked for."""
+"""What training frameworks need beyond `torch.compile(model, backend="te")`, a module each; none is imported before it
+is asked for."""

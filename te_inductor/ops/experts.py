@@ -22,7 +22,8 @@ from te_inductor.recipes.formats import ALIGNMENT
 from te_inductor.runtime import experts, grouped
 
 _QUANTIZER = constant_type_name(Quantizer)
-# Rows up to which a GPU multiplies with the stored values: so many an expert, and so many in all.
+# Rows up to which a GPU multiplies with the stored values: so many times the number of experts, or so many if that is
+# more.
 FEW_EACH, FEW = 16, 512
 DTYPES = (torch.bfloat16, torch.float16)  # of x, that the kernels take
 

@@ -237,6 +237,12 @@ def test_a_router_stays_in_high_precision():
     assert sites(Head(HIDDEN, 64), x)[""][1]
     assert not sites(nn.Sequential(nn.Linear(HIDDEN, 64), nn.Softmax(-1)), x)["0"][1]  # nothing is chosen
 
+    class Classifier(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).argmax(-1)
+
+    assert not sites(Classifier(HIDDEN, 64), x)[""][1]
+
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid and bias", "groups", "fp32"])
 def test_what_is_between_a_router_and_its_choice(score):

@@ -1,5 +1,5 @@
-"""Casts of experts' weights that Inductor writes as well as a template: rows of each expert, as the matrix that they are
-below each other. Others are the ops' own kernels."""
+"""Casts of experts' weights that Inductor writes as well as a template: rows of each expert, as the matrix that they
+are below each other. Others are the ops' own kernels."""
 
 import functools
 from typing import Any

@@ -1,5 +1,6 @@
-"""Routers: linear layers whose outputs choose experts. A choice turns on differences of logits that FP8 would round away,
-for a product that costs next to nothing, so they stay in high precision unless a policy entry names them."""
+"""Routers: linear layers whose outputs choose experts. A choice turns on differences of logits that FP8 would round
+away, for a product that costs next to nothing, so they stay in high precision unless a policy entry names them. An arg
+max is no sign of one: classifiers end in it."""
 
 from torch import fx
 
@@ -14,7 +15,7 @@ _BETWEEN = frozenset(
     " squeeze contiguous detach add __add__ iadd sub mul __mul__ imul div truediv masked_fill where sum getitem scatter"
     " clone dropout".split()
 )
-_CHOICES = frozenset("topk argmax argsort sort".split())
+_CHOICES = frozenset("topk argsort sort".split())
 
 
 def refusal(match: Match) -> Refusal | None:
