@@ -29,6 +29,11 @@ from te_inductor.runtime.exporting import note_export
 from te_inductor.runtime.extra_inputs import bind
 from te_inductor.templates.cutlass import build
 
+# Sums over the experts of a row, which gather rows: as a reduction, Inductor (2.11, 2.13) gives neighbouring threads
+# neighbouring experts, and reads rows that lie apart a few bytes at a time, at a third of what memory gives. It unrolls
+# sums of fewer than 8.
+MOST_EXPERTS_OF_A_ROW = 16
+
 
 @build.kept_open()
 def te(
@@ -58,7 +63,7 @@ def te(
     announce(found if found.failure is None else _without_us(plan, found), parsed.fallback)
     if any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs):
         _start_workers()
-    inductor = _inductor(parsed, name)
+    inductor = _inductor(plan, name)
     if found.failure is not None or not plan.candidates:
         compiled = inductor(gm, example_inputs)
     else:
@@ -108,8 +113,9 @@ def _start_workers() -> None:
     maybe_warm_pool()
 
 
-def _inductor(options: Options, name: str | None) -> Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]:
+def _inductor(plan: Plan, name: str | None) -> Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]:
     """Inductor with the mode's options, the user's, our lowerings, and our pass on its graphs."""
+    options = plan.options
     from torch._inductor import config as inductor
 
     from te_inductor import lowerings
@@ -120,6 +126,8 @@ def _inductor(options: Options, name: str | None) -> Callable[[fx.GraphModule, S
     wrap_inner = lowerings.install(options.fallback)
     patches = dict(torch._TorchCompileInductorWrapper(options.mode, dict(options.inductor), None).config)
     compat.patch("torch._inductor.config.loop_index_inversion_in_fusion", False, on=patches)
+    if any(candidate.match.groups for candidate in plan.candidates):
+        patches.setdefault("unroll_reductions_threshold", MOST_EXPERTS_OF_A_ROW + 1)
     for place, passes in (("joint_custom_pre_pass", joint.PASSES), ("post_grad_custom_pre_pass", post_grad.PASSES)):
         patches[place] = GraphPass(patches.get(place, getattr(inductor, place)), passes)
 

@@ -89,15 +89,29 @@ def test_models_of_fewer_tokens(refusal, name):
     assert not any(refusal(*((4096, *size) for size in sizes)) for sizes in LARGE[name].values())
 
 
-def test_experts_wait_for_a_policy_entry(monkeypatch):
-    """On a GPU, until whole layers of them have been measured; on a CPU nothing is known, and nothing left out."""
-    for device, reason in (("cuda", "has not been measured on a GPU yet"), ("cpu", None)):
+EXPERTS = {  # N, K of the two layers, experts, rows a token
+    "Mixtral-8x7B": ((28672, 4096), (4096, 14336), 8, 2),
+    "Qwen3-30B-A3B": ((1536, 2048), (2048, 768), 128, 8),
+    "narrow": ((1024, 512), (512, 512), 16, 4),
+}
+PAYS = [("Mixtral-8x7B", 16384, True), ("Mixtral-8x7B", 4096, True), ("Mixtral-8x7B", 1024, False),
+        ("Qwen3-30B-A3B", 16384, True), ("Qwen3-30B-A3B", 4096, False), ("narrow", 65536, False)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "tokens", "pays"), PAYS)
+def test_experts(monkeypatch, name, tokens, pays):
+    """On an H100 as whole layers of them were measured; on a CPU nothing is known, and nothing left out."""
+    *layers, experts, each = EXPERTS[name]
+    for device, low in (("cuda", pays), ("cpu", True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
         monkeypatch.setattr(size_rule, "value", lambda _, device=device: SimpleNamespace(device=torch.device(device)))
-        site = SimpleNamespace(sizes=(32768, 28672, 4096), weight=None, groups=object(), gemms=lambda: GEMMS)
-        refusal = size_rule.refusal([site])
-        assert (refusal is None) == (reason is None)
-        assert reason is None or reason in str(refusal)
+        sites = [
+            SimpleNamespace(
+                sizes=(tokens * each, *sizes), weight=None, groups=object(), experts=experts, gemms=lambda: GEMMS
+            )
+            for sizes in layers
+        ]
+        assert [size_rule.refusal([site]) is None for site in sites] == [low, low]
 
 
 def test_inference(refusal):

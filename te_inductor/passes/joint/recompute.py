@@ -12,6 +12,8 @@ A column copy serves one GEMM of the backward alone.
   attention's output. A norm's costs no more bytes than it does in the forward: there a column copy is a second read of
   the norm's input, as none can be written from a reduction over rows, and without it the reduction writes the row copy
   itself.
+- Copies of experts' rows likewise, transposed and padded by group: of the values or, with one scale, of the bytes of
+  the row copy, which the backward's read of gate and up writes again.
 - Where blocks of a column have scales, which one read of them finds, that of a norm's output alone, where the reduction can
   hold its rows: any other tensor would be read once more than in the forward, where one read makes both copies.
 """
@@ -35,6 +37,7 @@ _ONE_SCALE = (ops.quantize_rowcol_delayed, ops.quantize_pieces_delayed)
 _OWN_SCALES = (ops.quantize_rowcol, ops.quantize_pieces)
 _TWO_WAY = (*_ONE_SCALE, *_OWN_SCALES)
 _CASTS = (*_TWO_WAY, ops.quantize, ops.quantize_delayed)
+_CONSTANTS = (torch.ops.aten.full.default, torch.ops.aten.scalar_tensor.default)
 
 
 def mark(graph: fx.Graph) -> None:
@@ -45,11 +48,13 @@ def mark(graph: fx.Graph) -> None:
     _save_statistics(graph, backward)
     had = _had_anyway(graph, backward)
     for node in graph.nodes:
-        if node.target in _TWO_WAY and node not in backward and "recompute" not in node.meta:
+        if node.target in (*_CASTS, ops.quantize_groups) and node not in backward and "recompute" not in node.meta:
             sources = _sources(node)
-            as_cheap = node.target in _ONE_SCALE or (_holds_blocks(node, sources) and _are_of_norms(sources, had))
-            if _is_of_weight(node, sources) or (as_cheap and had.issuperset(sources)):
+            weight = node.target in _TWO_WAY and _is_of_weight(node, sources)
+            if weight or (_is_as_cheap(node, sources, had) and had.issuperset(sources)):
                 node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+                if node.target is ops.quantize_groups:
+                    _compute_again(sources, had)
     _release_weights(graph, backward, had)
 
 
@@ -118,6 +123,26 @@ def _release_weights(graph: fx.Graph, backward: set[fx.Node], had: set[fx.Node])
     if spent > spared:
         for cast in weights:
             cast.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+
+
+def _is_as_cheap(cast: fx.Node, sources: Sequence[fx.Node], had: set[fx.Node]) -> bool:
+    """Whether the backward makes what it needs of a cast at the cost at which the forward does."""
+    if cast.target is ops.quantize_delayed:  # of experts' rows, whose bytes the backward transposes
+        return any(user.target is ops.transpose_groups for user in cast.users)
+    return cast.target in (*_ONE_SCALE, ops.quantize_groups) or (
+        _holds_blocks(cast, sources) and _are_of_norms(sources, had)
+    )
+
+
+def _compute_again(sources: Sequence[fx.Node], had: set[fx.Node]) -> None:
+    """Of an op that Inductor does not fuse with them, so that torch would save them."""
+    pending = list(sources)
+    while pending:
+        node = pending.pop()
+        pointwise = is_pointwise(node) or node.target in _CONSTANTS
+        if pointwise and "recompute" not in node.meta and had.issuperset(node.all_input_nodes):
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            pending += node.all_input_nodes
 
 
 def _sources(cast: fx.Node) -> list[fx.Node]:
@@ -202,43 +227,45 @@ def _had_anyway(graph: fx.Graph, backward: set[fx.Node]) -> set[fx.Node]:
     """What the backward reads, all of it, and the pointwise functions and views of that alone.
 
     It reads a tensor itself, an alias that autograd saves, or what it computes of it before its gradient comes, as a
-    norm's does (x in fp32, times the row's statistic)."""
+    norm's does (x in fp32, times the row's statistic) and SwiGLU's (the derivative of silu)."""
     read: set[fx.Node] = set()
-    for node in reversed(graph.nodes):
-        users = [user for user in node.users if user.op != "output"]
-        if any(user in backward or (user in read and _is_no_smaller(user, node)) for user in users):
+    origins = _origins(graph)
+    for node in graph.nodes:
+        if any(user in backward for user in node.users if user.op != "output"):
+            read.update((node, *(origins[node] if len(origins[node]) == 1 else ())))
+    for node in reversed(graph.nodes):  # a view of all of it
+        if any(user in read and is_view(user) and _is_as_large(user, node) for user in node.users):
             read.add(node)
     had: set[fx.Node] = set()
     for node in graph.nodes:
-        made = is_pointwise(node) or is_view(node)
+        made = is_pointwise(node) or is_view(node) or node.target in _CONSTANTS
         if node in read or _is_little(node) or _is_vector(node) or (made and had.issuperset(node.all_input_nodes)):
             had.add(node)
     return had
+
+
+def _origins(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:
+    """The tensors of a node's own size of which alone, and of smaller ones, it is a pointwise function, or itself. Not
+    through one that takes fewer bytes than what it is computed from: that would be kept instead, as a mask is."""
+    found: dict[fx.Node, frozenset[fx.Node]] = {}
+    for node in graph.nodes:
+        found[node] = frozenset((node,))
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor) or not (
+            is_pointwise(node) or is_view(node) or node.target is torch.ops.aten.clone.default  # LayerNorm's begins so
+        ):
+            continue
+        sources = [source for source in node.all_input_nodes if source.target not in _CONSTANTS]
+        large = [source for source in sources if _is_as_large(source, node)]
+        if large and all(value.itemsize >= source.meta["val"].itemsize for source in large):
+            found[node] = frozenset().union(*(found[source] for source in large))
+    return found
 
 
 def _is_vector(node: fx.Node) -> bool:
     """Of the graph's inputs, as a norm's bias is, which are in memory anyway."""
     value = node.meta.get("val")
     return node.op == "placeholder" and isinstance(value, torch.Tensor) and value.dim() == 1
-
-
-def _is_no_smaller(user: fx.Node, x: fx.Node) -> bool:
-    """Whether it is a view of all of `x`, or computed from `x` and smaller tensors, and nobody would keep it instead,
-    as a mask."""
-    value, made = x.meta.get("val"), user.meta.get("val")
-    if not (isinstance(value, torch.Tensor) and isinstance(made, torch.Tensor)):
-        return False
-    if is_view(user):
-        return statically_known_true(made.numel() == value.numel())
-    others = [source.meta.get("val") for source in user.all_input_nodes if source is not x]
-    smaller = all(isinstance(other, torch.Tensor) and not _same_shape(other, made) for other in others)
-    each = is_pointwise(user) or user.target is torch.ops.aten.clone.default  # as LayerNorm's backward begins
-    return each and made.itemsize >= value.itemsize and _same_shape(made, value) and smaller
-
-
-def _same_shape(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """As far as is known without a guard."""
-    return a.dim() == b.dim() and all(statically_known_true(m == n) for m, n in zip(a.shape, b.shape, strict=True))
 
 
 def _is_as_large(a: fx.Node, b: fx.Node) -> bool:

@@ -14,8 +14,10 @@ whole models of small layers were slower than their layers alone: SmolLM-360M (h
 - both sizes of the weight have to be `NARROW` or more. Each is the length that one of the GEMMs adds up, and an FP8
   GEMM of a short one spends its time on what does not depend on the format: filling its pipeline, writing its output.
 
-Experts are left alone there until a whole layer of them has been measured: their GEMMs alone say little, as casts of all
-experts' weights may take as long as the GEMMs save.
+Experts are weighed by what whole layers of them took (H100, 16384 tokens, 2026-11-25; docs/performance.md): with 8
+experts of 14336 casts are little; with 128 of 768 the weights of all experts are cast for the work of a few tokens each,
+and what the casts cost was, with current scaling, rows or blocks, 4 bytes an element of all operands at the speed of
+memory. There the saving has to be above that. Experts narrower than `NARROW_EXPERTS` have not been measured.
 
 It holds for targets with measured `rates`; where the number of rows is a symbol, the last part alone. A policy entry that
 names a site overrides it."""
@@ -29,6 +31,7 @@ from te_inductor.passes.pre_grad.match.rule import Match
 
 MARGIN = 1.4
 NARROW = 1536
+NARROW_EXPERTS = 768
 
 
 def refusal(matches: Sequence[Match]) -> Refusal | None:
@@ -40,28 +43,25 @@ def refusal(matches: Sequence[Match]) -> Refusal | None:
     rates = targets.of(device).rates
     if rates is None:
         return None
-    if match.groups:
-        return Refusal(
-            "whether experts in FP8 pay has not been measured on a GPU yet: M=%s, N=%d, K=%d (a policy entry overrides"
-            " this)",
-            *(m, n, k),
-        )
-    if min(n, k) < NARROW:
+    narrow = NARROW_EXPERTS if match.groups else NARROW
+    if min(n, k) < narrow:
         return Refusal(
             "too small for FP8 to pay: M=%s, N=%d, K=%d, where less than %d is narrow (a policy entry overrides this)",
-            *(m, n, k, NARROW),
+            *(m, n, k, narrow),
         )
     if not isinstance(m, int):
         return None
     gemms = len(list(match.gemms()))
     saved = 2 * gemms * m * n * k * (1 / rates.bf16_flops - 1 / rates.fp8_flops)
-    cost = _bytes(m, n, k, gemms > 1) / rates.bytes + _kernels(gemms > 1) * rates.launch
-    if saved >= MARGIN * cost:
+    moved = _bytes_of_experts(m, n, k, match.experts, gemms > 1) if match.groups else _bytes(m, n, k, gemms > 1)
+    cost = moved / rates.bytes + _kernels(gemms > 1) * rates.launch
+    margin = 1.0 if match.groups else MARGIN
+    if saved >= margin * cost:
         return None
     return Refusal(
         "too small for FP8 to pay: M=%d, N=%d, K=%d, it would save %.0f us and cost %.0f us, where it has to save %.1f"
         " times as much (a policy entry overrides this)",
-        *(m, n, k, 1e6 * saved, 1e6 * cost, MARGIN),
+        *(m, n, k, 1e6 * saved, 1e6 * cost, margin),
     )
 
 
@@ -69,6 +69,12 @@ def _bytes(m: int, n: int, k: int, training: bool) -> int:
     """Read bf16, once more to find the scale; write a row copy and, in training, a column copy."""
     elements = m * k + n * k + (m * n if training else 0)
     return elements * (4 + (2 if training else 1))
+
+
+def _bytes_of_experts(m: int, n: int, k: int, experts: int, training: bool) -> int:
+    """As measured; without a backward read bf16, write FP8."""
+    read = m * k + experts * n * k
+    return 4 * (read + m * n) if training else 3 * read
 
 
 def _kernels(training: bool) -> int:
