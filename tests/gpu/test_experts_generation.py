@@ -84,7 +84,7 @@ def test_few_rows(recipe, n, k):
         torch.full((len(x), n), torch.nan, device="cuda", dtype=torch.bfloat16)  # freed: what a kernel leaves is seen
         y = torch._grouped_mm(x, weight.mT, offs=ends)
         assert (y[len(ids) :] == 0).all()
-        check(y, x[: len(ids)], weight, ids)
+        check(y[: len(ids)], x[: len(ids)], weight, ids)
         order = torch.randperm(len(ids), device="cuda")
         found = torch.bmm(weight[ids[order]], x[order].unsqueeze(-1)).squeeze(-1)
         check(found, x[order], weight, ids[order])
