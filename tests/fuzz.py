@@ -125,14 +125,15 @@ EINSUMS = {
 
 
 class Einsum(nn.Linear):
-    """A linear layer without a bias, written as an einsum."""
+    """A linear layer without a bias, written as an einsum. Contiguous, as ours is: BLAS adds the products of a layer in
+    high precision behind it, whose input is laid out otherwise, in another order."""
 
     def __init__(self, form: str, width: int, size: int) -> None:
         super().__init__(width, size, bias=False)
         self.form = form
 
     def forward(self, x: Tensor) -> Tensor:
-        return EINSUMS[self.form](x, self.weight)
+        return EINSUMS[self.form](x, self.weight).contiguous()
 
 
 def _in_region(recipe: str | None, steps: nn.Module, x: Tensor) -> Tensor:
