@@ -1,0 +1,101 @@
+"""One rank of a pipeline whose weight gradients wait: `python -m tests.backend.pipeline_ranks RANK WORLD FILE SCHEDULE
+RECIPE`. Prints one line of JSON: losses of each step as this rank sees them (the last stage's rank sees them all), the
+number of GEMMs that ran when the schedule asked, and the largest difference of a parameter from one rank's that trains
+the same stages without a schedule."""
+
+import json
+import sys
+from functools import partial
+
+STEPS, WIDTH, ROWS = 3, 32, 16
+
+
+def main(rank: int, world: int, file: str, name: str, recipe: str) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch import Tensor, nn
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
+
+    import te_inductor
+
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
+    count, microbatches = 2 * world, 2 * world
+    mine = {"Interleaved1F1B": (rank, rank + world), "ZBVZeroBubble": (rank, count - 1 - rank)}[name]
+    schedule_of = {"Interleaved1F1B": ScheduleInterleaved1F1B, "ZBVZeroBubble": ScheduleZBVZeroBubble}[name]
+
+    class Stage(nn.Module):  # of its own: torch leaves the forward of `nn.Sequential` alone where it compiles in place
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(nn.functional.gelu(self.up(x)))
+
+    def stages() -> list[nn.Module]:
+        torch.manual_seed(0)
+        return [Stage() for _ in range(count)]
+
+    def compiled(stage: nn.Module, **options: object) -> nn.Module:
+        """In place: zero-bubble schedules refuse what `torch.compile` returns, as they would divide its backward."""
+        stage.compile(backend="te", options={"recipe": recipe, "fallback": "error", **options})
+        return stage
+
+    def batch(step: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(step)
+        x, target = torch.randn(2, microbatches * ROWS, WIDTH, generator=generator)
+        return x, target
+
+    ran = 0
+
+    def weight_gradients(stage: nn.Module) -> None:
+        nonlocal ran
+        ran += te_inductor.backward_dw(stage, backwards=1)
+
+    models = stages()
+    options = {"wgrad": "deferred", "amax_group": "none"}
+    made = [
+        PipelineStage(
+            compiled(models[place], **options), place, count, torch.device("cpu"),
+            dw_builder=lambda stage=models[place]: partial(weight_gradients, stage),
+        )
+        for place in mine
+    ]  # fmt: skip
+    schedule = schedule_of(made, microbatches, loss_fn=nn.functional.mse_loss)
+    optimizer = torch.optim.SGD([p for place in mine for p in models[place].parameters()], lr=0.5)
+    told = []
+    for step in range(STEPS):
+        x, target = batch(step)
+        losses: list[Tensor] = []
+        first, last = 0 in mine, count - 1 in mine
+        schedule.step(*([x] if first else []), **({"target": target, "losses": losses} if last else {}))
+        told.append([loss.item() for loss in losses])
+        optimizer.step()
+        optimizer.zero_grad()
+
+    alone = stages()
+    runs = [compiled(stage, amax_group="none") for stage in alone]
+    optimizer = torch.optim.SGD([p for stage in alone for p in stage.parameters()], lr=0.5)
+    expected = []
+    for step in range(STEPS):
+        x, target = batch(step)
+        expected.append([])
+        for part, wanted in zip(x.chunk(microbatches), target.chunk(microbatches), strict=True):
+            for run in runs:
+                part = run(part)
+            loss = nn.functional.mse_loss(part, wanted)
+            loss.backward()
+            expected[-1].append(loss.item())
+        for stage in alone:
+            for parameter in stage.parameters():
+                parameter.grad /= microbatches
+        optimizer.step()
+        optimizer.zero_grad()
+    pairs = [pair for place in mine for pair in zip(models[place].parameters(), alone[place].parameters(), strict=True)]
+    apart = max((one - other).abs().max().item() for one, other in pairs)
+    print(json.dumps({"losses": told, "alone": expected, "ran": ran, "apart": apart}), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
