@@ -117,7 +117,8 @@ CLASSES = (
     ("fp8 GEMM", r"triton_tem_.*scaled_mm|(te_inductor|triton)_(templates?_)?scaled_mm"),
     ("bf16 GEMM", r"triton_tem_.*mm"),
     # Ours through quack: the profiler cuts the name off before the operand types.
-    ("fp8 GEMM", r"GemmMod_(row_)?scaled|BlockScaledGemm|GatedGradientGemm"),
+    ("fp8 GEMM", r"GemmMod_(row_)?scaled|BlockScaledGemm|GatedGradientGemm|^grouped$"),
+    ("triton", r"^_(cast|amax|scale)_kernel$"),  # of experts
     ("triton", r"^triton_|^kept_weights_"),
     ("attention", r"flash|fmha|attention|sdpa"),
     ("copy", r"^Mem(cpy|set)"),
