@@ -90,6 +90,7 @@ def no_process_group_is_left():
 @pytest.mark.usefixtures("without_codegen", "no_process_group_is_left")
 @pytest.mark.parametrize("page", EXECUTED, ids=lambda page: page.name)
 def test_python_runs_as_written(page, tmp_path, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.chdir(tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("error", FallbackWarning)  # a page that shows one catches it

@@ -21,6 +21,7 @@ It holds for targets with measured `rates`; where the number of rows is a symbol
 names a site overrides it."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from te_inductor import targets
 from te_inductor.diagnostics import Refusal
@@ -53,16 +54,32 @@ def refusal(matches: Sequence[Match]) -> Refusal | None:
         )
     if not isinstance(m, int):
         return None
-    gemms = len(list(match.gemms()))
-    saved = 2 * gemms * m * n * k * (1 / rates.bf16_flops - 1 / rates.fp8_flops)
-    cost = _bytes(m, n, k, gemms > 1) / rates.bytes + _kernels(gemms > 1) * rates.launch
-    if saved >= MARGIN * cost:
+    weight = weigh(matches, rates)
+    if weight.saved >= MARGIN * weight.cost:
         return None
     return Refusal(
         "too small for FP8 to pay: M=%d, N=%d, K=%d, it would save %.0f us and cost %.0f us, where it has to save %.1f"
         " times as much (a policy entry overrides this)",
-        *(m, n, k, 1e6 * saved, 1e6 * cost, MARGIN),
+        *(m, n, k, 1e6 * weight.saved, 1e6 * weight.cost, MARGIN),
     )
+
+
+class Weight(NamedTuple):
+    """Seconds."""
+
+    high: float  # of the GEMMs in bf16
+    saved: float  # of those by FP8
+    cost: float  # of the casts
+
+
+def weigh(matches: Sequence[Match], rates: targets.Rates) -> Weight:
+    """What FP8 saves and costs sites of one input, whose sizes are numbers."""
+    m, _, k = matches[0].sizes
+    n = sum(match.sizes[1] for match in matches)
+    gemms = len(list(matches[0].gemms()))
+    flops, training = 2 * gemms * m * n * k, gemms > 1
+    cost = _bytes(m, n, k, training) / rates.bytes + _kernels(training) * rates.launch
+    return Weight(flops / rates.bf16_flops, flops * (1 / rates.bf16_flops - 1 / rates.fp8_flops), cost)
 
 
 def _bytes(m: int, n: int, k: int, training: bool) -> int:
