@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, TypeVar
 
 from te_inductor.errors import FallbackError, FallbackWarning
+from te_inductor.presentation.paths import plain
 
 log = logging.getLogger("te_inductor")
 _T = TypeVar("_T")
@@ -277,5 +278,5 @@ COMPUTED_AGAIN = (
 
 def shown(fqns: Iterable[str]) -> str:
     """Module paths for a message: the first ones, and how many more there are."""
-    names = list(dict.fromkeys(fqn or "(root)" for fqn in fqns))
+    names = list(dict.fromkeys(plain(fqn) or "(root)" for fqn in fqns))
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -9,6 +9,7 @@ from typing import Any
 from te_inductor.api import accuracy_picture
 from te_inductor.diagnostics import Site
 from te_inductor.presentation.kinds import kind, named
+from te_inductor.presentation.paths import plain
 from te_inductor.presentation.tables import Column, tabulated
 
 
@@ -101,7 +102,7 @@ def _headline(report: AccuracyReport) -> str:
 def _lowest(gemms: Sequence[GemmAccuracy]) -> str:
     """The layers to look at first."""
     known = sorted((gemm for gemm in gemms if gemm.sqnr_db is not None), key=lambda gemm: gemm.sqnr_db or 0.0)
-    named = [f"{gemm.fqn or '(root)'} {gemm.gemm} {gemm.sqnr_db:.1f} dB" for gemm in known[:_LOWEST]]
+    named = [f"{plain(gemm.fqn) or '(root)'} {gemm.gemm} {gemm.sqnr_db:.1f} dB" for gemm in known[:_LOWEST]]
     return f"lowest products: {', '.join(named)}" if named else ""
 
 
@@ -109,7 +110,7 @@ def _layer_rows(gemms: Sequence[GemmAccuracy]) -> Iterator[tuple[str, ...]]:
     for gemm in gemms:
         for operand in (gemm.a, gemm.b):
             first = operand is gemm.a
-            place = (gemm.fqn or "(root)", gemm.gemm, gemm.recipe) if first else ("", "", "")
+            place = (plain(gemm.fqn) or "(root)", gemm.gemm, gemm.recipe) if first else ("", "", "")
             figures = (
                 f"{operand.amax:.3g}",
                 _shown(operand.sqnr_db),

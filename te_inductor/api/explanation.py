@@ -16,6 +16,7 @@ from te_inductor.diagnostics import Report, merge
 from te_inductor.passes.pre_grad import DECIDE
 from te_inductor.passes.pre_grad.decide import policy
 from te_inductor.passes.pre_grad.plan import Plan
+from te_inductor.presentation.paths import names_of
 
 
 def explain(model: Callable[..., Any], *inputs: Any, options: Mapping[str, Any] | None = None, **kwargs: Any) -> Report:
@@ -49,10 +50,10 @@ def explain(model: Callable[..., Any], *inputs: Any, options: Mapping[str, Any] 
 
 def _of_eager(found: Sequence[EagerProduct], names: Names, options: Options) -> Report:
     """Of layers that no graph has, with the recipes that they would have in one."""
-    default, entries, used = recipes.resolve(options.recipe), policy.entries(options.policy), set()
+    default, entries, used = recipes.resolve(options.recipe), policy.entries(options.policy, options.policy_name), set()
 
     def recipe_of(fqn: str, product: EagerProduct) -> str | None:
-        entry = policy.first(entries, (fqn,), product.sizes)
+        entry = policy.first(entries, names_of(fqn), product.sizes)
         used.add(entry)
         recipe = entry.recipe if entry else product.region.recipe or default
         return recipe.name if product.region.enabled and recipe is not None else None  # type: ignore[union-attr]

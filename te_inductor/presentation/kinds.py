@@ -1,29 +1,36 @@
 """Layers that differ in a number of their module path alone, such as those of equal blocks, under one name."""
 
+import math
 import re
 from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
 
+from te_inductor.presentation.paths import plain
+
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a path that is a number
 _PIECES = 6  # so many ranges of numbers are written out
+_FEW = 3  # paths that no ranges tell
 
 
 def kind(path: str) -> str:
-    """`blocks.*.mlp.up` of `blocks.3.mlp.up`."""
-    return _NUMBER.sub("*", path)
+    """`blocks.*.mlp.up` of `blocks.3.mlp.up`, without what adapters add."""
+    return _NUMBER.sub("*", plain(path))
 
 
 def named(paths: Collection[str], everyone: Collection[str]) -> str:
     """One name for layers of one kind: the kind, which is a policy's glob too, where they are all of `everyone` that has
     it, else their numbers: `blocks.0-3.mlp.up`."""
-    paths = list(dict.fromkeys(paths))
+    paths, everyone = list(dict.fromkeys(map(plain, paths))), set(map(plain, everyone))
     one = kind(paths[0])
     if len(paths) == 1:
         return paths[0] or "(root)"
     if set(paths) >= {path for path in everyone if kind(path) == one}:
         return one
     columns = list(zip(*(map(int, _NUMBER.findall(path)) for path in paths), strict=True))
-    texts = iter([_ranges(sorted(set(column))) for column in columns])
+    sets = [sorted(set(column)) for column in columns]
+    if math.prod(map(len, sets)) != len(paths):  # not every number with every other
+        return ", ".join(paths) if len(paths) <= _FEW else f"{one} (some)"
+    texts = iter(map(_ranges, sets))
     return re.sub(r"(?<![^.])\*(?![^.])", lambda _: next(texts), one)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from te_inductor.presentation.kinds import kind, named
+from te_inductor.presentation.paths import plain
 from te_inductor.presentation.tables import Column, tabulated, wrapped
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def layer_rows(report: "Report") -> Iterator[tuple[str, ...]]:
     for group in groups.values():
         first, [(gemms, kernel)] = group[0], _kernels(group)
         share = _percent(report.flops.share_of(group))
-        name = first.fqn or "(root)"
+        name = plain(first.fqn) or "(root)"
         yield name, first.pattern, gemms, _sizes(first), share, first.recipe, kernel, first.reason or ""
 
 

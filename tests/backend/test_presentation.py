@@ -140,6 +140,9 @@ def test_names_of_kinds():
     assert kinds.named(everyone, everyone) == "a.*.b.*"
     assert kinds.named(everyone[:4], everyone) == "a.0.b.0-3"
     assert kinds.named(["a.0.b.1"], everyone) == "a.0.b.1" and kinds.named([""], [""]) == "(root)"
+    assert kinds.named(["a.0.b.2", "a.1.b.0", "a.1.b.2"], everyone) == "a.0.b.2, a.1.b.0, a.1.b.2"
+    assert kinds.named(everyone[1:], everyone) == "a.*.b.* (some)"  # eleven of twelve
+    assert kinds.named(["base_model.model.a.0.base_layer", "base_model.model.a.1"], ["base_model.model.a.1"]) == "a.*"
     assert kinds.kind("w1.layer2.3") == "w1.layer2.*"
     assert [len(chunk) for chunk in kinds.chunks(list(map(str, range(10))), 4)] == [2, 3, 3, 2]
 
