@@ -24,7 +24,9 @@ README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 EXECUTED = [README, *sorted((ROOT / "docs" / "guides").glob("*.md"))]
 # What a block may need, and whether it is here.
-NEEDS = {"gpu": False} | {name: find_spec(name) is not None for name in ("accelerate", "matplotlib", "transformers")}
+NEEDS = {"gpu": False} | {
+    name: find_spec(name) is not None for name in ("accelerate", "lightning", "matplotlib", "transformers")
+}
 
 WIDTH = 120
 FENCE = re.compile(r"^```(?P<info>[^\n`]*)\n(?P<text>.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
