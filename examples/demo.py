@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ EAGER = Arm("eager")
 COMPILED = Arm("inductor", {"backend": "inductor"})  # the arm that the others are measured against
 TOLERANCE = 0.01  # of the compiled arm's loss
 TOLERANCES = {"te nvfp4": 0.03}  # of 4 bits, where 1.4% was measured
+SMOOTHED = 20  # steps of the plot
 
 CPU = LlamaConfig()
 GPU = LlamaConfig(dim=512, hidden=1408, heads=8, layers=8, context=256)
@@ -45,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.print(table(results))
     names = [arm.name for arm in recipe_arms]
     failures += compare(results, names)
-    for path in (write_json(results, settings, args.out), write_png(results, args.out)):
+    for path in (write_json(results, settings, args.out), write_png(results, settings, args.out)):
         console.print(f"wrote {path}", highlight=False, soft_wrap=True)
     for failure in failures:
         console.print(f"[red]FAILED[/] {failure}", soft_wrap=True)
@@ -180,27 +182,41 @@ def write_json(results: Sequence[Result], settings: Settings, out: Path) -> Path
     return path
 
 
-def write_png(results: Sequence[Result], out: Path) -> Path:
-    """The curves lie on top of each other, so a second panel shows how far each is from the compiled arm's."""
+def write_png(results: Sequence[Result], settings: Settings, out: Path) -> Path:
+    """The curves lie on top of each other, so a second panel shows how far each is from the compiled arm's. Lines are
+    means of the last `SMOOTHED` steps; steps themselves are drawn faintly."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 6), layout="constrained")
+    figure = Figure(figsize=(9, 6.5), layout="constrained")
     curves, apart = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    reference = next(result.losses for result in results if result.arm == COMPILED.name)
+    reference = smoothed(next(result.losses for result in results if result.arm == COMPILED.name))
     for index, result in enumerate(results):
-        width = max(0.8, 4.5 / 2**index)  # the first is the widest, and shows behind the others
-        curves.plot(result.losses, label=f"{result.arm}: {result.final:.4f}", linewidth=width)
-        percent = [100 * (mine / theirs - 1) for mine, theirs in zip(result.losses, reference, strict=True)]
-        apart.plot(percent, linewidth=width)
+        color, mean = f"C{index}", smoothed(result.losses)
+        curves.plot(result.losses, color=color, alpha=0.15, linewidth=0.7)
+        curves.plot(mean, color=color, label=f"{result.arm}: {result.final:.4f}", linewidth=max(0.9, 3 / 1.5**index))
+        percent = [100 * (mine / theirs - 1) for mine, theirs in zip(mean, reference, strict=True)]
+        apart.plot(percent, color=color, linewidth=1.2)
     curves.set_ylabel("training loss (nats per byte)")
-    curves.legend(title="mean of the last steps")
+    curves.legend(title=f"mean of the last {settings.last} steps")
     apart.set_ylabel(f"% from {COMPILED.name}")
-    apart.set_xlabel("step")
+    apart.set_xlabel(f"step (lines: mean of the last {SMOOTHED})")
+    tokens = settings.batch * settings.model.context
+    figure.suptitle(
+        f"One Llama of {settings.model.layers} layers, {settings.steps} steps of {tokens} bytes, by arm\n"
+        f"{settings.device}, torch {torch.__version__}, te_inductor {te_inductor.__version__}",
+        fontsize=11,
+    )
     for axes in (curves, apart):
         axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
     path = out / "demo.png"
     figure.savefig(path, dpi=120)
     return path
+
+
+def smoothed(losses: Sequence[float]) -> list[float]:
+    """The mean of the last `SMOOTHED` steps at each; of fewer at the start."""
+    return [fmean(losses[max(0, place - SMOOTHED) : place]) for place in range(1, len(losses) + 1)]
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
     it."""
     parsed = config.parse(options, mode)
     recipe = recipes.resolve(parsed.recipe, parsed.recipe_name)
-    policy = tuple((pattern, recipes.resolve(spec) or "none") for pattern, spec in parsed.policy)
+    policy = tuple((glob, recipes.resolve(spec, parsed.policy_name) or "none") for glob, spec in parsed.policy)
     group = amax_groups.resolve(parsed.amax_group, parsed.amax_group_name)
     return replace(parsed, recipe=recipe or "none", policy=policy, amax_group=group)
 

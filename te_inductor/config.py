@@ -5,22 +5,25 @@ Own options (everything else in `options` goes to Inductor, unchanged):
 ==========  ===========================================  ==========================================================
 option      values                                       default
 ==========  ===========================================  ==========================================================
-recipe      a recipe's name or instance                  ``TE_INDUCTOR_RECIPE``, else ``"auto"``
+recipe      a recipe's name or instance                  ``"auto"``
 policy      {glob or function: recipe name or instance}  ``{}``; the first entry that matches wins
 fallback    ``"warn"``, ``"error"``, ``"silent"``        ``"warn"``
 wgrad       ``"grad"``, ``"main_grad"``, ``"deferred"``  ``"grad"``; ``"main_grad"`` adds weight gradients to it in
                                                          fp32, ``"deferred"`` computes them in `backward_dw`
 weights     ``"each_call"``, ``"once"``                  ``"each_call"``; ``"once"`` casts a weight again when it has
                                                          changed, and keeps its copies: 2 bytes a weight in training
-amax_group  a DeviceMesh, a ProcessGroup, the name of    ``TE_INDUCTOR_AMAX_GROUP``, which is a name or ``"none"``,
-            one, or ``"none"``                           else None: the ranks that share each parameter. Delayed
-                                                         scaling reduces amaxes over it; ``"none"``: over no ranks
+amax_group  a DeviceMesh, a ProcessGroup, the name of    None: the ranks that share each parameter. Delayed scaling
+            one, or ``"none"``                           reduces amaxes over it; ``"none"``: over no ranks
 mode        as in ``torch.compile(mode=…)``              None; here because torch refuses mode= beside options=
 ==========  ===========================================  ==========================================================
+
+Before its default an option has the value of its environment variable, ``TE_INDUCTOR_`` and its name in capitals. A
+policy is a JSON object there, of globs and names of recipes; an empty variable is none.
 
 A policy's globs are over module paths; its functions are called with a layer's module path and (M, N, K).
 """
 
+import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -38,8 +41,7 @@ FALLBACKS = ("warn", "error", "silent")
 WEIGHTS = ("each_call", "once")
 WGRADS = ("grad", "main_grad", "deferred")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-ENV_RECIPE = "TE_INDUCTOR_RECIPE"
-ENV_AMAX_GROUP = "TE_INDUCTOR_AMAX_GROUP"
+VARIABLES = {name: f"TE_INDUCTOR_{name.upper()}" for name in OWN_OPTIONS}
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Options:
     recipe: object = "auto"
     recipe_name: str = "recipe"  # what errors call it
     policy: tuple[tuple[str | Callable[..., bool], object], ...] = ()
+    policy_name: str = "recipe"  # what errors call a recipe of the policy
     fallback: Fallback = "warn"
     weights: Weights = "each_call"
     wgrad: Wgrad = "grad"
@@ -68,43 +71,55 @@ def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> 
     if options is not None and not isinstance(options, Mapping):
         raise OptionError(wrong_type("options", options, 'a dict, such as {"recipe": "current"}'))
     given = dict(options or {})
-    recipe, recipe_name = given.pop("recipe", None), "recipe"
-    if recipe is None:
-        recipe, recipe_name = os.environ.get(ENV_RECIPE) or "auto", f"recipe of the environment variable {ENV_RECIPE}:"
-    group, group_name = given.pop("amax_group", None), "option 'amax_group'"
-    if group is None:
-        group, group_name = os.environ.get(ENV_AMAX_GROUP) or None, f"environment variable {ENV_AMAX_GROUP}"
-    fallback = _choice(given, "fallback", FALLBACKS, "warn")
-    weights, wgrad = _choice(given, "weights", WEIGHTS, "each_call"), _choice(given, "wgrad", WGRADS, "grad")
-    policy = _parse_policy(given.pop("policy", {}))
+    recipe, recipe_source = _take(given, "recipe")
+    group, group_source = _take(given, "amax_group")
+    policy, policy_source = _take(given, "policy", missing=_MISSING)
     own_mode = given.pop("mode", None)
     if own_mode is not None and mode is not None and own_mode != mode:
         raise OptionError(f"mode={mode!r} beside options={{'mode': {own_mode!r}}}; give one of them")
-    mode = mode if own_mode is None else own_mode
+    mode, mode_source = _take({"mode": mode if own_mode is None else own_mode}, "mode")
     if mode is not None and mode not in MODES:
-        raise OptionError(unknown("mode", mode, MODES))
+        raise OptionError(unknown("mode" if mode_source is None else f"value of {mode_source}", mode, MODES))
     return Options(
-        recipe,
-        recipe_name,
-        policy,
-        cast(Fallback, fallback),
-        cast(Weights, weights),
-        cast(Wgrad, wgrad),
+        "auto" if recipe is None else recipe,
+        "recipe" if recipe_source is None else f"recipe of the {recipe_source}:",
+        () if policy is _MISSING else _parse_policy(policy, policy_source),
+        "recipe" if policy_source is None else f"recipe of the {policy_source}:",
+        cast(Fallback, _choice(given, "fallback", FALLBACKS)),
+        cast(Weights, _choice(given, "weights", WEIGHTS)),
+        cast(Wgrad, _choice(given, "wgrad", WGRADS)),
         group,
-        group_name,
+        group_source or "option 'amax_group'",
         mode,
         _parse_inductor(given),
     )
 
 
-def _choice(given: dict[str, Any], name: str, known: tuple[str, ...], default: str) -> object:
-    value = given.pop(name, default)
+_MISSING = object()
+
+
+def _take(given: dict[str, Any], name: str, missing: object = None) -> tuple[Any, str | None]:
+    """An option, or else its environment variable, and what errors call the variable; `missing` where there is
+    neither. An option that is `missing` is not given."""
+    value = given.pop(name, missing)
+    if value is not missing:
+        return value, None
+    text = os.environ.get(VARIABLES[name])
+    return (text, f"environment variable {VARIABLES[name]}") if text else (missing, None)
+
+
+def _choice(given: dict[str, Any], name: str, known: tuple[str, ...]) -> object:
+    """One of some values, of which the first is the default."""
+    value, source = _take(given, name, missing=_MISSING)
+    value = known[0] if value is _MISSING else value
     if value not in known:
-        raise OptionError(unknown(f"value of option {name!r}", value, known))
+        raise OptionError(unknown(f"value of {source or f'option {name!r}'}", value, known))
     return value
 
 
-def _parse_policy(policy: object) -> tuple[tuple[str | Callable[..., bool], object], ...]:
+def _parse_policy(policy: object, source: str | None) -> tuple[tuple[str | Callable[..., bool], object], ...]:
+    if source is not None:
+        return _parse_json_policy(str(policy), source)
     if not isinstance(policy, Mapping):
         raise OptionError(wrong_type("option 'policy'", policy, "a dict of {module-path glob or function: recipe}"))
     for key in policy:
@@ -112,6 +127,23 @@ def _parse_policy(policy: object) -> tuple[tuple[str | Callable[..., bool], obje
             expected = "a module-path glob (a string) or a function of module path and (M, N, K)"
             raise OptionError(wrong_type("a key of option 'policy'", key, expected))
     return tuple(policy.items())
+
+
+def _parse_json_policy(text: str, source: str) -> tuple[tuple[str, object], ...]:
+    expected = """expected a JSON object of module-path globs and recipes, such as {"lm_head": "none"}"""
+    try:
+        pairs = json.loads(text, object_pairs_hook=tuple)
+    except ValueError as error:
+        raise OptionError(f"{source} is no JSON ({error}): {text!r:.80}; {expected}") from None
+    if not isinstance(pairs, tuple):
+        raise OptionError(f"{source} is {text!r:.80}; {expected}")
+    globs = [glob for glob, _ in pairs]
+    for glob, recipe in pairs:
+        if not isinstance(recipe, str):
+            raise OptionError(f"{source} gives {glob!r} the recipe {json.dumps(recipe):.80}; expected a recipe's name")
+        if globs.count(glob) > 1:
+            raise OptionError(f"{source} has {glob!r} twice; expected each glob once, as the first that matches wins")
+    return pairs
 
 
 def _parse_inductor(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, TypeVar
 
 from te_inductor.errors import FallbackError, FallbackWarning
+from te_inductor.presentation.paths import plain
 
 log = logging.getLogger("te_inductor")
 _T = TypeVar("_T")
@@ -88,7 +89,7 @@ HIDDEN = ", or earlier entries match the same"  # of a policy entry that matches
 
 @dataclass(frozen=True)
 class Report:
-    """Every site of a model. `print(report)` shows a table."""
+    """Every site of a model. `print(report)` shows a table, `report.table(details=True)` is one with each layer."""
 
     sites: list[Site] = field(default_factory=list)
     unused_policy: list[str] = field(
@@ -97,6 +98,7 @@ class Report:
     unmet: list[Unmet] = field(default_factory=list)
     failure: str | None = None  # traceback of a failure inside our own passes
     flops: Flops = field(default_factory=Flops)
+    speedup: str | None = None  # a sentence about what low precision saves, of `explain`
 
     @property
     def fallbacks(self) -> list[Site]:
@@ -106,32 +108,21 @@ class Report:
         """Plain data, for JSON."""
         return asdict(self)
 
+    def table(self, details: bool = False, columns: int | None = None) -> str:
+        """The report as text: layers that differ in a number of their paths alone share a row, with `details` each has
+        its own. As wide as the terminal (COLUMNS), or as `columns` says; in a pipe as wide as it needs."""
+        from te_inductor.presentation import sites
+
+        return sites.text(self, details, columns)
+
+    def to_html(self) -> str:
+        """A page for a browser, with a row for each layer."""
+        from te_inductor.presentation import html
+
+        return html.page_of_sites(self)
+
     def __str__(self) -> str:
-        columns = ("module", "pattern", "GEMM", "M x N x K", "FLOPs", "recipe", "kernel", "why not")
-        table = tabulated(_headline(self), columns, _rows(self))
-        fqns = [site.fqn for site in self.sites]
-        tail = [
-            f"policy entry {entry!r} matches no linear site{HIDDEN}{_nearest(entry, fqns)}"
-            for entry in self.unused_policy
-        ]
-        tail += [f"option {option!r} does not reach {fqn}: {reason}" for option, fqn, reason in self.unmet]
-        return "\n".join([table, *tail, *([self.failure] if self.failure else [])])
-
-
-def tabulated(title: str, columns: Iterable[str], rows: Iterable[tuple[str, ...]]) -> str:
-    """A table of text."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    console = Console(width=140, no_color=True, highlight=False)
-    with console.capture() as capture:
-        console.print(table)
-    return "\n".join(line.rstrip() for line in capture.get().splitlines())  # rich pads the title
+        return self.table()
 
 
 def merge(reports: Iterable[Report]) -> Report:
@@ -149,25 +140,8 @@ def merge(reports: Iterable[Report]) -> Report:
     )
 
 
-def _headline(report: Report) -> str:
-    low = sum(site.kernel != "high_precision" for site in report.sites)
-    headline = f"te_inductor: {low} of {len(report.sites)} GEMMs in low precision, {len(report.fallbacks)} fell back"
-    return headline if report.flops.share is None else f"{headline}\n{report.flops}"
-
-
 def _percent(share: float | None) -> str:
     return "-" if share is None else f"{share:.1%}"
-
-
-def _rows(report: Report) -> Iterable[tuple[str, ...]]:
-    """One row a place; its GEMMs share a row where they share everything but sizes."""
-    for _, group in _grouped(report.sites, lambda s: (s.fqn, s.pattern, s.recipe, s.kernel, s.reason)):
-        first = group[0]
-        sizes = " x ".join(str(size) for size in first.shapes)
-        gemms = ", ".join(dict.fromkeys(site.gemm for site in group))
-        kernel = first.kernel + (f", one GEMM of {len(first.merged)}" if first.merged else "")
-        share = _percent(report.flops.share_of(group))
-        yield first.fqn or "(root)", first.pattern, gemms, sizes, share, first.recipe, kernel, first.reason or ""
 
 
 def _grouped(items: list[_T], key: Any) -> Iterable[tuple[Any, list[_T]]]:
@@ -226,7 +200,7 @@ def summary(report: Report) -> str | None:
         known = sorted({fqn for fqn, _ in places})
         lines.append(
             f"te_inductor: policy entry {entry!r} matches no linear site of this graph{HIDDEN}"
-            f" (sites: {', '.join(known[:4])}, …){_nearest(entry, known)}"
+            f" (sites: {', '.join(known[:4])}, …){nearest(entry, known)}"
         )
     for (option, reason), unmet in _grouped(report.unmet, lambda one: (one.option, one.reason)):
         lines.append(f"te_inductor: option {option!r} does not reach, because {reason}: {shown(u.fqn for u in unmet)}")
@@ -235,7 +209,7 @@ def summary(report: Report) -> str | None:
     return "\n".join(lines) or None
 
 
-def _nearest(entry: str, fqns: Iterable[str]) -> str:
+def nearest(entry: str, fqns: Iterable[str]) -> str:
     """What a policy entry that matches nothing may have been meant to match: a path by another root, or one like it."""
     parts = entry.split(".")
     shorter = [".".join(parts[place:]) for place in range(1, len(parts))]
@@ -304,5 +278,5 @@ COMPUTED_AGAIN = (
 
 def shown(fqns: Iterable[str]) -> str:
     """Module paths for a message: the first ones, and how many more there are."""
-    names = list(dict.fromkeys(fqn or "(root)" for fqn in fqns))
+    names = list(dict.fromkeys(plain(fqn) or "(root)" for fqn in fqns))
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -7,6 +7,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+os.environ.pop("COLUMNS", None)  # of the terminal that the tests run in: reports are as wide as it says
 # What the processor has, the compiler is taken to know: Inductor would compile and load a probe for each set of
 # instructions, ten seconds for each empty cache.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")

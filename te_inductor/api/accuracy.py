@@ -61,11 +61,17 @@ def accuracy_report(
         return gm.forward
 
     with traced(model, backend, parsed.fallback) as run:
-        _run_backward(run(*inputs, **kwargs), loss)
+        _run_backward(scalar_of(run(*inputs, **kwargs), loss))
     return AccuracyReport(recorder.gemms(), merge(recorder.reports).sites)
 
 
-def _run_backward(output: Any, loss: Callable[[Any], Tensor] | None) -> None:
+def scalar_of(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor | None:
+    """What gradients are of: `loss(output)`, else the output's `loss` where it has one, else the mean square of its
+    floating-point tensors; None where it has none.
+
+    Raises:
+        OptionError: `loss` returns no scalar.
+    """
     made = getattr(output, "loss", None)
     if loss is not None:
         made = loss(output)
@@ -74,6 +80,10 @@ def _run_backward(output: Any, loss: Callable[[Any], Tensor] | None) -> None:
     if not isinstance(made, Tensor):
         tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
         made = torch.stack([tensor.float().square().mean() for tensor in tensors]).sum() if tensors else None
+    return made
+
+
+def _run_backward(made: Tensor | None) -> None:
     if made is not None and made.requires_grad:
         leaves = [node for node in _leaves(made) if node.requires_grad]
         torch.autograd.grad(made.sum(), leaves, allow_unused=True)

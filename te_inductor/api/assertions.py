@@ -10,6 +10,7 @@ import torch
 from te_inductor.api.eager_products import EagerProducts, Names, report_of
 from te_inductor.diagnostics import Report, merge, shown
 from te_inductor.errors import FallbackError, OptionError, wrong_type
+from te_inductor.presentation.paths import names_of
 from te_inductor.runtime import compiled_graphs
 from te_inductor.runtime.compiled_graphs import CompiledGraph
 
@@ -68,13 +69,18 @@ def _from_root(graph: CompiledGraph, names: Names) -> Report:
     return replace(graph.report, sites=sites)
 
 
+def _matches(fqn: str, glob: str) -> bool:
+    """Whether a glob that was written for the model, or for what is around it, names a layer."""
+    return any(fnmatchcase(name, glob) for name in names_of(fqn))
+
+
 def _check(report: Report, allowed: list[str]) -> None:
     high = [site for site in report.sites if site.kernel == "high_precision"]
     lines: dict[str, list[str]] = {}
     for site in high:
-        if not any(fnmatchcase(site.fqn, glob) for glob in allowed):
+        if not any(_matches(site.fqn, glob) for glob in allowed):
             lines.setdefault(site.reason or _ASKED, []).append(site.fqn)
-    unused = [glob for glob in allowed if not any(fnmatchcase(site.fqn, glob) for site in high)]
+    unused = [glob for glob in allowed if not any(_matches(site.fqn, glob) for site in high)]
     text = [f"  {reason}: {shown(fqns)}" for reason, fqns in lines.items()]
     if text:
         count = len(set().union(*lines.values()))

@@ -7,6 +7,7 @@ from typing import Any
 from torch import fx
 
 from te_inductor import recipes
+from te_inductor.api import speedup
 from te_inductor.api.eager_products import EagerProduct, EagerProducts, Names, report_of
 from te_inductor.api.tracing import traced
 from te_inductor.backend import parse, run_passes
@@ -15,6 +16,7 @@ from te_inductor.diagnostics import Report, merge
 from te_inductor.passes.pre_grad import DECIDE
 from te_inductor.passes.pre_grad.decide import policy
 from te_inductor.passes.pre_grad.plan import Plan
+from te_inductor.presentation.paths import names_of
 
 
 def explain(model: Callable[..., Any], *inputs: Any, options: Mapping[str, Any] | None = None, **kwargs: Any) -> Report:
@@ -31,23 +33,27 @@ def explain(model: Callable[..., Any], *inputs: Any, options: Mapping[str, Any] 
     """
     parsed = parse(None, options)
     reports: list[Report] = []
+    times: list[speedup.Times] = []
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        reports.append(run_passes(Plan(gm, parsed, example_inputs), DECIDE))
+        plan = Plan(gm, parsed, example_inputs)
+        reports.append(run_passes(plan, DECIDE))
+        times.append(speedup.times(plan) if reports[-1].failure is None else speedup.Times())
         return eager.aside(gm.forward)
 
     eager = EagerProducts()
     with traced(model, backend, parsed.fallback) as run, eager:
         run(*inputs, **kwargs)
-    return merge([*reports, _of_eager(eager.found, Names(model, (*inputs, *kwargs.values())), parsed)])
+    report = merge([*reports, _of_eager(eager.found, Names(model, (*inputs, *kwargs.values())), parsed)])
+    return replace(report, speedup=speedup.sentence(times))
 
 
 def _of_eager(found: Sequence[EagerProduct], names: Names, options: Options) -> Report:
     """Of layers that no graph has, with the recipes that they would have in one."""
-    default, entries, used = recipes.resolve(options.recipe), policy.entries(options.policy), set()
+    default, entries, used = recipes.resolve(options.recipe), policy.entries(options.policy, options.policy_name), set()
 
     def recipe_of(fqn: str, product: EagerProduct) -> str | None:
-        entry = policy.first(entries, (fqn,), product.sizes)
+        entry = policy.first(entries, names_of(fqn), product.sizes)
         used.add(entry)
         recipe = entry.recipe if entry else product.region.recipe or default
         return recipe.name if product.region.enabled and recipe is not None else None  # type: ignore[union-attr]

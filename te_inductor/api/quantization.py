@@ -15,6 +15,7 @@ from te_inductor.ops import stored_experts, stored_weight
 from te_inductor.ops.stored_weight import StoredWeight, kind_of, store
 from te_inductor.passes.graph.module_path import without_wrappers
 from te_inductor.passes.pre_grad.decide import policy as policies
+from te_inductor.presentation.paths import names_of
 from te_inductor.recipes import Recipe
 
 # AOTInductor compiles exported programs without our backend, whose first compile would register them.
@@ -132,7 +133,7 @@ def _weights(model: nn.Module, patterns: Sequence[object]) -> Iterator[Held]:
     for name, module in model.named_modules():
         path = without_wrappers(name)
         if isinstance(module, nn.Linear):
-            yield Held(module, "weight", (path,), _is_router(path, model.get_submodule(name.rpartition(".")[0])))
+            yield Held(module, "weight", names_of(path), _is_router(path, model.get_submodule(name.rpartition(".")[0])))
             continue
         named = "expert" in f"{path} {type(module).__name__}".lower()
         for key, parameter in module._parameters.items():
@@ -140,7 +141,7 @@ def _weights(model: nn.Module, patterns: Sequence[object]) -> Iterator[Held]:
             asked = any(isinstance(glob, str) and glob.rpartition(".")[2] == key for glob in patterns)
             known = type(module).__module__.startswith("torch.nn.") and not isinstance(module, CONTAINERS)
             if parameter is not None and parameter.dim() == 3 and (named or asked) and not known:
-                yield Held(module, key, tuple(dict.fromkeys((full, path))))
+                yield Held(module, key, tuple(dict.fromkeys((*names_of(full), *names_of(path)))))
 
 
 def _is_router(path: str, parent: nn.Module) -> bool:

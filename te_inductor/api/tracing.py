@@ -45,6 +45,7 @@ def traced(model: Callable[..., Any], backend: Backend, fallback: str) -> Iterat
     try:
         with (
             torch.random.fork_rng(devices=range(torch.cuda.device_count())),
+            torch._dynamo.config.patch(optimize_ddp=False),  # which would call pieces of a graph one by one
             compat.compiled_apart(getattr(model, "_orig_mod", model), counted) as run,
         ):
             yield run

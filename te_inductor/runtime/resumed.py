@@ -3,7 +3,8 @@
 # Note [Lost state]
 Parameters whose quantizers are new are remembered until an optimizer's step has them. If the optimizer has state of
 such a parameter before that step, as behind `optimizer.load_state_dict`, the parameter was trained before, and its
-scales are lost; that is said. A newly initialised model has no optimizer state then, and neither has one that is
+scales are lost; that is said. Where the forward runs inside of the step, in its closure, as Lightning has it, the count
+of steps behind it tells. A newly initialised model has no optimizer state then, and neither has one that is
 fine-tuned from weights alone, for which nobody has scales to load. Not noticed: optimizers without state, those that
 keep parameters of their own, and a step that is compiled."""
 
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from te_inductor import compat
@@ -20,6 +21,7 @@ from te_inductor.diagnostics import say, state_was_lost
 from te_inductor.runtime.optimizer_steps import check_before_each
 
 _new: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameters that wait for a step, with their module paths
+_hooked: list[Any] = []  # the hook, once there is one
 _noted: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # all that ever did
 
 
@@ -29,6 +31,8 @@ def note_new(parameter: Tensor, site: str) -> None:
         return
     _new[parameter] = site
     _noted[parameter] = True
+    if not _hooked:
+        _hooked.append(register_optimizer_step_post_hook(_behind_step))
     check_before_each(_before_step)
 
 
@@ -42,6 +46,19 @@ def _before_step(optimizer: Optimizer) -> None:
             found[site] = True
     if found:
         say(state_was_lost(found), "warn")  # no error: there may be nothing to load
+
+
+def _behind_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Of parameters whose quantizers were made in the step itself."""
+    if not len(_new) or torch.compiler.is_compiling():
+        return
+    found = {}
+    for parameter, whole in _stepped(optimizer):
+        site = _new.pop(whole, None)
+        if site is not None and float(optimizer.state.get(parameter, {}).get("step", 1)) > 1:
+            found[site] = True
+    if found:
+        say(state_was_lost(found), "warn")
 
 
 def _stepped(optimizer: Optimizer) -> Iterable[tuple[Tensor, Tensor]]:

@@ -77,7 +77,8 @@ class Checkpointed(nn.Module):
         return self.head(checkpoint(self.body, x, use_reentrant=False))
 
 
-def test_a_whole_model(tmp_path):
+def test_a_whole_model(tmp_path, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
     model, x = Checkpointed(), torch.randn(8, 4, 32)
     state = torch.get_rng_state()
     report = accuracy_report(model, x, options={"recipe": "nvfp4", "policy": {"body.2": "mxfp8"}})

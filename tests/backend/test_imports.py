@@ -13,7 +13,7 @@ import te_inductor
 PACKAGE = Path(te_inductor.__file__).parent
 # A module may import from its own row and from rows above; the longest name that fits a module is its row's.
 ORDER = [
-    {"errors", "config", "diagnostics", "compat"},
+    {"errors", "config", "diagnostics", "compat", "presentation"},
     {"recipes", "targets"},
     {"runtime"},
     {"ops", "operations"},
@@ -26,7 +26,8 @@ ORDER = [
     {"backend"},
     {"api"},
     {"integrations"},
-    {"__init__"},
+    {"command"},
+    {"__init__", "__main__"},
 ]
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
 

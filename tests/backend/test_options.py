@@ -126,6 +126,72 @@ def test_the_default_recipe_comes_from_the_environment(monkeypatch):
     assert f"unknown {where}: 'fp8'; FP8 with one scale a tensor is 'current'" in failure()
 
 
+def test_every_option_comes_from_the_environment(monkeypatch):
+    values = {
+        "RECIPE": "rowwise",
+        "POLICY": '{"b": "none", "a.*": "block"}',
+        "FALLBACK": "silent",
+        "WEIGHTS": "once",
+        "WGRAD": "main_grad",
+        "AMAX_GROUP": "none",
+        "MODE": "max-autotune",
+    }
+    assert {f"TE_INDUCTOR_{name}" for name in values} == set(config.VARIABLES.values())
+    for name, value in values.items():
+        monkeypatch.setenv(f"TE_INDUCTOR_{name}", value)
+    found = config.parse()
+    assert (found.recipe, found.policy, found.fallback) == ("rowwise", (("b", "none"), ("a.*", "block")), "silent")
+    assert (found.weights, found.wgrad, found.amax_group, found.mode) == ("once", "main_grad", "none", "max-autotune")
+    given = {"recipe": "block", "policy": {}, "fallback": "warn", "weights": "each_call", "wgrad": "grad"}
+    found = config.parse(given | {"amax_group": "mine"}, "default")  # options win
+    assert (found.recipe, found.policy, found.fallback) == ("block", (), "warn")
+    assert (found.weights, found.wgrad, found.amax_group, found.mode) == ("each_call", "grad", "mine", "default")
+    assert config.parse({"mode": "reduce-overhead"}).mode == "reduce-overhead"
+    for name in values:
+        monkeypatch.setenv(f"TE_INDUCTOR_{name}", "")
+    assert config.parse() == dataclasses.replace(config.Options(), inductor={})
+
+
+def test_a_policy_of_the_environment_reaches_layers(monkeypatch):
+    monkeypatch.setenv("TE_INDUCTOR_POLICY", '{"0": "none"}')
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
+    report = explain(model, torch.randn(4, 32))
+    assert {site.fqn: site.recipe for site in report.sites} == {"0": "none", "1": "current"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("FALLBACK", "wran", "unknown value of environment variable TE_INDUCTOR_FALLBACK 'wran'; did you mean 'warn'?"),
+        (
+            "WEIGHTS",
+            "twice",
+            "unknown value of environment variable TE_INDUCTOR_WEIGHTS 'twice'; expected one of each_call",
+        ),
+        ("WGRAD", "main", "unknown value of environment variable TE_INDUCTOR_WGRAD 'main'; did you mean 'main_grad'?"),
+        ("MODE", "max", "unknown value of environment variable TE_INDUCTOR_MODE 'max'; expected one of default"),
+        ("POLICY", "lm_head", "environment variable TE_INDUCTOR_POLICY is no JSON (Expecting value"),
+        ("POLICY", '["lm_head"]', "environment variable TE_INDUCTOR_POLICY is '[\"lm_head\"]'; expected a JSON object"),
+        (
+            "POLICY",
+            '{"a": null}',
+            "environment variable TE_INDUCTOR_POLICY gives 'a' the recipe null; expected a recipe's",
+        ),
+        ("POLICY", '{"a": "none", "a": "block"}', "environment variable TE_INDUCTOR_POLICY has 'a' twice"),
+        (
+            "POLICY",
+            '{"a": "nine"}',
+            "unknown recipe of the environment variable TE_INDUCTOR_POLICY: 'nine'; did you mean",
+        ),
+    ],
+)
+def test_wrong_values_of_the_environment_name_the_variable(name, value, text, monkeypatch):
+    monkeypatch.setenv(f"TE_INDUCTOR_{name}", value)
+    with pytest.raises(errors.TEInductorError) as raised:
+        explain(torch.nn.Linear(32, 32), torch.randn(4, 32))
+    assert text in str(raised.value)
+
+
 def test_options_that_are_no_dict():
     run = torch.compile(torch.nn.Linear(32, 32), backend="te", options="current")
     with pytest.raises(

@@ -24,7 +24,9 @@ README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 EXECUTED = [README, *sorted((ROOT / "docs" / "guides").glob("*.md"))]
 # What a block may need, and whether it is here.
-NEEDS = {"gpu": False} | {name: find_spec(name) is not None for name in ("accelerate", "matplotlib", "transformers")}
+NEEDS = {"gpu": False} | {
+    name: find_spec(name) is not None for name in ("accelerate", "lightning", "matplotlib", "transformers")
+}
 
 WIDTH = 120
 FENCE = re.compile(r"^```(?P<info>[^\n`]*)\n(?P<text>.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
@@ -90,6 +92,7 @@ def no_process_group_is_left():
 @pytest.mark.usefixtures("without_codegen", "no_process_group_is_left")
 @pytest.mark.parametrize("page", EXECUTED, ids=lambda page: page.name)
 def test_python_runs_as_written(page, tmp_path, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.chdir(tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("error", FallbackWarning)  # a page that shows one catches it

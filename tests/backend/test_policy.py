@@ -5,9 +5,12 @@ import pytest
 import torch
 from torch import nn
 
+import te_inductor
 from te_inductor import autocast, explain
 from te_inductor.diagnostics import Refusal
 from te_inductor.errors import FallbackWarning, OptionError
+from te_inductor.ops.stored_weight import StoredWeight
+from te_inductor.presentation.paths import plain
 
 X = (6, 32)
 
@@ -195,3 +198,67 @@ def test_a_model_in_a_list():
     layers = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)])
     sites = explain(lambda layers, x: layers[1](layers[0](x)), layers, x).sites
     assert {site.fqn for site in sites} == {"0", "1"}
+
+
+class Inside(nn.Module):
+    """A model in an attribute."""
+
+    def __init__(self, name, model):
+        super().__init__()
+        self.name = name
+        self.add_module(name, model)
+
+    def forward(self, x):
+        return getattr(self, self.name)(x)
+
+
+def with_adapters():
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(layers((64, 32), (32, 64)), peft.LoraConfig(r=16, target_modules=["0"]))
+
+
+WRAPPERS = {
+    "compile": lambda: torch.compile(layers((64, 32), (32, 64))),
+    "forward_module": lambda: Inside("_forward_module", layers((64, 32), (32, 64))),
+    "module": lambda: Inside("module", layers((64, 32), (32, 64))),
+    "peft": with_adapters,
+    "compiled peft in a wrapper": lambda: Inside("_forward_module", torch.compile(with_adapters())),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("glob", ["0", "[0-0]"])
+def test_a_glob_for_the_plain_model_matches_the_wrapped_one(wrapper, glob):
+    """And reports show plain names; their data has those of `named_modules()`."""
+    model = WRAPPERS[wrapper]()
+    report = explain(model, torch.randn(X), options={"policy": {glob: "rowwise"}})
+    prefix = "module." if wrapper == "module" else ""  # a module that happens to be called as DDP's is
+    found = {plain(site.fqn): site.recipe for site in report.sites if "lora" not in site.fqn}
+    assert found == {f"{prefix}0": "rowwise", f"{prefix}1": "current"} and not report.unused_policy
+    assert "base_" not in str(report) and "_mod" not in str(report)
+    assert {site.recipe for site in report.sites if "lora" in site.fqn} <= {"current"}
+
+
+def test_a_glob_for_the_wrapped_model_matches_it_too():
+    for glob in (
+        "base_model.model.0.base_layer",
+        "base_model.model.0*",
+        "0.lora_A.*",
+        "base_model.model.0.lora_A.default",
+    ):
+        report = explain(with_adapters(), torch.randn(X), options={"policy": {glob: "rowwise"}})
+        assert not report.unused_policy and "rowwise" in {site.recipe for site in report.sites}
+
+
+def test_asserting_by_plain_names():
+    model = with_adapters()
+    compiled = torch.compile(model, backend="te", options={"recipe": "current", "policy": {"1": "none"}})
+    for glob in ("1", "base_model.model.1"):
+        te_inductor.assert_low_precision(compiled, torch.randn(X), high_precision=[glob])
+
+
+def test_quantizing_by_plain_names():
+    model = with_adapters()
+    te_inductor.quantize_(model, "rowwise", policy={"0": "rowwise", "*": "none"}, fallback="error")
+    stored = [name for name, parameter in model.named_parameters() if isinstance(parameter, StoredWeight)]
+    assert stored == ["base_model.model.0.base_layer.weight"]

@@ -134,3 +134,38 @@ def test_a_compiled_step_is_left_alone(recwarn):
     te(model)(torch.randn(8, 32)).sum().backward()
     torch.compile(optimizer.step, backend="eager")()
     assert [text for text in said(recwarn) if "trained before" in text] == []
+
+
+@pytest.mark.usefixtures("without_codegen")
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_forward_inside_of_the_step(trained):
+    """In the step's closure, as Lightning runs it: a new model has nothing to lose, one that was trained has."""
+    import copy
+    import warnings
+
+    from te_inductor.errors import FallbackWarning
+
+    def step(model, optimizer, times):
+        compiled = torch.compile(model, backend="te", options={"recipe": "delayed"})
+
+        def closure():
+            optimizer.zero_grad()
+            loss = compiled(torch.ones(16, 32)).square().mean()
+            loss.backward()
+            return loss
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(times):
+                optimizer.step(closure)
+        return [one for one in caught if one.category is FallbackWarning and "without history" in str(one.message)]
+
+    model = torch.nn.Linear(32, 32)
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert not step(model, optimizer, 3)
+    if trained:
+        torch._dynamo.reset()
+        other = torch.nn.Linear(32, 32)
+        resumed = torch.optim.AdamW(other.parameters())
+        resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        assert len(step(other, resumed, 3)) == 1

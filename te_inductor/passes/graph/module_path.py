@@ -10,7 +10,9 @@ _KEY = re.compile(r"(?:\._modules|\.__dict__\['_modules'\])\['([^']*)'\]|\['([^'
 _GETATTR = re.compile(r"getattr\(([^()]*), '([^']*)'\)")  # of a name that is no identifier, such as a container's '0'
 _HELD = re.compile(r"(\._parameters\['[^']*'\]|\.\w+)$")  # the parameter itself
 # Wrappers that are no part of the path that the model's author sees.
-_WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(\.|$)|\bslice\([^)]*\)(\.|$)")
+_WRAPPERS = re.compile(
+    r"\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|_forward_module)(\.|$)|\bslice\([^)]*\)(\.|$)"
+)
 
 
 def module_path(node: fx.Node) -> str:

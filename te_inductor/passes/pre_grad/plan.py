@@ -16,6 +16,7 @@ from te_inductor.passes.pre_grad.decide import regions
 from te_inductor.passes.pre_grad.match import contractions
 from te_inductor.passes.pre_grad.match.products import Product
 from te_inductor.passes.pre_grad.match.rule import Match, Rule
+from te_inductor.presentation.paths import names_of
 from te_inductor.recipes import Recipe, Slots
 from te_inductor.recipes.regions import Region
 from te_inductor.runtime.extra_inputs import ExtraInputs
@@ -48,7 +49,7 @@ class Candidate:
     @property
     def names(self) -> tuple[str, ...]:
         """By which a policy's globs may name it."""
-        return tuple(dict.fromkeys((self.fqn, self.module)))
+        return tuple(dict.fromkeys((*names_of(self.fqn), *names_of(self.module))))
 
     @property
     def low(self) -> bool:
@@ -65,6 +66,11 @@ class Unlowered:
     regions: tuple[Region | None, ...]
     refusal: Refusal
     recipe: Recipe | None = None  # that it would have
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """By which a policy's globs may name it."""
+        return names_of(self.fqn)
 
 
 @dataclass

@@ -49,8 +49,9 @@ class Entry:
         return found
 
 
-def entries(policy: Iterable[tuple[Any, object]]) -> list[Entry]:
-    return [Entry(pattern, recipes.resolve(spec)) for pattern, spec in policy]
+def entries(policy: Iterable[tuple[Any, object]], name: str = "recipe") -> list[Entry]:
+    """Of parsed options; `name` is what errors call a recipe of them."""
+    return [Entry(pattern, recipes.resolve(spec, name)) for pattern, spec in policy]
 
 
 def first(policy: Iterable[Entry], names: Sequence[str], sizes: tuple[Any, Any, Any]) -> Entry | None:

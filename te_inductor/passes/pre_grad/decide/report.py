@@ -22,7 +22,11 @@ def report_sites(plan: Plan) -> None:
     plan.weights |= _weights(plan)
     paths = {candidate.match.node: candidate.fqn for candidate in plan.candidates}
     joined = {match.node: group for group in plan.merged for match in group}
-    flops = {product.node: product.flops for product in plan.products}
+    calls = Counter(in_order(plan.gm))
+    flops = {
+        product.node: None if product.flops is None else product.flops * max(calls[product.node], 1)
+        for product in plan.products
+    }
     kernels = {}
     for candidate in plan.candidates:
         group = joined.get(candidate.match.node, [])
@@ -32,11 +36,9 @@ def report_sites(plan: Plan) -> None:
         plan.report.sites.extend((replace(fprop, flops=flops.get(candidate.match.node)), *others))
         kernels[candidate.match.node] = fprop.kernel
     plan.report.sites.extend(map(_unlowered_site, plan.unlowered))
-    calls = Counter(in_order(plan.gm))
     for product in plan.products:
         low = kernels.get(product.node, "high_precision") != "high_precision"
-        known = None if product.flops is None else product.flops * max(calls[product.node], 1)
-        plan.report.flops.add(known, low)
+        plan.report.flops.add(flops[product.node], low)
 
 
 def _weights(plan: Plan) -> dict[str, torch.nn.Parameter]:

@@ -31,7 +31,7 @@ def resolve_recipes(plan: Plan) -> None:
     """Give each site its recipe: none where autocast is disabled, else that of the first policy entry that matches it,
     else that of the region, else the default."""
     default = recipes.resolve(plan.options.recipe)
-    entries = policy.entries(plan.options.policy)
+    entries = policy.entries(plan.options.policy, plan.options.policy_name)
     used = set()
     for candidate in plan.candidates:
         region = _region(candidate.regions)
@@ -47,7 +47,7 @@ def resolve_recipes(plan: Plan) -> None:
                 candidate.slots = candidate.recipe.slots_of(candidate.fqn)
     for site in plan.unlowered:
         region = _region(site.regions)
-        entry = policy.first(entries, (site.fqn,), site.product.sizes)
+        entry = policy.first(entries, site.names, site.product.sizes)
         used.add(entry)
         if region.enabled:
             site.recipe = entry.recipe if entry else region.recipe or default  # type: ignore[assignment]

@@ -23,6 +23,7 @@ It holds for targets with measured `rates`; where the number of rows is a symbol
 names a site overrides it."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from te_inductor import targets
 from te_inductor.diagnostics import Refusal
@@ -51,18 +52,35 @@ def refusal(matches: Sequence[Match]) -> Refusal | None:
         )
     if not isinstance(m, int):
         return None
-    gemms = len(list(match.gemms()))
-    saved = 2 * gemms * m * n * k * (1 / rates.bf16_flops - 1 / rates.fp8_flops)
-    moved = _bytes_of_experts(m, n, k, match.experts, gemms > 1) if match.groups else _bytes(m, n, k, gemms > 1)
-    cost = moved / rates.bytes + _kernels(gemms > 1) * rates.launch
+    weight = weigh(matches, rates)
     margin = 1.0 if match.groups else MARGIN
-    if saved >= margin * cost:
+    if weight.saved >= margin * weight.cost:
         return None
     return Refusal(
         "too small for FP8 to pay: M=%d, N=%d, K=%d, it would save %.0f us and cost %.0f us, where it has to save %.1f"
         " times as much (a policy entry overrides this)",
-        *(m, n, k, 1e6 * saved, 1e6 * cost, margin),
+        *(m, n, k, 1e6 * weight.saved, 1e6 * weight.cost, margin),
     )
+
+
+class Weight(NamedTuple):
+    """Seconds."""
+
+    high: float  # of the GEMMs in bf16
+    saved: float  # of those by FP8
+    cost: float  # of the casts
+
+
+def weigh(matches: Sequence[Match], rates: targets.Rates) -> Weight:
+    """What FP8 saves and costs sites of one input, whose sizes are numbers."""
+    match = matches[0]
+    m, _, k = match.sizes
+    n = sum(each.sizes[1] for each in matches)
+    gemms = len(list(match.gemms()))
+    flops, training = 2 * gemms * m * n * k, gemms > 1
+    moved = _bytes_of_experts(m, n, k, match.experts, training) if match.groups else _bytes(m, n, k, training)
+    cost = moved / rates.bytes + _kernels(training) * rates.launch
+    return Weight(flops / rates.bf16_flops, flops * (1 / rates.bf16_flops - 1 / rates.fp8_flops), cost)
 
 
 def _bytes(m: int, n: int, k: int, training: bool) -> int:

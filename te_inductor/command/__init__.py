@@ -1,0 +1,101 @@
+"""The command `te-inductor`: look at an installation, explain a model, time it, show what it loses.
+
+This module parses arguments. What a subcommand imports, it imports when it runs."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+MODEL = "module:factory, or path/to/file.py:factory: a function without arguments that returns (model, inputs)"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run it; the exit code. 2 is a wrong use, as by argparse; 1 what else went wrong."""
+    parsed = _parser().parse_args(arguments)
+    if parsed.subcommand is None:
+        _parser().print_help()
+        return 2
+    from te_inductor.errors import TEInductorError
+
+    try:
+        run = import_module(f"te_inductor.command.{parsed.subcommand.replace('-', '_')}").run
+        return int(run(parsed))
+    except TEInductorError as error:
+        print(f"te-inductor: {error}", file=sys.stderr)
+        return 1
+    except ModuleNotFoundError as error:
+        if error.name != "matplotlib":
+            raise
+        print("te-inductor: a picture needs matplotlib; pip install matplotlib", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # of `te-inductor explain … | head`
+        sys.stderr.close()
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    from te_inductor import __version__
+
+    parser = argparse.ArgumentParser(prog="te-inductor", description="torch.compile(model, backend='te'), looked at.")
+    parser.add_argument("--version", action="version", version=f"te_inductor {__version__}")
+    commands = parser.add_subparsers(dest="subcommand", metavar="COMMAND")
+
+    doctor = commands.add_parser("doctor", help="say what runs on this machine, and what is broken")
+    doctor.add_argument("--compile", action="store_true", help="compile and run a layer, too")
+    doctor.add_argument("--json", action="store_true", help="data in place of text")
+
+    explain = commands.add_parser("explain", help="say what would run where, and why not")
+    _add_model(explain, "default: as the environment says, else auto")
+    explain.add_argument("--details", action="store_true", help="a row for each layer")
+    form = explain.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="data in place of text")
+    form.add_argument("--html", type=Path, metavar="FILE", help="write a page, too")
+
+    bench = commands.add_parser("bench", help="time bf16 under Inductor against recipes")
+    _add_model(bench, None)
+    bench.add_argument("--recipes", nargs="+", default=["current"], metavar="RECIPE", help="default: current")
+    bench.add_argument("--steps", type=_positive, default=20, help="timed steps of each (default: 20)")
+    bench.add_argument("--warmup", type=_positive, default=3, help="steps before (default: 3)")
+    bench.add_argument("--forward", action="store_true", help="time forwards without gradients, not training steps")
+    bench.add_argument("--keep-dtype", action="store_true", help="no autocast to bf16: the model's own dtypes")
+    bench.add_argument("--cold", action="store_true", help="with empty compile caches, for an honest first step")
+    bench.add_argument("--json", action="store_true", help="data in place of text")
+    bench.add_argument("--png", type=Path, metavar="FILE", help="write bars, too (needs matplotlib)")
+
+    report = commands.add_parser("report", help="show what each layer loses by quantization")
+    _add_model(report, "default: as the environment says, else auto")
+    report.add_argument("--details", action="store_true", help="rows for each layer")
+    report.add_argument("--json", action="store_true", help="data in place of text")
+    report.add_argument("--png", type=Path, metavar="FILE", help="write a heat map, too (needs matplotlib)")
+
+    arm = commands.add_parser("bench-arm")  # what `bench` starts for each recipe
+    arm.add_argument("settings")
+    return parser
+
+
+def _add_model(parser: argparse.ArgumentParser, recipe: str | None) -> None:
+    parser.add_argument("model", help=MODEL)
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an argument of the factory")
+    if recipe is not None:
+        parser.add_argument("--recipe", help=recipe)
+    parser.add_argument("--policy", type=_policy, metavar="JSON", help='such as \'{"lm_head": "none"}\'')
+
+
+def _policy(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError("expected an object of globs and recipes")
+    return found
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return int(text)

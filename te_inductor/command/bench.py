@@ -1,0 +1,164 @@
+"""`te-inductor bench`: a model's step under Inductor in bf16, and under recipes. Each arm is a process of its own."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import te_inductor
+from te_inductor.command.factory import options_of
+from te_inductor.errors import TEInductorError
+from te_inductor.presentation.tables import Column, tabulated
+
+BASE = "inductor"
+_COLUMNS = (
+    Column("arm"),
+    Column("step ms", right=True),
+    Column("speed-up", right=True),
+    Column("peak MiB", right=True),
+    Column("first step s", right=True),
+    Column("loss", right=True),
+    Column("difference", right=True),
+    Column("gradient norm", right=True, optional=True),
+)
+
+
+class BenchError(TEInductorError, RuntimeError):
+    """An arm failed; the text ends with what its process wrote last."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Time all arms, and print, write and draw what they took."""
+    arms = [(BASE, None), *((recipe, recipe) for recipe in dict.fromkeys(arguments.recipes))]
+    with _progress(len(arms) * (arguments.steps + arguments.warmup)) as advance:
+        found = [_arm(name, recipe, arguments, advance) for name, recipe in arms]
+    if arguments.json:
+        print(json.dumps({"arms": found, "te_inductor": te_inductor.__version__}, indent=1))
+    else:
+        print(_headline(found, arguments))
+        print()
+        print(tabulated(_COLUMNS, list(_rows(found))))
+        print()
+        print(_CAPTION)
+    if arguments.png is not None:
+        _draw(found, _headline(found, arguments), arguments.png)
+        if not arguments.json:
+            print(f"wrote {arguments.png}")
+    return 0
+
+
+_CAPTION = (
+    "step: the median. first step: compiles, from caches where these have the graph (--cold: never). loss and gradient\n"
+    "norm: of the first step, all arms having the same weights and inputs; difference: from inductor's loss."
+)
+
+
+def _arm(name: str, recipe: str | None, arguments: argparse.Namespace, advance: Callable[[str, int], None]) -> Any:
+    options = options_of(recipe, arguments.policy) if recipe is not None else {}
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "result.json")
+        settings = {
+            "model": arguments.model,
+            "set": arguments.set,
+            "backend": BASE if recipe is None else "te",
+            "options": options,
+            "steps": arguments.steps,
+            "warmup": arguments.warmup,
+            "forward": arguments.forward,
+            "autocast": not arguments.keep_dtype,
+            "result": str(result),
+        }
+        path = os.pathsep.join(filter(None, (str(Path(te_inductor.__file__).parents[1]), os.environ.get("PYTHONPATH"))))
+        environment = {**os.environ, "PYTHONPATH": path}
+        if arguments.cold:
+            environment["TORCHINDUCTOR_CACHE_DIR"] = str(Path(folder, "cache"))
+        command = [sys.executable, "-m", "te_inductor", "bench-arm", json.dumps(settings)]
+        with Path(folder, "stderr").open("w+") as errors:
+            process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith("step "):
+                    advance(name, 1)
+            if process.wait() or not result.exists():
+                errors.seek(0)
+                tail = "\n".join(errors.read().strip().splitlines()[-12:])
+                raise BenchError(f"arm {name!r} failed with exit code {process.returncode}:\n{tail}")
+        return {"arm": name, **json.loads(result.read_text())}
+
+
+class _progress:
+    """A bar where errors go, if that is a terminal; else a line an arm."""
+
+    def __init__(self, total: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self.console = Console(stderr=True)
+        columns = TextColumn("{task.description:<16}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+        self.bar = Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal)
+        self.task, self.name = self.bar.add_task("", total=total), ""
+
+    def __enter__(self) -> Callable[[str, int], None]:
+        self.bar.start()
+        return self.advance
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def advance(self, name: str, steps: int) -> None:
+        """So many steps of an arm are done."""
+        if name != self.name and not self.console.is_terminal:
+            print(f"{name} …", file=sys.stderr, flush=True)
+        self.name = name
+        self.bar.update(self.task, advance=steps, description=name)
+
+
+def _headline(found: Sequence[Any], arguments: argparse.Namespace) -> str:
+    first = found[0]
+    what = "forward" if first["forward"] else "forward and backward"
+    return f"{arguments.model}: {what}, {first['dtype']}, {first['device']}, torch {first['torch']}"
+
+
+def _rows(found: Sequence[Any]) -> Any:
+    base = found[0]
+    for one in found:
+        yield (
+            one["arm"],
+            f"{one['step_ms']:.2f}",
+            f"{base['step_ms'] / one['step_ms']:.2f}",
+            f"{one['peak_bytes'] / 2**20:.0f}",
+            f"{one['first_s']:.1f}",
+            "-" if one["loss"] is None else f"{one['loss']:.4f}",
+            "-" if one["loss"] is None else f"{_apart(one['loss'], base['loss']):+.2%}",
+            "-" if one["gradient_norm"] is None else f"{_apart(one['gradient_norm'], base['gradient_norm']):+.2%}",
+        )
+
+
+def _apart(value: float, base: float) -> float:
+    return value / base - 1 if base else float("nan")
+
+
+def _draw(found: Sequence[Any], title: str, path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 1.6 + 0.45 * len(found)), layout="constrained")
+    figure.suptitle(title, fontsize=10)
+    names = [one["arm"] for one in found]
+    panels = {
+        "step (ms)": [one["step_ms"] for one in found],
+        "peak memory (MiB)": [one["peak_bytes"] / 2**20 for one in found],
+        "first step (s)": [one["first_s"] for one in found],
+    }
+    for axes, (label, values) in zip(figure.subplots(1, len(panels), sharey=True), panels.items(), strict=True):
+        drawn = axes.barh(names, values, color=["#999999", *["#4477aa"] * (len(found) - 1)])
+        axes.bar_label(drawn, [f"{value:.3g}" if value < 1000 else f"{value:.0f}" for value in values], padding=3)
+        axes.set_xlabel(label)
+        axes.margins(x=0.18)
+        axes.spines[["top", "right"]].set_visible(False)
+    axes.invert_yaxis()  # shared
+    figure.savefig(path, dpi=130)

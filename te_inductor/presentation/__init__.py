@@ -1,0 +1,1 @@
+"""Reports as people read them: tables as wide as the terminal, equal layers in one row, pages of HTML."""

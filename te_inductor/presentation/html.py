@@ -1,0 +1,59 @@
+"""Reports as one page of HTML each, without scripts and without other files."""
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from te_inductor.diagnostics import Report
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 76em; padding: 0 1em; color: #222; }
+table { border-collapse: collapse; width: 100%; font-size: 13px; margin: 1em 0; }
+th { text-align: left; border-bottom: 2px solid #888; position: sticky; top: 0; background: #fff; }
+td { border-bottom: 1px solid #ddd; vertical-align: top; overflow-wrap: anywhere; }
+th, td { padding: 0.25em 0.8em 0.25em 0; }
+td.number, th.number { text-align: right; white-space: nowrap; }
+pre { background: #f6f6f6; padding: 0.8em; white-space: pre-wrap; }
+"""
+
+
+def page(title: str, parts: Iterable[str]) -> str:
+    """A whole page; the parts are HTML already."""
+    body = "\n".join(parts)
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f"<style>{_STYLE}</style></head><body>\n<h1>{escape(title)}</h1>\n{body}\n</body></html>\n"
+    )
+
+
+def table(names: Sequence[str], numbers: Sequence[bool], rows: Iterable[Sequence[str]]) -> str:
+    """A table; cells are plain text."""
+    marks = [' class="number"' if number else "" for number in numbers]
+    head = "".join(f"<th{mark}>{escape(name)}</th>" for name, mark in zip(names, marks, strict=True))
+    lines = ["".join(f"<td{mark}>{escape(cell)}</td>" for cell, mark in zip(row, marks, strict=True)) for row in rows]
+    body = "\n".join(f"<tr>{line}</tr>" for line in lines)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table>"
+
+
+def text(plain: str) -> str:
+    """Lines as they are."""
+    return f"<pre>{escape(plain)}</pre>" if plain else ""
+
+
+def page_of_sites(report: "Report") -> str:
+    """What `explain` found: kinds of layers, reasons, and every layer."""
+    from te_inductor.presentation import sites
+
+    parts = [text(sites.headline(report))]
+    for title, columns, rows in (
+        ("By kind", sites.BY_KIND, sites.kind_rows(report)),
+        ("By layer", sites.BY_LAYER, sites.layer_rows(report)),
+    ):
+        made = table([column.name for column in columns], [column.right for column in columns], rows)
+        parts += [f"<h2>{title}</h2>", made]
+        if title == "By kind":
+            reasons = sites.high_precision(report)
+            parts += ["<h2>High precision</h2>", text("\n".join(reasons))] if reasons else []
+            parts.append(text("\n".join(sites.tail(report))))
+    return page("te_inductor: what runs where", parts)

@@ -1,0 +1,151 @@
+"""The text of `explain`'s report: a row for the layers of one kind, or for each layer, and what stays in high
+precision."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from te_inductor.presentation.kinds import kind, named
+from te_inductor.presentation.paths import plain
+from te_inductor.presentation.tables import Column, tabulated, wrapped
+
+if TYPE_CHECKING:
+    from te_inductor.diagnostics import Report, Site
+
+BY_KIND = (
+    Column("layers"),
+    Column("n", right=True),
+    Column("M x N x K", whole=True, optional=True),
+    Column("FLOPs", right=True),
+    Column("recipe", whole=True),
+    Column("GEMM", optional=True),
+    Column("kernel"),
+)
+BY_LAYER = (
+    Column("module"),
+    Column("pattern", optional=True),
+    Column("GEMM", optional=True),
+    Column("M x N x K", whole=True, optional=True),
+    Column("FLOPs", right=True),
+    Column("recipe"),
+    Column("kernel"),
+    Column("why not", prose=True),
+)
+_ALL = "fprop, dgrad, wgrad"
+_ASKED = "recipe 'none', as the options, the policy or autocast say"
+
+
+def text(report: "Report", details: bool, columns_wide: int | None) -> str:
+    """Headline, table, and what is to be known beside it."""
+    if details:
+        table = tabulated(BY_LAYER, layer_rows(report), columns_wide)
+    else:
+        table = tabulated(BY_KIND, kind_rows(report), columns_wide)
+    parts = [headline(report), *([table] if report.sites else [])]
+    reasons = [] if details else high_precision(report)
+    if reasons:
+        parts.append("\n".join(["High precision:", *(wrapped(line, columns_wide) for line in reasons)]))
+    parts.append("\n".join(line if "\n" in line else wrapped(line, columns_wide, "") for line in tail(report)))
+    return "\n\n".join(part for part in parts if part)
+
+
+def headline(report: "Report") -> str:
+    """How much runs in low precision."""
+    low = sum(site.kernel != "high_precision" for site in report.sites)
+    line = f"te_inductor: {low} of {len(report.sites)} GEMMs in low precision, {len(report.fallbacks)} fell back"
+    return line if report.flops.share is None else f"{line}\n{report.flops}"
+
+
+def tail(report: "Report") -> list[str]:
+    """Options without effect, the estimate, and a failure of ours."""
+    from te_inductor.diagnostics import HIDDEN, nearest
+
+    fqns = [site.fqn for site in report.sites]
+    lines = [
+        f"policy entry {entry!r} matches no linear site{HIDDEN}{nearest(entry, fqns)}" for entry in report.unused_policy
+    ]
+    unmet: dict[tuple[str, str], list[str]] = {}
+    for option, fqn, reason in report.unmet:
+        unmet.setdefault((option, reason), []).append(fqn)
+    for (option, reason), paths in unmet.items():
+        lines.append(f"option {option!r} does not reach {_names(paths, fqns)}: {reason}")
+    lines += [report.speedup] if report.speedup else []
+    return lines + ([report.failure] if report.failure else [])
+
+
+def high_precision(report: "Report") -> list[str]:
+    """A line a reason: the layers that stay in high precision, or are emulated, and their share."""
+    fqns = [site.fqn for site in report.sites]
+    reasons: dict[str, list[Site]] = {}
+    for site in report.sites:
+        if site.reason is not None or site.kernel == "high_precision":
+            reasons.setdefault(site.reason or _ASKED, []).append(site)
+    lines = []
+    for reason, sites in reasons.items():
+        share = report.flops.share_of(sites)
+        part = "" if share is None else f" ({share:.1%} of FLOPs)"
+        lines.append(f"{_names([site.fqn for site in sites], fqns)}{part}: {reason}")
+    return lines
+
+
+def kind_rows(report: "Report") -> Iterator[tuple[str, ...]]:
+    """A row for layers that differ in a number of their paths alone; one more where their GEMMs have other kernels."""
+    everyone = [site.fqn for site in report.sites]
+    for group in kinds(report.sites):
+        first = group[0][0]
+        paths = list(dict.fromkeys(sites[0].fqn for sites in group))
+        share = _percent(report.flops.share_of(site for sites in group for site in sites))
+        cells = named(paths, everyone), str(len(paths)), _sizes(first), share, first.recipe
+        for gemms, kernel in _kernels(group[0]):
+            yield *cells, gemms, kernel
+            cells = ("",) * len(cells)  # type: ignore[assignment]
+
+
+def layer_rows(report: "Report") -> Iterator[tuple[str, ...]]:
+    """One row a layer; its GEMMs share a row where they share everything but sizes."""
+    groups: dict[tuple[str, str, str, str, str | None], list[Site]] = {}
+    for site in report.sites:
+        groups.setdefault((site.fqn, site.pattern, site.recipe, site.kernel, site.reason), []).append(site)
+    for group in groups.values():
+        first, [(gemms, kernel)] = group[0], _kernels(group)
+        share = _percent(report.flops.share_of(group))
+        name = plain(first.fqn) or "(root)"
+        yield name, first.pattern, gemms, _sizes(first), share, first.recipe, kernel, first.reason or ""
+
+
+def kinds(sites: Iterable["Site"]) -> list[list[list["Site"]]]:
+    """Groups of layers of one kind, of which each GEMM is the same; a layer is the list of its sites."""
+    layers: dict[tuple[str, str], list[Site]] = {}
+    for site in sites:
+        layers.setdefault((site.fqn, site.pattern), []).append(site)
+    groups: dict[tuple[object, ...], list[list[Site]]] = {}
+    for (fqn, pattern), own in layers.items():
+        same = tuple((one.gemm, one.shapes, one.recipe, one.kernel, one.reason, len(one.merged)) for one in own)
+        groups.setdefault((kind(fqn), pattern, same), []).append(own)
+    return list(groups.values())
+
+
+def _kernels(sites: Sequence["Site"]) -> list[tuple[str, str]]:
+    """GEMMs that have one kernel, "all" of them where they are three, and its name."""
+    found: dict[str, list[str]] = {}
+    for site in sites:
+        kernel = site.kernel + (f" ({len(site.merged)} in one)" if site.merged else "")
+        found.setdefault(kernel, []).append(site.gemm)
+    names = [", ".join(dict.fromkeys(gemms)) for gemms in found.values()]
+    return [("all" if name == _ALL else name, kernel) for name, kernel in zip(names, found, strict=True)]
+
+
+def _names(paths: Iterable[str], everyone: Sequence[str]) -> str:
+    """Layers for a line: by kind, the first ones, and how many more."""
+    from te_inductor.diagnostics import shown
+    from te_inductor.presentation.kinds import by_kind
+
+    groups = by_kind(paths).values()
+    return shown(named(group, everyone) + (f" ({len(group)})" if len(group) > 1 else "") for group in groups)
+
+
+def _sizes(site: "Site") -> str:
+    return " x ".join(str(size) for size in site.shapes)
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"

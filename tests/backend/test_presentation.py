@@ -1,0 +1,252 @@
+"""Reports as text and pictures: equal layers in one row, lines that fit, names that are whole."""
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from te_inductor import explain
+from te_inductor.api import accuracy_picture as heat_map
+from te_inductor.api import speedup
+from te_inductor.api.accuracy_figures import AccuracyReport, GemmAccuracy, OperandAccuracy
+from te_inductor.diagnostics import Flops, Report, Site, Unmet
+from te_inductor.presentation import kinds, tables
+from tests.forked import ROOT
+
+NAMES = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
+GEMMS = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
+
+
+def report_of(layers: int, other: tuple[int, ...] = ()) -> Report:
+    """Of equal blocks, but for some whose layers are refused, and a head."""
+    paths = [(place, f"model.layers.{place}.{name}") for place in range(layers) for name in NAMES]
+    sites = []
+    for place, path in [*paths, (-1, "lm_head")]:
+        kernel, reason = ("high_precision", "too small") if place in other or place < 0 else ("cublaslt", None)
+        sites += [
+            Site(path, "linear", gemm, (64, 128, 32), "current", kernel, reason, flops=10 if gemm == "fprop" else None)
+            for gemm in GEMMS
+        ]
+    total = 10 * len(sites) // 3
+    return Report(sites, flops=Flops(total - 10 - 40 * len(other), total))
+
+
+def rows_of(text: str) -> list[list[str]]:
+    """Cells of the table's body."""
+    lines = [*text.splitlines(), ""]
+    start = next(number for number, line in enumerate(lines) if set(line) == {"─"}) + 1
+    body = lines[start : lines.index("", start)]
+    return [re.split(r" {2,}", line.strip()) for line in body]
+
+
+def test_equal_blocks_are_one_row():
+    rows = rows_of(report_of(32).table(columns=140))
+    assert [row[:2] for row in rows] == [*([f"model.layers.*.{name}", "32"] for name in NAMES), ["lm_head", "1"]]
+    assert rows[0][2:] == ["64 x 128 x 32", "24.8%", "current", "all", "cublaslt"]
+    assert len(str(report_of(200)).splitlines()) == len(str(report_of(2)).splitlines())
+
+
+def test_blocks_that_differ_are_named_by_their_numbers():
+    text = report_of(32, other=(0, 1, 2, 30)).table(columns=140)
+    names = [row[0] for row in rows_of(text)]
+    assert names[:4] == [f"model.layers.{{0-2,30}}.{name}" for name in NAMES]
+    assert names[4:8] == [f"model.layers.{{3-29,31}}.{name}" for name in NAMES]
+    assert "layers.{0-2,30}.self_attn.q_proj (4)" in text and "lm_head (13.2% of FLOPs): too small" in text
+
+
+def test_layers_of_one_path_whose_gemms_have_several_kernels():
+    sites = report_of(2).sites[:24]
+    sites = [Site(**{**vars(site), "kernel": "cutlass:128x192"}) if site.gemm == "wgrad" else site for site in sites]
+    rows = rows_of(Report(sites).table(columns=140))
+    assert len(rows) == 8 and rows[0][-2:] == ["fprop, dgrad", "cublaslt"] and rows[1] == ["wgrad", "cutlass:128x192"]
+
+
+def test_details_have_a_row_for_each_layer():
+    text = report_of(32).table(details=True, columns=140)
+    assert len(rows_of(text)) == 129 and "too small" in text
+    assert "pattern" in text.splitlines()[3]
+
+
+def test_unmet_options_are_told_by_kind():
+    unmet = [Unmet("weights", f"layers.{place}.up", "the weight is computed") for place in range(40)]
+    sites = [Site(one.fqn, "linear", "fprop", (1, 2, 3), "current", "inductor") for one in unmet]
+    assert "option 'weights' does not reach layers.*.up (40): the weight is computed" in str(Report(sites, unmet=unmet))
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 100, 140, 250])
+@pytest.mark.parametrize("details", [False, True])
+def test_lines_fit(columns, details):
+    text = report_of(32, other=(1,)).table(details, columns)
+    table = text[text.index("\n\n") :]
+    assert max(map(len, table.splitlines())) <= columns
+    if columns >= 80:  # no name is broken inside of a word
+        words = set(re.findall(r"[a-z_]+", table))
+        assert {"self_attn", "q_proj", "gate_proj", "lm_head", "current", "cublaslt", "high_precision"} <= words
+
+
+def test_the_width_is_the_terminals(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "57")
+    assert tables.width() == 57 and max(map(len, str(report_of(4)).splitlines()[3:])) <= 57
+    monkeypatch.setenv("COLUMNS", "nonsense")
+    monkeypatch.setattr(sys, "stdout", open(os.devnull, "w"))  # noqa: SIM115
+    assert tables.width() == tables.PIPE
+
+
+PROGRAM = "from tests.backend.test_presentation import report_of; print(report_of(32).table())"
+
+
+def test_a_pipe_has_lines_that_are_whole_and_a_terminal_has_lines_that_fit():
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    command = [sys.executable, "-c", PROGRAM]
+    piped = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+    assert rows_of(piped)[0][0] == "model.layers.*.self_attn.q_proj" and "\x1b" not in piped
+    controller, terminal = pty.openpty()
+    import fcntl
+    import struct
+    import termios
+
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 62, 0, 0))
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=terminal)
+    os.close(terminal)
+    shown = b""
+    try:
+        while chunk := os.read(controller, 4096):
+            shown += chunk
+    except OSError:  # the other end is closed
+        pass
+    assert process.wait() == 0
+    table = shown.decode().replace("\r", "").partition("\n\n")[2]
+    assert "self_attn" in table and 40 < max(map(len, table.splitlines())) <= 62
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.sampled_from(["a", "b.c", "x_y", " ", "long_word", ".", "1"])).map("".join), st.integers(1, 20))
+def test_breaking_loses_nothing(text, columns):
+    lines = tables.broken(text, columns)
+    assert all(len(line) <= columns for line in lines)
+    assert "".join("".join(lines).split()) == "".join(text.split())
+
+
+def test_names_of_kinds():
+    everyone = [f"a.{one}.b.{two}" for one in range(3) for two in range(4)]
+    assert kinds.named(everyone, everyone) == "a.*.b.*"
+    assert kinds.named(everyone[:4], everyone) == "a.0.b.0-3"
+    assert kinds.named(["a.0.b.1"], everyone) == "a.0.b.1" and kinds.named([""], [""]) == "(root)"
+    assert kinds.named(["a.0.b.2", "a.1.b.0", "a.1.b.2"], everyone) == "a.0.b.2, a.1.b.0, a.1.b.2"
+    assert kinds.named(everyone[1:], everyone) == "a.*.b.* (some)"  # eleven of twelve
+    assert kinds.named(["base_model.model.a.0.base_layer", "base_model.model.a.1"], ["base_model.model.a.1"]) == "a.*"
+    assert kinds.kind("w1.layer2.3") == "w1.layer2.*"
+    assert [len(chunk) for chunk in kinds.chunks(list(map(str, range(10))), 4)] == [2, 3, 3, 2]
+
+
+def accuracy(layers: int) -> AccuracyReport:
+    gemms = []
+    for place in range(layers):
+        for name in NAMES:
+            for gemm, (a, b) in GEMMS.items():
+                worst = place == 7 and gemm == "dgrad"
+                operands = [
+                    OperandAccuracy(tensor, "e4m3 tensor", 1.0, 12.0 if worst else 31.0, 0.01 if worst else 0.0, 0.0)
+                    for tensor in (a, b)
+                ]
+                gemms.append(
+                    GemmAccuracy(
+                        f"layers.{place}.{name}", gemm, (1, 2, 3), "current", *operands, 9.5 if worst else 28.0
+                    )
+                )
+    return AccuracyReport(gemms)
+
+
+def test_accuracy_is_grouped_too():
+    text = accuracy(32).table(columns=170)
+    rows = rows_of(text)
+    assert len(rows) == 4 * 6 and rows[0][:4] == [f"layers.*.{NAMES[0]}", "32", "fprop", "current"]
+    assert rows[2][-6:] == ["12.0", "31.0", "1.00%", "0.00%", "9.5", "28.0"]
+    assert "lowest products: layers.7.self_attn.q_proj dgrad 9.5 dB" in text
+    assert len(rows_of(accuracy(32).table(details=True, columns=170))) == 32 * 4 * 6
+
+
+def test_a_heat_map_of_many_layers_stays_readable(tmp_path):
+    gemms = accuracy(200).gemms
+    layers = heat_map.rows(gemms)
+    assert len(layers) <= heat_map.MOST_ROWS and sum(map(len, layers.values())) == 800
+    assert next(iter(layers)) == "layers.0-19.self_attn.q_proj"
+    cells = heat_map.table(gemms, heat_map.PANELS[0], layers)
+    assert cells[0] == [31.0, 31.0, 12.0, 12.0, 31.0, 31.0] and cells[1] == [31.0] * 6  # block 7 is in the first row
+    assert len(heat_map.rows(accuracy(10).gemms)) == 40  # a row each
+    pytest.importorskip("matplotlib")
+    from matplotlib.image import imread
+
+    height, width, _ = imread(accuracy(200).heat_map(tmp_path / "heat.png")).shape
+    assert width <= 1700 and height <= 1700
+    AccuracyReport().heat_map(tmp_path / "none.png")
+
+
+def test_no_saturation_is_white(tmp_path):
+    pytest.importorskip("matplotlib")
+    import matplotlib
+
+    for panel in heat_map.PANELS[1:]:
+        red, green, blue, _ = matplotlib.colormaps[panel.colors](0.0)
+        assert min(red, green, blue) > 0.9
+
+
+class Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag, attributes):
+        self.open += [] if tag == "meta" else [tag]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_a_page_is_whole_and_escaped():
+    site = Site("layers.0.<b>", "linear", "fprop", (1, 2, 3), "current", "high_precision", "1 < 2 & 3")
+    page, tags = Report([site]).to_html(), Tags()
+    tags.feed(page)
+    assert not tags.open and "layers.0.&lt;b&gt;" in page and "1 &lt; 2 &amp; 3" in page
+
+
+def test_speedup_is_unknown_where_nothing_was_timed():
+    report = explain(nn.Linear(32, 32), torch.randn(8, 32), options={"recipe": "current"})
+    assert report.speedup == "estimated speed-up: unknown, as no GEMM was timed on cpu" and report.speedup in str(
+        report
+    )
+    assert explain(nn.ReLU(), torch.randn(8, 32)).speedup is None
+
+
+def test_speedup_by_measured_rates(monkeypatch):
+    """Of one layer, as the rates of an H200 have it."""
+    from te_inductor import targets
+    from te_inductor.targets import sm90
+    from te_inductor.targets.target import Target
+
+    target = Target("test", fp8=False, rates=sm90.RATES)
+    monkeypatch.setattr(targets, "of", lambda device: target)
+    monkeypatch.setattr("te_inductor.passes.pre_grad.decide.size_rule.refusal", lambda matches: None)
+    layer, x = nn.Linear(64, 32, bias=False), torch.randn(16, 64, requires_grad=True)
+    found = []
+    monkeypatch.setattr(speedup, "times", lambda plan, inner=speedup.times: found.append(inner(plan)) or found[-1])
+    report = explain(layer, x, options={"recipe": "current", "policy": {"*": "current"}})
+    flops, rates = 3 * 2 * 16 * 32 * 64, sm90.RATES
+    bytes_moved = (16 * 64 + 32 * 64 + 16 * 32) * 6
+    high = flops / rates.bf16_flops
+    low = flops / rates.fp8_flops + bytes_moved / rates.bytes + 9 * rates.launch
+    assert found[0].high == pytest.approx(high) and found[0].low == pytest.approx(low)
+    assert f"estimated speed-up of the linear layers alone: {high / low:.2f}" in report.speedup
+    # The same sum at the size of a real layer is what the size rule's figures say: about 1.6.
+    m, n, k = 16384, 14336, 4096
+    flops, moved = 6 * m * n * k, (m * k + n * k + m * n) * 6
+    real = flops / rates.bf16_flops / (flops / rates.fp8_flops + moved / rates.bytes + 9 * rates.launch)
+    assert 1.4 < real < 1.92

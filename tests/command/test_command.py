@@ -1,0 +1,156 @@
+"""The command, as a second process; and what a factory may return."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from te_inductor.command import factory
+from te_inductor.errors import OptionError
+from tests.forked import ROOT
+
+MODELS = "tests.command.models"
+
+
+def command(*arguments: str, cwd=ROOT, **environment: str) -> subprocess.CompletedProcess:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("COLUMNS", "TE_INDUCTOR_"))}
+    return subprocess.run(
+        [sys.executable, "-m", "te_inductor", *arguments],
+        cwd=cwd,
+        env={**inherited, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_doctor_says_what_runs_and_that_nothing_is_broken():
+    done = command("doctor")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = {line.split()[0]: line for line in done.stdout.splitlines() if line.strip()}
+    for recipe in ("current", "delayed", "rowwise", "block", "mxfp8", "mxfp4", "nvfp4", "nvfp4_weight_only"):
+        assert "emulated" in lines[recipe], lines[recipe]
+    assert torch.__version__ in lines["torch"] and done.stdout.endswith("nothing is broken\n")
+    assert "\x1b" not in done.stdout and not done.stderr
+
+
+@pytest.mark.thorough
+def test_doctor_finds_what_is_broken(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    done = command(
+        "doctor", "--json", CXX="/nowhere/g++", TORCHINDUCTOR_CACHE_DIR=str(file), TE_INDUCTOR_RECIPE="curent"
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert {"cache folder", "C++ compiler", "environment"} <= set(found["broken"])
+    texts = {check["name"]: check["found"] for check in found["checks"]}
+    assert "TE_INDUCTOR_RECIPE: 'curent'; did you mean 'current'?" in texts["environment"]
+
+
+def test_explain_as_text_and_as_a_page(tmp_path):
+    page = tmp_path / "page.html"
+    policy = '{"1.*": "none"}'
+    done = command("explain", f"{MODELS}:pair", "--set", "layers=3", "--policy", policy, "--html", str(page))
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert ["1.0", "1"] in [row[:2] for row in rows] and ["{0,2}.2", "2"] in [row[:2] for row in rows]
+    assert page.read_text().startswith("<!DOCTYPE html>") and "high_precision" in page.read_text()
+
+
+def test_explain_as_data_from_a_file_in_another_folder(tmp_path):
+    (tmp_path / "mine.py").write_text((ROOT / "tests/command/models.py").read_text())
+    done = command("explain", "mine.py:keywords", "--recipe", "rowwise", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    sites = json.loads(done.stdout)["sites"]
+    assert [(site["fqn"], site["recipe"]) for site in sites if site["gemm"] == "fprop"] == [("layer", "rowwise")]
+
+
+def test_report_draws(tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "picture.png"
+    done = command("report", f"{MODELS}:with_loss", "--recipe", "mxfp8", "--png", str(picture))
+    assert done.returncode == 0, done.stderr
+    assert "1 layers in low precision" in done.stdout and picture.read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.thorough
+def test_bench_measures_both_arms(tmp_path):
+    picture = tmp_path / "picture.png"
+    done = command("bench", f"{MODELS}:with_loss", "--steps", "2", "--warmup", "1", "--json", "--png", str(picture))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.split() == ["inductor", "…", "current", "…"]  # no bar in a pipe
+    base, current = json.loads(done.stdout)["arms"]
+    assert (base["arm"], current["arm"]) == ("inductor", "current") and len(current["steps_ms"]) == 2
+    assert 0 < abs(current["loss"] / base["loss"] - 1) < 0.02  # the same weights and inputs, in FP8
+    assert abs(current["gradient_norm"] / base["gradient_norm"] - 1) < 0.1
+    assert base["dtype"] == "autocast to bfloat16" and picture.exists()
+
+
+@pytest.mark.thorough
+def test_bench_tells_why_an_arm_failed():
+    done = command("bench", f"{MODELS}:fails_on_its_way", "--steps", "1")
+    assert done.returncode == 1 and "arm 'inductor' failed" in done.stderr and "no data today" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (("explain", f"{MODELS}:pear"), 1, "unknown function of tests.command.models 'pear'; did you mean 'pair'?"),
+        (("explain", f"{MODELS}:pair", "--policy", "head"), 2, "--policy: no JSON"),
+        ((), 2, ""),
+    ],
+)
+def test_wrong_uses(arguments, code, text):
+    done = command(*arguments)
+    assert done.returncode == code and text in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "text"),
+    [
+        ("tests.command.models", (), "has no factory; expected module:factory"),
+        ("tests.command.modles:pair", (), "module 'tests.command.modles' is not found"),
+        ("no/such/file.py:pair", (), "is not there"),
+        (
+            f"{MODELS}:nothing",
+            (),
+            "models:nothing returned is a int (7), expected (model, inputs)",
+        ),
+        (f"{MODELS}:model", (), "is a Linear"),
+        (f"{MODELS}:pair", ("depth=3",), "its arguments, for --set: layers, width"),
+        (f"{MODELS}:pair", ("layers",), "--set 'layers' is no NAME=VALUE"),
+    ],
+)
+def test_wrong_factories_are_named(name, settings, text, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    with pytest.raises(OptionError) as raised:
+        factory.made(name, settings)
+    assert text in str(raised.value)
+
+
+def test_a_factory_has_the_same_weights_each_time():
+    one, other = factory.made(f"{MODELS}:pair"), factory.made(f"{MODELS}:pair", ["width=64"])
+    assert torch.equal(one.model[0][0].weight, other.model[0][0].weight) and torch.equal(one.inputs[0], other.inputs[0])
+    case = factory.made(f"{MODELS}:keywords")
+    assert case.inputs == () and set(case.kwargs) == {"x", "scale"} and case.loss is None
+
+
+def test_the_command_is_declared():
+    """As the installed script calls it."""
+    from te_inductor.command import main
+
+    assert 'te-inductor = "te_inductor.command:main"' in (ROOT / "pyproject.toml").read_text() and callable(main)
+
+
+def test_help_imports_little():
+    program = (
+        "import sys; from te_inductor.command import main\n"
+        "try: main(['--help'])\nexcept SystemExit: pass\n"
+        "print([name for name in ('rich', 'matplotlib', 'torch._inductor', 'triton') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.strip().endswith("[]"), done.stdout[-300:] + done.stderr[-500:]
