@@ -45,6 +45,7 @@ class Weight:
     rows: Tensor | None = None  # bytes, cast in this round
     rows_scale_inv: Tensor | None = None  # theirs
     forwards: int = 0  # the last round in which a forward gathered it
+    noted: int = 0  # the same, where its kind of scales knows
     given: Tensor | None = None  # the scale_inv that the gathered weight has
 
     def attach(self) -> None:
@@ -68,7 +69,8 @@ class Weight:
         self, gathered: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> Any:
         """The weight, made of all ranks' bytes; later its scales alone, as FSDP fills the same memory."""
-        self.rounds.end()
+        if not self.shard.in_backward:
+            self.rounds.note_gathered(self)
         assert self.rows_scale_inv is not None
         if out is not None:
             assert isinstance(out, GatheredWeight)
@@ -94,7 +96,8 @@ class Rounds:
         self.stale = True
         self.trains = True
         self.kinds: list[tuple[ScalesOf, list[Weight]]] = []
-        self._pending: tuple[Any, list[Tensor]] | None = None  # the reduction that runs
+        self._reduction: Any = None  # while it runs
+        self._reduced: list[Tensor] = []
         for weight in weights:
             weight.rounds = self
 
@@ -121,7 +124,7 @@ class Rounds:
 
     @torch.no_grad()
     def _begin(self) -> None:
-        self.end()
+        self._wait()
         self.number += 1
         self.stale = False
         with torch.inference_mode(False):
@@ -129,15 +132,14 @@ class Rounds:
             measured = [kind.measure(self.trains) for kind, _ in self.kinds]
             sizes = [len(one) for one in measured]
             whole = torch.cat(measured)
-            work = dist.all_reduce(whole, dist.ReduceOp.MAX, self.ranks, async_op=True)
-            reduced = list(whole.split(sizes))
+            self._reduction = dist.all_reduce(whole, dist.ReduceOp.MAX, self.ranks, async_op=True)
+            self._reduced = list(whole.split(sizes))
             if any(kind.waits for kind, _ in self.kinds):
-                work.wait()
-            for (kind, weights), numbers in zip(self.kinds, reduced, strict=True):
+                self._wait()
+            for (kind, weights), numbers in zip(self.kinds, self._reduced, strict=True):
                 scales = kind.scales(numbers)
                 for weight, scale, scale_inv in zip(weights, *scales, strict=True):
                     weight.scale, weight.scale_inv, weight.rows = scale, scale_inv, None
-            self._pending = work, reduced
 
     def _kinds(self) -> None:
         """At the first round, when shards have memory."""
@@ -150,13 +152,22 @@ class Rounds:
             self.kinds.append((KINDS[type(recipe)]([weight.shard for weight in weights], recipe), weights))
 
     @torch.no_grad()
-    def end(self) -> None:
-        """Once the first weight is there: the reduction came before its gather."""
-        if self._pending is not None:
-            (work, reduced), self._pending = self._pending, None
-            work.wait()
-            for (kind, _), numbers in zip(self.kinds, reduced, strict=True):
-                kind.end(numbers)
+    def note_gathered(self, weight: Weight) -> None:
+        """A forward has gathered a weight, and those that FSDP gathers with it; behind the reduction."""
+        self._wait()
+        if weight.noted == self.number:
+            return
+        for (kind, weights), reduced in zip(self.kinds, self._reduced, strict=True):
+            places = [i for i, one in enumerate(weights) if one.shard.group is weight.shard.group]
+            for place in places:
+                weights[place].noted = self.number
+            if places:
+                kind.note_gathered(places, reduced)
+
+    def _wait(self) -> None:
+        if self._reduction is not None:
+            self._reduction.wait()
+            self._reduction = None
 
     @torch.no_grad()
     def cast(self, weights: Sequence[Weight]) -> None:

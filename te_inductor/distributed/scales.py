@@ -55,8 +55,8 @@ class ScalesOf:
         """Whether `scales` reads the numbers, so that they have to be there before a weight is cast."""
         return True
 
-    def end(self, reduced: Tensor) -> None:
-        """Once the numbers are there."""
+    def note_gathered(self, places: Sequence[int], reduced: Tensor) -> None:
+        """Some of the weights, by their places, have been gathered for a forward, and the numbers are there."""
 
 
 class CurrentScales(ScalesOf):
@@ -166,9 +166,10 @@ class DelayedScales(ScalesOf):
                 " call te_inductor.load_state_dict with each rank's own state, on all ranks or on none"
             )
 
-    def end(self, reduced: Tensor) -> None:
+    def note_gathered(self, places: Sequence[int], reduced: Tensor) -> None:
         if self.records:
-            self.amaxes.copy_(reduced[: len(self.states)])
+            amaxes = reduced.unbind()
+            torch._foreach_copy_([self.states[place].amax for place in places], [amaxes[place] for place in places])
             self.recorded = True
 
 
