@@ -19,5 +19,6 @@ def recipe_of(candidate: Candidate, weight: GatheredWeight) -> Recipe | None:
         )
         return None
     if wanted != found:
-        candidate.unmet["recipe"] = Refusal("its weight was gathered for %s, which it runs in; %s", found, _REMEDY)
+        name = repr(found.name) if wanted.name != found.name else str(found)
+        candidate.unmet["recipe"] = Refusal("its weight was gathered for %s, which it runs in; %s", name, _REMEDY)
     return found
