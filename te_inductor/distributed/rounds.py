@@ -28,6 +28,7 @@ from torch.autograd import _unsafe_preserve_version_counter
 from te_inductor.compat.fsdp import ShardedParameter
 from te_inductor.distributed.casts import cast_rows
 from te_inductor.distributed.scales import KINDS, ScalesOf
+from te_inductor.errors import GatherError
 from te_inductor.ops.gathered_weight import GatheredWeight
 from te_inductor.recipes import Recipe
 
@@ -51,6 +52,16 @@ class Weight:
     def attach(self) -> None:
         """Have FSDP call us; again where another tensor has taken the shard's place."""
         self.shard.hook(self.before_gather, self.after_gather)
+
+    def __deepcopy__(self, memo: Any) -> "Weight":
+        """A copied shard has these hooks too, and nobody calls them."""
+        return self
+
+    def __reduce__(self) -> Any:
+        raise GatherError(
+            f"the shard of {self.name} itself is pickled, with the hooks by which FSDP2 gathers it in low precision,"
+            " expected a tensor of model.state_dict(); or clone() it first"
+        )
 
     def before_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
