@@ -174,7 +174,7 @@ def _install(model: nn.Module, weights: Sequence[Weight]) -> None:
     _ROUNDS.update(rounds)
     tell_after_each(_after_step)
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def before_forward(module: nn.Module, args: Any) -> None:
         if torch._C._current_graph_task_id() >= 0:  # a checkpoint that runs it again
             return

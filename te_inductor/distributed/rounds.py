@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import _unsafe_preserve_version_counter
+from torch.autograd import _unsafe_preserve_version_counter  # type: ignore[attr-defined]
 
 from te_inductor.compat.fsdp import ShardedParameter
 from te_inductor.distributed.casts import cast_rows
@@ -184,6 +184,8 @@ class Rounds:
     def cast(self, weights: Sequence[Weight]) -> None:
         """The rows of weights that are gathered at once."""
         with torch.inference_mode(False):
-            rows = cast_rows([(one.shard, one.recipe.slots().weight, one.scale) for one in weights])
+            rows = cast_rows(
+                [(one.shard, one.recipe.slots().weight, one.scale) for one in weights if one.scale is not None]
+            )
         for weight, cast in zip(weights, rows, strict=True):
             weight.rows, weight.rows_scale_inv = cast, weight.scale_inv

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from te_inductor.compat.fsdp import ShardedParameter
+from te_inductor.distributed.casts import block_amaxes
 from te_inductor.errors import GatherError
 from te_inductor.recipes import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Recipe
 from te_inductor.recipes.delayed import ScaleUpdate
@@ -74,18 +74,7 @@ class BlockScales(ScalesOf):
     """One scale for each 128 x 128 block of the weight, wherever it is cut into shards."""
 
     def measure(self, records: bool) -> Tensor:
-        return torch.cat([_visible(self._amaxes(shard)).flatten() for shard in self.shards])
-
-    def _amaxes(self, shard: ShardedParameter) -> Tensor:  # of all blocks of the weight; zeros where other ranks' are
-        high, wide = self.quantizer.granularity.block
-        down, across = self.quantizer.granularity.blocks(*shard.shape)
-        data, first = shard.data.to(self.dtype).abs(), shard.first_row
-        above = first % high
-        below = -(above + data.shape[0]) % high
-        own = F.pad(data, (0, 0, above, below)).view(-1, high, across, wide).amax((1, 3)).float()
-        whole = own.new_zeros((max(down, first // high + own.shape[0]), across))
-        whole[first // high : first // high + own.shape[0]] = own
-        return whole[:down]
+        return torch.cat([_visible(amaxes).flatten() for amaxes in block_amaxes(self.shards, self.quantizer)])
 
     def scales(self, reduced: Tensor) -> Scales:
         scope = self.quantizer.granularity
@@ -120,9 +109,8 @@ class DelayedScales(ScalesOf):
         if self.verifies and bool((self.amaxes > 0).any()):  # saved between a step and its end
             self.recorded = True
         if self.recorded:  # the step before this one ends where the next one begins
-            update = ScaleUpdate(self.recipe, self.quantizer.element)
-            tensors: Any = ([getattr(state, name) for state in self.states] for name in ("amax", "scale", "history"))
-            update_scales(*tensors, update)
+            update, states = ScaleUpdate(self.recipe, self.quantizer.element), self.states
+            update_scales([s.amax for s in states], [s.scale for s in states], [s.history for s in states], update)
         self.records, self.recorded = records, False
         unknown = [state for state in self.states if not state.has_history]
         if unknown:

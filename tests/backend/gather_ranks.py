@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -30,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 import te_inductor
 from te_inductor import compat, errors
-from te_inductor.distributed import low_precision_all_gather, rounds
+from te_inductor.distributed import casts, low_precision_all_gather, rounds
 from te_inductor.ops.gathered_weight import GatheredWeight
 from te_inductor.recipes import DelayedScaling, Float8BlockScaling
 from tests import uncompiled
@@ -138,7 +139,9 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
 
 def same(a: Any, b: Any) -> bool:
     """NaN included."""
-    return str(a[0]) == str(b[0]) and all(torch.equal(x.nan_to_num(7), y.nan_to_num(7)) for x, y in zip(a[1], b[1]))
+    return str(a[0]) == str(b[0]) and all(
+        torch.equal(x.nan_to_num(7), y.nan_to_num(7)) for x, y in zip(a[1], b[1], strict=True)
+    )
 
 
 def refused(function: Callable[[], Any]) -> str:
@@ -289,10 +292,10 @@ def traffic(rank: Rank, recipe: Any) -> Any:
         counting = Counting()
         for block in model:
             block.set_custom_all_gather(counting)
-        with counted(rounds, "cast_rows") as casts, counted(rounds.dist, "all_reduce") as reductions:
+        with counted(rounds, "cast_rows") as cast, counted(rounds.dist, "all_reduce") as reductions:
             rank.train(model, rank.compiled(model, recipe), 2)
         told["bf16" if low is None else "fp8"] = counting.bytes
-        told["casts"] = sum(len(call[0]) for call in casts)
+        told["casts"] = sum(len(call[0]) for call in cast)
         told["reductions"] = len(reductions)
     return told
 
@@ -342,6 +345,38 @@ def checkpoints(rank: Rank, recipe: Any) -> Any:
 
 def equal_states(a: Any, b: Any) -> bool:
     return list(a) == list(b) and all(torch.equal(whole(a[key]), whole(b[key])) for key in a)
+
+
+@of_each_recipe
+def compiled_casts(rank: Rank, recipe: Any) -> Any:
+    """As on a GPU, where Inductor compiles them: for shards whose blocks other ranks hold too."""
+    torch._dynamo.reset()
+    counters.clear()
+    with mock.patch.object(casts, "COMPILED_ON", ["cpu"]):
+        equal = rank.equal(recipe, lambda: nn.Sequential(Block(256 + 128), Block(128)))
+    inductor = counters["inductor"]  # nothing else runs it here
+    return equal and not casts._failed and inductor["fxgraph_cache_miss"] + inductor["fxgraph_cache_hit"] > 0
+
+
+@of_each_recipe
+def saves(rank: Rank, recipe: Any) -> Any:
+    """How many tensors of a weight's size graphs keep for the backward, and how many of those are no gathered ones."""
+    model = rank.sharded(recipe, reshard_after_forward=False)
+    run = rank.compiled(model, recipe)
+    for _ in range(2):  # the second is no first step
+        kept: list[int] = []
+
+        def pack(tensor: torch.Tensor, kept: list[int] = kept) -> torch.Tensor:
+            if tuple(tensor.shape) in ((K, N), (N, K)):
+                kept.append(tensor.untyped_storage().data_ptr())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            y = run(torch.randn(32, K))
+        weights = [p for p in model.parameters() if isinstance(p, GatheredWeight)]
+        places = {p.values_.untyped_storage().data_ptr() for p in weights}
+        y.sum().backward()
+    return [len(kept), len(set(kept) - places)]
 
 
 @of_each_recipe

@@ -5,19 +5,14 @@ import pytest
 from te_inductor.errors import FallbackError, GatherError, OptionError, RecipeError
 from tests.forked_ranks import ranks
 
-QUICK = (
-    "blocks,uneven,mixed_precision,accumulates,frozen,skipped,parts,traffic,checkpoints,eager,policy,mismatch,refusals,"
-    "other_weights,other_state"
-)
+QUICK = "blocks,uneven,skipped,parts,traffic,saves,checkpoints,eager,policy,mismatch,refusals,other_weights,other_state"
 OTHERS = (
-    "whole_model,stays_gathered,checkpointed,not_finite,meta,without_gradients,absent,compiled blocks,"
-    "compiled stays_gathered"
+    "whole_model,mixed_precision,accumulates,frozen,stays_gathered,checkpointed,not_finite,meta,without_gradients,"
+    "absent,compiled_casts,compiled blocks,compiled stays_gathered"
 )
 RECIPES = ["delayed", "current", "block"]
-EQUAL = "blocks uneven mixed_precision accumulates frozen skipped".split()
-EQUAL_OTHERS = (
-    "whole_model,stays_gathered,checkpointed,not_finite,meta,without_gradients,compiled blocks,compiled stays_gathered"
-).split(",")
+EQUAL = "blocks uneven skipped".split()
+EQUAL_OTHERS = [kind for kind in OTHERS.split(",") if kind != "absent"]
 
 
 def run(world: int, kinds: str, folder) -> list[dict]:
@@ -87,6 +82,12 @@ def test_scales_of_all_weights_are_reduced_at_once(recipe, reductions, told):
     """Once a step. Under delayed scaling the blocks' graphs reduce amaxes of activations and gradients: one each."""
     graphs = 2 * 2 * 2 if recipe == "delayed" else 0  # steps, blocks, forward and backward
     assert [one["traffic"][recipe]["reductions"] for one in told] == [reductions + graphs] * 2
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_backward_transposes_what_is_gathered_again(recipe, told):
+    """Of four weights graphs keep what FSDP gathers and lets go of, no copies."""
+    assert [one["saves"][recipe] for one in told] == [[4, 0], [4, 0]]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

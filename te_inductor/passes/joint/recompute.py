@@ -12,6 +12,7 @@ A column copy serves one GEMM of the backward alone.
   attention's output. A norm's costs no more bytes than it does in the forward: there a column copy is a second read of
   the norm's input, as none can be written from a reduction over rows, and without it the reduction writes the row copy
   itself.
+- That of a weight which FSDP gathered in low precision is its transpose: one more read of bytes that are there again.
 - Where blocks of a column have scales, which one read of them finds, that of a norm's output alone, where the reduction can
   hold its rows: any other tensor would be read once more than in the forward, where one read makes both copies.
 """
@@ -51,6 +52,7 @@ def mark(graph: fx.Graph) -> None:
             if _is_of_weight(node, sources) or (as_cheap and had.issuperset(sources)):
                 node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     _release_weights(graph, backward, had)
+    _release_transposes(graph, backward)
 
 
 def _save_what_changes(graph: fx.Graph, backward: set[fx.Node]) -> None:
@@ -118,6 +120,16 @@ def _release_weights(graph: fx.Graph, backward: set[fx.Node], had: set[fx.Node])
     if spent > spared:
         for cast in weights:
             cast.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+
+
+def _release_transposes(graph: fx.Graph, backward: set[fx.Node]) -> None:
+    """Have the backward transpose weights that came in low precision, which FSDP gathers again for it."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default):
+        source = node.args[0]
+        value = source.meta["val"]
+        transposed = is_view(source) and _is_of_input(source) and value.is_floating_point() and value.itemsize == 1
+        if transposed and node not in backward and "recompute" not in node.meta:
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 
 
 def _sources(cast: fx.Node) -> list[fx.Node]:

@@ -140,7 +140,9 @@ class DelayedSites:
         graph, training = x.graph, value(match.node).requires_grad
         of_x = self._quantizer(match, weight, "input")
         # A gathered weight was cast before the call, and has its state there.
-        of_weight = None if isinstance(value(match.weight), GatheredWeight) else self._quantizer(match, weight, "weight")
+        of_weight = (
+            None if isinstance(value(match.weight), GatheredWeight) else self._quantizer(match, weight, "weight")
+        )
         known = [*self._known(of_x, graph), *(self._known(of_weight, graph) if of_weight else ())]
         more: dict[str, Any] = self.extras.of(matches, graph)
         kept = "kept" in more
