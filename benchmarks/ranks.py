@@ -85,7 +85,7 @@ def _fsdp(blocks: nn.Module, job: Job) -> Spread:
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh(job.device, (job.world,))
-    counted = _counting()
+    counted = counting()
     for block in blocks.blocks:  # type: ignore[union-attr]
         fully_shard(block, mesh=mesh, reshard_after_forward=True)
         block.set_custom_all_gather(counted)  # type: ignore[operator]
@@ -99,7 +99,7 @@ def _fsdp(blocks: nn.Module, job: Job) -> Spread:
     return Spread(blocks, lambda: counted.bytes)
 
 
-def _counting() -> Any:
+def counting() -> Any:
     """FSDP2's all-gather, which counts the bytes that come from other ranks."""
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 

@@ -17,6 +17,8 @@ from te_inductor.recipes import Quantizer
 from te_inductor.runtime import eager
 
 COMPILED_ON = ["cuda"]  # types of devices
+# Inductor would cast an fp32 shard straight to FP8: a gather in bf16 rounds it to that before.
+EXACT = {"emulate_precision_casts": True}
 
 
 def cast_rows(weights: Sequence[tuple[ShardedParameter, Quantizer, Tensor]]) -> list[Tensor]:
@@ -83,4 +85,4 @@ def _run(function: Callable[..., list[Tensor]], rows: list[Tensor], *more: Any) 
 
 @functools.cache
 def _compiled(function: Callable[..., list[Tensor]]) -> Callable[..., Any]:
-    return torch.compile(function, fullgraph=True)
+    return torch.compile(function, fullgraph=True, options=EXACT)

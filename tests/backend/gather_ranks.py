@@ -81,6 +81,7 @@ class Skipping(nn.Module):
 class Rank:
     def __init__(self, rank: int, world: int, file: str) -> None:
         self.rank, self.world, self.file = rank, world, file
+        self.recipes = RECIPES
         self.mesh = init_device_mesh("cpu", (world,))
 
     def sharded(self, low: Any = None, model: nn.Module | None = None, **how: Any) -> nn.Module:
@@ -155,7 +156,7 @@ def refused(function: Callable[[], Any]) -> str:
 
 def of_each_recipe(function: Callable[["Rank", Any], Any]) -> Callable[["Rank"], Any]:
     def told(rank: Rank) -> Any:
-        return {name: function(rank, recipe) for name, recipe in RECIPES.items()}
+        return {name: function(rank, recipe) for name, recipe in rank.recipes.items()}
 
     told.__name__ = function.__name__
     return kind(told)
@@ -349,11 +350,13 @@ def equal_states(a: Any, b: Any) -> bool:
 
 @of_each_recipe
 def compiled_casts(rank: Rank, recipe: Any) -> Any:
-    """As on a GPU, where Inductor compiles them: for shards whose blocks other ranks hold too."""
+    """As on a GPU, where Inductor compiles them: of fp32 shards that would be gathered in bf16, whose blocks other ranks
+    hold too."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     torch._dynamo.reset()
     counters.clear()
     with mock.patch.object(casts, "COMPILED_ON", ["cpu"]):
-        equal = rank.equal(recipe, lambda: nn.Sequential(Block(256 + 128), Block(128)))
+        equal = rank.equal(recipe, lambda: nn.Sequential(Block(256 + 128), Block(128)), mp_policy=policy)
     inductor = counters["inductor"]  # nothing else runs it here
     return equal and not casts._failed and inductor["fxgraph_cache_miss"] + inductor["fxgraph_cache_hit"] > 0
 
@@ -555,15 +558,19 @@ def other_state(rank: Rank) -> Any:
 def main(number: int, world: int, file: str, kinds: list[str]) -> None:
     found: dict[str, Any] = {}
     for kind in kinds:
-        name = kind.removeprefix("compiled ")
-        compile = compat.compile_fx if name != kind else uncompiled.compile_fx
+        name, _, only = kind.removeprefix("compiled ").partition(" of ")
+        recipes = {only: RECIPES[only]} if only else dict(RECIPES)
+        compile = compat.compile_fx if kind.startswith("compiled ") else uncompiled.compile_fx
         timeout = datetime.timedelta(seconds=2 if name == "absent" else 120)
         store = f"file://{file}-{kind.replace(' ', '-')}"
         dist.init_process_group("gloo", init_method=store, rank=number, world_size=world, timeout=timeout)
         torch._dynamo.reset()
         unlimited = torch._dynamo.config.patch(recompile_limit=1000)  # models of one class, by several recipes
         with mock.patch.object(compat, "compile_fx", compile), unlimited:
-            found[kind] = KINDS[name](Rank(number, world, file))
+            rank = Rank(number, world, file)
+            rank.recipes = recipes
+            found[kind] = KINDS[name](rank)
+            del rank
         if name != "absent":
             dist.barrier()
         torch._dynamo.reset()
