@@ -25,6 +25,7 @@ ORDER = [
     {"passes"},
     {"backend"},
     {"api"},
+    {"distributed"},
     {"integrations"},
     {"__init__"},
 ]
