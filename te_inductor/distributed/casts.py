@@ -18,7 +18,7 @@ from te_inductor.runtime import eager
 
 COMPILED_ON = ["cuda"]  # types of devices
 # Inductor would cast an fp32 shard straight to FP8: a gather in bf16 rounds it to that before.
-EXACT = {"emulate_precision_casts": True}
+EXACT: dict[str, Any] = {"emulate_precision_casts": True}
 
 
 def cast_rows(weights: Sequence[tuple[ShardedParameter, Quantizer, Tensor]]) -> list[Tensor]:
