@@ -58,6 +58,7 @@ def low_precision_all_gather(
     shards = list(sharded_parameters(model))
     _check_model(shards)
     paths = {module: without_wrappers(name) for name, module in model.named_modules()}
+    parents = {child: module for module in model.modules() for child in module.children()}
     weights: list[Weight] = []
     said: list[str] = []
     used = set()
@@ -67,7 +68,7 @@ def low_precision_all_gather(
             continue
         entry = policies.first(entries, names, (None, *shard.shape))
         used.add(entry)
-        parent = model.get_submodule(names[0].rpartition(".")[0]) if names[0] in paths.values() else model
+        parent = parents.get(shard.modules[0][0], model)
         wanted = entry.recipe if entry else None if is_router(names[0], parent) else default
         if wanted is None:
             continue
