@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from te_inductor import distributed as distributed
     from te_inductor import recipes as recipes
     from te_inductor.api.accuracy import accuracy_report as accuracy_report
     from te_inductor.api.accuracy_figures import AccuracyReport as AccuracyReport
@@ -34,6 +35,7 @@ _HOME = {
     "load_quantized": ("te_inductor.api.checkpoints", "load_quantized"),
     "load_state_dict": ("te_inductor.api.saved_state", "load_state_dict"),
     "quantize_": ("te_inductor.api.quantization", "quantize_"),
+    "distributed": ("te_inductor.distributed", None),
     "recipes": ("te_inductor.recipes", None),
     "state_dict": ("te_inductor.api.saved_state", "state_dict"),
     "te": ("te_inductor.backend", "te"),
@@ -50,6 +52,7 @@ __all__ = [
     "assert_low_precision",
     "autocast",
     "backward_dw",
+    "distributed",
     "explain",
     "load_quantized",
     "load_state_dict",

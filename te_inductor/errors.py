@@ -47,6 +47,10 @@ class CheckpointError(TEInductorError, ValueError):
     """A checkpoint cannot be read, or does not fit the model; the text lists every key with what was expected."""
 
 
+class GatherError(TEInductorError, ValueError):
+    """FSDP2 cannot gather a model's weights in low precision, or a gathered weight is used as it cannot be."""
+
+
 class FallbackWarning(UserWarning):
     """Something does not run as asked; the text lists sites by reason.
 

@@ -133,7 +133,7 @@ def _weights(model: nn.Module, patterns: Sequence[object]) -> Iterator[Held]:
     for name, module in model.named_modules():
         path = without_wrappers(name)
         if isinstance(module, nn.Linear):
-            yield Held(module, "weight", names_of(path), _is_router(path, model.get_submodule(name.rpartition(".")[0])))
+            yield Held(module, "weight", names_of(path), is_router(path, model.get_submodule(name.rpartition(".")[0])))
             continue
         named = "expert" in f"{path} {type(module).__name__}".lower()
         for key, parameter in module._parameters.items():
@@ -144,7 +144,7 @@ def _weights(model: nn.Module, patterns: Sequence[object]) -> Iterator[Held]:
                 yield Held(module, key, tuple(dict.fromkeys((*names_of(full), *names_of(path)))))
 
 
-def _is_router(path: str, parent: nn.Module) -> bool:
+def is_router(path: str, parent: nn.Module) -> bool:
     """Whether a linear layer chooses experts: by its name, beside such."""
     return path.rpartition(".")[2] in ROUTERS and any("expert" in key.lower() for key, _ in parent.named_children())
 

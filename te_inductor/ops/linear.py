@@ -11,6 +11,7 @@ from te_inductor.compat import constant_type_name
 from te_inductor.ops.casts import Copy, ScalePair, copies
 from te_inductor.ops.definition import define
 from te_inductor.ops.delayed import DelayedScales, record_amax
+from te_inductor.ops.gathered_weight import GatheredWeight
 from te_inductor.ops.gemm import accumulate_wgrad, defer_wgrad, operands_of, product
 from te_inductor.recipes import Quantizer, Slots
 from te_inductor.recipes.delayed import DelayedScaling
@@ -23,7 +24,9 @@ _SLOTS = constant_type_name(Slots)
 def _weight_copies(
     weights: Sequence[Tensor], quantizer: Quantizer, known: ScalePair | None, kept: Sequence[Tensor], columnwise: bool
 ) -> tuple[Copy | None, Copy | None]:
-    """A weight's copies: those that are kept, and what else is asked for."""
+    """A weight's copies: those that are kept, or were gathered, and what else is asked for."""
+    if isinstance(weights[0], GatheredWeight):
+        return weights[0].copies(columnwise)
     if not kept:
         return copies(weights, 0, quantizer, known, columnwise=columnwise)
     kept, amax = (kept[:-1], kept[-1]) if quantizer.granularity.two_level else (kept, None)
@@ -59,7 +62,9 @@ class Linears(Operation):
         x_grad, weight_grad, bias_grad = needs[0], any(wanted[: self.count]), any(wanted[self.count :])
         slots, step = self.slots, self.step
         known_x, known_w = (
-            step.known(slot, pieces, getattr(slots, slot)) if step else None
+            step.known(slot, pieces, getattr(slots, slot))
+            if step and not isinstance(pieces[0], GatheredWeight)
+            else None
             for slot, pieces in (("input", [x]), ("weight", weights))
         )
         x_row, x_col = copies([x], 0, slots.input, known_x, columnwise=weight_grad)
@@ -131,7 +136,8 @@ def trace_linears(
     biases: Sequence[Tensor],  # each (N,); none, or one a weight
     slots: Slots,
     out_dtype: torch.dtype,
-    known: Sequence[Tensor] | None = None,  # scale, scale_inv of each slot, all of (); None: computed from the tensors
+    # scale, scale_inv of each slot, all of (), but not of a gathered weight; None: computed from the tensors
+    known: Sequence[Tensor] | None = None,
     token: Tensor | None = None,  # what `delayed_step` returned
     grad_amax: Tensor | None = None,  # (), where the backward records the gradients' amax
     kept: Sequence[Tensor] | None = None,  # the weights' copies, as `CachedWeight.taken` has them
@@ -141,7 +147,10 @@ def trace_linears(
     """``x @ weight.T + bias`` for each weight, the operands of all three GEMMs in the low precision of `slots`. Several
     weights, each with a multiple of 16 rows, share their scale, as their gradients do, and each of their GEMMs is
     one."""
-    pairs = [] if known is None else [ScalePair(*pair) for pair in zip(known[::2], known[1::2], strict=True)]
+    pairs: list[ScalePair | None] = []
+    pairs += [ScalePair(*pair) for pair in zip(known[::2], known[1::2], strict=True)] if known is not None else []
+    if pairs and isinstance(weights[0], GatheredWeight):
+        pairs.insert(1, None)
     step = DelayedScales(*pairs, *([token, grad_amax] if len(pairs) > 2 else [])) if pairs else None  # type: ignore[arg-type]
     layers = Linears(slots, out_dtype, len(weights), step, kept or (), main_grads or (), tickets or ())
     return _layers(layers, x, token, weights, biases)

@@ -41,9 +41,13 @@ def encode_scale(amax: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Tens
 def cast(x: Tensor, scale: Tensor, quantizer: Quantizer) -> Tensor:
     """Round ``x * scale`` to the element, to nearest even. Finite values saturate; an infinity becomes NaN, as NaN
     stays: Note [Overflow stays visible] in lowerings/casts/values.py."""
-    limit = quantizer.format.max
+    return saturate(x, scale, quantizer.format.max, quantizer.format.dtype)
+
+
+def saturate(x: Tensor, scale: Tensor, limit: float, dtype: torch.dtype) -> Tensor:
+    """The same of an element whose largest value is `limit`."""
     product = (x.float() * scale).clamp(-limit, limit)
-    return torch.where(x.isinf(), torch.nan, product).to(quantizer.format.dtype)
+    return torch.where(x.isinf(), torch.nan, product).to(dtype)
 
 
 def _scales(x: Tensor, quantizer: Quantizer, amax: Tensor | None) -> tuple[Tensor, Tensor]:

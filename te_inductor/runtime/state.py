@@ -38,6 +38,7 @@ class ScalingState:
     has_history: bool = False  # whether the scale follows from some amax, or was loaded
     recordings: int = 0  # calls that may have recorded an amax
     asked: int = 0  # how many of those there were when the device was last asked
+    loads: int = 0  # how often it was loaded
 
     def tensors(self) -> dict[str, Tensor]:
         return {"amax": self.amax, "scale": self.scale, "history": self.history}
@@ -63,6 +64,7 @@ class ScalingState:
         global _moves
         _moves += self.has_history  # which it may have no more: calls look again
         self.has_history, self.recordings, self.asked = not _lacks_history(saved), 0, 0
+        self.loads += 1
         if "scale" in saved:
             self.scale.copy_(saved["scale"])
         if "amax_history" in saved:
@@ -111,6 +113,7 @@ PATIENCE = 16  # calls
 
 _states: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _loaded: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_of_shards: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # until the parameter is gathered first
 _moves = 0
 
 # Held while state is made, joined, loaded or handed on, so that two threads never make two states of one quantizer.
@@ -230,13 +233,30 @@ def keep(parameter: Tensor, site: Site, saved: Mapping[str, Tensor]) -> None:
 
 def take_from_shards() -> None:
     """State belongs to parameters as graphs see them. Under FSDP2 these are gathered at the first forward: what was
-    loaded before waits with a shard until then."""
-    if not _loaded:
+    loaded before waits with a shard until then, as does the state of a weight that is cast before it is gathered."""
+    if not (_loaded or _of_shards):
         return
     for shards, whole in compat.gathered():
         for shard in shards if whole is not None else ():
             for site, saved in _loaded.pop(shard, {}).items():
                 _loaded.setdefault(whole, {}).setdefault(site, {}).update(saved)
+            for key, state in _of_shards.pop(shard, {}).items():
+                _states.setdefault(whole, {})[key] = state
+
+
+def keep_with_shard(shard: Tensor, key: Key, state: ScalingState) -> None:
+    """Give a quantizer of a parameter that FSDP2 shards its state, which starts with what was loaded for it.
+
+    Raises:
+        StateError: what was loaded does not fit.
+    """
+    with LOCK:
+        when_replaced(_inherit)
+        saved = _loaded.get(shard, {}).pop(key.site, None)
+        if saved is not None:
+            check_length(key.site.slot, saved, key.recipe.amax_history_len)
+            state.load(saved)
+        _of_shards.setdefault(shard, {})[key] = state
 
 
 def _inherit(old: Tensor, new: Tensor) -> None:

@@ -25,6 +25,7 @@ ORDER = [
     {"passes"},
     {"backend"},
     {"api"},
+    {"distributed"},
     {"integrations"},
     {"command"},
     {"__init__", "__main__"},

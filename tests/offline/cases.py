@@ -7,6 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from te_inductor import recipes
+from te_inductor.distributed import casts
+from te_inductor.ops.gathered_weight import GatheredWeight
+
 Case = tuple[Callable[..., Any], tuple[Tensor, ...]]
 
 
@@ -792,3 +796,35 @@ def prompt_experts_nvfp4() -> Case:
 
 def prompt_experts_fp8() -> Case:
     return _stored_experts("fp8", 512)
+
+
+def _gathered(recipe: str) -> Case:
+    """Weights as FSDP2 gathered them in FP8."""
+    model, made = Mlp(4096, 14336), recipes.resolve(recipe)
+    for layer in (model.gate, model.up, model.down):
+        shape = layer.weight.shape
+        values = torch.empty(shape, device="cuda", dtype=torch.float8_e4m3fn)
+        scale_inv = torch.empty(made.slots().weight.granularity.scale_shape(*shape), device="cuda")
+        layer.weight = nn.Parameter(GatheredWeight(values, scale_inv, shape, torch.bfloat16, made))
+    x = torch.randn(16384, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    return torch.compile(model, backend="te", fullgraph=True, options={"recipe": recipe, "fallback": "error"}), (x,)
+
+
+def gathered_mlp() -> Case:
+    return _gathered("current")
+
+
+def gathered_mlp_block() -> Case:
+    return _gathered("block")
+
+
+def shard_casts() -> Case:
+    """Of two weights' rows, fp32, that FSDP would gather in bf16: one with one scale, one with those of blocks."""
+    rows = [torch.empty(2048, 4096, device="cuda"), torch.empty(7168, 4096, device="cuda")]
+    scales = [torch.empty((), device="cuda"), torch.empty((112, 32), device="cuda")]
+    whole, blocks = ((first, torch.bfloat16, block, 448.0, torch.float8_e4m3fn) for first, block in _SHARDS)
+    compiled = torch.compile(lambda *all: casts._casts(all[:2], all[2:], [whole, blocks]), options=casts.EXACT)
+    return compiled, (*rows, *scales)
+
+
+_SHARDS = ((2048, (0, 0)), (7168, (128, 128)))

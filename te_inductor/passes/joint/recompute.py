@@ -14,6 +14,7 @@ A column copy serves one GEMM of the backward alone.
   itself.
 - Copies of experts' rows likewise, transposed and padded by group: of the values or, with one scale, of the bytes of
   the row copy, which the backward's read of gate and up writes again.
+- That of a weight which FSDP gathered in low precision is its transpose: one more read of bytes that are there again.
 - Where blocks of a column have scales, which one read of them finds, that of a norm's output alone, where the reduction can
   hold its rows: any other tensor would be read once more than in the forward, where one read makes both copies.
 """
@@ -48,7 +49,11 @@ def mark(graph: fx.Graph) -> None:
     _save_statistics(graph, backward)
     had = _had_anyway(graph, backward)
     for node in graph.nodes:
-        if node.target in (*_CASTS, ops.quantize_groups) and node not in backward and "recompute" not in node.meta:
+        if (
+            node.target in (*_TWO_WAY, ops.quantize_delayed, ops.quantize_groups)
+            and node not in backward
+            and "recompute" not in node.meta
+        ):
             sources = _sources(node)
             weight = node.target in _TWO_WAY and _is_of_weight(node, sources)
             if weight or (_is_as_cheap(node, sources, had) and had.issuperset(sources)):
@@ -56,6 +61,7 @@ def mark(graph: fx.Graph) -> None:
                 if node.target is ops.quantize_groups:
                     _compute_again(sources, had)
     _release_weights(graph, backward, had)
+    _release_transposes(graph, backward)
 
 
 def _save_what_changes(graph: fx.Graph, backward: set[fx.Node]) -> None:
@@ -143,6 +149,16 @@ def _compute_again(sources: Sequence[fx.Node], had: set[fx.Node]) -> None:
         if pointwise and "recompute" not in node.meta and had.issuperset(node.all_input_nodes):
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             pending += node.all_input_nodes
+
+
+def _release_transposes(graph: fx.Graph, backward: set[fx.Node]) -> None:
+    """Have the backward transpose weights that came in low precision, which FSDP gathers again for it."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default):
+        source = node.args[0]
+        value = source.meta["val"]
+        transposed = is_view(source) and _is_of_input(source) and value.is_floating_point() and value.itemsize == 1
+        if transposed and node not in backward and "recompute" not in node.meta:
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 
 
 def _sources(cast: fx.Node) -> list[fx.Node]:

@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
+from te_inductor.ops.gathered_weight import GatheredWeight
 from te_inductor.passes.graph.aliases import is_opaque, memory, name
 from te_inductor.passes.pre_grad.decide.support import is_tensor, value
 from te_inductor.passes.pre_grad.match import grouped
@@ -88,6 +89,8 @@ def _can_join(match: Match, slots: Slots, written: AbstractSet[StorageWeakRef]) 
         return False  # a column copy's rows run across all weights, and their scales with them
     if match.adder is not None:
         return False  # its output is another node's
+    if isinstance(value(match.weight), GatheredWeight):
+        return False  # each was cast with its own scale, into memory of its own
     operands = [match.weight] if match.bias is None else [match.weight, match.bias]
     return (
         not any(scope.microscaled for scope in scopes)

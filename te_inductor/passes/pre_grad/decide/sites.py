@@ -6,12 +6,14 @@ from typing import Any
 
 from te_inductor import recipes
 from te_inductor.diagnostics import Refusal, Unmet
+from te_inductor.ops.gathered_weight import GatheredWeight
 from te_inductor.ops.stored_weight import StoredWeight
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.pre_grad.decide import (
     amax_groups,
     cached_weights,
     delayed,
+    gathered,
     merging,
     policy,
     regions,
@@ -43,8 +45,12 @@ def resolve_recipes(plan: Plan) -> None:
         elif region.enabled:
             candidate.by_policy = entry is not None
             candidate.recipe = entry.recipe if entry else region.recipe or default  # type: ignore[assignment]
+            if isinstance(weight, GatheredWeight):
+                candidate.recipe, candidate.by_policy = gathered.recipe_of(candidate, weight), True
             if candidate.recipe is not None and not candidate.recipe.of_stored_weights:
                 candidate.slots = candidate.recipe.slots_of(candidate.fqn)
+        elif isinstance(weight, GatheredWeight):
+            gathered.recipe_of(candidate, weight)
     for site in plan.unlowered:
         region = _region(site.regions)
         entry = policy.first(entries, site.names, site.product.sizes)
@@ -125,6 +131,9 @@ def check_extras(plan: Plan) -> None:
         )
     if plan.options.amax_group:
         checks["amax_group"] = lambda site: amax_groups.refusal(site.recipe, plan.options)
+    plan.report.unmet.extend(
+        Unmet("recipe", site.fqn, str(site.unmet["recipe"])) for site in plan.candidates if "recipe" in site.unmet
+    )
     for option, check in checks.items():
         refusals = {node: check(site) for node, site in sites.items()}
         for group in plan.merged:

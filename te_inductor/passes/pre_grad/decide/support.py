@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from te_inductor import targets
 from te_inductor.diagnostics import Refusal
+from te_inductor.ops.gathered_weight import GatheredWeight
 from te_inductor.recipes import Recipe, Slots
 from te_inductor.recipes.formats import padded
 
@@ -55,7 +56,8 @@ def tensors(x: torch.Tensor, weight: torch.Tensor) -> Refusal | None:
             return Refusal(
                 "%s dtype %s is not float32, bfloat16 or float16", name, str(tensor.dtype).removeprefix("torch.")
             )
-        if tensor.layout != torch.strided or torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
+        wrapped = torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor)
+        if tensor.layout != torch.strided or (wrapped and not isinstance(tensor, GatheredWeight)):
             return Refusal("%s is a %s, not a plain strided tensor", name, type(tensor).__name__)
     return targets.of(weight.device).refusal
 

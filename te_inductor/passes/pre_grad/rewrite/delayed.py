@@ -26,6 +26,7 @@ import torch
 from torch import fx
 
 from te_inductor import ops
+from te_inductor.ops.gathered_weight import GatheredWeight
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.module_path import holder_path
 from te_inductor.passes.graph.owners import owner_of, place_of
@@ -137,8 +138,12 @@ class DelayedSites:
         one's."""
         match, weight = matches[0], weights[0]
         graph, training = x.graph, value(match.node).requires_grad
-        of_x, of_weight = self._quantizer(match, weight, "input"), self._quantizer(match, weight, "weight")
-        known = [*self._known(of_x, graph), *self._known(of_weight, graph)]
+        of_x = self._quantizer(match, weight, "input")
+        # A gathered weight was cast before the call, and has its state there.
+        of_weight = (
+            None if isinstance(value(match.weight), GatheredWeight) else self._quantizer(match, weight, "weight")
+        )
+        known = [*self._known(of_x, graph), *(self._known(of_weight, graph) if of_weight else ())]
         more: dict[str, Any] = self.extras.of(matches, graph)
         kept = "kept" in more
         if training:
@@ -149,11 +154,11 @@ class DelayedSites:
             self._add(self.backward, of_grad)
         if training or match.node in self.in_grad_mode:  # a frozen layer that reads a frozen input needs its scales too
             self._record(of_x, [x], match.sizes[2])
-            if kept:  # recorded where the weight is looked at
+            if kept and of_weight:  # recorded where the weight is looked at
                 self._add(self.forward, of_weight)
-            else:
+            elif of_weight:
                 self._record(of_weight, weights, match.sizes[2])
-        if kept:
+        if kept and of_weight:
             self.extras.keeps.scale(matches, of_weight.state, of_weight.state.recorded)
         ys = call_linears(matches, x, weights, self.slots, known=known, **more)
         first_step.mark(ys[0].all_input_nodes[0], self.recipe)

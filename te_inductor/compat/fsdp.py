@@ -1,0 +1,128 @@
+"""What FSDP2 knows of the parameters that it shards: private parts of torch.distributed.fsdp._fully_shard, one property
+each.
+
+Names are those of torch 2.11 to 2.13."""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedParameter:
+    """A parameter of a model, and the rank's part of it."""
+
+    param: Any  # FSDPParam
+    group: Any  # FSDPParamGroup: what is gathered at once
+
+    @property
+    def modules(self) -> list[tuple[nn.Module, str]]:
+        """Who holds it, and by which name."""
+        info = self.param._module_info
+        return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
+
+    @property
+    def sharded(self) -> Tensor:
+        """The DTensor that the optimizer sees."""
+        return self.param.sharded_param  # type: ignore[no-any-return]
+
+    @property
+    def gathered(self) -> Tensor | None:
+        """The parameter as the forward sees it; None before it is gathered first."""
+        return getattr(self.param, "_unsharded_param", None)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.param._orig_size  # type: ignore[no-any-return]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which it is gathered by FSDP itself."""
+        wanted = self.group.mp_policy.param_dtype
+        return wanted if wanted is not None else self.sharded.dtype  # type: ignore[no-any-return]
+
+    @property
+    def data(self) -> Tensor:
+        """The rank's rows, with zeros behind where it has fewer than the first rank."""
+        return self.param._sharded_param_data.view(self.param.padded_sharded_param_size)  # type: ignore[no-any-return]
+
+    @property
+    def first_row(self) -> int:
+        return self.param.mesh_info.shard_mesh_rank * self.param.padded_sharded_param_size[0]  # type: ignore[no-any-return]
+
+    @property
+    def ranks(self) -> Any:
+        """The process group over which it is sharded."""
+        return self.param.mesh_info.shard_process_group
+
+    @property
+    def replicas(self) -> Any:
+        """The process group of the ranks that hold the same rows; None without such."""
+        return getattr(self.param.mesh_info, "replicate_process_group", None)
+
+    @property
+    def device(self) -> torch.device:
+        return self.param.device  # type: ignore[no-any-return]
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether it is gathered for a backward."""
+        return self.group._training_state.name == "PRE_BACKWARD" or torch._C._current_graph_task_id() >= 0
+
+    @property
+    def is_hooked(self) -> bool:
+        return hasattr(self._local, _PRE)
+
+    def hook(self, pre: Callable[..., Any], post: Callable[..., Any]) -> None:
+        """Have FSDP gather what `pre` returns, and make the parameter of it by `post`: attributes of the local tensor,
+        which are lost where FSDP or the user puts another one in its place."""
+        if getattr(self._local, _PRE, None) is not pre:
+            setattr(self._local, _PRE, pre)
+            setattr(self._local, _POST, post)
+            self.param._init_extensions()
+
+    @property
+    def _local(self) -> Tensor:
+        return self.param._sharded_local_tensor  # type: ignore[no-any-return]
+
+    def refusal(self) -> str | None:
+        """Why FSDP does not let its all-gather be replaced."""
+        mesh = self.param.mesh_info
+        if not hasattr(mesh, "shard_mesh_size"):
+            return "it is replicated, not sharded, and never gathered"
+        if self.param.is_dtensor:
+            return "it is a DTensor under FSDP too, as of tensor parallelism"
+        if self.param.fsdp_placement.dim != 0:
+            return f"it is sharded along dimension {self.param.fsdp_placement.dim}, not by rows"
+        return None
+
+    def group_refusal(self) -> tuple[str, str] | None:
+        """What of its `fully_shard` call rules out another all-gather, and what would not."""
+        if self.param.offload_to_cpu:
+            return "offload_policy=CPUOffloadPolicy()", "an offload_policy that leaves shards on the device"
+        if self.group._use_post_forward_mesh:
+            return "an int for reshard_after_forward", "True or False"
+        return None
+
+
+def sharded_parameters(model: nn.Module) -> Iterator[ShardedParameter]:
+    """Those of all modules that `fully_shard` was called with, in an order that all ranks have in common."""
+    states = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
+    seen: set[int] = set()
+    for module in model.modules() if states is not None else ():
+        state = states._get_module_fsdp_state(module)  # type: ignore[union-attr]
+        for group in getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]:
+            if group is not None and id(group) not in seen:
+                seen.add(id(group))
+                yield from (ShardedParameter(param, group) for param in group.fsdp_params)
+
+
+def members(group: Any) -> Sequence[int]:
+    """The ranks of a process group, as the default one numbers them."""
+    return torch.distributed.get_process_group_ranks(group)

@@ -1,0 +1,104 @@
+"""`GatheredWeight`: a linear layer's weight (N, K) as FSDP2 gathered it in low precision. It trains: its gradient has the
+dtype of what it stands for, and goes to the shards by FSDP's own reduction.
+
+A tensor subclass, as `fsdp_post_all_gather` may return one: the module's parameter while it is gathered. The backend
+multiplies by what it holds (`ops/linear.py`). Anything else that reads it, in eager code or behind another backend,
+reads the values that it stands for."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_inductor.errors import GatherError
+from te_inductor.ops.casts import Copy, dequantize
+from te_inductor.recipes import Quantizer, Recipe
+
+aten = torch.ops.aten
+
+
+class GatheredWeight(Tensor):
+    """Invariant: ``self ~= values.float() * expand(scale_inv)``; both sizes are multiples of the scope's alignment."""
+
+    values_: Tensor  # (N, K), in memory that FSDP lets go of and fills again
+    scale_inv: Tensor  # as the recipe's weights store it: (), or (N/128 * K/128,)
+    recipe: Recipe
+
+    @staticmethod
+    def __new__(
+        cls, values: Tensor, scale_inv: Tensor, shape: torch.Size, dtype: torch.dtype, recipe: Recipe
+    ) -> "GatheredWeight":
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=values.device)  # type: ignore[attr-defined]
+
+    def __init__(
+        self, values: Tensor, scale_inv: Tensor, shape: torch.Size, dtype: torch.dtype, recipe: Recipe
+    ) -> None:
+        self.values_, self.scale_inv, self.recipe = values, scale_inv, recipe
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @property
+    def quantizer(self) -> Quantizer:
+        return self.recipe.slots().weight
+
+    def dequantize(self) -> Tensor:  # type: ignore[override]
+        """What was gathered, as a plain (N, K) tensor of this tensor's dtype."""
+        return dequantize(self.values_, self.scale_inv, self.quantizer, self.dtype)  # type: ignore[no-any-return]
+
+    def copies(self, columnwise: bool) -> tuple[Copy, Copy | None]:
+        """The operands of fprop and dgrad. The second is the transpose of what was gathered, not cast again."""
+        row = Copy(self.values_, self.scale_inv)
+        return row, Copy(self.values_.t().contiguous(), self._transposed_scales()) if columnwise else None
+
+    def _transposed_scales(self) -> Tensor:
+        scope = self.quantizer.granularity
+        if scope.whole:
+            return self.scale_inv
+        return self.scale_inv.view(scope.blocks(*self.shape)).t().contiguous().view(-1)
+
+    def like(self) -> "GatheredWeight":
+        """Another tensor of the same memory."""
+        return GatheredWeight(self.values_, self.scale_inv, self.shape, self.dtype, self.recipe)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        n, k = self.shape
+        return f"GatheredWeight({n} x {k}, {self.recipe.name}, for {self.dtype}, device={self.device})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["values_", "scale_inv"], (self.dtype, self.recipe)
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts: dict[str, Tensor], meta: Any, size: Any, stride: Any) -> "GatheredWeight":
+        dtype, recipe = meta
+        return cls(parts["values_"], parts["scale_inv"], size, dtype, recipe)
+
+    def _stable_hash_for_caching(self) -> str:
+        """For AOTAutograd's cache: everything that its graph depends on but the parts' own metadata."""
+        return repr((type(self).__name__, tuple(self.shape), self.dtype, self.recipe))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise GatherError(
+            "a weight that FSDP has gathered in low precision is pickled, expected the module's own parameters, which"
+            " are its shards; call reshard() on the module first"
+        )
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        if op in _SAME or (op is aten.as_strided.default and _is_whole(*args, **kwargs)):
+            return args[0].like()
+        if op._schema.is_mutable and isinstance(args[0], GatheredWeight):
+            raise GatherError(
+                f"{op} on a weight that FSDP has gathered in low precision, expected its shard to be changed; do so"
+                " outside of the forward, where the module holds the shard"
+            )
+        args, kwargs = torch.utils._pytree.tree_map_only(GatheredWeight, lambda w: w.dequantize(), (args, kwargs))
+        return op(*args, **kwargs)
+
+
+_SAME = (aten.detach.default, aten.alias.default)
+
+
+def _is_whole(weight: Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> bool:
+    """Whether a view is all of the weight, as FSDP makes one of each that it gathers."""
+    return tuple(size) == tuple(weight.shape) and tuple(stride) == weight.stride() and not storage_offset

@@ -1,0 +1,190 @@
+"""FSDP2 gathers weights in FP8: two to four real processes, gloo, CPU. Programs: gather_ranks.py."""
+
+import pytest
+
+from te_inductor.errors import FallbackError, GatherError, OptionError, RecipeError
+from tests.forked_ranks import ranks
+
+QUICK = (
+    "uneven,skipped of delayed,skipped of current,parts,traffic,saves,checkpoints of delayed,eager,policy,mismatch,"
+    "refusals,other_weights,other_state"
+)
+OTHERS = (
+    "blocks,checkpoints,whole_model,mixed_precision,accumulates,frozen,stays_gathered,checkpointed,not_finite,meta,without_gradients,"
+    "absent,compiled_casts,compiled blocks,compiled stays_gathered"
+)
+RECIPES = ["delayed", "current", "block"]
+EQUAL_OTHERS = [kind for kind in OTHERS.split(",") if kind not in ("absent", "checkpoints")]
+
+
+def run(world: int, kinds: str, folder) -> list[dict]:
+    return ranks("tests.backend.gather_ranks", world, str(folder / "store"), kinds)
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """By rank and kind."""
+    return run(2, QUICK, tmp_path_factory.mktemp("told"))
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory):
+    return run(2, OTHERS, tmp_path_factory.mktemp("others"))
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    return run(4, "hsdp,refusals", tmp_path_factory.mktemp("four"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_training_is_equal_bit_for_bit(recipe, told):
+    """To that with weights which FSDP2 gathers itself, losses and parameters; where shards cut blocks of 128 rows."""
+    assert [one["uneven"][recipe] for one in told] == [True, True]
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_a_layer_that_a_step_leaves_out_has_fresh_scales(recipe, told):
+    assert [one[f"skipped of {recipe}"][recipe] for one in told] == [True, True]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", EQUAL_OTHERS)
+def test_training_is_equal_with(kind, recipe, others):
+    assert [one[kind][recipe] for one in others] == [True, True]
+
+
+@pytest.mark.thorough
+def test_shards_of_unequal_length(tmp_path):
+    """Three ranks, and rows that three does not divide."""
+    for one in run(3, "uneven", tmp_path):
+        assert one["uneven"] == dict.fromkeys(RECIPES, True)
+
+
+@pytest.mark.thorough
+def test_replicated_shards(four):
+    """HSDP: two replicas of two shards."""
+    assert [one["hsdp"] for one in four] == [dict.fromkeys(RECIPES, True)] * 4
+
+
+def test_parts_that_are_called_without_the_model_have_fresh_scales(told):
+    assert [one["parts"] for one in told] == [True, True]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_bytes_on_the_wire_halve(recipe, told):
+    """Of a block with K = 256 and N = 384: two weights in one byte a value, a norm and a bias in bf16. The other rank's
+    half is what comes over the wire."""
+    weights, vectors = 2 * 256 * 384, 2 * 256 + 384
+    for one in (one["traffic"][recipe] for one in told):
+        assert one["bf16"] == [(2 * weights + 2 * vectors) // 2] * 8  # two blocks, two steps, forward and backward
+        assert one["fp8"] == [(weights + 2 * vectors) // 2] * 8
+        assert one["casts"] == 8  # four weights, two steps; the backward gathers what the forward cast
+
+
+@pytest.mark.parametrize(("recipe", "reductions"), [("delayed", 2), ("current", 2), ("block", 2)])
+def test_scales_of_all_weights_are_reduced_at_once(recipe, reductions, told):
+    """Once a step. Under delayed scaling the blocks' graphs reduce amaxes of activations and gradients: one each."""
+    graphs = 2 * 2 * 2 if recipe == "delayed" else 0  # steps, blocks, forward and backward
+    assert [one["traffic"][recipe]["reductions"] for one in told] == [reductions + graphs] * 2
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_backward_transposes_what_is_gathered_again(recipe, told):
+    """Of four weights graphs keep what FSDP gathers and lets go of, no copies."""
+    assert [one["saves"][recipe] for one in told] == [[4, 0], [4, 0]]
+
+
+def test_checkpoints_know_nothing_of_it(told):
+    """state_dict, torch.save, DCP; loading by copy and by assignment, before the first call and later; training goes on
+    bit for bit, with the state of delayed scaling."""
+    for one in told:
+        assert [name for name, fine in one["checkpoints of delayed"]["delayed"].items() if fine is not True] == []
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_checkpoints_of_each_recipe(recipe, others):
+    for one in others:
+        assert [name for name, fine in one["checkpoints"][recipe].items() if fine is not True] == []
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_eager_code_reads_what_was_gathered(recipe, told):
+    for one in (one["eager"][recipe] for one in told):
+        assert one.pop("type") == "GatheredWeight"
+        # Half of the largest step of E4M3, 16, over the values that the largest may become: 448, or 256 and more where
+        # scales are powers of two. 1e-6 is for fp32's rounding of the scale.
+        assert 0 < one.pop("error") <= 16 / (256 if recipe == "block" else 448) + 1e-6
+        assert "expected its shard to be changed" in one.pop("changed")
+        assert "expected the module's own parameters" in one.pop("pickled")
+        assert [name for name, fine in one.items() if fine is not True] == []
+
+
+def test_a_policy_gives_weights_recipes_of_their_own(told):
+    expected = {"0.up": "plain", "0.down": "current", "1.up": "delayed", "1.down": "delayed"}
+    assert told[0]["policy"] == {f"{name}.weight": recipe for name, recipe in expected.items()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("another", "its weight was gathered for 'current', which it runs in"),
+        ("none", "gathered in low precision, for 'current', and is multiplied in high precision"),
+        ("policy", "multiplied in high precision; give torch.compile and low_precision_all_gather the same recipe"),
+    ],
+)
+def test_another_recipe_than_weights_were_gathered_for_is_said(kind, text, told):
+    for one in told:
+        [said] = one["mismatch"][kind]
+        assert text in said
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "text"),
+    [
+        ("rowwise", RecipeError, "dgrad with one for each of its columns"),
+        ("mxfp8", RecipeError, "recipe 'mxfp8' cannot gather weights in low precision, expected 'delayed'"),
+        ("rows of blocks", RecipeError, "w_block_scaling_dim is 1, expected 2"),
+        ("own amaxes", RecipeError, "reduce_amax is False, expected True"),
+        ("unknown", RecipeError, "unknown recipe 'fp8'"),
+        ("offload", GatherError, "offload_policy=CPUOffloadPolicy(), expected an offload_policy that leaves shards"),
+        ("columns", FallbackError, "0.up is gathered in high precision: it is sharded along dimension 1"),
+        ("sizes", FallbackError, "N=368, K=256 are not multiples of 128"),
+        ("vocabulary", FallbackError, "N=250, K=256 are not multiples of 16"),
+        ("tied", FallbackError, "it is also that of a module of class Embedding"),
+        ("not sharded", GatherError, "call low_precision_all_gather after it"),
+        ("no model", OptionError, "expected an nn.Module"),
+        ("twice", GatherError, "call low_precision_all_gather once"),
+        ("ran", GatherError, "before the first forward"),
+        ("policy", FallbackError, "policy entry 'nobody' matches no linear layer that FSDP2 shards"),
+    ],
+)
+def test_what_is_refused(kind, error, text, told):
+    for one in told:
+        name, _, said = one["refusals"][kind].partition(": ")
+        assert name == error.__name__ and text in said
+
+
+@pytest.mark.thorough
+def test_resharding_to_some_ranks_is_refused(four):
+    assert ["an int for reshard_after_forward, expected True or False" in one["refusals"]["int"] for one in four] == [
+        True
+    ] * 4
+
+
+def test_ranks_that_gather_other_weights_are_an_error(told):
+    for one in told:
+        assert "other numbers of weights in low precision (rank 0: 4, rank 1: 3)" in one["other_weights"]
+
+
+def test_ranks_with_other_scales_are_an_error(told):
+    for one in told:
+        assert "ranks have scales from 1 to 448 of one weight" in one["other_state"]
+
+
+@pytest.mark.thorough
+def test_nobody_waits_longer_than_the_groups_timeout(others):
+    """Which is two seconds, for a rank that does not call."""
+    assert 1 < others[0]["absent"] < 4
