@@ -12,6 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
+from te_inductor import compat
+
 _KNOWN = ("torch", "_operator", "math", "builtins", "einops")  # packages whose functions go by strides as they should
 
 
@@ -95,4 +97,5 @@ def _stored(node: fx.Node) -> Iterator[tuple[torch.Tensor, StorageWeakRef]]:
         if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
             while is_functorch_wrapped_tensor(tensor):  # inside vmap and grad
                 tensor = get_unwrapped(tensor)
+            tensor = compat.shard_of(tensor)
             yield tensor, StorageWeakRef(tensor.untyped_storage())

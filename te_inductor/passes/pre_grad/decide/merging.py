@@ -56,6 +56,7 @@ def groups(
                 match.x,
                 match.groups,
                 match.transposed,
+                match.parallel,
                 recipe,
                 slots,
                 node.dtype,
@@ -88,13 +89,15 @@ def _can_join(match: Match, slots: Slots, written: AbstractSet[StorageWeakRef]) 
         return False  # a column copy's rows run across all weights, and their scales with them
     if match.adder is not None:
         return False  # its output is another node's
+    if match.parallel is not None and not match.parallel.local:
+        return False  # a DTensor does not say how its views are laid out
     operands = [match.weight] if match.bias is None else [match.weight, match.bias]
     return (
         not any(scope.microscaled for scope in scopes)
         and match.sizes[1] % max(scope.alignment for scope in scopes) == 0
         and all(operand.op in ("placeholder", "get_attr") for operand in operands)
         and not any(memory(node) & written for node in (match.node, match.x, *operands))
-        and _may_be_a_slice(match.node, value(match.node).shape[:-1])
+        and _may_be_a_slice(match.end, value(match.end).shape[:-1])
     )
 
 
@@ -133,12 +136,12 @@ def rewrite(group: Sequence[Match], emit: Emit) -> None:
         # Attention keeps its operands for its backward, and a slice would keep the whole matrix.
         clone = torch.ops.aten.clone.default
         for place, match in enumerate(group):
-            if _is_kept(match.node):
+            if _is_kept(match.end):
                 made[place] = first.node.graph.call_function(
                     clone, (made[place],), {"memory_format": torch.contiguous_format}
                 )
     for match, node in zip(group, made, strict=True):
-        replace(match.node, node)
+        replace(match, node)
 
 
 def _emitted(group: Sequence[Match], emit: Emit) -> list[fx.Node]:

@@ -93,7 +93,7 @@ class Grouped(Rule):
         if match.adder is not None:
             match.adder.replace_all_uses_with(new)
             match.node.graph.erase_node(match.adder)
-        replace(match.node, new)
+        replace(match, new)
 
 
 def reads_early(match: Match) -> list[fx.Node]:
@@ -139,7 +139,7 @@ class ManyBatched(Batched):
             count = graph.call_function(ops.equal_groups, (match.x, batch, size))
             made = changed(match, groups=Groups(count))
             [new] = emit([made], x, [weight_of(match)])
-            replace(node, graph.call_function(aten.reshape.default, (new, [batch, -1, n])))
+            replace(match, graph.call_function(aten.reshape.default, (new, [batch, -1, n])))
 
 
 def rows_of(match: Match) -> fx.Node:

@@ -111,8 +111,8 @@ class Batched(Rule):
         return super().check(match)
 
     def rewrite(self, match: Match, emit: Emit) -> None:
-        aten, graph, node = torch.ops.aten, match.node.graph, match.node
-        with graph.inserting_before(node):
+        aten, graph = torch.ops.aten, match.node.graph
+        with graph.inserting_before(match.node):
             products = []
             for index in range(value(match.weight).shape[0]):
                 x = graph.call_function(aten.select.int, (match.x, 0, index))

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from te_inductor import ops
+from te_inductor import compat, ops
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.module_path import holder_path
 from te_inductor.passes.graph.owners import owner_of, place_of
@@ -148,11 +148,11 @@ class DelayedSites:
             more["grad_amax"] = self.bodies.hand(of_grad.amax, graph)
             self._add(self.backward, of_grad)
         if training or match.node in self.in_grad_mode:  # a frozen layer that reads a frozen input needs its scales too
-            self._record(of_x, [x], match.sizes[2])
+            self._record(of_x, [x], match)
             if kept:  # recorded where the weight is looked at
                 self._add(self.forward, of_weight)
             else:
-                self._record(of_weight, weights, match.sizes[2])
+                self._record(of_weight, weights, match)
         if kept:
             self.extras.keeps.scale(matches, of_weight.state, of_weight.state.recorded)
         ys = call_linears(matches, x, weights, self.slots, known=known, **more)
@@ -212,7 +212,7 @@ class DelayedSites:
             state = StateInput(readers, self.paths[match.node], len(self.inputs.quantizers))
             self.inputs.quantizers.append(state)
             example = value(match.x)
-            with example.fake_mode:  # type: ignore[attr-defined]
+            with compat.shard_of(example).fake_mode:  # type: ignore[attr-defined]
                 shapes = ((), (), (self.recipe.amax_history_len,))
                 tensors = [torch.empty(shape, dtype=torch.float32, device=example.device) for shape in shapes]
             amax, scale, history = (self._input(tensor) for tensor in tensors)
@@ -243,15 +243,18 @@ class DelayedSites:
             if quantizer.group is None:
                 self.without_group.append(quantizer.state.site)
 
-    def _record(self, quantizer: _Quantizer, pieces: Sequence[fx.Node], columns: int) -> None:
+    def _record(self, quantizer: _Quantizer, pieces: Sequence[fx.Node], match: Match) -> None:
         """Record a tensor's amax, once however many sites read it."""
         self._add(self.forward, quantizer)
         new = [piece for piece in pieces if (quantizer, piece) not in self.recorded]
         self.recorded.update((quantizer, piece) for piece in new)
         if new:
             graph = new[0].graph
+            if match.parallel is not None:
+                graph.call_function(ops.record_shard_amax, (new, self.bodies.hand(quantizer.amax, graph)))
+                return
             # As `ops.linears` flattens it, so that the amax and the cast are seen to read the same tensor.
-            flat = [graph.call_function(torch.ops.aten.reshape.default, (piece, [-1, columns])) for piece in new]
+            flat = [graph.call_function(torch.ops.aten.reshape.default, (piece, [-1, match.sizes[2]])) for piece in new]
             graph.call_function(ops.record_amax, (flat, self.bodies.hand(quantizer.amax, graph)))
 
     def _leaf(self) -> fx.Node:
