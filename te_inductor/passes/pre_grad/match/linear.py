@@ -119,4 +119,4 @@ class Batched(Rule):
                 weight = graph.call_function(aten.select.int, (match.weight, 0, index))
                 weight = graph.call_function(aten.t.default, (weight,))
                 products += emit([match], x, [weight])
-            replace(node, graph.call_function(aten.stack.default, (products,)))
+            replace(match, graph.call_function(aten.stack.default, (products,)))

@@ -33,6 +33,7 @@ def with_redistributions(match: Match, written: AbstractSet[StorageWeakRef]) -> 
     weight, x, gather = _dim(value(match.weight)), match.x, None
     if weight == 0 and _is_gather(x) and not memory(x.all_input_nodes[0]) & written:
         x, gather = x.all_input_nodes[0], x
+    made = _made_first(x, written)
     behind, y, local = _behind(match.node)
     reduces = weight == 1 and y is not None
     if not reduces and y is not None and value(y).placements != value(match.node).placements:  # type: ignore[attr-defined]
@@ -49,7 +50,21 @@ def with_redistributions(match: Match, written: AbstractSet[StorageWeakRef]) -> 
         _dim(value(y)) if reduces and y is not None else None,
         local,
     )
-    return replace(match, x=x, parallel=parallel, gather=gather, behind=behind)
+    before = tuple(node for node in (gather, x if made is not x else None) if node is not None)
+    return replace(match, x=made, parallel=parallel, before=before, behind=behind)
+
+
+def _made_first(x: fx.Node, written: AbstractSet[StorageWeakRef]) -> fx.Node:
+    """The first DTensor that is made of the same tensor in the same way, so that layers are seen to read one input: each
+    style makes one for its own layer."""
+    if name(x) != "from_local" or memory(x) & written:
+        return x
+    alike = (
+        node
+        for node in x.all_input_nodes[0].users
+        if (node.target, node.args, node.kwargs, node.graph) == (x.target, x.args, x.kwargs, x.graph)
+    )
+    return min(alike, default=x)
 
 
 def _products(match: Match) -> Refusal | None:

@@ -92,9 +92,9 @@ class Match:
     literal: "Match | None" = (
         None  # the layer of what the product itself reads, where this one reads what that was made of
     )
-    parallel: Parallel | None = None  # how DTensors of it are dealt to ranks; x is then in front of `gather`
+    parallel: Parallel | None = None  # how DTensors of it are dealt to ranks; x is then in front of `before`
     unparallel: Refusal | None = None  # why a layer whose weight is a DTensor is none of those
-    gather: fx.Node | None = None  # the redistribution of x that the layer does itself
+    before: tuple[fx.Node, ...] = ()  # what stood between x and the layer, which does it itself, the last first
     behind: tuple[fx.Node, ...] = ()  # the redistribution of its output, and what makes that a plain tensor
 
     @property
@@ -204,6 +204,6 @@ def replace(match: Match, new: fx.Node) -> None:
     match.end.replace_all_uses_with(new)
     for node in (*reversed(match.behind), match.node):
         node.graph.erase_node(node)
-    gather = match.gather  # other layers may read it too
-    if gather is not None and not gather._erased and not gather.users:
-        gather.graph.erase_node(gather)
+    for node in match.before:  # which other layers may read too
+        if not node._erased and not node.users:
+            node.graph.erase_node(node)

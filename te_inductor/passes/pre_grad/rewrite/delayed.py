@@ -93,6 +93,9 @@ class DelayedSites:
         self.backward: _Groups = {}
         self.steps: dict[AmaxGroup, fx.Node] = {}  # of the backward
         self.without_group: list[str] = []  # sites
+        # Of tensor-parallel layers, whose ranks run one graph anyway: it has other collectives, and what is gathered in FP8
+        # has to have one scale.
+        self.in_step: set[AmaxGroup] = set()
         self.quantizers: dict[Reader, _Quantizer] = {}
         self.shared: dict[Reader, list[Reader]] = {}
         self._share([match for _, match in sites], merged)
@@ -141,6 +144,8 @@ class DelayedSites:
         known = [*self._known(of_x, graph), *self._known(of_weight, graph)]
         more: dict[str, Any] = self.extras.of(matches, graph)
         kept = "kept" in more
+        if match.parallel is not None:
+            self.in_step |= {one.group for one in (of_x, of_weight) if one.group}
         if training:
             of_grad = self._quantizer(match, weight, "grad_output")
             known += self._known(of_grad, graph)
@@ -181,6 +186,8 @@ class DelayedSites:
     def _update(self, group: AmaxGroup, element: str) -> ScaleUpdate:
         if not group:
             return ScaleUpdate(self.recipe, element)
+        if group in self.in_step:
+            return ScaleUpdate(self.recipe, element, group.names)
         sites = [updates[group].sites if group in updates else [] for updates in (self.forward, self.backward)]
         agreed = agreement.agreement_of(group, [self.recipe.__fx_repr__()[0], *sites])
         if agreed not in self.inputs.agreements:
