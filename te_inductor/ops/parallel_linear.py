@@ -98,9 +98,11 @@ class ParallelLinears(Operation):
             pieces, dim = [gather(piece, dim, self.parallel) for piece in pieces], None
         rows = list(pieces[0].shape[:-1])
         flat = [_flat(piece) for piece in pieces]
-        # What all ranks gather has one scale: where no step knows it, that of the largest amax of all shards.
-        unknown = self.step is None or self.step.first is not None
-        told = [self._largest(flat).view(1, 1)] if dim is not None and unknown else flat
+        # What all ranks gather has one scale: where no step knows it, that of the largest amax of all shards. In a first
+        # step all tensors do, so that it begins the histories of one rank.
+        first = self.step is not None and self.step.first is not None
+        shared = first or (self.step is None and dim is not None)
+        told = [self._largest(flat).view(1, 1)] if shared else flat
         known = None if self.step is None else self.step.known(slot, told, quantizer)
         if dim is None:
             return *copies(flat, side, quantizer, known, rowwise=rowwise, columnwise=columnwise), rows
