@@ -7,7 +7,10 @@ import copy
 import functools
 import gc
 import json
+import os
 import sys
+import tempfile
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -318,6 +321,81 @@ def nan(rank: Rank) -> Any:
     known = rank.part(rank.te(one, recipe="current")(x), 1)
     return {"rows": found.isnan().any(-1).sum().item(), "same": bool((found.isnan() == known.isnan()).all()),
             "off": _off(found.detach().nan_to_num(), known.detach().nan_to_num())}
+
+
+@kind
+def llama(rank: Rank, recipe: str) -> Any:
+    """transformers' own plan, compiled whole, in training."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=False,
+    )  # fmt: skip
+    one = LlamaForCausalLM(config)
+    with tempfile.TemporaryDirectory() as folder:
+        shared = [folder]
+        dist.broadcast_object_list(shared)
+        one.save_pretrained(shared[0])
+        dist.barrier()
+        os.environ |= {"RANK": str(rank.rank), "WORLD_SIZE": str(rank.world), "LOCAL_RANK": str(rank.rank)}
+        model = LlamaForCausalLM.from_pretrained(shared[0], tp_plan="auto", device_mesh=rank.mesh)
+        dist.barrier()
+    tokens, dy = torch.randint(96, (BATCH, LENGTH)), torch.randn(BATCH, LENGTH, 96)
+    exact = copy.deepcopy(one).double()
+    found = []
+    for which, options in ((model, {}), (one, {"amax_group": "none"}), (exact, None)):
+        run = which if options is None else rank.te(which, recipe=recipe, **options)
+        rank.low, rank.graphs = (rank.low, rank.graphs) if which is model else (0, [])
+        for _ in range(3 if recipe == "delayed" else 1):
+            which.zero_grad()
+            y = run(input_ids=tokens, use_cache=False).logits
+            y.backward(dy.to(y.dtype))
+        grads = {name: parameter.grad for name, parameter in which.named_parameters()}
+        found.append([y.detach(), *(g.full_tensor() if isinstance(g, DTensor) else g for g in grads.values())])
+        if which is model:
+            low, graphs = rank.low, rank.graphs
+    tp, known, right = found
+    return {
+        "one rank": max(map(_off, tp, known)),
+        "error": [*map(_off, tp, right)],
+        "error of one rank": [*map(_off, known, right)],
+        "low": low,
+        "wire": rank.wire(graphs),
+    }
+
+
+@kind
+def other_length(rank: Rank, recipe: str) -> Any:
+    """One rank has another sequence length, in a graph of its own."""
+    model = Outer(Mlp())
+    parallelize_module(model.layers[0], rank.mesh, SEQUENCE)
+    return _failed(lambda: rank.te(model, recipe=recipe, dynamic=False)(torch.randn(BATCH, 8 * (1 + rank.rank), WIDTH)).sum().backward())
+
+
+@kind
+def raises(rank: Rank, recipe: str) -> Any:
+    """One rank's backward raises before the layers'."""
+    model = Outer(Mlp())
+    parallelize_module(model.layers[0], rank.mesh, SEQUENCE)
+    y = rank.te(model, recipe=recipe)(torch.randn(BATCH, 8, WIDTH))
+
+    def backward() -> None:
+        if rank.rank:
+            raise ValueError("of the user")
+        y.sum().backward()
+
+    return _failed(backward)
+
+
+def _failed(run: Callable[[], None]) -> Any:
+    """What is raised, and how long it took."""
+    begun = time.monotonic()
+    try:
+        run()
+    except Exception as error:
+        return [type(error).__name__, time.monotonic() - begun]
+    return ["", time.monotonic() - begun]
 
 
 def main(number: int, world: int, file: str, kinds: list[str]) -> None:

@@ -59,8 +59,9 @@ def _first_versions(root: fx.GraphModule, inputs: Sequence[object]) -> dict[int,
     mode, first = FakeTensorMode(), dict[int, int]()
     made = []  # alive, as the next one is made by what lies in the same buffer
     for node, given in zip(nodes, inputs, strict=False):
-        if isinstance(given, torch.Tensor) and type(given) in (torch.Tensor, torch.nn.Parameter):
-            made.append(mode.from_tensor(given))
+        held = compat.shard_of(given) if isinstance(given, torch.Tensor) else given
+        if isinstance(held, torch.Tensor) and type(held) in (torch.Tensor, torch.nn.Parameter):
+            made.append(mode.from_tensor(held))
             first |= {id(_owner(tensor)): made[-1]._version for tensor, _ in _stored(node)}
     return first
 
