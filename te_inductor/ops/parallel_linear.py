@@ -170,7 +170,15 @@ def _layers(
     whole_weight = Replicate() if shard is None else Partial()
     weight = whole_weight if parallel.weight is None else Shard(parallel.weight)
     scattered = parallel.reduces and parallel.y is not None
-    bias = Shard(0) if parallel.weight == 0 else Partial() if scattered else whole_weight if parallel.weight is None else Replicate()
+    bias = (
+        Shard(0)
+        if parallel.weight == 0
+        else Partial()
+        if scattered
+        else whole_weight
+        if parallel.weight is None
+        else Replicate()
+    )
     local = x.to_local(grad_placements=[shard or whole_x])
     ys = layers(
         local,

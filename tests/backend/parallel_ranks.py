@@ -88,7 +88,9 @@ class Rank:
     def __init__(self, rank: int, world: int) -> None:
         self.rank, self.world = rank, world
         self.mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
-        self.graphs: list[list[tuple[str, str, int]]] = []  # of each: collective, dtype, bytes that it gives a rank (-1: a symbol)
+        self.graphs: list[
+            list[tuple[str, str, int]]
+        ] = []  # of each: collective, dtype, bytes that it gives a rank (-1: a symbol)
         self.low = 0  # GEMMs in low precision
         torch.manual_seed(0)
 
@@ -118,7 +120,17 @@ class Rank:
     def part(self, x: Tensor, dim: int | None) -> Tensor:
         return x.clone() if dim is None else x.chunk(self.world, dim)[self.rank].contiguous()
 
-    def compared(self, model: nn.Module, plan: Any, recipe: Any, *, dim: int | None, by_block: bool = False, dynamic: bool | None = None, **more: Any) -> Any:
+    def compared(
+        self,
+        model: nn.Module,
+        plan: Any,
+        recipe: Any,
+        *,
+        dim: int | None,
+        by_block: bool = False,
+        dynamic: bool | None = None,
+        **more: Any,
+    ) -> Any:
         """How far tensor-parallel training is from one rank's in low precision, and both from high precision; what goes
         over the wire."""
         if recipe == "delayed":
@@ -141,8 +153,17 @@ class Rank:
         right = self.step(exact, exact, x.double(), dy.double())
         for tensors in (known, right):
             tensors[:2] = [self.part(tensor, dim) for tensor in tensors[:2]]
-        off = [[_off(*pair) for pair in zip(*pairs, strict=True)] for pairs in ((found, known), (found, right), (known, right))]
-        return {"one rank": max(off[0]), "error": off[1], "error of one rank": off[2], "wire": self.wire(wire), "low": low}
+        off = [
+            [_off(*pair) for pair in zip(*pairs, strict=True)]
+            for pairs in ((found, known), (found, right), (known, right))
+        ]
+        return {
+            "one rank": max(off[0]),
+            "error": off[1],
+            "error of one rank": off[2],
+            "wire": self.wire(wire),
+            "low": low,
+        }
 
     def step(self, run: Any, model: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
         x = x.clone().requires_grad_()
@@ -240,7 +261,11 @@ def loss(rank: Rank, recipe: str) -> Any:
     known = alone(x, target)
     known.backward()
     found = found.full_tensor() if isinstance(found, DTensor) else found
-    pairs = [(found, known), (own.grad, rank.part(x.grad, 1)), (model.head.weight.grad.full_tensor(), one.head.weight.grad)]
+    pairs = [
+        (found, known),
+        (own.grad, rank.part(x.grad, 1)),
+        (model.head.weight.grad.full_tensor(), one.head.weight.grad),
+    ]
     return {"off": [_off(a.detach(), b.detach()) for a, b in pairs], "low": low, "wire": rank.wire(graphs)}
 
 
@@ -321,8 +346,11 @@ def nan(rank: Rank) -> Any:
     x[1, 3, 5] = torch.nan
     found = rank.te(model, recipe="current")(rank.part(x, 1))
     known = rank.part(rank.te(one, recipe="current")(x), 1)
-    return {"rows": found.isnan().any(-1).sum().item(), "same": bool((found.isnan() == known.isnan()).all()),
-            "off": _off(found.detach().nan_to_num(), known.detach().nan_to_num())}
+    return {
+        "rows": found.isnan().any(-1).sum().item(),
+        "same": bool((found.isnan() == known.isnan()).all()),
+        "off": _off(found.detach().nan_to_num(), known.detach().nan_to_num()),
+    }
 
 
 @kind
@@ -372,7 +400,13 @@ def other_length(rank: Rank, recipe: str) -> Any:
     """One rank has another sequence length, in a graph of its own."""
     model = Outer(Mlp())
     parallelize_module(model.layers[0], rank.mesh, SEQUENCE)
-    return _failed(lambda: rank.te(model, recipe=recipe, dynamic=False)(torch.randn(BATCH, 8 * (1 + rank.rank), WIDTH)).sum().backward())
+    return _failed(
+        lambda: (
+            rank.te(model, recipe=recipe, dynamic=False)(torch.randn(BATCH, 8 * (1 + rank.rank), WIDTH))
+            .sum()
+            .backward()
+        )
+    )
 
 
 @kind
@@ -404,7 +438,13 @@ def main(number: int, world: int, file: str, kinds: list[str]) -> None:
     found: dict[str, Any] = {}
     for each in kinds:
         print(each, file=sys.stderr)
-        dist.init_process_group("gloo", init_method=f"file://{file}-{each.replace(' ', '-')}", rank=number, world_size=world, timeout=timedelta(seconds=PATIENCE.get(each.split()[0], 120)))
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{file}-{each.replace(' ', '-')}",
+            rank=number,
+            world_size=world,
+            timeout=timedelta(seconds=PATIENCE.get(each.split()[0], 120)),
+        )
         torch._dynamo.reset()
         rank = Rank(number, world)
         name, *arguments = each.removeprefix("compiled ").split()

@@ -60,12 +60,16 @@ def of_shards(recipe: DelayedScaling, options: Options, parallel: Parallel) -> R
     if parallel.gathered is None and parallel.scattered is None:
         return None
     if not recipe.reduce_amax:
-        return Refusal("shards that are gathered in FP8 have one scale, and DelayedScaling(reduce_amax=False) gives each own")
+        return Refusal(
+            "shards that are gathered in FP8 have one scale, and DelayedScaling(reduce_amax=False) gives each own"
+        )
     if options.amax_group is None:
         return None
     ranks = dist.get_process_group_ranks(amax_groups.process_group(parallel.group))
     if not set(ranks) <= set(options.amax_group.ranks):  # type: ignore[attr-defined]
-        return Refusal("shards that are gathered in FP8 have one scale, and option 'amax_group' is not all of their ranks")
+        return Refusal(
+            "shards that are gathered in FP8 have one scale, and option 'amax_group' is not all of their ranks"
+        )
     return None
 
 

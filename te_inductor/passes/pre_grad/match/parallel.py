@@ -73,7 +73,9 @@ def _products(match: Match) -> Refusal | None:
     dealt, last = _dim(x), x.dim() - 1
     expected = {0: [None], 1: [last], None: [None, *range(last)]}[_dim(weight)]
     if dealt not in expected:
-        return Refusal("weight is %s and input %s: torch redistributes one inside of the layer", _text(weight), _text(x))
+        return Refusal(
+            "weight is %s and input %s: torch redistributes one inside of the layer", _text(weight), _text(x)
+        )
     for what, node in (("input", match.x), ("weight", match.weight)):
         if not _is_even(node):
             shape = tuple(value(node).shape)
