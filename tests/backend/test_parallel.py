@@ -137,5 +137,5 @@ def test_a_rank_that_is_left_alone_ends_with_the_groups_timeout(tmp_path):
 @pytest.mark.thorough
 def test_ranks_with_other_lengths_end(tmp_path):
     """gloo sees that collectives do not fit, and ends a rank."""
-    with pytest.raises(AssertionError, match="collective mismatch|Connection|Timed out"):
+    with pytest.raises(AssertionError, match=r"collective mismatch|Connection|Timed out"):
         ranks("tests.backend.parallel_ranks", 2, str(tmp_path / "store"), "other_length delayed", timeout=100)

@@ -71,7 +71,7 @@ def _products(match: Match) -> Refusal | None:
     """Where torch itself would redistribute an operand, or some rank would have more than another."""
     x, weight = value(match.x), value(match.weight)
     dealt, last = _dim(x), x.dim() - 1
-    expected = {0: [None], 1: [last], None: [None, *range(last)]}[_dim(weight)]
+    expected: list[int | None] = {0: [None], 1: [last], None: [None, *range(last)]}[_dim(weight)]  # type: ignore[assignment]
     if dealt not in expected:
         return Refusal(
             "weight is %s and input %s: torch redistributes one inside of the layer", _text(weight), _text(x)

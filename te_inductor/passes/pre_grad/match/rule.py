@@ -186,7 +186,8 @@ def call_linears(
     # fx has no name for a constant among arguments.
     operands: Any = (x, list(weights), biases, slots, dtype)
     if matches[0].parallel is not None:
-        ys = x.graph.call_function(ops.parallel_linears, (*operands, matches[0].parallel), more)
+        operands = (*operands, matches[0].parallel)
+        ys = x.graph.call_function(ops.parallel_linears, operands, more)
     elif groups is None:
         ys = x.graph.call_function(ops.linears, operands, more)
     else:
