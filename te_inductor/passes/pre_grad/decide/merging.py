@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from te_inductor.passes.graph.aliases import is_opaque, memory, name
 from te_inductor.passes.pre_grad.decide.support import is_tensor, value
 from te_inductor.passes.pre_grad.match import grouped
-from te_inductor.passes.pre_grad.match.rule import Emit, Match, Rule, replace
+from te_inductor.passes.pre_grad.match.rule import Emit, Match, Rule, replace_layer
 from te_inductor.recipes import Recipe, Slots
 
 # What may return its operand, or the same dimensions of it; a view in which they have other places; one in which they
@@ -141,7 +141,7 @@ def rewrite(group: Sequence[Match], emit: Emit) -> None:
                     clone, (made[place],), {"memory_format": torch.contiguous_format}
                 )
     for match, node in zip(group, made, strict=True):
-        replace(match, node)
+        replace_layer(match, node)
 
 
 def _emitted(group: Sequence[Match], emit: Emit) -> list[fx.Node]:

@@ -173,7 +173,7 @@ class Rule:
                 graph.call_function(torch.ops.aten.t.default, (match.weight,)) if match.transposed else match.weight
             )
             [new] = emit([match], match.x, [weight])
-            replace(match, new)
+            replace_layer(match, new)
 
 
 def call_linears(
@@ -199,11 +199,16 @@ def call_linears(
     return [x.graph.call_function(operator.getitem, (ys, place)) for place in range(len(weights))]
 
 
-def replace(match: Match, new: fx.Node) -> None:
-    """Put a node in the place of a layer's."""
-    new.meta = dict(match.end.meta)
-    match.end.replace_all_uses_with(new)
-    for node in (*reversed(match.behind), match.node):
+def replace(node: fx.Node, new: fx.Node) -> None:
+    new.meta = dict(node.meta)
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)
+
+
+def replace_layer(match: Match, new: fx.Node) -> None:
+    """Put a node in the place of a layer's, with what stands around it."""
+    replace(match.end, new)
+    for node in (*reversed(match.behind[:-1]), *([match.node] if match.behind else [])):
         node.graph.erase_node(node)
     for node in match.before:  # which other layers may read too
         if not node._erased and not node.users:
