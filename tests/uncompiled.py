@@ -6,8 +6,14 @@ from typing import Any
 from torch import fx
 
 
-def compile_fx(gm: fx.GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any], *_: Any) -> Callable[..., Any]:
-    """In the place of `te_inductor.compat.compile_fx`."""
+def compile_fx(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    patches: Mapping[str, Any],
+    *_: Any,
+    see: Callable[[fx.Graph], None] = lambda graph: None,
+) -> Callable[..., Any]:
+    """In the place of `te_inductor.compat.compile_fx`; `see` is shown the forward's graph and the backward's."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func
     from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -16,9 +22,9 @@ def compile_fx(gm: fx.GraphModule, inputs: Sequence[Any], patches: Mapping[str, 
         patches["joint_custom_pre_pass"](joint.graph)
         return min_cut_rematerialization_partition(joint, *args, **kwargs)
 
-    compiler = aot_autograd(
-        fw_compiler=lambda graph, _: make_boxed_func(graph.forward),
-        partition_fn=partition,
-        keep_inference_input_mutations=True,
-    )
+    def boxed(graph: fx.GraphModule, _: Any) -> Any:
+        see(graph.graph)
+        return make_boxed_func(graph.forward)
+
+    compiler = aot_autograd(fw_compiler=boxed, partition_fn=partition, keep_inference_input_mutations=True)
     return compiler(gm, inputs)

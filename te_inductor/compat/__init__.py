@@ -35,6 +35,7 @@ from te_inductor.compat.wrappers import (
     is_sharded_module,
     local_of,
     mesh_of_dtensor,
+    shard_of,
 )
 
 __all__ = [
@@ -66,6 +67,7 @@ __all__ = [
     "patch",
     "register_constant",
     "saving_a_minimum_cut",
+    "shard_of",
     "side_by_side",
     "size_hint",
     "traced_beside",

@@ -52,6 +52,11 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if mesh_of_dtensor(tensor) is None else tensor.to_local()  # type: ignore[attr-defined, no-any-return]
 
 
+def shard_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The same, without autograd, also of a fake tensor."""
+    return tensor if mesh_of_dtensor(tensor) is None else tensor._local_tensor  # type: ignore[attr-defined, no-any-return]
+
+
 def is_sharded_module(module: torch.nn.Module) -> bool:
     """Whether FSDP2's `fully_shard` was called with it."""
     fsdp = sys.modules.get("torch.distributed.fsdp")

@@ -16,6 +16,7 @@ from te_inductor.ops.casts import (
     quantize_rowcol,
     quantize_rowcol_delayed,
     tensor_amax,
+    transpose,
 )
 from te_inductor.ops.delayed import delayed_step, read_scales, record_amax, update_scales
 from te_inductor.ops.gemm import accumulate_wgrad, defer_wgrad, product, scaled_mm
@@ -40,6 +41,7 @@ from te_inductor.ops.grouped_linear import (
     trace_grouped_linears,
 )
 from te_inductor.ops.linear import first_linears, linears, trace_linears
+from te_inductor.ops.parallel_linear import first_parallel_linears, parallel_linears, record_shard_amax
 
 __all__ = [
     "Copy",
@@ -55,12 +57,14 @@ __all__ = [
     "experts_scale",
     "first_grouped_linears",
     "first_linears",
+    "first_parallel_linears",
     "grouped_linears",
     "grouped_mm",
     "grouped_wgrad",
     "hadamard",
     "linears",
     "mask_rows",
+    "parallel_linears",
     "permute_rows",
     "places_of",
     "product",
@@ -75,10 +79,12 @@ __all__ = [
     "quantize_rowcol_delayed",
     "read_scales",
     "record_amax",
+    "record_shard_amax",
     "scaled_mm",
     "tensor_amax",
     "trace_grouped_linears",
     "trace_linears",
+    "transpose",
     "transpose_groups",
     "update_scales",
 ]

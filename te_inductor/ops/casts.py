@@ -74,6 +74,13 @@ def _quantize_pieces_delayed_fake(
     return _quantize_rowcol_delayed_fake(torch.cat(pieces, dim), scale, quantizer)
 
 
+def _transpose_fake(
+    data: Tensor,  # (R, pad(C)), one byte an element
+    columns: int,  # C
+) -> Tensor:  # (C, pad(R))
+    return data.new_empty((columns, padded(data.shape[0])))
+
+
 def _hadamard_fake(
     x: Tensor,  # (R, C)
 ) -> Tensor:  # (R, C padded to 16) bf16
@@ -136,6 +143,7 @@ quantize_pieces_delayed = define(
 current_scale = define(
     f"current_scale(Tensor[] pieces, {_QUANTIZER} q) -> (Tensor, Tensor)", eager.current_scale, _current_scale_fake
 )
+transpose = define("transpose(Tensor data, SymInt columns) -> Tensor", eager.transpose, _transpose_fake)
 dequantize = define(
     f"dequantize(Tensor data, Tensor scale_inv, {_QUANTIZER} q, ScalarType dtype) -> Tensor",
     eager.dequantize,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_inductor import compat
 from te_inductor.compat import constant_type_name
 from te_inductor.ops.casts import ScalePair, current_scale, tensor_amax
 from te_inductor.ops.definition import define
@@ -84,6 +85,7 @@ def _delayed_step(
 ) -> Tensor:
     """A token for the sites whose gradients' state this is; `leaf` is any input of the graph that requires a gradient,
     and gets none from here."""
+    leaf = compat.local_of(leaf)
     return _DelayedStep.apply(leaf, (amaxes, scales, histories), update)  # type: ignore[no-any-return]
 
 

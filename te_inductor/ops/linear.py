@@ -100,7 +100,7 @@ class Linears(Operation):
             dws = self._weight_gradients(g_col, x_col, weight_dtype, ctx.sizes)
         dbs: Sequence[Tensor | None] = [] if bias_dtype is None else [None] * len(dys)
         if bias_grad:
-            dbs = [_bias_gradient(dy, self.out_dtype).to(bias_dtype) for dy in dys]
+            dbs = [bias_gradient(dy, self.out_dtype).to(bias_dtype) for dy in dys]
         return dx, None, *dws, *dbs
 
     def _weight_gradients(
@@ -120,7 +120,7 @@ class Linears(Operation):
         return [None] * len(rows)
 
 
-def _bias_gradient(dy: Tensor, dtype: torch.dtype) -> Tensor:  # (N,) fp32
+def bias_gradient(dy: Tensor, dtype: torch.dtype) -> Tensor:  # (N,) fp32
     return overflowing_sum(dy.sum(0, dtype=torch.float32), dtype)
 
 

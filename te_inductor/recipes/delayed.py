@@ -78,7 +78,7 @@ class ScaleUpdate(Constant):
     recipe: DelayedScaling
     element: str  # "e4m3" or "e5m2"
     groups: tuple[str, ...] = ()  # names of process groups, over which amaxes are reduced one after another
-    agreement: str | None = None  # they are where all ranks agreed on it: `runtime/agreement.py`
+    agreement: str | None = None  # they are where all ranks agreed on it: `runtime/agreement.py`; None: always
 
     @property
     def format(self) -> Element:

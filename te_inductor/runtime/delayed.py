@@ -51,7 +51,7 @@ def update_scales(
     amax, old, history = torch.stack(amaxes), torch.stack(scales), torch.stack(histories)
     recipe = update.recipe
     amax = torch.where((amax > 0) & (amax < torch.inf), amax, 0.0)  # first, so that no rank's NaN hides another's amax
-    for name in update.groups if agreement.reached(update.agreement) else ():
+    for name in update.groups if update.agreement is None or agreement.reached(update.agreement) else ():
         torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, process_group(name))
     seen = amax > 0
     history[:, 0] = amax

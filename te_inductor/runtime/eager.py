@@ -116,6 +116,14 @@ def quantize_rowcol_delayed(x: Tensor, scale: Tensor, quantizer: Quantizer) -> t
     return quantize_delayed(x, scale, quantizer), quantize_delayed(x.t(), scale, quantizer)
 
 
+def transpose(data: Tensor, columns: int) -> Tensor:
+    """The columnwise copy of what this is the rowwise copy of, where both have one scale."""
+    made = data.view(torch.uint8)[:, :columns].t()
+    missing = padded(made.shape[1]) - made.shape[1]
+    made = F.pad(made, (0, missing)) if missing else made.contiguous()
+    return made.view(data.dtype)
+
+
 def current_scale(pieces: list[Tensor], quantizer: Quantizer) -> tuple[Tensor, Tensor]:
     amaxes = [tensor_amax(piece) for piece in pieces]
     scale = encode_scale(torch.stack(amaxes).amax(), quantizer, pieces[0].dtype)

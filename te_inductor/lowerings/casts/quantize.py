@@ -17,6 +17,7 @@ from te_inductor.lowerings.casts.amax import raise_to_amax
 from te_inductor.lowerings.casts.narrowing import overflowing
 from te_inductor.lowerings.registry import lowering
 from te_inductor.recipes import Quantizer
+from te_inductor.recipes.formats import padded
 
 aten = torch.ops.aten
 
@@ -209,6 +210,24 @@ def quantize_delayed(x: ir.TensorBox, scale: ir.TensorBox, quantizer: Quantizer)
 @lowering(ops.quantize_rowcol_delayed)
 def quantize_rowcol_delayed(x: ir.TensorBox, scale: ir.TensorBox, quantizer: Quantizer) -> tuple[ir.TensorBox, ...]:
     return _cast(x, scale, quantizer), _cast(lowerings[aten.permute](x, [1, 0]), scale, quantizer)
+
+
+@lowering(ops.transpose)
+def transpose(data: ir.TensorBox, columns: Any) -> ir.TensorBox:
+    """Of bytes, which no kernel casts."""
+    dtype = data.get_dtype()
+    x = lowerings[aten.slice](lowerings[aten.view.dtype](data, torch.uint8), 1, 0, columns)
+    x = lowerings[aten.permute](x, [1, 0])
+    rows = x.get_size()[1]
+    missing = padded(rows, floordiv=FloorDiv) - rows
+    if missing != 0:
+        x = lowerings[aten.constant_pad_nd](x, [0, missing], 0)
+    made = ir.Pointwise.create(
+        device=x.get_device(), dtype=torch.uint8, inner_fn=x.make_loader(), ranges=list(x.get_size())
+    )
+    made.realize()
+    _freeze(made)
+    return lowerings[aten.view.dtype](made, dtype)  # type: ignore[no-any-return]
 
 
 @lowering(ops.current_scale)

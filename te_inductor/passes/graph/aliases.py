@@ -12,6 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
+from te_inductor import compat
+
 _KNOWN = ("torch", "_operator", "math", "builtins", "einops")  # packages whose functions go by strides as they should
 
 
@@ -57,8 +59,9 @@ def _first_versions(root: fx.GraphModule, inputs: Sequence[object]) -> dict[int,
     mode, first = FakeTensorMode(), dict[int, int]()
     made = []  # alive, as the next one is made by what lies in the same buffer
     for node, given in zip(nodes, inputs, strict=False):
-        if isinstance(given, torch.Tensor) and type(given) in (torch.Tensor, torch.nn.Parameter):
-            made.append(mode.from_tensor(given))
+        held = compat.shard_of(given) if isinstance(given, torch.Tensor) else given
+        if isinstance(held, torch.Tensor) and type(held) in (torch.Tensor, torch.nn.Parameter):
+            made.append(mode.from_tensor(held))
             first |= {id(_owner(tensor)): made[-1]._version for tensor, _ in _stored(node)}
     return first
 
@@ -95,4 +98,5 @@ def _stored(node: fx.Node) -> Iterator[tuple[torch.Tensor, StorageWeakRef]]:
         if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
             while is_functorch_wrapped_tensor(tensor):  # inside vmap and grad
                 tensor = get_unwrapped(tensor)
+            tensor = compat.shard_of(tensor)
             yield tensor, StorageWeakRef(tensor.untyped_storage())

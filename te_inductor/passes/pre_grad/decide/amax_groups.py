@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, fx
+from torch import distributed as dist
 
 from te_inductor import compat
 from te_inductor.config import Options
@@ -12,6 +13,7 @@ from te_inductor.diagnostics import Refusal
 from te_inductor.recipes import DelayedScaling
 from te_inductor.runtime import amax_groups
 from te_inductor.runtime.amax_groups import OWN, AmaxGroup
+from te_inductor.runtime.parallel import Parallel
 from te_inductor.runtime.state_inputs import Reader
 
 
@@ -51,6 +53,24 @@ class GroupsOf:
 
 def _has_mesh(mesh: AmaxGroup | None, parameter: Tensor) -> bool:
     return amax_groups.mesh_of(parameter) == mesh
+
+
+def of_shards(recipe: DelayedScaling, options: Options, parallel: Parallel) -> Refusal | None:
+    """Why shards may not be cast before they are gathered: their ranks would not have one scale."""
+    if parallel.gathered is None and parallel.scattered is None:
+        return None
+    if not recipe.reduce_amax:
+        return Refusal(
+            "shards that are gathered in FP8 have one scale, and DelayedScaling(reduce_amax=False) gives each own"
+        )
+    if options.amax_group is None:
+        return None
+    ranks = dist.get_process_group_ranks(amax_groups.process_group(parallel.group))
+    if not set(ranks) <= set(options.amax_group.ranks):  # type: ignore[attr-defined]
+        return Refusal(
+            "shards that are gathered in FP8 have one scale, and option 'amax_group' is not all of their ranks"
+        )
+    return None
 
 
 def refusal(recipe: object, options: Options) -> Refusal | None:

@@ -47,6 +47,8 @@ def refusal(
 ) -> Refusal | None:
     """Why a site's weight is cast at each call all the same; `examples` are the inputs that the graph is compiled for,
     `written` is the memory that it writes."""
+    if match.parallel is not None:
+        return Refusal("copies of weights that are dealt to ranks are not kept")
     if match.groups:
         return Refusal("copies of experts' weights are not kept")
     if slots.weight.scope not in SCOPES:

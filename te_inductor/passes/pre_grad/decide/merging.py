@@ -24,7 +24,7 @@ from te_inductor.ops.gathered_weight import GatheredWeight
 from te_inductor.passes.graph.aliases import is_opaque, memory, name
 from te_inductor.passes.pre_grad.decide.support import is_tensor, value
 from te_inductor.passes.pre_grad.match import grouped
-from te_inductor.passes.pre_grad.match.rule import Emit, Match, Rule, replace
+from te_inductor.passes.pre_grad.match.rule import Emit, Match, Rule, replace_layer
 from te_inductor.recipes import Recipe, Slots
 
 # What may return its operand, or the same dimensions of it; a view in which they have other places; one in which they
@@ -57,6 +57,7 @@ def groups(
                 match.x,
                 match.groups,
                 match.transposed,
+                match.parallel,
                 recipe,
                 slots,
                 node.dtype,
@@ -91,13 +92,15 @@ def _can_join(match: Match, slots: Slots, written: AbstractSet[StorageWeakRef]) 
         return False  # its output is another node's
     if isinstance(value(match.weight), GatheredWeight):
         return False  # each was cast with its own scale, into memory of its own
+    if match.parallel is not None and not match.parallel.local:
+        return False  # a DTensor does not say how its views are laid out
     operands = [match.weight] if match.bias is None else [match.weight, match.bias]
     return (
         not any(scope.microscaled for scope in scopes)
         and match.sizes[1] % max(scope.alignment for scope in scopes) == 0
         and all(operand.op in ("placeholder", "get_attr") for operand in operands)
         and not any(memory(node) & written for node in (match.node, match.x, *operands))
-        and _may_be_a_slice(match.node, value(match.node).shape[:-1])
+        and _may_be_a_slice(match.end, value(match.end).shape[:-1])
     )
 
 
@@ -136,12 +139,12 @@ def rewrite(group: Sequence[Match], emit: Emit) -> None:
         # Attention keeps its operands for its backward, and a slice would keep the whole matrix.
         clone = torch.ops.aten.clone.default
         for place, match in enumerate(group):
-            if _is_kept(match.node):
+            if _is_kept(match.end):
                 made[place] = first.node.graph.call_function(
                     clone, (made[place],), {"memory_format": torch.contiguous_format}
                 )
     for match, node in zip(group, made, strict=True):
-        replace(match.node, node)
+        replace_layer(match, node)
 
 
 def _emitted(group: Sequence[Match], emit: Emit) -> list[fx.Node]:

@@ -85,6 +85,10 @@ def check_sites(plan: Plan) -> None:
         if candidate.low and isinstance(candidate.recipe, DelayedScaling):
             check_functions(candidate.recipe, weight.device)
             candidate.refusal = delayed.refusal(match, bodies, transforms_of.get(match.node))
+            if match.parallel is not None:
+                candidate.refusal = candidate.refusal or amax_groups.of_shards(
+                    candidate.recipe, plan.options, match.parallel
+                )
 
 
 def weigh_sites(plan: Plan) -> None:

@@ -19,7 +19,7 @@ from te_inductor.passes.pre_grad.decide.support import is_tensor, value
 from te_inductor.passes.pre_grad.match import experts_bias, gathers
 from te_inductor.passes.pre_grad.match.gathers import uncast
 from te_inductor.passes.pre_grad.match.linear import Batched, from_parameter
-from te_inductor.passes.pre_grad.match.rule import Emit, Groups, Match, Rule, replace
+from te_inductor.passes.pre_grad.match.rule import Emit, Groups, Match, Rule, replace_layer
 from te_inductor.recipes import Slots
 from te_inductor.recipes.formats import ALIGNMENT
 from te_inductor.runtime import grouped
@@ -93,7 +93,7 @@ class Grouped(Rule):
         if match.adder is not None:
             match.adder.replace_all_uses_with(new)
             match.node.graph.erase_node(match.adder)
-        replace(match.node, new)
+        replace_layer(match, new)
 
 
 def reads_early(match: Match) -> list[fx.Node]:
@@ -139,7 +139,7 @@ class ManyBatched(Batched):
             count = graph.call_function(ops.equal_groups, (match.x, batch, size))
             made = changed(match, groups=Groups(count))
             [new] = emit([made], x, [weight_of(match)])
-            replace(node, graph.call_function(aten.reshape.default, (new, [batch, -1, n])))
+            replace_layer(match, graph.call_function(aten.reshape.default, (new, [batch, -1, n])))
 
 
 def rows_of(match: Match) -> fx.Node:

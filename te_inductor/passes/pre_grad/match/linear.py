@@ -8,7 +8,7 @@ from torch import fx
 from te_inductor.diagnostics import Refusal
 from te_inductor.passes.graph.aliases import name
 from te_inductor.passes.pre_grad.decide.support import is_tensor, value
-from te_inductor.passes.pre_grad.match.rule import Call, Emit, Match, Rule, replace
+from te_inductor.passes.pre_grad.match.rule import Call, Emit, Match, Rule, replace_layer
 
 # Methods and functions between a parameter and the product that uses it: views and casts of the same values
 # (torch 2.15 writes p.T as aten.numpy_T(p), earlier releases as getattr(p, "T")).
@@ -111,12 +111,12 @@ class Batched(Rule):
         return super().check(match)
 
     def rewrite(self, match: Match, emit: Emit) -> None:
-        aten, graph, node = torch.ops.aten, match.node.graph, match.node
-        with graph.inserting_before(node):
+        aten, graph = torch.ops.aten, match.node.graph
+        with graph.inserting_before(match.node):
             products = []
             for index in range(value(match.weight).shape[0]):
                 x = graph.call_function(aten.select.int, (match.x, 0, index))
                 weight = graph.call_function(aten.select.int, (match.weight, 0, index))
                 weight = graph.call_function(aten.t.default, (weight,))
                 products += emit([match], x, [weight])
-            replace(node, graph.call_function(aten.stack.default, (products,)))
+            replace_layer(match, graph.call_function(aten.stack.default, (products,)))

@@ -12,10 +12,11 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from te_inductor import ops
+from te_inductor import compat, ops
 from te_inductor.diagnostics import Refusal
 from te_inductor.passes.pre_grad.decide import support
 from te_inductor.recipes import Slots
+from te_inductor.runtime.parallel import Parallel
 
 # Calls by one name each, whether they come as a function or as a method, with the names of their operands in order.
 _FUNCTIONS: dict[Any, str] = {
@@ -91,10 +92,19 @@ class Match:
     literal: "Match | None" = (
         None  # the layer of what the product itself reads, where this one reads what that was made of
     )
+    parallel: Parallel | None = None  # how DTensors of it are dealt to ranks; x is then in front of `before`
+    unparallel: Refusal | None = None  # why a layer whose weight is a DTensor is none of those
+    before: tuple[fx.Node, ...] = ()  # what stood between x and the layer, which does it itself, the last first
+    behind: tuple[fx.Node, ...] = ()  # the redistribution of its output, and what makes that a plain tensor
+
+    @property
+    def end(self) -> fx.Node:
+        """The last of the nodes whose place the layer takes."""
+        return self.behind[-1] if self.behind else self.node
 
     @property
     def sizes(self) -> tuple[Any, int, int]:
-        """(M, N, K), M of all experts together."""
+        """(M, N, K), M of all experts together; of what one rank multiplies."""
         rows, weight = support.value(self.node if self.groups else self.x), support.value(self.weight)
         n, k = (weight.shape[-1], weight.shape[-2]) if self.transposed else (weight.shape[-2], weight.shape[-1])
         if self.groups and self.groups.numbered:
@@ -102,7 +112,7 @@ class Match:
         m: Any = 1
         for size in rows.shape[:-1]:
             m = m * size
-        return m, n, k
+        return (m, n, k) if self.parallel is None else self.parallel.sizes(m, n, k)
 
     @property
     def experts(self) -> int:
@@ -137,8 +147,11 @@ class Rule:
         raise NotImplementedError
 
     def check(self, match: Match) -> Refusal | None:
-        x, weight = support.value(match.x), support.value(match.weight)
-        bias = None if match.bias is None else support.value(match.bias)
+        if match.unparallel is not None:
+            return match.unparallel
+        held = support.value if match.parallel is None else lambda node: compat.shard_of(support.value(node))
+        x, weight = held(match.x), held(match.weight)
+        bias = None if match.bias is None else held(match.bias)
         return (
             support.tensors(x, weight)
             or support.sizes(*match.sizes)
@@ -154,13 +167,13 @@ class Rule:
         return support.emulated(slots, support.value(match.weight).device)
 
     def rewrite(self, match: Match, emit: Emit) -> None:
-        graph, node = match.node.graph, match.node
-        with graph.inserting_before(node):
+        graph = match.node.graph
+        with graph.inserting_before(match.node):
             weight = (
                 graph.call_function(torch.ops.aten.t.default, (match.weight,)) if match.transposed else match.weight
             )
             [new] = emit([match], match.x, [weight])
-            replace(node, new)
+            replace_layer(match, new)
 
 
 def call_linears(
@@ -172,7 +185,10 @@ def call_linears(
     dtype, groups = support.value(matches[0].node).dtype, matches[0].groups
     # fx has no name for a constant among arguments.
     operands: Any = (x, list(weights), biases, slots, dtype)
-    if groups is None:
+    if matches[0].parallel is not None:
+        operands = (*operands, matches[0].parallel)
+        ys = x.graph.call_function(ops.parallel_linears, operands, more)
+    elif groups is None:
         ys = x.graph.call_function(ops.linears, operands, more)
     else:
         operands = (x, list(weights), biases, groups.ends, slots, dtype)
@@ -187,3 +203,13 @@ def replace(node: fx.Node, new: fx.Node) -> None:
     new.meta = dict(node.meta)
     node.replace_all_uses_with(new)
     node.graph.erase_node(node)
+
+
+def replace_layer(match: Match, new: fx.Node) -> None:
+    """Put a node in the place of a layer's, with what stands around it."""
+    replace(match.end, new)
+    for node in (*reversed(match.behind[:-1]), *([match.node] if match.behind else [])):
+        node.graph.erase_node(node)
+    for node in match.before:  # which other layers may read too
+        if not node._erased and not node.users:
+            node.graph.erase_node(node)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from te_inductor import ops
+from te_inductor import compat, ops
 from te_inductor.ops.gathered_weight import GatheredWeight
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.module_path import holder_path
@@ -94,6 +94,9 @@ class DelayedSites:
         self.backward: _Groups = {}
         self.steps: dict[AmaxGroup, fx.Node] = {}  # of the backward
         self.without_group: list[str] = []  # sites
+        # Of tensor-parallel layers, whose ranks run one graph anyway: it has other collectives, and what is gathered in FP8
+        # has to have one scale.
+        self.in_step: set[AmaxGroup] = set()
         self.quantizers: dict[Reader, _Quantizer] = {}
         self.shared: dict[Reader, list[Reader]] = {}
         self._share([match for _, match in sites], merged)
@@ -146,6 +149,8 @@ class DelayedSites:
         known = [*self._known(of_x, graph), *(self._known(of_weight, graph) if of_weight else ())]
         more: dict[str, Any] = self.extras.of(matches, graph)
         kept = "kept" in more
+        if match.parallel is not None:
+            self.in_step |= {one.group for one in (of_x, of_weight) if one.group}
         if training:
             of_grad = self._quantizer(match, weight, "grad_output")
             known += self._known(of_grad, graph)
@@ -153,11 +158,11 @@ class DelayedSites:
             more["grad_amax"] = self.bodies.hand(of_grad.amax, graph)
             self._add(self.backward, of_grad)
         if training or match.node in self.in_grad_mode:  # a frozen layer that reads a frozen input needs its scales too
-            self._record(of_x, [x], match.sizes[2])
+            self._record(of_x, [x], match)
             if kept and of_weight:  # recorded where the weight is looked at
                 self._add(self.forward, of_weight)
             elif of_weight:
-                self._record(of_weight, weights, match.sizes[2])
+                self._record(of_weight, weights, match)
         if kept and of_weight:
             self.extras.keeps.scale(matches, of_weight.state, of_weight.state.recorded)
         ys = call_linears(matches, x, weights, self.slots, known=known, **more)
@@ -186,6 +191,8 @@ class DelayedSites:
     def _update(self, group: AmaxGroup, element: str) -> ScaleUpdate:
         if not group:
             return ScaleUpdate(self.recipe, element)
+        if group in self.in_step:
+            return ScaleUpdate(self.recipe, element, group.names)
         sites = [updates[group].sites if group in updates else [] for updates in (self.forward, self.backward)]
         agreed = agreement.agreement_of(group, [self.recipe.__fx_repr__()[0], *sites])
         if agreed not in self.inputs.agreements:
@@ -217,7 +224,7 @@ class DelayedSites:
             state = StateInput(readers, self.paths[match.node], len(self.inputs.quantizers))
             self.inputs.quantizers.append(state)
             example = value(match.x)
-            with example.fake_mode:  # type: ignore[attr-defined]
+            with compat.shard_of(example).fake_mode:  # type: ignore[attr-defined]
                 shapes = ((), (), (self.recipe.amax_history_len,))
                 tensors = [torch.empty(shape, dtype=torch.float32, device=example.device) for shape in shapes]
             amax, scale, history = (self._input(tensor) for tensor in tensors)
@@ -248,15 +255,18 @@ class DelayedSites:
             if quantizer.group is None:
                 self.without_group.append(quantizer.state.site)
 
-    def _record(self, quantizer: _Quantizer, pieces: Sequence[fx.Node], columns: int) -> None:
+    def _record(self, quantizer: _Quantizer, pieces: Sequence[fx.Node], match: Match) -> None:
         """Record a tensor's amax, once however many sites read it."""
         self._add(self.forward, quantizer)
         new = [piece for piece in pieces if (quantizer, piece) not in self.recorded]
         self.recorded.update((quantizer, piece) for piece in new)
         if new:
             graph = new[0].graph
+            if match.parallel is not None:
+                graph.call_function(ops.record_shard_amax, (new, self.bodies.hand(quantizer.amax, graph)))
+                return
             # As `ops.linears` flattens it, so that the amax and the cast are seen to read the same tensor.
-            flat = [graph.call_function(torch.ops.aten.reshape.default, (piece, [-1, columns])) for piece in new]
+            flat = [graph.call_function(torch.ops.aten.reshape.default, (piece, [-1, match.sizes[2]])) for piece in new]
             graph.call_function(ops.record_amax, (flat, self.bodies.hand(quantizer.amax, graph)))
 
     def _leaf(self) -> fx.Node:

@@ -21,7 +21,11 @@ from te_inductor.recipes import DelayedScaling
 
 _RECIPE = "te_delayed"  # attribute of a `linears` node: its recipe. No metadata, which says that a node is the user's
 _NOT_TAKEN = ("known", "kept")
-_FIRST = {ops.linears: ops.first_linears, ops.grouped_linears: ops.first_grouped_linears}
+_FIRST = {
+    ops.linears: ops.first_linears,
+    ops.grouped_linears: ops.first_grouped_linears,
+    ops.parallel_linears: ops.first_parallel_linears,
+}
 
 
 def mark(node: fx.Node, recipe: DelayedScaling) -> None:

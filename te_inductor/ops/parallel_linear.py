@@ -1,0 +1,216 @@
+"""Linear layers in low precision whose tensors are dealt to several ranks: Note [Tensor-parallel layers] in
+runtime/parallel.py. Traced, as `linears` is."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_inductor import compat
+from te_inductor.compat import constant_type_name
+from te_inductor.ops.casts import Copy, ScalePair, copies, current_scale, tensor_amax, transpose
+from te_inductor.ops.definition import define
+from te_inductor.ops.delayed import DelayedScales, record_amax
+from te_inductor.ops.gemm import product
+from te_inductor.ops.linear import bias_gradient
+from te_inductor.recipes import Quantizer, Slots
+from te_inductor.recipes.delayed import DelayedScaling
+from te_inductor.runtime.operation import Gradients, Needs, Operation
+from te_inductor.runtime.parallel import Parallel, gather, largest, reduce
+
+
+@dataclass(frozen=True)
+class ParallelLinears(Operation):
+    """The layers of one input. Inputs: x (…, K), the step's token or None, `count` weights (N, K), then their biases
+    (N,) if they have any; all of this rank alone. Saved for backward: the columnwise copies of x, gathered, and of w."""
+
+    slots: Slots
+    out_dtype: torch.dtype
+    parallel: Parallel
+    count: int = 1
+    step: DelayedScales | None = None
+
+    def compute(
+        self, needs: Needs, x: Tensor, token: Tensor | None, *operands: Tensor
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        weights, biases = operands[: self.count], operands[self.count :]
+        wanted = needs[-len(operands) :]
+        x_grad, weight_grad, bias_grad = needs[0], any(wanted[: self.count]), any(wanted[self.count :])
+        slots, parallel = self.slots, self.parallel
+        x_row, x_col, rows = self._copies([x], "input", parallel.gathered, rowwise=True, columnwise=weight_grad)
+        w_row, w_col, _ = self._copies(weights, "weight", None, rowwise=True, columnwise=x_grad)
+        bias = (torch.cat(list(biases)) if len(biases) > 1 else biases[0]) if biases else None
+        early = None if parallel.reduces else bias
+        y = product(x_row, w_row, early, slots.fprop, self.out_dtype)
+        y = y.reshape(*rows, y.shape[1])
+        if parallel.reduces:
+            y = reduce(y, parallel.y, parallel)
+            y = y if bias is None else y + bias.to(self.out_dtype)
+        ys = y.split([weight.shape[0] for weight in weights], -1) if self.count > 1 else (y,)
+        return ys, (x_col, w_col, (x_grad, weight_grad, bias_grad))
+
+    def setup_context(self, ctx: Any, inputs: tuple[Any, ...], found: Any) -> None:
+        x, _, *operands = inputs
+        weights, biases = operands[: self.count], operands[self.count :]
+        x_col, w_col, ctx.needs = found
+        ctx.save_for_backward(*Copy.saved(x_col), *Copy.saved(w_col))
+        ctx.dtypes = x.dtype, weights[0].dtype, biases[0].dtype if biases else None
+        ctx.sizes = [weight.shape[0] for weight in weights]
+
+    def backward(self, ctx: Any, *dys: Tensor) -> Gradients:
+        x_grad, weight_grad, bias_grad = ctx.needs
+        saved = ctx.saved_tensors
+        x_col, w_col = Copy(*saved[:3]), Copy(*saved[3:])
+        x_dtype, weight_dtype, bias_dtype = ctx.dtypes
+        slots, parallel, dx = self.slots, self.parallel, None
+        dws: Sequence[Tensor | None] = [None] * len(dys)
+        if x_grad or weight_grad:
+            g_row, g_col, rows = self._copies(
+                dys, "grad_output", parallel.scattered, rowwise=x_grad, columnwise=weight_grad
+            )
+            if self.step is not None:
+                record_amax([_flat(dy) for dy in dys], self.step.grad_amax)
+        if x_grad:
+            dx = product(g_row, w_col, None, slots.dgrad, self.out_dtype)
+            dx = dx.reshape(*rows, dx.shape[1])
+            if parallel.gathers:
+                dx = reduce(dx, parallel.x, parallel)
+            dx = dx.to(x_dtype)
+        if weight_grad:
+            narrow = self.out_dtype == torch.float16
+            dw = product(g_col, x_col, None, slots.wgrad, torch.float16 if narrow else weight_dtype).to(weight_dtype)
+            dws = dw.split(ctx.sizes) if len(ctx.sizes) > 1 else [dw]
+        dbs: Sequence[Tensor | None] = [] if bias_dtype is None else [None] * len(dys)
+        if bias_grad:
+            dbs = [bias_gradient(_flat(dy), self.out_dtype).to(bias_dtype) for dy in dys]
+        return dx, None, *dws, *dbs
+
+    def _copies(
+        self, pieces: Sequence[Tensor], slot: str, dim: int | None, *, rowwise: bool, columnwise: bool
+    ) -> tuple[Copy | None, Copy | None, Sequence[Any]]:
+        """The copies of pieces (…, C) side by side in their last dimension, weights one below the other, that all
+        ranks have along `dim` if they are gathered; and the sizes in front of the last."""
+        quantizer: Quantizer = getattr(self.slots, slot)
+        side = 0 if slot == "weight" else 1
+        if dim is not None and not quantizer.granularity.whole:
+            pieces, dim = [gather(piece, dim, self.parallel) for piece in pieces], None
+        rows = list(pieces[0].shape[:-1])
+        flat = [_flat(piece) for piece in pieces]
+        # What all ranks gather has one scale: where no step knows it, that of the largest amax of all shards. In a first
+        # step all tensors do, so that it begins the histories of one rank.
+        first = self.step is not None and self.step.first is not None
+        shared = first or (self.step is None and dim is not None)
+        told = [self._largest(flat).view(1, 1)] if shared else flat
+        known = None if self.step is None else self.step.known(slot, told, quantizer)
+        if dim is None:
+            return *copies(flat, side, quantizer, known, rowwise=rowwise, columnwise=columnwise), rows
+        known = known or ScalePair(*current_scale(told, quantizer))
+        row, _ = copies(flat, side, quantizer, known, columnwise=False)
+        assert row is not None  # it was asked for
+        data = gather(row.data.view(*rows, row.data.shape[1]), dim, self.parallel)
+        rows[dim] = rows[dim] * self.parallel.ranks
+        row = Copy(_flat(data), known.scale_inv)
+        columns = sum(piece.shape[1] for piece in flat)
+        return row, Copy(transpose(row.data, columns), row.scale_inv) if columnwise else None, rows
+
+    def _largest(self, pieces: Sequence[Tensor]) -> Tensor:  # () fp32
+        amaxes = [tensor_amax(piece) for piece in pieces]
+        return largest(torch.stack(amaxes).amax() if len(amaxes) > 1 else amaxes[0], self.parallel)
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def trace_parallel_linears(
+    x: Tensor,  # a DTensor, (..., K)
+    weights: Sequence[Tensor],  # DTensors, each (N, K)
+    biases: Sequence[Tensor],  # DTensors, each (N,); none, or one a weight
+    slots: Slots,
+    out_dtype: torch.dtype,
+    parallel: Parallel,
+    known: Sequence[Tensor] | None = None,  # as of `linears`
+    token: Tensor | None = None,
+    grad_amax: Tensor | None = None,
+) -> list[Tensor]:  # each (..., N); DTensors, or what this rank has of them
+    """`linears` of DTensors, with the redistributions in front of and behind it."""
+    pairs = [] if known is None else [ScalePair(*pair) for pair in zip(known[::2], known[1::2], strict=True)]
+    step = DelayedScales(*pairs, *([token, grad_amax] if len(pairs) > 2 else [])) if pairs else None  # type: ignore[arg-type]
+    return _layers(ParallelLinears(slots, out_dtype, parallel, len(weights), step), x, token, weights, biases)
+
+
+def trace_first_parallel_linears(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    slots: Slots,
+    out_dtype: torch.dtype,
+    parallel: Parallel,
+    recipe: DelayedScaling,
+    token: Tensor | None = None,
+    grad_amax: Tensor | None = None,
+) -> list[Tensor]:
+    """The same in a first step under delayed scaling: Note [A first step]."""
+    step = DelayedScales(token=token, grad_amax=grad_amax, first=recipe)
+    return _layers(ParallelLinears(slots, out_dtype, parallel, len(weights), step), x, token, weights, biases)
+
+
+def _layers(
+    layers: ParallelLinears, x: Any, token: Tensor | None, weights: Sequence[Any], biases: Sequence[Any]
+) -> list[Tensor]:
+    """On what this rank has of the operands; gradients are DTensors of the placements that each operand's have."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    parallel, mesh = layers.parallel, x.device_mesh
+    shard = None if parallel.x is None else Shard(parallel.x)
+    # A whole operand of which each rank computes a part of the gradient has partial sums of it.
+    whole_x = Partial() if parallel.weight == 0 else Replicate()
+    whole_weight = Replicate() if shard is None else Partial()
+    weight = whole_weight if parallel.weight is None else Shard(parallel.weight)
+    scattered = parallel.reduces and parallel.y is not None
+    bias = (
+        Shard(0)
+        if parallel.weight == 0
+        else Partial()
+        if scattered
+        else whole_weight
+        if parallel.weight is None
+        else Replicate()
+    )
+    local = x.to_local(grad_placements=[shard or whole_x])
+    ys = layers(
+        local,
+        token,
+        *(one.to_local(grad_placements=[weight]) for one in weights),
+        *(one.to_local(grad_placements=[bias]) for one in biases),
+    )
+    if parallel.local:
+        return list(ys)
+    if parallel.weight == 0:
+        placement: Any = Shard(ys[0].dim() - 1)
+    elif parallel.weight == 1:
+        placement = Partial() if not parallel.reduces else Replicate() if parallel.y is None else Shard(parallel.y)
+    else:
+        placement = shard or Replicate()
+    return [DTensor.from_local(y, mesh, [placement], run_check=False) for y in ys]
+
+
+_OPERANDS = (
+    f"Tensor x, Tensor[] weights, Tensor[] biases, {constant_type_name(Slots)} slots, ScalarType out_dtype,"
+    f" {constant_type_name(Parallel)} parallel"
+)
+parallel_linears = define(
+    f"parallel_linears({_OPERANDS}, Tensor[]? known=None, Tensor? token=None, Tensor? grad_amax=None) -> Tensor[]",
+    trace_parallel_linears,
+)
+first_parallel_linears = define(
+    f"first_parallel_linears({_OPERANDS}, {constant_type_name(DelayedScaling)} recipe, Tensor? token=None, Tensor?"
+    " grad_amax=None) -> Tensor[]",
+    trace_first_parallel_linears,
+)
+record_shard_amax = define(
+    "record_shard_amax(Tensor[] pieces, Tensor(a!) amax) -> ()",
+    lambda pieces, amax: record_amax([_flat(compat.local_of(piece).detach()) for piece in pieces], amax),
+)

@@ -1,0 +1,179 @@
+"""Layers whose weight is a DTensor, with the redistributions that tensor parallelism puts around them: what each tensor
+is to each rank, as the placements of Dynamo's fake tensors say. Note [Tensor-parallel layers] in runtime/parallel.py."""
+
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from te_inductor import compat
+from te_inductor.diagnostics import Refusal
+from te_inductor.passes.graph.aliases import memory, name
+from te_inductor.passes.pre_grad.decide.support import is_tensor, value
+from te_inductor.passes.pre_grad.match.rule import Match
+from te_inductor.runtime.parallel import Parallel
+
+_REDISTRIBUTE = frozenset({"redistribute", "prim_redistribute"})  # the second is torch 2.11's
+_CASTS = ("forward_dtype", "backward_dtype")  # what a redistribution may be asked to send
+
+
+def with_redistributions(match: Match, written: AbstractSet[StorageWeakRef]) -> Match:
+    """The layer as it is where its weight is no DTensor; else with its place among the ranks, or why it has none.
+    `written` is the memory that the graph writes: what reads that is not moved."""
+    if compat.mesh_of_dtensor(value(match.weight)) is None:
+        return match
+    why_not = _kinds(match) or _products(match)
+    if why_not is not None:
+        return replace(match, unparallel=why_not)
+    mesh: Any = compat.mesh_of_dtensor(value(match.weight))
+    weight, x, gather = _dim(value(match.weight)), match.x, None
+    if weight == 0 and _is_gather(x) and not memory(x.all_input_nodes[0]) & written:
+        x, gather = x.all_input_nodes[0], x
+    made = _made_first(x, written)
+    behind, y, local = _behind(match.node)
+    reduces = weight == 1 and y is not None
+    if not reduces and y is not None and value(y).placements != value(match.node).placements:  # type: ignore[attr-defined]
+        behind, local = (), False
+    if weight == 1 and match.bias is not None and not reduces:
+        return replace(match, unparallel=Refusal("a bias is added to partial sums of the ranks"))
+    parallel = Parallel(
+        mesh.get_group().group_name,
+        mesh.size(),
+        weight,
+        _dim(value(x)),
+        gather is not None,
+        reduces,
+        _dim(value(y)) if reduces and y is not None else None,
+        local,
+    )
+    before = tuple(node for node in (gather, x if made is not x else None) if node is not None)
+    return replace(match, x=made, parallel=parallel, before=before, behind=behind)
+
+
+def _made_first(x: fx.Node, written: AbstractSet[StorageWeakRef]) -> fx.Node:
+    """The first DTensor that is made of the same tensor in the same way, so that layers are seen to read one input: each
+    style makes one for its own layer."""
+    if name(x) != "from_local" or memory(x) & written:
+        return x
+    alike = (
+        node
+        for node in x.all_input_nodes[0].users
+        if (node.target, node.args, node.kwargs, node.graph) == (x.target, x.args, x.kwargs, x.graph)
+    )
+    return min(alike, default=x)
+
+
+def _products(match: Match) -> Refusal | None:
+    """Where torch itself would redistribute an operand, or some rank would have more than another."""
+    x, weight = value(match.x), value(match.weight)
+    dealt, last = _dim(x), x.dim() - 1
+    expected: list[int | None] = {0: [None], 1: [last], None: [None, *range(last)]}[_dim(weight)]  # type: ignore[assignment]
+    if dealt not in expected:
+        return Refusal(
+            "weight is %s and input %s: torch redistributes one inside of the layer", _text(weight), _text(x)
+        )
+    for what, node in (("input", match.x), ("weight", match.weight)):
+        if not _is_even(node):
+            shape = tuple(value(node).shape)
+            return Refusal(
+                "%s of shape %s is dealt unevenly to %d ranks", what, shape, compat.mesh_of_dtensor(weight).size()
+            )
+    return None
+
+
+def _kinds(match: Match) -> Refusal | None:
+    """What a tensor of the layer is that no tensor-parallel layer has."""
+    tensors: dict[str, Any] = {"weight": value(match.weight), "input": value(match.x)}
+    if match.bias is not None:
+        tensors["bias"] = value(match.bias)
+    if match.transposed or match.groups is not None:
+        return Refusal("a product with a DTensor that is no linear layer")
+    mesh = tensors["weight"].device_mesh
+    for what, tensor in tensors.items():
+        if compat.mesh_of_dtensor(tensor) is None:
+            return Refusal("weight is a DTensor, %s a %s", what, type(tensor).__name__)
+        if tensor.device_mesh != mesh:
+            return Refusal("weight and %s are DTensors of different meshes", what)
+        if len(tensor.placements) != 1:
+            return Refusal("%s is a DTensor over a mesh of %d dimensions, not one", what, len(tensor.placements))
+        [placement] = tensor.placements
+        if placement.is_partial():
+            return Refusal("%s is a DTensor of partial sums, which no cast may round", what)
+        if not (placement.is_replicate() or type(placement) is _shard()):
+            return Refusal("%s is a DTensor placed as %s", what, placement)
+    bias = tensors.get("bias")
+    if bias is not None and _dim(bias) != (0 if _dim(tensors["weight"]) == 0 else None):
+        return Refusal("weight is %s and bias %s", _text(tensors["weight"]), _text(bias))
+    return None
+
+
+def _is_gather(node: fx.Node) -> bool:
+    """Whether a node makes a whole tensor of rows that the ranks have."""
+    if name(node) not in _REDISTRIBUTE or not _keeps_dtype(node):
+        return False
+    source: Any = value(node.all_input_nodes[0])
+    if compat.mesh_of_dtensor(source) is None or len(source.placements) != 1:
+        return False
+    made: Any = value(node)
+    dim = _dim(source) if type(source.placements[0]) is _shard() else None
+    even = _is_even(node.all_input_nodes[0])
+    return bool(made.placements[0].is_replicate() and dim not in (None, source.dim() - 1) and even)
+
+
+def _keeps_dtype(node: fx.Node) -> bool:
+    """Whether a redistribution sends what it is given, in both directions."""
+    source: Any = node.all_input_nodes[0]
+    return value(source).dtype == value(node).dtype and not any(node.kwargs.get(option) for option in _CASTS)
+
+
+def _behind(node: fx.Node) -> tuple[tuple[fx.Node, ...], fx.Node | None, bool]:
+    """The redistribution that alone reads a node, and what alone takes a plain tensor of that; the DTensor that is left
+    of the node; whether what reads it takes a plain tensor."""
+    nodes: list[fx.Node] = []
+    y: fx.Node | None = None
+    user = _only_user(node)
+    if user is not None and name(user) in _REDISTRIBUTE and _keeps_dtype(user) and _may_be_scattered(user):
+        nodes, y = [user], user
+        user = _only_user(user)
+    # torch 2.11 hides the placements of its gradient.
+    if user is not None and name(user) == "to_local" and len(user.args) == 1 and not any(user.kwargs.values()):
+        return (*nodes, user), y or node, True
+    return tuple(nodes), y, False
+
+
+def _may_be_scattered(node: fx.Node) -> bool:
+    """Whether a redistribution leaves a tensor whole, or deals rows of it evenly."""
+    y: Any = value(node)
+    if len(y.placements) != 1 or not (y.placements[0].is_replicate() or type(y.placements[0]) is _shard()):
+        return False
+    return _is_even(node) and (_dim(y) != y.dim() - 1 or y.placements == value(node.all_input_nodes[0]).placements)  # type: ignore[attr-defined]
+
+
+def _only_user(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 and is_tensor(next(iter(node.users))) else None
+
+
+def _shard() -> Any:
+    from torch.distributed.tensor import Shard
+
+    return Shard
+
+
+def _dim(tensor: Any) -> int | None:
+    """The dimension along which a DTensor is sharded."""
+    [placement] = tensor.placements
+    return placement.dim % tensor.dim() if type(placement) is _shard() else None
+
+
+def _is_even(node: fx.Node) -> bool:
+    tensor: Any = value(node)
+    dim = _dim(tensor)
+    return dim is None or statically_known_true(tensor.shape[dim] % tensor.device_mesh.size() == 0)
+
+
+def _text(tensor: torch.Tensor) -> str:
+    return ", ".join(map(str, tensor.placements))  # type: ignore[attr-defined]

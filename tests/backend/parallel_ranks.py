@@ -1,0 +1,467 @@
+"""One rank of tensor parallelism: `python -m tests.backend.parallel_ranks RANK WORLD FILE KINDS`.
+
+Prints one line of JSON: by kind, what it tells. Graphs are not compiled (tests/uncompiled.py), except those of
+"compiled KIND"."""
+
+import copy
+import functools
+import gc
+import json
+import os
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import checkpoint
+
+import te_inductor
+from te_inductor import compat, ops
+from te_inductor.recipes import DelayedScaling
+from tests import uncompiled
+
+KINDS: dict[str, Callable[..., Any]] = {}
+WIDTH, HIDDEN, BATCH, LENGTH = 64, 128, 2, 32
+PATIENCE = {"other_length": 10, "raises": 10}  # seconds that a group waits
+_COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
+
+
+def kind(function: Callable[..., Any]) -> Callable[..., Any]:
+    KINDS[function.__name__] = function
+    return function
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int = WIDTH, hidden: int = HIDDEN, bias: bool = False) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(width)
+        self.gate, self.up = nn.Linear(width, hidden, bias), nn.Linear(width, hidden, bias)
+        self.down = nn.Linear(hidden, width, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Outer(nn.Module):
+    """A root, whose children plans name."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+PLAIN = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+SEQUENCE = {
+    "norm": SequenceParallel(),
+    "gate": ColwiseParallel(input_layouts=Shard(1)),
+    "up": ColwiseParallel(input_layouts=Shard(1)),
+    "down": RowwiseParallel(output_layouts=Shard(1)),
+}
+
+
+class Rank:
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank, self.world = rank, world
+        self.mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+        self.graphs: list[
+            list[tuple[str, str, int]]
+        ] = []  # of each: collective, dtype, bytes that it gives a rank (-1: a symbol)
+        self.low = 0  # GEMMs in low precision
+        torch.manual_seed(0)
+
+    def see(self, graph: fx.Graph) -> None:
+        found = []
+        for node in graph.nodes:
+            name = str(node.target).split(".")[1] if "c10d_functional" in str(node.target) else ""
+            if name in _COLLECTIVES:
+                made = node.meta["val"]
+                size = made.numel() * made.itemsize
+                found.append((name, str(made.dtype).removeprefix("torch."), size if isinstance(size, int) else -1))
+            self.low += node.target is ops.scaled_mm
+        self.graphs.append(sorted(found))
+
+    def te(self, model: Any, *, by_block: bool = False, dynamic: bool | None = None, **options: Any) -> Any:
+        options = {"fallback": "error", **options}
+        if not by_block:
+            return torch.compile(model, backend="te", dynamic=dynamic, options=options)
+        for layer in model.layers:
+            layer.compile(backend="te", dynamic=dynamic, options=options)
+        return model
+
+    def wire(self, graphs: list[Any]) -> list[list[Any]]:
+        """What graphs with collectives send, each kind of graph once."""
+        return [list(map(list, graph)) for graph in dict.fromkeys(map(tuple, graphs)) if graph]
+
+    def part(self, x: Tensor, dim: int | None) -> Tensor:
+        return x.clone() if dim is None else x.chunk(self.world, dim)[self.rank].contiguous()
+
+    def compared(
+        self,
+        model: nn.Module,
+        plan: Any,
+        recipe: Any,
+        *,
+        dim: int | None,
+        by_block: bool = False,
+        dynamic: bool | None = None,
+        **more: Any,
+    ) -> Any:
+        """How far tensor-parallel training is from one rank's in low precision, and both from high precision; what goes
+        over the wire."""
+        if recipe == "delayed":
+            recipe = DelayedScaling(amax_history_len=4)
+        steps = 3 if isinstance(recipe, DelayedScaling) else 1
+        exact, one = copy.deepcopy(model).double(), copy.deepcopy(model)
+        width = model.layers[0].norm.weight.shape[0]
+        x, dy = torch.randn(BATCH, LENGTH, width), torch.randn(BATCH, LENGTH, width)
+        for layer in model.layers:
+            parallelize_module(layer, self.mesh, plan)
+        run, alone = (
+            self.te(which, recipe=recipe, by_block=by_block, dynamic=dynamic, **group, **more)
+            for which, group in ((model, {}), (one, {"amax_group": "none"}))
+        )
+        for _ in range(steps):
+            found = self.step(run, model, self.part(x, dim), self.part(dy, dim))
+            wire, low = self.graphs, self.low
+            known = self.step(alone, one, x, dy)
+            self.graphs, self.low = wire, low
+        right = self.step(exact, exact, x.double(), dy.double())
+        for tensors in (known, right):
+            tensors[:2] = [self.part(tensor, dim) for tensor in tensors[:2]]
+        off = [
+            [_off(*pair) for pair in zip(*pairs, strict=True)]
+            for pairs in ((found, known), (found, right), (known, right))
+        ]
+        return {
+            "one rank": max(off[0]),
+            "error": off[1],
+            "error of one rank": off[2],
+            "wire": self.wire(wire),
+            "low": low,
+        }
+
+    def step(self, run: Any, model: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
+        x = x.clone().requires_grad_()
+        model.zero_grad()
+        y = run(x)
+        y.backward(dy)
+        grads = [parameter.grad for parameter in model.parameters()]
+        return [y.detach(), x.grad, *(g.full_tensor() if isinstance(g, DTensor) else g for g in grads)]
+
+
+def _off(a: Tensor, b: Tensor) -> float:
+    a, b = a.double(), b.double()
+    return ((a - b).norm() / b.norm()).item() if a.isfinite().all() else float("inf")
+
+
+@kind
+def plain(rank: Rank, recipe: str) -> Any:
+    return rank.compared(Outer(Mlp()), PLAIN, recipe, dim=None)
+
+
+@kind
+def plain_bias(rank: Rank, recipe: str) -> Any:
+    return rank.compared(Outer(Mlp(bias=True)), PLAIN, recipe, dim=None)
+
+
+@kind
+def sequence(rank: Rank, recipe: str) -> Any:
+    return rank.compared(Outer(Mlp()), SEQUENCE, recipe, dim=1)
+
+
+@kind
+def sequence_bias(rank: Rank, recipe: str) -> Any:
+    return rank.compared(Outer(Mlp(bias=True)), SEQUENCE, recipe, dim=1)
+
+
+@kind
+def sequence_wide(rank: Rank, recipe: str) -> Any:
+    """Of a size that fills blocks; microscaled formats are emulated here, which is told."""
+    return rank.compared(Outer(Mlp(128, 256)), SEQUENCE, recipe, dim=1, fallback="silent")
+
+
+@kind
+def two(rank: Rank, recipe: str) -> Any:
+    return rank.compared(Outer(Mlp(), Mlp()), SEQUENCE, recipe, dim=1)
+
+
+@kind
+def blocks(rank: Rank, recipe: str) -> Any:
+    """Compiled one by one."""
+    return rank.compared(Outer(Mlp(), Mlp()), SEQUENCE, recipe, dim=1, by_block=True)
+
+
+class Checkpointed(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+@kind
+def checkpointed(rank: Rank, recipe: str) -> Any:
+    return rank.compared(Outer(Checkpointed()), SEQUENCE, recipe, dim=1)
+
+
+@kind
+def symbolic(rank: Rank, recipe: str) -> Any:
+    """Of an unknown length."""
+    return rank.compared(Outer(Mlp()), SEQUENCE, recipe, dim=1, dynamic=True)
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 96, bias=False)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), target.flatten())
+
+
+@kind
+def loss(rank: Rank, recipe: str) -> Any:
+    """Loss parallel: logits stay dealt, and the loss is computed of the shards."""
+    model = Head()
+    one, x, target = copy.deepcopy(model), torch.randn(BATCH, LENGTH, WIDTH), torch.randint(96, (BATCH, LENGTH))
+    plan = {
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
+    }
+    parallelize_module(model, rank.mesh, plan)
+    run, alone = rank.te(model, recipe=recipe), rank.te(one, recipe=recipe, amax_group="none")
+    own = rank.part(x, 1).requires_grad_()
+    with loss_parallel():
+        found = run(own, target)
+        found.backward()
+    low, graphs = rank.low, rank.graphs
+    x.requires_grad_()
+    known = alone(x, target)
+    known.backward()
+    found = found.full_tensor() if isinstance(found, DTensor) else found
+    pairs = [
+        (found, known),
+        (own.grad, rank.part(x.grad, 1)),
+        (model.head.weight.grad.full_tensor(), one.head.weight.grad),
+    ]
+    return {"off": [_off(a.detach(), b.detach()) for a, b in pairs], "low": low, "wire": rank.wire(graphs)}
+
+
+class OfPlacements(nn.Module):
+    """A linear layer of a DTensor, whose placements are given."""
+
+    def __init__(self, mesh: Any, weight: Any, rows: int = 64, bias: Any = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(distribute_tensor(torch.randn(rows, 64), mesh, weight))
+        self.bias = None if bias is None else nn.Parameter(distribute_tensor(torch.randn(rows), mesh, bias))
+
+    def forward(self, x: DTensor) -> DTensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+@kind
+def refused(rank: Rank) -> Any:
+    """Why; each runs in high precision all the same."""
+    whole, grid = [Replicate()], init_device_mesh("cpu", (rank.world // 2 or 1, 2), mesh_dim_names=("dp", "tp"))
+    x = torch.randn(2, 32, 64)
+    cases = {
+        "partial": (OfPlacements(rank.mesh, [Shard(0)]), DTensor.from_local(x, rank.mesh, [Partial()])),
+        "uneven weight": (OfPlacements(rank.mesh, [Shard(0)], rows=63), distribute_tensor(x, rank.mesh, whole)),
+        "uneven input": (OfPlacements(rank.mesh, whole), distribute_tensor(x[:, :31], rank.mesh, [Shard(1)])),
+        "grid": (OfPlacements(grid, [Replicate(), Shard(0)]), distribute_tensor(x, grid, [Replicate(), Replicate()])),
+        "inside": (OfPlacements(rank.mesh, [Shard(1)]), distribute_tensor(x, rank.mesh, whole)),
+        "bias": (OfPlacements(rank.mesh, [Shard(1)], bias=whole), distribute_tensor(x, rank.mesh, [Shard(2)])),
+    }
+    told = {}
+    for name, (layer, given) in cases.items():
+        torch._dynamo.reset()
+        [site, *_] = te_inductor.explain(layer, given, options={"recipe": "current"}).sites
+        with torch.no_grad():
+            y = rank.te(layer, recipe="current", fallback="silent")(given).full_tensor()
+            told[name] = {"reason": site.reason, "kernel": site.kernel, "off": _off(y, layer(given).full_tensor())}
+    return told
+
+
+@kind
+def without_group(rank: Rank) -> Any:
+    """Delayed scaling whose amaxes are not reduced over the ranks whose shards are gathered."""
+    told = {}
+    for name, recipe, more in (
+        ("recipe", DelayedScaling(reduce_amax=False), {}),
+        ("option", "delayed", {"amax_group": "none"}),
+    ):
+        torch._dynamo.reset()
+        model = Outer(Mlp())
+        parallelize_module(model.layers[0], rank.mesh, SEQUENCE)
+        report = te_inductor.explain(model, torch.randn(2, 16, WIDTH), options={"recipe": recipe, **more})
+        told[name] = sorted({site.reason or "" for site in report.sites})
+    return told
+
+
+@kind
+def whole_weights(rank: Rank, recipe: str) -> Any:
+    """Of which all ranks have all, beside rows of x that each has."""
+    torch.manual_seed(1)
+    layer, x = OfPlacements(rank.mesh, [Replicate()], bias=[Replicate()]), torch.randn(2, 32, 64)
+    dy = distribute_tensor(torch.randn(2, 32, 64), rank.mesh, [Shard(1)])
+    found = []
+    for run in (rank.te(layer, recipe=recipe), layer):
+        layer.zero_grad()
+        given = distribute_tensor(x, rank.mesh, [Shard(1)]).requires_grad_()
+        y = run(given)
+        y.backward(dy)
+        found.append([t.full_tensor().detach() for t in (y, given.grad, layer.weight.grad, layer.bias.grad)])
+    return {"off": [_off(*pair) for pair in zip(*found, strict=True)], "low": rank.low}
+
+
+@kind
+def nan(rank: Rank) -> Any:
+    """One rank's NaN: which outputs of each are none, as with one rank."""
+    model = Outer(Mlp())
+    one = copy.deepcopy(model)
+    parallelize_module(model.layers[0], rank.mesh, SEQUENCE)
+    x = torch.randn(BATCH, LENGTH, WIDTH)
+    x[1, 3, 5] = torch.nan
+    found = rank.te(model, recipe="current")(rank.part(x, 1))
+    known = rank.part(rank.te(one, recipe="current")(x), 1)
+    return {
+        "rows": found.isnan().any(-1).sum().item(),
+        "same": bool((found.isnan() == known.isnan()).all()),
+        "off": _off(found.detach().nan_to_num(), known.detach().nan_to_num()),
+    }
+
+
+@kind
+def llama(rank: Rank, recipe: str) -> Any:
+    """transformers' own plan, compiled whole, in training."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=False,
+    )  # fmt: skip
+    one = LlamaForCausalLM(config)
+    with tempfile.TemporaryDirectory() as folder:
+        shared = [folder]
+        dist.broadcast_object_list(shared)
+        one.save_pretrained(shared[0])
+        dist.barrier()
+        os.environ |= {"RANK": str(rank.rank), "WORLD_SIZE": str(rank.world), "LOCAL_RANK": str(rank.rank)}
+        model = LlamaForCausalLM.from_pretrained(shared[0], tp_plan="auto", device_mesh=rank.mesh)
+        dist.barrier()
+    tokens, dy = torch.randint(96, (BATCH, LENGTH)), torch.randn(BATCH, LENGTH, 96)
+    exact = copy.deepcopy(one).double()
+    found = []
+    for which, options in ((model, {}), (one, {"amax_group": "none"}), (exact, None)):
+        run = which if options is None else rank.te(which, recipe=recipe, **options)
+        rank.low, rank.graphs = (rank.low, rank.graphs) if which is model else (0, [])
+        for _ in range(3 if recipe == "delayed" else 1):
+            which.zero_grad()
+            y = run(input_ids=tokens, use_cache=False).logits
+            y.backward(dy.to(y.dtype))
+        grads = {name: parameter.grad for name, parameter in which.named_parameters()}
+        found.append([y.detach(), *(g.full_tensor() if isinstance(g, DTensor) else g for g in grads.values())])
+        if which is model:
+            low, graphs = rank.low, rank.graphs
+    tp, known, right = found
+    return {
+        "one rank": max(map(_off, tp, known)),
+        "error": [*map(_off, tp, right)],
+        "error of one rank": [*map(_off, known, right)],
+        "low": low,
+        "wire": rank.wire(graphs),
+    }
+
+
+@kind
+def other_length(rank: Rank, recipe: str) -> Any:
+    """One rank has another sequence length, in a graph of its own."""
+    model = Outer(Mlp())
+    parallelize_module(model.layers[0], rank.mesh, SEQUENCE)
+    return _failed(
+        lambda: (
+            rank.te(model, recipe=recipe, dynamic=False)(torch.randn(BATCH, 8 * (1 + rank.rank), WIDTH))
+            .sum()
+            .backward()
+        )
+    )
+
+
+@kind
+def raises(rank: Rank, recipe: str) -> Any:
+    """One rank's backward raises before the layers'."""
+    model = Outer(Mlp())
+    parallelize_module(model.layers[0], rank.mesh, SEQUENCE)
+    y = rank.te(model, recipe=recipe)(torch.randn(BATCH, 8, WIDTH))
+
+    def backward() -> None:
+        if rank.rank:
+            raise ValueError("of the user")
+        y.sum().backward()
+
+    return _failed(backward)
+
+
+def _failed(run: Callable[[], None]) -> Any:
+    """What is raised, and how long it took."""
+    begun = time.monotonic()
+    try:
+        run()
+    except Exception as error:
+        return [type(error).__name__, time.monotonic() - begun]
+    return ["", time.monotonic() - begun]
+
+
+def main(number: int, world: int, file: str, kinds: list[str]) -> None:
+    found: dict[str, Any] = {}
+    for each in kinds:
+        print(each, file=sys.stderr)
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{file}-{each.replace(' ', '-')}",
+            rank=number,
+            world_size=world,
+            timeout=timedelta(seconds=PATIENCE.get(each.split()[0], 120)),
+        )
+        torch._dynamo.reset()
+        rank = Rank(number, world)
+        name, *arguments = each.removeprefix("compiled ").split()
+        seen = functools.partial(uncompiled.compile_fx, see=lambda graph, rank=rank: rank.see(graph))
+        compile = compat.compile_fx if each.startswith("compiled") else seen
+        with warnings.catch_warnings(record=True) as caught, mock.patch.object(compat, "compile_fx", compile):
+            warnings.simplefilter("always")
+            told = KINDS[name](rank, *arguments)
+        found[each] = {"told": told, "said": [str(one.message) for one in caught if "te_inductor" in str(one.message)]}
+        if name in PATIENCE:  # what is left of the group is of no use
+            break
+        dist.barrier()
+        torch._dynamo.reset()
+        gc.collect()
+        dist.destroy_process_group()
+    print(json.dumps(found), flush=True)
+    if any(each.split()[0] in PATIENCE for each in kinds):
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4].split(","))
