@@ -8,8 +8,10 @@ printed last. Where one of them fails the others are ended, as they may wait for
 import json
 import os
 import signal
+import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,31 @@ def ranks(module: str, world: int, *arguments: str, timeout: int = 300, **enviro
     done = SERVER.run(*command, timeout=timeout, **environment)
     assert done.returncode == 0, done.stderr[-4000:]
     return list(json.loads(done.stdout.splitlines()[-1]))
+
+
+def spawned_ranks(module: str, world: int, *arguments: str, timeout: int = 300) -> list[Any]:
+    """The same in new processes, for CUDA, which a fork of a process that has asked for devices cannot use."""
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [[Path(folder, f"{rank}.{name}") for name in ("stdout", "stderr")] for rank in range(world)]
+        running = []
+        for rank, files in enumerate(outputs):
+            command = [sys.executable, "-m", module, str(rank), str(world), *arguments]
+            stdout, stderr = (file.open("w") for file in files)
+            running.append(subprocess.Popen(command, stdout=stdout, stderr=stderr))
+        end = time.monotonic() + timeout
+        while any(each.poll() is None for each in running) and not any(each.poll() for each in running):
+            if time.monotonic() > end:
+                break
+            time.sleep(0.1)
+        codes = [each.poll() for each in running]
+        for each in running:
+            each.kill()
+            each.wait()
+        said = [[file.read_text() for file in files] for files in outputs]
+        assert codes == [0] * world, "\n".join(
+            f"rank {rank}, {code}:\n{said[rank][1][-3000:]}" for rank, code in enumerate(codes) if code != 0
+        )
+        return [json.loads(stdout.splitlines()[-1]) for stdout, _ in said]
 
 
 def main(module: str, world: int, arguments: list[str]) -> int:

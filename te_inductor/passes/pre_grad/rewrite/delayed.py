@@ -150,7 +150,7 @@ class DelayedSites:
         more: dict[str, Any] = self.extras.of(matches, graph)
         kept = "kept" in more
         if match.parallel is not None:
-            self.in_step |= {one.group for one in (of_x, of_weight) if one.group}
+            self.in_step |= {one.group for one in (of_x, of_weight) if one and one.group}
         if training:
             of_grad = self._quantizer(match, weight, "grad_output")
             known += self._known(of_grad, graph)
