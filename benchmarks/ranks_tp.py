@@ -62,7 +62,7 @@ def build(arm: str, shape: Shape, mesh: DeviceMesh, see: Callable[[fx.Graph], No
     shown = {} if see is None else {"post_grad_custom_post_pass": see}
     if arm == "bf16":
         return torch.compile(model, options=shown or None)
-    return torch.compile(model, backend="te", options={"recipe": arm, **shown})
+    return torch.compile(model, backend="te", options={"recipe": arm, "policy": {"*": arm}, **shown})
 
 
 class Received:

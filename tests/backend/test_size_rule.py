@@ -18,7 +18,9 @@ def refusal(monkeypatch):
     def ask(*sizes, capability=(9, 0), device="cuda", gemms=GEMMS):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
         monkeypatch.setattr(size_rule, "value", lambda _: SimpleNamespace(device=torch.device(device)))
-        sites = [SimpleNamespace(sizes=size, weight=None, groups=None, gemms=lambda: gemms) for size in sizes]
+        sites = [
+            SimpleNamespace(sizes=size, weight=None, groups=None, parallel=None, gemms=lambda: gemms) for size in sizes
+        ]
         return size_rule.refusal(sites)
 
     return ask
@@ -107,11 +109,23 @@ def test_experts(monkeypatch, name, tokens, pays):
         monkeypatch.setattr(size_rule, "value", lambda _, device=device: SimpleNamespace(device=torch.device(device)))
         sites = [
             SimpleNamespace(
-                sizes=(tokens * each, *sizes), weight=None, groups=object(), experts=experts, gemms=lambda: GEMMS
+                sizes=(tokens * each, *sizes),
+                weight=None,
+                groups=object(),
+                parallel=None,
+                experts=experts,
+                gemms=lambda: GEMMS,
             )
             for sizes in layers
         ]
         assert [size_rule.refusal([site]) is None for site in sites] == [low, low]
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_tensor_parallel_layers_wait_for_a_policy_entry(monkeypatch, device):
+    monkeypatch.setattr(size_rule, "value", lambda _: SimpleNamespace(device=torch.device(device)))
+    site = SimpleNamespace(sizes=(8192, 4096, 4096), weight=None, groups=None, parallel=object(), gemms=lambda: GEMMS)
+    assert ("tensor-parallel" in str(size_rule.refusal([site]))) == (device == "cuda")
 
 
 def test_inference(refusal):

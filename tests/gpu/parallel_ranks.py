@@ -26,7 +26,7 @@ def main(rank: int, world: int, file: str, recipe: str) -> None:
     model = llama_blocks.build(SHAPE, torch.bfloat16, "cuda")
     one = copy.deepcopy(model)
     exact = copy.deepcopy(model)
-    options = {"recipe": recipe, "fallback": "error"}
+    options = {"policy": {"*": recipe}, "fallback": "error"}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         runs = [

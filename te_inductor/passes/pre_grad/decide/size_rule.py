@@ -19,7 +19,9 @@ experts of 14336 casts are little; with 128 of 768 the weights of all experts ar
 and what the casts cost was, with current scaling, rows or blocks, 4 bytes an element of all operands at the speed of
 memory. There the saving has to be above that. Experts narrower than `NARROW_EXPERTS` have not been measured.
 
-It holds for targets with measured `rates`; where the number of rows is a symbol, the last part alone. A policy entry that
+Layers that are dealt to several GPUs (tensor parallelism) are left alone until they have been measured there.
+
+The rest holds for targets with measured `rates`; where the number of rows is a symbol, the last part alone. A policy entry that
 names a site overrides it."""
 
 from collections.abc import Sequence
@@ -41,6 +43,12 @@ def refusal(matches: Sequence[Match]) -> Refusal | None:
     device = value(match.weight).device
     m, _, k = match.sizes
     n = sum(match.sizes[1] for match in matches)
+    if match.parallel is not None and device.type == "cuda":
+        return Refusal(
+            "whether tensor-parallel layers in low precision pay has not been measured on GPUs yet: M=%s, N=%d, K=%d (a"
+            " policy entry overrides this)",
+            *(m, n, k),
+        )
     rates = targets.of(device).rates
     if rates is None:
         return None
