@@ -76,6 +76,9 @@ def test_generated_code(recipe):
     forward, backward = generate(f"experts_{recipe}", 90).sources
     assert forward.count("te_inductor.grouped_mm.default(") == 2
     assert backward.count("te_inductor.grouped_mm.default(") == backward.count("grouped_wgrad.default(") == 2
+    # Of the rows of experts the forward keeps what both GEMMs wrote: what is computed or cast of that is made again.
+    kept = re.findall(r"assert_size_stride\((\w+), \((\d+), (?!1\))\d+\), .*'input'\)", backward)
+    assert [name for name, rows in kept if int(rows) >= M] == ["grouped_mm_1", "grouped_mm"]
     code = forward + backward
     assert not re.search(r"\.item\(|\.tolist\(|\.cpu\(|_grouped_mm\(", code)
     gathered = re.search(rf"empty_strided_cuda\(\(({M}), {DIM}\), \({DIM}, 1\), torch.float8_e4m3fn\)", forward)

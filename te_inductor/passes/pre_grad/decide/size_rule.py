@@ -21,8 +21,8 @@ memory. There the saving has to be above that. Experts narrower than `NARROW_EXP
 
 Layers that are dealt to several GPUs (tensor parallelism) are left alone until they have been measured there.
 
-The rest holds for targets with measured `rates`; where the number of rows is a symbol, the last part alone. A policy entry that
-names a site overrides it."""
+The rest holds for targets with measured `rates`; where the number of rows is a symbol, the last part alone. A policy
+entry that names a site overrides it."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
