@@ -63,8 +63,8 @@ MUTATIONS = [
     ),
     Mutation(
         "an infinity saturates",
-        "return torch.where(x.isinf(), torch.nan, product).to(quantizer.format.dtype)",
-        "return product.to(quantizer.format.dtype)",
+        "return torch.where(x.isinf(), torch.nan, product).to(dtype)",
+        "return product.to(dtype)",
         ("tests/numerics/test_quantize.py", "-k", "eager"),
     ),
     Mutation(
@@ -155,8 +155,8 @@ MUTATIONS = [
     ),
     Mutation(
         "layers that do not pay are cast",
-        "if saved >= MARGIN * cost:",
-        "if saved >= cost:",
+        "if weight.saved >= margin * weight.cost:",
+        "if weight.saved >= weight.cost:",
         ("tests/backend/test_size_rule.py",),
     ),
     Mutation(

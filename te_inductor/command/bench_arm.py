@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from te_inductor import targets
 from te_inductor.api.accuracy import scalar_of
 from te_inductor.command.factory import Case, made
 
@@ -97,7 +98,7 @@ class _Arm:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
     def device_name(self) -> str:
-        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type.upper()
+        return targets.described(self.device) if self.device.type == "cuda" else self.device.type.upper()
 
 
 def _of_first(arm: _Arm, loss: torch.Tensor | None) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _checks() -> Iterator[Check]:
     yield Check("te_inductor", OK, f"{te_inductor.__version__} in {Path(te_inductor.__file__).parent}")
     yield Check("python", OK, f"{platform.python_version()}, {platform.platform()}")
-    yield Check("torch", OK, f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}")
+    yield Check("torch", OK, f"{torch.__version__}, CUDA {targets.cuda_version() or 'none'}")
     versions = [f"{name} {version}" for name in _PACKAGES if (version := _version(name)) is not None]
     yield Check("packages", OK, ", ".join(versions) or "none")
     for name, check in (
@@ -116,18 +116,11 @@ def _backend() -> tuple[str, str]:
 
 def _device() -> tuple[str, str]:
     if not torch.cuda.is_available():
-        what = "torch is built without CUDA" if torch.version.cuda is None else "torch finds no GPU"
+        what = "torch is built without CUDA" if targets.cuda_version() is None else "torch finds no GPU"
         return (NOTE, f"CPU, {torch.get_num_threads()} threads; {what}")
-    names = [
-        f"{torch.cuda.get_device_name(place)} (compute capability {_dotted(torch.cuda.get_device_capability(place))})"
-        for place in range(torch.cuda.device_count())
-    ]
+    names = [targets.described(torch.device("cuda", place)) for place in range(torch.cuda.device_count())]
     refusal = targets.of(torch.device("cuda")).refusal
     return (OK, "; ".join(names)) if refusal is None else (NOTE, f"{'; '.join(names)}: {refusal}")
-
-
-def _dotted(numbers: tuple[int, int]) -> str:
-    return ".".join(map(str, numbers))
 
 
 def _triton() -> tuple[str, str]:
@@ -226,7 +219,7 @@ def _explained(name: str, device: torch.device) -> tuple[str, str]:
 
 
 def _compile(device: torch.device) -> tuple[str, str]:
-    layer, x = nn.Linear(64, 64, device=device), torch.randn(64, 64, device=device)
+    layer, x = nn.Linear(64, 64, device=device), torch.randn(64, 64, dtype=torch.get_default_dtype(), device=device)
     options: dict[str, Any] = {"policy": {"*": "current"}, "fallback": "error"}
     compiled = torch.compile(layer, backend=te_inductor.te, options=options)
     expected, y = layer(x), compiled(x)

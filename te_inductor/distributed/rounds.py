@@ -18,7 +18,7 @@ scaling nothing waits for it but the next step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -84,7 +84,7 @@ class Weight:
             self.rounds.note_gathered(self)
         assert self.rows_scale_inv is not None
         if out is not None:
-            assert isinstance(out, GatheredWeight)
+            out = cast(GatheredWeight, out)  # which this method made
             if self.given is not self.rows_scale_inv:
                 with torch.no_grad(), _unsafe_preserve_version_counter(out.scale_inv):
                     out.scale_inv.copy_(self.rows_scale_inv)
@@ -187,5 +187,5 @@ class Rounds:
             rows = cast_rows(
                 [(one.shard, one.recipe.slots().weight, one.scale) for one in weights if one.scale is not None]
             )
-        for weight, cast in zip(weights, rows, strict=True):
-            weight.rows, weight.rows_scale_inv = cast, weight.scale_inv
+        for weight, copy in zip(weights, rows, strict=True):
+            weight.rows, weight.rows_scale_inv = copy, weight.scale_inv

@@ -91,9 +91,10 @@ class DelayedScales(ScalesOf):
     def __init__(self, shards: Sequence[ShardedParameter], recipe: DelayedScaling) -> None:
         super().__init__(shards, recipe)
         number, device = len(shards), shards[0].device
-        self.amaxes = torch.zeros(number, device=device)
-        self.state_scales = torch.ones(number, device=device)
-        self.histories = torch.zeros(number, recipe.amax_history_len, device=device)
+        made: dict[str, Any] = {"dtype": torch.float32, "device": device}
+        self.amaxes = torch.zeros(number, **made)
+        self.state_scales = torch.ones(number, **made)
+        self.histories = torch.zeros(number, recipe.amax_history_len, **made)
         rows = zip(self.amaxes.unbind(), self.state_scales.unbind(), self.histories.unbind(), strict=True)
         self.states = [ScalingState(*tensors) for tensors in rows]
         for shard, state in zip(shards, self.states, strict=True):
@@ -130,7 +131,7 @@ class DelayedScales(ScalesOf):
         scale, scale_inv = self.state_scales.clone(), self.state_scales.reciprocal()
         if any(self.lacking):
             own, own_inv = self._own(reduced[: len(self.states)])
-            lacking = torch.tensor(self.lacking, device=scale.device)
+            lacking = torch.tensor(self.lacking, dtype=torch.bool, device=scale.device)
             scale, scale_inv = torch.where(lacking, own, scale), torch.where(lacking, own_inv, scale_inv)
         return scale.unbind(), scale_inv.unbind()
 

@@ -38,6 +38,17 @@ def _of_nvidia(capability: tuple[int, int], cuda: str | None) -> Target:
     return family.target(capability, cuda)
 
 
+def described(device: torch.device) -> str:
+    """A CUDA device's name and capability, for people."""
+    capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+    return f"{torch.cuda.get_device_name(device)} (compute capability {capability})"
+
+
+def cuda_version() -> str | None:
+    """Of the CUDA that torch was built for."""
+    return torch.version.cuda
+
+
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
     """How many a CUDA device has."""

@@ -50,6 +50,7 @@ OPTIONS = {
     "is_non_builtin_to_include": "the partitioner's own switch for ops that are not torch's",
     "max_autotune": "a library's GEMM is not measured where it is the only choice",
     "max_autotune_gemm": "likewise",
+    "optimize_ddp": "what traces a model wants its graph whole",
     "recompile_limit": "2.11 and 2.12 have no `isolate_recompiles`",
 }
 
