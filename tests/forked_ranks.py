@@ -5,6 +5,8 @@ printed last. Where one of them fails the others are ended, as they may wait for
     ranks("tests.backend.ranks", 2, store)      # from a test
 """
 
+import fcntl
+import hashlib
 import json
 import os
 import signal
@@ -26,6 +28,22 @@ def ranks(module: str, world: int, *arguments: str, timeout: int = 300, **enviro
     done = SERVER.run(*command, timeout=timeout, **environment)
     assert done.returncode == 0, done.stderr[-4000:]
     return list(json.loads(done.stdout.splitlines()[-1]))
+
+
+def ranks_once(factory: Any, module: str, world: int, *arguments: str, timeout: int = 300) -> list[Any]:
+    """What `ranks` gives, run once for all workers of a run of pytest, whose `tmp_path_factory` this takes. The program's
+    first argument is a path for its store."""
+    base = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
+    name = hashlib.sha256(repr((module, world, arguments)).encode()).hexdigest()[:16]
+    kept = base / f"{name}.json"
+    with (base / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not kept.exists():
+            store = str(factory.mktemp("ranks") / "store")
+            kept.write_text(json.dumps(ranks(module, world, store, *arguments, timeout=timeout)))
+    return list(json.loads(kept.read_text()))
 
 
 def spawned_ranks(module: str, world: int, *arguments: str, timeout: int = 300) -> list[Any]:

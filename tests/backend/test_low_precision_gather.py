@@ -3,7 +3,7 @@
 import pytest
 
 from te_inductor.errors import FallbackError, GatherError, OptionError, RecipeError
-from tests.forked_ranks import ranks
+from tests.forked_ranks import ranks, ranks_once
 
 QUICK = (
     "uneven,skipped of delayed,skipped of current,parts,traffic,saves,checkpoints of delayed,eager,policy,mismatch,"
@@ -24,17 +24,17 @@ def run(world: int, kinds: str, folder) -> list[dict]:
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
     """By rank and kind."""
-    return run(2, QUICK, tmp_path_factory.mktemp("told"))
+    return ranks_once(tmp_path_factory, "tests.backend.gather_ranks", 2, QUICK)
 
 
 @pytest.fixture(scope="module")
 def others(tmp_path_factory):
-    return run(2, OTHERS, tmp_path_factory.mktemp("others"))
+    return ranks_once(tmp_path_factory, "tests.backend.gather_ranks", 2, OTHERS)
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
-    return run(4, "hsdp,refusals", tmp_path_factory.mktemp("four"))
+    return ranks_once(tmp_path_factory, "tests.backend.gather_ranks", 4, "hsdp,refusals")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -4,7 +4,7 @@ as 2e-2. Other recipes are held to the error that one rank has against float64."
 
 import pytest
 
-from tests.forked_ranks import ranks
+from tests.forked_ranks import ranks, ranks_once
 
 SAME = 1e-4  # a value in a hundred thousand that falls to the other side of a rounding boundary
 ALIKE = 2.0  # errors of roundings that are other ones
@@ -23,13 +23,12 @@ OTHERS = (
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
     """By rank and kind."""
-    return ranks("tests.backend.parallel_ranks", 2, str(tmp_path_factory.mktemp("told") / "store"), QUICK)
+    return ranks_once(tmp_path_factory, "tests.backend.parallel_ranks", 2, QUICK)
 
 
 @pytest.fixture(scope="module")
 def others(tmp_path_factory):
-    found = str(tmp_path_factory.mktemp("others") / "store")
-    return ranks("tests.backend.parallel_ranks", 2, found, OTHERS, timeout=600)
+    return ranks_once(tmp_path_factory, "tests.backend.parallel_ranks", 2, OTHERS, timeout=600)
 
 
 def check(kind: str, told: list[dict]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked_ranks import ranks
+from tests.forked_ranks import ranks, ranks_once
 
 WORLD = 2
 
@@ -44,9 +44,8 @@ ABSENT = "did not come to a graph with the same quantizers"
 
 @pytest.fixture(scope="module")
 def unequal(tmp_path_factory) -> list[dict]:
-    store = tmp_path_factory.mktemp("unequal") / "store"
     kinds = "unequal,equal,more graphs,other order,pipeline,no compile"
-    return ranks("tests.backend.unequal_ranks", WORLD, str(store), kinds)
+    return ranks_once(tmp_path_factory, "tests.backend.unequal_ranks", WORLD, kinds)
 
 
 @pytest.mark.parametrize("kind, why_not", [("unequal", DIFFERENT), ("other order", DIFFERENT), ("pipeline", ABSENT)])
@@ -82,7 +81,7 @@ def test_nobody_waits_for_a_rank_whose_compile_failed(unequal):
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory) -> list[dict]:
-    return ranks("tests.backend.sharded_ranks", WORLD, str(tmp_path_factory.mktemp("sharded") / "store"))
+    return ranks_once(tmp_path_factory, "tests.backend.sharded_ranks", WORLD)
 
 
 @pytest.mark.parametrize("compiled", ["whole", "blocks"])
