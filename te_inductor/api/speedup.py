@@ -40,7 +40,7 @@ def _add(found: Times, sites: list[Candidate]) -> None:
         found.unknown.append(why)
         return
     assert target.rates is not None
-    weight = size_rule.weigh([site.match for site in sites], target.rates)
+    weight = size_rule.weigh([site.match for site in sites], target.rates, first.match.sizes[0])
     found.high += weight.high
     found.low += weight.high - (weight.saved - weight.cost if first.low else 0.0)
 
@@ -53,8 +53,6 @@ def _unknown(site: Candidate, target: targets.Target) -> str | None:
         return "stored weights are not weighed"
     if site.emulated:
         return "emulated layers are not weighed"
-    if site.match.groups:
-        return "experts were not timed"
     return None if all(isinstance(size, int) for size in sizes) else "sizes are not known before it runs"
 
 

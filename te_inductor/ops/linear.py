@@ -74,12 +74,7 @@ class Linears(Operation):
         return ys, (x_col, w_col, (x_grad, weight_grad, bias_grad))
 
     def setup_context(self, ctx: Any, inputs: tuple[Any, ...], found: Any) -> None:
-        x, _, *operands = inputs
-        weights, biases = operands[: self.count], operands[self.count :]
-        x_col, w_col, ctx.needs = found
-        ctx.save_for_backward(*Copy.saved(x_col), *Copy.saved(w_col))
-        ctx.dtypes = x.dtype, weights[0].dtype, biases[0].dtype if biases else None
-        ctx.sizes = [weight.shape[0] for weight in weights]
+        save_copies(ctx, self.count, inputs, found)
 
     def backward(self, ctx: Any, *dys: Tensor) -> Gradients:
         x_grad, weight_grad, bias_grad = ctx.needs
@@ -118,6 +113,16 @@ class Linears(Operation):
             dw = product(g_col, x_col, None, gemm, torch.float16 if narrow else dtype).to(dtype)
             return dw.split(rows) if len(rows) > 1 else [dw]
         return [None] * len(rows)
+
+
+def save_copies(ctx: Any, count: int, inputs: tuple[Any, ...], found: Any) -> None:
+    """What a backward of `count` layers of one input needs of the forward."""
+    x, _, *operands = inputs
+    weights, biases = operands[:count], operands[count:]
+    x_col, w_col, ctx.needs = found
+    ctx.save_for_backward(*Copy.saved(x_col), *Copy.saved(w_col))
+    ctx.dtypes = x.dtype, weights[0].dtype, biases[0].dtype if biases else None
+    ctx.sizes = [weight.shape[0] for weight in weights]
 
 
 def bias_gradient(dy: Tensor, dtype: torch.dtype) -> Tensor:  # (N,) fp32

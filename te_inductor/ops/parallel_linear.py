@@ -14,7 +14,7 @@ from te_inductor.ops.casts import Copy, ScalePair, copies, current_scale, tensor
 from te_inductor.ops.definition import define
 from te_inductor.ops.delayed import DelayedScales, record_amax
 from te_inductor.ops.gemm import product
-from te_inductor.ops.linear import bias_gradient
+from te_inductor.ops.linear import bias_gradient, save_copies
 from te_inductor.recipes import Quantizer, Slots
 from te_inductor.recipes.delayed import DelayedScaling
 from te_inductor.runtime.operation import Gradients, Needs, Operation
@@ -52,12 +52,7 @@ class ParallelLinears(Operation):
         return ys, (x_col, w_col, (x_grad, weight_grad, bias_grad))
 
     def setup_context(self, ctx: Any, inputs: tuple[Any, ...], found: Any) -> None:
-        x, _, *operands = inputs
-        weights, biases = operands[: self.count], operands[self.count :]
-        x_col, w_col, ctx.needs = found
-        ctx.save_for_backward(*Copy.saved(x_col), *Copy.saved(w_col))
-        ctx.dtypes = x.dtype, weights[0].dtype, biases[0].dtype if biases else None
-        ctx.sizes = [weight.shape[0] for weight in weights]
+        save_copies(ctx, self.count, inputs, found)
 
     def backward(self, ctx: Any, *dys: Tensor) -> Gradients:
         x_grad, weight_grad, bias_grad = ctx.needs

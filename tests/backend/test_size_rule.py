@@ -121,6 +121,23 @@ def test_experts(monkeypatch, name, tokens, pays):
         assert [size_rule.refusal([site]) is None for site in sites] == [low, low]
 
 
+def test_experts_of_a_symbol_of_rows(refusal, monkeypatch):
+    """Weighed by what it was first."""
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    env = ShapeEnv()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(size_rule, "value", lambda _: SimpleNamespace(device=torch.device("cuda")))
+    for rows, pays in ((131072, True), (16384, False)):
+        symbol = env.create_symbol(rows, source=ConstantSource(f"rows_{rows}"))
+        m = env.create_symintnode(symbol, hint=rows)
+        site = SimpleNamespace(
+            sizes=(m, 1536, 2048), weight=None, groups=object(), parallel=None, experts=128, gemms=lambda: GEMMS
+        )
+        assert (size_rule.refusal([site]) is None) == pays
+
+
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_tensor_parallel_layers_wait_for_a_policy_entry(monkeypatch, device):
     monkeypatch.setattr(size_rule, "value", lambda _: SimpleNamespace(device=torch.device(device)))

@@ -21,11 +21,14 @@ memory. There the saving has to be above that. Experts narrower than `NARROW_EXP
 
 Layers that are dealt to several GPUs (tensor parallelism) are left alone until they have been measured there.
 
-The rest holds for targets with measured `rates`; where the number of rows is a symbol, the last part alone. A policy
+The rest holds for targets with measured `rates`; where the number of rows is a symbol, of layers that
+are no experts, the last part alone. A policy
 entry that names a site overrides it."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
+
+import torch
 
 from te_inductor import targets
 from te_inductor.diagnostics import Refusal
@@ -58,16 +61,18 @@ def refusal(matches: Sequence[Match]) -> Refusal | None:
             "too small for FP8 to pay: M=%s, N=%d, K=%d, where less than %d is narrow (a policy entry overrides this)",
             *(m, n, k, narrow),
         )
-    if not isinstance(m, int):
+    # All experts' weights are cast however few rows there are, so a symbol counts as what it was first.
+    rows = m.node.hint if match.groups and isinstance(m, torch.SymInt) else m
+    if not isinstance(rows, int):
         return None
-    weight = weigh(matches, rates)
+    weight = weigh(matches, rates, rows)
     margin = 1.0 if match.groups else MARGIN
     if weight.saved >= margin * weight.cost:
         return None
     return Refusal(
         "too small for FP8 to pay: M=%d, N=%d, K=%d, it would save %.0f us and cost %.0f us, where it has to save %.1f"
         " times as much (a policy entry overrides this)",
-        *(m, n, k, 1e6 * weight.saved, 1e6 * weight.cost, margin),
+        *(rows, n, k, 1e6 * weight.saved, 1e6 * weight.cost, margin),
     )
 
 
@@ -79,10 +84,10 @@ class Weight(NamedTuple):
     cost: float  # of the casts
 
 
-def weigh(matches: Sequence[Match], rates: targets.Rates) -> Weight:
-    """What FP8 saves and costs sites of one input, whose sizes are numbers."""
+def weigh(matches: Sequence[Match], rates: targets.Rates, m: int) -> Weight:
+    """What FP8 saves and costs sites of one input of `m` rows."""
     match = matches[0]
-    m, _, k = match.sizes
+    k = match.sizes[2]
     n = sum(each.sizes[1] for each in matches)
     gemms = len(list(match.gemms()))
     flops, training = 2 * gemms * m * n * k, gemms > 1
