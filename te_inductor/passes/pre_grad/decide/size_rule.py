@@ -21,9 +21,8 @@ memory. There the saving has to be above that. Experts narrower than `NARROW_EXP
 
 Layers that are dealt to several GPUs (tensor parallelism) are left alone until they have been measured there.
 
-The rest holds for targets with measured `rates`; where the number of rows is a symbol, of layers that
-are no experts, the last part alone. A policy
-entry that names a site overrides it."""
+The rest holds for targets with measured `rates`. Where the number of rows is a symbol, layers are weighed by the size of
+their weights alone, and experts by the number that was seen first. A policy entry that names a site overrides it."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
