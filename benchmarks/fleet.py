@@ -3,24 +3,23 @@
     python -m benchmarks.fleet                                        # all models, all arms
     python -m benchmarks.fleet --models gemma-2-9b vit-huge --arms bf16 te:current torchao:tensorwise
     python -m benchmarks.fleet --models smollm-360m bert-large --arms bf16 te:delayed! --profile 16
-    python -m benchmarks.fleet --together                             # compile side by side, measure one by one
+    python -m benchmarks.fleet --together 3                           # compile three at once, measure one by one
 
-A few layers of each class at a published model's widths (fleet_models.py), with a small vocabulary, or with the
-model's own by `--real-vocabulary`. All arms of a model are in one process and timed in turn. An arm is `bf16`, plain
+A few layers of each class at a published model's widths (fleet_models.py), with a small vocabulary, or with the model's
+own by `--real-vocabulary`. All arms of a model are in one process and timed in turn. An arm is `bf16`, plain
 torch.compile; `te:RECIPE`, that recipe by default, as the size rule has it; `te:RECIPE!`, a policy that names every
 layer; `torchao:RECIPE`, where that package is. `low` is the share of linear layers' FLOPs in low precision; `loss`
-follows `--train` steps from the same weights on the same batches. With `--together` each model is a process of its own:
-as many as the device's memory holds compile side by side, and then each is measured while the others wait. The first
-step's time would say nothing there and is left out. `host ms` is how long the host takes to launch a step
-while the device is idle: where it is near the step's own time, the device waits for the host."""
+follows `--train` steps from the same weights on the same batches. With `--together N` each model is a process of its
+own: N of them compile side by side, and then each is measured while the others wait. The first step's time would say
+nothing there and is left out; what each process wrote is in a folder beside `--json`. `host ms` is how long the host
+takes to launch a step while the device is idle: where it is near the step's own time, the device waits for the host."""
 
 import argparse
 import json
-import os
+import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -119,6 +118,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
             continue
         try:
             made[arm] = make(name, arm, args)
+            print(f"{name}: {arm} compiled, first step {made[arm].first_s:.1f} s", flush=True)
         except Exception as error:  # the other arms are still worth having
             found[arm] = {"error": f"{type(error).__name__}: {error}"[:2000]}
     if args.turn is not None:
@@ -149,61 +149,36 @@ def wait_for_turn(folder: Path) -> None:
         time.sleep(0.05)
 
 
-def waves(names: list[str], args: argparse.Namespace) -> list[list[str]]:
-    """The models in groups whose arms fit into the device's memory side by side."""
-    cuda = args.device.startswith("cuda")
-    room = 0.75 * torch.cuda.get_device_properties(args.device).total_memory if cuda else 2.0**34
-    groups: list[list[str]] = []
-    left = 0.0
-    for name in sorted(names, key=lambda name: -_bytes(name, args)):
-        needed = _bytes(name, args)
-        if not groups or needed > left:
-            groups.append([])
-            left = room
-        groups[-1].append(name)
-        left -= needed
-    return groups
+def measure_together(args: argparse.Namespace, results: dict[str, Any]) -> None:
+    """Each model in a process of its own. `args.together` of them compile at once and are measured one by one."""
+    root = args.json.with_suffix("").absolute()
+    for first in range(0, len(args.models), args.together):
+        started = {name: start(name, root / name) for name in args.models[first : first + args.together]}
+        for name, process in started.items():
+            while not (root / name / "ready").exists() and process.poll() is None:
+                time.sleep(0.2)
+        for name, process in started.items():
+            (root / name / "go").touch()
+            process.wait()
+            results["models"][name] = _result(root / name)
+            harness.write_json(args.json, results)
+            show(name, results["models"][name], results["environment"], args)
 
 
-def _bytes(name: str, args: argparse.Namespace) -> int:
-    """Of all arms of a model: bf16 weights, gradients and the optimizer's two moments; a guess for the activations."""
-    with torch.device("meta"):
-        model = fleet_models.build(name, args.layers, _vocabulary(name, args), "meta")
-    weights = sum(parameter.numel() for parameter in model.parameters())
-    return len(args.arms) * 8 * weights + 4 * 2**30
-
-
-def measure_together(names: list[str], args: argparse.Namespace) -> dict[str, Any]:
-    """Each model in a process of its own. Those of a wave compile at once and are measured one after the other."""
-    results: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as root:
-        for wave in waves(names, args):
-            threads = max(1, (os.cpu_count() or 1) // len(wave))
-            started = {name: start(name, Path(root, name), threads) for name in wave}
-            for name, process in started.items():
-                while not Path(root, name, "ready").exists() and process.poll() is None:
-                    time.sleep(0.2)
-            for name, process in started.items():
-                Path(root, name, "go").touch()
-                process.wait()
-                results[name] = _result(name, Path(root, name))
-    return {name: results[name] for name in names}
-
-
-def start(name: str, folder: Path, threads: int) -> subprocess.Popen[bytes]:
+def start(name: str, folder: Path) -> subprocess.Popen[bytes]:
     """This program for one model, which waits for its turn."""
-    folder.mkdir()
-    given = [one for one in sys.argv[1:] if one != "--together"]
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     own = ["--models", name, "--turn", str(folder), "--json", str(folder / "result.json")]  # the last of each counts
-    environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": str(threads)}
     with (folder / "log").open("wb") as log:
-        command = [sys.executable, "-m", "benchmarks.fleet", *given, *own]
-        return subprocess.Popen(command, cwd=harness.ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        command = [sys.executable, "-m", "benchmarks.fleet", *sys.argv[1:], *own]
+        return subprocess.Popen(command, cwd=harness.ROOT, stdout=log, stderr=subprocess.STDOUT)
 
 
-def _result(name: str, folder: Path) -> dict[str, Any]:
+def _result(folder: Path) -> dict[str, Any]:
     if (folder / "result.json").exists():
-        return json.loads((folder / "result.json").read_text())["models"][name]  # type: ignore[no-any-return]
+        (found,) = json.loads((folder / "result.json").read_text())["models"].values()
+        return found  # type: ignore[no-any-return]
     log = (folder / "log").read_text(errors="replace").strip() or "no output"
     return {"bf16": {"error": log.splitlines()[-1] + "\n" + log[-2000:]}}
 
@@ -275,7 +250,7 @@ def main() -> None:
     parser.add_argument("--iters", type=int, default=8)
     parser.add_argument("--profile", type=int, default=0, metavar="N", help="list the N slowest kernels of each arm")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--together", action="store_true", help="a process a model; compile side by side")
+    parser.add_argument("--together", type=int, default=0, metavar="N", help="compile N models at once")
     parser.add_argument("--turn", type=Path, help=argparse.SUPPRESS)  # the folder by which --together gives a turn
     parser.add_argument("--json", type=Path, default=Path("out/fleet.json"))
     parser.add_argument("--plot", type=Path, help="a picture")
@@ -284,12 +259,10 @@ def main() -> None:
     torch._dynamo.config.recompile_limit = 64
     environment = harness.environment(args.device)
     results: dict[str, Any] = {"environment": environment, "models": {}}
-    if args.together:
-        results["models"] = measure_together(args.models, args)
-        harness.write_json(args.json, results)
-        for name, found in results["models"].items():
-            show(name, found, environment, args)
-    for name in () if args.together else args.models:
+    together = args.together and args.turn is None
+    if together:
+        measure_together(args, results)
+    for name in () if together else args.models:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of layers that the size rule leaves alone
             results["models"][name] = measure(name, args)
