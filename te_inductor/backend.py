@@ -114,7 +114,8 @@ def _start_workers() -> None:
 
 
 def _inductor(plan: Plan, name: str | None) -> Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]:
-    """Inductor with the mode's options, the user's, our lowerings, and our pass on its graphs."""
+    """Inductor with the mode's options, the user's, our lowerings, and our passes on its graphs. A graph that holds
+    nothing of ours gets plain Inductor: it runs as it would without this backend, no faster and no slower."""
     options = plan.options
     from torch._inductor import config as inductor
 
@@ -123,8 +124,10 @@ def _inductor(plan: Plan, name: str | None) -> Callable[[fx.GraphModule, Sequenc
     from te_inductor.passes import joint, post_grad
     from te_inductor.passes.graph.custom_pass import GraphPass
 
-    wrap_inner = lowerings.install(options.fallback)
     patches = dict(torch._TorchCompileInductorWrapper(options.mode, dict(options.inductor), None).config)
+    if not plan.is_ours:
+        return lambda gm, inputs: compat.compile_fx(gm, inputs, patches, name)
+    wrap_inner = lowerings.install(options.fallback)
     compat.patch("torch._inductor.config.loop_index_inversion_in_fusion", False, on=patches)
     if any(candidate.match.groups for candidate in plan.candidates):
         patches.setdefault("unroll_reductions_threshold", MOST_EXPERTS_OF_A_ROW + 1)
@@ -134,7 +137,7 @@ def _inductor(plan: Plan, name: str | None) -> Callable[[fx.GraphModule, Sequenc
     def compile(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         try:
             with flops.weighed(), compat.saving_a_minimum_cut():
-                return compat.compile_fx(gm, inputs, patches, wrap_inner, name)  # type: ignore[no-any-return]
+                return compat.compile_fx(gm, inputs, patches, name, wrap_inner)  # type: ignore[no-any-return]
         except Exception as error:
             if not _is_of_files(error):
                 raise

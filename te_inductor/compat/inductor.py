@@ -35,8 +35,8 @@ def compile_fx(
     gm: torch.fx.GraphModule,
     inputs: Sequence[Any],
     patches: Mapping[str, Any],
-    wrap_inner: Callable[[Callable[..., Any]], Callable[..., Any]],
     region: str | None = None,
+    wrap_inner: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda inner: inner,
 ) -> Any:
     """Inductor's `compile_fx`, its compiler of single graphs wrapped; 2.13 and later can name the compiled region."""
     from torch._inductor.compile_fx import compile_fx as inductor

@@ -177,6 +177,21 @@ def test_a_model_already_compiled():
     assert [site.fqn for site in te_inductor.explain(once, x).sites if site.gemm == "fprop"] == ["0", "1"]
 
 
+@pytest.mark.codegen
+def test_a_graph_without_anything_of_ours_is_inductors_own():
+    """What the size rule leaves alone is no slower than plain torch.compile: its forward and backward are the entries
+    that plain torch.compile left in the cache."""
+    from torch._dynamo.utils import counters
+
+    model, x = nn.Sequential(nn.Linear(24, 40), nn.SiLU(), nn.Linear(40, 8)), torch.randn(6, 24)
+    torch.compile(model)(x).sum().backward()
+    torch._dynamo.reset()
+    counters.clear()
+    torch.compile(model, backend="te", options={"policy": {"*": "none"}})(x).sum().backward()
+    assert counters["aot_autograd"]["autograd_cache_hit"] == 1
+    assert counters["inductor"]["fxgraph_cache_miss"] == 0
+
+
 def test_a_detached_layer_keeps_no_gradient():
     """Merged with another it had one of zeros, by which AdamW decays its weight."""
 

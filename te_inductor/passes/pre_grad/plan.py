@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from te_inductor.config import Options
 from te_inductor.diagnostics import Refusal, Report
@@ -101,6 +102,17 @@ class Plan:
         return any(None in site.regions for site in self.candidates) or any(
             None in site.regions for site in self.unlowered
         )
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether anything of ours is in the graph, or can come out of it: a layer in low precision, an op by hand, or
+        a tensor subclass, whose operations only tracing shows."""
+        if any(site.low or site.stored for site in self.candidates):
+            return True
+        if any(is_traceable_wrapper_subclass(given) for given in self.inputs):
+            return True
+        nodes = (node for module in self.graph_modules() for node in module.graph.nodes)
+        return any(getattr(node.target, "namespace", None) == "te_inductor" for node in nodes)
 
     @functools.cached_property
     def regions_of(self) -> dict[fx.Node, list[Region | None]]:
