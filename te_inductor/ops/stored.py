@@ -149,9 +149,7 @@ class _NVFP4:
         return scaled_mm(data, scale_inv, *nvfp4_recast(*weight), None, PREFILL, out_dtype)  # type: ignore[no-any-return]
 
     @staticmethod
-    def gradient(
-        dy: Tensor, stored: Tensor, block_scale: Tensor, tensor_scale: Tensor, k: int, *_: Any
-    ) -> Tensor:
+    def gradient(dy: Tensor, stored: Tensor, block_scale: Tensor, tensor_scale: Tensor, k: int, *_: Any) -> Tensor:
         return dy @ nvfp4_dequantize(stored, block_scale, tensor_scale, k, dy.dtype)
 
 

@@ -21,7 +21,9 @@ def assert_sums(found, x):
     """An error of a few roundings of fp32, of the sum of magnitudes; NaN and infinities where they are."""
     expected, magnitude = x.double().sum(0), x.double().abs().sum(0)
     special = ~expected.isfinite()
-    assert torch.equal(found.isnan(), expected.isnan()) and torch.equal(found[special].isinf(), expected[special].isinf())
+    assert torch.equal(found.isnan(), expected.isnan()) and torch.equal(
+        found[special].isinf(), expected[special].isinf()
+    )
     assert ((found.double() - expected).abs() <= 2.0**-21 * magnitude)[~special].all()
 
 
@@ -80,3 +82,18 @@ def test_a_bias_gradient_reads_nothing_large(case, tmp_path):
     assert sorted(int(columns) for _, columns in parts)[-2:] == [4096, 16384]
     for kernel in fused:
         compile_to_cubin(kernel, 90, tmp_path)
+
+
+def test_relus_mask_is_found_again(tmp_path):
+    """Of what the up projection wrote: the forward reads it once, to write the row copy, and stores no mask; the
+    backward reads it beside dh, and writes the column copy of ReLU's output, both of the gradient, and the sums."""
+    forward, backward = generate("biased_relu_delayed", 90).sources
+    assert "torch.bool" not in forward + backward
+    kernels = {kernel.name: kernel for kernel in generate("biased_relu_delayed", 90).kernels}
+    [relu] = [kernels[name] for name in launches(forward) if "relu" in name]
+    [back] = [kernels[name] for name in launches(backward) if "threshold" in name and "float8" in kernels[name].body]
+    kinds = [kind for name, kind in relu.meta["signature"].items() if kind.startswith("*")]
+    assert sorted(kinds) == ["*bf16", "*fp32", "*fp32", "*fp8e4nv"]  # scale and amax
+    kinds = [kind for name, kind in back.meta["signature"].items() if kind.startswith("*")]
+    assert sorted(kind for kind in kinds if kind != "*fp32") == ["*bf16"] * 2 + ["*fp8e4nv"] + ["*fp8e5"] * 2
+    compile_to_cubin(back, 90, tmp_path)
