@@ -27,7 +27,7 @@ from te_inductor.recipes import regions
 from te_inductor.runtime import amax_groups, cached_weights, compiled_graphs
 from te_inductor.runtime.exporting import note_export
 from te_inductor.runtime.extra_inputs import bind
-from te_inductor.templates.cutlass import build
+from te_inductor.templates.cutlass import build, tables
 
 # Sums over the experts of a row, which gather rows: as a reduction, Inductor (2.11, 2.13) gives neighbouring threads
 # neighbouring experts, and reads rows that lie apart a few bytes at a time, at a third of what memory gives. It unrolls
@@ -73,8 +73,9 @@ def te(
 
 
 def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
-    """Options, with every recipe and the group resolved, so that a wrong one is an error even where no site would use
-    it."""
+    """Options, with every recipe and the group resolved and the user's tables read, so that a wrong one is an error even
+    where no site would use it."""
+    tables.check()
     parsed = config.parse(options, mode)
     recipe = recipes.resolve(parsed.recipe, parsed.recipe_name)
     policy = tuple((glob, recipes.resolve(spec, parsed.policy_name) or "none") for glob, spec in parsed.policy)

@@ -20,6 +20,8 @@ mode        as in ``torch.compile(mode=…)``              None; here because to
 Before its default an option has the value of its environment variable, ``TE_INDUCTOR_`` and its name in capitals. A
 policy is a JSON object there, of globs and names of recipes; an empty variable is none.
 
+TE_INDUCTOR_TABLES is of the environment alone: a folder of tables that ``te-inductor tune`` has written.
+
 A policy's globs are over module paths; its functions are called with a layer's module path and (M, N, K).
 """
 
@@ -28,6 +30,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, Literal, cast
 
 from te_inductor.errors import OptionError, unknown, wrong_type
@@ -41,6 +44,7 @@ FALLBACKS = ("warn", "error", "silent")
 WEIGHTS = ("each_call", "once")
 WGRADS = ("grad", "main_grad", "deferred")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+TABLES = "TE_INDUCTOR_TABLES"  # of no compile: a folder of tables that `te-inductor tune` has written
 VARIABLES = {name: f"TE_INDUCTOR_{name.upper()}" for name in OWN_OPTIONS}
 
 
@@ -93,6 +97,12 @@ def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> 
         mode,
         _parse_inductor(given),
     )
+
+
+def tables() -> Path | None:
+    """The folder of the user's tables of measured GEMMs."""
+    folder = os.environ.get(TABLES)
+    return Path(folder).absolute() if folder else None
 
 
 _MISSING = object()

@@ -1,4 +1,4 @@
-"""The command `te-inductor`: look at an installation, explain a model, time it, show what it loses.
+"""The command `te-inductor`: look at an installation, explain a model, time it, show what it loses, measure GEMMs.
 
 This module parses arguments. What a subcommand imports, it imports when it runs."""
 
@@ -72,6 +72,13 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--json", action="store_true", help="data in place of text")
     report.add_argument("--png", type=Path, metavar="FILE", help="write a heat map, too (needs matplotlib)")
 
+    tune = commands.add_parser("tune", help="measure which GEMM kernels are fastest on this machine's GPU: a table")
+    tune.add_argument("--folder", type=Path, metavar="DIR", help="of the table; default: what TE_INDUCTOR_TABLES says")
+    tune.add_argument("--shapes", nargs="+", type=_shape, metavar="NxK", help="weights (default: those of six models)")
+    tune.add_argument("--tokens", nargs="+", type=_positive, metavar="M", help="rows (default: 2048 4096 8192 16384)")
+    tune.add_argument("--kinds", nargs="+", metavar="KIND", help="plain, blocks, output, another, quantized, gated")
+    tune.add_argument("--rounds", type=_positive, default=5, help="in which the kernels take turns (default: 5)")
+
     arm = commands.add_parser("bench-arm")  # what `bench` starts for each recipe
     arm.add_argument("settings")
     return parser
@@ -93,6 +100,13 @@ def _policy(text: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise argparse.ArgumentTypeError("expected an object of globs and recipes")
     return found
+
+
+def _shape(text: str) -> tuple[int, int]:
+    n, _, k = text.partition("x")
+    if not (n.isdigit() and k.isdigit() and int(n) and int(k)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no NxK, such as 14336x4096")
+    return int(n), int(k)
 
 
 def _positive(text: str) -> int:

@@ -23,6 +23,7 @@ from te_inductor import config, targets
 from te_inductor.presentation.tables import Column, tabulated
 from te_inductor.recipes import NAMES
 from te_inductor.templates import cutlass
+from te_inductor.templates.cutlass import scaled_mm, tables
 
 OK, NOTE, BROKEN = "ok", "note", "BROKEN"
 _SIZE = 4096  # of the layer that recipes are asked about: large enough for the size rule
@@ -83,6 +84,7 @@ def _checks() -> Iterator[Check]:
         ("device", _device),
         ("triton", _triton),
         ("CUTLASS", _cutlass),
+        ("GEMM table", _table),
         ("C++ compiler", _compiler),
         ("environment", _environment),
     ):
@@ -135,6 +137,27 @@ def _triton() -> tuple[str, str]:
 def _cutlass() -> tuple[str, str]:
     why = cutlass.missing()
     return (OK, "its kernels can be built") if why is None else (NOTE, f"not used: {why}")
+
+
+def _table() -> tuple[str, str]:
+    """By which a CUTLASS kernel is taken in place of cuBLASLt's."""
+    tables.check()  # the user's, whatever they are of
+    if not torch.cuda.is_available():
+        return NOTE, f"none, as there is no GPU{_folder_of_tables()}"
+    device = torch.device("cuda")
+    name, can_tune = targets.product(device), scaled_mm.architecture(device) == "90"
+    table = tables.of(name)
+    if table is not None:
+        place = f"{table.path}" if table.is_users else "the package"
+        why = "" if can_tune else "; not used: CUTLASS's kernels do not run here"
+        return OK if can_tune else NOTE, f"{len(table.rows)} GEMMs on {name}, {table.dates}, of {place}{why}"
+    remedy = "; `te-inductor tune` measures it in minutes" if can_tune else ""
+    return NOTE, f"none of {name}, cuBLASLt multiplies{_folder_of_tables()}{remedy}"
+
+
+def _folder_of_tables() -> str:
+    folder = config.tables()
+    return "" if folder is None else f", {config.TABLES} is {folder}"
 
 
 def _cache() -> tuple[str, str]:

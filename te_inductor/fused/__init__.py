@@ -7,10 +7,16 @@ from collections.abc import Callable
 
 from torch import fx
 
-from te_inductor.fused import decode_attention, gated_dgrad, quantized_epilogue, residual_epilogue
+from te_inductor.fused import column_sums, decode_attention, gated_dgrad, quantized_epilogue, residual_epilogue
 from te_inductor.lowerings.registry import lowering
 
-KERNELS = (residual_epilogue.KERNEL, gated_dgrad.KERNEL, quantized_epilogue.KERNEL, decode_attention.KERNEL)
+KERNELS = (
+    residual_epilogue.KERNEL,
+    gated_dgrad.KERNEL,
+    quantized_epilogue.KERNEL,
+    column_sums.KERNEL,
+    decode_attention.KERNEL,
+)
 
 
 def folds(stage: str) -> tuple[Callable[[fx.Graph], None], ...]:

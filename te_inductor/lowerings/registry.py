@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx
@@ -67,6 +67,24 @@ def lowering(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         return register_lowering(op, type_promotion_kind=None)(guarded)
 
     return decorate
+
+
+def may_give_up(op: Any) -> None:
+    """Have graphs that hold `op` be set aside, as its kernel may turn out, when code is generated, not to be possible."""
+    _writing.add(op)
+
+
+def give_up(name: str, why: str) -> NoReturn:
+    """End the compile of this graph. It is compiled once more, with the eager kernel of the op of that name.
+
+    Raises:
+        RuntimeError: always.
+    """
+    failures = _failures.get()
+    if failures is not None:
+        failures.causes.setdefault(name, f"    {why}")
+        failures.eager.add(name)
+    raise RuntimeError(f"{name}: {why}")
 
 
 def _as_tensor(argument: Any) -> Any:

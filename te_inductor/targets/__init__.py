@@ -41,7 +41,12 @@ def _of_nvidia(capability: tuple[int, int], cuda: str | None) -> Target:
 def described(device: torch.device) -> str:
     """A CUDA device's name and capability, for people."""
     capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
-    return f"{torch.cuda.get_device_name(device)} (compute capability {capability})"
+    return f"{product(device)} (compute capability {capability})"
+
+
+def product(device: torch.device) -> str:
+    """A CUDA device's name, by which tables of measurements are found."""
+    return torch.cuda.get_device_name(device)
 
 
 def cuda_version() -> str | None:

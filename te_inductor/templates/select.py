@@ -17,6 +17,7 @@ from te_inductor.runtime import grouped, small_m
 from te_inductor.runtime.activation import Activation, Gating
 from te_inductor.runtime.eager import BLOCK_SCALES
 from te_inductor.templates.cutlass import scaled_mm as cutlass
+from te_inductor.templates.cutlass import tables
 from te_inductor.templates.cutlass.scaled_mm import NOTHING, Kernel, Tile
 
 # Kinds of a `Choice`.
@@ -98,7 +99,7 @@ def select(problem: Problem) -> Choice:
     if measured and problem.is_plain:
         return Choice(AUTOTUNED)
     given = cutlass_problem(problem)
-    tile = None if given is None else cutlass.choose(given)
+    tile = None if given is None else tables.choose(given, targets.product(problem.device))
     if given is None or tile is None:
         return Choice(AUTOTUNED if measured else LIBRARY)
     return Choice(CUTLASS, tile, given.kernel(tile))

@@ -9,7 +9,7 @@ from torch import nn
 from te_inductor import explain
 from te_inductor.recipes import Float8CurrentScaling, Gemm, QParams
 from te_inductor.templates import cutlass
-from te_inductor.templates.cutlass import build, launch
+from te_inductor.templates.cutlass import build, launch, tables
 from te_inductor.templates.cutlass import scaled_mm as template
 from tests.gpu.test_ops import FAST_BITS
 
@@ -209,7 +209,7 @@ def test_a_training_step_runs_on_it(recipe, mode, no_caches):
         mine = results()
     assert any("cutlass" in event.key and "Gemm" in event.key for event in profile.key_averages())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(template, "choose", lambda *_: None)
+        patch.setattr(tables, "choose", lambda *_: None)
         theirs = results()
     for ours, other in zip(mine, theirs, strict=True):
         # The same fp8 operands in another order of summation: a rounding of bf16, and what accumulation in 14 bits
@@ -237,7 +237,7 @@ def test_a_residual_is_read_by_the_gemm(training, no_caches):
     recipe = Float8CurrentScaling(fp8_quant_bwd_grad=QParams(power_2_scale=True))
     model = Residual()
     x = torch.randn(4, 4096, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=training)
-    dy, choose = torch.randn_like(x), template.choose
+    dy, choose = torch.randn_like(x), tables.choose
 
     def result() -> list[torch.Tensor]:
         torch._dynamo.reset()
@@ -252,7 +252,7 @@ def test_a_residual_is_read_by_the_gemm(training, no_caches):
         mine = result()
     assert any("scaled_bias_added" in event.key for event in profile.key_averages())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(template, "choose", lambda p: None if p.added == template.ANOTHER else choose(p))
+        patch.setattr(tables, "choose", lambda p, device: None if p.added == template.ANOTHER else choose(p, device))
         theirs = result()
     for name, ours, other in zip(("y", "dx"), mine, theirs, strict=False):
         assert (ours.double() - other.double()).norm() / other.double().norm() < 2.0**-7, name

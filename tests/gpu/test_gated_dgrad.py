@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.tune_gemm import SWIGLU
+from te_inductor.command.gemm_arms import SWIGLU
 from te_inductor.fused import gated_dgrad
 from te_inductor.passes import joint
 from te_inductor.recipes import Gemm, Quantizer

@@ -11,6 +11,7 @@ from torch._dynamo.utils import counters
 from te_inductor import explain
 from te_inductor.templates import cutlass
 from te_inductor.templates.cutlass import scaled_mm as template
+from te_inductor.templates.cutlass import tables
 
 
 def te(model, recipe, **options):
@@ -79,7 +80,7 @@ def totals(model, recipe, mode, batches) -> list[torch.Tensor]:
         p.main_grad = torch.zeros_like(p, dtype=torch.float32)
     sites = explain(model, batches[0][0], options={"policy": {"*": recipe}, "wgrad": "main_grad"}).sites
     kernels = {site.kernel.partition(":")[0] for site in sites if site.gemm == "wgrad"}
-    assert kernels == {"cublaslt" if template.choose(KNOWN) is None else "cutlass"}
+    assert kernels == {"cublaslt" if tables.choose(KNOWN, torch.cuda.get_device_name()) is None else "cutlass"}
     run = te(model, recipe, mode=mode, wgrad="main_grad")
     for x, dy in batches:
         torch.compiler.cudagraph_mark_step_begin()
@@ -97,7 +98,7 @@ def totals(model, recipe, mode, batches) -> list[torch.Tensor]:
 def test_cutlass_adds(recipe, mode, no_caches):
     """It leaves what cuBLASLt and a kernel behind it leave, but for the order of sums and accumulation in 14 bits."""
     counters.clear()
-    model, choose = Tied(), template.choose
+    model, choose = Tied(), tables.choose
     batches = [[torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16) for _ in range(2)] for _ in range(5)]
     for x, _ in batches:
         x.requires_grad_()
@@ -107,7 +108,7 @@ def test_cutlass_adds(recipe, mode, no_caches):
         "cutlass" in event.key and "_ao_" in event.key for event in profile.key_averages()
     )  # quack's add_to_output
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(template, "choose", lambda p: None if p.added == template.OUTPUT else choose(p))
+        patch.setattr(tables, "choose", lambda p, device: None if p.added == template.OUTPUT else choose(p, device))
         theirs = totals(model, recipe, mode, batches)
     for ours, other in zip(mine, theirs, strict=True):
         assert (ours.double() - other.double()).norm() / other.double().norm() < 2.0**-8

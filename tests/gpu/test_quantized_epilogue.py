@@ -12,7 +12,7 @@ from te_inductor.recipes import Quantizer
 from te_inductor.recipes.formats import ELEMENTS
 from te_inductor.runtime.activation import Activation
 from te_inductor.templates import cutlass
-from te_inductor.templates.cutlass import build, launch
+from te_inductor.templates.cutlass import build, launch, tables
 from te_inductor.templates.cutlass import scaled_mm as template
 from te_inductor.templates.cutlass.scaled_mm import NOTHING, QUANTIZED_TILES, kernel_of
 
@@ -130,18 +130,18 @@ def test_inference(mode, no_caches):
     torch.manual_seed(0)
     model = Mlp(1024, 4096, F.gelu).requires_grad_(False)
     x = torch.randn(4, 2048, 1024, device="cuda", dtype=BF16)
-    choose = template.choose
+    choose, device = tables.choose, torch.cuda.get_device_name()
     tile = choose(
-        template.Problem("90", 8192, 4096, 1024, E4M3, E4M3, E4M3, "tensor", True, True, NOTHING, Activation())
+        template.Problem("90", 8192, 4096, 1024, E4M3, E4M3, E4M3, "tensor", True, True, NOTHING, Activation()), device
     )
 
-    def two_kernels(problem):  # the same tile for the first GEMM, so that its sums are the same
-        return None if problem.activation else tile if problem.n == 4096 else choose(problem)
+    def two_kernels(problem, device):  # the same tile for the first GEMM, so that its sums are the same
+        return None if problem.activation else tile if problem.n == 4096 else choose(problem, device)
 
     def result(grad, chosen=choose):
         torch._dynamo.reset()
         with pytest.MonkeyPatch.context() as patch, torch.set_grad_enabled(grad):
-            patch.setattr(template, "choose", chosen)
+            patch.setattr(tables, "choose", chosen)
             run = torch.compile(model, backend="te", fullgraph=True, options={"policy": {"*": "delayed"}, "mode": mode})
             run(x)
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from te_inductor import recipes
+from te_inductor import ops, recipes
 from te_inductor.distributed import casts
 from te_inductor.ops.gathered_weight import GatheredWeight
 
@@ -828,3 +828,71 @@ def shard_casts() -> Case:
 
 
 _SHARDS = ((2048, (0, 0)), (7168, (128, 128)))
+
+
+def column_sums() -> Case:
+    """An activation's gradient, its casts both ways and its sums over rows; sizes that no tile divides."""
+    quantizer = recipes.Quantizer("e4m3")
+
+    def run(x: Tensor, dy: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+        dx = torch.where(x > 0, dy, dy.abs())
+        return (*ops.quantize_rowcol_delayed(dx, scale, quantizer), dx.sum(0, dtype=torch.float32))
+
+    x, dy = (torch.randn(208, 144, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return torch.compile(run, backend="te", fullgraph=True), (x, dy, torch.ones((), device="cuda"))
+
+
+def column_sums_transposed() -> Case:
+    """Of tensors that lie in columns, three of them: pairs of rows."""
+    quantizer = recipes.Quantizer("e4m3")
+
+    def run(x: Tensor, y: Tensor, dy: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+        dx = torch.where(x > y, dy, dy.abs()).t()
+        return (*ops.quantize_rowcol_delayed(dx, scale, quantizer), dx.sum(0, dtype=torch.float32))
+
+    tensors = [torch.randn(144, 208, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    return torch.compile(run, backend="te", fullgraph=True), (*tensors, torch.ones((), device="cuda"))
+
+
+def column_sums_of_pieces() -> Case:
+    """As of q, k and v, each with a bias."""
+    quantizer = recipes.Quantizer("e4m3")
+
+    def run(q: Tensor, k: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+        pieces = [q.abs(), k.abs()]
+        sums = [piece.sum(0, dtype=torch.float32) for piece in pieces]
+        return (*ops.quantize_pieces_delayed(pieces, 1, scale, quantizer), *sums)
+
+    q, k = (torch.randn(208, 144, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return torch.compile(run, backend="te", fullgraph=True), (q, k, torch.ones((), device="cuda"))
+
+
+class Biased(nn.Module):
+    """LayerNorm and an MLP with biases, as of GPT-NeoX and OPT."""
+
+    def __init__(self, dim: int, hidden: int, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        made = {"device": "cuda", "dtype": torch.bfloat16}
+        self.norm, self.function = nn.LayerNorm(dim, **made), function
+        self.up, self.down = nn.Linear(dim, hidden, **made), nn.Linear(hidden, dim, **made)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.function(self.up(self.norm(x))))
+
+
+def _biased(recipe: str, function: Callable[[Tensor], Tensor]) -> Case:
+    x = torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    model = Biased(4096, 16384, function)
+    return torch.compile(model, backend="te", fullgraph=True, options={"recipe": recipe}), (x,)
+
+
+def biased_gelu_delayed() -> Case:
+    return _biased("delayed", nn.functional.gelu)
+
+
+def biased_gelu_current() -> Case:
+    return _biased("current", nn.functional.gelu)
+
+
+def biased_relu_delayed() -> Case:
+    return _biased("delayed", nn.functional.relu)

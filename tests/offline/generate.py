@@ -168,8 +168,10 @@ def main(shim: str, arch: int, case: str, out: Path) -> None:
     # CUTLASS's kernels stand in the code of cases that are called so, whether it is installed or not, and are not
     # built.
     chosen = function.startswith("cutlass")
+    small = [mock.patch("te_inductor.templates.cutlass.tables.SAME", 2.0)] if chosen else []  # cases to be interpreted
     patches = [
         *pretend(arch),
+        *small,
         mock.patch.object(GraphLowering, "_compile_to_module_lines", keep),
         mock.patch.object(Constant, "__fx_repr__", recorded),
         # Of later steps under delayed scaling, and not the graph of a first one.

@@ -35,7 +35,7 @@ from torch._inductor.virtualized import V
 from torch._inductor.virtualized import ops as prims
 from torch.utils._sympy.functions import FloorDiv
 
-from te_inductor.lowerings.casts.amax import AmaxKernel
+from te_inductor.lowerings.casts.column_sums import SumsKernel
 from te_inductor.recipes import Quantizer
 
 TILE = 128
@@ -174,7 +174,7 @@ def may_share_a_kernel(node1: Any, node2: Any) -> bool:
     return len(found) < 2 and all(matrix.lies_in(nodes) if held else matrix.cuts(nodes) for matrix in found)
 
 
-class BlockKernel(AmaxKernel):
+class BlockKernel(SumsKernel):
     """Inductor's Triton kernel with tiles that are blocks: Note [Tiles that are blocks]."""
 
     def __init__(self, tiling: dict[str, sympy.Expr], *args: Any, features: Any, **kwargs: Any) -> None:

@@ -11,13 +11,14 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from te_inductor.templates import cutlass
+from te_inductor.templates.cutlass import tables
 
 
 class GraphPass(CustomGraphPass):  # type: ignore[misc]
     """A pass of ours where torch has room for one: it runs after the user's own, if there is one.
 
     Its `uuid` also stands in both compile caches for everything of ours that Inductor's key does not see: the
-    lowerings, and whether CUTLASS is installed, and which."""
+    lowerings, whether CUTLASS is installed, and which, and the user's tables."""
 
     def __init__(
         self, user_pass: Callable[[fx.Graph], Any] | None, passes: Sequence[Callable[[fx.Graph], None]]
@@ -32,7 +33,7 @@ class GraphPass(CustomGraphPass):  # type: ignore[misc]
 
     def uuid(self) -> Any:
         """None, which turns the cache off, where the user's pass has no identity."""
-        ours = package_hash(), cutlass.identity()
+        ours = package_hash(), cutlass.identity(), tables.identity()
         if self.user_pass is None:
             return ours
         theirs = self.user_pass.uuid() if isinstance(self.user_pass, CustomGraphPass) else None

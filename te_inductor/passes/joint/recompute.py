@@ -17,6 +17,8 @@ A column copy serves one GEMM of the backward alone.
 - That of a weight which FSDP gathered in low precision is its transpose: one more read of bytes that are there again.
 - Where blocks of a column have scales, which one read of them finds, that of a norm's output alone, where the reduction can
   hold its rows: any other tensor would be read once more than in the forward, where one read makes both copies.
+
+ReLU's mask is found again likewise.
 """
 
 import operator
@@ -47,6 +49,7 @@ def mark(graph: fx.Graph) -> None:
         return
     _save_what_changes(graph, backward)
     _save_statistics(graph, backward)
+    _release_masks(graph, backward)
     had = _had_anyway(graph, backward)
     for node in graph.nodes:
         if (
@@ -76,6 +79,38 @@ def _save_what_changes(graph: fx.Graph, backward: set[fx.Node]) -> None:
         node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     if changing:
         compat.let_marks_be_saved(graph)
+
+
+def _release_masks(graph: fx.Graph, backward: set[fx.Node]) -> None:
+    """Have the backward find ReLU's mask again where a cast with a known scale reads ReLU's output. torch would keep the
+    mask, a byte an element, for which the forward has a kernel of its own, and beside it the cast's column copy, another
+    byte. The GEMM's output, from which the backward makes both, takes as much room, and is written anyway."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.le.Scalar):
+        relu = node.args[0]
+        while is_view(relu):  # an alias
+            relu = relu.all_input_nodes[0]
+        if relu.target is not torch.ops.aten.relu.default or not _is_product(relu.args[0]):
+            continue
+        marked = node in backward or "recompute" in node.meta or "recompute" in relu.meta
+        if not marked and any(user.target in _ONE_SCALE for user in _readers(relu)):
+            for again in (relu, node):
+                again.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Of it, or of a view of it."""
+    for user in node.users:
+        if is_view(user):
+            yield from _readers(user)
+        else:
+            yield user
+
+
+def _is_product(node: fx.Node) -> bool:
+    """Whether it is a GEMM's output, or a view of one."""
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node.target is ops.scaled_mm
 
 
 def _is_random(node: fx.Node) -> bool:
@@ -273,7 +308,8 @@ def _origins(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:
             continue
         sources = [source for source in node.all_input_nodes if source.target not in _CONSTANTS]
         large = [source for source in sources if _is_as_large(source, node)]
-        if large and all(value.itemsize >= source.meta["val"].itemsize for source in large):
+        again = node.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE
+        if large and (again or all(value.itemsize >= source.meta["val"].itemsize for source in large)):
             found[node] = frozenset().union(*(found[source] for source in large))
     return found
 

@@ -1,15 +1,11 @@
-"""Low-precision GEMMs by CUTLASS: which tile, and where one is faster than cuBLASLt.
+"""Low-precision GEMMs by CUTLASS: which kernels there are, and what each computes.
 
-`scaled_mm.json` holds what was measured (`python -m benchmarks.tune_gemm`), on Hopper alone; nothing is timed when a
-model is compiled, except under max-autotune, where all of `CANDIDATES` take part. Those of Blackwell have never been
-measured or run: cuBLASLt multiplies there unless max-autotune finds one of them to be faster."""
+`tables.py` says where one is faster than cuBLASLt. Nothing is timed when a model is compiled, except under max-autotune,
+where all of `CANDIDATES` take part. Those of Blackwell have never been measured or run: cuBLASLt multiplies there unless
+max-autotune finds one of them to be faster."""
 
-import functools
 import json
-import math
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -30,8 +26,6 @@ from te_inductor.recipes.formats import (
 from te_inductor.runtime.activation import Activation, Gating, PointwiseStep
 from te_inductor.templates import cutlass
 
-TABLE = Path(__file__).with_suffix(".json")
-NEAR = 2.0  # a measured shape stands for those whose M, N and K are each within this factor of it
 # What kernels there are for, by `Target.cutlass`: the scopes of scales.
 ARCHITECTURES = {
     "90": (TENSOR.name, ROW.name, BLOCK_1X128.name, BLOCK_128X128.name),
@@ -48,8 +42,6 @@ OUTPUTS = {
     OUTPUT: (torch.float32,),
     ANOTHER: (torch.bfloat16, torch.float16),
 }
-# Of a gating, those of SwiGLU, with which the table was made: a tanh takes many instructions, which no product hides.
-MEASURED_STEPS = frozenset({"add", "sub", "mul", "neg", "sigmoid"})
 ROUNDED = torch.bfloat16  # what the sum is rounded to before an activation reads it and a cast to FP8 is stored
 # Accumulators that a thread may hold, by how many warp groups multiply: of its 240, or 160 registers.
 REGISTERS = {1: 208, 2: 208, 3: 136}
@@ -224,45 +216,9 @@ def tiles(problem: Problem) -> list[Tile]:
     return [tile for tile in candidates if supports(tile, problem)]
 
 
-@functools.cache  # a model's layers ask the same again and again
-def choose(problem: Problem) -> Tile | None:
-    """The tile that was measured to beat cuBLASLt at the nearest shape; None where cuBLASLt is as fast, or nothing near
-    was measured."""
-    if problem.gating is not None and not {name for name, *_ in problem.gating.steps} <= MEASURED_STEPS:
-        return None
-    rows = [row for row in table()["rows"] if _alike(row, problem)]
-    near = min(rows, key=lambda row: _distance(row, problem), default=None)
-    if near is None or near["tile"] is None or _distance(near, problem) > math.log2(NEAR):
-        return None
-    tile = Tile(**near["tile"])
-    return tile if supports(tile, problem) else None
-
-
 def architecture(device: torch.device) -> str | None:
     """The device's key of ARCHITECTURES; None where there are no kernels for it, or CUTLASS is not installed."""
     return targets.of(device).cutlass if cutlass.missing() is None else None
-
-
-@functools.cache
-def table() -> dict[str, Any]:
-    """``device``, versions, and ``rows``: a problem, the tile (None: cuBLASLt), microseconds of both, the date."""
-    with TABLE.open() as file:
-        return json.load(file)
-
-
-def _alike(row: dict[str, Any], problem: Problem) -> bool:
-    # Which 8-bit format an operand has is nothing to the tensor core; that the accumulation is split is.
-    kinds = ("scope", "fast_accum", "added")
-    quantized = problem.activation is not None  # what the activation is, was not asked: measured with GELU
-    gated = problem.gating is not None  # with SwiGLU
-    alike = all(row[kind] == getattr(problem, kind) for kind in kinds) and row.get("quantized", False) == quantized
-    alike = alike and row.get("gated", False) == gated
-    return problem.arch == table()["arch"] and alike
-
-
-def _distance(row: dict[str, Any], problem: Problem) -> float:
-    """The largest of the factors between the sizes, as a power of two."""
-    return max(abs(math.log2(row[size] / getattr(problem, size))) for size in "mnk")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,274 @@
+"""`te-inductor tune`: times CUTLASS's tiles against cuBLASLt on this machine's GPU, and writes the table by which FP8
+GEMMs are chosen. By default the shapes are those of the GEMMs of a layer of six models, q, k, v and gate, up as one."""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from te_inductor import config, targets
+from te_inductor.command.gemm_arms import GELU, SWIGLU, arms
+from te_inductor.errors import OptionError, unknown
+from te_inductor.presentation.tables import Column, tabulated
+from te_inductor.recipes.formats import BLOCK_1X128, BLOCK_128X128, ROW, SCOPES, TENSOR
+from te_inductor.templates import cutlass
+from te_inductor.templates.cutlass import build, tables
+from te_inductor.templates.cutlass.scaled_mm import ANOTHER, NOTHING, OUTPUT, Problem, Tile, architecture, tiles
+from te_inductor.templates.cutlass.tables import Table
+
+TOKENS = (2048, 4096, 8192, 16384)
+WEIGHTS = {  # N x K of each weight of a layer; the last one is down's
+    "llama-3-8b": ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)),
+    "llama-3.2-1b": ((3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192)),
+    "llama-3.2-3b": ((5120, 3072), (3072, 3072), (16384, 3072), (3072, 8192)),
+    "qwen-2.5-7b": ((4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944)),
+    "llama-2-13b": ((15360, 5120), (5120, 5120), (27648, 5120), (5120, 13824)),
+    "llama-3-70b": ((10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672)),
+}
+APART = ((1024, 4096), (4096, 4096), (14336, 4096), (4096, 14336))  # of Llama-3-8B, each weight by itself
+MLPS = ((4096, 1024), (8192, 2048), (16384, 4096))  # N x K of the layer in front of an activation
+BLOCKS, QUANTIZED, GATED = "blocks", "quantized", "gated"
+KINDS = {
+    "plain": "one scale a tensor or a row",
+    BLOCKS: "scales of blocks",
+    OUTPUT: "added to an fp32 total",
+    ANOTHER: "a residual added",
+    QUANTIZED: "an activation and a cast to FP8 behind the product, in inference",
+    GATED: "a gated activation's gradients, cast both ways",
+}
+ARCH = "90"  # the only one whose kernels a table may name
+GAIN = 0.985  # a tile is taken where it needs at most this part of cuBLASLt's time, twice
+MOST_CALLS = 12  # of one arm that follow each other
+ROUND, FP8_FLOPS = (
+    5e-3,
+    1.2e15,
+)  # seconds that they are to take, and what a GEMM computes in one, to be ready in minutes
+E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
+
+Weights = Sequence[tuple[int, int]]
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, and write after each GEMM, so that a run that is stopped keeps what it has measured."""
+    folder = arguments.folder or config.tables()
+    if folder is None:
+        raise OptionError(f"no folder for the table: pass --folder, or set {config.TABLES}")
+    for kind in arguments.kinds or KINDS:
+        if kind not in KINDS:
+            raise OptionError(unknown("kind of GEMMs", kind, KINDS))
+    device = _device()
+    asked = problems(arguments.shapes, arguments.tokens or TOKENS, arguments.kinds or KINDS)
+    if not asked:
+        raise OptionError("no kernel takes a GEMM of these shapes and kinds: sizes are multiples of 16, M 128 or more")
+    print(f"{len(asked)} GEMMs on {device}", file=sys.stderr)
+    start = time.monotonic()
+    table = started(device, folder)
+    build.start(p.kernel(tile) for p in asked for tile in tiles(p))
+    taken = 0
+    for done, p in enumerate(asked, 1):
+        row = measured(p, table, arguments.rounds)
+        taken += row["tile"] is not None
+        table = with_row(table, row)
+        tables.write(table)
+        if sys.stderr.isatty() or done % 50 == 0 or done == len(asked):
+            print(f"\r{done} of {len(asked)}, {time.monotonic() - start:.0f} s", end="", file=sys.stderr)
+    print(file=sys.stderr)
+    print(summary(table))
+    print(f"\n{table.path}: {taken} of {len(asked)} GEMMs run faster than cuBLASLt in one of CUTLASS's tiles")
+    if config.tables() != folder.absolute():
+        print(f"to use it: export {config.TABLES}={folder.absolute()}")
+    return 0
+
+
+def _device() -> str:
+    """The GPU's name.
+
+    Raises:
+        OptionError: there is none, or none whose kernels can be built.
+    """
+    if not torch.cuda.is_available():
+        raise OptionError("torch finds no GPU here; tune on the device that the table is for")
+    device = torch.device("cuda")
+    why = cutlass.missing()
+    if why is not None:
+        raise OptionError(f"there is nothing to compare with cuBLASLt: {why}")
+    if architecture(device) != ARCH:
+        raise OptionError(
+            f"{targets.described(device)}: tables are for compute capability 9.0, elsewhere cuBLASLt multiplies, or what"
+            ' mode="max-autotune" measures'
+        )
+    return targets.product(device)
+
+
+def started(device: str, folder: Path) -> Table:
+    """The table to go on with, in `folder`: what that has of this device, or else the package; rows that are measured
+    anew take the place of others."""
+    path = folder.absolute() / tables.file_name(device)
+    packages = tuple(" ".join(version.split()[:2]) for version in cutlass.versions())
+    found = tables.read(path) if path.exists() else tables.of(device)
+    rows = () if found is None else found.rows
+    return Table(device, ARCH, torch.__version__, packages, rows, path)
+
+
+def with_row(table: Table, row: dict[str, Any]) -> Table:
+    kept = tuple(one for one in table.rows if identity(one) != identity(row))
+    return replace(table, rows=(*kept, row))
+
+
+def identity(row: dict[str, Any]) -> tuple[Any, ...]:
+    """Of what was measured."""
+    sizes = (row[name] for name in ("m", "n", "k", "scope", "fast_accum", "added"))
+    return (*sizes, *(row.get(kind, False) for kind in (QUANTIZED, GATED)))
+
+
+def kind_of(row: dict[str, Any]) -> str:
+    """A key of KINDS."""
+    for kind in (QUANTIZED, GATED):
+        if row.get(kind, False):
+            return kind
+    if SCOPES[row["scope"]].blocked and row["added"] == NOTHING:
+        return BLOCKS
+    return "plain" if row["added"] == NOTHING else row["added"]
+
+
+def measured(p: Problem, table: Table, rounds: int) -> dict[str, Any]:
+    """A row of the table. The fastest of several noisy times is too good to be true, so the tile that won is timed
+    against cuBLASLt once more, and taken where it wins again."""
+    found = arms(p, table, lambda text: print(f"\n{text}", file=sys.stderr))
+    calls = max(MOST_CALLS // 4, min(MOST_CALLS, int(ROUND * FP8_FLOPS / (2 * p.m * p.n * p.k))))
+    us = dict(zip(found, time_us(list(found.values()), rounds, calls), strict=True))
+    library = us.pop(None)
+    best: Tile | None = min(us, key=lambda tile: us[tile], default=None)
+    chosen = None
+    if best is not None and us[best] <= GAIN * library:
+        library, us[best] = time_us([found[None], found[best]], rounds, calls)
+        chosen = best if us[best] <= GAIN * library else None
+    return {
+        **{name: getattr(p, name) for name in ("m", "n", "k", "scope", "fast_accum", "added")},
+        **({QUANTIZED: True} if p.activation is not None else {}),
+        **({GATED: True} if p.gating is not None else {}),
+        "tile": None if chosen is None else asdict(chosen),
+        "us": None if best is None else round(us[best], 1),
+        "cublaslt_us": round(library, 1),
+        "date": datetime.now(timezone.utc).date().isoformat(),
+    }
+
+
+def time_us(arms: Sequence[Callable[[], Any]], rounds: int, calls: int) -> list[float]:
+    """Of one call of each, the median of rounds in which they take turns. Launches of one arm follow each other closely
+    enough: the shortest kernel here takes as long as a launch."""
+    times: list[list[float]] = [[] for _ in arms]
+    for _ in range(rounds):
+        for call, taken in zip(arms, times, strict=True):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(calls):
+                call()
+            end.record()
+            end.synchronize()
+            taken.append(1e3 * start.elapsed_time(end) / calls)
+    return [statistics.median(taken) for taken in times]
+
+
+def summary(table: Table) -> str:
+    """How much the table's tiles gain, by kind."""
+    lines = []
+    for kind in KINDS:
+        rows = [row for row in table.rows if kind_of(row) == kind]
+        gains = [row["cublaslt_us"] / row["us"] for row in rows if row["tile"] is not None]
+        if rows:
+            most = f"{statistics.median(gains):.3f}, {max(gains):.3f}" if gains else ""
+            lines.append((kind, str(len(rows)), str(len(gains)), most))
+    names = Column("GEMMs"), Column("measured", right=True), Column("faster", right=True), Column("median, most")
+    return tabulated(names, lines)
+
+
+def problems(shapes: Weights | None, tokens: Sequence[int], kinds: Iterable[str]) -> list[Problem]:
+    """What is measured: those that some tile computes. Of `shapes` the GEMMs of each weight (None: the six models')."""
+    own: dict[str, Callable[[Weights, Sequence[int]], list[Problem]]] = {
+        "plain": _plain,
+        BLOCKS: _blocks,
+        OUTPUT: _totals,
+        ANOTHER: _residuals,
+        QUANTIZED: _quantized,
+        GATED: _gated,
+    }
+    found = []
+    for kind in kinds:
+        for weights in [shapes] if shapes is not None else _defaults(kind):
+            found += own[kind](weights, tokens)
+    return [problem for problem in dict.fromkeys(found) if tiles(problem)]
+
+
+def _defaults(kind: str) -> list[Weights]:
+    if kind == OUTPUT:
+        return [APART]
+    if kind == QUANTIZED:
+        return [MLPS]
+    if kind == GATED:
+        return [weights[-1:] for weights in WEIGHTS.values()]
+    if kind == ANOTHER:
+        return [[(n, k) for n, k in weights if n <= k] for weights in WEIGHTS.values()]  # o and down
+    return [*WEIGHTS.values()]
+
+
+def _plain(weights: Weights, tokens: Sequence[int]) -> list[Problem]:
+    """fprop accumulates fast; dgrad and wgrad split, as the recipes' defaults say."""
+    formats = {TENSOR.name: E5M2, ROW.name: E4M3}  # of gradients: "current" and "delayed", "rowwise"
+    return [
+        Problem(ARCH, *sizes, a, E4M3, BF16, scope, False, fast)
+        for scope, grad in formats.items()
+        for m in tokens
+        for n, k in (APART if weights is WEIGHTS["llama-3-8b"] and scope == ROW.name else weights)
+        for sizes, a, fast in (((m, n, k), E4M3, True), ((m, k, n), grad, False), ((n, k, m), grad, False))
+    ]
+
+
+def _blocks(weights: Weights, tokens: Sequence[int]) -> list[Problem]:
+    """fprop and dgrad with square blocks of the weight, wgrad without."""
+    square, one_row = BLOCK_128X128.name, BLOCK_1X128.name
+    return [
+        Problem(ARCH, *sizes, E4M3, E4M3, BF16, scope, False, False)
+        for m in tokens
+        for n, k in weights
+        for sizes, scope in (((m, n, k), square), ((m, k, n), square), ((n, k, m), one_row))
+    ]
+
+
+def _totals(weights: Weights, tokens: Sequence[int]) -> list[Problem]:
+    """wgrad."""
+    return [
+        Problem(ARCH, n, k, m, E5M2 if scope == TENSOR.name else E4M3, E4M3, torch.float32, scope, False, False, OUTPUT)
+        for scope in (TENSOR.name, ROW.name)
+        for m in tokens
+        for n, k in weights
+    ]
+
+
+def _residuals(weights: Weights, tokens: Sequence[int]) -> list[Problem]:
+    """fprop, with one scale a tensor and with square blocks of the weight."""
+    return [
+        Problem(ARCH, m, n, k, E4M3, E4M3, BF16, scope, False, fast, ANOTHER)
+        for scope, fast in ((TENSOR.name, True), (BLOCK_128X128.name, False))
+        for m in tokens
+        for n, k in weights
+    ]
+
+
+def _quantized(weights: Weights, tokens: Sequence[int]) -> list[Problem]:
+    """fprop."""
+    kind = (TENSOR.name, False, True, NOTHING, GELU)
+    return [Problem(ARCH, m, n, k, E4M3, E4M3, E4M3, *kind) for m in tokens for n, k in weights]
+
+
+def _gated(weights: Weights, tokens: Sequence[int]) -> list[Problem]:
+    """dgrad of down."""
+    kind = (BLOCK_128X128.name, False, False)
+    return [Problem(ARCH, m, k, n, E4M3, E4M3, E4M3, *kind, gating=SWIGLU) for m in tokens for n, k in weights]

@@ -1,0 +1,224 @@
+"""Tables of measured GEMMs: the package's, a user's, what lies between measured shapes, and how one is made."""
+
+import dataclasses
+import json
+from argparse import Namespace
+
+import pytest
+import torch
+
+from te_inductor import config, targets
+from te_inductor.command import doctor, tune
+from te_inductor.errors import OptionError, TEInductorError
+from te_inductor.passes.graph.custom_pass import GraphPass
+from te_inductor.recipes import Gemm
+from te_inductor.runtime.activation import Activation
+from te_inductor.templates import cutlass, select
+from te_inductor.templates.cutlass import scaled_mm, tables
+from te_inductor.templates.cutlass.scaled_mm import FAST_TILES, NOTHING, OUTPUT, Problem, Tile
+
+E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
+H200, H100 = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
+TILE = FAST_TILES[0]
+
+
+def problem(m: int, n: int, k: int, **changes) -> Problem:
+    return dataclasses.replace(Problem("90", m, n, k, E4M3, E4M3, BF16, "tensor", False, True), **changes)
+
+
+def kind(row: dict) -> dict:
+    fields = {"scope": row["scope"], "fast_accum": row["fast_accum"], "added": row["added"]}
+    if row.get("quantized", False):
+        return {**fields, "out": E4M3, "activation": Activation()}
+    return {**fields, "out": torch.float32 if row["added"] == OUTPUT else BF16}
+
+
+def row(m: int, n: int = 4096, k: int = 4096, tile: Tile | None = TILE, gain: float = 1.1) -> dict:
+    found = None if tile is None else dataclasses.asdict(tile)
+    date = "2026-11-25"
+    us = {"us": 100.0, "cublaslt_us": 100.0 * gain, "date": date}
+    return {"m": m, "n": n, "k": k, "scope": "tensor", "fast_accum": True, "added": NOTHING, "tile": found, **us}
+
+
+def table(*rows: dict, device: str = H100, path=tables.FOLDER / "none.json") -> tables.Table:
+    return tables.Table(device, "90", "2.11.0", ("quack-kernels 0.6.5",), rows, path)
+
+
+def written(folder, *rows: dict, device: str = H100) -> tables.Table:
+    made = table(*rows, device=device, path=folder / tables.file_name(device))
+    tables.write(made)
+    return made
+
+
+def test_every_row_of_the_package_is_a_kernel_that_supports_its_problem():
+    found = tables.of(H200)
+    assert len(found.rows) > 700 and not found.is_users
+    for one in found.rows:
+        if one["tile"] is not None:
+            asked = problem(one["m"], one["n"], one["k"], **kind(one))
+            assert Tile(**one["tile"]) in scaled_mm.tiles(asked)
+            assert one["us"] < one["cublaslt_us"]
+
+
+def test_a_device_without_a_table_has_cublaslt(monkeypatch):
+    """And one with a table the tile that it names. Devices are told apart by their names."""
+    one = max((row for row in tables.of(H200).rows if row["tile"] and row["scope"] == "tensor" and row["fast_accum"]
+               and row["added"] == NOTHING and not row.get("quantized")), key=lambda row: row["m"])  # fmt: skip
+    asked = problem(one["m"], one["n"], one["k"])
+    assert tables.choose(asked, H200) == Tile(**one["tile"])
+    assert tables.choose(asked, H100) is None and tables.choose(asked, "NVIDIA H200 NVL") is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(cutlass, "missing", lambda: None)
+    whole = select.Problem(
+        torch.device("cuda"), asked.m, asked.n, asked.k, E4M3, E4M3, BF16, Gemm("fprop", fast_accum=True)
+    )
+    names = []
+    for name in (H200, H100):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_, name=name: name)
+        names.append(select.select(whole).name)
+    assert names == [f"cutlass:{Tile(**one['tile'])}", "cublaslt"]
+
+
+def test_between_measured_shapes_two_rows_have_to_agree():
+    choose = tables.choose_in
+    both, close = table(row(4096), row(8192)), problem(4096 + 160, 4096, 4096)
+    assert (
+        choose(problem(4096, 4096, 4096), both)
+        == choose(close, both)
+        == choose(problem(5888, 4096, 4096), both)
+        == TILE
+    )
+    one_lost, barely = table(row(4096), row(8192, tile=None)), table(row(4096), row(8192, gain=1.02))
+    for other in (one_lost, barely, table(row(4096))):
+        assert choose(close, other) == TILE and choose(problem(5888, 4096, 4096), other) is None
+    assert choose(problem(4 * 8192, 4096, 4096), both) is None  # nothing near
+    assert choose(problem(8192, 4096, 4096), one_lost) is None
+    assert choose(problem(4096, 4096, 4096, arch="100"), both) is None
+    assert choose(problem(4096, 4096, 4096, fast_accum=False), both) is None
+
+
+def test_a_users_table_is_read_and_takes_the_place_of_the_packages(tmp_path, monkeypatch):
+    asked, before = problem(4096, 4096, 4096), GraphPass(None, []).uuid()
+    written(tmp_path, row(4096))
+    written(tmp_path, row(4096, tile=None), device=H200)
+    monkeypatch.setenv(config.TABLES, str(tmp_path))
+    assert tables.choose(asked, H100) == TILE and tables.choose(asked, H200) is None
+    assert tables.of(H100).is_users and tables.of(H100).dates == "2026-11-25"
+    assert GraphPass(None, []).uuid() != before  # of compile caches: other kernels
+    monkeypatch.delenv(config.TABLES)
+    assert tables.choose(asked, H100) is None and GraphPass(None, []).uuid() == before
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        (None, "expected a folder"),
+        ("{", "no table of measured GEMMs (JSONDecodeError"),
+        ("[]", "no table of measured GEMMs (TypeError"),
+        ('{"device": "a", "torch": "", "packages": [], "arch": "80", "rows": []}', "arch is '80'"),
+        ('{"device": "a", "torch": "", "packages": [], "arch": "90", "rows": [{"m": 1}]}', "KeyError"),
+        (json.dumps({**row(4096), "us": -1}), "expected a file that `te-inductor tune` has written"),
+        (json.dumps({**row(4096), "tile": {"m": 1}}), "TypeError"),
+    ],
+)
+def test_what_is_no_table_is_named_before_anything_is_compiled(text, what, tmp_path, monkeypatch):
+    from te_inductor import explain
+
+    if text is not None:
+        if '"scope"' in text:
+            text = f'{{"device": "a", "torch": "", "packages": [], "arch": "90", "rows": [{text}]}}'
+        (tmp_path / "some.json").write_text(text)
+    monkeypatch.setenv(config.TABLES, str(tmp_path if text is not None else tmp_path / "nowhere"))
+    with pytest.raises(TEInductorError) as raised:
+        explain(torch.nn.Linear(32, 32), torch.randn(4, 32))
+    assert what in str(raised.value)
+    assert doctor._guarded("GEMM table", doctor._table).state == doctor.BROKEN
+
+
+def test_the_doctor_says_which_table_is_used(tmp_path, monkeypatch):
+    assert doctor._table() == (doctor.NOTE, "none, as there is no GPU")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(cutlass, "missing", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: H200)
+    state, found = doctor._table()
+    assert state == doctor.OK and f"GEMMs on {H200}, 2026-11-21 to 2026-11-24, of the package" in found
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: H100)
+    state, found = doctor._table()
+    assert state == doctor.NOTE and f"none of {H100}, cuBLASLt multiplies; `te-inductor tune`" in found
+    path = written(tmp_path, row(4096)).path
+    monkeypatch.setenv(config.TABLES, str(tmp_path))
+    assert doctor._table() == (doctor.OK, f"1 GEMMs on {H100}, 2026-11-25, of {path}")
+    monkeypatch.setattr(cutlass, "missing", lambda: "quack-kernels is not installed")
+    state, found = doctor._table()
+    assert state == doctor.NOTE and "not used: " in found
+
+
+def arguments(**changes) -> Namespace:
+    given = {"folder": None, "shapes": [(6144, 4096)], "tokens": [4096], "kinds": ["plain"], "rounds": 2}
+    return Namespace(**given | changes)
+
+
+def test_tuning_writes_a_table_that_is_then_used(tmp_path, monkeypatch, capsys):
+    """With clocks of our own in place of kernels: cuBLASLt takes 100 us, one tile less; when both are timed again, of the
+    first two GEMMs alone. What the folder or the package had of the device stays."""
+    looks = []
+
+    def timed(arms, rounds, calls):
+        looks.append(len(arms))
+        if len(arms) > 2:
+            return [100.0, 90.0] + [120.0] * (len(arms) - 2)
+        return [100.0, 90.0 if len(looks) < 5 else 99.0]
+
+    def arms(p, table, complain):
+        return {None: None} | dict.fromkeys(scaled_mm.tiles(p))
+
+    for name, value in {
+        "is_available": lambda: True, "get_device_capability": lambda *_: (9, 0), "get_device_name": lambda *_: H100,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    for place, name, value in (
+        (cutlass, "missing", lambda: None), (cutlass, "versions", lambda: ("quack-kernels 0.6.5 /some where",)),
+        (tune, "arms", arms), (tune, "time_us", timed), (tune.build, "start", lambda kernels: list(kernels)),
+    ):  # fmt: skip
+        monkeypatch.setattr(place, name, value)
+    assert tune.run(arguments(folder=tmp_path)) == 0
+    said = capsys.readouterr().out
+    assert f"export {config.TABLES}={tmp_path}" in said and "2 of 6 GEMMs" in said
+    found = tables.read(tmp_path / "nvidia_h100_80gb_hbm3.json")
+    assert (found.device, found.packages) == (H100, ("quack-kernels 0.6.5",)) and len(found.rows) == 6
+    assert [one["tile"] is None for one in found.rows] == [False, False, True, True, True, True]
+    monkeypatch.setenv(config.TABLES, str(tmp_path))
+    assert tables.choose(problem(4096, 6144, 4096), H100) == TILE
+    tune.run(arguments(tokens=[8192]))  # into the same, by the variable
+    assert len(tables.read(found.path).rows) == 12 and "export" not in capsys.readouterr().out
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: H200)
+    assert len(tune.started(H200, tmp_path).rows) == len(tables.of(H200).rows)  # the package's
+
+
+def test_what_is_tuned_is_what_models_have():
+    asked = tune.problems(None, tune.TOKENS, tune.KINDS)
+    assert {tune.kind_of(one) for one in tables.of(H200).rows} == set(tune.KINDS)
+    of_package = {(one["m"], one["n"], one["k"], tune.kind_of(one)) for one in tables.of(H200).rows}
+    assert len(asked) > 600 and all(scaled_mm.tiles(one) for one in asked)
+    sizes = {(one.m, one.n, one.k) for one in asked}
+    assert all((m, n, k) in sizes for m, n, k, kind in of_package if m % 128 == n % 128 == 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({}, f"no folder for the table: pass --folder, or set {config.TABLES}"),
+        ({"folder": "x", "kinds": ["plian"]}, "unknown kind of GEMMs 'plian'; did you mean 'plain'?"),
+        ({"folder": "x"}, "torch finds no GPU here"),
+    ],
+)
+def test_wrong_uses_of_tune(changes, text):
+    with pytest.raises(OptionError) as raised:
+        tune.run(arguments(**changes))
+    assert text in str(raised.value)
+
+
+def test_names_of_files():
+    assert tables.file_name(H200) == "nvidia_h200.json" == tables.of(H200).path.name
+    assert targets.of(torch.device("cpu")).cutlass is None
