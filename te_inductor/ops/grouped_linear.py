@@ -32,12 +32,13 @@ class GroupedLinears(Operation):
     (T, M / T) or None: where each row of x is among those; `count` weights (E, N, K), then their biases (E, N) if they
     have any. Saved for backward: with one scale a tensor, x's row copy, whose bytes wgrad transposes; else x itself, as
     scales of wgrad's operands belong to a group's columns. The backward casts weights again, which stay in memory
-    anyway."""
+    anyway, unless their copies are kept."""
 
     slots: Slots
     out_dtype: torch.dtype
     count: int = 1
     step: DelayedScales | None = None
+    kept: Sequence[Tensor] = ()  # the weights' copies, as `CachedWeight.taken` has them
     main_grads: Sequence[Tensor] = ()
     tickets: Sequence[Tensor] = ()
 
@@ -58,9 +59,10 @@ class GroupedLinears(Operation):
         known = step.known("input", [x], slots.input) if step else None
         row, _ = copies([x], 0, slots.input, known, columnwise=False)
         assert row is not None
-        scales = self._weight_scales(weights)
+        cast = not self.kept or (needed[0] and len(self.kept) == 2)  # the weights, here or in the backward
+        scales = self._weight_scales(weights) if cast else (None, None, None)
         a = row if rows is None else _picked(row, slots.input, rows, x.shape)
-        b = self._weight_copy(weights, scales, transposed=False)
+        b = Copy(self.kept[0], self.kept[1]) if self.kept else self._weight_copy(weights, scales, transposed=False)
         bias = torch.cat(list(biases), 1) if len(biases) > 1 else biases[0] if biases else None
         y = _product(a, b, ends, bias, slots.fprop, self.out_dtype)
         ys = y.split([weight.shape[1] for weight in weights], 1) if self.count > 1 else (y,)
@@ -71,26 +73,28 @@ class GroupedLinears(Operation):
         weights, biases = operands[: self.count], operands[self.count :]
         row, scales, ctx.needs = found
         of_x = (row.data, row.scale_inv) if self.slots.input.granularity.whole else (x, None)
-        ctx.save_for_backward(*of_x, *scales, ends, rows, places, *weights)
+        # Of weights whose column copies are kept the backward reads nothing else.
+        column = self.kept[2:] or (None, None)
+        ctx.save_for_backward(*of_x, *scales, ends, rows, places, *column, *(() if self.kept[2:] else weights))
         ctx.x_dtype, ctx.bias_dtype = x.dtype, biases[0].dtype if biases else None
+        ctx.weight_dtype, ctx.sizes, ctx.width = weights[0].dtype, [w.shape[1] for w in weights], weights[0].shape[2]
 
     def backward(self, ctx: Any, *dys: Tensor) -> Gradients:
         x_grad, weight_grad, bias_grad = ctx.needs
         saved = ctx.saved_tensors  # once: each access unpacks them
         x, x_scale_inv, *scales, ends, rows, places = saved[:8]
-        weights = saved[8:]
-        slots, step, dx = self.slots, self.step, None
-        sizes = [weight.shape[1] for weight in weights]
+        column, weights = saved[8:10], saved[10:]
+        slots, step, dx, sizes = self.slots, self.step, None, ctx.sizes
         dy = grouped.mask_rows(torch.cat(list(dys), 1) if len(dys) > 1 else dys[0], ends)
         layout = grouped.layout(ends, dy.shape[0])
-        dws: Sequence[Tensor | None] = [None] * len(weights)
+        dws: Sequence[Tensor | None] = [None] * len(sizes)
         if x_grad or weight_grad:
             known = step.known("grad_output", [dy], slots.grad_output) if step else None
             g_row, g_col = self._gradient_copies(dy, known, layout, ends.shape[0], x_grad, weight_grad)
             if step is not None:
                 record_amax([dy], step.grad_amax)
         if x_grad:
-            b = self._weight_copy(weights, scales, transposed=True)
+            b = self._weight_copy(weights, scales, transposed=True) if weights else Copy(*column)
             dx = _product(g_row, b, ends, None, slots.dgrad, self.out_dtype)
             if places is not None:  # in fp32, row by row of x, where autograd adds rows in the order of atomics
                 dx = dx[places].sum(1, dtype=torch.float32)
@@ -99,9 +103,9 @@ class GroupedLinears(Operation):
             starts, tiles, source = layout
             if rows is not None:
                 source = torch.where(source >= 0, rows[source.clamp(min=0)], -1).int()
-            x = x if x_scale_inv is None else _stored_columns(x, weights[0].shape[2])
+            x = x if x_scale_inv is None else _stored_columns(x, ctx.width)
             x_col = _columns(x, x_scale_inv, source, tiles, ends.shape[0], slots.input)
-            dws = self._weight_gradients(g_col, x_col, starts, weights[0].dtype, sizes)
+            dws = self._weight_gradients(g_col, x_col, starts, ctx.weight_dtype, sizes)
         dbs: Sequence[Tensor | None] = [None] * (0 if ctx.bias_dtype is None else len(dys))
         if bias_grad:
             dbs = _bias_gradients(dy, layout, ends.shape[0], self.out_dtype).to(ctx.bias_dtype).split(sizes, 1)
@@ -252,6 +256,7 @@ def trace_grouped_linears(
     known: Sequence[Tensor] | None = None,  # as of `linears`, and so are the others
     token: Tensor | None = None,
     grad_amax: Tensor | None = None,
+    kept: Sequence[Tensor] | None = None,
     main_grads: Sequence[Tensor] | None = None,
     tickets: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:  # each (M, N), zeros behind the last group
@@ -259,7 +264,7 @@ def trace_grouped_linears(
     GEMMs in the low precision of `slots`."""
     pairs = [] if known is None else [ScalePair(*pair) for pair in zip(known[::2], known[1::2], strict=True)]
     step = DelayedScales(*pairs, *([token, grad_amax] if len(pairs) > 2 else [])) if pairs else None  # type: ignore[arg-type]
-    layers = GroupedLinears(slots, out_dtype, len(weights), step, main_grads or (), tickets or ())
+    layers = GroupedLinears(slots, out_dtype, len(weights), step, kept or (), main_grads or (), tickets or ())
     return _layers(layers, x, token, ends, rows, places, weights, biases)
 
 
@@ -281,7 +286,7 @@ def trace_first_grouped_linears(
     """The same under delayed scaling, in a step in which some quantizer of the graph has no history: Note [A first
     step]."""
     step = DelayedScales(token=token, grad_amax=grad_amax, first=recipe)
-    layers = GroupedLinears(slots, out_dtype, len(weights), step, main_grads or (), tickets or ())
+    layers = GroupedLinears(slots, out_dtype, len(weights), step, (), main_grads or (), tickets or ())
     return _layers(layers, x, token, ends, rows, places, weights, biases)
 
 
@@ -293,7 +298,7 @@ def _places_of(order: Tensor, each: int) -> Tensor:
 grouped_linears = define(
     f"grouped_linears(Tensor x, Tensor[] weights, Tensor[] biases, Tensor ends, {_SLOTS} slots, ScalarType out_dtype,"
     " Tensor? rows=None, Tensor? places=None, Tensor[]? known=None, Tensor? token=None, Tensor? grad_amax=None,"
-    " Tensor[]? main_grads=None, Tensor[]? tickets=None) -> Tensor[]",
+    " Tensor[]? kept=None, Tensor[]? main_grads=None, Tensor[]? tickets=None) -> Tensor[]",
     trace_grouped_linears,
 )
 first_grouped_linears = define(

@@ -106,7 +106,7 @@ def _join_streams(device: torch.device, kept: Sequence[CachedWeight]) -> None:
 def _tables(looks: Sequence[FreshnessCheck]) -> list[tuple[_Kind, _Table]]:
     """One for all weights of a device and a dtype that are cast alike."""
     alike: dict[_Kind, list[FreshnessCheck]] = {}
-    for look in looks:
+    for look in (one for look in looks for one in look.matrices()):
         spec = look.kept.spec
         kind = _Kind(look.kept.seen.device, spec.quantizer, look.weights[0].dtype, is_tiled(spec))
         alike.setdefault(kind, []).append(look)
