@@ -28,6 +28,7 @@ from te_inductor.ops.grouped import (
     grouped_wgrad,
     quantize_experts,
     quantize_experts_delayed,
+    quantize_experts_rows,
     quantize_groups,
     transpose_groups,
 )
@@ -72,6 +73,7 @@ __all__ = [
     "quantize_delayed",
     "quantize_experts",
     "quantize_experts_delayed",
+    "quantize_experts_rows",
     "quantize_groups",
     "quantize_pieces",
     "quantize_pieces_delayed",

@@ -66,11 +66,19 @@ def _quantize_experts_fake(
 
 def _quantize_experts_delayed_fake(
     w: Tensor,  # (E, R, C)
-    scale: Tensor,  # () or (E,)
+    scale: Tensor,  # (), (E,), or (E, C) of the transposes' rows
     quantizer: Quantizer,
     transposed: bool = False,
 ) -> Tensor:  # (E, R, pad(C)), or of the transposes
     return _quantize_experts_fake(w, quantizer, None, transposed)[0]
+
+
+def _quantize_experts_rows_fake(
+    w: Tensor,  # (E, R, C)
+    quantizer: Quantizer,  # of rows
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # data (E, R, pad(C)), scale_inv (E, R); columns' scale, scale_inv (E, C)
+    of_columns = (w.new_empty((w.shape[0], w.shape[2]), dtype=torch.float32) for _ in range(2))
+    return *_quantize_experts_fake(w, quantizer), *of_columns  # type: ignore[return-value]
 
 
 def _experts_scale_fake(
@@ -134,6 +142,11 @@ quantize_experts_delayed = define(
     f"quantize_experts_delayed(Tensor w, Tensor scale, {_QUANTIZER} q, bool transposed=False) -> Tensor",
     grouped.quantize_experts_delayed,
     _quantize_experts_delayed_fake,
+)
+quantize_experts_rows = define(
+    f"quantize_experts_rows(Tensor w, {_QUANTIZER} q) -> (Tensor, Tensor, Tensor, Tensor)",
+    grouped.quantize_experts_rows,
+    _quantize_experts_rows_fake,
 )
 experts_scale = define(
     f"experts_scale(Tensor[] weights, {_QUANTIZER} q) -> (Tensor, Tensor)",

@@ -16,6 +16,7 @@ from te_inductor.ops.gemm import operands_of
 from te_inductor.ops.linear import overflowing_sum
 from te_inductor.recipes import Gemm, Quantizer, Slots
 from te_inductor.recipes.delayed import DelayedScaling
+from te_inductor.recipes.formats import ROW
 from te_inductor.runtime import grouped
 from te_inductor.runtime.operation import Gradients, Needs, Operation
 
@@ -59,10 +60,8 @@ class GroupedLinears(Operation):
         known = step.known("input", [x], slots.input) if step else None
         row, _ = copies([x], 0, slots.input, known, columnwise=False)
         assert row is not None
-        cast = not self.kept or (needed[0] and len(self.kept) == 2)  # the weights, here or in the backward
-        scales = self._weight_scales(weights) if cast else (None, None, None)
         a = row if rows is None else _picked(row, slots.input, rows, x.shape)
-        b = Copy(self.kept[0], self.kept[1]) if self.kept else self._weight_copy(weights, scales, transposed=False)
+        b, scales = self._row_copy(weights, needed[0])
         bias = torch.cat(list(biases), 1) if len(biases) > 1 else biases[0] if biases else None
         y = _product(a, b, ends, bias, slots.fprop, self.out_dtype)
         ys = y.split([weight.shape[1] for weight in weights], 1) if self.count > 1 else (y,)
@@ -111,8 +110,21 @@ class GroupedLinears(Operation):
             dbs = _bias_gradients(dy, layout, ends.shape[0], self.out_dtype).to(ctx.bias_dtype).split(sizes, 1)
         return dx, None, None, None, None, *dws, *dbs
 
+    def _row_copy(
+        self, weights: Sequence[Tensor], x_grad: bool
+    ) -> tuple[Copy, tuple[Tensor | None, Tensor | None, Tensor | None]]:
+        """fprop's copy, and the scales with which the backward casts."""
+        if self.kept:
+            cast = x_grad and len(self.kept) == 2
+            return Copy(self.kept[0], self.kept[1]), self._weight_scales(weights) if cast else (None, None, None)
+        if x_grad and self.slots.weight.granularity is ROW and len(weights) == 1 and weights[0].is_contiguous():
+            data, scale_inv, *of_columns = ops.quantize_experts_rows(weights[0], self.slots.weight)
+            return Copy(data, scale_inv), (*of_columns, None)  # type: ignore[return-value]
+        scales = self._weight_scales(weights)
+        return self._weight_copy(weights, scales, transposed=False), scales
+
     def _weight_scales(self, weights: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """scale and scale_inv where one expert has one, the amax where scales have two levels."""
+        """scale and scale_inv where one expert has one, or each of its columns; the amax where scales have two levels."""
         quantizer, step = self.slots.weight, self.step
         if not quantizer.granularity.whole:
             amax = _amax(weights) if quantizer.granularity.two_level else None

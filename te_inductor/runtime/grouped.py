@@ -128,7 +128,13 @@ def quantize_experts_delayed(w: Tensor, scale: Tensor, quantizer: Quantizer, tra
     matrices = w.transpose(1, 2) if transposed else w
     missing = quantizer.padded(matrices.shape[2]) - matrices.shape[2]
     matrices = F.pad(matrices, (0, missing)) if missing else matrices
-    return eager.cast(matrices, scale.view(-1, 1, 1), quantizer).contiguous()
+    scale = scale.unsqueeze(2) if scale.dim() == 2 else scale.view(-1, 1, 1)
+    return eager.cast(matrices, scale, quantizer).contiguous()
+
+
+def quantize_experts_rows(w: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    scale = eager.encode_scale(w.abs().amax(1).float(), quantizer, w.dtype)
+    return *quantize_experts(w, quantizer), scale, 1.0 / scale
 
 
 def experts_scale(weights: list[Tensor], quantizer: Quantizer) -> tuple[Tensor, Tensor]:

@@ -30,12 +30,12 @@ _BYTES, _KNOWN, _OF_COLUMNS, _TILE_COLUMNS, _SQUARE = map(
 
 def transpose_experts(
     w: Tensor,  # (E, R, C), any strides
-    scale: Tensor,  # () or (E,) fp32
+    scale: Tensor,  # (), (E,) or, of columns, (E, C) fp32
     quantizer: Quantizer,
 ) -> Tensor:  # (E, C, pad(R))
     experts, rows, columns = w.shape
     out = w.new_empty((experts, columns, quantizer.padded(rows)), dtype=quantizer.format.dtype)
-    _cast_tiles(w, None, None, scale, quantizer, KNOWN, out)
+    _cast_tiles(w, None, None, scale, quantizer, OF_COLUMNS if scale.dim() == 2 else KNOWN, out)
     return out
 
 
@@ -44,7 +44,7 @@ def transpose_experts_by_row(
     quantizer: Quantizer,
 ) -> tuple[Tensor, Tensor]:  # (E, C, pad(R)), scale_inv (E, C)
     experts, rows, columns = w.shape
-    scale, scale_inv = _column_scales(w, None, None, experts, quantizer)
+    scale, scale_inv = column_scales(w, None, None, experts, quantizer)
     out = w.new_empty((experts, columns, quantizer.padded(rows)), dtype=quantizer.format.dtype)
     _cast_tiles(w, None, None, scale, quantizer, OF_COLUMNS, out)
     return out, scale_inv
@@ -83,7 +83,7 @@ def quantize_groups(
     columns, width = x.shape[1], source.shape[0]
     out = x.new_empty((columns, width), dtype=quantizer.format.dtype)
     if quantizer.granularity is ROW:
-        scale, scale_inv = _column_scales(x[None], source, tile_groups, groups, quantizer)
+        scale, scale_inv = column_scales(x[None], source, tile_groups, groups, quantizer)
         _cast_tiles(x[None], source, tile_groups, scale, quantizer, OF_COLUMNS, out)
     else:
         scale_inv = x.new_empty((width // TILE * columns,), dtype=torch.float32)
@@ -96,7 +96,7 @@ def _grid(x: Tensor, source: Tensor | None, wide: int) -> tuple[int, int, int]:
     return triton.cdiv(rows if source is None else source.shape[0], TILE), triton.cdiv(columns, wide), experts
 
 
-def _arithmetic(quantizer: Quantizer | None, dtype: torch.dtype) -> dict[str, float | bool]:
+def arithmetic(quantizer: Quantizer | None, dtype: torch.dtype) -> dict[str, float | bool]:
     if quantizer is None:
         return {"LARGEST": 1.0, "EPSILON": 0.0, "LARGEST_SCALE": 1.0, "POWER_2": False}
     return {
@@ -107,7 +107,7 @@ def _arithmetic(quantizer: Quantizer | None, dtype: torch.dtype) -> dict[str, fl
     }
 
 
-_ELEMENTS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5, torch.uint8: tl.uint8}
+ELEMENTS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5, torch.uint8: tl.uint8}
 
 
 @launches
@@ -139,17 +139,17 @@ def _cast_tiles(
         GROUPED=tile_groups is not None,
         OF_EXPERTS=scale is not None and scale.dim() > 0,
         TRANSPOSED=transposed,
-        ELEMENT=_ELEMENTS[out.dtype],
+        ELEMENT=ELEMENTS[out.dtype],
         TILE=TILE,
         WIDE=wide,
         PAIRED=transposed and leading % 16 == 0,
-        **_arithmetic(quantizer, x.dtype),
+        **arithmetic(quantizer, x.dtype),
         num_warps=8 if mode == SQUARE else 4,
     )
 
 
 @launches
-def _column_scales(
+def column_scales(
     x: Tensor, source: Tensor | None, tile_groups: Tensor | None, groups: int, quantizer: Quantizer
 ) -> tuple[Tensor, Tensor]:
     """Of each column within an expert or a group, (groups, C)."""
@@ -168,11 +168,19 @@ def _column_scales(
         WIDE=COLUMNS,
         num_warps=4,
     )
-    scale, scale_inv = (torch.empty((groups, columns), dtype=torch.float32, device=x.device) for _ in range(2))
-    count = groups * columns
-    _scale_kernel[(triton.cdiv(count, _BLOCK),)](
-        amax, scale, scale_inv, count, BLOCK=_BLOCK, **_arithmetic(quantizer, x.dtype), num_warps=4
-    )
+    return scales_of_amaxes(amax, quantizer, x.dtype)
+
+
+@launches
+def scales_of_amaxes(
+    amax: Tensor,  # int32, bits of fp32
+    quantizer: Quantizer,
+    dtype: torch.dtype,  # of what is cast
+) -> tuple[Tensor, Tensor]:  # scale, scale_inv
+    scale, scale_inv = (torch.empty(amax.shape, dtype=torch.float32, device=amax.device) for _ in range(2))
+    grid = (triton.cdiv(amax.numel(), _BLOCK),)
+    encode = arithmetic(quantizer, dtype)
+    _scale_kernel[grid](amax, scale, scale_inv, amax.numel(), BLOCK=_BLOCK, **encode, num_warps=4)
     return scale, scale_inv
 
 
