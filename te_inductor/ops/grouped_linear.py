@@ -17,7 +17,7 @@ from te_inductor.ops.linear import overflowing_sum
 from te_inductor.recipes import Gemm, Quantizer, Slots
 from te_inductor.recipes.delayed import DelayedScaling
 from te_inductor.recipes.formats import ROW
-from te_inductor.runtime import grouped
+from te_inductor.runtime import grouped, grouped_library
 from te_inductor.runtime.operation import Gradients, Needs, Operation
 
 _SLOTS = constant_type_name(Slots)
@@ -63,7 +63,7 @@ class GroupedLinears(Operation):
         a = row if rows is None else _picked(row, slots.input, rows, x.shape)
         b, scales = self._row_copy(weights, needed[0])
         bias = torch.cat(list(biases), 1) if len(biases) > 1 else biases[0] if biases else None
-        y = _product(a, b, ends, bias, slots.fprop, self.out_dtype)
+        y = _product(a, b, ends, bias, slots.fprop, self.out_dtype, self._native(x, weights[0].dtype))
         ys = y.split([weight.shape[1] for weight in weights], 1) if self.count > 1 else (y,)
         return ys, (row, scales, needed)
 
@@ -85,7 +85,8 @@ class GroupedLinears(Operation):
         column, weights = saved[8:10], saved[10:]
         slots, step, dx, sizes = self.slots, self.step, None, ctx.sizes
         dy = grouped.mask_rows(torch.cat(list(dys), 1) if len(dys) > 1 else dys[0], ends)
-        layout = grouped.layout(ends, dy.shape[0])
+        native = self._native(dy, ctx.weight_dtype)
+        layout = grouped.layout(ends, dy.shape[0], grouped.GROUP_ALIGNMENT if native else 0)
         dws: Sequence[Tensor | None] = [None] * len(sizes)
         if x_grad or weight_grad:
             known = step.known("grad_output", [dy], slots.grad_output) if step else None
@@ -94,7 +95,7 @@ class GroupedLinears(Operation):
                 record_amax([dy], step.grad_amax)
         if x_grad:
             b = self._weight_copy(weights, scales, transposed=True) if weights else Copy(*column)
-            dx = _product(g_row, b, ends, None, slots.dgrad, self.out_dtype)
+            dx = _product(g_row, b, ends, None, slots.dgrad, self.out_dtype, native)
             if places is not None:  # in fp32, row by row of x, where autograd adds rows in the order of atomics
                 dx = dx[places].sum(1, dtype=torch.float32)
             dx = dx.to(ctx.x_dtype)
@@ -104,11 +105,15 @@ class GroupedLinears(Operation):
                 source = torch.where(source >= 0, rows[source.clamp(min=0)], -1).int()
             x = x if x_scale_inv is None else _stored_columns(x, ctx.width)
             x_col = _columns(x, x_scale_inv, source, tiles, ends.shape[0], slots.input)
-            dws = self._weight_gradients(g_col, x_col, starts, ctx.weight_dtype, sizes)
+            dws = self._weight_gradients(g_col, x_col, starts, tiles, ctx.weight_dtype, sizes, native)
         dbs: Sequence[Tensor | None] = [None] * (0 if ctx.bias_dtype is None else len(dys))
         if bias_grad:
             dbs = _bias_gradients(dy, layout, ends.shape[0], self.out_dtype).to(ctx.bias_dtype).split(sizes, 1)
         return dx, None, None, None, None, *dws, *dbs
+
+    def _native(self, x: Tensor, weight: torch.dtype) -> bool:
+        """Whether torch's library multiplies MXFP8 operands."""
+        return grouped_library.multiplies(x.device, self.slots.fprop, self.out_dtype, weight)
 
     def _row_copy(
         self, weights: Sequence[Tensor], x_grad: bool
@@ -175,7 +180,14 @@ class GroupedLinears(Operation):
         return row, column
 
     def _weight_gradients(
-        self, g_col: Copy | None, x_col: Copy, starts: Tensor, dtype: torch.dtype, sizes: list[int]
+        self,
+        g_col: Copy | None,
+        x_col: Copy,
+        starts: Tensor,
+        tiles: Tensor,
+        dtype: torch.dtype,
+        sizes: list[int],
+        native: bool,
     ) -> Sequence[Tensor | None]:
         """What autograd gets of them."""
         gemm = self.slots.wgrad
@@ -186,13 +198,26 @@ class GroupedLinears(Operation):
             ops.accumulate_grouped_wgrad(self.main_grads, *operands, starts, alpha, gemm)
         else:
             narrow = self.out_dtype == torch.float16  # as ops/linear.py has it
+            if native:
+                dw = grouped_library.grouped_wgrad(*operands, starts, tiles, gemm)
+                return dw.split(sizes, 1) if len(sizes) > 1 else [dw]
             dw = ops.grouped_wgrad(*operands, starts, gemm, torch.float16 if narrow else dtype, alpha).to(dtype)
             return dw.split(sizes, 1) if len(sizes) > 1 else [dw]
         return [None] * len(sizes)
 
 
-def _product(a: Copy | None, b: Copy, ends: Tensor, bias: Tensor | None, gemm: Gemm, out_dtype: torch.dtype) -> Tensor:
+def _product(
+    a: Copy | None,
+    b: Copy,
+    ends: Tensor,
+    bias: Tensor | None,
+    gemm: Gemm,
+    out_dtype: torch.dtype,
+    native: bool,
+) -> Tensor:
     *operands, alpha = operands_of(a, b, gemm)
+    if native:
+        return grouped_library.grouped_mm(*operands, ends, bias, gemm)
     return ops.grouped_mm(*operands, ends, bias, gemm, out_dtype, alpha)  # type: ignore[no-any-return]
 
 

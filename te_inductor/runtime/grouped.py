@@ -183,15 +183,16 @@ def of_rows(values: Tensor, ends: Tensor, rows: int) -> Tensor:  # (rows, ...)
     return values[group_of_rows(ends, rows)]
 
 
-def layout(ends: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Where groups stand in a padded transpose: Note [Padded groups].
+def layout(ends: Tensor, rows: int, least: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Where groups stand in a padded transpose: Note [Padded groups]; each has at least so many columns.
 
     Returns:
         starts (E + 1,), where each group begins, and the last one ends; tiles (P / 128,), the group of each 128 columns;
         source (P,), the row that each column holds, -1 of padding. All int32."""
     groups, width = ends.shape[0], padded_width(rows, ends.shape[0])
     begins = F.pad(ends, (1, 0))[:-1]
-    starts = F.pad(((ends - begins + GROUP_ALIGNMENT - 1) // GROUP_ALIGNMENT * GROUP_ALIGNMENT).cumsum(0), (1, 0))
+    sizes = (ends - begins + GROUP_ALIGNMENT - 1) // GROUP_ALIGNMENT * GROUP_ALIGNMENT
+    starts = F.pad((sizes.clamp(min=least) if least else sizes).cumsum(0), (1, 0))
     first = torch.arange(width // GROUP_ALIGNMENT, device=ends.device) * GROUP_ALIGNMENT
     group = (first[:, None] >= starts[None, 1:]).sum(1)
     tiles = group.clamp(max=groups - 1)
