@@ -30,6 +30,7 @@ from te_inductor.ops.grouped import (
     quantize_experts_delayed,
     quantize_experts_rows,
     quantize_groups,
+    scaled_grouped_mm,
     transpose_groups,
 )
 from te_inductor.ops.grouped_linear import (
@@ -82,6 +83,7 @@ __all__ = [
     "read_scales",
     "record_amax",
     "record_shard_amax",
+    "scaled_grouped_mm",
     "scaled_mm",
     "tensor_amax",
     "trace_grouped_linears",

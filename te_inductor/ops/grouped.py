@@ -17,7 +17,7 @@ from te_inductor.ops.casts import quantize_fake
 from te_inductor.ops.definition import define
 from te_inductor.recipes import Gemm, Quantizer
 from te_inductor.recipes.formats import ROW
-from te_inductor.runtime import deferred_wgrads, grouped
+from te_inductor.runtime import deferred_wgrads, grouped, grouped_library
 
 _GEMM = constant_type_name(Gemm)
 _QUANTIZER = constant_type_name(Quantizer)
@@ -109,6 +109,22 @@ def _transpose_groups_fake(
     return data.new_empty((data.shape[1], source.shape[0]))
 
 
+def _scaled_grouped_mm_fake(
+    a: Tensor,  # (M, K), or (N, P)
+    b: Tensor,  # (E, K, N), or (P, K), columns contiguous
+    a_scale: Tensor,  # uint8, two dimensions
+    b_scale: Tensor,
+    ends: Tensor,  # (E,) int32, of groups of rows of a, or of columns of both
+) -> Tensor:  # bf16 (M, N), or (E, N, K)
+    shape = (a.shape[0], b.shape[2]) if b.dim() == 3 else (ends.shape[0], a.shape[0], b.shape[1])
+    return a.new_empty(shape, dtype=torch.bfloat16)
+
+
+scaled_grouped_mm = define(
+    "scaled_grouped_mm(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor ends) -> Tensor",
+    grouped_library.scaled_grouped_mm,
+    _scaled_grouped_mm_fake,
+)
 grouped_mm = define(
     "grouped_mm(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor ends, Tensor? bias,"
     f" {_GEMM} g, ScalarType out_dtype, Tensor? alpha=None) -> Tensor",

@@ -40,7 +40,7 @@ backward, leaves that out."""
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -138,16 +138,16 @@ class FreshnessCheck(NamedTuple):
     scale: Tensor | None = None  # () fp32, given by delayed scaling
     amax: Tensor | None = None  # () fp32, where delayed scaling is to record the weight's
 
-    def matrices(self) -> "list[FreshnessCheck]":
-        """One of each expert, or this."""
-        if len(self.kept.sizes[0]) == 2:
-            return [self]
-        experts = range(self.kept.sizes[0][0])
-        pieces = [[parameter.detach()[place] for parameter in self.weights] for place in experts]
-        return [
-            self._replace(kept=self.kept.expert(place), weights=mine)
-            for place, mine in zip(experts, pieces, strict=True)
-        ]
+
+def matrices(looks: Sequence[FreshnessCheck]) -> Iterator[FreshnessCheck]:
+    """Of weights of two dimensions: in the place of experts' one of each expert."""
+    for look in looks:
+        if len(look.kept.sizes[0]) == 2:
+            yield look
+            continue
+        for place in range(look.kept.sizes[0][0]):
+            mine = [parameter.detach()[place] for parameter in look.weights]
+            yield look._replace(kept=look.kept.expert(place), weights=mine)
 
 
 def is_tiled(spec: Spec) -> bool:
@@ -224,7 +224,7 @@ def forget() -> None:
 @torch.no_grad()
 def refresh(looks: Sequence[FreshnessCheck]) -> None:
     """Look at the weights, in plain torch, and make what is stale anew."""
-    for look in (one for look in looks for one in look.matrices()):
+    for look in matrices(looks):
         # The same memory, so that autograd learns of changes from `note` alone, as on a GPU.
         pieces = [parameter.detach() for parameter in look.weights]
         found = marks(look.kept.spec, pieces, look.scale)

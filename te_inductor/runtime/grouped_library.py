@@ -56,7 +56,7 @@ def grouped_mm(
         of_rows(_spread(a_scale.view(1, -1), of_a, rows, k)[0], source),
         of_experts(_spread(b_scale.view(experts, -1), of_b, n, k)),
     )
-    y = _multiplied(a, b.transpose(1, 2), *scales, ends)
+    y = torch.ops.te_inductor.scaled_grouped_mm(a, b.transpose(1, 2), *scales, ends)
     return grouped.mask_rows(y if bias is None else y + grouped.of_rows(bias.to(y.dtype), ends, rows), ends)
 
 
@@ -74,10 +74,11 @@ def grouped_wgrad(
         of_columns(_spread(scale.view(1, -1), scope, rows, width)[0], starts, tiles)
         for scale, scope, rows in zip((a_scale, b_scale), gemm.granularities, (n, k), strict=True)
     ]
-    return _multiplied(a, b.t(), *scales, starts[1:])
+    return torch.ops.te_inductor.scaled_grouped_mm(a, b.t(), *scales, starts[1:])  # type: ignore[no-any-return]
 
 
-def _multiplied(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, ends: Tensor) -> Tensor:
+def scaled_grouped_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, ends: Tensor) -> Tensor:
+    """An op, since Inductor would copy the scales to view them as another dtype."""
     a_scale, b_scale = a_scale.view(E8M0.library), b_scale.view(E8M0.library)
     return torch._scaled_grouped_mm(a, b, a_scale, b_scale, offs=ends, out_dtype=torch.bfloat16)
 

@@ -68,6 +68,7 @@ def test_blocks(casts):  # noqa: F811
     assert len(casts) == 2 * EXPERTS and len({one.shape for one in casts}) == 2
 
 
+@pytest.mark.thorough
 def test_inference_and_training(casts):  # noqa: F811
     """Row copies alone; training behind it adds the columns."""
     pair = pair_of("rowwise")
@@ -79,6 +80,7 @@ def test_inference_and_training(casts):  # noqa: F811
     assert {kept.shape for kept in casts} == {(96, 32), (32, 48)}
 
 
+@pytest.mark.thorough
 def test_values_that_are_no_numbers(casts):  # noqa: F811
     """NaN and infinity stay with their expert."""
     pair = pair_of("current")

@@ -108,7 +108,7 @@ def check_experts(quantizer: Quantizer, dtype: torch.dtype, known: bool = False)
     """Experts beside a linear layer: each has its own scales and marks, and none is cast but those that have
     changed."""
     weights = [[torch.randn(3, 40, 72).to(dtype)], [torch.randn(2, 24, 48).to(dtype)], [torch.randn(24, 48).to(dtype)]]
-    if quantizer.granularity.whole or quantizer.granularity.blocked and not quantizer.granularity.microscaled:
+    if quantizer.granularity.whole or (quantizer.granularity.blocked and not quantizer.granularity.microscaled):
         weights.append([torch.randn(2, 128, 40).to(dtype), torch.randn(2, 72, 40).to(dtype)])  # two are one weight
     weights[0][0][1, 3, 5], weights[0][0][2] = math.nan, 0.0
     recipe = DelayedScaling() if known else None
