@@ -1,12 +1,14 @@
-"""Casts of experts' weights with scales of rows, for fprop and dgrad: columns' scales found in the pass that casts rows,
-and in a pass of their own.
+"""Casts of experts with scales of rows. Of weights, for fprop and dgrad: columns' scales found in the pass that casts
+rows, and in a pass of their own. Of the rows of groups, for wgrad: each column of a group in two passes, and in one.
 
     python -m benchmarks.experts_casts                 # two layers, a minute
     python -m benchmarks.experts_casts --tune          # and other ways to cut the work
 
-`apart` is Inductor's cast of rows, then a pass over the weight for its columns' scales and one that casts them; `joined`
+Of weights, `apart` is Inductor's cast of rows, then a pass over the weight for its columns' scales and one that casts them; `joined`
 has two passes. Bytes are the fewest, those of two reads of the weight and two writes of its copies; their rate stands
-beside a copy's in the same run. Both results are compared first, bit for bit."""
+beside a copy's in the same run. Of groups, `two passes` reads all rows for their scales before it casts them, and
+`strips` reads a group's columns a second time from L2; bytes are those of one read and one write. Results are compared
+first, bit for bit."""
 
 import argparse
 from collections.abc import Callable
@@ -25,6 +27,12 @@ LAYERS = {  # (E, N, K) of the weight
     "Mixtral gate, up": (8, 28672, 4096),
     "Mixtral down": (8, 4096, 14336),
     "tiny": (3, 48, 80),
+}
+GROUPS = {  # rows, columns, groups
+    "Qwen3 gate, up: dy": (131072, 1536, 128),
+    "Qwen3 down: dy": (131072, 2048, 128),
+    "Qwen3 down: x": (131072, 768, 128),
+    "tiny": (300, 72, 5),
 }
 Copies = tuple[Tensor, ...]
 
@@ -71,9 +79,7 @@ def measure(name: str, args: argparse.Namespace, copy_rate: float) -> list[tuple
     for way, run in found.items():
         copies = run(weights[0])
         whole = "alone" not in way
-        if whole and not all(
-            torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(copies, expected, strict=True)
-        ):
+        if whole and not all(map(_same, copies, expected)):
             raise SystemExit(f"{name}, {way}: not the copies that passes of their own make")
         calls = [lambda w=w, run=run: run(w) for w in weights]
         us = harness.call_us(calls, args.device, args.iters)
@@ -84,9 +90,40 @@ def measure(name: str, args: argparse.Namespace, copy_rate: float) -> list[tuple
     return rows
 
 
+def measure_groups(name: str, args: argparse.Namespace, copy_rate: float) -> list[tuple[Any, ...]]:
+    from benchmarks.grouped_gemm import splits
+    from te_inductor.recipes import Quantizer
+    from te_inductor.runtime import grouped
+    from te_inductor.templates.triton import group_strips, grouped_casts
+
+    rows, columns, count = GROUPS[name]
+    quantizer = Quantizer("e4m3", scope="row")
+    starts, tiles, source = grouped.layout(splits(count, rows, 1).cumsum(0).int().to(args.device), rows)
+    tensors = [torch.randn(rows, columns, device=args.device, dtype=torch.bfloat16) for _ in range(2)]
+    found: dict[str, Callable[[Tensor], Copies]] = {
+        "two passes": lambda x: grouped_casts.quantize_groups(x, source, tiles, starts, quantizer),
+        "strips": lambda x: group_strips.quantize_groups_by_column(x, source, starts, quantizer),
+    }
+    if not args.device.startswith("cuda"):  # where no kernel runs
+        found = dict.fromkeys(found, lambda x: grouped.quantize_groups(x, source, tiles, starts, quantizer))
+    expected, lines = found["two passes"](tensors[0]), []
+    for way, run in found.items():
+        if not all(map(_same, run(tensors[0]), expected)):
+            raise SystemExit(f"{name}, {way}: not the copies that two passes make")
+        us = harness.call_us([lambda x=x, run=run: run(x) for x in tensors], args.device, args.iters)
+        fewest = columns * (2 * rows + len(source))
+        lines.append((name, way, f"{us:.0f}", f"{fewest / us / 1e3:.0f}", f"{fewest / us * 1e6 / copy_rate:.0%}", ""))
+    return lines
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=["Qwen3 gate, up", "Qwen3 down"])
+    parser.add_argument("--groups", nargs="*", choices=GROUPS, default=[name for name in GROUPS if name != "tiny"])
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--iters", type=int, default=20)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -96,7 +133,8 @@ def main() -> None:
     with torch.no_grad():
         copy_rate = copy_bytes_per_second(args.device, args.iters)
         rows = [row for name in args.layers for row in measure(name, args, copy_rate)]
-    columns = ("weight", "way", "us", "GB/s", "of copy", "kernels, us")
+        rows += [row for name in args.groups for row in measure_groups(name, args, copy_rate)]
+    columns = ("what", "way", "us", "GB/s", "of copy", "kernels, us")
     caption = f"copy bandwidth {copy_rate / 1e9:.0f} GB/s, read + write"
     table.show(f"Casts of experts' weights, {table.headline(environment)}", columns, rows, caption)
     written = [dict(zip(columns, row, strict=True)) for row in rows]

@@ -92,13 +92,13 @@ def _quantize_groups_fake(
     x: Tensor,  # (R, C)
     source: Tensor,  # (P,) int32, the row that each column of the copy holds, -1 of padding
     tiles: Tensor,  # (P / 128,) int32, whose group each 128 columns are
-    groups: int,
+    starts: Tensor,  # (E + 1,) int32, where groups begin, and the last one ends
     quantizer: Quantizer,
 ) -> tuple[Tensor, Tensor]:  # data (C, P), scale_inv (E, C) of rows, or of the scope's shape for (C, P)
     rows, columns = x.shape[1], source.shape[0]
     data = x.new_empty((rows, quantizer.stored(columns)), dtype=quantizer.format.dtype)
     scope = quantizer.granularity
-    shape = (groups, rows) if scope is ROW else scope.scale_shape(rows, columns)
+    shape = (starts.shape[0] - 1, rows) if scope is ROW else scope.scale_shape(rows, columns)
     return data, x.new_empty(shape, dtype=scope.scale.dtype)
 
 
@@ -170,7 +170,7 @@ experts_scale = define(
     _experts_scale_fake,
 )
 quantize_groups = define(
-    f"quantize_groups(Tensor x, Tensor source, Tensor tiles, int groups, {_QUANTIZER} q) -> (Tensor, Tensor)",
+    f"quantize_groups(Tensor x, Tensor source, Tensor tiles, Tensor starts, {_QUANTIZER} q) -> (Tensor, Tensor)",
     grouped.quantize_groups,
     _quantize_groups_fake,
 )

@@ -90,7 +90,7 @@ class GroupedLinears(Operation):
         dws: Sequence[Tensor | None] = [None] * len(sizes)
         if x_grad or weight_grad:
             known = step.known("grad_output", [dy], slots.grad_output) if step else None
-            g_row, g_col = self._gradient_copies(dy, known, layout, ends.shape[0], x_grad, weight_grad)
+            g_row, g_col = self._gradient_copies(dy, known, layout, x_grad, weight_grad)
             if step is not None:
                 record_amax([dy], step.grad_amax)
         if x_grad:
@@ -104,7 +104,7 @@ class GroupedLinears(Operation):
             if rows is not None:
                 source = torch.where(source >= 0, rows[source.clamp(min=0)], -1).int()
             x = x if x_scale_inv is None else _stored_columns(x, ctx.width)
-            x_col = _columns(x, x_scale_inv, source, tiles, ends.shape[0], slots.input)
+            x_col = _columns(x, x_scale_inv, source, tiles, starts, slots.input)
             dws = self._weight_gradients(g_col, x_col, starts, tiles, ctx.weight_dtype, sizes, native)
         dbs: Sequence[Tensor | None] = [None] * (0 if ctx.bias_dtype is None else len(dys))
         if bias_grad:
@@ -164,11 +164,10 @@ class GroupedLinears(Operation):
         dy: Tensor,
         known: ScalePair | None,
         layout: tuple[Tensor, Tensor, Tensor],
-        experts: int,
         rowwise: bool,
         columnwise: bool,
     ) -> tuple[Copy | None, Copy | None]:
-        quantizer, (_, tiles, source) = self.slots.grad_output, layout
+        quantizer, (starts, tiles, source) = self.slots.grad_output, layout
         if quantizer.granularity.whole:
             scale, scale_inv = (known.scale, known.scale_inv) if known else current_scale([dy], quantizer)
             row = Copy(quantize_delayed(dy, scale, quantizer), scale_inv)
@@ -176,7 +175,7 @@ class GroupedLinears(Operation):
         else:
             row = copies([dy], 0, quantizer, None, columnwise=False)[0] if rowwise else None  # type: ignore[assignment]
             data, scale_inv = dy, None  # type: ignore[assignment]
-        column = _columns(data, scale_inv, source, tiles, experts, quantizer) if columnwise else None
+        column = _columns(data, scale_inv, source, tiles, starts, quantizer) if columnwise else None
         return row, column
 
     def _weight_gradients(
@@ -230,7 +229,7 @@ def _picked(copy: Copy, quantizer: Quantizer, rows: Tensor, shape: torch.Size) -
 
 
 def _columns(
-    x: Tensor, scale_inv: Tensor | None, source: Tensor, tiles: Tensor, experts: int, quantizer: Quantizer
+    x: Tensor, scale_inv: Tensor | None, source: Tensor, tiles: Tensor, starts: Tensor, quantizer: Quantizer
 ) -> Copy:
     """The transposed copy with padded groups: of a row copy, if its scale is everybody's, else of the values."""
     if scale_inv is not None:
@@ -239,7 +238,7 @@ def _columns(
         column = copies([grouped.gather_padded(x, source)], 0, quantizer, None, rowwise=False, columnwise=True)[1]
         assert column is not None
         return column
-    return Copy(*ops.quantize_groups(x, source, tiles, experts, quantizer))
+    return Copy(*ops.quantize_groups(x, source, tiles, starts, quantizer))
 
 
 def _stored_columns(data: Tensor, columns: int) -> Tensor:

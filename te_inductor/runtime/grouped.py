@@ -144,14 +144,14 @@ def experts_scale(weights: list[Tensor], quantizer: Quantizer) -> tuple[Tensor, 
 
 
 def quantize_groups(
-    x: Tensor, source: Tensor, tiles: Tensor, groups: int, quantizer: Quantizer
+    x: Tensor, source: Tensor, tiles: Tensor, starts: Tensor, quantizer: Quantizer
 ) -> tuple[Tensor, Tensor]:
     whole = gather_padded(x, source)
     if quantizer.granularity is not ROW:
         return eager.quantize(whole.t(), quantizer)
     amax = whole.abs().view(tiles.shape[0], GROUP_ALIGNMENT, -1).amax(1).float()
     index = tiles.long()[:, None].expand_as(amax)
-    amax = amax.new_zeros((groups, amax.shape[1])).scatter_reduce(0, index, amax, "amax")
+    amax = amax.new_zeros((len(starts) - 1, amax.shape[1])).scatter_reduce(0, index, amax, "amax")
     scale = eager.encode_scale(amax, quantizer, x.dtype)
     each = scale[tiles].repeat_interleave(GROUP_ALIGNMENT, 0)
     return eager.cast(whole, each, quantizer).t().contiguous(), 1.0 / scale

@@ -12,7 +12,7 @@ from te_inductor import ops, recipes
 from te_inductor.ops import grouped as grouped_ops
 from te_inductor.recipes import Quantizer
 from te_inductor.runtime import grouped
-from te_inductor.templates.triton import experts_rows
+from te_inductor.templates.triton import experts_rows, group_strips
 from te_inductor.templates.triton import grouped_casts as kernels
 from te_inductor.templates.triton import grouped_ops as on_cuda
 from tests.offline.interpret import mend_conversions
@@ -77,11 +77,14 @@ def check_groups(dtype: torch.dtype) -> None:
     x, rows = torch.randn(50, 72).to(dtype), torch.randint(0, 50, (300,))
     x[3, 4], x[5] = math.nan, 0.0
     ends = torch.tensor([0, 7, 7, 135, 290], dtype=torch.int32)
-    _, tiles, source = grouped.layout(ends, 300)
+    starts, tiles, source = grouped.layout(ends, 300)
     source = torch.where(source >= 0, rows[source.clamp(min=0)], -1).int()
     for quantizer in OF_GROUPS:
-        found = kernels.quantize_groups(x, source, tiles, 5, quantizer)
-        assert_same(found, grouped.quantize_groups(x, source, tiles, 5, quantizer), quantizer)
+        expected = grouped.quantize_groups(x, source, tiles, starts, quantizer)
+        found = kernels.quantize_groups(x, source, tiles, starts, quantizer)
+        assert_same(found, expected, quantizer)
+        if quantizer in ROWS:
+            assert_same(group_strips.quantize_groups_by_column(x, source, starts, quantizer), expected, quantizer)
     data = ops.quantize_delayed(x, torch.tensor(2.0), WHOLE[0])[:, :72]
     assert_same((kernels.transpose_groups(data, source),), (grouped.transpose_groups(data, source),), "bytes")
 

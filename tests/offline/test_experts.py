@@ -13,7 +13,7 @@ triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
 
-from te_inductor.templates.triton import experts_rows  # noqa: E402
+from te_inductor.templates.triton import experts_rows, group_strips  # noqa: E402
 from te_inductor.templates.triton import grouped_casts as kernels  # noqa: E402
 
 M, T, DIM, HIDDEN, EXPERTS = 131072, 16384, 2048, 768, 128  # of tests/offline/cases.py
@@ -86,6 +86,21 @@ def test_cubins_of_rows(columns):
     ptx = made.asm["ptx"]
     assert spilled(made) == 0 and "ld.global.v4.b32" in ptx and "cvt.rn.satfinite.e4m3x2.f32" in ptx
     assert {"b8", "b16"}.isdisjoint(re.findall(r"st\.global\.(\S+)", ptx)) and re.search(r"(atom|red)\.\S*max", ptx)
+
+
+def test_cubin_of_strips():
+    """Two loops over a group's rows: both load 16 bytes a thread, and the second stores pairs of the transpose."""
+    constants = {
+        "ELEMENT": tl.float8e4nv, "TILE": kernels.TILE, "WIDE": kernels.COLUMNS, "stride_c": 1,
+        **kernels.arithmetic(Quantizer("e4m3", scope="row"), torch.bfloat16),
+    }  # fmt: skip
+    types = {"x": "*bf16", "source": "*i32", "starts": "*i32", "scale_inv": "*fp32", "out": "*fp8e4nv"}
+    multiples = {"wide", "stride_r", "leading", *types}
+    made = compiled(group_strips._strips_kernel, constants, types, multiples, {"num_warps": group_strips._WARPS})
+    ptx = made.asm["ptx"]
+    assert spilled(made) == 0 and "cvt.rn.satfinite.e4m3x2.f32" in ptx
+    assert "ld.global.v4.b32" in ptx and "ldmatrix.sync.aligned.m8n8.x4.trans" in ptx
+    assert {"b8", "b16"}.isdisjoint(re.findall(r"st\.global\.(\S+)", ptx)) and "st.global.v4.b32" in ptx
 
 
 RECIPES = ["delayed", "rowwise", pytest.param("current", marks=pytest.mark.thorough)]

@@ -77,13 +77,13 @@ def quantize_groups(
     x: Tensor,  # (R, C)
     source: Tensor,  # (P,) int32
     tile_groups: Tensor,  # (P / 128,) int32
-    groups: int,
+    starts: Tensor,  # (groups + 1,) int32
     quantizer: Quantizer,  # of rows, or of blocks of 1 x 128
 ) -> tuple[Tensor, Tensor]:  # (C, P); scale_inv (groups, C), or (P / 128 * C,)
     columns, width = x.shape[1], source.shape[0]
     out = x.new_empty((columns, width), dtype=quantizer.format.dtype)
     if quantizer.granularity is ROW:
-        scale, scale_inv = column_scales(x[None], source, tile_groups, groups, quantizer)
+        scale, scale_inv = column_scales(x[None], source, tile_groups, starts.shape[0] - 1, quantizer)
         _cast_tiles(x[None], source, tile_groups, scale, quantizer, OF_COLUMNS, out)
     else:
         scale_inv = x.new_empty((width // TILE * columns,), dtype=torch.float32)
@@ -185,7 +185,7 @@ def scales_of_amaxes(
 
 
 @triton.jit
-def _rows_of(x, source, rows, high, stride_r, GATHERED: tl.constexpr):
+def rows_of(x, source, rows, high, stride_r, GATHERED: tl.constexpr):
     """Where rows of a tile begin, and which of them there are."""
     there = rows < high
     if GATHERED:
@@ -195,9 +195,25 @@ def _rows_of(x, source, rows, high, stride_r, GATHERED: tl.constexpr):
 
 
 @triton.jit
-def _elements(begins, there, columns, wide, stride_c):
+def elements(begins, there, columns, wide, stride_c):
     inside = there[:, None] & (columns < wide)[None, :]
     return tl.load(begins[:, None] + columns[None, :].to(tl.int64) * stride_c, mask=inside, other=0)
+
+
+@triton.jit
+def store_transposed(out, x0, x1, tile, columns, wide, leading, TILE: tl.constexpr, PAIRED: tl.constexpr):
+    """A tile's even rows and its odd ones, as columns of `out`."""
+    inside = (columns < wide)[:, None]
+    line = columns[:, None].to(tl.int64)
+    if PAIRED:
+        pair = tile * (TILE // 2) + tl.arange(0, TILE // 2)
+        both = out.to(tl.pointer_type(tl.uint16)) + line * (leading // 2) + pair[None, :]
+        tl.store(both, tl.trans(casting.pairs(x0, x1)), mask=inside & (pair < leading // 2)[None, :])
+    else:
+        even = tile * TILE + 2 * tl.arange(0, TILE // 2)
+        first = out + line * leading + even[None, :]
+        tl.store(first, tl.trans(x0), mask=inside & (even < leading)[None, :])
+        tl.store(first + 1, tl.trans(x1), mask=inside & (even + 1 < leading)[None, :])
 
 
 @triton.jit
@@ -218,8 +234,8 @@ def _amax_kernel(
     expert = tl.program_id(2)
     rows = tl.program_id(0) * TILE + tl.arange(0, TILE)
     columns = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
-    begins, there = _rows_of(x + expert.to(tl.int64) * stride_e, source, rows, high, stride_r, GATHERED)
-    values = _elements(begins, there, columns, wide, stride_c).to(tl.float32)
+    begins, there = rows_of(x + expert.to(tl.int64) * stride_e, source, rows, high, stride_r, GATHERED)
+    values = elements(begins, there, columns, wide, stride_c).to(tl.float32)
     bits = tl.max(tiles.magnitudes(values), 0)
     group = expert
     if GATHERED:
@@ -277,10 +293,10 @@ def _cast_kernel(
     even = tl.program_id(0) * TILE + 2 * tl.arange(0, TILE // 2)
     columns = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     x += expert.to(tl.int64) * stride_e
-    begins0, there0 = _rows_of(x, source, even, high, stride_r, GATHERED)
-    begins1, there1 = _rows_of(x, source, even + 1, high, stride_r, GATHERED)
-    x0 = _elements(begins0, there0, columns, wide, stride_c)
-    x1 = _elements(begins1, there1, columns, wide, stride_c)
+    begins0, there0 = rows_of(x, source, even, high, stride_r, GATHERED)
+    begins1, there1 = rows_of(x, source, even + 1, high, stride_r, GATHERED)
+    x0 = elements(begins0, there0, columns, wide, stride_c)
+    x1 = elements(begins1, there1, columns, wide, stride_c)
     if MODE != _BYTES:
         x0, x1 = x0.to(tl.float32), x1.to(tl.float32)
         if MODE == _KNOWN:
@@ -312,16 +328,7 @@ def _cast_kernel(
         x1 = casting.cast(tiles.product(x1, factor), LARGEST, ELEMENT)
     if TRANSPOSED:
         out += expert.to(tl.int64) * wide * leading
-        inside = (columns < wide)[:, None]
-        line = columns[:, None].to(tl.int64)
-        if PAIRED:
-            pair = tl.program_id(0) * (TILE // 2) + tl.arange(0, TILE // 2)
-            both = out.to(tl.pointer_type(tl.uint16)) + line * (leading // 2) + pair[None, :]
-            tl.store(both, tl.trans(casting.pairs(x0, x1)), mask=inside & (pair < leading // 2)[None, :])
-        else:
-            first = out + line * leading + even[None, :]
-            tl.store(first, tl.trans(x0), mask=inside & (even < leading)[None, :])
-            tl.store(first + 1, tl.trans(x1), mask=inside & (even + 1 < leading)[None, :])
+        store_transposed(out, x0, x1, tl.program_id(0), columns, wide, leading, TILE, PAIRED)
     else:
         out += expert.to(tl.int64) * high * leading
         inside = (columns < leading)[None, :]
