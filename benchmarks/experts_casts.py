@@ -4,10 +4,10 @@ rows, and in a pass of their own. Of the rows of groups, for wgrad: each column 
     python -m benchmarks.experts_casts                 # two layers, a minute
     python -m benchmarks.experts_casts --tune          # and other ways to cut the work
 
-Of weights, `apart` is Inductor's cast of rows, then a pass over the weight for its columns' scales and one that casts them; `joined`
-has two passes. Bytes are the fewest, those of two reads of the weight and two writes of its copies; their rate stands
-beside a copy's in the same run. Of groups, `two passes` reads all rows for their scales before it casts them, and
-`strips` reads a group's columns a second time from L2; bytes are those of one read and one write. Results are compared
+Of weights, `apart` is Inductor's cast of rows, then a pass over the weight for its columns' scales and one that casts
+them; `joined` has two passes. Of groups, `two passes` reads all rows for their scales before it casts them, and `strips`
+reads a group's columns a second time from L2. Bytes are the fewest: two reads of the weight and two writes of its
+copies; one read of the rows and one write. Their rate stands beside a copy's in the same run. Results are compared
 first, bit for bit."""
 
 import argparse

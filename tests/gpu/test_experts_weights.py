@@ -1,5 +1,5 @@
-"""Copies of experts' weights on a GPU: made with the scales of columns in passing, and kept between calls; bit for bit
-what the CPU makes, and what casting at each call computes."""
+"""Copies of experts on a GPU: of weights, made with the scales of columns in passing, and kept between calls; of groups,
+from one read. Bit for bit what the CPU makes, and what casting at each call computes."""
 
 import copy
 
@@ -11,6 +11,7 @@ from te_inductor import ops
 from te_inductor.recipes import Quantizer
 from te_inductor.runtime import cached_weights, grouped
 from te_inductor.runtime.cached_weights import FreshnessCheck, Spec, new
+from te_inductor.templates.triton import group_strips, grouped_casts
 from te_inductor.templates.triton.cached_weights import OnDevice
 from tests.gpu.test_cached_weights import _bits, ema, same
 from tests.gpu.test_experts import RECIPES, Experts, compiled, inputs, step
@@ -34,6 +35,24 @@ def test_rows_with_scales_of_columns(dtype, shape, content):
         again = grouped.quantize_experts(w, quantizer, None, True)
         for one, other in zip((*found, columns, found[3]), (*expected, *again), strict=True):
             assert torch.equal(_bits(one.cpu()), _bits(other)), quantizer
+
+
+@pytest.mark.parametrize("sizes", [(0, 7, 0, 128, 155), (0, 0, 300, 0), (1,) * 40], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_columns_of_groups(dtype, sizes):
+    """In one read and in two, of rows that are gathered; what is written behind all groups too."""
+    starts, tiles, source = grouped.layout(torch.tensor(sizes).cumsum(0).int(), sum(sizes))
+    picked = torch.where(source >= 0, torch.randint(0, 90, (sum(sizes),))[source.clamp(min=0)], -1).int()
+    x = torch.randn(90, 1096).to(dtype)
+    x[3, 5], x[4, 6], x[5] = torch.nan, torch.inf, 0.0
+    for quantizer in (Quantizer("e4m3", scope="row"), Quantizer("e5m2", scope="row", power_2_scale=True)):
+        expected = grouped.quantize_groups(x, picked, tiles, starts, quantizer)
+        given = x.cuda(), picked.cuda()
+        once = group_strips.quantize_groups_by_column(*given, starts.cuda(), quantizer)
+        twice = grouped_casts.quantize_groups(*given, tiles.cuda(), starts.cuda(), quantizer)
+        for found in (once, twice):
+            for one, other in zip(found, expected, strict=True):
+                assert torch.equal(_bits(one.cpu()), _bits(other)), quantizer
 
 
 @pytest.mark.parametrize("quantizer", KEPT, ids=str)
