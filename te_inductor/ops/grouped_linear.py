@@ -105,7 +105,7 @@ class GroupedLinears(Operation):
                 source = torch.where(source >= 0, rows[source.clamp(min=0)], -1).int()
             x = x if x_scale_inv is None else _stored_columns(x, ctx.width)
             x_col = _columns(x, x_scale_inv, source, tiles, starts, slots.input)
-            dws = self._weight_gradients(g_col, x_col, starts, tiles, ctx.weight_dtype, sizes, native)
+            dws = self._weight_gradients(g_col, x_col, layout, ctx.weight_dtype, sizes)
         dbs: Sequence[Tensor | None] = [None] * (0 if ctx.bias_dtype is None else len(dys))
         if bias_grad:
             dbs = _bias_gradients(dy, layout, ends.shape[0], self.out_dtype).to(ctx.bias_dtype).split(sizes, 1)
@@ -182,14 +182,12 @@ class GroupedLinears(Operation):
         self,
         g_col: Copy | None,
         x_col: Copy,
-        starts: Tensor,
-        tiles: Tensor,
+        layout: tuple[Tensor, Tensor, Tensor],
         dtype: torch.dtype,
         sizes: list[int],
-        native: bool,
     ) -> Sequence[Tensor | None]:
         """What autograd gets of them."""
-        gemm = self.slots.wgrad
+        gemm, (starts, tiles, _) = self.slots.wgrad, layout
         *operands, alpha = operands_of(g_col, x_col, gemm)
         if self.tickets:
             ops.defer_grouped_wgrad(self.tickets, *operands, starts, alpha, gemm)
@@ -197,10 +195,10 @@ class GroupedLinears(Operation):
             ops.accumulate_grouped_wgrad(self.main_grads, *operands, starts, alpha, gemm)
         else:
             narrow = self.out_dtype == torch.float16  # as ops/linear.py has it
-            if native:
-                dw = grouped_library.grouped_wgrad(*operands, starts, tiles, gemm)
-                return dw.split(sizes, 1) if len(sizes) > 1 else [dw]
-            dw = ops.grouped_wgrad(*operands, starts, gemm, torch.float16 if narrow else dtype, alpha).to(dtype)
+            if self._native(starts, dtype):
+                dw = grouped_library.grouped_wgrad(*operands, starts, tiles, gemm)  # type: ignore[call-arg, arg-type]
+            else:
+                dw = ops.grouped_wgrad(*operands, starts, gemm, torch.float16 if narrow else dtype, alpha).to(dtype)
             return dw.split(sizes, 1) if len(sizes) > 1 else [dw]
         return [None] * len(sizes)
 
@@ -216,7 +214,7 @@ def _product(
 ) -> Tensor:
     *operands, alpha = operands_of(a, b, gemm)
     if native:
-        return grouped_library.grouped_mm(*operands, ends, bias, gemm)
+        return grouped_library.grouped_mm(*operands, ends, bias, gemm)  # type: ignore[call-arg, arg-type]
     return ops.grouped_mm(*operands, ends, bias, gemm, out_dtype, alpha)  # type: ignore[no-any-return]
 
 

@@ -116,10 +116,10 @@ class CachedWeight:
 
     def expert(self, place: int) -> "CachedWeight":
         """Of one expert, in the same memory."""
-        pair = [None if t is None else t[place] for t in (self.data_t, self.scale_inv_t)]
+        data_t, scale_inv_t = (None if t is None else t[place] for t in (self.data_t, self.scale_inv_t))
         sizes = tuple(size[1:] for size in self.sizes)
         mine = self.data[place], self.scale_inv[place], self.seen[place]
-        return CachedWeight(self.spec, sizes, self.dtype, *mine, *pair)
+        return CachedWeight(self.spec, sizes, self.dtype, *mine, data_t, scale_inv_t)
 
     def note(self, weights: Sequence[Tensor]) -> None:
         """What autograd has to know of what this call may write."""
