@@ -12,8 +12,8 @@ Scales are swizzled, as Note [Swizzled scales] in lowerings/gemm/microscaled_mm.
 The library asks nothing of groups' sizes but that wgrad's are multiples of 32. Whether it writes the gradient of an
 expert without rows nobody says, so such a group has a tile of zeros. Rows behind the last group it leaves unwritten.
 
-Source: torch, aten/src/ATen/native/cuda/GroupedBlas.cpp (2.13), which hands MXFP8 on to MSLK's CUTLASS kernels, and takes
-bf16 results alone; FP8 with other scales it multiplies on Hopper alone."""
+Source: torch, aten/src/ATen/native/cuda/GroupedBlas.cpp, which hands MXFP8 on to MSLK's CUTLASS kernels, and takes bf16
+results alone. FP8 with other scales it multiplies on Hopper alone (ScaledGroupMM.cu; 2.13's own tests say so)."""
 
 import torch
 import torch.nn.functional as F
