@@ -6,7 +6,8 @@
 The layer is transformers' sparse block (router, experts by its default `grouped_mm`), alone, with random tokens, so
 that routing is about even; `--skew` makes some experts' share larger. Arms are timed in turn. `saved` is what the
 forward keeps for the backward, without parameters; `error` is that of the output and of all gradients together against
-bf16's."""
+bf16's. The peers `torchao` and `te_module` (experts_peers.py) run where they can be imported; else a line below the
+table says why not."""
 
 import argparse
 import statistics
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks import harness, table
+from benchmarks import experts_peers, harness, table
 
 LAYERS: dict[str, tuple[str, str, str, dict[str, Any]]] = {  # module, class, config, sizes
     "mixtral": (
@@ -73,8 +74,11 @@ def arm(name: str, recipe: str, tokens: int, skew: float, device: str, forced: b
     x = torch.randn(1, tokens, model_width(name), device=device, dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn_like(x)
     torch._dynamo.reset()
+    compiled: Callable[[Tensor], Any]
     if recipe == "bf16":
         compiled = torch.compile(model)
+    elif recipe in experts_peers.PEERS:
+        compiled = experts_peers.PEERS[recipe](model)
     else:
         options = {"recipe": recipe, "policy": {"gate": "none", "*": recipe} if forced else {}}
         compiled = torch.compile(model, backend=harness.te_backend(), options=options)
@@ -118,7 +122,7 @@ def model_width(name: str) -> int:
 def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     arms: dict[str, Arm] = {}
     rows: dict[str, Any] = {}
-    for recipe in ("bf16", *args.recipes):
+    for recipe in ("bf16", *args.recipes, *args.peers):
         try:
             arms[recipe] = arm(name, recipe, args.tokens, args.skew, args.device, args.forced)
             print(f"{name}, {recipe}: first step in {arms[recipe].first_s:.0f} s", flush=True)
@@ -134,7 +138,8 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         found = [each.output().detach(), *each.gradients()]
         if recipe == "bf16":
             reference = [tensor.clone() for tensor in found]
-        errors = [harness.relative_error(*pair)["relative"] for pair in zip(found, reference, strict=True)]
+        pairs = zip(found, reference, strict=True) if recipe not in experts_peers.OWN_WEIGHTS else ()
+        errors = [harness.relative_error(*pair)["relative"] for pair in pairs]
         del found
         ms = statistics.median(times[recipe])
         kernels = harness.kernels(each.step, args.device) if args.profile else []
@@ -151,6 +156,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=["mixtral", "qwen3"])
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES))
+    parser.add_argument("--peers", nargs="*", choices=experts_peers.PEERS, default=list(experts_peers.PEERS))
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--skew", type=float, default=0.0)
     parser.add_argument("--rounds", type=int, default=3)

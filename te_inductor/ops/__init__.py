@@ -28,7 +28,9 @@ from te_inductor.ops.grouped import (
     grouped_wgrad,
     quantize_experts,
     quantize_experts_delayed,
+    quantize_experts_rows,
     quantize_groups,
+    scaled_grouped_mm,
     transpose_groups,
 )
 from te_inductor.ops.grouped_linear import (
@@ -72,6 +74,7 @@ __all__ = [
     "quantize_delayed",
     "quantize_experts",
     "quantize_experts_delayed",
+    "quantize_experts_rows",
     "quantize_groups",
     "quantize_pieces",
     "quantize_pieces_delayed",
@@ -80,6 +83,7 @@ __all__ = [
     "read_scales",
     "record_amax",
     "record_shard_amax",
+    "scaled_grouped_mm",
     "scaled_mm",
     "tensor_amax",
     "trace_grouped_linears",

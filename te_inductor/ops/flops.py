@@ -42,6 +42,14 @@ def grouped_mm(
     return 2 * a.shape[0] * a.shape[1] * gemm.packed * b.shape[1]
 
 
+@register_flop_formula(ops.scaled_grouped_mm.overloadpacket, get_raw=True)
+def scaled_grouped_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, ends: Tensor, **__: Any) -> int:
+    """By the library. Of wgrad without the columns that are there for groups of any sizes."""
+    if b.dim() == 3:
+        return 2 * a.shape[0] * a.shape[1] * b.shape[2]
+    return 2 * a.shape[0] * (a.shape[1] - GROUP_ALIGNMENT * ends.shape[0]) * b.shape[1]
+
+
 @register_flop_formula(ops.grouped_wgrad.overloadpacket, get_raw=True)
 def grouped_wgrad(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, starts: Tensor, gemm: Gemm, *_: Any, **__: Any

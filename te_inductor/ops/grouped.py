@@ -17,7 +17,7 @@ from te_inductor.ops.casts import quantize_fake
 from te_inductor.ops.definition import define
 from te_inductor.recipes import Gemm, Quantizer
 from te_inductor.recipes.formats import ROW
-from te_inductor.runtime import deferred_wgrads, grouped
+from te_inductor.runtime import deferred_wgrads, grouped, grouped_library
 
 _GEMM = constant_type_name(Gemm)
 _QUANTIZER = constant_type_name(Quantizer)
@@ -66,11 +66,19 @@ def _quantize_experts_fake(
 
 def _quantize_experts_delayed_fake(
     w: Tensor,  # (E, R, C)
-    scale: Tensor,  # () or (E,)
+    scale: Tensor,  # (), (E,), or (E, C) of the transposes' rows
     quantizer: Quantizer,
     transposed: bool = False,
 ) -> Tensor:  # (E, R, pad(C)), or of the transposes
     return _quantize_experts_fake(w, quantizer, None, transposed)[0]
+
+
+def _quantize_experts_rows_fake(
+    w: Tensor,  # (E, R, C)
+    quantizer: Quantizer,  # of rows
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # data (E, R, pad(C)), scale_inv (E, R); columns' scale, scale_inv (E, C)
+    of_columns = (w.new_empty((w.shape[0], w.shape[2]), dtype=torch.float32) for _ in range(2))
+    return *_quantize_experts_fake(w, quantizer), *of_columns  # type: ignore[return-value]
 
 
 def _experts_scale_fake(
@@ -84,13 +92,13 @@ def _quantize_groups_fake(
     x: Tensor,  # (R, C)
     source: Tensor,  # (P,) int32, the row that each column of the copy holds, -1 of padding
     tiles: Tensor,  # (P / 128,) int32, whose group each 128 columns are
-    groups: int,
+    starts: Tensor,  # (E + 1,) int32, where groups begin, and the last one ends
     quantizer: Quantizer,
 ) -> tuple[Tensor, Tensor]:  # data (C, P), scale_inv (E, C) of rows, or of the scope's shape for (C, P)
     rows, columns = x.shape[1], source.shape[0]
     data = x.new_empty((rows, quantizer.stored(columns)), dtype=quantizer.format.dtype)
     scope = quantizer.granularity
-    shape = (groups, rows) if scope is ROW else scope.scale_shape(rows, columns)
+    shape = (starts.shape[0] - 1, rows) if scope is ROW else scope.scale_shape(rows, columns)
     return data, x.new_empty(shape, dtype=scope.scale.dtype)
 
 
@@ -101,6 +109,22 @@ def _transpose_groups_fake(
     return data.new_empty((data.shape[1], source.shape[0]))
 
 
+def _scaled_grouped_mm_fake(
+    a: Tensor,  # (M, K), or (N, P)
+    b: Tensor,  # (E, K, N), or (P, K), columns contiguous
+    a_scale: Tensor,  # uint8, two dimensions
+    b_scale: Tensor,
+    ends: Tensor,  # (E,) int32, of groups of rows of a, or of columns of both
+) -> Tensor:  # bf16 (M, N), or (E, N, K)
+    shape = (a.shape[0], b.shape[2]) if b.dim() == 3 else (ends.shape[0], a.shape[0], b.shape[1])
+    return a.new_empty(shape, dtype=torch.bfloat16)
+
+
+scaled_grouped_mm = define(
+    "scaled_grouped_mm(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor ends) -> Tensor",
+    grouped_library.scaled_grouped_mm,
+    _scaled_grouped_mm_fake,
+)
 grouped_mm = define(
     "grouped_mm(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor ends, Tensor? bias,"
     f" {_GEMM} g, ScalarType out_dtype, Tensor? alpha=None) -> Tensor",
@@ -135,13 +159,18 @@ quantize_experts_delayed = define(
     grouped.quantize_experts_delayed,
     _quantize_experts_delayed_fake,
 )
+quantize_experts_rows = define(
+    f"quantize_experts_rows(Tensor w, {_QUANTIZER} q) -> (Tensor, Tensor, Tensor, Tensor)",
+    grouped.quantize_experts_rows,
+    _quantize_experts_rows_fake,
+)
 experts_scale = define(
     f"experts_scale(Tensor[] weights, {_QUANTIZER} q) -> (Tensor, Tensor)",
     grouped.experts_scale,
     _experts_scale_fake,
 )
 quantize_groups = define(
-    f"quantize_groups(Tensor x, Tensor source, Tensor tiles, int groups, {_QUANTIZER} q) -> (Tensor, Tensor)",
+    f"quantize_groups(Tensor x, Tensor source, Tensor tiles, Tensor starts, {_QUANTIZER} q) -> (Tensor, Tensor)",
     grouped.quantize_groups,
     _quantize_groups_fake,
 )

@@ -16,7 +16,8 @@ from te_inductor.ops.gemm import operands_of
 from te_inductor.ops.linear import overflowing_sum
 from te_inductor.recipes import Gemm, Quantizer, Slots
 from te_inductor.recipes.delayed import DelayedScaling
-from te_inductor.runtime import grouped
+from te_inductor.recipes.formats import ROW
+from te_inductor.runtime import grouped, grouped_library
 from te_inductor.runtime.operation import Gradients, Needs, Operation
 
 _SLOTS = constant_type_name(Slots)
@@ -32,12 +33,13 @@ class GroupedLinears(Operation):
     (T, M / T) or None: where each row of x is among those; `count` weights (E, N, K), then their biases (E, N) if they
     have any. Saved for backward: with one scale a tensor, x's row copy, whose bytes wgrad transposes; else x itself, as
     scales of wgrad's operands belong to a group's columns. The backward casts weights again, which stay in memory
-    anyway."""
+    anyway, unless their copies are kept."""
 
     slots: Slots
     out_dtype: torch.dtype
     count: int = 1
     step: DelayedScales | None = None
+    kept: Sequence[Tensor] = ()  # the weights' copies, as `CachedWeight.taken` has them
     main_grads: Sequence[Tensor] = ()
     tickets: Sequence[Tensor] = ()
 
@@ -58,11 +60,10 @@ class GroupedLinears(Operation):
         known = step.known("input", [x], slots.input) if step else None
         row, _ = copies([x], 0, slots.input, known, columnwise=False)
         assert row is not None
-        scales = self._weight_scales(weights)
         a = row if rows is None else _picked(row, slots.input, rows, x.shape)
-        b = self._weight_copy(weights, scales, transposed=False)
+        b, scales = self._row_copy(weights, needed[0])
         bias = torch.cat(list(biases), 1) if len(biases) > 1 else biases[0] if biases else None
-        y = _product(a, b, ends, bias, slots.fprop, self.out_dtype)
+        y = _product(a, b, ends, bias, slots.fprop, self.out_dtype, self._native(x, weights[0].dtype))
         ys = y.split([weight.shape[1] for weight in weights], 1) if self.count > 1 else (y,)
         return ys, (row, scales, needed)
 
@@ -71,27 +72,30 @@ class GroupedLinears(Operation):
         weights, biases = operands[: self.count], operands[self.count :]
         row, scales, ctx.needs = found
         of_x = (row.data, row.scale_inv) if self.slots.input.granularity.whole else (x, None)
-        ctx.save_for_backward(*of_x, *scales, ends, rows, places, *weights)
+        # Of weights whose column copies are kept the backward reads nothing else.
+        column = self.kept[2:] or (None, None)
+        ctx.save_for_backward(*of_x, *scales, ends, rows, places, *column, *(() if self.kept[2:] else weights))
         ctx.x_dtype, ctx.bias_dtype = x.dtype, biases[0].dtype if biases else None
+        ctx.weight_dtype, ctx.sizes, ctx.width = weights[0].dtype, [w.shape[1] for w in weights], weights[0].shape[2]
 
     def backward(self, ctx: Any, *dys: Tensor) -> Gradients:
         x_grad, weight_grad, bias_grad = ctx.needs
         saved = ctx.saved_tensors  # once: each access unpacks them
         x, x_scale_inv, *scales, ends, rows, places = saved[:8]
-        weights = saved[8:]
-        slots, step, dx = self.slots, self.step, None
-        sizes = [weight.shape[1] for weight in weights]
+        column, weights = saved[8:10], saved[10:]
+        slots, step, dx, sizes = self.slots, self.step, None, ctx.sizes
         dy = grouped.mask_rows(torch.cat(list(dys), 1) if len(dys) > 1 else dys[0], ends)
-        layout = grouped.layout(ends, dy.shape[0])
-        dws: Sequence[Tensor | None] = [None] * len(weights)
+        native = self._native(dy, ctx.weight_dtype)
+        layout = grouped.layout(ends, dy.shape[0], grouped.GROUP_ALIGNMENT if native else 0)
+        dws: Sequence[Tensor | None] = [None] * len(sizes)
         if x_grad or weight_grad:
             known = step.known("grad_output", [dy], slots.grad_output) if step else None
-            g_row, g_col = self._gradient_copies(dy, known, layout, ends.shape[0], x_grad, weight_grad)
+            g_row, g_col = self._gradient_copies(dy, known, layout, x_grad, weight_grad)
             if step is not None:
                 record_amax([dy], step.grad_amax)
         if x_grad:
-            b = self._weight_copy(weights, scales, transposed=True)
-            dx = _product(g_row, b, ends, None, slots.dgrad, self.out_dtype)
+            b = self._weight_copy(weights, scales, transposed=True) if weights else Copy(*column)
+            dx = _product(g_row, b, ends, None, slots.dgrad, self.out_dtype, native)
             if places is not None:  # in fp32, row by row of x, where autograd adds rows in the order of atomics
                 dx = dx[places].sum(1, dtype=torch.float32)
             dx = dx.to(ctx.x_dtype)
@@ -99,16 +103,33 @@ class GroupedLinears(Operation):
             starts, tiles, source = layout
             if rows is not None:
                 source = torch.where(source >= 0, rows[source.clamp(min=0)], -1).int()
-            x = x if x_scale_inv is None else _stored_columns(x, weights[0].shape[2])
-            x_col = _columns(x, x_scale_inv, source, tiles, ends.shape[0], slots.input)
-            dws = self._weight_gradients(g_col, x_col, starts, weights[0].dtype, sizes)
+            x = x if x_scale_inv is None else _stored_columns(x, ctx.width)
+            x_col = _columns(x, x_scale_inv, source, tiles, starts, slots.input)
+            dws = self._weight_gradients(g_col, x_col, layout, ctx.weight_dtype, sizes)
         dbs: Sequence[Tensor | None] = [None] * (0 if ctx.bias_dtype is None else len(dys))
         if bias_grad:
             dbs = _bias_gradients(dy, layout, ends.shape[0], self.out_dtype).to(ctx.bias_dtype).split(sizes, 1)
         return dx, None, None, None, None, *dws, *dbs
 
+    def _native(self, x: Tensor, weight: torch.dtype) -> bool:
+        """Whether torch's library multiplies MXFP8 operands."""
+        return grouped_library.multiplies(x.device, self.slots.fprop, self.out_dtype, weight)
+
+    def _row_copy(
+        self, weights: Sequence[Tensor], x_grad: bool
+    ) -> tuple[Copy, tuple[Tensor | None, Tensor | None, Tensor | None]]:
+        """fprop's copy, and the scales with which the backward casts."""
+        if self.kept:
+            cast = x_grad and len(self.kept) == 2
+            return Copy(self.kept[0], self.kept[1]), self._weight_scales(weights) if cast else (None, None, None)
+        if x_grad and self.slots.weight.granularity is ROW and len(weights) == 1 and weights[0].is_contiguous():
+            data, scale_inv, *of_columns = ops.quantize_experts_rows(weights[0], self.slots.weight)
+            return Copy(data, scale_inv), (*of_columns, None)  # type: ignore[return-value]
+        scales = self._weight_scales(weights)
+        return self._weight_copy(weights, scales, transposed=False), scales
+
     def _weight_scales(self, weights: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """scale and scale_inv where one expert has one, the amax where scales have two levels."""
+        """scale and scale_inv where one expert has one, or each of its columns; the amax where scales have two levels."""
         quantizer, step = self.slots.weight, self.step
         if not quantizer.granularity.whole:
             amax = _amax(weights) if quantizer.granularity.two_level else None
@@ -143,11 +164,10 @@ class GroupedLinears(Operation):
         dy: Tensor,
         known: ScalePair | None,
         layout: tuple[Tensor, Tensor, Tensor],
-        experts: int,
         rowwise: bool,
         columnwise: bool,
     ) -> tuple[Copy | None, Copy | None]:
-        quantizer, (_, tiles, source) = self.slots.grad_output, layout
+        quantizer, (starts, tiles, source) = self.slots.grad_output, layout
         if quantizer.granularity.whole:
             scale, scale_inv = (known.scale, known.scale_inv) if known else current_scale([dy], quantizer)
             row = Copy(quantize_delayed(dy, scale, quantizer), scale_inv)
@@ -155,14 +175,19 @@ class GroupedLinears(Operation):
         else:
             row = copies([dy], 0, quantizer, None, columnwise=False)[0] if rowwise else None  # type: ignore[assignment]
             data, scale_inv = dy, None  # type: ignore[assignment]
-        column = _columns(data, scale_inv, source, tiles, experts, quantizer) if columnwise else None
+        column = _columns(data, scale_inv, source, tiles, starts, quantizer) if columnwise else None
         return row, column
 
     def _weight_gradients(
-        self, g_col: Copy | None, x_col: Copy, starts: Tensor, dtype: torch.dtype, sizes: list[int]
+        self,
+        g_col: Copy | None,
+        x_col: Copy,
+        layout: tuple[Tensor, Tensor, Tensor],
+        dtype: torch.dtype,
+        sizes: list[int],
     ) -> Sequence[Tensor | None]:
         """What autograd gets of them."""
-        gemm = self.slots.wgrad
+        gemm, (starts, tiles, _) = self.slots.wgrad, layout
         *operands, alpha = operands_of(g_col, x_col, gemm)
         if self.tickets:
             ops.defer_grouped_wgrad(self.tickets, *operands, starts, alpha, gemm)
@@ -170,13 +195,26 @@ class GroupedLinears(Operation):
             ops.accumulate_grouped_wgrad(self.main_grads, *operands, starts, alpha, gemm)
         else:
             narrow = self.out_dtype == torch.float16  # as ops/linear.py has it
-            dw = ops.grouped_wgrad(*operands, starts, gemm, torch.float16 if narrow else dtype, alpha).to(dtype)
+            if self._native(starts, dtype):
+                dw = grouped_library.grouped_wgrad(*operands, starts, tiles, gemm)  # type: ignore[call-arg, arg-type]
+            else:
+                dw = ops.grouped_wgrad(*operands, starts, gemm, torch.float16 if narrow else dtype, alpha).to(dtype)
             return dw.split(sizes, 1) if len(sizes) > 1 else [dw]
         return [None] * len(sizes)
 
 
-def _product(a: Copy | None, b: Copy, ends: Tensor, bias: Tensor | None, gemm: Gemm, out_dtype: torch.dtype) -> Tensor:
+def _product(
+    a: Copy | None,
+    b: Copy,
+    ends: Tensor,
+    bias: Tensor | None,
+    gemm: Gemm,
+    out_dtype: torch.dtype,
+    native: bool,
+) -> Tensor:
     *operands, alpha = operands_of(a, b, gemm)
+    if native:
+        return grouped_library.grouped_mm(*operands, ends, bias, gemm)  # type: ignore[call-arg, arg-type]
     return ops.grouped_mm(*operands, ends, bias, gemm, out_dtype, alpha)  # type: ignore[no-any-return]
 
 
@@ -189,7 +227,7 @@ def _picked(copy: Copy, quantizer: Quantizer, rows: Tensor, shape: torch.Size) -
 
 
 def _columns(
-    x: Tensor, scale_inv: Tensor | None, source: Tensor, tiles: Tensor, experts: int, quantizer: Quantizer
+    x: Tensor, scale_inv: Tensor | None, source: Tensor, tiles: Tensor, starts: Tensor, quantizer: Quantizer
 ) -> Copy:
     """The transposed copy with padded groups: of a row copy, if its scale is everybody's, else of the values."""
     if scale_inv is not None:
@@ -198,7 +236,7 @@ def _columns(
         column = copies([grouped.gather_padded(x, source)], 0, quantizer, None, rowwise=False, columnwise=True)[1]
         assert column is not None
         return column
-    return Copy(*ops.quantize_groups(x, source, tiles, experts, quantizer))
+    return Copy(*ops.quantize_groups(x, source, tiles, starts, quantizer))
 
 
 def _stored_columns(data: Tensor, columns: int) -> Tensor:
@@ -252,6 +290,7 @@ def trace_grouped_linears(
     known: Sequence[Tensor] | None = None,  # as of `linears`, and so are the others
     token: Tensor | None = None,
     grad_amax: Tensor | None = None,
+    kept: Sequence[Tensor] | None = None,
     main_grads: Sequence[Tensor] | None = None,
     tickets: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:  # each (M, N), zeros behind the last group
@@ -259,7 +298,7 @@ def trace_grouped_linears(
     GEMMs in the low precision of `slots`."""
     pairs = [] if known is None else [ScalePair(*pair) for pair in zip(known[::2], known[1::2], strict=True)]
     step = DelayedScales(*pairs, *([token, grad_amax] if len(pairs) > 2 else [])) if pairs else None  # type: ignore[arg-type]
-    layers = GroupedLinears(slots, out_dtype, len(weights), step, main_grads or (), tickets or ())
+    layers = GroupedLinears(slots, out_dtype, len(weights), step, kept or (), main_grads or (), tickets or ())
     return _layers(layers, x, token, ends, rows, places, weights, biases)
 
 
@@ -281,7 +320,7 @@ def trace_first_grouped_linears(
     """The same under delayed scaling, in a step in which some quantizer of the graph has no history: Note [A first
     step]."""
     step = DelayedScales(token=token, grad_amax=grad_amax, first=recipe)
-    layers = GroupedLinears(slots, out_dtype, len(weights), step, main_grads or (), tickets or ())
+    layers = GroupedLinears(slots, out_dtype, len(weights), step, (), main_grads or (), tickets or ())
     return _layers(layers, x, token, ends, rows, places, weights, biases)
 
 
@@ -293,7 +332,7 @@ def _places_of(order: Tensor, each: int) -> Tensor:
 grouped_linears = define(
     f"grouped_linears(Tensor x, Tensor[] weights, Tensor[] biases, Tensor ends, {_SLOTS} slots, ScalarType out_dtype,"
     " Tensor? rows=None, Tensor? places=None, Tensor[]? known=None, Tensor? token=None, Tensor? grad_amax=None,"
-    " Tensor[]? main_grads=None, Tensor[]? tickets=None) -> Tensor[]",
+    " Tensor[]? kept=None, Tensor[]? main_grads=None, Tensor[]? tickets=None) -> Tensor[]",
     trace_grouped_linears,
 )
 first_grouped_linears = define(

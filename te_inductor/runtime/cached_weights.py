@@ -1,5 +1,8 @@
 """Low-precision copies of weights that outlive a call: made anew where the weight has changed, and only there.
 
+Experts' weights, (E, N, K), are E weights whose copies stand in one tensor: each expert has its own marks and scales,
+and is cast by itself where it has changed.
+
 # Note [A weight that has not changed]
 Nothing on the host knows whether a weight has changed. torch's own `AdamW(fused=True)` writes without a trace in
 `p._version` (2.13), as do `p.data.mul_()`, other optimizers' kernels, collectives and FSDP; and a copy that is not the
@@ -37,7 +40,7 @@ backward, leaves that out."""
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -46,6 +49,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from te_inductor.recipes import DelayedScaling
+from te_inductor.recipes.formats import ROW
 from te_inductor.recipes.quantizers import Quantizer
 from te_inductor.runtime import delayed, eager
 from te_inductor.runtime.tensor_groups import TensorGroups
@@ -69,18 +73,18 @@ class Spec(NamedTuple):
 
 @dataclass(eq=False)
 class CachedWeight:
-    """The copies of one weight (N, K), of one or several parameters. On which all is in place: compiled graphs and CUDA
-    graphs hold these tensors."""
+    """The copies of one weight (N, K), or of E experts' (E, N, K), of one or several parameters. On which all is in
+    place: compiled graphs and CUDA graphs hold these tensors. Experts' have one more dimension in front, E."""
 
     spec: Spec
-    sizes: tuple[tuple[int, int], ...]  # of the parameters
+    sizes: tuple[tuple[int, ...], ...]  # of the parameters
     dtype: torch.dtype  # and theirs: a mark is of bits
     data: Tensor  # (N, pad(K)), zeros in the padding, or NaN where it shares a block of MXFP8 with one
     scale_inv: Tensor
     seen: Tensor  # int64, the marks of what the copies were made of, one parameter's behind another's; 0: of nothing
     data_t: Tensor | None = None  # (K, pad(N)), where a gradient of the input has been wanted
     scale_inv_t: Tensor | None = None
-    amax: Tensor | None = None  # () fp32, of scales of two levels
+    amax: Tensor | None = None  # () fp32, of scales of two levels, which experts' copies do not have
     versions: tuple[int, ...] | None = None  # of the parameters, at the last look
     looks: int = 0  # so many, so that a backward knows whether its forward's was the last
     stream: object = None  # CUDA's, of the last look
@@ -96,8 +100,8 @@ class CachedWeight:
         return [t for t in copies if t is not None]
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """(N, K)"""
+    def shape(self) -> tuple[int, ...]:
+        """(N, K), or (E, N, K)"""
         return weight_shape(self.spec, self.sizes)
 
     def fits(self, weights: Sequence[Tensor]) -> bool:
@@ -107,8 +111,15 @@ class CachedWeight:
     def want_columns(self) -> None:
         """Have column copies from now on."""
         if self.data_t is None:
-            self.data_t, self.scale_inv_t = _empty(self.spec.quantizer, self.shape[::-1], self.data)
+            self.data_t, self.scale_inv_t = _empty(self.spec.quantizer, turned(self.shape), self.data)
             self.seen.zero_()
+
+    def expert(self, place: int) -> "CachedWeight":
+        """Of one expert, in the same memory."""
+        data_t, scale_inv_t = (None if t is None else t[place] for t in (self.data_t, self.scale_inv_t))
+        sizes = tuple(size[1:] for size in self.sizes)
+        mine = self.data[place], self.scale_inv[place], self.seen[place]
+        return CachedWeight(self.spec, sizes, self.dtype, *mine, data_t, scale_inv_t)
 
     def note(self, weights: Sequence[Tensor]) -> None:
         """What autograd has to know of what this call may write."""
@@ -128,6 +139,17 @@ class FreshnessCheck(NamedTuple):
     amax: Tensor | None = None  # () fp32, where delayed scaling is to record the weight's
 
 
+def matrices(looks: Sequence[FreshnessCheck]) -> Iterator[FreshnessCheck]:
+    """Of weights of two dimensions: in the place of experts' one of each expert."""
+    for look in looks:
+        if len(look.kept.sizes[0]) == 2:
+            yield look
+            continue
+        for place in range(look.kept.sizes[0][0]):
+            mine = [parameter.detach()[place] for parameter in look.weights]
+            yield look._replace(kept=look.kept.expert(place), weights=mine)
+
+
 def is_tiled(spec: Spec) -> bool:
     """Whether a tile of the weight can be cast by itself."""
     scope = spec.quantizer.granularity
@@ -139,25 +161,41 @@ def tiles(size: Sequence[int]) -> tuple[int, int]:
     return -(-size[0] // TILE), -(-size[1] // TILE)
 
 
-def weight_shape(spec: Spec, sizes: Sequence[Sequence[int]]) -> tuple[int, int]:
-    rows, columns = sum(size[0] for size in sizes), sizes[0][1]
-    return (columns, rows) if spec.transposed else (rows, columns)
+def weight_shape(spec: Spec, sizes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    *experts, _, columns = sizes[0]
+    shape = (*experts, sum(size[-2] for size in sizes), columns)
+    return turned(shape) if spec.transposed else shape
 
 
-def _empty(quantizer: Quantizer, shape: tuple[int, int], like: Tensor) -> tuple[Tensor, Tensor]:
-    scope = quantizer.granularity
-    data = like.new_zeros((shape[0], quantizer.stored(shape[1])), dtype=torch.uint8).view(quantizer.format.dtype)
-    return data, like.new_ones(scope.scale_shape(*shape), dtype=scope.scale.dtype)
+def turned(shape: Sequence[int]) -> tuple[int, ...]:
+    """Of the transposed matrix, or matrices."""
+    *experts, rows, columns = shape
+    return *experts, columns, rows
+
+
+def stored_shapes(quantizer: Quantizer, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of a copy's values and scales. Experts' scales are those that `ops.quantize_experts` returns."""
+    scope, (*experts, rows, columns) = quantizer.granularity, shape
+    scales = scope.scale_shape(rows, columns)
+    scales = scales[:1] if experts and scope is ROW else scales
+    return (*experts, rows, quantizer.stored(columns)), (*experts, *scales)
+
+
+def _empty(quantizer: Quantizer, shape: Sequence[int], like: Tensor) -> tuple[Tensor, Tensor]:
+    stored, scales = stored_shapes(quantizer, shape)
+    data = like.new_zeros(stored, dtype=torch.uint8).view(quantizer.format.dtype)
+    return data, like.new_ones(scales, dtype=quantizer.granularity.scale.dtype)
 
 
 def new(spec: Spec, weights: Sequence[Tensor]) -> CachedWeight:
     """Copies that are yet to be made. Outside of inference mode: a training step may be the next to write them."""
     with torch.inference_mode(False), torch.no_grad():
-        like, sizes = weights[0].detach(), tuple((int(w.shape[0]), int(w.shape[1])) for w in weights)
+        like, sizes = weights[0].detach(), tuple(tuple(map(int, w.shape)) for w in weights)
         tensors = _empty(spec.quantizer, weight_shape(spec, sizes), like)
         amax = like.new_zeros((), dtype=torch.float32) if spec.quantizer.granularity.two_level else None
-        marks = sum(math.prod(tiles(size)) for size in sizes) if is_tiled(spec) else 1
-        return CachedWeight(spec, sizes, like.dtype, *tensors, like.new_zeros(marks, dtype=torch.int64), amax=amax)
+        marks = sum(math.prod(tiles(size[-2:])) for size in sizes) if is_tiled(spec) else 1
+        seen = like.new_zeros((*sizes[0][:-2], marks), dtype=torch.int64)
+        return CachedWeight(spec, sizes, like.dtype, *tensors, seen, amax=amax)
 
 
 _kept: TensorGroups[dict[Spec, CachedWeight]] = TensorGroups()  # by the parameters
@@ -186,7 +224,7 @@ def forget() -> None:
 @torch.no_grad()
 def refresh(looks: Sequence[FreshnessCheck]) -> None:
     """Look at the weights, in plain torch, and make what is stale anew."""
-    for look in looks:
+    for look in matrices(looks):
         # The same memory, so that autograd learns of changes from `note` alone, as on a GPU.
         pieces = [parameter.detach() for parameter in look.weights]
         found = marks(look.kept.spec, pieces, look.scale)
@@ -213,10 +251,10 @@ def _make(kept: CachedWeight, pieces: list[Tensor], scale: Tensor | None) -> Non
         if kept.data_t is not None:
             data_t, scale_inv_t = eager.quantize(w.t(), quantizer, amax)
     kept.data.data.copy_(data)
-    kept.scale_inv.data.copy_(scale_inv)
+    kept.scale_inv.data.copy_(scale_inv.reshape(kept.scale_inv.shape))
     if kept.data_t is not None and kept.scale_inv_t is not None:
         kept.data_t.data.copy_(data_t)  # type: ignore[arg-type]
-        kept.scale_inv_t.data.copy_(scale_inv_t)
+        kept.scale_inv_t.data.copy_(scale_inv_t.reshape(kept.scale_inv_t.shape))
 
 
 def marks(spec: Spec, pieces: Sequence[Tensor], scale: Tensor | None = None) -> Tensor:

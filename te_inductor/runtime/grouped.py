@@ -128,7 +128,13 @@ def quantize_experts_delayed(w: Tensor, scale: Tensor, quantizer: Quantizer, tra
     matrices = w.transpose(1, 2) if transposed else w
     missing = quantizer.padded(matrices.shape[2]) - matrices.shape[2]
     matrices = F.pad(matrices, (0, missing)) if missing else matrices
-    return eager.cast(matrices, scale.view(-1, 1, 1), quantizer).contiguous()
+    scale = scale.unsqueeze(2) if scale.dim() == 2 else scale.view(-1, 1, 1)
+    return eager.cast(matrices, scale, quantizer).contiguous()
+
+
+def quantize_experts_rows(w: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    scale = eager.encode_scale(w.abs().amax(1).float(), quantizer, w.dtype)
+    return *quantize_experts(w, quantizer), scale, 1.0 / scale
 
 
 def experts_scale(weights: list[Tensor], quantizer: Quantizer) -> tuple[Tensor, Tensor]:
@@ -138,14 +144,14 @@ def experts_scale(weights: list[Tensor], quantizer: Quantizer) -> tuple[Tensor, 
 
 
 def quantize_groups(
-    x: Tensor, source: Tensor, tiles: Tensor, groups: int, quantizer: Quantizer
+    x: Tensor, source: Tensor, tiles: Tensor, starts: Tensor, quantizer: Quantizer
 ) -> tuple[Tensor, Tensor]:
     whole = gather_padded(x, source)
     if quantizer.granularity is not ROW:
         return eager.quantize(whole.t(), quantizer)
     amax = whole.abs().view(tiles.shape[0], GROUP_ALIGNMENT, -1).amax(1).float()
     index = tiles.long()[:, None].expand_as(amax)
-    amax = amax.new_zeros((groups, amax.shape[1])).scatter_reduce(0, index, amax, "amax")
+    amax = amax.new_zeros((len(starts) - 1, amax.shape[1])).scatter_reduce(0, index, amax, "amax")
     scale = eager.encode_scale(amax, quantizer, x.dtype)
     each = scale[tiles].repeat_interleave(GROUP_ALIGNMENT, 0)
     return eager.cast(whole, each, quantizer).t().contiguous(), 1.0 / scale
@@ -177,15 +183,16 @@ def of_rows(values: Tensor, ends: Tensor, rows: int) -> Tensor:  # (rows, ...)
     return values[group_of_rows(ends, rows)]
 
 
-def layout(ends: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Where groups stand in a padded transpose: Note [Padded groups].
+def layout(ends: Tensor, rows: int, least: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Where groups stand in a padded transpose: Note [Padded groups]; each has at least so many columns.
 
     Returns:
         starts (E + 1,), where each group begins, and the last one ends; tiles (P / 128,), the group of each 128 columns;
         source (P,), the row that each column holds, -1 of padding. All int32."""
     groups, width = ends.shape[0], padded_width(rows, ends.shape[0])
     begins = F.pad(ends, (1, 0))[:-1]
-    starts = F.pad(((ends - begins + GROUP_ALIGNMENT - 1) // GROUP_ALIGNMENT * GROUP_ALIGNMENT).cumsum(0), (1, 0))
+    sizes = (ends - begins + GROUP_ALIGNMENT - 1) // GROUP_ALIGNMENT * GROUP_ALIGNMENT
+    starts = F.pad((sizes.clamp(min=least) if least else sizes).cumsum(0), (1, 0))
     first = torch.arange(width // GROUP_ALIGNMENT, device=ends.device) * GROUP_ALIGNMENT
     group = (first[:, None] >= starts[None, 1:]).sum(1)
     tiles = group.clamp(max=groups - 1)

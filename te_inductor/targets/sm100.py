@@ -1,9 +1,12 @@
 """Blackwell's data center GPUs (10.0: B200; 10.3: B300). Generated, interpreted and disassembled; never run."""
 
+import torch
+
 from te_inductor.targets.target import Target, named, version
 
 CAPABILITIES = ((10, 0), (10, 3))
 MICROSCALES = (12, 8)  # the first CUDA whose cuBLASLt takes MXFP8 and NVFP4
+MX_GROUPS = ("USE_MSLK", "USE_FBGEMM_GENAI")  # in how torch was built: the library of grouped MXFP8 GEMMs
 MICROSCALED = (("e4m3", "1x32"), ("e5m2", "1x32"), ("e2m1", "1x16"))
 
 
@@ -14,6 +17,11 @@ def target(capability: tuple[int, int], cuda: str | None) -> Target:
         cuda,
         fp8=True,
         microscaled_mm=MICROSCALED if version(cuda) >= MICROSCALES else (),
+        grouped_microscaled_mm=(
+            capability == (10, 0)  # its kernels are sm_100a code
+            and version(cuda) >= MICROSCALES
+            and any(name in torch.__config__.show() for name in MX_GROUPS)
+        ),
         cutlass="100" if capability == (10, 0) else None,  # sm_100a code runs on no 10.3
         nvfp4_kernels=True,
         decode_attention=True,

@@ -31,6 +31,7 @@ class Target:
     cutlass: str | None = None  # the architecture whose kernels templates/cutlass builds
     nvfp4_kernels: bool = False  # the Triton kernels of stored NVFP4 weights run: mul.bf16x2, griddepcontrol
     grouped_mm: bool = False  # the Triton kernels of grouped FP8 GEMMs run
+    grouped_microscaled_mm: bool = False  # torch._scaled_grouped_mm takes MXFP8
     hopper_kernels: bool = False  # Triton kernels of wgmma: FP8 GEMMs of few rows, NVFP4 values decoded to E4M3
     decode_attention: bool = False  # the kernel of few queries runs
     rates: Rates | None = None  # None: nothing was measured, no layer is left out for its size

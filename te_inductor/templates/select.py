@@ -13,7 +13,7 @@ import torch
 from te_inductor import targets
 from te_inductor.recipes import Gemm
 from te_inductor.recipes.formats import BLOCK_1X128
-from te_inductor.runtime import grouped, small_m
+from te_inductor.runtime import grouped, grouped_library, small_m
 from te_inductor.runtime.activation import Activation, Gating
 from te_inductor.runtime.eager import BLOCK_SCALES
 from te_inductor.templates.cutlass import scaled_mm as cutlass
@@ -25,6 +25,7 @@ EXACT = "inductor"  # generated code multiplies in fp32 what the operands hold
 AUTOTUNED = "autotuned"  # what Inductor measures to be fastest
 EMULATED = "emulated"  # generated code multiplies in high precision what MXFP8 or NVFP4 operands hold
 GROUPED = "triton:grouped_mm"  # templates/triton/grouped_mm.py
+GROUPED_LIBRARY = "cutlass:_scaled_grouped_mm"  # torch's, of MXFP8: runtime/grouped_library.py
 EAGER = "eager"  # the op's eager kernel
 SMALL_M = "triton:fp8_small_m"  # templates/triton/fp8_small_m.py
 CUTLASS = "cutlass"
@@ -85,6 +86,8 @@ def select(problem: Problem) -> Choice:
     problem that is not plain any other says that there is no such kernel, or that it does not pay."""
     target, gemm = targets.of(problem.device), problem.gemm
     if problem.grouped:
+        if grouped_library.multiplies(problem.device, gemm, problem.out):
+            return Choice(GROUPED_LIBRARY)
         return Choice(GROUPED if grouped.has_kernel(problem.device, gemm) else EAGER)
     if gemm.microscaled:
         if not target.multiplies(gemm):

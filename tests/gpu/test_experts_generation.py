@@ -27,6 +27,7 @@ LAYERS, HIDDEN, VOCABULARY, EXPERTS, EACH = 2, 512, 1024, 16, 4
 GEMMS = 2 * LAYERS  # products with experts, one behind the other
 TAIL = 6.0  # standard deviations that no logit exceeds
 STEPS = 4
+PROMPTS = ((1, 128), (1, 5), (1, 1), (8, 128), (8, 1))  # batch, tokens: many rows and few, one and several
 OPTIONS = {"recipe": "none", "fallback": "error"}
 RECIPES = ("nvfp4_weight_only", "rowwise")
 recipes = pytest.mark.parametrize("recipe", RECIPES)
@@ -228,9 +229,8 @@ def test_prompts_and_generation(recipe, many_graphs):
     """One compiled model; tokens behind each prompt."""
     models = Models(recipe)
     models.stored.forward = torch.compile(models.stored.forward, backend="te", dynamic=True, options=OPTIONS)
-    for batch in (1, 8):
-        for length in (128, 5, 1):
-            models.generated(batch, length, disable_compile=True)
+    for batch, length in PROMPTS:
+        models.generated(batch, length, disable_compile=True)
 
 
 @recipes
@@ -241,6 +241,5 @@ def test_generate_compiles_by_itself(mode, recipe, many_graphs):
     models = Models(recipe)
     options = OPTIONS | ({"mode": mode} if mode != "default" else {})
     config = transformers.CompileConfig(backend="te", mode=None, options=options, fullgraph=False, dynamic=False)
-    for batch in (1, 8):
-        for length in (128, 5, 1):
-            models.generated(batch, length, compile_config=config)
+    for batch, length in PROMPTS:
+        models.generated(batch, length, compile_config=config)

@@ -163,8 +163,8 @@ def test_groups_are_quantized_one_by_one(quantizer, sizes, content):
     begin, end = max(grouped.spans(sizes), key=lambda span: span[1] - span[0])
     x[begin:end] = CONTENTS[content](end - begin, 40) if end > begin else 0
     x[sum(sizes) :] = math.nan
-    _, tiles, source = runtime.layout(ends_of(sizes), rows)
-    data, scale_inv = ops.quantize_groups(x, source, tiles, len(sizes), quantizer)
+    starts, tiles, source = runtime.layout(ends_of(sizes), rows)
+    data, scale_inv = ops.quantize_groups(x, source, tiles, starts, quantizer)
     expected = grouped.column_copies(x, quantizer, sizes)
     for group, (start, stop) in enumerate(grouped.padded_spans(sizes)):
         if quantizer.scope == "row":

@@ -3,11 +3,18 @@
 TRITON_INTERPRET=1 python -m tests.offline.experts_kernels
 """
 
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import numpy as np
 import torch
 from torch import Tensor
+from triton.runtime.interpreter import InterpreterBuilder
 
 from te_inductor.ops import stored_experts
-from te_inductor.recipes import Float8BlockScaling, Float8CurrentScaling, Float8RowwiseScaling, NVFP4WeightOnly
+from te_inductor.recipes import Float8BlockScaling, Float8CurrentScaling, Float8RowwiseScaling, NVFP4WeightOnly, Recipe
 from te_inductor.runtime import experts
 from te_inductor.templates.triton import experts_decode, nvfp4_expand
 from te_inductor.templates.triton.experts_decode import Config
@@ -60,6 +67,44 @@ def product(
     return experts_decode.fp8_product(x, ends, ids, *weight.parts, quantizer, **rest)  # type: ignore[arg-type]
 
 
+@contextlib.contextmanager
+def not_read(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
+    """No load of a kernel may touch the memory of these; how many elements each load reads elsewhere."""
+    ranges = [(t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in tensors if t.numel()]
+    load, seen = InterpreterBuilder.create_masked_load, []
+
+    def checked(self: InterpreterBuilder, ptrs: Any, mask: Any, *rest: Any) -> Any:
+        addresses = np.asarray(ptrs.data)[np.asarray(mask.data, dtype=bool)]
+        for begin, end in ranges:
+            assert not ((addresses >= begin) & (addresses < end)).any(), "an expert was read that nobody chose"
+        seen.append(addresses.size)
+        return load(self, ptrs, mask, *rest)
+
+    with mock.patch.object(InterpreterBuilder, "create_masked_load", checked):
+        yield seen
+
+
+def chosen_alone(batch: int, recipe: Recipe) -> None:
+    """A step of generation reads the weights of the experts that were chosen, and no others: those are NaN besides."""
+    count, n, k, each = 16, 24, 64, 2
+    weight = stored_experts.store(torch.randn(count, n, k), recipe, False)
+    choosable = torch.randperm(count)[: count // 2 if batch > 1 else each]
+    ids = torch.stack([choosable[torch.randperm(len(choosable))[:each]] for _ in range(batch)]).flatten()
+    wide, x = weight.dequantize().double(), torch.randn(len(ids), k).bfloat16()
+    parts = [part for part in weight.parts if part.dim() and part.shape[0] == count]
+    others = [part[expert] for expert in set(range(count)) - set(ids.tolist()) for part in parts]
+    for part in others:
+        part.view(-1).view(torch.uint8).fill_(0xFF)  # NaN of fp32 and of E4M3
+    exact = torch.einsum("mk,mnk->mn", x.double(), wide[ids])
+    bound = (k + 4) * 2.0**-24 * torch.einsum("mk,mnk->mn", x.double().abs(), wide[ids].abs())
+    order, ends = experts.sorted_by_expert(ids, count)
+    with not_read(others) as seen:
+        by_number = product(weight, x, None, ids, SMALL)
+        by_group = product(weight, x[order], ends, None, SMALL)
+    assert sum(seen) and ((by_number.double() - exact).abs() <= bound).all()
+    assert ((by_group.double() - exact[order]).abs() <= bound[order]).all()
+
+
 def dequantized() -> None:
     """All experts at once, bit for bit."""
     weight = stored_experts.store(torch.randn(3, 11, 50), NVFP4WeightOnly(), False)
@@ -73,4 +118,7 @@ if __name__ == "__main__":
     for place, case in enumerate(CASES):
         for recipe in RECIPES if place == 0 else RECIPES[:2]:
             check(*case, recipe)
+    for batch in (1, 64):
+        for recipe in RECIPES[:2]:
+            chosen_alone(batch, recipe)
     dequantized()

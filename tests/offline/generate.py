@@ -65,6 +65,7 @@ def pretend(arch: int) -> list[Any]:
     system = {"device": {"name": properties.name}, "hash": "offline"}
     patches: list[Any] = [
         mock.patch.object(torch.version, "cuda", "13.0"),
+        mock.patch.object(torch.__config__, "show", lambda: "USE_MSLK=ON"),
         mock.patch.object(torch.cuda, "is_available", lambda: True),
         mock.patch.object(torch.cuda, "is_initialized", lambda: True),
         mock.patch.object(torch.cuda, "device_count", lambda: 1),

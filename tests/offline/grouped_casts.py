@@ -12,6 +12,7 @@ from te_inductor import ops, recipes
 from te_inductor.ops import grouped as grouped_ops
 from te_inductor.recipes import Quantizer
 from te_inductor.runtime import grouped
+from te_inductor.templates.triton import experts_rows, group_strips
 from te_inductor.templates.triton import grouped_casts as kernels
 from te_inductor.templates.triton import grouped_ops as on_cuda
 from tests.offline.interpret import mend_conversions
@@ -48,15 +49,42 @@ def check_experts(dtype: torch.dtype) -> None:
                 assert_same(found, grouped.quantize_experts(source, quantizer, None, transposed), quantizer)
 
 
+def check_rows(dtype: torch.dtype) -> None:
+    """Rows' copies with the scales of columns, and the column copies that those give: bit for bit what eager code
+    makes, and within half a step of the format of what float64 holds."""
+    for shape in SHAPES:
+        w = torch.randn(shape).to(dtype)
+        w[0, 0, 0], w[0, 3, 5], w[-1, :16], w[-1, :, 7] = math.inf, math.nan, 0.0, 0.0
+        for quantizer in ROWS:
+            expected = grouped.quantize_experts_rows(w, quantizer)
+            cut = experts_rows.Config(256, 256, 80, span=8)  # several turns of several programs
+            for config in (None, cut) if shape[0] == 2 and quantizer is ROWS[0] else (None,):
+                found = experts_rows.quantize_experts_rows(w, quantizer, config)
+                assert_same(found, expected, (shape, quantizer))
+            columns = kernels.transpose_experts(w, found[2], quantizer)
+            assert_same((columns, found[3]), grouped.quantize_experts(w, quantizer, None, True), (shape, quantizer))
+            for data, scale_inv, exact in ((found[0], found[1], w), (columns, found[3], w.transpose(1, 2))):
+                exact = exact.double()
+                amax = exact.abs().amax(2, keepdim=True)
+                near = (amax.isfinite() & (amax >= quantizer.amax_epsilon)).expand_as(exact)
+                unit = scale_inv.double()[:, :, None]
+                values = data[:, :, : exact.shape[2]].double() * unit
+                half = (exact.abs() * quantizer.format.epsilon).maximum(quantizer.format.smallest_step * unit) / 2
+                assert ((values - exact).abs() <= half * (1 + 1e-6))[near].all(), (shape, quantizer)
+
+
 def check_groups(dtype: torch.dtype) -> None:
     x, rows = torch.randn(50, 72).to(dtype), torch.randint(0, 50, (300,))
     x[3, 4], x[5] = math.nan, 0.0
     ends = torch.tensor([0, 7, 7, 135, 290], dtype=torch.int32)
-    _, tiles, source = grouped.layout(ends, 300)
+    starts, tiles, source = grouped.layout(ends, 300)
     source = torch.where(source >= 0, rows[source.clamp(min=0)], -1).int()
     for quantizer in OF_GROUPS:
-        found = kernels.quantize_groups(x, source, tiles, 5, quantizer)
-        assert_same(found, grouped.quantize_groups(x, source, tiles, 5, quantizer), quantizer)
+        expected = grouped.quantize_groups(x, source, tiles, starts, quantizer)
+        found = kernels.quantize_groups(x, source, tiles, starts, quantizer)
+        assert_same(found, expected, quantizer)
+        if quantizer in ROWS:
+            assert_same(group_strips.quantize_groups_by_column(x, source, starts, quantizer), expected, quantizer)
     data = ops.quantize_delayed(x, torch.tensor(2.0), WHOLE[0])[:, :72]
     assert_same((kernels.transpose_groups(data, source),), (grouped.transpose_groups(data, source),), "bytes")
 
@@ -94,6 +122,7 @@ if __name__ == "__main__":
     every = sys.argv[1] == "all"
     for dtype in (torch.bfloat16, torch.float16, torch.float32) if every else (torch.bfloat16,):
         check_experts(dtype)
+        check_rows(dtype)
         check_groups(dtype)
     for name in ("current", "rowwise", "block"):
         check_layer(name)

@@ -158,8 +158,10 @@ def _kernels(source: str) -> list[Kernel]:
 def _kernel(name: str, source: str) -> Kernel:
     """Keep the imports and the jitted function; take the launch facts out of Inductor's decorator."""
     tree = ast.parse(source)
-    imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
-    [function] = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    [function] = [node for node in functions if node.name.startswith("triton_")]
+    helpers = [node for node in functions if node is not function]  # of a scan
+    imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)] + helpers
     facts: dict[str, Any] = {}
     scope: dict[str, Any] = {}
     exec("from torch._inductor.runtime.hints import *", scope)  # DeviceProperties and the hint enums

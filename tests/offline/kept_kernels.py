@@ -4,6 +4,7 @@ TRITON_INTERPRET=1."""
 import itertools
 import math
 import sys
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -103,6 +104,39 @@ def check(quantizer: Quantizer, dtype: torch.dtype, known: bool = False) -> None
         assert same(kept[3], expected[3])
 
 
+def check_experts(quantizer: Quantizer, dtype: torch.dtype, known: bool = False) -> None:
+    """Experts beside a linear layer: each has its own scales and marks, and none is cast but those that have
+    changed."""
+    weights = [[torch.randn(3, 40, 72).to(dtype)], [torch.randn(2, 24, 48).to(dtype)], [torch.randn(24, 48).to(dtype)]]
+    if quantizer.granularity.whole or (quantizer.granularity.blocked and not quantizer.granularity.microscaled):
+        weights.append([torch.randn(2, 128, 40).to(dtype), torch.randn(2, 72, 40).to(dtype)])  # two are one weight
+    weights[0][0][1, 3, 5], weights[0][0][2] = math.nan, 0.0
+    recipe = DelayedScaling() if known else None
+    specs = [Spec(quantizer, place == 1, len(group), recipe) for place, group in enumerate(weights)]
+    kept, expected = ([made(*pair, columns=True) for pair in zip(specs, weights, strict=True)] for _ in range(2))
+    scales, amaxes = ([torch.tensor(value) for _ in weights] for value in (4.0, 0.0))
+    others, device = [amax.clone() for amax in amaxes], kernels.OnDevice()
+
+    def look(refresh: Callable[[list[FreshnessCheck]], None], kept: list[CachedWeight], found: list[Tensor]) -> None:
+        refresh(list(map(FreshnessCheck, kept, weights, *((scales, found) if known else ()))))
+
+    def agree() -> None:
+        look(device.run, kept, amaxes)
+        look(cached_weights.refresh, expected, others)
+        assert torch.equal(torch.stack(amaxes).nan_to_num(-1.0), torch.stack(others).nan_to_num(-1.0))
+        for pair in zip(kept, expected, strict=True):
+            assert same(*pair), (quantizer, dtype, pair[0].sizes)
+
+    agree()
+    assert kept[0].data.shape[0] == kept[0].scale_inv.shape[0] == kept[0].seen.shape[0] == 3
+    for one in (*kept, *expected):  # what no look may make anew
+        one.data.view(torch.uint8)[0, 0] ^= 16
+    weights[0][0][2, 1, 1] = 8.0
+    bits = torch.int16 if dtype.itemsize == 2 else torch.int32
+    weights[-1][-1].data.view(-1).view(bits)[-1] ^= 1  # the smallest change there is
+    agree()
+
+
 if __name__ == "__main__":
     mend_conversions()
     torch.manual_seed(0)
@@ -111,7 +145,11 @@ if __name__ == "__main__":
         for quantizer, dtype in zip([QUANTIZERS[0]] * 2 + QUANTIZERS, itertools.cycle(dtypes)):
             check(quantizer, dtype)
         check(QUANTIZERS[1], torch.float16, known=True)
+        for quantizer, dtype in zip([q for q in QUANTIZERS if not q.granularity.two_level], itertools.cycle(dtypes)):
+            check_experts(quantizer, dtype)
+        check_experts(QUANTIZERS[0], torch.float32, known=True)
     else:  # one of each kernel
+        check_experts(QUANTIZERS[2], torch.bfloat16)
         check(QUANTIZERS[2], torch.bfloat16)
         check(QUANTIZERS[-2], torch.float16)
     check(QUANTIZERS[0], torch.bfloat16, known=True)

@@ -31,6 +31,20 @@ def test_every_gemm_of_training_is_the_tensor_cores(recipe, tmp_path):
     assert compile_to_cubin(swizzle, 100, tmp_path).asm["cubin"]
 
 
+@pytest.mark.thorough
+def test_experts_are_the_librarys(tmp_path):
+    """Two fprops, two dgrads, two wgrads by torch's grouped product; their scales are put in its order by kernels that
+    compile, and the host reads nothing."""
+    generated = generate("experts_mxfp8", 100)
+    forward, backward = generated.sources
+    product = "torch.ops.te_inductor.scaled_grouped_mm.default("
+    assert forward.count(product) == 2 and backward.count(product) == 4
+    code = forward + backward
+    assert "dequantize" not in code and not re.search(r"\.item\(|\.tolist\(|\.cpu\(", code)
+    orders = [kernel for kernel in generated.kernels if "clone" in kernel.name and "permute" in kernel.name]
+    assert orders and all(compile_to_cubin(kernel, 100, tmp_path).asm["cubin"] for kernel in orders)
+
+
 @pytest.mark.parametrize(
     ("library", "recipe"),
     [("linear_blackwell", "mxfp8"), ("linear_blackwell", "nvfp4"), ("cutlass_blackwell", "nvfp4")],

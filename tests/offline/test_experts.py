@@ -13,6 +13,7 @@ triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
 
+from te_inductor.templates.triton import experts_rows, group_strips  # noqa: E402
 from te_inductor.templates.triton import grouped_casts as kernels  # noqa: E402
 
 M, T, DIM, HIDDEN, EXPERTS = 131072, 16384, 2048, 768, 128  # of tests/offline/cases.py
@@ -22,6 +23,19 @@ M, T, DIM, HIDDEN, EXPERTS = 131072, 16384, 2048, 768, 128  # of tests/offline/c
 def test_interpreted(which):
     done = INTERPRETER.run("tests.offline.grouped_casts", which)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def compiled(kernel, constants: dict, types: dict, multiples: set, options: dict):
+    """For sm_90; `multiples` of 16."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    places = {name: (place,) for place, name in enumerate(kernel.arg_names)}
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in places}
+    aligned = {places[name]: [["tt.divisibility", 16]] for name in multiples}
+    known = {places[name]: value for name, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=known, attrs=aligned)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
 MODES = {  # what a tile is multiplied with, whether rows are gathered, columns of a tile
@@ -36,34 +50,57 @@ MODES = {  # what a tile is multiplied with, whether rows are gathered, columns 
 @pytest.mark.parametrize("name", MODES)
 def test_cubins(name):
     """Loads and stores of 16 bytes a thread; the transpose crosses shared memory in pairs; nothing is spilled."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     mode, gathered, wide = MODES[name]
     kernel, quantizer = kernels._cast_kernel, Quantizer("e4m3")
     of_bytes = mode == kernels.BYTES
     constants = {
         "MODE": mode, "GATHERED": gathered, "GROUPED": mode == kernels.OF_COLUMNS, "OF_EXPERTS": True,
         "TRANSPOSED": True, "ELEMENT": tl.uint8 if of_bytes else tl.float8e4nv, "TILE": kernels.TILE, "WIDE": wide,
-        "PAIRED": True, "stride_c": 1, **kernels._arithmetic(quantizer, torch.bfloat16),
+        "PAIRED": True, "stride_c": 1, **kernels.arithmetic(quantizer, torch.bfloat16),
     }  # fmt: skip
     types = {"source": "*i32", "tile_groups": "*i32", "scale": "*fp32"}
     types |= {"x": "*u8", "out": "*u8"} if of_bytes else {"x": "*bf16", "out": "*fp8e4nv"}
-    places = {name: (place,) for place, name in enumerate(kernel.arg_names)}
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in places}
     multiples = {"wide", "stride_e", "stride_r", "leading", *types}
-    aligned = {places[name]: [["tt.divisibility", 16]] for name in multiples}
-    source = ASTSource(
-        fn=kernel, signature=signature, constexprs={places[k]: v for k, v in constants.items()}, attrs=aligned
-    )
-    made = triton.compile(
-        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8 if mode == kernels.SQUARE else 4}
-    )
+    made = compiled(kernel, constants, types, multiples, {"num_warps": 8 if mode == kernels.SQUARE else 4})
     ptx = made.asm["ptx"]
     assert spilled(made) == 0
     assert "ld.global.v4.b32" in ptx and "ldmatrix.sync.aligned.m8n8.x4.trans" in ptx
     assert {"b8", "b16"}.isdisjoint(re.findall(r"st\.global\.(\S+)", ptx)) and "st.global.v4.b32" in ptx
     assert of_bytes or "cvt.rn.satfinite.e4m3x2.f32" in ptx
+
+
+@pytest.mark.parametrize("columns", [2048, 768, pytest.param(14336, marks=pytest.mark.thorough)])
+def test_cubins_of_rows(columns):
+    """Loads and stores of 16 bytes a thread, and an atomic a column; nothing is spilled at the registers with which a
+    multiprocessor has several programs."""
+    config, block = experts_rows.config_of(columns), triton.next_power_of_2(columns)
+    constants = {
+        "SPAN": config.span, "ROWS": max(config.elements // block, 1), "BLOCK": block, "ELEMENT": tl.float8e4nv,
+        **kernels.arithmetic(Quantizer("e4m3", scope="row"), torch.bfloat16),
+    }  # fmt: skip
+    types = {"x": "*bf16", "out": "*fp8e4nv", "scale_inv": "*fp32", "amax": "*i32"}
+    multiples = {"wide", "stride_e", "stride_r", "leading", *types}
+    warps = constants["ROWS"] * block // config.of_warp
+    options = {"num_warps": warps, "maxnreg": config.registers}
+    made = compiled(experts_rows._rows_kernel, constants, types, multiples, options)
+    ptx = made.asm["ptx"]
+    assert spilled(made) == 0 and "ld.global.v4.b32" in ptx and "cvt.rn.satfinite.e4m3x2.f32" in ptx
+    assert {"b8", "b16"}.isdisjoint(re.findall(r"st\.global\.(\S+)", ptx)) and re.search(r"(atom|red)\.\S*max", ptx)
+
+
+def test_cubin_of_strips():
+    """Two loops over a group's rows: both load 16 bytes a thread, and the second stores pairs of the transpose."""
+    constants = {
+        "ELEMENT": tl.float8e4nv, "TILE": kernels.TILE, "WIDE": kernels.COLUMNS, "stride_c": 1,
+        **kernels.arithmetic(Quantizer("e4m3", scope="row"), torch.bfloat16),
+    }  # fmt: skip
+    types = {"x": "*bf16", "source": "*i32", "starts": "*i32", "scale_inv": "*fp32", "out": "*fp8e4nv"}
+    multiples = {"wide", "stride_r", "leading", *types}
+    made = compiled(group_strips._strips_kernel, constants, types, multiples, {"num_warps": group_strips._WARPS})
+    ptx = made.asm["ptx"]
+    assert spilled(made) == 0 and "cvt.rn.satfinite.e4m3x2.f32" in ptx
+    assert "ld.global.v4.b32" in ptx and "ldmatrix.sync.aligned.m8n8.x4.trans" in ptx
+    assert {"b8", "b16"}.isdisjoint(re.findall(r"st\.global\.(\S+)", ptx)) and "st.global.v4.b32" in ptx
 
 
 RECIPES = ["delayed", "rowwise", pytest.param("current", marks=pytest.mark.thorough)]

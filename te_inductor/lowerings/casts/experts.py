@@ -1,5 +1,5 @@
 """Casts of experts' weights that Inductor writes as well as a template: rows of each expert, as the matrix that they
-are below each other. Others are the ops' own kernels."""
+are below each other, also in blocks of 1 x 32. Others are the ops' own kernels."""
 
 import functools
 from typing import Any
@@ -12,7 +12,7 @@ from te_inductor import ops
 from te_inductor.lowerings.casts import quantize as casts
 from te_inductor.lowerings.registry import lowering
 from te_inductor.recipes import Quantizer
-from te_inductor.recipes.formats import ROW
+from te_inductor.recipes.formats import MX_1X32, ROW
 
 aten = torch.ops.aten
 _quantize, _quantize_delayed = (
@@ -46,11 +46,15 @@ def quantize_experts_delayed(
 def quantize_experts(
     w: ir.TensorBox, quantizer: Quantizer, amax: ir.TensorBox | None = None, transposed: bool = False
 ) -> Any:
-    if transposed or quantizer.granularity is not ROW:
-        return _quantize(w, quantizer, amax, transposed)
-    data, scale_inv = casts.quantize(_flat(w), quantizer)
-    experts, rows, _ = w.get_size()
-    return _restored(data, w), lowerings[aten.view](scale_inv, [experts, rows])
+    scope, (experts, rows, _) = quantizer.granularity, w.get_size()
+    if scope is ROW and not transposed:
+        data, scale_inv = casts.quantize(_flat(w), quantizer)
+        return _restored(data, w), lowerings[aten.view](scale_inv, [experts, rows])
+    if scope is MX_1X32 and quantizer.format.packed == 1:
+        w = lowerings[aten.permute](w, [0, 2, 1]) if transposed else w
+        data, scale_inv = casts.quantize(_flat(w), quantizer)
+        return _restored(data, w), lowerings[aten.view](scale_inv, [experts, scale_inv.get_size()[0] // experts])
+    return _quantize(w, quantizer, amax, transposed)
 
 
 def _flat(w: ir.TensorBox) -> ir.TensorBox:  # (E * R, C)

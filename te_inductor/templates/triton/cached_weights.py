@@ -23,7 +23,7 @@ from torch import Tensor
 
 from te_inductor.recipes.formats import ROW
 from te_inductor.recipes.quantizers import Quantizer
-from te_inductor.runtime.cached_weights import TILE, WORD, CachedWeight, FreshnessCheck, is_tiled, tiles
+from te_inductor.runtime.cached_weights import TILE, WORD, CachedWeight, FreshnessCheck, is_tiled, matrices, tiles
 from te_inductor.runtime.current_device import launches
 from te_inductor.runtime.microscaling import reciprocal
 from te_inductor.templates.triton.cached_microscaled_kernels import cached_weights_cast_microscaled
@@ -106,7 +106,7 @@ def _join_streams(device: torch.device, kept: Sequence[CachedWeight]) -> None:
 def _tables(looks: Sequence[FreshnessCheck]) -> list[tuple[_Kind, _Table]]:
     """One for all weights of a device and a dtype that are cast alike."""
     alike: dict[_Kind, list[FreshnessCheck]] = {}
-    for look in looks:
+    for look in matrices(looks):
         spec = look.kept.spec
         kind = _Kind(look.kept.seen.device, spec.quantizer, look.weights[0].dtype, is_tiled(spec))
         alike.setdefault(kind, []).append(look)

@@ -30,12 +30,12 @@ _BYTES, _KNOWN, _OF_COLUMNS, _TILE_COLUMNS, _SQUARE = map(
 
 def transpose_experts(
     w: Tensor,  # (E, R, C), any strides
-    scale: Tensor,  # () or (E,) fp32
+    scale: Tensor,  # (), (E,) or, of columns, (E, C) fp32
     quantizer: Quantizer,
 ) -> Tensor:  # (E, C, pad(R))
     experts, rows, columns = w.shape
     out = w.new_empty((experts, columns, quantizer.padded(rows)), dtype=quantizer.format.dtype)
-    _cast_tiles(w, None, None, scale, quantizer, KNOWN, out)
+    _cast_tiles(w, None, None, scale, quantizer, OF_COLUMNS if scale.dim() == 2 else KNOWN, out)
     return out
 
 
@@ -44,7 +44,7 @@ def transpose_experts_by_row(
     quantizer: Quantizer,
 ) -> tuple[Tensor, Tensor]:  # (E, C, pad(R)), scale_inv (E, C)
     experts, rows, columns = w.shape
-    scale, scale_inv = _column_scales(w, None, None, experts, quantizer)
+    scale, scale_inv = column_scales(w, None, None, experts, quantizer)
     out = w.new_empty((experts, columns, quantizer.padded(rows)), dtype=quantizer.format.dtype)
     _cast_tiles(w, None, None, scale, quantizer, OF_COLUMNS, out)
     return out, scale_inv
@@ -77,13 +77,13 @@ def quantize_groups(
     x: Tensor,  # (R, C)
     source: Tensor,  # (P,) int32
     tile_groups: Tensor,  # (P / 128,) int32
-    groups: int,
+    starts: Tensor,  # (groups + 1,) int32
     quantizer: Quantizer,  # of rows, or of blocks of 1 x 128
 ) -> tuple[Tensor, Tensor]:  # (C, P); scale_inv (groups, C), or (P / 128 * C,)
     columns, width = x.shape[1], source.shape[0]
     out = x.new_empty((columns, width), dtype=quantizer.format.dtype)
     if quantizer.granularity is ROW:
-        scale, scale_inv = _column_scales(x[None], source, tile_groups, groups, quantizer)
+        scale, scale_inv = column_scales(x[None], source, tile_groups, starts.shape[0] - 1, quantizer)
         _cast_tiles(x[None], source, tile_groups, scale, quantizer, OF_COLUMNS, out)
     else:
         scale_inv = x.new_empty((width // TILE * columns,), dtype=torch.float32)
@@ -96,7 +96,7 @@ def _grid(x: Tensor, source: Tensor | None, wide: int) -> tuple[int, int, int]:
     return triton.cdiv(rows if source is None else source.shape[0], TILE), triton.cdiv(columns, wide), experts
 
 
-def _arithmetic(quantizer: Quantizer | None, dtype: torch.dtype) -> dict[str, float | bool]:
+def arithmetic(quantizer: Quantizer | None, dtype: torch.dtype) -> dict[str, float | bool]:
     if quantizer is None:
         return {"LARGEST": 1.0, "EPSILON": 0.0, "LARGEST_SCALE": 1.0, "POWER_2": False}
     return {
@@ -107,7 +107,7 @@ def _arithmetic(quantizer: Quantizer | None, dtype: torch.dtype) -> dict[str, fl
     }
 
 
-_ELEMENTS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5, torch.uint8: tl.uint8}
+ELEMENTS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5, torch.uint8: tl.uint8}
 
 
 @launches
@@ -139,17 +139,17 @@ def _cast_tiles(
         GROUPED=tile_groups is not None,
         OF_EXPERTS=scale is not None and scale.dim() > 0,
         TRANSPOSED=transposed,
-        ELEMENT=_ELEMENTS[out.dtype],
+        ELEMENT=ELEMENTS[out.dtype],
         TILE=TILE,
         WIDE=wide,
         PAIRED=transposed and leading % 16 == 0,
-        **_arithmetic(quantizer, x.dtype),
+        **arithmetic(quantizer, x.dtype),
         num_warps=8 if mode == SQUARE else 4,
     )
 
 
 @launches
-def _column_scales(
+def column_scales(
     x: Tensor, source: Tensor | None, tile_groups: Tensor | None, groups: int, quantizer: Quantizer
 ) -> tuple[Tensor, Tensor]:
     """Of each column within an expert or a group, (groups, C)."""
@@ -168,16 +168,24 @@ def _column_scales(
         WIDE=COLUMNS,
         num_warps=4,
     )
-    scale, scale_inv = (torch.empty((groups, columns), dtype=torch.float32, device=x.device) for _ in range(2))
-    count = groups * columns
-    _scale_kernel[(triton.cdiv(count, _BLOCK),)](
-        amax, scale, scale_inv, count, BLOCK=_BLOCK, **_arithmetic(quantizer, x.dtype), num_warps=4
-    )
+    return scales_of_amaxes(amax, quantizer, x.dtype)
+
+
+@launches
+def scales_of_amaxes(
+    amax: Tensor,  # int32, bits of fp32
+    quantizer: Quantizer,
+    dtype: torch.dtype,  # of what is cast
+) -> tuple[Tensor, Tensor]:  # scale, scale_inv
+    scale, scale_inv = (torch.empty(amax.shape, dtype=torch.float32, device=amax.device) for _ in range(2))
+    grid = (triton.cdiv(amax.numel(), _BLOCK),)
+    encode = arithmetic(quantizer, dtype)
+    _scale_kernel[grid](amax, scale, scale_inv, amax.numel(), BLOCK=_BLOCK, **encode, num_warps=4)
     return scale, scale_inv
 
 
 @triton.jit
-def _rows_of(x, source, rows, high, stride_r, GATHERED: tl.constexpr):
+def rows_of(x, source, rows, high, stride_r, GATHERED: tl.constexpr):
     """Where rows of a tile begin, and which of them there are."""
     there = rows < high
     if GATHERED:
@@ -187,9 +195,25 @@ def _rows_of(x, source, rows, high, stride_r, GATHERED: tl.constexpr):
 
 
 @triton.jit
-def _elements(begins, there, columns, wide, stride_c):
+def elements(begins, there, columns, wide, stride_c):
     inside = there[:, None] & (columns < wide)[None, :]
     return tl.load(begins[:, None] + columns[None, :].to(tl.int64) * stride_c, mask=inside, other=0)
+
+
+@triton.jit
+def store_transposed(out, x0, x1, tile, columns, wide, leading, TILE: tl.constexpr, PAIRED: tl.constexpr):
+    """A tile's even rows and its odd ones, as columns of `out`."""
+    inside = (columns < wide)[:, None]
+    line = columns[:, None].to(tl.int64)
+    if PAIRED:
+        pair = tile * (TILE // 2) + tl.arange(0, TILE // 2)
+        both = out.to(tl.pointer_type(tl.uint16)) + line * (leading // 2) + pair[None, :]
+        tl.store(both, tl.trans(casting.pairs(x0, x1)), mask=inside & (pair < leading // 2)[None, :])
+    else:
+        even = tile * TILE + 2 * tl.arange(0, TILE // 2)
+        first = out + line * leading + even[None, :]
+        tl.store(first, tl.trans(x0), mask=inside & (even < leading)[None, :])
+        tl.store(first + 1, tl.trans(x1), mask=inside & (even + 1 < leading)[None, :])
 
 
 @triton.jit
@@ -210,8 +234,8 @@ def _amax_kernel(
     expert = tl.program_id(2)
     rows = tl.program_id(0) * TILE + tl.arange(0, TILE)
     columns = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
-    begins, there = _rows_of(x + expert.to(tl.int64) * stride_e, source, rows, high, stride_r, GATHERED)
-    values = _elements(begins, there, columns, wide, stride_c).to(tl.float32)
+    begins, there = rows_of(x + expert.to(tl.int64) * stride_e, source, rows, high, stride_r, GATHERED)
+    values = elements(begins, there, columns, wide, stride_c).to(tl.float32)
     bits = tl.max(tiles.magnitudes(values), 0)
     group = expert
     if GATHERED:
@@ -269,10 +293,10 @@ def _cast_kernel(
     even = tl.program_id(0) * TILE + 2 * tl.arange(0, TILE // 2)
     columns = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     x += expert.to(tl.int64) * stride_e
-    begins0, there0 = _rows_of(x, source, even, high, stride_r, GATHERED)
-    begins1, there1 = _rows_of(x, source, even + 1, high, stride_r, GATHERED)
-    x0 = _elements(begins0, there0, columns, wide, stride_c)
-    x1 = _elements(begins1, there1, columns, wide, stride_c)
+    begins0, there0 = rows_of(x, source, even, high, stride_r, GATHERED)
+    begins1, there1 = rows_of(x, source, even + 1, high, stride_r, GATHERED)
+    x0 = elements(begins0, there0, columns, wide, stride_c)
+    x1 = elements(begins1, there1, columns, wide, stride_c)
     if MODE != _BYTES:
         x0, x1 = x0.to(tl.float32), x1.to(tl.float32)
         if MODE == _KNOWN:
@@ -304,16 +328,7 @@ def _cast_kernel(
         x1 = casting.cast(tiles.product(x1, factor), LARGEST, ELEMENT)
     if TRANSPOSED:
         out += expert.to(tl.int64) * wide * leading
-        inside = (columns < wide)[:, None]
-        line = columns[:, None].to(tl.int64)
-        if PAIRED:
-            pair = tl.program_id(0) * (TILE // 2) + tl.arange(0, TILE // 2)
-            both = out.to(tl.pointer_type(tl.uint16)) + line * (leading // 2) + pair[None, :]
-            tl.store(both, tl.trans(casting.pairs(x0, x1)), mask=inside & (pair < leading // 2)[None, :])
-        else:
-            first = out + line * leading + even[None, :]
-            tl.store(first, tl.trans(x0), mask=inside & (even < leading)[None, :])
-            tl.store(first + 1, tl.trans(x1), mask=inside & (even + 1 < leading)[None, :])
+        store_transposed(out, x0, x1, tl.program_id(0), columns, wide, leading, TILE, PAIRED)
     else:
         out += expert.to(tl.int64) * high * leading
         inside = (columns < leading)[None, :]

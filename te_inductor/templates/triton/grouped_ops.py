@@ -10,6 +10,7 @@ from te_inductor.ops.definition import implement_on_cuda
 from te_inductor.recipes import Gemm, Quantizer
 from te_inductor.recipes.formats import BLOCK_1X128, BLOCK_128X128, ROW
 from te_inductor.runtime import grouped
+from te_inductor.templates.triton import experts_rows, group_strips
 from te_inductor.templates.triton import grouped_casts as casts
 from te_inductor.templates.triton.grouped_mm import grouped_mm
 from te_inductor.templates.triton.grouped_wgrad import grouped_wgrad
@@ -78,12 +79,20 @@ def _quantize_experts_delayed(w: Tensor, scale: Tensor, quantizer: Quantizer, tr
     return grouped.quantize_experts_delayed(w, scale, quantizer)
 
 
+def _quantize_experts_rows(w: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if experts_rows.supports(w):
+        return experts_rows.quantize_experts_rows(w, quantizer)
+    return *grouped.quantize_experts(w, quantizer), *casts.column_scales(w, None, None, w.shape[0], quantizer)
+
+
 def _quantize_groups(
-    x: Tensor, source: Tensor, tiles: Tensor, groups: int, quantizer: Quantizer
+    x: Tensor, source: Tensor, tiles: Tensor, starts: Tensor, quantizer: Quantizer
 ) -> tuple[Tensor, Tensor]:
+    if quantizer.granularity is ROW and group_strips.supports(x, source, starts.shape[0] - 1):
+        return group_strips.quantize_groups_by_column(x, source, starts, quantizer)
     if quantizer.granularity is ROW or quantizer.granularity is BLOCK_1X128:
-        return casts.quantize_groups(x, source, tiles, groups, quantizer)
-    return grouped.quantize_groups(x, source, tiles, groups, quantizer)
+        return casts.quantize_groups(x, source, tiles, starts, quantizer)
+    return grouped.quantize_groups(x, source, tiles, starts, quantizer)
 
 
 KERNELS: dict[Any, Any] = {
@@ -92,6 +101,7 @@ KERNELS: dict[Any, Any] = {
     ops.accumulate_grouped_wgrad: _accumulate_grouped_wgrad,
     ops.quantize_experts: _quantize_experts,
     ops.quantize_experts_delayed: _quantize_experts_delayed,
+    ops.quantize_experts_rows: _quantize_experts_rows,
     ops.quantize_groups: _quantize_groups,
     ops.transpose_groups: casts.transpose_groups,
 }

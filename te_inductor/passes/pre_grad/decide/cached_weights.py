@@ -49,8 +49,8 @@ def refusal(
     `written` is the memory that it writes."""
     if match.parallel is not None:
         return Refusal("copies of weights that are dealt to ranks are not kept")
-    if match.groups:
-        return Refusal("copies of experts' weights are not kept")
+    if match.groups and slots.weight.granularity.two_level:
+        return Refusal("copies of experts' weights are not kept where all experts share one level of their scales")
     if slots.weight.scope not in SCOPES:
         return Refusal("copies with scales of %s are not kept", slots.weight.scope)
     if slots.weight.four_over_six and value(match.weight).device.type == "cuda":
@@ -59,7 +59,8 @@ def refusal(
         return Refusal("inside a control-flow body, which kept copies do not reach")
     node = bodies.outer(match.weight)
     weight = value(node)
-    if not (node.op in ("placeholder", "get_attr") and isinstance(weight, torch.nn.Parameter) and weight.dim() == 2):
+    held = node.op in ("placeholder", "get_attr") and isinstance(weight, torch.nn.Parameter)
+    if not (held and weight.dim() == (3 if match.groups else 2)):
         return Refusal("the weight is computed in the graph, or one of several in a parameter")
     if memory(node) & written:
         return Refusal("the weight is changed in the graph, and copies are made before it runs")
@@ -69,4 +70,11 @@ def refusal(
         parameter = examples[place_of(node)]
         if isinstance(parameter, torch.Tensor) and compat.is_gathered(parameter):
             return Refusal("FSDP lets go of the parameter behind each use, and copies would stay")
+    return None
+
+
+def group_refusal(group: Sequence[Match]) -> Refusal | None:
+    """Why sites that are one GEMM have no copies that are kept, whatever each of them says."""
+    if group[0].transposed:
+        return Refusal("parameters of (K, N) that are one GEMM stand beside each other, and copies are made row by row")
     return None

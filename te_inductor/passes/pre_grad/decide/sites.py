@@ -142,6 +142,8 @@ def check_extras(plan: Plan) -> None:
         refusals = {node: check(site) for node, site in sites.items()}
         for group in plan.merged:
             why = next((refusals[match.node] for match in group if refusals[match.node]), None)
+            if option == "weights" and why is None:
+                why = cached_weights.group_refusal(group)
             refusals |= {match.node: why for match in group}
         for node, refusal in refusals.items():
             if refusal is not None:

@@ -22,7 +22,7 @@ from te_inductor.passes.pre_grad.match.linear import Batched, from_parameter
 from te_inductor.passes.pre_grad.match.rule import Emit, Groups, Match, Rule, replace_layer
 from te_inductor.recipes import Slots
 from te_inductor.recipes.formats import ALIGNMENT
-from te_inductor.runtime import grouped
+from te_inductor.runtime import grouped, grouped_library
 
 GROUPED = frozenset(("_grouped_mm", "grouped_mm", "grouped_mm_fallback"))
 aten = torch.ops.aten
@@ -81,11 +81,16 @@ class Grouped(Rule):
         why = Rule.emulated(self, match, slots)
         if why is not None or not slots.fprop.microscaled:
             return why
+        device, dtypes = value(match.weight).device, (value(match.node).dtype, value(match.weight).dtype)
+        if grouped_library.multiplies(device, slots.fprop, *dtypes):
+            return None
         return Refusal(
-            "no kernel for experts with scales of %s on %s yet: exact values, multiplied in bfloat16, no faster than"
-            " high precision",
-            *(", ".join(sorted({slots.input.scope, slots.weight.scope})), targets.of(value(match.weight).device).name),
-        )
+            "no kernel for experts with %s, scales of %s, %s activations and %s weights on %s: exact values, multiplied in"
+            " bfloat16, no faster than high precision",
+            *(", ".join(sorted({*slots.fprop.elements, *slots.wgrad.elements})),
+              ", ".join(sorted({slots.input.scope, slots.weight.scope})),
+              *(str(dtype).removeprefix("torch.") for dtype in dtypes), targets.of(device).name),
+        )  # fmt: skip
 
     def rewrite(self, match: Match, emit: Emit) -> None:
         with match.node.graph.inserting_before(match.node):

@@ -13,7 +13,7 @@ from te_inductor.passes.pre_grad.rewrite.inputs import append_input
 from te_inductor.recipes import DelayedScaling, Recipe, Slots
 from te_inductor.runtime import cached_weights
 from te_inductor.runtime.cached_inputs import CachedInput, CachedInputs, Refresh
-from te_inductor.runtime.cached_weights import Spec, weight_shape
+from te_inductor.runtime.cached_weights import Spec, stored_shapes, turned, weight_shape
 from te_inductor.runtime.state_inputs import StateInput
 
 
@@ -36,7 +36,7 @@ class CachedSites:
         self.inputs[first.node] = CachedInput(places, spec, columns)
         self.keeps.weights.append(self.inputs[first.node])
         shape = weight_shape(spec, [value(owner).shape for owner in owners])
-        copies = [shape, shape[::-1]] if columns else [shape]
+        copies = [shape, turned(shape)] if columns else [shape]
         self.nodes[first.node] = self._inputs(spec, copies, value(first.weight))
 
     def of(self, matches: Sequence[Match], graph: fx.Graph) -> list[fx.Node]:
@@ -48,15 +48,15 @@ class CachedSites:
         weight = self.inputs[matches[0].node]
         weight.state, weight.records = state, records
 
-    def _inputs(self, spec: Spec, shapes: Sequence[tuple[int, int]], weight: torch.Tensor) -> list[fx.Node]:
+    def _inputs(self, spec: Spec, shapes: Sequence[Sequence[int]], weight: torch.Tensor) -> list[fx.Node]:
         """In the order of `CachedWeight.taken`."""
         quantizer, scope, device = spec.quantizer, spec.quantizer.granularity, weight.device
         examples = []
         with weight.fake_mode:  # type: ignore[attr-defined]
-            for rows, columns in shapes:
-                stored = (rows, quantizer.stored(columns))
+            for shape in shapes:
+                stored, scales = stored_shapes(quantizer, shape)
                 examples.append(torch.empty(stored, dtype=quantizer.format.dtype, device=device))
-                examples.append(torch.empty(scope.scale_shape(rows, columns), dtype=scope.scale.dtype, device=device))
+                examples.append(torch.empty(scales, dtype=scope.scale.dtype, device=device))
             if scope.two_level:
                 examples.append(torch.empty((), dtype=torch.float32, device=device))
         made = []

@@ -1,0 +1,112 @@
+"""Transposed copies of rows that are dealt to groups, each column of a group with a scale of its own, from one read of
+memory.
+
+A program has a strip of a group: all of its rows, a few columns. It reads them for their largest magnitudes, and once
+more, from the L2 cache, to cast them: the last rows first, so that what is still to be read is what was read last. On
+average half of a strip has to be in the cache. So the kernel is taken where the halves of all strips that run at one
+time fit there; a group much longer than the others is read twice from memory, and does no harm but that. In bytes moved
+an element of bf16: 3, where two passes move 5. The numbers are those of runtime/grouped.py, bit for bit."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from te_inductor.recipes.quantizers import Quantizer
+from te_inductor.runtime.current_device import launches
+from te_inductor.templates.triton import cached_tiles as tiles
+from te_inductor.templates.triton import casting
+from te_inductor.templates.triton.grouped_casts import (
+    COLUMNS,
+    ELEMENTS,
+    TILE,
+    arithmetic,
+    elements,
+    rows_of,
+    store_transposed,
+)
+
+CACHE = 40 * 2**20  # bytes of L2 that strips may fill: of 50 MiB
+_PROGRAMS = 4 * 132  # that run at one time, on an H100 or H200
+_WARPS = 8
+
+
+def supports(x: Tensor, source: Tensor, groups: int) -> bool:
+    """Whether the strips of groups of equal sizes stay in the cache."""
+    rows = (source.shape[0] - groups * TILE) / groups
+    return rows * COLUMNS * x.element_size() * _PROGRAMS <= 2 * CACHE
+
+
+@launches
+def quantize_groups_by_column(
+    x: Tensor,  # (R, C)
+    source: Tensor,  # (P,) int32, the row that each column of the copy holds, -1 of padding
+    starts: Tensor,  # (E + 1,) int32, where groups begin and the last one ends, multiples of TILE
+    quantizer: Quantizer,  # of rows
+) -> tuple[Tensor, Tensor]:  # (C, P), scale_inv (E, C)
+    groups, columns = starts.shape[0] - 1, x.shape[1]
+    out = x.new_empty((columns, source.shape[0]), dtype=quantizer.format.dtype)
+    scale_inv = torch.empty((groups, columns), dtype=torch.float32, device=x.device)
+    _strips_kernel[(triton.cdiv(columns, COLUMNS), groups)](
+        x,
+        source,
+        starts,
+        scale_inv,
+        out,
+        columns,
+        *x.stride(),
+        out.shape[1],
+        ELEMENT=ELEMENTS[out.dtype],
+        TILE=TILE,
+        WIDE=COLUMNS,
+        **arithmetic(quantizer, x.dtype),
+        num_warps=_WARPS,
+    )
+    return out, scale_inv
+
+
+@triton.jit
+def _strips_kernel(
+    x,  # (R, C)
+    source,  # (P,)
+    starts,  # (groups + 1,)
+    scale_inv,  # (groups, C)
+    out,  # (C, P)
+    wide,
+    stride_r,
+    stride_c,
+    leading,  # P, a multiple of TILE
+    ELEMENT: tl.constexpr,
+    TILE: tl.constexpr,
+    WIDE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    EPSILON: tl.constexpr,
+    LARGEST_SCALE: tl.constexpr,
+    POWER_2: tl.constexpr,
+):
+    group, groups = tl.program_id(1), tl.num_programs(1)
+    columns = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
+    begin, end = tl.load(starts + group) // TILE, tl.load(starts + group + 1) // TILE
+    most = tl.zeros((TILE, WIDE), tl.int32)
+    for tile in range(begin, end):
+        lines, there = rows_of(x, source, tile * TILE + tl.arange(0, TILE), leading, stride_r, True)
+        most = tiles.larger(most, tiles.magnitudes(elements(lines, there, columns, wide, stride_c).to(tl.float32)))
+    largest = tl.max(most, 0).to(tl.float32, bitcast=True)
+    factor = casting.encode(largest, LARGEST, EPSILON, LARGEST_SCALE, POWER_2)
+    place = scale_inv + group.to(tl.int64) * wide + columns
+    tl.store(place, casting.inverse(factor), mask=columns < wide)
+    for back in range(begin, end):
+        tile = begin + end - 1 - back
+        even = tile * TILE + 2 * tl.arange(0, TILE // 2)
+        lines0, there0 = rows_of(x, source, even, leading, stride_r, True)
+        lines1, there1 = rows_of(x, source, even + 1, leading, stride_r, True)
+        x0 = elements(lines0, there0, columns, wide, stride_c).to(tl.float32)
+        x1 = elements(lines1, there1, columns, wide, stride_c).to(tl.float32)
+        cast0 = casting.cast(tiles.product(x0, factor[None, :]), LARGEST, ELEMENT)
+        cast1 = casting.cast(tiles.product(x1, factor[None, :]), LARGEST, ELEMENT)
+        store_transposed(out, cast0, cast1, tile, columns, wide, leading, TILE, True)
+    # Behind all groups there are as many tiles as groups, at most: each program clears one.
+    tile = tl.load(starts + groups) // TILE + group
+    nothing = tl.zeros((TILE // 2, WIDE), tl.float32).to(ELEMENT)
+    if tile < leading // TILE:
+        store_transposed(out, nothing, nothing, tile, columns, wide, leading, TILE, True)
