@@ -4,20 +4,22 @@ forward and backward."""
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from te_inductor import lowerings
 from te_inductor.backend import parse, run_passes
 from te_inductor.config import Options
-from te_inductor.diagnostics import Report, announce
+from te_inductor.diagnostics import announce
 from te_inductor.errors import OptionError, wrong_type
 from te_inductor.passes import pre_grad
 from te_inductor.passes.pre_grad.plan import Plan
+from te_inductor.recipes import regions
 
 Program = torch.export.ExportedProgram
 _REMEDIES = {
@@ -73,7 +75,8 @@ def lower(
         RecipeError: unknown recipe.
         FallbackError: with ``fallback="error"``, where a layer does not run as asked.
     """
-    parsed = _parse(options)
+    parsed = parse_options(options)
+    regions.note_compile()
     lowerings.install(parsed.fallback)  # Inductor may compile the program without our backend
     if isinstance(program, Program):
         if parameters is not None:
@@ -84,24 +87,26 @@ def lower(
     return _of_graph(program, parsed, parameters)
 
 
-def plan_of(program: Any, options: Options, parameters: Any = None) -> tuple[Plan, Sequence[Any]]:
-    """What the passes take, on a copy of the program's graph; and the passes."""
+def plan_of(program: Any, options: Options, parameters: Any = None) -> Plan:
+    """What the passes take, on a copy of the program's graph."""
     if isinstance(program, Program):
-        gm = _deep_copied(program.graph_module)
-        named = {**program.graph_signature.inputs_to_parameters}
-        passes = pre_grad.EXPORTED
+        gm, named = _deep_copied(program.graph_module), dict(program.graph_signature.inputs_to_parameters)
+        # Code for AOTInductor calls no kernels of ours, so cuBLASLt takes the place of CUTLASS.
+        options = replace(options, inductor={"cpp_wrapper": True})
     else:
         gm = _copied(program)
         named = _parameters(gm, parameters)
-        passes = pre_grad.TRACED
     _set_values(gm, named)
     nodes = {node.name: node for node in gm.graph.nodes if node.op in ("placeholder", "get_attr")}
-    # Code for AOTInductor calls no kernels of ours, so cuBLASLt takes the place of CUTLASS.
-    options = replace(options, inductor={"cpp_wrapper": True}) if passes is pre_grad.EXPORTED else options
-    return Plan(gm, options, parameters={nodes[name]: path for name, path in named.items()}), passes
+    return Plan(gm, options, parameters={nodes[name]: path for name, path in named.items()})
 
 
-def _parse(options: Mapping[str, Any] | None) -> Options:
+def parse_options(options: Mapping[str, Any] | None) -> Options:
+    """Those that a lowered program can have.
+
+    Raises:
+        OptionError: another is given.
+    """
     parsed, default = parse(None, options), Options()
     for name, remedy in _REMEDIES.items():
         found = getattr(parsed, name)
@@ -112,8 +117,8 @@ def _parse(options: Mapping[str, Any] | None) -> Options:
 
 
 def _of_program(program: Program, options: Options) -> Program:
-    plan, passes = plan_of(program, options)
-    announce(run_passes(plan, passes), options.fallback)
+    plan = plan_of(program, options)
+    announce(run_passes(plan, pre_grad.EXPORTED), options.fallback)
     if plan.report.failure is not None:
         return program
     for node in plan.gm.graph.nodes:
@@ -128,7 +133,7 @@ def _of_program(program: Program, options: Options) -> Program:
         graph_signature=copy.deepcopy(program.graph_signature),
         state_dict=program.state_dict,
         range_constraints=dict(program.range_constraints),
-        module_call_graph=copy.deepcopy(program.module_call_graph),
+        module_call_graph=list(program.module_call_graph),
         example_inputs=program.example_inputs,
         constants=program.constants,
         verifiers=[program.verifier],
@@ -136,8 +141,8 @@ def _of_program(program: Program, options: Options) -> Program:
 
 
 def _of_graph(gm: fx.GraphModule, options: Options, parameters: Any) -> fx.GraphModule:
-    plan, passes = plan_of(gm, options, parameters)
-    announce(run_passes(plan, passes), options.fallback)
+    plan = plan_of(gm, options, parameters)
+    announce(run_passes(plan, pre_grad.TRACED), options.fallback)
     if plan.report.failure is not None:
         return gm
     for node in plan.gm.graph.nodes:
@@ -162,7 +167,7 @@ def _copied(gm: fx.GraphModule) -> fx.GraphModule:
     graph.output(output[0]).meta = dict(output[1].meta)
     for node, made in copies.items():
         made.meta = dict(node.meta)
-    graph._codegen = copy.deepcopy(gm.graph._codegen)
+    graph.set_codegen(gm.graph._codegen)
     made_gm = fx.GraphModule(gm, graph)
     made_gm.meta = dict(gm.meta)
     return made_gm
@@ -210,9 +215,6 @@ def _described(placeholders: Sequence[fx.Node]) -> Iterator[tuple[str, str]]:
             yield node.name, node.name
 
 
-T = TypeVar("T")
-
-
 def _set_values(gm: fx.GraphModule, parameters: Mapping[str, str]) -> None:
     """Give each node the value that the passes read: a fake tensor, a parameter where it is one."""
     mode = next((value.fake_mode for value in _values(gm)), None)
@@ -240,5 +242,7 @@ def _plain(value: Tensor, mode: FakeTensorMode) -> Tensor:
     """Without a gradient, in one mode: a graph traced with real tensors has one for each value."""
     if isinstance(value, FakeTensor) and value.fake_mode is mode:
         return value.detach()
+    if is_traceable_wrapper_subclass(value):
+        return value
     with mode:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)

@@ -2,7 +2,7 @@
 about each (`decide/`), and put low-precision ones in their place (`rewrite/`). Each pass takes the compile's one
 `Plan`.
 
-`explain` runs DECIDE alone. Graphs that Dynamo did not make have lists of their own, of the same passes: EXPORTED is for
+`explain` runs DECIDE or DECIDE_EXPORTED alone. Graphs that Dynamo did not make have lists of their own, of the same passes: EXPORTED is for
 exported programs, TRACED for graphs of forward and backward.
 """
 
@@ -46,7 +46,8 @@ PASSES: tuple[Pass, ...] = (*DECIDE, guard_extras, start_builds, rewrite_permuta
 
 _CHECKED: tuple[Pass, ...] = (list_products, resolve_recipes, check_sites, refuse_what_has_no_place)
 _REPORTED: tuple[Pass, ...] = (weigh_sites, report_sites)
-EXPORTED: tuple[Pass, ...] = (match_sites, *_CHECKED, *_REPORTED, rewrite_sites, write_slots)
+DECIDE_EXPORTED: tuple[Pass, ...] = (match_sites, *_CHECKED, *_REPORTED)
+EXPORTED: tuple[Pass, ...] = (*DECIDE_EXPORTED, rewrite_sites, write_slots)
 TRACED: tuple[Pass, ...] = (
     match_sites,
     match_gradients,

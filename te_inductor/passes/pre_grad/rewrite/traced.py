@@ -2,12 +2,14 @@
 backward."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from te_inductor import ops
@@ -56,20 +58,22 @@ def write_slots(plan: Plan) -> None:
     for node in plan.gm.graph.find_nodes(op="call_function", target=ops.linears):
         x, weights, biases, slots, dtype = node.args
         node.target, node.args = ops.exported_linears, (x, weights, biases, slots.to_text(), dtype)
-    values = [node.meta["val"] for node in plan.gm.graph.nodes if isinstance(node.meta.get("val"), Tensor)]
+    values = (node.meta.get("val") for node in plan.gm.graph.nodes)
+    mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), nullcontext())
     for node in plan.gm.graph.nodes:
         if node.op == "call_function" and "val" not in node.meta:
             _take_place(node, next(iter(node.users)).meta)
             args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda one: one.meta["val"])
-            with enable_python_dispatcher(), values[0].fake_mode, torch.no_grad():
+            with enable_python_dispatcher(), mode, torch.no_grad():
                 node.meta["val"] = node.target(*args, **kwargs)
 
 
 def rewrite_triples(plan: Plan) -> None:
     """Write each layer's forward and backward in the places of their products."""
+    moved: dict[fx.Node, fx.Node] = {}
     for site in plan.candidates:
         if site.low and site.slots is not None:
-            _Layer(site.match, site.slots).write()
+            _Layer(site.match, site.slots, moved).write()
     plan.gm.graph.eliminate_dead_code()
     plan.gm.recompile()
 
@@ -77,8 +81,9 @@ def rewrite_triples(plan: Plan) -> None:
 class _Layer:
     """One layer, of which both directions are traced as `Linears` computes them."""
 
-    def __init__(self, match: Match, slots: Slots) -> None:
+    def __init__(self, match: Match, slots: Slots, moved: dict[fx.Node, fx.Node]) -> None:
         self.match, self.graph, self.backward = match, match.node.graph, match.gradients
+        self.moved = moved  # products that are gone, which may be operands of this one, and what stands for each
         self.operation = Linears(slots, value(match.node).dtype)
         self.saved: list[fx.Node | None] = []
 
@@ -92,9 +97,10 @@ class _Layer:
             return y, *Copy.saved(x_col), *Copy.saved(w_col)
 
         with self.graph.inserting_before(node):
-            operands = [self.match.x, self._weight(), *([] if self.match.bias is None else [self.match.bias])]
+            operands = [self._now(self.match.x), self._weight()]
+            operands += [] if self.match.bias is None else [self._now(self.match.bias)]
             y, *self.saved = self._traced(forward, operands, node)
-            _replace(node, y)
+            self._replace(node, y)
         if gradients is not None:
             self._write_backward(gradients, needs)
 
@@ -124,12 +130,20 @@ class _Layer:
         order = {node: place for place, node in enumerate(self.graph.nodes)}
         first = min(gradients.nodes, key=order.__getitem__)
         with self.graph.inserting_before(first):
-            dy = self._called(aten.t.default, gradients.dy) if gradients.dy_transposed else gradients.dy
+            dy = self._now(gradients.dy)
+            dy = self._called(aten.t.default, dy) if gradients.dy_transposed else dy
             made = self._traced(backward, [dy, *(node for node in self.saved if node is not None)], first)
         for node, new in zip((gradients.dgrad, gradients.wgrad), made, strict=True):
             if node is not None:
-                assert new is not None
-                _replace(node, new)
+                self._replace(node, new)
+
+    def _now(self, node: fx.Node) -> fx.Node:
+        return self.moved.get(node, node)
+
+    def _replace(self, node: fx.Node, new: fx.Node) -> None:
+        node.replace_all_uses_with(new)
+        node.graph.erase_node(node)
+        self.moved[node] = new
 
     def _called(self, op: Any, operand: fx.Node) -> fx.Node:
         made = self.graph.call_function(op, (operand,))
@@ -156,8 +170,3 @@ class _Layer:
 
 def _take_place(node: fx.Node, meta: dict[str, Any]) -> None:
     node.meta |= {key: one for key, one in meta.items() if key not in _OF_VALUE}
-
-
-def _replace(node: fx.Node, new: fx.Node) -> None:
-    node.replace_all_uses_with(new)
-    node.graph.erase_node(node)
