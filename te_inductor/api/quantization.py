@@ -86,8 +86,7 @@ def quantize_(
 
     The model runs eagerly, by dequantizing, and fast under ``torch.compile(model, backend="te")``. Keys of its
     state_dict stay; it loads what was saved of a quantized model, and of one in high precision. It cannot be trained;
-    gradients flow through it to its inputs, and to adapters. `torch.export` takes it, and its programs can be saved; of
-    FP8, before `run_decompositions()`, whose ops hold constants that `torch.export.save` leaves out.
+    gradients flow through it to its inputs, and to adapters. `torch.export` takes it, and its programs can be saved.
 
     Raises: the model is as it was.
         OptionError: `model` is no module, `policy` or `fallback` is wrong, or a policy function failed.

@@ -141,7 +141,9 @@ class _NVFP4:
         weight = stored, block_scale, tensor_scale
         _fixed(stored)
         # Written out, all ways but the casts to E4M3 are the same.
-        on_its_own = x.device.type == "cuda" and not (leaves(nvfp4_weight_only) and isinstance(x.shape[0], torch.SymInt))
+        on_its_own = x.device.type == "cuda" and not (
+            leaves(nvfp4_weight_only) and isinstance(x.shape[0], torch.SymInt)
+        )
         way = nvfp4_way(x.shape[0], x.shape[1], x.dtype, x.device, prefill) if on_its_own else "stored"
         if way == "stored":
             return nvfp4_linear(x, *weight, out_dtype)  # type: ignore[no-any-return]

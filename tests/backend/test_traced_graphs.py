@@ -88,7 +88,7 @@ def test_where_the_operands_do_not_tell():
         return torch.autograd.grad(loss, parameters)
 
     graph = make_fx(step, tracing_mode="fake")(list(model.parameters()), x)
-    with pytest.raises(FallbackError, match="several products of the backward fit this layer.*: a, b"):
+    with pytest.raises(FallbackError, match=r"several products of the backward fit this layer.*: a, b"):
         lower(graph, {"recipe": "current", "fallback": "error"}, parameters=names)
     for node in graph.graph.nodes:
         node.meta["seq_nr"] = {"mm": 1, "mm_1": 2, "mm_2": 2, "mm_3": 1}.get(node.name, 0)
@@ -134,7 +134,7 @@ def test_a_joint_graph_of_aot_autograd():
         joint.graph_module = lower(joint.graph_module, {"recipe": "current", "fallback": "error"})
         assert not in_high_precision(joint.graph_module)
         run = aot_autograd.aot_compile_joint_with_descriptors(joint)
-    parameters = [one for one in model.parameters()]
+    parameters = list(model.parameters())
     run(*parameters, x).square().mean().backward()
     found = [one.grad for one in parameters]
     step, parameters, _ = step_of(model, low("current"))
@@ -164,7 +164,7 @@ def test_what_is_refused():
         lower(graph, parameters={"nothing": "w"})
     with pytest.raises(OptionError, match="parameters is a str"):
         lower(graph, parameters="w")
-    with pytest.raises(OptionError, match="option 'wgrad' has no effect.*weight gradients are outputs"):
+    with pytest.raises(OptionError, match=r"option 'wgrad' has no effect.*weight gradients are outputs"):
         lower(graph, {"wgrad": "main_grad"}, parameters=list(weights))
     with pytest.raises(RecipeError, match="unknown recipe"):
         lower(graph, {"recipe": "nope"}, parameters=list(weights))

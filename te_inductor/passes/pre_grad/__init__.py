@@ -2,8 +2,8 @@
 about each (`decide/`), and put low-precision ones in their place (`rewrite/`). Each pass takes the compile's one
 `Plan`.
 
-`explain` runs DECIDE or DECIDE_EXPORTED alone. Graphs that Dynamo did not make have lists of their own, of the same passes: EXPORTED is for
-exported programs, TRACED for graphs of forward and backward.
+`explain` runs DECIDE or DECIDE_EXPORTED alone. Graphs that Dynamo did not make have lists of their own, of the same
+passes: EXPORTED is for exported programs, TRACED for graphs of forward and backward.
 """
 
 from collections.abc import Callable

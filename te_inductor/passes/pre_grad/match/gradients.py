@@ -56,7 +56,11 @@ def matrix(node: fx.Node) -> Matrix:
         if called in _TRANSPOSES and value(before).dim() == value(node).dim() == 2:
             transposed ^= value(node).shape != value(before).shape or _swaps(node)
         elif called in _FLATTENS:
-            kept = statically_known_true(value(before).shape[-1] == value(node).shape[-1]) if value(before).dim() else False
+            kept = (
+                statically_known_true(value(before).shape[-1] == value(node).shape[-1])
+                if value(before).dim()
+                else False
+            )
             if not kept or value(node).dim() != 2 or value(before).dim() < 2:
                 break
         elif called not in _SAME:

@@ -89,7 +89,10 @@ class _Layer:
 
     def write(self) -> None:
         gradients, node = self.backward, self.match.node
-        needs = gradients is not None and gradients.dgrad is not None, gradients is not None and gradients.wgrad is not None
+        needs = (
+            gradients is not None and gradients.dgrad is not None,
+            gradients is not None and gradients.wgrad is not None,
+        )
 
         def forward(x: Tensor, weight: Tensor, *bias: Tensor) -> tuple[Tensor | None, ...]:
             wanted = (needs[0], False, needs[1], *(False for _ in bias))
@@ -114,7 +117,9 @@ class _Layer:
         return self._called(aten.t.default, weight)
 
     def _write_backward(self, gradients: Gradients, needs: tuple[bool, bool]) -> None:
-        x_dtype, w_dtype = (value(self.match.x if node is None else node).dtype for node in (gradients.dgrad, gradients.wgrad))
+        x_dtype, w_dtype = (
+            value(self.match.x if node is None else node).dtype for node in (gradients.dgrad, gradients.wgrad)
+        )
         kept = [place for place, node in enumerate(self.saved) if node is not None]
 
         def backward(dy: Tensor, *saved: Tensor) -> tuple[Tensor | None, ...]:
