@@ -81,4 +81,5 @@ def __dir__() -> list[str]:
     return sorted(set(globals()) | set(__all__))
 
 
-import_module("te_inductor.api.safe_globals")
+for _module in ("safe_globals", "saved_programs"):
+    import_module(f"te_inductor.api.{_module}")

@@ -10,7 +10,7 @@ without the primitives it is made of:
   written out; the others have lowerings.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from te_inductor import compat
 from te_inductor.ops.definition import EAGER
 
+before_export: list[Callable[[], object]] = []  # called where a layer is traced by torch.export or AOTInductor
 _uncoded: set[Any] = set()  # primitives that Inductor calls, and generates no code for
 
 
@@ -47,4 +48,8 @@ def for_program(op: Any) -> AbstractContextManager[Any]:
     """What to trace the layer `op` in."""
     if compat.is_decomposed_by_export(op):
         return _WrittenOut(EAGER)
-    return _WrittenOut(_uncoded) if torch.compiler.is_exporting() else nullcontext()
+    if not torch.compiler.is_exporting():
+        return nullcontext()
+    for prepare in before_export:
+        prepare()
+    return _WrittenOut(_uncoded)

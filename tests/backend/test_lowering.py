@@ -1,5 +1,7 @@
 """`lower` on exported programs: they run, are saved and loaded, decomposed, and exported again."""
 
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -165,3 +167,22 @@ def test_bodies_stay_in_high_precision():
         lowered = lower(program, {"recipe": "current"})
     x = torch.rand(4, 64)
     assert torch.equal(lowered.module()(x), program.module()(x))
+
+
+FRESH = """
+import sys, torch, te_inductor
+program, (x, y) = torch.export.load(sys.argv[1]), torch.load(sys.argv[2])
+assert torch.equal(program.module()(x), y)
+assert "torch._inductor.lowering" not in sys.modules
+"""
+
+
+def test_another_process_loads_it(tmp_path):
+    model, x = nn.Linear(64, 64).eval(), torch.randn(4, 64)
+    lowered = lower(exported(model, x, dynamic=False), {"recipe": "current", "fallback": "error"})
+    torch.export.save(lowered, tmp_path / "program.pt2")
+    with torch.no_grad():
+        torch.save((x, lowered.module()(x)), tmp_path / "tensors")
+    command = [sys.executable, "-c", FRESH, str(tmp_path / "program.pt2"), str(tmp_path / "tensors")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
