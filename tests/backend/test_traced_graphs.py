@@ -68,6 +68,8 @@ def test_a_step_is_the_same_bit_for_bit(name):
     assert len(in_high_precision(graph)) == 19  # seven layers, of which one has no dgrad and one no wgrad
     made = lower(graph, {"recipe": name, "fallback": strict(name)}, parameters=names)
     assert not in_high_precision(made) and len(in_high_precision(graph)) == 19
+    casts = [(node.target, node.args) for node in made.graph.nodes if "te_inductor.quantize" in str(node.target)]
+    assert all(one not in casts[:place] for place, one in enumerate(casts))  # q and k share theirs
     torch.manual_seed(1)
     found = made(parameters, x)
     torch.manual_seed(1)
@@ -182,3 +184,23 @@ def test_a_forward_alone():
     made = lower(graph, {"recipe": "rowwise", "fallback": "error"})
     assert not in_high_precision(made)
     assert torch.equal(made(x), model(x, low("rowwise")))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_weight_that_is_gathered():
+    """As SimpleFSDP writes it: the shard is cast and gathered, its gradient reduced and scattered."""
+    from torch.distributed import _functional_collectives as collectives
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def step(shard, x):
+        shard = shard.detach().requires_grad_()
+        weight = collectives.all_gather_tensor_autograd(shard.bfloat16(), 0, torch.distributed.group.WORLD)
+        return torch.autograd.grad(F.linear(x, weight).float().square().mean(), shard)
+
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        graph = make_fx(step, tracing_mode="fake")(torch.randn(64, 128), torch.randn(32, 128, dtype=torch.bfloat16))
+        made = lower(graph, {"policy": {"layer": "rowwise"}, "fallback": "error"}, parameters=["layer.weight"])
+        assert len(in_high_precision(graph)) == 2 and not in_high_precision(made)
+    finally:
+        torch.distributed.destroy_process_group()

@@ -16,6 +16,7 @@ from te_inductor import ops
 from te_inductor.diagnostics import Refusal
 from te_inductor.ops.casts import Copy
 from te_inductor.ops.linear import Linears
+from te_inductor.passes.post_grad.cse import share
 from te_inductor.passes.pre_grad.decide.support import value
 from te_inductor.passes.pre_grad.match.gradients import matrix
 from te_inductor.passes.pre_grad.match.linear import Addmm, Product
@@ -74,8 +75,14 @@ def rewrite_triples(plan: Plan) -> None:
     for site in plan.candidates:
         if site.low and site.slots is not None:
             _Layer(site.match, site.slots, moved).write()
+    if not any(_writes(node) for node in plan.gm.graph.nodes):
+        share(plan.gm.graph)  # layers of one input cast it once
     plan.gm.graph.eliminate_dead_code()
     plan.gm.recompile()
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 class _Layer:
