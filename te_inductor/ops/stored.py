@@ -140,11 +140,13 @@ class _NVFP4:
     ) -> Tensor:
         weight = stored, block_scale, tensor_scale
         _fixed(stored)
-        # Written out, all ways but the casts to E4M3 are the same.
-        on_its_own = x.device.type == "cuda" and not (
-            leaves(nvfp4_weight_only) and isinstance(x.shape[0], torch.SymInt)
-        )
-        way = nvfp4_way(x.shape[0], x.shape[1], x.dtype, x.device, prefill) if on_its_own else "stored"
+        way = "stored"
+        if x.device.type == "cuda":
+            leaving = leaves(nvfp4_weight_only)
+            asks_nothing = leaving and isinstance(x.shape[0], torch.SymInt)
+            way = "exact" if asks_nothing else nvfp4_way(x.shape[0], x.shape[1], x.dtype, x.device, prefill)
+            if leaving:  # without the kernels that read what is stored
+                way = {"stored": "exact", "decoded": "recast"}.get(way, way)
         if way == "stored":
             return nvfp4_linear(x, *weight, out_dtype)  # type: ignore[no-any-return]
         if way == "exact":
