@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from te_inductor.api.assertions import assert_low_precision as assert_low_precision
     from te_inductor.api.checkpoints import load_quantized as load_quantized
     from te_inductor.api.explanation import explain as explain
+    from te_inductor.api.lowering import lower as lower
     from te_inductor.api.quantization import quantize_ as quantize_
     from te_inductor.api.saved_state import load_state_dict as load_state_dict
     from te_inductor.api.saved_state import state_dict as state_dict
@@ -34,6 +35,7 @@ _HOME = {
     "explain": ("te_inductor.api.explanation", "explain"),
     "load_quantized": ("te_inductor.api.checkpoints", "load_quantized"),
     "load_state_dict": ("te_inductor.api.saved_state", "load_state_dict"),
+    "lower": ("te_inductor.api.lowering", "lower"),
     "quantize_": ("te_inductor.api.quantization", "quantize_"),
     "distributed": ("te_inductor.distributed", None),
     "recipes": ("te_inductor.recipes", None),
@@ -56,6 +58,7 @@ __all__ = [
     "explain",
     "load_quantized",
     "load_state_dict",
+    "lower",
     "quantize_",
     "recipes",
     "state_dict",
@@ -78,4 +81,5 @@ def __dir__() -> list[str]:
     return sorted(set(globals()) | set(__all__))
 
 
-import_module("te_inductor.api.safe_globals")
+for _module in ("safe_globals", "saved_programs"):
+    import_module(f"te_inductor.api.{_module}")

@@ -9,18 +9,21 @@ from torch import fx
 from te_inductor import recipes
 from te_inductor.api import speedup
 from te_inductor.api.eager_products import EagerProduct, EagerProducts, Names, report_of
+from te_inductor.api.lowering import Program, parse_options, plan_of
 from te_inductor.api.tracing import traced
 from te_inductor.backend import parse, run_passes
 from te_inductor.config import Options
 from te_inductor.diagnostics import Report, merge
-from te_inductor.passes.pre_grad import DECIDE
+from te_inductor.errors import OptionError
+from te_inductor.passes.pre_grad import DECIDE, DECIDE_EXPORTED
 from te_inductor.passes.pre_grad.decide import policy
 from te_inductor.passes.pre_grad.plan import Plan
 from te_inductor.presentation.paths import names_of
 
 
 def explain(model: Callable[..., Any], *inputs: Any, options: Mapping[str, Any] | None = None, **kwargs: Any) -> Report:
-    """What `torch.compile(model, backend="te", options=options)` would do with each linear layer, and why not.
+    """What `torch.compile(model, backend="te", options=options)` would do with each linear layer, and why not. Of an
+    exported program, which takes no inputs here: what `te_inductor.lower` would.
 
     Traces the model with Dynamo and runs it once, uncompiled, on `inputs` and `kwargs` (a trace can only go on behind a
     graph break by running what comes before it). The random state is left as it was; buffers that the forward updates
@@ -28,9 +31,13 @@ def explain(model: Callable[..., Any], *inputs: Any, options: Mapping[str, Any] 
     graph break or in code that Dynamo skips, are sites in high precision.
 
     Raises:
-        OptionError, RecipeError: the options are wrong, or a recipe's factory is.
+        OptionError, RecipeError: the options are wrong, or a recipe's factory is, or a program was given inputs.
         FallbackError: there was nothing to trace, with ``fallback="error"``; else a warning says so.
     """
+    if isinstance(model, Program):
+        if inputs or kwargs:
+            raise OptionError("explain was given inputs beside an exported program, which has its own; expected none")
+        return run_passes(plan_of(model, parse_options(options)), DECIDE_EXPORTED)
     parsed = parse(None, options)
     reports: list[Report] = []
     times: list[speedup.Times] = []

@@ -1,6 +1,5 @@
 """`quantize_`: store the weights of a model's linear layers and experts in low precision, once, for inference."""
 
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,18 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_inductor import config, lowerings, recipes
+from te_inductor import config, recipes
 from te_inductor.diagnostics import HIDDEN, Refusal, say
 from te_inductor.errors import OptionError, wrong_type
-from te_inductor.ops import stored_experts, stored_weight
+from te_inductor.ops import stored_experts
 from te_inductor.ops.stored_weight import StoredWeight, kind_of, store
 from te_inductor.passes.graph.module_path import without_wrappers
 from te_inductor.passes.pre_grad.decide import policy as policies
 from te_inductor.presentation.paths import names_of
 from te_inductor.recipes import Recipe
-
-# AOTInductor compiles exported programs without our backend, whose first compile would register them.
-stored_weight.before_export.append(functools.cache(lambda: lowerings.install()))
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUTERS = frozenset(("gate", "router"))  # what models call them
@@ -86,8 +82,8 @@ def quantize_(
 
     The model runs eagerly, by dequantizing, and fast under ``torch.compile(model, backend="te")``. Keys of its
     state_dict stay; it loads what was saved of a quantized model, and of one in high precision. It cannot be trained;
-    gradients flow through it to its inputs, and to adapters. `torch.export` takes it, and its programs can be saved; of
-    FP8, before `run_decompositions()`, whose ops hold constants that `torch.export.save` leaves out.
+    gradients flow through it to its inputs, and to adapters. `torch.export` takes it, and its programs can be saved; with
+    FP8 experts, before `run_decompositions()`, whose ops hold constants that `torch.export.save` leaves out.
 
     Raises: the model is as it was.
         OptionError: `model` is no module, `policy` or `fallback` is wrong, or a policy function failed.

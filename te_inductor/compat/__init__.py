@@ -20,7 +20,7 @@ from te_inductor.compat.dynamo import (
     traced_beside,
     unwinding_transforms,
 )
-from te_inductor.compat.exporting import before_export
+from te_inductor.compat.exporting import before_export, is_decomposed_by_export
 from te_inductor.compat.inductor import autotune, compile_fx, side_by_side, size_hint
 from te_inductor.compat.partitioner import let_marks_be_saved, saving_a_minimum_cut
 from te_inductor.compat.patches import PATCHES, Patch, patch
@@ -56,6 +56,7 @@ __all__ = [
     "guard_on_wrappers",
     "in_uncompiled_frame",
     "inside_ddp",
+    "is_decomposed_by_export",
     "is_flattened_module",
     "is_gathered",
     "is_sharded_module",

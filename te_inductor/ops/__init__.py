@@ -1,6 +1,6 @@
 """The op set: fine-grained, functional ops whose graph Inductor can fuse, and the linear layer made of them. One file a
 family: `casts`, `gemm`, `delayed`, `linear`, `grouped` and `grouped_linear` (of experts), `stored` (weights in low
-precision), `attention` (of decoding).
+precision), `attention` (of decoding); `written_out` (what leaves this process).
 """
 
 from te_inductor.ops.casts import (
@@ -42,7 +42,7 @@ from te_inductor.ops.grouped_linear import (
     places_of,
     trace_grouped_linears,
 )
-from te_inductor.ops.linear import first_linears, linears, trace_linears
+from te_inductor.ops.linear import exported_linears, first_linears, linears, trace_linears
 from te_inductor.ops.parallel_linear import first_parallel_linears, parallel_linears, record_shard_amax
 
 __all__ = [
@@ -57,6 +57,7 @@ __all__ = [
     "dequantize",
     "equal_groups",
     "experts_scale",
+    "exported_linears",
     "first_grouped_linears",
     "first_linears",
     "first_parallel_linears",

@@ -6,6 +6,7 @@ import torch
 
 # A module-level reference keeps the registrations alive.
 library = torch.library.Library("te_inductor", "DEF")
+EAGER: dict[Any, Any] = {}  # of each primitive, what it computes in plain torch
 
 
 def implement_on_cuda(op: Any, implementation: Any) -> None:
@@ -18,6 +19,8 @@ def define(schema: str, implementation: Any, fake: Any = None) -> Any:
     name = schema.partition("(")[0]
     library.define(schema)
     library.impl(name, implementation, "CompositeImplicitAutograd" if fake is None else "CompositeExplicitAutograd")
+    op = getattr(torch.ops.te_inductor, name).default
     if fake is not None:
         torch.library.register_fake(f"te_inductor::{name}", fake, lib=library)
-    return getattr(torch.ops.te_inductor, name).default
+        EAGER[op] = implementation
+    return op

@@ -13,6 +13,7 @@ from te_inductor.ops.definition import define
 from te_inductor.ops.delayed import DelayedScales, record_amax
 from te_inductor.ops.gathered_weight import GatheredWeight
 from te_inductor.ops.gemm import accumulate_wgrad, defer_wgrad, operands_of, product
+from te_inductor.ops.written_out import for_program
 from te_inductor.recipes import Quantizer, Slots
 from te_inductor.recipes.delayed import DelayedScaling
 from te_inductor.recipes.formats import FP16_OVERFLOW
@@ -203,4 +204,22 @@ first_linears = define(
     f" {constant_type_name(DelayedScaling)} recipe, Tensor? token=None, Tensor? grad_amax=None, Tensor[]?"
     " main_grads=None, Tensor[]? tickets=None) -> Tensor[]",
     trace_first_linears,
+)
+
+
+def _exported_linears(
+    x: Tensor,  # (..., K)
+    weights: Sequence[Tensor],  # each (N, K)
+    biases: Sequence[Tensor],  # each (N,); none, or one a weight
+    slots: str,  # as Slots.to_text writes them
+    out_dtype: torch.dtype,
+) -> list[Tensor]:  # each (..., N)
+    """`linears` as a saved program can hold it."""
+    with for_program(exported_linears):
+        return trace_linears(x, weights, biases, Slots.from_text(slots), out_dtype)
+
+
+exported_linears = define(
+    "exported_linears(Tensor x, Tensor[] weights, Tensor[] biases, str slots, ScalarType out_dtype) -> Tensor[]",
+    _exported_linears,
 )

@@ -20,6 +20,7 @@ from te_inductor import targets
 from te_inductor.ops.casts import dequantize, quantize, transpose
 from te_inductor.ops.definition import define
 from te_inductor.ops.gemm import scaled_mm
+from te_inductor.ops.written_out import for_program, is_called, leaves
 from te_inductor.recipes import Gemm, Quantizer, Slots
 from te_inductor.runtime import nvfp4, small_m
 
@@ -89,6 +90,7 @@ nvfp4_recast = define(
     nvfp4.recast,
     _nvfp4_recast_fake,
 )
+is_called(nvfp4_linear, nvfp4_linear_fp8, nvfp4_dequantize, nvfp4_recast)
 
 
 def nvfp4_way(m: Any, k: int, dtype: torch.dtype, device: torch.device, prefill: str) -> str:
@@ -138,7 +140,13 @@ class _NVFP4:
     ) -> Tensor:
         weight = stored, block_scale, tensor_scale
         _fixed(stored)
-        way = "stored" if x.device.type != "cuda" else nvfp4_way(x.shape[0], x.shape[1], x.dtype, x.device, prefill)
+        way = "stored"
+        if x.device.type == "cuda":
+            leaving = leaves(nvfp4_weight_only)
+            asks_nothing = leaving and isinstance(x.shape[0], torch.SymInt)
+            way = "exact" if asks_nothing else nvfp4_way(x.shape[0], x.shape[1], x.dtype, x.device, prefill)
+            if leaving:  # without the kernels that read what is stored
+                way = {"stored": "exact", "decoded": "recast"}.get(way, way)
         if way == "stored":
             return nvfp4_linear(x, *weight, out_dtype)  # type: ignore[no-any-return]
         if way == "exact":
@@ -159,7 +167,8 @@ class _FP8:
     @staticmethod
     def product(x: Tensor, data: Tensor, scale_inv: Tensor, slots: Slots, out_dtype: torch.dtype) -> Tensor:
         m, least, dtypes = x.shape[0], small_m.ROWS[0], (data.dtype, data.dtype)
-        if isinstance(m, torch.SymInt) and small_m.choose(x.device, least, data.shape, dtypes, slots.fprop):
+        asks = isinstance(m, torch.SymInt) and not leaves(fp8_weight)
+        if asks and small_m.choose(x.device, least, data.shape, dtypes, slots.fprop):
             bool(m <= least)  # asked, so that there is a graph for few rows, and another for more
         return scaled_mm(*quantize(x, slots.input), data, scale_inv, None, slots.fprop, out_dtype)  # type: ignore[no-any-return]
 
@@ -197,7 +206,8 @@ def _nvfp4_weight_only(
     prefill: str,
     out_dtype: torch.dtype,
 ) -> Tensor:  # (..., N)
-    return _linear(_NVFP4, x, (stored, block_scale, tensor_scale), bias, (prefill, out_dtype))
+    with for_program(nvfp4_weight_only):
+        return _linear(_NVFP4, x, (stored, block_scale, tensor_scale), bias, (prefill, out_dtype))
 
 
 def _fp8_weight(
@@ -208,7 +218,8 @@ def _fp8_weight(
     slots: str,  # as Slots.to_text writes them
     out_dtype: torch.dtype,
 ) -> Tensor:  # (..., N)
-    return _linear(_FP8, x, (data, scale_inv), bias, (Slots.from_text(slots), out_dtype))
+    with for_program(fp8_weight):
+        return _linear(_FP8, x, (data, scale_inv), bias, (Slots.from_text(slots), out_dtype))
 
 
 nvfp4_weight_only = define(

@@ -178,7 +178,11 @@ def pack(codes: Tensor) -> Tensor:
 
 def unpack_e2m1(data: Tensor) -> Tensor:
     """(R, C/2) bytes -> (R, C) values, fp32."""
-    codes = torch.stack([data & 15, data >> 4], -1).flatten(1)
+    return e2m1_values(torch.stack([data & 15, data >> 4], -1).flatten(1))
+
+
+def e2m1_values(codes: Tensor) -> Tensor:  # fp32
+    """What codes of four bits stand for."""
     magnitude = _magnitude(codes & 7)
     return torch.where(codes > 7, -magnitude, magnitude)
 

@@ -119,9 +119,7 @@ def _rotated(units: Tensor, left: int) -> Tensor:
 
 def values(stored: Tensor, block_scale: Tensor) -> Tensor:  # (N, K/2), (N, K/16) -> (N, K) fp32
     """Without the tensor's scale: exact, in bf16 as well."""
-    found = codes(stored).int()
-    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float32, device=stored.device)
-    signed = magnitudes[found & 7] * (1 - 2 * (found >> 3))
+    signed = microscaling.e2m1_values(codes(stored))
     rows = stored.shape[0]
     return (signed.view(rows, -1, BLOCK) * block_scale.float()[..., None]).view(rows, -1)
 

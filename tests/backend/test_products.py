@@ -60,7 +60,7 @@ FORMS = {
     "x @ (p @ g)": (lambda x, m: x @ (m.p.mT @ m.g), (K, N), (6, N), "matmul", (6, N, N), COMPUTED),
     "x @ buffer": (lambda x, m: x @ m.c, (K, N), (6, K), "matmul", (6, N, K), BUFFER),
     "buffer.T @ x": (lambda x, m: m.c.mT @ x, (K, N), (K, 6), "matmul", (N, 6, K), BUFFER),
-    "aten.mm": (lambda x, m: aten.mm.default(x, m.p), (K, N), (6, K), "matmul", (6, N, K), "no rule reads aten.mm"),
+    "aten.mm": (lambda x, m: aten.mm.default(x, m.p), (K, N), (6, K), "matmul", (6, N, K), None),
     "aten.addmm": (
         lambda x, m: aten.addmm(m.g[0], x, m.p),
         *((K, N), (6, K), "matmul", (6, N, K), "no rule reads aten.addmm"),

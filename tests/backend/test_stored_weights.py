@@ -414,7 +414,8 @@ with torch.no_grad():
 """
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4_weight_only", pytest.param("current", marks=pytest.mark.thorough)])
+@pytest.mark.thorough  # test_packages.py makes one in the quick round
+@pytest.mark.parametrize("recipe", ["nvfp4_weight_only", "current"])
 def test_a_package_of_a_quantized_model_needs_no_compile_before(recipe, tmp_path):
     command = [sys.executable, "-c", AOTI, str(tmp_path / "model.pt2"), recipe]
     done = subprocess.run(command, capture_output=True, text=True)

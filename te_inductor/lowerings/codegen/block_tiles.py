@@ -47,11 +47,13 @@ _MATRIX = "te_matrix"  # attribute of a buffer
 
 def fits(x: ir.TensorBox, quantizer: Quantizer, wanted: Sequence[bool]) -> bool:
     """Whether the blocks of both copies are tiles, or those of the row copy, if that alone is wanted, stand in rows
-    that a program may hold."""
+    that a program may hold. Not where Inductor compiles without our choices and our kernel class, as AOTInductor
+    does."""
     scope, known = quantizer.granularity, V.graph.sizevars.statically_known_multiple_of
     row_alone = scope.one_row and wanted[0] and not wanted[1]
     return (
         x.get_device_or_error().type == "cuda"
+        and getattr(V.choices, "cut_tiles", False)
         and not scope.microscaled
         and scope.block in ((1, TILE), (TILE, TILE))
         and (all(known(size, TILE) for size in x.get_size()) or (row_alone and comes_in_rows(x)))

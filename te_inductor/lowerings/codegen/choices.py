@@ -32,6 +32,8 @@ class Choices:
     Inductor loops over the 128 elements twice, because the scales' stores are strided or the reduction is an outer one,
     and fuses both copies' casts away from their amaxes: Note [Loops of block copies]."""
 
+    cut_tiles = True  # which tells lowerings that Inductor is ours: others have no such attribute
+
     def __init__(self, inner: Any) -> None:
         self._inner = inner
 

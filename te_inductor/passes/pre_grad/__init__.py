@@ -2,7 +2,8 @@
 about each (`decide/`), and put low-precision ones in their place (`rewrite/`). Each pass takes the compile's one
 `Plan`.
 
-`explain` runs DECIDE alone.
+`explain` runs DECIDE or DECIDE_EXPORTED alone. Graphs that Dynamo did not make have lists of their own, of the same
+passes: EXPORTED is for exported programs, TRACED for graphs of forward and backward.
 """
 
 from collections.abc import Callable
@@ -15,10 +16,17 @@ from te_inductor.passes.pre_grad.decide.sites import (
     resolve_recipes,
     weigh_sites,
 )
+from te_inductor.passes.pre_grad.match.gradients import match_gradients
 from te_inductor.passes.pre_grad.match.sites import inline_attention, inline_contractions, list_products, match_sites
 from te_inductor.passes.pre_grad.plan import Plan
 from te_inductor.passes.pre_grad.rewrite.permutations import rewrite_permutations
 from te_inductor.passes.pre_grad.rewrite.sites import guard_extras, rewrite_sites, start_builds
+from te_inductor.passes.pre_grad.rewrite.traced import (
+    refuse_batches,
+    refuse_what_has_no_place,
+    rewrite_triples,
+    write_slots,
+)
 
 Pass = Callable[[Plan], None]
 
@@ -35,3 +43,16 @@ DECIDE: tuple[Pass, ...] = (
     report_sites,
 )
 PASSES: tuple[Pass, ...] = (*DECIDE, guard_extras, start_builds, rewrite_permutations, rewrite_sites)
+
+_CHECKED: tuple[Pass, ...] = (list_products, resolve_recipes, check_sites, refuse_what_has_no_place)
+_REPORTED: tuple[Pass, ...] = (weigh_sites, report_sites)
+DECIDE_EXPORTED: tuple[Pass, ...] = (match_sites, *_CHECKED, *_REPORTED)
+EXPORTED: tuple[Pass, ...] = (*DECIDE_EXPORTED, rewrite_sites, write_slots)
+TRACED: tuple[Pass, ...] = (
+    match_sites,
+    match_gradients,
+    *_CHECKED,
+    refuse_batches,
+    *_REPORTED,
+    rewrite_triples,
+)

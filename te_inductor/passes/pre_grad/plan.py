@@ -39,6 +39,7 @@ class Candidate:
     stored: bool = False  # its weight is stored in low precision, which is its recipe: there is nothing to rewrite
     by_policy: bool = False  # named by a policy entry
     refusal: Refusal | None = None  # why it stays in high precision
+    unplaced: Refusal | None = None  # why its backward is not known, in a graph that has both
     emulated: Refusal | None = None  # why its GEMMs multiply in high precision what low precision holds
     unmet: dict[str, Refusal] = field(default_factory=dict)  # what the options ask for and it does not do: why
 
@@ -90,6 +91,7 @@ class Plan:
     weights: dict[str, torch.nn.Parameter] = field(default_factory=dict)  # of sites, by their module paths
     libraries: set[Kernel] = field(default_factory=set)  # CUTLASS kernels that its GEMMs will be
     extra_inputs: list[ExtraInputs] = field(default_factory=list)  # what the rewritten graph takes besides its inputs
+    parameters: dict[fx.Node, str] = field(default_factory=dict)  # names, of a graph that Dynamo did not make
 
     @property
     def state(self) -> StateInputs | None:

@@ -11,11 +11,12 @@ from te_inductor.passes.pre_grad.decide.support import is_tensor, value
 from te_inductor.passes.pre_grad.match.rule import Call, Emit, Match, Rule, replace_layer
 
 # Methods and functions between a parameter and the product that uses it: views and casts of the same values
-# (torch 2.15 writes p.T as aten.numpy_T(p), earlier releases as getattr(p, "T")).
+# (torch 2.15 writes p.T as aten.numpy_T(p), earlier releases as getattr(p, "T")); in ATen graphs also a gather of shards.
 _VIEWS = frozenset(
     "t T mT H mH numpy_T transpose swapaxes swapdims permute movedim moveaxis adjoint to type type_as float bfloat16"
     " half contiguous clone detach _get_data_attr getattr view view_as reshape reshape_as flatten unflatten unsqueeze"
-    " squeeze expand getitem select narrow chunk split split_with_sizes tensor_split unbind".split()
+    " squeeze expand getitem select narrow chunk split split_with_sizes tensor_split unbind"
+    " _to_copy convert_element_type alias _unsafe_view all_gather_into_tensor wait_tensor".split()
 )
 
 

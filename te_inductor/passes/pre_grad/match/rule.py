@@ -22,7 +22,11 @@ from te_inductor.runtime.parallel import Parallel
 _FUNCTIONS: dict[Any, str] = {
     torch._C._nn.linear: "linear",
     torch.nn.functional.linear: "linear",
-    torch.ops.aten.linear.default: "linear",  # from `attention.inline`
+    torch.ops.aten.linear.default: "linear",  # from `attention.inline`, and of exported programs, as the next are
+    torch.ops.aten.matmul.default: "matmul",
+    torch.ops.aten.mm.default: "mm",
+    torch.ops.aten.addmm.default: "addmm",
+    torch.ops.aten.bmm.default: "bmm",
     torch.matmul: "matmul",
     torch.linalg.matmul: "matmul",
     torch.mm: "mm",
@@ -77,6 +81,21 @@ class Groups:
 
 
 @dataclass(frozen=True)
+class Gradients:
+    """The products of one layer's backward, in a graph that has both."""
+
+    dy: fx.Node  # (M, N), or (N, M) where `dy_transposed`
+    dy_transposed: bool
+    dgrad: fx.Node | None  # (M, K); None where x wants no gradient
+    wgrad: fx.Node | None  # (N, K), or (K, N) where `wgrad_transposed`; None where the weight wants none
+    wgrad_transposed: bool = False
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        return [node for node in (self.dgrad, self.wgrad) if node is not None]
+
+
+@dataclass(frozen=True)
 class Match:
     """One linear layer: ``y = x wᵀ + bias``, where `weight` holds w as (N, K), or as (K, N) where `transposed`; or one
     an expert, where `weight` holds E of them."""
@@ -96,6 +115,7 @@ class Match:
     unparallel: Refusal | None = None  # why a layer whose weight is a DTensor is none of those
     before: tuple[fx.Node, ...] = ()  # what stood between x and the layer, which does it itself, the last first
     behind: tuple[fx.Node, ...] = ()  # the redistribution of its output, and what makes that a plain tensor
+    gradients: Gradients | None = None  # its backward, where the graph has that too
 
     @property
     def end(self) -> fx.Node:
@@ -125,11 +145,15 @@ class Match:
         m, n, k = self.sizes
         n = rows or n
         yield "fprop", (m, n, k)
-        if support.value(self.node).requires_grad:
-            if support.value(self.x).requires_grad:
-                yield "dgrad", (m, k, n)
-            if support.value(self.weight).requires_grad:
-                yield "wgrad", (n, k, m)
+        if self.gradients is not None:
+            dgrad, wgrad = self.gradients.dgrad is not None, self.gradients.wgrad is not None
+        else:
+            learns = support.value(self.node).requires_grad
+            dgrad, wgrad = (learns and support.value(node).requires_grad for node in (self.x, self.weight))
+        if dgrad:
+            yield "dgrad", (m, k, n)
+        if wgrad:
+            yield "wgrad", (n, k, m)
 
 
 # Inserts `te_inductor.linears` of the matches' x and their weights (N, K) at the graph's insertion point; a node a

@@ -1,0 +1,55 @@
+"""Layers of ours as ATen ops, for programs that leave this process.
+
+A layer in an exported program is one op whose constants are text (`fp8_weight`, `nvfp4_weight_only`,
+`exported_linears`), so that `torch.export.save` can write it. It is traced through in two places that have to do
+without the primitives it is made of:
+
+- `run_decompositions()`: the primitives' constants are Python objects, which no saved program can hold. All of them are
+  written out by their eager forms, which are plain torch: casts bit for bit the same, GEMMs up to the order of sums.
+- AOTInductor: a primitive that Inductor has no code for would be called in the loading process, by name. Those alone are
+  written out; the others have lowerings.
+"""
+
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from te_inductor import compat
+from te_inductor.ops.definition import EAGER
+
+before_export: list[Callable[[], object]] = []  # called where a layer is traced by torch.export or AOTInductor
+_uncoded: set[Any] = set()  # primitives that Inductor calls, and generates no code for
+
+
+def is_called(*ops: Any) -> None:
+    """Note primitives that Inductor calls by name."""
+    _uncoded.update(ops)
+
+
+class _WrittenOut(TorchDispatchMode):
+    def __init__(self, ops: Collection[Any]) -> None:
+        super().__init__()
+        self.ops = ops
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (EAGER[op] if op in self.ops else op)(*args, **(kwargs or {}))
+
+
+def leaves(op: Any) -> bool:
+    """Whether a layer that is traced now is part of a program that leaves this process: then nothing may be asked of a
+    symbolic size, as no guard would hold it to the answer."""
+    return compat.is_decomposed_by_export(op) or torch.compiler.is_exporting()
+
+
+def for_program(op: Any) -> AbstractContextManager[Any]:
+    """What to trace the layer `op` in."""
+    if compat.is_decomposed_by_export(op):
+        return _WrittenOut(EAGER)
+    if not torch.compiler.is_exporting():
+        return nullcontext()
+    for prepare in before_export:
+        prepare()
+    return _WrittenOut(_uncoded)

@@ -1,0 +1,184 @@
+"""The rewrites of graphs that Dynamo did not make: of exported programs, and of traced graphs of forward and
+backward."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from te_inductor import ops
+from te_inductor.diagnostics import Refusal
+from te_inductor.ops.casts import Copy
+from te_inductor.ops.linear import Linears
+from te_inductor.passes.post_grad.cse import share
+from te_inductor.passes.pre_grad.decide.support import value
+from te_inductor.passes.pre_grad.match.gradients import matrix
+from te_inductor.passes.pre_grad.match.linear import Addmm, Product
+from te_inductor.passes.pre_grad.match.rule import Gradients, Match
+from te_inductor.passes.pre_grad.plan import Plan
+from te_inductor.recipes import DelayedScaling, Slots
+
+aten = torch.ops.aten
+# What a node keeps of the one in whose place it stands: not its value, which is its own.
+_OF_VALUE = frozenset(("val", "example_value", "tensor_meta", "unbacked_bindings", "desc"))
+
+
+def refuse_what_has_no_place(plan: Plan) -> None:
+    """Sites whose layer such a graph cannot hold."""
+    for site in plan.candidates:
+        if site.refusal is not None or site.slots is None:
+            continue
+        site.refusal = site.unplaced
+        if isinstance(site.recipe, DelayedScaling):
+            site.refusal = Refusal(
+                "delayed scaling keeps scales from step to step, for which this graph has no inputs; recipe 'current'"
+                " finds them at each call"
+            )
+        elif site.match.groups is not None:
+            site.refusal = Refusal("experts' products outside of torch.compile")
+        elif site.match.node.graph is not plan.gm.graph:
+            site.refusal = Refusal("inside a body of control flow")
+
+
+def refuse_batches(plan: Plan) -> None:
+    """Products whose backward is not looked for."""
+    for site in plan.candidates:
+        if site.refusal is None and site.slots is not None and not isinstance(site.rule, Product | Addmm):
+            site.refusal = Refusal("not one mm or addmm, the products that are read in a graph with a backward")
+
+
+def write_slots(plan: Plan) -> None:
+    """Have each layer's constants stand in the graph as text, which a saved program can hold, and give every node of ours
+    its value."""
+    for node in plan.gm.graph.find_nodes(op="call_function", target=ops.linears):
+        x, weights, biases, slots, dtype = node.args
+        node.target, node.args = ops.exported_linears, (x, weights, biases, slots.to_text(), dtype)
+    values = (node.meta.get("val") for node in plan.gm.graph.nodes)
+    mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), nullcontext())
+    for node in plan.gm.graph.nodes:
+        if node.op == "call_function" and "val" not in node.meta:
+            _take_place(node, next(iter(node.users)).meta)
+            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda one: one.meta["val"])
+            with enable_python_dispatcher(), mode, torch.no_grad():
+                node.meta["val"] = node.target(*args, **kwargs)
+
+
+def rewrite_triples(plan: Plan) -> None:
+    """Write each layer's forward and backward in the places of their products."""
+    moved: dict[fx.Node, fx.Node] = {}
+    for site in plan.candidates:
+        if site.low and site.slots is not None:
+            _Layer(site.match, site.slots, moved).write()
+    if not any(_writes(node) for node in plan.gm.graph.nodes):
+        share(plan.gm.graph)  # layers of one input cast it once
+    plan.gm.graph.eliminate_dead_code()
+    plan.gm.recompile()
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+class _Layer:
+    """One layer, of which both directions are traced as `Linears` computes them."""
+
+    def __init__(self, match: Match, slots: Slots, moved: dict[fx.Node, fx.Node]) -> None:
+        self.match, self.graph, self.backward = match, match.node.graph, match.gradients
+        self.moved = moved  # products that are gone, which may be operands of this one, and what stands for each
+        self.operation = Linears(slots, value(match.node).dtype)
+        self.saved: list[fx.Node | None] = []
+
+    def write(self) -> None:
+        gradients, node = self.backward, self.match.node
+        needs = (
+            gradients is not None and gradients.dgrad is not None,
+            gradients is not None and gradients.wgrad is not None,
+        )
+
+        def forward(x: Tensor, weight: Tensor, *bias: Tensor) -> tuple[Tensor | None, ...]:
+            wanted = (needs[0], False, needs[1], *(False for _ in bias))
+            [y], (x_col, w_col, _) = self.operation.compute(wanted, x, None, weight, *bias)
+            return y, *Copy.saved(x_col), *Copy.saved(w_col)
+
+        with self.graph.inserting_before(node):
+            operands = [self._now(self.match.x), self._weight()]
+            operands += [] if self.match.bias is None else [self._now(self.match.bias)]
+            y, *self.saved = self._traced(forward, operands, node)
+            self._replace(node, y)
+        if gradients is not None:
+            self._write_backward(gradients, needs)
+
+    def _weight(self) -> fx.Node:  # (N, K)
+        weight = self.match.weight
+        if not self.match.transposed:
+            return weight
+        found = matrix(weight)
+        if found.transposed and value(found.root).dim() == 2:
+            return found.root
+        return self._called(aten.t.default, weight)
+
+    def _write_backward(self, gradients: Gradients, needs: tuple[bool, bool]) -> None:
+        x_dtype, w_dtype = (
+            value(self.match.x if node is None else node).dtype for node in (gradients.dgrad, gradients.wgrad)
+        )
+        kept = [place for place, node in enumerate(self.saved) if node is not None]
+
+        def backward(dy: Tensor, *saved: Tensor) -> tuple[Tensor | None, ...]:
+            found: list[Tensor | None] = [None] * len(self.saved)
+            for place, tensor in zip(kept, saved, strict=True):
+                found[place] = tensor
+            ctx = SimpleNamespace(
+                needs=(*needs, False), saved_tensors=found, dtypes=(x_dtype, w_dtype, None), sizes=[dy.shape[1]]
+            )
+            dx, _, dw = self.operation.backward(ctx, dy)
+            return dx, dw.t() if dw is not None and gradients.wgrad_transposed else dw
+
+        order = {node: place for place, node in enumerate(self.graph.nodes)}
+        first = min(gradients.nodes, key=order.__getitem__)
+        with self.graph.inserting_before(first):
+            dy = self._now(gradients.dy)
+            dy = self._called(aten.t.default, dy) if gradients.dy_transposed else dy
+            made = self._traced(backward, [dy, *(node for node in self.saved if node is not None)], first)
+        for node, new in zip((gradients.dgrad, gradients.wgrad), made, strict=True):
+            if node is not None:
+                self._replace(node, new)
+
+    def _now(self, node: fx.Node) -> fx.Node:
+        return self.moved.get(node, node)
+
+    def _replace(self, node: fx.Node, new: fx.Node) -> None:
+        node.replace_all_uses_with(new)
+        node.graph.erase_node(node)
+        self.moved[node] = new
+
+    def _called(self, op: Any, operand: fx.Node) -> fx.Node:
+        made = self.graph.call_function(op, (operand,))
+        made.meta["val"] = made.meta["example_value"] = op(value(operand))
+        return made
+
+    def _traced(
+        self, function: Callable[..., Sequence[Tensor | None]], operands: Sequence[fx.Node], place: fx.Node
+    ) -> list[Any]:
+        """The function's ops, put into the graph; what it returned, as nodes."""
+        inputs = [value(operand) for operand in operands]
+        with inputs[0].fake_mode, enable_python_dispatcher(), torch.no_grad():  # type: ignore[attr-defined]
+            made = make_fx(function)(*inputs)
+        copies = dict(zip(made.graph.find_nodes(op="placeholder"), operands, strict=True))
+        known = set(copies)
+        found = self.graph.graph_copy(made.graph, copies)
+        for node, copy in copies.items():
+            if node not in known:
+                copy.meta = dict(node.meta)
+                copy.meta["example_value"] = copy.meta.get("val")
+                _take_place(copy, place.meta)
+        return list(found)  # type: ignore[arg-type]
+
+
+def _take_place(node: fx.Node, meta: dict[str, Any]) -> None:
+    node.meta |= {key: one for key, one in meta.items() if key not in _OF_VALUE}

@@ -1,0 +1,188 @@
+"""`lower` on exported programs: they run, are saved and loaded, decomposed, and exported again."""
+
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+
+import te_inductor
+from te_inductor import autocast, explain, lower, ops, quantize_, recipes
+from te_inductor.errors import FallbackError, FallbackWarning, OptionError
+from tests.recipes import STATELESS, strict
+
+
+class Model(nn.Module):
+    """`F.linear` of three dimensions, a product with a view of a parameter, addmm, and one layer for a policy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(128, 256), nn.Linear(256, 128, bias=False)
+        self.conv, self.shift = nn.Parameter(torch.randn(128, 128) / 12), nn.Parameter(torch.randn(128))
+        self.head = nn.Linear(128, 128)
+
+    def forward(self, input):  # a name that Python has too
+        h = nn.functional.relu(self.up(input)) @ self.down.weight.t()
+        return self.head(torch.addmm(self.shift, h.flatten(0, 1), self.conv).view_as(h))
+
+
+POLICY = {"head": "none"}
+
+
+def reference(model, x, recipe):
+    slots = recipes.resolve(recipe).slots()
+
+    def linear(x, weight, bias=None):
+        return ops.linears(x, [weight], [] if bias is None else [bias], slots, x.dtype)[0]
+
+    h = linear(nn.functional.relu(linear(x, model.up.weight, model.up.bias)), model.down.weight)
+    return model.head(linear(h, model.conv.t(), model.shift))
+
+
+def exported(model, *inputs, dynamic=True):
+    return torch.export.export(model, inputs, dynamic_shapes=({0: Dim("batch")},) if dynamic else None)
+
+
+def called(program) -> set[str]:
+    return {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+
+
+def ours(program) -> set[str]:
+    return {name for name in called(program) if name.startswith("te_inductor")}
+
+
+@pytest.mark.parametrize("decomposed", [False, True], ids=["exported", "decomposed"])
+@pytest.mark.parametrize(
+    "name",
+    [name if name == "rowwise" else pytest.param(name, marks=pytest.mark.thorough) for name in STATELESS],
+)
+@pytest.mark.sample(1)
+def test_a_program(decomposed, name, tmp_path):
+    """All of it on one program: what is written out has hundreds of nodes."""
+    model, x = Model().eval(), torch.randn(4, 8, 128)
+    program = exported(model, x)
+    program = program.run_decompositions() if decomposed else program
+    before = str(program.graph)
+    lowered = lower(program, {"recipe": name, "policy": POLICY, "fallback": strict(name)})
+    assert str(program.graph) == before and not ours(program)
+    assert ours(lowered) == {"te_inductor.exported_linears.default"}
+    assert lowered.graph_signature.user_outputs == program.graph_signature.user_outputs
+    assert lowered.state_dict.keys() == program.state_dict.keys() == model.state_dict().keys()
+
+    other = torch.randn(3, 8, 128)  # another batch
+    torch.export.save(lowered, tmp_path / "lowered.pt2")
+    written_out = lowered.run_decompositions()
+    assert not ours(written_out)
+    torch.export.save(written_out, tmp_path / "written_out.pt2")
+    programs = [lowered, written_out, *(torch.export.load(path) for path in sorted(tmp_path.iterdir()))]
+    again = torch.export.export(lowered.module(), (x,))
+    with torch.no_grad():
+        for given in (x, other):
+            expected = reference(model, given, name)
+            for one in programs:
+                assert torch.equal(one.module()(given), expected)
+        assert torch.equal(again.module()(x), reference(model, x, name))
+
+
+@pytest.mark.parametrize("name", ["nvfp4_weight_only", "current", "rowwise", "block"])
+def test_stored_weights_behind_decompositions(name, tmp_path):
+    """Beside layers that are lowered; saved and loaded, without ops of ours."""
+    model, x = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128)).eval(), torch.randn(4, 128)
+    quantize_(model, name, policy={"2": "none"}, fallback="silent")
+    program = lower(exported(model, x), {"recipe": "current", "fallback": "error"})
+    assert "te_inductor.exported_linears.default" in ours(program) and len(ours(program)) == 2
+    written_out = program.run_decompositions()
+    assert not ours(written_out)
+    torch.export.save(written_out, tmp_path / "program.pt2")
+    loaded = torch.export.load(tmp_path / "program.pt2")
+    for given in (x, torch.randn(7, 128)):
+        assert torch.equal(loaded.module()(given), program.module()(given))
+
+
+def test_gradients_flow_through_a_program():
+    model, x = Model(), torch.randn(2, 8, 128, requires_grad=True)
+    lowered = lower(exported(model, x.detach(), dynamic=False), {"recipe": "rowwise", "policy": POLICY})
+    (found,) = torch.autograd.grad(lowered.module()(x).sum(), x)
+    (expected,) = torch.autograd.grad(reference(model, x, "rowwise").sum(), x)
+    assert torch.equal(found, expected)
+
+
+def test_what_runs_is_said_as_for_a_compile():
+    model, x = Model().eval(), torch.randn(4, 8, 128)
+    program = exported(model, x)
+    with pytest.warns(FallbackWarning) as caught:
+        lower(program, {"recipe": "delayed", "policy": {"head": "mxfp8", "nothing": "none"}})
+    text = str(caught[0].message)
+    assert "delayed scaling keeps scales from step to step" in text and "recipe 'current'" in text
+    assert "1 of 4 linear sites are emulated" in text and "'nothing' matches no linear site" in text
+    with pytest.raises(FallbackError, match="are emulated"):
+        lower(program, {"recipe": "mxfp8", "fallback": "error"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FallbackWarning)
+        assert not ours(lower(program, {"recipe": "none"}))
+        with autocast(recipe="rowwise"):
+            assert ours(lower(program))
+    report = explain(program, options={"recipe": "current", "policy": POLICY})
+    assert [(site.fqn, site.kernel) for site in report.sites] == [
+        ("up", "inductor"),
+        ("", "inductor"),
+        ("", "inductor"),
+        ("head", "high_precision"),
+    ]
+    assert not ours(program)
+
+
+def test_wrong_arguments():
+    program = exported(nn.Linear(32, 32), torch.randn(4, 32))
+    for options, message in (
+        ({"weights": "once"}, "option 'weights' has no effect on a program that is lowered.*quantize_"),
+        ({"max_autotune": True}, "option 'max_autotune' has no effect.*inductor_configs"),
+        ({"mode": "max-autotune"}, "option 'mode' has no effect"),
+        ({"recip": "current"}, "unknown option 'recip'; did you mean 'recipe'"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            lower(program, options)
+    with pytest.raises(OptionError, match="parameters= beside an exported program"):
+        lower(program, parameters=["weight"])
+    with pytest.raises(OptionError, match="inputs beside an exported program"):
+        explain(program, torch.randn(4, 32))
+    assert te_inductor.lower is lower
+
+
+class Branch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, lambda x: self.lin(x), lambda x: x.clone(), (x,))
+
+
+def test_bodies_stay_in_high_precision():
+    program = exported(Branch(), torch.randn(4, 64), dynamic=False)
+    with pytest.warns(FallbackWarning, match="inside a body of control flow"):
+        lowered = lower(program, {"recipe": "current"})
+    x = torch.rand(4, 64)
+    assert torch.equal(lowered.module()(x), program.module()(x))
+
+
+FRESH = """
+import sys, torch, te_inductor
+program, (x, y) = torch.export.load(sys.argv[1]), torch.load(sys.argv[2])
+assert torch.equal(program.module()(x), y)
+assert "torch._inductor.lowering" not in sys.modules
+"""
+
+
+def test_another_process_loads_it(tmp_path):
+    model, x = nn.Linear(64, 64).eval(), torch.randn(4, 64)
+    lowered = lower(exported(model, x, dynamic=False), {"recipe": "current", "fallback": "error"})
+    torch.export.save(lowered, tmp_path / "program.pt2")
+    with torch.no_grad():
+        torch.save((x, lowered.module()(x)), tmp_path / "tensors")
+    command = [sys.executable, "-c", FRESH, str(tmp_path / "program.pt2"), str(tmp_path / "tensors")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]

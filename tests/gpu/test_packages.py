@@ -1,0 +1,18 @@
+"""AOTInductor's packages of lowered programs on a GPU: loaded in a process without te_inductor, rows of any number."""
+
+import pytest
+import torch
+
+from tests.package import make, run
+
+FP8 = ["current", "rowwise", "block", "stored:current", "stored:rowwise", "stored:block", "stored:nvfp4_weight_only"]
+hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+
+
+@pytest.mark.parametrize("recipe", FP8)
+@pytest.mark.skipif(not hopper, reason="needs compute capability 9.0")
+def test_a_package_runs_without_te_inductor(recipe, tmp_path):
+    """As its program does, run by the eager kernels, but for roundings to bf16 and, where one of those decides, to
+    FP8."""
+    make(tmp_path, "cuda", torch.bfloat16, recipe)
+    run([tmp_path], 2.0**-5)
