@@ -49,7 +49,7 @@ format: $(VENV)/dev.done ## Format the sources and apply the safe fixes
 	$(BIN)/ruff format
 
 clean: ## Remove .venv, caches and figures
-	rm -rf $(VENV) .venv-matrix out build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-matrix out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # A GPU machine keeps the torch it has, if that is one we support and it sees the GPU; any other gets the pinned one.
 USABLE_TORCH := import sys, torch; sys.exit(not torch.cuda.is_available() or torch.__version__ < (2, 11))
