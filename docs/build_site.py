@@ -50,6 +50,15 @@ def examples() -> str:
     return "\n".join(f"## {path.stem}\n\n```python\n{path.read_text()}```\n" for path in found)
 
 
+def contents() -> str:
+    """The lists of pages at the site's left. Guides are in the README's order, others behind them."""
+    places = set(pages().values())
+    found = re.findall(r"\(docs/(guides/\w+\.md)", (ROOT / "README.md").read_text())
+    ordered = dict.fromkeys([*found, *sorted(place for place in places if place.startswith("guides/"))])
+    guides = "\n".join(place.removesuffix(".md") for place in ordered)
+    return (ROOT / "docs/site/contents.txt").read_text().replace("GUIDES", guides)
+
+
 def write(folder: Path) -> None:
     """Sphinx's source folder."""
     places = pages()
@@ -58,7 +67,7 @@ def write(folder: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         text = relinked(path.read_text(), path, places)
         if place == "index.md":
-            text += "\n" + (ROOT / "docs/site/contents.txt").read_text()
+            text += "\n" + contents()
         if place == "examples.md":
             text += "\n" + examples()
         target.write_text(text)
