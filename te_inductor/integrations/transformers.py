@@ -1,6 +1,6 @@
 """transformers' Trainer: the state of delayed scaling in its checkpoints.
 
-Source: transformers 5.23, trainer.py, trainer_callback.py; trainer_utils.py has the folders' names."""
+Source: transformers 5.23 (5.17 is alike), trainer.py, trainer_callback.py; trainer_utils.py has the folders' names."""
 
 from pathlib import Path
 from typing import Any
