@@ -10,13 +10,16 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu test-gpu2 test-matrix mutations fuzz lint format clean
+.PHONY: help demo docs test test-all test-gpu test-gpu2 test-matrix mutations fuzz lint format clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/demo.done ## Train a small Llama eagerly, compiled, and in FP8; ARGS="--recipes current --steps 300"
 	$(BIN)/python -m examples.demo $(ARGS)
+
+docs: $(VENV)/dev.done $(VENV)/docs.done ## Build the site into out/site; a warning is an error
+	$(BIN)/python docs/build_site.py out/site $(ARGS)
 
 test: $(VENV)/dev.done ## Run the quick tests that need no GPU; ARGS="-k explain"
 	$(BIN)/python -m pytest -m "not gpu and not gpu2 and not thorough" -n 2 --dist worksteal $(ARGS)
@@ -49,7 +52,7 @@ format: $(VENV)/dev.done ## Format the sources and apply the safe fixes
 	$(BIN)/ruff format
 
 clean: ## Remove .venv, caches and figures
-	rm -rf $(VENV) .venv-matrix out build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-matrix out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # A GPU machine keeps the torch it has, if that is one we support and it sees the GPU; any other gets the pinned one.
 USABLE_TORCH := import sys, torch; sys.exit(not torch.cuda.is_available() or torch.__version__ < (2, 11))

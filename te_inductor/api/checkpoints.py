@@ -67,7 +67,9 @@ def load_quantized(
     were not quantized, is copied as `load_state_dict` would, in the model's dtype. A tensor that has several names in
     the model (tied weights) may have any of them in the checkpoint.
 
-    Raises: the model is as it was.
+    An error leaves the model as it was.
+
+    Raises:
         CheckpointError: it cannot be read, is in another format, or does not fit the model; the text has a line a key.
         OptionError: `model` is no module, or an option is wrong.
         RecipeError: an entry of `recipes` is no recipe, or its weights are not stored as checkpoints have them.

@@ -66,7 +66,7 @@ def quantize_(
     policy: Mapping[Any, object] | None = None,
     fallback: str = "warn",
 ) -> nn.Module:
-    """Replace the weights of `nn.Linear` modules, and the 3D parameters of experts, by `StoredWeight`s, in place;
+    """Replace the weights of `nn.Linear` modules, and the 3D parameters of experts, by a `StoredWeight` each, in place;
     returns the model.
 
     Args:
@@ -85,7 +85,9 @@ def quantize_(
     gradients flow through it to its inputs, and to adapters. `torch.export` takes it, and its programs can be saved; with
     FP8 experts, before `run_decompositions()`, whose ops hold constants that `torch.export.save` leaves out.
 
-    Raises: the model is as it was.
+    An error leaves the model as it was.
+
+    Raises:
         OptionError: `model` is no module, `policy` or `fallback` is wrong, or a policy function failed.
         RecipeError: unknown recipe, or one whose weights cannot be stored.
         FallbackError: with ``fallback="error"``.

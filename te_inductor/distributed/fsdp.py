@@ -41,7 +41,9 @@ def low_precision_all_gather(
     FSDP2 made: the optimizer, `state_dict` and checkpoints see no difference. What is gathered is a weight that trains
     for ``torch.compile(backend="te")``, and reads as the values that it stands for anywhere else.
 
-    Raises: the model is as it was.
+    An error leaves the model as it was.
+
+    Raises:
         GatherError: `model` has no weights that FSDP2 shards, it was called already, or ranks would gather other
             weights.
         OptionError: `model` is no module, `policy` or `fallback` is wrong, or a policy function failed.

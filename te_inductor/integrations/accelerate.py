@@ -6,6 +6,8 @@ commands/launch.py (the choices of `--dynamo_backend`)."""
 import sys
 from typing import Any
 
+from te_inductor.integrations.versions import require
+
 NAME = "TE"  # Accelerate writes names of backends in capitals
 
 
@@ -16,8 +18,10 @@ def register() -> None:
     a second call changes nothing.
 
     Raises:
-        ImportError: Accelerate is not installed, or its list of backends is not the enumeration that it was.
+        ImportError: Accelerate is not installed, older than version 1.10, or its list of backends is not the enumeration
+            that it was.
     """
+    require("accelerate")
     from accelerate.utils import DynamoBackend
 
     members = getattr(DynamoBackend, "_value2member_map_", None)

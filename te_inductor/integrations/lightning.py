@@ -5,9 +5,11 @@ Sources: lightning 2.6, pytorch/callbacks/callback.py, pytorch/trainer/connector
 
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-
 from te_inductor.api.saved_state import load_state_dict, state_dict
+from te_inductor.integrations.versions import require
+
+require("lightning")
+from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
 
 KEY = "te_inductor_state"
 

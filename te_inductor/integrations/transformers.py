@@ -1,16 +1,19 @@
 """transformers' Trainer: the state of delayed scaling in its checkpoints.
 
-Source: transformers 5.23, trainer.py, trainer_callback.py; trainer_utils.py has the folders' names."""
+Source: transformers 5.23 (5.17 is alike), trainer.py, trainer_callback.py; trainer_utils.py has the folders' names."""
 
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from te_inductor.api.saved_state import load_state_dict, state_dict
+from te_inductor.integrations.versions import require
+
+require("transformers")
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments  # noqa: E402
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR  # noqa: E402
 
 FILE = "te_inductor_state.pt"
 

@@ -26,11 +26,11 @@ HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
 def sources() -> dict[str, str]:
     found = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".cpp", ".md"))
-    return {str(path.relative_to(ROOT)): path.read_text() for path in [*found, ROOT / "README.md"]}
+    return {str(path.relative_to(ROOT)): path.read_text() for path in [*found, *ROOT.glob("*.md")]}
 
 
 def pages() -> list[Path]:
-    return [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md"]
+    return [*sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("*.md"))]
 
 
 def note_errors(texts: Mapping[str, str]) -> Iterable[str]:

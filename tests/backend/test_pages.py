@@ -21,7 +21,7 @@ from te_inductor.errors import FallbackWarning
 
 ROOT = Path(te_inductor.__file__).parents[1]
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 EXECUTED = [README, *sorted((ROOT / "docs" / "guides").glob("*.md"))]
 # What a block may need, and whether it is here; a package takes half a minute of C++, which test_packages.py spends.
 NEEDS = {"gpu": False, "package": False} | {

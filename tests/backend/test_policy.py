@@ -262,3 +262,36 @@ def test_quantizing_by_plain_names():
     te_inductor.quantize_(model, "rowwise", policy={"0": "rowwise", "*": "none"}, fallback="error")
     stored = [name for name, parameter in model.named_parameters() if isinstance(parameter, StoredWeight)]
     assert stored == ["base_model.model.0.base_layer.weight"]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_module_whose_forward_is_wrapped_keeps_its_path(times):
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(32, 32)
+
+        def forward(self, x):
+            return self.linear(x)
+
+    def closed(module):
+        inner = module.forward
+
+        def forward(*args):
+            return inner(*args)
+
+        module.forward = forward
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, x):
+            return self.inner(x)
+
+    model = Outer()
+    for _ in range(times):
+        closed(model.inner)
+    report = te_inductor.explain(model, torch.randn(4, 32), options={"recipe": "current"})
+    assert {site.fqn for site in report.sites} == {"inner.linear"}

@@ -92,3 +92,40 @@ def test_a_trainer_resumes_with_its_scales(tmp_path, monkeypatch):
     for one, other in zip(whole.model.parameters(), cut.model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-7)
     assert cut.evaluate()["eval_loss"] == pytest.approx(whole.evaluate()["eval_loss"], rel=1e-5)
+
+
+def test_an_old_framework_is_refused(monkeypatch):
+    from te_inductor.integrations import versions
+
+    monkeypatch.setattr(versions.metadata, "version", lambda package: "1.0.9.dev1")
+    with pytest.raises(ImportError, match=r"accelerate is 1\.0\.9\.dev1, expected 1\..* or later; upgrade it"):
+        versions.require("accelerate")
+    monkeypatch.setitem(versions.MINIMUM, "accelerate", "1.0.0")
+    versions.require("accelerate")
+
+
+def test_scales_lie_in_a_distributed_checkpoint(tmp_path, without_codegen):
+    """Which asks an object that has not run yet for the keys to read; so does Accelerate's `load_state`."""
+    from torch.distributed import checkpoint
+
+    from te_inductor.errors import StateError
+    from te_inductor.integrations.stateful import ScalingState
+
+    def made(calls: int) -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64))
+        compiled = torch.compile(model, backend="te", options={"recipe": "delayed"})
+        for _ in range(calls):
+            compiled(torch.randn(8, 64)).square().mean().backward()
+        return model
+
+    model, fresh = made(2), made(0)
+    checkpoint.save({"scales": ScalingState(model)}, checkpoint_id=tmp_path, no_dist=True)
+    checkpoint.load({"scales": ScalingState(fresh)}, checkpoint_id=tmp_path, no_dist=True)
+    scales, found = te_inductor.state_dict(model), te_inductor.state_dict(fresh)
+    assert scales and found.keys() == scales.keys() and all(torch.equal(found[key], scales[key]) for key in scales)
+    with pytest.raises(StateError, match="scales of 1 models, expected 2"):
+        ScalingState(fresh, model).load_state_dict(ScalingState(model).state_dict())
+    ScalingState(fresh).load_state_dict(
+        ScalingState(nn.Linear(2, 2)).state_dict()
+    )  # of high precision: nothing to load

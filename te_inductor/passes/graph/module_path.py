@@ -6,6 +6,8 @@ from torch import fx
 
 # A module of a function's closure is a root of its own, and so is one in a list or in *args, as behind a decorator.
 _ROOT = re.compile(r"^(.*\.cell_contents|[LG]\['[^']*'\])(\[\d+\])*")
+# `module.forward = wrapper(module.forward)`: the bound method that the wrapper calls leads back to the module.
+_WRAPPED_FORWARD = re.compile(r"\.forward(\.__closure__\[\d+\]\.cell_contents)+\.__self__")
 _KEY = re.compile(r"(?:\._modules|\.__dict__\['_modules'\])\['([^']*)'\]|\['([^']*)'\]|\[(\d+)\]")
 _GETATTR = re.compile(r"getattr\(([^()]*), '([^']*)'\)")  # of a name that is no identifier, such as a container's '0'
 _HELD = re.compile(r"(\._parameters\['[^']*'\]|\.\w+)$")  # the parameter itself
@@ -42,7 +44,7 @@ def parameter_name(parameter: fx.Node) -> str:
 
 def _path(source: str) -> str:
     """What Dynamo calls a module, as a path from its root."""
-    path, found = source, 1
+    path, found = _WRAPPED_FORWARD.sub("", source), 1
     while found:
         path, found = _GETATTR.subn(r"\1.\2", path)
     path = _KEY.sub(lambda key: "." + next(part for part in key.groups() if part is not None), _ROOT.sub("", path))

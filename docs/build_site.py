@@ -1,0 +1,90 @@
+"""The site: `python docs/build_site.py out/site`, which `make docs` calls. A warning is an error.
+
+Pages are those of this folder, the README, CHANGELOG and CONTRIBUTING, copied into a temporary folder with the links
+that a site needs: a page's file becomes its page, an example its section of docs/examples.md, any other file of the
+repository its name. The reference comes from docstrings."""
+
+import os
+import re
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LINK = re.compile(r"(?<!!)\[(?P<text>(?:[^\[\]]|\[[^\]]*\])*)\]\((?P<target>[^)\s]+)\)")
+FENCED = re.compile(r"(^```.*?^```[ \t]*$)", re.MULTILINE | re.DOTALL)
+
+
+def pages() -> dict[Path, str]:
+    """The place in the site of each page, by its file."""
+    found = {path: str(path.relative_to(ROOT / "docs")) for path in sorted((ROOT / "docs").rglob("*.md"))}
+    top = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+    return {**{ROOT / name: place for name, place in top.items()}, **found}
+
+
+def relinked(text: str, page: Path, places: dict[Path, str]) -> str:
+    """A page's text with the site's links. Fenced blocks stay as they are."""
+    here = Path(places[page]).parent
+
+    def replace(match: re.Match[str]) -> str:
+        name, _, anchor = match["target"].partition("#")
+        if not name or "://" in name:
+            return match[0]
+        path = Path(os.path.normpath(page.parent / name))
+        if path in places:
+            place, anchor = places[path], f"#{anchor}" if anchor else ""
+        elif path.parent == ROOT / "examples":
+            place, anchor = "examples.md", f"#{path.stem}"
+        else:
+            return match["text"] if match["text"].startswith("`") else f"`{match['text']}`"
+        return f"[{match['text']}]({os.path.relpath(place, here)}{anchor})"
+
+    parts = FENCED.split(text)
+    return "".join(part if part.startswith("```") else LINK.sub(replace, part) for part in parts)
+
+
+def examples() -> str:
+    """The sections of docs/examples.md: each example's docstring is part of its source."""
+    found = [path for path in sorted((ROOT / "examples").glob("*.py")) if path.stem != "__init__"]
+    return "\n".join(f"## {path.stem}\n\n```python\n{path.read_text()}```\n" for path in found)
+
+
+def contents() -> str:
+    """The lists of pages at the site's left. Guides are in the README's order, others behind them."""
+    places = set(pages().values())
+    found = re.findall(r"\(docs/(guides/\w+\.md)", (ROOT / "README.md").read_text())
+    ordered = dict.fromkeys([*found, *sorted(place for place in places if place.startswith("guides/"))])
+    guides = "\n".join(place.removesuffix(".md") for place in ordered)
+    return (ROOT / "docs/site/contents.txt").read_text().replace("GUIDES", guides)
+
+
+def write(folder: Path) -> None:
+    """Sphinx's source folder."""
+    places = pages()
+    for path, place in places.items():
+        target = folder / place
+        target.parent.mkdir(parents=True, exist_ok=True)
+        text = relinked(path.read_text(), path, places)
+        if place == "index.md":
+            text += "\n" + contents()
+        if place == "examples.md":
+            text += "\n" + examples()
+        target.write_text(text)
+    for name in ("site", "pictures"):
+        shutil.copytree(ROOT / "docs" / name, folder / name)
+    shutil.copyfile(ROOT / "docs/conf.py", folder / "conf.py")
+
+
+def main() -> int:
+    from sphinx.cmd.build import main as sphinx_build
+
+    out = sys.argv[1] if len(sys.argv) > 1 else str(ROOT / "out/site")
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder))
+        shutil.rmtree(out, ignore_errors=True)
+        return sphinx_build(["-W", "--keep-going", "-q", "-b", "html", "-d", f"{folder}/.trees", folder, out])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""The site that `make docs` builds: its links, and that the reference holds the public names."""
+
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+
+import pytest
+
+import te_inductor
+from te_inductor import errors, recipes
+from tests.forked import ROOT
+
+spec = spec_from_file_location("build_site", ROOT / "docs/build_site.py")
+site = module_from_spec(spec)
+spec.loader.exec_module(site)
+PLACES = site.pages()
+
+
+@pytest.mark.parametrize(
+    ("link", "found"),
+    [
+        ("[a](../numerics.md#x)", "[a](../numerics.md#x)"),
+        ("[a](../../README.md#recipes)", "[a](../index.md#recipes)"),
+        ("[a](../../examples/trainer.py)", "[a](../examples.md#trainer)"),
+        ("[a.py](../../te_inductor/backend.py)", "`a.py`"),
+        ("[`a`](../../te_inductor/backend.py)", "`a`"),
+        ("[one [two]](../../te_inductor/backend.py)", "`one [two]`"),
+        ("[a](https://example.org/x.md) [b](#here)", "[a](https://example.org/x.md) [b](#here)"),
+        ("![a](../pictures/accuracy.png)", "![a](../pictures/accuracy.png)"),
+        ("```\n[a](../../te_inductor/backend.py)\n```", "```\n[a](../../te_inductor/backend.py)\n```"),
+    ],
+)
+def test_links_of_the_site(link, found):
+    assert site.relinked(link, ROOT / "docs/guides/training.md", PLACES) == found
+
+
+def test_every_page_is_in_the_contents():
+    found = site.contents().split()
+    assert {place.removesuffix(".md") for place in PLACES.values()} - {"index"} <= set(found)
+
+
+def test_every_link_leads_to_a_page(tmp_path):
+    site.write(tmp_path)
+    links = 0
+    for page in tmp_path.rglob("*.md"):
+        for match in site.LINK.finditer(site.FENCED.sub("", page.read_text())):
+            name = match["target"].partition("#")[0]
+            if name and "://" not in name:
+                assert (page.parent / name).exists(), f"{page.name}: {match[0]}"
+                links += 1
+    assert links > 100
+
+
+@pytest.mark.parametrize(
+    ("page", "module", "names"),
+    [
+        ("functions", te_inductor, set(te_inductor.__all__) - {"__version__", "distributed", "recipes"}),
+        ("recipes", recipes, set(recipes.__all__)),
+        ("errors", errors, {name for name in vars(errors) if name.endswith(("Error", "Warning"))}),
+    ],
+)
+def test_the_reference_holds_every_public_name(page, module, names):
+    text = (ROOT / f"docs/api/{page}.md").read_text()
+    assert names <= set(re.findall(r"\w+", text)), names - set(re.findall(r"\w+", text))
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(find_spec("sphinx") is None, reason="Sphinx is not installed: make docs installs it")
+def test_the_site_is_built_without_a_warning(tmp_path: Path):
+    command = [sys.executable, "docs/build_site.py", str(tmp_path / "site")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    page = (tmp_path / "site/api/functions.html").read_text()
+    assert 'id="te_inductor.explain"' in page and (tmp_path / "site/_static/site.css").exists()
