@@ -23,6 +23,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 TORCH = ("torch", "torch._dynamo", "torch._inductor.compile_fx", "te_inductor", "te_inductor.backend")
+RANKS = (*TORCH, "torch.distributed.fsdp", "torch.distributed.device_mesh")
 TRITON = (*TORCH, "triton", "triton.backends.compiler", "torch._inductor.runtime.triton_heuristics")
 # Threads do not survive a fork; generated code, and so the keys of caches, know how many there are.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
@@ -76,6 +77,9 @@ class Server:
         if self.owner == os.getpid() and process.stdin is not None:
             process.stdin.close()  # which ends the server
             process.wait()
+
+
+PROGRAMS = Server(RANKS)  # for programs that want torch and the package
 
 
 def serve(modules: list[str], libraries: list[str]) -> None:

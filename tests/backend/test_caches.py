@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 import te_inductor
-from tests.forked import ONE_THREAD, TORCH, Server
+from tests.forked import ONE_THREAD, PROGRAMS
 
 ROOT = Path(te_inductor.__file__).parents[1]
-SERVER = Server(TORCH)
 
 
 def run(
@@ -24,7 +23,7 @@ def run(
     environment = {"TORCHINDUCTOR_CACHE_DIR": str(folder)}
     program = ("tests.backend.program", json.dumps(options), *artifacts)
     if package == ROOT and seed is None:
-        done = SERVER.run(*program, **environment)
+        done = PROGRAMS.run(*program, **environment)
     else:
         environment |= {} if seed is None else {"PYTHONHASHSEED": seed}
         environment |= {**ONE_THREAD, "PYTHONPATH": f"{package}{os.pathsep}{ROOT}"}
