@@ -33,10 +33,13 @@ def pytest_report_header(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Of tests marked `sample`, mark the cases that are not in the sample `thorough`. It is drawn from those that are
-    not marked so yet."""
+    """Of tests marked `quick`, mark the cases that it does not name `thorough`; of tests marked `sample` those that are
+    not in the sample, which is drawn from cases that are not marked so yet."""
     of_one_test = defaultdict(list)
     for item in items:
+        named = item.get_closest_marker("quick")
+        if named is not None and item.callspec.id not in named.args:
+            item.add_marker("thorough")
         marker = item.get_closest_marker("sample")
         if marker is not None and item.get_closest_marker("thorough") is None:
             of_one_test[item.parent.nodeid, item.originalname, marker.args[0]].append(item)

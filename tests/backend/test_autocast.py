@@ -58,6 +58,7 @@ def no_compiles_yet():
 # What a recipe reaches.
 
 
+@pytest.mark.quick("delayed", "block", "nvfp4")
 @every_recipe
 def test_a_region_computes_what_the_option_does(name):
     """Around a compiled function and inside one, forward and gradients, bit for bit, wherever the backward runs."""

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 import te_inductor
 from tests.forked import ONE_THREAD, PROGRAMS
@@ -39,7 +40,7 @@ CACHES = ("fxgraph", "aotautograd")  # under test; what stands beside them is wh
 
 def copied(folder: Path, to: Path, caches: bool) -> Path:
     """The folder of a process with or without its caches, so that C++ is not compiled once more."""
-    shutil.copytree(folder, to, ignore=None if caches else shutil.ignore_patterns(*CACHES))
+    shutil.copytree(folder, to, symlinks=True, ignore=None if caches else shutil.ignore_patterns(*CACHES))
     return to
 
 
@@ -47,6 +48,9 @@ def copied(folder: Path, to: Path, caches: bool) -> Path:
 def first(tmp_path_factory) -> tuple[Path, dict]:
     """The caches and the account of the first process, which leaves the artifacts of its caches beside them."""
     folder = tmp_path_factory.mktemp("caches")
+    headers = Path(cache_dir(), "precompiled_headers")  # which are no cache under test, and cost seven seconds
+    headers.mkdir(parents=True, exist_ok=True)
+    (folder / "precompiled_headers").symlink_to(headers)
     return folder, run(folder, {"recipe": "current"}, ("save", str(folder / "artifacts")))
 
 

@@ -48,6 +48,7 @@ class Gated(nn.Module):
 SQUARES = Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1)
 
 
+@pytest.mark.quick("True-delayed", "True-rowwise", "True-squares", "False-current", "False-block", "False-nvfp4")
 @pytest.mark.parametrize(
     ("recipe", "dim", "rows"),
     [

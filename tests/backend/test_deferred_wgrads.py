@@ -69,6 +69,9 @@ MODELS = {
 }
 
 
+@pytest.mark.quick(
+    "mlp-{}", "merged-{'recipe': 'delayed', 'weights': 'once'}", "checkpoint-{'recipe': 'delayed', 'weights': 'once'}"
+)
 @pytest.mark.parametrize("options", [{}, {"recipe": "delayed", "weights": "once"}], ids=str)
 @pytest.mark.parametrize("make, gemms, shape", MODELS.values(), ids=MODELS.keys())
 def test_one_step(make, gemms, shape, options):
@@ -79,6 +82,7 @@ def test_one_step(make, gemms, shape, options):
         pair.check()
 
 
+@pytest.mark.quick("rowwise", "nvfp4")
 @pytest.mark.parametrize("recipe", NAMES)
 def test_recipes(recipe, one_seed):
     model = nn.Sequential(nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 128, bias=False))

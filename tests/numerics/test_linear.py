@@ -129,6 +129,15 @@ def test_called(dtype, with_bias, recipe):
         check(through("called"), m, n, k, dtype, with_bias, recipe)
 
 
+@pytest.mark.quick(
+    "(33, 64, 48)-torch.float32-True-hybrid-aot_eager",
+    "(33, 64, 48)-torch.float32-True-hybrid-te",
+    "(33, 77, 48)-torch.bfloat16-True-rowwise-te",
+    "(140, 250, 256)-torch.bfloat16-True-block-te",
+    "(70, 80, 144)-torch.bfloat16-True-mxfp8-te",
+    "(70, 80, 144)-torch.bfloat16-True-nvfp4-te",
+    "(33, 96, 80)-torch.bfloat16-True-mxfp4-te",
+)
 @pytest.mark.parametrize("backend", ["aot_eager", "te"])
 @pytest.mark.parametrize(
     ("size", "dtype", "with_bias", "recipe"),

@@ -209,6 +209,7 @@ def test_compiled(compiled, size, dtype, layout, quantizer):
         check_both(LAYOUTS[layout](make(*size).to(dtype)), quantizer, *functions)
 
 
+@pytest.mark.quick("row", "128x128")
 @pytest.mark.parametrize("scope", FP32_SCOPES)
 def test_compiled_with_symbolic_sizes(compiled, scope):
     functions = compile_both(compiled, dynamic=True)
@@ -217,6 +218,7 @@ def test_compiled_with_symbolic_sizes(compiled, scope):
         check_both(torch.randn(size), quantizer, *functions)
 
 
+@pytest.mark.quick("tensor", "1x128")
 @pytest.mark.parametrize("scope", FP32_SCOPES)
 def test_compiled_behind_a_producer(scope):
     """The case that lowerings exist for: the producer is fused into the quantization."""
@@ -239,7 +241,7 @@ def dequantized(data: Tensor, scale_inv: Tensor, scope: str, dtype: torch.dtype)
     return casts.dequantize(data.double(), scale_inv, scope).float().to(dtype).double()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 @pytest.mark.parametrize("scope", FP32_SCOPES)
@@ -306,7 +308,7 @@ def test_the_transpose_of_square_blocks_holds_the_same_values():
     assert scale_inv.shape == (3 * 130,) and scale_inv_t.shape == (2 * 257,)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("scope", FP32_SCOPES)

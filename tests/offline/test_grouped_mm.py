@@ -59,7 +59,7 @@ def assert_right(y: Tensor, expected: tuple[Tensor, Tensor], what: str) -> None:
     bounds.assert_within(y, *expected, what)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("scopes", [TENSOR, ROW, MIXED, BLOCKS], ids=str)
 @pytest.mark.parametrize("sizes", SIZES)
