@@ -210,6 +210,7 @@ def test_another_backend_is_not_disturbed():
     assert torch.equal(torch.compile(model, backend="aot_eager", fullgraph=True)(x), model(x))
 
 
+@pytest.mark.thorough
 @pytest.mark.codegen
 def test_compiled_by_inductor():
     model, x = nn.Sequential(Within(layer(), recipe="rowwise"), layer()), torch.randn(X)

@@ -131,6 +131,7 @@ def test_the_quantized_copies_are_saved_and_the_activations_are_not():
     assert all(tensor.data_ptr() in weights for tensor in wide), [tensor.shape for tensor in wide]
 
 
+@pytest.mark.quick("True-rowwise")
 @pytest.mark.parametrize(("train", "recipe"), [(True, "rowwise"), (False, "current")])
 def test_q_k_and_v_share_one_quantization(train, recipe, no_caches, monkeypatch):
     """x, the 3 weights as one, o's input and o's weight: 4 quantizations in forward, not 8."""
@@ -193,6 +194,7 @@ def test_a_graph_without_anything_of_ours_is_inductors_own():
     assert counters["inductor"]["fxgraph_cache_miss"] == 0
 
 
+@pytest.mark.thorough
 def test_a_detached_layer_keeps_no_gradient():
     """Merged with another it had one of zeros, by which AdamW decays its weight."""
 

@@ -170,6 +170,7 @@ print([name for name in sys.modules if name.split(".")[0] in ("cutlass", "quack"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
+@pytest.mark.thorough
 @installed
 def test_what_the_compiler_says_reaches_the_user(tmp_path, monkeypatch):
     """And what it says of one kernel keeps no other from being built."""

@@ -151,6 +151,7 @@ def test_an_operand_that_is_computed_for_it(no_caches, one_seed):
     assert torch.allclose(model[0].weight.grad, next(eager.parameters()).grad, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.codegen
 def test_a_lowering_that_fails_copies(monkeypatch, no_caches):
     """The op's eager kernel knows nothing of the memory that it is called with."""

@@ -185,6 +185,7 @@ def test_loaded_state_is_history():
     assert (y - 1000 * x).norm() < 0.1 * (model(1000 * x) - 1000 * x).norm()
 
 
+@pytest.mark.thorough
 @pytest.mark.codegen
 def test_loaded_state_without_history_gets_a_graph_of_a_first_step():
     """Saved of a model that has only run without gradients: the copy runs what the model runs, bit for bit."""

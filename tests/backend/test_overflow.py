@@ -66,7 +66,7 @@ class _Experts(nn.Module):
         return x.index_add(0, rows, self.expert(x[rows]))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.quick("rowwise-True", "current-False", "delayed-False", "nvfp4-False")
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
 @pytest.mark.parametrize("codegen", [pytest.param(True, marks=pytest.mark.codegen), False])
 @every_recipe
@@ -91,7 +91,7 @@ def in_high_precision():
     return plain, x, *of_high_precision(plain, x)
 
 
-@quick("current", "delayed")
+@quick("delayed")
 def test_grad_scaler_skips_the_same_steps(name):
     plain, x, unit, expected = in_high_precision()
     assert scales(plain, x, unit, "te", {"recipe": name, "fallback": strict(name)}) == expected

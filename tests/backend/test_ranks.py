@@ -20,6 +20,7 @@ def history(steps: list[dict], slot: str) -> list[float]:
     return steps[-1]["state"][f"{slot}.amax_history"]
 
 
+@pytest.mark.quick("plain", "split ddp")
 @pytest.mark.parametrize("kind", ["plain", "ddp", "split ddp"])
 def test_amaxes_are_the_largest_of_all_ranks(kind, tmp_path):
     """Every rank ends each step with the same state. A rank's NaN hides no other rank's observation."""
@@ -30,6 +31,7 @@ def test_amaxes_are_the_largest_of_all_ranks(kind, tmp_path):
     assert history(first, "grad_output") == [0.0, 1.0, 2.0, 3.0]  # of rank 0
 
 
+@pytest.mark.thorough
 def test_without_reduction_ranks_keep_their_own(tmp_path):
     first, second = run(tmp_path, {"reduce_amax": False})
     assert history(first, "input") == [0.0, 1.0, 11.0, 21.0]

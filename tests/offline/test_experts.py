@@ -47,6 +47,7 @@ MODES = {  # what a tile is multiplied with, whether rows are gathered, columns 
 }
 
 
+@pytest.mark.quick("bytes", "of columns")
 @pytest.mark.parametrize("name", MODES)
 def test_cubins(name):
     """Loads and stores of 16 bytes a thread; the transpose crosses shared memory in pairs; nothing is spilled."""
