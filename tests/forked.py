@@ -10,6 +10,7 @@ graph, no cache, no CUDA, no thread. Tests of the start of a process itself (imp
 """
 
 import atexit
+import gc
 import json
 import os
 import runpy
@@ -86,12 +87,15 @@ def serve(modules: list[str], libraries: list[str]) -> None:
     import ctypes
     import importlib
 
+    gc.disable()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever an import prints
     for library in libraries:
         ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
     for name in modules:
         importlib.import_module(name)
+    gc.freeze()  # the programs' collectors neither look through the modules nor copy their memory
+    gc.enable()
     for line in sys.stdin:
         asked = json.loads(line)
         child = os.fork()
