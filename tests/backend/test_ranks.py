@@ -20,8 +20,8 @@ def history(steps: list[dict], slot: str) -> list[float]:
     return steps[-1]["state"][f"{slot}.amax_history"]
 
 
-@pytest.mark.quick("plain", "split ddp")
-@pytest.mark.parametrize("kind", ["plain", "ddp", "split ddp"])
+@pytest.mark.quick("plain", "uncompiled split ddp")
+@pytest.mark.parametrize("kind", ["plain", "ddp", "split ddp", "uncompiled split ddp"])
 def test_amaxes_are_the_largest_of_all_ranks(kind, tmp_path):
     """Every rank ends each step with the same state. A rank's NaN hides no other rank's observation."""
     first, second = run(tmp_path, {}, kind)
