@@ -8,7 +8,6 @@ import gc
 import json
 import sys
 from typing import Any
-from unittest import mock
 
 
 def main(rank: int, world: int, file: str, fields: dict[str, Any], kind: str) -> None:
@@ -16,11 +15,10 @@ def main(rank: int, world: int, file: str, fields: dict[str, Any], kind: str) ->
     import torch.distributed as dist
 
     import te_inductor
-    from te_inductor import compat
     from te_inductor.recipes import DelayedScaling
     from tests import uncompiled
 
-    compile = uncompiled.compile_fx if kind.startswith("uncompiled") else compat.compile_fx
+    without_codegen = uncompiled.patched(kind.startswith("uncompiled"))
     kind = kind.removeprefix("uncompiled ")
 
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
@@ -44,8 +42,7 @@ def main(rank: int, world: int, file: str, fields: dict[str, Any], kind: str) ->
     options = {"recipe": DelayedScaling(amax_history_len=4, **fields), "fallback": "error"}
     if kind == "plain" and not fields:
         options["amax_group"] = dist.group.WORLD
-    patched = mock.patch.object(compat, "compile_fx", compile)
-    with torch._dynamo.config.patch(optimize_ddp=kind == "split ddp"), patched:
+    with torch._dynamo.config.patch(optimize_ddp=kind == "split ddp"), without_codegen:
         run = torch.compile(model, backend="te", options=options)
         steps = []
         for step in range(3):

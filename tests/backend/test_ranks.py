@@ -81,9 +81,9 @@ def test_nobody_waits_for_a_rank_whose_compile_failed(unequal):
     assert first["model"]["0.input.amax_history"] == 1.0 and second["model"] == {}
 
 
-@pytest.fixture(scope="module")
-def sharded(tmp_path_factory) -> list[dict]:
-    return ranks_once(tmp_path_factory, "tests.backend.sharded_ranks", WORLD)
+@pytest.fixture(scope="module", params=["uncompiled", pytest.param("compiled", marks=pytest.mark.thorough)])
+def sharded(request, tmp_path_factory) -> list[dict]:
+    return ranks_once(tmp_path_factory, "tests.backend.sharded_ranks", WORLD, request.param)
 
 
 @pytest.mark.parametrize("compiled", ["whole", "blocks"])
