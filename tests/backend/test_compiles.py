@@ -99,7 +99,7 @@ def check_any_number_of_rows(train, recipe, dim, rows):
     assert len(compiles) <= 2
 
 
-def test_an_equal_recipe_rebuilt_never_recompiles():
+def test_an_equal_recipe_rebuilt_never_recompiles(without_codegen):
     """Dynamo compares the options of two torch.compile calls by value."""
     model = nn.Linear(32, 32)
     x = torch.randn(4, 32)
@@ -156,7 +156,7 @@ def test_explain_names_merged_layers():
     assert [name for name, group in merged.items() if not group] == ["o"]
 
 
-def test_submodule_function_and_decorator():
+def test_submodule_function_and_decorator(without_codegen):
     x = torch.randn(4, 32)
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     model[1] = torch.compile(model[1], backend="te")
@@ -170,7 +170,7 @@ def test_submodule_function_and_decorator():
     assert not torch.equal(function(x, weight), x @ weight.t())
 
 
-def test_a_model_already_compiled():
+def test_a_model_already_compiled(without_codegen):
     """Compiling a compiled model, and explaining one, mean the model inside."""
     model, x = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), torch.randn(4, 32)
     once = torch.compile(model, backend="te")

@@ -231,6 +231,7 @@ def test_what_a_builder_says_that_comes_to_no_kernel(source, said, tmp_path, mon
     build._sources.cache_clear()
 
 
+@pytest.mark.thorough
 def test_builds_end_with_who_asked_for_them(tmp_path):
     """No process is left behind, though the builds would have taken long."""
     program = f"""
