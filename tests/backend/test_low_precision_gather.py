@@ -43,7 +43,7 @@ def told(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def others(tmp_path_factory):
-    return ranks_once(tmp_path_factory, "tests.backend.gather_ranks", 2, OTHERS)
+    return ranks_once(tmp_path_factory, "tests.backend.gather_ranks", 2, OTHERS, timeout=900)
 
 
 @pytest.fixture(scope="module")
