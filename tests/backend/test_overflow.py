@@ -91,7 +91,7 @@ def in_high_precision():
     return plain, x, *of_high_precision(plain, x)
 
 
-@quick("delayed")
+@quick("current")
 def test_grad_scaler_skips_the_same_steps(name):
     plain, x, unit, expected = in_high_precision()
     assert scales(plain, x, unit, "te", {"recipe": name, "fallback": strict(name)}) == expected

@@ -139,7 +139,6 @@ def test_called(sizes, dtype, with_bias, recipe):
     "(140, 250, 256)-torch.bfloat16-True-block-te",
     "(70, 80, 144)-torch.bfloat16-True-mxfp8-te",
     "(70, 80, 144)-torch.bfloat16-True-nvfp4-te",
-    "(33, 96, 80)-torch.bfloat16-True-mxfp4-te",
 )
 @pytest.mark.parametrize("backend", ["aot_eager", "te"])
 @pytest.mark.parametrize(
