@@ -125,6 +125,7 @@ def chain(depth: int = 3) -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(depth)))
 
 
+@pytest.mark.thorough
 @pytest.mark.codegen
 def test_compiled_memory_is_not_written_again(no_caches):
     """Inductor hands the memory of what has been read last to the next tensor of the size; not of these."""

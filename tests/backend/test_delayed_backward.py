@@ -91,6 +91,7 @@ WRAPS = {
 }
 
 
+@pytest.mark.quick("full", "casts recomputed")
 @pytest.mark.parametrize("kind", WRAPS)
 def test_activation_checkpointing_changes_nothing(kind):
     """Bit for bit, state included: what the backward computes again it casts with the scales of the forward, and it

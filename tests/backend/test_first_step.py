@@ -41,7 +41,7 @@ def errors(found, expected):
     return [((a - b).norm() / b.norm()).item() for a, b in zip(found, expected, strict=True)]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.quick("dtype0-plain", "dtype0-own algorithm", "dtype1-checkpointed")
 @pytest.mark.parametrize("how", ["plain", "checkpointed", "once", "margin", "own algorithm"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_first_gradients_are_as_good_as_those_of_current_scaling(how, dtype):

@@ -93,7 +93,7 @@ def test_microbatches_add_up(make, options):
     pair.backward(*third)
 
 
-@pytest.mark.quick("current", "mxfp8")
+@pytest.mark.quick("rowwise", "mxfp8")
 @pytest.mark.parametrize("recipe", [pytest.param("current", marks=pytest.mark.codegen), "rowwise", "block", "mxfp8"])
 def test_recipes(recipe, request):
     """By Inductor's own code also twice through one backward."""

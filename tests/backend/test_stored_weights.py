@@ -404,7 +404,8 @@ def test_text_of_slots():
         assert Slots.from_text(recipe.slots().to_text()) == recipe.slots()
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4_weight_only", pytest.param("current", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("recipe", ["nvfp4_weight_only", "current"])
 def test_a_package_of_a_quantized_model_needs_no_compile_before(recipe, tmp_path):
     command = [sys.executable, "-m", "tests.backend.packaged_program", str(tmp_path / "model.pt2"), recipe]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -107,6 +107,7 @@ def test_cubin_of_strips():
 RECIPES = ["delayed", "rowwise", pytest.param("current", marks=pytest.mark.thorough)]
 
 
+@pytest.mark.quick("delayed")
 @pytest.mark.parametrize("recipe", [*RECIPES, pytest.param("block", marks=pytest.mark.thorough)])
 def test_generated_code(recipe):
     """Three grouped GEMMs a layer; the rows of x are cast before they are gathered; nothing is scattered, no row of the

@@ -106,7 +106,7 @@ def test_pieces_side_by_side(case, scope, dim, size, tmp_path):
     assert_same_values(data_t, values_t)
 
 
-@pytest.mark.quick("rows_of_blocks-128")
+@pytest.mark.quick("rows_of_blocks_inference-5")
 @pytest.mark.parametrize(("case", "rows"), [("rows_of_blocks", 128), ("rows_of_blocks_inference", 5)])
 def test_a_row_copy_of_blocks_in_the_kernel_that_reduces_rows(case, rows, tmp_path):
     """Note [Rows that hold blocks]: one kernel, a row a program, of 2048 elements of which the row has 1280."""
