@@ -1,5 +1,6 @@
 """Shared by all tests: every test starts with empty Dynamo caches and a known random state (`--seed`, default 0)."""
 
+import gc
 import os
 
 # Workers of pytest-xdist share the cores: one thread each, for tensors and for Inductor's compiles.
@@ -32,10 +33,15 @@ def pytest_report_header(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Of tests marked `sample`, mark the cases that are not in the sample `thorough`."""
+    """Of tests marked `quick`, mark the cases that it does not name `thorough`; of tests marked `sample` those that are
+    not in the sample, which is drawn from cases that are not marked so yet."""
     of_one_test = defaultdict(list)
     for item in items:
-        if (marker := item.get_closest_marker("sample")) is not None:
+        named = item.get_closest_marker("quick")
+        if named is not None and item.callspec.id not in named.args:
+            item.add_marker("thorough")
+        marker = item.get_closest_marker("sample")
+        if marker is not None and item.get_closest_marker("thorough") is None:
             of_one_test[item.parent.nodeid, item.originalname, marker.args[0]].append(item)
     for (_, _, together), cases in of_one_test.items():
         # A value is one object in all cases.
@@ -44,6 +50,27 @@ def pytest_collection_modifyitems(items):
         for number, case in enumerate(cases):
             if number not in chosen:
                 case.add_marker("thorough")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Modules and tests stay to the end: the garbage collector need not look through them again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def guards_are_not_timed():
+    """Dynamo times the guards of each graph with the processor's caches flushed, 24 ms of work for a log message."""
+    from torch._dynamo import guards
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(guards, "profile_guard_manager", lambda *arguments: 0.0)
+        yield
 
 
 @pytest.fixture(autouse=True)

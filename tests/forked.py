@@ -10,6 +10,7 @@ graph, no cache, no CUDA, no thread. Tests of the start of a process itself (imp
 """
 
 import atexit
+import gc
 import json
 import os
 import runpy
@@ -23,6 +24,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 TORCH = ("torch", "torch._dynamo", "torch._inductor.compile_fx", "te_inductor", "te_inductor.backend")
+RANKS = (*TORCH, "torch.distributed.fsdp", "torch.distributed.device_mesh")
 TRITON = (*TORCH, "triton", "triton.backends.compiler", "torch._inductor.runtime.triton_heuristics")
 # Threads do not survive a fork; generated code, and so the keys of caches, know how many there are.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
@@ -78,16 +80,22 @@ class Server:
             process.wait()
 
 
+PROGRAMS = Server(RANKS)  # for programs that want torch and the package
+
+
 def serve(modules: list[str], libraries: list[str]) -> None:
     import ctypes
     import importlib
 
+    gc.disable()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever an import prints
     for library in libraries:
         ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
     for name in modules:
         importlib.import_module(name)
+    gc.freeze()  # the programs' collectors neither look through the modules nor copy their memory
+    gc.enable()
     for line in sys.stdin:
         asked = json.loads(line)
         child = os.fork()

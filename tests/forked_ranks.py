@@ -17,15 +17,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.forked import TORCH, Server, work
-
-SERVER = Server((*TORCH, "torch.distributed.fsdp", "torch.distributed.device_mesh"))
+from tests.forked import PROGRAMS, work
 
 
 def ranks(module: str, world: int, *arguments: str, timeout: int = 300, **environment: str) -> list[Any]:
     """What each rank tells: the last line of what it prints, read as JSON."""
     command = ("tests.forked_ranks", module, str(world), *arguments)
-    done = SERVER.run(*command, timeout=timeout, **environment)
+    done = PROGRAMS.run(*command, timeout=timeout, **environment)
     assert done.returncode == 0, done.stderr[-4000:]
     return list(json.loads(done.stdout.splitlines()[-1]))
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 from torch import fx
 
@@ -29,3 +30,10 @@ def compile_fx(
 
     compiler = aot_autograd(fw_compiler=boxed, partition_fn=partition, keep_inference_input_mutations=True)
     return compiler(gm, inputs)
+
+
+def patched(uncompiled: bool = True) -> Any:
+    """A context in which graphs are not compiled, or, for programs that run either way, one that changes nothing."""
+    from te_inductor import compat
+
+    return mock.patch.object(compat, "compile_fx", compile_fx if uncompiled else compat.compile_fx)

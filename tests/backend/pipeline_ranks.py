@@ -1,7 +1,7 @@
 """One rank of a pipeline whose weight gradients wait: `python -m tests.backend.pipeline_ranks RANK WORLD FILE SCHEDULE
-RECIPE`. Prints one line of JSON: losses of each step as this rank sees them (the last stage's rank sees them all), the
-number of GEMMs that ran when the schedule asked, and the largest difference of a parameter from one rank's that trains
-the same stages without a schedule."""
+RECIPE [uncompiled]`. Prints one line of JSON: losses of each step as this rank sees them (the last stage's rank sees
+them all), the number of GEMMs that ran when the schedule asked, and the largest difference of a parameter from one
+rank's that trains the same stages without a schedule."""
 
 import json
 import sys
@@ -98,4 +98,7 @@ def main(rank: int, world: int, file: str, name: str, recipe: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
+    from tests import uncompiled
+
+    with uncompiled.patched(sys.argv[6:] == ["uncompiled"]):
+        main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6])

@@ -1,7 +1,8 @@
 """One rank of a training run: `python -m tests.backend.ranks RANK WORLD FILE '<recipe fields as JSON>' KIND`.
 
 Ranks see data of different magnitude, one of them a NaN in the second step. Prints one line of JSON: after each step,
-what the rank's tensors held and the state. KIND is "plain", which names the group of all ranks, "ddp" or "split ddp"."""
+what the rank's tensors held and the state. KIND is "plain", which names the group of all ranks, "ddp" or "split ddp", or
+"uncompiled KIND" (tests/uncompiled.py)."""
 
 import gc
 import json
@@ -15,6 +16,10 @@ def main(rank: int, world: int, file: str, fields: dict[str, Any], kind: str) ->
 
     import te_inductor
     from te_inductor.recipes import DelayedScaling
+    from tests import uncompiled
+
+    without_codegen = uncompiled.patched(kind.startswith("uncompiled"))
+    kind = kind.removeprefix("uncompiled ")
 
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
     torch.manual_seed(0)
@@ -37,7 +42,7 @@ def main(rank: int, world: int, file: str, fields: dict[str, Any], kind: str) ->
     options = {"recipe": DelayedScaling(amax_history_len=4, **fields), "fallback": "error"}
     if kind == "plain" and not fields:
         options["amax_group"] = dist.group.WORLD
-    with torch._dynamo.config.patch(optimize_ddp=kind == "split ddp"):
+    with torch._dynamo.config.patch(optimize_ddp=kind == "split ddp"), without_codegen:
         run = torch.compile(model, backend="te", options=options)
         steps = []
         for step in range(3):

@@ -1,4 +1,4 @@
-"""One rank of a run under FSDP2: `python -m tests.backend.sharded_ranks RANK WORLD FILE`.
+"""One rank of a run under FSDP2: `python -m tests.backend.sharded_ranks RANK WORLD FILE [uncompiled]`.
 
 Prints one line of JSON: by what is compiled, the keys of the state, and what came of loading it.
 """
@@ -108,4 +108,7 @@ def main(rank: int, world: int, file: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    from tests import uncompiled
+
+    with uncompiled.patched(sys.argv[4:] == ["uncompiled"]):
+        main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

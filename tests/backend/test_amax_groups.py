@@ -15,12 +15,13 @@ from te_inductor.recipes import DelayedScaling
 from te_inductor.recipes.delayed import ScaleUpdate
 from te_inductor.runtime import amax_groups
 from te_inductor.runtime.amax_groups import AmaxGroup
-from tests.forked_ranks import SERVER, ranks
+from tests.forked import PROGRAMS
+from tests.forked_ranks import ranks
 
 OWN, DP, PP, ALL = [1, 2, 3, 4], [2, 2, 4, 4], [3, 4, 3, 4], [4, 4, 4, 4]  # the input's amax by rank
-QUICK = "mesh,hsdp,wrapped_later,sharded_later,stages,unequal"
+QUICK = "mesh,sharded_later,unequal"
 OTHERS = (
-    "group,name,environment,whole_mesh,none,fsdp,fsdp_of_blocks,dtensor,ddp,ddp_ignores,two_groups_of_one_graph,ring,"
+    "hsdp,wrapped_later,stages,group,name,environment,whole_mesh,none,fsdp,fsdp_of_blocks,dtensor,ddp,ddp_ignores,two_groups_of_one_graph,ring,"
     "destroyed,refused,compiled mesh,compiled two_groups_of_one_graph,compiled ddp"
 )
 REMEDY = "pass options={'amax_group': …}"
@@ -57,9 +58,10 @@ def test_the_option_takes(kind, expected, others):
     assert by_layer(others, kind) == [expected]
 
 
-def test_the_default_is_the_mesh_of_the_parameter(told):
+@pytest.mark.thorough
+def test_the_default_is_the_mesh_of_the_parameter(others):
     """Also where one of its dimensions replicates. `sharded_later` has those of one dimension."""
-    assert by_layer(told, "hsdp") == [ALL]
+    assert by_layer(others, "hsdp") == [ALL]
 
 
 @pytest.mark.thorough
@@ -71,21 +73,29 @@ def test_the_default_is_the_group_that_shares_the_parameter(kind, expected, othe
     assert by_layer(others, kind) == expected
 
 
-@pytest.mark.parametrize(
-    ("kind", "expected", "graphs"), [("wrapped_later", [OWN, DP, PP], 3), ("sharded_later", [OWN, DP, PP, OWN], 3)]
-)
-def test_a_graph_of_one_group_serves_no_other(kind, expected, graphs, told):
-    """Of one module that is wrapped after its first call, and of modules of one class. A plain model keeps each rank's
-    own, which is no error, and is said once."""
-    assert list(map(list, zip(*(one[kind]["told"] for one in told), strict=True))) == expected
+def served(told: list[dict], kind: str) -> list[list[float]]:
+    """The amaxes, of three graphs. A plain model keeps each rank's own, which is no error, and is said once."""
     for one in told:
-        assert one[kind]["graphs"] == graphs
+        assert one[kind]["graphs"] == 3
         assert [REMEDY in text and "layers.0" in text for text in one[kind]["said"]] == [True]
+    return list(map(list, zip(*(one[kind]["told"] for one in told), strict=True)))
 
 
-def test_stages_of_pipelines_side_by_side(told):
+def test_a_graph_of_one_group_serves_no_other_module(told):
+    """Of one class."""
+    assert served(told, "sharded_later") == [OWN, DP, PP, OWN]
+
+
+@pytest.mark.thorough
+def test_a_graph_of_one_group_serves_no_other(others):
+    """Of one module that is wrapped after its first call."""
+    assert served(others, "wrapped_later") == [OWN, DP, PP]
+
+
+@pytest.mark.thorough
+def test_stages_of_pipelines_side_by_side(others):
     """Of other numbers of layers: two of the first, three of the second. Inputs, then gradients."""
-    for rank, one in enumerate(told):
+    for rank, one in enumerate(others):
         assert one["stages"] == {"said": [], "told": [2] * (2 + rank // 2) + [1] * (2 + rank // 2), "graphs": 1}
 
 
@@ -182,7 +192,7 @@ def test_constants_of_two_groups_are_two():
 @pytest.mark.thorough
 def test_cache_keys_know_the_group(tmp_path):
     """A second compile for one group hits the caches; one for another group misses them."""
-    done = SERVER.run("tests.backend.amax_group_caches", TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+    done = PROGRAMS.run("tests.backend.amax_group_caches", TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr[-4000:]
     first, again, other = json.loads(done.stdout.splitlines()[-1])
     assert first["hit"] == 0 and first["miss"] > 0

@@ -58,6 +58,7 @@ def no_compiles_yet():
 # What a recipe reaches.
 
 
+@pytest.mark.quick("delayed", "block", "nvfp4")
 @every_recipe
 def test_a_region_computes_what_the_option_does(name):
     """Around a compiled function and inside one, forward and gradients, bit for bit, wherever the backward runs."""
@@ -209,6 +210,7 @@ def test_another_backend_is_not_disturbed():
     assert torch.equal(torch.compile(model, backend="aot_eager", fullgraph=True)(x), model(x))
 
 
+@pytest.mark.thorough
 @pytest.mark.codegen
 def test_compiled_by_inductor():
     model, x = nn.Sequential(Within(layer(), recipe="rowwise"), layer()), torch.randn(X)

@@ -27,6 +27,7 @@ def no_compiles_yet():
     counters.clear()
 
 
+@pytest.mark.quick("current", "nvfp4")
 @every_stateless_recipe  # delayed scaling records once more: test_delayed_backward.py
 def test_checkpoints(name):
     """A region in the body of a checkpoint, and around it: recomputed as it was."""

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 import te_inductor
 from te_inductor import explain
 from tests.eager import quantized
-from tests.recipes import every_recipe, every_stateless_recipe, strict
+from tests.recipes import STATELESS, every_recipe, quick, strict
 
 pytestmark = pytest.mark.usefixtures("without_codegen", "one_seed")
 
@@ -65,7 +65,7 @@ def test_a_model(name):
     check(mlp(), name, torch.randn(X, requires_grad=True))
 
 
-@every_stateless_recipe
+@quick("current", "nvfp4", of=STATELESS)
 def test_retain_graph_twice(name):
     model = mlp()
     loss = loss_of(te(model, name), torch.randn(X))
@@ -75,7 +75,7 @@ def test_retain_graph_twice(name):
     assert same([parameter.grad for parameter in model.parameters()], [2 * gradient for gradient in once])
 
 
-@every_stateless_recipe
+@quick("rowwise", "mxfp8", of=STATELESS)
 def test_gradients_of_some_inputs(name):
     """One at a time, from one forward."""
     model, x = mlp(), torch.randn(X, requires_grad=True)
@@ -85,7 +85,7 @@ def test_gradients_of_some_inputs(name):
 
 
 @pytest.mark.sample(1)
-@every_recipe
+@quick("delayed", "current", "rowwise", "block", "nvfp4")
 @pytest.mark.parametrize("frozen", ["weights", "first", "biases", "input", "all"])
 def test_frozen(name, frozen):
     """What is frozen gets no gradient, no GEMM and no copies; the rest is what it was."""
@@ -105,7 +105,7 @@ def test_frozen(name, frozen):
     assert gemms == expected
 
 
-@every_recipe
+@quick("delayed", "rowwise")
 def test_tied_weights(name):
     class Tied(nn.Module):
         def __init__(self):
@@ -121,7 +121,7 @@ def test_tied_weights(name):
     check(model, name, torch.randn(X, requires_grad=True))
 
 
-@every_recipe
+@quick("delayed", "block")
 def test_several_outputs_of_which_one_is_used(name):
     """The gradient of a layer that nothing is computed from is none at all, or zero."""
 
@@ -141,7 +141,7 @@ def test_several_outputs_of_which_one_is_used(name):
     assert all(parameter.grad is None or not parameter.grad.any() for parameter in model.unused.parameters())
 
 
-@every_recipe
+@quick("delayed", "nvfp4")
 def test_gradients_accumulate(name):
     """Two microbatches: the sum of what each gives alone."""
     model, batches = mlp(), [torch.randn(X) for _ in range(2)]
@@ -160,7 +160,7 @@ def test_gradients_accumulate(name):
     assert same([parameter.grad for parameter in model.parameters()], [a + b for a, b in zip(*alone, strict=True)])
 
 
-@every_recipe
+@quick("delayed", "mxfp8")
 def test_hooks(name):
     """On parameters, on the input and on the output: called once a backward, with what they may change."""
     model, x = mlp(), torch.randn(X, requires_grad=True)
@@ -180,7 +180,7 @@ def test_hooks(name):
 
 
 @pytest.mark.sample(1)
-@every_recipe
+@quick("delayed", "rowwise", "mxfp4")
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_without_gradients(name, mode):
     """The same output, and no column copies; tensors of inference mode stay apart from training."""
@@ -199,7 +199,7 @@ def explained(model, x, name, mode):
         return explain(model, x, options={"recipe": name}).sites
 
 
-@every_recipe
+@quick("delayed", "current")
 def test_train_and_eval(name):
     """Dropout comes and goes; each mode is compiled once."""
     model = nn.Sequential(nn.Linear(DIM, DIM), nn.Dropout(0.5), nn.Linear(DIM, DIM))
@@ -219,7 +219,7 @@ def test_train_and_eval(name):
         assert torch.equal(seen[0], seen[2]) and torch.equal(seen[1], seen[3])
 
 
-@every_stateless_recipe
+@quick("block", "nvfp4", of=STATELESS)
 def test_functional_call(name):
     """Other parameters than the module's own, with gradients of their own."""
     model, x = mlp(), torch.randn(X)
@@ -237,7 +237,7 @@ def called(model: nn.Module):
     return lambda parameters, x: torch.func.functional_call(model, parameters, (x,))
 
 
-@every_stateless_recipe
+@quick("current", "mxfp4", of=STATELESS)
 def test_gradients_of_torch_func(name):
     """Inside a compiled function: they are the layer's own."""
     model, x = mlp(), torch.randn(4, *X)
@@ -257,7 +257,7 @@ def test_gradients_of_torch_func(name):
         assert same(te(function, name)(parameters, x).values(), expected)
 
 
-@pytest.mark.parametrize("name", ["current", "delayed"])
+@pytest.mark.parametrize("name", ["current", pytest.param("delayed", marks=pytest.mark.thorough)])
 def test_other_transforms_of_torch_func(name):
     """In those, layers stay in high precision, and that is said. Nothing of a transform is left behind."""
     model, x, tangent = mlp(), torch.randn(4, *X), torch.randn(4, *X)
@@ -302,7 +302,7 @@ def test_other_transforms_of_torch_func(name):
     assert forward_ad._current_level == -1
 
 
-@every_recipe
+@quick("delayed", "block")
 def test_a_gradient_of_a_gradient_is_refused(name):
     model, x = mlp(), torch.randn(X, requires_grad=True)
     loss = loss_of(te(model, name), x)
@@ -313,7 +313,7 @@ def test_a_gradient_of_a_gradient_is_refused(name):
         gradient.square().sum().backward()
 
 
-@every_recipe
+@quick("rowwise", "mxfp8", "nvfp4")
 def test_nothing_saved_is_an_alias_of_an_activation(name):
     """What is saved for the backward shares no memory with inputs or outputs: in-place changes of them between forward
     and backward are the user's right."""
@@ -330,7 +330,7 @@ def test_nothing_saved_is_an_alias_of_an_activation(name):
     assert same([p.grad for p in model.parameters()], expected)
 
 
-@every_recipe
+@quick("delayed", "current", "nvfp4")
 def test_a_weight_changed_before_the_backward_is_an_error_or_does_not_matter(name):
     """As in high precision, where a layer saves its weight: autograd finds the change."""
     model, x = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)), torch.randn(X)
@@ -353,7 +353,7 @@ def trained(model, name, x):
 
 
 @pytest.mark.sample(1)
-@every_recipe
+@quick("delayed", "rowwise", "block", "mxfp4")
 @pytest.mark.parametrize("how", ["expanded", "transposed", "sliced"])
 def test_gradients_of_any_layout(name, how):
     model, x = nn.Sequential(nn.Linear(DIM, DIM)), torch.randn(X)
@@ -371,7 +371,7 @@ def test_gradients_of_any_layout(name, how):
     assert same(*gradients)
 
 
-@every_recipe
+@quick("delayed", "mxfp4")
 def test_a_loss_inside_the_compiled_function(name):
     model, x, target = mlp(), torch.randn(X), torch.randint(DIM, X[:1])
     eager = quantized(model, x, options={"recipe": name})
@@ -394,7 +394,7 @@ class StraightThrough(torch.autograd.Function):
 
 
 @pytest.mark.sample(1)
-@every_recipe
+@quick("delayed", "current", "block")
 @pytest.mark.parametrize("last", [StraightThrough.apply, lambda y, z: y + 0 * z], ids=["straight through", "times 0"])
 def test_a_layer_for_the_gradient_alone(name, last):
     """What a forward's outputs do not hang on is computed by the backward, behind the end of the forward's step; with
@@ -414,7 +414,7 @@ def test_a_layer_for_the_gradient_alone(name, last):
     assert same(results(te(model, name), list(model.parameters()), x), expected)
 
 
-@every_recipe
+@quick("delayed", "nvfp4")
 def test_compiled_autograd(name):
     """A backward that torch captures as a graph of its own."""
 
@@ -432,7 +432,7 @@ def test_compiled_autograd(name):
     assert same(found, gradients())
 
 
-@every_recipe
+@quick("delayed", "mxfp8")
 def test_a_loss_over_padded_layers(name):
     """Sizes that no GEMM takes as they are: what is padded is no part of a mean. A layer that computes ones shows
     it."""

@@ -23,6 +23,7 @@ builder.main("ld")
 """
 
 
+@pytest.mark.quick("the end")
 @pytest.mark.parametrize("end", [b"\n", b""], ids=["an empty line", "the end"])
 def test_builds_side_by_side(end, tmp_path):
     paths = [tmp_path / str(number) for number in range(7)]

@@ -30,6 +30,7 @@ def swapped(model: nn.Module, run, x: torch.Tensor, factor: float) -> list[torch
     return [p.grad for p in model.parameters()]
 
 
+@pytest.mark.quick("rowwise", "nvfp4")
 @pytest.mark.parametrize("recipe", ["current", "rowwise", "mxfp8", "nvfp4"])
 def test_other_weights_for_a_forward_and_back(recipe):
     model, x = mlp(), torch.randn(8, 32)
@@ -75,6 +76,7 @@ def test_a_kernel_that_fails(recipe, monkeypatch):
     assert states[0].keys() == states[1].keys() and all(map(torch.equal, states[0].values(), states[1].values()))
 
 
+@pytest.mark.quick("current-0", "rowwise-1")
 @pytest.mark.parametrize("place", [0, 1])
 @pytest.mark.parametrize("recipe", RECIPES[:2])
 def test_an_interruption_leaves_no_half_of_a_weight(recipe, place, monkeypatch):

@@ -77,6 +77,7 @@ class Pair:
 RECIPES = ["current", "rowwise", "block", "delayed", "mxfp8", "nvfp4"]
 
 
+@pytest.mark.quick("delayed", "block", "nvfp4")
 @pytest.mark.parametrize(
     "recipe",
     [*RECIPES, pytest.param("current", marks=[pytest.mark.codegen, pytest.mark.thorough], id="current, compiled")],
@@ -154,6 +155,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.quick("no_grad", "load", "data", "numpy", "one_bit", "foreach")
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
 def test_every_change_is_seen(change, casts):
     pair = Pair(mlp())
@@ -416,6 +418,7 @@ def test_what_is_cast_at_each_call_is_said():
     assert isinstance(raised.value.inner_exception, FallbackError)
 
 
+@pytest.mark.quick("delayed", "rowwise")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_steps_of_microbatches(recipe, casts, recwarn):
     """Each weight is cast once a step, whatever changed it; under delayed scaling for a scale too."""

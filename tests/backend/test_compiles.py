@@ -48,6 +48,7 @@ class Gated(nn.Module):
 SQUARES = Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1)
 
 
+@pytest.mark.quick("True-delayed", "True-rowwise", "True-squares", "False-current", "False-block", "False-nvfp4")
 @pytest.mark.parametrize(
     ("recipe", "dim", "rows"),
     [
@@ -98,7 +99,7 @@ def check_any_number_of_rows(train, recipe, dim, rows):
     assert len(compiles) <= 2
 
 
-def test_an_equal_recipe_rebuilt_never_recompiles():
+def test_an_equal_recipe_rebuilt_never_recompiles(without_codegen):
     """Dynamo compares the options of two torch.compile calls by value."""
     model = nn.Linear(32, 32)
     x = torch.randn(4, 32)
@@ -130,6 +131,7 @@ def test_the_quantized_copies_are_saved_and_the_activations_are_not():
     assert all(tensor.data_ptr() in weights for tensor in wide), [tensor.shape for tensor in wide]
 
 
+@pytest.mark.quick("True-rowwise")
 @pytest.mark.parametrize(("train", "recipe"), [(True, "rowwise"), (False, "current")])
 def test_q_k_and_v_share_one_quantization(train, recipe, no_caches, monkeypatch):
     """x, the 3 weights as one, o's input and o's weight: 4 quantizations in forward, not 8."""
@@ -154,7 +156,7 @@ def test_explain_names_merged_layers():
     assert [name for name, group in merged.items() if not group] == ["o"]
 
 
-def test_submodule_function_and_decorator():
+def test_submodule_function_and_decorator(without_codegen):
     x = torch.randn(4, 32)
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     model[1] = torch.compile(model[1], backend="te")
@@ -168,7 +170,7 @@ def test_submodule_function_and_decorator():
     assert not torch.equal(function(x, weight), x @ weight.t())
 
 
-def test_a_model_already_compiled():
+def test_a_model_already_compiled(without_codegen):
     """Compiling a compiled model, and explaining one, mean the model inside."""
     model, x = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), torch.randn(4, 32)
     once = torch.compile(model, backend="te")
@@ -192,6 +194,7 @@ def test_a_graph_without_anything_of_ours_is_inductors_own():
     assert counters["inductor"]["fxgraph_cache_miss"] == 0
 
 
+@pytest.mark.thorough
 def test_a_detached_layer_keeps_no_gradient():
     """Merged with another it had one of zeros, by which AdamW decays its weight."""
 

@@ -170,6 +170,7 @@ print([name for name in sys.modules if name.split(".")[0] in ("cutlass", "quack"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
+@pytest.mark.thorough
 @installed
 def test_what_the_compiler_says_reaches_the_user(tmp_path, monkeypatch):
     """And what it says of one kernel keeps no other from being built."""
@@ -230,6 +231,7 @@ def test_what_a_builder_says_that_comes_to_no_kernel(source, said, tmp_path, mon
     build._sources.cache_clear()
 
 
+@pytest.mark.thorough
 def test_builds_end_with_who_asked_for_them(tmp_path):
     """No process is left behind, though the builds would have taken long."""
     program = f"""

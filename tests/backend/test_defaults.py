@@ -89,7 +89,7 @@ def gradients(recipe: str, model: nn.Module, x: torch.Tensor) -> list[torch.Tens
     return [y.detach(), *(p.grad for p in model.parameters())]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.quick("meta-current", "torch.float64-rowwise", "torch.bfloat16-delayed")
 @pytest.mark.parametrize("recipe", ["current", "rowwise", "block", "mxfp8", "nvfp4", "delayed"])
 def test_compiles_the_same(recipe, default_free, default, without_codegen, one_seed):
     found = gradients(recipe, *default_free[recipe][:2])

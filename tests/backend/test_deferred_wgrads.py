@@ -69,6 +69,9 @@ MODELS = {
 }
 
 
+@pytest.mark.quick(
+    "mlp-{}", "merged-{'recipe': 'delayed', 'weights': 'once'}", "checkpoint-{'recipe': 'delayed', 'weights': 'once'}"
+)
 @pytest.mark.parametrize("options", [{}, {"recipe": "delayed", "weights": "once"}], ids=str)
 @pytest.mark.parametrize("make, gemms, shape", MODELS.values(), ids=MODELS.keys())
 def test_one_step(make, gemms, shape, options):
@@ -79,6 +82,7 @@ def test_one_step(make, gemms, shape, options):
         pair.check()
 
 
+@pytest.mark.quick("rowwise", "nvfp4")
 @pytest.mark.parametrize("recipe", NAMES)
 def test_recipes(recipe, one_seed):
     model = nn.Sequential(nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 128, bias=False))
@@ -121,6 +125,7 @@ def chain(depth: int = 3) -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(depth)))
 
 
+@pytest.mark.thorough
 @pytest.mark.codegen
 def test_compiled_memory_is_not_written_again(no_caches):
     """Inductor hands the memory of what has been read last to the next tensor of the size; not of these."""
@@ -147,6 +152,7 @@ def test_an_operand_that_is_computed_for_it(no_caches, one_seed):
     assert torch.allclose(model[0].weight.grad, next(eager.parameters()).grad, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.codegen
 def test_a_lowering_that_fails_copies(monkeypatch, no_caches):
     """The op's eager kernel knows nothing of the memory that it is called with."""

@@ -29,6 +29,7 @@ def test_microbatches_forward_forward_backward_backward():
         layer.backward(*second)
 
 
+@pytest.mark.thorough
 @pytest.mark.codegen
 def test_microbatches_backward_in_reverse():
     layer = steps(weights="each_call")
@@ -38,6 +39,7 @@ def test_microbatches_backward_in_reverse():
     layer.backward(*first)
 
 
+@pytest.mark.thorough
 @pytest.mark.codegen
 @pytest.mark.parametrize("order", [1, -1])
 def test_microbatches_that_share_copies(order):
@@ -89,6 +91,7 @@ WRAPS = {
 }
 
 
+@pytest.mark.quick("full", "casts recomputed")
 @pytest.mark.parametrize("kind", WRAPS)
 def test_activation_checkpointing_changes_nothing(kind):
     """Bit for bit, state included: what the backward computes again it casts with the scales of the forward, and it

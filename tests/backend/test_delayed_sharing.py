@@ -118,6 +118,7 @@ def test_layers_that_are_one_gemm_in_one_graph_and_two_in_another():
     assert same(state(model), entries)
 
 
+@pytest.mark.thorough
 @pytest.mark.codegen
 def test_layers_that_were_apart_are_joined():
     """Both saw something: the larger amaxes and the smaller scale hold."""

@@ -24,7 +24,7 @@ from tests.backend.test_autograd import same
 from tests.backend.test_experts import PATHS, ROUTER, results, te, tokens
 from tests.backend.test_main_grad import with_totals
 from tests.experts import MoE, reference
-from tests.forked import TORCH, Server
+from tests.forked import PROGRAMS
 from tests.numerics.test_linear import Calls
 
 pytestmark = pytest.mark.usefixtures("without_codegen", "one_seed")
@@ -290,15 +290,12 @@ def test_export():
     assert torch.equal(program.module()(x), model(x))
 
 
-SERVER = Server(TORCH)
-
-
 @thorough
 @pytest.mark.parametrize("name", ["rowwise", "delayed"])
 def test_a_second_process_hits_the_caches(name, tmp_path):
     accounts = []
     for _ in range(2):
-        done = SERVER.run("tests.backend.experts_program", name, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+        done = PROGRAMS.run("tests.backend.experts_program", name, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
         assert done.returncode == 0, done.stderr[-4000:]
         accounts.append(json.loads(done.stdout.splitlines()[-1]))
     first, second = accounts

@@ -41,7 +41,7 @@ def errors(found, expected):
     return [((a - b).norm() / b.norm()).item() for a, b in zip(found, expected, strict=True)]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.quick("dtype0-plain", "dtype0-own algorithm", "dtype1-checkpointed")
 @pytest.mark.parametrize("how", ["plain", "checkpointed", "once", "margin", "own algorithm"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_first_gradients_are_as_good_as_those_of_current_scaling(how, dtype):
@@ -185,6 +185,7 @@ def test_loaded_state_is_history():
     assert (y - 1000 * x).norm() < 0.1 * (model(1000 * x) - 1000 * x).norm()
 
 
+@pytest.mark.thorough
 @pytest.mark.codegen
 def test_loaded_state_without_history_gets_a_graph_of_a_first_step():
     """Saved of a model that has only run without gradients: the copy runs what the model runs, bit for bit."""

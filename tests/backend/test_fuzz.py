@@ -1,7 +1,7 @@
 """Random models under random recipes, policies, options and modes (tests/fuzz.py), most compiled without code
 generation.
 
-``make test`` checks 12 of them and ``make test-all`` 96, always the same; ``make fuzz`` as many as ``--cases`` says and,
+``make test`` checks 6 of them and ``make test-all`` 96, always the same; ``make fuzz`` as many as ``--cases`` says and,
 compiled, as ``--compiled`` says, others with each ``--seed``.
 What it finds becomes a regression test here.
 """
@@ -13,7 +13,7 @@ from tests import fuzz
 
 pytestmark = pytest.mark.usefixtures("without_codegen")
 
-PARTS = 8  # which workers of pytest-xdist share; make test checks one
+PARTS = 16  # which workers of pytest-xdist share; make test checks one
 
 
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.thorough) for part in range(1, PARTS))])

@@ -46,6 +46,7 @@ def test_importing_imports_no_compiler():
     assert run(code).stdout.split() == ["[]", "[]"]
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("initialized", [True, False])
 def test_the_backend_starts_inductors_workers_where_a_gpu_is_in_use(initialized):
     code = (

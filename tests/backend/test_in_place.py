@@ -137,7 +137,18 @@ EDITS = {
 }
 
 
-@pytest.mark.sample(1)
+@pytest.mark.quick(
+    "clamp_-",
+    "detach().mul_-",
+    "assign data-",
+    "a view-",
+    "out=-",
+    "inplace=True-buffer",
+    "a list-",
+    "a custom op-",
+    "max_norm-buffer",
+    "in a checkpoint-",
+)
 @pytest.mark.parametrize("lay_out", [None, in_one_buffer], ids=["", "buffer"])
 @pytest.mark.parametrize("edit", EDITS)
 def test_a_weight_changed_before_its_use(edit, lay_out):
@@ -166,6 +177,7 @@ def test_recipes(recipe, options):
         assert unmet.fqn == "a" and "changed in the graph" in unmet.reason
 
 
+@pytest.mark.quick("current-once", "rowwise-each_call", "delayed-once", "block-each_call")
 @pytest.mark.parametrize("weights", ["each_call", "once"])
 @pytest.mark.parametrize("recipe", ["current", "rowwise", "delayed", "block"])
 def test_a_weight_changed_behind_its_use(recipe, weights):
@@ -282,7 +294,14 @@ BETWEEN = {
 }
 
 
-@pytest.mark.sample(1)
+@pytest.mark.quick(
+    "input-",
+    "a view of the input-buffer",
+    "input, by a custom op-buffer",
+    "weight-",
+    "weights, in a list-buffer",
+    "bias-",
+)
 @pytest.mark.parametrize("lay_out", [None, in_one_buffer], ids=["", "buffer"])
 @pytest.mark.parametrize("write", BETWEEN)
 def test_a_write_between_layers_of_one_input(write, lay_out):

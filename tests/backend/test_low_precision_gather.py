@@ -6,15 +6,29 @@ from te_inductor.errors import FallbackError, GatherError, OptionError, RecipeEr
 from tests.forked_ranks import ranks, ranks_once
 
 QUICK = (
-    "uneven,skipped of delayed,skipped of current,parts,traffic,saves,checkpoints of delayed,eager,policy,mismatch,"
-    "refusals,other_weights,other_state"
+    "uneven of delayed,skipped of current,parts,traffic of delayed,saves of block,checkpoints of delayed,"
+    "eager of current,policy,mismatch,refusals,other_weights,other_state"
 )
 OTHERS = (
     "blocks,checkpoints,whole_model,mixed_precision,accumulates,frozen,stays_gathered,checkpointed,not_finite,meta,without_gradients,"
-    "absent,compiled_casts,compiled blocks,compiled stays_gathered"
+    "absent,uneven,skipped,traffic,saves,eager,compiled_casts,compiled blocks,compiled stays_gathered"
 )
 RECIPES = ["delayed", "current", "block"]
-EQUAL_OTHERS = [kind for kind in OTHERS.split(",") if kind not in ("absent", "checkpoints")]
+TOLD_OTHERWISE = {"absent", "checkpoints", "skipped", "traffic", "saves", "eager"}
+EQUAL_OTHERS = [kind for kind in OTHERS.split(",") if kind not in TOLD_OTHERWISE]
+
+
+def each_recipe(quick: str) -> pytest.MarkDecorator:
+    """Of which `make test` runs one."""
+    marks = {recipe: () if recipe == quick else pytest.mark.thorough for recipe in RECIPES}
+    return pytest.mark.parametrize("recipe", [pytest.param(recipe, marks=marks[recipe]) for recipe in RECIPES])
+
+
+def told_of(kind: str, recipe: str, request: pytest.FixtureRequest) -> list:
+    """By rank, from the program that ran it."""
+    if f"{kind} of {recipe}" in QUICK:
+        return [one[f"{kind} of {recipe}"][recipe] for one in request.getfixturevalue("told")]
+    return [one[kind][recipe] for one in request.getfixturevalue("others")]
 
 
 def run(world: int, kinds: str, folder) -> list[dict]:
@@ -29,7 +43,7 @@ def told(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def others(tmp_path_factory):
-    return ranks_once(tmp_path_factory, "tests.backend.gather_ranks", 2, OTHERS)
+    return ranks_once(tmp_path_factory, "tests.backend.gather_ranks", 2, OTHERS, timeout=900)
 
 
 @pytest.fixture(scope="module")
@@ -37,15 +51,15 @@ def four(tmp_path_factory):
     return ranks_once(tmp_path_factory, "tests.backend.gather_ranks", 4, "hsdp,refusals")
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_training_is_equal_bit_for_bit(recipe, told):
+@each_recipe("delayed")
+def test_training_is_equal_bit_for_bit(recipe, request):
     """To that with weights which FSDP2 gathers itself, losses and parameters; where shards cut blocks of 128 rows."""
-    assert [one["uneven"][recipe] for one in told] == [True, True]
+    assert told_of("uneven", recipe, request) == [True, True]
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
-def test_a_layer_that_a_step_leaves_out_has_fresh_scales(recipe, told):
-    assert [one[f"skipped of {recipe}"][recipe] for one in told] == [True, True]
+@each_recipe("current")
+def test_a_layer_that_a_step_leaves_out_has_fresh_scales(recipe, request):
+    assert told_of("skipped", recipe, request) == [True, True]
 
 
 @pytest.mark.thorough
@@ -72,28 +86,28 @@ def test_parts_that_are_called_without_the_model_have_fresh_scales(told):
     assert [one["parts"] for one in told] == [True, True]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_bytes_on_the_wire_halve(recipe, told):
+@each_recipe("delayed")
+def test_bytes_on_the_wire_halve(recipe, request):
     """Of a block with K = 256 and N = 384: two weights in one byte a value, a norm and a bias in bf16. The other rank's
     half is what comes over the wire."""
     weights, vectors = 2 * 256 * 384, 2 * 256 + 384
-    for one in (one["traffic"][recipe] for one in told):
+    for one in told_of("traffic", recipe, request):
         assert one["bf16"] == [(2 * weights + 2 * vectors) // 2] * 8  # two blocks, two steps, forward and backward
         assert one["fp8"] == [(weights + 2 * vectors) // 2] * 8
         assert one["casts"] == 8  # four weights, two steps; the backward gathers what the forward cast
 
 
-@pytest.mark.parametrize(("recipe", "reductions"), [("delayed", 2), ("current", 2), ("block", 2)])
-def test_scales_of_all_weights_are_reduced_at_once(recipe, reductions, told):
+@each_recipe("delayed")
+def test_scales_of_all_weights_are_reduced_at_once(recipe, request):
     """Once a step. Under delayed scaling the blocks' graphs reduce amaxes of activations and gradients: one each."""
     graphs = 2 * 2 * 2 if recipe == "delayed" else 0  # steps, blocks, forward and backward
-    assert [one["traffic"][recipe]["reductions"] for one in told] == [reductions + graphs] * 2
+    assert [one["reductions"] for one in told_of("traffic", recipe, request)] == [2 + graphs] * 2
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_the_backward_transposes_what_is_gathered_again(recipe, told):
+@each_recipe("block")
+def test_the_backward_transposes_what_is_gathered_again(recipe, request):
     """Of four weights graphs keep what FSDP gathers and lets go of, no copies."""
-    assert [one["saves"][recipe] for one in told] == [[4, 0], [4, 0]]
+    assert told_of("saves", recipe, request) == [[4, 0], [4, 0]]
 
 
 def test_checkpoints_know_nothing_of_it(told):
@@ -110,9 +124,9 @@ def test_checkpoints_of_each_recipe(recipe, others):
         assert [name for name, fine in one["checkpoints"][recipe].items() if fine is not True] == []
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_eager_code_reads_what_was_gathered(recipe, told):
-    for one in (one["eager"][recipe] for one in told):
+@each_recipe("current")
+def test_eager_code_reads_what_was_gathered(recipe, request):
+    for one in told_of("eager", recipe, request):
         assert one.pop("type") == "GatheredWeight"
         # Half of the largest step of E4M3, 16, over the values that the largest may become: 448, or 256 and more where
         # scales are powers of two. 1e-6 is for fp32's rounding of the scale.

@@ -66,6 +66,9 @@ MODELS = {
 }
 
 
+@pytest.mark.quick(
+    "mlp-{}", "merged-{'recipe': 'delayed', 'weights': 'once'}", "checkpoint-{'recipe': 'delayed', 'weights': 'once'}"
+)
 @pytest.mark.parametrize("options", [{}, {"recipe": "delayed", "weights": "once"}], ids=str)
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
 def test_microbatches_add_up(make, options):
@@ -90,6 +93,7 @@ def test_microbatches_add_up(make, options):
     pair.backward(*third)
 
 
+@pytest.mark.quick("rowwise", "mxfp8")
 @pytest.mark.parametrize("recipe", [pytest.param("current", marks=pytest.mark.codegen), "rowwise", "block", "mxfp8"])
 def test_recipes(recipe, request):
     """By Inductor's own code also twice through one backward."""

@@ -160,7 +160,9 @@ class Writing(nn.Module):
         return x
 
 
-@pytest.mark.sample(2)
+@pytest.mark.quick(
+    "current-Dropping-0.5", "current-Writing-0.0", "delayed-Dropping-0.1", "delayed-Writing-0.5", "rowwise-Writing-0.1"
+)
 @pytest.mark.parametrize("budget", [0.5, 0.1, 0.0])
 @pytest.mark.parametrize("program", [Dropping, Writing])
 @pytest.mark.parametrize("name", ["current", "delayed", "rowwise"])
@@ -205,7 +207,7 @@ def test_the_same_without_low_precision():
     test_the_backward_finds_what_the_forward_did("none", Dropping, 0.5)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.quick("0.5-delayed", "0.0-block", "0.5-nvfp4")
 @every_recipe
 @pytest.mark.skipif(REGION is None, reason="torch 2.13 has it first")
 @pytest.mark.parametrize("budget", [0.5, 0.0])
@@ -218,6 +220,7 @@ def test_budgets_of_regions(name, budget):
     assert same(found, expected) and products["fprop"]
 
 
+@pytest.mark.quick("current-{'wgrad': 'deferred'}", "delayed-{'weights': 'once'}", "delayed-{'wgrad': 'main_grad'}")
 @pytest.mark.parametrize("options", [{"weights": "once"}, {"wgrad": "main_grad"}, {"wgrad": "deferred"}], ids=str)
 @pytest.mark.parametrize("name", ["current", "delayed"])
 def test_with_other_options(name, options):

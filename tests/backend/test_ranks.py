@@ -20,7 +20,8 @@ def history(steps: list[dict], slot: str) -> list[float]:
     return steps[-1]["state"][f"{slot}.amax_history"]
 
 
-@pytest.mark.parametrize("kind", ["plain", "ddp", "split ddp"])
+@pytest.mark.quick("plain", "uncompiled split ddp")
+@pytest.mark.parametrize("kind", ["plain", "ddp", "split ddp", "uncompiled split ddp"])
 def test_amaxes_are_the_largest_of_all_ranks(kind, tmp_path):
     """Every rank ends each step with the same state. A rank's NaN hides no other rank's observation."""
     first, second = run(tmp_path, {}, kind)
@@ -30,6 +31,7 @@ def test_amaxes_are_the_largest_of_all_ranks(kind, tmp_path):
     assert history(first, "grad_output") == [0.0, 1.0, 2.0, 3.0]  # of rank 0
 
 
+@pytest.mark.thorough
 def test_without_reduction_ranks_keep_their_own(tmp_path):
     first, second = run(tmp_path, {"reduce_amax": False})
     assert history(first, "input") == [0.0, 1.0, 11.0, 21.0]
@@ -79,9 +81,9 @@ def test_nobody_waits_for_a_rank_whose_compile_failed(unequal):
     assert first["model"]["0.input.amax_history"] == 1.0 and second["model"] == {}
 
 
-@pytest.fixture(scope="module")
-def sharded(tmp_path_factory) -> list[dict]:
-    return ranks_once(tmp_path_factory, "tests.backend.sharded_ranks", WORLD)
+@pytest.fixture(scope="module", params=["uncompiled", pytest.param("compiled", marks=pytest.mark.thorough)])
+def sharded(request, tmp_path_factory) -> list[dict]:
+    return ranks_once(tmp_path_factory, "tests.backend.sharded_ranks", WORLD, request.param)
 
 
 @pytest.mark.parametrize("compiled", ["whole", "blocks"])

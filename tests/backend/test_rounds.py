@@ -36,6 +36,16 @@ def test_every_mutation_has_its_place(mutation):
     assert (ROOT / mutation.first[0]).exists()
 
 
+def test_cases_that_are_named_exist(request):
+    """Else `make test` would run none of them."""
+    found: dict[tuple[str, tuple[str, ...]], set[str]] = {}
+    for item in request.session.items:
+        if (named := item.get_closest_marker("quick")) is not None:
+            found.setdefault((item.nodeid.partition("[")[0], named.args), set()).add(item.callspec.id)
+    for (name, ids), cases in found.items():
+        assert set(ids) <= cases, name
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("second", [True, False])
 @pytest.mark.parametrize("first", [0, 1, 2])

@@ -62,6 +62,7 @@ def in_a_function(model: nn.Module):
     return te(lambda x: model(x).square())
 
 
+@pytest.mark.quick("True-module-OfAnother", "True-function-OfAList", "False-module-OfAList", "False-function-OfAnother")
 @pytest.mark.parametrize("make", [OfAnother, OfAList])
 @pytest.mark.parametrize("around", [lambda model: te(Around(model)), in_a_function], ids=["module", "function"])
 @pytest.mark.parametrize("inner_first", [True, False])

@@ -28,6 +28,7 @@ def same(one, other) -> list[bool]:
     return [torch.equal(*pair) for pair in zip(one, other, strict=True)]
 
 
+@pytest.mark.thorough
 @pytest.mark.codegen
 @pytest.mark.parametrize("wrap", [nn.Identity, Checkpointed])
 def test_the_seed_decides(wrap):

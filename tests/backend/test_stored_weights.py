@@ -389,6 +389,7 @@ torch.testing.assert_close(torch.compile(program, backend="te", options={"recipe
 """
 
 
+@pytest.mark.thorough
 def test_a_program_is_loaded_in_another_process(tmp_path):
     quantized, x = quantize_(model(), Float8BlockScaling(w_block_scaling_dim=1)), torch.randn(5, 96)
     torch.export.save(torch.export.export(quantized, (x,)), tmp_path / "program.pt2")
@@ -403,20 +404,9 @@ def test_text_of_slots():
         assert Slots.from_text(recipe.slots().to_text()) == recipe.slots()
 
 
-AOTI = """
-import sys, torch
-from torch import nn
-from te_inductor import quantize_
-model, x = quantize_(nn.Sequential(nn.Linear(96, 160), nn.SiLU(), nn.Linear(160, 48)), sys.argv[2]), torch.randn(5, 96)
-with torch.no_grad():
-    package = torch._inductor.aoti_compile_and_package(torch.export.export(model, (x,)), package_path=sys.argv[1])
-    torch.testing.assert_close(torch._inductor.aoti_load_package(package)(x), model(x))
-"""
-
-
 @pytest.mark.thorough  # test_packages.py makes one in the quick round
 @pytest.mark.parametrize("recipe", ["nvfp4_weight_only", "current"])
 def test_a_package_of_a_quantized_model_needs_no_compile_before(recipe, tmp_path):
-    command = [sys.executable, "-c", AOTI, str(tmp_path / "model.pt2"), recipe]
+    command = [sys.executable, "-m", "tests.backend.packaged_program", str(tmp_path / "model.pt2"), recipe]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

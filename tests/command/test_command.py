@@ -1,4 +1,4 @@
-"""The command, as a second process; and what a factory may return."""
+"""The command, in forks of a process that has imported torch, and once as it is started; what a factory may return."""
 
 import json
 import os
@@ -10,17 +10,21 @@ import torch
 
 from te_inductor.command import factory
 from te_inductor.errors import OptionError
-from tests.forked import ROOT
+from tests.forked import PROGRAMS, ROOT
 
 MODELS = "tests.command.models"
 
 
 def command(*arguments: str, cwd=ROOT, **environment: str) -> subprocess.CompletedProcess:
+    return PROGRAMS.run("te_inductor", *arguments, cwd=cwd, **environment)
+
+
+def started(*arguments: str) -> subprocess.CompletedProcess:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("COLUMNS", "TE_INDUCTOR_"))}
     return subprocess.run(
         [sys.executable, "-m", "te_inductor", *arguments],
-        cwd=cwd,
-        env={**inherited, "PYTHONPATH": str(ROOT), **environment},
+        cwd=ROOT,
+        env={**inherited, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=300,
@@ -28,7 +32,7 @@ def command(*arguments: str, cwd=ROOT, **environment: str) -> subprocess.Complet
 
 
 def test_doctor_says_what_runs_and_that_nothing_is_broken():
-    done = command("doctor")
+    done = started("doctor")
     assert done.returncode == 0, done.stdout + done.stderr
     lines = {line.split()[0]: line for line in done.stdout.splitlines() if line.strip()}
     for recipe in ("current", "delayed", "rowwise", "block", "mxfp8", "mxfp4", "nvfp4", "nvfp4_weight_only"):

@@ -26,15 +26,17 @@ LAYERS, HIDDEN, VOCABULARY = 2, 512, 1024
 GEMMS = 4 * LAYERS + 1  # one behind the other: qkv, o, gate and up, down; the head
 TAIL = 6.0  # standard deviations that no logit exceeds
 STEPS = 4
-PROMPTS = (600, 300, 128, 5, 1)  # the longest first, so that there is one cache
-HEADS = ("nvfp4_weight_only", "rowwise", "none")
+PROMPTS = (600, 300, 128, 5, 1)
+# By head: the batches and prompts whose logits are compared whole, and those behind which tokens are generated. The
+# layers below a head in high precision are those of the others: it has a prompt of many rows, and one of few, a batch.
+EVERY = [(1, 600), (1, 300), (8, 128), (8, 5), (1, 1)], [(batch, length) for batch in (1, 8) for length in PROMPTS]
+HEADS = {"nvfp4_weight_only": EVERY, "rowwise": EVERY, "none": ([(1, 300)], [(1, 600), (1, 5), (8, 128), (8, 1)])}
 OPTIONS = {"recipe": "none", "fallback": "error"}
 GENERATE = {
     "max_new_tokens": STEPS,
     "min_new_tokens": STEPS,
     "do_sample": False,
     "pad_token_id": 0,
-    "cache_implementation": "static",
     "output_logits": True,
     "return_dict_in_generate": True,
 }
@@ -99,6 +101,10 @@ class Models:
         gap = exact.gather(-1, right) - exact.gather(-1, found)
         assert (gap <= 2 * TAIL * rms).all(), (self.head, tuple(tokens.shape))
 
+    def cache(self) -> object:
+        """Of one length for all prompts, as code is compiled for each length of a cache."""
+        return transformers.StaticCache(config=self.stored.config, max_cache_len=max(PROMPTS) + STEPS)
+
     def generated(self, batch: int, length: int, **options: object) -> None:
         prompt = self.prompt(batch, length)
         mask = torch.ones_like(prompt)
@@ -122,13 +128,13 @@ def test_prompts_and_generation(head, many_graphs):
     """One compiled model: each prompt's logits of all its tokens, and the tokens behind it."""
     models = Models(head)
     run = torch.compile(models.stored.forward, backend="te", dynamic=True, options=OPTIONS)
-    for batch, length in ((1, 600), (1, 300), (8, 128), (8, 5), (1, 1)):
+    whole, generated = HEADS[head]
+    for batch, length in whole:
         tokens = models.prompt(batch, length)
         models.check(run(tokens, use_cache=False).logits, tokens, batch * length)
     models.stored.forward = run
-    for batch in (1, 8):
-        for length in PROMPTS:
-            models.generated(batch, length, disable_compile=True)
+    for batch, length in generated:
+        models.generated(batch, length, disable_compile=True, past_key_values=models.cache())
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
@@ -138,4 +144,4 @@ def test_generate_compiles_by_itself(mode, many_graphs):
     models = Models("nvfp4_weight_only")
     config = transformers.CompileConfig(backend="te", mode=mode, fullgraph=False, dynamic=False)
     for batch in (1, 8):
-        models.generated(batch, 128, compile_config=config)
+        models.generated(batch, 128, compile_config=config, cache_implementation="static")

@@ -95,6 +95,7 @@ def results(run, model, x) -> dict[str, torch.Tensor]:
     return {path: value for path, value in found.items() if value is not None}
 
 
+@pytest.mark.quick("mixtral", "gpt_oss")
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=thorough) if name in ("deepseek_v3", "glm4_moe") else name for name in MODELS],

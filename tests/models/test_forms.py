@@ -118,29 +118,36 @@ def check(model: nn.Module, weight: Tensor, bias: Tensor | None, x: Tensor, tran
         assert_within(bias.grad, expected[3], sum_error(dy, bias.dtype), "db")
 
 
+def of_dimensions(form: str) -> list:
+    """Each form with each x that it takes; the quick round has the last, and of two forms all."""
+    *others, last = map(int, FORMS[form][3])
+    each = form in ("F.linear", "p @ x")
+    marks = () if each else pytest.mark.thorough
+    return [*(pytest.param(form, one, marks=marks) for one in others), (form, last)]
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-@pytest.mark.parametrize("form", FORMS)
-def test_form(form, bias):
-    function, transposed, pattern, dimensions = FORMS[form]
-    for dimension in map(int, dimensions):
-        torch._dynamo.reset()
-        model = Form(function, torch.randn((K, N) if transposed else (N, K)), bias)
-        x = x_of(dimension)
-        sites = explained(model, x)
-        assert [(site.fqn, site.pattern, site.gemm, site.reason) for site in sites] == [
-            ("inner", pattern, gemm, None) for gemm in ("fprop", "wgrad")
-        ]
-        assert sites[0].shapes == (x.numel() // K, N, K) and sites[1].shapes == (N, K, x.numel() // K)
-        check(model, model.inner.weight, model.inner.bias, x, transposed)
+@pytest.mark.parametrize(("form", "dimension"), [case for form in FORMS for case in of_dimensions(form)])
+def test_form(form, dimension, bias):
+    function, transposed, pattern, _ = FORMS[form]
+    model = Form(function, torch.randn((K, N) if transposed else (N, K)), bias)
+    x = x_of(dimension)
+    sites = explained(model, x)
+    assert [(site.fqn, site.pattern, site.gemm, site.reason) for site in sites] == [
+        ("inner", pattern, gemm, None) for gemm in ("fprop", "wgrad")
+    ]
+    assert sites[0].shapes == (x.numel() // K, N, K) and sites[1].shapes == (N, K, x.numel() // K)
+    check(model, model.inner.weight, model.inner.bias, x, transposed)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-def test_module(bias):
-    for dimension in (1, 2, 3, 4):
-        model = nn.Sequential(nn.Linear(K, N, bias=bias))
-        check(model, model[0].weight, model[0].bias, x_of(dimension))
-        assert {site.fqn for site in explained(model, x_of(dimension))} == {"0"}
+@pytest.mark.parametrize("dimension", [1, 3])
+def test_module(dimension, bias):
+    model = nn.Sequential(nn.Linear(K, N, bias=bias))
+    check(model, model[0].weight, model[0].bias, x_of(dimension))
+    assert {site.fqn for site in explained(model, x_of(dimension))} == {"0"}
 
 
 ADDMM = {
@@ -221,7 +228,10 @@ PIECES = {
 }
 
 
-@pytest.mark.parametrize("pieces", PIECES)
+@pytest.mark.parametrize(
+    "pieces",
+    [one if one in ("chunk", "unbind", "slices") else pytest.param(one, marks=pytest.mark.thorough) for one in PIECES],
+)
 @pytest.mark.usefixtures("without_codegen")
 def test_pieces_of_a_parameter(pieces):
     """Each is a layer of its own, under delayed scaling with a quantizer of its own."""
@@ -486,7 +496,9 @@ class Contractions(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("high", [(0,), (1,), (2,), (0, 1), (1, 2), (0, 1, 2)])
+@pytest.mark.parametrize(
+    "high", [(0,), (1, 2), (0, 1, 2), *(pytest.param(one, marks=pytest.mark.thorough) for one in ((1,), (2,), (0, 1)))]
+)
 def test_what_stays_in_high_precision_is_as_it_was_written(high):
     """And not the linear layer that stood in its place while that was decided."""
     model, x, seen = Contractions(), torch.randn(48, 3, 16), []

@@ -12,7 +12,7 @@ import te_inductor
 from te_inductor import explain
 from tests.backend.test_autograd import DIM, X, check, loss_of, mlp, results, same, te
 from tests.eager import quantized
-from tests.recipes import NAMES, every_recipe, strict
+from tests.recipes import NAMES, quick, strict
 
 pytestmark = pytest.mark.usefixtures("without_codegen", "one_seed")
 
@@ -34,7 +34,7 @@ class Norms(nn.Module):
 
 
 @pytest.mark.sample(1)
-@every_recipe
+@quick("delayed", "rowwise", "nvfp4", "block")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_dtypes_of_models(name, dtype):
     x = torch.randn(X, dtype=dtype, requires_grad=True)
@@ -52,7 +52,7 @@ class Autocast(nn.Module):
 
 
 @pytest.mark.sample(1)
-@every_recipe
+@quick("delayed", "current", "nvfp4")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_torch_autocast(name, dtype):
     """Inside the compiled function and around it: outputs of its dtype, gradients of the parameters' dtype."""
@@ -67,7 +67,7 @@ def test_torch_autocast(name, dtype):
     assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
 
 
-@every_recipe
+@quick("delayed", "block", "mxfp8")
 def test_both_autocasts(name):
     """They nest in either order, and know nothing of each other."""
 
@@ -87,9 +87,7 @@ def test_both_autocasts(name):
 # Modules.
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in ("delayed", "block") else pytest.param(name, marks=pytest.mark.thorough) for name in NAMES]
-)
+@quick("delayed", "block")
 def test_lora(name):
     """peft's adapters on a frozen base: module paths, no GEMM for the base's weight gradients, merging and switching
     off."""
@@ -125,7 +123,7 @@ def test_lora(name):
 
 
 @pytest.mark.sample(1)
-@every_recipe
+@quick("delayed", "rowwise")
 @pytest.mark.parametrize("train", [True, False])
 def test_attention_modules(name, train):
     """Every projection is found."""
@@ -162,7 +160,7 @@ MASKS = {
 
 
 @pytest.mark.sample(1)
-@every_recipe
+@quick("delayed", "current", "mxfp8", "nvfp4")
 @pytest.mark.parametrize("mask", MASKS)
 def test_the_fast_path_of_an_encoder_layer(name, mask, fast_path):
     """In evaluation without gradients: one op of torch's, in which every projection is found all the same."""
@@ -190,7 +188,7 @@ def test_the_fast_path_of_an_encoder_layer(name, mask, fast_path):
 
 
 @pytest.mark.sample(1)
-@every_recipe
+@quick("delayed", "rowwise", "block")
 @pytest.mark.parametrize(
     "parametrize",
     [
@@ -214,7 +212,7 @@ def test_parametrizations(name, parametrize):
 # Programs.
 
 
-@every_recipe
+@quick("delayed", "current", "nvfp4")
 def test_a_module_of_a_model(name):
     """Compiled alone, between layers that nobody compiles."""
     model, x = nn.Sequential(nn.Linear(DIM, DIM), mlp(), nn.Linear(DIM, DIM)), torch.randn(X)
@@ -226,7 +224,7 @@ def test_a_module_of_a_model(name):
     assert same(results(model, list(model.parameters()), x), expected)
 
 
-@every_recipe
+@quick("delayed", "rowwise", "mxfp4")
 def test_a_function(name):
     """As a decorator, over parameters that are its arguments."""
     model, x = mlp(), torch.randn(X)
@@ -258,7 +256,10 @@ def test_every_recipe_in_one_process():
     assert len({loss.item() for loss in alone.values()}) > 1
 
 
-@pytest.mark.parametrize("other", NAMES)
+@pytest.mark.parametrize(
+    "other",
+    [name if name in ("delayed", "current") else pytest.param(name, marks=pytest.mark.thorough) for name in NAMES],
+)
 def test_two_models_share_no_state(other):
     """Of one class, so that one compiled code serves both: what one sees does not change the other."""
     models = [mlp() for _ in range(2)]

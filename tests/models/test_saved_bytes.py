@@ -54,7 +54,7 @@ def saved_bytes(model, ids, recipe: str) -> int:
     return sum(size for size, _ in found.values())
 
 
-QUICK = ("delayed", "block")
+QUICK = ("delayed",)
 CASES = [
     (llama, QUICK),
     *(
@@ -78,6 +78,8 @@ def test_no_more_than_in_high_precision(make, recipes, monkeypatch, no_caches):
     )
     model = make(transformers).bfloat16()
     for tokens, tried in ((HIDDEN, recipes), (8 * HIDDEN, [name for name in recipes if name == "block"])):
+        if not tried:
+            continue
         ids = torch.randint(VOCABULARY, (1, tokens))
         most = saved_bytes(model, ids, "none")
         found = {recipe: saved_bytes(model, ids, recipe) for recipe in tried}

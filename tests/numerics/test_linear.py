@@ -124,11 +124,22 @@ def check_against_oracle(x, weight, bias, recipe, dy, y) -> None:
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_called(dtype, with_bias, recipe):
-    for m, n, k in [(1, 1, 1), (3, 5, 17), (33, 70, 130), (64, 48, 128), (140, 260, 150)]:
-        check(through("called"), m, n, k, dtype, with_bias, recipe)
+@pytest.mark.parametrize(
+    "sizes", [[(1, 1, 1), (33, 70, 130)], [(3, 5, 17), (64, 48, 128)], [(1, 5, 128), (140, 260, 150)]], ids=str
+)
+def test_called(sizes, dtype, with_bias, recipe):
+    for size in sizes:
+        check(through("called"), *size, dtype, with_bias, recipe)
 
 
+@pytest.mark.quick(
+    "(33, 64, 48)-torch.float32-True-hybrid-aot_eager",
+    "(33, 64, 48)-torch.float32-True-hybrid-te",
+    "(33, 77, 48)-torch.bfloat16-True-rowwise-te",
+    "(140, 250, 256)-torch.bfloat16-True-block-te",
+    "(70, 80, 144)-torch.bfloat16-True-mxfp8-te",
+    "(70, 80, 144)-torch.bfloat16-True-nvfp4-te",
+)
 @pytest.mark.parametrize("backend", ["aot_eager", "te"])
 @pytest.mark.parametrize(
     ("size", "dtype", "with_bias", "recipe"),

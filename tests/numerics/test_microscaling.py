@@ -101,10 +101,10 @@ def compiled(dynamic: bool = False):
 # Each is a C++ compile of seconds.
 COMPILED = [
     ((33, 70), torch.bfloat16, "transposed", Quantizer("e4m3", scope="1x32")),
-    ((64, 96), torch.float32, "contiguous", Quantizer("e5m2", scope="1x32")),
+    pytest.param((64, 96), torch.float32, "contiguous", Quantizer("e5m2", scope="1x32"), marks=pytest.mark.thorough),
     ((33, 70), torch.bfloat16, "contiguous", Quantizer("e4m3", scope="32x32")),
     ((33, 70), torch.bfloat16, "contiguous", Quantizer("e2m1", scope="1x16")),
-    ((64, 96), torch.float32, "transposed", Quantizer("e2m1", scope="1x16")),
+    pytest.param((64, 96), torch.float32, "transposed", Quantizer("e2m1", scope="1x16"), marks=pytest.mark.thorough),
     ((33, 70), torch.bfloat16, "strided", Quantizer("e2m1", scope="16x16")),
 ]
 
@@ -116,7 +116,7 @@ def test_compiled(size, dtype, layout, quantizer):
         check_both(LAYOUTS[layout](make(*size).to(dtype)), quantizer, *functions)
 
 
-@pytest.mark.parametrize("scope", ["1x32", "16x16"])
+@pytest.mark.parametrize("scope", ["1x32", pytest.param("16x16", marks=pytest.mark.thorough)])
 def test_compiled_with_symbolic_sizes(scope):
     functions = compiled(dynamic=True)
     quantizer = Quantizer(SCOPES[scope].elements[0], scope=scope)
@@ -269,6 +269,14 @@ def gemm_of(scopes: tuple[str, str]) -> Gemm:
 PAIRS = [("1x32", "1x32"), ("1x32", "32x32"), ("1x16", "1x16"), ("1x16", "16x16")]
 
 
+@pytest.mark.quick(
+    "1x32 by 1x32-eager",
+    "1x32 by 32x32-eager",
+    "1x32 by 32x32-compiled",
+    "1x16 by 1x16-eager",
+    "1x16 by 16x16-eager",
+    "1x16 by 16x16-compiled",
+)
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 @pytest.mark.parametrize("scopes", PAIRS, ids=" by ".join)
 def test_scaled_mm(scopes, how):

@@ -176,16 +176,16 @@ def test_scales_of_a_power_of_two(compiled):
 
 # Each is a C++ compile of seconds: all of them cover every size, dtype, layout and option once; contents share one.
 COMPILED = [
-    ((1, 1), torch.float32, "contiguous", Quantizer("e4m3")),
     ((33, 70), torch.float16, "strided", Quantizer("e5m2", amax_epsilon=0.5)),
-    ((1, 1), torch.bfloat16, "contiguous", Quantizer("e4m3", scope="row")),
     ((33, 70), torch.bfloat16, "contiguous", Quantizer("e4m3", power_2_scale=True, scope="row")),
-    ((1, 1), torch.bfloat16, "contiguous", Quantizer("e4m3", scope="1x128")),
     ((130, 257), torch.float16, "transposed", Quantizer("e4m3", amax_epsilon=0.5, scope="1x128")),
     ((1, 1), torch.float32, "transposed", Quantizer("e4m3", scope="128x128")),
     ((130, 257), torch.bfloat16, "contiguous", Quantizer("e4m3", scope="128x128")),
 ]
 THOROUGHLY = [  # besides
+    ((1, 1), torch.float32, "contiguous", Quantizer("e4m3")),
+    ((1, 1), torch.bfloat16, "contiguous", Quantizer("e4m3", scope="row")),
+    ((1, 1), torch.bfloat16, "contiguous", Quantizer("e4m3", scope="1x128")),
     ((3, 17), torch.bfloat16, "transposed", Quantizer("e4m3", power_2_scale=True)),
     ((128, 64), torch.float32, "transposed", Quantizer("e4m3", amax_epsilon=0.5, power_2_scale=True)),
     ((33, 70), torch.bfloat16, "expanded", Quantizer("e5m2", power_2_scale=True)),
@@ -209,6 +209,7 @@ def test_compiled(compiled, size, dtype, layout, quantizer):
         check_both(LAYOUTS[layout](make(*size).to(dtype)), quantizer, *functions)
 
 
+@pytest.mark.quick("row")
 @pytest.mark.parametrize("scope", FP32_SCOPES)
 def test_compiled_with_symbolic_sizes(compiled, scope):
     functions = compile_both(compiled, dynamic=True)
@@ -217,6 +218,7 @@ def test_compiled_with_symbolic_sizes(compiled, scope):
         check_both(torch.randn(size), quantizer, *functions)
 
 
+@pytest.mark.quick("tensor", "1x128")
 @pytest.mark.parametrize("scope", FP32_SCOPES)
 def test_compiled_behind_a_producer(scope):
     """The case that lowerings exist for: the producer is fused into the quantization."""
@@ -239,7 +241,7 @@ def dequantized(data: Tensor, scale_inv: Tensor, scope: str, dtype: torch.dtype)
     return casts.dequantize(data.double(), scale_inv, scope).float().to(dtype).double()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 @pytest.mark.parametrize("scope", FP32_SCOPES)
@@ -306,7 +308,7 @@ def test_the_transpose_of_square_blocks_holds_the_same_values():
     assert scale_inv.shape == (3 * 130,) and scale_inv_t.shape == (2 * 257,)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("scope", FP32_SCOPES)

@@ -29,7 +29,7 @@ def operands(m, n, k, element_a, element_b, scopes=("tensor", "tensor")):
     return a, a_scale, b, b_scale
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pairs

@@ -15,6 +15,7 @@ from tests.oracle import casts
 VIEWS = {"mxfp8": "torch.float8_e8m0fnu", "nvfp4": "torch.float4_e2m1fn_x2"}
 
 
+@pytest.mark.quick("mxfp8")
 @pytest.mark.parametrize("recipe", VIEWS)
 def test_every_gemm_of_training_is_the_tensor_cores(recipe, tmp_path):
     """gate, up and down: three fprops, three dgrads, three wgrads, and nothing is dequantized."""
@@ -45,6 +46,7 @@ def test_experts_are_the_librarys(tmp_path):
     assert orders and all(compile_to_cubin(kernel, 100, tmp_path).asm["cubin"] for kernel in orders)
 
 
+@pytest.mark.quick("linear_blackwell-nvfp4")
 @pytest.mark.parametrize(
     ("library", "recipe"),
     [("linear_blackwell", "mxfp8"), ("linear_blackwell", "nvfp4"), ("cutlass_blackwell", "nvfp4")],

@@ -144,6 +144,7 @@ def test_every_kernel_compiles(training: Generated, tmp_path: Path) -> None:
             assert "cvt.rn.satfinite.e" in compiled.asm["ptx"], kernel.name
 
 
+@pytest.mark.quick("linear_block")
 @pytest.mark.parametrize("case", ["linear_block", "linear_block_max_autotune"])
 def test_square_scales_of_whole_sixteen_bytes(case: str) -> None:
     """K/128 = 4 in fprop and 8 in dgrad: as they are. cuBLASLt also under max-autotune; a bf16 bias is its epilogue."""
@@ -155,6 +156,7 @@ def test_square_scales_of_whole_sixteen_bytes(case: str) -> None:
     assert len(views(forward, calls(forward)[0])) == 6  # a, b, their scales, bias, out
 
 
+@pytest.mark.thorough
 def test_other_sizes_and_dtypes(tmp_path: Path) -> None:
     """M = 130 becomes 132 and N = 504 becomes 512; scales of square blocks are spread where K/128 is 6, and not where
     it is 4; fp32 results come from the library."""
@@ -170,6 +172,7 @@ def test_other_sizes_and_dtypes(tmp_path: Path) -> None:
         assert len(compile_to_cubin(kernel, 90, tmp_path).asm["cubin"]) > 0
 
 
+@pytest.mark.thorough
 def test_one_block_is_a_row(tmp_path: Path) -> None:
     """Scales that do not change along K are those of rows: fp16 results are scaled outside, as they are there."""
     generated = generate("linear_block_one", 90)
@@ -182,6 +185,7 @@ def test_one_block_is_a_row(tmp_path: Path) -> None:
         assert len(compile_to_cubin(kernel, 90, tmp_path).asm["cubin"]) > 0
 
 
+@pytest.mark.thorough
 def test_a_symbolic_batch(tmp_path: Path) -> None:
     """Nothing is said of M: it may be no multiple of 4, and it is some number of blocks."""
     generated = generate("linear_block_dynamic", 90)
@@ -204,6 +208,7 @@ def test_blackwell_stays_in_high_precision() -> None:
 CASTS = ["two_way_cast_block", "two_way_cast_block_padded", "two_way_cast_squares", "two_way_cast_squares_padded"]
 
 
+@pytest.mark.quick("two_way_cast_block-sm_90", "two_way_cast_squares_padded-sm_90", "two_way_cast_block-sm_100")
 @pytest.mark.parametrize("arch", [90, 100], ids=lambda arch: f"sm_{arch}")
 @pytest.mark.parametrize("case", [*CASTS, "columnwise_cast_block"])
 def test_casts_compile(case: str, arch: int, tmp_path: Path) -> None:
@@ -216,6 +221,7 @@ def test_casts_compile(case: str, arch: int, tmp_path: Path) -> None:
         assert len(generated.kernels) == 1
 
 
+@pytest.mark.thorough
 def test_a_scale_is_spread_over_its_rows() -> None:
     """Inductor would take [i // 128] for a permutation and write at 128 * i (`loop_index_inversion_in_fusion`)."""
     kernels = generate("linear_block_of_one_column", 90).kernels

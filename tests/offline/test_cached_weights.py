@@ -62,6 +62,7 @@ def spilled(made) -> int:
 TILE = {"INPUT": tl.bfloat16, "TILE": cached_weights.TILE, "ALIGNED": True}
 
 
+@pytest.mark.quick("tensor-True-90", "row-False-90", "128x128-False-100")
 @pytest.mark.parametrize("capability", [90, 100])
 @pytest.mark.parametrize(("scope", "known"), [("tensor", False), ("tensor", True), ("row", False), ("128x128", False)])
 def test_cubins(scope, known, capability):
@@ -102,6 +103,7 @@ def test_cubins(scope, known, capability):
         assert compiled(cached_weights.cached_weights_scales, scales, 4, capability).asm["cubin"]
 
 
+@pytest.mark.quick("e2m1-16x16-100")
 @pytest.mark.parametrize("capability", [90, 100])
 @pytest.mark.parametrize(("element", "scope"), [("e4m3", "1x32"), ("e2m1", "16x16")])
 def test_cubins_of_microscaled_casts(element, scope, capability):
@@ -122,6 +124,7 @@ def test_cubins_of_microscaled_casts(element, scope, capability):
     assert element == "e2m1" or "st.global.v4.b32" in made.asm["ptx"]
 
 
+@pytest.mark.quick("-90-casts0", "_delayed-90-casts1")
 @pytest.mark.parametrize(
     ("recipe", "arch", "casts"), [("", 90, [9, 3]), ("_delayed", 90, [3, 3]), ("_mxfp8", 100, [3, 3])]
 )

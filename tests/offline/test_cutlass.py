@@ -82,6 +82,7 @@ INSTRUCTIONS = {
 }
 
 
+@pytest.mark.quick("cutlass_residual")
 @pytest.mark.parametrize("case", ["cutlass_residual", "cutlass_residual_block"])
 def test_a_residual_is_read_by_the_gemm(case):
     """By down's: the graph's input stands in its call, and nothing is computed behind it. Scales of blocks are as its

@@ -91,6 +91,7 @@ def test_every_kernel_compiles(training: Generated, arch: int, tmp_path: Path) -
             assert re.search(r"(atom|red)\.\S*max\.s32", compiled.asm["ptx"]), kernel.name
 
 
+@pytest.mark.quick("recording_cast_padded-size1")
 @pytest.mark.parametrize(("case", "size"), [("recording_cast", (80, 144)), ("recording_cast_padded", (70, 137))])
 def test_casts_that_record(case: str, size: tuple[int, int], tmp_path: Path) -> None:
     """In the interpreter, bit for bit, on awkward contents; an amax that was larger, or NaN, stays."""

@@ -47,6 +47,7 @@ MODES = {  # what a tile is multiplied with, whether rows are gathered, columns 
 }
 
 
+@pytest.mark.quick("bytes", "of columns")
 @pytest.mark.parametrize("name", MODES)
 def test_cubins(name):
     """Loads and stores of 16 bytes a thread; the transpose crosses shared memory in pairs; nothing is spilled."""
@@ -106,6 +107,7 @@ def test_cubin_of_strips():
 RECIPES = ["delayed", "rowwise", pytest.param("current", marks=pytest.mark.thorough)]
 
 
+@pytest.mark.quick("delayed")
 @pytest.mark.parametrize("recipe", [*RECIPES, pytest.param("block", marks=pytest.mark.thorough)])
 def test_generated_code(recipe):
     """Three grouped GEMMs a layer; the rows of x are cast before they are gathered; nothing is scattered, no row of the

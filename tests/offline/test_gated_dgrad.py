@@ -22,6 +22,7 @@ from tests.offline.test_cutlass import machine_code
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
+@pytest.mark.quick("cutlass_gated")
 @pytest.mark.parametrize("case", ["cutlass_gated", "cutlass_gated_checkpointed"])
 def test_generated_code(case):
     """gate and up are read where the GEMM of both has left them, both copies go to the next GEMMs, and no kernel of
@@ -38,6 +39,7 @@ def test_generated_code(case):
     assert sum("silu" in name for name in launches) == (1 if case == "cutlass_gated_checkpointed" else 0)
 
 
+@pytest.mark.thorough
 def test_what_a_bias_wants_is_computed_as_ever():
     backward = generate("cutlass_gated_bias", 90).sources[-1]
     assert "cutlass_gated_gradient" not in backward and "quantize_pieces" in backward

@@ -7,6 +7,7 @@ import pytest
 from tests.offline.harness import generate
 
 
+@pytest.mark.quick("delayed", "block")
 @pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise", "block"])
 def test_a_loss_gradient_is_computed_once(recipe: str) -> None:
     """In one kernel of the backward, which writes it over the logits; amaxes and casts read it."""

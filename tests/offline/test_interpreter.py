@@ -40,6 +40,7 @@ def interpret(source: str, runs: list[list[Tensor]], folder: Path) -> list[tuple
     return torch.load(folder / "outputs.pt")
 
 
+@pytest.mark.quick("two_way_cast_padded", "two_way_cast_rowwise", "two_way_cast_block_padded", "two_way_cast_squares")
 @pytest.mark.parametrize(("case", "size", "scope", "contents"), CASES, ids=[case for case, *_ in CASES])
 def test_two_way_casts(case, size, scope, contents, tmp_path):
     [source] = generate(case, 90).sources
@@ -83,6 +84,7 @@ def test_pairs_of_rows(transposed, tmp_path):
             assert_same_values(found, casts.quantize_known(given, scale.item(), Quantizer("e4m3"))[0])
 
 
+@pytest.mark.quick("rows-row-1-48", "squares-128x128-0-128")
 @pytest.mark.parametrize(
     ("case", "scope", "dim", "size"),
     [("rows", "row", 1, 48), ("blocks", "1x128", 1, 128), ("squares", "128x128", 0, 128)],
@@ -104,6 +106,7 @@ def test_pieces_side_by_side(case, scope, dim, size, tmp_path):
     assert_same_values(data_t, values_t)
 
 
+@pytest.mark.quick("rows_of_blocks_inference-5")
 @pytest.mark.parametrize(("case", "rows"), [("rows_of_blocks", 128), ("rows_of_blocks_inference", 5)])
 def test_a_row_copy_of_blocks_in_the_kernel_that_reduces_rows(case, rows, tmp_path):
     """Note [Rows that hold blocks]: one kernel, a row a program, of 2048 elements of which the row has 1280."""
@@ -115,6 +118,7 @@ def test_a_row_copy_of_blocks_in_the_kernel_that_reduces_rows(case, rows, tmp_pa
     check_rows_of_blocks(generated.sources[0], rows, tmp_path)
 
 
+@pytest.mark.thorough
 def test_a_row_copy_of_blocks_of_any_number_of_rows(tmp_path):
     """By tiles, as what reduces another tensor holds no rows of this one: the last is cut off."""
     generated = generate("rows_of_blocks_of_another", 90)
@@ -160,6 +164,7 @@ def test_a_row_copy_of_squares(tmp_path):
     assert_same_values(data, values)
 
 
+@pytest.mark.thorough
 def test_a_columnwise_cast_of_blocks(tmp_path):
     [source] = generate("columnwise_cast_block", 90).sources
     x = CONTENTS["rows apart"](130, 20).to(torch.bfloat16)

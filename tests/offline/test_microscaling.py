@@ -46,6 +46,7 @@ def test_an_nvfp4_copy_is_one_kernel_behind_the_amax_of_the_tensor() -> None:
     assert any("randint" in kernel.name for kernel in casts)
 
 
+@pytest.mark.thorough
 def test_scales_of_nvfp4_are_no_words_of_casts() -> None:
     """Note [Casts in PTX] is of tiles; a scale may be alone in its program."""
     kernels = [k for k in generate("small_training_nvfp4_plain", 90).kernels if "tl.float8e4nv" in k.body]
@@ -71,6 +72,7 @@ MXFP8 = {
 NVFP4 = {"nvfp4_gradient": ((20, 70), "1x16"), "nvfp4_input": ((32, 64), "1x16"), "nvfp4_weight": ((20, 70), "16x16")}
 
 
+@pytest.mark.quick("two_way_cast_mxfp8_padded-sm_90", "nvfp4_gradient-sm_100")
 @pytest.mark.parametrize("arch", [90, 100], ids=lambda arch: f"sm_{arch}")
 @pytest.mark.parametrize("case", ["two_way_cast_mxfp8_padded", "nvfp4_gradient"])
 def test_casts_compile(case: str, arch: int, tmp_path: Path) -> None:
@@ -90,6 +92,7 @@ def only(generated: Generated) -> str:
     return source
 
 
+@pytest.mark.quick("two_way_cast_mxfp8_padded", "two_way_cast_mxfp8_squares")
 @pytest.mark.parametrize("case", MXFP8)
 def test_mxfp8_in_the_interpreter(case: str, tmp_path: Path) -> None:
     size, scope = MXFP8[case]
@@ -99,6 +102,7 @@ def test_mxfp8_in_the_interpreter(case: str, tmp_path: Path) -> None:
     check(x.t(), Quantizer("e4m3", scope=scope), (data_t, scale_inv_t))
 
 
+@pytest.mark.quick("nvfp4_gradient", "nvfp4_weight")
 @pytest.mark.parametrize("case", NVFP4)
 def test_nvfp4_in_the_interpreter(case: str, tmp_path: Path) -> None:
     size, scope = NVFP4[case]

@@ -213,6 +213,7 @@ def test_cubin():
     assert ptx.count("wgmma.wait_group") >= ptx.count("wgmma.mma_async") // (config.block_k // 64)  # once a product
 
 
+@pytest.mark.quick("1-4096-(8, 16, 1, 1, 1)", "5-14336-(8, 32, 1, 8, 2)")
 @pytest.mark.parametrize(
     ("m", "k", "shape"),
     [
@@ -240,6 +241,7 @@ def test_direct_cubin(m, k, shape):
     assert ptx.index("griddepcontrol.launch_dependents") > ptx.rindex("mma.sync")
 
 
+@pytest.mark.quick("(8, 64, 2, 8)-bf16", "(32, 64, 2, 6)-fp16")
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
 @pytest.mark.parametrize(
     "shape", [(8, 64, 2, 8), (16, 128, 1, 3), (16, 256, 1, 4), (32, 64, 2, 6), (64, 128, 1, 4)], ids=str
@@ -269,6 +271,7 @@ def test_streamed_cubin(shape, kind, tmp_path):
     assert not re.search(r"(ld|st)\.global", ptx[: ptx.index("griddepcontrol.launch_dependents")])
 
 
+@pytest.mark.quick("192-4096-14336-2", "128-70-256-1")
 @pytest.mark.parametrize(
     ("rows", "n", "k", "splits"),
     [(256, 4096, 14336, 4), (192, 4096, 14336, 2), (160, 4096, 4096, 1), (128, 70, 256, 1)],
@@ -364,6 +367,7 @@ def test_attention_waits():
         assert instruction in ptx and not re.search(TOUCHES, ptx[: ptx.index("griddepcontrol.wait")])
 
 
+@pytest.mark.quick("decode_nvfp4-direct", "decode_nvfp4_batch-streamed")
 @pytest.mark.parametrize(
     ("case", "kind"),
     [("decode_nvfp4", "direct"), ("decode_nvfp4_batch", "streamed"), ("decode_nvfp4_dynamic", "streamed")],
@@ -431,6 +435,7 @@ def test_generated_prompt():
     assert not any(re.search(r"clone|permute", kernel.name) for kernel in code.kernels)
 
 
+@pytest.mark.thorough
 def test_generated_prompt_of_any_length():
     """One graph for all that are not few rows: its op asks how many there are when it runs."""
     [source] = generate("prompt_nvfp4_dynamic", 90).sources
