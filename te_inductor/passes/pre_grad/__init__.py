@@ -7,6 +7,7 @@ about each (`decide/`), and put low-precision ones in their place (`rewrite/`). 
 
 from collections.abc import Callable
 
+from te_inductor.passes.pre_grad.decide.gathered import check_gathers
 from te_inductor.passes.pre_grad.decide.report import report_sites
 from te_inductor.passes.pre_grad.decide.sites import (
     check_extras,
@@ -30,6 +31,7 @@ DECIDE: tuple[Pass, ...] = (
     resolve_recipes,
     check_sites,
     weigh_sites,
+    check_gathers,
     merge_sites,
     check_extras,
     report_sites,

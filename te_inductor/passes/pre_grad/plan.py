@@ -39,6 +39,8 @@ class Candidate:
     stored: bool = False  # its weight is stored in low precision, which is its recipe: there is nothing to rewrite
     by_policy: bool = False  # named by a policy entry
     refusal: Refusal | None = None  # why it stays in high precision
+    # Why its weight, which the graph gathers, is gathered in high precision; None where bytes of its cast are, or nothing is
+    ungathered: Refusal | None = None
     emulated: Refusal | None = None  # why its GEMMs multiply in high precision what low precision holds
     unmet: dict[str, Refusal] = field(default_factory=dict)  # what the options ask for and it does not do: why
 
@@ -51,6 +53,11 @@ class Candidate:
     def names(self) -> tuple[str, ...]:
         """By which a policy's globs may name it."""
         return tuple(dict.fromkeys((*names_of(self.fqn), *names_of(self.module))))
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the graph gathers its weight in low precision."""
+        return self.low and self.match.gather is not None and self.ungathered is None
 
     @property
     def low(self) -> bool:

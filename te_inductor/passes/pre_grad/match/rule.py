@@ -77,6 +77,17 @@ class Groups:
 
 
 @dataclass(frozen=True)
+class Gather:
+    """How a weight is gathered from its shards in front of the layer: Note [Graph FSDP] in ops/sharded_weight.py."""
+
+    shard: fx.Node  # a DTensor, of the ranks' rows
+    dtype: torch.dtype  # in which it is gathered
+    backward_dtype: torch.dtype  # in which its gradient is reduced
+    nodes: tuple[fx.Node, ...]  # what gathers it, the last first
+    refusal: Refusal | None = None  # why no bytes of its cast can be gathered instead
+
+
+@dataclass(frozen=True)
 class Match:
     """One linear layer: ``y = x wᵀ + bias``, where `weight` holds w as (N, K), or as (K, N) where `transposed`; or one
     an expert, where `weight` holds E of them."""
@@ -95,6 +106,7 @@ class Match:
     parallel: Parallel | None = None  # how DTensors of it are dealt to ranks; x is then in front of `before`
     unparallel: Refusal | None = None  # why a layer whose weight is a DTensor is none of those
     before: tuple[fx.Node, ...] = ()  # what stood between x and the layer, which does it itself, the last first
+    gather: Gather | None = None  # of its weight
     behind: tuple[fx.Node, ...] = ()  # the redistribution of its output, and what makes that a plain tensor
 
     @property
