@@ -8,7 +8,8 @@ Where a model gathers its own parameters, as torchtitan's SimpleFSDP does, the g
 
 Cast and gather commute, as each rank has whole rows: with one scale a tensor, if all ranks cast with that of the largest
 amax of their shards; with scales of blocks, where no block lies in two shards. So each rank casts its own rows and
-gathers bytes: half of bf16's, and 1/N of the casts. What the layer multiplies is the same, bit for bit.
+gathers bytes: half of bf16's, and 1/N of the casts. What the layer multiplies is the same, bit for bit, but for roundings
+to `forward_dtype` that generated code leaves out, as it does between any two operators that it fuses.
 
 `current` wants the amaxes of all shards before it casts one: the weights of a graph reduce theirs at once, at its begin.
 `delayed` knows its scales. The gradient goes the way that it went, by torch's own redistribution."""
@@ -105,7 +106,7 @@ def record_rounded_amax(shard: Tensor, dtype: torch.dtype, amax: Tensor) -> None
 
 
 def _rounded(shard: Tensor, dtype: torch.dtype) -> Tensor:
-    """This rank's rows, without autograd."""
+    """This rank's rows, without autograd, rounded to a dtype."""
     return compat.shard_of(shard).detach().to(dtype)
 
 

@@ -139,7 +139,7 @@ class Rank:
             reductions.append([graph for graph in self.reductions if graph])
         (losses, parameters), (others, own) = found
         same = losses == others and all(map(torch.equal, parameters, own))
-        return {"same": same, "loss": others, "gathers": gathers, "reductions": reductions[1]}
+        return {"same": same, "losses": [losses, others], "gathers": gathers, "reductions": reductions[1]}
 
 
 def _whole(parameter: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ about each (`decide/`), and put low-precision ones in their place (`rewrite/`). 
 
 from collections.abc import Callable
 
+from te_inductor.passes.pre_grad.decide.exchanged import check_exchanges
 from te_inductor.passes.pre_grad.decide.gathered import check_gathers
 from te_inductor.passes.pre_grad.decide.report import report_sites
 from te_inductor.passes.pre_grad.decide.sites import (
@@ -32,6 +33,7 @@ DECIDE: tuple[Pass, ...] = (
     check_sites,
     weigh_sites,
     check_gathers,
+    check_exchanges,
     merge_sites,
     check_extras,
     report_sites,

@@ -33,7 +33,7 @@ def report_sites(plan: Plan) -> None:
         merged = tuple(paths[match.node] for match in group)
         rows = sum(match.sizes[1] for match in group) or None  # of the weight of the GEMM that they are
         fprop, *others = _sites(plan, candidate, merged, rows)
-        fprop = replace(fprop, flops=flops.get(candidate.match.node), wire=gathered.wire_of(candidate))
+        fprop = replace(fprop, flops=flops.get(candidate.match.node), wire=_wire(candidate))
         plan.report.sites.extend((fprop, *others))
         kernels[candidate.match.node] = fprop.kernel
     plan.report.sites.extend(map(_unlowered_site, plan.unlowered))
@@ -68,6 +68,12 @@ def _sites(plan: Plan, candidate: Candidate, merged: tuple[str, ...], rows: int 
         if library is not None:
             plan.libraries.add(library)
         yield Site(candidate.fqn, candidate.rule.pattern, gemm, plain(shapes), recipe, kernel, reason, merged)
+
+
+def _wire(candidate: Candidate) -> str | None:
+    """What goes between ranks for a site."""
+    of_weight = gathered.wire_of(candidate)
+    return "; ".join([*([of_weight] if of_weight else []), *candidate.wires]) or None
 
 
 def _unlowered_site(site: Unlowered) -> Site:

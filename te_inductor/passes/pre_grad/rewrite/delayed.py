@@ -154,7 +154,7 @@ class DelayedSites:
         known = [*self._known(of_x, graph), *([] if gathers else of_both)]
         more: dict[str, Any] = self.extras.of(matches, graph)
         kept = "kept" in more
-        if match.parallel is not None or gathers:
+        if match.parallel or gathers or match.arrives or match.leaves:
             self.in_step |= {one.group for one in (of_x, of_weight) if one and one.group}
         if training:
             of_grad = self._quantizer(match, weight, "grad_output")

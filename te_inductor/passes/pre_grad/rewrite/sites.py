@@ -10,7 +10,7 @@ from te_inductor.passes.pre_grad.decide import merging, regions, transforms, wei
 from te_inductor.passes.pre_grad.decide.amax_groups import GroupsOf
 from te_inductor.passes.pre_grad.match.rule import Emit, Match, call_linears
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
-from te_inductor.passes.pre_grad.rewrite import annotations, delayed, selective, sharded
+from te_inductor.passes.pre_grad.rewrite import annotations, delayed, exchanged, selective, sharded
 from te_inductor.passes.pre_grad.rewrite.cached_weights import CachedSites, refresh_on
 from te_inductor.passes.pre_grad.rewrite.extras import ExtraArguments
 from te_inductor.passes.pre_grad.rewrite.inputs import check_order
@@ -44,6 +44,7 @@ def rewrite_sites(plan: Plan) -> None:
             inlined.undo()
     groups = {match.node: group for group in plan.merged for match in group}
     sharded.without_gathers(sites)
+    exchanged.ask_for_sizes(sites)
     gathers = sharded.GatheredWeights(Bodies(plan.gm))
     extras = _extras(plan, sites, groups)
     stateful = _delayed_sites(plan, sites, extras, gathers)
