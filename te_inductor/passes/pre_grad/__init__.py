@@ -19,6 +19,7 @@ from te_inductor.passes.pre_grad.decide.sites import (
 )
 from te_inductor.passes.pre_grad.match.sites import inline_attention, inline_contractions, list_products, match_sites
 from te_inductor.passes.pre_grad.plan import Plan
+from te_inductor.passes.pre_grad.rewrite.decisions import compare_ranks
 from te_inductor.passes.pre_grad.rewrite.permutations import rewrite_permutations
 from te_inductor.passes.pre_grad.rewrite.sites import guard_extras, rewrite_sites, start_builds
 
@@ -38,4 +39,4 @@ DECIDE: tuple[Pass, ...] = (
     check_extras,
     report_sites,
 )
-PASSES: tuple[Pass, ...] = (*DECIDE, guard_extras, start_builds, rewrite_permutations, rewrite_sites)
+PASSES: tuple[Pass, ...] = (*DECIDE, compare_ranks, guard_extras, start_builds, rewrite_permutations, rewrite_sites)

@@ -41,6 +41,7 @@ class Candidate:
     refusal: Refusal | None = None  # why it stays in high precision
     # Why its weight, which the graph gathers, is gathered in high precision; None where bytes of its cast are, or nothing is
     ungathered: Refusal | None = None
+    exchanges: list[str] = field(default_factory=list)  # of experts: the groups whose ranks exchange rows around it
     wires: list[str] = field(default_factory=list)  # what a report says of exchanges around it
     emulated: Refusal | None = None  # why its GEMMs multiply in high precision what low precision holds
     unmet: dict[str, Refusal] = field(default_factory=dict)  # what the options ask for and it does not do: why

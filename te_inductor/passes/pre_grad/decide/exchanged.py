@@ -29,15 +29,19 @@ def check_exchanges(plan: Plan) -> None:
     sites = [
         site
         for site in plan.candidates
-        if site.low and site.match.groups and not site.match.groups.numbered and site.rule.pattern == "grouped_linear"
+        if site.match.groups and not site.match.groups.numbered and site.rule.pattern == "grouped_linear"
     ]
     bodies, readers = Bodies(plan.gm), dict[fx.Node, list[tuple[Candidate, ExchangeNodes]]]()
     for site in sites:
         found = exchanges.in_front(site.match.x) if site.match.groups and site.match.groups.rows is None else None
         if found is not None:
+            site.exchanges.append(found.group)
+        if found is not None and site.low:
             readers.setdefault(found.nodes[1], []).append((site, found))
         found = exchanges.behind(site.match.end)
         if found is not None:
+            site.exchanges.append(found.group)
+        if found is not None and site.low:
             _leave(site, found, _refusal(plan, site, found, bodies))
     for of_one in readers.values():
         refusal = next((why for site, found in of_one if (why := _refusal(plan, site, found, bodies))), None)
