@@ -2,7 +2,10 @@
 that are cast before they are gathered are the same, bit for bit, as those that are cast behind it."""
 
 import pytest
+import torch
+from torch import fx
 
+from te_inductor import compat
 from tests.forked_ranks import ranks, ranks_once
 
 QUICK = "mixed current,reshards delayed,mixed block,reasons"
@@ -103,3 +106,23 @@ def test_what_is_gathered_in_high_precision_and_why(case, told):
     for one in told:
         assert one["reasons"]["told"][case] == f"the graph gathers its weight in float32: {REASONS[case]}"
         assert one["reasons"]["told"]["gathered"] == "the graph gathers its weight in e4m3"
+
+
+def test_arguments_of_a_method_that_dynamo_hides_in_a_function():
+    """As torch 2.11 has methods of DTensors in its graphs."""
+
+    def hidden(args_as_value, kwargs_as_value):
+        def method(x):
+            return x.redistribute(*args_as_value, **kwargs_as_value)
+
+        method.__name__ = "prim_redistribute"
+        return method
+
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    shown = graph.call_method("redistribute", (x, "mesh"), {"forward_dtype": torch.bfloat16})
+    held = graph.call_function(hidden(["mesh"], {"forward_dtype": torch.bfloat16}), (x,))
+    for node in (shown, held):
+        name, args, options = compat.method_call(node)
+        assert (name, list(args), options) == ("redistribute", ["mesh"], {"forward_dtype": torch.bfloat16})
+    assert compat.method_call(graph.call_function(torch.relu, (x,))) is None

@@ -16,20 +16,22 @@ from te_inductor.passes.graph.node_kinds import is_cast, is_view
 _collectives = torch.ops._c10d_functional
 _CASTS = (ops.quantize_delayed, ops.quantize)
 _COPIES = (torch.ops.aten.clone.default,)
+_SAID = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_SAVE)
 
 
 def mark(graph: fx.Graph) -> None:
     chains = [_chain(wait) for wait in graph.find_nodes(op="call_function", target=_collectives.wait_tensor.default)]
-    gathers = [chain for chain in chains if chain]
-    others = [chain for chain in gathers if not _is_low(chain)]
-    marked = next((chain[0] for chain in others if "recompute" in chain[0].meta), None)
-    if marked is None:
+    low = [chain for chain in chains if any(node.target in _CASTS for node in chain)]
+    others = [chain[0] for chain in chains if chain and chain not in low]
+    policies = {wait.meta.get("recompute") for wait in others}
+    if not low or len(policies) != 1 or not policies <= set(_SAID):  # of checkpoints, which have their own way
         return
-    again = marked.meta["recompute"] in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
-    for chain in gathers:
-        if _is_low(chain):
-            for node in (*chain, *(_views(chain[0]) if again else ())):
-                node.meta |= {name: marked.meta[name] for name in ("recompute", "ac_graph_id") if name in marked.meta}
+    [policy] = policies
+    marks = {name: others[0].meta[name] for name in ("recompute", "ac_graph_id") if name in others[0].meta}
+    for chain in low:
+        for node in (*chain, *(_views(chain[0]) if policy is CheckpointPolicy.MUST_RECOMPUTE else ())):
+            if "recompute" not in node.meta or node.target in _COPIES:
+                node.meta |= marks
 
 
 def _chain(wait: fx.Node) -> list[fx.Node]:
@@ -45,10 +47,6 @@ def _chain(wait: fx.Node) -> list[fx.Node]:
         found.append(node)
         node = node.args[0]  # type: ignore[assignment]
     return found
-
-
-def _is_low(chain: list[fx.Node]) -> bool:
-    return any(node.target in _CASTS for node in chain)
 
 
 def _views(node: fx.Node) -> Iterator[fx.Node]:

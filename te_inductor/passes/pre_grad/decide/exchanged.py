@@ -45,9 +45,7 @@ def check_exchanges(plan: Plan) -> None:
             _leave(site, found, _refusal(plan, site, found, bodies))
     for of_one in readers.values():
         refusal = next((why for site, found in of_one if (why := _refusal(plan, site, found, bodies))), None)
-        sizes, left = exchanges.others(
-            of_one[0][1], [site.match.literal.node for site, _ in of_one if site.match.literal]
-        )
+        sizes, left = exchanges.others(of_one[0][1], [site.match.node for site, _ in of_one])
         if left or len({site.recipe for site, _ in of_one}) > 1:
             refusal = refusal or exchanges.OTHERS
         for site, found in of_one:
