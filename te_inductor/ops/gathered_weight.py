@@ -26,15 +26,7 @@ class GatheredWeight(Tensor):
     quantizer: Quantizer
 
     @staticmethod
-    def __new__(
-        cls,
-        values: Tensor,
-        scale_inv: Tensor,
-        shape: torch.Size,
-        dtype: torch.dtype,
-        recipe: Recipe | None,
-        quantizer: Quantizer | None = None,
-    ) -> "GatheredWeight":
+    def __new__(cls, values: Tensor, scale_inv: Tensor, shape: torch.Size, dtype: torch.dtype, *_: Any) -> Any:
         return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=values.device)  # type: ignore[attr-defined]
 
     def __init__(

@@ -4,14 +4,9 @@ Each rank has some tokens and some experts. Prints one line of JSON: by kind, ho
 with all tokens and all experts, and what is exchanged. Graphs are not compiled (tests/uncompiled.py), except those of
 "compiled KIND"."""
 
-import functools
-import gc
 import json
-import sys
-import warnings
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -20,9 +15,8 @@ from torch import Tensor, fx, nn
 from torch.distributed import _functional_collectives as collectives
 
 import te_inductor
-from te_inductor import compat
 from te_inductor.recipes import DelayedScaling
-from tests import uncompiled
+from tests.kinds import told_of
 
 EXPERTS, EACH, HIDDEN, INNER, TOKENS = 4, 2, 64, 96, 48
 KINDS: dict[str, Callable[..., Any]] = {}
@@ -63,9 +57,13 @@ class MoE(nn.Module):
         order = torch.argsort(ids.view(-1), stable=True)
         rows = x[order // EACH].bfloat16()
         counts = torch.histc(ids.view(-1).float(), bins=EXPERTS, min=0, max=EXPERTS - 1).long()
-        rows = self.experts(rows, counts.cumsum(0).int()) if self.world == 1 else self.exchanged(rows, counts)
+        rows = self.alone(rows, counts) if self.world == 1 else self.exchanged(rows, counts)
         rows = rows.float() * scores.view(-1)[order].reshape(-1, 1)
         return torch.zeros_like(x).index_add(0, order // EACH, rows)
+
+    def alone(self, rows: Tensor, counts: Tensor) -> Tensor:
+        rows = self.ordered(rows, torch.arange(len(rows)))
+        return self.result(self.experts(rows, counts.cumsum(0).int()))
 
     def exchanged(self, rows: Tensor, counts: Tensor) -> Tensor:
         group = dist.group.WORLD
@@ -200,32 +198,6 @@ def reasons(rank: Rank) -> Any:
     return told
 
 
-def main(number: int, world: int, file: str, kinds: list[str]) -> None:
-    found: dict[str, Any] = {}
-    for each in kinds:
-        print(each, file=sys.stderr)
-        dist.init_process_group(
-            "gloo", init_method=f"file://{file}-{each.replace(' ', '-')}", rank=number, world_size=world
-        )
-        torch._dynamo.reset()
-        rank = Rank(number, world)
-        name, *arguments = each.removeprefix("compiled ").split()
-        seen = functools.partial(uncompiled.compile_fx, see=lambda graph, rank=rank: rank.see(graph))
-        compile = compat.compile_fx if each.startswith("compiled") else seen
-        with (
-            warnings.catch_warnings(record=True) as caught,
-            mock.patch.object(compat, "compile_fx", compile),
-            torch._dynamo.config.patch(capture_scalar_outputs=True),
-        ):
-            warnings.simplefilter("always")
-            told = KINDS[name](rank, *arguments)
-        found[each] = {"told": told, "said": [str(one.message) for one in caught if "te_inductor" in str(one.message)]}
-        dist.barrier()
-        torch._dynamo.reset()
-        gc.collect()
-        dist.destroy_process_group()
-    print(json.dumps(found), flush=True)
-
-
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4].split(","))
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        print(json.dumps(told_of(KINDS, Rank)), flush=True)

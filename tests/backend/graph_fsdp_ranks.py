@@ -5,28 +5,23 @@ Prints one line of JSON: what each kind tells. Most train a model twice on data 
 high precision and in low, and tell whether losses and parameters are equal bit for bit, and what each graph gathers.
 Graphs are not compiled (tests/uncompiled.py), except those of "compiled KIND"."""
 
-import functools
-import gc
 import json
 import sys
-import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 import te_inductor
-from te_inductor import compat
 from te_inductor.diagnostics import Refusal
 from te_inductor.passes.pre_grad.decide import gathered
 from te_inductor.recipes import DelayedScaling
-from tests import uncompiled
+from tests.kinds import told_of
 
 RECIPES: dict[str, Any] = {"current": "current", "delayed": DelayedScaling(amax_history_len=4), "block": "block"}
 WIDTH = 128 * int(sys.argv[2])  # rows of one block a rank
@@ -281,28 +276,5 @@ def _reshard(graph: fx.Graph) -> None:
                 each.meta["ac_graph_id"] = 100000
 
 
-def main(number: int, world: int, file: str, kinds: list[str]) -> None:
-    found: dict[str, Any] = {}
-    for each in kinds:
-        print(each, file=sys.stderr)
-        dist.init_process_group(
-            "gloo", init_method=f"file://{file}-{each.replace(' ', '-')}", rank=number, world_size=world
-        )
-        torch._dynamo.reset()
-        rank = Rank(number, world)
-        name, *arguments = each.removeprefix("compiled ").split()
-        seen = functools.partial(uncompiled.compile_fx, see=lambda graph, rank=rank: rank.see(graph))
-        compile = compat.compile_fx if each.startswith("compiled") else seen
-        with warnings.catch_warnings(record=True) as caught, mock.patch.object(compat, "compile_fx", compile):
-            warnings.simplefilter("always")
-            told = KINDS[name](rank, *arguments)
-        found[each] = {"told": told, "said": [str(one.message) for one in caught if "te_inductor" in str(one.message)]}
-        dist.barrier()
-        torch._dynamo.reset()
-        gc.collect()
-        dist.destroy_process_group()
-    print(json.dumps(found), flush=True)
-
-
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4].split(","))
+    print(json.dumps(told_of(KINDS, Rank)), flush=True)
