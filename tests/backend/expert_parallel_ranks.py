@@ -120,6 +120,7 @@ class Rank:
     def compared(self, recipe: Any, *, make: Any = MoE, steps: int = 1, split: bool = False, skew: bool = False) -> Any:
         """Of outputs and gradients, how far they are from one rank's, and both from high precision."""
         found: list[list[Tensor]] = []
+        self.sent = []
         own = slice(self.rank * TOKENS // self.world, (self.rank + 1) * TOKENS // self.world)
         for world, options in ((self.world, {"amax_group": dist.group.WORLD}), (1, {"amax_group": "none"}), (1, None)):
             torch._dynamo.reset()
