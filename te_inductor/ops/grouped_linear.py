@@ -333,7 +333,9 @@ def trace_grouped_linears(
     GEMMs in the low precision of `slots`."""
     pairs = [] if known is None else [ScalePair(*pair) for pair in zip(known[::2], known[1::2], strict=True)]
     step = DelayedScales(*pairs, *([token, grad_amax] if len(pairs) > 2 else [])) if pairs else None  # type: ignore[arg-type]
-    layers = GroupedLinears(slots, out_dtype, len(weights), step, kept or (), main_grads or (), tickets or (), *_exchanges(*exchanges))
+    layers = GroupedLinears(
+        slots, out_dtype, len(weights), step, kept or (), main_grads or (), tickets or (), *_exchanges(*exchanges)
+    )
     return _layers(layers, x, token, ends, rows, places, weights, biases)
 
 
@@ -356,7 +358,9 @@ def trace_first_grouped_linears(
     """The same under delayed scaling, in a step in which some quantizer of the graph has no history: Note [A first
     step]."""
     step = DelayedScales(token=token, grad_amax=grad_amax, first=recipe)
-    layers = GroupedLinears(slots, out_dtype, len(weights), step, (), main_grads or (), tickets or (), *_exchanges(*exchanges))
+    layers = GroupedLinears(
+        slots, out_dtype, len(weights), step, (), main_grads or (), tickets or (), *_exchanges(*exchanges)
+    )
     return _layers(layers, x, token, ends, rows, places, weights, biases)
 
 
