@@ -132,7 +132,11 @@ def _inductor(plan: Plan, name: str | None) -> Callable[[fx.GraphModule, Sequenc
     compat.patch("torch._inductor.config.loop_index_inversion_in_fusion", False, on=patches)
     if any(candidate.match.groups for candidate in plan.candidates):
         patches.setdefault("unroll_reductions_threshold", MOST_EXPERTS_OF_A_ROW + 1)
-    for place, passes in (("joint_custom_pre_pass", joint.PASSES), ("post_grad_custom_pre_pass", post_grad.PASSES)):
+    for place, passes in (
+        ("joint_custom_pre_pass", joint.PASSES),
+        ("joint_custom_post_pass", joint.LAST_PASSES),
+        ("post_grad_custom_pre_pass", post_grad.PASSES),
+    ):
         patches[place] = GraphPass(patches.get(place, getattr(inductor, place)), passes)
 
     def compile(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

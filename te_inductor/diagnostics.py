@@ -44,6 +44,7 @@ class Site:
     reason: str | None = None  # why it does not run as asked; None where it does
     merged: tuple[str, ...] = ()  # module paths of all sites that are one GEMM with this one, itself too
     flops: int | None = None  # of an fprop; None of other GEMMs, and where a size is not known before it runs
+    wire: str | None = None  # of an fprop whose operands come from other ranks in the graph: in which format, and why
 
 
 class Unmet(NamedTuple):

@@ -48,7 +48,8 @@ class CheckpointError(TEInductorError, ValueError):
 
 
 class GatherError(TEInductorError, ValueError):
-    """FSDP2 cannot gather a model's weights in low precision, or a gathered weight is used as it cannot be."""
+    """FSDP2 cannot gather a model's weights in low precision, a gathered weight is used as it cannot be, or ranks would
+    read each other's tensors otherwise than they are sent."""
 
 
 class FallbackWarning(UserWarning):

@@ -87,9 +87,15 @@ MUTATIONS = [
     ),
     Mutation(
         "rows behind the last group reach the gradients",
-        "dy = grouped.mask_rows(torch.cat(list(dys), 1) if len(dys) > 1 else dys[0], ends)",
-        "dy = torch.cat(list(dys), 1) if len(dys) > 1 else dys[0]",
+        "dy = dy if self.leaves else grouped.mask_rows(dy, ends)",
+        "dy = dy if self.leaves else dy * 1",
         ("tests/numerics/test_grouped.py", "-k", "rows_behind"),
+    ),
+    Mutation(
+        "each rank casts its rows of a weight with a scale of its own",
+        "amaxes = largest(torch.stack([tensor_amax(_rounded(shard, dtype)) for shard in shards]), _ranks(shards[0]))",
+        "amaxes = torch.stack([tensor_amax(_rounded(shard, dtype)) for shard in shards])",
+        ("tests/backend/test_graph_fsdp.py", "-k", "same"),
     ),
     Mutation(
         "a row's gradient is the sum of others' copies",

@@ -20,8 +20,9 @@ def compile_fx(
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     def partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        if (ours := patches.get("joint_custom_pre_pass")) is not None:
-            ours(joint.graph)
+        for place in ("joint_custom_pre_pass", "joint_custom_post_pass"):
+            if (ours := patches.get(place)) is not None:
+                ours(joint.graph)
         return min_cut_rematerialization_partition(joint, *args, **kwargs)
 
     def boxed(graph: fx.GraphModule, _: Any) -> Any:

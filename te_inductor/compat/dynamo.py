@@ -3,7 +3,7 @@
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -145,3 +145,15 @@ def traced_beside() -> Iterator[None]:
     own.ddp_optimizer_ctx, own.fakify_first_call = None, False
     with patch("torch._guards._TLS.tracing_context", own):
         yield
+
+
+def method_call(node: fx.Node) -> tuple[str, Sequence[Any], Mapping[str, Any]] | None:
+    """The tensor method that a node calls, and its arguments behind the tensor. Releases before 2.12 call a function of
+    Dynamo's that holds the arguments of DTensors' methods."""
+    if node.op == "call_method":
+        return str(node.target), node.args[1:], node.kwargs
+    function = node.target
+    if node.op != "call_function" or not inspect.isfunction(function) or not function.__name__.startswith("prim_"):
+        return None
+    held = inspect.getclosurevars(function).nonlocals
+    return function.__name__.removeprefix("prim_"), held.get("args_as_value", ()), held.get("kwargs_as_value", {})

@@ -44,6 +44,7 @@ from te_inductor.ops.grouped_linear import (
 )
 from te_inductor.ops.linear import exported_linears, first_linears, linears, trace_linears
 from te_inductor.ops.parallel_linear import first_parallel_linears, parallel_linears, record_shard_amax
+from te_inductor.ops.sharded_weight import first_gather_weight, gather_weight, record_weight_amax, shard_scales
 
 __all__ = [
     "Copy",
@@ -58,9 +59,11 @@ __all__ = [
     "equal_groups",
     "experts_scale",
     "exported_linears",
+    "first_gather_weight",
     "first_grouped_linears",
     "first_linears",
     "first_parallel_linears",
+    "gather_weight",
     "grouped_linears",
     "grouped_mm",
     "grouped_wgrad",
@@ -84,8 +87,10 @@ __all__ = [
     "read_scales",
     "record_amax",
     "record_shard_amax",
+    "record_weight_amax",
     "scaled_grouped_mm",
     "scaled_mm",
+    "shard_scales",
     "tensor_amax",
     "trace_grouped_linears",
     "trace_linears",

@@ -1,5 +1,5 @@
-"""`GatheredWeight`: a linear layer's weight (N, K) as FSDP2 gathered it in low precision. It trains: its gradient has the
-dtype of what it stands for, and goes to the shards by FSDP's own reduction.
+"""`GatheredWeight`: a linear layer's weight (N, K) as FSDP2, or a graph (`ops/sharded_weight.py`), gathered it in low
+precision. It trains: its gradient has the dtype of what it stands for, and goes to the shards by FSDP's own reduction.
 
 A tensor subclass, as `fsdp_post_all_gather` may return one: the module's parameter while it is gathered. The backend
 multiplies by what it holds (`ops/linear.py`). Anything else that reads it, in eager code or behind another backend,
@@ -22,24 +22,26 @@ class GatheredWeight(Tensor):
 
     values_: Tensor  # (N, K), in memory that FSDP lets go of and fills again
     scale_inv: Tensor  # as the recipe's weights store it: (), or (N/128 * K/128,)
-    recipe: Recipe
+    recipe: Recipe | None  # None: that of the site in whose graph it was gathered
+    quantizer: Quantizer
 
     @staticmethod
-    def __new__(
-        cls, values: Tensor, scale_inv: Tensor, shape: torch.Size, dtype: torch.dtype, recipe: Recipe
-    ) -> "GatheredWeight":
+    def __new__(cls, values: Tensor, scale_inv: Tensor, shape: torch.Size, dtype: torch.dtype, *_: Any) -> Any:
         return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=values.device)  # type: ignore[attr-defined]
 
     def __init__(
-        self, values: Tensor, scale_inv: Tensor, shape: torch.Size, dtype: torch.dtype, recipe: Recipe
+        self,
+        values: Tensor,
+        scale_inv: Tensor,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        recipe: Recipe | None,
+        quantizer: Quantizer | None = None,
     ) -> None:
         self.values_, self.scale_inv, self.recipe = values, scale_inv, recipe
+        self.quantizer = quantizer or recipe.slots().weight  # type: ignore[union-attr]
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @property
-    def quantizer(self) -> Quantizer:
-        return self.recipe.slots().weight
 
     def dequantize(self) -> Tensor:  # type: ignore[override]
         """What was gathered, as a plain (N, K) tensor of this tensor's dtype."""
@@ -58,23 +60,23 @@ class GatheredWeight(Tensor):
 
     def like(self) -> "GatheredWeight":
         """Another tensor of the same memory."""
-        return GatheredWeight(self.values_, self.scale_inv, self.shape, self.dtype, self.recipe)
+        return GatheredWeight(self.values_, self.scale_inv, self.shape, self.dtype, self.recipe, self.quantizer)
 
     def __repr__(self) -> str:  # type: ignore[override]
         n, k = self.shape
-        return f"GatheredWeight({n} x {k}, {self.recipe.name}, for {self.dtype}, device={self.device})"
+        how = self.recipe.name if self.recipe else self.quantizer.element
+        return f"GatheredWeight({n} x {k}, {how}, for {self.dtype}, device={self.device})"
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["values_", "scale_inv"], (self.dtype, self.recipe)
+        return ["values_", "scale_inv"], (self.dtype, self.recipe, self.quantizer)
 
     @classmethod
     def __tensor_unflatten__(cls, parts: dict[str, Tensor], meta: Any, size: Any, stride: Any) -> "GatheredWeight":
-        dtype, recipe = meta
-        return cls(parts["values_"], parts["scale_inv"], size, dtype, recipe)
+        return cls(parts["values_"], parts["scale_inv"], size, *meta)
 
     def _stable_hash_for_caching(self) -> str:
         """For AOTAutograd's cache: everything that its graph depends on but the parts' own metadata."""
-        return repr((type(self).__name__, tuple(self.shape), self.dtype, self.recipe))
+        return repr((type(self).__name__, tuple(self.shape), self.dtype, self.recipe, self.quantizer))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise GatherError(

@@ -18,7 +18,9 @@ from te_inductor.recipes import Gemm, Quantizer, Slots
 from te_inductor.recipes.delayed import DelayedScaling
 from te_inductor.recipes.formats import ROW
 from te_inductor.runtime import grouped, grouped_library
+from te_inductor.runtime.exchange import Exchange
 from te_inductor.runtime.operation import Gradients, Needs, Operation
+from te_inductor.runtime.parallel import largest
 
 _SLOTS = constant_type_name(Slots)
 
@@ -42,6 +44,8 @@ class GroupedLinears(Operation):
     kept: Sequence[Tensor] = ()  # the weights' copies, as `CachedWeight.taken` has them
     main_grads: Sequence[Tensor] = ()
     tickets: Sequence[Tensor] = ()
+    arrives: Exchange | None = None  # how x comes to the experts: Note [Rows between ranks]
+    leaves: Exchange | None = None  # how y goes back
 
     def compute(
         self,
@@ -56,14 +60,16 @@ class GroupedLinears(Operation):
         weights, biases = operands[: self.count], operands[self.count :]
         wanted = needs[-len(operands) :]
         needed = needs[0], any(wanted[: self.count]), any(wanted[self.count :])
-        slots, step = self.slots, self.step
-        known = step.known("input", [x], slots.input) if step else None
+        slots = self.slots
+        known = self._known("input", x, self.arrives)
         row, _ = copies([x], 0, slots.input, known, columnwise=False)
         assert row is not None
+        row = row if self.arrives is None else _exchanged(row, self.arrives, ends)
         a = row if rows is None else _picked(row, slots.input, rows, x.shape)
         b, scales = self._row_copy(weights, needed[0])
         bias = torch.cat(list(biases), 1) if len(biases) > 1 else biases[0] if biases else None
         y = _product(a, b, ends, bias, slots.fprop, self.out_dtype, self._native(x, weights[0].dtype))
+        y = y if self.leaves is None else self.leaves.from_experts(y, added=False)
         ys = y.split([weight.shape[1] for weight in weights], 1) if self.count > 1 else (y,)
         return ys, (row, scales, needed)
 
@@ -84,18 +90,22 @@ class GroupedLinears(Operation):
         x, x_scale_inv, *scales, ends, rows, places = saved[:8]
         column, weights = saved[8:10], saved[10:]
         slots, step, dx, sizes = self.slots, self.step, None, ctx.sizes
-        dy = grouped.mask_rows(torch.cat(list(dys), 1) if len(dys) > 1 else dys[0], ends)
+        dy = torch.cat(list(dys), 1) if len(dys) > 1 else dys[0]
+        dy = dy if self.leaves else grouped.mask_rows(dy, ends)
         native = self._native(dy, ctx.weight_dtype)
-        layout = grouped.layout(ends, dy.shape[0], grouped.GROUP_ALIGNMENT if native else 0)
+        seen = dy.shape[0] if self.leaves is None else x.shape[0]
+        layout = grouped.layout(ends, seen, grouped.GROUP_ALIGNMENT if native else 0)
         dws: Sequence[Tensor | None] = [None] * len(sizes)
         if x_grad or weight_grad:
-            known = step.known("grad_output", [dy], slots.grad_output) if step else None
-            g_row, g_col = self._gradient_copies(dy, known, layout, x_grad, weight_grad)
+            known = self._known("grad_output", dy, self.leaves)
+            g_row, g_col = self._gradient_copies(dy, known, layout, ends, x_grad, weight_grad)
             if step is not None:
                 record_amax([dy], step.grad_amax)
         if x_grad:
             b = self._weight_copy(weights, scales, transposed=True) if weights else Copy(*column)
             dx = _product(g_row, b, ends, None, slots.dgrad, self.out_dtype, native)
+            if self.arrives is not None:
+                dx = self.arrives.from_experts(dx, added=True)
             if places is not None:  # in fp32, row by row of x, where autograd adds rows in the order of atomics
                 dx = dx[places].sum(1, dtype=torch.float32)
             dx = dx.to(ctx.x_dtype)
@@ -110,6 +120,18 @@ class GroupedLinears(Operation):
         if bias_grad:
             dbs = _bias_gradients(dy, layout, ends.shape[0], self.out_dtype).to(ctx.bias_dtype).split(sizes, 1)
         return dx, None, None, None, None, *dws, *dbs
+
+    def _known(self, slot: str, x: Tensor, exchange: Exchange | None) -> ScalePair | None:
+        """What x is cast with, where that does not follow from x alone: what is exchanged has one scale on all ranks.
+        In a first step all tensors do, so that it begins the histories of one rank."""
+        quantizer: Quantizer = getattr(self.slots, slot)
+        first = self.step is not None and self.step.first is not None
+        among = exchange or ((self.arrives or self.leaves) if first else None)
+        if among is not None and (self.step is None or first):
+            x = largest(tensor_amax(x), among.ranks).view(1, 1).to(x.dtype)
+        if self.step is not None:
+            return self.step.known(slot, [x], quantizer)
+        return ScalePair(*current_scale([x], quantizer)) if among is not None else None
 
     def _native(self, x: Tensor, weight: torch.dtype) -> bool:
         """Whether torch's library multiplies MXFP8 operands."""
@@ -136,7 +158,11 @@ class GroupedLinears(Operation):
             return None, None, amax
         if step is None:
             return *ops.experts_scale(weights, quantizer), None
-        known = step.known("weight", [weight.flatten(0, 1) for weight in weights], quantizer)
+        among = (self.arrives or self.leaves) if step.first is not None else None
+        told = [weight.flatten(0, 1) for weight in weights]
+        if among is not None:
+            told = [largest(_amax(weights), among.ranks).view(1, 1).to(weights[0].dtype)]
+        known = step.known("weight", told, quantizer)
         assert known is not None
         return known.scale, known.scale_inv, None
 
@@ -164,6 +190,7 @@ class GroupedLinears(Operation):
         dy: Tensor,
         known: ScalePair | None,
         layout: tuple[Tensor, Tensor, Tensor],
+        ends: Tensor,
         rowwise: bool,
         columnwise: bool,
     ) -> tuple[Copy | None, Copy | None]:
@@ -171,6 +198,7 @@ class GroupedLinears(Operation):
         if quantizer.granularity.whole:
             scale, scale_inv = (known.scale, known.scale_inv) if known else current_scale([dy], quantizer)
             row = Copy(quantize_delayed(dy, scale, quantizer), scale_inv)
+            row = row if self.leaves is None else _exchanged(row, self.leaves, ends)
             data, scale_inv = _stored_columns(row.data, dy.shape[1]), row.scale_inv
         else:
             row = copies([dy], 0, quantizer, None, columnwise=False)[0] if rowwise else None  # type: ignore[assignment]
@@ -201,6 +229,12 @@ class GroupedLinears(Operation):
                 dw = ops.grouped_wgrad(*operands, starts, gemm, torch.float16 if narrow else dtype, alpha).to(dtype)
             return dw.split(sizes, 1) if len(sizes) > 1 else [dw]
         return [None] * len(sizes)
+
+
+def _exchanged(copy: Copy, exchange: Exchange, ends: Tensor) -> Copy:
+    """The copy of rows as the experts see them; zeros behind the last group."""
+    data = exchange.to_experts(copy.data)
+    return Copy(grouped.mask_rows(data.view(torch.uint8), ends).view(data.dtype), copy.scale_inv)
 
 
 def _product(
@@ -293,12 +327,15 @@ def trace_grouped_linears(
     kept: Sequence[Tensor] | None = None,
     main_grads: Sequence[Tensor] | None = None,
     tickets: Sequence[Tensor] | None = None,
+    *exchanges: Any,
 ) -> list[Tensor]:  # each (M, N), zeros behind the last group
     """``x[rows][m] @ weight[g].T + bias[g]`` for each weight, g being the group of row m, the operands of all three
     GEMMs in the low precision of `slots`."""
     pairs = [] if known is None else [ScalePair(*pair) for pair in zip(known[::2], known[1::2], strict=True)]
     step = DelayedScales(*pairs, *([token, grad_amax] if len(pairs) > 2 else [])) if pairs else None  # type: ignore[arg-type]
-    layers = GroupedLinears(slots, out_dtype, len(weights), step, kept or (), main_grads or (), tickets or ())
+    layers = GroupedLinears(
+        slots, out_dtype, len(weights), step, kept or (), main_grads or (), tickets or (), *_exchanges(*exchanges)
+    )
     return _layers(layers, x, token, ends, rows, places, weights, biases)
 
 
@@ -316,12 +353,31 @@ def trace_first_grouped_linears(
     grad_amax: Tensor | None = None,
     main_grads: Sequence[Tensor] | None = None,
     tickets: Sequence[Tensor] | None = None,
+    *exchanges: Any,
 ) -> list[Tensor]:
     """The same under delayed scaling, in a step in which some quantizer of the graph has no history: Note [A first
     step]."""
     step = DelayedScales(token=token, grad_amax=grad_amax, first=recipe)
-    layers = GroupedLinears(slots, out_dtype, len(weights), step, (), main_grads or (), tickets or ())
+    layers = GroupedLinears(
+        slots, out_dtype, len(weights), step, (), main_grads or (), tickets or (), *_exchanges(*exchanges)
+    )
     return _layers(layers, x, token, ends, rows, places, weights, biases)
+
+
+def _exchanges(
+    group: str | None = None,  # name of the process group; None: nothing is exchanged
+    sent: Sequence[Any] | None = None,  # rows of x to each rank; None: x is there
+    received: Sequence[Any] | None = None,
+    order: Tensor | None = None,  # (M,), which of the rows that came each row of the layer is
+    y_sent: Sequence[Any] | None = None,  # rows to each rank as they are sent forth: of y what comes back from it
+    y_received: Sequence[Any] | None = None,
+    y_order: Tensor | None = None,
+) -> tuple[Exchange | None, Exchange | None]:
+    if group is None:
+        return None, None
+    arrives = None if sent is None or received is None else Exchange(sent, received, group, order)
+    leaves = None if y_sent is None or y_received is None else Exchange(y_sent, y_received, group, y_order)
+    return arrives, leaves
 
 
 def _places_of(order: Tensor, each: int) -> Tensor:
@@ -329,16 +385,21 @@ def _places_of(order: Tensor, each: int) -> Tensor:
     return torch.zeros_like(order).scatter(0, order, places).view(-1, each)
 
 
+_EXCHANGES = (
+    "str? group=None, SymInt[]? sent=None, SymInt[]? received=None, Tensor? order=None, SymInt[]? y_sent=None,"
+    " SymInt[]? y_received=None, Tensor? y_order=None"
+)
 grouped_linears = define(
     f"grouped_linears(Tensor x, Tensor[] weights, Tensor[] biases, Tensor ends, {_SLOTS} slots, ScalarType out_dtype,"
     " Tensor? rows=None, Tensor? places=None, Tensor[]? known=None, Tensor? token=None, Tensor? grad_amax=None,"
-    " Tensor[]? kept=None, Tensor[]? main_grads=None, Tensor[]? tickets=None) -> Tensor[]",
+    f" Tensor[]? kept=None, Tensor[]? main_grads=None, Tensor[]? tickets=None, {_EXCHANGES}) -> Tensor[]",
     trace_grouped_linears,
 )
 first_grouped_linears = define(
     f"first_grouped_linears(Tensor x, Tensor[] weights, Tensor[] biases, Tensor ends, {_SLOTS} slots, ScalarType"
     f" out_dtype, {constant_type_name(DelayedScaling)} recipe, Tensor? rows=None, Tensor? places=None, Tensor?"
-    " token=None, Tensor? grad_amax=None, Tensor[]? main_grads=None, Tensor[]? tickets=None) -> Tensor[]",
+    f" token=None, Tensor? grad_amax=None, Tensor[]? main_grads=None, Tensor[]? tickets=None, {_EXCHANGES})"
+    " -> Tensor[]",
     trace_first_grouped_linears,
 )
 

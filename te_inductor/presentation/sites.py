@@ -56,7 +56,7 @@ def headline(report: "Report") -> str:
 
 
 def tail(report: "Report") -> list[str]:
-    """Options without effect, the estimate, and a failure of ours."""
+    """Options without effect, what goes between ranks, the estimate, and a failure of ours."""
     from te_inductor.diagnostics import HIDDEN, nearest
 
     fqns = [site.fqn for site in report.sites]
@@ -68,6 +68,11 @@ def tail(report: "Report") -> list[str]:
         unmet.setdefault((option, reason), []).append(fqn)
     for (option, reason), paths in unmet.items():
         lines.append(f"option {option!r} does not reach {_names(paths, fqns)}: {reason}")
+    wires: dict[str, list[str]] = {}
+    for site in report.sites:
+        if site.wire is not None:
+            wires.setdefault(site.wire, []).append(site.fqn)
+    lines += [f"{_names(paths, fqns)}: {wire}" for wire, paths in wires.items()]
     lines += [report.speedup] if report.speedup else []
     return lines + ([report.failure] if report.failure else [])
 

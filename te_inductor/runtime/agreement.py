@@ -56,6 +56,7 @@ class _World:
     is_fake: bool = False  # one process plays all ranks, and its store may hold nothing
     decisions: dict[str, str] = field(default_factory=dict)  # by name: `_YES`, or why not
     patient: bool = True
+    compiles: dict[str, int] = field(default_factory=dict)  # how often, of layers that exchange tensors
     said: bool = False  # that ranks did not agree
     said_no_group: bool = False
 
@@ -68,6 +69,11 @@ class _World:
 
     def set(self, key: str, value: str) -> None:
         self.store.set(f"{self.prefix}/{key}", value)
+
+    def first(self, key: str, value: str) -> tuple[int, list[str]]:
+        """What the first rank left at a key, perhaps this one now: its number, and the rest."""
+        rank, *rest = json.loads(self.store.compare_set(f"{self.prefix}/{key}", "", value))
+        return rank, rest
 
     def propose(self, name: str, decision: str) -> None:
         self.store.compare_set(f"{self.prefix}/decision/{name}", "", decision)
@@ -88,14 +94,14 @@ def agreement_of(group: AmaxGroup, quantizers: object) -> Agreement:
 
 def announce(agreement: Agreement) -> None:
     """Tell the other ranks that this one compiles a graph, so that they wait for its first call."""
-    world = _current()
+    world = current()
     if world is not None and not world.is_fake:
         world.set(f"compiles/{agreement.name}/{world.rank}", "1")
 
 
 def withdraw(agreement: Agreement) -> None:
     """Tell the other ranks that this one does not come to a graph that it said it compiles."""
-    world = _current()
+    world = current()
     if world is not None and not world.is_fake:
         world.propose(agreement.name, f"rank {world.rank} could not compile a graph in low precision")
 
@@ -103,7 +109,7 @@ def withdraw(agreement: Agreement) -> None:
 def note_no_group(fqns: Sequence[str], fallback: str) -> None:
     """Say once a process group that these sites reduce amaxes over no ranks, as nothing tells over which. No error: it
     is the default."""
-    world = _current()
+    world = current()
     if world is not None and not world.said_no_group:
         world.said_no_group = True
         say(amaxes_have_no_group(fqns), "warn" if fallback == "error" else fallback)
@@ -117,7 +123,7 @@ def settle(agreements: Sequence[Agreement], fallback: str) -> None:
         FallbackError: with ``fallback="error"``, where ranks do not agree.
         StateError: a process group is gone since the graph was compiled.
     """
-    world = _current()
+    world = current()
     if world is None:
         raise StateError(amax_groups.gone(agreements[0].group.names[0]))
     for agreement in agreements:
@@ -135,11 +141,11 @@ def settle(agreements: Sequence[Agreement], fallback: str) -> None:
 
 def reached(name: str | None) -> bool:
     """Whether all ranks reduce together what has this name."""
-    world = _current()
+    world = current()
     return world is not None and name is not None and world.decisions.get(name) == _YES
 
 
-def _current() -> _World | None:
+def current() -> _World | None:
     """None where there is one rank."""
     global _world, _worlds
     if not amax_groups.several_ranks():

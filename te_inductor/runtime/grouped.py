@@ -14,6 +14,7 @@ holds two groups, scales of blocks along the contraction belong to one, and load
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from te_inductor import targets
 from te_inductor.recipes.formats import ROW, Scope, padded
@@ -163,6 +164,8 @@ def transpose_groups(data: Tensor, source: Tensor) -> Tensor:
 
 def gather_padded(x: Tensor, source: Tensor) -> Tensor:  # (P, C)
     """The rows of `x` at `source`, zeros where that is negative."""
+    if not guard_or_false(x.shape[0] > 0):  # a rank without rows: torch would look at the first one
+        x = torch.cat([x, x.new_zeros((1, *x.shape[1:]))])
     return torch.where((source >= 0)[:, None], x[source.clamp(min=0)], torch.zeros((), dtype=x.dtype, device=x.device))
 
 

@@ -18,7 +18,7 @@ read would each need scales of all rows.
 
 Partial sums are never cast: they are added up in the layer's own dtype first."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,13 @@ from torch import Tensor
 from te_inductor.recipes.constants import Constant, constant
 
 _collectives = torch.ops._c10d_functional
+
+
+class Ranks(NamedTuple):
+    """Those of a process group."""
+
+    group: str  # its name
+    ranks: int  # its size
 
 
 @constant
@@ -61,12 +68,12 @@ class Parallel(Constant):
         return self.y if self.reduces else None
 
 
-def gather(x: Tensor, dim: int, parallel: Parallel) -> Tensor:
+def gather(x: Tensor, dim: int, parallel: Parallel | Ranks) -> Tensor:
     """The x of all ranks, one behind the other along `dim`. FP8 goes over the wire as bytes."""
     wire = x.contiguous()
     narrow = x.dtype.itemsize == 1
     wire = wire.view(torch.uint8) if narrow else wire
-    found = _wait(_collectives.all_gather_into_tensor(wire, parallel.ranks, parallel.group))
+    found = wait(_collectives.all_gather_into_tensor(wire, parallel.ranks, parallel.group))
     found = _to_dim(found, dim, parallel.ranks)
     return found.view(x.dtype) if narrow else found
 
@@ -82,18 +89,18 @@ def reduce(x: Tensor, dim: int | None, parallel: Parallel) -> Tensor:
     """The sum of all ranks' x, or along `dim` this rank's part of it."""
     x = x.contiguous()
     if dim is None:
-        return _wait(_collectives.all_reduce(x, "sum", parallel.group))
+        return wait(_collectives.all_reduce(x, "sum", parallel.group))
     if dim:
         x = torch.cat(x.split(x.shape[dim] // parallel.ranks, dim))
-    return _wait(_collectives.reduce_scatter_tensor(x, "sum", parallel.ranks, parallel.group))
+    return wait(_collectives.reduce_scatter_tensor(x, "sum", parallel.ranks, parallel.group))
 
 
-def largest(amax: Tensor, parallel: Parallel) -> Tensor:
-    """The largest amax of all ranks; NaN where one of them has one. Bit patterns are compared, which order NaN above
-    all numbers, as each rank has to find the same."""
-    bits = _wait(_collectives.all_reduce(amax.view(torch.int32), "max", parallel.group))
+def largest(amax: Tensor, parallel: Parallel | Ranks) -> Tensor:
+    """The largest amax of all ranks, of each element; NaN where one of them has one. Bit patterns are compared, which
+    order NaN above all numbers, as each rank has to find the same."""
+    bits = wait(_collectives.all_reduce(amax.view(torch.int32), "max", parallel.group))
     return bits.view(torch.float32)
 
 
-def _wait(x: Any) -> Tensor:
+def wait(x: Any) -> Tensor:
     return _collectives.wait_tensor(x)  # type: ignore[no-any-return]

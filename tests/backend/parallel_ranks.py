@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -127,6 +128,7 @@ class Rank:
         dim: int | None,
         by_block: bool = False,
         dynamic: bool | None = None,
+        wrap: Callable[[nn.Module], Any] = lambda model: None,
         **more: Any,
     ) -> Any:
         """How far tensor-parallel training is from one rank's in low precision, and both from high precision; what goes
@@ -139,6 +141,7 @@ class Rank:
         x, dy = torch.randn(BATCH, LENGTH, width), torch.randn(BATCH, LENGTH, width)
         for layer in model.layers:
             parallelize_module(layer, self.mesh, plan)
+        wrap(model)
         run, alone = (
             self.te(which, recipe=recipe, by_block=by_block, dynamic=dynamic, **group, **more)
             for which, group in ((model, {}), (one, {"amax_group": "none"}))
@@ -212,6 +215,20 @@ def two(rank: Rank, recipe: str) -> Any:
 def blocks(rank: Rank, recipe: str) -> Any:
     """Compiled one by one."""
     return rank.compared(Outer(Mlp(), Mlp()), SEQUENCE, recipe, dim=1, by_block=True)
+
+
+@kind
+def with_fsdp(rank: Rank, recipe: str) -> Any:
+    """FSDP2 along the other dimension of a mesh, all of whose ranks have the same rows here."""
+    grid = init_device_mesh("cpu", (2, rank.world // 2), mesh_dim_names=("dp", "tp"))
+    rank.mesh = grid["tp"]
+
+    def wrap(model: nn.Module) -> None:
+        for layer in model.layers:
+            fully_shard(layer, mesh=grid["dp"])
+        fully_shard(model, mesh=grid["dp"])
+
+    return rank.compared(Outer(Mlp(), Mlp()), PLAIN, recipe, dim=None, by_block=True, wrap=wrap)
 
 
 class Checkpointed(Mlp):
@@ -420,6 +437,30 @@ def raises(rank: Rank, recipe: str) -> Any:
         y.sum().backward()
 
     return _failed(backward)
+
+
+@kind
+def decides(rank: Rank) -> Any:
+    """The second rank has other options than the first. Nothing runs behind the compile."""
+
+    def ran(*_: Any) -> Any:
+        raise ValueError("ran")
+
+    told = []
+    for recipes in (("current", "current"), ("current", "delayed"), ("none", "current")):
+        torch._dynamo.reset()
+        model = Outer(Mlp())
+        parallelize_module(model.layers[0], rank.mesh, SEQUENCE)
+        if rank.rank:
+            dist.barrier()
+        with mock.patch.object(compat, "compile_fx", lambda *_: ran):
+            try:
+                rank.te(model, recipe=recipes[rank.rank], fallback="silent")(torch.randn(BATCH, 16, WIDTH))
+            except Exception as error:
+                told.append(f"{type(error).__name__}: {error}")
+        if not rank.rank:
+            dist.barrier()
+    return told
 
 
 def _failed(run: Callable[[], None]) -> Any:

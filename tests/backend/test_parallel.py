@@ -9,7 +9,7 @@ from tests.forked_ranks import ranks, ranks_once
 SAME = 1e-4  # a value in a hundred thousand that falls to the other side of a rounding boundary
 ALIKE = 2.0  # errors of roundings that are other ones
 # The loss comes first: behind other graphs torch 2.13 cannot partition that one, as the user wrote it neither.
-QUICK = "loss current,sequence delayed,sequence_bias current,nan,refused,without_group"
+QUICK = "loss current,sequence delayed,sequence_bias current,nan,refused,without_group,decides"
 OTHERS = (
     "loss delayed,plain delayed,plain_bias delayed,sequence current,sequence_bias delayed,two delayed,"
     "checkpointed delayed,sequence rowwise,sequence_wide block,sequence_wide mxfp8,whole_weights current,"
@@ -56,6 +56,14 @@ def test_training_is_that_of_one_rank_too(kind, others):
 @pytest.mark.thorough
 def test_transformers_plan(tmp_path):
     check("llama delayed", ranks("tests.backend.parallel_ranks", 2, str(tmp_path / "store"), "llama delayed"))
+
+
+@pytest.mark.thorough
+def test_training_with_fsdp2_is_that_of_one_rank(tmp_path):
+    kinds = ["with_fsdp delayed", "with_fsdp current"]
+    found = ranks("tests.backend.parallel_ranks", 4, str(tmp_path / "store"), ",".join(kinds), timeout=600)
+    for kind in kinds:
+        check(kind, found)
 
 
 @pytest.mark.thorough
@@ -120,6 +128,20 @@ def test_shards_want_scales_of_all_ranks(told):
         assert all(
             "shards that are gathered in FP8 have one scale" in reasons[case][0] for case in ("recipe", "option")
         )
+
+
+def test_ranks_that_decide_otherwise_are_found_before_they_run(told):
+    first, second = (one["decides"]["told"] for one in told)
+    assert first == ["ValueError: ran"] * 3
+    same, other, high = second
+    assert same == "ValueError: ran"
+    expected = (
+        "GatherError: rank 1 would run a layer otherwise than rank 0, with which it exchanges tensors:"
+        " 'layers.0.gate in {}', where rank 0 has 'layers.0.gate in {}'; compile the same graph with the same options"
+        " on all of them"
+    )
+    assert expected.format("delayed", "current") in other
+    assert expected.format("current", "high precision") in high
 
 
 @pytest.mark.thorough

@@ -10,7 +10,8 @@ from te_inductor.passes.graph.bodies import Bodies
 
 # Calls that take all of a parameter; any other is part of its quantizers' names.
 _WHOLE = frozenset(
-    "t T mT numpy_T permute transpose to type type_as float bfloat16 half contiguous clone to_local".split()
+    "t T mT numpy_T permute transpose to type type_as float bfloat16 half contiguous clone to_local redistribute"
+    " prim_redistribute prim_to_local".split()
 )
 _HELD = ("placeholder", "get_attr")
 

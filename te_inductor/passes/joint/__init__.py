@@ -1,6 +1,7 @@
 """The passes on AOTAutograd's joint graph, before it is split into forward and backward."""
 
 from te_inductor import fused
-from te_inductor.passes.joint import recompute
+from te_inductor.passes.joint import gathers, recompute
 
-PASSES = (*fused.folds("joint"), recompute.mark)
+PASSES = (*fused.folds("joint"), recompute.mark, gathers.mark)
+LAST_PASSES = (gathers.mark,)  # behind torch's own passes, and the user's

@@ -8,6 +8,8 @@ passes: EXPORTED is for exported programs, TRACED for graphs of forward and back
 
 from collections.abc import Callable
 
+from te_inductor.passes.pre_grad.decide.exchanged import check_exchanges
+from te_inductor.passes.pre_grad.decide.gathered import check_gathers
 from te_inductor.passes.pre_grad.decide.report import report_sites
 from te_inductor.passes.pre_grad.decide.sites import (
     check_extras,
@@ -19,6 +21,7 @@ from te_inductor.passes.pre_grad.decide.sites import (
 from te_inductor.passes.pre_grad.match.gradients import match_gradients
 from te_inductor.passes.pre_grad.match.sites import inline_attention, inline_contractions, list_products, match_sites
 from te_inductor.passes.pre_grad.plan import Plan
+from te_inductor.passes.pre_grad.rewrite.decisions import compare_ranks
 from te_inductor.passes.pre_grad.rewrite.permutations import rewrite_permutations
 from te_inductor.passes.pre_grad.rewrite.sites import guard_extras, rewrite_sites, start_builds
 from te_inductor.passes.pre_grad.rewrite.traced import (
@@ -38,11 +41,13 @@ DECIDE: tuple[Pass, ...] = (
     resolve_recipes,
     check_sites,
     weigh_sites,
+    check_gathers,
+    check_exchanges,
     merge_sites,
     check_extras,
     report_sites,
 )
-PASSES: tuple[Pass, ...] = (*DECIDE, guard_extras, start_builds, rewrite_permutations, rewrite_sites)
+PASSES: tuple[Pass, ...] = (*DECIDE, compare_ranks, guard_extras, start_builds, rewrite_permutations, rewrite_sites)
 
 _CHECKED: tuple[Pass, ...] = (list_products, resolve_recipes, check_sites, refuse_what_has_no_place)
 _REPORTED: tuple[Pass, ...] = (weigh_sites, report_sites)

@@ -40,6 +40,10 @@ class Candidate:
     by_policy: bool = False  # named by a policy entry
     refusal: Refusal | None = None  # why it stays in high precision
     unplaced: Refusal | None = None  # why its backward is not known, in a graph that has both
+    # Why its weight, which the graph gathers, is gathered in high precision; None where bytes of its cast are, or nothing is
+    ungathered: Refusal | None = None
+    exchanges: list[str] = field(default_factory=list)  # of experts: the groups whose ranks exchange rows around it
+    wires: list[str] = field(default_factory=list)  # what a report says of exchanges around it
     emulated: Refusal | None = None  # why its GEMMs multiply in high precision what low precision holds
     unmet: dict[str, Refusal] = field(default_factory=dict)  # what the options ask for and it does not do: why
 
@@ -52,6 +56,11 @@ class Candidate:
     def names(self) -> tuple[str, ...]:
         """By which a policy's globs may name it."""
         return tuple(dict.fromkeys((*names_of(self.fqn), *names_of(self.module))))
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the graph gathers its weight in low precision."""
+        return self.low and self.match.gather is not None and self.ungathered is None
 
     @property
     def low(self) -> bool:

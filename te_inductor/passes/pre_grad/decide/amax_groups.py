@@ -59,13 +59,23 @@ def of_shards(recipe: DelayedScaling, options: Options, parallel: Parallel) -> R
     """Why shards may not be cast before they are gathered: their ranks would not have one scale."""
     if parallel.gathered is None and parallel.scattered is None:
         return None
+    return one_scale(recipe, options, dist.get_process_group_ranks(amax_groups.process_group(parallel.group)))
+
+
+def of_mesh_shards(recipe: DelayedScaling, options: Options, shard: Tensor) -> Refusal | None:
+    """The same of a DTensor's."""
+    mesh = amax_groups.of_mesh(compat.mesh_of_dtensor(shard))
+    return one_scale(recipe, options, mesh.ranks)
+
+
+def one_scale(recipe: DelayedScaling, options: Options, ranks: Sequence[int]) -> Refusal | None:
+    """The same of any ranks."""
     if not recipe.reduce_amax:
         return Refusal(
             "shards that are gathered in FP8 have one scale, and DelayedScaling(reduce_amax=False) gives each own"
         )
     if options.amax_group is None:
         return None
-    ranks = dist.get_process_group_ranks(amax_groups.process_group(parallel.group))
     if not set(ranks) <= set(options.amax_group.ranks):  # type: ignore[attr-defined]
         return Refusal(
             "shards that are gathered in FP8 have one scale, and option 'amax_group' is not all of their ranks"

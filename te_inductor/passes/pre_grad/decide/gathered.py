@@ -1,9 +1,20 @@
-"""The recipe of a site whose weight FSDP2 gathered in low precision: the one that it was cast for."""
+"""Weights that are gathered in low precision. FSDP2 has cast them before the graph, for the recipe that their site then
+has; those that the graph gathers itself are cast in it, where that is the same: Note [Graph FSDP]."""
 
+from typing import Any
+
+from torch import fx
+
+from te_inductor.config import Options
 from te_inductor.diagnostics import Refusal
 from te_inductor.ops.gathered_weight import GatheredWeight
-from te_inductor.passes.pre_grad.plan import Candidate
-from te_inductor.recipes import Recipe
+from te_inductor.passes.graph.bodies import Bodies
+from te_inductor.passes.pre_grad.decide import amax_groups
+from te_inductor.passes.pre_grad.decide.support import value
+from te_inductor.passes.pre_grad.match.rule import Gather
+from te_inductor.passes.pre_grad.match.sharded import SHARED
+from te_inductor.passes.pre_grad.plan import Candidate, Plan
+from te_inductor.recipes import DelayedScaling, Recipe, Slots
 
 _REMEDY = "give torch.compile and low_precision_all_gather the same recipe and policy"
 
@@ -12,6 +23,7 @@ def recipe_of(candidate: Candidate, weight: GatheredWeight) -> Recipe | None:
     """Of a site that has the recipe which the options ask for; where that is another one, notes so as an option that
     does not reach the site. None where the options keep the site in high precision."""
     wanted, found = candidate.recipe, weight.recipe
+    assert found is not None  # as of all that FSDP2 gathered
     if wanted is None:
         candidate.unmet["recipe"] = Refusal(
             "its weight was gathered in low precision, for %r, and is multiplied in high precision; %s",
@@ -22,3 +34,61 @@ def recipe_of(candidate: Candidate, weight: GatheredWeight) -> Recipe | None:
         name = repr(found.name) if wanted.name != found.name else str(found)
         candidate.unmet["recipe"] = Refusal("its weight was gathered for %s, which it runs in; %s", name, _REMEDY)
     return found
+
+
+def check_gathers(plan: Plan) -> None:
+    """Which weights that the graph gathers are cast before that. All that read a shard gather it so, or none does."""
+    bodies = Bodies(plan.gm)
+    sites = [site for site in plan.candidates if site.low and site.match.gather]
+    if not sites:
+        return
+    readers: dict[fx.Node, set[fx.Node]] = {}
+    for module in plan.graph_modules():
+        for node in module.graph.nodes:
+            for source in node.all_input_nodes if node not in bodies.callers.values() else ():
+                readers.setdefault(bodies.outer(source), set()).add(node)
+    of_shard: dict[fx.Node, list[Candidate]] = {}
+    for site in sites:
+        gather: Any = site.match.gather
+        site.ungathered = gather.refusal or _refusal(site, gather, site.slots, plan.options, bodies)  # type: ignore[arg-type]
+        of_shard.setdefault(bodies.outer(gather.shard), []).append(site)
+    for shard, of_one in of_shard.items():
+        gathering = {site.match.gather.nodes[-1] for site in of_one if site.ungathered is None}  # type: ignore[union-attr]
+        if readers[shard] != gathering or len({site.recipe for site in of_one}) > 1:
+            for site in of_one:
+                site.ungathered = site.ungathered or SHARED
+
+
+def _refusal(site: Candidate, gather: Gather, slots: Slots, options: Options, bodies: Bodies) -> Refusal | None:
+    """Why a weight is gathered as it was."""
+    shard, scope = value(gather.shard), slots.weight.granularity
+    n, k = shard.shape
+    ranks = n // value(gather.shard)._local_tensor.shape[0]  # type: ignore[attr-defined]
+    if not (scope.whole or (scope.transposes and not scope.microscaled)):
+        return Refusal(
+            "recipe %r has scales of its rows for fprop and of its columns for dgrad, which no one cast gives",
+            site.recipe.name if site.recipe else "none",
+        )
+    if slots.weight.stochastic or slots.weight.hadamard:
+        return Refusal("its cast is not the same for each rank's rows")
+    rows = n if scope.whole else n // ranks  # no block may lie in two shards
+    if rows % scope.alignment or k % scope.alignment:
+        what = "its" if scope.whole else "a rank's"
+        return Refusal("%s %d rows of %d columns are not multiples of %d", what, rows, k, scope.alignment)
+    if shard.device.type == "cuda" and not site.by_policy:
+        return Refusal("gathers of FP8 in a graph have not run on GPUs yet (a policy entry overrides this)")
+    if not bodies.reaches(gather.shard.graph):
+        return Refusal("it is gathered in a control-flow body")
+    if isinstance(site.recipe, DelayedScaling):
+        return amax_groups.of_mesh_shards(site.recipe, options, shard)
+    return None
+
+
+def wire_of(site: Candidate) -> str | None:
+    """What a report says of how the graph gathers a site's weight."""
+    gather = site.match.gather
+    if gather is None or site.slots is None or not site.low:
+        return None
+    if site.ungathered is None:
+        return f"the graph gathers its weight in {site.slots.weight.element}"
+    return f"the graph gathers its weight in {str(gather.dtype).removeprefix('torch.')}: {site.ungathered}"

@@ -58,6 +58,7 @@ def groups(
                 match.groups,
                 match.transposed,
                 match.parallel,
+                match.arrives,
                 recipe,
                 slots,
                 node.dtype,
@@ -92,6 +93,10 @@ def _can_join(match: Match, slots: Slots, written: AbstractSet[StorageWeakRef]) 
         return False  # its output is another node's
     if isinstance(value(match.weight), GatheredWeight):
         return False  # each was cast with its own scale, into memory of its own
+    if match.gather is not None:
+        return False  # likewise, or it is no input of the graph
+    if match.leaves is not None:
+        return False  # each output is exchanged
     if match.parallel is not None and not match.parallel.local:
         return False  # a DTensor does not say how its views are laid out
     operands = [match.weight] if match.bias is None else [match.weight, match.bias]

@@ -11,7 +11,7 @@ import torch
 from te_inductor.diagnostics import Site
 from te_inductor.passes.graph.bodies import Bodies, in_order
 from te_inductor.passes.graph.owners import owner_of, place_of
-from te_inductor.passes.pre_grad.decide import gemm_kernels
+from te_inductor.passes.pre_grad.decide import gathered, gemm_kernels
 from te_inductor.passes.pre_grad.match.linear import from_parameter
 from te_inductor.passes.pre_grad.plan import Candidate, Plan, Unlowered
 from te_inductor.templates.cutlass.scaled_mm import Kernel
@@ -33,7 +33,8 @@ def report_sites(plan: Plan) -> None:
         merged = tuple(paths[match.node] for match in group)
         rows = sum(match.sizes[1] for match in group) or None  # of the weight of the GEMM that they are
         fprop, *others = _sites(plan, candidate, merged, rows)
-        plan.report.sites.extend((replace(fprop, flops=flops.get(candidate.match.node)), *others))
+        fprop = replace(fprop, flops=flops.get(candidate.match.node), wire=_wire(candidate))
+        plan.report.sites.extend((fprop, *others))
         kernels[candidate.match.node] = fprop.kernel
     plan.report.sites.extend(map(_unlowered_site, plan.unlowered))
     for product in plan.products:
@@ -67,6 +68,12 @@ def _sites(plan: Plan, candidate: Candidate, merged: tuple[str, ...], rows: int 
         if library is not None:
             plan.libraries.add(library)
         yield Site(candidate.fqn, candidate.rule.pattern, gemm, plain(shapes), recipe, kernel, reason, merged)
+
+
+def _wire(candidate: Candidate) -> str | None:
+    """What goes between ranks for a site."""
+    of_weight = gathered.wire_of(candidate)
+    return "; ".join([*([of_weight] if of_weight else []), *candidate.wires]) or None
 
 
 def _unlowered_site(site: Unlowered) -> Site:

@@ -150,7 +150,7 @@ class ManyBatched(Batched):
 def rows_of(match: Match) -> fx.Node:
     """What the layer reads: x, without what belongs to no expert."""
     assert match.groups is not None
-    if match.groups.rows is not None:
+    if match.groups.rows is not None or match.arrives is not None:  # which masks what came
         return match.x
     return match.x.graph.call_function(ops.mask_rows, (match.x, match.groups.ends))
 

@@ -15,6 +15,7 @@ from torch import fx
 from te_inductor import compat, ops
 from te_inductor.diagnostics import Refusal
 from te_inductor.passes.pre_grad.decide import support
+from te_inductor.passes.pre_grad.match.exchanges import ExchangeNodes
 from te_inductor.recipes import Slots
 from te_inductor.runtime.parallel import Parallel
 
@@ -96,6 +97,17 @@ class Gradients:
 
 
 @dataclass(frozen=True)
+class Gather:
+    """How a weight is gathered from its shards in front of the layer: Note [Graph FSDP] in ops/sharded_weight.py."""
+
+    shard: fx.Node  # a DTensor, of the ranks' rows
+    dtype: torch.dtype  # in which it is gathered
+    backward_dtype: torch.dtype  # in which its gradient is reduced
+    nodes: tuple[fx.Node, ...]  # what gathers it, the last first
+    refusal: Refusal | None = None  # why no bytes of its cast can be gathered instead
+
+
+@dataclass(frozen=True)
 class Match:
     """One linear layer: ``y = x wᵀ + bias``, where `weight` holds w as (N, K), or as (K, N) where `transposed`; or one
     an expert, where `weight` holds E of them."""
@@ -114,6 +126,10 @@ class Match:
     parallel: Parallel | None = None  # how DTensors of it are dealt to ranks; x is then in front of `before`
     unparallel: Refusal | None = None  # why a layer whose weight is a DTensor is none of those
     before: tuple[fx.Node, ...] = ()  # what stood between x and the layer, which does it itself, the last first
+    gather: Gather | None = None  # of its weight
+    arrives: ExchangeNodes | None = None  # of experts: the exchange of ranks that x is in front of, as of `before`
+    leaves: ExchangeNodes | None = None  # that of its output, which is `behind`
+    sizes_of: tuple[fx.Node, ...] = ()  # what asks for sizes of the rows that came
     behind: tuple[fx.Node, ...] = ()  # the redistribution of its output, and what makes that a plain tensor
     gradients: Gradients | None = None  # its backward, where the graph has that too
 
@@ -219,8 +235,20 @@ def call_linears(
         if groups.order is not None:
             more["rows"] = groups.rows
             more["places"] = x.graph.call_function(ops.places_of, (groups.order, groups.each))
+        more |= _exchanges(matches[0])
         ys = x.graph.call_function(ops.grouped_linears, operands, more)
     return [x.graph.call_function(operator.getitem, (ys, place)) for place in range(len(weights))]
+
+
+def _exchanges(match: Match) -> dict[str, Any]:
+    """Arguments of `te_inductor.grouped_linears`."""
+    found: dict[str, Any] = {}
+    for prefix, exchange in (("", match.arrives), ("y_", match.leaves)):
+        if exchange is not None:
+            found["group"] = exchange.group
+            found[f"{prefix}sent"], found[f"{prefix}received"] = list(exchange.sent), list(exchange.received)
+            found[f"{prefix}order"] = exchange.order
+    return found
 
 
 def replace(node: fx.Node, new: fx.Node) -> None:

@@ -4,7 +4,7 @@ from te_inductor.passes.graph.aliases import memory
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.module_path import module_path, parameter_name
 from te_inductor.passes.graph.owners import owner_of
-from te_inductor.passes.pre_grad.match import RULES, attention, contractions, grouped, parallel, products
+from te_inductor.passes.pre_grad.match import RULES, attention, contractions, grouped, parallel, products, sharded
 from te_inductor.passes.pre_grad.plan import Candidate, Plan, Unlowered
 
 
@@ -33,7 +33,7 @@ def match_sites(plan: Plan) -> None:
             for rule in RULES:
                 match = rule.match(node)
                 if match is not None:
-                    match = parallel.with_redistributions(match, plan.written)
+                    match = sharded.with_gather(parallel.with_redistributions(match, plan.written))
                     if match.literal and any(memory(one) & plan.written for one in grouped.reads_early(match)):
                         match = match.literal
                     around = tuple(regions_of.get(node, [None]))

@@ -36,6 +36,7 @@ from te_inductor.passes.pre_grad.match.rule import Match, call_linears
 from te_inductor.passes.pre_grad.rewrite import first_step
 from te_inductor.passes.pre_grad.rewrite.extras import ExtraArguments
 from te_inductor.passes.pre_grad.rewrite.inputs import append_input
+from te_inductor.passes.pre_grad.rewrite.sharded import GatheredWeights
 from te_inductor.recipes import DelayedScaling
 from te_inductor.recipes.delayed import ScaleUpdate
 from te_inductor.runtime import agreement
@@ -85,9 +86,10 @@ class DelayedSites:
         merged: Sequence[Sequence[Match]],
         extras: ExtraArguments,
         groups: GroupsOf,
+        gathers: GatheredWeights,
     ) -> None:
         self.bodies, self.inputs, self.recipe, self.slots = bodies, inputs, recipe, recipe.slots()
-        self.extras, self.groups = extras, groups
+        self.extras, self.groups, self.gathers = extras, groups, gathers
         self.graph = bodies.root.graph
         self.paths = {match.node: path for path, match in sites}
         self.forward: _Groups = {}
@@ -146,10 +148,13 @@ class DelayedSites:
         of_weight = (
             None if isinstance(value(match.weight), GatheredWeight) else self._quantizer(match, weight, "weight")
         )
-        known = [*self._known(of_x, graph), *(self._known(of_weight, graph) if of_weight else ())]
+        of_both = self._known(of_weight, graph) if of_weight else []
+        whole = self.gathers.of(match, weights, of_both, self.recipe)
+        gathers = whole is not weights
+        known = [*self._known(of_x, graph), *([] if gathers else of_both)]
         more: dict[str, Any] = self.extras.of(matches, graph)
         kept = "kept" in more
-        if match.parallel is not None:
+        if match.parallel or gathers or match.arrives or match.leaves:
             self.in_step |= {one.group for one in (of_x, of_weight) if one and one.group}
         if training:
             of_grad = self._quantizer(match, weight, "grad_output")
@@ -161,11 +166,13 @@ class DelayedSites:
             self._record(of_x, [x], match)
             if kept and of_weight:  # recorded where the weight is looked at
                 self._add(self.forward, of_weight)
+            elif of_weight and gathers:
+                self._record_gathered(of_weight, match)
             elif of_weight:
                 self._record(of_weight, weights, match)
         if kept and of_weight:
             self.extras.keeps.scale(matches, of_weight.state, of_weight.state.recorded)
-        ys = call_linears(matches, x, weights, self.slots, known=known, **more)
+        ys = call_linears(matches, x, whole, self.slots, known=known, **more)
         first_step.mark(ys[0].all_input_nodes[0], self.recipe)
         return ys
 
@@ -268,6 +275,16 @@ class DelayedSites:
             # As `ops.linears` flattens it, so that the amax and the cast are seen to read the same tensor.
             flat = [graph.call_function(torch.ops.aten.reshape.default, (piece, [-1, match.sizes[2]])) for piece in new]
             graph.call_function(ops.record_amax, (flat, self.bodies.hand(quantizer.amax, graph)))
+
+    def _record_gathered(self, quantizer: _Quantizer, match: Match) -> None:
+        """Record the amax of this rank's rows of a weight that is gathered in low precision."""
+        self._add(self.forward, quantizer)
+        gather, graph = match.gather, match.node.graph
+        assert gather is not None  # it is gathered
+        if (quantizer, gather.shard) not in self.recorded:
+            self.recorded.add((quantizer, gather.shard))
+            args = (gather.shard, gather.dtype, self.bodies.hand(quantizer.amax, graph))
+            graph.call_function(ops.record_weight_amax, args)
 
     def _leaf(self) -> fx.Node:
         """Any input that requires a gradient; a site in training implies one."""

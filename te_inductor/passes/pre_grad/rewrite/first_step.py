@@ -19,17 +19,18 @@ from torch import fx
 from te_inductor import ops
 from te_inductor.recipes import DelayedScaling
 
-_RECIPE = "te_delayed"  # attribute of a `linears` node: its recipe. No metadata, which says that a node is the user's
+_RECIPE = "te_delayed"  # attribute of a node that casts: its recipe. No metadata, which says that a node is the user's
 _NOT_TAKEN = ("known", "kept")
 _FIRST = {
     ops.linears: ops.first_linears,
     ops.grouped_linears: ops.first_grouped_linears,
     ops.parallel_linears: ops.first_parallel_linears,
+    ops.gather_weight: ops.first_gather_weight,
 }
 
 
 def mark(node: fx.Node, recipe: DelayedScaling) -> None:
-    """Say that a `linears` node is of delayed scaling."""
+    """Say that a node of a layer, or of what gathers its weight, is of delayed scaling."""
     setattr(node, _RECIPE, recipe)
 
 

@@ -10,7 +10,7 @@ from te_inductor.passes.pre_grad.decide import merging, regions, transforms, wei
 from te_inductor.passes.pre_grad.decide.amax_groups import GroupsOf
 from te_inductor.passes.pre_grad.match.rule import Emit, Match, call_linears
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
-from te_inductor.passes.pre_grad.rewrite import annotations, delayed, selective
+from te_inductor.passes.pre_grad.rewrite import annotations, delayed, exchanged, selective, sharded
 from te_inductor.passes.pre_grad.rewrite.cached_weights import CachedSites, refresh_on
 from te_inductor.passes.pre_grad.rewrite.extras import ExtraArguments
 from te_inductor.passes.pre_grad.rewrite.inputs import check_order
@@ -43,11 +43,19 @@ def rewrite_sites(plan: Plan) -> None:
         if node not in layers:
             inlined.undo()
     groups = {match.node: group for group in plan.merged for match in group}
+    sharded.without_gathers(sites)
+    exchanged.ask_for_sizes(sites)
+    gathers = sharded.GatheredWeights(Bodies(plan.gm))
     extras = _extras(plan, sites, groups)
-    stateful = _delayed_sites(plan, sites, extras)
+    stateful = _delayed_sites(plan, sites, extras, gathers)
+    gathers.add(sites)
     for candidate in reversed(sites):
         recipe, match = candidate.recipe, candidate.match
-        emit = stateful[recipe].emit if isinstance(recipe, DelayedScaling) else _stateless(candidate.slots, extras)  # type: ignore[arg-type]
+        emit: Emit = (
+            stateful[recipe].emit
+            if isinstance(recipe, DelayedScaling)
+            else _stateless(candidate.slots, extras, gathers)  # type: ignore[arg-type]
+        )
         group = groups.get(match.node)
         if group is None:
             candidate.rule.rewrite(match, emit)
@@ -64,8 +72,9 @@ def rewrite_sites(plan: Plan) -> None:
         module.recompile()
 
 
-def _stateless(slots: Slots, extras: ExtraArguments) -> Emit:
+def _stateless(slots: Slots, extras: ExtraArguments, gathers: sharded.GatheredWeights) -> Emit:
     def emit(matches: Sequence[Match], x: fx.Node, weights: Sequence[fx.Node]) -> list[fx.Node]:
+        weights = gathers.of(matches[0], weights)
         return call_linears(matches, x, weights, slots, **extras.of(matches, x.graph))
 
     return emit
@@ -95,7 +104,7 @@ def _extras(plan: Plan, sites: list[Candidate], groups: dict[fx.Node, list[Match
 
 
 def _delayed_sites(
-    plan: Plan, sites: list[Candidate], extras: ExtraArguments
+    plan: Plan, sites: list[Candidate], extras: ExtraArguments, gathers: sharded.GatheredWeights
 ) -> dict[DelayedScaling, delayed.DelayedSites]:
     by_recipe: dict[DelayedScaling, list[tuple[str, Match]]] = {}
     for site in sites:
@@ -108,6 +117,6 @@ def _delayed_sites(
     bodies = Bodies(plan.gm)
     groups = GroupsOf(plan.gm.graph, plan.options, plan.inputs, state.held)
     return {
-        recipe: delayed.DelayedSites(bodies, state, recipe, found, plan.merged, extras, groups)
+        recipe: delayed.DelayedSites(bodies, state, recipe, found, plan.merged, extras, groups, gathers)
         for recipe, found in by_recipe.items()
     }

@@ -1,0 +1,124 @@
+"""Weights that a graph gathers itself, cast before they are. Traced, as `linears` is.
+
+# Note [Graph FSDP]
+Where a model gathers its own parameters, as torchtitan's SimpleFSDP does, the gather is a part of the graph::
+
+    shard (a DTensor) -> redistribute(Replicate, forward_dtype) -> to_local -> linear
+    gradient of the weight -> cast to backward_dtype -> reduce_scatter -> gradient of the shard
+
+Cast and gather commute, as each rank has whole rows: with one scale a tensor, if all ranks cast with that of the largest
+amax of their shards; with scales of blocks, where no block lies in two shards. So each rank casts its own rows and
+gathers bytes: half of bf16's, and 1/N of the casts. What the layer multiplies is the same, bit for bit, but for roundings
+to `forward_dtype` that generated code leaves out, as it does between any two operators that it fuses.
+
+`current` wants the amaxes of all shards before it casts one: the weights of a graph reduce theirs at once, at its begin.
+`delayed` knows its scales. The gradient goes the way that it went, by torch's own redistribution."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_inductor import compat
+from te_inductor.compat import constant_type_name
+from te_inductor.ops.casts import current_scale, quantize, quantize_delayed, tensor_amax
+from te_inductor.ops.definition import define
+from te_inductor.ops.delayed import DelayedScales, record_amax
+from te_inductor.ops.gathered_weight import GatheredWeight
+from te_inductor.recipes import Quantizer
+from te_inductor.recipes.delayed import DelayedScaling
+from te_inductor.runtime.operation import Gradients, Needs, Operation
+from te_inductor.runtime.parallel import Ranks, gather, largest
+
+
+@dataclass(frozen=True)
+class _Gather(Operation):
+    """Inputs: a shard, a DTensor of which this rank has some rows; scale and reciprocal, or None of blocks."""
+
+    quantizer: Quantizer
+    dtype: torch.dtype  # which the weight is rounded to before the cast
+    backward_dtype: torch.dtype  # in which its gradient is reduced
+
+    def compute(self, needs: Needs, shard: Any, scale: Tensor | None, scale_inv: Tensor | None) -> tuple[Tensor, Any]:
+        ranks, local = _ranks(shard), _rounded(shard, self.dtype)
+        if scale is None or scale_inv is None:
+            data, scale_inv = quantize(local, self.quantizer)
+            scale_inv = gather(scale_inv, 0, ranks)
+        else:
+            data = quantize_delayed(local, scale, self.quantizer)
+        weight = GatheredWeight(gather(data, 0, ranks), scale_inv, shard.shape, self.dtype, None, self.quantizer)
+        return weight, None
+
+    def setup_context(self, ctx: Any, inputs: tuple[Any, ...], found: Any) -> None:
+        ctx.mesh, ctx.placements, ctx.shard_dtype = inputs[0].device_mesh, inputs[0].placements, inputs[0].dtype
+
+    def backward(self, ctx: Any, *grads: Tensor) -> Gradients:
+        from torch.distributed.tensor import DTensor, Partial
+
+        partial = DTensor.from_local(
+            grads[0].to(self.backward_dtype), ctx.mesh, [Partial()] * ctx.mesh.ndim, run_check=False
+        )
+        return partial.redistribute(placements=ctx.placements).to(ctx.shard_dtype), None, None
+
+
+def trace_gather_weight(
+    shard: Tensor,  # a DTensor, (N, K), whose rows are dealt evenly along one dimension of its mesh
+    quantizer: Quantizer,
+    dtype: torch.dtype,
+    backward_dtype: torch.dtype,
+    known: Sequence[Tensor] | None = None,  # scale and reciprocal, both (); None of scales of blocks
+) -> Tensor:
+    """The whole weight, a `GatheredWeight`; its gradient goes to the shards."""
+    return _Gather(quantizer, dtype, backward_dtype)(shard, *(known or (None, None)))  # type: ignore[no-any-return]
+
+
+def trace_first_gather_weight(
+    shard: Tensor, quantizer: Quantizer, dtype: torch.dtype, backward_dtype: torch.dtype, recipe: DelayedScaling
+) -> Tensor:
+    """The same in a first step under delayed scaling: Note [A first step]."""
+    amax = largest(tensor_amax(_rounded(shard, dtype)), _ranks(shard))
+    known = DelayedScales(first=recipe).known("weight", [amax.view(1, 1).to(dtype)], quantizer)
+    assert known is not None
+    return trace_gather_weight(shard, quantizer, dtype, backward_dtype, (known.scale, known.scale_inv))
+
+
+def trace_shard_scales(
+    shards: Sequence[Tensor],  # DTensors of one mesh, as above
+    quantizer: Quantizer,
+    dtype: torch.dtype,
+) -> list[Tensor]:  # scale and reciprocal of each
+    """One reduction for all of them."""
+    amaxes = largest(torch.stack([tensor_amax(_rounded(shard, dtype)) for shard in shards]), _ranks(shards[0]))
+    return [one for amax in amaxes.to(dtype).unbind() for one in current_scale([amax.view(1, 1)], quantizer)]
+
+
+def _ranks(shard: Any) -> Ranks:
+    """Of the dimension of its mesh along which it is dealt."""
+    dim = next(place for place, placement in enumerate(shard.placements) if placement.is_shard())
+    return Ranks(shard.device_mesh.get_group(dim).group_name, shard.device_mesh.size(dim))
+
+
+def record_rounded_amax(shard: Tensor, dtype: torch.dtype, amax: Tensor) -> None:
+    """Delayed scaling's record of what `gather_weight` casts, as far as it is this rank's."""
+    record_amax([_rounded(shard, dtype)], amax)
+
+
+def _rounded(shard: Tensor, dtype: torch.dtype) -> Tensor:
+    """This rank's rows, without autograd, rounded to a dtype."""
+    return compat.shard_of(shard).detach().to(dtype)
+
+
+_HOW = f"Tensor shard, {constant_type_name(Quantizer)} q, ScalarType dtype, ScalarType backward_dtype"
+gather_weight = define(f"gather_weight({_HOW}, Tensor[]? known=None) -> Tensor", trace_gather_weight)
+first_gather_weight = define(
+    f"first_gather_weight({_HOW}, {constant_type_name(DelayedScaling)} recipe) -> Tensor", trace_first_gather_weight
+)
+shard_scales = define(
+    f"shard_scales(Tensor[] shards, {constant_type_name(Quantizer)} q, ScalarType dtype) -> Tensor[]",
+    trace_shard_scales,
+)
+record_weight_amax = define(
+    "record_weight_amax(Tensor shard, ScalarType dtype, Tensor(a!) amax) -> ()", record_rounded_amax
+)

@@ -1,0 +1,103 @@
+"""Which layers of experts cast their rows before these go to the ranks that have the experts: Note [Rows between ranks]
+in runtime/exchange.py."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import distributed as dist
+from torch import fx
+
+from te_inductor import compat
+from te_inductor.diagnostics import Refusal
+from te_inductor.passes.graph.aliases import memory
+from te_inductor.passes.graph.bodies import Bodies
+from te_inductor.passes.graph.owners import owner_of
+from te_inductor.passes.pre_grad.decide import amax_groups
+from te_inductor.passes.pre_grad.decide.support import value
+from te_inductor.passes.pre_grad.match import exchanges
+from te_inductor.passes.pre_grad.match.exchanges import ExchangeNodes
+from te_inductor.passes.pre_grad.plan import Candidate, Plan
+from te_inductor.recipes import DelayedScaling
+from te_inductor.runtime import amax_groups as groups
+
+_X, _DY = "rows between ranks go in {} to the experts", "gradients between ranks go in {} to the experts"
+
+
+def check_exchanges(plan: Plan) -> None:
+    """Have the layers around an exchange do it, where they can. Those that read the same rows all do, or none does."""
+    sites = [
+        site
+        for site in plan.candidates
+        if site.match.groups and not site.match.groups.numbered and site.rule.pattern == "grouped_linear"
+    ]
+    bodies, readers = Bodies(plan.gm), dict[fx.Node, list[tuple[Candidate, ExchangeNodes]]]()
+    for site in sites:
+        found = exchanges.in_front(site.match.x) if site.match.groups and site.match.groups.rows is None else None
+        if found is not None:
+            site.exchanges.append(found.group)
+        if found is not None and site.low:
+            readers.setdefault(found.nodes[1], []).append((site, found))
+        found = exchanges.behind(site.match.end)
+        if found is not None:
+            site.exchanges.append(found.group)
+        if found is not None and site.low:
+            _leave(site, found, _refusal(plan, site, found, bodies))
+    for of_one in readers.values():
+        refusal = next((why for site, found in of_one if (why := _refusal(plan, site, found, bodies))), None)
+        sizes, left = exchanges.others(of_one[0][1], [site.match.node for site, _ in of_one])
+        if left or len({site.recipe for site, _ in of_one}) > 1:
+            refusal = refusal or exchanges.OTHERS
+        for site, found in of_one:
+            _arrive(site, found, sizes, refusal)
+
+
+def _arrive(site: Candidate, found: ExchangeNodes, sizes: Sequence[fx.Node], refusal: Refusal | None) -> None:
+    site.wires.append(_text(_X, found, site.slots.input.element if site.slots else "", refusal))
+    if refusal is None:
+        before = tuple(reversed(found.nodes))
+        site.match = replace(site.match, x=found.rows, arrives=found, before=before, sizes_of=tuple(sizes))
+
+
+def _leave(site: Candidate, found: ExchangeNodes, refusal: Refusal | None) -> None:
+    if site.match.bias is not None:
+        refusal = refusal or Refusal("the gradient of its bias is the sum of what is exchanged")
+    site.wires.append(_text(_DY, found, site.slots.grad_output.element if site.slots else "", refusal))
+    if refusal is None:
+        site.match = replace(site.match, leaves=found, behind=found.nodes)
+
+
+def _text(template: str, found: ExchangeNodes, element: str, refusal: Refusal | None) -> str:
+    dtype = str(value(found.rows).dtype).removeprefix("torch.")
+    return template.format(element) if refusal is None else f"{template.format(dtype)}: {refusal}"
+
+
+def _refusal(plan: Plan, site: Candidate, found: ExchangeNodes, bodies: Bodies) -> Refusal | None:
+    """Why rows are exchanged in high precision."""
+    slots: Any = site.slots
+    scopes = [slots.input.granularity, slots.grad_output.granularity]
+    if not all(scope.whole for scope in scopes):
+        return Refusal(
+            "recipe %r reads them with scales of rows for one product and of columns for another",
+            site.recipe.name if site.recipe else "none",
+        )
+    if value(found.rows).device.type == "cuda" and not site.by_policy:
+        return Refusal("exchanges of FP8 have not run on GPUs yet (a policy entry overrides this)")
+    if any(memory(node) & plan.written for node in (found.rows, found.nodes[1]) if node not in found.nodes):
+        return Refusal("the graph writes them")
+    if any(not (node < site.match.node) for node in found.splits):
+        return Refusal("how they are exchanged is not known before the layer")
+    if isinstance(site.recipe, DelayedScaling):
+        ranks = dist.get_process_group_ranks(groups.process_group(found.group))
+        own = not site.recipe.reduce_amax
+        if not own and plan.options.amax_group is None and not _shares_scales(site, ranks, bodies):
+            return Refusal("nothing tells that their ranks have one scale: pass option 'amax_group'")
+        return amax_groups.one_scale(site.recipe, plan.options, ranks)
+    return None
+
+
+def _shares_scales(site: Candidate, ranks: Sequence[int], bodies: Bodies) -> bool:
+    """Whether amaxes of delayed scaling are reduced over these ranks, as the mesh of the parameter says."""
+    owner = owner_of(site.match.weight, bodies)
+    mesh = None if owner is None else compat.mesh_of_dtensor(value(owner.parameter))
+    return mesh is not None and set(ranks) <= set(groups.of_mesh(mesh).ranks)

@@ -1,0 +1,127 @@
+"""What stands around the layers of experts whose rows are exchanged between ranks: Note [Rows between ranks] in
+runtime/exchange.py.
+
+In front: ``all_to_all_single(x, …) -> wait -> [order]``. Behind: ``made = new_empty(…); made[order] = y``, or y itself,
+``-> all_to_all_single -> wait``. As `torch.distributed._functional_collectives` writes them."""
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from te_inductor.diagnostics import Refusal
+from te_inductor.passes.graph.aliases import name
+from te_inductor.passes.pre_grad.decide.support import is_tensor, value
+
+_SIZES = frozenset(("size", "new_empty", "shape", "dim"))
+OTHERS = Refusal("something else reads the rows as they come")
+
+
+@dataclass(frozen=True)
+class ExchangeNodes:
+    """One all-to-all in front of a layer or behind it."""
+
+    rows: fx.Node  # what is sent
+    sent: tuple[Any, ...]  # rows to each rank that go to experts, numbers or nodes
+    received: tuple[Any, ...]
+    group: str
+    order: fx.Node | None  # which of the rows at the all-to-all each of the layer's is
+    nodes: tuple[fx.Node, ...]  # what does it, in order
+
+    @property
+    def splits(self) -> list[fx.Node]:
+        found = [one for one in (*self.sent, *self.received, self.order) if isinstance(one, fx.Node)]
+        return found
+
+
+def in_front(x: fx.Node) -> ExchangeNodes | None:
+    """The exchange that makes the rows of a layer."""
+    ordered, order = x, None
+    picked = _picked(x)
+    if picked is not None:
+        x, order = picked
+    read = _read(x)
+    if read is None:
+        return None
+    exchange, rows, sent, received, group = read
+    nodes = (exchange, x) if ordered is x else (exchange, x, ordered)
+    return ExchangeNodes(rows, sent, received, group, order, nodes)
+
+
+def behind(y: fx.Node) -> ExchangeNodes | None:
+    """The exchange that alone reads the rows of a layer."""
+    readers = [user for user in y.users if name(user) not in _SIZES]
+    if len(readers) != 1:
+        return None
+    [reader] = readers
+    order, made = None, y
+    nodes: tuple[fx.Node, ...] = ()
+    if reader.target is operator.setitem and len(reader.args) == 3 and reader.args[2] is y:
+        made, order = reader.args[0], _rows_index(reader.args[1])  # type: ignore[assignment]
+        whole = isinstance(made, fx.Node) and name(made) == "new_empty" and made.args[:1] == (y,)
+        if not whole or order is None or not is_tensor(order) or value(order).dim() != 1:
+            return None
+        nodes = (made, reader)
+        readers = [user for user in made.users if user is not reader]
+        if len(readers) != 1 or len(y.users) != 2:
+            return None
+        [reader] = readers
+    elif len(y.users) != 1:
+        return None
+    if len(reader.users) != 1:
+        return None
+    [waited] = reader.users
+    read = _read(waited)
+    if read is None or read[1] is not made:
+        return None
+    exchange, _, received, sent, group = read
+    return ExchangeNodes(made, sent, received, group, order, (*nodes, exchange, waited))
+
+
+def others(exchange: ExchangeNodes, layers: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Of an exchange in front, who reads its rows: nodes that ask for sizes, and what is no layer of `layers`."""
+    waited = exchange.nodes[1]
+    sizes = [user for user in waited.users if name(user) in _SIZES]
+    read = [user for user in waited.users if user not in sizes]
+    ordered = [user for user in read if _picked(user) is not None and user not in layers]
+    left = [user for user in read if user not in ordered and user not in layers]
+    left += [user for one in ordered for user in one.users if user not in layers]
+    return sizes, left
+
+
+def _read(waited: fx.Node) -> tuple[fx.Node, fx.Node, tuple[Any, ...], tuple[Any, ...], str] | None:
+    """Of what waits for an all-to-all: that, its rows, the splits that are sent and received, its group."""
+    if name(waited) != "wait_tensor" or not waited.args or not isinstance(waited.args[0], fx.Node):
+        return None
+    exchange = waited.args[0]
+    if name(exchange) != "all_to_all_single" or len(exchange.args) != 4 or len(exchange.users) != 1:
+        return None
+    rows, received, sent, group = exchange.args
+    splits = isinstance(sent, list | tuple) and isinstance(received, list | tuple)
+    if not (is_tensor(rows) and splits and isinstance(group, str) and value(rows).dim() == 2):  # type: ignore[arg-type]
+        return None
+    return exchange, rows, tuple(sent), tuple(received), group  # type: ignore[return-value, arg-type]
+
+
+def _picked(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """Of rows that are picked from others: those, and which they are."""
+    if node.target is operator.getitem and len(node.args) == 2:
+        source, index = node.args[0], _rows_index(node.args[1])
+    elif name(node) == "index_select" and len(node.args) == 3 and node.args[1] == 0:
+        source, index = node.args[0], node.args[2]
+    else:
+        return None
+    if not (is_tensor(source) and is_tensor(index) and value(index).dim() == 1 and value(source).dim() == 2):  # type: ignore[arg-type]
+        return None
+    integers = not value(index).is_floating_point() and value(index).dtype != torch.bool  # type: ignore[arg-type]
+    return (source, index) if integers else None  # type: ignore[return-value]
+
+
+def _rows_index(index: Any) -> Any:
+    """Of ``[index]`` and ``[index, :]``."""
+    if isinstance(index, tuple) and (len(index) == 1 or (len(index) == 2 and index[1] == slice(None))):
+        return index[0]
+    return index

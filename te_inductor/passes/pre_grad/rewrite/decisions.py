@@ -1,0 +1,42 @@
+"""The pass that compares what this rank has decided with what another one has: Note [Ranks that decide]."""
+
+from typing import Any
+
+from te_inductor import compat
+from te_inductor.passes.pre_grad.decide.gathered import wire_of
+from te_inductor.passes.pre_grad.decide.report import plain
+from te_inductor.passes.pre_grad.decide.support import value
+from te_inductor.passes.pre_grad.plan import Candidate, Plan
+from te_inductor.runtime import decisions
+
+
+def compare_ranks(plan: Plan) -> None:
+    """Raise where another rank runs a layer of tensors that go between ranks otherwise."""
+    sites = [site for site in plan.candidates if _goes_between(site)]
+    if sites:
+        layers = [(site.fqn, plain(site.match.sizes), _ranks(site), _trains(site)) for site in sites]
+        decisions.compare(layers, list(map(_decided, sites)))
+
+
+def _goes_between(site: Candidate) -> bool:
+    match = site.match
+    return bool(match.parallel or match.unparallel or match.gather or site.exchanges)
+
+
+def _trains(site: Candidate) -> bool:
+    return bool(value(site.match.node).requires_grad)
+
+
+def _ranks(site: Candidate) -> Any:
+    """Which ranks' tensors they are, and where each is."""
+    tensors = [site.match.gather.shard] if site.match.gather else [site.match.x, site.match.weight]
+    found = []
+    for tensor in map(value, tensors):
+        mesh = compat.mesh_of_dtensor(tensor)
+        found.append(None if mesh is None else (mesh.mesh.flatten().tolist(), str(tensor.placements)))  # type: ignore[attr-defined]
+    return found, site.exchanges
+
+
+def _decided(site: Candidate) -> str:
+    how = f"in {site.recipe.name}" if site.low and site.recipe else "in high precision"
+    return "; ".join([f"{site.fqn or '(root)'} {how}", *filter(None, (wire_of(site), *site.wires))])

@@ -1,0 +1,75 @@
+"""Puts gathers of low-precision bytes in the place of those that the graph has: Note [Graph FSDP] in
+ops/sharded_weight.py."""
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from te_inductor import compat, ops
+from te_inductor.passes.graph.bodies import Bodies
+from te_inductor.passes.pre_grad.decide.support import value
+from te_inductor.passes.pre_grad.match.rule import Match
+from te_inductor.passes.pre_grad.plan import Candidate
+from te_inductor.passes.pre_grad.rewrite import first_step
+from te_inductor.recipes import DelayedScaling, Quantizer
+
+
+def without_gathers(sites: Iterable[Candidate]) -> None:
+    """Have the rewrite of a site remove what gathers its weight in high precision."""
+    for site in sites:
+        if site.gathers and site.match.gather is not None:
+            site.match = replace(site.match, before=site.match.gather.nodes)
+
+
+@dataclass
+class GatheredWeights:
+    """The weights of a graph that are gathered in low precision. Of current scaling all scales of one kind are found at
+    the graph's begin."""
+
+    bodies: Bodies
+    quantizers: dict[fx.Node, Quantizer] = field(default_factory=dict)  # by the node of the layer
+    scales: dict[tuple[fx.Node, Quantizer, torch.dtype], list[fx.Node]] = field(default_factory=dict)
+
+    def add(self, sites: Sequence[Candidate]) -> None:
+        kinds: dict[Any, dict[fx.Node, None]] = {}
+        for site in sites:
+            if not site.gathers or site.match.gather is None or site.slots is None:
+                continue
+            gather, quantizer = site.match.gather, site.slots.weight
+            self.quantizers[site.match.node] = quantizer
+            if quantizer.granularity.whole and not isinstance(site.recipe, DelayedScaling):
+                shard = self.bodies.outer(gather.shard)
+                mesh = compat.mesh_of_dtensor(value(shard))
+                kinds.setdefault((quantizer, gather.dtype, mesh, value(shard).placements), {})[shard] = None  # type: ignore[attr-defined]
+        for (quantizer, dtype, *_), shards in kinds.items():
+            self._find_scales(list(shards), quantizer, dtype)
+
+    def _find_scales(self, shards: list[fx.Node], quantizer: Quantizer, dtype: torch.dtype) -> None:
+        graph, operands = self.bodies.root.graph, (shards, quantizer, dtype)
+        with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
+            found = graph.call_function(ops.shard_scales, operands)  # type: ignore[arg-type]
+        with graph.inserting_after(found):
+            for place, shard in enumerate(shards):
+                pair = [graph.call_function(operator.getitem, (found, 2 * place + inverse)) for inverse in range(2)]
+                self.scales[shard, quantizer, dtype] = pair
+
+    def of(
+        self, match: Match, weights: Sequence[fx.Node], known: list[fx.Node] | None = None, delayed: Any = None
+    ) -> Sequence[fx.Node]:
+        """What a layer multiplies by: `weights`, or the gathered one. `known` is the scale and its reciprocal under
+        delayed scaling, whose recipe is `delayed`."""
+        if match.node not in self.quantizers or match.gather is None:
+            return weights
+        gather, quantizer, graph = match.gather, self.quantizers[match.node], match.node.graph
+        scales = self.scales.get((self.bodies.outer(gather.shard), quantizer, gather.dtype))
+        if known is None and scales is not None:
+            known = [self.bodies.hand(node, graph) for node in scales]
+        args: Any = (gather.shard, quantizer, gather.dtype, gather.backward_dtype)
+        node = graph.call_function(ops.gather_weight, args, {} if known is None else {"known": known})
+        if delayed is not None:
+            first_step.mark(node, delayed)
+        return [node]

@@ -1,0 +1,44 @@
+"""Whether the ranks of a group have decided alike about the layers of a graph whose tensors go between them.
+
+# Note [Ranks that decide]
+A rank that gathers bytes where another gathers bf16 would read them as something else, or wait for ever. Ranks decide
+alike where they compile equal graphs with equal options; nothing makes them. So each rank that compiles such a graph
+leaves what it has decided in the key-value store of the default process group, and looks at what the first rank to
+compile the same layers has left there. Nobody waits: a rank that never compiles the graph keeps no other, and one that
+finds a difference raises before it reaches a collective. The others end with the process group's timeout, as they do for
+a rank that raises anywhere else.
+
+What "the same layers" are is part of the key: the groups, the modules and the sizes, and how often this rank has compiled
+them. Ranks with other sizes are not compared, so that no two graphs are that need not be equal."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+
+from te_inductor.errors import GatherError
+from te_inductor.runtime import agreement
+
+_REMEDY = "compile the same graph with the same options on all of them"
+
+
+def compare(layers: object, decided: Sequence[str]) -> None:
+    """Compare with the first rank that compiled these layers; `decided` is a line a layer.
+
+    Raises:
+        GatherError: it has decided otherwise.
+    """
+    world = agreement.current()
+    if world is None or world.is_fake:
+        return
+    name = hashlib.sha256(repr(layers).encode()).hexdigest()[:16]
+    world.compiles[name] = count = world.compiles.get(name, 0) + 1
+    first, lines = world.first(f"decided/{name}/{count}", json.dumps([world.rank, *decided]))
+    if lines == list(decided):
+        return
+    own, other = next(
+        (pair for pair in zip(decided, lines, strict=False) if pair[0] != pair[1]), ("nothing", "nothing")
+    )
+    raise GatherError(
+        f"rank {world.rank} would run a layer otherwise than rank {first}, with which it exchanges tensors: {own!r}, where"
+        f" rank {first} has {other!r}; {_REMEDY}"
+    )

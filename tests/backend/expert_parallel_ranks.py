@@ -1,0 +1,204 @@
+"""One rank of expert parallelism: `python -m tests.backend.expert_parallel_ranks RANK WORLD FILE KINDS`.
+
+Each rank has some tokens and some experts. Prints one line of JSON: by kind, how far training is from that of one rank
+with all tokens and all experts, and what is exchanged. Graphs are not compiled (tests/uncompiled.py), except those of
+"compiled KIND"."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.distributed import _functional_collectives as collectives
+
+import te_inductor
+from te_inductor.recipes import DelayedScaling
+from tests.kinds import told_of
+
+EXPERTS, EACH, HIDDEN, INNER, TOKENS = 4, 2, 64, 96, 48
+KINDS: dict[str, Callable[..., Any]] = {}
+
+
+def kind(function: Callable[..., Any]) -> Callable[..., Any]:
+    KINDS[function.__name__] = function
+    return function
+
+
+class MoE(nn.Module):
+    """Tokens of one rank; `world` ranks have an equal part of the experts each, as torchtitan's dispatcher deals
+    them."""
+
+    def __init__(self, world: int = 1, rank: int = 0, split: bool = False) -> None:
+        super().__init__()
+        self.world, self.split = world, split
+        self.gate = nn.Linear(HIDDEN, EXPERTS, bias=False)
+
+        def own(n: int, k: int) -> nn.Parameter:
+            return nn.Parameter((torch.randn(EXPERTS, n, k) / k**0.5).bfloat16().chunk(world)[rank].clone())
+
+        if split:
+            self.w1, self.w3 = own(INNER, HIDDEN), own(INNER, HIDDEN)
+        else:
+            self.up = own(2 * INNER, HIDDEN)
+        self.down = own(HIDDEN, INNER)
+
+    def experts(self, x: Tensor, ends: Tensor) -> Tensor:
+        if self.split:
+            gate, up = (F.grouped_mm(x, w.transpose(1, 2), offs=ends) for w in (self.w1, self.w3))
+        else:
+            gate, up = F.grouped_mm(x, self.up.transpose(1, 2), offs=ends).chunk(2, -1)
+        return F.grouped_mm(F.silu(gate) * up, self.down.transpose(1, 2), offs=ends)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores, ids = self.gate(x).softmax(-1).topk(EACH, dim=-1)
+        order = torch.argsort(ids.view(-1), stable=True)
+        rows = x[order // EACH].bfloat16()
+        counts = torch.histc(ids.view(-1).float(), bins=EXPERTS, min=0, max=EXPERTS - 1).long()
+        rows = self.alone(rows, counts) if self.world == 1 else self.exchanged(rows, counts)
+        rows = rows.float() * scores.view(-1)[order].reshape(-1, 1)
+        return torch.zeros_like(x).index_add(0, order // EACH, rows)
+
+    def alone(self, rows: Tensor, counts: Tensor) -> Tensor:
+        rows = self.ordered(rows, torch.arange(len(rows)))
+        return self.result(self.experts(rows, counts.cumsum(0).int()))
+
+    def exchanged(self, rows: Tensor, counts: Tensor) -> Tensor:
+        group = dist.group.WORLD
+        with torch.no_grad():
+            come = collectives.wait_tensor(collectives.all_to_all_single(counts, None, None, group))
+            sent = counts.view(self.world, -1).sum(1).tolist()
+            received = come.view(self.world, -1).sum(1).tolist()
+            for size in (*sent, *received):
+                torch._check(size >= 0)
+        rows = collectives.all_to_all_single_autograd(rows, received, sent, group)
+        table = come.view(self.world, -1)
+        lengths, starts = table.t().reshape(-1), (come.cumsum(0) - come).view(self.world, -1).t().reshape(-1)
+        segment = torch.arange(lengths.shape[0]).repeat_interleave(lengths, output_size=rows.shape[0])
+        order = starts[segment] + torch.arange(segment.shape[0]) - (lengths.cumsum(0) - lengths)[segment]
+        y = self.experts(self.ordered(rows, order), table.sum(0).cumsum(0).int())
+        made = y.new_empty(rows.shape)
+        made[order, :] = y
+        return collectives.all_to_all_single_autograd(self.result(made), sent, received, group)
+
+    def ordered(self, rows: Tensor, order: Tensor) -> Tensor:
+        return rows[order, :]
+
+    def result(self, y: Tensor) -> Tensor:
+        return y
+
+
+class Read(MoE):
+    """Something else reads the rows as they come."""
+
+    def ordered(self, rows: Tensor, order: Tensor) -> Tensor:
+        self.seen = rows.float().mean()
+        return rows[order, :]
+
+
+class Scaled(MoE):
+    """Neither exchange is beside a layer."""
+
+    def ordered(self, rows: Tensor, order: Tensor) -> Tensor:
+        return rows[order, :] * 2
+
+    def result(self, y: Tensor) -> Tensor:
+        return y * 0.5
+
+
+class Rank:
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank, self.world = rank, world
+        self.sent: list[list[str]] = []  # of each graph: dtypes of all-to-alls of rows
+
+    def see(self, graph: fx.Graph) -> None:
+        found = graph.find_nodes(op="call_function", target=torch.ops._c10d_functional.all_to_all_single.default)
+        self.sent.append([str(one.meta["val"].dtype)[6:] for one in found if one.meta["val"].dim() == 2])
+
+    def compared(self, recipe: Any, *, make: Any = MoE, steps: int = 1, split: bool = False, skew: bool = False) -> Any:
+        """Of outputs and gradients, how far they are from one rank's, and both from high precision."""
+        found: list[list[Tensor]] = []
+        self.sent = []
+        own = slice(self.rank * TOKENS // self.world, (self.rank + 1) * TOKENS // self.world)
+        for world, options in ((self.world, {"amax_group": dist.group.WORLD}), (1, {"amax_group": "none"}), (1, None)):
+            torch._dynamo.reset()
+            torch.manual_seed(0)
+            model = make(world, self.rank if world > 1 else 0, split)
+            if skew:  # one rank's experts get nothing
+                model.gate.weight.data[:2] += 4.0
+            whole, dy = torch.randn(TOKENS, HIDDEN).abs(), torch.randn(TOKENS, HIDDEN)
+            x = (whole[own] if world > 1 else whole).clone().requires_grad_()
+            run: Any = model
+            if options is not None:
+                asked = {"recipe": recipe, "fallback": "silent", **options}
+                run = torch.compile(model, backend="te", fullgraph=True, dynamic=False, options=asked)
+            for _ in range(steps):
+                model.zero_grad()
+                x.grad = None
+                y = run(x)
+                y.backward(dy[own] if world > 1 else dy)
+            if world > 1:
+                dist.all_reduce(model.gate.weight.grad)
+                sent = self.sent
+            experts = [each.grad for name, each in model.named_parameters() if name != "gate.weight"]
+            tensors = [y.detach(), x.grad, model.gate.weight.grad, *experts]
+            if world == 1:
+                mine = [tensors[0][own], tensors[1][own], tensors[2]]
+                tensors = [*mine, *(each.chunk(self.world)[self.rank] for each in tensors[3:])]
+            found.append([tensor.double() for tensor in tensors])
+        many, alone, right = found
+        off = [
+            [_off(*pair) for pair in zip(*pairs, strict=True)]
+            for pairs in ((many, alone), (many, right), (alone, right))
+        ]
+        return {"one rank": off[0], "error": off[1], "error of one rank": off[2], "sent": [one for one in sent if one]}
+
+
+def _off(a: Tensor, b: Tensor) -> float:
+    return ((a - b).norm() / b.norm().clamp(min=1e-30)).item() if a.isfinite().all() else float("inf")
+
+
+@kind
+def trains(rank: Rank, recipe: str) -> Any:
+    if recipe == "delayed":
+        return rank.compared(DelayedScaling(amax_history_len=4), steps=3)
+    return rank.compared(recipe)
+
+
+@kind
+def split(rank: Rank, recipe: str) -> Any:
+    """w1 and w3 are two layers of one input."""
+    return rank.compared(recipe, split=True)
+
+
+@kind
+def skewed(rank: Rank, recipe: str) -> Any:
+    return rank.compared(recipe, skew=True)
+
+
+@kind
+def read(rank: Rank, recipe: str) -> Any:
+    return {one.__name__: rank.compared(recipe, make=one) for one in (Read, Scaled)}
+
+
+@kind
+def reasons(rank: Rank) -> Any:
+    told = {}
+    for name, make, options in (
+        ("exchanged", MoE, {"recipe": "current"}),
+        ("rowwise", MoE, {"recipe": "rowwise"}),
+        ("read", Read, {"recipe": "current"}),
+        ("no group", MoE, {"recipe": "delayed"}),
+        ("own scales", MoE, {"recipe": DelayedScaling(reduce_amax=False)}),
+    ):
+        torch._dynamo.reset()
+        sites = te_inductor.explain(make(rank.world, rank.rank), torch.randn(24, HIDDEN), options=options).sites
+        told[name] = [site.wire for site in sites if site.pattern == "grouped_linear" and site.gemm == "fprop"]
+    return told
+
+
+if __name__ == "__main__":
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        print(json.dumps(told_of(KINDS, Rank)), flush=True)

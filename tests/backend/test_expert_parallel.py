@@ -1,0 +1,84 @@
+"""Expert parallelism: real processes, gloo, CPU. Programs: expert_parallel_ranks.py. Under delayed scaling two ranks
+have the scales of one, and each expert its rows in the same order: results are equal, but for the order in which the
+router's gradient is added up over the ranks, in fp32."""
+
+import pytest
+
+from tests.forked_ranks import ranks, ranks_once
+
+SAME, ALIKE = 1e-6, 2.0  # of errors: roundings that are other ones
+QUICK = "trains delayed,reasons"
+OTHERS = (
+    "trains current,trains rowwise,split current,skewed delayed,skewed current,read current,compiled trains current"
+)
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """By rank and kind."""
+    return ranks_once(tmp_path_factory, "tests.backend.expert_parallel_ranks", 2, QUICK)
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory):
+    return ranks_once(tmp_path_factory, "tests.backend.expert_parallel_ranks", 2, OTHERS, timeout=900)
+
+
+def check(kind: str, found: dict, sent: list[str]) -> None:
+    if "current" not in kind:
+        assert max(found["one rank"]) < SAME
+    for error, alone in zip(found["error"], found["error of one rank"], strict=True):
+        assert error < ALIKE * alone + 1e-6
+    if "compiled" not in kind:  # whose graphs nobody sees
+        assert found["sent"] and all(graph == sent for graph in found["sent"])
+
+
+def test_training_is_that_of_one_rank_and_bytes_are_exchanged(told):
+    """x in the forward and dy in the backward in FP8; y and dx in their own dtype."""
+    for one in told:
+        check("trains delayed", one["trains delayed"]["told"], ["uint8", "bfloat16"])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "kind", ["trains current", "split current", "skewed delayed", "skewed current", "compiled trains current"]
+)
+def test_other_forms(kind, others):
+    for one in others:
+        check(kind, one[kind]["told"], ["uint8", "bfloat16"])
+
+
+@pytest.mark.thorough
+def test_what_is_exchanged_in_high_precision(others):
+    for one in others:
+        check("rowwise", one["trains rowwise"]["told"], ["bfloat16", "bfloat16"])
+        check("current", one["read current"]["told"]["Scaled"], ["bfloat16", "bfloat16"])
+        read = one["read current"]["told"]["Read"]
+        assert [graph[0] for graph in read["sent"]] == ["bfloat16", "uint8"]  # x as it was, dy in FP8
+
+
+@pytest.mark.thorough
+def test_training_is_that_of_one_rank_on_four(tmp_path):
+    for one in ranks("tests.backend.expert_parallel_ranks", 4, str(tmp_path / "store"), "trains delayed", timeout=600):
+        check("trains delayed", one["trains delayed"]["told"], ["uint8", "bfloat16"])
+
+
+def test_reasons(told):
+    x, dy = "rows between ranks go in {} to the experts", "gradients between ranks go in {} to the experts"
+    expected = {
+        "exchanged": ("e4m3", "e5m2", None, None),
+        "rowwise": ("bfloat16",) * 2
+        + ("recipe 'rowwise' reads them with scales of rows for one product and of columns for another",) * 2,
+        "read": ("bfloat16", "e5m2", "something else reads the rows as they come", None),
+        "no group": ("bfloat16",) * 2
+        + ("nothing tells that their ranks have one scale: pass option 'amax_group'",) * 2,
+        "own scales": ("bfloat16",) * 2
+        + ("shards that are gathered in FP8 have one scale, and DelayedScaling(reduce_amax=False) gives each own",) * 2,
+    }
+    for one in told:
+        for case, (of_x, of_dy, why_x, why_dy) in expected.items():
+            lines = [
+                template.format(dtype) + (f": {why}" if why else "")
+                for template, dtype, why in ((x, of_x, why_x), (dy, of_dy, why_dy))
+            ]
+            assert one["reasons"]["told"][case] == lines

@@ -1,0 +1,81 @@
+"""One of two ranks on two GPUs: `python -m tests.gpu.wire_ranks RANK WORLD FILE KIND RECIPE`.
+
+KIND is "graph_fsdp", a model that gathers its own weights, or "experts", expert parallelism. Trains over NCCL, with FP8
+between ranks and with bf16. Prints one line of JSON: how far outputs and gradients of both are from high precision, what
+`explain` says of the wire, and what was said."""
+
+import json
+import sys
+import warnings
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import te_inductor
+from te_inductor.diagnostics import Refusal
+from te_inductor.passes.pre_grad.decide import exchanged, gathered
+from tests.backend.expert_parallel_ranks import HIDDEN, MoE
+from tests.backend.graph_fsdp_ranks import MIXED, simple_fsdp
+
+WIDTH, ROWS = 2048, 4096
+
+
+def graph_fsdp(rank: int, world: int) -> tuple[nn.Module, Tensor]:
+    model = nn.Sequential(nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+    simple_fsdp(model, init_device_mesh("cuda", (world,)), [Shard(0)], **MIXED)
+    torch.manual_seed(1 + rank)
+    return model, torch.randn(ROWS, WIDTH, dtype=torch.bfloat16)
+
+
+def experts(rank: int, world: int) -> tuple[nn.Module, Tensor]:
+    model = MoE(world, rank)
+    torch.manual_seed(1 + rank)
+    return model, torch.randn(512, HIDDEN)
+
+
+def train(kind: str, rank: int, world: int, options: Any) -> list[Tensor]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x = (graph_fsdp if kind == "graph_fsdp" else experts)(rank, world)
+    run: Any = model if options is None else torch.compile(model, backend="te", options=options)
+    given = x.clone().requires_grad_()
+    for _ in range(3):
+        model.zero_grad()
+        given.grad = None
+        y = run(given)
+        y.float().square().mean().backward()
+    grads = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
+    return [tensor.float() for tensor in (y.detach(), given.grad, *grads)]
+
+
+def main(rank: int, world: int, file: str, kind: str, recipe: str) -> None:
+    torch.cuda.set_device(rank)
+    torch.set_default_device(torch.device("cuda", rank))
+    dist.init_process_group("nccl", init_method=f"file://{file}", rank=rank, world_size=world)
+    options = {"policy": {"*": recipe, "gate": "none"}, "recipe": "none", "fallback": "warn"}
+    options |= {"amax_group": dist.group.WORLD} if kind == "experts" else {}
+    refused = Refusal("of the test")
+    with warnings.catch_warnings(record=True) as caught, torch._dynamo.config.patch(capture_scalar_outputs=True):
+        warnings.simplefilter("always")
+        low = train(kind, rank, world, options)
+        model, x = (graph_fsdp if kind == "graph_fsdp" else experts)(rank, world)
+        wires = [site.wire for site in te_inductor.explain(model, x, options=options).sites if site.wire]
+        with (
+            mock.patch.object(gathered, "_refusal", lambda *_: refused),
+            mock.patch.object(exchanged, "_refusal", lambda *_: refused),
+        ):
+            high = train(kind, rank, world, options)
+        right = train(kind, rank, world, None)
+    off = [[((a - b).norm() / b.norm()).item() for a, b in zip(one, right, strict=True)] for one in (low, high)]
+    said = [str(one.message) for one in caught if "te_inductor" in str(one.message)]
+    print(json.dumps({"error": off[0], "error in bf16": off[1], "wires": wires, "said": said}))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6])  # type: ignore[arg-type]
