@@ -116,6 +116,7 @@ def test_compiled_autograd():
     assert counters["compiled_autograd"]["captures"]
 
 
+@pytest.mark.quick("True")
 @pytest.mark.codegen
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_checkpoint_around_a_compiled_module(use_reentrant, recwarn):

@@ -77,7 +77,7 @@ def train(model: nn.Module, recipe, **options) -> tuple[list[torch.Tensor], Coun
     return found, Counter(calls.names)
 
 
-@quick("delayed", "current")
+@quick("current")
 def test_budgets(name):
     """As the budget falls more of the nine products are computed again, down to nearly all; nothing else changes. Of
     nvfp4, whose copies are small beside outputs, four at once: torch weighs what an op returns, needed or not."""
@@ -259,6 +259,7 @@ def test_delayed_scaling_in_generated_code(budget):
         assert (a - b).norm() <= 2**-6 * b.norm()
 
 
+@pytest.mark.thorough
 @pytest.mark.codegen
 @pytest.mark.usefixtures("no_caches")
 def test_scales_that_torch_does_not_save_are_an_error(monkeypatch):

@@ -247,7 +247,7 @@ RECIPES = {
         pytest.param("short", (64, 48, 128), torch.bfloat16, True, marks=pytest.mark.thorough),
         pytest.param("current", (16, 77, 130), torch.float32, False, marks=pytest.mark.thorough),
         pytest.param("recent", (17, 77, 48), torch.bfloat16, False, marks=pytest.mark.thorough),
-        ("functions", (1, 32, 48), torch.float32, True),
+        pytest.param("functions", (1, 32, 48), torch.float32, True, marks=pytest.mark.thorough),
     ],
     ids=str,
 )
@@ -261,6 +261,7 @@ def test_a_step_that_is_not_finite_spoils_no_other(spoil):
     steps_of(RECIPES["short"], 16, 32, 48, torch.float32, spoil={1: spoil})
 
 
+@pytest.mark.thorough
 def test_leading_dimensions_and_functions():
     """A parameter of no module; x of three dimensions."""
     weight = torch.nn.Parameter(torch.randn(32, 48))
