@@ -198,9 +198,15 @@ MUTATIONS = [
     ),
     Mutation(
         "an amax in a cast's kernel counts what the mask leaves out",
-        "        if masks:\n            tile = ",
-        "        if False:\n            tile = ",
+        "        if masks:\n            tile = f\"tl.where(tl.broadcast_to({' & '.join(masks)}, {size}), {tile}, 0)\"",
+        '        if False:\n            tile = ""',
         ("tests/offline/test_delayed.py", "-k", "record"),
+    ),
+    Mutation(
+        "a bias gradient in a cast's kernel counts what the mask leaves out",
+        "tile = f\"tl.where(tl.broadcast_to({' & '.join(masks)}, [{', '.join(size)}]), {tile}, 0.0)\"",
+        'tile = f"{tile}"',
+        ("tests/offline/test_column_sums.py",),
     ),
     Mutation(
         "pairs of rows are stored in the wrong order",

@@ -458,7 +458,7 @@ def test_the_bounds_catch(mutant, monkeypatch):
     elif mutant == "padding":
         real_layout = runtime.layout
         monkeypatch.setattr(
-            runtime, "layout", lambda ends, rows: (*(made := real_layout(ends, rows))[:2], made[2].clamp(min=0))
+            runtime, "layout", lambda *given: (*(made := real_layout(*given))[:2], made[2].clamp(min=0))
         )
     elif mutant == "dropped":
         real_wgrad = grouped_ops.grouped_wgrad
