@@ -19,11 +19,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 QUICK = "not gpu and not gpu2 and not thorough"
-PASSED, FAILED, STOPPED = (
-    0,
-    1,
-    2,
-)  # pytest's codes; the last with -x and several workers, or where it cannot import tests
+# pytest's codes; the last with -x and several workers, or where it cannot import tests
+PASSED, FAILED, STOPPED = 0, 1, 2
 
 
 @dataclass(frozen=True)
