@@ -54,7 +54,10 @@ Way = tuple[Call, Callable[[Tile], Call], float]  # the library, a tile, and wha
 def arms(p: Problem, table: Table, complain: Callable[[str], None]) -> dict[Tile | None, Call]:
     """The library (None) and the tiles whose result agrees with it; `complain` is told of those whose does not. A product
     that another kernel reads is computed as `table` says."""
-    a, b = ((torch.randn(size, p.k, device="cuda") * 8).to(dtype) for size, dtype in ((p.m, p.a), (p.n, p.b)))
+    a, b = (
+        (torch.randn(size, p.k, device="cuda", dtype=torch.float32) * 8).to(dtype)
+        for size, dtype in ((p.m, p.a), (p.n, p.b))
+    )
     scales, out = _scales(p), torch.empty(p.m, p.n, device="cuda", dtype=p.out)
     ways = {NOTHING: _writing, OUTPUT: _adding, ANOTHER: _adding_another}
     way = _quantizing if p.activation is not None else _gating if p.gating is not None else ways[p.added]
@@ -90,7 +93,9 @@ def _scales(p: Problem) -> list[Tensor]:
         BLOCK_1X128.name: ((across, p.m), (across, p.n)),
         BLOCK_128X128.name: ((across, p.m), (p.n // 128, across)),
     }
-    a_scale, b_scale = (torch.rand(shape, device="cuda") + 0.5 for shape in shapes.get(p.scope, ((), ())))
+    a_scale, b_scale = (
+        torch.rand(shape, device="cuda", dtype=torch.float32) + 0.5 for shape in shapes.get(p.scope, ((), ()))
+    )
     if SCOPES[p.scope].blocked:
         a_scale = a_scale.t()
     return [a_scale, b_scale.t() if p.scope == BLOCK_128X128.name else b_scale]
@@ -115,7 +120,7 @@ def _first(p: Problem, table: Table, a: Tensor, b: Tensor, scales: list[Tensor],
 
 def _quantizing(p: Problem, table: Table, a: Tensor, b: Tensor, scales: list[Tensor], out: Tensor) -> Way:
     """All in CUDA graphs, as a compiled function's guards take the host longer than the smallest GEMM the GPU."""
-    y, scale, quantizer = _rounded(p), torch.full((), 64.0, device="cuda"), Quantizer("e4m3")
+    y, scale, quantizer = _rounded(p), torch.full((), 64.0, device="cuda", dtype=torch.float32), Quantizer("e4m3")
     scales = [scales[0] / (64 * p.k**0.5), scales[1]]  # so that sums are about 1, where GELU bends
     write = _product(replace(p, out=ROUNDED, activation=None), table, a, b, scales, y)
     cast = _compiled(lambda y, scale: ops.quantize_delayed(F.gelu(y), scale, quantizer))
@@ -178,7 +183,7 @@ def _adding_another(p: Problem, table: Table, a: Tensor, b: Tensor, scales: list
 
 
 def _adding(p: Problem, table: Table, a: Tensor, b: Tensor, scales: list[Tensor], out: Tensor) -> Way:
-    gemm, one = Gemm("wgrad", p.fast_accum, (p.scope, p.scope)), torch.ones((), device="cuda")
+    gemm, one = Gemm("wgrad", p.fast_accum, (p.scope, p.scope)), torch.ones((), device="cuda", dtype=torch.float32)
     product = out.zero_().clone()
     of_tensor = scales if p.scope == TENSOR.name else (one, one)  # no library scales rows of an fp32 output
 
