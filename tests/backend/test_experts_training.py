@@ -1,4 +1,4 @@
-"""What training code does with experts: checkpoints, memory budgets, weight gradients elsewhere, state, adapters, export,
+"""What training code does with experts: checkpoints, memory budgets, weight gradients elsewhere, state, export,
 caches. Against the eager reference (tests/experts.py), bit for bit."""
 
 import copy
@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 from torch._functorch import config as functorch
-from torch.nn.utils import parametrize
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -21,7 +20,7 @@ from te_inductor.ops import flops  # noqa: F401 (registers formulas)
 from te_inductor.recipes import DelayedScaling
 from te_inductor.runtime import grouped
 from tests.backend.test_autograd import same
-from tests.backend.test_experts import PATHS, ROUTER, results, te, tokens
+from tests.backend.test_experts import PATHS, ROUTER, te, tokens
 from tests.backend.test_main_grad import with_totals
 from tests.experts import MoE, reference
 from tests.forked import PROGRAMS
@@ -225,51 +224,6 @@ def test_gradients_add_up():
         twin(x.detach()).square().sum().backward()
     for p, other in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(p.grad, other.grad)
-
-
-class Adapter(nn.Module):
-    def __init__(self, shape, rank=4) -> None:
-        super().__init__()
-        experts, n, k = shape
-        self.a = nn.Parameter(torch.randn(experts, rank, k) / k**0.5)
-        self.b = nn.Parameter(torch.randn(experts, n, rank))
-
-    def forward(self, w):
-        return w + self.b @ self.a
-
-
-def test_adapters():
-    """w + b @ a is no parameter: the product stays in high precision, which a report says."""
-    model, x = MoE(), tokens()
-    model.experts.requires_grad_(False)
-    for name in ("gate_up_proj", "down_proj"):
-        parametrize.register_parametrization(model.experts, name, Adapter(getattr(model.experts, name).shape))
-    report = explain(model, x, options={"policy": ROUTER})
-    assert report.failure is None
-    reasons = [site.reason for site in report.sites if site.pattern == "grouped_linear"]
-    assert len(reasons) == 2 and all("other shapes than rows (M, K) and a parameter" in reason for reason in reasons)
-    expected = results(model, model, x)
-    found = results(te(model, "current", fallback="silent"), model, x)
-    for one, other in zip(found, expected, strict=True):
-        assert torch.allclose(one, other, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.thorough
-def test_peft():
-    """Adapters of peft on experts' parameters train, in high precision."""
-    peft = pytest.importorskip("peft")
-    model, x = MoE(), tokens()
-    config = peft.LoraConfig(r=4, target_parameters=PATHS, target_modules=[], init_lora_weights=False)
-    adapted = peft.get_peft_model(model, config)
-    report = explain(adapted, x, options={"policy": {"*gate*": "none"}})
-    assert report.failure is None
-    # peft writes the parameter in place, at which graphs break: the experts' graph has a weight that is no parameter.
-    assert not [site for site in report.sites if site.pattern == "grouped_linear"]
-    y = torch.compile(adapted, backend="te", options={"fallback": "silent", "policy": {"*gate*": "none"}})(x)
-    high = adapted(x)
-    assert (y - high).norm() <= 0.25 * high.norm()
-    y.sum().backward()
-    assert all(p.grad is not None for name, p in adapted.named_parameters() if "lora" in name)
 
 
 def test_experts_that_no_graph_reached():

@@ -11,6 +11,8 @@ _WRAPPED_FORWARD = re.compile(r"\.forward(\.__closure__\[\d+\]\.cell_contents)+\
 _KEY = re.compile(r"(?:\._modules|\.__dict__\['_modules'\])\['([^']*)'\]|\['([^']*)'\]|\[(\d+)\]")
 _GETATTR = re.compile(r"getattr\(([^()]*), '([^']*)'\)")  # of a name that is no identifier, such as a container's '0'
 _HELD = re.compile(r"(\._parameters\['[^']*'\]|\.\w+)$")  # the parameter itself
+_REGISTERED = re.compile(r"\._(parameters|buffers)\['[^']*'\]$")
+_PARAMETRIZED = re.compile(r"(?:^|\.)parametrizations\.(\w+)\.")  # the parameter that one computes
 # Wrappers that are no part of the path that the model's author sees.
 _WRAPPERS = re.compile(
     r"\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|_forward_module)(\.|$)|\bslice\([^)]*\)(\.|$)"
@@ -27,19 +29,36 @@ def module_path(node: fx.Node) -> str:
 
 def holder_path(parameter: fx.Node) -> str:
     """The path of the module that holds a parameter, by the first name at which Dynamo met it."""
-    source = getattr(parameter, "_dynamo_source", None)
-    if source is None:  # held by the graph itself
+    source = source_of(parameter)
+    if not source:  # held by the graph itself
         return without_wrappers(str(parameter.target).rpartition(".")[0])
-    return _path(_HELD.sub("", source.name if isinstance(source.name, str) else source.name()))
+    return _path(_HELD.sub("", source))
 
 
 def parameter_name(parameter: fx.Node) -> str:
     """What the module that holds a parameter calls it, by the first name at which Dynamo met it."""
-    source = getattr(parameter, "_dynamo_source", None)
-    if source is None:
+    source = source_of(parameter)
+    if not source:
         return str(parameter.target).rpartition(".")[2]
-    held = _HELD.search(source.name if isinstance(source.name, str) else source.name())
+    computed = _PARAMETRIZED.search(_path(source))
+    if computed:
+        return computed.group(1)
+    held = _HELD.search(source)
     return held.group(0).removeprefix("._parameters").strip("['].") if held else ""
+
+
+def held_for_one_call(placeholder: fx.Node) -> bool:
+    """Whether an input of the graph is a tensor that a parametrization holds, and is no parameter or buffer of it."""
+    source = source_of(placeholder)
+    return bool(_PARAMETRIZED.search(_path(source))) and not _REGISTERED.search(source)
+
+
+def source_of(placeholder: fx.Node) -> str:
+    """What Dynamo calls an input; "" of a graph that it did not make."""
+    source = getattr(placeholder, "_dynamo_source", None)
+    if source is None:
+        return ""
+    return str(source.name if isinstance(source.name, str) else source.name())
 
 
 def _path(source: str) -> str:

@@ -1,5 +1,6 @@
-"""The forms in which models write the linear layers of experts: grouped products of sorted rows with a 3D parameter,
-and batched products of more matrices than are worth a GEMM each.
+"""The forms in which models write the linear layers of experts: grouped products of sorted rows with a 3D parameter, or
+with what is computed from parameters, as adapters are added; and batched products of more matrices than are worth a
+GEMM each.
 
 Where the rows are gathered from a tensor that has each once, as behind a router that picks several experts a token, the
 gather is part of the layer: each row is cast once and gathered in low precision, and the gradient's rows are added up
@@ -16,7 +17,7 @@ from te_inductor.diagnostics import Refusal
 from te_inductor.passes.graph.aliases import memory, name
 from te_inductor.passes.pre_grad.decide import support
 from te_inductor.passes.pre_grad.decide.support import is_tensor, value
-from te_inductor.passes.pre_grad.match import experts_bias, gathers
+from te_inductor.passes.pre_grad.match import experts_bias, gathers, parametrized
 from te_inductor.passes.pre_grad.match.gathers import uncast
 from te_inductor.passes.pre_grad.match.linear import Batched, from_parameter
 from te_inductor.passes.pre_grad.match.rule import Emit, Groups, Match, Rule, replace_layer
@@ -43,8 +44,8 @@ class Grouped(Rule):
         x, weight, ends = (given.get(key) for key in ("x", "weight", "offs"))
         if not (is_tensor(x) and is_tensor(weight) and is_tensor(ends) and is_tensor(node)):
             return None
-        if not from_parameter(weight) or from_parameter(x) or (value(x).dim(), value(weight).dim()) != (2, 3):  # type: ignore[arg-type]
-            return None
+        if from_parameter(x) or (value(x).dim(), value(weight).dim()) != (2, 3):  # type: ignore[arg-type]
+            return None  # of these two, what has a matrix for each group is the weight, whatever it was computed from
         options = tuple((key, one) for key, one in given.items() if key == "bias" and one is not None)
         weight, transposed = _untransposed(weight)  # type: ignore[arg-type]
         literal = Match(node, x, weight, transposed=transposed, options=options, groups=Groups(ends))  # type: ignore[arg-type]
@@ -62,7 +63,7 @@ class Grouped(Rule):
         ends = value(match.groups.ends)
         if ends.dtype != torch.int32 or ends.dim() != 1:
             return Refusal("offsets are %s of %d dimensions, expected int32 of one", str(ends.dtype), ends.dim())
-        return super().check(match)
+        return parametrized.refusal(match.weight) or super().check(match)
 
     def check_slots(self, match: Match, slots: Slots) -> Refusal | None:
         scopes = [one.granularity for one in (slots.input, slots.grad_output)]

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from te_inductor.diagnostics import Refusal
 from te_inductor.passes.graph.aliases import memory, name
 from te_inductor.passes.graph.bodies import Bodies
+from te_inductor.passes.graph.module_path import source_of
 from te_inductor.passes.pre_grad.decide.support import is_tensor, value
 from te_inductor.passes.pre_grad.match import contractions
 from te_inductor.passes.pre_grad.match.grouped import GROUPED
@@ -118,7 +119,7 @@ class Weights:
             return self.kind(outer)
         if any(is_tensor(one) and isinstance(value(one), torch.nn.Parameter) for one in (node, outer)):
             return "parameter"
-        held = outer.op == "get_attr" or "_buffers" in _source(outer)
+        held = outer.op == "get_attr" or "_buffers" in source_of(outer)
         return "buffer" if held and not self.written() & memory(outer) else "activation"
 
     def _is_scaled(self, node: fx.Node) -> bool:
@@ -135,9 +136,7 @@ class Weights:
 def refusal(product: Product, weights: Weights) -> Refusal:
     """Why no rule takes a product with a weight."""
     if product.grouped:
-        return Refusal(
-            "experts' products of other shapes than rows (M, K) and a parameter (E, K, N), or without offsets"
-        )
+        return Refusal("experts' products of other shapes than rows (M, K) and weights (E, K, N), or without offsets")
     node = product.node
     operands = [one for one in product.operands if weights.is_weight(one)]
     if not any(weights.kind(one) == "parameter" for one in operands):
@@ -162,14 +161,6 @@ def unmatched(
         kinds = [weights.is_weight(one) for one in product.operands]
         if product.node not in matched and any(kinds) and not all(kinds):
             yield product, refusal(product, weights)
-
-
-def _source(placeholder: fx.Node) -> str:
-    """Where Dynamo found an input."""
-    source = getattr(placeholder, "_dynamo_source", None)
-    if source is None:
-        return ""
-    return str(source.name if isinstance(source.name, str) else source.name())
 
 
 def _called(node: fx.Node) -> str:
