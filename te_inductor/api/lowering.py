@@ -63,11 +63,12 @@ def lower(
             that AOTAutograd describes as one, and the graph's own attributes.
 
     Returns:
-        An exported program, whose layers are `te_inductor.exported_linears`: it runs (`module()`), is saved and loaded
-        where `te_inductor` is imported, and is compiled by `torch._inductor.aoti_compile_and_package`. Of a traced
-        graph a graph module of the same inputs and outputs, made of te_inductor's casts and GEMMs.
+        An exported program, whose layers are `te_inductor.exported_linears` or `exported_grouped_linears`: it runs
+        (`module()`), is saved and loaded where `te_inductor` is imported, and is compiled by
+        `torch._inductor.aoti_compile_and_package`. Of a traced graph a graph module of the same inputs and outputs,
+        made of te_inductor's casts and GEMMs.
 
-    Delayed scaling, which keeps state, and experts' grouped products stay in high precision, with a warning; stored
+    Delayed scaling, which keeps state, and experts in a traced graph stay in high precision, with a warning; stored
     weights (`quantize_` before the export) are left as they are.
 
     Raises:
@@ -118,8 +119,9 @@ def parse_options(options: Mapping[str, Any] | None) -> Options:
 
 def _of_program(program: Program, options: Options) -> Program:
     plan = plan_of(program, options)
-    announce(run_passes(plan, pre_grad.EXPORTED), options.fallback)
-    if plan.report.failure is not None:
+    found = run_passes(plan, pre_grad.EXPORTED)
+    announce(found, options.fallback)
+    if found.failure is not None:
         return program
     for node in plan.gm.graph.nodes:
         node.meta.pop("example_value", None)
@@ -142,8 +144,9 @@ def _of_program(program: Program, options: Options) -> Program:
 
 def _of_graph(gm: fx.GraphModule, options: Options, parameters: Any) -> fx.GraphModule:
     plan = plan_of(gm, options, parameters)
-    announce(run_passes(plan, pre_grad.TRACED), options.fallback)
-    if plan.report.failure is not None:
+    found = run_passes(plan, pre_grad.TRACED)
+    announce(found, options.fallback)
+    if found.failure is not None:
         return gm
     for node in plan.gm.graph.nodes:
         node.meta.pop("example_value", None)

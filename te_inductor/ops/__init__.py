@@ -35,6 +35,7 @@ from te_inductor.ops.grouped import (
 )
 from te_inductor.ops.grouped_linear import (
     equal_groups,
+    exported_grouped_linears,
     first_grouped_linears,
     grouped_linears,
     mask_rows,
@@ -58,6 +59,7 @@ __all__ = [
     "dequantize",
     "equal_groups",
     "experts_scale",
+    "exported_grouped_linears",
     "exported_linears",
     "first_gather_weight",
     "first_grouped_linears",

@@ -9,14 +9,17 @@ Scales of a matrix of experts' weights are one an expert, or as finer scopes say
 whole matrix, (E, R) for rows, (E, what the scope stores) for blocks.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from te_inductor.compat import constant_type_name
 from te_inductor.ops.casts import quantize_fake
 from te_inductor.ops.definition import define
+from te_inductor.ops.written_out import is_called
 from te_inductor.recipes import Gemm, Quantizer
-from te_inductor.recipes.formats import ROW
+from te_inductor.recipes.formats import MX_1X32, ROW
 from te_inductor.runtime import deferred_wgrads, grouped, grouped_library
 
 _GEMM = constant_type_name(Gemm)
@@ -130,6 +133,7 @@ grouped_mm = define(
     f" {_GEMM} g, ScalarType out_dtype, Tensor? alpha=None) -> Tensor",
     grouped.grouped_mm,
     _grouped_mm_fake,
+    grouped.written_out_mm,
 )
 grouped_wgrad = define(
     "grouped_wgrad(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor starts,"
@@ -177,3 +181,13 @@ quantize_groups = define(
 transpose_groups = define(
     "transpose_groups(Tensor data, Tensor source) -> Tensor", grouped.transpose_groups, _transpose_groups_fake
 )
+
+
+def rows_of_one_matrix(w: Any, quantizer: Quantizer, amax: Any = None, transposed: bool = False) -> bool:
+    """Whether `quantize_experts` is the cast of all experts' rows as one matrix, for which there is generated code."""
+    scope = quantizer.granularity
+    return (scope is ROW and not transposed) or (scope is MX_1X32 and quantizer.format.packed == 1)
+
+
+is_called(grouped_mm, scaled_grouped_mm)
+is_called(quantize_experts, where=lambda *args, **kwargs: not rows_of_one_matrix(*args, **kwargs))

@@ -14,6 +14,7 @@ from te_inductor.ops.definition import define
 from te_inductor.ops.delayed import DelayedScales, record_amax
 from te_inductor.ops.gemm import operands_of
 from te_inductor.ops.linear import overflowing_sum
+from te_inductor.ops.written_out import for_program
 from te_inductor.recipes import Gemm, Quantizer, Slots
 from te_inductor.recipes.delayed import DelayedScaling
 from te_inductor.recipes.formats import ROW
@@ -401,6 +402,28 @@ first_grouped_linears = define(
     f" token=None, Tensor? grad_amax=None, Tensor[]? main_grads=None, Tensor[]? tickets=None, {_EXCHANGES})"
     " -> Tensor[]",
     trace_first_grouped_linears,
+)
+
+
+def _exported_grouped_linears(
+    x: Tensor,  # (M, K), rows sorted by group; or, with `rows`, (T, K)
+    weights: Sequence[Tensor],  # each (E, N, K)
+    biases: Sequence[Tensor],  # each (E, N); none, or one a weight
+    ends: Tensor,  # (E,) int32
+    slots: str,  # as Slots.to_text writes them
+    out_dtype: torch.dtype,
+    rows: Tensor | None = None,
+    places: Tensor | None = None,
+) -> list[Tensor]:  # each (M, N)
+    """`grouped_linears` as a saved program can hold it."""
+    with for_program(exported_grouped_linears):
+        return trace_grouped_linears(x, weights, biases, ends, Slots.from_text(slots), out_dtype, rows, places)
+
+
+exported_grouped_linears = define(
+    "exported_grouped_linears(Tensor x, Tensor[] weights, Tensor[] biases, Tensor ends, str slots, ScalarType"
+    " out_dtype, Tensor? rows=None, Tensor? places=None) -> Tensor[]",
+    _exported_grouped_linears,
 )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from te_inductor import targets
-from te_inductor.recipes.formats import ROW, Scope, padded
+from te_inductor.recipes.formats import E4M3, ROW, Scope, padded
 from te_inductor.recipes.quantizers import Gemm, Quantizer
 from te_inductor.runtime import blocks, eager
 
@@ -32,6 +32,11 @@ def padded_width(rows: int, groups: int) -> int:
 def has_kernel(device: torch.device, gemm: Gemm) -> bool:
     """Whether templates/triton/grouped_mm.py multiplies on this device."""
     return targets.of(device).grouped_mm and not gemm.microscaled
+
+
+def is_written_out(device: torch.device, gemm: Gemm) -> bool:
+    """Whether `written_out_mm` multiplies on this device."""
+    return device.type != "cuda" or gemm.microscaled or (not gemm.blocked and set(gemm.elements) == {E4M3.name})
 
 
 def grouped_mm(
@@ -54,8 +59,42 @@ def grouped_mm(
             for group, end in enumerate(ends.tolist()):
                 torch.mm(wide_a[begin:end], wide_b[group].t(), out=y[begin:end])
                 begin = end
-    y = y if alpha is None else y * alpha
-    y = y.to(out_dtype)
+    return _finished(y, alpha, out_dtype, bias, ends)
+
+
+def written_out_mm(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    ends: Tensor,
+    bias: Tensor | None,
+    gemm: Gemm,
+    out_dtype: torch.dtype,
+    alpha: Tensor | None = None,
+) -> Tensor:
+    """The same in ATen ops, none of which tells the host a group's size: on CUDA torch's grouped products, in bf16; on a
+    CPU, where torch traces them in bf16 alone, each expert multiplies all rows in fp32."""
+    if a.device.type == "cuda" and not gemm.blocked:
+        by_row, by_column = a_scale.reshape(-1).expand(a.shape[0]), b_scale.view(b.shape[0], -1).expand(b.shape[:2])
+        y = torch._scaled_grouped_mm(
+            *(a, b.transpose(1, 2), by_row.contiguous(), by_column.contiguous()),
+            offs=ends,
+            out_dtype=torch.bfloat16,
+            use_fast_accum=gemm.fast_accum,
+        ).float()
+    else:
+        wide_a, wide_b = _values(a, a_scale, gemm, 0), _each_values(b, b_scale, gemm).transpose(1, 2)
+        if a.device.type == "cuda":
+            y = torch._grouped_mm(wide_a.bfloat16(), wide_b, offs=ends).float()
+        else:
+            y = torch.bmm(wide_a.expand(b.shape[0], -1, -1), wide_b)
+            y = y[group_of_rows(ends, a.shape[0]), torch.arange(a.shape[0], device=a.device)]
+    return _finished(y, alpha, out_dtype, bias, ends)
+
+
+def _finished(y: Tensor, alpha: Tensor | None, out_dtype: torch.dtype, bias: Tensor | None, ends: Tensor) -> Tensor:
+    y = (y if alpha is None else y * alpha).to(out_dtype)
     return mask_rows(y if bias is None else y + of_rows(bias.to(out_dtype), ends, y.shape[0]), ends)
 
 

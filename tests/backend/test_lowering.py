@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import nn
 from torch.export import Dim
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import te_inductor
 from te_inductor import autocast, explain, lower, ops, quantize_, recipes
 from te_inductor.errors import FallbackError, FallbackWarning, OptionError
+from te_inductor.passes import pre_grad
 from tests.recipes import STATELESS, strict
 
 
@@ -100,6 +102,36 @@ def test_stored_weights_behind_decompositions(name, tmp_path):
     loaded = torch.export.load(tmp_path / "program.pt2")
     for given in (x, torch.randn(7, 128)):
         assert torch.equal(loaded.module()(given), program.module()(given))
+
+
+def test_an_assertion_of_a_decomposed_program():
+    """A node without a value, which nothing reads."""
+
+    class Masked(nn.Linear):
+        def forward(self, x):
+            places = torch.arange(x.shape[0])
+            return super().forward(x) * (places[:, None] == places[None]).to(torch.bool).sum(1, keepdim=True)
+
+    program = exported(Masked(64, 64), x := torch.randn(4, 64)).run_decompositions()
+    assert any("val" not in node.meta for node in program.graph.nodes if node.op == "call_function")
+    lowered = lower(program, {"recipe": "current", "fallback": "error"})
+    assert ours(lowered) and lowered.module()(x).shape == x.shape
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_pass_that_fails(traced, monkeypatch):
+    """The program as it was, with a warning."""
+    model, x = nn.Linear(64, 64), torch.randn(4, 64)
+    step = lambda weight, x: nn.functional.linear(x, weight)  # noqa: E731
+    program = make_fx(step, tracing_mode="fake")(model.weight, x) if traced else exported(model, x)
+
+    def fails(plan):
+        raise RuntimeError("of a test")
+
+    passes = "TRACED" if traced else "EXPORTED"
+    monkeypatch.setattr(pre_grad, passes, (*getattr(pre_grad, passes)[:-1], fails))
+    with pytest.warns(FallbackWarning, match=r"a pass of ours failed(.|\n)*of a test"):
+        assert lower(program, {"recipe": "current"}, parameters=["w"] if traced else None) is program
 
 
 def test_gradients_flow_through_a_program():

@@ -4,8 +4,8 @@ Runs as a program of its own, as `generate.py` does and with its patches::
 
     python -m tests.offline.packages ARCH RECIPE ROWS OUT
 
-RECIPE is a recipe's name, or `stored:` and the name of one whose weights are stored. OUT gets `wrapper.cpp`, and
-`extern.json`, the calls of the proxy executor.
+RECIPE is a recipe's name, or `stored:` and the name of one whose weights are stored, or `experts:` and one. OUT gets
+`wrapper.cpp`, and `extern.json`, the calls of the proxy executor.
 """
 
 import sys
@@ -21,10 +21,16 @@ class PackageDone(Exception):
 
 
 def model(recipe: str, dtype: Any) -> Any:
-    """Two layers behind a norm."""
+    """Two layers behind a norm; or experts, a layer each."""
     from torch import nn
 
+    from tests.experts import FixedExperts
+
     made: dict[str, Any] = {"device": "cuda", "dtype": dtype}
+    if recipe.startswith("experts:"):
+        experts = FixedExperts(2048, 1024, 4)
+        experts.weight = nn.Parameter(experts.weight.new_empty(experts.weight.shape, **made))
+        return nn.Sequential(nn.RMSNorm(2048, **made), experts).requires_grad_(False).eval()
     up, down = nn.Linear(2048, 4096, **made), nn.Linear(4096, 2048, bias=False, **made)
     layers = [_stored(one, recipe) for one in (up, down)] if recipe.startswith("stored:") else [up, down]
     return nn.Sequential(nn.RMSNorm(2048, **made), layers[0], nn.SiLU(), layers[1]).requires_grad_(False).eval()
@@ -92,7 +98,8 @@ def main(arch: int, recipe: str, rows: int, out: Path) -> None:
         x = torch.randn(rows, 2048, device="cuda", dtype=torch.bfloat16)
         with tracing(TracingContext(mode)):
             program = torch.export.export(model(recipe, x.dtype), (x,))
-        options = {"policy": {"*": "none" if recipe.startswith("stored:") else recipe}, "fallback": "silent"}
+        name = "none" if recipe.startswith("stored:") else recipe.removeprefix("experts:")
+        options = {"policy": {"*": name}, "fallback": "silent"}
         program = lower(program, options)
         try:
             torch._inductor.aot_compile(program.module(), (x,), options={"triton.autotune_at_compile_time": True})

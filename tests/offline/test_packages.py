@@ -32,3 +32,25 @@ def test_a_package_calls_nothing_of_ours(recipe, rows, products, tmp_path):
     assert len(re.findall(r"aoti_torch_cuda__scaled_mm\w*\(", code)) == products
     assert "proxy_executor_call_function" not in code
     assert "te_inductor" not in (tmp_path / "extern.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arch", "recipe", "product"),
+    [
+        ("90", "rowwise", "aoti_torch_cuda__scaled_grouped_mm"),
+        pytest.param("90", "current", "aoti_torch_cuda__scaled_grouped_mm", marks=thorough),
+        pytest.param("90", "mxfp8", "aoti_torch_cuda__grouped_mm", marks=thorough),  # emulated: exact values in bf16
+        pytest.param("90", "nvfp4", "aoti_torch_cuda__grouped_mm", marks=thorough),
+        pytest.param("90", "block", "aoti_torch_cuda__grouped_mm", marks=thorough),  # refused
+        pytest.param("100", "mxfp8", "aoti_torch_cuda__scaled_grouped_mm", marks=thorough),
+    ],
+)
+def test_a_package_of_experts(arch, recipe, product, tmp_path):
+    """torch's grouped products, one a layer, by their shims."""
+    shim()
+    done = server().run("tests.offline.packages", arch, f"experts:{recipe}", "256", str(tmp_path))
+    assert done.returncode == 0, done.stderr[-4000:]
+    code = re.sub(r"//[^\n]*", "", (tmp_path / "wrapper.cpp").read_text())
+    assert re.findall(r"(aoti_torch_cuda_\w*grouped_mm)\w*\(", code) == [product]
+    assert "proxy_executor_call_function" not in code
+    assert "te_inductor" not in (tmp_path / "extern.json").read_text()

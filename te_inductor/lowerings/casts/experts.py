@@ -11,8 +11,9 @@ from torch._inductor.lowering import fallback_handler, lowerings
 from te_inductor import ops
 from te_inductor.lowerings.casts import quantize as casts
 from te_inductor.lowerings.registry import lowering
+from te_inductor.ops.grouped import rows_of_one_matrix
 from te_inductor.recipes import Quantizer
-from te_inductor.recipes.formats import MX_1X32, ROW
+from te_inductor.recipes.formats import ROW
 
 aten = torch.ops.aten
 _quantize, _quantize_delayed = (
@@ -46,15 +47,13 @@ def quantize_experts_delayed(
 def quantize_experts(
     w: ir.TensorBox, quantizer: Quantizer, amax: ir.TensorBox | None = None, transposed: bool = False
 ) -> Any:
-    scope, (experts, rows, _) = quantizer.granularity, w.get_size()
-    if scope is ROW and not transposed:
-        data, scale_inv = casts.quantize(_flat(w), quantizer)
-        return _restored(data, w), lowerings[aten.view](scale_inv, [experts, rows])
-    if scope is MX_1X32 and quantizer.format.packed == 1:
-        w = lowerings[aten.permute](w, [0, 2, 1]) if transposed else w
-        data, scale_inv = casts.quantize(_flat(w), quantizer)
-        return _restored(data, w), lowerings[aten.view](scale_inv, [experts, scale_inv.get_size()[0] // experts])
-    return _quantize(w, quantizer, amax, transposed)
+    if not rows_of_one_matrix(w, quantizer, amax, transposed):
+        return _quantize(w, quantizer, amax, transposed)
+    w = lowerings[aten.permute](w, [0, 2, 1]) if transposed else w
+    data, scale_inv = casts.quantize(_flat(w), quantizer)
+    experts, rows, _ = w.get_size()
+    each = rows if quantizer.granularity is ROW else scale_inv.get_size()[0] // experts
+    return _restored(data, w), lowerings[aten.view](scale_inv, [experts, each])
 
 
 def _flat(w: ir.TensorBox) -> ir.TensorBox:  # (E * R, C)

@@ -13,7 +13,7 @@ MOST = 2048  # experts; what chooses among more is a vocabulary's head
 _BETWEEN = frozenset(
     "softmax sigmoid softplus sqrt log_softmax to float type type_as bfloat16 half view reshape flatten unsqueeze"
     " squeeze contiguous detach add __add__ iadd sub mul __mul__ imul div truediv masked_fill where sum getitem scatter"
-    " clone dropout".split()
+    " clone dropout _softmax _log_softmax _to_copy _unsafe_view index add_ mul_ div_ masked_fill_".split()
 )
 _CHOICES = frozenset("topk argsort sort".split())
 

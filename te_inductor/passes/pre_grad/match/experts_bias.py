@@ -2,6 +2,7 @@
 sorted choices that the groups' ends count. Then each row is given the bias of its own group."""
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 from torch import fx
@@ -10,7 +11,7 @@ from te_inductor.passes.graph.aliases import name
 from te_inductor.passes.pre_grad.decide.support import is_tensor, value
 
 _IN_PLACE, _ADDS = frozenset(("add_", "iadd", "__iadd__")), frozenset(("add", "__add__"))
-_CASTS = frozenset(("float", "int", "long", "to", "type", "double"))
+_CASTS = frozenset("float int long to type double _to_copy convert_element_type".split())
 
 
 def added(product: fx.Node, ends: fx.Node, experts: int) -> tuple[fx.Node, fx.Node] | None:
@@ -21,11 +22,9 @@ def added(product: fx.Node, ends: fx.Node, experts: int) -> tuple[fx.Node, fx.No
     if adder.args[0] is not product or (name(adder) in _ADDS and len(product.users) > 1):
         return None
     chosen = adder.args[1]
-    if not (isinstance(chosen, fx.Node) and is_tensor(chosen) and chosen.target is operator.getitem):
-        return None
-    if len(chosen.users) > 1:
+    if not (isinstance(chosen, fx.Node) and is_tensor(chosen)) or len(chosen.users) > 1:
         return None  # one of which may write it
-    bias, ids = chosen.args
+    bias, ids = _table_and_ids(chosen)
     if not (is_tensor(bias) and is_tensor(ids) and value(bias).dim() == 2 and value(ids).dim() == 1):  # type: ignore[arg-type]
         return None
     if bias.op not in ("placeholder", "get_attr") or value(bias).shape[0] != experts:
@@ -37,6 +36,15 @@ def added(product: fx.Node, ends: fx.Node, experts: int) -> tuple[fx.Node, fx.No
     if value(ids)._version != len(clamps) or any(user.kwargs != {"max": experts - 1} for user in clamps):
         return None
     return bias, adder
+
+
+def _table_and_ids(chosen: fx.Node) -> tuple[Any, Any]:
+    """Of ``table[ids]``."""
+    if chosen.target is operator.getitem and len(chosen.args) == 2:
+        return chosen.args
+    if name(chosen) == "index" and len(chosen.args) == 2 and isinstance(chosen.args[1], Sequence):
+        return chosen.args[0], chosen.args[1][0] if len(chosen.args[1]) == 1 else None
+    return None, None
 
 
 def _is_sorted(ids: fx.Node) -> bool:

@@ -1,6 +1,7 @@
 """What experts read: rows that are gathered from a tensor that has each once, and casts on the way."""
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from te_inductor.passes.pre_grad.match.experts_bias import counts
 from te_inductor.passes.pre_grad.match.rule import Groups
 
 _DIVISIONS = frozenset(("floordiv", "floor_divide", "__floordiv__", "div", "divide"))
-_CASTS = frozenset(("to", "type", "type_as", "float", "bfloat16", "half"))
+_CASTS = frozenset("to type type_as float bfloat16 half _to_copy convert_element_type".split())
 
 
 def source_of(x: fx.Node, ends: fx.Node) -> tuple[fx.Node, Groups]:
@@ -73,6 +74,8 @@ def _table_and_rows(x: fx.Node) -> tuple[Any, Any]:
     if called == "getitem" and len(x.args) == 2:
         table, rows = x.args
         return table, rows[0] if isinstance(rows, tuple) and len(rows) == 1 else rows
+    if called == "index" and len(x.args) == 2 and isinstance(x.args[1], Sequence) and len(x.args[1]) == 1:
+        return x.args[0], x.args[1][0]
     if called == "index_select" and given.get("dim") == 0:
         return given.get("input"), given.get("index")
     if called == "gather" and given.get("dim") == 0:

@@ -6,6 +6,7 @@ Where the rows are gathered from a tensor that has each once, as behind a router
 gather is part of the layer: each row is cast once and gathered in low precision, and the gradient's rows are added up
 by a gather too, in fp32."""
 
+from collections.abc import Iterator
 from dataclasses import replace as changed
 from typing import Any, ClassVar
 
@@ -115,6 +116,29 @@ def reads_early(match: Match) -> list[fx.Node]:
         if not memory(source) & memory(cast):
             found += [source, cast, *source.all_input_nodes]
     return [one for one in found if one is not None]
+
+
+def disturbed(match: Match) -> bool:
+    """Whether anything is written between what the program reads earlier than the layer would and the layer, in a graph
+    that does not tell which tensors share memory."""
+    assert match.groups is not None and match.literal is not None
+    early = [one for one in (match.groups.rows, match.groups.order) if one is not None]
+    early += [*_passed(match.literal.x, match.x), *_passed(match.literal.weight, match.weight)]
+    early += [] if match.adder is None else [match.adder.args[1]]  # type: ignore[list-item]
+    last = match.node if match.adder is None else max(match.node, match.adder)
+    node = min(early, default=match.node)
+    while node is not last:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            return True
+        node = node.next
+    return False
+
+
+def _passed(node: fx.Node, source: fx.Node) -> Iterator[fx.Node]:
+    """What stands between a source and what is made of it, the last one first."""
+    while node is not source:
+        yield node
+        node = node.args[0]  # type: ignore[assignment]
 
 
 class ManyBatched(Batched):

@@ -1,10 +1,13 @@
 """The passes that find the linear layers of a graph, and its other matrix products."""
 
+from torch import fx
+
 from te_inductor.passes.graph.aliases import memory
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.module_path import module_path, parameter_name
 from te_inductor.passes.graph.owners import owner_of
 from te_inductor.passes.pre_grad.match import RULES, attention, contractions, grouped, parallel, products, sharded
+from te_inductor.passes.pre_grad.match.rule import Match
 from te_inductor.passes.pre_grad.plan import Candidate, Plan, Unlowered
 
 
@@ -34,13 +37,25 @@ def match_sites(plan: Plan) -> None:
                 match = rule.match(node)
                 if match is not None:
                     match = sharded.with_gather(parallel.with_redistributions(match, plan.written))
-                    if match.literal and any(memory(one) & plan.written for one in grouped.reads_early(match)):
+                    if match.literal and _reads_what_is_written(plan, match):
                         match = match.literal
                     around = tuple(regions_of.get(node, [None]))
                     held = owner_of(match.weight, bodies) if match.groups else None
-                    parameter = parameter_name(held.parameter) if held else ""
+                    parameter = _name(plan, held.parameter) if held else ""
                     plan.candidates.append(Candidate(rule, match, module_path(node), parameter, around))
                     break
+
+
+def _reads_what_is_written(plan: Plan, match: Match) -> bool:
+    """Whether a layer of experts, which reads what its operands are made of, would read other values than they had."""
+    if plan.parameters:
+        return grouped.disturbed(match)
+    return any(memory(one) & plan.written for one in grouped.reads_early(match))
+
+
+def _name(plan: Plan, parameter: fx.Node) -> str:
+    """What the module that holds a parameter calls it."""
+    return plan.parameters.get(parameter, "").rpartition(".")[2] or parameter_name(parameter)
 
 
 def list_products(plan: Plan) -> None:

@@ -23,6 +23,7 @@ from te_inductor.passes.pre_grad.match.linear import Addmm, Product
 from te_inductor.passes.pre_grad.match.rule import Gradients, Match
 from te_inductor.passes.pre_grad.plan import Plan
 from te_inductor.recipes import DelayedScaling, Slots
+from te_inductor.runtime import grouped
 
 aten = torch.ops.aten
 # What a node keeps of the one in whose place it stands: not its value, which is its own.
@@ -40,8 +41,10 @@ def refuse_what_has_no_place(plan: Plan) -> None:
                 "delayed scaling keeps scales from step to step, for which this graph has no inputs; recipe 'current'"
                 " finds them at each call"
             )
-        elif site.match.groups is not None:
-            site.refusal = Refusal("experts' products outside of torch.compile")
+        elif site.match.groups is not None and not grouped.is_written_out(
+            value(site.match.weight).device, site.slots.fprop
+        ):
+            site.refusal = Refusal("experts with scales of blocks in a program, for which torch has no product")
         elif site.match.node.graph is not plan.gm.graph:
             site.refusal = Refusal("inside a body of control flow")
 
@@ -49,20 +52,25 @@ def refuse_what_has_no_place(plan: Plan) -> None:
 def refuse_batches(plan: Plan) -> None:
     """Products whose backward is not looked for."""
     for site in plan.candidates:
-        if site.refusal is None and site.slots is not None and not isinstance(site.rule, Product | Addmm):
+        if site.refusal is not None or site.slots is None or isinstance(site.rule, Product | Addmm):
+            continue
+        if site.match.groups is not None:
+            site.refusal = Refusal("experts' products in a graph that may have a backward, where they are not read")
+        else:
             site.refusal = Refusal("not one mm or addmm, the products that are read in a graph with a backward")
 
 
 def write_slots(plan: Plan) -> None:
     """Have each layer's constants stand in the graph as text, which a saved program can hold, and give every node of ours
     its value."""
-    for node in plan.gm.graph.find_nodes(op="call_function", target=ops.linears):
-        x, weights, biases, slots, dtype = node.args
-        node.target, node.args = ops.exported_linears, (x, weights, biases, slots.to_text(), dtype)
+    for op, exported in ((ops.linears, ops.exported_linears), (ops.grouped_linears, ops.exported_grouped_linears)):
+        for node in plan.gm.graph.find_nodes(op="call_function", target=op):
+            *operands, slots, dtype = node.args
+            node.target, node.args = exported, (*operands, slots.to_text(), dtype)
     values = (node.meta.get("val") for node in plan.gm.graph.nodes)
     mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), nullcontext())
     for node in plan.gm.graph.nodes:
-        if node.op == "call_function" and "val" not in node.meta:
+        if node.op == "call_function" and "val" not in node.meta and node.users:  # an assertion has neither
             _take_place(node, next(iter(node.users)).meta)
             args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda one: one.meta["val"])
             with enable_python_dispatcher(), mode, torch.no_grad():
