@@ -263,6 +263,21 @@ def test_what_is_between_a_router_and_its_choice(score):
     assert high and "a router" in reason
 
 
+def test_a_router_that_chooses_by_an_arg_max():
+    """As PhiMoE does: grouped products' offsets are made of its outputs."""
+
+    class Switch(MoE):
+        def forward(self, x):
+            scores, ids = self.gate(x).max(-1)
+            order = torch.argsort(ids)
+            ends = (ids[:, None] == torch.arange(16)).sum(0).cumsum(0).int()
+            y = self.experts(x[order], ends) * scores[order][:, None]
+            return y[torch.argsort(order)]
+
+    found = sites(Switch(experts=16), tokens())
+    assert "a router" in found["gate"][3] and all(found[path][3] is None for path in PATHS)
+
+
 def test_regions():
     model, x = MoE(), tokens()
 

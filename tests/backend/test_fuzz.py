@@ -62,6 +62,12 @@ def test_experts_in_eager_code(step):
     fuzz.check(fuzz.Case(steps=steps, width=16, leading=(2, 5), recipe="rowwise"))
 
 
+def test_experts_of_rows_that_were_widened():
+    """Their gradients are added up in fp32, and rounded once."""
+    steps = (("amp", (("linear", 96, True), ("experts", 96, 8))),)
+    fuzz.check(fuzz.Case(steps=steps, width=32, leading=(3, 1, 4), recipe="current, E4M3"))
+
+
 def test_an_einsum_of_symbolic_sizes():
     """It stayed in high precision, without a word."""
     fuzz.check(

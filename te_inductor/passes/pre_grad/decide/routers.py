@@ -1,6 +1,9 @@
 """Routers: linear layers whose outputs choose experts. A choice turns on differences of logits that FP8 would round
 away, for a product that costs next to nothing, so they stay in high precision unless a policy entry names them. An arg
-max is no sign of one: classifiers end in it."""
+max alone is no sign of one: classifiers end in it. One of which grouped products' offsets are made is."""
+
+from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 
 from torch import fx
 
@@ -18,11 +21,26 @@ _BETWEEN = frozenset(
 _CHOICES = frozenset("topk argsort sort".split())
 
 
-def refusal(match: Match) -> Refusal | None:
-    """Why a router is left alone; None of any other layer."""
-    if match.groups or match.sizes[1] > MOST or not _chooses(match.node):
+def refusal(match: Match, routers: AbstractSet[fx.Node]) -> Refusal | None:
+    """Why a router is left alone, one of `routers` or one whose outputs are chosen from; None of any other layer."""
+    if match.groups or match.sizes[1] > MOST or not (match.node in routers or _chooses(match.node)):
         return None
     return Refusal("a router: its outputs choose experts (a policy entry overrides this)")
+
+
+def of_groups(matches: Iterable[Match], products: AbstractSet[fx.Node]) -> set[fx.Node]:
+    """The products of which sizes of experts' groups are made, whatever stands between them: such as an arg max."""
+    pending = list({match.groups.ends for match in matches if match.groups and match.groups.ends is not match.x})
+    seen, found = set(pending), set()
+    while pending:
+        node = pending.pop()
+        if node in products:
+            found.add(node)
+            continue
+        inputs = [one for one in node.all_input_nodes if one not in seen]
+        seen.update(inputs)
+        pending += inputs
+    return found
 
 
 def _chooses(node: fx.Node) -> bool:

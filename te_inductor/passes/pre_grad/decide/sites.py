@@ -69,6 +69,7 @@ def _region(regions: Sequence[Region | None]) -> Region:
 def check_sites(plan: Plan) -> None:
     """Ask each rule whether the site can run as it should; a refusal leaves the site in high precision."""
     bodies, transforms_of = Bodies(plan.gm), transforms.transforms_of(plan.gm)
+    choosing = routers.of_groups((site.match for site in plan.candidates), {one.node for one in plan.products})
     for candidate in plan.candidates:
         match, weight = candidate.match, support.value(candidate.match.weight)
         if candidate.recipe is not None and candidate.recipe.of_stored_weights and not candidate.stored:
@@ -77,7 +78,7 @@ def check_sites(plan: Plan) -> None:
             candidate.refusal = (
                 regions.refusal(candidate.regions)
                 or transforms.refusal(transforms_of.get(match.node))
-                or (None if candidate.by_policy else routers.refusal(match))
+                or (None if candidate.by_policy else routers.refusal(match, choosing))
                 or candidate.rule.check(match)
                 or candidate.rule.check_slots(match, candidate.slots)
             )
