@@ -166,11 +166,9 @@ class FixedExperts(nn.Module):
         ids = torch.arange(EACH * flat.shape[0], device=x.device) * 5 // 3 % experts
         order = torch.argsort(ids, stable=True)
         ends = (ids[:, None] == torch.arange(experts, device=x.device)).sum(0).cumsum(0).int()
-        if self.low is None:
-            chosen = flat[order // EACH].to(self.weight.dtype)
-        else:  # the layer adds up a row's gradients before it rounds them to what x was cast from
-            chosen = flat.to(self.weight.dtype)[order // EACH]
-        y = self.product(chosen, ends)
+        rows, dtype = order // EACH, self.weight.dtype
+        # The layer adds up a row's gradients before it rounds them to what x was cast from.
+        y = self.product(flat[rows].to(dtype) if self.low is None else flat.to(dtype)[rows], ends)
         return y[torch.argsort(order)].view(-1, EACH, y.shape[1]).sum(1).view(*x.shape[:-1], y.shape[1])
 
     def product(self, x: Tensor, ends: Tensor) -> Tensor:
