@@ -299,7 +299,7 @@ def test_models_share_nothing_and_die():
         x = torch.randn(8, 32)
         for run, one in zip(runs, high, strict=True):
             assert (run(x) - one(x)).norm() < 0.1 * one(x).norm()
-    kept = weakref.ref(next(iter(cached_weights._kept.values(twin[0].weight)[0].values())))
+    kept = weakref.ref(next(iter(cached_weights._cached.values(twin[0].weight)[0].values())))
     del twin, one, run, high, runs[1]
     gc.collect()
     assert kept() is None
@@ -357,7 +357,7 @@ def test_fsdp(one_rank):
                 loss.backward()
                 losses.append(loss.item())
             optimizer.step()
-    assert losses[:6] == losses[6:] and not cached_weights._kept
+    assert losses[:6] == losses[6:] and not cached_weights._cached
 
 
 def test_functional_call(casts):
@@ -458,7 +458,7 @@ def test_a_weight_at_an_odd_address(recipe, casts):
 def test_nothing_is_kept_without_the_option(recipe, casts):
     """Copies lift the peak of memory: Note [Copies that pay]."""
     te(nn.Linear(128, 128), recipe=recipe)(torch.randn(16, 128))
-    assert not casts and not cached_weights._kept
+    assert not casts and not cached_weights._cached
 
 
 def test_option():
@@ -477,7 +477,7 @@ def test_marks(scope):
     whole = torch.randn(256, 200)
     found = cached_weights.marks(spec, [whole])
     assert found.tolist() == cached_weights.marks(spec, [whole[:128], whole[128:]]).tolist()
-    assert len(found) == cached_weights.new(spec, [whole]).seen.numel() == {"tensor": 1, "128x128": 4}[scope]
+    assert len(found) == cached_weights.new(spec, [whole]).digests.numel() == {"tensor": 1, "128x128": 4}[scope]
     others = {tuple(found.tolist())}
     for bit in range(0, whole.nbytes * 8, 65521):
         other = whole.clone()
