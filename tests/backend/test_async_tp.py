@@ -1,0 +1,49 @@
+"""Products of tensor-parallel layers that torch makes one with their collectives: two real processes, gloo, CPU, the
+fused operators by kernels of the program's own (async_tp_ranks.py). Results are those of the plain graph, bit for bit."""
+
+import pytest
+
+from tests.forked_ranks import ranks_once
+
+pytestmark = pytest.mark.thorough  # tests/offline/test_async_tp.py is quick
+
+KINDS = (
+    "trains current 1 2 bias,trains delayed 1 2,trains delayed 1 1 bias,trains current 0 2,trains current 1 2 other,"
+    "trains block 1 2"
+)
+FUSED = {"symm_mem.fused_all_gather_scaled_matmul": 1, "symm_mem.fused_scaled_matmul_reduce_scatter": 1}
+COLLECTIVES = {"_c10d_functional.all_gather_into_tensor": 1, "_c10d_functional.reduce_scatter_tensor": 1}
+PRODUCTS = "te_inductor.scaled_mm"
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    return ranks_once(tmp_path_factory, "tests.backend.async_tp_ranks", 2, KINDS, timeout=600)
+
+
+def check(kind, told, fused):
+    for one in told:
+        found = one[kind]["told"]
+        assert found["off"] == 0.0 and one[kind]["said"] == []
+        plain, asked = found["graphs"]
+        forward, backward = (products for products in (2, 4))
+        for graphs, collectives, less in ((plain, COLLECTIVES, 0), (asked, FUSED if fused else COLLECTIVES, 2 * fused)):
+            assert [graph for graph in graphs if graph == collectives | _products(forward - less)]
+            assert [graph for graph in graphs if graph == collectives | _products(backward - less)]
+            assert all(graph.keys() <= collectives.keys() | {PRODUCTS} for graph in graphs)
+
+
+def _products(number):
+    return {PRODUCTS: number} if number else {}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS.split(",") if "other" not in kind and "block" not in kind])
+def test_products_are_one_with_their_collectives(kind, told):
+    """Where a rank has a part of each of two sequences, rows of the product are in another order than in the layer."""
+    check(kind, told, fused=True)
+
+
+@pytest.mark.parametrize("kind", ["trains current 1 2 other", "trains block 1 2"])
+def test_what_torch_does_not_take_stays(kind, told):
+    """A group without symmetric memory; scales of blocks."""
+    check(kind, told, fused=False)
