@@ -21,6 +21,7 @@ from benchmarks import expert_blocks, harness, llama_blocks
 from benchmarks.ranks_job import Job
 
 BF16 = torch.bfloat16
+HIGH = "inductor"  # the backend of arms that are not ours
 
 
 def _nothing() -> None:
@@ -63,11 +64,11 @@ def compiled(module: nn.Module, job: Job, **options: Any) -> None:
         options["_micro_pipeline_tp"] = True
     if job.name in ("bf16", "torchao"):
         options.pop("amax_group", None)
-        module.compile(fullgraph=True, dynamic=False, options=options or None)
+        module.compile(backend=HIGH, fullgraph=True, dynamic=False, options=options or None)
         return
     if job.model == "tiny" or job.work in ("tp", "fsdp_tp", "ep"):
         options["policy"] = {"*router": "none", "*": job.recipe} if job.work == "ep" else {"*": job.recipe}
-    options = {"recipe": job.recipe, "fallback": "error", **options}
+    options = {"recipe": job.recipe, "fallback": "error" if job.model == "tiny" else "warn", **options}
     module.compile(backend=harness.te_backend(), fullgraph=True, dynamic=False, options=options)
 
 
@@ -154,7 +155,7 @@ def _ddp(job: Job, rank: int) -> Spread:
     _torchao(blocks, job)
     each(blocks, job)
     devices = [rank] if job.device == "cuda" else None
-    return Spread(DistributedDataParallel(blocks, device_ids=devices), blocks, rank)
+    return Spread(DistributedDataParallel(blocks, devices, gradient_as_bucket_view=True), blocks, rank)
 
 
 def _ep(job: Job, rank: int) -> Spread:

@@ -94,14 +94,16 @@ def trains(rank: Pipelined, recipe: str, dim: str, batch: str, *more: str) -> An
     model = Outer(Mlp(128, 256, "bias" in more))
     shape = (int(batch), LENGTH, 128)
     x, dy = torch.randn(shape), torch.randn(shape)
-    off, graphs = [], []
+    off, graphs, logged = [], [], []
+    async_tp._tell.cache_clear()
     for asked in (False, True):
         torch._dynamo.reset()
         mine = copy.deepcopy(model)
         parallelize_module(mine.layers[0], rank.mesh, plan(int(dim)))
         rank.asked, rank.found = asked, []
         enabled = _test_mode(None if "other" not in more else {"of no layer"})
-        with enabled, mock.patch.object(dist, "is_nccl_available", lambda: True):
+        log = mock.patch.object(async_tp.log, "warning", lambda text, *given: logged.append(text % given))
+        with enabled, mock.patch.object(dist, "is_nccl_available", lambda: True), log:
             given = DelayedScaling(amax_history_len=4) if recipe == "delayed" else recipe
             run = rank.te(mine, recipe=given)
             for _ in range(STEPS if recipe == "delayed" else 1):
@@ -109,7 +111,7 @@ def trains(rank: Pipelined, recipe: str, dim: str, batch: str, *more: str) -> An
         off.append(found)
         graphs.append(rank.found)
     furthest = max((a - b).abs().max().item() / b.abs().max().item() for a, b in zip(*off, strict=True))
-    return {"off": furthest, "graphs": graphs}
+    return {"off": furthest, "graphs": graphs, "logged": logged}
 
 
 def mesh(rank: int, world: int) -> Pipelined:

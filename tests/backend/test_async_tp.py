@@ -52,6 +52,9 @@ def test_products_are_one_with_their_collectives(kind, told):
 def test_what_torch_does_not_take_stays(kind, told):
     """A group without symmetric memory; scales of blocks."""
     check(kind, told, fused=False)
+    for one in told:
+        logged = one[kind]["told"]["logged"]
+        assert ["has no symmetric memory, expected it to" in text for text in logged] == [True] * ("other" in kind)
 
 
 @pytest.mark.parametrize("form, right", [("as torch's pass writes it", False), ("as we do", True)])

@@ -46,7 +46,7 @@ def test_a_block_is_gathered_in_fp8(tmp_path):
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("work", WORKS)
 def test_works(work, world, tmp_path):
-    """Ours uncompiled; bf16 by Inductor."""
+    """Uncompiled."""
     arms = [arm for arm in WORKS[work].arms if arm != "torchao"]
     tp = {"tp": world, "fsdp_tp": 2}.get(work, 1)
     check(run(tmp_path, world, [{"work": work, "arm": arm, "tp": tp} for arm in arms], timeout=900))
@@ -55,10 +55,22 @@ def test_works(work, world, tmp_path):
 @pytest.mark.thorough
 def test_the_command(tmp_path, capsys):
     """One rank and two, compiled; what it prints and writes."""
-    given = ["--tiny", "--work", "ddp", "--ranks", "1", "2", "--arms", "te:delayed", "--json", str(tmp_path / "x.json")]
+    given = [
+        "--tiny",
+        "--work",
+        "ddp",
+        "--ranks",
+        "1",
+        "2",
+        "--arms",
+        "bf16",
+        "te:delayed",
+        "--json",
+        str(tmp_path / "x.json"),
+    ]
     assert ranks.main(given) == 0
     rows = json.loads((tmp_path / "x.json").read_text())["rows"]
-    assert [row["world"] for row in rows] == [1, 2] and rows[1]["wire"]["summed"] > 0
+    assert [row["world"] for row in rows] == [1, 1, 2, 2] and rows[3]["wire"]["summed"] > 0
     assert "DistributedDataParallel: tiny, 64 tokens a rank" in capsys.readouterr().out
 
 

@@ -14,6 +14,7 @@ of the matrix, of which the dimension that is scattered is the second (torch 2.1
 It is done for products with one scale a tensor, the only ones whose gathers are in FP8 (Note [Tensor-parallel layers] in
 runtime/parallel.py)."""
 
+import functools
 import math
 import operator
 from collections.abc import Iterator, Sequence
@@ -79,32 +80,45 @@ def expose(graph: fx.Graph) -> None:
     if not config._micro_pipeline_tp:
         return
     for gather in graph.find_nodes(op="call_function", target=_collectives.all_gather_into_tensor.default):
-        if _is_pipelined(gather):
-            _expose_gather(gather)
+        _expose_gather(gather)
     for scatter in graph.find_nodes(op="call_function", target=_collectives.reduce_scatter_tensor.default):
-        if _is_pipelined(scatter):
-            _expose_scatter(scatter)
+        _expose_scatter(scatter)
 
 
 def _is_pipelined(collective: fx.Node) -> bool:
-    """Whether torch's pass takes collectives of that group."""
+    """Whether torch's pass takes collectives of that group; where it does not, that is told."""
     from torch.distributed import is_nccl_available
     from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
 
-    return is_nccl_available() and is_symm_mem_enabled_for_group(collective.args[-1])  # type: ignore[arg-type]
+    group: Any = collective.args[-1]
+    if not is_nccl_available():
+        _tell("torch was built without NCCL, expected a build with it")
+    elif not is_symm_mem_enabled_for_group(group):
+        _tell(
+            f"process group {group!r} has no symmetric memory, expected it to; call"
+            f" torch.distributed._symmetric_memory.enable_symm_mem_for_group({group!r}) before the first step"
+        )
+    else:
+        return True
+    return False
+
+
+@functools.cache
+def _tell(why: str) -> None:
+    """Once a process."""
+    log.warning("_micro_pipeline_tp overlaps no GEMM of tensor-parallel layers with its collective: %s", why)
 
 
 def _expose_gather(gather: fx.Node) -> None:
     """One of bytes, behind which they are FP8 again: `parallel.gather`."""
-    wire, ranks, group = gather.args
-    last = _gathered(gather)
-    if wire.target is not aten.view.dtype or last is None:  # type: ignore[union-attr]
+    ranks, group = gather.args[1:]
+    found = _gathered(gather)
+    if found is None:
         return
-    whole, dim = last
-    shard: fx.Node = wire.args[0]  # type: ignore[assignment, union-attr]
+    shard, whole, dim = found
     products = [node for node in _readers(whole) if _may_run(node)]
     sizes = (*whole.meta["val"].shape[:-1],)
-    if not products or not all(isinstance(size, int) for size in sizes):
+    if not products or not all(isinstance(size, int) for size in sizes) or not _is_pipelined(gather):
         return
     log.debug("async tensor parallelism: %s and %d products behind it", gather, len(products))
     rows, part = _Rows(sizes, dim), _Rows((*shard.meta["val"].shape[:-1],), dim)
@@ -123,36 +137,40 @@ def _expose_gather(gather: fx.Node) -> None:
     _erase(*products, whole)
 
 
-def _gathered(gather: fx.Node) -> tuple[fx.Node, int] | None:
-    """The tensor that a gather of bytes is read as, and the dimension along which it was gathered."""
-    node, dim = _only_user(gather), 0
-    if node is None or node.target is not _collectives.wait_tensor.default:
+def _gathered(gather: fx.Node) -> tuple[fx.Node, fx.Node, int] | None:
+    """What a gather of bytes sends, the tensor that they are read as, and the dimension along which it was gathered."""
+    wire: Any = gather.args[0]
+    wait, dim = _only_user(gather), 0
+    if wire.target is not aten.view.dtype or wait is None or wait.target is not _collectives.wait_tensor.default:
         return None
-    user = _only_user(node)
-    if user is not None and user.target in _SPLITS:
-        parts = list(user.users)
-        user = _only_user(parts[0])
-        if user is None or user.target is not aten.cat.default or not _are_parts(user.args[0], parts):
+    last = _only_user(wait)
+    if last is not None and last.target in _SPLITS:
+        cat = _joined(last, gather.args[1], 0)
+        if cat is None:
             return None
-        dim = user.args[1] if len(user.args) > 1 else 0  # type: ignore[assignment]
-        user = _only_user(user)
-    return None if user is None or user.target is not aten.view.dtype else (user, dim)
+        dim = cat.args[1] if len(cat.args) > 1 else 0  # type: ignore[assignment]
+        last = _only_user(cat)
+    shard = wire.args[0]
+    if last is None or last.target is not aten.view.dtype or last.meta["val"].dtype != shard.meta["val"].dtype:
+        return None
+    return shard, last, dim
 
 
 def _expose_scatter(scatter: fx.Node) -> None:
     """One of a product's partial sums: `parallel.reduce`."""
     given, operation, ranks, group = scatter.args
-    source, dim = _scattered(given)  # type: ignore[arg-type]
+    source, dim = _scattered(given, ranks)  # type: ignore[arg-type]
     product = source
     while product.target in VIEWS and len(product.users) == 1:
         product = product.all_input_nodes[0]
     wait = _only_user(scatter)
-    sizes = (*source.meta["val"].shape[:-1],)
-    if wait is None or not _may_run(product) or not all(isinstance(size, int) for size in sizes):
+    if wait is None or len(product.users) != 1 or len(source.users) != 1 or not _may_run(product):
         return
-    if source.meta["val"].shape[-1] != product.meta["val"].shape[-1] or (
-        product is not source and len(product.users) != 1
-    ):
+    sizes = (*source.meta["val"].shape[:-1],)
+    columns = source.meta["val"].shape[-1]
+    if columns != product.meta["val"].shape[-1] or not all(isinstance(size, int) for size in sizes):
+        return
+    if not _is_pipelined(scatter):
         return
     log.debug("async tensor parallelism: %s and the product in front of it", scatter)
     rows = _Rows(sizes, dim)
@@ -166,21 +184,34 @@ def _expose_scatter(scatter: fx.Node) -> None:
     _erase(wait)
 
 
-def _scattered(given: fx.Node) -> tuple[fx.Node, int]:
+def _scattered(given: fx.Node, ranks: int) -> tuple[fx.Node, int]:
     """The tensor whose parts along a dimension lie one behind the other in what is scattered, and the dimension."""
-    if given.target is aten.cat.default and len(given.args) == 1 and len(given.users) == 1:
+    if given.target is aten.cat.default and (len(given.args) == 1 or given.args[1] == 0) and len(given.users) == 1:
         first: Any = given.args[0][0]  # type: ignore[index]
-        if first.target is operator.getitem and first.args[0].target in _SPLITS:
-            split = first.args[0]
-            if _are_parts(given.args[0], list(split.users)) and len(split.args[0].users) == 1:
-                return split.args[0], split.args[2] if len(split.args) > 2 else 0
+        split: Any = first.args[0] if first.target is operator.getitem else None
+        if split is not None and split.target in _SPLITS and _joined(split, ranks, _dim(split)) is given:
+            return split.args[0], _dim(split)
     return given, 0
 
 
-def _are_parts(given: Any, parts: Sequence[fx.Node]) -> bool:
-    """Whether it is a list of all parts of a split in order, which nothing else reads."""
-    alone = all(part.target is operator.getitem and len(part.users) == 1 for part in parts)
-    return alone and list(given) == sorted(parts, key=lambda part: part.args[1]) and len(given) == len(parts)  # type: ignore[arg-type, return-value]
+def _dim(split: fx.Node) -> int:
+    return split.args[2] if len(split.args) > 2 else 0  # type: ignore[return-value]
+
+
+def _joined(split: fx.Node, ranks: Any, dim: int) -> fx.Node | None:
+    """What alone reads all of `ranks` equal parts of a split along `dim`, in order: a concatenation."""
+    parts: list[Any] = list(split.users)
+    if (
+        not parts
+        or _dim(split) != dim
+        or not all(part.target is operator.getitem and len(part.users) == 1 for part in parts)
+    ):
+        return None
+    parts.sort(key=lambda part: part.args[1])
+    [cat] = parts[0].users
+    alike = len({tuple(part.meta["val"].shape) for part in parts}) == 1
+    is_cat = cat.target is aten.cat.default and list(cat.args[0]) == parts
+    return cat if is_cat and alike and len(parts) == ranks else None
 
 
 def _readers(whole: fx.Node) -> Iterator[fx.Node]:
