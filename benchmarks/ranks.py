@@ -3,7 +3,8 @@
     python -m benchmarks.ranks                                     # FSDP2 of four Llama-8B blocks, all GPUs that there are
     python -m benchmarks.ranks --work fsdp --arms bf16 te:delayed gather:delayed --tokens 8192 2048
     python -m benchmarks.ranks --work tp --sequence 8192 --async-tp  # with Inductor's _micro_pipeline_tp, all arms
-    python -m benchmarks.ranks --work fsdp tp fsdp_tp ep ddp --model llama8b --ranks 1 8 --steps 50
+    python -m benchmarks.ranks --work fsdp tp fsdp_tp ep ddp --ranks 1 8            # efficiency
+    python -m benchmarks.ranks --work fsdp tp fsdp_tp --model llama8b --steps 50    # all 32 layers: losses
     python -m benchmarks.ranks --work ep --tiny                    # two gloo ranks on the CPU: that it runs
     python -m benchmarks.ranks --predict --model llama8b --ranks 8 # by bytes and rates; nothing runs
 
