@@ -140,7 +140,7 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=0, help="of training, for losses")
     parser.add_argument("--iters", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=8)
-    parser.add_argument("--patience", type=float, default=120.0, help="seconds of one phase until threads are shown")
+    parser.add_argument("--patience", type=float, default=45.0, help="seconds of one phase until threads are shown")
     parser.add_argument("--tiny", action="store_true", help="small blocks on the CPU")
     parser.add_argument("--predict", action="store_true", help="what to expect of H100s, by bytes and rates")
     parser.add_argument("--json", type=Path, default=Path("out/ranks.json"))
