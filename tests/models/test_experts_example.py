@@ -11,12 +11,10 @@ pytestmark = [pytest.mark.thorough, pytest.mark.codegen]
 
 def test_curves(tmp_path, capsys):
     """Within its tolerances of bf16, and learning."""
-    assert (
-        experts.main(["--steps", "24", "--recipes", "rowwise", "nvfp4", "--device", "cpu", "--out", str(tmp_path)]) == 0
-    )
-    assert capsys.readouterr().out.count("\n") == 5
+    assert experts.main(["--steps", "16", "--recipes", "rowwise", "--device", "cpu", "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.count("\n") == 4
     losses = json.loads((tmp_path / "experts.json").read_text())["losses"]
-    assert list(losses) == ["bf16", "rowwise", "nvfp4"]
+    assert list(losses) == ["bf16", "rowwise"]
     for curve in losses.values():
-        assert len(curve) == 24 and curve[-1] < 0.7 * curve[0]
-    assert losses["rowwise"] != losses["bf16"] and losses["nvfp4"] != losses["rowwise"]
+        assert len(curve) == 16 and curve[-1] < 0.7 * curve[0]
+    assert losses["rowwise"] != losses["bf16"]
