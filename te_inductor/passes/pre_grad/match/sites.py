@@ -1,8 +1,10 @@
 """The passes that find the linear layers of a graph, and its other matrix products."""
 
+from torch import fx
+
 from te_inductor.passes.graph.aliases import memory
 from te_inductor.passes.graph.bodies import Bodies
-from te_inductor.passes.graph.module_path import module_path, parameter_name
+from te_inductor.passes.graph.module_path import inner_path, module_path, parameter_name
 from te_inductor.passes.graph.owners import owner_of
 from te_inductor.passes.pre_grad.match import RULES, attention, contractions, grouped, parallel, products, sharded
 from te_inductor.passes.pre_grad.plan import Candidate, Plan, Unlowered
@@ -37,9 +39,9 @@ def match_sites(plan: Plan) -> None:
                     if match.literal and any(memory(one) & plan.written for one in grouped.reads_early(match)):
                         match = match.literal
                     around = tuple(regions_of.get(node, [None]))
-                    held = owner_of(match.weight, bodies) if match.groups else None
-                    parameter = parameter_name(held.parameter) if held else ""
-                    plan.candidates.append(Candidate(rule, match, module_path(node), parameter, around))
+                    module = module_path(node)
+                    inner = _inner(module, match.weight, bodies, bool(match.groups))
+                    plan.candidates.append(Candidate(rule, match, module, inner, around))
                     break
 
 
@@ -50,7 +52,19 @@ def list_products(plan: Plan) -> None:
     plan.products.extend(product for product in map(products.read, nodes) if product is not None)
     matched = {candidate.match.node for candidate in plan.candidates}
     layers = {product.node for product in plan.products if products.is_layer(product)} | matched
-    weights = products.Weights(Bodies(plan.gm), layers, lambda: plan.written)
+    bodies = Bodies(plan.gm)
+    weights = products.Weights(bodies, layers, lambda: plan.written)
     for product, refusal in products.unmatched(plan.products, matched, weights):
         around = tuple(plan.regions_of.get(product.node, [None]))
-        plan.unlowered.append(Unlowered(product, module_path(product.node), around, refusal))
+        module = module_path(product.node)
+        weight = next(one for one in product.operands if weights.is_weight(one))
+        plan.unlowered.append(Unlowered(product, module, _inner(module, weight, bodies), around, refusal))
+
+
+def _inner(module: str, weight: fx.Node, bodies: Bodies, grouped: bool = False) -> str:
+    """What a site's name has behind that of the module whose forward it is in."""
+    held = owner_of(weight, bodies)
+    if held is None:
+        return ""
+    inner = inner_path(module, held.parameter)
+    return ".".join(filter(None, (inner, parameter_name(held.parameter)))) if grouped else inner
