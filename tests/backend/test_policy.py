@@ -120,8 +120,7 @@ def test_unused_entries_are_reported():
         torch.compile(model, backend="te", options={"policy": policy})(torch.randn(X))
     [text] = [str(entry.message) for entry in caught if entry.category is FallbackWarning]
     assert (
-        "policy entry 'wide' matches no linear site of this graph, or earlier entries match the same (sites: 0, …)"
-        in text
+        "policy entry 'wide' matches no linear site of this graph, or earlier entries match the same (sites: 0)" in text
         and "'0' matches" not in text
     )
 
@@ -142,7 +141,7 @@ def test_an_unused_entry_names_the_nearest_path(entry, nearest):
     with pytest.warns(FallbackWarning) as caught:
         torch.compile(layer, backend="te", options={"policy": {entry: "none"}})(torch.randn(X))
     [text] = [str(one.message) for one in caught if one.category is FallbackWarning]
-    assert text.endswith(f"(sites: mlp.up, …); nearest: {nearest}")
+    assert text.endswith(f"(sites: mlp.up); nearest: {nearest}")
 
 
 def test_an_entry_behind_another_is_unused_too():

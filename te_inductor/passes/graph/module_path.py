@@ -34,10 +34,10 @@ def holder_path(parameter: fx.Node) -> str:
     return _path(_HELD.sub("", source.name if isinstance(source.name, str) else source.name()))
 
 
-def inner_path(module: str, parameter: fx.Node) -> str:
-    """Where in a module a parameter is that its forward uses by itself: `dt_proj`, of `self.dt_proj.weight @ x`. "" where
-    the module is what holds it, and where another one does, as of a tied weight."""
-    holder = without_parametrization(holder_path(parameter))
+def inner_path(module: str, holder: str) -> str:
+    """Where in a module the one is that holds a parameter which the module's forward uses by itself: `dt_proj`, of
+    `self.dt_proj.weight @ x`. "" where the module holds it, and where another one does, as of a tied weight."""
+    holder = without_parametrization(holder)
     prefix = f"{module}." if module else ""
     return holder.removeprefix(prefix) if holder.startswith(prefix) else ""
 

@@ -4,7 +4,13 @@ from torch import fx
 
 from te_inductor.passes.graph.aliases import memory
 from te_inductor.passes.graph.bodies import Bodies
-from te_inductor.passes.graph.module_path import inner_path, module_path, parameter_name
+from te_inductor.passes.graph.module_path import (
+    holder_path,
+    inner_path,
+    module_path,
+    parameter_name,
+    without_wrappers,
+)
 from te_inductor.passes.graph.owners import owner_of
 from te_inductor.passes.pre_grad.match import RULES, attention, contractions, grouped, parallel, products, sharded
 from te_inductor.passes.pre_grad.plan import Candidate, Plan, Unlowered
@@ -40,7 +46,7 @@ def match_sites(plan: Plan) -> None:
                         match = match.literal
                     around = tuple(regions_of.get(node, [None]))
                     module = module_path(node)
-                    inner = _inner(module, match.weight, bodies, bool(match.groups))
+                    inner = _inner(plan, module, node, match.weight, bodies, bool(match.groups))
                     plan.candidates.append(Candidate(rule, match, module, inner, around))
                     break
 
@@ -58,13 +64,19 @@ def list_products(plan: Plan) -> None:
         around = tuple(plan.regions_of.get(product.node, [None]))
         module = module_path(product.node)
         weight = next(one for one in product.operands if weights.is_weight(one))
-        plan.unlowered.append(Unlowered(product, module, _inner(module, weight, bodies), around, refusal))
+        inner = _inner(plan, module, product.node, weight, bodies)
+        plan.unlowered.append(Unlowered(product, module, inner, around, refusal))
 
 
-def _inner(module: str, weight: fx.Node, bodies: Bodies, grouped: bool = False) -> str:
+def _inner(plan: Plan, module: str, node: fx.Node, weight: fx.Node, bodies: Bodies, grouped: bool = False) -> str:
     """What a site's name has behind that of the module whose forward it is in."""
     held = owner_of(weight, bodies)
     if held is None:
         return ""
-    inner = inner_path(module, held.parameter)
-    return ".".join(filter(None, (inner, parameter_name(held.parameter)))) if grouped else inner
+    name = plan.parameters.get(held.parameter)
+    if name is None:
+        inner = inner_path(module, holder_path(held.parameter))
+        return ".".join(filter(None, (inner, parameter_name(held.parameter)))) if grouped else inner
+    if not node.meta.get("nn_module_stack"):  # a trace knows no modules
+        return without_wrappers(name).removesuffix(".weight")
+    return inner_path(module, without_wrappers(name).rpartition(".")[0])

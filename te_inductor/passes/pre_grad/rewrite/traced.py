@@ -29,6 +29,10 @@ aten = torch.ops.aten
 _OF_VALUE = frozenset(("val", "example_value", "tensor_meta", "unbacked_bindings", "desc"))
 
 
+# What torch.export calls the operators by which it keeps a region: what the region is in a program.
+_REGIONS = {"wrap_with_autocast": "torch.autocast", "wrap_with_set_grad_enabled": "torch.no_grad"}
+
+
 def refuse_what_has_no_place(plan: Plan) -> None:
     """Sites whose layer such a graph cannot hold."""
     for site in plan.candidates:
@@ -43,7 +47,23 @@ def refuse_what_has_no_place(plan: Plan) -> None:
         elif site.match.groups is not None:
             site.refusal = Refusal("experts' products outside of torch.compile")
         elif site.match.node.graph is not plan.gm.graph:
-            site.refusal = Refusal("inside a body of control flow")
+            site.refusal = _in_a_body(plan, site.match.node.graph)
+
+
+def _in_a_body(plan: Plan, graph: fx.Graph) -> Refusal:
+    """Why a site in a graph inside the graph stays: whose body it is, and what helps."""
+    bodies = {one.graph: one for one in plan.graph_modules()}
+    for module in plan.graph_modules():
+        for node in module.graph.find_nodes(op="get_attr"):
+            if getattr(module, str(node.target), None) is bodies[graph]:
+                callers = {getattr(call.target, "__name__", str(call.target)) for call in node.users}
+                if callers & _REGIONS.keys():
+                    return Refusal(
+                        "inside %s, of which torch.export makes a body of its own; program.run_decompositions() before"
+                        " lowering writes it out",
+                        _REGIONS[callers.pop()],
+                    )
+    return Refusal("inside a body of control flow")
 
 
 def refuse_batches(plan: Plan) -> None:
