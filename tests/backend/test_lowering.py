@@ -128,7 +128,7 @@ def test_what_runs_is_said_as_for_a_compile():
     report = explain(program, options={"recipe": "current", "policy": POLICY})
     assert [(site.fqn, site.kernel) for site in report.sites] == [
         ("up", "inductor"),
-        ("", "inductor"),
+        ("down", "inductor"),
         ("", "inductor"),
         ("head", "high_precision"),
     ]

@@ -79,14 +79,24 @@ def write_slots(plan: Plan) -> None:
     for node in plan.gm.graph.find_nodes(op="call_function", target=ops.linears):
         x, weights, biases, slots, dtype = node.args
         node.target, node.args = ops.exported_linears, (x, weights, biases, slots.to_text(), dtype)
+    for node in reversed(plan.gm.graph.nodes):
+        if (
+            _is_new(node) and not node.users
+        ):  # such as the transpose of a copy in autocast's dtype, of which none is read
+            plan.gm.graph.erase_node(node)
     values = (node.meta.get("val") for node in plan.gm.graph.nodes)
     mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), nullcontext())
     for node in plan.gm.graph.nodes:
-        if node.op == "call_function" and "val" not in node.meta:
+        if _is_new(node):
             _take_place(node, next(iter(node.users)).meta)
             args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda one: one.meta["val"])
             with enable_python_dispatcher(), mode, torch.no_grad():
                 node.meta["val"] = node.target(*args, **kwargs)
+
+
+def _is_new(node: fx.Node) -> bool:
+    """Whether a rewrite has put it into the graph."""
+    return node.op == "call_function" and "val" not in node.meta
 
 
 def rewrite_triples(plan: Plan) -> None:
