@@ -75,9 +75,9 @@ def unknown(kind: str, found: object, known: Iterable[str]) -> str:
 
 
 def wrong_type(name: str, found: object, expected: str) -> str:
-    return f"{name} is {a(type(found).__name__)} ({found!r:.80}), expected {expected}"
+    return f"{name} is {with_article(type(found).__name__)} ({found!r:.80}), expected {expected}"
 
 
-def a(noun: str) -> str:
+def with_article(noun: str) -> str:
     """It, behind its article."""
     return f"{'an' if noun[:1] in 'aeiouAEIOU' else 'a'} {noun}"

@@ -45,9 +45,9 @@ def match_sites(plan: Plan) -> None:
                     if match.literal and any(memory(one) & plan.written for one in grouped.reads_early(match)):
                         match = match.literal
                     around = tuple(regions_of.get(node, [None]))
-                    module = module_path(node)
-                    inner = _inner(plan, module, node, match.weight, bodies, bool(match.groups))
-                    plan.candidates.append(Candidate(rule, match, module, inner, around))
+                    path = module_path(node)
+                    inner = _inner(plan, path, node, match.weight, bodies, bool(match.groups))
+                    plan.candidates.append(Candidate(rule, match, path, inner, around))
                     break
 
 
@@ -62,10 +62,10 @@ def list_products(plan: Plan) -> None:
     weights = products.Weights(bodies, layers, lambda: plan.written)
     for product, refusal in products.unmatched(plan.products, matched, weights):
         around = tuple(plan.regions_of.get(product.node, [None]))
-        module = module_path(product.node)
+        path = module_path(product.node)
         weight = next(one for one in product.operands if weights.is_weight(one))
-        inner = _inner(plan, module, product.node, weight, bodies)
-        plan.unlowered.append(Unlowered(product, module, inner, around, refusal))
+        inner = _inner(plan, path, product.node, weight, bodies)
+        plan.unlowered.append(Unlowered(product, path, inner, around, refusal))
 
 
 def _inner(plan: Plan, module: str, node: fx.Node, weight: fx.Node, bodies: Bodies, grouped: bool = False) -> str:
