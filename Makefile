@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Python compiles the modules that are imported; pip would compile all that it installs, ten thousand more.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+# Where this is set, each process compiles torch's modules again, seven seconds of each test that starts one.
+unexport PYTHONDONTWRITEBYTECODE
 
 # Threads that wait for each other sleep. By default they spin, which on a machine that others use as well made the demo's
 # eager arm ten times slower (2 cores at load 4, torch 2.13).

@@ -1,13 +1,27 @@
-"""Training on the GPUs of one host, by several ranks: time of a step, peak memory, bytes gathered.
+"""Training on the GPUs of one host, by several ranks: time of a step, peak memory, bytes on the wire, losses.
 
     python -m benchmarks.ranks                                     # FSDP2 of four Llama-8B blocks, all GPUs that there are
     python -m benchmarks.ranks --work fsdp --arms bf16 te:delayed gather:delayed --tokens 8192 2048
-    python -m benchmarks.ranks --tiny                              # two gloo ranks on the CPU: that it runs
+    python -m benchmarks.ranks --work tp --sequence 8192 --async-tp  # with Inductor's _micro_pipeline_tp, all arms
+    python -m benchmarks.ranks --work fsdp tp fsdp_tp ep ddp --ranks 1 8            # efficiency
+    python -m benchmarks.ranks --work fsdp tp fsdp_tp --model llama8b --steps 50    # all 32 layers: losses
+    python -m benchmarks.ranks --work ep --tiny                    # two gloo ranks on the CPU: that it runs
+    python -m benchmarks.ranks --predict --model llama8b --ranks 8 # by bytes and rates; nothing runs
 
-A *work* says how a model is spread over ranks, and which arms it has: one record in `WORKS`. An arm is ``NAME`` or
-``NAME:RECIPE``: bf16 is Inductor, te the backend, gather the same with `low_precision_all_gather`. Each arm has ranks of
-its own, one process each. A step is a forward and a backward; weights and what is gathered of them are bf16 where
-nothing else is said. Times are the slowest rank's median."""
+Works (ranks_works.py): `fsdp` (FSDP2), `tp` (tensor and sequence parallelism over all ranks), `fsdp_tp` (FSDP2 over
+groups of `--tp` ranks), `ep` (experts of Qwen3-30B-A3B's shape, dealt to all ranks), `ddp`. An arm is ``NAME`` or
+``NAME:RECIPE``: bf16 is Inductor, te the backend, gather the same with `low_precision_all_gather`, torchao its
+tensorwise recipe, with FP8 gathers under FSDP2, where it can be imported. Each arm has ranks of its own, one process
+each. Blocks are compiled one by one, or with `--whole` as one graph.
+
+A step is a forward and a backward; weights and what is gathered of them are bf16 where nothing else is said. Times are
+the slowest rank's median. `--tokens` are those of a rank: ranks that share a model's layers have one batch of as many
+each, and each a part of every sequence. With several `--ranks` efficiency is tokens a second and rank over those of the
+first number. `--steps` trains with AdamW, from the same weights and data in all arms. Scaling state has to be equal on
+all ranks in the end: else the exit status is 1.
+
+Ranks say on stderr what they do and how long it took, and, of what takes longer than `--patience` seconds, where their
+threads are. NVLink multicast is left off."""
 
 import argparse
 import json
@@ -15,210 +29,151 @@ import os
 import socket
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import Tensor, nn
 
-from benchmarks import harness, llama_blocks, table
-from benchmarks.llama_blocks import Shape
+from benchmarks import harness, ranks_predict, table
+from benchmarks.ranks_job import MODELS, Job, shared_by
+from benchmarks.ranks_measure import BATCHES, measure
+from benchmarks.ranks_works import WORKS
 
-LAYERS = 4
-TINY = Shape(layers=2, batch=1, seq=64, dim=256, ffn=512, heads=4, kv_heads=2)
-
-
-@dataclass(frozen=True)
-class Job:
-    """What the ranks of one arm do."""
-
-    work: str
-    arm: str
-    shape: Shape
-    device: str  # "cuda" or "cpu"
-    world: int
-    iters: int
-    warmup: int
-
-    @property
-    def name(self) -> str:
-        return self.arm.partition(":")[0]
-
-    @property
-    def recipe(self) -> str:
-        return self.arm.partition(":")[2]
-
-
-@dataclass(frozen=True)
-class Spread:
-    """A model that runs on this rank, and how many bytes it has received so far of what it counts."""
-
-    model: nn.Module
-    received: Callable[[], int] | None = None
-
-
-@dataclass(frozen=True)
-class Work:
-    """`spread(blocks, job)` turns plain blocks into one rank's part of the model, as the arm wants them."""
-
-    title: str
-    arms: tuple[str, ...]
-    spread: Callable[[nn.Module, Job], Spread]
-    received: str = "bytes received"  # what is counted
-
-
-def compiled(block: nn.Module, job: Job) -> None:
-    """One block, in place: bf16 by Inductor, others by the backend with the arm's recipe."""
-    if job.name == "bf16":
-        block.compile(fullgraph=True)
-    else:
-        block.compile(backend=harness.te_backend(), fullgraph=True, options={"recipe": job.recipe})
-
-
-def _fsdp(blocks: nn.Module, job: Job) -> Spread:
-    """Each block is gathered for its forward and again for its backward."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh(job.device, (job.world,))
-    counted = counting()
-    for block in blocks.blocks:  # type: ignore[union-attr]
-        fully_shard(block, mesh=mesh, reshard_after_forward=True)
-        block.set_custom_all_gather(counted)  # type: ignore[operator]
-    fully_shard(blocks, mesh=mesh)
-    if job.name == "gather":
-        from te_inductor.distributed import low_precision_all_gather
-
-        low_precision_all_gather(blocks, job.recipe)
-    for block in blocks.blocks:  # type: ignore[union-attr]
-        compiled(block, job)
-    return Spread(blocks, lambda: counted.bytes)
-
-
-def counting() -> Any:
-    """FSDP2's all-gather, which counts the bytes that come from other ranks."""
-    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
-
-    class Counting(DefaultAllGather):
-        def __init__(self) -> None:
-            self.bytes = 0
-
-        def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            self.bytes += (output_tensor.numel() - input_tensor.numel()) * input_tensor.element_size()
-            return super().__call__(output_tensor, input_tensor, *args, **kwargs)
-
-    return Counting()
-
-
-WORKS = {
-    "fsdp": Work(
-        "FSDP2, blocks compiled one by one",
-        ("bf16", "te:current", "gather:current", "te:delayed", "gather:delayed"),
-        _fsdp,
-        "MB gathered",
-    ),
-}
-
-
-def measure(rank: int, job: Job, port: int, folder: str) -> None:
-    """One rank of an arm; leaves its figures in a file."""
-    if job.device == "cuda":
-        torch.cuda.set_device(rank)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    backend = {"cuda": "nccl", "cpu": "gloo"}[job.device]
-    dist.init_process_group(backend, rank=rank, world_size=job.world)
-    place = f"cuda:{rank}" if job.device == "cuda" else "cpu"
-    spread = WORKS[job.work].spread(llama_blocks.build(job.shape, torch.bfloat16, place), job)
-    x, grad = llama_blocks.inputs(job.shape, torch.bfloat16, place, seed=1 + rank)
-    parameters = list(spread.model.parameters())
-
-    def step() -> None:
-        for parameter in parameters:
-            parameter.grad = None
-        x.grad = None
-        spread.model(x).backward(grad)
-
-    times = harness.times_ms(step, job.device, 1, job.warmup)
-    if job.device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    before = spread.received() if spread.received else 0
-    dist.barrier()
-    times = harness.times_ms(step, job.device, job.iters, 0)
-    told = {
-        "ms": statistics.median(times),
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if job.device == "cuda" else None,
-        "received": (spread.received() - before) / job.iters if spread.received else None,
-        "environment": harness.environment(place),
-    }
-    Path(folder, f"{rank}.json").write_text(json.dumps(told))
-    dist.barrier()
-    dist.destroy_process_group()
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 
 
 def run(job: Job) -> dict[str, Any]:
-    """The slowest rank's figures."""
+    """The slowest rank's figures, and whether all ranks agree."""
     with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        store = f"tcp://127.0.0.1:{free.getsockname()[1]}"
         free.close()
-        mp.spawn(measure, (job, port, folder), nprocs=job.world)  # type: ignore[no-untyped-call]
+        mp.spawn(measure, (job, store, folder), nprocs=job.world)  # type: ignore[no-untyped-call]
         told = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(job.world)]
+    return {**asdict(job), **gathered(job, told)}
+
+
+def gathered(job: Job, told: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What ranks have told, as one row."""
     slowest = max(told, key=lambda one: one["ms"])
     peaks = [one["peak_gib"] for one in told if one["peak_gib"] is not None]
-    return {**slowest, "peak_gib": max(peaks, default=None), **asdict(job), "tokens": job.shape.tokens}
+    row = {**slowest, "peak_gib": max(peaks, default=None), "tokens": job.shape.tokens // job.tp}
+    row["tokens_a_second"] = 1e3 * job.shape.tokens * job.replicas / slowest["ms"]
+    row["loss"] = statistics.mean(slowest["losses"][-BATCHES:]) if slowest["losses"] else None
+    row["states_equal"] = all(one["states_equal"] for one in told)
+    return row
 
 
-def show(work: Work, environment: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:
-    for tokens in dict.fromkeys(row["tokens"] for row in rows):
-        these = [row for row in rows if row["tokens"] == tokens]
-        base = next((row["ms"] for row in these if row["arm"] == "bf16"), None)
+def jobs(args: argparse.Namespace) -> list[Job]:
+    """All arms, one after the other."""
+    found = []
+    for name in args.work:
+        for tokens in args.tokens:
+            for world in args.ranks:
+                tp = shared_by(name, world, args.tp)
+                common = {"work": name, "model": args.model, "device": args.device, "world": world, "tp": tp}
+                common |= {"tokens": tokens, "sequence": args.sequence, "layers": args.layers, "whole": args.whole}
+                common |= {"steps": args.steps}
+                common |= {"iters": args.iters, "warmup": args.warmup, "patience": args.patience}
+                for arm in args.arms or WORKS[name].arms:
+                    found.append(Job(arm=arm, async_tp=args.async_tp and tp > 1, **common))
+    return found
+
+
+def show(rows: Sequence[dict[str, Any]], environment: dict[str, Any]) -> None:
+    """One table a work and number of tokens."""
+    for work, tokens in dict.fromkeys((row["work"], row["tokens"]) for row in rows):
+        these = [row for row in rows if (row["work"], row["tokens"]) == (work, tokens)]
+        columns = [
+            "ranks",
+            "arm",
+            "ms a step",
+            "bf16 / this",
+            "efficiency",
+            "peak GiB",
+            "MB received",
+            "loss",
+            "- bf16",
+        ]
         table.show(
-            f"{work.title}: {these[0]['world']} ranks, {tokens} tokens a rank, {table.headline(environment)}",
-            ["arm", "ms a step", "bf16 / this", "peak GiB", work.received],
-            [
-                [
-                    row["arm"],
-                    table.number(row["ms"]),
-                    table.number(base and base / row["ms"]),
-                    table.number(row["peak_gib"]),
-                    table.number(row["received"], 1, 1e-6),
-                ]
-                for row in these
-            ],
+            f"{WORKS[work].title}: {these[0]['model']}, {tokens} tokens a rank, {table.headline(environment)}",
+            [*columns, "equal states"],
+            [_cells(row, these) for row in these],
         )
 
 
-def main() -> None:
+def _cells(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[Any]:
+    base = next((one for one in rows if one["arm"] == "bf16" and one["world"] == row["world"]), None)
+    first = next(one for one in rows if one["arm"] == row["arm"])
+    each = row["tokens_a_second"] / row["world"], first["tokens_a_second"] / first["world"]
+    apart = None if base is None or row["loss"] is None else row["loss"] - base["loss"]
+    states = f"{row['states']}, {'yes' if row['states_equal'] else 'NO'}" if row["states"] else None
+    return [
+        row["world"],
+        row["arm"],
+        table.number(row["ms"]),
+        table.number(base and base["ms"] / row["ms"]),
+        None if first is row else table.number(each[0] / each[1]),
+        table.number(row["peak_gib"]),
+        table.number(row["received"], 1, 1e-6),
+        table.number(row["loss"], 4),
+        table.number(apart, 4),
+        states,
+    ]
+
+
+def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", default="fsdp", choices=WORKS)
-    parser.add_argument("--arms", nargs="+", help="NAME or NAME:RECIPE")
-    parser.add_argument("--tokens", nargs="+", type=int, default=[8192, 2048], help="of a rank, in sequences of 2048")
-    parser.add_argument("--ranks", type=int, help="all GPUs")
+    parser.add_argument("--work", nargs="+", default=["fsdp"], choices=WORKS)
+    parser.add_argument("--arms", nargs="+", help="NAME or NAME:RECIPE; default: the work's")
+    parser.add_argument("--model", default="blocks", choices=[name for name in MODELS if name != "tiny"])
+    parser.add_argument("--layers", type=int, default=0, help="default: the model's")
+    parser.add_argument("--tokens", nargs="+", type=int, default=[8192], help="of a rank")
+    parser.add_argument("--sequence", type=int, default=0, help="tokens of one; default 2048")
+    parser.add_argument("--ranks", nargs="+", type=int, help="default: all GPUs")
+    parser.add_argument("--tp", type=int, default=2, help="of fsdp_tp: ranks that share a model's layers")
+    parser.add_argument("--whole", action="store_true", help="compile all blocks as one graph")
+    parser.add_argument("--async-tp", action="store_true", help="Inductor's _micro_pipeline_tp")
+    parser.add_argument("--steps", type=int, default=0, help="of training, for losses")
     parser.add_argument("--iters", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=8)
+    parser.add_argument("--patience", type=float, default=45.0, help="seconds of one phase until threads are shown")
     parser.add_argument("--tiny", action="store_true", help="small blocks on the CPU")
+    parser.add_argument("--predict", action="store_true", help="what to expect of H100s, by bytes and rates")
     parser.add_argument("--json", type=Path, default=Path("out/ranks.json"))
-    args = parser.parse_args()
-    work, device = WORKS[args.work], "cpu" if args.tiny else "cuda"
-    world = args.ranks or (2 if args.tiny else torch.cuda.device_count())
-    if world < 2:
-        raise SystemExit(f"{world} GPUs, expected two or more; --tiny runs on the CPU")
-    big = Shape(layers=LAYERS, seq=2048)
-    shapes = [TINY] if args.tiny else [replace(big, batch=max(tokens // big.seq, 1)) for tokens in args.tokens]
-    iters, warmup = (2, 2) if args.tiny else (args.iters, args.warmup)
+    args = parser.parse_args(given)
+    args.device = "cpu" if args.tiny else "cuda"
+    if args.tiny:
+        args.model, args.tokens, args.iters, args.warmup = "tiny", [0], 2, 1
+    args.ranks = args.ranks or [2 if args.tiny or args.predict else torch.cuda.device_count()]
+    if not (args.tiny or args.predict) and not 0 < max(args.ranks) <= torch.cuda.device_count():
+        raise SystemExit(f"{torch.cuda.device_count()} GPUs, expected {max(args.ranks) or 1}; --tiny runs on the CPU")
+    return args
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    args = parse(given)
+    if args.predict:
+        ranks_predict.show(args.work, args.model, args.ranks, args.tokens[0], args.tp)
+        return 0
+    for name, value in NO_MULTICAST.items():
+        os.environ.setdefault(name, value)
     rows: list[dict[str, Any]] = []
-    for shape in shapes:
-        for arm in args.arms or work.arms:
-            rows.append(run(Job(args.work, arm, shape, device, world, iters, warmup)))
-            environment = rows[-1].pop("environment")
-            harness.write_json(args.json, {"environment": environment, "rows": rows})
-    show(work, environment, rows)
+    environment: dict[str, Any] = {}
+    for job in jobs(args):
+        if job.name == "torchao" and not harness.importable("torchao"):
+            print(f"{job.work}: without the arm {job.arm}, as torchao cannot be imported")
+            continue
+        rows.append(run(job))
+        environment = rows[-1].pop("environment")
+        harness.write_json(args.json, {"environment": environment, "rows": rows})
+    show(rows, environment)
     print(f"numbers: {args.json}")
+    return 0 if all(row["states_equal"] for row in rows) else 1
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -127,8 +127,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a kept weight that has changed is not cast again",
-        "if not torch.equal(look.kept.seen, found):",
-        "if not look.kept.seen.any():",
+        "if not torch.equal(look.cached.digests, found):",
+        "if not look.cached.digests.any():",
         ("tests/backend/test_cached_weights.py",),
     ),
     Mutation(

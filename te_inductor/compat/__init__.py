@@ -22,7 +22,7 @@ from te_inductor.compat.dynamo import (
     unwinding_transforms,
 )
 from te_inductor.compat.exporting import before_export, is_decomposed_by_export
-from te_inductor.compat.inductor import autotune, compile_fx, side_by_side, size_hint
+from te_inductor.compat.inductor import autotune, compile_fx, concatenated, size_hint
 from te_inductor.compat.partitioner import let_marks_be_saved, saving_a_minimum_cut
 from te_inductor.compat.patches import PATCHES, Patch, patch
 from te_inductor.compat.wrappers import (
@@ -48,6 +48,7 @@ __all__ = [
     "before_export",
     "compile_fx",
     "compiled_apart",
+    "concatenated",
     "constant_type_name",
     "ddp_group_of",
     "gathered",
@@ -71,7 +72,6 @@ __all__ = [
     "register_constant",
     "saving_a_minimum_cut",
     "shard_of",
-    "side_by_side",
     "size_hint",
     "traced_beside",
     "unwinding_transforms",

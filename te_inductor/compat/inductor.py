@@ -23,7 +23,7 @@ def autotune(name: str, choices: list[Any], nodes: list[Any], layout: Any) -> An
     return found[0] if isinstance(found, tuple) else found
 
 
-def side_by_side(pieces: Sequence[Any], dim: int) -> Any:
+def concatenated(pieces: Sequence[Any], dim: int) -> Any:
     """Inductor's lowering of `aten.cat`, called by another op's: the graph's node is not the cat's."""
     from torch._inductor.lowering import lowerings
 

@@ -35,7 +35,7 @@ class CachedInput:
 
 @dataclass
 class _Found:
-    kept: list[CachedWeight]
+    cached: list[CachedWeight]
     tensors: list[Tensor]
     refresh: "_Refreshers"
     again: "_Refreshers"  # of backwards, which record no amax: what they remember is something else
@@ -45,17 +45,17 @@ class _Refreshers:
     """One for each device."""
 
     def __init__(
-        self, refresh_on: Callable[[torch.device], Refresh], kept: Sequence[CachedWeight], fallback: str
+        self, refresh_on: Callable[[torch.device], Refresh], cached: Sequence[CachedWeight], fallback: str
     ) -> None:
-        self._on = {device: refresh_on(device) for device in dict.fromkeys(one.seen.device for one in kept)}
+        self._on = {device: refresh_on(device) for device in dict.fromkeys(one.digests.device for one in cached)}
         self._fallback = fallback
 
     def look(self, looks: Sequence[FreshnessCheck]) -> None:
         try:
             for look in looks:
-                look.kept.note(look.weights)
+                look.cached.note(look.weights)
             for device in self._on:
-                self._refresh(device, [look for look in looks if look.kept.seen.device == device])
+                self._refresh(device, [look for look in looks if look.cached.digests.device == device])
         except BaseException:  # somebody's keyboard: copies are half of one weight
             _forget(looks)
             raise
@@ -81,12 +81,12 @@ class _Refreshers:
 def _forget(looks: Sequence[FreshnessCheck]) -> None:
     """What their copies were made of."""
     for look in looks:
-        look.kept.seen.data.zero_()
+        look.cached.digests.data.zero_()
 
 
 @dataclass
 class CachedInputs(ExtraInputs):
-    """All kept weights of a graph, in the order of its inputs."""
+    """All cached weights of a graph, in the order of its inputs."""
 
     prefix: ClassVar[str] = "te_cached_"
     refresh_on: Callable[[torch.device], Refresh]
@@ -104,11 +104,11 @@ class CachedInputs(ExtraInputs):
             if isinstance(parameters[0][0], FakeTensor):
                 return found.tensors
             looks: dict[CachedWeight, FreshnessCheck] = {}
-            for weight, kept, mine in zip(self.weights, found.kept, parameters, strict=True):
+            for weight, cached, mine in zip(self.weights, found.cached, parameters, strict=True):
                 scaling = StateInputs.scaling(weight.state, call.state) if weight.state else None
                 scale, amax = (scaling.scale, scaling.amax if weight.records else None) if scaling else (None, None)
-                if amax is not None or kept not in looks:  # of a parameter that several sites read there is one look
-                    looks[kept] = FreshnessCheck(kept, mine, scale, amax)
+                if amax is not None or cached not in looks:  # of a parameter that several sites read there is one look
+                    looks[cached] = FreshnessCheck(cached, mine, scale, amax)
             found.refresh.look(list(looks.values()))
             call.behind.append(CheckAgain(list(looks.values()), found.again).before_backward)
             return found.tensors
@@ -120,10 +120,10 @@ class CachedInputs(ExtraInputs):
         flat = [parameter for group in parameters for parameter in group]
         found = self._found.get(flat)
         if found is None:
-            kept = [cached_of(w.spec, group, w.columns) for w, group in zip(self.weights, parameters, strict=True)]
-            tensors = [t for one, w in zip(kept, self.weights, strict=True) for t in one.taken(w.columns)]
-            refreshers = (_Refreshers(self.refresh_on, kept, self.fallback) for _ in range(2))
-            found = _Found(kept, tensors, *refreshers)
+            cached = [cached_of(w.spec, group, w.columns) for w, group in zip(self.weights, parameters, strict=True)]
+            tensors = [t for one, w in zip(cached, self.weights, strict=True) for t in one.taken(w.columns)]
+            refreshers = (_Refreshers(self.refresh_on, cached, self.fallback) for _ in range(2))
+            found = _Found(cached, tensors, *refreshers)
             self._found.set(flat, found)
         return found
 
@@ -133,7 +133,7 @@ class CheckAgain:
 
     def __init__(self, looks: Sequence[FreshnessCheck], refreshers: _Refreshers) -> None:
         self._looks = [look._replace(amax=None) for look in looks]
-        self._counts = [look.kept.looks for look in looks]
+        self._counts = [look.cached.looks for look in looks]
         self._refreshers = refreshers
 
     def before_backward(self, outputs: Any) -> None:
@@ -144,7 +144,7 @@ class CheckAgain:
 
     def if_another_came(self) -> None:
         with cached_weights.LOCK:
-            if [look.kept.looks for look in self._looks] != self._counts:
+            if [look.cached.looks for look in self._looks] != self._counts:
                 self._refreshers.look(self._looks)
 
 

@@ -1,6 +1,6 @@
 """Low-precision copies of weights that outlive a call: made anew where the weight has changed, and only there.
 
-Experts' weights, (E, N, K), are E weights whose copies stand in one tensor: each expert has its own marks and scales,
+Experts' weights, (E, N, K), are E weights whose copies stand in one tensor: each expert has its own digests and scales,
 and is cast by itself where it has changed.
 
 # Note [A weight that has not changed]
@@ -12,10 +12,10 @@ there (`templates/triton/cached_weights.py`). Whatever happens to a parameter, i
 and whichever tensor is handed in its place, the copies are those of the values that are there, also where a CUDA graph
 is replayed.
 
-A tile of 128 x 128 that can be cast by itself has a digest, its mark, of its own: with blocks for scales, and under
-delayed scaling, which knows the scale (its bits are part of the mark). The kernel that would cast it holds it when it
-finds that the mark is the same, and writes nothing. What has to find an amax of the weight, or those of its rows and
-columns, before any of it can be cast has one mark, and is read a second time where it has changed.
+A tile of 128 x 128 that can be cast by itself has a digest of its own: with blocks for scales, and under
+delayed scaling, which knows the scale (its bits are part of the digest). The kernel that would cast it holds it when it
+finds that the digest is the same, and writes nothing. What has to find an amax of the weight, or those of its rows and
+columns, before any of it can be cast has one digest, and is read a second time where it has changed.
 
 In bytes moved an element, a weight in bf16 that has not changed costs 2; one that has 4 by tiles, 6 where it is read
 twice. Cast at each call it is 6 by tiles of which the backward reads the weight again, 4 with square blocks, whose
@@ -26,7 +26,7 @@ The digest of a tile: its bytes are 64-bit words, with zeros behind the weight's
 of words is added to a chain, ``chain = mix(chain) + word``, which begins with the chain's position; the ends of all
 chains are mixed twice more and added up mod 2**64. `mix`, a product with the xor of a word and its own high half, as in
 SplitMix64, is a bijection. So tiles that differ in one word have different digests, and others the same one with a
-probability of 2**-64. The mark of a weight is the sum over its tiles.
+probability of 2**-64. The digest of a weight is the sum over its tiles.
 
 Under delayed scaling the amax is recorded at each call, as it is where weights are cast at each call. Of two
 microbatches in flight the first one's backward reads the copies as the second one's forward left them, of the same
@@ -58,7 +58,7 @@ GOLDEN = 0x9E3779B97F4A7C15
 MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # SplitMix64's multipliers
 WORD = 8  # bytes
 _BITS = {2: torch.int16, 4: torch.int32}  # of an element, by its size
-TILE = 128  # rows and columns that have a mark, where each is cast by itself
+TILE = 128  # rows and columns that have a digest, where each is cast by itself
 STEP = 16  # rows of a tile that are read at once
 
 
@@ -78,10 +78,10 @@ class CachedWeight:
 
     spec: Spec
     sizes: tuple[tuple[int, ...], ...]  # of the parameters
-    dtype: torch.dtype  # and theirs: a mark is of bits
+    dtype: torch.dtype  # and theirs: a digest is of bits
     data: Tensor  # (N, pad(K)), zeros in the padding, or NaN where it shares a block of MXFP8 with one
     scale_inv: Tensor
-    seen: Tensor  # int64, the marks of what the copies were made of, one parameter's behind another's; 0: of nothing
+    digests: Tensor  # int64, of what the copies were made of, one parameter's behind another's; 0: of nothing
     data_t: Tensor | None = None  # (K, pad(N)), where a gradient of the input has been wanted
     scale_inv_t: Tensor | None = None
     amax: Tensor | None = None  # () fp32, of scales of two levels, which experts' copies do not have
@@ -106,19 +106,19 @@ class CachedWeight:
 
     def fits(self, weights: Sequence[Tensor]) -> bool:
         sizes, (first, *_) = tuple(tuple(w.shape) for w in weights), weights
-        return (self.seen.device, self.dtype, self.sizes) == (first.device, first.dtype, sizes)
+        return (self.digests.device, self.dtype, self.sizes) == (first.device, first.dtype, sizes)
 
     def want_columns(self) -> None:
         """Have column copies from now on."""
         if self.data_t is None:
             self.data_t, self.scale_inv_t = _empty(self.spec.quantizer, turned(self.shape), self.data)
-            self.seen.zero_()
+            self.digests.zero_()
 
     def expert(self, place: int) -> "CachedWeight":
         """Of one expert, in the same memory."""
         data_t, scale_inv_t = (None if t is None else t[place] for t in (self.data_t, self.scale_inv_t))
         sizes = tuple(size[1:] for size in self.sizes)
-        mine = self.data[place], self.scale_inv[place], self.seen[place]
+        mine = self.data[place], self.scale_inv[place], self.digests[place]
         return CachedWeight(self.spec, sizes, self.dtype, *mine, data_t, scale_inv_t)
 
     def note(self, weights: Sequence[Tensor]) -> None:
@@ -133,7 +133,7 @@ class CachedWeight:
 class FreshnessCheck(NamedTuple):
     """One weight before a call."""
 
-    kept: CachedWeight
+    cached: CachedWeight
     weights: Sequence[Tensor]  # its parameters
     scale: Tensor | None = None  # () fp32, given by delayed scaling
     amax: Tensor | None = None  # () fp32, where delayed scaling is to record the weight's
@@ -142,12 +142,12 @@ class FreshnessCheck(NamedTuple):
 def matrices(looks: Sequence[FreshnessCheck]) -> Iterator[FreshnessCheck]:
     """Of weights of two dimensions: in the place of experts' one of each expert."""
     for look in looks:
-        if len(look.kept.sizes[0]) == 2:
+        if len(look.cached.sizes[0]) == 2:
             yield look
             continue
-        for place in range(look.kept.sizes[0][0]):
+        for place in range(look.cached.sizes[0][0]):
             mine = [parameter.detach()[place] for parameter in look.weights]
-            yield look._replace(kept=look.kept.expert(place), weights=mine)
+            yield look._replace(cached=look.cached.expert(place), weights=mine)
 
 
 def is_tiled(spec: Spec) -> bool:
@@ -193,20 +193,20 @@ def new(spec: Spec, weights: Sequence[Tensor]) -> CachedWeight:
         like, sizes = weights[0].detach(), tuple(tuple(map(int, w.shape)) for w in weights)
         tensors = _empty(spec.quantizer, weight_shape(spec, sizes), like)
         amax = like.new_zeros((), dtype=torch.float32) if spec.quantizer.granularity.two_level else None
-        marks = sum(math.prod(tiles(size[-2:])) for size in sizes) if is_tiled(spec) else 1
-        seen = like.new_zeros((*sizes[0][:-2], marks), dtype=torch.int64)
-        return CachedWeight(spec, sizes, like.dtype, *tensors, seen, amax=amax)
+        count = sum(math.prod(tiles(size[-2:])) for size in sizes) if is_tiled(spec) else 1
+        stored = like.new_zeros((*sizes[0][:-2], count), dtype=torch.int64)
+        return CachedWeight(spec, sizes, like.dtype, *tensors, stored, amax=amax)
 
 
-_kept: TensorGroups[dict[Spec, CachedWeight]] = TensorGroups()  # by the parameters
+_cached: TensorGroups[dict[Spec, CachedWeight]] = TensorGroups()  # by the parameters
 LOCK = threading.RLock()  # two threads may call one model
 
 
 def cached_of(spec: Spec, weights: Sequence[Tensor], columns: bool) -> CachedWeight:
     """Those of these parameters, whichever graph asks."""
-    mine = _kept.get(weights)
+    mine = _cached.get(weights)
     if mine is None:
-        _kept.set(weights, mine := {})
+        _cached.set(weights, mine := {})
     found = mine.get(spec)
     if found is None or not found.fits(weights):
         mine[spec] = found = new(spec, weights)
@@ -218,7 +218,7 @@ def cached_of(spec: Spec, weights: Sequence[Tensor], columns: bool) -> CachedWei
 
 def forget() -> None:
     """Let go of all copies that no compiled graph holds."""
-    _kept.clear()
+    _cached.clear()
 
 
 @torch.no_grad()
@@ -227,47 +227,47 @@ def refresh(looks: Sequence[FreshnessCheck]) -> None:
     for look in matrices(looks):
         # The same memory, so that autograd learns of changes from `note` alone, as on a GPU.
         pieces = [parameter.detach() for parameter in look.weights]
-        found = marks(look.kept.spec, pieces, look.scale)
-        if not torch.equal(look.kept.seen, found):
-            _make(look.kept, pieces, look.scale)
-            look.kept.seen.data.copy_(found)
+        found = digests(look.cached.spec, pieces, look.scale)
+        if not torch.equal(look.cached.digests, found):
+            _make(look.cached, pieces, look.scale)
+            look.cached.digests.data.copy_(found)
         if look.amax is not None:
             delayed.record_amax(pieces, look.amax)
 
 
-def _make(kept: CachedWeight, pieces: list[Tensor], scale: Tensor | None) -> None:
-    quantizer = kept.spec.quantizer
+def _make(cached: CachedWeight, pieces: list[Tensor], scale: Tensor | None) -> None:
+    quantizer = cached.spec.quantizer
     w = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
-    w = w.t() if kept.spec.transposed else w
+    w = w.t() if cached.spec.transposed else w
     data_t = None
     if quantizer.granularity.whole:
         scale, scale_inv = eager.current_scale([w], quantizer) if scale is None else (scale, 1.0 / scale)
         data, scale_inv_t = eager.quantize_delayed(w, scale, quantizer), scale_inv
-        if kept.data_t is not None:
+        if cached.data_t is not None:
             data_t = eager.quantize_delayed(w.t(), scale, quantizer)
     else:
-        amax = None if kept.amax is None else kept.amax.data.copy_(eager.tensor_amax(w))
+        amax = None if cached.amax is None else cached.amax.data.copy_(eager.tensor_amax(w))
         data, scale_inv = eager.quantize(w, quantizer, amax)
-        if kept.data_t is not None:
+        if cached.data_t is not None:
             data_t, scale_inv_t = eager.quantize(w.t(), quantizer, amax)
-    kept.data.data.copy_(data)
-    kept.scale_inv.data.copy_(scale_inv.reshape(kept.scale_inv.shape))
-    if kept.data_t is not None and kept.scale_inv_t is not None:
-        kept.data_t.data.copy_(data_t)  # type: ignore[arg-type]
-        kept.scale_inv_t.data.copy_(scale_inv_t.reshape(kept.scale_inv_t.shape))
+    cached.data.data.copy_(data)
+    cached.scale_inv.data.copy_(scale_inv.reshape(cached.scale_inv.shape))
+    if cached.data_t is not None and cached.scale_inv_t is not None:
+        cached.data_t.data.copy_(data_t)  # type: ignore[arg-type]
+        cached.scale_inv_t.data.copy_(scale_inv_t.reshape(cached.scale_inv_t.shape))
 
 
-def marks(spec: Spec, pieces: Sequence[Tensor], scale: Tensor | None = None) -> Tensor:
+def digests(spec: Spec, pieces: Sequence[Tensor], scale: Tensor | None = None) -> Tensor:
     """Of contiguous tensors one above the other: of each tile, or the sum of them."""
     found: list[Tensor] = []
     for piece in pieces:
         found.append(_digests(piece, sum(map(len, found))))
-    mark = torch.cat(found)
+    digest = torch.cat(found)
     if not is_tiled(spec):
-        mark = mark.sum(0, keepdim=True)
+        digest = digest.sum(0, keepdim=True)
     elif scale is not None:
-        mark = mark + scale.view(torch.int32).to(torch.int64) * signed(GOLDEN)
-    return torch.where(mark == 0, 1, mark)  # 0 is that of nothing
+        digest = digest + scale.view(torch.int32).to(torch.int64) * signed(GOLDEN)
+    return torch.where(digest == 0, 1, digest)  # 0 is that of nothing
 
 
 def _digests(piece: Tensor, first: int) -> Tensor:

@@ -299,7 +299,7 @@ def test_models_share_nothing_and_die():
         x = torch.randn(8, 32)
         for run, one in zip(runs, high, strict=True):
             assert (run(x) - one(x)).norm() < 0.1 * one(x).norm()
-    kept = weakref.ref(next(iter(cached_weights._kept.values(twin[0].weight)[0].values())))
+    kept = weakref.ref(next(iter(cached_weights._cached.values(twin[0].weight)[0].values())))
     del twin, one, run, high, runs[1]
     gc.collect()
     assert kept() is None
@@ -357,7 +357,7 @@ def test_fsdp(one_rank):
                 loss.backward()
                 losses.append(loss.item())
             optimizer.step()
-    assert losses[:6] == losses[6:] and not cached_weights._kept
+    assert losses[:6] == losses[6:] and not cached_weights._cached
 
 
 def test_functional_call(casts):
@@ -458,7 +458,7 @@ def test_a_weight_at_an_odd_address(recipe, casts):
 def test_nothing_is_kept_without_the_option(recipe, casts):
     """Copies lift the peak of memory: Note [Copies that pay]."""
     te(nn.Linear(128, 128), recipe=recipe)(torch.randn(16, 128))
-    assert not casts and not cached_weights._kept
+    assert not casts and not cached_weights._cached
 
 
 def test_option():
@@ -470,31 +470,31 @@ def test_option():
 
 
 @pytest.mark.parametrize("scope", ["tensor", "128x128"])
-def test_marks(scope):
+def test_digests(scope):
     """One of a weight, or one of each tile, also where it is of several parameters. A word that moves, or a bit that
-    turns, is another mark, of that tile alone."""
+    turns, is another digest, of that tile alone."""
     spec = cached_weights.Spec(Quantizer("e4m3", scope=scope), False, 1)
     whole = torch.randn(256, 200)
-    found = cached_weights.marks(spec, [whole])
-    assert found.tolist() == cached_weights.marks(spec, [whole[:128], whole[128:]]).tolist()
-    assert len(found) == cached_weights.new(spec, [whole]).seen.numel() == {"tensor": 1, "128x128": 4}[scope]
+    found = cached_weights.digests(spec, [whole])
+    assert found.tolist() == cached_weights.digests(spec, [whole[:128], whole[128:]]).tolist()
+    assert len(found) == cached_weights.new(spec, [whole]).digests.numel() == {"tensor": 1, "128x128": 4}[scope]
     others = {tuple(found.tolist())}
     for bit in range(0, whole.nbytes * 8, 65521):
         other = whole.clone()
         other.view(torch.uint8).view(-1)[bit // 8] ^= 1 << bit % 8
-        marks = cached_weights.marks(spec, [other])
-        assert (marks != found).sum() == 1
-        others.add(tuple(marks.tolist()))
+        digests = cached_weights.digests(spec, [other])
+        assert (digests != found).sum() == 1
+        others.add(tuple(digests.tolist()))
     for other in (whole.flip(0), whole.flip(1), -whole, whole.roll(16, 0), whole.roll(1, 0), whole.roll(128, 0)):
-        marks = cached_weights.marks(spec, [other])
-        assert (marks != found).all()
-        others.add(tuple(marks.tolist()))
+        digests = cached_weights.digests(spec, [other])
+        assert (digests != found).all()
+        others.add(tuple(digests.tolist()))
     assert len(others) == 7 + len(range(0, whole.nbytes * 8, 65521))
 
 
-def test_a_mark_holds_the_given_scale():
+def test_a_digest_holds_the_given_scale():
     spec = cached_weights.Spec(Quantizer("e4m3"), False, 1, DelayedScaling())
     w, scales = torch.randn(128, 130), [torch.tensor(value) for value in (1.0, 2.0, 2.0**-126, 448.0)]
-    found = torch.stack([cached_weights.marks(spec, [w], scale) for scale in scales])
+    found = torch.stack([cached_weights.digests(spec, [w], scale) for scale in scales])
     assert found.shape == (4, 2) and len(set(found.flatten().tolist())) == 8
-    assert (cached_weights.marks(spec, [torch.zeros(128, 128)], torch.tensor(0.0)) != 0).all()
+    assert (cached_weights.digests(spec, [torch.zeros(128, 128)], torch.tensor(0.0)) != 0).all()

@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 import te_inductor
 from te_inductor.backend import te
 from te_inductor.passes import post_grad
-from te_inductor.passes.post_grad import cse
+from te_inductor.passes.graph import cse
 from te_inductor.recipes import (
     Float8BlockScaling,
     Float8CurrentScaling,

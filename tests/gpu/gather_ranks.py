@@ -9,12 +9,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
-from benchmarks.ranks import counting
 from te_inductor.distributed import casts, low_precision_all_gather
+
+
+class Counting(DefaultAllGather):
+    """FSDP2's all-gather, which counts the bytes that come from other ranks."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.bytes += (output_tensor.numel() - input_tensor.numel()) * input_tensor.element_size()
+        return super().__call__(output_tensor, input_tensor, *args, **kwargs)
 
 
 class Block(nn.Module):
@@ -38,7 +49,7 @@ def main(rank: int, world: int, file: str, device: str, recipe: str) -> None:
     for low in (False, True):
         torch.manual_seed(0)
         model: Any = nn.Sequential(Block(), Block()).to(place)
-        counted = counting()
+        counted = Counting()
         for block in model:
             fully_shard(block, mesh=mesh, mp_policy=policy)
             block.set_custom_all_gather(counted)

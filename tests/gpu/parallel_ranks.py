@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from benchmarks import llama_blocks, ranks_tp
+from benchmarks import llama_blocks, ranks_works
 from benchmarks.llama_blocks import Shape
 
 SHAPE = Shape(layers=2, batch=1, seq=2048, dim=4096, ffn=8192, heads=32, kv_heads=8)
@@ -30,7 +30,7 @@ def main(rank: int, world: int, file: str, recipe: str) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         runs = [
-            (ranks_tp.parallelized(model, mesh), torch.compile(model, backend="te", options=options)),
+            (ranks_works.parallelized(model, mesh), torch.compile(model, backend="te", options=options)),
             (one, torch.compile(one, backend="te", options={**options, "amax_group": "none"})),
             (exact, exact),
         ]

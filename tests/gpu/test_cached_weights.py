@@ -15,7 +15,7 @@ from te_inductor.runtime import cached_weights
 from te_inductor.runtime.cached_weights import FreshnessCheck, Spec, new
 from te_inductor.templates.triton.cached_weights import OnDevice
 from tests.numerics.test_quantize import CONTENTS
-from tests.offline.kept_kernels import QUANTIZERS
+from tests.offline.cached_weights_kernels import QUANTIZERS
 
 SHAPES = [(48, 80), (30, 136), (200, 8), (20, 1092), (512, 4096)]
 ODD = (33, 131)  # of whose elements the first is at an odd address
@@ -23,7 +23,7 @@ ODD = (33, 131)  # of whose elements the first is at an odd address
 
 def same(kept, expected) -> bool:
     """Bit for bit, but for which NaN a NaN is: the CPU keeps its sign."""
-    if not torch.equal(kept.seen.cpu(), expected.seen):
+    if not torch.equal(kept.digests.cpu(), expected.digests):
         return False
     pairs = zip(kept.tensors, expected.tensors, strict=True)
     return all(_bits(a.cpu()).equal(_bits(b)) for a, b in pairs)

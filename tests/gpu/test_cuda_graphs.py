@@ -46,7 +46,7 @@ def lasting(model: nn.Module) -> list[Tensor]:
         found += [getattr(parameter, "main_grad", parameter)]
         found += [t for one in state._states.get(parameter, {}).values() for t in one.tensors().values()]
         for kept in (kept for owned in cached_weights._kept.values(parameter) for kept in owned.values()):
-            found += [*kept.tensors, kept.seen]
+            found += [*kept.tensors, kept.digests]
     return found
 
 

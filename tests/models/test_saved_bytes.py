@@ -27,6 +27,13 @@ def gpt2(t):
     ))  # fmt: skip
 
 
+def gptj(t):  # attention and the MLP read one norm
+    return t.GPTJForCausalLM(t.GPTJConfig(
+        vocab_size=VOCABULARY, n_embd=HIDDEN, n_layer=1, n_head=HEADS, n_positions=POSITIONS, rotary_dim=16,
+        attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, bos_token_id=0, eos_token_id=0, use_cache=False,
+    ))  # fmt: skip
+
+
 def bert(t):
     return t.BertForMaskedLM(t.BertConfig(
         vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=4 * HIDDEN, num_hidden_layers=1,
@@ -62,6 +69,7 @@ CASES = [
         for make, recipes in (
             (llama, tuple(name for name in RECIPES if name not in QUICK)),
             (gpt2, RECIPES),
+            (gptj, RECIPES),
             (bert, RECIPES),
         )
     ),

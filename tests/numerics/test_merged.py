@@ -106,6 +106,40 @@ def test_only_what_cannot_tell_a_slice_is_merged(use, codegen):
         assert (a - b).norm() < 0.1 * a.norm()
 
 
+class Attention(nn.Module):
+    """Attention and an MLP of one input; `norms` of q and k, which are saved for their gradients as the MLP's slice is."""
+
+    def __init__(self, dim=64, wide=256, kv=64, norms=False):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(dim, size, bias=False) for size in (dim, kv, kv))
+        self.up = nn.Linear(dim, wide, bias=False) if wide else None
+        self.norm = nn.RMSNorm(16) if norms else lambda y: y * 2
+
+    def forward(self, x):
+        q, k, v = (layer(x).unflatten(-1, (-1, 16)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(self.norm(q), self.norm(k), v, enable_gqa=True)
+        return y.sum() if self.up is None else y.sum() + F.gelu(self.up(x)).sum()
+
+
+@pytest.mark.parametrize(
+    ("model", "training", "inference"),
+    [
+        (Attention(), ["q k v"], ["q k v up"]),
+        (Attention(norms=True), ["q k up"], ["q k v up"]),
+        (Attention(wide=0), ["q k v"], ["q k v"]),
+        (Attention(wide=0, norms=True), ["q k"], ["q k v"]),
+        (Attention(wide=0, kv=16, norms=True), ["q k v"], ["q k v"]),  # v is less than the input's FP8 copy saves
+    ],
+)
+def test_a_slice_that_is_saved_keeps_little_else(model, training, inference):
+    x = torch.randn(2, 6, 64)
+    for grad, expected in ((True, training), (False, inference)):
+        with torch.set_grad_enabled(grad):
+            sites = explain(model, x.requires_grad_(grad), options={"recipe": "current"}).sites
+        groups = {frozenset((site.fqn, *site.merged)) for site in sites if site.gemm == "fprop" and site.merged}
+        assert groups == {frozenset(group.split()) for group in expected}
+
+
 def test_what_differs_stays_apart():
     x = torch.randn(4, 6, 48)
     assert merged(Layers(sizes=(40, 56)), x) == {0}  # no multiples of 16

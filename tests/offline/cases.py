@@ -896,3 +896,41 @@ def biased_gelu_current() -> Case:
 
 def biased_relu_delayed() -> Case:
     return _biased("delayed", nn.functional.relu)
+
+
+def _async_tp(recipe: str, batch: int = 1, bias: bool = False, **options: Any) -> Case:
+    """Rank 0 of two, sequence parallel, of a process group that sends nothing."""
+    import torch.distributed as dist
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+    from torch.distributed import _symmetric_memory
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)  # type: ignore[no-untyped-call]
+    dist.is_nccl_available = lambda: True
+    _symmetric_memory._is_test_mode = True  # the group is taken for one with symmetric memory
+    with unset_fake_temporarily():
+        mesh = init_device_mesh("cuda", (2,))
+    model = nn.Sequential(Mlp(4096, 14336, bias))
+    into, out = ColwiseParallel(input_layouts=Shard(1)), RowwiseParallel(output_layouts=Shard(1))
+    plan = {"norm": SequenceParallel(), "gate": into, "up": into, "down": out}
+    parallelize_module(model[0], mesh, plan)  # type: ignore[arg-type]
+    x = torch.randn(batch, 4096, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    asked = {"policy": {"*": recipe}, **options}
+    return torch.compile(model, backend="te", fullgraph=True, options=asked), (x,)
+
+
+def tp_delayed() -> Case:
+    return _async_tp("delayed")
+
+
+def async_tp_delayed() -> Case:
+    return _async_tp("delayed", _micro_pipeline_tp=True)
+
+
+def async_tp_bias() -> Case:
+    """By Inductor's own setting; two sequences, of which each rank has a part."""
+    torch._inductor.config._micro_pipeline_tp = True
+    return _async_tp("current", 2, bias=True)

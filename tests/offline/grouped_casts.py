@@ -15,8 +15,8 @@ from te_inductor.runtime import grouped
 from te_inductor.templates.triton import experts_rows, group_strips
 from te_inductor.templates.triton import grouped_casts as kernels
 from te_inductor.templates.triton import grouped_ops as on_cuda
+from tests.offline.cached_weights_kernels import one_nan
 from tests.offline.interpret import mend_conversions
-from tests.offline.kept_kernels import one_nan
 
 SHAPES = ((2, 136, 80), (3, 130, 137), (1, 45, 300))  # of experts: no multiples of a tile, odd, of fewer than one
 WHOLE, ROWS = (Quantizer("e4m3"), Quantizer("e5m2")), (Quantizer("e4m3", scope="row"),)

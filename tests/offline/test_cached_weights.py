@@ -23,7 +23,7 @@ from te_inductor.templates.triton.cached_microscaled_kernels import cached_weigh
 @pytest.mark.parametrize("which", ["some", pytest.param("all", marks=pytest.mark.thorough)])
 def test_interpreted(which):
     """Bit for bit the eager look's copies and digests: several weights, what has changed and what has not."""
-    done = INTERPRETER.run("tests.offline.kept_kernels", which)
+    done = INTERPRETER.run("tests.offline.cached_weights_kernels", which)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

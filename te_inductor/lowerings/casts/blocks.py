@@ -81,7 +81,7 @@ def quantize_pieces(
 ) -> tuple[ir.TensorBox | None, ...]:
     """Both copies of pieces side by side along `dim`, each piece's of whole blocks."""
     if not all(block_tiles.fits(piece, quantizer, (True, True)) for piece in pieces):
-        return quantize_rowcol(compat.side_by_side(pieces, dim), quantizer, None, wanted)
+        return quantize_rowcol(compat.concatenated(pieces, dim), quantizer, None, wanted)
     return _tiled_copies(pieces, dim, quantizer, wanted)
 
 

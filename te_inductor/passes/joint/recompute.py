@@ -50,7 +50,7 @@ def mark(graph: fx.Graph) -> None:
     _save_what_changes(graph, backward)
     _save_statistics(graph, backward)
     _release_masks(graph, backward)
-    had = _had_anyway(graph, backward)
+    available = _available(graph, backward)
     for node in graph.nodes:
         if (
             node.target in (*_TWO_WAY, ops.quantize_delayed, ops.quantize_groups)
@@ -59,11 +59,11 @@ def mark(graph: fx.Graph) -> None:
         ):
             sources = _sources(node)
             weight = node.target in _TWO_WAY and _is_of_weight(node, sources)
-            if weight or (_is_as_cheap(node, sources, had) and had.issuperset(sources)):
+            if weight or (_is_as_cheap(node, sources, available) and available.issuperset(sources)):
                 node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
                 if node.target is ops.quantize_groups:
-                    _compute_again(sources, had)
-    _release_weights(graph, backward, had)
+                    _compute_again(sources, available)
+    _release_weights(graph, backward, available)
     _release_transposes(graph, backward)
 
 
@@ -145,7 +145,7 @@ def _save_statistics(graph: fx.Graph, backward: set[fx.Node]) -> None:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
-def _release_weights(graph: fx.Graph, backward: set[fx.Node], had: set[fx.Node]) -> None:
+def _release_weights(graph: fx.Graph, backward: set[fx.Node], available: set[fx.Node]) -> None:
     """Have the backward make the column copies of weights that are still saved, where they are more bytes than copies
     of layers' inputs spare: then what is saved is not above that of high precision. A copy of a norm's output spares
     nothing, since high precision has the backward compute that."""
@@ -160,28 +160,28 @@ def _release_weights(graph: fx.Graph, backward: set[fx.Node], had: set[fx.Node])
             weights.append(node)
             spent += size
         elif size:
-            spared += (0 if _are_of_norms(sources, had) else sum(map(_bytes, sources))) - size
+            spared += (0 if _are_of_norms(sources, available) else sum(map(_bytes, sources))) - size
     if spent > spared:
         for cast in weights:
             cast.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 
 
-def _is_as_cheap(cast: fx.Node, sources: Sequence[fx.Node], had: set[fx.Node]) -> bool:
+def _is_as_cheap(cast: fx.Node, sources: Sequence[fx.Node], available: set[fx.Node]) -> bool:
     """Whether the backward makes what it needs of a cast at the cost at which the forward does."""
     if cast.target is ops.quantize_delayed:  # of experts' rows, whose bytes the backward transposes
         return any(user.target is ops.transpose_groups for user in cast.users)
     return cast.target in (*_ONE_SCALE, ops.quantize_groups) or (
-        _holds_blocks(cast, sources) and _are_of_norms(sources, had)
+        _holds_blocks(cast, sources) and _are_of_norms(sources, available)
     )
 
 
-def _compute_again(sources: Sequence[fx.Node], had: set[fx.Node]) -> None:
+def _compute_again(sources: Sequence[fx.Node], available: set[fx.Node]) -> None:
     """Of an op that Inductor does not fuse with them, so that torch would save them."""
     pending = list(sources)
     while pending:
         node = pending.pop()
         pointwise = is_pointwise(node) or node.target in _CONSTANTS
-        if pointwise and "recompute" not in node.meta and had.issuperset(node.all_input_nodes):
+        if pointwise and "recompute" not in node.meta and available.issuperset(node.all_input_nodes):
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             pending += node.all_input_nodes
 
@@ -239,7 +239,7 @@ def _holds_blocks(cast: fx.Node, sources: Sequence[fx.Node]) -> bool:
     return scope.one_row and not scope.microscaled and all(isinstance(row, int) and may_be_held(row) for row in rows)
 
 
-def _are_of_norms(sources: Sequence[fx.Node], had: set[fx.Node]) -> bool:
+def _are_of_norms(sources: Sequence[fx.Node], available: set[fx.Node]) -> bool:
     """Whether the backward would compute each from one tensor and from numbers that the forward computes for its
     rows."""
     for source in sources:
@@ -248,7 +248,7 @@ def _are_of_norms(sources: Sequence[fx.Node], had: set[fx.Node]) -> bool:
             node = pending.pop()
             if _is_little(node):
                 statistics |= node.op == "call_function"
-            elif (is_pointwise(node) or is_view(node)) and had.issuperset(node.all_input_nodes):
+            elif (is_pointwise(node) or is_view(node)) and available.issuperset(node.all_input_nodes):
                 pending += node.all_input_nodes
             elif _is_as_large(node, source):
                 tensors.add(node)
@@ -274,7 +274,7 @@ def _after(starts: list[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _had_anyway(graph: fx.Graph, backward: set[fx.Node]) -> set[fx.Node]:
+def _available(graph: fx.Graph, backward: set[fx.Node]) -> set[fx.Node]:
     """What the backward reads, all of it, and the pointwise functions and views of that alone.
 
     It reads a tensor itself, an alias that autograd saves, or what it computes of it before its gradient comes, as a
@@ -287,12 +287,17 @@ def _had_anyway(graph: fx.Graph, backward: set[fx.Node]) -> set[fx.Node]:
     for node in reversed(graph.nodes):  # a view of all of it
         if any(user in read and is_view(user) and _is_as_large(user, node) for user in node.users):
             read.add(node)
-    had: set[fx.Node] = set()
+    available: set[fx.Node] = set()
     for node in graph.nodes:
         made = is_pointwise(node) or is_view(node) or node.target in _CONSTANTS
-        if node in read or _is_little(node) or _is_vector(node) or (made and had.issuperset(node.all_input_nodes)):
-            had.add(node)
-    return had
+        if (
+            node in read
+            or _is_little(node)
+            or _is_vector(node)
+            or (made and available.issuperset(node.all_input_nodes))
+        ):
+            available.add(node)
+    return available
 
 
 def _origins(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:

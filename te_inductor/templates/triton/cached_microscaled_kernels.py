@@ -1,4 +1,4 @@
-"""The cast of kept weights in MXFP8 and NVFP4, in the place of `cached_weights_cast`: scales belong to small blocks,
+"""The cast of cached weights in MXFP8 and NVFP4, in the place of `cached_weights_cast`: scales belong to small blocks,
 which a tile holds whole. Arithmetic of `runtime/microscaling.py`, bit for bit."""
 
 import triton
@@ -48,10 +48,10 @@ def cached_weights_cast_microscaled(
             return
         amax = tl.load(tl.load(row + tiles.P_AMAX).to(tl.pointer_type(tl.float32)))
     else:
-        seen = tiles.address_of_mark(row)
-        before = tl.load(seen)  # before the tiles.look, which takes longer
-        mark, _, _, _, _, _ = tiles.look(row, INPUT, TILE, False, False, ALIGNED)
-        if not tiles.replace_mark(seen, before, mark):
+        stored = tiles.address_of_digest(row)
+        before = tl.load(stored)  # before the tiles.look, which takes longer
+        found, _, _, _, _, _ = tiles.look(row, INPUT, TILE, False, False, ALIGNED)
+        if not tiles.replace_digest(stored, before, found):
             return
     top, left, ROWS, COLUMNS = tiles.place_of_tile(row, TILE, ALIGNED)
     source, place = tiles.corner(tl.load(row + tiles.P_SOURCE), top, left, COLUMNS, INPUT, ALIGNED), tl.arange(0, TILE)

@@ -1,4 +1,4 @@
-"""One read of a tile of a weight, for kernels that serve all weights of a graph: where it is, its mark, its
+"""One read of a tile of a weight, for kernels that serve all weights of a graph: where it is, its found, its
 elements."""
 
 import triton
@@ -31,7 +31,7 @@ ROWS_A_STEP = tl.constexpr(STEP)
     P_AMAX,
 ) = (tl.constexpr(place) for place in range(18))
 PARAMETER_COLUMNS = tl.constexpr(18)
-W_SEEN, W_SCALE_INV, W_SCALE_INV_T, W_AMAX, W_AMAXES, W_ROWS, W_COLUMNS = (tl.constexpr(i) for i in range(7))
+W_DIGESTS, W_SCALE_INV, W_SCALE_INV_T, W_AMAX, W_AMAXES, W_ROWS, W_COLUMNS = (tl.constexpr(i) for i in range(7))
 WEIGHT_COLUMNS = tl.constexpr(7)
 # What has to be a multiple of 16 where a kernel is told so (ALIGNED).
 ALIGNED_COLUMNS = tuple(
@@ -179,18 +179,18 @@ def _tile(row):
 
 
 @triton.jit
-def address_of_mark(row):
-    """Where the mark of a program's tile is."""
+def address_of_digest(row):
+    """Where the digest of a program's tile is."""
     return tl.load(row + P_SEEN).to(tl.pointer_type(tl.int64)) + (tl.program_id(0) - tl.load(row + P_PROGRAM))
 
 
 @triton.jit
-def replace_mark(seen, before, digest):
-    """Whether `before`, which is there, is not the mark of this; from now on it is."""
+def replace_digest(stored, before, digest):
+    """Whether `before`, which is there, is not the digest of this tile; from now on it is."""
     digest = tl.where(digest == 0, 1, digest)
     if before != digest:
         tl.debug_barrier()  # All warps have read it.
-        tl.store(seen, digest)
+        tl.store(stored, digest)
     return before != digest
 
 

@@ -3,10 +3,10 @@ serve all weights of a graph. Of those whose tiles can be cast by themselves one
 three, or four:
 
 - `cached_weights_scan` reads each weight once: its digest, and its amax, or the amaxes of its rows and columns;
-- `cached_weights_decide` compares the digest with the mark, and finds the scale where one is the tensor's;
+- `cached_weights_decide` compares the digest with the stored one, and finds the scale where one is the tensor's;
 - `cached_weights_scales` makes scales of the amaxes of rows and columns;
-- `cached_weights_cast` reads the weight, compares tiles with their marks where they have them, and writes both copies of
-  what has changed (`cached_weights_cast_microscaled` of cached_microscaled_kernels.py, in MXFP8 and NVFP4).
+- `cached_weights_cast` reads the weight, compares tiles with their digests where they have one each, and writes both
+  copies of what has changed (`cached_weights_cast_microscaled` of cached_microscaled_kernels.py, in MXFP8 and NVFP4).
 
 Nothing comes back to the host, so that a look neither waits nor is decided when a CUDA graph is recorded. The kernels
 find the tensors by tables of addresses, made anew when one has moved."""
@@ -69,7 +69,7 @@ class _Kind(NamedTuple):
 
 
 class OnDevice:
-    """Refreshes the kept weights of one graph."""
+    """Refreshes the cached weights of one graph."""
 
     def __init__(self) -> None:
         self.addresses: list[int] = []
@@ -77,12 +77,12 @@ class OnDevice:
 
     @torch.no_grad()
     def __call__(self, looks: Sequence[FreshnessCheck]) -> None:
-        for device in {look.kept.seen.device for look in looks}:
-            _join_streams(device, [look.kept for look in looks if look.kept.seen.device == device])
+        for device in {look.cached.digests.device for look in looks}:
+            _join_streams(device, [look.cached for look in looks if look.cached.digests.device == device])
         self.run(looks)
 
     def run(self, looks: Sequence[FreshnessCheck]) -> None:
-        addresses = [_address(t) for look in looks for t in (*look.weights, look.kept.data_t, look.scale, look.amax)]
+        addresses = [_address(t) for look in looks for t in (*look.weights, look.cached.data_t, look.scale, look.amax)]
         if addresses != self.addresses:
             self.tables = _tables(looks)
             self.addresses = addresses
@@ -90,16 +90,16 @@ class OnDevice:
             _launch(table, kind)
 
 
-def _join_streams(device: torch.device, kept: Sequence[CachedWeight]) -> None:
+def _join_streams(device: torch.device, cached: Sequence[CachedWeight]) -> None:
     """Wait for looks of a device's other streams, whose casts may not be done. Nothing is recorded of them: who
     captures a graph has waited."""
     with torch.cuda.device(device):
         if torch.cuda.is_current_stream_capturing():
             return
     current = torch.cuda.current_stream(device)
-    for other in {one.stream for one in kept} - {None, current}:
+    for other in {one.stream for one in cached} - {None, current}:
         current.wait_stream(other)  # type: ignore[arg-type]
-    for one in kept:
+    for one in cached:
         one.stream = current
 
 
@@ -107,8 +107,8 @@ def _tables(looks: Sequence[FreshnessCheck]) -> list[tuple[_Kind, _Table]]:
     """One for all weights of a device and a dtype that are cast alike."""
     alike: dict[_Kind, list[FreshnessCheck]] = {}
     for look in matrices(looks):
-        spec = look.kept.spec
-        kind = _Kind(look.kept.seen.device, spec.quantizer, look.weights[0].dtype, is_tiled(spec))
+        spec = look.cached.spec
+        kind = _Kind(look.cached.digests.device, spec.quantizer, look.weights[0].dtype, is_tiled(spec))
         alike.setdefault(kind, []).append(look)
     return [(kind, _table(found)) for kind, found in alike.items()]
 
@@ -119,7 +119,7 @@ def _table(looks: Sequence[FreshnessCheck]) -> _Table:
     programs: list[int] = []
     amaxes = longest = 0
     for place, look in enumerate(looks):
-        one = look.kept
+        one = look.cached
         data, data_t = (one.data_t, one.data) if one.spec.transposed else (one.data, one.data_t)
         sizes = sum(parameter.shape[0] for parameter in look.weights), look.weights[0].shape[1]
         scales, amax = list(map(_address, _scales(one))), one.amax if look.amax is None else look.amax
@@ -130,17 +130,17 @@ def _table(looks: Sequence[FreshnessCheck]) -> _Table:
             to_t = (0, 0) if data_t is None else (data_t.data_ptr() + above, data_t.stride(0))
             parameters.append(
                 [
-                    *(parameter.data_ptr(), place, r, c, len(programs), tile, one.seen.data_ptr() + tile * WORD),
+                    *(parameter.data_ptr(), place, r, c, len(programs), tile, one.digests.data_ptr() + tile * WORD),
                     *(*to, *to_t, above, sizes[0], amaxes, *scales, _address(look.scale), _address(amax)),
                 ]
             )
             count = math.prod(tiles(parameter.shape))
             programs += [len(parameters) - 1] * count
             above, tile = above + r, tile + count
-        weights.append([one.seen.data_ptr(), *scales, _address(amax), amaxes, *sizes])
+        weights.append([one.digests.data_ptr(), *scales, _address(amax), amaxes, *sizes])
         amaxes, longest = amaxes + sum(sizes), max(longest, sum(sizes))
     aligned = all(row[column] % 16 == 0 for row in parameters for column in ALIGNED_COLUMNS)
-    device = looks[0].kept.seen.device
+    device = looks[0].cached.digests.device
 
     def table(values: object, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=device)
@@ -148,9 +148,9 @@ def _table(looks: Sequence[FreshnessCheck]) -> _Table:
     return _Table(table(parameters), table(weights), table(programs, torch.int32), amaxes, longest, aligned)
 
 
-def _scales(kept: CachedWeight) -> tuple[Tensor | None, Tensor | None]:
-    both = (kept.scale_inv, kept.scale_inv_t)
-    return both[::-1] if kept.spec.transposed else both
+def _scales(cached: CachedWeight) -> tuple[Tensor | None, Tensor | None]:
+    both = (cached.scale_inv, cached.scale_inv_t)
+    return both[::-1] if cached.spec.transposed else both
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -1,4 +1,4 @@
-"""The kernels of kept weights, which cached_weights.py launches. They serve all weights of a graph at once, and find them
+"""The kernels of cached weights, which cached_weights.py launches. They serve all weights of a graph at once, and find them
 by tables of addresses."""
 
 import triton
@@ -57,8 +57,8 @@ def cached_weights_decide(
 ):
     weight = tl.program_id(0)
     row = weights + weight * tiles.WEIGHT_COLUMNS
-    seen = tl.load(row + tiles.W_SEEN).to(tl.pointer_type(tl.int64))
-    differs = tiles.replace_mark(seen, tl.load(seen), tl.load(digest + weight))
+    stored = tl.load(row + tiles.W_DIGESTS).to(tl.pointer_type(tl.int64))
+    differs = tiles.replace_digest(stored, tl.load(stored), tl.load(digest + weight))
     tl.store(stale + weight, differs.to(tl.int32))
     if differs:
         largest = tl.load(amax + weight).to(tl.float32, bitcast=True)
@@ -100,7 +100,7 @@ def cached_weights_scales(
 def cached_weights_cast(
     parameters,  # (P, 18) int64
     programs,  # int32, the parameter of each program
-    stale,  # (W,) int32, of weights with one mark
+    stale,  # (W,) int32, of weights with one digest
     scale,  # (W,) fp32, where WHOLE and not KNOWN
     scales,  # fp32, where BY_ROW: of each weight its rows' and its columns'
     INPUT: tl.constexpr,
@@ -121,18 +121,18 @@ def cached_weights_cast(
             return
     else:
         # Before the tiles.look, which takes longer.
-        seen = tiles.address_of_mark(row)
-        before = tl.load(seen)
+        stored = tiles.address_of_digest(row)
+        before = tl.load(stored)
         if KNOWN:
             given = tl.load(tl.load(row + tiles.P_GIVEN_SCALE).to(tl.pointer_type(tl.int32)))
             state = tl.load(row + tiles.P_AMAX)
-        mark, first, second, third, fourth, _ = tiles.look(row, INPUT, TILE, KNOWN, False, ALIGNED)
+        found, first, second, third, fourth, _ = tiles.look(row, INPUT, TILE, KNOWN, False, ALIGNED)
         if KNOWN:
-            mark += given.to(tl.int64) * tiles.GOLDEN_WORD
+            found += given.to(tl.int64) * tiles.GOLDEN_WORD
             if state != 0:
                 bits = tiles.bits_of_fp32(tiles.largest_of(first, second, third, fourth), INPUT)
                 tiles.raise_amax(state.to(tl.pointer_type(tl.int32)), bits)
-        if not tiles.replace_mark(seen, before, mark):
+        if not tiles.replace_digest(stored, before, found):
             return
     top, left, ROWS, COLUMNS = tiles.place_of_tile(row, TILE, ALIGNED)
     # Neighbours of a column in one thread: Note [Pairs of rows] in lowerings/codegen/column_pairs.py.

@@ -8,7 +8,13 @@ gains.
 
 The outputs of merged sites are slices of one matrix: their rows are further apart than they are long. What would notice
 stays as it is: a view that merges rows, an in-place change, an output of the graph, code that is not torch's. So does
-what reads a tensor that the graph writes: the site behind the write has another input than the one before it."""
+what reads a tensor that the graph writes: the site behind the write has another input than the one before it.
+
+# Note [Slices that are saved]
+A slice that autograd saves keeps the whole matrix until the backward. That costs nothing where all slices are saved, as
+gate and up are. Where attention and an MLP read one input (GPT-J, Phi, Falcon), the MLP's slice would keep q, k and v,
+of which attention has copies of its own. So the sites whose outputs are saved are a GEMM of their own, unless the others
+are small: unless what they keep takes fewer bytes than the FP8 copy of the input saves."""
 
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
@@ -35,6 +41,11 @@ _REORDERS = frozenset(
     "rearrange view_as_complex view_as_real".split()
 )
 _RESHAPES = frozenset("view unflatten reshape flatten view_as reshape_as squeeze".split())
+# Of which a gradient needs no operand; of which it needs the other one.
+_LINEAR = frozenset(
+    "add iadd add_ sub isub sub_ neg sum mean cat concat concatenate stack size getattr new_empty new_zeros".split()
+)
+_PRODUCTS = frozenset("mul imul mul_ truediv div".split())
 _COPIES_IF_NEEDED = frozenset("reshape flatten reshape_as".split())
 
 
@@ -62,12 +73,21 @@ def groups(
                 recipe,
                 slots,
                 node.dtype,
-                learns,
                 *_kind(weight),
                 *_kind(bias),
             )
-            found.setdefault(key, []).append(match)
-    return [group for group in found.values() if len(group) > 1]
+            found.setdefault((learns, *key), []).append(match)
+    split = (part for (learns, *_), group in found.items() for part in (_parts(group) if learns else [group]))
+    return [group for group in split if len(group) > 1]
+
+
+def _parts(group: list[Match]) -> list[list[Match]]:
+    """The group, or, apart, what autograd saves of it and the rest: Note [Slices that are saved]."""
+    saved = [match for match in group if _is_saved(match.end)]
+    rest = [match for match in group if match not in saved]
+    kept = sum(match.sizes[1] for match in rest) * value(group[0].end).dtype.itemsize
+    spared = group[0].sizes[2] * (value(group[0].x).dtype.itemsize - 1)
+    return [saved, rest] if saved and kept > spared else [group]
 
 
 def _learning(graph: fx.Graph) -> set[fx.Node]:
@@ -156,6 +176,26 @@ def _emitted(group: Sequence[Match], emit: Emit) -> list[fx.Node]:
     if group[0].groups is None:
         return emit(group, group[0].x, [match.weight for match in group])
     return emit(group, grouped.rows_of(group[0]), [grouped.weight_of(match) for match in group])
+
+
+def _is_saved(node: fx.Node) -> bool:
+    """Whether autograd saves it, or a view of it, for the gradient of what reads it. Attention is given a copy."""
+    return any(_saves(user, node) for user in node.users)
+
+
+def _saves(user: fx.Node, node: fx.Node) -> bool:
+    called = name(user)
+    if _is_attention(user):
+        return False
+    if called in _PASSES or memory(user) & memory(node):
+        return _is_saved(user)  # a cast is computed again from what it casts
+    if called in _PRODUCTS:
+        return any(_requires_grad(other) for other in user.all_input_nodes if other is not node)
+    return called not in _LINEAR
+
+
+def _requires_grad(node: fx.Node) -> bool:
+    return is_tensor(node) and value(node).requires_grad
 
 
 def _is_kept(node: fx.Node) -> bool:

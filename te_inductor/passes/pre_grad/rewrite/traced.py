@@ -16,7 +16,7 @@ from te_inductor import ops
 from te_inductor.diagnostics import Refusal
 from te_inductor.ops.casts import Copy
 from te_inductor.ops.linear import Linears
-from te_inductor.passes.post_grad.cse import share
+from te_inductor.passes.graph.cse import share
 from te_inductor.passes.pre_grad.decide.support import value
 from te_inductor.passes.pre_grad.match.gradients import matrix
 from te_inductor.passes.pre_grad.match.linear import Addmm, Product

@@ -1,5 +1,5 @@
-"""Runs the kernels of kept weights in Triton's interpreter and compares: python -m tests.offline.kept_kernels some|all, with
-TRITON_INTERPRET=1."""
+"""Runs the kernels of cached weights in Triton's interpreter and compares, with TRITON_INTERPRET=1:
+python -m tests.offline.cached_weights_kernels some|all."""
 
 import itertools
 import math
@@ -40,7 +40,7 @@ def same(kept: CachedWeight, expected: CachedWeight) -> bool:
     """Bit for bit, but for which NaN a value or an amax is."""
     return all(
         torch.equal(one_nan(a).reshape(-1).view(torch.uint8), one_nan(b).reshape(-1).view(torch.uint8))
-        for a, b in zip([*kept.tensors, kept.seen], [*expected.tensors, expected.seen], strict=True)
+        for a, b in zip([*kept.tensors, kept.digests], [*expected.tensors, expected.digests], strict=True)
     )
 
 
@@ -128,7 +128,7 @@ def check_experts(quantizer: Quantizer, dtype: torch.dtype, known: bool = False)
             assert same(*pair), (quantizer, dtype, pair[0].sizes)
 
     agree()
-    assert kept[0].data.shape[0] == kept[0].scale_inv.shape[0] == kept[0].seen.shape[0] == 3
+    assert kept[0].data.shape[0] == kept[0].scale_inv.shape[0] == kept[0].digests.shape[0] == 3
     for one in (*kept, *expected):  # what no look may make anew
         one.data.view(torch.uint8)[0, 0] ^= 16
     weights[0][0][2, 1, 1] = 8.0

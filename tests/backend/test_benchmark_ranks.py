@@ -1,0 +1,83 @@
+"""The benchmark of ranks (`python -m benchmarks.ranks --tiny`): that each work runs with each arm on gloo, that arms train
+alike, and what it counts."""
+
+import json
+
+import pytest
+
+from benchmarks import ranks, ranks_predict
+from benchmarks.ranks_job import Job
+from benchmarks.ranks_works import WORKS
+from tests.forked_ranks import ranks as forked
+
+STEPS = 4
+PHASES = ["process group", "model", "warm up", "measurement", "scaling state"]
+
+
+def run(folder, world: int, jobs: list[dict], timeout: int = 300) -> list[dict]:
+    """A row for each job, as the command makes them."""
+    fields = [{"steps": STEPS, **job} for job in jobs]
+    told = forked("tests.backend.benchmark_ranks", world, str(folder / "store"), json.dumps(fields), timeout=timeout)
+    made = [Job(device="cpu", world=world, model="tiny", **_plain(job)) for job in fields]
+    return [ranks.gathered(job, rows) for job, rows in zip(made, zip(*told, strict=True), strict=True)]
+
+
+def _plain(job: dict) -> dict:
+    return {name: value for name, value in job.items() if name != "compiled"}
+
+
+def check(rows: list[dict]) -> None:
+    for row in rows:
+        assert row["states_equal"] and set(PHASES) <= row["seconds"].keys()
+        assert len(row["losses"]) == STEPS and 1.5 < row["loss"] < 2.5  # of two independent values of variance 1
+        assert all(abs(loss - other) < 0.02 for loss, other in zip(row["losses"], rows[0]["losses"], strict=True))
+
+
+def test_a_block_is_gathered_in_fp8(tmp_path):
+    """Twice, half of it from the other rank: seven weights by bytes, two norms in bf16."""
+    [row] = rows = run(tmp_path, 2, [{"work": "fsdp", "arm": "gather:current", "layers": 1}])
+    check(rows)
+    assert row["wire"]["gathered"] == row["received"] - row["wire"]["scattered"] - row["wire"]["summed"]
+    assert row["wire"]["gathered"] == 4 * 256 * 256 + 3 * 256 * 512 + 2 * 256 * 2
+    assert row["wire"]["scattered"] == 4 * 256 * 256 + 3 * 256 * 512 + 2 * 256  # bf16, once
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("work", WORKS)
+def test_works(work, world, tmp_path):
+    """Uncompiled."""
+    arms = [arm for arm in WORKS[work].arms if arm != "torchao"]
+    tp = {"tp": world, "fsdp_tp": 2}.get(work, 1)
+    check(run(tmp_path, world, [{"work": work, "arm": arm, "tp": tp} for arm in arms], timeout=900))
+
+
+@pytest.mark.thorough
+def test_the_command(tmp_path, capsys):
+    """One rank and two, compiled; what it prints and writes."""
+    given = [
+        "--tiny",
+        "--work",
+        "ddp",
+        "--ranks",
+        "1",
+        "2",
+        "--arms",
+        "bf16",
+        "te:delayed",
+        "--json",
+        str(tmp_path / "x.json"),
+    ]
+    assert ranks.main(given) == 0
+    rows = json.loads((tmp_path / "x.json").read_text())["rows"]
+    assert [row["world"] for row in rows] == [1, 1, 2, 2] and rows[3]["wire"]["summed"] > 0
+    assert "DistributedDataParallel: tiny, 64 tokens a rank" in capsys.readouterr().out
+
+
+def test_prediction_counts_bytes():
+    """Of eight ranks, Llama-3-8B: weights twice in bf16 or FP8, gradients once in bf16, seven eighths of each."""
+    high, low, gathers = ranks_predict.predict(Job("fsdp", "", "llama8b", "cuda", 8))
+    weights = 32 * 218103808 * 7 / 8
+    assert high.received == low.received == 6 * weights and gathers.received == 4 * weights
+    one, other = ranks_predict.predict(Job("tp", "", "llama8b", "cuda", 8, 8))
+    assert other.received / one.received == pytest.approx(12 / 22)
