@@ -105,6 +105,8 @@ def test_the_base_of_recipes_is_no_recipe():
 def test_reports_raise_the_error_itself(report):
     with pytest.raises(errors.OptionError, match="did you mean 'recipe'"):
         report(torch.nn.Linear(32, 32), torch.randn(4, 32), options={"recpie": "current"})
+    with pytest.raises(errors.OptionError, match=r"the model is an int \(3\), expected an nn.Module or a function"):
+        report(3, torch.randn(4, 32))
     with pytest.raises(errors.OptionError, match="raised ZeroDivisionError"):
         report(torch.nn.Linear(32, 32), torch.randn(4, 32), options={"policy": {lambda path, sizes: 1 / 0: "none"}})
 
