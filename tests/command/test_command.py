@@ -106,6 +106,10 @@ def test_bench_tells_why_an_arm_failed():
         (("explain", f"{MODELS}:pear"), 1, "unknown function of tests.command.models 'pear'; did you mean 'pair'?"),
         (("explain", f"{MODELS}:pair", "--policy", "head"), 2, "--policy: no JSON"),
         ((), 2, ""),
+        (("explain", f"{MODELS}:pair", "--html", "no/such/page.html"), 2, "'no/such/page.html' cannot be written"),
+        (("report", f"{MODELS}:pair", "--png", "."), 2, "'.' cannot be written; expected a file in a folder"),
+        (("bench", f"{MODELS}:pair", "--recipes", "current", "curent"), 1, "did you mean 'current'?"),
+        (("bench-arms",), 2, "(choose from 'doctor', 'explain', 'bench', 'report', 'tune')"),
     ],
 )
 def test_wrong_uses(arguments, code, text):
@@ -122,7 +126,7 @@ def test_wrong_uses(arguments, code, text):
         (
             f"{MODELS}:nothing",
             (),
-            "models:nothing returned is a int (7), expected (model, inputs)",
+            "models:nothing returned is an int (7), expected (model, inputs)",
         ),
         (f"{MODELS}:model", (), "is a Linear"),
         (f"{MODELS}:pair", ("depth=3",), "its arguments, for --set: layers, width"),

@@ -11,6 +11,7 @@ _WRAPPED_FORWARD = re.compile(r"\.forward(\.__closure__\[\d+\]\.cell_contents)+\
 _KEY = re.compile(r"(?:\._modules|\.__dict__\['_modules'\])\['([^']*)'\]|\['([^']*)'\]|\[(\d+)\]")
 _GETATTR = re.compile(r"getattr\(([^()]*), '([^']*)'\)")  # of a name that is no identifier, such as a container's '0'
 _HELD = re.compile(r"(\._parameters\['[^']*'\]|\.\w+)$")  # the parameter itself
+_PARAMETRIZED = re.compile(r"(^|\.)parametrizations\.\w+$")  # what holds the parameters that a weight is computed from
 # Wrappers that are no part of the path that the model's author sees.
 _WRAPPERS = re.compile(
     r"\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|_forward_module)(\.|$)|\bslice\([^)]*\)(\.|$)"
@@ -31,6 +32,19 @@ def holder_path(parameter: fx.Node) -> str:
     if source is None:  # held by the graph itself
         return without_wrappers(str(parameter.target).rpartition(".")[0])
     return _path(_HELD.sub("", source.name if isinstance(source.name, str) else source.name()))
+
+
+def inner_path(module: str, holder: str) -> str:
+    """Where in a module the one is that holds a parameter which the module's forward uses by itself: `dt_proj`, of
+    `self.dt_proj.weight @ x`. "" where the module holds it, and where another one does, as of a tied weight."""
+    holder = without_parametrization(holder)
+    prefix = f"{module}." if module else ""
+    return holder.removeprefix(prefix) if holder.startswith(prefix) else ""
+
+
+def without_parametrization(path: str) -> str:
+    """The path of the layer whose weight a parametrization computes."""
+    return _PARAMETRIZED.sub("", path)
 
 
 def parameter_name(parameter: fx.Node) -> str:

@@ -1,8 +1,16 @@
 """The passes that find the linear layers of a graph, and its other matrix products."""
 
+from torch import fx
+
 from te_inductor.passes.graph.aliases import memory
 from te_inductor.passes.graph.bodies import Bodies
-from te_inductor.passes.graph.module_path import module_path, parameter_name
+from te_inductor.passes.graph.module_path import (
+    holder_path,
+    inner_path,
+    module_path,
+    parameter_name,
+    without_wrappers,
+)
 from te_inductor.passes.graph.owners import owner_of
 from te_inductor.passes.pre_grad.match import RULES, attention, contractions, grouped, parallel, products, sharded
 from te_inductor.passes.pre_grad.plan import Candidate, Plan, Unlowered
@@ -37,9 +45,9 @@ def match_sites(plan: Plan) -> None:
                     if match.literal and any(memory(one) & plan.written for one in grouped.reads_early(match)):
                         match = match.literal
                     around = tuple(regions_of.get(node, [None]))
-                    held = owner_of(match.weight, bodies) if match.groups else None
-                    parameter = parameter_name(held.parameter) if held else ""
-                    plan.candidates.append(Candidate(rule, match, module_path(node), parameter, around))
+                    path = module_path(node)
+                    inner = _inner(plan, path, node, match.weight, bodies, bool(match.groups))
+                    plan.candidates.append(Candidate(rule, match, path, inner, around))
                     break
 
 
@@ -50,7 +58,25 @@ def list_products(plan: Plan) -> None:
     plan.products.extend(product for product in map(products.read, nodes) if product is not None)
     matched = {candidate.match.node for candidate in plan.candidates}
     layers = {product.node for product in plan.products if products.is_layer(product)} | matched
-    weights = products.Weights(Bodies(plan.gm), layers, lambda: plan.written)
+    bodies = Bodies(plan.gm)
+    weights = products.Weights(bodies, layers, lambda: plan.written)
     for product, refusal in products.unmatched(plan.products, matched, weights):
         around = tuple(plan.regions_of.get(product.node, [None]))
-        plan.unlowered.append(Unlowered(product, module_path(product.node), around, refusal))
+        path = module_path(product.node)
+        weight = next(one for one in product.operands if weights.is_weight(one))
+        inner = _inner(plan, path, product.node, weight, bodies)
+        plan.unlowered.append(Unlowered(product, path, inner, around, refusal))
+
+
+def _inner(plan: Plan, module: str, node: fx.Node, weight: fx.Node, bodies: Bodies, grouped: bool = False) -> str:
+    """What a site's name has behind that of the module whose forward it is in."""
+    held = owner_of(weight, bodies)
+    if held is None:
+        return ""
+    name = plan.parameters.get(held.parameter)
+    if name is None:
+        inner = inner_path(module, holder_path(held.parameter))
+        return ".".join(filter(None, (inner, parameter_name(held.parameter)))) if grouped else inner
+    if not node.meta.get("nn_module_stack"):  # a trace knows no modules
+        return without_wrappers(name).removesuffix(".weight")
+    return inner_path(module, without_wrappers(name).rpartition(".")[0])
