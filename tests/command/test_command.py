@@ -19,12 +19,12 @@ def command(*arguments: str, cwd=ROOT, **environment: str) -> subprocess.Complet
     return PROGRAMS.run("te_inductor", *arguments, cwd=cwd, **environment)
 
 
-def started(*arguments: str) -> subprocess.CompletedProcess:
+def started(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("COLUMNS", "TE_INDUCTOR_"))}
     return subprocess.run(
         [sys.executable, "-m", "te_inductor", *arguments],
         cwd=ROOT,
-        env={**inherited, "PYTHONPATH": str(ROOT)},
+        env={**inherited, "PYTHONPATH": str(ROOT), **environment},
         capture_output=True,
         text=True,
         timeout=300,
@@ -45,9 +45,8 @@ def test_doctor_says_what_runs_and_that_nothing_is_broken():
 def test_doctor_finds_what_is_broken(tmp_path):
     file = tmp_path / "file"
     file.touch()
-    done = command(
-        "doctor", "--json", CXX="/nowhere/g++", TORCHINDUCTOR_CACHE_DIR=str(file), TE_INDUCTOR_RECIPE="curent"
-    )
+    broken = {"CXX": "/nowhere/g++", "TORCHINDUCTOR_CACHE_DIR": str(file), "TE_INDUCTOR_RECIPE": "curent"}
+    done = started("doctor", "--json", **broken)  # torch reads CXX when it is imported
     assert done.returncode == 1, done.stdout + done.stderr
     found = json.loads(done.stdout)
     assert {"cache folder", "C++ compiler", "environment"} <= set(found["broken"])
