@@ -9,7 +9,7 @@
     python -m benchmarks.ranks --predict --model llama8b --ranks 8 # by bytes and rates; nothing runs
 
 Works (ranks_works.py): `fsdp` (FSDP2), `tp` (tensor and sequence parallelism over all ranks), `fsdp_tp` (FSDP2 over
-groups of `--tp` ranks), `ep` (experts of Qwen3-30B-A3B's shape, dealt to all ranks), `ddp`. An arm is ``NAME`` or
+groups of `--tp` ranks), `ep` (experts of Qwen3-30B-A3B's shape, sharded over all ranks), `ddp`. An arm is ``NAME`` or
 ``NAME:RECIPE``: bf16 is Inductor, te the backend, gather the same with `low_precision_all_gather`, torchao its
 tensorwise recipe, with FP8 gathers under FSDP2, where it can be imported. Each arm has ranks of its own, one process
 each. Blocks are compiled one by one, or with `--whole` as one graph.

@@ -46,7 +46,7 @@ class Job:
     model: str  # a key of MODELS
     device: str  # "cuda" or "cpu"
     world: int
-    tp: int = 1  # ranks among which one model's layers are dealt
+    tp: int = 1  # ranks among which one model's layers are sharded
     tokens: int = 0  # of a rank: those of `tp` ranks are one batch, of which each has its part; 0: the model's
     sequence: int = 0  # tokens of one; 0: the model's
     layers: int = 0  # 0: the model's

@@ -88,7 +88,7 @@ def plan() -> dict[str, ParallelStyle]:
 
 
 def parallelized(blocks: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Plain blocks, dealt to the ranks of a mesh in place."""
+    """Plain blocks, sharded over the ranks of a mesh in place."""
     for block in blocks.blocks:  # type: ignore[union-attr]
         parallelize_module(block, mesh, plan())
     return blocks
@@ -159,7 +159,7 @@ def _ddp(job: Job, rank: int) -> Spread:
 
 
 def _ep(job: Job, rank: int) -> Spread:
-    """Experts are dealt to all ranks; what is no expert each rank has, and its gradients are summed in one piece."""
+    """Experts are sharded over all ranks; what is no expert each rank has, and its gradients are summed in one piece."""
     torch._dynamo.config.capture_scalar_outputs = True  # splits of the exchange are counted on the device
     blocks = expert_blocks.build(job.shape, BF16, place(job, rank), rank, job.world)
     each(blocks, job, amax_group=dist.group.WORLD)

@@ -80,6 +80,8 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
     recipe = recipes.resolve(parsed.recipe, parsed.recipe_name)
     policy = tuple((glob, recipes.resolve(spec, parsed.policy_name) or "none") for glob, spec in parsed.policy)
     group = amax_groups.resolve(parsed.amax_group, parsed.amax_group_name)
+    for text in config.unknown_variables():
+        say(f"te_inductor: {text}", parsed.fallback)
     return replace(parsed, recipe=recipe or "none", policy=policy, amax_group=group)
 
 

@@ -17,8 +17,9 @@ amax_group  a DeviceMesh, a ProcessGroup, the name of    None: the ranks that sh
 mode        as in ``torch.compile(mode=…)``              None; here because torch refuses mode= beside options=
 ==========  ===========================================  ==========================================================
 
-Before its default an option has the value of its environment variable, ``TE_INDUCTOR_`` and its name in capitals. A
-policy is a JSON object there, of globs and names of recipes; an empty variable is none.
+An option that is None is as one that is not given. Before its default such an option has the value of its environment
+variable, ``TE_INDUCTOR_`` and its name in capitals. A policy is a JSON object there, of globs and names of recipes; an
+empty variable is none.
 
 TE_INDUCTOR_TABLES is of the environment alone: a folder of tables that ``te-inductor tune`` has written.
 
@@ -77,7 +78,7 @@ def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> 
     given = dict(options or {})
     recipe, recipe_source = _take(given, "recipe")
     group, group_source = _take(given, "amax_group")
-    policy, policy_source = _take(given, "policy", missing=_MISSING)
+    policy, policy_source = _take(given, "policy")
     own_mode = given.pop("mode", None)
     if own_mode is not None and mode is not None and own_mode != mode:
         raise OptionError(f"mode={mode!r} beside options={{'mode': {own_mode!r}}}; give one of them")
@@ -87,7 +88,7 @@ def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> 
     return Options(
         "auto" if recipe is None else recipe,
         "recipe" if recipe_source is None else f"recipe of the {recipe_source}:",
-        () if policy is _MISSING else _parse_policy(policy, policy_source),
+        () if policy is None else _parse_policy(policy, policy_source),
         "recipe" if policy_source is None else f"recipe of the {policy_source}:",
         cast(Fallback, _choice(given, "fallback", FALLBACKS)),
         cast(Weights, _choice(given, "weights", WEIGHTS)),
@@ -105,23 +106,26 @@ def tables() -> Path | None:
     return Path(folder).absolute() if folder else None
 
 
-_MISSING = object()
+def unknown_variables() -> list[str]:
+    """What to say of variables that are named as ours are and that nothing reads."""
+    known = [*VARIABLES.values(), TABLES]
+    ours = (name for name in os.environ if name.startswith("TE_INDUCTOR_") and name not in known)
+    return [unknown("environment variable", name, known) for name in sorted(ours)]
 
 
-def _take(given: dict[str, Any], name: str, missing: object = None) -> tuple[Any, str | None]:
-    """An option, or else its environment variable, and what errors call the variable; `missing` where there is
-    neither. An option that is `missing` is not given."""
-    value = given.pop(name, missing)
-    if value is not missing:
+def _take(given: dict[str, Any], name: str) -> tuple[Any, str | None]:
+    """An option, or else its environment variable, and what errors call the variable; None where there is neither."""
+    value = given.pop(name, None)
+    if value is not None:
         return value, None
     text = os.environ.get(VARIABLES[name])
-    return (text, f"environment variable {VARIABLES[name]}") if text else (missing, None)
+    return (text, f"environment variable {VARIABLES[name]}") if text else (None, None)
 
 
 def _choice(given: dict[str, Any], name: str, known: tuple[str, ...]) -> object:
     """One of some values, of which the first is the default."""
-    value, source = _take(given, name, missing=_MISSING)
-    value = known[0] if value is _MISSING else value
+    value, source = _take(given, name)
+    value = known[0] if value is None else value
     if value not in known:
         raise OptionError(unknown(f"value of {source or f'option {name!r}'}", value, known))
     return value

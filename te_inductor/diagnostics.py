@@ -201,7 +201,7 @@ def summary(report: Report) -> str | None:
         known = sorted({fqn for fqn, _ in places})
         lines.append(
             f"te_inductor: policy entry {entry!r} matches no linear site of this graph{HIDDEN}"
-            f" (sites: {', '.join(known[:4])}, …){nearest(entry, known)}"
+            f" (sites: {', '.join(known[:4])}{', …' * (len(known) > 4)}){nearest(entry, known)}"
         )
     for (option, reason), unmet in _grouped(report.unmet, lambda one: (one.option, one.reason)):
         lines.append(f"te_inductor: option {option!r} does not reach, because {reason}: {shown(u.fqn for u in unmet)}")

@@ -59,13 +59,25 @@ class FallbackWarning(UserWarning):
     """
 
 
+NOT_EXPORTED = (
+    "the exported program runs in high precision; te_inductor.lower(program, options=…) puts low precision into it, and"
+    " te_inductor.quantize_(model, 'rowwise'), or 'nvfp4_weight_only', stores weights before the export"
+)
+
+
 def unknown(kind: str, found: object, known: Iterable[str]) -> str:
     """`unknown <kind> 'x'; did you mean 'y'?`, or the whole list where nothing is near."""
     names = sorted(known)
-    near = get_close_matches(str(found), names, n=1, cutoff=0.6)
-    remedy = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(names)}"
+    folded = {name.lower(): name for name in names}
+    near = get_close_matches(found.lower(), folded, n=1, cutoff=0.6) if isinstance(found, str) else []
+    remedy = f"did you mean {folded[near[0]]!r}?" if near else f"expected one of {', '.join(names)}"
     return f"unknown {kind} {found!r}; {remedy}"
 
 
 def wrong_type(name: str, found: object, expected: str) -> str:
-    return f"{name} is a {type(found).__name__} ({found!r:.80}), expected {expected}"
+    return f"{name} is {with_article(type(found).__name__)} ({found!r:.80}), expected {expected}"
+
+
+def with_article(noun: str) -> str:
+    """It, behind its article."""
+    return f"{'an' if noun[:1] in 'aeiouAEIOU' else 'a'} {noun}"

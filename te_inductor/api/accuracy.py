@@ -18,7 +18,7 @@ from te_inductor.api.accuracy_figures import AccuracyReport, GemmAccuracy, Opera
 from te_inductor.api.tracing import traced
 from te_inductor.backend import parse, run_passes
 from te_inductor.diagnostics import Report, merge
-from te_inductor.errors import OptionError
+from te_inductor.errors import OptionError, wrong_type
 from te_inductor.passes.pre_grad import DECIDE
 from te_inductor.passes.pre_grad.decide.report import plain
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
@@ -48,6 +48,8 @@ def accuracy_report(
         FallbackError: there was nothing to trace, with ``fallback="error"``; else a warning says so.
     """
     parsed = parse(None, options)
+    if loss is not None and not callable(loss):
+        raise OptionError(wrong_type("loss", loss, "a function of the model's output"))
     recorder = _Recorder()
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -10,7 +10,6 @@ among their callers."""
 import functools
 import inspect
 import math
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from te_inductor import compat
 from te_inductor.diagnostics import Flops, Report, Site
-from te_inductor.passes.graph.module_path import without_wrappers
+from te_inductor.passes.graph.module_path import without_parametrization, without_wrappers
 from te_inductor.recipes import regions
 from te_inductor.recipes.regions import Region
 
@@ -36,7 +35,6 @@ _GROUPED = frozenset(("_grouped_mm", "grouped_mm_fallback"))  # whose first two 
 _FUSED = frozenset(
     "linear _native_multi_head_attention _transformer_encoder_layer_fwd".split()
 )  # of x and weights (N, K)
-_PARAMETRIZED = re.compile(r"(^|\.)parametrizations\.\w+$")  # what holds the parameters that a weight is computed from
 _COMPILED = "_functorch/_aot_autograd/runtime_wrappers.py"  # the file of what runs a compiled graph
 
 
@@ -159,7 +157,7 @@ class Names:
                 for parameter in module.parameters(recurse=False):
                     # The first name, but for that of an embedding that is a linear layer's weight as well.
                     if id(parameter) not in self._paths or isinstance(module, nn.Linear):
-                        path_of_layer = _PARAMETRIZED.sub("", without_wrappers(path))
+                        path_of_layer = without_parametrization(without_wrappers(path))
                         self._paths[id(parameter)] = path_of_layer
         for shards, whole in compat.gathered():
             path = next((self._paths[id(shard)] for shard in shards if id(shard) in self._paths), None)

@@ -9,7 +9,7 @@ from torch import fx
 
 from te_inductor import compat
 from te_inductor.diagnostics import say
-from te_inductor.errors import TEInductorError
+from te_inductor.errors import OptionError, TEInductorError, wrong_type
 from te_inductor.recipes import regions
 
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -29,11 +29,14 @@ def traced(model: Callable[..., Any], backend: Backend, fallback: str) -> Iterat
     graph break: those keep what the backend returned for them, apart from the user's own graphs.
 
     Raises:
+        OptionError: the model cannot be called.
         TEInductorError: the backend did.
         FallbackError: there was nothing to trace, with ``fallback="error"``; else a warning says so.
     """
     from torch._dynamo.exc import BackendCompilerFailed
 
+    if not callable(model):
+        raise OptionError(wrong_type("the model", model, "an nn.Module or a function"))
     regions.note_compile()
     graphs = 0
 

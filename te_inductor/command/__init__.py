@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 MODEL = "module:factory, or path/to/file.py:factory: a function without arguments that returns (model, inputs)"
+ARM = "bench-arm"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run it; the exit code. 2 is a wrong use, as by argparse; 1 what else went wrong."""
-    parsed = _parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    parsed = _arm(given) if given[:1] == [ARM] else _parser().parse_args(given)
     if parsed.subcommand is None:
         _parser().print_help()
         return 2
@@ -53,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--details", action="store_true", help="a row for each layer")
     form = explain.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="data in place of text")
-    form.add_argument("--html", type=Path, metavar="FILE", help="write a page, too")
+    form.add_argument("--html", type=_file, metavar="FILE", help="write a page, too")
 
     bench = commands.add_parser("bench", help="time bf16 under Inductor against recipes")
     _add_model(bench, None)
@@ -64,13 +66,13 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--keep-dtype", action="store_true", help="no autocast to bf16: the model's own dtypes")
     bench.add_argument("--cold", action="store_true", help="with empty compile caches, for an honest first step")
     bench.add_argument("--json", action="store_true", help="data in place of text")
-    bench.add_argument("--png", type=Path, metavar="FILE", help="write bars, too (needs matplotlib)")
+    bench.add_argument("--png", type=_file, metavar="FILE", help="write bars, too (needs matplotlib)")
 
     report = commands.add_parser("report", help="show what each layer loses by quantization")
     _add_model(report, "default: as the environment says, else auto")
     report.add_argument("--details", action="store_true", help="rows for each layer")
     report.add_argument("--json", action="store_true", help="data in place of text")
-    report.add_argument("--png", type=Path, metavar="FILE", help="write a heat map, too (needs matplotlib)")
+    report.add_argument("--png", type=_file, metavar="FILE", help="write a heat map, too (needs matplotlib)")
 
     tune = commands.add_parser("tune", help="measure which GEMM kernels are fastest on this machine's GPU: a table")
     tune.add_argument("--folder", type=Path, metavar="DIR", help="of the table; default: what TE_INDUCTOR_TABLES says")
@@ -79,9 +81,12 @@ def _parser() -> argparse.ArgumentParser:
     tune.add_argument("--kinds", nargs="+", metavar="KIND", help="plain, blocks, output, another, quantized, gated")
     tune.add_argument("--rounds", type=_positive, default=5, help="in which the kernels take turns (default: 5)")
 
-    arm = commands.add_parser("bench-arm")  # what `bench` starts for each recipe
-    arm.add_argument("settings")
     return parser
+
+
+def _arm(given: Sequence[str]) -> argparse.Namespace:
+    """Of what `bench` starts for each recipe, which is no subcommand for people."""
+    return argparse.Namespace(subcommand=ARM, settings=given[1])
 
 
 def _add_model(parser: argparse.ArgumentParser, recipe: str | None) -> None:
@@ -100,6 +105,14 @@ def _policy(text: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise argparse.ArgumentTypeError("expected an object of globs and recipes")
     return found
+
+
+def _file(text: str) -> Path:
+    """To be written, which is found out before minutes of work."""
+    path = Path(text)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written; expected a file in a folder that exists")
+    return path
 
 
 def _shape(text: str) -> tuple[int, int]:

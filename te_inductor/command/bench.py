@@ -14,6 +14,7 @@ import te_inductor
 from te_inductor.command.factory import options_of
 from te_inductor.errors import TEInductorError
 from te_inductor.presentation.tables import Column, tabulated
+from te_inductor.recipes import resolve
 
 BASE = "inductor"
 _COLUMNS = (
@@ -34,6 +35,8 @@ class BenchError(TEInductorError, RuntimeError):
 
 def run(arguments: argparse.Namespace) -> int:
     """Time all arms, and print, write and draw what they took."""
+    for recipe in arguments.recipes:  # before the first arm, which takes a while
+        resolve(recipe)
     arms = [(BASE, None), *((recipe, recipe) for recipe in dict.fromkeys(arguments.recipes))]
     with _progress(len(arms) * (arguments.steps + arguments.warmup)) as advance:
         found = [_arm(name, recipe, arguments, advance) for name, recipe in arms]

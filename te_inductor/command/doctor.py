@@ -206,6 +206,8 @@ def _environment() -> tuple[str, str]:
     options = config.parse()
     resolve(options.recipe, options.recipe_name)
     policy.entries(options.policy, options.policy_name)
+    if wrong := config.unknown_variables():
+        return BROKEN, "; ".join(wrong)
     names = sorted(name for name in os.environ if name.startswith(("TE_INDUCTOR_", "TORCHINDUCTOR_", "TORCH_LOGS")))
     return OK, ", ".join(f"{name}={os.environ[name]}" for name in names) or "none of its variables is set"
 

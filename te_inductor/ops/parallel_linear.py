@@ -1,4 +1,4 @@
-"""Linear layers in low precision whose tensors are dealt to several ranks: Note [Tensor-parallel layers] in
+"""Linear layers in low precision whose tensors are sharded over several ranks: Note [Tensor-parallel layers] in
 runtime/parallel.py. Traced, as `linears` is."""
 
 from collections.abc import Sequence

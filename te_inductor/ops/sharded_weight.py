@@ -64,7 +64,7 @@ class _Gather(Operation):
 
 
 def trace_gather_weight(
-    shard: Tensor,  # a DTensor, (N, K), whose rows are dealt evenly along one dimension of its mesh
+    shard: Tensor,  # a DTensor, (N, K), whose rows are sharded evenly along one dimension of its mesh
     quantizer: Quantizer,
     dtype: torch.dtype,
     backward_dtype: torch.dtype,
@@ -95,7 +95,7 @@ def trace_shard_scales(
 
 
 def _ranks(shard: Any) -> Ranks:
-    """Of the dimension of its mesh along which it is dealt."""
+    """Of the dimension of its mesh along which it is sharded."""
     dim = next(place for place, placement in enumerate(shard.placements) if placement.is_shard())
     return Ranks(shard.device_mesh.get_group(dim).group_name, shard.device_mesh.size(dim))
 

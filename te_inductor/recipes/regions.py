@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 
 from te_inductor import compat, recipes
-from te_inductor.errors import FallbackWarning, RecipeError, wrong_type
+from te_inductor.errors import NOT_EXPORTED, FallbackWarning, RecipeError, wrong_type
 from te_inductor.recipes import Recipe
 from te_inductor.recipes.constants import Constant, constant
 
@@ -186,10 +186,7 @@ _UNCOMPILED = (
     " Enter autocast around the compiled function, or move what breaks the graph (fullgraph=True names it) out of the"
     " `with`"
 )
-_NOT_EXPORTED = (
-    "te_inductor.autocast: torch.export takes no recipe, so the exported program runs in high precision; to export low"
-    " precision, store the weights first: te_inductor.quantize_(model, 'rowwise'), or 'nvfp4_weight_only'"
-)
+_NOT_EXPORTED = f"te_inductor.autocast: torch.export takes no recipe, so that {NOT_EXPORTED}"
 _NOTHING_COMPILED = (
     "te_inductor.autocast: nothing has been compiled in it by the backend te, so every layer ran in high precision;"
     " autocast"

@@ -9,13 +9,10 @@ from torch import nn
 
 from te_inductor import compat
 from te_inductor.diagnostics import say
+from te_inductor.errors import NOT_EXPORTED
 from te_inductor.recipes import regions
 
-_REMEDY = (
-    "the exported program runs in high precision; to export low precision, store the weights first:"
-    " te_inductor.quantize_(model, 'rowwise'), or 'nvfp4_weight_only'"
-)
-_COMPILED = f'te_inductor: torch.export leaves out backend="te" and its recipe, so that {_REMEDY}'
+_COMPILED = f'te_inductor: torch.export leaves out backend="te" and its recipe, so that {NOT_EXPORTED}'
 
 
 def note_export(model: object, backend: object) -> None:

@@ -1,4 +1,4 @@
-"""Tensor parallelism: how the tensors of one linear layer are dealt to the ranks of a process group, and the collectives
+"""Tensor parallelism: how the tensors of one linear layer are sharded over the ranks of a process group, and the collectives
 around its GEMMs.
 
 # Note [Tensor-parallel layers]
@@ -37,7 +37,7 @@ class Ranks(NamedTuple):
 
 @constant
 class Parallel(Constant):
-    """Of one layer. Dimensions count from the front; None: no dimension is dealt."""
+    """Of one layer. Dimensions count from the front; None: no dimension is sharded."""
 
     group: str  # name of the process group
     ranks: int  # its size
@@ -50,9 +50,9 @@ class Parallel(Constant):
 
     def sizes(self, m: Any, n: int, k: int) -> tuple[Any, int, int]:
         """Those of the GEMM of one rank, of those of the whole layer."""
-        dealt = self.weight is None and self.x is not None
+        sharded = self.weight is None and self.x is not None
         return (
-            m // self.ranks if dealt else m,
+            m // self.ranks if sharded else m,
             n // self.ranks if self.weight == 0 else n,
             k // self.ranks if self.weight == 1 else k,
         )

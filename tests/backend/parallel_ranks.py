@@ -258,7 +258,7 @@ class Head(nn.Module):
 
 @kind
 def loss(rank: Rank, recipe: str) -> Any:
-    """Loss parallel: logits stay dealt, and the loss is computed of the shards."""
+    """Loss parallel: logits stay sharded, and the loss is computed of the shards."""
     model = Head()
     one, x, target = copy.deepcopy(model), torch.randn(BATCH, LENGTH, WIDTH), torch.randint(96, (BATCH, LENGTH))
     plan = {

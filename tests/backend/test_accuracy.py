@@ -125,5 +125,7 @@ def test_other_recipes(recipe):
 def test_a_loss_that_is_none():
     with pytest.raises(OptionError, match="expected a tensor of one number"):
         accuracy_report(nn.Linear(32, 32), torch.randn(4, 32), loss=lambda y: y)
+    with pytest.raises(OptionError, match=r"loss is a float \(0.5\), expected a function of the model's output"):
+        accuracy_report(nn.Linear(32, 32), torch.randn(4, 32), loss=0.5)
     report = accuracy_report(nn.Linear(32, 32), torch.randn(4, 32), options={"recipe": "none"})
     assert report.gemms == [] and "0 layers in low precision" in str(report)

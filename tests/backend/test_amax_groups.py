@@ -140,7 +140,7 @@ def test_groups_of_other_ranks_are_refused(others):
         refused = f"that rank {rank} is not in, expected one that it is in; pass each rank its own"
         assert (refused in group, refused in mesh) == ((True, False) if rank < 2 else (False, True))
         assert "'nobody', expected" in name and "those of this rank are '0'" in name
-        assert "is a int (7), expected a torch.distributed DeviceMesh, a ProcessGroup" in number
+        assert "is an int (7), expected a torch.distributed DeviceMesh, a ProcessGroup" in number
 
 
 @pytest.fixture

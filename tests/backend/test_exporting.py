@@ -50,7 +50,8 @@ def test_a_compiled_model(make):
         warnings.simplefilter("always")
         torch.export.export(model, (X,))
     [text] = [str(one.message) for one in caught if one.category is FallbackWarning]
-    assert 'leaves out backend="te" and its recipe' in text and "te_inductor.quantize_(model, 'rowwise')" in text
+    assert 'leaves out backend="te" and its recipe' in text
+    assert "te_inductor.lower(program" in text and "te_inductor.quantize_(model, 'rowwise')" in text
 
 
 def test_as_its_options_want_it():

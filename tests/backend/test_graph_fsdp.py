@@ -91,7 +91,7 @@ REASONS = {
     "rowwise": "recipe 'rowwise' has scales of its rows for fprop and of its columns for dgrad, which no one cast gives",
     "mxfp8": "recipe 'mxfp8' has scales of its rows for fprop and of its columns for dgrad, which no one cast gives",
     "columns": "its shards are placed as (Shard(dim=1),), expected rows along one dimension of a mesh",
-    "uneven": "its 321 rows are dealt unevenly to 2 ranks",
+    "uneven": "its 321 rows are sharded unevenly over 2 ranks",
     "few": "its 118 rows of 256 columns are not multiples of 16",
     "small": "its 64 rows of 120 columns are not multiples of 16",
     "blocks": "a rank's 64 rows of 256 columns are not multiples of 128",

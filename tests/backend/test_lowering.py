@@ -160,7 +160,7 @@ def test_what_runs_is_said_as_for_a_compile():
     report = explain(program, options={"recipe": "current", "policy": POLICY})
     assert [(site.fqn, site.kernel) for site in report.sites] == [
         ("up", "inductor"),
-        ("", "inductor"),
+        ("down", "inductor"),
         ("", "inductor"),
         ("head", "high_precision"),
     ]
@@ -199,6 +199,56 @@ def test_bodies_stay_in_high_precision():
         lowered = lower(program, {"recipe": "current"})
     x = torch.rand(4, 64)
     assert torch.equal(lowered.module()(x), program.module()(x))
+
+
+class Regions(nn.Module):
+    """Whose regions torch.export makes graphs of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            x = self.layers[0](x)
+        with torch.no_grad():
+            x = self.layers[1](x.float())
+        return self.layers[2](x)
+
+
+def test_regions_are_named_and_written_out():
+    """Layers keep their names, by which a policy finds them, when decompositions write the region out."""
+    program = exported(Regions(), torch.randn(4, 64), dynamic=False)
+    reasons = {site.fqn: site.reason for site in explain(program, options={"recipe": "current"}).sites}
+    of = {path: (reason or "").partition(",")[0] for path, reason in reasons.items()}
+    assert of == {"layers.0": "inside torch.autocast", "layers.1": "inside torch.no_grad", "layers.2": ""}
+    assert "program.run_decompositions() before lowering" in str(reasons["layers.0"])
+    options = {"recipe": "current", "policy": {"layers.1": "rowwise"}, "fallback": "error"}
+    written = program.run_decompositions()
+    found = {site.fqn: (site.recipe, site.reason) for site in explain(written, options=options).sites}
+    assert found == {"layers.0": ("current", None), "layers.1": ("rowwise", None), "layers.2": ("current", None)}
+    lowered, x = lower(written, options), torch.randn(4, 64)
+    assert 0 < (lowered.module()(x) - program.module()(x)).norm() < 0.1 * program.module()(x).norm()
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(64, 4, batch_first=True)
+
+    def forward(self, x):
+        return self.inner(x, x, x, need_weights=False)[0]
+
+
+@pytest.mark.parametrize("decomposed", [False, True], ids=["exported", "decomposed"])
+def test_a_weight_that_the_module_around_multiplies_by(decomposed):
+    """Named as torch.compile names it."""
+    model, x, options = Attention(), torch.randn(2, 16, 64), {"policy": {"*.out_proj": "rowwise"}}
+    program = exported(model, x, dynamic=False)
+    of_program = explain(program.run_decompositions() if decomposed else program, options=options)
+    names = {site.fqn: site.recipe for site in of_program.sites}
+    assert names == {site.fqn: site.recipe for site in explain(model, x, options=options).sites}
+    assert names == {"inner": "current", "inner.out_proj": "rowwise"}
 
 
 FRESH = """

@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import functools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch._inductor import config as inductor
 import te_inductor
 from te_inductor import accuracy_report, config, errors, explain, recipes
 from te_inductor.backend import te
+from te_inductor.command import doctor
 from tests.recipes import every_recipe
 
 
@@ -49,7 +51,7 @@ def failure(**options) -> str:
         ),
         (
             {"recipe": 8},
-            "recipe is a int (8)",
+            "recipe is an int (8)",
             "expected a Recipe instance or one of auto, none, delayed, current, rowwise, block, mxfp8, mxfp4, nvfp4",
         ),
         ({"recipe": "row-wise"}, "unknown recipe 'row-wise'", "did you mean 'rowwise'?"),
@@ -72,7 +74,7 @@ def failure(**options) -> str:
         ),
         (
             {"policy": {3: "none"}},
-            "a key of option 'policy' is a int (3)",
+            "a key of option 'policy' is an int (3)",
             "a module-path glob (a string) or a function",
         ),
         ({"policy": {"lm_head": "nine"}}, "unknown recipe 'nine'", "did you mean 'none'?"),
@@ -103,8 +105,37 @@ def test_the_base_of_recipes_is_no_recipe():
 def test_reports_raise_the_error_itself(report):
     with pytest.raises(errors.OptionError, match="did you mean 'recipe'"):
         report(torch.nn.Linear(32, 32), torch.randn(4, 32), options={"recpie": "current"})
+    with pytest.raises(errors.OptionError, match=r"the model is an int \(3\), expected an nn.Module or a function"):
+        report(3, torch.randn(4, 32))
     with pytest.raises(errors.OptionError, match="raised ZeroDivisionError"):
         report(torch.nn.Linear(32, 32), torch.randn(4, 32), options={"policy": {lambda path, sizes: 1 / 0: "none"}})
+
+
+def test_names_are_near_in_any_case():
+    assert errors.unknown("x", "DELAYED", ["delayed", "none"]).endswith("did you mean 'delayed'?")
+    assert errors.unknown("x", "te_recip", ["TE_RECIPE", "B"]).endswith("did you mean 'TE_RECIPE'?")
+    assert errors.unknown("x", None, ["none", "once"]).endswith("expected one of none, once")
+
+
+def test_an_option_that_is_none_is_not_given(monkeypatch):
+    """As programs write options that have a flag each."""
+    given = dict.fromkeys(config.OWN_OPTIONS)
+    assert config.parse(given) == config.parse()
+    monkeypatch.setenv("TE_INDUCTOR_WEIGHTS", "once")
+    monkeypatch.setenv("TE_INDUCTOR_POLICY", '{"0": "none"}')
+    assert config.parse(given) == config.parse() and config.parse(given).weights == "once"
+
+
+def test_a_misspelt_variable_is_named(monkeypatch):
+    """Nothing else would say that a recipe was not taken from it."""
+    model, x = torch.nn.Linear(32, 32), torch.randn(4, 32)
+    monkeypatch.setenv("TE_INDUCTOR_RECIP", "delayed")
+    text = "unknown environment variable 'TE_INDUCTOR_RECIP'; did you mean 'TE_INDUCTOR_RECIPE'?"
+    with pytest.warns(errors.FallbackWarning, match=re.escape(text)):
+        explain(model, x)
+    with pytest.raises(errors.FallbackError, match=re.escape(text)):
+        explain(model, x, options={"fallback": "error"})
+    assert doctor._environment() == (doctor.BROKEN, text)
 
 
 def test_mode_beside_another_mode():

@@ -19,12 +19,12 @@ def command(*arguments: str, cwd=ROOT, **environment: str) -> subprocess.Complet
     return PROGRAMS.run("te_inductor", *arguments, cwd=cwd, **environment)
 
 
-def started(*arguments: str) -> subprocess.CompletedProcess:
+def started(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("COLUMNS", "TE_INDUCTOR_"))}
     return subprocess.run(
         [sys.executable, "-m", "te_inductor", *arguments],
         cwd=ROOT,
-        env={**inherited, "PYTHONPATH": str(ROOT)},
+        env={**inherited, "PYTHONPATH": str(ROOT), **environment},
         capture_output=True,
         text=True,
         timeout=300,
@@ -45,9 +45,8 @@ def test_doctor_says_what_runs_and_that_nothing_is_broken():
 def test_doctor_finds_what_is_broken(tmp_path):
     file = tmp_path / "file"
     file.touch()
-    done = command(
-        "doctor", "--json", CXX="/nowhere/g++", TORCHINDUCTOR_CACHE_DIR=str(file), TE_INDUCTOR_RECIPE="curent"
-    )
+    broken = {"CXX": "/nowhere/g++", "TORCHINDUCTOR_CACHE_DIR": str(file), "TE_INDUCTOR_RECIPE": "curent"}
+    done = started("doctor", "--json", **broken)  # torch reads CXX when it is imported
     assert done.returncode == 1, done.stdout + done.stderr
     found = json.loads(done.stdout)
     assert {"cache folder", "C++ compiler", "environment"} <= set(found["broken"])
@@ -106,11 +105,16 @@ def test_bench_tells_why_an_arm_failed():
         (("explain", f"{MODELS}:pear"), 1, "unknown function of tests.command.models 'pear'; did you mean 'pair'?"),
         (("explain", f"{MODELS}:pair", "--policy", "head"), 2, "--policy: no JSON"),
         ((), 2, ""),
+        (("explain", f"{MODELS}:pair", "--html", "no/such/page.html"), 2, "'no/such/page.html' cannot be written"),
+        (("report", f"{MODELS}:pair", "--png", "."), 2, "'.' cannot be written; expected a file in a folder"),
+        (("bench", f"{MODELS}:pair", "--recipes", "current", "curent"), 1, "did you mean 'current'?"),
+        (("bench-arms",), 2, "(choose from 'doctor', 'explain', 'bench', 'report', 'tune')"),
     ],
 )
 def test_wrong_uses(arguments, code, text):
     done = command(*arguments)
     assert done.returncode == code and text in done.stderr and "Traceback" not in done.stderr
+    assert "inductor …" not in done.stderr  # no arm of a bench has begun
 
 
 @pytest.mark.parametrize(
@@ -122,7 +126,7 @@ def test_wrong_uses(arguments, code, text):
         (
             f"{MODELS}:nothing",
             (),
-            "models:nothing returned is a int (7), expected (model, inputs)",
+            "models:nothing returned is an int (7), expected (model, inputs)",
         ),
         (f"{MODELS}:model", (), "is a Linear"),
         (f"{MODELS}:pair", ("depth=3",), "its arguments, for --set: layers, width"),

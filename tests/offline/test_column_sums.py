@@ -40,8 +40,8 @@ def test_sums_and_both_copies_of_any_contents(case, tmp_path):
         size = (144, 208) if transposed else (208, 144)
         dy = CONTENTS[name](*size).bfloat16()
         others = [torch.randn(*size).bfloat16() for _ in range(2 if transposed else 1)]
-        mask = others[0] > (others[1] if transposed else 0)
-        dx = torch.where(mask, dy, dy.abs())
+        mask, rest = others[0] > (others[1] if transposed else 0), dy.abs()
+        dx = torch.where(mask, dy, rest if transposed else torch.where(others[0] < 0, rest, 0.5))
         expected.append(dx.t() if transposed else dx)
         runs.append([*others, dy, scale])
     for x, (data, data_t, sums) in zip(expected, interpret(generated.sources[0], runs, tmp_path), strict=True):

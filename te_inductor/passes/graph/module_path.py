@@ -12,7 +12,8 @@ _KEY = re.compile(r"(?:\._modules|\.__dict__\['_modules'\])\['([^']*)'\]|\['([^'
 _GETATTR = re.compile(r"getattr\(([^()]*), '([^']*)'\)")  # of a name that is no identifier, such as a container's '0'
 _HELD = re.compile(r"(\._parameters\['[^']*'\]|\.\w+)$")  # the parameter itself
 _REGISTERED = re.compile(r"\._(parameters|buffers)\['[^']*'\]$")
-_PARAMETRIZED = re.compile(r"(?:^|\.)parametrizations\.(\w+)\.")  # the parameter that one computes
+_COMPUTED = re.compile(r"(?:^|\.)parametrizations\.(\w+)\.")  # the parameter that a parametrization computes
+_PARAMETRIZED = re.compile(r"(^|\.)parametrizations\.\w+$")  # what holds the parameters that a weight is computed from
 # Wrappers that are no part of the path that the model's author sees.
 _WRAPPERS = re.compile(
     r"\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|_forward_module)(\.|$)|\bslice\([^)]*\)(\.|$)"
@@ -35,12 +36,25 @@ def holder_path(parameter: fx.Node) -> str:
     return _path(_HELD.sub("", source))
 
 
+def inner_path(module: str, holder: str) -> str:
+    """Where in a module the one is that holds a parameter which the module's forward uses by itself: `dt_proj`, of
+    `self.dt_proj.weight @ x`. "" where the module holds it, and where another one does, as of a tied weight."""
+    holder = without_parametrization(holder)
+    prefix = f"{module}." if module else ""
+    return holder.removeprefix(prefix) if holder.startswith(prefix) else ""
+
+
+def without_parametrization(path: str) -> str:
+    """The path of the layer whose weight a parametrization computes."""
+    return _PARAMETRIZED.sub("", path)
+
+
 def parameter_name(parameter: fx.Node) -> str:
     """What the module that holds a parameter calls it, by the first name at which Dynamo met it."""
     source = source_of(parameter)
     if not source:
         return str(parameter.target).rpartition(".")[2]
-    computed = _PARAMETRIZED.search(_path(source))
+    computed = _COMPUTED.search(_path(source))
     if computed:
         return computed.group(1)
     held = _HELD.search(source)
@@ -50,7 +64,7 @@ def parameter_name(parameter: fx.Node) -> str:
 def held_for_one_call(placeholder: fx.Node) -> bool:
     """Whether an input of the graph is a tensor that a parametrization holds, and is no parameter or buffer of it."""
     source = source_of(placeholder)
-    return bool(_PARAMETRIZED.search(_path(source))) and not _REGISTERED.search(source)
+    return bool(_COMPUTED.search(_path(source))) and not _REGISTERED.search(source)
 
 
 def source_of(placeholder: fx.Node) -> str:

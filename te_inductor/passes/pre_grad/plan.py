@@ -32,7 +32,7 @@ class Candidate:
     rule: Rule
     match: Match
     module: str  # whose forward it is in
-    parameter: str = ""  # of experts, of which a module has several: the name of their weights
+    inner: str = ""  # where in it the weight is, if a module inside holds it; of experts also the weight's name
     regions: tuple[Region | None, ...] = (None,)  # of autocast; more than one where a body has callers in several
     recipe: Recipe | None = None
     slots: Slots | None = None  # the recipe's, for this site
@@ -50,7 +50,7 @@ class Candidate:
     @property
     def fqn(self) -> str:
         """As reports and policies have it."""
-        return f"{self.module}.{self.parameter}".strip(".") if self.parameter else self.module
+        return _joined(self.module, self.inner)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -73,15 +73,25 @@ class Unlowered:
     """A product with a weight that no rule matched."""
 
     product: Product
-    fqn: str
+    module: str  # whose forward it is in
+    inner: str  # as of a candidate
     regions: tuple[Region | None, ...]
     refusal: Refusal
     recipe: Recipe | None = None  # that it would have
 
     @property
+    def fqn(self) -> str:
+        """As reports and policies have it."""
+        return _joined(self.module, self.inner)
+
+    @property
     def names(self) -> tuple[str, ...]:
         """By which a policy's globs may name it."""
-        return names_of(self.fqn)
+        return tuple(dict.fromkeys((*names_of(self.fqn), *names_of(self.module))))
+
+
+def _joined(*paths: str) -> str:
+    return ".".join(filter(None, paths))
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 cuBLASLt's FP8 kernels are made for many rows: with up to 64 most are no faster than bf16's, or slower
 (docs/performance.md). b, the weight, is the tensor core's left operand here, so that its N fills the 64 rows of an
-instruction and a's rows the other side. Blocks of K are dealt to `splits` programs in turn, so that what runs at one
+instruction and a's rows the other side. Blocks of K go to `splits` programs in turn, so that what runs at one
 time reads neighbouring bytes; `partial_sums` says who adds them up. The tensor core keeps some 14 bits of a sum
 (docs/numerics.md, "The three GEMMs"), so every `PROMOTED` columns it is added to one in fp32: memory is what is waited
 for. Kernels start early: Note [Kernels that start early] in lowerings/codegen/programmatic_launch.py."""

@@ -1,4 +1,4 @@
-"""Transposed copies of rows that are dealt to groups, each column of a group with a scale of its own, from one read of
+"""Transposed copies of rows that are sorted into groups, each column of a group with a scale of its own, from one read of
 memory.
 
 A program has a strip of a group: all of its rows, a few columns. It reads them for their largest magnitudes, and once

@@ -1,4 +1,4 @@
-"""Copies that only experts need: transposes of experts' weights, and of rows that are dealt to groups, each group padded
+"""Copies that only experts need: transposes of experts' weights, and of rows that are sorted into groups, each group padded
 (Note [Padded groups] in runtime/grouped.py). The numbers are those of runtime/grouped.py, bit for bit.
 
 One kernel writes all of them. A program has a tile of a matrix's rows, those of an expert or those that `source` names,

@@ -6,7 +6,7 @@ of x, or 16 elsewhere; and a plain one, here, for any number and a K that is a m
 too. Four values in one 16-bit word are operands of four products, whose x is every fourth run of four columns: nothing
 moves between threads. See `nvfp4_decode` for the arithmetic and docs/ledger.md for what was measured.
 
-Blocks of K are dealt to `splits` programs in turn, so that what runs at one time reads neighbouring bytes. Each writes
+Blocks of K go to `splits` programs in turn, so that what runs at one time reads neighbouring bytes. Each writes
 its partial sums in fp32; whoever reads them adds them up in their order, in Inductor's code together with what comes
 next, in eager code `partial_sums.add_up`. Where there is one split its sums are the result. Kernels start early: Note
 [Kernels that start early] in lowerings/codegen/programmatic_launch.py."""

@@ -48,7 +48,7 @@ def refusal(
     """Why a site's weight is cast at each call all the same; `examples` are the inputs that the graph is compiled for,
     `written` is the memory that it writes."""
     if match.parallel is not None:
-        return Refusal("copies of weights that are dealt to ranks are not kept")
+        return Refusal("copies of weights that are sharded over ranks are not kept")
     if match.groups and slots.weight.granularity.two_level:
         return Refusal("copies of experts' weights are not kept where all experts share one level of their scales")
     if slots.weight.scope not in SCOPES:

@@ -19,7 +19,7 @@ experts of 14336 casts are little; with 128 of 768 the weights of all experts ar
 and what the casts cost was, with current scaling, rows or blocks, 4 bytes an element of all operands at the speed of
 memory. There the saving has to be above that. Experts narrower than `NARROW_EXPERTS` have not been measured.
 
-Layers that are dealt to several GPUs (tensor parallelism) are left alone until they have been measured there.
+Layers that are sharded over several GPUs (tensor parallelism) are left alone until they have been measured there.
 
 The rest holds for targets with measured `rates`. Where the number of rows is a symbol, layers are weighed by the size of
 their weights alone, and experts by the number that was seen first. A policy entry that names a site overrides it."""

@@ -34,7 +34,7 @@ def refusal(match: Match, slots: Slots, bodies: Bodies, examples: Sequence[objec
         MainGradError: there is a main_grad that does not fit its parameter.
     """
     if match.parallel is not None:
-        return Refusal("the weight is dealt to ranks, and autograd says how its gradient is")
+        return Refusal("the weight is sharded over ranks, and autograd says how its gradient is")
     if not bodies.reaches(match.node.graph):
         return Refusal("inside a control-flow body, which option 'wgrad' does not reach")
     node = bodies.outer(match.weight)

@@ -24,9 +24,6 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from te_inductor.diagnostics import Refusal
 from te_inductor.passes.graph.aliases import name
-from te_inductor.passes.graph.bodies import Bodies
-from te_inductor.passes.graph.module_path import without_wrappers
-from te_inductor.passes.graph.owners import owner_of
 from te_inductor.passes.pre_grad.decide.support import is_tensor, value
 from te_inductor.passes.pre_grad.match.rule import Call, Gradients
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
@@ -116,7 +113,7 @@ def _held(dgrad: fx.Node | None, wgrad: fx.Node | None, turned: bool) -> tuple[f
 
 def match_gradients(plan: Plan) -> None:
     """Give each layer its backward, and take what is one of a backward from the sites: Note [Triples of products]."""
-    products, bodies = _Products(), Bodies(plan.gm)
+    products = _Products()
     for node in plan.gm.graph.nodes:
         if _is_product(node):
             a, b = _operands(node)
@@ -137,10 +134,6 @@ def match_gradients(plan: Plan) -> None:
                 site.unplaced = UNKNOWN_PLACE
     plan.candidates[:] = [site for site in plan.candidates if site.match.node not in products.taken]
     _refuse_unplaced(plan, products)
-    for site in plan.candidates:
-        owner = None if site.module else owner_of(site.match.weight, bodies)
-        if owner is not None:
-            site.module = without_wrappers(plan.parameters.get(owner.parameter, "").removesuffix(".weight"))
 
 
 def _chosen(site: Candidate, fitting: list[Gradients]) -> Gradients | None:

@@ -70,9 +70,9 @@ def _made_first(x: fx.Node, written: AbstractSet[StorageWeakRef]) -> fx.Node:
 def _products(match: Match) -> Refusal | None:
     """Where torch itself would redistribute an operand, or some rank would have more than another."""
     x, weight = value(match.x), value(match.weight)
-    dealt, last = _dim(x), x.dim() - 1
+    at, last = _dim(x), x.dim() - 1
     expected: list[int | None] = {0: [None], 1: [last], None: [None, *range(last)]}[_dim(weight)]  # type: ignore[assignment]
-    if dealt not in expected:
+    if at not in expected:
         return Refusal(
             "weight is %s and input %s: torch redistributes one inside of the layer", _text(weight), _text(x)
         )
@@ -80,7 +80,7 @@ def _products(match: Match) -> Refusal | None:
         if not _is_even(node):
             shape = tuple(value(node).shape)
             return Refusal(
-                "%s of shape %s is dealt unevenly to %d ranks", what, shape, compat.mesh_of_dtensor(weight).size()
+                "%s of shape %s is sharded unevenly over %d ranks", what, shape, compat.mesh_of_dtensor(weight).size()
             )
     return None
 
@@ -146,7 +146,7 @@ def _behind(node: fx.Node) -> tuple[tuple[fx.Node, ...], fx.Node | None, bool]:
 
 
 def _may_be_scattered(node: fx.Node) -> bool:
-    """Whether a redistribution leaves a tensor whole, or deals rows of it evenly."""
+    """Whether a redistribution leaves a tensor whole, or shards its rows evenly."""
     y: Any = value(node)
     if len(y.placements) != 1 or not (y.placements[0].is_replicate() or type(y.placements[0]) is _shard()):
         return False

@@ -70,7 +70,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Groups:
-    """How the rows of a layer of experts are dealt to them, as nodes."""
+    """How the rows of a layer of experts are assigned to them, as nodes."""
 
     ends: fx.Node  # (E,), where each expert's rows end; where `numbered`, (M,), the expert of each row
     rows: fx.Node | None = None  # (M,), which rows of x they are; None: those of x itself
@@ -123,7 +123,7 @@ class Match:
     literal: "Match | None" = (
         None  # the layer of what the product itself reads, where this one reads what that was made of
     )
-    parallel: Parallel | None = None  # how DTensors of it are dealt to ranks; x is then in front of `before`
+    parallel: Parallel | None = None  # how DTensors of it are sharded; x is then in front of `before`
     unparallel: Refusal | None = None  # why a layer whose weight is a DTensor is none of those
     before: tuple[fx.Node, ...] = ()  # what stood between x and the layer, which does it itself, the last first
     gather: Gather | None = None  # of its weight

@@ -47,14 +47,14 @@ def _backward_dtype(whole: fx.Node, dtype: torch.dtype) -> torch.dtype:
 def _refusal(match: Match, gather: Gather) -> Refusal | None:
     shard: Any = value(gather.shard)
     local, whole = gather.nodes
-    dealt = [placement for placement in shard.placements if not placement.is_replicate()]
+    sharded = [placement for placement in shard.placements if not placement.is_replicate()]
     if match.transposed or match.groups is not None:
         return Refusal("it is not that of a linear layer")
-    if len(dealt) != 1 or type(dealt[0]) is not _shard() or dealt[0].dim != 0:
+    if len(sharded) != 1 or type(sharded[0]) is not _shard() or sharded[0].dim != 0:
         return Refusal("its shards are placed as %s, expected rows along one dimension of a mesh", shard.placements)
-    ranks = shard.device_mesh.size(shard.placements.index(dealt[0]))
+    ranks = shard.device_mesh.size(shard.placements.index(sharded[0]))
     if not statically_known_true(shard.shape[0] % ranks == 0):
-        return Refusal("its %s rows are dealt unevenly to %d ranks", shard.shape[0], ranks)
+        return Refusal("its %s rows are sharded unevenly over %d ranks", shard.shape[0], ranks)
     made: Any = value(whole)
     if not all(placement.is_replicate() for placement in made.placements):
         return Refusal("what is gathered of it is placed as %s", made.placements)

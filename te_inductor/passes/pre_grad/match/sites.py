@@ -4,7 +4,13 @@ from torch import fx
 
 from te_inductor.passes.graph.aliases import memory
 from te_inductor.passes.graph.bodies import Bodies
-from te_inductor.passes.graph.module_path import module_path, parameter_name
+from te_inductor.passes.graph.module_path import (
+    holder_path,
+    inner_path,
+    module_path,
+    parameter_name,
+    without_wrappers,
+)
 from te_inductor.passes.graph.owners import owner_of
 from te_inductor.passes.pre_grad.match import RULES, attention, contractions, grouped, parallel, products, sharded
 from te_inductor.passes.pre_grad.match.rule import Match
@@ -40,9 +46,9 @@ def match_sites(plan: Plan) -> None:
                     if match.literal and _reads_what_is_written(plan, match):
                         match = match.literal
                     around = tuple(regions_of.get(node, [None]))
-                    held = owner_of(match.weight, bodies) if match.groups else None
-                    parameter = _name(plan, held.parameter) if held else ""
-                    plan.candidates.append(Candidate(rule, match, module_path(node), parameter, around))
+                    path = module_path(node)
+                    inner = _inner(plan, path, node, match.weight, bodies, bool(match.groups))
+                    plan.candidates.append(Candidate(rule, match, path, inner, around))
                     break
 
 
@@ -53,11 +59,6 @@ def _reads_what_is_written(plan: Plan, match: Match) -> bool:
     return any(memory(one) & plan.written for one in grouped.reads_early(match))
 
 
-def _name(plan: Plan, parameter: fx.Node) -> str:
-    """What the module that holds a parameter calls it."""
-    return plan.parameters.get(parameter, "").rpartition(".")[2] or parameter_name(parameter)
-
-
 def list_products(plan: Plan) -> None:
     """Find all matrix products, and those with a weight among them that no rule matched."""
     backward = {node for site in plan.candidates if site.match.gradients for node in site.match.gradients.nodes}
@@ -65,7 +66,27 @@ def list_products(plan: Plan) -> None:
     plan.products.extend(product for product in map(products.read, nodes) if product is not None)
     matched = {candidate.match.node for candidate in plan.candidates}
     layers = {product.node for product in plan.products if products.is_layer(product)} | matched
-    weights = products.Weights(Bodies(plan.gm), layers, lambda: plan.written)
+    bodies = Bodies(plan.gm)
+    weights = products.Weights(bodies, layers, lambda: plan.written)
     for product, refusal in products.unmatched(plan.products, matched, weights):
         around = tuple(plan.regions_of.get(product.node, [None]))
-        plan.unlowered.append(Unlowered(product, module_path(product.node), around, refusal))
+        path = module_path(product.node)
+        weight = next(one for one in product.operands if weights.is_weight(one))
+        inner = _inner(plan, path, product.node, weight, bodies)
+        plan.unlowered.append(Unlowered(product, path, inner, around, refusal))
+
+
+def _inner(plan: Plan, module: str, node: fx.Node, weight: fx.Node, bodies: Bodies, grouped: bool = False) -> str:
+    """What a site's name has behind that of the module whose forward it is in."""
+    held = owner_of(weight, bodies)
+    if held is None:
+        return ""
+    name = plan.parameters.get(held.parameter)
+    if name is None:
+        inner = inner_path(module, holder_path(held.parameter))
+        return ".".join(filter(None, (inner, parameter_name(held.parameter)))) if grouped else inner
+    if not node.meta.get("nn_module_stack"):  # a trace knows no modules
+        return without_wrappers(name).removesuffix(".weight")
+    holder, _, parameter = without_wrappers(name).rpartition(".")
+    inner = inner_path(module, holder)
+    return ".".join(filter(None, (inner, parameter))) if grouped else inner

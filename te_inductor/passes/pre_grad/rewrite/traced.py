@@ -30,6 +30,10 @@ aten = torch.ops.aten
 _OF_VALUE = frozenset(("val", "example_value", "tensor_meta", "unbacked_bindings", "desc"))
 
 
+# What torch.export calls the operators by which it keeps a region: what the region is in a program.
+_REGIONS = {"wrap_with_autocast": "torch.autocast", "wrap_with_set_grad_enabled": "torch.no_grad"}
+
+
 def refuse_what_has_no_place(plan: Plan) -> None:
     """Sites whose layer such a graph cannot hold."""
     for site in plan.candidates:
@@ -46,7 +50,23 @@ def refuse_what_has_no_place(plan: Plan) -> None:
         ):
             site.refusal = Refusal("experts with scales of blocks in a program, for which torch has no product")
         elif site.match.node.graph is not plan.gm.graph:
-            site.refusal = Refusal("inside a body of control flow")
+            site.refusal = _in_a_body(plan, site.match.node.graph)
+
+
+def _in_a_body(plan: Plan, graph: fx.Graph) -> Refusal:
+    """Why a site in a graph inside the graph stays: whose body it is, and what helps."""
+    bodies = {one.graph: one for one in plan.graph_modules()}
+    for module in plan.graph_modules():
+        for node in module.graph.find_nodes(op="get_attr"):
+            if getattr(module, str(node.target), None) is bodies[graph]:
+                callers = {getattr(call.target, "__name__", str(call.target)) for call in node.users}
+                if callers & _REGIONS.keys():
+                    return Refusal(
+                        "inside %s, of which torch.export makes a body of its own; program.run_decompositions() before"
+                        " lowering writes it out",
+                        _REGIONS[callers.pop()],
+                    )
+    return Refusal("inside a body of control flow")
 
 
 def refuse_batches(plan: Plan) -> None:
@@ -67,14 +87,23 @@ def write_slots(plan: Plan) -> None:
         for node in plan.gm.graph.find_nodes(op="call_function", target=op):
             *operands, slots, dtype = node.args
             node.target, node.args = exported, (*operands, slots.to_text(), dtype)
+    for node in reversed(plan.gm.graph.nodes):
+        # Such as the transpose of a copy in autocast's dtype, of which none is read.
+        if _is_new(node) and not node.users:
+            plan.gm.graph.erase_node(node)
     values = (node.meta.get("val") for node in plan.gm.graph.nodes)
     mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), nullcontext())
     for node in plan.gm.graph.nodes:
-        if node.op == "call_function" and "val" not in node.meta and node.users:  # an assertion has neither
+        if _is_new(node):
             _take_place(node, next(iter(node.users)).meta)
             args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda one: one.meta["val"])
             with enable_python_dispatcher(), mode, torch.no_grad():
                 node.meta["val"] = node.target(*args, **kwargs)
+
+
+def _is_new(node: fx.Node) -> bool:
+    """Whether a rewrite has put it into the graph. An assertion of the program's has no value either."""
+    return node.op == "call_function" and "val" not in node.meta and not str(node.target).startswith("aten._assert")
 
 
 def rewrite_triples(plan: Plan) -> None:
