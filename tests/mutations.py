@@ -176,7 +176,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a gather is read behind a write of its rows",
-        "if match.literal and any(memory(one) & plan.written for one in grouped.reads_early(match)):",
+        "if match.literal and _reads_what_is_written(plan, match):",
         "if False:",
         ("tests/backend/test_experts.py", "-k", "gathered_behind"),
     ),

@@ -192,7 +192,7 @@ def test_a_context_may_be_entered_again():
     ("arguments", "text"),
     [
         ({"recipe": "blok"}, "unknown recipe 'blok'; did you mean 'block'?"),
-        ({"recipe": 8}, "recipe is a int"),
+        ({"recipe": 8}, "recipe is an int"),
         ({"enabled": "no"}, "autocast's enabled is a str"),
     ],
 )

@@ -270,7 +270,7 @@ def test_files_that_cannot_be_read(tmp_path):
     refused(r"is no \.safetensors file", index)
     (tmp_path / "empty").mkdir()
     refused(r"has no \.safetensors file, expected model.safetensors", tmp_path / "empty")
-    refused("is a int", 3)
+    refused("is an int", 3)
 
 
 @pytest.mark.parametrize(
@@ -398,7 +398,7 @@ def test_every_key_has_its_line():
 
 
 def test_other_wrong_arguments():
-    with pytest.raises(OptionError, match="model is a int"):
+    with pytest.raises(OptionError, match="model is an int"):
         load_quantized(3, {})
     with pytest.raises(OptionError, match="dequantize is a str"):
         load_quantized(toy(), {}, dequantize="yes")

@@ -231,7 +231,7 @@ def test_what_cannot_be_stored():
     [
         ({"fallback": "eror"}, "unknown value of option 'fallback' 'eror'; did you mean 'error'?"),
         ({"policy": ["0"]}, "option 'policy' is a list"),
-        ({"policy": {5: "none"}}, "a key of option 'policy' is a int"),
+        ({"policy": {5: "none"}}, "a key of option 'policy' is an int"),
         ({"policy": {"2": "mxfp8"}}, "weights cannot be stored for recipe 'mxfp8'"),
         ({"policy": {"lm_head": "none"}, "fallback": "error"}, "'lm_head' matches no linear layer"),
     ],
