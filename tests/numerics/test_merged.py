@@ -117,7 +117,8 @@ class Attention(nn.Module):
 
     def forward(self, x):
         q, k, v = (layer(x).unflatten(-1, (-1, 16)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        y = F.scaled_dot_product_attention(self.norm(q), self.norm(k), v, enable_gqa=True)
+        k, v = (y[:, :, None].expand(-1, -1, q.shape[1] // y.shape[1], -1, -1).flatten(1, 2) for y in (k, v))
+        y = F.scaled_dot_product_attention(self.norm(q), self.norm(k), v)
         return y.sum() if self.up is None else y.sum() + F.gelu(self.up(x)).sum()
 
 
@@ -127,6 +128,7 @@ class Attention(nn.Module):
         (Attention(), ["q k v"], ["q k v up"]),
         (Attention(norms=True), ["q k up"], ["q k v up"]),
         (Attention(wide=0), ["q k v"], ["q k v"]),
+        (Attention(wide=0, kv=32), ["q k v"], ["q k v"]),  # k and v are copied for the heads that share them
         (Attention(wide=0, norms=True), ["q k"], ["q k v"]),
         (Attention(wide=0, kv=16, norms=True), ["q k v"], ["q k v"]),  # v is less than the input's FP8 copy saves
     ],

@@ -189,6 +189,8 @@ def _saves(user: fx.Node, node: fx.Node) -> bool:
         return False
     if called in _PASSES or memory(user) & memory(node):
         return _is_saved(user)  # a cast is computed again from what it casts
+    if called in _RESHAPES | _REORDERS:
+        return False  # a copy
     if called in _PRODUCTS:
         return any(_requires_grad(other) for other in user.all_input_nodes if other is not node)
     return called not in _LINEAR
