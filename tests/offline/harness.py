@@ -66,14 +66,15 @@ class Generated:
 
 @functools.cache
 def shim() -> str:
-    """Path of the compiled `fake_cuda.cpp`; kept by the hash of its source and torch's version."""
+    """Path of the compiled `fake_cuda.cpp`; kept by the hash of its source, and of torch's version and place."""
     if torch.version.cuda is not None:
         pytest.skip("a CUDA build of torch brings device guards that need a driver; the offline tests want a CPU build")
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("no C++ compiler")
     source = HERE / "fake_cuda.cpp"
-    key = hashlib.sha256(source.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
+    # Of the libraries that it is linked to, too: another environment has others.
+    key = hashlib.sha256(source.read_bytes() + f"{torch.__version__} {torch.__file__}".encode()).hexdigest()[:16]
     built = Path(tempfile.gettempdir()) / f"te_inductor_fake_cuda_{os.getuid()}_{key}.so"
     if not built.exists():
         root = Path(torch.__file__).parent
