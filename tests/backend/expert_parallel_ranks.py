@@ -62,7 +62,7 @@ class MoE(nn.Module):
         return torch.zeros_like(x).index_add(0, order // EACH, rows)
 
     def alone(self, rows: Tensor, counts: Tensor) -> Tensor:
-        rows = self.ordered(rows, torch.arange(len(rows)))
+        rows = self.ordered(rows, torch.arange(len(rows), device=rows.device))
         return self.result(self.experts(rows, counts.cumsum(0).int()))
 
     def exchanged(self, rows: Tensor, counts: Tensor) -> Tensor:
@@ -76,8 +76,10 @@ class MoE(nn.Module):
         rows = collectives.all_to_all_single_autograd(rows, received, sent, group)
         table = come.view(self.world, -1)
         lengths, starts = table.t().reshape(-1), (come.cumsum(0) - come).view(self.world, -1).t().reshape(-1)
-        segment = torch.arange(lengths.shape[0]).repeat_interleave(lengths, output_size=rows.shape[0])
-        order = starts[segment] + torch.arange(segment.shape[0]) - (lengths.cumsum(0) - lengths)[segment]
+        places = torch.arange(lengths.shape[0], device=rows.device)
+        segment = places.repeat_interleave(lengths, output_size=rows.shape[0])
+        within = torch.arange(segment.shape[0], device=rows.device) - (lengths.cumsum(0) - lengths)[segment]
+        order = starts[segment] + within
         y = self.experts(self.ordered(rows, order), table.sum(0).cumsum(0).int())
         made = y.new_empty(rows.shape)
         made[order, :] = y

@@ -35,7 +35,8 @@ def main(rank: int, world: int, file: str, device: str, mode: str, wrapper: str)
     dist.init_process_group(backend, init_method=f"file://{file}", rank=rank, world_size=world)
     torch.manual_seed(0)
     inner = Model().to(device)
-    options: dict[str, Any] = {"recipe": DelayedScaling(amax_history_len=16), "mode": mode, "fallback": "error"}
+    policy = {"*": DelayedScaling(amax_history_len=16)}  # by name: these layers are small
+    options: dict[str, Any] = {"policy": policy, "mode": mode, "fallback": "error"}
     model: nn.Module = inner
     if wrapper == "none":
         options["amax_group"] = dist.group.WORLD

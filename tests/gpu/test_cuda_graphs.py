@@ -45,7 +45,7 @@ def lasting(model: nn.Module) -> list[Tensor]:
     for parameter in model.parameters():
         found += [getattr(parameter, "main_grad", parameter)]
         found += [t for one in state._states.get(parameter, {}).values() for t in one.tensors().values()]
-        for kept in (kept for owned in cached_weights._kept.values(parameter) for kept in owned.values()):
+        for kept in (kept for owned in cached_weights._cached.values(parameter) for kept in owned.values()):
             found += [*kept.tensors, kept.digests]
     return found
 
