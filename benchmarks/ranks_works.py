@@ -181,7 +181,7 @@ _GATHERS = ("te:delayed", "gather:delayed", "te:current", "gather:current")
 WORKS = {
     "fsdp": Work("FSDP2", ("bf16", *_GATHERS, "torchao"), _fsdp),
     "tp": Work("tensor and sequence parallelism", ("bf16", *_OURS), _tp),
-    "fsdp_tp": Work("FSDP2 and tensor parallelism", ("bf16", *_OURS), _tp),
+    "fsdp_tp": Work("FSDP2 and tensor parallelism", ("bf16", *_GATHERS), _tp),
     "ep": Work("expert parallelism", ("bf16", *_OURS), _ep),
     "ddp": Work("DistributedDataParallel", ("bf16", *_OURS, "torchao"), _ddp),
 }
