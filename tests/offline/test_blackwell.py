@@ -57,6 +57,7 @@ def one_layer():
     return x, w, dy, layers.ends_of(SIZES)
 
 
+@pytest.mark.thorough
 def test_experts_are_given_what_the_oracle_multiplies(tmp_path):
     """Through the interpreter: casts of each expert's weight, scales in their order, the factor."""
     [source] = generate("grouped_blackwell_inference", 100).sources
