@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from te_inductor import ops, targets
+from te_inductor import explain, ops, targets
 from te_inductor.recipes import Format, Gemm, MXFP4BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from te_inductor.runtime import grouped, grouped_library
 from te_inductor.targets import sm100
+from te_inductor.templates.select import EAGER, GROUPED_LIBRARY
 from tests import grouped_library as stand_in
 from tests.numerics import test_grouped as layers
 from tests.numerics.test_grouped import known_seeds  # noqa: F401
@@ -108,6 +109,42 @@ def test_gradients_that_the_library_does_not_take(library):
     [y] = ops.trace_grouped_linears(x, [w], [], layers.ends_of((16, 16)), slots, torch.bfloat16)
     y.sum().backward()
     assert calls == ["_scaled_grouped_mm"]
+
+
+@pytest.mark.parametrize(("recipe", "called"), [("mxfp8", 1), ("mxfp4", 0), ("nvfp4", 0)])
+def test_programs_that_leave(recipe, called, library, monkeypatch):
+    """torch has no fake kernel of four bits' product, through which such a program would be traced."""
+    slots, calls = RECIPES[recipe].slots(), library()
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
+    x, w = torch.randn(32, 64).bfloat16(), torch.randn(2, 48, 64).bfloat16()
+    ops.trace_grouped_linears(x, [w], [], layers.ends_of((16, 16)), slots, torch.bfloat16)
+    assert len(calls) == called
+
+
+HYBRID = MXFP8BlockScaling(fp8_format=Format.HYBRID)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4", "nvfp4", HYBRID], ids=str)
+def test_report(recipe, library):
+    """What the library multiplies is not called emulated."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(2, 48, 64).bfloat16())
+
+        def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+            return torch._grouped_mm(x, self.weight.transpose(1, 2), offs=ends)
+
+    library()
+    x = torch.randn(32, 64).bfloat16().requires_grad_()
+    found = {
+        site.gemm: (site.kernel, site.reason)
+        for site in explain(Layer(), x, layers.ends_of((16, 16)), options={"policy": {"*": recipe}}).sites
+    }
+    kernels = [GROUPED_LIBRARY] * 3 if recipe is not HYBRID else [GROUPED_LIBRARY, EAGER, EAGER]
+    assert [found[gemm][0] for gemm in ("fprop", "dgrad", "wgrad")] == kernels
+    assert all((reason is None) == (recipe is not HYBRID) for _, reason in found.values())
 
 
 def test_where(monkeypatch):
