@@ -20,5 +20,7 @@ def test_a_package_runs_without_te_inductor(recipe, tmp_path):
     with zipfile.ZipFile(tmp_path / "model.pt2") as package:
         (library,) = (package.read(name) for name in package.namelist() if name.endswith(".so"))
     if b"libstdc++.so" not in library:
-        pytest.skip("this C++ compiler links libstdc++ statically; torch crashes where it loads any such package: set CXX")
+        pytest.skip(
+            "this C++ compiler links libstdc++ statically; torch crashes where it loads any such package: set CXX"
+        )
     run([tmp_path], 2.0**-5)
