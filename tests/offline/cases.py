@@ -740,6 +740,49 @@ def experts_mxfp8() -> Case:
     return _experts("mxfp8")
 
 
+def experts_mxfp4() -> Case:
+    return _experts("mxfp4")
+
+
+def experts_nvfp4() -> Case:
+    return _experts("nvfp4")
+
+
+class GroupedLinear(nn.Module):
+    """One layer of experts, whose rows come sorted."""
+
+    def __init__(self, experts: int, n: int, k: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(experts, n, k, device="cuda", dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        return torch._grouped_mm(x, self.weight.transpose(-2, -1), offs=ends)
+
+
+def _grouped_blackwell(recipe: recipes.Recipe, trains: bool = True) -> Case:
+    """Rows that fill no tile, behind the groups too; two tiles of a weight's rows of scales, and of blocks."""
+    x = torch.randn(150, 96, device="cuda", dtype=torch.bfloat16, requires_grad=trains)
+    ends = torch.empty(3, device="cuda", dtype=torch.int32)
+    model = GroupedLinear(3, 160, 96).requires_grad_(trains)
+    return torch.compile(model, backend="te", fullgraph=True, options={"policy": {"*": recipe}}), (x, ends)
+
+
+def grouped_blackwell_mxfp8() -> Case:
+    return _grouped_blackwell(recipes.MXFP8BlockScaling())
+
+
+def grouped_blackwell_mxfp4() -> Case:
+    return _grouped_blackwell(recipes.MXFP4BlockScaling(disable_stochastic_rounding=True))
+
+
+def grouped_blackwell_nvfp4() -> Case:
+    return _grouped_blackwell(recipes.NVFP4BlockScaling(disable_stochastic_rounding=True))
+
+
+def grouped_blackwell_inference() -> Case:
+    return _grouped_blackwell(recipes.NVFP4BlockScaling(), trains=False)
+
+
 class PickedExperts(Experts):
     """The same with the matrices of each row picked, as transformers has it for a step of generation."""
 
