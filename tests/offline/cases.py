@@ -962,8 +962,26 @@ def _async_tp(recipe: str, batch: int = 1, bias: bool = False, **options: Any) -
     plan = {"norm": SequenceParallel(), "gate": into, "up": into, "down": out}
     parallelize_module(model[0], mesh, plan)  # type: ignore[arg-type]
     x = torch.randn(batch, 4096, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    asked = {"policy": {"*": recipe}, **options}
-    return torch.compile(model, backend="te", fullgraph=True, options=asked), (x,)
+    return torch.compile(model, backend="te", fullgraph=True, options={"recipe": recipe, **options}), (x,)
+
+
+def graph_fsdp() -> Case:
+    """Rank 0 of two, which gather weights of which each has half of the rows."""
+    import torch.distributed as dist
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from tests.simple_fsdp import simple_fsdp
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)  # type: ignore[no-untyped-call]
+    with unset_fake_temporarily():
+        mesh = init_device_mesh("cuda", (2,))
+    model = nn.Sequential(nn.Linear(4096, 4096, bias=False, dtype=torch.bfloat16))
+    simple_fsdp(model, mesh, [Shard(0)])
+    x = torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    return torch.compile(model, backend="te", fullgraph=True, options={"recipe": "current"}), (x,)
 
 
 def tp_delayed() -> Case:

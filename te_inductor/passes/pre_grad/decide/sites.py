@@ -4,7 +4,7 @@ others."""
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from te_inductor import recipes
+from te_inductor import compat, recipes
 from te_inductor.diagnostics import Refusal, Unmet
 from te_inductor.ops.gathered_weight import GatheredWeight
 from te_inductor.ops.stored_weight import StoredWeight
@@ -40,7 +40,7 @@ def resolve_recipes(plan: Plan) -> None:
         region = _region(candidate.regions)
         entry = policy.first(entries, candidate.names, candidate.match.sizes)
         used.add(entry)
-        weight = support.value(candidate.match.weight)
+        weight = compat.shard_of(support.value(candidate.match.weight))
         if isinstance(weight, StoredWeight):
             candidate.recipe, candidate.stored = weight.recipe, True
         elif region.enabled:
