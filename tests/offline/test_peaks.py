@@ -25,8 +25,8 @@ def test_peak_of_relus_backward():
 @pytest.mark.thorough
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_no_more_than_bf16(recipe):
-    """Two blocks of OPT-6.7B's width. Measured on an H200 with torch 2.11, a step of OPT took 1.011 of bf16's when column
-    copies of LayerNorms' outputs were saved: by this count 1.02 of the backward's peak."""
+    """Two blocks of OPT-6.7B's width. With column copies of LayerNorms' outputs among what is saved, a step of OPT took
+    1.011 of bf16's peak (docs/ledger.md)."""
     high, low = peaks("biased_blocks_bf16"), peaks(f"biased_blocks_{recipe}")
     assert low.forward < high.forward and low.saved < 0.85 * high.saved
     assert low.backward < high.backward
