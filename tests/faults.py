@@ -27,7 +27,7 @@ from torch._inductor.sizevars import SizeVarAllocator
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._sympy.functions import FloorDiv
+from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -106,6 +106,16 @@ def takes_the_nodes_result() -> bool:
         except AttributeError:
             return True
     return False
+
+
+def matches_different_indices() -> bool:
+    """Terms of i and of j, which never join, are matched all the same."""
+    from torch._inductor import sizevars
+
+    i, j = (sympy.Dummy(integer=True, nonnegative=True) for _ in range(2))  # of which nothing is cached
+    with mock.patch.object(sympy.Basic, "match", autospec=True, side_effect=sympy.Basic.match) as match:
+        sizevars.join_dimensions(ModularIndexing(i, 1, 32) + 32 * ModularIndexing(j, 32, 4))
+    return bool(match.call_count)
 
 
 def never_splits_an_argmax() -> bool:
@@ -194,6 +204,7 @@ FAULTS: dict[str, Callable[[], bool]] = {
     "torch.utils.flop_counter.flop_registry": counts_no_attention,
     "torch._inductor.config.loop_index_inversion_in_fusion": inverts_a_division,
     "torch._inductor.lowering._cat_inputs_recombine_reduction": takes_the_nodes_result,
+    "torch._inductor.sizevars.join_dimensions": matches_different_indices,
     "torch._inductor.lowering.lowerings": never_splits_an_argmax,
     "torch._inductor.codegen.triton.TritonScheduling.kernel_type": has_no_hook_for_kernels,
     "torch._inductor.ir.ComputedBuffer._apply_loop_reordering": orders_loops,

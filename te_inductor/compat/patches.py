@@ -86,6 +86,12 @@ PATCHES = (
         since="2.13",
     ),
     Patch(
+        "torch._inductor.sizevars.join_dimensions",
+        COMPILE,
+        "Inductor looks for terms of an index that join by matching every term with every other, also those of different "
+        "indices, which is a tenth of the time that it takes for graphs with casts both ways.",
+    ),
+    Patch(
         "torch._inductor.lowering.lowerings",
         COMPILE,
         "Inductor never splits the reduction of an arg max, so that one program reads a whole vocabulary.",

@@ -37,7 +37,12 @@ def install(fallback: str = "warn") -> Callable[[Callable[..., Any]], Callable[.
     def wrap(inner_compile: Callable[..., Any]) -> Callable[..., Any]:
         def compile_graph(*args: Any, **kwargs: Any) -> Any:
             kernels = compat.patch("torch._inductor.codegen.triton.TritonScheduling.kernel_type", DependentLaunchKernel)
-            with kernels, decode.replaced(), V.set_choices_handler(Choices(V.choices)):
+            with (
+                kernels,
+                decode.replaced(),
+                compat.joining_dimensions_fast(),
+                V.set_choices_handler(Choices(V.choices)),
+            ):
                 return compile_guarded(inner_compile, fallback, *args, **kwargs)
 
         return compile_graph

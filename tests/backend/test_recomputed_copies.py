@@ -44,7 +44,8 @@ class Model(nn.Module):
     def forward(self, x):
         y = self.first(x)
         z = self.before(self, y)
-        return (self.last(z), z) if self.before is RETURNED else self.last(z)
+        beside = {RETURNED: lambda: z, tanh_beside: lambda: z.tanh()}.get(self.before)
+        return (self.last(z), beside()) if beside else self.last(z)
 
 
 def attention(model, y):
@@ -54,6 +55,15 @@ def attention(model, y):
 
 def RETURNED(model, y):
     return y * 2
+
+
+def of_several(y):
+    """As a residual stream is."""
+    return y + y.cumsum(0)
+
+
+def tanh_beside(model, y):
+    return of_several(y)
 
 
 BEFORE = {
@@ -93,6 +103,16 @@ def test_rows_that_a_program_holds(size, held, monkeypatch):
     assert marked(Model(BEFORE["RMSNorm"][0], size), "block", monkeypatch) == [held, False]
 
 
+@pytest.mark.parametrize(
+    ("before", "again"),
+    [(lambda model, y: F.layer_norm(of_several(y), (SIZE,), model.gain, model.bias), True), (tanh_beside, False)],
+    ids=["LayerNorm", "tanh"],
+)
+def test_sums_of_several_tensors(before, again, monkeypatch):
+    """The backward reads LayerNorm's input in fp32, for which bf16 is kept; tanh's output is itself kept."""
+    assert marked(Model(before).bfloat16(), "delayed", monkeypatch) == [again, False]
+
+
 def marked(model, recipe, monkeypatch) -> list[bool]:
     """Which column copies of layers' inputs the backward makes, the last layer's first."""
     mark = recompute.mark
@@ -104,7 +124,7 @@ def marked(model, recipe, monkeypatch) -> list[bool]:
         raise Marked(["recompute" in copy.meta for copy in copies])
 
     leave_out(monkeypatch, joint, mark, spy)
-    x = torch.randn(32, 128, requires_grad=True)
+    x = torch.randn(32, 128, dtype=model.gain.dtype, requires_grad=True)
     with pytest.raises(Marked) as found:
         torch.compile(model, backend="te", fullgraph=True, options={"recipe": recipe})(x)
     return found.value.args[0]

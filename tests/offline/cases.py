@@ -942,6 +942,40 @@ def biased_relu_delayed() -> Case:
     return _biased("delayed", nn.functional.relu)
 
 
+class BiasedBlock(nn.Module):
+    """LayerNorm, attention, and an MLP of ReLU with biases, as of OPT."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        made = {"device": "cuda", "dtype": torch.bfloat16}
+        self.norm, self.mlp = nn.LayerNorm(dim, **made), Biased(dim, 4 * dim, nn.functional.relu)
+        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim, **made) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:  # (batch, tokens, dim)
+        h = self.norm(x)
+        heads = [layer(h).unflatten(-1, (-1, 128)).transpose(1, 2) for layer in (self.q, self.k, self.v)]
+        # By name: without a device torch chooses the way that has all scores in memory.
+        out = torch.ops.aten._scaled_dot_product_flash_attention(*heads, 0.0, True)[0]
+        return self.mlp(x + self.o(out.transpose(1, 2).flatten(2)))  # type: ignore[no-any-return]
+
+
+def _biased_blocks(**settings: Any) -> Case:
+    x = torch.randn(4, 2048, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    return torch.compile(nn.Sequential(BiasedBlock(4096), BiasedBlock(4096)), fullgraph=True, **settings), (x,)
+
+
+def biased_blocks_bf16() -> Case:
+    return _biased_blocks()
+
+
+def biased_blocks_delayed() -> Case:
+    return _biased_blocks(backend="te", options={"recipe": "delayed"})
+
+
+def biased_blocks_current() -> Case:
+    return _biased_blocks(backend="te", options={"recipe": "current"})
+
+
 def _async_tp(recipe: str, batch: int = 1, bias: bool = False, **options: Any) -> Case:
     """Rank 0 of two, sequence parallel, of a process group that sends nothing."""
     import torch.distributed as dist

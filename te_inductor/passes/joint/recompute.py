@@ -147,8 +147,7 @@ def _save_statistics(graph: fx.Graph, backward: set[fx.Node]) -> None:
 
 def _release_weights(graph: fx.Graph, backward: set[fx.Node], available: set[fx.Node]) -> None:
     """Have the backward make the column copies of weights that are still saved, where they are more bytes than copies
-    of layers' inputs spare: then what is saved is not above that of high precision. A copy of a norm's output spares
-    nothing, since high precision has the backward compute that."""
+    of layers' inputs spare: then what is saved is not above that of high precision."""
     weights, spent, spared = [], 0, 0
     for node in graph.nodes:
         if node.target not in _CASTS or node in backward or "recompute" in node.meta:
@@ -160,10 +159,37 @@ def _release_weights(graph: fx.Graph, backward: set[fx.Node], available: set[fx.
             weights.append(node)
             spent += size
         elif size:
-            spared += (0 if _are_of_norms(sources, available) else sum(map(_bytes, sources))) - size
+            spared -= size
+            if not _are_of_norms(sources, available):
+                spared += sum(_spared(source, backward, available) for source in sources)
     if spent > spared:
         for cast in weights:
             cast.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+
+
+def _spared(source: fx.Node, backward: set[fx.Node], available: set[fx.Node]) -> int:
+    """The bytes of a layer's input that high precision saves and a copy of it spares. None of what the backward reads
+    anyway, as attention's output, or computes in high precision too, as a norm's. Less the masks of it, which high
+    precision finds in the input itself."""
+    while is_view(source) or source.target is torch.ops.aten.clone.default:
+        source = source.all_input_nodes[0]
+    if source in available and not is_pointwise(source):
+        return 0
+    pending, masks = [source], 0
+    while pending:
+        for user in pending.pop().users:
+            if user not in backward and is_view(user):
+                pending.append(user)
+            elif user not in backward and "recompute" not in user.meta and _is_mask(user, backward):
+                masks += _bytes(user)
+    return _bytes(source) - masks
+
+
+def _is_mask(node: fx.Node, backward: set[fx.Node]) -> bool:
+    """Whether it compares a tensor with a number, for the backward."""
+    value = node.meta.get("val")
+    compares = is_pointwise(node) and isinstance(value, torch.Tensor) and value.dtype == torch.bool
+    return compares and len(node.all_input_nodes) == 1 and not backward.isdisjoint(node.users)
 
 
 def _is_as_cheap(cast: fx.Node, sources: Sequence[fx.Node], available: set[fx.Node]) -> bool:
@@ -283,7 +309,7 @@ def _available(graph: fx.Graph, backward: set[fx.Node]) -> set[fx.Node]:
     origins = _origins(graph)
     for node in graph.nodes:
         if any(user in backward for user in node.users if user.op != "output"):
-            read.update((node, *(origins[node] if len(origins[node]) == 1 else ())))
+            read.update((node, origins[node]))
     for node in reversed(graph.nodes):  # a view of all of it
         if any(user in read and is_view(user) and _is_as_large(user, node) for user in node.users):
             read.add(node)
@@ -300,12 +326,15 @@ def _available(graph: fx.Graph, backward: set[fx.Node]) -> set[fx.Node]:
     return available
 
 
-def _origins(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:
-    """The tensors of a node's own size of which alone, and of smaller ones, it is a pointwise function, or itself. Not
-    through one that takes fewer bytes than what it is computed from: that would be kept instead, as a mask is."""
-    found: dict[fx.Node, frozenset[fx.Node]] = {}
+def _origins(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """The one tensor of a node's own size of which, and of smaller ones, it is a pointwise function; else itself. A
+    function of several, as a residual stream is, is such a tensor.
+
+    Not through one that takes fewer bytes than what it is computed from: that would be kept instead, as a mask is. Nor
+    to a function of several from one that takes as few bytes, as tanh of it: of the two either may be kept."""
+    found: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        found[node] = frozenset((node,))
+        found[node] = node
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor) or not (
             is_pointwise(node) or is_view(node) or node.target is torch.ops.aten.clone.default  # LayerNorm's begins so
@@ -315,7 +344,9 @@ def _origins(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:
         large = [source for source in sources if _is_as_large(source, node)]
         again = node.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE
         if large and (again or all(value.itemsize >= source.meta["val"].itemsize for source in large)):
-            found[node] = frozenset().union(*(found[source] for source in large))
+            [origin, *others] = {found[source] for source in large}
+            if not others and not (is_pointwise(node) and is_pointwise(origin) and not _is_wider(node, origin)):
+                found[node] = origin
     return found
 
 
@@ -330,6 +361,10 @@ def _is_as_large(a: fx.Node, b: fx.Node) -> bool:
     if not (isinstance(found, torch.Tensor) and isinstance(other, torch.Tensor)):
         return False
     return statically_known_true(found.numel() == other.numel())
+
+
+def _is_wider(a: fx.Node, b: fx.Node) -> bool:
+    return a.meta["val"].itemsize > b.meta["val"].itemsize  # type: ignore[no-any-return]
 
 
 def _is_little(node: fx.Node) -> bool:
