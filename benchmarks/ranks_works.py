@@ -66,7 +66,7 @@ def compiled(module: nn.Module, job: Job, **options: Any) -> None:
         options.pop("amax_group", None)
         module.compile(backend=HIGH, fullgraph=True, dynamic=False, options=options or None)
         return
-    if job.model == "tiny" or job.work in ("tp", "fsdp_tp", "ep"):
+    if job.model == "tiny" or job.work == "ep":
         options["policy"] = {"*router": "none", "*": job.recipe} if job.work == "ep" else {"*": job.recipe}
     options = {"recipe": job.recipe, "fallback": "error" if job.model == "tiny" else "warn", **options}
     module.compile(backend=harness.te_backend(), fullgraph=True, dynamic=False, options=options)
@@ -181,7 +181,7 @@ _GATHERS = ("te:delayed", "gather:delayed", "te:current", "gather:current")
 WORKS = {
     "fsdp": Work("FSDP2", ("bf16", *_GATHERS, "torchao"), _fsdp),
     "tp": Work("tensor and sequence parallelism", ("bf16", *_OURS), _tp),
-    "fsdp_tp": Work("FSDP2 and tensor parallelism", ("bf16", *_OURS), _tp),
+    "fsdp_tp": Work("FSDP2 and tensor parallelism", ("bf16", *_GATHERS), _tp),
     "ep": Work("expert parallelism", ("bf16", *_OURS), _ep),
     "ddp": Work("DistributedDataParallel", ("bf16", *_OURS, "torchao"), _ddp),
 }

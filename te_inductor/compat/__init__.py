@@ -10,6 +10,7 @@ if torch.__version__ < (2, 11):  # type: ignore[operator]
 
 from te_inductor.compat.constants import ConstantMeta, constant_type_name, register_constant
 from te_inductor.compat.dynamo import (
+    collective_behind,
     compiled_apart,
     guard_on,
     guard_on_attribute,
@@ -47,6 +48,7 @@ __all__ = [
     "Patch",
     "autotune",
     "before_export",
+    "collective_behind",
     "compile_fx",
     "compiled_apart",
     "concatenated",

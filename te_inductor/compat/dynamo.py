@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from te_inductor.compat.patches import patch
 
@@ -157,3 +159,44 @@ def method_call(node: fx.Node) -> tuple[str, Sequence[Any], Mapping[str, Any]] |
         return None
     held = inspect.getclosurevars(function).nonlocals
     return function.__name__.removeprefix("prim_"), held.get("args_as_value", ()), held.get("kwargs_as_value", {})
+
+
+def collective_behind(node: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]] | None:
+    """The collective that a node waits for, and the nodes that do so, in order, the last of which is `node`. torch 2.11
+    waits for one with a gradient in an autograd.Function, which Dynamo writes as a higher-order op."""
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node):
+        return None
+    if _function_name(node) == "wait_tensor":
+        return source, (node,)
+    if (node.target, node.args[1:]) != (operator.getitem, (0,)) or len(source.users) != 1:
+        return None
+    if _function_name(source) != "autograd_function_apply":
+        return None
+    bodies: Any = source.args[:2]
+    place = _waits(*(getattr(source.graph.owning_module, str(body.target), None) for body in bodies))
+    made = None if place is None else source.args[2 + place]
+    own = (body for body in bodies if len(body.users) == 1)
+    return (made, (*own, source, node)) if isinstance(made, fx.Node) else None
+
+
+def _function_name(node: fx.Node) -> str:
+    return str(getattr(node.target, "__name__", "")).partition(".")[0]
+
+
+def _waits(forward: Any, backward: Any) -> int | None:
+    """Which operand the body of an autograd.Function waits for, if it does nothing else and hands its gradient on."""
+    if not (isinstance(forward, fx.GraphModule) and isinstance(backward, fx.GraphModule)):
+        return None
+    nodes = [*forward.graph.nodes, *backward.graph.nodes]
+    modes = (torch._C._set_grad_enabled,)
+    steps = [node for node in nodes if node.op not in ("placeholder", "output") and node.target not in modes]
+    if len(steps) != 1 or steps[0].target is not torch.ops._c10d_functional.wait_tensor:
+        return None
+    given: Any = forward.graph.find_nodes(op="placeholder")
+    returned: Any = forward.graph.output_node().args[0]  # what it returns, what it saves
+    gradients: Any = backward.graph.output_node().args[0]
+    if pytree.tree_leaves(returned[0]) != steps or steps[0].args[0] not in given:
+        return None
+    place: int = given.index(steps[0].args[0])
+    return place if gradients[place] is next(iter(backward.graph.nodes)) else None

@@ -67,6 +67,20 @@ class ShardedParameter:
         return getattr(self.param.mesh_info, "replicate_process_group", None)
 
     @property
+    def parallel(self) -> Any:
+        """The process group of the ranks that have other rows or columns of it by tensor parallelism, whose part each
+        gathers; None without such."""
+        return None if self._tensor_parallel is None else self._tensor_parallel.mesh.get_group()
+
+    @property
+    def _tensor_parallel(self) -> Any:
+        """How DTensors of the gathered parameter are placed."""
+        if not self.param.is_dtensor:
+            return None
+        # The second is the name that torch 2.11 has.
+        return getattr(self.param, "_unsharded_dtensor_spec", None) or self.param._tp_spec
+
+    @property
     def device(self) -> torch.device:
         return self.param.device  # type: ignore[no-any-return]
 
@@ -96,8 +110,9 @@ class ShardedParameter:
         mesh = self.param.mesh_info
         if not hasattr(mesh, "shard_mesh_size"):
             return "it is replicated, not sharded, and never gathered"
-        if self.param.is_dtensor:
-            return "it is a DTensor under FSDP too, as of tensor parallelism"
+        spec = self._tensor_parallel
+        if spec is not None and len(spec.placements) != 1:
+            return f"it is a DTensor under FSDP too, over a mesh of {len(spec.placements)} dimensions, not one"
         if self.param.fsdp_placement.dim != 0:
             return f"it is sharded along dimension {self.param.fsdp_placement.dim}, not by rows"
         return None

@@ -158,18 +158,19 @@ def _check_agreement(shards: Sequence[ShardedParameter], weights: Sequence[Weigh
     groups = {id(group): (group, shard.device) for shard in shards for group in _groups(shard)}
     for group, device in groups.values():
         own = [one for one in weights if group in _groups(one.shard)]
-        check_ranks(group, [f"{one.name} {tuple(one.shard.shape)} {one.recipe}" for one in own], device)
+        check_ranks(group, [f"{one.name} {tuple(one.shard.sharded.shape)} {one.recipe}" for one in own], device)
 
 
 def _groups(shard: ShardedParameter) -> list[Any]:
-    return [group for group in (shard.ranks, shard.replicas) if group is not None]
+    return [group for group in (shard.ranks, shard.replicas, shard.parallel) if group is not None]
 
 
 def _install(model: nn.Module, weights: Sequence[Weight]) -> None:
     by_group: dict[Any, list[Weight]] = {}
     for weight in weights:
-        by_group.setdefault((weight.shard.ranks, weight.shard.device, weight.shard.dtype), []).append(weight)
-    rounds = [Rounds(ranks, own) for (ranks, _, _), own in by_group.items()]
+        shard = weight.shard
+        by_group.setdefault((shard.ranks, shard.parallel, shard.device, shard.dtype), []).append(weight)
+    rounds = [Rounds(ranks, own, parallel) for (ranks, parallel, *_), own in by_group.items()]
     for weight in weights:
         weight.attach()
         for module, _ in weight.shard.modules:

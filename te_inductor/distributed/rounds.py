@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import _unsafe_preserve_version_counter  # type: ignore[attr-defined]
 
+from te_inductor import compat
 from te_inductor.compat.fsdp import ShardedParameter
 from te_inductor.distributed.casts import cast_rows
 from te_inductor.distributed.scales import KINDS, ScalesOf
@@ -84,10 +85,10 @@ class Weight:
             self.rounds.note_gathered(self)
         assert self.rows_scale_inv is not None
         if out is not None:
-            out = cast(GatheredWeight, out)  # which this method made
+            made = cast(GatheredWeight, compat.shard_of(out))  # which this method made
             if self.given is not self.rows_scale_inv:
-                with torch.no_grad(), _unsafe_preserve_version_counter(out.scale_inv):
-                    out.scale_inv.copy_(self.rows_scale_inv)
+                with torch.no_grad(), _unsafe_preserve_version_counter(made.scale_inv):
+                    made.scale_inv.copy_(self.rows_scale_inv)
                 self.given = self.rows_scale_inv
             return None
         shape, element = self.shard.shape, self.recipe.slots().weight.format.dtype
@@ -99,10 +100,12 @@ class Weight:
 
 
 class Rounds:
-    """Of all weights that are sharded over one process group and gathered from one dtype."""
+    """Of all weights that are sharded over one process group and gathered from one dtype. `parallel` are the ranks that
+    have other parts of them by tensor parallelism; a rank gathers its part, whose scale is its own but under delayed
+    scaling, where all have that of the whole weight."""
 
-    def __init__(self, ranks: Any, weights: Sequence[Weight]) -> None:
-        self.ranks, self.weights = ranks, list(weights)
+    def __init__(self, ranks: Any, weights: Sequence[Weight], parallel: Any = None) -> None:
+        self.ranks, self.weights, self.parallel = ranks, list(weights), parallel
         self.number = 0
         self.stale = True
         self.trains = True
@@ -145,6 +148,10 @@ class Rounds:
             whole = torch.cat(measured)
             self._reduction = dist.all_reduce(whole, dist.ReduceOp.MAX, self.ranks, async_op=True)
             self._reduced = list(whole.split(sizes))
+            for (kind, _), numbers in zip(self.kinds, self._reduced, strict=True):
+                if kind.whole and self.parallel is not None:
+                    self._wait()
+                    self._reduction = dist.all_reduce(numbers, dist.ReduceOp.MAX, self.parallel, async_op=True)
             if any(kind.waits for kind, _ in self.kinds):
                 self._wait()
             for (kind, weights), numbers in zip(self.kinds, self._reduced, strict=True):

@@ -38,6 +38,8 @@ def _visible(amax: Tensor) -> Tensor:
 class ScalesOf:
     """Of the weights of one recipe, which have one dtype."""
 
+    whole = False  # whether parts of a weight that are gathered apart have its scale too
+
     def __init__(self, shards: Sequence[ShardedParameter], recipe: Any) -> None:
         self.shards, self.recipe, self.quantizer = shards, recipe, recipe.slots().weight
         self.dtype = shards[0].dtype
@@ -87,6 +89,8 @@ class DelayedScales(ScalesOf):
     """One scale a weight, from the amaxes of earlier steps: the state of the weight's quantizer, kept with its
     parameter. Ranks have equal states, as they take the same amaxes; their scales are reduced beside those, so that
     what was loaded on one of them alone is found."""
+
+    whole = True
 
     def __init__(self, shards: Sequence[ShardedParameter], recipe: DelayedScaling) -> None:
         super().__init__(shards, recipe)

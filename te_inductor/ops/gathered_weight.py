@@ -5,6 +5,7 @@ A tensor subclass, as `fsdp_post_all_gather` may return one: the module's parame
 multiplies by what it holds (`ops/linear.py`). Anything else that reads it, in eager code or behind another backend,
 reads the values that it stands for."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -87,7 +88,7 @@ class GatheredWeight(Tensor):
     @classmethod
     def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
-        if op in _SAME or (op is aten.as_strided.default and _is_whole(*args, **kwargs)):
+        if op in _SAME or (op in _VIEWS and _VIEWS[op](*args, **kwargs)):
             return args[0].like()
         if op._schema.is_mutable and isinstance(args[0], GatheredWeight):
             raise GatherError(
@@ -101,6 +102,14 @@ class GatheredWeight(Tensor):
 _SAME = (aten.detach.default, aten.alias.default)
 
 
+def _has_its_shape(weight: Tensor, size: Any) -> bool:
+    """Whether a view has the shape of the weight, as the local tensor of a DTensor comes out of `to_local`."""
+    return tuple(size) == tuple(weight.shape)
+
+
 def _is_whole(weight: Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> bool:
     """Whether a view is all of the weight, as FSDP makes one of each that it gathers."""
     return tuple(size) == tuple(weight.shape) and tuple(stride) == weight.stride() and not storage_offset
+
+
+_VIEWS: dict[Any, Callable[..., bool]] = {aten.as_strided.default: _is_whole, aten.view.default: _has_its_shape}

@@ -19,7 +19,7 @@ from te_inductor.ops.casts import quantize_fake
 from te_inductor.ops.definition import define
 from te_inductor.ops.written_out import is_called
 from te_inductor.recipes import Gemm, Quantizer
-from te_inductor.recipes.formats import MX_1X32, ROW
+from te_inductor.recipes.formats import ROW
 from te_inductor.runtime import deferred_wgrads, grouped, grouped_library
 
 _GEMM = constant_type_name(Gemm)
@@ -113,18 +113,19 @@ def _transpose_groups_fake(
 
 
 def _scaled_grouped_mm_fake(
-    a: Tensor,  # (M, K), or (N, P)
+    a: Tensor,  # (M, K), or (N, P), low precision
     b: Tensor,  # (E, K, N), or (P, K), columns contiguous
-    a_scale: Tensor,  # uint8, two dimensions
-    b_scale: Tensor,
+    a_scale: list[Tensor],  # uint8, of two dimensions, and of two-level scales (E,) fp32, factors of each group
+    b_scale: list[Tensor],
     ends: Tensor,  # (E,) int32, of groups of rows of a, or of columns of both
+    gemm: Gemm,
 ) -> Tensor:  # bf16 (M, N), or (E, N, K)
     shape = (a.shape[0], b.shape[2]) if b.dim() == 3 else (ends.shape[0], a.shape[0], b.shape[1])
     return a.new_empty(shape, dtype=torch.bfloat16)
 
 
 scaled_grouped_mm = define(
-    "scaled_grouped_mm(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor ends) -> Tensor",
+    f"scaled_grouped_mm(Tensor a, Tensor b, Tensor[] a_scale, Tensor[] b_scale, Tensor ends, {_GEMM} g) -> Tensor",
     grouped_library.scaled_grouped_mm,
     _scaled_grouped_mm_fake,
 )
@@ -183,11 +184,14 @@ transpose_groups = define(
 )
 
 
-def rows_of_one_matrix(w: Any, quantizer: Quantizer, amax: Any = None, transposed: bool = False) -> bool:
-    """Whether `quantize_experts` is the cast of all experts' rows as one matrix, for which there is generated code."""
+def is_one_matrix(sizes: Any, quantizer: Quantizer, transposed: bool = False) -> bool:
+    """Whether `quantize_experts` of these sizes is the cast of all experts' rows as one matrix, whose scales are those
+    of each expert's one behind the other, and for which there is generated code."""
     scope = quantizer.granularity
-    return (scope is ROW and not transposed) or (scope is MX_1X32 and quantizer.format.packed == 1)
+    if scope.microscaled:
+        return scope.one_row or sizes[2 if transposed else 1] % scope.alignment == 0
+    return scope is ROW and not transposed
 
 
 is_called(grouped_mm, scaled_grouped_mm)
-is_called(quantize_experts, where=lambda *args, **kwargs: not rows_of_one_matrix(*args, **kwargs))
+is_called(quantize_experts, where=lambda w, q, amax=None, transposed=False: not is_one_matrix(w.shape, q, transposed))

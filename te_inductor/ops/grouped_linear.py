@@ -14,7 +14,7 @@ from te_inductor.ops.definition import define
 from te_inductor.ops.delayed import DelayedScales, record_amax
 from te_inductor.ops.gemm import operands_of
 from te_inductor.ops.linear import overflowing_sum
-from te_inductor.ops.written_out import for_program
+from te_inductor.ops.written_out import for_program, leaves
 from te_inductor.recipes import Gemm, Quantizer, Slots
 from te_inductor.recipes.delayed import DelayedScaling
 from te_inductor.recipes.formats import ROW
@@ -69,7 +69,8 @@ class GroupedLinears(Operation):
         a = row if rows is None else _picked(row, slots.input, rows, x.shape)
         b, scales = self._row_copy(weights, needed[0])
         bias = torch.cat(list(biases), 1) if len(biases) > 1 else biases[0] if biases else None
-        y = _product(a, b, ends, bias, slots.fprop, self.out_dtype, self._native(x, weights[0].dtype))
+        native = self._native(slots.fprop, x, weights[0].dtype)
+        y = _product(a, b, ends, bias, slots.fprop, self.out_dtype, native)
         y = y if self.leaves is None else self.leaves.from_experts(y, added=False)
         ys = y.split([weight.shape[1] for weight in weights], 1) if self.count > 1 else (y,)
         return ys, (row, scales, needed)
@@ -93,7 +94,7 @@ class GroupedLinears(Operation):
         slots, step, dx, sizes = self.slots, self.step, None, ctx.sizes
         dy = torch.cat(list(dys), 1) if len(dys) > 1 else dys[0]
         dy = dy if self.leaves else grouped.mask_rows(dy, ends)
-        native = self._native(dy, ctx.weight_dtype)
+        native = self._native(slots.wgrad, dy, ctx.weight_dtype)
         seen = dy.shape[0] if self.leaves is None else x.shape[0]
         layout = grouped.layout(ends, seen, grouped.GROUP_ALIGNMENT if native else 0)
         dws: Sequence[Tensor | None] = [None] * len(sizes)
@@ -104,6 +105,7 @@ class GroupedLinears(Operation):
                 record_amax([dy], step.grad_amax)
         if x_grad:
             b = self._weight_copy(weights, scales, transposed=True) if weights else Copy(*column)
+            native = self._native(slots.dgrad, dy, ctx.weight_dtype)
             dx = _product(g_row, b, ends, None, slots.dgrad, self.out_dtype, native)
             if self.arrives is not None:
                 dx = self.arrives.from_experts(dx, added=True)
@@ -134,9 +136,10 @@ class GroupedLinears(Operation):
             return self.step.known(slot, [x], quantizer)
         return ScalePair(*current_scale([x], quantizer)) if among is not None else None
 
-    def _native(self, x: Tensor, weight: torch.dtype) -> bool:
-        """Whether torch's library multiplies MXFP8 operands."""
-        return grouped_library.multiplies(x.device, self.slots.fprop, self.out_dtype, weight)
+    def _native(self, gemm: Gemm, x: Tensor, weight: torch.dtype) -> bool:
+        """Whether torch's library multiplies microscaled operands."""
+        gone = leaves(exported_grouped_linears)
+        return grouped_library.multiplies(x.device, gemm, self.out_dtype, weight, leaves=gone)
 
     def _row_copy(
         self, weights: Sequence[Tensor], x_grad: bool
@@ -224,8 +227,8 @@ class GroupedLinears(Operation):
             ops.accumulate_grouped_wgrad(self.main_grads, *operands, starts, alpha, gemm)
         else:
             narrow = self.out_dtype == torch.float16  # as ops/linear.py has it
-            if self._native(starts, dtype):
-                dw = grouped_library.grouped_wgrad(*operands, starts, tiles, gemm)  # type: ignore[call-arg, arg-type]
+            if self._native(gemm, starts, dtype):
+                dw = grouped_library.grouped_wgrad(*operands, starts, tiles, gemm, alpha)  # type: ignore[call-arg, arg-type]
             else:
                 dw = ops.grouped_wgrad(*operands, starts, gemm, torch.float16 if narrow else dtype, alpha).to(dtype)
             return dw.split(sizes, 1) if len(sizes) > 1 else [dw]
@@ -249,7 +252,7 @@ def _product(
 ) -> Tensor:
     *operands, alpha = operands_of(a, b, gemm)
     if native:
-        return grouped_library.grouped_mm(*operands, ends, bias, gemm)  # type: ignore[call-arg, arg-type]
+        return grouped_library.grouped_mm(*operands, ends, bias, gemm, alpha)  # type: ignore[call-arg, arg-type]
     return ops.grouped_mm(*operands, ends, bias, gemm, out_dtype, alpha)  # type: ignore[no-any-return]
 
 

@@ -72,7 +72,7 @@ class Linears(Operation):
         w_row, w_col = _weight_copies(weights, slots.weight, known_w, self.kept, x_grad)
         y = product(x_row, w_row, _cat(biases) if biases else None, slots.fprop, self.out_dtype)
         ys = y.split([weight.shape[0] for weight in weights], 1) if self.count > 1 else (y,)
-        return ys, (x_col, w_col, (x_grad, weight_grad, bias_grad))
+        return ys, (x_col, [w_col], (x_grad, weight_grad, bias_grad))
 
     def setup_context(self, ctx: Any, inputs: tuple[Any, ...], found: Any) -> None:
         save_copies(ctx, self.count, inputs, found)
@@ -120,8 +120,8 @@ def save_copies(ctx: Any, count: int, inputs: tuple[Any, ...], found: Any) -> No
     """What a backward of `count` layers of one input needs of the forward."""
     x, _, *operands = inputs
     weights, biases = operands[:count], operands[count:]
-    x_col, w_col, ctx.needs = found
-    ctx.save_for_backward(*Copy.saved(x_col), *Copy.saved(w_col))
+    x_col, w_cols, ctx.needs = found
+    ctx.save_for_backward(*Copy.saved(x_col), *(part for w_col in w_cols for part in Copy.saved(w_col)))
     ctx.dtypes = x.dtype, weights[0].dtype, biases[0].dtype if biases else None
     ctx.sizes = [weight.shape[0] for weight in weights]
 

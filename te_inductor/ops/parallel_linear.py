@@ -1,6 +1,7 @@
 """Linear layers in low precision whose tensors are sharded over several ranks: Note [Tensor-parallel layers] in
 runtime/parallel.py. Traced, as `linears` is."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from te_inductor.compat import constant_type_name
 from te_inductor.ops.casts import Copy, ScalePair, copies, current_scale, tensor_amax, transpose
 from te_inductor.ops.definition import define
 from te_inductor.ops.delayed import DelayedScales, record_amax
+from te_inductor.ops.gathered_weight import GatheredWeight
 from te_inductor.ops.gemm import product
 from te_inductor.ops.linear import bias_gradient, save_copies
 from te_inductor.recipes import Quantizer, Slots
@@ -40,16 +42,35 @@ class ParallelLinears(Operation):
         x_grad, weight_grad, bias_grad = needs[0], any(wanted[: self.count]), any(wanted[self.count :])
         slots, parallel = self.slots, self.parallel
         x_row, x_col, rows = self._copies([x], "input", parallel.gathered, rowwise=True, columnwise=weight_grad)
-        w_row, w_col, _ = self._copies(weights, "weight", None, rowwise=True, columnwise=x_grad)
-        bias = (torch.cat(list(biases)) if len(biases) > 1 else biases[0]) if biases else None
-        early = None if parallel.reduces else bias
-        y = product(x_row, w_row, early, slots.fprop, self.out_dtype)
-        y = y.reshape(*rows, y.shape[1])
-        if parallel.reduces:
-            y = reduce(y, parallel.y, parallel)
-            y = y if bias is None else y + bias.to(self.out_dtype)
-        ys = y.split([weight.shape[0] for weight in weights], -1) if self.count > 1 else (y,)
-        return ys, (x_col, w_col, (x_grad, weight_grad, bias_grad))
+        w_rows, w_cols = self._weights(weights, x_grad)
+        ys: list[Tensor] = []
+        for w_row, own in zip(w_rows, self._biases(biases, len(w_rows)), strict=True):
+            bias = (torch.cat(list(own)) if len(own) > 1 else own[0]) if own else None
+            early = None if parallel.reduces else bias
+            y = product(x_row, w_row, early, slots.fprop, self.out_dtype)
+            y = y.reshape(*rows, y.shape[1])
+            if parallel.reduces:
+                y = reduce(y, parallel.y, parallel)
+                y = y if bias is None else y + bias.to(self.out_dtype)
+            ys.append(y)
+        if len(ys) < self.count:
+            ys = list(ys[0].split([weight.shape[0] for weight in weights], -1))
+        return tuple(ys), (x_col, w_cols, (x_grad, weight_grad, bias_grad))
+
+    def _weights(self, weights: Sequence[Tensor], columnwise: bool) -> tuple[list[Copy | None], list[Copy | None]]:
+        """Their copies, of one weight a GEMM: all of them one below the other, or, where they were gathered in low
+        precision, each with the scale that it was cast with."""
+        if isinstance(weights[0], GatheredWeight):
+            pairs: Any = [weight.copies(columnwise) for weight in weights]  # type: ignore[attr-defined]
+        else:
+            pairs = [self._copies(weights, "weight", None, rowwise=True, columnwise=columnwise)[:2]]
+        return [row for row, _ in pairs], [column for _, column in pairs]
+
+    def _biases(self, biases: Sequence[Tensor], gemms: int) -> list[Sequence[Tensor]]:
+        """Those of each GEMM."""
+        if gemms == 1 or not biases:
+            return [biases] * gemms
+        return [[bias] for bias in biases]
 
     def setup_context(self, ctx: Any, inputs: tuple[Any, ...], found: Any) -> None:
         save_copies(ctx, self.count, inputs, found)
@@ -57,18 +78,17 @@ class ParallelLinears(Operation):
     def backward(self, ctx: Any, *dys: Tensor) -> Gradients:
         x_grad, weight_grad, bias_grad = ctx.needs
         saved = ctx.saved_tensors
-        x_col, w_col = Copy(*saved[:3]), Copy(*saved[3:])
+        x_col, *w_cols = (Copy(*saved[place : place + 3]) for place in range(0, len(saved), 3))
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         slots, parallel, dx = self.slots, self.parallel, None
         dws: Sequence[Tensor | None] = [None] * len(dys)
         if x_grad or weight_grad:
-            g_row, g_col, rows = self._copies(
-                dys, "grad_output", parallel.scattered, rowwise=x_grad, columnwise=weight_grad
-            )
+            g_rows, g_col, rows = self._gradients(dys, len(w_cols), x_grad, weight_grad)
             if self.step is not None:
                 record_amax([_flat(dy) for dy in dys], self.step.grad_amax)
         if x_grad:
-            dx = product(g_row, w_col, None, slots.dgrad, self.out_dtype)
+            dxs = [product(*pair, None, slots.dgrad, self.out_dtype) for pair in zip(g_rows, w_cols, strict=True)]
+            dx = functools.reduce(torch.add, dxs)
             dx = dx.reshape(*rows, dx.shape[1])
             if parallel.gathers:
                 dx = reduce(dx, parallel.x, parallel)
@@ -82,6 +102,25 @@ class ParallelLinears(Operation):
             dbs = [bias_gradient(_flat(dy), self.out_dtype).to(bias_dtype) for dy in dys]
         return dx, None, *dws, *dbs
 
+    def _gradients(
+        self, dys: Sequence[Tensor], gemms: int, rowwise: bool, columnwise: bool
+    ) -> tuple[list[Copy | None], Copy | None, Sequence[Any]]:
+        """Copies of dy for dgrad, one a GEMM, and for wgrad, which is one GEMM; with one scale."""
+        dim, quantizer = self.parallel.scattered, self.slots.grad_output
+        if gemms == 1:
+            row, column, rows = self._copies(dys, "grad_output", dim, rowwise=rowwise, columnwise=columnwise)
+            return [row], column, rows
+        assert dim is None  # of layers whose sums are scattered each is one by itself
+        flat = [_flat(dy) for dy in dys]
+        known = self._known("grad_output", flat, None)
+        if known is None and quantizer.granularity.whole:
+            known = ScalePair(*current_scale(flat, quantizer))
+        found: list[Copy | None] = [None] * gemms
+        if rowwise:
+            found = [copies([dy], 1, quantizer, known, columnwise=False)[0] for dy in flat]
+        column = copies(flat, 1, quantizer, known, rowwise=False, columnwise=True)[1] if columnwise else None
+        return found, column, list(dys[0].shape[:-1])
+
     def _copies(
         self, pieces: Sequence[Tensor], slot: str, dim: int | None, *, rowwise: bool, columnwise: bool
     ) -> tuple[Copy | None, Copy | None, Sequence[Any]]:
@@ -93,15 +132,10 @@ class ParallelLinears(Operation):
             pieces, dim = [gather(piece, dim, self.parallel) for piece in pieces], None
         rows = list(pieces[0].shape[:-1])
         flat = [_flat(piece) for piece in pieces]
-        # What all ranks gather has one scale: where no step knows it, that of the largest amax of all shards. In a first
-        # step all tensors do, so that it begins the histories of one rank.
-        first = self.step is not None and self.step.first is not None
-        shared = first or (self.step is None and dim is not None)
-        told = [self._largest(flat).view(1, 1)] if shared else flat
-        known = None if self.step is None else self.step.known(slot, told, quantizer)
+        known = self._known(slot, flat, dim)
         if dim is None:
             return *copies(flat, side, quantizer, known, rowwise=rowwise, columnwise=columnwise), rows
-        known = known or ScalePair(*current_scale(told, quantizer))
+        assert known is not None
         row, _ = copies(flat, side, quantizer, known, columnwise=False)
         assert row is not None  # it was asked for
         data = gather(row.data.view(*rows, row.data.shape[1]), dim, self.parallel)
@@ -109,6 +143,17 @@ class ParallelLinears(Operation):
         row = Copy(_flat(data), known.scale_inv)
         columns = sum(piece.shape[1] for piece in flat)
         return row, Copy(transpose(row.data, columns), row.scale_inv) if columnwise else None, rows
+
+    def _known(self, slot: str, flat: Sequence[Tensor], dim: int | None) -> ScalePair | None:
+        """What is known of a scale before the cast. What all ranks gather has one: where no step knows it, that of the
+        largest amax of all shards. In a first step all tensors do, so that it begins the histories of one rank."""
+        quantizer: Quantizer = getattr(self.slots, slot)
+        first = self.step is not None and self.step.first is not None
+        shared = first or (self.step is None and dim is not None)
+        told = [self._largest(flat).view(1, 1)] if shared else flat
+        if self.step is not None:
+            return self.step.known(slot, told, quantizer)
+        return ScalePair(*current_scale(told, quantizer)) if shared else None
 
     def _largest(self, pieces: Sequence[Tensor]) -> Tensor:  # () fp32
         amaxes = [tensor_amax(piece) for piece in pieces]
@@ -131,7 +176,10 @@ def trace_parallel_linears(
     grad_amax: Tensor | None = None,
 ) -> list[Tensor]:  # each (..., N); DTensors, or what this rank has of them
     """`linears` of DTensors, with the redistributions in front of and behind it."""
-    pairs = [] if known is None else [ScalePair(*pair) for pair in zip(known[::2], known[1::2], strict=True)]
+    pairs: list[ScalePair | None] = []
+    pairs += [ScalePair(*pair) for pair in zip(known[::2], known[1::2], strict=True)] if known is not None else []
+    if pairs and isinstance(compat.shard_of(weights[0]), GatheredWeight):
+        pairs.insert(1, None)
     step = DelayedScales(*pairs, *([token, grad_amax] if len(pairs) > 2 else [])) if pairs else None  # type: ignore[arg-type]
     return _layers(ParallelLinears(slots, out_dtype, parallel, len(weights), step), x, token, weights, biases)
 

@@ -140,7 +140,7 @@ class NVFP4BlockScaling(Recipe):
 @constant
 class MXFP4BlockScaling(Recipe):
     """MXFP4: 4-bit elements, and for 32 of them along the contraction one scale, a power of two. Emulated on every
-    device: torch has no GEMM whose tensor cores apply such scales.
+    device but for experts on Blackwell: torch has no other GEMM whose tensor cores apply such scales.
 
     The three measures of NVFP4 make training with it possible too, and each can be turned off: weights have one scale
     for 32 x 32, operands of wgrad go through a random Hadamard transform, gradients are rounded stochastically. The

@@ -6,8 +6,9 @@ from te_inductor.targets.target import Target, named, version
 
 CAPABILITIES = ((10, 0), (10, 3))
 MICROSCALES = (12, 8)  # the first CUDA whose cuBLASLt takes MXFP8 and NVFP4
-MX_GROUPS = ("USE_MSLK", "USE_FBGEMM_GENAI")  # in how torch was built: the library of grouped MXFP8 GEMMs
+GROUPS_BUILT = ("USE_MSLK", "USE_FBGEMM_GENAI")  # in how torch was built: the library of grouped microscaled GEMMs
 MICROSCALED = (("e4m3", "1x32"), ("e5m2", "1x32"), ("e2m1", "1x16"))
+GROUPS = (("e4m3", "1x32"), ("e2m1", "1x32"), ("e2m1", "1x16"))
 
 
 def target(capability: tuple[int, int], cuda: str | None) -> Target:
@@ -18,9 +19,11 @@ def target(capability: tuple[int, int], cuda: str | None) -> Target:
         fp8=True,
         microscaled_mm=MICROSCALED if version(cuda) >= MICROSCALES else (),
         grouped_microscaled_mm=(
-            capability == (10, 0)  # its kernels are sm_100a code
+            GROUPS
+            if capability == (10, 0)  # its kernels are sm_100a code
             and version(cuda) >= MICROSCALES
-            and any(name in torch.__config__.show() for name in MX_GROUPS)
+            and any(name in torch.__config__.show() for name in GROUPS_BUILT)
+            else ()
         ),
         cutlass="100" if capability == (10, 0) else None,  # sm_100a code runs on no 10.3
         nvfp4_kernels=True,

@@ -31,15 +31,23 @@ class Target:
     cutlass: str | None = None  # the architecture whose kernels templates/cutlass builds
     nvfp4_kernels: bool = False  # the Triton kernels of stored NVFP4 weights run: mul.bf16x2, griddepcontrol
     grouped_mm: bool = False  # the Triton kernels of grouped FP8 GEMMs run
-    grouped_microscaled_mm: bool = False  # torch._scaled_grouped_mm takes MXFP8
+    grouped_microscaled_mm: tuple[tuple[str, str], ...] = ()  # likewise of torch._scaled_grouped_mm and its v2
     hopper_kernels: bool = False  # Triton kernels of wgmma: FP8 GEMMs of few rows, NVFP4 values decoded to E4M3
     decode_attention: bool = False  # the kernel of few queries runs
     rates: Rates | None = None  # None: nothing was measured, no layer is left out for its size
 
     def multiplies(self, gemm: Gemm) -> bool:
         """Whether tensor cores apply the scales of a GEMM's microscaled operands. Square blocks are spread to rows'."""
-        operands = zip(gemm.elements, gemm.granularities, strict=True)
-        return all((element, f"1x{scope.block[1]}") in self.microscaled_mm for element, scope in operands)
+        return set(_rows_of(gemm)) <= set(self.microscaled_mm)
+
+    def multiplies_groups(self, gemm: Gemm) -> bool:
+        """The same of a product for each group, whose two operands are of one kind."""
+        return len(kinds := set(_rows_of(gemm))) == 1 and kinds <= set(self.grouped_microscaled_mm)
+
+
+def _rows_of(gemm: Gemm) -> list[tuple[str, str]]:
+    """Of each operand its element, and the scope of rows that has as many scales along K as its own."""
+    return [(element, f"1x{scope.block[1]}") for element, scope in zip(gemm.elements, gemm.granularities, strict=True)]
 
 
 def version(cuda: str | None) -> tuple[int, int]:

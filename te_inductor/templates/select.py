@@ -25,7 +25,7 @@ EXACT = "inductor"  # generated code multiplies in fp32 what the operands hold
 AUTOTUNED = "autotuned"  # what Inductor measures to be fastest
 EMULATED = "emulated"  # generated code multiplies in high precision what MXFP8 or NVFP4 operands hold
 GROUPED = "triton:grouped_mm"  # templates/triton/grouped_mm.py
-GROUPED_LIBRARY = "cutlass:_scaled_grouped_mm"  # torch's, of MXFP8: runtime/grouped_library.py; in packages of FP8 too
+GROUPED_LIBRARY = "cutlass:_scaled_grouped_mm"  # torch's: runtime/grouped_library.py; in packages of FP8 too
 EAGER = "eager"  # the op's eager kernel
 SMALL_M = "triton:fp8_small_m"  # templates/triton/fp8_small_m.py
 CUTLASS = "cutlass"
@@ -86,7 +86,7 @@ def select(problem: Problem) -> Choice:
     problem that is not plain any other says that there is no such kernel, or that it does not pay."""
     target, gemm = targets.of(problem.device), problem.gemm
     if problem.grouped:
-        if grouped_library.multiplies(problem.device, gemm, problem.out):
+        if grouped_library.multiplies(problem.device, gemm, problem.out, leaves=problem.cpp_wrapper):
             return Choice(GROUPED_LIBRARY)
         if not grouped.has_kernel(problem.device, gemm):
             return Choice(EAGER)

@@ -73,7 +73,7 @@ class MoE(nn.Module):
             received = come.view(self.world, -1).sum(1).tolist()
             for size in (*sent, *received):
                 torch._check(size >= 0)
-        rows = collectives.all_to_all_single_autograd(rows, received, sent, group)
+        rows = self.exchange(rows, received, sent)
         table = come.view(self.world, -1)
         lengths, starts = table.t().reshape(-1), (come.cumsum(0) - come).view(self.world, -1).t().reshape(-1)
         places = torch.arange(lengths.shape[0], device=rows.device)
@@ -83,7 +83,10 @@ class MoE(nn.Module):
         y = self.experts(self.ordered(rows, order), table.sum(0).cumsum(0).int())
         made = y.new_empty(rows.shape)
         made[order, :] = y
-        return collectives.all_to_all_single_autograd(self.result(made), sent, received, group)
+        return self.exchange(self.result(made), sent, received)
+
+    def exchange(self, rows: Tensor, received: list[Any], sent: list[Any]) -> Tensor:
+        return collectives.all_to_all_single_autograd(rows, received, sent, dist.group.WORLD)
 
     def ordered(self, rows: Tensor, order: Tensor) -> Tensor:
         return rows[order, :]
@@ -108,6 +111,36 @@ class Scaled(MoE):
 
     def result(self, y: Tensor) -> Tensor:
         return y * 0.5
+
+
+class Waits(torch.autograd.Function):
+    """As torch waits for the exchange before 2.12."""
+
+    @staticmethod
+    def forward(ctx: Any, made: Tensor) -> Tensor:
+        return torch.ops._c10d_functional.wait_tensor(made)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class Negated(Waits):
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return -grad
+
+
+class Waiting(MoE):
+    wait: Any = Waits
+
+    def exchange(self, rows: Tensor, received: list[Any], sent: list[Any]) -> Tensor:
+        exchange = torch.ops._c10d_functional_autograd.all_to_all_single
+        return self.wait.apply(exchange(rows, received, sent, dist.group.WORLD.group_name))  # type: ignore[union-attr, no-any-return]
+
+
+class Negating(Waiting):
+    wait = Negated
 
 
 class Rank:
@@ -170,6 +203,11 @@ def trains(rank: Rank, recipe: str) -> Any:
 
 
 @kind
+def waits(rank: Rank, recipe: str) -> Any:
+    return rank.compared(recipe, make=Waiting)
+
+
+@kind
 def split(rank: Rank, recipe: str) -> Any:
     """w1 and w3 are two layers of one input."""
     return rank.compared(recipe, split=True)
@@ -192,11 +230,14 @@ def reasons(rank: Rank) -> Any:
         ("exchanged", MoE, {"recipe": "current"}),
         ("rowwise", MoE, {"recipe": "rowwise"}),
         ("read", Read, {"recipe": "current"}),
+        ("waits", Waiting, {"recipe": "current"}),
+        ("negates", Negating, {"recipe": "current"}),
         ("no group", MoE, {"recipe": "delayed"}),
         ("own scales", MoE, {"recipe": DelayedScaling(reduce_amax=False)}),
     ):
         torch._dynamo.reset()
-        sites = te_inductor.explain(make(rank.world, rank.rank), torch.randn(24, HIDDEN), options=options).sites
+        x = torch.randn(24, HIDDEN, requires_grad=True)
+        sites = te_inductor.explain(make(rank.world, rank.rank), x, options=options).sites
         told[name] = [site.wire for site in sites if site.pattern == "grouped_linear" and site.gemm == "fprop"]
     return told
 

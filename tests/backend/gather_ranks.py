@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import te_inductor
@@ -81,6 +82,7 @@ class Skipping(nn.Module):
 class Rank:
     def __init__(self, rank: int, world: int, file: str) -> None:
         self.rank, self.world, self.file = rank, world, file
+        self.replica = rank  # whose data it has
         self.recipes = RECIPES
         self.mesh = init_device_mesh("cpu", (world,))
 
@@ -115,7 +117,7 @@ class Rank:
                     change(model, step)
             for batch in range(batches):
                 model.set_requires_gradient_sync(batch == batches - 1)
-                torch.manual_seed(100 * step + 10 * batch + self.rank)
+                torch.manual_seed(100 * step + 10 * batch + self.replica)
                 loss = run(torch.randn(32, K)).float().square().mean()
                 loss.backward()
                 losses.append(loss.item())
@@ -215,6 +217,25 @@ def checkpointed(rank: Rank, recipe: Any) -> Any:
 def hsdp(rank: Rank, recipe: Any) -> Any:
     mesh = init_device_mesh("cpu", (2, rank.world // 2), mesh_dim_names=("replicate", "shard"))
     return rank.equal(recipe, mesh=mesh)
+
+
+@of_each_recipe
+def tensor_parallel(rank: Rank, recipe: Any) -> Any:
+    """Each rank of two shards of two parts of each weight."""
+    grid = init_device_mesh("cpu", (2, rank.world // 2), mesh_dim_names=("dp", "tp"))
+    rank.replica = grid["dp"].get_local_rank()
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+
+    def make() -> nn.Module:
+        model = nn.Sequential(Block(512), Block(512))
+        for block in model:
+            parallelize_module(block, grid["tp"], plan)
+        return model
+
+    try:
+        return rank.equal(recipe, make, mesh=grid["dp"])
+    finally:
+        rank.replica = rank.rank
 
 
 @of_each_recipe

@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 import te_inductor
@@ -22,6 +22,7 @@ from te_inductor.diagnostics import Refusal
 from te_inductor.passes.pre_grad.decide import gathered
 from te_inductor.recipes import DelayedScaling
 from tests.kinds import told_of
+from tests.simple_fsdp import simple_fsdp
 
 RECIPES: dict[str, Any] = {"current": "current", "delayed": DelayedScaling(amax_history_len=4), "block": "block"}
 WIDTH = 128 * int(sys.argv[2])  # rows of one block a rank
@@ -33,36 +34,6 @@ aten, collectives = torch.ops.aten, torch.ops._c10d_functional
 def kind(function: Callable[..., Any]) -> Callable[..., Any]:
     KINDS[function.__name__] = function
     return function
-
-
-class Gathered(nn.Module):
-    """What a parameter is computed with: all of it."""
-
-    def __init__(self, **dtypes: Any) -> None:
-        super().__init__()
-        self.dtypes = dtypes
-
-    def forward(self, shard: DTensor) -> Tensor:
-        number = shard.device_mesh.ndim
-        whole = shard.redistribute(placements=[Replicate()] * number, **self.dtypes)
-        return whole.to_local(grad_placements=[Partial()] * number)
-
-
-def simple_fsdp(model: nn.Module, mesh: Any, placements: Any, **dtypes: Any) -> nn.Module:
-    """Shards each parameter, and has each module gather what it reads."""
-    gather = Gathered(**dtypes)
-    made: dict[Any, Any] = {}
-    for module in model.modules():
-        own = dict(module.named_parameters(recurse=False))
-        for name, parameter in own.items():
-            if parameter not in made:
-                shard = nn.Parameter(distribute_tensor(parameter.detach(), mesh, placements), parameter.requires_grad)
-                made[parameter] = made[shard] = shard
-            module.register_parameter(name, made[parameter])
-        if own:
-            reads = {name: property(lambda self, name=name: gather(self._parameters[name])) for name in own}
-            module.__class__ = type(module.__class__.__name__, (module.__class__,), reads)
-    return model
 
 
 class Block(nn.Module):

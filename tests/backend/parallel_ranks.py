@@ -35,6 +35,7 @@ from torch.utils.checkpoint import checkpoint
 
 import te_inductor
 from te_inductor import compat, ops
+from te_inductor.distributed import low_precision_all_gather
 from te_inductor.recipes import DelayedScaling
 from tests import uncompiled
 
@@ -218,7 +219,7 @@ def blocks(rank: Rank, recipe: str) -> Any:
 
 
 @kind
-def with_fsdp(rank: Rank, recipe: str) -> Any:
+def with_fsdp(rank: Rank, recipe: str, gathers: bool = False) -> Any:
     """FSDP2 along the other dimension of a mesh, all of whose ranks have the same rows here."""
     grid = init_device_mesh("cpu", (2, rank.world // 2), mesh_dim_names=("dp", "tp"))
     rank.mesh = grid["tp"]
@@ -227,8 +228,21 @@ def with_fsdp(rank: Rank, recipe: str) -> Any:
         for layer in model.layers:
             fully_shard(layer, mesh=grid["dp"])
         fully_shard(model, mesh=grid["dp"])
+        if gathers:
+            own = DelayedScaling(amax_history_len=4) if recipe == "delayed" else recipe
+            low_precision_all_gather(model, own, fallback="error")
 
-    return rank.compared(Outer(Mlp(), Mlp()), PLAIN, recipe, dim=None, by_block=True, wrap=wrap)
+    plan, dim = (SEQUENCE, 1) if gathers else (PLAIN, None)
+    rank.rank, rank.world = rank.mesh.get_local_rank(), rank.mesh.size()  # whose parts of a sequence are compared
+    sizes = (256, 512) if recipe == "block" else (WIDTH, HIDDEN)
+    return rank.compared(Outer(Mlp(*sizes), Mlp(*sizes)), plan, recipe, dim=dim, by_block=True, wrap=wrap)
+
+
+@kind
+def with_gathers(rank: Rank, recipe: str) -> Any:
+    """The same, sequence parallel, and FSDP2 gathers weights in FP8: gate and up, each with its own scale, gather x
+    once."""
+    return with_fsdp(rank, recipe, gathers=True)
 
 
 class Checkpointed(Mlp):

@@ -26,7 +26,7 @@ from te_inductor import compat
 from te_inductor.errors import FallbackWarning
 from te_inductor.recipes import DelayedScaling
 from tests import uncompiled
-from tests.backend.graph_fsdp_ranks import simple_fsdp
+from tests.simple_fsdp import simple_fsdp
 
 K, N, ROWS = 64, 128, 64
 

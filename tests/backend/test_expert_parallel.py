@@ -9,7 +9,8 @@ from tests.forked_ranks import ranks, ranks_once
 SAME, ALIKE = 1e-6, 2.0  # of errors: roundings that are other ones
 QUICK = "trains delayed,reasons"
 OTHERS = (
-    "trains current,trains rowwise,split current,skewed delayed,skewed current,read current,compiled trains current"
+    "trains current,trains rowwise,waits current,split current,skewed delayed,skewed current,read current,"
+    "compiled trains current"
 )
 
 
@@ -41,7 +42,8 @@ def test_training_is_that_of_one_rank_and_bytes_are_exchanged(told):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "kind", ["trains current", "split current", "skewed delayed", "skewed current", "compiled trains current"]
+    "kind",
+    ["trains current", "waits current", "split current", "skewed delayed", "skewed current", "compiled trains current"],
 )
 def test_other_forms(kind, others):
     for one in others:
@@ -70,6 +72,7 @@ def test_reasons(told):
         "rowwise": ("bfloat16",) * 2
         + ("recipe 'rowwise' reads them with scales of rows for one product and of columns for another",) * 2,
         "read": ("bfloat16", "e5m2", "something else reads the rows as they come", None),
+        "waits": ("e4m3", "e5m2", None, None),
         "no group": ("bfloat16",) * 2
         + ("nothing tells that their ranks have one scale: pass option 'amax_group'",) * 2,
         "own scales": ("bfloat16",) * 2
@@ -82,3 +85,4 @@ def test_reasons(told):
                 for template, dtype, why in ((x, of_x, why_x), (dy, of_dy, why_dy))
             ]
             assert one["reasons"]["told"][case] == lines
+        assert one["reasons"]["told"]["negates"] == [None, None]  # its gradient is not that of an exchange

@@ -278,6 +278,55 @@ def test_a_router_that_chooses_by_an_arg_max():
     assert "a router" in found["gate"][3] and all(found[path][3] is None for path in PATHS)
 
 
+class Sorted(MoE):
+    """Rows that are chosen for by a model's own rule, behind a layer that is no router."""
+
+    def __init__(self) -> None:
+        super().__init__(experts=HIDDEN)  # as many as x is wide
+        self.pre, self.centroids = nn.Linear(HIDDEN, HIDDEN), nn.Parameter(torch.randn(HIDDEN, HIDDEN))
+
+    def choose(self, h):
+        raise NotImplementedError
+
+    def forward(self, x):
+        h = self.pre(x)
+        ids = self.choose(h)
+        order = torch.argsort(ids)
+        ends = torch.histc(ids.float(), HIDDEN, 0, HIDDEN - 1).cumsum(0).int()
+        return self.experts(h[order], ends)[torch.argsort(order)]
+
+
+CHOICES = {
+    "a part": lambda self, h: h[:, :16].argmax(-1),
+    "distances": lambda self, h: torch.cdist(h, self.centroids).argmin(-1),
+    "products by hand": lambda self, h: (h[:, None, :] * self.centroids).sum(-1).max(-1)[1],
+    "a norm": lambda self, h: (h.norm(dim=-1) > 5).long(),
+    "means": lambda self, h: h.view(len(h), HIDDEN // 2, 2).mean(-1).argmax(-1),
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_a_router_that_is_no_product(choice):
+    """What chooses there is not the last product before it."""
+    kind = type("Kind", (Sorted,), {"choose": CHOICES[choice]})
+    assert sites(kind(), tokens())["pre"] == ("current", False, 0, None)
+
+
+SCORED = {
+    "itself": lambda self, h: h.argmax(-1),
+    "biased": lambda self, h: (h.float().softmax(-1) + self.centroids[0]).view(1, -1, HIDDEN).argmax(-1)[0],
+    "masked": lambda self, h: torch.where(
+        (h.amax(-1, keepdim=True) - h) / h.abs().clamp(min=1e-3) > 0.1, h, h - 1.0
+    ).max(-1).indices,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("scores", SCORED)
+def test_a_router_whose_scores_stay_in_their_places(scores):
+    kind = type("Kind", (Sorted,), {"choose": SCORED[scores]})
+    assert "a router" in sites(kind(), tokens())["pre"][3]
+
+
 def test_regions():
     model, x = MoE(), tokens()
 

@@ -48,7 +48,7 @@ def others(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
-    return ranks_once(tmp_path_factory, "tests.backend.gather_ranks", 4, "hsdp,refusals")
+    return ranks_once(tmp_path_factory, "tests.backend.gather_ranks", 4, "hsdp,refusals,tensor_parallel of current")
 
 
 @each_recipe("delayed")
@@ -80,6 +80,17 @@ def test_shards_of_unequal_length(tmp_path):
 def test_replicated_shards(four):
     """HSDP: two replicas of two shards."""
     assert [one["hsdp"] for one in four] == [dict.fromkeys(RECIPES, True)] * 4
+
+
+def test_weights_of_tensor_parallel_layers(four):
+    """Two shards of each of two parts, whose scale is the part's own."""
+    assert [one["tensor_parallel of current"] for one in four] == [{"current": True}] * 4
+
+
+@pytest.mark.thorough
+def test_weights_of_tensor_parallel_layers_in_each_recipe(tmp_path):
+    """Under delayed scaling the scale is that of the whole weight."""
+    assert [one["tensor_parallel"] for one in run(4, "tensor_parallel", tmp_path)] == [dict.fromkeys(RECIPES, True)] * 4
 
 
 def test_parts_that_are_called_without_the_model_have_fresh_scales(told):

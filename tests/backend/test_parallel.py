@@ -67,6 +67,24 @@ def test_training_with_fsdp2_is_that_of_one_rank(tmp_path):
 
 
 @pytest.mark.thorough
+def test_weights_that_fsdp2_gathers_in_fp8_share_one_gather_of_their_input(tmp_path):
+    """gate and up, each with the scale of its own weight, so that results are one rank's under `block` alone; x is
+    gathered once, and the sum of dx scattered once, as dy and y of down are."""
+    kinds = ["with_gathers delayed", "with_gathers current", "with_gathers block"]
+    found = ranks("tests.backend.parallel_ranks", 4, str(tmp_path / "store"), ",".join(kinds), timeout=600)
+    for kind in kinds:
+        for one in found:
+            told = one[kind]["told"]
+            assert one[kind]["said"] == []
+            assert "block" not in kind or told["one rank"] < SAME
+            for error, alone in zip(told["error"], told["error of one rank"], strict=True):
+                assert error < ALIKE * alone + 1e-6
+            for graph in told["wire"] if "block" not in kind else ():
+                moved = [entry for entry in graph if entry[0] != "all_reduce"]
+                assert moved == [["all_gather_into_tensor", "uint8", 4096], ["reduce_scatter_tensor", "float32", 8192]]
+
+
+@pytest.mark.thorough
 def test_what_is_emulated_is_no_further_off(others):
     for one in others:
         assert one["sequence_wide mxfp8"]["told"]["one rank"] < SAME

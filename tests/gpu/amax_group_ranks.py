@@ -47,6 +47,7 @@ def main(rank: int, world: int, file: str, device: str, mode: str, wrapper: str)
         model = fully_shard(inner)
     for step in range(8):
         torch.compiler.cudagraph_mark_step_begin()
+        model.zero_grad()  # gradients lie in the graph's memory, which the next step writes
         x = torch.full((64, 256), 1.0 + rank + 10.0 * step, device=device)
         y = model(x)
         y.backward(torch.full_like(y, 2.0**-rank * (step + 1)))

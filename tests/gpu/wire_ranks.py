@@ -20,7 +20,8 @@ import te_inductor
 from te_inductor.diagnostics import Refusal
 from te_inductor.passes.pre_grad.decide import exchanged, gathered
 from tests.backend.expert_parallel_ranks import HIDDEN, MoE
-from tests.backend.graph_fsdp_ranks import MIXED, simple_fsdp
+from tests.backend.graph_fsdp_ranks import MIXED
+from tests.simple_fsdp import simple_fsdp
 
 WIDTH, ROWS = 2048, 4096
 

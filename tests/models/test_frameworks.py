@@ -15,8 +15,11 @@ from tests.forked import ROOT
 @pytest.fixture
 def registered():
     pytest.importorskip("accelerate")
+    from accelerate.state import AcceleratorState
+
     from te_inductor.integrations.accelerate import register
 
+    AcceleratorState._reset_state(reset_partial_state=True)  # the first Accelerator of a process decides for all
     register()
     register()
 

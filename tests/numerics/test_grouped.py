@@ -97,6 +97,24 @@ def test_experts_are_quantized_one_by_one(dtype, transposed, quantizer, content)
             same(data[group], found, expected)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("quantizer", QUANTIZERS, ids=str)
+def test_experts_that_are_one_matrix(quantizer, transposed):
+    """What generated code casts at once, is what each expert's cast gives."""
+    found = 0
+    for rows, columns in ((17, 45), (48, 64), (64, 48), (96, 128)):
+        if grouped_ops.is_one_matrix((3, rows, columns), quantizer, transposed):
+            w = experts_of("random", rows, columns, torch.float32)
+            amax = ops.tensor_amax(w.flatten(0, 1)) if quantizer.granularity.two_level else None
+            expected = ops.quantize_experts(w, quantizer, amax, transposed)
+            flat = (w.transpose(1, 2) if transposed else w).flatten(0, 1)
+            for one, each in zip(ops.quantize(flat, quantizer, amax), expected, strict=True):
+                assert torch.equal(one.view(torch.uint8).flatten(), each.view(torch.uint8).flatten())
+            found += 1
+    by_rows = quantizer.granularity.microscaled or (quantizer.scope == "row" and not transposed)
+    assert found == (0 if not by_rows else 2 if quantizer.granularity.transposes else 4)
+
+
 @pytest.mark.parametrize("content", AWKWARD)
 def test_scales_of_an_expert_are_its_own(content):
     """Of two layers' weights together; known scales of one expert, and of all."""

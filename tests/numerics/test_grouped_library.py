@@ -1,68 +1,64 @@
-"""Experts in MXFP8 by torch's library on Blackwell, without one: the order of scales by its definition, element by
-element, and a layer with a stand-in for the product, which reads scales as the library does and so computes what
-emulated GEMMs do, bit for bit. torch's own checks of sizes and strides run on all that it is given."""
+"""Experts in MXFP8, MXFP4 and NVFP4 by torch's library on Blackwell, without one: the order of scales by its definition,
+element by element, and layers with a stand-in for the product (tests/grouped_library.py), which are what emulated GEMMs
+make them, bit for bit, and within the oracle's bounds."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from te_inductor import ops, targets
-from te_inductor.recipes import Gemm, MXFP8BlockScaling
+from te_inductor import explain, ops, targets
+from te_inductor.recipes import Format, Gemm, MXFP4BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from te_inductor.runtime import grouped, grouped_library
-from te_inductor.runtime.microscaling import e8m0_value
 from te_inductor.targets import sm100
+from te_inductor.templates.select import EAGER, GROUPED_LIBRARY
+from tests import grouped_library as stand_in
+from tests.numerics import test_grouped as layers
+from tests.numerics.test_grouped import known_seeds  # noqa: F401
 
 SIZES = {"many": (0, 1, 17, 130, 0, 128), "rows behind": (40, 0, 3), "one has all": (0, 90, 0)}  # even in all
 BEHIND = {SIZES["rows behind"]: 21}
 
 
-def place(row: Tensor, block: Tensor, blocks: int) -> Tensor:
-    """Where cuBLAS's documentation has the scale of a row and a block of a matrix with so many blocks a row."""
-    across = -(-blocks // 4)
-    return (row // 128 * across + block // 4) * 512 + row % 32 * 16 + row % 128 // 32 * 4 + block % 4
+@pytest.fixture
+def library(monkeypatch):
+    """As if every tensor were on such a GPU; how often each product was called."""
+    calls: list[str] = []
+
+    def counted(name: str, function):
+        def call(*args, **kwargs):
+            calls.append(name)
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(torch, name, call, raising=False)
+
+    def install() -> list[str]:
+        monkeypatch.setattr(torch.__config__, "show", lambda: "USE_MSLK=ON")
+        monkeypatch.setattr(targets, "of", lambda device: sm100.target((10, 0), "13.0"))
+        counted("_scaled_grouped_mm", stand_in.product)
+        counted("_scaled_grouped_mm_v2", stand_in.product_of_four_bits)
+        return calls
+
+    return install
 
 
-def read(stored: Tensor, base: int, rows: int, blocks: int) -> Tensor:
-    """Values of a matrix of scales that begins there."""
-    index = place(torch.arange(rows)[:, None], torch.arange(blocks)[None, :], blocks)
-    return e8m0_value(stored.view(torch.uint8).flatten()[base + index])
+NEAREST = {"disable_stochastic_rounding": True}
+RECIPES = {  # equal bit for bit: the library has their factors, and no random bits follow from where a group begins
+    "mxfp8": MXFP8BlockScaling(),
+    "mxfp8 squares": MXFP8BlockScaling(enable_2d_quantization=True),
+    "mxfp4": MXFP4BlockScaling(**NEAREST),
+    "mxfp4 rows": MXFP4BlockScaling(**NEAREST, disable_2d_quantization=True, disable_rht=True),
+    "nvfp4": NVFP4BlockScaling(**NEAREST),
+    "nvfp4 rows": NVFP4BlockScaling(**NEAREST, disable_2d_quantization=True, disable_rht=True),
+    "nvfp4 4 over 6": NVFP4BlockScaling(**NEAREST, disable_rht=True, nvfp4_4over6="all"),
+}
 
 
-def up(size: int, to: int) -> int:
-    return -(-size // to) * to
-
-
-def product(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offs: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """`torch._scaled_grouped_mm`; what it leaves unwritten is NaN."""
-    shapes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in (a, b, a_scale, b_scale)]
-    out = torch.ops.aten._scaled_grouped_mm(*shapes, offs.to("meta"), out_dtype=out_dtype)
-    y, begin, base = torch.full(out.shape, torch.nan), 0, [0, 0]
-    for group, end in enumerate(offs.tolist()):
-        if b.dim() == 3:
-            blocks, rows = a.shape[1] // 32, end - begin
-            left = read(a_scale, base[0], rows, blocks)
-            right = read(b_scale[group], 0, b.shape[2], blocks)
-            base[0] += up(rows, 128) * up(blocks, 4)
-            pair = a[begin:end].float(), b[group].t().float()
-        else:
-            assert end > begin, "an empty group, whose gradient nobody writes"
-            blocks = (end - begin) // 32
-            left, right = (read(*x, blocks) for x in ((a_scale, base[0], a.shape[0]), (b_scale, base[1], b.shape[1])))
-            base[0] += up(a.shape[0], 128) * up(blocks, 4)
-            base[1] += up(b.shape[1], 128) * up(blocks, 4)
-            pair = a[:, begin:end].float(), b.t()[:, begin:end].float()
-        wide = [x * scale.repeat_interleave(32, 1) for x, scale in zip(pair, (left, right), strict=True)]
-        where = y[begin:end] if b.dim() == 3 else y[group]
-        torch.mm(wide[0], wide[1].t(), out=where)
-        begin = end
-    return y.to(out_dtype)
-
-
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-@pytest.mark.parametrize("squares", [False, True])
-def test_layer(sizes, squares, monkeypatch):
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_layer(recipe, sizes, library):
     """Output and gradients of what emulation computes, also of experts without rows; rows that are gathered, a bias."""
-    slots = MXFP8BlockScaling(enable_2d_quantization=squares).slots()
+    slots = RECIPES[recipe].slots()
     ends = torch.tensor(sizes).cumsum(0).int()
     rows = int(ends[-1]) + BEHIND.get(sizes, 0)
     order = torch.randperm(rows)
@@ -77,10 +73,78 @@ def test_layer(sizes, squares, monkeypatch):
         return [y, *torch.autograd.grad(y, (x, w, bias), dy)]
 
     expected = layer()
-    monkeypatch.setattr(grouped_library, "multiplies", lambda *args: True)
-    monkeypatch.setattr(torch, "_scaled_grouped_mm", product)
+    calls = library()
     for found, emulated in zip(layer(), expected, strict=True):
         assert found.dtype == emulated.dtype and torch.equal(found, emulated)
+    assert calls == 3 * ["_scaled_grouped_mm" + ("_v2" if slots.fprop.packed > 1 else "")]
+
+
+@pytest.mark.quick("mxfp4", "nvfp4", "factors of rows")
+@pytest.mark.parametrize("name", [*RECIPES, "factors of rows", "random mxfp4", "random nvfp4"])
+def test_layer_against_the_oracle(name, library, monkeypatch):
+    more = {
+        "factors of rows": NVFP4BlockScaling(**NEAREST, disable_rht=True, row_scaled_activation=True),
+        "random mxfp4": MXFP4BlockScaling(),
+        "random nvfp4": NVFP4BlockScaling(),
+    }
+    slots, calls = (RECIPES | more)[name].slots(), library()
+    sizes = (17, 130, 1) if "random" in name else (0, 1, 17, 0, 130)  # the oracle's empty groups have no tile
+    if (
+        name == "factors of rows"
+    ):  # they multiply what was rounded: once more, and by no more than the bound has already
+        error_of = layers.error_of
+        monkeypatch.setattr(layers, "error_of", lambda *product: 2 * error_of(*product))
+    x, weights, biases, dy, order = layers.inputs(sizes, 20, (48,), 80, torch.bfloat16, True, 2)
+    ends = layers.ends_of(sizes)
+    ys = layers.run(ops.trace_grouped_linears, x, weights, biases, ends, slots, order, 2, dy, torch.bfloat16)
+    assert len(calls) == 3
+    layers.check(x, weights, biases, sizes, slots, ys, dy, order // 2)
+
+
+def test_gradients_that_the_library_does_not_take(library):
+    """E5M2's: fprop is its product, and the others are not."""
+    slots = MXFP8BlockScaling(fp8_format=Format.HYBRID).slots()
+    x, w = (torch.randn(size).bfloat16().requires_grad_() for size in ((32, 64), (2, 48, 64)))
+    calls = library()
+    [y] = ops.trace_grouped_linears(x, [w], [], layers.ends_of((16, 16)), slots, torch.bfloat16)
+    y.sum().backward()
+    assert calls == ["_scaled_grouped_mm"]
+
+
+@pytest.mark.parametrize(("recipe", "called"), [("mxfp8", 1), ("mxfp4", 0), ("nvfp4", 0)])
+def test_programs_that_leave(recipe, called, library, monkeypatch):
+    """torch has no fake kernel of four bits' product, through which such a program would be traced."""
+    slots, calls = RECIPES[recipe].slots(), library()
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
+    x, w = torch.randn(32, 64).bfloat16(), torch.randn(2, 48, 64).bfloat16()
+    ops.trace_grouped_linears(x, [w], [], layers.ends_of((16, 16)), slots, torch.bfloat16)
+    assert len(calls) == called
+
+
+HYBRID = MXFP8BlockScaling(fp8_format=Format.HYBRID)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4", "nvfp4", HYBRID], ids=str)
+def test_report(recipe, library):
+    """What the library multiplies is not called emulated."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(2, 48, 64).bfloat16())
+
+        def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+            return torch._grouped_mm(x, self.weight.transpose(1, 2), offs=ends)
+
+    library()
+    x = torch.randn(32, 64).bfloat16().requires_grad_()
+    found = {
+        site.gemm: (site.kernel, site.reason)
+        for site in explain(Layer(), x, layers.ends_of((16, 16)), options={"policy": {"*": recipe}}).sites
+    }
+    kernels = [GROUPED_LIBRARY] * 3 if recipe is not HYBRID else [GROUPED_LIBRARY, EAGER, EAGER]
+    assert [found[gemm][0] for gemm in ("fprop", "dgrad", "wgrad")] == kernels
+    assert all((reason is None) == (recipe is not HYBRID) for _, reason in found.values())
 
 
 def test_where(monkeypatch):
@@ -88,7 +152,7 @@ def test_where(monkeypatch):
     gemm, bf16 = MXFP8BlockScaling().slots().fprop, torch.bfloat16
     assert not grouped_library.multiplies(torch.device("cpu"), gemm, bf16)
     monkeypatch.setattr(torch.__config__, "show", lambda: "USE_MSLK=ON")
-    assert sm100.target((10, 0), "13.0").grouped_microscaled_mm
+    assert len(sm100.target((10, 0), "13.0").grouped_microscaled_mm) == 3
     assert not sm100.target((10, 3), "13.0").grouped_microscaled_mm
     assert not sm100.target((10, 0), "12.6").grouped_microscaled_mm
     monkeypatch.setattr(targets, "of", lambda device: sm100.target((10, 0), "13.0"))
@@ -97,7 +161,11 @@ def test_where(monkeypatch):
     assert not grouped_library.multiplies(device, gemm, bf16, torch.float32)
     assert not grouped_library.multiplies(device, Gemm("fprop"), bf16)
     assert not grouped_library.multiplies(device, Gemm("dgrad", False, ("1x32", "1x32"), ("e5m2", "e4m3")), bf16)
-    assert not grouped_library.multiplies(device, Gemm("fprop", False, ("1x16", "1x16"), ("e2m1", "e2m1")), bf16)
+    for scope in ("1x16", "1x32"):
+        four_bits = Gemm("fprop", False, (scope, scope), ("e2m1", "e2m1"))
+        assert grouped_library.multiplies(device, four_bits, bf16)
+        assert not grouped_library.multiplies(device, four_bits, bf16, leaves=True)
+    assert grouped_library.multiplies(device, gemm, bf16, leaves=True)
     monkeypatch.setattr(torch.__config__, "show", lambda: "")
     assert not sm100.target((10, 0), "13.0").grouped_microscaled_mm
 

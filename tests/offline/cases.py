@@ -740,6 +740,49 @@ def experts_mxfp8() -> Case:
     return _experts("mxfp8")
 
 
+def experts_mxfp4() -> Case:
+    return _experts("mxfp4")
+
+
+def experts_nvfp4() -> Case:
+    return _experts("nvfp4")
+
+
+class GroupedLinear(nn.Module):
+    """One layer of experts, whose rows come sorted."""
+
+    def __init__(self, experts: int, n: int, k: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(experts, n, k, device="cuda", dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        return torch._grouped_mm(x, self.weight.transpose(-2, -1), offs=ends)
+
+
+def _grouped_blackwell(recipe: recipes.Recipe, trains: bool = True) -> Case:
+    """Rows that fill no tile, behind the groups too; two tiles of a weight's rows of scales, and of blocks."""
+    x = torch.randn(150, 96, device="cuda", dtype=torch.bfloat16, requires_grad=trains)
+    ends = torch.empty(3, device="cuda", dtype=torch.int32)
+    model = GroupedLinear(3, 160, 96).requires_grad_(trains)
+    return torch.compile(model, backend="te", fullgraph=True, options={"policy": {"*": recipe}}), (x, ends)
+
+
+def grouped_blackwell_mxfp8() -> Case:
+    return _grouped_blackwell(recipes.MXFP8BlockScaling())
+
+
+def grouped_blackwell_mxfp4() -> Case:
+    return _grouped_blackwell(recipes.MXFP4BlockScaling(disable_stochastic_rounding=True))
+
+
+def grouped_blackwell_nvfp4() -> Case:
+    return _grouped_blackwell(recipes.NVFP4BlockScaling(disable_stochastic_rounding=True))
+
+
+def grouped_blackwell_inference() -> Case:
+    return _grouped_blackwell(recipes.NVFP4BlockScaling(), trains=False)
+
+
 class PickedExperts(Experts):
     """The same with the matrices of each row picked, as transformers has it for a step of generation."""
 
@@ -953,8 +996,26 @@ def _async_tp(recipe: str, batch: int = 1, bias: bool = False, **options: Any) -
     plan = {"norm": SequenceParallel(), "gate": into, "up": into, "down": out}
     parallelize_module(model[0], mesh, plan)  # type: ignore[arg-type]
     x = torch.randn(batch, 4096, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    asked = {"policy": {"*": recipe}, **options}
-    return torch.compile(model, backend="te", fullgraph=True, options=asked), (x,)
+    return torch.compile(model, backend="te", fullgraph=True, options={"recipe": recipe, **options}), (x,)
+
+
+def graph_fsdp() -> Case:
+    """Rank 0 of two, which gather weights of which each has half of the rows."""
+    import torch.distributed as dist
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from tests.simple_fsdp import simple_fsdp
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)  # type: ignore[no-untyped-call]
+    with unset_fake_temporarily():
+        mesh = init_device_mesh("cuda", (2,))
+    model = nn.Sequential(nn.Linear(4096, 4096, bias=False, dtype=torch.bfloat16))
+    simple_fsdp(model, mesh, [Shard(0)])
+    x = torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    return torch.compile(model, backend="te", fullgraph=True, options={"recipe": "current"}), (x,)
 
 
 def tp_delayed() -> Case:

@@ -17,12 +17,15 @@ from typing import Any
 import torch
 
 import te_inductor.ops  # noqa: F401  which generated code calls
+from te_inductor.recipes import Gemm, Quantizer
+from te_inductor.recipes.constants import source_name
 from tests.offline.harness import Kernel, _kernel
 
 POISON = 0xFF  # NaN in every float format used here
 # A program of the interpreter costs milliseconds: few, at most so many of a kernel without reductions.
 PROGRAMS = 64
-POINTWISE, TILED, REDUCTION = {"XBLOCK": 1024}, {"XBLOCK": 32, "YBLOCK": 32}, {"XBLOCK": 16, "R0_BLOCK": 64}
+POINTWISE, TILED = {"XBLOCK": 1024}, {"XBLOCK": 32, "YBLOCK": 32}
+REDUCTION = {"XBLOCK": 16, "YBLOCK": 16, "R0_BLOCK": 64}
 
 # What of the wrapper needs a device, and what stands there instead.
 ON_CPU = {
@@ -36,6 +39,7 @@ ON_CPU = {
     r"extern_kernels\._scaled_mm\(": "tensor_cores.fp8_mm(",
     r"extern_kernels\.te_inductor_cutlass_microscaled_mm\(": "tensor_cores.microscaled_mm(",
     r"extern_kernels\.te_inductor_cutlass_quantized_mm\(": "tensor_cores.quantized_mm(",
+    r"torch\.ops\.te_inductor\.scaled_grouped_mm\.default\(": "tensor_cores.scaled_grouped_mm(",
     r"^from torch\._inductor\.select_algorithm import extern_kernels$": "\\g<0>\nfrom tests.offline import tensor_cores",
 }
 
@@ -83,6 +87,9 @@ class Interpreted:
         tile = self.kernel.tile or default
         if tile is POINTWISE:
             tile = {"XBLOCK": max(POINTWISE["XBLOCK"], next_power_of_2(values["xnumel"] // PROGRAMS))}
+        if tile is REDUCTION:  # as many elements where there are fewer rows
+            high = min(tile["XBLOCK"], next_power_of_2(values["xnumel"]))
+            tile = {**tile, "XBLOCK": high, "R0_BLOCK": tile["R0_BLOCK"] * tile["XBLOCK"] // high}
         blocks = {name: tile[name] for name in names if name in tile}
         grid = [-(-values["xnumel"] // blocks.get("XBLOCK", 1))]
         if "ynumel" in values:
@@ -100,6 +107,7 @@ def main(graph: Path, inputs: Path, outputs: Path) -> None:
     mend_conversions()
     hasten_reductions()
     module = load(on_cpu)
+    vars(module).update({source_name(cls): cls for cls in (Gemm, Quantizer)})  # constants that ops take
     torch.save([tuple(module.call(list(run))) for run in torch.load(inputs)], outputs)
 
 

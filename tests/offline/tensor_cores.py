@@ -7,7 +7,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from te_inductor.runtime import grouped_library
 from te_inductor.templates.cutlass import launch
+from tests import grouped_library as stand_in
 
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
@@ -55,6 +57,13 @@ def quantized_mm(*operands: Tensor, **given: Any) -> Tensor:
     without = mock.patch.object(launch, "_function", lambda *_: None)
     with without, mock.patch.object(torch, "_scaled_mm", fp8_mm):
         return launch.quantized_mm(*operands, **given)
+
+
+def scaled_grouped_mm(*operands: Any) -> Tensor:
+    """torch's grouped product of microscaled operands, as our op calls it."""
+    products = {"_scaled_grouped_mm": stand_in.product, "_scaled_grouped_mm_v2": stand_in.product_of_four_bits}
+    with mock.patch.multiple(torch, **products):
+        return grouped_library.scaled_grouped_mm(*operands)
 
 
 _own = torch._scaled_mm

@@ -1,5 +1,5 @@
 """MXFP8 and NVFP4 for compute capability 10.0: the generated graphs end to end, by cuBLASLt, and by CUTLASS as if
-max-autotune had found it faster. They have never run on the hardware."""
+max-autotune had found it faster; experts by torch's library. They have never run on the hardware."""
 
 import re
 
@@ -8,10 +8,12 @@ import torch
 
 from te_inductor import recipes
 from tests.bounds import assert_within
+from tests.numerics import test_grouped as layers
 from tests.offline.harness import compile_to_cubin, generate
 from tests.offline.test_interpreter import interpret
-from tests.oracle import casts
+from tests.oracle import casts, grouped
 
+LIBRARY = "torch.ops.te_inductor.scaled_grouped_mm.default("
 VIEWS = {"mxfp8": "torch.float8_e8m0fnu", "nvfp4": "torch.float4_e2m1fn_x2"}
 
 
@@ -33,17 +35,56 @@ def test_every_gemm_of_training_is_the_tensor_cores(recipe, tmp_path):
 
 
 @pytest.mark.thorough
-def test_experts_are_the_librarys(tmp_path):
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4", "nvfp4"])
+def test_experts_are_the_librarys(recipe, tmp_path):
     """Two fprops, two dgrads, two wgrads by torch's grouped product; their scales are put in its order by kernels that
     compile, and the host reads nothing."""
-    generated = generate("experts_mxfp8", 100)
+    generated = generate(f"experts_{recipe}", 100)
     forward, backward = generated.sources
-    product = "torch.ops.te_inductor.scaled_grouped_mm.default("
-    assert forward.count(product) == 2 and backward.count(product) == 4
+    assert forward.count(LIBRARY) == 2 and backward.count(LIBRARY) == 4
     code = forward + backward
     assert "dequantize" not in code and not re.search(r"\.item\(|\.tolist\(|\.cpu\(", code)
     orders = [kernel for kernel in generated.kernels if "clone" in kernel.name and "permute" in kernel.name]
     assert orders and all(compile_to_cubin(kernel, 100, tmp_path).asm["cubin"] for kernel in orders)
+
+
+SIZES = (0, 129, 7)  # an expert without rows, one with more than a tile
+
+
+def one_layer():
+    """x, with rows behind the last group, the weight, dy, ends."""
+    x, [w], _, dy, _ = layers.inputs(SIZES, 14, (160,), 96, torch.bfloat16, bias=False)
+    return x, w, dy, layers.ends_of(SIZES)
+
+
+@pytest.mark.thorough
+def test_experts_are_given_what_the_oracle_multiplies(tmp_path):
+    """Through the interpreter: casts of each expert's weight, scales in their order, the factor."""
+    [source] = generate("grouped_blackwell_inference", 100).sources
+    assert source.count(LIBRARY) == 1 and "= torch.ops.te_inductor.quantize_experts." not in source
+    x, w, dy, ends = one_layer()
+    shapes = {(3, 160, 96): w.detach(), (150, 96): x.detach(), (3,): ends}
+    found = re.findall(r"assert_size_stride\(arg(\d)_1, \(([\d, ]+)\)", source)
+    inputs = [shapes[tuple(int(size) for size in sizes.split(",") if size.strip())] for _, sizes in sorted(found)]
+    [(y,)] = interpret(source, [inputs], tmp_path)
+    slots = recipes.NVFP4BlockScaling().slots()
+    pairs = grouped.operands(x.detach(), [w.detach()], dy, SIZES, slots).fprop
+    for (begin, end), (a, b) in zip(grouped.spans(SIZES), pairs, strict=True):
+        if begin < end:
+            expected, error = casts.product(a, b, None, slots.fprop), layers.error_of(a, b, None, y.dtype, slots.fprop)
+            layers.assert_near(y[begin:end], expected, error, "y")
+    assert not y[sum(SIZES) :].any()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4", "nvfp4"])
+def test_the_three_products_of_experts(recipe, tmp_path):
+    forward, backward = generate(f"grouped_blackwell_{recipe}", 100).sources
+    assert forward.count(LIBRARY) == 1 and backward.count(LIBRARY) == 2
+    (x, w, dy, ends), nearest = one_layer(), {} if recipe == "mxfp8" else {"disable_stochastic_rounding": True}
+    [(y, *saved)] = interpret(forward, [[w.detach(), x.detach(), ends]], tmp_path)
+    [(w.grad, x.grad, _)] = interpret(backward, [[*saved, dy]], tmp_path)
+    layers.check(x, [w], [], SIZES, type(recipes.resolve(recipe))(**nearest).slots(), [y], dy)
 
 
 @pytest.mark.quick("linear_blackwell-nvfp4")

@@ -34,3 +34,12 @@ def test_a_shard_is_cast_in_one_pass(tmp_path: Path):
         assert list(kernel.meta["signature"].values())[:3] == ["*fp32", "*fp32", "*u8"]
         assert kernel.body.index("tl.bfloat16") < kernel.body.index("tl.float8e4nv")
         compile_to_cubin(kernel, 90, tmp_path)
+
+
+def test_a_graph_gathers_bytes():
+    """Those of a weight's cast, which fprop reads; by default, as the size rule has it."""
+    forward, backward = generate("graph_fsdp", 90).sources
+    [gathered] = re.findall(r"(\w+) = torch\.ops\._c10d_functional\.all_gather_into_tensor\.default\((.*)\)\n", forward)
+    assert re.fullmatch(r"aten\.view\.dtype\(\w+, torch\.uint8\), 2, '0'", gathered[1])
+    assert re.search(rf"_scaled_mm\(\w+, aten\.view\.dtype\(reinterpret_tensor\({gathered[0]}, ", forward)
+    assert backward.count("extern_kernels._scaled_mm(") == 2

@@ -43,6 +43,7 @@ def test_a_package_calls_nothing_of_ours(recipe, rows, products, tmp_path):
         pytest.param("90", "nvfp4", "aoti_torch_cuda__grouped_mm", marks=thorough),
         pytest.param("90", "block", "aoti_torch_cuda__grouped_mm", marks=thorough),  # refused
         pytest.param("100", "mxfp8", "aoti_torch_cuda__scaled_grouped_mm", marks=thorough),
+        pytest.param("100", "nvfp4", "aoti_torch_cuda__grouped_mm", marks=thorough),  # emulated, as on Hopper
     ],
 )
 def test_a_package_of_experts(arch, recipe, product, tmp_path):

@@ -1,5 +1,5 @@
 """Casts of experts' weights that Inductor writes as well as a template: rows of each expert, as the matrix that they
-are below each other, also in blocks of 1 x 32. Others are the ops' own kernels."""
+are below each other, and blocks of MXFP8, MXFP4 and NVFP4. Others are the ops' own kernels."""
 
 import functools
 from typing import Any
@@ -11,7 +11,7 @@ from torch._inductor.lowering import fallback_handler, lowerings
 from te_inductor import ops
 from te_inductor.lowerings.casts import quantize as casts
 from te_inductor.lowerings.registry import lowering
-from te_inductor.ops.grouped import rows_of_one_matrix
+from te_inductor.ops.grouped import is_one_matrix
 from te_inductor.recipes import Quantizer
 from te_inductor.recipes.formats import ROW
 
@@ -47,10 +47,10 @@ def quantize_experts_delayed(
 def quantize_experts(
     w: ir.TensorBox, quantizer: Quantizer, amax: ir.TensorBox | None = None, transposed: bool = False
 ) -> Any:
-    if not rows_of_one_matrix(w, quantizer, amax, transposed):
+    if not is_one_matrix(w.get_size(), quantizer, transposed):
         return _quantize(w, quantizer, amax, transposed)
     w = lowerings[aten.permute](w, [0, 2, 1]) if transposed else w
-    data, scale_inv = casts.quantize(_flat(w), quantizer)
+    data, scale_inv = casts.quantize(_flat(w), quantizer, amax)
     experts, rows, _ = w.get_size()
     each = rows if quantizer.granularity is ROW else scale_inv.get_size()[0] // experts
     return _restored(data, w), lowerings[aten.view](scale_inv, [experts, each])

@@ -37,7 +37,7 @@ def check_exchanges(plan: Plan) -> None:
         if found is not None:
             site.exchanges.append(found.group)
         if found is not None and site.low:
-            readers.setdefault(found.nodes[1], []).append((site, found))
+            readers.setdefault(found.waited, []).append((site, found))
         found = exchanges.behind(site.match.end)
         if found is not None:
             site.exchanges.append(found.group)
@@ -83,7 +83,7 @@ def _refusal(plan: Plan, site: Candidate, found: ExchangeNodes, bodies: Bodies) 
         )
     if value(found.rows).device.type == "cuda" and not site.by_policy:
         return Refusal("exchanges of FP8 have not run on GPUs yet (a policy entry overrides this)")
-    if any(memory(node) & plan.written for node in (found.rows, found.nodes[1]) if node not in found.nodes):
+    if any(memory(node) & plan.written for node in (found.rows, found.waited) if node not in found.nodes):
         return Refusal("the graph writes them")
     if any(not (node < site.match.node) for node in found.splits):
         return Refusal("how they are exchanged is not known before the layer")

@@ -75,8 +75,6 @@ def _refusal(site: Candidate, gather: Gather, slots: Slots, options: Options, bo
     if rows % scope.alignment or k % scope.alignment:
         what = "its" if scope.whole else "a rank's"
         return Refusal("%s %d rows of %d columns are not multiples of %d", what, rows, k, scope.alignment)
-    if shard.device.type == "cuda" and not site.by_policy:
-        return Refusal("gathers of FP8 in a graph have not run on GPUs yet (a policy entry overrides this)")
     if not bodies.reaches(gather.shard.graph):
         return Refusal("it is gathered in a control-flow body")
     if isinstance(site.recipe, DelayedScaling):

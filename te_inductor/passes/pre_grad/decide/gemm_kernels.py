@@ -43,7 +43,7 @@ def choose(
         added=OUTPUT if accumulates else NOTHING,
         autotunes=_autotunes(options),
         grouped=match.groups is not None,
-        cpp_wrapper=bool(options.inductor.get("cpp_wrapper", config.cpp_wrapper)),
+        cpp_wrapper=is_cpp(options),
     )
     return select(problem)
 
@@ -82,6 +82,11 @@ def _of_stored_experts(match: Match, recipe: Recipe | None, options: Options) ->
     if nvfp4 or not grouped.has_kernel(device, recipe.slots().fprop):
         return LIBRARY
     return choose(match, recipe.slots(), "fprop", match.sizes, options).name
+
+
+def is_cpp(options: Options) -> bool:
+    """Whether generated code is C++."""
+    return bool(options.inductor.get("cpp_wrapper", config.cpp_wrapper))
 
 
 def _autotunes(options: Options) -> bool:

@@ -1,14 +1,23 @@
 """Routers: linear layers whose outputs choose experts. A choice turns on differences of logits that FP8 would round
 away, for a product that costs next to nothing, so they stay in high precision unless a policy entry names them. An arg
-max alone is no sign of one: classifiers end in it. One of which grouped products' offsets are made is."""
+max alone is no sign of one: classifiers end in it. One of which grouped products' offsets are made is.
+
+A model may choose by something else than a product, such as distances. Then the last product before it is a layer like
+any other. A router's outputs are scores, one a candidate, and each stays in its place until one of them is chosen: what
+makes other numbers of them, by reducing them, by taking a part, or with a matrix of parameters, is no longer scores of
+that product."""
 
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 
+import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from te_inductor.diagnostics import Refusal
 from te_inductor.passes.graph.aliases import name
+from te_inductor.passes.pre_grad.decide.support import is_tensor, value
+from te_inductor.passes.pre_grad.match.linear import from_parameter
 from te_inductor.passes.pre_grad.match.rule import Match
 
 MOST = 2048  # experts; what chooses among more is a vocabulary's head
@@ -29,7 +38,7 @@ def refusal(match: Match, routers: AbstractSet[fx.Node]) -> Refusal | None:
 
 
 def of_groups(matches: Iterable[Match], products: AbstractSet[fx.Node]) -> set[fx.Node]:
-    """The products of which sizes of experts' groups are made, whatever stands between them: such as an arg max."""
+    """The products of whose scores sizes of experts' groups are made, whatever chooses: such as an arg max."""
     pending = list({match.groups.ends for match in matches if match.groups and match.groups.ends is not match.x})
     seen, found = set(pending), set()
     while pending:
@@ -40,7 +49,34 @@ def of_groups(matches: Iterable[Match], products: AbstractSet[fx.Node]) -> set[f
         inputs = [one for one in node.all_input_nodes if one not in seen]
         seen.update(inputs)
         pending += inputs
-    return found
+    return {product for product in found if _is_chosen_from(product, seen)}
+
+
+def _is_chosen_from(product: fx.Node, among: AbstractSet[fx.Node]) -> bool:
+    """Whether one of these nodes chooses of a product's outputs as they are: makes an integer or a truth of each, or of
+    all candidates'."""
+    candidates = value(product).shape[-1]
+    seen, pending = {product}, [product]
+    while pending:
+        for user in pending.pop().users:
+            if user in seen or user not in among:
+                continue
+            seen.add(user)
+            results = [one for one in pytree.tree_leaves(user.meta.get("example_value")) if torch.is_tensor(one)]
+            if any(not one.is_floating_point() for one in results):
+                return True
+            if any(_holds(one, candidates) for one in results) and not _brings_a_matrix(user):
+                pending.append(user)
+    return False
+
+
+def _holds(scores: torch.Tensor, candidates: int) -> bool:
+    last = scores.shape[-1] if scores.dim() > 1 else None
+    return type(last) is type(candidates) is int and last == candidates  # asking a symbol would be a guard
+
+
+def _brings_a_matrix(node: fx.Node) -> bool:
+    return any(is_tensor(one) and value(one).dim() > 1 and from_parameter(one) for one in node.all_input_nodes)
 
 
 def _chooses(node: fx.Node) -> bool:

@@ -4,7 +4,7 @@ others."""
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from te_inductor import recipes
+from te_inductor import compat, recipes
 from te_inductor.diagnostics import Refusal, Unmet
 from te_inductor.ops.gathered_weight import GatheredWeight
 from te_inductor.ops.stored_weight import StoredWeight
@@ -14,6 +14,7 @@ from te_inductor.passes.pre_grad.decide import (
     cached_weights,
     delayed,
     gathered,
+    gemm_kernels,
     merging,
     policy,
     regions,
@@ -39,7 +40,7 @@ def resolve_recipes(plan: Plan) -> None:
         region = _region(candidate.regions)
         entry = policy.first(entries, candidate.names, candidate.match.sizes)
         used.add(entry)
-        weight = support.value(candidate.match.weight)
+        weight = compat.shard_of(support.value(candidate.match.weight))
         if isinstance(weight, StoredWeight):
             candidate.recipe, candidate.stored = weight.recipe, True
         elif region.enabled:
@@ -69,6 +70,7 @@ def _region(regions: Sequence[Region | None]) -> Region:
 def check_sites(plan: Plan) -> None:
     """Ask each rule whether the site can run as it should; a refusal leaves the site in high precision."""
     bodies, transforms_of = Bodies(plan.gm), transforms.transforms_of(plan.gm)
+    leaves = gemm_kernels.is_cpp(plan.options)  # as programs that are lowered do
     choosing = routers.of_groups((site.match for site in plan.candidates), {one.node for one in plan.products})
     for candidate in plan.candidates:
         match, weight = candidate.match, support.value(candidate.match.weight)
@@ -82,7 +84,8 @@ def check_sites(plan: Plan) -> None:
                 or candidate.rule.check(match)
                 or candidate.rule.check_slots(match, candidate.slots)
             )
-            candidate.emulated = None if candidate.refusal else candidate.rule.emulated(match, candidate.slots)
+            if candidate.refusal is None:
+                candidate.emulated = candidate.rule.emulated(match, candidate.slots, leaves)
         if candidate.low and isinstance(candidate.recipe, DelayedScaling):
             check_functions(candidate.recipe, weight.device)
             candidate.refusal = delayed.refusal(match, bodies, transforms_of.get(match.node))

@@ -19,7 +19,8 @@ experts of 14336 casts are little; with 128 of 768 the weights of all experts ar
 and what the casts cost was, with current scaling, rows or blocks, 4 bytes an element of all operands at the speed of
 memory. There the saving has to be above that. Experts narrower than `NARROW_EXPERTS` have not been measured.
 
-Layers that are sharded over several GPUs (tensor parallelism) are left alone until they have been measured there.
+Layers that are sharded over several GPUs (tensor parallelism) are weighed by what one rank multiplies. Llama-8B's on two
+H200s, all of which pass, took 0.73 times as long as in bf16 (2026-11-26).
 
 The rest holds for targets with measured `rates`. Where the number of rows is a symbol, layers are weighed by the size of
 their weights alone, and experts by the number that was seen first. A policy entry that names a site overrides it."""
@@ -45,12 +46,6 @@ def refusal(matches: Sequence[Match]) -> Refusal | None:
     device = value(match.weight).device
     m, _, k = match.sizes
     n = sum(match.sizes[1] for match in matches)
-    if match.parallel is not None and device.type == "cuda":
-        return Refusal(
-            "whether tensor-parallel layers in low precision pay has not been measured on GPUs yet: M=%s, N=%d, K=%d (a"
-            " policy entry overrides this)",
-            *(m, n, k),
-        )
     rates = targets.of(device).rates
     if rates is None:
         return None

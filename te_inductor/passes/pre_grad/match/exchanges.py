@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from te_inductor import compat
 from te_inductor.diagnostics import Refusal
 from te_inductor.passes.graph.aliases import name
 from te_inductor.passes.pre_grad.decide.support import is_tensor, value
@@ -29,6 +30,7 @@ class ExchangeNodes:
     received: tuple[Any, ...]
     group: str
     order: fx.Node | None  # which of the rows at the all-to-all each of the layer's is
+    waited: fx.Node  # the rows that came
     nodes: tuple[fx.Node, ...]  # what does it, in order
 
     @property
@@ -46,9 +48,9 @@ def in_front(x: fx.Node) -> ExchangeNodes | None:
     read = _read(x)
     if read is None:
         return None
-    exchange, rows, sent, received, group = read
-    nodes = (exchange, x) if ordered is x else (exchange, x, ordered)
-    return ExchangeNodes(rows, sent, received, group, order, nodes)
+    exchange, waits, rows, sent, received, group = read
+    nodes = (exchange, *waits) if ordered is x else (exchange, *waits, ordered)
+    return ExchangeNodes(rows, sent, received, group, order, x, nodes)
 
 
 def behind(y: fx.Node) -> ExchangeNodes | None:
@@ -71,19 +73,16 @@ def behind(y: fx.Node) -> ExchangeNodes | None:
         [reader] = readers
     elif len(y.users) != 1:
         return None
-    if len(reader.users) != 1:
+    read = next((found for node in _readers_of_all(reader) if (found := _read(node)) is not None), None)
+    if read is None or read[0] is not reader or read[2] is not made:
         return None
-    [waited] = reader.users
-    read = _read(waited)
-    if read is None or read[1] is not made:
-        return None
-    exchange, _, received, sent, group = read
-    return ExchangeNodes(made, sent, received, group, order, (*nodes, exchange, waited))
+    exchange, waits, _, received, sent, group = read
+    return ExchangeNodes(made, sent, received, group, order, waits[-1], (*nodes, exchange, *waits))
 
 
 def others(exchange: ExchangeNodes, layers: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
     """Of an exchange in front, who reads its rows: nodes that ask for sizes, and what is no layer of `layers`."""
-    waited = exchange.nodes[1]
+    waited = exchange.waited
     sizes = [user for user in waited.users if name(user) in _SIZES]
     read = [user for user in waited.users if user not in sizes]
     ordered = [user for user in read if _picked(user) is not None and user not in layers]
@@ -92,18 +91,31 @@ def others(exchange: ExchangeNodes, layers: Sequence[fx.Node]) -> tuple[list[fx.
     return sizes, left
 
 
-def _read(waited: fx.Node) -> tuple[fx.Node, fx.Node, tuple[Any, ...], tuple[Any, ...], str] | None:
-    """Of what waits for an all-to-all: that, its rows, the splits that are sent and received, its group."""
-    if name(waited) != "wait_tensor" or not waited.args or not isinstance(waited.args[0], fx.Node):
+def _readers_of_all(node: fx.Node) -> list[fx.Node]:
+    """The only reader of a node, and that reader's."""
+    found: list[fx.Node] = []
+    while len(node.users) == 1 and len(found) < 2:
+        [node] = node.users
+        found.append(node)
+    return found
+
+
+def _read(
+    waited: fx.Node,
+) -> tuple[fx.Node, tuple[fx.Node, ...], fx.Node, tuple[Any, ...], tuple[Any, ...], str] | None:
+    """Of what waits for an all-to-all: that, the nodes that wait, its rows, the splits that are sent and received, its
+    group."""
+    found = compat.collective_behind(waited)
+    if found is None:
         return None
-    exchange = waited.args[0]
+    exchange, waits = found
     if name(exchange) != "all_to_all_single" or len(exchange.args) != 4 or len(exchange.users) != 1:
         return None
     rows, received, sent, group = exchange.args
     splits = isinstance(sent, list | tuple) and isinstance(received, list | tuple)
     if not (is_tensor(rows) and splits and isinstance(group, str) and value(rows).dim() == 2):  # type: ignore[arg-type]
         return None
-    return exchange, rows, tuple(sent), tuple(received), group  # type: ignore[return-value, arg-type]
+    return exchange, waits, rows, tuple(sent), tuple(received), group  # type: ignore[return-value, arg-type]
 
 
 def _picked(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:

@@ -79,13 +79,14 @@ class Grouped(Rule):
         blocked = slots.fprop.blocked and not slots.fprop.microscaled
         return support.block_sizes(slots, n, k) if blocked else None
 
-    def emulated(self, match: Match, slots: Slots) -> Refusal | None:
-        why = Rule.emulated(self, match, slots)
+    def emulated(self, match: Match, slots: Slots, leaves: bool) -> Refusal | None:
+        device, dtypes = value(match.weight).device, (value(match.node).dtype, value(match.weight).dtype)
+        gemms = (slots.fprop, slots.dgrad, slots.wgrad)
+        if all(grouped_library.multiplies(device, gemm, *dtypes, leaves=leaves) for gemm in gemms):
+            return None
+        why = Rule.emulated(self, match, slots, leaves)
         if why is not None or not slots.fprop.microscaled:
             return why
-        device, dtypes = value(match.weight).device, (value(match.node).dtype, value(match.weight).dtype)
-        if grouped_library.multiplies(device, slots.fprop, *dtypes):
-            return None
         return Refusal(
             "no kernel for experts with %s, scales of %s, %s activations and %s weights on %s: exact values, multiplied in"
             " bfloat16, no faster than high precision",

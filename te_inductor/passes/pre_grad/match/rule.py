@@ -202,8 +202,9 @@ class Rule:
         """What a recipe asks for beyond that."""
         return support.blocks(slots, support.value(match.weight), *match.sizes[1:])
 
-    def emulated(self, match: Match, slots: Slots) -> Refusal | None:
-        """Why its GEMMs multiply in high precision what low precision holds; None where they do not."""
+    def emulated(self, match: Match, slots: Slots, leaves: bool) -> Refusal | None:
+        """Why its GEMMs multiply in high precision what low precision holds, in a program that `leaves` the process or
+        one that does not; None where they do not."""
         return support.emulated(slots, support.value(match.weight).device)
 
     def rewrite(self, match: Match, emit: Emit) -> None:

@@ -145,9 +145,8 @@ class DelayedSites:
         graph, training = x.graph, value(match.node).requires_grad
         of_x = self._quantizer(match, weight, "input")
         # A gathered weight was cast before the call, and has its state there.
-        of_weight = (
-            None if isinstance(value(match.weight), GatheredWeight) else self._quantizer(match, weight, "weight")
-        )
+        gathered = isinstance(compat.shard_of(value(match.weight)), GatheredWeight)
+        of_weight = None if gathered else self._quantizer(match, weight, "weight")
         of_both = self._known(of_weight, graph) if of_weight else []
         whole = self.gathers.of(match, weights, of_both, self.recipe)
         gathers = whole is not weights

@@ -13,12 +13,12 @@ def ask_for_sizes(sites: Iterable[Candidate]) -> None:
     for site in sites:
         found = site.match.arrives
         for node in site.match.sizes_of if found is not None else ():
-            if found is None or found.nodes[1] not in node.all_input_nodes:  # done for another site
+            if found is None or found.waited not in node.all_input_nodes:  # done for another site
                 continue
             graph = node.graph
             with graph.inserting_before(node):
                 rows = graph.call_function(torch.sym_sum, (list(found.received),))
                 shape = [rows, *value(found.rows).shape[1:]]
                 like = graph.call_function(torch.ops.aten.new_empty.default, (found.rows, shape))
-            like.meta = dict(found.nodes[1].meta)
-            node.replace_input_with(found.nodes[1], like)
+            like.meta = dict(found.waited.meta)
+            node.replace_input_with(found.waited, like)
