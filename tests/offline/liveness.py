@@ -105,11 +105,12 @@ def peaks(sources: Sequence[str]) -> Peaks:
     inputs = forward.get_args()
     with Storages() as storages:
         returned = list(forward.call(list(inputs)))
-        of_forward, storages.peak = storages.peak, 0
+        of_forward = storages.peak
         arguments = returned[len(returned) - saved_count :]
         del returned
         saved = storages.now()
         arguments += backward.get_args()[saved_count:]
+        storages.peak = 0  # which counted all that `get_args` makes
         gradients = backward.call(arguments)
         del gradients
     return Peaks(of_forward, saved, storages.peak)

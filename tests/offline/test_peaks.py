@@ -25,8 +25,8 @@ def test_peak_of_relus_backward():
 @pytest.mark.thorough
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_no_more_than_bf16(recipe):
-    """Two blocks of OPT-6.7B's width. With column copies of LayerNorms' outputs among what is saved, a step of OPT took
-    1.011 of bf16's peak (docs/ledger.md)."""
+    """Two blocks of OPT-6.7B's width. With column copies of three LayerNorms' outputs among what is saved, 0.76 of
+    bf16's are saved, and the backward takes 0.95; a step of OPT with its head then took 1.011 (docs/ledger.md)."""
     high, low = peaks("biased_blocks_bf16"), peaks(f"biased_blocks_{recipe}")
-    assert low.forward < high.forward and low.saved < 0.85 * high.saved
-    assert low.backward < high.backward
+    assert low.forward < high.forward and low.saved < 0.73 * high.saved
+    assert low.backward < 0.93 * high.backward
