@@ -105,12 +105,12 @@ class ParallelLinears(Operation):
     def _gradients(
         self, dys: Sequence[Tensor], gemms: int, rowwise: bool, columnwise: bool
     ) -> tuple[list[Copy | None], Copy | None, Sequence[Any]]:
-        """Copies of dy for dgrad, one a GEMM, and for wgrad, which is one GEMM; with one scale."""
+        """Copies of dy for dgrad, one a GEMM, and for wgrad, which is one GEMM; with one scale. A layer whose sums are
+        scattered is one GEMM."""
         dim, quantizer = self.parallel.scattered, self.slots.grad_output
         if gemms == 1:
             row, column, rows = self._copies(dys, "grad_output", dim, rowwise=rowwise, columnwise=columnwise)
             return [row], column, rows
-        assert dim is None  # of layers whose sums are scattered each is one by itself
         flat = [_flat(dy) for dy in dys]
         known = self._known("grad_output", flat, None)
         if known is None and quantizer.granularity.whole:

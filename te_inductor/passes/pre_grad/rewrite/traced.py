@@ -140,7 +140,7 @@ class _Layer:
 
         def forward(x: Tensor, weight: Tensor, *bias: Tensor) -> tuple[Tensor | None, ...]:
             wanted = (needs[0], False, needs[1], *(False for _ in bias))
-            [y], (x_col, w_col, _) = self.operation.compute(wanted, x, None, weight, *bias)
+            [y], (x_col, [w_col], _) = self.operation.compute(wanted, x, None, weight, *bias)
             return y, *Copy.saved(x_col), *Copy.saved(w_col)
 
         with self.graph.inserting_before(node):
