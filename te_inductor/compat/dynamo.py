@@ -150,15 +150,24 @@ def traced_beside() -> Iterator[None]:
 
 
 def method_call(node: fx.Node) -> tuple[str, Sequence[Any], Mapping[str, Any]] | None:
-    """The tensor method that a node calls, and its arguments behind the tensor. Releases before 2.12 call a function of
-    Dynamo's that holds the arguments of DTensors' methods."""
+    """The method of a tensor, or of DTensor's class, that a node calls, and its arguments behind the tensor. Releases
+    before 2.12 call a function of Dynamo's, another one in each node, that holds the arguments."""
     if node.op == "call_method":
         return str(node.target), node.args[1:], node.kwargs
     function = node.target
-    if node.op != "call_function" or not inspect.isfunction(function) or not function.__name__.startswith("prim_"):
+    if node.op != "call_function":
+        return None
+    if getattr(function, "__qualname__", "") == "DTensor.from_local":
+        return "from_local", node.args[1:], node.kwargs
+    if not inspect.isfunction(function) or not function.__name__.startswith(_HELD):
         return None
     held = inspect.getclosurevars(function).nonlocals
-    return function.__name__.removeprefix("prim_"), held.get("args_as_value", ()), held.get("kwargs_as_value", {})
+    kwargs = {**held.get("kwargs_as_value", {}), **node.kwargs}
+    name = function.__name__.removeprefix(_HELD[0]).removeprefix(_HELD[1])
+    return name, tuple(held.get("args_as_value", ())), kwargs
+
+
+_HELD = ("prim_", "prim ")  # how the names of such functions begin
 
 
 def collective_behind(node: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]] | None:

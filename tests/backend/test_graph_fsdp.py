@@ -4,6 +4,7 @@ that are cast before they are gathered are the same, bit for bit, as those that 
 import pytest
 import torch
 from torch import fx
+from torch.distributed.tensor import DTensor
 
 from te_inductor import compat
 from tests.forked_ranks import ranks, ranks_once
@@ -111,18 +112,21 @@ def test_what_is_gathered_in_high_precision_and_why(case, told):
 def test_arguments_of_a_method_that_dynamo_hides_in_a_function():
     """As torch 2.11 has methods of DTensors in its graphs."""
 
-    def hidden(args_as_value, kwargs_as_value):
-        def method(x):
-            return x.redistribute(*args_as_value, **kwargs_as_value)
+    def hidden(name, args_as_value, kwargs_as_value):
+        def method(x, shape=None):
+            return args_as_value, kwargs_as_value
 
-        method.__name__ = "prim_redistribute"
+        method.__name__ = name
         return method
 
     graph = fx.Graph()
     x = graph.placeholder("x")
     shown = graph.call_method("redistribute", (x, "mesh"), {"forward_dtype": torch.bfloat16})
-    held = graph.call_function(hidden(["mesh"], {"forward_dtype": torch.bfloat16}), (x,))
+    held = graph.call_function(hidden("prim_redistribute", ["mesh"], {"forward_dtype": torch.bfloat16}), (x,))
     for node in (shown, held):
-        name, args, options = compat.method_call(node)
-        assert (name, list(args), options) == ("redistribute", ["mesh"], {"forward_dtype": torch.bfloat16})
+        assert compat.method_call(node) == ("redistribute", ("mesh",), {"forward_dtype": torch.bfloat16})
+    shown = graph.call_function(DTensor.from_local, (x, "mesh"), {"run_check": False, "shape": (2,)})
+    held = graph.call_function(hidden("prim from_local", ["mesh"], {"run_check": False}), (x,), {"shape": (2,)})
+    for node in (shown, held):
+        assert compat.method_call(node) == ("from_local", ("mesh",), {"run_check": False, "shape": (2,)})
     assert compat.method_call(graph.call_function(torch.relu, (x,))) is None

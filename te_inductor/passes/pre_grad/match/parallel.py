@@ -12,12 +12,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from te_inductor import compat
 from te_inductor.diagnostics import Refusal
-from te_inductor.passes.graph.aliases import memory, name
+from te_inductor.passes.graph.aliases import memory
 from te_inductor.passes.pre_grad.decide.support import is_tensor, value
 from te_inductor.passes.pre_grad.match.rule import Match
 from te_inductor.runtime.parallel import Parallel
 
-_REDISTRIBUTE = frozenset({"redistribute", "prim_redistribute"})  # the second is torch 2.11's
 _CASTS = ("forward_dtype", "backward_dtype")  # what a redistribution may be asked to send
 
 
@@ -57,12 +56,14 @@ def with_redistributions(match: Match, written: AbstractSet[StorageWeakRef]) -> 
 def _made_first(x: fx.Node, written: AbstractSet[StorageWeakRef]) -> fx.Node:
     """The first DTensor that is made of the same tensor in the same way, so that layers are seen to read one input: each
     style makes one for its own layer."""
-    if name(x) != "from_local" or memory(x) & written:
+    call = compat.method_call(x)
+    if call is None or call[0] != "from_local" or memory(x) & written:
         return x
+    source = x.args[0]
     alike = (
         node
         for node in x.all_input_nodes[0].users
-        if (node.target, node.args, node.kwargs, node.graph) == (x.target, x.args, x.kwargs, x.graph)
+        if node.graph is x.graph and node.args[:1] == (source,) and compat.method_call(node) == call
     )
     return min(alike, default=x)
 
@@ -113,7 +114,7 @@ def _kinds(match: Match) -> Refusal | None:
 
 def _is_gather(node: fx.Node) -> bool:
     """Whether a node makes a whole tensor of rows that the ranks have."""
-    if name(node) not in _REDISTRIBUTE or not _keeps_dtype(node):
+    if not _redistributes(node):
         return False
     source: Any = value(node.all_input_nodes[0])
     if compat.mesh_of_dtensor(source) is None or len(source.placements) != 1:
@@ -124,10 +125,13 @@ def _is_gather(node: fx.Node) -> bool:
     return bool(made.placements[0].is_replicate() and dim not in (None, source.dim() - 1) and even)
 
 
-def _keeps_dtype(node: fx.Node) -> bool:
-    """Whether a redistribution sends what it is given, in both directions."""
+def _redistributes(node: fx.Node) -> bool:
+    """Whether it is a redistribution that sends what it is given, in both directions."""
+    call = compat.method_call(node)
+    if call is None or call[0] != "redistribute":
+        return False
     source: Any = node.all_input_nodes[0]
-    return value(source).dtype == value(node).dtype and not any(node.kwargs.get(option) for option in _CASTS)
+    return value(source).dtype == value(node).dtype and not any(call[2].get(option) for option in _CASTS)
 
 
 def _behind(node: fx.Node) -> tuple[tuple[fx.Node, ...], fx.Node | None, bool]:
@@ -136,11 +140,11 @@ def _behind(node: fx.Node) -> tuple[tuple[fx.Node, ...], fx.Node | None, bool]:
     nodes: list[fx.Node] = []
     y: fx.Node | None = None
     user = _only_user(node)
-    if user is not None and name(user) in _REDISTRIBUTE and _keeps_dtype(user) and _may_be_scattered(user):
+    if user is not None and _redistributes(user) and _may_be_scattered(user):
         nodes, y = [user], user
         user = _only_user(user)
-    # torch 2.11 hides the placements of its gradient.
-    if user is not None and name(user) == "to_local" and len(user.args) == 1 and not any(user.kwargs.values()):
+    call = None if user is None else compat.method_call(user)
+    if user is not None and call is not None and call[0] == "to_local" and not call[1] and not any(call[2].values()):
         return (*nodes, user), y or node, True
     return tuple(nodes), y, False
 
