@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_inductor import compat
 from te_inductor.compat import constant_type_name
 from te_inductor.ops.casts import Copy, ScalePair, copies
 from te_inductor.ops.definition import define
@@ -153,13 +154,22 @@ def trace_linears(
     """``x @ weight.T + bias`` for each weight, the operands of all three GEMMs in the low precision of `slots`. Several
     weights, each with a multiple of 16 rows, share their scale, as their gradients do, and each of their GEMMs is
     one."""
-    pairs: list[ScalePair | None] = []
-    pairs += [ScalePair(*pair) for pair in zip(known[::2], known[1::2], strict=True)] if known is not None else []
-    if pairs and isinstance(weights[0], GatheredWeight):
-        pairs.insert(1, None)
-    step = DelayedScales(*pairs, *([token, grad_amax] if len(pairs) > 2 else [])) if pairs else None  # type: ignore[arg-type]
+    step = step_of(weights, known, token, grad_amax)
     layers = Linears(slots, out_dtype, len(weights), step, kept or (), main_grads or (), tickets or ())
     return _layers(layers, x, token, weights, biases)
+
+
+def step_of(
+    weights: Sequence[Tensor], known: Sequence[Tensor] | None, token: Tensor | None, grad_amax: Tensor | None
+) -> DelayedScales | None:
+    """The scales of delayed scaling that `linears` is given; None without. A weight that was gathered in low precision
+    has its own."""
+    if not known:
+        return None
+    pairs: list[ScalePair | None] = [ScalePair(*pair) for pair in zip(known[::2], known[1::2], strict=True)]
+    if isinstance(compat.shard_of(weights[0]), GatheredWeight):
+        pairs.insert(1, None)
+    return DelayedScales(*pairs, *([token, grad_amax] if len(pairs) > 2 else []))  # type: ignore[arg-type]
 
 
 def trace_first_linears(

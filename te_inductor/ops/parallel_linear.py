@@ -16,7 +16,7 @@ from te_inductor.ops.definition import define
 from te_inductor.ops.delayed import DelayedScales, record_amax
 from te_inductor.ops.gathered_weight import GatheredWeight
 from te_inductor.ops.gemm import product
-from te_inductor.ops.linear import bias_gradient, save_copies
+from te_inductor.ops.linear import bias_gradient, save_copies, step_of
 from te_inductor.recipes import Quantizer, Slots
 from te_inductor.recipes.delayed import DelayedScaling
 from te_inductor.runtime.operation import Gradients, Needs, Operation
@@ -176,11 +176,7 @@ def trace_parallel_linears(
     grad_amax: Tensor | None = None,
 ) -> list[Tensor]:  # each (..., N); DTensors, or what this rank has of them
     """`linears` of DTensors, with the redistributions in front of and behind it."""
-    pairs: list[ScalePair | None] = []
-    pairs += [ScalePair(*pair) for pair in zip(known[::2], known[1::2], strict=True)] if known is not None else []
-    if pairs and isinstance(compat.shard_of(weights[0]), GatheredWeight):
-        pairs.insert(1, None)
-    step = DelayedScales(*pairs, *([token, grad_amax] if len(pairs) > 2 else [])) if pairs else None  # type: ignore[arg-type]
+    step = step_of(weights, known, token, grad_amax)
     return _layers(ParallelLinears(slots, out_dtype, parallel, len(weights), step), x, token, weights, biases)
 
 

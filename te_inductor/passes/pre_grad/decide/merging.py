@@ -26,10 +26,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from te_inductor import compat
-from te_inductor.ops.gathered_weight import GatheredWeight
 from te_inductor.passes.graph.aliases import is_opaque, memory, name
-from te_inductor.passes.pre_grad.decide.support import is_tensor, value
+from te_inductor.passes.pre_grad.decide.support import is_gathered, is_tensor, value
 from te_inductor.passes.pre_grad.match import grouped
 from te_inductor.passes.pre_grad.match.rule import Emit, Match, Rule, replace_layer
 from te_inductor.recipes import Recipe, Slots
@@ -74,7 +72,7 @@ def groups(
                 recipe,
                 slots,
                 node.dtype,
-                _is_gathered(match.weight),
+                is_gathered(match.weight),
                 *_kind(weight),
                 *_kind(bias),
             )
@@ -103,11 +101,6 @@ def _learning(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
-def _is_gathered(weight: fx.Node) -> bool:
-    """Whether FSDP2 gathered it, or a rank's part of it, in low precision."""
-    return isinstance(compat.shard_of(value(weight)), GatheredWeight)
-
-
 def _kind(tensor: Any) -> tuple[Any, ...]:
     return () if tensor is None else (tensor.dtype, tensor.device, tensor.requires_grad)
 
@@ -118,7 +111,7 @@ def _can_join(match: Match, slots: Slots, written: AbstractSet[StorageWeakRef]) 
         return False  # a column copy's rows run across all weights, and their scales with them
     if match.adder is not None:
         return False  # its output is another node's
-    if _is_gathered(match.weight) and (match.parallel is None or match.parallel.weight != 0):
+    if is_gathered(match.weight) and (match.parallel is None or match.parallel.weight != 0):
         # Each was cast with its own scale, into memory of its own: its GEMMs are its own, and only x and dx are common.
         return False
     if match.gather is not None:

@@ -9,7 +9,7 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch.utils import _pytree as pytree
 
-from te_inductor import targets
+from te_inductor import compat, targets
 from te_inductor.diagnostics import Refusal
 from te_inductor.ops.gathered_weight import GatheredWeight
 from te_inductor.recipes import Recipe, Slots
@@ -25,6 +25,11 @@ MAX_PADDING = 1.16
 def value(node: fx.Node) -> torch.Tensor:
     """The fake tensor that Dynamo traced for a node."""
     return node.meta["example_value"]  # type: ignore[no-any-return]
+
+
+def is_gathered(weight: fx.Node) -> bool:
+    """Whether FSDP2 gathered a weight, or a rank's part of it, in low precision."""
+    return isinstance(compat.shard_of(value(weight)), GatheredWeight)
 
 
 def is_tensor(node: Any) -> TypeGuard[fx.Node]:

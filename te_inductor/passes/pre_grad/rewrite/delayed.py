@@ -26,12 +26,11 @@ import torch
 from torch import fx
 
 from te_inductor import compat, ops
-from te_inductor.ops.gathered_weight import GatheredWeight
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.module_path import holder_path
 from te_inductor.passes.graph.owners import owner_of, place_of
 from te_inductor.passes.pre_grad.decide.amax_groups import GroupsOf
-from te_inductor.passes.pre_grad.decide.support import is_tensor, value
+from te_inductor.passes.pre_grad.decide.support import is_gathered, is_tensor, value
 from te_inductor.passes.pre_grad.match.rule import Match, call_linears
 from te_inductor.passes.pre_grad.rewrite import first_step
 from te_inductor.passes.pre_grad.rewrite.extras import ExtraArguments
@@ -145,8 +144,7 @@ class DelayedSites:
         graph, training = x.graph, value(match.node).requires_grad
         of_x = self._quantizer(match, weight, "input")
         # A gathered weight was cast before the call, and has its state there.
-        gathered = isinstance(compat.shard_of(value(match.weight)), GatheredWeight)
-        of_weight = None if gathered else self._quantizer(match, weight, "weight")
+        of_weight = None if is_gathered(match.weight) else self._quantizer(match, weight, "weight")
         of_both = self._known(of_weight, graph) if of_weight else []
         whole = self.gathers.of(match, weights, of_both, self.recipe)
         gathers = whole is not weights
