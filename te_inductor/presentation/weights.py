@@ -24,7 +24,7 @@ def text(report: "Report", columns_wide: int | None) -> str:
     if not any(graph.layers for graph in report.weights):
         return ""
     sources = " and ".join(dict.fromkeys(graph.rates for graph in report.weights))
-    title = wrapped(f"What the size rule weighed, in ms of one call, by rates {sources}:", columns_wide, "")
+    title = wrapped(f"The size rule, in ms of one call, by rates {sources}:", columns_wide, "")
     sums = [wrapped(_sum(graph), columns_wide, "") for graph in report.weights if graph.layers]
     return "\n".join([title, tabulated(COLUMNS, rows(report), columns_wide), *sums])
 
