@@ -1,7 +1,6 @@
 """How long a graph takes in bf16, roughly, on the device; and how long the host takes to launch it."""
 
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import fx
@@ -12,6 +11,7 @@ from te_inductor import targets
 from te_inductor.passes.pre_grad.decide import gemm_kernels
 from te_inductor.passes.pre_grad.decide.makers import is_view
 from te_inductor.passes.pre_grad.decide.support import value
+from te_inductor.passes.pre_grad.match.products import hint
 from te_inductor.passes.pre_grad.plan import Plan
 
 LAUNCHES_OF_A_GEMM = 2  # itself, and what else is launched for it: two Llama blocks have 78 launches, 42 of GEMMs
@@ -46,17 +46,11 @@ def _gemms(node: fx.Node) -> int:
 
 
 def _made(module: fx.GraphModule) -> int:
-    """Bytes of the tensors that its nodes compute."""
+    """Bytes of the tensors that its nodes compute. A symbol counts as what it was first."""
     return sum(
-        math.prod(_sizes(tensor)) * tensor.dtype.itemsize
+        math.prod(hint(size) or 0 for size in tensor.shape) * tensor.dtype.itemsize
         for node in module.graph.nodes
         if node.op in ("call_function", "call_method") and not is_view(node)
         for tensor in pytree.tree_leaves(node.meta.get("example_value"))
         if isinstance(tensor, torch.Tensor)
     )
-
-
-def _sizes(tensor: torch.Tensor) -> Iterator[int]:
-    """A symbol counts as what it was first."""
-    for size in tensor.shape:
-        yield size if isinstance(size, int) else getattr(size.node, "hint", None) or 0

@@ -49,7 +49,7 @@ class Makers:
 
 def is_view(node: fx.Node) -> bool:
     """Whether it computes nothing: shares its operand's memory, or moves that at most."""
-    if node.op not in ("call_function", "call_method") or not node.all_input_nodes or not is_tensor(node):
+    if node.op not in ("call_function", "call_method") or not node.all_input_nodes:
         return False
     called, first = name(node), node.all_input_nodes[0]
     if called in _IN_PLACE or called.endswith("_"):

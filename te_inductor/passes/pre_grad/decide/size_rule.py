@@ -61,21 +61,22 @@ def weigh(plan: Plan) -> None:
     makers = Makers(
         {product.node for product in plan.products}, {site.match.node for site in plan.candidates if site.low}
     )
-    rates: targets.Rates | None = None
+    known: targets.Rates | None = None
     for sites in _of_one_input(site for site in plan.candidates if site.low and not site.emulated):
         rates = targets.rates_of(value(sites[0].match.weight).device)
         if rates is None:
             continue
+        known = rates
         refusal, weight = _judged(sites, makers, rates, plan.options.weights)
         if weight is not None:
             weighed.append((sites, weight))
         for site in sites:
             site.refusal = None if site.by_policy else refusal
-    if rates is None:
+    if known is None:
         return
     asked = [(sites, weight) for sites, weight in weighed if not sites[0].by_policy and not sites[0].match.groups]
-    device = graph_time.device(plan, rates)
-    host = graph_time.host(plan, rates, sum(weight.launches for sites, weight in weighed if sites[0].low))
+    device = graph_time.device(plan, known)
+    host = graph_time.host(plan, known, sum(weight.launches for sites, weight in weighed if sites[0].low))
     refusal = refusal_of_graph([(weight, sites[0].low) for sites, weight in asked], device, host)
     for sites, _ in asked:
         for site in sites:
@@ -83,7 +84,7 @@ def weigh(plan: Plan) -> None:
     plan.report.weights.append(
         GraphWeight(
             [WeighedLayers(tuple(site.fqn for site in sites), sites[0].low, weight) for sites, weight in weighed],
-            *(device, host, rates.source),
+            *(device, host, known.source),
         )
     )
 
