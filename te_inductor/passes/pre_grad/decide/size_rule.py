@@ -13,7 +13,7 @@ both over a graph, by the rates of the device (targets/sm90.py):
 
 The device's time in bf16 is that of all matrix products, and of moving what else the graph makes: twice its bytes in
 training, once in inference. Attention is not in it, so the rule errs towards high precision. The host launches two
-kernels a GEMM (two Llama blocks: 72, of which 42 are GEMMs), and those of the casts.
+kernels a GEMM (two Llama blocks: 87, of which 42 are GEMMs), and those of the casts.
 
 `SHARE` covers what estimates were too high by, in parts of the GEMMs' time: at most 0.21, of SmolLM-360M under delayed
 scaling (H100, 16384 tokens), which was expected to gain 0.26 and gained 0.05, and next 0.10, of T5-XL. BERT-large under
