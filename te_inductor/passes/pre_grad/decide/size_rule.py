@@ -9,7 +9,8 @@ both over a graph, by the rates of the device (targets/sm90.py):
 2. The others run in FP8 if together they gain, saving less cost, at least `SHARE` of what the GEMMs of the graph's layers
    take in bf16. Otherwise the whole graph stays as it is, and is plain Inductor's.
 3. Where Python launches each kernel, the host has to keep up with the device. A graph gains no more than what is
-   between the device's time in bf16 and the host's time in FP8. CUDA graphs and C++ wrappers have no such limit.
+   between the device's time in bf16 and the host's time in FP8. CUDA graphs that torch records, and C++ wrappers, have
+   no such limit.
 
 The device's time in bf16 is that of all matrix products, and of moving what else the graph makes: twice its bytes in
 training, once in inference. Attention is not in it, so the rule errs towards high precision. The host launches two
@@ -27,8 +28,9 @@ memory. There the saving has to be above that. Experts narrower than `NARROW_EXP
 
 Layers that are sharded over several GPUs (tensor parallelism) are weighed by what one rank multiplies, and so are left
 where a size is below `NARROW`: none so small has been measured. Llama-8B's on two H200s, all of which pass, took 0.73
-times as long as in bf16 (2026-11-26). Where the number of rows is a symbol, `NARROW` alone decides, and experts are
-weighed by the number that was seen first; neither counts in the graph's sum.
+times as long as in bf16 (2026-11-26). Of DTensors the graph's time counts the whole. Where the number of rows is a
+symbol, `NARROW` alone decides, and experts are weighed by the number that was seen first; neither counts in the graph's
+sum.
 
 All this holds for targets with `rates`. A policy entry that names a site overrides it."""
 
