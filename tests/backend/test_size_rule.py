@@ -236,9 +236,11 @@ def test_symbols_of_rows():
 
 
 def test_a_layer_is_left_for_its_own_sake():
-    refusal, weight = judged(layer((8192, 40, 4096)))
-    assert "M=8192, N=40, K=4096, it would save 5 us and cost 73 us, where it has to save 1.25 times" in str(refusal)
-    assert weight.bf16_s == pytest.approx(6 * 8192 * 40 * 4096 / 650e12)
+    refusal, weight = judged(layer((1024, 2048, 2048)))
+    assert "M=1024, N=2048, K=2048, it would save 17 us and cost 36 us, where it has to save 1.25 times" in str(refusal)
+    assert weight.bf16_s == pytest.approx(6 * 1024 * 2048 * 2048 / 650e12)
+    refusal, weight = judged(layer((8192, 1000, 4096)))  # too narrow, though it is expected to pay
+    assert "N=1000, K=4096, where less than 1536 is narrow" in str(refusal) and weight.saved_s > 1.4 * weight.cost_s
     one, small = (4096, 4096, 4096), (4096, 1024, 4096)
     assert judged(layer(one), layer(small), layer(small))[0] is None  # with others it shares the cast of x
 

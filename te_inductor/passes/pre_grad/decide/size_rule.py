@@ -26,11 +26,13 @@ experts of 14336 casts are little; with 128 of 768 the weights of all experts ar
 and what the casts cost was, with current scaling, rows or blocks, 4 bytes an element of all operands at the speed of
 memory. There the saving has to be above that. Experts narrower than `NARROW_EXPERTS` have not been measured.
 
-Layers that are sharded over several GPUs (tensor parallelism) are weighed by what one rank multiplies, and so are left
-where a size is below `NARROW`: none so small has been measured. Llama-8B's on two H200s, all of which pass, took 0.73
-times as long as in bf16 (2026-11-26). Of DTensors the graph's time counts the whole. Where the number of rows is a
-symbol, `NARROW` alone decides, and experts are weighed by the number that was seen first; neither counts in the graph's
-sum.
+Layers of which a size is below `NARROW` are left, whatever they weigh: of models so small no step was measured since
+delayed scaling's step ends in one kernel, and before, estimates of one were furthest off (SmolLM-360M's, above).
+
+Layers that are sharded over several GPUs (tensor parallelism) are weighed by what one rank multiplies. Llama-8B's on
+two H200s, all of which pass, took 0.67 times as long as in bf16 (2026-11-26). Of DTensors the graph's time counts the
+whole. Where the number of rows is a symbol, `NARROW` alone decides, and experts are weighed by the number that was seen
+first; neither counts in the graph's sum.
 
 All this holds for targets with `rates`. A policy entry that names a site overrides it."""
 
@@ -114,7 +116,7 @@ def _judged(
         weight = of_experts(rows, n, k, match.experts, len(list(match.gemms())), rates)
     elif known:
         weight = of_layers(_layers(sites, makers, weights), rates)
-    narrow = NARROW_EXPERTS if match.groups else NARROW if match.parallel or not known else 0
+    narrow = NARROW_EXPERTS if match.groups else NARROW
     if min(n, k) < narrow:
         sizes = (m, n, k, narrow, _OVERRIDE)
         return Refusal("too small for FP8 to pay: M=%s, N=%d, K=%d, where less than %d is narrow %s", *sizes), weight
