@@ -27,6 +27,7 @@ from te_inductor.passes.pre_grad.rewrite.sites import guard_extras, rewrite_site
 from te_inductor.passes.pre_grad.rewrite.traced import (
     refuse_batches,
     refuse_what_has_no_place,
+    refuse_what_is_in_no_program,
     rewrite_triples,
     write_slots,
 )
@@ -51,7 +52,7 @@ PASSES: tuple[Pass, ...] = (*DECIDE, compare_ranks, guard_extras, start_builds, 
 
 _CHECKED: tuple[Pass, ...] = (list_products, resolve_recipes, check_sites, refuse_what_has_no_place)
 _REPORTED: tuple[Pass, ...] = (weigh_sites, report_sites)
-DECIDE_EXPORTED: tuple[Pass, ...] = (match_sites, *_CHECKED, *_REPORTED)
+DECIDE_EXPORTED: tuple[Pass, ...] = (match_sites, *_CHECKED, refuse_what_is_in_no_program, *_REPORTED)
 EXPORTED: tuple[Pass, ...] = (*DECIDE_EXPORTED, rewrite_sites, write_slots)
 TRACED: tuple[Pass, ...] = (
     match_sites,

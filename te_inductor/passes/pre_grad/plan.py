@@ -112,6 +112,8 @@ class Plan:
     extra_inputs: list[ExtraInputs] = field(default_factory=list)  # what the rewritten graph takes besides its inputs
     parameters: dict[fx.Node, str] = field(default_factory=dict)  # names, of a graph that Dynamo did not make
 
+    backward: set[fx.Node] = field(default_factory=set)  # products that are part of a site's backward
+
     @property
     def state(self) -> StateInputs | None:
         """Those of delayed scaling."""

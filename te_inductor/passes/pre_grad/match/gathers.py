@@ -15,7 +15,7 @@ from te_inductor.passes.pre_grad.match.experts_bias import counts
 from te_inductor.passes.pre_grad.match.rule import Groups
 
 _DIVISIONS = frozenset(("floordiv", "floor_divide", "__floordiv__", "div", "divide"))
-_CASTS = frozenset("to type type_as float bfloat16 half _to_copy convert_element_type".split())
+CASTS = frozenset("to type type_as float bfloat16 half _to_copy convert_element_type".split())
 
 
 def source_of(x: fx.Node, ends: fx.Node) -> tuple[fx.Node, Groups]:
@@ -28,7 +28,7 @@ def source_of(x: fx.Node, ends: fx.Node) -> tuple[fx.Node, Groups]:
 
 def uncast(node: fx.Node, lossless: bool = False) -> fx.Node:
     """What was cast from one dtype that layers can have to another; `lossless`: to one that holds all its values."""
-    while name(node) in _CASTS and node.args and is_tensor(node.args[0]) and is_tensor(node):
+    while name(node) in CASTS and node.args and is_tensor(node.args[0]) and is_tensor(node):
         source: fx.Node = node.args[0]  # type: ignore[assignment]
         before, after = value(source), value(node)
         if not {before.dtype, after.dtype} <= set(support.DTYPES) or before.device != after.device:
@@ -41,9 +41,9 @@ def uncast(node: fx.Node, lossless: bool = False) -> fx.Node:
 
 def first_cast(node: fx.Node) -> fx.Node:
     """Of equal casts of one tensor the first, so that layers that cast their input each have the same one."""
-    if name(node) not in _CASTS or not node.args or not isinstance(node.args[0], fx.Node):
+    if name(node) not in CASTS or not node.args or not isinstance(node.args[0], fx.Node):
         return node
-    alike = (other for other in node.args[0].users if name(other) in _CASTS and other.graph is node.graph)
+    alike = (other for other in node.args[0].users if name(other) in CASTS and other.graph is node.graph)
     same = [
         other for other in alike if (other.target, other.args, other.kwargs) == (node.target, node.args, node.kwargs)
     ]

@@ -14,11 +14,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from te_inductor import ops
 from te_inductor.diagnostics import Refusal
-from te_inductor.ops.casts import Copy
+from te_inductor.ops.grouped_linear import GroupedLinears
 from te_inductor.ops.linear import Linears
+from te_inductor.passes.graph.aliases import origin, written_by
 from te_inductor.passes.graph.cse import share
 from te_inductor.passes.pre_grad.decide.support import value
 from te_inductor.passes.pre_grad.match.gradients import matrix
+from te_inductor.passes.pre_grad.match.grouped import Grouped
 from te_inductor.passes.pre_grad.match.linear import Addmm, Product
 from te_inductor.passes.pre_grad.match.rule import Gradients, Match
 from te_inductor.passes.pre_grad.plan import Plan
@@ -45,12 +47,17 @@ def refuse_what_has_no_place(plan: Plan) -> None:
                 "delayed scaling keeps scales from step to step, for which this graph has no inputs; recipe 'current'"
                 " finds them at each call"
             )
-        elif site.match.groups is not None and not grouped.is_written_out(
-            value(site.match.weight).device, site.slots.fprop
-        ):
-            site.refusal = Refusal("experts with scales of blocks in a program, for which torch has no product")
         elif site.match.node.graph is not plan.gm.graph:
             site.refusal = _in_a_body(plan, site.match.node.graph)
+
+
+def refuse_what_is_in_no_program(plan: Plan) -> None:
+    """Experts for whose products a program that leaves this process has no kernel."""
+    for site in plan.candidates:
+        if site.refusal is not None or site.slots is None or site.match.groups is None:
+            continue
+        if not grouped.is_written_out(value(site.match.weight).device, site.slots.fprop):
+            site.refusal = Refusal("experts with scales of blocks in a program, for which torch has no product")
 
 
 def _in_a_body(plan: Plan, graph: fx.Graph) -> Refusal:
@@ -72,12 +79,8 @@ def _in_a_body(plan: Plan, graph: fx.Graph) -> Refusal:
 def refuse_batches(plan: Plan) -> None:
     """Products whose backward is not looked for."""
     for site in plan.candidates:
-        if site.refusal is not None or site.slots is None or isinstance(site.rule, Product | Addmm):
-            continue
-        if site.match.groups is not None:
-            site.refusal = Refusal("experts' products in a graph that may have a backward, where they are not read")
-        else:
-            site.refusal = Refusal("not one mm or addmm, the products that are read in a graph with a backward")
+        if site.refusal is None and site.slots is not None and not isinstance(site.rule, Product | Addmm | Grouped):
+            site.refusal = Refusal("not mm, addmm or a grouped product, which are read in a graph with a backward")
 
 
 def write_slots(plan: Plan) -> None:
@@ -109,78 +112,87 @@ def _is_new(node: fx.Node) -> bool:
 def rewrite_triples(plan: Plan) -> None:
     """Write each layer's forward and backward in the places of their products."""
     moved: dict[fx.Node, fx.Node] = {}
+    written = {origin(one) for node in plan.gm.graph.nodes for one in written_by(node)}
     for site in plan.candidates:
         if site.low and site.slots is not None:
             _Layer(site.match, site.slots, moved).write()
-    if not any(_writes(node) for node in plan.gm.graph.nodes):
-        share(plan.gm.graph)  # layers of one input cast it once
+    share(plan.gm.graph, written)  # layers of one input cast it once
     plan.gm.graph.eliminate_dead_code()
     plan.gm.recompile()
 
 
-def _writes(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-
-
 class _Layer:
-    """One layer, of which both directions are traced as `Linears` computes them."""
+    """One layer, of which both directions are traced as its operation computes them."""
 
     def __init__(self, match: Match, slots: Slots, moved: dict[fx.Node, fx.Node]) -> None:
         self.match, self.graph, self.backward = match, match.node.graph, match.gradients
         self.moved = moved  # products that are gone, which may be operands of this one, and what stands for each
-        self.operation = Linears(slots, value(match.node).dtype)
+        kind = Linears if match.groups is None else GroupedLinears
+        self.operation = kind(slots, value(match.node).dtype)
+        self.weight_at = 0  # its place among the operation's inputs
+        self.ctx = SimpleNamespace()
         self.saved: list[fx.Node | None] = []
 
     def write(self) -> None:
         gradients, node = self.backward, self.match.node
-        needs = (
-            gradients is not None and gradients.dgrad is not None,
-            gradients is not None and gradients.wgrad is not None,
-        )
-
-        def forward(x: Tensor, weight: Tensor, *bias: Tensor) -> tuple[Tensor | None, ...]:
-            wanted = (needs[0], False, needs[1], *(False for _ in bias))
-            [y], (x_col, [w_col], _) = self.operation.compute(wanted, x, None, weight, *bias)
-            return y, *Copy.saved(x_col), *Copy.saved(w_col)
-
         with self.graph.inserting_before(node):
-            operands = [self._now(self.match.x), self._weight()]
-            operands += [] if self.match.bias is None else [self._now(self.match.bias)]
-            y, *self.saved = self._traced(forward, operands, node)
+            operands, needs = self._operands()
+            given = [place for place, one in enumerate(operands) if one is not None]
+
+            def forward(*tensors: Tensor) -> tuple[Tensor | None, ...]:
+                inputs = _at(given, tensors, len(operands))
+                if self.match.groups is not None and self.match.groups.rows is None:
+                    inputs[0] = grouped.mask_rows(inputs[0], inputs[2])
+                saved: list[Tensor | None] = []
+                self.ctx.save_for_backward = lambda *tensors: saved.extend(tensors)
+                [y], found = self.operation.compute(needs, *inputs)
+                self.operation.setup_context(self.ctx, tuple(inputs), found)
+                return y, *saved
+
+            y, *self.saved = self._traced(forward, [operands[place] for place in given], node)  # type: ignore[misc]
             self._replace(node, y)
         if gradients is not None:
-            self._write_backward(gradients, needs)
+            self._write_backward(gradients)
 
-    def _weight(self) -> fx.Node:  # (N, K)
+    def _operands(self) -> tuple[list[fx.Node | None], tuple[bool, ...]]:
+        """The operation's inputs, and which of them want a gradient. That of a bias is a sum, and stays as it is."""
+        match, gradients = self.match, self.backward
+        x, weight = self._now(match.x), self._weight()
+        bias = [] if match.bias is None else [self._now(match.bias)]
+        between = [None]  # the step's token
+        if match.groups is not None:
+            rows = match.groups.rows
+            between += [self._now(match.groups.ends), None if rows is None else self._now(rows), None]  # type: ignore[list-item]
+        self.weight_at = 1 + len(between)
+        needs = (False, False) if gradients is None else (gradients.dgrad is not None, gradients.wgrad is not None)
+        return [x, *between, weight, *bias], (needs[0], *(False for _ in between), needs[1], *(False for _ in bias))
+
+    def _weight(self) -> fx.Node:  # (N, K), or (E, N, K)
         weight = self.match.weight
         if not self.match.transposed:
             return weight
         found = matrix(weight)
-        if found.transposed and value(found.root).dim() == 2:
+        if found.transposed and value(found.root).dim() == value(weight).dim():
             return found.root
-        return self._called(aten.t.default, weight)
+        return self._transposed(weight)
 
-    def _write_backward(self, gradients: Gradients, needs: tuple[bool, bool]) -> None:
+    def _write_backward(self, gradients: Gradients) -> None:
         x_dtype, w_dtype = (
             value(self.match.x if node is None else node).dtype for node in (gradients.dgrad, gradients.wgrad)
         )
         kept = [place for place, node in enumerate(self.saved) if node is not None]
 
         def backward(dy: Tensor, *saved: Tensor) -> tuple[Tensor | None, ...]:
-            found: list[Tensor | None] = [None] * len(self.saved)
-            for place, tensor in zip(kept, saved, strict=True):
-                found[place] = tensor
-            ctx = SimpleNamespace(
-                needs=(*needs, False), saved_tensors=found, dtypes=(x_dtype, w_dtype, None), sizes=[dy.shape[1]]
-            )
-            dx, _, dw = self.operation.backward(ctx, dy)
-            return dx, dw.t() if dw is not None and gradients.wgrad_transposed else dw
+            self.ctx.saved_tensors = _at(kept, saved, len(self.saved))
+            self.ctx.dtypes = x_dtype, w_dtype, None
+            found = self.operation.backward(self.ctx, dy)
+            dx, dw = found[0], found[self.weight_at]
+            return dx, dw.mT if dw is not None and gradients.wgrad_transposed else dw
 
-        order = {node: place for place, node in enumerate(self.graph.nodes)}
-        first = min(gradients.nodes, key=order.__getitem__)
+        first = min(gradients.nodes)
         with self.graph.inserting_before(first):
             dy = self._now(gradients.dy)
-            dy = self._called(aten.t.default, dy) if gradients.dy_transposed else dy
+            dy = self._transposed(dy) if gradients.dy_transposed else dy
             made = self._traced(backward, [dy, *(node for node in self.saved if node is not None)], first)
         for node, new in zip((gradients.dgrad, gradients.wgrad), made, strict=True):
             if node is not None:
@@ -194,9 +206,9 @@ class _Layer:
         node.graph.erase_node(node)
         self.moved[node] = new
 
-    def _called(self, op: Any, operand: fx.Node) -> fx.Node:
-        made = self.graph.call_function(op, (operand,))
-        made.meta["val"] = made.meta["example_value"] = op(value(operand))
+    def _transposed(self, operand: fx.Node) -> fx.Node:
+        made = self.graph.call_function(aten.transpose.int, (operand, -2, -1))
+        made.meta["val"] = made.meta["example_value"] = value(operand).mT
         return made
 
     def _traced(
@@ -215,6 +227,14 @@ class _Layer:
                 copy.meta["example_value"] = copy.meta.get("val")
                 _take_place(copy, place.meta)
         return list(found)  # type: ignore[arg-type]
+
+
+def _at(places: Sequence[int], tensors: Sequence[Tensor], count: int) -> list[Any]:
+    """A list of so many, with tensors at some places and None at the others."""
+    found: list[Any] = [None] * count
+    for place, tensor in zip(places, tensors, strict=True):
+        found[place] = tensor
+    return found
 
 
 def _take_place(node: fx.Node, meta: dict[str, Any]) -> None:
