@@ -187,6 +187,7 @@ def _parameters(gm: fx.GraphModule, given: Any) -> dict[str, str]:
         found = held | dict(given)
     elif isinstance(given, Sequence) and not isinstance(given, str) and len(given) <= len(names):
         found = held | dict(zip(names, given, strict=False))
+        _check_tensors(placeholders, given)
     else:
         expected = f"names of its first inputs, of which there are {len(names)}, or a dict of placeholders' names"
         raise OptionError(wrong_type("lower's parameters", given, expected))
@@ -199,6 +200,16 @@ def _parameters(gm: fx.GraphModule, given: Any) -> dict[str, str]:
             " traced; expected parameters=[name, …] of its first inputs, or {placeholder: name}"
         )
     return found
+
+
+def _check_tensors(placeholders: Sequence[fx.Node], names: Sequence[str]) -> None:
+    """A trace opens a DTensor into its local tensor and its mesh, so that names in order would be others' names."""
+    for node, name in zip(placeholders, names, strict=False):
+        if not isinstance(node.meta.get("val"), Tensor):
+            raise OptionError(
+                f"lower's parameters name {name!r} at input {node.name!r}, which is no tensor: the trace has opened DTensors"
+                " into several inputs each; expected {placeholder: name} of the local tensors"
+            )
 
 
 def _is_parameter(gm: fx.GraphModule, node: fx.Node) -> bool:

@@ -142,9 +142,13 @@ def disturbed(match: Match, last: fx.Node | None = None) -> bool:
 
 
 def _passed(node: fx.Node, source: fx.Node) -> Iterator[fx.Node]:
-    """What stands between a source and what is made of it, the last one first."""
+    """What stands between a source and what is made of it, the last one first. The source may be a cast that equals one
+    of these."""
     while node is not source:
         yield node
+        if (node.target, node.args, node.kwargs) == (source.target, source.args, source.kwargs):
+            yield source
+            break
         node = node.args[0]  # type: ignore[assignment]
 
 

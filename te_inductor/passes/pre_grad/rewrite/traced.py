@@ -3,6 +3,7 @@ backward."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -111,22 +112,29 @@ def _is_new(node: fx.Node) -> bool:
 
 def rewrite_triples(plan: Plan) -> None:
     """Write each layer's forward and backward in the places of their products."""
-    moved: dict[fx.Node, fx.Node] = {}
+    so_far = _SoFar()
     written = {origin(one) for node in plan.gm.graph.nodes for one in written_by(node)}
     for site in plan.candidates:
         if site.low and site.slots is not None:
-            _Layer(site.match, site.slots, moved).write()
+            _Layer(site.match, site.slots, so_far).write()
     share(plan.gm.graph, written)  # layers of one input cast it once
     plan.gm.graph.eliminate_dead_code()
     plan.gm.recompile()
 
 
+@dataclass
+class _SoFar:
+    """What the layers before this one have left."""
+
+    moved: dict[fx.Node, fx.Node] = field(default_factory=dict)  # products that are gone: what stands for each
+    masked: dict[tuple[fx.Node, fx.Node], fx.Node] = field(default_factory=dict)  # experts' rows without those of none
+
+
 class _Layer:
     """One layer, of which both directions are traced as its operation computes them."""
 
-    def __init__(self, match: Match, slots: Slots, moved: dict[fx.Node, fx.Node]) -> None:
-        self.match, self.graph, self.backward = match, match.node.graph, match.gradients
-        self.moved = moved  # products that are gone, which may be operands of this one, and what stands for each
+    def __init__(self, match: Match, slots: Slots, so_far: _SoFar) -> None:
+        self.match, self.graph, self.backward, self.so_far = match, match.node.graph, match.gradients, so_far
         kind = Linears if match.groups is None else GroupedLinears
         self.operation = kind(slots, value(match.node).dtype)
         self.weight_at = 0  # its place among the operation's inputs
@@ -141,8 +149,6 @@ class _Layer:
 
             def forward(*tensors: Tensor) -> tuple[Tensor | None, ...]:
                 inputs = _at(given, tensors, len(operands))
-                if self.match.groups is not None and self.match.groups.rows is None:
-                    inputs[0] = grouped.mask_rows(inputs[0], inputs[2])
                 saved: list[Tensor | None] = []
                 self.ctx.save_for_backward = lambda *tensors: saved.extend(tensors)
                 [y], found = self.operation.compute(needs, *inputs)
@@ -161,11 +167,20 @@ class _Layer:
         bias = [] if match.bias is None else [self._now(match.bias)]
         between = [None]  # the step's token
         if match.groups is not None:
-            rows = match.groups.rows
-            between += [self._now(match.groups.ends), None if rows is None else self._now(rows), None]  # type: ignore[list-item]
+            ends, rows = match.groups.ends, match.groups.rows
+            x = self._masked(x, ends) if rows is None else x
+            between += [ends, rows, None]  # type: ignore[list-item]
         self.weight_at = 1 + len(between)
         needs = (False, False) if gradients is None else (gradients.dgrad is not None, gradients.wgrad is not None)
         return [x, *between, weight, *bias], (needs[0], *(False for _ in between), needs[1], *(False for _ in bias))
+
+    def _masked(self, x: fx.Node, ends: fx.Node) -> fx.Node:
+        """Once for all layers that read the rows."""
+        if (x, ends) not in self.so_far.masked:
+            [self.so_far.masked[x, ends]] = self._traced(
+                lambda *given: [grouped.mask_rows(*given)], [x, ends], self.match.node
+            )
+        return self.so_far.masked[x, ends]
 
     def _weight(self) -> fx.Node:  # (N, K), or (E, N, K)
         weight = self.match.weight
@@ -174,7 +189,7 @@ class _Layer:
         found = matrix(weight)
         if found.transposed and value(found.root).dim() == value(weight).dim():
             return found.root
-        return self._transposed(weight)
+        return self._transposed(weight, self.match.node)
 
     def _write_backward(self, gradients: Gradients) -> None:
         x_dtype, w_dtype = (
@@ -192,22 +207,23 @@ class _Layer:
         first = min(gradients.nodes)
         with self.graph.inserting_before(first):
             dy = self._now(gradients.dy)
-            dy = self._transposed(dy) if gradients.dy_transposed else dy
+            dy = self._transposed(dy, first) if gradients.dy_transposed else dy
             made = self._traced(backward, [dy, *(node for node in self.saved if node is not None)], first)
         for node, new in zip((gradients.dgrad, gradients.wgrad), made, strict=True):
             if node is not None:
                 self._replace(node, new)
 
     def _now(self, node: fx.Node) -> fx.Node:
-        return self.moved.get(node, node)
+        return self.so_far.moved.get(node, node)
 
     def _replace(self, node: fx.Node, new: fx.Node) -> None:
         node.replace_all_uses_with(new)
         node.graph.erase_node(node)
-        self.moved[node] = new
+        self.so_far.moved[node] = new
 
-    def _transposed(self, operand: fx.Node) -> fx.Node:
+    def _transposed(self, operand: fx.Node, place: fx.Node) -> fx.Node:
         made = self.graph.call_function(aten.transpose.int, (operand, -2, -1))
+        _take_place(made, place.meta)
         made.meta["val"] = made.meta["example_value"] = value(operand).mT
         return made
 
