@@ -3,7 +3,6 @@ forward and backward."""
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, overload
 
 import torch
@@ -92,14 +91,13 @@ def plan_of(program: Any, options: Options, parameters: Any = None) -> Plan:
     """What the passes take, on a copy of the program's graph."""
     if isinstance(program, Program):
         gm, named = _deep_copied(program.graph_module), dict(program.graph_signature.inputs_to_parameters)
-        # Code for AOTInductor calls no kernels of ours, so cuBLASLt takes the place of CUTLASS.
-        options = replace(options, inductor={"cpp_wrapper": True})
     else:
         gm = _copied(program)
         named = _parameters(gm, parameters)
     _set_values(gm, named)
     nodes = {node.name: node for node in gm.graph.nodes if node.op in ("placeholder", "get_attr")}
-    return Plan(gm, options, parameters={nodes[name]: path for name, path in named.items()})
+    paths = {nodes[name]: path for name, path in named.items()}
+    return Plan(gm, options, parameters=paths, leaves=isinstance(program, Program))
 
 
 def parse_options(options: Mapping[str, Any] | None) -> Options:

@@ -27,6 +27,7 @@ def choose(
     shapes: tuple[Any, int, int],  # its (M, N, K)
     options: Options,
     accumulates: bool = False,  # adds to a total in fp32
+    leaves: bool = False,  # as part of a program that leaves this process
 ) -> Choice:
     """What will run it."""
     a, b = _operands(slots, gemm)
@@ -43,7 +44,9 @@ def choose(
         added=OUTPUT if accumulates else NOTHING,
         autotunes=_autotunes(options),
         grouped=match.groups is not None,
-        cpp_wrapper=is_cpp(options),
+        held=value(match.weight).dtype,
+        leaves=leaves,
+        cpp_wrapper=leaves or is_cpp(options),
     )
     return select(problem)
 

@@ -15,6 +15,7 @@ from te_inductor.passes.pre_grad.decide import gathered, gemm_kernels
 from te_inductor.passes.pre_grad.match.linear import from_parameter
 from te_inductor.passes.pre_grad.plan import Candidate, Plan, Unlowered
 from te_inductor.templates.cutlass.scaled_mm import Kernel
+from te_inductor.templates.select import EMULATED
 
 
 def report_sites(plan: Plan) -> None:
@@ -59,14 +60,14 @@ def _weights(plan: Plan) -> dict[str, torch.nn.Parameter]:
 
 def _sites(plan: Plan, candidate: Candidate, merged: tuple[str, ...], rows: int | None) -> Iterator[Site]:
     recipe = "none" if candidate.recipe is None else candidate.recipe.name
-    refusal = candidate.refusal or candidate.emulated
-    reason = None if refusal is None else str(refusal)
     match = candidate.match
     for (gemm, shapes), (_, merged_shapes) in zip(match.gemms(), match.gemms(rows), strict=True):
         accumulates = gemm == "wgrad" and plan.options.wgrad == "main_grad" and "wgrad" not in candidate.unmet
         kernel, library = _kernel(plan, candidate, gemm, shapes if accumulates else merged_shapes, accumulates)
         if library is not None:
             plan.libraries.add(library)
+        refusal = candidate.refusal or (candidate.emulated if kernel == EMULATED else None)
+        reason = None if refusal is None else str(refusal)
         yield Site(candidate.fqn, candidate.rule.pattern, gemm, plain(shapes), recipe, kernel, reason, merged)
 
 
@@ -91,7 +92,9 @@ def _kernel(
         if gemm == "fprop":
             return gemm_kernels.of_stored_weight(candidate.match, candidate.recipe, plan.options), None
     elif candidate.low and candidate.slots is not None:
-        choice = gemm_kernels.choose(candidate.match, candidate.slots, gemm, shapes, plan.options, accumulates)
+        choice = gemm_kernels.choose(
+            candidate.match, candidate.slots, gemm, shapes, plan.options, accumulates, plan.leaves
+        )
         return choice.name, choice.kernel
     return "high_precision", None
 
