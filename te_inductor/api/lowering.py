@@ -67,7 +67,7 @@ def lower(
         `torch._inductor.aoti_compile_and_package`. Of a traced graph a graph module of the same inputs and outputs,
         made of te_inductor's casts and GEMMs.
 
-    Delayed scaling, which keeps state, and experts in a traced graph stay in high precision, with a warning; stored
+    Delayed scaling, which keeps state, stays in high precision, with a warning; stored
     weights (`quantize_` before the export) are left as they are.
 
     Raises:
