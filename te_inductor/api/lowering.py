@@ -202,8 +202,9 @@ def _parameters(gm: fx.GraphModule, given: Any) -> dict[str, str]:
 
 def _check_tensors(placeholders: Sequence[fx.Node], names: Sequence[str]) -> None:
     """A trace opens a DTensor into its local tensor and its mesh, so that names in order would be others' names."""
+    tensors = {node for node in placeholders if isinstance(node.meta.get("val"), Tensor)}
     for node, name in zip(placeholders, names, strict=False):
-        if not isinstance(node.meta.get("val"), Tensor):
+        if tensors and node not in tensors:
             raise OptionError(
                 f"lower's parameters name {name!r} at input {node.name!r}, which is no tensor: the trace has opened DTensors"
                 " into several inputs each; expected {placeholder: name} of the local tensors"

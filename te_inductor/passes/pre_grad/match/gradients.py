@@ -57,10 +57,10 @@ def matrix(node: fx.Node) -> Matrix:
     while node.op == "call_function" and node.args and is_tensor(node.args[0]):
         before, called = node.args[0], name(node)
         if called in _TRANSPOSES and value(before).dim() == value(node).dim() in (2, 3):
-            swaps = _swaps(node)
-            if swaps is None:
+            swapped = swaps(node)
+            if swapped is None:
                 break
-            transposed ^= swaps
+            transposed ^= swapped
         elif called in _FLATTENS:
             kept = (
                 statically_known_true(value(before).shape[-1] == value(node).shape[-1])
@@ -75,8 +75,10 @@ def matrix(node: fx.Node) -> Matrix:
     return Matrix(node, transposed)
 
 
-def _swaps(node: fx.Node) -> bool | None:
-    """Whether a transposition swaps the last two dimensions, or none; None of others."""
+def swaps(node: fx.Node) -> bool | None:
+    """Whether a transposition swaps the last two dimensions, or none; None of other transpositions, and of other nodes."""
+    if name(node) not in _TRANSPOSES:
+        return None
     order, args = list(range(value(node).dim())), grouped.ints(node.args[1:])
     if name(node) == "permute":
         order = [dim % len(order) for dim in args]
@@ -232,10 +234,10 @@ def _cast_of(gradient: fx.Node, dtype: torch.dtype) -> tuple[fx.Node | None, boo
         [node] = node.users
         if name(node) in CASTS and is_tensor(node) and value(node).dtype == dtype:
             return node, turned
-        swaps = _swaps(node) if name(node) in _TRANSPOSES else False if name(node) in _SAME else None
-        if swaps is None:
+        swapped = False if name(node) in _SAME else swaps(node)
+        if swapped is None:
             break
-        turned ^= swaps
+        turned ^= swapped
     return None, turned
 
 

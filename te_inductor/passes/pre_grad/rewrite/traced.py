@@ -20,7 +20,7 @@ from te_inductor.ops.linear import Linears
 from te_inductor.passes.graph.aliases import origin, written_by
 from te_inductor.passes.graph.cse import share
 from te_inductor.passes.pre_grad.decide.support import value
-from te_inductor.passes.pre_grad.match.gradients import matrix
+from te_inductor.passes.pre_grad.match.gradients import matrix, swaps
 from te_inductor.passes.pre_grad.match.grouped import Grouped
 from te_inductor.passes.pre_grad.match.linear import Addmm, Product
 from te_inductor.passes.pre_grad.match.rule import Gradients, Match
@@ -155,7 +155,8 @@ class _Layer:
                 self.operation.setup_context(self.ctx, tuple(inputs), found)
                 return y, *saved
 
-            y, *self.saved = self._traced(forward, [operands[place] for place in given], node)  # type: ignore[misc]
+            given_operands: Any = [operands[place] for place in given]
+            y, *self.saved = traced_into(self.graph, forward, given_operands, node)
             self._replace(node, y)
         if gradients is not None:
             self._write_backward(gradients)
@@ -177,9 +178,8 @@ class _Layer:
     def _masked(self, x: fx.Node, ends: fx.Node) -> fx.Node:
         """Once for all layers that read the rows."""
         if (x, ends) not in self.so_far.masked:
-            [self.so_far.masked[x, ends]] = self._traced(
-                lambda *given: [grouped.mask_rows(*given)], [x, ends], self.match.node
-            )
+            [masked] = traced_into(self.graph, lambda *rows: [grouped.mask_rows(*rows)], [x, ends], self.match.node)
+            self.so_far.masked[x, ends] = masked
         return self.so_far.masked[x, ends]
 
     def _weight(self) -> fx.Node:  # (N, K), or (E, N, K)
@@ -196,19 +196,23 @@ class _Layer:
             value(self.match.x if node is None else node).dtype for node in (gradients.dgrad, gradients.wgrad)
         )
         kept = [place for place, node in enumerate(self.saved) if node is not None]
+        is_turned_back = gradients.wgrad is not None and all(map(swaps, gradients.wgrad.users))
 
         def backward(dy: Tensor, *saved: Tensor) -> tuple[Tensor | None, ...]:
             self.ctx.saved_tensors = _at(kept, saved, len(self.saved))
             self.ctx.dtypes = x_dtype, w_dtype, None
             found = self.operation.backward(self.ctx, dy)
             dx, dw = found[0], found[self.weight_at]
-            return dx, dw.mT if dw is not None and gradients.wgrad_transposed else dw
+            if dw is not None and gradients.wgrad_transposed:
+                dw = dw.mT if is_turned_back else dw.mT.contiguous()  # as what is read by a view has to be
+            return dx, dw
 
         first = min(gradients.nodes)
         with self.graph.inserting_before(first):
             dy = self._now(gradients.dy)
             dy = self._transposed(dy, first) if gradients.dy_transposed else dy
-            made = self._traced(backward, [dy, *(node for node in self.saved if node is not None)], first)
+            saved = [node for node in self.saved if node is not None]
+            made = traced_into(self.graph, backward, [dy, *saved], first)
         for node, new in zip((gradients.dgrad, gradients.wgrad), made, strict=True):
             if node is not None:
                 self._replace(node, new)
@@ -227,22 +231,26 @@ class _Layer:
         made.meta["val"] = made.meta["example_value"] = value(operand).mT
         return made
 
-    def _traced(
-        self, function: Callable[..., Sequence[Tensor | None]], operands: Sequence[fx.Node], place: fx.Node
-    ) -> list[Any]:
-        """The function's ops, put into the graph; what it returned, as nodes."""
-        inputs = [value(operand) for operand in operands]
-        with inputs[0].fake_mode, enable_python_dispatcher(), torch.no_grad():  # type: ignore[attr-defined]
-            made = make_fx(function)(*inputs)
-        copies = dict(zip(made.graph.find_nodes(op="placeholder"), operands, strict=True))
-        known = set(copies)
-        found = self.graph.graph_copy(made.graph, copies)
-        for node, copy in copies.items():
-            if node not in known:
-                copy.meta = dict(node.meta)
-                copy.meta["example_value"] = copy.meta.get("val")
-                _take_place(copy, place.meta)
-        return list(found)  # type: ignore[arg-type]
+
+def traced_into(
+    graph: fx.Graph,
+    function: Callable[..., Sequence[Tensor | None]],
+    operands: Sequence[fx.Node],
+    place: fx.Node,
+) -> list[Any]:
+    """A function's ops, put into a graph at its insertion point, in the place of a node; what it returned, as nodes."""
+    inputs = [value(operand) for operand in operands]
+    with inputs[0].fake_mode, enable_python_dispatcher(), torch.no_grad():  # type: ignore[attr-defined]
+        made = make_fx(function)(*inputs)
+    copies = dict(zip(made.graph.find_nodes(op="placeholder"), operands, strict=True))
+    known = set(copies)
+    found = graph.graph_copy(made.graph, copies)
+    for node, copy in copies.items():
+        if node not in known:
+            copy.meta = dict(node.meta)
+            copy.meta["example_value"] = copy.meta.get("val")
+            _take_place(copy, place.meta)
+    return list(found)  # type: ignore[arg-type]
 
 
 def _at(places: Sequence[int], tensors: Sequence[Tensor], count: int) -> list[Any]:
