@@ -55,17 +55,24 @@ def gathered(x: fx.Node, ends: fx.Node) -> tuple[fx.Node, Groups] | None:
     table, rows = _table_and_rows(x)
     if not (is_tensor(table) and is_tensor(rows) and value(table).dim() == 2 and value(rows).dim() == 1):  # type: ignore[arg-type]
         return None
+    found = order_of(rows, value(table).shape[0])
+    if found is None:
+        return None
+    order, each = found
+    changes = [user for user in x.users if name(user).endswith("_") and user.args[:1] == (x,)]
+    if value(x)._version != len(changes) or not all(_empties_tail(change, order, ends) for change in changes):
+        return None
+    return table, Groups(ends, rows, order, each)
+
+
+def order_of(rows: fx.Node, count: Any) -> tuple[fx.Node, int] | None:
+    """Of ``order // each``, where `order` sorts `each` choices of every one of so many rows: both."""
     if name(rows) not in _DIVISIONS or len(rows.args) != 2 or rows.kwargs.get("rounding_mode", "floor") != "floor":
         return None
     order, each = rows.args
     if not (isinstance(order, fx.Node) and is_tensor(order) and isinstance(each, int) and is_order(order)):
         return None
-    if not statically_known_true(value(table).shape[0] * each == value(order).shape[0]):
-        return None
-    changes = [user for user in x.users if name(user).endswith("_") and user.args[:1] == (x,)]
-    if value(x)._version != len(changes) or not all(_empties_tail(change, order, ends) for change in changes):
-        return None
-    return table, Groups(ends, rows, order, each)
+    return (order, each) if statically_known_true(count * each == value(order).shape[0]) else None
 
 
 def _table_and_rows(x: fx.Node) -> tuple[Any, Any]:
