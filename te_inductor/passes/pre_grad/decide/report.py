@@ -95,7 +95,7 @@ def _kernel(
     """Its name, and what has to be built for it."""
     if candidate.stored:
         if gemm == "fprop":
-            return gemm_kernels.of_stored_weight(candidate.match, candidate.recipe, plan.options), None
+            return gemm_kernels.of_stored_weight(candidate.match, candidate.recipe, plan.options, plan.leaves), None
     elif candidate.low and candidate.slots is not None:
         choice = gemm_kernels.choose(
             candidate.match, candidate.slots, gemm, shapes, plan.options, accumulates, plan.leaves
