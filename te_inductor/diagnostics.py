@@ -277,6 +277,14 @@ COMPUTED_AGAIN = (
 )
 
 
+CUT_BY_DDP = (
+    "te_inductor: Dynamo cuts graphs where DistributedDataParallel's buckets of gradients end, 25 MB by default, and each"
+    " piece is compiled by itself: casts are not fused with what lies in another piece, and layers that read one input"
+    " are not one GEMM. Where blocks are compiled one by one, set torch._dynamo.config.optimize_ddp = False; where the"
+    " whole model is, give DistributedDataParallel a bucket_cap_mb of a few blocks"
+)
+
+
 def shown(fqns: Iterable[str]) -> str:
     """Module paths for a message: the first ones, and how many more there are."""
     names = list(dict.fromkeys(plain(fqn) or "(root)" for fqn in fqns))
