@@ -3,7 +3,6 @@ forward and backward."""
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, overload
 
 import torch
@@ -68,7 +67,7 @@ def lower(
         `torch._inductor.aoti_compile_and_package`. Of a traced graph a graph module of the same inputs and outputs,
         made of te_inductor's casts and GEMMs.
 
-    Delayed scaling, which keeps state, and experts in a traced graph stay in high precision, with a warning; stored
+    Delayed scaling, which keeps state, stays in high precision, with a warning; stored
     weights (`quantize_` before the export) are left as they are.
 
     Raises:
@@ -92,14 +91,13 @@ def plan_of(program: Any, options: Options, parameters: Any = None) -> Plan:
     """What the passes take, on a copy of the program's graph."""
     if isinstance(program, Program):
         gm, named = _deep_copied(program.graph_module), dict(program.graph_signature.inputs_to_parameters)
-        # Code for AOTInductor calls no kernels of ours, so cuBLASLt takes the place of CUTLASS.
-        options = replace(options, inductor={"cpp_wrapper": True})
     else:
         gm = _copied(program)
         named = _parameters(gm, parameters)
     _set_values(gm, named)
     nodes = {node.name: node for node in gm.graph.nodes if node.op in ("placeholder", "get_attr")}
-    return Plan(gm, options, parameters={nodes[name]: path for name, path in named.items()})
+    paths = {nodes[name]: path for name, path in named.items()}
+    return Plan(gm, options, parameters=paths, leaves=isinstance(program, Program))
 
 
 def parse_options(options: Mapping[str, Any] | None) -> Options:
@@ -187,6 +185,7 @@ def _parameters(gm: fx.GraphModule, given: Any) -> dict[str, str]:
         found = held | dict(given)
     elif isinstance(given, Sequence) and not isinstance(given, str) and len(given) <= len(names):
         found = held | dict(zip(names, given, strict=False))
+        _check_tensors(placeholders, given)
     else:
         expected = f"names of its first inputs, of which there are {len(names)}, or a dict of placeholders' names"
         raise OptionError(wrong_type("lower's parameters", given, expected))
@@ -199,6 +198,17 @@ def _parameters(gm: fx.GraphModule, given: Any) -> dict[str, str]:
             " traced; expected parameters=[name, …] of its first inputs, or {placeholder: name}"
         )
     return found
+
+
+def _check_tensors(placeholders: Sequence[fx.Node], names: Sequence[str]) -> None:
+    """A trace opens a DTensor into its local tensor and its mesh, so that names in order would be others' names."""
+    tensors = {node for node in placeholders if isinstance(node.meta.get("val"), Tensor)}
+    for node, name in zip(placeholders, names, strict=False):
+        if tensors and node not in tensors:
+            raise OptionError(
+                f"lower's parameters name {name!r} at input {node.name!r}, which is no tensor: the trace has opened DTensors"
+                " into several inputs each; expected {placeholder: name} of the local tensors"
+            )
 
 
 def _is_parameter(gm: fx.GraphModule, node: fx.Node) -> bool:

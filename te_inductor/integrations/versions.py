@@ -2,7 +2,13 @@
 
 from importlib import metadata
 
-MINIMUM = {"accelerate": "1.10.0", "lightning": "2.4.0", "peft": "0.21.0", "transformers": "5.17.0"}
+MINIMUM = {
+    "accelerate": "1.10.0",
+    "lightning": "2.4.0",
+    "peft": "0.21.0",
+    "torchtitan": "0.3.0",
+    "transformers": "5.17.0",
+}
 
 
 def require(package: str) -> None:

@@ -83,18 +83,19 @@ class GroupedLinears(Operation):
         # Of weights whose column copies are kept the backward reads nothing else.
         column = self.kept[2:] or (None, None)
         ctx.save_for_backward(*of_x, *scales, ends, rows, places, *column, *(() if self.kept[2:] else weights))
-        ctx.x_dtype, ctx.bias_dtype = x.dtype, biases[0].dtype if biases else None
-        ctx.weight_dtype, ctx.sizes, ctx.width = weights[0].dtype, [w.shape[1] for w in weights], weights[0].shape[2]
+        ctx.dtypes = x.dtype, weights[0].dtype, biases[0].dtype if biases else None
+        ctx.sizes, ctx.width = [w.shape[1] for w in weights], weights[0].shape[2]
 
     def backward(self, ctx: Any, *dys: Tensor) -> Gradients:
         x_grad, weight_grad, bias_grad = ctx.needs
         saved = ctx.saved_tensors  # once: each access unpacks them
         x, x_scale_inv, *scales, ends, rows, places = saved[:8]
         column, weights = saved[8:10], saved[10:]
+        x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         slots, step, dx, sizes = self.slots, self.step, None, ctx.sizes
         dy = torch.cat(list(dys), 1) if len(dys) > 1 else dys[0]
         dy = dy if self.leaves else grouped.mask_rows(dy, ends)
-        native = self._native(slots.wgrad, dy, ctx.weight_dtype)
+        native = self._native(slots.wgrad, dy, weight_dtype)
         seen = dy.shape[0] if self.leaves is None else x.shape[0]
         layout = grouped.layout(ends, seen, grouped.GROUP_ALIGNMENT if native else 0)
         dws: Sequence[Tensor | None] = [None] * len(sizes)
@@ -105,23 +106,23 @@ class GroupedLinears(Operation):
                 record_amax([dy], step.grad_amax)
         if x_grad:
             b = self._weight_copy(weights, scales, transposed=True) if weights else Copy(*column)
-            native = self._native(slots.dgrad, dy, ctx.weight_dtype)
+            native = self._native(slots.dgrad, dy, weight_dtype)
             dx = _product(g_row, b, ends, None, slots.dgrad, self.out_dtype, native)
             if self.arrives is not None:
                 dx = self.arrives.from_experts(dx, added=True)
             if places is not None:  # in fp32, row by row of x, where autograd adds rows in the order of atomics
                 dx = dx[places].sum(1, dtype=torch.float32)
-            dx = dx.to(ctx.x_dtype)
+            dx = dx.to(x_dtype)
         if weight_grad:
             starts, tiles, source = layout
             if rows is not None:
                 source = torch.where(source >= 0, rows[source.clamp(min=0)], -1).int()
             x = x if x_scale_inv is None else _stored_columns(x, ctx.width)
             x_col = _columns(x, x_scale_inv, source, tiles, starts, slots.input)
-            dws = self._weight_gradients(g_col, x_col, layout, ctx.weight_dtype, sizes)
-        dbs: Sequence[Tensor | None] = [None] * (0 if ctx.bias_dtype is None else len(dys))
+            dws = self._weight_gradients(g_col, x_col, layout, weight_dtype, sizes)
+        dbs: Sequence[Tensor | None] = [None] * (0 if bias_dtype is None else len(dys))
         if bias_grad:
-            dbs = _bias_gradients(dy, layout, ends.shape[0], self.out_dtype).to(ctx.bias_dtype).split(sizes, 1)
+            dbs = _bias_gradients(dy, layout, ends.shape[0], self.out_dtype).to(bias_dtype).split(sizes, 1)
         return dx, None, None, None, None, *dws, *dbs
 
     def _known(self, slot: str, x: Tensor, exchange: Exchange | None) -> ScalePair | None:

@@ -11,6 +11,9 @@ begins at a multiple of `GROUP_ALIGNMENT` columns and is filled with zeros up to
 holds two groups, scales of blocks along the contraction belong to one, and loads are aligned. The width is
 `padded_width(rows, groups)` whatever the groups' sizes are, so that it is known before they are."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -51,7 +54,7 @@ def grouped_mm(
     alpha: Tensor | None = None,
 ) -> Tensor:
     wide_a, wide_b = _values(a, a_scale, gemm, 0), _each_values(b, b_scale, gemm)
-    with torch.autocast(a.device.type, enabled=False):  # the op may run inside the user's autocast region
+    with _plain(a.device):
         if a.device.type == "cuda":
             y = torch._grouped_mm(wide_a.bfloat16(), wide_b.bfloat16().transpose(1, 2), offs=ends).float()
         else:
@@ -60,6 +63,13 @@ def grouped_mm(
                 torch.mm(wide_a[begin:end], wide_b[group].t(), out=y[begin:end])
                 begin = end
     return _finished(y, alpha, out_dtype, bias, ends)
+
+
+@contextmanager
+def _plain(device: torch.device) -> Iterator[None]:
+    """Without what may be around the op: the user's autocast, and autograd, which a lowered step may run in."""
+    with torch.autocast(device.type, enabled=False), torch.no_grad():
+        yield
 
 
 def written_out_mm(
@@ -109,7 +119,7 @@ def grouped_wgrad(
     alpha: Tensor | None = None,
 ) -> Tensor:
     wide_a, wide_b = _values(a, a_scale, gemm, 0), _values(b, b_scale, gemm, 1)
-    with torch.autocast(a.device.type, enabled=False):
+    with _plain(a.device):
         if a.device.type == "cuda":
             y = torch._grouped_mm(wide_a.bfloat16(), wide_b.bfloat16().t(), offs=starts[1:]).float()
         else:

@@ -53,6 +53,8 @@ class Problem:
     autotunes: bool = False  # the user asked for max-autotune
     cpp_wrapper: bool = False  # generated code is C++, which calls no kernels of ours
     grouped: bool = False  # a product for each group of rows, or of columns that are summed over
+    held: torch.dtype | None = None  # of the weights of a grouped product, where that is not `out`
+    leaves: bool = False  # part of a program that leaves this process, as packages of AOTInductor do
 
     @property
     def is_plain(self) -> bool:
@@ -86,11 +88,13 @@ def select(problem: Problem) -> Choice:
     problem that is not plain any other says that there is no such kernel, or that it does not pay."""
     target, gemm = targets.of(problem.device), problem.gemm
     if problem.grouped:
-        if grouped_library.multiplies(problem.device, gemm, problem.out, leaves=problem.cpp_wrapper):
+        if grouped_library.multiplies(
+            problem.device, gemm, problem.out, problem.held or problem.out, leaves=problem.leaves
+        ):
             return Choice(GROUPED_LIBRARY)
         if not grouped.has_kernel(problem.device, gemm):
-            return Choice(EAGER)
-        return Choice(GROUPED_LIBRARY if problem.cpp_wrapper else GROUPED)
+            return Choice(EMULATED if gemm.microscaled else EAGER)
+        return Choice(GROUPED_LIBRARY if problem.leaves else GROUPED)
     if gemm.microscaled:
         if not target.multiplies(gemm):
             return Choice(EMULATED)

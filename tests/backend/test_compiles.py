@@ -12,6 +12,7 @@ import te_inductor
 from te_inductor.backend import te
 from te_inductor.passes import post_grad
 from te_inductor.passes.graph import cse
+from te_inductor.passes.pre_grad.decide import report
 from te_inductor.recipes import (
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -156,6 +157,14 @@ def test_explain_names_merged_layers():
     together = tuple(name for name, group in merged.items() if group)
     assert len(together) == 3 and all(merged[name] == together for name in together)
     assert [name for name, group in merged.items() if not group] == ["o"]
+
+
+def test_explain_names_merged_layers_whose_weights_have_scales_of_their_own(monkeypatch):
+    """As FSDP2 gathers those of tensor-parallel layers: they share x and the gradient's scale, and are one GEMM in wgrad
+    alone (`ParallelLinears`)."""
+    monkeypatch.setattr(report, "is_gathered", lambda weight: True)
+    for site in te_inductor.explain(Attention(), torch.randn(4, 16, 32, requires_grad=True)).sites:
+        assert len(site.merged) == (3 if site.gemm == "wgrad" and site.fqn != "o" else 0)
 
 
 def test_submodule_function_and_decorator(without_codegen):

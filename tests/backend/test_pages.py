@@ -25,7 +25,8 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 EXECUTED = [README, *sorted((ROOT / "docs" / "guides").glob("*.md"))]
 # What a block may need, and whether it is here; a package takes half a minute of C++, which test_packages.py spends.
 NEEDS = {"gpu": False, "package": False} | {
-    name: find_spec(name) is not None for name in ("accelerate", "lightning", "matplotlib", "peft", "transformers")
+    name: find_spec(name) is not None
+    for name in ("accelerate", "lightning", "matplotlib", "peft", "torchtitan", "transformers")
 }
 
 WIDTH = 120

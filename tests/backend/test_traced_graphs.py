@@ -2,6 +2,7 @@
 and that the lowered graph computes what the same layers compute under autograd."""
 
 import contextlib
+import copy
 
 import pytest
 import torch
@@ -121,6 +122,20 @@ def test_autocast_and_a_policy():
         torch.testing.assert_close(one, other, rtol=0.2, atol=0.2 * float(other.abs().max()))
 
 
+def test_a_gradient_that_is_viewed():
+    """That of a weight (K, N), which the graph reads by a view of its memory."""
+
+    def step(w, x):
+        w = w.detach().requires_grad_()
+        return torch.autograd.grad((x @ w).square().sum(), w)[0].view(-1)
+
+    inputs = torch.randn(64, 128), torch.randn(32, 64)
+    made = lower(make_fx(step, tracing_mode="fake")(*inputs), {"recipe": "rowwise"}, parameters=["w"])
+    w = inputs[0].clone().requires_grad_()
+    expected = torch.autograd.grad(low("rowwise")(inputs[1], w.t()).square().sum(), w)
+    assert torch.equal(made(*inputs), expected[0].reshape(-1))
+
+
 def joint_of(model, x, stack):
     aot_autograd = pytest.importorskip("torch._functorch.aot_autograd")
     if not hasattr(aot_autograd, "aot_export_joint_with_descriptors"):
@@ -158,7 +173,7 @@ def test_what_is_refused():
         made = lower(graph, {"recipe": "current", "policy": {"w": "delayed"}}, parameters=list(weights))
     text = str(caught[0].message)
     assert "delayed scaling keeps scales from step to step, for which this graph has no inputs" in text
-    assert "not one mm or addmm" in text
+    assert "not mm, addmm or a grouped product" in text
     assert len(in_high_precision(made)) == len(in_high_precision(graph))
     with pytest.raises(OptionError, match="was not told which of the graph's inputs are parameters"):
         lower(graph, {"recipe": "current"})
@@ -166,6 +181,10 @@ def test_what_is_refused():
         lower(graph, parameters={"nothing": "w"})
     with pytest.raises(OptionError, match="parameters is a str"):
         lower(graph, parameters="w")
+    opened = copy.deepcopy(graph)
+    next(iter(opened.graph.nodes)).meta["val"] = object()  # as a DTensor's mesh
+    with pytest.raises(OptionError, match="name 'w' at input 'w_1', which is no tensor: the trace has opened DTensors"):
+        lower(opened, parameters=list(weights))
     with pytest.raises(OptionError, match=r"option 'wgrad' has no effect.*weight gradients are outputs"):
         lower(graph, {"wgrad": "main_grad"}, parameters=list(weights))
     with pytest.raises(RecipeError, match="unknown recipe"):

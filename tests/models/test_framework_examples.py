@@ -1,6 +1,8 @@
 """The examples of frameworks, as they are run by hand: losses fall, layers run in low precision, runs resume. Each needs
 its framework (requirements/frameworks.txt) and is skipped without it; graphs run uncompiled."""
 
+from collections import Counter
+
 import pytest
 import torch
 
@@ -104,3 +106,27 @@ def test_torchtitan_trains_and_resumes_with_its_scales(environment, tmp_path):
     assert cut.losses == whole.losses[2:]
     for one, other in zip(whole.model_parts, cut.model_parts, strict=True):
         assert equal(te_inductor.state_dict(one), te_inductor.state_dict(other))
+
+
+@pytest.mark.parametrize(
+    ("config", "products"),
+    [("debug", {"scaled_mm": 54}), ("experts", {"scaled_mm": 36, "grouped_mm": 12, "grouped_wgrad": 6})],
+)
+def test_torchtitan_trains_a_traced_step(monkeypatch, config, products):
+    """GraphTrainer, whose step has each product in low precision, and none twice."""
+    titan = example("torchtitan_graph", "torchtitan", "torchdata")
+
+    def trained(*arguments):
+        monkeypatch.setattr("sys.argv", ["titan", "--config", config, "--debug.seed", "1", *arguments])
+        titan.main()
+        run = titan.Trainer.last
+        return run.losses, Counter(str(node.target) for node in run._traced_step.gm.graph.nodes)
+
+    losses, found = trained()
+    assert {name: found[f"te_inductor.{name}.default"] for name in products} == products
+    routers = 6 if config == "experts" else 0
+    assert found["aten.mm.default"] == routers and found["aten._grouped_mm.default"] == 0
+    plain, _ = trained("--compile.pass_pipeline", "default", "--compile.memory_policy", "default")
+    assert losses[-1] < losses[0]
+    for one, other in zip(losses, plain, strict=True):
+        assert one != other and abs(one - other) < 0.01 * other

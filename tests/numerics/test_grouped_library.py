@@ -10,7 +10,7 @@ from te_inductor import explain, ops, targets
 from te_inductor.recipes import Format, Gemm, MXFP4BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from te_inductor.runtime import grouped, grouped_library
 from te_inductor.targets import sm100
-from te_inductor.templates.select import EAGER, GROUPED_LIBRARY
+from te_inductor.templates.select import EMULATED, GROUPED_LIBRARY
 from tests import grouped_library as stand_in
 from tests.numerics import test_grouped as layers
 from tests.numerics.test_grouped import known_seeds  # noqa: F401
@@ -124,27 +124,42 @@ def test_programs_that_leave(recipe, called, library, monkeypatch):
 HYBRID = MXFP8BlockScaling(fp8_format=Format.HYBRID)
 
 
+class Layer(torch.nn.Module):
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(2, 48, 64).to(dtype))
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        return torch._grouped_mm(x, self.weight.bfloat16().transpose(1, 2), offs=ends)
+
+
+def reported(layer, recipe, **options) -> dict[str, tuple]:
+    """Kernel and reason of each GEMM."""
+    given = (torch.randn(32, 64).bfloat16().requires_grad_(), layers.ends_of((16, 16)))
+    report = explain(layer, *given, options={"policy": {"*": recipe}, **options})
+    return {site.gemm: (site.kernel, site.reason) for site in report.sites}
+
+
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4", "nvfp4", HYBRID], ids=str)
 def test_report(recipe, library):
-    """What the library multiplies is not called emulated."""
-
-    class Layer(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.randn(2, 48, 64).bfloat16())
-
-        def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-            return torch._grouped_mm(x, self.weight.transpose(1, 2), offs=ends)
-
+    """What the library multiplies is not called emulated, and nothing else is called the library's."""
     library()
-    x = torch.randn(32, 64).bfloat16().requires_grad_()
-    found = {
-        site.gemm: (site.kernel, site.reason)
-        for site in explain(Layer(), x, layers.ends_of((16, 16)), options={"policy": {"*": recipe}}).sites
-    }
-    kernels = [GROUPED_LIBRARY] * 3 if recipe is not HYBRID else [GROUPED_LIBRARY, EAGER, EAGER]
+    found = reported(Layer(), recipe)
+    kernels = [GROUPED_LIBRARY] * 3 if recipe is not HYBRID else [GROUPED_LIBRARY, EMULATED, EMULATED]
     assert [found[gemm][0] for gemm in ("fprop", "dgrad", "wgrad")] == kernels
-    assert all((reason is None) == (recipe is not HYBRID) for _, reason in found.values())
+    assert all((reason is None) == (kernel == GROUPED_LIBRARY) for kernel, reason in found.values())
+    assert {kernel for kernel, _ in reported(Layer(torch.float32), recipe).values()} == {EMULATED}
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4", "nvfp4"])
+def test_report_of_a_program(recipe, library):
+    """In a package torch's library has MXFP8's products alone; code of a C++ wrapper cannot call ours."""
+    library()
+    program = torch.export.export(Layer(), (torch.randn(32, 64).bfloat16(), layers.ends_of((16, 16))))
+    [site] = explain(program, options={"policy": {"*": recipe}}).sites
+    assert site.kernel == (GROUPED_LIBRARY if recipe == "mxfp8" else EMULATED)
+    assert ("exact values, multiplied in" in (site.reason or "")) == (recipe != "mxfp8")
+    assert {kernel for kernel, _ in reported(Layer(), recipe, cpp_wrapper=True).values()} == {"high_precision"}
 
 
 def test_where(monkeypatch):

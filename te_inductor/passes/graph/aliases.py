@@ -3,6 +3,7 @@
 Such a graph is not functional yet: a node stands for a tensor, and an in-place operation changes its values behind the
 back of all who read it. What moves a read from one place to another has to ask here first."""
 
+import operator
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -46,7 +47,7 @@ def written(root: fx.GraphModule, inputs: Sequence[object] = ()) -> set[StorageW
     for module in root.modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
             found.update(place for tensor, place in _stored(node) if tensor._version > first.get(id(_owner(tensor)), 0))
-            found.update(place for operand in _uncounted(node) for place in memory(operand))
+            found.update(place for operand in written_by(node) for place in memory(operand))
     return found
 
 
@@ -71,8 +72,8 @@ def _owner(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor._base is None else tensor._base
 
 
-def _uncounted(node: fx.Node) -> list[fx.Node]:
-    """Operands that it may write without a trace in their versions: lists, the x of ``x.data = y``, those of Triton
+def written_by(node: fx.Node) -> list[fx.Node]:
+    """Operands that it may write, also without a trace in their versions: lists, the x of ``x.data = y``, those of Triton
     kernels and of other libraries' ops, which have a schema."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
@@ -91,6 +92,38 @@ def _written_by_schema(node: fx.Node, schema: torch.FunctionSchema) -> list[fx.N
             operand = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
             fx.map_arg(operand, found.append)
     return found
+
+
+def origin(node: fx.Node) -> fx.Node:
+    """The first node of the tensor whose memory a node's tensor has, in a graph of ATen ops."""
+    while (source := _aliased(node)) is not None:
+        node = source
+    return node
+
+
+def may_share(one: fx.Node, other: fx.Node) -> bool:
+    """Whether two origins may be the same memory. Two inputs may be, but for parameters."""
+    if one is other:
+        return True
+    held = [node for node in (one, other) if node.op in ("placeholder", "get_attr")]
+    values = [node.meta.get("example_value") for node in held]
+    return len(held) == 2 and not any(isinstance(value, torch.nn.Parameter) for value in values)
+
+
+def _aliased(node: fx.Node) -> fx.Node | None:
+    """The operand of which a node returns a view, or that it has written."""
+    target = node.target
+    if target is operator.getitem or name(node) in ("_unsafe_view", "wait_tensor"):
+        return node.args[0] if isinstance(node.args[0], fx.Node) else None
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    if not any(one.alias_info for one in target._schema.returns):
+        return None
+    for place, argument in enumerate(target._schema.arguments):
+        if argument.alias_info is not None:
+            operand = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+            return operand if isinstance(operand, fx.Node) else None
+    return None
 
 
 def _stored(node: fx.Node) -> Iterator[tuple[torch.Tensor, StorageWeakRef]]:

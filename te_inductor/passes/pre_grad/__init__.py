@@ -23,10 +23,12 @@ from te_inductor.passes.pre_grad.match.sites import inline_attention, inline_con
 from te_inductor.passes.pre_grad.plan import Plan
 from te_inductor.passes.pre_grad.rewrite.decisions import compare_ranks
 from te_inductor.passes.pre_grad.rewrite.permutations import rewrite_permutations
+from te_inductor.passes.pre_grad.rewrite.scattered import rewrite_scattered_rows
 from te_inductor.passes.pre_grad.rewrite.sites import guard_extras, rewrite_sites, start_builds
 from te_inductor.passes.pre_grad.rewrite.traced import (
     refuse_batches,
     refuse_what_has_no_place,
+    refuse_what_is_in_no_program,
     rewrite_triples,
     write_slots,
 )
@@ -51,7 +53,7 @@ PASSES: tuple[Pass, ...] = (*DECIDE, compare_ranks, guard_extras, start_builds, 
 
 _CHECKED: tuple[Pass, ...] = (list_products, resolve_recipes, check_sites, refuse_what_has_no_place)
 _REPORTED: tuple[Pass, ...] = (weigh_sites, report_sites)
-DECIDE_EXPORTED: tuple[Pass, ...] = (match_sites, *_CHECKED, *_REPORTED)
+DECIDE_EXPORTED: tuple[Pass, ...] = (match_sites, *_CHECKED, refuse_what_is_in_no_program, *_REPORTED)
 EXPORTED: tuple[Pass, ...] = (*DECIDE_EXPORTED, rewrite_sites, write_slots)
 TRACED: tuple[Pass, ...] = (
     match_sites,
@@ -60,4 +62,5 @@ TRACED: tuple[Pass, ...] = (
     refuse_batches,
     *_REPORTED,
     rewrite_triples,
+    rewrite_scattered_rows,
 )

@@ -111,6 +111,9 @@ class Plan:
     libraries: set[Kernel] = field(default_factory=set)  # CUTLASS kernels that its GEMMs will be
     extra_inputs: list[ExtraInputs] = field(default_factory=list)  # what the rewritten graph takes besides its inputs
     parameters: dict[fx.Node, str] = field(default_factory=dict)  # names, of a graph that Dynamo did not make
+    leaves: bool = False  # whether the graph is that of a program that leaves this process
+
+    backward: set[fx.Node] = field(default_factory=set)  # products that are part of a site's backward
 
     @property
     def state(self) -> StateInputs | None:

@@ -27,6 +27,7 @@ def choose(
     shapes: tuple[Any, int, int],  # its (M, N, K)
     options: Options,
     accumulates: bool = False,  # adds to a total in fp32
+    leaves: bool = False,  # as part of a program that leaves this process
 ) -> Choice:
     """What will run it."""
     a, b = _operands(slots, gemm)
@@ -43,7 +44,9 @@ def choose(
         added=OUTPUT if accumulates else NOTHING,
         autotunes=_autotunes(options),
         grouped=match.groups is not None,
-        cpp_wrapper=is_cpp(options),
+        held=value(match.weight).dtype,
+        leaves=leaves,
+        cpp_wrapper=leaves or is_cpp(options),
     )
     return select(problem)
 
@@ -56,12 +59,12 @@ def _operands(slots: Slots, gemm: str) -> tuple[Quantizer, Quantizer]:
     }[gemm]
 
 
-def of_stored_weight(match: Match, recipe: Recipe | None, options: Options) -> str:
+def of_stored_weight(match: Match, recipe: Recipe | None, options: Options, leaves: bool = False) -> str:
     """The name of what runs the forward GEMM with a weight that `quantize_` stored."""
     if match.groups is not None:
-        return _of_stored_experts(match, recipe, options)
+        return _of_stored_experts(match, recipe, options, leaves)
     if recipe is not None and not isinstance(recipe, NVFP4WeightOnly):
-        return choose(match, recipe.slots(), "fprop", match.sizes, options).name
+        return choose(match, recipe.slots(), "fprop", match.sizes, options, leaves=leaves).name
     m, _, k = match.sizes
     x = value(match.node)
     if x.device.type != "cuda":
@@ -70,7 +73,7 @@ def of_stored_weight(match: Match, recipe: Recipe | None, options: Options) -> s
     return NVFP4.get(way, LIBRARY)
 
 
-def _of_stored_experts(match: Match, recipe: Recipe | None, options: Options) -> str:
+def _of_stored_experts(match: Match, recipe: Recipe | None, options: Options, leaves: bool) -> str:
     x, (m, *_), device = value(match.node), match.sizes, value(match.weight).device
     if device.type != "cuda" or recipe is None:
         return "eager"
@@ -81,7 +84,7 @@ def _of_stored_experts(match: Match, recipe: Recipe | None, options: Options) ->
         return EXPERTS
     if nvfp4 or not grouped.has_kernel(device, recipe.slots().fprop):
         return LIBRARY
-    return choose(match, recipe.slots(), "fprop", match.sizes, options).name
+    return choose(match, recipe.slots(), "fprop", match.sizes, options, leaves=leaves).name
 
 
 def is_cpp(options: Options) -> bool:

@@ -12,9 +12,11 @@ from te_inductor.diagnostics import Site
 from te_inductor.passes.graph.bodies import Bodies, in_order
 from te_inductor.passes.graph.owners import owner_of, place_of
 from te_inductor.passes.pre_grad.decide import gathered, gemm_kernels
+from te_inductor.passes.pre_grad.decide.support import is_gathered
 from te_inductor.passes.pre_grad.match.linear import from_parameter
 from te_inductor.passes.pre_grad.plan import Candidate, Plan, Unlowered
 from te_inductor.templates.cutlass.scaled_mm import Kernel
+from te_inductor.templates.select import EMULATED
 
 
 def report_sites(plan: Plan) -> None:
@@ -59,15 +61,19 @@ def _weights(plan: Plan) -> dict[str, torch.nn.Parameter]:
 
 def _sites(plan: Plan, candidate: Candidate, merged: tuple[str, ...], rows: int | None) -> Iterator[Site]:
     recipe = "none" if candidate.recipe is None else candidate.recipe.name
-    refusal = candidate.refusal or candidate.emulated
-    reason = None if refusal is None else str(refusal)
     match = candidate.match
     for (gemm, shapes), (_, merged_shapes) in zip(match.gemms(), match.gemms(rows), strict=True):
         accumulates = gemm == "wgrad" and plan.options.wgrad == "main_grad" and "wgrad" not in candidate.unmet
-        kernel, library = _kernel(plan, candidate, gemm, shapes if accumulates else merged_shapes, accumulates)
+        # Weights that FSDP2 gathered have a scale each, so that nothing but wgrad is one GEMM.
+        one = merged if gemm == "wgrad" or not is_gathered(match.weight) else ()
+        kernel, library = _kernel(
+            plan, candidate, gemm, merged_shapes if one and not accumulates else shapes, accumulates
+        )
         if library is not None:
             plan.libraries.add(library)
-        yield Site(candidate.fqn, candidate.rule.pattern, gemm, plain(shapes), recipe, kernel, reason, merged)
+        refusal = candidate.refusal or (candidate.emulated if kernel == EMULATED else None)
+        reason = None if refusal is None else str(refusal)
+        yield Site(candidate.fqn, candidate.rule.pattern, gemm, plain(shapes), recipe, kernel, reason, one)
 
 
 def _wire(candidate: Candidate) -> str | None:
@@ -89,9 +95,11 @@ def _kernel(
     """Its name, and what has to be built for it."""
     if candidate.stored:
         if gemm == "fprop":
-            return gemm_kernels.of_stored_weight(candidate.match, candidate.recipe, plan.options), None
+            return gemm_kernels.of_stored_weight(candidate.match, candidate.recipe, plan.options, plan.leaves), None
     elif candidate.low and candidate.slots is not None:
-        choice = gemm_kernels.choose(candidate.match, candidate.slots, gemm, shapes, plan.options, accumulates)
+        choice = gemm_kernels.choose(
+            candidate.match, candidate.slots, gemm, shapes, plan.options, accumulates, plan.leaves
+        )
         return choice.name, choice.kernel
     return "high_precision", None
 

@@ -28,6 +28,8 @@ from te_inductor.recipes import DelayedScaling
 from te_inductor.recipes.regions import Region, active
 from te_inductor.runtime.delayed import check_functions
 
+EXPERTS_IN_CPP = Refusal("experts under cpp_wrapper, whose code calls no ops with constants of this package")
+
 
 def resolve_recipes(plan: Plan) -> None:
     """Give each site its recipe: none where autocast is disabled, else that of the first policy entry that matches it,
@@ -69,7 +71,7 @@ def _region(regions: Sequence[Region | None]) -> Region:
 def check_sites(plan: Plan) -> None:
     """Ask each rule whether the site can run as it should; a refusal leaves the site in high precision."""
     bodies, transforms_of = Bodies(plan.gm), transforms.transforms_of(plan.gm)
-    leaves = gemm_kernels.is_cpp(plan.options)  # as programs that are lowered do
+    in_cpp = EXPERTS_IN_CPP if gemm_kernels.is_cpp(plan.options) and not plan.leaves else None
     choosing = routers.of_groups((site.match for site in plan.candidates), {one.node for one in plan.products})
     for candidate in plan.candidates:
         match, weight = candidate.match, support.value(candidate.match.weight)
@@ -82,9 +84,10 @@ def check_sites(plan: Plan) -> None:
                 or (None if candidate.by_policy else routers.refusal(match, choosing))
                 or candidate.rule.check(match)
                 or candidate.rule.check_slots(match, candidate.slots)
+                or (in_cpp if match.groups else None)
             )
             if candidate.refusal is None:
-                candidate.emulated = candidate.rule.emulated(match, candidate.slots, leaves)
+                candidate.emulated = candidate.rule.emulated(match, candidate.slots, plan.leaves)
         if candidate.low and isinstance(candidate.recipe, DelayedScaling):
             check_functions(candidate.recipe, weight.device)
             candidate.refusal = delayed.refusal(match, bodies, transforms_of.get(match.node))

@@ -15,7 +15,7 @@ from te_inductor.passes.pre_grad.match.experts_bias import counts
 from te_inductor.passes.pre_grad.match.rule import Groups
 
 _DIVISIONS = frozenset(("floordiv", "floor_divide", "__floordiv__", "div", "divide"))
-_CASTS = frozenset("to type type_as float bfloat16 half _to_copy convert_element_type".split())
+CASTS = frozenset("to type type_as float bfloat16 half _to_copy convert_element_type".split())
 
 
 def source_of(x: fx.Node, ends: fx.Node) -> tuple[fx.Node, Groups]:
@@ -28,7 +28,7 @@ def source_of(x: fx.Node, ends: fx.Node) -> tuple[fx.Node, Groups]:
 
 def uncast(node: fx.Node, lossless: bool = False) -> fx.Node:
     """What was cast from one dtype that layers can have to another; `lossless`: to one that holds all its values."""
-    while name(node) in _CASTS and node.args and is_tensor(node.args[0]) and is_tensor(node):
+    while name(node) in CASTS and node.args and is_tensor(node.args[0]) and is_tensor(node):
         source: fx.Node = node.args[0]  # type: ignore[assignment]
         before, after = value(source), value(node)
         if not {before.dtype, after.dtype} <= set(support.DTYPES) or before.device != after.device:
@@ -41,9 +41,9 @@ def uncast(node: fx.Node, lossless: bool = False) -> fx.Node:
 
 def first_cast(node: fx.Node) -> fx.Node:
     """Of equal casts of one tensor the first, so that layers that cast their input each have the same one."""
-    if name(node) not in _CASTS or not node.args or not isinstance(node.args[0], fx.Node):
+    if name(node) not in CASTS or not node.args or not isinstance(node.args[0], fx.Node):
         return node
-    alike = (other for other in node.args[0].users if name(other) in _CASTS and other.graph is node.graph)
+    alike = (other for other in node.args[0].users if name(other) in CASTS and other.graph is node.graph)
     same = [
         other for other in alike if (other.target, other.args, other.kwargs) == (node.target, node.args, node.kwargs)
     ]
@@ -55,17 +55,24 @@ def gathered(x: fx.Node, ends: fx.Node) -> tuple[fx.Node, Groups] | None:
     table, rows = _table_and_rows(x)
     if not (is_tensor(table) and is_tensor(rows) and value(table).dim() == 2 and value(rows).dim() == 1):  # type: ignore[arg-type]
         return None
+    found = order_of(rows, value(table).shape[0])
+    if found is None:
+        return None
+    order, each = found
+    changes = [user for user in x.users if name(user).endswith("_") and user.args[:1] == (x,)]
+    if value(x)._version != len(changes) or not all(_empties_tail(change, order, ends) for change in changes):
+        return None
+    return table, Groups(ends, rows, order, each)
+
+
+def order_of(rows: fx.Node, count: Any) -> tuple[fx.Node, int] | None:
+    """Of ``order // each``, where `order` sorts `each` choices of every one of so many rows: both."""
     if name(rows) not in _DIVISIONS or len(rows.args) != 2 or rows.kwargs.get("rounding_mode", "floor") != "floor":
         return None
     order, each = rows.args
     if not (isinstance(order, fx.Node) and is_tensor(order) and isinstance(each, int) and is_order(order)):
         return None
-    if not statically_known_true(value(table).shape[0] * each == value(order).shape[0]):
-        return None
-    changes = [user for user in x.users if name(user).endswith("_") and user.args[:1] == (x,)]
-    if value(x)._version != len(changes) or not all(_empties_tail(change, order, ends) for change in changes):
-        return None
-    return table, Groups(ends, rows, order, each)
+    return (order, each) if statically_known_true(count * each == value(order).shape[0]) else None
 
 
 def _table_and_rows(x: fx.Node) -> tuple[Any, Any]:

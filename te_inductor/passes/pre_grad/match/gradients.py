@@ -12,7 +12,10 @@ So they are found by their operands. A dgrad of w names a dy, and so does a wgra
 name, which tells q, k and v of one x apart, and the uses of a tied weight. Layers with both go first. Then those with one
 of the two, whose x or weight wants no gradient. Where several fit, autograd's own number of the forward op (`seq_nr`),
 which a trace keeps if it was asked to, decides; else the layer is refused, as is a product with a weight of which it
-is not known whether it is a forward's."""
+is not known whether it is a forward's.
+
+Experts' products are the same, w and dw being (E, N, K), with the same ends of groups in all three. transformers' op for
+products that torch has not makes both gradients in one call, which names x, w and dy."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -25,10 +28,12 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from te_inductor.diagnostics import Refusal
 from te_inductor.passes.graph.aliases import name
 from te_inductor.passes.pre_grad.decide.support import is_tensor, value
-from te_inductor.passes.pre_grad.match.rule import Call, Gradients
+from te_inductor.passes.pre_grad.match import grouped
+from te_inductor.passes.pre_grad.match.gathers import CASTS
+from te_inductor.passes.pre_grad.match.rule import Call, Gradients, Match
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
 
-_TRANSPOSES = frozenset("t permute transpose numpy_T".split())
+_TRANSPOSES = frozenset("t permute transpose numpy_T mT".split())
 _SAME = frozenset("detach alias contiguous clone lift_fresh_copy".split())
 _FLATTENS = frozenset("view reshape _unsafe_view".split())
 
@@ -36,7 +41,8 @@ UNKNOWN_PLACE = Refusal("several products of the backward fit this layer, or it 
 
 
 class Matrix(NamedTuple):
-    """An operand, by the tensor whose elements it has: that of (..., C) as (R, C), or the transpose of this."""
+    """An operand, by the tensor whose elements it has: that of (..., C) as (R, C), or the transpose of this; of experts
+    (E, R, C), or the transpose of each."""
 
     root: fx.Node
     transposed: bool
@@ -50,8 +56,11 @@ def matrix(node: fx.Node) -> Matrix:
     transposed = False
     while node.op == "call_function" and node.args and is_tensor(node.args[0]):
         before, called = node.args[0], name(node)
-        if called in _TRANSPOSES and value(before).dim() == value(node).dim() == 2:
-            transposed ^= value(node).shape != value(before).shape or _swaps(node)
+        if called in _TRANSPOSES and value(before).dim() == value(node).dim() in (2, 3):
+            swapped = swaps(node)
+            if swapped is None:
+                break
+            transposed ^= swapped
         elif called in _FLATTENS:
             kept = (
                 statically_known_true(value(before).shape[-1] == value(node).shape[-1])
@@ -66,19 +75,46 @@ def matrix(node: fx.Node) -> Matrix:
     return Matrix(node, transposed)
 
 
-def _swaps(node: fx.Node) -> bool:
-    """Whether a transposition of a square matrix is one."""
+def swaps(node: fx.Node) -> bool | None:
+    """Whether a transposition swaps the last two dimensions, or none; None of other transpositions, and of other nodes."""
+    if name(node) not in _TRANSPOSES:
+        return None
+    order, args = list(range(value(node).dim())), grouped.ints(node.args[1:])
     if name(node) == "permute":
-        return [dim % 2 for dim in node.args[1]] == [1, 0]  # type: ignore[union-attr, operator]
-    return name(node) != "transpose" or node.args[1] % 2 != node.args[2] % 2  # type: ignore[operator]
+        order = [dim % len(order) for dim in args]
+    elif name(node) == "transpose":
+        first, second = (dim % len(order) for dim in args)
+        order[first], order[second] = order[second], order[first]
+    else:
+        order[-2:] = reversed(order[-2:])
+    if order[:-2] != list(range(len(order) - 2)):
+        return None
+    return order[-2] > order[-1]
+
+
+class _Multiplied(NamedTuple):
+    """What a product multiplies."""
+
+    a: fx.Node
+    b: fx.Node
+    ends: fx.Node | None = None  # where groups of rows end, or of columns of both
 
 
 @dataclass
 class _Products:
     """The products of two matrices in a graph, in order."""
 
+    multiplied: dict[fx.Node, _Multiplied] = field(default_factory=dict)
     operands: dict[fx.Node, tuple[Matrix, Matrix]] = field(default_factory=dict)
+    pairs: list[fx.Node] = field(default_factory=list)  # calls that make dx and dw of experts
     taken: set[fx.Node] = field(default_factory=set)  # of some layer's backward
+
+    def add(self, node: fx.Node) -> None:
+        made = _multiplied(node)
+        if made is not None:
+            self.multiplied[node], self.operands[node] = made, (matrix(made.a), matrix(made.b))
+        elif name(node) == "grouped_mm_fallback_backward":
+            self.pairs.append(node)
 
     def gradients(self, site: fx.Node) -> Iterator[Gradients]:
         """The backwards that a layer may have, by their dy."""
@@ -90,6 +126,8 @@ class _Products:
             behind |= node is site
             if not behind or node is site or node in self.taken:
                 continue
+            if self.multiplied[node].ends is not self.multiplied[site].ends:
+                continue
             if b == w.t:
                 dgrads.setdefault(a, node)
             if b == x and _rows(node) == _columns(site):
@@ -99,25 +137,32 @@ class _Products:
         for dy in dict.fromkeys((*dgrads, *wgrads)):
             dgrad, (wgrad, turned) = dgrads.get(dy), wgrads.get(dy, (None, False))
             if dgrad is not wgrad:
-                yield Gradients(*_held(dgrad, wgrad, turned), dgrad, wgrad, turned)
+                yield Gradients(*self._held(dgrad, wgrad, turned), dgrad, wgrad, turned)
+        yield from self._of_pairs(site)
 
+    def _held(self, dgrad: fx.Node | None, wgrad: fx.Node | None, turned: bool) -> tuple[fx.Node, bool]:
+        """The operand of the first of the two that is dy, and whether it is its transpose."""
+        if dgrad is not None and (wgrad is None or dgrad < wgrad):
+            return self.multiplied[dgrad].a, False
+        assert wgrad is not None
+        return (self.multiplied[wgrad].b, False) if turned else (self.multiplied[wgrad].a, True)
 
-def _held(dgrad: fx.Node | None, wgrad: fx.Node | None, turned: bool) -> tuple[fx.Node, bool]:
-    """The operand that is dy, and whether it is its transpose."""
-    if dgrad is not None:
-        return _operands(dgrad)[0], False
-    assert wgrad is not None
-    a, b = _operands(wgrad)
-    return (b, False) if turned else (a, True)
+    def _of_pairs(self, site: fx.Node) -> Iterator[Gradients]:
+        """Backwards that are one call with the layer's own operands."""
+        for node in self.pairs:
+            x, w, ends, dy = node.args
+            if node < site or (matrix(x), matrix(w), ends) != (*self.operands[site], self.multiplied[site].ends):  # type: ignore[arg-type]
+                continue
+            made = {user.args[1]: user for user in node.users if user.users}
+            if made and not self.taken & set(made.values()):
+                yield Gradients(dy, False, made.get(0), made.get(1), wgrad_transposed=True)  # type: ignore[arg-type]
 
 
 def match_gradients(plan: Plan) -> None:
     """Give each layer its backward, and take what is one of a backward from the sites: Note [Triples of products]."""
     products = _Products()
     for node in plan.gm.graph.nodes:
-        if _is_product(node):
-            a, b = _operands(node)
-            products.operands[node] = matrix(a), matrix(b)
+        products.add(node)
     sites = [site for site in plan.candidates if site.match.node in products.operands]
     for both in (True, False):
         for site in sites:
@@ -133,7 +178,11 @@ def match_gradients(plan: Plan) -> None:
             elif fitting and not both:
                 site.unplaced = UNKNOWN_PLACE
     plan.candidates[:] = [site for site in plan.candidates if site.match.node not in products.taken]
+    plan.backward |= products.taken
     _refuse_unplaced(plan, products)
+    for site in plan.candidates:
+        if site.match.literal is not None:
+            site.match = _read_once(site.match)
 
 
 def _chosen(site: Candidate, fitting: list[Gradients]) -> Gradients | None:
@@ -160,20 +209,51 @@ def _refuse_unplaced(plan: Plan, products: _Products) -> None:
                 site.unplaced = UNKNOWN_PLACE
 
 
-def _is_product(node: fx.Node) -> bool:
-    call = Call.read(node)
-    return call is not None and call.name in ("mm", "addmm") and all(is_tensor(one) for one in _operands(node))
+def _read_once(match: Match) -> Match:
+    """A layer of experts and its backward, both of which read what its operands were made of, where nothing writes that
+    before the backward has read it. A bias that is added behind the product stays there, as its gradient does."""
+    literal, gradients = match.literal, match.gradients
+    assert literal is not None
+    nodes = [match.node] if gradients is None else [match.node, *gradients.nodes]
+    if grouped.disturbed(replace(match, adder=None), max(nodes)):
+        return replace(literal, gradients=gradients)
+    match = replace(match, bias=None, adder=None)
+    if gradients is None or gradients.wgrad is None or value(match.weight).dtype == value(literal.weight).dtype:
+        return match
+    cast, turned = _cast_of(gradients.wgrad, value(match.weight).dtype)
+    if cast is None:  # the gradient that is wanted is that of the weight behind its cast
+        return replace(match, weight=literal.weight, transposed=literal.transposed)
+    turned ^= gradients.wgrad_transposed
+    return replace(match, gradients=replace(gradients, wgrad=cast, wgrad_transposed=turned))
 
 
-def _operands(node: fx.Node) -> list[fx.Node]:
+def _cast_of(gradient: fx.Node, dtype: torch.dtype) -> tuple[fx.Node | None, bool]:
+    """What casts a gradient to a dtype where nothing else reads it, and whether it is the gradient's transpose."""
+    node, turned = gradient, False
+    while len(node.users) == 1:
+        [node] = node.users
+        if name(node) in CASTS and is_tensor(node) and value(node).dtype == dtype:
+            return node, turned
+        swapped = False if name(node) in _SAME else swaps(node)
+        if swapped is None:
+            break
+        turned ^= swapped
+    return None, turned
+
+
+def _multiplied(node: fx.Node) -> _Multiplied | None:
     call = Call.read(node)
-    assert call is not None
-    return [call.operands[key] for key in (("mat1", "mat2") if call.name == "addmm" else ("input", "mat2"))]
+    if call is not None and call.name in ("mm", "addmm"):
+        found = [call.operands[key] for key in (("mat1", "mat2") if call.name == "addmm" else ("input", "mat2"))]
+    else:
+        given = grouped.operands_of(node)
+        found = [given.get(key) for key in ("x", "weight", "offs")]
+    return _Multiplied(*found) if found[0] is not None and all(is_tensor(one) for one in found) else None  # type: ignore[arg-type]
 
 
 def _rows(node: fx.Node) -> int | torch.SymInt:
-    return value(node).shape[0]
+    return value(node).shape[-2]
 
 
 def _columns(node: fx.Node) -> int | torch.SymInt:
-    return value(node).shape[1]
+    return value(node).shape[-1]

@@ -15,7 +15,7 @@ from torch import fx
 
 from te_inductor import ops, targets
 from te_inductor.diagnostics import Refusal
-from te_inductor.passes.graph.aliases import memory, name
+from te_inductor.passes.graph.aliases import may_share, memory, name, origin, written_by
 from te_inductor.passes.pre_grad.decide import support
 from te_inductor.passes.pre_grad.decide.support import is_tensor, value
 from te_inductor.passes.pre_grad.match import experts_bias, gathers, parametrized
@@ -37,11 +37,7 @@ class Grouped(Rule):
     joins: ClassVar[bool] = True
 
     def match(self, node: fx.Node) -> Match | None:
-        if node.op != "call_function" or name(node) not in GROUPED:
-            return None
-        given = dict(zip(("x", "weight", "offs", "bias", "out_dtype"), node.args, strict=False))
-        named = {"input": "x", "mat_a": "x", "self": "x", "mat_b": "weight", "mat2": "weight"}
-        given |= {named.get(key, key): one for key, one in node.kwargs.items()}
+        given = operands_of(node)
         x, weight, ends = (given.get(key) for key in ("x", "weight", "offs"))
         if not (is_tensor(x) and is_tensor(weight) and is_tensor(ends) and is_tensor(node)):
             return None
@@ -104,6 +100,15 @@ class Grouped(Rule):
         replace_layer(match, new)
 
 
+def operands_of(node: fx.Node) -> dict[str, Any]:
+    """Those of a grouped product, by the names `x`, `weight`, `offs`, `bias` and `out_dtype`; nothing of another node."""
+    if node.op != "call_function" or name(node) not in GROUPED:
+        return {}
+    given = dict(zip(("x", "weight", "offs", "bias", "out_dtype"), node.args, strict=False))
+    named = {"input": "x", "mat_a": "x", "self": "x", "mat_b": "weight", "mat2": "weight"}
+    return given | {named.get(key, key): one for key, one in node.kwargs.items()}
+
+
 def reads_early(match: Match) -> list[fx.Node]:
     """What the program reads earlier than the layer would: nothing may write it in between."""
     assert match.groups is not None and match.literal is not None
@@ -119,26 +124,31 @@ def reads_early(match: Match) -> list[fx.Node]:
     return [one for one in found if one is not None]
 
 
-def disturbed(match: Match) -> bool:
-    """Whether anything is written between what the program reads earlier than the layer would and the layer, in a graph
-    that does not tell which tensors share memory."""
+def disturbed(match: Match, last: fx.Node | None = None) -> bool:
+    """Whether anything writes what the program reads earlier than the layer would before the layer has read it, the last
+    time in place of `last`; in a graph of ATen ops, whose schemas say what shares memory."""
     assert match.groups is not None and match.literal is not None
     early = [one for one in (match.groups.rows, match.groups.order) if one is not None]
     early += [*_passed(match.literal.x, match.x), *_passed(match.literal.weight, match.weight)]
     early += [] if match.adder is None else [match.adder.args[1]]  # type: ignore[list-item]
-    last = match.node if match.adder is None else max(match.node, match.adder)
-    node = min(early, default=match.node)
+    read = {origin(one) for node in early for one in (node, *node.all_input_nodes)}
+    last = last or (match.node if match.adder is None else max(match.node, match.adder))
+    node = min(early, default=last)
     while node is not last:
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+        if any(may_share(origin(one), other) for one in written_by(node) for other in read):
             return True
         node = node.next
     return False
 
 
 def _passed(node: fx.Node, source: fx.Node) -> Iterator[fx.Node]:
-    """What stands between a source and what is made of it, the last one first."""
+    """What stands between a source and what is made of it, the last one first. The source may be a cast that equals one
+    of these."""
     while node is not source:
         yield node
+        if (node.target, node.args, node.kwargs) == (source.target, source.args, source.kwargs):
+            yield source
+            break
         node = node.args[0]  # type: ignore[assignment]
 
 
@@ -193,14 +203,14 @@ def _untransposed(weight: fx.Node) -> tuple[fx.Node, bool]:
         dims = {dim % 3 for dim in weight.args[1:] if isinstance(dim, int)}
         if dims == {1, 2}:
             return weight.args[0], False  # type: ignore[return-value]
-    if name(weight) == "permute" and [dim % 3 for dim in _ints(weight.args[1:])] == [0, 2, 1]:
+    if name(weight) == "permute" and [dim % 3 for dim in ints(weight.args[1:])] == [0, 2, 1]:
         return weight.args[0], False  # type: ignore[return-value]
     if name(weight) in ("mT", "getattr") and (len(weight.args) == 1 or weight.args[1] == "mT"):
         return weight.args[0], False  # type: ignore[return-value]
     return weight, True
 
 
-def _ints(args: tuple[Any, ...]) -> list[int]:
+def ints(args: tuple[Any, ...]) -> list[int]:
     """Dimensions, one by one or as a tuple."""
     dims = args[0] if len(args) == 1 and isinstance(args[0], tuple | list) else args
     return [dim for dim in dims if isinstance(dim, int)]

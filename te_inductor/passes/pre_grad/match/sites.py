@@ -61,8 +61,7 @@ def _reads_what_is_written(plan: Plan, match: Match) -> bool:
 
 def list_products(plan: Plan) -> None:
     """Find all matrix products, and those with a weight among them that no rule matched."""
-    backward = {node for site in plan.candidates if site.match.gradients for node in site.match.gradients.nodes}
-    nodes = (node for module in plan.graph_modules() for node in module.graph.nodes if node not in backward)
+    nodes = (node for module in plan.graph_modules() for node in module.graph.nodes if node not in plan.backward)
     plan.products.extend(product for product in map(products.read, nodes) if product is not None)
     matched = {candidate.match.node for candidate in plan.candidates}
     layers = {product.node for product in plan.products if products.is_layer(product)} | matched

@@ -3,6 +3,7 @@ backward."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,11 +15,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from te_inductor import ops
 from te_inductor.diagnostics import Refusal
-from te_inductor.ops.casts import Copy
+from te_inductor.ops.grouped_linear import GroupedLinears
 from te_inductor.ops.linear import Linears
+from te_inductor.passes.graph.aliases import origin, written_by
 from te_inductor.passes.graph.cse import share
 from te_inductor.passes.pre_grad.decide.support import value
-from te_inductor.passes.pre_grad.match.gradients import matrix
+from te_inductor.passes.pre_grad.match.gradients import matrix, swaps
+from te_inductor.passes.pre_grad.match.grouped import Grouped
 from te_inductor.passes.pre_grad.match.linear import Addmm, Product
 from te_inductor.passes.pre_grad.match.rule import Gradients, Match
 from te_inductor.passes.pre_grad.plan import Plan
@@ -45,12 +48,17 @@ def refuse_what_has_no_place(plan: Plan) -> None:
                 "delayed scaling keeps scales from step to step, for which this graph has no inputs; recipe 'current'"
                 " finds them at each call"
             )
-        elif site.match.groups is not None and not grouped.is_written_out(
-            value(site.match.weight).device, site.slots.fprop
-        ):
-            site.refusal = Refusal("experts with scales of blocks in a program, for which torch has no product")
         elif site.match.node.graph is not plan.gm.graph:
             site.refusal = _in_a_body(plan, site.match.node.graph)
+
+
+def refuse_what_is_in_no_program(plan: Plan) -> None:
+    """Experts for whose products a program that leaves this process has no kernel."""
+    for site in plan.candidates:
+        if site.refusal is not None or site.slots is None or site.match.groups is None:
+            continue
+        if not grouped.is_written_out(value(site.match.weight).device, site.slots.fprop):
+            site.refusal = Refusal("experts with scales of blocks in a program, for which torch has no product")
 
 
 def _in_a_body(plan: Plan, graph: fx.Graph) -> Refusal:
@@ -72,12 +80,8 @@ def _in_a_body(plan: Plan, graph: fx.Graph) -> Refusal:
 def refuse_batches(plan: Plan) -> None:
     """Products whose backward is not looked for."""
     for site in plan.candidates:
-        if site.refusal is not None or site.slots is None or isinstance(site.rule, Product | Addmm):
-            continue
-        if site.match.groups is not None:
-            site.refusal = Refusal("experts' products in a graph that may have a backward, where they are not read")
-        else:
-            site.refusal = Refusal("not one mm or addmm, the products that are read in a graph with a backward")
+        if site.refusal is None and site.slots is not None and not isinstance(site.rule, Product | Addmm | Grouped):
+            site.refusal = Refusal("not mm, addmm or a grouped product, which are read in a graph with a backward")
 
 
 def write_slots(plan: Plan) -> None:
@@ -108,113 +112,153 @@ def _is_new(node: fx.Node) -> bool:
 
 def rewrite_triples(plan: Plan) -> None:
     """Write each layer's forward and backward in the places of their products."""
-    moved: dict[fx.Node, fx.Node] = {}
+    so_far = _SoFar()
+    written = {origin(one) for node in plan.gm.graph.nodes for one in written_by(node)}
     for site in plan.candidates:
         if site.low and site.slots is not None:
-            _Layer(site.match, site.slots, moved).write()
-    if not any(_writes(node) for node in plan.gm.graph.nodes):
-        share(plan.gm.graph)  # layers of one input cast it once
+            _Layer(site.match, site.slots, so_far).write()
+    share(plan.gm.graph, written)  # layers of one input cast it once
     plan.gm.graph.eliminate_dead_code()
     plan.gm.recompile()
 
 
-def _writes(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+@dataclass
+class _SoFar:
+    """What the layers before this one have left."""
+
+    moved: dict[fx.Node, fx.Node] = field(default_factory=dict)  # products that are gone: what stands for each
+    masked: dict[tuple[fx.Node, fx.Node], fx.Node] = field(default_factory=dict)  # experts' rows without those of none
 
 
 class _Layer:
-    """One layer, of which both directions are traced as `Linears` computes them."""
+    """One layer, of which both directions are traced as its operation computes them."""
 
-    def __init__(self, match: Match, slots: Slots, moved: dict[fx.Node, fx.Node]) -> None:
-        self.match, self.graph, self.backward = match, match.node.graph, match.gradients
-        self.moved = moved  # products that are gone, which may be operands of this one, and what stands for each
-        self.operation = Linears(slots, value(match.node).dtype)
+    def __init__(self, match: Match, slots: Slots, so_far: _SoFar) -> None:
+        self.match, self.graph, self.backward, self.so_far = match, match.node.graph, match.gradients, so_far
+        kind = Linears if match.groups is None else GroupedLinears
+        self.operation = kind(slots, value(match.node).dtype)
+        self.weight_at = 0  # its place among the operation's inputs
+        self.ctx = SimpleNamespace()
         self.saved: list[fx.Node | None] = []
 
     def write(self) -> None:
         gradients, node = self.backward, self.match.node
-        needs = (
-            gradients is not None and gradients.dgrad is not None,
-            gradients is not None and gradients.wgrad is not None,
-        )
-
-        def forward(x: Tensor, weight: Tensor, *bias: Tensor) -> tuple[Tensor | None, ...]:
-            wanted = (needs[0], False, needs[1], *(False for _ in bias))
-            [y], (x_col, [w_col], _) = self.operation.compute(wanted, x, None, weight, *bias)
-            return y, *Copy.saved(x_col), *Copy.saved(w_col)
-
         with self.graph.inserting_before(node):
-            operands = [self._now(self.match.x), self._weight()]
-            operands += [] if self.match.bias is None else [self._now(self.match.bias)]
-            y, *self.saved = self._traced(forward, operands, node)
+            operands, needs = self._operands()
+            given = [place for place, one in enumerate(operands) if one is not None]
+
+            def forward(*tensors: Tensor) -> tuple[Tensor | None, ...]:
+                inputs = _at(given, tensors, len(operands))
+                saved: list[Tensor | None] = []
+                self.ctx.save_for_backward = lambda *tensors: saved.extend(tensors)
+                [y], found = self.operation.compute(needs, *inputs)
+                self.operation.setup_context(self.ctx, tuple(inputs), found)
+                return y, *saved
+
+            given_operands: Any = [operands[place] for place in given]
+            y, *self.saved = traced_into(self.graph, forward, given_operands, node)
             self._replace(node, y)
         if gradients is not None:
-            self._write_backward(gradients, needs)
+            self._write_backward(gradients)
 
-    def _weight(self) -> fx.Node:  # (N, K)
+    def _operands(self) -> tuple[list[fx.Node | None], tuple[bool, ...]]:
+        """The operation's inputs, and which of them want a gradient. That of a bias is a sum, and stays as it is."""
+        match, gradients = self.match, self.backward
+        x, weight = self._now(match.x), self._weight()
+        bias = [] if match.bias is None else [self._now(match.bias)]
+        between = [None]  # the step's token
+        if match.groups is not None:
+            ends, rows = match.groups.ends, match.groups.rows
+            x = self._masked(x, ends) if rows is None else x
+            between += [ends, rows, None]  # type: ignore[list-item]
+        self.weight_at = 1 + len(between)
+        needs = (False, False) if gradients is None else (gradients.dgrad is not None, gradients.wgrad is not None)
+        return [x, *between, weight, *bias], (needs[0], *(False for _ in between), needs[1], *(False for _ in bias))
+
+    def _masked(self, x: fx.Node, ends: fx.Node) -> fx.Node:
+        """Once for all layers that read the rows."""
+        if (x, ends) not in self.so_far.masked:
+            [masked] = traced_into(self.graph, lambda *rows: [grouped.mask_rows(*rows)], [x, ends], self.match.node)
+            self.so_far.masked[x, ends] = masked
+        return self.so_far.masked[x, ends]
+
+    def _weight(self) -> fx.Node:  # (N, K), or (E, N, K)
         weight = self.match.weight
         if not self.match.transposed:
             return weight
         found = matrix(weight)
-        if found.transposed and value(found.root).dim() == 2:
+        if found.transposed and value(found.root).dim() == value(weight).dim():
             return found.root
-        return self._called(aten.t.default, weight)
+        return self._transposed(weight, self.match.node)
 
-    def _write_backward(self, gradients: Gradients, needs: tuple[bool, bool]) -> None:
+    def _write_backward(self, gradients: Gradients) -> None:
         x_dtype, w_dtype = (
             value(self.match.x if node is None else node).dtype for node in (gradients.dgrad, gradients.wgrad)
         )
         kept = [place for place, node in enumerate(self.saved) if node is not None]
+        is_turned_back = gradients.wgrad is not None and all(map(swaps, gradients.wgrad.users))
 
         def backward(dy: Tensor, *saved: Tensor) -> tuple[Tensor | None, ...]:
-            found: list[Tensor | None] = [None] * len(self.saved)
-            for place, tensor in zip(kept, saved, strict=True):
-                found[place] = tensor
-            ctx = SimpleNamespace(
-                needs=(*needs, False), saved_tensors=found, dtypes=(x_dtype, w_dtype, None), sizes=[dy.shape[1]]
-            )
-            dx, _, dw = self.operation.backward(ctx, dy)
-            return dx, dw.t() if dw is not None and gradients.wgrad_transposed else dw
+            self.ctx.saved_tensors = _at(kept, saved, len(self.saved))
+            self.ctx.dtypes = x_dtype, w_dtype, None
+            found = self.operation.backward(self.ctx, dy)
+            dx, dw = found[0], found[self.weight_at]
+            if dw is not None and gradients.wgrad_transposed:
+                dw = dw.mT if is_turned_back else dw.mT.contiguous()  # as what is read by a view has to be
+            return dx, dw
 
-        order = {node: place for place, node in enumerate(self.graph.nodes)}
-        first = min(gradients.nodes, key=order.__getitem__)
+        first = min(gradients.nodes)
         with self.graph.inserting_before(first):
             dy = self._now(gradients.dy)
-            dy = self._called(aten.t.default, dy) if gradients.dy_transposed else dy
-            made = self._traced(backward, [dy, *(node for node in self.saved if node is not None)], first)
+            dy = self._transposed(dy, first) if gradients.dy_transposed else dy
+            saved = [node for node in self.saved if node is not None]
+            made = traced_into(self.graph, backward, [dy, *saved], first)
         for node, new in zip((gradients.dgrad, gradients.wgrad), made, strict=True):
             if node is not None:
                 self._replace(node, new)
 
     def _now(self, node: fx.Node) -> fx.Node:
-        return self.moved.get(node, node)
+        return self.so_far.moved.get(node, node)
 
     def _replace(self, node: fx.Node, new: fx.Node) -> None:
         node.replace_all_uses_with(new)
         node.graph.erase_node(node)
-        self.moved[node] = new
+        self.so_far.moved[node] = new
 
-    def _called(self, op: Any, operand: fx.Node) -> fx.Node:
-        made = self.graph.call_function(op, (operand,))
-        made.meta["val"] = made.meta["example_value"] = op(value(operand))
+    def _transposed(self, operand: fx.Node, place: fx.Node) -> fx.Node:
+        made = self.graph.call_function(aten.transpose.int, (operand, -2, -1))
+        _take_place(made, place.meta)
+        made.meta["val"] = made.meta["example_value"] = value(operand).mT
         return made
 
-    def _traced(
-        self, function: Callable[..., Sequence[Tensor | None]], operands: Sequence[fx.Node], place: fx.Node
-    ) -> list[Any]:
-        """The function's ops, put into the graph; what it returned, as nodes."""
-        inputs = [value(operand) for operand in operands]
-        with inputs[0].fake_mode, enable_python_dispatcher(), torch.no_grad():  # type: ignore[attr-defined]
-            made = make_fx(function)(*inputs)
-        copies = dict(zip(made.graph.find_nodes(op="placeholder"), operands, strict=True))
-        known = set(copies)
-        found = self.graph.graph_copy(made.graph, copies)
-        for node, copy in copies.items():
-            if node not in known:
-                copy.meta = dict(node.meta)
-                copy.meta["example_value"] = copy.meta.get("val")
-                _take_place(copy, place.meta)
-        return list(found)  # type: ignore[arg-type]
+
+def traced_into(
+    graph: fx.Graph,
+    function: Callable[..., Sequence[Tensor | None]],
+    operands: Sequence[fx.Node],
+    place: fx.Node,
+) -> list[Any]:
+    """A function's ops, put into a graph at its insertion point, in the place of a node; what it returned, as nodes."""
+    inputs = [value(operand) for operand in operands]
+    with inputs[0].fake_mode, enable_python_dispatcher(), torch.no_grad():  # type: ignore[attr-defined]
+        made = make_fx(function)(*inputs)
+    copies = dict(zip(made.graph.find_nodes(op="placeholder"), operands, strict=True))
+    known = set(copies)
+    found = graph.graph_copy(made.graph, copies)
+    for node, copy in copies.items():
+        if node not in known:
+            copy.meta = dict(node.meta)
+            copy.meta["example_value"] = copy.meta.get("val")
+            _take_place(copy, place.meta)
+    return list(found)  # type: ignore[arg-type]
+
+
+def _at(places: Sequence[int], tensors: Sequence[Tensor], count: int) -> list[Any]:
+    """A list of so many, with tensors at some places and None at the others."""
+    found: list[Any] = [None] * count
+    for place, tensor in zip(places, tensors, strict=True):
+        found[place] = tensor
+    return found
 
 
 def _take_place(node: fx.Node, meta: dict[str, Any]) -> None:

@@ -1,0 +1,57 @@
+"""Gradients of experts' rows in traced graphs. Autograd adds them up where a token's row was gathered several times:
+``zeros.index_put([order // each], dx, accumulate=True)``, in dx's dtype and, on a GPU, in the order of atomics or of a
+sort. As behind a compile they become a gather by where each row went, added up in fp32."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from te_inductor import ops
+from te_inductor.passes.graph.aliases import may_share, name, origin, written_by
+from te_inductor.passes.pre_grad.decide.support import is_tensor, value
+from te_inductor.passes.pre_grad.match.gathers import order_of
+from te_inductor.passes.pre_grad.match.rule import replace
+from te_inductor.passes.pre_grad.plan import Plan
+from te_inductor.passes.pre_grad.rewrite.traced import traced_into
+
+aten = torch.ops.aten
+_ZEROS = frozenset(("new_zeros", "zeros", "zeros_like"))
+
+
+def rewrite_scattered_rows(plan: Plan) -> None:
+    """Gather by where rows went, beside experts in low precision."""
+    graph = plan.gm.graph
+    if not any(site.low and site.match.groups for site in plan.candidates):
+        return
+    written = {origin(one) for node in graph.nodes for one in written_by(node)}
+    for node in graph.find_nodes(op="call_function", target=aten.index_put.default):
+        found = _scattered(node)
+        if found is None or any(may_share(origin(found[0]), one) for one in written):
+            continue
+        order, rows, each = found
+        with graph.inserting_before(node):
+            [made] = traced_into(graph, _gathered(each), [order, rows], node)
+        replace(node, made)
+    graph.eliminate_dead_code()
+    plan.gm.recompile()
+
+
+def _gathered(each: int) -> Callable[[Tensor, Tensor], Sequence[Tensor]]:
+    def gathered(order: Tensor, rows: Tensor) -> Sequence[Tensor]:
+        return [rows[ops.places_of(order, each)].sum(1, dtype=torch.float32).to(rows.dtype)]
+
+    return gathered
+
+
+def _scattered(node: fx.Node) -> tuple[fx.Node, fx.Node, int] | None:
+    """The order, the rows, and how many there are of each, where all rows of a matrix of zeros are added to."""
+    given: Any = dict(zip(("zeros", "places", "rows", "accumulate"), node.args, strict=False)) | node.kwargs
+    zeros, places, rows = given["zeros"], given["places"], given["rows"]
+    if not given.get("accumulate") or name(zeros) not in _ZEROS or len(zeros.users) > 1 or len(places) != 1:
+        return None
+    if not (is_tensor(places[0]) and is_tensor(rows) and value(rows).dim() == 2):
+        return None
+    order, each = order_of(places[0], value(zeros).shape[0]) or (None, 1)
+    return None if order is None else (order, rows, each)
