@@ -1,5 +1,6 @@
 """Shared by all tests: every test starts with empty Dynamo caches and a known random state (`--seed`, default 0)."""
 
+import contextlib
 import gc
 import os
 
@@ -18,6 +19,7 @@ from collections import defaultdict
 import pytest
 import torch
 
+from tests import unlogged
 from tests.rounds import sample
 
 
@@ -64,12 +66,10 @@ def pytest_collection():
 
 
 @pytest.fixture(autouse=True, scope="session")
-def guards_are_not_timed():
-    """Dynamo times the guards of each graph with the processor's caches flushed, 24 ms of work for a log message."""
-    from torch._dynamo import guards
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(guards, "profile_guard_manager", lambda *arguments: 0.0)
+def without_logs():
+    with contextlib.ExitStack() as stack:
+        for patch in unlogged.patches():
+            stack.enter_context(patch)
         yield
 
 
