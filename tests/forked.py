@@ -6,7 +6,8 @@ server imports them once and forks itself for each program::
     SERVER.run("tests.offline.interpret", "graph.py", "inputs.pt", "outputs.pt")
 
 The server imports, leaves out torch's logs (tests/unlogged.py) and does nothing else, so that a program finds what it
-would find in a new process: no compiled graph, no cache, no CUDA, no thread. Tests of the start of a process itself (imports, an edited package) start one.
+would find in a new process: no compiled graph, no cache, no CUDA, no thread. Tests of the start of a process itself
+(imports, an edited package) start one.
 """
 
 import atexit
