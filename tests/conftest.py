@@ -1,4 +1,6 @@
-"""Shared by all tests: every test starts with empty Dynamo caches and a known random state (`--seed`, default 0)."""
+"""Shared by all tests: every test starts with empty Dynamo caches and a known random state (`--seed`, default 0).
+
+Imports nothing large: so pytest-xdist's first process, which runs no test, does not import torch either."""
 
 import contextlib
 import gc
@@ -15,9 +17,9 @@ os.environ.pop("COLUMNS", None)  # of the terminal that the tests run in: report
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 from collections import defaultdict
+from importlib import metadata
 
 import pytest
-import torch
 
 from tests import unlogged
 from tests.rounds import sample
@@ -30,7 +32,7 @@ def pytest_addoption(parser):
 
 
 def pytest_report_header(config):
-    return f"seed: {config.getoption('--seed')}, torch {torch.__version__}"
+    return f"seed: {config.getoption('--seed')}, torch {metadata.version('torch')}"
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -75,6 +77,8 @@ def without_logs():
 
 @pytest.fixture(autouse=True)
 def fresh_state(request):
+    import torch
+
     torch._dynamo.reset()
     torch.manual_seed(request.config.getoption("--seed"))
     yield
@@ -98,6 +102,8 @@ def no_caches():
 @pytest.fixture
 def one_seed(monkeypatch):
     """Stochastic rounding has the same bits at every call, so that runs that draw in another order are comparable."""
+    import torch
+
     from te_inductor.ops import casts
 
     monkeypatch.setattr(casts, "new_seed", lambda device: torch.full((), 5, dtype=torch.int64, device=device))
