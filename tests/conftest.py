@@ -100,6 +100,15 @@ def no_caches():
 
 
 @pytest.fixture
+def without_cpp(monkeypatch, no_caches):
+    """Graphs are lowered and written as code, whose C++ is not compiled: what it would compute is left out, for tests of
+    how often, and with what warnings, code is generated."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *_: lambda *tensors: None)
+
+
+@pytest.fixture
 def one_seed(monkeypatch):
     """Stochastic rounding has the same bits at every call, so that runs that draw in another order are comparable."""
     import torch

@@ -77,8 +77,8 @@ def test_any_number_of_rows_compiles_at_most_twice(train, recipe, dim, rows, wit
         pytest.param(SQUARES, 256, (50, 60, 128, 129, 300, 15), marks=pytest.mark.thorough, id="squares"),
     ],
 )
-def test_lowerings_do_not_hold_the_number_of_rows(recipe, dim, rows):
-    """Of the others' C++ there would be minutes, which tests/numerics compiles too."""
+def test_lowerings_do_not_hold_the_number_of_rows(recipe, dim, rows, without_cpp):
+    """Of the others' code there would be minutes."""
     check_any_number_of_rows(True, recipe, dim, rows)
 
 

@@ -272,7 +272,7 @@ def test_failing_lowerings_run_in_the_eager_runtime(monkeypatch, no_caches):
 @pytest.mark.parametrize(
     "recipe", ["current", *(pytest.param(recipe, marks=pytest.mark.thorough) for recipe in ("rowwise", "block"))]
 )
-def test_no_lowering_fails_in_a_gated_mlp(recipe, no_caches):
+def test_no_lowering_fails_in_a_gated_mlp(recipe, no_caches, without_cpp):
     """gate's and up's gradients are computed from the same tensors, and stand side by side in one copy."""
 
     class Mlp(nn.Module):
