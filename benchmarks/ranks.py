@@ -76,6 +76,7 @@ def jobs(args: argparse.Namespace) -> list[Job]:
                 tp = shared_by(name, world, args.tp)
                 common = {"work": name, "model": args.model, "device": args.device, "world": world, "tp": tp}
                 common |= {"tokens": tokens, "sequence": args.sequence, "layers": args.layers, "whole": args.whole}
+                common |= {"uncut": args.uncut}
                 common |= {"steps": args.steps}
                 common |= {"iters": args.iters, "warmup": args.warmup, "patience": args.patience}
                 for arm in args.arms or WORKS[name].arms:
@@ -136,6 +137,7 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ranks", nargs="+", type=int, help="default: all GPUs")
     parser.add_argument("--tp", type=int, default=2, help="of fsdp_tp: ranks that share a model's layers")
     parser.add_argument("--whole", action="store_true", help="compile all blocks as one graph")
+    parser.add_argument("--uncut", action="store_true", help="of ddp: graphs are not cut at its buckets")
     parser.add_argument("--async-tp", action="store_true", help="Inductor's _micro_pipeline_tp")
     parser.add_argument("--steps", type=int, default=0, help="of training, for losses")
     parser.add_argument("--iters", type=int, default=20)

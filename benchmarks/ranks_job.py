@@ -52,6 +52,7 @@ class Job:
     layers: int = 0  # 0: the model's
     whole: bool = False  # compiled as one graph
     async_tp: bool = False
+    uncut: bool = False  # Dynamo does not cut graphs at DDP's buckets
     iters: int = 2
     warmup: int = 2
     steps: int = 0  # of training, behind the measurement

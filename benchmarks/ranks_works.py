@@ -58,8 +58,8 @@ def mesh_of(job: Job) -> DeviceMesh:
 
 
 def compiled(module: nn.Module, job: Job, **options: Any) -> None:
-    """In place: bf16 and torchao by Inductor, others by the backend with the arm's recipe. Of a small model, and of what
-    has not run on GPUs yet, the policy names the layers."""
+    """In place: bf16 and torchao by Inductor, others by the backend with the arm's recipe. Of a small model, and of
+    experts, the policy names the layers."""
     if job.async_tp:
         options["_micro_pipeline_tp"] = True
     if job.name in ("bf16", "torchao"):
@@ -151,6 +151,7 @@ def _tp(job: Job, rank: int) -> Spread:
 def _ddp(job: Job, rank: int) -> Spread:
     from torch.nn.parallel import DistributedDataParallel
 
+    torch._dynamo.config.optimize_ddp = not job.uncut
     blocks = llama_blocks.build(job.shape, BF16, place(job, rank))
     _torchao(blocks, job)
     each(blocks, job)

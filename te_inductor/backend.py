@@ -18,7 +18,7 @@ from torch import fx
 
 from te_inductor import compat, config, recipes
 from te_inductor.config import Options
-from te_inductor.diagnostics import Report, Unmet, announce, log, say, uncompiled
+from te_inductor.diagnostics import CUT_BY_DDP, Report, Unmet, announce, log, say, uncompiled
 from te_inductor.errors import TEInductorError
 from te_inductor.passes import pre_grad
 from te_inductor.passes.pre_grad.plan import Plan
@@ -61,6 +61,8 @@ def te(
     if found.failure is not None:
         _give_up(plan, originals)
     announce(found if found.failure is None else _without_us(plan, found), parsed.fallback)
+    if plan.is_ours and compat.is_cut_by_ddp(gm):
+        _note_cut(parsed.fallback)
     if any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs):
         _start_workers()
     inductor = _inductor(plan, name)
@@ -106,6 +108,17 @@ def _failed(report: Report, reason: str, failure: str) -> Report:
         for site in report.sites
     ]
     return replace(report, sites=sites, failure=failure, flops=replace(report.flops, low=0))
+
+
+_cut_is_noted = False
+
+
+def _note_cut(fallback: str) -> None:
+    """Say once what it costs that DDP cuts graphs. All sites run as asked, so that nothing is an error."""
+    global _cut_is_noted
+    if not _cut_is_noted:
+        _cut_is_noted = True
+        say(CUT_BY_DDP, "silent" if fallback == "silent" else "warn")
 
 
 def _start_workers() -> None:

@@ -85,6 +85,44 @@ class Flops:
         return f"{_percent(self.share)} of the FLOPs of the forward's matrix products are in low precision{unknown}"
 
 
+class Weight(NamedTuple):
+    """What FP8 saves and costs layers of one input in one call, with its backward, as the size rule counts it."""
+
+    bf16_s: float  # seconds of their GEMMs in bf16
+    saved_s: float  # of those by FP8
+    cost_s: float  # of the casts
+    launches: int  # how many kernels more than in bf16
+
+
+@dataclass(frozen=True)
+class WeighedLayers:
+    """Layers of one input, what they weigh, and whether they are in FP8."""
+
+    layers: tuple[str, ...]  # module paths
+    low: bool
+    weight: Weight
+
+
+@dataclass(frozen=True)
+class GraphWeight:
+    """What the size rule weighed in one graph: layers whose sizes are known, on a device whose rates are."""
+
+    layers: list[WeighedLayers]
+    device_s: float  # seconds that the whole graph takes the device in bf16, without attention
+    host_s: float | None  # that the host takes to launch it in FP8; None under CUDA graphs, and in C++
+    rates: str  # where the rates come from
+
+    @property
+    def bf16_s(self) -> float:
+        """Seconds of all GEMMs that were weighed, in bf16."""
+        return sum(one.weight.bf16_s for one in self.layers)
+
+    @property
+    def gain_s(self) -> float:
+        """Seconds that the layers in FP8 gain."""
+        return sum(one.weight.saved_s - one.weight.cost_s for one in self.layers if one.low)
+
+
 HIDDEN = ", or earlier entries match the same"  # of a policy entry that matches nothing
 
 
@@ -100,6 +138,7 @@ class Report:
     failure: str | None = None  # traceback of a failure inside our own passes
     flops: Flops = field(default_factory=Flops)
     speedup: str | None = None  # a sentence about what low precision saves, of `explain`
+    weights: list[GraphWeight] = field(default_factory=list)  # what the size rule weighed, a graph each
 
     @property
     def fallbacks(self) -> list[Site]:
@@ -135,6 +174,7 @@ def merge(reports: Iterable[Report]) -> Report:
         unused_policy=[entry for entry in unused if all(entry in report.unused_policy for report in reports)],
         unmet=[unmet for report in reports for unmet in report.unmet],
         failure="\n".join(report.failure for report in reports if report.failure) or None,
+        weights=[weight for report in reports for weight in report.weights],
         flops=Flops(
             *(sum(getattr(report.flops, one.name) for report in reports) for one in fields(Flops)),
         ),
@@ -274,6 +314,14 @@ COMPUTED_AGAIN = (
     "te_inductor: a checkpoint around a compiled module runs its forward again, which under delayed scaling is another"
     " step: it records its amaxes twice, and its gradients belong to a forward with the next step's scales; compile the"
     " function that calls torch.utils.checkpoint, not the module that it is given, or use a recipe without state"
+)
+
+
+CUT_BY_DDP = (
+    "te_inductor: Dynamo cuts graphs where DistributedDataParallel's buckets of gradients end, 25 MB by default, and each"
+    " piece is compiled by itself: casts are not fused with what lies in another piece, and layers that read one input"
+    " are not one GEMM. Where blocks are compiled one by one, set torch._dynamo.config.optimize_ddp = False; where the"
+    " whole model is, give DistributedDataParallel a bucket_cap_mb of a few blocks"
 )
 
 

@@ -158,8 +158,20 @@ MUTATIONS = [
     ),
     Mutation(
         "layers that do not pay are cast",
-        "if weight.saved >= margin * weight.cost:",
-        "if weight.saved >= weight.cost:",
+        "if weight is None or weight.saved_s >= margin * weight.cost_s:",
+        "if weight is None or weight.saved_s >= 0:",
+        ("tests/backend/test_size_rule.py",),
+    ),
+    Mutation(
+        "a graph that gains little is cast",
+        "least = SHARE * high",
+        "least = 0.0",
+        ("tests/backend/test_size_rule.py",),
+    ),
+    Mutation(
+        "a graph that the host cannot launch in time is cast",
+        "if host is not None and device - host < least:",
+        "if host is not None and device - host < -least:",
         ("tests/backend/test_size_rule.py",),
     ),
     Mutation(

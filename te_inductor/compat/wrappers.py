@@ -83,6 +83,12 @@ def _active_ddp() -> Any:
     return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
 
 
+def is_cut_by_ddp(gm: torch.fx.GraphModule) -> bool:
+    """Whether Dynamo's DDPOptimizer made this graph of a part of another one."""
+    why = getattr(gm, "compile_subgraph_reason", None)
+    return why is not None and "DDPOptimizer" in why.reason
+
+
 def ddp_group_of(parameter: torch.Tensor) -> Any:
     """The process group of the DistributedDataParallel whose forward runs, if it keeps this parameter equal; else
     None. Where DDP cuts a graph, a piece knows its parameters as fake tensors: these are taken to be DDP's."""

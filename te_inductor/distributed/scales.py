@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_inductor import ops
 from te_inductor.compat.fsdp import ShardedParameter
 from te_inductor.distributed.casts import block_amaxes
 from te_inductor.errors import GatherError
 from te_inductor.recipes import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Recipe
 from te_inductor.recipes.delayed import ScaleUpdate
 from te_inductor.runtime import eager
-from te_inductor.runtime.delayed import scale_of, update_scales
+from te_inductor.runtime.delayed import scale_of
 from te_inductor.runtime.state import Key, ScalingState, keep_with_shard, note_history
 from te_inductor.runtime.state_sites import weight_site
 
@@ -115,7 +116,7 @@ class DelayedScales(ScalesOf):
             self.recorded = True
         if self.recorded:  # the step before this one ends where the next one begins
             update, states = ScaleUpdate(self.recipe, self.quantizer.element), self.states
-            update_scales([s.amax for s in states], [s.scale for s in states], [s.history for s in states], update)
+            ops.update_scales([s.amax for s in states], [s.scale for s in states], [s.history for s in states], update)
         self.records, self.recorded = records, False
         unknown = [state for state in self.states if not state.has_history]
         if unknown:

@@ -32,7 +32,12 @@ def install(fallback: str = "warn") -> Callable[[Callable[..., Any]], Callable[.
 
     if torch.cuda.is_available() and has_triton_package():
         # Ops that generated code calls, also such as a compile cache returns. NVFP4's come with its weights.
-        from te_inductor.templates.triton import decode_attention, fp8_small_m, grouped_ops  # noqa: F401
+        from te_inductor.templates.triton import (  # noqa: F401
+            decode_attention,
+            fp8_small_m,
+            grouped_ops,
+            scale_updates,
+        )
 
     def wrap(inner_compile: Callable[..., Any]) -> Callable[..., Any]:
         def compile_graph(*args: Any, **kwargs: Any) -> Any:

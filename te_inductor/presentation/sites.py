@@ -4,6 +4,7 @@ precision."""
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from te_inductor.presentation import weights
 from te_inductor.presentation.kinds import kind, named
 from te_inductor.presentation.paths import plain
 from te_inductor.presentation.tables import Column, tabulated, wrapped
@@ -44,6 +45,7 @@ def text(report: "Report", details: bool, columns_wide: int | None) -> str:
     reasons = [] if details else high_precision(report)
     if reasons:
         parts.append("\n".join(["High precision:", *(wrapped(line, columns_wide) for line in reasons)]))
+    parts.append(weights.text(report, columns_wide))
     parts.append("\n".join(line if "\n" in line else wrapped(line, columns_wide, "") for line in tail(report)))
     return "\n\n".join(part for part in parts if part)
 

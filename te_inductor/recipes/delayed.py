@@ -64,7 +64,8 @@ class DelayedScaling(Recipe):
         for name in ("fp8_dpa", "fp8_mha"):
             if getattr(self, name) is not False:
                 raise RecipeError(f"DelayedScaling.{name} is set, expected False: attention is not run in FP8 here")
-        self.__fx_repr__()  # refuses functions that no cache key can stand for
+        if callable(algorithm) or callable(scaling):
+            self.__fx_repr__()  # refuses functions that no cache key can stand for
 
     def slots(self) -> Slots:
         forward, backward = Quantizer(self.fp8_format.forward.name), Quantizer(self.fp8_format.backward.name)

@@ -51,8 +51,8 @@ def update_scales(
     amax, old, history = torch.stack(amaxes), torch.stack(scales), torch.stack(histories)
     recipe = update.recipe
     amax = torch.where((amax > 0) & (amax < torch.inf), amax, 0.0)  # first, so that no rank's NaN hides another's amax
-    for name in update.groups if update.agreement is None or agreement.reached(update.agreement) else ():
-        torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, process_group(name))
+    if reduces(update):
+        reduce(amax, update)
     seen = amax > 0
     history[:, 0] = amax
     scale = scale_of(_chosen_amax(history, recipe.amax_compute_algo), old, update)
@@ -63,6 +63,16 @@ def update_scales(
     )
     torch._foreach_copy_(list(map(_without_version, scales)), list(scale.unbind()))
     torch._foreach_zero_(list(map(_without_version, amaxes)))
+
+
+def reduces(update: ScaleUpdate) -> bool:
+    """Whether all ranks take the largest of their amaxes."""
+    return bool(update.groups) and (update.agreement is None or agreement.reached(update.agreement))
+
+
+def reduce(amax: Tensor, update: ScaleUpdate) -> None:
+    for name in update.groups:
+        torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, process_group(name))
 
 
 def scale_of(

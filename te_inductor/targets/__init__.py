@@ -11,7 +11,7 @@ from te_inductor.diagnostics import Refusal
 from te_inductor.targets import cpu, sm89, sm90, sm100, sm120
 from te_inductor.targets.target import Rates, Target, named
 
-__all__ = ["Rates", "Target", "multiprocessors", "of"]
+__all__ = ["Rates", "Target", "multiprocessors", "of", "rates_of"]
 
 FAMILIES = (sm90, sm100, sm120)
 
@@ -26,6 +26,11 @@ def of(device: torch.device) -> Target:
         why = Refusal("an AMD GPU (ROCm %s), the kernels are for NVIDIA's", torch.version.hip)
         return Target(f"ROCm {torch.version.hip}", refusal=why)
     return _of_nvidia(torch.cuda.get_device_capability(device), torch.version.cuda)
+
+
+def rates_of(device: torch.device) -> Rates | None:
+    """Of GEMMs and casts on `device`; None where nothing was measured."""
+    return next((one for one in of(device).rates if product(device).startswith(one.product)), None)
 
 
 @functools.cache

@@ -8,12 +8,16 @@ from te_inductor.recipes import Gemm
 
 @dataclass(frozen=True)
 class Rates:
-    """Measured rates, by which the size rule weighs a layer (passes/pre_grad/decide/size_rule.py)."""
+    """Rates of one product, by which the size rule weighs a graph (passes/pre_grad/decide/size_rule.py)."""
 
-    bf16_flops: float  # per second, of cuBLASLt's GEMMs
-    fp8_flops: float
-    bytes: float  # per second, of casts that stand alone
-    launch: float  # seconds that one more kernel costs
+    product: str  # what the device's name begins with; "" is every other of the family
+    source: str  # where they come from, as reports say it
+    bf16_flops: float  # per second, of GEMMs in whole training steps
+    fp8_flops: float  # the same, with scales of tensors or rows
+    block_flops: float  # the same, with scales of blocks
+    bytes: float  # per second, of kernels that cast
+    launch: float  # seconds of the device that one more kernel costs
+    host_launch: float  # seconds that Python takes to launch one kernel
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,7 @@ class Target:
     grouped_microscaled_mm: tuple[tuple[str, str], ...] = ()  # likewise of torch._scaled_grouped_mm and its v2
     hopper_kernels: bool = False  # Triton kernels of wgmma: FP8 GEMMs of few rows, NVFP4 values decoded to E4M3
     decode_attention: bool = False  # the kernel of few queries runs
-    rates: Rates | None = None  # None: nothing was measured, no layer is left out for its size
+    rates: tuple[Rates, ...] = ()  # by product; none: nothing was measured, no layer is left out for its size
 
     def multiplies(self, gemm: Gemm) -> bool:
         """Whether tensor cores apply the scales of a GEMM's microscaled operands. Square blocks are spread to rows'."""

@@ -7,6 +7,7 @@ what the rank's tensors held and the state. KIND is "plain", one layer, which na
 import gc
 import json
 import sys
+import warnings
 from typing import Any
 
 
@@ -15,6 +16,7 @@ def main(rank: int, world: int, file: str, fields: dict[str, Any], kind: str) ->
     import torch.distributed as dist
 
     import te_inductor
+    from te_inductor.diagnostics import CUT_BY_DDP
     from te_inductor.recipes import DelayedScaling
     from tests import uncompiled
 
@@ -42,7 +44,9 @@ def main(rank: int, world: int, file: str, fields: dict[str, Any], kind: str) ->
     options = {"recipe": DelayedScaling(amax_history_len=4, **fields), "fallback": "error"}
     if kind == "plain" and not fields:
         options["amax_group"] = dist.group.WORLD
-    with torch._dynamo.config.patch(optimize_ddp=kind == "split ddp"), without_codegen:
+    cut = kind == "split ddp"
+    with torch._dynamo.config.patch(optimize_ddp=cut), without_codegen, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
         run = torch.compile(model, backend="te", options=options)
         steps = []
         for step in range(3):
@@ -52,6 +56,7 @@ def main(rank: int, world: int, file: str, fields: dict[str, Any], kind: str) ->
             run(x).backward(dy)
             state = {key: value.tolist() for key, value in te_inductor.state_dict(inner.layer).items()}
             steps.append({"input": x.max().item(), "grad_output": dy.max().item(), "state": state})
+    assert [str(one.message) for one in said if "bucket_cap_mb" in str(one.message)] == [CUT_BY_DDP] * cut
     print(json.dumps(steps))
     # DDP's reducer goes first: the last to hold a gloo group waits for its threads, and they for the interpreter's lock.
     del model, run

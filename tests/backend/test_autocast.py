@@ -38,13 +38,13 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from te_inductor import autocast, explain
-from te_inductor.diagnostics import Refusal
 from te_inductor.errors import FallbackWarning, RecipeError
 from te_inductor.recipes import (
     Float8BlockScaling,
     regions,
 )
 from tests.backend.autocast_programs import DIM, Within, X, chosen, compiles, layer, same, step, te
+from tests.rates import rated
 from tests.recipes import every_recipe, strict
 
 pytestmark = pytest.mark.usefixtures("without_codegen")
@@ -155,7 +155,7 @@ def test_a_policy_names_layers_and_a_region_does_not():
 
 def test_a_region_does_not_overrule_the_size_rule(monkeypatch):
     """It speaks of many layers, a policy entry of one."""
-    monkeypatch.setattr("te_inductor.passes.pre_grad.decide.size_rule.refusal", lambda matches: Refusal("too small"))
+    rated(monkeypatch)
     model = Within(nn.Sequential(layer(), layer()), recipe="block")
     sites = explain(model, torch.randn(X), options={"policy": {"module.1": "rowwise"}}).sites
     assert {(site.fqn, site.kernel) for site in sites} == {("module.0", "high_precision"), ("module.1", "inductor")}

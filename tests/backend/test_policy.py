@@ -7,10 +7,10 @@ from torch import nn
 
 import te_inductor
 from te_inductor import autocast, explain
-from te_inductor.diagnostics import Refusal
 from te_inductor.errors import FallbackWarning, OptionError
 from te_inductor.ops.stored_weight import StoredWeight
 from te_inductor.presentation.paths import plain
+from tests.rates import rated
 
 X = (6, 32)
 
@@ -172,7 +172,7 @@ def test_behind_graph_breaks():
 @pytest.mark.parametrize("name", [wide, "0"], ids=["function", "glob"])
 def test_an_entry_overrides_the_size_rule(name, monkeypatch):
     """For the layers that it names alone."""
-    monkeypatch.setattr("te_inductor.passes.pre_grad.decide.size_rule.refusal", lambda matches: Refusal("too small"))
+    rated(monkeypatch)
     report = explain(layers((96, 32), (32, 96)), torch.randn(X), options={"policy": {name: "current"}})
     assert {site.fqn: site.kernel for site in report.sites} == {"0": "inductor", "1": "high_precision"}
 

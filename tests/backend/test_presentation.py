@@ -18,10 +18,11 @@ from torch import nn
 
 from te_inductor import explain
 from te_inductor.api import accuracy_picture as heat_map
-from te_inductor.api import speedup
 from te_inductor.api.accuracy_figures import AccuracyReport, GemmAccuracy, OperandAccuracy
-from te_inductor.diagnostics import Flops, Report, Site, Unmet
-from te_inductor.presentation import kinds, tables
+from te_inductor.diagnostics import Flops, GraphWeight, Report, Site, Unmet, WeighedLayers, Weight
+from te_inductor.presentation import kinds, tables, weights
+from te_inductor.targets import sm90
+from tests.rates import H100, rated
 
 NAMES = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
 GEMMS = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
@@ -224,27 +225,32 @@ def test_speedup_is_unknown_where_nothing_was_timed():
     assert explain(nn.ReLU(), torch.randn(8, 32)).speedup is None
 
 
-def test_speedup_by_measured_rates(monkeypatch):
-    """Of one layer, as the rates of an H200 have it."""
-    from te_inductor import targets
-    from te_inductor.targets import sm90
-    from te_inductor.targets.target import Target
+def test_what_was_weighed(monkeypatch):
+    """A report has each layer, what it would save and cost, and the sum: of a small layer that is left, of one that the
+    policy names, and of one in high precision, which is not weighed."""
+    rated(monkeypatch, H100)
+    model, x = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3))), torch.randn(16, 64)
+    report = explain(model, x, options={"recipe": "current", "policy": {"1": "current", "2": "none"}})
+    [graph] = report.weights
+    assert [(one.layers, one.low) for one in graph.layers] == [(("0",), False), (("1",), True)]
+    high, weight = 3 * 2 * 16 * 64 * 64 / sm90.H200.bf16_flops, graph.layers[1].weight
+    assert graph.gain_s == weight.saved_s - weight.cost_s < 0
+    # The first layer's input has no gradient, hence no dgrad.
+    assert graph.bf16_s == pytest.approx(high * 5 / 3)
+    sentence = f"linear layers alone: {high * 8 / 3 / (high * 8 / 3 - graph.gain_s):.2f}"
+    assert sentence in report.speedup and "an H100's data sheet" in report.speedup
+    text = report.table()
+    assert re.search(r"^0 +1 .* left$", text, re.M) and re.search(r"^1 +1 .* FP8$", text, re.M)
+    assert "of these GEMMs; in bf16 the graph takes the device" in text
+    assert report.to_dict()["weights"][0]["layers"][0]["weight"][1] == graph.layers[0].weight.saved_s
 
-    target = Target("test", fp8=False, rates=sm90.RATES)
-    monkeypatch.setattr(targets, "of", lambda device: target)
-    monkeypatch.setattr("te_inductor.passes.pre_grad.decide.size_rule.refusal", lambda matches: None)
-    layer, x = nn.Linear(64, 32, bias=False), torch.randn(16, 64, requires_grad=True)
-    found = []
-    monkeypatch.setattr(speedup, "times", lambda plan, inner=speedup.times: found.append(inner(plan)) or found[-1])
-    report = explain(layer, x, options={"recipe": "current", "policy": {"*": "current"}})
-    flops, rates = 3 * 2 * 16 * 32 * 64, sm90.RATES
-    bytes_moved = (16 * 64 + 32 * 64 + 16 * 32) * 6
-    high = flops / rates.bf16_flops
-    low = flops / rates.fp8_flops + bytes_moved / rates.bytes + 9 * rates.launch
-    assert found[0].high == pytest.approx(high) and found[0].low == pytest.approx(low)
-    assert f"estimated speed-up of the linear layers alone: {high / low:.2f}" in report.speedup
-    # The same sum at the size of a real layer is what the size rule's figures say: about 1.6.
-    m, n, k = 16384, 14336, 4096
-    flops, moved = 6 * m * n * k, (m * k + n * k + m * n) * 6
-    real = flops / rates.bf16_flops / (flops / rates.fp8_flops + moved / rates.bytes + 9 * rates.launch)
-    assert 1.4 < real < 1.92
+
+def test_layers_of_one_input_share_a_row():
+    weight = Weight(1e-3, 5e-4, 1e-4, 3)
+    layers = [
+        WeighedLayers((f"layers.{place}.attn.q", f"layers.{place}.attn.k"), place != 1, weight) for place in range(4)
+    ]
+    text = weights.text(Report(weights=[GraphWeight(layers, 5e-3, None, "guessed")]), 200)
+    assert re.search(r"^layers\.\{0,2-3\}\.attn\.q, k +3 +3 +1.5 +0.3 +FP8$", text, re.M)
+    assert re.search(r"^layers\.1\.attn\.q, k +1 +1 +0.5 +0.1 +left$", text, re.M)
+    assert "FP8 gains 1.2 of 4 ms (30%)" in text and "host" not in text and weights.text(Report(), 200) == ""

@@ -11,7 +11,7 @@ import torch
 from te_inductor.recipes import DelayedScaling, Quantizer
 from tests.bounds import assert_same_values
 from tests.numerics.test_quantize import CONTENTS
-from tests.offline.harness import Generated, Kernel, compile_to_cubin, generate
+from tests.offline.harness import INTERPRETER, Generated, Kernel, compile_to_cubin, generate
 from tests.offline.test_interpreter import interpret
 from tests.oracle import casts
 from tests.oracle.casts import ScalingHistory
@@ -127,3 +127,32 @@ def test_rows_that_record(tmp_path: Path) -> None:
         oracle = ScalingHistory(DelayedScaling(), quantizer.format)
         oracle.record(centred)
         assert amax.item() == oracle.recorded or (amax.isnan() and math.isnan(oracle.recorded)), name
+
+
+def test_the_kernels_of_a_steps_end() -> None:
+    """Interpreted: bit for bit what plain torch does, of all contents, history lengths and algorithms."""
+    done = INTERPRETER.run("tests.offline.scale_update_kernels")
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+def test_a_steps_end_compiles(reduced: bool, arch: int) -> None:
+    """To one kernel without spills, and, where ranks reduce, another in front; divisions are rounded as IEEE has it."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from te_inductor.templates.triton.scale_updates import collect_amaxes, update_each
+
+    def compiled(kernel, kinds: dict[str, str], constants: dict[str, object]) -> str:
+        signature = {name: kinds.get(name, "constexpr") for name in kernel.arg_names}
+        places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+        source = ASTSource(fn=kernel, signature=signature, constexprs=places)
+        return triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": 4}).asm["ptx"]
+
+    kinds = {"table": "*i64", "count": "i32", "largest": "fp32"} | ({"reduced": "*fp32"} if reduced else {})
+    sizes = {"LENGTH": 1024, "BLOCK": 1024, "MOST_RECENT": False, "TINY": 2.0**-126, "LARGEST": 3e38}
+    ptx = compiled(update_each, kinds, sizes | ({} if reduced else {"reduced": None}))
+    assert "div.rn.f32" in ptx and ".local" not in ptx and "bar.sync" in ptx
+    if reduced:
+        assert compiled(collect_amaxes, {"table": "*i64", "out": "*fp32", "count": "i32"}, {"BLOCK": 32})

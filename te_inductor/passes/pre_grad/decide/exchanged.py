@@ -81,8 +81,6 @@ def _refusal(plan: Plan, site: Candidate, found: ExchangeNodes, bodies: Bodies) 
             "recipe %r reads them with scales of rows for one product and of columns for another",
             site.recipe.name if site.recipe else "none",
         )
-    if value(found.rows).device.type == "cuda" and not site.by_policy:
-        return Refusal("exchanges of FP8 have not run on GPUs yet (a policy entry overrides this)")
     if any(memory(node) & plan.written for node in (found.rows, found.waited) if node not in found.nodes):
         return Refusal("the graph writes them")
     if any(not (node < site.match.node) for node in found.splits):

@@ -2,7 +2,6 @@
 others."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from te_inductor import compat, recipes
 from te_inductor.diagnostics import Refusal, Unmet
@@ -98,14 +97,7 @@ def check_sites(plan: Plan) -> None:
 def weigh_sites(plan: Plan) -> None:
     """Sites that would be slower in low precision stay as they are, unless the policy names them, or they are emulated,
     which is never faster and is asked for the sake of its numerics."""
-    by_input: dict[Any, list[Candidate]] = {}
-    for site in plan.candidates:
-        if site.low and not site.by_policy and not site.emulated:
-            by_input.setdefault((site.match.x, site.recipe), []).append(site)
-    for sites in by_input.values():
-        refusal = size_rule.refusal([site.match for site in sites])
-        for site in sites:
-            site.refusal = refusal
+    size_rule.weigh(plan)
 
 
 def merge_sites(plan: Plan) -> None:

@@ -1,107 +1,205 @@
-"""Which sites would be slower in low precision: small ones, and those of few tokens, whose weights are cast for little
-work.
+"""Which sites would be slower in low precision: those of small graphs, of few tokens, and small ones of a large graph.
 
 # Note [Size rule]
-FP8 halves the time of a site's GEMMs and adds casts of their operands: bytes to move, kernels to launch. The rule
-compares the two, for the sites of one input together, with figures measured on an H200 (torch 2.11.0+cu130, 2026-11-20;
-the table "Where padding and small sizes stop to pay" of docs/performance.md). It errs towards high precision, since
-whole models of small layers were slower than their layers alone: SmolLM-360M (hidden size 960, 16384 tokens, H100) took
-1.12 times as long as bf16 under delayed scaling, for which the saving of every layer was above its cost, and BERT-large
-(1024) 1.01 times under current. So
+FP8 halves what a GEMM's arithmetic takes and adds casts of its operands: bytes to move, kernels to launch. The rule sums
+both over a graph, by the rates of the device (targets/sm90.py):
 
-- the saving has to be `MARGIN` times the cost;
-- the cost is that of current scaling under every recipe: delayed scaling, which moves fewer bytes, was slower there;
-- both sizes of the weight have to be `NARROW` or more. Each is the length that one of the GEMMs adds up, and an FP8
-  GEMM of a short one spends its time on what does not depend on the format: filling its pipeline, writing its output.
+1. Layers of one input save ``FLOPs (1 / bf16's rate - 1 / FP8's)`` and cost what their casts move and launch
+   (cast_costs.py). Those whose saving is not `MARGIN` times their cost stay in high precision.
+2. The others run in FP8 if together they gain, saving less cost, at least `SHARE` of what the GEMMs of the graph's layers
+   take in bf16. Otherwise the whole graph stays as it is, and is plain Inductor's.
+3. Where Python launches each kernel, the host has to keep up with the device. A graph gains no more than what is
+   between the device's time in bf16 and the host's time in FP8. CUDA graphs that torch records, and C++ wrappers, have
+   no such limit.
+
+The device's time in bf16 is that of all matrix products, and of moving what else the graph makes: twice its bytes in
+training, once in inference. Attention is not in it, so the rule errs towards high precision. The host launches two
+kernels a GEMM (two Llama blocks: 87, of which 42 are GEMMs), and those of the casts.
+
+`SHARE` covers what estimates were too high by, in parts of the GEMMs' time: at most 0.21, of SmolLM-360M under delayed
+scaling (H100, 16384 tokens), which was expected to gain 0.26 and gained 0.05, and next 0.10, of T5-XL. BERT-large under
+current scaling, which took 1.01 times as long as bf16 (H100, 16384 tokens), was expected to gain 0.08. docs/performance.md
+has estimates beside measured steps, and tests/backend/test_size_rule.py holds them together.
 
 Experts are weighed by what whole layers of them took (H100, 16384 tokens, 2026-11-25; docs/performance.md): with 8
 experts of 14336 casts are little; with 128 of 768 the weights of all experts are cast for the work of a few tokens each,
 and what the casts cost was, with current scaling, rows or blocks, 4 bytes an element of all operands at the speed of
 memory. There the saving has to be above that. Experts narrower than `NARROW_EXPERTS` have not been measured.
 
-Layers that are sharded over several GPUs (tensor parallelism) are weighed by what one rank multiplies. Llama-8B's on two
-H200s, all of which pass, took 0.73 times as long as in bf16 (2026-11-26).
+Layers of which a size is below `NARROW` are left, whatever they weigh: of models so small no step was measured since
+delayed scaling's step ends in one kernel, and before, estimates of one were furthest off (SmolLM-360M's, above).
 
-The rest holds for targets with measured `rates`. Where the number of rows is a symbol, layers are weighed by the size of
-their weights alone, and experts by the number that was seen first. A policy entry that names a site overrides it."""
+Layers that are sharded over several GPUs (tensor parallelism) are weighed by what one rank multiplies. Llama-8B's on
+two H200s, all of which pass, took 0.67 times as long as in bf16 (2026-11-26). Of DTensors the graph's time counts the
+whole. Where the number of rows is a symbol, `NARROW` alone decides, and experts are weighed by the number that was seen
+first; neither counts in the graph's sum.
 
-from collections.abc import Sequence
-from typing import NamedTuple
+All this holds for targets with `rates`. A policy entry that names a site overrides it."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
 from te_inductor import targets
-from te_inductor.diagnostics import Refusal
+from te_inductor.diagnostics import GraphWeight, Refusal, WeighedLayers, Weight
+from te_inductor.passes.pre_grad.decide import graph_time
+from te_inductor.passes.pre_grad.decide.cast_costs import Layer, Layers, Scales, Weights, casts_of
+from te_inductor.passes.pre_grad.decide.makers import Makers
 from te_inductor.passes.pre_grad.decide.support import value
 from te_inductor.passes.pre_grad.match.rule import Match
+from te_inductor.passes.pre_grad.plan import Candidate, Plan
+from te_inductor.recipes import DelayedScaling, Slots
 
-MARGIN = 1.4
+MARGIN = 1.25
+SHARE = 0.2
 NARROW = 1536
 NARROW_EXPERTS = 768
+EXPERTS_FLOPS, EXPERTS_BYTES = 1250e12, 2.6e12  # per second; with these, experts weigh as was measured
+_OVERRIDE = "(a policy entry overrides this)"
 
 
-def refusal(matches: Sequence[Match]) -> Refusal | None:
-    """Why sites of one input are better left alone; None where they pay or nothing is known."""
-    match = matches[0]
-    device = value(match.weight).device
-    m, _, k = match.sizes
-    n = sum(match.sizes[1] for match in matches)
-    rates = targets.of(device).rates
-    if rates is None:
-        return None
-    narrow = NARROW_EXPERTS if match.groups else NARROW
-    if min(n, k) < narrow:
-        return Refusal(
-            "too small for FP8 to pay: M=%s, N=%d, K=%d, where less than %d is narrow (a policy entry overrides this)",
-            *(m, n, k, narrow),
+def weigh(plan: Plan) -> None:
+    """Refuse the sites of a graph that are better left alone, and note what was weighed."""
+    weighed: list[tuple[list[Candidate], Weight]] = []
+    makers = Makers(
+        {product.node for product in plan.products}, {site.match.node for site in plan.candidates if site.low}
+    )
+    known: targets.Rates | None = None
+    for sites in _of_one_input(site for site in plan.candidates if site.low and not site.emulated):
+        rates = targets.rates_of(value(sites[0].match.weight).device)
+        if rates is None:
+            continue
+        known = rates
+        refusal, weight = _judged(sites, makers, rates, plan.options.weights)
+        if weight is not None:
+            weighed.append((sites, weight))
+        for site in sites:
+            site.refusal = None if site.by_policy else refusal
+    if known is None:
+        return
+    asked = [(sites, weight) for sites, weight in weighed if not sites[0].by_policy and not sites[0].match.groups]
+    device = graph_time.device(plan, known)
+    host = graph_time.host(plan, known, sum(weight.launches for sites, weight in weighed if sites[0].low))
+    refusal = refusal_of_graph([(weight, sites[0].low) for sites, weight in asked], device, host)
+    for sites, _ in asked:
+        for site in sites:
+            site.refusal = site.refusal or refusal
+    plan.report.weights.append(
+        GraphWeight(
+            [WeighedLayers(tuple(site.fqn for site in sites), sites[0].low, weight) for sites, weight in weighed],
+            *(device, host, known.source),
         )
-    # All experts' weights are cast however few rows there are, so a symbol counts as what it was first.
-    rows = m.node.hint if match.groups and isinstance(m, torch.SymInt) else m
-    if not isinstance(rows, int):
-        return None
-    weight = weigh(matches, rates, rows)
-    margin = 1.0 if match.groups else MARGIN
-    if weight.saved >= margin * weight.cost:
-        return None
-    return Refusal(
-        "too small for FP8 to pay: M=%d, N=%d, K=%d, it would save %.0f us and cost %.0f us, where it has to save %.1f"
-        " times as much (a policy entry overrides this)",
-        *(rows, n, k, 1e6 * weight.saved, 1e6 * weight.cost, margin),
     )
 
 
-class Weight(NamedTuple):
-    """Seconds."""
+def _of_one_input(sites: Iterable[Candidate]) -> list[list[Candidate]]:
+    """Sites whose input is cast once."""
+    found: dict[Any, list[Candidate]] = {}
+    for site in sites:
+        found.setdefault((site.match.x, site.recipe, site.by_policy), []).append(site)
+    return list(found.values())
 
-    high: float  # of the GEMMs in bf16
-    saved: float  # of those by FP8
-    cost: float  # of the casts
+
+def _judged(
+    sites: Sequence[Candidate], makers: Makers, rates: targets.Rates, weights: str
+) -> tuple[Refusal | None, Weight | None]:
+    """Why sites of one input stay in high precision for their own sake, and what they weigh, if that is known."""
+    match = sites[0].match
+    m, _, k = match.sizes
+    n = sum(site.match.sizes[1] for site in sites)
+    # All experts' weights are cast however few rows there are, so a symbol counts as what it was first.
+    rows = m.node.hint if match.groups and isinstance(m, torch.SymInt) else m
+    known = isinstance(rows, int)
+    weight = None
+    if known and match.groups:
+        weight = of_experts(rows, n, k, match.experts, len(list(match.gemms())), rates)
+    elif known:
+        weight = of_layers(_layers(sites, makers, weights), rates)
+    narrow = NARROW_EXPERTS if match.groups else NARROW
+    if min(n, k) < narrow:
+        sizes = (m, n, k, narrow, _OVERRIDE)
+        return Refusal("too small for FP8 to pay: M=%s, N=%d, K=%d, where less than %d is narrow %s", *sizes), weight
+    margin = 1.0 if match.groups else MARGIN
+    if weight is None or weight.saved_s >= margin * weight.cost_s:
+        return None, weight
+    figures = (rows, n, k, 1e6 * weight.saved_s, 1e6 * weight.cost_s, margin, _OVERRIDE)
+    return (
+        Refusal(
+            "too small for FP8 to pay: M=%d, N=%d, K=%d, it would save %.0f us and cost %.0f us, where it has to save %.2f"
+            " times as much %s",
+            *figures,
+        ),
+        weight,
+    )
 
 
-def weigh(matches: Sequence[Match], rates: targets.Rates, m: int) -> Weight:
-    """What FP8 saves and costs sites of one input of `m` rows."""
-    match = matches[0]
-    k = match.sizes[2]
-    n = sum(each.sizes[1] for each in matches)
-    gemms = len(list(match.gemms()))
+def _layers(sites: Sequence[Candidate], makers: Makers, weights: str) -> Layers:
+    match, slots = sites[0].match, sites[0].slots
+    assert slots is not None
+    gemms = {gemm for site in sites for gemm, _ in site.match.gemms()}
+    kept: Weights = "once" if weights == "once" else "each_call"
+    return Layers(
+        match.sizes[0],
+        match.sizes[2],
+        tuple(Layer(site.match.sizes[1], makers.of_gradient(site.match)) for site in sites),
+        makers.of_input(match),
+        "known" if isinstance(sites[0].recipe, DelayedScaling) else _scales(slots),
+        "dgrad" in gemms,
+        "wgrad" in gemms,
+        "gathered" if _is_gathered(match) else kept,
+    )
+
+
+def _is_gathered(match: Match) -> bool:
+    """Whether the graph gathers the weight, of which each rank then casts a part."""
+    return match.gather is not None and match.gather.refusal is None
+
+
+def _scales(slots: Slots) -> Scales:
+    scope = slots.input.granularity
+    return "tensor" if scope.whole else "blocks" if scope.blocked else "rows"
+
+
+def of_layers(layers: Layers, rates: targets.Rates) -> Weight:
+    """What FP8 saves and costs layers of one input."""
+    casts = casts_of(layers)
+    fp8 = rates.block_flops if layers.scales == "blocks" else rates.fp8_flops
+    saved = layers.flops * (1 / rates.bf16_flops - 1 / fp8)
+    cost = casts.bytes / rates.bytes + casts.launches * rates.launch
+    return Weight(layers.flops / rates.bf16_flops, saved, cost, casts.launches)
+
+
+def of_experts(m: int, n: int, k: int, experts: int, gemms: int, rates: targets.Rates) -> Weight:
+    """The same of experts, as measured; without a backward they read bf16 and write FP8."""
     flops, training = 2 * gemms * m * n * k, gemms > 1
-    moved = _bytes_of_experts(m, n, k, match.experts, training) if match.groups else _bytes(m, n, k, training)
-    cost = moved / rates.bytes + _kernels(training) * rates.launch
-    return Weight(flops / rates.bf16_flops, flops * (1 / rates.bf16_flops - 1 / rates.fp8_flops), cost)
+    read, launches = m * k + experts * n * k, 3 * (3 if training else 2)
+    moved = 4 * (read + m * n) if training else 3 * read
+    saved = flops * (1 / rates.bf16_flops - 1 / EXPERTS_FLOPS)
+    return Weight(flops / rates.bf16_flops, saved, moved / EXPERTS_BYTES + launches * rates.launch, launches)
 
 
-def _bytes(m: int, n: int, k: int, training: bool) -> int:
-    """Read bf16, once more to find the scale; write a row copy and, in training, a column copy."""
-    elements = m * k + n * k + (m * n if training else 0)
-    return elements * (4 + (2 if training else 1))
-
-
-def _bytes_of_experts(m: int, n: int, k: int, experts: int, training: bool) -> int:
-    """As measured; without a backward read bf16, write FP8."""
-    read = m * k + experts * n * k
-    return 4 * (read + m * n) if training else 3 * read
-
-
-def _kernels(training: bool) -> int:
-    """A cast a tensor, and an amax in two stages before it."""
-    return 3 * (3 if training else 2)
+def refusal_of_graph(
+    layers: Sequence[tuple[Weight, bool]],  # of one input each, and whether they would run in FP8
+    device: float,  # seconds that the graph takes the device in bf16
+    host: float | None,  # seconds that launching it in FP8 takes; None where nothing is launched one by one
+) -> Refusal | None:
+    """Why all layers of a graph stay in high precision."""
+    high = sum(weight.bf16_s for weight, _ in layers)
+    saved = sum(weight.saved_s for weight, low in layers if low)
+    cost = sum(weight.cost_s for weight, low in layers if low)
+    least = SHARE * high
+    if saved - cost < least:
+        figures = (1e3 * saved, 1e3 * cost, 1e3 * least, 1e3 * high, _OVERRIDE)
+        return Refusal(
+            "too small for FP8 to pay: the layers of this graph would save %.3g ms and cost %.3g ms, where they have to"
+            " gain %.3g ms of the %.3g ms of their GEMMs %s",
+            *figures,
+        )
+    if host is not None and device - host < least:
+        return Refusal(
+            "too small for FP8 to pay: the host would take %.3g ms to launch this graph, which takes the device %.3g ms in"
+            " bf16; CUDA graphs (mode='reduce-overhead') spare that %s",
+            *(1e3 * host, 1e3 * device, _OVERRIDE),
+        )
+    return None

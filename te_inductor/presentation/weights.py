@@ -1,0 +1,59 @@
+"""The text of what the size rule weighed: what layers save and cost in FP8, which were left, and the sum."""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from te_inductor.presentation.kinds import kind, named
+from te_inductor.presentation.tables import Column, tabulated, wrapped
+
+if TYPE_CHECKING:
+    from te_inductor.diagnostics import GraphWeight, Report, WeighedLayers
+
+COLUMNS = (
+    Column("layers of one input"),
+    Column("n", right=True),
+    Column("GEMMs in bf16", right=True),
+    Column("FP8 saves", right=True),
+    Column("casts cost", right=True),
+    Column("", whole=True),
+)
+
+
+def text(report: "Report", columns_wide: int | None) -> str:
+    """A table, and a line for each graph; empty where nothing was weighed."""
+    if not any(graph.layers for graph in report.weights):
+        return ""
+    sources = " and ".join(dict.fromkeys(graph.rates for graph in report.weights))
+    title = wrapped(f"The size rule, in ms of one call, by rates {sources}:", columns_wide, "")
+    sums = [wrapped(_sum(graph), columns_wide, "") for graph in report.weights if graph.layers]
+    return "\n".join([title, tabulated(COLUMNS, rows(report), columns_wide), *sums])
+
+
+def rows(report: "Report") -> Iterator[tuple[str, ...]]:
+    """A row for layers that differ in a number of their paths alone, of all graphs."""
+    groups: dict[tuple[object, ...], list[WeighedLayers]] = {}
+    for graph in report.weights:
+        for one in graph.layers:
+            groups.setdefault((*map(kind, one.layers), one.low), []).append(one)
+    everyone = [path for graph in report.weights for one in graph.layers for path in one.layers]
+    for group in groups.values():
+        names = [named(paths, everyone) for paths in zip(*(one.layers for one in group), strict=True)]
+        sums = (sum(one.weight[place] for one in group) for place in range(3))
+        yield _shortened(names), str(len(group)), *map(_ms, sums), "FP8" if group[0].low else "left"
+
+
+def _shortened(names: Sequence[str]) -> str:
+    """Names of layers, of which those behind the first are without a path that they share with it."""
+    path = names[0].rpartition(".")[0] + "."
+    return ", ".join([names[0], *(name.removeprefix(path) for name in names[1:])])
+
+
+def _sum(graph: "GraphWeight") -> str:
+    share = graph.gain_s / graph.bf16_s
+    line = f"FP8 gains {_ms(graph.gain_s)} of {_ms(graph.bf16_s)} ms ({share:.0%}) of these GEMMs"
+    line += f"; in bf16 the graph takes the device at least {_ms(graph.device_s)} ms"
+    return line if graph.host_s is None else f"{line}, and the host {_ms(graph.host_s)} ms to launch it in FP8"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g}"

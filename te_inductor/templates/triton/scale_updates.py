@@ -1,0 +1,123 @@
+"""The end of a step under delayed scaling on the GPU: one kernel for all quantizers that a graph updates, where torch's
+ops are some thirty launches (`runtime/delayed.py`, whose arithmetic this is, bit for bit).
+
+Amaxes, scales and histories are separate tensors, found by a table of their addresses. It is in pinned memory, which the
+GPU reads by itself: no copy waits, and none is recorded in a CUDA graph. Tables are kept for good, by the addresses,
+since a recorded graph reads its table for as long as it is replayed; each is 24 bytes a quantizer."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from te_inductor.ops import delayed as ops_delayed
+from te_inductor.ops.definition import implement_on_cuda
+from te_inductor.recipes.delayed import DelayedScaling, ScaleUpdate
+from te_inductor.runtime import delayed
+from te_inductor.runtime.current_device import launches
+
+LONGEST = 4096  # amaxes of a history that one program holds
+
+_tables: dict[tuple[int, ...], Tensor] = {}
+
+
+def update_scales(
+    amaxes: list[Tensor],  # n of ()
+    scales: list[Tensor],  # n of ()
+    histories: list[Tensor],  # n of (H,)
+    update: ScaleUpdate,
+    read: list[Tensor] | None = None,
+) -> None:
+    """As `runtime.delayed.update_scales` has it, which runs where a recipe brings functions of its own."""
+    table = _table((amaxes, scales, histories)) if _is_for(update.recipe) else None
+    if table is None:
+        delayed.update_scales(amaxes, scales, histories, update, read)
+    else:
+        launch(amaxes[0], table, update)
+
+
+def _is_for(recipe: DelayedScaling) -> bool:
+    own = callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo is not None
+    return not own and recipe.amax_history_len <= LONGEST
+
+
+def _table(state: tuple[list[Tensor], ...]) -> Tensor | None:
+    """(3 n,) int64; None while a CUDA graph is recorded whose tensors were not met before."""
+    addresses = tuple([tensor.data_ptr() for tensors in state for tensor in tensors])
+    table = _tables.get(addresses)
+    if table is None and addresses and not torch.cuda.is_current_stream_capturing():
+        table = _tables[addresses] = torch.tensor(addresses, dtype=torch.int64, pin_memory=True)
+    return table
+
+
+@launches
+def launch(amax: Tensor, table: Tensor, update: ScaleUpdate) -> None:
+    """On the device of `amax`, one of the tensors."""
+    count, recipe, reduced = len(table) // 3, update.recipe, None
+    if delayed.reduces(update):
+        reduced = amax.new_empty(count)
+        collect_amaxes[(1,)](table, reduced, count, BLOCK=triton.next_power_of_2(count), num_warps=1)
+        delayed.reduce(reduced, update)
+    update_each[(count,)](
+        table,
+        reduced,
+        count,
+        update.largest,
+        LENGTH=recipe.amax_history_len,
+        BLOCK=triton.next_power_of_2(recipe.amax_history_len),
+        MOST_RECENT=recipe.amax_compute_algo == "most_recent",
+        TINY=delayed.FP32_TINY,
+        LARGEST=delayed.FP32_MAX,
+        num_warps=4,
+    )
+
+
+@triton.jit
+def observed(amax):
+    """0 in place of what is no observation."""
+    return tl.where((amax > 0) & (amax < float("inf")), amax, 0.0)
+
+
+@triton.jit(do_not_specialize=["count"])
+def collect_amaxes(table, out, count, BLOCK: tl.constexpr):
+    place = tl.arange(0, BLOCK)
+    address = tl.load(table + place, mask=place < count, other=0).to(tl.pointer_type(tl.float32))
+    tl.store(out + place, observed(tl.load(address, mask=place < count, other=0.0)), mask=place < count)
+
+
+@triton.jit(do_not_specialize=["count", "largest"])
+def update_each(
+    table,  # (3 * count,): addresses of amaxes, of scales, of histories
+    reduced,  # (count,) amaxes of all ranks, or None
+    count,
+    largest,  # what an amax is scaled to
+    LENGTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MOST_RECENT: tl.constexpr,
+    TINY: tl.constexpr,
+    LARGEST: tl.constexpr,
+):
+    """One quantizer a program."""
+    which = tl.program_id(0)
+    amax_at = tl.load(table + which).to(tl.pointer_type(tl.float32))
+    scale_at = tl.load(table + count + which).to(tl.pointer_type(tl.float32))
+    history_at = tl.load(table + 2 * count + which).to(tl.pointer_type(tl.float32))
+    amax = observed(tl.load(amax_at)) if reduced is None else tl.load(reduced + which)
+    place = tl.arange(0, BLOCK)
+    kept = tl.load(history_at + place, mask=(place > 0) & (place < LENGTH), other=0.0)
+    moved = tl.load(history_at + place + 1, mask=(place > 0) & (place + 1 < LENGTH), other=0.0)
+    tl.debug_barrier()  # all threads have read what others overwrite
+    chosen, broken = amax, False
+    if not MOST_RECENT:
+        chosen = tl.maximum(amax, tl.max(kept, 0))
+        broken = tl.max((kept != kept).to(tl.int32), 0) > 0
+    old = tl.load(scale_at)
+    scale = tl.minimum(tl.maximum(tl.div_rn(largest, chosen), TINY), LARGEST)
+    usable = (chosen > 0) & (chosen < float("inf")) & (broken == 0)
+    rolled = tl.where((place > 0) & (place == LENGTH - 1), amax, moved)
+    tl.store(history_at + place, tl.where(amax > 0, rolled, kept), mask=place < LENGTH)
+    tl.store(scale_at, tl.where(usable, scale, old))
+    tl.store(amax_at, 0.0)
+
+
+implement_on_cuda(ops_delayed.update_scales, update_scales)

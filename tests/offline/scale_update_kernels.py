@@ -1,0 +1,56 @@
+"""Runs the kernels of delayed scaling's step in Triton's interpreter and compares them with plain torch, bit for bit,
+with TRITON_INTERPRET=1: python -m tests.offline.scale_update_kernels."""
+
+import itertools
+import math
+from unittest import mock
+
+import torch
+
+from te_inductor.recipes import DelayedScaling
+from te_inductor.recipes.delayed import ScaleUpdate
+from te_inductor.runtime import delayed
+from te_inductor.templates.triton import scale_updates
+
+CONTENTS = [0.0, 1.0, 3.0, 448.0, 2.0**-140, 2.0**120, math.inf, math.nan, 2.0**-126 * 1.5]
+
+
+def state(length: int) -> tuple[list[torch.Tensor], ...]:
+    """One quantizer for each recorded amax, and for each a history without and with something that was loaded."""
+    amaxes = [torch.tensor(value) for value in CONTENTS for _ in range(4)]
+    scales = [torch.rand(()) + 0.5 for _ in amaxes]
+    histories = [torch.rand(length) * 2 for _ in amaxes]
+    for i, history in enumerate(histories):
+        history[0] = 0.0
+        if i % 4 == 0:
+            history.zero_()
+        elif i % 4 > 1 and length > 1:
+            history[-1] = (math.inf, math.nan)[i % 2]
+    return amaxes, scales, histories
+
+
+def run(recipe: DelayedScaling, element: str, others: torch.Tensor | None) -> None:
+    """Two steps; `others` are the amaxes of another rank."""
+    groups = () if others is None else ("ranks",)
+    update = ScaleUpdate(recipe, element, groups)
+    ours, theirs = (state(recipe.amax_history_len) for _ in range(2))
+    for a, b in zip(itertools.chain(*ours), itertools.chain(*theirs), strict=True):
+        b.copy_(a)
+    table = torch.tensor([tensor.data_ptr() for tensor in itertools.chain(*ours)])
+    reduce = mock.patch.object(delayed, "reduce", lambda amax, _: amax.copy_(torch.maximum(amax, others)))  # type: ignore[arg-type]
+    with reduce:
+        for step in range(2):
+            scale_updates.launch(ours[0][0], table, update)
+            delayed.update_scales(*theirs, update)
+            for a, b in zip(itertools.chain(*ours), itertools.chain(*theirs), strict=True):
+                assert torch.equal(a.view(-1).view(torch.int32), b.view(-1).view(torch.int32)), (recipe, step, a, b)
+            for amax in (*ours[0], *theirs[0]):
+                amax.fill_(0.25 + step)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    for length, algorithm in itertools.product((1, 2, 5, 16), ("max", "most_recent")):
+        recipe = DelayedScaling(amax_history_len=length, amax_compute_algo=algorithm, margin=length % 2)
+        run(recipe, "e4m3", None)
+    run(DelayedScaling(amax_history_len=3), "e5m2", torch.rand(4 * len(CONTENTS)).mul(4).round())
