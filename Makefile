@@ -60,6 +60,9 @@ clean: ## Remove .venv, caches and figures
 # A GPU machine keeps the torch it has, if that is one we support and it sees the GPU; any other gets the pinned one.
 USABLE_TORCH := import sys, torch; sys.exit(not torch.cuda.is_available() or torch.__version__ < (2, 11))
 
+# On a core that pip leaves idle. Otherwise each worker of pytest compiles all of it, at the same time.
+COMPILE_TORCH = $(BIN)/python -c "import torch._inductor.compile_fx, torch.distributed.fsdp" >/dev/null 2>&1
+
 $(BIN)/python:
 	@if $(PYTHON) -c "$(USABLE_TORCH)" 2>/dev/null; then \
 		echo "using this machine's torch"; \
@@ -74,6 +77,6 @@ $(VENV)/torch.done: requirements/torch.txt requirements/constraints.txt | $(BIN)
 
 $(VENV)/%.done: requirements/%.txt requirements/constraints.txt pyproject.toml setup.cfg | $(VENV)/torch.done
 	@echo "installing requirements/$*.txt"
-	@$(INSTALL) -r $<
+	@$(COMPILE_TORCH) & $(INSTALL) -r $<; status=$$?; wait; exit $$status
 	@$(INSTALL) --no-deps --no-build-isolation --editable .
 	@touch $@

@@ -1,5 +1,8 @@
-"""Shared by all tests: every test starts with empty Dynamo caches and a known random state (`--seed`, default 0)."""
+"""Shared by all tests: every test starts with empty Dynamo caches and a known random state (`--seed`, default 0).
 
+Imports nothing large: so pytest-xdist's first process, which runs no test, does not import torch either."""
+
+import contextlib
 import gc
 import os
 
@@ -14,10 +17,11 @@ os.environ.pop("COLUMNS", None)  # of the terminal that the tests run in: report
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 from collections import defaultdict
+from importlib import metadata
 
 import pytest
-import torch
 
+from tests import unlogged
 from tests.rounds import sample
 
 
@@ -28,7 +32,7 @@ def pytest_addoption(parser):
 
 
 def pytest_report_header(config):
-    return f"seed: {config.getoption('--seed')}, torch {torch.__version__}"
+    return f"seed: {config.getoption('--seed')}, torch {metadata.version('torch')}"
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -64,17 +68,17 @@ def pytest_collection():
 
 
 @pytest.fixture(autouse=True, scope="session")
-def guards_are_not_timed():
-    """Dynamo times the guards of each graph with the processor's caches flushed, 24 ms of work for a log message."""
-    from torch._dynamo import guards
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(guards, "profile_guard_manager", lambda *arguments: 0.0)
+def without_logs():
+    with contextlib.ExitStack() as stack:
+        for patch in unlogged.patches():
+            stack.enter_context(patch)
         yield
 
 
 @pytest.fixture(autouse=True)
 def fresh_state(request):
+    import torch
+
     torch._dynamo.reset()
     torch.manual_seed(request.config.getoption("--seed"))
     yield
@@ -96,8 +100,19 @@ def no_caches():
 
 
 @pytest.fixture
+def without_cpp(monkeypatch, no_caches):
+    """Graphs are lowered and written as code, whose C++ is not compiled: what it would compute is left out, for tests of
+    how often, and with what warnings, code is generated."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *_: lambda *tensors: None)
+
+
+@pytest.fixture
 def one_seed(monkeypatch):
     """Stochastic rounding has the same bits at every call, so that runs that draw in another order are comparable."""
+    import torch
+
     from te_inductor.ops import casts
 
     monkeypatch.setattr(casts, "new_seed", lambda device: torch.full((), 5, dtype=torch.int64, device=device))

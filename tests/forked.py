@@ -5,8 +5,9 @@ server imports them once and forks itself for each program::
 
     SERVER.run("tests.offline.interpret", "graph.py", "inputs.pt", "outputs.pt")
 
-The server imports and does nothing else, so that a program finds what it would find in a new process: no compiled
-graph, no cache, no CUDA, no thread. Tests of the start of a process itself (imports, an edited package) start one.
+The server imports, leaves out torch's logs (tests/unlogged.py) and does nothing else, so that a program finds what it
+would find in a new process: no compiled graph, no cache, no CUDA, no thread. Tests of the start of a process itself
+(imports, an edited package) start one.
 """
 
 import atexit
@@ -87,6 +88,8 @@ def serve(modules: list[str], libraries: list[str]) -> None:
     import ctypes
     import importlib
 
+    from tests import unlogged
+
     gc.disable()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever an import prints
@@ -94,6 +97,8 @@ def serve(modules: list[str], libraries: list[str]) -> None:
         ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
     for name in modules:
         importlib.import_module(name)
+    for patch in unlogged.patches():
+        patch.start()
     gc.freeze()  # the programs' collectors neither look through the modules nor copy their memory
     gc.enable()
     for line in sys.stdin:

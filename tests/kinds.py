@@ -16,6 +16,13 @@ from te_inductor import compat
 from tests import uncompiled
 
 
+def of_the_first_rank(function: Callable[[], Any]) -> Any:
+    """What it computes there, on all ranks."""
+    box = [function() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box)
+    return box[0]
+
+
 def told_of(kinds: Mapping[str, Callable[..., Any]], make: Callable[[int, int], Any]) -> dict[str, Any]:
     """Of each kind that the command line names, what its function tells and what the package has said. `make` makes of a
     rank and their number what the functions take, whose `see` is shown each graph. Graphs are not compiled, except those

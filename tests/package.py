@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch._inductor import config
 
 from te_inductor import lower, quantize_
 
@@ -37,7 +38,9 @@ def make(folder: Path, device: str, dtype: torch.dtype, recipe: str) -> None:
     x = torch.randn(24, 256, device=device, dtype=dtype)
     program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("rows", min=2, max=4096)},))
     program = lower(program, {"recipe": "none", "policy": {"*": "rowwise" if stored else name}, "fallback": "silent"})
-    with torch.no_grad():
+    # Of a package of the CPU two files are compiled, once: headers that are compiled first cost more than they save.
+    once = {"aot_inductor.precompile_headers": False, "aot_inductor.compile_wrapper_opt_level": "O0"}
+    with torch.no_grad(), config.patch(once if device == "cpu" else {}):
         torch._inductor.aoti_compile_and_package(program, package_path=str(folder / "model.pt2"))
         inputs = [x, *(torch.randn(rows, 256, device=device, dtype=dtype) for rows in (2, 33, 1000))]
         torch.save((inputs, [program.module()(one) for one in inputs]), folder / "tensors")

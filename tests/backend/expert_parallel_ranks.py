@@ -16,7 +16,7 @@ from torch.distributed import _functional_collectives as collectives
 
 import te_inductor
 from te_inductor.recipes import DelayedScaling
-from tests.kinds import told_of
+from tests.kinds import of_the_first_rank, told_of
 
 EXPERTS, EACH, HIDDEN, INNER, TOKENS = 4, 2, 64, 96, 48
 KINDS: dict[str, Callable[..., Any]] = {}
@@ -154,10 +154,10 @@ class Rank:
 
     def compared(self, recipe: Any, *, make: Any = MoE, steps: int = 1, split: bool = False, skew: bool = False) -> Any:
         """Of outputs and gradients, how far they are from one rank's, and both from high precision."""
-        found: list[list[Tensor]] = []
         self.sent = []
         own = slice(self.rank * TOKENS // self.world, (self.rank + 1) * TOKENS // self.world)
-        for world, options in ((self.world, {"amax_group": dist.group.WORLD}), (1, {"amax_group": "none"}), (1, None)):
+
+        def trained(world: int, options: Any) -> list[Tensor]:
             torch._dynamo.reset()
             torch.manual_seed(0)
             model = make(world, self.rank if world > 1 else 0, split)
@@ -176,14 +176,16 @@ class Rank:
                 y.backward(dy[own] if world > 1 else dy)
             if world > 1:
                 dist.all_reduce(model.gate.weight.grad)
-                sent = self.sent
             experts = [each.grad for name, each in model.named_parameters() if name != "gate.weight"]
-            tensors = [y.detach(), x.grad, model.gate.weight.grad, *experts]
-            if world == 1:
-                mine = [tensors[0][own], tensors[1][own], tensors[2]]
-                tensors = [*mine, *(each.chunk(self.world)[self.rank] for each in tensors[3:])]
-            found.append([tensor.double() for tensor in tensors])
-        many, alone, right = found
+            return [tensor.double() for tensor in (y.detach(), x.grad, model.gate.weight.grad, *experts)]
+
+        many = trained(self.world, {"amax_group": dist.group.WORLD})
+        sent = self.sent.copy()
+        of_one = of_the_first_rank(lambda: [trained(1, {"amax_group": "none"}), trained(1, None)])
+        alone, right = (
+            [y[own], dx[own], router, *(each.chunk(self.world)[self.rank] for each in experts)]
+            for y, dx, router, *experts in of_one
+        )
         off = [
             [_off(*pair) for pair in zip(*pairs, strict=True)]
             for pairs in ((many, alone), (many, right), (alone, right))

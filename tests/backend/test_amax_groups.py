@@ -19,9 +19,9 @@ from tests.forked import PROGRAMS
 from tests.forked_ranks import ranks
 
 OWN, DP, PP, ALL = [1, 2, 3, 4], [2, 2, 4, 4], [3, 4, 3, 4], [4, 4, 4, 4]  # the input's amax by rank
-QUICK = "mesh,sharded_later,unequal"
+QUICK = "sharded_later,unequal"
 OTHERS = (
-    "hsdp,wrapped_later,stages,group,name,environment,whole_mesh,none,fsdp,fsdp_of_blocks,dtensor,ddp,ddp_ignores,two_groups_of_one_graph,ring,"
+    "mesh,hsdp,wrapped_later,stages,group,name,environment,whole_mesh,none,fsdp,fsdp_of_blocks,dtensor,ddp,ddp_ignores,two_groups_of_one_graph,ring,"
     "destroyed,refused,compiled mesh,compiled two_groups_of_one_graph,compiled ddp"
 )
 REMEDY = "pass options={'amax_group': …}"
@@ -44,17 +44,21 @@ def by_layer(told: list[dict], kind: str) -> list[list[float]]:
     return list(map(list, zip(*(one[kind]["told"] for one in told), strict=True)))
 
 
-def test_the_option_takes_a_mesh(told):
-    """Scales are equal inside of a group, and different across."""
-    assert by_layer(told, "mesh") == [DP]
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "expected"),
-    [("group", PP), ("name", DP), ("environment", PP), ("whole_mesh", ALL), ("none", OWN), ("compiled mesh", DP)],
+    [
+        ("mesh", DP),
+        ("group", PP),
+        ("name", DP),
+        ("environment", PP),
+        ("whole_mesh", ALL),
+        ("none", OWN),
+        ("compiled mesh", DP),
+    ],
 )
 def test_the_option_takes(kind, expected, others):
+    """Scales are equal inside of a group, and different across. `unequal` has a mesh, too."""
     assert by_layer(others, kind) == [expected]
 
 

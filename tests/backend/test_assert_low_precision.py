@@ -12,6 +12,8 @@ from te_inductor import assert_low_precision, explain
 from te_inductor.api.eager_products import UNREACHED
 from te_inductor.errors import FallbackError, FallbackWarning, OptionError, TEInductorError
 
+pytestmark = pytest.mark.usefixtures("without_codegen")
+
 QUIET = {"fallback": "silent"}
 
 
@@ -61,6 +63,7 @@ def layers(*sizes):
 X = torch.randn(16, 32)
 
 
+@pytest.mark.codegen
 def test_what_runs_in_low_precision_passes():
     model = compiled(layers((48, 32), (32, 48)))
     for _ in range(2):  # compiled in the call, and found in Dynamo's cache

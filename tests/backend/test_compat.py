@@ -2,6 +2,7 @@
 say the same."""
 
 import ast
+import functools
 import pkgutil
 import re
 from collections.abc import Iterator, MutableMapping
@@ -17,8 +18,14 @@ from tests.faults import FAULTS
 from tests.patches import Source
 
 PACKAGE = Path(te_inductor.__file__).parent
-SOURCES = {str(path.relative_to(PACKAGE)): Source(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 BY_TARGET = [pytest.param(record, id=record.target) for record in PATCHES]
+
+
+@functools.cache
+def sources() -> dict[str, Source]:
+    """Of the package's modules, by path."""
+    return {str(path.relative_to(PACKAGE)): Source(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+
 
 # What changes something of torch's and is no patch: by the module of ours and the part of torch, why.
 NO_PATCHES = {
@@ -63,13 +70,13 @@ def a_place_for_contexts():
 
 
 def test_nothing_else_patches_torch():
-    found = {(path, part) for path, source in SOURCES.items() for part in source.changes()}
+    found = {(path, part) for path, source in sources().items() for part in source.changes()}
     assert found == set(NO_PATCHES)
 
 
 def test_places_that_torch_offers():
     found = set()
-    for source in SOURCES.values():
+    for source in sources().values():
         named = [meant for meant, _ in source.calls()] + list(source.bases())
         found |= {meant for meant in source.bases() if meant.startswith("torch._inductor.")}
         found |= {meant for meant in named if re.match(r"torch\._.*\.(register_|set_|skip_|patch$)", meant)}
@@ -77,14 +84,14 @@ def test_places_that_torch_offers():
 
 
 def test_options_that_are_set():
-    calls = [node for source in SOURCES.values() for meant, node in source.calls() if meant.endswith("config.patch")]
+    calls = [node for source in sources().values() for meant, node in source.calls() if meant.endswith("config.patch")]
     assert {keyword.arg for node in calls for keyword in node.keywords} == set(OPTIONS)
 
 
 def test_every_record_is_of_one_patch():
     """And every patch names its part of torch where it is made."""
     made = []
-    for source in SOURCES.values():
+    for source in sources().values():
         for meant, node in source.calls():
             if meant in ("te_inductor.compat.patch", "te_inductor.compat.patches.patch"):
                 assert isinstance(node.args[0], ast.Constant)

@@ -78,8 +78,8 @@ def test_any_number_of_rows_compiles_at_most_twice(train, recipe, dim, rows, wit
         pytest.param(SQUARES, 256, (50, 60, 128, 129, 300, 15), marks=pytest.mark.thorough, id="squares"),
     ],
 )
-def test_lowerings_do_not_hold_the_number_of_rows(recipe, dim, rows):
-    """Of the others' C++ there would be minutes, which tests/numerics compiles too."""
+def test_lowerings_do_not_hold_the_number_of_rows(recipe, dim, rows, without_cpp):
+    """Of the others' code there would be minutes."""
     check_any_number_of_rows(True, recipe, dim, rows)
 
 
@@ -121,7 +121,7 @@ def saved_tensors(compiled, x) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("between", [nn.Identity, nn.ReLU])
-def test_the_quantized_copies_are_saved_and_the_activations_are_not(between):
+def test_the_quantized_copies_are_saved_and_the_activations_are_not(between, without_cpp):
     """Columnwise copies of inputs, (K, M), as the backward casts weights itself. Behind ReLU it makes the copy and the
     mask from the GEMM's output, which takes as many bytes as both."""
     model = nn.Sequential(nn.Linear(64, 128), between(), nn.Linear(128, 64)).to(torch.bfloat16)
@@ -136,7 +136,7 @@ def test_the_quantized_copies_are_saved_and_the_activations_are_not(between):
 
 @pytest.mark.quick("True-rowwise")
 @pytest.mark.parametrize(("train", "recipe"), [(True, "rowwise"), (False, "current")])
-def test_q_k_and_v_share_one_quantization(train, recipe, no_caches, monkeypatch):
+def test_q_k_and_v_share_one_quantization(train, recipe, without_cpp, monkeypatch):
     """x, the 3 weights as one, o's input and o's weight: 4 quantizations in forward, not 8."""
     counted, share = [], cse.share
 

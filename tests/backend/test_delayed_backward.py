@@ -117,7 +117,6 @@ def test_compiled_autograd():
 
 
 @pytest.mark.quick("True")
-@pytest.mark.codegen
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_checkpoint_around_a_compiled_module(use_reentrant, recwarn):
     """Without reentry its second forward is another step, which is said once; with it the first records nothing."""

@@ -32,7 +32,7 @@ def test_two_models_share_no_state_though_they_run_the_same_code():
 def test_blocks_compiled_one_by_one():
     """`for block in model: block.compile(...)`: one graph serves all, each with its own state, as if compiled whole."""
     counters.clear()
-    whole = nn.Sequential(*(Blocks(number=1) for _ in range(10)))
+    whole = nn.Sequential(*(Blocks(number=1) for _ in range(5)))
     blocks = copy.deepcopy(whole)
     for block in blocks:
         block.compile(backend="te", fullgraph=True, options={"recipe": RECIPE, "fallback": "error"})

@@ -1,7 +1,5 @@
 """Every rung of the ladder, and what each says. Injected failures stand for bugs of ours and of the layers below."""
 
-import subprocess
-import sys
 import warnings
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,6 +15,7 @@ from te_inductor.passes import pre_grad
 from te_inductor.passes.pre_grad.decide import support
 from te_inductor.recipes import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
 from tests.eager import quantized
+from tests.forked import PROGRAMS
 from tests.passes import leave_out
 
 pytestmark = pytest.mark.usefixtures("without_codegen")
@@ -273,7 +272,7 @@ def test_failing_lowerings_run_in_the_eager_runtime(monkeypatch, no_caches):
 @pytest.mark.parametrize(
     "recipe", ["current", *(pytest.param(recipe, marks=pytest.mark.thorough) for recipe in ("rowwise", "block"))]
 )
-def test_no_lowering_fails_in_a_gated_mlp(recipe, no_caches):
+def test_no_lowering_fails_in_a_gated_mlp(recipe, no_caches, without_cpp):
     """gate's and up's gradients are computed from the same tensors, and stand side by side in one copy."""
 
     class Mlp(nn.Module):
@@ -291,30 +290,9 @@ def test_no_lowering_fails_in_a_gated_mlp(recipe, no_caches):
     assert x.grad is not None
 
 
-NOWHERE_TO_WRITE = """
-import itertools, os, string, sys, warnings
-folder = sys.argv[1]
-os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
-for name in itertools.product(string.ascii_lowercase + string.digits, repeat=2):
-    open(os.path.join(folder, "".join(name)), "w").close()  # where Inductor would make a folder
-
-import torch
-model, x = torch.nn.Linear(32, 32), torch.randn(6, 32)
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    y = torch.compile(model, backend="te", options={"recipe": "rowwise"})(x)
-    y.sum().backward()
-[text] = [str(entry.message) for entry in caught if entry.category.__name__ == "FallbackWarning"]
-assert "a graph runs uncompiled" in text and "TORCHINDUCTOR_CACHE_DIR" in text and "FileExistsError" in text, text
-from te_inductor.recipes import Float8RowwiseScaling
-eager = torch.ops.te_inductor.linears(x, [model.weight], [model.bias], Float8RowwiseScaling().slots(), x.dtype)[0]
-assert torch.equal(y, eager) and model.weight.grad is not None
-"""
-
-
 def test_a_cache_that_cannot_be_written(tmp_path):
     """The graph runs uncompiled, rewritten as it is, forward and backward."""
-    done = subprocess.run([sys.executable, "-c", NOWHERE_TO_WRITE, str(tmp_path)], capture_output=True, text=True)
+    done = PROGRAMS.run("tests.backend.nowhere_to_write", str(tmp_path), TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr[-4000:]
 
 

@@ -48,7 +48,7 @@ def others(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
-    return ranks_once(tmp_path_factory, "tests.backend.gather_ranks", 4, "hsdp,refusals,tensor_parallel of current")
+    return ranks_once(tmp_path_factory, "tests.backend.gather_ranks", 4, "hsdp,refusals")
 
 
 @each_recipe("delayed")
@@ -82,9 +82,10 @@ def test_replicated_shards(four):
     assert [one["hsdp"] for one in four] == [dict.fromkeys(RECIPES, True)] * 4
 
 
-def test_weights_of_tensor_parallel_layers(four):
+def test_weights_of_tensor_parallel_layers(tmp_path):
     """Two shards of each of two parts, whose scale is the part's own."""
-    assert [one["tensor_parallel of current"] for one in four] == [{"current": True}] * 4
+    kind = "tensor_parallel of current"
+    assert [one[kind] for one in run(4, kind, tmp_path)] == [{"current": True}] * 4
 
 
 @pytest.mark.thorough

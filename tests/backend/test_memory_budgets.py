@@ -209,7 +209,7 @@ def test_lists_are_saved_where_nothing_is_to_weigh(budget, dynamic):
     assert same(found, expected)
 
 
-@pytest.mark.quick("0.5-delayed", "0.0-block", "0.5-nvfp4")
+@pytest.mark.quick("0.5-delayed", "0.0-nvfp4")
 @every_recipe
 @pytest.mark.skipif(REGION is None, reason="torch 2.13 has it first")
 @pytest.mark.parametrize("budget", [0.5, 0.0])

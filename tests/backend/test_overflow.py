@@ -92,6 +92,6 @@ def in_high_precision():
 
 
 @quick("current")
-def test_grad_scaler_skips_the_same_steps(name):
+def test_grad_scaler_skips_the_same_steps(name, without_codegen):
     plain, x, unit, expected = in_high_precision()
     assert scales(plain, x, unit, "te", {"recipe": name, "fallback": strict(name)}) == expected

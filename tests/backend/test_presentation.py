@@ -1,10 +1,13 @@
 """Reports as text and pictures: equal layers in one row, lines that fit, names that are whole."""
 
+import contextlib
+import fcntl
 import os
 import pty
 import re
-import subprocess
+import struct
 import sys
+import termios
 from html.parser import HTMLParser
 
 import pytest
@@ -19,7 +22,6 @@ from te_inductor.api.accuracy_figures import AccuracyReport, GemmAccuracy, Opera
 from te_inductor.diagnostics import Flops, GraphWeight, Report, Site, Unmet, WeighedLayers, Weight
 from te_inductor.presentation import kinds, tables, weights
 from te_inductor.targets import sm90
-from tests.forked import ROOT
 from tests.rates import H100, rated
 
 NAMES = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
@@ -101,31 +103,27 @@ def test_the_width_is_the_terminals(monkeypatch):
     assert tables.width() == tables.PIPE
 
 
-PROGRAM = "from tests.backend.test_presentation import report_of; print(report_of(32).table())"
-
-
-def test_a_pipe_has_lines_that_are_whole_and_a_terminal_has_lines_that_fit():
-    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
-    command = [sys.executable, "-c", PROGRAM]
-    piped = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+def test_a_pipe_has_lines_that_are_whole_and_a_terminal_has_lines_that_fit(monkeypatch):
+    for name in ("COLUMNS", "LINES"):
+        monkeypatch.delenv(name, raising=False)
+    piped = shown(monkeypatch, *os.pipe())
     assert rows_of(piped)[0][0] == "model.layers.*.self_attn.q_proj" and "\x1b" not in piped
     controller, terminal = pty.openpty()
-    import fcntl
-    import struct
-    import termios
-
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 62, 0, 0))
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=terminal)
-    os.close(terminal)
-    shown = b""
-    try:
-        while chunk := os.read(controller, 4096):
-            shown += chunk
-    except OSError:  # the other end is closed
-        pass
-    assert process.wait() == 0
-    table = shown.decode().replace("\r", "").partition("\n\n")[2]
+    table = shown(monkeypatch, controller, terminal).replace("\r", "").partition("\n\n")[2]
     assert "self_attn" in table and 40 < max(map(len, table.splitlines())) <= 62
+
+
+def shown(monkeypatch, reader: int, writer: int) -> str:
+    """A table that is printed where the process writes to `writer`, as read at the other end."""
+    with open(writer, "w") as output, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", output)
+        print(report_of(32).table())
+    text = b""
+    with open(reader, "rb", buffering=0) as source, contextlib.suppress(OSError):  # a terminal's other end is closed
+        while chunk := source.read(4096):
+            text += chunk
+    return text.decode()
 
 
 @settings(deadline=None, max_examples=200)

@@ -190,8 +190,9 @@ def test_an_empty_tensor_records_nothing():
 
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
 def test_casts_with_a_known_scale(element, compiled):
+    """A compile of seconds a size: of E5M2 one that fills no vector."""
     quantizer = Quantizer(element)
-    for content, size in itertools.product(CONTENTS, SIZES):
+    for content, size in itertools.product(CONTENTS, SIZES if element == "e4m3" else [(33, 70)]):
         x = CONTENTS[content](*size)
         for scale in (1.0, 2.0**-126, casts.FP32_MAX, 0.3, 448 / 3):
             known = torch.tensor(scale)
@@ -243,8 +244,9 @@ RECIPES = {
 @pytest.mark.parametrize(
     ("recipe", "size", "dtype", "with_bias"),
     [
-        ("default", (33, 64, 48), torch.float32, True),
+        ("short", (33, 64, 48), torch.float32, True),
         pytest.param("short", (64, 48, 128), torch.bfloat16, True, marks=pytest.mark.thorough),
+        pytest.param("default", (33, 64, 48), torch.float32, True, marks=pytest.mark.thorough),
         pytest.param("current", (16, 77, 130), torch.float32, False, marks=pytest.mark.thorough),
         pytest.param("recent", (17, 77, 48), torch.bfloat16, False, marks=pytest.mark.thorough),
         pytest.param("functions", (1, 32, 48), torch.float32, True, marks=pytest.mark.thorough),
@@ -257,8 +259,9 @@ def test_training_steps(recipe, size, dtype, with_bias):
 
 @pytest.mark.parametrize("spoil", [{"x": math.nan}, {"x": math.inf}, {"dy": math.nan, "x": -math.inf}], ids=str)
 def test_a_step_that_is_not_finite_spoils_no_other(spoil):
-    """The later steps are the oracle's, whose scales are finite and move on."""
-    steps_of(RECIPES["short"], 16, 32, 48, torch.float32, spoil={1: spoil})
+    """The later steps are the oracle's, whose scales are finite and move on. The graph is that of the test above, and
+    compiled there."""
+    steps_of(RECIPES["short"], 33, 64, 48, torch.float32, spoil={1: spoil})
 
 
 @pytest.mark.thorough

@@ -85,6 +85,7 @@ def test_squares_are_chosen_as_one():
     assert rows.view(16, 2)[:, 0].tolist() == [384.0 if row == 3 else 256.0 for row in range(16)]
 
 
+@pytest.mark.sample(1)
 @quantizers
 @pytest.mark.parametrize("content", CONTENTS)
 def test_eager(content, quantizer):
@@ -154,6 +155,7 @@ def test_a_row_that_is_not_finite_is_alone():
     assert y.isfinite().all(1).tolist() == [True, False, False, True]
 
 
+@pytest.mark.sample(1)
 @row_scaled
 @pytest.mark.parametrize("content", CONTENTS)
 def test_eager_rows(content, quantizer):

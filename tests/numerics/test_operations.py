@@ -1,8 +1,5 @@
 """The eager runtime's operations by hand: against plain autograd and compiled layers, bit for bit."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -31,6 +28,7 @@ from te_inductor.operations import (
 from te_inductor.recipes import NVFP4BlockScaling, Quantizer
 from te_inductor.runtime.operation import PARTS
 from tests.bounds import assert_same_values
+from tests.forked_ranks import ranks
 from tests.oracle import casts
 
 R, C = 21, 128
@@ -204,34 +202,6 @@ def test_gradients_of_torch_func(name, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(found, gradients(operation, inputs, dy), strict=True))
 
 
-RANK = """
-import sys, torch, torch.distributed as dist
-from te_inductor.operations import AllGather, AllReduce, ReduceScatter
-rank = int(sys.argv[1])
-dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
-name = dist.group.WORLD.group_name
-def run(operation, rows, dy):
-    x = (torch.arange(rows * 3.0).view(rows, 3) + 100 * rank).requires_grad_()
-    y = operation(x)
-    y.backward(dy)
-    return Equal((y.detach(), x.grad))
-class Equal(tuple):
-    def __eq__(self, other):
-        return all(torch.equal(a, b) for a, b in zip(self, other, strict=True))
-one = torch.arange(6.0).view(2, 3)
-dy = torch.arange(12.0).view(4, 3) * (rank + 1)
-mine = slice(2 * rank, 2 * rank + 2)
-assert run(AllReduce(name), 2, one) == (2 * one + 100, one)
-assert run(AllGather(name), 2, dy) == (torch.cat([one, one + 100]), dy[mine] / (rank + 1) * 3)
-whole = 2 * torch.arange(12.0).view(4, 3) + 100
-assert run(ReduceScatter(name), 4, one + rank) == (whole[mine], torch.cat([one, one + 1]))
-dist.destroy_process_group()
-"""
-
-
 def test_collectives_on_two_ranks(tmp_path):
-    commands = [[sys.executable, "-c", RANK, str(rank), str(tmp_path / "store")] for rank in range(2)]
-    ranks = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
-    for rank in ranks:
-        _, error = rank.communicate(timeout=120)
-        assert rank.returncode == 0, error[-3000:]
+    for told in ranks("tests.numerics.collective_ranks", 2, str(tmp_path / "store")):
+        assert told == {"AllReduce": True, "AllGather": True, "ReduceScatter": True}
