@@ -46,7 +46,7 @@ def _table(state: tuple[list[Tensor], ...]) -> Tensor | None:
     addresses = tuple([tensor.data_ptr() for tensors in state for tensor in tensors])
     table = _tables.get(addresses)
     if table is None and addresses and not torch.cuda.is_current_stream_capturing():
-        table = _tables[addresses] = torch.tensor(addresses, dtype=torch.int64, pin_memory=True)
+        table = _tables[addresses] = torch.tensor(addresses, dtype=torch.int64, device="cpu", pin_memory=True)
     return table
 
 
