@@ -126,9 +126,8 @@ def test_an_edited_package_misses(first, tmp_path):
     assert after["loss"] == before["loss"]
 
 
-@pytest.mark.parametrize(
-    "how", ["cut off", *(pytest.param(how, marks=pytest.mark.thorough) for how in ("garbage", "empty"))]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("how", ["cut off", "garbage", "empty"])
 def test_corrupted_entries_are_compiled_anew(first, how, tmp_path):
     """Every entry of both caches, as a full disk or a killed process leaves them."""
     folder, before = first

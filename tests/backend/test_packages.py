@@ -11,6 +11,7 @@ from tests.package import make, run
 thorough = pytest.mark.thorough
 
 
+@thorough
 def test_a_package_runs_without_te_inductor(tmp_path):
     """Made in a process in which nothing was compiled before, so that lowerings are there all the same; bit for bit,
     but for the order of sums."""
