@@ -1,7 +1,9 @@
 """The examples of frameworks, as they are run by hand: losses fall, layers run in low precision, runs resume. Each needs
 its framework (requirements/frameworks.txt) and is skipped without it; graphs run uncompiled."""
 
+import os
 from collections import Counter
+from unittest import mock
 
 import pytest
 import torch
@@ -12,11 +14,17 @@ pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("without_codegen")]
 
 
 @pytest.fixture
-def environment(monkeypatch):
-    """What an example sets, undone afterwards."""
-    monkeypatch.setenv("TE_INDUCTOR_RECIPE", "delayed")
-    monkeypatch.setenv("TE_INDUCTOR_POLICY", '{"*": "delayed"}')
-    return monkeypatch
+def restored(monkeypatch):
+    """What an example sets, such as the address of its ranks, is undone afterwards."""
+    with mock.patch.dict(os.environ):
+        yield monkeypatch
+
+
+@pytest.fixture
+def environment(restored):
+    restored.setenv("TE_INDUCTOR_RECIPE", "delayed")
+    restored.setenv("TE_INDUCTOR_POLICY", '{"*": "delayed"}')
+    return restored
 
 
 def example(name: str, *packages: str):
@@ -112,12 +120,12 @@ def test_torchtitan_trains_and_resumes_with_its_scales(environment, tmp_path):
     ("config", "products"),
     [("debug", {"scaled_mm": 54}), ("experts", {"scaled_mm": 36, "grouped_mm": 12, "grouped_wgrad": 6})],
 )
-def test_torchtitan_trains_a_traced_step(monkeypatch, config, products):
+def test_torchtitan_trains_a_traced_step(restored, config, products):
     """GraphTrainer, whose step has each product in low precision, and none twice."""
     titan = example("torchtitan_graph", "torchtitan", "torchdata")
 
     def trained(*arguments):
-        monkeypatch.setattr("sys.argv", ["titan", "--config", config, "--debug.seed", "1", *arguments])
+        restored.setattr("sys.argv", ["titan", "--config", config, "--debug.seed", "1", *arguments])
         titan.main()
         run = titan.Trainer.last
         return run.losses, Counter(str(node.target) for node in run._traced_step.gm.graph.nodes)
