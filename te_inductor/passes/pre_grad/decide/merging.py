@@ -42,7 +42,8 @@ _REORDERS = frozenset(
 _RESHAPES = frozenset("view unflatten reshape flatten view_as reshape_as squeeze".split())
 # Of which a gradient needs no operand; of which it needs the other one.
 _LINEAR = frozenset(
-    "add iadd add_ sub isub sub_ neg sum mean cat concat concatenate stack size getattr new_empty new_zeros".split()
+    "add iadd add_ sub isub sub_ neg sum mean cat concat concatenate stack gather index_select size getattr new_empty"
+    " new_zeros".split()
 )
 _PRODUCTS = frozenset("mul imul mul_ truediv div".split())
 _COPIES_IF_NEEDED = frozenset("reshape flatten reshape_as".split())
