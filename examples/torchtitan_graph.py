@@ -12,7 +12,6 @@ GraphTrainer has no backend: it traces forward, loss and backward as one graph, 
 `te_inductor.integrations.torchtitan.register` makes such a pipeline known."""
 
 import os
-import sys
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -30,9 +29,8 @@ from torchtitan.experiments.graph_trainer.configs import GraphTrainerCompileConf
 from torchtitan.experiments.graph_trainer.trainer import GraphTrainer
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
-from torchtitan.train import main as train
 
-from examples.torchtitan_run import LAYERS, DenseAttention, NoTokenizer, Tokens
+from examples.torchtitan_run import LAYERS, DenseAttention, NoTokenizer, Tokens, start
 from te_inductor.integrations.torchtitan import register
 
 register({"recipe": os.environ.get("TE_INDUCTOR_RECIPE", "rowwise")})
@@ -99,17 +97,7 @@ def _of(given: GraphTrainer.Config) -> Trainer.Config:
 
 
 def main() -> None:
-    for name, value in {
-        "RANK": 0,
-        "LOCAL_RANK": 0,
-        "WORLD_SIZE": 1,
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": 0,
-    }.items():
-        os.environ.setdefault(name, str(value))
-    config = [] if "--config" in sys.argv else ["--config", "debug"]
-    sys.argv[1:1] = ["--module", "examples.torchtitan_graph", *config]
-    train()
+    start("examples.torchtitan_graph")
 
 
 if __name__ == "__main__":

@@ -148,7 +148,8 @@ def debug() -> Trainer.Config:
     )
 
 
-def main() -> None:
+def start(module: str) -> None:
+    """torchtitan's command, as one process, with a module's configurations."""
     for name, value in {
         "RANK": 0,
         "LOCAL_RANK": 0,
@@ -157,8 +158,13 @@ def main() -> None:
         "MASTER_PORT": 0,
     }.items():
         os.environ.setdefault(name, str(value))
-    sys.argv[1:1] = ["--module", "examples.torchtitan_run", "--config", "debug"]
+    config = [] if "--config" in sys.argv else ["--config", "debug"]
+    sys.argv[1:1] = ["--module", module, *config]
     train()
+
+
+def main() -> None:
+    start("examples.torchtitan_run")
 
 
 if __name__ == "__main__":
