@@ -26,20 +26,16 @@ experts of 14336 casts are little; with 128 of 768 the weights of all experts ar
 and what the casts cost was, with current scaling, rows or blocks, 4 bytes an element of all operands at the speed of
 memory. There the saving has to be above that. Experts narrower than `NARROW_EXPERTS` have not been measured.
 
-Layers of which a size is below `NARROW` are left, whatever they weigh: of models so small no step was measured since
-delayed scaling's step ends in one kernel, and before, estimates of one were furthest off (SmolLM-360M's, above).
-
 Layers that are sharded over several GPUs (tensor parallelism) are weighed by what one rank multiplies. Llama-8B's on
 two H200s, all of which pass, took 0.67 times as long as in bf16 (2026-11-26). Of DTensors the graph's time counts the
-whole. Where the number of rows is a symbol, `NARROW` alone decides, and experts are weighed by the number that was seen
-first; neither counts in the graph's sum.
+whole. Where the number of rows is a symbol, layers and experts are weighed by the number that was seen first, which the
+reason names. Where that is not known either, as of rows that an index selects, layers of which a size is below `NARROW`
+are left and others are not weighed.
 
 All this holds for targets with `rates`. A policy entry that names a site overrides it."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
-
-import torch
 
 from te_inductor import targets
 from te_inductor.diagnostics import GraphWeight, Refusal, WeighedLayers, Weight
@@ -47,6 +43,7 @@ from te_inductor.passes.pre_grad.decide import graph_time
 from te_inductor.passes.pre_grad.decide.cast_costs import Layer, Layers, Scales, Weights, casts_of
 from te_inductor.passes.pre_grad.decide.makers import Makers
 from te_inductor.passes.pre_grad.decide.support import value
+from te_inductor.passes.pre_grad.match.products import hint
 from te_inductor.passes.pre_grad.match.rule import Match
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
 from te_inductor.recipes import DelayedScaling, Slots
@@ -108,25 +105,24 @@ def _judged(
     match = sites[0].match
     m, _, k = match.sizes
     n = sum(site.match.sizes[1] for site in sites)
-    # All experts' weights are cast however few rows there are, so a symbol counts as what it was first.
-    rows = m.node.hint if match.groups and isinstance(m, torch.SymInt) else m
-    known = isinstance(rows, int)
+    rows = hint(m)
     weight = None
-    if known and match.groups:
+    if rows is not None and match.groups:
         weight = of_experts(rows, n, k, match.experts, len(list(match.gemms())), rates)
-    elif known:
-        weight = of_layers(_layers(sites, makers, weights), rates)
-    narrow = NARROW_EXPERTS if match.groups else NARROW
+    elif rows is not None:
+        weight = of_layers(_layers(rows, sites, makers, weights), rates)
+    narrow = NARROW_EXPERTS if match.groups else NARROW if rows is None else 0
     if min(n, k) < narrow:
         sizes = (m, n, k, narrow, _OVERRIDE)
         return Refusal("too small for FP8 to pay: M=%s, N=%d, K=%d, where less than %d is narrow %s", *sizes), weight
     margin = 1.0 if match.groups else MARGIN
     if weight is None or weight.saved_s >= margin * weight.cost_s:
         return None, weight
-    figures = (rows, n, k, 1e6 * weight.saved_s, 1e6 * weight.cost_s, margin, _OVERRIDE)
+    shown = rows if isinstance(m, int) else f"{m} ({rows} at first)"
+    figures = (shown, n, k, 1e6 * weight.saved_s, 1e6 * weight.cost_s, margin, _OVERRIDE)
     return (
         Refusal(
-            "too small for FP8 to pay: M=%d, N=%d, K=%d, it would save %.0f us and cost %.0f us, where it has to save %.2f"
+            "too small for FP8 to pay: M=%s, N=%d, K=%d, it would save %.0f us and cost %.0f us, where it has to save %.2f"
             " times as much %s",
             *figures,
         ),
@@ -134,13 +130,13 @@ def _judged(
     )
 
 
-def _layers(sites: Sequence[Candidate], makers: Makers, weights: str) -> Layers:
+def _layers(rows: int, sites: Sequence[Candidate], makers: Makers, weights: str) -> Layers:
     match, slots = sites[0].match, sites[0].slots
     assert slots is not None
     gemms = {gemm for site in sites for gemm, _ in site.match.gemms()}
     kept: Weights = "once" if weights == "once" else "each_call"
     return Layers(
-        match.sizes[0],
+        rows,
         match.sizes[2],
         tuple(Layer(site.match.sizes[1], makers.of_gradient(site.match)) for site in sites),
         makers.of_input(match),
