@@ -54,6 +54,17 @@ def mlp_training_block() -> Case:
     return _mlp_training("block")
 
 
+def gelu_training_delayed() -> Case:
+    """GPT's MLP, with biases."""
+    made = {"device": "cuda", "dtype": torch.bfloat16}
+    mlp = nn.Sequential(
+        nn.LayerNorm(1024, **made), nn.Linear(1024, 4096, **made), nn.GELU(), nn.Linear(4096, 1024, **made)
+    )
+    x = torch.randn(8192, 1024, **made, requires_grad=True)
+    named = {"recipe": "delayed", "policy": {"*": "delayed"}}
+    return torch.compile(mlp, backend="te", fullgraph=True, options=named), (x,)
+
+
 class Head(nn.Module):
     """The last layer of a language model and its loss."""
 

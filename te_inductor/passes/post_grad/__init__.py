@@ -3,7 +3,7 @@ have stored weights are left as they are.
 """
 
 from te_inductor import fused
-from te_inductor.passes.graph import cse, shared_sigmoid
+from te_inductor.passes.graph import cse, gelu, shared_sigmoid
 from te_inductor.passes.graph.casts import where_quantized
 from te_inductor.passes.post_grad import async_tp, delayed_scales, rotary_tables
 
@@ -15,4 +15,5 @@ PASSES = (
     where_quantized(rotary_tables.keep),
     async_tp.expose,  # before what would take a product for a kernel of ours
     *fused.folds("post_grad"),
+    where_quantized(gelu.fold),  # of what no kernel above has taken
 )
