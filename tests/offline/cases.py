@@ -897,6 +897,20 @@ def column_sums() -> Case:
     return torch.compile(run, backend="te", fullgraph=True), (x, dy, torch.ones((), device="cuda"))
 
 
+def column_sums_padded() -> Case:
+    """Rows that are no multiple of 16, and the amax: all of it of the tensor with rows of zeros."""
+    quantizer = recipes.Quantizer("e4m3")
+
+    def run(x: Tensor, dy: Tensor, amax: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+        dx = torch.where(x > 0, dy, torch.where(x < 0, dy.abs(), 0.5))
+        ops.record_amax([dx], amax)
+        return (*ops.quantize_rowcol_delayed(dx, scale, quantizer), dx.sum(0, dtype=torch.float32), amax + 0.0)
+
+    x, dy = (torch.randn(201, 144, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    scale, amax = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
+    return torch.compile(run, backend="te", fullgraph=True), (x, dy, amax, scale)
+
+
 def column_sums_transposed() -> Case:
     """Of tensors that lie in columns, three of them: pairs of rows."""
     quantizer = recipes.Quantizer("e4m3")
