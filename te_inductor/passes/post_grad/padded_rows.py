@@ -28,10 +28,9 @@ def pad(graph: fx.Graph, devices: tuple[str, ...] = ("cuda",)) -> None:
         if not pieces or {user.args[1] for user in node.users} != {0, 1}:
             continue
         values = [piece.meta["val"] for piece in pieces]
-        [*sizes] = {value.shape[0] for value in values}
-        if len(sizes) != 1 or not isinstance(sizes[0], int) or values[0].device.type not in devices:
+        rows = values[0].shape[0]
+        if not all(isinstance(value.shape[0], int) for value in values) or values[0].device.type not in devices:
             continue
-        [rows] = sizes
         wanted = _quantizer(node).padded(rows)
         if wanted != rows:
             for piece in pieces:
