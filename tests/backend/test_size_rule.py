@@ -74,13 +74,22 @@ MEASURED = {
     "all of Llama-3.2-1B": (decoder(*LLAMA_1B, head=128256, layers=16), 16384, H200, 275.0,
                             {"delayed": 1.38, "current": 1.32, "rowwise": 1.24, "block": 1.24}),
     "SmolLM-360M": (decoder(960, 2560, 960, 320), 16384, H100, 9.92, {"delayed": 1.021, "current": 1.074}),
+    "SmolLM-360M, small": (decoder(960, 2560, 960, 320), 8192, H200, 5.14, {"delayed": 1.110, "current": 1.048}),
+    "SmolLM-360M, large": (decoder(960, 2560, 960, 320), 32768, H200, 18.36, {"delayed": 1.176, "current": 1.138}),
+    "Qwen3-0.6B, small": (decoder(1024, 3072, 2048, 1024), 8192, H200, 10.68, {"delayed": 1.086, "current": 1.054}),
+    "Qwen3-0.6B": (decoder(1024, 3072, 2048, 1024), 32768, H200, 40.75, {"delayed": 1.108, "current": 1.079}),
+    "BERT-large": (encoder(1024, x="shared kernel"), 32768, H200, 27.56, {"delayed": 1.065, "current": 1.036}),
     "two blocks, 2048 tokens": (decoder(*LLAMA_8B, head=0), 2048, H200, 9.54, {"current": 9.54 / 7.23}),
     "FSDP2": (decoder(*LLAMA_8B, head=0), 8192, H200, 41.66, {"delayed": 1.46}),
     "FSDP2, four": (decoder(*LLAMA_8B, head=0, layers=4), 8192, H100, 83.9, {"delayed": 1.42}),
 }  # fmt: skip
 WITH_CUTLASS = {name for name, (_, tokens, device, *_) in MEASURED.items() if tokens == 16384 and device == H200}
-# Of one kernel it is known why: the gradient of the head, 0.14 ms. Of the rest it is not.
-WRONG = {("SmolLM-360M", "delayed"): (0.08, 0.11)}
+# From before their slowest kernels were made faster: the end of delayed scaling's step; GELU's and the head's gradients.
+WRONG = {
+    ("SmolLM-360M", "delayed"): (0.08, 0.11),
+    ("BERT-large", "delayed"): (0.05, 0.08),
+    ("BERT-large", "current"): (0.05, 0.08),
+}
 
 
 @pytest.mark.parametrize(("name", "recipe"), [(name, recipe) for name, one in MEASURED.items() for recipe in one[-1]])
@@ -243,6 +252,12 @@ def test_rows_that_nothing_tells():
     assert "N=512, K=512, where less than 1536 is narrow" in str(refusal) and weight is None
 
 
+def test_narrow_layers_of_rows_to_pad_are_left():
+    assert judged(layer((32768, 1280, 5120)))[0] is None
+    assert "N=1280, K=5120, where less than 1536 is narrow" in str(judged(layer((32639, 1280, 5120)))[0])
+    assert judged(layer((32639, 1536, 5120)))[0] is None
+
+
 def test_a_layer_is_left_for_its_own_sake():
     refusal, weight = judged(layer((1024, 2048, 2048)))
     assert "M=1024, N=2048, K=2048, it would save 17 us and cost 36 us, where it has to save 1.25 times" in str(refusal)
@@ -304,6 +319,9 @@ def test_what_limits_a_graph(monkeypatch):
     assert "the host would take 2.48 ms to launch this graph" in reason and reasons[1:] == [{"None"}] * 3
 
 
+NARROW_MODELS = ("smollm-360m", "qwen3-0.6b", "bert-large", "vit-huge")
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("device", [H100, H200])
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
@@ -311,7 +329,11 @@ def test_what_limits_a_graph(monkeypatch):
     ("name", "tokens", "low"),
     [
         ("smollm-360m", 8192, False),
+        ("smollm-360m", 32768, True),
+        ("qwen3-0.6b", 32768, True),
         ("bert-large", 8192, False),
+        ("bert-large", 32768, True),
+        ("vit-huge", 32768, False),
         ("vit-huge", 8192, False),
         ("whisper-large", 8192, False),
         ("llama-3.2-1b", 8192, True),
@@ -320,7 +342,9 @@ def test_what_limits_a_graph(monkeypatch):
     ],
 )
 def test_the_fleet(monkeypatch, name, tokens, low, recipe, device):
-    """transformers' models, traced at their widths: which run in FP8, on an H100 and on an H200."""
+    """transformers' models, traced at their widths: which run in FP8, on an H100 and on an H200. Narrow ones under
+    current scaling would gain less than `SHARE` on an H100, where what casts move takes longer."""
+    low = low and (device, recipe, name in NARROW_MODELS) != (H100, "current", True)
     fleet_models = pytest.importorskip("benchmarks.fleet_models")
     rated(monkeypatch, device)
     monkeypatch.setattr(nn.Module, "bfloat16", lambda self: self)  # which swaps parameters, as fake ones refuse
