@@ -244,12 +244,16 @@ def test_tensor_parallel_layers(ranks):
 
 
 def test_rows_that_nothing_tells():
-    """Nothing is known but the weight's size."""
+    """Nothing is known but the weight's size; experts are left, as those of other ranks were slower."""
     with torch._subclasses.fake_tensor.FakeTensorMode(shape_env=ShapeEnv()):
         rows = torch.ones(8, device="cpu").nonzero().shape[0]
     assert judged(layer((rows, 4096, 4096))) == (None, None)
     refusal, weight = judged(layer((rows, 512, 512)))
     assert "N=512, K=512, where less than 1536 is narrow" in str(refusal) and weight is None
+    site = layer((rows, 28672, 4096))
+    site.match.groups, site.match.experts = object(), 8
+    refusal, weight = judged(site)
+    assert "how many rows its experts get is known at run time alone" in str(refusal) and weight is None
 
 
 def test_narrow_layers_of_rows_to_pad_are_left():
