@@ -216,7 +216,9 @@ def test_symbols_of_rows():
         assert (judged(site)[0] is None) == pays
     assert judged(layer((symbol_of(4096), 4096, 4096)))[0] is None
     refusal, weight = judged(layer((symbol_of(1024), 2048, 2048)))
-    assert re.search(r"M=s\w+ \(1024 at first\), N=2048", str(refusal)) and weight == judged(layer((1024, 2048, 2048)))[1]
+    assert (
+        re.search(r"M=s\w+ \(1024 at first\), N=2048", str(refusal)) and weight == judged(layer((1024, 2048, 2048)))[1]
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
