@@ -2,8 +2,8 @@
 
 Where dy is the gradient of an activation, its sum alone would read what the activation's backward reads, and compute it
 again: of GPT-NeoX-20B's GELU 805 MB of a layer at 8192 tokens (docs/ledger.md). It is done where the scale is known when
-the cast runs (`delayed`, `current`), both copies are wanted, so that the cast has a tile, and sizes are known and need
-no padding."""
+the cast runs (`delayed`, `current`), both copies are wanted, so that the cast has a tile, and sizes are known. A number
+of rows that needs padding has it by now (passes/post_grad/padded_rows.py)."""
 
 from typing import Any
 

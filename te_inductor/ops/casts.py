@@ -98,6 +98,14 @@ def _current_scale_fake(
     return tuple(pieces[0].new_empty((), dtype=torch.float32) for _ in range(2))  # type: ignore[return-value]
 
 
+def _pad_rows(x: Tensor, rows: int) -> Tensor:  # (R, C) -> (rows, C)
+    return torch.nn.functional.pad(x, (0, 0, 0, rows - x.shape[0]))
+
+
+def _pad_rows_fake(x: Tensor, rows: int) -> Tensor:
+    return x.new_empty((rows, x.shape[1]))
+
+
 def _dequantize_fake(
     data: Tensor,  # (R, C), as stored
     scale_inv: Tensor,  # of the shape that the quantizer's scope stores
@@ -143,6 +151,7 @@ quantize_pieces_delayed = define(
 current_scale = define(
     f"current_scale(Tensor[] pieces, {_QUANTIZER} q) -> (Tensor, Tensor)", eager.current_scale, _current_scale_fake
 )
+pad_rows = define("pad_rows(Tensor x, int rows) -> Tensor", _pad_rows, _pad_rows_fake)  # with zeros
 transpose = define("transpose(Tensor data, SymInt columns) -> Tensor", eager.transpose, _transpose_fake)
 dequantize = define(
     f"dequantize(Tensor data, Tensor scale_inv, {_QUANTIZER} q, ScalarType dtype) -> Tensor",

@@ -136,6 +136,20 @@ def test_the_sigmoid_of_kernels_that_quantize():
     assert torch.equal(found[x.isinf()], exact[x.isinf()])
 
 
+def test_the_erfc_of_kernels_that_quantize():
+    """Every bf16 value, NaN and infinity too, by the bound of tests/backend/test_gelu.py, and two units of each
+    approximation."""
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int16, device="cuda").view(torch.bfloat16).view(256, 256).float()
+    install()
+    quantizer = Quantizer("e4m3", scope="1x128")
+    run = torch.compile(lambda x: (torch.erfc(x), *ops.quantize_rowcol(torch.erfc(x), quantizer)), backend="te")
+    found, exact, z = run(x)[0].double(), torch.erfc(x.double()), x.double().clamp(0)
+    usual = x.isfinite()
+    bound = exact * (1.2e-7 + (10 + 2 * (z * z + 2)) * 2.0**-24) + 2.0**-126
+    assert bool(((found - exact).abs() <= bound)[usual].all())
+    assert torch.equal(found.isnan(), x.isnan()) and torch.equal(found[x.isinf()], exact[x.isinf()])
+
+
 @pytest.mark.parametrize("content", CONTENTS)
 @pytest.mark.parametrize("scope", FP32_SCOPES)
 def test_eager_casts(scope, content):

@@ -54,6 +54,17 @@ def mlp_training_block() -> Case:
     return _mlp_training("block")
 
 
+def gelu_training_delayed() -> Case:
+    """GPT's MLP, with biases."""
+    made = {"device": "cuda", "dtype": torch.bfloat16}
+    mlp = nn.Sequential(
+        nn.LayerNorm(1024, **made), nn.Linear(1024, 4096, **made), nn.GELU(), nn.Linear(4096, 1024, **made)
+    )
+    x = torch.randn(8192, 1024, **made, requires_grad=True)
+    named = {"recipe": "delayed", "policy": {"*": "delayed"}}
+    return torch.compile(mlp, backend="te", fullgraph=True, options=named), (x,)
+
+
 class Head(nn.Module):
     """The last layer of a language model and its loss."""
 
@@ -884,6 +895,20 @@ def column_sums() -> Case:
 
     x, dy = (torch.randn(208, 144, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     return torch.compile(run, backend="te", fullgraph=True), (x, dy, torch.ones((), device="cuda"))
+
+
+def column_sums_padded() -> Case:
+    """Rows that are no multiple of 16, and the amax: all of it of the tensor with rows of zeros."""
+    quantizer = recipes.Quantizer("e4m3")
+
+    def run(x: Tensor, dy: Tensor, amax: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+        dx = torch.where(x > 0, dy, torch.where(x < 0, dy.abs(), 0.5))
+        ops.record_amax([dx], amax)
+        return (*ops.quantize_rowcol_delayed(dx, scale, quantizer), dx.sum(0, dtype=torch.float32), amax + 0.0)
+
+    x, dy = (torch.randn(201, 144, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    scale, amax = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
+    return torch.compile(run, backend="te", fullgraph=True), (x, dy, amax, scale)
 
 
 def column_sums_transposed() -> Case:

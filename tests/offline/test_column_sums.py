@@ -50,6 +50,25 @@ def test_sums_and_both_copies_of_any_contents(case, tmp_path):
         assert_sums(sums, x)
 
 
+def test_padded_rows_are_one_kernel(tmp_path):
+    """Both copies, the amax and the sums, of contents that the rows of zeros change nothing of."""
+    generated = generate("column_sums_padded", 90)
+    [cast] = [kernel for kernel in generated.kernels if "tl.float8e4nv" in kernel.body]
+    assert cast.body.count("tl.sum(") == 1 and "atomic_max(" in cast.body
+    compile_to_cubin(cast, 90, tmp_path)
+    runs, expected = [], []
+    for name in ("random", "nan and infinite", "rows apart"):
+        x, dy = torch.randn(201, 144).bfloat16(), CONTENTS[name](201, 144).bfloat16()
+        dx = torch.where(x > 0, dy, torch.where(x < 0, dy.abs(), 0.5))
+        expected.append(dx)
+        runs.append([x, dy, torch.zeros(()), torch.tensor(4.0)])
+    for x, (data, data_t, sums, amax) in zip(expected, interpret(generated.sources[0], runs, tmp_path), strict=True):
+        assert_same_values(data, casts.quantize_known(x, 4.0, E4M3)[0])
+        assert_same_values(data_t, casts.quantize_known(x.t(), 4.0, E4M3)[0])
+        assert_sums(sums, x)
+        assert_same_values(amax, x.float().abs().max())
+
+
 def test_sums_of_pieces(tmp_path):
     generated = generate("column_sums_of_pieces", 90)
     kernels = {kernel.name: kernel.body for kernel in generated.kernels}

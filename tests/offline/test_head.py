@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from te_inductor.lowerings.codegen.tiles import OF_ROWS
 from tests.offline.harness import generate
 
 
@@ -15,3 +16,9 @@ def test_a_loss_gradient_is_computed_once(recipe: str) -> None:
     kernels = re.findall(r"^def triton_\w+\((.*?)\):\n(.*?)^'''", backward, re.DOTALL | re.MULTILINE)
     softmax = [arguments for arguments, body in kernels if "libdevice.exp" in body]
     assert len(softmax) == 1 and "in_out_ptr0" in softmax[0]
+
+
+def test_its_casts_take_many_rows_a_warp() -> None:
+    """Under delayed scaling, where the kernel that computes it casts it both ways."""
+    [kernel] = [k for k in generate("head_delayed", 90).kernels if "libdevice.exp" in k.body and "tl.float8" in k.body]
+    assert kernel.tile == {"YBLOCK": OF_ROWS[0], "XBLOCK": OF_ROWS[1], "num_warps": OF_ROWS[2]}

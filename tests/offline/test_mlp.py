@@ -205,3 +205,14 @@ def test_rowwise_gemms_of_other_sizes_and_dtypes(case: str, arch: int, tmp_path:
         assert backward.count("out_dtype=torch.float32") == 2
     for kernel in generated.kernels:
         assert len(compile_to_cubin(kernel, arch, tmp_path).asm["cubin"]) > 0
+
+
+@pytest.mark.thorough
+def test_gelu_has_one_polynomial(tmp_path: Path) -> None:
+    """Its backward casts it and its gradient both ways, with one erfc of ours for both and the tile of SwiGLU's."""
+    kernels = [k for k in generate("gelu_training_delayed", 90).kernels if "gelu" in k.name and "tl.float8" in k.body]
+    assert len(kernels) == 2
+    for kernel in kernels:
+        assert "libdevice.erf" not in kernel.body and kernel.body.count("rcp.approx") == 1
+        assert compile_to_cubin(kernel, 90, tmp_path).asm["ptx"].count("rcp.approx") > 1
+    assert kernels[1].tile == dict(zip(("XBLOCK", "YBLOCK", "num_warps"), PAIRED[3], strict=True))

@@ -9,6 +9,7 @@ from torch._inductor import ir
 from torch._inductor.lowering import lowerings
 from torch._inductor.utils import sympy_product
 from torch._inductor.virtualized import V
+from torch._inductor.virtualized import ops as inductor_ops
 from torch.utils._sympy.functions import FloorDiv
 
 from te_inductor import ops
@@ -190,6 +191,20 @@ def _is_read_again(x: ir.TensorBox) -> None:
 @lowering(ops.hadamard)
 def hadamard(x: ir.TensorBox) -> ir.TensorBox:
     return blocks.hadamard(x)
+
+
+@lowering(ops.pad_rows)
+def pad_rows(x: ir.TensorBox, rows: int) -> ir.TensorBox:
+    """Computed by the kernels that read it. Inductor's own padding may be two kernels that write all of it."""
+    load, (known, columns) = x.make_loader(), x.get_size()
+
+    def padded_value(index: Any) -> Any:
+        row, end = (inductor_ops.index_expr(one, torch.int64) for one in (index[0], known))
+        return inductor_ops.masked(inductor_ops.lt(row, end), lambda: load(index), 0.0)
+
+    return ir.Pointwise.create(  # type: ignore[return-value]
+        device=x.get_device(), dtype=x.get_dtype(), inner_fn=padded_value, ranges=[rows, columns]
+    )
 
 
 @lowering(ops.tensor_amax)

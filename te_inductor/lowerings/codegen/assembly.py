@@ -1,7 +1,7 @@
-"""Kernels that quantize, with a sigmoid and casts to FP8 of our own, in PTX.
+"""Kernels that quantize, with a sigmoid, an erfc and casts to FP8 of our own, in PTX.
 
-Kernels of SwiGLU and its backward are bound by their instructions where GEMMs have lowered the card's clock. For the
-casts see Note [Casts in PTX] in templates/triton/ptx.py."""
+Kernels of SwiGLU, of GELU and of their backward are bound by their instructions where GEMMs have lowered the card's
+clock. For the casts see Note [Casts in PTX] in templates/triton/ptx.py."""
 
 from typing import Any
 
@@ -11,12 +11,21 @@ from torch._inductor.utils import triton_type
 from torch._inductor.virtualized import V
 
 from te_inductor.lowerings.codegen.block_tiles import BlockKernel
-from te_inductor.templates.triton.ptx import CAST_CONSTRAINTS, CAST_PACK, CASTS, SIGMOID
+from te_inductor.templates.triton.ptx import CAST_CONSTRAINTS, CAST_PACK, CASTS, ERFC, SIGMOID
 
 
 @maybe_upcast_float32()  # type: ignore[untyped-decorator]
 def _sigmoid(x: Any) -> str:
-    return f"tl.inline_asm_elementwise({SIGMOID!r}, '=f,f', [{x}], dtype=tl.float32, is_pure=True, pack=1)"
+    return _of_one(SIGMOID, x)
+
+
+@maybe_upcast_float32()  # type: ignore[untyped-decorator]
+def _erfc(x: Any) -> str:
+    return _of_one(ERFC, x)
+
+
+def _of_one(ptx: str, x: Any) -> str:
+    return f"tl.inline_asm_elementwise({ptx!r}, '=f,f', [{x}], dtype=tl.float32, is_pure=True, pack=1)"
 
 
 def is_tile(x: Any) -> bool:
@@ -29,6 +38,10 @@ class _Overrides(TritonKernelOverrides):
     @staticmethod
     def sigmoid(x: Any) -> str:
         return TritonKernelOverrides.sigmoid(x) if x.dtype == torch.float64 else _sigmoid(x)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def erfc(x: Any) -> str:
+        return TritonKernelOverrides.erfc(x) if x.dtype == torch.float64 else _erfc(x)  # type: ignore[no-any-return]
 
     @staticmethod
     def to_dtype(x: Any, dtype: torch.dtype, *args: Any, **kwargs: Any) -> str:

@@ -22,6 +22,18 @@ SwiGLU's backward (3 reads) takes 758 us in a step with 128 x 32 and 8 warps, an
 faster one, 583 us for 735, behind GEMMs alone: what counts is the step. With pairs of rows 690 with 64 x 64 and 4,
 where 128 x 32 without takes 719; 735 with 128 x 64 and 8 (2026-11-22).
 
+GELU's backward (2 reads) casts GELU itself and its gradient: two column copies, and more instructions than SwiGLU's. So
+it counts as 3. The gradient of cross entropy reads one tensor and four values a row (labels, maximum, sum, weight), for
+which few warps with many rows each are three times as fast; LayerNorm, which reads four values too, takes the same time.
+Microseconds by rows or columns that are contiguous, others and warps (2026-11-26, GELU by a polynomial as long as that of
+passes/graph/gelu.py)::
+
+    tile                          128, 64, 8    128, 64, 4    64, 64, 4    64, 64, 2    32, 32, 1    bytes
+    GELU's backward, 8192 x 4096         132           153          117          150          118       58
+    cross entropy, 16384 x 128256       9129          6334         5450         2779         3111     2100
+    cross entropy, 8192 x 8192           345           216          216          147          121       67
+    LayerNorm, 8192 x 1024                16            16           16           15           15        8
+
 A tile that is a block (block_tiles.py) leaves the warps to choose. Behind the same GEMMs, microseconds with 4 and 8,
 and 16 with as few registers as let two tiles share a multiprocessor, which Inductor cannot ask for::
 
@@ -51,6 +63,7 @@ us where Inductor's takes 44.8, SwiGLU 313.9 (358.3), SwiGLU backward 451.4 (553
 import collections
 from typing import Any
 
+import torch
 from torch._inductor.dependencies import MemoryDep
 from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.runtime.runtime_utils import next_power_of_2
@@ -66,6 +79,8 @@ from te_inductor.recipes.formats import ELEMENTS, TENSOR
 # By the number of whole tensors read: elements in the dimension in which they are contiguous, elements across, warps.
 CAST = {1: (128, 64, 8), 2: (128, 64, 8), 3: (128, 32, 8)}
 PAIRED = {3: (64, 64, 4)}  # with Note [Pairs of rows]
+OF_ROWS = (64, 64, 2)  # of one that reads one tensor and, for each row or column, `VALUES_A_ROW` values or more
+VALUES_A_ROW = 3
 BLOCK_WARPS = 8  # of a kernel whose tile is a block
 COLUMNS_ALONE = (64, 8)  # columns and warps of one that makes a column copy alone
 ROTARY_WARPS = 4  # of one that reads three places of a tensor for each element, as rotary positions' gradient does
@@ -76,6 +91,7 @@ CASTS = (ops.quantize, ops.quantize_delayed, ops.current_scale)
 KNOWN_SCALE = (ops.quantize_rowcol_delayed, ops.quantize_pieces_delayed)
 TWO_WAY = (ops.quantize_rowcol, ops.quantize_pieces, *KNOWN_SCALE)
 LOOKS = (ops.current_scale, ops.tensor_amax, ops.quantize, ops.quantize_rowcol)  # that may read the tensor for its amax
+_EXPONENTIALS = (torch.ops.aten.exp, torch.ops.aten.erfc, torch.ops.aten.sigmoid)
 COPIES = {element.dtype for element in ELEMENTS.values() if element.packed == 1}  # dtypes of copies
 AMAX_FROM = 8 * AMAX["R0_BLOCK"]  # elements a program reduces, below which Inductor's own choice stands
 
@@ -146,9 +162,9 @@ def holds_rows(features: Any) -> bool:
 
 
 def _cast_tile(nodes: list[Any], tiling: dict[str, Any]) -> dict[str, int]:
-    reads = _reads(nodes, tiling)
+    reads, row = _reads(nodes, tiling), _row(nodes, tiling)
     tiles = CAST if paired_dimension(nodes, tiling) is None else PAIRED
-    along, across, warps = tiles[_count(reads)]
+    along, across, warps = OF_ROWS if _is_of_rows(nodes, tiling) else tiles[row]
     y, x = (along, across) if any(_along(dep, tiling) == "y" for dep in reads) else (across, along)
     return {"XBLOCK": x, "YBLOCK": y, "num_warps": warps}
 
@@ -170,7 +186,7 @@ def paired_dimension(nodes: list[Any], sizes: dict[str, Any]) -> str | None:
     if "y" not in sizes:
         return None
     reads = _reads(nodes, sizes)
-    if not block_tiles.matrices(nodes) and _count(reads) not in PAIRED:
+    if not block_tiles.matrices(nodes) and _row(nodes, sizes) not in PAIRED:
         return None
     writes = [dep for node in nodes for dep in node.read_writes.writes if isinstance(dep, MemoryDep)]
     stored = {_along(dep, sizes) for dep in writes if V.graph.get_dtype(dep.name) in COPIES}
@@ -182,9 +198,33 @@ def paired_dimension(nodes: list[Any], sizes: dict[str, Any]) -> str | None:
     return across if V.graph.sizevars.statically_known_multiple_of(sizes[across], 2) else None
 
 
-def _count(reads: list[MemoryDep]) -> int:
-    """A row of the tables."""
-    return min(max(len(_slices(reads)), 1), max(CAST))
+def _row(nodes: list[Any], sizes: dict[str, Any]) -> int:
+    """Of the tables: how many tensors are read, or one more of GELU's backward."""
+    exponential = any(
+        getattr(origin.target, "overloadpacket", None) in _EXPONENTIALS
+        for node in nodes
+        for origin in node.node.get_origins()
+    )
+    more = exponential and len(_column_copies(nodes, sizes)) > 1
+    return min(max(len(_slices(_reads(nodes, sizes))), 1) + more, max(CAST))
+
+
+def _column_copies(nodes: list[Any], sizes: dict[str, Any]) -> set[str]:
+    """Names of what is stored as FP8 across the dimension in which what is read is contiguous."""
+    read = {_along(dep, sizes) for dep in _reads(nodes, sizes)}
+    writes = [dep for node in nodes for dep in node.read_writes.writes if isinstance(dep, MemoryDep)]
+    return {dep.name for dep in writes if V.graph.get_dtype(dep.name) in COPIES and {_along(dep, sizes)} != read}
+
+
+def _is_of_rows(nodes: list[Any], sizes: dict[str, Any]) -> bool:
+    """Whether it reads one tensor and several values for each row, or for each column; what it makes itself is none."""
+    made = {dep.name for node in nodes for dep in node.read_writes.writes}
+    lengths = [size for dimension, size in sizes.items() if dimension in ("x", "y")]
+    equal = V.graph.sizevars.statically_known_equals
+    names = {dep.name for node in nodes for dep in node.read_writes.reads if isinstance(dep, MemoryDep)} - made
+    values = sum(any(equal(V.graph.get_numel(name), length) for length in lengths) for name in names)
+    tensors = _slices([dep for dep in _reads(nodes, sizes) if dep.name not in made])
+    return len(tensors) == 1 and values >= VALUES_A_ROW
 
 
 def _along(dep: MemoryDep, sizes: dict[str, Any]) -> str:
@@ -201,8 +241,8 @@ def _reads(nodes: list[Any], tiling: dict[str, Any]) -> list[MemoryDep]:
     whole = sympy_product(size for dimension, size in tiling.items() if dimension in ("x", "y"))
     deps = [dep for node in nodes for dep in node.read_writes.reads if isinstance(dep, MemoryDep)]
     reads = [dep for dep in deps if dep.get_numel() == whole]  # and not weights of a norm
-    smaller = V.graph.sizevars.statically_known_lt
-    return [dep for dep in reads if not smaller(V.graph.get_numel(dep.name), whole)]  # nor scales of square blocks
+    smaller = V.graph.sizevars.statically_known_lt  # by rows of zeros (passes/post_grad/padded_rows.py) it may be
+    return [dep for dep in reads if not smaller(2 * V.graph.get_numel(dep.name), whole)]  # nor scales of square blocks
 
 
 def _slices(reads: list[MemoryDep]) -> set[tuple[str, Any]]:
