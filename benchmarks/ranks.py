@@ -17,8 +17,9 @@ each. Blocks are compiled one by one, or with `--whole` as one graph.
 A step is a forward and a backward; weights and what is gathered of them are bf16 where nothing else is said. Times are
 the slowest rank's median. `--tokens` are those of a rank: ranks that share a model's layers have one batch of as many
 each, and each a part of every sequence. With several `--ranks` efficiency is tokens a second and rank over those of the
-first number. `--steps` trains with AdamW, from the same weights and data in all arms. Scaling state has to be equal on
-all ranks in the end: else the exit status is 1.
+first number. `--steps` trains with AdamW, from the same weights and data in all arms, to give back each token with its
+features moved by one: losses are mean squared errors, 2 at first. Scaling state has to be equal on all ranks in the
+end: else the exit status is 1.
 
 Ranks say on stderr what they do and how long it took, and, of what takes longer than `--patience` seconds, where their
 threads are. NVLink multicast is left off."""
@@ -39,9 +40,10 @@ import torch.multiprocessing as mp
 
 from benchmarks import harness, ranks_predict, table
 from benchmarks.ranks_job import MODELS, Job, shared_by
-from benchmarks.ranks_measure import BATCHES, measure
+from benchmarks.ranks_measure import measure
 from benchmarks.ranks_works import WORKS
 
+LAST = 10  # steps of training whose mean loss is told
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 
 
@@ -62,7 +64,8 @@ def gathered(job: Job, told: Sequence[dict[str, Any]]) -> dict[str, Any]:
     peaks = [one["peak_gib"] for one in told if one["peak_gib"] is not None]
     row = {**slowest, "peak_gib": max(peaks, default=None), "tokens": job.shape.tokens // job.tp}
     row["tokens_a_second"] = 1e3 * job.shape.tokens * job.replicas / slowest["ms"]
-    row["loss"] = statistics.mean(slowest["losses"][-BATCHES:]) if slowest["losses"] else None
+    losses = slowest["losses"]
+    row["first_loss"], row["loss"] = (losses[0], statistics.mean(losses[-LAST:])) if losses else (None, None)
     row["states_equal"] = all(one["states_equal"] for one in told)
     return row
 
@@ -96,8 +99,9 @@ def show(rows: Sequence[dict[str, Any]], environment: dict[str, Any]) -> None:
             "efficiency",
             "peak GiB",
             "MB received",
-            "loss",
-            "- bf16",
+            "first loss",
+            f"last {LAST}",
+            "over bf16",
         ]
         table.show(
             f"{WORKS[work].title}: {these[0]['model']}, {tokens} tokens a rank, {table.headline(environment)}",
@@ -110,7 +114,7 @@ def _cells(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[Any]:
     base = next((one for one in rows if one["arm"] == "bf16" and one["world"] == row["world"]), None)
     first = next(one for one in rows if one["arm"] == row["arm"])
     each = row["tokens_a_second"] / row["world"], first["tokens_a_second"] / first["world"]
-    apart = None if base is None or row["loss"] is None else row["loss"] - base["loss"]
+    apart = None if base is None or row["loss"] is None else row["loss"] / base["loss"] - 1
     states = f"{row['states']}, {'yes' if row['states_equal'] else 'NO'}" if row["states"] else None
     return [
         row["world"],
@@ -120,8 +124,9 @@ def _cells(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[Any]:
         None if first is row else table.number(each[0] / each[1]),
         table.number(row["peak_gib"]),
         table.number(row["received"], 1, 1e-6),
+        table.number(row["first_loss"], 4),
         table.number(row["loss"], 4),
-        table.number(apart, 4),
+        None if apart is None or row is base else f"{apart:+.2%}",
         states,
     ]
 

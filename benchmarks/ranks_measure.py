@@ -10,14 +10,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import harness, wire
 from benchmarks.ranks_job import Job, Progress
 from benchmarks.ranks_works import WORKS, Spread, place
 
-BATCHES = 4  # that training goes through, again and again
-RATE = 3e-4  # of AdamW
+RATE = 0.3  # of AdamW, over the width: a step then changes what a layer computes as much at any width
+RAMP = 10  # steps in which the rate grows from nothing
 
 
 def measure(rank: int, job: Job, store: str, folder: str) -> None:
@@ -102,13 +103,15 @@ def _compile(job: Job, spread: Spread, progress: Progress, x: Tensor, grad: Tens
 
 
 def data(job: Job, spread: Spread, where: str, number: int) -> tuple[Tensor, Tensor]:
-    """This rank's part of a batch: x, and the same sequence one position later, or of batch 0 any gradient."""
+    """This rank's part of a batch: x, and what training wants of it, each token's features moved by one. Batch 0 is
+    timed, with the latter as the gradient of the output."""
     generator = torch.Generator(where).manual_seed(1 + number * job.replicas + spread.replica)
     shape = (job.shape.batch, job.shape.seq, job.shape.dim)
     x = torch.randn(shape, generator=generator, device=where, dtype=torch.bfloat16)
     at, parts = spread.part
-    mine, later = (one.chunk(parts, 1)[at].contiguous() for one in (x, x.roll(1, 1)))
-    return mine.requires_grad_(), later
+    mine = x.chunk(parts, 1)[at].contiguous()
+    wanted = mine.roll(1, -1)
+    return mine.requires_grad_(), wanted
 
 
 def stepper(spread: Spread, x: Tensor, grad: Tensor) -> Callable[[], None]:
@@ -127,22 +130,26 @@ def stepper(spread: Spread, x: Tensor, grad: Tensor) -> Callable[[], None]:
 
 
 def train(job: Job, spread: Spread, where: str) -> list[float]:
-    """Mean squared errors of `job.steps` steps, over all ranks. Weights have not changed before. The gradient of an
-    output is its error, as large as what was measured with, so that scales of the past fit."""
-    parameters = list(spread.blocks.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=RATE, weight_decay=0.0)
-    batches = [data(job, spread, where, 1 + number) for number in range(BATCHES)]
+    """Mean squared errors of `job.steps` steps, over all ranks: 2 where nothing has been learned, as what is wanted is
+    independent of x feature by feature. Weights have not changed before. Each step has a batch of its own, so a loss is
+    of data that were not trained on. A norm behind the last block, as models have one, keeps the error independent of
+    how much 32 blocks have added up. The sum of errors, not their mean, is derived, so that gradients are about as large
+    as in what was timed, and scales of the past fit."""
+    rate = RATE / job.shape.dim
+    optimizer = torch.optim.AdamW(spread.blocks.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
     losses = []
     for number in range(job.steps):
-        x, wanted = batches[number % BATCHES]
+        for group in optimizer.param_groups:
+            group["lr"] = rate * min(1.0, (number + 1) / RAMP)
+        x, wanted = data(job, spread, where, 1 + number)
         optimizer.zero_grad()
         spread.before()
-        y = spread.model(x)
-        error = y.detach() - wanted
-        y.backward(error)
+        y = F.rms_norm(spread.model(x).float(), (job.shape.dim,))
+        error = F.mse_loss(y, wanted.float(), reduction="sum")
+        (error / 2).backward()
         spread.behind()
         optimizer.step()
-        losses.append(error.float().square().mean())
+        losses.append(error.detach() / y.numel())
     found = torch.stack(losses)
     dist.all_reduce(found)
     return [float(loss) for loss in found / job.world]

@@ -21,6 +21,7 @@ from benchmarks import expert_blocks, harness, llama_blocks
 from benchmarks.ranks_job import Job
 
 BF16 = torch.bfloat16
+WIDE = 4096  # features, to which the sizes of weights are fit
 HIGH = "inductor"  # the backend of arms that are not ours
 
 
@@ -70,6 +71,23 @@ def compiled(module: nn.Module, job: Job, **options: Any) -> None:
         options["policy"] = {"*router": "none", "*": job.recipe} if job.work == "ep" else {"*": job.recipe}
     options = {"recipe": job.recipe, "fallback": "error" if job.model == "tiny" else "warn", **options}
     module.compile(backend=harness.te_backend(), fullgraph=True, dynamic=False, options=options)
+
+
+def built(job: Job, rank: int) -> nn.Module:
+    """Plain blocks, the same in all arms. What they add to their input is smaller in deep models, as GPT-2 initializes
+    it: else the first block's input is lost in what 32 blocks add. Weights are larger in narrow models, so that a layer
+    computes values as large at any width, and small models train like wide ones."""
+    where = place(job, rank)
+    if job.work == "ep":
+        blocks: nn.Module = expert_blocks.build(job.shape, BF16, where, rank, job.world)
+    else:
+        blocks = llama_blocks.build(job.shape, BF16, where)
+    with torch.no_grad():
+        for name, parameter in blocks.named_parameters():
+            if "norm" not in name:
+                added = name.removesuffix(".weight").endswith((".o", ".down"))
+                parameter.mul_((WIDE / job.shape.dim / (2 * job.shape.layers if added else 1)) ** 0.5)
+    return blocks
 
 
 def each(blocks: nn.Module, job: Job, **options: Any) -> nn.Module:
@@ -123,7 +141,7 @@ def _sharded(blocks: nn.Module, job: Job, mesh: DeviceMesh) -> None:
 
 
 def _fsdp(job: Job, rank: int) -> Spread:
-    blocks = llama_blocks.build(job.shape, BF16, place(job, rank))
+    blocks = built(job, rank)
     before = _torchao(blocks, job, gathers=True)
     mesh = mesh_of(job)["dp"]
     _sharded(blocks, job, mesh)
@@ -133,7 +151,7 @@ def _fsdp(job: Job, rank: int) -> Spread:
 
 def _tp(job: Job, rank: int) -> Spread:
     """Tensor and sequence parallelism, and FSDP2 over what it leaves."""
-    blocks = llama_blocks.build(job.shape, BF16, place(job, rank))
+    blocks = built(job, rank)
     mesh = mesh_of(job)
     groups = {"tp": mesh["tp"].get_group()}
     parallelized(blocks, mesh["tp"])
@@ -152,7 +170,7 @@ def _ddp(job: Job, rank: int) -> Spread:
     from torch.nn.parallel import DistributedDataParallel
 
     torch._dynamo.config.optimize_ddp = not job.uncut
-    blocks = llama_blocks.build(job.shape, BF16, place(job, rank))
+    blocks = built(job, rank)
     _torchao(blocks, job)
     each(blocks, job)
     devices = [rank] if job.device == "cuda" else None
@@ -162,7 +180,7 @@ def _ddp(job: Job, rank: int) -> Spread:
 def _ep(job: Job, rank: int) -> Spread:
     """Experts are sharded over all ranks; what is no expert each rank has, and its gradients are summed in one piece."""
     torch._dynamo.config.capture_scalar_outputs = True  # splits of the exchange are counted on the device
-    blocks = expert_blocks.build(job.shape, BF16, place(job, rank), rank, job.world)
+    blocks = built(job, rank)
     each(blocks, job, amax_group=dist.group.WORLD)
     shared = [parameter for parameter in blocks.parameters() if parameter.dim() < 3]
 

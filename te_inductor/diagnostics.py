@@ -101,6 +101,7 @@ class WeighedLayers:
     layers: tuple[str, ...]  # module paths
     low: bool
     weight: Weight
+    by_policy: bool = False  # in FP8 whatever they weigh: a policy entry names them, or their weights come in FP8
 
 
 @dataclass(frozen=True)

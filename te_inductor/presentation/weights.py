@@ -39,7 +39,7 @@ def rows(report: "Report") -> Iterator[tuple[str, ...]]:
     for group in groups.values():
         names = [named(paths, everyone) for paths in zip(*(one.layers for one in group), strict=True)]
         sums = (sum(one.weight[place] for one in group) for place in range(3))
-        yield _shortened(names), str(len(group)), *map(_ms, sums), "FP8" if group[0].low else "left"
+        yield _shortened(names), str(len(group)), *(_ms(one, "< ") for one in sums), "FP8" if group[0].low else "left"
 
 
 def _shortened(names: Sequence[str]) -> str:
@@ -49,11 +49,25 @@ def _shortened(names: Sequence[str]) -> str:
 
 
 def _sum(graph: "GraphWeight") -> str:
-    share = graph.gain_s / graph.bf16_s
-    line = f"FP8 gains {_ms(graph.gain_s)} of {_ms(graph.bf16_s)} ms ({share:.0%}) of these GEMMs"
-    line += f"; in bf16 the graph takes the device at least {_ms(graph.device_s)} ms"
+    line = f"{_gain(graph)}; in bf16 the graph takes the device at least {_ms(graph.device_s)} ms"
     return line if graph.host_s is None else f"{line}, and the host {_ms(graph.host_s)} ms to launch it in FP8"
 
 
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g}"
+def _gain(graph: "GraphWeight") -> str:
+    """What FP8 gains, or how much more it costs than it saves: the latter where layers run in FP8 by request."""
+    bf16 = _ms(graph.bf16_s)
+    if not any(one.low for one in graph.layers):
+        return f"no layer is in FP8; these GEMMs take {bf16} ms in bf16"
+    if graph.gain_s >= 0:
+        return f"FP8 gains {_ms(graph.gain_s)} of {bf16} ms ({graph.gain_s / graph.bf16_s:.0%}) of these GEMMs"
+    asked = any(one.by_policy and one.low and one.weight.saved_s < one.weight.cost_s for one in graph.layers)
+    why = ", as a policy entry or an FP8 gather of weights asks for it" if asked else ""
+    return f"FP8 costs {_ms(-graph.gain_s)} ms more than it saves{why}; these GEMMs take {bf16} ms in bf16"
+
+
+def _ms(seconds: float, less: str = "less than ") -> str:
+    """Three digits without an exponent; times below 1 us are all one."""
+    ms = 1e3 * seconds
+    if 0 < ms < 0.001:
+        return f"{less}0.001"
+    return f"{ms:.3g}" if ms < 999.5 else f"{ms:.0f}"

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import ranks, ranks_predict
 from benchmarks.ranks_job import Job
-from benchmarks.ranks_works import WORKS
+from benchmarks.ranks_works import WORKS, built
 from tests.forked_ranks import ranks as forked
 
 STEPS = 4
@@ -29,7 +29,8 @@ def _plain(job: dict) -> dict:
 def check(rows: list[dict]) -> None:
     for row in rows:
         assert row["states_equal"] and set(PHASES) <= row["seconds"].keys()
-        assert len(row["losses"]) == STEPS and 1.5 < row["loss"] < 2.5  # of two independent values of variance 1
+        assert len(row["losses"]) == STEPS and row["first_loss"] == row["losses"][0]
+        assert 1.5 < row["loss"] < 2.5  # of two independent values of variance 1
         assert all(abs(loss - other) < 0.02 for loss, other in zip(row["losses"], rows[0]["losses"], strict=True))
 
 
@@ -40,6 +41,31 @@ def test_a_block_is_gathered_in_fp8(tmp_path):
     assert row["wire"]["gathered"] == row["received"] - row["wire"]["scattered"] - row["wire"]["summed"]
     assert row["wire"]["gathered"] == 4 * 256 * 256 + 3 * 256 * 512 + 2 * 256 * 2
     assert row["wire"]["scattered"] == 4 * 256 * 256 + 3 * 256 * 512 + 2 * 256  # bf16, once
+
+
+@pytest.mark.thorough
+def test_deep_models_learn(tmp_path):
+    """Eight blocks, uncompiled: by as much in FP8 as in bf16."""
+    jobs = [{"work": "fsdp", "arm": arm, "layers": 8, "steps": 50} for arm in ("bf16", "te:delayed")]
+    high, low = run(tmp_path, 2, jobs, timeout=900)
+    assert high["loss"] < 0.8 * high["first_loss"] and abs(low["loss"] / high["loss"] - 1) < 0.01
+
+
+@pytest.mark.parametrize("work", ["fsdp", "ep"])
+def test_sizes_of_weights(work):
+    """0.02 at a width of 4096; what eight blocks add, 16 times, is a 4th as large."""
+    job = Job(work, "", "tiny", "cpu", 1, layers=8)
+    sizes = {name: weight.std().item() for name, weight in built(job, 0).named_parameters() if "norm" not in name}
+    added = {name for name in sizes if ".o." in name or ".down" in name}
+    wanted = 0.02 * (4096 / job.shape.dim) ** 0.5
+    assert len(added) == 16
+    assert sizes == pytest.approx({name: wanted / 4 if name in added else wanted for name in sizes}, rel=0.1)
+
+
+def test_losses_are_those_of_the_first_step_and_the_last_ten():
+    told = {"ms": 1.0, "peak_gib": None, "states_equal": True, "losses": [2.0] * 20 + [1.0] * 5 + [0.5] * 5}
+    row = ranks.gathered(Job("fsdp", "bf16", "tiny", "cpu", 1), [told])
+    assert (row["first_loss"], row["loss"]) == (2.0, 0.75)
 
 
 @pytest.mark.thorough

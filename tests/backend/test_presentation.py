@@ -1,6 +1,7 @@
 """Reports as text and pictures: equal layers in one row, lines that fit, names that are whole."""
 
 import contextlib
+import dataclasses
 import fcntl
 import os
 import pty
@@ -232,7 +233,8 @@ def test_what_was_weighed(monkeypatch):
     model, x = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3))), torch.randn(16, 64)
     report = explain(model, x, options={"recipe": "current", "policy": {"1": "current", "2": "none"}})
     [graph] = report.weights
-    assert [(one.layers, one.low) for one in graph.layers] == [(("0",), False), (("1",), True)]
+    found = [(one.layers, one.low, one.by_policy) for one in graph.layers]
+    assert found == [(("0",), False, False), (("1",), True, True)]
     high, weight = 3 * 2 * 16 * 64 * 64 / sm90.H200.bf16_flops, graph.layers[1].weight
     assert graph.gain_s == weight.saved_s - weight.cost_s < 0
     # The first layer's input has no gradient, hence no dgrad.
@@ -241,7 +243,9 @@ def test_what_was_weighed(monkeypatch):
     assert sentence in report.speedup and "an H100's data sheet" in report.speedup
     text = report.table()
     assert re.search(r"^0 +1 .* left$", text, re.M) and re.search(r"^1 +1 .* FP8$", text, re.M)
-    assert "of these GEMMs; in bf16 the graph takes the device" in text
+    loss = f"FP8 costs {-1e3 * graph.gain_s:.3g} ms more than it saves"
+    assert f"{loss}, as a policy entry or an FP8 gather of weights asks for it; these GEMMs take less than" in text
+    assert "less than 0.001 ms in bf16; in bf16 the graph takes the device" in text
     assert report.to_dict()["weights"][0]["layers"][0]["weight"][1] == graph.layers[0].weight.saved_s
 
 
@@ -254,3 +258,17 @@ def test_layers_of_one_input_share_a_row():
     assert re.search(r"^layers\.\{0,2-3\}\.attn\.q, k +3 +3 +1.5 +0.3 +FP8$", text, re.M)
     assert re.search(r"^layers\.1\.attn\.q, k +1 +1 +0.5 +0.1 +left$", text, re.M)
     assert "FP8 gains 1.2 of 4 ms (30%)" in text and "host" not in text and weights.text(Report(), 200) == ""
+
+
+@pytest.mark.parametrize("seconds", [1e-8, 2e-6, 1.234e-3, 7.3])
+def test_times_have_no_exponent(seconds):
+    """Of layers that lose without a policy entry, of those that were left, and of a gain that is next to nothing."""
+    layer = WeighedLayers(("layer",), True, Weight(seconds, 0.0, seconds, 3))
+    shown = [dataclasses.replace(layer, low=low, weight=layer.weight._replace(cost_s=0.0)) for low in (True, False)]
+    for one in (layer, *shown):
+        text = weights.text(Report(weights=[GraphWeight([one], seconds, seconds, "guessed")]), 400)
+        assert not re.search(r"\de[+-]\d|-\d|policy", text)
+        assert ("more than it saves; these GEMMs" in text) == (one is layer)
+        assert ("no layer is in FP8" in text) == (not one.low)
+    figure = {1e-8: "less than 0.001", 2e-6: "0.002", 1.234e-3: "1.23", 7.3: "7300"}[seconds]
+    assert f"takes the device at least {figure} ms, and the host {figure} ms" in text

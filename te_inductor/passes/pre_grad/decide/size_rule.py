@@ -91,7 +91,10 @@ def weigh(plan: Plan) -> None:
             site.refusal = site.refusal or refusal
     plan.report.weights.append(
         GraphWeight(
-            [WeighedLayers(tuple(site.fqn for site in sites), sites[0].low, weight) for sites, weight in weighed],
+            [
+                WeighedLayers(tuple(site.fqn for site in sites), sites[0].low, weight, sites[0].by_policy)
+                for sites, weight in weighed
+            ],
             *(device, host, known.source),
         )
     )
