@@ -40,6 +40,12 @@ def pieces(x, scale):
     return data, data_t
 
 
+def given(x, scale):
+    """An input, in front of another."""
+    data, data_t = ops.quantize_rowcol_delayed(x, scale, E4M3)
+    return data, data_t
+
+
 def rows_alone(x, scale):
     return ops.quantize_rowcol_delayed(x, scale, E4M3)[0], x
 
@@ -56,7 +62,7 @@ def count(module):
 
 @pytest.mark.parametrize(
     ("function", "rows", "padded"),
-    [(cast, 37, 1), (cast, 48, 0), (pieces, 37, 2), (rows_alone, 37, 0), (below, 37, 0)],
+    [(cast, 37, 1), (cast, 48, 0), (pieces, 37, 2), (given, 37, 1), (rows_alone, 37, 0), (below, 37, 0)],
 )
 def test_values_stay(function, rows, padded):
     torch.manual_seed(0)
@@ -66,6 +72,8 @@ def test_values_stay(function, rows, padded):
     padded_rows.pad(module.graph, ("cpu",))
     module.graph.lint()
     module.recompile()
+    order = [node.op for node in module.graph.nodes]
+    assert order[:2] == ["placeholder"] * 2 and "placeholder" not in order[2:]
     assert count(module) == padded
     for found, exact in zip(module(x, scale), expected, strict=True):
         assert found.shape == exact.shape and torch.equal(found.float(), exact.float())

@@ -57,7 +57,10 @@ def _quantizer(node: fx.Node) -> Any:
 
 
 def _padded(x: fx.Node, rows: int) -> fx.Node:
-    with x.graph.inserting_after(x):
+    before = x.next
+    while before.op == "placeholder":
+        before = before.next
+    with x.graph.inserting_before(before):
         more = x.graph.call_function(ops.pad_rows, (x, rows))
     more.meta = {**x.meta, "val": x.meta["val"].new_empty((rows, x.meta["val"].shape[1]))}
     return more
