@@ -175,6 +175,31 @@ MUTATIONS = [
         ("tests/backend/test_size_rule.py",),
     ),
     Mutation(
+        "narrow layers are cast whatever their rows",
+        "else NARROW if rows is None or padded(rows) != rows else 0",
+        "else 0",
+        ("tests/backend/test_size_rule.py",),
+    ),
+    # post-grad passes and PTX
+    Mutation(
+        "erfc of negative numbers is that of positive ones",
+        "selp.f32 $0, t, e, low; }}",
+        "selp.f32 $0, e, e, low; }}",
+        ("tests/backend/test_gelu.py",),
+    ),
+    Mutation(
+        "GELU is made of erfc(z) for erfc(-z)",
+        "_replace(plus_one, _call(plus_one, aten.erfc.default, z))",
+        "_replace(plus_one, _call(plus_one, aten.erfc.default, inner.args[0]))",
+        ("tests/backend/test_gelu.py",),
+    ),
+    Mutation(
+        "a row copy keeps its rows of zeros",
+        "(item, 0, 0, rows))",
+        "(item, 0, 0, rows + 1))",
+        ("tests/backend/test_padded_rows.py",),
+    ),
+    Mutation(
         "a backward computes again what it finds different by then",
         "    _save_what_changes(graph, backward)\n",
         "",
