@@ -121,14 +121,19 @@ def test_pairs_of_rows(content):
             assert_same_values(found, casts.quantize_known(given, scale.item(), quantizer)[0])
 
 
-def test_the_sigmoid_of_kernels_that_quantize():
-    """Every bf16 value, NaN and infinity too. A rounding of x * log2(e) is one of the exponent, by which e is
-    multiplied."""
+def of_every_bf16(function):
+    """Every bf16 value, NaN and infinity too, as fp32, and what a kernel that casts makes of it, as fp64."""
     x = torch.arange(-(2**15), 2**15, dtype=torch.int16, device="cuda").view(torch.bfloat16).view(256, 256).float()
     install()
     quantizer = Quantizer("e4m3", scope="1x128")
-    run = torch.compile(lambda x: (torch.sigmoid(x), *ops.quantize_rowcol(torch.sigmoid(x), quantizer)), backend="te")
-    found, exact = run(x)[0].double(), torch.sigmoid(x.double())
+    run = torch.compile(lambda x: (function(x), *ops.quantize_rowcol(function(x), quantizer)), backend="te")
+    return x, run(x)[0].double()
+
+
+def test_the_sigmoid_of_kernels_that_quantize():
+    """A rounding of x * log2(e) is one of the exponent, by which e is multiplied."""
+    x, found = of_every_bf16(torch.sigmoid)
+    exact = torch.sigmoid(x.double())
     bound = exact * (2 * x.double().abs() + 8) * 2.0**-23 + 2.0**-126
     assert torch.equal(found.isnan(), x.isnan())
     usual = x.isfinite()
@@ -137,13 +142,9 @@ def test_the_sigmoid_of_kernels_that_quantize():
 
 
 def test_the_erfc_of_kernels_that_quantize():
-    """Every bf16 value, NaN and infinity too, by the bound of tests/backend/test_gelu.py, and two units of each
-    approximation."""
-    x = torch.arange(-(2**15), 2**15, dtype=torch.int16, device="cuda").view(torch.bfloat16).view(256, 256).float()
-    install()
-    quantizer = Quantizer("e4m3", scope="1x128")
-    run = torch.compile(lambda x: (torch.erfc(x), *ops.quantize_rowcol(torch.erfc(x), quantizer)), backend="te")
-    found, exact, z = run(x)[0].double(), torch.erfc(x.double()), x.double().clamp(0)
+    """By the bound of tests/backend/test_gelu.py, and two units of each approximation."""
+    x, found = of_every_bf16(torch.erfc)
+    exact, z = torch.erfc(x.double()), x.double().clamp(0)
     usual = x.isfinite()
     bound = exact * (1.2e-7 + (10 + 2 * (z * z + 2)) * 2.0**-24) + 2.0**-126
     assert bool(((found - exact).abs() <= bound)[usual].all())

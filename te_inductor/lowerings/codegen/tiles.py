@@ -25,8 +25,8 @@ where 128 x 32 without takes 719; 735 with 128 x 64 and 8 (2026-11-22).
 GELU's backward (2 reads) casts GELU itself and its gradient: two column copies, and more instructions than SwiGLU's. So
 it counts as 3. The gradient of cross entropy reads one tensor and four values a row (labels, maximum, sum, weight), for
 which few warps with many rows each are three times as fast; LayerNorm, which reads four values too, takes the same time.
-Microseconds by rows or columns that are contiguous, others and warps (2026-11-26, GELU by a polynomial as long as that of
-passes/graph/gelu.py)::
+Microseconds of the kernels alone, by rows or columns that are contiguous, others and warps (2026-11-26; GELU with pairs
+of rows, and with a polynomial of five terms for erf, where ptx.py's has ten)::
 
     tile                          128, 64, 8    128, 64, 4    64, 64, 4    64, 64, 2    32, 32, 1    bytes
     GELU's backward, 8192 x 4096         132           153          117          150          118       58

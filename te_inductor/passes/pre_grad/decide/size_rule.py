@@ -117,16 +117,17 @@ def _judged(
     n = sum(site.match.sizes[1] for site in sites)
     rows = hint(m)
     weight = None
-    if rows is not None and match.groups:
+    if rows is None:
+        if match.groups:
+            return Refusal(
+                "how many rows its experts get is known at run time alone, so nothing says whether FP8 pays: N=%d, K=%d,"
+                " %d experts %s",
+                *(n, k, match.experts, _OVERRIDE),
+            ), None
+    elif match.groups:
         weight = of_experts(rows, n, k, match.experts, len(list(match.gemms())), rates)
-    elif rows is not None:
+    else:
         weight = of_layers(_layers(rows, sites, makers, weights), rates)
-    if rows is None and match.groups:
-        return Refusal(
-            "how many rows its experts get is known at run time alone, so nothing says whether FP8 pays: N=%d, K=%d, %d"
-            " experts %s",
-            *(n, k, match.experts, _OVERRIDE),
-        ), None
     narrow = NARROW_EXPERTS if match.groups else NARROW if rows is None or padded(rows) != rows else 0
     if min(n, k) < narrow:
         sizes = (m, n, k, narrow, _OVERRIDE)
