@@ -179,6 +179,10 @@ quantize_groups = define(
     grouped.quantize_groups,
     _quantize_groups_fake,
 )
+# A row copy with zeros for rows that belong to no group, whatever they hold.
+mask_copy = define(
+    "mask_copy(Tensor data, Tensor ends) -> Tensor", grouped.mask_copy, lambda data, ends: torch.empty_like(data)
+)
 transpose_groups = define(
     "transpose_groups(Tensor data, Tensor source) -> Tensor", grouped.transpose_groups, _transpose_groups_fake
 )

@@ -238,8 +238,7 @@ class GroupedLinears(Operation):
 
 def _exchanged(copy: Copy, exchange: Exchange, ends: Tensor) -> Copy:
     """The copy of rows as the experts see them; zeros behind the last group."""
-    data = exchange.to_experts(copy.data)
-    return Copy(grouped.mask_rows(data.view(torch.uint8), ends).view(data.dtype), copy.scale_inv)
+    return Copy(ops.mask_copy(exchange.to_experts(copy.data), ends), copy.scale_inv)
 
 
 def _product(

@@ -49,8 +49,9 @@ class Exchange:
         """What goes back of experts' rows: outputs, or the gradient of x, where several experts' rows that are one are
         `added` up."""
         if self.order is not None:
-            rows = y.new_zeros((_sum(self.received), *y.shape[1:]))
-            y = rows.index_add(0, self.order, y) if added else rows.index_copy(0, self.order, y)
+            shape = (_sum(self.received), *y.shape[1:])
+            rows = y.new_zeros(shape) if added else y.new_empty(shape)
+            y = rows.index_put((self.order,), y, accumulate=added)
         return self._swap(y, self.sent, self.received)
 
     def _swap(self, x: Tensor, received: Sequence[Any], sent: Sequence[Any]) -> Tensor:

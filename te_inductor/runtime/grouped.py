@@ -224,6 +224,11 @@ def mask_rows(x: Tensor, ends: Tensor) -> Tensor:
     return torch.where(inside[:, None], x, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
+def mask_copy(data: Tensor, ends: Tensor) -> Tensor:
+    """`mask_rows` of a row copy, of whose format no device has a `where`."""
+    return mask_rows(data.view(torch.uint8), ends).view(data.dtype)
+
+
 def group_of_rows(ends: Tensor, rows: int) -> Tensor:  # (rows,) int64
     """The group of each row, the last one for those behind all."""
     places = torch.arange(rows, device=ends.device, dtype=ends.dtype)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch._inductor import ir
 from torch._inductor.lowering import fallback_handler, lowerings
+from torch._inductor.virtualized import ops as inductor_ops
 
 from te_inductor import ops
 from te_inductor.lowerings.casts import quantize as casts
@@ -54,6 +55,24 @@ def quantize_experts(
     experts, rows, _ = w.get_size()
     each = rows if quantizer.granularity is ROW else scale_inv.get_size()[0] // experts
     return _restored(data, w), lowerings[aten.view](scale_inv, [experts, each])
+
+
+@lowering(ops.mask_copy)
+def mask_copy(data: ir.TensorBox, ends: ir.TensorBox) -> ir.TensorBox:
+    """Bytes in memory, which all that read them read in their format: each would make a copy of its own."""
+    dtype, as_dtype = data.get_dtype(), lowerings[aten.view.dtype]
+    rows, last = as_dtype(data, torch.uint8), lowerings[aten.select](ends, 0, -1)
+    load, load_last = rows.make_loader(), last.make_loader()
+
+    def masked(index: Any) -> Any:
+        row = inductor_ops.index_expr(index[0], torch.int64)
+        inside = inductor_ops.lt(row, inductor_ops.to_dtype(load_last([]), torch.int64))
+        return inductor_ops.where(inside, load(index), inductor_ops.constant(0, torch.uint8))
+
+    made = ir.Pointwise.create(
+        device=data.get_device(), dtype=torch.uint8, inner_fn=masked, ranges=list(rows.get_size())
+    )
+    return as_dtype(casts.in_memory(made), dtype)  # type: ignore[no-any-return]
 
 
 def _flat(w: ir.TensorBox) -> ir.TensorBox:  # (E * R, C)

@@ -69,6 +69,7 @@ from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.runtime.runtime_utils import next_power_of_2
 from torch._inductor.utils import sympy_product
 from torch._inductor.virtualized import V
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from te_inductor import ops
 from te_inductor.lowerings.codegen import block_tiles
@@ -85,6 +86,7 @@ BLOCK_WARPS = 8  # of a kernel whose tile is a block
 COLUMNS_ALONE = (64, 8)  # columns and warps of one that makes a column copy alone
 ROTARY_WARPS = 4  # of one that reads three places of a tensor for each element, as rotary positions' gradient does
 FLAT = {"XBLOCK": 8192, "num_warps": 8}  # of a row copy and amax alone: a program looks for the largest of its elements
+UNKNOWN = {"XBLOCK": 1024, "num_warps": 4}  # of elements of which no number is known: torch 2.11 takes them for 8192
 AMAX = {"XBLOCK": 1, "R0_BLOCK": 4096, "num_warps": 16}
 # The ops that cast or look for a scale, and among them those that cast both ways.
 CASTS = (ops.quantize, ops.quantize_delayed, ops.current_scale)
@@ -120,7 +122,13 @@ def quantizer_of(origin: Any) -> Quantizer:
 
 
 def tile_of(features: Any, tiling: dict[str, Any]) -> dict[str, int] | None:
-    """Our tile for a kernel that quantizes, None where Inductor's choice stands."""
+    """Our tile for a kernel that quantizes, or of unknown size; None where Inductor's choice stands."""
+    tile = _tile_of_casts(features, tiling)
+    elements = tiling["x"] if set(tiling) <= {"x", "r0_"} and not features.is_reduction() else 0
+    return dict(UNKNOWN) if tile is None and free_unbacked_symbols(elements) else tile
+
+
+def _tile_of_casts(features: Any, tiling: dict[str, Any]) -> dict[str, int] | None:
     scopes = [quantizer.granularity for quantizer in quantizers_of(features)]
     if not scopes or any(scope.microscaled for scope in scopes):  # not measured: emulation is not about speed
         return None
