@@ -43,6 +43,8 @@ from te_inductor.ops.grouped_linear import (
     mask_rows,
     permute_rows,
     places_of,
+    spread_rows,
+    sum_rows,
     trace_grouped_linears,
 )
 from te_inductor.ops.linear import exported_linears, first_linears, linears, trace_linears
@@ -97,6 +99,8 @@ __all__ = [
     "scaled_grouped_mm",
     "scaled_mm",
     "shard_scales",
+    "spread_rows",
+    "sum_rows",
     "tensor_amax",
     "trace_grouped_linears",
     "trace_linears",

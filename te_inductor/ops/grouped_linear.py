@@ -445,6 +445,38 @@ class _PermuteRows(Operation):
         return grads[0][order], None, None
 
 
+class _SpreadRows(Operation):
+    """``x[order // each]``, where `order` sorts `each` choices of every row: the gradients of a row are added up in fp32.
+    Inputs: x (T, ...), order (T * each,), each."""
+
+    def compute(self, needs: Needs, x: Tensor, order: Tensor, each: int) -> tuple[Tensor, None]:
+        return x[order // each], None
+
+    def setup_context(self, ctx: Any, inputs: tuple[Any, ...], found: None) -> None:
+        ctx.save_for_backward(inputs[1])
+        ctx.each = inputs[2]
+
+    def backward(self, ctx: Any, *grads: Tensor) -> Gradients:
+        [order] = ctx.saved_tensors
+        return sum_rows(grads[0], order, ctx.each), None, None
+
+
+class _SumRows(Operation):
+    """What `_SpreadRows` undoes: the rows of each token added up, in fp32. Inputs: rows (T * each, ...), order
+    (T * each,), each. Returns (T, ...)."""
+
+    def compute(self, needs: Needs, rows: Tensor, order: Tensor, each: int) -> tuple[Tensor, None]:
+        return rows[_places_of(order, each)].sum(1, dtype=torch.float32).to(rows.dtype), None
+
+    def setup_context(self, ctx: Any, inputs: tuple[Any, ...], found: None) -> None:
+        ctx.save_for_backward(inputs[1])
+        ctx.each = inputs[2]
+
+    def backward(self, ctx: Any, *grads: Tensor) -> Gradients:
+        [order] = ctx.saved_tensors
+        return grads[0][order // ctx.each], None, None
+
+
 def _equal_groups(like: Tensor, groups: int, rows: int) -> Tensor:
     return torch.arange(1, groups + 1, device=like.device, dtype=torch.int32) * rows
 
@@ -452,6 +484,8 @@ def _equal_groups(like: Tensor, groups: int, rows: int) -> Tensor:
 # Where groups of `rows` rows each end, (groups,), where `like` is.
 equal_groups = define("equal_groups(Tensor like, int groups, SymInt rows) -> Tensor", _equal_groups)
 permute_rows = define("permute_rows(Tensor x, Tensor back, Tensor order) -> Tensor", _PermuteRows())
+spread_rows = define("spread_rows(Tensor x, Tensor order, int each) -> Tensor", _SpreadRows())
+sum_rows = define("sum_rows(Tensor rows, Tensor order, int each) -> Tensor", _SumRows())
 # `x` (M, ...) with zeros for rows that belong to no group.
 mask_rows = define("mask_rows(Tensor x, Tensor ends) -> Tensor", grouped.mask_rows)
 # Of a permutation (T * each,) of rows of which row i is of x's row i // each: where each stands, (T, each).

@@ -43,12 +43,15 @@ All this holds for targets with `rates`. A policy entry that names a site overri
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
+
 from te_inductor import targets
 from te_inductor.diagnostics import GraphWeight, Refusal, WeighedLayers, Weight
 from te_inductor.passes.pre_grad.decide import graph_time
 from te_inductor.passes.pre_grad.decide.cast_costs import Layer, Layers, Scales, Weights, casts_of
 from te_inductor.passes.pre_grad.decide.makers import Makers
 from te_inductor.passes.pre_grad.decide.support import value
+from te_inductor.passes.pre_grad.match import exchanges
 from te_inductor.passes.pre_grad.match.products import hint
 from te_inductor.passes.pre_grad.match.rule import Match
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
@@ -60,6 +63,7 @@ SHARE = 0.2
 NARROW = 1536
 NARROW_EXPERTS = 768
 EXPERTS_FLOPS, EXPERTS_BYTES = 1250e12, 2.6e12  # per second; with these, experts weigh as was measured
+EXPERTS_MOVED: dict[Scales, int] = {"known": 2, "tensor": 3, "rows": 4, "blocks": 4}  # bytes an element of all operands
 _OVERRIDE = "(a policy entry overrides this)"
 
 
@@ -70,12 +74,13 @@ def weigh(plan: Plan) -> None:
         {product.node for product in plan.products}, {site.match.node for site in plan.candidates if site.low}
     )
     known: targets.Rates | None = None
+    sent = _rows_sent(plan)
     for sites in _of_one_input(site for site in plan.candidates if site.low and not site.emulated):
         rates = targets.rates_of(value(sites[0].match.weight).device)
         if rates is None:
             continue
         known = rates
-        refusal, weight = _judged(sites, makers, rates, plan.options.weights)
+        refusal, weight = _judged(sites, makers, rates, plan.options.weights, sent)
         if weight is not None:
             weighed.append((sites, weight))
         for site in sites:
@@ -100,6 +105,22 @@ def weigh(plan: Plan) -> None:
     )
 
 
+def _rows_sent(plan: Plan) -> dict[Any, int]:
+    """How many rows a rank sends, by how many come to its experts in exchange, which a run alone can tell: as many, where
+    all ranks have as many and experts are chosen evenly."""
+    found: dict[Any, int] = {}
+    for site in plan.candidates:
+        exchange = exchanges.in_front(site.match.x) if site.match.groups else None
+        rows = None if exchange is None else hint(value(exchange.rows).shape[0])
+        if rows is not None:
+            found[_expression(site.match.sizes[0])] = rows
+    return found
+
+
+def _expression(size: Any) -> Any:
+    return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
 def _of_one_input(sites: Iterable[Candidate]) -> list[list[Candidate]]:
     """Sites whose input is cast once."""
     found: dict[Any, list[Candidate]] = {}
@@ -109,13 +130,13 @@ def _of_one_input(sites: Iterable[Candidate]) -> list[list[Candidate]]:
 
 
 def _judged(
-    sites: Sequence[Candidate], makers: Makers, rates: targets.Rates, weights: str
+    sites: Sequence[Candidate], makers: Makers, rates: targets.Rates, weights: str, sent: dict[Any, int] | None = None
 ) -> tuple[Refusal | None, Weight | None]:
     """Why sites of one input stay in high precision for their own sake, and what they weigh, if that is known."""
     match = sites[0].match
     m, _, k = match.sizes
     n = sum(site.match.sizes[1] for site in sites)
-    rows = hint(m)
+    rows = (sent or {}).get(_expression(m)) if hint(m) is None else hint(m)
     weight = None
     if rows is None:
         if match.groups:
@@ -125,7 +146,7 @@ def _judged(
                 *(n, k, match.experts, _OVERRIDE),
             ), None
     elif match.groups:
-        weight = of_experts(rows, n, k, match.experts, len(list(match.gemms())), rates)
+        weight = of_experts(rows, n, k, match.experts, len(list(match.gemms())), _scales(sites[0]), rates)
     else:
         weight = of_layers(_layers(rows, sites, makers, weights), rates)
     narrow = NARROW_EXPERTS if match.groups else NARROW if rows is None or padded(rows) != rows else 0
@@ -135,7 +156,7 @@ def _judged(
     margin = 1.0 if match.groups else MARGIN
     if weight is None or weight.saved_s >= margin * weight.cost_s:
         return None, weight
-    shown = rows if isinstance(m, int) else f"{m} ({rows} at first)"
+    shown = rows if isinstance(m, int) else f"{m} ({rows} {'at first' if hint(m) else 'sent'})"
     figures = (shown, n, k, 1e6 * weight.saved_s, 1e6 * weight.cost_s, margin, _OVERRIDE)
     return (
         Refusal(
@@ -148,8 +169,7 @@ def _judged(
 
 
 def _layers(rows: int, sites: Sequence[Candidate], makers: Makers, weights: str) -> Layers:
-    match, slots = sites[0].match, sites[0].slots
-    assert slots is not None
+    match = sites[0].match
     gemms = {gemm for site in sites for gemm, _ in site.match.gemms()}
     kept: Weights = "once" if weights == "once" else "each_call"
     return Layers(
@@ -157,7 +177,7 @@ def _layers(rows: int, sites: Sequence[Candidate], makers: Makers, weights: str)
         match.sizes[2],
         tuple(Layer(site.match.sizes[1], makers.of_gradient(site.match)) for site in sites),
         makers.of_input(match),
-        "known" if isinstance(sites[0].recipe, DelayedScaling) else _scales(slots),
+        _scales(sites[0]),
         "dgrad" in gemms,
         "wgrad" in gemms,
         "gathered" if _is_gathered(match) else kept,
@@ -169,8 +189,11 @@ def _is_gathered(match: Match) -> bool:
     return match.gather is not None and match.gather.refusal is None
 
 
-def _scales(slots: Slots) -> Scales:
-    scope = slots.input.granularity
+def _scales(site: Candidate) -> Scales:
+    assert site.slots is not None
+    scope = site.slots.input.granularity
+    if isinstance(site.recipe, DelayedScaling):
+        return "known"
     return "tensor" if scope.whole else "blocks" if scope.blocked else "rows"
 
 
@@ -183,11 +206,11 @@ def of_layers(layers: Layers, rates: targets.Rates) -> Weight:
     return Weight(layers.flops / rates.bf16_flops, saved, cost, casts.launches)
 
 
-def of_experts(m: int, n: int, k: int, experts: int, gemms: int, rates: targets.Rates) -> Weight:
+def of_experts(m: int, n: int, k: int, experts: int, gemms: int, scales: Scales, rates: targets.Rates) -> Weight:
     """The same of experts, as measured; without a backward they read bf16 and write FP8."""
     flops, training = 2 * gemms * m * n * k, gemms > 1
     read, launches = m * k + experts * n * k, 3 * (3 if training else 2)
-    moved = 4 * (read + m * n) if training else 3 * read
+    moved = EXPERTS_MOVED[scales] * (read + m * n) if training else 3 * read
     saved = flops * (1 / rates.bf16_flops - 1 / EXPERTS_FLOPS)
     return Weight(flops / rates.bf16_flops, saved, moved / EXPERTS_BYTES + launches * rates.launch, launches)
 

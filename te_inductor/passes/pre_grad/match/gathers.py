@@ -52,7 +52,7 @@ def first_cast(node: fx.Node) -> fx.Node:
 
 def gathered(x: fx.Node, ends: fx.Node) -> tuple[fx.Node, Groups] | None:
     """``t[order // each]``, where `order` sorts `each` choices of every row of t: t and what is known of its rows."""
-    table, rows = _table_and_rows(x)
+    table, rows = table_and_rows(x)
     if not (is_tensor(table) and is_tensor(rows) and value(table).dim() == 2 and value(rows).dim() == 1):  # type: ignore[arg-type]
         return None
     found = order_of(rows, value(table).shape[0])
@@ -75,7 +75,7 @@ def order_of(rows: fx.Node, count: Any) -> tuple[fx.Node, int] | None:
     return (order, each) if statically_known_true(count * each == value(order).shape[0]) else None
 
 
-def _table_and_rows(x: fx.Node) -> tuple[Any, Any]:
+def table_and_rows(x: fx.Node) -> tuple[Any, Any]:
     """Of ``table[rows]``, in each way to write it."""
     called, given = name(x), dict(zip(("input", "dim", "index"), x.args, strict=False)) | x.kwargs
     if called == "getitem" and len(x.args) == 2:
@@ -86,11 +86,11 @@ def _table_and_rows(x: fx.Node) -> tuple[Any, Any]:
     if called == "index_select" and given.get("dim") == 0:
         return given.get("input"), given.get("index")
     if called == "gather" and given.get("dim") == 0:
-        return given.get("input"), _expanded(given.get("index"), x)
+        return given.get("input"), expanded_rows(given.get("index"), x)
     return None, None
 
 
-def _expanded(index: Any, x: fx.Node) -> Any:
+def expanded_rows(index: Any, x: fx.Node) -> Any:
     """The rows of a `gather` that takes whole rows: of ``rows.reshape(-1, 1).expand(-1, columns)``."""
     if not (is_tensor(index) and name(index) in ("expand", "expand_as", "broadcast_to") and index.args):
         return None

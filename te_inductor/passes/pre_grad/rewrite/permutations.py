@@ -1,22 +1,36 @@
-"""Rows that go back from the experts' order: ``y[back]``, where `back` undoes a sort. Autograd knows no permutation: the
-gradient of an index is zeros, to which rows are added one by one, in the order of atomics. Of a permutation it is a
-gather by the sort's own order, which Inductor computes where the rows are read. Beside experts in low precision alone."""
+"""Rows that a sort brings into the experts' order, and back. Autograd knows no permutation: the gradient of an index is
+zeros, to which rows are added one by one, in their own dtype and in the order of atomics; and a model that adds up the
+rows of a token with `index_add` does the same. Of a permutation each is a gather by where rows went, which Inductor
+computes where the rows are read, and sums are in fp32. Beside experts in low precision alone::
 
+    y[back]                                  back undoes a sort      -> permute_rows
+    x[order // each], sent to other ranks    order is a sort         -> spread_rows
+    zeros.index_add(0, order // each, rows)                          -> sum_rows
+"""
+
+import dataclasses
 import operator
+from collections.abc import Sequence
+from typing import Any
 
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from te_inductor import ops
 from te_inductor.passes.graph.aliases import name
 from te_inductor.passes.pre_grad.decide.support import is_tensor, value
-from te_inductor.passes.pre_grad.match.gathers import is_order
+from te_inductor.passes.pre_grad.match.gathers import expanded_rows, is_order, order_of, table_and_rows
 from te_inductor.passes.pre_grad.match.rule import replace
-from te_inductor.passes.pre_grad.plan import Plan
+from te_inductor.passes.pre_grad.plan import Candidate, Plan
+
+ZEROS = frozenset(("new_zeros", "zeros", "zeros_like"))
+_SUMS = frozenset(("index_add", "index_add_", "scatter_add", "scatter_add_"))
 
 
 def rewrite_permutations(plan: Plan) -> None:
     """Gather by permutations both ways."""
-    if not any(site.low and site.match.groups for site in plan.candidates):
+    sites = [site for site in plan.candidates if site.low and site.match.groups]
+    if not sites:
         return
     for module in plan.graph_modules():
         for node in list(module.graph.nodes):
@@ -24,6 +38,9 @@ def rewrite_permutations(plan: Plan) -> None:
             if order is not None:
                 with module.graph.inserting_before(node):
                     replace(node, module.graph.call_function(ops.permute_rows, (*node.args[:2], order)))
+            elif name(node) in _SUMS:
+                _rewrite_sum(node)
+    _spread(sites)
 
 
 def _order_of(node: fx.Node) -> fx.Node | None:
@@ -42,3 +59,49 @@ def _order_of(node: fx.Node) -> fx.Node | None:
     _, order, places = writes[0].args
     counts = isinstance(places, fx.Node) and name(places) == "arange" and len(places.args) == 1
     return order if counts and isinstance(order, fx.Node) and is_order(order) else None
+
+
+def _rewrite_sum(node: fx.Node) -> None:
+    """Of rows that are added to zeros. What adds in place is who first reads the zeros: all others read its result."""
+    given: dict[str, Any] = dict(zip(("base", "dim", "index", "rows"), node.args, strict=False))
+    given |= {{"source": "rows", "src": "rows", "input": "base"}.get(key, key): one for key, one in node.kwargs.items()}
+    base, index, rows = given.get("base"), given.get("index"), given.get("rows")
+    if given.get("dim") != 0 or given.get("alpha", 1) != 1 or not (is_tensor(base) and is_tensor(rows)):
+        return
+    index = expanded_rows(index, rows) if name(node).startswith("scatter") else index
+    found = order_of(index, value(base).shape[0]) if is_tensor(index) else None
+    readers: Sequence[fx.Node] = [user for user in base.users if user is not node]
+    if name(base) not in ZEROS or value(base).dim() != 2 or found is None:
+        return
+    in_place = name(node).endswith("_")
+    if (readers and not in_place) or not all(node < reader for reader in readers):
+        return
+    order, each = found
+    same = statically_known_true(value(rows).shape[0] == value(order).shape[0])
+    if not (same and value(rows).dtype == value(base).dtype and value(rows).shape[1:] == value(base).shape[1:]):
+        return
+    with node.graph.inserting_before(node):
+        made = node.graph.call_function(ops.sum_rows, (rows, order, each))
+    for reader in readers:
+        reader.replace_input_with(base, made)
+    replace(node, made)
+
+
+def _spread(sites: Sequence[Candidate]) -> None:
+    """Of rows that go to other ranks. What is gathered on the layer's own rank the layer gathers."""
+    done: dict[fx.Node, fx.Node] = {}
+    for site in sites:
+        exchange = site.match.arrives
+        if exchange is None:
+            continue
+        node = exchange.rows
+        if node not in done:
+            table, rows = table_and_rows(node)
+            found = order_of(rows, value(table).shape[0]) if is_tensor(table) and is_tensor(rows) else None
+            if found is None or value(table).dim() != 2 or value(node)._version:
+                continue
+            with node.graph.inserting_before(node):
+                done[node] = node.graph.call_function(ops.spread_rows, (table, *found))
+            replace(node, done[node])
+        made = done[node]
+        site.match = dataclasses.replace(site.match, x=made, arrives=dataclasses.replace(exchange, rows=made))

@@ -2,7 +2,7 @@
 ``zeros.index_put([order // each], dx, accumulate=True)``, in dx's dtype and, on a GPU, in the order of atomics or of a
 sort. As behind a compile they become a gather by where each row went, added up in fp32."""
 
-from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,10 +14,10 @@ from te_inductor.passes.pre_grad.decide.support import is_tensor, value
 from te_inductor.passes.pre_grad.match.gathers import order_of
 from te_inductor.passes.pre_grad.match.rule import replace
 from te_inductor.passes.pre_grad.plan import Plan
+from te_inductor.passes.pre_grad.rewrite.permutations import ZEROS
 from te_inductor.passes.pre_grad.rewrite.traced import traced_into
 
 aten = torch.ops.aten
-_ZEROS = frozenset(("new_zeros", "zeros", "zeros_like"))
 
 
 def rewrite_scattered_rows(plan: Plan) -> None:
@@ -32,24 +32,21 @@ def rewrite_scattered_rows(plan: Plan) -> None:
             continue
         order, rows, each = found
         with graph.inserting_before(node):
-            [made] = traced_into(graph, _gathered(each), [order, rows], node)
+            [made] = traced_into(graph, partial(_summed, each), [rows, order], node)
         replace(node, made)
     graph.eliminate_dead_code()
     plan.gm.recompile()
 
 
-def _gathered(each: int) -> Callable[[Tensor, Tensor], Sequence[Tensor]]:
-    def gathered(order: Tensor, rows: Tensor) -> Sequence[Tensor]:
-        return [rows[ops.places_of(order, each)].sum(1, dtype=torch.float32).to(rows.dtype)]
-
-    return gathered
+def _summed(each: int, rows: Tensor, order: Tensor) -> list[Tensor]:
+    return [ops.sum_rows(rows, order, each)]
 
 
 def _scattered(node: fx.Node) -> tuple[fx.Node, fx.Node, int] | None:
     """The order, the rows, and how many there are of each, where all rows of a matrix of zeros are added to."""
     given: Any = dict(zip(("zeros", "places", "rows", "accumulate"), node.args, strict=False)) | node.kwargs
     zeros, places, rows = given["zeros"], given["places"], given["rows"]
-    if not given.get("accumulate") or name(zeros) not in _ZEROS or len(zeros.users) > 1 or len(places) != 1:
+    if not given.get("accumulate") or name(zeros) not in ZEROS or len(zeros.users) > 1 or len(places) != 1:
         return None
     if not (is_tensor(places[0]) and is_tensor(rows) and value(rows).dim() == 2):
         return None
