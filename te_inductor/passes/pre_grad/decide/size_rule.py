@@ -55,7 +55,7 @@ from te_inductor.passes.pre_grad.match import exchanges
 from te_inductor.passes.pre_grad.match.products import hint
 from te_inductor.passes.pre_grad.match.rule import Match
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
-from te_inductor.recipes import DelayedScaling, Slots
+from te_inductor.recipes import DelayedScaling
 from te_inductor.recipes.formats import padded
 
 MARGIN = 1.25

@@ -1,0 +1,73 @@
+"""Output layers whose gradient takes more memory in FP8 than all other layers save.
+
+# Note [Memory rule]
+A backward begins with the gradient of the logits, when all that the forward saved is still in memory: there a step has
+its peak. In bf16 that gradient takes the place of the logits. In FP8 its two copies, a byte an element each, stand
+beside the logits that they are computed from. Layers in front save memory, as they keep their input in FP8: by
+measurement `SAVED` bytes for each element of it, since what is made of it is kept less often too. 45 KB a token and layer of
+Llama-3-8B (26.6 thousand elements: 1.7), and 33 KB of Llama-3.2-1B (14.3 thousand: 2.3; docs/performance.md). Where
+layers are computed again, in regions of activation checkpointing, they save nothing at the peak.
+
+So models as deep as published ones have their output layer in FP8, and a peak below that of bf16. Two layers of them,
+with the whole vocabulary, had a peak of 1.21 (Llama-3.2-1B), 1.31 (SmolLM-360M) and 1.45 times bf16's (Qwen3-0.6B; 8192
+tokens, H200, 2026-11-26): there the output layer stays in bf16, which the reason says, with the price in bytes. Its
+GEMMs were most of what those models gained.
+
+An output layer is the product behind which the graph has no other."""
+
+from torch import fx
+
+from te_inductor import targets
+from te_inductor.diagnostics import Refusal
+from te_inductor.passes.graph.bodies import Bodies, in_order
+from te_inductor.passes.pre_grad.decide.support import value
+from te_inductor.passes.pre_grad.match.products import hint
+from te_inductor.passes.pre_grad.plan import Candidate, Plan
+
+SAVED = 1.7  # bytes an element of a layer's input
+MIB = 2**20
+
+
+def spare(plan: Plan) -> None:
+    """Leave the output layer of a graph that would need more memory than in bf16."""
+    products = {product.node for product in plan.products}
+    last = next((node for node in reversed(list(in_order(plan.gm))) if node in products), None)
+    sites = [site for site in plan.candidates if site.low and not site.emulated]
+    output = next((site for site in sites if site.match.node is last), None)
+    if output is None or output.by_policy or output.match.groups:
+        return
+    if targets.rates_of(value(output.match.weight).device) is None:
+        return
+    taken = _gradient_bytes(output)
+    saved = _saved_bytes(plan, [site for site in sites if site is not output])
+    if taken > saved:
+        output.refusal = Refusal(
+            "the gradient of its output would take %d MiB more than in bf16, and the graph's other layers save %d MiB (a"
+            " policy entry overrides this)",
+            *(round(taken / MIB), round(saved / MIB)),
+        )
+
+
+def _gradient_bytes(site: Candidate) -> float:
+    """Of the copies of the gradient of its output, one for each GEMM of the backward."""
+    m, n, _ = site.match.sizes
+    backward = [gemm for gemm, _ in site.match.gemms() if gemm != "fprop"]
+    return (hint(m) or 0) * n * len(backward)
+
+
+def _saved_bytes(plan: Plan, sites: list[Candidate]) -> float:
+    callers = Bodies(plan.gm).callers
+    inputs = {
+        site.match.x: (hint(site.match.sizes[0]) or 0) * site.match.sizes[2]
+        for site in sites
+        if not _is_computed_again(site.match.node.graph, callers)
+    }
+    return SAVED * sum(inputs.values())
+
+
+def _is_computed_again(graph: fx.Graph, callers: dict[fx.Graph, fx.Node]) -> bool:
+    caller = callers.get(graph)
+    if caller is None:
+        return False
+    checkpoints = getattr(caller.target, "__name__", "") == "tag_activation_checkpoint"
+    return checkpoints or _is_computed_again(caller.graph, callers)
