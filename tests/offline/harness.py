@@ -106,7 +106,8 @@ def generate(case: str, arch: int) -> Generated:
             with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
                 made = Path(folder, "made")
                 made.mkdir()
-                program = ("tests.offline.generate", "", str(arch), f"tests.offline.cases:{case}", str(made))
+                module = "exchanged_experts" if case.startswith("exchanged") else "cases"
+                program = ("tests.offline.generate", "", str(arch), f"tests.offline.{module}:{case}", str(made))
                 done = server().run(*program)
                 assert done.returncode == 0, done.stderr[-4000:]
                 for failure in ("lowering failed", "a pass of ours failed"):

@@ -8,6 +8,7 @@ from torch._inductor import config
 from torch.utils import _pytree as pytree
 
 from te_inductor import targets
+from te_inductor.passes.graph.aliases import name
 from te_inductor.passes.pre_grad.decide import gemm_kernels
 from te_inductor.passes.pre_grad.decide.makers import is_view
 from te_inductor.passes.pre_grad.decide.support import value
@@ -16,14 +17,17 @@ from te_inductor.passes.pre_grad.plan import Plan
 
 LAUNCHES_OF_A_GEMM = 2  # itself, and what else is launched for it: two Llama blocks have 87 launches, 42 of GEMMs
 _MOVED = {False: 1, True: 2}  # times the bytes that nodes make, by whether the graph is trained
+_LINK = 4e11  # bytes a second of an exchange between two H200s of one host (2026-11-26)
 _CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 
 
 def device(plan: Plan, rates: targets.Rates) -> float:
-    """Seconds of all matrix products, and of moving what the graph makes besides. Attention is not counted."""
+    """Seconds of all matrix products, of moving what the graph makes besides, and of rows that go to other ranks and back.
+    Attention is not counted."""
     flops = sum(product.flops * _gemms(product.node) for product in plan.products if product.flops is not None)
     made = sum(_made(module) for module in plan.graph_modules())
-    return flops / rates.bf16_flops + made * _MOVED[_learns(plan)] / rates.bytes
+    sent = sum(_made(module, "all_to_all_single") for module in plan.graph_modules())
+    return flops / rates.bf16_flops + _MOVED[_learns(plan)] * (made / rates.bytes + sent / _LINK)
 
 
 def host(plan: Plan, rates: targets.Rates, more: int) -> float | None:
@@ -45,12 +49,12 @@ def _gemms(node: fx.Node) -> int:
     return 3 if value(node).requires_grad else 1
 
 
-def _made(module: fx.GraphModule) -> int:
-    """Bytes of the tensors that its nodes compute. A symbol counts as what it was first."""
+def _made(module: fx.GraphModule, called: str | None = None) -> int:
+    """Bytes of the tensors that its nodes, or those that are called so, compute. A symbol counts as what it was first."""
     return sum(
         math.prod(hint(size) or 0 for size in tensor.shape) * tensor.dtype.itemsize
         for node in module.graph.nodes
-        if node.op in ("call_function", "call_method") and not is_view(node)
+        if node.op in ("call_function", "call_method") and not is_view(node) and called in (None, name(node))
         for tensor in pytree.tree_leaves(node.meta.get("example_value"))
         if isinstance(tensor, torch.Tensor)
     )

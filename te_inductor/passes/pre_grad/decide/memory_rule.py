@@ -4,16 +4,16 @@
 A backward begins with the gradient of the logits, when all that the forward saved is still in memory: there a step has
 its peak. In bf16 that gradient takes the place of the logits. In FP8 its two copies, a byte an element each, stand
 beside the logits that they are computed from. Layers in front save memory, as they keep their input in FP8: by
-measurement `SAVED` bytes for each element of it, since what is made of it is kept less often too. 45 KB a token and layer of
-Llama-3-8B (26.6 thousand elements: 1.7), and 33 KB of Llama-3.2-1B (14.3 thousand: 2.3; docs/performance.md). Where
-layers are computed again, in regions of activation checkpointing, they save nothing at the peak.
+measurement about `SAVED` bytes for each element of it, since what is made of it is kept less often too: 45 KB a token
+and layer of Llama-3-8B (26.6 thousand elements: 1.7), and 33 KB of Llama-3.2-1B (14.3 thousand: 2.3;
+docs/performance.md). Where layers are computed again, in regions of activation checkpointing, they save nothing at the peak.
 
 So models as deep as published ones have their output layer in FP8, and a peak below that of bf16. Two layers of them,
 with the whole vocabulary, had a peak of 1.21 (Llama-3.2-1B), 1.31 (SmolLM-360M) and 1.45 times bf16's (Qwen3-0.6B; 8192
 tokens, H200, 2026-11-26): there the output layer stays in bf16, which the reason says, with the price in bytes. Its
 GEMMs were most of what those models gained.
 
-An output layer is the product behind which the graph has no other."""
+An output layer is one behind which the graph has no other product, and that is `WIDE` times as wide as its input."""
 
 from torch import fx
 
@@ -24,7 +24,8 @@ from te_inductor.passes.pre_grad.decide.support import value
 from te_inductor.passes.pre_grad.match.products import hint
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
 
-SAVED = 1.7  # bytes an element of a layer's input
+SAVED = 2.0  # bytes an element of a layer's input
+WIDE = 4
 MIB = 2**20
 
 
@@ -35,6 +36,9 @@ def spare(plan: Plan) -> None:
     sites = [site for site in plan.candidates if site.low and not site.emulated]
     output = next((site for site in sites if site.match.node is last), None)
     if output is None or output.by_policy or output.match.groups:
+        return
+    _, n, k = output.match.sizes
+    if n < WIDE * k:
         return
     if targets.rates_of(value(output.match.weight).device) is None:
         return

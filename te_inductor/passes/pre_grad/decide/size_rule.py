@@ -63,7 +63,10 @@ SHARE = 0.2
 NARROW = 1536
 NARROW_EXPERTS = 768
 EXPERTS_FLOPS, EXPERTS_BYTES = 1250e12, 2.6e12  # per second; with these, experts weigh as was measured
-EXPERTS_MOVED: dict[Scales, int] = {"known": 2, "tensor": 3, "rows": 4, "blocks": 4}  # bytes an element of all operands
+EXPERTS_MOVED: dict[Scales, int] = {"known": 2, "tensor": 4, "rows": 4, "blocks": 4}  # bytes an element of all operands
+EXPERTS_LAUNCHES = (
+    15  # of Inductor's kernels, that take the host as long as a GEMM of experts and its casts: Python ops
+)
 _OVERRIDE = "(a policy entry overrides this)"
 
 
@@ -87,13 +90,19 @@ def weigh(plan: Plan) -> None:
             site.refusal = None if site.by_policy else refusal
     if known is None:
         return
-    asked = [(sites, weight) for sites, weight in weighed if not sites[0].by_policy and not sites[0].match.groups]
     device = graph_time.device(plan, known)
-    host = graph_time.host(plan, known, sum(weight.launches for sites, weight in weighed if sites[0].low))
-    refusal = refusal_of_graph([(weight, sites[0].low) for sites, weight in asked], device, host)
-    for sites, _ in asked:
-        for site in sites:
-            site.refusal = site.refusal or refusal
+    host = graph_time.host(plan, known, _launches(weighed))
+    experts, layers = (
+        [
+            (sites, weight)
+            for sites, weight in weighed
+            if not sites[0].by_policy and bool(sites[0].match.groups) is grouped
+        ]
+        for grouped in (True, False)
+    )
+    _refuse(experts, refusal_of_host([(weight, sites[0].low) for sites, weight in weighed], device, host))
+    host = graph_time.host(plan, known, _launches(weighed))  # what is left of them
+    _refuse(layers, refusal_of_graph([(weight, sites[0].low) for sites, weight in layers], device, host))
     plan.report.weights.append(
         GraphWeight(
             [
@@ -103,6 +112,16 @@ def weigh(plan: Plan) -> None:
             *(device, host, known.source),
         )
     )
+
+
+def _launches(weighed: Sequence[tuple[list[Candidate], Weight]]) -> int:
+    return sum(weight.launches for sites, weight in weighed if sites[0].low)
+
+
+def _refuse(layers: Sequence[tuple[list[Candidate], Weight]], refusal: Refusal | None) -> None:
+    for sites, _ in layers:
+        for site in sites:
+            site.refusal = site.refusal or refusal
 
 
 def _rows_sent(plan: Plan) -> dict[Any, int]:
@@ -212,7 +231,8 @@ def of_experts(m: int, n: int, k: int, experts: int, gemms: int, scales: Scales,
     read, launches = m * k + experts * n * k, 3 * (3 if training else 2)
     moved = EXPERTS_MOVED[scales] * (read + m * n) if training else 3 * read
     saved = flops * (1 / rates.bf16_flops - 1 / EXPERTS_FLOPS)
-    return Weight(flops / rates.bf16_flops, saved, moved / EXPERTS_BYTES + launches * rates.launch, launches)
+    cost = moved / EXPERTS_BYTES + launches * rates.launch
+    return Weight(flops / rates.bf16_flops, saved, cost, EXPERTS_LAUNCHES * gemms)
 
 
 def refusal_of_graph(
@@ -232,7 +252,13 @@ def refusal_of_graph(
             " gain %.3g ms of the %.3g ms of their GEMMs %s",
             *figures,
         )
-    if host is not None and device - host < least:
+    return refusal_of_host(layers, device, host)
+
+
+def refusal_of_host(layers: Sequence[tuple[Weight, bool]], device: float, host: float | None) -> Refusal | None:
+    """The same where the host could not launch them in time; layers of experts are asked this alone."""
+    high = sum(weight.bf16_s for weight, _ in layers)
+    if host is not None and device - host < SHARE * high:
         return Refusal(
             "too small for FP8 to pay: the host would take %.3g ms to launch this graph, which takes the device %.3g ms in"
             " bf16; CUDA graphs (mode='reduce-overhead') spare that %s",

@@ -1,0 +1,127 @@
+"""Rows that a sort brings into the experts' order, and back: gathers both ways, with sums in fp32."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from te_inductor import compat, ops
+from tests import uncompiled
+
+TOKENS, EACH, DIM, EXPERTS = 24, 4, 64, 8
+
+
+def order_of(choices: Tensor) -> Tensor:
+    return torch.argsort(choices.view(-1), stable=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_and_gradients(dtype):
+    """As fp64 adds up what `index_add` and autograd would."""
+    torch.manual_seed(0)
+    order = torch.randperm(TOKENS * EACH)
+    x = torch.randn(TOKENS, DIM, dtype=dtype, requires_grad=True)
+    rows = ops.spread_rows(x, order, EACH)
+    assert torch.equal(rows, x[order // EACH])
+    grad = torch.randn_like(rows)
+    [dx] = torch.autograd.grad(rows, x, grad)
+    wide = torch.zeros(TOKENS, DIM, dtype=torch.float64).index_add(0, order // EACH, grad.double())
+    exact = EACH * torch.finfo(torch.float32).eps * wide.abs().max()
+    assert ((dx.double() - wide).abs() <= torch.finfo(dtype).eps * wide.abs() + exact).all()
+
+    rows = torch.randn(TOKENS * EACH, DIM, dtype=dtype, requires_grad=True)
+    y = ops.sum_rows(rows, order, EACH)
+    wide = torch.zeros(TOKENS, DIM, dtype=torch.float64).index_add(0, order // EACH, rows.detach().double())
+    assert ((y.double() - wide).abs() <= torch.finfo(dtype).eps * wide.abs() + exact).all()
+    grad = torch.randn_like(y)
+    assert torch.equal(*torch.autograd.grad(y, rows, grad), grad[order // EACH])
+
+
+def test_what_is_no_number_stays_in_its_row():
+    order, rows = torch.randperm(TOKENS * EACH), torch.ones(TOKENS * EACH, DIM)
+    rows[5], rows[7] = torch.nan, torch.inf
+    y = ops.sum_rows(rows, order, EACH)
+    hit = {int(order[5]) // EACH: torch.nan, int(order[7]) // EACH: torch.inf}
+    assert [row for row in range(TOKENS) if not y[row].isfinite().all()] == sorted(hit)
+
+
+class Layer(nn.Module):
+    """Experts written by hand; `result` adds up the rows of each token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(DIM, EXPERTS, bias=False)
+        self.up, self.down = (nn.Parameter(torch.randn(EXPERTS, DIM, DIM) / 8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores, ids = self.gate(x).softmax(-1).topk(EACH, dim=-1)
+        order = order_of(ids)
+        ends = torch.histc(ids.view(-1).float(), bins=EXPERTS, min=0, max=EXPERTS - 1).cumsum(0).int()
+        rows = x[order // EACH].bfloat16()
+        up, down = self.up.bfloat16(), self.down.bfloat16()
+        rows = F.grouped_mm(F.silu(F.grouped_mm(rows, up, offs=ends)), down, offs=ends)
+        return self.result(x, rows.float() * scores.view(-1)[order].reshape(-1, 1), order)
+
+    def result(self, x: Tensor, rows: Tensor, order: Tensor) -> Tensor:
+        return torch.zeros_like(x).index_add(0, order // EACH, rows)
+
+
+class InPlace(Layer):
+    def result(self, x: Tensor, rows: Tensor, order: Tensor) -> Tensor:
+        y = torch.zeros(TOKENS, DIM)
+        y.index_add_(0, order // EACH, rows)
+        y.mul_(2)
+        return y + y.sin()
+
+
+class Scattered(Layer):
+    def result(self, x: Tensor, rows: Tensor, order: Tensor) -> Tensor:
+        return x.new_zeros(x.shape).scatter_add(0, (order // EACH).reshape(-1, 1).expand(-1, DIM), rows)
+
+
+class Weighted(Layer):
+    def result(self, x: Tensor, rows: Tensor, order: Tensor) -> Tensor:
+        return torch.zeros_like(x).index_add(0, order // EACH, rows, alpha=2)
+
+
+class Added(Layer):
+    """To what is no zeros."""
+
+    def result(self, x: Tensor, rows: Tensor, order: Tensor) -> Tensor:
+        return x.index_add(0, order // EACH, rows)
+
+
+class ReadBefore(Layer):
+    def result(self, x: Tensor, rows: Tensor, order: Tensor) -> Tensor:
+        y = torch.zeros_like(x)
+        first = y + 1
+        y.index_add_(0, order // EACH, rows)
+        return y + first
+
+
+class Unsorted(Layer):
+    def result(self, x: Tensor, rows: Tensor, order: Tensor) -> Tensor:
+        return torch.zeros_like(x).index_add(0, order // EACH % 3, rows)
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [(Layer, 1), (InPlace, 1), (Scattered, 1), (Weighted, 0), (Added, 0), (ReadBefore, 0), (Unsorted, 0)],
+)
+def test_sums(monkeypatch, kind, found):
+    """Which are gathers, and that they are what the model says."""
+    torch.manual_seed(1)
+    model, x = kind(), torch.randn(TOKENS, DIM)
+    called: list[list[str]] = []
+
+    def compile_fx(gm, *rest):
+        called.append([str(node.target) for node in gm.graph.nodes])
+        return uncompiled.compile_fx(gm, *rest)
+
+    monkeypatch.setattr(compat, "compile_fx", compile_fx)
+    made = [
+        torch.compile(model, backend="te", fullgraph=True, options={"policy": policy, "fallback": "silent"})(x)
+        for policy in ({"gate": "none", "*": "current"}, {"*": "none"})
+    ]
+    assert [names.count("te_inductor.sum_rows.default") for names in called] == [found, 0]
+    assert (made[0] - made[1]).norm() < 0.15 * made[1].norm()  # of FP8's own error twice
