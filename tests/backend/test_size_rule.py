@@ -78,18 +78,13 @@ MEASURED = {
     "SmolLM-360M, large": (decoder(960, 2560, 960, 320), 32768, H200, 18.36, {"delayed": 1.176, "current": 1.138}),
     "Qwen3-0.6B, small": (decoder(1024, 3072, 2048, 1024), 8192, H200, 10.68, {"delayed": 1.086, "current": 1.054}),
     "Qwen3-0.6B": (decoder(1024, 3072, 2048, 1024), 32768, H200, 40.75, {"delayed": 1.108, "current": 1.079}),
-    "BERT-large": (encoder(1024, x="shared kernel"), 32768, H200, 27.56, {"delayed": 1.065, "current": 1.036}),
+    "BERT-large": (encoder(1024, x="shared kernel"), 32768, H200, 28.47, {"delayed": 1.152, "current": 1.124}),
     "two blocks, 2048 tokens": (decoder(*LLAMA_8B, head=0), 2048, H200, 9.54, {"current": 9.54 / 7.23}),
     "FSDP2": (decoder(*LLAMA_8B, head=0), 8192, H200, 41.66, {"delayed": 1.46}),
     "FSDP2, four": (decoder(*LLAMA_8B, head=0, layers=4), 8192, H100, 83.9, {"delayed": 1.42}),
 }  # fmt: skip
 WITH_CUTLASS = {name for name, (_, tokens, device, *_) in MEASURED.items() if tokens == 16384 and device == H200}
-# From before their slowest kernels were made faster: the end of delayed scaling's step; GELU's and the head's gradients.
-WRONG = {
-    ("SmolLM-360M", "delayed"): (0.08, 0.11),
-    ("BERT-large", "delayed"): (0.05, 0.08),
-    ("BERT-large", "current"): (0.05, 0.08),
-}
+WRONG = {("SmolLM-360M", "delayed"): (0.08, 0.11)}  # from before the end of delayed scaling's step was one kernel
 
 
 @pytest.mark.parametrize(("name", "recipe"), [(name, recipe) for name, one in MEASURED.items() for recipe in one[-1]])
@@ -244,7 +239,7 @@ def test_tensor_parallel_layers(ranks):
 
 
 def test_rows_that_nothing_tells():
-    """Nothing is known but the weight's size; experts are left, as those of other ranks were slower."""
+    """Nothing is known but the weight's size; experts are left, unless the graph tells how many rows it sends."""
     with torch._subclasses.fake_tensor.FakeTensorMode(shape_env=ShapeEnv()):
         rows = torch.ones(8, device="cpu").nonzero().shape[0]
     assert judged(layer((rows, 4096, 4096))) == (None, None)
@@ -254,12 +249,14 @@ def test_rows_that_nothing_tells():
     site.match.groups, site.match.experts = object(), 8
     refusal, weight = judged(site)
     assert "how many rows its experts get is known at run time alone" in str(refusal) and weight is None
+    sent = {size_rule._expression(rows): 65536}
+    refusal, weight = size_rule._judged([site], MAKERS, sm90.H200, "each_call", sent)
+    assert refusal is None and weight.saved_s > weight.cost_s
 
 
-def test_narrow_layers_of_rows_to_pad_are_left():
-    assert judged(layer((32768, 1280, 5120)))[0] is None
-    assert "N=1280, K=5120, where less than 1536 is narrow" in str(judged(layer((32639, 1280, 5120)))[0])
-    assert judged(layer((32639, 1536, 5120)))[0] is None
+def test_narrow_layers_of_rows_to_pad():
+    """As ViT-huge's, of which a step took 0.87 and 0.92 times as long as in bf16 (32639 rows)."""
+    assert judged(layer((32639, 1280, 5120)))[0] is None
 
 
 def test_a_layer_is_left_for_its_own_sake():
@@ -337,7 +334,7 @@ NARROW_MODELS = ("smollm-360m", "qwen3-0.6b", "bert-large", "vit-huge")
         ("qwen3-0.6b", 32768, True),
         ("bert-large", 8192, False),
         ("bert-large", 32768, True),
-        ("vit-huge", 32768, False),
+        ("vit-huge", 32768, True),
         ("vit-huge", 8192, False),
         ("whisper-large", 8192, False),
         ("llama-3.2-1b", 8192, True),

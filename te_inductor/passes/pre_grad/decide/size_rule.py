@@ -18,25 +18,24 @@ kernels a GEMM (two Llama blocks: 87, of which 42 are GEMMs), and those of the c
 
 `SHARE` covers what estimates were too high by, in parts of the GEMMs' time: at most 0.21, of SmolLM-360M under delayed
 scaling before the end of its step was one kernel (H100, 16384 tokens), which was expected to gain 0.26 and gained 0.05;
-now at most 0.15, of BERT-large at 32768 tokens, before GELU and cross entropy had the kernels that they have (H200,
-2026-11-26). docs/performance.md has estimates beside measured steps, and tests/backend/test_size_rule.py holds them
-together.
+the next was 0.15, of BERT-large at 32768 tokens, before GELU and cross entropy had the kernels that they have: it gains
+more than is expected since (H200, 2026-11-26). docs/performance.md has estimates beside measured steps, and
+tests/backend/test_size_rule.py holds them together.
 
 Experts are weighed by what whole layers of them took (H100, 16384 tokens, 2026-11-25; docs/performance.md): with 8
 experts of 14336 casts are little; with 128 of 768 the weights of all experts are cast for the work of a few tokens each,
 and what the casts cost was, with current scaling, rows or blocks, 4 bytes an element of all operands at the speed of
-memory. There the saving has to be above that. Experts narrower than `NARROW_EXPERTS` have not been measured.
+memory, and with delayed scaling less than 2. There the saving has to be above that. Experts narrower than
+`NARROW_EXPERTS` have not been measured. The host, which enters Python for each of their products, takes 6 ms to launch a
+layer forward and backward: at 8192 tokens such a layer took 1.11 times as long as in bf16, and at 4096 2.1 times
+(`delayed`; H200 with a slow host, 2026-11-26). They are weighed like `EXPERTS_LAUNCHES` kernels a product.
 
 Layers that are sharded over several GPUs (tensor parallelism) are weighed by what one rank multiplies. Llama-8B's on
 two H200s, all of which pass, took 0.67 times as long as in bf16 (2026-11-26). Of DTensors the graph's time counts the
 whole. Where the number of rows is a symbol, layers and experts are weighed by the number that was seen first, which the
-reason names; where that is not known either, as of rows that an index selects, by nothing. Experts whose rows come from
-other ranks are left: of Qwen3-30B-A3B's on two ranks a step took 1.12 times as long as in bf16 (8192 tokens a rank, H200s,
-2026-11-26), where the experts alone, on one GPU, take 0.74 times as long. What that comes from was not found yet.
-
-Where the number of rows is not known, or needs padding (of 257 patches an image), layers of which a size is below `NARROW`
-are left. ViT-huge and Whisper under current scaling took 1.03 times as long as bf16 (32768 tokens, H200, 2026-11-26), and
-were not measured again since padded tensors are cast by one kernel (passes/post_grad/padded_rows.py).
+reason names; where that is not known either, as of rows that an index selects, by nothing, and narrow layers are left.
+Experts whose rows come from other ranks are weighed by the rows that are sent: of two layers of Qwen3-30B-A3B's on two
+ranks a step took 0.81 times as long as in bf16, on four 0.73 (`delayed`, 8192 tokens a rank, H200s, 2026-11-26).
 
 All this holds for targets with `rates`. A policy entry that names a site overrides it."""
 
@@ -56,7 +55,6 @@ from te_inductor.passes.pre_grad.match.products import hint
 from te_inductor.passes.pre_grad.match.rule import Match
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
 from te_inductor.recipes import DelayedScaling
-from te_inductor.recipes.formats import padded
 
 MARGIN = 1.25
 SHARE = 0.2
@@ -168,7 +166,7 @@ def _judged(
         weight = of_experts(rows, n, k, match.experts, len(list(match.gemms())), _scales(sites[0]), rates)
     else:
         weight = of_layers(_layers(rows, sites, makers, weights), rates)
-    narrow = NARROW_EXPERTS if match.groups else NARROW if rows is None or padded(rows) != rows else 0
+    narrow = NARROW_EXPERTS if match.groups else NARROW if rows is None else 0
     if min(n, k) < narrow:
         sizes = (m, n, k, narrow, _OVERRIDE)
         return Refusal("too small for FP8 to pay: M=%s, N=%d, K=%d, where less than %d is narrow %s", *sizes), weight
