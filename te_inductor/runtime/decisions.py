@@ -9,16 +9,32 @@ finds a difference raises before it reaches a collective. The others end with th
 a rank that raises anywhere else.
 
 What "the same layers" are is part of the key: the groups, the modules and the sizes, and how often this rank has compiled
-them. Ranks with other sizes are not compared, so that no two graphs are that need not be equal."""
+them. Ranks with other sizes are not compared, so that no two graphs are that need not be equal.
+
+Whether experts pay is weighed by how many rows a rank sends, which may be more than others do. There the first rank to
+compile them decides for all that exchange rows with it, but about layers that a policy names."""
 
 import hashlib
 import json
 from collections.abc import Sequence
 
+from torch import distributed as dist
+
 from te_inductor.errors import GatherError
 from te_inductor.runtime import agreement
 
 _REMEDY = "compile the same graph with the same options on all of them"
+
+
+def of_first(kind: str, layers: object, decided: Sequence[str]) -> tuple[int, list[str]] | None:
+    """What the first rank to compile these layers has decided, perhaps this one now: its number, and a line a layer. None
+    without a process group."""
+    world = agreement.current()
+    if world is None or world.is_fake:
+        return None
+    name = f"{kind}/{hashlib.sha256(repr(layers).encode()).hexdigest()[:16]}"
+    world.compiles[name] = count = world.compiles.get(name, 0) + 1
+    return world.first(f"{name}/{count}", json.dumps([world.rank, *decided]))
 
 
 def compare(layers: object, decided: Sequence[str]) -> None:
@@ -27,18 +43,14 @@ def compare(layers: object, decided: Sequence[str]) -> None:
     Raises:
         GatherError: it has decided otherwise.
     """
-    world = agreement.current()
-    if world is None or world.is_fake:
+    found = of_first("decided", layers, decided)
+    if found is None or found[1] == list(decided):
         return
-    name = hashlib.sha256(repr(layers).encode()).hexdigest()[:16]
-    world.compiles[name] = count = world.compiles.get(name, 0) + 1
-    first, lines = world.first(f"decided/{name}/{count}", json.dumps([world.rank, *decided]))
-    if lines == list(decided):
-        return
+    first, lines = found
     own, other = next(
         (pair for pair in zip(decided, lines, strict=False) if pair[0] != pair[1]), ("nothing", "nothing")
     )
     raise GatherError(
-        f"rank {world.rank} would run a layer otherwise than rank {first}, with which it exchanges tensors: {own!r}, where"
-        f" rank {first} has {other!r}; {_REMEDY}"
+        f"rank {dist.get_rank()} would run a layer otherwise than rank {first}, with which it exchanges tensors: {own!r},"
+        f" where rank {first} has {other!r}; {_REMEDY}"
     )

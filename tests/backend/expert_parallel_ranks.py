@@ -7,6 +7,7 @@ with all tokens and all experts, and what is exchanged. Graphs are not compiled 
 import json
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,11 @@ from torch import Tensor, fx, nn
 from torch.distributed import _functional_collectives as collectives
 
 import te_inductor
+from te_inductor import targets
+from te_inductor.diagnostics import Refusal
+from te_inductor.passes.pre_grad.decide import size_rule
 from te_inductor.recipes import DelayedScaling
+from te_inductor.targets import sm90
 from tests.kinds import of_the_first_rank, told_of
 
 EXPERTS, EACH, HIDDEN, INNER, TOKENS = 4, 2, 64, 96, 48
@@ -223,6 +228,21 @@ def skewed(rank: Rank, recipe: str) -> Any:
 @kind
 def read(rank: Rank, recipe: str) -> Any:
     return {one.__name__: rank.compared(recipe, make=one) for one in (Read, Scaled)}
+
+
+@kind
+def unequal(rank: Rank) -> Any:
+    """By its own sizes one rank has experts pay, and the other has not."""
+    refusal = None if rank.rank else Refusal("few rows")
+    judged = mock.patch.object(size_rule, "_judged", lambda sites, *_: (refusal, None))
+    rated = mock.patch.object(targets, "rates_of", lambda device: sm90.H200)
+    torch._dynamo.reset()
+    rank.sent = []
+    with judged, rated:
+        model = MoE(rank.world, rank.rank)
+        run = torch.compile(model, backend="te", fullgraph=True, dynamic=False, options={"recipe": "current"})
+        run(torch.randn(8 + 16 * rank.rank, HIDDEN, requires_grad=True)).sum().backward()
+    return rank.sent
 
 
 @kind

@@ -7,7 +7,7 @@ import pytest
 from tests.forked_ranks import ranks, ranks_once
 
 SAME, ALIKE = 1e-6, 2.0  # of errors: roundings that are other ones
-QUICK = "trains delayed,reasons"
+QUICK = "trains delayed,unequal,reasons"
 OTHERS = (
     "trains current,trains rowwise,waits current,split current,skewed delayed,skewed current,read current,"
     "compiled trains current"
@@ -63,6 +63,12 @@ def test_what_is_exchanged_in_high_precision(others):
 def test_training_is_that_of_one_rank_on_four(tmp_path):
     for one in ranks("tests.backend.expert_parallel_ranks", 4, str(tmp_path / "store"), "trains delayed", timeout=600):
         check("trains delayed", one["trains delayed"]["told"], ["uint8", "bfloat16"])
+
+
+def test_ranks_of_unequal_sizes_decide_alike(told):
+    """As the first one to compile has it."""
+    sent = [one["unequal"]["told"] for one in told]
+    assert sent[0] == sent[1] and sent[0][:2] in ([["uint8", "bfloat16"]] * 2, [["bfloat16", "bfloat16"]] * 2)
 
 
 def test_reasons(told):

@@ -21,7 +21,7 @@ from te_inductor.passes.pre_grad.decide.sites import (
 from te_inductor.passes.pre_grad.match.gradients import match_gradients
 from te_inductor.passes.pre_grad.match.sites import inline_attention, inline_contractions, list_products, match_sites
 from te_inductor.passes.pre_grad.plan import Plan
-from te_inductor.passes.pre_grad.rewrite.decisions import compare_ranks
+from te_inductor.passes.pre_grad.rewrite.decisions import compare_ranks, follow_ranks
 from te_inductor.passes.pre_grad.rewrite.permutations import rewrite_permutations
 from te_inductor.passes.pre_grad.rewrite.scattered import rewrite_scattered_rows
 from te_inductor.passes.pre_grad.rewrite.sites import guard_extras, rewrite_sites, start_builds
@@ -35,7 +35,7 @@ from te_inductor.passes.pre_grad.rewrite.traced import (
 
 Pass = Callable[[Plan], None]
 
-DECIDE: tuple[Pass, ...] = (
+_WEIGHED: tuple[Pass, ...] = (
     inline_attention,
     inline_contractions,
     match_sites,
@@ -43,13 +43,11 @@ DECIDE: tuple[Pass, ...] = (
     resolve_recipes,
     check_sites,
     weigh_sites,
-    check_gathers,
-    check_exchanges,
-    merge_sites,
-    check_extras,
-    report_sites,
 )
-PASSES: tuple[Pass, ...] = (*DECIDE, compare_ranks, guard_extras, start_builds, rewrite_permutations, rewrite_sites)
+_DECIDED: tuple[Pass, ...] = (check_gathers, check_exchanges, merge_sites, check_extras, report_sites)
+DECIDE: tuple[Pass, ...] = (*_WEIGHED, *_DECIDED)
+_REWRITE: tuple[Pass, ...] = (compare_ranks, guard_extras, start_builds, rewrite_permutations, rewrite_sites)
+PASSES: tuple[Pass, ...] = (*_WEIGHED, follow_ranks, *_DECIDED, *_REWRITE)
 
 _CHECKED: tuple[Pass, ...] = (list_products, resolve_recipes, check_sites, refuse_what_has_no_place)
 _REPORTED: tuple[Pass, ...] = (weigh_sites, report_sites)

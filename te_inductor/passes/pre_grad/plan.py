@@ -39,6 +39,7 @@ class Candidate:
     stored: bool = False  # its weight is stored in low precision, which is its recipe: there is nothing to rewrite
     by_policy: bool = False  # named by a policy entry
     refusal: Refusal | None = None  # why it stays in high precision
+    weighed: bool = False  # whether the size rule was asked about it
     unplaced: Refusal | None = None  # why its backward is not known, in a graph that has both
     # Why its weight, which the graph gathers, is gathered in high precision; None where bytes of its cast are, or nothing is
     ungathered: Refusal | None = None

@@ -85,7 +85,7 @@ def weigh(plan: Plan) -> None:
         if weight is not None:
             weighed.append((sites, weight))
         for site in sites:
-            site.refusal = None if site.by_policy else refusal
+            site.weighed, site.refusal = not site.by_policy, None if site.by_policy else refusal
     if known is None:
         return
     device = graph_time.device(plan, known)

@@ -1,13 +1,32 @@
-"""The pass that compares what this rank has decided with what another one has: Note [Ranks that decide]."""
+"""The passes that look at what other ranks have decided: Note [Ranks that decide]."""
 
 from typing import Any
 
 from te_inductor import compat
+from te_inductor.diagnostics import Refusal
 from te_inductor.passes.pre_grad.decide.gathered import wire_of
 from te_inductor.passes.pre_grad.decide.report import plain
 from te_inductor.passes.pre_grad.decide.support import value
+from te_inductor.passes.pre_grad.match import exchanges
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
 from te_inductor.runtime import decisions
+
+
+def follow_ranks(plan: Plan) -> None:
+    """Have experts whose rows go between ranks run as the first rank to compile them has it by its own sizes."""
+    experts = [site for site in plan.candidates if site.match.groups]
+    found = [exchanges.in_front(site.match.x) or exchanges.behind(site.match.end) for site in experts]
+    groups = sorted({exchange.group for exchange in found if exchange is not None})
+    sites = [site for site in experts if site.weighed]
+    if not groups or not sites:
+        return
+    layers = [(site.fqn, site.match.sizes[1:], site.match.experts, _trains(site)) for site in sites]
+    told = decisions.of_first("weighed", (groups, layers), ["low" if site.low else "high" for site in sites])
+    for site, how in zip(sites, told[1] if told else (), strict=bool(told)):
+        if how == "high" and site.low:
+            site.refusal = Refusal("rank %d, with which it exchanges rows, has left it in high precision", told[0])  # type: ignore[index]
+        elif how == "low":
+            site.refusal = None
 
 
 def compare_ranks(plan: Plan) -> None:
