@@ -273,6 +273,37 @@ MUTATIONS = [
         "first = p * 0",
         ("tests/offline/test_experts_decode.py", "-k", "interpreted"),
     ),
+    # experts over ranks, and their rows
+    Mutation(
+        "a token has the rows of the next one",
+        "return rows[_places_of(order, each)].sum(1",
+        "return rows[_places_of(order, each).roll(1, 0)].sum(1",
+        ("tests/backend/test_permutations.py",),
+    ),
+    Mutation(
+        "zeros that were read before rows are added to them have the sum in them",
+        "    if (readers and not in_place) or not all(node < reader for reader in readers):\n",
+        "    if readers and not in_place:\n",
+        ("tests/backend/test_permutations.py",),
+    ),
+    Mutation(
+        "what lies behind the last group is multiplied",
+        "        return inductor_ops.where(inside, load(index), inductor_ops.constant(0, torch.uint8))\n",
+        "        return load(index)\n",
+        ("tests/backend/test_permutations.py",),
+    ),
+    Mutation(
+        "each rank decides for itself whether its experts pay",
+        "(*_WEIGHED, follow_ranks, *_DECIDED, *_REWRITE)",
+        "(*_WEIGHED, *_DECIDED, *_REWRITE)",
+        ("tests/backend/test_expert_parallel.py", "-k", "unequal"),
+    ),
+    Mutation(
+        "layers that are computed again count as what is saved",
+        "        if not _is_computed_again(site.match.node.graph, callers)\n",
+        "",
+        ("tests/backend/test_memory_rule.py",),
+    ),
 ]
 
 

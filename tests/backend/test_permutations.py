@@ -45,6 +45,15 @@ def test_what_is_no_number_stays_in_its_row():
     assert [row for row in range(TOKENS) if not y[row].isfinite().all()] == sorted(hit)
 
 
+def test_what_lies_behind_the_last_group_is_zeros():
+    """Of bytes in memory, in generated code as eagerly, whatever lies there; all others are what they were."""
+    bits = torch.arange(256, dtype=torch.uint8).repeat(3).view(48, 16)
+    data, ends = bits.view(torch.float8_e5m2), torch.tensor([5, 5, 40], dtype=torch.int32)
+    run = torch.compile(lambda *args: ops.mask_copy(*args).view(torch.uint8), backend="te", fullgraph=True)
+    for made in (run(data, ends), ops.mask_copy(data, ends).view(torch.uint8)):
+        assert torch.equal(made[:40], bits[:40]) and not made[40:].any()
+
+
 class Layer(nn.Module):
     """Experts written by hand; `result` adds up the rows of each token."""
 
