@@ -25,6 +25,7 @@ import torch
 from tests.forked import ROOT, TRITON, Server
 
 HERE = Path(__file__).parent
+CASES = HERE / "cases"
 DAYS_KEPT = 7  # of generated code whose sources have changed
 # Tile sizes for kernels whose tile Inductor leaves to its autotuner; XBLOCK 1, as a persistent reduction holds whole
 # rows.
@@ -96,7 +97,7 @@ def server() -> Server:
 
 @functools.cache
 def generate(case: str, arch: int) -> Generated:
-    """The code for `tests.offline.cases:<case>` on compute capability `arch` (90, 100).
+    """The code for a case (tests/offline/cases) on compute capability `arch` (90, 100).
 
     It is kept in a temporary folder, for other tests, workers and runs with the same sources."""
     shim()
@@ -106,8 +107,7 @@ def generate(case: str, arch: int) -> Generated:
             with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
                 made = Path(folder, "made")
                 made.mkdir()
-                module = "exchanged_experts" if case.startswith("exchanged") else "cases"
-                program = ("tests.offline.generate", "", str(arch), f"tests.offline.{module}:{case}", str(made))
+                program = ("tests.offline.generate", "", str(arch), f"{module_of(case)}:{case}", str(made))
                 done = server().run(*program)
                 assert done.returncode == 0, done.stderr[-4000:]
                 for failure in ("lowering failed", "a pass of ours failed"):
@@ -117,10 +117,18 @@ def generate(case: str, arch: int) -> Generated:
 
 
 @functools.cache
+def module_of(case: str) -> str:
+    """The module that has it, by its name."""
+    found = [path for path in CASES.glob("*.py") if f"\ndef {case}()" in path.read_text()]
+    assert len(found) == 1, f"{case} is in {len(found)} modules of {CASES}, expected one"
+    return f"tests.offline.cases.{found[0].stem}"
+
+
+@functools.cache
 def results() -> Path:
     """The folder of what was generated from the sources as they are, by these versions of what they import."""
     files = [path for folder in ("te_inductor", "benchmarks") for path in (ROOT / folder).rglob("*.*")]
-    files += [path for folder in (HERE, HERE.parent) for path in folder.glob("*.py")]
+    files += [path for folder in (HERE, CASES, HERE.parent) for path in folder.glob("*.py")]
     key = hashlib.sha256()
     for path in sorted(files):
         if path.suffix in (".py", ".json"):

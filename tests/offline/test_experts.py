@@ -16,7 +16,7 @@ import triton.language as tl  # noqa: E402
 from te_inductor.templates.triton import experts_rows, group_strips  # noqa: E402
 from te_inductor.templates.triton import grouped_casts as kernels  # noqa: E402
 
-M, T, DIM, HIDDEN, EXPERTS = 131072, 16384, 2048, 768, 128  # of tests/offline/cases.py
+M, T, DIM, HIDDEN, EXPERTS = 131072, 16384, 2048, 768, 128  # of tests/offline/cases/experts.py
 
 
 @pytest.mark.parametrize("which", ["some", pytest.param("all", marks=pytest.mark.thorough)])

@@ -1,0 +1,189 @@
+"""Linear layers, MLPs, blocks and the last layer of a language model."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.offline.cases.common import EACH, SMALL, Case, Mlp
+
+
+def _mlp_training(recipe: str, **options: Any) -> Case:
+    x = torch.randn(16384, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    return torch.compile(Mlp(4096, 14336), backend="te", fullgraph=True, options={"recipe": recipe, **options}), (x,)
+
+
+def mlp_training() -> Case:
+    return _mlp_training("current")
+
+
+def mlp_training_delayed() -> Case:
+    return _mlp_training("delayed")
+
+
+def mlp_training_rowwise() -> Case:
+    return _mlp_training("rowwise")
+
+
+def mlp_training_block() -> Case:
+    return _mlp_training("block")
+
+
+def gelu_training_delayed() -> Case:
+    """GPT's MLP, with biases."""
+    made = {"device": "cuda", "dtype": torch.bfloat16}
+    mlp = nn.Sequential(
+        nn.LayerNorm(1024, **made), nn.Linear(1024, 4096, **made), nn.GELU(), nn.Linear(4096, 1024, **made)
+    )
+    x = torch.randn(8192, 1024, **made, requires_grad=True)
+    named = {"recipe": "delayed", "policy": {"*": "delayed"}}
+    return torch.compile(mlp, backend="te", fullgraph=True, options=named), (x,)
+
+
+class Head(nn.Module):
+    """The last layer of a language model and its loss."""
+
+    def __init__(self, dim: int, vocabulary: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(dim, vocabulary, bias=False, device="cuda", dtype=torch.bfloat16)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.layer(x).float(), targets)
+
+
+def _head(recipe: str) -> Case:
+    x = torch.randn(16384, 2048, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.zeros(16384, device="cuda", dtype=torch.int64)
+    named = {"recipe": recipe, "policy": {"*": recipe}}  # by default memory forbids it, without layers in front
+    return torch.compile(Head(2048, 128256), backend="te", fullgraph=True, options=named), (x, targets)
+
+
+def head_current() -> Case:
+    return _head("current")
+
+
+def head_delayed() -> Case:
+    return _head("delayed")
+
+
+def head_rowwise() -> Case:
+    return _head("rowwise")
+
+
+def head_block() -> Case:
+    return _head("block")
+
+
+def mlp_inference_block() -> Case:
+    run, (x,) = _mlp_training("block")
+    return torch.no_grad()(run), (x,)
+
+
+def mlp_training_kept() -> Case:
+    return _mlp_training("current", weights="once")
+
+
+def mlp_training_main_grad() -> Case:
+    run, inputs = _mlp_training("current", wgrad="main_grad")
+    for parameter in run.parameters():  # type: ignore[attr-defined]
+        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+    return run, inputs
+
+
+def mlp_training_deferred() -> Case:
+    return _mlp_training("current", wgrad="deferred")
+
+
+def mlp_training_delayed_kept() -> Case:
+    return _mlp_training("delayed", weights="once")
+
+
+def mlp_training_mxfp8() -> Case:
+    return _mlp_training("mxfp8")
+
+
+def mlp_training_nvfp4() -> Case:
+    return _mlp_training("nvfp4")
+
+
+def small_training_nvfp4_plain() -> Case:
+    """Little enough that a kernel of blocks has three dimensions, and tiles of one block."""
+    from te_inductor.recipes import NVFP4BlockScaling
+
+    with torch.device("cuda"):
+        layers = (nn.Linear(128, 256, dtype=torch.bfloat16), nn.GELU(), nn.Linear(256, 128, dtype=torch.bfloat16))
+        x = torch.randn(32, 128, dtype=torch.bfloat16)
+    recipe = NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True)
+    options = {"policy": {"*": recipe}, **EACH}
+    return torch.compile(nn.Sequential(*layers), backend="te", fullgraph=True, options=options), (x,)
+
+
+def mlp_training_mxfp8_kept() -> Case:
+    return _mlp_training("mxfp8", weights="once")
+
+
+def linear_rowwise_fp32() -> Case:
+    """fp32 output and an N to pad: the scales stand outside the GEMM."""
+    x = torch.randn(80, 128, device="cuda", requires_grad=True)
+    layer = nn.Linear(128, 88, device="cuda")
+    return torch.compile(layer, backend="te", fullgraph=True, options=SMALL), (x,)
+
+
+def linear_rowwise_padded() -> Case:
+    """An N to pad: b's scales are padded with it."""
+    x = torch.randn(80, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    layer = nn.Linear(128, 88, device="cuda", dtype=torch.bfloat16)
+    return torch.compile(layer, backend="te", fullgraph=True, options=SMALL), (x,)
+
+
+def _linear_block(m: int, n: int, k: int, dtype: torch.dtype, **options: Any) -> Case:
+    x = torch.randn(m, k, device="cuda", dtype=dtype, requires_grad=True)
+    layer = nn.Linear(k, n, device="cuda", dtype=dtype)
+    options = {"policy": {"*": "block"}, **EACH, **options}
+    return torch.compile(layer, backend="te", fullgraph=True, options=options), (x,)
+
+
+def linear_block() -> Case:
+    """K/128 = 4 and 8: scales of square blocks go to the GEMM as they are."""
+    return _linear_block(256, 1024, 512, torch.bfloat16)
+
+
+def linear_block_max_autotune() -> Case:
+    """Inductor has a Triton template for such scales, which reads them in another layout."""
+    return _linear_block(256, 1024, 512, torch.bfloat16, max_autotune=True)
+
+
+def linear_block_fp32() -> Case:
+    """fprop's K/128 is 6, no multiple of 4; M and N are to be padded."""
+    return _linear_block(130, 504, 768, torch.float32)
+
+
+def linear_block_one() -> Case:
+    """K, N and M of one block each."""
+    return _linear_block(96, 112, 128, torch.float16)
+
+
+def linear_block_of_one_column() -> Case:
+    """K is one block, N two: each scale of the weight is spread over 128 rows."""
+    return _linear_block(32, 256, 128, torch.bfloat16)
+
+
+def linear_block_dynamic() -> Case:
+    """M is symbolic: padded to 4 for the GEMMs, to 128 for wgrad's contraction."""
+    compiled, (x,) = _linear_block(300, 384, 512, torch.bfloat16)
+    torch._dynamo.mark_dynamic(x, 0)
+    return compiled, (x,)
+
+
+def llama_training_delayed() -> Case:
+    """A whole block: q, k and v are one GEMM, gate and up another."""
+    from benchmarks import llama_blocks
+
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        model = llama_blocks.Blocks(llama_blocks.Shape(layers=1))
+    torch.set_default_dtype(default)
+    model.cos, model.sin = model.cos.bfloat16(), model.sin.bfloat16()
+    x = torch.randn(4, 4096, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    return torch.compile(model, backend="te", fullgraph=True, options={"recipe": "delayed"}), (x,)
