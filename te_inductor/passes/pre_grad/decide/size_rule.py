@@ -62,9 +62,7 @@ NARROW = 1536
 NARROW_EXPERTS = 768
 EXPERTS_FLOPS, EXPERTS_BYTES = 1250e12, 2.6e12  # per second; with these, experts weigh as was measured
 EXPERTS_MOVED: dict[Scales, int] = {"known": 2, "tensor": 4, "rows": 4, "blocks": 4}  # bytes an element of all operands
-EXPERTS_LAUNCHES = (
-    15  # of Inductor's kernels, that take the host as long as a GEMM of experts and its casts: Python ops
-)
+EXPERTS_LAUNCHES = 15  # of Inductor's kernels: as long the host takes for a product of experts and its casts
 _OVERRIDE = "(a policy entry overrides this)"
 
 
@@ -90,14 +88,8 @@ def weigh(plan: Plan) -> None:
         return
     device = graph_time.device(plan, known)
     host = graph_time.host(plan, known, _launches(weighed))
-    experts, layers = (
-        [
-            (sites, weight)
-            for sites, weight in weighed
-            if not sites[0].by_policy and bool(sites[0].match.groups) is grouped
-        ]
-        for grouped in (True, False)
-    )
+    asked = [(sites, weight) for sites, weight in weighed if not sites[0].by_policy]
+    experts, layers = ([one for one in asked if bool(one[0][0].match.groups) is each] for each in (True, False))
     _refuse(experts, refusal_of_host([(weight, sites[0].low) for sites, weight in weighed], device, host))
     host = graph_time.host(plan, known, _launches(weighed))  # what is left of them
     _refuse(layers, refusal_of_graph([(weight, sites[0].low) for sites, weight in layers], device, host))
