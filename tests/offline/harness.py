@@ -119,7 +119,7 @@ def generate(case: str, arch: int) -> Generated:
 @functools.cache
 def module_of(case: str) -> str:
     """The module that has it, by its name."""
-    found = [path for path in CASES.glob("*.py") if f"\ndef {case}()" in path.read_text()]
+    found = [path for path in CASES.glob("*.py") if f"\ndef {case}(" in path.read_text()]
     assert len(found) == 1, f"{case} is in {len(found)} modules of {CASES}, expected one"
     return f"tests.offline.cases.{found[0].stem}"
 
