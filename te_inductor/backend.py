@@ -21,6 +21,7 @@ from te_inductor.config import Options
 from te_inductor.diagnostics import CUT_BY_DDP, Report, Unmet, announce, log, say, uncompiled
 from te_inductor.errors import TEInductorError
 from te_inductor.passes import pre_grad
+from te_inductor.passes.pre_grad.decide.support import value
 from te_inductor.passes.pre_grad.plan import Plan
 from te_inductor.passes.pre_grad.rewrite import first_step
 from te_inductor.recipes import regions
@@ -33,6 +34,9 @@ from te_inductor.templates.cutlass import build, tables
 # neighbouring experts, and reads rows that lie apart a few bytes at a time, at a third of what memory gives. It unrolls
 # sums of fewer than 8.
 MOST_EXPERTS_OF_A_ROW = 16
+# Of what casts read: with more, Inductor (30 on GPUs) writes a tensor before others compute with it, in fp32. The gradient
+# of Gemma's GELU by tanh was written so, 448 MiB of 8192 x 14336, in front of the kernel that casts it.
+MOST_OPS_OF_A_TENSOR = 48
 
 
 @build.kept_open()
@@ -147,6 +151,8 @@ def _inductor(plan: Plan, name: str | None) -> Callable[[fx.GraphModule, Sequenc
     compat.patch("torch._inductor.config.loop_index_inversion_in_fusion", False, on=patches)
     if any(candidate.match.groups for candidate in plan.candidates):
         patches.setdefault("unroll_reductions_threshold", MOST_EXPERTS_OF_A_ROW + 1)
+    elif any(value(candidate.match.weight).is_cuda for candidate in plan.candidates):
+        patches.setdefault("realize_opcount_threshold", MOST_OPS_OF_A_TENSOR)
     for place, passes in (
         ("joint_custom_pre_pass", joint.PASSES),
         ("joint_custom_post_pass", joint.LAST_PASSES),

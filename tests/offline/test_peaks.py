@@ -1,6 +1,7 @@
 """How much memory generated training steps take at most, counted without a device (liveness.py)."""
 
 import functools
+import re
 
 import pytest
 
@@ -20,6 +21,14 @@ def test_peak_of_relus_backward():
     found, activation = peaks("biased_relu_delayed"), tokens * 4 * dim
     assert 2 * activation <= found.saved < 2.01 * activation
     assert 7 * activation <= found.backward < 8 * activation
+
+
+def test_a_long_gradient_is_cast_where_it_is_computed():
+    """Of GELU by tanh, which has more operations than Inductor keeps in one kernel: it would be written in fp32 first."""
+    gradient = 2 * 8192 * 14336  # bytes, of one of two
+    _, backward = generate("geglu_delayed", 90).sources
+    assert not re.search(r"empty_strided_cuda\(.*14336.*torch\.float32\)", backward)
+    assert peaks("geglu_delayed").backward < 6 * gradient  # 7.75 with it
 
 
 @pytest.mark.thorough

@@ -58,6 +58,24 @@ def _head(recipe: str) -> Case:
     return torch.compile(Head(2048, 128256), backend="te", fullgraph=True, options=named), (x, targets)
 
 
+def geglu_delayed() -> Case:
+    """Gemma's MLP: GELU by tanh, times another product."""
+    made = {"bias": False, "device": "cuda", "dtype": torch.bfloat16}
+
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.up = nn.Linear(3584, 14336, **made), nn.Linear(3584, 14336, **made)
+            self.down = nn.Linear(14336, 3584, **made)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(nn.functional.gelu(self.gate(x), approximate="tanh") * self.up(x))
+
+    x = torch.randn(2, 4096, 3584, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    named = {"recipe": "delayed", "policy": {"*": "delayed"}}
+    return torch.compile(Gated(), backend="te", fullgraph=True, options=named), (x,)
+
+
 def head_current() -> Case:
     return _head("current")
 
