@@ -34,8 +34,8 @@ from te_inductor.templates.cutlass import build, tables
 # neighbouring experts, and reads rows that lie apart a few bytes at a time, at a third of what memory gives. It unrolls
 # sums of fewer than 8.
 MOST_EXPERTS_OF_A_ROW = 16
-# Of what casts read: with more, Inductor (30 on GPUs) writes a tensor before others compute with it, in fp32. The gradient
-# of Gemma's GELU by tanh was written so, 448 MiB of 8192 x 14336, in front of the kernel that casts it.
+# Of what casts read: with more, Inductor (30 on GPUs) writes a tensor before others compute with it, in fp32. The
+# gradient of Gemma's GELU by tanh was written so, 448 MiB of 8192 x 14336, in front of the kernel that casts it.
 MOST_OPS_OF_A_TENSOR = 48
 
 

@@ -300,7 +300,7 @@ MUTATIONS = [
     ),
     Mutation(
         "layers that are computed again count as what is saved",
-        "        if not _is_computed_again(site.match.node.graph, callers)\n",
+        "        if not bodies.is_computed_again(site.match.node.graph)\n",
         "",
         ("tests/backend/test_memory_rule.py",),
     ),

@@ -446,8 +446,8 @@ class _PermuteRows(Operation):
 
 
 class _SpreadRows(Operation):
-    """``x[order // each]``, where `order` sorts `each` choices of every row: the gradients of a row are added up in fp32.
-    Inputs: x (T, ...), order (T * each,), each."""
+    """``x[order // each]``, where `order` sorts `each` choices of every row: the gradients of a row are added up in
+    fp32. Inputs: x (T, ...), order (T * each,), each. Returns (T * each, ...)."""
 
     def compute(self, needs: Needs, x: Tensor, order: Tensor, each: int) -> tuple[Tensor, None]:
         return x[order // each], None

@@ -27,8 +27,8 @@ _REMEDY = "compile the same graph with the same options on all of them"
 
 
 def of_first(kind: str, layers: object, decided: Sequence[str]) -> tuple[int, list[str]] | None:
-    """What the first rank to compile these layers has decided, perhaps this one now: its number, and a line a layer. None
-    without a process group."""
+    """What the first rank to compile these layers has decided, perhaps this one now: its number, and a line a layer.
+    None without a process group."""
     world = agreement.current()
     if world is None or world.is_fake:
         return None

@@ -8,7 +8,8 @@ import torch
 from torch import fx
 
 # Higher-order ops called as op(body, *operands), whose body runs as a part of the graph around it.
-_PLAIN = ("tag_activation_checkpoint", "wrap")
+_CHECKPOINT = "tag_activation_checkpoint"
+_PLAIN = (_CHECKPOINT, "wrap")
 
 
 def in_order(root: fx.GraphModule) -> Iterator[fx.Node]:
@@ -43,6 +44,13 @@ class Bodies:
     def reaches(self, graph: fx.Graph) -> bool:
         """Whether nodes of the root's graph can be handed to this one."""
         return graph is self.root.graph or (graph in self.callers and self.reaches(self.callers[graph].graph))
+
+    def is_computed_again(self, graph: fx.Graph) -> bool:
+        """Whether a checkpoint runs it once more in the backward."""
+        caller = self.callers.get(graph)
+        if caller is None:
+            return False
+        return getattr(caller.target, "__name__", "") == _CHECKPOINT or self.is_computed_again(caller.graph)
 
     def in_grad_mode(self) -> set[fx.Node]:
         """The nodes that run with gradients enabled, in bodies as in the graph that calls them."""

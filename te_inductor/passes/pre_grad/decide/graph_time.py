@@ -22,8 +22,8 @@ _CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 
 
 def device(plan: Plan, rates: targets.Rates) -> float:
-    """Seconds of all matrix products, of moving what the graph makes besides, and of rows that go to other ranks and back.
-    Attention is not counted."""
+    """Seconds of all matrix products, of moving what the graph makes besides, and of rows that go to other ranks and
+    back. Attention is not counted."""
     flops = sum(product.flops * _gemms(product.node) for product in plan.products if product.flops is not None)
     made = sum(_made(module) for module in plan.graph_modules())
     sent = sum(_made(module, "all_to_all_single") for module in plan.graph_modules())
@@ -50,7 +50,8 @@ def _gemms(node: fx.Node) -> int:
 
 
 def _made(module: fx.GraphModule, called: str | None = None) -> int:
-    """Bytes of the tensors that its nodes, or those that are called so, compute. A symbol counts as what it was first."""
+    """Bytes of the tensors that its nodes, or those that are called so, compute. A symbol counts as what it was
+    first."""
     return sum(
         math.prod(hint(size) or 0 for size in tensor.shape) * tensor.dtype.itemsize
         for node in module.graph.nodes

@@ -6,7 +6,8 @@ its peak. In bf16 that gradient takes the place of the logits. In FP8 its two co
 beside the logits that they are computed from. Layers in front save memory, as they keep their input in FP8: by
 measurement about `SAVED` bytes for each element of it, since what is made of it is kept less often too: 45 KB a token
 and layer of Llama-3-8B (26.6 thousand elements: 1.7), and 33 KB of Llama-3.2-1B (14.3 thousand: 2.3;
-docs/performance.md). Where layers are computed again, in regions of activation checkpointing, they save nothing at the peak.
+docs/performance.md). Where layers are computed again, in regions of activation checkpointing, they save nothing at
+the peak.
 
 So models as deep as published ones have their output layer in FP8, and a peak below that of bf16. Two layers of them,
 with the whole vocabulary, had a peak of 1.21 (Llama-3.2-1B), 1.31 (SmolLM-360M) and 1.45 times bf16's (Qwen3-0.6B; 8192
@@ -14,8 +15,6 @@ tokens, H200, 2026-11-26): there the output layer stays in bf16, which the reaso
 GEMMs were most of what those models gained.
 
 An output layer is one behind which the graph has no other product, and that is `WIDE` times as wide as its input."""
-
-from torch import fx
 
 from te_inductor import targets
 from te_inductor.diagnostics import Refusal
@@ -46,8 +45,8 @@ def spare(plan: Plan) -> None:
     saved = _saved_bytes(plan, [site for site in sites if site is not output])
     if taken > saved:
         output.refusal = Refusal(
-            "the gradient of its output would take %d MiB more than in bf16, and the graph's other layers save %d MiB (a"
-            " policy entry overrides this)",
+            "the gradient of its output would take %d MiB more than in bf16, and the graph's other layers save %d MiB"
+            " (a policy entry overrides this)",
             *(round(taken / MIB), round(saved / MIB)),
         )
 
@@ -60,18 +59,10 @@ def _gradient_bytes(site: Candidate) -> float:
 
 
 def _saved_bytes(plan: Plan, sites: list[Candidate]) -> float:
-    callers = Bodies(plan.gm).callers
+    bodies = Bodies(plan.gm)
     inputs = {
         site.match.x: (hint(site.match.sizes[0]) or 0) * site.match.sizes[2]
         for site in sites
-        if not _is_computed_again(site.match.node.graph, callers)
+        if not bodies.is_computed_again(site.match.node.graph)
     }
     return SAVED * sum(inputs.values())
-
-
-def _is_computed_again(graph: fx.Graph, callers: dict[fx.Graph, fx.Node]) -> bool:
-    caller = callers.get(graph)
-    if caller is None:
-        return False
-    checkpoints = getattr(caller.target, "__name__", "") == "tag_activation_checkpoint"
-    return checkpoints or _is_computed_again(caller.graph, callers)

@@ -99,11 +99,11 @@ def check_sites(plan: Plan) -> None:
 
 
 def weigh_sites(plan: Plan) -> None:
-    """Sites that would be slower in low precision, or take more memory, stay as they are, unless the policy names them, or
-    they are emulated, which is never faster and is asked for the sake of its numerics."""
+    """Sites that would be slower in low precision, or take more memory, stay as they are, unless the policy names them,
+    or they are emulated, which is never faster and is asked for the sake of its numerics."""
     memory_rule.spare(plan)
     size_rule.weigh(plan)
-    memory_rule.spare(plan)  # what is left now saves nothing
+    memory_rule.spare(plan)  # layers that the size rule left save nothing
 
 
 def merge_sites(plan: Plan) -> None:

@@ -26,8 +26,8 @@ Experts are weighed by what whole layers of them took (H100, 16384 tokens, 2026-
 experts of 14336 casts are little; with 128 of 768 the weights of all experts are cast for the work of a few tokens each,
 and what the casts cost was, with current scaling, rows or blocks, 4 bytes an element of all operands at the speed of
 memory, and with delayed scaling less than 2. There the saving has to be above that. Experts narrower than
-`NARROW_EXPERTS` have not been measured. The host, which enters Python for each of their products, takes 6 ms to launch a
-layer forward and backward: at 8192 tokens such a layer took 1.11 times as long as in bf16, and at 4096 2.1 times
+`NARROW_EXPERTS` have not been measured. The host, which enters Python for each of their products, takes 6 ms to launch
+a layer forward and backward: at 8192 tokens such a layer took 1.11 times as long as in bf16, and at 4096 2.1 times
 (`delayed`; H200 with a slow host, 2026-11-26). They are weighed like `EXPERTS_LAUNCHES` kernels a product.
 
 Layers that are sharded over several GPUs (tensor parallelism) are weighed by what one rank multiplies. Llama-8B's on
@@ -115,8 +115,8 @@ def _refuse(layers: Sequence[tuple[list[Candidate], Weight]], refusal: Refusal |
 
 
 def _rows_sent(plan: Plan) -> dict[Any, int]:
-    """How many rows a rank sends, by how many come to its experts in exchange, which a run alone can tell: as many, where
-    all ranks have as many and experts are chosen evenly."""
+    """How many rows a rank sends, by how many come to its experts in exchange, which a run alone can tell: as many,
+    where all ranks have as many and experts are chosen evenly."""
     found: dict[Any, int] = {}
     for site in plan.candidates:
         exchange = exchanges.in_front(site.match.x) if site.match.groups else None
