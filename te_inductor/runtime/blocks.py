@@ -24,29 +24,33 @@ def amax(
     return (found.t() if scope.row_last else found).flatten()
 
 
-def four_over_six(
+def chosen(
     x: Tensor,  # (R, C)
     amax: Tensor,  # of its blocks, of the scope's stored shape
     quantizer: Quantizer,
     tensor_amax: Tensor,  # (), or of the stored shape too
 ) -> tuple[Tensor, Tensor]:  # what blocks are multiplied with before the cast, and scale_inv; of the same shape
-    """To 6 or to 4, to 6 where the errors are equal. fp32 sums in TransformerEngine's order: of a row of a block from
-    left to right, then of rows 8, 4, 2 and 1 apart."""
+    """Of the candidate with the least error, of the first where errors are equal. fp32 sums in TransformerEngine's
+    order: of a row of a block from left to right, then of rows 8, 4, 2 and 1 apart."""
     scope = quantizer.granularity
     (high, wide), (down, across) = scope.block, scope.blocks(*x.shape)
     x = F.pad(x, (0, across * wide - x.shape[1], 0, down * high - x.shape[0]))
-    six, four = microscaling.four_over_six(amax, quantizer, tensor_amax)
+    pairs = microscaling.candidates(amax, quantizer, tensor_amax)
     whole, errors = spread(tensor_amax, scope, x.shape) if tensor_amax.dim() else tensor_amax, []
-    for pair in (six, four):
+    for pair in pairs:
         factor, scale_inv = (spread(scale.float(), scope, x.shape) for scale in pair)
         rows = microscaling.error(x, factor, scale_inv, quantizer, whole).view(down, high, across, wide)
         total = functools.reduce(torch.add, rows.unbind(3))
         while total.shape[1] > 1:
             total = total[:, : total.shape[1] // 2] + total[:, total.shape[1] // 2 :]
         errors.append(total.flatten())
-    less = errors[1] < errors[0]
-    codes = torch.where(less, four[1].view(torch.uint8), six[1].view(torch.uint8))  # no select of FP8 values
-    return torch.where(less, four[0], six[0]), codes.view(six[1].dtype)
+    (factor, scale_inv), least = pairs[0], errors[0]
+    for pair, error in zip(pairs[1:], errors[1:], strict=True):
+        less = error < least
+        codes = torch.where(less, pair[1].view(torch.uint8), scale_inv.view(torch.uint8))  # no select of FP8 values
+        factor, scale_inv = torch.where(less, pair[0], factor), codes.view(scale_inv.dtype)
+        least = torch.where(less, error, least)
+    return factor, scale_inv
 
 
 def spread(

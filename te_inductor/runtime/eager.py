@@ -63,8 +63,8 @@ def _scales(x: Tensor, quantizer: Quantizer, amax: Tensor | None) -> tuple[Tenso
         found = x.abs().amax((1,) if scope is ROW else (0, 1)).float().view(shape)
     if amax is not None and amax.dim():
         amax = amax.expand(scope.blocks(*x.shape)).flatten()
-    if quantizer.four_over_six and amax is not None:
-        return blocks.four_over_six(x, found, quantizer, amax)
+    if quantizer.candidates and amax is not None:
+        return blocks.chosen(x, found, quantizer, amax)
     if scope.microscaled:
         return microscaling.encode(found, quantizer, amax)
     scale = encode_scale(found, quantizer, x.dtype)

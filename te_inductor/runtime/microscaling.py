@@ -30,9 +30,6 @@ SMALLEST_BITS = 0x00400000
 # What two-level scales map the tensor's amax to: the largest element times the largest scale of a block.
 TWO_LEVEL_MAX = E2M1.max * E4M3.max
 
-# How much larger a block's scale is where its amax goes to 4 instead of 6.
-STRETCH = 1.5
-
 
 def reciprocal(value: float) -> float:
     """1 / value as fp32 has it."""
@@ -83,11 +80,11 @@ def _two_level(amax: Tensor, tensor_amax: Tensor) -> tuple[Tensor, Tensor]:
     return _factor(amax * (scale * reciprocal(E2M1.max)), scale)
 
 
-def four_over_six(amax: Tensor, quantizer: Quantizer, tensor_amax: Tensor) -> tuple[Pair, Pair]:
-    """What `encode` finds, where a block's amax goes to 6 and where it goes to 4, with a scale 3/2 as large."""
-    scale = tensor_encode_scale(tensor_amax, quantizer.two_level_max)
-    base = amax / torch.full_like(amax, E2M1.max) * scale
-    return _factor(base, scale), _factor(base * STRETCH, scale)
+def candidates(amax: Tensor, quantizer: Quantizer, tensor_amax: Tensor) -> list[Pair]:
+    """What `encode` finds, where a block's amax goes to each of the quantizer's candidates."""
+    scale, first = tensor_encode_scale(tensor_amax, quantizer.two_level_max), quantizer.candidates[0]
+    base = amax / torch.full_like(amax, first) * scale
+    return [_factor(base * (first / candidate), scale) for candidate in quantizer.candidates]
 
 
 def error(
@@ -102,7 +99,7 @@ def error(
     x = x.float().abs()
     back = _magnitude(_nearest(x * factor)) * scale_inv.float() * tensor_amax
     off = (back / torch.full_like(back, quantizer.two_level_max) - x).abs()
-    return off if quantizer.four_over_six == "MAE" else off * off
+    return off if quantizer.error_metric == "MAE" else off * off
 
 
 def _factor(scale_inv: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:

@@ -63,7 +63,7 @@ def quantize_rowcol(
 ) -> tuple[ir.TensorBox, ...]:
     if block_tiles.fits(x, quantizer, wanted):
         return _tiled_copies([x], 0, quantizer, wanted)  # type: ignore[return-value]
-    if quantizer.four_over_six and quantizer.granularity.transposes:  # the transpose's errors are other sums
+    if quantizer.candidates and quantizer.granularity.transposes:  # the transpose's errors are other sums
         return *quantize(x, quantizer, amax), *quantize(_transposed(x), quantizer, amax)
     if quantizer.granularity.transposes:
         scale, scale_inv, scale_inv_t = _scales_of_squares(x, quantizer, amax)
@@ -255,7 +255,8 @@ def _copy_by_rows(
     load_amax: Any = amax and amax.make_loader()
 
     def first_amax(outer):
-        return load_amax([outer[1 if x_is_transposed else 0], sympy.Integer(0)] if quantizer.row_scaled else [])
+        row = outer[1 if x_is_transposed else 0]
+        return load_amax([row, sympy.Integer(0)] if quantizer.rows_have_factors else [])
 
     scale, scale_inv = _scales(x, element, elements, ranges, block, quantizer, order, first_amax)
     load_scale, load_seed = scale.make_loader(), None if seed is None else seed.make_loader()
@@ -366,8 +367,8 @@ def _scales(
     bits.realize()
     load, dtype, scope = bits.make_loader(), x.get_dtype(), quantizer.granularity
 
-    if quantizer.four_over_six:
-        return _four_over_six(x, element, ranges, quantizer, order, load, first_amax)
+    if quantizer.candidates:
+        return _chosen_scales(x, element, ranges, quantizer, order, load, first_amax)
 
     def scales(index):
         found = values.from_bits(load(index))
@@ -385,16 +386,16 @@ def _scales(
     return made[0], made[1]
 
 
-def _four_over_six(
+def _chosen_scales(
     x, element, ranges, quantizer: Quantizer, order: Sequence[int], load_amax, first_amax
 ) -> tuple[ir.TensorBox, ir.TensorBox]:
-    """As `_scales`, of all ``element(index, index in the block)``. Sums have the order of `blocks.four_over_six` of the
+    """As `_scales`, of all ``element(index, index in the block)``. Sums have the order of `blocks.chosen` of the
     runtime, so that they are written out, and each term is stored: a reduction has an order of its own, and what
     would be computed for 16 terms at once takes Inductor's C++ 20 seconds instead of 3 (2026-11-25)."""
     high, wide = quantizer.granularity.block
 
     def pairs(index):
-        return microscaling.four_over_six(values.from_bits(load_amax(index)), quantizer, first_amax(index))
+        return microscaling.candidates(values.from_bits(load_amax(index)), quantizer, first_amax(index))
 
     def error(index, which):
         outer, inner = index[: len(ranges)], index[len(ranges) :]
@@ -407,7 +408,7 @@ def _four_over_six(
         return box.make_loader()
 
     errors = []
-    for which in range(2):
+    for which in range(len(quantizer.candidates)):
         terms = stored([*ranges, *([high] if high > 1 else []), wide], functools.partial(error, which=which))
         of_row = functools.partial(_in_order, terms, wide)
         errors.append(functools.partial(_in_halves, stored([*ranges, high], of_row), high) if high > 1 else of_row)
@@ -415,7 +416,7 @@ def _four_over_six(
         x,
         quantizer.granularity.scale.dtype,
         ranges,
-        lambda index: microscaling.lesser(pairs(index), [error(index) for error in errors]),
+        lambda index: microscaling.least(pairs(index), [error(index) for error in errors]),
     )
     _store(chosen, order)
     load = chosen.make_loader()

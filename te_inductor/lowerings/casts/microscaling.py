@@ -2,6 +2,8 @@
 
 # mypy: disable-error-code="no-untyped-def"
 
+import functools
+
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch._inductor.virtualized import ops as prims
@@ -15,7 +17,6 @@ from te_inductor.runtime.microscaling import (
     MAGNITUDES,
     NAN_CODE,
     SMALLEST_BITS,
-    STRETCH,
     THRESHOLDS,
     TWO_LEVEL_MAX,
     reciprocal,
@@ -87,11 +88,12 @@ def _two_level(amax, tensor_amax):
     return _two_levels(prims.mul(amax, prims.mul(scale, _fp32(reciprocal(E2M1.max)))), scale)
 
 
-def four_over_six(amax, quantizer: Quantizer, tensor_amax):
-    """What `encode` finds, where a block's amax goes to 6 and where it goes to 4."""
-    scale = _tensor_encode_scale(tensor_amax, quantizer.two_level_max)
-    base = prims.mul(values.divide(amax, prims.constant(E2M1.max, torch.float64)), scale)
-    return _two_levels(base, scale), _two_levels(prims.mul(base, _fp32(STRETCH)), scale)
+def candidates(amax, quantizer: Quantizer, tensor_amax):
+    """What `encode` finds, where a block's amax goes to each of the quantizer's candidates."""
+    scale, (first, *others) = _tensor_encode_scale(tensor_amax, quantizer.two_level_max), quantizer.candidates
+    base = prims.mul(values.divide(amax, prims.constant(first, torch.float64)), scale)
+    stretched = (prims.mul(base, _fp32(first / candidate)) for candidate in others)
+    return [_two_levels(base, scale), *(_two_levels(scale_inv, scale) for scale_inv in stretched)]
 
 
 def error(value, factor, scale_inv, quantizer: Quantizer, tensor_amax):
@@ -104,16 +106,20 @@ def error(value, factor, scale_inv, quantizer: Quantizer, tensor_amax):
     back = prims.mul(prims.mul(nearest, prims.to_dtype(scale_inv, torch.float32)), tensor_amax)
     most = prims.constant(quantizer.two_level_max, torch.float64)
     off = values.from_bits(values.magnitude(prims.sub(values.divide(back, most), size)))
-    if quantizer.four_over_six == "MAE":
+    if quantizer.error_metric == "MAE":
         return off
     wide = prims.to_dtype(off, torch.float64)
     return prims.to_dtype(prims.mul(wide, wide), torch.float32)
 
 
-def lesser(pairs, errors):
-    """scale_inv of the pair of `four_over_six` that leaves the lesser error, of 6 where they are equal."""
-    (six, four), (of_six, of_four) = ([prims.to_dtype(scale_inv, torch.float32) for _, scale_inv in pairs], errors)
-    return prims.to_dtype(prims.where(prims.lt(of_four, of_six), four, six), E4M3.dtype)
+def least(pairs, errors):
+    """scale_inv of the pair of `candidates` that leaves the least error, of the first where they are equal."""
+    scales = [prims.to_dtype(scale_inv, torch.float32) for _, scale_inv in pairs]
+    found = scales[0]
+    for place in range(1, len(scales)):
+        smallest = functools.reduce(lambda a, b: prims.where(prims.lt(b, a), b, a), errors[:place])
+        found = prims.where(prims.lt(errors[place], smallest), scales[place], found)
+    return prims.to_dtype(found, E4M3.dtype)
 
 
 def factor(scale_inv, quantizer: Quantizer, tensor_amax):
