@@ -11,7 +11,8 @@ from torch import Tensor
 from te_inductor import targets
 from te_inductor.recipes.formats import ALIGNMENT, E2M1, ROW, Scope, padded
 from te_inductor.recipes.quantizers import Gemm, Quantizer
-from te_inductor.runtime import blocks, microscaling
+from te_inductor.runtime import arithmetic, blocks, microscaling
+from te_inductor.runtime.algebra import TORCH
 from te_inductor.runtime.philox import random_bits
 
 # Clearing the mantissa of a positive fp32 value rounds it down to a power of two.
@@ -66,7 +67,7 @@ def _scales(x: Tensor, quantizer: Quantizer, amax: Tensor | None) -> tuple[Tenso
     if quantizer.candidates and amax is not None:
         return blocks.chosen(x, found, quantizer, amax)
     if scope.microscaled:
-        return microscaling.encode(found, quantizer, amax)
+        return arithmetic.encode(TORCH, found, quantizer, amax)
     scale = encode_scale(found, quantizer, x.dtype)
     return scale, 1.0 / scale
 

@@ -194,6 +194,13 @@ def test_eager_on_any_values(rows, columns, values, seed, quantizer, dtype):
     (check_rows if quantizer.rows_have_factors else check_both)(x, quantizer)
 
 
+def test_what_reports_call_them():
+    assert one("MAE").label(columnwise=False) == "e2m1 1x16 4 over 6, MAE"
+    assert Quantizer("e2m1", scope="1x16", hadamard=True, stochastic=True).label(columnwise=True) == (
+        "e2m1 1x16 transformed stochastic"
+    )
+
+
 def test_quantizers_that_no_format_has():
     chosen: dict[str, object] = {"candidates": (6.0, 4.0), "error_metric": "MAE"}
     for fields in (

@@ -15,6 +15,7 @@ from torch.utils._sympy.functions import FloorDiv
 
 from te_inductor import ops
 from te_inductor.lowerings.casts import blocks, values
+from te_inductor.lowerings.casts.algebra import INDUCTOR
 from te_inductor.lowerings.casts.amax import raise_to_amax
 from te_inductor.lowerings.casts.narrowing import overflowing
 from te_inductor.lowerings.registry import lowering
@@ -57,7 +58,7 @@ def _amax_of_rows(pieces: Sequence[ir.TensorBox]) -> ir.TensorBox:  # (R, 1) fp3
     return ir.Pointwise.create(  # type: ignore[return-value]
         device=pieces[0].get_device(),
         dtype=torch.float32,
-        inner_fn=lambda index: values.from_bits(load_bits(index)),
+        inner_fn=lambda index: INDUCTOR.from_bits(load_bits(index)),
         ranges=[pieces[0].get_size()[0], 1],
     )
 

@@ -18,8 +18,10 @@ import struct
 import torch
 from torch._inductor.virtualized import ops as prims
 
+from te_inductor.lowerings.casts.algebra import INDUCTOR
 from te_inductor.recipes import Quantizer
 from te_inductor.recipes.formats import FP16_OVERFLOW
+from te_inductor.runtime import arithmetic
 
 MANTISSA_BITS, EXPONENT_BIAS = 23, 127  # of fp32
 
@@ -30,19 +32,7 @@ def magnitude(value):
     Its maximum is the amax's bit pattern. Inductor fuses the amax of rows and of blocks with their cast, so that one
     kernel may hold both it and a transposed fp8 store. With a float max that would be Triton issue 11111 on torch 2.15.
     """
-    return prims.bitwise_and(_bits(prims.to_dtype(value, torch.float32)), _int(0x7FFFFFFF))
-
-
-def from_bits(bits):
-    return prims.to_dtype_bitcast(bits, torch.float32, torch.int32)
-
-
-def _bits(value):
-    return prims.to_dtype_bitcast(value, torch.int32, torch.float32)
-
-
-def _int(value: int):
-    return prims.constant(value, torch.int32)
+    return arithmetic.magnitude(INDUCTOR, value)
 
 
 def _fp32_bits(value: float) -> int:
@@ -54,15 +44,15 @@ def encode_scale(amax, quantizer: Quantizer, dtype: torch.dtype):
     """The fp32 factor of what has this amax, in a tensor of `dtype`."""
     largest = quantizer.largest_scale(dtype)
     if quantizer.amax_epsilon:
-        epsilon = prims.constant(quantizer.amax_epsilon, torch.float32)
+        epsilon = INDUCTOR.fp32(quantizer.amax_epsilon)
         amax = prims.where(prims.lt(amax, epsilon), epsilon, amax)
     if quantizer.power_2_scale:
-        return from_bits(_power_2(_bits(amax), quantizer, largest))
-    zero, one = prims.constant(0.0, torch.float32), prims.constant(1.0, torch.float32)
-    infinity = prims.constant(float("inf"), torch.float32)
+        return INDUCTOR.from_bits(_power_2(INDUCTOR.bits(amax), quantizer, largest))
+    zero, one = INDUCTOR.fp32(0.0), INDUCTOR.fp32(1.0)
+    infinity = INDUCTOR.fp32(float("inf"))
     usable = prims.and_(prims.gt(amax, zero), prims.lt(amax, infinity))
-    encoded = divide(prims.constant(quantizer.format.max, torch.float64), amax)
-    encoded = prims.where(prims.lt(encoded, infinity), encoded, prims.constant(largest, torch.float32))
+    encoded = INDUCTOR.quotient(quantizer.format.max, amax)
+    encoded = prims.where(prims.lt(encoded, infinity), encoded, INDUCTOR.fp32(largest))
     return prims.where(usable, encoded, one)
 
 
@@ -76,32 +66,26 @@ def _power_2(amax, quantizer: Quantizer, largest: float):  # bit patterns
 
     Few operations, as Inductor traces each of them several times, and a graph has hundreds of scales.
     """
-    difference = prims.sub(_int(_fp32_bits(quantizer.format.max)), amax)
+    difference = prims.sub(INDUCTOR.int32(_fp32_bits(quantizer.format.max)), amax)
     finite, most = prims.lt(difference, _exponent(EXPONENT_BIAS + 1)), _exponent(math.frexp(largest)[1] - 1)
     raised = prims.add(prims.where(finite, difference, most), _exponent(EXPONENT_BIAS))
     encoded = prims.bitwise_and(raised, _exponent(-1))
     # A NaN of the whole tensor may have a sign, and be negative here.
-    usable = prims.and_(prims.gt(amax, _int(0)), prims.lt(amax, _int(_fp32_bits(math.inf))))
+    usable = prims.and_(prims.gt(amax, INDUCTOR.int32(0)), prims.lt(amax, INDUCTOR.int32(_fp32_bits(math.inf))))
     return prims.where(usable, encoded, _exponent(EXPONENT_BIAS))
 
 
 def _exponent(value: int):
     """In its place in a bit pattern; -1 has all of its bits, and the sign's."""
-    return _int(value << MANTISSA_BITS)
+    return INDUCTOR.int32(value << MANTISSA_BITS)
 
 
 def decode_scale(scale, quantizer: Quantizer):
     if not quantizer.power_2_scale:
-        return divide(prims.constant(1.0, torch.float64), scale)
-    bits = prims.sub(_int(2 * EXPONENT_BIAS << MANTISSA_BITS), _bits(scale))
-    subnormal = _int(1 << MANTISSA_BITS - 1)  # the reciprocal of 2**127
-    return from_bits(prims.where(prims.eq(bits, _int(0)), subnormal, bits))
-
-
-def divide(numerator, denominator):
-    """IEEE fp32 division on every device. Triton's own fp32 division may be off by 2 ulp; the double quotient of two
-    fp32 values, rounded to fp32, is the correctly rounded quotient, since 53 >= 2 * 24 + 2 bits."""
-    return prims.to_dtype(prims.truediv(numerator, prims.to_dtype(denominator, torch.float64)), torch.float32)
+        return INDUCTOR.quotient(1.0, scale)
+    bits = prims.sub(INDUCTOR.int32(2 * EXPONENT_BIAS << MANTISSA_BITS), INDUCTOR.bits(scale))
+    subnormal = INDUCTOR.int32(1 << MANTISSA_BITS - 1)  # the reciprocal of 2**127
+    return INDUCTOR.from_bits(prims.where(prims.eq(bits, INDUCTOR.int32(0)), subnormal, bits))
 
 
 def cast(value, scale, quantizer: Quantizer, device: torch.device, dtype: torch.dtype):
@@ -110,14 +94,14 @@ def cast(value, scale, quantizer: Quantizer, device: torch.device, dtype: torch.
     compute capability 8.9 on, where our sites begin. Elsewhere by comparisons, which NaN passes."""
     value = prims.to_dtype(value, torch.float32)
     if dtype == torch.float16 or device.type != "cuda":
-        bound = prims.constant(FP16_OVERFLOW if dtype == torch.float16 else math.inf, torch.float32)
-        value = prims.where(prims.lt(prims.abs(value), bound), value, prims.constant(math.nan, torch.float32))
+        bound = INDUCTOR.fp32(FP16_OVERFLOW if dtype == torch.float16 else math.inf)
+        value = prims.where(prims.lt(prims.abs(value), bound), value, INDUCTOR.fp32(math.nan))
         value = prims.mul(value, scale)
     else:
-        value = prims.add(prims.mul(value, scale), prims.mul(value, prims.constant(0.0, torch.float32)))
+        value = prims.add(prims.mul(value, scale), prims.mul(value, INDUCTOR.fp32(0.0)))
     if device.type != "cuda":
-        high = prims.constant(quantizer.format.max, torch.float32)
-        low = prims.constant(-quantizer.format.max, torch.float32)
+        high = INDUCTOR.fp32(quantizer.format.max)
+        low = INDUCTOR.fp32(-quantizer.format.max)
         value = prims.where(prims.gt(value, high), high, value)
         value = prims.where(prims.lt(value, low), low, value)
     return prims.to_dtype(value, quantizer.format.dtype)
