@@ -1,14 +1,15 @@
-"""The arithmetic of MXFP8, MXFP4 and NVFP4: scales of E8M0 and of two levels, values of E2M1. Written once: eager code
-evaluates it on tensors, lowerings on values of Inductor IR (`on`, an `Algebra`).
+"""The arithmetic of scales, in fp32, of E8M0 and of two levels, and of values of E2M1. Written once: eager code evaluates
+it on tensors, lowerings on values of Inductor IR (`on`, an `Algebra`).
 
-Of a block, `encode` finds its factor, which values are multiplied with before the cast, and `scale_inv` as it is
-stored. A quantizer with several candidates wants the block's values too: the error that each candidate leaves.
+Of a block of MXFP8, MXFP4 or NVFP4, `encode` finds its factor, which values are multiplied with before the cast, and
+`scale_inv` as it is stored. A quantizer with several candidates wants the block's values too: the error that each
+candidate leaves.
 
 Each operation is one rounding of fp32, and an order of operations is an order of instructions in generated code. torch
 fuses none of them; in lowerings a square alone would become part of an fma.
 
-Source: TransformerEngine, common/util/ptx.cuh (float_to_e8m0, exp2f_rcp), common/cast/nvfp4/core_nvfp4.cuh,
-common/cast/nvfp4/quantize_4over6_nvfp4.cuh.
+Source: TransformerEngine, common/recipe/recipe_common.cuh, common/util/ptx.cuh (float_to_e8m0, exp2f_rcp),
+common/cast/nvfp4/core_nvfp4.cuh, common/cast/nvfp4/quantize_4over6_nvfp4.cuh.
 """
 
 import functools
@@ -27,6 +28,7 @@ from te_inductor.runtime.philox import BITS
 Pair = tuple[Value, Value]  # of a block: its factor, and scale_inv
 FP32_MAX = torch.finfo(torch.float32).max
 MAGNITUDE_BITS, INFINITY_BITS, NAN_BITS = 0x7FFFFFFF, 0x7F800000, 0x7FC00000  # of fp32
+MANTISSA_BITS, EXPONENT_BIAS = 23, 127  # of fp32
 NAN_CODE, INFINITY_CODE = 0xFF, 0xFE  # E8M0 has no infinity: its largest value stands for one
 # Of 2**-127 as fp32, a subnormal: the value of code 0, and the reciprocal of that of code 0xFE.
 SMALLEST_BITS = 0x00400000
@@ -46,6 +48,59 @@ def reciprocal(value: float) -> float:
 def magnitude(on: Algebra, value: Value) -> Value:
     """The fp32 bit pattern without the sign, int32: infinity is above every number and NaN above infinity."""
     return on.bits(on.convert(value, torch.float32)) & on.int32(MAGNITUDE_BITS)
+
+
+def encode_scale(on: Algebra, amax: Value, quantizer: Quantizer, dtype: torch.dtype) -> Value:
+    """The fp32 factor that maps `amax` (fp32), of a tensor of `dtype`, to the element's largest value."""
+    largest = quantizer.largest_scale(dtype)
+    if quantizer.amax_epsilon:
+        epsilon = on.fp32(quantizer.amax_epsilon)
+        amax = on.where(amax < epsilon, epsilon, amax)
+    if quantizer.power_2_scale:
+        return on.from_bits(_power_2(on, on.bits(amax), quantizer, largest))
+    zero, one, infinity = on.fp32(0.0), on.fp32(1.0), on.fp32(math.inf)
+    usable = on.both(amax > zero, amax < infinity)
+    encoded = on.quotient(quantizer.format.max, amax)
+    encoded = on.where(encoded < infinity, encoded, on.fp32(largest))
+    return on.where(usable, encoded, one)
+
+
+def _power_2(on: Algebra, amax: Value, quantizer: Quantizer, largest: float) -> Value:  # bit patterns
+    """The quotient of the element's largest value and amax, rounded down to a power of two: without a division, which
+    every thread would do for each block that it has an element of, 14 of a column copy's 70 instructions an element.
+
+    A bit pattern is the exponent and then the mantissa, so the difference of two, cut to whole exponents, is the
+    exponent of the quotient rounded down. It is that of the fp32 quotient too, which IEEE division might round up to
+    the next power: the largest value has few bits, so no fp32 amax brings the quotient that near to one from below.
+
+    Few operations, as Inductor traces each of them several times, and a graph has hundreds of scales.
+    """
+
+    def exponent(value: int) -> Value:
+        """In its place in a bit pattern; -1 has all of its bits, and the sign's."""
+        return on.int32(value << MANTISSA_BITS)
+
+    difference = on.int32(_fp32_bits(quantizer.format.max)) - amax
+    finite, most = difference < exponent(EXPONENT_BIAS + 1), exponent(math.frexp(largest)[1] - 1)
+    raised = on.where(finite, difference, most) + exponent(EXPONENT_BIAS)
+    encoded = raised & exponent(-1)
+    # A NaN of the whole tensor may have a sign, and be negative here.
+    usable = on.both(amax > on.int32(0), amax < on.int32(INFINITY_BITS))
+    return on.where(usable, encoded, exponent(EXPONENT_BIAS))
+
+
+def _fp32_bits(value: float) -> int:
+    [bits] = struct.unpack("<i", struct.pack("<f", value))
+    return int(bits)
+
+
+def decode_scale(on: Algebra, scale: Value, quantizer: Quantizer) -> Value:
+    """scale_inv of the factor that `encode_scale` finds."""
+    if not quantizer.power_2_scale:
+        return on.quotient(1.0, scale)
+    bits = on.int32(2 * EXPONENT_BIAS << MANTISSA_BITS) - on.bits(scale)
+    subnormal = on.int32(1 << MANTISSA_BITS - 1)  # the reciprocal of 2**127
+    return on.from_bits(on.where(bits == on.int32(0), subnormal, bits))
 
 
 def encode(on: Algebra, amax: Value, quantizer: Quantizer, first_amax: Value | None) -> Pair:

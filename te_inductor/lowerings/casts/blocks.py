@@ -215,7 +215,7 @@ def _tiles(
 
     def scale(index):
         found = block_tiles.block_amax(values.magnitude(value(index)), [index[dim] for dim in along])
-        return values.encode_scale(INDUCTOR.from_bits(found), quantizer, dtype)
+        return arithmetic.encode_scale(INDUCTOR, INDUCTOR.from_bits(found), quantizer, dtype)
 
     def cast(index):
         return values.cast(value(index), block_tiles.spread(scale(index)), quantizer, device, dtype)
@@ -224,7 +224,7 @@ def _tiles(
     data.realize()
     data.data.data.layout = data_layout  # type: ignore[attr-defined]
     scale_inv = block_tiles.store_once_a_block(
-        x, lambda index: values.decode_scale(scale(index), quantizer), block, scale_layout
+        x, lambda index: arithmetic.decode_scale(INDUCTOR, scale(index), quantizer), block, scale_layout
     )
     return data, scale_inv
 
@@ -378,8 +378,8 @@ def _scales(
         found = INDUCTOR.from_bits(load(index))
         if scope.microscaled:
             return arithmetic.encode(INDUCTOR, found, quantizer, first_amax(index) if scope.two_level else None)
-        scale = values.encode_scale(found, quantizer, dtype)
-        return scale, values.decode_scale(scale, quantizer)
+        scale = arithmetic.encode_scale(INDUCTOR, found, quantizer, dtype)
+        return scale, arithmetic.decode_scale(INDUCTOR, scale, quantizer)
 
     made = [
         _pointwise(x, dtype, ranges, lambda index, which=which: scales(index)[which])
