@@ -183,6 +183,15 @@ def test_special_blocks_of_mxfp8():
         assert scale_inv.item() == code and data.float()[0, 0] == low
 
 
+def test_a_nan_with_a_sign():
+    """torch's amax over the rows of a transposed matrix gives a NaN all bits, its sign's too, on x86."""
+    x = torch.randn(32, 32)
+    x[3, 5] = math.nan
+    data, scale_inv = ops.quantize(x.t().contiguous().t(), Quantizer("e4m3", scope="1x32"))
+    assert scale_inv.tolist() == ops.quantize(x, Quantizer("e4m3", scope="1x32"))[1].tolist()
+    assert scale_inv[3] == 0xFF and (scale_inv == 0xFF).sum() == 1 and data[3].float().isnan().all()
+
+
 def test_first_value_in_the_low_bits():
     x = torch.tensor([[0.5, -1.0, 6.0, 0.0] + 12 * [0.0]])
     data, scale_inv = ops.quantize(x, Quantizer("e2m1", scope="1x16"), torch.tensor(6.0))
