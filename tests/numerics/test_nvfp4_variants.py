@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from te_inductor import ops, recipes
+from te_inductor import ops
 from te_inductor.errors import RecipeError
 from te_inductor.lowerings import install
-from te_inductor.recipes import Quantizer
+from te_inductor.recipes import Quantizer, Slots
 from tests.bounds import assert_same_values, values_of
 from tests.numerics.test_microscaling import SIZES, check, check_both, compiled
 from tests.numerics.test_quantize import CONTENTS, DTYPES, LAYOUTS
@@ -153,7 +153,8 @@ def test_rows_have_factors_of_their_own():
 def test_a_row_that_is_not_finite_is_alone():
     x, weight = torch.randn(4, 32), torch.randn(16, 32)
     x[1, 3], x[2, 5] = math.inf, math.nan
-    slots = recipes.NVFP4BlockScaling(disable_rht=True, row_scaled_activation=True).slots()
+    plain = Quantizer("e2m1", scope="1x16")
+    slots = Slots.of(FACTORS_OF_ROWS[0], Quantizer("e2m1", scope="16x16"), plain)
     [y] = ops.linears(x, [weight], [], slots, x.dtype)
     assert y.isfinite().all(1).tolist() == [True, False, False, True]
 
