@@ -1,14 +1,16 @@
 """The recipes of microscaled formats: MXFP8 and NVFP4, which Blackwell's tensor cores multiply, and MXFP4. Elsewhere
 they are emulated, value for value."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from te_inductor.errors import RecipeError
 from te_inductor.recipes.constants import constant
-from te_inductor.recipes.formats import Format
-from te_inductor.recipes.quantizers import Quantizer
+from te_inductor.recipes.formats import E2M1, E4M3, ROW, TENSOR, Format
+from te_inductor.recipes.quantizers import METRICS, Quantizer
 from te_inductor.recipes.recipe import Recipe, Slots, refuse
 
 _ATTENTION = "attention is not run in FP8 here"
+_TENSORS = ("none", "weights", "activations", "all")  # which of the forward's tensors a field is about
 _BACKWARD = "the backward runs in the recipe's precision"
 
 
@@ -56,9 +58,13 @@ class NVFP4BlockScaling(Recipe):
     outliers over 16 values and cancels in the product. Gradients are rounded stochastically, so that their mean is
     right; the bits follow from torch's seed. Each can be turned off.
 
-    Names, fields and defaults are TransformerEngine's, whose environment variables are not read. What is in it for
-    post-training (`row_scaled_activation`, `nvfp4_4over6` and its two options), other formats, attention and overrides
-    of the backward are refused."""
+    With `row_scaled_activation` an activation has an fp32 factor a row of each copy; it takes `disable_rht`. With
+    `nvfp4_4over6` a block's amax goes to 6 or to 4, whichever leaves the smaller error by `nvfp4_4over6_err_mode`.
+    With `nvfp4_4over6_e4m3_use_256` the largest scale is 256, which leaves room for those of blocks that go to 4. It
+    takes `disable_rht` for activations, as in TransformerEngine.
+
+    Names, fields and defaults are TransformerEngine's, whose environment variables are not read. Other formats,
+    attention and overrides of the backward are refused."""
 
     name: ClassVar[str] = "nvfp4"
 
@@ -79,23 +85,53 @@ class NVFP4BlockScaling(Recipe):
         super().__post_init__()
         refuse(
             self,
-            row_scaled_activation="activations have one factor a tensor",
-            nvfp4_4over6="a block's largest value is mapped to 6",
-            nvfp4_4over6_e4m3_use_256="it acts beside nvfp4_4over6 alone",
-            nvfp4_4over6_err_mode="it acts beside nvfp4_4over6 alone",
             fp4_format="NVFP4 is E2M1",
             fp8_format="NVFP4's scales of blocks are E4M3",
             fp8_dpa=_ATTENTION,
             fp8_mha=_ATTENTION,
             backward_override=_BACKWARD,
         )
+        self._check_four_over_six()
+        if self.row_scaled_activation and not self.disable_rht:
+            raise RecipeError(
+                "NVFP4BlockScaling.row_scaled_activation is True, expected False beside the random Hadamard transform,"
+                " which TransformerEngine does not combine with it either; pass disable_rht=True"
+            )
+
+    def _check_four_over_six(self) -> None:
+        known = {"nvfp4_4over6": _TENSORS, "nvfp4_4over6_e4m3_use_256": _TENSORS, "nvfp4_4over6_err_mode": METRICS}
+        for field, values in known.items():
+            if (value := getattr(self, field)) not in values:
+                raise RecipeError(f"NVFP4BlockScaling.{field} is {value!r}, expected one of {', '.join(values)}")
+        if self.nvfp4_4over6 == "none":
+            alone = "it acts beside nvfp4_4over6 alone"
+            refuse(self, nvfp4_4over6_e4m3_use_256=alone, nvfp4_4over6_err_mode=alone)
+        if self.nvfp4_4over6 in ("activations", "all") and not self.disable_rht:
+            raise RecipeError(
+                f"NVFP4BlockScaling.nvfp4_4over6 is {self.nvfp4_4over6!r}, expected 'none' or 'weights' beside the random"
+                " Hadamard transform of activations, which TransformerEngine does not combine with it either; pass"
+                " disable_rht=True"
+            )
+
+    def _four_over_six(self, tensor: str) -> dict[str, Any]:
+        """Fields of this tensor's quantizer."""
+        if self.nvfp4_4over6 not in (tensor, "all"):
+            return {}
+        largest = 256.0 if self.nvfp4_4over6_e4m3_use_256 in (tensor, "all") else E4M3.max
+        return {"candidates": (E2M1.max, 4.0), "error_metric": self.nvfp4_4over6_err_mode, "scale_max": largest}
 
     def slots(self) -> Slots:
         element, x, rht = self.fp4_format.forward.name, "1x16", not self.disable_rht
         w = "1x16" if self.disable_2d_quantization else "16x16"
         return Slots.of(
-            Quantizer(element, scope=x, hadamard=rht),
-            Quantizer(element, scope=w),
+            Quantizer(
+                element,
+                scope=x,
+                hadamard=rht,
+                factor_scope=ROW.name if self.row_scaled_activation else TENSOR.name,
+                **self._four_over_six("activations"),
+            ),
+            Quantizer(element, scope=w, **self._four_over_six("weights")),
             Quantizer(element, scope=x, hadamard=rht, stochastic=not self.disable_stochastic_rounding),
         )
 

@@ -420,6 +420,40 @@ def test_every_field_of_mxfp8_has_an_effect():
     assert len({slots, *(variant.slots() for variant in variants)}) == 3
 
 
+def test_which_tensors_go_to_4_or_6():
+    """TransformerEngine's names of tensors; gradients never do. GEMMs know the largest scales of their operands."""
+    make = functools.partial(recipes.NVFP4BlockScaling, disable_rht=True)
+    plain = make().slots()
+    seen = {plain}
+    for which, touched in (("weights", {"weight"}), ("activations", {"input"}), ("all", {"input", "weight"})):
+        for use_256 in ("none", "weights", "activations", "all"):
+            slots = make(nvfp4_4over6=which, nvfp4_4over6_e4m3_use_256=use_256).slots()
+            assert {
+                name for name in ("input", "weight", "grad_output") if getattr(slots, name).candidates == (6.0, 4.0)
+            } == touched
+            maxima = {}
+            for name, tensor in (("input", "activations"), ("weight", "weights")):
+                maxima[name] = 256.0 if name in touched and use_256 in (tensor, "all") else 448.0
+                assert getattr(slots, name).scale_max == maxima[name]
+            assert slots.grad_output == plain.grad_output
+            assert slots.fprop.scale_maxima == (maxima["input"], maxima["weight"])
+            assert slots.dgrad.scale_maxima == (448.0, maxima["weight"])
+            assert slots.wgrad.scale_maxima == (448.0, maxima["input"])
+            assert recipes.Slots.from_text(slots.to_text()) == slots
+        other = make(nvfp4_4over6=which, nvfp4_4over6_err_mode="MSE").slots()
+        assert other not in seen and slots not in seen
+        seen |= {other, slots}
+
+
+def test_rows_of_activations_have_factors():
+    slots = recipes.NVFP4BlockScaling(disable_rht=True, row_scaled_activation=True).slots()
+    plain = recipes.NVFP4BlockScaling(disable_rht=True).slots()
+    assert slots == dataclasses.replace(plain, input=recipes.Quantizer("e2m1", scope="1x16", factor_scope="row"))
+    for name in ("weight", "grad_output"):
+        with pytest.raises(errors.RecipeError, match="expected input alone"):
+            dataclasses.replace(plain, **{name: slots.input})
+
+
 def test_transforms_and_random_rounding_where_they_make_sense():
     slots = recipes.NVFP4BlockScaling().slots()
     plain, moved = dataclasses.replace(slots.input, hadamard=False), slots.input

@@ -26,6 +26,11 @@ RECIPES = {
     "mxfp4": MXFP4BlockScaling(),
     "nvfp4": NVFP4BlockScaling(),
     "nvfp4 plain": NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True),
+    "nvfp4 4 over 6": NVFP4BlockScaling(
+        nvfp4_4over6="weights", nvfp4_4over6_e4m3_use_256="none", nvfp4_4over6_err_mode="MSE"
+    ),
+    "nvfp4 rows": NVFP4BlockScaling(disable_rht=True, row_scaled_activation=True),
+    "nvfp4 rows, 4 over 6": NVFP4BlockScaling(disable_rht=True, row_scaled_activation=True, nvfp4_4over6="all"),
 }
 recipes = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 runs = pytest.mark.parametrize("run", ["eager", "compiled"])

@@ -239,6 +239,7 @@ RECIPES = {
     "nvfp4": NVFP4BlockScaling(),
     "nvfp4 plain": NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True),
     "nvfp4 options": NVFP4BlockScaling(disable_rht=True, disable_2d_quantization=True),
+    "nvfp4 4 over 6": NVFP4BlockScaling(disable_rht=True, nvfp4_4over6="all"),
 }
 
 

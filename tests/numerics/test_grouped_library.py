@@ -49,6 +49,7 @@ RECIPES = {  # equal bit for bit: the library has their factors, and no random b
     "mxfp4 rows": MXFP4BlockScaling(**NEAREST, disable_2d_quantization=True, disable_rht=True),
     "nvfp4": NVFP4BlockScaling(**NEAREST),
     "nvfp4 rows": NVFP4BlockScaling(**NEAREST, disable_2d_quantization=True, disable_rht=True),
+    "nvfp4 4 over 6": NVFP4BlockScaling(**NEAREST, disable_rht=True, nvfp4_4over6="all"),
 }
 
 
@@ -78,15 +79,21 @@ def test_layer(recipe, sizes, library):
     assert calls == 3 * ["_scaled_grouped_mm" + ("_v2" if slots.fprop.packed > 1 else "")]
 
 
-@pytest.mark.quick("mxfp4", "nvfp4")
-@pytest.mark.parametrize("name", [*RECIPES, "random mxfp4", "random nvfp4"])
-def test_layer_against_the_oracle(name, library):
+@pytest.mark.quick("mxfp4", "nvfp4", "factors of rows")
+@pytest.mark.parametrize("name", [*RECIPES, "factors of rows", "random mxfp4", "random nvfp4"])
+def test_layer_against_the_oracle(name, library, monkeypatch):
     more = {
+        "factors of rows": NVFP4BlockScaling(**NEAREST, disable_rht=True, row_scaled_activation=True),
         "random mxfp4": MXFP4BlockScaling(),
         "random nvfp4": NVFP4BlockScaling(),
     }
     slots, calls = (RECIPES | more)[name].slots(), library()
     sizes = (17, 130, 1) if "random" in name else (0, 1, 17, 0, 130)  # the oracle's empty groups have no tile
+    if (
+        name == "factors of rows"
+    ):  # they multiply what was rounded: once more, and by no more than the bound has already
+        error_of = layers.error_of
+        monkeypatch.setattr(layers, "error_of", lambda *product: 2 * error_of(*product))
     x, weights, biases, dy, order = layers.inputs(sizes, 20, (48,), 80, torch.bfloat16, True, 2)
     ends = layers.ends_of(sizes)
     ys = layers.run(ops.trace_grouped_linears, x, weights, biases, ends, slots, order, 2, dy, torch.bfloat16)

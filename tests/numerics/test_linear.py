@@ -49,6 +49,12 @@ RECIPES = {
     "nvfp4": NVFP4BlockScaling(),
     "nvfp4 plain": NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True),
     "nvfp4 options": NVFP4BlockScaling(disable_rht=True, disable_2d_quantization=True),
+    "nvfp4 4 over 6": NVFP4BlockScaling(disable_rht=True, nvfp4_4over6="all"),
+    "nvfp4 4 over 6 options": NVFP4BlockScaling(
+        nvfp4_4over6="weights", nvfp4_4over6_e4m3_use_256="none", nvfp4_4over6_err_mode="MSE"
+    ),
+    "nvfp4 rows": NVFP4BlockScaling(disable_rht=True, row_scaled_activation=True),
+    "nvfp4 rows, 4 over 6": NVFP4BlockScaling(disable_rht=True, row_scaled_activation=True, nvfp4_4over6="all"),
     "mxfp8 options": MXFP8BlockScaling(fp8_format=Format.HYBRID, enable_2d_quantization=True),
 }
 
@@ -147,6 +153,9 @@ def test_called(sizes, dtype, with_bias, recipe):
         pytest.param(*((33, 96, 80), torch.float32, False, "mxfp8 options"), marks=thorough),
         ((70, 80, 144), torch.bfloat16, True, "nvfp4"),
         ((33, 96, 80), torch.bfloat16, True, "mxfp4"),
+        pytest.param(*((33, 96, 80), torch.float32, True, "nvfp4 rows, 4 over 6"), marks=thorough),
+        pytest.param(*((70, 80, 144), torch.bfloat16, False, "nvfp4 rows"), marks=thorough),
+        pytest.param(*((70, 80, 144), torch.bfloat16, False, "nvfp4 4 over 6 options"), marks=thorough),
         pytest.param(*((33, 96, 80), torch.float32, False, "nvfp4 options"), marks=thorough),
     ],
     ids=str,
