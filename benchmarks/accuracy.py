@@ -31,7 +31,7 @@ from te_inductor.recipes import (
     Recipe,
 )
 from te_inductor.recipes.formats import E2M1, Scope
-from te_inductor.runtime import blocks, microscaling
+from te_inductor.runtime import arithmetic, blocks, microscaling
 
 NVFP4 = NVFP4BlockScaling()
 RECIPES: dict[str, Recipe] = {
@@ -147,7 +147,7 @@ def averaged(name: str, recipe: Recipe, x: Tensor, weight: Tensor, dy: Tensor) -
 def exact_product(dy: Tensor, other: ops.Copy | None, scope: Scope) -> Tensor:
     """dy in high precision times what the other operand stands for."""
     assert other is not None and other.amax is not None
-    low = blocks.values(other.data, other.scale_inv, E2M1, scope).double() * other.amax / microscaling.TWO_LEVEL_MAX
+    low = blocks.values(other.data, other.scale_inv, E2M1, scope).double() * other.amax / arithmetic.TWO_LEVEL_MAX
     return dy.double() @ low.t()[: dy.shape[1]]
 
 

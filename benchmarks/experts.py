@@ -2,6 +2,7 @@
 
     python -m benchmarks.experts                       # both layers, all arms, one process
     python -m benchmarks.experts --layers mixtral --recipes delayed --profile 12
+    python -m benchmarks.experts --layers qwen3 --tokens 4096 --mode reduce-overhead --forced    # CUDA graphs, all arms
 
 The layer is transformers' sparse block (router, experts by its default `grouped_mm`), alone, with random tokens, so
 that routing is about even; `--skew` makes some experts' share larger. Arms are timed in turn. `saved` is what the
@@ -69,18 +70,21 @@ def layer(name: str, skew: float, device: str) -> nn.Module:
     return model
 
 
-def arm(name: str, recipe: str, tokens: int, skew: float, device: str, forced: bool) -> Arm:
-    model = layer(name, skew, device)
-    x = torch.randn(1, tokens, model_width(name), device=device, dtype=torch.bfloat16, requires_grad=True)
+def arm(name: str, recipe: str, args: argparse.Namespace) -> Arm:
+    device = args.device
+    model = layer(name, args.skew, device)
+    x = torch.randn(1, args.tokens, model_width(name), device=device, dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn_like(x)
     torch._dynamo.reset()
     compiled: Callable[[Tensor], Any]
+    start = time.perf_counter()
     if recipe == "bf16":
-        compiled = torch.compile(model)
+        compiled = torch.compile(model, mode=args.mode)
     elif recipe in experts_peers.PEERS:
         compiled = experts_peers.PEERS[recipe](model)
     else:
-        options = {"recipe": recipe, "policy": {"gate": "none", "*": recipe} if forced else {}}
+        options = {"recipe": recipe, "policy": {"gate": "none", "*": recipe} if args.forced else {}}
+        options |= {"mode": args.mode} if args.mode else {}
         compiled = torch.compile(model, backend=harness.te_backend(), options=options)
 
     def output() -> Tensor:
@@ -88,11 +92,11 @@ def arm(name: str, recipe: str, tokens: int, skew: float, device: str, forced: b
         return found[0] if isinstance(found, tuple) else found
 
     def step() -> None:
+        torch.compiler.cudagraph_mark_step_begin()
         for parameter in (*model.parameters(), x):
             parameter.grad = None
         output().backward(dy)
 
-    start = time.perf_counter()
     step()
     harness.synchronize(device)
     first_s = time.perf_counter() - start
@@ -124,7 +128,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     for recipe in ("bf16", *args.recipes, *args.peers):
         try:
-            arms[recipe] = arm(name, recipe, args.tokens, args.skew, args.device, args.forced)
+            arms[recipe] = arm(name, recipe, args)
             print(f"{name}, {recipe}: first step in {arms[recipe].first_s:.0f} s", flush=True)
         except Exception as error:  # the other arms are still worth having
             rows[recipe] = {"error": f"{type(error).__name__}: {error}"[:2000]}
@@ -134,8 +138,9 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
             times[recipe].append(statistics.median(harness.times_ms(each.step, args.device, args.iters, 2)))
     reference: list[Tensor] = []
     for recipe, each in arms.items():
+        output = each.output().detach().clone()  # CUDA graphs write the next one over it
         each.step()
-        found = [each.output().detach(), *each.gradients()]
+        found = [output, *each.gradients()]
         if recipe == "bf16":
             reference = [tensor.clone() for tensor in found]
         pairs = zip(found, reference, strict=True) if recipe not in experts_peers.OWN_WEIGHTS else ()
@@ -162,6 +167,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--iters", type=int, default=5)
     parser.add_argument("--profile", type=int, default=0, metavar="N", help="list the N slowest kernels of each arm")
+    parser.add_argument("--mode", help="torch.compile's mode, for bf16 and te")
     parser.add_argument("--forced", action="store_true", help="a policy that names every layer but the router")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path)

@@ -12,9 +12,12 @@ layer; `torchao:RECIPE`, where that package is. `low` is the share of linear lay
 follows `--train` steps from the same weights on the same batches. With `--together N` each model is a process of its
 own: N of them compile side by side, and then each is measured while the others wait. The first step's time would say
 nothing there and is left out; what each process wrote is in a folder beside `--json`. `host ms` is how long the host
-takes to launch a step while the device is idle: where it is near the step's own time, the device waits for the host."""
+takes to launch a step while the device is idle: where it is near the step's own time, the device waits for the host.
+`first s` is from `torch.compile` to the end of the first step. Later arms of a process find imports and kernels of
+earlier ones: give one arm and an empty TORCHINDUCTOR_CACHE_DIR to compare them."""
 
 import argparse
+import gc
 import json
 import shutil
 import statistics
@@ -50,11 +53,13 @@ class Arm:
 def make(name: str, arm: str, args: argparse.Namespace) -> Arm:
     """An arm whose step has run, with the peak of its own memory."""
     cuda, vocabulary = args.device.startswith("cuda"), _vocabulary(name, args)
+    gc.collect()  # what earlier arms left in cycles would be freed in this one's steps
     before = torch.cuda.memory_allocated() if cuda else 0
     loss = fleet_models.build(name, args.layers, vocabulary, args.device)
     first_batch = fleet_models.batch(name, args.tokens, vocabulary, args.device)
     kind, recipe = arms.find(arm.rstrip("!"))
     options = {"policy": {"*": recipe}} if arm.endswith("!") else {}
+    start = time.perf_counter()  # bf16's torch.compile imports Inductor, and te's first call
     run: Any = kind.make(loss, recipe, None, options)
     optimizer = torch.optim.AdamW(loss.parameters(), lr=1e-4, fused=True)
 
@@ -65,11 +70,11 @@ def make(name: str, arm: str, args: argparse.Namespace) -> Arm:
         optimizer.step()
         return found.detach()  # type: ignore[no-any-return]
 
-    start = time.perf_counter()
     step()
     harness.synchronize(args.device)
     first = time.perf_counter() - start
     step()
+    gc.collect()
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     step()

@@ -6,7 +6,9 @@ MSLK's host code."""
 import torch
 from torch import Tensor
 
-from te_inductor.runtime.microscaling import e8m0_value, unpack_e2m1
+from te_inductor.runtime.algebra import TORCH
+from te_inductor.runtime.arithmetic import e8m0_value
+from te_inductor.runtime.microscaling import unpack_e2m1
 
 
 def place(row: Tensor, block: Tensor, blocks: int) -> Tensor:
@@ -19,7 +21,7 @@ def read(stored: Tensor, base: int, rows: int, blocks: int) -> Tensor:
     """Values of a matrix of scales that begins there."""
     index = place(torch.arange(rows)[:, None], torch.arange(blocks)[None, :], blocks)
     codes = stored.view(torch.uint8).flatten()[base + index]
-    return e8m0_value(codes) if stored.dtype == torch.float8_e8m0fnu else codes.view(stored.dtype).float()
+    return e8m0_value(TORCH, codes) if stored.dtype == torch.float8_e8m0fnu else codes.view(stored.dtype).float()
 
 
 def up(size: int, to: int) -> int:

@@ -245,7 +245,7 @@ def _gemm(layer: _Layer, name: str, shape: tuple[Any, int, int]) -> GemmAccuracy
         operands.append(
             OperandAccuracy(
                 tensor,
-                _named(quantizer, columnwise=name == "wgrad"),
+                quantizer.label(columnwise=name == "wgrad"),
                 sums.amax,
                 _decibels(sums),
                 sums.saturated / max(sums.count, 1),
@@ -255,13 +255,6 @@ def _gemm(layer: _Layer, name: str, shape: tuple[Any, int, int]) -> GemmAccuracy
     a, b = operands
     product = _decibels(layer.products[name])
     return GemmAccuracy(layer.candidate.fqn, name, plain(shape), layer.candidate.recipe.name, a, b, product)
-
-
-def _named(quantizer: Quantizer, columnwise: bool) -> str:
-    parts = [quantizer.element, quantizer.scope]
-    parts += [f"4 over 6, {quantizer.four_over_six}"] if quantizer.four_over_six else []
-    parts += ["transformed"] if quantizer.hadamard and columnwise else []
-    return " ".join(parts + (["stochastic"] if quantizer.stochastic else []))
 
 
 def _decibels(sums: _Sums) -> float | None:

@@ -201,7 +201,7 @@ def copies(
         data, scale_inv, data_t, scale_inv_t = quantize_pieces(pieces, dim, quantizer)
         return Copy(data, scale_inv) if rowwise else None, Copy(data_t, scale_inv_t) if columnwise else None
     [x] = pieces
-    if rowwise and columnwise and not (quantizer.hadamard or quantizer.stochastic or quantizer.row_scaled):
+    if rowwise and columnwise and not quantizer.copies_apart:
         amax = tensor_amax(x) if quantizer.granularity.two_level else None
         data, scale_inv, data_t, scale_inv_t = quantize_rowcol(x, quantizer, amax)
         return Copy(data, scale_inv, amax), Copy(data_t, scale_inv_t, amax)
@@ -212,7 +212,7 @@ def copies(
 
 def _copy(x: Tensor, quantizer: Quantizer) -> Copy:
     """One copy, with scales and random bits of its own."""
-    amax = tensor_amax(x, quantizer.row_scaled) if quantizer.granularity.two_level else None
+    amax = tensor_amax(x, quantizer.rows_have_factors) if quantizer.granularity.two_level else None
     seed = new_seed(x.device) if quantizer.stochastic else None
     data, scale_inv = quantize(x, quantizer, amax, seed)
     return Copy(data, scale_inv, amax)

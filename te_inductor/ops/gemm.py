@@ -14,7 +14,7 @@ from te_inductor.ops.casts import Copy
 from te_inductor.ops.definition import define
 from te_inductor.recipes import Gemm
 from te_inductor.runtime import deferred_wgrads, eager
-from te_inductor.runtime.microscaling import reciprocal
+from te_inductor.runtime.arithmetic import reciprocal
 
 _GEMM = constant_type_name(Gemm)
 

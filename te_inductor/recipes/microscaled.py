@@ -5,13 +5,12 @@ from typing import Any, ClassVar
 
 from te_inductor.errors import RecipeError
 from te_inductor.recipes.constants import constant
-from te_inductor.recipes.formats import E4M3, Format
-from te_inductor.recipes.quantizers import Quantizer
+from te_inductor.recipes.formats import E2M1, E4M3, ROW, TENSOR, Format
+from te_inductor.recipes.quantizers import METRICS, Quantizer
 from te_inductor.recipes.recipe import Recipe, Slots, refuse
 
 _ATTENTION = "attention is not run in FP8 here"
 _TENSORS = ("none", "weights", "activations", "all")  # which of the forward's tensors a field is about
-_METRICS = ("MAE", "MSE")
 _BACKWARD = "the backward runs in the recipe's precision"
 
 
@@ -100,7 +99,7 @@ class NVFP4BlockScaling(Recipe):
             )
 
     def _check_four_over_six(self) -> None:
-        known = {"nvfp4_4over6": _TENSORS, "nvfp4_4over6_e4m3_use_256": _TENSORS, "nvfp4_4over6_err_mode": _METRICS}
+        known = {"nvfp4_4over6": _TENSORS, "nvfp4_4over6_e4m3_use_256": _TENSORS, "nvfp4_4over6_err_mode": METRICS}
         for field, values in known.items():
             if (value := getattr(self, field)) not in values:
                 raise RecipeError(f"NVFP4BlockScaling.{field} is {value!r}, expected one of {', '.join(values)}")
@@ -119,7 +118,7 @@ class NVFP4BlockScaling(Recipe):
         if self.nvfp4_4over6 not in (tensor, "all"):
             return {}
         largest = 256.0 if self.nvfp4_4over6_e4m3_use_256 in (tensor, "all") else E4M3.max
-        return {"four_over_six": self.nvfp4_4over6_err_mode, "scale_max": largest}
+        return {"candidates": (E2M1.max, 4.0), "error_metric": self.nvfp4_4over6_err_mode, "scale_max": largest}
 
     def slots(self) -> Slots:
         element, x, rht = self.fp4_format.forward.name, "1x16", not self.disable_rht
@@ -129,7 +128,7 @@ class NVFP4BlockScaling(Recipe):
                 element,
                 scope=x,
                 hadamard=rht,
-                row_scaled=self.row_scaled_activation,
+                factor_scope=ROW.name if self.row_scaled_activation else TENSOR.name,
                 **self._four_over_six("activations"),
             ),
             Quantizer(element, scope=w, **self._four_over_six("weights")),

@@ -1,5 +1,6 @@
 """What an op needs to know to quantize a tensor or to multiply quantized ones: constants, no state."""
 
+import itertools
 import math
 import operator
 
@@ -7,7 +8,21 @@ import torch
 
 from te_inductor.errors import RecipeError, wrong_type
 from te_inductor.recipes.constants import Constant, constant
-from te_inductor.recipes.formats import E2M1, E4M3, ELEMENTS, NV_1X16, SCOPES, Division, Element, Scope, padded
+from te_inductor.recipes.formats import (
+    E2M1,
+    E4M3,
+    ELEMENTS,
+    NV_1X16,
+    ROW,
+    SCOPES,
+    TENSOR,
+    Division,
+    Element,
+    Scope,
+    padded,
+)
+
+METRICS = ("MAE", "MSE")  # a block's error: the sum of its values' errors, or of their squares
 
 
 @constant
@@ -18,7 +33,7 @@ class Quantizer(Constant):
     of an (R, C) tensor has C rows, hence C scales, or C for each block of 128 of R.
 
     Invariant: ``x ~= data.float() * expand(scale_inv)``, off by at most half a step of `element` where nothing
-    saturates; times ``amax / (6 * 448)`` where scales have two levels.
+    saturates; times ``amax / (6 * 448)`` where scales have two levels (``amax / two_level_max``).
 
     Source of the arithmetic: TransformerEngine, common/recipe/recipe_common.cuh, common/util/ptx.cuh,
     common/cast/nvfp4/core_nvfp4.cuh; docs/numerics.md states it.
@@ -30,9 +45,10 @@ class Quantizer(Constant):
     scope: str = "tensor"  # what shares one scale: a name in `formats.SCOPES`
     hadamard: bool = False  # the columnwise copy is of the transposed tensor behind `ops.hadamard`; of E2M1
     stochastic: bool = False  # round up or down at random, so that the mean is right; of E2M1
-    row_scaled: bool = False  # the first of two levels is a factor a row of the copy, and not one of the tensor
-    four_over_six: str = ""  # "MAE" or "MSE": a block's amax goes to 4 or 6, to the lesser error; of two-level scales
-    scale_max: float = E4M3.max  # the scale of the block that has the tensor's amax, at 6; 256 beside four_over_six too
+    factor_scope: str = TENSOR.name  # what has a factor, the first of two levels: "tensor", or "row", each of a copy's
+    candidates: tuple[float, ...] = ()  # what a block's amax may go to; (): the element's largest; of two-level scales
+    error_metric: str = ""  # by which the candidate with the least error is taken: a name in `METRICS`
+    scale_max: float = E4M3.max  # of the block with the amax, at the element's largest; 256 beside candidates too
 
     def __post_init__(self) -> None:
         for name, value, known in (("element", self.element, ELEMENTS), ("scope", self.scope, SCOPES)):
@@ -44,33 +60,49 @@ class Quantizer(Constant):
             )
         if (self.hadamard or self.stochastic) and self.format is not E2M1:
             raise RecipeError(f"hadamard or stochastic with element {self.element!r}, expected {E2M1.name!r}")
-        self._check_variants()
+        self._check_factors()
+        self._check_candidates()
         if self.granularity.microscaled and (self.amax_epsilon or self.power_2_scale):
             raise RecipeError(
                 f"amax_epsilon or power_2_scale with scope {self.scope!r}, expected neither: its format says how an"
                 " amax becomes a scale"
             )
 
-    def _check_variants(self) -> None:
-        if self.row_scaled and (self.scope != NV_1X16.name or self.hadamard or self.stochastic):
+    def _check_factors(self) -> None:
+        if self.factor_scope not in (TENSOR.name, ROW.name):
+            raise RecipeError(f"factor_scope {self.factor_scope!r}, expected {TENSOR.name!r} or {ROW.name!r}")
+        if self.rows_have_factors and (self.scope != NV_1X16.name or self.hadamard or self.stochastic):
             raise RecipeError(
-                f"row_scaled beside scope={self.scope!r}, hadamard={self.hadamard} and stochastic={self.stochastic},"
-                " expected 1x16, NVFP4's, and neither of the others"
+                f"factor_scope {ROW.name!r} beside scope={self.scope!r}, hadamard={self.hadamard} and"
+                f" stochastic={self.stochastic}, expected 1x16, NVFP4's, and neither of the others"
             )
-        if self.four_over_six not in ("", "MAE", "MSE"):
-            raise RecipeError(f"four_over_six {self.four_over_six!r}, expected '', 'MAE' or 'MSE'")
-        if self.four_over_six and not (self.granularity.two_level and self.format is E2M1):
+
+    def _check_candidates(self) -> None:
+        if self.error_metric not in (METRICS if self.candidates else ("",)):
+            expected = " or ".join(map(repr, METRICS)) if self.candidates else "'' without candidates"
+            raise RecipeError(f"error_metric {self.error_metric!r}, expected {expected}")
+        if self.scale_max not in ((E4M3.max, 256.0) if self.candidates else (E4M3.max,)):
+            raise RecipeError(f"scale_max {self.scale_max}, expected 448, or 256 beside candidates")
+        if not self.candidates:
+            return
+        if not isinstance(self.candidates, tuple):
+            raise RecipeError(wrong_type("candidates", self.candidates, "a tuple"))
+        if not (self.granularity.two_level and self.format is E2M1):
             raise RecipeError(
-                f"four_over_six with element {self.element!r} and scope {self.scope!r}, expected NVFP4's, e2m1 with 1x16"
+                f"candidates with element {self.element!r} and scope {self.scope!r}, expected NVFP4's, e2m1 with 1x16"
                 " or 16x16"
             )
-        if self.four_over_six and (self.hadamard or self.stochastic):
+        falling = all(a > b > 0 for a, b in itertools.pairwise(self.candidates))
+        if len(self.candidates) < 2 or self.candidates[0] != self.format.max or not falling:
             raise RecipeError(
-                f"four_over_six beside hadamard={self.hadamard} and stochastic={self.stochastic}, expected neither, as"
+                f"candidates {self.candidates}, expected {self.format.max:g}, the largest value of {self.element!r}, and"
+                " then smaller ones"
+            )
+        if self.hadamard or self.stochastic:
+            raise RecipeError(
+                f"candidates beside hadamard={self.hadamard} and stochastic={self.stochastic}, expected neither, as"
                 " TransformerEngine has neither"
             )
-        if self.scale_max not in ((E4M3.max, 256.0) if self.four_over_six else (E4M3.max,)):
-            raise RecipeError(f"scale_max {self.scale_max}, expected 448, or 256 beside four_over_six")
 
     @property
     def format(self) -> Element:
@@ -79,6 +111,24 @@ class Quantizer(Constant):
     @property
     def granularity(self) -> Scope:
         return SCOPES[self.scope]
+
+    @property
+    def rows_have_factors(self) -> bool:
+        """Whether each row of a copy has a factor of its own, the first of two levels."""
+        return self.factor_scope == ROW.name
+
+    @property
+    def copies_apart(self) -> bool:
+        """Whether each copy is cast by itself: of other values, with other random bits, or with other factors."""
+        return self.hadamard or self.stochastic or self.rows_have_factors
+
+    def label(self, *, columnwise: bool) -> str:
+        """How a report names what has become of a tensor's copy."""
+        parts = [self.element, self.scope]
+        if self.candidates:
+            parts.append(f"{' over '.join(f'{value:g}' for value in reversed(self.candidates))}, {self.error_metric}")
+        parts += ["transformed"] if self.hadamard and columnwise else []
+        return " ".join(parts + (["stochastic"] if self.stochastic else []))
 
     @property
     def two_level_max(self) -> float:

@@ -31,8 +31,10 @@ class Slots(Constant):
                 f"hadamard is set for {given}, expected input and grad_output alike and no weight: the transform"
                 " cancels in wgrad alone"
             )
-        if self.weight.row_scaled or self.grad_output.row_scaled:
-            raise RecipeError("weight or grad_output is row_scaled, expected input alone, TransformerEngine's")
+        if self.weight.rows_have_factors or self.grad_output.rows_have_factors:
+            raise RecipeError(
+                "weight or grad_output has a factor for each row, expected input alone, TransformerEngine's"
+            )
         if self.input.stochastic or self.weight.stochastic:
             raise RecipeError(
                 "input or weight is rounded stochastically, expected grad_output alone: a checkpoint that computes the"
@@ -72,11 +74,15 @@ class Slots(Constant):
 @functools.cache
 def _slots_of(text: str) -> Slots:
     found: dict[str, dict[str, Any]] = json.loads(text)
-    made: dict[str, Any] = {name: Quantizer(**found[name]) for name in ("input", "weight", "grad_output")}
+    made: dict[str, Any] = {name: Quantizer(**_fields(found[name])) for name in ("input", "weight", "grad_output")}
     for name in ("fprop", "dgrad", "wgrad"):
-        pairs: dict[str, Any] = {key: tuple(value) for key, value in found[name].items() if isinstance(value, list)}
-        made[name] = Gemm(**found[name] | pairs)
+        made[name] = Gemm(**_fields(found[name]))
     return Slots(**made)
+
+
+def _fields(found: dict[str, Any]) -> dict[str, Any]:
+    """With the tuples that JSON has lists for."""
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in found.items()}
 
 
 @constant

@@ -1,52 +1,48 @@
 """Scales of blocks in plain torch: the amax of each, and a scale for each element."""
 
-import functools
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from te_inductor.recipes.formats import E8M0, Element, Scope
 from te_inductor.recipes.quantizers import Quantizer
-from te_inductor.runtime import microscaling
+from te_inductor.runtime import arithmetic, microscaling
+from te_inductor.runtime.algebra import TORCH
 
 
 def amax(
     x: Tensor,  # (R, C)
     scope: Scope,
 ) -> Tensor:  # of the scope's stored shape
-    """The largest magnitude of each block; NaN if any value is NaN. Beyond the edge are zeros."""
+    """The largest magnitude of each block; NaN if any value is NaN, without a sign. Beyond the edge are zeros."""
     high, wide = scope.block
     rows, columns = x.shape
     down, across = scope.blocks(rows, columns)
     whole = F.pad(x.abs(), (0, across * wide - columns, 0, down * high - rows))
-    found = whole.view(down, high, across, wide).amax((1, 3))
+    found = whole.view(down, high, across, wide).amax((1, 3)).abs()  # torch may give a NaN a sign
     return (found.t() if scope.row_last else found).flatten()
 
 
-def four_over_six(
+def chosen(
     x: Tensor,  # (R, C)
     amax: Tensor,  # of its blocks, of the scope's stored shape
     quantizer: Quantizer,
     tensor_amax: Tensor,  # (), or of the stored shape too
 ) -> tuple[Tensor, Tensor]:  # what blocks are multiplied with before the cast, and scale_inv; of the same shape
-    """To 6 or to 4, to 6 where the errors are equal. fp32 sums in TransformerEngine's order: of a row of a block from
-    left to right, then of rows 8, 4, 2 and 1 apart."""
+    """Of the candidate with the least error, of the first where errors are equal. fp32 sums in TransformerEngine's
+    order: of a row of a block from left to right, then of rows 8, 4, 2 and 1 apart."""
     scope = quantizer.granularity
     (high, wide), (down, across) = scope.block, scope.blocks(*x.shape)
     x = F.pad(x, (0, across * wide - x.shape[1], 0, down * high - x.shape[0]))
-    six, four = microscaling.four_over_six(amax, quantizer, tensor_amax)
+    pairs = arithmetic.candidates(TORCH, amax, quantizer, tensor_amax)
     whole, errors = spread(tensor_amax, scope, x.shape) if tensor_amax.dim() else tensor_amax, []
-    for pair in (six, four):
-        factor, scale_inv = (spread(scale.float(), scope, x.shape) for scale in pair)
-        rows = microscaling.error(x, factor, scale_inv, quantizer, whole).view(down, high, across, wide)
-        total = functools.reduce(torch.add, rows.unbind(3))
-        while total.shape[1] > 1:
-            total = total[:, : total.shape[1] // 2] + total[:, total.shape[1] // 2 :]
-        errors.append(total.flatten())
-    less = errors[1] < errors[0]
-    codes = torch.where(less, four[1].view(torch.uint8), six[1].view(torch.uint8))  # no select of FP8 values
-    return torch.where(less, four[0], six[0]), codes.view(six[1].dtype)
+    for pair in pairs:
+        factor, scale_inv = (spread(each.float(), scope, x.shape) for each in pair)
+        found = arithmetic.error(TORCH, x, (factor, scale_inv), quantizer, whole).view(down, high, across, wide)
+        of_rows = arithmetic.in_order(found.unbind(3))
+        errors.append(arithmetic.in_halves(of_rows.unbind(1)).flatten())
+    scale_inv = arithmetic.least(TORCH, [scale_inv for _, scale_inv in pairs], errors)
+    return arithmetic.factor_of(TORCH, scale_inv, quantizer, tensor_amax), scale_inv
 
 
 def spread(
@@ -72,7 +68,7 @@ def values(
 
 def scale_values(scale_inv: Tensor, scope: Scope) -> Tensor:
     """fp32 values of scales as they are stored."""
-    return microscaling.e8m0_value(scale_inv) if scope.scale is E8M0 else scale_inv.float()
+    return arithmetic.e8m0_value(TORCH, scale_inv) if scope.scale is E8M0 else scale_inv.float()
 
 
 def spread_rows(

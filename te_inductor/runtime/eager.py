@@ -11,11 +11,10 @@ from torch import Tensor
 from te_inductor import targets
 from te_inductor.recipes.formats import ALIGNMENT, E2M1, ROW, Scope, padded
 from te_inductor.recipes.quantizers import Gemm, Quantizer
-from te_inductor.runtime import blocks, microscaling
+from te_inductor.runtime import arithmetic, blocks, microscaling
+from te_inductor.runtime.algebra import TORCH
 from te_inductor.runtime.philox import random_bits
 
-# Clearing the mantissa of a positive fp32 value rounds it down to a power of two.
-EXPONENT_MASK = 0x7F800000
 # The only output that torch._scaled_mm gives of operands with a scale a row, on every device (aten/.../ScaledBlas.cpp,
 # torch 2.11 to 2.13: fp32 and fp16 depend on the release, cuBLAS and the GPU). For another, the GEMM runs with scales
 # of 1 into fp32 and the scales are multiplied there: one more pass over the output, which Inductor fuses with its
@@ -28,14 +27,7 @@ BLOCK_SCALES = 4
 
 def encode_scale(amax: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Tensor:
     """The fp32 factors that map `amax` (any shape, fp32), of a tensor of `dtype`, to the element's largest value."""
-    amax = amax.clamp(min=quantizer.amax_epsilon)
-    # Tensor by tensor: torch evaluates `number / tensor` as a product with the reciprocal, which rounds twice.
-    scale = torch.full_like(amax, quantizer.format.max) / amax
-    scale = torch.where((amax > 0) & (amax < torch.inf), scale, 1.0)
-    scale = torch.where(scale.isinf(), quantizer.largest_scale(dtype), scale)
-    if quantizer.power_2_scale:
-        scale = (scale.view(torch.int32) & EXPONENT_MASK).view(torch.float32)
-    return scale
+    return arithmetic.encode_scale(TORCH, amax, quantizer, dtype)  # type: ignore[no-any-return]
 
 
 def cast(x: Tensor, scale: Tensor, quantizer: Quantizer) -> Tensor:
@@ -63,12 +55,12 @@ def _scales(x: Tensor, quantizer: Quantizer, amax: Tensor | None) -> tuple[Tenso
         found = x.abs().amax((1,) if scope is ROW else (0, 1)).float().view(shape)
     if amax is not None and amax.dim():
         amax = amax.expand(scope.blocks(*x.shape)).flatten()
-    if quantizer.four_over_six and amax is not None:
-        return blocks.four_over_six(x, found, quantizer, amax)
+    if quantizer.candidates and amax is not None:
+        return blocks.chosen(x, found, quantizer, amax)
     if scope.microscaled:
-        return microscaling.encode(found, quantizer, amax)
+        return arithmetic.encode(TORCH, found, quantizer, amax)
     scale = encode_scale(found, quantizer, x.dtype)
-    return scale, 1.0 / scale
+    return scale, arithmetic.decode_scale(TORCH, scale, quantizer)
 
 
 def _copy(x: Tensor, scale: Tensor, quantizer: Quantizer, seed: Tensor | None = None) -> Tensor:
@@ -127,7 +119,7 @@ def transpose(data: Tensor, columns: int) -> Tensor:
 def current_scale(pieces: list[Tensor], quantizer: Quantizer) -> tuple[Tensor, Tensor]:
     amaxes = [tensor_amax(piece) for piece in pieces]
     scale = encode_scale(torch.stack(amaxes).amax(), quantizer, pieces[0].dtype)
-    return scale, 1.0 / scale
+    return scale, arithmetic.decode_scale(TORCH, scale, quantizer)
 
 
 def quantize_pieces_delayed(

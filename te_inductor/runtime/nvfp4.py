@@ -23,7 +23,8 @@ from torch import Tensor
 
 from te_inductor.recipes.formats import E2M1, E4M3, NV_1X16
 from te_inductor.recipes.quantizers import Quantizer
-from te_inductor.runtime import microscaling
+from te_inductor.runtime import arithmetic, microscaling
+from te_inductor.runtime.algebra import TORCH
 
 BLOCK = NV_1X16.block[1]
 QUANTIZER = Quantizer(E2M1.name, scope=NV_1X16.name)
@@ -53,10 +54,10 @@ def quantize(
     amaxes = blocks.abs().amax(-1)
     finite = amaxes.isfinite()
     amax = torch.where(finite, amaxes, 0.0).amax()
-    factor, block_scale = microscaling.encode(amaxes, QUANTIZER, amax)
+    factor, block_scale = arithmetic.encode(TORCH, amaxes, QUANTIZER, amax)
     block_scale = torch.where(finite, block_scale.float(), torch.nan).to(block_scale.dtype)  # E2M1 has no NaN
     codes = microscaling.cast_e2m1(blocks * factor[..., None]).view(x.shape)
-    return codes, block_scale, 1.0 / microscaling.tensor_encode_scale(amax)
+    return codes, block_scale, 1.0 / arithmetic.first_encode_scale(TORCH, amax, QUANTIZER)
 
 
 def unpack(packed: Tensor) -> Tensor:  # (N, K/2) -> (N, K)
@@ -119,7 +120,7 @@ def _rotated(units: Tensor, left: int) -> Tensor:
 
 def values(stored: Tensor, block_scale: Tensor) -> Tensor:  # (N, K/2), (N, K/16) -> (N, K) fp32
     """Without the tensor's scale: exact, in bf16 as well."""
-    signed = microscaling.e2m1_values(codes(stored))
+    signed = arithmetic.e2m1_value(TORCH, codes(stored))
     rows = stored.shape[0]
     return (signed.view(rows, -1, BLOCK) * block_scale.float()[..., None]).view(rows, -1)
 

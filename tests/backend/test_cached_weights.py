@@ -7,6 +7,7 @@ import gc
 import threading
 import weakref
 from functools import partial
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -14,12 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import distributed as dist
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from te_inductor import explain, load_state_dict, state_dict
 from te_inductor.errors import FallbackError, FallbackWarning, OptionError
-from te_inductor.recipes import DelayedScaling, Float8BlockScaling, Quantizer
+from te_inductor.passes.pre_grad.decide import cached_weights as decide
+from te_inductor.recipes import DelayedScaling, Float8BlockScaling, Quantizer, Slots
 from te_inductor.runtime import cached_weights
 from tests.backend.delayed_programs import Blocks
 from tests.backend.test_saved_state import Attention, mlp
@@ -416,6 +419,16 @@ def test_what_is_cast_at_each_call_is_said():
     with pytest.raises(Exception, match="option 'weights' does not reach") as raised:
         te(model, **options)(x)
     assert isinstance(raised.value.inner_exception, FallbackError)
+
+
+def test_blocks_that_choose_are_cast_at_each_call_on_a_gpu():
+    """There a kernel of ours keeps copies."""
+    chosen = Quantizer("e2m1", scope="16x16", candidates=(6.0, 4.0), error_metric="MAE")
+    slots = Slots.of(Quantizer("e2m1", scope="1x16"), chosen, Quantizer("e2m1", scope="1x16"))
+    with FakeTensorMode():
+        weight = SimpleNamespace(meta={"example_value": torch.empty(32, 32, device="cuda")})
+    refusal = decide.refusal(SimpleNamespace(parallel=None, groups=None, weight=weight), slots, None, (), set())
+    assert str(refusal) == "the kernel that keeps copies does not choose between 4 and 6"
 
 
 @pytest.mark.quick("delayed", "rowwise")

@@ -429,7 +429,7 @@ def test_which_tensors_go_to_4_or_6():
         for use_256 in ("none", "weights", "activations", "all"):
             slots = make(nvfp4_4over6=which, nvfp4_4over6_e4m3_use_256=use_256).slots()
             assert {
-                name for name in ("input", "weight", "grad_output") if getattr(slots, name).four_over_six
+                name for name in ("input", "weight", "grad_output") if getattr(slots, name).candidates == (6.0, 4.0)
             } == touched
             maxima = {}
             for name, tensor in (("input", "activations"), ("weight", "weights")):
@@ -448,7 +448,7 @@ def test_which_tensors_go_to_4_or_6():
 def test_rows_of_activations_have_factors():
     slots = recipes.NVFP4BlockScaling(disable_rht=True, row_scaled_activation=True).slots()
     plain = recipes.NVFP4BlockScaling(disable_rht=True).slots()
-    assert slots == dataclasses.replace(plain, input=recipes.Quantizer("e2m1", scope="1x16", row_scaled=True))
+    assert slots == dataclasses.replace(plain, input=recipes.Quantizer("e2m1", scope="1x16", factor_scope="row"))
     for name in ("weight", "grad_output"):
         with pytest.raises(errors.RecipeError, match="expected input alone"):
             dataclasses.replace(plain, **{name: slots.input})

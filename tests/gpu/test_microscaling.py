@@ -14,8 +14,8 @@ from tests.bounds import assert_same_values, assert_within, gemm_error, magnitud
 from tests.gpu.test_linear import relative
 from tests.gpu.test_ops import SIZES, compile_every_size  # noqa: F401 (a fixture)
 from tests.numerics.test_microscaling import PAIRS, QUANTIZERS, STOCHASTIC, amaxes, check, check_both, gemm_of
-from tests.numerics.test_nvfp4_variants import QUANTIZERS as FOUR_OVER_SIX
-from tests.numerics.test_nvfp4_variants import check_rows, copies_of_rows, row_scaled
+from tests.numerics.test_nvfp4_variants import QUANTIZERS as CHOSEN
+from tests.numerics.test_nvfp4_variants import check_rows, copies_of_rows, factors_of_rows
 from tests.numerics.test_quantize import CONTENTS
 from tests.oracle import casts, microscaling
 
@@ -54,7 +54,7 @@ def on_gpu(function):
 
 
 @runs
-@pytest.mark.parametrize("quantizer", QUANTIZERS + FOUR_OVER_SIX, ids=str)
+@pytest.mark.parametrize("quantizer", QUANTIZERS + CHOSEN, ids=str)
 @pytest.mark.parametrize("content", CONTENTS)
 def test_casts(content, quantizer, run):
     both = [on_gpu(function_of(op, run)) for op in (ops.quantize, ops.quantize_rowcol)]
@@ -63,7 +63,7 @@ def test_casts(content, quantizer, run):
 
 
 @runs
-@row_scaled
+@factors_of_rows
 @pytest.mark.parametrize("content", CONTENTS)
 def test_casts_of_rows(content, quantizer, run):
     def made(x, quantizer):

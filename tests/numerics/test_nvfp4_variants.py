@@ -10,25 +10,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from te_inductor import ops, recipes
+from te_inductor import ops
 from te_inductor.errors import RecipeError
 from te_inductor.lowerings import install
-from te_inductor.recipes import Quantizer
+from te_inductor.recipes import Quantizer, Slots
 from tests.bounds import assert_same_values, values_of
 from tests.numerics.test_microscaling import SIZES, check, check_both, compiled
 from tests.numerics.test_quantize import CONTENTS, DTYPES, LAYOUTS
 from tests.oracle import casts
 
 QUANTIZERS = [
-    Quantizer("e2m1", scope=scope, four_over_six=metric, scale_max=most)
+    Quantizer("e2m1", scope=scope, candidates=(6.0, 4.0), error_metric=metric, scale_max=most)
     for scope in ("1x16", "16x16")
     for metric, most in (("MAE", 256.0), ("MSE", 448.0))
 ]
-quantizers = pytest.mark.parametrize("quantizer", QUANTIZERS, ids=lambda q: f"{q.scope} {q.four_over_six}")
+quantizers = pytest.mark.parametrize("quantizer", QUANTIZERS, ids=lambda q: f"{q.scope} {q.error_metric}")
+
+# No format has it: the rule is the same for any number of candidates.
+THREE = Quantizer("e2m1", scope="1x16", candidates=(6.0, 4.0, 3.0), error_metric="MSE", scale_max=256.0)
 
 
 def one(metric: str, most: float = 256.0, scope: str = "1x16") -> Quantizer:
-    return Quantizer("e2m1", scope=scope, four_over_six=metric, scale_max=most)
+    return Quantizer("e2m1", scope=scope, candidates=(6.0, 4.0), error_metric=metric, scale_max=most)
 
 
 def quantized(values: list[float], quantizer: Quantizer, amax: float) -> tuple[list[float], float]:
@@ -110,11 +113,11 @@ def test_compiled(size, dtype, layout, quantizer):
         check_both(LAYOUTS[layout](make(*size).to(dtype)), quantizer, *functions)
 
 
-ROW_SCALED = [
-    Quantizer("e2m1", scope="1x16", row_scaled=True),
-    Quantizer("e2m1", scope="1x16", row_scaled=True, four_over_six="MAE", scale_max=256.0),
+FACTORS_OF_ROWS = [
+    Quantizer("e2m1", scope="1x16", factor_scope="row"),
+    Quantizer("e2m1", scope="1x16", factor_scope="row", candidates=(6.0, 4.0), error_metric="MAE", scale_max=256.0),
 ]
-row_scaled = pytest.mark.parametrize("quantizer", ROW_SCALED, ids=["", "4 over 6"])
+factors_of_rows = pytest.mark.parametrize("quantizer", FACTORS_OF_ROWS, ids=["", "4 over 6"])
 
 
 def copies_of_rows(x: Tensor, quantizer: Quantizer) -> list[tuple[Tensor, ...]]:
@@ -140,7 +143,7 @@ def test_rows_have_factors_of_their_own():
     x = torch.cat([row, row * 2.0**-30])
     amax = ops.tensor_amax(x, True)
     assert amax.tolist() == [[12.0], [12 * 2.0**-30]]
-    data, scale_inv = ops.quantize(x, ROW_SCALED[0], amax)
+    data, scale_inv = ops.quantize(x, FACTORS_OF_ROWS[0], amax)
     assert scale_inv.tolist() == 2 * [448.0, 112.0]
     assert torch.equal(data[0], data[1]) and values_of(data)[0, :4].tolist() == [6.0, -3.0, 0.5, 0.0]
     _, scale_inv = ops.quantize(x, Quantizer("e2m1", scope="1x16"), ops.tensor_amax(x))
@@ -150,13 +153,14 @@ def test_rows_have_factors_of_their_own():
 def test_a_row_that_is_not_finite_is_alone():
     x, weight = torch.randn(4, 32), torch.randn(16, 32)
     x[1, 3], x[2, 5] = math.inf, math.nan
-    slots = recipes.NVFP4BlockScaling(disable_rht=True, row_scaled_activation=True).slots()
+    plain = Quantizer("e2m1", scope="1x16")
+    slots = Slots.of(FACTORS_OF_ROWS[0], Quantizer("e2m1", scope="16x16"), plain)
     [y] = ops.linears(x, [weight], [], slots, x.dtype)
     assert y.isfinite().all(1).tolist() == [True, False, False, True]
 
 
 @pytest.mark.sample(1)
-@row_scaled
+@factors_of_rows
 @pytest.mark.parametrize("content", CONTENTS)
 def test_eager_rows(content, quantizer):
     for size in SIZES:
@@ -166,7 +170,7 @@ def test_eager_rows(content, quantizer):
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("dtype", "layout"), [(torch.bfloat16, "contiguous"), (torch.float32, "transposed")], ids=str)
-@row_scaled
+@factors_of_rows
 def test_compiled_rows(quantizer, dtype, layout):
     install()
     function = torch.compile(copies_of_rows, backend="inductor", fullgraph=True, dynamic=False)
@@ -180,7 +184,7 @@ def test_compiled_rows(quantizer, dtype, layout):
     columns=st.integers(0, 70),
     values=st.lists(st.floats(width=32), min_size=1, max_size=8),
     seed=st.integers(0, 2**31),
-    quantizer=st.sampled_from(QUANTIZERS + ROW_SCALED),
+    quantizer=st.sampled_from([*QUANTIZERS, *FACTORS_OF_ROWS, THREE]),
     dtype=st.sampled_from(DTYPES),
 )
 def test_eager_on_any_values(rows, columns, values, seed, quantizer, dtype):
@@ -188,21 +192,37 @@ def test_eager_on_any_values(rows, columns, values, seed, quantizer, dtype):
     pick = torch.randint(len(values), (rows, columns), generator=generator)
     noise = 1 + torch.randn(rows, columns, generator=generator) / 8
     x = (torch.tensor(values, dtype=torch.float32)[pick] * noise).to(dtype)
-    (check_rows if quantizer.row_scaled else check_both)(x, quantizer)
+    (check_rows if quantizer.rows_have_factors else check_both)(x, quantizer)
+
+
+def test_what_reports_call_them():
+    assert one("MAE").label(columnwise=False) == "e2m1 1x16 4 over 6, MAE"
+    assert Quantizer("e2m1", scope="1x16", hadamard=True, stochastic=True).label(columnwise=True) == (
+        "e2m1 1x16 transformed stochastic"
+    )
 
 
 def test_quantizers_that_no_format_has():
+    chosen: dict[str, object] = {"candidates": (6.0, 4.0), "error_metric": "MAE"}
     for fields in (
-        {"four_over_six": "mae"},
+        {"candidates": (6.0, 4.0)},
+        {"candidates": (6.0, 4.0), "error_metric": "mae"},
+        {"candidates": (6.0,), "error_metric": "MAE"},
+        {"candidates": (4.0, 6.0), "error_metric": "MAE"},
+        {"candidates": (6.0, 4.0, 4.0), "error_metric": "MAE"},
+        {"candidates": (6.0, 0.0), "error_metric": "MAE"},
+        {"candidates": [6.0, 4.0], "error_metric": "MAE"},
+        {"error_metric": "MAE"},
         {"scale_max": 256.0},
-        {"four_over_six": "MAE", "scale_max": 255.0},
-        {"four_over_six": "MAE", "stochastic": True},
-        {"four_over_six": "MAE", "hadamard": True},
-        {"four_over_six": "MAE", "element": "e4m3", "scope": "1x32"},
-        {"row_scaled": True, "scope": "16x16"},
-        {"row_scaled": True, "element": "e4m3", "scope": "row"},
-        {"row_scaled": True, "stochastic": True},
-        {"row_scaled": True, "hadamard": True},
+        chosen | {"scale_max": 255.0},
+        chosen | {"stochastic": True},
+        chosen | {"hadamard": True},
+        chosen | {"element": "e4m3", "scope": "1x32"},
+        {"factor_scope": "block"},
+        {"factor_scope": "row", "scope": "16x16"},
+        {"factor_scope": "row", "element": "e4m3", "scope": "row"},
+        {"factor_scope": "row", "stochastic": True},
+        {"factor_scope": "row", "hadamard": True},
     ):
         with pytest.raises(RecipeError, match="expected"):
             Quantizer(**{"element": "e2m1", "scope": "1x16"} | fields)

@@ -130,7 +130,11 @@ def first_amax(x: Tensor, quantizer: Quantizer) -> float | Tensor | None:
     """What the first of two levels follows from: of the tensor, or (R, 1) of its rows."""
     if not microscaling.is_two_level(quantizer.scope):
         return None
-    return torch.tensor(amaxes(x.float()), dtype=torch.float64)[:, None] if quantizer.row_scaled else tensor_amax(x)
+    return (
+        torch.tensor(amaxes(x.float()), dtype=torch.float64)[:, None]
+        if quantizer.factor_scope == "row"
+        else tensor_amax(x)
+    )
 
 
 class Copy(NamedTuple):

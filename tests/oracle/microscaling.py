@@ -12,7 +12,7 @@ from torch import Tensor
 from te_inductor.recipes import Quantizer
 from te_inductor.recipes.formats import E2M1, HADAMARD_SIGNS, SCOPES
 from tests.oracle.elements import FP32_MAX, amaxes, fp32, padded, round_to_element
-from tests.oracle.nvfp4 import block_scales, four_over_six, tensor_encode_scale
+from tests.oracle.nvfp4 import block_scales, chosen_scales, tensor_encode_scale
 
 _BLOCKS = {"1x32": (1, 32), "32x32": (32, 32), "1x16": (1, 16), "16x16": (16, 16)}
 _ALIGNMENT = 32
@@ -32,10 +32,8 @@ def quantize(
     found = amaxes(blocks)
     # Of each block what has the first of both factors: the tensor, or the block's row.
     whole_amaxes = amax.expand(-1, across).flatten().tolist() if isinstance(amax, Tensor) else [amax] * len(found)
-    if quantizer.four_over_six and amax is not None:
-        factor, scale_inv = four_over_six(
-            blocks.view(-1, high, wide).double(), found, whole_amaxes, quantizer.scale_max, quantizer.four_over_six
-        )
+    if quantizer.candidates and amax is not None:
+        factor, scale_inv = chosen_scales(blocks.view(-1, high, wide).double(), found, whole_amaxes, quantizer)
     else:
         pairs = [
             e8m0_scale(each, quantizer.format.max) if of_all is None else two_level_scale(each, of_all)

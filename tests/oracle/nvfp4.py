@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor
 
+from te_inductor.recipes import Quantizer
 from te_inductor.recipes.formats import E2M1, E4M3, NV_1X16
 from tests.oracle.elements import FP32_MAX, amaxes, fp32, padded, round_to_element
 
@@ -37,37 +38,39 @@ def block_scales(
     return scales, (1 / decode).float().double().clamp(max=FP32_MAX)
 
 
-def four_over_six(
+def chosen_scales(
     blocks: Tensor,  # (blocks, rows, 16) float64
     amaxes: list[float],  # of the blocks
     tensor_amaxes: list[float],  # of what has the first of both factors, for each block
-    scale_max: float,  # 448 or 256
-    metric: str,  # "MAE" or "MSE"
+    quantizer: Quantizer,
 ) -> tuple[Tensor, Tensor]:  # what each block is multiplied with, and its scale, a value of E4M3; (blocks,) float64
     """A block's amax goes to 6 or, with a scale 3/2 as large, to 4, whichever of both leaves the smaller error; to 6
-    where they are equal. The error is of each value times amax over ``6 * scale_max``: its magnitude or its square,
-    added from left to right, then the sums of rows that are 8, 4, 2 and 1 apart. Each operation is rounded to fp32.
+    where they are equal; likewise to the first of any other candidates with the least error. The error is of each value
+    times amax over ``6 * scale_max``: its magnitude or its square, added from left to right, then the sums of rows that
+    are 8, 4, 2 and 1 apart. Each operation is rounded to fp32.
 
     Source: TransformerEngine, common/cast/nvfp4/quantize_4over6_nvfp4.cuh.
     """
-    largest = E2M1.max * scale_max
+    largest = E2M1.max * quantizer.scale_max
     amax, whole = (torch.tensor(each, dtype=torch.float64) for each in (amaxes, tensor_amaxes))
     encode = torch.tensor([tensor_encode_scale(each, largest) for each in tensor_amaxes], dtype=torch.float64)
     base = _fp32(_fp32(amax / E2M1.max) * encode)
     found = []
-    for stretch in (1.5, 1.0):
-        scale = round_to_element(_fp32(base * stretch), E4M3)
+    for candidate in quantizer.candidates:
+        scale = round_to_element(_fp32(base * fp32(E2M1.max / candidate)), E4M3)
         factor = _fp32(1 / _fp32(scale * _fp32(1 / encode)))
         factor = torch.where(factor < FP32_MAX, factor, FP32_MAX)
         value = round_to_element(_fp32(blocks * factor[:, None, None]), E2M1)
         value = torch.where(value.isnan(), E2M1.max, value)
         back = _fp32(_fp32(value * scale[:, None, None] * whole[:, None, None]) / largest)
         difference = _fp32(back - blocks)
-        each = difference.abs() if metric == "MAE" else _fp32(difference * difference)
+        each = difference.abs() if quantizer.error_metric == "MAE" else _fp32(difference * difference)
         found.append((_sum(each), factor, scale))
-    (error_of_4, factor_of_4, scale_of_4), (error_of_6, factor_of_6, scale_of_6) = found
-    four = error_of_4 < error_of_6
-    return torch.where(four, factor_of_4, factor_of_6), torch.where(four, scale_of_4, scale_of_6)
+    best = list(found[0])
+    for one in found[1:]:
+        less = one[0] < best[0]
+        best = [torch.where(less, new, old) for new, old in zip(one, best, strict=True)]
+    return best[1], best[2]
 
 
 def _sum(errors: Tensor) -> Tensor:  # (blocks, rows, 16) -> (blocks,)

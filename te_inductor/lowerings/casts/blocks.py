@@ -30,10 +30,12 @@ from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
 from te_inductor import compat
 from te_inductor.lowerings.casts import microscaling, values
+from te_inductor.lowerings.casts.algebra import INDUCTOR
 from te_inductor.lowerings.casts.concatenation import Concatenation
 from te_inductor.lowerings.codegen import block_tiles
 from te_inductor.recipes import Quantizer
 from te_inductor.recipes.formats import E2M1, E8M0, HADAMARD, Element, Scope
+from te_inductor.runtime import arithmetic
 
 aten = torch.ops.aten
 _LOOPS = "te_loops"  # attribute of a buffer with blocks of one row
@@ -63,7 +65,7 @@ def quantize_rowcol(
 ) -> tuple[ir.TensorBox, ...]:
     if block_tiles.fits(x, quantizer, wanted):
         return _tiled_copies([x], 0, quantizer, wanted)  # type: ignore[return-value]
-    if quantizer.four_over_six and quantizer.granularity.transposes:  # the transpose's errors are other sums
+    if quantizer.candidates and quantizer.granularity.transposes:  # the transpose's errors are other sums
         return *quantize(x, quantizer, amax), *quantize(_transposed(x), quantizer, amax)
     if quantizer.granularity.transposes:
         scale, scale_inv, scale_inv_t = _scales_of_squares(x, quantizer, amax)
@@ -213,7 +215,7 @@ def _tiles(
 
     def scale(index):
         found = block_tiles.block_amax(values.magnitude(value(index)), [index[dim] for dim in along])
-        return values.encode_scale(values.from_bits(found), quantizer, dtype)
+        return arithmetic.encode_scale(INDUCTOR, INDUCTOR.from_bits(found), quantizer, dtype)
 
     def cast(index):
         return values.cast(value(index), block_tiles.spread(scale(index)), quantizer, device, dtype)
@@ -222,7 +224,7 @@ def _tiles(
     data.realize()
     data.data.data.layout = data_layout  # type: ignore[attr-defined]
     scale_inv = block_tiles.store_once_a_block(
-        x, lambda index: values.decode_scale(scale(index), quantizer), block, scale_layout
+        x, lambda index: arithmetic.decode_scale(INDUCTOR, scale(index), quantizer), block, scale_layout
     )
     return data, scale_inv
 
@@ -255,7 +257,8 @@ def _copy_by_rows(
     load_amax: Any = amax and amax.make_loader()
 
     def first_amax(outer):
-        return load_amax([outer[1 if x_is_transposed else 0], sympy.Integer(0)] if quantizer.row_scaled else [])
+        row = outer[1 if x_is_transposed else 0]
+        return load_amax([row, sympy.Integer(0)] if quantizer.rows_have_factors else [])
 
     scale, scale_inv = _scales(x, element, elements, ranges, block, quantizer, order, first_amax)
     load_scale, load_seed = scale.make_loader(), None if seed is None else seed.make_loader()
@@ -281,14 +284,16 @@ def _stored(elements, scale, quantizer: Quantizer, x: ir.TensorBox, bits=(None, 
     """What is stored of neighbours in x that share a byte; mostly of one value. `bits` are random, or None."""
     if quantizer.format is E2M1:
         pairs = zip(elements, bits, strict=True)
-        return microscaling.pack([microscaling.cast_e2m1(prims.mul(value, scale), random) for value, random in pairs])
+        return arithmetic.pack(
+            INDUCTOR, *(arithmetic.cast_e2m1(INDUCTOR, value * scale, random) for value, random in pairs)
+        )
     [value] = elements
     return values.cast(value, scale, quantizer, x.get_device_or_error(), x.get_dtype())
 
 
 def _scale_value(scale, scope: Scope):
     """The fp32 value of a stored scale."""
-    return microscaling.e8m0_value(scale) if scope.scale is E8M0 else prims.to_dtype(scale, torch.float32)
+    return arithmetic.e8m0_value(INDUCTOR, scale) if scope.scale is E8M0 else prims.to_dtype(scale, torch.float32)
 
 
 def _pin(box: ir.TensorBox, loops: str) -> None:
@@ -366,15 +371,15 @@ def _scales(
     bits.realize()
     load, dtype, scope = bits.make_loader(), x.get_dtype(), quantizer.granularity
 
-    if quantizer.four_over_six:
-        return _four_over_six(x, element, ranges, quantizer, order, load, first_amax)
+    if quantizer.candidates:
+        return _chosen_scales(x, element, ranges, quantizer, order, load, first_amax)
 
     def scales(index):
-        found = values.from_bits(load(index))
+        found = INDUCTOR.from_bits(load(index))
         if scope.microscaled:
-            return microscaling.encode(found, quantizer, first_amax(index) if scope.two_level else None)
-        scale = values.encode_scale(found, quantizer, dtype)
-        return scale, values.decode_scale(scale, quantizer)
+            return arithmetic.encode(INDUCTOR, found, quantizer, first_amax(index) if scope.two_level else None)
+        scale = arithmetic.encode_scale(INDUCTOR, found, quantizer, dtype)
+        return scale, arithmetic.decode_scale(INDUCTOR, scale, quantizer)
 
     made = [
         _pointwise(x, dtype, ranges, lambda index, which=which: scales(index)[which])
@@ -385,21 +390,21 @@ def _scales(
     return made[0], made[1]
 
 
-def _four_over_six(
+def _chosen_scales(
     x, element, ranges, quantizer: Quantizer, order: Sequence[int], load_amax, first_amax
 ) -> tuple[ir.TensorBox, ir.TensorBox]:
-    """As `_scales`, of all ``element(index, index in the block)``. Sums have the order of `blocks.four_over_six` of the
-    runtime, so that they are written out, and each term is stored: a reduction has an order of its own, and what
-    would be computed for 16 terms at once takes Inductor's C++ 20 seconds instead of 3 (2026-11-25)."""
+    """As `_scales`, of all ``element(index, index in the block)``. Sums have an order, so that they are written out, and
+    each term is stored: a reduction has an order of its own, and what would be computed for 16 terms at once takes
+    Inductor's C++ 20 seconds instead of 3 (2026-11-25)."""
     high, wide = quantizer.granularity.block
 
     def pairs(index):
-        return microscaling.four_over_six(values.from_bits(load_amax(index)), quantizer, first_amax(index))
+        return arithmetic.candidates(INDUCTOR, INDUCTOR.from_bits(load_amax(index)), quantizer, first_amax(index))
 
     def error(index, which):
         outer, inner = index[: len(ranges)], index[len(ranges) :]
-        factor, scale_inv = pairs(outer)[which]
-        return microscaling.error(element(outer, inner), factor, scale_inv, quantizer, first_amax(outer))
+        pair = pairs(outer)[which]
+        return arithmetic.error(INDUCTOR, element(outer, inner), pair, quantizer, first_amax(outer))
 
     def stored(ranges, inner):
         box = _pointwise(x, torch.float32, ranges, inner)
@@ -407,37 +412,31 @@ def _four_over_six(
         return box.make_loader()
 
     errors = []
-    for which in range(2):
+    for which in range(len(quantizer.candidates)):
         terms = stored([*ranges, *([high] if high > 1 else []), wide], functools.partial(error, which=which))
-        of_row = functools.partial(_in_order, terms, wide)
-        errors.append(functools.partial(_in_halves, stored([*ranges, high], of_row), high) if high > 1 else of_row)
-    chosen = _pointwise(
-        x,
-        quantizer.granularity.scale.dtype,
-        ranges,
-        lambda index: microscaling.lesser(pairs(index), [error(index) for error in errors]),
-    )
-    _store(chosen, order)
-    load = chosen.make_loader()
+        of_row = _sum(arithmetic.in_order, terms, wide)
+        errors.append(_sum(arithmetic.in_halves, stored([*ranges, high], of_row), high) if high > 1 else of_row)
+
+    def least(index):
+        scales = [scale_inv for _, scale_inv in pairs(index)]
+        return arithmetic.least(INDUCTOR, scales, [error(index) for error in errors])
+
+    scale_inv = _pointwise(x, quantizer.granularity.scale.dtype, ranges, least)
+    _store(scale_inv, order)
+    load = scale_inv.make_loader()
     factor = _pointwise(
-        x, torch.float32, ranges, lambda index: microscaling.factor(load(index), quantizer, first_amax(index))
+        x,
+        torch.float32,
+        ranges,
+        lambda index: arithmetic.factor_of(INDUCTOR, load(index), quantizer, first_amax(index)),
     )
     _store(factor, order)
-    return factor, chosen
+    return factor, scale_inv
 
 
-def _in_order(load, count: int, index):
-    """The sum over a last dimension, from the first to the last."""
-    return functools.reduce(prims.add, (load([*index, sympy.Integer(place)]) for place in range(count)))
-
-
-def _in_halves(load, count: int, index):
-    """The sum over a last dimension, of those that are half of them apart, and so on."""
-    sums = [load([*index, sympy.Integer(place)]) for place in range(count)]
-    while len(sums) > 1:
-        half = len(sums) // 2
-        sums = [prims.add(a, b) for a, b in zip(sums[:half], sums[half:], strict=True)]
-    return sums[0]
+def _sum(added, load, count: int):
+    """Of what is loaded along a last dimension."""
+    return lambda index: added(load([*index, sympy.Integer(place)]) for place in range(count))
 
 
 def _zero_beyond(x: ir.TensorBox, rows: Any, columns: Any):

@@ -15,11 +15,13 @@ from torch.utils._sympy.functions import FloorDiv
 
 from te_inductor import ops
 from te_inductor.lowerings.casts import blocks, values
+from te_inductor.lowerings.casts.algebra import INDUCTOR
 from te_inductor.lowerings.casts.amax import raise_to_amax
 from te_inductor.lowerings.casts.narrowing import overflowing
 from te_inductor.lowerings.registry import lowering
 from te_inductor.recipes import Quantizer
 from te_inductor.recipes.formats import padded
+from te_inductor.runtime import arithmetic
 
 aten = torch.ops.aten
 
@@ -57,7 +59,7 @@ def _amax_of_rows(pieces: Sequence[ir.TensorBox]) -> ir.TensorBox:  # (R, 1) fp3
     return ir.Pointwise.create(  # type: ignore[return-value]
         device=pieces[0].get_device(),
         dtype=torch.float32,
-        inner_fn=lambda index: values.from_bits(load_bits(index)),
+        inner_fn=lambda index: INDUCTOR.from_bits(load_bits(index)),
         ranges=[pieces[0].get_size()[0], 1],
     )
 
@@ -77,10 +79,10 @@ def _scale_and_inverse(
 ) -> tuple[ir.TensorBox, ir.TensorBox]:
     """scale_inv is yet to be put somewhere."""
     load = amax.make_loader()
-    scale = _scalars(amax, lambda index: values.encode_scale(load(index), quantizer, dtype))
+    scale = _scalars(amax, lambda index: arithmetic.encode_scale(INDUCTOR, load(index), quantizer, dtype))
     # Computed once, in the reduction's epilogue, and not again by every thread of the cast.
     load_scale = in_memory(scale).make_loader()
-    return scale, _scalars(amax, lambda index: values.decode_scale(load_scale(index), quantizer))
+    return scale, _scalars(amax, lambda index: arithmetic.decode_scale(INDUCTOR, load_scale(index), quantizer))
 
 
 def _scalars(like: ir.TensorBox, inner_fn: Callable[[Any], Any]) -> ir.TensorBox:  # fp32

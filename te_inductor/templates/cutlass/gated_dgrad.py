@@ -251,7 +251,7 @@ class GatedGradientGemm(BlockScaledGemm):
                         _raise(of_columns, (which, sixteen, b), sizes[b])
 
     def _scale(self, amax):
-        """The power of two to multiply with, as `lowerings.values.encode_scale` finds it in a bf16 tensor; both as
+        """The power of two to multiply with, as `arithmetic.encode_scale` finds it in a bf16 tensor; both as
         bits. NaN where the amax is infinite or NaN, so that all of the block is: Note [Overflow stays visible] in
         lowerings/casts/values.py. It has one row, of whose GEMM every result is non-finite anyway, and no register is
         left to look at each value."""

@@ -1,11 +1,11 @@
 """The cast of cached weights in MXFP8 and NVFP4, in the place of `cached_weights_cast`: scales belong to small blocks,
-which a tile holds whole. Arithmetic of `runtime/microscaling.py`, bit for bit."""
+which a tile holds whole. Arithmetic of `runtime/arithmetic.py`, bit for bit."""
 
 import triton
 import triton.language as tl
 
 from te_inductor.recipes.formats import E2M1, E4M3
-from te_inductor.runtime.microscaling import (
+from te_inductor.runtime.arithmetic import (
     FP32_MAX,
     INFINITY_CODE,
     NAN_CODE,

@@ -4,7 +4,6 @@ import torch
 import triton
 import triton.language as tl
 
-from te_inductor.runtime.eager import EXPONENT_MASK
 from te_inductor.templates.triton.ptx import (
     CAST_CONSTRAINTS,
     CAST_PACK,
@@ -14,7 +13,8 @@ from te_inductor.templates.triton.ptx import (
     PAIRS_PACK,
 )
 
-_EXPONENT_MASK = tl.constexpr(EXPONENT_MASK)
+# Of fp32; clearing the mantissa of a positive value rounds it down to a power of two.
+_EXPONENT_MASK = tl.constexpr(255 << 23)
 _INFINITY = tl.constexpr(float("inf"))
 _ONE, _INFINITY_BITS = tl.constexpr(127 << 23), tl.constexpr(255 << 23)  # of fp32
 _E4M3, _E5M2 = (tl.constexpr(CASTS[dtype]) for dtype in (torch.float8_e4m3fn, torch.float8_e5m2))
@@ -25,7 +25,7 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def encode(amax, LARGEST: tl.constexpr, EPSILON: tl.constexpr, LARGEST_SCALE: tl.constexpr, POWER_2: tl.constexpr):
-    """As `runtime.eager.encode_scale`. The double quotient of fp32 values, rounded to fp32, is the correctly rounded
+    """As `arithmetic.encode_scale`. The double quotient of fp32 values, rounded to fp32, is the correctly rounded
     one; Triton's own fp32 division may be off by 2 ulp. A power of two is found without one, as by
     `lowerings.values`."""
     amax = tl.where(amax < EPSILON, EPSILON, amax)

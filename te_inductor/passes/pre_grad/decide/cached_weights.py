@@ -53,8 +53,9 @@ def refusal(
         return Refusal("copies of experts' weights are not kept where all experts share one level of their scales")
     if slots.weight.scope not in SCOPES:
         return Refusal("copies with scales of %s are not kept", slots.weight.scope)
-    if slots.weight.four_over_six and value(match.weight).device.type == "cuda":
-        return Refusal("the kernel that keeps copies does not choose between 4 and 6")
+    if slots.weight.candidates and value(match.weight).device.type == "cuda":
+        between = " and ".join(f"{candidate:g}" for candidate in reversed(slots.weight.candidates))
+        return Refusal("the kernel that keeps copies does not choose between %s", between)
     if not bodies.reaches(match.node.graph):
         return Refusal("inside a control-flow body, which kept copies do not reach")
     node = bodies.outer(match.weight)
