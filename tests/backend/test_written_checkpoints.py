@@ -61,10 +61,3 @@ def test_what_no_format_has():
         quantized_state_dict(model)
     with pytest.raises(OptionError, match=r"quantized_state_dict's model is a dict .*expected an nn\.Module"):
         quantized_state_dict({})
-
-
-def test_the_error_of_safetensors_names_it(tmp_path):
-    safetensors = pytest.importorskip("safetensors.torch")
-    model = quantize_(toy(), "rowwise")
-    with pytest.raises(StoredWeightError, match=r"expected those of te_inductor\.quantized_state_dict\(model\)"):
-        safetensors.save_file(model.state_dict(), tmp_path / "model.safetensors")
