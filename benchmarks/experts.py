@@ -157,6 +157,24 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     return rows
 
 
+def plot(path: Path, found: dict[str, Any]) -> None:
+    """Speed over bf16 and bytes saved for the backward, one bar an arm of each layer."""
+    panels: list[tuple[str, list[str], list[float]]] = [
+        ("forward and backward, times as fast as bf16", [], []),
+        ("saved for the backward, of bf16's", [], []),
+    ]
+    for name in (name for name in LAYERS if "ms" in found.get(name, {}).get("bf16", {})):
+        for recipe, row in found[name].items():
+            if recipe == "bf16" or "ms" not in row:
+                continue
+            saved = found[name]["bf16"]["saved_mib"]
+            for (_, names, values), value in zip(panels, (row["speedup"], row["saved_mib"] / saved), strict=True):
+                names.append(f"{name} {recipe}")
+                values.append(value)
+    if panels[0][1]:
+        table.bars(path, f"experts, {found['tokens']} tokens; {table.headline(found['environment'])}", panels)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=["mixtral", "qwen3"])
@@ -171,6 +189,7 @@ def main() -> None:
     parser.add_argument("--forced", action="store_true", help="a policy that names every layer but the router")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path, help="a picture")
     args = parser.parse_args()
     found: dict[str, Any] = {"environment": harness.environment(args.device), "tokens": args.tokens}
     for name in args.layers:
@@ -190,6 +209,8 @@ def main() -> None:
             if args.profile and "by_class_ms" in row:
                 print(f"  {recipe:8} {row['by_class_ms']}")
         torch.cuda.empty_cache()
+    if args.plot:
+        plot(args.plot, found)
     if args.json:
         harness.write_json(args.json, found)
 

@@ -35,8 +35,12 @@ def headline(environment: dict[str, Any]) -> str:
     return ", ".join([*parts, environment["date"][:10]])
 
 
+COLOURS = ("#4477aa", "#66ccee", "#ccbb44", "#ee6677", "#228833", "#aa3377")
+
+
 def bars(path: Path, title: str, panels: Sequence[tuple[str, Sequence[str], Sequence[float]]]) -> None:
-    """One panel of horizontal bars each: (axis label, names, values), first name on top."""
+    """One panel of horizontal bars each: (axis label, names, values), first name on top. Names that end alike, as those of
+    one arm do, have one colour."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -45,14 +49,23 @@ def bars(path: Path, title: str, panels: Sequence[tuple[str, Sequence[str], Sequ
     tallest = max(len(names) for _, names, _ in panels)
     figure, axes = plt.subplots(1, len(panels), figsize=(6 * len(panels), 1.2 + 0.35 * tallest), squeeze=False)
     for axis, (label, names, values) in zip(axes[0], panels, strict=True):
-        drawn = axis.barh(names, values, color="#4477aa")
-        axis.bar_label(drawn, [f"{value:.0f}" if value >= 100 else f"{value:.3g}" for value in values], padding=3)
+        arms = list(dict.fromkeys(name.split()[-1] for name in names))
+        several = 1 < len(arms) <= len(COLOURS) and len(arms) < len(names)
+        colours = [COLOURS[arms.index(name.split()[-1]) if several else 0] for name in names]
+        drawn = axis.barh(names, values, color=colours)
+        axis.bar_label(drawn, [_short(value) for value in values], padding=3)
         axis.invert_yaxis()
         axis.set_xlabel(label)
-        axis.margins(x=0.12)
+        axis.margins(x=0.12, y=0.01)
         axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontsize=9)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=100)
     print(f"plot: {path}")
+
+
+def _short(value: float) -> str:
+    if value >= 100:
+        return f"{value:.0f}"
+    return f"{value:.2f}" if 0.1 <= value < 10 else f"{value:.3g}"
