@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from te_inductor.api.quantization import quantize_ as quantize_
     from te_inductor.api.saved_state import load_state_dict as load_state_dict
     from te_inductor.api.saved_state import state_dict as state_dict
+    from te_inductor.api.written_checkpoints import quantized_state_dict as quantized_state_dict
     from te_inductor.backend import te as te
     from te_inductor.diagnostics import Report as Report
     from te_inductor.diagnostics import Site as Site
@@ -37,6 +38,7 @@ _HOME = {
     "load_state_dict": ("te_inductor.api.saved_state", "load_state_dict"),
     "lower": ("te_inductor.api.lowering", "lower"),
     "quantize_": ("te_inductor.api.quantization", "quantize_"),
+    "quantized_state_dict": ("te_inductor.api.written_checkpoints", "quantized_state_dict"),
     "distributed": ("te_inductor.distributed", None),
     "recipes": ("te_inductor.recipes", None),
     "state_dict": ("te_inductor.api.saved_state", "state_dict"),
@@ -60,6 +62,7 @@ __all__ = [
     "load_state_dict",
     "lower",
     "quantize_",
+    "quantized_state_dict",
     "recipes",
     "state_dict",
     "te",

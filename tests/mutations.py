@@ -45,6 +45,25 @@ MUTATIONS = [
         "return next((entry for entry in reversed(list(policy)) if entry.matches(names, sizes)), None)",
         ("tests/backend/test_policy.py",),
     ),
+    # graphs of forward and backward, and checkpoints
+    Mutation(
+        "a product that AOTAutograd has marked as a backward's is taken for a layer",
+        'return node.meta.get("partitioner_tag") == "is_backward"',
+        "return False",
+        ("tests/backend/test_single_products.py",),
+    ),
+    Mutation(
+        "an operand that is a transposed view is read as it lies",
+        "root, swapped = start, found",
+        "root, swapped = start, False",
+        ("tests/backend/test_single_products.py",),
+    ),
+    Mutation(
+        "a stored weight is written in the order that kernels read",
+        "first, *scales = weight.saved()",
+        "first, *scales = weight.parts",
+        ("tests/backend/test_written_checkpoints.py",),
+    ),
     # ops and eager kernels
     Mutation(
         "a scale is half of what it should be",

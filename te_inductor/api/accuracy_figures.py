@@ -10,7 +10,7 @@ from te_inductor.api import accuracy_picture
 from te_inductor.diagnostics import Site
 from te_inductor.presentation.kinds import kind, named
 from te_inductor.presentation.paths import plain
-from te_inductor.presentation.tables import Column, tabulated
+from te_inductor.presentation.tables import Column, tabulated, wrapped
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,8 @@ class AccuracyReport:
         `columns` says; in a pipe as wide as it needs."""
         rows = _layer_rows(self.gemms) if details else _kind_rows(self.gemms)
         table = tabulated(_BY_LAYER if details else _BY_KIND, rows, columns)
-        return "\n\n".join(part for part in (_headline(self), table if self.gemms else "", _lowest(self.gemms)) if part)
+        lines = [wrapped(line, columns, "") if line else "" for line in (_headline(self), _lowest(self.gemms))]
+        return "\n\n".join(part for part in (lines[0], table if self.gemms else "", lines[1]) if part)
 
     def __str__(self) -> str:
         return self.table()

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(run(parsed))
     except TEInductorError as error:
         print(f"te-inductor: {error}", file=sys.stderr)
-        return 1
-    except ModuleNotFoundError as error:
-        if error.name != "matplotlib":
-            raise
-        print("te-inductor: a picture needs matplotlib; pip install matplotlib", file=sys.stderr)
         return 1
     except BrokenPipeError:  # of `te-inductor explain … | head`
         sys.stderr.close()
@@ -66,13 +62,13 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--keep-dtype", action="store_true", help="no autocast to bf16: the model's own dtypes")
     bench.add_argument("--cold", action="store_true", help="with empty compile caches, for an honest first step")
     bench.add_argument("--json", action="store_true", help="data in place of text")
-    bench.add_argument("--png", type=_file, metavar="FILE", help="write bars, too (needs matplotlib)")
+    bench.add_argument("--png", type=_picture, metavar="FILE", help="write bars, too (needs matplotlib)")
 
     report = commands.add_parser("report", help="show what each layer loses by quantization")
     _add_model(report, "default: as the environment says, else auto")
     report.add_argument("--details", action="store_true", help="rows for each layer")
     report.add_argument("--json", action="store_true", help="data in place of text")
-    report.add_argument("--png", type=_file, metavar="FILE", help="write a heat map, too (needs matplotlib)")
+    report.add_argument("--png", type=_picture, metavar="FILE", help="write a heat map, too (needs matplotlib)")
 
     tune = commands.add_parser("tune", help="measure which GEMM kernels are fastest on this machine's GPU: a table")
     tune.add_argument("--folder", type=Path, metavar="DIR", help="of the table; default: what TE_INDUCTOR_TABLES says")
@@ -113,6 +109,12 @@ def _file(text: str) -> Path:
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} cannot be written; expected a file in a folder that exists")
     return path
+
+
+def _picture(text: str) -> Path:
+    if find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("a picture needs matplotlib; pip install matplotlib")
+    return _file(text)
 
 
 def _shape(text: str) -> tuple[int, int]:

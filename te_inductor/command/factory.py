@@ -58,12 +58,17 @@ def _found(name: str) -> Callable[..., Any]:
     found: Any = module
     for part in attribute.split("."):
         if not hasattr(found, part):
-            public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-            raise OptionError(unknown(f"function of {place}", attribute, public))
+            raise OptionError(unknown(f"function of {place}", attribute, _public(module)))
         found = getattr(found, part)
     if isinstance(found, torch.nn.Module) or not callable(found):
         raise OptionError(wrong_type(f"model {name!r}", found, f"a function that returns {_FORMS}"))
     return found  # type: ignore[no-any-return]
+
+
+def _public(module: Any) -> list[str]:
+    """What of it can be called, and is its own; where nothing is, what it has imported."""
+    found = {key: one for key, one in vars(module).items() if callable(one) and not key.startswith("_")}
+    return [key for key, one in found.items() if getattr(one, "__module__", None) == module.__name__] or [*found]
 
 
 def _module(place: str) -> Any:

@@ -6,10 +6,10 @@ Sources: lightning 2.6, pytorch/callbacks/callback.py, pytorch/trainer/connector
 from typing import Any
 
 from te_inductor.api.saved_state import load_state_dict, state_dict
-from te_inductor.integrations.versions import require
+from te_inductor.integrations.versions import parts_of
 
-require("lightning")
-from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
+with parts_of("lightning"):
+    from lightning.pytorch import Callback, LightningModule, Trainer
 
 KEY = "te_inductor_state"
 

@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_inductor.integrations.versions import require
+from te_inductor.integrations.versions import parts_of
 
-require("peft")
-from peft.tuners.lora.layer import ParamWrapper  # noqa: E402
+with parts_of("peft"):
+    from peft.tuners.lora.layer import ParamWrapper
+
+    _USED = ParamWrapper.get_param, ParamWrapper.get_delta_factors, ParamWrapper.get_delta_weight
 
 _in_eager = ParamWrapper.forward
 

@@ -11,15 +11,15 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from te_inductor import ops
 from te_inductor.api.lowering import lower
-from te_inductor.integrations.versions import require
+from te_inductor.integrations.versions import parts_of
 
-require("torchtitan")
-from torchtitan.experiments.graph_trainer.passes import construct_default_graph_passes  # noqa: E402
-from torchtitan.experiments.graph_trainer.registry import (  # noqa: E402
-    MEMORY_POLICY_REGISTRY,
-    register_memory_policy,
-    register_pass_pipeline,
-)
+with parts_of("torchtitan"):
+    from torchtitan.experiments.graph_trainer.passes import construct_default_graph_passes
+    from torchtitan.experiments.graph_trainer.registry import (
+        MEMORY_POLICY_REGISTRY,
+        register_memory_policy,
+        register_pass_pipeline,
+    )
 
 _PRODUCTS = frozenset((ops.scaled_mm, ops.grouped_mm, ops.scaled_grouped_mm))
 

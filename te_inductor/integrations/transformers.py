@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from te_inductor.api.saved_state import load_state_dict, state_dict
-from te_inductor.integrations.versions import require
+from te_inductor.integrations.versions import parts_of
 
-require("transformers")
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments  # noqa: E402
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR  # noqa: E402
+with parts_of("transformers"):
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 FILE = "te_inductor_state.pt"
 

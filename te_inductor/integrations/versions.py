@@ -1,5 +1,7 @@
 """The frameworks that an integration reaches into, and the oldest version of each that is known to work."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 
 MINIMUM = {
@@ -9,6 +11,9 @@ MINIMUM = {
     "torchtitan": "0.3.0",
     "transformers": "5.17.0",
 }
+
+_REMEDY = 'compile the model before the framework has it, model.compile(backend="te")'
+_REMEDIES = {"peft": "give LoraConfig target_modules in place of target_parameters"}
 
 
 def require(package: str) -> None:
@@ -27,6 +32,23 @@ def require(package: str) -> None:
             f"{package} is {found}, expected {minimum} or later; upgrade it, or compile the model before the framework"
             ' has it: model.compile(backend="te")'
         )
+
+
+@contextmanager
+def parts_of(package: str) -> Iterator[None]:
+    """Around the imports of what an integration uses of a package.
+
+    Raises:
+        ImportError: as `require`, or the package has no longer what the one that is known had.
+    """
+    require(package)
+    try:
+        yield
+    except (ImportError, AttributeError) as error:
+        raise ImportError(
+            f"{package} {metadata.version(package)} lacks a part that version {MINIMUM[package]} has ({error}), expected a"
+            f" version between that and this; until te_inductor knows this one: {_REMEDIES.get(package, _REMEDY)}"
+        ) from error
 
 
 def _numbers(version: str) -> tuple[int, ...]:

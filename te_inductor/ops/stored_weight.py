@@ -134,8 +134,8 @@ class StoredWeight(Tensor):
         if function in _OF_ONE_STORAGE:
             raise StoredWeightError(
                 f"{function.__name__} of a weight stored as {args[0].recipe.name}, which is several tensors, as where"
-                " safetensors or save_pretrained write it; expected torch.save(model.state_dict()), and quantize_"
-                " before load_state_dict; or dequantize() the weights first"
+                " safetensors or save_pretrained write it; expected those of te_inductor.quantized_state_dict(model), which"
+                " load_quantized reads, or torch.save(model.state_dict()), which load_state_dict does behind quantize_"
             )
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **kwargs)

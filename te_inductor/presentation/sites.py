@@ -41,7 +41,8 @@ def text(report: "Report", details: bool, columns_wide: int | None) -> str:
         table = tabulated(BY_LAYER, layer_rows(report), columns_wide)
     else:
         table = tabulated(BY_KIND, kind_rows(report), columns_wide)
-    parts = [headline(report), *([table] if report.sites else [])]
+    head = "\n".join(wrapped(line, columns_wide, "") for line in headline(report).split("\n"))
+    parts = [head, *([table] if report.sites else [])]
     reasons = [] if details else high_precision(report)
     if reasons:
         parts.append("\n".join(["High precision:", *(wrapped(line, columns_wide) for line in reasons)]))

@@ -26,7 +26,7 @@ EXECUTED = [README, *sorted((ROOT / "docs" / "guides").glob("*.md"))]
 # What a block may need, and whether it is here; a package takes half a minute of C++, which test_packages.py spends.
 NEEDS = {"gpu": False, "package": False} | {
     name: find_spec(name) is not None
-    for name in ("accelerate", "lightning", "matplotlib", "peft", "torchtitan", "transformers")
+    for name in ("accelerate", "autoparallel", "lightning", "matplotlib", "peft", "torchtitan", "transformers")
 }
 
 WIDTH = 120

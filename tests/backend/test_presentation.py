@@ -272,3 +272,8 @@ def test_times_have_no_exponent(seconds):
         assert ("no layer is in FP8" in text) == (not one.low)
     figure = {1e-8: "less than 0.001", 2e-6: "0.002", 1.234e-3: "1.23", 7.3: "7300"}[seconds]
     assert f"takes the device at least {figure} ms, and the host {figure} ms" in text
+
+
+@pytest.mark.parametrize("made", [report_of, accuracy])
+def test_no_line_is_wider_than_it_may_be(made):
+    assert max(len(line) for line in made(32).table(columns=64).splitlines()) <= 64

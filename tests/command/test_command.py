@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from te_inductor.command import factory
+from te_inductor.command import factory, main
 from te_inductor.errors import OptionError
 from tests.forked import PROGRAMS, ROOT
 
@@ -103,6 +103,7 @@ def test_bench_tells_why_an_arm_failed():
     ("arguments", "code", "text"),
     [
         (("explain", f"{MODELS}:pear"), 1, "unknown function of tests.command.models 'pear'; did you mean 'pair'?"),
+        (("explain", "tests/command/models.py:zzz"), 1, "'zzz'; expected one of Keywords, fails_on_its_way"),
         (("explain", f"{MODELS}:pair", "--policy", "head"), 2, "--policy: no JSON"),
         ((), 2, ""),
         (("explain", f"{MODELS}:pair", "--html", "no/such/page.html"), 2, "'no/such/page.html' cannot be written"),
@@ -115,6 +116,13 @@ def test_wrong_uses(arguments, code, text):
     done = command(*arguments)
     assert done.returncode == code and text in done.stderr and "Traceback" not in done.stderr
     assert "inductor …" not in done.stderr  # no arm of a bench has begun
+
+
+def test_a_picture_is_refused_before_the_work(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("te_inductor.command.find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as left:
+        main(["report", f"{MODELS}:pair", "--png", str(tmp_path / "picture.png")])
+    assert left.value.code == 2 and "needs matplotlib; pip install matplotlib" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

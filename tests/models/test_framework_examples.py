@@ -84,6 +84,27 @@ def test_sentence_transformers_train_encode_and_save(tmp_path):
     assert 0 < (low - high).norm() < 0.1 * high.norm()
 
 
+def test_accelerate_trains_and_resumes_with_its_scales(tmp_path):
+    """The run that was cut ends where the whole one does."""
+    run = example("accelerate_run", "accelerate")
+    from accelerate.state import AcceleratorState
+
+    def trained(name: str, *arguments):
+        torch._dynamo.reset()
+        AcceleratorState._reset_state(reset_partial_state=True)  # the first Accelerator of a process decides for all
+        return run.trained(tmp_path / name, *arguments)
+
+    whole, losses = trained("whole", 4)
+    assert losses[-1] < losses[0]
+    trained("cut", 2)
+    cut, rest = trained("cut", 2, True)
+    assert rest == losses[2:]
+    scales = te_inductor.state_dict(whole)
+    assert len(scales) == 12 and equal(te_inductor.state_dict(cut), scales)
+    for one, other in zip(whole.parameters(), cut.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_timm_trains_and_saves_checkpoints(tmp_path):
     run = example("timm_run", "torchvision", "timm")
     vit = run.model()

@@ -107,6 +107,19 @@ def test_an_old_framework_is_refused(monkeypatch):
     versions.require("accelerate")
 
 
+def test_a_framework_that_has_changed_is_refused(monkeypatch):
+    from te_inductor.integrations import versions
+
+    monkeypatch.setattr(versions.metadata, "version", lambda package: "9.1.0")
+    with (
+        pytest.raises(
+            ImportError, match=r"torchtitan 9\.1\.0 lacks a part that version 0\.3\.0 has \(cannot import.*compile"
+        ),
+        versions.parts_of("torchtitan"),
+    ):
+        from torch import nothing  # noqa: F401
+
+
 def test_scales_lie_in_a_distributed_checkpoint(tmp_path, without_codegen):
     """Which asks an object that has not run yet for the keys to read; so does Accelerate's `load_state`."""
     from torch.distributed import checkpoint

@@ -18,8 +18,14 @@ from te_inductor.passes.pre_grad.decide.sites import (
     resolve_recipes,
     weigh_sites,
 )
-from te_inductor.passes.pre_grad.match.gradients import match_gradients
-from te_inductor.passes.pre_grad.match.sites import inline_attention, inline_contractions, list_products, match_sites
+from te_inductor.passes.pre_grad.match.gradients import list_lost_gradients, match_gradients
+from te_inductor.passes.pre_grad.match.sites import (
+    inline_attention,
+    inline_contractions,
+    inline_single_products,
+    list_products,
+    match_sites,
+)
 from te_inductor.passes.pre_grad.plan import Plan
 from te_inductor.passes.pre_grad.rewrite.decisions import compare_ranks, follow_ranks
 from te_inductor.passes.pre_grad.rewrite.permutations import rewrite_permutations
@@ -54,8 +60,10 @@ _REPORTED: tuple[Pass, ...] = (weigh_sites, report_sites)
 DECIDE_EXPORTED: tuple[Pass, ...] = (match_sites, *_CHECKED, refuse_what_is_in_no_program, *_REPORTED)
 EXPORTED: tuple[Pass, ...] = (*DECIDE_EXPORTED, rewrite_sites, write_slots)
 TRACED: tuple[Pass, ...] = (
+    inline_single_products,
     match_sites,
     match_gradients,
+    list_lost_gradients,
     *_CHECKED,
     refuse_batches,
     *_REPORTED,

@@ -71,7 +71,7 @@ class Candidate:
 
 @dataclass
 class Unlowered:
-    """A product with a weight that no rule matched."""
+    """A product with a weight that no rule matched, or one for a weight's gradient that is no layer's."""
 
     product: Product
     module: str  # whose forward it is in
@@ -79,6 +79,7 @@ class Unlowered:
     regions: tuple[Region | None, ...]
     refusal: Refusal
     recipe: Recipe | None = None  # that it would have
+    gemm: str = "fprop"
 
     @property
     def fqn(self) -> str:

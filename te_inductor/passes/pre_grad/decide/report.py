@@ -86,7 +86,7 @@ def _unlowered_site(site: Unlowered) -> Site:
     product, recipe = site.product, "none" if site.recipe is None else site.recipe.name
     reason = None if site.recipe is None else str(site.refusal)
     sizes = plain(product.sizes)
-    return Site(site.fqn, product.pattern, "fprop", sizes, recipe, "high_precision", reason, flops=product.flops)
+    return Site(site.fqn, product.pattern, site.gemm, sizes, recipe, "high_precision", reason, flops=product.flops)
 
 
 def _kernel(

@@ -17,27 +17,35 @@ is not known whether it is a forward's.
 Experts' products are the same, w and dw being (E, N, K), with the same ends of groups in all three. transformers' op for
 products that torch has not makes both gradients in one call, which names x, w and dy."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils import _pytree as pytree
 
 from te_inductor.diagnostics import Refusal
 from te_inductor.passes.graph.aliases import name
+from te_inductor.passes.graph.module_path import without_wrappers
 from te_inductor.passes.pre_grad.decide.support import is_tensor, value
 from te_inductor.passes.pre_grad.match import grouped
+from te_inductor.passes.pre_grad.match import products as products_of
 from te_inductor.passes.pre_grad.match.gathers import CASTS
 from te_inductor.passes.pre_grad.match.rule import Call, Gradients, Match
-from te_inductor.passes.pre_grad.plan import Candidate, Plan
+from te_inductor.passes.pre_grad.plan import Candidate, Plan, Unlowered
 
 _TRANSPOSES = frozenset("t permute transpose numpy_T mT".split())
 _SAME = frozenset("detach alias contiguous clone lift_fresh_copy".split())
 _FLATTENS = frozenset("view reshape _unsafe_view".split())
 
 UNKNOWN_PLACE = Refusal("several products of the backward fit this layer, or it may be one of another's backward")
+
+
+LOST = Refusal(
+    "the weight gradient multiplies other tensors than the forward, as where ranks redistribute them in between"
+)
 
 
 class Matrix(NamedTuple):
@@ -166,9 +174,10 @@ def match_gradients(plan: Plan) -> None:
     sites = [site for site in plan.candidates if site.match.node in products.operands]
     for both in (True, False):
         for site in sites:
-            if site.match.gradients is not None or site.match.node in products.taken:
+            node = site.match.node
+            if site.match.gradients is not None or node in products.taken or _is_marked_backward(node):
                 continue
-            fitting = list(products.gradients(site.match.node))
+            fitting = list(products.gradients(node))
             if both:
                 fitting = [one for one in fitting if len(one.nodes) == 2]
             chosen = _chosen(site, fitting)
@@ -185,6 +194,36 @@ def match_gradients(plan: Plan) -> None:
             site.match = _read_once(site.match)
 
 
+def list_lost_gradients(plan: Plan) -> None:
+    """List the products that make a parameter's gradient alone, as AOTAutograd describes the graph's outputs, and are no
+    layer's."""
+    sites = {site.match.node for site in plan.candidates}
+    reached: dict[fx.Node, set[int]] = {}
+    for place, node in enumerate(_outputs(plan.gm.graph)):
+        if isinstance(node, fx.Node):
+            reached.setdefault(node, set()).add(place)
+    described = plan.gm.graph.output_node().meta.get("desc", ())
+    for node in reversed(plan.gm.graph.nodes):
+        found = reached.get(node, set()).union(*(reached[user] for user in node.users if user in reached))
+        reached[node] = found
+        if len(found) != 1 or node in sites or node in plan.backward or _multiplied(node) is None:
+            continue
+        parameter = getattr(getattr(_at(described, *found), "grad_of", None), "target", None)
+        product = products_of.read(node)
+        if isinstance(parameter, str) and product is not None:
+            path = without_wrappers(parameter).removesuffix(".weight")
+            plan.unlowered.append(Unlowered(product, "", path, (None,), LOST, gemm="wgrad"))
+
+
+def _outputs(graph: fx.Graph) -> Sequence[Any]:
+    return pytree.arg_tree_leaves(*graph.output_node().args)
+
+
+def _at(described: Any, place: int) -> Any:
+    flat = pytree.tree_leaves(described)
+    return flat[place] if place < len(flat) else None
+
+
 def _chosen(site: Candidate, fitting: list[Gradients]) -> Gradients | None:
     if len(fitting) > 1:
         number = site.match.node.meta.get("seq_nr")
@@ -193,20 +232,46 @@ def _chosen(site: Candidate, fitting: list[Gradients]) -> Gradients | None:
 
 
 def _refuse_unplaced(plan: Plan, products: _Products) -> None:
-    """Products with the weight of others that are the other way round than these, and no part of a backward."""
+    """Layers of whose backward both products are not known, and that may be part of another's: those with a weight that
+    others use the other way round, and those that AOTAutograd has marked."""
+    weights = {
+        site.match.node: _of_parameter(products.operands[site.match.node][1])
+        for site in plan.candidates
+        if site.match.node in products.operands
+    }
     forward: dict[fx.Node, set[bool]] = {}
     uses: dict[fx.Node, set[bool]] = {}
-    for site in plan.candidates:
-        if site.match.node in products.operands:
-            _, w = products.operands[site.match.node]
-            uses.setdefault(w.root, set()).add(w.transposed)
-            if site.match.gradients is not None:
-                forward.setdefault(w.root, set()).add(w.transposed)
-    for site in plan.candidates:
-        if site.match.node in products.operands and site.match.gradients is None:
-            _, w = products.operands[site.match.node]
-            if w.transposed not in forward.get(w.root, uses[w.root]) or len(uses[w.root]) > 1:
+    sites = [site for site in plan.candidates if site.match.node in weights]
+    for site in sites:
+        w = weights[site.match.node]
+        uses.setdefault(w.root, set()).add(w.transposed)
+        if site.match.gradients is not None:
+            forward.setdefault(w.root, set()).add(w.transposed)
+    for site in sites:
+        w, gradients = weights[site.match.node], site.match.gradients
+        both_ways = len(uses[w.root]) > 1
+        if gradients is None:
+            if (
+                both_ways
+                or w.transposed not in forward.get(w.root, uses[w.root])
+                or _is_marked_backward(site.match.node)
+            ):
                 site.unplaced = UNKNOWN_PLACE
+        elif len(gradients.nodes) < 2 and both_ways:
+            site.unplaced = UNKNOWN_PLACE
+
+
+def _is_marked_backward(node: fx.Node) -> bool:
+    return node.meta.get("partitioner_tag") == "is_backward"
+
+
+def _of_parameter(weight: Matrix) -> Matrix:
+    """By the parameter, of which ranks may gather a weight more than once."""
+    node, transposed = weight
+    while not isinstance(value(node), torch.nn.Parameter) and node.args and is_tensor(node.args[0]):
+        node, turned = matrix(node.args[0])
+        transposed ^= turned
+    return Matrix(node, transposed)
 
 
 def _read_once(match: Match) -> Match:

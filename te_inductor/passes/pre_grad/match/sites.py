@@ -12,7 +12,16 @@ from te_inductor.passes.graph.module_path import (
     without_wrappers,
 )
 from te_inductor.passes.graph.owners import owner_of
-from te_inductor.passes.pre_grad.match import RULES, attention, contractions, grouped, parallel, products, sharded
+from te_inductor.passes.pre_grad.match import (
+    RULES,
+    attention,
+    contractions,
+    grouped,
+    parallel,
+    products,
+    sharded,
+    single_products,
+)
 from te_inductor.passes.pre_grad.match.rule import Match
 from te_inductor.passes.pre_grad.plan import Candidate, Plan, Unlowered
 
@@ -28,6 +37,13 @@ def inline_contractions(plan: Plan) -> None:
     """Put linear layers in the place of other sums of products that are ones."""
     for module in plan.graph_modules():
         plan.inlined |= contractions.inline(module.graph)
+        module.recompile()
+
+
+def inline_single_products(plan: Plan) -> None:
+    """Write batched products of one matrix each as products of matrices."""
+    for module in plan.graph_modules():
+        single_products.inline(module.graph)
         module.recompile()
 
 
