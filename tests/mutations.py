@@ -64,6 +64,12 @@ MUTATIONS = [
         "first, *scales = weight.parts",
         ("tests/backend/test_written_checkpoints.py",),
     ),
+    Mutation(
+        "a folder's weights are multiplied as its format is published",
+        "recipes=config.recipes, device=_device(model))",
+        "recipes=(), device=_device(model))",
+        ("tests/models/test_pretrained.py",),
+    ),
     # ops and eager kernels
     Mutation(
         "a scale is half of what it should be",

@@ -251,6 +251,7 @@ _ALGORITHMS = (
     *(None, "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "FP8_PB_REAL", "fp8_pb_wo", "fp8_pb_real"),
     *("NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8", "MIXED_PRECISION"),
 )
+OWN = "te_inductor"  # its `recipes` are names, as `load_quantized` takes them
 CONFIGURATIONS: dict[str, dict[str, tuple[Any, ...]]] = {
     "fp8": {"weight_block_size": (None, [128, 128]), "fmt": (None, "e4m3")},
     "compressed-tensors": {
@@ -259,6 +260,7 @@ CONFIGURATIONS: dict[str, dict[str, tuple[Any, ...]]] = {
         "sparsity_config.format": (None, "dense"),
     },
     "modelopt": {"quant_algo": _ALGORITHMS},
+    OWN: {},
 }
 
 

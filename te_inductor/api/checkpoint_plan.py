@@ -61,9 +61,39 @@ def plan(model: nn.Module, checkpoint: Checkpoint, dequantize: bool) -> Plan:
     """
     held = _held(model)
     own = {name for one in held for name in one.names}
-    problems: list[str | Callable[[], str]] = [*formats.unsupported(checkpoint.configuration)]
+    steps, missing, used, problems = _steps(held, own, checkpoint, dequantize)
+    problems += [partial(_missing, one.names, checkpoint) for one in missing]
+    rest = [key for key in checkpoint.entries if key not in used and not _ignored(key, model)]
+    calibrated = [key for key in rest if key.rpartition(".")[2] in formats.CALIBRATED]
+    problems += [partial(_unexpected, key, own) for key in rest if key not in set(calibrated)]
+    problems += _lost_buffers(model)
+    _raise(model, checkpoint, problems)
+    return Plan(steps, calibrated)
+
+
+def stored_steps(model: nn.Module, checkpoint: Checkpoint) -> list[tuple[Held, Source]]:
+    """Of a plan what becomes stored weights. The rest is for another loader, which says itself what is missing or left.
+
+    Raises:
+        CheckpointError: a quantized weight does not fit; a line for each key.
+    """
+    held = _held(model)
+    own = {name for one in held for name in one.names}
+    steps, _, _, problems = _steps(held, own, checkpoint, dequantize=False)
+    _raise(model, checkpoint, problems)
+    return [(one, source) for one, source in steps if source.pieces[0].format is not None]
+
+
+_Problems = list[str | Callable[[], str]]
+
+
+def _steps(
+    held: list[Held], own: Set[str], checkpoint: Checkpoint, dequantize: bool
+) -> tuple[list[tuple[Held, Source]], list[Held], set[str], _Problems]:
+    """Steps, what nothing was found for, the keys that are used, and what is wrong with them and the configuration."""
+    problems: _Problems = [*formats.unsupported(checkpoint.configuration)]
     used: set[str] = set()
-    steps = []
+    steps, missing = [], []
     for one in held:
         found = {name: _matches(name, one.tensor.shape, one.tensor.dtype, own, checkpoint) for name in one.names}
         matches = [match for several in found.values() for match in several]
@@ -73,7 +103,7 @@ def plan(model: nn.Module, checkpoint: Checkpoint, dequantize: bool) -> Plan:
         used.update(key for match in matches for key in match.keys)
         wrong = [line for match in matches for line in _refused(match, one, checkpoint, dequantize)]
         if not matches:
-            problems.append(partial(_missing, one.names, checkpoint))
+            missing.append(one)
         elif wrong:
             problems += wrong
         elif per:
@@ -83,13 +113,12 @@ def plan(model: nn.Module, checkpoint: Checkpoint, dequantize: bool) -> Plan:
             pieces = [Piece(match.keys, match.format) for match in matches]
             problems += _disagreements(pieces, checkpoint)
             steps.append((one, Source((pieces[0],))))
-    rest = [key for key in checkpoint.entries if key not in used and not _ignored(key, model)]
-    calibrated = [key for key in rest if key.rpartition(".")[2] in formats.CALIBRATED]
-    problems += [partial(_unexpected, key, own) for key in rest if key not in set(calibrated)]
-    problems += _lost_buffers(model)
+    return steps, missing, used, problems
+
+
+def _raise(model: nn.Module, checkpoint: Checkpoint, problems: _Problems) -> None:
     if problems:
         raise CheckpointError(listed(f"{checkpoint.where} does not fit the {type(model).__name__}", problems))
-    return Plan(steps, calibrated)
 
 
 def _held(model: nn.Module) -> list[Held]:

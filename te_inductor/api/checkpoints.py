@@ -45,7 +45,8 @@ def load_quantized(
         path_or_state_dict: a folder of safetensors files, sharded or not, with or without a config.json; one such file;
             or a state_dict, whose tensors are copied.
         dequantize: load plain parameters of the model's dtype instead, to train them.
-        recipes: instances or names that say how stored weights are multiplied, in place of those below.
+        recipes: instances or names that say how stored weights are multiplied, in place of those below and of those that
+            the configuration of a folder that this package wrote has.
         device: where to put what is on the meta device; None: on the CPU. Everything else stays where it is.
         fallback: "warn", "error" or "silent", where the checkpoint has scales of activations, which are not used.
 
@@ -81,8 +82,10 @@ def load_quantized(
         raise OptionError(wrong_type("load_quantized's model", model, "an nn.Module"))
     if not isinstance(dequantize, bool):
         raise OptionError(wrong_type("load_quantized's dequantize", dequantize, "a bool"))
-    options, chosen, to = config.parse({"fallback": fallback}), _recipes(recipes), torch.device(device or "cpu")
+    options, to = config.parse({"fallback": fallback}), torch.device(device or "cpu")
+    _recipes(recipes)
     with opened(path_or_state_dict) as checkpoint, torch.no_grad():
+        chosen = _recipes([*_written(checkpoint), *recipes])
         steps, calibrated = plan(model, checkpoint, dequantize)
         if calibrated:
             more = f" and {len(calibrated) - 1} more scales" if calibrated[1:] else ""
@@ -91,10 +94,34 @@ def load_quantized(
             )
             say(f"{text} recipe of their layer says", options.fallback)
         _fill_buffers(model, to)
-        loading = _Loading(checkpoint, chosen, dequantize, to)
-        for held, source in steps:
-            loading.load(held, source)
+        _load(checkpoint, steps, chosen, dequantize, to)
     return model
+
+
+def load_steps(
+    checkpoint: Checkpoint, steps: Sequence[tuple[Held, Source]], *, recipes: Sequence[object], device: torch.device
+) -> None:
+    """Some steps of a `plan`, as `load_quantized` does all."""
+    with torch.no_grad():
+        _load(checkpoint, steps, _recipes(recipes), False, device)
+
+
+def _load(
+    checkpoint: Checkpoint,
+    steps: Sequence[tuple[Held, Source]],
+    recipes: Mapping[type[Recipe], Recipe],
+    dequantize: bool,
+    to: torch.device,
+) -> None:
+    loading = _Loading(checkpoint, recipes, dequantize, to)
+    for held, source in steps:
+        loading.load(held, source)
+
+
+def _written(checkpoint: Checkpoint) -> list[str]:
+    """Recipes that this package has written into a configuration."""
+    configuration = checkpoint.configuration
+    return list(configuration.get("recipes") or ()) if configuration.get("quant_method") == formats.OWN else []
 
 
 def _recipes(given: object) -> dict[type[Recipe], Recipe]:
