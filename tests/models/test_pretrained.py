@@ -87,10 +87,10 @@ def test_what_is_refused(tmp_path):
     with pytest.raises(OptionError, match="expected a PreTrainedModel"):
         pretrained.make_savable(torch.nn.Linear(16, 16))
     exact = te_inductor.quantize_(llama(), te_inductor.recipes.NVFP4WeightOnly(prefill="exact"))
-    with pytest.raises(RecipeError, match="with its defaults, as config.json holds a name"):
+    with pytest.raises(RecipeError, match="with its defaults, as"):
         pretrained.make_savable(exact)
     folder = tmp_path / "stored"
     pretrained.make_savable(te_inductor.quantize_(llama(), "rowwise")).save_pretrained(folder)
     config = transformers.LlamaConfig.from_pretrained(folder, intermediate_size=48)
-    with pytest.raises(CheckpointError, match="up_proj.weight: found weight float8_e4m3fn"):
+    with pytest.raises(CheckpointError, match=r"up_proj\.weight: found weight float8_e4m3fn"):
         transformers.LlamaForCausalLM.from_pretrained(folder, config=config)
