@@ -97,15 +97,16 @@ def test_eager(content, quantizer):
             check_both(layout(CONTENTS[content](*size).to(dtype)), quantizer)
 
 
-# Each is a C++ compile of seconds.
+# Each is a C++ compile of seconds. `test_compiled_rows` has one of candidates in each round.
 COMPILED = [
     ((33, 70), torch.bfloat16, "contiguous", QUANTIZERS[0]),
-    pytest.param(*((33, 70), torch.float32, "transposed", QUANTIZERS[1]), marks=pytest.mark.thorough),
-    pytest.param(*((64, 96), torch.float32, "transposed", QUANTIZERS[2]), marks=pytest.mark.thorough),
-    pytest.param(*((33, 70), torch.bfloat16, "strided", QUANTIZERS[3]), marks=pytest.mark.thorough),
+    ((33, 70), torch.float32, "transposed", QUANTIZERS[1]),
+    ((64, 96), torch.float32, "transposed", QUANTIZERS[2]),
+    ((33, 70), torch.bfloat16, "strided", QUANTIZERS[3]),
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("size", "dtype", "layout", "quantizer"), COMPILED, ids=str)
 def test_compiled(size, dtype, layout, quantizer):
     functions = compiled()
