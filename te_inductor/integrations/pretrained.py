@@ -6,7 +6,7 @@ Source: transformers 5.23 (5.17 is alike), quantizers/auto.py and base.py, model
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +134,7 @@ def make_savable(model: PreTrainedModel) -> PreTrainedModel:
 
     Raises:
         OptionError: `model` is none of transformers' models.
-        RecipeError: its weights are stored by a recipe that a name does not say, or has no stored weights.
+        RecipeError: none of its weights is stored, or one by a recipe with other options than the defaults.
     """
     if not isinstance(model, PreTrainedModel):
         raise OptionError(wrong_type("make_savable's model", model, "a PreTrainedModel of transformers"))
@@ -150,7 +150,7 @@ def make_savable(model: PreTrainedModel) -> PreTrainedModel:
 
 def _names(model: torch.nn.Module) -> list[str]:
     """Of the recipes of all stored weights."""
-    used = {parameter.recipe for parameter in _stored_weights(model.parameters())}
+    used = {parameter.recipe for parameter in model.parameters() if isinstance(parameter, StoredWeight)}
     for recipe in used:
         if recipe != all_recipes.resolve(recipe.name, "recipe of a stored weight"):
             raise RecipeError(
@@ -158,10 +158,6 @@ def _names(model: torch.nn.Module) -> list[str]:
                 " save te_inductor.quantized_state_dict(model), and give load_quantized the recipe"
             )
     return sorted(recipe.name for recipe in used)
-
-
-def _stored_weights(tensors: Iterable[Tensor]) -> list[StoredWeight]:
-    return [tensor for tensor in tensors if isinstance(tensor, StoredWeight)]
 
 
 def _device(model: PreTrainedModel) -> torch.device:
