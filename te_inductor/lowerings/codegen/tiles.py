@@ -150,8 +150,18 @@ def _tile_of_casts(features: Any, tiling: dict[str, Any]) -> dict[str, int] | No
 
 def fits_a_program(features: Any) -> bool:
     """Whether a reduction of rows, a norm's, may take them whole."""
-    fits = V.graph.sizevars.statically_known_leq(features.reduction_numel, ROW)
-    return bool(fits and features.get_reduction_hint() == ReductionHint.INNER)
+    if not V.graph.sizevars.statically_known_leq(features.reduction_numel, ROW):
+        return False
+    hint = features.get_reduction_hint()
+    return bool(hint == ReductionHint.INNER or (hint == ReductionHint.DEFAULT and _reduces_gathered_rows(features)))
+
+
+def _reduces_gathered_rows(features: Any) -> bool:
+    """Whether rows are contiguous of which Inductor has no hint, as it does not know which they are."""
+    reductions = [node for node in features.scheduler_nodes() if node.is_reduction()]
+    deps = [dep for node in reductions for dep in node.read_writes.reads if isinstance(dep, MemoryDep)]
+    rows = [dep for dep in deps if dep.size and dep.size[-1] == features.reduction_numel]
+    return bool(rows) and all(dep.index.coeff(dep.var_names[-1]) == 1 for dep in rows)
 
 
 def holds_rows(features: Any) -> bool:
