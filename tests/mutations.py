@@ -307,8 +307,8 @@ MUTATIONS = [
     # experts over ranks, and their rows
     Mutation(
         "a token has the rows of the next one",
-        "return rows[_places_of(order, each)].sum(1",
-        "return rows[_places_of(order, each).roll(1, 0)].sum(1",
+        "return rows[places].sum(1",
+        "return rows[places.roll(1, 0)].sum(1",
         ("tests/backend/test_permutations.py",),
     ),
     Mutation(

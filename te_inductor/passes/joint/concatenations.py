@@ -108,16 +108,13 @@ def _is_cast_of_pieces(user: fx.Node, pieces: Sequence[fx.Node]) -> bool:
     """Whether it casts a matrix of which each piece has whole blocks, of those scales that a cast of pieces knows."""
     if user.target not in (*_KNOWN_SCALE, *_OWN_SCALES):
         return False
-    scale: Any = None
-    source, *rest = user.args
-    quantizers = [one for one in rest if isinstance(one, Quantizer)]
-    if user.target in _OWN_SCALES:
-        [scale, *_] = [*(one for one in rest[1:] if one is not None), None]
-    [quantizer] = quantizers
-    scope = quantizer.granularity
-    if user.target in _OWN_SCALES and (scope.whole or scope.microscaled or scale is not None or user.kwargs):
+    source, *rest = (one for one in user.args if one is not None)
+    [quantizer] = [one for one in rest if isinstance(one, Quantizer)]
+    scope, width = quantizer.granularity, pieces[0].meta["val"].shape[-1]
+    # An amax or a seed is given where scales have two levels, or casts are stochastic.
+    given = len(rest) > 1 or bool(user.kwargs)
+    if user.target in _OWN_SCALES and (scope.whole or scope.microscaled or given):
         return False
-    width = pieces[0].meta["val"].shape[-1]
     return source.meta["val"].dim() == 2 and statically_known_true(width % scope.alignment == 0)  # type: ignore[union-attr]
 
 
