@@ -23,7 +23,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from te_inductor import ops
 from te_inductor.passes.graph.casts import records_amax
 from te_inductor.passes.graph.gemm_nodes import VIEWS
-from te_inductor.passes.graph.node_kinds import is_cast, is_pointwise
+from te_inductor.passes.graph.node_kinds import has_shape, is_cast, is_pointwise
 from te_inductor.recipes import Quantizer
 
 aten = torch.ops.aten
@@ -53,7 +53,7 @@ def _pieces(cat: fx.Node) -> Sequence[fx.Node]:
     if last < 1 or not dim or dim[0] not in (last, -1) or len(pieces) < 2:  # type: ignore[arg-type]
         return ()
     first, *others = (piece.meta["val"] for piece in pieces)  # type: ignore[union-attr]
-    alike = all(_is_shape(other, first.shape) and other.dtype == first.dtype for other in others)
+    alike = all(has_shape(other, first.shape) and other.dtype == first.dtype for other in others)
     return list(pieces) if alike else ()  # type: ignore[arg-type]
 
 
@@ -92,12 +92,7 @@ def _masks_rows(user: fx.Node, whole: fx.Node) -> bool:
         return False
     others = [user.args[0].meta["val"], user.args[2].meta["val"]]  # type: ignore[union-attr]
     of_rows = all(other.dim() == 0 or statically_known_true(other.shape[-1] == 1) for other in others)
-    return of_rows and _is_shape(user.meta["val"], whole.meta["val"].shape)
-
-
-def _is_shape(value: torch.Tensor, shape: Sequence[Any]) -> bool:
-    equal = (statically_known_true(a == b) for a, b in zip(value.shape, shape, strict=False))
-    return value.dim() == len(shape) and all(equal)
+    return of_rows and has_shape(user.meta["val"], whole.meta["val"].shape)
 
 
 def _takes_pieces(user: fx.Node, pieces: Sequence[fx.Node]) -> bool:
