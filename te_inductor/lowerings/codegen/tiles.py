@@ -169,11 +169,17 @@ def fits_a_program(features: Any) -> bool:
 
 
 def _reduces_gathered_rows(features: Any) -> bool:
-    """Whether rows are contiguous of which Inductor has no hint, as it does not know which they are."""
-    reductions = [node for node in features.scheduler_nodes() if node.is_reduction()]
-    deps = [dep for node in reductions for dep in node.read_writes.reads if isinstance(dep, MemoryDep)]
-    rows = [dep for dep in deps if dep.size and dep.size[-1] == features.reduction_numel]
-    return bool(rows) and all(dep.index.coeff(dep.var_names[-1]) == 1 for dep in rows)
+    """Whether all goes along rows, some of which are read or written at places that Inductor does not know: then it has
+    no hint."""
+    nodes = features.scheduler_nodes()
+    deps = [dep for node in nodes for dep in (*node.read_writes.reads, *node.read_writes.writes)]
+    whole = [
+        dep
+        for dep in deps
+        if isinstance(dep, MemoryDep) and sympy_product(dep.size) == features.numel * features.reduction_numel
+    ]
+    along = all(dep.index.coeff(dep.var_names[-1]) == 1 for dep in whole)
+    return along and any(dep.is_indirect() for dep in whole)
 
 
 def holds_rows(features: Any) -> bool:
