@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from te_inductor.lowerings.codegen.tiles import FLAT_OF_THREE
 from tests.offline.harness import compile_to_cubin, generate
 from tests.offline.test_cached_weights import spilled
 
@@ -29,7 +30,9 @@ def test_a_layer_that_is_cut_in_two(recipe):
 
 def test_cubin(tmp_path: Path):
     """Of experts' gradients: vectors of 16 bytes, nothing spilled, one reduction of the amax."""
-    made = compile_to_cubin(generate("experts_delayed", 90).kernel("sigmoid", "quantize_delayed"), 90, tmp_path)
+    kernel = generate("experts_delayed", 90).kernel("sigmoid", "quantize_delayed")
+    assert kernel.tile == FLAT_OF_THREE
+    made = compile_to_cubin(kernel, 90, tmp_path)
     ptx = made.asm["ptx"]
     assert spilled(made) == 0 and "ld.global.v4.b32" in ptx and "cvt.rn.satfinite.e5m2x2.f32" in ptx
     assert {"b8", "b16", "b32"}.isdisjoint(re.findall(r"st\.global\.(\S+)", ptx))

@@ -20,7 +20,8 @@ class RereadKernel(PairsKernel):
     _rereads = False  # whether the load that is being written does
 
     def load(self, name: str, index: sympy.Expr) -> Any:
-        self._rereads = self.inside_reduction and self.of_ours and self._has_fewer_elements(name)
+        padded = self._load_mask is not None  # by zeros, which are no elements
+        self._rereads = self.inside_reduction and self.of_ours and not padded and self._has_fewer_elements(name)
         try:
             return super().load(name, index)
         finally:

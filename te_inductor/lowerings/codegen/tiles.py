@@ -86,6 +86,7 @@ BLOCK_WARPS = 8  # of a kernel whose tile is a block
 COLUMNS_ALONE = (64, 8)  # columns and warps of one that makes a column copy alone
 ROTARY_WARPS = 4  # of one that reads three places of a tensor for each element, as rotary positions' gradient does
 FLAT = {"XBLOCK": 8192, "num_warps": 8}  # of a row copy and amax alone: a program looks for the largest of its elements
+FLAT_OF_THREE = {"XBLOCK": 4096, "num_warps": 8}  # that reads three tensors: half the registers, as CAST has it
 PLACED = {"XBLOCK": 8192, "num_warps": 8}  # of rows that are copied byte by byte: 32 bytes a thread, of 8 by default
 UNKNOWN = {"XBLOCK": 1024, "num_warps": 4}  # of elements of which no number is known: torch 2.11 takes them for 8192
 AMAX = {"XBLOCK": 1, "R0_BLOCK": 4096, "num_warps": 16}
@@ -157,7 +158,9 @@ def _tile_of_casts(features: Any, tiling: dict[str, Any]) -> dict[str, int] | No
     if dimensions - {"r0_"} == {"x", "y"}:
         return _cast_tile(nodes, tiling)
     records = any(origin.target is ops.record_amax for origin in _origins(features))
-    return dict(FLAT) if records and dimensions - {"r0_"} == {"x"} else None
+    if not records or dimensions - {"r0_"} != {"x"}:
+        return None
+    return dict(FLAT_OF_THREE if len(_slices(_reads(nodes, tiling))) >= max(CAST) else FLAT)
 
 
 def fits_a_program(features: Any) -> bool:
@@ -176,7 +179,9 @@ def _reduces_gathered_rows(features: Any) -> bool:
     whole = [
         dep
         for dep in deps
-        if isinstance(dep, MemoryDep) and sympy_product(dep.size) == features.numel * features.reduction_numel
+        if isinstance(dep, MemoryDep)
+        and dep.var_names
+        and sympy_product(dep.size) == features.numel * features.reduction_numel
     ]
     along = all(dep.index.coeff(dep.var_names[-1]) == 1 for dep in whole)
     return along and any(dep.is_indirect() for dep in whole)
