@@ -3,6 +3,8 @@
 import re
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,17 +14,24 @@ from te_inductor.runtime import small_m
 from tests.offline.harness import generate
 from tests.offline.test_nvfp4 import TOUCHES, compiled
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 
 
 def test_cut(monkeypatch):
     """Every K that the kernel takes is cut into whole blocks, in shared memory, whatever N. The rest is left alone."""
-    for n in (64, 70, 1024, 4096, 6144, 28672, 128256):
-        for k in (128, 256, 384, 4096, 14336):
-            for m in (1, 16, 17, 64, 100):
+    for n in (64, 70, 1024, 2560, 4096, 6144, 28672, 128256):
+        for k in (128, 256, 384, 4096, 9728, 14336):
+            for m in (1, 16, 17, 64, 65, 129, 256, 1000):
                 config = small_m.cut(m, n, k)
-                assert k % (config.block_k * config.splits) == 0 and config.rows >= min(m, 64)
-                assert config.stages * (small_m.BLOCK_N + config.rows) * config.block_k <= small_m.SHARED
+                assert k % config.block_k == 0 and config.splits <= k // config.block_k and config.stages > 1
+                assert config.rows >= min(m, small_m.TILE)
+                programs = -(-n // config.block_n) * -(-m // config.rows) * config.splits
+                taken = config.stages * (config.block_n + config.rows) * config.block_k
+                # One program a multiprocessor where each can have one, else at least two: the card is filled once.
+                assert taken <= small_m.SHARED
+                assert (taken > small_m.HALF) == (programs <= small_m.MULTIPROCESSORS)
+                if config.splits > 1:
+                    assert programs <= 2 * small_m.MULTIPROCESSORS
     cuda, e4m3, row = torch.device("cuda"), (small_m.DTYPE, small_m.DTYPE), Gemm("fprop", True, ("row", "tensor"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     assert small_m.choose(cuda, 16, (64, 128), e4m3, row) == small_m.cut(16, 64, 128)
@@ -31,6 +40,47 @@ def test_cut(monkeypatch):
     assert small_m.choose(torch.device("cpu"), 16, (64, 128), e4m3, row) is None
     assert small_m.choose(cuda, 16, (64, 128), (small_m.DTYPE, torch.float8_e5m2), row) is None
     assert small_m.choose(cuda, 16, (64, 128), e4m3, Gemm("fprop", True, ("1x128", "128x128"))) is None
+    monkeypatch.setattr(small_m, "PAYS", {128: ((20, 0),), 256: ((40, 4096),)})
+    for m, n, k, ours in (
+        (64, 128256, 128, True),
+        (65, 2560, 4096, True),
+        (128, 2561, 4096, False),  # 21 tiles
+        (129, 2560, 4096, True),
+        (129, 2560, 3968, False),
+        (256, 2561, 4096, False),  # 42
+        (257, 64, 4096, False),
+    ):
+        assert (small_m.choose(cuda, m, (n, k), e4m3, row) is not None) == ours
+
+
+@pytest.mark.parametrize("rows", [rows for rows in small_m.ROWS if rows >= 64])
+def test_resources(rows):
+    """Of the ways to cut: no registers are spilled, and several stages are on their way."""
+    from te_inductor.templates.triton import fp8_small_m
+
+    config = small_m.cut(rows, 2560, 4096)
+    constants = {
+        "K": 4096, "OF_ROWS": (True, True), "ROWS": config.rows, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
+        "SPLITS": config.splits, "STAGES": config.stages, "ASSEMBLY": True,
+    }  # fmt: skip
+    types = {"a": "*fp8e4nv", "a_scale": "*fp32", "b": "*fp8e4nv", "b_scale": "*fp32", "out": "*fp32"}
+    made = compiled(fp8_small_m._partial_sums, constants, types, {"num_warps": config.warps})
+    assert made.metadata.shared == config.stages * (config.block_n + config.rows) * config.block_k
+    instructions = re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k32", made.asm["ptx"])
+    # Each warp group has 64 rows of b, and all of a's; 128 columns are summed before they are promoted.
+    assert instructions == 4 * [str(config.rows)]
+    assert spilled(made.asm["cubin"]) == 0
+
+
+def spilled(cubin: bytes) -> int:
+    """Bytes of a thread's stack."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    [stack] = re.findall(r"STACK:(\d+)", usage.stdout)
+    return int(stack)
 
 
 def test_cubin():
@@ -38,7 +88,7 @@ def test_cubin():
     from te_inductor.templates.triton import fp8_small_m
 
     constants = {
-        "K": 4096, "OF_ROWS": (True, False), "ROWS": 16, "BLOCK_N": small_m.BLOCK_N, "BLOCK_K": 256, "SPLITS": 2,
+        "K": 4096, "OF_ROWS": (True, False), "ROWS": 16, "BLOCK_N": 64, "BLOCK_K": 256, "SPLITS": 2,
         "STAGES": 4, "ASSEMBLY": True,
     }  # fmt: skip
     types = {"a": "*fp8e4nv", "a_scale": "*fp32", "b": "*fp8e4nv", "b_scale": "*fp32", "out": "*fp32"}
@@ -91,7 +141,9 @@ def test_generated(case):
 
 
 def test_more_rows():
-    code = generate("more_rows_fp8", 90)
+    """Between 65 and 256 rows the kernel has the layers whose tiles are few; here the last of three."""
+    code = generate("narrow_fp8", 90)
     [source] = code.sources
-    assert "fp8_partial_sums" not in source and source.count("extern_kernels._scaled_mm(") == 3
-    assert not any(kernel.meta["launch_pdl"] for kernel in code.kernels)
+    assert source.count("fp8_partial_sums.default(") == 1 and source.count("extern_kernels._scaled_mm(") == 2
+    assert re.search(r"fp8_partial_sums\.default\(.*Config\(rows=128, .*splits=2,", source)
+    assert all(kernel.meta["launch_pdl"] for kernel in code.kernels)
