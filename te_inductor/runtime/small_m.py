@@ -96,9 +96,9 @@ def pays(m: int, n: int, k: int) -> bool:
     return any(tiles <= most and k >= least for most, least in PAYS.get(rows, ((tiles, 0),)))
 
 
-def cut(m: int, n: int, k: int) -> Config:
-    """Of a K that is a multiple of 128, and any number of rows."""
-    way = WAYS[at_most(lambda rows: m <= rows) or ROWS[-1]]
+def cut(m: int, n: int, k: int, way: Way | None = None) -> Config:
+    """Of a K that is a multiple of 128, and any number of rows; in another way than that of WAYS, if one is given."""
+    way = way or WAYS[at_most(lambda rows: m <= rows) or ROWS[-1]]
     tiles = _ceil(n, way.block_n) * _ceil(m, way.rows)
     parts = 1 if tiles >= MANY else min(SPLITS, way.programs * MULTIPROCESSORS // tiles)
     block_k = way.block_k if parts > 1 and k % way.block_k == 0 else 128

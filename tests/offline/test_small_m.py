@@ -1,9 +1,12 @@
 """FP8 GEMMs of few rows without a GPU: as a cubin, and in generated code. test_nvfp4.py has the kernel interpreted."""
 
+import argparse
+import itertools
 import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,8 @@ from tests.offline.harness import generate
 from tests.offline.test_nvfp4 import TOUCHES, compiled
 
 triton = pytest.importorskip("triton")
+
+from benchmarks import few_rows  # noqa: E402
 
 
 def test_cut(monkeypatch):
@@ -53,12 +58,16 @@ def test_cut(monkeypatch):
         assert (small_m.choose(cuda, m, (n, k), e4m3, row) is not None) == ours
 
 
-@pytest.mark.parametrize("rows", [rows for rows in small_m.ROWS if rows >= 64])
-def test_resources(rows):
-    """Of the ways to cut: no registers are spilled, and several stages are on their way."""
+WAYS = [(64, small_m.WAYS[64]), (256, small_m.WAYS[256])]
+TRIED = [pytest.param(rows, way, marks=pytest.mark.thorough) for rows in few_rows.TRIED for way in few_rows.TRIED[rows]]
+
+
+@pytest.mark.parametrize(("rows", "way"), [*WAYS, *TRIED], ids=str)
+def test_resources(rows, way):
+    """Of the ways to cut, and those that the benchmark tries: no registers are spilled, stages fit."""
     from te_inductor.templates.triton import fp8_small_m
 
-    config = small_m.cut(rows, 2560, 4096)
+    config = small_m.cut(rows, 2560, 4096, way)
     constants = {
         "K": 4096, "OF_ROWS": (True, True), "ROWS": config.rows, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
         "SPLITS": config.splits, "STAGES": config.stages, "ASSEMBLY": True,
@@ -66,10 +75,39 @@ def test_resources(rows):
     types = {"a": "*fp8e4nv", "a_scale": "*fp32", "b": "*fp8e4nv", "b_scale": "*fp32", "out": "*fp32"}
     made = compiled(fp8_small_m._partial_sums, constants, types, {"num_warps": config.warps})
     assert made.metadata.shared == config.stages * (config.block_n + config.rows) * config.block_k
-    instructions = re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k32", made.asm["ptx"])
-    # Each warp group has 64 rows of b, and all of a's; 128 columns are summed before they are promoted.
-    assert instructions == 4 * [str(config.rows)]
+    found = re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k32", made.asm["ptx"])
+    # A warp group has 64 rows of b and all of a's, or shares them with the other one; an instruction has 32 columns.
+    products = config.block_n * config.rows // 64 // (config.warps // 4) * config.block_k // 32
+    assert sum(map(int, found)) == products
     assert spilled(made.asm["cubin"]) == 0
+
+
+def test_what_the_benchmark_says():
+    """Ways are ranked by their distance from the fastest of each layer, with the package's number of stages."""
+    fast, slow = few_rows.TRIED[256][:2]
+    rows = []
+    for n, k in ((2560, 4096), (4096, 14336)):
+        for way, us in ((slow, 20.0), (fast, 10.0)):
+            config = small_m.cut(256, n, k, way)
+            rows.append(few_rows.Measured(n, k, 256, us, 12.0, 15.0, config, (way,), way == fast))
+            deep = replace(config, stages=config.stages + 1)
+            rows.append(few_rows.Measured(n, k, 256, 40.0, 12.0, 15.0, deep, (way,), False))
+    ranks = [
+        ("the package's", fast, "1.00"),
+        ("the package's", slow, "0.50"),
+        ("all", fast, "0.25"),
+        ("all", slow, "0.25"),
+    ]
+    found = few_rows.ranked(rows)
+    assert found[:2] == [(256, str(way), stages, 2, mean) for stages, way, mean in ranks[:2]]
+    assert sorted(found[2:]) == sorted((256, str(way), stages, 2, mean) for stages, way, mean in ranks[2:])
+    assert [row[:4] for row in few_rows.against_library(rows)] == [(256, 40, 4096, "1.50"), (256, 64, 14336, "1.50")]
+    options = argparse.Namespace(all=3)
+    for m, (n, k) in itertools.product((1, 64, 100, 256), few_rows.LAYERS):
+        found = few_rows.configs(m, n, k, options)
+        assert small_m.cut(m, n, k) in found
+        for config in found:
+            assert config.stages * (config.block_n + config.rows) * config.block_k <= small_m.SHARED
 
 
 def spilled(cubin: bytes) -> int:
