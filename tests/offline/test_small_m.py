@@ -173,6 +173,8 @@ def test_generated(case):
     code = generate(case, 90)
     [source] = code.sources
     assert source.count("fp8_partial_sums.default(") == 3 and "_scaled_mm(" not in source
+    # The norm and the cast of rows of 4096; SwiGLU and that of 14336; the residual.
+    assert [kernel.name.count("quantize") for kernel in code.kernels] == [1, 1, 0]
     for kernel in code.kernels:  # Note [Kernels that start early]
         before, wait, _ = kernel.body.partition("tl.extra.cuda.gdc_wait()")
         assert wait and "tl." not in before.replace("tl.constexpr", "") and kernel.meta["launch_pdl"]
