@@ -69,7 +69,7 @@ def batch_fp8() -> Case:
 
 def narrow_fp8() -> Case:
     """Rows of x that cuBLASLt multiplies by gate and up, and our kernel by down."""
-    return _decoding(200, store=_stored_fp8)
+    return _decoding(100, store=_stored_fp8)
 
 
 def decode_attention_nvfp4() -> Case:
