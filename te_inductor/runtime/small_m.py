@@ -43,10 +43,11 @@ WAYS = {
     256: Way(128, 128, 128, 8, programs=1),
 }
 ROWS = tuple(WAYS)
+FEW = 64  # rows up to which the kernel is always faster than cuBLASLt's
 MANY = 96  # tiles of which each is better left to one program that has more in flight
 FULL = 396  # tiles that fill the card with five programs on a multiprocessor
-# Up to 64 rows the kernel is faster than cuBLASLt's. Above, where the result has at most so many of the library's tiles
-# and K is at least so long: by the number of rows, at most.
+# Above, it is where the result has at most so many of the library's tiles and K is at least so long: by the number of
+# rows, at most.
 TILE = 128  # rows and columns of the result
 PAYS = {128: ((20, 4096), (32, 8192)), 256: ((40, 4096),)}
 
@@ -93,7 +94,7 @@ def pays(m: int, n: int, k: int) -> bool:
     if rows is None:
         return False
     tiles = _ceil(rows, TILE) * _ceil(n, TILE)
-    return any(tiles <= most and k >= least for most, least in PAYS.get(rows, ((tiles, 0),)))
+    return rows <= FEW or any(tiles <= most and k >= least for most, least in PAYS[rows])
 
 
 def cut(m: int, n: int, k: int, way: Way | None = None) -> Config:

@@ -189,3 +189,11 @@ def test_more_rows():
     config = small_m.cut(*down)
     assert f"Config(rows={config.rows}, block_k={config.block_k}, splits={config.splits}, stages=" in source
     assert all(kernel.meta["launch_pdl"] for kernel in code.kernels)
+
+
+@pytest.mark.thorough
+def test_training_starts_nothing_early():
+    """One narrow layer of more than a few rows does not change how the other kernels of a training graph start."""
+    code = generate("narrow_fp8_training", 90)
+    assert small_m.pays(200, 2560, 4096) and "fp8_partial_sums.default(" in code.sources[0]
+    assert code.kernels and not any(kernel.meta.get("launch_pdl") for kernel in code.kernels)
