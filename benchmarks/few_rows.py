@@ -121,7 +121,7 @@ def depths(config: Config, m: int, n: int) -> list[Config]:
     stage, tiles = (config.block_n + config.rows) * config.block_k, -(-n // config.block_n) * -(-m // config.rows)
     alone = tiles * config.splits <= small_m.MULTIPROCESSORS
     deep = [small_m.SHARED // stage] * alone
-    shared = [small_m.HALF // stage] * (alone and m <= 64)
+    shared = [small_m.HALF // stage] * (alone and m <= small_m.FEW)
     return [replace(config, stages=stages) for stages in dict.fromkeys((config.stages, *deep, *shared))]
 
 
@@ -244,9 +244,9 @@ def ranked(rows: list[Measured]) -> list[tuple[Any, ...]]:
 
 
 def against_library(rows: list[Measured]) -> list[tuple[Any, ...]]:
-    """Above 64 rows: the tiles and columns by which PAYS chooses."""
+    """Above FEW rows: the tiles and columns by which PAYS chooses."""
     cells = []
-    for row in sorted((row for row in rows if row.chosen and row.m > 64), key=lambda row: row.m):
+    for row in sorted((row for row in rows if row.chosen and row.m > small_m.FEW), key=lambda row: row.m):
         tiles = -(-row.m // small_m.TILE) * -(-row.n // small_m.TILE)
         fastest = min(other.us for other in rows if (other.n, other.k, other.m) == (row.n, row.k, row.m))
         ratios = (table.number(row.library_us / us) for us in (row.us, fastest))
