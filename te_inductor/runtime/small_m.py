@@ -1,8 +1,9 @@
 """Which FP8 GEMMs of few rows have a kernel of ours, templates/triton/fp8_small_m.py, and how it cuts the work.
 
 A tile of b is one program's where there are many tiles, else several programs share its K, as many as run at one time
-(docs/performance.md, "FP8 weights and few rows"). WAYS, MANY, FULL and PAYS are read off
-`python -m benchmarks.few_rows --all`.
+(docs/performance.md, "FP8 weights and few rows"). MANY, FULL and the ways of 16 and 32 rows are read off
+`python -m benchmarks.few_rows --all`. From 64 rows on, ways and PAYS are sums so far (docs/ledger.md, "Stored FP8
+weights at 64 to 256 rows"): that benchmark's last two tables say what they should be.
 """
 
 from collections.abc import Callable
@@ -43,11 +44,11 @@ WAYS = {
     256: Way(128, 128, 128, 8, programs=1),
 }
 ROWS = tuple(WAYS)
-FEW = 64  # rows up to which the kernel is always faster than cuBLASLt's
 MANY = 96  # tiles of which each is better left to one program that has more in flight
 FULL = 396  # tiles that fill the card with five programs on a multiprocessor
-# Above, it is where the result has at most so many of the library's tiles and K is at least so long: by the number of
-# rows, at most.
+FEW = 64  # rows up to which the kernel is taken whatever N and K
+# With more rows it is taken where the result has at most so many of the library's tiles and K is at least so long; by
+# the number of rows, at most.
 TILE = 128  # rows and columns of the result
 PAYS = {128: ((20, 4096), (32, 8192)), 256: ((40, 4096),)}
 
@@ -89,7 +90,7 @@ def choose(
 
 
 def pays(m: int, n: int, k: int) -> bool:
-    """Whether it is faster than the library's kernel, whose tiles are the fewer programs the narrower b is."""
+    """Whether it is taken for faster than the library's kernel, in which each tile is one program."""
     rows = at_most(lambda rows: m <= rows)
     if rows is None:
         return False
