@@ -1,9 +1,7 @@
 """Which FP8 GEMMs of few rows have a kernel of ours, templates/triton/fp8_small_m.py, and how it cuts the work.
 
 A tile of b is one program's where there are many tiles, else several programs share its K, as many as run at one time
-(docs/performance.md, "FP8 weights and few rows"). MANY, FULL and the ways of 16 and 32 rows are read off
-`python -m benchmarks.few_rows --all`. From 64 rows on, ways and PAYS are sums so far (docs/ledger.md, "Stored FP8
-weights at 64 to 256 rows"): that benchmark's last two tables say what they should be.
+(docs/performance.md, "FP8 weights and few rows"). All constants are read off `python -m benchmarks.few_rows --all --cast`.
 """
 
 from collections.abc import Callable
@@ -40,8 +38,8 @@ WAYS = {
     16: Way(64, 16, 256, 4, programs=2),
     32: Way(64, 32, 256, 4, programs=2),
     64: Way(64, 64, 128, 4, programs=1),
-    128: Way(128, 128, 128, 8, programs=1),
-    256: Way(128, 128, 128, 8, programs=1),
+    128: Way(64, 128, 128, 8, programs=1),
+    256: Way(64, 128, 128, 8, programs=2),
 }
 ROWS = tuple(WAYS)
 MANY = 96  # tiles of which each is better left to one program that has more in flight
@@ -50,7 +48,7 @@ FEW = 64  # rows up to which the kernel is taken whatever N and K
 # With more rows it is taken where the result has at most so many of the library's tiles and K is at least so long; by
 # the number of rows, at most.
 TILE = 128  # rows and columns of the result
-PAYS = {128: ((20, 4096), (32, 8192)), 256: ((40, 4096),)}
+PAYS = {128: ((48, 2560),), 256: ((40, 4096),)}
 
 
 @constant
