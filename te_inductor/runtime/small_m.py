@@ -1,11 +1,11 @@
 """Which FP8 GEMMs of few rows have a kernel of ours, templates/triton/fp8_small_m.py, and how it cuts the work.
 
 A tile of b is one program's where there are many tiles, else several programs share its K, as many as run at one time
-(docs/performance.md, "FP8 weights and few rows").
+(docs/performance.md, "FP8 weights and few rows"). All constants are read off `python -m benchmarks.few_rows --all --cast`.
 """
 
-import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -15,13 +15,40 @@ from te_inductor.recipes.constants import Constant, constant
 from te_inductor.recipes.formats import ROW, TENSOR
 
 DTYPE = torch.float8_e4m3fn  # of both operands
-ROWS = (16, 32, 64)  # of a in one program, and in all: more are not measured
-BLOCK_N = 64  # rows of b in one program: the other side
-FULL = 396  # tiles that fill the card with five programs on a multiprocessor, of an H200's 132
-MANY = 96  # tiles of which each is better left to one program that has more in flight
-RESIDENT = 264  # programs that run at one time with four stages of 256 columns
+LEAST_N = 64  # rows of b: what an instruction multiplies
 SPLITS = 8  # of K, at most
-SHARED = 113 * 1024  # bytes of shared memory that a program may take for two to fit a multiprocessor
+MULTIPROCESSORS = 132  # of an H100 or H200
+SHARED = 227 * 1024  # bytes of shared memory that a program may have
+HALF = 113 * 1024  # of which two programs fit a multiprocessor
+
+
+@dataclass(frozen=True)
+class Way:
+    """How one program multiplies, and how many of them a multiprocessor has where K is split."""
+
+    block_n: int  # rows of b in one program
+    rows: int  # of a
+    block_k: int  # columns that it reads at a time where K is split and their number allows; else 128
+    warps: int
+    programs: int
+
+
+# By the number of rows of a, at most.
+WAYS = {
+    16: Way(64, 16, 256, 4, programs=2),
+    32: Way(64, 32, 256, 4, programs=2),
+    64: Way(64, 64, 128, 4, programs=1),
+    128: Way(64, 128, 128, 8, programs=1),
+    256: Way(64, 128, 128, 8, programs=2),
+}
+ROWS = tuple(WAYS)
+MANY = 96  # tiles of which each is better left to one program that has more in flight
+FULL = 396  # tiles that fill the card with five programs on a multiprocessor
+FEW = 64  # rows up to which the kernel is taken whatever N and K
+# With more rows it is taken where the result has at most so many of the library's tiles and K is at least so long; by
+# the number of rows, at most.
+TILE = 128  # rows and columns of the result
+PAYS = {128: ((48, 2560),), 256: ((40, 4096),)}
 
 
 @constant
@@ -32,6 +59,8 @@ class Config(Constant):
     block_k: int  # columns that it reads at a time
     splits: int  # programs that share the K of one tile
     stages: int  # of `block_k` columns on their way
+    block_n: int = 64  # rows of b in one program
+    warps: int = 4
 
 
 def at_most(holds: Callable[[int], bool]) -> int | None:
@@ -51,17 +80,41 @@ def choose(
     known = m is not None and isinstance(n, int) and isinstance(k, int)
     if not known or not targets.of(device).hopper_kernels:
         return None
-    fits = n >= BLOCK_N and k % 128 == 0  # type: ignore[operator]
+    fits = n >= LEAST_N and k % 128 == 0  # type: ignore[operator]
     scopes = all(scope in (TENSOR, ROW) for scope in gemm.granularities)
-    return cut(m, n, k) if fits and scopes and dtypes == (DTYPE, DTYPE) else None  # type: ignore[arg-type]
+    if not (fits and scopes and dtypes == (DTYPE, DTYPE) and pays(m, n, k)):  # type: ignore[arg-type]
+        return None
+    return cut(m, n, k)  # type: ignore[arg-type]
 
 
-def cut(m: int, n: int, k: int) -> Config:
-    """Of a K that is a multiple of 128, and any number of rows."""
-    rows = at_most(lambda rows: m <= rows) or ROWS[-1]
-    tiles = -(-n // BLOCK_N)
-    block_k, splits, stages = 128, 1, 4 if tiles >= FULL else 8
-    if tiles < MANY and k % 256 == 0:
-        parts = min(SPLITS, 1 << (RESIDENT // tiles).bit_length() - 1)
-        block_k, splits, stages = 256, math.gcd(parts, k // 256), 4
-    return Config(rows, block_k, splits, min(stages, SHARED // ((BLOCK_N + rows) * block_k)))
+def pays(m: int, n: int, k: int) -> bool:
+    """Whether it is taken for faster than the library's kernel, in which each tile is one program."""
+    rows = at_most(lambda rows: m <= rows)
+    if rows is None:
+        return False
+    tiles = _ceil(rows, TILE) * _ceil(n, TILE)
+    return rows <= FEW or any(tiles <= most and k >= least for most, least in PAYS[rows])
+
+
+def cut(m: int, n: int, k: int, way: Way | None = None) -> Config:
+    """Of a K that is a multiple of 128, and any number of rows; in another way than that of WAYS, if one is given."""
+    way = way or WAYS[at_most(lambda rows: m <= rows) or ROWS[-1]]
+    tiles = _ceil(n, way.block_n) * _ceil(m, way.rows)
+    parts = 1 if tiles >= MANY else min(SPLITS, way.programs * MULTIPROCESSORS // tiles)
+    block_k = way.block_k if parts > 1 and k % way.block_k == 0 else 128
+    splits = min(max(parts, 1), k // block_k)
+    stages = _stages(tiles, splits, (way.block_n + way.rows) * block_k, block_k)
+    return Config(way.rows, block_k, splits, stages, way.block_n, way.warps)
+
+
+def _stages(tiles: int, splits: int, stage: int, block_k: int) -> int:
+    """As many as take more than half of a multiprocessor's memory where each can have one program. Programs that start
+    early are placed while the kernel in front still has some multiprocessors: two would share one, and others have
+    none."""
+    if tiles * splits <= MULTIPROCESSORS:
+        return HALF // stage + 1
+    return min(4 if tiles >= FULL or block_k > 128 else 8, HALF // stage)
+
+
+def _ceil(size: int, by: int) -> int:
+    return -(-size // by)

@@ -18,7 +18,7 @@ from te_inductor.templates.cutlass import scaled_mm, tables
 from te_inductor.templates.cutlass.scaled_mm import FAST_TILES, NOTHING, OUTPUT, Problem, Tile
 
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
-H200, H100 = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
+H200, NEW = "NVIDIA H200", "NVIDIA H20"  # NEW has no table
 TILE = FAST_TILES[0]
 
 
@@ -40,11 +40,11 @@ def row(m: int, n: int = 4096, k: int = 4096, tile: Tile | None = TILE, gain: fl
     return {"m": m, "n": n, "k": k, "scope": "tensor", "fast_accum": True, "added": NOTHING, "tile": found, **us}
 
 
-def table(*rows: dict, device: str = H100, path=tables.FOLDER / "none.json") -> tables.Table:
+def table(*rows: dict, device: str = NEW, path=tables.FOLDER / "none.json") -> tables.Table:
     return tables.Table(device, "90", "2.11.0", ("quack-kernels 0.6.5",), rows, path)
 
 
-def written(folder, *rows: dict, device: str = H100) -> tables.Table:
+def written(folder, *rows: dict, device: str = NEW) -> tables.Table:
     made = table(*rows, device=device, path=folder / tables.file_name(device))
     tables.write(made)
     return made
@@ -66,14 +66,14 @@ def test_a_device_without_a_table_has_cublaslt(monkeypatch):
                and row["added"] == NOTHING and not row.get("quantized")), key=lambda row: row["m"])  # fmt: skip
     asked = problem(one["m"], one["n"], one["k"])
     assert tables.choose(asked, H200) == Tile(**one["tile"])
-    assert tables.choose(asked, H100) is None and tables.choose(asked, "NVIDIA H200 NVL") is None
+    assert tables.choose(asked, NEW) is None and tables.choose(asked, "NVIDIA H200 NVL") is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(cutlass, "missing", lambda: None)
     whole = select.Problem(
         torch.device("cuda"), asked.m, asked.n, asked.k, E4M3, E4M3, BF16, Gemm("fprop", fast_accum=True)
     )
     names = []
-    for name in (H200, H100):
+    for name in (H200, NEW):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_, name=name: name)
         names.append(select.select(whole).name)
     assert names == [f"cutlass:{Tile(**one['tile'])}", "cublaslt"]
@@ -102,11 +102,11 @@ def test_a_users_table_is_read_and_takes_the_place_of_the_packages(tmp_path, mon
     written(tmp_path, row(4096))
     written(tmp_path, row(4096, tile=None), device=H200)
     monkeypatch.setenv(config.TABLES, str(tmp_path))
-    assert tables.choose(asked, H100) == TILE and tables.choose(asked, H200) is None
-    assert tables.of(H100).is_users and tables.of(H100).dates == "2026-11-25"
+    assert tables.choose(asked, NEW) == TILE and tables.choose(asked, H200) is None
+    assert tables.of(NEW).is_users and tables.of(NEW).dates == "2026-11-25"
     assert GraphPass(None, []).uuid() != before  # of compile caches: other kernels
     monkeypatch.delenv(config.TABLES)
-    assert tables.choose(asked, H100) is None and GraphPass(None, []).uuid() == before
+    assert tables.choose(asked, NEW) is None and GraphPass(None, []).uuid() == before
 
 
 @pytest.mark.parametrize(
@@ -143,12 +143,12 @@ def test_the_doctor_says_which_table_is_used(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: H200)
     state, found = doctor._table()
     assert state == doctor.OK and f"GEMMs on {H200}, 2026-11-21 to 2026-11-24, of the package" in found
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: H100)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: NEW)
     state, found = doctor._table()
-    assert state == doctor.NOTE and f"none of {H100}, cuBLASLt multiplies; `te-inductor tune`" in found
+    assert state == doctor.NOTE and f"none of {NEW}, cuBLASLt multiplies; `te-inductor tune`" in found
     path = written(tmp_path, row(4096)).path
     monkeypatch.setenv(config.TABLES, str(tmp_path))
-    assert doctor._table() == (doctor.OK, f"1 GEMMs on {H100}, 2026-11-25, of {path}")
+    assert doctor._table() == (doctor.OK, f"1 GEMMs on {NEW}, 2026-11-25, of {path}")
     monkeypatch.setattr(cutlass, "missing", lambda: "quack-kernels is not installed")
     state, found = doctor._table()
     assert state == doctor.NOTE and "not used: " in found
@@ -174,7 +174,7 @@ def test_tuning_writes_a_table_that_is_then_used(tmp_path, monkeypatch, capsys):
         return {None: None} | dict.fromkeys(scaled_mm.tiles(p))
 
     for name, value in {
-        "is_available": lambda: True, "get_device_capability": lambda *_: (9, 0), "get_device_name": lambda *_: H100,
+        "is_available": lambda: True, "get_device_capability": lambda *_: (9, 0), "get_device_name": lambda *_: NEW,
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
     for place, name, value in (
@@ -185,11 +185,11 @@ def test_tuning_writes_a_table_that_is_then_used(tmp_path, monkeypatch, capsys):
     assert tune.run(arguments(folder=tmp_path)) == 0
     said = capsys.readouterr().out
     assert f"export {config.TABLES}={tmp_path}" in said and "2 of 6 GEMMs" in said
-    found = tables.read(tmp_path / "nvidia_h100_80gb_hbm3.json")
-    assert (found.device, found.packages) == (H100, ("quack-kernels 0.6.5",)) and len(found.rows) == 6
+    found = tables.read(tmp_path / "nvidia_h20.json")
+    assert (found.device, found.packages) == (NEW, ("quack-kernels 0.6.5",)) and len(found.rows) == 6
     assert [one["tile"] is None for one in found.rows] == [False, False, True, True, True, True]
     monkeypatch.setenv(config.TABLES, str(tmp_path))
-    assert tables.choose(problem(4096, 6144, 4096), H100) == TILE
+    assert tables.choose(problem(4096, 6144, 4096), NEW) == TILE
     tune.run(arguments(tokens=[8192]))  # into the same, by the variable
     assert len(tables.read(found.path).rows) == 12 and "export" not in capsys.readouterr().out
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: H200)

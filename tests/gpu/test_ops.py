@@ -51,6 +51,17 @@ def test_compiled_casts(content, quantizer):
         check_both(x, quantizer, on_gpu(compiled("quantize")), on_gpu(compiled("quantize_rowcol")))
 
 
+@pytest.mark.parametrize("size", [(1, 9728), (64, 14336), (263, 16384), (264, 9728), (5, 16400)], ids=str)
+@pytest.mark.parametrize("content", CONTENTS)
+def test_long_rows(content, size):
+    """Each in one program where they are few and it can hold them."""
+    x, quantizer = CONTENTS[content](*size).to(torch.bfloat16), Quantizer("e4m3", power_2_scale=True, scope="row")
+    data, scale_inv = on_gpu(compiled("quantize"))(x, quantizer)
+    values, value = casts.quantize(x, quantizer)
+    assert torch.equal(scale_inv.double(), value)
+    assert_same_values(data, values)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("scope", FP32_SCOPES)
 def test_compiled_casts_of_other_dtypes(scope, dtype):

@@ -35,7 +35,7 @@ def assert_same(one, two):
         pairs = zip(a.parts, b.parts, strict=True) if isinstance(a, StoredWeight) else [(a, b)]
         assert all(torch.equal(x.view(-1).view(torch.uint8), y.view(-1).view(torch.uint8)) for x, y in pairs)
     with torch.no_grad():
-        assert torch.equal(one(IDS).logits, two(IDS).logits)
+        assert torch.equal(one(IDS.to(one.device)).logits, two(IDS.to(two.device)).logits)
 
 
 @pytest.mark.parametrize("tied", [False, True])

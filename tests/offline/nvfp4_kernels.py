@@ -26,8 +26,15 @@ LINEAR = [
 ]
 
 
-# Rows, columns at a time, splits, stages; M, N, K.
-FP8 = [((16, 128, 1, 8), (3, 37, 384)), ((16, 256, 2, 4), (21, 70, 512)), ((32, 128, 1, 4), (20, 64, 128))]
+# Rows, columns at a time, splits, stages, rows of b, warps; M, N, K. Splits of 3 share 5 blocks of columns.
+FP8 = [
+    ((16, 128, 1, 8, 64, 4), (3, 37, 384)),
+    ((16, 256, 2, 4, 64, 4), (21, 70, 512)),
+    ((16, 256, 3, 4, 64, 4), (5, 70, 1280)),
+    ((32, 128, 1, 4, 64, 4), (20, 64, 128)),
+    ((64, 128, 3, 8, 64, 4), (64, 70, 640)),
+    *(((128, 128, 3, 4, 128, 8), (m, 150, 640)) for m in (65, 100, 129, 200, 256)),
+]
 
 
 def weight(n: int, k: int) -> tuple[torch.Tensor, ...]:
@@ -64,6 +71,17 @@ def fp8(config: small_m.Config, m: int, n: int, k: int, of_rows: tuple[bool, boo
     assert (error <= (k + 3) * 2.0**-24 * (wide[0].abs() @ wide[1].abs().t())).all(), config
 
 
+def fp8_special(config: small_m.Config, m: int, n: int, k: int) -> None:
+    """A NaN of a takes its row of the result, one of b its column; zeros are zeros."""
+    a, b = (torch.randn(rows, k).to(torch.float8_e4m3fn) for rows in (m, n))
+    a[1, k - 3], a[2], b[n - 2, 3] = torch.nan, 0.0, torch.nan
+    scales = torch.rand(m, 1) + 0.5, torch.rand(n, 1) + 0.5
+    y = fp8_small_m.partial_sums(a, scales[0], b, scales[1], config, torch.float32, assembly=False).sum(0)
+    expected = torch.zeros(m, n, dtype=torch.bool)
+    expected[1], expected[:, n - 2] = True, True
+    assert torch.equal(y.isnan(), expected) and (y[2][~expected[2]] == 0).all(), config
+
+
 def expand(n: int, k: int) -> None:
     stored, block_scale, tensor_scale = weight(n, k)
     for given, expected in zip(
@@ -97,6 +115,8 @@ if __name__ == "__main__":
     for given, sizes in FP8:
         for of_rows in ((True, True), (False, True)):
             fp8(small_m.Config(*given), *sizes, of_rows)
+    for given, sizes in (FP8[2], FP8[6]):
+        fp8_special(small_m.Config(*given), *sizes)
     for n, k in itertools.product((1, 11), (16, 50, 1040)):
         expand(n, k)
     attention(2, 4, 64, 200, True, torch.bfloat16)  # chunks that no block fills

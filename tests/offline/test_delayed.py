@@ -115,7 +115,7 @@ def test_casts_that_record(case: str, size: tuple[int, int], tmp_path: Path) -> 
 LONG = "long_rows_that_record"
 
 
-@pytest.mark.parametrize(("case", "size"), [("rows_that_record", (40, 1104)), (LONG, (3, 8208))])
+@pytest.mark.parametrize(("case", "size"), [("rows_that_record", (40, 1104)), (LONG, (3, 16400))])
 def test_rows_that_record(case: str, size: tuple[int, int], tmp_path: Path) -> None:
     """A program holds a row, or loops over it and raises the amax once, behind the loop; what a mask leaves out counts
     neither in the amax nor in the copy."""

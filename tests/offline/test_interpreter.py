@@ -53,6 +53,20 @@ def test_two_way_casts(case, size, scope, contents, tmp_path):
         assert_same_values(data_t, values_t)
 
 
+def test_long_rows(tmp_path):
+    """A program holds a row that Inductor would find the amax of in two parts, with two kernels more."""
+    generated = generate("long_rows", 90)
+    [kernel] = generated.kernels
+    assert kernel.tile == {"XBLOCK": 1, "num_warps": 16}
+    some = ("rows apart", "nan and infinite")
+    inputs = {name: CONTENTS[name](2, 9728).to(torch.bfloat16) for name in some}
+    results = interpret(generated.sources[0], [[x] for x in inputs.values()], tmp_path)
+    for (name, x), (data, scale_inv) in zip(inputs.items(), results, strict=True):
+        values, value = casts.quantize(x, Quantizer("e4m3", power_2_scale=True, scope="row"))
+        assert torch.equal(scale_inv.double(), value), name
+        assert_same_values(data, values)
+
+
 def test_a_matrix_of_heads(tmp_path):
     """One kernel, whose rows and columns are each two dimensions of the tensor."""
     generated = generate("two_way_cast_block_of_heads", 90)

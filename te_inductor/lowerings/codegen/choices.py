@@ -21,6 +21,7 @@ from te_inductor.lowerings.codegen.tiles import (
     holds_rows,
     quantizer_of,
     quantizers_of,
+    stays_whole,
     tile_of,
 )
 from te_inductor.lowerings.gemm import cutlass_choices
@@ -95,6 +96,8 @@ class Choices:
     def reduction_split_factor(self, device: Any, elements: int, outputs: int, inner_reduction: bool) -> int:
         split = int(self._inner.reduction_split_factor(device, elements, outputs, inner_reduction=inner_reduction))
         node = getattr(V.graph, "current_node", None)
+        if inner_reduction and stays_whole(node, elements):
+            return 1
         ours = node is not None and node.target in LOOKS and inner_reduction and outputs == 1 and split > 1
         return even_split(elements, split) if ours else split
 

@@ -61,6 +61,7 @@ The one tile for all amaxes of current scaling is within 4% of the best of 46 fo
 us where Inductor's takes 44.8, SwiGLU 313.9 (358.3), SwiGLU backward 451.4 (553.5)."""
 
 import collections
+import math
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.runtime.runtime_utils import next_power_of_2
 from torch._inductor.utils import sympy_product
 from torch._inductor.virtualized import V
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 
 from te_inductor import ops
 from te_inductor.lowerings.codegen import block_tiles
@@ -98,7 +99,18 @@ LOOKS = (ops.current_scale, ops.tensor_amax, ops.quantize, ops.quantize_rowcol) 
 _EXPONENTIALS = (torch.ops.aten.exp, torch.ops.aten.erfc, torch.ops.aten.sigmoid)
 COPIES = {element.dtype for element in ELEMENTS.values() if element.packed == 1}  # dtypes of copies
 _PROGRAMS = 256  # that keep a device busy
+# Elements of a row that a program holds at most where there are so few rows that Inductor cuts longer ones than ROW: two
+# a multiprocessor. The parts' amaxes, the largest of them and the cast are three kernels.
+LONG_ROW, FEW_ROWS = 2 * ROW, 263
 AMAX_FROM = 8 * AMAX["R0_BLOCK"]  # elements a program reduces, below which Inductor's own choice stands
+
+
+def stays_whole(node: Any, elements: int) -> bool:
+    """Whether a node of the graph is a row copy with a scale a row, of few rows, each of which a program holds."""
+    if node is None or node.target is not ops.quantize or elements > LONG_ROW:
+        return False
+    scope, x = quantizer_of(node).granularity, node.args[0].meta["val"]
+    return not (scope.whole or scope.blocked) and statically_known_true(math.prod(x.shape[:-1]) <= FEW_ROWS)
 
 
 def even_split(elements: int, split: int) -> int:
@@ -163,9 +175,9 @@ def _tile_of_casts(features: Any, tiling: dict[str, Any]) -> dict[str, int] | No
     return dict(FLAT_OF_THREE if len(_slices(_reads(nodes, tiling))) >= max(CAST) else FLAT)
 
 
-def fits_a_program(features: Any) -> bool:
+def fits_a_program(features: Any, most: int = ROW) -> bool:
     """Whether a reduction of rows, a norm's, may take them whole."""
-    if not V.graph.sizevars.statically_known_leq(features.reduction_numel, ROW):
+    if not V.graph.sizevars.statically_known_leq(features.reduction_numel, most):
         return False
     hint = features.get_reduction_hint()
     return bool(hint == ReductionHint.INNER or (hint == ReductionHint.DEFAULT and _reduces_gathered_rows(features)))
@@ -196,7 +208,8 @@ def holds_rows(features: Any) -> bool:
     if not scopes or any(scope.blocked for scope in scopes):
         return False
     rows, row = features.numel, features.reduction_numel
-    if not (fits_a_program(features) and row.is_number and row >= ROW_A_WARP):
+    most = LONG_ROW if V.graph.sizevars.statically_known_leq(rows, FEW_ROWS) else ROW
+    if not (fits_a_program(features, most) and row.is_number and row >= ROW_A_WARP):
         return False
     whole = V.graph.sizevars.statically_known_equals
     return sum(bool(whole(sympy_product(node.group[1]), rows * row)) for node in features.scheduler_nodes()) > 1

@@ -14,6 +14,7 @@ from te_inductor.lowerings.gemm.partial_sums import added_up
 from te_inductor.lowerings.registry import lowering
 from te_inductor.recipes import Gemm
 from te_inductor.recipes.formats import ALIGNMENT, padded
+from te_inductor.runtime import small_m
 from te_inductor.runtime.eager import BLOCK_SCALES, ROW_SCALED_OUTPUT
 from te_inductor.templates.select import EMULATED, EXACT, SMALL_M, select
 
@@ -72,7 +73,9 @@ def _small_m(a, a_scale, b, b_scale, cut, out_dtype):  # type: ignore[no-untyped
     from te_inductor.templates.triton.fp8_small_m import fp8_partial_sums
 
     given = (a, a_scale, b, b_scale, cut, out_dtype)
-    return added_up(fp8_partial_sums, *given, splits=cut.splits, out_dtype=out_dtype)
+    # A narrow layer of more rows does not change how the other kernels of a training graph start.
+    early = V.graph.is_inference or V.graph.sizevars.statically_known_leq(a.get_size()[0], small_m.FEW)
+    return added_up(fp8_partial_sums, *given, splits=cut.splits, out_dtype=out_dtype, early=early)
 
 
 def _cuda(a, a_scale, b, b_scale, bias, gemm, out_dtype):  # type: ignore[no-untyped-def]

@@ -1,9 +1,10 @@
 """``a @ b.T`` of FP8 operands with one scale or scales of rows, and few rows of a: as fast as b can be read.
 
-cuBLASLt's FP8 kernels are made for many rows: with up to 64 most are no faster than bf16's, or slower
-(docs/performance.md). b, the weight, is the tensor core's left operand here, so that its N fills the 64 rows of an
-instruction and a's rows the other side. Blocks of K go to `splits` programs in turn, so that what runs at one
-time reads neighbouring bytes; `partial_sums` says who adds them up. The tensor core keeps some 14 bits of a sum
+cuBLASLt's FP8 kernels are made for many rows: with up to 64 most are no faster than bf16's, or slower, and above they
+leave most of the card idle where b is narrow, as none splits K (docs/performance.md). b, the weight, is the tensor
+core's left operand here, so that its N fills the 64 rows of an instruction and a's rows the other side. Blocks of K go
+to `splits` programs in turn, so that what runs at one time reads neighbouring bytes; the first ones may have one more.
+`partial_sums` says who adds their sums up. The tensor core keeps some 14 bits of a sum
 (docs/numerics.md, "The three GEMMs"), so every `PROMOTED` columns it is added to one in fp32: memory is what is waited
 for. Kernels start early: Note [Kernels that start early] in lowerings/codegen/programmatic_launch.py."""
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from te_inductor.compat import constant_type_name
 from te_inductor.ops.definition import define
 from te_inductor.runtime.current_device import launches
-from te_inductor.runtime.small_m import BLOCK_N, Config
+from te_inductor.runtime.small_m import Config
 from te_inductor.templates.triton.partial_sums import sum_dtype
 
 PROMOTED = tl.constexpr(128)
@@ -34,7 +35,7 @@ def partial_sums(
     """Whose sum over the first dimension is ``(a @ b.T) * a_scale * b_scale.T``."""
     (m, k), n = a.shape, b.shape[0]
     out = a.new_empty((config.splits, m, n), dtype=sum_dtype(config.splits, out_dtype))
-    _partial_sums[(config.splits * triton.cdiv(m, config.rows), triton.cdiv(n, BLOCK_N))](
+    _partial_sums[(config.splits * triton.cdiv(m, config.rows), triton.cdiv(n, config.block_n))](
         a,
         a_scale,
         b,
@@ -45,12 +46,12 @@ def partial_sums(
         K=k,
         OF_ROWS=(a_scale.ndim > 0, b_scale.ndim > 0),
         ROWS=config.rows,
-        BLOCK_N=BLOCK_N,
+        BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         SPLITS=config.splits,
         STAGES=config.stages,
         ASSEMBLY=assembly,
-        num_warps=4,
+        num_warps=config.warps,
         launch_pdl=assembly,
     )
     return out
@@ -98,7 +99,10 @@ def _partial_sums(
     if ASSEMBLY:
         tl.extra.cuda.gdc_wait()
     y = tl.zeros((BLOCK_N, ROWS), dtype=tl.float32)
-    for _ in tl.range(0, K // (SPLITS * BLOCK_K), num_stages=STAGES):
+    turns = K // BLOCK_K // SPLITS
+    if K // BLOCK_K % SPLITS > 0:
+        turns += (part < K // BLOCK_K % SPLITS).to(tl.int32)
+    for _ in tl.range(0, turns, num_stages=STAGES):
         weights = tl.load(of_b, eviction_policy="evict_first")
         x = tl.load(of_a, mask=inside, other=0.0)
         y = tl.dot(weights, tl.trans(x), y, max_num_imprecise_acc=PROMOTED)

@@ -39,6 +39,15 @@ def two_way_cast_rowwise_padded() -> Case:
     return cast_both_ways(70, 137, scope="row")
 
 
+def long_rows() -> Case:
+    """As few as a step of generation has, longer than Inductor would leave whole."""
+    from te_inductor.recipes import Quantizer
+
+    quantizer = Quantizer("e4m3", power_2_scale=True, scope="row")
+    x = torch.randn(2, 9728, device="cuda", dtype=torch.bfloat16)
+    return torch.compile(lambda x: ops.quantize(x, quantizer), backend="te", fullgraph=True), (x,)
+
+
 def _pieces(scope: str, dim: int, size: int = 128) -> Case:
     """Three matrices side by side, each computed into its place; as merged layers cast their weights and gradients."""
     from te_inductor.recipes import Quantizer
@@ -106,7 +115,7 @@ def rows_that_record(rows: int = 40, columns: int = 1104, **options: Any) -> Cas
 def long_rows_that_record() -> Case:
     """Longer than a program holds; few, as the interpreter runs them, which Inductor would have several programs
     share."""
-    return rows_that_record(3, 8208, split_reductions=False)
+    return rows_that_record(3, 16400, split_reductions=False)
 
 
 def _cast_of_three(transposed: bool) -> Case:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from tests.offline.cases.common import Case, Mlp
+from tests.offline.cases.common import EACH, SMALL, Case, Mlp
 
 
 def _stored_nvfp4(n: int, k: int) -> nn.Parameter:
@@ -67,8 +67,16 @@ def batch_fp8() -> Case:
     return _decoding(40, store=_stored_fp8)
 
 
-def more_rows_fp8() -> Case:
-    return _decoding(65, store=_stored_fp8)
+def narrow_fp8() -> Case:
+    """Rows of x that cuBLASLt multiplies by gate and up, and our kernel by down."""
+    return _decoding(100, store=_stored_fp8)
+
+
+def narrow_fp8_training() -> Case:
+    """A narrow layer, whose weight is cast, with a graph that has a backward."""
+    model = nn.Linear(4096, 2560, bias=False, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(200, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    return torch.compile(model, backend="te", fullgraph=True, options={**SMALL, **EACH}), (x,)
 
 
 def decode_attention_nvfp4() -> Case:
