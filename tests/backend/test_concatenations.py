@@ -84,6 +84,7 @@ def both(model, x, recipe, monkeypatch) -> Counter:
     return seen[-1]
 
 
+@pytest.mark.quick("delayed", "block")
 @pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise", "block"])
 def test_a_layer_that_is_cut_in_two(recipe, monkeypatch):
     """Of an input of three dimensions, so that a view stands between the concatenation and the cast."""
@@ -111,6 +112,7 @@ def test_formats_without_casts_of_pieces(monkeypatch):
     assert called[CAT] == 1 and not any(called[op] for op in PIECES)
 
 
+@pytest.mark.quick("delayed-one parameter", "current-two calls")
 @pytest.mark.parametrize("split", [False, True], ids=["one parameter", "two calls"])
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_experts(recipe, split, monkeypatch):

@@ -161,8 +161,9 @@ MODELS = {
 
 
 @pytest.mark.usefixtures("without_codegen", "no_caches")
+@pytest.mark.quick("delayed-transformers", "current-index_add")
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("recipe", ["delayed", "current", pytest.param("rowwise", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise"])
 def test_models(name, recipe, monkeypatch):
     """With rows of no expert, whose gradients are whatever they are."""
     torch.manual_seed(0)
