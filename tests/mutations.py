@@ -313,9 +313,27 @@ MUTATIONS = [
     # experts over ranks, and their rows
     Mutation(
         "a token has the rows of the next one",
-        "return rows[_places_of(order, each)].sum(1",
-        "return rows[_places_of(order, each).roll(1, 0)].sum(1",
+        "return rows[places].sum(1",
+        "return rows[places.roll(1, 0)].sum(1",
         ("tests/backend/test_permutations.py",),
+    ),
+    Mutation(
+        "experts' rows meet those of other tokens",
+        "            made = _call(reader, aten.index.Tensor, node, [places])\n",
+        "            made = node\n",
+        ("tests/backend/test_token_order.py",),
+    ),
+    Mutation(
+        "halves of a gradient are cast with rows of no expert",
+        "            made[step] = [_of_piece(step, source, piece) for piece in made[source]]\n",
+        "            made[step] = made[source]\n",
+        ("tests/backend/test_concatenations.py",),
+    ),
+    Mutation(
+        "the amax of a long row is that of its end",
+        "{turns} = tl.maximum({turns}, {tile})",
+        "{turns} = {tile}",
+        ("tests/offline/test_delayed.py", "-k", "long_rows"),
     ),
     Mutation(
         "zeros that were read before rows are added to them have the sum in them",

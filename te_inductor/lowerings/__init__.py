@@ -18,7 +18,7 @@ def install(fallback: str = "warn") -> Callable[[Callable[..., Any]], Callable[.
     from torch.utils._triton import has_triton_package
 
     from te_inductor import compat
-    from te_inductor.lowerings import decode
+    from te_inductor.lowerings import decode, permutations  # noqa: F401
     from te_inductor.lowerings.casts import experts, quantize  # noqa: F401
     from te_inductor.lowerings.codegen.choices import Choices
     from te_inductor.lowerings.codegen.programmatic_launch import DependentLaunchKernel

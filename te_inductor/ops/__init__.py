@@ -41,14 +41,11 @@ from te_inductor.ops.grouped_linear import (
     first_grouped_linears,
     grouped_linears,
     mask_rows,
-    permute_rows,
-    places_of,
-    spread_rows,
-    sum_rows,
     trace_grouped_linears,
 )
 from te_inductor.ops.linear import exported_linears, first_linears, linears, trace_linears
 from te_inductor.ops.parallel_linear import first_parallel_linears, parallel_linears, record_shard_amax
+from te_inductor.ops.permutations import permute_rows, place_rows, places_of, spread_rows, sum_rows, take_rows
 from te_inductor.ops.sharded_weight import first_gather_weight, gather_weight, record_weight_amax, shard_scales
 
 __all__ = [
@@ -80,6 +77,7 @@ __all__ = [
     "pad_rows",
     "parallel_linears",
     "permute_rows",
+    "place_rows",
     "places_of",
     "product",
     "quantize",
@@ -101,6 +99,7 @@ __all__ = [
     "shard_scales",
     "spread_rows",
     "sum_rows",
+    "take_rows",
     "tensor_amax",
     "trace_grouped_linears",
     "trace_linears",

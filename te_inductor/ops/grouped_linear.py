@@ -14,6 +14,7 @@ from te_inductor.ops.definition import define
 from te_inductor.ops.delayed import DelayedScales, record_amax
 from te_inductor.ops.gemm import operands_of
 from te_inductor.ops.linear import overflowing_sum
+from te_inductor.ops.permutations import place_rows, take_bytes
 from te_inductor.ops.written_out import for_program, leaves
 from te_inductor.recipes import Gemm, Quantizer, Slots
 from te_inductor.recipes.delayed import DelayedScaling
@@ -66,7 +67,8 @@ class GroupedLinears(Operation):
         row, _ = copies([x], 0, slots.input, known, columnwise=False)
         assert row is not None
         row = row if self.arrives is None else _exchanged(row, self.arrives, ends)
-        a = row if rows is None else _picked(row, slots.input, rows, x.shape)
+        # Without a gradient of x nobody else wants the places, which are a sort's inverse.
+        a = row if rows is None else _picked(row, slots.input, rows, places if needs[0] else None, x.shape)
         b, scales = self._row_copy(weights, needed[0])
         bias = torch.cat(list(biases), 1) if len(biases) > 1 else biases[0] if biases else None
         native = self._native(slots.fprop, x, weights[0].dtype)
@@ -256,9 +258,9 @@ def _product(
     return ops.grouped_mm(*operands, ends, bias, gemm, out_dtype, alpha)  # type: ignore[no-any-return]
 
 
-def _picked(copy: Copy, quantizer: Quantizer, rows: Tensor, shape: torch.Size) -> Copy:
+def _picked(copy: Copy, quantizer: Quantizer, rows: Tensor, places: Tensor | None, shape: torch.Size) -> Copy:
     """The copy of a tensor's rows, of that of the tensor (R, C): exact, as a row's scales are its own or everybody's."""
-    data = copy.data.view(torch.uint8)[rows].view(copy.data.dtype)
+    data = take_bytes(copy.data, rows) if places is None else place_rows(copy.data, rows, places)
     scale_inv = grouped.gather_scales(copy.scale_inv, quantizer.granularity, rows, shape)
     amax = copy.amax[rows] if copy.amax is not None and copy.amax.dim() else copy.amax
     return Copy(data, scale_inv, amax)
@@ -384,11 +386,6 @@ def _exchanges(
     return arrives, leaves
 
 
-def _places_of(order: Tensor, each: int) -> Tensor:
-    places = torch.arange(order.shape[0], device=order.device, dtype=order.dtype)
-    return torch.zeros_like(order).scatter(0, order, places).view(-1, each)
-
-
 _EXCHANGES = (
     "str? group=None, SymInt[]? sent=None, SymInt[]? received=None, Tensor? order=None, SymInt[]? y_sent=None,"
     " SymInt[]? y_received=None, Tensor? y_order=None"
@@ -430,63 +427,11 @@ exported_grouped_linears = define(
 )
 
 
-class _PermuteRows(Operation):
-    """``x[back]``, of a permutation that ``order`` undoes: the gradient's rows are those of ``order``. Nothing is added
-    up. Inputs: x (M, ...), back and order (M,)."""
-
-    def compute(self, needs: Needs, x: Tensor, back: Tensor, order: Tensor) -> tuple[Tensor, None]:
-        return x[back], None
-
-    def setup_context(self, ctx: Any, inputs: tuple[Any, ...], found: None) -> None:
-        ctx.save_for_backward(inputs[2])
-
-    def backward(self, ctx: Any, *grads: Tensor) -> Gradients:
-        [order] = ctx.saved_tensors
-        return grads[0][order], None, None
-
-
-class _SpreadRows(Operation):
-    """``x[order // each]``, where `order` sorts `each` choices of every row: the gradients of a row are added up in
-    fp32. Inputs: x (T, ...), order (T * each,), each. Returns (T * each, ...)."""
-
-    def compute(self, needs: Needs, x: Tensor, order: Tensor, each: int) -> tuple[Tensor, None]:
-        return x[order // each], None
-
-    def setup_context(self, ctx: Any, inputs: tuple[Any, ...], found: None) -> None:
-        ctx.save_for_backward(inputs[1])
-        ctx.each = inputs[2]
-
-    def backward(self, ctx: Any, *grads: Tensor) -> Gradients:
-        [order] = ctx.saved_tensors
-        return sum_rows(grads[0], order, ctx.each), None, None
-
-
-class _SumRows(Operation):
-    """What `_SpreadRows` undoes: the rows of each token added up, in fp32. Inputs: rows (T * each, ...), order
-    (T * each,), each. Returns (T, ...)."""
-
-    def compute(self, needs: Needs, rows: Tensor, order: Tensor, each: int) -> tuple[Tensor, None]:
-        return rows[_places_of(order, each)].sum(1, dtype=torch.float32).to(rows.dtype), None
-
-    def setup_context(self, ctx: Any, inputs: tuple[Any, ...], found: None) -> None:
-        ctx.save_for_backward(inputs[1])
-        ctx.each = inputs[2]
-
-    def backward(self, ctx: Any, *grads: Tensor) -> Gradients:
-        [order] = ctx.saved_tensors
-        return grads[0][order // ctx.each], None, None
-
-
 def _equal_groups(like: Tensor, groups: int, rows: int) -> Tensor:
     return torch.arange(1, groups + 1, device=like.device, dtype=torch.int32) * rows
 
 
 # Where groups of `rows` rows each end, (groups,), where `like` is.
 equal_groups = define("equal_groups(Tensor like, int groups, SymInt rows) -> Tensor", _equal_groups)
-permute_rows = define("permute_rows(Tensor x, Tensor back, Tensor order) -> Tensor", _PermuteRows())
-spread_rows = define("spread_rows(Tensor x, Tensor order, int each) -> Tensor", _SpreadRows())
-sum_rows = define("sum_rows(Tensor rows, Tensor order, int each) -> Tensor", _SumRows())
 # `x` (M, ...) with zeros for rows that belong to no group.
 mask_rows = define("mask_rows(Tensor x, Tensor ends) -> Tensor", grouped.mask_rows)
-# Of a permutation (T * each,) of rows of which row i is of x's row i // each: where each stands, (T, each).
-places_of = define("places_of(Tensor order, int each) -> Tensor", _places_of)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from te_inductor import ops
 from te_inductor.ops import grouped as grouped_ops
-from te_inductor.ops.grouped_linear import places_of
+from te_inductor.ops import places_of
 from te_inductor.recipes import (
     CustomRecipe,
     DelayedScaling,

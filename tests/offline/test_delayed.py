@@ -112,14 +112,24 @@ def test_casts_that_record(case: str, size: tuple[int, int], tmp_path: Path) -> 
         assert amax.item() == oracle.recorded or (amax.isnan() and math.isnan(oracle.recorded)), key
 
 
-def test_rows_that_record(tmp_path: Path) -> None:
-    """A program holds a row; what its mask leaves out counts neither in the amax nor in the copy."""
-    generated = generate("rows_that_record", 90)
+LONG = "long_rows_that_record"
+
+
+@pytest.mark.parametrize(("case", "size"), [("rows_that_record", (40, 1104)), (LONG, (3, 16400))])
+def test_rows_that_record(case: str, size: tuple[int, int], tmp_path: Path) -> None:
+    """A program holds a row, or loops over it and raises the amax once, behind the loop; what a mask leaves out counts
+    neither in the amax nor in the copy."""
+    generated = generate(case, 90)
     [kernel] = [kernel for kernel in generated.kernels if "tl.float8" in kernel.body]
-    assert kernel.tile == {"XBLOCK": 1, "num_warps": 2} and kernel.body.count("tl.load(in_ptr0") == 1
+    if case == LONG:
+        [loop, rest] = re.search(r"tl\.float8.*", kernel.body, re.DOTALL)[0].split("_amax = ")  # type: ignore[index]
+        assert "_turns = tl.maximum(" in loop and "atomic" not in loop and re.search(r"^ {4}tl\.atomic_max", rest, re.M)
+    else:
+        assert kernel.tile == {"XBLOCK": 1, "num_warps": 2} and kernel.body.count("tl.load(in_ptr0") == 1
     quantizer, scale = Quantizer("e4m3"), torch.tensor(448 / 3)
-    inputs = {name: make(40, 1104).to(torch.bfloat16) for name, make in CONTENTS.items()}
-    inputs["far from zero"] = (torch.randn(40, 1104) + 100).bfloat16()  # which what the mask leaves out is far from
+    contents = {name: CONTENTS[name] for name in (("random", "nan") if case == LONG else CONTENTS)}
+    inputs = {name: make(*size).to(torch.bfloat16) for name, make in contents.items()}
+    inputs["far from zero"] = (torch.randn(size) + 100).bfloat16()  # which what the mask leaves out is far from
     runs = [[x, torch.tensor(0.0), scale] for x in inputs.values()]
     for (name, x), (data, amax) in zip(inputs.items(), interpret(generated.sources[0], runs, tmp_path), strict=True):
         centred = x.float() - x.float().amax(1, keepdim=True)

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from te_inductor.lowerings.codegen.tiles import FLAT, UNKNOWN
+from te_inductor.lowerings.codegen.tiles import FLAT, FLAT_OF_THREE, UNKNOWN
 from tests.offline.harness import Kernel, generate
 
 A_PROGRAM = 2**17  # elements, that one program may reduce
@@ -27,7 +27,8 @@ def test_what_is_cast_is_read_once() -> None:
     """SwiGLU and its gradient are cast and looked at by one kernel each, as if their sizes were known."""
     code = generate("exchanged_delayed", 90)
     both = [k for k in code.kernels if unknown(k) and "tl.float8" in k.body and "atomic_max" in k.body]
-    assert [k.tile for k in both] == [FLAT] * 2 and all("silu" in k.name for k in both)
+    assert [k.tile for k in both] == [FLAT, FLAT_OF_THREE] and all("silu" in k.name for k in both)
+    assert both[1].body.count("tl.store(") == 3  # both halves, and SwiGLU's copy again
     alone = [k for k in code.kernels if unknown(k) and "atomic_max" in k.body and "tl.float8" not in k.body]
     assert not alone
 
@@ -53,4 +54,6 @@ def test_rows_are_gathered_both_ways() -> None:
 def test_tiles_of_unknown_sizes() -> None:
     """torch 2.11 would have two elements a thread."""
     kernels = [k for k in generate("exchanged_delayed", 90).kernels if unknown(k)]
-    assert len(kernels) > 8 and all(k.tile in (UNKNOWN, FLAT) for k in kernels), [(k.name, k.tile) for k in kernels]
+    assert len(kernels) > 8 and all(k.tile in (UNKNOWN, FLAT, FLAT_OF_THREE) for k in kernels), [
+        (k.name, k.tile) for k in kernels
+    ]

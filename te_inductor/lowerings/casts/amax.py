@@ -65,7 +65,13 @@ class AmaxKernel(TritonKernel):
         tile = f"tl.broadcast_to({value}, {size})"
         if masks:
             tile = f"tl.where(tl.broadcast_to({' & '.join(masks)}, {size}), {tile}, 0)"
-        largest, raised = f"{argument}_amax", f"{argument}_raised"
+        largest, raised, code = f"{argument}_amax", f"{argument}_raised", self.stores
+        if self._is_turn_of_a_loop():
+            # Each turn raises a tile in registers, and the program raises the amax once, behind its loop.
+            turns = f"{argument}_turns"
+            self.body.writeline(f"{turns} = tl.zeros({size}, tl.int32)")
+            self.stores.writeline(DeferredLine(name, f"{turns} = tl.maximum({turns}, {tile})"))
+            tile, code = turns, self.post_loop_store
         for line in (
             f"{largest} = tl.max({tile})",
             # Most tiles raise nothing. An atomic on one address is served one by one, a load by every cache; a stale
@@ -73,4 +79,10 @@ class AmaxKernel(TritonKernel):
             f"{raised} = {largest} > tl.load({pointer})",
             f"tl.atomic_max({pointer}, {largest}, mask={raised}, sem='relaxed')",
         ):
-            self.stores.writeline(DeferredLine(name, line))
+            code.writeline(DeferredLine(name, line))
+
+    def _is_turn_of_a_loop(self) -> bool:
+        """Whether what is written now runs once a turn of a loop over a reduction's elements. (A kernel that sums rows
+        and columns at once has another loop, over rows.)"""
+        looped = any(tree.is_loop for tree in self.range_trees)
+        return bool(self.inside_reduction and looped and not getattr(self, "mix_order_reduction", False))

@@ -289,8 +289,7 @@ def record_amax(pieces: list[ir.TensorBox], amax: ir.TensorBox) -> None:
         lowerings[aten.copy_](amax, functools.reduce(lowerings[aten.maximum], amaxes))
         return
     # A kernel changes a buffer once, so pieces that one kernel computes raise it together.
-    computed = [piece for piece in pieces if _is_computed(piece)]
-    together = [piece for piece in computed if list(piece.get_size()) == list(computed[0].get_size())]
+    together = _computed_together(pieces)
     if len(together) > 1:
         raise_to_amax(amax, functools.reduce(lowerings[aten.maximum], map(magnitude_bits, together)))
     for piece in pieces:
@@ -298,10 +297,30 @@ def record_amax(pieces: list[ir.TensorBox], amax: ir.TensorBox) -> None:
             raise_to_amax(amax, magnitude_bits(piece))
 
 
-def _is_computed(x: ir.TensorBox) -> bool:
-    """Whether it is an expression that its readers' kernels compute, and not a tensor in memory."""
+def _computed_together(pieces: Sequence[ir.TensorBox]) -> list[ir.TensorBox]:
+    """Those of one size that are expressions, which their readers' kernels compute, and those which Inductor will write,
+    as they read many tensors, of which an expression reads one, too."""
+    expressions = [piece for piece in pieces if isinstance(_data_of(piece), ir.Pointwise)]
+    if not expressions:
+        return []
+    size, read = list(expressions[0].get_size()), {name for one in expressions for name in _large_reads(one)}
+    written = [piece for piece in pieces if isinstance(_data_of(piece), ir.ComputedBuffer)]
+    also = [one for one in written if isinstance(_data_of(one).data, ir.Pointwise) and read & _large_reads(one)]
+    return [piece for piece in [*expressions, *also] if list(piece.get_size()) == size]
+
+
+def _data_of(x: ir.TensorBox) -> Any:
+    """Of its storage: a buffer, or an expression that has none."""
     storage = x.data.unwrap_view() if isinstance(x.data, ir.BaseView) else x.data
-    return isinstance(storage, ir.StorageBox) and isinstance(storage.data, ir.Pointwise)
+    return storage.data if isinstance(storage, ir.StorageBox) else None
+
+
+def _large_reads(x: ir.TensorBox) -> set[str]:
+    """Names of tensors as large as it, or larger, of which it is computed."""
+    data = _data_of(x)
+    names = data.get_read_names() if isinstance(data, ir.ComputedBuffer) else x.get_read_names()
+    least = sympy_product(x.get_size())
+    return {name for name in names if V.graph.sizevars.statically_known_geq(V.graph.get_numel(name), least)}
 
 
 @lowering(ops.dequantize)

@@ -60,5 +60,6 @@ class AssemblyKernel(BlockKernel):
     def __init__(self, *args: Any, features: Any, **kwargs: Any) -> None:
         super().__init__(*args, features=features, **kwargs)
         origins = (origin for node in features.scheduler_nodes() for origin in node.node.get_origins())
-        if any(getattr(origin.target, "namespace", None) == "te_inductor" for origin in origins):
+        self.of_ours = any(getattr(origin.target, "namespace", None) == "te_inductor" for origin in origins)
+        if self.of_ours:
             self.overrides = _Overrides

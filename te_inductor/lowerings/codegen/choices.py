@@ -72,7 +72,7 @@ class Choices:
         loops = loops_of(node1), loops_of(node2)
         if all(loops) and loops[0] != loops[1]:
             return False
-        shared_data_score = shared_data_score or _score_of_unknown_sizes(node1, node2)
+        shared_data_score = max(shared_data_score, _score_of_unknown_sizes(node1, node2))
         return bool(self._inner.can_fuse(scheduler, node1, node2, shared_data_score))
 
     def can_fuse_horizontal(self, scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
@@ -80,7 +80,7 @@ class Choices:
             shared_data_score > 0 and programmatic_launch.is_early()
         ):  # a launch costs more than any bytes read once more
             shared_data_score = max(shared_data_score, config.score_fusion_memory_threshold)
-        shared_data_score = shared_data_score or _score_of_unknown_sizes(node1, node2)
+        shared_data_score = max(shared_data_score, _score_of_unknown_sizes(node1, node2))
         return bool(self._inner.can_fuse_horizontal(scheduler, node1, node2, shared_data_score))
 
     def should_use_persistent_reduction(self, features: Any, cooperative_reduction: bool) -> bool:
@@ -109,7 +109,8 @@ class Choices:
 
 def _score_of_unknown_sizes(node1: Any, node2: Any) -> int:
     """What Inductor's score of shared data would be enough of, where data is shared of which no size is known, as rows
-    from other ranks. It counts them as no bytes, and so has each of their readers read them again."""
+    from other ranks. It counts them as no bytes, so that a scale, which is shared too, is too little, and has each of
+    their readers read them again."""
     both = [node.read_writes.reads | node.read_writes.writes for node in (node1, node2)]
     unknown = any(isinstance(dep, MemoryDep) and dep.has_unbacked_symbols() for dep in both[0] & both[1])
     return config.score_fusion_memory_threshold if unknown else 0

@@ -28,7 +28,7 @@ from typing import Any
 from torch._inductor.codegen.triton import TritonKernel
 from torch._inductor.virtualized import V
 
-from te_inductor.lowerings.codegen.column_pairs import PairsKernel
+from te_inductor.lowerings.codegen.rereads import RereadKernel
 
 _EARLY = "te_kernels_start_early"  # attribute of a graph
 # Kernels whose programs wait for each other, and such as are written by other code than ours below.
@@ -45,7 +45,7 @@ def is_early() -> bool:
     return hasattr(V.graph, _EARLY)
 
 
-class DependentLaunchKernel(PairsKernel):
+class DependentLaunchKernel(RereadKernel):
     """Inductor's Triton kernel, which in such a graph starts early: Note [Kernels that start early]."""
 
     @staticmethod

@@ -87,6 +87,8 @@ BLOCK_WARPS = 8  # of a kernel whose tile is a block
 COLUMNS_ALONE = (64, 8)  # columns and warps of one that makes a column copy alone
 ROTARY_WARPS = 4  # of one that reads three places of a tensor for each element, as rotary positions' gradient does
 FLAT = {"XBLOCK": 8192, "num_warps": 8}  # of a row copy and amax alone: a program looks for the largest of its elements
+FLAT_OF_THREE = {"XBLOCK": 4096, "num_warps": 8}  # that reads three tensors: half the registers, as CAST has it
+PLACED = {"XBLOCK": 8192, "num_warps": 8}  # of rows that are copied byte by byte: 32 bytes a thread, of 8 by default
 UNKNOWN = {"XBLOCK": 1024, "num_warps": 4}  # of elements of which no number is known: torch 2.11 takes them for 8192
 AMAX = {"XBLOCK": 1, "R0_BLOCK": 4096, "num_warps": 16}
 # The ops that cast or look for a scale, and among them those that cast both ways.
@@ -96,6 +98,7 @@ TWO_WAY = (ops.quantize_rowcol, ops.quantize_pieces, *KNOWN_SCALE)
 LOOKS = (ops.current_scale, ops.tensor_amax, ops.quantize, ops.quantize_rowcol)  # that may read the tensor for its amax
 _EXPONENTIALS = (torch.ops.aten.exp, torch.ops.aten.erfc, torch.ops.aten.sigmoid)
 COPIES = {element.dtype for element in ELEMENTS.values() if element.packed == 1}  # dtypes of copies
+_PROGRAMS = 256  # that keep a device busy
 # Elements of a row that a program holds at most where there are so few rows that Inductor cuts longer ones than ROW: two
 # a multiprocessor. The parts' amaxes, the largest of them and the cast are three kernels.
 LONG_ROW, FEW_ROWS = 2 * ROW, 263
@@ -135,9 +138,19 @@ def quantizer_of(origin: Any) -> Quantizer:
 
 def tile_of(features: Any, tiling: dict[str, Any]) -> dict[str, int] | None:
     """Our tile for a kernel that quantizes, or of unknown size; None where Inductor's choice stands."""
-    tile = _tile_of_casts(features, tiling)
+    tile = dict(PLACED) if _places_bytes(features, tiling) else _tile_of_casts(features, tiling)
     elements = tiling["x"] if set(tiling) <= {"x", "r0_"} and not features.is_reduction() else 0
     return dict(UNKNOWN) if tile is None and free_unbacked_symbols(elements) else tile
+
+
+def _places_bytes(features: Any, tiling: dict[str, Any]) -> bool:
+    """Whether a kernel does nothing but put rows of FP8 where they belong, and has a program for each multiprocessor."""
+    nodes = list(features.scheduler_nodes())
+    if features.is_reduction() or set(tiling) - {"r0_"} != {"x"} or len(nodes) != 1:
+        return False
+    placed = any(origin.target is ops.place_rows for origin in nodes[0].node.get_origins())
+    large = V.graph.sizevars.statically_known_geq(tiling["x"], _PROGRAMS * PLACED["XBLOCK"])
+    return placed and nodes[0].node.get_dtype() in COPIES and bool(large)
 
 
 def _tile_of_casts(features: Any, tiling: dict[str, Any]) -> dict[str, int] | None:
@@ -157,13 +170,33 @@ def _tile_of_casts(features: Any, tiling: dict[str, Any]) -> dict[str, int] | No
     if dimensions - {"r0_"} == {"x", "y"}:
         return _cast_tile(nodes, tiling)
     records = any(origin.target is ops.record_amax for origin in _origins(features))
-    return dict(FLAT) if records and dimensions - {"r0_"} == {"x"} else None
+    if not records or dimensions - {"r0_"} != {"x"}:
+        return None
+    return dict(FLAT_OF_THREE if len(_slices(_reads(nodes, tiling))) >= max(CAST) else FLAT)
 
 
 def fits_a_program(features: Any, most: int = ROW) -> bool:
     """Whether a reduction of rows, a norm's, may take them whole."""
-    fits = V.graph.sizevars.statically_known_leq(features.reduction_numel, most)
-    return bool(fits and features.get_reduction_hint() == ReductionHint.INNER)
+    if not V.graph.sizevars.statically_known_leq(features.reduction_numel, most):
+        return False
+    hint = features.get_reduction_hint()
+    return bool(hint == ReductionHint.INNER or (hint == ReductionHint.DEFAULT and _reduces_gathered_rows(features)))
+
+
+def _reduces_gathered_rows(features: Any) -> bool:
+    """Whether all goes along rows, some of which are read or written at places that Inductor does not know: then it has
+    no hint."""
+    nodes = features.scheduler_nodes()
+    deps = [dep for node in nodes for dep in (*node.read_writes.reads, *node.read_writes.writes)]
+    whole = [
+        dep
+        for dep in deps
+        if isinstance(dep, MemoryDep)
+        and dep.var_names
+        and sympy_product(dep.size) == features.numel * features.reduction_numel
+    ]
+    along = all(dep.index.coeff(dep.var_names[-1]) == 1 for dep in whole)
+    return along and any(dep.is_indirect() for dep in whole)
 
 
 def holds_rows(features: Any) -> bool:

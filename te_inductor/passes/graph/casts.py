@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable
 
+import torch
 from torch import fx
 
 from te_inductor import ops
@@ -31,3 +32,9 @@ def where_quantized(one: Callable[[fx.Graph], None]) -> Callable[[fx.Graph], Non
             one(graph)
 
     return run
+
+
+def records_amax(node: fx.Node) -> bool:
+    """Whether it records an amax: until Inductor lowers the graph still as what torch makes of an op that changes a
+    tensor."""
+    return node.target is torch.ops.higher_order.auto_functionalized_v2 and node.args[0] is ops.record_amax

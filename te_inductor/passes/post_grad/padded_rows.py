@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from te_inductor import ops
+from te_inductor.passes.graph.casts import records_amax
 
 aten = torch.ops.aten
 _ROWS_FIRST = 1  # the dimension along which pieces share their rows
@@ -39,7 +40,7 @@ def pad(graph: fx.Graph, devices: tuple[str, ...] = ("cuda",)) -> None:
             _cast_padded(node, padded, rows)
     for x, more in padded.items():
         for user in list(x.users):
-            if _records(user) or _sums_columns(user):
+            if records_amax(user) or _sums_columns(user):
                 user.replace_input_with(x, more)
 
 
@@ -80,11 +81,6 @@ def _cast_padded(node: fx.Node, padded: dict[fx.Node, fx.Node], rows: int) -> No
             for user in [user for user in item.users if user is not part]:
                 user.replace_input_with(item, part)
             item.meta["val"] = node.meta["val"][0]
-
-
-def _records(user: fx.Node) -> bool:
-    """Whether it records the amax: here still as what torch makes of an op that changes a tensor."""
-    return user.target is torch.ops.higher_order.auto_functionalized_v2 and user.args[0] is ops.record_amax
 
 
 def _sums_columns(user: fx.Node) -> bool:

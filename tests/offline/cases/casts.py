@@ -96,7 +96,7 @@ def recording_cast_padded() -> Case:
     return _recording_cast(70, 137)
 
 
-def rows_that_record() -> Case:
+def rows_that_record(rows: int = 40, columns: int = 1104, **options: Any) -> Case:
     """As a norm is under delayed scaling, but with a statistic that is exact: the row copy and the amax of what depends
     on the whole row. A row that does not fill its program."""
     from te_inductor.recipes import Quantizer
@@ -107,9 +107,15 @@ def rows_that_record() -> Case:
         ops.record_amax([centred], amax)
         return ops.quantize_rowcol_delayed(centred, scale, Quantizer("e4m3"))[0], amax + 0.0
 
-    x = torch.randn(40, 1104, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
     scale, amax = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
-    return torch.compile(function, backend="te", fullgraph=True), (x, amax, scale)
+    return torch.compile(function, backend="te", fullgraph=True, options=options), (x, amax, scale)
+
+
+def long_rows_that_record() -> Case:
+    """Longer than a program holds; few, as the interpreter runs them, which Inductor would have several programs
+    share."""
+    return rows_that_record(3, 16400, split_reductions=False)
 
 
 def _cast_of_three(transposed: bool) -> Case:

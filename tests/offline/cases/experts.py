@@ -1,5 +1,7 @@
 """Experts: layers of grouped products, stored ones too."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -64,6 +66,33 @@ def experts_mxfp4() -> Case:
 
 def experts_nvfp4() -> Case:
     return _experts("nvfp4")
+
+
+def placed_rows(tokens: int = 6, columns: int = 1104) -> Case:
+    """Gradients of experts' rows as passes/joint/token_order.py has them computed: a dot product a row, and the copy of
+    the row times its weight, put where its expert has it; some rows are of no expert. And rows of a copy, likewise."""
+    from te_inductor import ops
+    from te_inductor.recipes import Quantizer
+
+    def function(
+        places: Tensor, dout: Tensor, ends: Tensor, w: Tensor, amax: Tensor, scale: Tensor, order: Tensor, y: Tensor
+    ) -> Any:
+        flat = places.view(-1)
+        wide = dout[:, None].expand(-1, 2, -1).reshape(2 * tokens, columns)
+        dy = torch.where((flat < ends[-1])[:, None], wide * w[:, None], 0.0)
+        ops.record_amax([dy], amax)
+        copy = ops.quantize_delayed(dy, scale, Quantizer("e5m2"))
+        of_tokens = ops.quantize_delayed(dout, scale, Quantizer("e5m2"))
+        rows = ops.place_rows(of_tokens, order // 2, places)
+        return (wide * y[flat]).amax(1), ops.place_rows(copy, order, flat), rows, of_tokens, amax + 0.0
+
+    made = {"device": "cuda", "dtype": torch.bfloat16}
+    dout, y = torch.randn(tokens, columns, **made), torch.randn(2 * tokens, columns, **made)
+    w, order = torch.rand(2 * tokens, **made), torch.arange(2 * tokens, device="cuda")
+    numbers = torch.zeros((), device="cuda"), torch.ones((), device="cuda")
+    ends = torch.zeros(2, dtype=torch.int32, device="cuda")
+    given = (order.view(-1, 2), dout, ends, w, *numbers, order, y)  # as the function reads them
+    return torch.compile(function, backend="te", fullgraph=True), given
 
 
 class GroupedLinear(nn.Module):

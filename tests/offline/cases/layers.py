@@ -29,6 +29,40 @@ def mlp_training_block() -> Case:
     return _mlp_training("block")
 
 
+class OneParameter(Mlp):
+    """gate and up as one layer, as Phi-3 has them."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__(dim, hidden)
+        del self.gate, self.up
+        self.gate_up = nn.Linear(dim, 2 * hidden, bias=False, device="cuda", dtype=torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(self.norm(x)).chunk(2, -1)
+        return x + self.down(nn.functional.silu(gate) * up)
+
+
+def _one_parameter(recipe: str) -> Case:
+    x = torch.randn(2, 8192, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    return torch.compile(OneParameter(4096, 14336), backend="te", fullgraph=True, options={"recipe": recipe}), (x,)
+
+
+def one_parameter_delayed() -> Case:
+    return _one_parameter("delayed")
+
+
+def one_parameter_current() -> Case:
+    return _one_parameter("current")
+
+
+def one_parameter_rowwise() -> Case:
+    return _one_parameter("rowwise")
+
+
+def one_parameter_block() -> Case:
+    return _one_parameter("block")
+
+
 def gelu_training_delayed() -> Case:
     """GPT's MLP, with biases."""
     made = {"device": "cuda", "dtype": torch.bfloat16}
