@@ -88,9 +88,9 @@ def _keeps_columns(user: fx.Node, whole: fx.Node) -> bool:
 
 def _masks_rows(user: fx.Node, whole: fx.Node) -> bool:
     """Whether it puts a number, or one a row, in the place of some rows."""
-    if user.target is not aten.where.self or user.args[1] is not whole:
+    if user.target is not aten.where.self or [*user.args[1:]].count(whole) != 1:
         return False
-    others = [user.args[0].meta["val"], user.args[2].meta["val"]]  # type: ignore[union-attr]
+    others = [one.meta["val"] for one in user.args if one is not whole]  # type: ignore[union-attr]
     of_rows = all(other.dim() == 0 or statically_known_true(other.shape[-1] == 1) for other in others)
     return of_rows and has_shape(user.meta["val"], whole.meta["val"].shape)
 
