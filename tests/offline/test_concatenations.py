@@ -28,6 +28,7 @@ def test_a_layer_that_is_cut_in_two(recipe):
     assert not wide
 
 
+@thorough
 def test_cubin(tmp_path: Path):
     """Of experts' gradients: vectors of 16 bytes, nothing spilled, one reduction of the amax."""
     kernel = generate("experts_delayed", 90).kernel("sigmoid", "quantize_delayed")

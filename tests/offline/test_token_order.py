@@ -46,6 +46,7 @@ def test_rows_of_a_copy(tmp_path: Path) -> None:
     assert "ld.global.v4.b32" in ptx
 
 
+@pytest.mark.thorough
 def test_interpreted(tmp_path: Path) -> None:
     """Bit for bit, also of rows of no expert, which count for no amax."""
     generated = generate("placed_rows", 90)
