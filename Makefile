@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test test-all test-gpu test-gpu2 test-matrix mutations fuzz lint format clean
+.PHONY: help demo docs test test-all test-gpu test-gpu2 test-matrix mutations fuzz sweep lint format clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +41,9 @@ test-matrix: ## Run them on each Python and torch that we support; ARGS="--cell 
 
 fuzz: $(VENV)/dev.done ## Check 2,000 random models, 50 of others compiled; ARGS="--seed 7 --cases 200 --compiled 0"
 	$(BIN)/python -m pytest tests/backend/test_fuzz.py -n 2 --cases 2000 --compiled 50 $(ARGS)
+
+sweep: $(VENV)/dev.done ## Take a step of every class of transformers that can be tiny; ARGS="--kinds image"
+	$(BIN)/python -m tests.sweep $(ARGS)
 
 mutations: $(VENV)/dev.done ## Check that make test finds faults that are put into the package
 	$(BIN)/python -m tests.mutations $(ARGS)

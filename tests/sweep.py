@@ -1,0 +1,227 @@
+"""One step of every class of transformers that can be made tiny, in low precision beside high precision::
+
+    python -m tests.sweep                                  # all, half an hour on two cores
+    python -m tests.sweep LlamaForCausalLM --recipe block
+    python -m tests.sweep --kinds image --json out/sweep.json
+
+No list says which classes: they are what transformers' automatic classes know. Each runs in a process of its own, on a
+CPU, uncompiled (tests/uncompiled.py), so that it takes seconds. What is printed: classes whose step failed, that lost a
+gradient, or whose gradients are further off than errors of that size explain; exits with 1 if there are any.
+
+**Bound.** `NOISE`, relative and normal, on each weight is about what a copy in E4M3 leaves (docs/numerics.md). A gradient
+may be `SLACK` times as far off as it is with that, as activations and gradients have such errors too: models differ by
+more than an order in how they carry them on."""
+
+import argparse
+import copy
+import json
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+NOISE, SLACK = 2.0**-5, 6.0
+LEAST = 1e-4  # of the largest gradient's rms, below which one is nothing but rounding
+TOKENS, CLASSES, IMAGE = 32, 16, 32
+MOST = 20_000_000  # parameters
+SECONDS = 150  # of a class
+KINDS = {
+    "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "masked": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "pair": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "image": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+}
+# Under all names that configurations have for them; those that a configuration lacks are left out.
+SIZES: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "embedding_size", "word_embed_proj_dim"), 64),
+    **dict.fromkeys(
+        ("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "n_inner", "ffn_hidden_size"), 128
+    ),
+    **dict.fromkeys(
+        ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "encoder_layers",
+         "decoder_layers", "num_key_value_heads", "num_kv_heads"), 2
+    ),
+    **dict.fromkeys(
+        ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads",
+         "decoder_attention_heads"), 4
+    ),
+    **dict.fromkeys(("head_dim", "d_kv", "rotary_dim", "kv_lora_rank"), 16),
+    **dict.fromkeys(("max_position_embeddings", "n_positions"), 128),
+    **dict.fromkeys(
+        ("dropout", "attention_dropout", "hidden_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob",
+         "resid_pdrop", "embd_pdrop", "attn_pdrop", "activation_dropout", "dropout_rate", "residual_dropout",
+         "embedding_dropout", "layerdrop", "encoder_layerdrop", "decoder_layerdrop"), 0.0
+    ),
+    "hidden_dim": 128, "vocab_size": 256, "q_lora_rank": 32, "image_size": IMAGE, "patch_size": 8, "num_labels": CLASSES,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "multi_query": False, "use_cache": False,
+}  # fmt: skip
+
+
+def known(kinds: list[str]) -> dict[str, str]:
+    """Names of classes, and of what kind each is."""
+    from transformers.models.auto import modeling_auto
+
+    found: dict[str, str] = {}
+    for kind in kinds:
+        for names in getattr(modeling_auto, KINDS[kind]).values():
+            for name in names if isinstance(names, tuple | list) else (names,):
+                found.setdefault(name, kind)
+    return found
+
+
+def build(name: str) -> nn.Module:
+    """Tiny, of random weights, in evaluation: nothing is dropped, experts are chosen without noise.
+
+    Raises:
+        ValueError: it cannot be made so small.
+    """
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    kind = getattr(transformers, name)
+    config = kind.config_class
+    other_names = getattr(config, "attribute_map", {})
+    has = {*config().to_dict(), *other_names, "num_labels"}
+    sizes = {size: value for size, value in SIZES.items() if size in has and other_names.get(size) not in SIZES}
+    made = config(**sizes)
+    made._attn_implementation = "sdpa"
+    with torch.device("meta"):
+        try:
+            parameters = kind(made).parameters()
+        except ValueError:  # it has no attention by that name
+            made._attn_implementation = "eager"
+            parameters = kind(made).parameters()
+    if (count := sum(one.numel() for one in parameters)) > MOST:
+        raise ValueError(f"{count} parameters")
+    torch.manual_seed(0)
+    model: nn.Module = kind(made).eval()
+    return model
+
+
+def batch(model: nn.Module, kind: str) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    if kind == "image":
+        return {"pixel_values": torch.randn(8, getattr(model.config, "num_channels", 3), IMAGE, IMAGE)}
+    ids = torch.randint(3, 250, (2, TOKENS))
+    return {"input_ids": ids, **({"decoder_input_ids": ids} if kind == "pair" else {})}
+
+
+def step(model: nn.Module, run: Callable[..., Any], given: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
+    """The loss and the gradients by name."""
+    model.zero_grad()
+    out = run(**given)
+    logits = (out.logits if hasattr(out, "logits") else out[0]).float().flatten(0, -2)
+    loss = nn.functional.cross_entropy(logits, torch.arange(len(logits)) % logits.shape[1])
+    loss.backward()
+    return loss.item(), {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+
+
+def noisy(model: nn.Module) -> nn.Module:
+    model, generator = copy.deepcopy(model), torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for one in model.parameters():
+            if one.dim() > 1:
+                one.mul_(1 + NOISE * torch.randn(one.shape, generator=generator))
+    return model
+
+
+def errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """Relative, of gradients that are more than rounding."""
+    rms = {name: one.square().mean().sqrt() for name, one in expected.items()}
+    return {
+        name: ((found[name] - one).norm() / one.norm()).item()
+        for name, one in expected.items()
+        if name in found and rms[name] > LEAST * max(rms.values())
+    }
+
+
+def look(name: str, kind: str, recipe: str) -> dict[str, Any]:
+    """What one class does, of this process."""
+    from te_inductor import compat, explain
+    from tests import uncompiled
+
+    compat.compile_fx = uncompiled.compile_fx  # type: ignore[assignment]
+    warnings.simplefilter("ignore")
+    try:
+        model = build(name)
+        given = batch(model, kind)
+        loss, expected = step(model, model, given)
+    except Exception as error:  # of a class that is not made for such a batch, or such sizes
+        return {"left": f"{type(error).__name__}: {error}"[:120]}
+    expected = {key: one.clone() for key, one in expected.items()}
+    try:
+        step(model, torch.compile(model, backend="aot_eager"), given)
+    except Exception:
+        return {"left": "torch does not run its graph uncompiled"}
+    torch.compiler.reset()
+    options: dict[str, Any] = {"recipe": recipe, "policy": {"*": recipe}}
+    low_loss, found = step(model, torch.compile(model, backend="te", options=options), given)
+    found = {key: one.clone() for key, one in found.items()}
+    other = noisy(model)
+    _, disturbed = step(other, other, given)
+    bounds = errors(disturbed, expected)
+    worst = max((error / bounds[key], key) for key, error in errors(found, expected).items())
+    torch.compiler.reset()
+    report = explain(model, options=options, **given)
+    return {
+        "loss": loss, "low_loss": low_loss, "of_bound": worst[0] / SLACK, "worst": worst[1],
+        "lost": sorted(expected.keys() ^ found.keys()), "failure": report.failure,
+        "sites": len(report.sites), "low": sum(site.kernel != "high_precision" for site in report.sites),
+        "share": report.flops.share,
+    }  # fmt: skip
+
+
+def apart(name: str, kind: str, recipe: str) -> dict[str, Any]:
+    """The same, of a process of its own."""
+    command = [sys.executable, "-m", "tests.sweep", name, "--one", kind, "--recipe", recipe]
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        return {"error": f"no end after {SECONDS} s"}
+    if run.returncode:
+        return {"error": run.stderr[-1500:]}
+    found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    return found
+
+
+def is_wrong(found: dict[str, Any]) -> bool:
+    return "left" not in found and bool(
+        "error" in found or found["lost"] or found["failure"] or not found["of_bound"] <= 1
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="of classes; default: all")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS])
+    parser.add_argument("--recipe", default="current")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(look(args.names[0], args.one, args.recipe)))
+        return
+    classes = {name: kind for name, kind in known(args.kinds).items() if not args.names or name in args.names}
+    with ThreadPoolExecutor(args.jobs) as pool:
+        results = pool.map(lambda name: apart(name, classes[name], args.recipe), classes)
+        found = {}
+        for name, result in zip(classes, results, strict=True):
+            found[name] = result
+            print(name, "WRONG" if is_wrong(result) else "left" if "left" in result else "ok", result, flush=True)
+            if args.json:
+                args.json.write_text(json.dumps(found, indent=1))
+    ran = {name: one for name, one in found.items() if "left" not in one}
+    wrong = [name for name, one in ran.items() if is_wrong(one)]
+    print(f"{len(ran)} of {len(classes)} classes ran, {len(wrong)} wrong: {', '.join(wrong)}")
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()
