@@ -1,9 +1,8 @@
 """Runs the kernels of cached weights in Triton's interpreter and compares, with TRITON_INTERPRET=1:
-python -m tests.offline.cached_weights_kernels some|all."""
+python -m tests.offline.cached_weights_kernels."""
 
 import itertools
 import math
-import sys
 from collections.abc import Callable
 
 import torch
@@ -141,15 +140,10 @@ if __name__ == "__main__":
     mend_conversions()
     torch.manual_seed(0)
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
-    if sys.argv[1] == "all":
-        for quantizer, dtype in zip([QUANTIZERS[0]] * 2 + QUANTIZERS, itertools.cycle(dtypes)):
-            check(quantizer, dtype)
-        check(QUANTIZERS[1], torch.float16, known=True)
-        for quantizer, dtype in zip([q for q in QUANTIZERS if not q.granularity.two_level], itertools.cycle(dtypes)):
-            check_experts(quantizer, dtype)
-        check_experts(QUANTIZERS[0], torch.float32, known=True)
-    else:  # one of each kernel
-        check_experts(QUANTIZERS[2], torch.bfloat16)
-        check(QUANTIZERS[2], torch.bfloat16)
-        check(QUANTIZERS[-2], torch.float16)
+    for quantizer, dtype in zip([QUANTIZERS[0]] * 2 + QUANTIZERS, itertools.cycle(dtypes)):
+        check(quantizer, dtype)
+    check(QUANTIZERS[1], torch.float16, known=True)
+    for quantizer, dtype in zip([q for q in QUANTIZERS if not q.granularity.two_level], itertools.cycle(dtypes)):
+        check_experts(quantizer, dtype)
+    check_experts(QUANTIZERS[0], torch.float32, known=True)
     check(QUANTIZERS[0], torch.bfloat16, known=True)

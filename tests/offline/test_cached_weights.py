@@ -20,10 +20,10 @@ from te_inductor.templates.triton import cached_weights  # noqa: E402
 from te_inductor.templates.triton.cached_microscaled_kernels import cached_weights_cast_microscaled  # noqa: E402
 
 
-@pytest.mark.parametrize("which", ["some", pytest.param("all", marks=pytest.mark.thorough)])
-def test_interpreted(which):
+@pytest.mark.thorough
+def test_interpreted():
     """Bit for bit the eager look's copies and digests: several weights, what has changed and what has not."""
-    done = INTERPRETER.run("tests.offline.cached_weights_kernels", which)
+    done = INTERPRETER.run("tests.offline.cached_weights_kernels")
     assert done.returncode == 0, done.stderr[-3000:]
 
 

@@ -15,7 +15,7 @@ def unknown(kernel: Kernel) -> bool:
     return not re.search(r"\bxnumel = \d", kernel.body) and "r0_numel" not in kernel.meta["signature"]
 
 
-@pytest.mark.parametrize("recipe", ["current", "delayed"])
+@pytest.mark.parametrize("recipe", [pytest.param("current", marks=pytest.mark.thorough), "delayed"])
 def test_no_program_reduces_a_whole_tensor(recipe: str) -> None:
     """Inductor does not cut a reduction of which it knows no size: two seconds, of 65536 rows of 2048."""
     for source in generate(f"exchanged_{recipe}", 90).sources:
