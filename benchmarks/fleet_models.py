@@ -90,7 +90,6 @@ MODELS: dict[str, Model] = {
          "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2},
     ),
 }  # fmt: skip
-HELD_OUT = ("olmo-2-1b", "starcoder2-3b", "falcon-7b", "glm-4-9b", "modernbert-large")
 
 
 class Loss(nn.Module):
