@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from te_inductor.errors import GatherError
 from te_inductor.ops.casts import Copy, dequantize
@@ -80,6 +81,8 @@ class GatheredWeight(Tensor):
         return repr((type(self).__name__, tuple(self.shape), self.dtype, self.recipe, self.quantizer))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if isinstance(self.values_, FakeTensor):  # for a cache's key, by a torch that knows no _stable_hash_for_caching
+            return str, (self._stable_hash_for_caching(),)
         raise GatherError(
             "a weight that FSDP has gathered in low precision is pickled, expected the module's own parameters, which"
             " are its shards; call reshard() on the module first"

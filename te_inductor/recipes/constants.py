@@ -27,9 +27,14 @@ class Constant(metaclass=ConstantMeta):  # type: ignore[metaclass]
     """Base of frozen dataclasses whose fields are bool, int, float, str, None, enum members, tuples, Constants, or
     plain functions without a closure. Functions are equal where their code is, so that one defined anew is the same."""
 
+    @property
+    def fields(self) -> tuple[Any, ...]:
+        """Arguments that make this constant again."""
+        return tuple(vars(self).values())
+
     def key(self) -> tuple[Any, ...]:
         """What makes two constants equal, in nested tuples that Python compares without running any Python code."""
-        return type(self), *(_comparable(getattr(self, field.name)) for field in dataclasses.fields(self))  # type: ignore[arg-type]
+        return type(self), *map(_comparable, self.fields)
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Constant) and self.key() == other.key())

@@ -1,7 +1,5 @@
-"""Kernels of ours run on the device that their tensors are on, whichever device is current.
-
-Triton launches on the current device and its current stream. PyTorch's own ops look at their tensors instead, and so
-does code that Inductor generates, but not the ops of ours that it calls, nor eager code."""
+"""CUTLASS kernels of ours run on the device that their tensors are on, whichever device is current; Triton's do so by
+their launcher (templates/triton/launcher.py)."""
 
 import functools
 from collections.abc import Callable
@@ -27,7 +25,7 @@ def launches(function: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T
     @functools.wraps(function)
     def on_its_device(first: T, /, *args: P.args, **kwargs: P.kwargs) -> R:
         device = first.device
-        if device.type != "cuda" or torch.cuda.current_device() == device.index:  # not CUDA: Triton's interpreter
+        if device.type != "cuda" or torch.cuda.current_device() == device.index:
             return function(first, *args, **kwargs)
         with torch.cuda.device(device):
             return function(first, *args, **kwargs)

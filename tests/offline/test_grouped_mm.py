@@ -42,7 +42,8 @@ def run(call: Call) -> None:
             return Pointer(numpy_of(value).reshape(-1))
         return Number(value) if type(value) is int else value
 
-    arguments = {name: given(value) for name, value in call.arguments.items()}
+    named = dict(zip(grouped_kernel.grouped.arg_names, call.arguments, strict=False)) | call.launcher.constants
+    arguments = {name: given(value) for name, value in named.items()}
     for program in range(call.programs):
         Program(program, {}).run(grouped_kernel.grouped, **arguments)
 

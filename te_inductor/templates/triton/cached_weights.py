@@ -25,7 +25,6 @@ from te_inductor.recipes.formats import ROW
 from te_inductor.recipes.quantizers import Quantizer
 from te_inductor.runtime.arithmetic import reciprocal
 from te_inductor.runtime.cached_weights import TILE, WORD, CachedWeight, FreshnessCheck, is_tiled, matrices, tiles
-from te_inductor.runtime.current_device import launches
 from te_inductor.templates.triton.cached_microscaled_kernels import cached_weights_cast_microscaled
 from te_inductor.templates.triton.cached_tiles import ALIGNED_COLUMNS
 from te_inductor.templates.triton.cached_weights_kernels import (
@@ -34,6 +33,7 @@ from te_inductor.templates.triton.cached_weights_kernels import (
     cached_weights_scales,
     cached_weights_scan,
 )
+from te_inductor.templates.triton.launcher import launcher
 
 WARPS, SCALES = 4, 1024  # of a tile; that a program computes
 REGISTERS = 168  # of a thread of `cached_weights_cast`, so that a multiprocessor has three tiles
@@ -157,7 +157,6 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-@launches
 def _launch(table: _Table, kind: _Kind) -> None:
     quantizer, count, device = kind.quantizer, table.weights.shape[0], table.weights.device
     scope = quantizer.granularity
@@ -175,21 +174,20 @@ def _launch(table: _Table, kind: _Kind) -> None:
         amaxes = torch.zeros(table.amaxes if scope is ROW else 0, dtype=torch.int32, device=device)
         stale = torch.empty(count, dtype=torch.int32, device=device)
         scale = torch.empty(count, dtype=torch.float32, device=device)
-        cached_weights_scan[grid](
-            table.parameters, table.programs, digest, amax, amaxes, BY_ROW=scope is ROW, **tile, num_warps=WARPS
-        )
+        run = launcher(cached_weights_scan, BY_ROW=scope is ROW, **tile, num_warps=WARPS)
+        run(grid, table.parameters, table.programs, digest, amax, amaxes)
         one_scale = {"WHOLE": scope.whole, "TWO_LEVEL": scope.two_level}
-        cached_weights_decide[(count,)](table.weights, digest, amax, stale, scale, **one_scale, **encode, num_warps=1)
+        run = launcher(cached_weights_decide, **one_scale, **encode, num_warps=1)
+        run((count,), table.weights, digest, amax, stale, scale)
         if scope is ROW:
             chunks = triton.cdiv(table.longest, SCALES)
-            cached_weights_scales[(count, chunks)](table.weights, stale, amaxes, BLOCK=SCALES, **encode)
+            run = launcher(cached_weights_scales, BLOCK=SCALES, **encode)
+            run((count, chunks), table.weights, stale, amaxes)
             scales = amaxes.view(torch.float32)
     element = _ELEMENTS[quantizer.format.dtype]
     if scope.microscaled:
-        cached_weights_cast_microscaled[grid](
-            table.parameters,
-            table.programs,
-            stale,
+        run = launcher(
+            cached_weights_cast_microscaled,
             ELEMENT=element,
             TWO_LEVEL=scope.two_level,
             PACKED=quantizer.format.packed,
@@ -200,13 +198,10 @@ def _launch(table: _Table, kind: _Kind) -> None:
             **tile,
             num_warps=WARPS,
         )
+        run(grid, table.parameters, table.programs, stale)
         return
-    cached_weights_cast[grid](
-        table.parameters,
-        table.programs,
-        stale,
-        scale,
-        scales,
+    run = launcher(
+        cached_weights_cast,
         ELEMENT=element,
         WHOLE=scope.whole,
         BY_ROW=scope is ROW,
@@ -216,3 +211,4 @@ def _launch(table: _Table, kind: _Kind) -> None:
         num_warps=WARPS,
         maxnreg=REGISTERS,
     )
+    run(grid, table.parameters, table.programs, stale, scale, scales)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from te_inductor.ops.attention import QUERIES, WIDTHS, plain
 from te_inductor.ops.definition import library
-from te_inductor.runtime.current_device import launches
+from te_inductor.templates.triton.launcher import launcher
 
 _BLOCK, _STAGES, _WARPS = 64, 2, 4  # keys at a time, of them on their way
 _PROGRAMS = 512  # of the first kernel, at most, where one takes more than a block of keys
@@ -20,7 +20,6 @@ _PROGRAMS = 512  # of the first kernel, at most, where one takes more than a blo
 __all__ = ["attention"]
 
 
-@launches
 def attention(
     q: Tensor,  # (B, M, D), M at most QUERIES, D one of WIDTHS
     k: Tensor,  # (B, D, N), with any strides
@@ -38,15 +37,12 @@ def attention(
     share = _BLOCK * triton.next_power_of_2(triton.cdiv(blocks, max(1, _PROGRAMS // batch)))
     chunks = triton.cdiv(n, share)
     sums, tops, totals = (q.new_empty((chunks, batch, m, *last), dtype=torch.float32) for last in ((d,), (), ()))
-    _parts[(chunks, batch)](
-        q, k, v, keep, sums, tops, totals, m, n, share, *k.stride(), *v.stride(), scale,
-        D=d, ROWS=QUERIES, BLOCK=_BLOCK, STAGES=_STAGES, ASSEMBLY=assembly, num_warps=_WARPS, launch_pdl=assembly,
-    )  # fmt: skip
+    named = {"D": d, "ASSEMBLY": assembly, "num_warps": _WARPS, "launch_pdl": assembly}
+    parts = launcher(_parts, ROWS=QUERIES, BLOCK=_BLOCK, STAGES=_STAGES, **named)
+    parts((chunks, batch), q, k, v, keep, sums, tops, totals, m, n, share, *k.stride(), *v.stride(), scale)
     out = torch.empty_like(q)
-    _together[(batch * m,)](
-        sums, tops, totals, out, chunks,
-        D=d, CHUNKS=triton.next_power_of_2(chunks), ASSEMBLY=assembly, num_warps=_WARPS, launch_pdl=assembly,
-    )  # fmt: skip
+    together = launcher(_together, CHUNKS=triton.next_power_of_2(chunks), **named)
+    together((batch * m,), sums, tops, totals, out, chunks)
     return out
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from te_inductor.recipes import Quantizer
 from te_inductor.recipes.formats import BLOCK_128X128, E4M3, ROW, TENSOR
 from te_inductor.runtime import experts
-from te_inductor.runtime.current_device import launches
+from te_inductor.templates.triton.launcher import launcher
 from te_inductor.templates.triton.nvfp4_decode import FACTOR, values
 
 BLOCK_N = 64  # rows of a weight in one program: a wgmma's
@@ -61,7 +61,6 @@ def tiles(m: int, count: int, rows: int) -> int:
     return full + (m - full) // rows
 
 
-@launches
 def nvfp4_product(
     x: Tensor,  # (M, K)
     ends: Tensor | None,  # (E,) int32
@@ -81,7 +80,15 @@ def nvfp4_product(
     out = x.new_empty((m, n), dtype=out_dtype)
     if m == 0:
         return out
-    _nvfp4[_grid(m, n, count, ends, config)](
+    run = launcher(
+        _nvfp4,
+        STORED=2 * half,
+        EVEN=k % config.block_k == 0,
+        FACTOR=FACTOR,
+        **_constants(m, count, ids, config, assembly),
+    )
+    run(
+        _grid(m, n, count, ends, config),
         *_rows_given(x, ends, ids),
         stored.view(torch.int16),
         block_scale.view(torch.uint8),
@@ -92,15 +99,10 @@ def nvfp4_product(
         k,
         count,
         *x.stride(),
-        STORED=2 * half,
-        EVEN=k % config.block_k == 0,
-        FACTOR=FACTOR,
-        **_constants(m, count, ids, config, assembly),
     )
     return out
 
 
-@launches
 def fp8_product(
     x: Tensor,  # (M, K)
     ends: Tensor | None,
@@ -120,7 +122,15 @@ def fp8_product(
     out = x.new_empty((m, n), dtype=out_dtype)
     if m == 0:
         return out
-    _fp8[_grid(m, n, count, ends, config)](
+    run = launcher(
+        _fp8,
+        STORED=padded,
+        EVEN=k % config.block_k == 0,
+        SCOPE=_SCOPES[quantizer.granularity],
+        **_constants(m, count, ids, config, assembly),
+    )
+    run(
+        _grid(m, n, count, ends, config),
         *_rows_given(x, ends, ids),
         stored,
         scale_inv,
@@ -130,10 +140,6 @@ def fp8_product(
         k,
         count,
         *x.stride(),
-        STORED=padded,
-        EVEN=k % config.block_k == 0,
-        SCOPE=_SCOPES[quantizer.granularity],
-        **_constants(m, count, ids, config, assembly),
     )
     return out
 

@@ -16,10 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from te_inductor.recipes.quantizers import Quantizer
-from te_inductor.runtime.current_device import launches
 from te_inductor.templates.triton import cached_tiles as tiles
 from te_inductor.templates.triton import casting
 from te_inductor.templates.triton.grouped_casts import ELEMENTS, arithmetic, scales_of_amaxes
+from te_inductor.templates.triton.launcher import launcher
 
 COLUMNS = 16384  # at most, so that registers hold a row
 
@@ -43,7 +43,6 @@ def supports(w: Tensor) -> bool:
     return w.stride(2) == 1 and w.shape[2] <= COLUMNS
 
 
-@launches
 def quantize_experts_rows(
     w: Tensor,  # (E, R, C), rows contiguous, C at most COLUMNS
     quantizer: Quantizer,  # of rows
@@ -57,7 +56,18 @@ def quantize_experts_rows(
     config = config or config_of(columns)
     together = max(config.elements // block, 1)
     span = max(config.span, together)
-    _rows_kernel[(triton.cdiv(rows, span), experts)](
+    run = launcher(
+        _rows_kernel,
+        SPAN=span,
+        ROWS=together,
+        BLOCK=block,
+        ELEMENT=ELEMENTS[out.dtype],
+        **arithmetic(quantizer, w.dtype),
+        num_warps=max(together * block // config.of_warp, 1),
+        maxnreg=config.registers,
+    )
+    run(
+        (triton.cdiv(rows, span), experts),
         w,
         out,
         scale_inv,
@@ -67,13 +77,6 @@ def quantize_experts_rows(
         w.stride(0),
         w.stride(1),
         out.shape[2],
-        SPAN=span,
-        ROWS=together,
-        BLOCK=block,
-        ELEMENT=ELEMENTS[out.dtype],
-        **arithmetic(quantizer, w.dtype),
-        num_warps=max(together * block // config.of_warp, 1),
-        maxnreg=config.registers,
     )
     return out, scale_inv, *scales_of_amaxes(amax, quantizer, w.dtype)
 

@@ -15,14 +15,13 @@ from torch import Tensor
 
 from te_inductor.compat import constant_type_name
 from te_inductor.ops.definition import define
-from te_inductor.runtime.current_device import launches
 from te_inductor.runtime.small_m import Config
+from te_inductor.templates.triton.launcher import launcher
 from te_inductor.templates.triton.partial_sums import sum_dtype
 
 PROMOTED = tl.constexpr(128)
 
 
-@launches
 def partial_sums(
     a: Tensor,  # (M, K) e4m3
     a_scale: Tensor,  # (), or (M, 1), fp32
@@ -35,14 +34,8 @@ def partial_sums(
     """Whose sum over the first dimension is ``(a @ b.T) * a_scale * b_scale.T``."""
     (m, k), n = a.shape, b.shape[0]
     out = a.new_empty((config.splits, m, n), dtype=sum_dtype(config.splits, out_dtype))
-    _partial_sums[(config.splits * triton.cdiv(m, config.rows), triton.cdiv(n, config.block_n))](
-        a,
-        a_scale,
-        b,
-        b_scale,
-        out,
-        m,
-        n,
+    run = launcher(
+        _partial_sums,
         K=k,
         OF_ROWS=(a_scale.ndim > 0, b_scale.ndim > 0),
         ROWS=config.rows,
@@ -53,6 +46,9 @@ def partial_sums(
         ASSEMBLY=assembly,
         num_warps=config.warps,
         launch_pdl=assembly,
+    )
+    run(
+        (config.splits * triton.cdiv(m, config.rows), triton.cdiv(n, config.block_n)), a, a_scale, b, b_scale, out, m, n
     )
     return out
 

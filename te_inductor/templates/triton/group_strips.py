@@ -13,7 +13,6 @@ import triton.language as tl
 from torch import Tensor
 
 from te_inductor.recipes.quantizers import Quantizer
-from te_inductor.runtime.current_device import launches
 from te_inductor.templates.triton import cached_tiles as tiles
 from te_inductor.templates.triton import casting
 from te_inductor.templates.triton.grouped_casts import (
@@ -25,6 +24,7 @@ from te_inductor.templates.triton.grouped_casts import (
     rows_of,
     store_transposed,
 )
+from te_inductor.templates.triton.launcher import launcher
 
 CACHE = 40 * 2**20  # bytes of L2 that strips may fill: of 50 MiB
 _PROGRAMS = 4 * 132  # that run at one time, on an H100 or H200
@@ -37,7 +37,6 @@ def supports(x: Tensor, source: Tensor, groups: int) -> bool:
     return rows * COLUMNS * x.element_size() * _PROGRAMS <= 2 * CACHE
 
 
-@launches
 def quantize_groups_by_column(
     x: Tensor,  # (R, C)
     source: Tensor,  # (P,) int32, the row that each column of the copy holds, -1 of padding
@@ -47,21 +46,15 @@ def quantize_groups_by_column(
     groups, columns = starts.shape[0] - 1, x.shape[1]
     out = x.new_empty((columns, source.shape[0]), dtype=quantizer.format.dtype)
     scale_inv = torch.empty((groups, columns), dtype=torch.float32, device=x.device)
-    _strips_kernel[(triton.cdiv(columns, COLUMNS), groups)](
-        x,
-        source,
-        starts,
-        scale_inv,
-        out,
-        columns,
-        *x.stride(),
-        out.shape[1],
+    run = launcher(
+        _strips_kernel,
         ELEMENT=ELEMENTS[out.dtype],
         TILE=TILE,
         WIDE=COLUMNS,
         **arithmetic(quantizer, x.dtype),
         num_warps=_WARPS,
     )
+    run((triton.cdiv(columns, COLUMNS), groups), x, source, starts, scale_inv, out, columns, *x.stride(), out.shape[1])
     return out, scale_inv
 
 

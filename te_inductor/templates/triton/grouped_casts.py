@@ -6,6 +6,9 @@ and some columns; it casts with a scale that is known, that belongs to a column,
 or of a square tile. Neighbours of a column are in one thread, so that a transposed store writes pairs: Note [Pairs of
 rows] in lowerings/codegen/column_pairs.py."""
 
+import functools
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -13,9 +16,9 @@ from torch import Tensor
 
 from te_inductor.recipes.formats import ROW
 from te_inductor.recipes.quantizers import Quantizer
-from te_inductor.runtime.current_device import launches
 from te_inductor.templates.triton import cached_tiles as tiles
 from te_inductor.templates.triton import casting
+from te_inductor.templates.triton.launcher import Launcher
 
 TILE = 128  # rows; of square blocks columns too
 COLUMNS = 64
@@ -91,11 +94,6 @@ def quantize_groups(
     return out, scale_inv
 
 
-def _grid(x: Tensor, source: Tensor | None, wide: int) -> tuple[int, int, int]:
-    experts, rows, columns = x.shape
-    return triton.cdiv(rows if source is None else source.shape[0], TILE), triton.cdiv(columns, wide), experts
-
-
 def arithmetic(quantizer: Quantizer | None, dtype: torch.dtype) -> dict[str, float | bool]:
     if quantizer is None:
         return {"LARGEST": 1.0, "EPSILON": 0.0, "LARGEST_SCALE": 1.0, "POWER_2": False}
@@ -110,7 +108,6 @@ def arithmetic(quantizer: Quantizer | None, dtype: torch.dtype) -> dict[str, flo
 ELEMENTS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5, torch.uint8: tl.uint8}
 
 
-@launches
 def _cast_tiles(
     x: Tensor,
     source: Tensor | None,
@@ -121,67 +118,104 @@ def _cast_tiles(
     out: Tensor,
     transposed: bool = True,
 ) -> None:
-    rows, columns = x.shape[1:]
+    experts, rows, columns = x.shape
     wide = TILE if mode in (BYTES, SQUARE) else COLUMNS  # rows of whole cache lines
     leading = out.shape[-1]
-    _cast_kernel[_grid(x, source, wide)](
+    high = rows if source is None else source.shape[0]
+    launcher = _cast_launcher(
+        mode,
+        source is not None,
+        tile_groups is not None,
+        scale is not None and scale.dim() > 0,
+        transposed,
+        out.dtype,
+        wide,
+        transposed and leading % 16 == 0,
+        None if quantizer is None else quantizer.fields,
+        x.dtype,
+    )
+    launcher(
+        (-(-high // TILE), -(-columns // wide), experts),
         x,
         x if source is None else source,
         x if tile_groups is None else tile_groups,
         x if scale is None else scale,
         out,
-        rows if source is None else source.shape[0],
+        high,
         columns,
         *x.stride(),
         leading,
+    )
+
+
+@functools.cache  # of a quantizer's fields, as generated code makes a constant anew at each call
+def _cast_launcher(
+    mode: int,
+    gathered: bool,
+    grouped: bool,
+    of_experts: bool,
+    transposed: bool,
+    element: torch.dtype,
+    wide: int,
+    paired: bool,
+    fields: tuple[Any, ...] | None,
+    dtype: torch.dtype,
+) -> Launcher:
+    return Launcher(
+        _cast_kernel,
         MODE=mode,
-        GATHERED=source is not None,
-        GROUPED=tile_groups is not None,
-        OF_EXPERTS=scale is not None and scale.dim() > 0,
+        GATHERED=gathered,
+        GROUPED=grouped,
+        OF_EXPERTS=of_experts,
         TRANSPOSED=transposed,
-        ELEMENT=ELEMENTS[out.dtype],
+        ELEMENT=ELEMENTS[element],
         TILE=TILE,
         WIDE=wide,
-        PAIRED=transposed and leading % 16 == 0,
-        **arithmetic(quantizer, x.dtype),
+        PAIRED=paired,
+        **arithmetic(None if fields is None else Quantizer(*fields), dtype),
         num_warps=8 if mode == SQUARE else 4,
     )
 
 
-@launches
 def column_scales(
     x: Tensor, source: Tensor | None, tile_groups: Tensor | None, groups: int, quantizer: Quantizer
 ) -> tuple[Tensor, Tensor]:
     """Of each column within an expert or a group, (groups, C)."""
-    rows, columns = x.shape[1:]
+    experts, rows, columns = x.shape
+    high = rows if source is None else source.shape[0]
     amax = torch.zeros((groups, columns), dtype=torch.int32, device=x.device)
-    _amax_kernel[_grid(x, source, COLUMNS)](
+    _amax_launcher(source is not None)(
+        (-(-high // TILE), -(-columns // COLUMNS), experts),
         x,
         x if source is None else source,
         x if tile_groups is None else tile_groups,
         amax,
-        rows if source is None else source.shape[0],
+        high,
         columns,
         *x.stride(),
-        GATHERED=source is not None,
-        TILE=TILE,
-        WIDE=COLUMNS,
-        num_warps=4,
     )
     return scales_of_amaxes(amax, quantizer, x.dtype)
 
 
-@launches
 def scales_of_amaxes(
     amax: Tensor,  # int32, bits of fp32
     quantizer: Quantizer,
     dtype: torch.dtype,  # of what is cast
 ) -> tuple[Tensor, Tensor]:  # scale, scale_inv
     scale, scale_inv = (torch.empty(amax.shape, dtype=torch.float32, device=amax.device) for _ in range(2))
-    grid = (triton.cdiv(amax.numel(), _BLOCK),)
-    encode = arithmetic(quantizer, dtype)
-    _scale_kernel[grid](amax, scale, scale_inv, amax.numel(), BLOCK=_BLOCK, **encode, num_warps=4)
+    count = amax.numel()
+    _scale_launcher(quantizer.fields, dtype)((-(-count // _BLOCK),), amax, scale, scale_inv, count)
     return scale, scale_inv
+
+
+@functools.cache
+def _amax_launcher(gathered: bool) -> Launcher:
+    return Launcher(_amax_kernel, GATHERED=gathered, TILE=TILE, WIDE=COLUMNS, num_warps=4)
+
+
+@functools.cache
+def _scale_launcher(fields: tuple[Any, ...], dtype: torch.dtype) -> Launcher:
+    return Launcher(_scale_kernel, BLOCK=_BLOCK, **arithmetic(Quantizer(*fields), dtype), num_warps=4)
 
 
 @triton.jit

@@ -4,12 +4,12 @@ grouped_kernel.py; wgrad is grouped_wgrad.py.
 The sizes of groups are read on the device alone: the grid is as many programs as run at one time, and the number of
 tiles is bounded by M and E."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -17,8 +17,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from te_inductor import targets
 from te_inductor.recipes import Gemm
 from te_inductor.recipes.formats import ALIGNMENT, BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Scope
-from te_inductor.runtime.current_device import launches
 from te_inductor.templates.triton.grouped_kernel import BLOCK_K, BLOCK_M, HALF, START_REGISTERS, grouped
+from te_inductor.templates.triton.launcher import Launcher
 
 SHARED = 227 * 1024  # bytes of shared memory of a multiprocessor
 MULTIPROCESSORS = 132  # of an H100 and an H200
@@ -48,7 +48,7 @@ class Config:
 def config_of(m: int, e: int, n: int, k: int) -> Config:
     """Of groups that are M rows in all, and M / E each where e is the number of groups: wide tiles, if there are enough
     of them for every multiprocessor."""
-    tiles = triton.cdiv(m, BLOCK_M.value) * triton.cdiv(n, 256)
+    tiles = -(-m // BLOCK_M.value) * -(-n // 256)
     wide = n > 128 and tiles >= MULTIPROCESSORS
     block_n = 256 if wide else 128
     return Config(block_n, STAGES[block_n])
@@ -75,15 +75,12 @@ class Call:
     """A launch of the kernel."""
 
     programs: int
-    arguments: dict[str, Any]  # by name
+    arguments: tuple[Any, ...]
+    launcher: Launcher
 
-    @property
-    def device(self) -> torch.device:
-        return self.arguments["out"].device  # type: ignore[no-any-return]
-
-    @launches
     def launch(self) -> None:
-        grouped[(self.programs,)](**self.arguments, **options())
+        """On the current device."""
+        self.launcher((self.programs,), *self.arguments)
 
 
 def options() -> dict[str, Any]:
@@ -103,17 +100,38 @@ def _kind(scope: Scope) -> int:
     return 2 if scope.blocked else int(scope is ROW)
 
 
+def launcher(gemm: Gemm, config: Config, add: bool, *sizes: int) -> Launcher:
+    """Of a product of these sizes, which have to be multiples of 16."""
+    return _launcher(gemm.name, gemm.fast_accum, gemm.scopes, gemm.elements, config, add, sizes)
+
+
+@functools.cache  # of fields, as generated code makes a constant anew at each call, and hashing one takes longer
+def _launcher(
+    name: str,
+    fast_accum: bool,
+    scopes: tuple[str, str],
+    elements: tuple[str, str],
+    config: Config,
+    add: bool,
+    sizes: tuple[int, ...],
+) -> Launcher:
+    gemm = Gemm(name, fast_accum, scopes, elements)
+    check(gemm, *sizes)
+    return Launcher(grouped, **constants(gemm, config, add), **options())
+
+
+@functools.cache
 def box(rows: int) -> tuple[list[int], Any]:
     """What one copy brings of an operand."""
     return [rows, BLOCK_K.value], gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 
 
+@functools.cache
 def box_of_scales() -> tuple[list[int], Any]:
     """Of blocks of rows of b."""
     return [1, HALF.value], gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
-@launches
 def grouped_mm(
     a: Tensor,  # (M, K) e4m3 or e5m2, rows sorted by group, K a multiple of 16
     a_scale: Tensor,  # fp32: (), (M, 1), or flat of (K/128, M)
@@ -147,24 +165,10 @@ def prepared(
 ) -> Call:
     """The launch, without which nothing is computed; others than CUDA's descriptors are for the tests."""
     (m, k), (e, n, _) = a.shape, b.shape
-    check(gemm, n, k)
     config = config or config_of(m, e, n, k)
+    launch = launcher(gemm, config, False, n, k)
     # Groups end inside tiles, at most every one of them; the rows that belong to none are as one more.
-    tiles = (m // BLOCK_M.value + min(m, e + 1)) * triton.cdiv(n, config.block_n)
+    tiles = (m // BLOCK_M.value + min(m, e + 1)) * -(-n // config.block_n)
     programs = min(programs or targets.multiprocessors(a.device), tiles)
-    arguments = {
-        "a": describe(a, *box(BLOCK_M.value)),
-        "a_scale": a_scale,
-        "b": describe(b.view(e * n, k), *box(config.block_n)),
-        "b_scale": b_scale,
-        "b_scales": None,
-        "bias": bias,
-        "out": out,
-        "bounds": ends,
-        "E": e,
-        "M": m,
-        "N": n,
-        "K": k,
-        "programs": programs,
-    }
-    return Call(programs, arguments | constants(gemm, config))
+    of_a, of_b = describe(a, *box(BLOCK_M.value)), describe(b.view(e * n, k), *box(config.block_n))
+    return Call(programs, (of_a, a_scale, of_b, b_scale, None, bias, out, ends, e, m, n, k, programs), launch)

@@ -1,11 +1,12 @@
 """Experts' ops on CUDA: the Triton kernels where the device runs them, else plain torch."""
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from te_inductor import ops
+from te_inductor import ops, targets
 from te_inductor.ops.definition import implement_on_cuda
 from te_inductor.recipes import Gemm, Quantizer
 from te_inductor.recipes.formats import BLOCK_1X128, BLOCK_128X128, ROW
@@ -14,6 +15,16 @@ from te_inductor.templates.triton import experts_rows, group_strips
 from te_inductor.templates.triton import grouped_casts as casts
 from te_inductor.templates.triton.grouped_mm import grouped_mm
 from te_inductor.templates.triton.grouped_wgrad import grouped_wgrad
+
+
+@functools.cache
+def _multiplies(device: torch.device) -> bool:
+    return targets.of(device).grouped_mm
+
+
+def _has_kernel(device: torch.device, gemm: Gemm) -> bool:
+    """`grouped.has_kernel`, which asks torch for the device's properties."""
+    return _multiplies(device) and not gemm.microscaled
 
 
 def _grouped_mm(
@@ -27,7 +38,7 @@ def _grouped_mm(
     out_dtype: torch.dtype,
     alpha: Tensor | None = None,
 ) -> Tensor:
-    if not grouped.has_kernel(a.device, gemm):
+    if not _has_kernel(a.device, gemm):
         return grouped.grouped_mm(a, a_scale, b, b_scale, ends, bias, gemm, out_dtype, alpha)
     return grouped_mm(a, a_scale, b, b_scale, ends, bias, gemm, out_dtype)
 
@@ -42,7 +53,7 @@ def _grouped_wgrad(
     out_dtype: torch.dtype,
     alpha: Tensor | None = None,
 ) -> Tensor:
-    if not grouped.has_kernel(a.device, gemm):
+    if not _has_kernel(a.device, gemm):
         return grouped.grouped_wgrad(a, a_scale, b, b_scale, starts, gemm, out_dtype, alpha)
     return grouped_wgrad(a, a_scale, b, b_scale, starts, gemm, out_dtype)
 
@@ -57,7 +68,7 @@ def _accumulate_grouped_wgrad(
     alpha: Tensor | None,
     gemm: Gemm,
 ) -> None:
-    if len(totals) > 1 or not grouped.has_kernel(a.device, gemm):
+    if len(totals) > 1 or not _has_kernel(a.device, gemm):
         grouped.accumulate_grouped_wgrad(totals, a, a_scale, b, b_scale, starts, alpha, gemm)
         return
     grouped_wgrad(a, a_scale, b, b_scale, starts, gemm, torch.float32, totals[0].data)

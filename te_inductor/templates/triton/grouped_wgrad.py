@@ -4,13 +4,11 @@ has a result of its own. The kernel is grouped_kernel.py.
 A tile of the result is one program's, so that it is added to a total without atomics."""
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from te_inductor import targets
 from te_inductor.recipes import Gemm
-from te_inductor.runtime.current_device import launches
 from te_inductor.templates.triton.grouped_kernel import BLOCK_M
 from te_inductor.templates.triton.grouped_mm import (
     Call,
@@ -18,13 +16,11 @@ from te_inductor.templates.triton.grouped_mm import (
     Describe,
     box,
     box_of_scales,
-    check,
     config_of,
-    constants,
+    launcher,
 )
 
 
-@launches
 def grouped_wgrad(
     a: Tensor,  # (N, P) e4m3 or e5m2: dy transposed, each group's columns padded with zeros to a multiple of 128
     a_scale: Tensor,  # fp32: (), (E, N), or flat of (P/128, N)
@@ -62,23 +58,9 @@ def prepared(
 ) -> Call:
     """As of `grouped_mm`."""
     (m, p), n, e = a.shape, b.shape[0], starts.shape[0] - 1
-    check(gemm, m, n)
     config = config or config_of(e * m, e, n, p)
-    tiles = e * triton.cdiv(m, BLOCK_M.value) * triton.cdiv(n, config.block_n)
-    programs = min(programs or targets.multiprocessors(a.device), tiles)
-    arguments = {
-        "a": describe(a, *box(BLOCK_M.value)),
-        "a_scale": a_scale,
-        "b": describe(b, *box(config.block_n)),
-        "b_scale": b_scale,
-        "b_scales": describe(b_scale.view(-1, n), *box_of_scales()) if gemm.blocked else None,
-        "bias": None,
-        "out": out,
-        "bounds": starts,
-        "E": e,
-        "M": m,
-        "N": n,
-        "K": p,
-        "programs": programs,
-    }
-    return Call(programs, arguments | constants(gemm, config, add))
+    launch = launcher(gemm, config, add, m, n)
+    programs = min(programs or targets.multiprocessors(a.device), e * -(-m // BLOCK_M.value) * -(-n // config.block_n))
+    scales = describe(b_scale.view(-1, n), *box_of_scales()) if gemm.blocked else None
+    of_a, of_b = describe(a, *box(BLOCK_M.value)), describe(b, *box(config.block_n))
+    return Call(programs, (of_a, a_scale, of_b, b_scale, scales, None, out, starts, e, m, n, p, programs), launch)

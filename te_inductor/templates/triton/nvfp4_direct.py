@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from te_inductor.runtime.current_device import launches
+from te_inductor.templates.triton.launcher import launcher
 from te_inductor.templates.triton.layouts import index
 from te_inductor.templates.triton.nvfp4_decode import FACTOR, words
 
@@ -38,7 +38,6 @@ def fragments(x: Tensor) -> Tensor:  # (M, K) -> (K/32, M, 32); one row as it is
     return x.reshape(m, k // 128, 4, 4, 8).permute(1, 3, 0, 2, 4).reshape(k // 32, m, 32)
 
 
-@launches
 def launch(
     x: Tensor,  # `fragments`
     stored: Tensor,  # (N, K/2) uint8
@@ -53,15 +52,17 @@ def launch(
     splits, m, n = out.shape
     k = 2 * stored.shape[1]
     ahead = min(ahead, k // (COLUMNS.value * splits * warps))
-    _linear[(triton.cdiv(m, rows) * splits * triton.cdiv(n, block_n),)](
+    run = launcher(
+        _linear, **constants(x.dim() == 3, m, k, rows, block_n, splits, warps, ahead), **options(block_n, warps)
+    )
+    run(
+        (triton.cdiv(m, rows) * splits * triton.cdiv(n, block_n),),
         x,
         stored.view(torch.int32),
         block_scale.view(torch.uint16),
         tensor_scale,
         out,
         n,
-        **constants(x.dim() == 3, m, k, rows, block_n, splits, warps, ahead),
-        **options(block_n, warps),
     )
 
 

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from te_inductor.recipes.formats import E2M1, E4M3
-from te_inductor.runtime.current_device import launches
+from te_inductor.templates.triton.launcher import launcher
 from te_inductor.templates.triton.nvfp4_decode import FACTOR, e4m3_values, values
 
 _ROWS, _COLUMNS, _STEPS, _WARPS = 8, 512, 4, 4  # a program writes so many rows, columns at a time, and times
@@ -19,7 +19,6 @@ LARGEST = tl.constexpr(E2M1.max)  # of a stored value
 LIMIT = tl.constexpr(E4M3.max)  # of a value written
 
 
-@launches
 def recast(
     stored: Tensor,  # (N, K/2) uint8
     block_scale: Tensor,  # (N, K/16) e4m3
@@ -30,24 +29,21 @@ def recast(
     n, k = stored.shape[0], 2 * stored.shape[1]
     data = stored.new_empty((n, k), dtype=torch.float8_e4m3fn)
     scale_inv = tensor_scale.new_empty((n, 1))
-    _recast[_grid(n, k)](
+    run = launcher(
+        _recast, BLOCKS=k // 16, ROWS=_ROWS, BLOCK=_COLUMNS // 16, STEPS=_STEPS, ASSEMBLY=assembly, num_warps=_WARPS
+    )
+    run(
+        _grid(n, k),
         stored.view(torch.int64),
         block_scale.view(torch.uint8),
         tensor_scale,
         data.view(torch.int32),
         scale_inv,
         n,
-        BLOCKS=k // 16,
-        ROWS=_ROWS,
-        BLOCK=_COLUMNS // 16,
-        STEPS=_STEPS,
-        ASSEMBLY=assembly,
-        num_warps=_WARPS,
     )
     return data, scale_inv
 
 
-@launches
 def dequantize(
     stored: Tensor,  # (N, K/2) uint8, or of E matrices (E, N, K/2), and so are the others
     block_scale: Tensor,  # (N, K/16) e4m3
@@ -59,13 +55,8 @@ def dequantize(
     """As `runtime.nvfp4.dequantize`, bit for bit."""
     n, padded = math.prod(stored.shape[:-1]), 2 * stored.shape[-1]
     data = stored.new_empty((*stored.shape[:-1], k), dtype=dtype)
-    _expand[_grid(n, padded)](
-        stored.view(torch.int16),
-        block_scale.view(torch.uint8),
-        tensor_scale,
-        data,
-        n,
-        stored.shape[-2],
+    run = launcher(
+        _expand,
         K=padded,
         COLUMNS=k,
         ROWS=_ROWS,
@@ -74,6 +65,15 @@ def dequantize(
         FACTOR=FACTOR,
         ASSEMBLY=assembly,
         num_warps=_WARPS,
+    )
+    run(
+        _grid(n, padded),
+        stored.view(torch.int16),
+        block_scale.view(torch.uint8),
+        tensor_scale,
+        data,
+        n,
+        stored.shape[-2],
     )
     return data
 

@@ -28,7 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from te_inductor.recipes.constants import Constant, constant
 from te_inductor.recipes.formats import E2M1, E4M3
-from te_inductor.runtime.current_device import launches
+from te_inductor.templates.triton.launcher import launcher
 from te_inductor.templates.triton.nvfp4_decode import E4M3_VALUES, SCALE, TIMES
 from te_inductor.templates.triton.nvfp4_groups import (
     BLOCK_K,
@@ -97,7 +97,6 @@ def arranged(x: Tensor) -> Tensor:  # (M, K), K a multiple of 128
     return x.reshape(m, k // 128, 4, 2, 4, 4).permute(0, 1, 4, 3, 2, 5).reshape(m, k)
 
 
-@launches
 def partial_sums(
     x: Tensor,  # (M, K) e4m3, `arranged`
     x_scale: Tensor,  # (M, 1) fp32
@@ -112,15 +111,15 @@ def partial_sums(
     out = x_scale.new_empty((config.splits, m, n), dtype=sum_dtype(config.splits, out_dtype))
     scales = block_scale.view(torch.uint8)
     copied = zip((x, stored.view(torch.int32), scales), boxes(config.rows), strict=True)
-    _linear[(triton.cdiv(m, config.rows) * config.splits * triton.cdiv(n, BLOCK_N.value),)](
+    run = launcher(_linear, **constants(n, k, config), **options())
+    run(
+        (triton.cdiv(m, config.rows) * config.splits * triton.cdiv(n, BLOCK_N.value),),
         *(TensorDescriptor.from_tensor(tensor, list(block), layout) for tensor, (block, layout) in copied),
         x_scale,
         scales.view(torch.int32),
         tensor_scale,
         out,
         m,
-        **constants(n, k, config),
-        **options(),
     )
     return out
 

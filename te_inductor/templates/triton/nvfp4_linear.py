@@ -26,8 +26,8 @@ from torch import Tensor
 from te_inductor import targets
 from te_inductor.diagnostics import Refusal
 from te_inductor.recipes.constants import Constant, constant
-from te_inductor.runtime.current_device import launches
 from te_inductor.templates.triton import nvfp4_direct, nvfp4_groups, nvfp4_streamed
+from te_inductor.templates.triton.launcher import launcher
 from te_inductor.templates.triton.nvfp4_decode import FACTOR, values
 from te_inductor.templates.triton.partial_sums import sum_dtype
 
@@ -193,7 +193,6 @@ def empty(x: Tensor, n: int, config: Config, out_dtype: torch.dtype) -> Tensor:
     return x.new_empty((config.splits, m, n), dtype=sum_dtype(config.splits, out_dtype))
 
 
-@launches
 def partial_sums(
     x: Tensor,  # `arranged`
     stored: Tensor,  # (N, K/2) uint8
@@ -216,14 +215,8 @@ def partial_sums(
         nvfp4_streamed.launch(*given, config.shares, config.stages)
         return out
     grid = (config.splits * triton.cdiv(m, config.rows), triton.cdiv(n, config.block_n))
-    _partial_sums[grid](
-        x,
-        stored.view(torch.int16),
-        block_scale.view(torch.uint8),
-        tensor_scale,
-        out,
-        m,
-        n,
+    run = launcher(
+        _partial_sums,
         K=k,
         ROWS=config.rows,
         BLOCK_N=config.block_n,
@@ -235,6 +228,7 @@ def partial_sums(
         num_warps=config.warps,
         launch_pdl=assembly,
     )
+    run(grid, x, stored.view(torch.int16), block_scale.view(torch.uint8), tensor_scale, out, m, n)
     return out
 
 

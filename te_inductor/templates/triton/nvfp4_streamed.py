@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from te_inductor.runtime.current_device import launches
+from te_inductor.templates.triton.launcher import launcher
 from te_inductor.templates.triton.nvfp4_decode import FACTOR, words
 from te_inductor.templates.triton.nvfp4_groups import (
     BLOCK_K,
@@ -54,7 +54,6 @@ def arranged(x: Tensor) -> Tensor:  # (M, K), K a multiple of 128
     return x.reshape(m, k // 128, 4, 2, 4, 2, 2).permute(0, 1, 3, 4, 5, 2, 6).reshape(m, k)
 
 
-@launches
 def launch(
     x: Tensor,  # (M, K), `arranged`
     stored: Tensor,  # (N, K/2) uint8
@@ -69,7 +68,9 @@ def launch(
     splits, m, n = out.shape
     k = x.shape[1]
     copied = zip((x, stored.view(torch.int32), block_scale.view(torch.int16)), boxes(rows, block_n), strict=True)
-    _linear[(triton.cdiv(m, rows) * splits * triton.cdiv(n, block_n),)](
+    run = launcher(_linear, **constants(rows, block_n, shares, stages), **options(rows, block_n, shares, stages))
+    run(
+        (triton.cdiv(m, rows) * splits * triton.cdiv(n, block_n),),
         *(TensorDescriptor.from_tensor(tensor, list(box), layout) for tensor, (box, layout) in copied),
         tensor_scale,
         out,
@@ -77,8 +78,6 @@ def launch(
         n,
         splits,
         k // (BLOCK_K.value * splits),
-        **constants(rows, block_n, shares, stages),
-        **options(rows, block_n, shares, stages),
     )
 
 

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from te_inductor.runtime.current_device import launches
+from te_inductor.templates.triton.launcher import launcher
 
 ADDED = 512  # elements of a result that a program of `add_up` writes
 
@@ -15,7 +15,6 @@ def sum_dtype(splits: int, out_dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if splits > 1 else out_dtype
 
 
-@launches
 def add_up(
     parts: Tensor,  # (splits, M, N)
     out_dtype: torch.dtype,
@@ -26,9 +25,8 @@ def add_up(
     if splits == 1:
         return parts[0].to(out_dtype)
     out = parts.new_empty((m, n), dtype=out_dtype)
-    _add_up[(triton.cdiv(m * n, ADDED),)](
-        parts, out, m * n, splits, BLOCK=ADDED, ASSEMBLY=assembly, num_warps=4, launch_pdl=assembly
-    )
+    run = launcher(_add_up, BLOCK=ADDED, ASSEMBLY=assembly, num_warps=4, launch_pdl=assembly)
+    run((triton.cdiv(m * n, ADDED),), parts, out, m * n, splits)
     return out
 
 

@@ -5,6 +5,8 @@ Amaxes, scales and histories are separate tensors, found by a table of their add
 GPU reads by itself: no copy waits, and none is recorded in a CUDA graph. Tables are kept for good, by the addresses,
 since a recorded graph reads its table for as long as it is replayed; each is 24 bytes a quantizer."""
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -14,7 +16,7 @@ from te_inductor.ops import delayed as ops_delayed
 from te_inductor.ops.definition import implement_on_cuda
 from te_inductor.recipes.delayed import DelayedScaling, ScaleUpdate
 from te_inductor.runtime import delayed
-from te_inductor.runtime.current_device import launches
+from te_inductor.templates.triton.launcher import Launcher, launcher
 
 LONGEST = 4096  # amaxes of a history that one program holds
 
@@ -50,22 +52,25 @@ def _table(state: tuple[list[Tensor], ...]) -> Tensor | None:
     return table
 
 
-@launches
 def launch(amax: Tensor, table: Tensor, update: ScaleUpdate) -> None:
     """On the device of `amax`, one of the tensors."""
     count, recipe, reduced = len(table) // 3, update.recipe, None
     if delayed.reduces(update):
         reduced = amax.new_empty(count)
-        collect_amaxes[(1,)](table, reduced, count, BLOCK=triton.next_power_of_2(count), num_warps=1)
+        collect = launcher(collect_amaxes, BLOCK=triton.next_power_of_2(count), num_warps=1)
+        collect((1,), table, reduced, count, on=amax.device)
         delayed.reduce(reduced, update)
-    update_each[(count,)](
-        table,
-        reduced,
-        count,
-        update.largest,
-        LENGTH=recipe.amax_history_len,
-        BLOCK=triton.next_power_of_2(recipe.amax_history_len),
-        MOST_RECENT=recipe.amax_compute_algo == "most_recent",
+    most_recent = recipe.amax_compute_algo == "most_recent"
+    _updater(recipe.amax_history_len, most_recent)((count,), table, reduced, count, update.largest, on=amax.device)
+
+
+@functools.cache
+def _updater(length: int, most_recent: bool) -> Launcher:
+    return Launcher(
+        update_each,
+        LENGTH=length,
+        BLOCK=triton.next_power_of_2(length),
+        MOST_RECENT=most_recent,
         TINY=delayed.FP32_TINY,
         LARGEST=delayed.FP32_MAX,
         num_warps=4,

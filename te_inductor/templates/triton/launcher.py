@@ -1,0 +1,78 @@
+"""Kernels of Triton's, launched on the device of their tensors, without what `kernel[grid](...)` does again at each call:
+bind names, specialize values, hash options, compare globals. That takes the host longer than a launch does. And Triton
+launches on the current device, where PyTorch's own ops look at their tensors, and so does code that Inductor generates,
+but not the ops of ours that it calls, nor eager code.
+
+What Triton compiles for is found anew at each call, by what Triton looks at: dtypes, whether addresses and integers are
+multiples of 16, whether integers are one, and how many bits hold them."""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.compiler import CompiledKernel
+
+ALIGNED = 16  # bytes, and what an integer is a multiple of
+
+
+class Launcher:
+    """One kernel with one set of constants and options: made once, and called with the other arguments, by position."""
+
+    __slots__ = ("_compiled", "_kernel", "_named", "_values", "constants")
+
+    def __init__(self, kernel: Any, /, **named: Any) -> None:
+        """`named` are the constants, by the kernel's names, which stand behind all other arguments, and Triton's options."""
+        self._kernel, self._named = kernel, named
+        self.constants = {name: named[name] for name in kernel.arg_names if name in named}
+        self._values = tuple(self.constants.values())
+        self._compiled: dict[tuple[Any, ...], CompiledKernel] = {}
+
+    def __call__(self, grid: tuple[int, ...], *arguments: Any, on: torch.device | None = None) -> None:
+        """On the current stream of `on`, by default the device of the first argument, a tensor or a descriptor of one."""
+        if on is None:
+            on = (arguments[0] if isinstance(arguments[0], Tensor) else arguments[0].base).device
+        if on.type != "cuda":  # Triton's interpreter
+            self._kernel[grid](*arguments, **self._named)
+        elif on.index == torch._C._cuda_getDevice():
+            self._launch(grid, arguments, on.index)
+        else:
+            with torch.cuda.device(on):
+                self._launch(grid, arguments, on.index)
+
+    def _launch(self, grid: tuple[int, ...], arguments: tuple[Any, ...], device: int) -> None:
+        key = (device, *[specialized(argument) for argument in arguments])
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            self._compiled[key] = self._kernel[grid](*arguments, **self._named)
+            return
+        x, y, z = (*grid, 1, 1)[:3]
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        runtime, values = triton.knobs.runtime, (*arguments, *self._values)
+        compiled.run(
+            x, y, z, stream, compiled.function, compiled.packed_metadata,
+            compiled.launch_metadata(grid, stream, *values), runtime.launch_enter_hook, runtime.launch_exit_hook, *values,
+        )  # fmt: skip
+
+
+def specialized(value: Any) -> Any:
+    """What Triton compiles for of an argument: two of which it is equal can have one compiled kernel."""
+    kind = type(value)
+    if kind is int:
+        bits = 4 * (not -(2**31) <= value < 2**31) + 8 * (value >= 2**63)
+        return (value % ALIGNED == 0) + 2 * (value == 1) + bits
+    if kind is Tensor or isinstance(value, Tensor):
+        return value.dtype if value.data_ptr() % ALIGNED == 0 else (value.dtype,)
+    if value is None or kind is float:
+        return kind
+    return (kind, value.base.dtype, *value.block_shape)  # a descriptor, whose layout the kernel's constants decide
+
+
+def launcher(kernel: Any, /, **named: Any) -> Launcher:
+    """The same one for the same constants and options, each of which can be hashed."""
+    key = (id(kernel), *named.items())  # kernels live as long as their modules
+    found = _launchers.get(key)
+    return found if found is not None else _launchers.setdefault(key, Launcher(kernel, **named))
+
+
+_launchers: dict[tuple[Any, ...], Launcher] = {}
