@@ -58,3 +58,14 @@ def test_one_launcher_for_the_same_constants():
     assert one is not launcher.launcher(kernel, SIZE=2, num_warps=4)
     assert one is not launcher.launcher(kernel, SIZE=1, num_warps=8)
     assert one.constants == {"SIZE": 1}
+
+
+def test_constants_are_named():
+    """One by position would be taken for an integer, whose value decides nothing."""
+
+    @triton.jit
+    def kernel(x, SPLITS: gl.constexpr, BLOCK: gl.constexpr):
+        pass
+
+    with pytest.raises(TypeError, match="SPLITS"):
+        launcher.Launcher(kernel, BLOCK=1)

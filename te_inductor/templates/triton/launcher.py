@@ -22,9 +22,16 @@ class Launcher:
     __slots__ = ("_compiled", "_kernel", "_named", "_values", "constants")
 
     def __init__(self, kernel: Any, /, **named: Any) -> None:
-        """`named` are the constants, by the kernel's names, which stand behind all other arguments, and Triton's options."""
+        """`named` are all constants, by the kernel's names, which stand behind its other arguments, and Triton's options."""
+        constants = [name for name in kernel.arg_names if name in named]
+        wanted = [parameter.name for parameter in getattr(kernel, "params", ()) if parameter.is_constexpr]
+        if wanted not in ([], constants) or constants != kernel.arg_names[len(kernel.arg_names) - len(constants) :]:
+            # One that is given by position would not be told from another: as an integer, it is not compared by value.
+            raise TypeError(
+                f"constants {constants} of a kernel with {kernel.arg_names}, expected {wanted}, behind all others"
+            )
         self._kernel, self._named = kernel, named
-        self.constants = {name: named[name] for name in kernel.arg_names if name in named}
+        self.constants = {name: named[name] for name in constants}
         self._values = tuple(self.constants.values())
         self._compiled: dict[tuple[Any, ...], CompiledKernel] = {}
 

@@ -25,8 +25,8 @@ def add_up(
     if splits == 1:
         return parts[0].to(out_dtype)
     out = parts.new_empty((m, n), dtype=out_dtype)
-    run = launcher(_add_up, BLOCK=ADDED, ASSEMBLY=assembly, num_warps=4, launch_pdl=assembly)
-    run((triton.cdiv(m * n, ADDED),), parts, out, m * n, splits)
+    run = launcher(_add_up, SPLITS=splits, BLOCK=ADDED, ASSEMBLY=assembly, num_warps=4, launch_pdl=assembly)
+    run((triton.cdiv(m * n, ADDED),), parts, out, m * n)
     return out
 
 
