@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 NOISE, SLACK = 2.0**-5, 6.0
 LEAST = 1e-4  # of the largest gradient's rms, below which one is nothing but rounding
+ROUNDING = 2.0**-20  # of a gradient that the noise does not reach
 FEWEST = 16  # elements of a gradient: of fewer, one draw of noise does not say how far off they may be
 TOKENS, CLASSES, IMAGE = 32, 16, 32
 MOST = 20_000_000  # parameters
@@ -151,7 +152,7 @@ def look(name: str, kind: str, recipe: str) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     try:
         model = build(name)
-        given = batch(model, kind)
+        given, other = batch(model, kind), noisy(model)
         loss, expected = step(model, model, given)
     except Exception as error:  # of a class that is not made for such a batch, or such sizes
         return {"left": f"{type(error).__name__}: {error}"[:120]}
@@ -164,10 +165,9 @@ def look(name: str, kind: str, recipe: str) -> dict[str, Any]:
     options: dict[str, Any] = {"recipe": recipe, "policy": {"*": recipe}}
     low_loss, found = step(model, torch.compile(model, backend="te", options=options), given)
     found = {key: one.clone() for key, one in found.items()}
-    other = noisy(model)
     _, disturbed = step(other, other, given)
     bounds = errors(disturbed, expected)
-    worst = max((error / bounds[key], key) for key, error in errors(found, expected).items())
+    worst = max((error / max(bounds[key], ROUNDING), key) for key, error in errors(found, expected).items())
     torch.compiler.reset()
     report = explain(model, options=options, **given)
     return {
