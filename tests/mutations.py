@@ -45,6 +45,19 @@ MUTATIONS = [
         "return next((entry for entry in reversed(list(policy)) if entry.matches(names, sizes)), None)",
         ("tests/backend/test_policy.py",),
     ),
+    # launches
+    Mutation(
+        "a kernel that was compiled for the integer one is launched with others",
+        "+ 2 * (value == 1) + bits",
+        "+ bits",
+        ("tests/backend/test_launcher.py",),
+    ),
+    Mutation(
+        "a constant that is given by position is taken for an integer",
+        "if wanted not in ([], constants) or constants",
+        "if constants",
+        ("tests/backend/test_launcher.py",),
+    ),
     # graphs of forward and backward, and checkpoints
     Mutation(
         "a product that AOTAutograd has marked as a backward's is taken for a layer",

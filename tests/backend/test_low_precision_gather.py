@@ -1,8 +1,15 @@
 """FSDP2 gathers weights in FP8: two to four real processes, gloo, CPU. Programs: gather_ranks.py."""
 
+import contextlib
+import pickle
+
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from te_inductor.errors import FallbackError, GatherError, OptionError, RecipeError
+from te_inductor.ops.gathered_weight import GatheredWeight
+from te_inductor.recipes import resolve
 from tests.forked_ranks import ranks, ranks_once
 
 QUICK = (
@@ -214,3 +221,18 @@ def test_ranks_with_other_scales_are_an_error(told):
 def test_nobody_waits_longer_than_the_groups_timeout(others):
     """Which is two seconds, for a rank that does not call."""
     assert 1 < others[0]["absent"] < 4
+
+
+def test_graphs_of_gathered_weights_have_keys_in_torchs_caches():
+    """torch 2.11 pickles a graph's inputs, as they are traced, for a key; real ones are pickled by nobody."""
+    recipe = resolve("current")
+
+    def weight(rows, mode):
+        with mode:
+            parts = torch.zeros(rows, 128, dtype=torch.float8_e4m3fn), torch.ones(())
+        return GatheredWeight(*parts, torch.Size((rows, 128)), torch.bfloat16, recipe)
+
+    keys = [pickle.dumps(weight(rows, FakeTensorMode())) for rows in (128, 128, 256)]
+    assert keys[0] == keys[1] != keys[2]
+    with pytest.raises(GatherError, match="pickled"):
+        pickle.dumps(weight(128, contextlib.nullcontext()))
