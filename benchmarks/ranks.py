@@ -5,6 +5,7 @@
     python -m benchmarks.ranks --work tp --sequence 8192 --async-tp  # with Inductor's _micro_pipeline_tp, all arms
     python -m benchmarks.ranks --work fsdp tp fsdp_tp ep ddp --ranks 1 8            # efficiency
     python -m benchmarks.ranks --work fsdp tp fsdp_tp --model llama8b --steps 50    # all 32 layers: losses
+    python -m benchmarks.ranks --work ep --ranks 2 --layers 2 --profile 30          # where a step's time goes
     python -m benchmarks.ranks --work ep --tiny                    # two gloo ranks on the CPU: that it runs
     python -m benchmarks.ranks --predict --model llama8b --ranks 8 # by bytes and rates; nothing runs
 
@@ -80,7 +81,7 @@ def jobs(args: argparse.Namespace) -> list[Job]:
                 common = {"work": name, "model": args.model, "device": args.device, "world": world, "tp": tp}
                 common |= {"tokens": tokens, "sequence": args.sequence, "layers": args.layers, "whole": args.whole}
                 common |= {"uncut": args.uncut}
-                common |= {"steps": args.steps}
+                common |= {"steps": args.steps, "profile": args.profile}
                 common |= {"iters": args.iters, "warmup": args.warmup, "patience": args.patience}
                 for arm in args.arms or WORKS[name].arms:
                     found.append(Job(arm=arm, async_tp=args.async_tp and tp > 1, **common))
@@ -108,6 +109,14 @@ def show(rows: Sequence[dict[str, Any]], environment: dict[str, Any]) -> None:
             [*columns, "equal states"],
             [_cells(row, these) for row in these],
         )
+        for row in these:
+            if row["kernels"]:
+                cells = [
+                    (kernel["name"][:110], f"{kernel['calls']:.0f}", table.number(kernel["total_us"], 1))
+                    for kernel in row["kernels"]
+                ]
+                title = f"{row['arm']}, {row['world']} ranks, the slowest of them: kernels {row['kernels_ms']:.2f} ms"
+                table.show(title, ("kernel", "calls", "us a step"), cells)
 
 
 def _cells(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[Any]:
@@ -145,6 +154,7 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--uncut", action="store_true", help="of ddp: graphs are not cut at its buckets")
     parser.add_argument("--async-tp", action="store_true", help="Inductor's _micro_pipeline_tp")
     parser.add_argument("--steps", type=int, default=0, help="of training, for losses")
+    parser.add_argument("--profile", type=int, default=0, metavar="N", help="list the N slowest kernels of each arm")
     parser.add_argument("--iters", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=8)
     parser.add_argument("--patience", type=float, default=45.0, help="seconds of one phase until threads are shown")

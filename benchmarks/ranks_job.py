@@ -56,6 +56,7 @@ class Job:
     iters: int = 2
     warmup: int = 2
     steps: int = 0  # of training, behind the measurement
+    profile: int = 0  # slowest kernels to tell
     patience: float = 45.0  # seconds of one phase until the stacks of all threads are written
     begun: float = field(default_factory=time.time)  # the command
 

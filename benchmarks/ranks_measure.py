@@ -65,6 +65,10 @@ def figures(rank: int, job: Job, progress: Progress) -> dict[str, Any]:
     peak = torch.cuda.max_memory_allocated() / 2**30 if job.device == "cuda" else None
     with progress.phase("count of bytes"):
         counted = None if job.async_tp else wire.received(step, job.world)  # torch's fused ops send by themselves
+    kernels: list[dict[str, Any]] = []
+    if job.profile:
+        with progress.phase("profile"):
+            kernels = harness.kernels(step, job.device, 2)
     losses = []
     if job.steps:
         with progress.phase(f"{job.steps} steps of training"):
@@ -77,6 +81,8 @@ def figures(rank: int, job: Job, progress: Progress) -> dict[str, Any]:
         "received": None if counted is None else sum(counted.values()),
         "wire": counted,
         "losses": losses,
+        "kernels": kernels[: job.profile],
+        "kernels_ms": sum(kernel["total_us"] for kernel in kernels) / 1e3,
         **state,
         "seconds": progress.seconds,
         "environment": harness.environment(where),
