@@ -79,7 +79,7 @@ class Call:
     launcher: Launcher
 
     def launch(self) -> None:
-        """On the current device."""
+        """On the device of its tensors."""
         self.launcher((self.programs,), *self.arguments)
 
 
