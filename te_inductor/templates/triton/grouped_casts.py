@@ -122,7 +122,7 @@ def _cast_tiles(
     wide = TILE if mode in (BYTES, SQUARE) else COLUMNS  # rows of whole cache lines
     leading = out.shape[-1]
     high = rows if source is None else source.shape[0]
-    launcher = _cast_launcher(
+    run = _cast_launcher(
         mode,
         source is not None,
         tile_groups is not None,
@@ -134,7 +134,7 @@ def _cast_tiles(
         None if quantizer is None else quantizer.fields,
         x.dtype,
     )
-    launcher(
+    run(
         (-(-high // TILE), -(-columns // wide), experts),
         x,
         x if source is None else source,

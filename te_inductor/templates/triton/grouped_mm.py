@@ -48,7 +48,7 @@ class Config:
 def config_of(m: int, e: int, n: int, k: int) -> Config:
     """Of groups that are M rows in all, and M / E each where e is the number of groups: wide tiles, if there are enough
     of them for every multiprocessor."""
-    tiles = -(-m // BLOCK_M.value) * -(-n // 256)
+    tiles = -(-m // BLOCK_M.value) * -(-n // 256)  # at each call, where `triton.cdiv` would take the host longer
     wide = n > 128 and tiles >= MULTIPROCESSORS
     block_n = 256 if wide else 128
     return Config(block_n, STAGES[block_n])
@@ -100,7 +100,7 @@ def _kind(scope: Scope) -> int:
     return 2 if scope.blocked else int(scope is ROW)
 
 
-def launcher(gemm: Gemm, config: Config, add: bool, *sizes: int) -> Launcher:
+def launcher_of(gemm: Gemm, config: Config, add: bool, *sizes: int) -> Launcher:
     """Of a product of these sizes, which have to be multiples of 16."""
     return _launcher(gemm.name, gemm.fast_accum, gemm.scopes, gemm.elements, config, add, sizes)
 
@@ -166,7 +166,7 @@ def prepared(
     """The launch, without which nothing is computed; others than CUDA's descriptors are for the tests."""
     (m, k), (e, n, _) = a.shape, b.shape
     config = config or config_of(m, e, n, k)
-    launch = launcher(gemm, config, False, n, k)
+    launch = launcher_of(gemm, config, False, n, k)
     # Groups end inside tiles, at most every one of them; the rows that belong to none are as one more.
     tiles = (m // BLOCK_M.value + min(m, e + 1)) * -(-n // config.block_n)
     programs = min(programs or targets.multiprocessors(a.device), tiles)

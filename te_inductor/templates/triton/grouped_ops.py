@@ -1,12 +1,11 @@
 """Experts' ops on CUDA: the Triton kernels where the device runs them, else plain torch."""
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from te_inductor import ops, targets
+from te_inductor import ops
 from te_inductor.ops.definition import implement_on_cuda
 from te_inductor.recipes import Gemm, Quantizer
 from te_inductor.recipes.formats import BLOCK_1X128, BLOCK_128X128, ROW
@@ -16,15 +15,15 @@ from te_inductor.templates.triton import grouped_casts as casts
 from te_inductor.templates.triton.grouped_mm import grouped_mm
 from te_inductor.templates.triton.grouped_wgrad import grouped_wgrad
 
-
-@functools.cache
-def _multiplies(device: torch.device) -> bool:
-    return targets.of(device).grouped_mm
+_kernels: dict[tuple[torch.device, tuple[str, str]], bool] = {}
 
 
 def _has_kernel(device: torch.device, gemm: Gemm) -> bool:
-    """`grouped.has_kernel`, which asks torch for the device's properties."""
-    return _multiplies(device) and not gemm.microscaled
+    """`grouped.has_kernel`, which asks torch for the device's properties at each call."""
+    key = device, gemm.scopes  # all that it depends on
+    if key not in _kernels:
+        _kernels[key] = grouped.has_kernel(device, gemm)
+    return _kernels[key]
 
 
 def _grouped_mm(

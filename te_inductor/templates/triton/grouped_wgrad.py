@@ -17,7 +17,7 @@ from te_inductor.templates.triton.grouped_mm import (
     box,
     box_of_scales,
     config_of,
-    launcher,
+    launcher_of,
 )
 
 
@@ -59,7 +59,7 @@ def prepared(
     """As of `grouped_mm`."""
     (m, p), n, e = a.shape, b.shape[0], starts.shape[0] - 1
     config = config or config_of(e * m, e, n, p)
-    launch = launcher(gemm, config, add, m, n)
+    launch = launcher_of(gemm, config, add, m, n)
     programs = min(programs or targets.multiprocessors(a.device), e * -(-m // BLOCK_M.value) * -(-n // config.block_n))
     scales = describe(b_scale.view(-1, n), *box_of_scales()) if gemm.blocked else None
     of_a, of_b = describe(a, *box(BLOCK_M.value)), describe(b, *box(config.block_n))

@@ -1,10 +1,9 @@
-"""Kernels of Triton's, launched on the device of their tensors, without what `kernel[grid](...)` does again at each call:
-bind names, specialize values, hash options, compare globals. That takes the host longer than a launch does. And Triton
-launches on the current device, where PyTorch's own ops look at their tensors, and so does code that Inductor generates,
-but not the ops of ours that it calls, nor eager code.
+"""How kernels of Triton's are launched: on the device of their tensors, and without repeating what Triton found out before.
 
-What Triton compiles for is found anew at each call, by what Triton looks at: dtypes, whether addresses and integers are
-multiples of 16, whether integers are one, and how many bits hold them."""
+`kernel[grid](...)` launches on the current device, as PyTorch's ops do not, and at each call binds names, specializes
+values, hashes options and compares globals, which takes the host longer than the launch. A `Launcher` keeps what Triton
+compiled and calls it again. Which compiled kernel arguments need is decided by what Triton looks at: dtypes, whether
+addresses and integers are multiples of 16, whether integers are one, and how many bits hold them."""
 
 from typing import Any
 
@@ -26,7 +25,7 @@ class Launcher:
         constants = [name for name in kernel.arg_names if name in named]
         wanted = [parameter.name for parameter in getattr(kernel, "params", ()) if parameter.is_constexpr]
         if wanted not in ([], constants) or constants != kernel.arg_names[len(kernel.arg_names) - len(constants) :]:
-            # One that is given by position would not be told from another: as an integer, it is not compared by value.
+            # By position a constant would be looked at as an integer, of which two values can share a kernel.
             raise TypeError(
                 f"constants {constants} of a kernel with {kernel.arg_names}, expected {wanted}, behind all others"
             )
