@@ -45,6 +45,13 @@ MUTATIONS = [
         "return next((entry for entry in reversed(list(policy)) if entry.matches(names, sizes)), None)",
         ("tests/backend/test_policy.py",),
     ),
+    # merged layers
+    Mutation(
+        "strides that were traced do not keep layers apart",
+        "called not in _COPIES_IF_NEEDED or _is_read_by_strides(user)",
+        "called not in _COPIES_IF_NEEDED",
+        ("tests/backend/test_compiles.py",),
+    ),
     # launches
     Mutation(
         "a kernel that was compiled for the integer one is launched with others",

@@ -159,6 +159,44 @@ def test_explain_names_merged_layers():
     assert [name for name, group in merged.items() if not group] == ["o"]
 
 
+@torch.library.custom_op("te_inductor_tests::windows", mutates_args=())
+def windows(x: torch.Tensor, row: int) -> torch.Tensor:
+    """Pairs of rows, by strides that its caller knows, as a Triton kernel is given them."""
+    return x.as_strided((x.shape[0], x.shape[1] - 1, 2, x.shape[2]), (x.stride(0), row, row, 1)).clone()
+
+
+@windows.register_fake
+def _(x, row):
+    return x.new_empty(x.shape[0], x.shape[1] - 1, 2, x.shape[2])
+
+
+@pytest.mark.parametrize("strided", ["torch", "foreign", "nothing"])
+def test_slices_are_not_laid_out_anew_where_strides_are_known(strided, without_codegen):
+    """Longformer's keys: sequences first, then heads first by a reshape that is a view, then windows by strides. Of a
+    slice of what is merged with them the reshape is a copy."""
+
+    class Windows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.k, self.v = (nn.Linear(32, 32) for _ in range(2))
+
+        def forward(self, x):
+            keys = self.k(x).view(*x.shape[:2], 4, 8).transpose(0, 1).transpose(1, 2).reshape(-1, len(x), 8)
+            found = {
+                "torch": lambda: keys.as_strided((8, 7, 2, 8), (keys.stride(0), *[keys.stride(1)] * 2, 1)),
+                "foreign": lambda: windows(keys, keys.stride(1)),
+                "nothing": lambda: keys.unfold(1, 2, 1).transpose(-1, -2),
+            }[strided]()
+            return found * 1.0, keys.unfold(1, 2, 1).transpose(-1, -2) * 1.0, self.v(x).sum()
+
+    model, x = Windows(), torch.randn(8, 2, 32)
+    model.requires_grad_(False)
+    found, expected, _ = torch.compile(model, backend="te", fullgraph=True)(x)
+    assert torch.equal(found, expected)
+    merged = {site.fqn: site.merged for site in te_inductor.explain(model, x).sites}
+    assert merged["k"] == (("k", "v") if strided == "nothing" else ())
+
+
 def test_explain_names_merged_layers_whose_weights_have_scales_of_their_own(monkeypatch):
     """As FSDP2 gathers those of tensor-parallel layers: they share x and the gradient's scale, and are one GEMM in wgrad
     alone (`ParallelLinears`)."""

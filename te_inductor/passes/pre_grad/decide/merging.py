@@ -8,7 +8,9 @@ gains.
 
 The outputs of merged sites are slices of one matrix: their rows are further apart than they are long. What would notice
 stays as it is: a view that merges rows, an in-place change, an output of the graph, code that is not torch's. So does
-what reads a tensor that the graph writes: the site behind the write has another input than the one before it.
+what reads a tensor that the graph writes: the site behind the write has another input than the one before it. A reshape
+that was a view may copy a slice, and then lays it out anew: whoever goes by the strides that Dynamo saw (`as_strided`,
+kernels of others, which are given them as numbers) would read something else.
 
 # Note [Slices that are saved]
 A slice that autograd saves keeps the whole matrix until the backward. That costs nothing where all slices are saved, as
@@ -47,6 +49,7 @@ _LINEAR = frozenset(
 )
 _PRODUCTS = frozenset("mul imul mul_ truediv div".split())
 _COPIES_IF_NEEDED = frozenset("reshape flatten reshape_as".split())
+_BY_STRIDES = frozenset("as_strided as_strided_ as_strided_copy as_strided_scatter".split())
 
 
 def groups(
@@ -141,7 +144,7 @@ def _may_be_a_slice(node: fx.Node, rows: Sequence[Any] | None) -> bool:
         if not memory(user) & memory(node):
             continue
         if called in _RESHAPES and not _keeps(user, rows):
-            if called not in _COPIES_IF_NEEDED:
+            if called not in _COPIES_IF_NEEDED or _is_read_by_strides(user):
                 return False
         elif called in _RESHAPES | _PASSES:
             if not _may_be_a_slice(user, rows):
@@ -149,6 +152,16 @@ def _may_be_a_slice(node: fx.Node, rows: Sequence[Any] | None) -> bool:
         elif called not in _REORDERS or not _may_be_a_slice(user, None):
             return False
     return True
+
+
+def _is_read_by_strides(node: fx.Node) -> bool:
+    """Whether its strides, or those of a view of it, stand in the graph as numbers."""
+    for user in node.users:
+        if name(user) in _BY_STRIDES or (is_opaque(user) and not _is_attention(user)):
+            return True
+        if memory(user) & memory(node) and _is_read_by_strides(user):
+            return True
+    return False
 
 
 def _keeps(node: fx.Node, rows: Sequence[Any] | None) -> bool:
