@@ -8,8 +8,8 @@ Each step is a forward, a loss and a backward, by a process of its own. `first` 
 first step, so that what either backend imports counts, and what torch and the model import does not; `second` is the
 step behind, which under delayed scaling compiles another backward. Arms have caches of their own, bytecode of Python's
 included, all in one folder that is new: the first process of an arm finds none of them, the others all. An arm is `bf16`
-or `te:RECIPE`, with a `!` behind it for a policy that names every layer. `--profile` leaves a profile of each arm's last
-process in a folder (`python -m pstats FILE`), whose times are not told."""
+or `te:RECIPE`, with a `!` behind it for a policy that names every layer. `--profile` leaves a profile of one more
+process of each arm in a folder (`python -m pstats FILE`), whose times are not told."""
 
 import argparse
 import cProfile

@@ -1,6 +1,6 @@
 """One step of every class of transformers that can be made tiny, in low precision beside high precision::
 
-    python -m tests.sweep                                  # all, some minutes on two cores
+    python -m tests.sweep                                  # all, twenty minutes on two cores
     python -m tests.sweep LlamaForCausalLM --recipe block
     python -m tests.sweep --kinds image --json out/sweep.json
 
@@ -33,7 +33,7 @@ from tests import forked
 NOISE, NOISE_OF_4, DRAWS, SLACK = 2.0**-5, 2.0**-3, 3, 6.0
 LEAST = 1e-4  # of the largest gradient's rms, below which one is nothing but rounding
 ROUNDING = 2.0**-20  # of a gradient that the noise does not reach
-FEWEST = 16  # elements of a gradient: of fewer, one draw of noise does not say how far off they may be
+FEWEST = 16  # elements of a gradient: of fewer, a few draws of noise do not say how far off they may be
 WIDTH = 128  # features: the least that each recipe takes
 BATCH, TOKENS, CLASSES, IMAGE = 4, 32, 16, 32
 MOST = 20_000_000  # parameters
