@@ -153,6 +153,9 @@ def _inductor(plan: Plan, name: str | None) -> Callable[[fx.GraphModule, Sequenc
         patches.setdefault("unroll_reductions_threshold", MOST_EXPERTS_OF_A_ROW + 1)
     elif any(value(candidate.match.weight).is_cuda for candidate in plan.candidates):
         patches.setdefault("realize_opcount_threshold", MOST_OPS_OF_A_TENSOR)
+    on_a_cpu = any(value(candidate.match.weight).is_cpu for candidate in plan.candidates)
+    if on_a_cpu and (bits := compat.width_of_right_vectors()) is not None:
+        patches.setdefault("cpp.simdlen", bits)
     for place, passes in (
         ("joint_custom_pre_pass", joint.PASSES),
         ("joint_custom_post_pass", joint.LAST_PASSES),
