@@ -9,9 +9,9 @@ import subprocess
 def width_of_right_vectors() -> int | None:
     """The bits of a vector (`cpp.simdlen`) with which Inductor's C++ is right, or None where any are.
 
-    GCC 12 names a processor newer than itself `-march=cooperlake -mtune=generic`, or an older one, and so tuned its
-    vectorizer of basic blocks (`-ftree-slp-vectorize`) compiles Inductor's transpose of 16-bit tiles (`transpose_mxn`)
-    to wrong code where a kernel has two of them, with 512 bits alone: most of both results is then garbage."""
+    GCC 12 tunes for `generic` where it does not recognise the processor. So tuned, its vectorizer of basic blocks
+    (`-ftree-slp-vectorize`) compiles Inductor's transpose of 16-bit tiles (`transpose_mxn`) to wrong code where a kernel
+    has two of them, with 512 bits alone: most of both results is then garbage."""
     from torch._inductor import cpp_builder, cpu_vec_isa
 
     try:
