@@ -80,7 +80,7 @@ _by_ticket: "weakref.WeakValueDictionary[int, Queue]" = weakref.WeakValueDiction
 _tickets, _places = itertools.count(), itertools.count()
 
 
-def _ticket(parameter: Tensor) -> Tensor:
+def _ticket(parameter: Tensor, _: bool = True) -> Tensor:
     queue = _queues.get(parameter)
     if queue is None:
         number = next(_tickets)
@@ -230,8 +230,9 @@ def _has_total(parameter: Tensor) -> bool:
 def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
     """As autograd would, or as Megatron's convention has it."""
     if _has_total(parameter):
-        checked(parameter).add_(gradient)
-        if hasattr(parameter, "grad_added_to_main_grad"):
+        total = checked(parameter).add_(gradient)
+        apart = parameter.grad is not None and parameter.grad is not total  # autograd's part of it
+        if hasattr(parameter, "grad_added_to_main_grad") and not apart:
             parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     elif parameter.grad is None:
         parameter.grad = gradient.to(parameter.dtype)

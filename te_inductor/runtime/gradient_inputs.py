@@ -15,7 +15,7 @@ class Takers:
 
     name: str  # the argument of `te_inductor.linears`
     example: Callable[[Tensor], Tensor]  # of a parameter: a tensor like its taker
-    of: Callable[[Tensor], Tensor]  # of a parameter: its taker
+    of: Callable[[Tensor, bool], Tensor]  # of a parameter, and whether all of its gradient goes there: its taker
 
 
 @dataclass
@@ -25,9 +25,11 @@ class GradientInputs(ExtraInputs):
     prefix: ClassVar[str] = "te_gradient_"
     takers: Takers
     parameters: list[int] = field(default_factory=list)  # places among the graph's inputs
+    whole: list[bool] = field(default_factory=list)  # of each, whether autograd has no part of what the graph computes
     examples: list[Tensor] = field(default_factory=list)  # fake tensors, one an input
 
     def tensors(self, call: Call) -> list[Tensor]:
         """The same memory with a version counter of the call's own, so that no backward minds that another one, or the
         user, has written there since its forward."""
-        return [self.takers.of(call.inputs[place]).data for place in self.parameters]
+        asked = zip(self.parameters, self.whole, strict=True)
+        return [self.takers.of(call.inputs[place], whole).data for place, whole in asked]

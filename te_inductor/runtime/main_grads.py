@@ -5,7 +5,8 @@ With ``options={"wgrad": "main_grad"}`` a weight's gradient leaves its GEMM in f
 ``parameter.main_grad``; autograd gets none, so that `parameter.grad` stays as it was, and hooks run and see no
 gradient. Over several microbatches nothing is rounded to the parameter's dtype on the way, and no gradient in it is
 kept. Who owns a `main_grad` zeroes it, at any time but during a backward. Where the parameter has
-`grad_added_to_main_grad`, by which Megatron's hooks know, a forward that will have a backward sets it."""
+`grad_added_to_main_grad`, by which Megatron's hooks know, a forward that will have a backward sets it, unless the graph
+leaves a part of the gradient to autograd, as of an embedding that is tied to the output layer."""
 
 import torch
 from torch import Tensor
@@ -37,13 +38,13 @@ def checked(parameter: Tensor) -> Tensor:
     return total
 
 
-def _total(parameter: Tensor) -> Tensor:
+def _total(parameter: Tensor, whole: bool) -> Tensor:
     """That of a call, which will have a backward where gradients are enabled.
 
     Raises:
         MainGradError: as above.
     """
-    if torch.is_grad_enabled() and hasattr(parameter, "grad_added_to_main_grad"):
+    if whole and torch.is_grad_enabled() and hasattr(parameter, "grad_added_to_main_grad"):
         parameter.grad_added_to_main_grad = True
     return checked(parameter)
 

@@ -77,6 +77,16 @@ class Bodies:
         argument = self.callers[node.graph].args[1 + position]
         return self.outer(argument) if isinstance(argument, fx.Node) else node
 
+    def readers(self) -> dict[fx.Node, set[fx.Node]]:
+        """The nodes that read each node, in its own graph and in the bodies that it is handed to."""
+        found: dict[fx.Node, set[fx.Node]] = {}
+        calls = set(self.callers.values())
+        for module in self.root.modules():
+            for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+                for source in node.all_input_nodes if node not in calls else ():
+                    found.setdefault(self.outer(source), set()).add(node)
+        return found
+
     def hand(self, node: fx.Node, graph: fx.Graph) -> fx.Node:
         """`node` of the root's graph, as `graph` sees it: an operand more of each body on the way."""
         if graph is self.root.graph:

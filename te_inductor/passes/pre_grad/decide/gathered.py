@@ -42,11 +42,7 @@ def check_gathers(plan: Plan) -> None:
     sites = [site for site in plan.candidates if site.low and site.match.gather]
     if not sites:
         return
-    readers: dict[fx.Node, set[fx.Node]] = {}
-    for module in plan.graph_modules():
-        for node in module.graph.nodes:
-            for source in node.all_input_nodes if node not in bodies.callers.values() else ():
-                readers.setdefault(bodies.outer(source), set()).add(node)
+    readers = bodies.readers()
     of_shard: dict[fx.Node, list[Candidate]] = {}
     for site in sites:
         gather: Any = site.match.gather

@@ -26,10 +26,9 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
 
 from te_inductor.passes.graph.aliases import is_opaque, memory, name
-from te_inductor.passes.pre_grad.decide.support import is_gathered, is_tensor, value
+from te_inductor.passes.pre_grad.decide.support import is_gathered, is_tensor, requires_grad, value
 from te_inductor.passes.pre_grad.match import grouped
 from te_inductor.passes.pre_grad.match.rule import Emit, Match, Rule, replace_layer
 from te_inductor.recipes import Recipe, Slots
@@ -98,9 +97,7 @@ def _learning(graph: fx.Graph) -> set[fx.Node]:
     """What a gradient of the graph's outputs flows to."""
     found: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        made = pytree.tree_leaves(node.meta.get("example_value"))
-        requires = any(isinstance(one, torch.Tensor) and one.requires_grad for one in made)
-        if requires and any(user.op == "output" or is_opaque(user) or user in found for user in node.users):
+        if requires_grad(node) and any(user.op == "output" or is_opaque(user) or user in found for user in node.users):
             found.add(node)
     return found
 
@@ -207,12 +204,8 @@ def _saves(user: fx.Node, node: fx.Node) -> bool:
     if called in _RESHAPES | _REORDERS:
         return False  # a copy
     if called in _PRODUCTS:
-        return any(_requires_grad(other) for other in user.all_input_nodes if other is not node)
+        return any(requires_grad(other) for other in user.all_input_nodes if other is not node)
     return called not in _LINEAR
-
-
-def _requires_grad(node: fx.Node) -> bool:
-    return is_tensor(node) and value(node).requires_grad
 
 
 def _is_kept(node: fx.Node) -> bool:

@@ -152,6 +152,4 @@ def check_extras(plan: Plan) -> None:
                 sites[node].unmet[option] = refusal
                 plan.report.unmet.append(Unmet(option, sites[node].fqn, str(refusal)))
     if plan.options.wgrad in weight_grads.TAKERS:
-        high = (site for site in plan.candidates if site.refusal and weight_grads.wanted(site.match))
-        reason = "the layer stays in high precision, so that its weight gradient goes to autograd"
-        plan.report.unmet.extend(Unmet("wgrad", site.fqn, reason) for site in high)
+        plan.report.unmet.extend(weight_grads.left_to_autograd(plan, bodies))

@@ -36,6 +36,12 @@ def is_tensor(node: Any) -> TypeGuard[fx.Node]:
     return isinstance(node, fx.Node) and isinstance(node.meta.get("example_value"), torch.Tensor)
 
 
+def requires_grad(node: fx.Node) -> bool:
+    """Whether any tensor that a node returns has a gradient."""
+    results = pytree.tree_leaves(node.meta.get("example_value"))
+    return any(isinstance(one, torch.Tensor) and one.requires_grad for one in results)
+
+
 def is_wrapped(node: fx.Node) -> bool:
     """Whether a transform of torch.func is around a call: outside of it nothing can be traced in the call's place."""
     results = pytree.tree_leaves(node.meta.get("example_value"))

@@ -2,18 +2,22 @@
 [Gradients that are added in the backward]) or leaves its GEMM for later (Note [Weight gradients that wait]). Which can,
 and the inputs that bring what takes them into the graph."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import fx
 
 from te_inductor import compat, targets
 from te_inductor.config import Options
-from te_inductor.diagnostics import Refusal
+from te_inductor.diagnostics import Refusal, Unmet
+from te_inductor.passes.graph.aliases import name
 from te_inductor.passes.graph.bodies import Bodies
+from te_inductor.passes.graph.module_path import holder_path, inner_path, module_path
 from te_inductor.passes.graph.owners import place_of
-from te_inductor.passes.pre_grad.decide.support import value
+from te_inductor.passes.pre_grad.decide.support import requires_grad, value
+from te_inductor.passes.pre_grad.match.linear import VIEWS, from_parameter
 from te_inductor.passes.pre_grad.match.rule import Match
+from te_inductor.passes.pre_grad.plan import Candidate, Plan
 from te_inductor.recipes import Slots
 from te_inductor.runtime.deferred_wgrads import TICKETS
 from te_inductor.runtime.main_grads import MAIN_GRADS, checked
@@ -57,6 +61,50 @@ def _is_whole(weight: fx.Node, match: Match) -> bool:
     """Whether the weight is a parameter and nothing else, of one layer or of experts."""
     dims = 3 if match.groups else 2
     return weight.op == "placeholder" and isinstance(value(weight), torch.nn.Parameter) and value(weight).dim() == dims
+
+
+def takes(site: Candidate) -> bool:
+    """Whether the site's weight gradient does not go to autograd, behind `check_extras`."""
+    return site.low and wanted(site.match) and "wgrad" not in site.unmet
+
+
+def other_readers(sites: Iterable[Candidate], bodies: Bodies) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """The parameters whose gradients some sites do not leave to autograd, each with a node that reads it besides, whose
+    part of its gradient autograd has: an embedding that is tied to the output layer, a penalty, another site."""
+    taken = {site.match.node: site.match for site in sites if takes(site)}
+    readers = bodies.readers() if taken else {}
+    for parameter in dict.fromkeys(bodies.outer(match.weight) for match in taken.values()):
+        same = [parameter]  # and views and casts of it
+        for source in same:
+            for reader in readers.get(source, ()):
+                if not requires_grad(reader):
+                    continue
+                if reader in taken and bodies.outer(taken[reader].x) is not source:
+                    continue
+                if name(reader) in VIEWS:
+                    same.append(reader)
+                else:
+                    yield parameter, reader
+
+
+def left_to_autograd(plan: Plan, bodies: Bodies) -> Iterator[Unmet]:
+    """What computes with weights and leaves their gradients to autograd, besides the sites that are refused."""
+    reason = "the layer stays in high precision, so that its weight gradient goes to autograd"
+    high = [site for site in plan.candidates if not site.low and not site.stored]
+    yield from (Unmet("wgrad", site.fqn, reason) for site in high if wanted(site.match))
+    for product in plan.unlowered:
+        operands = (bodies.outer(operand) for operand in product.product.operands)
+        if requires_grad(product.product.node) and any(requires_grad(one) and from_parameter(one) for one in operands):
+            yield Unmet("wgrad", product.fqn, reason)
+    named = {site.match.node for site in plan.candidates if not takes(site)} | {
+        product.product.node for product in plan.unlowered
+    }
+    for parameter, reader in other_readers(plan.candidates, bodies):
+        if reader not in named:
+            module = module_path(reader)
+            fqn = ".".join(filter(None, (module, inner_path(module, holder_path(parameter)))))
+            why = f"{name(reader)} reads the parameter too, and autograd has that part of its gradient"
+            yield Unmet("wgrad", fqn, why)
 
 
 def guard_on_totals(matches: Iterable[Match], bodies: Bodies, examples: Sequence[object]) -> None:

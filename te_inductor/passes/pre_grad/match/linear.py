@@ -12,7 +12,7 @@ from te_inductor.passes.pre_grad.match.rule import Call, Emit, Match, Rule, repl
 
 # Methods and functions between a parameter and the product that uses it: views and casts of the same values
 # (torch 2.15 writes p.T as aten.numpy_T(p), earlier releases as getattr(p, "T")); in ATen graphs also a gather of shards.
-_VIEWS = frozenset(
+VIEWS = frozenset(
     "t T mT H mH numpy_T transpose swapaxes swapdims permute movedim moveaxis adjoint to type type_as float bfloat16"
     " half contiguous clone detach _get_data_attr getattr view view_as reshape reshape_as flatten unflatten unsqueeze"
     " squeeze expand getitem select narrow chunk split split_with_sizes tensor_split unbind"
@@ -25,7 +25,7 @@ def from_parameter(node: Any) -> bool:
     while isinstance(node, fx.Node):
         if is_tensor(node) and isinstance(value(node), torch.nn.Parameter):
             return True
-        if node.op not in ("call_method", "call_function") or name(node) not in _VIEWS or not node.args:
+        if node.op not in ("call_method", "call_function") or name(node) not in VIEWS or not node.args:
             return False
         node = node.args[0]
     return False

@@ -96,11 +96,7 @@ def _extras(plan: Plan, sites: list[Candidate], groups: dict[fx.Node, list[Match
         return extras
     gradients = GradientInputs(takers)
     plan.extra_inputs.append(gradients)
-    of_gradients = GradientSites(bodies, gradients)
-    for site in sites:
-        if "wgrad" not in site.unmet and weight_grads.wanted(site.match):
-            of_gradients.add(site.match)
-    return replace(extras, gradients=of_gradients)
+    return replace(extras, gradients=GradientSites(bodies, gradients, sites))
 
 
 def _delayed_sites(

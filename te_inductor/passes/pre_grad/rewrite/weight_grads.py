@@ -1,40 +1,43 @@
 """The inputs that bring what takes weight gradients into a graph."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import fx
 
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.owners import place_of
 from te_inductor.passes.pre_grad.decide.support import value
-from te_inductor.passes.pre_grad.decide.weight_grads import wanted
+from te_inductor.passes.pre_grad.decide.weight_grads import other_readers, takes
 from te_inductor.passes.pre_grad.match.rule import Match
+from te_inductor.passes.pre_grad.plan import Candidate
 from te_inductor.passes.pre_grad.rewrite.inputs import append_input
 from te_inductor.runtime.gradient_inputs import GradientInputs
 
 
 class GradientSites:
-    """What takes the gradients of one graph's weights: appends the inputs, and finds them again."""
+    """What takes the gradients of one graph's weights: appends the inputs, one a parameter, and finds them again, by
+    the sites whose gradients it takes. Another site of the same parameter leaves its gradient to autograd."""
 
-    def __init__(self, bodies: Bodies, inputs: GradientInputs) -> None:
+    def __init__(self, bodies: Bodies, inputs: GradientInputs, sites: Iterable[Candidate]) -> None:
         self.bodies, self.inputs = bodies, inputs
-        self.nodes: dict[fx.Node, fx.Node] = {}  # of the root's graph, by the parameter's
+        taken = {site.match.node: bodies.outer(site.match.weight) for site in sites if takes(site)}
+        shared = {parameter for parameter, _ in other_readers(sites, bodies)}
+        of_parameters = {parameter: self._input(parameter, parameter in shared) for parameter in taken.values()}
+        # Of the root's graph, by the site's.
+        self.nodes = {site: of_parameters[parameter] for site, parameter in taken.items()}
 
-    def add(self, match: Match) -> None:
-        owner = self.bodies.outer(match.weight)
-        if owner in self.nodes:
-            return
-        weight = value(owner)
+    def _input(self, parameter: fx.Node, shared: bool) -> fx.Node:
+        weight = value(parameter)
         with weight.fake_mode:  # type: ignore[attr-defined]
             example = self.inputs.takers.example(weight)
-        self.inputs.parameters.append(place_of(owner))
-        self.nodes[owner] = append_input(self.bodies.root.graph, self.inputs, example)
+        self.inputs.parameters.append(place_of(parameter))
+        self.inputs.whole.append(not shared)
+        return append_input(self.bodies.root.graph, self.inputs, example)
 
     def of(self, matches: Sequence[Match], graph: fx.Graph) -> dict[str, list[fx.Node]]:
         """What stands for those of some sites in this graph, by the name of `te_inductor.linears`' argument; nothing
         where there are none."""
-        owners = [self.bodies.outer(match.weight) for match in matches]
-        found = (wanted(match) and owner in self.nodes for match, owner in zip(matches, owners, strict=True))
-        if not all(found):
+        found = [self.nodes[match.node] for match in matches if match.node in self.nodes]
+        if len(found) < len(matches):
             return {}
-        return {self.inputs.takers.name: [self.bodies.hand(self.nodes[owner], graph) for owner in owners]}
+        return {self.inputs.takers.name: [self.bodies.hand(node, graph) for node in found]}
