@@ -1,9 +1,25 @@
-"""What `torch.export.load` may meet in a saved program: `import te_inductor` defines the ops, and has their lowerings
-registered when AOTInductor traces one. Nothing of Inductor is imported before."""
+"""What saved programs and compiled code may ask for in a process that has only imported te_inductor: ops by their names
+in `torch.ops.te_inductor`, and lowerings where AOTInductor traces one.
+
+Ops are defined when the first of them is asked for, as it takes longer to define them than to import all else. torch's
+namespace of ops is a module, and so has its `__getattr__`, which Python calls before torch looks for the op."""
 
 import functools
+from importlib import import_module
+from typing import Any
 
-from te_inductor.ops import stored, written_out  # noqa: F401 (the first defines stored weights' ops)
+import torch
+
+from te_inductor import compat
+
+_HOMES = dict.fromkeys(("enter_region", "exit_region"), "te_inductor.recipes.regions")
+
+
+def _define(name: str) -> Any:
+    """Have an op defined, in a thread that comes second behind the first one's import, and leave it to torch to find."""
+    if not name.startswith("__"):
+        import_module(_HOMES.get(name, "te_inductor.ops"))
+    raise AttributeError(name)
 
 
 @functools.cache
@@ -13,5 +29,6 @@ def _install() -> None:
     lowerings.install()
 
 
+vars(torch.ops.te_inductor)["__getattr__"] = _define
 # AOTInductor compiles programs without our backend, whose first compile would register them.
-written_out.before_export.append(_install)
+compat.before_lowering.append(_install)

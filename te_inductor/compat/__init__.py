@@ -23,8 +23,7 @@ from te_inductor.compat.dynamo import (
     traced_beside,
     unwinding_transforms,
 )
-from te_inductor.compat.exporting import before_export, is_decomposed_by_export
-from te_inductor.compat.indexing import joining_dimensions_fast
+from te_inductor.compat.exporting import before_export, before_lowering, is_decomposed_by_export
 from te_inductor.compat.inductor import autotune, compile_fx, concatenated, size_hint
 from te_inductor.compat.partitioner import let_marks_be_saved, saving_a_minimum_cut
 from te_inductor.compat.patches import PATCHES, Patch, patch
@@ -50,6 +49,7 @@ __all__ = [
     "Patch",
     "autotune",
     "before_export",
+    "before_lowering",
     "collective_behind",
     "compile_fx",
     "compiled_apart",
@@ -68,7 +68,6 @@ __all__ = [
     "is_flattened_module",
     "is_gathered",
     "is_sharded_module",
-    "joining_dimensions_fast",
     "let_marks_be_saved",
     "local_of",
     "mesh_of_dtensor",

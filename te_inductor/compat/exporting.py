@@ -8,6 +8,8 @@ import torch
 
 from te_inductor.compat.patches import patch
 
+before_lowering: list[Callable[[], object]] = []  # called where torch.export or AOTInductor traces a layer of ours
+
 
 def before_export(note: Callable[[object], None]) -> None:
     """Call `note` with each model that `torch.export` is about to trace."""

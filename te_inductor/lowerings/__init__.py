@@ -18,6 +18,7 @@ def install(fallback: str = "warn") -> Callable[[Callable[..., Any]], Callable[.
     from torch.utils._triton import has_triton_package
 
     from te_inductor import compat
+    from te_inductor.compat.indexing import joining_dimensions_fast
     from te_inductor.lowerings import decode, permutations  # noqa: F401
     from te_inductor.lowerings.casts import experts, quantize  # noqa: F401
     from te_inductor.lowerings.codegen.choices import Choices
@@ -45,7 +46,7 @@ def install(fallback: str = "warn") -> Callable[[Callable[..., Any]], Callable[.
             with (
                 kernels,
                 decode.replaced(),
-                compat.joining_dimensions_fast(),
+                joining_dimensions_fast(),
                 V.set_choices_handler(Choices(V.choices)),
             ):
                 return compile_guarded(inner_compile, fallback, *args, **kwargs)

@@ -3,6 +3,7 @@ family: `casts`, `gemm`, `delayed`, `linear`, `grouped` and `grouped_linear` (of
 precision), `attention` (of decoding); `written_out` (what leaves this process).
 """
 
+from te_inductor.ops import stored  # noqa: F401 (defines stored weights' ops)
 from te_inductor.ops.casts import (
     Copy,
     copies,

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils._triton import has_triton_package
 
-from te_inductor import ops
+from te_inductor import compat, ops
 from te_inductor.errors import RecipeError, StoredWeightError
 from te_inductor.ops import stored as ops_stored
-from te_inductor.ops import written_out
 from te_inductor.recipes import Float8BlockScaling, Float8CurrentScaling, Float8RowwiseScaling, NVFP4WeightOnly, Recipe
 from te_inductor.runtime import microscaling, nvfp4
 
@@ -162,7 +161,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     if not isinstance(weight, StoredWeight):
         raise StoredWeightError("F.linear of a stored weight as input or bias, expected it as the weight")
     if torch.compiler.is_exporting():  # what compiles the program later, as AOTInductor, does not know of us
-        for prepare in written_out.before_export:
+        for prepare in compat.before_lowering:
             prepare()
     device = input.device.type
     out_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype

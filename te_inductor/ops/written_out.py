@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from te_inductor import compat
 from te_inductor.ops.definition import WRITTEN_OUT
 
-before_export: list[Callable[[], object]] = []  # called where a layer is traced by torch.export or AOTInductor
 _called: dict[Any, Callable[..., bool]] = {}  # primitives that Inductor calls by name, and for which arguments
 
 
@@ -52,6 +51,6 @@ def for_program(op: Any) -> AbstractContextManager[Any]:
         return _WrittenOut(everything=True)
     if not torch.compiler.is_exporting():
         return nullcontext()
-    for prepare in before_export:
+    for prepare in compat.before_lowering:
         prepare()
     return _WrittenOut(everything=False)

@@ -6,8 +6,7 @@ import sympy
 from torch._inductor.sizevars import join_dimensions
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
-from te_inductor import compat
-from te_inductor.compat.indexing import _may_join
+from te_inductor.compat.indexing import _may_join, joining_dimensions_fast
 
 i, j = sympy.symbols("i j", integer=True, nonnegative=True)
 BASES = (i, i + 128 * j, 4 * i, FloorDiv(i, 4))
@@ -41,6 +40,6 @@ def test_what_cannot_join_is_not_matched():
 def test_pairs_are_joined():
     from torch._inductor import sizevars
 
-    with compat.joining_dimensions_fast():
+    with joining_dimensions_fast():
         joined = sizevars.join_dimensions(ModularIndexing(i, 1, 32) + 32 * ModularIndexing(i, 32, 4) + 128 * j)
     assert joined == ModularIndexing(i, 1, 128) + 128 * j
