@@ -11,7 +11,6 @@ theirs: q, k and v have equal entries. A tied weight has one `weight` slot, unde
 under the module that uses it. What is taken of a parameter, as an expert's slice, stands in brackets:
 `experts.w1[select_0_3].input`; so does a module that uses a parameter of another one: `embedding[in head].input`."""
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -172,7 +171,7 @@ def _check_sharding(
         StateError: it cannot.
     """
     modules = list(model.modules())
-    lost = [name for name, p in named if isinstance(p, _dtensor()) and id(p) not in wholes]
+    lost = [name for name, p in named if compat.mesh_of_dtensor(p) is not None and id(p) not in wholes]
     if lost and any(map(compat.is_sharded_module, modules)):
         raise StateError(
             f"FSDP shards {_some(lost)}, and what it gathers of them, with which the state is kept, cannot be found;"
@@ -183,11 +182,6 @@ def _check_sharding(
             "the model is sharded by FullyShardedDataParallel, whose layers hold no parameters for state to be kept"
             " with; expected torch.distributed.fsdp.fully_shard"
         )
-
-
-def _dtensor() -> tuple[type, ...]:
-    tensors = sys.modules.get("torch.distributed.tensor")
-    return () if tensors is None else (tensors.DTensor,)
 
 
 def _entries(state: Mapping[str, Tensor]) -> Iterable[tuple[str, object]]:

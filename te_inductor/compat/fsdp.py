@@ -3,13 +3,14 @@ each.
 
 Names are those of torch 2.11 to 2.13."""
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from te_inductor.compat.wrappers import imported
 
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
@@ -128,10 +129,10 @@ class ShardedParameter:
 
 def sharded_parameters(model: nn.Module) -> Iterator[ShardedParameter]:
     """Those of all modules that `fully_shard` was called with, in an order that all ranks have in common."""
-    states = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
+    state_of = imported("torch.distributed.fsdp._fully_shard._fsdp_state", "_get_module_fsdp_state")
     seen: set[int] = set()
-    for module in model.modules() if states is not None else ():
-        state = states._get_module_fsdp_state(module)  # type: ignore[union-attr]
+    for module in model.modules() if state_of is not None else ():
+        state = state_of(module)
         for group in getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]:
             if group is not None and id(group) not in seen:
                 seen.add(id(group))

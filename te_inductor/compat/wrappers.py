@@ -10,6 +10,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from te_inductor.compat.dynamo import guard_on
 
 
+def imported(module: str, name: str) -> Any:
+    """A name of a module; None where no thread of this process has imported the module that far."""
+    return getattr(sys.modules.get(module), name, None)
+
+
 def is_gathered(parameter: torch.Tensor) -> bool:
     """Whether FSDP2 gathers it for each forward and lets go of its memory behind."""
     return any(one.whole is parameter for one in gathered())
@@ -29,10 +34,8 @@ class Gathered(NamedTuple):
 
 def gathered() -> Iterator[Gathered]:
     """Every parameter of this process that FSDP2 gathers."""
-    states = sys.modules.get("torch.distributed._composable_state")
-    if states is None:
-        return
-    for reference in list(states._module_state_mapping.values()):
+    states = imported("torch.distributed._composable_state", "_module_state_mapping") or {}
+    for reference in list(states.values()):
         state = reference()
         # The first is 2.15's name, the second what earlier releases have.
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
@@ -43,8 +46,7 @@ def gathered() -> Iterator[Gathered]:
 
 def mesh_of_dtensor(tensor: torch.Tensor) -> Any:
     """The DeviceMesh of a DTensor; None of any other tensor."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return tensor.device_mesh if module is not None and isinstance(tensor, module.DTensor) else None  # type: ignore[attr-defined]
+    return tensor.device_mesh if _is_a(tensor, "torch.distributed.tensor", "DTensor") else None  # type: ignore[attr-defined]
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -59,14 +61,17 @@ def shard_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_sharded_module(module: torch.nn.Module) -> bool:
     """Whether FSDP2's `fully_shard` was called with it."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+    return _is_a(module, "torch.distributed.fsdp", "FSDPModule")
 
 
 def is_flattened_module(module: torch.nn.Module) -> bool:
     """Whether it is one of FSDP's first version, whose layers hold views of one flat parameter."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
+    return _is_a(module, "torch.distributed.fsdp", "FullyShardedDataParallel")
+
+
+def _is_a(one: object, module: str, name: str) -> bool:
+    kind = imported(module, name)
+    return kind is not None and isinstance(one, kind)
 
 
 def inside_ddp() -> bool:
