@@ -264,6 +264,7 @@ def reset() -> None:
 
 te.reset = reset  # type: ignore[attr-defined]
 compat.before_export(lambda model: note_export(model, te))
+compat.let_threads_register("te")
 
 if torch.cuda.is_initialized():  # who asks for a backend will compile
     _start_workers()

@@ -181,6 +181,19 @@ def exports_without_asking() -> bool:
     return not asked
 
 
+def registers_a_backend_once() -> bool:
+    """A backend that is registered again, as the slower of two threads does, is an error."""
+    from torch._dynamo.backends import registry
+
+    with mock.patch.dict(registry._BACKENDS), mock.patch.dict(registry._COMPILER_FNS):
+        registry.register_backend(take := lambda gm, inputs: gm, name="registered_twice")
+        try:
+            registry.register_backend(take, name="registered_twice")
+        except AssertionError:
+            return True
+    return False
+
+
 def imports_dynamo(decorator: str) -> bool:
     """Decorating a function imports Dynamo, in a process that has not imported it."""
     code = (
@@ -210,6 +223,7 @@ FAULTS: dict[str, Callable[[], bool]] = {
     "torch._inductor.ir.ComputedBuffer._apply_loop_reordering": orders_loops,
     "torch._guards._TLS.tracing_context": destroys_stacks,
     "torch.export._trace._export": exports_without_asking,
+    "torch._dynamo.backends.registry._COMPILER_FNS": registers_a_backend_once,
     "torch.compile": lambda: imports_dynamo("torch.compile"),
     "torch.compiler.disable": lambda: imports_dynamo("torch.compiler.disable"),
 }

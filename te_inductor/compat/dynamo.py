@@ -52,6 +52,34 @@ def unwinding_transforms() -> Iterator[None]:
         raise
 
 
+class _Backends(dict[str, Any]):
+    """torch's table of backends, in which one may be registered any number of times."""
+
+    def __init__(self, registered: Mapping[str, Any], name: str) -> None:
+        super().__init__(registered)
+        self.name = name
+
+    def __contains__(self, name: object) -> bool:  # torch asks before it registers one, and refuses those it finds
+        return name != self.name and super().__contains__(name)
+
+    def __setitem__(self, name: str, backend: Any) -> None:
+        if name == self.name and self.get(name, backend) is not backend:
+            raise AssertionError(f"duplicate name: {name}")
+        super().__setitem__(name, backend)
+
+
+def let_threads_register(name: str) -> None:
+    """Let several threads find and register the backend `name` at the same time, those included that wait for this
+    import of it."""
+    from torch._dynamo.backends import registry
+
+    registered = registry._COMPILER_FNS
+    table = _Backends(registered, name)
+    patch("torch._dynamo.backends.registry._COMPILER_FNS", table)
+    for other, backend in list(registered.items()):  # what a thread has added to the old table meanwhile
+        table.setdefault(other, backend)
+
+
 def guard_on(module: str, path: str, by_type: bool = False) -> None:
     """Have Dynamo compare an attribute of a module, by value or by its type, before each run of the graph that it is
     compiling. Where something else calls the backend there is nobody to compare."""
@@ -122,9 +150,9 @@ def options_of_compiled(module: torch.nn.Module, backend: object) -> Mapping[str
 def never_compile(function: Callable[..., Any]) -> None:
     """Let Dynamo run this function's frame as it is, where no other function's graph takes it in. What it calls is not
     touched (unlike under torch.compiler.disable, which also keeps it out of graphs)."""
-    from torch._dynamo.eval_frame import skip_code
+    import torch._dynamo  # as a whole: of threads that import its parts in other orders, some fail
 
-    skip_code(function.__code__)
+    torch._dynamo.eval_frame.skip_code(function.__code__)
 
 
 def in_uncompiled_frame() -> bool:

@@ -119,6 +119,12 @@ PATCHES = (
         ("pytorch/pytorch#164171",),
     ),
     Patch(
+        "torch._dynamo.backends.registry._COMPILER_FNS",
+        FOR_GOOD,
+        "torch looks whether a backend is registered, imports it and registers it without a lock, and refuses a second "
+        "registration, so that of threads that ask for a backend at once all but one fail.",
+    ),
+    Patch(
         "torch.compile",
         IMPORT,
         "quack decorates functions that no build calls, and the decorator imports Dynamo and much of Inductor, which takes "

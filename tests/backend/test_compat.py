@@ -29,6 +29,7 @@ def sources() -> dict[str, Source]:
 
 # What changes something of torch's and is no patch: by the module of ours and the part of torch, why.
 NO_PATCHES = {
+    ("api/saved_programs.py", "torch.ops.te_inductor"): "the namespace of our own ops",
     ("compat/dynamo.py", "torch._dynamo.eval_frame.cached_backends"): "an entry of our own backend, which has ended",
     ("lowerings/codegen/programmatic_launch.py", "torch._inductor.virtualized.V.graph"): "a mark on the graph in hand",
     (

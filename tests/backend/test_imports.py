@@ -4,7 +4,10 @@ import ast
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -38,12 +41,28 @@ def run(code: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
 
 
-def test_importing_imports_no_compiler():
-    code = (
-        "import sys, te_inductor; print([m for m in ('triton', 'cutlass', 'torch._inductor') if m in sys.modules]);"
-        "from te_inductor import recipes; print([m for m in ('triton', 'cutlass') if m in sys.modules])"
-    )
-    assert run(code).stdout.split() == ["[]", "[]"]
+IMPORT = """
+import sys, time, torch
+known, begun = set(sys.modules), time.process_time()
+import te_inductor
+took, own = time.process_time() - begun, set(sys.modules) - known
+heavy = [m for m in ("triton", "cutlass", "torch._inductor", "torch._dynamo", "sympy") if m in sys.modules]
+assert not heavy and len(own) < 40, (heavy, own)
+assert took < 0.15, took
+from te_inductor import Report, recipes
+assert "te_inductor.ops" not in sys.modules
+for name in "linears", "exported_linears", "fp8_weight", "exit_region":
+    print(getattr(torch.ops.te_inductor, name).default)
+assert not hasattr(torch.ops.te_inductor, "no_such_op")
+"""
+
+
+def test_an_import_is_light_and_ops_are_known_by_name():
+    done = run(IMPORT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [
+        f"te_inductor.{name}.default" for name in ("linears", "exported_linears", "fp8_weight", "exit_region")
+    ]
 
 
 @pytest.mark.quick("True")
@@ -54,6 +73,77 @@ def test_the_backend_starts_inductors_workers_where_a_gpu_is_in_use(initialized)
         "from torch._inductor.async_compile import AsyncCompile; print(AsyncCompile.process_pool.cache_info().currsize)"
     )
     assert run(code).stdout.strip() == str(int(initialized))
+
+
+def test_threads_that_ask_for_the_backend_at_once():
+    """Both look, find that it is not registered, load it and register it."""
+    from torch._dynamo.backends import registry
+
+    barrier = threading.Barrier(2)
+
+    class EntryPoint:
+        def load(self):
+            barrier.wait(60)
+            return te_inductor.te
+
+    registered = registry._COMPILER_FNS
+    with mock.patch.dict(registry._BACKENDS, te=EntryPoint()), mock.patch.dict(registered):
+        registered.pop("te", None)
+        with ThreadPoolExecutor(2) as threads:
+            found = [threads.submit(registry.lookup_backend, "te") for _ in range(2)]
+        assert [one.result() for one in found] == [te_inductor.te] * 2
+        with pytest.raises(AssertionError, match="duplicate name: te"):
+            registry.register_backend(lambda gm, inputs: gm, name="te")
+
+
+FIRST_USES = """
+import threading, traceback, torch
+from torch import nn
+
+def compiled():
+    torch.compile(nn.Linear(32, 32), backend="te")(x).sum().backward()
+
+def explained():
+    import te_inductor
+    te_inductor.explain(nn.Linear(32, 32), x)
+
+def stored():
+    import te_inductor
+    te_inductor.quantize_(nn.Linear(32, 32), "rowwise")(x)
+
+def in_a_region():
+    from te_inductor import autocast
+    with autocast(recipe="current"):
+        compiled()
+
+def by_name():
+    import te_inductor
+    torch.ops.te_inductor.tensor_amax(x)
+
+def of_its_state():
+    import te_inductor
+    te_inductor.state_dict(nn.Linear(32, 32))
+
+def used(use):
+    barrier.wait()
+    try:
+        use()
+    except BaseException:
+        print(use.__name__, traceback.format_exc())
+
+x = torch.randn(16, 32)
+uses = [compiled, compiled, compiled, explained, stored, in_a_region, by_name, of_its_state]
+barrier = threading.Barrier(len(uses))
+threads = [threading.Thread(target=used, args=(use,)) for use in uses]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+"""
+
+
+@pytest.mark.thorough
+def test_first_uses_in_threads():
+    done = run(FIRST_USES)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr[-2000:]
 
 
 def test_the_backend_needs_no_import_of_ours():
