@@ -217,7 +217,7 @@ def _first_step(
         return None
     graph = first_step.of(plan.gm)
     if not plan.state.may_lack_history(plan.inputs):
-        return graph.forward
+        return plan.state.count_first_steps(plan.gm, graph.forward)
     with compat.traced_beside():
         return inductor(graph, inputs)
 

@@ -283,6 +283,17 @@ def without_state(fqns: Iterable[str]) -> str:
     )
 
 
+def without_amaxes(fqns: Iterable[str], calls: int) -> str:
+    """The text of the warning about training in which delayed scaling never sees some tensor."""
+    return (
+        f"te_inductor: after {calls} calls delayed scaling has no amax of some tensors of these sites, as their gradients"
+        " were zero, or no backward ran. Until it has, all of their graph casts by each tensor's own amax, which is as"
+        f" slow as recipe 'current': {shown(fqns)};"
+        " call the model under torch.no_grad() where no backward follows, and leave layers that get no gradient out by"
+        " the option 'policy'"
+    )
+
+
 def state_was_lost(fqns: Iterable[str]) -> str:
     """The text of the warning about training that resumes without its scales."""
     return (

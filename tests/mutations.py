@@ -45,6 +45,12 @@ MUTATIONS = [
         "return next((entry for entry in reversed(list(policy)) if entry.matches(names, sizes)), None)",
         ("tests/backend/test_policy.py",),
     ),
+    Mutation(
+        "a quantizer without history is given up after some calls",
+        "state.asked, state.has_history = state.recordings, found",
+        "state.asked, state.has_history = state.recordings, found or state.recordings > 16",
+        ("tests/backend/test_first_step.py",),
+    ),
     # merged layers
     Mutation(
         "strides that were traced do not keep layers apart",

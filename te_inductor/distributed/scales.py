@@ -118,9 +118,8 @@ class DelayedScales(ScalesOf):
             update, states = ScaleUpdate(self.recipe, self.quantizer.element), self.states
             ops.update_scales([s.amax for s in states], [s.scale for s in states], [s.history for s in states], update)
         self.records, self.recorded = records, False
-        unknown = [state for state in self.states if not state.has_history]
-        if unknown:
-            note_history(unknown)
+        if any(state.is_due for state in self.states):
+            note_history([state for state in self.states if not state.has_history])
         self.lacking = [not state.has_history for state in self.states]
         for state in self.states if records else ():
             state.recordings += 1

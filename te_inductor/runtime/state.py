@@ -36,7 +36,7 @@ class ScalingState:
     history: Tensor  # (amax_history_len,)
     # What the host knows; `note_history` asks the device.
     has_history: bool = False  # whether the scale follows from some amax, or was loaded
-    recordings: int = 0  # calls that may have recorded an amax
+    recordings: int = 0  # calls that may have recorded an amax; their backwards may never have come
     asked: int = 0  # how many of those there were when the device was last asked
     loads: int = 0  # how often it was loaded
 
@@ -47,6 +47,11 @@ class ScalingState:
     def lacks_history(self) -> bool:
         """Whether no step was ever recorded, nor anything loaded."""
         return not isinstance(self.scale, FakeTensor) and _lacks_history(self.save())
+
+    @property
+    def is_due(self) -> bool:
+        """Whether to ask the device again."""
+        return not self.has_history and is_due(self.recordings, self.asked)
 
     @property
     def is_fake(self) -> bool:
@@ -62,7 +67,7 @@ class ScalingState:
     def load(self, saved: Mapping[str, Tensor]) -> None:
         """In place: compiled graphs and CUDA graphs hold these tensors."""
         global _moves
-        _moves += self.has_history  # which it may have no more: calls look again
+        _moves += 1  # calls look again
         self.has_history, self.recordings, self.asked = not _lacks_history(saved), 0, 0
         self.loads += 1
         if "scale" in saved:
@@ -96,20 +101,24 @@ def _lacks_history(saved: Mapping[str, Tensor]) -> bool:
 @torch.no_grad()
 def note_history(states: Sequence[ScalingState]) -> None:
     """Ask the devices which of these have a scale that some amax, or somebody's state, has given them. One copy to the
-    host for each device, which waits for it. What has none after many calls, as a layer whose gradient is always zero,
-    goes without: own amaxes cost passes over the tensors, and asking costs the wait."""
+    host for each device, which waits for it."""
     by_device: dict[torch.device, list[ScalingState]] = {}
     for state in states:
         by_device.setdefault(state.scale.device, []).append(state)
     for group in by_device.values():
         scales, histories = torch.stack([s.scale for s in group]), torch.stack([s.history.amax() for s in group])
         for state, found in zip(group, ((scales != 1) | (histories > 0)).tolist(), strict=True):
-            state.asked = state.recordings
-            state.has_history = found or state.recordings >= PATIENCE
+            state.asked, state.has_history = state.recordings, found
+
+
+def is_due(calls: int, asked: int) -> bool:
+    """Whether to ask again what was asked before `asked` of these calls: before each of the first calls, then after an
+    eighth as many again. The answer may never come, as for a layer whose gradient is always zero, and asking makes the
+    host wait for the device."""
+    return calls > asked + asked // 8
 
 
 T = TypeVar("T")
-PATIENCE = 16  # calls
 
 _states: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _loaded: WeakTensorKeyDictionary = WeakTensorKeyDictionary()

@@ -5,15 +5,17 @@ class runs the same graph. So the state is an input too, found by the parameters
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
+from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from te_inductor.diagnostics import COMPUTED_AGAIN, say, without_state
+from te_inductor import compat
+from te_inductor.diagnostics import COMPUTED_AGAIN, say, without_amaxes, without_state
 from te_inductor.runtime import agreement, resumed
 from te_inductor.runtime.agreement import Agreement
 from te_inductor.runtime.extra_inputs import Call, ExtraInputs
@@ -28,6 +30,10 @@ from te_inductor.runtime.state import (
     take_from_shards,
 )
 from te_inductor.runtime.tensor_groups import TensorGroups
+
+MANY_CALLS = 256  # in which some amax should have been recorded, whatever the number of microbatches in flight
+FEW_CALLS = 4  # by the eager runtime
+_first_steps_recur = False  # whether some graph had more than that
 
 
 class Reader(NamedTuple):
@@ -57,28 +63,24 @@ class _Found:
     recorded: list[ScalingState]  # those of them that the graph gives new scales
     said: bool
     is_first: bool  # whether some of them have no history: Note [A first step]
+    # Checkpoints in whose forward that was so: what they compute again has to be what it was.
+    checkpoints: WeakSet[Any]
 
     def step(self) -> None:
-        """A call begins. What has no history is asked for it where a call that may have given it some lies behind."""
+        """A call begins. What has no history is asked for it where a call that may have given it some lies behind. Until
+        it has some, however long that takes, it scales by its own amax: with no other scale does nothing vanish."""
         unknown = [state for state in self.states if not state.has_history]
-        if any(state.recordings > state.asked for state in unknown) and not _is_capturing():
+        if any(state.is_due for state in unknown) and not _is_capturing():
             note_history(unknown)
         self.is_first = not all(state.has_history for state in unknown)
+        if self.is_first and (checkpoint := compat.checkpoint_of_call()[0]) is not None:
+            self.checkpoints.add(checkpoint)
         for state in self.recorded:
             state.recordings += 1
 
 
 def _is_capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
-def _is_computed_again() -> bool:
-    """Whether this call is of a backward, by a checkpoint without reentry: it has to be what the call before was. With
-    reentry the first run, without gradients, recorded nothing and left the scales as they were."""
-    if torch._C._current_graph_task_id() < 0:
-        return False
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return bool(hooks) and hooks[0].__qualname__.startswith("_recomputation_hook.")
 
 
 @dataclass
@@ -91,24 +93,33 @@ class StateInputs(ExtraInputs):
     examples: list[Tensor] = field(default_factory=list)  # fake tensors, one an input
     quantizers: list[StateInput] = field(default_factory=list)
     agreements: list[Agreement] = field(default_factory=list)  # those without which it does not reduce amaxes
+    first_calls: int = 0  # first steps without a compiled graph
     _found: TensorGroups[_Found] = field(default_factory=TensorGroups)  # by the parameters
     _said_again: bool = False
 
     def tensors(self, call: Call) -> list[Tensor]:
         """Each quantizer's three; notes on the call whether some have no history."""
         inputs = call.inputs
-        again = _is_computed_again()
-        if again:
+        again = None  # the checkpoint without reentry whose backward calls
+        if torch._C._current_graph_task_id() >= 0:
+            checkpoint, computes_again = compat.checkpoint_of_call()
+            again = checkpoint if computes_again else None
+        if again is not None:
+            # It has to be what the call before was. With reentry the first run, without gradients, recorded nothing
+            # and left the scales as they were.
             self._note_checkpoint()
         parameters = [inputs[place] for place in self._places] or list(self.held.values())
         if self.agreements and not isinstance(parameters[0], FakeTensor):
             agreement.settle(self.agreements, self.fallback)
         with LOCK:
             found = self._found_of(parameters, inputs)
-            if found.is_first and not again:
-                found.step()
-            is_first = found.is_first
-        if is_first and not again and not found.recorded:
+            if again is not None:
+                is_first = again in found.checkpoints
+            else:
+                if found.is_first:
+                    found.step()
+                is_first = found.is_first
+        if is_first and again is None:
             self._note_no_history(found)
         call.state, call.is_first_step = found.tensors, is_first
         return found.tensors
@@ -131,18 +142,24 @@ class StateInputs(ExtraInputs):
             for q, state in recorded if is_first and self.fallback != "silent" else ():
                 for reader in q.readers if not state.has_history else ():
                     resumed.note_new(self._parameter(reader, inputs), q.site)
-            said = found is not None and found.said
-            found = _Found(moves(), tensors, states, [state for _, state in recorded], said, is_first)
+            said, checkpoints = (False, WeakSet()) if found is None else (found.said, found.checkpoints)
+            found = _Found(moves(), tensors, states, [state for _, state in recorded], said, is_first, checkpoints)
             self._found.set(parameters, found)
         return found
 
     def _note_no_history(self, found: _Found) -> None:
-        """Of a graph that records nothing. Once a model; an error at each call."""
-        if found.said and self.fallback != "error":
+        """Say that the graph casts by own amaxes: once a model where it has done so for many calls, and at the first
+        call, or as an error at each, where it records nothing, so that it always will."""
+        if found.said and (found.recorded or self.fallback != "error"):
             return
-        found.said = True
         pairs = zip(self.quantizers, found.states, strict=True)
-        say(without_state(q.site for q, state in pairs if not state.has_history), self.fallback)
+        lacking = [(q.site, state) for q, state in pairs if not state.has_history]
+        sites, calls = [site for site, _ in lacking], max(state.recordings for _, state in lacking)
+        found.said = not found.recorded or calls >= MANY_CALLS
+        if not found.recorded:
+            say(without_state(sites), self.fallback)
+        elif found.said:
+            say(without_amaxes(sites, calls), "warn" if self.fallback == "error" else self.fallback)
 
     def _note_checkpoint(self) -> None:
         """Say that a checkpoint without reentry runs the graph again."""
@@ -155,12 +172,29 @@ class StateInputs(ExtraInputs):
         return sorted({place for q in self.quantizers for place, _ in q.readers if isinstance(place, int)})
 
     def may_lack_history(self, inputs: Sequence[Any]) -> bool:
-        """Whether a call with these inputs may find a quantizer without history. Makes no state."""
+        """Whether a call with these inputs, or a later one, may find a quantizer without history. Makes no state."""
+        if _first_steps_recur:
+            return True
         for reader in itertools.chain(*(q.readers for q in self.quantizers)):
             parameter = self._parameter(reader, inputs)
             if isinstance(parameter, FakeTensor) or not has_history(parameter, reader.key.recipe):
                 return True
         return False
+
+    def count_first_steps(self, graph: fx.GraphModule, first: Callable[..., Any]) -> Callable[..., Any]:
+        """What runs first steps where nobody has compiled a graph for them. Where there are more than a few, Dynamo
+        compiles the graph again, now with one for them."""
+
+        def counted(*inputs: Any) -> Any:
+            global _first_steps_recur
+            self.first_calls += 1
+            _first_steps_recur = _first_steps_recur or self.first_calls >= FEW_CALLS
+            return first(*inputs)
+
+        for place in self._places[:1]:
+            node = graph.graph.find_nodes(op="placeholder")[place]
+            compat.guard_on_tensor(node, lambda _: self.first_calls < FEW_CALLS, "te_inductor_has_few_first_steps")
+        return counted
 
     @staticmethod
     def scaling(quantizer: StateInput, tensors: Sequence[Tensor]) -> ScalingState:

@@ -1,6 +1,7 @@
 """Note [A first step] in passes/pre_grad/rewrite/first_step.py: a quantizer without history scales by its own amax."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import te_inductor
+from te_inductor import compat
+from te_inductor.errors import FallbackWarning
 from te_inductor.recipes import DelayedScaling
 from te_inductor.runtime import state_inputs
 from te_inductor.runtime.state import has_history
@@ -88,10 +91,32 @@ def test_forwards_before_the_first_backward():
     model, x = Residual(), torch.randn(512, 64)
     exact, run = gradients(model, model, x), te(model)
     model.zero_grad()
-    losses = [run(x).square().mean() * 2.0**-20 for _ in range(3)]
+    losses = [run(x).square().mean() * 2.0**-20 for _ in range(24)]
     for loss in losses:
         loss.backward()
-    assert max(errors([p.grad / 3 for p in model.parameters()], exact)) < 0.2
+    assert max(errors([p.grad / 24 for p in model.parameters()], exact)) < 0.2
+
+
+@pytest.mark.thorough
+@pytest.mark.codegen
+def test_what_a_checkpoint_computes_again_is_the_graph_that_it_ran():
+    """Of two microbatches in flight, where the one between them was the first to have history."""
+    model = Residual(layers=1)
+    run = te(model, fallback="silent")
+
+    def forward():
+        x = torch.randn(512, 64, requires_grad=True)
+        return x, checkpoint(run, x, use_reentrant=False)
+
+    def check(x, y):
+        found = gradients(lambda _: y, model, x)
+        assert max(errors(found, gradients(model, model, x))) < 0.2
+
+    first, second = forward(), forward()
+    check(*first)
+    third = forward()
+    check(*second)
+    check(*third)
 
 
 def test_a_gradient_that_is_zero_at_first():
@@ -115,14 +140,58 @@ def test_a_gradient_that_is_zero_at_first():
     assert max(errors(found, gradients(model, model, x))) < 0.2
 
 
-def test_what_never_has_a_gradient_is_asked_for_no_more():
-    model, x = Residual(layers=1), torch.randn(64, 64)
-    run = te(model)
-    for _ in range(20):
-        model.zero_grad()
-        (run(x) * 0).sum().backward()
-    y = run(1000 * x)
-    assert (y - 1000 * x).norm() < 0.1 * (model(1000 * x) - 1000 * x).norm()
+class Heads(nn.Module):
+    """Two heads, of which the loss may leave one out."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.heads = Residual(layers=1), nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+
+    def forward(self, x):
+        x = self.body(x)
+        return torch.stack([head(x) for head in self.heads])
+
+
+def forwards_alone(run, x):
+    run(x)
+
+
+def zero_loss(run, x):
+    (run(x) * 0).sum().backward()
+
+
+def one_head(run, x):
+    (run(x)[0].float().square().mean() * 2.0**-20).backward()
+
+
+def test_gradients_that_come_late():
+    """However many calls are behind: the first gradient that a layer sees is cast by its own amax, and so are those of
+    the layers below."""
+    model, x = Heads(), torch.randn(256, 64)
+    exact = gradients(model, model, x)
+    current = errors(gradients(te(model, recipe="current"), model, x), exact)
+    torch._dynamo.reset()
+    for before in (forwards_alone, zero_loss, one_head):
+        other = copy.deepcopy(model)  # which runs the same graph
+        run = te(other)
+        for _ in range(40):
+            before(run, x)
+        for _ in range(3):
+            assert max(errors(gradients(run, other, x), exact)) <= 1.5 * max(current) + 0.01, before
+
+
+def test_what_never_has_a_gradient_is_asked_for_ever_more_seldom(monkeypatch):
+    """And it is said, once, that own amaxes are slow."""
+    asked = []
+    note_history = state_inputs.note_history
+    monkeypatch.setattr(state_inputs, "note_history", lambda states: (asked.append(len(states)), note_history(states)))
+    model, x = nn.Linear(64, 64), torch.randn(16, 64)
+    run = te(model, fallback="warn")
+    with pytest.warns(FallbackWarning, match="no amax of some tensors of these sites") as said:
+        for _ in range(state_inputs.MANY_CALLS + 10):
+            run(x)
+    assert len(asked) < 8 + 8 * math.log2(state_inputs.MANY_CALLS / 8)
+    assert len([one for one in said if "no amax of some tensors" in str(one.message)]) == 1
 
 
 def test_a_copy_of_a_model_has_a_first_step_of_its_own():
@@ -137,6 +206,27 @@ def test_a_copy_of_a_model_has_a_first_step_of_its_own():
     found = gradients(te(twin), twin, x)
     assert max(errors(found, gradients(twin, twin, x))) < 0.2
     assert state(twin).keys() == state(model).keys()
+
+
+def test_a_copy_that_stays_without_history_is_compiled_for(monkeypatch):
+    """After a few calls by the eager runtime, and once."""
+    compiled = []
+    compile_fx = compat.compile_fx
+    monkeypatch.setattr(compat, "compile_fx", lambda *args: (compiled.append(True), compile_fx(*args))[1])
+    monkeypatch.setattr(state_inputs, "_first_steps_recur", False)
+    model, x = Residual(layers=1), torch.randn(64, 64)
+    run = te(model)
+    for _ in range(2):
+        gradients(run, model, x)
+    torch._dynamo.reset()
+    compiled.clear()
+    run, other = te(model), te(copy.deepcopy(model))
+    counts = []
+    for _ in range(3 * state_inputs.FEW_CALLS):
+        run(x), other(x)
+        counts.append(len(compiled))
+    assert counts[state_inputs.FEW_CALLS - 1] == 1
+    assert set(counts[state_inputs.FEW_CALLS :]) == {3}
 
 
 def test_blocks_that_share_a_graph():
