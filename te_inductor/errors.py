@@ -52,6 +52,10 @@ class GatherError(TEInductorError, ValueError):
     read each other's tensors otherwise than they are sent."""
 
 
+class LaunchError(TEInductorError, ValueError):
+    """A kernel of ours would need more programs than CUDA runs at one launch."""
+
+
 class FallbackWarning(UserWarning):
     """Something does not run as asked; the text lists sites by reason.
 

@@ -80,6 +80,8 @@ HADAMARD = len(HADAMARD_SIGNS)
 # Both operands of a GEMM are stored with their contraction dimension last and padded with zeros to this many elements:
 # cuBLASLt's fp8 GEMM wants 16-byte rows. A zero contributes nothing to a sum, so padding is exact.
 ALIGNMENT = 16
+# The most rows or columns of a weight: kernels count places inside a tile, which is up to 256 rows long, in 32 bits.
+LONGEST = 2**23
 
 FP16_OVERFLOW = 65520.0  # what is rounded to fp16 is infinite from here on
 

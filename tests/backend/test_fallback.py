@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from te_inductor import accuracy_report, compat, explain, lowerings, targets
+from te_inductor import accuracy_report, compat, explain, lowerings, quantize_, targets
 from te_inductor.errors import FallbackError, FallbackWarning
 from te_inductor.passes import pre_grad
 from te_inductor.passes.pre_grad.decide import support
@@ -137,6 +137,14 @@ def test_inputs_that_cannot_run(x, weight, reason):
     assert reason in text
     if x.device.type != "meta":
         torch.testing.assert_close(y, linear(x, weight))
+
+
+def test_a_weight_longer_than_kernels_count():
+    """Also where it would be stored, and then written out or multiplied."""
+    assert str(support.sizes(8, 2**24, 64)) == "weight of 16777216 x 64, longer than 8388608"
+    assert support.sizes(2**24, 2**23, 64) is None
+    with pytest.raises(FallbackError, match="keeps its weight: weight of 64 x 16777216, longer than 8388608"):
+        quantize_(nn.Linear(2**24, 64, device="meta"), fallback="error")
 
 
 def test_a_device_before_fp8(monkeypatch):

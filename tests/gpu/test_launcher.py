@@ -23,7 +23,7 @@ def _sums(x, y, out, size, stride, factor, BLOCK: tl.constexpr, TWICE: tl.conste
 
 def called(launch, x, y, size, stride, factor):
     out = torch.full((size,), torch.nan, device=x.device)
-    launch((triton.cdiv(size, 128),), x, y, out, size, stride, factor)
+    launch(triton.cdiv(size, 128), x, y, out, size, stride, factor)
     return out
 
 

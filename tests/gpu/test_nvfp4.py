@@ -49,8 +49,9 @@ def test_every_value_and_scale():
         assert torch.equal(given.float(), expected.float())
 
 
-@pytest.mark.parametrize("size", [(128, 256), (70, 1040), (4096, 4096)])
+@pytest.mark.parametrize("size", [(128, 256), (70, 1040), (4096, 4096), (2**19 + 8, 64)])
 def test_written_out(size):
+    """The last size is of more rows than a grid of two axes would hold, as 128 experts of 4096 rows are."""
     weight = random_weight(*size)
     for dtype in (torch.bfloat16, torch.float16):
         wide = ops_stored.nvfp4_dequantize(*weight, size[1], dtype)
@@ -215,6 +216,7 @@ def test_rows_of_several_programs(m, splits):
         (8, 4, 128, 1024, True),
         (128, 4, 128, 1024, True),
         (4, 8, 256, 9000, True),
+        (70000, 1, 64, 70, False),  # more than the second axis of a grid holds
     ],
 )
 def test_attention(batch, m, d, n, masked, dtype):

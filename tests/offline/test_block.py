@@ -115,6 +115,15 @@ def test_a_symbolic_number_of_rows_is_held(tmp_path: Path) -> None:
     assert len(compile_to_cubin(kernel, 90, tmp_path).asm["cubin"]) > 0
 
 
+def test_no_scale_is_stored_behind_the_last_block(tmp_path: Path) -> None:
+    """Rows over two axes of a grid have programs behind them."""
+    [kernel] = generate("two_way_cast_block_long", 90).kernels
+    assert "tl.program_id(2)" in kernel.body
+    stores = [line for line in kernel.body.splitlines() if "tl.store(" in line]
+    assert len(stores) == 4 and all("< ynumel" in line or "ymask" in line for line in stores)
+    assert len(compile_to_cubin(kernel, 90, tmp_path).asm["cubin"]) > 0
+
+
 def test_magnitudes_are_integers(training: Generated) -> None:
     """Beside an fp8 store, as tests/offline/test_mlp.py asks of the other recipes: no max or min but one of int32."""
     for kernel in training.kernels:

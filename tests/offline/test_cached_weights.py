@@ -36,6 +36,7 @@ def compiled(kernel, constants: dict, warps: int, capability: int, registers: in
         "amax": "*i32",
         "amaxes": "*i32",
         "stale": "*i32",
+        "chunks": "i32",
         "scale": "*fp32",
         "scales": "*fp32",
     }

@@ -242,7 +242,9 @@ class BlockKernel(SumsKernel):
             if size == TILE and self._is_whole(position):
                 prefix = self.range_tree_nodes[position].root.prefix
                 index = index.xreplace({position: sympy.Symbol(f"{prefix}offset", integer=True, nonnegative=True)})
-                masks.discard(f"{prefix}mask")  # of whole blocks
+                if f"{prefix}mask" in masks:  # blocks are whole, but a grid of two axes for y has programs behind them
+                    masks.discard(f"{prefix}mask")
+                    masks.add(f"({prefix}offset < {prefix}numel)")
         # Added to zeros, as what does not depend on a position is no block, and the value is one.
         place = f"{self.kexpr(self.rename_indexing(index))} + tl.zeros([1, 1], tl.int32)"
         line = f"tl.store({self.args.output(name)} + ({place}), {value}, {' & '.join(masks) or None})"

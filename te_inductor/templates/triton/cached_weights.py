@@ -160,7 +160,7 @@ def _address(tensor: Tensor | None) -> int:
 def _launch(table: _Table, kind: _Kind) -> None:
     quantizer, count, device = kind.quantizer, table.weights.shape[0], table.weights.device
     scope = quantizer.granularity
-    grid, tile = (len(table.programs),), {"INPUT": _INPUTS[kind.dtype], "TILE": TILE, "ALIGNED": table.aligned}
+    programs, tile = len(table.programs), {"INPUT": _INPUTS[kind.dtype], "TILE": TILE, "ALIGNED": table.aligned}
     encode = {
         "LARGEST": quantizer.format.max,
         "EPSILON": quantizer.amax_epsilon,
@@ -175,14 +175,14 @@ def _launch(table: _Table, kind: _Kind) -> None:
         stale = torch.empty(count, dtype=torch.int32, device=device)
         scale = torch.empty(count, dtype=torch.float32, device=device)
         run = launcher(cached_weights_scan, BY_ROW=scope is ROW, **tile, num_warps=WARPS)
-        run(grid, table.parameters, table.programs, digest, amax, amaxes)
+        run(programs, table.parameters, table.programs, digest, amax, amaxes)
         one_scale = {"WHOLE": scope.whole, "TWO_LEVEL": scope.two_level}
         run = launcher(cached_weights_decide, **one_scale, **encode, num_warps=1)
-        run((count,), table.weights, digest, amax, stale, scale)
+        run(count, table.weights, digest, amax, stale, scale)
         if scope is ROW:
             chunks = triton.cdiv(table.longest, SCALES)
             run = launcher(cached_weights_scales, BLOCK=SCALES, **encode)
-            run((count, chunks), table.weights, stale, amaxes)
+            run(count * chunks, table.weights, stale, amaxes, chunks)
             scales = amaxes.view(torch.float32)
     element = _ELEMENTS[quantizer.format.dtype]
     if scope.microscaled:
@@ -198,7 +198,7 @@ def _launch(table: _Table, kind: _Kind) -> None:
             **tile,
             num_warps=WARPS,
         )
-        run(grid, table.parameters, table.programs, stale)
+        run(programs, table.parameters, table.programs, stale)
         return
     run = launcher(
         cached_weights_cast,
@@ -211,4 +211,4 @@ def _launch(table: _Table, kind: _Kind) -> None:
         num_warps=WARPS,
         maxnreg=REGISTERS,
     )
-    run(grid, table.parameters, table.programs, stale, scale, scales)
+    run(programs, table.parameters, table.programs, stale, scale, scales)

@@ -70,21 +70,23 @@ def cached_weights_decide(
             _store_inverse(tl.load(row + tiles.W_SCALE_INV), tl.load(row + tiles.W_SCALE_INV_T), factor)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks"])
 def cached_weights_scales(
     weights,  # (W, 7) int64
     stale,  # (W,) int32
     amaxes,  # int32: of each weight its rows' and its columns', which become encode scales
+    chunks,  # programs of a weight
     BLOCK: tl.constexpr,
     LARGEST: tl.constexpr,
     EPSILON: tl.constexpr,
     LARGEST_SCALE: tl.constexpr,
     POWER_2: tl.constexpr,
 ):
-    row = weights + tl.program_id(0) * tiles.WEIGHT_COLUMNS
-    if tl.load(stale + tl.program_id(0)) == 0:
+    weight = tl.program_id(0) // chunks
+    row = weights + weight * tiles.WEIGHT_COLUMNS
+    if tl.load(stale + weight) == 0:
         return
-    place, ROWS = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.load(row + tiles.W_ROWS)
+    place, ROWS = tl.program_id(0) % chunks * BLOCK + tl.arange(0, BLOCK), tl.load(row + tiles.W_ROWS)
     inside = place < ROWS + tl.load(row + tiles.W_COLUMNS)
     pointer = amaxes + tl.load(row + tiles.W_AMAXES) + place
     bits = tl.load(pointer, mask=inside, other=0)

@@ -39,10 +39,10 @@ def attention(
     sums, tops, totals = (q.new_empty((chunks, batch, m, *last), dtype=torch.float32) for last in ((d,), (), ()))
     named = {"D": d, "ASSEMBLY": assembly, "num_warps": _WARPS, "launch_pdl": assembly}
     parts = launcher(_parts, ROWS=QUERIES, BLOCK=_BLOCK, STAGES=_STAGES, **named)
-    parts((chunks, batch), q, k, v, keep, sums, tops, totals, m, n, share, *k.stride(), *v.stride(), scale)
+    parts(chunks * batch, q, k, v, keep, sums, tops, totals, m, n, share, *k.stride(), *v.stride(), scale)
     out = torch.empty_like(q)
     together = launcher(_together, CHUNKS=triton.next_power_of_2(chunks), **named)
-    together((batch * m,), sums, tops, totals, out, chunks)
+    together(batch * m, sums, tops, totals, out, chunks)
     return out
 
 
@@ -74,9 +74,10 @@ def _parts(
     STAGES: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ):
-    batch = tl.program_id(1).to(tl.int64)
-    m, d = tl.arange(0, ROWS), tl.arange(0, D)
-    first = tl.program_id(0) * SHARE
+    chunks = tl.cdiv(N, SHARE)
+    chunk, batch = tl.program_id(0) % chunks, (tl.program_id(0) // chunks).to(tl.int64)
+    m, d = tl.arange(0, ROWS), tl.arange(0, D).to(tl.int64)
+    first = chunk * SHARE
     if ASSEMBLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -100,7 +101,7 @@ def _parts(
         total = total * shrunk + tl.sum(weights, axis=0)
         y = tl.dot(values, weights.to(values.dtype), y * shrunk[None, :])
         top = higher
-    row = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + batch) * M + m
+    row = (chunk.to(tl.int64) * (tl.num_programs(0) // chunks) + batch) * M + m
     tl.store(tops + row, top, mask=m < M)
     tl.store(totals + row, total, mask=m < M)
     tl.store(sums + row[None, :] * D + d[:, None], y, mask=m[None, :] < M)

@@ -88,7 +88,7 @@ def nvfp4_product(
         **_constants(m, count, ids, config, assembly),
     )
     run(
-        _grid(m, n, count, ends, config),
+        _programs(m, n, count, ends, config),
         *_rows_given(x, ends, ids),
         stored.view(torch.int16),
         block_scale.view(torch.uint8),
@@ -130,7 +130,7 @@ def fp8_product(
         **_constants(m, count, ids, config, assembly),
     )
     run(
-        _grid(m, n, count, ends, config),
+        _programs(m, n, count, ends, config),
         *_rows_given(x, ends, ids),
         stored,
         scale_inv,
@@ -157,9 +157,9 @@ def _rows_given(x: Tensor, ends: Tensor | None, ids: Tensor | None) -> tuple[Ten
     return x, groups.contiguous()
 
 
-def _grid(m: int, n: int, count: int, ends: Tensor | None, config: Config) -> tuple[int, int]:
+def _programs(m: int, n: int, count: int, ends: Tensor | None, config: Config) -> int:
     # One program more for rows behind the last group. Neighbours read the same of a weight that has several tiles.
-    return m if ends is None else tiles(m, count, config.rows) + 1, triton.cdiv(n, BLOCK_N)
+    return (m if ends is None else tiles(m, count, config.rows) + 1) * triton.cdiv(n, BLOCK_N)
 
 
 def _constants(m: int, count: int, ids: Tensor | None, config: Config, assembly: bool) -> dict[str, object]:
@@ -177,9 +177,15 @@ def _constants(m: int, count: int, ids: Tensor | None, config: Config, assembly:
 
 
 @triton.jit
-def _tile(groups, M, E, IDS: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr):
-    """The expert of this program, its rows of x (ROWS,), and which of these there are."""
-    p = tl.program_id(0)
+def _place(N, BLOCK_N: tl.constexpr):
+    """Which tile of rows a program has, of how many, and its rows of a weight."""
+    programs = tl.num_programs(0) // tl.cdiv(N, BLOCK_N)
+    return tl.program_id(0) % programs, programs, tl.program_id(0) // programs * BLOCK_N + tl.arange(0, BLOCK_N)
+
+
+@triton.jit
+def _tile(p, groups, M, E, IDS: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr):
+    """The expert of program p, its rows of x (ROWS,), and which of these there are."""
     place = tl.arange(0, GROUPS)
     r = tl.arange(0, ROWS)
     if IDS:
@@ -208,9 +214,9 @@ def _tile(groups, M, E, IDS: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.conste
 
 
 @triton.jit
-def _clear(out, groups, M, N, E, n, ROWS: tl.constexpr):
-    """Zeros for rows behind the last group."""
-    if tl.program_id(0) == tl.num_programs(0) - 1:
+def _clear(last, out, groups, M, N, E, n, ROWS: tl.constexpr):
+    """Zeros for rows behind the last group, of which the last program takes care."""
+    if last:
         for first in range(tl.load(groups + E - 1), M, ROWS):
             row = first + tl.arange(0, ROWS)[:, None]
             zeros = tl.zeros((ROWS, n.shape[0]), dtype=out.dtype.element_ty)
@@ -242,12 +248,12 @@ def _nvfp4(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    p, programs, n = _place(N, BLOCK_N)
     if ASSEMBLY:
         tl.extra.cuda.gdc_wait()
-    expert, row, inside, count = _tile(groups, M, E, IDS, GROUPS, ROWS)
+    expert, row, inside, count = _tile(p, groups, M, E, IDS, GROUPS, ROWS)
     if not IDS:
-        _clear(out, groups, M, N, E, n, ROWS)
+        _clear(p == programs - 1, out, groups, M, N, E, n, ROWS)
     if count > 0:
         line = expert.to(tl.int64) * N + tl.minimum(n, N - 1)
         word = tl.arange(0, BLOCK_K // 4)
@@ -270,10 +276,10 @@ def _nvfp4(
                 scales = tl.load(of_scales, mask=k // 16 + block[None, :] < STORED // 16, other=0)
                 m0, m1 = inside[None, :] & (c < K), inside[None, :] & (c + 4 < K)
                 m2, m3 = inside[None, :] & (c + 8 < K), inside[None, :] & (c + 12 < K)
-            x0 = tl.load(of_x + c * X_COLUMN, mask=m0, other=0.0)
-            x1 = tl.load(of_x + (c + 4) * X_COLUMN, mask=m1, other=0.0)
-            x2 = tl.load(of_x + (c + 8) * X_COLUMN, mask=m2, other=0.0)
-            x3 = tl.load(of_x + (c + 12) * X_COLUMN, mask=m3, other=0.0)
+            x0 = tl.load(of_x + c.to(tl.int64) * X_COLUMN, mask=m0, other=0.0)
+            x1 = tl.load(of_x + (c + 4).to(tl.int64) * X_COLUMN, mask=m1, other=0.0)
+            x2 = tl.load(of_x + (c + 8).to(tl.int64) * X_COLUMN, mask=m2, other=0.0)
+            x3 = tl.load(of_x + (c + 12).to(tl.int64) * X_COLUMN, mask=m3, other=0.0)
             w0, w1, w2, w3 = values(words, scales, ASSEMBLY)
             y = tl.dot(w0.to(x0.dtype), x0, y)
             y = tl.dot(w1.to(x0.dtype), x1, y)
@@ -312,12 +318,12 @@ def _fp8(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    p, programs, n = _place(N, BLOCK_N)
     if ASSEMBLY:
         tl.extra.cuda.gdc_wait()
-    expert, row, inside, count = _tile(groups, M, E, IDS, GROUPS, ROWS)
+    expert, row, inside, count = _tile(p, groups, M, E, IDS, GROUPS, ROWS)
     if not IDS:
-        _clear(out, groups, M, N, E, n, ROWS)
+        _clear(p == programs - 1, out, groups, M, N, E, n, ROWS)
     if count > 0:
         BLOCKS: tl.constexpr = (STORED + 127) // 128  # of a row
         column = tl.arange(0, BLOCK_K)
@@ -329,12 +335,13 @@ def _fp8(
         y = tl.zeros((BLOCK_N, ROWS), dtype=tl.float32)
         for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
             c = k + column
+            of_c = of_x + c.to(tl.int64)[:, None] * X_COLUMN
             if EVEN:
                 w = tl.load(of_w, eviction_policy="evict_first")
-                given = tl.load(of_x + c[:, None] * X_COLUMN, mask=inside[None, :], other=0.0)
+                given = tl.load(of_c, mask=inside[None, :], other=0.0)
             else:
                 w = tl.load(of_w, mask=c[None, :] < STORED, other=0.0)
-                given = tl.load(of_x + c[:, None] * X_COLUMN, mask=inside[None, :] & (c[:, None] < K), other=0.0)
+                given = tl.load(of_c, mask=inside[None, :] & (c[:, None] < K), other=0.0)
             if SCOPE == 2:
                 y += tl.dot(w.to(given.dtype), given) * tl.load(of_scale + k // 128)[:, None]
             else:

@@ -67,7 +67,7 @@ def quantize_experts_rows(
         maxnreg=config.registers,
     )
     run(
-        (triton.cdiv(rows, span), experts),
+        triton.cdiv(rows, span) * experts,
         w,
         out,
         scale_inv,
@@ -107,12 +107,13 @@ def _rows_kernel(
     LARGEST_SCALE: tl.constexpr,
     POWER_2: tl.constexpr,
 ):
-    expert = tl.program_id(1).to(tl.int64)
+    down = tl.cdiv(high, SPAN)  # programs of an expert
+    expert = (tl.program_id(0) // down).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     x += expert * stride_e
     out += expert * high * leading
     of_columns = tl.zeros((ROWS, BLOCK), tl.int32)
-    first = tl.program_id(0) * SPAN + tl.arange(0, ROWS)
+    first = tl.program_id(0) % down * SPAN + tl.arange(0, ROWS)
     coming = _rows(x, first, columns, high, wide, stride_r)
     for step in range(0, SPAN, ROWS):
         values, rows = coming.to(tl.float32), first + step

@@ -47,9 +47,7 @@ def partial_sums(
         num_warps=config.warps,
         launch_pdl=assembly,
     )
-    run(
-        (config.splits * triton.cdiv(m, config.rows), triton.cdiv(n, config.block_n)), a, a_scale, b, b_scale, out, m, n
-    )
+    run(config.splits * triton.cdiv(m, config.rows) * triton.cdiv(n, config.block_n), a, a_scale, b, b_scale, out, m, n)
     return out
 
 
@@ -84,12 +82,12 @@ def _partial_sums(
     ASSEMBLY: tl.constexpr,  # False: for the interpreter
 ):
     # Neighbouring programs read the same part of b for other rows of a, so that memory is read once.
-    tiles = tl.num_programs(0) // SPLITS
-    part = tl.program_id(0) // tiles
+    tiles = tl.cdiv(M, ROWS)
+    part = tl.program_id(0) // tiles % SPLITS
     m = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = tl.program_id(0) // (tiles * SPLITS) * BLOCK_N + tl.arange(0, BLOCK_N)
     column = part * BLOCK_K + tl.arange(0, BLOCK_K)
-    of_a = a + m[:, None] * K + column[None, :]
+    of_a = a + m.to(tl.int64)[:, None] * K + column[None, :]
     of_b = b + tl.minimum(n, N - 1).to(tl.int64)[:, None] * K + column[None, :]
     inside = m[:, None] < M
     if ASSEMBLY:

@@ -54,7 +54,7 @@ def quantize_groups_by_column(
         **arithmetic(quantizer, x.dtype),
         num_warps=_WARPS,
     )
-    run((triton.cdiv(columns, COLUMNS), groups), x, source, starts, scale_inv, out, columns, *x.stride(), out.shape[1])
+    run(triton.cdiv(columns, COLUMNS) * groups, x, source, starts, scale_inv, out, columns, *x.stride(), out.shape[1])
     return out, scale_inv
 
 
@@ -77,8 +77,9 @@ def _strips_kernel(
     LARGEST_SCALE: tl.constexpr,
     POWER_2: tl.constexpr,
 ):
-    group, groups = tl.program_id(1), tl.num_programs(1)
-    columns = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
+    across = tl.cdiv(wide, WIDE)  # programs of a group
+    group, groups = tl.program_id(0) // across, tl.num_programs(0) // across
+    columns = tl.program_id(0) % across * WIDE + tl.arange(0, WIDE)
     begin, end = tl.load(starts + group) // TILE, tl.load(starts + group + 1) // TILE
     most = tl.zeros((TILE, WIDE), tl.int32)
     for tile in range(begin, end):

@@ -135,7 +135,7 @@ def _cast_tiles(
         x.dtype,
     )
     run(
-        (-(-high // TILE), -(-columns // wide), experts),
+        -(-high // TILE) * -(-columns // wide) * experts,
         x,
         x if source is None else source,
         x if tile_groups is None else tile_groups,
@@ -185,7 +185,7 @@ def column_scales(
     high = rows if source is None else source.shape[0]
     amax = torch.zeros((groups, columns), dtype=torch.int32, device=x.device)
     _amax_launcher(source is not None)(
-        (-(-high // TILE), -(-columns // COLUMNS), experts),
+        -(-high // TILE) * -(-columns // COLUMNS) * experts,
         x,
         x if source is None else source,
         x if tile_groups is None else tile_groups,
@@ -204,7 +204,7 @@ def scales_of_amaxes(
 ) -> tuple[Tensor, Tensor]:  # scale, scale_inv
     scale, scale_inv = (torch.empty(amax.shape, dtype=torch.float32, device=amax.device) for _ in range(2))
     count = amax.numel()
-    _scale_launcher(quantizer.fields, dtype)((-(-count // _BLOCK),), amax, scale, scale_inv, count)
+    _scale_launcher(quantizer.fields, dtype)(-(-count // _BLOCK), amax, scale, scale_inv, count)
     return scale, scale_inv
 
 
@@ -216,6 +216,14 @@ def _amax_launcher(gathered: bool) -> Launcher:
 @functools.cache
 def _scale_launcher(fields: tuple[Any, ...], dtype: torch.dtype) -> Launcher:
     return Launcher(_scale_kernel, BLOCK=_BLOCK, **arithmetic(Quantizer(*fields), dtype), num_warps=4)
+
+
+@triton.jit
+def tile_of(high, wide, TILE: tl.constexpr, WIDE: tl.constexpr):
+    """The expert of this program, the row and the column of its tile, and of how many rows and columns of tiles."""
+    down, across = tl.cdiv(high, TILE), tl.cdiv(wide, WIDE)
+    column = tl.program_id(0) // down
+    return column // across, tl.program_id(0) % down, column % across, down, across
 
 
 @triton.jit
@@ -265,15 +273,15 @@ def _amax_kernel(
     TILE: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    expert = tl.program_id(2)
-    rows = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    columns = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
+    expert, row, column, _, _ = tile_of(high, wide, TILE, WIDE)
+    rows = row * TILE + tl.arange(0, TILE)
+    columns = column * WIDE + tl.arange(0, WIDE)
     begins, there = rows_of(x + expert.to(tl.int64) * stride_e, source, rows, high, stride_r, GATHERED)
     values = elements(begins, there, columns, wide, stride_c).to(tl.float32)
     bits = tl.max(tiles.magnitudes(values), 0)
     group = expert
     if GATHERED:
-        group = tl.load(tile_groups + tl.program_id(0))
+        group = tl.load(tile_groups + row)
     tl.atomic_max(amax + group.to(tl.int64) * wide + columns, bits, mask=columns < wide, sem="relaxed")
 
 
@@ -289,7 +297,7 @@ def _scale_kernel(
     LARGEST_SCALE: tl.constexpr,
     POWER_2: tl.constexpr,
 ):
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     bits = tl.load(amax + place, mask=place < count, other=0)
     factor = casting.encode(bits.to(tl.float32, bitcast=True), LARGEST, EPSILON, LARGEST_SCALE, POWER_2)
     tl.store(scale + place, factor, mask=place < count)
@@ -323,9 +331,9 @@ def _cast_kernel(
     LARGEST_SCALE: tl.constexpr,
     POWER_2: tl.constexpr,
 ):
-    expert = tl.program_id(2)
-    even = tl.program_id(0) * TILE + 2 * tl.arange(0, TILE // 2)
-    columns = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
+    expert, row, column, down, across = tile_of(high, wide, TILE, WIDE)
+    even = row * TILE + 2 * tl.arange(0, TILE // 2)
+    columns = column * WIDE + tl.arange(0, WIDE)
     x += expert.to(tl.int64) * stride_e
     begins0, there0 = rows_of(x, source, even, high, stride_r, GATHERED)
     begins1, there1 = rows_of(x, source, even + 1, high, stride_r, GATHERED)
@@ -338,7 +346,7 @@ def _cast_kernel(
         elif MODE == _OF_COLUMNS:
             group = expert
             if GROUPED:
-                group = tl.load(tile_groups + tl.program_id(0))
+                group = tl.load(tile_groups + row)
             of_columns = scale + group.to(tl.int64) * wide + columns
             factor = tl.load(of_columns, mask=columns < wide, other=1.0)[None, :]
         else:
@@ -347,22 +355,20 @@ def _cast_kernel(
                 found = casting.encode(
                     tl.max(bits, 0).to(tl.float32, bitcast=True), LARGEST, EPSILON, LARGEST_SCALE, POWER_2
                 )
-                place = scale + tl.program_id(0).to(tl.int64) * wide + columns
+                place = scale + row.to(tl.int64) * wide + columns
                 tl.store(place, casting.inverse(found), mask=columns < wide)
                 factor = found[None, :]
             else:
                 factor = casting.encode(
                     tl.max(bits).to(tl.float32, bitcast=True), LARGEST, EPSILON, LARGEST_SCALE, POWER_2
                 )
-                down, across = tl.program_id(0), tl.program_id(1)
-                block = across * tl.num_programs(0) + down if TRANSPOSED else down * tl.num_programs(1) + across
-                blocks = tl.num_programs(0) * tl.num_programs(1)
-                tl.store(scale + expert.to(tl.int64) * blocks + block, casting.inverse(factor))
+                block = column * down + row if TRANSPOSED else row * across + column
+                tl.store(scale + expert.to(tl.int64) * (down * across) + block, casting.inverse(factor))
         x0 = casting.cast(tiles.product(x0, factor), LARGEST, ELEMENT)
         x1 = casting.cast(tiles.product(x1, factor), LARGEST, ELEMENT)
     if TRANSPOSED:
         out += expert.to(tl.int64) * wide * leading
-        store_transposed(out, x0, x1, tl.program_id(0), columns, wide, leading, TILE, PAIRED)
+        store_transposed(out, x0, x1, row, columns, wide, leading, TILE, PAIRED)
     else:
         out += expert.to(tl.int64) * high * leading
         inside = (columns < leading)[None, :]

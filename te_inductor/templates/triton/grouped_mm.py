@@ -80,7 +80,7 @@ class Call:
 
     def launch(self) -> None:
         """On the device of its tensors."""
-        self.launcher((self.programs,), *self.arguments)
+        self.launcher(self.programs, *self.arguments)
 
 
 def options() -> dict[str, Any]:

@@ -12,11 +12,17 @@ import triton
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
+from te_inductor.errors import LaunchError
+
 ALIGNED = 16  # bytes, and what an integer is a multiple of
+MOST_PROGRAMS = 2**31 - 1  # of a grid's first axis; the others hold 65,535, which no kernel uses
 
 
 class Launcher:
-    """One kernel with one set of constants and options: made once, and called with the other arguments, by position."""
+    """One kernel with one set of constants and options: made once, and called with the other arguments, by position.
+
+    A grid has one axis. A kernel whose tiles have more dimensions finds its tile from the program's number: the other axes
+    of CUDA's grids hold too few programs for the rows of large models' experts."""
 
     __slots__ = ("_compiled", "_kernel", "_named", "_values", "constants")
 
@@ -34,31 +40,42 @@ class Launcher:
         self._values = tuple(self.constants.values())
         self._compiled: dict[tuple[Any, ...], CompiledKernel] = {}
 
-    def __call__(self, grid: tuple[int, ...], *arguments: Any, on: torch.device | None = None) -> None:
+    def __call__(self, programs: int, *arguments: Any, on: torch.device | None = None) -> None:
         """On the current stream of `on`, by default the device of the first argument, a tensor or a descriptor of one."""
+        if programs > MOST_PROGRAMS:
+            raise LaunchError(too_many(self._kernel.__name__, programs, arguments))
         if on is None:
             on = (arguments[0] if isinstance(arguments[0], Tensor) else arguments[0].base).device
         if on.type != "cuda":  # Triton's interpreter
-            self._kernel[grid](*arguments, **self._named)
+            self._kernel[(programs,)](*arguments, **self._named)
         elif on.index == torch._C._cuda_getDevice():
-            self._launch(grid, arguments, on.index)
+            self._launch(programs, arguments, on.index)
         else:
             with torch.cuda.device(on):
-                self._launch(grid, arguments, on.index)
+                self._launch(programs, arguments, on.index)
 
-    def _launch(self, grid: tuple[int, ...], arguments: tuple[Any, ...], device: int) -> None:
+    def _launch(self, programs: int, arguments: tuple[Any, ...], device: int) -> None:
         key = (device, *[specialized(argument) for argument in arguments])
-        compiled = self._compiled.get(key)
+        compiled, grid = self._compiled.get(key), (programs,)
         if compiled is None:
             self._compiled[key] = self._kernel[grid](*arguments, **self._named)
             return
-        x, y, z = (*grid, 1, 1)[:3]
         stream = torch._C._cuda_getCurrentRawStream(device)
         runtime, values = triton.knobs.runtime, (*arguments, *self._values)
         compiled.run(
-            x, y, z, stream, compiled.function, compiled.packed_metadata,
+            programs, 1, 1, stream, compiled.function, compiled.packed_metadata,
             compiled.launch_metadata(grid, stream, *values), runtime.launch_enter_hook, runtime.launch_exit_hook, *values,
         )  # fmt: skip
+
+
+def too_many(kernel: str, programs: int, arguments: tuple[Any, ...]) -> str:
+    """What a `LaunchError` says."""
+    given = (getattr(argument, "base", argument) for argument in arguments)
+    sizes = ", ".join(str(tuple(tensor.shape)) for tensor in given if isinstance(tensor, Tensor))
+    return (
+        f"kernel {kernel} of tensors of sizes {sizes} wants {programs:,} programs, expected at most {MOST_PROGRAMS:,},"
+        " which is CUDA's limit; give it its rows in several calls"
+    )
 
 
 def specialized(value: Any) -> Any:

@@ -56,7 +56,7 @@ def launch(
         _linear, **constants(x.dim() == 3, m, k, rows, block_n, splits, warps, ahead), **options(block_n, warps)
     )
     run(
-        (triton.cdiv(m, rows) * splits * triton.cdiv(n, block_n),),
+        triton.cdiv(m, rows) * splits * triton.cdiv(n, block_n),
         x,
         stored.view(torch.int32),
         block_scale.view(torch.uint16),

@@ -33,7 +33,7 @@ def recast(
         _recast, BLOCKS=k // 16, ROWS=_ROWS, BLOCK=_COLUMNS // 16, STEPS=_STEPS, ASSEMBLY=assembly, num_warps=_WARPS
     )
     run(
-        _grid(n, k),
+        _programs(n, k),
         stored.view(torch.int64),
         block_scale.view(torch.uint8),
         tensor_scale,
@@ -67,7 +67,7 @@ def dequantize(
         num_warps=_WARPS,
     )
     run(
-        _grid(n, padded),
+        _programs(n, padded),
         stored.view(torch.int16),
         block_scale.view(torch.uint8),
         tensor_scale,
@@ -78,8 +78,8 @@ def dequantize(
     return data
 
 
-def _grid(n: int, k: int) -> tuple[int, int]:
-    return triton.cdiv(k, _COLUMNS * _STEPS), triton.cdiv(n, _ROWS)
+def _programs(n: int, k: int) -> int:
+    return triton.cdiv(n, _ROWS) * triton.cdiv(k, _COLUMNS * _STEPS)
 
 
 @triton.jit
@@ -97,8 +97,9 @@ def _recast(
     ASSEMBLY: tl.constexpr,
 ):
     """A thread writes whole blocks, 16 bytes."""
-    first = tl.program_id(0) * (BLOCK * STEPS)
-    n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    ACROSS: tl.constexpr = (BLOCKS + BLOCK * STEPS - 1) // (BLOCK * STEPS)  # programs of a row
+    first = tl.program_id(0) % ACROSS * (BLOCK * STEPS)
+    n = tl.program_id(0) // ACROSS * ROWS + tl.arange(0, ROWS)
     row = n.to(tl.int64)[:, None]
     inside = n[:, None] < N
     power = _powers(block_scale + row * BLOCKS, inside, BLOCKS, ROWS, 256)
@@ -131,8 +132,9 @@ def _expand(
     FACTOR: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ):
-    first = tl.program_id(0) * (BLOCK_K * STEPS)
-    n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    ACROSS: tl.constexpr = (K + BLOCK_K * STEPS - 1) // (BLOCK_K * STEPS)  # programs of a row
+    first = tl.program_id(0) % ACROSS * (BLOCK_K * STEPS)
+    n = tl.program_id(0) // ACROSS * ROWS + tl.arange(0, ROWS)
     row = n.to(tl.int64)[:, None]
     inside = n[:, None] < N
     factor = tl.load(tensor_scale + n // EACH, mask=n < N)[:, None]

@@ -113,7 +113,7 @@ def partial_sums(
     copied = zip((x, stored.view(torch.int32), scales), boxes(config.rows), strict=True)
     run = launcher(_linear, **constants(n, k, config), **options())
     run(
-        (triton.cdiv(m, config.rows) * config.splits * triton.cdiv(n, BLOCK_N.value),),
+        triton.cdiv(m, config.rows) * config.splits * triton.cdiv(n, BLOCK_N.value),
         *(TensorDescriptor.from_tensor(tensor, list(block), layout) for tensor, (block, layout) in copied),
         x_scale,
         scales.view(torch.int32),

@@ -214,7 +214,7 @@ def partial_sums(
     if config.kind == STREAMED:
         nvfp4_streamed.launch(*given, config.shares, config.stages)
         return out
-    grid = (config.splits * triton.cdiv(m, config.rows), triton.cdiv(n, config.block_n))
+    programs = config.splits * triton.cdiv(m, config.rows) * triton.cdiv(n, config.block_n)
     run = launcher(
         _partial_sums,
         K=k,
@@ -228,7 +228,7 @@ def partial_sums(
         num_warps=config.warps,
         launch_pdl=assembly,
     )
-    run(grid, x, stored.view(torch.int16), block_scale.view(torch.uint8), tensor_scale, out, m, n)
+    run(programs, x, stored.view(torch.int16), block_scale.view(torch.uint8), tensor_scale, out, m, n)
     return out
 
 
@@ -251,17 +251,17 @@ def _partial_sums(
     ASSEMBLY: tl.constexpr,
 ):
     # Neighbouring programs read the same part of the weight for other rows of x, so that memory is read once.
-    tiles = tl.num_programs(0) // SPLITS
-    part = tl.program_id(0) // tiles
+    tiles = tl.cdiv(M, ROWS)
+    part = tl.program_id(0) // tiles % SPLITS
     m = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = tl.program_id(0) // (tiles * SPLITS) * BLOCK_N + tl.arange(0, BLOCK_N)
     WORDS: tl.constexpr = BLOCK_K // 4
     row = tl.minimum(n, N - 1).to(tl.int64)[:, None]
     word = stored + row * (K // 4) + part * WORDS + tl.arange(0, WORDS)[None, :]
     scale = block_scale + row * (K // 16) + part * (BLOCK_K // 16) + tl.arange(0, BLOCK_K // 16)[None, :]
     if ASSEMBLY:
         tl.extra.cuda.gdc_wait()
-    column = x + m[None, :] * K + part * WORDS + tl.arange(0, WORDS)[:, None]
+    column = x + m.to(tl.int64)[None, :] * K + part * WORDS + tl.arange(0, WORDS)[:, None]
     inside = m[None, :] < M
     y = tl.zeros((BLOCK_N, ROWS), dtype=tl.float32)
     # As often for every part. Where Triton knows how often, it lets wgmma run while it makes the next ones' operands:

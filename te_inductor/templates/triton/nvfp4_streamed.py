@@ -70,7 +70,7 @@ def launch(
     copied = zip((x, stored.view(torch.int32), block_scale.view(torch.int16)), boxes(rows, block_n), strict=True)
     run = launcher(_linear, **constants(rows, block_n, shares, stages), **options(rows, block_n, shares, stages))
     run(
-        (triton.cdiv(m, rows) * splits * triton.cdiv(n, block_n),),
+        triton.cdiv(m, rows) * splits * triton.cdiv(n, block_n),
         *(TensorDescriptor.from_tensor(tensor, list(box), layout) for tensor, (box, layout) in copied),
         tensor_scale,
         out,

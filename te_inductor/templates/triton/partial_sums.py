@@ -26,7 +26,7 @@ def add_up(
         return parts[0].to(out_dtype)
     out = parts.new_empty((m, n), dtype=out_dtype)
     run = launcher(_add_up, SPLITS=splits, BLOCK=ADDED, ASSEMBLY=assembly, num_warps=4, launch_pdl=assembly)
-    run((triton.cdiv(m * n, ADDED),), parts, out, m * n)
+    run(triton.cdiv(m * n, ADDED), parts, out, m * n)
     return out
 
 
@@ -42,7 +42,7 @@ def _add_up(
     if ASSEMBLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     part = parts + place
     y = tl.load(part, mask=place < SIZE)
     for _ in tl.static_range(1, SPLITS):

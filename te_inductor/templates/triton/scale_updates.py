@@ -58,10 +58,10 @@ def launch(amax: Tensor, table: Tensor, update: ScaleUpdate) -> None:
     if delayed.reduces(update):
         reduced = amax.new_empty(count)
         collect = launcher(collect_amaxes, BLOCK=triton.next_power_of_2(count), num_warps=1)
-        collect((1,), table, reduced, count, on=amax.device)
+        collect(1, table, reduced, count, on=amax.device)
         delayed.reduce(reduced, update)
     most_recent = recipe.amax_compute_algo == "most_recent"
-    _updater(recipe.amax_history_len, most_recent)((count,), table, reduced, count, update.largest, on=amax.device)
+    _updater(recipe.amax_history_len, most_recent)(count, table, reduced, count, update.largest, on=amax.device)
 
 
 @functools.cache

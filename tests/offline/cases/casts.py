@@ -144,6 +144,11 @@ def two_way_cast_block() -> Case:
     return cast_both_ways(256, 384, scope="1x128")
 
 
+def two_way_cast_block_long() -> Case:
+    """So many rows that Inductor would give them two axes of a grid."""
+    return cast_both_ways(2**17, 128, scope="1x128")
+
+
 def two_way_cast_block_padded() -> Case:
     """Blocks that are cut off, two of them in a row."""
     return cast_both_ways(20, 137, scope="1x128")

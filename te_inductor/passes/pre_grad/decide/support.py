@@ -13,7 +13,7 @@ from te_inductor import compat, targets
 from te_inductor.diagnostics import Refusal
 from te_inductor.ops.gathered_weight import GatheredWeight
 from te_inductor.recipes import Recipe, Slots
-from te_inductor.recipes.formats import padded
+from te_inductor.recipes.formats import LONGEST, padded
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Padding N and K to 16 may multiply a GEMM's work by this much: midway between a win and a loss, measured on an H200
@@ -83,7 +83,12 @@ def sizes(m: Any, n: Any, k: Any) -> Refusal | None:
     work = padded(n) * padded(k) / (n * k)
     if work > MAX_PADDING:
         return Refusal("N=%d, K=%d would be padded to multiples of 16: %.2fx the work", n, k, work)
-    return None
+    return too_long(n, k)
+
+
+def too_long(n: int, k: int) -> Refusal | None:
+    """Whether kernels count to the end of a weight's rows and columns."""
+    return Refusal("weight of %d x %d, longer than %d", n, k, LONGEST) if max(n, k) > LONGEST else None
 
 
 def bias(bias: torch.Tensor | None, n: int, experts: int | None = None) -> Refusal | None:
