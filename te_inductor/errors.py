@@ -40,7 +40,8 @@ class DeferredWgradError(TEInductorError, RuntimeError):
 
 
 class StoredWeightError(TEInductorError, RuntimeError):
-    """The program asks to train a stored weight or to change it in place, or a weight cannot be stored."""
+    """The program asks to train a stored weight or to change it in place, a weight cannot be stored, or the parts of a
+    saved one do not fit its shape."""
 
 
 class CheckpointError(TEInductorError, ValueError):

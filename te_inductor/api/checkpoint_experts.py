@@ -99,4 +99,4 @@ class Filling:
             whole[expert].copy_(part)
 
     def made(self) -> Tensor:
-        return self._kind(self._parts, self._shape, self._dtype, self._recipe)
+        return self._kind.of(self._parts, self._shape, self._dtype, self._recipe, False)

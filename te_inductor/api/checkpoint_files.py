@@ -55,6 +55,8 @@ class _StateDict(Checkpoint):
 def _entry(value: object) -> Entry:
     if not isinstance(value, Tensor):
         return Entry(None, (), f"a {type(value).__name__}")
+    if value.layout != torch.strided:
+        return Entry(None, tuple(value.shape), f"{value.layout}".removeprefix("torch."))
     return Entry(value.dtype, tuple(value.shape), str(value.dtype).removeprefix("torch."))
 
 

@@ -162,7 +162,7 @@ class _Loading:
             _put(held, self._dequantized(source.pieces[0], old, old.shape))
         else:
             parts, recipe = self._stored(source.pieces[0], old)
-            made = kind_of(recipe)(parts, old.shape, old.dtype, recipe)  # type: ignore[call-arg]
+            made = kind_of(recipe).of(parts, old.shape, old.dtype, recipe)
             held.replace(nn.Parameter(made, requires_grad=False))
 
     def _device(self, like: Tensor) -> torch.device:
@@ -176,7 +176,9 @@ class _Loading:
         of = piece.format
         assert of is not None
         recipe = self.recipes[type(of.recipe)]
-        parts = tuple(self.checkpoint.read(key).to(self._device(like), copy=True) for key in piece.keys)
+        form = torch.contiguous_format  # whatever strides a state_dict has
+        read = (self.checkpoint.read(key) for key in piece.keys)
+        parts = tuple(part.to(self._device(like), copy=True, memory_format=form) for part in read)
         return of.stored(parts, recipe), recipe
 
     def _dequantized(self, piece: Piece, like: Tensor, shape: torch.Size) -> Tensor:

@@ -57,6 +57,12 @@ class StoredExperts(StoredWeight):
         return cls(tuple(parts), weight.shape, weight.dtype, recipe, transposed)
 
     @classmethod
+    def expected_parts(cls, shape: tuple[int, ...], recipe: Recipe, transposed: bool = False) -> stored_weight.Layout:
+        count, *matrix = shape
+        made = cls.MATRIX.store(torch.empty(matrix[::-1] if transposed else matrix, device="meta"), recipe)
+        return tuple((part.dtype, (count, *cls.squeezed(part).shape)) for part in made.parts)
+
+    @classmethod
     def squeezed(cls, part: Tensor) -> Tensor:
         """A part of one expert, as it is among all experts'."""
         return part
@@ -255,14 +261,9 @@ def kind_of(recipe: Recipe) -> type[StoredExperts]:
     return _KINDS[type(recipe)]
 
 
-def rebuild(kind: str, *saved: Any) -> Any:
-    """What a pickled weight is loaded with."""
-    *rest, transposed = saved
-    parts, shape, dtype, recipe, is_parameter = rest
-    found = {cls.__name__: cls for cls in _KINDS.values()}[kind]
-    viewed = tuple(data.view(of).view(size) for data, of, size in parts)
-    weight = found(found.from_saved(viewed), torch.Size(shape), dtype, recipe, transposed)
-    return torch.nn.Parameter(weight, requires_grad=False) if is_parameter else weight
+def rebuild(*saved: Any) -> StoredWeight:
+    """What a pickled weight is loaded with; as of `stored_weight.rebuild`, and whether it is transposed."""
+    return stored_weight.rebuilt(_KINDS, *saved)
 
 
 def _rows(part: Tensor, ids: Tensor) -> Tensor:

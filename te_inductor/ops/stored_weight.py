@@ -10,7 +10,8 @@ it, from another stored weight or from one in high precision.
 """
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,9 +22,12 @@ from te_inductor import compat, ops
 from te_inductor.errors import RecipeError, StoredWeightError
 from te_inductor.ops import stored as ops_stored
 from te_inductor.recipes import Float8BlockScaling, Float8CurrentScaling, Float8RowwiseScaling, NVFP4WeightOnly, Recipe
+from te_inductor.recipes.formats import LONGEST
 from te_inductor.runtime import microscaling, nvfp4
 
 aten = torch.ops.aten
+
+Layout = tuple[tuple[torch.dtype, tuple[int, ...]], ...]  # the dtype and the shape of each part
 
 
 @functools.cache
@@ -55,6 +59,24 @@ class StoredWeight(Tensor):
     def store(cls, weight: Tensor, recipe: Recipe) -> "StoredWeight":
         """Quantize a weight (N, K)."""
         raise NotImplementedError
+
+    @classmethod
+    def expected_parts(cls, shape: tuple[int, ...], recipe: Recipe) -> Layout:
+        """What the parts of a weight of this shape are: as those that `store` makes, of one without values."""
+        made = cls.store(torch.empty(shape, device="meta"), recipe)
+        return tuple((part.dtype, tuple(part.shape)) for part in made.parts)
+
+    @classmethod
+    def of(
+        cls, parts: tuple[Tensor, ...], shape: Sequence[int], dtype: torch.dtype, recipe: Recipe, *more: Any
+    ) -> "StoredWeight":
+        """The weight of parts that others have made, as a checkpoint's.
+
+        Raises:
+            StoredWeightError: they are not what kernels take them for, which read as much as the shape says.
+        """
+        check(cls, parts, shape, dtype, recipe, *more)
+        return cls(parts, torch.Size(shape), dtype, recipe, *more)
 
     def dequantize(self) -> Tensor:  # type: ignore[override]
         """What is stored, as a plain (N, K) tensor of this tensor's dtype."""
@@ -266,11 +288,89 @@ def rebuild(
     recipe: Recipe,
     is_parameter: bool,
 ) -> StoredWeight:
-    """What a pickled weight is loaded with."""
-    found = {cls.__name__: cls for cls in _KINDS.values()}[kind]
-    viewed = tuple(data.view(of).view(size) for data, of, size in parts)
-    weight = found(found.from_saved(viewed), torch.Size(shape), dtype, recipe)
+    """What a pickled weight is loaded with.
+
+    Raises:
+        StoredWeightError: as of `StoredWeight.of`.
+    """
+    return rebuilt(_KINDS, kind, parts, shape, dtype, recipe, is_parameter)
+
+
+def rebuilt(
+    kinds: Mapping[type[Recipe], type[StoredWeight]],
+    kind: str,
+    parts: Sequence[tuple[Tensor, torch.dtype, tuple[int, ...]]],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    recipe: Recipe,
+    is_parameter: bool,
+    *more: Any,
+) -> StoredWeight:
+    """The weight of one of these kinds, by the recipe that it was stored for."""
+    cls = kinds.get(type(recipe))
+    if cls is None or cls.__name__ != kind:
+        expected = ", ".join(f"{cls.__name__} for {of.__name__}" for of, cls in kinds.items())
+        raise StoredWeightError(f"a saved weight is {kind!r} for {type(recipe).__name__}, expected one of {expected}")
+    viewed = tuple(_viewed(*part) for part in parts)
+    check(cls, viewed, shape, dtype, recipe, *more)
+    weight = cls(cls.from_saved(viewed), torch.Size(shape), dtype, recipe, *more)
     return torch.nn.Parameter(weight, requires_grad=False) if is_parameter else weight  # type: ignore[return-value]
+
+
+def _viewed(data: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """A saved part, of its bytes."""
+    expected = math.prod(shape) * dtype.itemsize
+    if data.dtype != torch.uint8 or data.shape != (expected,) or not data.is_contiguous():
+        raise StoredWeightError(
+            f"a part of a saved weight is {_described(data)}, expected {expected} contiguous bytes, as of"
+            f" {dtype} {list(shape)}; {_CHANGED}"
+        )
+    return data.view(dtype).view(shape)
+
+
+_CHANGED = "the file is damaged or was changed: save the model again"
+
+
+def check(
+    cls: type[StoredWeight],
+    parts: Sequence[Tensor],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    recipe: Recipe,
+    *more: Any,
+) -> None:
+    """Whether these parts are those of a weight of this shape.
+
+    Raises:
+        StoredWeightError: one is of another dtype, shape or layout, or on another device; or the shape is none.
+    """
+    dims = 3 if more else 2
+    sides = all(isinstance(size, int) and 0 < size <= LONGEST for size in shape)
+    if len(shape) != dims or not sides or not dtype.is_floating_point:
+        raise StoredWeightError(
+            f"a weight of shape {list(shape)} for {dtype} is stored as {recipe.name}, expected {dims} sizes from 1 to"
+            f" {LONGEST} and a floating-point dtype"
+        )
+    layout = _expected_parts(cls, tuple(shape), recipe, *more)
+    if len(parts) != len(layout):
+        raise StoredWeightError(f"{len(parts)} parts of a {cls.__name__}, expected {', '.join(cls.PARTS)}")
+    for name, part, (of, size) in zip(cls.PARTS, parts, layout, strict=True):
+        whole = part.layout == torch.strided and part.is_contiguous() and part.device == parts[0].device
+        if part.dtype != of or part.shape != size or not whole:
+            raise StoredWeightError(
+                f"{name} of a weight of {' x '.join(map(str, shape))} that is stored as {recipe.name} is"
+                f" {_described(part)}, expected {of} {list(size)}, contiguous and on {parts[0].device}; {_CHANGED}"
+            )
+
+
+@functools.lru_cache(1024)
+def _expected_parts(cls: type[StoredWeight], *given: Any) -> Layout:
+    return cls.expected_parts(*given)
+
+
+def _described(part: Tensor) -> str:
+    where = "" if part.layout == torch.strided and part.is_contiguous() else ", not contiguous,"
+    return f"{part.dtype} {list(part.shape)}{where} on {part.device}"
 
 
 # ---- the few ops that a weight meets between its birth and F.linear
@@ -299,7 +399,9 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if type(source) is not type(target) or source.form != target.form:
         plain = source.dequantize() if isinstance(source, StoredWeight) else source
         source = target.restored(plain.to(target.device))
-    for mine, theirs in zip(target.parts, source.parts, strict=True):
+    for name, mine, theirs in zip(target.PARTS, target.parts, source.parts, strict=True):
+        if mine.shape != theirs.shape:  # which copy_ would repeat
+            raise StoredWeightError(f"copy_ of {name} {list(theirs.shape)}, expected {list(mine.shape)}")
         mine.copy_(theirs, non_blocking=non_blocking)
     return target
 

@@ -32,6 +32,10 @@ class Constant(metaclass=ConstantMeta):  # type: ignore[metaclass]
         """Arguments that make this constant again."""
         return tuple(vars(self).values())
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As the constructor has it, which checks the fields: a pickled constant may come from anywhere."""
+        vars(self).update(vars(type(self)(**state)))
+
     def key(self) -> tuple[Any, ...]:
         """What makes two constants equal, in nested tuples that Python compares without running any Python code."""
         return type(self), *map(_comparable, self.fields)
