@@ -24,6 +24,7 @@ from te_inductor.passes import pre_grad
 from te_inductor.passes.pre_grad.decide.support import value
 from te_inductor.passes.pre_grad.plan import Plan
 from te_inductor.passes.pre_grad.rewrite import first_step
+from te_inductor.passes.pre_grad.rewrite.decisions import compare_compiles
 from te_inductor.recipes import regions
 from te_inductor.runtime import amax_groups, cached_weights, compiled_graphs
 from te_inductor.runtime.exporting import note_export
@@ -74,6 +75,7 @@ def te(
         compiled = inductor(gm, example_inputs)
     else:
         compiled = _compile_or_restore(plan, inductor, originals)
+    compare_compiles(plan)
     compiled_graphs.note(plan.report, plan.weights)
     return compiled
 

@@ -51,6 +51,12 @@ MUTATIONS = [
         "state.asked, state.has_history = state.recordings, found or state.recordings > 16",
         ("tests/backend/test_first_step.py",),
     ),
+    Mutation(
+        "each rank chooses the graph of a first step alone",
+        "lacks = agreement.any_rank(group, lacks)",
+        "pass",
+        ("tests/backend/test_graph_fsdp.py", "tests/backend/test_parallel.py"),
+    ),
     # merged layers
     Mutation(
         "strides that were traced do not keep layers apart",
@@ -141,7 +147,7 @@ MUTATIONS = [
     ),
     Mutation(
         "each rank casts its rows of a weight with a scale of its own",
-        "amaxes = largest(torch.stack([tensor_amax(_rounded(shard, dtype)) for shard in shards]), _ranks(shards[0]))",
+        "amaxes = largest(torch.stack([tensor_amax(_rounded(shard, dtype)) for shard in shards]), ranks_of(shards[0]))",
         "amaxes = torch.stack([tensor_amax(_rounded(shard, dtype)) for shard in shards])",
         ("tests/backend/test_graph_fsdp.py", "-k", "same"),
     ),

@@ -42,7 +42,7 @@ class _Gather(Operation):
     backward_dtype: torch.dtype  # in which its gradient is reduced
 
     def compute(self, needs: Needs, shard: Any, scale: Tensor | None, scale_inv: Tensor | None) -> tuple[Tensor, Any]:
-        ranks, local = _ranks(shard), _rounded(shard, self.dtype)
+        ranks, local = ranks_of(shard), _rounded(shard, self.dtype)
         if scale is None or scale_inv is None:
             data, scale_inv = quantize(local, self.quantizer)
             scale_inv = gather(scale_inv, 0, ranks)
@@ -78,7 +78,7 @@ def trace_first_gather_weight(
     shard: Tensor, quantizer: Quantizer, dtype: torch.dtype, backward_dtype: torch.dtype, recipe: DelayedScaling
 ) -> Tensor:
     """The same in a first step under delayed scaling: Note [A first step]."""
-    amax = largest(tensor_amax(_rounded(shard, dtype)), _ranks(shard))
+    amax = largest(tensor_amax(_rounded(shard, dtype)), ranks_of(shard))
     known = DelayedScales(first=recipe).known("weight", [amax.view(1, 1).to(dtype)], quantizer)
     assert known is not None
     return trace_gather_weight(shard, quantizer, dtype, backward_dtype, (known.scale, known.scale_inv))
@@ -90,11 +90,11 @@ def trace_shard_scales(
     dtype: torch.dtype,
 ) -> list[Tensor]:  # scale and reciprocal of each
     """One reduction for all of them."""
-    amaxes = largest(torch.stack([tensor_amax(_rounded(shard, dtype)) for shard in shards]), _ranks(shards[0]))
+    amaxes = largest(torch.stack([tensor_amax(_rounded(shard, dtype)) for shard in shards]), ranks_of(shards[0]))
     return [one for amax in amaxes.to(dtype).unbind() for one in current_scale([amax.view(1, 1)], quantizer)]
 
 
-def _ranks(shard: Any) -> Ranks:
+def ranks_of(shard: Any) -> Ranks:
     """Of the dimension of its mesh along which it is sharded."""
     dim = next(place for place, placement in enumerate(shard.placements) if placement.is_shard())
     return Ranks(shard.device_mesh.get_group(dim).group_name, shard.device_mesh.size(dim))

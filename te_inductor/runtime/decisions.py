@@ -6,7 +6,8 @@ alike where they compile equal graphs with equal options; nothing makes them. So
 leaves what it has decided in the key-value store of the default process group, and looks at what the first rank to
 compile the same layers has left there. Nobody waits: a rank that never compiles the graph keeps no other, and one that
 finds a difference raises before it reaches a collective. The others end with the process group's timeout, as they do for
-a rank that raises anywhere else.
+a rank that raises anywhere else. Whether the compile succeeded is compared likewise, behind it: a graph that one rank
+alone could not compile, and runs as the user wrote it, has other collectives there.
 
 What "the same layers" are is part of the key: the groups, the modules and the sizes, and how often this rank has compiled
 them. Ranks with other sizes are not compared, so that no two graphs are that need not be equal.
@@ -37,13 +38,13 @@ def of_first(kind: str, layers: object, decided: Sequence[str]) -> tuple[int, li
     return world.first(f"{name}/{count}", json.dumps([world.rank, *decided]))
 
 
-def compare(layers: object, decided: Sequence[str]) -> None:
-    """Compare with the first rank that compiled these layers; `decided` is a line a layer.
+def compare(layers: object, decided: Sequence[str], kind: str = "decided") -> None:
+    """Compare with the first rank that compiled these layers; `decided` is a line a layer, of that kind.
 
     Raises:
         GatherError: it has decided otherwise.
     """
-    found = of_first("decided", layers, decided)
+    found = of_first(kind, layers, decided)
     if found is None or found[1] == list(decided):
         return
     first, lines = found

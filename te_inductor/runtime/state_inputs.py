@@ -18,6 +18,8 @@ from te_inductor import compat
 from te_inductor.diagnostics import COMPUTED_AGAIN, say, without_amaxes, without_state
 from te_inductor.runtime import agreement, resumed
 from te_inductor.runtime.agreement import Agreement
+from te_inductor.runtime.amax_groups import AmaxGroup
+from te_inductor.runtime.choices import Choice, choice_of
 from te_inductor.runtime.extra_inputs import Call, ExtraInputs
 from te_inductor.runtime.state import (
     LOCK,
@@ -65,6 +67,8 @@ class _Found:
     is_first: bool  # whether some of them have no history: Note [A first step]
     # Checkpoints in whose forward that was so: what they compute again has to be what it was.
     checkpoints: WeakSet[Any]
+    choice: Choice | None  # with other ranks: Note [Ranks that choose]
+    loads: int  # how often state was loaded
 
     def step(self) -> None:
         """A call begins. What has no history is asked for it where a call that may have given it some lies behind. Until
@@ -73,8 +77,6 @@ class _Found:
         if any(state.is_due for state in unknown) and not _is_capturing():
             note_history(unknown)
         self.is_first = not all(state.has_history for state in unknown)
-        if self.is_first and (checkpoint := compat.checkpoint_of_call()[0]) is not None:
-            self.checkpoints.add(checkpoint)
         for state in self.recorded:
             state.recordings += 1
 
@@ -93,6 +95,8 @@ class StateInputs(ExtraInputs):
     examples: list[Tensor] = field(default_factory=list)  # fake tensors, one an input
     quantizers: list[StateInput] = field(default_factory=list)
     agreements: list[Agreement] = field(default_factory=list)  # those without which it does not reduce amaxes
+    exchanging: list[Reader] = field(default_factory=list)  # of layers that exchange tensors with other ranks
+    groups: set[AmaxGroup] = field(default_factory=set)  # of these ranks
     first_calls: int = 0  # first steps without a compiled graph
     _found: TensorGroups[_Found] = field(default_factory=TensorGroups)  # by the parameters
     _said_again: bool = False
@@ -113,14 +117,16 @@ class StateInputs(ExtraInputs):
             agreement.settle(self.agreements, self.fallback)
         with LOCK:
             found = self._found_of(parameters, inputs)
-            if again is not None:
-                is_first = again in found.checkpoints
-            else:
-                if found.is_first:
-                    found.step()
-                is_first = found.is_first
-        if is_first and again is None:
-            self._note_no_history(found)
+            if found.is_first and again is None:
+                found.step()
+            is_first = found.is_first if again is None else again in found.checkpoints
+        if again is None:
+            if found.choice is not None and not _is_capturing():
+                is_first = found.choice.of_call(is_first, found.loads)
+            if is_first and (checkpoint := compat.checkpoint_of_call()[0]) is not None:
+                found.checkpoints.add(checkpoint)
+            if found.is_first:
+                self._note_no_history(found)
         call.state, call.is_first_step = found.tensors, is_first
         return found.tensors
 
@@ -143,7 +149,12 @@ class StateInputs(ExtraInputs):
                 for reader in q.readers if not state.has_history else ():
                     resumed.note_new(self._parameter(reader, inputs), q.site)
             said, checkpoints = (False, WeakSet()) if found is None else (found.said, found.checkpoints)
-            found = _Found(moves(), tensors, states, [state for _, state in recorded], said, is_first, checkpoints)
+            choice, loads = None, sum(state.loads for state in states)
+            if self.exchanging and not states[0].is_fake:
+                lead = min(self.exchanging, key=lambda reader: repr(reader.key.site))
+                choice = choice_of(self._parameter(lead, inputs), self._exchanging_layers, self.groups)
+            recorded_states = [state for _, state in recorded]
+            found = _Found(moves(), tensors, states, recorded_states, said, is_first, checkpoints, choice, loads)
             self._found.set(parameters, found)
         return found
 
@@ -166,6 +177,10 @@ class StateInputs(ExtraInputs):
         if self.fallback == "error" or not self._said_again:
             self._said_again = True
             say(COMPUTED_AGAIN, self.fallback)
+
+    @functools.cached_property
+    def _exchanging_layers(self) -> str:
+        return repr(sorted(repr(reader.key.site) for reader in self.exchanging))
 
     @functools.cached_property
     def _places(self) -> list[int]:

@@ -212,6 +212,34 @@ def reasons(rank: Rank) -> Any:
     return told
 
 
+class OwnAndGathered(nn.Module):
+    """A layer that each rank has for itself, in front of layers whose weights are gathered."""
+
+    def __init__(self, mesh: Any) -> None:
+        super().__init__()
+        self.own, self.block = nn.Linear(WIDTH, WIDTH), simple_fsdp(Block(), mesh, [Shard(0)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(self.own(x))
+
+
+@kind
+def masked(rank: Rank) -> Any:
+    """All tokens of the last rank are left out of the loss in the first steps. How far the gradient of its own layer is
+    from high precision in the others, and the reductions to a maximum of each graph."""
+    torch.manual_seed(0)
+    model, off = OwnAndGathered(rank.mesh), []
+    run = torch.compile(model, backend="te", options={"recipe": RECIPES["delayed"], "fallback": "silent"})
+    for step in range(5):
+        x, grads = torch.randn(32, WIDTH), []
+        for which in (run, model):
+            model.zero_grad()
+            which(x).backward(torch.full_like(x, 1e-7 * (step > 1 or rank.rank < rank.world - 1)))
+            grads.append(model.own.weight.grad.double())
+        off.append(((grads[0] - grads[1]).norm() / grads[1].norm().clamp(min=1e-30)).item())
+    return {"off": off, "reductions": rank.reductions}
+
+
 @kind
 def not_finite(rank: Rank, recipe: str) -> Any:
     """A NaN in one rank's rows, an infinity in another's."""

@@ -42,7 +42,7 @@ from tests.kinds import of_the_first_rank
 
 KINDS: dict[str, Callable[..., Any]] = {}
 WIDTH, HIDDEN, BATCH, LENGTH = 64, 128, 2, 32
-PATIENCE = {"other_length": 10, "raises": 10}  # seconds that a group waits
+PATIENCE = {"other_length": 10, "raises": 10, "loads": 10}  # seconds that a group waits
 _COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
 
 
@@ -428,6 +428,60 @@ def llama(rank: Rank, recipe: str) -> Any:
     }
 
 
+class OwnAndShared(nn.Module):
+    """A layer that each rank has for itself, which reads rows of its own too, in front of two that the ranks have
+    together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor, rows: Tensor) -> Tensor:
+        return self.down(self.up(self.own(x)).relu()) + self.own(rows).mean()
+
+
+OWN_AND_SHARED = {"up": ColwiseParallel(input_layouts=Shard(0)), "down": RowwiseParallel(output_layouts=Shard(0))}
+
+
+@kind
+def masked(rank: Rank) -> Any:
+    """All tokens of the last rank are left out of the loss in the first steps: there the layer of its own has no
+    gradient, and no history. That rank also compiles anew, alone, before all have history and behind that. How far each
+    step is from high precision, and collectives of each graph."""
+    model = OwnAndShared()
+    exact = copy.deepcopy(model)
+    for which in (model, exact):
+        parallelize_module(which, rank.mesh, OWN_AND_SHARED)
+    recipe = DelayedScaling(amax_history_len=4)
+    run, off = rank.te(model, recipe=recipe, fallback="silent", dynamic=False), []
+    last = rank.rank == rank.world - 1
+    for step in range(6):
+        torch.manual_seed(step * rank.world + rank.rank)
+        rows = torch.randn(16 * (1 + last * (step > 0) + last * (step > 4)), WIDTH)
+        x, dy = torch.randn(LENGTH, WIDTH), torch.randn(LENGTH, WIDTH) * 1e-7 * (step > 2 or not last)
+        found, known = (rank.step(functools.partial(f, rows=rows), m, x, dy) for f, m in ((run, model), (exact, exact)))
+        off.append(max(_off(*pair) for pair in zip(found, known, strict=True) if pair[1].any()))
+    return {"off": off, "wire": [len(graph) for graph in rank.graphs]}
+
+
+@kind
+def loads(rank: Rank) -> Any:
+    """The last rank alone loads state, without history."""
+    model, x = OwnAndShared(), torch.randn(LENGTH, WIDTH)
+    parallelize_module(model, rank.mesh, OWN_AND_SHARED)
+    run = rank.te(model, recipe="delayed", fallback="silent")
+    empty = te_inductor.state_dict(model)
+    for _ in range(3):
+        run(x, x).sum().backward()
+        empty = empty or {
+            name: torch.ones_like(t) * name.endswith("scale") for name, t in te_inductor.state_dict(model).items()
+        }
+    if rank.rank == rank.world - 1:
+        te_inductor.load_state_dict(model, empty)
+    return _failed(lambda: run(x, x))
+
+
 @kind
 def other_length(rank: Rank, recipe: str) -> Any:
     """One rank has another sequence length, in a graph of its own."""
@@ -479,6 +533,39 @@ def decides(rank: Rank) -> Any:
         if not rank.rank:
             dist.barrier()
     return told
+
+
+@kind
+def fails(rank: Rank) -> Any:
+    """A compile that fails on all ranks, and on the last one alone. Nothing runs behind the compile but the graph as the
+    user wrote it."""
+    told = []
+    for alone in (False, True):
+        torch._dynamo.reset()
+        model, x = Outer(Mlp()), torch.randn(BATCH, 16, WIDTH)
+        parallelize_module(model.layers[0], rank.mesh, SEQUENCE)
+
+        def compile_fx(gm: fx.GraphModule, *_: Any, alone: bool = alone) -> Any:
+            rewritten = bool(gm.graph.find_nodes(op="call_function", target=ops.parallel_linears))
+            if rewritten and not (alone and rank.rank == 0):
+                raise ValueError("of the test")
+            return (lambda *_: _ran()) if rewritten else gm.forward
+
+        if alone and rank.rank:
+            dist.barrier()
+        with mock.patch.object(compat, "compile_fx", compile_fx):
+            try:
+                rank.te(model, recipe="current", fallback="silent")(x)
+                told.append("")
+            except Exception as error:
+                told.append(f"{type(error).__name__}: {error}")
+        if alone and not rank.rank:
+            dist.barrier()
+    return told
+
+
+def _ran() -> Any:
+    raise ValueError("ran")
 
 
 def _failed(run: Callable[[], None]) -> Any:

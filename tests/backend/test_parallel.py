@@ -9,7 +9,7 @@ from tests.forked_ranks import ranks, ranks_once
 SAME = 1e-4  # a value in a hundred thousand that falls to the other side of a rounding boundary
 ALIKE = 2.0  # errors of roundings that are other ones
 # The loss comes first: behind other graphs torch 2.13 cannot partition that one, as the user wrote it neither.
-QUICK = "loss current,sequence delayed,sequence_bias current,nan,refused,without_group,decides"
+QUICK = "loss current,sequence delayed,sequence_bias current,nan,refused,without_group,decides,masked,fails"
 OTHERS = (
     "loss delayed,plain delayed,plain_bias delayed,sequence current,sequence_bias delayed,two delayed,"
     "checkpointed delayed,sequence rowwise,sequence_wide block,sequence_wide mxfp8,whole_weights current,"
@@ -160,6 +160,40 @@ def test_ranks_that_decide_otherwise_are_found_before_they_run(told):
     )
     assert expected.format("delayed", "current") in other
     assert expected.format("current", "high precision") in high
+
+
+def check_masked(told: list[dict]) -> None:
+    """Every step of every rank is as far from high precision as FP8 is, and none has hung."""
+    for one in told:
+        assert len(one["masked"]["told"]["off"]) == 6 and max(one["masked"]["told"]["off"]) < 0.3
+    *graphs, of_last = [one["masked"]["told"]["wire"] for one in told]
+    # In the forward and the backward of a first step, and of later ones; where a rank has compiled alone, once more.
+    assert graphs == [[6, 2, 4, 2]] * len(graphs)
+    assert of_last == [6, 2, 4, 6, 2, 4, 2, 2, 2]
+
+
+def test_ranks_run_the_graph_of_a_first_step_together(told):
+    check_masked(told)
+
+
+@pytest.mark.thorough
+def test_four_ranks_run_the_graph_of_a_first_step_together(tmp_path):
+    check_masked(ranks("tests.backend.parallel_ranks", 4, str(tmp_path / "store"), "masked"))
+
+
+@pytest.mark.thorough
+def test_a_rank_that_loads_state_alone_says_so(tmp_path):
+    """The others end with the group's timeout, which is ten seconds."""
+    first, second = ranks("tests.backend.parallel_ranks", 2, str(tmp_path / "store"), "loads")
+    assert first["loads"]["told"][0] == "RuntimeError"
+    assert second["loads"]["told"][0] == "StateError"
+
+
+def test_a_compile_that_fails_on_one_rank_alone_is_found(told):
+    first, second = (one["fails"]["told"] for one in told)
+    assert first == ["", "ValueError: ran"]
+    assert second[0] == ""
+    assert "'layers.0.gate as the user wrote it, since its compile failed', where rank 0 has" in second[1]
 
 
 @pytest.mark.thorough

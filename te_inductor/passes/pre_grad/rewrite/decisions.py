@@ -1,5 +1,6 @@
 """The passes that look at what other ranks have decided: Note [Ranks that decide]."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from te_inductor import compat
@@ -33,8 +34,19 @@ def compare_ranks(plan: Plan) -> None:
     """Raise where another rank runs a layer of tensors that go between ranks otherwise."""
     sites = [site for site in plan.candidates if _goes_between(site)]
     if sites:
-        layers = [(site.fqn, plain(site.match.sizes), _ranks(site), _trains(site)) for site in sites]
-        decisions.compare(layers, list(map(_decided, sites)))
+        decisions.compare(_layers(sites), list(map(_decided, sites)))
+
+
+def compare_compiles(plan: Plan) -> None:
+    """Raise where this rank alone could not compile such layers as it had decided, or another rank could not."""
+    sites = [site for site in plan.candidates if _goes_between(site)]
+    if sites:
+        how = "as the user wrote it, since its compile failed" if plan.report.failure else "as decided"
+        decisions.compare(_layers(sites), [f"{site.fqn or '(root)'} {how}" for site in sites], "compiled")
+
+
+def _layers(sites: Sequence[Candidate]) -> object:
+    return [(site.fqn, plain(site.match.sizes), _ranks(site), _trains(site)) for site in sites]
 
 
 def _goes_between(site: Candidate) -> bool:

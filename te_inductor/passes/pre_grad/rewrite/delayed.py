@@ -26,6 +26,7 @@ import torch
 from torch import fx
 
 from te_inductor import compat, ops
+from te_inductor.ops.sharded_weight import ranks_of
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.module_path import holder_path
 from te_inductor.passes.graph.owners import owner_of, place_of
@@ -38,7 +39,7 @@ from te_inductor.passes.pre_grad.rewrite.inputs import append_input
 from te_inductor.passes.pre_grad.rewrite.sharded import GatheredWeights
 from te_inductor.recipes import DelayedScaling
 from te_inductor.recipes.delayed import ScaleUpdate
-from te_inductor.runtime import agreement
+from te_inductor.runtime import agreement, amax_groups
 from te_inductor.runtime.amax_groups import OWN, AmaxGroup
 from te_inductor.runtime.state import Key
 from te_inductor.runtime.state_inputs import Reader, StateInput, StateInputs
@@ -151,10 +152,14 @@ class DelayedSites:
         known = [*self._known(of_x, graph), *([] if gathers else of_both)]
         more: dict[str, Any] = self.extras.of(matches, graph)
         kept = "kept" in more
-        if match.parallel or gathers or match.arrives or match.leaves:
+        exchanging = self._exchanging(match, gathers)
+        if exchanging:
             self.in_step |= {one.group for one in (of_x, of_weight) if one and one.group}
+            self.inputs.groups |= exchanging
+            self.inputs.exchanging += [one.state.readers[0] for one in (of_x, of_weight) if one]
         if training:
             of_grad = self._quantizer(match, weight, "grad_output")
+            self.inputs.exchanging += [of_grad.state.readers[0]] if exchanging else []
             known += self._known(of_grad, graph)
             more["token"] = self.bodies.hand(self._step(of_grad.group or OWN), graph)
             more["grad_amax"] = self.bodies.hand(of_grad.amax, graph)
@@ -172,6 +177,13 @@ class DelayedSites:
         ys = call_linears(matches, x, whole, self.slots, known=known, **more)
         first_step.mark(ys[0].all_input_nodes[0], self.recipe)
         return ys
+
+    def _exchanging(self, match: Match, gathers: bool) -> set[AmaxGroup]:
+        """The ranks with which a layer exchanges tensors."""
+        names = [one.group for one in (match.parallel, match.arrives, match.leaves) if one is not None]
+        if gathers and match.gather is not None:
+            names.append(ranks_of(value(match.gather.shard)).group)
+        return {amax_groups.of_process_group(amax_groups.process_group(name)) for name in names}
 
     def finish(self) -> None:
         """Fill in what only all sites together know."""
