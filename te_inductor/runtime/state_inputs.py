@@ -85,6 +85,15 @@ def _is_capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
+def _computed_again() -> Any:
+    """The checkpoint without reentry whose backward makes this call, which has to be what the call before was; None
+    elsewhere. With reentry the first run, without gradients, recorded nothing and left the scales as they were."""
+    if torch._C._current_graph_task_id() < 0:
+        return None
+    checkpoint, again = compat.checkpoint_of_call()
+    return checkpoint if again else None
+
+
 @dataclass
 class StateInputs(ExtraInputs):
     """All quantizers of a graph, in the order of its state inputs: of each `amax`, `scale` and `history`."""
@@ -104,13 +113,8 @@ class StateInputs(ExtraInputs):
     def tensors(self, call: Call) -> list[Tensor]:
         """Each quantizer's three; notes on the call whether some have no history."""
         inputs = call.inputs
-        again = None  # the checkpoint without reentry whose backward calls
-        if torch._C._current_graph_task_id() >= 0:
-            checkpoint, computes_again = compat.checkpoint_of_call()
-            again = checkpoint if computes_again else None
+        again = _computed_again()
         if again is not None:
-            # It has to be what the call before was. With reentry the first run, without gradients, recorded nothing
-            # and left the scales as they were.
             self._note_checkpoint()
         parameters = [inputs[place] for place in self._places] or list(self.held.values())
         if self.agreements and not isinstance(parameters[0], FakeTensor):
@@ -149,12 +153,9 @@ class StateInputs(ExtraInputs):
                 for reader in q.readers if not state.has_history else ():
                     resumed.note_new(self._parameter(reader, inputs), q.site)
             said, checkpoints = (False, WeakSet()) if found is None else (found.said, found.checkpoints)
-            choice, loads = None, sum(state.loads for state in states)
-            if self.exchanging and not states[0].is_fake:
-                lead = min(self.exchanging, key=lambda reader: repr(reader.key.site))
-                choice = choice_of(self._parameter(lead, inputs), self._exchanging_layers, self.groups)
-            recorded_states = [state for _, state in recorded]
-            found = _Found(moves(), tensors, states, recorded_states, said, is_first, checkpoints, choice, loads)
+            choice, loads = self._choice(inputs), sum(state.loads for state in states)
+            of_step = [state for _, state in recorded]
+            found = _Found(moves(), tensors, states, of_step, said, is_first, checkpoints, choice, loads)
             self._found.set(parameters, found)
         return found
 
@@ -178,9 +179,12 @@ class StateInputs(ExtraInputs):
             self._said_again = True
             say(COMPUTED_AGAIN, self.fallback)
 
-    @functools.cached_property
-    def _exchanging_layers(self) -> str:
-        return repr(sorted(repr(reader.key.site) for reader in self.exchanging))
+    def _choice(self, inputs: Sequence[Any]) -> Choice | None:
+        if not self.exchanging:
+            return None
+        layers = {repr(reader.key.site): reader for reader in self.exchanging}
+        lead = self._parameter(layers[min(layers)], inputs)
+        return None if isinstance(lead, FakeTensor) else choice_of(lead, repr(sorted(layers)), self.groups)
 
     @functools.cached_property
     def _places(self) -> list[int]:
@@ -188,7 +192,7 @@ class StateInputs(ExtraInputs):
 
     def may_lack_history(self, inputs: Sequence[Any]) -> bool:
         """Whether a call with these inputs, or a later one, may find a quantizer without history. Makes no state."""
-        if _first_steps_recur:
+        if _first_steps_recur or self.exchanging:  # ranks run the same code, whatever each knows of its own
             return True
         for reader in itertools.chain(*(q.readers for q in self.quantizers)):
             parameter = self._parameter(reader, inputs)

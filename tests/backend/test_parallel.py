@@ -169,7 +169,7 @@ def check_masked(told: list[dict]) -> None:
     *graphs, of_last = [one["masked"]["told"]["wire"] for one in told]
     # In the forward and the backward of a first step, and of later ones; where a rank has compiled alone, once more.
     assert graphs == [[6, 2, 4, 2]] * len(graphs)
-    assert of_last == [6, 2, 4, 6, 2, 4, 2, 2, 2]
+    assert of_last == [6, 2, 4, 6, 2, 4, 2, 6, 2, 2]
 
 
 def test_ranks_run_the_graph_of_a_first_step_together(told):
