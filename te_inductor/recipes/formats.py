@@ -1,11 +1,19 @@
-"""Element formats and scopes of scales as data. A format is always named, never inferred from a dtype or a shape."""
+"""Element formats and scopes of scales as data. A format is always named, never inferred from a dtype or a shape.
+
+Casts, lowerings and kernels are written for the elements and the scopes that are here, and know no others. So one that
+is not here is refused, and does not run as if it were another."""
 
 import enum
+import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
+
+from te_inductor.errors import RecipeError
 
 
 @dataclass(frozen=True)
@@ -13,6 +21,9 @@ class Element:
     """One low-precision number format.
 
     Every finite value is ``m * 2**e`` with ``m`` an integer of `mantissa_bits + 1` bits; rounding is to nearest even.
+
+    Raises:
+        RecipeError: values that no cast to the dtype makes.
     """
 
     name: str
@@ -22,6 +33,15 @@ class Element:
     min_exponent: int  # exponent of the smallest normal value
     packed: int = 1  # values in one stored byte, the first in its low bits
     viewed: torch.dtype | None = None  # as what libraries ask for its bytes, where that is not dtype
+
+    def __post_init__(self) -> None:
+        found = Values(self.max, self.mantissa_bits, self.min_exponent)
+        expected = _CAST_TO.get((self.dtype, self.packed))
+        if found != expected:
+            raise RecipeError(
+                f"element {self.name!r} has {found}, and is stored {self.packed} a {self.dtype}, whose casts make"
+                f" {expected or 'nothing'}; expected e4m3, e5m2 or e2m1, of te_inductor.recipes.formats.ELEMENTS"
+            )
 
     @property
     def library(self) -> torch.dtype:
@@ -38,6 +58,29 @@ class Element:
         return 2.0 ** (self.min_exponent - self.mantissa_bits)
 
 
+class Values(NamedTuple):
+    """The finite values of an element, named as there."""
+
+    max: float
+    mantissa_bits: int
+    min_exponent: int
+
+    def __str__(self) -> str:
+        return (
+            f"values up to {self.max:g}, {self.mantissa_bits} bits of mantissa and exponents from {self.min_exponent}"
+        )
+
+    @classmethod
+    def of(cls, dtype: torch.dtype) -> "Values":
+        """Those that torch converts to."""
+        info = torch.finfo(dtype)
+        return cls(info.max, -round(math.log2(info.eps)), round(math.log2(info.smallest_normal)))
+
+
+# By the dtype, and how many are one of it. torch has no arithmetic of E2M1: runtime/arithmetic.py has.
+_CAST_TO = {(dtype, 1): Values.of(dtype) for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)}
+_CAST_TO[torch.uint8, 2] = Values(6.0, 1, 0)
+
 # OCP 8-bit Floating Point Specification, revision 1.0, table 1.
 E4M3 = Element("e4m3", torch.float8_e4m3fn, max=448.0, mantissa_bits=3, min_exponent=-6)
 E5M2 = Element("e5m2", torch.float8_e5m2, max=57344.0, mantissa_bits=2, min_exponent=-14)
@@ -46,7 +89,7 @@ E5M2 = Element("e5m2", torch.float8_e5m2, max=57344.0, mantissa_bits=2, min_expo
 # asks.
 E2M1 = Element("e2m1", torch.uint8, max=6.0, mantissa_bits=1, min_exponent=0, packed=2, viewed=torch.float4_e2m1fn_x2)
 
-ELEMENTS = {element.name: element for element in (E4M3, E5M2, E2M1)}
+ELEMENTS: Mapping[str, Element] = MappingProxyType({element.name: element for element in (E4M3, E5M2, E2M1)})
 
 
 @dataclass(frozen=True)
@@ -179,9 +222,9 @@ MX_32X32 = Scope("32x32", block=(32, 32), alignment=32, scale=E8M0, elements=_MX
 NV_1X16 = Scope("1x16", block=(1, 16), alignment=32, scale=TWO_LEVEL, elements=(E2M1.name,))
 NV_16X16 = Scope("16x16", block=(16, 16), alignment=32, scale=TWO_LEVEL, elements=(E2M1.name,))
 
-SCOPES = {
-    scope.name: scope for scope in (TENSOR, ROW, BLOCK_1X128, BLOCK_128X128, MX_1X32, MX_32X32, NV_1X16, NV_16X16)
-}
+SCOPES: Mapping[str, Scope] = MappingProxyType(
+    {scope.name: scope for scope in (TENSOR, ROW, BLOCK_1X128, BLOCK_128X128, MX_1X32, MX_32X32, NV_1X16, NV_16X16)}
+)
 
 
 class Format(enum.Enum):

@@ -12,7 +12,7 @@ from te_inductor.backend import parse, run_passes
 from te_inductor.errors import RecipeError
 from te_inductor.ops import linears
 from te_inductor.passes.pre_grad.plan import Plan
-from te_inductor.recipes import CustomRecipe, Float8CurrentScaling, Format, MMParams, Quantizer, Slots
+from te_inductor.recipes import CustomRecipe, Float8CurrentScaling, Format, Gemm, MMParams, Quantizer, Slots, formats
 from tests.backend.autocast_programs import same, step, te
 from tests.numerics.test_linear import check, through
 
@@ -59,6 +59,38 @@ def test_slots_by_default_are_those_of_current_scaling():
 def test_a_users_quantizer_reaches_its_slot(road, factory):
     """Forward and gradients, by the oracle with the same quantizers; sizes where a wrong one of them is seen."""
     check(through(road), 33, 128, 256, torch.float32, True, CustomRecipe(factory))
+
+
+@pytest.mark.parametrize(
+    ("element", "casts"),
+    [
+        (("e3m2", torch.uint8, 28.0, 2, -2), "nothing"),  # OCP's FP6
+        (("e2m1", torch.uint8, 6.0, 1, 0), "nothing"),  # one a byte
+        (("e2m1", torch.uint8, 4.0, 1, 0, 2), "values up to 6, 1 bits"),
+        (("e4m3", torch.float8_e4m3fn, 240.0, 3, -6), "values up to 448, 3 bits"),
+        (("e5m2", torch.float8_e5m2, 57344.0, 3, -14), "values up to 57344, 2 bits"),
+        (("e5m2", torch.float8_e5m2, 57344.0, 2, -15), r".* from -14"),
+        (("e4m3", torch.float8_e4m3fnuz, 240.0, 3, -7), "nothing"),
+        (("half", torch.float16, 65504.0, 10, -14), "nothing"),
+    ],
+    ids=str,
+)
+def test_an_element_that_no_cast_makes(element, casts):
+    """Else its bytes would be another's values."""
+    with pytest.raises(RecipeError, match=rf"element '{element[0]}' has values up to .* make {casts}.*; expected e4m3"):
+        formats.Element(*element)
+
+
+def test_elements_and_scopes_are_those_that_kernels_know():
+    for table in (formats.ELEMENTS, formats.SCOPES):
+        with pytest.raises(TypeError, match="does not support item assignment"):
+            table["another"] = next(iter(table.values()))
+    with pytest.raises(RecipeError, match="element 'e3m2', expected one of e4m3, e5m2, e2m1"):
+        Quantizer("e3m2")
+    with pytest.raises(RecipeError, match="scope '1x64', expected one of tensor, row, 1x128"):
+        Quantizer("e4m3", scope="1x64")
+    with pytest.raises(RecipeError, match=r"fprop of scopes \('row', '1x64'\), expected of tensor, row, 1x128"):
+        Gemm("fprop", scopes=("row", "1x64"))
 
 
 def coarse(slot, module, changed="input"):
