@@ -159,9 +159,8 @@ class Gemm(Constant):
     scale_maxima: tuple[float, float] = (E4M3.max, E4M3.max)  # Quantizer.scale_max of a and of b
 
     def __post_init__(self) -> None:
-        for scope in self.scopes:
-            if scope not in SCOPES:
-                raise RecipeError(f"{self.name} of scopes {self.scopes}, expected of {', '.join(SCOPES)}")
+        if not SCOPES.keys() >= set(self.scopes):
+            raise RecipeError(f"{self.name} of scopes {self.scopes}, expected of {', '.join(SCOPES)}")
         for element, scope in zip(self.elements, self.granularities, strict=True):
             if element not in scope.elements:
                 raise RecipeError(
