@@ -13,8 +13,10 @@ def compile_fx(
     patches: Mapping[str, Any],
     *_: Any,
     see: Callable[[fx.Graph], None] = lambda graph: None,
+    decompositions: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> Callable[..., Any]:
-    """In the place of `te_inductor.compat.compile_fx`; `see` is shown the forward's graph and the backward's."""
+    """In the place of `te_inductor.compat.compile_fx`; `see` is shown the forward's graph and the backward's. With
+    Inductor's `decompositions` these are made of the operators that passes know."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func
     from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -29,7 +31,12 @@ def compile_fx(
         see(graph.graph)
         return make_boxed_func(graph.forward)
 
-    compiler = aot_autograd(fw_compiler=boxed, partition_fn=partition, keep_inference_input_mutations=True)
+    compiler = aot_autograd(
+        fw_compiler=boxed,
+        partition_fn=partition,
+        keep_inference_input_mutations=True,
+        decompositions=decompositions,
+    )
     return compiler(gm, inputs)
 
 

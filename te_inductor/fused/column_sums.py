@@ -16,6 +16,7 @@ from te_inductor.lowerings.casts.column_sums import ROWS
 from te_inductor.lowerings.casts.column_sums import column_sums as lower
 from te_inductor.lowerings.registry import may_give_up
 from te_inductor.ops.definition import define
+from te_inductor.passes.graph.node_kinds import tensor_of
 
 aten = torch.ops.aten
 LEAST = 4 * ROWS  # rows and columns, below which a kernel more or less is all there is to gain
@@ -38,7 +39,7 @@ def fold(graph: fx.Graph) -> None:
     """Replace ``sum(dy, 0)`` in fp32, where dy is cast both ways."""
     for node in graph.find_nodes(op="call_function", target=aten.sum.dim_IntList):
         x, dims, *keepdim = node.args
-        if list(dims) != [0] or any(keepdim) or node.meta["val"].dtype != torch.float32 or not _is_large(x):
+        if dims != [0] or any(keepdim) or node.meta["val"].dtype != torch.float32 or not _is_large(x):
             continue
         if any(_casts_both_ways(user, x) for user in x.users):
             with graph.inserting_before(node):
@@ -50,9 +51,9 @@ def fold(graph: fx.Graph) -> None:
 
 def _is_large(x: Any) -> bool:
     """A matrix of a GPU, of known sizes."""
-    value = x.meta.get("val")
+    value = tensor_of(x)
     return (
-        isinstance(value, torch.Tensor)
+        value is not None
         and value.device.type == "cuda"
         and value.dim() == 2
         and all(isinstance(size, int) and size >= LEAST and size % ALIGNED == 0 for size in value.shape)

@@ -64,7 +64,7 @@ def _has_few_rows(node: fx.Node) -> bool:
 def _emit(graph: fx.Graph, found: Attention) -> fx.Node:
     keep = found.mask
     if keep is not None:
-        keep = _call(graph, aten.reshape.default, keep, [_value(keep).numel()])
+        keep = _call(graph, aten.reshape.default, keep, [-1])
         keep = _call(graph, aten.bitwise_not.default, keep) if found.drops else keep
     return _call(graph, attention.decode_attention, found.q, found.k, found.v, keep, found.scale)
 

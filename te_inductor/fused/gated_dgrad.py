@@ -24,6 +24,7 @@ from te_inductor.ops.casts import quantize_rowcol_fake
 from te_inductor.ops.definition import define
 from te_inductor.passes.graph import shared_sigmoid
 from te_inductor.passes.graph.gemm_nodes import is_plain, problem_of
+from te_inductor.passes.graph.node_kinds import tensor_of
 from te_inductor.passes.graph.pointwise_steps import is_step, translated
 from te_inductor.recipes import Gemm, Quantizer
 from te_inductor.recipes.formats import BLOCK_1X128
@@ -134,15 +135,15 @@ def _choice(found: _Found) -> Choice | None:
     shape = found.gemm.meta["val"].shape
     if not all(isinstance(size, int) for size in shape) or found.gemm.meta["val"].dtype != ROUNDED:
         return None
-    if not all(_lies_in_rows(gate.meta.get("val"), shape) for gate in found.gates):
+    if not all(_lies_in_rows(tensor_of(gate), shape) for gate in found.gates):
         return None
     quantizer: Quantizer = found.cast.args[2]  # type: ignore[assignment]
     return select(problem_of(found.gemm, quantizer.format.dtype, gating=found.gating))
 
 
-def _lies_in_rows(value: Any, shape: torch.Size) -> bool:
+def _lies_in_rows(value: Tensor | None, shape: torch.Size) -> bool:
     """Whether it is a matrix of that shape, or a view of one, that the copy engine can read."""
-    if not isinstance(value, torch.Tensor) or value.dtype != ROUNDED or value.numel() != shape.numel():
+    if value is None or value.dtype != ROUNDED or value.numel() != shape.numel():
         return False
     try:
         row, column = value.view(shape).stride()

@@ -15,6 +15,7 @@ from torch import fx
 from te_inductor import ops
 from te_inductor.fused.record import JOINT, POST_GRAD, FusedKernel
 from te_inductor.passes.graph.gemm_nodes import VIEWS, is_plain, kernel_of
+from te_inductor.passes.graph.node_kinds import has_shape, tensor_of
 from te_inductor.templates.cutlass import build
 from te_inductor.templates.cutlass.scaled_mm import ANOTHER, Kernel
 
@@ -29,7 +30,7 @@ def fold(graph: fx.Graph) -> None:
             continue
         for output, residual in ((left, right), (right, left)):
             gemm = _product(output)
-            if gemm is None or output.meta["val"].shape != node.meta["val"].shape:
+            if gemm is None or not has_shape(tensor_of(output), node.meta["val"].shape):
                 continue
             if not _is_residual(residual, gemm, node) or not _alike(gemm, node):
                 continue
@@ -50,8 +51,10 @@ def _product(output: fx.Node) -> fx.Node | None:
 def _is_residual(x: fx.Node, gemm: fx.Node, total: fx.Node) -> bool:
     """Whether it is a tensor in memory, as an input of the graph is, and what others read as well; laid out as the
     GEMM's output."""
-    value = x.meta["val"]
-    alike = value.shape == total.meta["val"].shape and value.dtype == gemm.meta["val"].dtype and value.is_contiguous()
+    value = tensor_of(x)
+    if value is None or not has_shape(value, total.meta["val"].shape):
+        return False
+    alike = value.dtype == gemm.meta["val"].dtype and value.is_contiguous()
     return alike and (x.op == "placeholder" or len(x.users) > 1)
 
 

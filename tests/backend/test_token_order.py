@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from te_inductor import ops
 from te_inductor.passes import joint
@@ -141,6 +142,26 @@ def test_what_is_left(name):
 def test_one_number_a_column():
     """As many columns as rows: it is none a row."""
     assert run(columns_beside, 1)[ops.place_rows] == 1
+
+
+def of_a_number(dout, order, places, y, w, column, inside):
+    return (cast(ops.take_rows(dout, order, places) * 3),)
+
+
+def test_a_symbolic_factor():
+    """A number is no tensor that has rows or columns."""
+    values = given()
+    gm = traced(of_a_number, values)
+    [factor] = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)
+    with gm.graph.inserting_before(factor):
+        symbol = gm.graph.placeholder("number")
+    symbol.meta["val"] = ShapeEnv().create_unbacked_symint()
+    factor.args = (factor.args[0], symbol)
+    token_order.compute(gm.graph)
+    gm.graph.lint()
+    gm.recompile()
+    assert len(gm.graph.find_nodes(op="call_function", target=ops.place_rows)) == 1
+    assert same(gm(*values.values(), 3), of_a_number(**values))
 
 
 def step(model, x, recipe) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""What kind of operator a node of ATen's is."""
+"""What kind of operator a node of ATen's is, and what it stands for."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,6 +6,13 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+
+def tensor_of(node: fx.Node) -> torch.Tensor | None:
+    """Returns the fake tensor that a node stands for; None of a number, as a symbolic size or factor is, and of several
+    tensors."""
+    value = node.meta.get("val")
+    return value if isinstance(value, torch.Tensor) else None
 
 
 def is_pointwise(node: fx.Node) -> bool:
@@ -22,7 +29,9 @@ def is_view(node: fx.Node) -> bool:
     return node.target.is_view
 
 
-def has_shape(value: torch.Tensor, shape: Sequence[Any]) -> bool:
-    """Whether it surely has, without a guard."""
+def has_shape(value: torch.Tensor | None, shape: Sequence[Any]) -> bool:
+    """Whether it is a tensor that surely has, without a guard."""
+    if value is None:
+        return False
     equal = (statically_known_true(a == b) for a, b in zip(value.shape, shape, strict=False))
     return value.dim() == len(shape) and all(equal)

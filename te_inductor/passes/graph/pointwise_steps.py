@@ -7,6 +7,7 @@ import torch
 from torch import fx
 
 from te_inductor.passes.graph.gemm_nodes import VIEWS
+from te_inductor.passes.graph.node_kinds import has_shape, tensor_of
 from te_inductor.runtime.activation import OPS, PointwiseStep
 from te_inductor.templates.cutlass.scaled_mm import ROUNDED
 
@@ -35,17 +36,19 @@ def translated(
     places: dict[fx.Node, int | float] = {node: place for place, node in enumerate(given)}
     made: dict[PointwiseStep, int] = {}
     for node in nodes:
-        value = node.meta["val"]
-        if value.dtype not in (ROUNDED, torch.float32):
+        value = tensor_of(node)
+        if value is None or value.dtype not in (ROUNDED, torch.float32):
             return None
         if node.target is aten.full.default:
+            if isinstance(node.args[1], fx.Node):  # a symbolic number
+                return None
             found: int | float = float(node.args[1])  # type: ignore[arg-type]
         elif node.kwargs or len(node.args) > 2:
             return None
         elif node.target in _NOTHING:
             found = places[node.args[0]]  # type: ignore[index]
         else:
-            if any(x.meta["val"].shape != value.shape for x in node.all_input_nodes):
+            if not all(has_shape(tensor_of(x), value.shape) for x in node.all_input_nodes):
                 return None
             operands = [node.args[0]] * 2 if _is_square(node) else node.args
             numbers = [places[x] if isinstance(x, fx.Node) else float(x) for x in operands]  # type: ignore[arg-type]

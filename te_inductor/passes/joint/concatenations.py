@@ -23,7 +23,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from te_inductor import ops
 from te_inductor.passes.graph.casts import records_amax
 from te_inductor.passes.graph.gemm_nodes import VIEWS
-from te_inductor.passes.graph.node_kinds import has_shape, is_cast, is_pointwise
+from te_inductor.passes.graph.node_kinds import has_shape, is_cast, is_pointwise, tensor_of
 from te_inductor.recipes import Quantizer
 
 aten = torch.ops.aten
@@ -70,7 +70,7 @@ def _reads(piece: fx.Node) -> Iterator[fx.Node]:
         if node.op == "call_function" and (is_pointwise(node) or node.target in VIEWS):
             pending += [source for source in node.all_input_nodes if source not in seen]
             seen.update(node.all_input_nodes)
-        elif isinstance(value := node.meta.get("val"), torch.Tensor) and statically_known_true(value.numel() == size):
+        elif (value := tensor_of(node)) is not None and statically_known_true(value.numel() == size):
             yield node
 
 
@@ -128,8 +128,9 @@ def _replace(steps: Sequence[fx.Node], pieces: Sequence[fx.Node]) -> None:
 
 def _of_piece(step: fx.Node, whole: fx.Node, piece: fx.Node) -> fx.Node:
     args = fx.node.map_arg(step.args, lambda one: piece if one is whole else one)
-    if step.target in VIEWS:
-        args = (piece, [*step.meta["val"].shape[:-1], piece.meta["val"].shape[-1]])
+    if step.target in VIEWS:  # rows as the view has them: a symbolic number is a node
+        *rows, _ = step.args[1]  # type: ignore[misc, str-unpack]
+        args = (piece, [*rows, piece.meta["val"].shape[-1]])
     return _call(step, step.target, *args)
 
 

@@ -32,7 +32,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from te_inductor import compat, ops
 from te_inductor.lowerings.codegen.block_tiles import may_be_held
-from te_inductor.passes.graph.node_kinds import is_cast, is_pointwise, is_view
+from te_inductor.passes.graph.node_kinds import is_cast, is_pointwise, is_view, tensor_of
 from te_inductor.recipes import Gemm, Quantizer
 from te_inductor.recipes.formats import Scope
 
@@ -187,8 +187,8 @@ def _spared(source: fx.Node, backward: set[fx.Node], available: set[fx.Node]) ->
 
 def _is_mask(node: fx.Node, backward: set[fx.Node]) -> bool:
     """Whether it compares a tensor with a number, for the backward."""
-    value = node.meta.get("val")
-    compares = is_pointwise(node) and isinstance(value, torch.Tensor) and value.dtype == torch.bool
+    value = tensor_of(node)
+    compares = is_pointwise(node) and value is not None and value.dtype == torch.bool
     return compares and len(node.all_input_nodes) == 1 and not backward.isdisjoint(node.users)
 
 
@@ -335,8 +335,8 @@ def _origins(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     found: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         found[node] = node
-        value = node.meta.get("val")
-        if not isinstance(value, torch.Tensor) or not (
+        value = tensor_of(node)
+        if value is None or not (
             is_pointwise(node) or is_view(node) or node.target is torch.ops.aten.clone.default  # LayerNorm's begins so
         ):
             continue
@@ -352,13 +352,13 @@ def _origins(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 
 def _is_vector(node: fx.Node) -> bool:
     """Of the graph's inputs, as a norm's bias is, which are in memory anyway."""
-    value = node.meta.get("val")
-    return node.op == "placeholder" and isinstance(value, torch.Tensor) and value.dim() == 1
+    value = tensor_of(node)
+    return node.op == "placeholder" and value is not None and value.dim() == 1
 
 
 def _is_as_large(a: fx.Node, b: fx.Node) -> bool:
-    found, other = a.meta.get("val"), b.meta.get("val")
-    if not (isinstance(found, torch.Tensor) and isinstance(other, torch.Tensor)):
+    found, other = tensor_of(a), tensor_of(b)
+    if found is None or other is None:
         return False
     return statically_known_true(found.numel() == other.numel())
 

@@ -25,7 +25,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from te_inductor import ops
 from te_inductor.passes.graph.casts import records_amax
-from te_inductor.passes.graph.node_kinds import has_shape, is_cast, is_pointwise
+from te_inductor.passes.graph.node_kinds import has_shape, is_cast, is_pointwise, tensor_of
 from te_inductor.recipes import Quantizer
 from te_inductor.recipes.formats import ROW
 
@@ -46,7 +46,7 @@ def compute(graph: fx.Graph) -> None:
     for take in graph.find_nodes(op="call_function", target=ops.take_rows):
         rows = _Rows(take)
         rows.find()
-        if rows.casts and not rows.others:
+        if rows.casts and not rows.others and rows.has_known_columns():
             rows.reorder()
 
 
@@ -66,6 +66,14 @@ class _Rows:
     @property
     def order(self) -> fx.Node:
         return self.take.args[1]  # type: ignore[return-value]
+
+    @property
+    def _places(self) -> torch.Tensor:
+        return self.take.args[2].meta["val"]  # type: ignore[union-attr, no-any-return]
+
+    def has_known_columns(self) -> bool:
+        """Whether all but the numbers of rows are known, which a graph has as nodes."""
+        return all(isinstance(size, int) for size in (*self.take.meta["val"].shape[1:], *self._places.shape[1:]))
 
     def find(self) -> None:
         inside = {self.take}
@@ -96,8 +104,8 @@ class _Rows:
 
     def _is_by_rows(self, node: fx.Node, inside: set[fx.Node]) -> bool:
         """Whether each of its rows hangs on the same row of what it reads, and on nothing that is not in rows."""
-        value = node.meta.get("val")
-        if not isinstance(value, torch.Tensor) or not self._has_rows(value):
+        value = tensor_of(node)
+        if value is None or not self._has_rows(value):
             return False
         if node.target in _VIEWS:
             return self._keeps_rows(node)
@@ -107,14 +115,15 @@ class _Rows:
         if not (is_pointwise(node) or is_cast(node) or node.target is aten._to_copy.default):
             return False
         for one in node.all_input_nodes:
-            of_rows, less = self._is_in_rows(one.meta["val"], value), one.meta["val"].dim() < value.dim()
-            if not (of_rows or (less and one not in inside)):
+            read = tensor_of(one)
+            less = read is None or read.dim() < value.dim()
+            if not (self._is_in_rows(read, value) or (less and one not in inside)):
                 return False
         return True
 
-    def _is_in_rows(self, value: torch.Tensor, result: torch.Tensor) -> bool:
-        """Whether it has a row for each of the result's."""
-        return value.dim() == result.dim() and self._has_rows(value)
+    def _is_in_rows(self, value: torch.Tensor | None, result: torch.Tensor) -> bool:
+        """Whether it is a tensor with a row for each of the result's."""
+        return value is not None and value.dim() == result.dim() and self._has_rows(value)
 
     def _keeps_rows(self, view: fx.Node) -> bool:
         before, after = view.args[0].meta["val"], view.meta["val"]  # type: ignore[union-attr]
@@ -148,12 +157,12 @@ class _Rows:
         """Compute in the order of tokens, and put copies where experts have them."""
         x, order, places = self.take.args
         x = self._of_each_place(x, self.take)  # type: ignore[arg-type]
-        if places.meta["val"].dim() > 1:  # type: ignore[union-attr]
-            places = _call(self.take, aten.reshape.default, places, list(order.meta["val"].shape))  # type: ignore[union-attr]
+        if self._places.dim() > 1:
+            places = _call(self.take, aten.reshape.default, places, [-1])  # type: ignore[union-attr]
         reads = {self.take, *self.inside}
         for node in self.inside:
             for one in node.all_input_nodes:
-                if one not in reads and self._is_in_rows(one.meta["val"], node.meta["val"]):
+                if one not in reads and self._is_in_rows(tensor_of(one), node.meta["val"]):
                     node.replace_input_with(one, self._of_tokens(one, places, node))  # type: ignore[arg-type]
         for cast in self.casts:
             items = list(cast.users) if cast.target is ops.quantize else [cast]
@@ -172,13 +181,12 @@ class _Rows:
 
     def _of_each_place(self, x: fx.Node, before: fx.Node) -> fx.Node:
         """Of rows of tokens, each as often as it is taken."""
-        places = self.take.args[2].meta["val"]  # type: ignore[union-attr]
-        if places.dim() == 1:
+        if self._places.dim() == 1:
             return x
         rest = x.meta["val"].shape[1:]
         wide = _call(before, aten.unsqueeze.default, x, 1)
-        wide = _call(before, aten.expand.default, wide, [-1, places.shape[1], *rest])
-        return _call(before, aten.reshape.default, wide, [self.order.meta["val"].shape[0], *rest])
+        wide = _call(before, aten.expand.default, wide, [-1, self._places.shape[1], *rest])
+        return _call(before, aten.reshape.default, wide, [-1, *rest])
 
     def _of_tokens(self, node: fx.Node, places: fx.Node, reader: fx.Node) -> fx.Node:
         """What is in the order of experts, in that of tokens; in front of `reader`."""

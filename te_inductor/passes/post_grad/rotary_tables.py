@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from te_inductor.passes.graph.node_kinds import is_pointwise, is_view
+from te_inductor.passes.graph.node_kinds import is_pointwise, is_view, tensor_of
 
 aten = torch.ops.aten
 _TABLES = (aten.sin.default, aten.cos.default)
@@ -44,5 +44,5 @@ def _readers(table: fx.Node) -> list[fx.Node]:
 
 
 def _is_larger(reader: fx.Node, table: fx.Node) -> bool:
-    made, value = reader.meta.get("val"), table.meta.get("val")
-    return isinstance(made, torch.Tensor) and statically_known_true(made.numel() >= 2 * value.numel())  # type: ignore[union-attr]
+    made, value = tensor_of(reader), tensor_of(table)
+    return made is not None and value is not None and statically_known_true(made.numel() >= 2 * value.numel())

@@ -25,6 +25,7 @@ from te_inductor.passes.pre_grad.match.sites import (
     inline_single_products,
     list_products,
     match_sites,
+    write_numbers,
 )
 from te_inductor.passes.pre_grad.plan import Plan
 from te_inductor.passes.pre_grad.rewrite.decisions import compare_ranks, follow_ranks
@@ -42,6 +43,7 @@ from te_inductor.passes.pre_grad.rewrite.traced import (
 Pass = Callable[[Plan], None]
 
 _WEIGHED: tuple[Pass, ...] = (
+    write_numbers,
     inline_attention,
     inline_contractions,
     match_sites,

@@ -1,8 +1,9 @@
 """The passes that find the linear layers of a graph, and its other matrix products."""
 
+import torch
 from torch import fx
 
-from te_inductor.passes.graph.aliases import memory
+from te_inductor.passes.graph.aliases import is_opaque, memory
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.module_path import (
     holder_path,
@@ -24,6 +25,26 @@ from te_inductor.passes.pre_grad.match import (
 )
 from te_inductor.passes.pre_grad.match.rule import Match
 from te_inductor.passes.pre_grad.plan import Candidate, Plan, Unlowered
+
+
+def write_numbers(plan: Plan) -> None:
+    """Put numbers in the place of the symbolic ones that torch has guarded to be constants, as dimensions are: whatever
+    reads a call's arguments finds what it would find without dynamic shapes."""
+    for module in plan.graph_modules():
+        for node in list(module.graph.nodes):
+            symbol = node.meta.get("example_value")
+            number = symbol.node.maybe_as_int() if isinstance(symbol, torch.SymInt) else None
+            if number is not None:
+                _write_number(node, number)
+        module.recompile()
+
+
+def _write_number(node: fx.Node, number: int) -> None:
+    for user in list(node.users):
+        if user.op != "output" and not is_opaque(user):
+            user.args, user.kwargs = fx.map_arg(
+                (user.args, dict(user.kwargs)), lambda one: number if one is node else one
+            )
 
 
 def inline_attention(plan: Plan) -> None:
