@@ -6,6 +6,7 @@ leads there, which it takes on any machine; the function says so."""
 
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from types import SimpleNamespace
@@ -181,6 +182,17 @@ def exports_without_asking() -> bool:
     return not asked
 
 
+def refuses_references() -> bool:
+    """A tensor that anything refers to weakly cannot be swapped; of this package's own references torch sees none."""
+    one = torch.zeros(1)
+    reference = weakref.ref(one)
+    try:
+        torch.utils.swap_tensors(one, torch.ones(1))
+    except RuntimeError:
+        return reference() is one
+    return False
+
+
 def registers_a_backend_once() -> bool:
     """A backend that is registered again, as the slower of two threads does, is an error."""
     from torch._dynamo.backends import registry
@@ -224,6 +236,7 @@ FAULTS: dict[str, Callable[[], bool]] = {
     "torch._guards._TLS.tracing_context": destroys_stacks,
     "torch.export._trace._export": exports_without_asking,
     "torch._dynamo.backends.registry._COMPILER_FNS": registers_a_backend_once,
+    "torch.utils.swap_tensors": refuses_references,
     "torch.compile": lambda: imports_dynamo("torch.compile"),
     "torch.compiler.disable": lambda: imports_dynamo("torch.compiler.disable"),
 }

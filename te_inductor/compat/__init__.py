@@ -29,6 +29,7 @@ from te_inductor.compat.exporting import before_export, before_lowering, is_deco
 from te_inductor.compat.inductor import autotune, compile_fx, concatenated, size_hint
 from te_inductor.compat.partitioner import let_marks_be_saved, saving_a_minimum_cut
 from te_inductor.compat.patches import PATCHES, Patch, patch
+from te_inductor.compat.swaps import around_swaps
 from te_inductor.compat.wrappers import (
     Gathered,
     ddp_group_of,
@@ -49,6 +50,7 @@ __all__ = [
     "ConstantMeta",
     "Gathered",
     "Patch",
+    "around_swaps",
     "autotune",
     "before_export",
     "before_lowering",

@@ -125,6 +125,12 @@ PATCHES = (
         "registration, so that of threads that ask for a backend at once all but one fail.",
     ),
     Patch(
+        "torch.utils.swap_tensors",
+        FOR_GOOD,
+        "torch refuses to swap the contents of tensor objects that anything refers to weakly, though references stay "
+        "right, so that such a model could not be moved or cast once it has run.",
+    ),
+    Patch(
         "torch.compile",
         IMPORT,
         "quack decorates functions that no build calls, and the decorator imports Dynamo and much of Inductor, which takes "

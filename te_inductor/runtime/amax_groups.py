@@ -16,10 +16,10 @@ from typing import Any
 
 from torch import Tensor
 from torch import distributed as dist
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from te_inductor import compat
 from te_inductor.errors import OptionError, StateError, wrong_type
+from te_inductor.runtime.tensor_tables import TensorTable
 
 NONE = "none"  # as an option: each rank keeps its own scales
 _EXPECTED = 'a torch.distributed DeviceMesh, a ProcessGroup, a process group\'s name, or "none"'
@@ -103,8 +103,7 @@ def _of_groups(groups: Sequence[dist.ProcessGroup], ranks: Sequence[int] | None 
     return AmaxGroup(tuple(sorted(found)), names) if names else OWN
 
 
-_by_parameter: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # what meshes say; a parameter's stays the same
-_UNKNOWN = object()
+_by_parameter: TensorTable[tuple[Any, AmaxGroup | None]] = TensorTable()  # its mesh as a DTensor, and what meshes say
 
 
 def of_parameter(parameter: Tensor) -> AmaxGroup | None:
@@ -120,16 +119,20 @@ def of_parameter(parameter: Tensor) -> AmaxGroup | None:
 
 def mesh_of(parameter: Tensor) -> AmaxGroup | None:
     """The same by its mesh alone, as graphs guard on it: cheap from the second time on."""
-    found = _by_parameter.get(parameter, _UNKNOWN)
-    if found is not _UNKNOWN:
-        return found  # type: ignore[no-any-return]
-    for one in compat.gathered():
-        if one.whole is not None and one.whole not in _by_parameter:
-            _by_parameter[one.whole] = of_mesh(one.mesh)
-    if parameter not in _by_parameter:
+    if not _is_known(parameter):
+        for one in compat.gathered():
+            if one.whole is not None and not _is_known(one.whole):
+                _by_parameter[one.whole] = compat.mesh_of_dtensor(one.whole), of_mesh(one.mesh)
+    if not _is_known(parameter):
         mesh = compat.mesh_of_dtensor(parameter)
-        _by_parameter[parameter] = None if mesh is None else of_mesh(mesh)
-    return _by_parameter[parameter]  # type: ignore[no-any-return]
+        _by_parameter[parameter] = mesh, None if mesh is None else of_mesh(mesh)
+    return _by_parameter[parameter][1]
+
+
+def _is_known(parameter: Tensor) -> bool:
+    """Whether what is known is of the mesh that it has, if it is a DTensor."""
+    found = _by_parameter.get(parameter, None)
+    return found is not None and found[0] is compat.mesh_of_dtensor(parameter)
 
 
 def process_group(name: str) -> dist.ProcessGroup:

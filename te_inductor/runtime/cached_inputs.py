@@ -15,7 +15,7 @@ from te_inductor.runtime import cached_weights
 from te_inductor.runtime.cached_weights import CachedWeight, FreshnessCheck, Spec, cached_of
 from te_inductor.runtime.extra_inputs import Call, ExtraInputs
 from te_inductor.runtime.state_inputs import StateInput, StateInputs
-from te_inductor.runtime.tensor_groups import TensorGroups
+from te_inductor.runtime.tensor_tables import TensorGroups
 
 Refresh = Callable[[Sequence[FreshnessCheck]], None]
 _BACKWARD, _VIEWS = "CompiledFunctionBackward", 4  # AOTAutograd's node; how many views at most are before it

@@ -52,7 +52,7 @@ from te_inductor.recipes import DelayedScaling
 from te_inductor.recipes.formats import ROW
 from te_inductor.recipes.quantizers import Quantizer
 from te_inductor.runtime import delayed, eager
-from te_inductor.runtime.tensor_groups import TensorGroups
+from te_inductor.runtime.tensor_tables import TensorGroups
 
 GOLDEN = 0x9E3779B97F4A7C15
 MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # SplitMix64's multipliers

@@ -4,7 +4,6 @@ Dynamo calls each graph by a compile id, `0/0`, and a profiler finds that id whe
 added to a call. What is kept is a report for each graph until `torch._dynamo.reset()`; parameters are not kept alive.
 """
 
-import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from torch import nn
 
 from te_inductor.diagnostics import Report
 from te_inductor.errors import TEInductorError
+from te_inductor.runtime.tensor_tables import TensorReference
 
 _REGION = "Torch-Compiled Region: "  # what Dynamo calls a graph's run, before the compile id
 
@@ -23,7 +23,7 @@ class CompiledGraph:
     """What a graph does, and the parameters that its sites had when it was compiled, by the sites' module paths."""
 
     report: Report
-    weights: Mapping[str, "weakref.ref[nn.Parameter]"]
+    weights: Mapping[str, TensorReference]
 
 
 _graphs: dict[str, list[CompiledGraph]] = {}  # by compile id; several where DDP cuts a graph
@@ -36,7 +36,7 @@ def note(report: Report, weights: Mapping[str, nn.Parameter]) -> None:
         return
     known = _graphs.setdefault(str(compile_id), [])
     if all(one.report != report for one in known):  # a restarted trace compiles a graph again
-        known.append(CompiledGraph(report, {fqn: weakref.ref(weight) for fqn, weight in weights.items()}))
+        known.append(CompiledGraph(report, {fqn: TensorReference(weight) for fqn, weight in weights.items()}))
 
 
 def forget() -> None:

@@ -20,13 +20,11 @@ import itertools
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.optim.optimizer import Optimizer
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from te_inductor.errors import DeferredWgradError, wrong_type
 from te_inductor.recipes.quantizers import Gemm
@@ -34,6 +32,7 @@ from te_inductor.runtime import eager
 from te_inductor.runtime.gradient_inputs import Takers
 from te_inductor.runtime.main_grads import checked
 from te_inductor.runtime.optimizer_steps import check_before_each
+from te_inductor.runtime.tensor_tables import TensorReference, TensorTable
 
 
 @dataclass(eq=False)
@@ -42,7 +41,7 @@ class Product:
 
     place: int  # among all that were ever deferred
     backward: int  # torch's number of the backward that left it
-    parameters: list[weakref.ref[Tensor]]
+    parameters: list[TensorReference]
     wanted: list[bool]  # which of them that backward accumulates into
     operands: tuple[Tensor, Tensor, Tensor, Tensor]  # dy columnwise (N, M), scale_inv; x columnwise (K, M), scale_inv
     alpha: Tensor | None  # (), of two-level scales
@@ -70,24 +69,24 @@ class Product:
 class Queue:
     """What waits for one parameter, or for it and others."""
 
-    parameter: weakref.ref[Tensor]
+    parameter: TensorReference
     ticket: Tensor  # () int64, on the CPU
     products: list[Product] = field(default_factory=list)
 
 
-_queues: Any = WeakTensorKeyDictionary()  # by the parameter, with which they die
+_queues: TensorTable["Queue"] = TensorTable()  # by the parameter, with which they die
 _by_ticket: "weakref.WeakValueDictionary[int, Queue]" = weakref.WeakValueDictionary()
 _tickets, _places = itertools.count(), itertools.count()
 
 
 def _ticket(parameter: Tensor, _: bool = True) -> Tensor:
-    queue = _queues.get(parameter)
+    queue = _queues.get(parameter, None)
     if queue is None:
         number = next(_tickets)
         queue = _queues[parameter] = _by_ticket[number] = Queue(
-            weakref.ref(parameter), torch.tensor(number, dtype=torch.int64, device="cpu")
+            TensorReference(parameter), torch.tensor(number, dtype=torch.int64, device="cpu")
         )
-    return queue.ticket  # type: ignore[no-any-return]
+    return queue.ticket
 
 
 TICKETS = Takers("tickets", lambda parameter: torch.empty((), dtype=torch.int64, device="cpu"), _ticket)
@@ -156,7 +155,7 @@ def product_of(
     if not any(wanted):
         return None
     a, a_scale, b, b_scale = operands
-    backward, refs = torch._C._current_graph_task_id(), [weakref.ref(parameter) for parameter in parameters]
+    backward, refs = torch._C._current_graph_task_id(), [TensorReference(parameter) for parameter in parameters]
     return Product(next(_places), backward, refs, wanted, (a, a_scale, b, b_scale), alpha, gemm, starts)
 
 
@@ -206,7 +205,7 @@ def backward_dw(model: nn.Module | None = None, *, backwards: int | None = None)
 
 def _waiting(parameters: Iterable[Tensor] | None) -> list[tuple[Queue, Product]]:
     """What waits for any of these, or at all, oldest first."""
-    found = [(queue, product) for queue in list(_queues.values()) for product in queue.products]
+    found = [(queue, product) for queue in _queues.values() for product in queue.products]
     if parameters is not None:
         ids = {id(parameter) for parameter in parameters}
         found = [one for one in found if any(id(ref()) in ids for ref in one[1].parameters)]

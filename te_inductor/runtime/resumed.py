@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from te_inductor import compat
 from te_inductor.diagnostics import say, state_was_lost
 from te_inductor.runtime.optimizer_steps import check_before_each
+from te_inductor.runtime.tensor_tables import TensorTable
 
-_new: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameters that wait for a step, with their module paths
+_new: TensorTable[str] = TensorTable()  # parameters that wait for a step, with their module paths
 _hooked: list[Any] = []  # the hook, once there is one
-_noted: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # all that ever did
+_noted: TensorTable[bool] = TensorTable()  # all that ever did
 
 
 def note_new(parameter: Tensor, site: str) -> None:

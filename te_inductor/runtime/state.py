@@ -10,13 +10,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from te_inductor import compat
 from te_inductor.errors import StateError
 from te_inductor.recipes import DelayedScaling
 from te_inductor.runtime.parameter_hooks import when_replaced
 from te_inductor.runtime.state_sites import Site, same_site
+from te_inductor.runtime.tensor_tables import TensorTable
 
 
 @dataclass(frozen=True)
@@ -120,9 +120,9 @@ def is_due(calls: int, asked: int) -> bool:
 
 T = TypeVar("T")
 
-_states: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-_loaded: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-_of_shards: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # until the parameter is gathered first
+_states: TensorTable[dict[Key, ScalingState]] = TensorTable()
+_loaded: TensorTable[dict[Site, dict[str, Tensor]]] = TensorTable()
+_of_shards: TensorTable[dict[Key, ScalingState]] = TensorTable()  # until the parameter is gathered first
 _moves = 0
 
 # Held while state is made, joined, loaded or handed on, so that two threads never make two states of one quantizer.
@@ -167,16 +167,16 @@ def shared_state(readers: Sequence[tuple[Tensor, Key]], of_graph: Mapping[int, C
     for saved in copies:
         state.join(saved)
     for p, key in readers:
-        states = _states.setdefault(p, {})
-        states.pop(key, None)
-        states[key] = state  # last, as `states_of` wants it
+        own = _states.setdefault(p, {})
+        own.pop(key, None)
+        own[key] = state  # last, as `states_of` wants it
     return state
 
 
 def has_history(parameter: Tensor, recipe: DelayedScaling) -> bool:
     """Whether all quantizers that a parameter has by a recipe are known to have history, or what waits to be loaded
     has."""
-    waiting = _loaded.get(parameter)
+    waiting = _loaded.get(parameter, {})
     if waiting:
         return not any(map(_lacks_history, waiting.values()))
     states = [state for key, state in _states.get(parameter, {}).items() if key.recipe == recipe]
@@ -230,7 +230,7 @@ def any_state() -> bool:
 
 def loaded_of(parameter: Tensor) -> dict[Site, dict[str, Tensor]]:
     """What waits for quantizers that no call has made yet."""
-    return _loaded.get(parameter, {})  # type: ignore[no-any-return]
+    return _loaded.get(parameter, {})
 
 
 def keep(parameter: Tensor, site: Site, saved: Mapping[str, Tensor]) -> None:
@@ -246,7 +246,9 @@ def take_from_shards() -> None:
     if not (_loaded or _of_shards):
         return
     for shards, whole in compat.gathered():
-        for shard in shards if whole is not None else ():
+        if whole is None:
+            continue
+        for shard in shards:
             for site, saved in _loaded.pop(shard, {}).items():
                 _loaded.setdefault(whole, {}).setdefault(site, {}).update(saved)
             for key, state in _of_shards.pop(shard, {}).items():

@@ -31,7 +31,7 @@ from te_inductor.runtime.state import (
     shared_state,
     take_from_shards,
 )
-from te_inductor.runtime.tensor_groups import TensorGroups
+from te_inductor.runtime.tensor_tables import TensorGroups
 
 MANY_CALLS = 256  # in which some amax should have been recorded, whatever the number of microbatches in flight
 FEW_CALLS = 4  # by the eager runtime

@@ -52,10 +52,12 @@ def of(root: fx.GraphModule) -> fx.GraphModule:
 
 
 def twin(graph: fx.Graph) -> fx.Graph:
-    """A copy. Dynamo also hangs plain attributes on nodes (`_dynamo_source`), which fx does not copy."""
+    """A copy. Dynamo also hangs plain attributes on nodes (`_dynamo_source`), which fx does not copy; and metadata with
+    the tensors that it traced, of which its own graph lets go behind the backend."""
     made = copy.deepcopy(graph)
     for node, other in zip(graph.nodes, made.nodes, strict=True):
         _add_attributes(node, other)
+        other.meta.pop("grapharg", None)
     return made
 
 
