@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.weak import WeakIdKeyDictionary
 
 from te_inductor import compat
 from te_inductor.diagnostics import Flops, Report, Site
 from te_inductor.passes.graph.module_path import without_parametrization, without_wrappers
 from te_inductor.recipes import regions
 from te_inductor.recipes.regions import Region
+from te_inductor.runtime.tensor_tables import TensorTable
 
 UNREACHED = "no compiled graph reached it (graph break or skipped code)"
 
@@ -58,7 +58,7 @@ class EagerProducts(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.found: list[EagerProduct] = []
-        self._weights: WeakIdKeyDictionary = WeakIdKeyDictionary()  # what is made of a parameter: which one
+        self._weights: TensorTable[Any] = TensorTable()  # what is made of a parameter: which one
         self._inside = 0  # of graphs that run by their own Python code
 
     @classmethod
@@ -95,7 +95,7 @@ class EagerProducts(TorchDispatchMode):
         return results
 
     def _weight(self, tensor: Tensor) -> nn.Parameter | None:
-        return tensor if isinstance(tensor, nn.Parameter) else self._weights.get(tensor)
+        return tensor if isinstance(tensor, nn.Parameter) else self._weights.get(tensor, None)
 
 
 def _in_compiled_graph() -> bool:

@@ -15,11 +15,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from te_inductor.runtime import agreement
 from te_inductor.runtime.amax_groups import AmaxGroup
 from te_inductor.runtime.state import is_due
+from te_inductor.runtime.tensor_tables import TensorTable
 
 
 @dataclass
@@ -48,11 +48,11 @@ class Choice:
         return self.is_first
 
 
-_choices: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by a parameter of the layers, then by their name
+_choices: TensorTable[dict[str, Choice]] = TensorTable()  # by a parameter of the layers, then by their name
 
 
 def choice_of(parameter: Tensor, layers: str, groups: Iterable[AmaxGroup]) -> Choice:
     """That of some layers, all of them in one string, of which one has this parameter."""
     # In one order on all ranks of a mesh, whose groups along one of its dimensions have ranks equally far apart.
     ordered = sorted(groups, key=lambda group: [rank - group.ranks[0] for rank in group.ranks])
-    return _choices.setdefault(parameter, {}).setdefault(layers, Choice(tuple(ordered)))  # type: ignore[no-any-return]
+    return _choices.setdefault(parameter, {}).setdefault(layers, Choice(tuple(ordered)))

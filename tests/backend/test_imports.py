@@ -195,6 +195,12 @@ def test_the_package_does_not_import_the_oracle():
     assert not [path for path in PACKAGE.rglob("*.py") if "oracle" in path.read_text()]
 
 
+def test_one_module_refers_weakly_to_tensors():
+    """Note [References to tensors]: torch swaps no tensor that another reference is left to."""
+    others = [path for path in PACKAGE.rglob("*.py") if "torch.utils.weak" in path.read_text()]
+    assert not others, "runtime/tensor_tables.py has tables and references"
+
+
 def test_the_root_stays_small():
     """At most nine modules in the package's root, and none of the package over 500 lines."""
     assert len(list(PACKAGE.glob("*.py"))) <= 9
