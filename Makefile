@@ -39,8 +39,8 @@ test-gpu2: $(VENV)/dev.done ## Run the tests that need two GPUs
 test-matrix: ## Run them on each Python and torch that we support; ARGS="--cell 3.12:2.13.0 tests/numerics"
 	$(PYTHON) -m tests.matrix $(ARGS)
 
-fuzz: $(VENV)/dev.done ## Check 2,000 random models, 50 of others compiled; ARGS="--seed 7 --cases 200 --compiled 0"
-	$(BIN)/python -m pytest tests/backend/test_fuzz.py -n 2 --cases 2000 --compiled 50 $(ARGS)
+fuzz: $(VENV)/dev.done ## Check 2,000 random models, 50 compiled, 2,000 that write in place; ARGS="--seed 7 --cases 200 --compiled 0"
+	$(BIN)/python -m pytest tests/backend/test_fuzz.py tests/backend/test_writes.py -n 2 --cases 2000 --compiled 50 $(ARGS)
 
 sweep: $(VENV)/dev.done ## Take a step of every class of transformers that can be tiny; ARGS="--kinds image"
 	$(BIN)/python -m tests.sweep $(ARGS)

@@ -270,8 +270,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a gather is read behind a write of its rows",
-        "if match.literal and _reads_what_is_written(plan, match):",
-        "if False:",
+        "    if not _source_is_written(match, writes, last or match.node):",
+        "    if True:",
         ("tests/backend/test_experts.py", "-k", "gathered_behind"),
     ),
     # lowerings

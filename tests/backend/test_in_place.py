@@ -11,7 +11,7 @@ from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mut
 from torch.utils.checkpoint import checkpoint
 
 from te_inductor import explain
-from te_inductor.passes.graph import aliases
+from te_inductor.passes.graph import aliases, writes
 from tests.eager import quantized
 
 pytestmark = pytest.mark.usefixtures("without_codegen", "one_seed")
@@ -259,8 +259,8 @@ def test_a_triton_kernel_may_write_what_it_is_given():
     nodes["y"].meta["example_value"] = torch.empty(32, 32)
     call = graph.call_function(triton_kernel_wrapper_mutation, (), {"kernel_idx": 0, "kwargs": {"ptr": nodes["w"]}})
     graph.output(graph.call_function(F.linear, (nodes["y"], nodes["v"])))
-    written = aliases.written(fx.GraphModule({}, graph))
-    assert {letter for letter, node in nodes.items() if aliases.memory(node) & written} == {"w"}
+    found = writes.of_dynamo(fx.GraphModule({}, graph).graph)
+    assert {letter for letter, node in nodes.items() if found.anywhere(node)} == {"w"}
     assert aliases.is_opaque(call)
 
 

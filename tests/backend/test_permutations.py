@@ -57,6 +57,8 @@ def test_what_lies_behind_the_last_group_is_zeros():
 class Layer(nn.Module):
     """Experts written by hand; `result` adds up the rows of each token."""
 
+    trains = True
+
     def __init__(self) -> None:
         super().__init__()
         self.gate = nn.Linear(DIM, EXPERTS, bias=False)
@@ -69,7 +71,7 @@ class Layer(nn.Module):
         rows = x[order // EACH].bfloat16()
         up, down = self.up.bfloat16(), self.down.bfloat16()
         rows = F.grouped_mm(F.silu(F.grouped_mm(rows, up, offs=ends)), down, offs=ends)
-        return self.result(x, rows.float() * scores.view(-1)[order].reshape(-1, 1), order)
+        return self.result(x, rows.float() * scores.view(-1)[order.clone()].reshape(-1, 1), order)
 
     def result(self, x: Tensor, rows: Tensor, order: Tensor) -> Tensor:
         return torch.zeros_like(x).index_add(0, order // EACH, rows)
@@ -113,24 +115,108 @@ class Unsorted(Layer):
         return torch.zeros_like(x).index_add(0, order // EACH % 3, rows)
 
 
+class IndexWritten(Layer):
+    def result(self, x: Tensor, rows: Tensor, order: Tensor) -> Tensor:
+        index = order // EACH
+        index.masked_fill_(order % 7 == 0, 0)
+        return torch.zeros_like(x).index_add(0, index, rows)
+
+
+class OrderWritten(Layer):
+    """Behind the index that is made of it, whose gradient would be read by it."""
+
+    def result(self, x: Tensor, rows: Tensor, order: Tensor) -> Tensor:
+        index = order // EACH
+        order.view(-1)[::2] = 0
+        return torch.zeros_like(x).index_add(0, index, rows)
+
+
+class WrittenBehind(Layer):
+    """Nobody reads what is written then. (Autograd would.)"""
+
+    trains = False
+
+    def result(self, x: Tensor, rows: Tensor, order: Tensor) -> Tensor:
+        index = order // EACH
+        y = torch.zeros_like(x).index_add(0, index, rows)
+        index.zero_()
+        order.zero_()
+        return y
+
+
+class RowsGiven(Layer):
+    """Rows that no operator of the graph makes."""
+
+    def result(self, x: Tensor, rows: Tensor, order: Tensor) -> Tensor:
+        given = torch.cat([x] * EACH)
+        rows = torch.zeros_like(x).scatter_add(0, (order // EACH).reshape(-1, 1).expand(-1, DIM), given) + rows.sum()
+        return rows
+
+
 @pytest.mark.parametrize(
     ("kind", "found"),
-    [(Layer, 1), (InPlace, 1), (Scattered, 1), (Weighted, 0), (Added, 0), (ReadBefore, 0), (Unsorted, 0)],
+    [
+        *((kind, 1) for kind in (Layer, InPlace, Scattered, RowsGiven, WrittenBehind)),
+        *((kind, 0) for kind in (Weighted, Added, ReadBefore, Unsorted, IndexWritten, OrderWritten)),
+    ],
 )
 def test_sums(monkeypatch, kind, found):
     """Which are gathers, and that they are what the model says."""
+    check(monkeypatch, kind(), "sum_rows", found)
+
+
+def filled(order: Tensor, places: Tensor) -> Tensor:
+    back = torch.zeros_like(order)
+    back[order] = places
+    return back
+
+
+def written_behind(order: Tensor) -> Tensor:
+    back = order.argsort()
+    order.zero_()
+    return back
+
+
+BACKS = {
+    "argsort": (lambda order: order.argsort(), 1),
+    "filled": (lambda order: filled(order, torch.arange(len(order))), 1),
+    "descending": (lambda order: order.argsort(descending=True), 0),
+    "back": (lambda order: order.argsort().add_(1).remainder_(len(order)), 0),
+    "a view": (lambda order: (back := order.argsort()).view(2, -1).copy_(back.view(2, -1).flip(0)).view(-1), 0),
+    "order": (written_behind, 0),
+    "places": (lambda order: filled(order, torch.arange(len(order)).mul_(-1).add_(len(order) - 1)), 0),
+    "one place": (lambda order: filled(order, torch.arange(1)), 0),
+}
+
+
+@pytest.mark.parametrize("back", BACKS)
+def test_rows_that_are_brought_back(monkeypatch, back):
+    """`permute_rows` where `back` is the inverse of a sort still, when it is read."""
+    made, found = BACKS[back]
+
+    class Back(Layer):
+        def result(self, x: Tensor, rows: Tensor, order: Tensor) -> Tensor:
+            return rows[made(order)].view(TOKENS, EACH, DIM).sum(1)
+
+    check(monkeypatch, Back(), "permute_rows", found)
+
+
+def check(monkeypatch, model: Layer, op: str, found: int) -> None:
+    """How often an op stands in the graph, and that outputs and gradients are those of high precision."""
     torch.manual_seed(1)
-    model, x = kind(), torch.randn(TOKENS, DIM)
-    called: list[list[str]] = []
+    x, called = torch.randn(TOKENS, DIM), list[list[str]]()
 
     def compile_fx(gm, *rest):
         called.append([str(node.target) for node in gm.graph.nodes])
         return uncompiled.compile_fx(gm, *rest)
 
     monkeypatch.setattr(compat, "compile_fx", compile_fx)
-    made = [
-        torch.compile(model, backend="te", fullgraph=True, options={"policy": policy, "fallback": "silent"})(x)
-        for policy in ({"gate": "none", "*": "current"}, {"*": "none"})
-    ]
-    assert [names.count("te_inductor.sum_rows.default") for names in called] == [found, 0]
-    assert (made[0] - made[1]).norm() < 0.15 * made[1].norm()  # of FP8's own error twice
+    made = []
+    for policy in ({"gate": "none", "*": "current"}, {"*": "none"}):
+        x = x.detach().requires_grad_(model.trains)
+        with torch.set_grad_enabled(model.trains):
+            y = torch.compile(model, backend="te", fullgraph=True, options={"policy": policy, "fallback": "silent"})(x)
+        made.append((y.detach(), *(torch.autograd.grad(y.square().sum(), x) if model.trains else ())))
+    assert [names.count(f"te_inductor.{op}.default") for names in called] == [found, 0]
+    for low, high in zip(*made, strict=True):
+        assert (low - high).norm() < 0.15 * high.norm()  # of FP8's own error twice

@@ -4,14 +4,14 @@ AOTAutograd's partitioner removes common subexpressions from training graphs; in
 would each quantize the same input.
 """
 
-from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
 from torch import fx
 
-from te_inductor.passes.graph.aliases import may_share, origin
+from te_inductor.passes.graph.aliases import origins
 from te_inductor.passes.graph.casts import QUANTIZE
+from te_inductor.passes.graph.writes import Writes, of_aten
 
 aten = torch.ops.aten
 
@@ -28,19 +28,29 @@ _SHARED = QUANTIZE | {
 }
 
 
-def share(graph: fx.Graph, written: AbstractSet[fx.Node] = frozenset()) -> None:
-    """Replace each repeated `_SHARED` node by the first, but for those of tensors whose origins are `written`."""
+def share(graph: fx.Graph) -> None:
+    """Replace each repeated `_SHARED` node by the first."""
     seen: dict[Any, fx.Node] = {}
+    writes = of_aten(graph)
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target not in _SHARED:
             continue
-        if any(may_share(origin(one), other) for one in node.all_input_nodes for other in written):
-            continue
         key = (node.target, _hashable(node.args), _hashable(node.kwargs))
         first = seen.setdefault(key, node)
-        if first is not node:
-            node.replace_all_uses_with(first)
-            graph.erase_node(node)
+        if first is node:
+            continue
+        if _differ(first, node, writes):
+            seen[key] = node
+            continue
+        node.replace_all_uses_with(first)
+        graph.erase_node(node)
+
+
+def _differ(first: fx.Node, node: fx.Node, writes: Writes) -> bool:
+    """Whether the second of two equal calls may read other values, or something writes what one of them made."""
+    sources = node.all_input_nodes
+    is_view = any(origins(node) & origins(one) for one in sources)
+    return writes.between(sources, first, node) or (not is_view and writes.anywhere(first, node))
 
 
 def _hashable(value: Any) -> Any:

@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from te_inductor.config import Options
 from te_inductor.diagnostics import Refusal, Report
-from te_inductor.passes.graph import aliases
+from te_inductor.passes.graph import writes
 from te_inductor.passes.pre_grad.decide import regions
 from te_inductor.passes.pre_grad.match import contractions
 from te_inductor.passes.pre_grad.match.products import Product
@@ -146,9 +145,13 @@ class Plan:
         return regions.regions_of(self.gm)
 
     @functools.cached_property
-    def written(self) -> set[StorageWeakRef]:
-        """The memory that the graph writes."""
-        return aliases.written(self.gm, self.inputs)
+    def writes(self) -> writes.Writes:
+        """What the graph writes, and where. Asked for once, behind the passes that put nodes in."""
+        return (
+            writes.of_aten(self.gm.graph)
+            if self.parameters or self.leaves
+            else writes.of_dynamo(self.gm.graph, self.inputs)
+        )
 
     def graph_modules(self) -> list[fx.GraphModule]:
         """The graph and the bodies of its higher-order ops, such as checkpoint's."""

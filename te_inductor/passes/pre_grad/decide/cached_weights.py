@@ -24,16 +24,14 @@ Copies lift the peak of memory, which is not above that of bf16 otherwise: to 1.
 or fewer (H100). So they are kept where the user asks for it."""
 
 from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from te_inductor import compat
 from te_inductor.diagnostics import Refusal
-from te_inductor.passes.graph.aliases import memory
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.owners import place_of
+from te_inductor.passes.graph.writes import Writes
 from te_inductor.passes.pre_grad.decide.support import value
 from te_inductor.passes.pre_grad.match.rule import Match
 from te_inductor.recipes import Slots
@@ -42,11 +40,9 @@ from te_inductor.recipes import Slots
 SCOPES = ("tensor", "row", "128x128", "1x32", "32x32", "1x16", "16x16")
 
 
-def refusal(
-    match: Match, slots: Slots, bodies: Bodies, examples: Sequence[object], written: AbstractSet[StorageWeakRef]
-) -> Refusal | None:
+def refusal(match: Match, slots: Slots, bodies: Bodies, examples: Sequence[object], writes: Writes) -> Refusal | None:
     """Why a site's weight is cast at each call all the same; `examples` are the inputs that the graph is compiled for,
-    `written` is the memory that it writes."""
+    `writes` what it writes."""
     if match.parallel is not None:
         return Refusal("copies of weights that are sharded over ranks are not kept")
     if match.groups and slots.weight.granularity.two_level:
@@ -63,7 +59,7 @@ def refusal(
     held = node.op in ("placeholder", "get_attr") and isinstance(weight, torch.nn.Parameter)
     if not (held and weight.dim() == (3 if match.groups else 2)):
         return Refusal("the weight is computed in the graph, or one of several in a parameter")
-    if memory(node) & written:
+    if writes.anywhere(node):
         return Refusal("the weight is changed in the graph, and copies are made before it runs")
     if not weight.is_contiguous():
         return Refusal("a parameter of shape %s has strides %s", tuple(weight.shape), weight.stride())

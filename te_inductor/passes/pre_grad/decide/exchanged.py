@@ -10,7 +10,6 @@ from torch import fx
 
 from te_inductor import compat
 from te_inductor.diagnostics import Refusal
-from te_inductor.passes.graph.aliases import memory
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.owners import owner_of
 from te_inductor.passes.pre_grad.decide import amax_groups
@@ -81,8 +80,10 @@ def _refusal(plan: Plan, site: Candidate, found: ExchangeNodes, bodies: Bodies) 
             "recipe %r reads them with scales of rows for one product and of columns for another",
             site.recipe.name if site.recipe else "none",
         )
-    if any(memory(node) & plan.written for node in (found.rows, found.waited) if node not in found.nodes):
-        return Refusal("the graph writes them")
+    read = [found.rows, found.waited, *found.splits, *found.nodes]
+    around = [*found.nodes, site.match.node]
+    if plan.writes.between(read, min(around), max(around), set(found.nodes)):
+        return Refusal("the graph writes them, or what tells which they are")
     if any(not (node < site.match.node) for node in found.splits):
         return Refusal("how they are exchanged is not known before the layer")
     if isinstance(site.recipe, DelayedScaling):

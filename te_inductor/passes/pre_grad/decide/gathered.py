@@ -46,7 +46,8 @@ def check_gathers(plan: Plan) -> None:
     of_shard: dict[fx.Node, list[Candidate]] = {}
     for site in sites:
         gather: Any = site.match.gather
-        site.ungathered = gather.refusal or _refusal(site, gather, site.slots, plan.options, bodies)  # type: ignore[arg-type]
+        written = Refusal("the graph writes its shards") if plan.writes.anywhere(gather.shard) else None
+        site.ungathered = gather.refusal or written or _refusal(site, gather, site.slots, plan.options, bodies)  # type: ignore[arg-type]
         of_shard.setdefault(bodies.outer(gather.shard), []).append(site)
     for shard, of_one in of_shard.items():
         gathering = {site.match.gather.nodes[-1] for site in of_one if site.ungathered is None}  # type: ignore[union-attr]

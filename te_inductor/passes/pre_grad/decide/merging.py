@@ -7,10 +7,10 @@ the tensor's, or those of rows that run across all of them, which gradients and 
 gains.
 
 The outputs of merged sites are slices of one matrix: their rows are further apart than they are long. What would notice
-stays as it is: a view that merges rows, an in-place change, an output of the graph, code that is not torch's. So does
-what reads a tensor that the graph writes: the site behind the write has another input than the one before it. A reshape
-that was a view may copy a slice, and then lays it out anew: whoever goes by the strides that Dynamo saw (`as_strided`,
-kernels of others, which are given them as numbers) would read something else.
+stays as it is: a view that merges rows, an in-place change, an output of the graph, code that is not torch's. A site
+behind a write of what it reads has another input than the one before it: Note [Nodes and values]. A reshape that was a
+view may copy a slice, and then lays it out anew: whoever goes by the strides that Dynamo saw (`as_strided`, kernels of
+others, which are given them as numbers) would read something else.
 
 # Note [Slices that are saved]
 A slice that autograd saves keeps the whole matrix until the backward. That costs nothing where all slices are saved, as
@@ -18,16 +18,15 @@ gate and up are. Where attention and an MLP read one input (GPT-J, Phi, Falcon),
 of which attention has copies of its own. So the sites whose outputs are saved are a GEMM of their own, unless the others
 are small: unless what they keep takes fewer bytes than the FP8 copy of the input saves."""
 
-from collections.abc import Iterable, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from te_inductor.passes.graph.aliases import is_opaque, memory, name
+from te_inductor.passes.graph.writes import Writes
 from te_inductor.passes.pre_grad.decide.support import is_gathered, is_tensor, requires_grad, value
 from te_inductor.passes.pre_grad.match import grouped
 from te_inductor.passes.pre_grad.match.rule import Emit, Match, Rule, replace_layer
@@ -51,14 +50,12 @@ _COPIES_IF_NEEDED = frozenset("reshape flatten reshape_as".split())
 _BY_STRIDES = frozenset("as_strided as_strided_ as_strided_copy as_strided_scatter".split())
 
 
-def groups(
-    sites: Iterable[tuple[Rule, Match, Recipe, Slots]], written: AbstractSet[StorageWeakRef]
-) -> list[list[Match]]:
-    """Which sites to merge: two or more each, in the graph's order; `written` is the memory that the graph writes."""
+def groups(sites: Iterable[tuple[Rule, Match, Recipe, Slots]], writes: Writes) -> list[list[Match]]:
+    """Which sites to merge: two or more each, in the graph's order; `writes` is what the graph writes."""
     found: dict[Any, list[Match]] = {}
     learning: dict[fx.Graph, set[fx.Node]] = {}
     for rule, match, recipe, slots in sites:
-        if rule.joins and _can_join(match, slots, written):
+        if rule.joins and _can_join(match, slots, writes):
             node, weight = value(match.node), value(match.weight)
             bias = None if match.bias is None else value(match.bias)
             if match.node.graph not in learning:
@@ -80,8 +77,30 @@ def groups(
                 *_kind(bias),
             )
             found.setdefault((learns, *key), []).append(match)
-    split = (part for (learns, *_), group in found.items() for part in (_parts(group) if learns else [group]))
+    split = (
+        part
+        for (learns, *_), alike in found.items()
+        for group in _between_writes(alike, writes)
+        for part in (_parts(group) if learns else [group])
+    )
     return [group for group in split if len(group) > 1]
+
+
+def _between_writes(group: list[Match], writes: Writes) -> Iterator[list[Match]]:
+    """The group in pieces, in each of which all read what is there in place of the first: Note [Nodes and values]."""
+    rest = sorted(group, key=lambda match: match.node)
+    while rest:
+        first = rest[0].node
+        piece = [match for match in rest if not writes.between(_read(match), first, match.node)]
+        yield piece
+        rest = [match for match in rest if match not in piece]
+
+
+def _read(match: Match) -> list[fx.Node]:
+    groups, arrives = match.groups, match.arrives
+    more = [] if groups is None else [groups.ends, groups.rows, groups.order]
+    more += [] if arrives is None else [arrives.order]
+    return [one for one in (match.x, match.weight, match.bias, *more) if one is not None]
 
 
 def _parts(group: list[Match]) -> list[list[Match]]:
@@ -106,7 +125,7 @@ def _kind(tensor: Any) -> tuple[Any, ...]:
     return () if tensor is None else (tensor.dtype, tensor.device, tensor.requires_grad)
 
 
-def _can_join(match: Match, slots: Slots, written: AbstractSet[StorageWeakRef]) -> bool:
+def _can_join(match: Match, slots: Slots, writes: Writes) -> bool:
     scopes = [quantizer.granularity for quantizer in (slots.input, slots.weight, slots.grad_output)]
     if match.groups and not (slots.weight.granularity.whole or slots.weight.granularity.transposes):
         return False  # a column copy's rows run across all weights, and their scales with them
@@ -126,7 +145,7 @@ def _can_join(match: Match, slots: Slots, written: AbstractSet[StorageWeakRef]) 
         not any(scope.microscaled for scope in scopes)
         and match.sizes[1] % max(scope.alignment for scope in scopes) == 0
         and all(operand.op in ("placeholder", "get_attr") for operand in operands)
-        and not any(memory(node) & written for node in (match.node, match.x, *operands))
+        and not writes.anywhere(match.node)
         and _may_be_a_slice(match.end, value(match.end).shape[:-1])
     )
 

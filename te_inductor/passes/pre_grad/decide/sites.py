@@ -113,7 +113,7 @@ def merge_sites(plan: Plan) -> None:
         for site in plan.candidates
         if site.recipe and site.slots and not site.refusal
     ]
-    plan.merged.extend(merging.groups(sites, plan.written))
+    plan.merged.extend(merging.groups(sites, plan.writes))
 
 
 def check_extras(plan: Plan) -> None:
@@ -127,7 +127,7 @@ def check_extras(plan: Plan) -> None:
             site.slots,  # type: ignore[arg-type]
             bodies,
             plan.inputs,
-            plan.written,
+            plan.writes,
         )
     if plan.options.wgrad in weight_grads.TAKERS:
         checks["wgrad"] = lambda site: (

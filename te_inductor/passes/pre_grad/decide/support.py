@@ -1,6 +1,6 @@
 """What a site must be to run in low precision. Each check returns None or the reason why not."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeGuard
 
@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from te_inductor import compat, targets
 from te_inductor.diagnostics import Refusal
 from te_inductor.ops.gathered_weight import GatheredWeight
+from te_inductor.passes.graph.aliases import memory
 from te_inductor.recipes import Recipe, Slots
 from te_inductor.recipes.formats import LONGEST, padded
 
@@ -59,6 +60,17 @@ def as_traced(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> Iterator[
     # Only Python's dispatcher takes symbolic sizes in `linear` of a frozen weight (torch 2.11).
     with enable_python_dispatcher(), fake_mode, torch.set_grad_enabled(output.requires_grad), autocast:
         yield
+
+
+def lay_in(output: torch.Tensor, result: fx.Node, nodes: Iterable[fx.Node]) -> None:
+    """Have `result`, which takes the place of a call that made `output`, and those of `nodes` that are views of it say
+    that they lie in its memory: what Dynamo has traced behind the call are views of that."""
+    place = memory(result)
+    with output.fake_mode, torch.set_grad_enabled(output.requires_grad):  # type: ignore[attr-defined]
+        for node in nodes:
+            if is_tensor(node) and memory(node) & place:
+                made = value(node)
+                node.meta["example_value"] = output.as_strided(made.shape, made.stride(), made.storage_offset())
 
 
 def tensors(x: torch.Tensor, weight: torch.Tensor) -> Refusal | None:

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from te_inductor.passes.pre_grad.decide.support import as_traced, is_tensor, is_wrapped, value
+from te_inductor.passes.pre_grad.decide.support import as_traced, is_tensor, is_wrapped, lay_in, value
 
 _PADDING = 1  # the fast path's mask_type of a mask (batch, length)
 
@@ -153,6 +153,11 @@ def _inline(node: fx.Node, call: _Call, single: bool) -> None:
     for old, new in copies.items():
         if old.op != "placeholder":
             new.meta = _meta(node, new, values.of[old], paths)
+    made = [results] if single else results
+    outputs = [node.meta["example_value"]] if single else node.meta["example_value"]
+    for result, output in zip(made, outputs, strict=True):
+        if is_tensor(result):
+            lay_in(output, result, copies.values())
     if single:
         node.replace_all_uses_with(results)
         return

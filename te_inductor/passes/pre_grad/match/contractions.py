@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from te_inductor.passes.pre_grad.decide.support import as_traced, is_tensor, is_wrapped, value
+from te_inductor.passes.pre_grad.decide.support import as_traced, is_tensor, is_wrapped, lay_in, value
 from te_inductor.passes.pre_grad.match.linear import from_parameter
 from te_inductor.passes.pre_grad.match.rule import Call
 
@@ -201,6 +201,7 @@ def _replace(node: fx.Node, x: fx.Node, p: fx.Node, layer: Layer) -> tuple[fx.No
         if made != written:  # a `view` behind it asks for it
             y = call(aten.clone.default, in_order(y, made, written), memory_format=torch.contiguous_format)
         y = in_order(y, written, layer.y)
+    lay_in(output, y, new)
     was = node.op, node.target, node.args, dict(node.kwargs), node.meta
     node.replace_all_uses_with(y)
     graph.erase_node(node)

@@ -8,6 +8,7 @@ from typing import Any
 from torch import fx
 
 from te_inductor.passes.graph.aliases import name
+from te_inductor.passes.graph.writes import chain
 from te_inductor.passes.pre_grad.decide.support import is_tensor, value
 
 _IN_PLACE, _ADDS = frozenset(("add_", "iadd", "__iadd__")), frozenset(("add", "__add__"))
@@ -31,14 +32,20 @@ def added(product: fx.Node, ends: fx.Node, experts: int) -> tuple[fx.Node, fx.No
         return None
     if value(chosen).dtype != value(product).dtype or not _is_sorted(ids) or not counts(ends, ids, experts):
         return None
-    # Ids of no expert may be clamped to the last one: their rows belong to no group.
-    clamps = [user for user in ids.users if name(user) == "clamp_" and user.args == (ids,)]
-    if value(ids)._version != len(clamps) or any(user.kwargs != {"max": experts - 1} for user in clamps):
-        return None
     return bias, adder
 
 
-def _table_and_ids(chosen: fx.Node) -> tuple[Any, Any]:
+def counted(adder: fx.Node, ends: fx.Node, experts: int) -> tuple[list[fx.Node], set[fx.Node]]:
+    """Of what adds a bias: the nodes by whose values each row is given that of its own group, and what may write them.
+    Ids of no expert may be clamped to the last one: their rows belong to no group."""
+    ids = _table_and_ids(adder.args[1])[1]
+    clamps = {user for user in ids.users if name(user) == "clamp_" and user.args == (ids,)}
+    return [ids, *chain(adder.args[1], ids), *chain(ends, ids)], {
+        user for user in clamps if user.kwargs == {"max": experts - 1}
+    }
+
+
+def _table_and_ids(chosen: Any) -> tuple[Any, Any]:
     """Of ``table[ids]``."""
     if chosen.target is operator.getitem and len(chosen.args) == 2:
         return chosen.args
@@ -50,9 +57,13 @@ def _table_and_ids(chosen: fx.Node) -> tuple[Any, Any]:
 def _is_sorted(ids: fx.Node) -> bool:
     """Whether these are the values of an ascending sort."""
     source = ids.args[0] if ids.target is operator.getitem and ids.args[1] == 0 else None
-    if not isinstance(source, fx.Node) or name(source) != "sort":
-        return False
-    return len(source.args) < 3 and not source.kwargs.get("descending", False)
+    return isinstance(source, fx.Node) and is_ascending(source, "sort")
+
+
+def is_ascending(node: fx.Node, called: str) -> bool:
+    """Whether it is a call of `sort` or `argsort`, whichever is asked for, that sorts in ascending order."""
+    descending = node.args[2] if len(node.args) > 2 else node.kwargs.get("descending", False)
+    return name(node) == called and descending is False
 
 
 def counts(ends: fx.Node, ids: fx.Node, experts: int) -> bool:

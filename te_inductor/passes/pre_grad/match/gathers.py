@@ -8,7 +8,8 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from te_inductor.passes.graph.aliases import memory, name
+from te_inductor.passes.graph.aliases import name
+from te_inductor.passes.graph.writes import chain
 from te_inductor.passes.pre_grad.decide import support
 from te_inductor.passes.pre_grad.decide.support import is_tensor, value
 from te_inductor.passes.pre_grad.match.experts_bias import counts
@@ -21,9 +22,7 @@ CASTS = frozenset("to type type_as float bfloat16 half _to_copy convert_element_
 def source_of(x: fx.Node, ends: fx.Node) -> tuple[fx.Node, Groups]:
     """What the experts' input was cast and gathered from, and what is known of its rows; or the input itself."""
     source = first_cast(uncast(x, lossless=True))
-    is_copy = not memory(x) & memory(source)
-    found = None if is_copy and value(x)._version else gathered(source, ends)
-    return found or (source, Groups(ends))
+    return gathered(source, ends) or (source, Groups(ends))
 
 
 def uncast(node: fx.Node, lossless: bool = False) -> fx.Node:
@@ -56,13 +55,16 @@ def gathered(x: fx.Node, ends: fx.Node) -> tuple[fx.Node, Groups] | None:
     if not (is_tensor(table) and is_tensor(rows) and value(table).dim() == 2 and value(rows).dim() == 1):  # type: ignore[arg-type]
         return None
     found = order_of(rows, value(table).shape[0])
-    if found is None:
-        return None
-    order, each = found
-    changes = [user for user in x.users if name(user).endswith("_") and user.args[:1] == (x,)]
-    if value(x)._version != len(changes) or not all(_empties_tail(change, order, ends) for change in changes):
-        return None
-    return table, Groups(ends, rows, order, each)
+    return None if found is None else (table, Groups(ends, rows, *found))
+
+
+def emptied(x: fx.Node, groups: Groups) -> dict[fx.Node, list[fx.Node]]:
+    """What writes zeros in place into rows of `x` that belong to no expert, which are never read, and for each the nodes
+    by whose values it does no more than that."""
+    if groups.order is None:
+        return {}
+    found = {user: _emptied_by(user, groups.order, groups.ends) for user in x.users if user.args[:1] == (x,)}
+    return {change: nodes for change, nodes in found.items() if nodes}
 
 
 def order_of(rows: fx.Node, count: Any) -> tuple[fx.Node, int] | None:
@@ -86,43 +88,45 @@ def table_and_rows(x: fx.Node) -> tuple[Any, Any]:
     if called == "index_select" and given.get("dim") == 0:
         return given.get("input"), given.get("index")
     if called == "gather" and given.get("dim") == 0:
-        return given.get("input"), expanded_rows(given.get("index"), x)
+        table = given.get("input")
+        return table, expanded_rows(given.get("index"), value(table).shape[-1]) if is_tensor(table) else None
     return None, None
 
 
-def expanded_rows(index: Any, x: fx.Node) -> Any:
-    """The rows of a `gather` that takes whole rows: of ``rows.reshape(-1, 1).expand(-1, columns)``."""
+def expanded_rows(index: Any, columns: Any) -> Any:
+    """The rows of a `gather` or `scatter` of whole rows: of ``rows.reshape(-1, 1).expand(-1, columns)``."""
     if not (is_tensor(index) and name(index) in ("expand", "expand_as", "broadcast_to") and index.args):
         return None
     column = index.args[0]
     if not (is_tensor(column) and name(column) in ("reshape", "view", "unsqueeze", "getitem")):
         return None
     rows = column.args[0]
-    whole = value(x.args[0] if x.args else x.kwargs["input"]).shape[1]  # type: ignore[arg-type, index]
     if not (is_tensor(rows) and value(rows).dim() == 1 and value(column).dim() == value(index).dim() == 2):
         return None
     same = statically_known_true(value(column).shape[0] == value(rows).shape[0]) and value(column).shape[1] == 1
-    return rows if same and statically_known_true(value(index).shape[1] == whole) else None
+    return rows if same and statically_known_true(value(index).shape[1] == columns) else None
 
 
-def _empties_tail(change: fx.Node, order: fx.Node, ends: fx.Node) -> bool:
-    """Whether a change in place writes zeros into the rows that belong to no expert, which are never read:
-    ``x.masked_fill_(ids >= E, 0)``, the ids being those that `order` sorts and `ends` counts."""
+def _emptied_by(change: fx.Node, order: fx.Node, ends: fx.Node) -> list[fx.Node]:
+    """The nodes from the ids to the mask and to the ends, of ``x.masked_fill_(ids >= E, 0)``, the ids being those that
+    `order` sorts and `ends` counts; none of another node."""
     if name(change) != "masked_fill_" or len(change.args) != 3 or change.args[2] != 0 or change.kwargs:
-        return False
+        return []
     mask: Any = change.args[1]
     while isinstance(mask, fx.Node) and name(mask) in ("unsqueeze", "view", "reshape"):
         mask = mask.args[0]
     if not isinstance(mask, fx.Node) or name(mask) != "ge" or mask.args[1:] != (value(ends).shape[0],):
-        return False
+        return []
     ids = mask.args[0]
     sort = order.args[0] if order.target is operator.getitem else None
     sorts = isinstance(ids, fx.Node) and ids.target is operator.getitem and ids.args == (sort, 0)
-    return sorts and counts(ends, ids, value(ends).shape[0])  # type: ignore[arg-type]
+    if not sorts or not counts(ends, ids, value(ends).shape[0]):  # type: ignore[arg-type]
+        return []
+    return [ids, *chain(change.args[1], ids), *chain(ends, ids)]  # type: ignore[list-item, arg-type]
 
 
 def is_order(node: fx.Node) -> bool:
-    """Whether it is the permutation that sorts something."""
+    """Whether it is made as the permutation that sorts something. Whether it still is one, `Writes` knows."""
     if name(node) == "argsort":
         return True
     source = node.args[0] if node.target is operator.getitem else None

@@ -17,6 +17,7 @@ is not known whether it is a forward's.
 Experts' products are the same, w and dw being (E, N, K), with the same ends of groups in all three. transformers' op for
 products that torch has not makes both gradients in one call, which names x, w and dy."""
 
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ from torch.utils import _pytree as pytree
 from te_inductor.diagnostics import Refusal
 from te_inductor.passes.graph.aliases import name
 from te_inductor.passes.graph.module_path import without_wrappers
+from te_inductor.passes.graph.writes import Writes, chain
 from te_inductor.passes.pre_grad.decide.support import is_tensor, value
 from te_inductor.passes.pre_grad.match import grouped
 from te_inductor.passes.pre_grad.match import products as products_of
@@ -41,8 +43,7 @@ _SAME = frozenset("detach alias contiguous clone lift_fresh_copy".split())
 _FLATTENS = frozenset("view reshape _unsafe_view".split())
 
 UNKNOWN_PLACE = Refusal("several products of the backward fit this layer, or it may be one of another's backward")
-
-
+WRITTEN = Refusal("the graph writes what its products read in between, so that its forward and its backward read two")
 LOST = Refusal(
     "the weight gradient multiplies other tensors than the forward, as where ranks redistribute them in between"
 )
@@ -184,6 +185,8 @@ def match_gradients(plan: Plan) -> None:
             if chosen is not None:
                 products.taken.update(chosen.nodes)
                 site.match = replace(site.match, gradients=chosen)
+                if _are_written(node, chosen, plan.writes):
+                    site.unplaced = WRITTEN
             elif fitting and not both:
                 site.unplaced = UNKNOWN_PLACE
     plan.candidates[:] = [site for site in plan.candidates if site.match.node not in products.taken]
@@ -191,7 +194,7 @@ def match_gradients(plan: Plan) -> None:
     _refuse_unplaced(plan, products)
     for site in plan.candidates:
         if site.match.literal is not None:
-            site.match = _read_once(site.match)
+            site.match = _read_once(site.match, plan.writes)
 
 
 def list_lost_gradients(plan: Plan) -> None:
@@ -229,6 +232,17 @@ def _chosen(site: Candidate, fitting: list[Gradients]) -> Gradients | None:
         number = site.match.node.meta.get("seq_nr")
         fitting = [one for one in fitting if number is not None and one.nodes[0].meta.get("seq_nr") == number]
     return fitting[0] if len(fitting) == 1 else None
+
+
+def _are_written(site: fx.Node, gradients: Gradients, writes: Writes) -> bool:
+    """Whether anything writes what the products of a layer read, or what that is a copy of, between the first read and the
+    last."""
+    calls = [site, *(node.args[0] if node.target is operator.getitem else node for node in gradients.nodes)]
+    read = [one for call in calls for one in call.all_input_nodes if is_tensor(one)]  # type: ignore[union-attr]
+    roots = [matrix(one).root for one in read]
+    copies = [node for one, root in zip(read, roots, strict=True) for node in chain(one, root)]
+    last: fx.Node = max(calls)  # type: ignore[type-var, assignment]
+    return writes.between([*read, *copies, *roots], min([site, *copies]), last)
 
 
 def _refuse_unplaced(plan: Plan, products: _Products) -> None:
@@ -274,15 +288,13 @@ def _of_parameter(weight: Matrix) -> Matrix:
     return Matrix(node, transposed)
 
 
-def _read_once(match: Match) -> Match:
+def _read_once(match: Match, writes: Writes) -> Match:
     """A layer of experts and its backward, both of which read what its operands were made of, where nothing writes that
     before the backward has read it. A bias that is added behind the product stays there, as its gradient does."""
     literal, gradients = match.literal, match.gradients
     assert literal is not None
     nodes = [match.node] if gradients is None else [match.node, *gradients.nodes]
-    if grouped.disturbed(replace(match, adder=None), max(nodes)):
-        return replace(literal, gradients=gradients)
-    match = replace(match, bias=None, adder=None)
+    match = grouped.undisturbed(replace(match, bias=None, adder=None), writes, max(nodes))
     if gradients is None or gradients.wgrad is None or value(match.weight).dtype == value(literal.weight).dtype:
         return match
     cast, turned = _cast_of(gradients.wgrad, value(match.weight).dtype)

@@ -6,8 +6,7 @@ Where the rows are gathered from a tensor that has each once, as behind a router
 gather is part of the layer: each row is cast once and gathered in low precision, and the gradient's rows are added up
 by a gather too, in fp32."""
 
-from collections.abc import Iterator
-from dataclasses import replace as changed
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +14,8 @@ from torch import fx
 
 from te_inductor import ops, targets
 from te_inductor.diagnostics import Refusal
-from te_inductor.passes.graph.aliases import may_share, memory, name, origin, written_by
+from te_inductor.passes.graph.aliases import name
+from te_inductor.passes.graph.writes import Writes, chain
 from te_inductor.passes.pre_grad.decide import support
 from te_inductor.passes.pre_grad.decide.support import is_tensor, value
 from te_inductor.passes.pre_grad.match import experts_bias, gathers, parametrized
@@ -50,8 +50,8 @@ class Grouped(Rule):
         weight, transposed = _untransposed(uncast(weight)) if transposed else (uncast(weight), False)
         x, groups = gathers.source_of(x, ends)  # type: ignore[arg-type]
         bias, adder = experts_bias.added(node, ends, value(weight).shape[0]) or (None, None)  # type: ignore[arg-type]
-        made = changed(literal, x=x, weight=weight, transposed=transposed, groups=groups, bias=bias, adder=adder)
-        return changed(made, literal=literal)
+        made = replace(literal, x=x, weight=weight, transposed=transposed, groups=groups, bias=bias, adder=adder)
+        return replace(made, literal=literal)
 
     def check(self, match: Match) -> Refusal | None:
         assert match.groups is not None
@@ -109,47 +109,40 @@ def operands_of(node: fx.Node) -> dict[str, Any]:
     return given | {named.get(key, key): one for key, one in node.kwargs.items()}
 
 
-def reads_early(match: Match) -> list[fx.Node]:
-    """What the program reads earlier than the layer would: nothing may write it in between."""
-    assert match.groups is not None and match.literal is not None
-    found = [match.groups.rows, match.groups.order, match.bias]
-    passed = [(match.weight, match.literal.weight)]
-    if match.groups.rows is None:
-        passed.append((match.x, match.literal.x))
-    else:  # what writes the rows behind the gather, the match has seen
-        found.append(match.x)
-    for source, cast in passed:
-        if not memory(source) & memory(cast):
-            found += [source, cast, *source.all_input_nodes]
-    return [one for one in found if one is not None]
+def undisturbed(match: Match, writes: Writes, last: fx.Node | None = None) -> Match:
+    """The layer, which reads what its operands were made of: or what the product itself reads, and without a bias, where
+    anything is written in between. `last` reads the operands for the last time."""
+    literal = match.literal
+    assert literal is not None
+    if _bias_is_written(match, writes):
+        match = replace(match, bias=None, adder=None)
+    if not _source_is_written(match, writes, last or match.node):
+        return match
+    return replace(match, x=literal.x, weight=literal.weight, transposed=literal.transposed, groups=literal.groups)
 
 
-def disturbed(match: Match, last: fx.Node | None = None) -> bool:
-    """Whether anything writes what the program reads earlier than the layer would before the layer has read it, the last
-    time in place of `last`; in a graph of ATen ops, whose schemas say what shares memory."""
-    assert match.groups is not None and match.literal is not None
-    early = [one for one in (match.groups.rows, match.groups.order) if one is not None]
-    early += [*_passed(match.literal.x, match.x), *_passed(match.literal.weight, match.weight)]
-    early += [] if match.adder is None else [match.adder.args[1]]  # type: ignore[list-item]
-    read = {origin(one) for node in early for one in (node, *node.all_input_nodes)}
-    last = last or (match.node if match.adder is None else max(match.node, match.adder))
-    node = min(early, default=last)
-    while node is not last:
-        if any(may_share(origin(one), other) for one in written_by(node) for other in read):
-            return True
-        node = node.next
-    return False
+def _source_is_written(match: Match, writes: Writes, last: fx.Node) -> bool:
+    """Whether anything writes what the program reads earlier than the layer, or what stands between that and the
+    product, before the layer has read it."""
+    groups, literal = match.groups, match.literal
+    assert groups is not None and literal is not None
+    sorts = [] if groups.order is None else [groups.order]
+    made = [*sorts, *chain(literal.x, match.x, *sorts), *chain(literal.weight, match.weight)]
+    emptied = {change: by for node in made for change, by in gathers.emptied(node, groups).items()}
+    return bool(made) and (
+        writes.behind(made, last, emptied.keys())
+        or writes.between([match.x, match.weight], min(made), last, emptied.keys())
+        or any(writes.within(nodes, last) for nodes in emptied.values())
+    )
 
 
-def _passed(node: fx.Node, source: fx.Node) -> Iterator[fx.Node]:
-    """What stands between a source and what is made of it, the last one first. The source may be a cast that equals one
-    of these."""
-    while node is not source:
-        yield node
-        if (node.target, node.args, node.kwargs) == (source.target, source.args, source.kwargs):
-            yield source
-            break
-        node = node.args[0]  # type: ignore[assignment]
+def _bias_is_written(match: Match, writes: Writes) -> bool:
+    """Whether anything writes a bias between the product and what adds it, or makes it that of another group."""
+    if match.adder is None or match.bias is None or match.groups is None:
+        return False
+    counted, clamps = experts_bias.counted(match.adder, match.groups.ends, match.experts)
+    around = match.node, match.adder
+    return writes.within(counted, max(around), clamps) or writes.between([match.bias], min(around), max(around))
 
 
 class ManyBatched(Batched):
@@ -162,7 +155,7 @@ class ManyBatched(Batched):
         match = super().match(node)
         if match is None or not isinstance(value(match.weight).shape[0], int):
             return None
-        return changed(match, groups=Groups(match.x)) if value(match.weight).shape[0] > self.most else None
+        return replace(match, groups=Groups(match.x)) if value(match.weight).shape[0] > self.most else None
 
     def check(self, match: Match) -> Refusal | None:
         return Rule.check(self, match)
@@ -178,7 +171,7 @@ class ManyBatched(Batched):
             x = graph.call_function(aten.reshape.default, (match.x, [-1, k]))
             size = graph.call_function(aten.sym_size.int, (match.x, 1)) if not isinstance(rows, int) else rows
             count = graph.call_function(ops.equal_groups, (match.x, batch, size))
-            made = changed(match, groups=Groups(count))
+            made = replace(match, groups=Groups(count))
             [new] = emit([made], x, [weight_of(match)])
             replace_layer(match, graph.call_function(aten.reshape.default, (new, [batch, -1, n])))
 

@@ -1,18 +1,16 @@
 """Layers whose weight is a DTensor, with the redistributions that tensor parallelism puts around them: what each tensor
 is to each rank, as the placements of Dynamo's fake tensors say. Note [Tensor-parallel layers] in runtime/parallel.py."""
 
-from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from te_inductor import compat
 from te_inductor.diagnostics import Refusal
-from te_inductor.passes.graph.aliases import memory
+from te_inductor.passes.graph.writes import Writes
 from te_inductor.passes.pre_grad.decide.support import is_tensor, value
 from te_inductor.passes.pre_grad.match.rule import Match
 from te_inductor.runtime.parallel import Parallel
@@ -20,9 +18,9 @@ from te_inductor.runtime.parallel import Parallel
 _CASTS = ("forward_dtype", "backward_dtype")  # what a redistribution may be asked to send
 
 
-def with_redistributions(match: Match, written: AbstractSet[StorageWeakRef]) -> Match:
+def with_redistributions(match: Match, writes: Writes) -> Match:
     """The layer as it is where its weight is no DTensor; else with its place among the ranks, or why it has none.
-    `written` is the memory that the graph writes: what reads that is not moved."""
+    What the graph writes in between is not moved."""
     if compat.mesh_of_dtensor(value(match.weight)) is None:
         return match
     why_not = _kinds(match) or _products(match)
@@ -30,9 +28,9 @@ def with_redistributions(match: Match, written: AbstractSet[StorageWeakRef]) -> 
         return replace(match, unparallel=why_not)
     mesh: Any = compat.mesh_of_dtensor(value(match.weight))
     weight, x, gather = _dim(value(match.weight)), match.x, None
-    if weight == 0 and _is_gather(x) and not memory(x.all_input_nodes[0]) & written:
+    if weight == 0 and _is_gather(x) and not writes.between([x, x.all_input_nodes[0]], x, match.node):
         x, gather = x.all_input_nodes[0], x
-    made = _made_first(x, written)
+    made = _made_first(x, match.node, writes)
     behind, y, local = _behind(match.node)
     reduces = weight == 1 and y is not None
     if not reduces and y is not None and value(y).placements != value(match.node).placements:  # type: ignore[attr-defined]
@@ -53,11 +51,11 @@ def with_redistributions(match: Match, written: AbstractSet[StorageWeakRef]) -> 
     return replace(match, x=made, parallel=parallel, before=before, behind=behind)
 
 
-def _made_first(x: fx.Node, written: AbstractSet[StorageWeakRef]) -> fx.Node:
+def _made_first(x: fx.Node, until: fx.Node, writes: Writes) -> fx.Node:
     """The first DTensor that is made of the same tensor in the same way, so that layers are seen to read one input: each
     style makes one for its own layer."""
     call = compat.method_call(x)
-    if call is None or call[0] != "from_local" or memory(x) & written:
+    if call is None or call[0] != "from_local":
         return x
     source = x.args[0]
     alike = (
@@ -65,7 +63,8 @@ def _made_first(x: fx.Node, written: AbstractSet[StorageWeakRef]) -> fx.Node:
         for node in x.all_input_nodes[0].users
         if node.graph is x.graph and node.args[:1] == (source,) and compat.method_call(node) == call
     )
-    return min(alike, default=x)
+    first = min(alike, default=x)
+    return x if writes.between([first, x], first, until) else first
 
 
 def _products(match: Match) -> Refusal | None:

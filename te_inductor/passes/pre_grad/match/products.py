@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from te_inductor.diagnostics import Refusal
-from te_inductor.passes.graph.aliases import memory, name
+from te_inductor.passes.graph.aliases import name
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.module_path import source_of
+from te_inductor.passes.graph.writes import Writes
 from te_inductor.passes.pre_grad.decide.support import is_tensor, value
 from te_inductor.passes.pre_grad.match import contractions
 from te_inductor.passes.pre_grad.match.grouped import GROUPED
@@ -79,9 +79,9 @@ def hint(size: Any) -> int | None:
 class Weights:
     """Which nodes of a graph, and of the bodies in it, are weights."""
 
-    def __init__(self, bodies: Bodies, layers: set[fx.Node], written: Callable[[], set[StorageWeakRef]]) -> None:
+    def __init__(self, bodies: Bodies, layers: set[fx.Node], writes: Callable[[], Writes]) -> None:
         self.bodies, self.layers = bodies, layers
-        self.written = written  # says what memory the graph writes: such a buffer, as of keys and values, is no weight
+        self.writes = writes  # what the graph writes: such a buffer, as of keys and values, is no weight
         self._known: dict[fx.Node, str | None] = {}
 
     def kind(self, node: fx.Node) -> str | None:
@@ -120,7 +120,7 @@ class Weights:
         if any(is_tensor(one) and isinstance(value(one), torch.nn.Parameter) for one in (node, outer)):
             return "parameter"
         held = outer.op == "get_attr" or "_buffers" in source_of(outer)
-        return "buffer" if held and not self.written() & memory(outer) else "activation"
+        return "buffer" if held and not self.writes().anywhere(outer) else "activation"
 
     def _is_scaled(self, node: fx.Node) -> bool:
         """Whether activations only scale the elements of a parameter, or pick matrices of it: a position's embedding,

@@ -13,8 +13,8 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from te_inductor.passes.graph.aliases import origin, written_by
 from te_inductor.passes.graph.views import Chain, source
+from te_inductor.passes.graph.writes import Writes, of_aten
 from te_inductor.passes.pre_grad.decide.support import is_tensor, value
 from te_inductor.passes.pre_grad.match.rule import Call
 
@@ -24,8 +24,7 @@ _NOT_KEPT = frozenset(("val", "example_value", "tensor_meta", "desc"))
 
 def inline(graph: fx.Graph) -> None:
     """Write every such product of a graph of ATen ops as one of matrices."""
-    written = {origin(one) for node in graph.nodes for one in written_by(node)}
-    inlined = _Inlined(graph, written)
+    inlined = _Inlined(graph, of_aten(graph))
     found = [node for node in graph.nodes if _is_single(node)]
     for node in found:
         inlined.write(node)
@@ -36,7 +35,7 @@ def inline(graph: fx.Graph) -> None:
 @dataclass
 class _Inlined:
     graph: fx.Graph
-    written: set[fx.Node]  # tensors whose memory the graph writes, of which a view may show other values later
+    writes: Writes
     views: dict[tuple[Any, ...], fx.Node] = field(default_factory=dict)  # those that are written so far
 
     def write(self, node: fx.Node) -> None:
@@ -54,7 +53,7 @@ class _Inlined:
         rows, columns = value(operand).shape[1:]
         root, swapped = operand, False
         for start, chain in _chains(operand):
-            if origin(start) in self.written:
+            if self.writes.anywhere(start):  # of which a view may show other values later
                 break
             found = chain.is_matrix(2)
             if found is not None and statically_known_true(value(start).shape[-1] == (rows if found else columns)):

@@ -3,7 +3,7 @@
 import torch
 from torch import fx
 
-from te_inductor.passes.graph.aliases import is_opaque, memory
+from te_inductor.passes.graph.aliases import is_opaque
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.module_path import (
     holder_path,
@@ -23,7 +23,6 @@ from te_inductor.passes.pre_grad.match import (
     sharded,
     single_products,
 )
-from te_inductor.passes.pre_grad.match.rule import Match
 from te_inductor.passes.pre_grad.plan import Candidate, Plan, Unlowered
 
 
@@ -79,21 +78,13 @@ def match_sites(plan: Plan) -> None:
             for rule in RULES:
                 match = rule.match(node)
                 if match is not None:
-                    match = sharded.with_gather(parallel.with_redistributions(match, plan.written))
-                    if match.literal and _reads_what_is_written(plan, match):
-                        match = match.literal
+                    match = sharded.with_gather(parallel.with_redistributions(match, plan.writes))
+                    match = grouped.undisturbed(match, plan.writes) if match.literal else match
                     around = tuple(regions_of.get(node, [None]))
                     path = module_path(node)
                     inner = _inner(plan, path, node, match.weight, bodies, bool(match.groups))
                     plan.candidates.append(Candidate(rule, match, path, inner, around))
                     break
-
-
-def _reads_what_is_written(plan: Plan, match: Match) -> bool:
-    """Whether a layer of experts, which reads what its operands are made of, would read other values than they had."""
-    if plan.parameters:
-        return grouped.disturbed(match)
-    return any(memory(one) & plan.written for one in grouped.reads_early(match))
 
 
 def list_products(plan: Plan) -> None:
@@ -103,7 +94,7 @@ def list_products(plan: Plan) -> None:
     matched = {candidate.match.node for candidate in plan.candidates}
     layers = {product.node for product in plan.products if products.is_layer(product)} | matched
     bodies = Bodies(plan.gm)
-    weights = products.Weights(bodies, layers, lambda: plan.written)
+    weights = products.Weights(bodies, layers, lambda: plan.writes)
     for product, refusal in products.unmatched(plan.products, matched, weights):
         around = tuple(plan.regions_of.get(product.node, [None]))
         path = module_path(product.node)

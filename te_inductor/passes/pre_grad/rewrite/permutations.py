@@ -18,7 +18,9 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from te_inductor import ops
 from te_inductor.passes.graph.aliases import name
+from te_inductor.passes.graph.writes import Writes, chain
 from te_inductor.passes.pre_grad.decide.support import is_tensor, value
+from te_inductor.passes.pre_grad.match.experts_bias import is_ascending
 from te_inductor.passes.pre_grad.match.gathers import expanded_rows, is_order, order_of, table_and_rows
 from te_inductor.passes.pre_grad.match.rule import replace
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
@@ -34,42 +36,51 @@ def rewrite_permutations(plan: Plan) -> None:
         return
     for module in plan.graph_modules():
         for node in list(module.graph.nodes):
-            order = _order_of(node)
+            order = _order_of(node, plan.writes)
             if order is not None:
                 with module.graph.inserting_before(node):
                     replace(node, module.graph.call_function(ops.permute_rows, (*node.args[:2], order)))
             elif name(node) in _SUMS:
-                _rewrite_sum(node)
-    _spread(sites)
+                _rewrite_sum(node, plan.writes)
+    _spread(sites, plan.writes)
 
 
-def _order_of(node: fx.Node) -> fx.Node | None:
+def _order_of(node: fx.Node, writes: Writes) -> fx.Node | None:
     """Of ``y[back]``: the permutation that `back` undoes."""
     if node.target is not operator.getitem or not is_tensor(node) or len(node.args) != 2:
         return None
     x, back = node.args
     if not (is_tensor(x) and is_tensor(back) and value(back).dim() == 1):  # type: ignore[arg-type]
         return None
-    if name(back) == "argsort":
-        order = back.args[0]
-        return order if isinstance(order, fx.Node) and is_order(order) else None
-    writes = [user for user in back.users if user.target is operator.setitem and user.args[0] is back]
-    if name(back) not in ("empty_like", "zeros_like") or len(writes) != 1 or not writes[0] < node:
+    order, made, fills = back.args[0] if back.args else None, [back], list[fx.Node]()
+    if is_ascending(back, "argsort"):
+        pass
+    elif name(back) in ("empty_like", "zeros_like"):
+        fills = [user for user in back.users if user.target is operator.setitem and user.args[0] is back]
+        if len(fills) != 1 or not fills[0] < node:
+            return None
+        _, order, places = fills[0].args
+        if not (is_tensor(places) and name(places) == "arange" and len(places.args) == 1):
+            return None
+        made.append(places)
+    else:
         return None
-    _, order, places = writes[0].args
-    counts = isinstance(places, fx.Node) and name(places) == "arange" and len(places.args) == 1
-    return order if counts and isinstance(order, fx.Node) and is_order(order) else None
+    if not (is_tensor(order) and is_order(order)):
+        return None
+    sizes = [value(one).shape for one in (order, *made)]
+    alike = all(len(size) == 1 and statically_known_true(size[0] == value(x).shape[0]) for size in sizes)  # type: ignore[arg-type]
+    return order if alike and not writes.behind([order, *made], node, set(fills)) else None
 
 
-def _rewrite_sum(node: fx.Node) -> None:
+def _rewrite_sum(node: fx.Node, writes: Writes) -> None:
     """Of rows that are added to zeros. What adds in place is who first reads the zeros: all others read its result."""
     given: dict[str, Any] = dict(zip(("base", "dim", "index", "rows"), node.args, strict=False))
     given |= {{"source": "rows", "src": "rows", "input": "base"}.get(key, key): one for key, one in node.kwargs.items()}
     base, index, rows = given.get("base"), given.get("index"), given.get("rows")
     if given.get("dim") != 0 or given.get("alpha", 1) != 1 or not (is_tensor(base) and is_tensor(rows)):
         return
-    index = expanded_rows(index, rows) if name(node).startswith("scatter") else index
-    found = order_of(index, value(base).shape[0]) if is_tensor(index) else None
+    places = expanded_rows(index, value(rows).shape[-1]) if name(node).startswith("scatter") else index
+    found = order_of(places, value(base).shape[0]) if is_tensor(places) else None
     readers: Sequence[fx.Node] = [user for user in base.users if user is not node]
     if name(base) not in ZEROS or value(base).dim() != 2 or found is None:
         return
@@ -77,6 +88,8 @@ def _rewrite_sum(node: fx.Node) -> None:
     if (readers and not in_place) or not all(node < reader for reader in readers):
         return
     order, each = found
+    if writes.behind([order, *chain(index, order)], node):  # type: ignore[arg-type]
+        return
     same = statically_known_true(value(rows).shape[0] == value(order).shape[0])
     if not (same and value(rows).dtype == value(base).dtype and value(rows).shape[1:] == value(base).shape[1:]):
         return
@@ -87,7 +100,7 @@ def _rewrite_sum(node: fx.Node) -> None:
     replace(node, made)
 
 
-def _spread(sites: Sequence[Candidate]) -> None:
+def _spread(sites: Sequence[Candidate], writes: Writes) -> None:
     """Of rows that go to other ranks. What is gathered on the layer's own rank the layer gathers."""
     done: dict[fx.Node, fx.Node] = {}
     for site in sites:
@@ -98,7 +111,9 @@ def _spread(sites: Sequence[Candidate]) -> None:
         if node not in done:
             table, rows = table_and_rows(node)
             found = order_of(rows, value(table).shape[0]) if is_tensor(table) and is_tensor(rows) else None
-            if found is None or value(table).dim() != 2 or value(node)._version:
+            if found is None or value(table).dim() != 2 or value(rows).dim() != 1 or writes.anywhere(node):
+                continue
+            if writes.behind([found[0], *chain(rows, found[0])], node):
                 continue
             with node.graph.inserting_before(node):
                 done[node] = node.graph.call_function(ops.spread_rows, (table, *found))

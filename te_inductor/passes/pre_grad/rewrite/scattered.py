@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, fx
 
 from te_inductor import ops
-from te_inductor.passes.graph.aliases import may_share, name, origin, written_by
+from te_inductor.passes.graph.aliases import name
+from te_inductor.passes.graph.writes import chain, of_aten
 from te_inductor.passes.pre_grad.decide.support import is_tensor, value
 from te_inductor.passes.pre_grad.match.gathers import order_of
 from te_inductor.passes.pre_grad.match.rule import replace
@@ -25,12 +26,14 @@ def rewrite_scattered_rows(plan: Plan) -> None:
     graph = plan.gm.graph
     if not any(site.low and site.match.groups for site in plan.candidates):
         return
-    written = {origin(one) for node in graph.nodes for one in written_by(node)}
+    writes = of_aten(graph)
     for node in graph.find_nodes(op="call_function", target=aten.index_put.default):
         found = _scattered(node)
-        if found is None or any(may_share(origin(found[0]), one) for one in written):
+        if found is None:
             continue
-        order, rows, each = found
+        zeros, places, order, rows, each = found
+        if writes.behind([zeros, order, *chain(places, order)], node):
+            continue
         with graph.inserting_before(node):
             [made] = traced_into(graph, partial(_summed, each), [rows, order], node)
         replace(node, made)
@@ -42,8 +45,9 @@ def _summed(each: int, rows: Tensor, order: Tensor) -> list[Tensor]:
     return [ops.sum_rows(rows, order, each)]
 
 
-def _scattered(node: fx.Node) -> tuple[fx.Node, fx.Node, int] | None:
-    """The order, the rows, and how many there are of each, where all rows of a matrix of zeros are added to."""
+def _scattered(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node, int] | None:
+    """The zeros, the places, the order, the rows, and how many there are of each, where all rows of a matrix of zeros
+    are added to."""
     given: Any = dict(zip(("zeros", "places", "rows", "accumulate"), node.args, strict=False)) | node.kwargs
     zeros, places, rows = given["zeros"], given["places"], given["rows"]
     if not given.get("accumulate") or name(zeros) not in ZEROS or len(zeros.users) > 1 or len(places) != 1:
@@ -51,4 +55,4 @@ def _scattered(node: fx.Node) -> tuple[fx.Node, fx.Node, int] | None:
     if not (is_tensor(places[0]) and is_tensor(rows) and value(rows).dim() == 2):
         return None
     order, each = order_of(places[0], value(zeros).shape[0]) or (None, 1)
-    return None if order is None else (order, rows, each)
+    return None if order is None else (zeros, places[0], order, rows, each)

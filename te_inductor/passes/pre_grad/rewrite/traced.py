@@ -17,7 +17,6 @@ from te_inductor import ops
 from te_inductor.diagnostics import Refusal
 from te_inductor.ops.grouped_linear import GroupedLinears
 from te_inductor.ops.linear import Linears
-from te_inductor.passes.graph.aliases import origin, written_by
 from te_inductor.passes.graph.cse import share
 from te_inductor.passes.pre_grad.decide.support import value
 from te_inductor.passes.pre_grad.match.gradients import matrix, swaps
@@ -113,11 +112,10 @@ def _is_new(node: fx.Node) -> bool:
 def rewrite_triples(plan: Plan) -> None:
     """Write each layer's forward and backward in the places of their products."""
     so_far = _SoFar()
-    written = {origin(one) for node in plan.gm.graph.nodes for one in written_by(node)}
     for site in plan.candidates:
         if site.low and site.slots is not None:
             _Layer(site.match, site.slots, so_far).write()
-    share(plan.gm.graph, written)  # layers of one input cast it once
+    share(plan.gm.graph)  # layers of one input cast it once
     plan.gm.graph.eliminate_dead_code()
     plan.gm.recompile()
 
