@@ -5,7 +5,8 @@ A node of a graph that is not functional stands for a tensor, whose values an in
 of all who read it: by itself, through a view, through ``.data``, as the ``out=`` of another operation, in a list, in
 the body of a checkpoint. So whoever takes a value for what its node made (an index for a permutation, a cast for its
 source), or moves a read from one place to another, asks `Writes` whether anything wrote the memory in between. A write
-behind the last read, or in front of the first, changes nothing.
+behind the last read, or in front of the first, changes nothing. Where a backward reads what the program's own would not,
+the last read is behind the graph: see `last_read`.
 
 Where a write stands is known of operations that are known to write. Others are seen by what they leave in the version
 counter of a tensor. So where all tensors of a storage share one counter, and it has counted the operations that are
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
 
 from te_inductor import compat
 from te_inductor.passes.graph.aliases import Place, memory, name, origins, stored
@@ -60,11 +62,12 @@ class Writes:
         self,
         nodes: Iterable[fx.Node],
         since: fx.Node,
-        until: fx.Node,
+        until: fx.Node | None,
         besides: AbstractSet[fx.Node] = frozenset(),
     ) -> bool:
-        """Whether the memory of any of `nodes` may be written behind `since` and in front of `until`, by anything but
-        `besides`. The two may be the same node, and are of one graph."""
+        """Whether the memory of any of `nodes` may be written behind `since` and in front of `until` (None: the graph's
+        end), by anything but `besides`. The two may be the same node, and are of one graph."""
+        until = until or since.graph.output_node()
         asked = set[Place]().union(*map(self._places, nodes))
         if not since < until or asked & self._unplaced:
             return since < until
@@ -73,15 +76,19 @@ class Writes:
             for node, places in self._of_graph.get(since.graph, [])
         )
 
-    def behind(self, nodes: Sequence[fx.Node], until: fx.Node, besides: AbstractSet[fx.Node] = frozenset()) -> bool:
+    def behind(
+        self, nodes: Sequence[fx.Node], until: fx.Node | None, besides: AbstractSet[fx.Node] = frozenset()
+    ) -> bool:
         """Whether any of `nodes` may hold something else than it was made with, when `until` runs."""
         return any(self.between([node], node, until, besides) for node in nodes)
 
-    def within(self, nodes: Sequence[fx.Node], until: fx.Node, besides: AbstractSet[fx.Node] = frozenset()) -> bool:
+    def within(
+        self, nodes: Sequence[fx.Node], until: fx.Node | None, besides: AbstractSet[fx.Node] = frozenset()
+    ) -> bool:
         """Whether any of `nodes` may hold something else than it was made with when the last other one of them has read
         it; one that none of them reads, when `until` runs."""
         return any(
-            self.between([node], node, max((user for user in node.users if user in nodes), default=until), besides)
+            self.between([node], node, max((one for one in node.users if one in nodes), default=until), besides)
             for node in nodes
         )
 
@@ -138,6 +145,13 @@ class _AtenWrites(Writes):
     def _written_in(self, body: fx.Graph, call: fx.Node) -> AbstractSet[Place]:
         """All operands, of a body that writes any."""
         return set[Place]().union(*map(origins, call.all_input_nodes)) if self._find(body) else frozenset()
+
+
+def last_read(node: fx.Node) -> fx.Node | None:
+    """Until when what an operation in the place of a node reads has to stay as it is: None where a backward may read it
+    again, which autograd holds to the same values."""
+    values = pytree.tree_leaves(node.meta.get("example_value"))
+    return None if any(isinstance(one, torch.Tensor) and one.requires_grad for one in values) else node
 
 
 def of_dynamo(root: fx.Graph, inputs: Sequence[object] = ()) -> Writes:

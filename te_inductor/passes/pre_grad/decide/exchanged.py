@@ -12,6 +12,7 @@ from te_inductor import compat
 from te_inductor.diagnostics import Refusal
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.owners import owner_of
+from te_inductor.passes.graph.writes import last_read
 from te_inductor.passes.pre_grad.decide import amax_groups
 from te_inductor.passes.pre_grad.decide.support import value
 from te_inductor.passes.pre_grad.match import exchanges
@@ -82,7 +83,7 @@ def _refusal(plan: Plan, site: Candidate, found: ExchangeNodes, bodies: Bodies) 
         )
     read = [found.rows, found.waited, *found.splits, *found.nodes]
     around = [*found.nodes, site.match.node]
-    if plan.writes.between(read, min(around), max(around), set(found.nodes)):
+    if plan.writes.between(read, min(around), last_read(max(around)), set(found.nodes)):
         return Refusal("the graph writes them, or what tells which they are")
     if any(not (node < site.match.node) for node in found.splits):
         return Refusal("how they are exchanged is not known before the layer")

@@ -8,6 +8,7 @@ from te_inductor.diagnostics import Refusal, Unmet
 from te_inductor.ops.gathered_weight import GatheredWeight
 from te_inductor.ops.stored_weight import StoredWeight
 from te_inductor.passes.graph.bodies import Bodies
+from te_inductor.passes.graph.writes import last_read
 from te_inductor.passes.pre_grad.decide import (
     amax_groups,
     cached_weights,
@@ -24,6 +25,7 @@ from te_inductor.passes.pre_grad.decide import (
     transforms,
     weight_grads,
 )
+from te_inductor.passes.pre_grad.match.rule import Match
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
 from te_inductor.recipes import DelayedScaling
 from te_inductor.recipes.regions import Region, active
@@ -86,6 +88,7 @@ def check_sites(plan: Plan) -> None:
                 or candidate.rule.check(match)
                 or candidate.rule.check_slots(match, candidate.slots)
                 or (in_cpp if match.groups else None)
+                or _written_behind(plan, match)
             )
             if candidate.refusal is None:
                 candidate.emulated = candidate.rule.emulated(match, candidate.slots, plan.leaves)
@@ -96,6 +99,14 @@ def check_sites(plan: Plan) -> None:
                 candidate.refusal = candidate.refusal or amax_groups.of_shards(
                     candidate.recipe, plan.options, match.parallel
                 )
+
+
+def _written_behind(plan: Plan, match: Match) -> Refusal | None:
+    """Of experts, whose backward reads again where each one's rows end."""
+    if match.groups is None or match.groups.numbered:
+        return None
+    written = plan.writes.between([match.groups.ends], match.node, last_read(match.node))
+    return Refusal("the graph writes the ends of its groups before the backward has read them") if written else None
 
 
 def weigh_sites(plan: Plan) -> None:

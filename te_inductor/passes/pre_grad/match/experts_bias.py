@@ -38,9 +38,10 @@ def added(product: fx.Node, ends: fx.Node, experts: int) -> tuple[fx.Node, fx.No
 def counted(adder: fx.Node, ends: fx.Node, experts: int) -> tuple[list[fx.Node], set[fx.Node]]:
     """Of what adds a bias: the nodes by whose values each row is given that of its own group, and what may write them.
     Ids of no expert may be clamped to the last one: their rows belong to no group."""
-    ids = _table_and_ids(adder.args[1])[1]
+    chosen: Any = adder.args[1]
+    ids = _table_and_ids(chosen)[1]
     clamps = {user for user in ids.users if name(user) == "clamp_" and user.args == (ids,)}
-    return [ids, *chain(adder.args[1], ids), *chain(ends, ids)], {
+    return [ids, *chain(chosen, ids), *chain(ends, ids)], {
         user for user in clamps if user.kwargs == {"max": experts - 1}
     }
 

@@ -15,7 +15,7 @@ from torch import fx
 from te_inductor import ops, targets
 from te_inductor.diagnostics import Refusal
 from te_inductor.passes.graph.aliases import name
-from te_inductor.passes.graph.writes import Writes, chain
+from te_inductor.passes.graph.writes import Writes, chain, last_read
 from te_inductor.passes.pre_grad.decide import support
 from te_inductor.passes.pre_grad.decide.support import is_tensor, value
 from te_inductor.passes.pre_grad.match import experts_bias, gathers, parametrized
@@ -116,23 +116,25 @@ def undisturbed(match: Match, writes: Writes, last: fx.Node | None = None) -> Ma
     assert literal is not None
     if _bias_is_written(match, writes):
         match = replace(match, bias=None, adder=None)
-    if not _source_is_written(match, writes, last or match.node):
+    if not _source_is_written(match, writes, last or last_read(match.node)):
         return match
     return replace(match, x=literal.x, weight=literal.weight, transposed=literal.transposed, groups=literal.groups)
 
 
-def _source_is_written(match: Match, writes: Writes, last: fx.Node) -> bool:
+def _source_is_written(match: Match, writes: Writes, last: fx.Node | None) -> bool:
     """Whether anything writes what the program reads earlier than the layer, or what stands between that and the
     product, before the layer has read it."""
     groups, literal = match.groups, match.literal
     assert groups is not None and literal is not None
     sorts = [] if groups.order is None else [groups.order]
     made = [*sorts, *chain(literal.x, match.x, *sorts), *chain(literal.weight, match.weight)]
+    read = [match.x, match.weight]
+    read += [source for one in read if one in made for source in one.all_input_nodes]  # of an equal cast, made before
     emptied = {change: by for node in made for change, by in gathers.emptied(node, groups).items()}
     return bool(made) and (
         writes.behind(made, last, emptied.keys())
-        or writes.between([match.x, match.weight], min(made), last, emptied.keys())
-        or any(writes.within(nodes, last) for nodes in emptied.values())
+        or writes.between(read, min(made), last, emptied.keys())
+        or any(writes.within(nodes, match.node) for nodes in emptied.values())
     )
 
 

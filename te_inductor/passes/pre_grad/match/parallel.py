@@ -10,7 +10,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from te_inductor import compat
 from te_inductor.diagnostics import Refusal
-from te_inductor.passes.graph.writes import Writes
+from te_inductor.passes.graph.writes import Writes, last_read
 from te_inductor.passes.pre_grad.decide.support import is_tensor, value
 from te_inductor.passes.pre_grad.match.rule import Match
 from te_inductor.runtime.parallel import Parallel
@@ -28,9 +28,9 @@ def with_redistributions(match: Match, writes: Writes) -> Match:
         return replace(match, unparallel=why_not)
     mesh: Any = compat.mesh_of_dtensor(value(match.weight))
     weight, x, gather = _dim(value(match.weight)), match.x, None
-    if weight == 0 and _is_gather(x) and not writes.between([x, x.all_input_nodes[0]], x, match.node):
+    if weight == 0 and _is_gather(x) and not writes.between([x, x.all_input_nodes[0]], x, last_read(match.node)):
         x, gather = x.all_input_nodes[0], x
-    made = _made_first(x, match.node, writes)
+    made = _made_first(x, last_read(match.node), writes)
     behind, y, local = _behind(match.node)
     reduces = weight == 1 and y is not None
     if not reduces and y is not None and value(y).placements != value(match.node).placements:  # type: ignore[attr-defined]
@@ -51,7 +51,7 @@ def with_redistributions(match: Match, writes: Writes) -> Match:
     return replace(match, x=made, parallel=parallel, before=before, behind=behind)
 
 
-def _made_first(x: fx.Node, until: fx.Node, writes: Writes) -> fx.Node:
+def _made_first(x: fx.Node, until: fx.Node | None, writes: Writes) -> fx.Node:
     """The first DTensor that is made of the same tensor in the same way, so that layers are seen to read one input: each
     style makes one for its own layer."""
     call = compat.method_call(x)

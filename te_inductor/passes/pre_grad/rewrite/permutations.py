@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from te_inductor import ops
 from te_inductor.passes.graph.aliases import name
-from te_inductor.passes.graph.writes import Writes, chain
+from te_inductor.passes.graph.writes import Writes, chain, last_read
 from te_inductor.passes.pre_grad.decide.support import is_tensor, value
 from te_inductor.passes.pre_grad.match.experts_bias import is_ascending
 from te_inductor.passes.pre_grad.match.gathers import expanded_rows, is_order, order_of, table_and_rows
@@ -69,7 +69,7 @@ def _order_of(node: fx.Node, writes: Writes) -> fx.Node | None:
         return None
     sizes = [value(one).shape for one in (order, *made)]
     alike = all(len(size) == 1 and statically_known_true(size[0] == value(x).shape[0]) for size in sizes)  # type: ignore[arg-type]
-    return order if alike and not writes.behind([order, *made], node, set(fills)) else None
+    return order if alike and not writes.behind([order, *made], last_read(node), set(fills)) else None
 
 
 def _rewrite_sum(node: fx.Node, writes: Writes) -> None:
@@ -88,7 +88,7 @@ def _rewrite_sum(node: fx.Node, writes: Writes) -> None:
     if (readers and not in_place) or not all(node < reader for reader in readers):
         return
     order, each = found
-    if writes.behind([order, *chain(index, order)], node):  # type: ignore[arg-type]
+    if writes.behind([order, *chain(index, order)], last_read(node)):  # type: ignore[arg-type]
         return
     same = statically_known_true(value(rows).shape[0] == value(order).shape[0])
     if not (same and value(rows).dtype == value(base).dtype and value(rows).shape[1:] == value(base).shape[1:]):
@@ -113,7 +113,7 @@ def _spread(sites: Sequence[Candidate], writes: Writes) -> None:
             found = order_of(rows, value(table).shape[0]) if is_tensor(table) and is_tensor(rows) else None
             if found is None or value(table).dim() != 2 or value(rows).dim() != 1 or writes.anywhere(node):
                 continue
-            if writes.behind([found[0], *chain(rows, found[0])], node):
+            if writes.behind([found[0], *chain(rows, found[0])], last_read(node)):
                 continue
             with node.graph.inserting_before(node):
                 done[node] = node.graph.call_function(ops.spread_rows, (table, *found))
