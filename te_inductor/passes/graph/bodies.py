@@ -1,8 +1,10 @@
 """Graphs inside graphs: the bodies of higher-order ops, such as checkpoint's, and how a node of the outer graph gets
 in."""
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -10,6 +12,16 @@ from torch import fx
 # Higher-order ops called as op(body, *operands), whose body runs as a part of the graph around it.
 _CHECKPOINT = "tag_activation_checkpoint"
 _PLAIN = (_CHECKPOINT, "wrap")
+# Those with bodies that run more than once, or perhaps: which argument lists the operands that each run has the same of.
+# A body takes them last, behind what a run hands to the next one and slices.
+_SHARED = {
+    "cond": 3,
+    "while_loop": 3,
+    "while_loop_stack_output": 3,
+    "map_impl": 2,
+    "scan": 3,
+    "associative_scan": 2,
+}
 
 
 def in_order(root: fx.GraphModule) -> Iterator[fx.Node]:
@@ -22,12 +34,29 @@ def in_order(root: fx.GraphModule) -> Iterator[fx.Node]:
         yield node
 
 
+def _called(call: fx.Node) -> str:
+    return getattr(call.target, "__name__", "")
+
+
+def _shared(call: fx.Node) -> Sequence[Any]:
+    """The operands of a higher-order op that are its body's last, the same of each run."""
+    called = _called(call)
+    if called in _PLAIN:
+        return call.args[1:]
+    if called == "invoke_subgraph":
+        return call.args[2:]
+    place = _SHARED.get(called)
+    shared: Any = () if place is None or place >= len(call.args) else call.args[place]
+    return shared if isinstance(shared, list | tuple) else ()
+
+
 @dataclass
 class Bodies:
     """The graph modules of one Dynamo graph, and which node calls each."""
 
     root: fx.GraphModule
     callers: dict[fx.Graph, fx.Node] = field(default_factory=dict)  # of bodies that operands can be handed to
+    calls: dict[fx.Graph, list[fx.Node]] = field(default_factory=dict)  # of every body
     _handed: dict[tuple[fx.Graph, fx.Node], fx.Node] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -36,9 +65,12 @@ class Bodies:
                 continue
             for node in module.graph.find_nodes(op="get_attr"):
                 body = getattr(module, str(node.target), None)
-                if isinstance(body, fx.GraphModule) and len(node.users) == 1:
+                if not isinstance(body, fx.GraphModule):
+                    continue
+                self.calls.setdefault(body.graph, []).extend(node.users)
+                if len(node.users) == 1:
                     [call] = node.users
-                    if getattr(call.target, "__name__", "") in _PLAIN and call.args[0] is node:
+                    if _called(call) in _PLAIN and call.args[0] is node:
                         self.callers[body.graph] = call
 
     def reaches(self, graph: fx.Graph) -> bool:
@@ -50,7 +82,7 @@ class Bodies:
         caller = self.callers.get(graph)
         if caller is None:
             return False
-        return getattr(caller.target, "__name__", "") == _CHECKPOINT or self.is_computed_again(caller.graph)
+        return _called(caller) == _CHECKPOINT or self.is_computed_again(caller.graph)
 
     def in_grad_mode(self) -> set[fx.Node]:
         """The nodes that run with gradients enabled, in bodies as in the graph that calls them."""
@@ -70,22 +102,42 @@ class Bodies:
         return found
 
     def outer(self, node: fx.Node) -> fx.Node:
-        """The root's node that a body's operand stands for; any other node as it is."""
-        if node.op != "placeholder" or node.graph not in self.callers:
+        """The root's node that a body's operand stands for; any other node as it is, and an operand that stands for
+        another tensor at each run or call."""
+        if node.op != "placeholder" or node.graph not in self.calls:
             return node
-        position = node.graph.find_nodes(op="placeholder").index(node)
-        argument = self.callers[node.graph].args[1 + position]
+        placeholders = list(node.graph.find_nodes(op="placeholder"))
+        from_end = placeholders.index(node) - len(placeholders)
+        shared = [_shared(call) for call in self.calls[node.graph]]
+        given = [each[from_end] if len(each) >= -from_end else None for each in shared]
+        argument = given[0] if given and all(one is given[0] for one in given) else None
         return self.outer(argument) if isinstance(argument, fx.Node) else node
+
+    def place_of(self, node: fx.Node) -> int:
+        """Which of the root's inputs a placeholder of the root's graph is.
+
+        Raises:
+            ValueError: it is a body's.
+        """
+        return list(self.root.graph.find_nodes(op="placeholder")).index(node)
+
+    def held(self, node: fx.Node, inputs: Sequence[Any]) -> Any:
+        """Returns what stands for a node of a parameter, of the inputs that the root is called with, or of what a
+        module holds; None of anything else, as of a body's operand."""
+        if node.op == "get_attr":
+            return operator.attrgetter(str(node.target))(node.graph.owning_module)
+        is_input = node.op == "placeholder" and node.graph is self.root.graph
+        return inputs[self.place_of(node)] if is_input and inputs else None
 
     def readers(self) -> dict[fx.Node, set[fx.Node]]:
         """The nodes that read each node, in its own graph and in the bodies that it is handed to."""
-        found: dict[fx.Node, set[fx.Node]] = {}
-        calls = set(self.callers.values())
+        readers: dict[fx.Node, set[fx.Node]] = {}
+        calls = {call for found in self.calls.values() for call in found if _shared(call)}
         for module in self.root.modules():
             for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
                 for source in node.all_input_nodes if node not in calls else ():
-                    found.setdefault(self.outer(source), set()).add(node)
-        return found
+                    readers.setdefault(self.outer(source), set()).add(node)
+        return readers
 
     def hand(self, node: fx.Node, graph: fx.Graph) -> fx.Node:
         """`node` of the root's graph, as `graph` sees it: an operand more of each body on the way."""

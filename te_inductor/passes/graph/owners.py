@@ -48,8 +48,3 @@ def _text(constant: Any) -> str:
     if isinstance(constant, tuple | list):
         return f"({','.join(map(_text, constant))})"
     return str(constant)
-
-
-def place_of(node: fx.Node) -> int:
-    """Which of its graph's inputs a placeholder is."""
-    return node.graph.find_nodes(op="placeholder").index(node)

@@ -30,7 +30,6 @@ import torch
 from te_inductor import compat
 from te_inductor.diagnostics import Refusal
 from te_inductor.passes.graph.bodies import Bodies
-from te_inductor.passes.graph.owners import place_of
 from te_inductor.passes.graph.writes import Writes
 from te_inductor.passes.pre_grad.decide.support import value
 from te_inductor.passes.pre_grad.match.rule import Match
@@ -63,8 +62,8 @@ def refusal(match: Match, slots: Slots, bodies: Bodies, examples: Sequence[objec
         return Refusal("the weight is changed in the graph, and copies are made before it runs")
     if not weight.is_contiguous():
         return Refusal("a parameter of shape %s has strides %s", tuple(weight.shape), weight.stride())
-    if node.op == "placeholder" and examples:
-        parameter = examples[place_of(node)]
+    if node.op == "placeholder":
+        parameter = bodies.held(node, examples)
         if isinstance(parameter, torch.Tensor) and compat.is_gathered(parameter):
             return Refusal("FSDP lets go of the parameter behind each use, and copies would stay")
     return None

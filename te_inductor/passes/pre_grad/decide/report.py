@@ -1,6 +1,5 @@
 """The pass that writes down what was decided, as `explain` and the warning of a compile tell it."""
 
-import operator
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,7 +9,7 @@ import torch
 
 from te_inductor.diagnostics import Site
 from te_inductor.passes.graph.bodies import Bodies, in_order
-from te_inductor.passes.graph.owners import owner_of, place_of
+from te_inductor.passes.graph.owners import owner_of
 from te_inductor.passes.pre_grad.decide import gathered, gemm_kernels
 from te_inductor.passes.pre_grad.decide.support import is_gathered
 from te_inductor.passes.pre_grad.match.linear import from_parameter
@@ -52,10 +51,8 @@ def _weights(plan: Plan) -> dict[str, torch.nn.Parameter]:
     multiplied += [(fqn, operand) for fqn, operand in others if from_parameter(operand)]
     for fqn, node in multiplied:
         owner = owner_of(node, bodies)
-        if owner is not None and owner.parameter.op == "placeholder" and plan.inputs:
-            found[fqn] = plan.inputs[place_of(owner.parameter)]
-        elif owner is not None and owner.parameter.op == "get_attr":
-            found[fqn] = operator.attrgetter(str(owner.parameter.target))(plan.gm)
+        if owner is not None:
+            found[fqn] = bodies.held(owner.parameter, plan.inputs)
     return {fqn: weight for fqn, weight in found.items() if isinstance(weight, torch.nn.Parameter)}
 
 

@@ -13,7 +13,6 @@ from te_inductor.diagnostics import Refusal, Unmet
 from te_inductor.passes.graph.aliases import name
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.module_path import holder_path, inner_path, module_path
-from te_inductor.passes.graph.owners import place_of
 from te_inductor.passes.pre_grad.decide.support import requires_grad, value
 from te_inductor.passes.pre_grad.match.linear import VIEWS, from_parameter
 from te_inductor.passes.pre_grad.match.rule import Match
@@ -48,7 +47,7 @@ def refusal(match: Match, slots: Slots, bodies: Bodies, examples: Sequence[objec
         return Refusal("the parameter holds the transpose of what the GEMM computes")
     if compat.inside_ddp():
         return Refusal("DistributedDataParallel reduces what autograd has of it, in the backward")
-    parameter = examples[place_of(node)] if examples else None
+    parameter = bodies.held(node, examples)
     if options.wgrad == "deferred":
         return _not_deferred(slots, parameter, value(match.weight).device, options)
     if not isinstance(getattr(parameter, "main_grad", None), torch.Tensor):
@@ -116,7 +115,8 @@ def guard_on_totals(matches: Iterable[Match], bodies: Bodies, examples: Sequence
         if wanted(match) and _is_whole(bodies.outer(match.weight), match)
     )
     for node in dict.fromkeys(whole):
-        compat.guard_on_attribute(node, examples[place_of(node)], "main_grad")
+        if (parameter := bodies.held(node, examples)) is not None:
+            compat.guard_on_attribute(node, parameter, "main_grad")
 
 
 def _not_deferred(slots: Slots, parameter: object, device: torch.device, options: Options) -> Refusal | None:

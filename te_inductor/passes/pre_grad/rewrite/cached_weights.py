@@ -6,7 +6,6 @@ import torch
 from torch import fx
 
 from te_inductor.passes.graph.bodies import Bodies
-from te_inductor.passes.graph.owners import place_of
 from te_inductor.passes.pre_grad.decide.support import value
 from te_inductor.passes.pre_grad.match.rule import Match
 from te_inductor.passes.pre_grad.rewrite.inputs import append_input
@@ -32,7 +31,7 @@ class CachedSites:
         stateful = recipe if isinstance(recipe, DelayedScaling) else None
         spec = Spec(slots.weight, first.transposed, len(matches), stateful)
         columns = value(first.node).requires_grad and value(first.x).requires_grad
-        places = [str(owner.target) if owner.op == "get_attr" else place_of(owner) for owner in owners]
+        places = [str(owner.target) if owner.op == "get_attr" else self.bodies.place_of(owner) for owner in owners]
         self.inputs[first.node] = CachedInput(places, spec, columns)
         self.keeps.weights.append(self.inputs[first.node])
         shape = weight_shape(spec, [value(owner).shape for owner in owners])

@@ -29,7 +29,7 @@ from te_inductor import compat, ops
 from te_inductor.ops.sharded_weight import ranks_of
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.module_path import holder_path
-from te_inductor.passes.graph.owners import owner_of, place_of
+from te_inductor.passes.graph.owners import owner_of
 from te_inductor.passes.pre_grad.decide.amax_groups import GroupsOf
 from te_inductor.passes.pre_grad.decide.support import is_gathered, is_tensor, value
 from te_inductor.passes.pre_grad.match.rule import Match, call_linears
@@ -231,7 +231,7 @@ class DelayedSites:
         key = Key(weight_site(owner.part) if slot == "weight" else site, self.recipe)
         if node.op == "get_attr":
             return Reader(str(node.target), key)
-        return Reader(place_of(node), key)
+        return Reader(self.bodies.place_of(node), key)
 
     def _quantizer(self, match: Match, weight: fx.Node, slot: str) -> _Quantizer:
         reader = self._reader(match, weight, slot)

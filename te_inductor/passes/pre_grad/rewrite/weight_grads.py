@@ -5,7 +5,6 @@ from collections.abc import Iterable, Sequence
 from torch import fx
 
 from te_inductor.passes.graph.bodies import Bodies
-from te_inductor.passes.graph.owners import place_of
 from te_inductor.passes.pre_grad.decide.support import value
 from te_inductor.passes.pre_grad.decide.weight_grads import other_readers, takes
 from te_inductor.passes.pre_grad.match.rule import Match
@@ -30,7 +29,7 @@ class GradientSites:
         weight = value(parameter)
         with weight.fake_mode:  # type: ignore[attr-defined]
             example = self.inputs.takers.example(weight)
-        self.inputs.parameters.append(place_of(parameter))
+        self.inputs.parameters.append(self.bodies.place_of(parameter))
         self.inputs.whole.append(not shared)
         return append_input(self.bodies.root.graph, self.inputs, example)
 
