@@ -61,10 +61,20 @@ def magnitudes_of(
     return wide_a[:, None] + wide_b[None, :] + a.shape[1], total
 
 
-def values_of(data: Tensor) -> Tensor:
-    """The values of a stored copy as float64; bytes are two of E2M1 each, the first in the low bits."""
+# Of codes, from OCP's Microscaling Formats Specification, revision 1.0: an exponent of 0 has no leading bit.
+FP6 = {"e3m2": (2, -2), "e2m3": (3, 0)}  # bits of the mantissa, exponent of the smallest normal value
+
+
+def values_of(data: Tensor, element: str = "e2m1") -> Tensor:
+    """The values of a stored copy as float64; bytes are two of E2M1 each, the first in the low bits, or one of FP6."""
     if data.dtype != torch.uint8:
         return data.double()
+    if element in FP6:
+        bits, smallest = FP6[element]
+        pairs = [divmod(code, 2**bits) for code in range(32)]
+        found = [((e > 0) + m / 2**bits) * 2.0 ** (smallest + max(e - 1, 0)) for e, m in pairs]
+        magnitudes = torch.tensor(found, dtype=torch.float64)
+        return torch.cat([magnitudes, -magnitudes])[data.long()]
     magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
     table = torch.cat([magnitudes, -magnitudes])
     return table[torch.stack([data & 15, data >> 4], -1).flatten(1).long()]

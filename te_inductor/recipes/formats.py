@@ -1,7 +1,8 @@
 """Element formats and scopes of scales as data. A format is always named, never inferred from a dtype or a shape.
 
-Casts, lowerings and kernels are written for the elements and the scopes that are here, and know no others. So one that
-is not here is refused, and does not run as if it were another."""
+An element is torch's dtype, which torch converts to, or it is stored as codes in bytes, which `runtime/arithmetic.py`
+makes of its numbers. Kernels know the elements and the scopes that are here and no others: one that is not here is refused,
+and does not run as if it were another."""
 
 import enum
 import math
@@ -20,7 +21,8 @@ from te_inductor.errors import RecipeError
 class Element:
     """One low-precision number format.
 
-    Every finite value is ``m * 2**e`` with ``m`` an integer of `mantissa_bits + 1` bits; rounding is to nearest even.
+    Every finite value is ``m * 2**e`` with ``m`` an integer of `mantissa_bits + 1` bits; rounding is to nearest even. A
+    code has a sign, an exponent, which is 1 of the smallest normal values, and the stored mantissa; all codes are finite.
 
     Raises:
         RecipeError: values that no cast to the dtype makes.
@@ -33,15 +35,21 @@ class Element:
     min_exponent: int  # exponent of the smallest normal value
     packed: int = 1  # values in one stored byte, the first in its low bits
     viewed: torch.dtype | None = None  # as what libraries ask for its bytes, where that is not dtype
+    bits: int = 8  # of a value
 
     def __post_init__(self) -> None:
         found = Values(self.max, self.mantissa_bits, self.min_exponent)
-        expected = _CAST_TO.get((self.dtype, self.packed))
-        if found != expected:
+        expected = found.of_codes(self.bits) if self.coded else Values.of(self.dtype) if self.dtype in _FP8 else None
+        if found != expected or self.packed * self.bits > 8 or (self.packed > 1 and not self.coded):
             raise RecipeError(
-                f"element {self.name!r} has {found}, and is stored {self.packed} a {self.dtype}, whose casts make"
-                f" {expected or 'nothing'}; expected e4m3, e5m2 or e2m1, of te_inductor.recipes.formats.ELEMENTS"
+                f"element {self.name!r} has {found}, and is stored {self.packed} a {self.dtype} of {self.bits} bits each,"
+                f" whose casts make {expected or 'nothing'}; expected one of te_inductor.recipes.formats.ELEMENTS"
             )
+
+    @property
+    def coded(self) -> bool:
+        """Whether it is stored as codes in bytes, of which torch has no dtype that it computes with."""
+        return self.dtype == torch.uint8
 
     @property
     def library(self) -> torch.dtype:
@@ -76,10 +84,15 @@ class Values(NamedTuple):
         info = torch.finfo(dtype)
         return cls(info.max, -round(math.log2(info.eps)), round(math.log2(info.smallest_normal)))
 
+    def of_codes(self, bits: int) -> "Values | None":
+        """Those of codes of so many bits, with this mantissa and this smallest exponent."""
+        exponents = 2 ** (bits - 1 - self.mantissa_bits) - 1  # of normal values
+        if not 1 <= self.mantissa_bits < bits <= 8 or exponents < 1:
+            return None
+        return self._replace(max=(2 - 2.0**-self.mantissa_bits) * 2.0 ** (self.min_exponent + exponents - 1))
 
-# By the dtype, and how many are one of it. torch has no arithmetic of E2M1: runtime/arithmetic.py has.
-_CAST_TO = {(dtype, 1): Values.of(dtype) for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)}
-_CAST_TO[torch.uint8, 2] = Values(6.0, 1, 0)
+
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)  # which kernels cast to, by the hardware's conversion
 
 # OCP 8-bit Floating Point Specification, revision 1.0, table 1.
 E4M3 = Element("e4m3", torch.float8_e4m3fn, max=448.0, mantissa_bits=3, min_exponent=-6)
@@ -87,7 +100,9 @@ E5M2 = Element("e5m2", torch.float8_e5m2, max=57344.0, mantissa_bits=2, min_expo
 # OCP Microscaling Formats Specification, revision 1.0, table 2: magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6, neither infinity
 # nor NaN. torch.float4_e2m1fn_x2 has no arithmetic and no kernels yet: bytes, viewed as that dtype where a library
 # asks.
-E2M1 = Element("e2m1", torch.uint8, max=6.0, mantissa_bits=1, min_exponent=0, packed=2, viewed=torch.float4_e2m1fn_x2)
+E2M1 = Element(
+    "e2m1", torch.uint8, 6.0, mantissa_bits=1, min_exponent=0, packed=2, viewed=torch.float4_e2m1fn_x2, bits=4
+)
 
 ELEMENTS: Mapping[str, Element] = MappingProxyType({element.name: element for element in (E4M3, E5M2, E2M1)})
 

@@ -1,5 +1,6 @@
-"""The arithmetic of scales, in fp32, of E8M0 and of two levels, and of values of E2M1. Written once: eager code evaluates
-it on tensors, lowerings on values of Inductor IR (`on`, an `Algebra`).
+"""The arithmetic of scales, in fp32, of E8M0 and of two levels, and of values of
+elements that torch does not have. Written once: eager code evaluates it on tensors, lowerings on values of Inductor IR
+(`on`, an `Algebra`).
 
 Of a block of MXFP8, MXFP4 or NVFP4, `encode` finds its factor, which values are multiplied with before the cast, and
 `scale_inv` as it is stored. A quantizer with several candidates wants the block's values too: the error that each
@@ -20,7 +21,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from te_inductor.recipes.formats import E2M1, E4M3, E8M0
+from te_inductor.recipes.formats import E2M1, E4M3, E8M0, Element
 from te_inductor.recipes.quantizers import Quantizer
 from te_inductor.runtime.algebra import Algebra, Value
 from te_inductor.runtime.philox import BITS
@@ -209,6 +210,39 @@ def _factor(on: Algebra, scale_inv: Value, scale: Value) -> Value:
     most, decode = on.fp32(FP32_MAX), on.convert(scale_inv, torch.float32) * on.quotient(1.0, scale)
     factor = on.quotient(1.0, decode)
     return on.where(factor < most, factor, most)
+
+
+def encode_value(on: Algebra, value: Value, element: Element, random: Value | None = None) -> Value:
+    """The code of an fp32 value, of an element that is stored as codes: rounded to nearest, ties to even, or as `random`
+    bits say; saturates; NaN becomes the largest."""
+    if element is E2M1:  # in fewer operations, and at random
+        return cast_e2m1(on, value, random)
+    bits, unsigned = on.bits(value), magnitude(on, value)
+    largest, smallest = (on.int32(_fp32_bits(limit)) for limit in (element.max, 2.0**element.min_exponent))
+    inside = on.where(unsigned < largest, unsigned, largest)
+    less = MANTISSA_BITS - element.mantissa_bits
+    odd = on.shift_right(inside, less) & on.int32(1)
+    exponents = on.int32(EXPONENT_BIAS + element.min_exponent - 1 << element.mantissa_bits)
+    normal = on.shift_right(inside + (odd + on.int32((1 << less - 1) - 1)), less) - exponents
+    # The steps of fp32 from this number on are those of the element's subnormal values.
+    steps = element.smallest_step * 2.0**MANTISSA_BITS
+    subnormal = on.bits(on.from_bits(inside) + on.fp32(steps)) - on.int32(_fp32_bits(steps))
+    code = on.where(inside < smallest, subnormal, normal)
+    negative = on.both(bits < on.int32(0), unsigned <= on.int32(INFINITY_BITS))
+    return on.where(negative, code + on.int32(1 << element.bits - 1), code)
+
+
+def decode_value(on: Algebra, code: Value, element: Element) -> Value:
+    """The fp32 value of a code."""
+    if element is E2M1:
+        return e2m1_value(on, code)
+    code, sign = on.convert(code, torch.int32), 1 << element.bits - 1
+    size, less = code & on.int32(sign - 1), MANTISSA_BITS - element.mantissa_bits
+    exponents = on.int32(EXPONENT_BIAS + element.min_exponent - 1 << MANTISSA_BITS)
+    normal = on.from_bits((size << on.int32(less)) + exponents)
+    subnormal = on.convert(size, torch.float32) * on.fp32(element.smallest_step)
+    value = on.where(size < on.int32(1 << element.mantissa_bits), subnormal, normal)
+    return on.where(code >= on.int32(sign), value * on.fp32(-1.0), value)
 
 
 def cast_e2m1(on: Algebra, value: Value, random: Value | None = None) -> Value:

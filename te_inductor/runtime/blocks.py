@@ -62,7 +62,7 @@ def values(
     scope: Scope,
 ) -> Tensor:  # (R, C) fp32
     """What a low-precision copy stands for, but for the tensor's own factor of two-level scales."""
-    wide = data.float() if element.packed == 1 else microscaling.unpack_e2m1(data)
+    wide = microscaling.values(data, element) if element.coded else data.float()
     return wide * spread(scale_values(scale_inv, scope), scope, wide.shape)
 
 

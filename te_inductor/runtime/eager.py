@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from te_inductor import targets
-from te_inductor.recipes.formats import ALIGNMENT, E2M1, ROW, Scope, padded
+from te_inductor.recipes.formats import ALIGNMENT, ROW, Scope, padded
 from te_inductor.recipes.quantizers import Gemm, Quantizer
 from te_inductor.runtime import arithmetic, blocks, microscaling
 from te_inductor.runtime.algebra import TORCH
@@ -67,9 +67,9 @@ def _copy(x: Tensor, scale: Tensor, quantizer: Quantizer, seed: Tensor | None = 
     missing = quantizer.padded(x.shape[1]) - x.shape[1]
     x = F.pad(x, (0, missing)) if missing else x
     each = blocks.spread(scale, quantizer.granularity, x.shape)
-    if quantizer.format is E2M1:
+    if quantizer.format.coded:
         bits = None if seed is None else random_bits(seed, x.numel()).view(x.shape)
-        return microscaling.pack(microscaling.cast_e2m1(x.float() * each, bits)).contiguous()
+        return microscaling.stored(x.float() * each, quantizer.format, bits).contiguous()
     return cast(x, each, quantizer).contiguous()
 
 

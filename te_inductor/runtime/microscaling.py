@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from te_inductor.recipes.formats import HADAMARD, HADAMARD_SIGNS
+from te_inductor.recipes.formats import E2M1, HADAMARD, HADAMARD_SIGNS, Element
 from te_inductor.runtime import arithmetic
 from te_inductor.runtime.algebra import TORCH
 
@@ -59,4 +59,16 @@ def pack(codes: Tensor) -> Tensor:
 
 def unpack_e2m1(data: Tensor) -> Tensor:
     """(R, C/2) bytes -> (R, C) values, fp32."""
-    return arithmetic.e2m1_value(TORCH, torch.stack([data & 15, data >> 4], -1).flatten(1))  # type: ignore[no-any-return]
+    return values(data, E2M1)
+
+
+def stored(value: Tensor, element: Element, bits: Tensor | None = None) -> Tensor:
+    """(R, C) fp32 values -> bytes of codes, one or two in each; rounded to nearest, or as random `bits` say."""
+    codes = arithmetic.encode_value(TORCH, value, element, bits).to(torch.uint8)
+    return pack(codes) if element.packed == 2 else codes
+
+
+def values(data: Tensor, element: Element) -> Tensor:
+    """Bytes of codes -> (R, C) values, fp32."""
+    codes = torch.stack([data & 15, data >> 4], -1).flatten(1) if element.packed == 2 else data
+    return arithmetic.decode_value(TORCH, codes, element)  # type: ignore[no-any-return]

@@ -19,6 +19,7 @@ from tests.numerics.test_linear import check, through
 pytestmark = pytest.mark.usefixtures("without_codegen")
 
 X = (32, 128)
+GEMMS = ("fprop", "dgrad", "wgrad")
 
 
 def each_its_own(slot, module):
@@ -38,6 +39,11 @@ def blocks(slot, module):
     if slot in ("fprop", "dgrad", "wgrad"):
         return MMParams(use_split_accumulator=True) if slot == "dgrad" else None
     return Quantizer("e4m3", scope="128x128" if slot == "weight" else "1x128")
+
+
+def sixes(slot, module):
+    """FP6, as the OCP Microscaling Formats have it."""
+    return None if slot in GEMMS else Quantizer("e3m2" if slot == "grad_output" else "e2m3", scope="1x32")
 
 
 def nothing(slot, module):
@@ -64,9 +70,10 @@ def test_a_users_quantizer_reaches_its_slot(road, factory):
 @pytest.mark.parametrize(
     ("element", "casts"),
     [
-        (("e3m2", torch.uint8, 28.0, 2, -2), "nothing"),  # OCP's FP6
-        (("e2m1", torch.uint8, 6.0, 1, 0), "nothing"),  # one a byte
-        (("e2m1", torch.uint8, 4.0, 1, 0, 2), "values up to 6, 1 bits"),
+        (("e3m2", torch.uint8, 28.0, 2, -2), "values up to 4.69762e"),  # of 8 bits
+        (("e3m2", torch.uint8, 28.0, 2, -2, 2, None, 6), "values up to 28,"),  # two a byte
+        (("e2m1", torch.uint8, 4.0, 1, 0, 2, None, 4), "values up to 6, 1 bits"),
+        (("e0m3", torch.uint8, 7.0, 3, 0, 2, None, 4), "nothing"),
         (("e4m3", torch.float8_e4m3fn, 240.0, 3, -6), "values up to 448, 3 bits"),
         (("e5m2", torch.float8_e5m2, 57344.0, 3, -14), "values up to 57344, 2 bits"),
         (("e5m2", torch.float8_e5m2, 57344.0, 2, -15), r".* from -14"),
@@ -77,7 +84,9 @@ def test_a_users_quantizer_reaches_its_slot(road, factory):
 )
 def test_an_element_that_no_cast_makes(element, casts):
     """Else its bytes would be another's values."""
-    with pytest.raises(RecipeError, match=rf"element '{element[0]}' has values up to .* make {casts}.*; expected e4m3"):
+    with pytest.raises(
+        RecipeError, match=rf"element '{element[0]}' has values up to .* make {casts}.*; expected one of"
+    ):
         formats.Element(*element)
 
 
@@ -85,8 +94,8 @@ def test_elements_and_scopes_are_those_that_kernels_know():
     for table in (formats.ELEMENTS, formats.SCOPES):
         with pytest.raises(TypeError, match="does not support item assignment"):
             table["another"] = next(iter(table.values()))
-    with pytest.raises(RecipeError, match="element 'e3m2', expected one of e4m3, e5m2, e2m1"):
-        Quantizer("e3m2")
+    with pytest.raises(RecipeError, match="element 'e1m4', expected one of e4m3, e5m2, e2m1"):
+        Quantizer("e1m4")
     with pytest.raises(RecipeError, match="scope '1x64', expected one of tensor, row, 1x128"):
         Quantizer("e4m3", scope="1x64")
     with pytest.raises(RecipeError, match=r"fprop of scopes \('row', '1x64'\), expected of tensor, row, 1x128"):

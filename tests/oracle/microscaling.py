@@ -42,8 +42,8 @@ def quantize(
         factor, scale_inv = torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2).t()
     product = (whole.double() * spread(factor, quantizer.scope, *whole.shape)).to(torch.float32).double()
     data = round_to_element(product, quantizer.format) if seed is None else round_stochastically(product, seed)
-    if quantizer.format is E2M1:
-        data = torch.where(data.isnan(), E2M1.max, data)  # it has no NaN
+    if quantizer.format.coded:
+        data = torch.where(data.isnan(), quantizer.format.max, data)  # it has no NaN
     else:
         data = torch.where(whole.isinf(), math.nan, data)
     return data[: x.shape[0]], scale_inv

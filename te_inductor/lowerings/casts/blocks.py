@@ -34,7 +34,7 @@ from te_inductor.lowerings.casts.algebra import INDUCTOR
 from te_inductor.lowerings.casts.concatenation import Concatenation
 from te_inductor.lowerings.codegen import block_tiles
 from te_inductor.recipes import Quantizer
-from te_inductor.recipes.formats import E2M1, E8M0, HADAMARD, Element, Scope
+from te_inductor.recipes.formats import E8M0, HADAMARD, Element, Scope
 from te_inductor.runtime import arithmetic
 
 aten = torch.ops.aten
@@ -100,8 +100,9 @@ def dequantize(
 
     def inner(index):
         row, column = index
-        if packed > 1:
-            value = microscaling.unpack(load([row, FloorDiv(column, packed)]), ModularIndexing(column, 1, packed))
+        if element.coded:
+            place = ModularIndexing(column, 1, packed)
+            value = microscaling.unpack(load([row, FloorDiv(column, packed)]), place, element)
         else:
             value = prims.to_dtype(load(index), torch.float32)
         return prims.to_dtype(prims.mul(value, _scale_value(load_scale(index), scope)), dtype)
@@ -282,11 +283,11 @@ def _copy_by_rows(
 
 def _stored(elements, scale, quantizer: Quantizer, x: ir.TensorBox, bits=(None, None)):
     """What is stored of neighbours in x that share a byte; mostly of one value. `bits` are random, or None."""
-    if quantizer.format is E2M1:
-        pairs = zip(elements, bits, strict=True)
-        return arithmetic.pack(
-            INDUCTOR, *(arithmetic.cast_e2m1(INDUCTOR, value * scale, random) for value, random in pairs)
-        )
+    element = quantizer.format
+    if element.coded:
+        pairs = zip(elements, bits, strict=False)
+        codes = [arithmetic.encode_value(INDUCTOR, value * scale, element, random) for value, random in pairs]
+        return arithmetic.pack(INDUCTOR, *codes) if element.packed == 2 else INDUCTOR.convert(codes[0], torch.uint8)
     [value] = elements
     return values.cast(value, scale, quantizer, x.get_device_or_error(), x.get_dtype())
 

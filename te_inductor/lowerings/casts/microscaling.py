@@ -8,7 +8,7 @@ import torch
 from torch._inductor.virtualized import ops as prims
 
 from te_inductor.lowerings.casts.algebra import INDUCTOR
-from te_inductor.recipes.formats import HADAMARD, HADAMARD_SIGNS
+from te_inductor.recipes.formats import HADAMARD, HADAMARD_SIGNS, Element
 from te_inductor.runtime import arithmetic
 from te_inductor.runtime.philox import BITS
 
@@ -44,9 +44,11 @@ def _bf16(value):
     return INDUCTOR.where(value == value, INDUCTOR.from_bits(rounded), value)
 
 
-def unpack(byte, place):
-    """The fp32 value of the first code of a byte, or of the second, where `place` (an index) is 1."""
+def unpack(byte, place, element: Element):
+    """The fp32 value of a byte's code; of two the first, or the second, where `place` (an index) is 1."""
     byte = prims.to_dtype(byte, torch.int32)
+    if element.packed == 1:
+        return arithmetic.decode_value(INDUCTOR, byte, element)
     second = prims.eq(prims.index_expr(place, torch.int32), INDUCTOR.int32(1))
     code = INDUCTOR.where(second, INDUCTOR.shift_right(byte, 4), byte & INDUCTOR.int32(15))
-    return arithmetic.e2m1_value(INDUCTOR, code)
+    return arithmetic.decode_value(INDUCTOR, code, element)

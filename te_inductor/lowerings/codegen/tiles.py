@@ -97,7 +97,7 @@ KNOWN_SCALE = (ops.quantize_rowcol_delayed, ops.quantize_pieces_delayed)
 TWO_WAY = (ops.quantize_rowcol, ops.quantize_pieces, *KNOWN_SCALE)
 LOOKS = (ops.current_scale, ops.tensor_amax, ops.quantize, ops.quantize_rowcol)  # that may read the tensor for its amax
 _EXPONENTIALS = (torch.ops.aten.exp, torch.ops.aten.erfc, torch.ops.aten.sigmoid)
-COPIES = {element.dtype for element in ELEMENTS.values() if element.packed == 1}  # dtypes of copies
+COPIES = {element.dtype for element in ELEMENTS.values() if not element.coded}  # dtypes of copies
 _PROGRAMS = 256  # that keep a device busy
 # Elements of a row that a program holds at most where there are so few rows that Inductor cuts longer ones than ROW: two
 # a multiprocessor. The parts' amaxes, the largest of them and the cast are three kernels.

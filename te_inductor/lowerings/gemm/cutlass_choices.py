@@ -25,7 +25,7 @@ from te_inductor.templates.cutlass.scaled_mm import ANOTHER, OUTPUT, Tile
 from te_inductor.templates.select import AUTOTUNED, LIBRARY, Problem, cutlass_problem, select
 
 aten = torch.ops.aten
-_ELEMENTS = {element.dtype: element.name for element in ELEMENTS.values()}
+_ELEMENTS = {element.dtype: element.name for element in ELEMENTS.values() if not element.coded}
 OP = "scaled_mm"  # Inductor's name for what it asks about
 # Generated code calls them by these names, also code that a compile cache returns: `lowerings.install` imports this
 # module.

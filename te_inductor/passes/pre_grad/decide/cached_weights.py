@@ -34,6 +34,7 @@ from te_inductor.passes.graph.writes import Writes
 from te_inductor.passes.pre_grad.decide.support import value
 from te_inductor.passes.pre_grad.match.rule import Match
 from te_inductor.recipes import Slots
+from te_inductor.recipes.formats import E2M1
 
 # Of scales, that templates/triton/cached_weights.py casts with.
 SCOPES = ("tensor", "row", "128x128", "1x32", "32x32", "1x16", "16x16")
@@ -48,6 +49,9 @@ def refusal(match: Match, slots: Slots, bodies: Bodies, examples: Sequence[objec
         return Refusal("copies of experts' weights are not kept where all experts share one level of their scales")
     if slots.weight.scope not in SCOPES:
         return Refusal("copies with scales of %s are not kept", slots.weight.scope)
+    of_codes = slots.weight.format.coded and slots.weight.format is not E2M1
+    if of_codes and value(match.weight).device.type == "cuda":
+        return Refusal("the kernel that keeps copies does not cast to %s", slots.weight.element)
     if slots.weight.candidates and value(match.weight).device.type == "cuda":
         between = " and ".join(f"{candidate:g}" for candidate in reversed(slots.weight.candidates))
         return Refusal("the kernel that keeps copies does not choose between %s", between)
