@@ -104,7 +104,13 @@ E2M1 = Element(
     "e2m1", torch.uint8, 6.0, mantissa_bits=1, min_exponent=0, packed=2, viewed=torch.float4_e2m1fn_x2, bits=4
 )
 
-ELEMENTS: Mapping[str, Element] = MappingProxyType({element.name: element for element in (E4M3, E5M2, E2M1)})
+# The same table, FP6: neither infinity nor NaN, one a byte. No tensor core that is used here multiplies them.
+E3M2 = Element("e3m2", torch.uint8, max=28.0, mantissa_bits=2, min_exponent=-2, bits=6)
+E2M3 = Element("e2m3", torch.uint8, max=7.5, mantissa_bits=3, min_exponent=0, bits=6)
+
+ELEMENTS: Mapping[str, Element] = MappingProxyType(
+    {element.name: element for element in (E4M3, E5M2, E2M1, E3M2, E2M3)}
+)
 
 
 @dataclass(frozen=True)
@@ -228,8 +234,8 @@ ROW = Scope("row", block=(1, 0))
 # cuBLASLt's K need only be a multiple of 16 here too; of 128 is what TransformerEngine asks for and what PyTorch tests.
 BLOCK_1X128 = Scope("1x128", block=(1, 128), alignment=128, row_last=True)
 BLOCK_128X128 = Scope("128x128", block=(128, 128), alignment=128)
-# OCP Microscaling Formats, MXFP8 and MXFP4. Square blocks are TransformerEngine's, of weights.
-_MX = (E4M3.name, E5M2.name, E2M1.name)
+# OCP Microscaling Formats, MXFP8, MXFP6 and MXFP4. Square blocks are TransformerEngine's, of weights.
+_MX = tuple(ELEMENTS)
 MX_1X32 = Scope("1x32", block=(1, 32), alignment=32, scale=E8M0, elements=_MX)
 MX_32X32 = Scope("32x32", block=(32, 32), alignment=32, scale=E8M0, elements=_MX)
 # NVFP4, of training and of stored weights (1 x 16). 32 values are the 16 bytes that a row of a GEMM operand must be a

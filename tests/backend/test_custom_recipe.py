@@ -60,7 +60,7 @@ def test_slots_by_default_are_those_of_current_scaling():
     assert CustomRecipe(nothing).slots() == Float8CurrentScaling().slots()
 
 
-@pytest.mark.parametrize("factory", [each_its_own, rows, blocks])
+@pytest.mark.parametrize("factory", [each_its_own, rows, blocks, sixes])
 @pytest.mark.parametrize("road", ["called", "te"])
 def test_a_users_quantizer_reaches_its_slot(road, factory):
     """Forward and gradients, by the oracle with the same quantizers; sizes where a wrong one of them is seen."""

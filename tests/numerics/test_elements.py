@@ -2,6 +2,7 @@
 both."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,11 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from te_inductor.recipes import Quantizer
-from te_inductor.recipes.formats import E2M1, ELEMENTS, Element
-from te_inductor.runtime import eager
+from te_inductor.recipes.formats import ELEMENTS, Element
+from te_inductor.runtime import arithmetic, eager
+from te_inductor.runtime.algebra import TORCH
 from tests.bounds import assert_same_values, values_of
 from tests.oracle import casts
 
+TABLES = {  # magnitudes, by their codes
+    "e2m1": [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0],
+    "e3m2": [0.0, 0.0625, 0.125, 0.1875, 0.25, 0.3125, 0.375, 0.4375, 0.5, 0.625, 0.75, 0.875, 1.0, 1.25, 1.5, 1.75,
+             2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0, 8.0, 10.0, 12.0, 14.0, 16.0, 20.0, 24.0, 28.0],
+    "e2m3": [0.0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0, 1.125, 1.25, 1.375, 1.5, 1.625, 1.75, 1.875, 2.0,
+             2.25, 2.5, 2.75, 3.0, 3.25, 3.5, 3.75, 4.0, 4.5, 5.0, 5.5, 6.0, 6.5, 7.0, 7.5],
+}  # fmt: skip
 elements = pytest.mark.parametrize("element", ELEMENTS.values(), ids=lambda element: element.name)
 
 
@@ -33,14 +42,31 @@ def every_value(element: Element) -> torch.Tensor:
 
 def bits_of_every_value(element: Element) -> torch.Tensor:
     """All values of the format, from all bytes."""
-    return values_of(torch.arange(256, dtype=torch.uint8)[None].view(element.dtype)).flatten().unique()
+    codes = torch.arange(2 ** (element.bits * element.packed), dtype=torch.uint8)
+    return values_of(codes[None].view(element.dtype), element.name).flatten().unique()
 
 
 def eager_cast(x: torch.Tensor, element: Element) -> torch.Tensor:
-    if element is E2M1:  # two a byte, and the values behind the last are no matter
-        codes = eager.microscaling.cast_e2m1(torch.cat([x, x]))[None]
-        return values_of(eager.microscaling.pack(codes)).flatten()[: len(x)]
+    if element.coded:  # where two are a byte the values behind the last are no matter
+        return values_of(eager.microscaling.stored(torch.cat([x, x])[None], element), element.name).flatten()[: len(x)]
     return eager.cast(x, torch.tensor(1.0), Quantizer(element.name))
+
+
+@pytest.mark.parametrize("element", [one for one in ELEMENTS.values() if one.coded], ids=lambda element: element.name)
+def test_codes_and_values_are_each_others_inverse(element):
+    """Of each code, by the tables of the OCP Microscaling Formats Specification; E2M1's own arithmetic and that of any
+    element are one."""
+    codes, several = torch.arange(2**element.bits, dtype=torch.uint8), replace(element, name="any")
+    for one in (element, several):
+        values = arithmetic.decode_value(TORCH, codes, one)
+        assert values[: len(TABLES[element.name])].tolist() == TABLES[element.name]
+        assert (
+            torch.equal(values[len(values) // 2 :], -values[: len(values) // 2]) and values[len(values) // 2].signbit()
+        )
+        assert torch.equal(arithmetic.encode_value(TORCH, values, one).to(torch.uint8), codes)
+    x = torch.randn(100_000) * torch.exp2(torch.randint(-6, 6, (100_000,)))
+    found = (arithmetic.encode_value(TORCH, x, one).to(torch.uint8) for one in (element, several))
+    assert torch.equal(*found)
 
 
 @elements
@@ -55,7 +81,9 @@ def test_every_value_round_trips(element):
     values = every_value(element)
     assert_same_values(casts.round_to_element(values, element), values)
     assert_same_values(eager_cast(values.float(), element), values)
-    if element is E2M1:
+    if element.coded:
+        data = eager.microscaling.stored(torch.cat([values, values])[None].float(), element)
+        assert_same_values(eager.microscaling.values(data, element)[0, : len(values)], values)
         return
     scale_inv = torch.tensor(1.0)
     back = eager.dequantize(eager_cast(values.float(), element), scale_inv, Quantizer(element.name), torch.float32)
@@ -91,6 +119,12 @@ def test_halfway_cases_round_to_even(element):
         # E5M2 near 1 has a step of 1/4, its subnormals one of 2**-16; 57344 is the last value.
         ("e5m2", {1.125: 1.0, 1.375: 1.5, 1.625: 1.5, 1.875: 2.0, 2.0**-17: 0.0, 3 * 2.0**-17: 2.0**-15,
                   53248.0: 49152.0, 57345.0: 57344.0, 61440.0: 57344.0, 65536.0: 57344.0, 1e30: 57344.0}),
+        # E3M2 near 1 has a step of 1/4, its subnormals one of 1/16; 28 is the last value.
+        ("e3m2", {1.125: 1.0, 1.375: 1.5, 1 / 32: 0.0, 3 / 32: 1 / 8, 7 / 32: 1 / 4, 18.0: 16.0, 22.0: 24.0, 26.0: 24.0,
+                  27.0: 28.0, 30.0: 28.0, 1e30: 28.0}),
+        # E2M3 near 1 has a step of 1/8, as its subnormals; 7.5 is the last value.
+        ("e2m3", {1.0625: 1.0, 1.1875: 1.25, 1 / 16: 0.0, 3 / 16: 1 / 4, 15 / 16: 1.0, 4.25: 4.0, 4.75: 5.0, 7.25: 7.0,
+                  7.4: 7.5, 8.0: 7.5, 1e30: 7.5}),
     ],
 )  # fmt: skip
 def test_table(name, table):
@@ -105,10 +139,12 @@ def test_table(name, table):
 def test_not_finite(element):
     x = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0], dtype=torch.float64)
     saturated = torch.tensor([torch.nan, element.max, -element.max, -0.0], dtype=torch.float64)
-    if element is E2M1:  # it has no NaN: the cast makes 6 of it
+    if element.coded:  # it has no NaN: the cast makes the largest of it
+        largest = torch.full((1, 2), torch.nan), torch.full((1, 2), element.max)
+        assert torch.equal(*(eager.microscaling.stored(one, element) for one in largest))
         x, saturated = x[1:], saturated[1:]
     assert_same_values(casts.round_to_element(x, element), saturated)
-    cast = saturated if element is E2M1 else torch.where(x.isinf(), torch.nan, saturated)
+    cast = saturated if element.coded else torch.where(x.isinf(), torch.nan, saturated)
     assert_same_values(eager_cast(x.float(), element), cast)
 
 

@@ -30,6 +30,8 @@ QUANTIZERS = [
     Quantizer("e2m1", scope="32x32"),
     Quantizer("e2m1", scope="1x16"),
     Quantizer("e2m1", scope="16x16"),
+    Quantizer("e3m2", scope="1x32"),
+    Quantizer("e2m3", scope="32x32"),
 ]
 quantizers = pytest.mark.parametrize("quantizer", QUANTIZERS, ids=lambda q: f"{q.element} {q.scope}")
 SIZES = [(1, 1), (3, 17), (33, 70), (64, 96), (40, 130)]
@@ -53,7 +55,7 @@ def check(x: Tensor, quantizer: Quantizer, results: tuple[Tensor, Tensor], expec
     assert data.shape == (x.shape[0], quantizer.stored(x.shape[1]))
     assert scale_inv.shape == scope.scale_shape(*x.shape)
     assert_same_values(scales_of(scale_inv), value)
-    assert_same_values(values_of(data), values)
+    assert_same_values(values_of(data, quantizer.element), values)
 
 
 def check_both(x: Tensor, quantizer: Quantizer, quantize=ops.quantize, quantize_rowcol=ops.quantize_rowcol) -> None:
@@ -107,6 +109,8 @@ COMPILED = [
     ((33, 70), torch.bfloat16, "contiguous", Quantizer("e2m1", scope="1x16")),
     pytest.param((64, 96), torch.float32, "transposed", Quantizer("e2m1", scope="1x16"), marks=pytest.mark.thorough),
     ((33, 70), torch.bfloat16, "strided", Quantizer("e2m1", scope="16x16")),
+    ((33, 70), torch.bfloat16, "contiguous", Quantizer("e3m2", scope="1x32")),
+    pytest.param((33, 70), torch.float32, "transposed", Quantizer("e2m3", scope="32x32"), marks=pytest.mark.thorough),
 ]
 
 
@@ -246,7 +250,7 @@ def test_error_is_at_most_half_a_step(quantizer):
         scale = scale * number / (6 * 448)
         assert (scales_of(scale_inv) >= 2.0**-6).all()
     element = quantizer.format
-    error = (values_of(data) * scale - x.double()).abs()
+    error = (values_of(data, element.name) * scale - x.double()).abs()
     half = torch.maximum(x.double().abs() * element.epsilon / 2, element.smallest_step / 2 * scale)
     if number is not None:
         half = torch.maximum(half, x.double().abs() - element.max * scale)
@@ -266,7 +270,7 @@ def test_dequantize(quantizer, how):
     x = CONTENTS["nan"](33, 70)
     data, scale_inv = ops.quantize(x, quantizer, amaxes(x, quantizer)[0])
     back = function(data, scale_inv)
-    expected = casts.dequantize(values_of(data), scales_of(scale_inv), quantizer.scope)
+    expected = casts.dequantize(values_of(data, quantizer.element), scales_of(scale_inv), quantizer.scope)
     assert_same_values(back, expected)
     assert_same_values(back.bfloat16(), expected)
 

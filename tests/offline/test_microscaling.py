@@ -69,12 +69,13 @@ MXFP8 = {
     "two_way_cast_mxfp8_padded": ((20, 70), "1x32"),
     "two_way_cast_mxfp8_squares": ((40, 70), "32x32"),
 }
+MXFP6 = {"two_way_cast_mxfp6": ((20, 70), "e3m2", "1x32"), "two_way_cast_mxfp6_squares": ((40, 70), "e2m3", "32x32")}
 NVFP4 = {"nvfp4_gradient": ((20, 70), "1x16"), "nvfp4_input": ((32, 64), "1x16"), "nvfp4_weight": ((20, 70), "16x16")}
 
 
-@pytest.mark.quick("two_way_cast_mxfp8_padded-sm_90", "nvfp4_gradient-sm_100")
+@pytest.mark.quick("two_way_cast_mxfp8_padded-sm_90", "nvfp4_gradient-sm_100", "two_way_cast_mxfp6-sm_90")
 @pytest.mark.parametrize("arch", [90, 100], ids=lambda arch: f"sm_{arch}")
-@pytest.mark.parametrize("case", ["two_way_cast_mxfp8_padded", "nvfp4_gradient"])
+@pytest.mark.parametrize("case", ["two_way_cast_mxfp8_padded", "nvfp4_gradient", "two_way_cast_mxfp6"])
 def test_casts_compile(case: str, arch: int, tmp_path: Path) -> None:
     for kernel in generate(case, arch).kernels:
         assert len(compile_to_cubin(kernel, arch, tmp_path).asm["cubin"]) > 0
@@ -84,7 +85,7 @@ def check(x, quantizer, found, amax=None, seed=None) -> None:
     data, scale_inv = found
     values, scales = reference.quantize(x, quantizer, amax, seed)
     assert_same_values(scales_of(scale_inv), scales)
-    assert_same_values(values_of(data), values)
+    assert_same_values(values_of(data, quantizer.element), values)
 
 
 def only(generated: Generated) -> str:
@@ -100,6 +101,27 @@ def test_mxfp8_in_the_interpreter(case: str, tmp_path: Path) -> None:
     [(data, scale_inv, data_t, scale_inv_t)] = interpret(only(generate(case, 90)), [[x]], tmp_path)
     check(x, Quantizer("e4m3", scope=scope), (data, scale_inv))
     check(x.t(), Quantizer("e4m3", scope=scope), (data_t, scale_inv_t))
+
+
+@pytest.mark.quick("two_way_cast_mxfp6")
+@pytest.mark.parametrize("case", MXFP6)
+def test_mxfp6_in_the_interpreter(case: str, tmp_path: Path) -> None:
+    size, element, scope = MXFP6[case]
+    x, quantizer = CONTENTS["rows apart"](*size).to(torch.bfloat16), Quantizer(element, scope=scope)
+    [(data, scale_inv, data_t, scale_inv_t)] = interpret(only(generate(case, 90)), [[x]], tmp_path)
+    check(x, quantizer, (data, scale_inv))
+    check(x.t(), quantizer, (data_t, scale_inv_t))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("arch", [90, 100], ids=lambda arch: f"sm_{arch}")
+def test_mxfp6_is_multiplied_in_bf16(arch: int, tmp_path: Path) -> None:
+    """Nowhere as bytes that a library would take for values."""
+    sources = generate("linear_mxfp6", arch).sources
+    assert sum(source.count("extern_kernels.mm") for source in sources) == 3
+    assert not any("extern_kernels._scaled_mm" in source or "torch.float8" in source for source in sources)
+    for kernel in generate("linear_mxfp6", arch).kernels:
+        assert compile_to_cubin(kernel, arch, tmp_path).asm["cubin"]
 
 
 @pytest.mark.quick("nvfp4_gradient", "nvfp4_weight")

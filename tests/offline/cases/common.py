@@ -32,11 +32,11 @@ class Mlp(nn.Module):
         return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
 
 
-def cast_both_ways(rows: int, columns: int, scope: str = "tensor") -> Case:
+def cast_both_ways(rows: int, columns: int, scope: str = "tensor", element: str = "e4m3") -> Case:
     from te_inductor.recipes import Quantizer
 
     def function(x: Tensor) -> Any:
-        return ops.quantize_rowcol(x, Quantizer("e4m3", scope=scope))
+        return ops.quantize_rowcol(x, Quantizer(element, scope=scope))
 
     x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
     return torch.compile(function, backend="te", fullgraph=True), (x,)

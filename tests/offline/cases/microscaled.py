@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from te_inductor import ops
 from tests.offline.cases.common import Case, cast_both_ways
@@ -20,6 +20,31 @@ def two_way_cast_mxfp8_padded() -> Case:
 
 def two_way_cast_mxfp8_squares() -> Case:
     return cast_both_ways(40, 70, scope="32x32")
+
+
+def two_way_cast_mxfp6() -> Case:
+    """One code a byte."""
+    return cast_both_ways(20, 70, scope="1x32", element="e3m2")
+
+
+def two_way_cast_mxfp6_squares() -> Case:
+    return cast_both_ways(40, 70, scope="32x32", element="e2m3")
+
+
+def linear_mxfp6() -> Case:
+    """A layer's three products, which no tensor core multiplies."""
+    from te_inductor.recipes import CustomRecipe
+
+    model = nn.Linear(256, 128, bias=False, device="cuda", dtype=torch.bfloat16)
+    options = {"recipe": CustomRecipe(_sixes), "policy": {"*": CustomRecipe(_sixes)}}
+    x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    return torch.compile(model, backend="te", options=options), (x,)
+
+
+def _sixes(slot: str, module: str) -> Any:
+    from te_inductor.recipes import Quantizer
+
+    return None if slot in ("fprop", "dgrad", "wgrad") else Quantizer("e2m3", scope="1x32")
 
 
 def _nvfp4_casts(rows: int, columns: int, scope: str, stochastic: bool) -> Case:
