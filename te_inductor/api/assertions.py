@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from te_inductor.api.eager_products import EagerProducts, Names, report_of
-from te_inductor.diagnostics import Report, merge, shown
+from te_inductor.diagnostics import Report, Site, merge, shown
 from te_inductor.errors import FallbackError, OptionError, wrong_type
 from te_inductor.presentation.paths import names_of
 from te_inductor.runtime import compiled_graphs
@@ -74,12 +74,19 @@ def _matches(fqn: str, glob: str) -> bool:
     return any(fnmatchcase(name, glob) for name in names_of(fqn))
 
 
+def _by_recipe(site: Site) -> str:
+    """Returns why a GEMM is in high precision where no refusal says it."""
+    if site.recipe == "none":
+        return _ASKED
+    return f"{site.gemm} with a weight that is stored as {site.recipe!r} is multiplied in high precision"
+
+
 def _check(report: Report, allowed: list[str]) -> None:
     high = [site for site in report.sites if site.kernel == "high_precision"]
     lines: dict[str, list[str]] = {}
     for site in high:
         if not any(_matches(site.fqn, glob) for glob in allowed):
-            lines.setdefault(site.reason or _ASKED, []).append(site.fqn)
+            lines.setdefault(site.reason or _by_recipe(site), []).append(site.fqn)
     unused = [glob for glob in allowed if not any(_matches(site.fqn, glob) for site in high)]
     text = [f"  {reason}: {shown(fqns)}" for reason, fqns in lines.items()]
     if text:

@@ -22,7 +22,7 @@ from te_inductor.api.checkpoint_formats import ROWS_OF_BLOCK
 from te_inductor.api.checkpoint_plan import Held, Piece, Source, meta_buffers, plan
 from te_inductor.diagnostics import say
 from te_inductor.errors import CheckpointError, OptionError, RecipeError, wrong_type
-from te_inductor.ops.stored_weight import StoredWeight, kind_of
+from te_inductor.ops.stored_weight import StoredWeight, as_parameter, kind_of
 from te_inductor.recipes import NVFP4WeightOnly, Recipe
 
 _UNFILLED = 255  # every byte of a buffer that nothing has written: NaN, or no index
@@ -163,7 +163,7 @@ class _Loading:
         else:
             parts, recipe = self._stored(source.pieces[0], old)
             made = kind_of(recipe).of(parts, old.shape, old.dtype, recipe)
-            held.replace(nn.Parameter(made, requires_grad=False))
+            held.replace(as_parameter(made))
 
     def _device(self, like: Tensor) -> torch.device:
         return self.to if like.is_meta else like.device
@@ -212,7 +212,7 @@ class _Loading:
         for expert, pieces in enumerate(experts):
             matrices = [self._stored(piece, old)[0] for piece in pieces]
             filling.put(expert, fusing.join(matrices) if per > 1 else matrices[0])
-        held.replace(nn.Parameter(filling.made(), requires_grad=False))
+        held.replace(as_parameter(filling.made()))
 
 
 def _is_place(old: Tensor) -> bool:

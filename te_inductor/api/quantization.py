@@ -11,7 +11,7 @@ from te_inductor import config, recipes
 from te_inductor.diagnostics import HIDDEN, Refusal, say
 from te_inductor.errors import OptionError, wrong_type
 from te_inductor.ops import stored_experts
-from te_inductor.ops.stored_weight import StoredWeight, kind_of, store
+from te_inductor.ops.stored_weight import StoredWeight, as_parameter, kind_of, store
 from te_inductor.passes.graph.module_path import without_wrappers
 from te_inductor.passes.pre_grad.decide import policy as policies
 from te_inductor.passes.pre_grad.decide import support
@@ -58,7 +58,7 @@ class Held:
         with torch.no_grad():
             weight = self.weight.detach()
             made = stored_experts.store(weight, recipe, self.transposed) if weight.dim() == 3 else store(weight, recipe)
-            return nn.Parameter(made, requires_grad=False)
+            return as_parameter(made)
 
 
 def quantize_(

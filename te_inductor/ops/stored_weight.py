@@ -13,17 +13,21 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import Optimizer
 from torch.utils._triton import has_triton_package
 
 from te_inductor import compat, ops
+from te_inductor.diagnostics import say
 from te_inductor.errors import RecipeError, StoredWeightError
 from te_inductor.ops import stored as ops_stored
 from te_inductor.recipes import Float8BlockScaling, Float8CurrentScaling, Float8RowwiseScaling, NVFP4WeightOnly, Recipe
 from te_inductor.recipes.formats import LONGEST
 from te_inductor.runtime import microscaling, nvfp4
+from te_inductor.runtime.optimizer_steps import check_before_each
 
 aten = torch.ops.aten
 
@@ -314,7 +318,33 @@ def rebuilt(
     viewed = tuple(_viewed(*part) for part in parts)
     check(cls, viewed, shape, dtype, recipe, *more)
     weight = cls(cls.from_saved(viewed), torch.Size(shape), dtype, recipe, *more)
-    return torch.nn.Parameter(weight, requires_grad=False) if is_parameter else weight  # type: ignore[return-value]
+    return as_parameter(weight) if is_parameter else weight  # type: ignore[return-value]
+
+
+def as_parameter(weight: Tensor) -> torch.nn.Parameter:
+    """The weight as a module holds it. From now on an optimizer that has one is told that it stays as it is."""
+    check_before_each(_say_what_stays)
+    return torch.nn.Parameter(weight, requires_grad=False)
+
+
+_told: WeakSet[Optimizer] = WeakSet()
+
+
+def _say_what_stays(optimizer: Optimizer) -> None:
+    """Warn once of an optimizer that was given stored weights: torch passes by what has no gradient without a word."""
+    if torch.compiler.is_compiling() or optimizer in _told:
+        return
+    _told.add(optimizer)
+    given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    stored = [parameter for parameter in given if isinstance(parameter, StoredWeight)]
+    if stored:
+        say(
+            f"te_inductor: {len(stored)} of the {len(given)} parameters of {type(optimizer).__name__} are weights stored in"
+            " low precision, expected none: they are constants, which have no gradients, and no step changes them; train"
+            " them in high precision, with the recipe as an option of torch.compile, or train adapters, and give the"
+            " optimizer the parameters that require gradients alone",
+            "warn",
+        )
 
 
 def _viewed(data: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

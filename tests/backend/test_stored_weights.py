@@ -305,6 +305,42 @@ def test_transformers_and_adapters():
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "low"), [("rowwise", True), ("current", True), ("block", False), (RECIPES[0], False)]
+)
+def test_reports_of_gradients(recipe, low):
+    """dx is an FP8 GEMM where values are FP8 and scales are not those of blocks. Whichever it is, it is told."""
+    stored, x = quantize_(nn.Sequential(nn.Linear(128, 128)), recipe), torch.randn(16, 128, requires_grad=True)
+    kernels = {site.gemm: site.kernel for site in te_inductor.explain(stored, x).sites}
+    assert kernels.keys() == {"fprop", "dgrad"}
+    assert (kernels["dgrad"] != "high_precision") == low
+    fast = compiled(stored)
+    if low:
+        te_inductor.assert_low_precision(fast, x)
+    else:
+        with pytest.raises(
+            FallbackError, match=f"dgrad with a weight that is stored as '{recipe}' is multiplied in high"
+        ):
+            te_inductor.assert_low_precision(fast, x)
+
+
+def test_optimizers_of_stored_weights_are_told():
+    """Once each, of weights that no step will change; not those of what is trained beside them."""
+    stored = quantize_(model(), "rowwise")
+    before = stored[0].weight.dequantize().clone()
+    whole = torch.optim.AdamW(stored.parameters())
+    beside = torch.optim.AdamW([one for one in stored.parameters() if one.requires_grad])
+    stored(torch.randn(4, 96)).sum().backward()
+    with pytest.warns(
+        FallbackWarning, match="2 of the 3 parameters of AdamW are weights stored in low precision"
+    ) as said:
+        whole.step()
+        whole.step()
+        beside.step()
+    assert len(said) == 1
+    assert torch.equal(stored[0].weight.dequantize(), before)
+
+
 def test_no_training():
     weight = quantize_(model())[0].weight
     with pytest.raises(StoredWeightError, match="expected a constant"):

@@ -73,6 +73,18 @@ def of_stored_weight(match: Match, recipe: Recipe | None, options: Options, leav
     return NVFP4.get(way, LIBRARY)
 
 
+def of_stored_gradient(
+    match: Match, recipe: Recipe | None, shapes: tuple[Any, int, int], options: Options, leaves: bool = False
+) -> str:
+    """The name of what runs dgrad with such a weight: Note [dgrad through stored values]."""
+    if match.groups is not None or recipe is None or isinstance(recipe, NVFP4WeightOnly):
+        return "high_precision"
+    slots = recipe.slots()
+    if slots.weight.granularity.blocked:
+        return "high_precision"
+    return choose(match, slots, "dgrad", shapes, options, leaves=leaves).name
+
+
 def _of_stored_experts(match: Match, recipe: Recipe | None, options: Options, leaves: bool) -> str:
     x, (m, *_), device = value(match.node), match.sizes, value(match.weight).device
     if device.type != "cuda" or recipe is None:

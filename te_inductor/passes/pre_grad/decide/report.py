@@ -91,8 +91,11 @@ def _kernel(
 ) -> tuple[str, Kernel | None]:
     """Its name, and what has to be built for it."""
     if candidate.stored:
+        match, recipe = candidate.match, candidate.recipe
         if gemm == "fprop":
-            return gemm_kernels.of_stored_weight(candidate.match, candidate.recipe, plan.options, plan.leaves), None
+            return gemm_kernels.of_stored_weight(match, recipe, plan.options, plan.leaves), None
+        if gemm == "dgrad":
+            return gemm_kernels.of_stored_gradient(match, recipe, shapes, plan.options, plan.leaves), None
     elif candidate.low and candidate.slots is not None:
         choice = gemm_kernels.choose(
             candidate.match, candidate.slots, gemm, shapes, plan.options, accumulates, plan.leaves
