@@ -45,18 +45,13 @@ class _Delayed(GroupedLinears):
     waiting: WaitingGradients = field(default_factory=lambda: WaitingGradients(()))
 
     def _weight_gradients(
-        self,
-        g_col: Copy | None,
-        x_col: Copy,
-        layout: tuple[Tensor, Tensor, Tensor],
-        dtype: torch.dtype,
-        sizes: list[int],
+        self, ctx: Any, g_col: Copy | None, x_col: Copy, layout: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype
     ) -> Sequence[Tensor | None]:
         *operands, alpha = operands_of(g_col, x_col, self.slots.wgrad)
         product = deferred_wgrads.product_of(self.waiting.parameters, operands, layout[0], alpha, self.slots.wgrad)
         if product is not None:
             self.waiting.products.append(product)
-        return [None] * len(sizes)
+        return [None] * len(ctx.sizes)
 
 
 class GroupedBias(Operation):

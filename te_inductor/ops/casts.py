@@ -173,6 +173,16 @@ class Copy:
         """What autograd keeps of it; `Copy(*saved)` is it again."""
         return (None, None, None) if copy is None else (copy.data, copy.scale_inv, copy.amax)
 
+    def split(self, sizes: Sequence[int]) -> "list[Copy]":
+        """The copies of so many rows each, of one level of scales: the matrix's, those of rows, or of blocks of one
+        row."""
+        scales: Sequence[Tensor] = [self.scale_inv] * len(sizes)
+        if self.scale_inv.dim() == 2:
+            scales = self.scale_inv.split(list(sizes))
+        elif self.scale_inv.dim() == 1:  # row_last
+            scales = [one.flatten() for one in self.scale_inv.view(-1, sum(sizes)).split(list(sizes), 1)]
+        return list(map(Copy, self.data.split(list(sizes)), scales))
+
 
 @dataclass(frozen=True)
 class ScalePair:

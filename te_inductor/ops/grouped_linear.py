@@ -13,7 +13,7 @@ from te_inductor.ops.casts import Copy, ScalePair, copies, current_scale, quanti
 from te_inductor.ops.definition import define
 from te_inductor.ops.delayed import DelayedScales, record_amax
 from te_inductor.ops.gemm import operands_of
-from te_inductor.ops.linear import overflowing_sum
+from te_inductor.ops.linear import is_turned, laid_out_gradients, overflowing_sum
 from te_inductor.ops.permutations import place_rows, take_bytes
 from te_inductor.ops.written_out import for_program, leaves
 from te_inductor.recipes import Gemm, Quantizer, Slots
@@ -87,6 +87,7 @@ class GroupedLinears(Operation):
         ctx.save_for_backward(*of_x, *scales, ends, rows, places, *column, *(() if self.kept[2:] else weights))
         ctx.dtypes = x.dtype, weights[0].dtype, biases[0].dtype if biases else None
         ctx.sizes, ctx.width = [w.shape[1] for w in weights], weights[0].shape[2]
+        ctx.turned = all(map(is_turned, weights))
 
     def backward(self, ctx: Any, *dys: Tensor) -> Gradients:
         x_grad, weight_grad, bias_grad = ctx.needs
@@ -121,7 +122,7 @@ class GroupedLinears(Operation):
                 source = torch.where(source >= 0, rows[source.clamp(min=0)], -1).int()
             x = x if x_scale_inv is None else _stored_columns(x, ctx.width)
             x_col = _columns(x, x_scale_inv, source, tiles, starts, slots.input)
-            dws = self._weight_gradients(g_col, x_col, layout, weight_dtype, sizes)
+            dws = self._weight_gradients(ctx, g_col, x_col, layout, weight_dtype)
         dbs: Sequence[Tensor | None] = [None] * (0 if bias_dtype is None else len(dys))
         if bias_grad:
             dbs = _bias_gradients(dy, layout, ends.shape[0], self.out_dtype).to(bias_dtype).split(sizes, 1)
@@ -214,28 +215,26 @@ class GroupedLinears(Operation):
         return row, column
 
     def _weight_gradients(
-        self,
-        g_col: Copy | None,
-        x_col: Copy,
-        layout: tuple[Tensor, Tensor, Tensor],
-        dtype: torch.dtype,
-        sizes: list[int],
+        self, ctx: Any, g_col: Copy | None, x_col: Copy, layout: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype
     ) -> Sequence[Tensor | None]:
         """What autograd gets of them."""
         gemm, (starts, tiles, _) = self.slots.wgrad, layout
+        if not (self.tickets or self.main_grads):
+            made = torch.float16 if self.out_dtype == torch.float16 else dtype  # as ops/linear.py has it
+
+            def multiply(a: Copy, b: Copy, gemm: Gemm) -> Tensor:
+                *operands, alpha = operands_of(a, b, gemm)
+                if self._native(gemm, starts, dtype):
+                    return grouped_library.grouped_wgrad(*operands, starts, tiles, gemm, alpha)  # type: ignore[call-arg, arg-type]
+                return ops.grouped_wgrad(*operands, starts, gemm, made, alpha).to(dtype)  # type: ignore[no-any-return]
+
+            return laid_out_gradients(multiply, g_col, x_col, gemm, ctx.sizes, ctx.turned)
         *operands, alpha = operands_of(g_col, x_col, gemm)
         if self.tickets:
             ops.defer_grouped_wgrad(self.tickets, *operands, starts, alpha, gemm)
-        elif self.main_grads:
-            ops.accumulate_grouped_wgrad(self.main_grads, *operands, starts, alpha, gemm)
         else:
-            narrow = self.out_dtype == torch.float16  # as ops/linear.py has it
-            if self._native(gemm, starts, dtype):
-                dw = grouped_library.grouped_wgrad(*operands, starts, tiles, gemm, alpha)  # type: ignore[call-arg, arg-type]
-            else:
-                dw = ops.grouped_wgrad(*operands, starts, gemm, torch.float16 if narrow else dtype, alpha).to(dtype)
-            return dw.split(sizes, 1) if len(sizes) > 1 else [dw]
-        return [None] * len(sizes)
+            ops.accumulate_grouped_wgrad(self.main_grads, *operands, starts, alpha, gemm)
+        return [None] * len(ctx.sizes)
 
 
 def _exchanged(copy: Copy, exchange: Exchange, ends: Tensor) -> Copy:

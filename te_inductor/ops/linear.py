@@ -1,7 +1,8 @@
 """Linear layers in low precision, made of the other ops: traced, so that Inductor sees casts and GEMMs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from te_inductor.ops.delayed import DelayedScales, record_amax
 from te_inductor.ops.gathered_weight import GatheredWeight
 from te_inductor.ops.gemm import accumulate_wgrad, defer_wgrad, operands_of, product
 from te_inductor.ops.written_out import for_program
-from te_inductor.recipes import Quantizer, Slots
+from te_inductor.recipes import Gemm, Quantizer, Slots
 from te_inductor.recipes.delayed import DelayedScaling
 from te_inductor.recipes.formats import FP16_OVERFLOW
 from te_inductor.runtime.operation import Gradients, Needs, Operation
@@ -94,14 +95,14 @@ class Linears(Operation):
         if x_grad:
             dx = product(g_row, w_col, None, slots.dgrad, self.out_dtype).to(x_dtype)  # under autocast x is wider
         if weight_grad:
-            dws = self._weight_gradients(g_col, x_col, weight_dtype, ctx.sizes)
+            dws = self._weight_gradients(ctx, g_col, x_col, weight_dtype)
         dbs: Sequence[Tensor | None] = [] if bias_dtype is None else [None] * len(dys)
         if bias_grad:
             dbs = [bias_gradient(dy, self.out_dtype).to(bias_dtype) for dy in dys]
         return dx, None, *dws, *dbs
 
     def _weight_gradients(
-        self, g_col: Copy | None, x_col: Copy | None, dtype: torch.dtype, rows: list[int]
+        self, ctx: Any, g_col: Copy | None, x_col: Copy | None, dtype: torch.dtype
     ) -> Sequence[Tensor | None]:
         """What autograd gets of them."""
         gemm = self.slots.wgrad
@@ -111,10 +112,9 @@ class Linears(Operation):
             accumulate_wgrad(self.main_grads, *operands_of(g_col, x_col, gemm), gemm)
         else:
             # Under fp16 autocast PyTorch makes it in fp16 and widens it: what overflows there has to here.
-            narrow = self.out_dtype == torch.float16
-            dw = product(g_col, x_col, None, gemm, torch.float16 if narrow else dtype).to(dtype)
-            return dw.split(rows) if len(rows) > 1 else [dw]
-        return [None] * len(rows)
+            made = torch.float16 if self.out_dtype == torch.float16 else dtype
+            return laid_out_gradients(partial(wgrad, made=made, dtype=dtype), g_col, x_col, gemm, ctx.sizes, ctx.turned)
+        return [None] * len(ctx.sizes)
 
 
 def save_copies(ctx: Any, count: int, inputs: tuple[Any, ...], found: Any) -> None:
@@ -124,7 +124,36 @@ def save_copies(ctx: Any, count: int, inputs: tuple[Any, ...], found: Any) -> No
     x_col, w_cols, ctx.needs = found
     ctx.save_for_backward(*Copy.saved(x_col), *(part for w_col in w_cols for part in Copy.saved(w_col)))
     ctx.dtypes = x.dtype, weights[0].dtype, biases[0].dtype if biases else None
-    ctx.sizes = [weight.shape[0] for weight in weights]
+    ctx.sizes, ctx.turned = [weight.shape[0] for weight in weights], all(map(is_turned, weights))
+
+
+def wgrad(a: Copy, b: Copy, gemm: Gemm, made: torch.dtype, dtype: torch.dtype) -> Tensor:
+    """A weight's gradient, which the GEMM makes in one dtype and autograd gets in another."""
+    return product(a, b, None, gemm, made).to(dtype)
+
+
+def is_turned(weight: Tensor) -> bool:
+    """Whether a weight (N, K), or (E, N, K), lies in memory as (K, N), as the view of a parameter that is written so."""
+    *experts, n, k = weight.shape
+    return min(n, k) > 1 and weight.stride() == (*(n * k for _ in experts), 1, n)
+
+
+def laid_out_gradients(
+    multiply: Callable[[Copy, Copy, Gemm], Tensor],
+    g_col: Copy | None,
+    x_col: Copy | None,
+    gemm: Gemm,
+    sizes: Sequence[int],  # rows of each weight
+    turned: bool,
+) -> Sequence[Tensor]:
+    """The gradients of weights that are one layer, each laid out as its weight, as what is laid out otherwise autograd
+    copies. A weight that is `turned` has a GEMM of its own, whose operands are in the other order."""
+    assert g_col is not None and x_col is not None  # they were asked for
+    if not (turned and gemm.transposes):
+        dw = multiply(g_col, x_col, gemm)
+        return dw.split(list(sizes), -2) if len(sizes) > 1 else [dw]
+    pieces = g_col.split(sizes) if len(sizes) > 1 else [g_col]
+    return [multiply(x_col, piece, gemm.transposed).mT for piece in pieces]
 
 
 def bias_gradient(dy: Tensor, dtype: torch.dtype) -> Tensor:  # (N,) fp32

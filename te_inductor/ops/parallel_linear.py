@@ -16,7 +16,7 @@ from te_inductor.ops.definition import define
 from te_inductor.ops.delayed import DelayedScales, record_amax
 from te_inductor.ops.gathered_weight import GatheredWeight
 from te_inductor.ops.gemm import product
-from te_inductor.ops.linear import bias_gradient, save_copies, step_of
+from te_inductor.ops.linear import bias_gradient, laid_out_gradients, save_copies, step_of, wgrad
 from te_inductor.recipes import Quantizer, Slots
 from te_inductor.recipes.delayed import DelayedScaling
 from te_inductor.runtime.operation import Gradients, Needs, Operation
@@ -94,9 +94,9 @@ class ParallelLinears(Operation):
                 dx = reduce(dx, parallel.x, parallel)
             dx = dx.to(x_dtype)
         if weight_grad:
-            narrow = self.out_dtype == torch.float16
-            dw = product(g_col, x_col, None, slots.wgrad, torch.float16 if narrow else weight_dtype).to(weight_dtype)
-            dws = dw.split(ctx.sizes) if len(ctx.sizes) > 1 else [dw]
+            made = torch.float16 if self.out_dtype == torch.float16 else weight_dtype
+            multiply = functools.partial(wgrad, made=made, dtype=weight_dtype)
+            dws = laid_out_gradients(multiply, g_col, x_col, slots.wgrad, ctx.sizes, ctx.turned)
         dbs: Sequence[Tensor | None] = [] if bias_dtype is None else [None] * len(dys)
         if bias_grad:
             dbs = [bias_gradient(_flat(dy), self.out_dtype).to(bias_dtype) for dy in dys]

@@ -3,6 +3,7 @@
 import itertools
 import math
 import operator
+from dataclasses import replace
 
 import torch
 
@@ -11,6 +12,7 @@ from te_inductor.recipes.constants import Constant, constant
 from te_inductor.recipes.formats import (
     E2M1,
     E4M3,
+    E5M2,
     ELEMENTS,
     NV_1X16,
     ROW,
@@ -174,6 +176,19 @@ class Gemm(Constant):
     def of(cls, name: str, a: Quantizer, b: Quantizer, fast_accum: bool = False) -> "Gemm":
         """The GEMM of operands that these have cast."""
         return cls(name, fast_accum, (a.scope, b.scope), (a.element, b.element), (a.scale_max, b.scale_max))
+
+    @property
+    def transposes(self) -> bool:
+        """Whether every device has the GEMM of the transposed result too. Square blocks belong on the right, and torch's
+        kernel of FP8 with scales of rows takes E5M2 on the left alone (RowwiseScaledMM.cu)."""
+        a, b = self.scopes
+        return a == b and not (a == ROW.name and self.formats[0] is E5M2)
+
+    @property
+    def transposed(self) -> "Gemm":
+        """The GEMM of the transposed result, of the same operands in the other order."""
+        orders = {name: getattr(self, name)[::-1] for name in ("scopes", "elements", "scale_maxima")}
+        return replace(self, **orders)
 
     @property
     def formats(self) -> tuple[Element, Element]:

@@ -137,7 +137,8 @@ def test_form(form, dimension, bias):
     assert [(site.fqn, site.pattern, site.gemm, site.reason) for site in sites] == [
         ("inner", pattern, gemm, None) for gemm in ("fprop", "wgrad")
     ]
-    assert sites[0].shapes == (x.numel() // K, N, K) and sites[1].shapes == (N, K, x.numel() // K)
+    of_wgrad = (K, N) if transposed else (N, K)
+    assert sites[0].shapes == (x.numel() // K, N, K) and sites[1].shapes == (*of_wgrad, x.numel() // K)
     check(model, model.inner.weight, model.inner.bias, x, transposed)
 
 

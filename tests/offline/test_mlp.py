@@ -216,3 +216,17 @@ def test_gelu_has_one_polynomial(tmp_path: Path) -> None:
         assert "libdevice.erf" not in kernel.body and kernel.body.count("rcp.approx") == 1
         assert compile_to_cubin(kernel, 90, tmp_path).asm["ptx"].count("rcp.approx") > 1
     assert kernels[1].tile == dict(zip(("XBLOCK", "YBLOCK", "num_warps"), PAIRED[3], strict=True))
+
+
+@pytest.mark.thorough
+def test_gradients_of_in_out_weights(arch):
+    """Are what a GEMM writes, of the same operands as ever: nothing is cast or copied for it."""
+    _, backward = generate("in_out", arch).sources
+    [returned] = re.findall(r"^        return \((.*), \)$", backward, re.M)
+    made = dict(re.findall(r"(buf\d+) = empty_strided_cuda\((\(\d+, \d+\), \(\d+, \d+\)), torch.bfloat16\)", backward))
+    assert "reinterpret_tensor" not in returned
+    assert {made[name] for name in returned.split(", ") if name in made} == {
+        "(16384, 4096), (4096, 1)",
+        "(4096, 14336), (14336, 1)",
+        "(14336, 4096), (4096, 1)",
+    }

@@ -239,3 +239,21 @@ def llama_training_delayed() -> Case:
     model.cos, model.sin = model.cos.bfloat16(), model.sin.bfloat16()
     x = torch.randn(4, 4096, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     return torch.compile(model, backend="te", fullgraph=True, options={"recipe": "delayed"}), (x,)
+
+
+class InOut(nn.Module):
+    """Layers whose parameters are (in, out), as GPT-2 has them."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        sizes = (dim, hidden), (hidden, dim), (hidden,)
+        made = (nn.Parameter(torch.randn(size, device="cuda", dtype=torch.bfloat16)) for size in sizes)
+        self.up, self.down, self.bias = made
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.gelu(torch.addmm(self.bias, x, self.up)) @ self.down
+
+
+def in_out() -> Case:
+    x = torch.randn(16384, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    return torch.compile(InOut(4096, 14336), backend="te", fullgraph=True, options={"recipe": "current"}), (x,)

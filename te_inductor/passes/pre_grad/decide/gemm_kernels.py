@@ -11,7 +11,7 @@ from te_inductor.ops import experts
 from te_inductor.ops.stored import nvfp4_way
 from te_inductor.passes.pre_grad.decide.support import value
 from te_inductor.passes.pre_grad.match.rule import Match
-from te_inductor.recipes import NVFP4WeightOnly, Quantizer, Recipe, Slots
+from te_inductor.recipes import Gemm, NVFP4WeightOnly, Quantizer, Recipe, Slots
 from te_inductor.runtime import grouped, small_m
 from te_inductor.templates.cutlass.scaled_mm import NOTHING, OUTPUT
 from te_inductor.templates.select import LIBRARY, Choice, Problem, select
@@ -27,10 +27,12 @@ def choose(
     shapes: tuple[Any, int, int],  # its (M, N, K)
     options: Options,
     accumulates: bool = False,  # adds to a total in fp32
+    turned: bool = False,  # a wgrad whose operands are in the other order
     leaves: bool = False,  # as part of a program that leaves this process
 ) -> Choice:
     """What will run it."""
-    a, b = _operands(slots, gemm)
+    a, b = _operands(slots, gemm)[:: -1 if turned else 1]
+    constants: Gemm = getattr(slots, gemm)
     m, n, k = (size if isinstance(size, int) else None for size in shapes)
     y = value(match.node)
     problem = Problem(
@@ -38,7 +40,7 @@ def choose(
         *(m, n, k),
         *(a.format.dtype, b.format.dtype),
         torch.float32 if accumulates else y.dtype,
-        getattr(slots, gemm),
+        constants.transposed if turned else constants,
         bias=gemm == "fprop" and match.bias is not None,
         at_most=small_m.at_most(lambda rows: m is not None and 0 < m <= rows),
         added=OUTPUT if accumulates else NOTHING,

@@ -67,6 +67,7 @@ def groups(sites: Iterable[tuple[Rule, Match, Recipe, Slots]], writes: Writes) -
                 match.x,
                 match.groups,
                 match.transposed,
+                match.turned,
                 match.parallel,
                 match.arrives,
                 recipe,

@@ -59,13 +59,16 @@ def _weights(plan: Plan) -> dict[str, torch.nn.Parameter]:
 def _sites(plan: Plan, candidate: Candidate, merged: tuple[str, ...], rows: int | None) -> Iterator[Site]:
     recipe = "none" if candidate.recipe is None else candidate.recipe.name
     match = candidate.match
-    for (gemm, shapes), (_, merged_shapes) in zip(match.gemms(), match.gemms(rows), strict=True):
-        accumulates = gemm == "wgrad" and plan.options.wgrad == "main_grad" and "wgrad" not in candidate.unmet
-        # Weights that FSDP2 gathered have a scale each, so that nothing but wgrad is one GEMM.
-        one = merged if gemm == "wgrad" or not is_gathered(match.weight) else ()
-        kernel, library = _kernel(
-            plan, candidate, gemm, merged_shapes if one and not accumulates else shapes, accumulates
-        )
+    elsewhere = plan.options.wgrad != "grad" and "wgrad" not in candidate.unmet
+    turns = candidate.low and candidate.slots is not None and candidate.slots.wgrad.transposes and not elsewhere
+    turned = turns and match.turned
+    for (gemm, shapes), (_, merged_shapes) in zip(match.gemms(turned=turned), match.gemms(rows), strict=True):
+        accumulates = gemm == "wgrad" and plan.options.wgrad == "main_grad" and elsewhere
+        # Weights that FSDP2 gathered have a scale each, so that nothing but wgrad is one GEMM; those that are turned have
+        # one each.
+        one = merged if (not turned if gemm == "wgrad" else not is_gathered(match.weight)) else ()
+        sizes = merged_shapes if one and not accumulates else shapes
+        kernel, library = _kernel(plan, candidate, gemm, sizes, accumulates, turned and gemm == "wgrad")
         if library is not None:
             plan.libraries.add(library)
         refusal = candidate.refusal or (candidate.emulated if kernel == EMULATED else None)
@@ -82,12 +85,12 @@ def _wire(candidate: Candidate) -> str | None:
 def _unlowered_site(site: Unlowered) -> Site:
     product, recipe = site.product, "none" if site.recipe is None else site.recipe.name
     reason = None if site.recipe is None else str(site.refusal)
-    sizes = plain(product.sizes)
-    return Site(site.fqn, product.pattern, site.gemm, sizes, recipe, "high_precision", reason, flops=product.flops)
+    sizes, flops = plain(product.sizes), product.flops if site.gemm == "fprop" else None
+    return Site(site.fqn, product.pattern, site.gemm, sizes, recipe, "high_precision", reason, flops=flops)
 
 
 def _kernel(
-    plan: Plan, candidate: Candidate, gemm: str, shapes: tuple[Any, int, int], accumulates: bool
+    plan: Plan, candidate: Candidate, gemm: str, shapes: tuple[Any, int, int], accumulates: bool, turned: bool
 ) -> tuple[str, Kernel | None]:
     """Its name, and what has to be built for it."""
     if candidate.stored:
@@ -98,7 +101,7 @@ def _kernel(
             return gemm_kernels.of_stored_gradient(match, recipe, shapes, plan.options, plan.leaves), None
     elif candidate.low and candidate.slots is not None:
         choice = gemm_kernels.choose(
-            candidate.match, candidate.slots, gemm, shapes, plan.options, accumulates, plan.leaves
+            candidate.match, candidate.slots, gemm, shapes, plan.options, accumulates, turned, plan.leaves
         )
         return choice.name, choice.kernel
     return "high_precision", None

@@ -14,6 +14,7 @@ from torch import fx
 
 from te_inductor import compat, ops
 from te_inductor.diagnostics import Refusal
+from te_inductor.ops.linear import is_turned
 from te_inductor.passes.pre_grad.decide import support
 from te_inductor.passes.pre_grad.match.exchanges import ExchangeNodes
 from te_inductor.recipes import Slots
@@ -155,9 +156,15 @@ class Match:
         """How many matrices the weight is."""
         return support.value(self.weight).shape[0] if self.groups else 1
 
-    def gemms(self, rows: int | None = None) -> Iterator[tuple[str, tuple[Any, int, int]]]:
-        """Which GEMMs autograd will ask for, with their M, N, K; `rows` of the weight, where other layers' are
-        added."""
+    @property
+    def turned(self) -> bool:
+        """Whether the weight lies in memory as (K, N), as its gradient then does."""
+        weight = support.value(self.weight)
+        return weight.is_contiguous() if self.transposed else is_turned(weight)
+
+    def gemms(self, rows: int | None = None, turned: bool = False) -> Iterator[tuple[str, tuple[Any, int, int]]]:
+        """Which GEMMs autograd will ask for, with their M, N, K; `rows` of the weight, where other layers' are added;
+        wgrad's is that of the transposed gradient where it is `turned`."""
         m, n, k = self.sizes
         n = rows or n
         yield "fprop", (m, n, k)
@@ -169,7 +176,7 @@ class Match:
         if dgrad:
             yield "dgrad", (m, k, n)
         if wgrad:
-            yield "wgrad", (n, k, m)
+            yield "wgrad", (k, n, m) if turned else (n, k, m)
 
 
 # Inserts `te_inductor.linears` of the matches' x and their weights (N, K) at the graph's insertion point; a node a

@@ -201,8 +201,9 @@ class _Layer:
             self.ctx.dtypes = x_dtype, w_dtype, None
             found = self.operation.backward(self.ctx, dy)
             dx, dw = found[0], found[self.weight_at]
-            if dw is not None and gradients.wgrad_transposed:
-                dw = dw.mT if is_turned_back else dw.mT.contiguous()  # as what is read by a view has to be
+            if dw is not None:
+                dw = dw.mT if gradients.wgrad_transposed else dw
+                dw = dw if is_turned_back else dw.contiguous()  # as what is read by a view has to be
             return dx, dw
 
         first = min(gradients.nodes)
