@@ -12,6 +12,7 @@ from te_inductor.compat.checkpoints import checkpoint_of_call
 from te_inductor.compat.compilers import width_of_right_vectors
 from te_inductor.compat.constants import ConstantMeta, constant_type_name, register_constant
 from te_inductor.compat.dynamo import (
+    captures_a_backward,
     collective_behind,
     compiled_apart,
     guard_on,
@@ -54,6 +55,7 @@ __all__ = [
     "autotune",
     "before_export",
     "before_lowering",
+    "captures_a_backward",
     "checkpoint_of_call",
     "collective_behind",
     "compile_fx",

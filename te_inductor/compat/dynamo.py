@@ -80,6 +80,12 @@ def let_threads_register(name: str) -> None:
         table.setdefault(other, backend)
 
 
+def captures_a_backward() -> bool:
+    """Whether Dynamo traces what compiled autograd has captured."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return bool(getattr(module, "in_compiled_autograd_region", False))
+
+
 def guard_on(module: str, path: str, by_type: bool = False) -> None:
     """Have Dynamo compare an attribute of a module, by value or by its type, before each run of the graph that it is
     compiling. Where something else calls the backend there is nobody to compare."""

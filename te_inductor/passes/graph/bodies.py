@@ -12,6 +12,7 @@ from torch import fx
 # Higher-order ops called as op(body, *operands), whose body runs as a part of the graph around it.
 _CHECKPOINT = "tag_activation_checkpoint"
 _PLAIN = (_CHECKPOINT, "wrap")
+_FUNCTION = "autograd_function_apply"  # called as op(forward body, backward body, *operands)
 # Those with bodies that run more than once, or perhaps: which argument lists the operands that each run has the same of.
 # A body takes them last, behind what a run hands to the next one and slices.
 _SHARED = {
@@ -38,9 +39,13 @@ def _called(call: fx.Node) -> str:
     return getattr(call.target, "__name__", "")
 
 
-def _shared(call: fx.Node) -> Sequence[Any]:
-    """The operands of a higher-order op that are its body's last, the same of each run."""
+def _shared(call: fx.Node, body: fx.Graph) -> Sequence[Any]:
+    """What a higher-order op hands to its body last, the same of each run: operands, or, to a backward, what its forward
+    has saved."""
     called = _called(call)
+    if called == _FUNCTION:
+        forward: Any = getattr(call.graph.owning_module, str(call.args[0].target))  # type: ignore[union-attr]
+        return call.args[2:] if body is forward.graph else forward.graph.output_node().args[0][-1]
     if called in _PLAIN:
         return call.args[1:]
     if called == "invoke_subgraph":
@@ -57,6 +62,8 @@ class Bodies:
     root: fx.GraphModule
     callers: dict[fx.Graph, fx.Node] = field(default_factory=dict)  # of bodies that operands can be handed to
     calls: dict[fx.Graph, list[fx.Node]] = field(default_factory=dict)  # of every body
+    backwards: dict[fx.Graph, fx.Node] = field(default_factory=dict)  # calls of autograd.Functions, by that body
+    by_hand: list[fx.Graph] = field(default_factory=list)  # such backwards, and the bodies inside them
     _handed: dict[tuple[fx.Graph, fx.Node], fx.Node] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -72,6 +79,9 @@ class Bodies:
                     [call] = node.users
                     if _called(call) in _PLAIN and call.args[0] is node:
                         self.callers[body.graph] = call
+                    elif _called(call) == _FUNCTION and call.args[1] is node:
+                        self.backwards[body.graph] = call
+                        self.by_hand += [one.graph for one in body.modules() if isinstance(one, fx.GraphModule)]
 
     def reaches(self, graph: fx.Graph) -> bool:
         """Whether nodes of the root's graph can be handed to this one."""
@@ -108,7 +118,7 @@ class Bodies:
             return node
         placeholders = list(node.graph.find_nodes(op="placeholder"))
         from_end = placeholders.index(node) - len(placeholders)
-        shared = [_shared(call) for call in self.calls[node.graph]]
+        shared = [_shared(call, node.graph) for call in self.calls[node.graph]]
         given = [each[from_end] if len(each) >= -from_end else None for each in shared]
         argument = given[0] if given and all(one is given[0] for one in given) else None
         return self.outer(argument) if isinstance(argument, fx.Node) else node
@@ -132,7 +142,9 @@ class Bodies:
     def readers(self) -> dict[fx.Node, set[fx.Node]]:
         """The nodes that read each node, in its own graph and in the bodies that it is handed to."""
         readers: dict[fx.Node, set[fx.Node]] = {}
-        calls = {call for found in self.calls.values() for call in found if _shared(call)}
+        # Of an autograd.Function the call has the gradient, and no node of its forward.
+        handed = ((call, body) for body, calls in self.calls.items() for call in calls if _called(call) != _FUNCTION)
+        calls = {call for call, body in handed if _shared(call, body)}
         for module in self.root.modules():
             for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
                 for source in node.all_input_nodes if node not in calls else ():

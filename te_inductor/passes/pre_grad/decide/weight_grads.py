@@ -92,8 +92,9 @@ def left_to_autograd(plan: Plan, bodies: Bodies) -> Iterator[Unmet]:
     high = [site for site in plan.candidates if not site.low and not site.stored]
     yield from (Unmet("wgrad", site.fqn, reason) for site in high if wanted(site.match))
     for product in plan.unlowered:
-        operands = (bodies.outer(operand) for operand in product.product.operands)
-        if requires_grad(product.product.node) and any(requires_grad(one) and from_parameter(one) for one in operands):
+        weights = (one for one in product.product.operands if from_parameter(one, bodies))
+        learns = requires_grad(product.product.node) and any(map(requires_grad, weights))
+        if learns or product.gemm == "wgrad":
             yield Unmet("wgrad", product.fqn, reason)
     named = {site.match.node for site in plan.candidates if not takes(site)} | {
         product.product.node for product in plan.unlowered

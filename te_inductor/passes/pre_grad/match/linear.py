@@ -7,6 +7,7 @@ from torch import fx
 
 from te_inductor.diagnostics import Refusal
 from te_inductor.passes.graph.aliases import name
+from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.pre_grad.decide.support import is_tensor, value
 from te_inductor.passes.pre_grad.match.rule import Call, Emit, Match, Rule, replace_layer
 
@@ -20,9 +21,10 @@ VIEWS = frozenset(
 )
 
 
-def from_parameter(node: Any) -> bool:
-    """Whether a node is a parameter, or views and casts of one."""
+def from_parameter(node: Any, bodies: Bodies | None = None) -> bool:
+    """Whether a node is a parameter, or views and casts of one; with `bodies` also of one that a body was handed."""
     while isinstance(node, fx.Node):
+        node = node if bodies is None else bodies.outer(node)
         if is_tensor(node) and isinstance(value(node), torch.nn.Parameter):
             return True
         if node.op not in ("call_method", "call_function") or name(node) not in VIEWS or not node.args:

@@ -17,6 +17,7 @@ from te_inductor.passes.pre_grad.match import (
     RULES,
     attention,
     contractions,
+    functions,
     grouped,
     parallel,
     products,
@@ -71,8 +72,8 @@ def match_sites(plan: Plan) -> None:
     """Find every linear layer, and the region of autocast that it is in."""
     bodies = Bodies(plan.gm)
     regions_of = plan.regions_of  # even of a graph without layers, which may leave a region open
-    for module in plan.graph_modules():
-        for node in module.graph.nodes:
+    for graph in _forwards(plan, bodies):
+        for node in graph.nodes:
             if node.op not in ("call_function", "call_method"):
                 continue
             for rule in RULES:
@@ -87,13 +88,19 @@ def match_sites(plan: Plan) -> None:
                     break
 
 
+def _forwards(plan: Plan, bodies: Bodies) -> list[fx.Graph]:
+    """The graph and the bodies in it, but for backwards that are written by hand."""
+    backwards = functions.backwards(bodies)
+    return [module.graph for module in plan.graph_modules() if module.graph not in backwards]
+
+
 def list_products(plan: Plan) -> None:
     """Find all matrix products, and those with a weight among them that no rule matched."""
-    nodes = (node for module in plan.graph_modules() for node in module.graph.nodes if node not in plan.backward)
+    bodies = Bodies(plan.gm)
+    nodes = (node for graph in _forwards(plan, bodies) for node in graph.nodes if node not in plan.backward)
     plan.products.extend(product for product in map(products.read, nodes) if product is not None)
     matched = {candidate.match.node for candidate in plan.candidates}
     layers = {product.node for product in plan.products if products.is_layer(product)} | matched
-    bodies = Bodies(plan.gm)
     weights = products.Weights(bodies, layers, lambda: plan.writes)
     for product, refusal in products.unmatched(plan.products, matched, weights):
         around = tuple(plan.regions_of.get(product.node, [None]))
@@ -101,6 +108,10 @@ def list_products(plan: Plan) -> None:
         weight = next(one for one in product.operands if weights.is_weight(one))
         inner = _inner(plan, path, product.node, weight, bodies)
         plan.unlowered.append(Unlowered(product, path, inner, around, refusal))
+    for product, gemm, weight, call in functions.products_by_hand(bodies):
+        around, path = tuple(plan.regions_of.get(product.node, [None])), module_path(call)
+        inner = _inner(plan, path, call, weight, bodies)
+        plan.unlowered.append(Unlowered(product, path, inner, around, functions.BY_HAND, gemm=gemm))
 
 
 def _inner(plan: Plan, module: str, node: fx.Node, weight: fx.Node, bodies: Bodies, grouped: bool = False) -> str:
