@@ -206,7 +206,31 @@ MUTATIONS = [
         "if strict and missing:",
         ("tests/backend/test_saved_state.py",),
     ),
+    Mutation(
+        "an embedding outside of the graph leaves the flag of main_grad set",
+        "node.register_prehook(_clear_flag)",
+        "pass",
+        ("tests/backend/test_main_grad.py",),
+    ),
     # patterns, passes, diagnostics
+    Mutation(
+        "what reads a parameter besides its layer is forgotten",
+        "shared = {parameter for parameter, _ in other_readers(sites, bodies)}",
+        "shared = set()",
+        ("tests/backend/test_weights_used_twice.py",),
+    ),
+    Mutation(
+        "gradients are laid out as their GEMM has them",
+        "if not (turned and gemm.transposes):",
+        "if True:",
+        ("tests/backend/test_gradient_layouts.py",),
+    ),
+    Mutation(
+        "backwards that are written by hand are read as forwards",
+        "return [module.graph for module in plan.graph_modules() if module.graph not in backwards]",
+        "return [module.graph for module in plan.graph_modules()]",
+        ("tests/backend/test_functions_by_hand.py",),
+    ),
     Mutation(
         "an empty weight is no reason to refuse a layer",
         'if n == 0 or k == 0:\n        return Refusal("empty weight %d x %d", n, k)\n',

@@ -1,9 +1,10 @@
 """What takes weight gradients in autograd's place, as inputs of a compiled graph: one a parameter."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from te_inductor.runtime.extra_inputs import Call, ExtraInputs
@@ -16,6 +17,7 @@ class Takers:
     name: str  # the argument of `te_inductor.linears`
     example: Callable[[Tensor], Tensor]  # of a parameter: a tensor like its taker
     of: Callable[[Tensor, bool], Tensor]  # of a parameter, and whether all of its gradient goes there: its taker
+    watch: Callable[[Iterable[Tensor]], None] | None = None  # of parameters, run behind a forward
 
 
 @dataclass
@@ -31,5 +33,8 @@ class GradientInputs(ExtraInputs):
     def tensors(self, call: Call) -> list[Tensor]:
         """The same memory with a version counter of the call's own, so that no backward minds that another one, or the
         user, has written there since its forward."""
-        asked = zip(self.parameters, self.whole, strict=True)
-        return [self.takers.of(call.inputs[place], whole).data for place, whole in asked]
+        parameters = [call.inputs[place] for place in self.parameters]
+        watch = self.takers.watch
+        if watch is not None and torch.is_grad_enabled():
+            call.behind.append(lambda _: watch(parameters))
+        return [self.takers.of(*asked).data for asked in zip(parameters, self.whole, strict=True)]

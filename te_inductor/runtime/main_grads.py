@@ -6,13 +6,21 @@ With ``options={"wgrad": "main_grad"}`` a weight's gradient leaves its GEMM in f
 gradient. Over several microbatches nothing is rounded to the parameter's dtype on the way, and no gradient in it is
 kept. Who owns a `main_grad` zeroes it, at any time but during a backward. Where the parameter has
 `grad_added_to_main_grad`, by which Megatron's hooks know, a forward that will have a backward sets it, unless the graph
-leaves a part of the gradient to autograd, as of an embedding that is tied to the output layer."""
+leaves a part of the gradient to autograd, as of an embedding that is tied to the output layer. Where the embedding is in
+another graph, or in none, its gradient clears the flag when it comes, before hooks see it. (Compiled autograd, which
+does not say whose hook it runs, knows of graphs' own parts alone.)"""
+
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from te_inductor.errors import MainGradError
 from te_inductor.runtime.gradient_inputs import Takers
+
+_FLAG = "grad_added_to_main_grad"
 
 
 def checked(parameter: Tensor) -> Tensor:
@@ -38,14 +46,33 @@ def checked(parameter: Tensor) -> Tensor:
     return total
 
 
+_WATCHED = "te_inductor.main_grads"  # in the metadata of the node that accumulates a gradient
+
+
+def watch(parameters: Iterable[Tensor]) -> None:
+    """Clear the flags of parameters for which autograd has a gradient too, in the backward of what has just run."""
+    for parameter in parameters:
+        if getattr(parameter, _FLAG, False) and parameter.requires_grad:
+            node: Any = get_gradient_edge(parameter).node  # alive as long as a graph holds it
+            if _WATCHED not in node.metadata:
+                node.metadata[_WATCHED] = True
+                node.register_prehook(_clear_flag)
+
+
+def _clear_flag(gradients: tuple[Tensor | None, ...]) -> None:
+    node: Any = torch._C._current_autograd_node()
+    if node is not None and gradients[0] is not None and node.variable.grad is not node.variable.main_grad:
+        setattr(node.variable, _FLAG, False)
+
+
 def _total(parameter: Tensor, whole: bool) -> Tensor:
     """That of a call, which will have a backward where gradients are enabled.
 
     Raises:
         MainGradError: as above.
     """
-    if whole and torch.is_grad_enabled() and hasattr(parameter, "grad_added_to_main_grad"):
-        parameter.grad_added_to_main_grad = True
+    if whole and torch.is_grad_enabled() and hasattr(parameter, _FLAG):
+        setattr(parameter, _FLAG, True)
     return checked(parameter)
 
 
@@ -53,4 +80,4 @@ def _example(parameter: Tensor) -> Tensor:
     return torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
 
 
-MAIN_GRADS = Takers("main_grads", _example, _total)
+MAIN_GRADS = Takers("main_grads", _example, _total, watch)

@@ -263,3 +263,22 @@ def test_option():
     ) as raised:
         te(mlp(), wgrad="main_grads")(torch.randn(8, 32))
     assert isinstance(raised.value.inner_exception, OptionError)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["all of it", "a part"])
+def test_gradients_that_no_graph_shows(whole):
+    """An embedding outside of every graph, tied to a layer inside: its gradient comes to autograd, and the flag says so
+    when hooks run, in each microbatch."""
+    embedding, layer = nn.Embedding(48, 32), nn.Linear(32, 48, bias=False)
+    layer.weight = embedding.weight
+    with_totals(layer)
+    flags, weight = [], layer.weight
+    weight.register_post_accumulate_grad_hook(lambda p: flags.append((p.grad_added_to_main_grad, p.grad is None)))
+    run, ids = te(layer, wgrad="main_grad"), torch.arange(8)
+    ys = [run(embedding(ids).detach() if whole else embedding(ids)) for _ in range(2)]
+    for y in ys:
+        y.sum().backward()
+        weight.grad = None
+    assert flags == [(whole, whole)] * 2 and weight.main_grad.any()
+    run(torch.randn(8, 32)).sum().backward()
+    assert flags[-1] == (True, True)

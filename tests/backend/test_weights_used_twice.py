@@ -51,6 +51,18 @@ def other_checkpointed(model, x, w):
     return checkpoint(lambda x: x * w.mean(), model.first(x), use_reentrant=False)
 
 
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        return g * w, (g * x).sum() * torch.ones_like(w)
+
+
 def other(function):
     return f"{function} reads the parameter too, and autograd has that part of its gradient"
 
@@ -68,6 +80,10 @@ PROGRAMS = {
     "policy": (Program(lambda model, x, w: model.second(model.first(x)), tied=True), [HIGH]),
     "checkpoint": (Program(both_checkpointed), [TRANSPOSED]),
     "in a checkpoint": (Program(other_checkpointed), [other("mean")]),
+    "function": (
+        Program(lambda model, x, w: Scaled.apply(model.first(x), w.mean()) + Scaled.apply(x, w[0, 0])),
+        [other("mean"), other("autograd_function_apply")],
+    ),
     "twice": (Program(lambda model, x, w: model.first(model.first(x))), []),
     "not learning": (Program(lambda model, x, w: model.first(x) * w.detach().mean() * w.shape[0]), []),
 }
