@@ -294,6 +294,25 @@ def without_amaxes(fqns: Iterable[str], calls: int) -> str:
     )
 
 
+def misfitting(counts: Iterable[tuple[str, tuple[int, int, int, int]]]) -> str:
+    """The text of the warning about scales of delayed scaling that did not suit their tensors; `counts` are
+    `runtime.misfits.Misfits`, by tensor."""
+    found = sorted((first, name, cut, coarse, steps) for name, (steps, cut, coarse, first) in counts if first)
+    lines = [
+        f"  {name}: from its step {first} on, values were cut off in {cut} and digits lost in {coarse} of {steps} steps"
+        for first, name, cut, coarse, steps in found[:8]
+    ]
+    lines += [f"  and {len(found) - 8} more tensors"] if len(found) > 8 else []
+    return (
+        "te_inductor: delayed scaling cast tensors with scales that did not suit them, as their amaxes were far from those"
+        " of earlier steps (said once):\n"
+        + "\n".join(lines)
+        + "\nClip outliers in front of these layers. Where magnitudes change from step to step, give the layers recipe"
+        " 'current', which needs no history, by the option 'policy', or pass DelayedScaling(margin=…) against values cut"
+        " off, and a shorter amax_history_len against lost digits"
+    )
+
+
 def state_was_lost(fqns: Iterable[str]) -> str:
     """The text of the warning about training that resumes without its scales."""
     return (

@@ -57,6 +57,12 @@ MUTATIONS = [
         "pass",
         ("tests/backend/test_graph_fsdp.py", "tests/backend/test_parallel.py"),
     ),
+    Mutation(
+        "a scale that cuts values off is not counted",
+        "cuts, losses = cuts + cut, losses + coarse",
+        "losses = losses + coarse",
+        ("tests/backend/test_misfits.py",),
+    ),
     # merged layers
     Mutation(
         "strides that were traced do not keep layers apart",

@@ -31,9 +31,9 @@ record_amax = define(
 )
 update_scales = define(
     f"update_scales(Tensor(a!)[] amaxes, Tensor(b!)[] scales, Tensor(c!)[] histories, {_UPDATE} update, Tensor[]?"
-    " read=None) -> ()",
+    " read=None, Tensor(d!)? misfits=None, bool own=False) -> ()",
     delayed.update_scales,
-    lambda amaxes, scales, histories, update, read=None: None,
+    lambda amaxes, scales, histories, update, read=None, misfits=None, own=False: None,
 )
 
 
@@ -69,27 +69,35 @@ class _DelayedStep(torch.autograd.Function):
     backward."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor, state: tuple[list[Tensor], ...], update: ScaleUpdate) -> Tensor:
+    def forward(ctx: Any, leaf: Tensor, update: tuple[Any, ...]) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.state, ctx.update = state, update
+        ctx.update = update
         return leaf.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, _: None) -> Any:  # type: ignore[override]
-        update_scales(*ctx.state, ctx.update)
-        return None, None, None
+        update_scales(*ctx.update)
+        return None, None
 
 
 def _delayed_step(
-    leaf: Tensor, amaxes: list[Tensor], scales: list[Tensor], histories: list[Tensor], update: ScaleUpdate
+    leaf: Tensor,
+    amaxes: list[Tensor],
+    scales: list[Tensor],
+    histories: list[Tensor],
+    update: ScaleUpdate,
+    misfits: Tensor | None = None,
+    own: bool = False,
 ) -> Tensor:
     """A token for the sites whose gradients' state this is; `leaf` is any input of the graph that requires a gradient,
-    and gets none from here."""
+    and gets none from here. The others are those of `update_scales`."""
     leaf = compat.local_of(leaf)
-    return _DelayedStep.apply(leaf, (amaxes, scales, histories), update)  # type: ignore[no-any-return]
+    update_of_backward = (amaxes, scales, histories, update, None, misfits, own)
+    return _DelayedStep.apply(leaf, update_of_backward)  # type: ignore[no-any-return]
 
 
 delayed_step = define(
-    f"delayed_step(Tensor leaf, Tensor[] amaxes, Tensor[] scales, Tensor[] histories, {_UPDATE} update) -> Tensor",
+    f"delayed_step(Tensor leaf, Tensor[] amaxes, Tensor[] scales, Tensor[] histories, {_UPDATE} update, Tensor?"
+    " misfits=None, bool own=False) -> Tensor",
     _delayed_step,
 )

@@ -89,3 +89,9 @@ class ScaleUpdate(Constant):
     def largest(self) -> float:
         """What the amax is scaled to."""
         return self.format.max / 2.0**self.recipe.margin
+
+    @property
+    def suitable(self) -> tuple[float, float]:
+        """Between which of its values a scale has to bring an amax: Note [Scales that do not suit] in
+        runtime/misfits.py."""
+        return 8 * 2.0**self.format.min_exponent, 2 * self.format.max

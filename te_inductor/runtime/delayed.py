@@ -42,8 +42,11 @@ def update_scales(
     histories: list[Tensor],
     update: ScaleUpdate,
     read: list[Tensor] | None = None,  # what `read_scales` returned, which has to run before
+    misfits: Tensor | None = None,  # (n, 4) int32, of which runtime/misfits.py tells
+    own: bool = False,  # whether this step cast by own amaxes
 ) -> None:
-    """End of a step: each quantizer's recorded amax enters its history, and its scale follows.
+    """End of a step: each quantizer's recorded amax enters its history, and its scale follows. `misfits` counts whether
+    the old scale suited the amax.
 
     A recorded amax of 0, inf or NaN is no observation: it enters no history, so it freezes no scale. Where the window
     holds no observation the scale stays.
@@ -54,6 +57,8 @@ def update_scales(
     if reduces(update):
         reduce(amax, update)
     seen = amax > 0
+    if misfits is not None:
+        _count_misfits(misfits, amax, old, update, own)
     history[:, 0] = amax
     scale = scale_of(_chosen_amax(history, recipe.amax_compute_algo), old, update)
     rolled = torch.cat([torch.zeros_like(history[:, :1]), history[:, 2:], history[:, :1]], 1)[:, : history.shape[1]]
@@ -63,6 +68,17 @@ def update_scales(
     )
     torch._foreach_copy_(list(map(_without_version, scales)), list(scale.unbind()))
     torch._foreach_zero_(list(map(_without_version, amaxes)))
+
+
+def _count_misfits(misfits: Tensor, amax: Tensor, scale: Tensor, update: ScaleUpdate, own: bool) -> None:
+    least, most = update.suitable
+    cut, coarse = amax * scale > most, (amax > 0) & (amax * scale < least)
+    steps, cuts, losses, first = misfits.unbind(1)
+    steps = steps + 1
+    if not own:
+        first = torch.where((first == 0) & (cut | coarse), steps, first)
+        cuts, losses = cuts + cut, losses + coarse
+    _without_version(misfits).copy_(torch.stack([steps, cuts, losses, first], 1))
 
 
 def reduces(update: ScaleUpdate) -> bool:

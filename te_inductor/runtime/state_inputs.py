@@ -15,12 +15,13 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from te_inductor import compat
-from te_inductor.diagnostics import COMPUTED_AGAIN, say, without_amaxes, without_state
+from te_inductor.diagnostics import COMPUTED_AGAIN, misfitting, say, without_amaxes, without_state
 from te_inductor.runtime import agreement, resumed
 from te_inductor.runtime.agreement import Agreement
 from te_inductor.runtime.amax_groups import AmaxGroup
 from te_inductor.runtime.choices import Choice, choice_of
 from te_inductor.runtime.extra_inputs import Call, ExtraInputs
+from te_inductor.runtime.misfits import Watch, watch_of
 from te_inductor.runtime.state import (
     LOCK,
     Key,
@@ -69,6 +70,7 @@ class _Found:
     checkpoints: WeakSet[Any]
     choice: Choice | None  # with other ranks: Note [Ranks that choose]
     loads: int  # how often state was loaded
+    watch: Watch
 
     def step(self) -> None:
         """A call begins. What has no history is asked for it where a call that may have given it some lies behind. Until
@@ -106,6 +108,7 @@ class StateInputs(ExtraInputs):
     agreements: list[Agreement] = field(default_factory=list)  # those without which it does not reduce amaxes
     exchanging: list[Reader] = field(default_factory=list)  # of layers that exchange tensors with other ranks
     groups: set[AmaxGroup] = field(default_factory=set)  # of these ranks
+    updated: list[list[StateInput]] = field(default_factory=list)  # the quantizers of each update, which counts misfits
     first_calls: int = 0  # first steps without a compiled graph
     _found: TensorGroups[_Found] = field(default_factory=TensorGroups)  # by the parameters
     _said_again: bool = False
@@ -131,6 +134,8 @@ class StateInputs(ExtraInputs):
                 found.checkpoints.add(checkpoint)
             if found.is_first:
                 self._note_no_history(found)
+            if not (found.watch.told or self.fallback == "silent" or _is_capturing()):
+                self._note_misfits(found.watch)
         call.state, call.is_first_step = found.tensors, is_first
         return found.tensors
 
@@ -154,8 +159,10 @@ class StateInputs(ExtraInputs):
                     resumed.note_new(self._parameter(reader, inputs), q.site)
             said, checkpoints = (False, WeakSet()) if found is None else (found.said, found.checkpoints)
             choice, loads = self._choice(inputs), sum(state.loads for state in states)
+            watch = self._watch(states, inputs)
+            tensors += watch.counts
             of_step = [state for _, state in recorded]
-            found = _Found(moves(), tensors, states, of_step, said, is_first, checkpoints, choice, loads)
+            found = _Found(moves(), tensors, states, of_step, said, is_first, checkpoints, choice, loads, watch)
             self._found.set(parameters, found)
         return found
 
@@ -178,6 +185,24 @@ class StateInputs(ExtraInputs):
         if self.fallback == "error" or not self._said_again:
             self._said_again = True
             say(COMPUTED_AGAIN, self.fallback)
+
+    def _watch(self, states: Sequence[ScalingState], inputs: Sequence[Any]) -> Watch:
+        """What counts the misfits of each update."""
+        firsts = [states[update[0].place].amax for update in self.updated]
+        if not firsts or isinstance(firsts[0], FakeTensor):
+            pairs = zip(firsts, self.examples[3 * len(self.quantizers) :], strict=True)
+            return Watch([amax.new_empty(one.shape, dtype=one.dtype) for amax, one in pairs], told=True)
+        names = [[repr(q.readers[0].key.site) for q in update] for update in self.updated]
+        return watch_of(self._parameter(self.updated[0][0].readers[0], inputs), names, firsts)
+
+    def _note_misfits(self, watch: Watch) -> None:
+        """Say once a model which scales did not suit their tensors, as soon as the host knows."""
+        counts = watch.look()
+        if counts is None or not any(one.first for one in counts):
+            return
+        watch.told = True
+        names = [f"{q.site or '(root)'}.{q.readers[0].key.site.slot}" for q in itertools.chain(*self.updated)]
+        say(misfitting(zip(names, counts, strict=True)), "warn")  # no error: it is one of what was run, not of how
 
     def _choice(self, inputs: Sequence[Any]) -> Choice | None:
         if not self.exchanging:

@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 
 import te_inductor
 from te_inductor import ops
+from te_inductor.errors import FallbackWarning
 from te_inductor.recipes import DelayedScaling, Quantizer
 from tests.bounds import assert_same_values
 from tests.delayed import OracleLayer, check_entry, quantizers
@@ -165,6 +166,25 @@ def test_models_of_one_class_under_cuda_graphs():
             run(torch.full((32, 64), 2.0 ** (step + 8 * place), device="cuda", dtype=torch.bfloat16)).sum().backward()
     histories = [te_inductor.state_dict(model)["input.amax_history"].tolist() for model in models]
     assert histories == [[0.0, 2.0, 4.0, 8.0], [0.0, 512.0, 1024.0, 2048.0]]
+
+
+def test_what_a_scale_did_not_suit_is_said_without_a_wait():
+    """Neither steps that read the counts nor those that warn wait for the device."""
+    model = nn.Linear(256, 256, device="cuda", dtype=torch.bfloat16)
+    x, run = torch.randn(512, 256, device="cuda", dtype=torch.bfloat16), te(model)
+    for _ in range(3):  # behind which all have history
+        run(x).square().mean().backward()
+    torch.cuda.synchronize()
+    with pytest.warns(FallbackWarning, match=r"\(root\)\.input: from its step 4 on, values were cut off in 1 and"):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for each in (1000 * x, *[x] * 20):
+                run(each).square().mean().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+        for _ in range(32):  # of which one asks
+            run(x)
 
 
 def test_the_state_moves_with_the_model():

@@ -10,6 +10,7 @@ import torch
 from te_inductor.recipes import DelayedScaling
 from te_inductor.recipes.delayed import ScaleUpdate
 from te_inductor.runtime import delayed
+from te_inductor.runtime.misfits import COUNTS
 from te_inductor.templates.triton import scale_updates
 
 CONTENTS = [0.0, 1.0, 3.0, 448.0, 2.0**-140, 2.0**120, math.inf, math.nan, 2.0**-126 * 1.5]
@@ -38,10 +39,13 @@ def run(recipe: DelayedScaling, element: str, others: torch.Tensor | None) -> No
         b.copy_(a)
     table = torch.tensor([tensor.data_ptr() for tensor in itertools.chain(*ours)])
     reduce = mock.patch.object(delayed, "reduce", lambda amax, _: amax.copy_(torch.maximum(amax, others)))  # type: ignore[arg-type]
+    counts = [torch.zeros(len(ours[0]), COUNTS, dtype=torch.int32) for _ in range(2)]
     with reduce:
-        for step in range(2):
-            scale_updates.launch(ours[0][0], table, update)
-            delayed.update_scales(*theirs, update)
+        for step, own in enumerate((False, True, False)):
+            scale_updates.launch(ours[0][0], table, update, counts[0], own)
+            delayed.update_scales(*theirs, update, misfits=counts[1], own=own)
+            assert torch.equal(*counts), (recipe, step)
+            assert step or 0 < counts[0][:, 3].count_nonzero() < len(counts[0])
             for a, b in zip(itertools.chain(*ours), itertools.chain(*theirs), strict=True):
                 assert torch.equal(a.view(-1).view(torch.int32), b.view(-1).view(torch.int32)), (recipe, step, a, b)
             for amax in (*ours[0], *theirs[0]):

@@ -160,8 +160,9 @@ def test_a_steps_end_compiles(reduced: bool, arch: int) -> None:
         source = ASTSource(fn=kernel, signature=signature, constexprs=places)
         return triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": 4}).asm["ptx"]
 
-    kinds = {"table": "*i64", "count": "i32", "largest": "fp32"} | ({"reduced": "*fp32"} if reduced else {})
-    sizes = {"LENGTH": 1024, "BLOCK": 1024, "MOST_RECENT": False, "TINY": 2.0**-126, "LARGEST": 3e38}
+    kinds = {"table": "*i64", "misfits": "*i32", "count": "i32"} | dict.fromkeys(("largest", "least", "most"), "fp32")
+    kinds |= {"reduced": "*fp32"} if reduced else {}
+    sizes = {"LENGTH": 1024, "BLOCK": 1024, "MOST_RECENT": False, "OWN": False, "TINY": 2.0**-126, "LARGEST": 3e38}
     ptx = compiled(update_each, kinds, sizes | ({} if reduced else {"reduced": None}))
     assert "div.rn.f32" in ptx and ".local" not in ptx and "bar.sync" in ptx
     if reduced:

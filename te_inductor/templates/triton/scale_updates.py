@@ -29,13 +29,15 @@ def update_scales(
     histories: list[Tensor],  # n of (H,)
     update: ScaleUpdate,
     read: list[Tensor] | None = None,
+    misfits: Tensor | None = None,  # (n, 4) int32
+    own: bool = False,
 ) -> None:
     """As `runtime.delayed.update_scales` has it, which runs where a recipe brings functions of its own."""
     table = _table((amaxes, scales, histories)) if _is_for(update.recipe) else None
     if table is None:
-        delayed.update_scales(amaxes, scales, histories, update, read)
+        delayed.update_scales(amaxes, scales, histories, update, read, misfits, own)
     else:
-        launch(amaxes[0], table, update)
+        launch(amaxes[0], table, update, misfits, own)
 
 
 def _is_for(recipe: DelayedScaling) -> bool:
@@ -52,7 +54,7 @@ def _table(state: tuple[list[Tensor], ...]) -> Tensor | None:
     return table
 
 
-def launch(amax: Tensor, table: Tensor, update: ScaleUpdate) -> None:
+def launch(amax: Tensor, table: Tensor, update: ScaleUpdate, misfits: Tensor | None = None, own: bool = False) -> None:
     """On the device of `amax`, one of the tensors."""
     count, recipe, reduced = len(table) // 3, update.recipe, None
     if delayed.reduces(update):
@@ -61,16 +63,18 @@ def launch(amax: Tensor, table: Tensor, update: ScaleUpdate) -> None:
         collect(1, table, reduced, count, on=amax.device)
         delayed.reduce(reduced, update)
     most_recent = recipe.amax_compute_algo == "most_recent"
-    _updater(recipe.amax_history_len, most_recent)(count, table, reduced, count, update.largest, on=amax.device)
+    updater = _updater(recipe.amax_history_len, most_recent, own)
+    updater(count, table, reduced, misfits, count, update.largest, *update.suitable, on=amax.device)
 
 
 @functools.cache
-def _updater(length: int, most_recent: bool) -> Launcher:
+def _updater(length: int, most_recent: bool, own: bool) -> Launcher:
     return Launcher(
         update_each,
         LENGTH=length,
         BLOCK=triton.next_power_of_2(length),
         MOST_RECENT=most_recent,
+        OWN=own,
         TINY=delayed.FP32_TINY,
         LARGEST=delayed.FP32_MAX,
         num_warps=4,
@@ -90,15 +94,33 @@ def collect_amaxes(table, out, count, BLOCK: tl.constexpr):
     tl.store(out + place, observed(tl.load(address, mask=place < count, other=0.0)), mask=place < count)
 
 
-@triton.jit(do_not_specialize=["count", "largest"])
+@triton.jit
+def count_misfit(counts, amax, scale, least, most, OWN: tl.constexpr):
+    """Of one quantizer, whose counts are four int32."""
+    steps = tl.load(counts) + 1
+    tl.store(counts, steps)
+    if not OWN:
+        cut = (amax * scale > most).to(tl.int32)
+        coarse = ((amax > 0) & (amax * scale < least)).to(tl.int32)
+        first = tl.load(counts + 3)
+        tl.store(counts + 1, tl.load(counts + 1) + cut)
+        tl.store(counts + 2, tl.load(counts + 2) + coarse)
+        tl.store(counts + 3, tl.where((first == 0) & (cut + coarse > 0), steps, first))
+
+
+@triton.jit(do_not_specialize=["count", "largest", "least", "most"])
 def update_each(
     table,  # (3 * count,): addresses of amaxes, of scales, of histories
     reduced,  # (count,) amaxes of all ranks, or None
+    misfits,  # (count, 4) int32, or None
     count,
     largest,  # what an amax is scaled to
+    least,  # between which values a scale has to bring an amax
+    most,
     LENGTH: tl.constexpr,
     BLOCK: tl.constexpr,
     MOST_RECENT: tl.constexpr,
+    OWN: tl.constexpr,
     TINY: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
@@ -117,6 +139,8 @@ def update_each(
         chosen = tl.maximum(amax, tl.max(kept, 0))
         broken = tl.max((kept != kept).to(tl.int32), 0) > 0
     old = tl.load(scale_at)
+    if misfits is not None:
+        count_misfit(misfits + 4 * which, amax, old, least, most, OWN)
     scale = tl.minimum(tl.maximum(tl.div_rn(largest, chosen), TINY), LARGEST)
     usable = (chosen > 0) & (chosen < float("inf")) & (broken == 0)
     rolled = tl.where((place > 0) & (place == LENGTH - 1), amax, moved)

@@ -41,6 +41,7 @@ from te_inductor.recipes import DelayedScaling
 from te_inductor.recipes.delayed import ScaleUpdate
 from te_inductor.runtime import agreement, amax_groups
 from te_inductor.runtime.amax_groups import OWN, AmaxGroup
+from te_inductor.runtime.misfits import COUNTS
 from te_inductor.runtime.state import Key
 from te_inductor.runtime.state_inputs import Reader, StateInput, StateInputs
 from te_inductor.runtime.state_sites import Site, weight_site
@@ -53,7 +54,11 @@ class _ScaleUpdates:
     amaxes: list[fx.Node] = field(default_factory=list)
     scales: list[fx.Node] = field(default_factory=list)
     histories: list[fx.Node] = field(default_factory=list)
-    sites: list[Site] = field(default_factory=list)
+    states: list[StateInput] = field(default_factory=list)
+
+    @property
+    def sites(self) -> list[Site]:
+        return [state.readers[0].key.site for state in self.states]
 
     def operands(self) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
         return self.amaxes, self.scales, self.histories
@@ -196,13 +201,20 @@ class DelayedSites:
             with self.graph.inserting_before(self.graph.output_node()):
                 update = self._update(group, self.slots.input.element)
                 operands: Any = (*self.forward[group].operands(), update, list(self.known.values()))
-                self.graph.call_function(ops.update_scales, operands)
+                self.graph.call_function(ops.update_scales, operands, {"misfits": self._misfits(self.forward[group])})
         for group in sorted(self.backward):  # whose last step runs first
             update = self._update(group, self.slots.grad_output.element)
             self.steps[group].args = (self._leaf(), *self.backward[group].operands(), update)  # type: ignore[assignment]
+            self.steps[group].kwargs = {"misfits": self._misfits(self.backward[group])}
             self.steps_begin.append(self.steps[group])
         if self.without_group:
             agreement.note_no_group(self.without_group, self.inputs.fallback)
+
+    def _misfits(self, updates: _ScaleUpdates) -> fx.Node:
+        """An input in which an update counts the scales that did not suit."""
+        self.inputs.updated.append(updates.states)
+        amax: torch.Tensor = value(updates.amaxes[0])
+        return self._input(amax.new_empty((len(updates.states), COUNTS), dtype=torch.int32))
 
     def _update(self, group: AmaxGroup, element: str) -> ScaleUpdate:
         if not group:
@@ -267,7 +279,7 @@ class DelayedSites:
             step.amaxes.append(quantizer.amax)
             step.scales.append(quantizer.scale)
             step.histories.append(quantizer.history)
-            step.sites.append(quantizer.state.readers[0].key.site)
+            step.states.append(quantizer.state)
             if quantizer.group is None:
                 self.without_group.append(quantizer.state.site)
 

@@ -22,6 +22,7 @@ from te_inductor.recipes import DelayedScaling
 
 _RECIPE = "te_delayed"  # attribute of a node that casts: its recipe. No metadata, which says that a node is the user's
 _NOT_TAKEN = ("known", "kept")
+_ENDS = (ops.update_scales, ops.delayed_step)
 _FIRST = {
     ops.linears: ops.first_linears,
     ops.grouped_linears: ops.first_grouped_linears,
@@ -47,6 +48,8 @@ def of(root: fx.GraphModule) -> fx.GraphModule:
                 node.target = _FIRST[node.target]
                 node.args = (*node.args, recipe)
                 node.kwargs = {name: arg for name, arg in node.kwargs.items() if name not in _NOT_TAKEN}
+        for node in [one for op in _ENDS for one in module.graph.find_nodes(op="call_function", target=op)]:
+            node.kwargs = {**node.kwargs, "own": True}
         module.recompile()
     return made
 

@@ -1,0 +1,122 @@
+"""Note [Scales that do not suit] in runtime/misfits.py: what amaxes far from their histories cost is counted and said."""
+
+import re
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import te_inductor
+from te_inductor.errors import FallbackWarning
+from te_inductor.recipes import DelayedScaling
+from te_inductor.recipes.delayed import ScaleUpdate
+from te_inductor.runtime import delayed, misfits
+from te_inductor.runtime.misfits import Misfits, Watch
+from tests.backend.delayed_programs import te
+
+pytestmark = pytest.mark.usefixtures("without_codegen")
+LINE = re.compile(
+    r"  (\S+): from its step (\d+) on, values were cut off in (\d+) and digits lost in (\d+) of (\d+) steps"
+)
+
+
+def said_of(run, model, batches, weights=None):
+    """What is said in steps of training, and before which of them."""
+    found = []
+    for step, x in enumerate(batches):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model.zero_grad()
+            run(x).square().mean().backward()
+        texts = [(step, one) for one in caught if "scales that did not suit" in str(one.message)]
+        assert all(one.category is FallbackWarning for _, one in texts)
+        found += [(step, LINE.findall(str(one.message))) for step, one in texts]
+    return found
+
+
+def outlier(x):
+    x = x.clone()
+    x[0] = 1e30
+    return x
+
+
+def test_an_outlier_and_what_it_leaves_behind():
+    """Its own step cuts it off. The steps behind it, which are told of no more, are counted as those that lose
+    digits."""
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), torch.randn(64, 64)
+    run = te(model, fallback="warn")
+    said = said_of(run, model, [x] * 4 + [outlier(x)] + [x] * 3)
+    [(step, lines)] = said
+    assert step == 5
+    assert {name for name, *_ in lines} >= {"0.input", "1.input"}
+    assert {tuple(map(int, counts)) for name, *counts in lines if name.endswith("input")} == {(5, 1, 0, 5)}
+
+
+def test_a_batch_of_one_token_behind_batches_of_many():
+    """Of a mean loss: its gradients are as many times larger."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    run = te(model, fallback="error")
+    said = said_of(run, model, [*torch.randn(4, 128, 64), torch.randn(1, 64), torch.randn(128, 64)])
+    [(step, lines)] = said
+    assert step == 5
+    assert {name for name, *_ in lines} == {"0.grad_output", "1.grad_output"}
+
+
+@pytest.mark.parametrize("how", ["ordinary", "silent", "without gradients"])
+def test_nothing_is_said(how):
+    """Of ordinary training, of what nobody wants to hear, and where nothing is recorded."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    run = te(model, recipe=DelayedScaling(), fallback="silent" if how == "silent" else "error")
+    if how == "ordinary":
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        for x in torch.randn(20, 64, 64):
+            assert said_of(run, model, [x]) == []
+            optimizer.step()
+        return
+    x = torch.randn(64, 64)
+    assert said_of(run, model, [x] * 3 + [outlier(x)] * (how == "silent") + [x] * 2) == []
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for each in (outlier(x), x):
+            run(each)
+
+
+def test_counts_outlive_what_is_loaded():
+    model, x = nn.Linear(64, 64), torch.randn(64, 64)
+    run = te(model, fallback="warn")
+    assert said_of(run, model, [x] * 3) == []
+    te_inductor.load_state_dict(model, te_inductor.state_dict(model))
+    [(_, lines)] = said_of(run, model, [1000 * x, x])
+    assert lines == [(f"(root).{slot}", "4", "1", "0", "4") for slot in ("grad_output", "input")]
+
+
+def test_what_counts():
+    """By the element's range; what is no observation does not count, nor does a step that casts by own amaxes."""
+    cases = {  # amax times scale: cut, lost
+        448.0: (0, 0), 896.0: (0, 0), 897.0: (1, 0), torch.inf: (0, 0), torch.nan: (0, 0), 0.0: (0, 0), 0.125: (0, 0),
+        0.124: (0, 1), 2.0**-140: (0, 1),
+    }  # fmt: skip
+    counts = torch.zeros(len(cases), misfits.COUNTS, dtype=torch.int32)
+    for own in (True, False, False):
+        state = [list(torch.tensor([*cases])), [torch.ones(()) for _ in cases], [torch.zeros(4) for _ in cases]]
+        delayed.update_scales(*state, ScaleUpdate(DelayedScaling(amax_history_len=4), "e4m3"), misfits=counts, own=own)
+    expected = [[3, 2 * cut, 2 * lost, 2 * (cut + lost)] for cut, lost in cases.values()]
+    assert counts.tolist() == expected
+
+
+def test_the_host_does_not_wait(monkeypatch):
+    """For a copy that is on its way, behind which it asks for no other; and it asks ever less often."""
+    arrived, copies = [False], []
+
+    class Event:
+        def query(self):
+            return arrived[0]
+
+    monkeypatch.setattr(misfits, "_behind", lambda tensor: (copies.append(tensor), Event())[1])
+    watch = Watch([torch.tensor([[5, 1, 0, 4]], dtype=torch.int32)])
+    assert [watch.look() for _ in range(3)] == [None] * 3 and len(copies) == 1
+    arrived[0] = True
+    assert watch.look() == [Misfits(steps=5, cut=1, coarse=0, first=4)]
+    looks = [watch.look() is not None for _ in range(96)]
+    assert sum(looks) == 12 + 5 and len(copies) == 1 + 12 + 5
