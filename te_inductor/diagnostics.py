@@ -3,13 +3,18 @@
 ``TORCH_LOGS="+te_inductor"`` shows every decision as it is made.
 """
 
+import contextlib
 import logging
+import sys
 import warnings
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+
+import torch
 
 from te_inductor.errors import FallbackError, FallbackWarning
 from te_inductor.presentation.paths import plain
@@ -222,7 +227,24 @@ def say(text: str, fallback: str) -> None:
     if fallback == "error":
         raise FallbackError(text)
     if fallback == "warn":
-        warnings.warn(text, FallbackWarning, stacklevel=3)
+        warnings.warn(text, FallbackWarning, stacklevel=_users_level())
+
+
+# With contextlib, whose decorators stand between their callers and what they decorate.
+_OURS = (str(Path(__file__).parent), str(Path(torch.__file__).parent), contextlib.__file__)
+
+
+def _users_level() -> int:
+    """The `stacklevel` at which `say` names the user's line: that of the first caller in neither this package nor torch,
+    which calls a backend while a call of the user's waits; as `skip_file_prefixes` has it from Python 3.12 on."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and _is_ours(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    return level if not _is_ours(frame.f_code.co_filename) else 2
+
+
+def _is_ours(file: str) -> bool:
+    return file.startswith(_OURS) or file.startswith("<")  # code that torch writes has no file
 
 
 def summary(report: Report) -> str | None:

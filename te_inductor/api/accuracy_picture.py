@@ -4,9 +4,11 @@ Colours mean the same in every picture: decibels from 10 to 40, shares from none
 look."""
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from te_inductor.errors import OptionError
 from te_inductor.presentation.kinds import by_kind, chunks, kind, named
 
 if TYPE_CHECKING:  # which imports this module
@@ -71,7 +73,13 @@ def table(gemms: Sequence["GemmAccuracy"], panel: Panel, layers: dict[str, list[
 
 
 def write(gemms: Sequence["GemmAccuracy"], headline: str, path: Path) -> Path:
-    """Draw it into a file."""
+    """Draw it into a file.
+
+    Raises:
+        OptionError: matplotlib is not installed.
+    """
+    if find_spec("matplotlib") is None:
+        raise OptionError("heat_map found no matplotlib, expected it to draw the picture; pip install matplotlib")
     from matplotlib.figure import Figure
 
     layers = rows(gemms)

@@ -22,14 +22,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if parsed.subcommand is None:
         _parser().print_help()
         return 2
-    from te_inductor.errors import TEInductorError
+    from te_inductor.errors import OptionError, RecipeError, TEInductorError
 
     try:
         run = import_module(f"te_inductor.command.{parsed.subcommand.replace('-', '_')}").run
         return int(run(parsed))
     except TEInductorError as error:
         print(f"te-inductor: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, OptionError | RecipeError) else 1
     except BrokenPipeError:  # of `te-inductor explain … | head`
         sys.stderr.close()
         return 1

@@ -102,13 +102,14 @@ def test_bench_tells_why_an_arm_failed():
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [
-        (("explain", f"{MODELS}:pear"), 1, "unknown function of tests.command.models 'pear'; did you mean 'pair'?"),
-        (("explain", "tests/command/models.py:zzz"), 1, "'zzz'; expected one of Keywords, fails_on_its_way"),
+        (("explain", f"{MODELS}:pear"), 2, "unknown function of tests.command.models 'pear'; did you mean 'pair'?"),
+        (("explain", "tests/command/models.py:zzz"), 2, "'zzz'; expected one of Keywords, fails_on_its_way"),
         (("explain", f"{MODELS}:pair", "--policy", "head"), 2, "--policy: no JSON"),
         ((), 2, ""),
         (("explain", f"{MODELS}:pair", "--html", "no/such/page.html"), 2, "'no/such/page.html' cannot be written"),
         (("report", f"{MODELS}:pair", "--png", "."), 2, "'.' cannot be written; expected a file in a folder"),
-        (("bench", f"{MODELS}:pair", "--recipes", "current", "curent"), 1, "did you mean 'current'?"),
+        (("bench", f"{MODELS}:pair", "--recipes", "current", "curent"), 2, "did you mean 'current'?"),
+        (("explain", f"{MODELS}:pair", "--recipe", "rowvise"), 2, "did you mean 'rowwise'?"),
         (("bench-arms",), 2, "(choose from 'doctor', 'explain', 'bench', 'report', 'tune')"),
     ],
 )

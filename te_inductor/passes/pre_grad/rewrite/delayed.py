@@ -308,8 +308,11 @@ class DelayedSites:
             graph.call_function(ops.record_weight_amax, args)
 
     def _leaf(self) -> fx.Node:
-        """Any input that requires a gradient; a site in training implies one."""
+        """Any input that requires a gradient; a site in training implies one. A graph that may be frozen holds its
+        parameters, each in front of its first reader: such a node is moved to the graph's begin, where this is read."""
         for node in self.graph.nodes:
             if node.op in ("placeholder", "get_attr") and is_tensor(node) and value(node).requires_grad:
+                if node.op == "get_attr":
+                    self.graph.find_nodes(op="placeholder")[-1].append(node)
                 return node  # type: ignore[no-any-return]
         raise RuntimeError("no input of the graph requires a gradient, though a site does")
