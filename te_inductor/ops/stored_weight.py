@@ -160,7 +160,9 @@ class StoredWeight(Tensor):
             raise StoredWeightError(
                 f"{function.__name__} of a weight stored as {args[0].recipe.name}, which is several tensors, as where"
                 " safetensors or save_pretrained write it; expected those of te_inductor.quantized_state_dict(model), which"
-                " load_quantized reads, or torch.save(model.state_dict()), which load_state_dict does behind quantize_"
+                " load_quantized reads, or torch.save(model.state_dict()), which load_state_dict does behind quantize_; for"
+                " save_pretrained store weights by from_pretrained(…,"
+                " quantization_config=te_inductor.integrations.pretrained.StoredWeightsConfig(…)) in place of quantize_"
             )
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Whose line a warning names, and what a missing library and a frozen graph come to."""
+"""Whose line a warning names, what errors of saved models and pictures say, and graphs that may be frozen."""
 
 import inspect
 import warnings
@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+import te_inductor
 from te_inductor.api import accuracy_picture
 from te_inductor.api.accuracy_figures import AccuracyReport
-from te_inductor.errors import FallbackWarning, OptionError
+from te_inductor.errors import FallbackWarning, OptionError, StoredWeightError
 from tests import uncompiled
 
 
@@ -29,6 +30,13 @@ def test_a_heat_map_without_matplotlib_says_what_it_needs(monkeypatch, tmp_path)
         OptionError, match="found no matplotlib, expected it to draw the picture; pip install matplotlib"
     ):
         AccuracyReport().heat_map(tmp_path / "picture.png")
+
+
+def test_what_saves_a_model_is_told_how_stored_weights_are_saved():
+    """`save_pretrained` asks a tensor for its storage."""
+    weight = te_inductor.quantize_(nn.Sequential(nn.Linear(64, 64)), "rowwise")[0].weight
+    with pytest.raises(StoredWeightError, match=r"for save_pretrained store weights by from_pretrained\(…, quant"):
+        weight.storage()
 
 
 @pytest.mark.usefixtures("no_caches")
