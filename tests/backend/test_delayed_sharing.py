@@ -212,3 +212,65 @@ def test_slices_of_a_batched_product():
             grads = [x.grad[i], model.w.grad[i].t(), None]
             oracle.check(x[i].detach(), model.w[i].detach().t(), None, dy[i], y[i].detach(), grads)
             oracle.check_state(state(model), f"w[select_0_{i}].")
+
+
+def _normed_in_place(m, x):
+    y = m.a(x)
+    x.sub_(x.mean(-1, keepdim=True)).div_(100 * x.std(-1, keepdim=True))
+    return y, m.b(x)
+
+
+def _set(m, x):
+    y = m.a(x)
+    x[:] = x * 0.01
+    return y, m.b(x)
+
+
+def _of_a_view(m, x):
+    view = x.view(2, -1, 64)
+    y = m.a(view)
+    x.mul_(0.01)
+    return y, m.b(view)
+
+
+def _weight(m, x):
+    y = m.a(x)
+    m.a.weight.mul_(0.01)
+    return y, m.a(x)
+
+
+WRITTEN = {
+    "itself": (lambda m, x: (m.a(x), m.b(x.mul_(0.01))), 2),
+    "set": (_set, 2),
+    "a view": (_of_a_view, 2),
+    "a norm": (_normed_in_place, 2),
+    "called twice": (lambda m, x: (m.a(x), m.a(x.mul_(0.01))), 1),
+    "weight": (_weight, 1),
+    "behind": (lambda m, x: (m.a(x), m.b(x), x.mul_(0.01)), 1),
+}
+
+
+@pytest.mark.parametrize("program", WRITTEN)
+def test_what_is_written_between_two_readers(program):
+    """Each version of a tensor is recorded, and layers that read two have a quantizer each: none saturates."""
+    run, inputs = WRITTEN[program]
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = (nn.Linear(64, 64, bias=False) for _ in range(2))
+            self.requires_grad_(False)
+
+        def forward(self, x):
+            return run(self, x * 1.0)
+
+    model, x = Model(), torch.randn(64, 64)
+    compiled, kept = te(model), model.a.weight.clone()
+    for _ in range(3):
+        model.a.weight.data.copy_(kept)
+        expected = [y.clone() for y in model(x)]
+        model.a.weight.data.copy_(kept)
+        for low, high in zip(compiled(x), expected, strict=True):
+            assert (low - high).norm() < 0.1 * high.norm()
+    scales = {scale.item() for name, scale in state(model).items() if name.endswith("input.scale")}
+    assert len(scales) == inputs

@@ -18,7 +18,7 @@ gate and up are. Where attention and an MLP read one input (GPT-J, Phi, Falcon),
 of which attention has copies of its own. So the sites whose outputs are saved are a GEMM of their own, unless the others
 are small: unless what they keep takes fewer bytes than the FP8 copy of the input saves."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -81,18 +81,21 @@ def groups(sites: Iterable[tuple[Rule, Match, Recipe, Slots]], writes: Writes) -
     split = (
         part
         for (learns, *_), alike in found.items()
-        for group in _between_writes(alike, writes)
+        for group in between_writes(alike, writes, _read)
         for part in (_parts(group) if learns else [group])
     )
     return [group for group in split if len(group) > 1]
 
 
-def _between_writes(group: list[Match], writes: Writes) -> Iterator[list[Match]]:
-    """The group in pieces, in each of which all read what is there in place of the first: Note [Nodes and values]."""
+def between_writes(
+    group: Sequence[Match], writes: Writes, read: Callable[[Match], list[fx.Node]]
+) -> Iterator[list[Match]]:
+    """The group in pieces, in each of which all that `read` says of a site is what the first one has read: Note [Nodes
+    and values]."""
     rest = sorted(group, key=lambda match: match.node)
     while rest:
         first = rest[0].node
-        piece = [match for match in rest if not writes.between(_read(match), first, match.node)]
+        piece = [match for match in rest if not writes.between(read(match), first, match.node)]
         yield piece
         rest = [match for match in rest if match not in piece]
 

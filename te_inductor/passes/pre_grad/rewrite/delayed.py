@@ -15,7 +15,9 @@ hands an input's changes from the forward to the backward by value, which would 
 did between. There is one update, and one step, for each group of ranks that reduces amaxes (Note [Amax groups]), as a
 rule one. The update takes the copies, and does nothing with them, so that the forward makes them all: what a
 forward's outputs do not hang on, as in ``y + 0 * unused(x)``, AOTAutograd's partitioner leaves to the backward, behind
-the update. Sites that quantize the same tensor share its quantizer, so that it is cast once."""
+the update. Sites that quantize the same tensor share its quantizer, so that it is cast once. Where the graph writes it
+between two sites, each reads other values: both amaxes are recorded, and the sites have a quantizer each: Note [Nodes
+and values]."""
 
 import operator
 from collections.abc import Sequence
@@ -30,6 +32,8 @@ from te_inductor.ops.sharded_weight import ranks_of
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.module_path import holder_path
 from te_inductor.passes.graph.owners import owner_of
+from te_inductor.passes.graph.writes import Writes
+from te_inductor.passes.pre_grad.decide import merging
 from te_inductor.passes.pre_grad.decide.amax_groups import GroupsOf
 from te_inductor.passes.pre_grad.decide.support import is_gathered, is_tensor, value
 from te_inductor.passes.pre_grad.match.rule import Match, call_linears
@@ -92,9 +96,10 @@ class DelayedSites:
         extras: ExtraArguments,
         groups: GroupsOf,
         gathers: GatheredWeights,
+        writes: Writes,
     ) -> None:
         self.bodies, self.inputs, self.recipe, self.slots = bodies, inputs, recipe, recipe.slots()
-        self.extras, self.groups, self.gathers = extras, groups, gathers
+        self.extras, self.groups, self.gathers, self.writes = extras, groups, gathers, writes
         self.graph = bodies.root.graph
         self.paths = {match.node: path for path, match in sites}
         self.forward: _Groups = {}
@@ -107,7 +112,7 @@ class DelayedSites:
         self.quantizers: dict[Reader, _Quantizer] = {}
         self.shared: dict[Reader, list[Reader]] = {}
         self._share([match for _, match in sites], merged)
-        self.recorded: set[tuple[_Quantizer, fx.Node]] = set()
+        self.recorded: dict[tuple[_Quantizer, fx.Node], fx.Node] = {}  # and the first site that reads what is recorded
         self.in_grad_mode = bodies.in_grad_mode()
         # torch may put grad-mode and autocast nodes before the inputs, as where DDP splits a graph.
         inputs_end = self.graph.find_nodes(op="placeholder")[-1]
@@ -128,18 +133,23 @@ class DelayedSites:
         return self.read
 
     def _share(self, sites: Sequence[Match], merged: Sequence[Sequence[Match]]) -> None:
-        """Sites that read the same tensor have one quantizer for it, and merged sites one a slot."""
-        readers: dict[fx.Node, list[Reader]] = {}
+        """Sites that read the same values of a tensor have one quantizer for it, and merged sites one a slot."""
+        of_x: dict[fx.Node, list[Match]] = {}
         for match in sites:
             if match.groups or value(match.weight).dim() == 2:  # each of an unrolled batch has an input of its own
-                readers.setdefault(match.x, []).append(self._reader(match, match.weight, "input"))
+                of_x.setdefault(match.x, []).append(match)
+        readers = (
+            [self._reader(match, match.weight, "input") for match in piece]
+            for alike in of_x.values()
+            for piece in merging.between_writes(alike, self.writes, lambda match: [match.x])
+        )
         of_groups = (
             [self._reader(match, match.weight, slot) for match in group]
             for group in merged
             if group[0].node in self.paths
             for slot in ("weight", "grad_output")
         )
-        for group in (*readers.values(), *of_groups):
+        for group in (*readers, *of_groups):
             joined = list(dict.fromkeys(other for reader in group for other in self.shared.get(reader, [reader])))
             self.shared |= dict.fromkeys(joined, joined)
 
@@ -284,10 +294,9 @@ class DelayedSites:
                 self.without_group.append(quantizer.state.site)
 
     def _record(self, quantizer: _Quantizer, pieces: Sequence[fx.Node], match: Match) -> None:
-        """Record a tensor's amax, once however many sites read it."""
+        """Record a tensor's amax, once however many sites read the same values of it. The sites come last first."""
         self._add(self.forward, quantizer)
-        new = [piece for piece in pieces if (quantizer, piece) not in self.recorded]
-        self.recorded.update((quantizer, piece) for piece in new)
+        new = [piece for piece in pieces if self._is_new(quantizer, piece, match.node)]
         if new:
             graph = new[0].graph
             if match.parallel is not None:
@@ -297,13 +306,18 @@ class DelayedSites:
             flat = [graph.call_function(torch.ops.aten.reshape.default, (piece, [-1, match.sizes[2]])) for piece in new]
             graph.call_function(ops.record_amax, (flat, self.bodies.hand(quantizer.amax, graph)))
 
+    def _is_new(self, quantizer: _Quantizer, tensor: fx.Node, site: fx.Node) -> bool:
+        """Whether nothing records what a site reads of a tensor yet. The amax of what is written in between is another."""
+        behind = self.recorded.get((quantizer, tensor))
+        self.recorded[quantizer, tensor] = site
+        return behind is None or self.writes.between([tensor], site, behind)
+
     def _record_gathered(self, quantizer: _Quantizer, match: Match) -> None:
         """Record the amax of this rank's rows of a weight that is gathered in low precision."""
         self._add(self.forward, quantizer)
         gather, graph = match.gather, match.node.graph
         assert gather is not None  # it is gathered
-        if (quantizer, gather.shard) not in self.recorded:
-            self.recorded.add((quantizer, gather.shard))
+        if self._is_new(quantizer, gather.shard, match.node):
             args = (gather.shard, gather.dtype, self.bodies.hand(quantizer.amax, graph))
             graph.call_function(ops.record_weight_amax, args)
 

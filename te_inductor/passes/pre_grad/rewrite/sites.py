@@ -113,6 +113,6 @@ def _delayed_sites(
     bodies = Bodies(plan.gm)
     groups = GroupsOf(plan.gm.graph, plan.options, plan.inputs, state.held)
     return {
-        recipe: delayed.DelayedSites(bodies, state, recipe, found, plan.merged, extras, groups, gathers)
+        recipe: delayed.DelayedSites(bodies, state, recipe, found, plan.merged, extras, groups, gathers, plan.writes)
         for recipe, found in by_recipe.items()
     }
