@@ -13,8 +13,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from te_inductor import ops
+from te_inductor.errors import StoredWeightError
 from te_inductor.ops import experts as ops_experts
 from te_inductor.ops import stored_weight
 from te_inductor.ops.stored_weight import Float8Weight, NVFP4Weight, StoredWeight
@@ -42,6 +44,7 @@ class StoredExperts(StoredWeight):
     ) -> None:
         super().__init__(parts, shape, dtype, recipe)
         self.transposed = transposed
+        self.unread: WeakIdKeyDictionary = WeakIdKeyDictionary()  # what was picked of this memory, and is not read yet
         if parts[0].is_cuda:
             stored_weight.register_kernels()
 
@@ -107,7 +110,16 @@ class StoredExperts(StoredWeight):
     def turned(self) -> "StoredExperts":
         """Its transpose."""
         e, rows, columns = self.shape
-        return type(self)(self.parts, torch.Size((e, columns, rows)), self.dtype, self.recipe, not self.transposed)
+        shape = torch.Size((e, columns, rows))
+        return self._of_same_memory(type(self)(self.parts, shape, self.dtype, self.recipe, not self.transposed))
+
+    def aliased(self) -> "StoredExperts":
+        """The same memory once more."""
+        return self._of_same_memory(self.with_parts(tuple(aten.alias.default(part) for part in self.parts)))
+
+    def _of_same_memory(self, other: "StoredExperts") -> "StoredExperts":
+        other.unread = self.unread
+        return other
 
     def with_parts(self, parts: tuple[Tensor, ...], dtype: torch.dtype | None = None) -> "StoredExperts":
         return type(self)(parts, self.shape, dtype or self.dtype, self.recipe, self.transposed)
@@ -198,10 +210,12 @@ class Float8Experts(StoredExperts):
 
 
 class PickedExperts(Tensor):
-    """``experts[ids]``, (S, N, K) or (S, K, N): nothing is read before a product asks for it."""
+    """``experts[ids]``, (S, N, K) or (S, K, N): no weight is read before a product asks for it, or before it is
+    written. Which ones is known from the begin: whoever writes the numbers later changes nothing, as with any index.
+    """
 
     experts: StoredExperts
-    ids: Tensor  # (S,)
+    ids: Tensor  # (S,), negative ones from the last expert on
 
     @staticmethod
     def __new__(cls, experts: StoredExperts, ids: Tensor) -> "PickedExperts":
@@ -210,6 +224,19 @@ class PickedExperts(Tensor):
 
     def __init__(self, experts: StoredExperts, ids: Tensor) -> None:
         self.experts, self.ids = experts, ids
+        experts.unread[self] = None
+
+    @classmethod
+    def of(cls, experts: StoredExperts, ids: Tensor) -> "PickedExperts":
+        """Of numbers that may be written later."""
+        return cls(experts, ids.clone())
+
+    def read(self) -> None:
+        """Have a copy of the experts that were picked, as their weights are about to be written."""
+        experts = self.experts
+        parts = tuple(_rows(part, self.ids) for part in experts.parts)
+        self.experts = type(experts)(parts, self.shape, experts.dtype, experts.recipe, experts.transposed)
+        self.ids = torch.arange(self.shape[0], device=self.ids.device, dtype=self.ids.dtype)
 
     def dequantize(self) -> Tensor:  # type: ignore[override]
         return self.experts.picked(self.ids)
@@ -229,6 +256,14 @@ class PickedExperts(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        written = [one.name for one in op._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
+        given = dict(zip((one.name for one in op._schema.arguments), args, strict=False)) | (kwargs or {})
+        if any(isinstance(given.get(name), PickedExperts) for name in written):
+            raise StoredWeightError(
+                f"{op} on experts picked from a weight stored in low precision, expected them to be read alone; dequantize()"
+                " makes them plain"
+            )
+
         def plain() -> Any:
             known = (PickedExperts, StoredWeight)
             given = torch.utils._pytree.tree_map_only(known, lambda one: one.dequantize(), (args, kwargs or {}))
@@ -324,7 +359,7 @@ def _index(weight: Any, indices: Any) -> Any:
 def _picks(weight: Any, dim: int, ids: Tensor) -> Any:
     if not isinstance(weight, StoredExperts) or dim % 3 or ids.dtype not in (torch.int64, torch.int32):
         return NotImplemented
-    return PickedExperts(weight, ids) if ids.dim() == 1 else weight.picked(ids)
+    return PickedExperts.of(weight, ids) if ids.dim() == 1 else weight.picked(ids)
 
 
 def _select(weight: Any, dim: int, index: int) -> Any:
@@ -351,12 +386,14 @@ def _same_shape(weight: Any, size: Sequence[Any], **_: Any) -> Any:
 def _alias(weight: Any) -> Any:
     if isinstance(weight, PickedExperts):
         return PickedExperts(weight.experts, weight.ids)
-    return weight.with_parts(tuple(aten.alias.default(part) for part in weight.parts))
+    return weight.aliased()
 
 
-def _picked_alone(op: Callable[[Any], Any]) -> Callable[..., Any]:
-    """What `StoredWeight` has a handler of its own for."""
-    return lambda weight, *args, **kwargs: op(weight) if isinstance(weight, PickedExperts) else NotImplemented
+def _copy(target: Any, source: Any, non_blocking: bool = False) -> Any:
+    """What was picked of a weight that is written is read before that."""
+    for picked in list(target.unread) if isinstance(target, StoredExperts) else ():
+        picked.read()
+    return NotImplemented
 
 
 _HANDLERS: dict[str, Callable[..., Any]] = {
@@ -369,5 +406,6 @@ _HANDLERS: dict[str, Callable[..., Any]] = {
     "aten::transpose.int": _transpose,
     "aten::permute": _permute,
     **dict.fromkeys(("aten::expand", "aten::view", "aten::_unsafe_view", "aten::reshape"), _same_shape),
-    **dict.fromkeys(("aten::detach", "aten::alias"), _picked_alone(_alias)),
+    **dict.fromkeys(("aten::detach", "aten::alias"), _alias),
+    "aten::copy_": _copy,
 }

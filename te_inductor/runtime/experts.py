@@ -107,8 +107,9 @@ def product_of_whole(
 
 
 def sorted_by_expert(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Which row stands at each place when rows stand by expert, (M,), and where each expert's end, (E,) int32."""
-    numbers, order = torch.sort(ids, stable=True)
+    """Which row stands at each place when rows stand by expert, (M,), and where each expert's end, (E,) int32. Negative
+    numbers count from the last expert on."""
+    numbers, order = torch.sort(torch.where(ids < 0, ids + experts, ids), stable=True)
     wanted = torch.arange(experts, device=ids.device, dtype=ids.dtype)
     return order, torch.searchsorted(numbers, wanted, right=True).int()
 
@@ -145,4 +146,6 @@ def _rows(ends: Tensor | None, ids: Tensor | None, experts: int) -> Iterator[tup
         return
     assert ids is not None
     for expert in ids.unique().tolist():
+        if not -experts <= expert < experts:
+            raise IndexError(f"expert {expert} of {experts}, expected a number from {-experts} to {experts - 1}")
         yield expert % experts, (ids == expert).nonzero()[:, 0]

@@ -17,6 +17,7 @@ from te_inductor.api.quantization import quantize_
 from te_inductor.errors import FallbackWarning, StoredWeightError
 from te_inductor.ops.stored_experts import Float8Experts, NVFP4Experts, PickedExperts, StoredExperts
 from te_inductor.ops.stored_weight import Float8Weight, NVFP4Weight, StoredWeight
+from te_inductor.runtime.experts import sorted_by_expert
 
 E, N, K = 5, 48, 96
 RECIPES = ["nvfp4_weight_only", "rowwise", "current", "block"]
@@ -403,3 +404,57 @@ def test_flops_are_those_of_rows(inputs):
             with torch.no_grad(), FlopCounterMode(display=False) as counter:
                 w.product(x, *groups)
             assert counter.get_total_flops() == 2 * len(x) * N * K
+
+
+def _plus_one(model: nn.Module, x: Tensor, ids: Tensor) -> Tensor:
+    picked = model.w[ids]
+    ids.add_(1)
+    return torch.bmm(picked, x.unsqueeze(-1)).squeeze(-1)
+
+
+def _selected(model: nn.Module, x: Tensor, ids: Tensor) -> Tensor:
+    picked = model.w.index_select(0, ids).transpose(1, 2)
+    ids.view(-1).zero_()
+    return torch.bmm(x.unsqueeze(1), picked).squeeze(1)
+
+
+def _copied_into(model: nn.Module, x: Tensor, ids: Tensor) -> Tensor:
+    picked, turned = model.w[ids], model.w.detach().mT[ids]
+    model.w.copy_(-model.w.dequantize() if isinstance(model.w, StoredExperts) else -model.w)
+    late = torch.bmm(model.w[ids], x.unsqueeze(-1)).squeeze(-1)
+    return torch.bmm(picked, x.unsqueeze(-1)).squeeze(-1) + torch.bmm(x.unsqueeze(1), turned).squeeze(1) - 3 * late
+
+
+def _negative(model: nn.Module, x: Tensor, ids: Tensor) -> Tensor:
+    return torch.bmm(model.w[ids - E], x.unsqueeze(-1)).squeeze(-1)
+
+
+@few_recipes
+@pytest.mark.parametrize("program", [_plus_one, _selected, _copied_into, _negative])
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+def test_what_is_picked_is_what_plain_weights_give(program, recipe, compiles):
+    """Whatever is written between the index and the product, and also of numbers from the end."""
+    model, plain = stored(recipe), Experts().requires_grad_(False)
+    plain.w.copy_(model.w.dequantize())
+    run = torch.compile(program, backend="te", fullgraph=True, options={"fallback": "error"}) if compiles else program
+    x, ids = torch.randn(4, K), torch.tensor([2, 0, 3, 1])
+    with torch.no_grad():
+        found, expected = run(model, x, ids.clone()), program(plain, x, ids.clone())
+    assert (found - expected).norm() < 1e-2 * expected.norm()  # of another order of sums, and of casts of -w
+
+
+def test_rows_that_are_sorted_by_expert():
+    """As kernels of many rows have them: negative numbers are those of the last experts."""
+    ids = torch.tensor([3, -1, 0, -5, 4])
+    order, ends = sorted_by_expert(ids, E)
+    assert order.tolist() == [2, 3, 0, 1, 4] and ends.tolist() == [2, 2, 2, 3, 5]
+
+
+def test_picked_experts_are_read_alone():
+    model, ids = stored("rowwise"), torch.tensor([1, 2])
+    with torch.no_grad():
+        for write in (lambda picked: picked.mul_(2), lambda picked: picked.copy_(torch.zeros(2, N, K))):
+            with pytest.raises(StoredWeightError, match="expected them to be read alone"):
+                write(model.w[ids])
+        with pytest.raises(IndexError, match="expert 5 of 5"):
+            torch.bmm(model.w[torch.tensor([5])], torch.randn(1, K, 1))
