@@ -71,7 +71,7 @@ def te(
     if any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs):
         _start_workers()
     inductor = _inductor(plan, name)
-    if found.failure is not None or not plan.candidates:
+    if found.failure is not None or not (plan.candidates or any(site.is_changed for site in plan.attention)):
         compiled = inductor(gm, example_inputs)
     else:
         compiled = _compile_or_restore(plan, inductor, originals)
@@ -113,7 +113,7 @@ def _failed(report: Report, reason: str, failure: str) -> Report:
         site if site.kernel == "high_precision" else replace(site, kernel="high_precision", reason=reason)
         for site in report.sites
     ]
-    return replace(report, sites=sites, failure=failure, flops=replace(report.flops, low=0))
+    return replace(report, sites=sites, attention=[], failure=failure, flops=replace(report.flops, low=0))
 
 
 _cut_is_noted = False

@@ -12,6 +12,8 @@ wgrad       ``"grad"``, ``"main_grad"``, ``"deferred"``  ``"grad"``; ``"main_gra
                                                          fp32, ``"deferred"`` computes them in `backward_dw`
 weights     ``"each_call"``, ``"once"``                  ``"each_call"``; ``"once"`` casts a weight again when it has
                                                          changed, and keeps its copies: 2 bytes a weight in training
+attention   ``"auto"``, ``"as_written"``                 ``"auto"``: a mask that is proven to be causal, a window, a
+                                                         padding is no tensor; ``"as_written"`` leaves masks alone
 amax_group  a DeviceMesh, a ProcessGroup, the name of    None: the ranks that share each parameter. Delayed scaling
             one, or ``"none"``                           reduces amaxes over it; ``"none"``: over no ranks
 mode        as in ``torch.compile(mode=…)``              None; here because torch refuses mode= beside options=
@@ -39,11 +41,13 @@ from te_inductor.errors import OptionError, unknown, wrong_type
 Fallback = Literal["warn", "error", "silent"]
 Weights = Literal["each_call", "once"]
 Wgrad = Literal["grad", "main_grad", "deferred"]
+Attention = Literal["auto", "as_written"]
 
-OWN_OPTIONS = ("recipe", "policy", "fallback", "weights", "wgrad", "amax_group", "mode")
+OWN_OPTIONS = ("recipe", "policy", "fallback", "weights", "wgrad", "attention", "amax_group", "mode")
 FALLBACKS = ("warn", "error", "silent")
 WEIGHTS = ("each_call", "once")
 WGRADS = ("grad", "main_grad", "deferred")
+ATTENTIONS = ("auto", "as_written")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 TABLES = "TE_INDUCTOR_TABLES"  # of no compile: a folder of tables that `te-inductor tune` has written
 VARIABLES = {name: f"TE_INDUCTOR_{name.upper()}" for name in OWN_OPTIONS}
@@ -61,10 +65,19 @@ class Options:
     fallback: Fallback = "warn"
     weights: Weights = "each_call"
     wgrad: Wgrad = "grad"
+    attention: Attention = "auto"
     amax_group: Any = None
     amax_group_name: str = "option 'amax_group'"
     mode: str | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
+
+    def in_cuda_graphs(self) -> bool:
+        """Whether Inductor records CUDA graphs."""
+        import torch
+        from torch._inductor import config
+
+        patches = torch._TorchCompileInductorWrapper(self.mode, dict(self.inductor), None).config
+        return bool(patches.get("triton.cudagraphs", config.triton.cudagraphs))
 
 
 def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> Options:
@@ -93,6 +106,7 @@ def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> 
         cast(Fallback, _choice(given, "fallback", FALLBACKS)),
         cast(Weights, _choice(given, "weights", WEIGHTS)),
         cast(Wgrad, _choice(given, "wgrad", WGRADS)),
+        cast(Attention, _choice(given, "attention", ATTENTIONS)),
         group,
         group_source or "option 'amax_group'",
         mode,

@@ -52,6 +52,17 @@ class Site:
     wire: str | None = None  # of an fprop whose operands come from other ranks in the graph: in which format, and why
 
 
+@dataclass(frozen=True)
+class AttentionSite:
+    """One place of the model that computes attention."""
+
+    fqn: str  # module path
+    mask: str  # what it is proven to be: "full", "causal", "causal, window", "causal, padded", …; "dense" of a tensor
+    kernel: str
+    reason: str | None = None  # why its mask stays a tensor; None where it does not
+    slow: bool = False  # whether that costs a GPU as much as a layer
+
+
 class Unmet(NamedTuple):
     """An option that has no effect on a site in low precision, and the reason."""
 
@@ -141,6 +152,7 @@ class Report:
         default_factory=list
     )  # entries whose recipe no site has: globs, names of functions
     unmet: list[Unmet] = field(default_factory=list)
+    attention: list[AttentionSite] = field(default_factory=list)
     failure: str | None = None  # traceback of a failure inside our own passes
     flops: Flops = field(default_factory=Flops)
     speedup: str | None = None  # a sentence about what low precision saves, of `explain`
@@ -179,6 +191,7 @@ def merge(reports: Iterable[Report]) -> Report:
         sites=[site for report in reports for site in report.sites],
         unused_policy=[entry for entry in unused if all(entry in report.unused_policy for report in reports)],
         unmet=[unmet for report in reports for unmet in report.unmet],
+        attention=[site for report in reports for site in report.attention],
         failure="\n".join(report.failure for report in reports if report.failure) or None,
         weights=[weight for report in reports for weight in report.weights],
         flops=Flops(
@@ -270,6 +283,11 @@ def summary(report: Report) -> str | None:
         )
     for (option, reason), unmet in _grouped(report.unmet, lambda one: (one.option, one.reason)):
         lines.append(f"te_inductor: option {option!r} does not reach, because {reason}: {shown(u.fqn for u in unmet)}")
+    for reason, attention in _grouped([site for site in report.attention if site.slow], lambda one: one.reason):
+        names = shown(site.fqn for site in attention)
+        lines.append(
+            f"te_inductor: attention reads its mask as a tensor, several times slower, because {reason}: {names}"
+        )
     if report.failure:
         lines.append(f"te_inductor: compiled without low precision, because a pass of ours failed:\n{report.failure}")
     return "\n".join(lines) or None

@@ -8,6 +8,7 @@ if torch.__version__ < (2, 11):  # type: ignore[operator]
         f"te_inductor needs torch 2.11 or later, found {torch.__version__}; pip install --upgrade 'torch>=2.11'"
     )
 
+from te_inductor.compat.attention import MASK_MOD, flex_constants
 from te_inductor.compat.checkpoints import checkpoint_of_call
 from te_inductor.compat.compilers import width_of_right_vectors
 from te_inductor.compat.constants import ConstantMeta, constant_type_name, register_constant
@@ -47,6 +48,7 @@ from te_inductor.compat.wrappers import (
 )
 
 __all__ = [
+    "MASK_MOD",
     "PATCHES",
     "ConstantMeta",
     "Gathered",
@@ -63,6 +65,7 @@ __all__ = [
     "concatenated",
     "constant_type_name",
     "ddp_group_of",
+    "flex_constants",
     "gathered",
     "guard_on",
     "guard_on_attribute",

@@ -1,9 +1,9 @@
 """The op set: fine-grained, functional ops whose graph Inductor can fuse, and the linear layer made of them. One file a
 family: `casts`, `gemm`, `delayed`, `linear`, `grouped` and `grouped_linear` (of experts), `stored` (weights in low
-precision), `attention` (of decoding); `written_out` (what leaves this process).
+precision), `attention` (of decoding), `masked_attention`; `written_out` (what leaves this process).
 """
 
-from te_inductor.ops import stored  # noqa: F401 (defines stored weights' ops)
+from te_inductor.ops import masked_attention, stored  # noqa: F401 (define their ops)
 from te_inductor.ops.casts import (
     Copy,
     copies,

@@ -58,6 +58,18 @@ def headline(report: "Report") -> str:
     return line if report.flops.share is None else f"{line}\n{report.flops}"
 
 
+def attention(report: "Report") -> list[str]:
+    """What each mask is proven to be and which kernel computes attention by it, and why not another."""
+    found: dict[tuple[str, str, str | None], list[str]] = {}
+    for site in report.attention:
+        found.setdefault((site.mask, site.kernel, site.reason), []).append(site.fqn)
+    fqns = [site.fqn for site in report.attention]
+    return [
+        f"attention, mask {mask}: {kernel}{f', because {reason}' if reason else ''}: {_names(paths, fqns)}"
+        for (mask, kernel, reason), paths in found.items()
+    ]
+
+
 def tail(report: "Report") -> list[str]:
     """Options without effect, what goes between ranks, the estimate, and a failure of ours."""
     from te_inductor.diagnostics import HIDDEN, nearest
@@ -76,6 +88,7 @@ def tail(report: "Report") -> list[str]:
         if site.wire is not None:
             wires.setdefault(site.wire, []).append(site.fqn)
     lines += [f"{_names(paths, fqns)}: {wire}" for wire, paths in wires.items()]
+    lines += attention(report)
     lines += [report.speedup] if report.speedup else []
     return lines + ([report.failure] if report.failure else [])
 

@@ -32,8 +32,10 @@ _OPERATORS = frozenset(
     getattr(operator, called)
     for called in "setitem iadd isub imul imatmul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift".split()
 )
-# What changes no values, whatever its name says.
-_KEEPS_VALUES = frozenset("requires_grad_ detach_ retain_grad share_memory_ rename_ is_shared".split())
+# What changes no values, whatever its name says; the last are functions named so because Python has the word.
+_KEEPS_VALUES = frozenset(
+    "requires_grad_ detach_ retain_grad share_memory_ rename_ is_shared and_ or_ not_ is_".split()
+)
 # What gives a tensor other memory, after which its node no longer says what it had before.
 _MOVES = frozenset(("set_", "resize_", "resize_as_", "swap_tensors"))
 # What returns its operand, or a view of it, that counts its versions.

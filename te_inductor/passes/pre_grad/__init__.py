@@ -8,6 +8,8 @@ passes: EXPORTED is for exported programs, TRACED for graphs of forward and back
 
 from collections.abc import Callable
 
+from te_inductor.passes.pre_grad.attention.rewrite import rewrite_attention
+from te_inductor.passes.pre_grad.attention.sites import match_attention
 from te_inductor.passes.pre_grad.decide.exchanged import check_exchanges
 from te_inductor.passes.pre_grad.decide.gathered import check_gathers
 from te_inductor.passes.pre_grad.decide.report import report_sites
@@ -42,10 +44,8 @@ from te_inductor.passes.pre_grad.rewrite.traced import (
 
 Pass = Callable[[Plan], None]
 
+_OPENED: tuple[Pass, ...] = (write_numbers, inline_attention, inline_contractions, match_attention)
 _WEIGHED: tuple[Pass, ...] = (
-    write_numbers,
-    inline_attention,
-    inline_contractions,
     match_sites,
     list_products,
     resolve_recipes,
@@ -53,9 +53,9 @@ _WEIGHED: tuple[Pass, ...] = (
     weigh_sites,
 )
 _DECIDED: tuple[Pass, ...] = (check_gathers, check_exchanges, merge_sites, check_extras, report_sites)
-DECIDE: tuple[Pass, ...] = (*_WEIGHED, *_DECIDED)
+DECIDE: tuple[Pass, ...] = (*_OPENED, *_WEIGHED, *_DECIDED)
 _REWRITE: tuple[Pass, ...] = (compare_ranks, guard_extras, start_builds, rewrite_permutations, rewrite_sites)
-PASSES: tuple[Pass, ...] = (*_WEIGHED, follow_ranks, *_DECIDED, *_REWRITE)
+PASSES: tuple[Pass, ...] = (*_OPENED, rewrite_attention, *_WEIGHED, follow_ranks, *_DECIDED, *_REWRITE)
 
 _CHECKED: tuple[Pass, ...] = (list_products, resolve_recipes, check_sites, refuse_what_has_no_place)
 _REPORTED: tuple[Pass, ...] = (weigh_sites, report_sites)

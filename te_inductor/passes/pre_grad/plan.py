@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from te_inductor.config import Options
 from te_inductor.diagnostics import Refusal, Report
 from te_inductor.passes.graph import writes
+from te_inductor.passes.pre_grad.attention.site import Attention
 from te_inductor.passes.pre_grad.decide import regions
 from te_inductor.passes.pre_grad.match import contractions
 from te_inductor.passes.pre_grad.match.products import Product
@@ -104,6 +105,7 @@ class Plan:
     inputs: Sequence[Any] = ()  # the graph's, as Dynamo hands them to a backend: parameters are the model's own
     inlined: dict[fx.Node, contractions.Inlined] = field(default_factory=dict)  # layers that were written otherwise
     candidates: list[Candidate] = field(default_factory=list)
+    attention: list[Attention] = field(default_factory=list)
     products: list[Product] = field(default_factory=list)  # all of the graph, the candidates' too
     unlowered: list[Unlowered] = field(default_factory=list)
     merged: list[list[Match]] = field(default_factory=list)  # sites that are one GEMM

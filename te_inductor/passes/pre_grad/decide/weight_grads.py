@@ -121,7 +121,7 @@ def guard_on_totals(matches: Iterable[Match], bodies: Bodies, examples: Sequence
 
 
 def _not_deferred(slots: Slots, parameter: object, device: torch.device, options: Options) -> Refusal | None:
-    if device.type == "cuda" and _in_cuda_graphs(options):
+    if device.type == "cuda" and options.in_cuda_graphs():
         return Refusal("its operands would be in a CUDA graph's memory, which the next replay overwrites")
     if slots.wgrad.microscaled and targets.of(device).multiplies(slots.wgrad):
         return Refusal(
@@ -130,10 +130,3 @@ def _not_deferred(slots: Slots, parameter: object, device: torch.device, options
     if isinstance(parameter, torch.Tensor) and compat.is_gathered(parameter):
         return Refusal("FSDP reduces the parameter's gradient at the end of the backward")
     return None
-
-
-def _in_cuda_graphs(options: Options) -> bool:
-    from torch._inductor import config
-
-    patches = torch._TorchCompileInductorWrapper(options.mode, dict(options.inductor), None).config
-    return bool(patches.get("triton.cudagraphs", config.triton.cudagraphs))

@@ -236,10 +236,12 @@ def traced_into(
     function: Callable[..., Sequence[Tensor | None]],
     operands: Sequence[fx.Node],
     place: fx.Node,
+    mode: Any = None,
 ) -> list[Any]:
-    """A function's ops, put into a graph at its insertion point, in the place of a node; what it returned, as nodes."""
+    """A function's ops, put into a graph at its insertion point, in the place of a node; what it returned, as nodes.
+    Without operands it is traced in `mode`, a mode of fake tensors."""
     inputs = [value(operand) for operand in operands]
-    with inputs[0].fake_mode, enable_python_dispatcher(), torch.no_grad():  # type: ignore[attr-defined]
+    with mode or inputs[0].fake_mode, enable_python_dispatcher(), torch.no_grad():  # type: ignore[attr-defined]
         made = make_fx(function)(*inputs)
     copies = dict(zip(made.graph.find_nodes(op="placeholder"), operands, strict=True))
     known = set(copies)

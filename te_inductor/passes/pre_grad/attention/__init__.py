@@ -1,0 +1,1 @@
+"""Attention: what its mask is proven to be, and which kernel then computes it."""

@@ -1,0 +1,232 @@
+"""Attention that a model writes out: products, a scale, a soft cap, masks, sinks, a softmax.
+
+A sink is one more score of each head, which takes a part of the weights and has no value: gpt-oss concatenates it to the
+scores and drops its weight. With Z the sum of the exponentials of the other scores, what is left of the output is
+``Z / (Z + exp(sink))``, the sigmoid of ``log Z - sink``."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from te_inductor.passes.graph.aliases import name
+from te_inductor.passes.pre_grad.attention import masks
+from te_inductor.passes.pre_grad.attention.expressions import Expr, number, truth
+from te_inductor.passes.pre_grad.attention.formulas import Reader
+from te_inductor.passes.pre_grad.attention.masks import Scores
+from te_inductor.passes.pre_grad.decide.support import is_tensor, value
+
+_CASTS = frozenset("to type type_as float half bfloat16".split())
+_PRODUCTS = frozenset("matmul bmm".split())
+
+
+@dataclass
+class Written:
+    """The parts of attention that ends in a product with v."""
+
+    q: fx.Node  # (B, H, L, D)
+    k: fx.Node  # (B, H, S, D)
+    v: fx.Node  # (B, H, S, D of v)
+    scale: float = 1.0
+    softcap: float | None = None
+    sinks: fx.Node | None = None  # that broadcasts to (B, H, L, 1)
+    predicate: Expr = sympy.true  # over masks.PLACES: where a query attends to a key
+    smallest: bool = False  # as masks.Mask has it
+    given: fx.Node | None = None  # a mask, whose shape has the sizes
+
+
+def match(product: fx.Node, reader: Reader) -> Written | None:
+    """The attention that ends in a product; None where it does not, or where something else reads what is inside."""
+    if name(product) not in _PRODUCTS or len(product.args) != 2 or not all(map(is_tensor, product.args)):
+        return None
+    weights, v = product.args
+    if value(v).dim() != 4:  # type: ignore[arg-type]
+        return None
+    walk = _Walk(product)
+    node = walk.back(weights, _CASTS)
+    node = walk.without_dropout(node)
+    node = walk.back(node, _CASTS)
+    has_sinks = node is not None and _drops_last(node)
+    node = walk.step(node, 0) if has_sinks else node
+    softmax = node
+    if softmax is None or name(softmax) != "softmax" or not _is_last(_argument(softmax, 1, "dim"), softmax):
+        return None
+    node = walk.step(softmax, 0)
+    found = Written(v, v, v)  # type: ignore[arg-type]
+    if has_sinks:
+        node = _without_largest(node, walk)
+        if node is None or name(node) != "cat" or not _is_last(_argument(node, 1, "dim"), node):
+            return None
+        pieces = _argument(node, 0, "tensors")
+        if len(pieces) != 2 or not statically_known_true(value(pieces[1]).shape[-1] == 1):
+            return None
+        found.sinks = pieces[1]
+        node = walk.into(pieces[0])
+    return _scores(node, found, walk, reader)
+
+
+def _scores(node: fx.Node | None, found: Written, walk: "_Walk", reader: Reader) -> Written | None:
+    """What is done to the product of q and k, the last first: masks, a soft cap, a scale."""
+    node = walk.back(node, _CASTS)
+    if node is None:
+        return None
+    scores = Scores.of(value(node), value(node).shape[-1])
+    hides: list[bool] = []
+    while node is not None and (hidden := _mask(node, scores, reader)) is not None:
+        predicate, smallest, operand, given = hidden
+        found.predicate = found.predicate & predicate
+        found.given = found.given or given
+        hides.append(smallest)
+        node = walk.back(walk.into(operand), _CASTS)
+    found.smallest = any(hides)
+    node = _softcap(node, found, walk)
+    while node is not None and name(node) in ("mul", "truediv", "div"):
+        by = next((number(one) for one in node.args if not is_tensor(one)), None)
+        if by is None or not by.is_number or not is_tensor(node.args[0]):
+            return None
+        found.scale *= float(by) if name(node) == "mul" else 1 / float(by)
+        node = walk.back(walk.step(node, 0), _CASTS)
+    if node is None or name(node) not in _PRODUCTS or not all(map(is_tensor, node.args)) or len(node.args) != 2:
+        return None
+    found.q, turned = node.args  # type: ignore[assignment]
+    if value(found.q).dim() != 4 or not _turns(turned):
+        return None
+    found.k = turned.args[0]  # type: ignore[union-attr, assignment]
+    dtypes = {value(one).dtype for one in (found.q, found.k, found.v, walk.end)}
+    return found if walk.is_closed() and len(dtypes) == 1 else None
+
+
+def _mask(node: fx.Node, scores: Scores, reader: Reader) -> tuple[Expr, bool, Any, Any] | None:
+    """Where a node leaves scores as they are, whether it is the smallest number that stands elsewhere, the scores, and
+    the mask."""
+    called, operands = name(node), [one for one in node.args if is_tensor(one)]
+    operand: Any
+    mask: Any
+    if called == "add" and len(operands) == 2 and not node.kwargs:
+        for operand, mask in (operands, operands[::-1]):
+            if value(mask).dim() <= 4 and statically_known_true(value(mask).shape[-1] == scores.keys):
+                read = masks.read(mask, reader, scores)
+                if isinstance(read, masks.Mask) and value(mask).dtype != torch.bool:
+                    return sympy.And(*read.conditions), read.smallest, operand, mask
+        return None
+    if called == "masked_fill" and len(node.args) == 3:
+        operand, mask, fill = node.args
+    elif called == "where" and len(node.args) == 3:
+        mask, operand, fill = node.args
+    else:
+        return None
+    if not (is_tensor(mask) and is_tensor(operand) and value(mask).dtype is torch.bool):
+        return None
+    if value(operand).dim() != 4 or value(node).shape != value(operand).shape:
+        return None
+    lowest = _lowest(fill, value(node).dtype, reader)
+    if lowest is None:
+        return None
+    shape = scores.sizes
+    held = truth(reader.read(mask).broadcast(shape, masks.PLACES))
+    return (held if called == "where" else ~held), lowest, operand, mask
+
+
+def _lowest(fill: Any, dtype: torch.dtype, reader: Reader) -> bool | None:
+    """Whether a number hides a score as the smallest one, not as minus infinity; None where it does not."""
+    if is_tensor(fill):
+        found = reader.read(fill)
+        filled = found.at(()) if not found.shape else None
+    else:
+        filled = number(fill)
+    if filled == -sympy.oo:
+        return False
+    return True if filled is not None and filled == sympy.Rational(torch.finfo(dtype).min) else None
+
+
+def _softcap(node: fx.Node | None, found: Written, walk: "_Walk") -> fx.Node | None:
+    """``tanh(scores / cap) * cap``."""
+    if node is None or name(node) != "mul" or not is_tensor(node.args[0]) or name(node.args[0]) != "tanh":
+        return node
+    cap, tanh = number(node.args[1]), walk.step(node, 0)
+    inner = walk.step(tanh, 0)
+    if cap is None or inner is None or name(inner) not in ("truediv", "div") or number(inner.args[1]) != cap:
+        return None
+    found.softcap = float(cap)
+    return walk.back(walk.step(inner, 0), _CASTS)
+
+
+def _without_largest(node: fx.Node | None, walk: "_Walk") -> fx.Node | None:
+    """What ``x - x.max(-1, keepdim=True).values`` is made of: a softmax does not see the difference."""
+    if node is None or name(node) != "sub" or not is_tensor(node.args[1]):
+        return node
+    largest: Any = node.args[1]
+    scores = node.args[0]
+    if name(largest) == "getitem" and largest.args[1] == 0:
+        walk.seen.append(largest)
+        largest = largest.args[0]
+    if not isinstance(largest, fx.Node) or name(largest) not in ("max", "amax") or largest.args[0] is not scores:
+        return None
+    walk.seen.append(largest)
+    return walk.into(scores)
+
+
+def _drops_last(node: fx.Node) -> bool:
+    index = node.args[1] if name(node) == "getitem" else None
+    return (
+        isinstance(index, tuple)
+        and index[-1] == slice(None, -1, None)
+        and all(one is Ellipsis or one == slice(None, None, None) for one in index[:-1])
+    )
+
+
+def _turns(node: Any) -> bool:
+    """Whether a node swaps the last two dimensions of k."""
+    if not is_tensor(node) or value(node).dim() != 4:
+        return False
+    if name(node) == "transpose":
+        return sorted(dim % 4 for dim in node.args[1:]) == [2, 3]  # type: ignore[operator]
+    return name(node) in ("mT", "adjoint") or (name(node) == "getattr" and node.args[1] == "mT")
+
+
+def _is_last(dim: Any, node: fx.Node) -> bool:
+    return isinstance(dim, int) and (dim == -1 or dim == value(node).dim() - 1)
+
+
+def _argument(node: fx.Node, place: int, called: str) -> Any:
+    return node.args[place] if place < len(node.args) else node.kwargs.get(called)
+
+
+class _Walk:
+    """The way back from a product to its operands."""
+
+    def __init__(self, end: fx.Node) -> None:
+        self.end, self.seen = end, list[fx.Node]()
+
+    def into(self, node: Any) -> fx.Node | None:
+        if not is_tensor(node):
+            return None
+        self.seen.append(node)
+        return node
+
+    def step(self, node: fx.Node | None, place: int) -> fx.Node | None:
+        if node is None or place >= len(node.args):
+            return None
+        return self.into(node.args[place])
+
+    def back(self, node: Any, names: frozenset[str]) -> fx.Node | None:
+        """Past all of these operations."""
+        node = node if node in self.seen else self.into(node)
+        while node is not None and name(node) in names:
+            node = self.step(node, 0)
+        return node
+
+    def without_dropout(self, node: fx.Node | None) -> fx.Node | None:
+        """Past a dropout that drops nothing."""
+        if node is None or name(node) != "dropout":
+            return node
+        p, training = _argument(node, 1, "p"), _argument(node, 2, "training")
+        return self.step(node, 0) if p == 0.0 or training is False else None
+
+    def is_closed(self) -> bool:
+        """Whether nothing outside reads what is inside."""
+        inside = {*self.seen, self.end}
+        return all(user in inside for node in self.seen for user in node.users)

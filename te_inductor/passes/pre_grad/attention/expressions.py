@@ -1,0 +1,99 @@
+"""Sympy's expressions as this package reads masks: numbers that have cases, and Booleans."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from sympy.logic.boolalg import Boolean  # type: ignore[import-untyped]
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+Expr = Any  # sympy's expressions and Booleans, which mypy does not know
+
+
+def expression(size: Any) -> Expr:
+    """A size, or a symbolic one, as an expression."""
+    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+
+
+def number(argument: Any) -> Expr | None:
+    """A constant of the graph, or a symbolic number of it, as an expression."""
+    value = argument.meta.get("example_value") if isinstance(argument, fx.Node) else argument
+    if isinstance(value, bool):
+        return sympy.true if value else sympy.false
+    if isinstance(value, int):
+        return sympy.Integer(value)
+    if isinstance(value, float):
+        # Exact, and equal to an integer where it is one, which sympy's floats are not.
+        return sympy.Rational(value) if math.isfinite(value) else _special(value)
+    if isinstance(value, torch.SymInt | torch.SymFloat):
+        return value.node.expr
+    return None
+
+
+def _special(value: float) -> Expr:
+    return sympy.nan if value != value else sympy.oo if value > 0 else -sympy.oo
+
+
+def is_one(size: Any) -> bool:
+    return statically_known_true(size == 1)
+
+
+def select(condition: Expr, one: Expr, other: Expr) -> Expr:
+    """``one if condition else other``, of numbers or Booleans."""
+    if condition == sympy.true or one == other:
+        return one
+    if condition == sympy.false:
+        return other
+    if is_truth(one) or is_truth(other):
+        return (condition & truth(one)) | (~condition & truth(other))
+    return sympy.Piecewise((one, condition), (other, True))
+
+
+def cases(expression: Expr) -> Iterator[tuple[Expr, Expr]]:
+    """The values that a number may have, each with the Boolean that says when."""
+    if not isinstance(expression, sympy.Piecewise):
+        yield expression, sympy.true
+        return
+    before: Expr = sympy.true
+    for value, condition in expression.args:
+        for inner, when in cases(value):
+            yield inner, before & condition & when
+        before = before & ~condition
+
+
+def is_truth(expression: Expr) -> bool:
+    """Whether it is a Boolean; of sympy's, a symbol of a number may stand for one too."""
+    return isinstance(expression, Boolean) and not isinstance(expression, sympy.Symbol)
+
+
+def truth(expression: Expr) -> Expr:
+    """Whether a number is not zero; a Boolean as it is."""
+    if is_truth(expression):
+        return expression
+    return sympy.Or(*(when & sympy.Ne(value, 0) for value, when in cases(expression)))
+
+
+def plain_number(expression: Expr) -> Expr:
+    """A Boolean as 1 or 0; a number as it is."""
+    return select(expression, sympy.Integer(1), sympy.Integer(0)) if is_truth(expression) else expression
+
+
+def on_cases(compute: Callable[..., Expr]) -> Callable[..., Expr]:
+    """Of numbers with cases: the results of all of them."""
+
+    def of_cases(*operands: Expr) -> Expr:
+        first = next((place for place, one in enumerate(operands) if isinstance(one, sympy.Piecewise)), None)
+        if first is None:
+            return compute(*operands)
+        results = []
+        for value, when in cases(operands[first]):
+            results.append((of_cases(*operands[:first], value, *operands[first + 1 :]), when))
+        found = results[-1][0]
+        for value, when in reversed(results[:-1]):
+            found = select(when, value, found)
+        return found
+
+    return lambda *operands: of_cases(*map(plain_number, operands))

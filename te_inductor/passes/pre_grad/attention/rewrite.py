@@ -1,0 +1,228 @@
+"""The pass that has attention computed as was decided: the mask that the program made is then read by nobody, and is not
+computed."""
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from te_inductor import compat
+from te_inductor.ops import masked_attention
+from te_inductor.passes.graph.bodies import Bodies
+from te_inductor.passes.pre_grad.attention.site import Attention
+from te_inductor.passes.pre_grad.attention.sites import conjunction, tree_of
+from te_inductor.passes.pre_grad.decide.support import value
+from te_inductor.passes.pre_grad.plan import Plan
+from te_inductor.passes.pre_grad.rewrite.traced import traced_into
+from te_inductor.runtime.attention import predicate
+
+
+def rewrite_attention(plan: Plan) -> None:
+    """Rewrite every place whose mask is proven to be what another kernel takes."""
+    masks = _Masks(Bodies(plan.gm))
+    for site in plan.attention:
+        if site.kernel in ("plain", "causal"):
+            _call_plainly(site)
+        elif site.kernel == "flex":
+            _call_flex(site, masks)
+        elif site.kernel == "either":
+            _call_either(site, masks)
+    if any(site.is_changed for site in plan.attention):
+        for module in plan.graph_modules():
+            module.recompile()
+        del plan.writes  # which was asked for in front of these nodes
+
+
+def _call_plainly(site: Attention) -> None:
+    """torch's function, without a mask."""
+    call: dict[str, Any] = {"dropout_p": site.dropout, "is_causal": site.kernel == "causal", "scale": site.scale}
+    if site.grouped:
+        call["enable_gqa"] = True
+    with site.node.graph.inserting_before(site.node):
+        operands = (site.q, site.k, site.v)
+        out = site.node.graph.call_function(torch.nn.functional.scaled_dot_product_attention, operands, call)
+    _take(site, out)
+
+
+@dataclass
+class _Masks:
+    """The block masks and the questions of one graph: each once, for all layers that ask."""
+
+    bodies: Bodies
+    made: dict[Any, list[fx.Node]] = field(default_factory=dict)
+
+    def block_mask(self, site: Attention, tree: Any, tensors: list[fx.Node]) -> list[fx.Node]:
+        return self._made(site, "blocks", tree, tensors, predicate.block_mask)
+
+    def empty_rows(self, site: Attention, tree: Any, tensors: list[fx.Node]) -> fx.Node:
+        def rows(*asked: Any) -> list[Tensor]:
+            return [predicate.empty_rows(*asked)]
+
+        return self._made(site, "empty", tree, tensors, rows)[0]
+
+    def hides_nothing(self, site: Attention, data: Any, tensors: list[fx.Node]) -> fx.Node:
+        def asked(tree: Any, given: Sequence[Tensor], sizes: Sequence[Any], _: torch.device) -> list[Tensor]:
+            return [masked_attention.hides_nothing(list(given), predicate.to_text(tree), list(sizes))]
+
+        return self._made(site, "hides", data, tensors, asked)[0]
+
+    def hand(self, nodes: Sequence[fx.Node], site: Attention) -> list[fx.Node]:
+        """Nodes of the root's graph, as the site's has them."""
+        return [self.bodies.hand(node, site.node.graph) for node in nodes]
+
+    def _made(self, site: Attention, what: str, tree: Any, tensors: list[fx.Node], compute: Any) -> list[fx.Node]:
+        """In the root's graph, behind what it reads."""
+        scores = site.mask.scores  # type: ignore[union-attr]
+        key = (what, predicate.to_text(tree), *tensors, scores)
+        if key in self.made:
+            return self.made[key]
+        # Symbolic sizes come from the shape of the mask that the program made, of which nothing else is read.
+        symbolic = not all(isinstance(size, int) for size in scores.sizes)
+        operands = [*tensors, *([self.bodies.outer(site.given)] if symbolic else [])]  # type: ignore[arg-type]
+        device = value(site.q).device
+
+        def computed(*given: Tensor) -> Any:
+            return compute(tree, given[: len(tensors)], _concrete(scores.sizes, *given[len(tensors) :]), device)
+
+        graph = self.bodies.root.graph
+        last = max([graph.find_nodes(op="placeholder")[-1], *operands])
+        with graph.inserting_before(last.next):
+            mode = value(site.q).fake_mode  # type: ignore[attr-defined]
+            self.made[key] = traced_into(graph, computed, operands, last, mode)
+        return self.made[key]
+
+
+def _concrete(sizes: Sequence[Any], given: Tensor | None = None) -> tuple[Any, ...]:
+    """The sizes of scores, symbolic ones as a trace sees them in the shape of a mask."""
+    if given is None:
+        return tuple(sizes)
+    own = (*([1] * (len(sizes) - given.dim())), *given.shape)
+    return tuple(size if isinstance(size, int) else one for size, one in zip(sizes, own, strict=True))
+
+
+def _call_flex(site: Attention, masks: _Masks) -> None:
+    mask = site.mask
+    assert mask is not None
+    tree, tensors, scored = tree_of(mask, site.leaves), list(site.leaves.values()), list[fx.Node]()
+    if site.attends_to_all:
+        empty = masks.empty_rows(site, tree, tensors)
+        index = [place if size != 1 else 0 for place, size in zip("bh", value(empty).shape, strict=False)]
+        tree = ["or", tree, ["ne", ["at", len(tensors), *index, "q"], 0]]
+        tensors, scored = [*tensors, empty], [empty]
+    blocks = masks.hand(masks.block_mask(site, tree, tensors), site)
+    graph = site.node.graph
+    module: Any = graph.owning_module
+    fakes = [value(block) for block in blocks]
+    layout, options = compat.flex_constants(value(site.q), value(site.k), value(site.v), fakes, predicate.BLOCK)
+    with graph.inserting_before(site.node):
+        score = graph.get_attr(_added(module, "te_score", _score(site, [value(one).shape for one in scored])))
+        attends = graph.get_attr(_added(module, "te_attends", _attends(tree, len(tensors))))
+        nodes = {id(fake): block for fake, block in zip(fakes, blocks, strict=True)}
+        lengths = [_length(one) for one in (site.q, site.k)]
+        given: Any = (*lengths, *(attends if one is compat.MASK_MOD else nodes.get(id(one), one) for one in layout[2:]))
+        buffers = tuple(masks.hand(scored, site)), tuple(masks.hand(tensors, site))
+        call = graph.call_function(
+            torch.ops.higher_order.flex_attention,
+            (site.q, site.k, site.v, score, given, site.known_scale, options, *buffers),
+        )
+        out, sums = (graph.call_function(operator.getitem, (call, place)) for place in range(2))
+    example = value(site.node)
+    with example.fake_mode:  # type: ignore[attr-defined]
+        sum_example = example.new_empty(example.shape[:3], dtype=torch.float32)
+    call.meta = dict(site.node.meta) | {"example_value": (example, sum_example, sum_example)}
+    out.meta, sums.meta = dict(site.node.meta), dict(site.node.meta) | {"example_value": sum_example}
+    if site.sinks is not None:
+        with graph.inserting_before(site.node):
+            [out] = traced_into(graph, _with_sinks, [out, sums, site.sinks], site.node)
+    _take(site, out)
+
+
+def _with_sinks(out: Tensor, sums: Tensor, sinks: Tensor) -> list[Tensor]:
+    """What is left of attention's output where another score takes a part of the weights. FlexAttention has logarithms
+    of base 2."""
+    share = torch.sigmoid(sums.unsqueeze(-1) * math.log(2.0) - sinks.float())
+    return [(out.float() * share).to(out.dtype)]
+
+
+def _length(tensor: fx.Node) -> Any:
+    """How many tokens a tensor (B, H, L, D) has, as an argument."""
+    size = value(tensor).shape[2]
+    if isinstance(size, int):
+        return size
+    node = tensor.graph.call_function(torch.ops.aten.sym_size.int, (tensor, 2))
+    node.meta["example_value"] = size
+    return node
+
+
+def _call_either(site: Attention, masks: _Masks) -> None:
+    mask = site.mask
+    assert mask is not None
+    tree, tensors = predicate.to_text(tree_of(mask, site.leaves)), list(site.leaves.values())
+    [flag] = masks.hand([masks.hides_nothing(site, conjunction(mask.data, site.leaves), tensors)], site)
+    graph = site.node.graph
+    with graph.inserting_before(site.node):
+        call = graph.call_function(
+            masked_attention.attend,
+            (
+                site.q,
+                site.k,
+                site.v,
+                flag,
+                masks.hand(tensors, site),
+                tree,
+                site.known_scale,
+                mask.without_data.is_causal,
+            ),
+        )
+        out = graph.call_function(operator.getitem, (call, 0))
+    example = value(site.node)
+    with example.fake_mode:  # type: ignore[attr-defined]
+        call.meta = dict(site.node.meta) | {
+            "example_value": (example, example.new_empty(example.shape[:3], dtype=torch.float32))
+        }
+    _take(site, out)
+
+
+def _take(site: Attention, out: fx.Node) -> None:
+    out.meta = dict(site.node.meta)
+    site.node.replace_all_uses_with(out)
+    site.node.graph.erase_node(site.node)
+
+
+def _score(site: Attention, empty: Sequence[Sequence[Any]]) -> fx.GraphModule:
+    """What is done to a score: a soft cap; and in a row without any key, whose scores vanish beside the smallest number,
+    zero, with the gradient of the score."""
+    graph = fx.Graph()
+    tracer = fx.proxy.GraphAppendingTracer(graph)
+    score: Any
+    score, b, h, q, _ = (fx.Proxy(graph.placeholder(called), tracer) for called in ("score", "b", "h", "q", "k"))
+    if site.softcap is not None:
+        score = torch.tanh(score / site.softcap) * site.softcap
+    for place, shape in enumerate(empty):
+        rows: Any = fx.Proxy(graph.placeholder(f"empty_{place}"), tracer)
+        index = (b if shape[0] != 1 else 0, h if shape[1] != 1 else 0, q)
+        score = torch.where(rows[index], score - score.detach(), score)
+    graph.output(score.node)
+    return fx.GraphModule({}, graph)
+
+
+def _attends(tree: Any, tensors: int) -> fx.GraphModule:
+    """The predicate as FlexAttention calls it."""
+    graph = fx.Graph()
+    tracer = fx.proxy.GraphAppendingTracer(graph)
+    places = {called: fx.Proxy(graph.placeholder(called), tracer) for called in ("b", "h", "q", "k")}
+    given = [fx.Proxy(graph.placeholder(f"tensor_{place}"), tracer) for place in range(tensors)]
+    graph.output(predicate.evaluate(tree, places, given).node)
+    return fx.GraphModule({}, graph)
+
+
+def _added(module: fx.GraphModule, called: str, made: fx.GraphModule) -> str:
+    number = 0
+    while hasattr(module, f"{called}_{number}"):
+        number += 1
+    module.add_module(f"{called}_{number}", made)
+    return f"{called}_{number}"

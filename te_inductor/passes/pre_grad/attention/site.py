@@ -1,0 +1,54 @@
+"""A place of a graph that computes attention, and what was decided about it."""
+
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from te_inductor.diagnostics import Refusal
+from te_inductor.passes.pre_grad.attention.masks import Mask
+
+
+@dataclass
+class Attention:
+    """A place that computes attention, what its mask is, and how it is to run."""
+
+    node: fx.Node
+    q: fx.Node  # (B, H, L, D)
+    k: fx.Node  # (B, KV heads, S, D)
+    v: fx.Node  # (B, KV heads, S, D of v)
+    given: fx.Node | None  # the mask that the program made, or one of several
+    scale: float | None  # None: one over the root of the width
+    fqn: str
+    dropout: float = 0.0
+    mask: Mask | None = None  # what it is proven to be
+    softcap: float | None = None  # of scores, in attention by hand
+    sinks: fx.Node | None = None  # that broadcasts to (B, H, L, 1): one more score of each head, without a value
+    by_hand: bool = False
+    leaves: dict[str, fx.Node] = field(default_factory=dict)  # the tensors that it reads, by their functions' names
+    grouped: bool = False  # whether k and v have fewer heads than q, each for a group of its heads
+    kernel: str = "as_written"  # "as_written", "plain", "causal", "flex", or "either": see `KERNELS`
+    refusal: Refusal | None = None  # why the mask stays a tensor
+
+    @property
+    def attends_to_all(self) -> bool:
+        """Whether a query that attends to no key attends to all of them alike, and there may be one."""
+        mask = self.mask
+        return mask is not None and mask.smallest and self.sinks is None and not mask.nowhere_empty()
+
+    @property
+    def known_scale(self) -> float:
+        """What the scores are multiplied by, where the width is a number."""
+        return float(self.q.meta["example_value"].shape[-1] ** -0.5 if self.scale is None else self.scale)
+
+    @property
+    def is_changed(self) -> bool:
+        return self.kernel != "as_written"
+
+
+KERNELS = {
+    "as_written": "sdpa",
+    "plain": "sdpa",
+    "causal": "sdpa, is_causal",
+    "flex": "flex_attention",
+    "either": "sdpa where the mask hides nothing, else flex_attention",
+}

@@ -1,0 +1,294 @@
+"""The pass that finds attention in a graph and decides how each place runs."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+import torch.nn.functional as F
+from sympy.core.function import AppliedUndef  # type: ignore[import-untyped]
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils._sympy.functions import FloorDiv, PythonMod
+
+from te_inductor.diagnostics import AttentionSite, Refusal
+from te_inductor.passes.graph.aliases import name
+from te_inductor.passes.graph.bodies import Bodies
+from te_inductor.passes.graph.module_path import module_path
+from te_inductor.passes.pre_grad.attention import by_hand, masks
+from te_inductor.passes.pre_grad.attention.expressions import Expr
+from te_inductor.passes.pre_grad.attention.formulas import Reader
+from te_inductor.passes.pre_grad.attention.masks import Line, Mask, Scores
+from te_inductor.passes.pre_grad.attention.site import KERNELS, Attention
+from te_inductor.passes.pre_grad.decide.support import is_tensor, is_wrapped, value
+from te_inductor.passes.pre_grad.plan import Plan
+
+# From how many queries on FlexAttention is taken for a mask that torch's kernels take as a tensor, and from how many on
+# one call may wait for the device to learn that a mask hides nothing.
+FLEX_QUERIES = 512
+WAIT_QUERIES = 1024
+_DTYPES = (torch.bfloat16, torch.float16)
+_WIDTHS = (16, 256)  # of a head, that FlexAttention takes
+
+ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+_CALLS = frozenset(
+    (
+        F.scaled_dot_product_attention,
+        torch._C._nn.scaled_dot_product_attention,
+        torch.ops.aten.scaled_dot_product_attention.default,
+    )
+)
+
+
+def match_attention(plan: Plan) -> None:
+    """Find attention, by torch's function or written by hand, and say what its mask is and which kernel computes it."""
+    bodies = Bodies(plan.gm)
+    reader = Reader(plan.writes.anywhere, bodies.outer)
+    for module in plan.graph_modules():
+        for node in module.graph.nodes:
+            if node.op not in ("call_function", "call_method") or not is_tensor(node):
+                continue
+            site = _of_call(node, reader) if node.target in _CALLS else _of_hand(node, reader)
+            if site is not None:
+                _decide(site, bodies, plan)
+                plan.attention.append(site)
+                plan.report.attention.append(_reported(site))
+
+
+def _of_call(node: fx.Node, reader: Reader) -> Attention:
+    """A call of torch's function."""
+    call: Mapping[str, Any] = dict(zip(ARGUMENTS, node.args, strict=False)) | node.kwargs
+    q, k, v = (call[called] for called in ARGUMENTS[:3])
+    site = Attention(
+        node, q, k, v, call.get("attn_mask"), call.get("scale"), module_path(node), dropout=call.get("dropout_p", 0.0)
+    )
+    site.grouped = call.get("enable_gqa") is True
+    site.refusal = _shape_refusal(site, call)
+    if site.refusal is not None:
+        return site
+    scores = Scores.of(value(q), value(k).shape[2])
+    if site.given is None:
+        site.mask = Mask((masks.KEY <= masks.QUERY,) if call.get("is_causal") is True else (), scores)
+    else:
+        _take(site, masks.read(site.given, reader, scores), reader)
+    return site
+
+
+def _of_hand(node: fx.Node, reader: Reader) -> Attention | None:
+    """Attention that ends in a product."""
+    found = by_hand.match(node, reader)
+    if found is None:
+        return None
+    site = Attention(node, found.q, found.k, found.v, found.given, found.scale, module_path(node), by_hand=True)
+    site.softcap, site.sinks = found.softcap, found.sinks
+    scores = Scores.of(value(found.q), value(found.k).shape[2])
+    _take(site, masks.of_predicate(found.predicate, scores, found.smallest), reader)
+    return site
+
+
+def _take(site: Attention, found: Mask | Refusal, reader: Reader) -> None:
+    """Note what was read of a site's mask."""
+    if isinstance(found, Refusal):
+        site.refusal = found
+        return
+    functions = {str(one.func) for condition in found.conditions for one in condition.atoms(AppliedUndef)}
+    site.mask, site.leaves = found, {function: reader.leaves[function] for function in sorted(functions)}
+
+
+def _shape_refusal(site: Attention, call: Mapping[str, Any]) -> Refusal | None:
+    operands = [value(one) for one in (site.q, site.k, site.v) if is_tensor(one)]
+    if len(operands) < 3 or any(one.dim() != 4 or one.is_nested for one in operands) or is_wrapped(site.node):
+        return Refusal("its operands are not three tensors of (batch, heads, tokens, width)")
+    if not isinstance(site.scale, float | int | None) or not isinstance(call.get("is_causal", False), bool):
+        return Refusal("its scale, or whether it is causal, is known at the call alone")
+    return None
+
+
+def _decide(site: Attention, bodies: Bodies, plan: Plan) -> None:
+    """Which kernel computes it."""
+    if plan.options.attention == "as_written":
+        site.refusal = Refusal("option 'attention' is 'as_written'")
+    if site.refusal is not None:
+        return
+    mask = site.mask
+    assert mask is not None
+    special = site.softcap is not None or site.sinks is not None
+    whole = mask.is_full or (mask.is_causal and mask.scores.is_square)
+    if site.by_hand and not _is_on_a_gpu(site):
+        site.refusal = Refusal("it is written by hand, and %s has no kernel for it", value(site.q).device.type)
+    elif whole and not special and (site.by_hand or site.given is not None):
+        site.kernel = "plain" if mask.is_full else "causal"
+    elif site.by_hand or site.given is not None:
+        site.refusal = _flex_refusal(site, bodies, plan)
+        if site.refusal is None:
+            site.kernel = "either" if not special and _may_wait(site, plan) else "flex"
+    sources = _unrepeated(site, plan)
+    if sources is not None:
+        (site.k, site.v), site.grouped = sources, True
+        if not site.is_changed:
+            site.kernel = "causal" if mask.is_causal else "plain"
+
+
+def _is_on_a_gpu(site: Attention) -> bool:
+    q = value(site.q)
+    return q.is_cuda and q.dtype in _DTYPES
+
+
+def _flex_refusal(site: Attention, bodies: Bodies, plan: Plan) -> Refusal | None:
+    q, v, mask = value(site.q), value(site.v), site.mask
+    assert mask is not None
+    width = q.shape[-1]
+    if not _is_on_a_gpu(site):
+        return Refusal("FlexAttention is taken on GPUs, of bf16 and fp16; here are %s on %s", q.dtype, q.device.type)
+    if site.dropout != 0.0:
+        return Refusal("FlexAttention has no dropout")
+    if not (isinstance(width, int) and _WIDTHS[0] <= width <= _WIDTHS[1] and v.shape[-1] == width):
+        return Refusal("heads of %s elements", width)
+    if not statically_known_true(q.shape[2] >= FLEX_QUERIES):
+        return Refusal("fewer than %d queries, for which a mask as a tensor is as fast", FLEX_QUERIES)
+    if not bodies.reaches(site.node.graph):
+        return Refusal("it is inside a body of control flow")
+    written = [leaf for leaf in site.leaves.values() if plan.writes.anywhere(leaf)]
+    if written:
+        return Refusal("the graph writes %s, which the mask is made of", written[0].name)
+    if any(leaf.graph is not bodies.root.graph for leaf in site.leaves.values()):
+        return Refusal("the mask is made inside the body that is computed again")
+    given = () if site.given is None else (*([1] * (4 - value(site.given).dim())), *value(site.given).shape)
+    if not all(
+        isinstance(size, int) or statically_known_true(size == own)
+        for size, own in zip(mask.scores.sizes, given or (0,) * 4, strict=True)
+    ):
+        return Refusal("its sizes are symbolic, and the mask has not all of them")
+    try:
+        tree_of(mask, site.leaves)
+    except NotImplementedError as error:
+        return Refusal("its predicate holds %s", str(error))
+    return None
+
+
+def _may_wait(site: Attention, plan: Plan) -> bool:
+    """Whether a call may ask the device what the mask hides: Note [Attention that a mask leaves as it is]."""
+    assert site.mask is not None
+    rest = site.mask.without_data
+    plain = rest.is_full or (rest.is_causal and rest.scores.is_square)
+    long = statically_known_true(value(site.q).shape[2] >= WAIT_QUERIES)
+    return plain and long and not site.mask.smallest and bool(site.mask.data) and not plan.options.in_cuda_graphs()
+
+
+def _unrepeated(site: Attention, plan: Plan) -> tuple[fx.Node, fx.Node] | None:
+    """k and v of fewer heads, where they are repeated in front of attention and the kernel takes them as they were."""
+    width = value(site.q).shape[-1]
+    takes = _is_on_a_gpu(site) and isinstance(width, int) and width <= _WIDTHS[1] and site.dropout == 0.0
+    if not takes or (not site.is_changed and (site.given is not None or site.by_hand)):
+        return None
+    sources = _source_of_repeated(site.k, plan), _source_of_repeated(site.v, plan)
+    if sources[0] is None or sources[1] is None:
+        return None
+    heads = [value(one).shape[1] for one in sources]  # type: ignore[arg-type]
+    return sources if statically_known_true(heads[0] == heads[1]) else None  # type: ignore[return-value]
+
+
+def _source_of_repeated(node: fx.Node, plan: Plan) -> fx.Node | None:
+    """The tensor (B, KV heads, S, D) of which ``x[:, :, None].expand(…).reshape(…)`` repeats each head, or
+    `repeat_interleave` does."""
+    if name(node) == "repeat_interleave" and node.kwargs.get("dim", (*node.args, None, None)[2]) == 1:
+        source: Any = node.args[0]
+        return source if isinstance(node.args[1], int) and _same_place(source, node, plan) else None
+    if name(node) not in ("reshape", "view", "flatten") or not node.args:
+        return None
+    wide = node.args[0]
+    if not is_tensor(wide) or name(wide) != "expand":
+        return None
+    split = wide.args[0]
+    if not is_tensor(split) or value(split).dim() != 5 or not statically_known_true(value(split).shape[2] == 1):
+        return None
+    source = split.args[0] if split.args else None
+    if not is_tensor(source) or name(split) not in ("getitem", "unsqueeze") or not _adds_third(split):
+        return None
+    b, heads, s, width = value(source).shape
+    repeated = value(wide).shape
+    expected = (b, heads * repeated[2], s, width)
+    known = [statically_known_true(one == other) for one, other in zip(value(node).shape, expected, strict=True)]
+    kept = [statically_known_true(repeated[at] == size) for at, size in ((0, b), (1, heads), (3, s), (4, width))]
+    return source if all(known + kept) and _same_place(source, node, plan) else None
+
+
+def _adds_third(split: fx.Node) -> bool:
+    """Whether a node adds a dimension of one behind the second, and does nothing else."""
+    if name(split) == "unsqueeze":
+        return split.args[1:] in ((2,), (-3,))
+    index = split.args[1]
+    whole = slice(None, None, None)
+    return isinstance(index, tuple) and index[:3] == (whole, whole, None) and all(one == whole for one in index[3:])
+
+
+def _same_place(source: Any, node: fx.Node, plan: Plan) -> bool:
+    return is_tensor(source) and source.graph is node.graph and not plan.writes.anywhere(source)
+
+
+def tree_of(mask: Mask, leaves: Mapping[str, fx.Node]) -> Any:
+    """A mask as `runtime.attention.predicate` has it, its tensors numbered as `leaves` are.
+
+    Raises:
+        NotImplementedError: a condition has no such form; says what it holds.
+    """
+    return conjunction(mask.conditions, leaves)
+
+
+def conjunction(conditions: tuple[Expr, ...], leaves: Mapping[str, fx.Node]) -> Any:
+    numbers = {function: place for place, function in enumerate(leaves)}
+    trees = [_tree(_apart(condition), numbers) for condition in conditions]
+    return trees[0] if len(trees) == 1 else ["and", *trees]
+
+
+def _apart(condition: Expr) -> Expr:
+    """A bound on keys with the key on one side and the query on the other, which blocks of scores are judged by."""
+    line = Line.of(condition)
+    if line is not None and line.is_causal:
+        return sympy.Le(masks.KEY, masks.QUERY - line.rest, evaluate=False)
+    if line is not None and line.is_window:
+        return sympy.Ge(masks.KEY, masks.QUERY + line.rest, evaluate=False)
+    return condition
+
+
+_NAMES: Mapping[Any, str] = {
+    sympy.Le: "le",
+    sympy.Lt: "lt",
+    sympy.Ge: "ge",
+    sympy.Gt: "gt",
+    sympy.Eq: "eq",
+    sympy.Ne: "ne",
+    sympy.And: "and",
+    sympy.Or: "or",
+    sympy.Not: "not",
+    sympy.Add: "add",
+    sympy.Mul: "mul",
+    FloorDiv: "floordiv",
+    PythonMod: "mod",
+}
+
+
+def _tree(expr: Expr, numbers: Mapping[str, int]) -> Any:
+    if expr in masks.PLACES:
+        return str(expr)
+    if expr.is_Integer:
+        return int(expr)
+    if isinstance(expr, AppliedUndef):
+        return ["at", numbers[str(expr.func)], *(_tree(one, numbers) for one in expr.args)]
+    called = _NAMES.get(expr.func)
+    if called is None:
+        raise NotImplementedError(f"a size that is not a number, {expr}" if expr.is_Symbol else str(expr.func.__name__))
+    return [called, *(_tree(one, numbers) for one in expr.args)]
+
+
+def _reported(site: Attention) -> AttentionSite:
+    as_tensor = (site.given is not None or site.by_hand) and not site.is_changed
+    q = value(site.q) if is_tensor(site.q) else None
+    slow = as_tensor and q is not None and q.is_cuda and statically_known_true(q.shape[-2] >= WAIT_QUERIES)
+    return AttentionSite(
+        site.fqn,
+        "dense" if site.mask is None else site.mask.name,
+        ("by hand" if site.by_hand else "sdpa, the mask as a tensor") if as_tensor else KERNELS[site.kernel],
+        None if site.refusal is None else str(site.refusal),
+        bool(slow),
+    )

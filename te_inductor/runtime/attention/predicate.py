@@ -1,0 +1,198 @@
+"""A predicate over (batch, head, query, key) as plain data, which a graph holds as text and a kernel computes.
+
+A node is a number, the name of a place (``"b"``, ``"h"``, ``"q"``, ``"k"``), or a list of an operation's name and its
+operands: ``["and", ["le", "k", "q"], ["ne", ["at", 0, "b", "k"], 0]]`` is causal attention to the keys that tensor 0
+does not hide. ``["at", n, …]`` is an element of tensor n."""
+
+import json
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Node = Any  # int | str | list, nested
+BLOCK = 128  # queries, and keys, of a block of scores: torch's default, for which its kernels are tuned
+
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "le": operator.le,
+    "lt": operator.lt,
+    "ge": operator.ge,
+    "gt": operator.gt,
+    "eq": operator.eq,
+    "ne": operator.ne,
+    "not": operator.invert,
+    "floordiv": operator.floordiv,
+    "mod": operator.mod,
+}
+_FOLDS: dict[str, Callable[..., Any]] = {
+    "and": operator.and_,
+    "or": operator.or_,
+    "add": operator.add,
+    "mul": operator.mul,
+}
+
+
+def to_text(node: Node) -> str:
+    return json.dumps(node, separators=(",", ":"))
+
+
+def from_text(text: str) -> Node:
+    return json.loads(text)
+
+
+def evaluate(node: Node, places: Mapping[str, Any], tensors: Sequence[Any]) -> Any:
+    """The value at some places: tensors that broadcast, scalar tensors of a kernel, or proxies of a trace."""
+    if isinstance(node, str):
+        return places[node]
+    if not isinstance(node, list):
+        return node
+    called, *operands = node
+    if called == "at":
+        which, *index = operands
+        return tensors[which][tuple(evaluate(one, places, tensors) for one in index)]
+    values = [evaluate(one, places, tensors) for one in operands]
+    return _OPERATIONS[called](*values) if called in _OPERATIONS else reduce(_FOLDS[called], values)
+
+
+def places_of(node: Node) -> set[str]:
+    """The places that a node depends on."""
+    if isinstance(node, str):
+        return {node}
+    operands = node[2 if node[0] == "at" else 1 :] if isinstance(node, list) else []
+    return set().union(*map(places_of, operands)) if operands else set()
+
+
+class Blocks:
+    """What is known of a predicate on blocks of scores, from the smallest and the largest value that each side of a
+    comparison has in a block. Nothing has the size of the scores."""
+
+    def __init__(self, tensors: Sequence[Tensor], sizes: Sequence[Any], block: int | None = BLOCK) -> None:
+        """`sizes` are those of batch, heads, queries and keys; without `block` all scores of a head are one."""
+        self.tensors, self.device = tensors, tensors[0].device if tensors else None
+        self.batch, self.heads, self.queries, self.keys = sizes
+        self.block = block
+
+    def on(self, device: torch.device) -> "Blocks":
+        self.device = device
+        return self
+
+    def find(self, node: Node) -> tuple[Any, Any]:
+        """Where some score of a block may be attended to, and where all are known to be: (batch or 1, heads or 1, blocks
+        of queries or 1, blocks of keys or 1), or Booleans."""
+        called, *operands = node if isinstance(node, list) else ["", node]
+        if called in ("and", "or"):
+            found = [self.find(one) for one in operands]
+            join = operator.and_ if called == "and" else operator.or_
+            return reduce(join, (some for some, _ in found)), reduce(join, (every for _, every in found))
+        if called == "not":
+            some, every = self.find(operands[0])
+            return _negated(every), _negated(some)
+        compare = _COMPARED.get(called)
+        if compare is None or any({"q", "k"} <= places_of(one) for one in operands):
+            return True, False
+        return compare(*(self._bounds(one) for one in operands))
+
+    def _bounds(self, side: Node) -> tuple[Any, Any]:
+        """The smallest and the largest value of one side in each block."""
+        along = places_of(side) & {"q", "k"}
+        length = self.queries if along == {"q"} else self.keys
+        count = 1 if self.block is None or not along else (length + self.block - 1) // self.block
+        places = {
+            "b": torch.arange(self.batch, device=self.device).view(-1, 1, 1),
+            "h": torch.arange(self.heads, device=self.device).view(1, -1, 1),
+        }
+        if along:  # the last one again behind the end
+            positions = torch.arange(length if self.block is None else count * self.block, device=self.device)
+            places[along.copy().pop()] = positions.clamp(max=length - 1).view(1, 1, -1)
+        value = evaluate(side, places, self.tensors)
+        if not isinstance(value, Tensor):
+            return value, value
+        value = value.to(torch.int64) if value.dtype is torch.bool else value
+        if not along:
+            value = value.view(*([1] * (3 - value.dim())), *value.shape).unsqueeze(-1)
+            return value, value
+        value = value.view(*value.shape[:2], count, -1)
+        axis = -1 if along == {"q"} else -2
+        return value.amin(-1).unsqueeze(axis), value.amax(-1).unsqueeze(axis)
+
+
+def _negated(known: Any) -> Any:
+    return not known if isinstance(known, bool) else ~known
+
+
+def _at_most(one: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
+    return one[0] <= other[1], one[1] <= other[0]
+
+
+def _below(one: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
+    return one[0] < other[1], one[1] < other[0]
+
+
+def _equal(one: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
+    meet = (one[0] <= other[1]) & (other[0] <= one[1])
+    return meet, (one[0] == other[1]) & (one[1] == other[0])
+
+
+def _unequal(one: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
+    meet, same = _equal(one, other)
+    return _negated(same), _negated(meet)
+
+
+_COMPARED: dict[str, Callable[[Any, Any], tuple[Any, Any]]] = {
+    "le": _at_most,
+    "lt": _below,
+    "ge": lambda one, other: _at_most(other, one),
+    "gt": lambda one, other: _below(other, one),
+    "eq": _equal,
+    "ne": _unequal,
+}
+
+
+def block_mask(node: Node, tensors: Sequence[Tensor], sizes: Sequence[Any], device: torch.device) -> list[Tensor]:
+    """What FlexAttention calls a block mask: for each row of blocks how many blocks to compute in part, and which, and
+    how many in full, and which; then likewise for each column. int32, the counts (B, H, rows), the blocks (B, H, rows,
+    columns), with B and H 1 where the predicate does not depend on them."""
+    batch, heads, queries, keys = sizes
+    some, every = Blocks(tensors, sizes).on(device).find(node)
+    rows, columns = (queries + BLOCK - 1) // BLOCK, (keys + BLOCK - 1) // BLOCK
+    # A block at the end that is not full is computed in part.
+    inside_rows = (torch.arange(rows, device=device) + 1) * BLOCK <= queries
+    inside_columns = (torch.arange(columns, device=device) + 1) * BLOCK <= keys
+    inside = inside_rows[:, None] & inside_columns
+    every = (every & inside).expand(*_outer(some, every, node, batch, heads), rows, columns)
+    some = (some | torch.zeros_like(inside)).expand(every.shape) & ~every
+    found = []
+    for blocks in (some, every, some.mT, every.mT):
+        found += _ordered(blocks)
+    return found
+
+
+def _outer(some: Any, every: Any, node: Node, batch: Any, heads: Any) -> tuple[Any, Any]:
+    places = places_of(node)
+    return (batch if "b" in places else 1), (heads if "h" in places else 1)
+
+
+def _ordered(blocks: Tensor) -> list[Tensor]:
+    counts = blocks.sum(-1, dtype=torch.int32)
+    chosen = torch.argsort(blocks.to(torch.int32), dim=-1, descending=True, stable=True)
+    return [counts, chosen.to(torch.int32).contiguous()]
+
+
+def empty_rows(node: Node, tensors: Sequence[Tensor], sizes: Sequence[Any], device: torch.device) -> Tensor:
+    """Where a query attends to no key: Booleans, (B, H, L), with B and H 1 where the predicate does not depend on them. A
+    reduction of the predicate, into which a compiler fuses it."""
+    shapes = {"b": (-1, 1, 1, 1), "h": (1, -1, 1, 1), "q": (1, 1, -1, 1), "k": (1, 1, 1, -1)}
+    places = {
+        place: torch.arange(size, device=device).view(shape)
+        for (place, shape), size in zip(shapes.items(), sizes, strict=True)
+    }
+    return ~evaluate(node, places, tensors).any(-1)
+
+
+def holds_everywhere(node: Node, tensors: Sequence[Tensor], sizes: Sequence[Any]) -> Tensor:
+    """Whether a predicate is known to hold for all scores: a Boolean, ()."""
+    _, every = Blocks(tensors, sizes, block=None).find(node)
+    return every.all() if isinstance(every, Tensor) else torch.tensor(bool(every), device=tensors[0].device)

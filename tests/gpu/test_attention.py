@@ -1,0 +1,97 @@
+"""Attention by proven masks on a GPU: every class of mask against float64, and the choice that a batch makes."""
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from te_inductor import explain
+from tests.attention import MASKS, attention_with, by_hand, operands, packed, padded, padded_both_ways, window
+
+pytestmark = pytest.mark.gpu
+NAMES = {mask.__name__: mask for mask in MASKS}
+
+
+def gradients(run, tensors, dy, *more):
+    y = run(*tensors[:3], *more, *tensors[3:])
+    return [y, *torch.autograd.grad(y, tensors, dy.to(y.dtype))]
+
+
+def assert_as_close(run, tensors, *more, **options):
+    """As close to float64 as the program is, twice over: another order of sums."""
+    wide = [one.detach().double().requires_grad_() for one in tensors]
+    dy = torch.randn(*tensors[0].shape[:3], tensors[2].shape[3], device="cuda").bfloat16()
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = gradients(run, wide, dy, *more)
+    written = gradients(run, tensors, dy, *more)
+    torch._dynamo.reset()
+    found = gradients(torch.compile(run, backend="te", options=options), tensors, dy, *more)
+    for one, other, right in zip(found, written, expected, strict=True):
+        error, bound = ((each.double() - right).norm() for each in (one, other))
+        assert error <= 2 * bound + 1e-3 * right.norm(), (error / right.norm(), bound / right.norm())
+
+
+def made(length, **more):
+    return operands(length, device="cuda", dtype=torch.bfloat16, **more)
+
+
+@pytest.mark.parametrize("length", (512, 1000, 1537))
+@pytest.mark.parametrize("name", NAMES)
+def test_every_mask(name, length):
+    tensors, padding, documents = made(length, width=64)
+    assert_as_close(attention_with(NAMES[name]), tensors, padding, documents)
+
+
+@pytest.mark.parametrize("width", (64, 96, 128, 256))
+@pytest.mark.parametrize("mask", (window, padded), ids=lambda mask: mask.__name__)
+def test_every_width(mask, width):
+    tensors, padding, documents = made(1024, width=width, heads=4, groups=1)
+    assert_as_close(attention_with(mask), tensors, padding, documents)
+
+
+@pytest.mark.parametrize("graphs", (False, True))
+@pytest.mark.parametrize("mask", (padded, padded_both_ways), ids=lambda mask: mask.__name__)
+def test_what_a_batch_hides(mask, graphs):
+    """One program for batches with padding and without, by cuDNN and by FlexAttention."""
+    run = attention_with(mask)
+    tensors, padding, documents = made(1024, width=128, heads=8)
+    options = {"triton.cudagraphs": True} if graphs else {}
+    [site] = explain(run, *tensors, padding, documents, options=options).attention
+    assert site.kernel == ("flex_attention" if graphs else "sdpa where the mask hides nothing, else flex_attention")
+    compiled = torch.compile(run, backend="te", options=options)
+    for hidden in (padding, torch.ones_like(padding), padding.flip(0), torch.ones_like(padding)):
+        wide = [one.detach().double().requires_grad_() for one in tensors]
+        dy = torch.randn(2, 8, 1024, 128, device="cuda").bfloat16()
+        with sdpa_kernel(SDPBackend.MATH):
+            expected = gradients(run, wide, dy, hidden, documents)
+        for one, right in zip(gradients(compiled, tensors, dy, hidden, documents), expected, strict=True):
+            assert (one.double() - right).norm() <= 8e-3 * right.norm()  # a few roundings of bf16
+
+
+HAND = {
+    "plain": by_hand(window),
+    "cap": by_hand(padded, softcap=5.0),
+    "sinks": by_hand(padded, sinks=True),
+    "packed": by_hand(packed, form="fill"),
+}
+
+
+@pytest.mark.parametrize("name", HAND)
+def test_by_hand(name):
+    tensors, padding, documents = made(1000, width=64)
+    sinks = [torch.randn(4, device="cuda", dtype=torch.bfloat16, requires_grad=True)] if name == "sinks" else []
+    [site] = explain(HAND[name], *tensors, padding, documents, *sinks).attention
+    assert site.reason is None
+    assert_as_close(HAND[name], [*tensors, *sinks], padding, documents)
+
+
+def test_nothing_that_is_hidden_spreads():
+    """Keys and values behind the end of a batch, of which no block is computed, may hold anything."""
+    tensors, padding, documents = made(1024, width=64)
+    padding[:] = 1
+    padding[:, 512:] = 0
+    run = attention_with(padded)
+    expected = run(*tensors, padding, documents)[:, :, :512]
+    with torch.no_grad():
+        tensors[1][:, :, 512:], tensors[2][:, :, 512:] = torch.nan, torch.inf
+    found = torch.compile(run, backend="te")(*tensors, padding, documents)[:, :, :512]
+    assert (found - expected).norm() <= 8e-3 * expected.norm()
