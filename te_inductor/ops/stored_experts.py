@@ -9,11 +9,12 @@ done with a weight is done with the values that it stands for.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from te_inductor import ops
 from te_inductor.errors import StoredWeightError
@@ -44,7 +45,7 @@ class StoredExperts(StoredWeight):
     ) -> None:
         super().__init__(parts, shape, dtype, recipe)
         self.transposed = transposed
-        self.unread: WeakIdKeyDictionary = WeakIdKeyDictionary()  # what was picked of this memory, and is not read yet
+        self.unread: WeakSet[_Picks] = WeakSet()  # what was picked of this memory, and is not read yet
         if parts[0].is_cuda:
             stored_weight.register_kernels()
 
@@ -209,13 +210,28 @@ class Float8Experts(StoredExperts):
         return self.recipe.slots().weight, self.transposed
 
 
+@dataclass(eq=False)
+class _Picks:
+    """Which of the experts, by number; negative ones from the last on."""
+
+    experts: StoredExperts
+    ids: Tensor  # (S,)
+
+    def read(self) -> None:
+        """Copy the experts that were picked, as their weights are about to be written."""
+        experts, ids = self.experts, self.ids
+        parts = tuple(_rows(part, ids) for part in experts.parts)
+        shape = torch.Size((ids.shape[0], *experts.shape[1:]))
+        self.experts = type(experts)(parts, shape, experts.dtype, experts.recipe, experts.transposed)
+        self.ids = torch.arange(ids.shape[0], device=ids.device, dtype=ids.dtype)
+
+
 class PickedExperts(Tensor):
     """``experts[ids]``, (S, N, K) or (S, K, N): no weight is read before a product asks for it, or before it is
     written. Which ones is known from the begin: whoever writes the numbers later changes nothing, as with any index.
     """
 
-    experts: StoredExperts
-    ids: Tensor  # (S,), negative ones from the last expert on
+    picks: _Picks
 
     @staticmethod
     def __new__(cls, experts: StoredExperts, ids: Tensor) -> "PickedExperts":
@@ -223,20 +239,21 @@ class PickedExperts(Tensor):
         return Tensor._make_wrapper_subclass(cls, shape, dtype=experts.dtype, device=experts.device)  # type: ignore[attr-defined]
 
     def __init__(self, experts: StoredExperts, ids: Tensor) -> None:
-        self.experts, self.ids = experts, ids
-        experts.unread[self] = None
+        self.picks = _Picks(experts, ids)
+        experts.unread.add(self.picks)
+
+    @property
+    def experts(self) -> StoredExperts:
+        return self.picks.experts
+
+    @property
+    def ids(self) -> Tensor:  # (S,)
+        return self.picks.ids
 
     @classmethod
     def of(cls, experts: StoredExperts, ids: Tensor) -> "PickedExperts":
         """Of numbers that may be written later."""
         return cls(experts, ids.clone())
-
-    def read(self) -> None:
-        """Have a copy of the experts that were picked, as their weights are about to be written."""
-        experts = self.experts
-        parts = tuple(_rows(part, self.ids) for part in experts.parts)
-        self.experts = type(experts)(parts, self.shape, experts.dtype, experts.recipe, experts.transposed)
-        self.ids = torch.arange(self.shape[0], device=self.ids.device, dtype=self.ids.dtype)
 
     def dequantize(self) -> Tensor:  # type: ignore[override]
         return self.experts.picked(self.ids)
@@ -391,8 +408,8 @@ def _alias(weight: Any) -> Any:
 
 def _copy(target: Any, source: Any, non_blocking: bool = False) -> Any:
     """What was picked of a weight that is written is read before that."""
-    for picked in list(target.unread) if isinstance(target, StoredExperts) else ():
-        picked.read()
+    for picks in list(target.unread) if isinstance(target, StoredExperts) else ():
+        picks.read()
     return NotImplemented
 
 
