@@ -1,0 +1,122 @@
+"""Whole training steps of transformers' classes as their users call them, with labels and an attention mask: what
+attention's mask costs, and what proving it gives.
+
+    python -m benchmarks.masks                               # all works, all arms
+    python -m benchmarks.masks --works long packed --arms bf16 te:delayed
+
+A few layers at a published model's widths, bf16 parameters, loss, backward and fused AdamW. `bf16` is plain torch.compile
+of the same program; `te:none` has this backend's attention and bf16 layers; `te:RECIPE` both. Each arm is compiled
+alone, one behind the other, and timed by the median of five steps."""
+
+import argparse
+import gc
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import harness, table
+
+ARMS = ("bf16", "te:none", "te:delayed")
+_LLAMA = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+_GEMMA = {"hidden_size": 3584, "intermediate_size": 14336, "num_attention_heads": 16, "num_key_value_heads": 8}
+_GPT_OSS = {"hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8}
+_BERT = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16}
+# Class, widths, layers, vocabulary, batch, tokens, and what the mask is.
+WORKS: dict[str, tuple[str, dict[str, Any], int, int, int, int, str]] = {
+    "long": ("Llama", {**_LLAMA, "max_position_embeddings": 32768}, 2, 512, 1, 32768, "ones"),
+    "packed": ("Llama", {**_LLAMA, "max_position_embeddings": 32768}, 2, 512, 1, 32768, "packed"),
+    "vocabulary": ("Llama", _LLAMA, 4, 128256, 2, 4096, "ones"),
+    "padded": ("Llama", _LLAMA, 4, 512, 2, 4096, "half"),
+    "gemma-2": ("Gemma2", {**_GEMMA, "head_dim": 256, "sliding_window": 4096}, 2, 512, 1, 8192, "ones"),
+    "gpt-oss": ("GptOss", {**_GPT_OSS, "head_dim": 64, "num_local_experts": 32, "pad_token_id": 0}, 2, 512, 4, 2048, "ones"),
+    "bert": ("Bert", _BERT, 6, 512, 16, 512, "half"),
+}  # fmt: skip
+DOCUMENT = 4096  # tokens of one of the packed
+
+
+def build(work: str, device: str) -> tuple[Any, dict[str, Tensor]]:
+    """A model and a batch for it."""
+    import transformers
+
+    name, widths, layers, vocabulary, batch, tokens, mask = WORKS[work]
+    config = getattr(transformers, f"{name}Config")(vocab_size=vocabulary, num_hidden_layers=layers, **widths)
+    head = "ForMaskedLM" if name == "Bert" else "ForCausalLM"
+    with torch.device(device):
+        model = getattr(transformers, name + head)._from_config(config, dtype=torch.bfloat16).train()
+    ids = torch.randint(1, vocabulary, (batch, tokens), device=device)
+    given: dict[str, Any] = {"input_ids": ids, "labels": ids}
+    if name != "Bert":
+        given["use_cache"] = False
+    places = torch.arange(tokens, device=device)
+    if mask == "packed":
+        given["position_ids"] = (places % DOCUMENT).expand(batch, -1).contiguous()
+    else:
+        kept = places < (tokens if mask == "ones" else tokens // 2)
+        given["attention_mask"] = kept.long().expand(batch, -1).contiguous()
+    return model, given
+
+
+def measure(work: str, arm: str, args: argparse.Namespace) -> dict[str, Any]:
+    gc.collect()
+    torch._dynamo.reset()
+    torch.cuda.empty_cache()
+    torch.manual_seed(0)
+    model, given = build(work, args.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    kind, _, recipe = arm.partition(":")
+    options = {"recipe": recipe, "fallback": "silent"} if kind == "te" else None
+    run: Callable[..., Any] = torch.compile(model, backend="te" if kind == "te" else "inductor", options=options)
+
+    def step() -> Tensor:
+        loss = run(**given).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()  # type: ignore[no-any-return]
+
+    start = time.perf_counter()
+    step().item()
+    first = time.perf_counter() - start
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    times = []
+    for _ in range(args.iters):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        loss = step()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    return {"ms": sorted(times)[len(times) // 2], "peak_gib": peak, "first_s": first, "loss": loss.item()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--works", nargs="+", choices=WORKS, default=list(WORKS))
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), help="bf16, te:RECIPE")
+    parser.add_argument("--iters", type=int, default=5)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--json", type=Path, default=Path("out/masks.json"))
+    args = parser.parse_args()
+    environment, rows = harness.environment(args.device), []
+    for work in args.works:
+        for arm in args.arms:
+            rows.append({"work": work, "arm": arm, **measure(work, arm, args)})
+            harness.write_json(args.json, {"environment": environment, "rows": rows})
+    first = {row["work"]: row["ms"] for row in reversed(rows)}
+    cells = [
+        (row["work"], row["arm"], table.number(row["ms"], 1), table.number(first[row["work"]] / row["ms"]),
+         table.number(row["peak_gib"]), table.number(row["first_s"], 0), table.number(row["loss"], 4))
+        for row in rows
+    ]  # fmt: skip
+    columns = ("work", "arm", "step ms", f"over {args.arms[0]}", "peak GiB", "first s", "loss")
+    table.show(f"whole steps; {table.headline(environment)}", columns, cells)
+
+
+if __name__ == "__main__":
+    main()
