@@ -294,13 +294,13 @@ MUTATIONS = [
     ),
     Mutation(
         "a warning is swallowed",
-        "        warnings.warn(text, FallbackWarning, stacklevel=3)\n",
+        "        warnings.warn(text, FallbackWarning, stacklevel=_users_level())\n",
         "        pass\n",
         ("tests/backend/test_fallback.py",),
     ),
     Mutation(
         "a gather is read behind a write of its rows",
-        "    if not _source_is_written(match, writes, last or match.node):",
+        "    if not _source_is_written(match, writes, last or last_read(match.node)):",
         "    if True:",
         ("tests/backend/test_experts.py", "-k", "gathered_behind"),
     ),
@@ -411,8 +411,8 @@ MUTATIONS = [
     ),
     Mutation(
         "each rank decides for itself whether its experts pay",
-        "(*_WEIGHED, follow_ranks, *_DECIDED, *_REWRITE)",
-        "(*_WEIGHED, *_DECIDED, *_REWRITE)",
+        "rewrite_attention, *_WEIGHED, follow_ranks, *_DECIDED, *_REWRITE)",
+        "rewrite_attention, *_WEIGHED, *_DECIDED, *_REWRITE)",
         ("tests/backend/test_expert_parallel.py", "-k", "unequal"),
     ),
     Mutation(

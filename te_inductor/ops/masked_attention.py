@@ -20,7 +20,7 @@ def _hides_nothing(tensors: Sequence[Tensor], data: str, sizes: Sequence[int]) -
 hides_nothing = define(
     "hides_nothing(Tensor[] tensors, str data, SymInt[] sizes) -> Tensor",
     _hides_nothing,
-    lambda tensors, data, sizes: torch.empty((), dtype=torch.bool),
+    lambda tensors, data, sizes: torch.empty((), dtype=torch.bool, device="cpu"),
 )
 
 attend = define(

@@ -63,7 +63,9 @@ class StoredExperts(StoredWeight):
     @classmethod
     def expected_parts(cls, shape: tuple[int, ...], recipe: Recipe, transposed: bool = False) -> stored_weight.Layout:
         count, *matrix = shape
-        made = cls.MATRIX.store(torch.empty(matrix[::-1] if transposed else matrix, device="meta"), recipe)
+        made = cls.MATRIX.store(
+            torch.empty(matrix[::-1] if transposed else matrix, dtype=torch.float32, device="meta"), recipe
+        )
         return tuple((part.dtype, (count, *cls.squeezed(part).shape)) for part in made.parts)
 
     @classmethod

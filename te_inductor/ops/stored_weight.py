@@ -67,7 +67,7 @@ class StoredWeight(Tensor):
     @classmethod
     def expected_parts(cls, shape: tuple[int, ...], recipe: Recipe) -> Layout:
         """What the parts of a weight of this shape are: as those that `store` makes, of one without values."""
-        made = cls.store(torch.empty(shape, device="meta"), recipe)
+        made = cls.store(torch.empty(shape, dtype=torch.float32, device="meta"), recipe)
         return tuple((part.dtype, tuple(part.shape)) for part in made.parts)
 
     @classmethod

@@ -18,7 +18,6 @@ import te_inductor
 from te_inductor import backward_dw, config, explain
 from te_inductor.errors import DeferredWgradError, FallbackWarning, MainGradError
 from te_inductor.lowerings.gemm import deferred_wgrads as lowering
-from te_inductor.passes.pre_grad.decide import weight_grads
 from te_inductor.runtime import deferred_wgrads
 from tests.backend.delayed_programs import Blocks
 from tests.backend.test_main_grad import te, with_totals
@@ -357,7 +356,7 @@ def test_which_gradients_go_to_autograd_is_said():
 )
 def test_cuda_graphs_are_seen(options, expected):
     """In their memory the next replay writes; tests/gpu has the refusal."""
-    assert weight_grads._in_cuda_graphs(config.parse(options)) == expected
+    assert config.parse(options).in_cuda_graphs() == expected
 
 
 @pytest.mark.parametrize("arguments", [{"model": "mlp"}, {"backwards": -1}, {"backwards": True}], ids=str)

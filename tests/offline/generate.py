@@ -68,6 +68,7 @@ def pretend(arch: int) -> list[Any]:
         mock.patch.object(torch.__config__, "show", lambda: "USE_MSLK=ON"),
         mock.patch.object(torch.cuda, "is_available", lambda: True),
         mock.patch.object(torch.cuda, "is_initialized", lambda: True),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
         mock.patch.object(torch.cuda, "device_count", lambda: 1),
         mock.patch.object(torch.cuda, "current_device", lambda: 0),
         mock.patch.object(torch.cuda, "get_device_capability", lambda *_: divmod(arch, 10)),

@@ -195,4 +195,8 @@ def empty_rows(node: Node, tensors: Sequence[Tensor], sizes: Sequence[Any], devi
 def holds_everywhere(node: Node, tensors: Sequence[Tensor], sizes: Sequence[Any]) -> Tensor:
     """Whether a predicate is known to hold for all scores: a Boolean, ()."""
     _, every = Blocks(tensors, sizes, block=None).find(node)
-    return every.all() if isinstance(every, Tensor) else torch.tensor(bool(every), device=tensors[0].device)
+    return (
+        every.all()
+        if isinstance(every, Tensor)
+        else torch.tensor(bool(every), dtype=torch.bool, device=tensors[0].device)
+    )
