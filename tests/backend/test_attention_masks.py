@@ -307,6 +307,30 @@ def test_as_written():
     assert site.kernel == "sdpa, the mask as a tensor" and "as_written" in site.reason
 
 
+@pytest.mark.parametrize("inside", (False, True))
+def test_a_backend_that_the_user_has_chosen(monkeypatch, inside):
+    """Windows stay tensors, and k and v repeated; a causal mask is none for any backend."""
+    math = torch.nn.attention.SDPBackend.MATH
+
+    def chosen(run):
+        def inner(*given):
+            with torch.nn.attention.sdpa_kernel(math):
+                return run(*given)
+
+        return inner
+
+    backend = Passes()
+    tensors, padding, documents = operands(60)
+    for mask in (window, NAMES["by_comparison"]):
+        run = attention_with(mask)
+        made = torch.compile(chosen(run) if inside else run, backend=backend)
+        compiled = made if inside else chosen(made)
+        with as_on_a_gpu(monkeypatch):
+            assert_same(run, compiled, tensors, padding, documents)
+    assert [site.kernel for site in backend.found] == ["sdpa, the mask as a tensor", "sdpa, is_causal"]
+    assert "sdpa_kernel" in backend.found[0].reason
+
+
 def test_weights_that_are_returned_keep_the_scores():
     def run(q, k, v):
         weights = torch.softmax(q @ k.transpose(-2, -1), -1)

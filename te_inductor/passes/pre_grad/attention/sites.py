@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from sympy.core.function import AppliedUndef  # type: ignore[import-untyped]
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._sympy.functions import FloorDiv, PythonMod
 
+from te_inductor import targets
 from te_inductor.diagnostics import AttentionSite, Refusal
 from te_inductor.passes.graph.aliases import name
 from te_inductor.passes.graph.bodies import Bodies
@@ -27,6 +29,7 @@ from te_inductor.passes.pre_grad.plan import Plan
 # one call may wait for the device to learn that a mask hides nothing.
 FLEX_QUERIES = 512
 WAIT_QUERIES = 1024
+CUDNN_WIDTH = 128  # of a head, which cuDNN takes forward and backward on every GPU
 _DTYPES = (torch.bfloat16, torch.float16)
 _WIDTHS = (16, 256)  # of a head, that FlexAttention takes
 
@@ -44,12 +47,14 @@ def match_attention(plan: Plan) -> None:
     """Find attention, by torch's function or written by hand, and say what its mask is and which kernel computes it."""
     bodies = Bodies(plan.gm)
     reader = Reader(plan.writes.anywhere, bodies.outer)
+    chosen = _is_chosen(plan)
     for module in plan.graph_modules():
         for node in module.graph.nodes:
             if node.op not in ("call_function", "call_method") or not is_tensor(node):
                 continue
             site = _of_call(node, reader) if node.target in _CALLS else _of_hand(node, reader)
             if site is not None:
+                site.chosen = chosen and not site.by_hand
                 _decide(site, bodies, plan)
                 plan.attention.append(site)
                 plan.report.attention.append(_reported(site))
@@ -76,7 +81,7 @@ def _of_call(node: fx.Node, reader: Reader) -> Attention:
 
 def _of_hand(node: fx.Node, reader: Reader) -> Attention | None:
     """Attention that ends in a product."""
-    found = by_hand.match(node, reader)
+    found = None if is_wrapped(node) else by_hand.match(node, reader)
     if found is None:
         return None
     site = Attention(node, found.q, found.k, found.v, found.given, found.scale, module_path(node), by_hand=True)
@@ -130,8 +135,18 @@ def _decide(site: Attention, bodies: Bodies, plan: Plan) -> None:
 
 
 def _is_on_a_gpu(site: Attention) -> bool:
+    """Whether its operands are plain tensors on a GPU that the package knows, in a dtype that all kernels take."""
     q = value(site.q)
-    return q.is_cuda and q.dtype in _DTYPES
+    known = q.is_cuda and targets.of(q.device).refusal is None
+    return known and q.dtype in _DTYPES and not is_traceable_wrapper_subclass(q)
+
+
+def _is_chosen(plan: Plan) -> bool:
+    """Whether the user does not leave torch the choice among all of its backends, around the compile or in the graph."""
+    cuda = torch.backends.cuda
+    enabled = (cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.cudnn_sdp_enabled, cuda.math_sdp_enabled)
+    nodes = (node for module in plan.graph_modules() for node in module.graph.nodes)
+    return not all(one() for one in enabled) or any(name(node) == "_sdpa_kernel" for node in nodes)
 
 
 def _flex_refusal(site: Attention, bodies: Bodies, plan: Plan) -> Refusal | None:
@@ -140,6 +155,8 @@ def _flex_refusal(site: Attention, bodies: Bodies, plan: Plan) -> Refusal | None
     width = q.shape[-1]
     if not _is_on_a_gpu(site):
         return Refusal("FlexAttention is taken on GPUs, of bf16 and fp16; here are %s on %s", q.dtype, q.device.type)
+    if site.chosen:
+        return Refusal("torch.nn.attention.sdpa_kernel chooses the backend, of which FlexAttention is none")
     if site.dropout != 0.0:
         return Refusal("FlexAttention has no dropout")
     if not (isinstance(width, int) and _WIDTHS[0] <= width <= _WIDTHS[1] and v.shape[-1] == width):
@@ -171,15 +188,17 @@ def _may_wait(site: Attention, plan: Plan) -> bool:
     assert site.mask is not None
     rest = site.mask.without_data
     plain = rest.is_full or (rest.is_causal and rest.scores.is_square)
-    long = statically_known_true(value(site.q).shape[2] >= WAIT_QUERIES)
-    return plain and long and not site.mask.smallest and bool(site.mask.data) and not plan.options.in_cuda_graphs()
+    q = value(site.q)
+    taken = statically_known_true(q.shape[2] >= WAIT_QUERIES) and q.shape[-1] <= CUDNN_WIDTH and q.shape[-1] % 8 == 0
+    waits = not (plan.options.in_cuda_graphs() or torch.are_deterministic_algorithms_enabled())
+    return plain and taken and waits and bool(site.mask.data) and not site.mask.smallest
 
 
 def _unrepeated(site: Attention, plan: Plan) -> tuple[fx.Node, fx.Node] | None:
     """k and v of fewer heads, where they are repeated in front of attention and the kernel takes them as they were."""
     width = value(site.q).shape[-1]
     takes = _is_on_a_gpu(site) and isinstance(width, int) and width <= _WIDTHS[1] and site.dropout == 0.0
-    if not takes or (not site.is_changed and (site.given is not None or site.by_hand)):
+    if not takes or site.chosen or (not site.is_changed and (site.given is not None or site.by_hand)):
         return None
     sources = _source_of_repeated(site.k, plan), _source_of_repeated(site.v, plan)
     if sources[0] is None or sources[1] is None:
