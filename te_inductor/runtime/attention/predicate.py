@@ -69,15 +69,12 @@ class Blocks:
     """What is known of a predicate on blocks of scores, from the smallest and the largest value that each side of a
     comparison has in a block. Nothing has the size of the scores."""
 
-    def __init__(self, tensors: Sequence[Tensor], sizes: Sequence[Any], block: int | None = BLOCK) -> None:
+    def __init__(
+        self, tensors: Sequence[Tensor], sizes: Sequence[Any], device: torch.device, block: int | None = BLOCK
+    ) -> None:
         """`sizes` are those of batch, heads, queries and keys; without `block` all scores of a head are one."""
-        self.tensors, self.device = tensors, tensors[0].device if tensors else None
+        self.tensors, self.device, self.block = tensors, device, block
         self.batch, self.heads, self.queries, self.keys = sizes
-        self.block = block
-
-    def on(self, device: torch.device) -> "Blocks":
-        self.device = device
-        return self
 
     def find(self, node: Node) -> tuple[Any, Any]:
         """Where some score of a block may be attended to, and where all are known to be: (batch or 1, heads or 1, blocks
@@ -104,9 +101,9 @@ class Blocks:
             "b": torch.arange(self.batch, device=self.device).view(-1, 1, 1),
             "h": torch.arange(self.heads, device=self.device).view(1, -1, 1),
         }
-        if along:  # the last one again behind the end
+        for place in along:  # the last position again behind the end
             positions = torch.arange(length if self.block is None else count * self.block, device=self.device)
-            places[along.copy().pop()] = positions.clamp(max=length - 1).view(1, 1, -1)
+            places[place] = positions.clamp(max=length - 1).view(1, 1, -1)
         value = evaluate(side, places, self.tensors)
         if not isinstance(value, Tensor):
             return value, value
@@ -156,23 +153,20 @@ def block_mask(node: Node, tensors: Sequence[Tensor], sizes: Sequence[Any], devi
     how many in full, and which; then likewise for each column. int32, the counts (B, H, rows), the blocks (B, H, rows,
     columns), with B and H 1 where the predicate does not depend on them."""
     batch, heads, queries, keys = sizes
-    some, every = Blocks(tensors, sizes).on(device).find(node)
+    some, every = Blocks(tensors, sizes, device).find(node)
     rows, columns = (queries + BLOCK - 1) // BLOCK, (keys + BLOCK - 1) // BLOCK
     # A block at the end that is not full is computed in part.
     inside_rows = (torch.arange(rows, device=device) + 1) * BLOCK <= queries
     inside_columns = (torch.arange(columns, device=device) + 1) * BLOCK <= keys
     inside = inside_rows[:, None] & inside_columns
-    every = (every & inside).expand(*_outer(some, every, node, batch, heads), rows, columns)
+    places = places_of(node)
+    outer = (batch if "b" in places else 1), (heads if "h" in places else 1)
+    every = (every & inside).expand(*outer, rows, columns)
     some = (some | torch.zeros_like(inside)).expand(every.shape) & ~every
     found = []
     for blocks in (some, every, some.mT, every.mT):
         found += _ordered(blocks)
     return found
-
-
-def _outer(some: Any, every: Any, node: Node, batch: Any, heads: Any) -> tuple[Any, Any]:
-    places = places_of(node)
-    return (batch if "b" in places else 1), (heads if "h" in places else 1)
 
 
 def _ordered(blocks: Tensor) -> list[Tensor]:
@@ -194,9 +188,6 @@ def empty_rows(node: Node, tensors: Sequence[Tensor], sizes: Sequence[Any], devi
 
 def holds_everywhere(node: Node, tensors: Sequence[Tensor], sizes: Sequence[Any]) -> Tensor:
     """Whether a predicate is known to hold for all scores: a Boolean, ()."""
-    _, every = Blocks(tensors, sizes, block=None).find(node)
-    return (
-        every.all()
-        if isinstance(every, Tensor)
-        else torch.tensor(bool(every), dtype=torch.bool, device=tensors[0].device)
-    )
+    device = tensors[0].device
+    _, every = Blocks(tensors, sizes, device, block=None).find(node)
+    return every.all() if isinstance(every, Tensor) else torch.tensor(bool(every), dtype=torch.bool, device=device)
