@@ -93,6 +93,7 @@ FOUND = [
     Case("sums", 3822283, (Write(10, 4, "set some", moves=True),), "current"),
     Case("one input", 3088481, (Write(2, 4, "list"),)),
     Case("sums", 634547, (Write(9, 3, "copy_", moves=True),), mode="no_grad"),
+    Case("back", 766208, (Write(11, 2, "copy_"),)),
     Case("back", 14954153, (Write(1, 3, "half of it", moves=True),), "current", "traced"),
 ]
 

@@ -180,7 +180,7 @@ def _follow(
 ) -> bool:
     if node in sources:
         return True
-    alike = [one for one in sources if _call_of(one) == _call_of(node) and node.op == one.op == "call_function"]
+    alike = [one for one in sources if node.op.startswith("call_") and _call_of(one) == _call_of(node)]
     if node in found or alike:
         found |= dict.fromkeys([node, *alike])
         return True
