@@ -123,9 +123,13 @@ def undisturbed(match: Match, writes: Writes, last: fx.Node | None = None) -> Ma
 
 def _source_is_written(match: Match, writes: Writes, last: fx.Node | None) -> bool:
     """Whether anything writes what the program reads earlier than the layer, or what stands between that and the
-    product, before the layer has read it."""
+    product, before the layer has read it. What stands between them has to be known: an operand that is not computed
+    from what the layer reads in its place counts as written."""
     groups, literal = match.groups, match.literal
     assert groups is not None and literal is not None
+    stand_ins = (literal.x, match.x), (literal.weight, match.weight)
+    if any(operand is not source and not chain(operand, source) for operand, source in stand_ins):
+        return True
     sorts = [] if groups.order is None else [groups.order]
     made = [*sorts, *chain(literal.x, match.x, *sorts), *chain(literal.weight, match.weight)]
     read = [match.x, match.weight]
