@@ -35,8 +35,8 @@ from te_inductor.templates.cutlass import build, tables
 # neighbouring experts, and reads rows that lie apart a few bytes at a time, at a third of what memory gives. It unrolls
 # sums of fewer than 8.
 MOST_EXPERTS_OF_A_ROW = 16
-# Of what casts read: with more, Inductor (30 on GPUs) writes a tensor before others compute with it, in fp32. The
-# gradient of Gemma's GELU by tanh was written so, 448 MiB of 8192 x 14336, in front of the kernel that casts it.
+# Casts read tensors of up to so many ops: with more, Inductor (30 on GPUs) writes one before others read it, in fp32.
+# The gradient of Gemma's GELU by tanh was written so, 448 MiB of 8192 x 14336, in front of the kernel that casts it.
 MOST_OPS_OF_A_TENSOR = 48
 
 
@@ -128,8 +128,8 @@ def _note_cut(fallback: str) -> None:
 
 
 def _start_workers() -> None:
-    """Of Inductor, which compile Triton's kernels. It starts them too, but late: they take seconds, in which this
-    process imports the rest of it and traces."""
+    """Starts Inductor's workers, which compile Triton's kernels. It does so too, but late: they take seconds, in which
+    this process imports the rest of it and traces."""
     from torch._inductor.async_compile import maybe_warm_pool
 
     maybe_warm_pool()

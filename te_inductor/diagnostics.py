@@ -243,7 +243,7 @@ def say(text: str, fallback: str) -> None:
         warnings.warn(text, FallbackWarning, stacklevel=_users_level())
 
 
-# With contextlib, whose decorators stand between their callers and what they decorate.
+# contextlib is among them: its decorators stand between their callers and what they decorate.
 _OURS = (str(Path(__file__).parent), str(Path(torch.__file__).parent), contextlib.__file__)
 
 

@@ -84,5 +84,5 @@ def wrong_type(name: str, found: object, expected: str) -> str:
 
 
 def with_article(noun: str) -> str:
-    """It, behind its article."""
+    """Returns a noun behind its article."""
     return f"{'an' if noun[:1] in 'aeiouAEIOU' else 'a'} {noun}"

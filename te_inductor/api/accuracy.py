@@ -106,7 +106,7 @@ def _leaves(tensor: Tensor) -> list[Tensor]:
 
 @dataclass
 class _Sums:
-    """Of one operand, or of one product, over all calls of its layer."""
+    """The sums of one operand, or of one product, over all calls of its layer."""
 
     signal: float = 0.0
     noise: float = 0.0

@@ -61,7 +61,7 @@ def _factors(rows: Sequence[int], keys: Sequence[tuple[str, ...]], checkpoint: C
 
 
 def _cat(tensors: Sequence[Tensor]) -> Tensor:
-    """As bytes, as not every device can put FP8 tensors together."""
+    """Concatenates tensors as bytes, as not every device can put FP8 tensors together."""
     return torch.cat([one.view(torch.uint8) for one in tensors]).view(tensors[0].dtype)
 
 

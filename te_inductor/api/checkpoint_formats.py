@@ -103,7 +103,8 @@ class CheckpointFormat:
 
     @staticmethod
     def rows(parts: tuple[Tensor, ...], n: int, first: int, count: int) -> tuple[Tensor, ...]:
-        """Those of rows of a weight of n rows; `first` and `count` are multiples of `ROWS_OF_BLOCK`."""
+        """Returns the parts' share of some rows of a weight of n rows; `first` and `count` are multiples of
+        `ROWS_OF_BLOCK`."""
         some = []
         for part in parts:
             per = 1 if part.dim() and part.shape[0] == n else ROWS_OF_BLOCK
@@ -154,7 +155,8 @@ def _fp8(parts: tuple[Tensor, ...], recipe: Recipe) -> tuple[Tensor, ...]:
 
 
 def _repacked(packed: Tensor) -> Tensor:  # (N, K/2)
-    """In the order of Note [Order of a stored block]; some rows at a time, as bytes become words on the way."""
+    """Puts bytes in the order of Note [Order of a stored block], some rows at a time, as they become words on the
+    way."""
     stored = torch.empty_like(packed)
     rows = max(1, CHUNK // max(1, 2 * packed.shape[1]))
     for mine, theirs in zip(stored.split(rows), packed.split(rows), strict=True):

@@ -72,7 +72,8 @@ def plan(model: nn.Module, checkpoint: Checkpoint, dequantize: bool) -> Plan:
 
 
 def stored_steps(model: nn.Module, checkpoint: Checkpoint) -> list[tuple[Held, Source]]:
-    """Of a plan what becomes stored weights. The rest is for another loader, which says itself what is missing or left.
+    """Returns what becomes stored weights in a plan. The rest is for another loader, which says itself what is missing
+    or left.
 
     Raises:
         CheckpointError: a quantized weight does not fit; a line for each key.
@@ -254,7 +255,7 @@ def _refused(match: _Match, held: Held, checkpoint: Checkpoint, dequantize: bool
 
 
 def _disagreements(pieces: Sequence[Piece], checkpoint: Checkpoint) -> Iterator[str]:
-    """Of names of one tensor."""
+    """Says where the pieces of names of one tensor disagree."""
     for other in pieces[1:]:
         first = pieces[0]
         same = first.format is other.format and all(
@@ -316,7 +317,7 @@ def _ignored(key: str, model: nn.Module) -> bool:
 
 
 def meta_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """Those that are not persistent, by name."""
+    """The meta buffers that are not persistent, by name."""
     return {
         without_wrappers(f"{path}.{key}").strip("."): (module, key)
         for path, module in model.named_modules()

@@ -56,7 +56,7 @@ def explain(model: Callable[..., Any], *inputs: Any, options: Mapping[str, Any] 
 
 
 def _of_eager(found: Sequence[EagerProduct], names: Names, options: Options) -> Report:
-    """Of layers that no graph has, with the recipes that they would have in one."""
+    """Reports layers that no graph has, with the recipes that they would have in one."""
     default, entries, used = recipes.resolve(options.recipe), policy.entries(options.policy, options.policy_name), set()
 
     def recipe_of(fqn: str, product: EagerProduct) -> str | None:

@@ -101,7 +101,7 @@ def plan_of(program: Any, options: Options, parameters: Any = None) -> Plan:
 
 
 def parse_options(options: Mapping[str, Any] | None) -> Options:
-    """Those that a lowered program can have.
+    """Reads the options that a lowered program can have.
 
     Raises:
         OptionError: another is given.
@@ -152,8 +152,8 @@ def _of_graph(gm: fx.GraphModule, options: Options, parameters: Any) -> fx.Graph
 
 
 def _deep_copied(gm: fx.GraphModule) -> fx.GraphModule:
-    """With the nodes' own names: a copy of one that is called as a function of Python's, such as `input`, has another,
-    and the signature has this one."""
+    """Copies a graph with its nodes' own names: a copy of one that is called as a function of Python's, such as
+    `input`, has another, and the signature has this one."""
     made = copy.deepcopy(gm)
     for node, twin in zip(gm.graph.nodes, made.graph.nodes, strict=True):
         twin.name = node.name
@@ -161,7 +161,7 @@ def _deep_copied(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _copied(gm: fx.GraphModule) -> fx.GraphModule:
-    """With a graph of its own, and the same tensors."""
+    """Returns a module with a graph of its own, and the same tensors."""
     graph = fx.Graph(tracer_cls=gm.graph._tracer_cls)
     copies: dict[fx.Node, fx.Node] = {}
     output: Any = graph.graph_copy(gm.graph, copies, return_output_node=True)
@@ -219,7 +219,7 @@ def _is_parameter(gm: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _described(placeholders: Sequence[fx.Node]) -> Iterator[tuple[str, str]]:
-    """By AOTAutograd, or by what the value is."""
+    """Describes placeholders by AOTAutograd's word, or by what the value is."""
     for node in placeholders:
         described = getattr(node.meta.get("desc"), "target", None)
         if isinstance(described, str) and type(node.meta["desc"]).__name__ == "ParamAOTInput":
@@ -252,7 +252,7 @@ def _values(gm: fx.GraphModule) -> Iterator[FakeTensor]:
 
 
 def _plain(value: Tensor, mode: FakeTensorMode) -> Tensor:
-    """Without a gradient, in one mode: a graph traced with real tensors has one for each value."""
+    """Returns a value without a gradient, in one mode: a graph traced with real tensors has one for each value."""
     if isinstance(value, FakeTensor) and value.fake_mode is mode:
         return value.detach()
     if is_traceable_wrapper_subclass(value):

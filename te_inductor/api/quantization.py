@@ -128,7 +128,7 @@ def quantize_(
 
 
 def _weights(model: nn.Module, patterns: Sequence[object]) -> Iterator[Held]:
-    """Those of linear layers and of experts."""
+    """The weights of linear layers and of experts."""
     for name, module in model.named_modules():
         path = without_wrappers(name)
         if isinstance(module, nn.Linear):

@@ -126,7 +126,7 @@ def _load_state_dict(model: nn.Module, state: Mapping[str, Tensor], strict: bool
 def _target(
     parameter: Tensor, names: tuple[str, ...], alias: int, use: str, slot: str, saved: dict[str, Tensor]
 ) -> ScalingState | tuple[Tensor, Site]:
-    """Where an entry goes: the state that there is, or the site for which it waits."""
+    """Finds where an entry goes: the state that there is, or the site for which it waits."""
     place = Place(alias, use, slot)
     site, states, waiting = site_of(place, names), store.states_of(parameter), store.loaded_of(parameter)
     held = same_site(states, site)
@@ -165,7 +165,7 @@ def _parameters(model: nn.Module, loading: bool = False) -> list[tuple[Tensor, t
 def _check_sharding(
     model: nn.Module, named: Sequence[tuple[str, Tensor]], wholes: Mapping[int, Tensor | None], loading: bool
 ) -> None:
-    """That what a graph sees of each parameter can be found.
+    """Checks that what a graph sees of each parameter can be found.
 
     Raises:
         StateError: it cannot.

@@ -22,7 +22,7 @@ class Times:
 
 
 def times(plan: Plan) -> Times:
-    """Of the layers of a graph that was decided about."""
+    """The times of the layers of a graph that was decided about."""
     found = Times()
     for site in plan.candidates:
         device = value(site.match.weight).device
@@ -49,7 +49,7 @@ def _unknown(site: Candidate, name: str, rates: targets.Rates | None) -> str | N
 
 
 def sentence(found: Iterable[Times]) -> str | None:
-    """For the report; None of a model without linear layers."""
+    """Returns the report's sentence; None for a model without linear layers."""
     found = list(found)
     unknown = list(dict.fromkeys(why for one in found for why in one.unknown))
     if unknown:

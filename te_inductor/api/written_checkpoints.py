@@ -8,7 +8,7 @@ from te_inductor.ops.stored_experts import StoredExperts
 from te_inductor.ops.stored_weight import Float8Weight, NVFP4Weight, StoredWeight
 from te_inductor.recipes import Recipe
 
-# By the suffixes of its keys, as of one recipe there are several: the format that a kind of stored weights is written in.
+# The format that a kind of stored weights is written in, by the suffixes of its keys, as one recipe has several.
 # ModelOpt's NVFP4, because its scale of the tensor is ours, and compressed-tensors' is the reciprocal.
 _SUFFIXES = {
     TENSOR: ("", "_scale"),

@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _arm(given: Sequence[str]) -> argparse.Namespace:
-    """Of what `bench` starts for each recipe, which is no subcommand for people."""
+    """Parses what `bench` starts for each recipe, which is no subcommand for people."""
     return argparse.Namespace(subcommand=ARM, settings=given[1])
 
 
@@ -104,7 +104,7 @@ def _policy(text: str) -> dict[str, Any]:
 
 
 def _file(text: str) -> Path:
-    """To be written, which is found out before minutes of work."""
+    """Checks that a file can be written before minutes of work are spent."""
     path = Path(text)
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} cannot be written; expected a file in a folder that exists")

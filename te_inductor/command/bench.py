@@ -114,7 +114,7 @@ class _progress:
         self.bar.stop()
 
     def advance(self, name: str, steps: int) -> None:
-        """So many steps of an arm are done."""
+        """Notes that so many steps of an arm are done."""
         if name != self.name and not self.console.is_terminal:
             print(f"{name} …", file=sys.stderr, flush=True)
         self.name = name

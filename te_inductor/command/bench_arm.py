@@ -19,7 +19,7 @@ from te_inductor.command.factory import Case, made
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Of settings in JSON; a line ``step N`` is printed behind each step."""
+    """Runs the arm of settings in JSON; a line ``step N`` is printed behind each step."""
     settings = json.loads(arguments.settings)
     case = made(settings["model"], settings["set"])
     arm = _Arm(case, settings)
@@ -73,7 +73,7 @@ class _Arm:
         return loss
 
     def timed_ms(self) -> float:
-        """Of one step, on the device's clock where it has one."""
+        """The milliseconds of one step, on the device's clock where it has one."""
         if self.device.type != "cuda":
             begin = time.perf_counter()
             self.step()
@@ -86,7 +86,7 @@ class _Arm:
         return float(start.elapsed_time(end))
 
     def wait(self) -> None:
-        """For the device."""
+        """Waits for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

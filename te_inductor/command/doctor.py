@@ -140,7 +140,7 @@ def _cutlass() -> tuple[str, str]:
 
 
 def _table() -> tuple[str, str]:
-    """By which a CUTLASS kernel is taken in place of cuBLASLt's."""
+    """Reports the table by which a CUTLASS kernel is taken in place of cuBLASLt's."""
     tables.check()  # the user's, whatever they are of
     if not torch.cuda.is_available():
         return NOTE, f"none, as there is no GPU{_folder_of_tables()}"

@@ -27,7 +27,7 @@ from te_inductor.templates.cutlass.scaled_mm import ANOTHER, NOTHING, OUTPUT, RO
 from te_inductor.templates.cutlass.tables import Table
 
 GELU = Activation((("mul", 0, 0.5), ("mul", 0, 0.7071067811865476), ("erf", 2), ("add", 3, 1.0), ("mul", 1, 4)))
-# Of the gradient of h = silu(gate) * up (value 0), gate and up: theirs.
+# The gradients of gate and up, of the gradient of h = silu(gate) * up (value 0), gate and up.
 SWIGLU = Gating(
     (
         ("sigmoid", 1),
@@ -86,7 +86,7 @@ def _read(result: Any, out: Tensor) -> Tensor:
 
 
 def _scales(p: Problem) -> list[Tensor]:
-    """As `torch._scaled_mm` takes them."""
+    """The scales as `torch._scaled_mm` takes them."""
     across = p.k // 128
     shapes: dict[str, tuple[tuple[int, ...], ...]] = {
         ROW.name: ((p.m, 1), (1, p.n)),
@@ -157,7 +157,7 @@ def _gating(p: Problem, table: Table, a: Tensor, b: Tensor, scales: list[Tensor]
 
 
 def _swiglu_copies(dh: Tensor, gate: Tensor, up: Tensor) -> Any:
-    """As a model's graph has it, for Dynamo looks into no `Gating`."""
+    """Writes the gradient as a model's graph has it, for Dynamo looks into no `Gating`."""
     dh, gate, up = dh.float(), gate.float(), up.float()
     sigmoid = gate.sigmoid()
     values = dh * up * (sigmoid * (1 + gate * (1 - sigmoid))), dh * (gate * sigmoid)
@@ -196,7 +196,7 @@ def _adding(p: Problem, table: Table, a: Tensor, b: Tensor, scales: list[Tensor]
 
 
 def _rounded(p: Problem) -> Tensor:
-    """Where a product lies that a second kernel reads."""
+    """The tensor of a product that a second kernel reads."""
     return torch.empty(p.m, p.n, device="cuda", dtype=ROUNDED)
 
 
@@ -208,13 +208,13 @@ def _product(p: Problem, table: Table, a: Tensor, b: Tensor, scales: list[Tensor
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """As the backend compiles it, for these sizes alone."""
+    """Compiles a function by the backend, for these sizes alone."""
     torch._dynamo.reset()
     return torch.compile(function, backend=te, dynamic=False)
 
 
 def _captured(call: Call) -> Call:
-    """As a CUDA graph."""
+    """Records a call as a CUDA graph."""
     call()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

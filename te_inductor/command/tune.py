@@ -123,7 +123,7 @@ def with_row(table: Table, row: dict[str, Any]) -> Table:
 
 
 def identity(row: dict[str, Any]) -> tuple[Any, ...]:
-    """Of what was measured."""
+    """Identifies what was measured."""
     sizes = (row[name] for name in ("m", "n", "k", "scope", "fast_accum", "added"))
     return (*sizes, *(row.get(kind, False) for kind in (QUANTIZED, GATED)))
 
@@ -162,8 +162,8 @@ def measured(p: Problem, table: Table, rounds: int) -> dict[str, Any]:
 
 
 def time_us(arms: Sequence[Callable[[], Any]], rounds: int, calls: int) -> list[float]:
-    """Of one call of each, the median of rounds in which they take turns. Launches of one arm follow each other closely
-    enough: the shortest kernel here takes as long as a launch."""
+    """Returns the microseconds of one call of each, the median of rounds in which they take turns. Launches of one arm
+    follow each other closely enough: the shortest kernel here takes as long as a launch."""
     times: list[list[float]] = [[] for _ in arms]
     for _ in range(rounds):
         for call, taken in zip(arms, times, strict=True):

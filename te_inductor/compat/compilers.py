@@ -25,7 +25,7 @@ def width_of_right_vectors() -> int | None:
 
 
 def is_gcc_wrong(version: str, tuning: str) -> bool:
-    """By what GCC answers to `-dumpversion` and to `-march=native -Q --help=target`."""
+    """Tells by what GCC answers to `-dumpversion` and to `-march=native -Q --help=target`."""
     return version.split(".")[0].strip() == "12" and re.search(r"-mtune=\s+generic\b", tuning) is not None
 
 

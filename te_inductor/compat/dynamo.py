@@ -228,7 +228,8 @@ def _function_name(node: fx.Node) -> str:
 
 
 def _waits(forward: Any, backward: Any) -> int | None:
-    """Which operand the body of an autograd.Function waits for, if it does nothing else and hands its gradient on."""
+    """Finds which operand the body of an autograd.Function waits for, if it does nothing else and hands its gradient
+    on."""
     if not (isinstance(forward, fx.GraphModule) and isinstance(backward, fx.GraphModule)):
         return None
     nodes = [*forward.graph.nodes, *backward.graph.nodes]

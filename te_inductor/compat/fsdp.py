@@ -24,7 +24,7 @@ class ShardedParameter:
 
     @property
     def modules(self) -> list[tuple[nn.Module, str]]:
-        """Who holds it, and by which name."""
+        """The modules that hold it, each with its name there."""
         info = self.param._module_info
         return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
 
@@ -44,7 +44,7 @@ class ShardedParameter:
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which it is gathered by FSDP itself."""
+        """The dtype in which FSDP itself gathers it."""
         wanted = self.group.mp_policy.param_dtype
         return wanted if wanted is not None else self.sharded.dtype  # type: ignore[no-any-return]
 
@@ -128,7 +128,8 @@ class ShardedParameter:
 
 
 def sharded_parameters(model: nn.Module) -> Iterator[ShardedParameter]:
-    """Those of all modules that `fully_shard` was called with, in an order that all ranks have in common."""
+    """The sharded parameters of all modules that `fully_shard` was called with, in an order that all ranks have in
+    common."""
     state_of = imported("torch.distributed.fsdp._fully_shard._fsdp_state", "_get_module_fsdp_state")
     seen: set[int] = set()
     for module in model.modules() if state_of is not None else ():

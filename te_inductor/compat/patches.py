@@ -176,7 +176,7 @@ def patch(target: str, new: Any, on: Any = None) -> AbstractContextManager[Any]:
 
 @dataclass
 class _Entries:
-    """Those of one table that are replaced."""
+    """The entries of one table that are replaced."""
 
     compiles: int  # of ours that run now: two threads may compile
     replaced: dict[Any, tuple[Any, Any]]  # torch's and ours, by key

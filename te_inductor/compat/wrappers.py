@@ -28,7 +28,7 @@ class Gathered(NamedTuple):
 
     @property
     def mesh(self) -> Any:
-        """Over which it is sharded, and replicated where the mesh has a dimension for that."""
+        """The mesh over which it is sharded, and replicated where the mesh has a dimension for that."""
         return mesh_of_dtensor(self.shards[0])
 
 

@@ -19,7 +19,7 @@ from te_inductor.passes.graph.gemm_nodes import problem_of
 from te_inductor.templates.select import SMALL_M, select
 
 aten = torch.ops.aten
-# Between the products and the softmax: they change the dtype, or how the batch is written.
+# What may stand between the products and the softmax: it changes the dtype, or how the batch is written.
 _SAME = frozenset(
     {
         aten.view.default,
@@ -115,7 +115,7 @@ def _softmaxed(node: Any) -> Any:
 
 
 def _arguments(node: Any, target: Any, count: int = 2) -> tuple[Any, ...]:
-    """So many, None each where the node is of another kind."""
+    """Returns so many arguments, None each where the node is of another kind."""
     is_such = getattr(node, "target", None) is target and len(node.args) == count
     return tuple(node.args) if is_such else (None,) * count
 
@@ -146,7 +146,7 @@ def _scaled(node: Any) -> tuple[float, Any]:
 
 
 def _plain(node: Any) -> Any:
-    """Without views of the batch and conversions."""
+    """Returns a node without views of the batch and conversions."""
     while node.target in _SAME:
         inner, outer = _value(node.args[0]), _value(node)
         if inner.shape[-2:] != outer.shape[-2:] or inner.numel() != outer.numel():

@@ -120,7 +120,7 @@ class StoredWeightsQuantizer(HfQuantizer):  # type: ignore[misc]
 
     @property
     def is_trainable(self) -> bool:
-        """Beside the weights, which are frozen: adapters."""
+        """Says that adapters may be trained beside the weights, which are frozen."""
         return True
 
     @property
@@ -149,7 +149,7 @@ def make_savable(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _names(model: torch.nn.Module) -> list[str]:
-    """Of the recipes of all stored weights."""
+    """The names of the recipes of all stored weights."""
     used = {parameter.recipe for parameter in model.parameters() if isinstance(parameter, StoredWeight)}
     for recipe in used:
         if recipe != all_recipes.resolve(recipe.name, "recipe of a stored weight"):
@@ -161,5 +161,5 @@ def _names(model: torch.nn.Module) -> list[str]:
 
 
 def _device(model: PreTrainedModel) -> torch.device:
-    """Where the loader has put the rest."""
+    """The device where the loader has put the rest."""
     return next((one.device for one in model.parameters() if not one.is_meta), torch.device("cpu"))

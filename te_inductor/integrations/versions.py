@@ -36,7 +36,7 @@ def require(package: str) -> None:
 
 @contextmanager
 def parts_of(package: str) -> Iterator[None]:
-    """Around the imports of what an integration uses of a package.
+    """Wraps the imports of what an integration uses of a package.
 
     Raises:
         ImportError: as `require`, or the package has no longer what the one that is known had.

@@ -13,7 +13,7 @@ def plain(path: str) -> str:
 
 
 def names_of(path: str) -> tuple[str, ...]:
-    """By which a glob may name a layer, the plain path first: as in the model, as in the adapted model, and as inside of
-    a DistributedDataParallel."""
+    """The names by which a glob may name a layer, the plain path first: as in the model, as in the adapted model, and
+    as inside of a DistributedDataParallel."""
     inner = _DDP.sub("", path)
     return tuple(dict.fromkeys((plain(path), path, plain(inner), inner)))

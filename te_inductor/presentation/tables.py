@@ -25,7 +25,8 @@ class Column(NamedTuple):
 
 
 def width() -> int:
-    """Of the terminal: what COLUMNS says, else what the terminal does. Of a pipe or a file, as much as a line needs."""
+    """The terminal's width: what COLUMNS says, else what the terminal does. Of a pipe or a file, as much as a line
+    needs."""
     given = os.environ.get("COLUMNS", "")
     if given.isdigit() and int(given) > 0:
         return int(given)
@@ -60,7 +61,8 @@ def tabulated(columns: Sequence[Column], rows: Iterable[Sequence[str]], columns_
 
 
 def _widths(columns: Sequence[Column], rows: Sequence[Sequence[str]], wide: int) -> tuple[list[int], list[int]]:
-    """Which columns fit, by their places, and how wide each is. The first ones are given first what they ask for."""
+    """Finds which columns fit, by their places, and how wide each is. The first ones are given first what they ask
+    for."""
     natural, least = [], []
     for place, column in enumerate(columns):
         cells = [row[place] for row in rows]

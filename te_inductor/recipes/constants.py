@@ -33,7 +33,8 @@ class Constant(metaclass=ConstantMeta):  # type: ignore[metaclass]
         return tuple(vars(self).values())
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """As the constructor has it, which checks the fields: a pickled constant may come from anywhere."""
+        """Restores a constant by the constructor, which checks the fields: a pickled constant may come from
+        anywhere."""
         vars(self).update(vars(type(self)(**state)))
 
     def key(self) -> tuple[Any, ...]:

@@ -46,7 +46,7 @@ class CustomRecipe(Recipe):
         self.__fx_repr__()  # refuses a function that no cache key can stand for
 
     def slots(self) -> Slots:
-        """Those of a layer outside any module."""
+        """The slots of a layer outside any module."""
         return self.slots_of("")
 
     def slots_of(self, module: str) -> Slots:

@@ -92,6 +92,6 @@ class ScaleUpdate(Constant):
 
     @property
     def suitable(self) -> tuple[float, float]:
-        """Between which of its values a scale has to bring an amax: Note [Scales that do not suit] in
+        """The values between which a scale has to bring an amax: Note [Scales that do not suit] in
         runtime/misfits.py."""
         return 8 * 2.0**self.format.min_exponent, 2 * self.format.max

@@ -80,12 +80,12 @@ class Values(NamedTuple):
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> "Values":
-        """Those that torch converts to."""
+        """The values that torch converts to."""
         info = torch.finfo(dtype)
         return cls(info.max, -round(math.log2(info.eps)), round(math.log2(info.smallest_normal)))
 
     def of_codes(self, bits: int) -> "Values | None":
-        """Those of codes of so many bits, with this mantissa and this smallest exponent."""
+        """The values of codes of so many bits, with this mantissa and this smallest exponent."""
         exponents = 2 ** (bits - 1 - self.mantissa_bits) - 1  # of normal values
         if not 1 <= self.mantissa_bits < bits <= 8 or exponents < 1:
             return None
@@ -162,7 +162,7 @@ def padded(size: int, alignment: int = ALIGNMENT, *, floordiv: Division = operat
 
 @dataclass(frozen=True)
 class Scope:
-    """Which elements of an (R, C) tensor share one scale: those of a block of it. A GEMM contracts C.
+    """A choice of which elements of an (R, C) tensor share one scale: those of a block of it. A GEMM contracts C.
 
     Blocks at the edge may be cut off: the rest of them is zeros. Scales are stored () of the tensor, (R, 1) of its
     rows. Of blocks they are a matrix (R/rows, C/columns), where `row_last` its transpose, so that those of all rows lie
@@ -222,7 +222,7 @@ class Scope:
         return (across, down) if self.row_last else (down, across)
 
     def scale_shape(self, rows: int, columns: int) -> tuple[int, ...]:
-        """Of the stored scales of an (R, C) tensor."""
+        """The shape of the stored scales of an (R, C) tensor."""
         if self.whole:
             return ()
         down, across = self.blocks(rows, columns)
@@ -249,7 +249,7 @@ SCOPES: Mapping[str, Scope] = MappingProxyType(
 
 
 class Format(enum.Enum):
-    """Which element forward tensors and gradients use; TransformerEngine's names."""
+    """The elements that forward tensors and gradients use, by TransformerEngine's names."""
 
     E4M3 = ("e4m3", "e4m3")
     HYBRID = ("e4m3", "e5m2")

@@ -51,7 +51,7 @@ class Slots(Constant):
         dgrad: MMParams = SPLIT,
         wgrad: MMParams = SPLIT,
     ) -> "Slots":
-        """Those of a layer whose tensors are cast so, with the three GEMMs that follow."""
+        """The slots of a layer whose tensors are cast so, with the three GEMMs that follow."""
         return cls(
             input,
             weight,
@@ -81,7 +81,7 @@ def _slots_of(text: str) -> Slots:
 
 
 def _fields(found: dict[str, Any]) -> dict[str, Any]:
-    """With the tuples that JSON has lists for."""
+    """Returns fields with the tuples that JSON has lists for."""
     return {key: tuple(value) if isinstance(value, list) else value for key, value in found.items()}
 
 
@@ -114,7 +114,7 @@ class Recipe(Constant):
         raise RecipeError(f"{type(self).__name__} is the base of recipes, expected one of its subclasses")
 
     def slots_of(self, module: str) -> Slots:
-        """Of the layer at this module path: the same for all, unless a recipe says otherwise."""
+        """The slots of the layer at this module path: the same for all, unless a recipe says otherwise."""
         return self.slots()
 
 

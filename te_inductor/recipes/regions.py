@@ -152,7 +152,7 @@ class autocast:
                 _warn_if_nothing_compiles(self.region)
 
     def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
-        # Of the region itself, torch 2.11 would have Dynamo read no field.
+        # torch 2.11 would have Dynamo read no field of the region itself.
         enabled, recipe = self.region.enabled, self.region.recipe
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             raise RecipeError(
@@ -195,7 +195,7 @@ _NOTHING_COMPILED = (
 
 
 def _warn_if_nothing_compiles(region: Region) -> None:
-    """Once a program."""
+    """Warns, once a program, of a region in which nothing was compiled."""
     global _said
     if not _said and region.key() not in _compiled:
         _said = True
@@ -203,20 +203,22 @@ def _warn_if_nothing_compiles(region: Region) -> None:
 
 
 def _entered_in_graph(region: Region) -> None:
-    """Under any backend a marker traces to nothing."""
+    """Does nothing when it runs: under any other backend a marker traces to nothing."""
     if torch.compiler.is_exporting():
         _warn_of_export(region)
 
 
 def export_begins() -> None:
-    """Where torch.export is called: what it leaves out is said once from here on, and now of a region around it."""
+    """Is called where torch.export is: what that leaves out is said once from here on, and now of a region around
+    it."""
     global _said_of_export
     _said_of_export = False
     _warn_of_export(active() if _entered.get() else None)
 
 
 def _warn_of_export(region: Region | None) -> None:
-    """And where it traces a model that enters a region: as it runs, or as Dynamo has marked it."""
+    """Says, once, that export leaves a region out; where it traces one as well, as it runs or as Dynamo has marked
+    it."""
     global _said_of_export
     if region is not None and region.enabled and not _said_of_export:
         _said_of_export = True

@@ -29,7 +29,7 @@ def of(device: torch.device) -> Target:
 
 
 def rates_of(device: torch.device) -> Rates | None:
-    """Of GEMMs and casts on `device`; None where nothing was measured."""
+    """The rates of GEMMs and casts on `device`; None where nothing was measured."""
     return next((one for one in of(device).rates if product(device).startswith(one.product)), None)
 
 
@@ -55,7 +55,7 @@ def product(device: torch.device) -> str:
 
 
 def cuda_version() -> str | None:
-    """Of the CUDA that torch was built for."""
+    """The version of the CUDA that torch was built for."""
     return torch.version.cuda
 
 

@@ -19,8 +19,8 @@ H200 = Rates(
     launch=2.2e-6,
     host_launch=40e-6,
 )
-# Not measured: an H100 has the same tensor cores, and 3.35 TB/s of memory where an H200 has 4.8 (NVIDIA's data sheets).
-# What else is Hopper has at least as much memory for its FLOPs, or is slower in both.
+# These are not measured: an H100 has the same tensor cores, and 3.35 TB/s of memory where an H200 has 4.8 (NVIDIA's
+# data sheets). What else is Hopper has at least as much memory for its FLOPs, or is slower in both.
 OTHER = replace(
     H200,
     product="",

@@ -50,12 +50,12 @@ class Target:
 
 
 def _rows_of(gemm: Gemm) -> list[tuple[str, str]]:
-    """Of each operand its element, and the scope of rows that has as many scales along K as its own."""
+    """Returns each operand's element, and the scope of rows that has as many scales along K as its own."""
     return [(element, f"1x{scope.block[1]}") for element, scope in zip(gemm.elements, gemm.granularities, strict=True)]
 
 
 def version(cuda: str | None) -> tuple[int, int]:
-    """Of a CUDA, to be compared; (0, 0) of none."""
+    """The version of a CUDA, to be compared; (0, 0) of none."""
     major, minor = (cuda or "0.0").split(".")[:2]
     return int(major), int(minor)
 

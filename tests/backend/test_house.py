@@ -1,0 +1,56 @@
+"""The structure of the package, by the figures of `python -m tests.house`. Bounds only go down."""
+
+import pytest
+
+from tests import house, prose
+
+LONGEST_FUNCTION = 68
+LARGEST_RECORD = 18
+# Pairs of folders that import each other.
+CYCLES = 5
+# Names that mean several things in the package.
+REPEATED_CLASSES = frozenset(
+    """Attention Call Choice Config DelayedScales Entry Held Layer Linear Matrix Plan Problem Product Reader
+    ScalingState ScalingStateCallback Site Weight _Call _Found _Layer _Rows""".split()
+)
+FRAGMENTS = 799
+
+
+def test_functions_and_records_stay_small():
+    for bound, figure in (LONGEST_FUNCTION, house.longest_function()), (LARGEST_RECORD, house.fields()):
+        assert figure.value <= bound, figure.parts[0]
+
+
+def test_no_more_folders_import_each_other():
+    found = house.cycles()
+    assert found.value <= CYCLES, found.parts
+
+
+def test_a_class_name_means_one_thing():
+    found = house.repeated_classes().parts
+    assert {line.partition(":")[0] for line in found} <= REPEATED_CLASSES, found
+
+
+def test_no_more_docstrings_and_comments_are_fragments():
+    assert house.fragments().value <= FRAGMENTS, "python -m tests.house --list names the folders"
+
+
+@pytest.mark.parametrize(
+    ("text", "fragment"),
+    [
+        ("Of names of one tensor.", True),
+        ("As TransformerEngine has it.", True),
+        ("Returns the amax of each row.", False),
+        ("The sites of a graph.", False),
+        ("Whether the weight is stored.", False),
+        ("``x @ w.T``.", False),
+    ],
+)
+def test_what_is_a_fragment(text, fragment):
+    assert prose.is_fragment(text) == fragment
+
+
+def test_fragments_are_found_in_docstrings_and_comments(tmp_path):
+    path = tmp_path / "a.py"
+    path.write_text('"""Of nothing."""\n\n# Of a,\n# of b.\nx = 1  # of c\n')
+    assert [opening.line for opening in prose.fragments(path)] == [1, 3]

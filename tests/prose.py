@@ -1,0 +1,58 @@
+"""The openings of docstrings and comments, and which of them are fragments.
+
+A docstring begins with a verb, or with a noun phrase and its article ("Returns the amax of each row", "The sites of a
+graph"), or with a clause that stands for a noun ("Whether the weight is stored"). "Of names of one tensor." leaves the
+reader to guess of what. So does a comment that begins so."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+# Words that begin no noun phrase and no verb: what they hang on would have to stand before them.
+HANGING = frozenset(
+    """above after again against along alongside also among and apart around as at because before behind below beneath
+    beside besides between beyond but by down during either else except for from however if in inside instead into it
+    likewise like near neither nor not of off on once only onto or otherwise outside over past per since so such than
+    that then therefore they those through throughout till to toward towards under unless unlike until up upon via
+    when where wherever which whichever while who whoever whom whose with within without""".split()
+)
+WORD = re.compile(r"[A-Za-z]+")
+
+
+class Opening(NamedTuple):
+    """The first words of a docstring or of a comment, and where they stand."""
+
+    path: Path
+    line: int
+    text: str
+
+
+def docstrings(path: Path) -> Iterator[Opening]:
+    """The openings of a file's docstrings."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, DOCUMENTED) and (text := ast.get_docstring(node)):
+            yield Opening(path, node.body[0].lineno, text)
+
+
+def comments(path: Path) -> Iterator[Opening]:
+    """The openings of a file's comments that have lines of their own; adjacent lines are one comment."""
+    last = 0
+    for line, text in enumerate(path.read_text().splitlines(), 1):
+        if text.lstrip().startswith("#"):
+            if line != last + 1:
+                yield Opening(path, line, text.lstrip("# "))
+            last = line
+
+
+def is_fragment(text: str) -> bool:
+    """Whether a text begins with a word that hangs on something before it."""
+    word = WORD.match(text)
+    return word is not None and word[0].lower() in HANGING
+
+
+def fragments(path: Path) -> list[Opening]:
+    """The docstrings and comments of a file that begin as fragments."""
+    return [opening for read in (docstrings, comments) for opening in read(path) if is_fragment(opening.text)]
