@@ -3,7 +3,7 @@
     python -m benchmarks.padding
 
 cuBLASLt wants sizes that are multiples of 16. The op pads (the pads fuse with the casts), which costs work;
-`te_inductor.passes.pre_grad.decide.support.MAX_PADDING` says up to how much. This measures where padding stops to pay:
+`te_inductor.passes.pre_grad.sites.requirements.MAX_PADDING` says up to how much. This measures where padding stops to pay:
 forward and backward of one `nn.Linear` in bf16, every size padded however much that takes, against torch.compile.
 Kernel times are summed: one layer alone is bound by the host, whatever its sizes."""
 
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from benchmarks import harness, table
-from te_inductor.passes.pre_grad.decide import support
+from te_inductor.passes.pre_grad.sites import requirements
 from te_inductor.recipes.formats import padded
 
 SHAPES = (
@@ -55,7 +55,7 @@ def measure(shape: str, args: argparse.Namespace) -> dict[str, Any]:
     for arm, backend, options in (("bf16", "inductor", None), ("te", harness.te_backend(), forced)):
         torch._dynamo.reset()
         compiled = torch.compile(layer, backend=backend, options=options)
-        with mock.patch.object(support, "MAX_PADDING", math.inf):
+        with mock.patch.object(requirements, "MAX_PADDING", math.inf):
             call = functools.partial(step, compiled, x, dy)
             for _ in range(args.warmup):
                 call()
@@ -84,7 +84,7 @@ def main() -> None:
         f"nn.Linear, forward and backward; {table.headline(environment)}",
         ("M x N x K", "work of N and K padded", "bf16 us", "te us", "over bf16"),
         [(r["shape"], *(table.number(r[key], 2) for key in ("work", "bf16_us", "te_us", "over_bf16"))) for r in rows],
-        f"MAX_PADDING is {support.MAX_PADDING}",
+        f"MAX_PADDING is {requirements.MAX_PADDING}",
     )
     harness.write_json(args.json, {"environment": environment, "rows": rows})
 

@@ -21,7 +21,7 @@ from te_inductor.config import Options
 from te_inductor.diagnostics import CUT_BY_DDP, Report, Unmet, announce, log, say, uncompiled
 from te_inductor.errors import TEInductorError
 from te_inductor.passes import pre_grad
-from te_inductor.passes.pre_grad.decide.support import value
+from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.plan import Plan
 from te_inductor.passes.pre_grad.rewrite import first_step
 from te_inductor.passes.pre_grad.rewrite.decisions import compare_compiles

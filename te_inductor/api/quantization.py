@@ -14,7 +14,7 @@ from te_inductor.ops import stored_experts
 from te_inductor.ops.stored_weight import StoredWeight, as_parameter, kind_of, store
 from te_inductor.passes.graph.module_path import without_wrappers
 from te_inductor.passes.pre_grad.decide import policy as policies
-from te_inductor.passes.pre_grad.decide import support
+from te_inductor.passes.pre_grad.sites import requirements
 from te_inductor.presentation.paths import names_of
 from te_inductor.recipes import Recipe
 
@@ -184,4 +184,4 @@ def _refusal(held: Held, owners: Mapping[Tensor, Sequence[nn.Module]]) -> Refusa
         return Refusal("empty weight %s", " x ".join(str(size) for size in weight.shape))
     if not weight.is_meta and not bool(weight.isfinite().all()):
         return Refusal("it has values that are not finite")
-    return support.too_long(*held.sizes[1:])
+    return requirements.too_long(*held.sizes[1:])

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from te_inductor import targets
-from te_inductor.passes.pre_grad.decide.support import value
+from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
 
 

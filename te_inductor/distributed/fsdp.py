@@ -18,7 +18,7 @@ from te_inductor.distributed.scales import KINDS
 from te_inductor.errors import GatherError, OptionError, RecipeError, wrong_type
 from te_inductor.passes.graph.module_path import without_wrappers
 from te_inductor.passes.pre_grad.decide import policy as policies
-from te_inductor.passes.pre_grad.decide import support
+from te_inductor.passes.pre_grad.sites import requirements
 from te_inductor.recipes import DelayedScaling, Float8RowwiseScaling, Recipe
 from te_inductor.runtime.optimizer_steps import tell_after_each
 
@@ -144,7 +144,7 @@ def _refusal(shard: ShardedParameter, recipe: Recipe, layers: int) -> Refusal | 
         return Refusal("it is also that of a module of class %s", others[0])
     if shard.dtype not in DTYPES:
         return Refusal("dtype %s is not float32, bfloat16 or float16", str(shard.dtype).removeprefix("torch."))
-    found = shard.refusal() or targets.of(shard.device).refusal or support.sizes(None, *shard.shape)
+    found = shard.refusal() or targets.of(shard.device).refusal or requirements.sizes(None, *shard.shape)
     if found:
         return found
     alignment = recipe.slots().weight.granularity.alignment

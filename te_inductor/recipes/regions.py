@@ -2,7 +2,7 @@
 
 # Note [Regions]
 Inside a compiled function Dynamo traces `autocast` into two markers, `enter_region(region)` and `exit_region()`,
-between which the passes find the calls of the region (passes/pre_grad/decide/regions.py), checkpoints' bodies included,
+between which the passes find the calls of the region (passes/graph/regions.py), checkpoints' bodies included,
 and which they erase. The region is a constant of the graph, so both compile caches have it in their keys. Under any
 other backend the markers, which trace to nothing, do nothing.
 

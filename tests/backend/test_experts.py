@@ -9,10 +9,10 @@ from torch._dynamo.utils import counters
 
 from te_inductor import autocast, explain
 from te_inductor.backend import parse
-from te_inductor.passes.pre_grad.decide import support
-from te_inductor.passes.pre_grad.match.rule import Match
+from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.match.sites import match_sites
 from te_inductor.passes.pre_grad.plan import Plan
+from te_inductor.passes.pre_grad.sites.rule import Match
 from te_inductor.recipes import CustomRecipe, Float8BlockScaling, Quantizer
 from tests.backend import test_autograd
 from tests.backend.test_autograd import same
@@ -113,7 +113,7 @@ def test_what_is_gathered_behind_the_cast(pick):
     """Where the gather is `x[order // k]` and nothing writes in between."""
     first, second = matched(MoE(pick), tokens())
     assert (first.groups.rows is not None) == (first.groups.order is not None) == (pick in FOLDED)
-    assert support.value(first.x).shape[0] == (TOKENS if pick in FOLDED else TOKENS * EACH)
+    assert value(first.x).shape[0] == (TOKENS if pick in FOLDED else TOKENS * EACH)
     assert second.groups.rows is None
 
 

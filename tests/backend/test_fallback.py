@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from te_inductor import accuracy_report, compat, explain, lowerings, quantize_, targets
 from te_inductor.errors import FallbackError, FallbackWarning
 from te_inductor.passes import pre_grad
-from te_inductor.passes.pre_grad.decide import support
+from te_inductor.passes.pre_grad.sites import requirements
 from te_inductor.recipes import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
 from tests.eager import quantized
 from tests.forked import PROGRAMS
@@ -87,15 +87,15 @@ def test_an_emulated_site_is_named_once():
 def test_where_microscaling_is_emulated(device, named, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     slots, where = MXFP8BlockScaling().slots(), torch.device(device)
-    assert named in str(support.emulated(slots, where))
+    assert named in str(requirements.emulated(slots, where))
     # Padding to 32 costs nothing where nothing is faster; where the operands themselves are multiplied, it does.
     weight = SimpleNamespace(device=where)
-    assert support.blocks(slots, weight, 48, 80) is None
-    assert support.emulated(Float8CurrentScaling().slots(), where) is None
+    assert requirements.blocks(slots, weight, 48, 80) is None
+    assert requirements.emulated(Float8CurrentScaling().slots(), where) is None
     native = replace(targets.of(where), microscaled_mm=(("e4m3", "1x32"),))
     monkeypatch.setattr(targets, "of", lambda device: native)
-    assert support.emulated(slots, where) is None
-    assert "padded to multiples of 32" in str(support.blocks(slots, weight, 48, 80))
+    assert requirements.emulated(slots, where) is None
+    assert "padded to multiples of 32" in str(requirements.blocks(slots, weight, 48, 80))
 
 
 def test_an_unused_policy_entry_is_reported():
@@ -141,8 +141,8 @@ def test_inputs_that_cannot_run(x, weight, reason):
 
 def test_a_weight_longer_than_kernels_count():
     """Also where it would be stored, and then written out or multiplied."""
-    assert str(support.sizes(8, 2**24, 64)) == "weight of 16777216 x 64, longer than 8388608"
-    assert support.sizes(2**24, 2**23, 64) is None
+    assert str(requirements.sizes(8, 2**24, 64)) == "weight of 16777216 x 64, longer than 8388608"
+    assert requirements.sizes(2**24, 2**23, 64) is None
     with pytest.raises(FallbackError, match="keeps its weight: weight of 64 x 16777216, longer than 8388608"):
         quantize_(nn.Linear(2**24, 64, device="meta"), fallback="error")
 
@@ -171,9 +171,9 @@ def test_devices_without_gemms_of_blocks(capability, cuda, reason, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     weight = SimpleNamespace(device=torch.device("cuda"))
-    refusal = support.blocks(Float8BlockScaling().slots(), weight, 256, 256)
+    refusal = requirements.blocks(Float8BlockScaling().slots(), weight, 256, 256)
     assert (refusal and str(refusal)) == reason
-    assert support.blocks(Float8CurrentScaling().slots(), weight, 256, 256) is None
+    assert requirements.blocks(Float8CurrentScaling().slots(), weight, 256, 256) is None
 
 
 def test_padding_to_blocks():
@@ -310,7 +310,7 @@ def test_a_rule_that_raises(monkeypatch):
     def broken(self, node):
         raise ZeroDivisionError("injected")
 
-    monkeypatch.setattr("te_inductor.passes.pre_grad.match.linear.Linear.match", broken)
+    monkeypatch.setattr("te_inductor.passes.pre_grad.sites.linear.Linear.match", broken)
     model, x = nn.Linear(32, 32), torch.randn(X)
     y, [text] = warned(model, x)
     assert "because a pass of ours failed" in text and "ZeroDivisionError: injected" in text

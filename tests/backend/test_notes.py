@@ -137,7 +137,7 @@ def test_a_bad_page_is_found(text, error):
 def test_a_good_page_is_not():
     text = (
         "# One heading, here\n[a](performance.md) [b](#one-heading-here) [c](https://example.org/missing.py) "
-        "[passes/pre_grad/match/rule.py](../te_inductor/passes/pre_grad/match/rule.py) `te_inductor/backend.py`,"
+        "[passes/pre_grad/sites/rule.py](../te_inductor/passes/pre_grad/sites/rule.py) `te_inductor/backend.py`,"
         " `backend.py`; python -m benchmarks.floor prints it."
     )
     assert list(page_errors(text, ROOT / "docs")) == []

@@ -1,6 +1,6 @@
-"""The passes on the graph that Dynamo hands over, before autograd sees it: find the linear layers (`match/`), decide
-about each (`decide/`), and put low-precision ones in their place (`rewrite/`). Each pass takes the compile's one
-`Plan`.
+"""The passes on the graph that Dynamo hands over, before autograd sees it: find the linear layers (`match/`, in
+the forms of `sites/`), decide about each (`decide/`), and put low-precision ones in their place (`rewrite/`). Each pass
+takes the compile's one `Plan`. Each stage imports from those before it and from `passes/graph`, never the other way.
 
 `explain` runs DECIDE or DECIDE_EXPORTED alone. Graphs that Dynamo did not make have lists of their own, of the same
 passes: EXPORTED is for exported programs, TRACED for graphs of forward and backward.

@@ -11,12 +11,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from te_inductor.config import Options
 from te_inductor.diagnostics import Refusal, Report
-from te_inductor.passes.graph import writes
+from te_inductor.passes.graph import regions, writes
 from te_inductor.passes.pre_grad.attention.site import Attention
-from te_inductor.passes.pre_grad.decide import regions
-from te_inductor.passes.pre_grad.match import contractions
-from te_inductor.passes.pre_grad.match.products import Product
-from te_inductor.passes.pre_grad.match.rule import Match, Rule
+from te_inductor.passes.pre_grad.sites import contractions
+from te_inductor.passes.pre_grad.sites.products import Product
+from te_inductor.passes.pre_grad.sites.rule import Match, Rule
 from te_inductor.presentation.paths import names_of
 from te_inductor.recipes import Recipe, Slots
 from te_inductor.recipes.regions import Region

@@ -13,11 +13,11 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from te_inductor.passes.graph.aliases import name
+from te_inductor.passes.graph.values import is_tensor, value
 from te_inductor.passes.pre_grad.attention import masks
 from te_inductor.passes.pre_grad.attention.expressions import Expr, number, truth
 from te_inductor.passes.pre_grad.attention.formulas import Reader
 from te_inductor.passes.pre_grad.attention.masks import Scores
-from te_inductor.passes.pre_grad.decide.support import is_tensor, value
 
 _CASTS = frozenset("to type type_as float half bfloat16".split())
 _PRODUCTS = frozenset("matmul bmm".split())

@@ -13,11 +13,11 @@ from torch import Tensor, fx
 from te_inductor import compat
 from te_inductor.ops import masked_attention
 from te_inductor.passes.graph.bodies import Bodies
+from te_inductor.passes.graph.tracing import traced_into
+from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.attention.site import Attention
 from te_inductor.passes.pre_grad.attention.sites import conjunction, tree_of
-from te_inductor.passes.pre_grad.decide.support import value
 from te_inductor.passes.pre_grad.plan import Plan
-from te_inductor.passes.pre_grad.rewrite.traced import traced_into
 from te_inductor.runtime.attention import predicate
 
 

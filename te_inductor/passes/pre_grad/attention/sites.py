@@ -17,12 +17,12 @@ from te_inductor.diagnostics import AttentionSite, Refusal
 from te_inductor.passes.graph.aliases import name
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.module_path import module_path
+from te_inductor.passes.graph.values import is_tensor, is_wrapped, value
 from te_inductor.passes.pre_grad.attention import by_hand, masks
 from te_inductor.passes.pre_grad.attention.expressions import Expr
 from te_inductor.passes.pre_grad.attention.formulas import Reader
 from te_inductor.passes.pre_grad.attention.masks import Line, Mask, Scores
 from te_inductor.passes.pre_grad.attention.site import KERNELS, Attention
-from te_inductor.passes.pre_grad.decide.support import is_tensor, is_wrapped, value
 from te_inductor.passes.pre_grad.plan import Plan
 
 # From how many queries on FlexAttention is taken for a mask that torch's kernels take as a tensor, and from how many on

@@ -30,9 +30,9 @@ import torch
 from te_inductor import compat
 from te_inductor.diagnostics import Refusal
 from te_inductor.passes.graph.bodies import Bodies
+from te_inductor.passes.graph.values import value
 from te_inductor.passes.graph.writes import Writes
-from te_inductor.passes.pre_grad.decide.support import value
-from te_inductor.passes.pre_grad.match.rule import Match
+from te_inductor.passes.pre_grad.sites.rule import Match
 from te_inductor.recipes import Slots
 from te_inductor.recipes.formats import E2M1
 

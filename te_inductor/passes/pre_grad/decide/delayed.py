@@ -3,7 +3,7 @@
 from te_inductor.diagnostics import Refusal
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.owners import owner_of
-from te_inductor.passes.pre_grad.match.rule import Match
+from te_inductor.passes.pre_grad.sites.rule import Match
 
 
 def refusal(match: Match, bodies: Bodies, transforms: str | None) -> Refusal | None:

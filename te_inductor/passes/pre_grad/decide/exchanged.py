@@ -12,12 +12,12 @@ from te_inductor import compat
 from te_inductor.diagnostics import Refusal
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.owners import owner_of
+from te_inductor.passes.graph.values import value
 from te_inductor.passes.graph.writes import last_read
 from te_inductor.passes.pre_grad.decide import amax_groups
-from te_inductor.passes.pre_grad.decide.support import value
-from te_inductor.passes.pre_grad.match import exchanges
-from te_inductor.passes.pre_grad.match.exchanges import ExchangeNodes
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
+from te_inductor.passes.pre_grad.sites import exchanges
+from te_inductor.passes.pre_grad.sites.exchanges import ExchangeNodes
 from te_inductor.recipes import DelayedScaling
 from te_inductor.runtime import amax_groups as groups
 

@@ -9,11 +9,11 @@ from te_inductor.config import Options
 from te_inductor.diagnostics import Refusal
 from te_inductor.ops.gathered_weight import GatheredWeight
 from te_inductor.passes.graph.bodies import Bodies
+from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.decide import amax_groups
-from te_inductor.passes.pre_grad.decide.support import value
-from te_inductor.passes.pre_grad.match.rule import Gather
-from te_inductor.passes.pre_grad.match.sharded import SHARED
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
+from te_inductor.passes.pre_grad.sites.rule import Gather
+from te_inductor.passes.pre_grad.sites.sharded import SHARED
 from te_inductor.recipes import DelayedScaling, Recipe, Slots
 
 _REMEDY = "give torch.compile and low_precision_all_gather the same recipe and policy"

@@ -9,11 +9,11 @@ from torch.utils import _pytree as pytree
 
 from te_inductor import targets
 from te_inductor.passes.graph.aliases import name
+from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.decide import gemm_kernels
 from te_inductor.passes.pre_grad.decide.makers import is_view
-from te_inductor.passes.pre_grad.decide.support import value
-from te_inductor.passes.pre_grad.match.products import hint
 from te_inductor.passes.pre_grad.plan import Plan
+from te_inductor.passes.pre_grad.sites.products import hint
 
 LAUNCHES_OF_A_GEMM = 2  # itself, and what else is launched for it: two Llama blocks have 87 launches, 42 of GEMMs
 _MOVED = {False: 1, True: 2}  # times the bytes that nodes make, by whether the graph is trained

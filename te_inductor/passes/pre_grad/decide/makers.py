@@ -8,9 +8,9 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from te_inductor.passes.graph.aliases import is_opaque, memory, name
+from te_inductor.passes.graph.values import is_tensor, value
 from te_inductor.passes.pre_grad.decide.cast_costs import Maker
-from te_inductor.passes.pre_grad.decide.support import is_tensor, value
-from te_inductor.passes.pre_grad.match.rule import Match
+from te_inductor.passes.pre_grad.sites.rule import Match
 
 _MOVES = frozenset("contiguous clone reshape flatten to type type_as float bfloat16 half getitem".split())
 _ADDS = frozenset("add iadd add_".split())

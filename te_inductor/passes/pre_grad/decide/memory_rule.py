@@ -19,9 +19,9 @@ An output layer is one behind which the graph has no other product, and that is 
 from te_inductor import targets
 from te_inductor.diagnostics import Refusal
 from te_inductor.passes.graph.bodies import Bodies, in_order
-from te_inductor.passes.pre_grad.decide.support import value
-from te_inductor.passes.pre_grad.match.products import hint
+from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
+from te_inductor.passes.pre_grad.sites.products import hint
 
 SAVED = 2.0  # bytes an element of a layer's input
 WIDE = 4

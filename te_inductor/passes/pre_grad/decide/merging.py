@@ -26,10 +26,10 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from te_inductor.passes.graph.aliases import is_opaque, memory, name
+from te_inductor.passes.graph.values import is_gathered, is_tensor, requires_grad, value
 from te_inductor.passes.graph.writes import Writes
-from te_inductor.passes.pre_grad.decide.support import is_gathered, is_tensor, requires_grad, value
-from te_inductor.passes.pre_grad.match import grouped
-from te_inductor.passes.pre_grad.match.rule import Emit, Match, Rule, replace_layer
+from te_inductor.passes.pre_grad.sites import grouped
+from te_inductor.passes.pre_grad.sites.rule import Emit, Match, Rule, replace_layer
 from te_inductor.recipes import Recipe, Slots
 
 # What may return its operand, or the same dimensions of it; a view in which they have other places; one in which they

@@ -16,9 +16,9 @@ from torch.utils import _pytree as pytree
 
 from te_inductor.diagnostics import Refusal
 from te_inductor.passes.graph.aliases import name
-from te_inductor.passes.pre_grad.decide.support import is_tensor, value
-from te_inductor.passes.pre_grad.match.linear import from_parameter
-from te_inductor.passes.pre_grad.match.rule import Match
+from te_inductor.passes.graph.values import is_tensor, value
+from te_inductor.passes.pre_grad.sites.linear import from_parameter
+from te_inductor.passes.pre_grad.sites.rule import Match
 
 MOST = 2048  # experts; what chooses among more is a vocabulary's head
 # What logits go through on their way to the choice.

@@ -7,7 +7,9 @@ from te_inductor import compat, recipes
 from te_inductor.diagnostics import Refusal, Unmet
 from te_inductor.ops.gathered_weight import GatheredWeight
 from te_inductor.ops.stored_weight import StoredWeight
+from te_inductor.passes.graph import regions
 from te_inductor.passes.graph.bodies import Bodies
+from te_inductor.passes.graph.values import value
 from te_inductor.passes.graph.writes import last_read
 from te_inductor.passes.pre_grad.decide import (
     amax_groups,
@@ -18,15 +20,14 @@ from te_inductor.passes.pre_grad.decide import (
     memory_rule,
     merging,
     policy,
-    regions,
     routers,
     size_rule,
-    support,
     transforms,
     weight_grads,
 )
-from te_inductor.passes.pre_grad.match.rule import Match
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
+from te_inductor.passes.pre_grad.sites import requirements
+from te_inductor.passes.pre_grad.sites.rule import Match
 from te_inductor.recipes import DelayedScaling
 from te_inductor.recipes.regions import Region, active
 from te_inductor.runtime.delayed import check_functions
@@ -44,7 +45,7 @@ def resolve_recipes(plan: Plan) -> None:
         region = _region(candidate.regions)
         entry = policy.first(entries, candidate.names, candidate.match.sizes)
         used.add(entry)
-        weight = compat.shard_of(support.value(candidate.match.weight))
+        weight = compat.shard_of(value(candidate.match.weight))
         if isinstance(weight, StoredWeight):
             candidate.recipe, candidate.stored = weight.recipe, True
         elif region.enabled:
@@ -77,9 +78,9 @@ def check_sites(plan: Plan) -> None:
     in_cpp = EXPERTS_IN_CPP if gemm_kernels.is_cpp(plan.options) and not plan.leaves else None
     choosing = routers.of_groups((site.match for site in plan.candidates), {one.node for one in plan.products})
     for candidate in plan.candidates:
-        match, weight = candidate.match, support.value(candidate.match.weight)
+        match, weight = candidate.match, value(candidate.match.weight)
         if candidate.recipe is not None and candidate.recipe.of_stored_weights and not candidate.stored:
-            candidate.refusal = support.not_stored(candidate.recipe, weight)
+            candidate.refusal = requirements.not_stored(candidate.recipe, weight)
         elif candidate.slots is not None:
             candidate.refusal = (
                 regions.refusal(candidate.regions)

@@ -46,14 +46,14 @@ import torch
 
 from te_inductor import targets
 from te_inductor.diagnostics import GraphWeight, Refusal, WeighedLayers, Weight
+from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.decide import graph_time
 from te_inductor.passes.pre_grad.decide.cast_costs import Layer, Layers, Scales, Weights, casts_of
 from te_inductor.passes.pre_grad.decide.makers import Makers
-from te_inductor.passes.pre_grad.decide.support import value
-from te_inductor.passes.pre_grad.match import exchanges
-from te_inductor.passes.pre_grad.match.products import hint
-from te_inductor.passes.pre_grad.match.rule import Match
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
+from te_inductor.passes.pre_grad.sites import exchanges
+from te_inductor.passes.pre_grad.sites.products import hint
+from te_inductor.passes.pre_grad.sites.rule import Match
 from te_inductor.recipes import DelayedScaling
 
 MARGIN = 1.25

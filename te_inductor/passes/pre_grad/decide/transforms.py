@@ -13,7 +13,7 @@ from torch import fx
 from te_inductor import ops
 from te_inductor.diagnostics import Refusal
 from te_inductor.passes.graph.bodies import in_order
-from te_inductor.passes.pre_grad.decide.support import is_tensor, value
+from te_inductor.passes.graph.values import is_tensor, value
 
 GRAD, JVP, FORWARD = "grad", "jvp", "forward-mode AD"
 _NESTING = re.compile(r"_(\w+)_(increment|decrement)_nesting")

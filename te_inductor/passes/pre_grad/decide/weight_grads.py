@@ -13,10 +13,10 @@ from te_inductor.diagnostics import Refusal, Unmet
 from te_inductor.passes.graph.aliases import name
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.module_path import holder_path, inner_path, module_path
-from te_inductor.passes.pre_grad.decide.support import requires_grad, value
-from te_inductor.passes.pre_grad.match.linear import VIEWS, from_parameter
-from te_inductor.passes.pre_grad.match.rule import Match
+from te_inductor.passes.graph.values import requires_grad, value
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
+from te_inductor.passes.pre_grad.sites.linear import VIEWS, from_parameter
+from te_inductor.passes.pre_grad.sites.rule import Match
 from te_inductor.recipes import Slots
 from te_inductor.runtime.deferred_wgrads import TICKETS
 from te_inductor.runtime.main_grads import MAIN_GRADS, checked

@@ -1,7 +1,1 @@
-"""Which nodes of a Dynamo graph are linear layers. RULES are tried in order; the first that matches a node owns it."""
-
-from te_inductor.passes.pre_grad.match.grouped import Grouped, ManyBatched
-from te_inductor.passes.pre_grad.match.linear import Addmm, Batched, Linear, Product
-from te_inductor.passes.pre_grad.match.picked import Picked
-
-RULES = (Linear(), Product(), Addmm(), Grouped(), Picked(), ManyBatched(), Batched())
+"""The passes that find the sites of a graph, its other matrix products, and, of a trace, their backwards."""

@@ -30,13 +30,13 @@ from torch.utils import _pytree as pytree
 from te_inductor.diagnostics import Refusal
 from te_inductor.passes.graph.aliases import name
 from te_inductor.passes.graph.module_path import without_wrappers
+from te_inductor.passes.graph.values import is_tensor, value
 from te_inductor.passes.graph.writes import Writes, chain
-from te_inductor.passes.pre_grad.decide.support import is_tensor, value
-from te_inductor.passes.pre_grad.match import grouped
-from te_inductor.passes.pre_grad.match import products as products_of
-from te_inductor.passes.pre_grad.match.gathers import CASTS
-from te_inductor.passes.pre_grad.match.rule import Call, Gradients, Match
 from te_inductor.passes.pre_grad.plan import Candidate, Plan, Unlowered
+from te_inductor.passes.pre_grad.sites import grouped
+from te_inductor.passes.pre_grad.sites import products as products_of
+from te_inductor.passes.pre_grad.sites.gathers import CASTS
+from te_inductor.passes.pre_grad.sites.rule import Call, Gradients, Match
 
 _TRANSPOSES = frozenset("t permute transpose numpy_T mT".split())
 _SAME = frozenset("detach alias contiguous clone lift_fresh_copy".split())

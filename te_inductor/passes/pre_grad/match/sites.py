@@ -13,7 +13,8 @@ from te_inductor.passes.graph.module_path import (
     without_wrappers,
 )
 from te_inductor.passes.graph.owners import owner_of
-from te_inductor.passes.pre_grad.match import (
+from te_inductor.passes.pre_grad.plan import Candidate, Plan, Unlowered
+from te_inductor.passes.pre_grad.sites import (
     RULES,
     attention,
     contractions,
@@ -24,7 +25,6 @@ from te_inductor.passes.pre_grad.match import (
     sharded,
     single_products,
 )
-from te_inductor.passes.pre_grad.plan import Candidate, Plan, Unlowered
 
 
 def write_numbers(plan: Plan) -> None:

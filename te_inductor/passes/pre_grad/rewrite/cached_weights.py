@@ -6,9 +6,9 @@ import torch
 from torch import fx
 
 from te_inductor.passes.graph.bodies import Bodies
-from te_inductor.passes.pre_grad.decide.support import value
-from te_inductor.passes.pre_grad.match.rule import Match
+from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.rewrite.inputs import append_input
+from te_inductor.passes.pre_grad.sites.rule import Match
 from te_inductor.recipes import DelayedScaling, Recipe, Slots
 from te_inductor.runtime import cached_weights
 from te_inductor.runtime.cached_inputs import CachedInput, CachedInputs, Refresh

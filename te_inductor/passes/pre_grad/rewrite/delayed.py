@@ -32,15 +32,15 @@ from te_inductor.ops.sharded_weight import ranks_of
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.module_path import holder_path
 from te_inductor.passes.graph.owners import owner_of
+from te_inductor.passes.graph.values import is_gathered, is_tensor, value
 from te_inductor.passes.graph.writes import Writes
 from te_inductor.passes.pre_grad.decide import merging
 from te_inductor.passes.pre_grad.decide.amax_groups import GroupsOf
-from te_inductor.passes.pre_grad.decide.support import is_gathered, is_tensor, value
-from te_inductor.passes.pre_grad.match.rule import Match, call_linears
 from te_inductor.passes.pre_grad.rewrite import first_step
 from te_inductor.passes.pre_grad.rewrite.extras import ExtraArguments
 from te_inductor.passes.pre_grad.rewrite.inputs import append_input
 from te_inductor.passes.pre_grad.rewrite.sharded import GatheredWeights
+from te_inductor.passes.pre_grad.sites.rule import Match, call_linears
 from te_inductor.recipes import DelayedScaling
 from te_inductor.recipes.delayed import ScaleUpdate
 from te_inductor.runtime import agreement, amax_groups

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import torch
 
-from te_inductor.passes.pre_grad.decide.support import value
+from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.plan import Candidate
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from te_inductor.passes.pre_grad.match.rule import Match
 from te_inductor.passes.pre_grad.rewrite.cached_weights import CachedSites
 from te_inductor.passes.pre_grad.rewrite.weight_grads import GradientSites
+from te_inductor.passes.pre_grad.sites.rule import Match
 
 
 @dataclass(frozen=True)

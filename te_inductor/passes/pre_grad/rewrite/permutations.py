@@ -18,12 +18,12 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from te_inductor import ops
 from te_inductor.passes.graph.aliases import name
+from te_inductor.passes.graph.values import is_tensor, value
 from te_inductor.passes.graph.writes import Writes, chain, last_read
-from te_inductor.passes.pre_grad.decide.support import is_tensor, value
-from te_inductor.passes.pre_grad.match.experts_bias import is_ascending
-from te_inductor.passes.pre_grad.match.gathers import expanded_rows, is_order, order_of, table_and_rows
-from te_inductor.passes.pre_grad.match.rule import replace
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
+from te_inductor.passes.pre_grad.sites.experts_bias import is_ascending
+from te_inductor.passes.pre_grad.sites.gathers import expanded_rows, is_order, order_of, table_and_rows
+from te_inductor.passes.pre_grad.sites.rule import replace
 
 ZEROS = frozenset(("new_zeros", "zeros", "zeros_like"))
 _SUMS = frozenset(("index_add", "index_add_", "scatter_add", "scatter_add_"))

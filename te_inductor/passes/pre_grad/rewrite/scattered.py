@@ -10,13 +10,13 @@ from torch import Tensor, fx
 
 from te_inductor import ops
 from te_inductor.passes.graph.aliases import name
+from te_inductor.passes.graph.tracing import traced_into
+from te_inductor.passes.graph.values import is_tensor, value
 from te_inductor.passes.graph.writes import chain, of_aten
-from te_inductor.passes.pre_grad.decide.support import is_tensor, value
-from te_inductor.passes.pre_grad.match.gathers import order_of
-from te_inductor.passes.pre_grad.match.rule import replace
 from te_inductor.passes.pre_grad.plan import Plan
 from te_inductor.passes.pre_grad.rewrite.permutations import ZEROS
-from te_inductor.passes.pre_grad.rewrite.traced import traced_into
+from te_inductor.passes.pre_grad.sites.gathers import order_of
+from te_inductor.passes.pre_grad.sites.rule import replace
 
 aten = torch.ops.aten
 

@@ -11,10 +11,10 @@ from torch import fx
 
 from te_inductor import compat, ops
 from te_inductor.passes.graph.bodies import Bodies
-from te_inductor.passes.pre_grad.decide.support import value
-from te_inductor.passes.pre_grad.match.rule import Match
+from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.plan import Candidate
 from te_inductor.passes.pre_grad.rewrite import first_step
+from te_inductor.passes.pre_grad.sites.rule import Match
 from te_inductor.recipes import DelayedScaling, Quantizer
 
 

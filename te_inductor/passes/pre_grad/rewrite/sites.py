@@ -5,16 +5,17 @@ from dataclasses import replace
 
 from torch import fx
 
+from te_inductor.passes.graph import regions
 from te_inductor.passes.graph.bodies import Bodies
-from te_inductor.passes.pre_grad.decide import merging, regions, transforms, weight_grads
+from te_inductor.passes.pre_grad.decide import merging, transforms, weight_grads
 from te_inductor.passes.pre_grad.decide.amax_groups import GroupsOf
-from te_inductor.passes.pre_grad.match.rule import Emit, Match, call_linears
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
 from te_inductor.passes.pre_grad.rewrite import annotations, delayed, exchanged, selective, sharded
 from te_inductor.passes.pre_grad.rewrite.cached_weights import CachedSites, refresh_on
 from te_inductor.passes.pre_grad.rewrite.extras import ExtraArguments
 from te_inductor.passes.pre_grad.rewrite.inputs import check_order
 from te_inductor.passes.pre_grad.rewrite.weight_grads import GradientSites
+from te_inductor.passes.pre_grad.sites.rule import Emit, Match, call_linears
 from te_inductor.recipes import DelayedScaling, Slots
 from te_inductor.runtime.cached_inputs import CachedInputs
 from te_inductor.runtime.gradient_inputs import GradientInputs

@@ -1,7 +1,7 @@
 """The rewrites of graphs that Dynamo did not make: of exported programs, and of traced graphs of forward and
 backward."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -11,26 +11,23 @@ import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from te_inductor import ops
 from te_inductor.diagnostics import Refusal
 from te_inductor.ops.grouped_linear import GroupedLinears
 from te_inductor.ops.linear import Linears
 from te_inductor.passes.graph.cse import share
-from te_inductor.passes.pre_grad.decide.support import value
+from te_inductor.passes.graph.tracing import take_place, traced_into
+from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.match.gradients import matrix, swaps
-from te_inductor.passes.pre_grad.match.grouped import Grouped
-from te_inductor.passes.pre_grad.match.linear import Addmm, Product
-from te_inductor.passes.pre_grad.match.rule import Gradients, Match
 from te_inductor.passes.pre_grad.plan import Plan
+from te_inductor.passes.pre_grad.sites.grouped import Grouped
+from te_inductor.passes.pre_grad.sites.linear import Addmm, Product
+from te_inductor.passes.pre_grad.sites.rule import Gradients, Match
 from te_inductor.recipes import DelayedScaling, Slots
 from te_inductor.runtime import grouped
 
 aten = torch.ops.aten
-# What a node keeps of the one in whose place it stands: not its value, which is its own.
-_OF_VALUE = frozenset(("val", "example_value", "tensor_meta", "unbacked_bindings", "desc"))
-
 
 # What torch.export calls the operators by which it keeps a region: what the region is in a program.
 _REGIONS = {"wrap_with_autocast": "torch.autocast", "wrap_with_set_grad_enabled": "torch.no_grad"}
@@ -98,7 +95,7 @@ def write_slots(plan: Plan) -> None:
     mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), nullcontext())
     for node in plan.gm.graph.nodes:
         if _is_new(node):
-            _take_place(node, next(iter(node.users)).meta)
+            take_place(node, next(iter(node.users)).meta)
             args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda one: one.meta["val"])
             with enable_python_dispatcher(), mode, torch.no_grad():
                 node.meta["val"] = node.target(*args, **kwargs)
@@ -226,32 +223,9 @@ class _Layer:
 
     def _transposed(self, operand: fx.Node, place: fx.Node) -> fx.Node:
         made = self.graph.call_function(aten.transpose.int, (operand, -2, -1))
-        _take_place(made, place.meta)
+        take_place(made, place.meta)
         made.meta["val"] = made.meta["example_value"] = value(operand).mT
         return made
-
-
-def traced_into(
-    graph: fx.Graph,
-    function: Callable[..., Sequence[Tensor | None]],
-    operands: Sequence[fx.Node],
-    place: fx.Node,
-    mode: Any = None,
-) -> list[Any]:
-    """A function's ops, put into a graph at its insertion point, in the place of a node; what it returned, as nodes.
-    Without operands it is traced in `mode`, a mode of fake tensors."""
-    inputs = [value(operand) for operand in operands]
-    with mode or inputs[0].fake_mode, enable_python_dispatcher(), torch.no_grad():  # type: ignore[attr-defined]
-        made = make_fx(function)(*inputs)
-    copies = dict(zip(made.graph.find_nodes(op="placeholder"), operands, strict=True))
-    known = set(copies)
-    found = graph.graph_copy(made.graph, copies)
-    for node, copy in copies.items():
-        if node not in known:
-            copy.meta = dict(node.meta)
-            copy.meta["example_value"] = copy.meta.get("val")
-            _take_place(copy, place.meta)
-    return list(found)  # type: ignore[arg-type]
 
 
 def _at(places: Sequence[int], tensors: Sequence[Tensor], count: int) -> list[Any]:
@@ -260,7 +234,3 @@ def _at(places: Sequence[int], tensors: Sequence[Tensor], count: int) -> list[An
     for place, tensor in zip(places, tensors, strict=True):
         found[place] = tensor
     return found
-
-
-def _take_place(node: fx.Node, meta: dict[str, Any]) -> None:
-    node.meta |= {key: one for key, one in meta.items() if key not in _OF_VALUE}

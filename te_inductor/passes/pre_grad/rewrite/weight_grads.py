@@ -5,11 +5,11 @@ from collections.abc import Iterable, Sequence
 from torch import fx
 
 from te_inductor.passes.graph.bodies import Bodies
-from te_inductor.passes.pre_grad.decide.support import value
+from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.decide.weight_grads import other_readers, takes
-from te_inductor.passes.pre_grad.match.rule import Match
 from te_inductor.passes.pre_grad.plan import Candidate
 from te_inductor.passes.pre_grad.rewrite.inputs import append_input
+from te_inductor.passes.pre_grad.sites.rule import Match
 from te_inductor.runtime.gradient_inputs import GradientInputs
 
 

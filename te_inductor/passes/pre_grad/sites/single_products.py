@@ -13,10 +13,10 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from te_inductor.passes.graph.values import is_tensor, value
 from te_inductor.passes.graph.views import Chain, source
 from te_inductor.passes.graph.writes import Writes, of_aten
-from te_inductor.passes.pre_grad.decide.support import is_tensor, value
-from te_inductor.passes.pre_grad.match.rule import Call
+from te_inductor.passes.pre_grad.sites.rule import Call
 
 aten = torch.ops.aten
 _NOT_KEPT = frozenset(("val", "example_value", "tensor_meta", "desc"))

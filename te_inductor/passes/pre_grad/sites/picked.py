@@ -6,9 +6,9 @@ from torch import fx
 
 from te_inductor.ops.stored_experts import PickedExperts
 from te_inductor.passes.graph.aliases import name
-from te_inductor.passes.pre_grad.decide.support import is_tensor, value
-from te_inductor.passes.pre_grad.match.linear import from_parameter
-from te_inductor.passes.pre_grad.match.rule import Call, Groups, Match, Rule
+from te_inductor.passes.graph.values import is_tensor, value
+from te_inductor.passes.pre_grad.sites.linear import from_parameter
+from te_inductor.passes.pre_grad.sites.rule import Call, Groups, Match, Rule
 
 
 class Picked(Rule):

@@ -1,18 +1,12 @@
 """What a site must be to run in low precision. Each check returns None or the reason why not."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
-from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
-from torch.utils import _pytree as pytree
 
-from te_inductor import compat, targets
+from te_inductor import targets
 from te_inductor.diagnostics import Refusal
 from te_inductor.ops.gathered_weight import GatheredWeight
-from te_inductor.passes.graph.aliases import memory
 from te_inductor.recipes import Recipe, Slots
 from te_inductor.recipes.formats import LONGEST, padded
 
@@ -21,56 +15,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # (benchmarks/padding.py, docs/performance.md, 2026-11-20). Padded by 1.12, forward and backward take 0.88 of bf16's
 # time, padded by 1.20, 1.8 of it.
 MAX_PADDING = 1.16
-
-
-def value(node: fx.Node) -> torch.Tensor:
-    """The fake tensor that Dynamo traced for a node."""
-    return node.meta["example_value"]  # type: ignore[no-any-return]
-
-
-def is_gathered(weight: fx.Node) -> bool:
-    """Whether FSDP2 gathered a weight, or a rank's part of it, in low precision."""
-    return isinstance(compat.shard_of(value(weight)), GatheredWeight)
-
-
-def is_tensor(node: Any) -> TypeGuard[fx.Node]:
-    return isinstance(node, fx.Node) and isinstance(node.meta.get("example_value"), torch.Tensor)
-
-
-def requires_grad(node: fx.Node) -> bool:
-    """Whether any tensor that a node returns has a gradient."""
-    results = pytree.tree_leaves(node.meta.get("example_value"))
-    return any(isinstance(one, torch.Tensor) and one.requires_grad for one in results)
-
-
-def is_wrapped(node: fx.Node) -> bool:
-    """Whether a transform of torch.func is around a call: outside of it nothing can be traced in the call's place."""
-    results = pytree.tree_leaves(node.meta.get("example_value"))
-    return any(
-        isinstance(one, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(one) for one in results
-    )
-
-
-@contextmanager
-def as_traced(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> Iterator[None]:
-    """What Dynamo traced a call in that made this fake tensor of those: other calls in it take the call's place."""
-    mixed = any(fake.is_floating_point() and fake.dtype != output.dtype for fake in inputs)
-    autocast = torch.autocast(output.device.type, dtype=output.dtype, enabled=mixed)
-    fake_mode: Any = output.fake_mode  # type: ignore[attr-defined]
-    # Only Python's dispatcher takes symbolic sizes in `linear` of a frozen weight (torch 2.11).
-    with enable_python_dispatcher(), fake_mode, torch.set_grad_enabled(output.requires_grad), autocast:
-        yield
-
-
-def lay_in(output: torch.Tensor, result: fx.Node, nodes: Iterable[fx.Node]) -> None:
-    """Have `result`, which takes the place of a call that made `output`, and those of `nodes` that are views of it say
-    that they lie in its memory: what Dynamo has traced behind the call are views of that."""
-    place = memory(result)
-    with output.fake_mode, torch.set_grad_enabled(output.requires_grad):  # type: ignore[attr-defined]
-        for node in nodes:
-            if is_tensor(node) and memory(node) & place:
-                made = value(node)
-                node.meta["example_value"] = output.as_strided(made.shape, made.stride(), made.storage_offset())
 
 
 def tensors(x: torch.Tensor, weight: torch.Tensor) -> Refusal | None:

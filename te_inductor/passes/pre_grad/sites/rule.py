@@ -15,8 +15,9 @@ from torch import fx
 from te_inductor import compat, ops
 from te_inductor.diagnostics import Refusal
 from te_inductor.ops.linear import is_turned
-from te_inductor.passes.pre_grad.decide import support
-from te_inductor.passes.pre_grad.match.exchanges import ExchangeNodes
+from te_inductor.passes.graph.values import value
+from te_inductor.passes.pre_grad.sites import requirements
+from te_inductor.passes.pre_grad.sites.exchanges import ExchangeNodes
 from te_inductor.recipes import Slots
 from te_inductor.runtime.parallel import Parallel
 
@@ -142,7 +143,7 @@ class Match:
     @property
     def sizes(self) -> tuple[Any, int, int]:
         """(M, N, K), M of all experts together; of what one rank multiplies."""
-        rows, weight = support.value(self.node if self.groups else self.x), support.value(self.weight)
+        rows, weight = value(self.node if self.groups else self.x), value(self.weight)
         n, k = (weight.shape[-1], weight.shape[-2]) if self.transposed else (weight.shape[-2], weight.shape[-1])
         if self.groups and self.groups.numbered:
             return rows.numel() // n, n, k
@@ -154,12 +155,12 @@ class Match:
     @property
     def experts(self) -> int:
         """How many matrices the weight is."""
-        return support.value(self.weight).shape[0] if self.groups else 1
+        return value(self.weight).shape[0] if self.groups else 1
 
     @property
     def turned(self) -> bool:
         """Whether the weight lies in memory as (K, N), as its gradient then does."""
-        weight = support.value(self.weight)
+        weight = value(self.weight)
         return weight.is_contiguous() if self.transposed else is_turned(weight)
 
     def gemms(self, rows: int | None = None, turned: bool = False) -> Iterator[tuple[str, tuple[Any, int, int]]]:
@@ -171,8 +172,8 @@ class Match:
         if self.gradients is not None:
             dgrad, wgrad = self.gradients.dgrad is not None, self.gradients.wgrad is not None
         else:
-            learns = support.value(self.node).requires_grad
-            dgrad, wgrad = (learns and support.value(node).requires_grad for node in (self.x, self.weight))
+            learns = value(self.node).requires_grad
+            dgrad, wgrad = (learns and value(node).requires_grad for node in (self.x, self.weight))
         if dgrad:
             yield "dgrad", (m, k, n)
         if wgrad:
@@ -196,23 +197,23 @@ class Rule:
     def check(self, match: Match) -> Refusal | None:
         if match.unparallel is not None:
             return match.unparallel
-        held = support.value if match.parallel is None else lambda node: compat.shard_of(support.value(node))
+        held = value if match.parallel is None else lambda node: compat.shard_of(value(node))
         x, weight = held(match.x), held(match.weight)
         bias = None if match.bias is None else held(match.bias)
         return (
-            support.tensors(x, weight)
-            or support.sizes(*match.sizes)
-            or support.bias(bias, match.sizes[1], match.experts if match.groups else None)
+            requirements.tensors(x, weight)
+            or requirements.sizes(*match.sizes)
+            or requirements.bias(bias, match.sizes[1], match.experts if match.groups else None)
         )
 
     def check_slots(self, match: Match, slots: Slots) -> Refusal | None:
         """What a recipe asks for beyond that."""
-        return support.blocks(slots, support.value(match.weight), *match.sizes[1:])
+        return requirements.blocks(slots, value(match.weight), *match.sizes[1:])
 
     def emulated(self, match: Match, slots: Slots, leaves: bool) -> Refusal | None:
         """Why its GEMMs multiply in high precision what low precision holds, in a program that `leaves` the process or
         one that does not; None where they do not."""
-        return support.emulated(slots, support.value(match.weight).device)
+        return requirements.emulated(slots, value(match.weight).device)
 
     def rewrite(self, match: Match, emit: Emit) -> None:
         graph = match.node.graph
@@ -230,7 +231,7 @@ def call_linears(
     """Insert `te_inductor.linears`, `more` being arguments of it; its output dtype is the node's own, which honours
     torch.autocast."""
     biases = [match.bias for match in matches if match.bias is not None]
-    dtype, groups = support.value(matches[0].node).dtype, matches[0].groups
+    dtype, groups = value(matches[0].node).dtype, matches[0].groups
     # fx has no name for a constant among arguments.
     operands: Any = (x, list(weights), biases, slots, dtype)
     if matches[0].parallel is not None:

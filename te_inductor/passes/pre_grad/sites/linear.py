@@ -8,8 +8,8 @@ from torch import fx
 from te_inductor.diagnostics import Refusal
 from te_inductor.passes.graph.aliases import name
 from te_inductor.passes.graph.bodies import Bodies
-from te_inductor.passes.pre_grad.decide.support import is_tensor, value
-from te_inductor.passes.pre_grad.match.rule import Call, Emit, Match, Rule, replace_layer
+from te_inductor.passes.graph.values import is_tensor, value
+from te_inductor.passes.pre_grad.sites.rule import Call, Emit, Match, Rule, replace_layer
 
 # Methods and functions between a parameter and the product that uses it: views and casts of the same values
 # (torch 2.15 writes p.T as aten.numpy_T(p), earlier releases as getattr(p, "T")); in ATen graphs also a gather of shards.

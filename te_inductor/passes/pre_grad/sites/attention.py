@@ -13,7 +13,8 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from te_inductor.passes.pre_grad.decide.support import as_traced, is_tensor, is_wrapped, lay_in, value
+from te_inductor.passes.graph.tracing import as_traced, lay_in
+from te_inductor.passes.graph.values import is_tensor, is_wrapped, value
 
 _PADDING = 1  # the fast path's mask_type of a mask (batch, length)
 

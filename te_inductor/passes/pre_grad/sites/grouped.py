@@ -15,13 +15,12 @@ from torch import fx
 from te_inductor import ops, targets
 from te_inductor.diagnostics import Refusal
 from te_inductor.passes.graph.aliases import name
+from te_inductor.passes.graph.values import is_tensor, value
 from te_inductor.passes.graph.writes import Writes, chain, last_read
-from te_inductor.passes.pre_grad.decide import support
-from te_inductor.passes.pre_grad.decide.support import is_tensor, value
-from te_inductor.passes.pre_grad.match import experts_bias, gathers, parametrized
-from te_inductor.passes.pre_grad.match.gathers import uncast
-from te_inductor.passes.pre_grad.match.linear import Batched, from_parameter
-from te_inductor.passes.pre_grad.match.rule import Emit, Groups, Match, Rule, replace_layer
+from te_inductor.passes.pre_grad.sites import experts_bias, gathers, parametrized, requirements
+from te_inductor.passes.pre_grad.sites.gathers import uncast
+from te_inductor.passes.pre_grad.sites.linear import Batched, from_parameter
+from te_inductor.passes.pre_grad.sites.rule import Emit, Groups, Match, Rule, replace_layer
 from te_inductor.recipes import Slots
 from te_inductor.recipes.formats import ALIGNMENT
 from te_inductor.runtime import grouped, grouped_library
@@ -73,7 +72,7 @@ class Grouped(Rule):
         if device.type == "cuda" and (n % ALIGNMENT or k % ALIGNMENT):
             return Refusal("N=%d, K=%d, of which the grouped GEMM wants multiples of %d", n, k, ALIGNMENT)
         blocked = slots.fprop.blocked and not slots.fprop.microscaled
-        return support.block_sizes(slots, n, k) if blocked else None
+        return requirements.block_sizes(slots, n, k) if blocked else None
 
     def emulated(self, match: Match, slots: Slots, leaves: bool) -> Refusal | None:
         device, dtypes = value(match.weight).device, (value(match.node).dtype, value(match.weight).dtype)

@@ -8,8 +8,8 @@ from typing import Any
 from torch import fx
 
 from te_inductor.passes.graph.aliases import name
+from te_inductor.passes.graph.values import is_tensor, value
 from te_inductor.passes.graph.writes import chain
-from te_inductor.passes.pre_grad.decide.support import is_tensor, value
 
 _IN_PLACE, _ADDS = frozenset(("add_", "iadd", "__iadd__")), frozenset(("add", "__add__"))
 _CASTS = frozenset("float int long to type double _to_copy convert_element_type".split())

@@ -15,7 +15,7 @@ from torch import fx
 from te_inductor import compat
 from te_inductor.diagnostics import Refusal
 from te_inductor.passes.graph.aliases import name
-from te_inductor.passes.pre_grad.decide.support import is_tensor, value
+from te_inductor.passes.graph.values import is_tensor, value
 
 _SIZES = frozenset(("size", "new_empty", "shape", "dim"))
 OTHERS = Refusal("something else reads the rows as they come")

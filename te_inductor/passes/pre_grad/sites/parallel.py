@@ -10,9 +10,9 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from te_inductor import compat
 from te_inductor.diagnostics import Refusal
+from te_inductor.passes.graph.values import is_tensor, value
 from te_inductor.passes.graph.writes import Writes, last_read
-from te_inductor.passes.pre_grad.decide.support import is_tensor, value
-from te_inductor.passes.pre_grad.match.rule import Match
+from te_inductor.passes.pre_grad.sites.rule import Match
 from te_inductor.runtime.parallel import Parallel
 
 _CASTS = ("forward_dtype", "backward_dtype")  # what a redistribution may be asked to send

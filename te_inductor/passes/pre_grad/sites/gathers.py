@@ -9,11 +9,11 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from te_inductor.passes.graph.aliases import name
+from te_inductor.passes.graph.values import is_tensor, value
 from te_inductor.passes.graph.writes import chain
-from te_inductor.passes.pre_grad.decide import support
-from te_inductor.passes.pre_grad.decide.support import is_tensor, value
-from te_inductor.passes.pre_grad.match.experts_bias import counts
-from te_inductor.passes.pre_grad.match.rule import Groups
+from te_inductor.passes.pre_grad.sites import requirements
+from te_inductor.passes.pre_grad.sites.experts_bias import counts
+from te_inductor.passes.pre_grad.sites.rule import Groups
 
 _DIVISIONS = frozenset(("floordiv", "floor_divide", "__floordiv__", "div", "divide"))
 CASTS = frozenset("to type type_as float bfloat16 half _to_copy convert_element_type".split())
@@ -30,7 +30,7 @@ def uncast(node: fx.Node, lossless: bool = False) -> fx.Node:
     while name(node) in CASTS and node.args and is_tensor(node.args[0]) and is_tensor(node):
         source: fx.Node = node.args[0]  # type: ignore[assignment]
         before, after = value(source), value(node)
-        if not {before.dtype, after.dtype} <= set(support.DTYPES) or before.device != after.device:
+        if not {before.dtype, after.dtype} <= set(requirements.DTYPES) or before.device != after.device:
             break
         if lossless and torch.promote_types(before.dtype, after.dtype) != after.dtype:
             break

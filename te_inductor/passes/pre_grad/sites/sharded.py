@@ -9,8 +9,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from te_inductor import compat
 from te_inductor.diagnostics import Refusal
-from te_inductor.passes.pre_grad.decide.support import is_tensor, value
-from te_inductor.passes.pre_grad.match.rule import Gather, Match
+from te_inductor.passes.graph.values import is_tensor, value
+from te_inductor.passes.pre_grad.sites.rule import Gather, Match
 
 SHARED = Refusal("something else reads it too, in high precision")
 

@@ -17,12 +17,12 @@ from te_inductor.diagnostics import Refusal
 from te_inductor.passes.graph.aliases import name
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.module_path import source_of
+from te_inductor.passes.graph.values import is_tensor, value
 from te_inductor.passes.graph.writes import Writes
-from te_inductor.passes.pre_grad.decide.support import is_tensor, value
-from te_inductor.passes.pre_grad.match import contractions
-from te_inductor.passes.pre_grad.match.grouped import GROUPED
-from te_inductor.passes.pre_grad.match.linear import from_parameter
-from te_inductor.passes.pre_grad.match.rule import Call
+from te_inductor.passes.pre_grad.sites import contractions
+from te_inductor.passes.pre_grad.sites.grouped import GROUPED
+from te_inductor.passes.pre_grad.sites.linear import from_parameter
+from te_inductor.passes.pre_grad.sites.rule import Call
 
 _LETTERS = "".join(chr(0x200 + place) for place in range(64))  # of dimensions that an equation leaves unnamed
 _SCALES = frozenset("mul multiply __mul__ __rmul__ imul __imul__ div true_divide truediv divide".split())
