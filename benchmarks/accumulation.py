@@ -27,7 +27,7 @@ def measure(recipe: str | None, weights: str, tokens: int, args: argparse.Namesp
     shape = Shape(args.layers, 1, tokens, args.dim, args.ffn, args.heads, args.kv_heads)
     model = llama_blocks.build(shape, torch.bfloat16, args.device)
     x, dy = llama_blocks.inputs(shape, torch.bfloat16, args.device)
-    # By policy, or the size rule would leave small layers alone.
+    # The policy names all layers, or the size rule would leave small ones alone.
     options = {"policy": {"*": recipe}, "weights": weights}
     arm, _ = arms.find("bf16" if recipe is None else f"te:{recipe}")
     forward = arm.make(model, recipe or "", args.mode, options if recipe else {})

@@ -125,8 +125,8 @@ def gradient_of(model: Llama, layer: str, tokens: Tensor) -> tuple[Tensor, Tenso
 
 @torch.no_grad()
 def averaged(name: str, recipe: Recipe, x: Tensor, weight: Tensor, dy: Tensor) -> list[str]:
-    """Of dgrad and wgrad: one product's SQNR and that of the mean of several, where nothing differs but dy's rounding.
-    The other operand, which is the same each time, is part of what is right."""
+    """Returns, of dgrad and wgrad, one product's SQNR and that of the mean of several, where nothing differs but dy's
+    rounding. The other operand, which is the same each time, is part of what is right."""
     slots = recipe.slots()
     _, x_col = ops.copies([x], 0, slots.input, None, columnwise=True)
     _, w_col = ops.copies([weight], 0, slots.weight, None, columnwise=True)

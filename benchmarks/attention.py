@@ -55,8 +55,8 @@ def heads_of(of: Model) -> Heads:
 
 
 def flops(of: Model, tokens: int) -> tuple[float, float]:
-    """Of one token, forward and backward, in one layer whose sequences have so many: of linear layers, and of attention:
-    two products forward and five backward, half of the scores where they are causal."""
+    """The FLOPs of one token, forward and backward, in one layer whose sequences have so many: of linear layers, and of
+    attention: two products forward and five backward, half of the scores where they are causal."""
     weights = sum(n * k for n, k in shapes(of))
     heads = heads_of(of)
     products = 7 * 2 * tokens * heads.heads * heads.width
@@ -64,7 +64,7 @@ def flops(of: Model, tokens: int) -> tuple[float, float]:
 
 
 def rate_of(tokens: int) -> float:
-    """Of attention, at the measured length that is nearest."""
+    """The rate of attention, at the measured length that is nearest."""
     return ATTENTION[min(ATTENTION, key=lambda known: abs(known - tokens))]
 
 

@@ -149,7 +149,7 @@ def main() -> None:
 
 
 def save(steps: list[Any], layers: list[Any], options: argparse.Namespace, environment: dict[str, Any]) -> None:
-    """After each measurement: a run that is cut short keeps what it has."""
+    """Is called after each measurement: a run that is cut short keeps what it has."""
     rows = [found if isinstance(found, dict) else {"arm": arm, "error": found} for arm, _, found in steps]
     kernels = [dict(zip(("arm", "layer", "m", "us"), row, strict=True)) for row in layers]
     print(kernels[-1] if kernels else rows[-1], flush=True)

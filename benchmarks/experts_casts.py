@@ -38,7 +38,7 @@ Copies = tuple[Tensor, ...]
 
 
 def ways(weight: Tensor, tune: bool) -> dict[str, Callable[[Tensor], Copies]]:
-    """By name: data and scale_inv of rows, then of columns."""
+    """The ways by name; each returns data and scale_inv of rows, then of columns."""
     from te_inductor import ops
     from te_inductor.recipes import Quantizer
     from te_inductor.templates.triton import experts_rows

@@ -102,7 +102,7 @@ def parse() -> argparse.Namespace:
 
 
 def layers_of(shape: Shape, batch: int, form: str, device: str) -> nn.ModuleList:
-    """With random weights, of the size that training starts from."""
+    """Makes layers with random weights, of the size that training starts from."""
     with torch.device("meta"):
         blocks = nn.ModuleList(Block(shape, batch, form) for _ in range(shape.layers))
     blocks = blocks.to(torch.bfloat16).to_empty(device=device).requires_grad_(False)
@@ -128,7 +128,7 @@ def prepare(arm: str, model: nn.Module) -> dict[str, Any]:
 
 
 def graph_ms(step: Any, x: Tensor, options: argparse.Namespace) -> float:
-    """Of a CUDA graph, with another x in each replay."""
+    """The milliseconds of a CUDA graph, with another x in each replay."""
     run, between = step, lambda: x.normal_()
     if options.device != "cpu":
         for _ in range(3):

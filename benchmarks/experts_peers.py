@@ -16,7 +16,7 @@ Product = Callable[[Tensor, str, Tensor], Tensor]  # of rows, the parameter's na
 
 
 def padded_places(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Where each choice's row stands among padded groups, (M,) int64, and where each group ends, (E,) int32."""
+    """Finds where each choice's row stands among padded groups, (M,) int64, and where each group ends, (E,) int32."""
     order = torch.argsort(experts, stable=True)
     sizes = torch.zeros(count, dtype=torch.int64, device=experts.device)
     sizes = sizes.scatter_add(0, experts, torch.ones_like(experts))

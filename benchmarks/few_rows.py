@@ -116,8 +116,8 @@ def configs(m: int, n: int, k: int, options: argparse.Namespace) -> dict[Config,
 
 
 def depths(config: Config, m: int, n: int) -> list[Config]:
-    """With as many stages as the package has; where a multiprocessor has one program, with all of its memory too, and
-    for few rows with so few stages that two fit."""
+    """The config with as many stages as the package has; where a multiprocessor has one program, with all of its memory
+    too, and for few rows with so few stages that two fit."""
     stage, tiles = (config.block_n + config.rows) * config.block_k, -(-n // config.block_n) * -(-m // config.rows)
     alone = tiles * config.splits <= small_m.MULTIPROCESSORS
     deep = [small_m.SHARED // stage] * alone
@@ -136,7 +136,7 @@ def estimate(config: Config, m: int, n: int, k: int) -> float:
 
 
 def compile_ahead(job: tuple[Config, int, int]) -> None:
-    """Into Triton's cache, which the measuring process reads."""
+    """Compiles into Triton's cache, which the measuring process reads."""
     config, m, k = job
     x, b = (torch.ones(rows, k, device="cuda", dtype=torch.bfloat16) for rows in (m, config.block_n))
     run(Input(x), torch.ones(config.block_n, 1, device="cuda"), config, True, b.to(small_m.DTYPE))
@@ -210,7 +210,7 @@ def _us(calls: Any, options: argparse.Namespace) -> float:
 
 
 def compile_all(jobs: list[Any], options: argparse.Namespace) -> set[Any]:
-    """In processes, for half of the time there is at most; the jobs that were not done, or failed."""
+    """Compiles in processes, for half of the time there is at most; the jobs that were not done, or failed."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.processes, mp_context=context) as pool:
         futures = {pool.submit(compile_ahead, job): job for job in jobs}
@@ -224,8 +224,8 @@ def compile_all(jobs: list[Any], options: argparse.Namespace) -> set[Any]:
 
 
 def ranked(rows: list[Measured]) -> list[tuple[Any, ...]]:
-    """For each number of rows, the ways by their mean distance from the fastest of each layer; and each way with more
-    stages than the package gives it, or with so few that two programs share a multiprocessor."""
+    """Ranks, for each number of rows, the ways by their mean distance from the fastest of each layer; and each way with
+    more stages than the package gives it, or with so few that two programs share a multiprocessor."""
     shares: dict[tuple[int, Way, str], list[float]] = defaultdict(list)
     best: dict[tuple[int, int, int], float] = {}
     for row in rows:
@@ -244,7 +244,7 @@ def ranked(rows: list[Measured]) -> list[tuple[Any, ...]]:
 
 
 def against_library(rows: list[Measured]) -> list[tuple[Any, ...]]:
-    """Above FEW rows: the tiles and columns by which PAYS chooses."""
+    """Compares, above FEW rows, the tiles and columns by which PAYS chooses."""
     cells = []
     for row in sorted((row for row in rows if row.chosen and row.m > small_m.FEW), key=lambda row: row.m):
         tiles = -(-row.m // small_m.TILE) * -(-row.n // small_m.TILE)

@@ -85,7 +85,7 @@ def floor_ms(shape: Shape, kind: str) -> dict[str, float]:
 
 
 def kind_of(arm: str) -> str:
-    """Which floor an arm is measured against: tensorwise scales of today's tensor need the amax first."""
+    """Tells which floor an arm is measured against: tensorwise scales of today's tensor need the amax first."""
     if arm == "bf16":
         return BF16
     return CURRENT if arm in ("te:current", "te:auto", "torchao:tensorwise") else FP8

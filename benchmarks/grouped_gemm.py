@@ -109,7 +109,7 @@ class Problem:
         )  # fmt: skip
 
     def plain(self) -> Callable[[], Tensor]:
-        """Of the dequantized operands, in the layouts that a training step has."""
+        """The product of the dequantized operands, in the layouts that a training step has."""
         a, b = self._wide(self.a, self.a_scale, True), self._wide(self.b, self.b_scale, False)
         if self.name == "wgrad":  # rows of dy and x, of which the product contracts the first dimension
             a, b = a.t().contiguous().t(), b.t().contiguous()

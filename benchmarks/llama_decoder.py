@@ -105,7 +105,7 @@ class Decoder(nn.Module):
 
 
 def make(shape: Shape, batch: int, device: str, dtype: torch.dtype = torch.bfloat16) -> Decoder:
-    """With random weights, of the size that training starts from."""
+    """Makes a decoder with random weights, of the size that training starts from."""
     with torch.device("meta"):
         model = Decoder(shape, batch, dtype)
     fixed = {"turns", "positions"}

@@ -28,7 +28,7 @@ def parse() -> argparse.Namespace:
 
 
 def pass_ms(arm: str, rows: int, options: argparse.Namespace) -> tuple[float, torch.Tensor]:
-    """Of one forward pass, and its output."""
+    """The milliseconds of one forward pass, and its output."""
     torch._dynamo.reset()
     shape = llama_blocks.Shape(layers=options.layers, batch=1, seq=rows)
     model = llama_blocks.build(shape, torch.bfloat16, options.device).requires_grad_(False)

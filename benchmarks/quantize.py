@@ -89,8 +89,8 @@ def parse() -> argparse.Namespace:
 
 
 def compiled(producer: Producer, way: Way, element: str) -> Callable[..., list[Tensor]]:
-    """Of `scale`, () fp32, which counts where it is known, `amax`, () fp32, and the producer's inputs: data and
-    scale_inv of each copy."""
+    """Compiles a function of `scale`, () fp32, which counts where it is known, `amax`, () fp32, and the producer's
+    inputs: data and scale_inv of each copy."""
     from te_inductor import ops
     from te_inductor.recipes import Quantizer
 
@@ -112,7 +112,7 @@ def compiled(producer: Producer, way: Way, element: str) -> Callable[..., list[T
 
 
 def make_inputs(producer: Producer, rows: int, columns: int, device: str) -> list[list[Tensor]]:
-    """As many sets of inputs as the rotation takes, at least two."""
+    """Makes as many sets of inputs as the rotation takes, at least two."""
     size = 2 * rows * columns * producer.reads
     sets = [
         [torch.randn(rows, columns, device=device, dtype=torch.bfloat16) for _ in range(producer.reads)]

@@ -75,7 +75,7 @@ class Job:
 
     @property
     def shape(self) -> Any:
-        """Of the work's blocks and the batch of one model."""
+        """The shape of the work's blocks and the batch of one model."""
         model = MODELS[self.model]
         shape: Any = model.experts if self.work == "ep" else model.llama
         tokens = (self.tokens or shape.tokens) * self.tp

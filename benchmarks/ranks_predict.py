@@ -21,7 +21,7 @@ MEASURED_BLOCKS, MEASURED_TOKENS = 4, 8192
 
 @dataclass(frozen=True)
 class Expected:
-    """Of one rank and step."""
+    """What is expected of one rank and step."""
 
     arm: str
     gemms_ms: float
@@ -50,7 +50,7 @@ def rest_ms(arm: str, layers: int, tokens: float) -> float:
 
 
 def predict(job: Job) -> Iterator[Expected]:
-    """Of each kind of arm that the work has."""
+    """Predicts each kind of arm that the work has."""
     shape, tp, shards = job.shape, job.tp, job.replicas
     for arm in (HIGH, LOW, GATHERS) if job.work == "fsdp" else (HIGH, LOW):
         if job.work == "ep":

@@ -59,8 +59,8 @@ def mesh_of(job: Job) -> DeviceMesh:
 
 
 def compiled(module: nn.Module, job: Job, **options: Any) -> None:
-    """In place: bf16 and torchao by Inductor, others by the backend with the arm's recipe. Of a small model, and of
-    experts, the policy names the layers."""
+    """Compiles in place: bf16 and torchao by Inductor, others by the backend with the arm's recipe. Of a small model,
+    and of experts, the policy names the layers."""
     if job.async_tp:
         options["_micro_pipeline_tp"] = True
     if job.name in ("bf16", "torchao"):
@@ -98,7 +98,7 @@ def each(blocks: nn.Module, job: Job, **options: Any) -> nn.Module:
 
 
 def plan() -> dict[str, ParallelStyle]:
-    """Of one block whose input is a plain tensor, this rank's part of the sequence."""
+    """The plan of one block whose input is a plain tensor, this rank's part of the sequence."""
     into, out = ColwiseParallel(input_layouts=Shard(1)), RowwiseParallel(output_layouts=Shard(1))
     styles: dict[str, ParallelStyle] = {"attention_norm": SequenceParallel(), "mlp_norm": SequenceParallel()}
     styles |= {f"attention.{name}": into for name in ("q", "k", "v")} | {"mlp.gate": into, "mlp.up": into}

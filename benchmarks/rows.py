@@ -37,7 +37,7 @@ def shapes(of: Model) -> set[tuple[int, int]]:
 
 
 def layers(n: int, k: int, arm: str | None, args: argparse.Namespace) -> list[Any]:
-    """As many, compiled, as their weights leave the L2 cache."""
+    """Makes so many compiled layers that their weights leave the L2 cache."""
     count = 1 if args.device == "cpu" else max(2, min(8, round(COLD / (n * k))))
     made = [nn.Linear(k, n, bias=False, device=args.device, dtype=torch.bfloat16) for _ in range(count)]
     if arm is not None:

@@ -26,7 +26,7 @@ from benchmarks import arms, floor, harness, llama_blocks, step_report
 from benchmarks.llama_blocks import Shape
 
 PEERS = ("torchao:tensorwise", "torchao:rowwise", "te_module:current")
-# By this much less than 1, for each block, a cosine says that an arm computes something else: roundings of blocks add
+# A cosine less than 1 by this much, for each block, says that an arm computes something else: roundings of blocks add
 # up in squares, and fp8's cost about 0.015 each in the furthest weight gradient.
 SUSPECT = 0.025
 
@@ -79,7 +79,8 @@ def run_arm(args: argparse.Namespace) -> dict[str, Any]:
 
     @torch.no_grad()
     def change_weights() -> None:
-        """As an optimizer does between steps: copies of weights that have not changed would be used again."""
+        """Changes the weights as an optimizer does between steps: copies of weights that have not changed would be used
+        again."""
         torch._foreach_neg_(parameters)
 
     result: dict[str, Any] = {"arm": args.arm}
@@ -120,7 +121,7 @@ def gradients(model: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor, 
 
 
 def compare(found: dict[str, Tensor], reference: dict[str, Tensor], layers: int) -> dict[str, Any]:
-    """Against eager bf16: out, dx, and the weight gradient that is furthest off."""
+    """Compares with eager bf16: out, dx, and the weight gradient that is furthest off."""
     errors = {name: harness.relative_error(found[name], reference[name]) for name in reference}
     # `not >=`: NaN is suspect
     suspect = [name for name, error in errors.items() if not error["cosine"] >= 1 - SUSPECT * layers]

@@ -43,7 +43,7 @@ LAYERS = ((28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096), (14336, 4096
 BATCHES = (1, 8, 16, 32, 64)
 PREFILLS = (64, 128, 256, 512, 1024, 4096)
 SPLITS = (1, 2, 4, 8)
-# By kernel. Plain: rows of x in a tile: warps, rows of the weight; (columns at a time, stages).
+# The tiles by kernel. Plain: rows of x in a tile: warps, rows of the weight; (columns at a time, stages).
 TILES = {
     64: (((4, 64), ((128, 3), (256, 2))), ((8, 128), ((256, 2),))),
     128: (((4, 64), ((64, 4), (128, 3))), ((8, 128), ((64, 4), (128, 2), (128, 3))), ((8, 256), ((64, 3), (128, 2)))),
@@ -124,7 +124,7 @@ def worth(config: Config, problem: Problem) -> bool:
 
 
 def compile_ahead(job: tuple[Config, Problem]) -> None:
-    """Into Triton's cache, which the measuring process reads."""
+    """Compiles into Triton's cache, which the measuring process reads."""
     config, problem = job
     x, w, s, one = (
         torch.empty(16, dtype=dtype, device="cuda")
@@ -189,7 +189,7 @@ class Layer:
 
 
 def _random(n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """As quantized from normal values: codes and scales of every kind."""
+    """Makes what normal values are quantized to: codes and scales of every kind."""
     scales = torch.randint(0x40, 0x7F, (n, k // 16), dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
     codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda")
     return codes, scales, torch.full((), 0.01, device="cuda")
@@ -272,7 +272,7 @@ def main() -> None:
 
 
 def compiled_for(config: Config, problem: Problem) -> tuple[Any, ...]:
-    """Which problems share a kernel, as N is no constant of one, and of a streamed one no size is."""
+    """Tells which problems share a kernel, as N is no constant of one, and of a streamed one no size is."""
     if config.kind == STREAMED:
         return (replace(config, splits=min(config.splits, 2)),)
     return config, problem.m, problem.k

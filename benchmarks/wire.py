@@ -8,15 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# As the profiler calls them.
+# The bytes of an element, by the names that the profiler has for dtypes.
 BYTES = {"float": 4, "int": 4, "c10::BFloat16": 2, "c10::Half": 2, "long int": 8, "unsigned char": 1, "signed char": 1}
 _FUNCTIONAL, _DIRECT = "_c10d_functional::", "c10d::"
 _BF16 = 2
 
 
 def received(step: Callable[[], Any], world: int) -> dict[str, int]:
-    """By kind. Sums are what a ring sends. Those outside of graphs, whose dtype the profiler does not tell, are taken for
-    bf16 over all ranks, as DistributedDataParallel's are here; they are the greater part, if there are any."""
+    """Returns the bytes received, by kind. Sums are what a ring sends. Those outside of graphs, whose dtype the
+    profiler does not tell, are taken for bf16 over all ranks, as DistributedDataParallel's are here; they are the
+    greater part, if there are any."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
@@ -48,7 +49,7 @@ def received(step: Callable[[], Any], world: int) -> dict[str, int]:
 
 
 def _in_graph(name: str, arguments: dict[str, Any], world: int) -> tuple[str, int, int]:
-    """Of a functional collective: its kind, what one rank receives, and how many elements it sums."""
+    """Returns, of a functional collective, its kind, what one rank receives, and how many elements it sums."""
     if name.startswith("all_gather_into_tensor"):
         return "gathered", _size(arguments, 0) * (_ranks(arguments, 1) - 1), 0
     if name.startswith("reduce_scatter_tensor"):

@@ -154,7 +154,7 @@ def table(results: Sequence[Result]) -> Table:
 
 
 def difference(result: Result, results: Sequence[Result]) -> float:
-    """Of the final loss, relative to the compiled arm's."""
+    """The difference of the final loss, relative to the compiled arm's."""
     reference = next(other.final for other in results if other.arm == COMPILED.name)
     return result.final / reference - 1
 

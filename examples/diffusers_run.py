@@ -73,7 +73,7 @@ def trained(flux: FluxTransformer2DModel, steps: int) -> list[float]:
 
 @torch.no_grad()
 def denoised(flux: FluxTransformer2DModel, steps: int) -> Tensor:
-    """From noise to an image, by Euler's method."""
+    """Goes from noise to an image, by Euler's method."""
     latents = torch.randn(1, IMAGE, CHANNELS, generator=torch.Generator().manual_seed(2)).to(flux.device)
     for time in torch.linspace(1, 0, steps + 1)[:-1]:
         latents = latents - call(flux, latents, time.repeat(1).to(flux.device)) / steps
@@ -81,7 +81,7 @@ def denoised(flux: FluxTransformer2DModel, steps: int) -> Tensor:
 
 
 def ran(flux: FluxTransformer2DModel) -> Any:
-    """Which layers ran in low precision; raises if one of a block did not."""
+    """Returns the layers that ran in low precision; raises if one of a block did not."""
     latents = torch.randn(2, IMAGE, CHANNELS, device=flux.device)
     outside = ["x_embedder", "context_embedder", "time_text_embed.*", "norm_out.linear", "proj_out"]
     return assert_low_precision(lambda: call(flux, latents, torch.ones(2, device=flux.device)), high_precision=outside)

@@ -44,7 +44,8 @@ class Mixture(nn.Module):
 
 
 class Language(nn.Module):
-    """Which byte is next, by those before it: each of the blocks mixes a byte with earlier ones, then asks experts."""
+    """Predicts which byte is next, by those before it: each of the blocks mixes a byte with earlier ones, then asks
+    experts."""
 
     def __init__(self, blocks: int = 2) -> None:
         super().__init__()

@@ -52,7 +52,7 @@ def data() -> DataLoader[Any]:
 
 
 def trained(folder: Path, steps: int, resume: Path | None = None, recipe: str = "delayed") -> Model:
-    """By Lightning's Trainer, with a checkpoint behind every second step."""
+    """Trains by Lightning's Trainer, with a checkpoint behind every second step."""
     gpu, model = torch.cuda.is_available(), Model(recipe)
     checkpoints = ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_top_k=-1)
     trainer = Trainer(
@@ -71,7 +71,7 @@ def trained(folder: Path, steps: int, resume: Path | None = None, recipe: str = 
 
 
 def trained_by_fabric(steps: int, recipe: str = "delayed") -> tuple[Any, list[float]]:
-    """By Fabric: compile first, then `setup`, which compiles what it has wrapped by the same arguments."""
+    """Trains by Fabric: compile first, then `setup`, which compiles what it has wrapped by the same arguments."""
     gpu = torch.cuda.is_available()
     fabric = lightning.Fabric(
         accelerator="gpu" if gpu else "cpu", devices=1, precision="bf16-mixed" if gpu else "32-true"

@@ -75,12 +75,12 @@ def trainer(sentence: SentenceTransformer, folder: Path, steps: int) -> Sentence
 
 
 def losses(run: SentenceTransformerTrainer) -> list[float]:
-    """Of each step, as the Trainer logged them."""
+    """The losses of each step, as the Trainer logged them."""
     return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
 
 
 def ran(sentence: SentenceTransformer) -> Any:
-    """Which layers ran in low precision; raises if one did not."""
+    """Returns the layers that ran in low precision; raises if one did not."""
     return assert_low_precision(lambda: sentence.encode([one for one, _ in PAIRS]))
 
 

@@ -36,7 +36,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def trainer(folder: Path, steps: int, recipe: str = "delayed") -> SFTTrainer:
-    """Of one sentence, again and again."""
+    """A trainer of one sentence, again and again."""
     os.environ.setdefault("TE_INDUCTOR_RECIPE", recipe)
     os.environ.setdefault(
         "TE_INDUCTOR_POLICY", f'{{"*": "{recipe}"}}'
@@ -79,7 +79,7 @@ def trainer(folder: Path, steps: int, recipe: str = "delayed") -> SFTTrainer:
 
 
 def losses(run: SFTTrainer) -> list[float]:
-    """Of each step, as the Trainer logged them."""
+    """The losses of each step, as the Trainer logged them."""
     return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
 
 

@@ -55,7 +55,7 @@ def trained(vit: nn.Module, folder: Path, steps: int) -> list[float]:
 
 
 def ran(vit: nn.Module) -> Any:
-    """Which layers ran in low precision; raises if one did not."""
+    """Returns the layers that ran in low precision; raises if one did not."""
     return te_inductor.assert_low_precision(vit, images(vit)[0])
 
 

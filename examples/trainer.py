@@ -20,7 +20,7 @@ register()
 
 
 def trainer(folder: Path, steps: int, recipe: str = "delayed") -> Trainer:
-    """Of random tokens, so that nothing has to be fetched."""
+    """A trainer of random tokens, so that nothing has to be fetched."""
     os.environ.setdefault("TE_INDUCTOR_RECIPE", recipe)
     torch.manual_seed(0)
     config = LlamaConfig(

@@ -19,6 +19,12 @@ HANGING = frozenset(
     that then therefore they those through throughout till to toward towards under unless unlike until up upon via
     when where wherever which whichever while who whoever whom whose with within without""".split()
 )
+# A comment is a sentence, which may begin with its place or its condition ("In eager code, ...").
+LEADING = frozenset(
+    """after although at because before below beyond down either except for from however if in inside instead it near
+    not on once only outside over since so such then therefore they through throughout under unless until up upon via
+    when where wherever whichever while who whoever within without""".split()
+)
 WORD = re.compile(r"[A-Za-z]+")
 
 
@@ -47,12 +53,13 @@ def comments(path: Path) -> Iterator[Opening]:
             last = line
 
 
-def is_fragment(text: str) -> bool:
+def is_fragment(text: str, hanging: frozenset[str] = HANGING) -> bool:
     """Whether a text begins with a word that hangs on something before it."""
     word = WORD.match(text)
-    return word is not None and word[0].lower() in HANGING
+    return word is not None and word[0].lower() in hanging
 
 
 def fragments(path: Path) -> list[Opening]:
     """The docstrings and comments of a file that begin as fragments."""
-    return [opening for read in (docstrings, comments) for opening in read(path) if is_fragment(opening.text)]
+    found = [opening for opening in docstrings(path) if is_fragment(opening.text)]
+    return found + [opening for opening in comments(path) if is_fragment(opening.text, HANGING - LEADING)]
