@@ -57,6 +57,10 @@ def padded_both_ways(q, k, b, padding, documents):
     return padding.bool()[:, None, None, :].expand(2, 1, q.shape[0], k.shape[1])
 
 
+def padded_by_numbers(q, k, b, padding, documents):
+    return (k <= q) & (padding.float()[b, k] != 0)
+
+
 def packed(q, k, b, padding, documents):
     return (k <= q) & (documents[b, q] == documents[b, k])
 
@@ -90,6 +94,7 @@ MASKS = {  # what each is proven to be
     full: "full",
     padded: "causal, padded",
     padded_both_ways: "padded",
+    padded_by_numbers: "causal, padded",
     packed: "causal, packed",
     by_positions: "causal",
     by_full_and_triu: "causal",

@@ -136,7 +136,16 @@ def index_from_the_end(q, k, v, padding, documents):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=moved[None, :] <= i[:, None])
 
 
+def numbers_without_bounds(q, k, v, padding, documents):
+    """A float may be an integer, and may be infinite."""
+    b, i = torch.arange(2)[:, None, None, None], torch.arange(q.shape[2])
+    hidden = (-padding.float()).log()  # minus infinity, or NaN, which is not equal to it
+    mask = (i[None, :] <= i[:, None]) & (hidden[b, i[None, :]] != float("-inf"))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
 WRITES = [
+    numbers_without_bounds,
     filled_in_place,
     written_through_a_view,
     written_as_out,
@@ -149,7 +158,7 @@ WRITES = [
 
 @pytest.mark.parametrize("run", WRITES, ids=lambda run: run.__name__)
 def test_values_that_are_not_what_nodes_say(run, monkeypatch):
-    tensors, padding, documents = operands(200, groups=4)
+    tensors, padding, documents = operands(300, groups=4)
     with as_on_a_gpu(monkeypatch):
         assert_same(run, torch.compile(run, backend=Passes()), tensors, padding, documents)
 

@@ -113,7 +113,13 @@ class Blocks:
             return value, value
         value = value.view(*value.shape[:2], count, -1)
         axis = -1 if along == {"q"} else -2
-        return value.amin(-1).unsqueeze(axis), value.amax(-1).unsqueeze(axis)
+        least, largest = value.amin(-1).unsqueeze(axis), value.amax(-1).unsqueeze(axis)
+        if value.is_floating_point():  # a NaN is in no order with the others
+            least, largest = (
+                least.nan_to_num(-torch.inf, torch.inf, -torch.inf),
+                largest.nan_to_num(torch.inf, torch.inf, -torch.inf),
+            )
+        return least, largest
 
 
 def _negated(known: Any) -> Any:

@@ -87,8 +87,9 @@ class Reader:
         """A tensor as a leaf."""
         value = node.meta["example_value"]
         self.leaves[node.name] = node
-        integral = not value.dtype.is_floating_point
-        function = sympy.Function(node.name, integer=integral, real=True)
+        # A float may be infinite, and may be an integer: of neither is the opposite known.
+        facts = {"extended_real": True} if value.dtype.is_floating_point else {"integer": True}
+        function = sympy.Function(node.name, **facts)
         if value.dtype is torch.bool:
             return Formula(tuple(value.shape), value.dtype, lambda index: sympy.Ne(_element(function, index), 0))
         return Formula(tuple(value.shape), value.dtype, lambda index: _element(function, index))
