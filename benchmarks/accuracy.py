@@ -21,6 +21,7 @@ from examples.llama import Llama, loss
 from examples.training import Settings
 from te_inductor import ops
 from te_inductor.api.accuracy_figures import AccuracyReport
+from te_inductor.numerics import arithmetic, blocks, microscaling
 from te_inductor.recipes import (
     DelayedScaling,
     Float8BlockScaling,
@@ -31,7 +32,6 @@ from te_inductor.recipes import (
     Recipe,
 )
 from te_inductor.recipes.formats import E2M1, Scope
-from te_inductor.runtime import arithmetic, blocks, microscaling
 
 NVFP4 = NVFP4BlockScaling()
 RECIPES: dict[str, Recipe] = {

@@ -93,7 +93,7 @@ def measure(name: str, args: argparse.Namespace, copy_rate: float) -> list[tuple
 def measure_groups(name: str, args: argparse.Namespace, copy_rate: float) -> list[tuple[Any, ...]]:
     from benchmarks.grouped_gemm import splits
     from te_inductor.recipes import Quantizer
-    from te_inductor.runtime import grouped
+    from te_inductor.runtime.eager import grouped
     from te_inductor.templates.triton import group_strips, grouped_casts
 
     rows, columns, count = GROUPS[name]

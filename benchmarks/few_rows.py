@@ -6,7 +6,7 @@
 Weights rotate through more memory than the L2 cache holds. Our kernel counts with the one that adds its partial sums
 up, that of eager code: in a compiled model it is Inductor's, with what comes next in it. With `--cast` FP8 counts with
 the cast of x, a program a row, which lets the next kernel start early as generated code does. Under `--all` a second
-table says what follows for runtime/small_m.py."""
+table says what follows for templates/small_m.py."""
 
 import argparse
 import functools
@@ -27,8 +27,8 @@ from torch import Tensor
 
 from benchmarks import harness, table
 from benchmarks.decode import COLD, COPY
-from te_inductor.runtime import small_m
-from te_inductor.runtime.small_m import Config, Way
+from te_inductor.templates import small_m
+from te_inductor.templates.small_m import Config, Way
 from te_inductor.templates.triton import fp8_small_m, partial_sums
 
 LAYERS = (

@@ -124,8 +124,8 @@ def make_inputs(producer: Producer, rows: int, columns: int, device: str) -> lis
 
 def error(references: Sequence[Tensor], parts: list[Tensor], way: Way) -> float:
     """Relative error of the worst low-precision copy against the producer run eagerly."""
+    from te_inductor.numerics import blocks
     from te_inductor.recipes.formats import ELEMENTS, SCOPES
-    from te_inductor.runtime import blocks
 
     found = []
     for index, reference in enumerate(references):

@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from benchmarks import harness, table
-from te_inductor.runtime import nvfp4
+from te_inductor.numerics import nvfp4
 from te_inductor.templates.triton import (
     nvfp4_direct,
     nvfp4_expand,

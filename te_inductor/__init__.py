@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from te_inductor.diagnostics import Report as Report
     from te_inductor.diagnostics import Site as Site
     from te_inductor.recipes.regions import autocast as autocast
-    from te_inductor.runtime.deferred_wgrads import backward_dw as backward_dw
+    from te_inductor.runtime.gradients.deferred_wgrads import backward_dw as backward_dw
 
 __version__ = "0.1.0"
 
@@ -32,7 +32,7 @@ _HOME = {
     "AccuracyReport": ("te_inductor.api.accuracy_figures", "AccuracyReport"),
     "assert_low_precision": ("te_inductor.api.assertions", "assert_low_precision"),
     "autocast": ("te_inductor.recipes.regions", "autocast"),
-    "backward_dw": ("te_inductor.runtime.deferred_wgrads", "backward_dw"),
+    "backward_dw": ("te_inductor.runtime.gradients.deferred_wgrads", "backward_dw"),
     "explain": ("te_inductor.api.explanation", "explain"),
     "load_quantized": ("te_inductor.api.checkpoints", "load_quantized"),
     "load_state_dict": ("te_inductor.api.saved_state", "load_state_dict"),

@@ -19,6 +19,7 @@ from torch import fx
 from te_inductor import compat, config, recipes
 from te_inductor.config import Options
 from te_inductor.diagnostics import CUT_BY_DDP, Report, Unmet, announce, log, say, uncompiled
+from te_inductor.distributed import amax_groups
 from te_inductor.errors import TEInductorError
 from te_inductor.passes import pre_grad
 from te_inductor.passes.graph.values import value
@@ -26,9 +27,10 @@ from te_inductor.passes.pre_grad.plan import Plan
 from te_inductor.passes.pre_grad.rewrite import first_step
 from te_inductor.passes.pre_grad.rewrite.decisions import compare_compiles
 from te_inductor.recipes import regions
-from te_inductor.runtime import amax_groups, cached_weights, compiled_graphs
+from te_inductor.runtime import compiled_graphs
 from te_inductor.runtime.exporting import note_export
 from te_inductor.runtime.extra_inputs import bind
+from te_inductor.runtime.weights import cached_weights
 from te_inductor.templates.cutlass import build, tables
 
 # Sums over the experts of a row, which gather rows: as a reduction, Inductor (2.11, 2.13) gives neighbouring threads

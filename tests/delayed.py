@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from te_inductor.recipes import DelayedScaling
-from te_inductor.runtime.state_sites import SLOTS
+from te_inductor.runtime.state.state_sites import SLOTS
 from tests.bounds import assert_within, gemm_error, sum_error
 from tests.oracle import casts
 from tests.oracle.casts import ScalingHistory

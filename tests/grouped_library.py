@@ -6,9 +6,9 @@ MSLK's host code."""
 import torch
 from torch import Tensor
 
-from te_inductor.runtime.algebra import TORCH
-from te_inductor.runtime.arithmetic import e8m0_value
-from te_inductor.runtime.microscaling import unpack_e2m1
+from te_inductor.numerics.algebra import TORCH
+from te_inductor.numerics.arithmetic import e8m0_value
+from te_inductor.numerics.microscaling import unpack_e2m1
 
 
 def place(row: Tensor, block: Tensor, blocks: int) -> Tensor:

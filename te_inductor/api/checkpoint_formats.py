@@ -30,6 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from te_inductor.numerics import nvfp4
 from te_inductor.recipes import (
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -39,7 +40,6 @@ from te_inductor.recipes import (
     Recipe,
 )
 from te_inductor.recipes.formats import BLOCK_128X128, E4M3
-from te_inductor.runtime import nvfp4
 
 HIGH = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)

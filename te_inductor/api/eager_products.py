@@ -25,7 +25,7 @@ from te_inductor.diagnostics import Flops, Report, Site
 from te_inductor.passes.graph.module_path import without_parametrization, without_wrappers
 from te_inductor.recipes import regions
 from te_inductor.recipes.regions import Region
-from te_inductor.runtime.tensor_tables import TensorTable
+from te_inductor.tensor_tables import TensorTable
 
 UNREACHED = "no compiled graph reached it (graph break or skipped code)"
 

@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from te_inductor import compat
 from te_inductor.errors import StateError, wrong_type
 from te_inductor.passes.graph.module_path import without_wrappers
-from te_inductor.runtime import state as store
-from te_inductor.runtime.delayed import FP32_MAX, FP32_TINY
-from te_inductor.runtime.state import ScalingState, check_length
-from te_inductor.runtime.state_sites import (
+from te_inductor.runtime.eager.delayed import FP32_MAX, FP32_TINY
+from te_inductor.runtime.state import store
+from te_inductor.runtime.state.state_sites import (
     ROOT,
     SLOTS,
     Place,
@@ -36,6 +35,7 @@ from te_inductor.runtime.state_sites import (
     same_site,
     site_of,
 )
+from te_inductor.runtime.state.store import ScalingState, check_length
 
 FIELDS = ("scale", "amax_history")
 T = TypeVar("T")

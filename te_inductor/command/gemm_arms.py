@@ -18,10 +18,10 @@ from torch import Tensor
 
 from te_inductor import ops
 from te_inductor.backend import te
+from te_inductor.numerics.activation import Activation, Gating
 from te_inductor.recipes import Gemm, Quantizer
 from te_inductor.recipes.formats import BLOCK_1X128, BLOCK_128X128, ROW, SCOPES, TENSOR
-from te_inductor.runtime import eager
-from te_inductor.runtime.activation import Activation, Gating
+from te_inductor.runtime.eager import dense
 from te_inductor.templates.cutlass import launch, tables
 from te_inductor.templates.cutlass.scaled_mm import ANOTHER, NOTHING, OUTPUT, ROUNDED, Problem, Tile, tiles
 from te_inductor.templates.cutlass.tables import Table
@@ -81,7 +81,7 @@ def arms(p: Problem, table: Table, complain: Callable[[str], None]) -> dict[Tile
 def _read(result: Any, out: Tensor) -> Tensor:
     """What an arm has made: what its row copy stands for where it makes two copies, a tensor of its own, or `out`."""
     if isinstance(result, tuple | list):
-        return eager.dequantize(result[0], result[1], ONE_ROW, torch.float32)
+        return dense.dequantize(result[0], result[1], ONE_ROW, torch.float32)
     return out if result is None else result
 
 

@@ -4,9 +4,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from te_inductor.distributed.fsdp import low_precision_all_gather as low_precision_all_gather
+    from te_inductor.distributed.fsdp.all_gather import low_precision_all_gather as low_precision_all_gather
 
-_HOME = {"low_precision_all_gather": "te_inductor.distributed.fsdp"}
+_HOME = {"low_precision_all_gather": "te_inductor.distributed.fsdp.all_gather"}
 
 __all__ = ["low_precision_all_gather"]
 

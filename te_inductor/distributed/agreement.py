@@ -1,34 +1,272 @@
-"""That all ranks gather the same weights in low precision: found out before they do, as ranks that do not would read
-each other's bytes as something else, or wait for ever."""
+"""Whether all ranks of a group reduce the amaxes of a graph together.
+
+# Note [Ranks that agree]
+A graph reduces its amaxes over a group's ranks only where each of them runs a graph with the same quantizers, at the same
+time. Otherwise ranks would take each other's values, or wait for each other for ever. Nobody knows beforehand: ranks may
+run other layers, or equal ones one after another. So ranks ask before the first call of a graph, by the key-value store
+of the default process group and not by a collective, which itself could wait for ever:
+
+1. An agreement has a name, a digest of the group, the recipe and the quantizers in order. A rank says that it compiles
+   such a graph, and later that it has come to the first call, where it waits.
+2. The last rank of the group to come proposes yes. A rank that waits proposes no where ranks wait for each other in a
+   ring (for all names on it), where another one has not begun to compile within `PATIENCE`, or has begun and not come
+   within `PATIENCE_OF_COMPILES`.
+3. The first proposal wins, by one `compare_set`, so that all ranks read the same decision. It never changes: it is known
+   before a CUDA graph is captured.
+
+After a wait in vain this rank waits no more for ranks that have not begun. After a yes, ranks that do not call the
+graph equally often wait for each other in the collective, as they would in those of DDP."""
 
 import hashlib
+import json
+import threading
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-import torch.distributed as dist
+from torch import distributed as dist
 
-from te_inductor.errors import GatherError
+from te_inductor.diagnostics import amaxes_have_no_group, amaxes_stay_local, say
+from te_inductor.distributed import amax_groups
+from te_inductor.distributed.amax_groups import AmaxGroup
+from te_inductor.errors import StateError
+
+PATIENCE = 60.0  # seconds; until another rank begins to compile the graph
+PATIENCE_OF_COMPILES = 600.0  # seconds; until a rank that compiles the graph calls it
+_PAUSE, _LOOK = 0.01, 0.2  # seconds; between looks at the decision, and at the other ranks
+_YES = "yes"
 
 
-def check_ranks(group: Any, weights: Sequence[str], device: torch.device) -> None:
-    """Compare what each weight is called and cast to. A rank that does not come keeps the others waiting for the
-    timeout of the process group, which is an error.
+@dataclass(frozen=True)
+class Agreement:
+    """What the ranks of a group have to agree on before a graph reduces amaxes over them."""
+
+    name: str
+    group: AmaxGroup
+
+
+@dataclass
+class _World:
+    """What this rank knows under one default process group."""
+
+    store: Any
+    rank: int
+    prefix: str  # of our keys in the store
+    is_fake: bool = False  # one process plays all ranks, and its store may hold nothing
+    decisions: dict[str, str] = field(default_factory=dict)  # by name: `_YES`, or why not
+    patient: bool = True
+    compiles: dict[str, int] = field(default_factory=dict)  # how often, of layers that exchange tensors
+    told: dict[tuple[int, ...], int] = field(default_factory=dict)  # how often `any_rank` was asked, by ranks
+    said: bool = False  # that ranks did not agree
+    said_no_group: bool = False
+
+    def has(self, key: str) -> bool:
+        return bool(self.store.check([f"{self.prefix}/{key}"]))
+
+    def get(self, key: str) -> str:
+        """Empty where there is no such key."""
+        return self.store.get(f"{self.prefix}/{key}").decode() if self.has(key) else ""
+
+    def set(self, key: str, value: str) -> None:
+        self.store.set(f"{self.prefix}/{key}", value)
+
+    def first(self, key: str, value: str) -> tuple[int, list[str]]:
+        """What the first rank left at a key, perhaps this one now: its number, and the rest."""
+        rank, *rest = json.loads(self.store.compare_set(f"{self.prefix}/{key}", "", value))
+        return rank, rest
+
+    def propose(self, name: str, decision: str) -> None:
+        self.store.compare_set(f"{self.prefix}/decision/{name}", "", decision)
+
+
+_worlds = 0
+_world: _World | None = None
+_LOCK = threading.Lock()  # a rank waits at one agreement at a time
+
+
+def agreement_of(group: AmaxGroup, quantizers: object) -> Agreement:
+    """The same on each of the group's ranks that has the same quantizers. In a mesh of several dimensions the process
+    groups have other names on other ranks."""
+    one = group.names if len(group.names) == 1 else len(group.names)
+    digest = hashlib.sha256(repr((one, group.ranks, quantizers)).encode()).hexdigest()
+    return Agreement(digest[:16], group)
+
+
+def announce(agreement: Agreement) -> None:
+    """Tell the other ranks that this one compiles a graph, so that they wait for its first call."""
+    world = current()
+    if world is not None and not world.is_fake:
+        world.set(f"compiles/{agreement.name}/{world.rank}", "1")
+
+
+def withdraw(agreement: Agreement) -> None:
+    """Tell the other ranks that this one does not come to a graph that it said it compiles."""
+    world = current()
+    if world is not None and not world.is_fake:
+        world.propose(agreement.name, f"rank {world.rank} could not compile a graph in low precision")
+
+
+def note_no_group(fqns: Sequence[str], fallback: str) -> None:
+    """Say once a process group that these sites reduce amaxes over no ranks, as nothing tells over which. No error: it
+    is the default."""
+    world = current()
+    if world is not None and not world.said_no_group:
+        world.said_no_group = True
+        say(amaxes_have_no_group(fqns), "warn" if fallback == "error" else fallback)
+
+
+def settle(agreements: Sequence[Agreement], fallback: str) -> None:
+    """Before a call of a graph: at the first one, decide with all ranks of each group whether it reduces amaxes. Say so
+    where it does not: once a process group, or as an error at each call.
 
     Raises:
-        GatherError: ranks differ.
+        FallbackError: with ``fallback="error"``, where ranks do not agree.
+        StateError: a process group is gone since the graph was compiled.
     """
-    digest = int.from_bytes(hashlib.sha256("\n".join(weights).encode()).digest()[:7], "big")
-    own = torch.tensor([len(weights), digest], dtype=torch.int64, device=device)
-    found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(found, own, group=group)
-    told = [tuple(one.tolist()) for one in found]
-    if len(set(told)) == 1:
-        return
-    ranks = dist.get_process_group_ranks(group)
-    numbers = ", ".join(f"rank {rank}: {number}" for rank, (number, _) in zip(ranks, told, strict=True))
-    what = "numbers of weights" if len({number for number, _ in told}) > 1 else "weights, though as many"
-    raise GatherError(
-        f"ranks would gather other {what} in low precision ({numbers}), expected the same names, shapes and recipes on"
-        " all ranks; call low_precision_all_gather with the same model, recipe and policy on each"
+    world = current()
+    if world is None:
+        raise StateError(amax_groups.gone(agreements[0].group.names[0]))
+    for agreement in agreements:
+        name = agreement.name
+        if name not in world.decisions:
+            for group in agreement.group.names:
+                amax_groups.process_group(group)
+            with _LOCK:
+                if name not in world.decisions:
+                    world.decisions[name] = _decide(world, agreement)
+        if world.decisions[name] != _YES and (fallback == "error" or not world.said):
+            world.said = True
+            say(amaxes_stay_local(world.decisions[name]), fallback)
+
+
+def any_rank(group: AmaxGroup, own: bool) -> bool:
+    """Whether something is so on any rank of a group. All of its ranks have to come here, and each waits for the others,
+    on the host.
+
+    Raises:
+        StateError: one did not come before the store's timeout, which is that of the default process group.
+    """
+    world = current()
+    if world is None or world.is_fake:
+        return own
+    world.told[group.ranks] = count = world.told.get(group.ranks, 0) + 1
+    key = f"told/{'-'.join(map(str, group.ranks))}/{count}"
+    world.set(f"{key}/{world.rank}", "1")
+    if own:
+        world.set(f"{key}/any", "1")
+    if world.store.add(f"{world.prefix}/{key}/count", 1) == len(group.ranks):
+        world.set(f"{key}/all", "1")
+    started = time.monotonic()
+    while not world.has(f"{key}/all"):
+        waited = time.monotonic() - started
+        if waited > world.store.timeout.total_seconds():
+            missing = [rank for rank in group.ranks if not world.has(f"{key}/{rank}")]
+            raise StateError(alone(world.rank, missing, waited))
+        time.sleep(_PAUSE)
+    return world.has(f"{key}/any")
+
+
+def alone(rank: int, missing: Sequence[int], waited: float) -> str:
+    """The text of the error about a rank that alone has something to say of its state."""
+    return (
+        f"rank {rank} waited {waited:.0f} s to hear whether delayed scaling has histories on"
+        f" {'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))}, with which its layers exchange"
+        " tensors, expected all of these ranks; call the model, and te_inductor.load_state_dict, on all ranks equally"
+        " often"
+    )
+
+
+def reached(name: str | None) -> bool:
+    """Whether all ranks reduce together what has this name."""
+    world = current()
+    return world is not None and name is not None and world.decisions.get(name) == _YES
+
+
+def current() -> _World | None:
+    """None where there is one rank."""
+    global _world, _worlds
+    if not amax_groups.several_ranks():
+        return None
+    store = dist.distributed_c10d._get_default_store()
+    world = _world
+    if world is None or world.store is not store:
+        with _LOCK:
+            if _world is None or _world.store is not store:
+                _worlds += 1  # a group that comes after another one may have its store's keys
+                _world = _World(store, dist.get_rank(), f"te_inductor/{_worlds}", dist.get_backend() == "fake")
+            world = _world
+    return world
+
+
+def _decide(world: _World, agreement: Agreement) -> str:
+    """The decision of all ranks, after a wait that has an end."""
+    if world.is_fake:
+        return _YES
+    name, ranks = agreement.name, agreement.group.ranks
+    world.set(f"ranks/{name}", json.dumps(ranks))
+    world.set(f"waits/{world.rank}", name)
+    world.set(f"came/{name}/{world.rank}", "1")
+    if world.store.add(f"{world.prefix}/count/{name}", 1) == len(ranks):
+        world.propose(name, _YES)
+    started = looked = time.monotonic()
+    while not world.has(f"decision/{name}"):
+        now = time.monotonic()
+        if now - looked > _LOOK:
+            looked = now
+            why_not = _why_not(world, agreement, now - started)
+            if why_not is not None:
+                world.propose(name, why_not)
+                continue
+        time.sleep(_PAUSE)
+    found = world.get(f"decision/{name}")
+    world.set(f"waits/{world.rank}", "")
+    return found
+
+
+def _why_not(world: _World, agreement: Agreement, waited: float) -> str | None:
+    """Why this rank does not wait any longer; None as long as it does."""
+    name = agreement.name
+    for rank in agreement.group.ranks:
+        if world.has(f"came/{name}/{rank}"):
+            continue
+        ring = _ring(world, [(world.rank, name)], rank)
+        if ring:
+            why_not = f"ranks {world.rank} and {rank} run graphs with different quantizers at the same time"
+            for _, other in ring:  # each would wait for the next
+                world.propose(other, why_not)
+            return why_not
+        begun = world.has(f"compiles/{name}/{rank}")
+        patience = PATIENCE_OF_COMPILES if begun else PATIENCE if world.patient else 0.0
+        if waited > patience:
+            world.patient = False
+            return f"rank {rank} did not come to a graph with the same quantizers, for which rank {world.rank} waited"
+    return None
+
+
+_Waits = tuple[int, str]  # a rank, and the name at which it waits
+
+
+def _ring(world: _World, path: list[_Waits], rank: int) -> list[_Waits]:
+    """Ranks that wait for each other in a ring: those of a path, of which each waits for the next and the last one for
+    `rank`, and that one, if it waits for the first, perhaps by way of others. Empty where there is no ring."""
+    name = world.get(f"waits/{rank}")
+    if not name or rank in [other for other, _ in path]:
+        return []
+    path = [*path, (rank, name)]
+    for other in json.loads(world.get(f"ranks/{name}")):
+        if not world.has(f"came/{name}/{other}"):
+            ring = (path if _is_standing(world, path) else []) if other == path[0][0] else _ring(world, path, other)
+            if ring:
+                return ring
+    return []
+
+
+def _is_standing(world: _World, ring: list[_Waits]) -> bool:
+    """Whether all of its ranks wait now. Nothing here becomes true again, so each did when the last entry was read:
+    an undecided one is no old entry, and a rank that has not come cannot have gone on."""
+    following = [*ring[1:], ring[0]]
+    return all(
+        not world.has(f"decision/{name}") and not world.has(f"came/{name}/{after}")
+        for (_, name), (after, _) in zip(ring, following, strict=True)
     )

@@ -20,6 +20,7 @@ from torch._inductor.lowering import fallback_handler
 from te_inductor import ops
 from te_inductor.compat import constant_type_name
 from te_inductor.fused.record import JOINT, FusedKernel
+from te_inductor.numerics.activation import Gating
 from te_inductor.ops.casts import quantize_rowcol_fake
 from te_inductor.ops.definition import define
 from te_inductor.passes.graph import shared_sigmoid
@@ -28,7 +29,6 @@ from te_inductor.passes.graph.node_kinds import tensor_of
 from te_inductor.passes.graph.pointwise_steps import is_step, translated
 from te_inductor.recipes import Gemm, Quantizer
 from te_inductor.recipes.formats import BLOCK_1X128
-from te_inductor.runtime.activation import Gating
 from te_inductor.templates.cutlass import build, launch
 from te_inductor.templates.cutlass.scaled_mm import ALIGNED, ROUNDED, Tile
 from te_inductor.templates.select import Choice, select

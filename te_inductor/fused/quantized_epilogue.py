@@ -19,6 +19,7 @@ from te_inductor.compat import constant_type_name
 from te_inductor.fused.record import POST_GRAD, FusedKernel
 from te_inductor.lowerings.casts import quantize
 from te_inductor.lowerings.gemm import cutlass_choices, scaled_mm
+from te_inductor.numerics.activation import OPS, Activation, evaluate
 from te_inductor.ops import flops
 from te_inductor.ops.casts import quantize_fake
 from te_inductor.ops.definition import define
@@ -27,8 +28,7 @@ from te_inductor.passes.graph.casts import where_quantized
 from te_inductor.passes.graph.gemm_nodes import is_plain, kernel_of
 from te_inductor.passes.graph.pointwise_steps import is_step, translated
 from te_inductor.recipes import Gemm, Quantizer
-from te_inductor.runtime import eager
-from te_inductor.runtime.activation import OPS, Activation, evaluate
+from te_inductor.runtime.eager import dense
 from te_inductor.templates.cutlass import build
 from te_inductor.templates.cutlass.scaled_mm import ROUNDED, Kernel
 
@@ -47,8 +47,8 @@ def _eager(
     scale: Tensor,
     quantizer: Quantizer,
 ) -> Tensor:
-    y = eager.scaled_mm(a, a_scale, b, b_scale, bias, gemm, out_dtype)
-    return eager.quantize_delayed(activation.of(y), scale, quantizer)
+    y = dense.scaled_mm(a, a_scale, b, b_scale, bias, gemm, out_dtype)
+    return dense.quantize_delayed(activation.of(y), scale, quantizer)
 
 
 def _fake(

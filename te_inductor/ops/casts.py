@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from te_inductor.compat import constant_type_name
+from te_inductor.numerics.philox import new_seed
 from te_inductor.ops.definition import define
 from te_inductor.recipes import Quantizer
 from te_inductor.recipes.formats import HADAMARD, padded
-from te_inductor.runtime import eager
-from te_inductor.runtime.philox import new_seed
+from te_inductor.runtime.eager import dense
 
 _QUANTIZER = constant_type_name(Quantizer)
 
@@ -118,44 +118,44 @@ def _dequantize_fake(
 
 quantize = define(
     f"quantize(Tensor x, {_QUANTIZER} q, Tensor? amax=None, Tensor? seed=None) -> (Tensor, Tensor)",
-    eager.quantize,
+    dense.quantize,
     quantize_fake,
 )
 quantize_rowcol = define(
     f"quantize_rowcol(Tensor x, {_QUANTIZER} q, Tensor? amax=None) -> (Tensor, Tensor, Tensor, Tensor)",
-    eager.quantize_rowcol,
+    dense.quantize_rowcol,
     quantize_rowcol_fake,
 )
 quantize_pieces = define(
     f"quantize_pieces(Tensor[] pieces, int dim, {_QUANTIZER} q) -> (Tensor, Tensor, Tensor, Tensor)",
-    eager.quantize_pieces,
+    dense.quantize_pieces,
     _quantize_pieces_fake,
 )
-hadamard = define("hadamard(Tensor x) -> Tensor", eager.hadamard, _hadamard_fake)
-tensor_amax = define("tensor_amax(Tensor x, bool of_rows=False) -> Tensor", eager.tensor_amax, _tensor_amax_fake)
+hadamard = define("hadamard(Tensor x) -> Tensor", dense.hadamard, _hadamard_fake)
+tensor_amax = define("tensor_amax(Tensor x, bool of_rows=False) -> Tensor", dense.tensor_amax, _tensor_amax_fake)
 quantize_delayed = define(
     f"quantize_delayed(Tensor x, Tensor scale, {_QUANTIZER} q) -> Tensor",
-    eager.quantize_delayed,
+    dense.quantize_delayed,
     _quantize_delayed_fake,
 )
 quantize_rowcol_delayed = define(
     f"quantize_rowcol_delayed(Tensor x, Tensor scale, {_QUANTIZER} q) -> (Tensor, Tensor)",
-    eager.quantize_rowcol_delayed,
+    dense.quantize_rowcol_delayed,
     _quantize_rowcol_delayed_fake,
 )
 quantize_pieces_delayed = define(
     f"quantize_pieces_delayed(Tensor[] pieces, int dim, Tensor scale, {_QUANTIZER} q) -> (Tensor, Tensor)",
-    eager.quantize_pieces_delayed,
+    dense.quantize_pieces_delayed,
     _quantize_pieces_delayed_fake,
 )
 current_scale = define(
-    f"current_scale(Tensor[] pieces, {_QUANTIZER} q) -> (Tensor, Tensor)", eager.current_scale, _current_scale_fake
+    f"current_scale(Tensor[] pieces, {_QUANTIZER} q) -> (Tensor, Tensor)", dense.current_scale, _current_scale_fake
 )
 pad_rows = define("pad_rows(Tensor x, int rows) -> Tensor", _pad_rows, _pad_rows_fake)  # with zeros
-transpose = define("transpose(Tensor data, SymInt columns) -> Tensor", eager.transpose, _transpose_fake)
+transpose = define("transpose(Tensor data, SymInt columns) -> Tensor", dense.transpose, _transpose_fake)
 dequantize = define(
     f"dequantize(Tensor data, Tensor scale_inv, {_QUANTIZER} q, ScalarType dtype) -> Tensor",
-    eager.dequantize,
+    dense.dequantize,
     _dequantize_fake,
 )
 

@@ -14,7 +14,7 @@ from te_inductor.ops.casts import ScalePair, current_scale, tensor_amax
 from te_inductor.ops.definition import define
 from te_inductor.recipes import Quantizer
 from te_inductor.recipes.delayed import DelayedScaling, ScaleUpdate
-from te_inductor.runtime import delayed
+from te_inductor.runtime.eager import delayed
 
 _UPDATE = constant_type_name(ScaleUpdate)
 

@@ -19,7 +19,7 @@ from te_inductor.ops.definition import define
 from te_inductor.ops.grouped import grouped_mm
 from te_inductor.recipes import Quantizer, Slots
 from te_inductor.recipes.formats import ALIGNMENT
-from te_inductor.runtime import experts, grouped
+from te_inductor.runtime.eager import experts, grouped
 
 _QUANTIZER = constant_type_name(Quantizer)
 # Rows up to which a GPU multiplies with the stored values: so many times the number of experts, or so many if that is

@@ -15,7 +15,7 @@ from te_inductor import compat, ops
 from te_inductor.ops import experts as ops_experts
 from te_inductor.ops import stored as ops_stored
 from te_inductor.recipes import Gemm
-from te_inductor.runtime.grouped import GROUP_ALIGNMENT
+from te_inductor.runtime.eager.grouped import GROUP_ALIGNMENT
 
 ATTENTION = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
 

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from te_inductor.compat import constant_type_name
+from te_inductor.numerics.arithmetic import reciprocal
 from te_inductor.ops.casts import Copy
 from te_inductor.ops.definition import define
 from te_inductor.recipes import Gemm
-from te_inductor.runtime import deferred_wgrads, eager
-from te_inductor.runtime.arithmetic import reciprocal
+from te_inductor.runtime.eager import dense
+from te_inductor.runtime.gradients import deferred_wgrads
 
 _GEMM = constant_type_name(Gemm)
 
@@ -37,13 +38,13 @@ def scaled_mm_fake(
 scaled_mm = define(
     f"scaled_mm(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias, {_GEMM} g, ScalarType out_dtype,"
     " Tensor? alpha=None, Tensor? added=None) -> Tensor",
-    eager.scaled_mm,
+    dense.scaled_mm,
     scaled_mm_fake,
 )
 accumulate_wgrad = define(
     "accumulate_wgrad(Tensor(a!)[] totals, Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? alpha,"
     f" {_GEMM} g) -> ()",
-    eager.accumulate_wgrad,
+    dense.accumulate_wgrad,
     lambda totals, a, a_scale, b, b_scale, alpha, gemm: None,
 )
 defer_wgrad = define(

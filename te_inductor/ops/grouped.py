@@ -3,7 +3,7 @@ which copy, of the rows of group g::
 
     fprop  y[M,N]   = x[M,K] w[g]ᵀ     x rowwise,  each expert's w rowwise
     dgrad  dx[M,K]  = dy[M,N] w[g]     dy rowwise, each expert's w columnwise
-    wgrad  dw[g]    = dyᵀ x            both columnwise, groups padded: Note [Padded groups] in runtime/grouped.py
+    wgrad  dw[g]    = dyᵀ x            both columnwise, groups padded: Note [Padded groups] in runtime/eager/grouped.py
 
 Scales of a matrix of experts' weights are one an expert, or as finer scopes say, of each expert by itself: (E,) for the
 whole matrix, (E, R) for rows, (E, what the scope stores) for blocks.
@@ -20,7 +20,9 @@ from te_inductor.ops.definition import define
 from te_inductor.ops.written_out import is_called
 from te_inductor.recipes import Gemm, Quantizer
 from te_inductor.recipes.formats import ROW
-from te_inductor.runtime import deferred_wgrads, grouped, grouped_library
+from te_inductor.runtime.eager import grouped
+from te_inductor.runtime.gradients import deferred_wgrads
+from te_inductor.templates import grouped_library
 
 _GEMM = constant_type_name(Gemm)
 _QUANTIZER = constant_type_name(Quantizer)

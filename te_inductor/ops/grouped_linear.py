@@ -8,10 +8,13 @@ import torch
 from torch import Tensor
 
 from te_inductor.compat import constant_type_name
+from te_inductor.distributed.exchange import Exchange
+from te_inductor.distributed.parallel import largest
 from te_inductor.ops import grouped as ops
 from te_inductor.ops.casts import Copy, ScalePair, copies, current_scale, quantize_delayed, tensor_amax
 from te_inductor.ops.definition import define
 from te_inductor.ops.delayed import DelayedScales, record_amax
+from te_inductor.ops.differentiable import Gradients, Needs, Operation
 from te_inductor.ops.gemm import operands_of
 from te_inductor.ops.linear import is_turned, laid_out_gradients, overflowing_sum
 from te_inductor.ops.permutations import place_rows, take_bytes
@@ -19,10 +22,8 @@ from te_inductor.ops.written_out import for_program, leaves
 from te_inductor.recipes import Gemm, Quantizer, Slots
 from te_inductor.recipes.delayed import DelayedScaling
 from te_inductor.recipes.formats import ROW
-from te_inductor.runtime import grouped, grouped_library
-from te_inductor.runtime.exchange import Exchange
-from te_inductor.runtime.operation import Gradients, Needs, Operation
-from te_inductor.runtime.parallel import largest
+from te_inductor.runtime.eager import grouped
+from te_inductor.templates import grouped_library
 
 _SLOTS = constant_type_name(Slots)
 

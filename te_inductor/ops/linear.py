@@ -13,13 +13,13 @@ from te_inductor.compat import constant_type_name
 from te_inductor.ops.casts import Copy, ScalePair, copies
 from te_inductor.ops.definition import define
 from te_inductor.ops.delayed import DelayedScales, record_amax
+from te_inductor.ops.differentiable import Gradients, Needs, Operation
 from te_inductor.ops.gathered_weight import GatheredWeight
 from te_inductor.ops.gemm import accumulate_wgrad, defer_wgrad, operands_of, product
 from te_inductor.ops.written_out import for_program
 from te_inductor.recipes import Gemm, Quantizer, Slots
 from te_inductor.recipes.delayed import DelayedScaling
 from te_inductor.recipes.formats import FP16_OVERFLOW
-from te_inductor.runtime.operation import Gradients, Needs, Operation
 
 _SLOTS = constant_type_name(Slots)
 

@@ -1,5 +1,5 @@
 """Linear layers in low precision whose tensors are sharded over several ranks: Note [Tensor-parallel layers] in
-runtime/parallel.py. Traced, as `linears` is."""
+distributed/parallel.py. Traced, as `linears` is."""
 
 import functools
 from collections.abc import Sequence
@@ -11,16 +11,16 @@ from torch import Tensor
 
 from te_inductor import compat
 from te_inductor.compat import constant_type_name
+from te_inductor.distributed.parallel import Parallel, gather, largest, reduce
 from te_inductor.ops.casts import Copy, ScalePair, copies, current_scale, tensor_amax, transpose
 from te_inductor.ops.definition import define
 from te_inductor.ops.delayed import DelayedScales, record_amax
+from te_inductor.ops.differentiable import Gradients, Needs, Operation
 from te_inductor.ops.gathered_weight import GatheredWeight
 from te_inductor.ops.gemm import product
 from te_inductor.ops.linear import bias_gradient, laid_out_gradients, save_copies, step_of, wgrad
 from te_inductor.recipes import Quantizer, Slots
 from te_inductor.recipes.delayed import DelayedScaling
-from te_inductor.runtime.operation import Gradients, Needs, Operation
-from te_inductor.runtime.parallel import Parallel, gather, largest, reduce
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from te_inductor.ops.definition import define
-from te_inductor.runtime.operation import Gradients, Needs, Operation
+from te_inductor.ops.differentiable import Gradients, Needs, Operation
 
 
 def take_bytes(data: Tensor, rows: Tensor) -> Tensor:

@@ -23,14 +23,14 @@ from torch import Tensor
 
 from te_inductor import compat
 from te_inductor.compat import constant_type_name
+from te_inductor.distributed.parallel import Ranks, gather, largest
 from te_inductor.ops.casts import current_scale, quantize, quantize_delayed, tensor_amax
 from te_inductor.ops.definition import define
 from te_inductor.ops.delayed import DelayedScales, record_amax
+from te_inductor.ops.differentiable import Gradients, Needs, Operation
 from te_inductor.ops.gathered_weight import GatheredWeight
 from te_inductor.recipes import Quantizer
 from te_inductor.recipes.delayed import DelayedScaling
-from te_inductor.runtime.operation import Gradients, Needs, Operation
-from te_inductor.runtime.parallel import Ranks, gather, largest
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from te_inductor import targets
+from te_inductor.numerics import nvfp4
 from te_inductor.ops.casts import dequantize, quantize, transpose
 from te_inductor.ops.definition import define
 from te_inductor.ops.gemm import scaled_mm
 from te_inductor.ops.written_out import for_program, is_called, leaves
 from te_inductor.recipes import Gemm, Quantizer, Slots
-from te_inductor.runtime import nvfp4, small_m
+from te_inductor.templates import small_m
 
 # Up to DECODE_ROWS of x a GPU multiplies with the stored NVFP4 values, above it casts them first: docs/performance.md.
 # On Hopper, where FP8 is allowed, that ends at FEW_ROWS, and up to PROMPT_ROWS values become FP8 as they are

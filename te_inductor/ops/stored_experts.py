@@ -18,12 +18,12 @@ from torch import Tensor
 
 from te_inductor import ops
 from te_inductor.errors import StoredWeightError
+from te_inductor.numerics import microscaling, nvfp4
 from te_inductor.ops import experts as ops_experts
 from te_inductor.ops import stored_weight
 from te_inductor.ops.stored_weight import Float8Weight, NVFP4Weight, StoredWeight
 from te_inductor.recipes import Float8BlockScaling, Float8CurrentScaling, Float8RowwiseScaling, NVFP4WeightOnly, Recipe
 from te_inductor.recipes.formats import ROW
-from te_inductor.runtime import microscaling, nvfp4
 
 aten = torch.ops.aten
 

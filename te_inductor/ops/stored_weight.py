@@ -23,10 +23,10 @@ from torch.utils._triton import has_triton_package
 from te_inductor import compat, ops
 from te_inductor.diagnostics import say
 from te_inductor.errors import RecipeError, StoredWeightError
+from te_inductor.numerics import microscaling, nvfp4
 from te_inductor.ops import stored as ops_stored
 from te_inductor.recipes import Float8BlockScaling, Float8CurrentScaling, Float8RowwiseScaling, NVFP4WeightOnly, Recipe
 from te_inductor.recipes.formats import LONGEST
-from te_inductor.runtime import microscaling, nvfp4
 from te_inductor.runtime.optimizer_steps import check_before_each
 
 aten = torch.ops.aten

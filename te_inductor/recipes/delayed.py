@@ -79,7 +79,7 @@ class ScaleUpdate(Constant):
     recipe: DelayedScaling
     element: str  # "e4m3" or "e5m2"
     groups: tuple[str, ...] = ()  # names of process groups, over which amaxes are reduced one after another
-    agreement: str | None = None  # they are where all ranks agreed on it: `runtime/agreement.py`; None: always
+    agreement: str | None = None  # they are where all ranks agreed on it: `distributed/agreement.py`; None: always
 
     @property
     def format(self) -> Element:
@@ -93,5 +93,5 @@ class ScaleUpdate(Constant):
     @property
     def suitable(self) -> tuple[float, float]:
         """The values between which a scale has to bring an amax: Note [Scales that do not suit] in
-        runtime/misfits.py."""
+        runtime/state/misfits.py."""
         return 8 * 2.0**self.format.min_exponent, 2 * self.format.max

@@ -1,6 +1,6 @@
 """Element formats and scopes of scales as data. A format is always named, never inferred from a dtype or a shape.
 
-An element is torch's dtype, which torch converts to, or it is stored as codes in bytes, which `runtime/arithmetic.py`
+An element is torch's dtype, which torch converts to, or it is stored as codes in bytes, which `numerics/arithmetic.py`
 makes of its numbers. Kernels know the elements and the scopes that are here and no others: one that is not here is refused,
 and does not run as if it were another."""
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from te_inductor.diagnostics import Report
 from te_inductor.errors import TEInductorError
-from te_inductor.runtime.tensor_tables import TensorReference
+from te_inductor.tensor_tables import TensorReference
 
 _REGION = "Torch-Compiled Region: "  # what Dynamo calls a graph's run, before the compile id
 

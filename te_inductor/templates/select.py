@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from te_inductor import targets
+from te_inductor.numerics.activation import Activation, Gating
 from te_inductor.recipes import Gemm
 from te_inductor.recipes.formats import BLOCK_1X128
-from te_inductor.runtime import grouped, grouped_library, small_m
-from te_inductor.runtime.activation import Activation, Gating
-from te_inductor.runtime.eager import BLOCK_SCALES
+from te_inductor.runtime.eager import grouped
+from te_inductor.runtime.eager.dense import BLOCK_SCALES
+from te_inductor.templates import grouped_library, small_m
 from te_inductor.templates.cutlass import scaled_mm as cutlass
 from te_inductor.templates.cutlass import tables
 from te_inductor.templates.cutlass.scaled_mm import NOTHING, Kernel, Tile
@@ -25,7 +26,7 @@ EXACT = "inductor"  # generated code multiplies in fp32 what the operands hold
 AUTOTUNED = "autotuned"  # what Inductor measures to be fastest
 EMULATED = "emulated"  # generated code multiplies in high precision what MXFP8 or NVFP4 operands hold
 GROUPED = "triton:grouped_mm"  # templates/triton/grouped_mm.py
-GROUPED_LIBRARY = "cutlass:_scaled_grouped_mm"  # torch's: runtime/grouped_library.py; in packages of FP8 too
+GROUPED_LIBRARY = "cutlass:_scaled_grouped_mm"  # torch's: templates/grouped_library.py; in packages of FP8 too
 EAGER = "eager"  # the op's eager kernel
 SMALL_M = "triton:fp8_small_m"  # templates/triton/fp8_small_m.py
 CUTLASS = "cutlass"

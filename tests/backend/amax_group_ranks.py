@@ -23,9 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import te_inductor
 from te_inductor import compat
+from te_inductor.distributed import agreement
+from te_inductor.distributed.amax_groups import AmaxGroup
 from te_inductor.recipes import DelayedScaling
-from te_inductor.runtime import agreement
-from te_inductor.runtime.amax_groups import AmaxGroup
 from tests import uncompiled
 
 KINDS: dict[str, Callable[["Rank"], Any]] = {}

@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
+from te_inductor.distributed import parallel
 from te_inductor.passes.post_grad import async_tp
 from te_inductor.recipes import DelayedScaling
-from te_inductor.runtime import parallel
 from tests.backend.parallel_ranks import LENGTH, Mlp, Outer, Rank
 from tests.kinds import told_of
 

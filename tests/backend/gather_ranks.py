@@ -32,7 +32,8 @@ from torch.utils.checkpoint import checkpoint
 
 import te_inductor
 from te_inductor import compat, errors
-from te_inductor.distributed import casts, low_precision_all_gather, rounds
+from te_inductor.distributed import low_precision_all_gather
+from te_inductor.distributed.fsdp import casts, rounds
 from te_inductor.ops.gathered_weight import GatheredWeight
 from te_inductor.recipes import DelayedScaling, Float8BlockScaling
 from tests import uncompiled

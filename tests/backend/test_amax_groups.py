@@ -10,11 +10,11 @@ from torch import distributed as dist
 from torch._dynamo.exc import BackendCompilerFailed
 
 import te_inductor
+from te_inductor.distributed import amax_groups
+from te_inductor.distributed.amax_groups import AmaxGroup
 from te_inductor.errors import OptionError
 from te_inductor.recipes import DelayedScaling
 from te_inductor.recipes.delayed import ScaleUpdate
-from te_inductor.runtime import amax_groups
-from te_inductor.runtime.amax_groups import AmaxGroup
 from tests.forked import PROGRAMS
 from tests.forked_ranks import ranks
 

@@ -9,9 +9,9 @@ from torch import nn
 from te_inductor import state_dict
 from te_inductor.errors import FallbackWarning
 from te_inductor.recipes import Quantizer
-from te_inductor.runtime import cached_weights
-from te_inductor.runtime.cached_inputs import CachedInput, CachedInputs
 from te_inductor.runtime.extra_inputs import Call
+from te_inductor.runtime.weights import cached_weights
+from te_inductor.runtime.weights.cached_inputs import CachedInput, CachedInputs
 from tests.backend.test_cached_weights import RECIPES, casts, te  # noqa: F401
 from tests.backend.test_saved_state import mlp
 

@@ -23,7 +23,7 @@ from te_inductor import explain, load_state_dict, state_dict
 from te_inductor.errors import FallbackError, FallbackWarning, OptionError
 from te_inductor.passes.pre_grad.decide import cached_weights as decide
 from te_inductor.recipes import DelayedScaling, Float8BlockScaling, Quantizer, Slots
-from te_inductor.runtime import cached_weights
+from te_inductor.runtime.weights import cached_weights
 from tests.backend.delayed_programs import Blocks
 from tests.backend.test_saved_state import Attention, mlp
 from tests.recipes import strict

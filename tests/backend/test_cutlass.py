@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from te_inductor.errors import FallbackWarning
+from te_inductor.numerics.activation import Activation
 from te_inductor.recipes import Gemm
-from te_inductor.runtime.activation import Activation
 from te_inductor.templates import cutlass
 from te_inductor.templates.cutlass import build, launch, tables
 from te_inductor.templates.cutlass import scaled_mm as template

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import te_inductor
-from te_inductor.runtime import nvfp4
+from te_inductor.numerics import nvfp4
 
 PACKAGE = Path(te_inductor.__file__).parent
 # What makes a tensor of the default device; and those of the default dtype where none is given.

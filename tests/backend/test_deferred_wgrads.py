@@ -18,7 +18,7 @@ import te_inductor
 from te_inductor import backward_dw, config, explain
 from te_inductor.errors import DeferredWgradError, FallbackWarning, MainGradError
 from te_inductor.lowerings.gemm import deferred_wgrads as lowering
-from te_inductor.runtime import deferred_wgrads
+from te_inductor.runtime.gradients import deferred_wgrads
 from tests.backend.delayed_programs import Blocks
 from tests.backend.test_main_grad import te, with_totals
 from tests.backend.test_saved_state import Attention, mlp

@@ -63,7 +63,7 @@ def test_one_model_compiled_twice_has_one_state():
 
 
 def test_state_dies_with_its_model():
-    from te_inductor.runtime import state as store
+    from te_inductor.runtime.state import store
 
     def held() -> int:
         gc.collect()

@@ -18,7 +18,7 @@ from te_inductor import backward_dw, explain, ops
 from te_inductor.errors import FallbackWarning
 from te_inductor.ops import flops  # noqa: F401 (registers formulas)
 from te_inductor.recipes import DelayedScaling
-from te_inductor.runtime import grouped
+from te_inductor.runtime.eager import grouped
 from tests.backend.test_autograd import same
 from tests.backend.test_experts import PATHS, ROUTER, te, tokens
 from tests.backend.test_main_grad import with_totals

@@ -12,8 +12,8 @@ import te_inductor
 from te_inductor import compat
 from te_inductor.errors import FallbackWarning
 from te_inductor.recipes import DelayedScaling
-from te_inductor.runtime import state_inputs
-from te_inductor.runtime.state import has_history
+from te_inductor.runtime.state import state_inputs
+from te_inductor.runtime.state.store import has_history
 from tests.backend.delayed_programs import state, te
 
 pytestmark = pytest.mark.usefixtures("without_codegen")

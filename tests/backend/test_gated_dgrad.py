@@ -15,9 +15,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from te_inductor import ops
 from te_inductor.fused import gated_dgrad
+from te_inductor.numerics.activation import Gating
 from te_inductor.recipes import Gemm, Quantizer
-from te_inductor.runtime import eager
-from te_inductor.runtime.activation import Gating
+from te_inductor.runtime.eager import dense
 from te_inductor.templates import select
 from te_inductor.templates.cutlass import build, launch
 from te_inductor.templates.cutlass.scaled_mm import BLOCK_TILES, Problem
@@ -56,7 +56,7 @@ def operands(dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
     torch.manual_seed(0)
     dy, w = torch.randn(M, K).bfloat16(), torch.randn(N, K).bfloat16()
     both = torch.randn(M, 2 * N).to(dtype)
-    return [*eager.quantize(dy, QUANTIZER), *eager.quantize(w, Quantizer("e4m3", scope="128x128")), both]
+    return [*dense.quantize(dy, QUANTIZER), *dense.quantize(w, Quantizer("e4m3", scope="128x128")), both]
 
 
 def backward(act: Callable[[Tensor], Tensor], quantizer: Quantizer = QUANTIZER, **given: Any) -> Callable[..., Any]:
@@ -102,7 +102,7 @@ def test_what_is_found_computes_the_same(act):
     assert ops.scaled_mm not in targets and ops.quantize_pieces not in targets
     for (data, scale), (data_2, scale_2) in zip((made[:2], made[2:]), (expected[:2], expected[2:]), strict=True):
         assert data.shape == data_2.shape and scale.shape == scale_2.shape
-        x, y = (eager.dequantize(*each, QUANTIZER, torch.float32) for each in ((data, scale), (data_2, scale_2)))
+        x, y = (dense.dequantize(*each, QUANTIZER, torch.float32) for each in ((data, scale), (data_2, scale_2)))
         assert (x - y).norm() <= 0.03 * y.norm()
     gating: Gating = node.args[7]
     d, gate, up = (torch.randn(1000, dtype=torch.float64) for _ in range(3))

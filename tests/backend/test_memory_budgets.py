@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import te_inductor
-from te_inductor.operations import Linear
+from te_inductor.eager_layers import Linear
 from te_inductor.ops import flops
 from te_inductor.passes.joint import recompute
 from tests.backend.test_autograd import same

@@ -1,4 +1,4 @@
-"""Note [Scales that do not suit] in runtime/misfits.py: what amaxes far from their histories cost is counted and said."""
+"""Note [Scales that do not suit] in runtime/state/misfits.py: amaxes far from their histories are counted."""
 
 import re
 import warnings
@@ -11,8 +11,9 @@ import te_inductor
 from te_inductor.errors import FallbackWarning
 from te_inductor.recipes import DelayedScaling
 from te_inductor.recipes.delayed import ScaleUpdate
-from te_inductor.runtime import delayed, misfits
-from te_inductor.runtime.misfits import Misfits, Watch
+from te_inductor.runtime.eager import delayed
+from te_inductor.runtime.state import misfits
+from te_inductor.runtime.state.misfits import Misfits, Watch
 from tests.backend.delayed_programs import te
 
 pytestmark = pytest.mark.usefixtures("without_codegen")

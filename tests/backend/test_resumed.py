@@ -9,7 +9,7 @@ from torch import nn
 
 import te_inductor
 from te_inductor.errors import FallbackWarning
-from te_inductor.runtime import resumed
+from te_inductor.runtime.state import resumed
 from tests.backend.delayed_programs import Blocks, te
 from tests.backend.test_saved_state import mlp
 

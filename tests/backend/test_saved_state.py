@@ -145,7 +145,7 @@ def test_every_key_is_loaded_back():
     with torch.no_grad():  # reads state and changes none
         torch.compile(second, backend=uncompiled, fullgraph=True)(torch.randn(2, 5, 32))
     assert same(te_inductor.state_dict(second), state)
-    from te_inductor.runtime import state as store
+    from te_inductor.runtime.state import store
 
     waiting = [site.slot for p in second.parameters() for site in store.loaded_of(p)]
     assert set(waiting) == {"grad_output"}  # no gradient was asked for
@@ -194,7 +194,7 @@ def test_entries_are_copies():
 
 def test_the_history_has_transformer_engines_layout():
     """Slot 0 is the amax recorded since the last update, the newest observation the last slot; loading keeps both."""
-    from te_inductor.runtime import state as store
+    from te_inductor.runtime.state import store
 
     model, other = nn.Linear(32, 32), nn.Linear(32, 32)
     run = torch.compile(model, backend=uncompiled)
@@ -298,7 +298,7 @@ def test_what_waits_is_handed_on_and_what_is_there_stays():
 
 def test_loading_keeps_the_tensors():
     """What a CUDA graph has captured are addresses."""
-    from te_inductor.runtime import state as store
+    from te_inductor.runtime.state import store
 
     model = mlp()
     run = torch.compile(model, backend=uncompiled)

@@ -11,9 +11,9 @@ from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from te_inductor import explain
+from te_inductor.distributed.parallel import Parallel
 from te_inductor.passes.pre_grad.decide import size_rule
 from te_inductor.passes.pre_grad.decide.cast_costs import Layer, Layers, casts_of
-from te_inductor.runtime.parallel import Parallel
 from te_inductor.targets import sm90
 from tests.rates import H100, H200, rated
 

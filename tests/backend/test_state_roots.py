@@ -7,7 +7,7 @@ from torch import nn
 
 import te_inductor
 from te_inductor.errors import StateError
-from te_inductor.runtime.state import states_of
+from te_inductor.runtime.state.store import states_of
 from tests.backend.delayed_programs import te
 
 pytestmark = pytest.mark.usefixtures("without_codegen")

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from te_inductor.recipes import DelayedScaling
-from te_inductor.runtime import state as store
 from te_inductor.runtime.extra_inputs import Call
-from te_inductor.runtime.state import Key, states_of
-from te_inductor.runtime.state_inputs import Reader, StateInput, StateInputs
-from te_inductor.runtime.state_sites import Site
+from te_inductor.runtime.state import store
+from te_inductor.runtime.state.state_inputs import Reader, StateInput, StateInputs
+from te_inductor.runtime.state.state_sites import Site
+from te_inductor.runtime.state.store import Key, states_of
 
 RECIPE = DelayedScaling(amax_history_len=4)
 KEY = Key(Site("", "", "", "input"), RECIPE)

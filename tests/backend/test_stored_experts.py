@@ -17,7 +17,7 @@ from te_inductor.api.quantization import quantize_
 from te_inductor.errors import FallbackWarning, StoredWeightError
 from te_inductor.ops.stored_experts import Float8Experts, NVFP4Experts, PickedExperts, StoredExperts
 from te_inductor.ops.stored_weight import Float8Weight, NVFP4Weight, StoredWeight
-from te_inductor.runtime.experts import sorted_by_expert
+from te_inductor.runtime.eager.experts import sorted_by_expert
 
 E, N, K = 5, 48, 96
 RECIPES = ["nvfp4_weight_only", "rowwise", "current", "block"]

@@ -14,9 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import te_inductor
-from te_inductor import backward_dw, quantize_
-from te_inductor.runtime import tensor_tables
-from te_inductor.runtime.tensor_tables import TensorGroups, TensorReference, TensorTable
+from te_inductor import backward_dw, quantize_, tensor_tables
+from te_inductor.tensor_tables import TensorGroups, TensorReference, TensorTable
 from tests.backend.test_main_grad import te
 from tests.backend.test_saved_state import mlp
 

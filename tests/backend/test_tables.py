@@ -10,9 +10,9 @@ import torch
 from te_inductor import config, targets
 from te_inductor.command import doctor, tune
 from te_inductor.errors import OptionError, TEInductorError
+from te_inductor.numerics.activation import Activation
 from te_inductor.passes.graph.custom_pass import GraphPass
 from te_inductor.recipes import Gemm
-from te_inductor.runtime.activation import Activation
 from te_inductor.templates import cutlass, select
 from te_inductor.templates.cutlass import scaled_mm, tables
 from te_inductor.templates.cutlass.scaled_mm import FAST_TILES, NOTHING, OUTPUT, Problem, Tile

@@ -10,8 +10,8 @@ import torch
 import te_inductor
 from te_inductor import targets
 from te_inductor.recipes import Gemm
-from te_inductor.runtime import small_m
 from te_inductor.targets import Target
+from te_inductor.templates import small_m
 from te_inductor.templates.cutlass import scaled_mm
 
 PACKAGE = Path(te_inductor.__file__).parent

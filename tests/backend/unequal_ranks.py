@@ -18,8 +18,8 @@ def main(rank: int, world: int, file: str, kinds: list[str]) -> None:
 
     import te_inductor
     from te_inductor import compat
+    from te_inductor.distributed import agreement
     from te_inductor.recipes import DelayedScaling
-    from te_inductor.runtime import agreement
     from tests import uncompiled
 
     recipe = DelayedScaling(amax_history_len=4)

@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
-from te_inductor.distributed import casts, low_precision_all_gather
+from te_inductor.distributed import low_precision_all_gather
+from te_inductor.distributed.fsdp import casts
 
 
 class Counting(DefaultAllGather):

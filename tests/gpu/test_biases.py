@@ -8,7 +8,7 @@ from torch import nn
 import te_inductor
 from te_inductor.fused import column_sums
 from te_inductor.recipes import Quantizer
-from te_inductor.runtime import eager
+from te_inductor.runtime.eager import dense
 
 BF16 = torch.bfloat16
 
@@ -68,7 +68,7 @@ def test_gradient_through_a_stored_weight(recipe, compiled, no_caches):
     run(x).backward(dy)
     weight: Quantizer = layer.weight.recipe.slots().grad_output
     rows = layer.weight.scale_inv.t() if recipe == "rowwise" else torch.ones(1, 2048, device="cuda")
-    data, scale_inv = eager.quantize(dy.float() * rows, weight)
+    data, scale_inv = dense.quantize(dy.float() * rows, weight)
     exact = data.double()[:, :2048] * scale_inv.double() / rows.double() @ layer.weight.dequantize().double()
     error = (x.grad.double() - exact).norm() / exact.norm()
     assert error < 2.0**-7, error

@@ -11,8 +11,8 @@ from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
 from te_inductor.recipes import NVFP4BlockScaling
-from te_inductor.runtime import cached_weights
-from te_inductor.runtime.cached_weights import FreshnessCheck, Spec, new
+from te_inductor.runtime.weights import cached_weights
+from te_inductor.runtime.weights.cached_weights import FreshnessCheck, Spec, new
 from te_inductor.templates.triton.cached_weights import OnDevice
 from tests.numerics.test_quantize import CONTENTS
 from tests.offline.cached_weights_kernels import QUANTIZERS

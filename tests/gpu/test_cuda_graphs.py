@@ -12,7 +12,8 @@ from torch._inductor.cudagraph_trees import get_manager
 
 from te_inductor import assert_low_precision
 from te_inductor.errors import FallbackError
-from te_inductor.runtime import cached_weights, state
+from te_inductor.runtime.state import store
+from te_inductor.runtime.weights import cached_weights
 
 OPTIONS = {
     "delayed": {"recipe": "delayed"},
@@ -44,7 +45,7 @@ def lasting(model: nn.Module) -> list[Tensor]:
     found = []
     for parameter in model.parameters():
         found += [getattr(parameter, "main_grad", parameter)]
-        found += [t for one in state._states.get(parameter, {}).values() for t in one.tensors().values()]
+        found += [t for one in store._states.get(parameter, {}).values() for t in one.tensors().values()]
         for kept in (kept for owned in cached_weights._cached.values(parameter) for kept in owned.values()):
             found += [*kept.tensors, kept.digests]
     return found

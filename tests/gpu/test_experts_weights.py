@@ -9,8 +9,9 @@ from torch._dynamo.utils import counters
 
 from te_inductor import ops
 from te_inductor.recipes import Quantizer
-from te_inductor.runtime import cached_weights, grouped
-from te_inductor.runtime.cached_weights import FreshnessCheck, Spec, new
+from te_inductor.runtime.eager import grouped
+from te_inductor.runtime.weights import cached_weights
+from te_inductor.runtime.weights.cached_weights import FreshnessCheck, Spec, new
 from te_inductor.templates.triton import group_strips, grouped_casts
 from te_inductor.templates.triton.cached_weights import OnDevice
 from tests.gpu.test_cached_weights import _bits, ema, same

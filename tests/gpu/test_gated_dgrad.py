@@ -12,7 +12,7 @@ from te_inductor.command.gemm_arms import SWIGLU
 from te_inductor.fused import gated_dgrad
 from te_inductor.passes import joint
 from te_inductor.recipes import Gemm, Quantizer
-from te_inductor.runtime import eager
+from te_inductor.runtime.eager import dense
 from te_inductor.templates import cutlass
 from te_inductor.templates.cutlass import build, launch
 from te_inductor.templates.cutlass import scaled_mm as template
@@ -100,7 +100,7 @@ def test_copies_are_eager_s_bit_for_bit(tile):
     y = (a.double() * spread(a_scale, m, k)) @ (b.double() * spread(b_scale.t(), n, k)).t()
     assert y.abs().max() <= 256
     wide = torch.cat((y * up.double(), y * gate.double()), 1).bfloat16()
-    expected = eager.quantize_pieces([wide[:, :n], wide[:, n:]], 1, quantizer)
+    expected = dense.quantize_pieces([wide[:, :n], wide[:, n:]], 1, quantizer)
     for x, *found, of_eager in ((wide, *results[0][:2], expected[:2]), (wide.t(), *results[0][2:], expected[2:])):
         rows, columns = x.shape
         whole = x.isfinite().view(rows, columns // 128, 128).all(2)  # in a block that is not finite all is NaN
@@ -140,7 +140,7 @@ def test_what_runs_where_no_kernel_was_built(monkeypatch):
     monkeypatch.setattr(launch, "_function", lambda *_: None)
     other = run(*given)
     for (data, scale), (data_2, scale_2) in zip((mine[:2], mine[2:]), (other[:2], other[2:]), strict=True):
-        x, y = (eager.dequantize(*each, quantizer, torch.float32) for each in ((data, scale), (data_2, scale_2)))
+        x, y = (dense.dequantize(*each, quantizer, torch.float32) for each in ((data, scale), (data_2, scale_2)))
         assert (x - y).norm() <= 0.03 * y.norm()
 
 

@@ -38,8 +38,8 @@ def imprecision(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, gemm: Ge
     """What the tensor core loses, besides fp32's roundings: of 32 products each at most a bit of those that the largest
     keeps. All products are at most the largest of a row's values times the largest of a column's; sums that it goes on
     with are as one more, of a size that K such products may reach."""
+    from te_inductor.numerics import blocks
     from te_inductor.recipes.formats import ELEMENTS, SCOPES
-    from te_inductor.runtime import blocks
 
     def largest(x: Tensor, scale: Tensor, which: int) -> Tensor:
         element, scope = ELEMENTS[gemm.elements[which]], SCOPES[gemm.scopes[which]]

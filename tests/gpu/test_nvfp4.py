@@ -6,9 +6,9 @@ from torch import nn
 
 import te_inductor
 from te_inductor.api.quantization import quantize_
+from te_inductor.numerics import nvfp4
 from te_inductor.ops import stored as ops_stored
 from te_inductor.recipes import NVFP4WeightOnly
-from te_inductor.runtime import nvfp4
 
 hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="needs compute capability 9.0"

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from te_inductor import ops
+from te_inductor.numerics.activation import Activation
 from te_inductor.recipes import Quantizer
 from te_inductor.recipes.formats import ELEMENTS
-from te_inductor.runtime.activation import Activation
 from te_inductor.templates import cutlass
 from te_inductor.templates.cutlass import build, launch, tables
 from te_inductor.templates.cutlass import scaled_mm as template

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import te_inductor
+from te_inductor.numerics import nvfp4
 from te_inductor.ops import attention as ops_attention
 from te_inductor.ops import stored as ops_stored
 from te_inductor.recipes import Float8RowwiseScaling, Gemm
-from te_inductor.runtime import nvfp4, small_m
-from te_inductor.templates import cutlass
+from te_inductor.templates import cutlass, small_m
 
 hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_hopper = pytest.mark.skipif(not hopper, reason="kernels of compute capability 9.0")

@@ -10,7 +10,7 @@ from torch import nn
 
 import te_inductor
 from te_inductor.ops.stored_weight import StoredWeight
-from te_inductor.runtime import small_m
+from te_inductor.templates import small_m
 
 pytestmark = pytest.mark.gpu
 K_STEP = 32  # products that the tensor core aligns to the largest

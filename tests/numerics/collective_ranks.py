@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from te_inductor.operations import AllGather, AllReduce, ReduceScatter
+from te_inductor.eager_layers import AllGather, AllReduce, ReduceScatter
 
 
 def main(rank: int, world: int, file: str) -> None:

@@ -4,8 +4,8 @@ the oracle, bit for bit, the tests of casts hold (test_microscaling.py, test_nvf
 import pytest
 import torch
 
-from te_inductor.runtime import arithmetic
-from te_inductor.runtime.algebra import TORCH
+from te_inductor.numerics import arithmetic
+from te_inductor.numerics.algebra import TORCH
 
 
 @pytest.fixture

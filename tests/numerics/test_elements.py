@@ -9,10 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from te_inductor.numerics import arithmetic
+from te_inductor.numerics.algebra import TORCH
 from te_inductor.recipes import Quantizer
 from te_inductor.recipes.formats import ELEMENTS, Element
-from te_inductor.runtime import arithmetic, eager
-from te_inductor.runtime.algebra import TORCH
+from te_inductor.runtime.eager import dense
 from tests.bounds import assert_same_values, values_of
 from tests.oracle import casts
 
@@ -48,8 +49,8 @@ def bits_of_every_value(element: Element) -> torch.Tensor:
 
 def eager_cast(x: torch.Tensor, element: Element) -> torch.Tensor:
     if element.coded:  # where two are a byte the values behind the last are no matter
-        return values_of(eager.microscaling.stored(torch.cat([x, x])[None], element), element.name).flatten()[: len(x)]
-    return eager.cast(x, torch.tensor(1.0), Quantizer(element.name))
+        return values_of(dense.microscaling.stored(torch.cat([x, x])[None], element), element.name).flatten()[: len(x)]
+    return dense.cast(x, torch.tensor(1.0), Quantizer(element.name))
 
 
 @pytest.mark.parametrize("element", [one for one in ELEMENTS.values() if one.coded], ids=lambda element: element.name)
@@ -82,11 +83,11 @@ def test_every_value_round_trips(element):
     assert_same_values(casts.round_to_element(values, element), values)
     assert_same_values(eager_cast(values.float(), element), values)
     if element.coded:
-        data = eager.microscaling.stored(torch.cat([values, values])[None].float(), element)
-        assert_same_values(eager.microscaling.values(data, element)[0, : len(values)], values)
+        data = dense.microscaling.stored(torch.cat([values, values])[None].float(), element)
+        assert_same_values(dense.microscaling.values(data, element)[0, : len(values)], values)
         return
     scale_inv = torch.tensor(1.0)
-    back = eager.dequantize(eager_cast(values.float(), element), scale_inv, Quantizer(element.name), torch.float32)
+    back = dense.dequantize(eager_cast(values.float(), element), scale_inv, Quantizer(element.name), torch.float32)
     assert_same_values(back, values)
 
 
@@ -141,7 +142,7 @@ def test_not_finite(element):
     saturated = torch.tensor([torch.nan, element.max, -element.max, -0.0], dtype=torch.float64)
     if element.coded:  # it has no NaN: the cast makes the largest of it
         largest = torch.full((1, 2), torch.nan), torch.full((1, 2), element.max)
-        assert torch.equal(*(eager.microscaling.stored(one, element) for one in largest))
+        assert torch.equal(*(dense.microscaling.stored(one, element) for one in largest))
         x, saturated = x[1:], saturated[1:]
     assert_same_values(casts.round_to_element(x, element), saturated)
     cast = saturated if element.coded else torch.where(x.isinf(), torch.nan, saturated)

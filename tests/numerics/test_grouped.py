@@ -26,7 +26,7 @@ from te_inductor.recipes import (
     Quantizer,
 )
 from te_inductor.recipes.formats import SCOPES
-from te_inductor.runtime import grouped as runtime
+from te_inductor.runtime.eager import grouped as runtime
 from tests.bounds import UNIT, assert_same_values, assert_within, gemm_error, scales_of, sum_error, values_of
 from tests.numerics.test_quantize import CONTENTS
 from tests.oracle import casts, grouped

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from te_inductor import explain, ops, targets
 from te_inductor.recipes import Format, Gemm, MXFP4BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
-from te_inductor.runtime import grouped, grouped_library
+from te_inductor.runtime.eager import grouped
 from te_inductor.targets import sm100
+from te_inductor.templates import grouped_library
 from te_inductor.templates.select import EMULATED, GROUPED_LIBRARY
 from tests import grouped_library as stand_in
 from tests.numerics import test_grouped as layers

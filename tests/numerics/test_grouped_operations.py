@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from te_inductor.eager_layers import GroupedBias, GroupedLinear, Linear, WaitingGradients
 from te_inductor.errors import DoubleBackwardError, OptionError, RecipeError
-from te_inductor.operations import GroupedBias, GroupedLinear, Linear, WaitingGradients
 from te_inductor.recipes import Float8BlockScaling
 from tests.models.test_transformers import FORWARD, SLACK
 

@@ -13,10 +13,11 @@ from torch import Tensor
 from te_inductor import ops
 from te_inductor.errors import RecipeError
 from te_inductor.lowerings import install
+from te_inductor.numerics import arithmetic, philox
+from te_inductor.numerics.algebra import TORCH
 from te_inductor.recipes import Gemm, Quantizer
 from te_inductor.recipes.formats import HADAMARD_SIGNS, SCOPES
-from te_inductor.runtime import arithmetic, eager, philox
-from te_inductor.runtime.algebra import TORCH
+from te_inductor.runtime.eager import dense
 from tests.bounds import assert_same_values, assert_within, gemm_error, scales_of, values_of
 from tests.numerics.test_quantize import CONTENTS, DTYPES, LAYOUTS, rows_apart
 from tests.oracle import casts
@@ -428,8 +429,8 @@ def test_midpoints_of_e2m1():
                                     (2.5, 2, 2, 3), (3.5, 4, 3, 4), (5.0, 4, 4, 6)]:  # fmt: skip
         x = torch.tensor([middle, math.nextafter(middle, 0), math.nextafter(middle, 9)], dtype=torch.float64)
         x = torch.stack([x[0].float(), torch.nextafter(x[0].float(), torch.tensor(0.0)), x[0].float() * (1 + 2**-22)])
-        codes = eager.microscaling.cast_e2m1(torch.cat([x, -x]))
-        got = values_of(eager.microscaling.pack(codes[None]))[0]
+        codes = dense.microscaling.cast_e2m1(torch.cat([x, -x]))
+        got = values_of(dense.microscaling.pack(codes[None]))[0]
         assert got.tolist() == [even, low, high, -even, -low, -high]
-    codes = eager.microscaling.cast_e2m1(torch.tensor([7.0, math.inf, -math.inf, math.nan, -math.nan, -0.0]))
+    codes = dense.microscaling.cast_e2m1(torch.tensor([7.0, math.inf, -math.inf, math.nan, -math.nan, -0.0]))
     assert codes.tolist() == [7, 7, 15, 7, 7, 8]

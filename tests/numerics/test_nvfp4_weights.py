@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
+from te_inductor.numerics import microscaling, nvfp4
 from te_inductor.ops import stored as ops_stored
 from te_inductor.recipes.formats import E4M3
-from te_inductor.runtime import microscaling, nvfp4
 from tests.bounds import assert_same_values
 from tests.numerics.test_quantize import CONTENTS
 from tests.oracle import nvfp4 as oracle

@@ -5,8 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from te_inductor.errors import DoubleBackwardError, RecipeError
-from te_inductor.operations import (
+from te_inductor.eager_layers import (
     GELU,
     Bias,
     ConstantScale,
@@ -25,8 +24,9 @@ from te_inductor.operations import (
     SquaredReLU,
     SwiGLU,
 )
+from te_inductor.errors import DoubleBackwardError, RecipeError
+from te_inductor.ops.differentiable import PARTS
 from te_inductor.recipes import NVFP4BlockScaling, Quantizer
-from te_inductor.runtime.operation import PARTS
 from tests.bounds import assert_same_values
 from tests.forked_ranks import ranks
 from tests.oracle import casts

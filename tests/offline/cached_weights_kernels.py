@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from te_inductor.recipes import DelayedScaling, Quantizer
-from te_inductor.runtime import cached_weights
-from te_inductor.runtime.cached_weights import CachedWeight, FreshnessCheck, Spec, is_tiled, new
+from te_inductor.runtime.weights import cached_weights
+from te_inductor.runtime.weights.cached_weights import CachedWeight, FreshnessCheck, Spec, is_tiled, new
 from te_inductor.templates.triton import cached_weights as kernels
 from tests.offline.interpret import mend_conversions
 

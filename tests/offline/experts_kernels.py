@@ -15,7 +15,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 from te_inductor.ops import stored_experts
 from te_inductor.recipes import Float8BlockScaling, Float8CurrentScaling, Float8RowwiseScaling, NVFP4WeightOnly, Recipe
-from te_inductor.runtime import experts
+from te_inductor.runtime.eager import experts
 from te_inductor.templates.triton import experts_decode, nvfp4_expand
 from te_inductor.templates.triton.experts_decode import Config
 from tests.offline.interpret import mend_conversions

@@ -177,7 +177,7 @@ def main(shim: str, arch: int, case: str, out: Path) -> None:
         mock.patch.object(GraphLowering, "_compile_to_module_lines", keep),
         mock.patch.object(Constant, "__fx_repr__", recorded),
         # Of later steps under delayed scaling, and not the graph of a first one.
-        mock.patch("te_inductor.runtime.state_inputs.StateInputs.may_lack_history", lambda *_: False),
+        mock.patch("te_inductor.runtime.state.state_inputs.StateInputs.may_lack_history", lambda *_: False),
         mock.patch(
             "te_inductor.templates.cutlass.scaled_mm.architecture", lambda device: str(arch) if chosen else None
         ),

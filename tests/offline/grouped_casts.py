@@ -11,7 +11,7 @@ from torch import Tensor
 from te_inductor import ops, recipes
 from te_inductor.ops import grouped as grouped_ops
 from te_inductor.recipes import Quantizer
-from te_inductor.runtime import grouped
+from te_inductor.runtime.eager import grouped
 from te_inductor.templates.triton import experts_rows, group_strips
 from te_inductor.templates.triton import grouped_casts as kernels
 from te_inductor.templates.triton import grouped_ops as on_cuda

@@ -14,9 +14,12 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
+from te_inductor.numerics import nvfp4
 from te_inductor.recipes import Quantizer
-from te_inductor.runtime import cached_weights, grouped, nvfp4, small_m
-from te_inductor.runtime.cached_weights import FreshnessCheck, Spec
+from te_inductor.runtime.eager import grouped
+from te_inductor.runtime.weights import cached_weights
+from te_inductor.runtime.weights.cached_weights import FreshnessCheck, Spec
+from te_inductor.templates import small_m
 from te_inductor.templates.triton import (
     cached_weights as on_device,
 )

@@ -8,7 +8,8 @@ import itertools
 
 import torch
 
-from te_inductor.runtime import nvfp4, small_m
+from te_inductor.numerics import nvfp4
+from te_inductor.templates import small_m
 from te_inductor.templates.triton import (
     decode_attention,
     fp8_small_m,

@@ -9,8 +9,8 @@ import torch
 
 from te_inductor.recipes import DelayedScaling
 from te_inductor.recipes.delayed import ScaleUpdate
-from te_inductor.runtime import delayed
-from te_inductor.runtime.misfits import COUNTS
+from te_inductor.runtime.eager import delayed
+from te_inductor.runtime.state.misfits import COUNTS
 from te_inductor.templates.triton import scale_updates
 
 CONTENTS = [0.0, 1.0, 3.0, 448.0, 2.0**-140, 2.0**120, math.inf, math.nan, 2.0**-126 * 1.5]

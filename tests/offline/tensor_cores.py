@@ -7,7 +7,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from te_inductor.runtime import grouped_library
+from te_inductor.templates import grouped_library
 from te_inductor.templates.cutlass import launch
 from tests import grouped_library as stand_in
 

@@ -15,7 +15,7 @@ triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
 
-from te_inductor.runtime.arithmetic import reciprocal  # noqa: E402
+from te_inductor.numerics.arithmetic import reciprocal  # noqa: E402
 from te_inductor.templates.triton import cached_weights  # noqa: E402
 from te_inductor.templates.triton.cached_microscaled_kernels import cached_weights_cast_microscaled  # noqa: E402
 

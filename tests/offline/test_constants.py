@@ -11,7 +11,7 @@ from tests.offline.harness import generate
 
 pytest.importorskip("triton")
 
-from te_inductor.runtime import small_m
+from te_inductor.templates import small_m
 from te_inductor.templates.triton import nvfp4_fp8, nvfp4_linear
 
 

@@ -11,7 +11,7 @@ from tests.offline.test_nvfp4 import TOUCHES, compiled
 
 triton = pytest.importorskip("triton")
 
-from te_inductor.runtime import experts  # noqa: E402
+from te_inductor.runtime.eager import experts  # noqa: E402
 from te_inductor.templates.triton import experts_decode  # noqa: E402
 
 

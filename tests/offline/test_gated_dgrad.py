@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from te_inductor.runtime.activation import Gating
+from te_inductor.numerics.activation import Gating
 from te_inductor.templates import cutlass
 from te_inductor.templates.cutlass import build, tables
 from te_inductor.templates.cutlass import scaled_mm as template

@@ -11,7 +11,7 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton")
 
-from te_inductor.runtime import nvfp4  # noqa: E402
+from te_inductor.numerics import nvfp4  # noqa: E402
 from te_inductor.templates.triton import nvfp4_decode, nvfp4_fp8, nvfp4_linear, nvfp4_streamed  # noqa: E402
 from te_inductor.templates.triton.nvfp4_linear import Config, Problem, supports  # noqa: E402
 from tests.offline.gluon import Array, Descriptor, Pointer, Program, Stuck, array, numpy_of  # noqa: E402

@@ -8,8 +8,8 @@ import torch
 
 from te_inductor.recipes import DelayedScaling, Gemm, Quantizer
 from te_inductor.recipes.delayed import ScaleUpdate
-from te_inductor.runtime import small_m
-from te_inductor.runtime.cached_weights import FreshnessCheck, Spec, new
+from te_inductor.runtime.weights.cached_weights import FreshnessCheck, Spec, new
+from te_inductor.templates import small_m
 from tests.offline.harness import INTERPRETER
 
 triton = pytest.importorskip("triton")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from te_inductor.runtime import nvfp4
+from te_inductor.numerics import nvfp4
 from tests.offline.harness import INTERPRETER, generate
 
 triton = pytest.importorskip("triton")

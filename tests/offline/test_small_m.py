@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from te_inductor.recipes import Gemm
-from te_inductor.runtime import small_m
+from te_inductor.templates import small_m
 from tests.offline.harness import generate
 from tests.offline.test_nvfp4 import TOUCHES, compiled
 

@@ -1,11 +1,11 @@
-"""`runtime/algebra.py` on values of Inductor IR, each one element in a kernel."""
+"""`numerics/algebra.py` on values of Inductor IR, each one element in a kernel."""
 
 # mypy: disable-error-code="no-untyped-def"
 
 import torch
 from torch._inductor.virtualized import ops as prims
 
-from te_inductor.runtime.algebra import Algebra
+from te_inductor.numerics.algebra import Algebra
 
 
 class InductorIR:

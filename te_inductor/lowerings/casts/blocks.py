@@ -33,9 +33,9 @@ from te_inductor.lowerings.casts import microscaling, values
 from te_inductor.lowerings.casts.algebra import INDUCTOR
 from te_inductor.lowerings.casts.concatenation import Concatenation
 from te_inductor.lowerings.codegen import block_tiles
+from te_inductor.numerics import arithmetic
 from te_inductor.recipes import Quantizer
 from te_inductor.recipes.formats import E8M0, HADAMARD, Element, Scope
-from te_inductor.runtime import arithmetic
 
 aten = torch.ops.aten
 _LOOPS = "te_loops"  # attribute of a buffer with blocks of one row

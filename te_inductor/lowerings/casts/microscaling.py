@@ -1,4 +1,4 @@
-"""What MXFP8, MXFP4 and NVFP4 want of Inductor IR besides `runtime/arithmetic.py`: random bits, the random Hadamard
+"""What MXFP8, MXFP4 and NVFP4 want of Inductor IR besides `numerics/arithmetic.py`: random bits, the random Hadamard
 transform for one value at a time, and the code of a place in a byte."""
 
 # mypy: disable-error-code="no-untyped-def"
@@ -8,9 +8,9 @@ import torch
 from torch._inductor.virtualized import ops as prims
 
 from te_inductor.lowerings.casts.algebra import INDUCTOR
+from te_inductor.numerics import arithmetic
+from te_inductor.numerics.philox import BITS
 from te_inductor.recipes.formats import HADAMARD, HADAMARD_SIGNS, Element
-from te_inductor.runtime import arithmetic
-from te_inductor.runtime.philox import BITS
 
 
 def random_bits(seed, place):

@@ -19,9 +19,9 @@ from te_inductor.lowerings.casts.algebra import INDUCTOR
 from te_inductor.lowerings.casts.amax import raise_to_amax
 from te_inductor.lowerings.casts.narrowing import overflowing
 from te_inductor.lowerings.registry import lowering
+from te_inductor.numerics import arithmetic
 from te_inductor.recipes import Quantizer
 from te_inductor.recipes.formats import padded
-from te_inductor.runtime import arithmetic
 
 aten = torch.ops.aten
 

@@ -1,6 +1,6 @@
 """What a kernel computes of a single value: its magnitude, and its cast to FP8. Scales are those of
-`runtime/arithmetic.py`. The cast is written here and, of tensors, in `runtime/eager.py`: which steps saturate depends on
-the device, and what fp16 would have overflowed is known of a stored tensor.
+`numerics/arithmetic.py`. The cast is written here and, of tensors, in `runtime/eager/dense.py`: which steps saturate depends
+on the device, and what fp16 would have overflowed is known of a stored tensor.
 
 # Note [Overflow stays visible]
 An infinity or a NaN in an operand makes the same outputs and gradients non-finite as in high precision, so that
@@ -20,9 +20,9 @@ import torch
 from torch._inductor.virtualized import ops as prims
 
 from te_inductor.lowerings.casts.algebra import INDUCTOR
+from te_inductor.numerics import arithmetic
 from te_inductor.recipes import Quantizer
 from te_inductor.recipes.formats import FP16_OVERFLOW
-from te_inductor.runtime import arithmetic
 
 
 def magnitude(value):

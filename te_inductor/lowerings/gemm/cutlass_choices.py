@@ -18,7 +18,7 @@ from torch._inductor.virtualized import V
 from te_inductor import compat
 from te_inductor.recipes import Gemm
 from te_inductor.recipes.formats import BLOCK_1X128, BLOCK_128X128, ELEMENTS, ROW, SCOPES, TENSOR
-from te_inductor.runtime import small_m
+from te_inductor.templates import small_m
 from te_inductor.templates.cutlass import build, launch
 from te_inductor.templates.cutlass import scaled_mm as template
 from te_inductor.templates.cutlass.scaled_mm import ANOTHER, OUTPUT, Tile

@@ -1,5 +1,5 @@
 """A weight gradient's operands, left for later: the op's eager kernel, which keeps them, in memory that nobody writes
-again. Note [Weight gradients that wait] in runtime/deferred_wgrads.py."""
+again. Note [Weight gradients that wait] in runtime/gradients/deferred_wgrads.py."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -14,8 +14,8 @@ from te_inductor.lowerings.gemm.partial_sums import added_up
 from te_inductor.lowerings.registry import lowering
 from te_inductor.recipes import Gemm
 from te_inductor.recipes.formats import ALIGNMENT, padded
-from te_inductor.runtime import small_m
-from te_inductor.runtime.eager import BLOCK_SCALES, ROW_SCALED_OUTPUT
+from te_inductor.runtime.eager.dense import BLOCK_SCALES, ROW_SCALED_OUTPUT
+from te_inductor.templates import small_m
 from te_inductor.templates.select import EMULATED, EXACT, SMALL_M, select
 
 aten = torch.ops.aten
@@ -125,7 +125,7 @@ def _values(a, a_scale, b, b_scale, gemm, dtype):  # type: ignore[no-untyped-def
 
 
 def _emulated(a, a_scale, b, b_scale, bias, gemm, out_dtype, alpha):  # type: ignore[no-untyped-def]
-    """MXFP8 and NVFP4 without their tensor cores: Note [Emulated GEMMs] in runtime/microscaling.py. Mirrors
+    """MXFP8 and NVFP4 without their tensor cores: Note [Emulated GEMMs] in numerics/microscaling.py. Mirrors
     `eager._emulated`."""
     if a.get_device_or_error().type == "cuda":
         wide_a, wide_b = _values(a, a_scale, b, b_scale, gemm, torch.bfloat16)

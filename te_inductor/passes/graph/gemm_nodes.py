@@ -8,7 +8,7 @@ from torch._inductor import config
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from te_inductor import ops
-from te_inductor.runtime import small_m
+from te_inductor.templates import small_m
 from te_inductor.templates.cutlass.scaled_mm import Kernel
 from te_inductor.templates.select import Problem, select
 

@@ -1,4 +1,4 @@
-"""What pointwise nodes of a graph compute of each number, as the steps of runtime/activation.py."""
+"""What pointwise nodes of a graph compute of each number, as the steps of numerics/activation.py."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import fx
 
+from te_inductor.numerics.activation import OPS, PointwiseStep
 from te_inductor.passes.graph.gemm_nodes import VIEWS
 from te_inductor.passes.graph.node_kinds import has_shape, tensor_of
-from te_inductor.runtime.activation import OPS, PointwiseStep
 from te_inductor.templates.cutlass.scaled_mm import ROUNDED
 
 aten = torch.ops.aten

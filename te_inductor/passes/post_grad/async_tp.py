@@ -12,7 +12,7 @@ of the matrix, of which the dimension that is scattered is the second (torch 2.1
 `_fused_scaled_matmul_reduce_scatter_impl`).
 
 It is done for products with one scale a tensor, the only ones whose gathers are in FP8 (Note [Tensor-parallel layers] in
-runtime/parallel.py)."""
+distributed/parallel.py)."""
 
 import functools
 import math

@@ -20,7 +20,7 @@ from te_inductor.presentation.paths import names_of
 from te_inductor.recipes import Recipe, Slots
 from te_inductor.recipes.regions import Region
 from te_inductor.runtime.extra_inputs import ExtraInputs
-from te_inductor.runtime.state_inputs import StateInputs
+from te_inductor.runtime.state.state_inputs import StateInputs
 from te_inductor.templates.cutlass.scaled_mm import Kernel
 
 

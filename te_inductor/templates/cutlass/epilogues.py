@@ -9,8 +9,8 @@ from typing import Any
 from quack.epilogue.frontend import gemm_epilogue
 from quack.epilogue.ops import ColVecLoad, RowVecLoad
 
+from te_inductor.numerics.activation import PointwiseStep, evaluate
 from te_inductor.recipes.formats import MX_1X32, NV_1X16, ROW, TENSOR
-from te_inductor.runtime.activation import PointwiseStep, evaluate
 from te_inductor.templates.cutlass.scalar_math import STEPS, rounded
 
 _OF_ROWS = {"a_scale": ColVecLoad("a_scale"), "b_scale": RowVecLoad("b_scale")}

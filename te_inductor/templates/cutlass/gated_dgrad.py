@@ -24,8 +24,8 @@ from cutlass import BFloat16, Float32, Int32, cute
 from cutlass.cute.nvgpu import cpasync
 from quack.compile_utils import make_fake_stream, make_fake_tensor
 
+from te_inductor.numerics.activation import values_of
 from te_inductor.recipes.formats import ELEMENTS
-from te_inductor.runtime.activation import values_of
 from te_inductor.templates.cutlass import packing
 from te_inductor.templates.cutlass.block_scaled import DTYPES, PIECES, STORE, BlockScaledGemm
 from te_inductor.templates.cutlass.pipeline import (

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from te_inductor import targets
 from te_inductor.errors import FallbackWarning
+from te_inductor.numerics.activation import Activation, Gating, PointwiseStep
 from te_inductor.recipes.formats import E2M1, ELEMENTS, ROW, SCOPES
 from te_inductor.recipes.quantizers import Gemm, Quantizer
-from te_inductor.runtime import eager
-from te_inductor.runtime.activation import Activation, Gating, PointwiseStep
-from te_inductor.runtime.current_device import launches
+from te_inductor.runtime.eager import dense
 from te_inductor.templates.cutlass import build
+from te_inductor.templates.cutlass.current_device import launches
 from te_inductor.templates.cutlass.scaled_mm import ALIGNED, NOTHING, OUTPUT, ROUNDED, Kernel, Shape, Tile, kernel_of
 
 
@@ -71,7 +71,7 @@ def quantized_mm(
     if call is None:
         y = torch._scaled_mm(a, b, a_scale, b_scale, bias, out_dtype=ROUNDED, use_fast_accum=fast)
         [element] = [element for element in ELEMENTS.values() if element.dtype == out.dtype]
-        return out.copy_(eager.cast(Activation(steps).of(y), scale, Quantizer(element.name)))
+        return out.copy_(dense.cast(Activation(steps).of(y), scale, Quantizer(element.name)))
     factors = (*_factors(a_scale, b_scale, scope), scale.data_ptr())
     _launch(call, a, b.t(), out, factors, bias, tile)
     return out
@@ -94,7 +94,7 @@ def add_scaled_mm(
     if total.data_ptr() % ALIGNED == 0:  # a view of a buffer may begin anywhere
         call = _function(shape, arch, a.dtype, b.dtype, total.dtype, scope, False, gemm.fast_accum, OUTPUT)
     if call is None:
-        eager.accumulate_wgrad([total], a, a_scale, b, b_scale, None, gemm)
+        dense.accumulate_wgrad([total], a, a_scale, b, b_scale, None, gemm)
     else:
         _launch(call, a, b, total, _factors(a_scale, b_scale, scope), None, shape)
 
@@ -122,9 +122,9 @@ def gated_gradient(
         kind = (gemm.scopes[1], False, gemm.fast_accum, NOTHING, None, (gating.steps, gating.results))
         call = _function(tile.shape, arch, a.dtype, b.dtype, dtype, *kind)
     if call is None:
-        y = eager.scaled_mm(a, a_scale, b, b_scale, None, gemm, gate.dtype)
+        y = dense.scaled_mm(a, a_scale, b, b_scale, None, gemm, gate.dtype)
         pieces = [value.to(gate.dtype) for value in gating.of(y, gate, up)]
-        return eager.quantize_pieces(pieces, 1, quantizer)
+        return dense.quantize_pieces(pieces, 1, quantizer)
     data, data_t = a.new_empty((m, 2 * n), dtype=dtype), a.new_empty((2 * n, m), dtype=dtype)
     scale_inv, scale_inv_t = (a_scale.new_empty(2 * n // 128, m), a_scale.new_empty(m // 128, 2 * n))
     scales = (a_scale.view(-1, m), b_scale.view(-1, k // 128).t())

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from te_inductor import targets
+from te_inductor.numerics.activation import Activation, Gating, PointwiseStep
 from te_inductor.recipes.constants import Constant, constant
 from te_inductor.recipes.formats import (
     BLOCK_1X128,
@@ -23,7 +24,6 @@ from te_inductor.recipes.formats import (
     SCOPES,
     TENSOR,
 )
-from te_inductor.runtime.activation import Activation, Gating, PointwiseStep
 from te_inductor.templates import cutlass
 
 # What kernels there are for, by `Target.cutlass`: the scopes of scales.

@@ -1,11 +1,10 @@
 """The cast of cached weights in MXFP8 and NVFP4, in the place of `cached_weights_cast`: scales belong to small blocks,
-which a tile holds whole. Arithmetic of `runtime/arithmetic.py`, bit for bit."""
+which a tile holds whole. Arithmetic of `numerics/arithmetic.py`, bit for bit."""
 
 import triton
 import triton.language as tl
 
-from te_inductor.recipes.formats import E2M1, E4M3
-from te_inductor.runtime.arithmetic import (
+from te_inductor.numerics.arithmetic import (
     FP32_MAX,
     INFINITY_CODE,
     NAN_CODE,
@@ -13,6 +12,7 @@ from te_inductor.runtime.arithmetic import (
     TWO_LEVEL_MAX,
     reciprocal,
 )
+from te_inductor.recipes.formats import E2M1, E4M3
 from te_inductor.templates.triton import cached_tiles as tiles
 from te_inductor.templates.triton import casting
 from te_inductor.templates.triton.casting import _INFINITY, _INFINITY_BITS, _ONE

@@ -4,7 +4,7 @@ elements."""
 import triton
 import triton.language as tl
 
-from te_inductor.runtime.cached_weights import GOLDEN, MIX, STEP, signed
+from te_inductor.runtime.weights.cached_weights import GOLDEN, MIX, STEP, signed
 
 GOLDEN_WORD, _MIX_1, _MIX_2 = (tl.constexpr(signed(value)) for value in (GOLDEN, *MIX))
 ROWS_A_STEP = tl.constexpr(STEP)

@@ -21,10 +21,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from te_inductor.numerics.arithmetic import reciprocal
 from te_inductor.recipes.formats import ROW
 from te_inductor.recipes.quantizers import Quantizer
-from te_inductor.runtime.arithmetic import reciprocal
-from te_inductor.runtime.cached_weights import TILE, WORD, CachedWeight, FreshnessCheck, is_tiled, matrices, tiles
+from te_inductor.runtime.weights.cached_weights import (
+    TILE,
+    WORD,
+    CachedWeight,
+    FreshnessCheck,
+    is_tiled,
+    matrices,
+    tiles,
+)
 from te_inductor.templates.triton.cached_microscaled_kernels import cached_weights_cast_microscaled
 from te_inductor.templates.triton.cached_tiles import ALIGNED_COLUMNS
 from te_inductor.templates.triton.cached_weights_kernels import (

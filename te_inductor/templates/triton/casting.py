@@ -1,4 +1,4 @@
-"""A scale and a cast in Triton, for templates: the same numbers as `runtime/eager.py` has."""
+"""A scale and a cast in Triton, for templates: the same numbers as `runtime/eager/dense.py` has."""
 
 import torch
 import triton

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from te_inductor.recipes import Quantizer
 from te_inductor.recipes.formats import BLOCK_128X128, E4M3, ROW, TENSOR
-from te_inductor.runtime import experts
+from te_inductor.runtime.eager import experts
 from te_inductor.templates.triton.launcher import launcher
 from te_inductor.templates.triton.nvfp4_decode import FACTOR, values
 
@@ -72,7 +72,7 @@ def nvfp4_product(
     assembly: bool = True,
     config: Config | None = None,
 ) -> Tensor:  # (M, N)
-    """As `runtime.experts.nvfp4_product`, but for the order of sums."""
+    """As `runtime.eager.experts.nvfp4_product`, but for the order of sums."""
     if ids is not None and x.shape[0] > MOST_IDS:
         return _sorted(nvfp4_product, x, ids, stored, block_scale, tensor_scale, out_dtype, assembly, config)
     (count, n, half), (m, k) = stored.shape, x.shape
@@ -114,7 +114,7 @@ def fp8_product(
     assembly: bool = True,  # whether griddepcontrol is among the device's instructions
     config: Config | None = None,
 ) -> Tensor:  # (M, N)
-    """As `runtime.experts.fp8_product`, but for the order of sums."""
+    """As `runtime.eager.experts.fp8_product`, but for the order of sums."""
     if ids is not None and x.shape[0] > MOST_IDS:
         return _sorted(fp8_product, x, ids, stored, scale_inv, quantizer, out_dtype, assembly, config)
     (count, n, padded), (m, k) = stored.shape, x.shape

@@ -9,7 +9,7 @@ from te_inductor import targets
 from te_inductor.ops import experts as ops
 from te_inductor.ops.definition import implement_on_cuda
 from te_inductor.recipes import Quantizer
-from te_inductor.runtime import experts
+from te_inductor.runtime.eager import experts
 from te_inductor.templates.triton import experts_decode, nvfp4_expand
 
 

@@ -6,7 +6,7 @@ copy, where scales that are found by a pass of their own cost 2 more.
 
 A program has some rows of one expert, a few at a time, all of their columns: it finds their scales, casts them, and
 holds the largest magnitudes of columns until its rows are done. The next rows are on their way meanwhile. The numbers
-are those of runtime/grouped.py, bit for bit."""
+are those of runtime/eager/grouped.py, bit for bit."""
 
 from dataclasses import dataclass
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from te_inductor.compat import constant_type_name
 from te_inductor.ops.definition import define
-from te_inductor.runtime.small_m import Config
+from te_inductor.templates.small_m import Config
 from te_inductor.templates.triton.launcher import launcher
 from te_inductor.templates.triton.partial_sums import sum_dtype
 

@@ -5,7 +5,7 @@ A program has a strip of a group: all of its rows, a few columns. It reads them 
 more, from the L2 cache, to cast them: the last rows first, so that what is still to be read is what was read last. On
 average half of a strip has to be in the cache. So the kernel is taken where the halves of all strips that run at one
 time fit there; a group much longer than the others is read twice from memory, and does no harm but that. In bytes moved
-an element of bf16: 3, where two passes move 5. The numbers are those of runtime/grouped.py, bit for bit."""
+an element of bf16: 3, where two passes move 5. The numbers are those of runtime/eager/grouped.py, bit for bit."""
 
 import torch
 import triton

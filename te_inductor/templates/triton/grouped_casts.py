@@ -1,5 +1,5 @@
 """Copies that only experts need: transposes of experts' weights, and of rows that are sorted into groups, each group padded
-(Note [Padded groups] in runtime/grouped.py). The numbers are those of runtime/grouped.py, bit for bit.
+(Note [Padded groups] in runtime/eager/grouped.py). The numbers are those of runtime/eager/grouped.py, bit for bit.
 
 One kernel writes all of them. A program has a tile of a matrix's rows, those of an expert or those that `source` names,
 and some columns; it casts with a scale that is known, that belongs to a column, or that it finds: of a tile's column,

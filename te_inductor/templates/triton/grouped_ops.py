@@ -9,7 +9,7 @@ from te_inductor import ops
 from te_inductor.ops.definition import implement_on_cuda
 from te_inductor.recipes import Gemm, Quantizer
 from te_inductor.recipes.formats import BLOCK_1X128, BLOCK_128X128, ROW
-from te_inductor.runtime import grouped
+from te_inductor.runtime.eager import grouped
 from te_inductor.templates.triton import experts_rows, group_strips
 from te_inductor.templates.triton import grouped_casts as casts
 from te_inductor.templates.triton.grouped_mm import grouped_mm

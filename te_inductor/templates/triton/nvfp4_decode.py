@@ -1,6 +1,6 @@
 """From stored NVFP4 to bf16 in registers: what the kernels of this folder share.
 
-Note [Order of a stored block] in runtime/nvfp4.py says where the bits are. Two neighbouring 16-bit words, one 32-bit
+Note [Order of a stored block] in numerics/nvfp4.py says where the bits are. Two neighbouring 16-bit words, one 32-bit
 unit, are eight values; `VALUES` makes of it four registers of two bf16 each. Masked out of the rotated unit, a field is
 its value times 2**-126, and an E4M3 byte shifted left by 4 is, as bf16, its value times 2**-120. `SCALE` multiplies
 that by 2**239, in two steps, so that the one product of both is ``value * scale * 2**-7``: exact, with at most 6

@@ -25,7 +25,7 @@ def recast(
     tensor_scale: Tensor,  # () fp32
     assembly: bool = True,
 ) -> tuple[Tensor, Tensor]:  # data (N, K) e4m3, scale_inv (N, 1) fp32
-    """As `runtime.nvfp4.recast`, bit for bit."""
+    """As `numerics.nvfp4.recast`, bit for bit."""
     n, k = stored.shape[0], 2 * stored.shape[1]
     data = stored.new_empty((n, k), dtype=torch.float8_e4m3fn)
     scale_inv = tensor_scale.new_empty((n, 1))
@@ -52,7 +52,7 @@ def dequantize(
     dtype: torch.dtype,
     assembly: bool = True,
 ) -> Tensor:  # (N, k)
-    """As `runtime.nvfp4.dequantize`, bit for bit."""
+    """As `numerics.nvfp4.dequantize`, bit for bit."""
     n, padded = math.prod(stored.shape[:-1]), 2 * stored.shape[-1]
     data = stored.new_empty((*stored.shape[:-1], k), dtype=dtype)
     run = launcher(

@@ -8,7 +8,7 @@ what it holds of four products, and x comes `arranged`. The products of one 128 
 Where a loop begins anew ptxas lets no product be under way, so that the end of a turn waits for the last. Rows of x
 that are no power of two are two products, of one left operand.
 
-The FP8 values are those of `runtime.nvfp4.recast`, each the value times a power of two of its row. Where K is split, it
+The FP8 values are those of `numerics.nvfp4.recast`, each the value times a power of two of its row. Where K is split, it
 is the largest that a part's own block scales allow."""
 
 from typing import Any

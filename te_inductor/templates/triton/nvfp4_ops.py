@@ -6,9 +6,10 @@ from torch import Tensor
 
 from te_inductor import targets
 from te_inductor.compat import constant_type_name
+from te_inductor.numerics import nvfp4
 from te_inductor.ops import stored as ops_stored
 from te_inductor.ops.definition import define, library
-from te_inductor.runtime import eager, nvfp4
+from te_inductor.runtime.eager import dense
 from te_inductor.templates.triton import nvfp4_expand, nvfp4_fp8, nvfp4_linear
 from te_inductor.templates.triton.nvfp4_linear import Config
 from te_inductor.templates.triton.partial_sums import add_up, sum_dtype
@@ -55,7 +56,7 @@ def _linear_fp8(
     if not targets.of(x.device).hopper_kernels:
         return nvfp4.linear_fp8(x, x_scale, *weight, out_dtype)
     if x.shape[0] > ops_stored.PROMPT_ROWS:
-        return eager.scaled_mm(x, x_scale, *_recast(*weight), None, ops_stored.PREFILL, out_dtype)
+        return dense.scaled_mm(x, x_scale, *_recast(*weight), None, ops_stored.PREFILL, out_dtype)
     config = nvfp4_fp8.choose(x.shape[0], stored.shape[0], x.shape[1])
     parts = nvfp4_fp8.partial_sums(nvfp4_fp8.arranged(x), x_scale.contiguous(), *weight, config, out_dtype)
     return add_up(parts, out_dtype)

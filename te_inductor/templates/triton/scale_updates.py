@@ -1,5 +1,5 @@
 """The end of a step under delayed scaling on the GPU: one kernel for all quantizers that a graph updates, where torch's
-ops are some thirty launches (`runtime/delayed.py`, whose arithmetic this is, bit for bit).
+ops are some thirty launches (`runtime/eager/delayed.py`, whose arithmetic this is, bit for bit).
 
 Amaxes, scales and histories are separate tensors, found by a table of their addresses. It is in pinned memory, which the
 GPU reads by itself: no copy waits, and none is recorded in a CUDA graph. Tables are kept for good, by the addresses,
@@ -15,7 +15,7 @@ from torch import Tensor
 from te_inductor.ops import delayed as ops_delayed
 from te_inductor.ops.definition import implement_on_cuda
 from te_inductor.recipes.delayed import DelayedScaling, ScaleUpdate
-from te_inductor.runtime import delayed
+from te_inductor.runtime.eager import delayed
 from te_inductor.templates.triton.launcher import Launcher, launcher
 
 LONGEST = 4096  # amaxes of a history that one program holds
@@ -32,7 +32,7 @@ def update_scales(
     misfits: Tensor | None = None,  # (n, 4) int32
     own: bool = False,
 ) -> None:
-    """As `runtime.delayed.update_scales` has it, which runs where a recipe brings functions of its own."""
+    """As `runtime.eager.delayed.update_scales` has it, which runs where a recipe brings functions of its own."""
     table = _table((amaxes, scales, histories)) if _is_for(update.recipe) else None
     if table is None:
         delayed.update_scales(amaxes, scales, histories, update, read, misfits, own)

@@ -9,7 +9,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.expert_blocks import Experts, ExpertShape
 from te_inductor import recipes
-from te_inductor.distributed import casts
+from te_inductor.distributed.fsdp import casts
 from te_inductor.ops.gathered_weight import GatheredWeight
 from tests.offline.cases.common import Case, Mlp
 

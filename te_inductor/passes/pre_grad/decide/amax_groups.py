@@ -10,11 +10,11 @@ from torch import distributed as dist
 from te_inductor import compat
 from te_inductor.config import Options
 from te_inductor.diagnostics import Refusal
+from te_inductor.distributed import amax_groups
+from te_inductor.distributed.amax_groups import OWN, AmaxGroup
+from te_inductor.distributed.parallel import Parallel
 from te_inductor.recipes import DelayedScaling
-from te_inductor.runtime import amax_groups
-from te_inductor.runtime.amax_groups import OWN, AmaxGroup
-from te_inductor.runtime.parallel import Parallel
-from te_inductor.runtime.state_inputs import Reader
+from te_inductor.runtime.state.state_inputs import Reader
 
 
 class GroupsOf:

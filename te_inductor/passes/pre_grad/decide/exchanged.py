@@ -1,5 +1,5 @@
 """Which layers of experts cast their rows before these go to the ranks that have the experts: Note [Rows between ranks]
-in runtime/exchange.py."""
+in distributed/exchange.py."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,6 +10,7 @@ from torch import fx
 
 from te_inductor import compat
 from te_inductor.diagnostics import Refusal
+from te_inductor.distributed import amax_groups as groups
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.owners import owner_of
 from te_inductor.passes.graph.values import value
@@ -19,7 +20,6 @@ from te_inductor.passes.pre_grad.plan import Candidate, Plan
 from te_inductor.passes.pre_grad.sites import exchanges
 from te_inductor.passes.pre_grad.sites.exchanges import ExchangeNodes
 from te_inductor.recipes import DelayedScaling
-from te_inductor.runtime import amax_groups as groups
 
 _X, _DY = "rows between ranks go in {} to the experts", "gradients between ranks go in {} to the experts"
 

@@ -12,7 +12,8 @@ from te_inductor.ops.stored import nvfp4_way
 from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.sites.rule import Match
 from te_inductor.recipes import Gemm, NVFP4WeightOnly, Quantizer, Recipe, Slots
-from te_inductor.runtime import grouped, small_m
+from te_inductor.runtime.eager import grouped
+from te_inductor.templates import small_m
 from te_inductor.templates.cutlass.scaled_mm import NOTHING, OUTPUT
 from te_inductor.templates.select import LIBRARY, Choice, Problem, select
 

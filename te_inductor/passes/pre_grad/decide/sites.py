@@ -30,7 +30,7 @@ from te_inductor.passes.pre_grad.sites import requirements
 from te_inductor.passes.pre_grad.sites.rule import Match
 from te_inductor.recipes import DelayedScaling
 from te_inductor.recipes.regions import Region, active
-from te_inductor.runtime.delayed import check_functions
+from te_inductor.runtime.eager.delayed import check_functions
 
 EXPERTS_IN_CPP = Refusal("experts under cpp_wrapper, whose code calls no ops with constants of this package")
 

@@ -18,8 +18,8 @@ from te_inductor.passes.pre_grad.plan import Candidate, Plan
 from te_inductor.passes.pre_grad.sites.linear import VIEWS, from_parameter
 from te_inductor.passes.pre_grad.sites.rule import Match
 from te_inductor.recipes import Slots
-from te_inductor.runtime.deferred_wgrads import TICKETS
-from te_inductor.runtime.main_grads import MAIN_GRADS, checked
+from te_inductor.runtime.gradients.deferred_wgrads import TICKETS
+from te_inductor.runtime.gradients.main_grads import MAIN_GRADS, checked
 
 TAKERS = {"main_grad": MAIN_GRADS, "deferred": TICKETS}  # by options["wgrad"]
 

@@ -10,10 +10,10 @@ from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.rewrite.inputs import append_input
 from te_inductor.passes.pre_grad.sites.rule import Match
 from te_inductor.recipes import DelayedScaling, Recipe, Slots
-from te_inductor.runtime import cached_weights
-from te_inductor.runtime.cached_inputs import CachedInput, CachedInputs, Refresh
-from te_inductor.runtime.cached_weights import Spec, stored_shapes, turned, weight_shape
-from te_inductor.runtime.state_inputs import StateInput
+from te_inductor.runtime.state.state_inputs import StateInput
+from te_inductor.runtime.weights import cached_weights
+from te_inductor.runtime.weights.cached_inputs import CachedInput, CachedInputs, Refresh
+from te_inductor.runtime.weights.cached_weights import Spec, stored_shapes, turned, weight_shape
 
 
 class CachedSites:

@@ -5,12 +5,12 @@ from typing import Any
 
 from te_inductor import compat
 from te_inductor.diagnostics import Refusal
+from te_inductor.distributed import decisions
 from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.decide.gathered import wire_of
 from te_inductor.passes.pre_grad.decide.report import plain
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
 from te_inductor.passes.pre_grad.sites import exchanges
-from te_inductor.runtime import decisions
 
 
 def follow_ranks(plan: Plan) -> None:

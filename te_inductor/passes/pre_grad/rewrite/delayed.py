@@ -28,6 +28,8 @@ import torch
 from torch import fx
 
 from te_inductor import compat, ops
+from te_inductor.distributed import agreement, amax_groups
+from te_inductor.distributed.amax_groups import OWN, AmaxGroup
 from te_inductor.ops.sharded_weight import ranks_of
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.module_path import holder_path
@@ -43,12 +45,10 @@ from te_inductor.passes.pre_grad.rewrite.sharded import GatheredWeights
 from te_inductor.passes.pre_grad.sites.rule import Match, call_linears
 from te_inductor.recipes import DelayedScaling
 from te_inductor.recipes.delayed import ScaleUpdate
-from te_inductor.runtime import agreement, amax_groups
-from te_inductor.runtime.amax_groups import OWN, AmaxGroup
-from te_inductor.runtime.misfits import COUNTS
-from te_inductor.runtime.state import Key
-from te_inductor.runtime.state_inputs import Reader, StateInput, StateInputs
-from te_inductor.runtime.state_sites import Site, weight_site
+from te_inductor.runtime.state.misfits import COUNTS
+from te_inductor.runtime.state.state_inputs import Reader, StateInput, StateInputs
+from te_inductor.runtime.state.state_sites import Site, weight_site
+from te_inductor.runtime.state.store import Key
 
 
 @dataclass

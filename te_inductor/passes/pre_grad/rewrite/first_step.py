@@ -5,7 +5,7 @@ A quantizer without history knows no scale. Cast with scale 1, gradients below 2
 below with them. So where any quantizer of a graph has no history, the call runs another graph: the same, but each
 tensor's scale follows from its own amax, found by a pass over it as under current scaling, by the recipe's formula for
 a history of that one amax. It records and updates as any step does. Which of the two graphs runs is decided on the
-host, once a call (`runtime/state_inputs.py`), and its backward is that graph's. It is the first one until the device,
+host, once a call (`runtime/state/state_inputs.py`), and its backward is that graph's. It is the first one until the device,
 which is asked from the second call on, and ever more seldom, has histories of all quantizers; then it is never asked
 again. So the second graph costs the time to compile it, and nothing in later steps. Forwards without a backward, and
 gradients that are zero, may leave a quantizer without history for any number of calls: it goes on by its own amax.

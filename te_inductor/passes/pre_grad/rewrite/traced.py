@@ -25,7 +25,7 @@ from te_inductor.passes.pre_grad.sites.grouped import Grouped
 from te_inductor.passes.pre_grad.sites.linear import Addmm, Product
 from te_inductor.passes.pre_grad.sites.rule import Gradients, Match
 from te_inductor.recipes import DelayedScaling, Slots
-from te_inductor.runtime import grouped
+from te_inductor.runtime.eager import grouped
 
 aten = torch.ops.aten
 

@@ -23,7 +23,8 @@ from te_inductor.passes.pre_grad.sites.linear import Batched, from_parameter
 from te_inductor.passes.pre_grad.sites.rule import Emit, Groups, Match, Rule, replace_layer
 from te_inductor.recipes import Slots
 from te_inductor.recipes.formats import ALIGNMENT
-from te_inductor.runtime import grouped, grouped_library
+from te_inductor.runtime.eager import grouped
+from te_inductor.templates import grouped_library
 
 GROUPED = frozenset(("_grouped_mm", "grouped_mm", "grouped_mm_fallback"))
 aten = torch.ops.aten

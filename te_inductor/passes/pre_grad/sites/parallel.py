@@ -1,5 +1,5 @@
 """Layers whose weight is a DTensor, with the redistributions that tensor parallelism puts around them: what each tensor
-is to each rank, as the placements of Dynamo's fake tensors say. Note [Tensor-parallel layers] in runtime/parallel.py."""
+is to each rank, as the placements of Dynamo's fake tensors say. Note [Tensor-parallel layers] in distributed/parallel.py."""
 
 from dataclasses import replace
 from typing import Any
@@ -10,10 +10,10 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from te_inductor import compat
 from te_inductor.diagnostics import Refusal
+from te_inductor.distributed.parallel import Parallel
 from te_inductor.passes.graph.values import is_tensor, value
 from te_inductor.passes.graph.writes import Writes, last_read
 from te_inductor.passes.pre_grad.sites.rule import Match
-from te_inductor.runtime.parallel import Parallel
 
 _CASTS = ("forward_dtype", "backward_dtype")  # what a redistribution may be asked to send
 

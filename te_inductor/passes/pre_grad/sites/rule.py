@@ -14,12 +14,12 @@ from torch import fx
 
 from te_inductor import compat, ops
 from te_inductor.diagnostics import Refusal
+from te_inductor.distributed.parallel import Parallel
 from te_inductor.ops.linear import is_turned
 from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.sites import requirements
 from te_inductor.passes.pre_grad.sites.exchanges import ExchangeNodes
 from te_inductor.recipes import Slots
-from te_inductor.runtime.parallel import Parallel
 
 # Calls by one name each, whether they come as a function or as a method, with the names of their operands in order.
 _FUNCTIONS: dict[Any, str] = {

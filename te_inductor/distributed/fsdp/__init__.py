@@ -1,0 +1,1 @@
+"""FSDP2 that gathers weights in low precision."""

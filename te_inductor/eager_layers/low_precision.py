@@ -1,0 +1,62 @@
+"""A linear layer in low precision, and the values of a low-precision copy."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_inductor import ops
+from te_inductor.errors import RecipeError
+from te_inductor.ops.differentiable import Gradients, Needs, Operation
+from te_inductor.recipes import DelayedScaling, Quantizer, Recipe, resolve
+
+
+class Linear:
+    """``x @ weight.T + bias``, the operands of all three GEMMs in the low precision of a recipe. Inputs: x (..., K),
+    weight (N, K), bias (N,) or None. The result has the dtype of x.
+
+    Raises:
+        RecipeError: the recipe has state (DelayedScaling), or no low precision.
+    """
+
+    def __init__(self, recipe: Recipe | str) -> None:
+        named = resolve(recipe)
+        if named is None or isinstance(named, DelayedScaling):
+            raise RecipeError(f"recipe {recipe!r} of an eager Linear, expected one of low precision and without state")
+        self.slots = named.slots_of("")
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        # An op of a library is out of torch.func's reach while it is called.
+        linears = ops.trace_linears if torch._C._are_functorch_transforms_active() else ops.linears
+        return linears(x, [weight], [] if bias is None else [bias], self.slots, x.dtype)[0]  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Quantize(Operation):
+    """The values that the rowwise copy of x (..., C) stands for, in x's dtype; likewise of the gradient; None: as it
+    is."""
+
+    quantizer: Quantizer | None
+    grad_quantizer: Quantizer | None = None
+
+    def compute(self, needs: Needs, x: Tensor) -> tuple[Tensor, None]:
+        return _rounded(x, self.quantizer), None
+
+    def setup_context(self, ctx: Any, inputs: tuple[Any, ...], found: None) -> None:
+        pass
+
+    def backward(self, ctx: Any, *grads: Tensor) -> Gradients:
+        return (_rounded(grads[0], self.grad_quantizer),)
+
+
+def _rounded(x: Tensor, quantizer: Quantizer | None) -> Tensor:
+    if quantizer is None:
+        return x.clone()
+    flat = x.reshape(-1, x.shape[-1])
+    copy, _ = ops.copies([flat], 0, quantizer, None, columnwise=False)
+    assert copy is not None
+    values = ops.dequantize(copy.data, copy.scale_inv, quantizer, torch.float32)[:, : flat.shape[1]]
+    if copy.amax is not None:
+        values = values * (copy.amax / quantizer.two_level_max)
+    return values.to(x.dtype).view(x.shape)

@@ -1,0 +1,150 @@
+"""Delayed scaling on real tensors: the scale of a tensor follows from the amaxes of earlier steps.
+
+State of one quantizer, all fp32 (`runtime/state/store.py` keeps it): `scale` (), the factor before the cast; `history` (H,),
+the amaxes of the last H - 1 steps, newest last, behind slot 0, which is zero between steps; `amax` (), the largest
+magnitude recorded since the last update. TransformerEngine keeps `amax` in slot 0; apart, a kernel can reach it without
+the rest.
+
+Source: TransformerEngine, pytorch/quantization.py, common/recipe/delayed_scaling.cu; docs/numerics.md states it.
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from te_inductor.distributed import agreement
+from te_inductor.distributed.amax_groups import process_group
+from te_inductor.errors import RecipeError, wrong_type
+from te_inductor.recipes.delayed import DelayedScaling, ScaleUpdate
+
+FP32_TINY = torch.finfo(torch.float32).tiny  # a smaller scale has no finite reciprocal
+FP32_MAX = torch.finfo(torch.float32).max
+
+
+def read_scales(scales: list[Tensor]) -> list[Tensor]:
+    """Copies of all scales, then of all their reciprocals: what one step computes with, whatever happens to the
+    state."""
+    return [*torch._foreach_mul(scales, 1.0), *torch._foreach_reciprocal(scales)]
+
+
+def record_amax(pieces: list[Tensor], amax: Tensor) -> None:
+    """Raise `amax` to the largest magnitude of all pieces; NaN if one of them has one."""
+    for x in pieces:
+        if x.numel():
+            _without_version(amax).copy_(torch.maximum(amax, x.abs().amax().float()))
+
+
+def update_scales(
+    amaxes: list[Tensor],
+    scales: list[Tensor],
+    histories: list[Tensor],
+    update: ScaleUpdate,
+    read: list[Tensor] | None = None,  # what `read_scales` returned, which has to run before
+    misfits: Tensor | None = None,  # (n, 4) int32, of which runtime/state/misfits.py tells
+    own: bool = False,  # whether this step cast by own amaxes
+) -> None:
+    """End of a step: each quantizer's recorded amax enters its history, and its scale follows. `misfits` counts whether
+    the old scale suited the amax.
+
+    A recorded amax of 0, inf or NaN is no observation: it enters no history, so it freezes no scale. Where the window
+    holds no observation the scale stays.
+    """
+    amax, old, history = torch.stack(amaxes), torch.stack(scales), torch.stack(histories)
+    recipe = update.recipe
+    amax = torch.where((amax > 0) & (amax < torch.inf), amax, 0.0)  # first, so that no rank's NaN hides another's amax
+    if reduces(update):
+        reduce(amax, update)
+    seen = amax > 0
+    if misfits is not None:
+        _count_misfits(misfits, amax, old, update, own)
+    history[:, 0] = amax
+    scale = scale_of(_chosen_amax(history, recipe.amax_compute_algo), old, update)
+    rolled = torch.cat([torch.zeros_like(history[:, :1]), history[:, 2:], history[:, :1]], 1)[:, : history.shape[1]]
+    rest = torch.cat([torch.zeros_like(history[:, :1]), history[:, 1:]], 1)
+    torch._foreach_copy_(
+        list(map(_without_version, histories)), list(torch.where(seen.unsqueeze(1), rolled, rest).unbind())
+    )
+    torch._foreach_copy_(list(map(_without_version, scales)), list(scale.unbind()))
+    torch._foreach_zero_(list(map(_without_version, amaxes)))
+
+
+def _count_misfits(misfits: Tensor, amax: Tensor, scale: Tensor, update: ScaleUpdate, own: bool) -> None:
+    least, most = update.suitable
+    cut, coarse = amax * scale > most, (amax > 0) & (amax * scale < least)
+    steps, cuts, losses, first = misfits.unbind(1)
+    steps = steps + 1
+    if not own:
+        first = torch.where((first == 0) & (cut | coarse), steps, first)
+        cuts, losses = cuts + cut, losses + coarse
+    _without_version(misfits).copy_(torch.stack([steps, cuts, losses, first], 1))
+
+
+def reduces(update: ScaleUpdate) -> bool:
+    """Whether all ranks take the largest of their amaxes."""
+    return bool(update.groups) and (update.agreement is None or agreement.reached(update.agreement))
+
+
+def reduce(amax: Tensor, update: ScaleUpdate) -> None:
+    for name in update.groups:
+        torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, process_group(name))
+
+
+def scale_of(
+    amax: Tensor,  # (tensors,)
+    old: Tensor,  # (tensors,) scales before, which stay where there is nothing to go by
+    update: ScaleUpdate,
+) -> Tensor:  # (tensors,)
+    recipe = update.recipe
+    if recipe.scaling_factor_compute_algo is None:
+        scale = torch.full_like(amax, update.largest) / amax
+    else:
+        scale = recipe.scaling_factor_compute_algo(amax, old, update.format.max, recipe)
+    usable = (amax > 0) & (amax < torch.inf) & ~scale.isnan()
+    return torch.where(usable, scale.clamp(FP32_TINY, FP32_MAX), old)
+
+
+def _without_version(state: Tensor) -> Tensor:
+    """The same memory, so that autograd does not see it change: the backwards of two microbatches each hold the
+    gradients' state, and the first one's update must not invalidate the second."""
+    return state.data
+
+
+def _chosen_amax(history: Tensor, algorithm: str | Callable[[Tensor], Tensor]) -> Tensor:  # history (tensors, H)
+    if callable(algorithm):
+        return algorithm(history.t())
+    return history.amax(1) if algorithm == "max" else history[:, 0]
+
+
+@functools.lru_cache
+@torch.no_grad()
+def check_functions(recipe: DelayedScaling, device: torch.device) -> None:
+    """Call the user's functions once: one number for all tensors would be broadcast, and give them all one scale.
+
+    Raises:
+        RecipeError: one raised, or returned something else than a number for each tensor.
+    """
+    tensors = 2 if recipe.amax_history_len != 2 else 3  # so that no other dimension is as long
+    for name in ("amax_compute_algo", "scaling_factor_compute_algo"):
+        function = getattr(recipe, name)
+        if not callable(function):
+            continue
+        history = torch.ones(recipe.amax_history_len, tensors, dtype=torch.float32, device=device)
+        amax = history[0]
+        args = (
+            (history,) if name == "amax_compute_algo" else (amax, amax.clone(), recipe.fp8_format.forward.max, recipe)
+        )
+        what = f"DelayedScaling.{name} ({function.__qualname__})"
+        try:
+            found = function(*args)
+        except Exception as error:
+            raise RecipeError(f"{what} raised {type(error).__name__} for {tensors} tensors: {error}") from error
+        if not isinstance(found, Tensor):
+            raise RecipeError(wrong_type(f"what {what} returned", found, "a tensor with a number for each tensor"))
+        if found.shape != (tensors,) or not found.is_floating_point() or found.device != amax.device:
+            raise RecipeError(
+                f"{what} returned shape {tuple(found.shape)}, {found.dtype}, on {found.device} for {tensors} tensors,"
+                f" expected floating point of shape ({tensors},) on {amax.device}; histories are (amax_history_len,"
+                " tensors)"
+            )

@@ -1,0 +1,1 @@
+"""What takes weight gradients in autograd's place: fp32 totals, and tickets of gradients that wait."""

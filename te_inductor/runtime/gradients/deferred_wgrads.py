@@ -1,0 +1,239 @@
+"""Weight gradients whose GEMMs do not run in the backward, but when `backward_dw` is called.
+
+# Note [Weight gradients that wait]
+With ``options={"wgrad": "deferred"}`` a compiled backward computes dgrad, and leaves what wgrad needs, the columnwise
+copies of dy and x, with the parameter. `backward_dw` multiplies them and adds the product to ``parameter.main_grad``
+where there is one, else to ``parameter.grad``: what the backward would have left there, later. So a pipeline sends dx
+on first, and fills its bubbles with wgrads.
+
+The op `defer_wgrad` keeps tensors that the graph's code made. Inductor knows nothing of that and would write other
+tensors in their memory; its lowering (lowerings/gemm/deferred_wgrads.py) forbids it, and the op's eager kernel copies
+them. In a CUDA graph's memory the next replay writes, whatever anyone forbids, so there sites are refused.
+
+A graph knows a parameter by its ticket, a number that is an input like `main_grad`. It is a tensor that the op says it
+changes, which keeps the op in the graph, and in its place among others.
+
+Who forgets the call has no gradients, and would not know. So while products wait, `step` of an optimizer that has one
+of their parameters is an error."""
+
+import itertools
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.optim.optimizer import Optimizer
+
+from te_inductor.errors import DeferredWgradError, wrong_type
+from te_inductor.recipes.quantizers import Gemm
+from te_inductor.runtime.eager import dense
+from te_inductor.runtime.gradients.gradient_inputs import Takers
+from te_inductor.runtime.gradients.main_grads import checked
+from te_inductor.runtime.optimizer_steps import check_before_each
+from te_inductor.tensor_tables import TensorReference, TensorTable
+
+
+@dataclass(eq=False)
+class Product:
+    """One GEMM that waits, of one parameter or of several whose weights are one."""
+
+    place: int  # among all that were ever deferred
+    backward: int  # torch's number of the backward that left it
+    parameters: list[TensorReference]
+    wanted: list[bool]  # which of them that backward accumulates into
+    operands: tuple[Tensor, Tensor, Tensor, Tensor]  # dy columnwise (N, M), scale_inv; x columnwise (K, M), scale_inv
+    alpha: Tensor | None  # (), of two-level scales
+    gemm: Gemm
+    starts: Tensor | None = None  # (E + 1,), where each group of columns begins, of experts
+
+    def run(self) -> None:
+        parameters = [parameter for ref in self.parameters if (parameter := ref()) is not None]
+        if len(parameters) < len(self.parameters):
+            return  # nobody is left to ask for it
+        dtype = torch.float32 if any(map(_has_total, parameters)) else parameters[0].dtype
+        a, a_scale, b, b_scale = self.operands
+        if self.starts is None:
+            dw = dense.scaled_mm(a, a_scale, b, b_scale, None, self.gemm, dtype, self.alpha)
+        else:
+            dw = torch.ops.te_inductor.grouped_wgrad(a, a_scale, b, b_scale, self.starts, self.gemm, dtype, self.alpha)
+        one_each = dw.dim() > parameters[0].dim()  # a parameter an expert
+        gradients = dw.unbind() if one_each else dw.split([parameter.shape[-2] for parameter in parameters], -2)
+        for parameter, wanted, gradient in zip(parameters, self.wanted, gradients, strict=True):
+            if wanted:
+                _accumulate(parameter, gradient)
+
+
+@dataclass(eq=False)
+class Queue:
+    """What waits for one parameter, or for it and others."""
+
+    parameter: TensorReference
+    ticket: Tensor  # () int64, on the CPU
+    products: list[Product] = field(default_factory=list)
+
+
+_queues: TensorTable["Queue"] = TensorTable()  # by the parameter, with which they die
+_by_ticket: "weakref.WeakValueDictionary[int, Queue]" = weakref.WeakValueDictionary()
+_tickets, _places = itertools.count(), itertools.count()
+
+
+def _ticket(parameter: Tensor, _: bool = True) -> Tensor:
+    queue = _queues.get(parameter, None)
+    if queue is None:
+        number = next(_tickets)
+        queue = _queues[parameter] = _by_ticket[number] = Queue(
+            TensorReference(parameter), torch.tensor(number, dtype=torch.int64, device="cpu")
+        )
+    return queue.ticket
+
+
+TICKETS = Takers("tickets", lambda parameter: torch.empty((), dtype=torch.int64, device="cpu"), _ticket)
+
+
+def defer_wgrad(
+    tickets: list[Tensor],  # of the parameters, each () int64
+    a: Tensor,  # dy columnwise, (N, M)
+    a_scale: Tensor,
+    b: Tensor,  # x columnwise, (K, M)
+    b_scale: Tensor,
+    alpha: Tensor | None,  # ()
+    gemm: Gemm,
+    copy: bool = True,  # where nobody keeps the operands' memory from being written
+) -> None:
+    """Leave a product for `backward_dw`. Does nothing where a parameter is gone, or none is accumulated into."""
+    _defer(tickets, (a, a_scale, b, b_scale), None, alpha, gemm, copy)
+
+
+def defer_grouped_wgrad(
+    tickets: list[Tensor],
+    a: Tensor,  # (N, P), groups padded
+    a_scale: Tensor,
+    b: Tensor,  # (K, P)
+    b_scale: Tensor,
+    starts: Tensor,  # (E + 1,)
+    alpha: Tensor | None,
+    gemm: Gemm,
+    copy: bool = True,
+) -> None:
+    """The same for experts' weights."""
+    _defer(tickets, (a, a_scale, b, b_scale), starts, alpha, gemm, copy)
+
+
+def _defer(
+    tickets: list[Tensor],
+    operands: tuple[Tensor, Tensor, Tensor, Tensor],
+    starts: Tensor | None,
+    alpha: Tensor | None,
+    gemm: Gemm,
+    copy: bool,
+) -> None:
+    queues = [queue for ticket in tickets if (queue := _by_ticket.get(int(ticket))) is not None]
+    wanted = [_is_accumulated(queue.parameter()) for queue in queues]
+    if len(queues) < len(tickets) or not any(wanted):
+        return
+    if copy:
+        a, a_scale, b, b_scale = (x.clone() for x in operands)
+        operands = (a, a_scale, b, b_scale)
+        starts, alpha = (None if x is None else x.clone() for x in (starts, alpha))
+    backward = torch._C._current_graph_task_id()
+    refs = [queue.parameter for queue in queues]
+    queues[0].products.append(Product(next(_places), backward, refs, wanted, operands, alpha, gemm, starts))
+    check_before_each(_refuse_step)
+
+
+def product_of(
+    parameters: Sequence[Tensor],  # one (E, N, K), or E of (N, K)
+    operands: Sequence[Tensor],
+    starts: Tensor,
+    alpha: Tensor | None,
+    gemm: Gemm,
+) -> Product | None:
+    """One that waits for whom the caller says, if the backward that runs accumulates into any of the parameters."""
+    wanted = [_is_accumulated(parameter) for parameter in parameters]
+    if not any(wanted):
+        return None
+    a, a_scale, b, b_scale = operands
+    backward, refs = torch._C._current_graph_task_id(), [TensorReference(parameter) for parameter in parameters]
+    return Product(next(_places), backward, refs, wanted, (a, a_scale, b, b_scale), alpha, gemm, starts)
+
+
+def _is_accumulated(parameter: Tensor | None) -> bool:
+    """Whether the backward that runs leaves gradients with the parameter: that of torch.autograd.grad does not, and one
+    that is given `inputs` does with those."""
+    if parameter is None or not parameter.requires_grad:
+        return False
+    if torch._C._current_graph_task_id() < 0:
+        return True  # nobody's backward
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)  # type: ignore[attr-defined, no-any-return]
+    except RuntimeError:  # torch's answer where torch.autograd.grad was asked for a leaf
+        return False
+
+
+@torch.no_grad()
+def backward_dw(model: nn.Module | None = None, *, backwards: int | None = None) -> int:
+    """Run the weight gradients that ``options={"wgrad": "deferred"}`` left, oldest first, and add each to its
+    parameter's `main_grad` where there is one, else to its `grad`. No hooks run here: those on the gradient ran in the
+    backward, and saw none.
+
+    Args:
+        model: whose parameters' alone; None: all that wait.
+        backwards: those of so many of the oldest backward passes among them; None: all.
+
+    Returns:
+        How many GEMMs ran.
+
+    Raises:
+        DeferredWgradError: an argument is something else.
+        MainGradError: a parameter's `main_grad` does not fit it.
+    """
+    if model is not None and not isinstance(model, nn.Module):
+        raise DeferredWgradError(wrong_type("model", model, "the nn.Module whose weight gradients wait, or None"))
+    if backwards is not None and (not isinstance(backwards, int) or isinstance(backwards, bool) or backwards < 0):
+        raise DeferredWgradError(wrong_type("backwards", backwards, "a number of backward passes, or None"))
+    chosen = _waiting(None if model is None else model.parameters())
+    if backwards is not None:
+        oldest = list(dict.fromkeys(product.backward for _, product in chosen))[:backwards]
+        chosen = [(queue, product) for queue, product in chosen if product.backward in oldest]
+    for queue, product in chosen:
+        product.run()
+        queue.products.remove(product)
+    return len(chosen)
+
+
+def _waiting(parameters: Iterable[Tensor] | None) -> list[tuple[Queue, Product]]:
+    """What waits for any of these, or at all, oldest first."""
+    found = [(queue, product) for queue in _queues.values() for product in queue.products]
+    if parameters is not None:
+        ids = {id(parameter) for parameter in parameters}
+        found = [one for one in found if any(id(ref()) in ids for ref in one[1].parameters)]
+    return sorted(found, key=lambda one: one[1].place)
+
+
+def _refuse_step(optimizer: Optimizer) -> None:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    waiting = _waiting(parameters)
+    if waiting:
+        raise DeferredWgradError(
+            f"the optimizer's step finds {len(waiting)} weight gradients that have not been computed, expected none;"
+            ' options={"wgrad": "deferred"} wants te_inductor.backward_dw(model) between backward and step'
+        )
+
+
+def _has_total(parameter: Tensor) -> bool:
+    return isinstance(getattr(parameter, "main_grad", None), Tensor)
+
+
+def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
+    """As autograd would, or as Megatron's convention has it."""
+    if _has_total(parameter):
+        total = checked(parameter).add_(gradient)
+        apart = parameter.grad is not None and parameter.grad is not total  # autograd's part of it
+        if hasattr(parameter, "grad_added_to_main_grad") and not apart:
+            parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    elif parameter.grad is None:
+        parameter.grad = gradient.to(parameter.dtype)
+    else:
+        parameter.grad.add_(gradient.to(parameter.dtype))

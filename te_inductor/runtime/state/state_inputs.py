@@ -1,0 +1,259 @@
+"""The state of delayed scaling as inputs of a compiled graph.
+
+Dynamo compiles a module's code, not a module: its parameters are inputs of the graph, and another module of the same
+class runs the same graph. So the state is an input too, found by the parameters that a call brings."""
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from te_inductor import compat
+from te_inductor.diagnostics import COMPUTED_AGAIN, misfitting, say, without_amaxes, without_state
+from te_inductor.distributed import agreement
+from te_inductor.distributed.agreement import Agreement
+from te_inductor.distributed.amax_groups import AmaxGroup
+from te_inductor.distributed.choices import Choice, choice_of
+from te_inductor.runtime.extra_inputs import Call, ExtraInputs
+from te_inductor.runtime.state import resumed
+from te_inductor.runtime.state.misfits import Watch, watch_of
+from te_inductor.runtime.state.store import (
+    LOCK,
+    Key,
+    ScalingState,
+    has_history,
+    moves,
+    note_history,
+    shared_state,
+    take_from_shards,
+)
+from te_inductor.tensor_tables import TensorGroups
+
+MANY_CALLS = 256  # in which some amax should have been recorded, whatever the number of microbatches in flight
+FEW_CALLS = 4  # by the eager runtime
+_first_steps_recur = False  # whether some graph had more than that
+
+
+class Reader(NamedTuple):
+    """A place in a graph that casts a tensor, by the parameter that its state is kept with."""
+
+    parameter: int | str  # its place among the graph's inputs, or its name where the graph holds it
+    key: Key
+
+
+@dataclass
+class StateInput:
+    """One quantizer of a graph. All its readers share its state."""
+
+    readers: Sequence[Reader]
+    site: str  # module path, for messages
+    place: int  # which of the graph's quantizers it is
+    recorded: bool = False  # whether the graph gives it new scales
+
+
+@dataclass
+class _Found:
+    """The state that the calls with one set of parameters take."""
+
+    moves: int
+    tensors: list[Tensor]
+    states: list[ScalingState]
+    recorded: list[ScalingState]  # those of them that the graph gives new scales
+    said: bool
+    is_first: bool  # whether some of them have no history: Note [A first step]
+    # Checkpoints in whose forward that was so: what they compute again has to be what it was.
+    checkpoints: WeakSet[Any]
+    choice: Choice | None  # with other ranks: Note [Ranks that choose]
+    loads: int  # how often state was loaded
+    watch: Watch
+
+    def step(self) -> None:
+        """A call begins. What has no history is asked for it where a call that may have given it some lies behind. Until
+        it has some, however long that takes, it scales by its own amax: with no other scale does nothing vanish."""
+        unknown = [state for state in self.states if not state.has_history]
+        if any(state.is_due for state in unknown) and not _is_capturing():
+            note_history(unknown)
+        self.is_first = not all(state.has_history for state in unknown)
+        for state in self.recorded:
+            state.recordings += 1
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def _computed_again() -> Any:
+    """The checkpoint without reentry whose backward makes this call, which has to be what the call before was; None
+    elsewhere. With reentry the first run, without gradients, recorded nothing and left the scales as they were."""
+    if torch._C._current_graph_task_id() < 0:
+        return None
+    checkpoint, again = compat.checkpoint_of_call()
+    return checkpoint if again else None
+
+
+@dataclass
+class StateInputs(ExtraInputs):
+    """All quantizers of a graph, in the order of its state inputs: of each `amax`, `scale` and `history`."""
+
+    prefix: ClassVar[str] = "te_state_"
+    fallback: str  # options["fallback"]
+    held: Mapping[str, Tensor] = field(default_factory=dict)  # parameters that the graph holds
+    examples: list[Tensor] = field(default_factory=list)  # fake tensors, one an input
+    quantizers: list[StateInput] = field(default_factory=list)
+    agreements: list[Agreement] = field(default_factory=list)  # those without which it does not reduce amaxes
+    exchanging: list[Reader] = field(default_factory=list)  # of layers that exchange tensors with other ranks
+    groups: set[AmaxGroup] = field(default_factory=set)  # of these ranks
+    updated: list[list[StateInput]] = field(default_factory=list)  # the quantizers of each update, which counts misfits
+    first_calls: int = 0  # first steps without a compiled graph
+    _found: TensorGroups[_Found] = field(default_factory=TensorGroups)  # by the parameters
+    _said_again: bool = False
+
+    def tensors(self, call: Call) -> list[Tensor]:
+        """Each quantizer's three; notes on the call whether some have no history."""
+        inputs = call.inputs
+        again = _computed_again()
+        if again is not None:
+            self._note_checkpoint()
+        parameters = [inputs[place] for place in self._places] or list(self.held.values())
+        if self.agreements and not isinstance(parameters[0], FakeTensor):
+            agreement.settle(self.agreements, self.fallback)
+        with LOCK:
+            found = self._found_of(parameters, inputs)
+            if found.is_first and again is None:
+                found.step()
+            is_first = found.is_first if again is None else again in found.checkpoints
+        if again is None:
+            if found.choice is not None and not _is_capturing():
+                is_first = found.choice.of_call(is_first, found.loads)
+            if is_first and (checkpoint := compat.checkpoint_of_call()[0]) is not None:
+                found.checkpoints.add(checkpoint)
+            if found.is_first:
+                self._note_no_history(found)
+            if not (found.watch.told or self.fallback == "silent" or _is_capturing()):
+                self._note_misfits(found.watch)
+        call.state, call.is_first_step = found.tensors, is_first
+        return found.tensors
+
+    def withdraw(self) -> None:
+        """Let no other rank wait for the graph."""
+        for one in self.agreements:
+            agreement.withdraw(one)
+
+    def _found_of(self, parameters: Sequence[Tensor], inputs: Sequence[Any]) -> _Found:
+        found = self._found.get(parameters)
+        if found is None or found.moves != moves():
+            take_from_shards()
+            states = self._states(inputs)  # which may move some
+            tensors = [tensor for one in states for tensor in one.tensors().values()]
+            is_first = not states[0].is_fake
+            if is_first:
+                note_history([state for state in states if not state.has_history])
+            recorded = [(q, state) for q, state in zip(self.quantizers, states, strict=True) if q.recorded]
+            for q, state in recorded if is_first and self.fallback != "silent" else ():
+                for reader in q.readers if not state.has_history else ():
+                    resumed.note_new(self._parameter(reader, inputs), q.site)
+            said, checkpoints = (False, WeakSet()) if found is None else (found.said, found.checkpoints)
+            choice, loads = self._choice(inputs), sum(state.loads for state in states)
+            watch = self._watch(states, inputs)
+            tensors += watch.counts
+            of_step = [state for _, state in recorded]
+            found = _Found(moves(), tensors, states, of_step, said, is_first, checkpoints, choice, loads, watch)
+            self._found.set(parameters, found)
+        return found
+
+    def _note_no_history(self, found: _Found) -> None:
+        """Say that the graph casts by own amaxes: once a model where it has done so for many calls, and at the first
+        call, or as an error at each, where it records nothing, so that it always will."""
+        if found.said and (found.recorded or self.fallback != "error"):
+            return
+        pairs = zip(self.quantizers, found.states, strict=True)
+        lacking = [(q.site, state) for q, state in pairs if not state.has_history]
+        sites, calls = [site for site, _ in lacking], max(state.recordings for _, state in lacking)
+        found.said = not found.recorded or calls >= MANY_CALLS
+        if not found.recorded:
+            say(without_state(sites), self.fallback)
+        elif found.said:
+            say(without_amaxes(sites, calls), "warn" if self.fallback == "error" else self.fallback)
+
+    def _note_checkpoint(self) -> None:
+        """Say that a checkpoint without reentry runs the graph again."""
+        if self.fallback == "error" or not self._said_again:
+            self._said_again = True
+            say(COMPUTED_AGAIN, self.fallback)
+
+    def _watch(self, states: Sequence[ScalingState], inputs: Sequence[Any]) -> Watch:
+        """What counts the misfits of each update."""
+        firsts = [states[update[0].place].amax for update in self.updated]
+        if not firsts or isinstance(firsts[0], FakeTensor):
+            pairs = zip(firsts, self.examples[3 * len(self.quantizers) :], strict=True)
+            return Watch([amax.new_empty(one.shape, dtype=one.dtype) for amax, one in pairs], told=True)
+        names = [[repr(q.readers[0].key.site) for q in update] for update in self.updated]
+        return watch_of(self._parameter(self.updated[0][0].readers[0], inputs), names, firsts)
+
+    def _note_misfits(self, watch: Watch) -> None:
+        """Say once a model which scales did not suit their tensors, as soon as the host knows."""
+        counts = watch.look()
+        if counts is None or not any(one.first for one in counts):
+            return
+        watch.told = True
+        names = [f"{q.site or '(root)'}.{q.readers[0].key.site.slot}" for q in itertools.chain(*self.updated)]
+        say(misfitting(zip(names, counts, strict=True)), "warn")  # no error: it is one of what was run, not of how
+
+    def _choice(self, inputs: Sequence[Any]) -> Choice | None:
+        if not self.exchanging:
+            return None
+        layers = {repr(reader.key.site): reader for reader in self.exchanging}
+        lead = self._parameter(layers[min(layers)], inputs)
+        return None if isinstance(lead, FakeTensor) else choice_of(lead, repr(sorted(layers)), self.groups)
+
+    @functools.cached_property
+    def _places(self) -> list[int]:
+        return sorted({place for q in self.quantizers for place, _ in q.readers if isinstance(place, int)})
+
+    def may_lack_history(self, inputs: Sequence[Any]) -> bool:
+        """Whether a call with these inputs, or a later one, may find a quantizer without history. Makes no state."""
+        if _first_steps_recur or self.exchanging:  # ranks run the same code, whatever each knows of its own
+            return True
+        for reader in itertools.chain(*(q.readers for q in self.quantizers)):
+            parameter = self._parameter(reader, inputs)
+            if isinstance(parameter, FakeTensor) or not has_history(parameter, reader.key.recipe):
+                return True
+        return False
+
+    def count_first_steps(self, graph: fx.GraphModule, first: Callable[..., Any]) -> Callable[..., Any]:
+        """What runs first steps where nobody has compiled a graph for them. Where there are more than a few, Dynamo
+        compiles the graph again, now with one for them."""
+
+        def counted(*inputs: Any) -> Any:
+            global _first_steps_recur
+            self.first_calls += 1
+            _first_steps_recur = _first_steps_recur or self.first_calls >= FEW_CALLS
+            return first(*inputs)
+
+        for place in self._places[:1]:
+            node = graph.graph.find_nodes(op="placeholder")[place]
+            compat.guard_on_tensor(node, lambda _: self.first_calls < FEW_CALLS, "te_inductor_has_few_first_steps")
+        return counted
+
+    @staticmethod
+    def scaling(quantizer: StateInput, tensors: Sequence[Tensor]) -> ScalingState:
+        """One quantizer's part of what `of` found."""
+        amax, scale, history = tensors[3 * quantizer.place : 3 * quantizer.place + 3]
+        return ScalingState(amax, scale, history)
+
+    def _parameter(self, reader: Reader, inputs: Sequence[Any]) -> Tensor:
+        place = reader.parameter
+        return self.held[place] if isinstance(place, str) else inputs[place]
+
+    def _states(self, inputs: Sequence[Any]) -> list[ScalingState]:
+        readers = [[(self._parameter(reader, inputs), reader.key) for reader in q.readers] for q in self.quantizers]
+        of_graph: dict[int, set[Key]] = {}
+        for parameter, key in itertools.chain(*readers):
+            of_graph.setdefault(id(parameter), set()).add(key)
+        return [shared_state(group, of_graph) for group in readers]

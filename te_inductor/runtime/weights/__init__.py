@@ -1,0 +1,1 @@
+"""Low-precision copies of weights that outlive a call."""
