@@ -3,7 +3,7 @@
 # Note [Bytes of casts]
 An operand of two GEMMs has two copies in FP8, a byte an element each: x a row copy for fprop and a column copy for
 wgrad, the weight for fprop and dgrad, the gradient of the output for dgrad and wgrad. What a copy costs depends on what
-makes the tensor (docs/ledger.md, "Bytes (derived)", has the sums for a Llama layer):
+makes the tensor (docs/ledger/training_step.md has the sums for a Llama layer):
 
 - a tensor that lies in memory, as attention's output and a weight do, is read for it: 2 bytes;
 - a kernel that Inductor generates, as of a norm or an activation, writes the copy itself. Where no one else reads the
