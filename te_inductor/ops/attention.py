@@ -17,7 +17,7 @@ def plain(
     keep: Tensor | None,  # (N,) bool: keys that count
     scale: float,
 ) -> Tensor:  # (B, M, D)
-    """Of any number of queries and any width, in fp32."""
+    """Computes attention of any number of queries and any width, in fp32."""
     scores = (q.float() @ k.float()) * scale
     if keep is not None:
         scores = scores.masked_fill(~keep, float("-inf"))

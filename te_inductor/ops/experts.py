@@ -82,7 +82,7 @@ fp8_experts = define(
     experts.fp8_product,
     _fp8_fake,
 )
-# Of matrices in high precision: torch compiles its own grouped product for bf16 alone.
+# The product of matrices in high precision: torch compiles its own grouped product for bf16 alone.
 plain_experts = define(
     "plain_experts(Tensor x, Tensor ends, Tensor whole) -> Tensor", experts.plain_product, _plain_fake
 )

@@ -44,7 +44,7 @@ def grouped_mm(
 
 @register_flop_formula(ops.scaled_grouped_mm.overloadpacket, get_raw=True)
 def scaled_grouped_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, ends: Tensor, **__: Any) -> int:
-    """By the library. Of wgrad without the columns that are there for groups of any sizes."""
+    """Counts the library's products, wgrad's without the columns that are there for groups of any sizes."""
     if b.dim() == 3:
         return 2 * a.shape[0] * a.shape[1] * b.shape[2]
     return 2 * a.shape[0] * (a.shape[1] - GROUP_ALIGNMENT * ends.shape[0]) * b.shape[1]
@@ -54,7 +54,7 @@ def scaled_grouped_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, en
 def grouped_wgrad(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, starts: Tensor, gemm: Gemm, *_: Any, **__: Any
 ) -> int:
-    """Without the columns that are there for groups of any sizes, most of which no GEMM visits."""
+    """Counts without the columns that are there for groups of any sizes, most of which no GEMM visits."""
     columns = a.shape[1] * gemm.packed - GROUP_ALIGNMENT * (starts.shape[0] - 1)
     return 2 * a.shape[0] * columns * b.shape[0]
 

@@ -77,7 +77,7 @@ class GatheredWeight(Tensor):
         return cls(parts["values_"], parts["scale_inv"], size, *meta)
 
     def _stable_hash_for_caching(self) -> str:
-        """For AOTAutograd's cache: everything that its graph depends on but the parts' own metadata."""
+        """The key for AOTAutograd's cache: everything that its graph depends on but the parts' own metadata."""
         return repr((type(self).__name__, tuple(self.shape), self.dtype, self.recipe, self.quantizer))
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -61,7 +61,7 @@ def product(a: Copy | None, b: Copy | None, bias: Tensor | None, gemm: Gemm, out
 
 
 def operands_of(a: Copy | None, b: Copy | None, gemm: Gemm) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Of a GEMM: both copies with their scales, and the product's factor."""
+    """The operands of a GEMM: both copies with their scales, and the product's factor."""
     assert a is not None and b is not None  # they were asked for
     if a.amax is None or b.amax is None:
         return a.data, a.scale_inv, b.data, b.scale_inv, None

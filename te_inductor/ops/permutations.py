@@ -107,5 +107,5 @@ class _SumRows(Operation):
 permute_rows = define("permute_rows(Tensor x, Tensor back, Tensor order) -> Tensor", _PermuteRows())
 spread_rows = define("spread_rows(Tensor x, Tensor order, int each) -> Tensor", _SpreadRows())
 sum_rows = define("sum_rows(Tensor rows, Tensor order, int each) -> Tensor", _SumRows())
-# Of a permutation (T * each,) of rows of which row i is of x's row i // each: where each stands, (T, each).
+# The places, (T, each), of rows that a permutation (T * each,) orders, of which row i is of x's row i // each.
 places_of = define("places_of(Tensor order, int each) -> Tensor", _places_of)

@@ -95,7 +95,7 @@ def trace_shard_scales(
 
 
 def ranks_of(shard: Any) -> Ranks:
-    """Of the dimension of its mesh along which it is sharded."""
+    """The ranks of the dimension of its mesh along which it is sharded."""
     dim = next(place for place, placement in enumerate(shard.placements) if placement.is_shard())
     return Ranks(shard.device_mesh.get_group(dim).group_name, shard.device_mesh.size(dim))
 

@@ -101,7 +101,7 @@ class StoredExperts(StoredWeight):
         return found.dequantize().t() if self.transposed else found
 
     def parts_of(self, expert: int) -> tuple[Tensor, ...]:
-        """As `MATRIX` has them."""
+        """The parts of an expert as `MATRIX` has them."""
         return tuple(part[expert] for part in self.parts)
 
     def picked(self, ids: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ class StoredExperts(StoredWeight):
 
 
 class NVFP4Experts(StoredExperts):
-    """As `NVFP4Weight`, with an fp32 scale an expert."""
+    """Experts stored as `NVFP4Weight`, with an fp32 scale an expert."""
 
     PARTS = NVFP4Weight.PARTS
     MATRIX = NVFP4Weight
@@ -184,7 +184,7 @@ class NVFP4Experts(StoredExperts):
 
 
 class Float8Experts(StoredExperts):
-    """As `Float8Weight`, each expert with the scales that a matrix would have."""
+    """Experts stored as `Float8Weight`, each with the scales that a matrix would have."""
 
     PARTS = Float8Weight.PARTS
     MATRIX = Float8Weight
@@ -214,7 +214,7 @@ class Float8Experts(StoredExperts):
 
 @dataclass(eq=False)
 class _Picks:
-    """Which of the experts, by number; negative ones from the last on."""
+    """A choice of experts, by number; negative ones from the last on."""
 
     experts: StoredExperts
     ids: Tensor  # (S,)
@@ -254,7 +254,7 @@ class PickedExperts(Tensor):
 
     @classmethod
     def of(cls, experts: StoredExperts, ids: Tensor) -> "PickedExperts":
-        """Of numbers that may be written later."""
+        """Picks experts by numbers that may be written later."""
         return cls(experts, ids.clone())
 
     def dequantize(self) -> Tensor:  # type: ignore[override]
@@ -321,7 +321,7 @@ def rebuild(*saved: Any) -> StoredWeight:
 
 
 def _rows(part: Tensor, ids: Tensor) -> Tensor:
-    """Of bytes, as not every device can index FP8 tensors."""
+    """Takes rows of bytes, as not every device can index FP8 tensors."""
     return part.view(torch.uint8)[ids].view(part.dtype) if part.element_size() == 1 else part[ids]
 
 
@@ -350,7 +350,7 @@ def _grouped_mm(
 
 
 def _bmm(a: Any, b: Any) -> Any:
-    """Of (B, R, K) and B matrices, or the other way round, which is the transpose."""
+    """Multiplies (B, R, K) by B matrices, or the other way round, which is the transpose."""
     if isinstance(a, Experts) and not isinstance(b, Experts):
         y = _bmm(b.transpose(1, 2), a.turned())
         return y if y is NotImplemented else y.transpose(1, 2)

@@ -131,7 +131,7 @@ class StoredWeight(Tensor):
         return cls(tuple(parts[name] for name in cls.PARTS), size, dtype, recipe)
 
     def _stable_hash_for_caching(self) -> str:
-        """For AOTAutograd's cache: everything that its graph depends on but the parts' own metadata."""
+        """The key for AOTAutograd's cache: everything that its graph depends on but the parts' own metadata."""
         return repr((type(self).__name__, tuple(self.shape), self.dtype, self.recipe))
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -77,8 +77,8 @@ class Blocks:
         self.batch, self.heads, self.queries, self.keys = sizes
 
     def find(self, node: Node) -> tuple[Any, Any]:
-        """Where some score of a block may be attended to, and where all are known to be: (batch or 1, heads or 1, blocks
-        of queries or 1, blocks of keys or 1), or Booleans."""
+        """Finds where some score of a block may be attended to, and where all are known to be: (batch or 1, heads or 1,
+        blocks of queries or 1, blocks of keys or 1), or Booleans."""
         called, *operands = node if isinstance(node, list) else ["", node]
         if called in ("and", "or"):
             found = [self.find(one) for one in operands]
@@ -182,8 +182,8 @@ def _ordered(blocks: Tensor) -> list[Tensor]:
 
 
 def empty_rows(node: Node, tensors: Sequence[Tensor], sizes: Sequence[Any], device: torch.device) -> Tensor:
-    """Where a query attends to no key: Booleans, (B, H, L), with B and H 1 where the predicate does not depend on them. A
-    reduction of the predicate, into which a compiler fuses it."""
+    """Finds where a query attends to no key: Booleans, (B, H, L), with B and H 1 where the predicate does not depend on
+    them. A reduction of the predicate, into which a compiler fuses it."""
     shapes = {"b": (-1, 1, 1, 1), "h": (1, -1, 1, 1), "q": (1, 1, -1, 1), "k": (1, 1, 1, -1)}
     places = {
         place: torch.arange(size, device=device).view(shape)

@@ -163,7 +163,8 @@ def accumulate_wgrad(
     alpha: Tensor | None,  # ()
     gemm: Gemm,
 ) -> None:
-    """Through `data`, so that autograd does not see the totals change: several microbatches' backwards hold them."""
+    """Adds through `data`, so that autograd does not see the totals change: several microbatches' backwards hold
+    them."""
     dw = scaled_mm(a, a_scale, b, b_scale, None, gemm, torch.float32, alpha)
     for total, gradient in zip(totals, dw.split([total.shape[0] for total in totals]), strict=True):
         total.data.add_(gradient)
@@ -182,7 +183,7 @@ def _emulated(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, gemm: Gemm
 
 
 def _exact(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, gemm: Gemm) -> Tensor:
-    """In fp32, of which the elements' values are exact values."""
+    """Multiplies in fp32, in which the elements' values are exact."""
     if not gemm.blocked:
         return (a.float() @ b.float().t()) * (a_scale * b_scale.t())
     operands = zip((a, b), (a_scale, b_scale), gemm.formats, gemm.granularities, strict=True)

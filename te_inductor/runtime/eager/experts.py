@@ -97,7 +97,7 @@ def fp8_dequantize(
 def product_of_whole(
     x: Tensor, ends: Tensor | None, ids: Tensor | None, whole: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
-    """Of a GPU, by torch's own grouped product; sizes of groups stay on the device."""
+    """Multiplies on a GPU by torch's own grouped product; sizes of groups stay on the device."""
     order = None
     if ends is None:
         assert ids is not None
@@ -108,8 +108,8 @@ def product_of_whole(
 
 
 def sorted_by_expert(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Which row stands at each place when rows stand by expert, (M,), and where each expert's end, (E,) int32. Negative
-    numbers count from the last expert on."""
+    """Finds which row stands at each place when rows stand by expert, (M,), and where each expert's end, (E,) int32.
+    Negative numbers count from the last expert on."""
     numbers, order = torch.sort(torch.where(ids < 0, ids + experts, ids), stable=True)
     wanted = torch.arange(experts, device=ids.device, dtype=ids.dtype)
     return order, torch.searchsorted(numbers, wanted, right=True).int()

@@ -68,7 +68,7 @@ def grouped_mm(
 
 @contextmanager
 def _plain(device: torch.device) -> Iterator[None]:
-    """Without what may be around the op: the user's autocast, and autograd, which a lowered step may run in."""
+    """Leaves out what may be around the op: the user's autocast, and autograd, which a lowered step may run in."""
     with torch.autocast(device.type, enabled=False), torch.no_grad():
         yield
 
@@ -144,7 +144,8 @@ def accumulate_grouped_wgrad(
     alpha: Tensor | None,
     gemm: Gemm,
 ) -> None:
-    """Through `data`, so that autograd does not see the totals change: several microbatches' backwards hold them."""
+    """Adds through `data`, so that autograd does not see the totals change: several microbatches' backwards hold
+    them."""
     dw = torch.ops.te_inductor.grouped_wgrad(a, a_scale, b, b_scale, starts, gemm, torch.float32, alpha)
     for total, gradient in zip(totals, dw.split([total.shape[1] for total in totals], 1), strict=True):
         total.data.add_(gradient)
@@ -242,7 +243,7 @@ def of_rows(values: Tensor, ends: Tensor, rows: int) -> Tensor:  # (rows, ...)
 
 
 def layout(ends: Tensor, rows: int, least: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Where groups stand in a padded transpose: Note [Padded groups]; each has at least so many columns.
+    """Finds where groups stand in a padded transpose: Note [Padded groups]; each has at least so many columns.
 
     Returns:
         starts (E + 1,), where each group begins, and the last one ends; tiles (P / 128,), the group of each 128 columns;

@@ -227,7 +227,7 @@ def _has_total(parameter: Tensor) -> bool:
 
 
 def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
-    """As autograd would, or as Megatron's convention has it."""
+    """Accumulates as autograd would, or as Megatron's convention has it."""
     if _has_total(parameter):
         total = checked(parameter).add_(gradient)
         apart = parameter.grad is not None and parameter.grad is not total  # autograd's part of it

@@ -22,7 +22,7 @@ class Takers:
 
 @dataclass
 class GradientInputs(ExtraInputs):
-    """Of all weights of a graph that have one, in the order of its inputs."""
+    """The gradient inputs of all weights of a graph that have one, in the order of its inputs."""
 
     prefix: ClassVar[str] = "te_gradient_"
     takers: Takers

@@ -66,7 +66,7 @@ def _clear_flag(gradients: tuple[Tensor | None, ...]) -> None:
 
 
 def _total(parameter: Tensor, whole: bool) -> Tensor:
-    """That of a call, which will have a backward where gradients are enabled.
+    """The total of a call, which will have a backward where gradients are enabled.
 
     Raises:
         MainGradError: as above.

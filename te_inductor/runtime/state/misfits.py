@@ -28,7 +28,7 @@ _OFTEN, _SELDOM = 16, 16  # calls, of which each is preceded by a look; between 
 
 
 class Misfits(NamedTuple):
-    """Of one quantizer in one graph."""
+    """The counts of one quantizer in one graph."""
 
     steps: int  # all of them
     cut: int  # those in which values were cut off
@@ -71,8 +71,8 @@ _watches: TensorTable[dict[str, Watch]] = TensorTable()  # by a parameter, then 
 
 
 def watch_of(parameter: Tensor, updates: Sequence[Sequence[str]], like: Sequence[Tensor]) -> Watch:
-    """That of all graphs whose steps end with these updates, of the quantizers that are named, one of which has this
-    parameter. Each update's counts are where its tensor of `like` is."""
+    """The watch of all graphs whose steps end with these updates, of the quantizers that are named, one of which has
+    this parameter. Each update's counts are where its tensor of `like` is."""
     known, name = _watches.setdefault(parameter, {}), repr(updates)
     watch = known.get(name)
     if watch is None or any(one.device != beside.device for one, beside in zip(watch.counts, like, strict=True)):

@@ -9,7 +9,7 @@ _calling: set[Callable[[Tensor, Tensor], None]] = set()
 
 
 def when_replaced(inherit: Callable[[Tensor, Tensor], None]) -> None:
-    """From now on call ``inherit(old, new)`` before a module holds `new` by the name by which it held `old`. torch has
+    """Has ``inherit(old, new)`` called before a module holds `new` by the name by which it held `old`. torch has
     one list of such hooks for all modules; ours looks one name up."""
     if inherit in _calling:
         return

@@ -49,7 +49,7 @@ def _before_step(optimizer: Optimizer) -> None:
 
 
 def _behind_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Of parameters whose quantizers were made in the step itself."""
+    """Looks at parameters whose quantizers were made in the step itself."""
     if not len(_new) or torch.compiler.is_compiling():
         return
     found = {}

@@ -1,4 +1,4 @@
-"""Which quantizer of a parameter's, by module path, and what `te_inductor.state_dict` calls it.
+"""Names of a parameter's quantizers, by module path, and what `te_inductor.state_dict` calls it.
 
 A path is relative to a root, and there are several: each compiled region has one, and so has the module that a user
 asks for state. One module is `head` seen from the one and `decoder.head` seen from the other."""
@@ -21,13 +21,13 @@ class Site:
 
 
 def weight_site(part: str) -> Site:
-    """Of a tied weight there is one, whichever modules hold it or use it."""
+    """The site of a weight; a tied one has one, whichever modules hold it or use it."""
     return Site("", "", part, "weight")
 
 
 def same_site(sites: Iterable[Site], site: Site) -> list[Site]:
-    """Those of a parameter's sites that may be `site` seen from another root; `site` itself alone. More than one where
-    paths do not tell them apart: of `encoder.proj` and `decoder.proj`, which is `proj`?"""
+    """Returns those of a parameter's sites that may be `site` seen from another root; `site` itself alone. More than
+    one where paths do not tell them apart: of `encoder.proj` and `decoder.proj`, which is `proj`?"""
     likely = [other for other in sites if _may_be_same(other, site)]
     return [site] if site in likely else likely
 
@@ -44,7 +44,7 @@ def _may_be_same(a: Site, b: Site) -> bool:
 
 
 def _root_of(path: str, tail: str) -> str | None:
-    """Where a module's path starts that is `path` from here and `tail` from there; None if it can be no one
+    """Finds where a module's path starts that is `path` from here and `tail` from there; None if it can be no one
     module's."""
     if not tail:
         return path
@@ -67,7 +67,7 @@ class Place:
 
 
 def place_of(site: Site, names: Sequence[str]) -> Place:
-    """Where a site is for a user who knows its parameter by these names, from a root of his own."""
+    """Says where a site is for a user who knows its parameter by these names, from a root of his own."""
     if site.slot == "weight":
         return Place(0, site.part, site.slot)
     holders = [name.rpartition(".")[0] for name in names]

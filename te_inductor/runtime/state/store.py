@@ -1,6 +1,6 @@
-"""Where delayed scaling keeps its state: with the parameter behind each weight, so that recompiles find it again and
-two models never share it. What was loaded before a quantizer exists waits there too. A parameter that takes another's
-place starts with copies of both."""
+"""The place where delayed scaling keeps its state: with the parameter behind each weight, so that recompiles find it
+again and two models never share it. What was loaded before a quantizer exists waits there too. A parameter that takes
+another's place starts with copies of both."""
 
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ from te_inductor.tensor_tables import TensorTable
 
 @dataclass(frozen=True)
 class Key:
-    """Which quantizer of a parameter's."""
+    """A key of one of a parameter's quantizers."""
 
     site: Site
     recipe: DelayedScaling
@@ -30,7 +30,7 @@ class Key:
 
 @dataclass(eq=False)
 class ScalingState:
-    """Of one quantizer; `runtime/eager/delayed.py` says what each tensor means. All fp32."""
+    """The state of one quantizer; `runtime/eager/delayed.py` says what each tensor means. All fp32."""
 
     amax: Tensor  # ()
     scale: Tensor  # ()
@@ -66,7 +66,7 @@ class ScalingState:
 
     @torch.no_grad()
     def load(self, saved: Mapping[str, Tensor]) -> None:
-        """In place: compiled graphs and CUDA graphs hold these tensors."""
+        """Loads in place: compiled graphs and CUDA graphs hold these tensors."""
         global _moves
         _moves += 1  # calls look again
         self.has_history, self.recordings, self.asked = not _lacks_history(saved), 0, 0
@@ -86,7 +86,7 @@ class ScalingState:
         return ScalingState(amax, scale, history, self.has_history)
 
     def join(self, saved: Mapping[str, Tensor]) -> None:
-        """As if this quantizer had also seen what another one saw, whose state this is."""
+        """Makes it as if this quantizer had also seen what another one saw, whose state this is."""
         if self.lacks_history:
             self.load(saved)
         elif not _lacks_history(saved):

@@ -61,8 +61,8 @@ class _Refreshers:
             raise
 
     def _refresh(self, device: torch.device, looks: Sequence[FreshnessCheck]) -> None:
-        """By plain torch from then on where a kernel does not compile. Copies are made whole, and an amax that was
-        recorded is the same one."""
+        """Refreshes; by plain torch from then on where a kernel does not compile. Copies are made whole, and an amax
+        that was recorded is the same one."""
         try:
             self._on[device](looks)
         except Exception:
@@ -137,7 +137,7 @@ class CheckAgain:
         self._refreshers = refreshers
 
     def before_backward(self, outputs: Any) -> None:
-        """Of the graph that made these."""
+        """Hooks into the backward of the graph that made these outputs."""
         for node in {node for output in outputs if isinstance(output, Tensor) for node in _backward_of(output)}:
             node.metadata[_AGAIN] = self
             node.register_prehook(_before_backward)

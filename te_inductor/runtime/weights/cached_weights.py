@@ -63,7 +63,7 @@ STEP = 16  # rows of a tile that are read at once
 
 
 class Spec(NamedTuple):
-    """Which copies of a parameter."""
+    """A kind of copies of a parameter."""
 
     quantizer: Quantizer
     transposed: bool  # the parameter holds (K, N)
@@ -95,7 +95,7 @@ class CachedWeight:
         return self.taken(columns=True)
 
     def taken(self, columns: bool) -> list[Tensor]:
-        """As a graph takes them, which may read no column copy."""
+        """The tensors that a graph takes, which may read no column copy."""
         copies = (self.data, self.scale_inv, *([self.data_t, self.scale_inv_t] if columns else []), self.amax)
         return [t for t in copies if t is not None]
 
@@ -115,7 +115,7 @@ class CachedWeight:
             self.digests.zero_()
 
     def expert(self, place: int) -> "CachedWeight":
-        """Of one expert, in the same memory."""
+        """The copies of one expert, in the same memory."""
         data_t, scale_inv_t = (None if t is None else t[place] for t in (self.data_t, self.scale_inv_t))
         sizes = tuple(size[1:] for size in self.sizes)
         mine = self.data[place], self.scale_inv[place], self.digests[place]
@@ -140,7 +140,7 @@ class FreshnessCheck(NamedTuple):
 
 
 def matrices(looks: Sequence[FreshnessCheck]) -> Iterator[FreshnessCheck]:
-    """Of weights of two dimensions: in the place of experts' one of each expert."""
+    """The checks of weights of two dimensions: one of each expert in the place of experts'."""
     for look in looks:
         if len(look.cached.sizes[0]) == 2:
             yield look
@@ -168,13 +168,13 @@ def weight_shape(spec: Spec, sizes: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 
 def turned(shape: Sequence[int]) -> tuple[int, ...]:
-    """Of the transposed matrix, or matrices."""
+    """The shape of the transposed matrix, or matrices."""
     *experts, rows, columns = shape
     return *experts, columns, rows
 
 
 def stored_shapes(quantizer: Quantizer, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of a copy's values and scales. Experts' scales are those that `ops.quantize_experts` returns."""
+    """The shapes of a copy's values and scales. Experts' scales are those that `ops.quantize_experts` returns."""
     scope, (*experts, rows, columns) = quantizer.granularity, shape
     scales = scope.scale_shape(rows, columns)
     scales = scales[:1] if experts and scope is ROW else scales
@@ -203,7 +203,7 @@ LOCK = threading.RLock()  # two threads may call one model
 
 
 def cached_of(spec: Spec, weights: Sequence[Tensor], columns: bool) -> CachedWeight:
-    """Those of these parameters, whichever graph asks."""
+    """The copies of these parameters, whichever graph asks."""
     mine = _cached.get(weights)
     if mine is None:
         _cached.set(weights, mine := {})
@@ -258,7 +258,7 @@ def _make(cached: CachedWeight, pieces: list[Tensor], scale: Tensor | None) -> N
 
 
 def digests(spec: Spec, pieces: Sequence[Tensor], scale: Tensor | None = None) -> Tensor:
-    """Of contiguous tensors one above the other: of each tile, or the sum of them."""
+    """Digests contiguous tensors one above the other: of each tile, or the sum of them."""
     found: list[Tensor] = []
     for piece in pieces:
         found.append(_digests(piece, sum(map(len, found))))
@@ -271,7 +271,7 @@ def digests(spec: Spec, pieces: Sequence[Tensor], scale: Tensor | None = None) -
 
 
 def _digests(piece: Tensor, first: int) -> Tensor:
-    """Of its tiles; `first` is how many are above."""
+    """The digests of a piece's tiles; `first` is how many are above."""
     size = piece.element_size()
     down, across = tiles(piece.shape)
     padding = (0, across * TILE - piece.shape[1], 0, down * TILE - piece.shape[0])
