@@ -23,7 +23,7 @@ HANGING = frozenset(
 LEADING = frozenset(
     """after although at because before below beyond down either except for from however if in inside instead it near
     not on once only outside over since so such then therefore they through throughout under unless until up upon via
-    when where wherever whichever while who whoever within without""".split()
+    when where wherever whichever while who whoever with within without""".split()
 )
 WORD = re.compile(r"[A-Za-z]+")
 

@@ -117,8 +117,8 @@ def note_no_group(fqns: Sequence[str], fallback: str) -> None:
 
 
 def settle(agreements: Sequence[Agreement], fallback: str) -> None:
-    """Before a call of a graph: at the first one, decide with all ranks of each group whether it reduces amaxes. Say so
-    where it does not: once a process group, or as an error at each call.
+    """Is called before each call of a graph: at the first one, decides with all ranks of each group whether it reduces
+    amaxes. Say so where it does not: once a process group, or as an error at each call.
 
     Raises:
         FallbackError: with ``fallback="error"``, where ranks do not agree.

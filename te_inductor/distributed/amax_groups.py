@@ -1,4 +1,4 @@
-"""Over which ranks delayed scaling reduces its amaxes.
+"""The ranks over which delayed scaling reduces its amaxes.
 
 # Note [Amax groups]
 A scale is right for the ranks that compute with the same parameter: those over which it is sharded or replicated. Ranks
@@ -97,7 +97,7 @@ def of_process_group(group: dist.ProcessGroup) -> AmaxGroup:
 
 
 def _of_groups(groups: Sequence[dist.ProcessGroup], ranks: Sequence[int] | None = None) -> AmaxGroup:
-    """Of a mesh's dimensions, those of one rank have nothing to say."""
+    """Makes a group of a mesh's dimensions, of which those of one rank have nothing to say."""
     names = tuple(group.group_name for group in groups if group.size() > 1)
     found = dist.get_process_group_ranks(groups[0]) if ranks is None else ranks
     return AmaxGroup(tuple(sorted(found)), names) if names else OWN

@@ -1,4 +1,4 @@
-"""Which of a graph's two forms under delayed scaling ranks run that exchange tensors inside of it.
+"""The choice between a graph's two forms under delayed scaling, where ranks exchange tensors inside of it.
 
 # Note [Ranks that choose]
 The graph of a first step has other collectives than the later one, as the amaxes of what ranks exchange are reduced
@@ -23,7 +23,7 @@ from te_inductor.tensor_tables import TensorTable
 
 @dataclass
 class Choice:
-    """Of the calls of some layers with the same parameters."""
+    """The choice for the calls of some layers with the same parameters."""
 
     groups: tuple[AmaxGroup, ...]
     is_first: bool = True
@@ -51,7 +51,7 @@ _choices: TensorTable[dict[str, Choice]] = TensorTable()  # by a parameter of th
 
 
 def choice_of(parameter: Tensor, layers: str, groups: Iterable[AmaxGroup]) -> Choice:
-    """That of some layers, all of them in one string, of which one has this parameter."""
+    """The choice of some layers, all of them in one string, of which one has this parameter."""
     # In one order on all ranks of a mesh, whose groups along one of its dimensions have ranks equally far apart.
     ordered = sorted(groups, key=lambda group: [rank - group.ranks[0] for rank in group.ranks])
     return _choices.setdefault(parameter, {}).setdefault(layers, Choice(tuple(ordered)))

@@ -29,7 +29,7 @@ _collectives = torch.ops._c10d_functional
 
 
 class Ranks(NamedTuple):
-    """Those of a process group."""
+    """The ranks of a process group."""
 
     group: str  # its name
     ranks: int  # its size
@@ -37,7 +37,7 @@ class Ranks(NamedTuple):
 
 @constant
 class Parallel(Constant):
-    """Of one layer. Dimensions count from the front; None: no dimension is sharded."""
+    """The placements of one layer. Dimensions count from the front; None: no dimension is sharded."""
 
     group: str  # name of the process group
     ranks: int  # its size
@@ -49,7 +49,7 @@ class Parallel(Constant):
     local: bool  # whether what reads y reads what this rank has of it, a plain tensor
 
     def sizes(self, m: Any, n: int, k: int) -> tuple[Any, int, int]:
-        """Those of the GEMM of one rank, of those of the whole layer."""
+        """Returns the sizes of one rank's GEMM, from those of the whole layer."""
         sharded = self.weight is None and self.x is not None
         return (
             m // self.ranks if sharded else m,

@@ -41,7 +41,7 @@ class WaitingGradients:
 
 @dataclass(frozen=True)
 class _Delayed(GroupedLinears):
-    """Whose weight gradients wait."""
+    """Grouped layers whose weight gradients wait."""
 
     waiting: WaitingGradients = field(default_factory=lambda: WaitingGradients(()))
 

@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class LayerNorm(Operation):
-    """Over the last dimension. Inputs: x (..., N), and gain and bias, each (N,) or None."""
+    """LayerNorm over the last dimension. Inputs: x (..., N), and gain and bias, each (N,) or None."""
 
     eps: float = 1e-5
 
@@ -39,8 +39,8 @@ class LayerNorm(Operation):
 
 @dataclass(frozen=True)
 class RMSNorm(Operation):
-    """Over the last dimension. Inputs: x (..., N), and gain (N,) or None. The backward computes the forward once
-    more."""
+    """RMSNorm over the last dimension. Inputs: x (..., N), and gain (N,) or None. The backward computes the forward
+    once more."""
 
     eps: float | None = None  # None: that of x's dtype
 

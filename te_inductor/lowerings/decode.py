@@ -34,8 +34,8 @@ def _ours(table: Mapping[Any, Callable[..., Any]]) -> Mapping[Any, Callable[...,
 
 
 def _argmax(x: ir.TensorBox, dim: int | None = None, keepdim: bool = False) -> ir.TensorBox | None:
-    """Of pieces, then of the pieces' maxima, since Inductor gives a row to one program: 30 us of 128256 elements. The
-    first of equals, and NaN before all, are found both ways."""
+    """The arg max of pieces, then of the pieces' maxima, since Inductor gives a row to one program: 30 us of 128256
+    elements. The first of equals, and NaN before all, are found both ways."""
     size = x.get_size()
     known = V.graph.sizevars
     if dim is None or dim % len(size) != len(size) - 1 or keepdim or not known.statically_known_geq(size[-1], _LONG):

@@ -25,7 +25,8 @@ def take_rows(x: ir.TensorBox, order: ir.TensorBox, places: ir.TensorBox) -> ir.
 
 @lowering(ops.place_rows)
 def place_rows(x: ir.TensorBox, rows: ir.TensorBox, places: ir.TensorBox) -> ir.TensorBox:
-    """In memory. Loops go through x, row by row as often as it goes to a place, and stores are contiguous in rows."""
+    """Places rows in memory. Loops go through x, row by row as often as it goes to a place, and stores are contiguous
+    in rows."""
     if x.get_device_or_error().type != "cuda":  # whose code stores one number at a time where it is told the place
         return _gathered(x, rows)
     each, sizes = _each(places), [*rows.get_size(), *x.get_size()[1:]]
@@ -50,7 +51,7 @@ def place_rows(x: ir.TensorBox, rows: ir.TensorBox, places: ir.TensorBox) -> ir.
 
 
 def _each(places: ir.TensorBox) -> Any:
-    """To how many places a row goes."""
+    """The number of places that a row goes to."""
     sizes = places.get_size()
     return sizes[1] if len(sizes) > 1 else 1
 

@@ -29,7 +29,7 @@ from te_inductor.diagnostics import log, say
 
 @dataclass
 class _Failures:
-    """Of the graph that is being compiled."""
+    """The failures of the graph that is being compiled."""
 
     causes: dict[str, str] = field(default_factory=dict)  # by the op's name, the traceback of its first failure
     eager: set[str] = field(default_factory=set)  # ops that write, and are not lowered any more

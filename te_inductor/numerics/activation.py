@@ -32,7 +32,7 @@ class Activation(Constant):
     steps: tuple[PointwiseStep, ...] = ()
 
     def of(self, x: Tensor) -> Tensor:
-        """In fp32, nothing rounded between two steps, as generated code computes it."""
+        """Computes it in fp32, nothing rounded between two steps, as generated code does."""
         return evaluate(self.steps, x.float(), OPS)  # type: ignore[no-any-return]
 
 
@@ -45,7 +45,7 @@ class Gating(Constant):
     results: tuple[int, int]  # which values they are
 
     def of(self, *given: Tensor) -> list[Tensor]:
-        """In fp32, as above."""
+        """Computes the results in fp32, as above."""
         values = values_of(self.steps, [x.float() for x in given], OPS)
         return [values[result] for result in self.results]
 

@@ -25,7 +25,7 @@ class Algebra(Protocol):
         a million in 3.3 ms on one core of a CPU, and subtractions of bytes in 0.1 ms (2026-11-26)."""
 
     def both(self, a: Value, b: Value) -> Value:
-        """Of conditions."""
+        """The conjunction of two conditions."""
 
     def convert(self, value: Value, dtype: torch.dtype) -> Value:
         """The value in another dtype: to nearest, ties to even; to an integer, towards zero."""
@@ -37,13 +37,13 @@ class Algebra(Protocol):
         """The fp32 value that has this bit pattern, int32."""
 
     def shift_right(self, bits: Value, count: int) -> Value:
-        """Of int32. Values of Inductor IR have no ``>>``, whose name torch misspells (`OpsValue`, 2.11 to 2.13)."""
+        """Shifts int32. Values of Inductor IR have no ``>>``, whose name torch misspells (`OpsValue`, 2.11 to 2.13)."""
 
     def quotient(self, a: Value | float, b: Value | float) -> Value:
         """IEEE's, of fp32; one of both may be a number."""
 
     def square(self, value: Value) -> Value:
-        """Of fp32, rounded before anything is added to it."""
+        """The square of fp32, rounded before anything is added to it."""
 
 
 class Torch:

@@ -31,7 +31,7 @@ FP32_MAX = torch.finfo(torch.float32).max
 MAGNITUDE_BITS, INFINITY_BITS, NAN_BITS = 0x7FFFFFFF, 0x7F800000, 0x7FC00000  # of fp32
 MANTISSA_BITS, EXPONENT_BIAS = 23, 127  # of fp32
 NAN_CODE, INFINITY_CODE = 0xFF, 0xFE  # E8M0 has no infinity: its largest value stands for one
-# Of 2**-127 as fp32, a subnormal: the value of code 0, and the reciprocal of that of code 0xFE.
+# The bits of 2**-127 as fp32, a subnormal: the value of code 0, and the reciprocal of that of code 0xFE.
 SMALLEST_BITS = 0x00400000
 # What two-level scales map the tensor's amax to: the largest element times the largest scale of a block.
 TWO_LEVEL_MAX = E2M1.max * E4M3.max
@@ -78,7 +78,7 @@ def _power_2(on: Algebra, amax: Value, quantizer: Quantizer, largest: float) -> 
     """
 
     def exponent(value: int) -> Value:
-        """In its place in a bit pattern; -1 has all of its bits, and the sign's."""
+        """Puts an exponent in its place in a bit pattern; -1 has all of its bits, and the sign's."""
         return on.int32(value << MANTISSA_BITS)
 
     difference = on.int32(_fp32_bits(quantizer.format.max)) - amax
@@ -105,8 +105,8 @@ def decode_scale(on: Algebra, scale: Value, quantizer: Quantizer) -> Value:
 
 
 def encode(on: Algebra, amax: Value, quantizer: Quantizer, first_amax: Value | None) -> Pair:
-    """Of a block with this amax (fp32, its sign bit clear), where it goes to the element's largest value; `first_amax`
-    is that of what has the first of two levels."""
+    """Returns the scales of a block with this amax (fp32, its sign bit clear), where it goes to the element's largest
+    value; `first_amax` is that of what has the first of two levels."""
     if quantizer.granularity.scale is E8M0:
         code = e8m0_code(on, amax * on.fp32(reciprocal(quantizer.format.max)))
         return _e8m0_reciprocal(on, code), on.convert(code, torch.uint8)
@@ -150,7 +150,8 @@ def first_encode_scale(on: Algebra, amax: Value, quantizer: Quantizer) -> Value:
 
 
 def candidates(on: Algebra, amax: Value, quantizer: Quantizer, first_amax: Value) -> list[Pair]:
-    """Of a block with this amax, where it goes to each of the quantizer's candidates: to less with a larger scale."""
+    """Returns the scales of a block with this amax, where it goes to each of the quantizer's candidates: to less with a
+    larger scale."""
     scale, (first, *others) = first_encode_scale(on, first_amax, quantizer), quantizer.candidates
     base = on.quotient(amax, first) * scale
     stretched = (base * on.fp32(first / candidate) for candidate in others)
@@ -199,7 +200,7 @@ def factor_of(on: Algebra, scale_inv: Value, quantizer: Quantizer, first_amax: V
 
 
 def _two_levels(on: Algebra, scale_inv: Value, scale: Value) -> Pair:
-    """Of a block whose scale_inv is yet to be rounded."""
+    """Returns the scales of a block whose scale_inv is yet to be rounded."""
     scale_inv = on.where(scale_inv > on.fp32(E4M3.max), on.fp32(E4M3.max), scale_inv)
     scale_inv = on.convert(scale_inv, E4M3.dtype)
     return _factor(on, scale_inv, scale), scale_inv
@@ -267,7 +268,7 @@ def _is_below(on: Algebra, size: Value, threshold: float, tie_is_below: bool) ->
 
 
 def _stochastic(on: Algebra, size: Value, random: Value) -> Value:
-    """Up with a probability of the distance from the lower neighbour, in units of their distance, rounded up to
+    """Rounds up with a probability of the distance from the lower neighbour, in units of their distance, rounded up to
     2**-24."""
     two, four, most = on.fp32(2.0), on.fp32(4.0), on.fp32(E2M1.max)
     size = on.where(size <= most, size, most)  # NaN too
@@ -286,7 +287,7 @@ def e2m1_value(on: Algebra, code: Value) -> Value:
     size = on.convert(code & on.int32(7), torch.float32)
     large = on.where(size < on.fp32(6.0), size - on.fp32(2.0), size * on.fp32(2.0) - on.fp32(8.0))
     size = on.where(size < on.fp32(4.0), size * on.fp32(0.5), large)
-    # By a product: Triton's `-value` is 0 - value, which loses the sign of a zero.
+    # The sign is a product's: Triton's `-value` is 0 - value, which loses the sign of a zero.
     return on.where(code > on.int32(7), size * on.fp32(-1.0), size)
 
 

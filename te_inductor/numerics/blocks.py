@@ -29,8 +29,8 @@ def chosen(
     quantizer: Quantizer,
     tensor_amax: Tensor,  # (), or of the stored shape too
 ) -> tuple[Tensor, Tensor]:  # what blocks are multiplied with before the cast, and scale_inv; of the same shape
-    """Of the candidate with the least error, of the first where errors are equal. fp32 sums in TransformerEngine's
-    order: of a row of a block from left to right, then of rows 8, 4, 2 and 1 apart."""
+    """Returns the scales of the candidate with the least error, of the first where errors are equal. fp32 sums in
+    TransformerEngine's order: of a row of a block from left to right, then of rows 8, 4, 2 and 1 apart."""
     scope = quantizer.granularity
     (high, wide), (down, across) = scope.block, scope.blocks(*x.shape)
     x = F.pad(x, (0, across * wide - x.shape[1], 0, down * high - x.shape[0]))

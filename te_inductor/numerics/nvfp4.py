@@ -29,7 +29,7 @@ from te_inductor.recipes.quantizers import Quantizer
 BLOCK = NV_1X16.block[1]
 QUANTIZER = Quantizer(E2M1.name, scope=NV_1X16.name)
 
-# Of each half: bf16's sign, two low bits of exponent, one of mantissa.
+# What is kept of each half: bf16's sign, two low bits of exponent, one of mantissa.
 _FIELD = 0x81C081C0
 # (rotation, bits) whose union is value i's field.
 _TURNS: tuple[tuple[tuple[int, int], ...], ...] = (
@@ -119,7 +119,7 @@ def _rotated(units: Tensor, left: int) -> Tensor:
 
 
 def values(stored: Tensor, block_scale: Tensor) -> Tensor:  # (N, K/2), (N, K/16) -> (N, K) fp32
-    """Without the tensor's scale: exact, in bf16 as well."""
+    """The values without the tensor's scale: exact, in bf16 as well."""
     signed = arithmetic.e2m1_value(TORCH, codes(stored))
     rows = stored.shape[0]
     return (signed.view(rows, -1, BLOCK) * block_scale.float()[..., None]).view(rows, -1)

@@ -1,5 +1,5 @@
-"""Which kernel runs a GEMM. Everybody asks here: the report and the early builds before autograd, passes that give a GEMM
-more to do, lowerings, and what decides by a kernel's presence. So all of them answer the same.
+"""The choice of the kernel that runs a GEMM. Everybody asks here: the report and the early builds before autograd,
+passes that give a GEMM more to do, lowerings, and what decides by a kernel's presence. So all of them answer the same.
 
 A `Problem` says what is computed, and on which device; `select` answers with a `Choice`. What is asked of a problem
 before its sizes are known leaves them None.
@@ -78,7 +78,7 @@ class Choice:
 
     @property
     def name(self) -> str:
-        """As `Site.kernel` has it."""
+        """The name as `Site.kernel` has it."""
         if self.kind == AUTOTUNED:
             return "inductor"
         return self.kind if self.tile is None else f"{self.kind}:{self.tile}"

@@ -1,4 +1,4 @@
-"""Which FP8 GEMMs of few rows have a kernel of ours, templates/triton/fp8_small_m.py, and how it cuts the work.
+"""The FP8 GEMMs of few rows that have a kernel of ours, templates/triton/fp8_small_m.py, and how it cuts the work.
 
 A tile of b is one program's where there are many tiles, else several programs share its K, as many as run at one time
 (docs/performance.md, "FP8 weights and few rows"). All constants are read off `python -m benchmarks.few_rows --all --cast`.
@@ -33,7 +33,7 @@ class Way:
     programs: int
 
 
-# By the number of rows of a, at most.
+# The ways, by the number of rows of a, at most.
 WAYS = {
     16: Way(64, 16, 256, 4, programs=2),
     32: Way(64, 32, 256, 4, programs=2),
@@ -45,7 +45,7 @@ ROWS = tuple(WAYS)
 MANY = 96  # tiles of which each is better left to one program that has more in flight
 FULL = 396  # tiles that fill the card with five programs on a multiprocessor
 FEW = 64  # rows up to which the kernel is taken whatever N and K
-# With more rows it is taken where the result has at most so many of the library's tiles and K is at least so long; by
+# With more rows the kernel is taken where the result has at most so many of the library's tiles and K is so long; by
 # the number of rows, at most.
 TILE = 128  # rows and columns of the result
 PAYS = {128: ((48, 2560),), 256: ((40, 4096),)}
@@ -97,7 +97,7 @@ def pays(m: int, n: int, k: int) -> bool:
 
 
 def cut(m: int, n: int, k: int, way: Way | None = None) -> Config:
-    """Of a K that is a multiple of 128, and any number of rows; in another way than that of WAYS, if one is given."""
+    """Cuts a K that is a multiple of 128, and any number of rows; in another way than that of WAYS, if one is given."""
     way = way or WAYS[at_most(lambda rows: m <= rows) or ROWS[-1]]
     tiles = _ceil(n, way.block_n) * _ceil(m, way.rows)
     parts = 1 if tiles >= MANY else min(SPLITS, way.programs * MULTIPROCESSORS // tiles)
@@ -108,9 +108,9 @@ def cut(m: int, n: int, k: int, way: Way | None = None) -> Config:
 
 
 def _stages(tiles: int, splits: int, stage: int, block_k: int) -> int:
-    """As many as take more than half of a multiprocessor's memory where each can have one program. Programs that start
-    early are placed while the kernel in front still has some multiprocessors: two would share one, and others have
-    none."""
+    """Returns as many stages as take more than half of a multiprocessor's memory where each can have one program.
+    Programs that start early are placed while the kernel in front still has some multiprocessors: two would share one,
+    and others have none."""
     if tiles * splits <= MULTIPROCESSORS:
         return HALF // stage + 1
     return min(4 if tiles >= FULL or block_k > 128 else 8, HALF // stage)

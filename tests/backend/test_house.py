@@ -13,7 +13,7 @@ REPEATED_CLASSES = frozenset(
     """Attention Call Choice Config DelayedScales Entry Held Layer Linear Matrix Plan Problem Product Reader
     ScalingState ScalingStateCallback Site Weight _Call _Found _Layer _Rows""".split()
 )
-FRAGMENTS = 799
+FRAGMENTS = 537
 
 
 def test_functions_and_records_stay_small():

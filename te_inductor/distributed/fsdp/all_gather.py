@@ -154,7 +154,7 @@ def _refusal(shard: ShardedParameter, recipe: Recipe, layers: int) -> Refusal | 
 
 
 def _check_agreement(shards: Sequence[ShardedParameter], weights: Sequence[Weight]) -> None:
-    """Over all groups of ranks that hold parts or copies of the model's parameters, each once."""
+    """Checks over all groups of ranks that hold parts or copies of the model's parameters, each once."""
     groups = {id(group): (group, shard.device) for shard in shards for group in _groups(shard)}
     for group, device in groups.values():
         own = [one for one in weights if group in _groups(one.shard)]
@@ -193,12 +193,12 @@ _ROUNDS: WeakSet[Rounds] = WeakSet()
 
 
 def _after_step(optimizer: object) -> None:
-    """Of any optimizer: weights may have changed."""
+    """Notes, behind a step of any optimizer, that weights may have changed."""
     for one in list(_ROUNDS):
         one.weights_changed()
 
 
 def _after_load(weight: Weight, module: nn.Module, keys: object) -> None:
-    """Behind FSDP's own hook, which may put another tensor in the shard's place."""
+    """Runs behind FSDP's own hook, which may put another tensor in the shard's place."""
     weight.attach()
     weight.rounds.weights_changed()

@@ -34,8 +34,8 @@ def cast_rows(weights: Sequence[tuple[ShardedParameter, Quantizer, Tensor]]) -> 
 
 
 def block_amaxes(shards: Sequence[ShardedParameter], quantizer: Quantizer) -> list[Tensor]:
-    """Of each weight the largest magnitudes of all of its blocks, (blocks down, blocks across) fp32, as far as they are
-    this rank's; zeros where they are others'."""
+    """Returns, for each weight, the largest magnitudes of all of its blocks, (blocks down, blocks across) fp32, as far
+    as they are this rank's; zeros where they are others'."""
     scope = quantizer.granularity
     constants = [(shard.first_row, shard.dtype, scope.block, scope.blocks(*shard.shape)) for shard in shards]
     return _run(_block_amaxes, [shard.data for shard in shards], constants)
@@ -72,7 +72,7 @@ _failed: set[Callable[..., Any]] = set()
 
 
 def _run(function: Callable[..., list[Tensor]], rows: list[Tensor], *more: Any) -> list[Tensor]:
-    """As Inductor compiles it, where that is worth its time; as it stands where that fails."""
+    """Runs a function as Inductor compiles it, where that is worth its time; as it stands where that fails."""
     if rows[0].device.type in COMPILED_ON and function not in _failed:
         try:
             return _compiled(function)(rows, *more)  # type: ignore[no-any-return]

@@ -1,5 +1,5 @@
-"""That all ranks gather the same weights in low precision: found out before they do, as ranks that do not would read
-each other's bytes as something else, or wait for ever."""
+"""The check that all ranks gather the same weights in low precision: made before they do, as ranks that do not would
+read each other's bytes as something else, or wait for ever."""
 
 import hashlib
 from collections.abc import Sequence

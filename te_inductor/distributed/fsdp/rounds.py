@@ -100,9 +100,9 @@ class Weight:
 
 
 class Rounds:
-    """Of all weights that are sharded over one process group and gathered from one dtype. `parallel` are the ranks that
-    have other parts of them by tensor parallelism; a rank gathers its part, whose scale is its own but under delayed
-    scaling, where all have that of the whole weight."""
+    """The rounds of all weights that are sharded over one process group and gathered from one dtype. `parallel` are the
+    ranks that have other parts of them by tensor parallelism; a rank gathers its part, whose scale is its own but under
+    delayed scaling, where all have that of the whole weight."""
 
     def __init__(self, ranks: Any, weights: Sequence[Weight], parallel: Any = None) -> None:
         self.ranks, self.weights, self.parallel = ranks, list(weights), parallel
@@ -131,7 +131,7 @@ class Rounds:
             self._begin()
 
     def begin_if_over(self, weight: Weight) -> None:
-        """Before a forward's gather of a weight."""
+        """Is called before a forward's gather of a weight."""
         if self.stale or weight.forwards == self.number:
             self._begin()
         weight.forwards = self.number
@@ -160,7 +160,7 @@ class Rounds:
                     weight.scale, weight.scale_inv, weight.rows = scale, scale_inv, None
 
     def _kinds(self) -> None:
-        """At the first round, when shards have memory."""
+        """Sorts weights by kind, at the first round, when shards have memory."""
         if self.kinds:
             return
         by_recipe: dict[Recipe, list[Weight]] = {}

@@ -37,7 +37,7 @@ def _visible(amax: Tensor) -> Tensor:
 
 
 class ScalesOf:
-    """Of the weights of one recipe, which have one dtype."""
+    """The scales of the weights of one recipe, which have one dtype."""
 
     whole = False  # whether parts of a weight that are gathered apart have its scale too
 
@@ -50,7 +50,7 @@ class ScalesOf:
         raise NotImplementedError
 
     def scales(self, reduced: Tensor) -> Scales:
-        """Of the largest of what the ranks measured."""
+        """Returns the scales for the largest of what the ranks measured."""
         raise NotImplementedError
 
     @property
@@ -140,7 +140,7 @@ class DelayedScales(ScalesOf):
         return scale.unbind(), scale_inv.unbind()
 
     def _own(self, amaxes: Tensor) -> tuple[Tensor, Tensor]:
-        """Of a first step: Note [A first step]."""
+        """Returns the scales of a first step: Note [A first step]."""
         if self.recipe.scaling_factor_compute_algo is None:
             headroom = 2.0**self.recipe.margin
             scale = dense.encode_scale(amaxes, self.quantizer, self.dtype)

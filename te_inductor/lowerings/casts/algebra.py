@@ -37,13 +37,13 @@ class InductorIR:
         return prims.bitwise_right_shift(bits, self.int32(count))
 
     def quotient(self, a, b):
-        """On every device. Triton's own fp32 division may be off by 2 ulp; the double quotient of two fp32 values,
-        rounded to fp32, is the correctly rounded quotient, since 53 >= 2 * 24 + 2 bits."""
+        """Divides alike on every device. Triton's own fp32 division may be off by 2 ulp; the double quotient of two
+        fp32 values, rounded to fp32, is the correctly rounded quotient, since 53 >= 2 * 24 + 2 bits."""
         a, b = (prims.constant(one, torch.float64) if isinstance(one, int | float) else one for one in (a, b))
         return prims.to_dtype(prims.truediv(a, prims.to_dtype(b, torch.float64)), torch.float32)
 
     def square(self, value):
-        """By the product in double, whose conversion rounds it."""
+        """Squares by the product in double, whose conversion rounds it."""
         wide = prims.to_dtype(value, torch.float64)
         return prims.to_dtype(prims.mul(wide, wide), torch.float32)
 

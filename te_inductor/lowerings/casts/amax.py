@@ -24,7 +24,7 @@ MODE = "atomic_max"  # of a store: raise the int32 at the address to the largest
 
 
 def raise_to_amax(amax: ir.TensorBox, bits: ir.TensorBox) -> None:
-    """In place: `amax` (), fp32, becomes at least the number with the largest of the bit patterns."""
+    """Raises in place: `amax` (), fp32, becomes at least the number with the largest of the bit patterns."""
     amax.realize()
     scatter = ir.Scatter(
         device=bits.get_device_or_error(),

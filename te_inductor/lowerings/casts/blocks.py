@@ -111,7 +111,8 @@ def dequantize(
 
 
 def loops_of(node: Any) -> set[str]:
-    """Which loops of Note [Loops of block copies] a scheduler node has, none of them if it makes no such copy."""
+    """Returns which loops of Note [Loops of block copies] a scheduler node has, none of them if it makes no such
+    copy."""
     return {loops for part in node.get_nodes() if (loops := getattr(part.node, _LOOPS, None)) is not None}
 
 
@@ -303,7 +304,7 @@ def _pin(box: ir.TensorBox, loops: str) -> None:
 
 
 def _keep_loops(box: ir.TensorBox) -> None:
-    """As they are written. A torch without that method orders them itself, which is slower."""
+    """Keeps loops as they are written. A torch without that method orders them itself, which is slower."""
 
     def as_written(index_vars, support_vars, sizes, *_):
         return list(sizes), list, list
@@ -394,9 +395,9 @@ def _scales(
 def _chosen_scales(
     x, element, ranges, quantizer: Quantizer, order: Sequence[int], load_amax, first_amax
 ) -> tuple[ir.TensorBox, ir.TensorBox]:
-    """As `_scales`, of all ``element(index, index in the block)``. Sums have an order, so that they are written out, and
-    each term is stored: a reduction has an order of its own, and what would be computed for 16 terms at once takes
-    Inductor's C++ 20 seconds instead of 3 (2026-11-25)."""
+    """Returns what `_scales` does, of all ``element(index, index in the block)``. Sums have an order, so that they are
+    written out, and each term is stored: a reduction has an order of its own, and what would be computed for 16 terms
+    at once takes Inductor's C++ 20 seconds instead of 3 (2026-11-25)."""
     high, wide = quantizer.granularity.block
 
     def pairs(index):
@@ -436,7 +437,7 @@ def _chosen_scales(
 
 
 def _sum(added, load, count: int):
-    """Of what is loaded along a last dimension."""
+    """The sum of what is loaded along a last dimension."""
     return lambda index: added(load([*index, sympy.Integer(place)]) for place in range(count))
 
 
@@ -479,6 +480,6 @@ def _pointwise(like: ir.TensorBox, dtype: torch.dtype, ranges, inner) -> ir.Tens
 
 
 def _store(box: ir.TensorBox, order: Sequence[int]) -> None:
-    """Into memory whose strides have this order, 0 for the contiguous dimension."""
+    """Stores into memory whose strides have this order, 0 for the contiguous dimension."""
     box.realize()
     box.data.data.freeze_layout_with_stride_order(list(order))  # type: ignore[attr-defined]

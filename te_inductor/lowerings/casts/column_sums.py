@@ -84,8 +84,8 @@ class SumsKernel(AmaxKernel):
             self.stores.writeline(DeferredLine(name, line))
 
     def _dimensions(self, index: sympy.Expr) -> tuple[str, str] | None:
-        """Those of the tile that are rows and columns of what is summed, of ``row // ROWS * C + column``; None where a
-        dimension is neither."""
+        """The tile's dimensions that are rows and columns of what is summed, of ``row // ROWS * C + column``; None
+        where a dimension is neither."""
         if self.inside_reduction or self.fixed_config is None or set(self.numels) - {"r0_"} != {"x", "y"}:
             return None
         found: dict[bool, set[str]] = {True: set(), False: set()}  # by whether one step moves the place

@@ -11,7 +11,7 @@ from torch.utils._sympy.functions import FloorDiv
 
 
 class Concatenation:
-    """Where something goes of which some matrices (R, C) have one a block, hence (R / rows, C / columns) each. Of one
+    """A place for something of which some matrices (R, C) have one a block, hence (R / rows, C / columns) each. Of one
     matrix it is a buffer of its own."""
 
     def __init__(

@@ -14,7 +14,7 @@ from te_inductor.recipes.formats import HADAMARD, HADAMARD_SIGNS, Element
 
 
 def random_bits(seed, place):
-    """As `philox.random_bits`; `place` is an index."""
+    """Returns what `philox.random_bits` does; `place` is an index."""
     bounds = (prims.index_expr(sympy.Integer(bound), torch.int64) for bound in (0, 2**BITS))
     return prims.randint64(seed, prims.index_expr(place, torch.int32), *bounds)
 

@@ -53,7 +53,7 @@ def magnitude_bits(x: ir.TensorBox) -> ir.TensorBox:  # int32
 
 
 def _amax_of_rows(pieces: Sequence[ir.TensorBox]) -> ir.TensorBox:  # (R, 1) fp32
-    """Of pieces side by side."""
+    """The amaxes of rows of pieces side by side."""
     bits = [lowerings[aten.amax](magnitude_bits(piece), [1], keepdims=True) for piece in pieces]
     load_bits = functools.reduce(lowerings[aten.maximum], bits).make_loader()
     return ir.Pointwise.create(  # type: ignore[return-value]
@@ -233,7 +233,7 @@ def quantize_rowcol_delayed(x: ir.TensorBox, scale: ir.TensorBox, quantizer: Qua
 
 @lowering(ops.transpose)
 def transpose(data: ir.TensorBox, columns: Any) -> ir.TensorBox:
-    """Of bytes, which no kernel casts."""
+    """Transposes bytes, which no kernel casts."""
     dtype = data.get_dtype()
     x = lowerings[aten.slice](lowerings[aten.view.dtype](data, torch.uint8), 1, 0, columns)
     x = lowerings[aten.permute](x, [1, 0])
@@ -267,12 +267,12 @@ def quantize_pieces_delayed(
 
 
 def _both_ways(pieces: list[ir.TensorBox], dim: int) -> tuple[tuple[list[ir.TensorBox], int], ...]:
-    """Of pieces side by side along `dim`: they, and those of the transpose."""
+    """Returns pieces side by side along `dim`, and those of the transpose."""
     return (pieces, dim), ([lowerings[aten.permute](piece, [1, 0]) for piece in pieces], 1 - dim)
 
 
 def _outputs_read() -> set[Any]:
-    """Which outputs of the node that is being lowered somebody reads."""
+    """The outputs of the node that is being lowered that somebody reads."""
     return {user.args[1] for user in V.graph.current_node.users}
 
 
@@ -298,8 +298,8 @@ def record_amax(pieces: list[ir.TensorBox], amax: ir.TensorBox) -> None:
 
 
 def _computed_together(pieces: Sequence[ir.TensorBox]) -> list[ir.TensorBox]:
-    """Those of one size that are expressions, which their readers' kernels compute, and those which Inductor will write,
-    as they read many tensors, of which an expression reads one, too."""
+    """Returns the pieces of one size that are expressions, which their readers' kernels compute, and those which
+    Inductor will write, as they read many tensors, of which an expression reads one, too."""
     expressions = [piece for piece in pieces if isinstance(_data_of(piece), ir.Pointwise)]
     if not expressions:
         return []
@@ -310,7 +310,7 @@ def _computed_together(pieces: Sequence[ir.TensorBox]) -> list[ir.TensorBox]:
 
 
 def _data_of(x: ir.TensorBox) -> Any:
-    """Of its storage: a buffer, or an expression that has none."""
+    """The data of a tensor's storage: a buffer, or an expression that has none."""
     storage = x.data.unwrap_view() if isinstance(x.data, ir.BaseView) else x.data
     return storage.data if isinstance(storage, ir.StorageBox) else None
 

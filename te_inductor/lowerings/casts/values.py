@@ -35,7 +35,7 @@ def magnitude(value):
 
 
 def cast(value, scale, quantizer: Quantizer, device: torch.device, dtype: torch.dtype):
-    """Of a value of a tensor of `dtype`: to the element, saturating; an infinity becomes NaN, as NaN stays: Note
+    """Casts a value of a tensor of `dtype` to the element, saturating; an infinity becomes NaN, as NaN stays: Note
     [Overflow stays visible]. On CUDA the conversion itself saturates: PTX's cvt.rn.satfinite, which Triton emits from
     compute capability 8.9 on, where our sites begin. Elsewhere by comparisons, which NaN passes."""
     value = prims.to_dtype(value, torch.float32)
@@ -54,7 +54,7 @@ def cast(value, scale, quantizer: Quantizer, device: torch.device, dtype: torch.
 
 
 def largest(values):
-    """Of int32 values: by comparison, as no max but the reduction's own shall stand beside an fp8 store."""
+    """The largest of int32 values, by comparison, as no max but the reduction's own shall stand beside an fp8 store."""
     first, *rest = values
     for value in rest:
         first = prims.where(prims.gt(value, first), value, first)

@@ -29,8 +29,8 @@ def _of_one(ptx: str, x: Any) -> str:
 
 
 def is_tile(x: Any) -> bool:
-    """Of two dimensions, so that it may be stored both ways. What a reduction leaves is none: a scale that is FP8 may
-    be alone in its program, and makes no word."""
+    """Tells whether x has two dimensions, so that it may be stored both ways. What a reduction leaves is none: a scale
+    that is FP8 may be alone in its program, and makes no word."""
     return not V.kernel.features.is_reduction() and sum(str(size) != "1" for size in x.shape) == 2
 
 

@@ -166,8 +166,8 @@ def is_tiled(buffer: Any) -> bool:
 
 
 def may_share_a_kernel(node1: Any, node2: Any) -> bool:
-    """As far as tiles are concerned: those of one tensor take the registers of a multiprocessor, and what joins them
-    has its loops."""
+    """Answers as far as tiles are concerned: those of one tensor take the registers of a multiprocessor, and what joins
+    them has its loops."""
     nodes = [*node1.get_nodes(), *node2.get_nodes()]
     found = matrices(nodes)
     if any(matrix.alone and not all(is_tiled(node.node) for node in nodes) for matrix in found):

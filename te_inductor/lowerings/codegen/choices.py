@@ -87,7 +87,7 @@ class Choices:
         widths = {q.granularity.block[1] // q.format.packed for q in quantizers_of(features) if q.granularity.one_row}
         if any(V.graph.sizevars.statically_known_equals(features.reduction_numel, width) for width in widths):
             return True
-        # Of a step of generation there are few rows, so that a program waits for memory: once, not once a turn of a
+        # A step of generation has few rows, so that a program waits for memory: once, not once a turn of a
         # loop.
         if holds_rows(features) or (programmatic_launch.is_early() and fits_a_program(features)):
             return True
@@ -157,7 +157,7 @@ def _makes_columns(origin: Any) -> bool:
 
 
 def _is_copy(buffer: Any) -> bool:
-    """And not a scale."""
+    """Whether a buffer holds a copy, and not a scale."""
     return any(output.get_dtype() in COPIES for output in buffer.get_outputs())
 
 

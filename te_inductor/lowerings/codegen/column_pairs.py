@@ -79,7 +79,7 @@ class PairsKernel(AssemblyKernel):
             self.stores.writeline(DeferredLine(name, line))
 
     def _index_of_pairs(self, index: sympy.Expr) -> sympy.Expr | None:
-        """In units of pairs, where those of a column copy are neighbours in memory at even places."""
+        """Returns an index in units of pairs, where those of a column copy are neighbours in memory at even places."""
         if self._paired is None:
             return None
         index = self.prepare_indexing(index)

@@ -36,7 +36,7 @@ _APART = ("cooperative_reduction", "mix_order_reduction")
 
 
 def start_early() -> None:
-    """Of the graph being lowered: its kernels will."""
+    """Has the kernels of the graph being lowered start early."""
     setattr(V.graph, _EARLY, True)
 
 
@@ -63,7 +63,7 @@ class DependentLaunchKernel(RereadKernel):
             super()._handle_pdl_after_load(*args)
 
     def _filter_pdl(self, code: Any) -> None:
-        """Of the whole body, when it is written."""
+        """Filters the whole body, when it is written."""
         if not is_early():
             super()._filter_pdl(code)
         elif self._enable_pdl_codegen():
@@ -71,6 +71,6 @@ class DependentLaunchKernel(RereadKernel):
 
     def codegen_kernel(self, *args: Any, **kwargs: Any) -> Any:
         source = super().codegen_kernel(*args, **kwargs)
-        # Of a torch that does not ask `_filter_pdl` any more, kernels would start early and not wait.
+        # With a torch that does not ask `_filter_pdl` any more, kernels would start early and not wait.
         assert not (is_early() and self._enable_pdl_codegen()) or self.GDC_WAIT in str(source)
         return source

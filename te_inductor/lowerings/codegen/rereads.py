@@ -1,4 +1,4 @@
-"""Which loads of a kernel stay in the cache.
+"""The loads of a kernel that stay in the cache.
 
 Of a reduction Inductor has each load evicted first that is contiguous and that the same program does not read again,
 also where other programs read the same: a gather's, which reads a token's row for each expert of it, and a row that
@@ -28,7 +28,7 @@ class RereadKernel(PairsKernel):
             self._rereads = False
 
     def is_broadcasted(self, index: sympy.Expr) -> bool:
-        """Of such an index Inductor has the load evicted last."""
+        """Says yes to such an index, so that Inductor has the load evicted last."""
         return self._rereads or bool(super().is_broadcasted(index))
 
     def _has_fewer_elements(self, name: str) -> bool:

@@ -78,7 +78,8 @@ from te_inductor.lowerings.codegen.block_tiles import ROW, ROW_A_WARP
 from te_inductor.recipes import Quantizer
 from te_inductor.recipes.formats import ELEMENTS, TENSOR
 
-# By the number of whole tensors read: elements in the dimension in which they are contiguous, elements across, warps.
+# The tiles, by the number of whole tensors read: elements in the dimension in which they are contiguous, elements
+# across, warps.
 CAST = {1: (128, 64, 8), 2: (128, 64, 8), 3: (128, 32, 8)}
 PAIRED = {3: (64, 64, 4)}  # with Note [Pairs of rows]
 OF_ROWS = (64, 64, 2)  # of one that reads one tensor and, for each row or column, `VALUES_A_ROW` values or more
@@ -114,9 +115,10 @@ def stays_whole(node: Any, elements: int) -> bool:
 
 
 def even_split(elements: int, split: int) -> int:
-    """Near `split`, into how many parts Inductor cuts a tensor for an amax: such that each is whole tiles. Where a part
-    begins at no multiple of a vector, values are loaded one by one: SwiGLU, 16384 x 8192, 278 us, where 126 are the
-    bytes', in 528 parts of 254201; 16384 x 14336 221, the bytes', in 1792 of 131072 (H200, torch 2.11, 2026-11-23)."""
+    """Returns a number near `split`, into how many parts Inductor cuts a tensor for an amax: such that each is whole
+    tiles. Where a part begins at no multiple of a vector, values are loaded one by one: SwiGLU, 16384 x 8192, 278 us,
+    where 126 are the bytes', in 528 parts of 254201; 16384 x 14336 221, the bytes', in 1792 of 131072 (H200, torch
+    2.11, 2026-11-23)."""
     tiles, left = divmod(elements, AMAX["R0_BLOCK"])
     near = (parts for parts in range(split // 2 + 1, 2 * split) if left == 0 and tiles % parts == 0)
     return min(near, key=lambda parts: abs(parts - split), default=split)
@@ -127,7 +129,7 @@ def _origins(features: Any) -> list[Any]:
 
 
 def quantizers_of(features: Any) -> list[Quantizer]:
-    """Of the quantizations that a kernel is made of."""
+    """The quantizers of the quantizations that a kernel is made of."""
     return [quantizer_of(origin) for origin in _origins(features) if origin.target in (*CASTS, *TWO_WAY)]
 
 
@@ -235,8 +237,8 @@ def _block_tile(nodes: list[Any], tiling: dict[str, Any]) -> dict[str, int]:
 
 
 def paired_dimension(nodes: list[Any], sizes: dict[str, Any]) -> str | None:
-    """Of a tile that is stored both ways as FP8, by a kernel with many instructions, or as a column copy of blocks: the
-    dimension in which the tensors read are not contiguous. Note [Pairs of rows] in column_pairs.py."""
+    """Returns the dimension in which the tensors read are not contiguous, of a tile that is stored both ways as FP8 by a
+    kernel with many instructions, or as a column copy of blocks. Note [Pairs of rows] in column_pairs.py."""
     if "y" not in sizes:
         return None
     reads = _reads(nodes, sizes)
@@ -253,7 +255,7 @@ def paired_dimension(nodes: list[Any], sizes: dict[str, Any]) -> str | None:
 
 
 def _row(nodes: list[Any], sizes: dict[str, Any]) -> int:
-    """Of the tables: how many tensors are read, or one more of GELU's backward."""
+    """The row of the tables: how many tensors are read, or one more of GELU's backward."""
     exponential = any(
         getattr(origin.target, "overloadpacket", None) in _EXPONENTIALS
         for node in nodes
@@ -291,7 +293,7 @@ def _along(dep: MemoryDep, sizes: dict[str, Any]) -> str:
 
 
 def _reads(nodes: list[Any], tiling: dict[str, Any]) -> list[MemoryDep]:
-    """Of whole tensors."""
+    """The reads of whole tensors."""
     whole = sympy_product(size for dimension, size in tiling.items() if dimension in ("x", "y"))
     deps = [dep for node in nodes for dep in node.read_writes.reads if isinstance(dep, MemoryDep)]
     reads = [dep for dep in deps if dep.get_numel() == whole]  # and not weights of a norm

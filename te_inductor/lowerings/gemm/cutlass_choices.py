@@ -135,7 +135,7 @@ def with_more(
 
 
 def _scales(a_scale: ir.TensorBox, b_scale: ir.TensorBox, scope: str) -> list[Any]:
-    """In memory as `launch.scaled_mm` wants them."""
+    """Puts scales in memory as `launch.scaled_mm` wants them."""
     if not SCOPES[scope].blocked:
         return [_contiguous(a_scale), _contiguous(b_scale)]
     orders = [0, 1], ([0, 1] if scope == BLOCK_128X128.name else [1, 0])  # 0 for the contiguous dimension
@@ -183,8 +183,8 @@ def _bind(
 
 
 def _problem_of_inputs(kernel_inputs: Any, overrides: dict[str, dict[str, Any]]) -> Problem | None:
-    """Of an `aten._scaled_mm`; None where the sizes are symbolic, or an operand is laid out, scaled or typed as no
-    kernel of ours takes it."""
+    """The problem of an `aten._scaled_mm`; None where the sizes are symbolic, or an operand is laid out, scaled or
+    typed as no kernel of ours takes it."""
     a, b, a_scale, b_scale, *bias = kernel_inputs.nodes()
     sizes = [_numbers(x.get_size()) for x in (a, b, a_scale, b_scale)]
     strides = [_numbers(x.get_stride()) for x in (a, b, a_scale, b_scale)]

@@ -29,8 +29,8 @@ def accumulate_wgrad(
     alpha: ir.TensorBox | None,  # ()
     gemm: Gemm,
 ) -> None:
-    """Of several weights each has a GEMM of its own, as each total lies somewhere else; one GEMM where no epilogue
-    adds."""
+    """Adds wgrad to totals. Of several weights each has a GEMM of its own, as each total lies somewhere else; one GEMM
+    where no epilogue adds."""
     choices = [cutlass_choices.accumulating(total, a, b, gemm) for total in totals]
     if not any(choices):
         dw = scaled_mm(a, a_scale, b, b_scale, None, gemm, torch.float32, alpha)
@@ -47,7 +47,7 @@ def accumulate_wgrad(
 
 
 def _rows(x: Any, totals: Sequence[ir.TensorBox]) -> Iterator[ir.TensorBox]:
-    """Those of each weight; of one scale for all, that scale."""
+    """The rows of each weight; where there is one scale for all, that scale."""
     start = 0
     for total in totals:
         end = start + total.get_size()[0]

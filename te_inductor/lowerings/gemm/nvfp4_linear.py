@@ -77,7 +77,7 @@ def nvfp4_linear_fp8(
 ) -> ir.TensorBox:  # (M, N)
     given = x, x_scale, stored, block_scale, tensor_scale
     device, rows = x.get_device_or_error(), x.get_size()[0]
-    # Else the op asks how many there are, as it runs.
+    # Where this is not known, the op asks how many there are, as it runs.
     few = V.graph.sizevars.statically_known_leq(rows, ops_stored.PROMPT_ROWS)
     if not few or not targets.of(device).hopper_kernels:
         return called(ops_stored.nvfp4_linear_fp8, *given, out_dtype)

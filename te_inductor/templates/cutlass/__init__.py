@@ -27,12 +27,12 @@ def missing() -> str | None:
 
 
 def identity() -> tuple[str, ...]:
-    """For the keys of generated code, which calls its kernels where it is installed."""
+    """The identity for the keys of generated code, which calls its kernels where it is installed."""
     return (missing() or "", *(f"{name} {metadata.version(name)}" for name in REQUIRED if missing() is None))
 
 
 def versions() -> tuple[str, ...]:
-    """For the keys of built kernels."""
+    """The versions for the keys of built kernels."""
     return tuple(f"{name} {metadata.version(name)} {metadata.distribution(name).locate_file('')}" for name in REQUIRED)
 
 

@@ -41,7 +41,8 @@ from te_inductor.templates.cutlass.scaled_mm import ALIGNED, ANOTHER, Kernel
 
 PIECES = 2 * (TILE_N // STORED)  # of HALF x STORED, for both warp groups: what a stage of `a` holds of the added tensor
 STORE = 1  # the first of two named barriers, one a warp group
-# Of a thread, those that multiply and those that load: all that 3 * GROUP threads are given at the launch.
+# The registers of a thread, those that multiply and those that load: all that 3 * GROUP threads are given at the
+# launch.
 REGISTERS = (240, 24)
 DTYPES = {
     "float8_e4m3fn": cutlass.Float8E4M3FN,
@@ -76,7 +77,7 @@ class BlockScaledGemm:
     """``out[M, N] = sum over blocks k of (a_scale[k, M] * b_scale[k, N]) * (a[M, k] @ b[N, k].T) + added``; K and N are
     multiples of 16. `b_scale` is (K/128, N/128) where b has square blocks."""
 
-    # Of the rows of 16 that a warp's instruction multiplies, how far apart a thread's two are, and those of threads.
+    # How far apart a thread's two rows are, of the 16 that a warp's instruction multiplies, and those of threads.
     rows_apart = (8, 1)
 
     def __init__(self, square: bool, cluster_m: int, cluster_n: int, behind: int = 0) -> None:
@@ -279,7 +280,7 @@ class BlockScaledGemm:
 
     @cute.jit
     def _load_columns(self, full, empty, b_scale, columns, tiles, blocks):
-        """Those of one thread's columns side by side, or the one of the square block."""
+        """Loads the scales of one thread's columns side by side, or the one of the square block."""
         lane, many = cute.arch.lane_idx(), cute.size(b_scale, mode=[1])
         stage, phase = Int32(0), Int32(1)
         tile = tiles.first()
@@ -294,7 +295,7 @@ class BlockScaledGemm:
                     for i in cutlass.range_constexpr(TILE_N // 2 // WARP):
                         pair = n * (TILE_N // 2) + lane + WARP * i
                         if pair < many // 2:
-                            # Of eight columns four threads have two each; what a thread reads at once is of sixteen.
+                            # Four threads have two each of eight columns; what a thread reads at once is of sixteen.
                             eight, thread = (lane + WARP * i) // 4, lane % 4
                             place = (eight // 2 * 4 + thread) * 2 + eight % 2
                             copy_async(b_scale[k, None], pair, columns[None, stage], place, 2)

@@ -49,21 +49,22 @@ class _Builder:
         return True
 
     def no_more(self) -> None:
-        """It ends when it has built what it was given. It is told: a process forked meanwhile has the pipe open."""
+        """Tells it to end when it has built what it was given: a process forked meanwhile has the pipe open."""
         with suppress(BrokenPipeError, ValueError):
             self.process.stdin.write(b"\n")  # type: ignore[union-attr]
             self.process.stdin.close()  # type: ignore[union-attr]
 
 
-# By the library that each is to build.
+# The builders by the library that each is to build.
 _builders: dict[Path, _Builder] = {}
-# By architecture, those that wait for more kernels; None outside of `kept_open`.
+# The builders by architecture that wait for more kernels; None outside of `kept_open`.
 _open: ContextVar[dict[str, _Builder] | None] = ContextVar("open builders", default=None)
 
 
 @contextmanager
 def kept_open() -> Iterator[None]:
-    """In here one builder of an architecture, which imports the compiler once, takes whatever is begun."""
+    """Keeps builders open: in here one builder of an architecture, which imports the compiler once, takes whatever is
+    begun."""
     builders: dict[str, _Builder] = {}
     token = _open.set(builders)
     try:
@@ -115,7 +116,7 @@ def _stop() -> None:
 
 
 def environment(arch: str) -> dict[str, str]:
-    """Of a process that builds for this architecture, which quack and the compiler read once."""
+    """The environment of a process that builds for this architecture, which quack and the compiler read once."""
     return {
         **os.environ,
         "QUACK_ARCH": arch,

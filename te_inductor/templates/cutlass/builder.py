@@ -133,7 +133,7 @@ def plan(kernel: Kernel):  # type: ignore[no-untyped-def]
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Of so many values."""
+    """An empty tensor of so many values."""
     packed = E2M1.packed if dtype == E2M1.library else 1
     return torch.empty(*shape[:-1], shape[-1] // packed, dtype=torch.uint8).view(dtype)
 

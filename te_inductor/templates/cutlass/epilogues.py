@@ -77,7 +77,7 @@ def factor_bias(acc, alpha, bias):  # type: ignore[no-untyped-def]
     return {"D": acc * alpha + bias}
 
 
-# By the scope of scales, whether there is a bias, and whether another tensor is added.
+# The epilogues by the scope of scales, whether there is a bias, and whether another tensor is added.
 EPILOGUES = {
     (TENSOR.name, False, False): scaled,
     (TENSOR.name, True, False): scaled_bias,

@@ -118,7 +118,8 @@ class GatedGradientGemm(BlockScaledGemm):
         store, data_tma = storer(data, out_layout, (HALF, BLOCK))
         store_t, data_t_tma = storer(data_t, out_layout, (HALF, BLOCK))
 
-        # Of each warp group, of dgate and of dup: the amaxes of columns that each warp has found, in pairs; scales.
+        # What each warp group has, of dgate and of dup: the amaxes of columns that each warp has found, in pairs;
+        # scales.
         own = {
             "largest": cute.struct.Align[cute.struct.MemRange[Int32, 2 * 4 * 2 * TILE_N // 2], 128],
             "scales": cute.struct.Align[cute.struct.MemRange[Float32, 2 * 2 * TILE_N], 128],
@@ -201,7 +202,7 @@ class GatedGradientGemm(BlockScaledGemm):
         column = (which * across + n) * TILE_N + two * 2
         for i in cutlass.range_constexpr(2):
             scale_inv_t[m * 2 + group, column + i] = _inverse(of_two[i])
-        # Those of rows, of which each of four lanes has found as much.
+        # The amaxes of rows, of which each of four lanes has found as much.
         by_row = {}
         first = (m * 2 + group) * BLOCK + of_warp * 16 + row * 2
         for (which, half, high), found in of_rows.items():
@@ -228,7 +229,8 @@ class GatedGradientGemm(BlockScaledGemm):
         return stage, phase
 
     def _differentiate(self, sums, half, read, of_warp, row, place, kept, of_rows, of_columns):
-        """Of 64 rows: both results as pairs of bf16, and the largest magnitudes of what has been seen so far."""
+        """Computes, of 64 rows, both results as pairs of bf16, and the largest magnitudes of what has been seen so
+        far."""
         for high in range(2):
             # A row is 128 bytes of a piece, whose eights are exchanged by its number, as the copy engine writes them.
             line = of_warp * (16 * 128) + row * 256 + high * 128
@@ -296,7 +298,7 @@ class GatedGradientGemm(BlockScaledGemm):
 
     @cute.jit
     def _before(self, group, thread):
-        """Until what was staged before has been read."""
+        """Waits until what was staged before has been read."""
         if thread < WARP:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.barrier(barrier_id=STORE + group, number_of_threads=GROUP)

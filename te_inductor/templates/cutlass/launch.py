@@ -172,7 +172,7 @@ def library_mm(
     scope: str,
     out: Tensor,
 ) -> Tensor:
-    """As `microscaled_mm`, by cuBLASLt."""
+    """Computes what `microscaled_mm` does, by cuBLASLt."""
     return _library(*_viewed(a, b, a_scale, b_scale, scope), *_alpha_and_bias(scope, rest), out)
 
 

@@ -35,19 +35,20 @@ def pair(low, high, *, loc=None, ip=None):
 
 @dsl_user_op
 def magnitudes(word, *, loc=None, ip=None):
-    """Of a pair, without the signs: as unsigned numbers NaN is above infinity, and that above all others."""
+    """The magnitudes of a pair, without the signs: as unsigned numbers NaN is above infinity, and that above all
+    others."""
     return _word("and.b32 $0, $1, 0x7FFF7FFF;", "=r,r", word, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def larger(one, other, *, loc=None, ip=None):
-    """Of two pairs of magnitudes, half by half."""
+    """The larger of two pairs of magnitudes, half by half."""
     return _word("max.u16x2 $0, $1, $2;", "=r,r,r", one, other, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def largest(word, *, loc=None, ip=None):
-    """Of a pair of magnitudes, in both halves."""
+    """The largest of a pair of magnitudes, in both halves."""
     text = "{ .reg .b32 t; prmt.b32 t, $1, $1, 0x1032; max.u16x2 $0, $1, t; }"
     return _word(text, "=r,r", word, loc=loc, ip=ip)
 

@@ -18,7 +18,7 @@ STORED = 64  # columns that a warp group stores at a time
 
 
 class Tiles:
-    """Which tiles a thread block computes, in an order that lets L2 serve `swizzle` rows of clusters."""
+    """The tiles that a thread block computes, in an order that lets L2 serve `swizzle` rows of clusters."""
 
     def __init__(self, cluster, m, n, swizzle):
         self.cluster, self.m, self.n, self.swizzle = cluster, m, n, swizzle  # m and n in clusters

@@ -22,7 +22,7 @@ def _assembly(text: str, x, loc, ip):
 
 @dsl_user_op
 def rounded(x, *, loc=None, ip=None):
-    """To bf16 and back: in the upper half of a word with zeros below, it is that fp32 number."""
+    """Rounds to bf16 and back: in the upper half of a word with zeros below, it is that fp32 number."""
     return _assembly("{ .reg .b32 t; cvt.rn.bf16x2.f32 t, $1, 0f00000000; mov.b32 $0, t; }", x, loc, ip)
 
 

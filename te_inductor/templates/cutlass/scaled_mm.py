@@ -116,13 +116,13 @@ SPLIT_TILES = (
     Tile(128, 192, 2, 1, False, 8),
     Tile(128, 128, 2, 1, False, 8),
 )
-# With an activation and a cast in the epilogue: larger tiles, whose registers it spills, lost at every shape.
+# The tiles with an activation and a cast in the epilogue: larger ones, whose registers it spills, lost at every shape.
 QUANTIZED_TILES = (
     Tile(128, 160, 2, 1, True, 8),
     Tile(128, 128, 2, 1, True, 8),
     Tile(256, 128, 2, 1, False, 8),
 )
-# Of the kernel for scales of blocks (block_scaled.py), which is made for one tile.
+# The tile of the kernel for scales of blocks (block_scaled.py), which is made for one tile.
 BLOCK_TILE = (256, 128)
 BLOCK_TILES = (
     Tile(*BLOCK_TILE, 1, 2, False, 8),

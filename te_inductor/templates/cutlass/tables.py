@@ -1,4 +1,5 @@
-"""Where a CUTLASS tile was measured to multiply faster than cuBLASLt: one table a device, by the device's name.
+"""The tables of where a CUTLASS tile was measured to multiply faster than cuBLASLt: one table a device, by the device's
+name.
 
 The package's tables are the files of `measured/`. A folder that TE_INDUCTOR_TABLES names may hold more, as
 `te-inductor tune` writes them; there a device's table takes the place of the package's. cuBLASLt multiplies on a device
@@ -30,7 +31,7 @@ SAME = 1.1  # M, N and K are each within this factor of a measured shape's: the 
 NEAR = 2.0  # likewise: near enough for two rows to stand for it
 CLEAR = 1.03  # cuBLASLt's time over the tile's, of rows that stand for shapes further away than SAME
 SIZES = ("m", "n", "k")
-# Of a gating, those of SwiGLU, with which tables are made: a tanh takes many instructions, which no product hides.
+# The steps of a gating, SwiGLU's, with which tables are made: a tanh takes many instructions, which no product hides.
 MEASURED_STEPS = frozenset({"add", "sub", "mul", "neg", "sigmoid"})
 
 
@@ -77,7 +78,7 @@ def check() -> None:
 
 
 def identity() -> str:
-    """Of the user's tables, for the keys of generated code. The package's are part of its digest."""
+    """The identity of the user's tables, for the keys of generated code. The package's are part of its digest."""
     folder = config.tables()
     return "" if folder is None else _digest(folder)
 
@@ -88,7 +89,7 @@ def file_name(device: str) -> str:
 
 @functools.cache
 def _tables(folder: Path | None) -> dict[str, Table]:
-    """By device. A process reads them once: what is measured later counts in the next one."""
+    """The tables by device. A process reads them once: what is measured later counts in the next one."""
     files = sorted(FOLDER.glob("*.json"))
     if folder is not None:
         if not folder.is_dir():
@@ -137,7 +138,7 @@ def _check_row(row: dict[str, Any]) -> None:
 
 
 def write(table: Table) -> None:
-    """To its path, a line a row."""
+    """Writes a table to its path, a line a row."""
     head = {"arch": table.arch, "device": table.device, "torch": table.torch, "packages": table.packages}
     lines = ",\n".join(f"  {json.dumps(row)}" for row in table.rows)
     table.path.parent.mkdir(parents=True, exist_ok=True)
@@ -173,7 +174,7 @@ def _is_clear(row: dict[str, Any]) -> bool:
 
 
 def _alike(row: dict[str, Any], problem: Problem) -> bool:
-    # Which 8-bit format an operand has is nothing to the tensor core; that the accumulation is split is.
+    # The 8-bit format that an operand has is nothing to the tensor core; that the accumulation is split is.
     kinds = ("scope", "fast_accum", "added")
     quantized = problem.activation is not None  # what the activation is, was not asked: measured with GELU
     gated = problem.gating is not None  # with SwiGLU

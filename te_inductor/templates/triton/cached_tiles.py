@@ -41,7 +41,7 @@ ALIGNED_COLUMNS = tuple(
 
 @triton.jit
 def place_of_tile(row, TILE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Where a program's tile begins, and the parameter's sizes."""
+    """Finds where a program's tile begins, and the parameter's sizes."""
     ROWS, COLUMNS = tl.load(row + P_ROWS).to(tl.int32), tl.load(row + P_COLUMNS).to(tl.int32)
     if ALIGNED:
         ROWS, COLUMNS = tl.multiple_of(ROWS, 16), tl.multiple_of(COLUMNS, 16)
@@ -52,14 +52,14 @@ def place_of_tile(row, TILE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def corner(address, top, left, leading, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr):
-    """Where a tile begins in memory. Places in it are counted from there, in 32 bits."""
+    """The address where a tile begins in memory. Places in it are counted from there, in 32 bits."""
     pointer = address.to(tl.pointer_type(ELEMENT)) + (top.to(tl.int64) * leading + left)
     return tl.multiple_of(pointer, 16) if ALIGNED else pointer
 
 
 @triton.jit
 def target(place, leading_place, top, left, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr):
-    """Where a tile of a copy goes, whether it is wanted, and its leading dimension."""
+    """Finds where a tile of a copy goes, whether it is wanted, and its leading dimension."""
     address, leading = tl.load(place), tl.load(leading_place).to(tl.int32)
     if ALIGNED:
         leading = tl.multiple_of(leading, 16)
@@ -68,7 +68,7 @@ def target(place, leading_place, top, left, ELEMENT: tl.constexpr, ALIGNED: tl.c
 
 @triton.jit
 def elements(source, r, c, high, wide, COLUMNS):
-    """Of a tile, fp32, zeros outside."""
+    """The elements of a tile, fp32, zeros outside."""
     inside = (r[:, None] < high) & (c[None, :] < wide)
     return tl.load(source + r[:, None] * COLUMNS + c[None, :], mask=inside, other=0.0).to(tl.float32)
 
@@ -150,7 +150,7 @@ def largest_of(first, second, third, fourth):
 
 @triton.jit
 def of_columns_in_order(first, second, third, fourth, INPUT: tl.constexpr, TILE: tl.constexpr):
-    """In the order of columns, (STEP, TILE)"""
+    """Joins values in the order of columns, (STEP, TILE)"""
     if INPUT.primitive_bitwidth == 16:
         columns = tl.join(tl.join(first, third), tl.join(second, fourth))
     else:
@@ -160,7 +160,7 @@ def of_columns_in_order(first, second, third, fourth, INPUT: tl.constexpr, TILE:
 
 @triton.jit
 def bits_of_fp32(found, INPUT: tl.constexpr):
-    """Of fp32, where 16 bits of an element lie in the upper half."""
+    """The bits of fp32, where 16 bits of an element lie in the upper half."""
     if tl.float16 == INPUT:
         found = (found >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
     return found
@@ -174,13 +174,13 @@ def _high(value):
 
 @triton.jit
 def _tile(row):
-    """Which tile of its weight a program has."""
+    """The tile of its weight that a program has."""
     return tl.load(row + P_FIRST_TILE) + tl.program_id(0) - tl.load(row + P_PROGRAM)
 
 
 @triton.jit
 def address_of_digest(row):
-    """Where the digest of a program's tile is."""
+    """The address of the digest of a program's tile."""
     return tl.load(row + P_SEEN).to(tl.pointer_type(tl.int64)) + (tl.program_id(0) - tl.load(row + P_PROGRAM))
 
 
@@ -196,7 +196,7 @@ def replace_digest(stored, before, digest):
 
 @triton.jit
 def product(x, factor):
-    """Of fp32 values, before a cast: NaN where x is infinite. Note [Overflow stays visible] in
+    """The product of fp32 values, before a cast: NaN where x is infinite. Note [Overflow stays visible] in
     lowerings/casts/values.py."""
     return x * factor + x * 0.0
 
@@ -209,5 +209,5 @@ def magnitudes(x):
 
 @triton.jit
 def raise_amax(pointer, bits):
-    """Of a tensor, which most tiles do not."""
+    """Raises the amax of a tensor, which most tiles do not."""
     tl.atomic_max(pointer, bits, mask=bits > tl.load(pointer), sem="relaxed")

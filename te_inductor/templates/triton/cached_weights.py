@@ -52,8 +52,8 @@ _INPUTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32
 
 @dataclass(frozen=True)
 class _Table:
-    """Where everything is, for kernels that serve many tensors. In the parameter's own orientation: of one that holds
-    (K, N) the copy that is laid out like it is the columnwise one."""
+    """The places of everything, for kernels that serve many tensors, in the parameter's own orientation: of one that
+    holds (K, N) the copy that is laid out like it is the columnwise one."""
 
     parameters: Tensor  # (P, 18) int64
     weights: Tensor  # (W, 7) int64

@@ -13,7 +13,7 @@ from te_inductor.templates.triton.ptx import (
     PAIRS_PACK,
 )
 
-# Of fp32; clearing the mantissa of a positive value rounds it down to a power of two.
+# The exponent of fp32; clearing the mantissa of a positive value rounds it down to a power of two.
 _EXPONENT_MASK = tl.constexpr(255 << 23)
 _INFINITY = tl.constexpr(float("inf"))
 _ONE, _INFINITY_BITS = tl.constexpr(127 << 23), tl.constexpr(255 << 23)  # of fp32
@@ -25,8 +25,8 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def encode(amax, LARGEST: tl.constexpr, EPSILON: tl.constexpr, LARGEST_SCALE: tl.constexpr, POWER_2: tl.constexpr):
-    """As `arithmetic.encode_scale`. The double quotient of fp32 values, rounded to fp32, is the correctly rounded
-    one; Triton's own fp32 division may be off by 2 ulp. A power of two is found without one, as by
+    """Computes what `arithmetic.encode_scale` does. The double quotient of fp32 values, rounded to fp32, is the
+    correctly rounded one; Triton's own fp32 division may be off by 2 ulp. A power of two is found without one, as by
     `lowerings.values`."""
     amax = tl.where(amax < EPSILON, EPSILON, amax)
     if POWER_2:

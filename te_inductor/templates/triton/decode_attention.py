@@ -28,7 +28,7 @@ def attention(
     scale: float,
     assembly: bool = True,
 ) -> Tensor:  # (B, M, D)
-    """As `ops_attention.decode_attention`, with scores and sums in fp32."""
+    """Computes what `ops_attention.decode_attention` does, with scores and sums in fp32."""
     q = q.contiguous()
     (batch, m, d), n = q.shape, k.shape[2]
     if m > QUERIES or d not in WIDTHS:  # called by hand: the pass asks beforehand

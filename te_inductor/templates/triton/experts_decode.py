@@ -46,7 +46,7 @@ def scales_as(quantizer: Quantizer) -> bool:
 
 
 def choose(m: int, count: int, k: int, nvfp4: bool, by_ids: bool = False) -> Config:
-    """For m rows, `count` experts and matrices of k columns."""
+    """Chooses the config for m rows, `count` experts and matrices of k columns."""
     each = m / count
     rows = 16 if each <= 8 else 32 if each <= 24 else 64
     if by_ids:  # each of a program's rows is compared with all of them
@@ -72,7 +72,7 @@ def nvfp4_product(
     assembly: bool = True,
     config: Config | None = None,
 ) -> Tensor:  # (M, N)
-    """As `runtime.eager.experts.nvfp4_product`, but for the order of sums."""
+    """Computes what `runtime.eager.experts.nvfp4_product` does, but for the order of sums."""
     if ids is not None and x.shape[0] > MOST_IDS:
         return _sorted(nvfp4_product, x, ids, stored, block_scale, tensor_scale, out_dtype, assembly, config)
     (count, n, half), (m, k) = stored.shape, x.shape
@@ -114,7 +114,7 @@ def fp8_product(
     assembly: bool = True,  # whether griddepcontrol is among the device's instructions
     config: Config | None = None,
 ) -> Tensor:  # (M, N)
-    """As `runtime.eager.experts.fp8_product`, but for the order of sums."""
+    """Computes what `runtime.eager.experts.fp8_product` does, but for the order of sums."""
     if ids is not None and x.shape[0] > MOST_IDS:
         return _sorted(fp8_product, x, ids, stored, scale_inv, quantizer, out_dtype, assembly, config)
     (count, n, padded), (m, k) = stored.shape, x.shape
@@ -178,7 +178,7 @@ def _constants(m: int, count: int, ids: Tensor | None, config: Config, assembly:
 
 @triton.jit
 def _place(N, BLOCK_N: tl.constexpr):
-    """Which tile of rows a program has, of how many, and its rows of a weight."""
+    """Finds which tile of rows a program has, of how many, and its rows of a weight."""
     programs = tl.num_programs(0) // tl.cdiv(N, BLOCK_N)
     return tl.program_id(0) % programs, programs, tl.program_id(0) // programs * BLOCK_N + tl.arange(0, BLOCK_N)
 

@@ -39,7 +39,7 @@ def config_of(columns: int) -> Config:
 
 
 def supports(w: Tensor) -> bool:
-    """Of experts' weights (E, R, C)."""
+    """Whether the kernel takes experts' weights (E, R, C)."""
     return w.stride(2) == 1 and w.shape[2] <= COLUMNS
 
 

@@ -31,7 +31,7 @@ def partial_sums(
     out_dtype: torch.dtype,  # of the result, where there is one split
     assembly: bool = True,
 ) -> Tensor:  # (splits, M, N), fp32 if there are several
-    """Whose sum over the first dimension is ``(a @ b.T) * a_scale * b_scale.T``."""
+    """Returns parts, whose sum over the first dimension is ``(a @ b.T) * a_scale * b_scale.T``."""
     (m, k), n = a.shape, b.shape[0]
     out = a.new_empty((config.splits, m, n), dtype=sum_dtype(config.splits, out_dtype))
     run = launcher(

@@ -99,7 +99,7 @@ def _strips_kernel(
         cast0 = casting.cast(tiles.product(x0, factor[None, :]), LARGEST, ELEMENT)
         cast1 = casting.cast(tiles.product(x1, factor[None, :]), LARGEST, ELEMENT)
         store_transposed(out, cast0, cast1, tile, columns, wide, leading, TILE, True)
-    # Behind all groups there are as many tiles as groups, at most: each program clears one.
+    # There are as many tiles behind all groups as groups, at most: each program clears one.
     tile = tl.load(starts + groups) // TILE + group
     nothing = tl.zeros((TILE // 2, WIDE), tl.float32).to(ELEMENT)
     if tile < leading // TILE:

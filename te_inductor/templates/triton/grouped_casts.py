@@ -180,7 +180,7 @@ def _cast_launcher(
 def column_scales(
     x: Tensor, source: Tensor | None, tile_groups: Tensor | None, groups: int, quantizer: Quantizer
 ) -> tuple[Tensor, Tensor]:
-    """Of each column within an expert or a group, (groups, C)."""
+    """The scales of each column within an expert or a group, (groups, C)."""
     experts, rows, columns = x.shape
     high = rows if source is None else source.shape[0]
     amax = torch.zeros((groups, columns), dtype=torch.int32, device=x.device)
@@ -228,7 +228,7 @@ def tile_of(high, wide, TILE: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def rows_of(x, source, rows, high, stride_r, GATHERED: tl.constexpr):
-    """Where rows of a tile begin, and which of them there are."""
+    """Finds where rows of a tile begin, and which of them there are."""
     there = rows < high
     if GATHERED:
         rows = tl.load(source + rows, mask=there, other=-1)

@@ -80,8 +80,8 @@ def _previous(place, STAGES: gl.constexpr):
 
 @gluon.jit
 def _bounds(bounds, group, start, sizes, BLOCK_N: gl.constexpr, WGRAD: gl.constexpr):
-    """Where a group ends, and how many rows and columns of tiles it has. Groups of WGRAD are columns of both operands.
-    Others are rows of a, and the rows behind the last group are one more, number E."""
+    """Finds where a group ends, and how many rows and columns of tiles it has. Groups of WGRAD are columns of both
+    operands. Others are rows of a, and the rows behind the last group are one more, number E."""
     E, M, N = sizes
     across = (N + BLOCK_N - 1) // BLOCK_N
     if WGRAD:
@@ -199,7 +199,7 @@ def _added(y, half: gl.constexpr, memory, place, scales, factor, WHO: gl.constex
 
 @gluon.jit
 def _scales(of_a, of_b, step, BLOCKED: gl.constexpr):
-    """Of a stage: those of rows of a, and of square blocks of b; 1.0 where there are none."""
+    """The scales of a stage: those of rows of a, and of square blocks of b; 1.0 where there are none."""
     factor0, factor1, scales = 1.0, 1.0, 1.0
     if BLOCKED != 0:
         start, stride, below, most = of_a

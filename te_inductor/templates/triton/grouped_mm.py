@@ -46,8 +46,8 @@ class Config:
 
 
 def config_of(m: int, e: int, n: int, k: int) -> Config:
-    """Of groups that are M rows in all, and M / E each where e is the number of groups: wide tiles, if there are enough
-    of them for every multiprocessor."""
+    """The config of groups that are M rows in all, and M / E each where e is the number of groups: wide tiles, if there
+    are enough of them for every multiprocessor."""
     tiles = -(-m // BLOCK_M.value) * -(-n // 256)  # at each call, where `triton.cdiv` would take the host longer
     wide = n > 128 and tiles >= MULTIPROCESSORS
     block_n = 256 if wide else 128
@@ -79,7 +79,7 @@ class Call:
     launcher: Launcher
 
     def launch(self) -> None:
-        """On the device of its tensors."""
+        """Launches on the device of its tensors."""
         self.launcher(self.programs, *self.arguments)
 
 
@@ -101,7 +101,7 @@ def _kind(scope: Scope) -> int:
 
 
 def launcher_of(gemm: Gemm, config: Config, add: bool, *sizes: int) -> Launcher:
-    """Of a product of these sizes, which have to be multiples of 16."""
+    """The launcher of a product of these sizes, which have to be multiples of 16."""
     return _launcher(gemm.name, gemm.fast_accum, gemm.scopes, gemm.elements, config, add, sizes)
 
 
@@ -128,7 +128,7 @@ def box(rows: int) -> tuple[list[int], Any]:
 
 @functools.cache
 def box_of_scales() -> tuple[list[int], Any]:
-    """Of blocks of rows of b."""
+    """The box of scales of blocks of rows of b."""
     return [1, HALF.value], gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 

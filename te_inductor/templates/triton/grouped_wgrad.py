@@ -56,7 +56,7 @@ def prepared(
     describe: Describe = TensorDescriptor.from_tensor,
     programs: int | None = None,
 ) -> Call:
-    """As of `grouped_mm`."""
+    """Makes the call as that of `grouped_mm` is made."""
     (m, p), n, e = a.shape, b.shape[0], starts.shape[0] - 1
     config = config or config_of(e * m, e, n, p)
     launch = launcher_of(gemm, config, add, m, n)

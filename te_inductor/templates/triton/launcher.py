@@ -31,7 +31,7 @@ class Launcher:
         constants = [name for name in kernel.arg_names if name in named]
         wanted = [parameter.name for parameter in getattr(kernel, "params", ()) if parameter.is_constexpr]
         if wanted not in ([], constants) or constants != kernel.arg_names[len(kernel.arg_names) - len(constants) :]:
-            # By position a constant would be looked at as an integer, of which two values can share a kernel.
+            # Given by position, a constant would be looked at as an integer, of which two values can share a kernel.
             raise TypeError(
                 f"constants {constants} of a kernel with {kernel.arg_names}, expected {wanted}, behind all others"
             )
@@ -41,7 +41,8 @@ class Launcher:
         self._compiled: dict[tuple[Any, ...], CompiledKernel] = {}
 
     def __call__(self, programs: int, *arguments: Any, on: torch.device | None = None) -> None:
-        """On the current stream of `on`, by default the device of the first argument, a tensor or a descriptor of one."""
+        """Launches on the current stream of `on`, by default the device of the first argument, a tensor or a descriptor
+        of one."""
         if programs > MOST_PROGRAMS:
             raise LaunchError(too_many(self._kernel.__name__, programs, arguments))
         if on is None:

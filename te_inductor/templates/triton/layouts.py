@@ -18,7 +18,7 @@ def of_dimension(layout, dim):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def index(dim: gl.constexpr, layout: gl.constexpr):
-    """Along one dimension of a linear layout, broadcast to the others."""
+    """The index along one dimension of a linear layout, broadcast to the others."""
     RANK: gl.constexpr = layout.rank
     found = gl.arange(0, layout.shape[dim], layout=of_dimension(layout, dim))
     for other in gl.static_range(RANK):

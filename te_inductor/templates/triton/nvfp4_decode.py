@@ -1,4 +1,4 @@
-"""From stored NVFP4 to bf16 in registers: what the kernels of this folder share.
+"""The way from stored NVFP4 to bf16 in registers: what the kernels of this folder share.
 
 Note [Order of a stored block] in numerics/nvfp4.py says where the bits are. Two neighbouring 16-bit words, one 32-bit
 unit, are eight values; `VALUES` makes of it four registers of two bf16 each. Masked out of the rotated unit, a field is

@@ -91,7 +91,7 @@ def constants(
 
 
 def _layout(shape: tuple[int, ...], registers: list[tuple[int, int]], lanes: list[tuple[int, int]]) -> Any:
-    """Which bit of which dimension each bit of a register's and a lane's number is; dimension 0 is the warp's."""
+    """Says which bit of which dimension each bit of a register's and a lane's number is; dimension 0 is the warp's."""
 
     def bases(bits: list[tuple[int, int]]) -> list[list[int]]:
         return [[bit if place == dim else 0 for place in range(len(shape))] for dim, bit in bits]
@@ -105,7 +105,7 @@ def _bits(dim: int, size: int) -> list[tuple[int, int]]:
 
 @gluon.jit
 def _loaded(loaded, weight, turn, SHARES: gl.constexpr):
-    """And one block of columns more."""
+    """Loads one block of columns more."""
     units = gl.load(weight[0] + turn * (SHARES * COLUMNS // 8) + weight[1], eviction_policy="evict_first")
     scales = gl.load(weight[2] + turn * (SHARES * COLUMNS // 32) + weight[3])
     gl.inline_asm_elementwise(_LOADED, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
@@ -127,7 +127,7 @@ def _operand(pairs, PRODUCT: gl.constexpr, dtype: gl.constexpr):
 
 @gluon.jit
 def _planes(x, PRODUCT: gl.constexpr):
-    """Of 128 columns, for the four products of a unit: right operands, (warps, 32, rows)."""
+    """The planes of 128 columns, for the four products of a unit: right operands, (warps, 32, rows)."""
     WARPS: gl.constexpr = x.shape[0]
     ROWS: gl.constexpr = x.shape[1] * 8
     # lane, block, i / 2, i % 2, unit, value

@@ -25,7 +25,7 @@ def recast(
     tensor_scale: Tensor,  # () fp32
     assembly: bool = True,
 ) -> tuple[Tensor, Tensor]:  # data (N, K) e4m3, scale_inv (N, 1) fp32
-    """As `numerics.nvfp4.recast`, bit for bit."""
+    """Computes what `numerics.nvfp4.recast` does, bit for bit."""
     n, k = stored.shape[0], 2 * stored.shape[1]
     data = stored.new_empty((n, k), dtype=torch.float8_e4m3fn)
     scale_inv = tensor_scale.new_empty((n, 1))
@@ -52,7 +52,7 @@ def dequantize(
     dtype: torch.dtype,
     assembly: bool = True,
 ) -> Tensor:  # (N, k)
-    """As `numerics.nvfp4.dequantize`, bit for bit."""
+    """Computes what `numerics.nvfp4.dequantize` does, bit for bit."""
     n, padded = math.prod(stored.shape[:-1]), 2 * stored.shape[-1]
     data = stored.new_empty((*stored.shape[:-1], k), dtype=dtype)
     run = launcher(
@@ -153,8 +153,8 @@ def _expand(
 
 @triton.jit
 def _powers(scale, inside, BLOCKS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Of each row: the largest power of two that its largest block scale allows. The quotient is never near a power of
-    two, so that it does not matter how the division rounds."""
+    """Finds, for each row, the largest power of two that its largest block scale allows. The quotient is never near a
+    power of two, so that it does not matter how the division rounds."""
     largest = tl.zeros((ROWS,), dtype=tl.float32)
     for first in range(0, BLOCKS, BLOCK):
         b = first + tl.arange(0, BLOCK)[None, :]

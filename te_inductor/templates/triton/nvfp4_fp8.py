@@ -92,7 +92,7 @@ def microseconds(config: Config, m: int, n: int, k: int) -> float:
 
 
 def arranged(x: Tensor) -> Tensor:  # (M, K), K a multiple of 128
-    """Of each 128 columns, 4 pairs of 2 blocks of 4 runs of 4: pairs and runs change places."""
+    """Arranges, in each 128 columns, 4 pairs of 2 blocks of 4 runs of 4: pairs and runs change places."""
     m, k = x.shape
     return x.reshape(m, k // 128, 4, 2, 4, 4).permute(0, 1, 4, 3, 2, 5).reshape(m, k)
 
@@ -106,7 +106,7 @@ def partial_sums(
     config: Config,
     out_dtype: torch.dtype,  # of the result, where there is one split
 ) -> Tensor:  # (splits, M, N), fp32 if there are several
-    """Whose sum over the first dimension is the product."""
+    """Returns parts, whose sum over the first dimension is the product."""
     m, n, k = x.shape[0], stored.shape[0], 2 * stored.shape[1]
     out = x_scale.new_empty((config.splits, m, n), dtype=sum_dtype(config.splits, out_dtype))
     scales = block_scale.view(torch.uint8)
@@ -198,8 +198,8 @@ def _load_all(
 
 @gluon.jit
 def _powers(block_scale, n, first, N: gl.constexpr, K: gl.constexpr, COLUMNS: gl.constexpr, POWERS: gl.constexpr):
-    """Of each row of a warp group: the largest power of two that the largest block scale of its columns allows, as its
-    bits. The quotient is never near a power of two, so that it does not matter how the division rounds."""
+    """Finds, for each row of a warp group, the largest power of two that the largest block scale of its columns allows,
+    as its bits. The quotient is never near a power of two, so that it does not matter how the division rounds."""
     row = n + gl.arange(0, GROUP, layout=gl.SliceLayout(1, POWERS))
     word = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, POWERS)), 0)
     place = block_scale + gl.expand_dims(row.to(gl.int64) * (K // 64), 1) + first * (BLOCK_K // 64) + word
@@ -291,7 +291,7 @@ def _product_of(decoded, x, y):
 
 @gluon.jit
 def _waited(ys, steps: gl.constexpr):
-    """Until the products of no more than so many steps are under way."""
+    """Waits until the products of no more than so many steps are under way."""
     if len(ys) == 1:
         return (warpgroup_mma_wait(steps, deps=[ys[0]]),)
     else:
@@ -300,7 +300,7 @@ def _waited(ys, steps: gl.constexpr):
 
 @gluon.jit
 def _again(ys):
-    """To be added to."""
+    """Starts sums to be added to."""
     if len(ys) == 1:
         return (warpgroup_mma_init(ys[0]),)
     else:

@@ -23,7 +23,7 @@ _ROWS = [4, 2, 8]  # of 16 of the weight, by the bits of a lane
 
 
 def layout(wide: int, registers: list[list[int]], columns: int) -> Any:
-    """Of (64, columns) elements of a stage, `wide` of which side by side are two blocks'."""
+    """The layout of (64, columns) elements of a stage, `wide` of which side by side are two blocks'."""
     lanes = [[0, wide], [0, 2 * wide], *([bit, 0] for bit in _ROWS)]
     return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [GROUP.value, columns])
 
@@ -46,7 +46,7 @@ def stored(rows):
 
 @gluon.jit
 def barriers(COUNT: gl.constexpr, READERS: gl.constexpr):
-    """Of each stage one that says that it is full, and one that its readers have done with it."""
+    """Makes two barriers a stage: one says that it is full, the other that its readers have done with it."""
     full = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(COUNT):
@@ -66,8 +66,9 @@ def to_stored(y):
 
 @gluon.jit
 def store(y, out, m, n, split, M, N, EDGES: gl.constexpr):
-    """Of the order of `stored`, for rows from m and columns from n on, beyond which y may end where there are EDGES.
-    What a lane adds to an address and what a register does are kept apart: the second is a constant of a store."""
+    """Stores in the order of `stored`, for rows from m and columns from n on, beyond which y may end where there are
+    EDGES. What a lane adds to an address and what a register does are kept apart: the second is a constant of a
+    store."""
     STORED: gl.constexpr = y.type.layout
     lane = index(0, STORED) * 2 + index(2, STORED) * (2 * N)
     register = index(1, STORED) * (8 * N) + index(3, STORED) * N + index(4, STORED)

@@ -153,7 +153,7 @@ def choose_on(device: torch.device, m: int, n: int, k: int, dtype: torch.dtype) 
 
 
 def _fitted(config: Config, problem: Problem) -> Config:
-    """With parts of K that it can be cut into."""
+    """The config with parts of K that it can be cut into."""
     if config.kind == PLAIN and problem.k % _LEAST_K == 0:
         config = replace(config, block_k=math.gcd(config.block_k, problem.k))
     blocks = max(1, problem.k // config.block_k)
@@ -202,7 +202,7 @@ def partial_sums(
     out_dtype: torch.dtype,  # of the result, where there is one split
     assembly: bool = True,
 ) -> Tensor:  # (splits, M, N), fp32 if there are several
-    """Whose sum over the first dimension is the product."""
+    """Returns parts, whose sum over the first dimension is the product."""
     n, k = stored.shape[0], 2 * stored.shape[1]
     out = empty(x, n, config, out_dtype)
     m, given = out.shape[1], (x, stored, block_scale, tensor_scale, out, config.rows, config.block_n)
@@ -264,9 +264,9 @@ def _partial_sums(
     column = x + m.to(tl.int64)[None, :] * K + part * WORDS + tl.arange(0, WORDS)[:, None]
     inside = m[None, :] < M
     y = tl.zeros((BLOCK_N, ROWS), dtype=tl.float32)
-    # As often for every part. Where Triton knows how often, it lets wgmma run while it makes the next ones' operands:
-    # 15% faster with 16 rows, and wrong by 1e-3 of the norm with 64 (Triton 3.6, H200, 64 x 128 x 128, 8 splits, 4
-    # warps, 3 stages). In a loop whose bounds it does not know it waits for each.
+    # The loop runs as often for every part. Where Triton knows how often, it lets wgmma run while it makes the next
+    # ones' operands: 15% faster with 16 rows, and wrong by 1e-3 of the norm with 64 (Triton 3.6, H200, 64 x 128 x 128,
+    # 8 splits, 4 warps, 3 stages). In a loop whose bounds it does not know it waits for each.
     first = part * BLOCK_K
     for _ in tl.range(first, K + first, SPLITS * BLOCK_K, num_stages=STAGES):
         words = tl.load(word, eviction_policy="evict_first")

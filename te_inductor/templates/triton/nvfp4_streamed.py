@@ -48,8 +48,8 @@ _REGISTERS = 65536  # of a multiprocessor
 
 
 def arranged(x: Tensor) -> Tensor:  # (M, K), K a multiple of 128
-    """Of each 128 columns, 4 lanes of 2 blocks of 4 words of 2 units of 2 values: the lanes come last but for the
-    values."""
+    """Arranges, in each 128 columns, 4 lanes of 2 blocks of 4 words of 2 units of 2 values: the lanes come last but for
+    the values."""
     m, k = x.shape
     return x.reshape(m, k // 128, 4, 2, 4, 2, 2).permute(0, 1, 3, 4, 5, 2, 6).reshape(m, k)
 
@@ -88,7 +88,7 @@ def shared_memory(rows: int, block_n: int, shares: int, stages: int) -> int:
 
 
 def _registers(rows: int, block_n: int, shares: int, stages: int) -> tuple[int, int]:
-    """Of a thread as it starts, and when the loading warp has given away what it does not need."""
+    """The registers of a thread as it starts, and when the loading warp has given away what it does not need."""
     groups = block_n // GROUP.value * shares
     two = groups == 2 and rows <= 16 and 2 * shared_memory(rows, block_n, shares, stages) <= SHARED
     programs = 2 if two else 1

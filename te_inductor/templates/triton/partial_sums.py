@@ -11,7 +11,7 @@ ADDED = 512  # elements of a result that a program of `add_up` writes
 
 
 def sum_dtype(splits: int, out_dtype: torch.dtype) -> torch.dtype:
-    """Of what a kernel writes: where there is one part, its sums are the result."""
+    """The dtype of what a kernel writes: where there is one part, its sums are the result."""
     return torch.float32 if splits > 1 else out_dtype
 
 

@@ -30,7 +30,7 @@ _ERFC_POLYNOMIAL = (
 
 
 def _float(value: float) -> str:
-    """As PTX writes an fp32 constant."""
+    """Writes an fp32 constant as PTX does."""
     return f"0f{struct.unpack('<I', struct.pack('<f', value))[0]:08X}"
 
 
@@ -48,7 +48,7 @@ ERFC = "".join(
 
 
 def _cast(element: str) -> str:
-    """Of four fp32, the first into the lowest byte: to nearest even, saturating, an infinity too; NaN stays."""
+    """Casts four fp32, the first into the lowest byte: to nearest even, saturating, an infinity too; NaN stays."""
     pair = f"cvt.rn.satfinite.{element}x2.f32"
     return f"{{ .reg .b16 low, high; {pair} low, $2, $1; {pair} high, $4, $3; mov.b32 $0, {{low, high}}; }}"
 

@@ -32,7 +32,7 @@ def update_scales(
     misfits: Tensor | None = None,  # (n, 4) int32
     own: bool = False,
 ) -> None:
-    """As `runtime.eager.delayed.update_scales` has it, which runs where a recipe brings functions of its own."""
+    """Does what `runtime.eager.delayed.update_scales` does, which runs where a recipe brings functions of its own."""
     table = _table((amaxes, scales, histories)) if _is_for(update.recipe) else None
     if table is None:
         delayed.update_scales(amaxes, scales, histories, update, read, misfits, own)
@@ -55,7 +55,7 @@ def _table(state: tuple[list[Tensor], ...]) -> Tensor | None:
 
 
 def launch(amax: Tensor, table: Tensor, update: ScaleUpdate, misfits: Tensor | None = None, own: bool = False) -> None:
-    """On the device of `amax`, one of the tensors."""
+    """Launches on the device of `amax`, one of the tensors."""
     count, recipe, reduced = len(table) // 3, update.recipe, None
     if delayed.reduces(update):
         reduced = amax.new_empty(count)
@@ -96,7 +96,7 @@ def collect_amaxes(table, out, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def count_misfit(counts, amax, scale, least, most, OWN: tl.constexpr):
-    """Of one quantizer, whose counts are four int32."""
+    """Counts for one quantizer, whose counts are four int32."""
     steps = tl.load(counts) + 1
     tl.store(counts, steps)
     if not OWN:
