@@ -140,3 +140,11 @@ def test_delayed_casts_in_passing():
     [swiglu] = [kernel for kernel in made.kernels if kernel.name in casts and "sigmoid" in kernel.name]
     assert len(re.findall(r"tl\.load\(.*\.to\(tl\.float32\)", swiglu.body)) == 3  # dh, gate and up, each once
     assert swiglu.body.count("tl.store(") == 3 and swiglu.body.count("tl.atomic_max(") == 1
+
+
+@pytest.mark.thorough
+def test_bias_gradients_are_added_in_one_order() -> None:
+    """The sums of the tiles of an expert are added without atomics, which are slow and add in any order."""
+    sums = [kernel for kernel in generate("experts_biased_delayed", 90).kernels if "_sum_" in kernel.name]
+    assert sum("split_with_sizes" in kernel.name for kernel in sums) == 2  # gate and up, and down
+    assert not any("atomic_add" in kernel.body for kernel in sums if "split_with_sizes" in kernel.name)

@@ -68,6 +68,36 @@ def experts_nvfp4() -> Case:
     return _experts("nvfp4")
 
 
+class BiasedExperts(Experts):
+    """Products with biases, and gate and up of which each has every other column, as gpt-oss has them."""
+
+    def __init__(self, dim: int, hidden: int, experts: int, each: int) -> None:
+        super().__init__(dim, hidden, experts, each)
+        made = {"device": "cuda", "dtype": torch.bfloat16}
+        self.gate_up_bias = nn.Parameter(torch.randn(experts, 2 * hidden, **made))
+        self.down_bias = nn.Parameter(torch.randn(experts, dim, **made))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).float().softmax(-1).topk(self.each)
+        ids, order = chosen.flatten().sort()
+        ends = torch.histc(ids.int(), bins=self.experts, min=0, max=self.experts - 1).cumsum(0, dtype=torch.int32)
+        rows = x[order // self.each]
+        gate_up = torch._grouped_mm(rows, self.gate_up.transpose(-2, -1), offs=ends) + self.gate_up_bias[ids]
+        gate, up = gate_up[..., ::2].clamp(max=7), gate_up[..., 1::2].clamp(-7, 7)
+        activated = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+        y = torch._grouped_mm(activated, self.down.transpose(-2, -1), offs=ends) + self.down_bias[ids]
+        y = y * weights.flatten()[order].to(y.dtype)[:, None]
+        back = torch.empty_like(order)
+        back[order] = torch.arange(order.shape[0], device=order.device)
+        return y[back].view(x.shape[0], self.each, -1).sum(1)
+
+
+def experts_biased_delayed() -> Case:
+    x = torch.randn(8192, 2880, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    options = {"recipe": "delayed", "policy": {"router": "none", "*": "delayed"}}
+    return torch.compile(BiasedExperts(2880, 2880, 32, 4), backend="te", fullgraph=True, options=options), (x,)
+
+
 def placed_rows(tokens: int = 6, columns: int = 1104) -> Case:
     """Gradients of experts' rows as passes/joint/token_order.py has them computed: a dot product a row, and the copy of
     the row times its weight, put where its expert has it; some rows are of no expert. And rows of a copy, likewise."""
