@@ -101,7 +101,7 @@ class Flops:
         return f"{_percent(self.share)} of the FLOPs of the forward's matrix products are in low precision{unknown}"
 
 
-class Weight(NamedTuple):
+class Weighing(NamedTuple):
     """What FP8 saves and costs layers of one input in one call, with its backward, as the size rule counts it."""
 
     bf16_s: float  # seconds of their GEMMs in bf16
@@ -116,7 +116,7 @@ class WeighedLayers:
 
     layers: tuple[str, ...]  # module paths
     low: bool
-    weight: Weight
+    weight: Weighing
     by_policy: bool = False  # in FP8 whatever they weigh: a policy entry names them, or their weights come in FP8
 
 

@@ -129,7 +129,7 @@ class _Sums:
 
 
 @dataclass
-class _Layer:
+class _MeasuredLayer:
     """What is known of the GEMMs of one layer."""
 
     candidate: Candidate
@@ -176,13 +176,13 @@ class _Recorder:
 
     def __init__(self) -> None:
         self.reports: list[Report] = []
-        self.layers: list[_Layer] = []
+        self.layers: list[_MeasuredLayer] = []
 
     def watch(self, candidate: Candidate) -> None:
         match, slots = candidate.match, candidate.slots
         assert slots is not None  # of a layer that is low
         graph, place = match.node.graph, len(self.layers)
-        self.layers.append(_Layer(candidate, slots, dict(match.gemms())))
+        self.layers.append(_MeasuredLayer(candidate, slots, dict(match.gemms())))
         with graph.inserting_after(match.node):
             seen = graph.call_function(self.see, (match.node, match.x, match.weight, place, match.transposed))
         match.node.replace_all_uses_with(seen, delete_user_cb=lambda user: user is not seen)
@@ -216,7 +216,7 @@ def _matrix(x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _see(layer: _Layer, x: Tensor, weight: Tensor) -> Callable[[Tensor], None]:
+def _see(layer: _MeasuredLayer, x: Tensor, weight: Tensor) -> Callable[[Tensor], None]:
     """Measure fprop; what is returned measures dgrad and wgrad, given dy."""
     slots, gemms = layer.slots, layer.shapes
     x_row, x_col = _operands("input", x, slots.input, "wgrad" in gemms)
@@ -237,7 +237,7 @@ def _see(layer: _Layer, x: Tensor, weight: Tensor) -> Callable[[Tensor], None]:
 _TENSORS = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
 
 
-def _gemm(layer: _Layer, name: str, shape: tuple[Any, int, int]) -> GemmAccuracy:
+def _gemm(layer: _MeasuredLayer, name: str, shape: tuple[Any, int, int]) -> GemmAccuracy:
     assert layer.candidate.recipe is not None
     operands = []
     for tensor in _TENSORS[name]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_inductor.api.checkpoint_formats import Entry
+from te_inductor.api.checkpoint_formats import TensorEntry
 from te_inductor.errors import CheckpointError, wrong_type
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -35,7 +35,7 @@ class Checkpoint:
     """Keys with their dtypes and shapes, a configuration, and one tensor after the other."""
 
     where: str  # what errors call it
-    entries: dict[str, Entry]
+    entries: dict[str, TensorEntry]
     configuration: dict[str, Any]  # its quantization_config; empty where there is none
 
     def read(self, key: str) -> Tensor:
@@ -52,12 +52,12 @@ class _StateDict(Checkpoint):
         return self._tensors[key].detach()  # type: ignore[no-any-return]
 
 
-def _entry(value: object) -> Entry:
+def _entry(value: object) -> TensorEntry:
     if not isinstance(value, Tensor):
-        return Entry(None, (), f"a {type(value).__name__}")
+        return TensorEntry(None, (), f"a {type(value).__name__}")
     if value.layout != torch.strided:
-        return Entry(None, tuple(value.shape), f"{value.layout}".removeprefix("torch."))
-    return Entry(value.dtype, tuple(value.shape), str(value.dtype).removeprefix("torch."))
+        return TensorEntry(None, tuple(value.shape), f"{value.layout}".removeprefix("torch."))
+    return TensorEntry(value.dtype, tuple(value.shape), str(value.dtype).removeprefix("torch."))
 
 
 class _Files(Checkpoint):
@@ -75,7 +75,7 @@ class _Files(Checkpoint):
                 part = reader.get_slice(key)
                 dtype = _DTYPES.get(part.get_dtype())
                 called = str(dtype).removeprefix("torch.") if dtype else str(part.get_dtype())
-                self.entries[key] = Entry(dtype, tuple(part.get_shape()), called)
+                self.entries[key] = TensorEntry(dtype, tuple(part.get_shape()), called)
                 self._of[key] = reader
         lost = [f"{key}: not in {file}, which the index names" for key, file in index.items() if key not in self._of]
         if lost:

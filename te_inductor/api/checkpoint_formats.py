@@ -50,7 +50,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """What a checkpoint says about a tensor without reading it."""
 
     dtype: torch.dtype | None  # None: one that torch has no name for, or no tensor
@@ -74,7 +74,7 @@ class Part:
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
         return f"{names} {' or '.join(str(list(shape)) for shape in self.shapes(n, k)) or 'and K a multiple of 16'}"
 
-    def fits(self, entry: Entry, n: int, k: int) -> bool:
+    def fits(self, entry: TensorEntry, n: int, k: int) -> bool:
         return entry.dtype in self.dtypes and entry.shape in self.shapes(n, k)
 
 
@@ -91,7 +91,7 @@ class CheckpointFormat:
         """The checkpoint's keys of the weight of this name."""
         return tuple(name + part.suffix for part in self.parts)
 
-    def misfits(self, name: str, entries: Mapping[str, Entry], n: int, k: int) -> list[str]:
+    def misfits(self, name: str, entries: Mapping[str, TensorEntry], n: int, k: int) -> list[str]:
         """What is wrong with each of an (N, K) weight's keys; empty where it is in this format."""
         wrong = []
         for part, key in zip(self.parts, self.keys(name), strict=True):

@@ -22,7 +22,7 @@ from te_inductor.passes.graph.module_path import without_wrappers
 
 
 @dataclass
-class Held:
+class HeldTensor:
     """A parameter or buffer of the model, with everything that holds it and all names that it has."""
 
     tensor: Tensor
@@ -48,12 +48,12 @@ class Source(NamedTuple):
     per: int = 0  # 0: the one piece is the whole tensor
 
 
-class Plan(NamedTuple):
-    steps: list[tuple[Held, Source]]
+class LoadPlan(NamedTuple):
+    steps: list[tuple[HeldTensor, Source]]
     calibrated: list[str]  # keys that hold scales of activations, which nothing uses
 
 
-def plan(model: nn.Module, checkpoint: Checkpoint, dequantize: bool) -> Plan:
+def plan(model: nn.Module, checkpoint: Checkpoint, dequantize: bool) -> LoadPlan:
     """What `model`, which stays as it is, is loaded from.
 
     Raises:
@@ -68,10 +68,10 @@ def plan(model: nn.Module, checkpoint: Checkpoint, dequantize: bool) -> Plan:
     problems += [partial(_unexpected, key, own) for key in rest if key not in set(calibrated)]
     problems += _lost_buffers(model)
     _raise(model, checkpoint, problems)
-    return Plan(steps, calibrated)
+    return LoadPlan(steps, calibrated)
 
 
-def stored_steps(model: nn.Module, checkpoint: Checkpoint) -> list[tuple[Held, Source]]:
+def stored_steps(model: nn.Module, checkpoint: Checkpoint) -> list[tuple[HeldTensor, Source]]:
     """Returns what becomes stored weights in a plan. The rest is for another loader, which says itself what is missing
     or left.
 
@@ -89,8 +89,8 @@ _Problems = list[str | Callable[[], str]]
 
 
 def _steps(
-    held: list[Held], own: Set[str], checkpoint: Checkpoint, dequantize: bool
-) -> tuple[list[tuple[Held, Source]], list[Held], set[str], _Problems]:
+    held: list[HeldTensor], own: Set[str], checkpoint: Checkpoint, dequantize: bool
+) -> tuple[list[tuple[HeldTensor, Source]], list[HeldTensor], set[str], _Problems]:
     """Steps, what nothing was found for, the keys that are used, and what is wrong with them and the configuration."""
     problems: _Problems = [*formats.unsupported(checkpoint.configuration)]
     used: set[str] = set()
@@ -122,15 +122,15 @@ def _raise(model: nn.Module, checkpoint: Checkpoint, problems: _Problems) -> Non
         raise CheckpointError(listed(f"{checkpoint.where} does not fit the {type(model).__name__}", problems))
 
 
-def _held(model: nn.Module) -> list[Held]:
+def _held(model: nn.Module) -> list[HeldTensor]:
     """What the model's state_dict would have."""
-    found: dict[int, Held] = {}
+    found: dict[int, HeldTensor] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         buffers = {key: one for key, one in module._buffers.items() if key not in module._non_persistent_buffers_set}
         for key, tensor in {**module._parameters, **buffers}.items():
             if tensor is None:
                 continue
-            held = found.setdefault(id(tensor), Held(tensor))
+            held = found.setdefault(id(tensor), HeldTensor(tensor))
             held.names.append(without_wrappers(f"{path}.{key}").strip("."))
             if not any(one is module and name == key for one, name in held.holders):
                 held.holders.append((module, key))
@@ -176,7 +176,7 @@ def _matches(name: str, shape: Shape, dtype: torch.dtype, own: Set[str], checkpo
     return [_Match(name, rows, present, None, _no_format(name, shape, present, nearest, checkpoint))]
 
 
-def _experts(held: Held, own: Set[str], checkpoint: Checkpoint) -> tuple[list["_Match"], int]:
+def _experts(held: HeldTensor, own: Set[str], checkpoint: Checkpoint) -> tuple[list["_Match"], int]:
     """The matrices of a parameter (E, N, K) of experts that the checkpoint has one by one, and how many an expert has;
     none, if it has none of them."""
     module, key = held.holders[0]
@@ -189,7 +189,7 @@ def _experts(held: Held, own: Set[str], checkpoint: Checkpoint) -> tuple[list["_
         matches += found or [_Match(name, 0, (), None, f"{name}: found nothing, expected a part of {held.names[0]}")]
     if not any(match.keys for match in matches):
         return [], 0
-    if quantization.Held(module, key, ()).transposed:
+    if quantization.MultipliedWeight(module, key, ()).transposed:
         matches.append(_Match(key, 0, (), None, f"{held.names[0]}: it is transposed, (E, K, N), which is not loaded"))
     return matches, len(pieces)
 
@@ -225,7 +225,7 @@ def _no_format(
     return f"{name}: found {found} for shape {list(shape)}, expected, of {options}"
 
 
-def _refused(match: _Match, held: Held, checkpoint: Checkpoint, dequantize: bool) -> Iterator[str]:
+def _refused(match: _Match, held: HeldTensor, checkpoint: Checkpoint, dequantize: bool) -> Iterator[str]:
     """Why a name cannot be loaded from what it has matched."""
     if match.wrong:
         yield match.wrong

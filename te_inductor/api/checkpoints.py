@@ -19,7 +19,7 @@ from te_inductor.api import checkpoint_formats as formats
 from te_inductor.api.checkpoint_experts import FUSINGS, Filling
 from te_inductor.api.checkpoint_files import Checkpoint, opened
 from te_inductor.api.checkpoint_formats import ROWS_OF_BLOCK
-from te_inductor.api.checkpoint_plan import Held, Piece, Source, meta_buffers, plan
+from te_inductor.api.checkpoint_plan import HeldTensor, Piece, Source, meta_buffers, plan
 from te_inductor.diagnostics import say
 from te_inductor.errors import CheckpointError, OptionError, RecipeError, wrong_type
 from te_inductor.ops.stored_weight import StoredWeight, as_parameter, kind_of
@@ -99,7 +99,11 @@ def load_quantized(
 
 
 def load_steps(
-    checkpoint: Checkpoint, steps: Sequence[tuple[Held, Source]], *, recipes: Sequence[object], device: torch.device
+    checkpoint: Checkpoint,
+    steps: Sequence[tuple[HeldTensor, Source]],
+    *,
+    recipes: Sequence[object],
+    device: torch.device,
 ) -> None:
     """Some steps of a `plan`, as `load_quantized` does all."""
     with torch.no_grad():
@@ -108,7 +112,7 @@ def load_steps(
 
 def _load(
     checkpoint: Checkpoint,
-    steps: Sequence[tuple[Held, Source]],
+    steps: Sequence[tuple[HeldTensor, Source]],
     recipes: Mapping[type[Recipe], Recipe],
     dequantize: bool,
     to: torch.device,
@@ -152,7 +156,7 @@ class _Loading:
     dequantize: bool
     to: torch.device
 
-    def load(self, held: Held, source: Source) -> None:
+    def load(self, held: HeldTensor, source: Source) -> None:
         old = held.tensor
         if source.per:
             self._experts(held, source)
@@ -195,7 +199,7 @@ class _Loading:
             rows.copy_(kind_of(recipe)(some, rows.shape, like.dtype, recipe).dequantize())  # type: ignore[call-arg]
         return plain
 
-    def _experts(self, held: Held, source: Source) -> None:
+    def _experts(self, held: HeldTensor, source: Source) -> None:
         old, per = held.tensor, source.per
         experts = [source.pieces[start : start + per] for start in range(0, len(source.pieces), per)]
         first = source.pieces[0].format
@@ -224,7 +228,7 @@ def _place(old: Tensor, device: torch.device) -> Tensor:
     return old.detach() if _is_place(old) else torch.empty(old.shape, dtype=old.dtype, device=device)
 
 
-def _put(held: Held, tensor: Tensor) -> None:
+def _put(held: HeldTensor, tensor: Tensor) -> None:
     """A plain tensor of its dtype, into memory that is there, or as it is."""
     old = held.tensor
     if _is_place(old):

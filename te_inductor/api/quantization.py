@@ -24,7 +24,7 @@ CONTAINERS = (nn.ParameterDict, nn.ParameterList)
 
 
 @dataclass(frozen=True)
-class Held:
+class MultipliedWeight:
     """A weight, and the module that multiplies by it."""
 
     module: nn.Module
@@ -97,7 +97,7 @@ def quantize_(
         raise OptionError(wrong_type("quantize_'s model", model, "an nn.Module"))
     options = config.parse({"policy": policy or {}, "fallback": fallback})
     entries, default, owners = policies.entries(options.policy), recipes.resolve(recipe), _owners(model)
-    chosen: list[tuple[Held, Recipe]] = []
+    chosen: list[tuple[MultipliedWeight, Recipe]] = []
     said: list[str] = []
     used = set()
     for held in _weights(model, [entry.pattern for entry in entries]):
@@ -127,12 +127,14 @@ def quantize_(
     return model
 
 
-def _weights(model: nn.Module, patterns: Sequence[object]) -> Iterator[Held]:
+def _weights(model: nn.Module, patterns: Sequence[object]) -> Iterator[MultipliedWeight]:
     """The weights of linear layers and of experts."""
     for name, module in model.named_modules():
         path = without_wrappers(name)
         if isinstance(module, nn.Linear):
-            yield Held(module, "weight", names_of(path), is_router(path, model.get_submodule(name.rpartition(".")[0])))
+            yield MultipliedWeight(
+                module, "weight", names_of(path), is_router(path, model.get_submodule(name.rpartition(".")[0]))
+            )
             continue
         named = "expert" in f"{path} {type(module).__name__}".lower()
         for key, parameter in module._parameters.items():
@@ -140,7 +142,7 @@ def _weights(model: nn.Module, patterns: Sequence[object]) -> Iterator[Held]:
             asked = any(isinstance(glob, str) and glob.rpartition(".")[2] == key for glob in patterns)
             known = type(module).__module__.startswith("torch.nn.") and not isinstance(module, CONTAINERS)
             if parameter is not None and parameter.dim() == 3 and (named or asked) and not known:
-                yield Held(module, key, tuple(dict.fromkeys((*names_of(full), *names_of(path)))))
+                yield MultipliedWeight(module, key, tuple(dict.fromkeys((*names_of(full), *names_of(path)))))
 
 
 def is_router(path: str, parent: nn.Module) -> bool:
@@ -148,7 +150,7 @@ def is_router(path: str, parent: nn.Module) -> bool:
     return path.rpartition(".")[2] in ROUTERS and any("expert" in key.lower() for key, _ in parent.named_children())
 
 
-def _replace(chosen: Sequence[tuple[Held, Recipe]]) -> None:
+def _replace(chosen: Sequence[tuple[MultipliedWeight, Recipe]]) -> None:
     """One after the other, so that two forms of one weight are all that memory has to hold besides the model."""
     done: dict[Tensor, nn.Parameter] = {}
     for held, recipe in chosen:
@@ -166,7 +168,7 @@ def _owners(model: nn.Module) -> dict[Tensor, list[nn.Module]]:
     return owners
 
 
-def _refusal(held: Held, owners: Mapping[Tensor, Sequence[nn.Module]]) -> Refusal | None:
+def _refusal(held: MultipliedWeight, owners: Mapping[Tensor, Sequence[nn.Module]]) -> Refusal | None:
     if held.parameter not in held.module._parameters:
         return Refusal(
             "it is computed from other parameters, as by a parametrization, which would have to be removed first"

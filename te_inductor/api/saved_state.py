@@ -26,7 +26,7 @@ from te_inductor.runtime.state.state_sites import (
     ROOT,
     SLOTS,
     Place,
-    Site,
+    StateSite,
     base_of,
     join,
     name_of,
@@ -35,7 +35,7 @@ from te_inductor.runtime.state.state_sites import (
     same_site,
     site_of,
 )
-from te_inductor.runtime.state.store import ScalingState, check_length
+from te_inductor.runtime.state.store import QuantizerState, check_length
 
 FIELDS = ("scale", "amax_history")
 T = TypeVar("T")
@@ -113,9 +113,9 @@ def _load_state_dict(model: nn.Module, state: Mapping[str, Tensor], strict: bool
     targets = [(_target(*owners[base], use, slot, saved), saved) for (base, use, slot), saved in found.items()]
     loaded = set()
     for target, saved in targets:
-        if isinstance(target, ScalingState) and target in loaded:
+        if isinstance(target, QuantizerState) and target in loaded:
             target.join(saved)  # several quantizers share it, which need not have been so in the model that was saved
-        elif isinstance(target, ScalingState):
+        elif isinstance(target, QuantizerState):
             target.load(saved)
             loaded.add(target)
         else:
@@ -125,7 +125,7 @@ def _load_state_dict(model: nn.Module, state: Mapping[str, Tensor], strict: bool
 
 def _target(
     parameter: Tensor, names: tuple[str, ...], alias: int, use: str, slot: str, saved: dict[str, Tensor]
-) -> ScalingState | tuple[Tensor, Site]:
+) -> QuantizerState | tuple[Tensor, StateSite]:
     """Finds where an entry goes: the state that there is, or the site for which it waits."""
     place = Place(alias, use, slot)
     site, states, waiting = site_of(place, names), store.states_of(parameter), store.loaded_of(parameter)
@@ -136,9 +136,9 @@ def _target(
     return parameter, next(iter(same_site(waiting, site)), site)
 
 
-def _places(sites: Mapping[Site, T], names: Sequence[str]) -> dict[Place, T]:
+def _places(sites: Mapping[StateSite, T], names: Sequence[str]) -> dict[Place, T]:
     """What belongs to a parameter's sites, as a user sees them who knows it by these names."""
-    places: dict[Place, Site] = {}
+    places: dict[Place, StateSite] = {}
     for site in sites:
         place = place_of(site, names)
         other = places.setdefault(place, site)

@@ -22,7 +22,7 @@ from te_inductor.tensor_tables import TensorTable
 
 
 @dataclass
-class Choice:
+class FormChoice:
     """The choice for the calls of some layers with the same parameters."""
 
     groups: tuple[AmaxGroup, ...]
@@ -47,14 +47,14 @@ class Choice:
         return self.is_first
 
 
-_choices: TensorTable[dict[str, Choice]] = TensorTable()  # by a parameter of the layers, then by their name
+_choices: TensorTable[dict[str, FormChoice]] = TensorTable()  # by a parameter of the layers, then by their name
 
 
-def choice_of(parameter: Tensor, layers: str, groups: Iterable[AmaxGroup]) -> Choice:
+def choice_of(parameter: Tensor, layers: str, groups: Iterable[AmaxGroup]) -> FormChoice:
     """The choice of some layers, all of them in one string, of which one has this parameter."""
     # In one order on all ranks of a mesh, whose groups along one of its dimensions have ranks equally far apart.
     ordered = sorted(groups, key=lambda group: [rank - group.ranks[0] for rank in group.ranks])
-    return _choices.setdefault(parameter, {}).setdefault(layers, Choice(tuple(ordered)))
+    return _choices.setdefault(parameter, {}).setdefault(layers, FormChoice(tuple(ordered)))
 
 
 def is_due(calls: int, asked: int) -> bool:

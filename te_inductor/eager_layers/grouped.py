@@ -24,7 +24,7 @@ class WaitingGradients:
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.parameters = list(parameters)
-        self.products: list[deferred_wgrads.Product] = []
+        self.products: list[deferred_wgrads.WaitingProduct] = []
 
     def __len__(self) -> int:
         return len(self.products)

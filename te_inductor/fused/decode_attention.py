@@ -33,7 +33,7 @@ _SAME = frozenset(
 
 
 @dataclass(frozen=True)
-class Attention:
+class DecodeAttention:
     """``bmm(softmax(mask(scale * bmm(q, k))), v)``"""
 
     q: fx.Node  # (B, M, D)
@@ -61,7 +61,7 @@ def _has_few_rows(node: fx.Node) -> bool:
     return node.target is ops.scaled_mm and select(problem_of(node)).kind == SMALL_M
 
 
-def _emit(graph: fx.Graph, found: Attention) -> fx.Node:
+def _emit(graph: fx.Graph, found: DecodeAttention) -> fx.Node:
     keep = found.mask
     if keep is not None:
         keep = _call(graph, aten.reshape.default, keep, [-1])
@@ -75,7 +75,7 @@ def _call(graph: fx.Graph, op: Any, *args: Any) -> fx.Node:
     return node
 
 
-def match(node: fx.Node) -> Attention | None:
+def match(node: fx.Node) -> DecodeAttention | None:
     """The attention whose second product this is."""
     weights, v = _arguments(node, aten.bmm.default)
     scores = _softmaxed(_plain(weights))
@@ -87,11 +87,11 @@ def match(node: fx.Node) -> Attention | None:
     if product.target is not aten.bmm.default or _value(product).shape != _value(weights).shape:
         return None
     q, k = product.args
-    found = Attention(q, k, v, mask, drops, scale)
+    found = DecodeAttention(q, k, v, mask, drops, scale)
     return found if _value(q).shape == _value(node).shape else None
 
 
-def _runs(found: Attention) -> bool:
+def _runs(found: DecodeAttention) -> bool:
     """Whether the kernels take it."""
     q, k, v = (_value(node) for node in (found.q, found.k, found.v))
     sizes = q.shape[1:]

@@ -62,7 +62,7 @@ _call = fallback_handler(gated_gradient, add_to_fallback_set=False)
 
 
 @dataclass(frozen=True)
-class _Found:
+class _FoundGate:
     """A cast of two pieces that one GEMM and two tensors make."""
 
     cast: fx.Node
@@ -97,7 +97,7 @@ def _fits(quantizer: Quantizer) -> bool:
     return (quantizer.scope, quantizer.power_2_scale, quantizer.amax_epsilon) == (BLOCK_1X128.name, True, 0.0)
 
 
-def _found(cast: fx.Node) -> _Found | None:
+def _found(cast: fx.Node) -> _FoundGate | None:
     """What the pieces are made of: one GEMM and two tensors in memory. None where it is more, or what hangs on the GEMM
     has other readers."""
     pieces: Any = cast.args[0]
@@ -127,10 +127,10 @@ def _found(cast: fx.Node) -> _Found | None:
     results = tuple(places[piece] for piece in pieces)
     if not all(isinstance(result, int) for result in results):
         return None
-    return _Found(cast, gemm, gates, between, Gating(steps, results))  # type: ignore[arg-type]
+    return _FoundGate(cast, gemm, gates, between, Gating(steps, results))  # type: ignore[arg-type]
 
 
-def _choice(found: _Found) -> Choice | None:
+def _choice(found: _FoundGate) -> Choice | None:
     """What would run it; None where a tensor does not lie as a kernel reads it."""
     shape = found.gemm.meta["val"].shape
     if not all(isinstance(size, int) for size in shape) or found.gemm.meta["val"].dtype != ROUNDED:
@@ -154,7 +154,7 @@ def _lies_in_rows(value: Tensor | None, shape: torch.Size) -> bool:
     )
 
 
-def _replace(found: _Found, tile: Tile, arch: str) -> None:
+def _replace(found: _FoundGate, tile: Tile, arch: str) -> None:
     graph, shape = found.cast.graph, found.gemm.meta["val"].shape
     a, a_scale, b, b_scale, _, gemm = found.gemm.args[:6]
     with graph.inserting_before(found.cast):

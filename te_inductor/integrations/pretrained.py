@@ -16,7 +16,7 @@ from torch import Tensor
 from te_inductor import recipes as all_recipes
 from te_inductor.api.checkpoint_files import opened
 from te_inductor.api.checkpoint_formats import OWN as METHOD
-from te_inductor.api.checkpoint_plan import Held, Source, stored_steps
+from te_inductor.api.checkpoint_plan import HeldTensor, Source, stored_steps
 from te_inductor.api.checkpoints import load_steps
 from te_inductor.api.quantization import quantize_
 from te_inductor.api.written_checkpoints import quantized_state_dict
@@ -77,7 +77,7 @@ class StoredWeightsQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def __init__(self, quantization_config: StoredWeightsConfig, **given: Any) -> None:
         super().__init__(quantization_config, **given)
-        self._stored: list[tuple[Held, Source]] = []
+        self._stored: list[tuple[HeldTensor, Source]] = []
         self._folder: Path | None = None
 
     def _process_model_before_weight_loading(

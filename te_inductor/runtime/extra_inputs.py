@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 
-class Call:
+class GraphCall:
     """One call of a compiled graph, as the kinds of extra inputs see it, the last of them first."""
 
     __slots__ = ("behind", "inputs", "is_first_step", "state")
@@ -30,7 +30,7 @@ class ExtraInputs:
     prefix: ClassVar[str]  # of the placeholders' names, which end in a number
     examples: list[Tensor]  # fake tensors, one an input
 
-    def tensors(self, call: Call) -> Sequence[Tensor]:
+    def tensors(self, call: GraphCall) -> Sequence[Tensor]:
         """What a call takes of this kind, in the order of `examples`. May ask of the call what a later kind has left
         there."""
         raise NotImplementedError
@@ -50,7 +50,7 @@ def bind(
         return compiled
 
     def run(*inputs: Any) -> Any:
-        call = Call(inputs)
+        call = GraphCall(inputs)
         found = [kind.tensors(call) for kind in used]
         graph = first if call.is_first_step and first is not None else compiled
         outputs = graph(*inputs, *itertools.chain.from_iterable(reversed(found)))

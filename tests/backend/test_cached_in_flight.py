@@ -9,7 +9,7 @@ from torch import nn
 from te_inductor import state_dict
 from te_inductor.errors import FallbackWarning
 from te_inductor.recipes import Quantizer
-from te_inductor.runtime.extra_inputs import Call
+from te_inductor.runtime.extra_inputs import GraphCall
 from te_inductor.runtime.weights import cached_weights
 from te_inductor.runtime.weights.cached_inputs import CachedInput, CachedInputs
 from tests.backend.test_cached_weights import RECIPES, casts, te  # noqa: F401
@@ -140,5 +140,5 @@ def test_each_device_looks_at_its_own():
         lambda device: lambda looks: found.append((device.type, [look.weights[0].device.type for look in looks])),
         weights=[CachedInput([place], spec, False) for place in range(2)],
     )
-    inputs.tensors(Call(weights))
+    inputs.tensors(GraphCall(weights))
     assert found == [("cpu", ["cpu"]), ("meta", ["meta"])]

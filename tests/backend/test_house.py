@@ -8,11 +8,8 @@ LONGEST_FUNCTION = 68
 LARGEST_RECORD = 18
 # Pairs of folders that import each other.
 CYCLES = 5
-# Names that mean several things in the package.
-REPEATED_CLASSES = frozenset(
-    """Attention Call Choice Config DelayedScales Entry Held Layer Linear Matrix Plan Problem Product Reader
-    ScalingState ScalingStateCallback Site Weight _Call _Found _Layer _Rows""".split()
-)
+# Names that mean several things in the package, until they are changed. Users import a callback of each framework.
+REPEATED_CLASSES = frozenset("Call Config Layer Linear Matrix Problem Product ScalingStateCallback _Call _Rows".split())
 FRAGMENTS = 537
 
 

@@ -20,7 +20,7 @@ from torch import nn
 from te_inductor import explain
 from te_inductor.api import accuracy_picture as heat_map
 from te_inductor.api.accuracy_figures import AccuracyReport, GemmAccuracy, OperandAccuracy
-from te_inductor.diagnostics import Flops, GraphWeight, Report, Site, Unmet, WeighedLayers, Weight
+from te_inductor.diagnostics import Flops, GraphWeight, Report, Site, Unmet, WeighedLayers, Weighing
 from te_inductor.presentation import kinds, tables, weights
 from te_inductor.targets import sm90
 from tests.rates import H100, rated
@@ -250,7 +250,7 @@ def test_what_was_weighed(monkeypatch):
 
 
 def test_layers_of_one_input_share_a_row():
-    weight = Weight(1e-3, 5e-4, 1e-4, 3)
+    weight = Weighing(1e-3, 5e-4, 1e-4, 3)
     layers = [
         WeighedLayers((f"layers.{place}.attn.q", f"layers.{place}.attn.k"), place != 1, weight) for place in range(4)
     ]
@@ -263,7 +263,7 @@ def test_layers_of_one_input_share_a_row():
 @pytest.mark.parametrize("seconds", [1e-8, 2e-6, 1.234e-3, 7.3])
 def test_times_have_no_exponent(seconds):
     """Of layers that lose without a policy entry, of those that were left, and of a gain that is next to nothing."""
-    layer = WeighedLayers(("layer",), True, Weight(seconds, 0.0, seconds, 3))
+    layer = WeighedLayers(("layer",), True, Weighing(seconds, 0.0, seconds, 3))
     shown = [dataclasses.replace(layer, low=low, weight=layer.weight._replace(cost_s=0.0)) for low in (True, False)]
     for one in (layer, *shown):
         text = weights.text(Report(weights=[GraphWeight([one], seconds, seconds, "guessed")]), 400)

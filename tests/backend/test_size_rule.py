@@ -166,7 +166,7 @@ def test_launches_of_two_blocks():
 
 
 def test_the_host_has_to_keep_up():
-    weight = size_rule.Weight(1.0, 0.5, 0.1, 10)
+    weight = size_rule.Weighing(1.0, 0.5, 0.1, 10)
     assert size_rule.refusal_of_graph([(weight, True)], 1.3, 1.0) is None
     assert size_rule.refusal_of_graph([(weight, True)], 1.3, None) is None
     assert "the host would take 1.2e+03 ms" in str(size_rule.refusal_of_graph([(weight, True)], 1.3, 1.2))

@@ -9,25 +9,25 @@ import torch
 from torch import nn
 
 from te_inductor.recipes import DelayedScaling
-from te_inductor.runtime.extra_inputs import Call
+from te_inductor.runtime.extra_inputs import GraphCall
 from te_inductor.runtime.state import store
-from te_inductor.runtime.state.state_inputs import Reader, StateInput, StateInputs
-from te_inductor.runtime.state.state_sites import Site
+from te_inductor.runtime.state.state_inputs import StateInput, StateInputs, StateReader
+from te_inductor.runtime.state.state_sites import StateSite
 from te_inductor.runtime.state.store import Key, states_of
 
 RECIPE = DelayedScaling(amax_history_len=4)
-KEY = Key(Site("", "", "", "input"), RECIPE)
+KEY = Key(StateSite("", "", "", "input"), RECIPE)
 
 
 def graph(*keys: Key) -> StateInputs:
     """A graph whose first inputs are parameters, one a key; all share one quantizer."""
-    readers = [Reader(place, key) for place, key in enumerate(keys)]
+    readers = [StateReader(place, key) for place, key in enumerate(keys)]
     return StateInputs("warn", quantizers=[StateInput(readers, "", 0, recorded=True)])
 
 
 def taken(graph: StateInputs, weights: list) -> list:
     """What a call with these parameters takes of the state."""
-    return graph.tensors(Call(weights))
+    return graph.tensors(GraphCall(weights))
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from te_inductor.recipes.delayed import ScaleUpdate
 from te_inductor.runtime.eager import dense
 from te_inductor.runtime.eager.delayed import scale_of
 from te_inductor.runtime.state.state_sites import weight_site
-from te_inductor.runtime.state.store import Key, ScalingState, keep_with_shard, note_history
+from te_inductor.runtime.state.store import Key, QuantizerState, keep_with_shard, note_history
 
 Scales = tuple[Sequence[Tensor], Sequence[Tensor]]  # of each weight: what it is cast with, and scale_inv
 
@@ -86,7 +86,7 @@ class BlockScales(ScalesOf):
         return scale.split(sizes), (1.0 / scale).split(sizes)
 
 
-class DelayedScales(ScalesOf):
+class EarlierScales(ScalesOf):
     """One scale a weight, from the amaxes of earlier steps: the state of the weight's quantizer, kept with its
     parameter. Ranks have equal states, as they take the same amaxes; their scales are reduced beside those, so that
     what was loaded on one of them alone is found."""
@@ -101,7 +101,7 @@ class DelayedScales(ScalesOf):
         self.state_scales = torch.ones(number, **made)
         self.histories = torch.zeros(number, recipe.amax_history_len, **made)
         rows = zip(self.amaxes.unbind(), self.state_scales.unbind(), self.histories.unbind(), strict=True)
-        self.states = [ScalingState(*tensors) for tensors in rows]
+        self.states = [QuantizerState(*tensors) for tensors in rows]
         for shard, state in zip(shards, self.states, strict=True):
             keep_with_shard(shard.sharded, Key(weight_site(""), recipe), state)
         self.records = self.recorded = False
@@ -167,7 +167,7 @@ class DelayedScales(ScalesOf):
 
 
 KINDS: dict[type[Recipe], type[ScalesOf]] = {
-    DelayedScaling: DelayedScales,
+    DelayedScaling: EarlierScales,
     Float8CurrentScaling: CurrentScales,
     Float8BlockScaling: BlockScales,
 }

@@ -36,7 +36,7 @@ from te_inductor.tensor_tables import TensorReference, TensorTable
 
 
 @dataclass(eq=False)
-class Product:
+class WaitingProduct:
     """One GEMM that waits, of one parameter or of several whose weights are one."""
 
     place: int  # among all that were ever deferred
@@ -71,7 +71,7 @@ class Queue:
 
     parameter: TensorReference
     ticket: Tensor  # () int64, on the CPU
-    products: list[Product] = field(default_factory=list)
+    products: list[WaitingProduct] = field(default_factory=list)
 
 
 _queues: TensorTable["Queue"] = TensorTable()  # by the parameter, with which they die
@@ -139,7 +139,7 @@ def _defer(
         starts, alpha = (None if x is None else x.clone() for x in (starts, alpha))
     backward = torch._C._current_graph_task_id()
     refs = [queue.parameter for queue in queues]
-    queues[0].products.append(Product(next(_places), backward, refs, wanted, operands, alpha, gemm, starts))
+    queues[0].products.append(WaitingProduct(next(_places), backward, refs, wanted, operands, alpha, gemm, starts))
     check_before_each(_refuse_step)
 
 
@@ -149,14 +149,14 @@ def product_of(
     starts: Tensor,
     alpha: Tensor | None,
     gemm: Gemm,
-) -> Product | None:
+) -> WaitingProduct | None:
     """One that waits for whom the caller says, if the backward that runs accumulates into any of the parameters."""
     wanted = [_is_accumulated(parameter) for parameter in parameters]
     if not any(wanted):
         return None
     a, a_scale, b, b_scale = operands
     backward, refs = torch._C._current_graph_task_id(), [TensorReference(parameter) for parameter in parameters]
-    return Product(next(_places), backward, refs, wanted, (a, a_scale, b, b_scale), alpha, gemm, starts)
+    return WaitingProduct(next(_places), backward, refs, wanted, (a, a_scale, b, b_scale), alpha, gemm, starts)
 
 
 def _is_accumulated(parameter: Tensor | None) -> bool:
@@ -203,7 +203,7 @@ def backward_dw(model: nn.Module | None = None, *, backwards: int | None = None)
     return len(chosen)
 
 
-def _waiting(parameters: Iterable[Tensor] | None) -> list[tuple[Queue, Product]]:
+def _waiting(parameters: Iterable[Tensor] | None) -> list[tuple[Queue, WaitingProduct]]:
     """What waits for any of these, or at all, oldest first."""
     found = [(queue, product) for queue in _queues.values() for product in queue.products]
     if parameters is not None:

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from te_inductor.runtime.extra_inputs import Call, ExtraInputs
+from te_inductor.runtime.extra_inputs import ExtraInputs, GraphCall
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class GradientInputs(ExtraInputs):
     whole: list[bool] = field(default_factory=list)  # of each, whether autograd has no part of what the graph computes
     examples: list[Tensor] = field(default_factory=list)  # fake tensors, one an input
 
-    def tensors(self, call: Call) -> list[Tensor]:
+    def tensors(self, call: GraphCall) -> list[Tensor]:
         """The same memory with a version counter of the call's own, so that no backward minds that another one, or the
         user, has written there since its forward."""
         parameters = [call.inputs[place] for place in self.parameters]

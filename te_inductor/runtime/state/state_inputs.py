@@ -19,14 +19,14 @@ from te_inductor.diagnostics import COMPUTED_AGAIN, misfitting, say, without_ama
 from te_inductor.distributed import agreement
 from te_inductor.distributed.agreement import Agreement
 from te_inductor.distributed.amax_groups import AmaxGroup
-from te_inductor.distributed.choices import Choice, choice_of
-from te_inductor.runtime.extra_inputs import Call, ExtraInputs
+from te_inductor.distributed.choices import FormChoice, choice_of
+from te_inductor.runtime.extra_inputs import ExtraInputs, GraphCall
 from te_inductor.runtime.state import resumed
 from te_inductor.runtime.state.misfits import Watch, watch_of
 from te_inductor.runtime.state.store import (
     LOCK,
     Key,
-    ScalingState,
+    QuantizerState,
     has_history,
     moves,
     note_history,
@@ -40,7 +40,7 @@ FEW_CALLS = 4  # by the eager runtime
 _first_steps_recur = False  # whether some graph had more than that
 
 
-class Reader(NamedTuple):
+class StateReader(NamedTuple):
     """A place in a graph that casts a tensor, by the parameter that its state is kept with."""
 
     parameter: int | str  # its place among the graph's inputs, or its name where the graph holds it
@@ -51,25 +51,25 @@ class Reader(NamedTuple):
 class StateInput:
     """One quantizer of a graph. All its readers share its state."""
 
-    readers: Sequence[Reader]
+    readers: Sequence[StateReader]
     site: str  # module path, for messages
     place: int  # which of the graph's quantizers it is
     recorded: bool = False  # whether the graph gives it new scales
 
 
 @dataclass
-class _Found:
+class _FoundStates:
     """The state that the calls with one set of parameters take."""
 
     moves: int
     tensors: list[Tensor]
-    states: list[ScalingState]
-    recorded: list[ScalingState]  # those of them that the graph gives new scales
+    states: list[QuantizerState]
+    recorded: list[QuantizerState]  # those of them that the graph gives new scales
     said: bool
     is_first: bool  # whether some of them have no history: Note [A first step]
     # Checkpoints in whose forward that was so: what they compute again has to be what it was.
     checkpoints: WeakSet[Any]
-    choice: Choice | None  # with other ranks: Note [Ranks that choose]
+    choice: FormChoice | None  # with other ranks: Note [Ranks that choose]
     loads: int  # how often state was loaded
     watch: Watch
 
@@ -107,14 +107,14 @@ class StateInputs(ExtraInputs):
     examples: list[Tensor] = field(default_factory=list)  # fake tensors, one an input
     quantizers: list[StateInput] = field(default_factory=list)
     agreements: list[Agreement] = field(default_factory=list)  # those without which it does not reduce amaxes
-    exchanging: list[Reader] = field(default_factory=list)  # of layers that exchange tensors with other ranks
+    exchanging: list[StateReader] = field(default_factory=list)  # of layers that exchange tensors with other ranks
     groups: set[AmaxGroup] = field(default_factory=set)  # of these ranks
     updated: list[list[StateInput]] = field(default_factory=list)  # the quantizers of each update, which counts misfits
     first_calls: int = 0  # first steps without a compiled graph
-    _found: TensorGroups[_Found] = field(default_factory=TensorGroups)  # by the parameters
+    _found: TensorGroups[_FoundStates] = field(default_factory=TensorGroups)  # by the parameters
     _said_again: bool = False
 
-    def tensors(self, call: Call) -> list[Tensor]:
+    def tensors(self, call: GraphCall) -> list[Tensor]:
         """Each quantizer's three; notes on the call whether some have no history."""
         inputs = call.inputs
         again = _computed_again()
@@ -145,7 +145,7 @@ class StateInputs(ExtraInputs):
         for one in self.agreements:
             agreement.withdraw(one)
 
-    def _found_of(self, parameters: Sequence[Tensor], inputs: Sequence[Any]) -> _Found:
+    def _found_of(self, parameters: Sequence[Tensor], inputs: Sequence[Any]) -> _FoundStates:
         found = self._found.get(parameters)
         if found is None or found.moves != moves():
             take_from_shards()
@@ -163,11 +163,11 @@ class StateInputs(ExtraInputs):
             watch = self._watch(states, inputs)
             tensors += watch.counts
             of_step = [state for _, state in recorded]
-            found = _Found(moves(), tensors, states, of_step, said, is_first, checkpoints, choice, loads, watch)
+            found = _FoundStates(moves(), tensors, states, of_step, said, is_first, checkpoints, choice, loads, watch)
             self._found.set(parameters, found)
         return found
 
-    def _note_no_history(self, found: _Found) -> None:
+    def _note_no_history(self, found: _FoundStates) -> None:
         """Say that the graph casts by own amaxes: once a model where it has done so for many calls, and at the first
         call, or as an error at each, where it records nothing, so that it always will."""
         if found.said and (found.recorded or self.fallback != "error"):
@@ -187,7 +187,7 @@ class StateInputs(ExtraInputs):
             self._said_again = True
             say(COMPUTED_AGAIN, self.fallback)
 
-    def _watch(self, states: Sequence[ScalingState], inputs: Sequence[Any]) -> Watch:
+    def _watch(self, states: Sequence[QuantizerState], inputs: Sequence[Any]) -> Watch:
         """What counts the misfits of each update."""
         firsts = [states[update[0].place].amax for update in self.updated]
         if not firsts or isinstance(firsts[0], FakeTensor):
@@ -205,7 +205,7 @@ class StateInputs(ExtraInputs):
         names = [f"{q.site or '(root)'}.{q.readers[0].key.site.slot}" for q in itertools.chain(*self.updated)]
         say(misfitting(zip(names, counts, strict=True)), "warn")  # no error: it is one of what was run, not of how
 
-    def _choice(self, inputs: Sequence[Any]) -> Choice | None:
+    def _choice(self, inputs: Sequence[Any]) -> FormChoice | None:
         if not self.exchanging:
             return None
         layers = {repr(reader.key.site): reader for reader in self.exchanging}
@@ -242,16 +242,16 @@ class StateInputs(ExtraInputs):
         return counted
 
     @staticmethod
-    def scaling(quantizer: StateInput, tensors: Sequence[Tensor]) -> ScalingState:
+    def scaling(quantizer: StateInput, tensors: Sequence[Tensor]) -> QuantizerState:
         """One quantizer's part of what `of` found."""
         amax, scale, history = tensors[3 * quantizer.place : 3 * quantizer.place + 3]
-        return ScalingState(amax, scale, history)
+        return QuantizerState(amax, scale, history)
 
-    def _parameter(self, reader: Reader, inputs: Sequence[Any]) -> Tensor:
+    def _parameter(self, reader: StateReader, inputs: Sequence[Any]) -> Tensor:
         place = reader.parameter
         return self.held[place] if isinstance(place, str) else inputs[place]
 
-    def _states(self, inputs: Sequence[Any]) -> list[ScalingState]:
+    def _states(self, inputs: Sequence[Any]) -> list[QuantizerState]:
         readers = [[(self._parameter(reader, inputs), reader.key) for reader in q.readers] for q in self.quantizers]
         of_graph: dict[int, set[Key]] = {}
         for parameter, key in itertools.chain(*readers):

@@ -11,7 +11,7 @@ ROOT = "(root)"  # in names: the root, where it uses a parameter of another modu
 
 
 @dataclass(frozen=True)
-class Site:
+class StateSite:
     """A parameter may serve several, as a tied weight or an expert's slice."""
 
     module: str  # whose forward uses the parameter, from some root
@@ -20,19 +20,19 @@ class Site:
     slot: str  # one of SLOTS
 
 
-def weight_site(part: str) -> Site:
+def weight_site(part: str) -> StateSite:
     """The site of a weight; a tied one has one, whichever modules hold it or use it."""
-    return Site("", "", part, "weight")
+    return StateSite("", "", part, "weight")
 
 
-def same_site(sites: Iterable[Site], site: Site) -> list[Site]:
+def same_site(sites: Iterable[StateSite], site: StateSite) -> list[StateSite]:
     """Returns those of a parameter's sites that may be `site` seen from another root; `site` itself alone. More than
     one where paths do not tell them apart: of `encoder.proj` and `decoder.proj`, which is `proj`?"""
     likely = [other for other in sites if _may_be_same(other, site)]
     return [site] if site in likely else likely
 
 
-def _may_be_same(a: Site, b: Site) -> bool:
+def _may_be_same(a: StateSite, b: StateSite) -> bool:
     if (a.part, a.slot) != (b.part, b.slot):
         return False
     long, short = (a, b) if len(a.module) >= len(b.module) else (b, a)
@@ -66,7 +66,7 @@ class Place:
     slot: str
 
 
-def place_of(site: Site, names: Sequence[str]) -> Place:
+def place_of(site: StateSite, names: Sequence[str]) -> Place:
     """Says where a site is for a user who knows its parameter by these names, from a root of his own."""
     if site.slot == "weight":
         return Place(0, site.part, site.slot)
@@ -77,7 +77,7 @@ def place_of(site: Site, names: Sequence[str]) -> Place:
     return Place(alias, ", ".join(filter(None, (f"in {module or ROOT}", site.part))), site.slot)
 
 
-def _from(holders: Sequence[str], site: Site) -> tuple[str, int]:
+def _from(holders: Sequence[str], site: StateSite) -> tuple[str, int]:
     """A site's module from the root of the holders' paths, and which of them is the site's owner."""
     # The nearest root at which the owner is one of the holders, as seen by the site.
     for _, alias, holder in sorted((abs(len(h) - len(site.owner)), i, h) for i, h in enumerate(holders)):
@@ -102,15 +102,15 @@ def _root_of_child(path: str, parent: str) -> str | None:
     return path.removeprefix(f"{parent}.") if path.startswith(f"{parent}.") else None
 
 
-def site_of(place: Place, names: Sequence[str]) -> Site:
+def site_of(place: Place, names: Sequence[str]) -> StateSite:
     """`place_of` backwards: the site from the root of the names."""
     owner, use, part = names[place.alias].rpartition(".")[0], "", place.use
     if place.slot == "weight":
         return weight_site(part)
     if not place.use.startswith("in "):
-        return Site(owner, owner, part, place.slot)
+        return StateSite(owner, owner, part, place.slot)
     use, _, part = place.use.removeprefix("in ").partition(", ")
-    return Site("" if use == ROOT else use, owner, part, place.slot)
+    return StateSite("" if use == ROOT else use, owner, part, place.slot)
 
 
 # Names: `layers.0.gate_proj.input` of the parameter layers.0.gate_proj.weight, `experts.w1[select_0_3].input` of a

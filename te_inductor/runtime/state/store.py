@@ -16,7 +16,7 @@ from te_inductor.distributed.choices import is_due
 from te_inductor.errors import StateError
 from te_inductor.recipes import DelayedScaling
 from te_inductor.runtime.state.parameter_hooks import when_replaced
-from te_inductor.runtime.state.state_sites import Site, same_site
+from te_inductor.runtime.state.state_sites import StateSite, same_site
 from te_inductor.tensor_tables import TensorTable
 
 
@@ -24,12 +24,12 @@ from te_inductor.tensor_tables import TensorTable
 class Key:
     """A key of one of a parameter's quantizers."""
 
-    site: Site
+    site: StateSite
     recipe: DelayedScaling
 
 
 @dataclass(eq=False)
-class ScalingState:
+class QuantizerState:
     """The state of one quantizer; `runtime/eager/delayed.py` says what each tensor means. All fp32."""
 
     amax: Tensor  # ()
@@ -80,10 +80,10 @@ class ScalingState:
             self.history.copy_(torch.where(torch.isfinite(history), history, 0.0))
             self.history[0] = 0.0
 
-    def copy(self) -> "ScalingState":
+    def copy(self) -> "QuantizerState":
         with torch.inference_mode(False), torch.no_grad():
             amax, scale, history = (tensor.clone() for tensor in (self.amax, self.scale, self.history))
-        return ScalingState(amax, scale, history, self.has_history)
+        return QuantizerState(amax, scale, history, self.has_history)
 
     def join(self, saved: Mapping[str, Tensor]) -> None:
         """Makes it as if this quantizer had also seen what another one saw, whose state this is."""
@@ -100,10 +100,10 @@ def _lacks_history(saved: Mapping[str, Tensor]) -> bool:
 
 
 @torch.no_grad()
-def note_history(states: Sequence[ScalingState]) -> None:
+def note_history(states: Sequence[QuantizerState]) -> None:
     """Ask the devices which of these have a scale that some amax, or somebody's state, has given them. One copy to the
     host for each device, which waits for it."""
-    by_device: dict[torch.device, list[ScalingState]] = {}
+    by_device: dict[torch.device, list[QuantizerState]] = {}
     for state in states:
         by_device.setdefault(state.scale.device, []).append(state)
     for group in by_device.values():
@@ -114,9 +114,9 @@ def note_history(states: Sequence[ScalingState]) -> None:
 
 T = TypeVar("T")
 
-_states: TensorTable[dict[Key, ScalingState]] = TensorTable()
-_loaded: TensorTable[dict[Site, dict[str, Tensor]]] = TensorTable()
-_of_shards: TensorTable[dict[Key, ScalingState]] = TensorTable()  # until the parameter is gathered first
+_states: TensorTable[dict[Key, QuantizerState]] = TensorTable()
+_loaded: TensorTable[dict[StateSite, dict[str, Tensor]]] = TensorTable()
+_of_shards: TensorTable[dict[Key, QuantizerState]] = TensorTable()  # until the parameter is gathered first
 _moves = 0
 
 # Held while state is made, joined, loaded or handed on, so that two threads never make two states of one quantizer.
@@ -124,7 +124,7 @@ _moves = 0
 LOCK = threading.RLock()
 
 
-def shared_state(readers: Sequence[tuple[Tensor, Key]], of_graph: Mapping[int, Collection[Key]]) -> ScalingState:
+def shared_state(readers: Sequence[tuple[Tensor, Key]], of_graph: Mapping[int, Collection[Key]]) -> QuantizerState:
     """The one state of quantizers that share it, each with its parameter, on the first one's device. Made where there
     is none yet; joined where each had its own, as in another graph, or where theirs was loaded. `of_graph` are all
     quantizers of the graph by their parameter's id: two of them are not one, however alike their paths.
@@ -135,7 +135,7 @@ def shared_state(readers: Sequence[tuple[Tensor, Key]], of_graph: Mapping[int, C
     global _moves
     when_replaced(_inherit)
     parameter, recipe = readers[0][0], readers[0][1].recipe
-    known: list[ScalingState] = []
+    known: list[QuantizerState] = []
     copies: list[dict[str, Tensor]] = []
     for p, key in readers:
         others = [other.site for other in of_graph[id(p)] if other.recipe == recipe and other != key]
@@ -177,7 +177,9 @@ def has_history(parameter: Tensor, recipe: DelayedScaling) -> bool:
     return bool(states) and all(state.has_history for state in states)
 
 
-def _of_site(found: Mapping[Site, T], site: Site, others: Sequence[Site]) -> tuple[dict[Site, T], bool]:
+def _of_site(
+    found: Mapping[StateSite, T], site: StateSite, others: Sequence[StateSite]
+) -> tuple[dict[StateSite, T], bool]:
     """What a parameter has under this very site, or under what may be the same one seen from another root; whether it
     is this one's for sure. `others` are those of the same graph: none of them is it."""
     likely = same_site((other for other in found if other not in others), site)
@@ -191,11 +193,11 @@ def moves() -> int:
     return _moves
 
 
-def _empty(parameter: Tensor, recipe: DelayedScaling) -> ScalingState:
+def _empty(parameter: Tensor, recipe: DelayedScaling) -> QuantizerState:
     # Made outside inference mode: a training step may be the next to write it.
     with torch.inference_mode(False), torch.no_grad():
         plain = compat.local_of(parameter.detach())
-        return ScalingState(
+        return QuantizerState(
             amax=plain.new_zeros((), dtype=torch.float32),
             scale=plain.new_ones((), dtype=torch.float32),
             history=plain.new_zeros(recipe.amax_history_len, dtype=torch.float32),
@@ -211,7 +213,7 @@ def check_length(name: str, saved: Mapping[str, Tensor], expected: int) -> None:
         )
 
 
-def states_of(parameter: Tensor) -> dict[Site, ScalingState]:
+def states_of(parameter: Tensor) -> dict[StateSite, QuantizerState]:
     """The state of every quantizer that some compile has made for a parameter. Of several recipes', the one whose graph
     was new last."""
     return {key.site: state for key, state in _states.get(parameter, {}).items()}
@@ -222,12 +224,12 @@ def any_state() -> bool:
     return len(_states) > 0 or len(_loaded) > 0
 
 
-def loaded_of(parameter: Tensor) -> dict[Site, dict[str, Tensor]]:
+def loaded_of(parameter: Tensor) -> dict[StateSite, dict[str, Tensor]]:
     """What waits for quantizers that no call has made yet."""
     return _loaded.get(parameter, {})
 
 
-def keep(parameter: Tensor, site: Site, saved: Mapping[str, Tensor]) -> None:
+def keep(parameter: Tensor, site: StateSite, saved: Mapping[str, Tensor]) -> None:
     """Let loaded values wait for the quantizer to be made."""
     with LOCK:
         when_replaced(_inherit)
@@ -249,7 +251,7 @@ def take_from_shards() -> None:
                 _states.setdefault(whole, {})[key] = state
 
 
-def keep_with_shard(shard: Tensor, key: Key, state: ScalingState) -> None:
+def keep_with_shard(shard: Tensor, key: Key, state: QuantizerState) -> None:
     """Give a quantizer of a parameter that FSDP2 shards its state, which starts with what was loaded for it.
 
     Raises:

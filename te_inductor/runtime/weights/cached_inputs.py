@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from te_inductor.diagnostics import say
-from te_inductor.runtime.extra_inputs import Call, ExtraInputs
+from te_inductor.runtime.extra_inputs import ExtraInputs, GraphCall
 from te_inductor.runtime.state.state_inputs import StateInput, StateInputs
 from te_inductor.runtime.weights import cached_weights
 from te_inductor.runtime.weights.cached_weights import CachedWeight, FreshnessCheck, Spec, cached_of
@@ -34,7 +34,7 @@ class CachedInput:
 
 
 @dataclass
-class _Found:
+class _FoundWeights:
     cached: list[CachedWeight]
     tensors: list[Tensor]
     refresh: "_Refreshers"
@@ -94,9 +94,9 @@ class CachedInputs(ExtraInputs):
     held: Mapping[str, Tensor] = field(default_factory=dict)  # parameters that the graph holds
     weights: list[CachedInput] = field(default_factory=list)
     examples: list[Tensor] = field(default_factory=list)  # fake tensors, one an input
-    _found: TensorGroups[_Found] = field(default_factory=TensorGroups)  # by the parameters
+    _found: TensorGroups[_FoundWeights] = field(default_factory=TensorGroups)  # by the parameters
 
-    def tensors(self, call: Call) -> list[Tensor]:
+    def tensors(self, call: GraphCall) -> list[Tensor]:
         """The copies, made to be those of the parameters' values; of a call with a backward, that looks again first."""
         parameters = [[self._parameter(p, call.inputs) for p in weight.parameters] for weight in self.weights]
         with cached_weights.LOCK:
@@ -116,14 +116,14 @@ class CachedInputs(ExtraInputs):
     def _parameter(self, place: int | str, inputs: Sequence[Any]) -> Tensor:
         return self.held[place] if isinstance(place, str) else inputs[place]
 
-    def _of(self, parameters: list[list[Tensor]]) -> _Found:
+    def _of(self, parameters: list[list[Tensor]]) -> _FoundWeights:
         flat = [parameter for group in parameters for parameter in group]
         found = self._found.get(flat)
         if found is None:
             cached = [cached_of(w.spec, group, w.columns) for w, group in zip(self.weights, parameters, strict=True)]
             tensors = [t for one, w in zip(cached, self.weights, strict=True) for t in one.taken(w.columns)]
             refreshers = (_Refreshers(self.refresh_on, cached, self.fallback) for _ in range(2))
-            found = _Found(cached, tensors, *refreshers)
+            found = _FoundWeights(cached, tensors, *refreshers)
             self._found.set(flat, found)
         return found
 

@@ -14,7 +14,7 @@ from te_inductor.distributed import amax_groups
 from te_inductor.distributed.amax_groups import OWN, AmaxGroup
 from te_inductor.distributed.parallel import Parallel
 from te_inductor.recipes import DelayedScaling
-from te_inductor.runtime.state.state_inputs import Reader
+from te_inductor.runtime.state.state_inputs import StateReader
 
 
 class GroupsOf:
@@ -25,7 +25,7 @@ class GroupsOf:
         self.graph, self.options, self.examples, self.held = graph, options, examples, held
         self.found: dict[int | str, AmaxGroup | None] = {}  # by the parameter
 
-    def of(self, reader: Reader) -> AmaxGroup | None:
+    def of(self, reader: StateReader) -> AmaxGroup | None:
         """Of a quantizer that records amaxes; None where nothing tells."""
         if not reader.key.recipe.reduce_amax:
             return OWN

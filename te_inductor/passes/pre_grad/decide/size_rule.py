@@ -45,7 +45,7 @@ from typing import Any
 import torch
 
 from te_inductor import targets
-from te_inductor.diagnostics import GraphWeight, Refusal, WeighedLayers, Weight
+from te_inductor.diagnostics import GraphWeight, Refusal, WeighedLayers, Weighing
 from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.decide import graph_time
 from te_inductor.passes.pre_grad.decide.cast_costs import Layer, Layers, Scales, Weights, casts_of
@@ -68,7 +68,7 @@ _OVERRIDE = "(a policy entry overrides this)"
 
 def weigh(plan: Plan) -> None:
     """Refuse the sites of a graph that are better left alone, and note what was weighed."""
-    weighed: list[tuple[list[Candidate], Weight]] = []
+    weighed: list[tuple[list[Candidate], Weighing]] = []
     makers = Makers(
         {product.node for product in plan.products}, {site.match.node for site in plan.candidates if site.low}
     )
@@ -104,11 +104,11 @@ def weigh(plan: Plan) -> None:
     )
 
 
-def _launches(weighed: Sequence[tuple[list[Candidate], Weight]]) -> int:
+def _launches(weighed: Sequence[tuple[list[Candidate], Weighing]]) -> int:
     return sum(weight.launches for sites, weight in weighed if sites[0].low)
 
 
-def _refuse(layers: Sequence[tuple[list[Candidate], Weight]], refusal: Refusal | None) -> None:
+def _refuse(layers: Sequence[tuple[list[Candidate], Weighing]], refusal: Refusal | None) -> None:
     for sites, _ in layers:
         for site in sites:
             site.refusal = site.refusal or refusal
@@ -140,7 +140,7 @@ def _of_one_input(sites: Iterable[Candidate]) -> list[list[Candidate]]:
 
 def _judged(
     sites: Sequence[Candidate], makers: Makers, rates: targets.Rates, weights: str, sent: dict[Any, int] | None = None
-) -> tuple[Refusal | None, Weight | None]:
+) -> tuple[Refusal | None, Weighing | None]:
     """Why sites of one input stay in high precision for their own sake, and what they weigh, if that is known."""
     match = sites[0].match
     m, _, k = match.sizes
@@ -206,27 +206,27 @@ def _scales(site: Candidate) -> Scales:
     return "tensor" if scope.whole else "blocks" if scope.blocked else "rows"
 
 
-def of_layers(layers: Layers, rates: targets.Rates) -> Weight:
+def of_layers(layers: Layers, rates: targets.Rates) -> Weighing:
     """What FP8 saves and costs layers of one input."""
     casts = casts_of(layers)
     fp8 = rates.block_flops if layers.scales == "blocks" else rates.fp8_flops
     saved = layers.flops * (1 / rates.bf16_flops - 1 / fp8)
     cost = casts.bytes / rates.bytes + casts.launches * rates.launch
-    return Weight(layers.flops / rates.bf16_flops, saved, cost, casts.launches)
+    return Weighing(layers.flops / rates.bf16_flops, saved, cost, casts.launches)
 
 
-def of_experts(m: int, n: int, k: int, experts: int, gemms: int, scales: Scales, rates: targets.Rates) -> Weight:
+def of_experts(m: int, n: int, k: int, experts: int, gemms: int, scales: Scales, rates: targets.Rates) -> Weighing:
     """The same of experts, as measured; without a backward they read bf16 and write FP8."""
     flops, training = 2 * gemms * m * n * k, gemms > 1
     read, launches = m * k + experts * n * k, 3 * (3 if training else 2)
     moved = EXPERTS_MOVED[scales] * (read + m * n) if training else 3 * read
     saved = flops * (1 / rates.bf16_flops - 1 / EXPERTS_FLOPS)
     cost = moved / EXPERTS_BYTES + launches * rates.launch
-    return Weight(flops / rates.bf16_flops, saved, cost, EXPERTS_LAUNCHES * gemms)
+    return Weighing(flops / rates.bf16_flops, saved, cost, EXPERTS_LAUNCHES * gemms)
 
 
 def refusal_of_graph(
-    layers: Sequence[tuple[Weight, bool]],  # of one input each, and whether they would run in FP8
+    layers: Sequence[tuple[Weighing, bool]],  # of one input each, and whether they would run in FP8
     device: float,  # seconds that the graph takes the device in bf16
     host: float | None,  # seconds that launching it in FP8 takes; None where nothing is launched one by one
 ) -> Refusal | None:
@@ -245,7 +245,7 @@ def refusal_of_graph(
     return refusal_of_host(layers, device, host)
 
 
-def refusal_of_host(layers: Sequence[tuple[Weight, bool]], device: float, host: float | None) -> Refusal | None:
+def refusal_of_host(layers: Sequence[tuple[Weighing, bool]], device: float, host: float | None) -> Refusal | None:
     """The same where the host could not launch them in time; layers of experts are asked this alone."""
     high = sum(weight.bf16_s for weight, _ in layers)
     if host is not None and device - host < SHARE * high:

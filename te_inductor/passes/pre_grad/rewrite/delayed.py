@@ -46,8 +46,8 @@ from te_inductor.passes.pre_grad.sites.rule import Match, call_linears
 from te_inductor.recipes import DelayedScaling
 from te_inductor.recipes.delayed import ScaleUpdate
 from te_inductor.runtime.state.misfits import COUNTS
-from te_inductor.runtime.state.state_inputs import Reader, StateInput, StateInputs
-from te_inductor.runtime.state.state_sites import Site, weight_site
+from te_inductor.runtime.state.state_inputs import StateInput, StateInputs, StateReader
+from te_inductor.runtime.state.state_sites import StateSite, weight_site
 from te_inductor.runtime.state.store import Key
 
 
@@ -61,7 +61,7 @@ class _ScaleUpdates:
     states: list[StateInput] = field(default_factory=list)
 
     @property
-    def sites(self) -> list[Site]:
+    def sites(self) -> list[StateSite]:
         return [state.readers[0].key.site for state in self.states]
 
     def operands(self) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
@@ -109,8 +109,8 @@ class DelayedSites:
         # Of tensor-parallel layers, whose ranks run one graph anyway: it has other collectives, and what is gathered in FP8
         # has to have one scale.
         self.in_step: set[AmaxGroup] = set()
-        self.quantizers: dict[Reader, _Quantizer] = {}
-        self.shared: dict[Reader, list[Reader]] = {}
+        self.quantizers: dict[StateReader, _Quantizer] = {}
+        self.shared: dict[StateReader, list[StateReader]] = {}
         self._share([match for _, match in sites], merged)
         self.recorded: dict[tuple[_Quantizer, fx.Node], fx.Node] = {}  # and the first site that reads what is recorded
         self.in_grad_mode = bodies.in_grad_mode()
@@ -245,15 +245,15 @@ class DelayedSites:
                 self.steps[group] = self.graph.call_function(ops.delayed_step, ())
         return self.steps[group]
 
-    def _reader(self, match: Match, weight: fx.Node, slot: str) -> Reader:
+    def _reader(self, match: Match, weight: fx.Node, slot: str) -> StateReader:
         owner = owner_of(weight, self.bodies)
         assert owner is not None  # `refusal` otherwise
         node = owner.parameter
-        site = Site(self.paths[match.node], holder_path(node), owner.part, slot)
+        site = StateSite(self.paths[match.node], holder_path(node), owner.part, slot)
         key = Key(weight_site(owner.part) if slot == "weight" else site, self.recipe)
         if node.op == "get_attr":
-            return Reader(str(node.target), key)
-        return Reader(self.bodies.place_of(node), key)
+            return StateReader(str(node.target), key)
+        return StateReader(self.bodies.place_of(node), key)
 
     def _quantizer(self, match: Match, weight: fx.Node, slot: str) -> _Quantizer:
         reader = self._reader(match, weight, slot)
