@@ -1,13 +1,6 @@
-"""One rank of four, in groups of two: `python -m tests.backend.amax_group_ranks RANK WORLD FILE KINDS`.
+"""Cases of four ranks in groups of two, for test_amax_groups.py. The mesh is ((0, 1), (2, 3)), its dimensions "pp" and
+"dp". Rank r sees data of magnitude 1 + r. Cases tell the newest amax of each layer's input, if not said otherwise."""
 
-The mesh is ((0, 1), (2, 3)), its dimensions "pp" and "dp". Rank r sees data of magnitude 1 + r. Prints one line of JSON:
-by kind, the warnings about amaxes and the newest amax of each layer's input, or what the kind itself tells. Graphs are
-not compiled (tests/uncompiled.py), except those of "compiled KIND"."""
-
-import gc
-import json
-import sys
-import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -22,18 +15,10 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import te_inductor
-from te_inductor import compat
 from te_inductor.distributed import agreement
 from te_inductor.distributed.amax_groups import AmaxGroup
 from te_inductor.recipes import DelayedScaling
-from tests import uncompiled
-
-KINDS: dict[str, Callable[["Rank"], Any]] = {}
-
-
-def kind(function: Callable[["Rank"], Any]) -> Callable[["Rank"], Any]:
-    KINDS[function.__name__] = function
-    return function
+from tests import ranks
 
 
 class Layers(nn.Module):  # under DDP Dynamo compiles the frames of user code alone
@@ -49,10 +34,10 @@ class Layers(nn.Module):  # under DDP Dynamo compiles the frames of user code al
         return x
 
 
-class Rank:
-    def __init__(self, rank: int, world: int) -> None:
-        self.rank = rank
-        self.mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("pp", "dp"))
+class Rank(ranks.Rank):
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.mesh = init_device_mesh("cpu", (self.world // 2, 2), mesh_dim_names=("pp", "dp"))
         self.dp, self.pp = self.mesh["dp"], self.mesh["pp"]
 
     def te(self, model: nn.Module, **options: Any) -> Any:
@@ -72,38 +57,31 @@ def amaxes(model: nn.Module, slot: str = "input") -> list[float]:
     return [round(value[-1].item(), 3) for key, value in state.items() if key.endswith(f"{slot}.amax_history")]
 
 
-@kind
 def mesh(rank: Rank) -> Any:
     return rank.trained(Layers(1), amax_group=rank.dp)
 
 
-@kind
 def group(rank: Rank) -> Any:
     return rank.trained(Layers(1), amax_group=rank.pp.get_group())
 
 
-@kind
 def name(rank: Rank) -> Any:
     return rank.trained(Layers(1), amax_group=rank.dp.get_group().group_name)
 
 
-@kind
 def environment(rank: Rank) -> Any:
     with mock.patch.dict("os.environ", TE_INDUCTOR_AMAX_GROUP=rank.pp.get_group().group_name):
         return rank.trained(Layers(1))
 
 
-@kind
 def whole_mesh(rank: Rank) -> Any:
     return rank.trained(Layers(1), amax_group=rank.mesh)
 
 
-@kind
 def none(rank: Rank) -> Any:
     return rank.trained(Layers(1), amax_group="none")
 
 
-@kind
 def fsdp(rank: Rank) -> Any:
     """Compiled around FSDP2."""
     model = nn.Sequential(Layers(1), Layers(1))
@@ -112,7 +90,6 @@ def fsdp(rank: Rank) -> Any:
     return rank.trained(fully_shard(model, mesh=rank.dp), fallback="error")
 
 
-@kind
 def fsdp_of_blocks(rank: Rank) -> Any:
     model = nn.Sequential(Layers(1), Layers(1))
     for block in model:
@@ -122,7 +99,6 @@ def fsdp_of_blocks(rank: Rank) -> Any:
     return amaxes(model)
 
 
-@kind
 def hsdp(rank: Rank) -> Any:
     """One dimension of the mesh replicates, the other one shards: all of its ranks share the parameter."""
     return rank.trained(fully_shard(Layers(1), mesh=rank.mesh), fallback="error")
@@ -139,19 +115,16 @@ class OfDTensor(nn.Module):
         return nn.functional.linear(x, self.weight.to_local())
 
 
-@kind
 def dtensor(rank: Rank) -> Any:
     return rank.trained(OfDTensor(rank.dp), fallback="error")
 
 
-@kind
 def ddp(rank: Rank) -> Any:
     model = Layers(1)
     rank.steps(rank.te(DistributedDataParallel(model, process_group=rank.dp.get_group()), fallback="error"))
     return amaxes(model)
 
 
-@kind
 def ddp_ignores(rank: Rank) -> Any:
     """What DDP does not keep equal has no group there."""
     model = Layers(2)
@@ -161,7 +134,6 @@ def ddp_ignores(rank: Rank) -> Any:
     return amaxes(model)
 
 
-@kind
 def two_groups_of_one_graph(rank: Rank) -> Any:
     """Its layers are sharded over different meshes, whose groups overlap."""
     model = Layers(2)
@@ -183,7 +155,6 @@ def _function_of(model: Layers) -> Callable[[torch.Tensor], torch.Tensor]:
     return function
 
 
-@kind
 def wrapped_later(rank: Rank) -> Any:
     """In DDP after a first call, then in another one of other ranks: the graph is compiled anew each time."""
     model, graphs = Layers(1), []
@@ -195,10 +166,9 @@ def wrapped_later(rank: Rank) -> Any:
     ):
         rank.steps(wrapper(model), 1)
         graphs.append(amaxes(model)[0])
-    return graphs
+    return graphs, counters["stats"]["unique_graphs"]
 
 
-@kind
 def sharded_later(rank: Rank) -> Any:
     """Models of one class share their code: plain ones, and some that are sharded over other ranks."""
     found: list[float] = []
@@ -209,10 +179,9 @@ def sharded_later(rank: Rank) -> Any:
             fully_shard(whole, mesh=mesh)
         rank.steps(whole, 1)
         found += amaxes(whole)
-    return found
+    return found, counters["stats"]["unique_graphs"]
 
 
-@kind
 def stages(rank: Rank) -> Any:
     """A pipeline side by side with another one. Stages have other numbers of layers, and each is in DDP."""
     stage = rank.rank // 2
@@ -233,16 +202,14 @@ def stages(rank: Rank) -> Any:
             gradient = torch.empty(16, 32)
             dist.recv(gradient, rank.rank + 2)
             y.backward(gradient)
-    return amaxes(model) + amaxes(model, "grad_output")
+    return amaxes(model) + amaxes(model, "grad_output"), counters["stats"]["unique_graphs"]
 
 
-@kind
 def unequal(rank: Rank) -> Any:
     """Ranks 0 and 1 have other numbers of quantizers; 2 and 3 are equal."""
     return rank.trained(Layers(1 if rank.rank else 2), amax_group=rank.dp)
 
 
-@kind
 def ring(rank: Rank) -> Any:
     """Each rank waits for the next one, which waits for the one behind it."""
     groups = [dist.new_group([place, (place + 1) % 4]) for place in range(4)]
@@ -252,7 +219,6 @@ def ring(rank: Rank) -> Any:
     return agreement.reached(one.name)
 
 
-@kind
 def destroyed(rank: Rank) -> Any:
     """A group that a graph reduces over is gone."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -266,7 +232,6 @@ def destroyed(rank: Rank) -> Any:
         return str(error)
 
 
-@kind
 def refused(rank: Rank) -> Any:
     """What is no group of this rank."""
     texts = []
@@ -277,28 +242,3 @@ def refused(rank: Rank) -> Any:
         except torch._dynamo.exc.BackendCompilerFailed as error:
             texts.append(str(error.inner_exception))
     return texts
-
-
-def main(number: int, world: int, file: str, kinds: list[str]) -> None:
-    found: dict[str, Any] = {}
-    for kind in kinds:
-        name = kind.removeprefix("compiled ")
-        compile = compat.compile_fx if name != kind else uncompiled.compile_fx
-        dist.init_process_group("gloo", init_method=f"file://{file}-{kind}", rank=number, world_size=world)
-        torch._dynamo.reset()
-        counters.clear()
-        with warnings.catch_warnings(record=True) as caught, mock.patch.object(compat, "compile_fx", compile):
-            warnings.simplefilter("always")
-            told = KINDS[name](Rank(number, world))
-        said = [str(one.message) for one in caught if "amaxes" in str(one.message)]
-        found[kind] = {"said": said, "told": told, "graphs": counters["stats"]["unique_graphs"]}
-        dist.barrier()
-        # DDP's reducers go first: the last to hold a gloo group waits for its threads, and they for the interpreter's lock.
-        torch._dynamo.reset()
-        gc.collect()
-        dist.destroy_process_group()
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4].split(","))

@@ -1,12 +1,8 @@
-"""One rank of asynchronous tensor parallelism: `python -m tests.backend.async_tp_ranks RANK WORLD FILE KINDS`.
-
-Graphs are made as torch's pass leaves them (`_micro_pipeline_tp`), and run by kernels of torch's fused operators that
-this file has for the CPU. Prints one line of JSON: by kind, how far training is from the same without the pass, and
-which operators each graph has."""
+"""Cases of asynchronous tensor parallelism, for test_async_tp.py. Graphs are made as torch's pass leaves them
+(`_micro_pipeline_tp`), and run by kernels of torch's fused operators that this file has for the CPU."""
 
 import copy
 import functools
-import json
 from collections import Counter
 from typing import Any
 from unittest import mock
@@ -15,15 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 from torch.distributed._symmetric_memory import _test_mode
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from te_inductor.distributed import parallel
 from te_inductor.passes.post_grad import async_tp
 from te_inductor.recipes import DelayedScaling
-from tests.backend.parallel_ranks import LENGTH, Mlp, Outer, Rank
-from tests.kinds import told_of
+from tests.backend import parallel_ranks
+from tests.backend.parallel_ranks import LENGTH, Mlp, Outer
 
 STEPS = 3
 _LIBRARY = torch.library.Library("symm_mem", "IMPL")
@@ -61,12 +56,15 @@ def multiply_and_scatter(  # type: ignore[no-untyped-def]
     return torch.ops._c10d_functional.wait_tensor(scatter)
 
 
-class Pipelined(Rank):
+class Rank(parallel_ranks.Rank):
     """A rank whose graphs go through both passes if `asked`."""
 
-    def __init__(self, rank: int, world: int) -> None:
-        super().__init__(rank, world)
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         self.asked, self.found = False, list[dict[str, int]]()
+
+    def patches(self) -> list[Any]:
+        return [mock.patch.object(async_tp, "_has_fp8", lambda device: True)]
 
     def see(self, graph: fx.Graph) -> None:
         from torch._inductor.fx_passes.micro_pipeline_tp import micro_pipeline_tp_pass
@@ -89,7 +87,7 @@ class Pipelined(Rank):
         graph.owning_module.recompile()
 
 
-def trains(rank: Pipelined, recipe: str, dim: str, batch: str, *more: str) -> Any:
+def trains(rank: Rank, recipe: str, dim: str, batch: str, *more: str) -> Any:
     """Training with the pass and without it: whether they are equal, and what the graphs hold."""
     model = Outer(Mlp(128, 256, "bias" in more))
     shape = (int(batch), LENGTH, 128)
@@ -112,14 +110,3 @@ def trains(rank: Pipelined, recipe: str, dim: str, batch: str, *more: str) -> An
         graphs.append(rank.found)
     furthest = max((a - b).abs().max().item() / b.abs().max().item() for a, b in zip(*off, strict=True))
     return {"off": furthest, "graphs": graphs, "logged": logged}
-
-
-def mesh(rank: int, world: int) -> Pipelined:
-    made = Pipelined(rank, world)
-    made.mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
-    return made
-
-
-if __name__ == "__main__":
-    with mock.patch.object(async_tp, "_has_fp8", lambda device: True):
-        print(json.dumps(told_of({"trains": trains}, mesh)), flush=True)

@@ -1,37 +1,21 @@
-"""One rank of the benchmark of ranks: `python -m tests.backend.benchmark_ranks RANK WORLD FILE JOBS`.
+"""A case of the benchmark of ranks, for test_benchmark_ranks.py."""
 
-JOBS is JSON: of each job, fields of `benchmarks.ranks_job.Job` and "compiled". Prints one line of JSON: what this rank
-tells of each job. Graphs are not compiled unless asked (tests/uncompiled.py)."""
-
-import gc
 import json
-import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 from unittest import mock
-
-import torch
 
 from benchmarks import ranks_works
 from benchmarks.ranks_job import Job
 from benchmarks.ranks_measure import measure
-from tests import uncompiled
+from tests.ranks import Rank, how
 
 
-def main(rank: int, world: int, file: str, jobs: str) -> None:
-    found = []
-    for number, fields in enumerate(json.loads(jobs)):
-        compiled = fields.pop("compiled", False)
-        job = Job(device="cpu", world=world, model="tiny", warmup=1, **fields)
-        torch._dynamo.reset()
-        high = mock.patch.object(ranks_works, "HIGH", "inductor" if compiled else "aot_eager")
-        with tempfile.TemporaryDirectory() as folder, uncompiled.patched(not compiled), high:
-            measure(rank, job, f"file://{file}-{number}", folder)
-            found.append(json.loads(Path(folder, f"{rank}.json").read_text()))
-        torch._dynamo.reset()
-        gc.collect()
-    print(json.dumps(found), flush=True)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])
+@how(group=False)
+def measures(rank: Rank, number: str, fields: str) -> Any:
+    """What a rank tells of a job, whose fields are JSON without spaces and with semicolons for commas."""
+    job = Job(device="cpu", world=rank.world, model="tiny", warmup=1, **json.loads(fields.replace(";", ",")))
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(ranks_works, "HIGH", "aot_eager"):
+        measure(rank.rank, job, f"file://{rank.folder}/job{number}", folder)
+        return json.loads(Path(folder, f"{rank.rank}.json").read_text())

@@ -1,11 +1,6 @@
-"""One rank of expert parallelism: `python -m tests.backend.expert_parallel_ranks RANK WORLD FILE KINDS`.
+"""Cases of expert parallelism, for test_expert_parallel.py. Each rank has some tokens and some experts. Most tell how far
+training is from that of one rank with all tokens and all experts, and what is exchanged."""
 
-Each rank has some tokens and some experts. Prints one line of JSON: by kind, how far training is from that of one rank
-with all tokens and all experts, and what is exchanged. Graphs are not compiled (tests/uncompiled.py), except those of
-"compiled KIND"."""
-
-import json
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -21,15 +16,10 @@ from te_inductor.diagnostics import Refusal
 from te_inductor.passes.pre_grad.decide import size_rule
 from te_inductor.recipes import DelayedScaling
 from te_inductor.targets import sm90
-from tests.kinds import of_the_first_rank, told_of
+from tests import ranks
+from tests.ranks import of_the_first_rank
 
 EXPERTS, EACH, HIDDEN, INNER, TOKENS = 4, 2, 64, 96, 48
-KINDS: dict[str, Callable[..., Any]] = {}
-
-
-def kind(function: Callable[..., Any]) -> Callable[..., Any]:
-    KINDS[function.__name__] = function
-    return function
 
 
 class MoE(nn.Module):
@@ -148,10 +138,13 @@ class Negating(Waiting):
     wait = Negated
 
 
-class Rank:
-    def __init__(self, rank: int, world: int) -> None:
-        self.rank, self.world = rank, world
+class Rank(ranks.Rank):
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         self.sent: list[list[str]] = []  # of each graph: dtypes of all-to-alls of rows
+
+    def patches(self) -> list[Any]:
+        return [torch._dynamo.config.patch(capture_scalar_outputs=True)]
 
     def see(self, graph: fx.Graph) -> None:
         found = graph.find_nodes(op="call_function", target=torch.ops._c10d_functional.all_to_all_single.default)
@@ -202,35 +195,29 @@ def _off(a: Tensor, b: Tensor) -> float:
     return ((a - b).norm() / b.norm().clamp(min=1e-30)).item() if a.isfinite().all() else float("inf")
 
 
-@kind
 def trains(rank: Rank, recipe: str) -> Any:
     if recipe == "delayed":
         return rank.compared(DelayedScaling(amax_history_len=4), steps=3)
     return rank.compared(recipe)
 
 
-@kind
 def waits(rank: Rank, recipe: str) -> Any:
     return rank.compared(recipe, make=Waiting)
 
 
-@kind
 def split(rank: Rank, recipe: str) -> Any:
     """w1 and w3 are two layers of one input."""
     return rank.compared(recipe, split=True)
 
 
-@kind
 def skewed(rank: Rank, recipe: str) -> Any:
     return rank.compared(recipe, skew=True)
 
 
-@kind
 def read(rank: Rank, recipe: str) -> Any:
     return {one.__name__: rank.compared(recipe, make=one) for one in (Read, Scaled)}
 
 
-@kind
 def unequal(rank: Rank) -> Any:
     """By its own sizes one rank has experts pay, and the other has not."""
     refusal = None if rank.rank else Refusal("few rows")
@@ -245,7 +232,6 @@ def unequal(rank: Rank) -> Any:
     return rank.sent
 
 
-@kind
 def reasons(rank: Rank) -> Any:
     told = {}
     for name, make, options in (
@@ -262,8 +248,3 @@ def reasons(rank: Rank) -> Any:
         sites = te_inductor.explain(make(rank.world, rank.rank), x, options=options).sites
         told[name] = [site.wire for site in sites if site.pattern == "grouped_linear" and site.gemm == "fprop"]
     return told
-
-
-if __name__ == "__main__":
-    with torch._dynamo.config.patch(capture_scalar_outputs=True):
-        print(json.dumps(told_of(KINDS, Rank)), flush=True)

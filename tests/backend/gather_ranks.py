@@ -1,15 +1,9 @@
-"""One rank of a model whose weights FSDP2 gathers in FP8: `python -m tests.backend.gather_ranks RANK WORLD FILE KINDS`.
-
-Prints one line of JSON: what each kind tells. Most train a model twice on data of their own, as FSDP2 gathers it and in
-low precision, and tell whether losses and parameters are equal bit for bit. Graphs are not compiled
-(tests/uncompiled.py), except those of "compiled KIND"."""
+"""Cases of a model whose weights FSDP2 gathers in FP8, for test_low_precision_gather.py. Most train a model twice on data
+of their own, as FSDP2 gathers it and in low precision, and tell whether losses and parameters are equal bit for bit."""
 
 import copy
-import datetime
-import gc
+import functools
 import io
-import json
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -36,7 +30,8 @@ from te_inductor.distributed import low_precision_all_gather
 from te_inductor.distributed.fsdp import casts, rounds
 from te_inductor.ops.gathered_weight import GatheredWeight
 from te_inductor.recipes import DelayedScaling, Float8BlockScaling
-from tests import uncompiled
+from tests import ranks
+from tests.ranks import how
 
 RECIPES: dict[str, Any] = {
     "delayed": DelayedScaling(amax_history_len=4),
@@ -44,12 +39,6 @@ RECIPES: dict[str, Any] = {
     "block": Float8BlockScaling(),
 }
 K, N = 256, 384
-KINDS: dict[str, Callable[["Rank"], Any]] = {}
-
-
-def kind(function: Callable[["Rank"], Any]) -> Callable[["Rank"], Any]:
-    KINDS[function.__name__] = function
-    return function
 
 
 class Block(nn.Module):
@@ -80,12 +69,13 @@ class Skipping(nn.Module):
         return x
 
 
-class Rank:
-    def __init__(self, rank: int, world: int, file: str) -> None:
-        self.rank, self.world, self.file = rank, world, file
-        self.replica = rank  # whose data it has
-        self.recipes = RECIPES
-        self.mesh = init_device_mesh("cpu", (world,))
+class Rank(ranks.Rank):
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.replica = self.rank  # whose data it has
+
+    def patches(self) -> list[Any]:
+        return [torch._dynamo.config.patch(recompile_limit=1000)]  # models of one class, by several recipes
 
     def sharded(self, low: Any = None, model: nn.Module | None = None, **how: Any) -> nn.Module:
         """A model of two blocks; its weights gathered by the recipe `low`."""
@@ -157,48 +147,45 @@ def refused(function: Callable[[], Any]) -> str:
     return "nothing"
 
 
-def of_each_recipe(function: Callable[["Rank", Any], Any]) -> Callable[["Rank"], Any]:
-    def told(rank: Rank) -> Any:
-        return {name: function(rank, recipe) for name, recipe in rank.recipes.items()}
-
-    told.__name__ = function.__name__
-    return kind(told)
+def of_a_recipe(function: Callable[[Rank, Any], Any]) -> Callable[[Rank, str], Any]:
+    """A case that is given the recipe's name."""
+    return functools.wraps(function)(lambda rank, name: function(rank, RECIPES[name]))
 
 
-@of_each_recipe
+@of_a_recipe
 def blocks(rank: Rank, recipe: Any) -> Any:
     return rank.equal(recipe)
 
 
-@of_each_recipe
+@of_a_recipe
 def whole_model(rank: Rank, recipe: Any) -> Any:
     return rank.equal(recipe, compiled="whole", reshard_after_forward=False)
 
 
-@of_each_recipe
+@of_a_recipe
 def stays_gathered(rank: Rank, recipe: Any) -> Any:
     return rank.equal(recipe, reshard_after_forward=False)
 
 
-@of_each_recipe
+@of_a_recipe
 def uneven(rank: Rank, recipe: Any) -> Any:
     """Shards of rows that no block of 128 divides, the last one shorter where there are three ranks."""
     return rank.equal(recipe, lambda: nn.Sequential(Block(256 + 128), Block(128)))
 
 
-@of_each_recipe
+@of_a_recipe
 def mixed_precision(rank: Rank, recipe: Any) -> Any:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     return rank.equal(recipe, mp_policy=policy)
 
 
-@of_each_recipe
+@of_a_recipe
 def accumulates(rank: Rank, recipe: Any) -> Any:
     """Two microbatches, of which the first does not reduce its gradients."""
     return rank.equal(recipe, batches=2)
 
 
-@of_each_recipe
+@of_a_recipe
 def frozen(rank: Rank, recipe: Any) -> Any:
     def make() -> nn.Module:
         model = nn.Sequential(Block(), Block())
@@ -209,18 +196,18 @@ def frozen(rank: Rank, recipe: Any) -> Any:
     return rank.equal(recipe, make)
 
 
-@of_each_recipe
+@of_a_recipe
 def checkpointed(rank: Rank, recipe: Any) -> Any:
     return rank.equal(recipe, lambda: nn.Sequential(Checkpointed(), Checkpointed()))
 
 
-@of_each_recipe
+@of_a_recipe
 def hsdp(rank: Rank, recipe: Any) -> Any:
     mesh = init_device_mesh("cpu", (2, rank.world // 2), mesh_dim_names=("replicate", "shard"))
     return rank.equal(recipe, mesh=mesh)
 
 
-@of_each_recipe
+@of_a_recipe
 def tensor_parallel(rank: Rank, recipe: Any) -> Any:
     """Each rank of two shards of two parts of each weight."""
     grid = init_device_mesh("cpu", (2, rank.world // 2), mesh_dim_names=("dp", "tp"))
@@ -239,7 +226,7 @@ def tensor_parallel(rank: Rank, recipe: Any) -> Any:
         rank.replica = rank.rank
 
 
-@of_each_recipe
+@of_a_recipe
 def not_finite(rank: Rank, recipe: Any) -> Any:
     """A NaN and an infinity in some shards, in the second step."""
 
@@ -251,7 +238,7 @@ def not_finite(rank: Rank, recipe: Any) -> Any:
     return rank.equal(recipe, change=change)
 
 
-@of_each_recipe
+@of_a_recipe
 def skipped(rank: Rank, recipe: Any) -> Any:
     """A block that a step leaves out has other values when it is called again, and other scales."""
 
@@ -262,7 +249,6 @@ def skipped(rank: Rank, recipe: Any) -> Any:
     return rank.equal(recipe, Skipping, change=change)
 
 
-@kind
 def parts(rank: Rank) -> Any:
     """Blocks are called one by one, behind changes that no optimizer made."""
     found = []
@@ -306,7 +292,7 @@ def counted(module: Any, name: str) -> Iterator[list[Any]]:
         yield calls
 
 
-@of_each_recipe
+@of_a_recipe
 def traffic(rank: Rank, recipe: Any) -> Any:
     """Of two steps: bytes of each all-gather in bf16 and in FP8, weights that were cast, and reductions of our own."""
     policy, told = MixedPrecisionPolicy(param_dtype=torch.bfloat16), {}
@@ -323,7 +309,7 @@ def traffic(rank: Rank, recipe: Any) -> Any:
     return told
 
 
-@of_each_recipe
+@of_a_recipe
 def checkpoints(rank: Rank, recipe: Any) -> Any:
     """Keys, kinds of tensors, torch.save, DCP, and loading between the two ways to gather."""
     plain, low = rank.sharded(), rank.sharded(recipe)
@@ -341,7 +327,7 @@ def checkpoints(rank: Rank, recipe: Any) -> Any:
     local = low[0].up.weight._local_tensor  # with FSDP's hooks; `to_local` returns it in some releases
     told["pickled"] = "expected a tensor of model.state_dict()" in refused(lambda: torch.save(local, io.BytesIO()))
     told["copied"] = torch.equal(copy.deepcopy(local.detach()), local)
-    folder = f"{rank.file}-dcp-{recipe if isinstance(recipe, str) else recipe.name}"
+    folder = f"{rank.folder}/dcp-{recipe if isinstance(recipe, str) else recipe.name}"
     dcp.save({"model": get_model_state_dict(low)}, checkpoint_id=folder)
     loaded = {"model": plain.state_dict()}
     dcp.load(loaded, checkpoint_id=folder)
@@ -370,7 +356,7 @@ def equal_states(a: Any, b: Any) -> bool:
     return list(a) == list(b) and all(torch.equal(whole(a[key]), whole(b[key])) for key in a)
 
 
-@of_each_recipe
+@of_a_recipe
 def compiled_casts(rank: Rank, recipe: Any) -> Any:
     """As on a GPU, where Inductor compiles them: of fp32 shards that would be gathered in bf16, whose blocks other ranks
     hold too."""
@@ -383,7 +369,7 @@ def compiled_casts(rank: Rank, recipe: Any) -> Any:
     return equal and not casts._failed and inductor["fxgraph_cache_miss"] + inductor["fxgraph_cache_hit"] > 0
 
 
-@of_each_recipe
+@of_a_recipe
 def saves(rank: Rank, recipe: Any) -> Any:
     """How many tensors of a weight's size graphs keep for the backward, and how many of those are no gathered ones."""
     model = rank.sharded(recipe, reshard_after_forward=False)
@@ -404,7 +390,7 @@ def saves(rank: Rank, recipe: Any) -> Any:
     return [len(kept), len(set(kept) - places)]
 
 
-@of_each_recipe
+@of_a_recipe
 def meta(rank: Rank, recipe: Any) -> Any:
     """A model that gets its memory behind the call."""
     start = {key: whole(value) for key, value in rank.sharded().state_dict().items()}
@@ -424,7 +410,7 @@ def meta(rank: Rank, recipe: Any) -> Any:
     return same(*found)
 
 
-@of_each_recipe
+@of_a_recipe
 def without_gradients(rank: Rank, recipe: Any) -> Any:
     """Evaluation in between changes nothing, and neither does inference mode."""
     found = []
@@ -442,7 +428,7 @@ def without_gradients(rank: Rank, recipe: Any) -> Any:
     return same(*found)
 
 
-@of_each_recipe
+@of_a_recipe
 def eager(rank: Rank, recipe: Any) -> Any:
     """Outside of the backend a gathered weight is what it stands for, its gradient too, and nothing changes it."""
     model = rank.sharded(recipe)
@@ -474,7 +460,6 @@ def _original(rank: Rank) -> torch.Tensor:
 ORIGINAL = [_original]
 
 
-@kind
 def mismatch(rank: Rank) -> Any:
     """The model is compiled with another recipe than weights are gathered for, or with none."""
     told = {}
@@ -494,7 +479,6 @@ def mismatch(rank: Rank) -> Any:
     return told
 
 
-@kind
 def refusals(rank: Rank) -> Any:
     def of(recipe: Any = "current", **how: Any) -> str:
         return refused(lambda: rank.sharded(recipe, **how))
@@ -532,7 +516,6 @@ def refusals(rank: Rank) -> Any:
     return told
 
 
-@kind
 def policy(rank: Rank) -> Any:
     """What a policy leaves is gathered as before, and what it names has its own recipe."""
     model = low_precision_all_gather(rank.sharded(), "current", {"0.up": "none", "1.*": RECIPES["delayed"]})
@@ -543,14 +526,13 @@ def policy(rank: Rank) -> Any:
     return {name: p.recipe.name if isinstance(p, GatheredWeight) else "plain" for name, p in found.items()}
 
 
-@kind
 def other_weights(rank: Rank) -> Any:
     """A rank gathers one weight less."""
     entry = {"0.up": "none"} if rank.rank else {}
     return refused(lambda: low_precision_all_gather(rank.sharded(), "current", entry))
 
 
-@kind
+@how(patience=2, loses_group=True)
 def absent(rank: Rank) -> Any:
     """A rank does not call: the others' wait ends with the timeout of the process group."""
     model = rank.sharded()
@@ -566,7 +548,6 @@ def absent(rank: Rank) -> Any:
     return "nothing"
 
 
-@kind
 def other_state(rank: Rank) -> Any:
     """State of delayed scaling that one rank loads alone."""
     recipe = RECIPES["delayed"]
@@ -575,31 +556,3 @@ def other_state(rank: Rank) -> Any:
         state = {"scale": torch.tensor(8.0), "amax_history": torch.ones(4)}
         te_inductor.load_state_dict(model, {f"0.up.weight.{key}": value for key, value in state.items()})
     return refused(lambda: model(torch.ones(8, K)))
-
-
-def main(number: int, world: int, file: str, kinds: list[str]) -> None:
-    found: dict[str, Any] = {}
-    for kind in kinds:
-        name, _, only = kind.removeprefix("compiled ").partition(" of ")
-        recipes = {only: RECIPES[only]} if only else dict(RECIPES)
-        compile = compat.compile_fx if kind.startswith("compiled ") else uncompiled.compile_fx
-        timeout = datetime.timedelta(seconds=2 if name == "absent" else 120)
-        store = f"file://{file}-{kind.replace(' ', '-')}"
-        dist.init_process_group("gloo", init_method=store, rank=number, world_size=world, timeout=timeout)
-        torch._dynamo.reset()
-        unlimited = torch._dynamo.config.patch(recompile_limit=1000)  # models of one class, by several recipes
-        with mock.patch.object(compat, "compile_fx", compile), unlimited:
-            rank = Rank(number, world, file)
-            rank.recipes = recipes
-            found[kind] = KINDS[name](rank)
-            del rank
-        if name != "absent":
-            dist.barrier()
-        torch._dynamo.reset()
-        gc.collect()
-        dist.destroy_process_group()
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4].split(","))

@@ -1,13 +1,8 @@
-"""One rank of a model that gathers its own weights in its graph, as torchtitan's SimpleFSDP does:
-`python -m tests.backend.graph_fsdp_ranks RANK WORLD FILE KINDS`.
+"""Cases of a model that gathers its own weights in its graph, as torchtitan's SimpleFSDP does, for test_graph_fsdp.py.
+Most train a model twice on data of their own, with weights gathered in high precision and in low, and tell whether losses
+and parameters are equal bit for bit, and what each graph gathers."""
 
-Prints one line of JSON: what each kind tells. Most train a model twice on data of their own, with weights gathered in
-high precision and in low, and tell whether losses and parameters are equal bit for bit, and what each graph gathers.
-Graphs are not compiled (tests/uncompiled.py), except those of "compiled KIND"."""
-
-import json
-import sys
-from collections.abc import Callable
+import os
 from typing import Any
 from unittest import mock
 
@@ -21,19 +16,13 @@ import te_inductor
 from te_inductor.diagnostics import Refusal
 from te_inductor.passes.pre_grad.decide import gathered
 from te_inductor.recipes import DelayedScaling
-from tests.kinds import told_of
+from tests import ranks
 from tests.simple_fsdp import simple_fsdp
 
 RECIPES: dict[str, Any] = {"current": "current", "delayed": DelayedScaling(amax_history_len=4), "block": "block"}
-WIDTH = 128 * int(sys.argv[2])  # rows of one block a rank
-KINDS: dict[str, Callable[..., Any]] = {}
+WIDTH = 128 * int(os.environ.get("WORLD_SIZE", "2"))  # rows of one block a rank
 MIXED = {"forward_dtype": torch.bfloat16, "backward_dtype": torch.float32}
 aten, collectives = torch.ops.aten, torch.ops._c10d_functional
-
-
-def kind(function: Callable[..., Any]) -> Callable[..., Any]:
-    KINDS[function.__name__] = function
-    return function
 
 
 class Block(nn.Module):
@@ -50,10 +39,9 @@ class Checkpointed(Block):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
-class Rank:
-    def __init__(self, rank: int, world: int) -> None:
-        self.rank, self.world = rank, world
-        self.mesh = init_device_mesh("cpu", (world,))
+class Rank(ranks.Rank):
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         self.gathers: list[dict[str, int]] = []  # of each graph: bytes that a rank gets of others, by dtype
         self.reductions: list[list[int]] = []  # elements of each reduction to a maximum
 
@@ -112,35 +100,29 @@ def _whole(parameter: Tensor) -> Tensor:
     return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().clone()
 
 
-@kind
 def mixed(rank: Rank, recipe: str) -> Any:
     return rank.equal(recipe)
 
 
-@kind
 def plain(rank: Rank, recipe: str) -> Any:
     """All in fp32."""
     return rank.equal(recipe, dtypes={})
 
 
-@kind
 def blocks(rank: Rank, recipe: str) -> Any:
     return rank.equal(recipe, lambda: nn.Sequential(Block(), Block()), by_block=True)
 
 
-@kind
 def checkpointed(rank: Rank, recipe: str) -> Any:
     return rank.equal(recipe, lambda: nn.Sequential(Checkpointed(), Checkpointed()))
 
 
-@kind
 def reshards(rank: Rank, recipe: str) -> Any:
     """The backward gathers weights again, as a pass of the user says; a graph of a forward keeps none."""
     with torch._inductor.config.patch(joint_custom_post_pass=_reshard):
         return rank.equal(recipe)
 
 
-@kind
 def frozen(rank: Rank, recipe: str) -> Any:
     def make() -> nn.Module:
         model = nn.Sequential(Block(), Block())
@@ -150,7 +132,6 @@ def frozen(rank: Rank, recipe: str) -> Any:
     return rank.equal(recipe, make)
 
 
-@kind
 def hsdp(rank: Rank, recipe: str) -> Any:
     mesh = init_device_mesh("cpu", (2, rank.world // 2), mesh_dim_names=("replicate", "shard"))
     return rank.equal(recipe, mesh=mesh, placements=[Replicate(), Shard(0)])
@@ -167,7 +148,6 @@ class Twice(nn.Module):
         return self.layer(self.layer(x).relu())
 
 
-@kind
 def twice(rank: Rank, recipe: str) -> Any:
     return rank.equal(recipe, Twice)
 
@@ -183,7 +163,6 @@ class Tied(nn.Module):
         return self.layer(x) + self.layer.weight[0]
 
 
-@kind
 def reasons(rank: Rank) -> Any:
     """Why a weight is gathered in high precision."""
     uneven = nn.Linear(WIDTH, 160 * rank.world + 1)
@@ -223,7 +202,6 @@ class OwnAndGathered(nn.Module):
         return self.block(self.own(x))
 
 
-@kind
 def masked(rank: Rank) -> Any:
     """All tokens of the last rank are left out of the loss in the first steps. How far the gradient of its own layer is
     from high precision in the others, and the reductions to a maximum of each graph."""
@@ -240,7 +218,6 @@ def masked(rank: Rank) -> Any:
     return {"off": off, "reductions": rank.reductions}
 
 
-@kind
 def not_finite(rank: Rank, recipe: str) -> Any:
     """A NaN in one rank's rows, an infinity in another's."""
     found = []
@@ -273,7 +250,3 @@ def _reshard(graph: fx.Graph) -> None:
             for each in (*chain[:-1], *views):
                 each.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
                 each.meta["ac_graph_id"] = 100000
-
-
-if __name__ == "__main__":
-    print(json.dumps(told_of(KINDS, Rank)), flush=True)

@@ -1,19 +1,10 @@
-"""One rank of tensor parallelism: `python -m tests.backend.parallel_ranks RANK WORLD FILE KINDS`.
-
-Prints one line of JSON: by kind, what it tells. Graphs are not compiled (tests/uncompiled.py), except those of
-"compiled KIND"."""
+"""Cases of tensor parallelism, for test_parallel.py."""
 
 import copy
 import functools
-import gc
-import json
-import os
-import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -37,18 +28,11 @@ import te_inductor
 from te_inductor import compat, ops
 from te_inductor.distributed import low_precision_all_gather
 from te_inductor.recipes import DelayedScaling
-from tests import uncompiled
-from tests.kinds import of_the_first_rank
+from tests import ranks
+from tests.ranks import how, of_the_first_rank
 
-KINDS: dict[str, Callable[..., Any]] = {}
 WIDTH, HIDDEN, BATCH, LENGTH = 64, 128, 2, 32
-PATIENCE = {"other_length": 10, "raises": 10, "loads": 10}  # seconds that a group waits
 _COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
-
-
-def kind(function: Callable[..., Any]) -> Callable[..., Any]:
-    KINDS[function.__name__] = function
-    return function
 
 
 class Mlp(nn.Module):
@@ -85,15 +69,14 @@ SEQUENCE = {
 }
 
 
-class Rank:
-    def __init__(self, rank: int, world: int) -> None:
-        self.rank, self.world = rank, world
-        self.mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+class Rank(ranks.Rank):
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.mesh = init_device_mesh("cpu", (self.world,), mesh_dim_names=("tp",))
         self.graphs: list[
             list[tuple[str, str, int]]
         ] = []  # of each: collective, dtype, bytes that it gives a rank (-1: a symbol)
         self.low = 0  # GEMMs in low precision
-        torch.manual_seed(0)
 
     def see(self, graph: fx.Graph) -> None:
         found = []
@@ -185,44 +168,36 @@ def _off(a: Tensor, b: Tensor) -> float:
     return ((a - b).norm() / b.norm()).item() if a.isfinite().all() else float("inf")
 
 
-@kind
 def plain(rank: Rank, recipe: str) -> Any:
     return rank.compared(Outer(Mlp()), PLAIN, recipe, dim=None)
 
 
-@kind
 def plain_bias(rank: Rank, recipe: str) -> Any:
     return rank.compared(Outer(Mlp(bias=True)), PLAIN, recipe, dim=None)
 
 
-@kind
 def sequence(rank: Rank, recipe: str) -> Any:
     return rank.compared(Outer(Mlp()), SEQUENCE, recipe, dim=1)
 
 
-@kind
 def sequence_bias(rank: Rank, recipe: str) -> Any:
     return rank.compared(Outer(Mlp(bias=True)), SEQUENCE, recipe, dim=1)
 
 
-@kind
 def sequence_wide(rank: Rank, recipe: str) -> Any:
     """Of a size that fills blocks; microscaled formats are emulated here, which is told."""
     return rank.compared(Outer(Mlp(128, 256)), SEQUENCE, recipe, dim=1, fallback="silent")
 
 
-@kind
 def two(rank: Rank, recipe: str) -> Any:
     return rank.compared(Outer(Mlp(), Mlp()), SEQUENCE, recipe, dim=1)
 
 
-@kind
 def blocks(rank: Rank, recipe: str) -> Any:
     """Compiled one by one."""
     return rank.compared(Outer(Mlp(), Mlp()), SEQUENCE, recipe, dim=1, by_block=True)
 
 
-@kind
 def with_fsdp(rank: Rank, recipe: str, gathers: bool = False) -> Any:
     """FSDP2 along the other dimension of a mesh, all of whose ranks have the same rows here."""
     grid = init_device_mesh("cpu", (2, rank.world // 2), mesh_dim_names=("dp", "tp"))
@@ -242,7 +217,6 @@ def with_fsdp(rank: Rank, recipe: str, gathers: bool = False) -> Any:
     return rank.compared(Outer(Mlp(*sizes), Mlp(*sizes)), plan, recipe, dim=dim, by_block=True, wrap=wrap)
 
 
-@kind
 def with_gathers(rank: Rank, recipe: str) -> Any:
     """The same, sequence parallel, and FSDP2 gathers weights in FP8: gate and up, each with its own scale, gather x
     once."""
@@ -254,12 +228,10 @@ class Checkpointed(Mlp):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
-@kind
 def checkpointed(rank: Rank, recipe: str) -> Any:
     return rank.compared(Outer(Checkpointed()), SEQUENCE, recipe, dim=1)
 
 
-@kind
 def symbolic(rank: Rank, recipe: str) -> Any:
     """Of an unknown length."""
     return rank.compared(Outer(Mlp()), SEQUENCE, recipe, dim=1, dynamic=True)
@@ -274,7 +246,6 @@ class Head(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), target.flatten())
 
 
-@kind
 def loss(rank: Rank, recipe: str) -> Any:
     """Loss parallel: logits stay sharded, and the loss is computed of the shards."""
     model = Head()
@@ -314,7 +285,6 @@ class OfPlacements(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
 
-@kind
 def refused(rank: Rank) -> Any:
     """Why; each runs in high precision all the same."""
     whole, grid = [Replicate()], init_device_mesh("cpu", (rank.world // 2 or 1, 2), mesh_dim_names=("dp", "tp"))
@@ -337,7 +307,6 @@ def refused(rank: Rank) -> Any:
     return told
 
 
-@kind
 def without_group(rank: Rank) -> Any:
     """Delayed scaling whose amaxes are not reduced over the ranks whose shards are gathered."""
     told = {}
@@ -353,7 +322,6 @@ def without_group(rank: Rank) -> Any:
     return told
 
 
-@kind
 def whole_weights(rank: Rank, recipe: str) -> Any:
     """Of which all ranks have all, beside rows of x that each has."""
     torch.manual_seed(1)
@@ -369,7 +337,6 @@ def whole_weights(rank: Rank, recipe: str) -> Any:
     return {"off": [_off(*pair) for pair in zip(*found, strict=True)], "low": rank.low}
 
 
-@kind
 def nan(rank: Rank) -> Any:
     """One rank's NaN: which outputs of each are none, as with one rank."""
     model = Outer(Mlp())
@@ -386,7 +353,6 @@ def nan(rank: Rank) -> Any:
     }
 
 
-@kind
 def llama(rank: Rank, recipe: str) -> Any:
     """transformers' own plan, compiled whole, in training."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -401,7 +367,6 @@ def llama(rank: Rank, recipe: str) -> Any:
         dist.broadcast_object_list(shared)
         one.save_pretrained(shared[0])
         dist.barrier()
-        os.environ |= {"RANK": str(rank.rank), "WORLD_SIZE": str(rank.world), "LOCAL_RANK": str(rank.rank)}
         model = LlamaForCausalLM.from_pretrained(shared[0], tp_plan="auto", device_mesh=rank.mesh)
         dist.barrier()
     tokens, dy = torch.randint(96, (BATCH, LENGTH)), torch.randn(BATCH, LENGTH, 96)
@@ -444,7 +409,6 @@ class OwnAndShared(nn.Module):
 OWN_AND_SHARED = {"up": ColwiseParallel(input_layouts=Shard(0)), "down": RowwiseParallel(output_layouts=Shard(0))}
 
 
-@kind
 def masked(rank: Rank) -> Any:
     """All tokens of the last rank are left out of the loss in the first steps: there the layer of its own has no
     gradient, and no history. That rank also compiles anew, alone, before all have history and behind that. How far each
@@ -465,7 +429,7 @@ def masked(rank: Rank) -> Any:
     return {"off": off, "wire": [len(graph) for graph in rank.graphs]}
 
 
-@kind
+@how(patience=10, loses_group=True)
 def loads(rank: Rank) -> Any:
     """The last rank alone loads state, without history."""
     model, x = OwnAndShared(), torch.randn(LENGTH, WIDTH)
@@ -482,7 +446,7 @@ def loads(rank: Rank) -> Any:
     return _failed(lambda: run(x, x))
 
 
-@kind
+@how(patience=10, loses_group=True)
 def other_length(rank: Rank, recipe: str) -> Any:
     """One rank has another sequence length, in a graph of its own."""
     model = Outer(Mlp())
@@ -496,7 +460,7 @@ def other_length(rank: Rank, recipe: str) -> Any:
     )
 
 
-@kind
+@how(patience=10, loses_group=True)
 def raises(rank: Rank, recipe: str) -> Any:
     """One rank's backward raises before the layers'."""
     model = Outer(Mlp())
@@ -511,7 +475,6 @@ def raises(rank: Rank, recipe: str) -> Any:
     return _failed(backward)
 
 
-@kind
 def decides(rank: Rank) -> Any:
     """The second rank has other options than the first. Nothing runs behind the compile."""
 
@@ -535,7 +498,6 @@ def decides(rank: Rank) -> Any:
     return told
 
 
-@kind
 def fails(rank: Rank) -> Any:
     """A compile that fails on all ranks, and on the last one alone. Nothing runs behind the compile but the graph as the
     user wrote it."""
@@ -576,38 +538,3 @@ def _failed(run: Callable[[], None]) -> Any:
     except Exception as error:
         return [type(error).__name__, time.monotonic() - begun]
     return ["", time.monotonic() - begun]
-
-
-def main(number: int, world: int, file: str, kinds: list[str]) -> None:
-    found: dict[str, Any] = {}
-    for each in kinds:
-        print(each, file=sys.stderr)
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{file}-{each.replace(' ', '-')}",
-            rank=number,
-            world_size=world,
-            timeout=timedelta(seconds=PATIENCE.get(each.split()[0], 120)),
-        )
-        torch._dynamo.reset()
-        rank = Rank(number, world)
-        name, *arguments = each.removeprefix("compiled ").split()
-        seen = functools.partial(uncompiled.compile_fx, see=lambda graph, rank=rank: rank.see(graph))
-        compile = compat.compile_fx if each.startswith("compiled") else seen
-        with warnings.catch_warnings(record=True) as caught, mock.patch.object(compat, "compile_fx", compile):
-            warnings.simplefilter("always")
-            told = KINDS[name](rank, *arguments)
-        found[each] = {"told": told, "said": [str(one.message) for one in caught if "te_inductor" in str(one.message)]}
-        if name in PATIENCE:  # what is left of the group is of no use
-            break
-        dist.barrier()
-        torch._dynamo.reset()
-        gc.collect()
-        dist.destroy_process_group()
-    print(json.dumps(found), flush=True)
-    if any(each.split()[0] in PATIENCE for each in kinds):
-        os._exit(0)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4].split(","))

@@ -1,36 +1,36 @@
-"""One rank of a pipeline whose weight gradients wait: `python -m tests.backend.pipeline_ranks RANK WORLD FILE SCHEDULE
-RECIPE [uncompiled]`. Prints one line of JSON: losses of each step as this rank sees them (the last stage's rank sees
-them all), the number of GEMMs that ran when the schedule asked, and the largest difference of a parameter from one
-rank's that trains the same stages without a schedule."""
+"""A case of pipelines whose weight gradients wait, for test_pipelines.py."""
 
-import json
-import sys
 from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
+
+import te_inductor
+from tests.ranks import Rank
 
 STEPS, WIDTH, ROWS = 3, 32, 16
 
 
-def main(rank: int, world: int, file: str, name: str, recipe: str) -> None:
-    import torch
-    import torch.distributed as dist
-    from torch import Tensor, nn
-    from torch.distributed.pipelining import PipelineStage
-    from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
+class Stage(nn.Module):  # of its own: torch leaves the forward of `nn.Sequential` alone where it compiles in place
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
 
-    import te_inductor
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.gelu(self.up(x)))
 
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
+
+def trains(rank: Rank, name: str, recipe: str) -> Any:
+    """Losses of each step as this rank sees them (the last stage's rank sees them all), the number of GEMMs that ran when
+    the schedule asked, and the largest difference of a parameter from one rank's that trains the same stages without a
+    schedule."""
+    own, world = rank.rank, rank.world
     count, microbatches = 2 * world, 2 * world
-    mine = {"Interleaved1F1B": (rank, rank + world), "ZBVZeroBubble": (rank, count - 1 - rank)}[name]
+    mine = {"Interleaved1F1B": (own, own + world), "ZBVZeroBubble": (own, count - 1 - own)}[name]
     schedule_of = {"Interleaved1F1B": ScheduleInterleaved1F1B, "ZBVZeroBubble": ScheduleZBVZeroBubble}[name]
-
-    class Stage(nn.Module):  # of its own: torch leaves the forward of `nn.Sequential` alone where it compiles in place
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.down(nn.functional.gelu(self.up(x)))
 
     def stages() -> list[nn.Module]:
         torch.manual_seed(0)
@@ -93,12 +93,4 @@ def main(rank: int, world: int, file: str, name: str, recipe: str) -> None:
         optimizer.zero_grad()
     pairs = [pair for place in mine for pair in zip(models[place].parameters(), alone[place].parameters(), strict=True)]
     apart = max((one - other).abs().max().item() for one, other in pairs)
-    print(json.dumps({"losses": told, "alone": expected, "ran": ran, "apart": apart}), flush=True)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    from tests import uncompiled
-
-    with uncompiled.patched(sys.argv[6:] == ["uncompiled"]):
-        main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6])
+    return {"losses": told, "alone": expected, "ran": ran, "apart": apart}

@@ -1,4 +1,4 @@
-"""Over which ranks delayed scaling reduces its amaxes: four real processes, gloo, CPU, in groups of two. Programs:
+"""Over which ranks delayed scaling reduces its amaxes: four real processes, gloo, CPU, in groups of two. Cases:
 amax_group_ranks.py, whose rank r sees an input of magnitude 1 + r. Ranks that do not agree: test_ranks.py too."""
 
 import dataclasses
@@ -16,7 +16,7 @@ from te_inductor.errors import OptionError
 from te_inductor.recipes import DelayedScaling
 from te_inductor.recipes.delayed import ScaleUpdate
 from tests.forked import PROGRAMS
-from tests.forked_ranks import ranks
+from tests.ranks import Told, told_by
 
 OWN, DP, PP, ALL = [1, 2, 3, 4], [2, 2, 4, 4], [3, 4, 3, 4], [4, 4, 4, 4]  # the input's amax by rank
 QUICK = "sharded_later,unequal"
@@ -27,21 +27,19 @@ OTHERS = (
 REMEDY = "pass options={'amax_group': …}"
 
 
-@pytest.fixture(scope="module")
-def told(tmp_path_factory):
-    """By rank and kind."""
-    return ranks("tests.backend.amax_group_ranks", 4, str(tmp_path_factory.mktemp("told") / "store"), QUICK)
+MODULE = "tests.backend.amax_group_ranks"
+told = told_by(MODULE, 4, QUICK)
+others = told_by(MODULE, 4, OTHERS)
 
 
-@pytest.fixture(scope="module")
-def others(tmp_path_factory):
-    return ranks("tests.backend.amax_group_ranks", 4, str(tmp_path_factory.mktemp("others") / "store"), OTHERS)
+def about_amaxes(told: Told, kind: str) -> list[list[str]]:
+    return [[text for text in said if "amaxes" in text] for said in told.said(kind)]
 
 
-def by_layer(told: list[dict], kind: str) -> list[list[float]]:
+def by_layer(told: Told, kind: str) -> list[list[float]]:
     """What the ranks have, layer by layer; nothing was said."""
-    assert [one[kind]["said"] for one in told] == [[]] * 4
-    return list(map(list, zip(*(one[kind]["told"] for one in told), strict=True)))
+    assert not any(about_amaxes(told, kind))
+    return list(map(list, zip(*told[kind], strict=True)))
 
 
 @pytest.mark.thorough
@@ -77,12 +75,13 @@ def test_the_default_is_the_group_that_shares_the_parameter(kind, expected, othe
     assert by_layer(others, kind) == expected
 
 
-def served(told: list[dict], kind: str) -> list[list[float]]:
+def served(told: Told, kind: str) -> list[list[float]]:
     """The amaxes, of three graphs. A plain model keeps each rank's own, which is no error, and is said once."""
-    for one in told:
-        assert one[kind]["graphs"] == 3
-        assert [REMEDY in text and "layers.0" in text for text in one[kind]["said"]] == [True]
-    return list(map(list, zip(*(one[kind]["told"] for one in told), strict=True)))
+    for said in about_amaxes(told, kind):
+        assert [REMEDY in text and "layers.0" in text for text in said] == [True]
+    amaxes, graphs = zip(*told[kind], strict=True)
+    assert graphs == (3,) * 4
+    return list(map(list, zip(*amaxes, strict=True)))
 
 
 def test_a_graph_of_one_group_serves_no_other_module(told):
@@ -99,16 +98,17 @@ def test_a_graph_of_one_group_serves_no_other(others):
 @pytest.mark.thorough
 def test_stages_of_pipelines_side_by_side(others):
     """Of other numbers of layers: two of the first, three of the second. Inputs, then gradients."""
-    for rank, one in enumerate(others):
-        assert one["stages"] == {"said": [], "told": [2] * (2 + rank // 2) + [1] * (2 + rank // 2), "graphs": 1}
+    assert not any(about_amaxes(others, "stages"))
+    for rank, (amaxes, graphs) in enumerate(others["stages"]):
+        assert amaxes == [2] * (2 + rank // 2) + [1] * (2 + rank // 2) and graphs == 1
 
 
 def test_unequal_ranks_of_one_group_keep_their_own(told):
     """The other group reduces."""
-    kinds = [one["unequal"] for one in told]
-    assert [one["told"] for one in kinds] == [[1, 1], [2], [4], [4]]
-    assert [len(one["said"]) for one in kinds] == [1, 1, 0, 0]
-    assert all("run graphs with different quantizers at the same time" in one["said"][0] for one in kinds[:2])
+    said = about_amaxes(told, "unequal")
+    assert told["unequal"] == [[1, 1], [2], [4], [4]]
+    assert [len(texts) for texts in said] == [1, 1, 0, 0]
+    assert all("run graphs with different quantizers at the same time" in texts[0] for texts in said[:2])
 
 
 @pytest.mark.thorough
@@ -119,28 +119,26 @@ def test_each_group_of_a_graph_is_reduced_by_itself(kind, others):
 
 @pytest.mark.thorough
 def test_what_ddp_ignores_is_each_ranks_own(others):
-    for rank, one in enumerate(others):
-        shared, own = one["ddp_ignores"]["told"]
+    for rank, (shared, own) in enumerate(others["ddp_ignores"]):
         assert shared == DP[rank] and (own == DP[rank]) == (rank % 2 == 1)
-        assert ["layers.1;" in text and "layers.0" not in text for text in one["ddp_ignores"]["said"]] == [True]
+    for said in about_amaxes(others, "ddp_ignores"):
+        assert ["layers.1;" in text and "layers.0" not in text for text in said] == [True]
 
 
 @pytest.mark.thorough
 def test_ranks_that_wait_in_a_ring_go_on(others):
-    for one in others:
-        assert one["ring"]["told"] is False and len(one["ring"]["said"]) == 1
+    assert others["ring"] == [False] * 4 and [len(said) for said in about_amaxes(others, "ring")] == [1] * 4
 
 
 @pytest.mark.thorough
 def test_a_group_that_was_destroyed_is_an_error(others):
-    for rank, one in enumerate(others):
-        assert f"rank {rank} would reduce amaxes" in one["destroyed"]["told"]
+    for rank, said in enumerate(others["destroyed"]):
+        assert f"rank {rank} would reduce amaxes" in said
 
 
 @pytest.mark.thorough
 def test_groups_of_other_ranks_are_refused(others):
-    for rank, one in enumerate(others):
-        group, mesh, name, number = one["refused"]["told"]
+    for rank, (group, mesh, name, number) in enumerate(others["refused"]):
         refused = f"that rank {rank} is not in, expected one that it is in; pass each rank its own"
         assert (refused in group, refused in mesh) == ((True, False) if rank < 2 else (False, True))
         assert "'nobody', expected" in name and "those of this rank are '0'" in name

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed import _symmetric_memory as memory
 
-from tests.forked_ranks import ranks_once
+from tests.ranks import told_by
 
 KINDS = (
     "trains current 1 2 bias,trains delayed 1 2,trains delayed 1 1 bias,trains current 0 2,trains current 1 2 other,"
@@ -19,15 +19,13 @@ COLLECTIVES = {"_c10d_functional.all_gather_into_tensor": 1, "_c10d_functional.r
 PRODUCTS = "te_inductor.scaled_mm"
 
 
-@pytest.fixture(scope="module")
-def told(tmp_path_factory):
-    return ranks_once(tmp_path_factory, "tests.backend.async_tp_ranks", 2, KINDS, timeout=600)
+told = told_by("tests.backend.async_tp_ranks", 2, KINDS, timeout=600)
 
 
 def check(kind, told, fused):
-    for one in told:
-        found = one[kind]["told"]
-        assert found["off"] == 0.0 and one[kind]["said"] == []
+    assert not any(told.said(kind))
+    for found in told[kind]:
+        assert found["off"] == 0.0
         plain, asked = found["graphs"]
         forward, backward = (products for products in (2, 4))
         for graphs, collectives, less in ((plain, COLLECTIVES, 0), (asked, FUSED if fused else COLLECTIVES, 2 * fused)):
@@ -52,9 +50,10 @@ def test_products_are_one_with_their_collectives(kind, told):
 def test_what_torch_does_not_take_stays(kind, told):
     """A group without symmetric memory; scales of blocks."""
     check(kind, told, fused=False)
-    for one in told:
-        logged = one[kind]["told"]["logged"]
-        assert ["has no symmetric memory, expected it to" in text for text in logged] == [True] * ("other" in kind)
+    for found in told[kind]:
+        assert ["has no symmetric memory, expected it to" in text for text in found["logged"]] == [True] * (
+            "other" in kind
+        )
 
 
 @pytest.mark.parametrize("form, right", [("as torch's pass writes it", False), ("as we do", True)])

@@ -8,22 +8,20 @@ import pytest
 from benchmarks import ranks, ranks_predict
 from benchmarks.ranks_job import Job
 from benchmarks.ranks_works import WORKS, built
-from tests.forked_ranks import ranks as forked
+from tests.ranks import ranks as told_by_ranks
 
 STEPS = 4
 PHASES = ["process group", "model", "warm up", "measurement", "scaling state"]
 
 
-def run(folder, world: int, jobs: list[dict], timeout: int = 300) -> list[dict]:
+def run(world: int, jobs: list[dict], timeout: int = 300) -> list[dict]:
     """A row for each job, as the command makes them."""
     fields = [{"steps": STEPS, **job} for job in jobs]
-    told = forked("tests.backend.benchmark_ranks", world, str(folder / "store"), json.dumps(fields), timeout=timeout)
-    made = [Job(device="cpu", world=world, model="tiny", **_plain(job)) for job in fields]
-    return [ranks.gathered(job, rows) for job, rows in zip(made, zip(*told, strict=True), strict=True)]
-
-
-def _plain(job: dict) -> dict:
-    return {name: value for name, value in job.items() if name != "compiled"}
+    texts = [json.dumps(job, separators=(";", ":")) for job in fields]
+    cases = [f"measures {number} {text}" for number, text in enumerate(texts)]
+    told = told_by_ranks("tests.backend.benchmark_ranks", world, ",".join(cases), timeout=timeout)
+    made = [Job(device="cpu", world=world, model="tiny", **job) for job in fields]
+    return [ranks.gathered(job, told[case]) for job, case in zip(made, cases, strict=True)]
 
 
 def check(rows: list[dict]) -> None:
@@ -34,9 +32,9 @@ def check(rows: list[dict]) -> None:
         assert all(abs(loss - other) < 0.02 for loss, other in zip(row["losses"], rows[0]["losses"], strict=True))
 
 
-def test_a_block_is_gathered_in_fp8(tmp_path):
+def test_a_block_is_gathered_in_fp8():
     """Twice, half of it from the other rank: seven weights by bytes, two norms in bf16."""
-    [row] = rows = run(tmp_path, 2, [{"work": "fsdp", "arm": "gather:current", "layers": 1}])
+    [row] = rows = run(2, [{"work": "fsdp", "arm": "gather:current", "layers": 1}])
     check(rows)
     assert row["wire"]["gathered"] == row["received"] - row["wire"]["scattered"] - row["wire"]["summed"]
     assert row["wire"]["gathered"] == 4 * 256 * 256 + 3 * 256 * 512 + 2 * 256 * 2
@@ -44,10 +42,10 @@ def test_a_block_is_gathered_in_fp8(tmp_path):
 
 
 @pytest.mark.thorough
-def test_deep_models_learn(tmp_path):
+def test_deep_models_learn():
     """Eight blocks, uncompiled: by as much in FP8 as in bf16."""
     jobs = [{"work": "fsdp", "arm": arm, "layers": 8, "steps": 50} for arm in ("bf16", "te:delayed")]
-    high, low = run(tmp_path, 2, jobs, timeout=900)
+    high, low = run(2, jobs, timeout=900)
     assert high["loss"] < 0.8 * high["first_loss"] and abs(low["loss"] / high["loss"] - 1) < 0.01
 
 
@@ -71,11 +69,11 @@ def test_losses_are_those_of_the_first_step_and_the_last_ten():
 @pytest.mark.thorough
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("work", WORKS)
-def test_works(work, world, tmp_path):
+def test_works(work, world):
     """Uncompiled."""
     arms = [arm for arm in WORKS[work].arms if arm != "torchao"]
     tp = {"tp": world, "fsdp_tp": 2}.get(work, 1)
-    check(run(tmp_path, world, [{"work": work, "arm": arm, "tp": tp} for arm in arms], timeout=900))
+    check(run(world, [{"work": work, "arm": arm, "tp": tp} for arm in arms], timeout=900))
 
 
 @pytest.mark.thorough

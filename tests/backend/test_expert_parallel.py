@@ -1,10 +1,10 @@
-"""Expert parallelism: real processes, gloo, CPU. Programs: expert_parallel_ranks.py. Under delayed scaling two ranks
+"""Expert parallelism: real processes, gloo, CPU. Cases: expert_parallel_ranks.py. Under delayed scaling two ranks
 have the scales of one, and each expert its rows in the same order: results are equal, but for the order in which the
 router's gradient is added up over the ranks, in fp32."""
 
 import pytest
 
-from tests.forked_ranks import ranks, ranks_once
+from tests.ranks import ranks, told_by
 
 SAME, ALIKE = 1e-6, 2.0  # of errors: roundings that are other ones
 QUICK = "trains delayed,unequal,reasons"
@@ -14,15 +14,9 @@ OTHERS = (
 )
 
 
-@pytest.fixture(scope="module")
-def told(tmp_path_factory):
-    """By rank and kind."""
-    return ranks_once(tmp_path_factory, "tests.backend.expert_parallel_ranks", 2, QUICK)
-
-
-@pytest.fixture(scope="module")
-def others(tmp_path_factory):
-    return ranks_once(tmp_path_factory, "tests.backend.expert_parallel_ranks", 2, OTHERS, timeout=900)
+MODULE = "tests.backend.expert_parallel_ranks"
+told = told_by(MODULE, 2, QUICK)
+others = told_by(MODULE, 2, OTHERS, timeout=900)
 
 
 def check(kind: str, found: dict, sent: list[str]) -> None:
@@ -36,8 +30,8 @@ def check(kind: str, found: dict, sent: list[str]) -> None:
 
 def test_training_is_that_of_one_rank_and_bytes_are_exchanged(told):
     """x in the forward and dy in the backward in FP8; y and dx in their own dtype."""
-    for one in told:
-        check("trains delayed", one["trains delayed"]["told"], ["uint8", "bfloat16"])
+    for found in told["trains delayed"]:
+        check("trains delayed", found, ["uint8", "bfloat16"])
 
 
 @pytest.mark.thorough
@@ -46,28 +40,28 @@ def test_training_is_that_of_one_rank_and_bytes_are_exchanged(told):
     ["trains current", "waits current", "split current", "skewed delayed", "skewed current", "compiled trains current"],
 )
 def test_other_forms(kind, others):
-    for one in others:
-        check(kind, one[kind]["told"], ["uint8", "bfloat16"])
+    for found in others[kind]:
+        check(kind, found, ["uint8", "bfloat16"])
 
 
 @pytest.mark.thorough
 def test_what_is_exchanged_in_high_precision(others):
-    for one in others:
-        check("rowwise", one["trains rowwise"]["told"], ["bfloat16", "bfloat16"])
-        check("current", one["read current"]["told"]["Scaled"], ["bfloat16", "bfloat16"])
-        read = one["read current"]["told"]["Read"]
-        assert [graph[0] for graph in read["sent"]] == ["bfloat16", "uint8"]  # x as it was, dy in FP8
+    for found in others["trains rowwise"]:
+        check("rowwise", found, ["bfloat16", "bfloat16"])
+    for found in others["read current"]:
+        check("current", found["Scaled"], ["bfloat16", "bfloat16"])
+        assert [graph[0] for graph in found["Read"]["sent"]] == ["bfloat16", "uint8"]  # x as it was, dy in FP8
 
 
 @pytest.mark.thorough
-def test_training_is_that_of_one_rank_on_four(tmp_path):
-    for one in ranks("tests.backend.expert_parallel_ranks", 4, str(tmp_path / "store"), "trains delayed", timeout=600):
-        check("trains delayed", one["trains delayed"]["told"], ["uint8", "bfloat16"])
+def test_training_is_that_of_one_rank_on_four():
+    for found in ranks(MODULE, 4, "trains delayed", timeout=600)["trains delayed"]:
+        check("trains delayed", found, ["uint8", "bfloat16"])
 
 
 def test_ranks_of_unequal_sizes_decide_alike(told):
     """As the first one to compile has it."""
-    sent = [one["unequal"]["told"] for one in told]
+    sent = told["unequal"]
     assert sent[0] == sent[1] and sent[0][:2] in ([["uint8", "bfloat16"]] * 2, [["bfloat16", "bfloat16"]] * 2)
 
 
@@ -84,11 +78,11 @@ def test_reasons(told):
         "own scales": ("bfloat16",) * 2
         + ("shards that are gathered in FP8 have one scale, and DelayedScaling(reduce_amax=False) gives each own",) * 2,
     }
-    for one in told:
+    for found in told["reasons"]:
         for case, (of_x, of_dy, why_x, why_dy) in expected.items():
             lines = [
                 template.format(dtype) + (f": {why}" if why else "")
                 for template, dtype, why in ((x, of_x, why_x), (dy, of_dy, why_dy))
             ]
-            assert one["reasons"]["told"][case] == lines
-        assert one["reasons"]["told"]["negates"] == [None, None]  # its gradient is not that of an exchange
+            assert found[case] == lines
+        assert found["negates"] == [None, None]  # its gradient is not that of an exchange

@@ -1,4 +1,4 @@
-"""Models that gather their own weights in the graph: real processes, gloo, CPU. Programs: graph_fsdp_ranks.py. Weights
+"""Models that gather their own weights in the graph: real processes, gloo, CPU. Cases: graph_fsdp_ranks.py. Weights
 that are cast before they are gathered are the same, bit for bit, as those that are cast behind it."""
 
 import pytest
@@ -7,7 +7,7 @@ from torch import fx
 from torch.distributed.tensor import DTensor
 
 from te_inductor import compat
-from tests.forked_ranks import ranks, ranks_once
+from tests.ranks import Told, ranks, told_by
 
 QUICK = "mixed current,reshards delayed,mixed block,reasons,masked"
 OTHERS = (
@@ -19,15 +19,9 @@ OTHERS = (
 FOUR = "mixed current,mixed delayed,mixed block,hsdp current,hsdp delayed,reshards current"
 
 
-@pytest.fixture(scope="module")
-def told(tmp_path_factory):
-    """By rank and kind."""
-    return ranks_once(tmp_path_factory, "tests.backend.graph_fsdp_ranks", 2, QUICK)
-
-
-@pytest.fixture(scope="module")
-def others(tmp_path_factory):
-    return ranks_once(tmp_path_factory, "tests.backend.graph_fsdp_ranks", 2, OTHERS, timeout=900)
+MODULE = "tests.backend.graph_fsdp_ranks"
+told = told_by(MODULE, 2, QUICK)
+others = told_by(MODULE, 2, OTHERS, timeout=900)
 
 
 @pytest.mark.parametrize("kind", QUICK.split(",")[:-2])
@@ -42,16 +36,15 @@ def test_training_is_the_same_too(kind, others):
 
 
 @pytest.mark.thorough
-def test_training_is_the_same_on_four_ranks(tmp_path):
-    found = ranks("tests.backend.graph_fsdp_ranks", 4, str(tmp_path / "store"), FOUR, timeout=900)
+def test_training_is_the_same_on_four_ranks():
+    found = ranks(MODULE, 4, FOUR, timeout=900)
     for kind in FOUR.split(","):
         check(kind, found)
 
 
-def check(kind: str, told: list[dict]) -> None:
-    for one in told:
-        assert one[kind]["said"] == []
-        found = one[kind]["told"]
+def check(kind: str, told: Told) -> None:
+    assert not any(told.said(kind))
+    for found in told[kind]:
         if kind.startswith("not_finite"):
             assert found is True
             continue
@@ -67,33 +60,30 @@ def check(kind: str, told: list[dict]) -> None:
 
 def test_half_of_the_bytes_are_gathered(told):
     """Two weights of 256 x 256, two bytes a value or one; a norm's and a bias, 3 rows of 256 values, stay in bf16."""
-    for one in told:
-        for kind, more in (("mixed current", {}), ("reshards delayed", {}), ("mixed block", {"float32": 4 * 2 * 4})):
-            [high, *_], [low, *_] = one[kind]["told"]["gathers"]
+    for kind, more in (("mixed current", {}), ("reshards delayed", {}), ("mixed block", {"float32": 4 * 2 * 4})):
+        for found in told[kind]:
+            [high, *_], [low, *_] = found["gathers"]
             assert high == {"bfloat16": 2 * 256 * 256 * 2 + 3 * 256 * 2}
             assert low == {"bfloat16": 3 * 256 * 2, "uint8": 2 * 256 * 256, **more}
 
 
 def test_ranks_run_the_graph_of_a_first_step_together(told):
     """While one of them has a layer without history, whose weight nobody gathers."""
-    for one in told:
-        assert one["masked"]["told"]["reductions"] == [[1, 1], [], [], []]
-    off = [one["masked"]["told"]["off"] for one in told]
+    assert [found["reductions"] for found in told["masked"]] == [[[1, 1], [], [], []]] * 2
+    off = [found["off"] for found in told["masked"]]
     assert off[1][:2] == [0.0, 0.0]
     assert max(*off[0], *off[1]) < 0.2
 
 
 def test_amaxes_of_all_weights_are_one_reduction(told):
-    for one in told:
-        assert one["mixed current"]["told"]["reductions"] == [[2]]
-        assert one["mixed block"]["told"]["reductions"] == []
-        # Under delayed scaling those of a first step alone.
-        assert one["reshards delayed"]["told"]["reductions"] == [[1, 1]]
+    # Under delayed scaling those of a first step alone.
+    for kind, expected in (("mixed current", [[2]]), ("mixed block", []), ("reshards delayed", [[1, 1]])):
+        assert [found["reductions"] for found in told[kind]] == [expected] * 2
 
 
 def test_the_backward_gathers_bytes_again_where_a_pass_says_so(told):
-    for one in told:
-        _, graphs = one["reshards delayed"]["told"]["gathers"]
+    for found in told["reshards delayed"]:
+        _, graphs = found["gathers"]
         assert [graph["uint8"] for graph in graphs] == [2 * 256 * 256] * 4  # forward and backward, twice
 
 
@@ -113,9 +103,9 @@ REASONS = {
 
 @pytest.mark.parametrize("case", REASONS)
 def test_what_is_gathered_in_high_precision_and_why(case, told):
-    for one in told:
-        assert one["reasons"]["told"][case] == f"the graph gathers its weight in float32: {REASONS[case]}"
-        assert one["reasons"]["told"]["gathered"] == "the graph gathers its weight in e4m3"
+    for wires in told["reasons"]:
+        assert wires[case] == f"the graph gathers its weight in float32: {REASONS[case]}"
+        assert wires["gathered"] == "the graph gathers its weight in e4m3"
 
 
 def test_arguments_of_a_method_that_dynamo_hides_in_a_function():

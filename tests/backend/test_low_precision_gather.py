@@ -1,4 +1,4 @@
-"""FSDP2 gathers weights in FP8: two to four real processes, gloo, CPU. Programs: gather_ranks.py."""
+"""FSDP2 gathers weights in FP8: two to four real processes, gloo, CPU. Cases: gather_ranks.py."""
 
 import contextlib
 import pickle
@@ -10,19 +10,21 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from te_inductor.errors import FallbackError, GatherError, OptionError, RecipeError
 from te_inductor.ops.gathered_weight import GatheredWeight
 from te_inductor.recipes import resolve
-from tests.forked_ranks import ranks, ranks_once
+from tests.ranks import ranks, told_by
 
-QUICK = (
-    "uneven of delayed,skipped of current,parts,traffic of delayed,saves of block,checkpoints of delayed,"
-    "eager of current,policy,mismatch,refusals,other_weights,other_state"
-)
-OTHERS = (
-    "blocks,checkpoints,whole_model,mixed_precision,accumulates,frozen,stays_gathered,checkpointed,not_finite,meta,without_gradients,"
-    "absent,uneven,skipped,traffic,saves,eager,compiled_casts,compiled blocks,compiled stays_gathered"
-)
+MODULE = "tests.backend.gather_ranks"
 RECIPES = ["delayed", "current", "block"]
-TOLD_OTHERWISE = {"absent", "checkpoints", "skipped", "traffic", "saves", "eager"}
-EQUAL_OTHERS = [kind for kind in OTHERS.split(",") if kind not in TOLD_OTHERWISE]
+QUICK = (
+    "uneven delayed,skipped current,parts,traffic delayed,saves block,checkpoints delayed,eager current,policy,"
+    "mismatch,refusals,other_weights,other_state"
+)
+EQUAL = (
+    "blocks", "whole_model", "mixed_precision", "accumulates", "frozen", "stays_gathered", "checkpointed", "not_finite",
+    "meta", "without_gradients", "uneven", "compiled_casts", "compiled blocks", "compiled stays_gathered",
+)  # fmt: skip
+OTHERS = [
+    f"{case} {recipe}" for case in (*EQUAL, "checkpoints", "skipped", "traffic", "saves", "eager") for recipe in RECIPES
+]
 
 
 def each_recipe(quick: str) -> pytest.MarkDecorator:
@@ -31,78 +33,57 @@ def each_recipe(quick: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("recipe", [pytest.param(recipe, marks=marks[recipe]) for recipe in RECIPES])
 
 
-def told_of(kind: str, recipe: str, request: pytest.FixtureRequest) -> list:
+def told_of(case: str, request: pytest.FixtureRequest) -> list:
     """By rank, from the program that ran it."""
-    if f"{kind} of {recipe}" in QUICK:
-        return [one[f"{kind} of {recipe}"][recipe] for one in request.getfixturevalue("told")]
-    return [one[kind][recipe] for one in request.getfixturevalue("others")]
+    return request.getfixturevalue("told" if case in QUICK else "others")[case]
 
 
-def run(world: int, kinds: str, folder) -> list[dict]:
-    return ranks("tests.backend.gather_ranks", world, str(folder / "store"), kinds)
-
-
-@pytest.fixture(scope="module")
-def told(tmp_path_factory):
-    """By rank and kind."""
-    return ranks_once(tmp_path_factory, "tests.backend.gather_ranks", 2, QUICK)
-
-
-@pytest.fixture(scope="module")
-def others(tmp_path_factory):
-    return ranks_once(tmp_path_factory, "tests.backend.gather_ranks", 2, OTHERS, timeout=900)
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory):
-    return ranks_once(tmp_path_factory, "tests.backend.gather_ranks", 4, "hsdp,refusals")
+told = told_by(MODULE, 2, QUICK)
+others = told_by(MODULE, 2, ",".join([*OTHERS, "absent"]), timeout=900)
+four = told_by(MODULE, 4, ",".join([*(f"hsdp {recipe}" for recipe in RECIPES), "refusals"]))
 
 
 @each_recipe("delayed")
 def test_training_is_equal_bit_for_bit(recipe, request):
     """To that with weights which FSDP2 gathers itself, losses and parameters; where shards cut blocks of 128 rows."""
-    assert told_of("uneven", recipe, request) == [True, True]
+    assert told_of(f"uneven {recipe}", request) == [True, True]
 
 
 @each_recipe("current")
 def test_a_layer_that_a_step_leaves_out_has_fresh_scales(recipe, request):
-    assert told_of("skipped", recipe, request) == [True, True]
+    assert told_of(f"skipped {recipe}", request) == [True, True]
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("kind", EQUAL_OTHERS)
-def test_training_is_equal_with(kind, recipe, others):
-    assert [one[kind][recipe] for one in others] == [True, True]
+@pytest.mark.parametrize("case", EQUAL)
+def test_training_is_equal_with(case, recipe, others):
+    assert others[f"{case} {recipe}"] == [True, True]
 
 
 @pytest.mark.thorough
-def test_shards_of_unequal_length(tmp_path):
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_shards_of_unequal_length(recipe):
     """Three ranks, and rows that three does not divide."""
-    for one in run(3, "uneven", tmp_path):
-        assert one["uneven"] == dict.fromkeys(RECIPES, True)
+    assert ranks(MODULE, 3, f"uneven {recipe}")[f"uneven {recipe}"] == [True] * 3
 
 
 @pytest.mark.thorough
-def test_replicated_shards(four):
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_replicated_shards(recipe, four):
     """HSDP: two replicas of two shards."""
-    assert [one["hsdp"] for one in four] == [dict.fromkeys(RECIPES, True)] * 4
+    assert four[f"hsdp {recipe}"] == [True] * 4
 
 
-def test_weights_of_tensor_parallel_layers(tmp_path):
-    """Two shards of each of two parts, whose scale is the part's own."""
-    kind = "tensor_parallel of current"
-    assert [one[kind] for one in run(4, kind, tmp_path)] == [{"current": True}] * 4
-
-
-@pytest.mark.thorough
-def test_weights_of_tensor_parallel_layers_in_each_recipe(tmp_path):
-    """Under delayed scaling the scale is that of the whole weight."""
-    assert [one["tensor_parallel"] for one in run(4, "tensor_parallel", tmp_path)] == [dict.fromkeys(RECIPES, True)] * 4
+@each_recipe("current")
+def test_weights_of_tensor_parallel_layers(recipe):
+    """Two shards of each of two parts, whose scale is the part's own; under delayed scaling that of the whole weight."""
+    case = f"tensor_parallel {recipe}"
+    assert ranks(MODULE, 4, case)[case] == [True] * 4
 
 
 def test_parts_that_are_called_without_the_model_have_fresh_scales(told):
-    assert [one["parts"] for one in told] == [True, True]
+    assert told["parts"] == [True, True]
 
 
 @each_recipe("delayed")
@@ -110,7 +91,7 @@ def test_bytes_on_the_wire_halve(recipe, request):
     """Of a block with K = 256 and N = 384: two weights in one byte a value, a norm and a bias in bf16. The other rank's
     half is what comes over the wire."""
     weights, vectors = 2 * 256 * 384, 2 * 256 + 384
-    for one in told_of("traffic", recipe, request):
+    for one in told_of(f"traffic {recipe}", request):
         assert one["bf16"] == [(2 * weights + 2 * vectors) // 2] * 8  # two blocks, two steps, forward and backward
         assert one["fp8"] == [(weights + 2 * vectors) // 2] * 8
         assert one["casts"] == 8  # four weights, two steps; the backward gathers what the forward cast
@@ -120,32 +101,26 @@ def test_bytes_on_the_wire_halve(recipe, request):
 def test_scales_of_all_weights_are_reduced_at_once(recipe, request):
     """Once a step. Under delayed scaling the blocks' graphs reduce amaxes of activations and gradients: one each."""
     graphs = 2 * 2 * 2 if recipe == "delayed" else 0  # steps, blocks, forward and backward
-    assert [one["reductions"] for one in told_of("traffic", recipe, request)] == [2 + graphs] * 2
+    assert [one["reductions"] for one in told_of(f"traffic {recipe}", request)] == [2 + graphs] * 2
 
 
 @each_recipe("block")
 def test_the_backward_transposes_what_is_gathered_again(recipe, request):
     """Of four weights graphs keep what FSDP gathers and lets go of, no copies."""
-    assert told_of("saves", recipe, request) == [[4, 0], [4, 0]]
+    assert told_of(f"saves {recipe}", request) == [[4, 0], [4, 0]]
 
 
-def test_checkpoints_know_nothing_of_it(told):
+@each_recipe("delayed")
+def test_checkpoints_know_nothing_of_it(recipe, request):
     """state_dict, torch.save, DCP; loading by copy and by assignment, before the first call and later; training goes on
     bit for bit, with the state of delayed scaling."""
-    for one in told:
-        assert [name for name, fine in one["checkpoints of delayed"]["delayed"].items() if fine is not True] == []
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_checkpoints_of_each_recipe(recipe, others):
-    for one in others:
-        assert [name for name, fine in one["checkpoints"][recipe].items() if fine is not True] == []
+    for one in told_of(f"checkpoints {recipe}", request):
+        assert [name for name, fine in one.items() if fine is not True] == []
 
 
 @each_recipe("current")
 def test_eager_code_reads_what_was_gathered(recipe, request):
-    for one in told_of("eager", recipe, request):
+    for one in told_of(f"eager {recipe}", request):
         assert one.pop("type") == "GatheredWeight"
         # Half of the largest step of E4M3, 16, over the values that the largest may become: 448, or 256 and more where
         # scales are powers of two. 1e-6 is for fp32's rounding of the scale.
@@ -157,7 +132,7 @@ def test_eager_code_reads_what_was_gathered(recipe, request):
 
 def test_a_policy_gives_weights_recipes_of_their_own(told):
     expected = {"0.up": "plain", "0.down": "current", "1.up": "delayed", "1.down": "delayed"}
-    assert told[0]["policy"] == {f"{name}.weight": recipe for name, recipe in expected.items()}
+    assert told["policy"][0] == {f"{name}.weight": recipe for name, recipe in expected.items()}
 
 
 @pytest.mark.parametrize(
@@ -169,8 +144,8 @@ def test_a_policy_gives_weights_recipes_of_their_own(told):
     ],
 )
 def test_another_recipe_than_weights_were_gathered_for_is_said(kind, text, told):
-    for one in told:
-        [said] = one["mismatch"][kind]
+    for found in told["mismatch"]:
+        [said] = found[kind]
         assert text in said
 
 
@@ -195,32 +170,31 @@ def test_another_recipe_than_weights_were_gathered_for_is_said(kind, text, told)
     ],
 )
 def test_what_is_refused(kind, error, text, told):
-    for one in told:
-        name, _, said = one["refusals"][kind].partition(": ")
+    for found in told["refusals"]:
+        name, _, said = found[kind].partition(": ")
         assert name == error.__name__ and text in said
 
 
 @pytest.mark.thorough
 def test_resharding_to_some_ranks_is_refused(four):
-    assert ["an int for reshard_after_forward, expected True or False" in one["refusals"]["int"] for one in four] == [
-        True
-    ] * 4
+    for found in four["refusals"]:
+        assert "an int for reshard_after_forward, expected True or False" in found["int"]
 
 
 def test_ranks_that_gather_other_weights_are_an_error(told):
-    for one in told:
-        assert "other numbers of weights in low precision (rank 0: 4, rank 1: 3)" in one["other_weights"]
+    for said in told["other_weights"]:
+        assert "other numbers of weights in low precision (rank 0: 4, rank 1: 3)" in said
 
 
 def test_ranks_with_other_scales_are_an_error(told):
-    for one in told:
-        assert "ranks have scales from 1 to 448 of one weight" in one["other_state"]
+    for said in told["other_state"]:
+        assert "ranks have scales from 1 to 448 of one weight" in said
 
 
 @pytest.mark.thorough
 def test_nobody_waits_longer_than_the_groups_timeout(others):
     """Which is two seconds, for a rank that does not call."""
-    assert 1 < others[0]["absent"] < 4
+    assert 1 < others["absent"][0] < 4
 
 
 def test_graphs_of_gathered_weights_have_keys_in_torchs_caches():

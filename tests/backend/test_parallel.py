@@ -1,10 +1,10 @@
-"""Tensor and sequence parallelism: two real processes, gloo, CPU. Programs: parallel_ranks.py. Under delayed scaling all
+"""Tensor and sequence parallelism: two real processes, gloo, CPU. Cases: parallel_ranks.py. Under delayed scaling all
 ranks have the scales of one, so that results differ by the order of fp32 sums alone; a cast with another scale would show
 as 2e-2. Other recipes are held to the error that one rank has against float64."""
 
 import pytest
 
-from tests.forked_ranks import ranks, ranks_once
+from tests.ranks import Told, ranks, told_by
 
 SAME = 1e-4  # a value in a hundred thousand that falls to the other side of a rounding boundary
 ALIKE = 2.0  # errors of roundings that are other ones
@@ -18,21 +18,14 @@ OTHERS = (
 )
 
 
-@pytest.fixture(scope="module")
-def told(tmp_path_factory):
-    """By rank and kind."""
-    return ranks_once(tmp_path_factory, "tests.backend.parallel_ranks", 2, QUICK)
+MODULE = "tests.backend.parallel_ranks"
+told = told_by(MODULE, 2, QUICK)
+others = told_by(MODULE, 2, OTHERS, timeout=600)
 
 
-@pytest.fixture(scope="module")
-def others(tmp_path_factory):
-    return ranks_once(tmp_path_factory, "tests.backend.parallel_ranks", 2, OTHERS, timeout=600)
-
-
-def check(kind: str, told: list[dict]) -> None:
-    for one in told:
-        assert one[kind]["said"] == []
-        found = one[kind]["told"]
+def check(kind: str, told: Told) -> None:
+    assert not any(told.said(kind))
+    for found in told[kind]:
         assert found["low"] > 0 or kind.startswith("compiled")  # whose graphs nobody sees
         if "delayed" in kind:
             assert found["one rank"] < SAME
@@ -54,28 +47,27 @@ def test_training_is_that_of_one_rank_too(kind, others):
 
 
 @pytest.mark.thorough
-def test_transformers_plan(tmp_path):
-    check("llama delayed", ranks("tests.backend.parallel_ranks", 2, str(tmp_path / "store"), "llama delayed"))
+def test_transformers_plan():
+    check("llama delayed", ranks(MODULE, 2, "llama delayed"))
 
 
 @pytest.mark.thorough
-def test_training_with_fsdp2_is_that_of_one_rank(tmp_path):
+def test_training_with_fsdp2_is_that_of_one_rank():
     kinds = ["with_fsdp delayed", "with_fsdp current"]
-    found = ranks("tests.backend.parallel_ranks", 4, str(tmp_path / "store"), ",".join(kinds), timeout=600)
+    found = ranks(MODULE, 4, ",".join(kinds), timeout=600)
     for kind in kinds:
         check(kind, found)
 
 
 @pytest.mark.thorough
-def test_weights_that_fsdp2_gathers_in_fp8_share_one_gather_of_their_input(tmp_path):
+def test_weights_that_fsdp2_gathers_in_fp8_share_one_gather_of_their_input():
     """gate and up, each with the scale of its own weight, so that results are one rank's under `block` alone; x is
     gathered once, and the sum of dx scattered once, as dy and y of down are."""
     kinds = ["with_gathers delayed", "with_gathers current", "with_gathers block"]
-    found = ranks("tests.backend.parallel_ranks", 4, str(tmp_path / "store"), ",".join(kinds), timeout=600)
+    found = ranks(MODULE, 4, ",".join(kinds), timeout=600)
     for kind in kinds:
-        for one in found:
-            told = one[kind]["told"]
-            assert one[kind]["said"] == []
+        assert not any(found.said(kind))
+        for told in found[kind]:
             assert "block" not in kind or told["one rank"] < SAME
             for error, alone in zip(told["error"], told["error of one rank"], strict=True):
                 assert error < ALIKE * alone + 1e-6
@@ -86,42 +78,40 @@ def test_weights_that_fsdp2_gathers_in_fp8_share_one_gather_of_their_input(tmp_p
 
 @pytest.mark.thorough
 def test_what_is_emulated_is_no_further_off(others):
-    for one in others:
-        assert one["sequence_wide mxfp8"]["told"]["one rank"] < SAME
+    for found in others["sequence_wide mxfp8"]:
+        assert found["one rank"] < SAME
 
 
 def test_shards_are_gathered_in_fp8(told):
     """x in the forward, dy in the backward: a byte an element; sums are scattered in the layer's dtype."""
-    for one in told:
-        graphs = one["sequence delayed"]["told"]["wire"]
+    for found, one in zip(told["sequence delayed"], told["sequence_bias current"], strict=True):
+        graphs = found["wire"]
         for graph in graphs:
             kinds = [(name, dtype, size) for name, dtype, size in graph if name != "all_reduce"]
             assert kinds == [("all_gather_into_tensor", "uint8", 4096), ("reduce_scatter_tensor", "float32", 8192)]
         # Scales are reduced in the first step's graphs; in later ones amaxes are, inside of an op.
         assert [sum(name == "all_reduce" for name, *_ in graph) == 0 for graph in graphs].count(True) == 1
-        current = one["sequence_bias current"]["told"]["wire"]
-        assert [[entry for entry in graph if entry[0] == "all_reduce"] for graph in current] == [
+        assert [[entry for entry in graph if entry[0] == "all_reduce"] for graph in one["wire"]] == [
             [["all_reduce", "int32", 4]]
         ]
 
 
 def test_a_loss_of_shards(told):
-    for one in told:
-        loss = one["loss current"]["told"]
+    for loss in told["loss current"]:
         assert loss["low"] == 3 and max(loss["off"]) < 0.01
 
 
 @pytest.mark.thorough
 def test_whole_weights_beside_dealt_rows(others):
     """As far from high precision as the products of two tensors of E4M3, or of one and one of E5M2, are."""
-    for one in others:
-        y, dx, dw, db = one["whole_weights delayed"]["told"]["off"]
+    for found in others["whole_weights delayed"]:
+        y, dx, dw, db = found["off"]
         assert y < 2**-4 and dx < 2**-3 and dw < 2**-3 and db == 0
 
 
 def test_a_nan_of_one_rank_is_where_it_is_with_one(told):
-    assert [one["nan"]["told"]["rows"] for one in told] == [1, 0]
-    assert all(one["nan"]["told"]["same"] for one in told)
+    assert [found["rows"] for found in told["nan"]] == [1, 0]
+    assert all(found["same"] for found in told["nan"])
 
 
 REASONS = {
@@ -136,20 +126,19 @@ REASONS = {
 
 @pytest.mark.parametrize("case", REASONS)
 def test_what_is_refused_runs_in_high_precision(case, told):
-    for one in told:
-        assert one["refused"]["told"][case] == {"reason": REASONS[case], "kernel": "high_precision", "off": 0.0}
+    for found in told["refused"]:
+        assert found[case] == {"reason": REASONS[case], "kernel": "high_precision", "off": 0.0}
 
 
 def test_shards_want_scales_of_all_ranks(told):
-    for one in told:
-        reasons = one["without_group"]["told"]
+    for reasons in told["without_group"]:
         assert all(
             "shards that are gathered in FP8 have one scale" in reasons[case][0] for case in ("recipe", "option")
         )
 
 
 def test_ranks_that_decide_otherwise_are_found_before_they_run(told):
-    first, second = (one["decides"]["told"] for one in told)
+    first, second = told["decides"]
     assert first == ["ValueError: ran"] * 3
     same, other, high = second
     assert same == "ValueError: ran"
@@ -162,11 +151,11 @@ def test_ranks_that_decide_otherwise_are_found_before_they_run(told):
     assert expected.format("current", "high precision") in high
 
 
-def check_masked(told: list[dict]) -> None:
+def check_masked(told: Told) -> None:
     """Every step of every rank is as far from high precision as FP8 is, and none has hung."""
-    for one in told:
-        assert len(one["masked"]["told"]["off"]) == 6 and max(one["masked"]["told"]["off"]) < 0.3
-    *graphs, of_last = [one["masked"]["told"]["wire"] for one in told]
+    for found in told["masked"]:
+        assert len(found["off"]) == 6 and max(found["off"]) < 0.3
+    *graphs, of_last = [found["wire"] for found in told["masked"]]
     # In the forward and the backward of a first step, and of later ones; where a rank has compiled alone, once more.
     assert graphs == [[6, 2, 4, 2]] * len(graphs)
     assert of_last == [6, 2, 4, 6, 2, 4, 2, 6, 2, 2]
@@ -177,35 +166,32 @@ def test_ranks_run_the_graph_of_a_first_step_together(told):
 
 
 @pytest.mark.thorough
-def test_four_ranks_run_the_graph_of_a_first_step_together(tmp_path):
-    check_masked(ranks("tests.backend.parallel_ranks", 4, str(tmp_path / "store"), "masked"))
+def test_four_ranks_run_the_graph_of_a_first_step_together():
+    check_masked(ranks(MODULE, 4, "masked"))
 
 
 @pytest.mark.thorough
-def test_a_rank_that_loads_state_alone_says_so(tmp_path):
+def test_a_rank_that_loads_state_alone_says_so():
     """The others end with the group's timeout, which is ten seconds."""
-    first, second = ranks("tests.backend.parallel_ranks", 2, str(tmp_path / "store"), "loads")
-    assert first["loads"]["told"][0] == "RuntimeError"
-    assert second["loads"]["told"][0] == "StateError"
+    assert [error for error, _ in ranks(MODULE, 2, "loads")["loads"]] == ["RuntimeError", "StateError"]
 
 
 def test_a_compile_that_fails_on_one_rank_alone_is_found(told):
-    first, second = (one["fails"]["told"] for one in told)
+    first, second = told["fails"]
     assert first == ["", "ValueError: ran"]
     assert second[0] == ""
     assert "'layers.0.gate as the user wrote it, since its compile failed', where rank 0 has" in second[1]
 
 
 @pytest.mark.thorough
-def test_a_rank_that_is_left_alone_ends_with_the_groups_timeout(tmp_path):
+def test_a_rank_that_is_left_alone_ends_with_the_groups_timeout():
     """Which is ten seconds: another rank's backward raises."""
-    for one in ranks("tests.backend.parallel_ranks", 2, str(tmp_path / "store"), "raises delayed"):
-        error, seconds = one["raises delayed"]["told"]
+    for error, seconds in ranks(MODULE, 2, "raises delayed")["raises delayed"]:
         assert error and seconds < 60
 
 
 @pytest.mark.thorough
-def test_ranks_with_other_lengths_end(tmp_path):
+def test_ranks_with_other_lengths_end():
     """gloo sees that collectives do not fit, and ends a rank."""
     with pytest.raises(AssertionError, match=r"collective mismatch|Connection|Timed out"):
-        ranks("tests.backend.parallel_ranks", 2, str(tmp_path / "store"), "other_length delayed", timeout=100)
+        ranks(MODULE, 2, "other_length delayed", timeout=100)

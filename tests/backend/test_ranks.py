@@ -1,103 +1,118 @@
-"""Delayed scaling on several ranks: real processes, gloo, CPU."""
+"""Delayed scaling on several ranks: real processes, gloo, CPU. Cases: delayed_ranks.py."""
 
-import json
 import math
-from pathlib import Path
 
 import pytest
 
-from tests.forked_ranks import ranks, ranks_once
+from tests.ranks import ranks, told_by
 
-WORLD = 2
-
-
-def run(folder: Path, fields: dict, kind: str = "plain") -> list[list[dict]]:
-    """What each rank tells of its steps."""
-    return ranks("tests.backend.ranks", WORLD, str(folder / "store"), json.dumps(fields), kind)
+MODULE, WORLD = "tests.backend.delayed_ranks", 2
+DIFFER = ("unequal", "equal", "more_graphs", "other_order", "pipeline", "no_compile")
+QUICK = [
+    "trains plain",
+    "trains split",
+    *(f"differ {kind}" for kind in DIFFER),
+    "sharded whole",
+    "sharded blocks",
+    "lost",
+]
+told = told_by(MODULE, WORLD, ",".join(QUICK))
+compiled = told_by(
+    MODULE,
+    WORLD,
+    "compiled trains plain,compiled trains ddp,compiled trains split,compiled sharded whole,compiled sharded blocks",
+)
 
 
 def history(steps: list[dict], slot: str) -> list[float]:
-    return steps[-1]["state"][f"{slot}.amax_history"]
+    return steps[-1][f"{slot}.amax_history"]
 
 
-@pytest.mark.quick("plain", "uncompiled split ddp")
-@pytest.mark.parametrize("kind", ["plain", "ddp", "split ddp", "uncompiled split ddp"])
-def test_amaxes_are_the_largest_of_all_ranks(kind, tmp_path):
+def check_amaxes(first: list[dict], second: list[dict]) -> None:
     """Every rank ends each step with the same state. A rank's NaN hides no other rank's observation."""
-    first, second = run(tmp_path, {}, kind)
-    for a, b in zip(first, second, strict=True):
-        assert a["state"] == b["state"]
+    assert first == second
     assert history(first, "input") == [0.0, 2.0, 11.0, 22.0]  # of rank 1, in the second step of rank 0 alone
     assert history(first, "grad_output") == [0.0, 1.0, 2.0, 3.0]  # of rank 0
 
 
+@pytest.mark.parametrize("kind", ["plain", "split"])
+def test_amaxes_are_the_largest_of_all_ranks(kind, told):
+    check_amaxes(*told[f"trains {kind}"])
+
+
 @pytest.mark.thorough
-def test_without_reduction_ranks_keep_their_own(tmp_path):
-    first, second = run(tmp_path, {"reduce_amax": False})
+@pytest.mark.parametrize("kind", ["plain", "ddp", "split"])
+def test_amaxes_are_the_largest_of_all_ranks_in_generated_code(kind, compiled):
+    check_amaxes(*compiled[f"compiled trains {kind}"])
+
+
+@pytest.mark.thorough
+def test_without_reduction_ranks_keep_their_own():
+    first, second = ranks(MODULE, WORLD, "compiled trains own")["compiled trains own"]
     assert history(first, "input") == [0.0, 1.0, 11.0, 21.0]
     assert history(second, "input") == [0.0, 0.0, 2.0, 22.0]  # its NaN was no observation
     assert history(second, "grad_output")[-1] == 1.5
-    assert all(math.isfinite(value) for step in second for value in step["state"]["input.amax_history"])
+    assert all(math.isfinite(value) for step in second for value in step["input.amax_history"])
 
 
 DIFFERENT = "run graphs with different quantizers at the same time"
 ABSENT = "did not come to a graph with the same quantizers"
 
 
-@pytest.fixture(scope="module")
-def unequal(tmp_path_factory) -> list[dict]:
-    kinds = "unequal,equal,more graphs,other order,pipeline,no compile"
-    return ranks_once(tmp_path_factory, "tests.backend.unequal_ranks", WORLD, kinds)
-
-
-@pytest.mark.parametrize("kind, why_not", [("unequal", DIFFERENT), ("other order", DIFFERENT), ("pipeline", ABSENT)])
-def test_ranks_that_differ_keep_their_own_amaxes(kind, why_not, unequal):
+@pytest.mark.parametrize("kind, why_not", [("unequal", DIFFERENT), ("other_order", DIFFERENT), ("pipeline", ABSENT)])
+def test_ranks_that_differ_keep_their_own_amaxes(kind, why_not, told):
     """They neither mix nor wait for each other for ever, and each says so once."""
-    for rank, told in enumerate(unequal):
-        assert [why_not in text for text in told[kind]["said"]] == [True]
+    first, second = told[f"differ {kind}"]
+    for rank, one in enumerate((first, second)):
+        assert [why_not in text for text in one["said"]] == [True]
         if kind != "pipeline":
-            assert told[kind]["model"]["0.input.amax_history"] == 1.0 + rank
-    first, second = (told[kind] for told in unequal)
+            assert one["model"]["0.input.amax_history"] == 1.0 + rank
     assert set(first["model"].values()).isdisjoint(second["model"].values())
 
 
-def test_ranks_that_are_equal_reduce_beside_groups_that_did_not(unequal):
-    first, second = (told["equal"] for told in unequal)
+def test_ranks_that_are_equal_reduce_beside_groups_that_did_not(told):
+    first, second = told["differ equal"]
     assert first["said"] == second["said"] == []
     assert first["model"] == second["model"] and first["model"]["0.input.amax_history"] == 2.0
 
 
-def test_a_graph_that_one_rank_has_is_its_own(unequal):
+def test_a_graph_that_one_rank_has_is_its_own(told):
     """Graphs that both have are reduced."""
-    first, second = (told["more graphs"] for told in unequal)
+    first, second = told["differ more_graphs"]
     assert first["model"] == second["model"] and first["model"]["0.input.amax_history"] == 2.0
     assert first["other"]["0.input.amax_history"] == 1.0 and second["other"] == {}
     assert [ABSENT in text for text in first["said"]] == [True] and second["said"] == []
 
 
-def test_nobody_waits_for_a_rank_whose_compile_failed(unequal):
-    first, second = (told["no compile"] for told in unequal)
+def test_nobody_waits_for_a_rank_whose_compile_failed(told):
+    first, second = told["differ no_compile"]
     assert ["rank 1 could not compile a graph in low precision" in text for text in first["said"]] == [True]
     assert first["model"]["0.input.amax_history"] == 1.0 and second["model"] == {}
 
 
-@pytest.fixture(scope="module", params=["uncompiled", pytest.param("compiled", marks=pytest.mark.thorough)])
-def sharded(request, tmp_path_factory) -> list[dict]:
-    return ranks_once(tmp_path_factory, "tests.backend.sharded_ranks", WORLD, request.param)
-
-
 @pytest.mark.parametrize("compiled", ["whole", "blocks"])
-def test_state_under_fsdp2_is_saved_and_loaded(compiled, sharded):
+def test_state_under_fsdp2_is_saved_and_loaded(compiled, told):
     """By the names of the sharded parameters, before the first gather and after, bit for bit."""
+    check_state(told[f"sharded {compiled}"])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("what", ["whole", "blocks"])
+def test_state_under_fsdp2_is_saved_and_loaded_in_generated_code(what, compiled):
+    check_state(compiled[f"compiled sharded {what}"])
+
+
+def check_state(of_ranks: list[dict]) -> None:
     layers = ["0.up", "0.down", "1.up", "1.down", "2.proj"]
     slots = [f"{slot}.scale" for slot in ("input", "weight", "grad_output")]
-    for told in (told[compiled] for told in sharded):
-        assert told.pop("keys") == [f"{layer}.{slot}" for layer in layers for slot in slots]
-        assert told.pop("of a part")[::2] == slots
-        assert told.pop("loaded") == [[], []]
-        assert [name for name, fine in told.items() if not fine] == []
+    for one in of_ranks:
+        found = dict(one)
+        assert found.pop("keys") == [f"{layer}.{slot}" for layer in layers for slot in slots]
+        assert found.pop("of a part")[::2] == slots
+        assert found.pop("loaded") == [[], []]
+        assert [name for name, fine in found.items() if not fine] == []
 
 
-def test_state_that_cannot_be_found_is_an_error(sharded):
-    for told in sharded:
-        assert "FSDP shards extra, and what it gathers of them" in told["lost"]
+def test_state_that_cannot_be_found_is_an_error(told):
+    for said in told["lost"]:
+        assert "FSDP shards extra, and what it gathers of them" in said

@@ -1,21 +1,15 @@
-"""One rank of a run on GPUs: `python -m tests.gpu.gather_ranks RANK WORLD FILE DEVICE RECIPE`. Trains a model whose
-weights FSDP2 gathers itself, then in FP8. DEVICE is "cuda" (NCCL) or "cpu" (gloo). Prints one line of JSON: losses,
-whether the parameters are equal bit for bit, bytes gathered, and whether the shards' casts were compiled."""
+"""A case of weights that FSDP2 gathers in FP8 on GPUs, for test_low_precision_gather.py."""
 
-import gc
-import json
-import sys
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 from te_inductor.distributed import low_precision_all_gather
 from te_inductor.distributed.fsdp import casts
+from tests.ranks import Rank
 
 
 class Counting(DefaultAllGather):
@@ -38,31 +32,27 @@ class Block(nn.Module):
         return x + self.down(self.up(self.norm(x)).relu())
 
 
-def main(rank: int, world: int, file: str, device: str, recipe: str) -> None:
-    place = f"cuda:{rank}" if device == "cuda" else "cpu"
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    backend = {"cuda": "nccl", "cpu": "gloo"}[device]
-    dist.init_process_group(backend, init_method=f"file://{file}", rank=rank, world_size=world)
-    mesh = init_device_mesh(device, (world,))
+def trains(rank: Rank, recipe: str) -> Any:
+    """Trains with weights that FSDP2 gathers itself, then in FP8. Tells losses, whether the parameters are equal bit for bit,
+    bytes gathered, and whether the shards' casts were compiled."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     told: list[Any] = []
     for low in (False, True):
         torch.manual_seed(0)
-        model: Any = nn.Sequential(Block(), Block()).to(place)
+        model: Any = nn.Sequential(Block(), Block()).to(rank.device)
         counted = Counting()
         for block in model:
-            fully_shard(block, mesh=mesh, mp_policy=policy)
+            fully_shard(block, mesh=rank.mesh, mp_policy=policy)
             block.set_custom_all_gather(counted)
-        fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=rank.mesh, mp_policy=policy)
         if low:
             low_precision_all_gather(model, recipe, fallback="error")
         for block in model:  # named, as layers of this size do not pay
             block.compile(backend="te", fullgraph=True, options={"policy": {"*": recipe}, "fallback": "error"})
         optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
         for step in range(6):
-            torch.manual_seed(10 * step + rank)
-            x = torch.randn(256, 512, device=place)
+            torch.manual_seed(10 * step + rank.rank)
+            x = torch.randn(256, 512, device=rank.device)
             loss = model(x).float().square().mean()
             loss.backward()
             optimizer.step()
@@ -72,13 +62,4 @@ def main(rank: int, world: int, file: str, device: str, recipe: str) -> None:
     (losses, plain, before), (low_losses, gathered, after) = told
     equal = all(torch.equal(a, b) for a, b in zip(plain, gathered, strict=True))
     compiled = not casts._failed
-    print(json.dumps({"losses": [losses, low_losses], "equal": equal, "bytes": [before, after], "compiled": compiled}))
-    dist.barrier()
-    del model, block, optimizer
-    torch._dynamo.reset()
-    gc.collect()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
+    return {"losses": [losses, low_losses], "equal": equal, "bytes": [before, after], "compiled": compiled}

@@ -2,14 +2,15 @@
 
 import pytest
 
-from tests.forked_ranks import spawned_ranks
+from tests.ranks import ranks_on_gpus
 
 
 @pytest.mark.gpu2
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("wrapper", ["none", "ddp", "fsdp"])
-def test_both_ranks_have_the_larger_amaxes(wrapper, mode, tmp_path):
-    first, second = spawned_ranks("tests.gpu.amax_group_ranks", 2, str(tmp_path / "store"), "cuda", mode, wrapper)
+def test_both_ranks_have_the_larger_amaxes(wrapper, mode):
+    case = f"trains {mode} {wrapper}"
+    first, second = ranks_on_gpus("tests.gpu.amax_group_ranks", 2, case)[case]
     assert first == second
     assert first["input"][-8:] == [2.0 + 10.0 * step for step in range(8)]
     if mode == "reduce-overhead" and wrapper == "none":

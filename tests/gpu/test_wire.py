@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.forked_ranks import spawned_ranks
+from tests.ranks import ranks_on_gpus
 
 EXPECTED = {
     "graph_fsdp": ["the graph gathers its weight in e4m3"] * 2,
@@ -13,8 +13,9 @@ EXPECTED = {
 @pytest.mark.gpu2
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 @pytest.mark.parametrize("kind", EXPECTED)
-def test_training_is_as_exact_as_with_bf16_between_ranks(kind, recipe, tmp_path):
-    for told in spawned_ranks("tests.gpu.wire_ranks", 2, str(tmp_path / "store"), kind, recipe, timeout=500):
+def test_training_is_as_exact_as_with_bf16_between_ranks(kind, recipe):
+    case = f"trains {kind} {recipe}"
+    for told in ranks_on_gpus("tests.gpu.wire_ranks", 2, case, timeout=500)[case]:
         assert told["wires"] == EXPECTED[kind]
         for error, alone in zip(told["error"], told["error in bf16"], strict=True):
             assert error < 1.5 * alone + 2**-8

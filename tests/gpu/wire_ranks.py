@@ -1,12 +1,6 @@
-"""One of two ranks on two GPUs: `python -m tests.gpu.wire_ranks RANK WORLD FILE KIND RECIPE`.
+"""Cases of FP8 between two GPUs over NCCL, for test_wire.py: "graph_fsdp", a model that gathers its own weights, and
+"experts", expert parallelism."""
 
-KIND is "graph_fsdp", a model that gathers its own weights, or "experts", expert parallelism. Trains over NCCL, with FP8
-between ranks and with bf16. Prints one line of JSON: how far outputs and gradients of both are from high precision, what
-`explain` says of the wire, and what was said."""
-
-import json
-import sys
-import warnings
 from typing import Any
 from unittest import mock
 
@@ -21,6 +15,7 @@ from te_inductor.diagnostics import Refusal
 from te_inductor.passes.pre_grad.decide import exchanged, gathered
 from tests.backend.expert_parallel_ranks import HIDDEN, MoE
 from tests.backend.graph_fsdp_ranks import MIXED
+from tests.ranks import Rank
 from tests.simple_fsdp import simple_fsdp
 
 WIDTH, ROWS = 2048, 4096
@@ -54,29 +49,22 @@ def train(kind: str, rank: int, world: int, options: Any) -> list[Tensor]:
     return [tensor.float() for tensor in (y.detach(), given.grad, *grads)]
 
 
-def main(rank: int, world: int, file: str, kind: str, recipe: str) -> None:
-    torch.cuda.set_device(rank)
-    torch.set_default_device(torch.device("cuda", rank))
-    dist.init_process_group("nccl", init_method=f"file://{file}", rank=rank, world_size=world)
+def trains(rank: Rank, kind: str, recipe: str) -> Any:
+    """How far outputs and gradients are from high precision, with FP8 between ranks and with bf16, and what `explain` says
+    of the wire."""
+    torch.set_default_device(torch.device("cuda", rank.rank))
     options = {"policy": {"*": recipe, "gate": "none"}, "recipe": "none", "fallback": "warn"}
     options |= {"amax_group": dist.group.WORLD} if kind == "experts" else {}
     refused = Refusal("of the test")
-    with warnings.catch_warnings(record=True) as caught, torch._dynamo.config.patch(capture_scalar_outputs=True):
-        warnings.simplefilter("always")
-        low = train(kind, rank, world, options)
-        model, x = (graph_fsdp if kind == "graph_fsdp" else experts)(rank, world)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        low = train(kind, rank.rank, rank.world, options)
+        model, x = (graph_fsdp if kind == "graph_fsdp" else experts)(rank.rank, rank.world)
         wires = [site.wire for site in te_inductor.explain(model, x, options=options).sites if site.wire]
         with (
             mock.patch.object(gathered, "_refusal", lambda *_: refused),
             mock.patch.object(exchanged, "_refusal", lambda *_: refused),
         ):
-            high = train(kind, rank, world, options)
-        right = train(kind, rank, world, None)
+            high = train(kind, rank.rank, rank.world, options)
+        right = train(kind, rank.rank, rank.world, None)
     off = [[((a - b).norm() / b.norm()).item() for a, b in zip(one, right, strict=True)] for one in (low, high)]
-    said = [str(one.message) for one in caught if "te_inductor" in str(one.message)]
-    print(json.dumps({"error": off[0], "error in bf16": off[1], "wires": wires, "said": said}))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6])  # type: ignore[arg-type]
+    return {"error": off[0], "error in bf16": off[1], "wires": wires}

@@ -28,8 +28,8 @@ from te_inductor.errors import DoubleBackwardError, RecipeError
 from te_inductor.ops.differentiable import PARTS
 from te_inductor.recipes import NVFP4BlockScaling, Quantizer
 from tests.bounds import assert_same_values
-from tests.forked_ranks import ranks
 from tests.oracle import casts
+from tests.ranks import ranks
 
 R, C = 21, 128
 X, GAIN = (R, C), (C,)
@@ -202,6 +202,6 @@ def test_gradients_of_torch_func(name, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(found, gradients(operation, inputs, dy), strict=True))
 
 
-def test_collectives_on_two_ranks(tmp_path):
-    for told in ranks("tests.numerics.collective_ranks", 2, str(tmp_path / "store")):
+def test_collectives_on_two_ranks():
+    for told in ranks("tests.numerics.collective_ranks", 2, "right")["right"]:
         assert told == {"AllReduce": True, "AllGather": True, "ReduceScatter": True}

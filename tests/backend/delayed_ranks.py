@@ -1,0 +1,195 @@
+"""Cases of delayed scaling on two ranks, for test_ranks.py: amaxes of equal ranks, ranks that differ, state under FSDP2.
+Ranks see data of different magnitude."""
+
+import warnings
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import te_inductor
+from te_inductor import compat
+from te_inductor.diagnostics import CUT_BY_DDP
+from te_inductor.distributed import agreement
+from te_inductor.errors import StateError
+from te_inductor.recipes import DelayedScaling
+from tests.ranks import Rank
+
+
+class Model(nn.Module):  # under DDP Dynamo compiles the frames of user code alone
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 48)
+        self.other = nn.Linear(48, 48) if layers > 1 else None
+
+    def forward(self, x):
+        with torch.no_grad():  # as rotary embeddings have it
+            one = x.new_ones(()).cos().acos()
+        y = self.layer(x * one)
+        return y if self.other is None else y + 0 * self.other(y).nan_to_num()
+
+
+def trains(rank: Rank, kind: str) -> Any:
+    """What the tensors held and the state, after each step; a rank's data has a NaN in the second step. The kind is
+    "plain", one layer, which names the group of all ranks, "own", without reduction, "ddp" or "split", of two layers."""
+    alone = kind in ("plain", "own")
+    inner = Model(1 if alone else 2)
+    dist._DEFAULT_FIRST_BUCKET_BYTES = 1
+    # DDP's own compiler pass splits the graph where buckets of gradients end, here at each parameter.
+    model = inner if alone else DistributedDataParallel(inner, bucket_cap_mb=1e-6)
+    recipe = DelayedScaling(amax_history_len=4, reduce_amax=kind != "own")
+    options = {"recipe": recipe, "fallback": "error", **({"amax_group": dist.group.WORLD} if kind == "plain" else {})}
+    with torch._dynamo.config.patch(optimize_ddp=kind == "split"), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        run = torch.compile(model, backend="te", options=options)
+        steps = []
+        for step in range(3):
+            x = torch.full((8, 32), 1.0 + rank.rank + 10.0 * step)
+            dy = torch.full((8, 48), 2.0**-rank.rank * (step + 1))
+            if step == 1 and rank.rank == rank.world - 1:
+                x[0, 0] = torch.nan
+            run(x).backward(dy)
+            steps.append({key: value.tolist() for key, value in te_inductor.state_dict(inner.layer).items()})
+    assert [str(one.message) for one in said if "bucket_cap_mb" in str(one.message)] == [CUT_BY_DDP] * (kind == "split")
+    return steps
+
+
+def differ(rank: Rank, kind: str) -> Any:
+    """Warnings about amaxes, and the newest amaxes of the inputs, by layer, where one rank does something else."""
+    recipe = DelayedScaling(amax_history_len=4)
+    first = rank.rank == 0
+    layers = [2 + rank.rank if kind == "unequal" else 2, 3]
+    model, other = (nn.Sequential(*(nn.Linear(32, 32) for _ in range(number))) for number in layers)
+    options = {"recipe": recipe, "amax_group": dist.group.WORLD}
+    run, extra = (torch.compile(one, backend="te", options=options) for one in (model, other))
+
+    def step(run: Any, x: Any = None) -> Tensor:
+        y = run(torch.full((8, 32), 1.0 + rank.rank) if x is None else x)
+        y.sum().backward()
+        return y.detach()
+
+    compile_fx, failures = compat.compile_fx, [RuntimeError("Inductor failed")] * (kind == "no_compile" and not first)
+
+    def failing(*args: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return compile_fx(*args)
+
+    patience = mock.patch.object(agreement, "PATIENCE", 0.5 if kind in ("more_graphs", "pipeline") else 60.0)
+    with warnings.catch_warnings(record=True) as caught, patience, mock.patch.object(compat, "compile_fx", failing):
+        warnings.simplefilter("always")
+        for _ in range(2):
+            if kind == "pipeline":  # equal stages, one after another
+                x = torch.empty(8, 32)
+                if not first:
+                    dist.recv(x, 0)
+                y = step(run, None if first else x)
+                if first:
+                    dist.send(y, 1)
+                continue
+            if kind == "other_order" and not first:
+                step(extra)
+            step(run)
+            if kind in ("more_graphs", "other_order") and first:
+                step(extra)
+    said = [str(one.message) for one in caught if "amaxes" in str(one.message)]
+    return {"said": said, "model": _amaxes(model), "other": _amaxes(other)}
+
+
+def _amaxes(model: nn.Module) -> dict[str, float]:
+    state = te_inductor.state_dict(model)
+    return {key: round(value[-1].item(), 4) for key, value in state.items() if key.endswith("input.amax_history")}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 48), nn.Linear(48, 32)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).relu())
+
+
+class Head(nn.Module):  # of the root's group
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(32, 32)
+
+    def forward(self, x):
+        return self.proj(x)
+
+
+def _sharded(rank: Rank, compiled: str) -> tuple[nn.Module, Any]:
+    how: Any = {"backend": "te", "options": {"recipe": DelayedScaling(amax_history_len=4), "fallback": "error"}}
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block(), Head())
+    for block in model if compiled == "blocks" else ():
+        block.compile(**how)
+    for block in model[:2]:
+        fully_shard(block, mesh=rank.mesh)
+    fully_shard(model, mesh=rank.mesh)
+    return model, model if compiled == "blocks" else torch.compile(model, **how)
+
+
+def _losses(run: Any, steps: int, seed: int) -> list[float]:
+    torch.manual_seed(seed)
+    losses = []
+    for _ in range(steps):
+        loss = run(torch.randn(8, 32)).square().sum()
+        loss.backward()
+        losses.append(loss.item())
+    return losses
+
+
+def _same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return list(a) == list(b) and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def sharded(rank: Rank, compiled: str) -> Any:
+    """The keys of the state under FSDP2, and what came of loading it; the model is compiled "whole" or by "blocks"."""
+    model, run = _sharded(rank, compiled)
+    _losses(run, 2, seed=rank.rank)
+    state = te_inductor.state_dict(model)
+    told: dict[str, Any] = {"keys": [key for key in state if key.endswith("scale")]}
+    told["of a part"] = list(te_inductor.state_dict(model[0].up))
+    told["trained"] = all(value != 1 for key, value in state.items() if key.endswith("scale"))
+
+    before, run_before = _sharded(rank, compiled)  # no call yet
+    told["loaded"] = list(te_inductor.load_state_dict(before, state))
+    told["waits"] = _same(te_inductor.state_dict(before), state)
+    after, run_after = _sharded(rank, compiled)
+    _losses(run_after, 1, seed=7)
+    te_inductor.load_state_dict(after, state)
+    told["in place"] = _same(te_inductor.state_dict(after), state)
+    losses = [_losses(one, 2, seed=rank.rank + 9) for one in (run, run_before, run_after)]
+    told["losses"] = losses[0] == losses[1] == losses[2]
+    states = [te_inductor.state_dict(one) for one in (model, before, after)]
+    told["states"] = _same(states[0], states[1]) and _same(states[0], states[2])
+    told["moved on"] = not _same(states[0], state)
+
+    resumed, run_resumed = _sharded(rank, compiled)  # with an optimizer's state, and without ours
+    optimizer = torch.optim.SGD(resumed.parameters(), lr=0.1, momentum=0.9)
+    for parameter in resumed.parameters():
+        optimizer.state[parameter]["momentum_buffer"] = torch.ones_like(parameter)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            _losses(run_resumed, 1, seed=rank.rank)
+            optimizer.step()
+    told["lost state is said"] = sum("trained before" in str(one.message) for one in caught) == 1
+    return told
+
+
+def lost(rank: Rank) -> Any:
+    """A sharded parameter that FSDP does not gather."""
+    model = _sharded(rank, "blocks")[0]
+    model.extra = nn.Parameter(distribute_tensor(torch.randn(8, 8), rank.mesh))
+    try:
+        te_inductor.state_dict(model)
+    except StateError as error:
+        return str(error)
