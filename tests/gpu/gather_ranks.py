@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 def trains(rank: Rank, recipe: str) -> Any:
-    """Trains with weights that FSDP2 gathers itself, then in FP8. Tells losses, whether the parameters are equal bit for bit,
+    """Trains with weights that FSDP2 gathers itself, then in FP8. Tells losses, whether parameters are equal bit for bit,
     bytes gathered, and whether the shards' casts were compiled."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     told: list[Any] = []
