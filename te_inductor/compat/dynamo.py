@@ -121,20 +121,30 @@ def guard_on_attribute(node: fx.Node, parameter: object, name: str) -> None:
         install_guard(attribute.make_guard(GuardBuilder.HASATTR))
 
 
-def guard_on_tensor(node: fx.Node, holds: Callable[[torch.Tensor], bool], what: str) -> None:
+def guard_on_tensor(node: fx.Node, holds: Callable[[torch.Tensor], bool], what: str) -> bool:
     """Have Dynamo ask this of a graph's input before each run of the graph that it is compiling; `what` is asked, for
-    its logs. Where something else calls the backend there is nobody to ask."""
+    its logs. False where something else calls the backend, and there is nobody to ask."""
     from torch._dynamo.guards import install_guard
     from torch._guards import TracingContext
 
     source: Any = getattr(node, "_dynamo_source", None)
     if source is None or TracingContext.try_get() is None:
-        return
+        return False
 
     def create(builder: Any, guard: Any) -> None:
         builder.get_guard_manager(guard).add_lambda_guard(holds, [f"{what}({guard.name})"], guard.user_stack)
 
     install_guard(source.make_guard(create))
+    return True
+
+
+def is_of_a_module(node: fx.Node) -> bool:
+    """Whether an input of Dynamo's graph is an attribute of a module, such as a buffer."""
+    source: Any = getattr(node, "_dynamo_source", None)
+    if source is None:
+        return False
+    of = source.guard_source() if callable(source.guard_source) else source.guard_source  # up to 2.11, and behind it
+    return of is not None and "MODULE" in of.name
 
 
 def options_of_compiled(module: torch.nn.Module, backend: object) -> Mapping[str, Any] | None:

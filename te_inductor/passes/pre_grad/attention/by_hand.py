@@ -4,7 +4,7 @@ A sink is one more score of each head, which takes a part of the weights and has
 scores and drops its weight. With Z the sum of the exponentials of the other scores, what is left of the output is
 ``Z / (Z + exp(sink))``, the sigmoid of ``log Z - sink``."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -35,7 +35,12 @@ class Written:
     sinks: fx.Node | None = None  # that broadcasts to (B, H, L, 1)
     predicate: Expr = sympy.true  # over masks.PLACES: where a query attends to a key
     smallest: bool = False  # as masks.Mask has it
+    adds: bool = (
+        False  # whether there are several masks, one of them with the smallest number: at some keys only one hides
+    )
+    dropout: float = 0.0
     given: fx.Node | None = None  # a mask, whose shape has the sizes
+    read: list[fx.Node] = field(default_factory=list)  # the nodes that read q, k and sinks
 
 
 def match(product: fx.Node, reader: Reader) -> Written | None:
@@ -47,7 +52,7 @@ def match(product: fx.Node, reader: Reader) -> Written | None:
         return None
     walk = _Walk(product)
     node = walk.back(weights, _CASTS)
-    node = walk.without_dropout(node)
+    node, dropout = walk.without_dropout(node)
     node = walk.back(node, _CASTS)
     has_sinks = node is not None and _drops_last(node)
     node = walk.step(node, 0) if has_sinks else node
@@ -55,7 +60,7 @@ def match(product: fx.Node, reader: Reader) -> Written | None:
     if softmax is None or name(softmax) != "softmax" or not _is_last(_argument(softmax, 1, "dim"), softmax):
         return None
     node = walk.step(softmax, 0)
-    found = Written(v, v, v)  # type: ignore[arg-type]
+    found = Written(v, v, v, dropout=dropout)  # type: ignore[arg-type]
     if has_sinks:
         node = _without_largest(node, walk)
         if node is None or name(node) != "cat" or not _is_last(_argument(node, 1, "dim"), node):
@@ -64,6 +69,7 @@ def match(product: fx.Node, reader: Reader) -> Written | None:
         if len(pieces) != 2 or not statically_known_true(value(pieces[1]).shape[-1] == 1):
             return None
         found.sinks = pieces[1]
+        found.read.append(node)
         node = walk.into(pieces[0])
     return _scores(node, found, walk, reader)
 
@@ -81,7 +87,7 @@ def _scores(node: fx.Node | None, found: Written, walk: "_Walk", reader: Reader)
         found.given = found.given or given
         hides.append(smallest)
         node = walk.back(walk.into(operand), _CASTS)
-    found.smallest = any(hides)
+    found.smallest, found.adds = any(hides), any(hides) and len(hides) > 1
     node = _softcap(node, found, walk)
     while node is not None and name(node) in ("mul", "truediv", "div"):
         by = next((number(one) for one in node.args if not is_tensor(one)), None)
@@ -95,6 +101,9 @@ def _scores(node: fx.Node | None, found: Written, walk: "_Walk", reader: Reader)
     if value(found.q).dim() != 4 or not _turns(turned):
         return None
     found.k = turned.args[0]  # type: ignore[union-attr, assignment]
+    found.read.append(node)
+    dtype = value(found.v).dtype
+    found.q, found.k = _uncast(found.q, dtype, found.read), _uncast(found.k, dtype, found.read)
     dtypes = {value(one).dtype for one in (found.q, found.k, found.v, walk.end)}
     return found if walk.is_closed() and len(dtypes) == 1 else None
 
@@ -187,6 +196,16 @@ def _turns(node: Any) -> bool:
     return name(node) in ("mT", "adjoint") or (name(node) == "getattr" and node.args[1] == "mT")
 
 
+def _uncast(node: fx.Node, dtype: torch.dtype, read: list[fx.Node]) -> fx.Node:
+    """What q or k was before it was cast to fp32: a kernel multiplies it as exactly."""
+    if name(node) in _CASTS and value(node).dtype is torch.float32 and is_tensor(node.args[0]):
+        source: Any = node.args[0]
+        if value(source).dtype is dtype and value(source).device == value(node).device:
+            read.append(node)
+            return source
+    return node
+
+
 def _is_last(dim: Any, node: fx.Node) -> bool:
     return isinstance(dim, int) and (dim == -1 or dim == value(node).dim() - 1)
 
@@ -219,12 +238,15 @@ class _Walk:
             node = self.step(node, 0)
         return node
 
-    def without_dropout(self, node: fx.Node | None) -> fx.Node | None:
-        """Past a dropout that drops nothing."""
+    def without_dropout(self, node: fx.Node | None) -> tuple[fx.Node | None, float]:
+        """Past a dropout, and how much it drops."""
         if node is None or name(node) != "dropout":
-            return node
+            return node, 0.0
         p, training = _argument(node, 1, "p"), _argument(node, 2, "training")
-        return self.step(node, 0) if p == 0.0 or training is False else None
+        if training is False or p == 0.0:
+            return self.step(node, 0), 0.0
+        drops = isinstance(p, float) and training in (None, True) and not _argument(node, 3, "inplace")
+        return (self.step(node, 0), p) if drops else (None, 0.0)
 
     def is_closed(self) -> bool:
         """Whether nothing outside reads what is inside."""

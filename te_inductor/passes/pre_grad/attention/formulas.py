@@ -29,6 +29,7 @@ from te_inductor.passes.pre_grad.attention.expressions import (
     select,
     truth,
 )
+from te_inductor.runtime.attention.bands import Band
 
 Index = tuple[Expr, ...]
 _DEEPEST = 64  # nodes behind each other: a mask is computed by twenty
@@ -57,10 +58,13 @@ class Formula:
 @dataclass
 class Reader:
     """Reads nodes of one graph; `is_written` says whether the graph writes a node's memory anywhere, `outer` which node an
-    operand of a body stands for."""
+    operand of a body stands for, `band` what an input holds that is read at an index, `told` what a node is called in
+    refusals."""
 
     is_written: Callable[[fx.Node], bool]
     outer: Callable[[fx.Node], fx.Node]
+    band: Callable[[fx.Node, Index], Band | None] = lambda node, index: None
+    told: Callable[[fx.Node], str] = str
     leaves: dict[str, fx.Node] = field(default_factory=dict)  # by the name of their function
     _known: dict[fx.Node, Formula] = field(default_factory=dict)
 
@@ -84,19 +88,29 @@ class Reader:
         return None if at is None else Formula(tuple(value.shape), value.dtype, at)
 
     def unread(self, node: fx.Node) -> Formula:
-        """A tensor as a leaf."""
+        """A tensor as a leaf, or as the band that it holds."""
         value = node.meta["example_value"]
         self.leaves[node.name] = node
         # A float may be infinite, and may be an integer: of neither is the opposite known.
         facts = {"extended_real": True} if value.dtype.is_floating_point else {"integer": True}
         function = sympy.Function(node.name, **facts)
-        if value.dtype is torch.bool:
-            return Formula(tuple(value.shape), value.dtype, lambda index: sympy.Ne(_element(function, index), 0))
-        return Formula(tuple(value.shape), value.dtype, lambda index: _element(function, index))
 
+        def leaf(index: Index) -> Expr:
+            element = function(*(index or (sympy.Integer(0),)))
+            return sympy.Ne(element, 0) if value.dtype is torch.bool else element
 
-def _element(function: Expr, index: Index) -> Expr:
-    return function(*index) if index else function(sympy.Integer(0))
+        def at(index: Index) -> Expr:
+            band = self.band(node, index)
+            if band is None:
+                return leaf(index)
+            inside, outside = number(band.inside), number(band.outside)
+            held = sympy.And(*band.holds(*index[-2:]))
+            if band.padded:
+                last = leaf((*index[:-2], expression(value.shape[-2]) - 1, index[-1]))
+                held = held & (last if is_truth(last) else sympy.Eq(last, inside))
+            return select(held, inside, outside)
+
+        return Formula(tuple(value.shape), value.dtype, at)
 
 
 @dataclass(frozen=True)

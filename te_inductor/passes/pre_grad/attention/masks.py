@@ -18,7 +18,7 @@ from torch.utils._sympy.functions import FloorDiv
 
 from te_inductor.diagnostics import Refusal
 from te_inductor.passes.pre_grad.attention.expressions import Expr, cases, expression, truth
-from te_inductor.passes.pre_grad.attention.formulas import Formula, Reader
+from te_inductor.passes.pre_grad.attention.formulas import Reader
 
 BATCH, HEAD, QUERY, KEY = sympy.symbols("b h q k", integer=True, nonnegative=True)
 PLACES = (BATCH, HEAD, QUERY, KEY)
@@ -153,11 +153,7 @@ class Mask:
 
 def read(mask: fx.Node, reader: Reader, scores: Scores) -> Mask | Refusal:
     """What a mask of torch's attention is: Booleans, or numbers that are added to the scores."""
-    return of_formula(reader.read(mask), scores)
-
-
-def of_formula(formula: Formula, scores: Scores) -> Mask | Refusal:
-    """Likewise, of its formula."""
+    formula = reader.read(mask)
     shape = (scores.batch, scores.heads, scores.queries, scores.keys)
     if len(formula.shape) > len(shape):
         return Refusal("the mask has %d dimensions", len(formula.shape))
@@ -166,20 +162,29 @@ def of_formula(formula: Formula, scores: Scores) -> Mask | Refusal:
     if formula.dtype is not torch.bool:
         found = _added(element, formula.dtype)
         if found is None:
-            return Refusal("what is added to the scores is not known to be 0 or minus infinity at each place")
+            unknown = Refusal("what is added to the scores is not known to be 0 or minus infinity at each place")
+            return _dense(element, reader) or unknown
         element, smallest = found
-    return of_predicate(element, scores, smallest)
+    return of_predicate(element, scores, reader, smallest)
 
 
-def of_predicate(predicate: Expr, scores: Scores, smallest: bool = False) -> Mask | Refusal:
+def _dense(expression: Expr, reader: Reader) -> Refusal | None:
+    """Why an expression is no predicate on positions: the tensor of queries and keys that it reads."""
+    for function in expression.atoms(AppliedUndef):
+        if {QUERY, KEY} <= function.free_symbols:
+            return Refusal("its values come from %s, not from positions", reader.told(reader.leaf_of(function)))
+    return None
+
+
+def of_predicate(predicate: Expr, scores: Scores, reader: Reader, smallest: bool = False) -> Mask | Refusal:
     """What is known of a predicate over `PLACES`."""
     predicate = truth(predicate)
     conditions = sympy.And.make_args(predicate)
     if predicate == sympy.false or len(conditions) > _MOST_CONDITIONS:
         return Refusal("the mask attends to nothing" if predicate == sympy.false else "the mask has many conditions")
-    dense = [f for f in predicate.atoms(AppliedUndef) if {QUERY, KEY} <= f.free_symbols]
-    if dense:
-        return Refusal("its values come from %s, not from positions", str(dense[0].func))
+    dense = _dense(predicate, reader)
+    if dense is not None:
+        return dense
     return Mask(tuple(one for one in conditions if not _everywhere(one, scores)), scores, smallest)
 
 
@@ -214,7 +219,9 @@ def _kind(condition: Expr) -> str:
     line = Line.of(condition)
     functions = condition.atoms(AppliedUndef)
     if functions:
-        is_padding = isinstance(condition, sympy.Ne) and len(functions) == 1 and not functions.pop().has(QUERY)
+        is_padding = (
+            isinstance(condition, sympy.Ne | sympy.Eq) and len(functions) == 1 and not functions.pop().has(QUERY)
+        )
         is_packed = isinstance(condition, sympy.Eq) and {one.func for one in (condition.lhs, condition.rhs)} == {
             one.func for one in condition.atoms(AppliedUndef)
         }

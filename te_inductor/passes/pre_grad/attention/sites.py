@@ -21,6 +21,7 @@ from te_inductor.passes.graph.values import is_tensor, is_wrapped, value
 from te_inductor.passes.pre_grad.attention import by_hand, masks
 from te_inductor.passes.pre_grad.attention.expressions import Expr
 from te_inductor.passes.pre_grad.attention.formulas import Reader
+from te_inductor.passes.pre_grad.attention.inputs import Inputs
 from te_inductor.passes.pre_grad.attention.masks import Line, Mask, Scores
 from te_inductor.passes.pre_grad.attention.site import KERNELS, Attention
 from te_inductor.passes.pre_grad.plan import Plan
@@ -46,16 +47,17 @@ _CALLS = frozenset(
 def match_attention(plan: Plan) -> None:
     """Find attention, by torch's function or written by hand, and say what its mask is and which kernel computes it."""
     bodies = Bodies(plan.gm)
-    reader = Reader(plan.writes.anywhere, bodies.outer)
+    inputs = Inputs(plan, bodies)
+    reader = Reader(plan.writes.anywhere, bodies.outer, inputs.band, inputs.told)
     chosen = _is_chosen(plan)
     for module in plan.graph_modules():
         for node in module.graph.nodes:
             if node.op not in ("call_function", "call_method") or not is_tensor(node):
                 continue
-            site = _of_call(node, reader) if node.target in _CALLS else _of_hand(node, reader)
+            site = _of_call(node, reader) if node.target in _CALLS else _of_hand(node, reader, plan)
             if site is not None:
                 site.chosen = chosen and not site.by_hand
-                _decide(site, bodies, plan)
+                _decide(site, inputs, plan)
                 plan.attention.append(site)
                 plan.report.attention.append(_reported(site))
 
@@ -79,15 +81,20 @@ def _of_call(node: fx.Node, reader: Reader) -> Attention:
     return site
 
 
-def _of_hand(node: fx.Node, reader: Reader) -> Attention | None:
+def _of_hand(node: fx.Node, reader: Reader, plan: Plan) -> Attention | None:
     """Attention that ends in a product."""
     found = None if is_wrapped(node) else by_hand.match(node, reader)
     if found is None:
         return None
     site = Attention(node, found.q, found.k, found.v, found.given, found.scale, module_path(node), by_hand=True)
-    site.softcap, site.sinks = found.softcap, found.sinks
+    site.softcap, site.sinks, site.dropout = found.softcap, found.sinks, found.dropout
     scores = Scores.of(value(found.q), value(found.k).shape[2])
-    _take(site, masks.of_predicate(found.predicate, scores, found.smallest), reader)
+    _take(site, masks.of_predicate(found.predicate, scores, reader, found.smallest), reader)
+    operands = [one for one in (site.q, site.k, site.sinks) if one is not None]
+    if plan.writes.between(operands, min(found.read), node):
+        site.refusal = Refusal("the graph writes what the scores are made of before they are multiplied with v")
+    elif found.adds and site.mask is not None and not site.mask.nowhere_empty():
+        site.refusal = Refusal("masks are added up, and a query that attends to no key attends to those of fewer masks")
     return site
 
 
@@ -109,7 +116,7 @@ def _shape_refusal(site: Attention, call: Mapping[str, Any]) -> Refusal | None:
     return None
 
 
-def _decide(site: Attention, bodies: Bodies, plan: Plan) -> None:
+def _decide(site: Attention, inputs: Inputs, plan: Plan) -> None:
     """Which kernel computes it."""
     if plan.options.attention == "as_written":
         site.refusal = Refusal("option 'attention' is 'as_written'")
@@ -124,9 +131,10 @@ def _decide(site: Attention, bodies: Bodies, plan: Plan) -> None:
     elif whole and not special and (site.by_hand or site.given is not None):
         site.kernel = "plain" if mask.is_full else "causal"
     elif site.by_hand or site.given is not None:
-        site.refusal = _flex_refusal(site, bodies, plan)
+        site.refusal = _flex_refusal(site, inputs.bodies, plan)
         if site.refusal is None:
-            site.kernel = "either" if not special and _may_wait(site, plan) else "flex"
+            waits = not special and not inputs.hold_any(site.leaves.values()) and _may_wait(site, plan)
+            site.kernel = "either" if waits else "flex"
     sources = _unrepeated(site, plan)
     if sources is not None:
         (site.k, site.v), site.grouped = sources, True
