@@ -185,4 +185,5 @@ def as_on_a_gpu(monkeypatch):
         patched.setattr(sites, "_is_on_a_gpu", lambda site: True)
         patched.setattr(sites, "_may_wait", lambda site, plan: False)
         patched.setattr(sites, "FLEX_QUERIES", 1)
+        patched.setattr(sites, "DROPOUT_QUERIES", 1)
         yield

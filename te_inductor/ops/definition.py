@@ -14,11 +14,13 @@ def implement_on_cuda(op: Any, implementation: Any) -> None:
     library.impl(op._schema.name.partition("::")[2], implementation, "CUDA")
 
 
-def define(schema: str, implementation: Any, fake: Any = None, written_out: Any = None) -> Any:
+def define(
+    schema: str, implementation: Any, fake: Any = None, written_out: Any = None, tags: tuple[torch.Tag, ...] = ()
+) -> Any:
     """Define an op; with `fake` it is a primitive of the graph, without it is traced through. `written_out` is what
     stands for a primitive in programs that leave the process, where `implementation` cannot be traced."""
     name = schema.partition("(")[0]
-    library.define(schema)
+    library.define(schema, tags=tags)
     library.impl(name, implementation, "CompositeImplicitAutograd" if fake is None else "CompositeExplicitAutograd")
     op = getattr(torch.ops.te_inductor, name).default
     if fake is not None:

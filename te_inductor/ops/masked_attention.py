@@ -1,5 +1,5 @@
-"""Attention whose mask reads tensors, as one op that a graph cannot see into: Note [Attention that a mask leaves as it
-is] in runtime/attention/masked.py."""
+"""Attention whose mask reads tensors, as ops that a graph cannot see into: Note [Attention that a mask leaves as it is]
+in runtime/attention/masked.py, and Note [Dropout under a padding] in runtime/attention/kept.py."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_inductor.ops.definition import define, library
-from te_inductor.runtime.attention import masked, predicate
+from te_inductor.ops.definition import define, implement_on_cuda, library
+from te_inductor.ops.differentiable import Gradients, Needs, Operation
+from te_inductor.runtime.attention import kept, masked, predicate
 
 
 def _hides_nothing(tensors: Sequence[Tensor], data: str, sizes: Sequence[int]) -> Tensor:
@@ -50,3 +51,68 @@ def _backward(ctx: Any, dy: Tensor, _: Any) -> tuple[Any, ...]:
 
 
 torch.library.register_autograd("te_inductor::attend", _backward, setup_context=_save, lib=library)
+
+
+def _flash_fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    sums = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+    return q.new_empty(q.shape), sums, q.new_empty((2,), dtype=torch.int64)
+
+
+_SEQUENCES = "Tensor ends_q, Tensor ends_k, SymInt most_q, SymInt most_k, float dropout, float scale"
+flash_by_ends = define(
+    f"flash_by_ends(Tensor q, Tensor k, Tensor v, {_SEQUENCES}) -> (Tensor, Tensor, Tensor)",
+    kept.plain,
+    _flash_fake,
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
+flash_by_ends_backward = define(
+    "flash_by_ends_backward(Tensor dy, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor random,"
+    f" {_SEQUENCES}) -> (Tensor, Tensor, Tensor)",
+    kept.plain_backward,
+    lambda dy, q, k, v, *_: tuple(one.new_empty(one.shape) for one in (q, k, v)),
+)
+implement_on_cuda(flash_by_ends, kept.flash)
+implement_on_cuda(flash_by_ends_backward, kept.flash_backward)
+
+
+class _AttendToKept(Operation):
+    """Attention with dropout to the keys that a padding keeps. Inputs: q (B, H, L, D), k and v (B, KV heads, S, D), what
+    `kept.rows_of_kept` has, the dropout and the scale."""
+
+    def compute(self, needs: Needs, *inputs: Any) -> tuple[Tensor, Any]:
+        q, k, v, order, _, ends_q, ends_k, dropout, scale = inputs
+        rows = _rows(q), _rows(k)[order], _rows(v)[order]
+        lengths = q.shape[2], k.shape[2]
+        out, *found = flash_by_ends(*rows, ends_q, ends_k, *lengths, dropout, scale)
+        return _heads(out, lengths[0]), (*rows, out, *found)
+
+    def setup_context(self, ctx: Any, inputs: tuple[Any, ...], found: Any) -> None:
+        q, k, _, _, place, ends_q, ends_k, *ctx.constants = inputs
+        ctx.lengths = q.shape[2], k.shape[2]
+        ctx.save_for_backward(*found, place, ends_q, ends_k)
+
+    def backward(self, ctx: Any, *grads: Tensor) -> Gradients:
+        *found, place, ends_q, ends_k = ctx.saved_tensors
+        gradients = flash_by_ends_backward(_rows(grads[0]), *found, ends_q, ends_k, *ctx.lengths, *ctx.constants)
+        dropped, place = (place < 0)[:, None, None], place.clamp(min=0)
+        dq = _heads(gradients[0], ctx.lengths[0])
+        dk, dv = (_heads(one[place].masked_fill(dropped, 0.0), ctx.lengths[1]) for one in gradients[1:])
+        return dq, dk, dv, None, None, None, None, None, None
+
+
+def _rows(x: Tensor) -> Tensor:
+    """(B, H, L, D) as (B * L, H, D)."""
+    return x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3])
+
+
+def _heads(x: Tensor, length: int) -> Tensor:
+    """(B * L, H, D) as (B, H, L, D)."""
+    return x.view(-1, length, *x.shape[1:]).transpose(1, 2)
+
+
+# The output (B, H, L, D) of `_AttendToKept`'s inputs.
+attend_to_kept = define(
+    "attend_to_kept(Tensor q, Tensor k, Tensor v, Tensor order, Tensor place, Tensor ends_q, Tensor ends_k,"
+    " float dropout, float scale) -> Tensor",
+    _AttendToKept(),
+)

@@ -5,6 +5,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from te_inductor import explain
+from te_inductor.ops.masked_attention import attend_to_kept
+from te_inductor.passes.pre_grad.attention import sites
+from te_inductor.runtime.attention.kept import rows_of_kept
 from tests.attention import MASKS, attention_with, by_hand, operands, packed, padded, padded_both_ways, window
 
 pytestmark = pytest.mark.gpu
@@ -95,3 +98,68 @@ def test_nothing_that_is_hidden_spreads():
         tensors[1][:, :, 512:], tensors[2][:, :, 512:] = torch.nan, torch.inf
     found = torch.compile(run, backend="te")(*tensors, padding, documents)[:, :, :512]
     assert (found - expected).norm() <= 8e-3 * expected.norm()
+
+
+def attend(q, k, v, kept, dropout, seed=0):
+    """To the keys that are kept, each time with the same random numbers."""
+    rows = rows_of_kept(["ne", ["at", 0, "b", "k"], 0], [kept], (*q.shape[:3], k.shape[2]), q.device)
+    torch.manual_seed(seed)
+    return attend_to_kept(q, k, v, *rows, dropout, 0.2)
+
+
+def weighed(q, k, v, kept, drops):
+    """The same with known factors of the weights, in float64; zeros where nothing is kept."""
+    scores = (q @ k.mT * 0.2).masked_fill(~kept[:, None, None], -torch.inf)
+    return torch.where(kept.any(-1)[:, None, None, None], scores, 0.0).softmax(-1) * drops @ v
+
+
+@pytest.mark.parametrize("dropout", (0.0, 0.3))
+@pytest.mark.parametrize("width", (64, 128))
+@pytest.mark.parametrize("queries", (130, 512))
+def test_dropout_under_a_padding(queries, width, dropout):
+    """Against float64, with the weights that the kernel has dropped: values that are unit vectors show them."""
+    torch.manual_seed(1)
+    shapes = [(4, 2, length, width) for length in (queries, 64, 64)]
+    tensors = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+    kept = torch.rand(4, 64, device="cuda") > 0.4
+    kept[1], kept[2] = True, False
+    q, k, v = tensors
+    unit = torch.eye(64, width, device="cuda", dtype=torch.bfloat16).expand_as(v)
+    with torch.no_grad():
+        shown = attend(q, k, unit, kept, dropout)[..., :64]
+        assert torch.equal(shown, attend(q, k, unit, kept, dropout)[..., :64])
+        if dropout:
+            assert not torch.equal(shown, attend(q, k, unit, kept, dropout, 1)[..., :64])
+    inside = kept[:, None, None].expand_as(shown)
+    assert not shown[~inside].any()
+    drops = (shown != 0).double() / (1 - dropout)
+    assert abs((shown[inside] != 0).double().mean() - (1 - dropout)) < 0.02
+    dy = torch.randn_like(q)
+    found = gradients(lambda *given: attend(*given, kept, dropout), tensors, dy)
+    wide = [one.detach().double().requires_grad_() for one in tensors]
+    expected = gradients(lambda *given: weighed(*given, kept, drops), wide, dy)
+    for one, right in zip(found, expected, strict=True):
+        assert (one.double() - right).norm() <= 8e-3 * right.norm()  # a few roundings of bf16
+
+
+def test_dropout_in_a_graph(monkeypatch):
+    """The mean over seeds is attention without dropout, in a graph that Inductor compiles."""
+    monkeypatch.setattr(sites, "DROPOUT_QUERIES", 512)
+    torch._dynamo.reset()
+    tensors, padding, _ = made(512, width=64, groups=4)
+
+    def run(q, k, v, padding, dropout=0.2):
+        keep = padding.bool()[:, None, None, :].expand(-1, 1, q.shape[2], -1)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=keep, dropout_p=dropout)
+
+    [site] = explain(run, *tensors, padding).attention
+    assert site.kernel == sites.KERNELS["kept"]
+    compiled = torch.compile(run, backend="te")
+    dy = torch.randn_like(tensors[0])
+    draws = [[one.float() for one in gradients(compiled, tensors, dy, padding)] for _ in range(200)]
+    means = [torch.stack(each).mean(0) for each in zip(*draws, strict=True)]
+    wide = [one.detach().double().requires_grad_() for one in tensors]
+    expected = gradients(lambda *given: run(*given, dropout=0.0), wide, dy, padding)
+    for one, right in zip(means, expected, strict=True):
+        # The deviation of a draw is about that of its dropout, 0.5, of the mean of 200 a fourteenth of that.
+        assert (one.double() - right).norm() <= 0.1 * right.norm()

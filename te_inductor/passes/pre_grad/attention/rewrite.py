@@ -18,7 +18,7 @@ from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.attention.site import Attention
 from te_inductor.passes.pre_grad.attention.sites import conjunction, tree_of
 from te_inductor.passes.pre_grad.plan import Plan
-from te_inductor.runtime.attention import predicate
+from te_inductor.runtime.attention import kept, predicate
 
 
 def rewrite_attention(plan: Plan) -> None:
@@ -31,6 +31,8 @@ def rewrite_attention(plan: Plan) -> None:
             _call_flex(site, masks)
         elif site.kernel == "either":
             _call_either(site, masks)
+        elif site.kernel == "kept":
+            _call_kept(site, masks)
     if any(site.is_changed for site in plan.attention):
         for module in plan.graph_modules():
             module.recompile()
@@ -63,6 +65,9 @@ class _Masks:
             return [predicate.empty_rows(*asked)]
 
         return self._made(site, "empty", tree, tensors, rows)[0]
+
+    def rows_of_kept(self, site: Attention, tree: Any, tensors: list[fx.Node]) -> list[fx.Node]:
+        return self._made(site, "kept", tree, tensors, kept.rows_of_kept)
 
     def hides_nothing(self, site: Attention, data: Any, tensors: list[fx.Node]) -> fx.Node:
         def asked(tree: Any, given: Sequence[Tensor], sizes: Sequence[Any], _: torch.device) -> list[Tensor]:
@@ -184,6 +189,16 @@ def _call_either(site: Attention, masks: _Masks) -> None:
         call.meta = dict(site.node.meta) | {
             "example_value": (example, example.new_empty(example.shape[:3], dtype=torch.float32))
         }
+    _take(site, out)
+
+
+def _call_kept(site: Attention, masks: _Masks) -> None:
+    """Attention with dropout to the keys that a padding keeps."""
+    assert site.mask is not None
+    rows = masks.rows_of_kept(site, tree_of(site.mask, site.leaves), list(site.leaves.values()))
+    with site.node.graph.inserting_before(site.node):
+        operands: Any = (site.q, site.k, site.v, *masks.hand(rows, site), site.dropout, site.known_scale)
+        out = site.node.graph.call_function(masked_attention.attend_to_kept, operands)
     _take(site, out)
 
 

@@ -27,7 +27,7 @@ class Attention:
     chosen: bool = False  # whether the user has chosen torch's backend for it
     leaves: dict[str, fx.Node] = field(default_factory=dict)  # the tensors that it reads, by their functions' names
     grouped: bool = False  # whether k and v have fewer heads than q, each for a group of its heads
-    kernel: str = "as_written"  # "as_written", "plain", "causal", "flex", or "either": see `KERNELS`
+    kernel: str = "as_written"  # "as_written", "plain", "causal", "flex", "either", or "kept": see `KERNELS`
     refusal: Refusal | None = None  # why the mask stays a tensor
 
     @property
@@ -51,5 +51,6 @@ KERNELS = {
     "plain": "sdpa",
     "causal": "sdpa, is_causal",
     "flex": "flex_attention",
+    "kept": "flash_attention to the keys that a padding keeps",
     "either": "sdpa where the mask hides nothing, else flex_attention",
 }

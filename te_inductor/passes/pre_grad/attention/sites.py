@@ -31,6 +31,9 @@ from te_inductor.passes.pre_grad.plan import Plan
 FLEX_QUERIES = 512
 WAIT_QUERIES = 1024
 CUDNN_WIDTH = 128  # of a head, which cuDNN takes forward and backward on every GPU
+# From how many queries on FlashAttention, with dropout, is taken for a padding. None: its rate has not been measured.
+DROPOUT_QUERIES: int | None = None
+FLASH_WIDTH = 128  # of a head, which FlashAttention takes forward and backward, with dropout, on every GPU
 _DTYPES = (torch.bfloat16, torch.float16)
 _WIDTHS = (16, 256)  # of a head, that FlexAttention takes
 
@@ -131,10 +134,12 @@ def _decide(site: Attention, inputs: Inputs, plan: Plan) -> None:
     elif whole and not special and (site.by_hand or site.given is not None):
         site.kernel = "plain" if mask.is_full else "causal"
     elif site.by_hand or site.given is not None:
-        site.refusal = _flex_refusal(site, inputs.bodies, plan)
+        drops = site.dropout != 0.0
+        site.refusal = _mask_refusal(site, inputs.bodies, plan)
+        site.refusal = site.refusal or (_kept_refusal(site) if drops else _flex_refusal(site))
         if site.refusal is None:
             waits = not special and not inputs.hold_any(site.leaves.values()) and _may_wait(site, plan)
-            site.kernel = "either" if waits else "flex"
+            site.kernel = "kept" if drops else "either" if waits else "flex"
     sources = _unrepeated(site, plan)
     if sources is not None:
         (site.k, site.v), site.grouped = sources, True
@@ -157,20 +162,14 @@ def _is_chosen(plan: Plan) -> bool:
     return not all(one() for one in enabled) or any(name(node) == "_sdpa_kernel" for node in nodes)
 
 
-def _flex_refusal(site: Attention, bodies: Bodies, plan: Plan) -> Refusal | None:
-    q, v, mask = value(site.q), value(site.v), site.mask
+def _mask_refusal(site: Attention, bodies: Bodies, plan: Plan) -> Refusal | None:
+    """Why its mask cannot be handed to a kernel as a predicate."""
+    mask, q = site.mask, value(site.q)
     assert mask is not None
-    width = q.shape[-1]
     if not _is_on_a_gpu(site):
         return Refusal("FlexAttention is taken on GPUs, of bf16 and fp16; here are %s on %s", q.dtype, q.device.type)
     if site.chosen:
         return Refusal("torch.nn.attention.sdpa_kernel chooses the backend, of which FlexAttention is none")
-    if site.dropout != 0.0:
-        return Refusal("FlexAttention has no dropout")
-    if not (isinstance(width, int) and _WIDTHS[0] <= width <= _WIDTHS[1] and v.shape[-1] == width):
-        return Refusal("heads of %s elements", width)
-    if not statically_known_true(q.shape[2] >= FLEX_QUERIES):
-        return Refusal("fewer than %d queries, for which a mask as a tensor is as fast", FLEX_QUERIES)
     if not bodies.reaches(site.node.graph):
         return Refusal("it is inside a body of control flow")
     written = [leaf for leaf in site.leaves.values() if plan.writes.anywhere(leaf)]
@@ -188,6 +187,38 @@ def _flex_refusal(site: Attention, bodies: Bodies, plan: Plan) -> Refusal | None
         tree_of(mask, site.leaves)
     except NotImplementedError as error:
         return Refusal("its predicate holds %s", str(error))
+    return None
+
+
+def _flex_refusal(site: Attention) -> Refusal | None:
+    """Why FlexAttention does not take it."""
+    q, v = value(site.q), value(site.v)
+    width = q.shape[-1]
+    if not (isinstance(width, int) and _WIDTHS[0] <= width <= _WIDTHS[1] and v.shape[-1] == width):
+        return Refusal("heads of %s elements", width)
+    if not statically_known_true(q.shape[2] >= FLEX_QUERIES):
+        return Refusal("fewer than %d queries, for which a mask as a tensor is as fast", FLEX_QUERIES)
+    return None
+
+
+def _kept_refusal(site: Attention) -> Refusal | None:
+    """Why FlashAttention does not take it, with its dropout: Note [Dropout under a padding]."""
+    q, v, mask = value(site.q), value(site.v), site.mask
+    assert mask is not None
+    width = q.shape[-1]
+    read = set[Any]().union(*(condition.free_symbols for condition in mask.conditions))
+    if site.softcap is not None or site.sinks is not None or read & {masks.HEAD, masks.QUERY}:
+        return Refusal("FlexAttention has no dropout, and FlashAttention no mask but a padding")
+    if not isinstance(site.dropout, float):
+        return Refusal("its dropout is known at the call alone")
+    if site.attends_to_all:
+        return Refusal("there is dropout, and a query that attends to no key attends to all of them alike")
+    if not (isinstance(width, int) and width % 8 == 0 and width <= FLASH_WIDTH and v.shape[-1] == width):
+        return Refusal("there is dropout, and heads have %s elements", width)
+    if DROPOUT_QUERIES is None:
+        return Refusal("FlexAttention has no dropout, and FlashAttention under a padding has not been measured")
+    if not statically_known_true(q.shape[2] >= DROPOUT_QUERIES):
+        return Refusal("there is dropout, and fewer than %d queries", DROPOUT_QUERIES)
     return None
 
 
