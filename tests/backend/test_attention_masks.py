@@ -59,6 +59,7 @@ def test_attention_is_the_same(name, length, monkeypatch):
 CASES = {
     "plain": by_hand(NAMES["by_comparison"]),
     "filled": by_hand(window, form="fill"),
+    "filled, padded": by_hand(padded, form="fill"),
     "cap": by_hand(window, softcap=3.0),
     "cap, padded": by_hand(padded, softcap=3.0),
     "sinks": by_hand(window, sinks=True),

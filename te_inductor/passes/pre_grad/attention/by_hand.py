@@ -35,6 +35,7 @@ class Written:
     sinks: fx.Node | None = None  # that broadcasts to (B, H, L, 1)
     predicate: Expr = sympy.true  # over masks.PLACES: where a query attends to a key
     smallest: bool = False  # as masks.Mask has it
+    replaces: bool = False  # whether a mask's number stands in the place of a score, which has no gradient then
     adds: bool = (
         False  # whether there are several masks, one of them with the smallest number: at some keys only one hides
     )
@@ -85,6 +86,7 @@ def _scores(node: fx.Node | None, found: Written, walk: "_Walk", reader: Reader)
         predicate, smallest, operand, given = hidden
         found.predicate = found.predicate & predicate
         found.given = found.given or given
+        found.replaces |= name(node) != "add"
         hides.append(smallest)
         node = walk.back(walk.into(operand), _CASTS)
     found.smallest, found.adds = any(hides), any(hides) and len(hides) > 1

@@ -210,7 +210,7 @@ def _take(site: Attention, out: fx.Node) -> None:
 
 def _score(site: Attention, empty: Sequence[Sequence[Any]]) -> fx.GraphModule:
     """What is done to a score: a soft cap; and in a row without any key, whose scores vanish beside the smallest number,
-    zero, with the gradient of the score."""
+    zero, with the gradient of the score where that number is added to it."""
     graph = fx.Graph()
     tracer = fx.proxy.GraphAppendingTracer(graph)
     score: Any
@@ -220,7 +220,7 @@ def _score(site: Attention, empty: Sequence[Sequence[Any]]) -> fx.GraphModule:
     for place, shape in enumerate(empty):
         rows: Any = fx.Proxy(graph.placeholder(f"empty_{place}"), tracer)
         index = (b if shape[0] != 1 else 0, h if shape[1] != 1 else 0, q)
-        score = torch.where(rows[index], score - score.detach(), score)
+        score = torch.where(rows[index], 0.0 if site.replaces else score - score.detach(), score)
     graph.output(score.node)
     return fx.GraphModule({}, graph)
 

@@ -24,6 +24,7 @@ class Attention:
     softcap: float | None = None  # of scores, in attention by hand
     sinks: fx.Node | None = None  # that broadcasts to (B, H, L, 1): one more score of each head, without a value
     by_hand: bool = False
+    replaces: bool = False  # whether the mask's number is put in the place of scores, and not added to them
     chosen: bool = False  # whether the user has chosen torch's backend for it
     leaves: dict[str, fx.Node] = field(default_factory=dict)  # the tensors that it reads, by their functions' names
     grouped: bool = False  # whether k and v have fewer heads than q, each for a group of its heads

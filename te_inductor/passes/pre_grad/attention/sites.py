@@ -91,6 +91,7 @@ def _of_hand(node: fx.Node, reader: Reader, plan: Plan) -> Attention | None:
         return None
     site = Attention(node, found.q, found.k, found.v, found.given, found.scale, module_path(node), by_hand=True)
     site.softcap, site.sinks, site.dropout = found.softcap, found.sinks, found.dropout
+    site.replaces = found.replaces
     scores = Scores.of(value(found.q), value(found.k).shape[2])
     _take(site, masks.of_predicate(found.predicate, scores, reader, found.smallest), reader)
     operands = [one for one in (site.q, site.k, site.sinks) if one is not None]
