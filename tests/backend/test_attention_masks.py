@@ -14,27 +14,20 @@ from te_inductor.passes.graph import aliases
 from te_inductor.passes.pre_grad.attention import masks, sites
 from te_inductor.passes.pre_grad.attention.formulas import Reader
 from te_inductor.runtime.attention import predicate
-from tests.attention import MASKS, Passes, as_on_a_gpu, attention_with, by_hand, operands, packed, padded, window
+from tests.attention import (
+    MASKS,
+    Passes,
+    as_on_a_gpu,
+    assert_same,
+    attention_with,
+    by_hand,
+    operands,
+    packed,
+    padded,
+    window,
+)
 
 NAMES = {mask.__name__: mask for mask in MASKS}
-
-
-def oracle(run, tensors, *more):
-    """Output and gradients in float64, by torch's plain products."""
-    wide = [one.detach().double().requires_grad_() for one in tensors]
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        y = run(*wide[:3], *more, *wide[3:])
-        dy = torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view(y.shape)
-        return [y, *torch.autograd.grad(y, wide, dy)], dy
-
-
-def assert_same(run, compiled, tensors, *more):
-    expected, dy = oracle(run, tensors, *more)
-    y = compiled(*tensors[:3], *more, *tensors[3:])
-    found = [y, *torch.autograd.grad(y, tensors, dy.to(y.dtype))]
-    for one, other in zip(found, expected, strict=True):
-        # fp32 sums of at most 300 products, a few in a row.
-        assert (one.double() - other).norm() <= 1e-5 * other.norm() + 1e-6
 
 
 @pytest.mark.parametrize("name", NAMES)

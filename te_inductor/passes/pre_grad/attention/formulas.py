@@ -4,7 +4,8 @@ A formula of a tensor gives the sympy expression of an element from the expressi
 symbolic. What is computed from positions alone has no more symbols than those; a tensor that no rule reads is a *leaf*,
 a function of its indices, so that `mask[b, k]` stays an expression in which the mask's own values are unknown.
 
-A node is read only where its values are what it computed: memory that the graph writes anywhere is a leaf."""
+A node is read only where its values are what it computed: memory that the graph writes anywhere is a leaf, as it is when
+the node that reads it runs."""
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -66,14 +67,16 @@ class Reader:
     band: Callable[[fx.Node, Index], Band | None] = lambda node, index: None
     told: Callable[[fx.Node], str] = str
     leaves: dict[str, fx.Node] = field(default_factory=dict)  # by the name of their function
-    _known: dict[fx.Node, Formula] = field(default_factory=dict)
+    readers: dict[str, fx.Node] = field(default_factory=dict)  # of leaves that the graph writes: what reads them
+    _known: dict[tuple[fx.Node, fx.Node | None], Formula] = field(default_factory=dict)
 
-    def read(self, node: fx.Node, depth: int = 0) -> Formula:
-        """The formula of a node that is a tensor."""
+    def read(self, node: fx.Node, depth: int = 0, reader: fx.Node | None = None) -> Formula:
+        """The formula of a node that is a tensor, as another node reads it."""
         node = self.outer(node)
-        if node not in self._known:
-            self._known[node] = self._computed(node, depth) or self.unread(node)
-        return self._known[node]
+        key = (node, reader if self.is_written(node) else None)
+        if key not in self._known:
+            self._known[key] = self._computed(node, depth) or self.unread(*key)
+        return self._known[key]
 
     def leaf_of(self, function: Expr) -> fx.Node:
         """The node of which a function in an expression stands for an element."""
@@ -87,13 +90,17 @@ class Reader:
         at = rule(_Call(self, node, depth))
         return None if at is None else Formula(tuple(value.shape), value.dtype, at)
 
-    def unread(self, node: fx.Node) -> Formula:
-        """A tensor as a leaf, or as the band that it holds."""
+    def unread(self, node: fx.Node, reader: fx.Node | None = None) -> Formula:
+        """A tensor as a leaf, or as the band that it holds; one that the graph writes, as it is when `reader` reads it."""
         value = node.meta["example_value"]
-        self.leaves[node.name] = node
+        called = node.name
+        if reader is not None:
+            called = f"{node.name}_in_{reader.name}"
+            self.readers[called] = reader
+        self.leaves[called] = node
         # A float may be infinite, and may be an integer: of neither is the opposite known.
         facts = {"extended_real": True} if value.dtype.is_floating_point else {"integer": True}
-        function = sympy.Function(node.name, **facts)
+        function = sympy.Function(called, **facts)
 
         def leaf(index: Index) -> Expr:
             element = function(*(index or (sympy.Integer(0),)))
@@ -132,7 +139,7 @@ class _Call:
     def formula(self, argument: Any) -> Formula | None:
         """Of a tensor or a number; None of anything else."""
         if isinstance(argument, fx.Node) and isinstance(argument.meta.get("example_value"), torch.Tensor):
-            return self.reader.read(argument, self.depth + 1)
+            return self.reader.read(argument, self.depth + 1, self.node)
         found = number(argument)
         if found is None:
             return None

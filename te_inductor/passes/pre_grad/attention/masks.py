@@ -4,6 +4,7 @@ A mask is read as a predicate over (batch, head, query, key), a conjunction of c
 every place of the scores is dropped; what is left says what the mask is. Nothing is guessed: a condition of another
 form stays, and the mask is then not causal, or a window, but that and more."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -137,6 +138,28 @@ class Mask:
         return len(lines) == 1 and lines[0] is not None and lines[0].is_causal and lines[0].rest == 0
 
     @property
+    def ends_early(self) -> bool:
+        """Whether there are more keys than queries, and no query attends to one behind its own, as of a static cache
+        while the prompt is read. Dynamo compiles anew where queries are more."""
+        scores, lines = self.scores, [Line.of(one) for one in self.conditions]
+        return (
+            not scores.is_square
+            and any(line is not None and line.is_causal and scores.holds(line.rest >= 0) for line in lines)
+            and scores.holds(expression(scores.queries) <= expression(scores.keys), guard=True)
+        )
+
+    def of_first_keys(self) -> "Mask":
+        """The mask on as many keys as there are queries."""
+        scores = replace(self.scores, keys=self.scores.queries)
+        return replace(self, scores=scores, conditions=_left(self.conditions, scores))
+
+    @property
+    def is_shifted_by_data(self) -> bool:
+        """Whether a bound of keys by queries reads a tensor, as how much a cache holds."""
+        lines = [Line.of(one) for one in self.data]
+        return any(line is not None and (line.is_causal or line.is_window) for line in lines)
+
+    @property
     def name(self) -> str:
         """As reports have it."""
         return ", ".join(sorted({_kind(one) for one in self.conditions}, key=_KINDS.index)) or "full"
@@ -185,7 +208,12 @@ def of_predicate(predicate: Expr, scores: Scores, reader: Reader, smallest: bool
     dense = _dense(predicate, reader)
     if dense is not None:
         return dense
-    return Mask(tuple(one for one in conditions if not _everywhere(one, scores)), scores, smallest)
+    return Mask(_left(conditions, scores), scores, smallest)
+
+
+def _left(conditions: Iterable[Expr], scores: Scores) -> tuple[Expr, ...]:
+    """The conditions that do not hold everywhere."""
+    return tuple(one for one in conditions if not _everywhere(one, scores))
 
 
 def _everywhere(condition: Expr, scores: Scores) -> bool:
@@ -218,7 +246,7 @@ def _kind(condition: Expr) -> str:
     """What a condition is called in reports; one of `_KINDS`."""
     line = Line.of(condition)
     functions = condition.atoms(AppliedUndef)
-    if functions:
+    if functions and (line is None or 0 in (line.queries, line.keys)):
         is_padding = (
             isinstance(condition, sympy.Ne | sympy.Eq) and len(functions) == 1 and not functions.pop().has(QUERY)
         )

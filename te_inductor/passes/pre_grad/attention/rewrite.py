@@ -15,16 +15,20 @@ from te_inductor.ops import masked_attention
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.tracing import traced_into
 from te_inductor.passes.graph.values import value
+from te_inductor.passes.pre_grad.attention.expressions import Expr, expression
 from te_inductor.passes.pre_grad.attention.site import Attention
-from te_inductor.passes.pre_grad.attention.sites import conjunction, tree_of
+from te_inductor.passes.pre_grad.attention.symbols import Symbols
+from te_inductor.passes.pre_grad.attention.trees import Writer
 from te_inductor.passes.pre_grad.plan import Plan
 from te_inductor.runtime.attention import kept, predicate
 
 
 def rewrite_attention(plan: Plan) -> None:
     """Rewrite every place whose mask is proven to be what another kernel takes."""
-    masks = _Masks(Bodies(plan.gm))
+    masks = _Masks(Bodies(plan.gm), Symbols(plan.gm.graph))
     for site in plan.attention:
+        if site.is_changed and site.ends_early:
+            site.k, site.v = (_first_keys(one, site) for one in (site.k, site.v))
         if site.kernel in ("plain", "causal"):
             _call_plainly(site)
         elif site.kernel == "flex":
@@ -37,6 +41,18 @@ def rewrite_attention(plan: Plan) -> None:
         for module in plan.graph_modules():
             module.recompile()
         del plan.writes  # which was asked for in front of these nodes
+
+
+def _first_keys(tensor: fx.Node, site: Attention) -> fx.Node:
+    """As many of k or v as there are queries."""
+    with site.node.graph.inserting_before(site.node):
+        whole = slice(None)
+        index = (whole, whole, slice(None, _length(site.q)))
+        first = site.node.graph.call_function(operator.getitem, (tensor, index))
+    example = value(tensor)
+    with example.fake_mode:  # type: ignore[attr-defined]
+        first.meta = dict(tensor.meta) | {"example_value": example[:, :, : value(site.q).shape[2]]}
+    return first
 
 
 def _call_plainly(site: Attention) -> None:
@@ -55,7 +71,21 @@ class _Masks:
     """The block masks and the questions of one graph: each once, for all layers that ask."""
 
     bodies: Bodies
+    symbols: Symbols
     made: dict[Any, list[fx.Node]] = field(default_factory=dict)
+
+    def tensors(self, site: Attention, numbers: Sequence[Expr]) -> list[fx.Node]:
+        """What a site's predicate reads, in the order of `trees.Writer`."""
+        found = [self._leaf(node, site.readers.get(called)) for called, node in site.leaves.items()]
+        device = value(site.q).device
+
+        def full(_: Any, sizes: Sequence[Any]) -> list[Tensor]:
+            return [torch.full((1,), sizes[0], dtype=torch.int64, device=device)]
+
+        return [
+            *found,
+            *(self._computed(("number", number, device), [], [number], site, full)[0] for number in numbers),
+        ]
 
     def block_mask(self, site: Attention, tree: Any, tensors: list[fx.Node]) -> list[fx.Node]:
         return self._made(site, "blocks", tree, tensors, predicate.block_mask)
@@ -81,38 +111,59 @@ class _Masks:
 
     def _made(self, site: Attention, what: str, tree: Any, tensors: list[fx.Node], compute: Any) -> list[fx.Node]:
         """In the root's graph, behind what it reads."""
-        scores = site.mask.scores  # type: ignore[union-attr]
-        key = (what, predicate.to_text(tree), *tensors, scores)
+        sizes = list(map(expression, site.mask.scores.sizes))  # type: ignore[union-attr]
+        device = value(site.q).device
+        key = (what, predicate.to_text(tree), *tensors, *sizes, device)
+        return self._computed(
+            key, tensors, sizes, site, lambda given, known: compute(tree, given, tuple(known), device)
+        )
+
+    def _computed(
+        self, key: Any, tensors: list[fx.Node], sizes: list[Expr], site: Attention, compute: Any
+    ) -> list[fx.Node]:
+        """What `compute` returns for tensors and sizes."""
         if key in self.made:
             return self.made[key]
-        # Symbolic sizes come from the shape of the mask that the program made, of which nothing else is read.
-        symbolic = not all(isinstance(size, int) for size in scores.sizes)
-        operands = [*tensors, *([self.bodies.outer(site.given)] if symbolic else [])]  # type: ignore[arg-type]
-        device = value(site.q).device
+        operands = [*tensors, *self.symbols.operands(sizes)]
 
-        def computed(*given: Tensor) -> Any:
-            return compute(tree, given[: len(tensors)], _concrete(scores.sizes, *given[len(tensors) :]), device)
+        def computed(*given: Any) -> Any:
+            return compute(given[: len(tensors)], self.symbols.values(sizes, given[len(tensors) :]))
 
-        graph = self.bodies.root.graph
-        last = max([graph.find_nodes(op="placeholder")[-1], *operands])
-        with graph.inserting_before(last.next):
+        place = self._behind(operands)
+        with place.graph.inserting_before(place):
             mode = value(site.q).fake_mode  # type: ignore[attr-defined]
-            self.made[key] = traced_into(graph, computed, operands, last, mode)
+            self.made[key] = traced_into(place.graph, computed, operands, place, mode)
         return self.made[key]
 
+    def _behind(self, operands: Sequence[fx.Node]) -> fx.Node:
+        """The node of the root's graph behind its inputs and operands."""
+        last = next(reversed(self.bodies.root.graph.find_nodes(op="placeholder")), None)
+        return max(filter(None, (last, *operands))).next
 
-def _concrete(sizes: Sequence[Any], given: Tensor | None = None) -> tuple[Any, ...]:
-    """The sizes of scores, symbolic ones as a trace sees them in the shape of a mask."""
-    if given is None:
-        return tuple(sizes)
-    own = (*([1] * (len(sizes) - given.dim())), *given.shape)
-    return tuple(size if isinstance(size, int) else one for size, one in zip(sizes, own, strict=True))
+    def _leaf(self, node: fx.Node, reader: fx.Node | None) -> fx.Node:
+        """A tensor of the graph with a dimension at least; a copy where the graph writes it, as it is when `reader` reads
+        it."""
+        if reader is None and value(node).dim():
+            return node
+        key = ("leaf", node, reader)
+        if key not in self.made:
+            place = self._behind([node]) if reader is None else reader
+            mode = value(node).fake_mode  # type: ignore[attr-defined]
+            with node.graph.inserting_before(place):
+                self.made[key] = traced_into(node.graph, lambda one: [_kept(one)], [node], place, mode)
+        return self.made[key][0]
+
+
+def _kept(tensor: Tensor) -> Tensor:
+    return tensor.clone().view(tensor.shape or (1,))
 
 
 def _call_flex(site: Attention, masks: _Masks) -> None:
     mask = site.mask
     assert mask is not None
-    tree, tensors, scored = tree_of(mask, site.leaves), list(site.leaves.values()), list[fx.Node]()
+    writer = Writer(site.leaves)
+    tree, scored = writer.write(mask.conditions), list[fx.Node]()
+    tensors = masks.tensors(site, writer.numbers)
     if site.attends_to_all:
         empty = masks.empty_rows(site, tree, tensors)
         index = [place if size != 1 else 0 for place, size in zip("bh", value(empty).shape, strict=False)]
@@ -166,8 +217,10 @@ def _length(tensor: fx.Node) -> Any:
 def _call_either(site: Attention, masks: _Masks) -> None:
     mask = site.mask
     assert mask is not None
-    tree, tensors = predicate.to_text(tree_of(mask, site.leaves)), list(site.leaves.values())
-    [flag] = masks.hand([masks.hides_nothing(site, conjunction(mask.data, site.leaves), tensors)], site)
+    writer = Writer(site.leaves)
+    tree, data = predicate.to_text(writer.write(mask.conditions)), writer.write(mask.data)
+    tensors = masks.tensors(site, writer.numbers)
+    [flag] = masks.hand([masks.hides_nothing(site, data, tensors)], site)
     graph = site.node.graph
     with graph.inserting_before(site.node):
         call = graph.call_function(
@@ -195,7 +248,9 @@ def _call_either(site: Attention, masks: _Masks) -> None:
 def _call_kept(site: Attention, masks: _Masks) -> None:
     """Attention with dropout to the keys that a padding keeps."""
     assert site.mask is not None
-    rows = masks.rows_of_kept(site, tree_of(site.mask, site.leaves), list(site.leaves.values()))
+    writer = Writer(site.leaves)
+    tree = writer.write(site.mask.conditions)
+    rows = masks.rows_of_kept(site, tree, masks.tensors(site, writer.numbers))
     with site.node.graph.inserting_before(site.node):
         operands: Any = (site.q, site.k, site.v, *masks.hand(rows, site), site.dropout, site.known_scale)
         out = site.node.graph.call_function(masked_attention.attend_to_kept, operands)

@@ -27,6 +27,10 @@ class Attention:
     replaces: bool = False  # whether the mask's number is put in the place of scores, and not added to them
     chosen: bool = False  # whether the user has chosen torch's backend for it
     leaves: dict[str, fx.Node] = field(default_factory=dict)  # the tensors that it reads, by their functions' names
+    readers: dict[str, fx.Node] = field(default_factory=dict)  # of those that the graph writes: when they are read
+    ends_early: bool = (
+        False  # whether k and v go on behind the last key that is attended to, as many as there are queries
+    )
     grouped: bool = False  # whether k and v have fewer heads than q, each for a group of its heads
     kernel: str = "as_written"  # "as_written", "plain", "causal", "flex", "either", or "kept": see `KERNELS`
     refusal: Refusal | None = None  # why the mask stays a tensor

@@ -3,14 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-import sympy  # type: ignore[import-untyped]
 import torch
 import torch.nn.functional as F
 from sympy.core.function import AppliedUndef  # type: ignore[import-untyped]
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._sympy.functions import FloorDiv, PythonMod
 
 from te_inductor import targets
 from te_inductor.diagnostics import AttentionSite, Refusal
@@ -19,11 +17,13 @@ from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.module_path import module_path
 from te_inductor.passes.graph.values import is_tensor, is_wrapped, value
 from te_inductor.passes.pre_grad.attention import by_hand, masks
-from te_inductor.passes.pre_grad.attention.expressions import Expr
+from te_inductor.passes.pre_grad.attention.expressions import expression
 from te_inductor.passes.pre_grad.attention.formulas import Reader
 from te_inductor.passes.pre_grad.attention.inputs import Inputs
-from te_inductor.passes.pre_grad.attention.masks import Line, Mask, Scores
+from te_inductor.passes.pre_grad.attention.masks import Mask, Scores
 from te_inductor.passes.pre_grad.attention.site import KERNELS, Attention
+from te_inductor.passes.pre_grad.attention.symbols import Symbols
+from te_inductor.passes.pre_grad.attention.trees import Writer
 from te_inductor.passes.pre_grad.plan import Plan
 
 # From how many queries on FlexAttention is taken for a mask that torch's kernels take as a tensor, and from how many on
@@ -109,6 +109,7 @@ def _take(site: Attention, found: Mask | Refusal, reader: Reader) -> None:
         return
     functions = {str(one.func) for condition in found.conditions for one in condition.atoms(AppliedUndef)}
     site.mask, site.leaves = found, {function: reader.leaves[function] for function in sorted(functions)}
+    site.readers = {function: reader.readers[function] for function in functions & reader.readers.keys()}
 
 
 def _shape_refusal(site: Attention, call: Mapping[str, Any]) -> Refusal | None:
@@ -128,6 +129,9 @@ def _decide(site: Attention, inputs: Inputs, plan: Plan) -> None:
         return
     mask = site.mask
     assert mask is not None
+    if (site.by_hand or site.given is not None) and mask.ends_early and not site.attends_to_all:
+        site.ends_early, mask = True, mask.of_first_keys()
+        site.mask = mask
     special = site.softcap is not None or site.sinks is not None
     whole = mask.is_full or (mask.is_causal and mask.scores.is_square)
     if site.by_hand and not _is_on_a_gpu(site):
@@ -173,22 +177,20 @@ def _mask_refusal(site: Attention, bodies: Bodies, plan: Plan) -> Refusal | None
         return Refusal("torch.nn.attention.sdpa_kernel chooses the backend, of which FlexAttention is none")
     if not bodies.reaches(site.node.graph):
         return Refusal("it is inside a body of control flow")
-    written = [leaf for leaf in site.leaves.values() if plan.writes.anywhere(leaf)]
+    written = [
+        leaf for called, leaf in site.leaves.items() if called not in site.readers and plan.writes.anywhere(leaf)
+    ]
     if written:
         return Refusal("the graph writes %s, which the mask is made of", written[0].name)
-    if any(leaf.graph is not bodies.root.graph for leaf in site.leaves.values()):
+    if any(node.graph is not bodies.root.graph for node in (*site.leaves.values(), *site.readers.values())):
         return Refusal("the mask is made inside the body that is computed again")
-    given = () if site.given is None else (*([1] * (4 - value(site.given).dim())), *value(site.given).shape)
-    if not all(
-        isinstance(size, int) or statically_known_true(size == own)
-        for size, own in zip(mask.scores.sizes, given or (0,) * 4, strict=True)
-    ):
-        return Refusal("its sizes are symbolic, and the mask has not all of them")
+    writer = Writer(site.leaves)
     try:
-        tree_of(mask, site.leaves)
+        writer.write(mask.conditions)
     except NotImplementedError as error:
         return Refusal("its predicate holds %s", str(error))
-    return None
+    missing = Symbols(bodies.root.graph).missing([*map(expression, mask.scores.sizes), *writer.numbers])
+    return Refusal("no input of the graph has its size %s", str(missing[0])) if missing else None
 
 
 def _flex_refusal(site: Attention) -> Refusal | None:
@@ -197,7 +199,7 @@ def _flex_refusal(site: Attention) -> Refusal | None:
     width = q.shape[-1]
     if not (isinstance(width, int) and _WIDTHS[0] <= width <= _WIDTHS[1] and v.shape[-1] == width):
         return Refusal("heads of %s elements", width)
-    if not statically_known_true(q.shape[2] >= FLEX_QUERIES):
+    if statically_known_true(q.shape[2] < FLEX_QUERIES):
         return Refusal("fewer than %d queries, for which a mask as a tensor is as fast", FLEX_QUERIES)
     return None
 
@@ -229,9 +231,10 @@ def _may_wait(site: Attention, plan: Plan) -> bool:
     rest = site.mask.without_data
     plain = rest.is_full or (rest.is_causal and rest.scores.is_square)
     q = value(site.q)
-    taken = statically_known_true(q.shape[2] >= WAIT_QUERIES) and q.shape[-1] <= CUDNN_WIDTH and q.shape[-1] % 8 == 0
+    taken = not statically_known_true(q.shape[2] < WAIT_QUERIES) and q.shape[-1] <= CUDNN_WIDTH and q.shape[-1] % 8 == 0
     waits = not (plan.options.in_cuda_graphs() or torch.are_deterministic_algorithms_enabled())
-    return plain and taken and waits and bool(site.mask.data) and not site.mask.smallest
+    asked = bool(site.mask.data) and not site.mask.is_shifted_by_data
+    return plain and taken and waits and asked and not site.mask.smallest
 
 
 def _unrepeated(site: Attention, plan: Plan) -> tuple[fx.Node, fx.Node] | None:
@@ -283,61 +286,6 @@ def _adds_third(split: fx.Node) -> bool:
 
 def _same_place(source: Any, node: fx.Node, plan: Plan) -> bool:
     return is_tensor(source) and source.graph is node.graph and not plan.writes.anywhere(source)
-
-
-def tree_of(mask: Mask, leaves: Mapping[str, fx.Node]) -> Any:
-    """A mask as `runtime.attention.predicate` has it, its tensors numbered as `leaves` are.
-
-    Raises:
-        NotImplementedError: a condition has no such form; says what it holds.
-    """
-    return conjunction(mask.conditions, leaves)
-
-
-def conjunction(conditions: tuple[Expr, ...], leaves: Mapping[str, fx.Node]) -> Any:
-    numbers = {function: place for place, function in enumerate(leaves)}
-    trees = [_tree(_apart(condition), numbers) for condition in conditions]
-    return trees[0] if len(trees) == 1 else ["and", *trees]
-
-
-def _apart(condition: Expr) -> Expr:
-    """A bound on keys with the key on one side and the query on the other, which blocks of scores are judged by."""
-    line = Line.of(condition)
-    if line is not None and line.is_causal:
-        return sympy.Le(masks.KEY, masks.QUERY - line.rest, evaluate=False)
-    if line is not None and line.is_window:
-        return sympy.Ge(masks.KEY, masks.QUERY + line.rest, evaluate=False)
-    return condition
-
-
-_NAMES: Mapping[Any, str] = {
-    sympy.Le: "le",
-    sympy.Lt: "lt",
-    sympy.Ge: "ge",
-    sympy.Gt: "gt",
-    sympy.Eq: "eq",
-    sympy.Ne: "ne",
-    sympy.And: "and",
-    sympy.Or: "or",
-    sympy.Not: "not",
-    sympy.Add: "add",
-    sympy.Mul: "mul",
-    FloorDiv: "floordiv",
-    PythonMod: "mod",
-}
-
-
-def _tree(expr: Expr, numbers: Mapping[str, int]) -> Any:
-    if expr in masks.PLACES:
-        return str(expr)
-    if expr.is_Integer:
-        return int(expr)
-    if isinstance(expr, AppliedUndef):
-        return ["at", numbers[str(expr.func)], *(_tree(one, numbers) for one in expr.args)]
-    called = _NAMES.get(expr.func)
-    if called is None:
-        raise NotImplementedError(f"a size that is not a number, {expr}" if expr.is_Symbol else str(expr.func.__name__))
-    return [called, *(_tree(one, numbers) for one in expr.args)]
 
 
 def _reported(site: Attention) -> AttentionSite:
