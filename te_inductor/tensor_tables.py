@@ -144,7 +144,7 @@ class TensorGroups(Generic[T]):
         groups[tuple(_key_of(t).serial for t in tensors)] = references, value
 
     def values(self, first: Tensor) -> list[T]:
-        """Of all groups that begin with a tensor."""
+        """The values of all groups that begin with a tensor."""
         return [value for _, value in self._by_first.get(first, {}).values()]
 
     def clear(self) -> None:

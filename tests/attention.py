@@ -66,7 +66,7 @@ def packed(q, k, b, padding, documents):
 
 
 def by_positions(q, k, b, padding, documents):
-    """As transformers finds packed sequences in positions, where there is one sequence."""
+    """Finds packed sequences in positions as transformers does, where there is one sequence."""
     ids = torch.arange(q.shape[0], device=q.device).unsqueeze(0).expand(2, -1)
     apart = (torch.diff(ids, prepend=ids[:, :1] - 1, dim=-1) != 1).cumsum(-1)
     return (k <= q) & (apart[b, q] == apart[b, k])

@@ -61,7 +61,7 @@ def magnitudes_of(
     return wide_a[:, None] + wide_b[None, :] + a.shape[1], total
 
 
-# Of codes, from OCP's Microscaling Formats Specification, revision 1.0: an exponent of 0 has no leading bit.
+# The values of codes, from OCP's Microscaling Formats Specification, revision 1.0: an exponent of 0 has no leading bit.
 FP6 = {"e3m2": (2, -2), "e2m3": (3, 0)}  # bits of the mantissa, exponent of the smallest normal value
 
 

@@ -37,8 +37,8 @@ def pytest_report_header(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Of tests marked `quick`, mark the cases that it does not name `thorough`; of tests marked `sample` those that are
-    not in the sample, which is drawn from cases that are not marked so yet."""
+    """Marks `thorough`, of tests marked `quick`, the cases that it does not name; of tests marked `sample` those that
+    are not in the sample, which is drawn from cases that are not marked so yet."""
     of_one_test = defaultdict(list)
     for item in items:
         named = item.get_closest_marker("quick")
@@ -87,7 +87,7 @@ def fresh_state(request):
 
 @pytest.fixture
 def no_caches():
-    """For tests that change the code behind a traced op: the compile caches do not see such a change.
+    """Serves tests that change the code behind a traced op: the compile caches do not see such a change.
 
     What a compiler made of generated C++ is found by that text, and kept. (`force_disable_caches` compiles it anew for
     each graph, most of a minute for some tests.)"""

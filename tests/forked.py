@@ -46,7 +46,7 @@ class Server:
     def run(
         self, module: str, *arguments: str, timeout: int = 300, cwd: Path = ROOT, **environment: str
     ) -> subprocess.CompletedProcess[str]:
-        """As `python -m module arguments`."""
+        """Runs what `python -m module arguments` would."""
         process = self._started()
         assert process.stdin is not None and process.stdout is not None
         with tempfile.TemporaryDirectory() as folder:

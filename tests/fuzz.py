@@ -110,7 +110,7 @@ class Step(nn.Module):
         return self.function(self.parts, x)
 
 
-# Of x and the (N, K) weight; each is F.linear, which takes their place in low precision.
+# Functions of x and the (N, K) weight; each is F.linear, which takes their place in low precision.
 EINSUMS = {
     "plain": lambda x, w: torch.einsum("...d,fd->...f", x, w),
     "transposed": lambda x, w: torch.einsum("...d,df->...f", x, w.t()),
@@ -142,7 +142,7 @@ def _in_region(recipe: str | None, steps: nn.Module, x: Tensor) -> Tensor:
 
 
 def _in_amp(steps: nn.Module, x: Tensor) -> Tensor:
-    # Of fp16 torch refuses `cat` there. Traced code has no cache of casts either: a weight's two uses, which share a
+    # torch refuses `cat` of fp16 there. Traced code has no cache of casts either: a weight's two uses, which share a
     # cast in the cache, would add their gradients in bf16 in eager code alone.
     with torch.autocast("cpu", torch.bfloat16, enabled=x.dtype != torch.float16, cache_enabled=False):
         return steps(x).to(x.dtype)
@@ -153,7 +153,7 @@ def recipe_of(name: str) -> Recipe | str:
 
 
 def plain(name: str) -> str:
-    """As a report names the recipe."""
+    """The name that a report has for the recipe."""
     return VARIANTS[name].name if name in VARIANTS else name
 
 
@@ -168,7 +168,7 @@ def _halves(parts: nn.ModuleList, x: Tensor) -> Tensor:
 
 
 def _heads(parts: nn.ModuleList, x: Tensor) -> Tensor:
-    """As attention turns them: q, k and v of one input, cut in heads."""
+    """Turns heads as attention does: q, k and v of one input, cut in heads."""
     q, k, v = (part(x).unflatten(-1, (2, -1)).transpose(-2, -3) for part in parts)
     return (torch.tanh(q * k) + v).transpose(-2, -3).flatten(-2)
 
@@ -308,7 +308,7 @@ def check(case: Case, generated: bool = False) -> None:
     torch._dynamo.reset()
     torch.manual_seed(case.seed)
     dtype = DTYPES[case.dtype]
-    # Of an output in another layout AOTAutograd lays out the gradient anew, and BLAS may then add in another order.
+    # AOTAutograd, of an output in another layout, lays out the gradient anew, and BLAS may then add in another order.
     model = _model(case).append(Step(lambda _, y: y.contiguous())).to(dtype)
     x = torch.randn(*case.leading, case.width).to(dtype).requires_grad_(case.x_grad and case.mode == "train")
     for place, parameter in enumerate(model.parameters()):
@@ -322,7 +322,7 @@ def check(case: Case, generated: bool = False) -> None:
         warnings.filterwarnings("error", message="(?s).*because a pass of ours failed")
         stack.enter_context(torch._dynamo.config.patch(assume_static_by_default=not case.dynamic))
         stack.enter_context(set_checkpoint_early_stop(False))
-        # Else torch refuses retain_graph.
+        # torch refuses retain_graph otherwise.
         functorch = {"donated_buffer": case.backwards == 1, "activation_memory_budget": case.budget}
         stack.enter_context(torch._functorch.config.patch(functorch))
         stack.enter_context(MODES[case.mode]())
@@ -342,7 +342,7 @@ def check(case: Case, generated: bool = False) -> None:
         torch._dynamo.reset()
         compile = partial(torch.compile, backend="te", fullgraph=not case.breaks, options=options)
         compiled = compile(model)
-        # Of delayed scaling the reference is the first step.
+        # The reference of delayed scaling is the first step.
         first = any(site.recipe == "delayed" for site in report.sites)
         # Autograd sees in AOTAutograd's eager graphs, and not in Inductor's, that a backward changes totals and
         # tickets.
@@ -410,7 +410,7 @@ def _same(expected: dict[str, Tensor], found: dict[str, Tensor]) -> None:
 
 
 def _change(model: nn.Module) -> None:
-    """As an optimizer may: without a trace in version counters."""
+    """Changes weights as an optimizer may: without a trace in version counters."""
     for parameter in model.parameters():
         parameter.data.mul_(0.75)
         parameter.grad = None
@@ -434,7 +434,7 @@ def _compare(
 
 
 def _eps(case: Case) -> float:
-    """Of what layers in high precision round to; under torch.autocast it is bf16, whatever the model is."""
+    """The epsilon of what layers in high precision round to; under torch.autocast it is bf16, whatever the model is."""
     return torch.finfo(torch.bfloat16 if "amp" in repr(case.steps) else DTYPES[case.dtype]).eps
 
 
@@ -448,8 +448,8 @@ def _noise(report: Report, case: Case) -> float:
 
 
 def _recipes(model: nn.Module, x: Tensor, case: Case) -> dict[str, str]:
-    """Of each layer, by what is in force when it is called: a disabled region, a policy entry, the region, the
-    default."""
+    """The recipe of each layer, by what is in force when it is called: a disabled region, a policy entry, the region,
+    the default."""
     found = {}
 
     def record(path: str):
@@ -472,7 +472,7 @@ def _recipes(model: nn.Module, x: Tensor, case: Case) -> dict[str, str]:
 
 
 def _name_of(recipe: Recipe) -> str:
-    """As cases have it."""
+    """The name that cases have for the recipe."""
     return next((name for name, other in VARIANTS.items() if other == recipe), recipe.name)
 
 

@@ -87,7 +87,7 @@ def rows_of(scale: Tensor, scope: str, rows: int, part: slice) -> Tensor:
 
 
 def values(*shape: int, element: str) -> Tensor:
-    """Of all magnitudes that a cast from an amax leaves."""
+    """Values of all magnitudes that a cast from an amax leaves."""
     return (torch.randn(shape) * 64 * torch.exp2(torch.randint(-9, 1, shape))).to(ELEMENTS[element].dtype)
 
 

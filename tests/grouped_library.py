@@ -12,7 +12,8 @@ from te_inductor.numerics.microscaling import unpack_e2m1
 
 
 def place(row: Tensor, block: Tensor, blocks: int) -> Tensor:
-    """Where cuBLAS's documentation has the scale of a row and a block of a matrix with so many blocks a row."""
+    """The place where cuBLAS's documentation has the scale of a row and a block of a matrix with so many blocks a
+    row."""
     across = -(-blocks // 4)
     return (row // 128 * across + block // 4) * 512 + row % 32 * 16 + row % 128 // 32 * 4 + block % 4
 

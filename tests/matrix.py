@@ -58,7 +58,7 @@ def environment(python: str, torch: str, label: str) -> Path | str:
 
 
 def interpreter_of(version: str) -> str | None:
-    """On the path, or under pyenv."""
+    """Finds an interpreter on the path, or under pyenv."""
     candidates = [shutil.which(f"python{version}")]
     if shutil.which("pyenv"):
         listed = subprocess.run(["pyenv", "root"], capture_output=True, text=True, check=True).stdout.strip()

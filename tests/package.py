@@ -38,7 +38,7 @@ def make(folder: Path, device: str, dtype: torch.dtype, recipe: str) -> None:
     x = torch.randn(24, 256, device=device, dtype=dtype)
     program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("rows", min=2, max=4096)},))
     program = lower(program, {"recipe": "none", "policy": {"*": "rowwise" if stored else name}, "fallback": "silent"})
-    # Of a package of the CPU two files are compiled, once: headers that are compiled first cost more than they save.
+    # Two files are compiled of a package of the CPU, once: headers that are compiled first cost more than they save.
     once = {"aot_inductor.precompile_headers": False, "aot_inductor.compile_wrapper_opt_level": "O0"}
     with torch.no_grad(), config.patch(once if device == "cpu" else {}):
         torch._inductor.aoti_compile_and_package(program, package_path=str(folder / "model.pt2"))
@@ -50,7 +50,8 @@ def make(folder: Path, device: str, dtype: torch.dtype, recipe: str) -> None:
 
 
 def run(folders: list[Path], tolerance: float) -> None:
-    """In a new process, each package against what its program computed, relative to the largest output."""
+    """Runs each package in a new process, and compares it with what its program computed, relative to the largest
+    output."""
     command = [sys.executable, "-c", RUNS, str(tolerance), *map(str, folders)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -14,15 +14,15 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 # Words that begin no noun phrase and no verb: what they hang on would have to stand before them.
 HANGING = frozenset(
     """above after again against along alongside also among and apart around as at because before behind below beneath
-    beside besides between beyond but by down during either else except for from however if in inside instead into it
-    likewise like near neither nor not of off on once only onto or otherwise outside over past per since so such than
-    that then therefore they those through throughout till to toward towards under unless unlike until up upon via
+    beside besides between beyond but by down during else except for from however if in inside instead into
+    likewise like near nor not of off on once only onto or otherwise outside over past per since so than
+    that then therefore those through throughout till to toward towards under unless unlike until up upon via
     when where wherever which whichever while who whoever whom whose with within without""".split()
 )
 # A comment is a sentence, which may begin with its place or its condition ("In eager code, ...").
 LEADING = frozenset(
-    """after although at because before below beyond down either except for from however if in inside instead it near
-    not on once only outside over since so such then therefore they through throughout under unless until up upon via
+    """after although at because before below beyond down except for from however if in inside instead near
+    not on once only outside over since so then therefore through throughout under unless until up upon via
     when where wherever whichever while who whoever with within without""".split()
 )
 WORD = re.compile(r"[A-Za-z]+")

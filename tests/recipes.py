@@ -1,4 +1,4 @@
-"""Which recipes there are: tests over them take in those that come."""
+"""The recipes that there are: tests over them take in those that come."""
 
 import pytest
 
@@ -10,7 +10,7 @@ def _named(name: str) -> Recipe:
     return recipes.resolve(name)  # type: ignore[return-value]
 
 
-# Of plain weights, for training and inference.
+# The names of recipes of plain weights, for training and inference.
 NAMES = [name for name in recipes.NAMES if name not in ("auto", "none") and not _named(name).of_stored_weights]
 STATELESS = [name for name in NAMES if not isinstance(_named(name), DelayedScaling)]
 

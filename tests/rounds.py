@@ -1,4 +1,4 @@
-"""Which cases of a test with several parameters `make test` runs: those marked `sample` in conftest.py."""
+"""The cases of a test with several parameters that `make test` runs: those marked `sample` in conftest.py."""
 
 import itertools
 from collections import Counter
@@ -12,7 +12,7 @@ def sample(cases: list[dict[str, int]], together: int) -> set[int]:
     chosen: set[int] = set()
     while missing:
         gains = [len(found & missing) for found in combinations]
-        # Of those that bring most, the one whose values have been used least.
+        # The best is, of those that bring most, the one whose values have been used least.
         best = min(range(len(cases)), key=lambda i: (-gains[i], sum(used[value] for value in cases[i].items())))
         missing -= combinations[best]
         used.update(cases[best].items())

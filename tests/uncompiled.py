@@ -15,8 +15,8 @@ def compile_fx(
     see: Callable[[fx.Graph], None] = lambda graph: None,
     decompositions: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> Callable[..., Any]:
-    """In the place of `te_inductor.compat.compile_fx`; `see` is shown the forward's graph and the backward's. With
-    Inductor's `decompositions` these are made of the operators that passes know."""
+    """Stands in the place of `te_inductor.compat.compile_fx`; `see` is shown the forward's graph and the backward's.
+    With Inductor's `decompositions` these are made of the operators that passes know."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func
     from torch._functorch.partitioners import min_cut_rematerialization_partition

@@ -156,7 +156,8 @@ def _function_of(model: Layers) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def wrapped_later(rank: Rank) -> Any:
-    """In DDP after a first call, then in another one of other ranks: the graph is compiled anew each time."""
+    """Puts a model in DDP after a first call, then in another one of other ranks: the graph is compiled anew each
+    time."""
     model, graphs = Layers(1), []
     model.compile(backend="te", options={"recipe": DelayedScaling(amax_history_len=4)})
     for wrapper in (

@@ -36,7 +36,7 @@ def _product(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tenso
 
 @functools.partial(torch.library.impl, _LIBRARY, "fused_all_gather_scaled_matmul", "CPU")()
 def gather_and_multiply(a, bs, a_scale, b_scales, dim, group, biases, factors, outs, fast):  # type: ignore[no-untyped-def]
-    """As the CUDA kernel computes it: of matrices alone, which is what the package writes."""
+    """Computes what the CUDA kernel does: of matrices alone, which is what the package writes."""
     assert dim == 0 and a.dim() == 2 and not any(factor is not None for factor in factors)
     ranks = dist.get_world_size()
     whole = parallel.gather(a, 0, parallel.Ranks(group, ranks))

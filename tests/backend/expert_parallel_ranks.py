@@ -109,7 +109,7 @@ class Scaled(MoE):
 
 
 class Waits(torch.autograd.Function):
-    """As torch waits for the exchange before 2.12."""
+    """Waits for the exchange as torch does before 2.12."""
 
     @staticmethod
     def forward(ctx: Any, made: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ class Rank(ranks.Rank):
         self.sent.append([str(one.meta["val"].dtype)[6:] for one in found if one.meta["val"].dim() == 2])
 
     def compared(self, recipe: Any, *, make: Any = MoE, steps: int = 1, split: bool = False, skew: bool = False) -> Any:
-        """Of outputs and gradients, how far they are from one rank's, and both from high precision."""
+        """Compares outputs and gradients: how far they are from one rank's, and both from high precision."""
         self.sent = []
         own = slice(self.rank * TOKENS // self.world, (self.rank + 1) * TOKENS // self.world)
 
@@ -219,7 +219,7 @@ def read(rank: Rank, recipe: str) -> Any:
 
 
 def unequal(rank: Rank) -> Any:
-    """By its own sizes one rank has experts pay, and the other has not."""
+    """One rank finds, by its own sizes, that experts pay, and the other does not."""
     refusal = None if rank.rank else Refusal("few rows")
     judged = mock.patch.object(size_rule, "_judged", lambda sites, *_: (refusal, None))
     rated = mock.patch.object(targets, "rates_of", lambda device: sm90.H200)

@@ -294,7 +294,8 @@ def counted(module: Any, name: str) -> Iterator[list[Any]]:
 
 @of_a_recipe
 def traffic(rank: Rank, recipe: Any) -> Any:
-    """Of two steps: bytes of each all-gather in bf16 and in FP8, weights that were cast, and reductions of our own."""
+    """The traffic of two steps: bytes of each all-gather in bf16 and in FP8, weights that were cast, and reductions of
+    our own."""
     policy, told = MixedPrecisionPolicy(param_dtype=torch.bfloat16), {}
     for low in (None, recipe):
         model = rank.sharded(low, mp_policy=policy)
@@ -358,8 +359,8 @@ def equal_states(a: Any, b: Any) -> bool:
 
 @of_a_recipe
 def compiled_casts(rank: Rank, recipe: Any) -> Any:
-    """As on a GPU, where Inductor compiles them: of fp32 shards that would be gathered in bf16, whose blocks other ranks
-    hold too."""
+    """The casts as on a GPU, where Inductor compiles them: of fp32 shards that would be gathered in bf16, whose blocks
+    other ranks hold too."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     torch._dynamo.reset()
     counters.clear()
@@ -430,7 +431,7 @@ def without_gradients(rank: Rank, recipe: Any) -> Any:
 
 @of_a_recipe
 def eager(rank: Rank, recipe: Any) -> Any:
-    """Outside of the backend a gathered weight is what it stands for, its gradient too, and nothing changes it."""
+    """A gathered weight is, outside of the backend, what it stands for, its gradient too, and nothing changes it."""
     model = rank.sharded(recipe)
     x = torch.randn(8, K, requires_grad=True)
     told: dict[str, Any] = {}

@@ -238,7 +238,7 @@ def not_finite(rank: Rank, recipe: str) -> Any:
 
 
 def _reshard(graph: fx.Graph) -> None:
-    """As torchtitan has it: the backward gathers again what is gathered of the graph's inputs alone."""
+    """Marks a graph as torchtitan does: the backward gathers again what is gathered of the graph's inputs alone."""
     for wait in graph.find_nodes(op="call_function", target=collectives.wait_tensor.default):
         chain, node = [wait], wait
         while len(node.all_input_nodes) == 1 and node.op != "placeholder":

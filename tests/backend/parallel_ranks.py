@@ -185,7 +185,7 @@ def sequence_bias(rank: Rank, recipe: str) -> Any:
 
 
 def sequence_wide(rank: Rank, recipe: str) -> Any:
-    """Of a size that fills blocks; microscaled formats are emulated here, which is told."""
+    """Compares layers of a size that fills blocks; microscaled formats are emulated here, which is told."""
     return rank.compared(Outer(Mlp(128, 256)), SEQUENCE, recipe, dim=1, fallback="silent")
 
 
@@ -233,7 +233,7 @@ def checkpointed(rank: Rank, recipe: str) -> Any:
 
 
 def symbolic(rank: Rank, recipe: str) -> Any:
-    """Of an unknown length."""
+    """Compares layers for a sequence of unknown length."""
     return rank.compared(Outer(Mlp()), SEQUENCE, recipe, dim=1, dynamic=True)
 
 
@@ -323,7 +323,7 @@ def without_group(rank: Rank) -> Any:
 
 
 def whole_weights(rank: Rank, recipe: str) -> Any:
-    """Of which all ranks have all, beside rows of x that each has."""
+    """Compares weights of which all ranks have all, beside rows of x that each has."""
     torch.manual_seed(1)
     layer, x = OfPlacements(rank.mesh, [Replicate()], bias=[Replicate()]), torch.randn(2, 32, 64)
     dy = distribute_tensor(torch.randn(2, 32, 64), rank.mesh, [Shard(1)])

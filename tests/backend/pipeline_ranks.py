@@ -37,7 +37,8 @@ def trains(rank: Rank, name: str, recipe: str) -> Any:
         return [Stage() for _ in range(count)]
 
     def compiled(stage: nn.Module, **options: object) -> nn.Module:
-        """In place: zero-bubble schedules refuse what `torch.compile` returns, as they would divide its backward."""
+        """Compiles in place: zero-bubble schedules refuse what `torch.compile` returns, as they would divide its
+        backward."""
         stage.compile(backend="te", options={"recipe": recipe, "fallback": "error", **options})
         return stage
 

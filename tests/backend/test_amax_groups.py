@@ -1,4 +1,4 @@
-"""Over which ranks delayed scaling reduces its amaxes: four real processes, gloo, CPU, in groups of two. Cases:
+"""The ranks over which delayed scaling reduces its amaxes: four real processes, gloo, CPU, in groups of two. Cases:
 amax_group_ranks.py, whose rank r sees an input of magnitude 1 + r. Ranks that do not agree: test_ranks.py too."""
 
 import dataclasses
@@ -62,7 +62,7 @@ def test_the_option_takes(kind, expected, others):
 
 @pytest.mark.thorough
 def test_the_default_is_the_mesh_of_the_parameter(others):
-    """Also where one of its dimensions replicates. `sharded_later` has those of one dimension."""
+    """The default is so, too, where one of its dimensions replicates. `sharded_later` has those of one dimension."""
     assert by_layer(others, "hsdp") == [ALL]
 
 
@@ -85,19 +85,19 @@ def served(told: Told, kind: str) -> list[list[float]]:
 
 
 def test_a_graph_of_one_group_serves_no_other_module(told):
-    """Of one class."""
+    """The modules are of one class."""
     assert served(told, "sharded_later") == [OWN, DP, PP, OWN]
 
 
 @pytest.mark.thorough
 def test_a_graph_of_one_group_serves_no_other(others):
-    """Of one module that is wrapped after its first call."""
+    """The module is wrapped after its first call."""
     assert served(others, "wrapped_later") == [OWN, DP, PP]
 
 
 @pytest.mark.thorough
 def test_stages_of_pipelines_side_by_side(others):
-    """Of other numbers of layers: two of the first, three of the second. Inputs, then gradients."""
+    """The stages have other numbers of layers: two of the first, three of the second. Inputs, then gradients."""
     assert not any(about_amaxes(others, "stages"))
     for rank, (amaxes, graphs) in enumerate(others["stages"]):
         assert amaxes == [2] * (2 + rank // 2) + [1] * (2 + rank // 2) and graphs == 1

@@ -41,7 +41,7 @@ def _products(number):
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", [kind for kind in KINDS.split(",") if "other" not in kind and "block" not in kind])
 def test_products_are_one_with_their_collectives(kind, told):
-    """Where a rank has a part of each of two sequences, rows of the product are in another order than in the layer."""
+    """Rows of the product are in another order than in the layer where a rank has a part of each of two sequences."""
     check(kind, told, fused=True)
 
 

@@ -19,7 +19,7 @@ KEPT = {
 
 
 def attend(q, k, v, kept, dropout, seed=0):
-    """By the op, each time with the same random numbers."""
+    """Attends by the op, each time with the same random numbers."""
     sizes = (*q.shape[:3], k.shape[2])
     rows = rows_of_kept(["ne", ["at", 0, "b", "k"], 0], [kept], sizes, q.device)
     torch.manual_seed(seed)

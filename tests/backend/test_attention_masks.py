@@ -63,7 +63,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_attention_by_hand_is_the_same(name, monkeypatch):
-    """Also of queries that attend to no key: all keys alike, as the smallest number stands at each."""
+    """It is the same for queries that attend to no key: all keys alike, as the smallest number stands at each."""
     run, backend = CASES[name], Passes()
     tensors, padding, documents = operands(150)
     sinks = [torch.randn(4, requires_grad=True)] if "sinks" in name else []
@@ -73,7 +73,7 @@ def test_attention_by_hand_is_the_same(name, monkeypatch):
 
 
 def test_rows_without_a_key():
-    """Where torch's own attention has zeros for them, so has the block mask's."""
+    """The block mask's attention has zeros for them where torch's own has."""
     tensors, padding, documents = operands(70)
     padding[:] = 0
     run, backend = attention_with(padded), Passes()

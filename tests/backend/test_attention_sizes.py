@@ -26,7 +26,7 @@ def test_lengths_that_are_symbolic(name, monkeypatch):
 
 
 def into_a_cache(q, k, v, held, keys, values):
-    """As transformers' static cache: `held` tokens are in it, and it grows."""
+    """Attends as with transformers' static cache: `held` tokens are in it, and it grows."""
     length = q.shape[2]
     mask = torch.arange(keys.shape[2])[None, :] <= (torch.arange(length) + held)[:, None]
     position = torch.arange(length) + held
@@ -37,7 +37,7 @@ def into_a_cache(q, k, v, held, keys, values):
 
 
 def behind_what_is_held(q, k, v, held, keys, values):
-    """As its dynamic cache: the mask's offset is a size."""
+    """Attends as with its dynamic cache: the mask's offset is a size."""
     offset = keys.shape[2]
     keys, values = torch.cat([keys, k], 2), torch.cat([values, v], 2)
     mask = torch.arange(keys.shape[2])[None, :] <= (torch.arange(q.shape[2]) + offset)[:, None]
@@ -79,7 +79,7 @@ def test_offsets_that_are_known_at_the_call(run, monkeypatch):
 
 @pytest.mark.parametrize("dynamic", (False, True))
 def test_keys_behind_the_last_query_are_left_out(dynamic, monkeypatch):
-    """As of a prompt in a cache that is longer: what is left is causal attention."""
+    """The mask is that of a prompt in a cache that is longer: what is left is causal attention."""
 
     def run(q, k, v, fill):
         mask = torch.arange(k.shape[2])[None, :] <= torch.arange(q.shape[2])[:, None]

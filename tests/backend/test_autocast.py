@@ -61,7 +61,8 @@ def no_compiles_yet():
 @pytest.mark.quick("delayed", "block", "nvfp4")
 @every_recipe
 def test_a_region_computes_what_the_option_does(name):
-    """Around a compiled function and inside one, forward and gradients, bit for bit, wherever the backward runs."""
+    """A region around a compiled function, and one inside: forward and gradients, bit for bit, wherever the backward
+    runs."""
     model, x = layer(), torch.randn(X)
     allowed = {"fallback": strict(name)}
     expected = step(model, x, recipe=name, **allowed)
@@ -102,7 +103,7 @@ def test_regions_nest():
 
 
 def test_no_recipe_is_the_default(monkeypatch):
-    """That of the options, else of the environment, else auto: whatever the regions around say."""
+    """The default is that of the options, else of the environment, else auto: whatever the regions around say."""
     model = Within(layer())
     for around in (nullcontext, lambda: autocast(recipe="block"), lambda: autocast(enabled=False)):
         torch._dynamo.reset()  # each recipe is a compile, of which torch 2.11 lets `explain` make eight
@@ -154,7 +155,7 @@ def test_a_policy_names_layers_and_a_region_does_not():
 
 
 def test_a_region_does_not_overrule_the_size_rule(monkeypatch):
-    """It speaks of many layers, a policy entry of one."""
+    """A region speaks of many layers, a policy entry of one."""
     rated(monkeypatch)
     model = Within(nn.Sequential(layer(), layer()), recipe="block")
     sites = explain(model, torch.randn(X), options={"policy": {"module.1": "rowwise"}}).sites
@@ -222,7 +223,8 @@ def test_compiled_by_inductor():
 
 
 def test_nothing_compiled_is_said(monkeypatch):
-    """Once, at the end of the outermost region; never where a graph was compiled in it, or in an equal one."""
+    """The warning comes once, at the end of the outermost region; never where a graph was compiled in it, or in an
+    equal one."""
 
     def forget():
         monkeypatch.setattr(regions, "_said", False)

@@ -36,7 +36,7 @@ def recipe_of_many_fields() -> Float8CurrentScaling:
 
 
 def test_equal_recipes_never_recompile():
-    """Around, inside, given as an argument; and nothing is left behind."""
+    """Equal recipes around, inside, or given as an argument do not; and nothing is left behind."""
     model, x = layer(), torch.randn(X)
 
     def inside(x):
@@ -127,7 +127,7 @@ def variants(recipe) -> list:
 
 @every_recipe
 def test_every_field_of_a_recipe_tells_regions_apart(name):
-    """By equality, by hash, and by the source text that stands for a region in the caches' keys."""
+    """Regions differ by equality, by hash, and by the source text that stands for a region in the caches' keys."""
     recipe = recipes.resolve(name)
     every = [regions.Region(recipe=one) for one in (recipe, *variants(recipe))]
     assert len(every) > 1

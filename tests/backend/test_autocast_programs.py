@@ -59,7 +59,8 @@ def test_one_body_in_two_regions_is_refused():
 
 
 def test_a_graph_cut_in_pieces():
-    """As DistributedDataParallel does it, between its buckets: here each layer is a bucket, and a piece."""
+    """The graph is cut as DistributedDataParallel does it, between its buckets: here each layer is a bucket, and a
+    piece."""
     found = []
 
     def backend(gm, inputs):
@@ -91,7 +92,7 @@ def test_a_checkpoint_that_nobody_compiles():
 
 
 def test_graph_breaks_inside_a_compiled_function():
-    """Around it, all graphs have the region."""
+    """All graphs of a function have the region around it."""
     model = layer()
 
     def function(x):

@@ -162,7 +162,7 @@ def test_gradients_accumulate(name):
 
 @quick("delayed", "mxfp8")
 def test_hooks(name):
-    """On parameters, on the input and on the output: called once a backward, with what they may change."""
+    """Hooks on parameters, on the input and on the output are called once a backward, with what they may change."""
     model, x = mlp(), torch.randn(X, requires_grad=True)
     run, calls = te(model, name), []
     plain = results(run, list(model.parameters()), x) if name != "delayed" else None
@@ -239,7 +239,7 @@ def called(model: nn.Module):
 
 @quick("current", "mxfp4", of=STATELESS)
 def test_gradients_of_torch_func(name):
-    """Inside a compiled function: they are the layer's own."""
+    """Gradients inside a compiled function are the layer's own."""
     model, x = mlp(), torch.randn(4, *X)
     run, parameters = called(model), {path: value.detach() for path, value in model.named_parameters()}
 
@@ -259,7 +259,7 @@ def test_gradients_of_torch_func(name):
 
 @pytest.mark.parametrize("name", ["current", pytest.param("delayed", marks=pytest.mark.thorough)])
 def test_other_transforms_of_torch_func(name):
-    """In those, layers stay in high precision, and that is said. Nothing of a transform is left behind."""
+    """Layers in other transforms stay in high precision, and that is said. Nothing of a transform is left behind."""
     model, x, tangent = mlp(), torch.randn(4, *X), torch.randn(4, *X)
     run, parameters = called(model), {path: value.detach() for path, value in model.named_parameters()}
 
@@ -332,7 +332,7 @@ def test_nothing_saved_is_an_alias_of_an_activation(name):
 
 @quick("delayed", "current", "nvfp4")
 def test_a_weight_changed_before_the_backward_is_an_error_or_does_not_matter(name):
-    """As in high precision, where a layer saves its weight: autograd finds the change."""
+    """It is as in high precision, where a layer saves its weight: autograd finds the change."""
     model, x = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)), torch.randn(X)
     expected = [p.grad for p in trained(copy.deepcopy(model), name, x)]
     y = te(model, name)(x)
@@ -447,8 +447,8 @@ def test_a_loss_over_padded_layers(name):
 
 @pytest.mark.parametrize("transform", [torch.vmap, torch.func.grad])
 def test_contractions_and_attention_in_transforms(transform):
-    """They stay as they are; the pass that puts layers in their place failed, and the whole graph was in high
-    precision."""
+    """Contractions and attention in transforms stay as they are; the pass that puts layers in their place failed, and
+    the whole graph was in high precision."""
 
     class Model(nn.Module):
         def __init__(self):

@@ -99,7 +99,8 @@ def test_the_command(tmp_path, capsys):
 
 
 def test_prediction_counts_bytes():
-    """Of eight ranks, Llama-3-8B: weights twice in bf16 or FP8, gradients once in bf16, seven eighths of each."""
+    """The bytes of eight ranks, Llama-3-8B: weights twice in bf16 or FP8, gradients once in bf16, seven eighths of
+    each."""
     high, low, gathers = ranks_predict.predict(Job("fsdp", "", "llama8b", "cuda", 8))
     weights = 32 * 218103808 * 7 / 8
     assert high.received == low.received == 6 * weights and gathers.received == 4 * weights

@@ -111,7 +111,7 @@ def test_names_and_weights_of_layers_in_bodies(between, recipe):
 
 
 def test_the_layer_in_a_body_is_accused():
-    """And not the one whose parameter is the graph's input at that place."""
+    """It is not the one whose parameter is the graph's input at that place."""
     model = Layers("loop")
     options = {"recipe": "current", "policy": {"inner": "none", "*": "current"}}
     x = torch.randn(32, WIDTH)

@@ -55,7 +55,8 @@ def test_a_backward_whose_forward_was_the_last_does_not_look(monkeypatch):
 
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
 def test_a_kernel_that_fails(recipe, monkeypatch):
-    """Behind its work, as one that does not compile: the call goes on by plain torch, with the state of one look."""
+    """A kernel fails behind its work, as one that does not compile: the call goes on by plain torch, with the state of
+    one look."""
     refresh = cached_weights.refresh
 
     def failing(looks):

@@ -61,7 +61,7 @@ class Pair:
         return ys
 
     def check_state(self) -> None:
-        """Of delayed scaling, if it is the recipe."""
+        """Compares the state of delayed scaling, if it is the recipe."""
         kept, other = (state_dict(model) for model in self.models)
         assert kept.keys() == other.keys() and all(torch.equal(kept[key], other[key]) for key in kept)
 
@@ -100,7 +100,7 @@ def test_accumulation(recipe, casts):
 
 
 def ema(model) -> None:
-    """As averages are often swapped in: behind the back of the version counter."""
+    """Swaps averages in as is often done: behind the back of the version counter."""
     for p in model.parameters():
         version = p._version
         p.data.copy_(p.data * 0.5)
@@ -278,7 +278,7 @@ def test_microbatches_in_flight():
 
 
 def test_a_weight_that_changes_before_its_backward():
-    """Behind another forward the copies are others, which autograd finds as in eager code; without one they are its
+    """The copies behind another forward are others, which autograd finds as in eager code; without one they are its
     own."""
     model = mlp()
     run = te(model, weights="once")
@@ -457,7 +457,7 @@ def test_steps_of_microbatches(recipe, casts, recwarn):
 
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
 def test_a_weight_at_an_odd_address(recipe, casts):
-    """As of a flat buffer behind a bias of one element."""
+    """The address is that of a flat buffer behind a bias of one element."""
     layer = nn.Linear(128, 128).bfloat16()
     pair = Pair(layer, recipe=recipe)
     for one in pair.models:

@@ -50,7 +50,7 @@ def checkpoint(writer, n: int = N) -> tuple[dict[str, Tensor], dict[str, Tensor]
 
 
 def nvfp4_one_factor(writer):
-    """As checkpoints are made for kernels that multiply gate and up at once."""
+    """Writes checkpoints as they are made for kernels that multiply gate and up at once."""
 
     def write(weight: Tensor) -> Written:
         weight = weight.clone()
@@ -90,7 +90,7 @@ def test_experts(name, device):
 
 
 def test_experts_in_high_precision():
-    """That a checkpoint ignored: one by one, or as one parameter."""
+    """The checkpoint ignored them: one by one, or as one parameter."""
     tensors, values = checkpoint(lambda weight: ({"": weight.bfloat16()}, weight.bfloat16().float()))
     model = load_quantized(Model(), tensors)
     assert all(type(one) is nn.Parameter and torch.equal(one, values[key]) for key, one in model.named_parameters())
@@ -107,7 +107,7 @@ def refused(tensors: dict[str, Tensor], match: str, n: int = N) -> None:
 
 
 def test_scales_that_one_matrix_cannot_have():
-    """They load as plain values."""
+    """Such experts load as plain values."""
     tensors, values = checkpoint(nvfp4_compressed)
     refused(tensors, r"experts.0.up_proj.weight_global_scale: found .*of one expert's matrix; pass dequantize=True")
     model = load_quantized(Model(), tensors, dequantize=True)
@@ -150,7 +150,7 @@ def test_experts_that_are_not_there():
 @pytest.mark.usefixtures("without_codegen")
 @pytest.mark.parametrize("name", ["fine_grained", pytest.param("modelopt_nvfp4", marks=pytest.mark.thorough)])
 def test_a_model_of_transformers(name, tmp_path):
-    """As its own save_pretrained names them, and as FP8 checkpoints of it are published."""
+    """Names are those of its own save_pretrained, and as FP8 checkpoints of it are published."""
     transformers = pytest.importorskip("transformers")
     from safetensors.torch import load_file, save_file
 

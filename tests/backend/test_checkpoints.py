@@ -44,7 +44,7 @@ def plain(values: dict[str, Tensor]) -> nn.Module:
 
 
 def state(model: nn.Module) -> dict[str, Tensor]:
-    """As bytes, to compare."""
+    """The state as bytes, to compare."""
     return {
         key: value.dequantize() if isinstance(value, StoredWeight) else value
         for key, value in model.state_dict().items()
@@ -62,7 +62,7 @@ def assert_unchanged(model: nn.Module, before: dict[str, Tensor]) -> None:
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    """So that every weight is converted in several."""
+    """Makes chunks so small that every weight is converted in several."""
     monkeypatch.setattr(checkpoint_formats, "CHUNK", 1 << 10)
 
 
@@ -95,8 +95,8 @@ def test_dequantized_parameters_train(name):
 
 @compiled_formats
 def test_outputs_are_those_of_the_dequantized_model(name):
-    """Of NVFP4 up to the order of fp32 sums; FP8 besides casts activations, which here have few bits, so that the cast
-    is exact."""
+    """Outputs of NVFP4 are equal up to the order of fp32 sums; FP8 besides casts activations, which here have few bits,
+    so that the cast is exact."""
     tensors, values, recipe = checkpoint(name)
     first, full = load_quantized(toy(), tensors)[0], plain(values)[0]
     x = torch.randint(-7, 8, (5, 96)).float()
@@ -124,7 +124,7 @@ def test_compiled_to_code(name):
 
 @formats
 def test_saved_and_loaded(name):
-    """As any model with stored weights: by torch.save, the same bits."""
+    """It is saved as any model with stored weights: by torch.save, the same bits."""
     tensors, values, _ = checkpoint(name)
     file = io.BytesIO()
     torch.save(load_quantized(toy(), tensors).state_dict(), file)
@@ -176,7 +176,7 @@ def test_recipes_of_the_users_choice():
 
 
 def test_a_quantized_model_loads_another_checkpoint():
-    """Also one in which a stored weight is in high precision."""
+    """The other checkpoint may be one in which a stored weight is in high precision."""
     tensors, _, _ = checkpoint("compressed_channel")
     model = load_quantized(toy(), tensors)
     tensors, values, _ = checkpoint("modelopt_nvfp4")
@@ -438,7 +438,7 @@ class Tied(nn.Module):
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("kept", [("embed.weight",), ("head.weight",), ("embed.weight", "head.weight")])
 def test_tied_weights(kept, device):
-    """Under any of their names, and still one tensor afterwards."""
+    """Tied weights load under any of their names, and are still one tensor afterwards."""
     tensors, values = write(Tied(), nvfp4_compressed, ignored=("head",))
     tensors["seen"] = torch.tensor(7)
     for key in {"embed.weight", "head.weight"} - set(kept):

@@ -23,7 +23,7 @@ BY_TARGET = [pytest.param(record, id=record.target) for record in PATCHES]
 
 @functools.cache
 def sources() -> dict[str, Source]:
-    """Of the package's modules, by path."""
+    """The sources of the package's modules, by path."""
     return {str(path.relative_to(PACKAGE)): Source(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 
 
@@ -90,7 +90,7 @@ def test_options_that_are_set():
 
 
 def test_every_record_is_of_one_patch():
-    """And every patch names its part of torch where it is made."""
+    """Every patch names its part of torch where it is made, too."""
     made = []
     for source in sources().values():
         for meant, node in source.calls():
@@ -119,7 +119,7 @@ def test_a_record_says_it_all(record: Patch):
     ],
 )
 def test_torch_needs_it(record: Patch):
-    """Where this fails for a new torch, its release is the record's `until`."""
+    """The release of a new torch for which this fails is the record's `until`."""
     assert FAULTS[record.target]() == record.is_needed(), f"torch {torch.__version__}: {record.why}"
 
 
@@ -167,7 +167,7 @@ def test_one_buffer_is_changed():
 
 
 def rows() -> Iterator[str]:
-    """Of the table in docs/compatibility.md."""
+    """The rows of the table in docs/compatibility.md."""
     for record in PATCHES:
         since = f"{record.since} and later" if record.since != patches.OLDEST else ""
         releases = " and ".join(filter(None, [since, f"before {record.until}" if record.until else ""])) or "all"

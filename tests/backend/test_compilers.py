@@ -30,7 +30,7 @@ def test_no_compiler_is_no_error():
 
 
 class TwoTransposes(nn.Module):
-    """Beside a layer: two tensors of 16 bits that one kernel transposes."""
+    """A layer, and beside it two tensors of 16 bits that one kernel transposes."""
 
     def __init__(self):
         super().__init__()

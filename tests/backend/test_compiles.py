@@ -79,7 +79,7 @@ def test_any_number_of_rows_compiles_at_most_twice(train, recipe, dim, rows, wit
     ],
 )
 def test_lowerings_do_not_hold_the_number_of_rows(recipe, dim, rows, without_cpp):
-    """Of the others' code there would be minutes."""
+    """The others' code would take minutes."""
     check_any_number_of_rows(True, recipe, dim, rows)
 
 
@@ -198,8 +198,8 @@ def test_slices_are_not_laid_out_anew_where_strides_are_known(strided, without_c
 
 
 def test_explain_names_merged_layers_whose_weights_have_scales_of_their_own(monkeypatch):
-    """As FSDP2 gathers those of tensor-parallel layers: they share x and the gradient's scale, and are one GEMM in wgrad
-    alone (`ParallelLinears`)."""
+    """FSDP2 gathers those of tensor-parallel layers so: they share x and the gradient's scale, and are one GEMM in
+    wgrad alone (`ParallelLinears`)."""
     monkeypatch.setattr(report, "is_gathered", lambda weight: True)
     for site in te_inductor.explain(Attention(), torch.randn(4, 16, 32, requires_grad=True)).sites:
         assert len(site.merged) == (3 if site.gemm == "wgrad" and site.fqn != "o" else 0)

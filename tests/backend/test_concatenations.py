@@ -87,13 +87,13 @@ def both(model, x, recipe, monkeypatch) -> Counter:
 @pytest.mark.quick("delayed", "block")
 @pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise", "block"])
 def test_a_layer_that_is_cut_in_two(recipe, monkeypatch):
-    """Of an input of three dimensions, so that a view stands between the concatenation and the cast."""
+    """The input has three dimensions, so that a view stands between the concatenation and the cast."""
     called = both(Gated(), torch.randn(2, 64, SIZE, requires_grad=True), recipe, monkeypatch)
     assert called[CAT] == 0 and sum(called[op] for op in PIECES) == 1
 
 
 def masked(y):
-    """Of rows behind the 17th, as Inductor has it where transformers fills rows of no expert."""
+    """Masks rows behind the 17th, as Inductor has it where transformers fills rows of no expert."""
     return torch.where(torch.arange(len(y))[:, None] > 17, 0.0, y).chunk(2, -1)
 
 

@@ -83,7 +83,7 @@ def test_a_users_quantizer_reaches_its_slot(road, factory):
     ids=str,
 )
 def test_an_element_that_no_cast_makes(element, casts):
-    """Else its bytes would be another's values."""
+    """Its bytes would otherwise be another's values."""
     with pytest.raises(
         RecipeError, match=rf"element '{element[0]}' has values up to .* make {casts}.*; expected one of"
     ):
@@ -131,7 +131,7 @@ class Model(nn.Module):
 
 
 def slots_of(model, *inputs, **options) -> list[Slots]:
-    """Of each layer in the rewritten graph, in order."""
+    """The slots of each layer in the rewritten graph, in order."""
     found = []
 
     def backend(gm, example_inputs):

@@ -68,7 +68,7 @@ def test_a_second_accumulator_must_fit_the_registers():
 
 
 def test_scales_of_blocks_have_a_tile_of_their_own():
-    """And nothing is added there; what no tile divides is left to cuBLASLt."""
+    """Nothing is added there; what no tile divides is left to cuBLASLt."""
     for scope in ("1x128", "128x128"):
         asked = problem(4096, 6144, 16384, scope=scope, fast_accum=False)
         assert template.tiles(asked) == list(BLOCK_TILES)
@@ -180,7 +180,7 @@ print([name for name in sys.modules if name.split(".")[0] in ("cutlass", "quack"
 @pytest.mark.thorough
 @installed
 def test_what_the_compiler_says_reaches_the_user(tmp_path, monkeypatch):
-    """And what it says of one kernel keeps no other from being built."""
+    """What it says of one kernel keeps no other from being built."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     good = kernel_of(FAST_TILES[0], "90", E4M3, E4M3, BF16, "tensor", False, True)
     odd = dataclasses.replace(good, tile_m=100)
@@ -193,8 +193,8 @@ def test_what_the_compiler_says_reaches_the_user(tmp_path, monkeypatch):
 @pytest.mark.thorough
 @installed
 def test_one_builder_takes_what_is_begun_later(tmp_path, monkeypatch):
-    """Not after somebody has waited for a kernel: then it ends, also where that one fails, and while a process forked
-    meanwhile lives."""
+    """It takes nothing after somebody has waited for a kernel: then it ends, also where that one fails, and while a
+    process forked meanwhile lives."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     first = kernel_of(FAST_TILES[0], "90", E4M3, E4M3, BF16, "tensor", False, True)
     odd, third = dataclasses.replace(first, tile_m=100), dataclasses.replace(first, bias=True)

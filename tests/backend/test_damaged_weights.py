@@ -60,7 +60,7 @@ def of_bytes(shape, dtype):
 
 
 def forgeries(parts):
-    """Of each part another shape, another dtype, other bytes than it says, one byte repeated, and no part."""
+    """Yields, for each part, another shape, another dtype, other bytes than it says, one byte repeated, and no part."""
     for place, (data, dtype, shape) in enumerate(parts):
         other = torch.float32 if dtype != torch.float32 else torch.bfloat16
         repeated = data[:1].expand(data.shape)
@@ -136,7 +136,7 @@ def test_pickled_recipes_are_checked_as_new_ones():
 
 @pytest.mark.parametrize(("recipe", "kind"), KINDS)
 def test_copies_do_not_repeat_parts(weight):
-    """As `load_state_dict` fills a model."""
+    """A model is filled by `load_state_dict`."""
     state = {"weight": nn.Parameter(weight, requires_grad=False)}
     model = nn.ParameterDict({"weight": loaded(state["weight"])})
     model.load_state_dict(state)
@@ -149,7 +149,7 @@ def test_copies_do_not_repeat_parts(weight):
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_published_parts(name):
-    """Of a checkpoint of others, which has no code of ours in it."""
+    """The checkpoint is others', which has no code of ours in it."""
     model = nn.Linear(K, N, bias=False)
     tensors, values = write(model, WRITERS[name][0])
     count = 0

@@ -1,4 +1,4 @@
-"""Which attention becomes one op: `decode_attention.match` on graphs as torch decomposes them."""
+"""The attention that becomes one op: `decode_attention.match` on graphs as torch decomposes them."""
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ def found(function, mask_shape=(1, 1, 1, N)):
     [(attention, False, 0.125), (kept, False, 0.125), (dropped, True, 1.0), (plain, None, 1.0)],
 )
 def test_found(function, drops, scale):
-    """And the op computes what the graph does, with one rounding less."""
+    """The op computes what the graph does, with one rounding less."""
     module, node, attention, inputs = found(function)
     assert attention is not None and attention.scale == scale
     assert (attention.mask is None) if drops is None else (attention.drops is drops)

@@ -191,7 +191,7 @@ def test_retain_graph_and_frozen_weights():
 
 
 def test_only_what_a_backward_accumulates_into():
-    """As autograd itself: torch.autograd.grad accumulates nothing, a backward with `inputs` into those."""
+    """It does as autograd itself: torch.autograd.grad accumulates nothing, a backward with `inputs` into those."""
     pair = Pair(Attention())
     xs, ys = pair.forward(2, 4, 32)
     torch.autograd.grad(ys[0].sum(), xs[0])
@@ -207,7 +207,7 @@ def test_only_what_a_backward_accumulates_into():
 
 
 def test_totals_in_fp32():
-    """Where a parameter has a main_grad, its gradient is added there, unrounded."""
+    """The gradient of a parameter with a main_grad is added there, unrounded."""
     model = with_totals(mlp().bfloat16())
     reference = with_totals(copy.deepcopy(model))
     deferred, added = te(model, wgrad="deferred"), te(reference, wgrad="main_grad")
@@ -258,7 +258,7 @@ def test_two_checks_of_one_step():
 
 @pytest.mark.parametrize("wgrad", ["deferred", "main_grad"])
 def test_hooks_see_no_gradient(wgrad):
-    """As of any function whose backward returns None: they run in the backward, and not behind it."""
+    """It is so for any function whose backward returns None: hooks run in the backward, and not behind it."""
     layer = with_totals(nn.Linear(32, 32))
     seen = []
     layer.weight.register_hook(lambda grad: seen.append(grad))
@@ -278,7 +278,7 @@ def one_rank():
 
 @pytest.mark.parametrize("wgrad", ["deferred", "main_grad"])
 def test_not_under_ddp(wgrad, one_rank):
-    """It would average gradients that are not there."""
+    """DDP would average gradients that are not there."""
     model = with_totals(mlp())
     run = DistributedDataParallel(te(model, wgrad=wgrad, fallback="warn"))
     with pytest.warns(FallbackWarning, match="option 'wgrad' does not reach, because DistributedDataParallel"):
@@ -355,7 +355,7 @@ def test_which_gradients_go_to_autograd_is_said():
     ids=str,
 )
 def test_cuda_graphs_are_seen(options, expected):
-    """In their memory the next replay writes; tests/gpu has the refusal."""
+    """The next replay writes in their memory; tests/gpu has the refusal."""
     assert config.parse(options).in_cuda_graphs() == expected
 
 

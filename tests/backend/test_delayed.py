@@ -72,7 +72,7 @@ def test_state_made_without_gradients_can_be_trained(mode):
 
 @pytest.mark.parametrize("trains", ["input", "first", "second", "bias", "nothing"])
 def test_frozen_layers_have_scales_all_the_same(trains):
-    """Where gradients are enabled every layer records what it casts, whether its own weight or input needs one or
+    """Every layer, where gradients are enabled, records what it casts, whether its own weight or input needs one or
     not."""
     model = mlp().requires_grad_(False)
     x = torch.randn(8, 32)
@@ -96,7 +96,7 @@ def test_frozen_layers_have_scales_all_the_same(trains):
 
 
 def test_a_teacher_under_no_grad_keeps_its_scales():
-    """In the same graph as the student, which moves on."""
+    """The teacher is in the same graph as the student, which moves on."""
 
     class Distillation(nn.Module):
         def __init__(self) -> None:
@@ -145,7 +145,7 @@ def test_graph_breaks():
 
 @pytest.mark.parametrize("train_mode", [True, False])
 def test_dynamic_shapes(train_mode):
-    """At most two compiles; the amaxes are those of the batches seen."""
+    """There are at most two compiles; the amaxes are those of the batches seen."""
     model = Attention()
     run, oracle = te(model), quantizers(RECIPE)["input"]
     train(run, x=torch.randn(2, 4, 32))
@@ -243,7 +243,7 @@ def test_a_site_in_a_control_flow_body_is_refused():
 
 
 def test_a_site_in_a_transform_is_refused():
-    """And no other: what stands outside runs in low precision."""
+    """No other is: what stands outside runs in low precision."""
     inside, outside, x = mlp().requires_grad_(False), mlp().requires_grad_(False), torch.randn(8, 32)
 
     def function(x):

@@ -119,7 +119,7 @@ def test_compiled_autograd():
 @pytest.mark.quick("True")
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_checkpoint_around_a_compiled_module(use_reentrant, recwarn):
-    """Without reentry its second forward is another step, which is said once; with it the first records nothing."""
+    """The second forward is another step without reentry, which is said once; with it the first records nothing."""
     run = te(nn.Linear(32, 32), fallback="warn")
     for _ in range(2):
         x = torch.randn(8, 32, requires_grad=True)

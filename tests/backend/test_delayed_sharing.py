@@ -101,8 +101,8 @@ class Parallel(nn.Module):
 
 
 def test_layers_that_are_one_gemm_in_one_graph_and_two_in_another():
-    """As in training and in generation with a cache, whose outputs are returned: the second finds the first one's
-    scales."""
+    """Training and generation with a cache, whose outputs are returned, are such graphs: the second finds the first
+    one's scales."""
     model, x = Parallel(), torch.randn(8, 32)
     with torch.no_grad():
         model.b.weight *= 8

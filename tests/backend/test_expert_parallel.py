@@ -60,7 +60,7 @@ def test_training_is_that_of_one_rank_on_four():
 
 
 def test_ranks_of_unequal_sizes_decide_alike(told):
-    """As the first one to compile has it."""
+    """All do as the first one to compile has it."""
     sent = told["unequal"]
     assert sent[0] == sent[1] and sent[0][:2] in ([["uint8", "bfloat16"]] * 2, [["bfloat16", "bfloat16"]] * 2)
 

@@ -51,7 +51,7 @@ def check(model, name, x, **options) -> None:
 
 
 def sites(model, *inputs, **options) -> dict[str, tuple]:
-    """By module path: recipe, kernel, how many are one GEMM, reason."""
+    """The sites by module path: recipe, kernel, how many are one GEMM, reason."""
     report = explain(model, *inputs, options={"recipe": "current", **options})
     assert report.failure is None, report.failure
     return {
@@ -110,7 +110,7 @@ def test_results_of_forms(form, dtype, split):
 
 @pytest.mark.parametrize("pick", [*FOLDED, *BARE])
 def test_what_is_gathered_behind_the_cast(pick):
-    """Where the gather is `x[order // k]` and nothing writes in between."""
+    """It is gathered so if the gather is `x[order // k]` and nothing writes in between."""
     first, second = matched(MoE(pick), tokens())
     assert (first.groups.rows is not None) == (first.groups.order is not None) == (pick in FOLDED)
     assert value(first.x).shape[0] == (TOKENS if pick in FOLDED else TOKENS * EACH)
@@ -137,7 +137,7 @@ def test_results_of_gathers(pick, name):
 @pytest.mark.parametrize("dropped", [0, pytest.param(17, marks=pytest.mark.thorough)])
 @quick("rowwise", "delayed")
 def test_recipes(name, dropped):
-    """Also with rows behind the last group, whose products nobody defines: theirs are zeros."""
+    """Rows behind the last group, whose products nobody defines, have zeros."""
     model, x = MoE(), tokens()
     if name == "block":
         reasons = {how[3] for path, how in sites(model, x, recipe=name).items() if path in PATHS}
@@ -148,7 +148,7 @@ def test_recipes(name, dropped):
 
 
 def test_blocks():
-    """With sizes that they fill."""
+    """The sizes are such that blocks fill them."""
     experts, x = Experts(inner=256), torch.randn(200, 128, requires_grad=True)
     for weight, shape in (("gate_up_proj", (4, 512, 128)), ("down_proj", (4, 128, 256))):
         setattr(experts, weight, nn.Parameter(torch.randn(shape) / shape[2] ** 0.5))
@@ -223,7 +223,7 @@ def test_names():
 
 
 def test_a_router_stays_in_high_precision():
-    """Unless a policy names it."""
+    """It does not if a policy names it."""
     model, x = MoE(experts=16), tokens()
     assert "a router: its outputs choose experts" in sites(model, x)["gate"][3]
     assert sites(model, x, policy={"gate": "rowwise"})["gate"] == ("rowwise", False, 0, None)
@@ -264,7 +264,7 @@ def test_what_is_between_a_router_and_its_choice(score):
 
 
 def test_a_router_that_chooses_by_an_arg_max():
-    """As PhiMoE does: grouped products' offsets are made of its outputs."""
+    """PhiMoE's does so: grouped products' offsets are made of its outputs."""
 
     class Switch(MoE):
         def forward(self, x):
@@ -456,7 +456,7 @@ def test_many_matrices(name, dynamic):
 
 
 class Biased(MoE):
-    """As gpt-oss: each row is given the bias of its expert behind the product."""
+    """Experts as gpt-oss's: each row is given the bias of its expert behind the product."""
 
     def __init__(self, add: str) -> None:
         super().__init__()
@@ -489,7 +489,8 @@ class Biased(MoE):
 
 
 class Parallel(Biased):
-    """As transformers has it where other ranks have other experts: their ids, which no bias is for, are the last."""
+    """Experts as transformers has them where other ranks have other experts: their ids, which no bias is for, are the
+    last."""
 
     def forward(self, x):
         scores, ids = self.gate(x).softmax(-1).topk(EACH, dim=-1)

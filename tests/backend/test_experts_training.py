@@ -235,7 +235,7 @@ def test_experts_that_no_graph_reached():
 
 
 def test_export():
-    """It says that it leaves the backend out."""
+    """torch.export says that it leaves the backend out."""
     model, x = MoE(), tokens()
     with pytest.warns(FallbackWarning, match='leaves out backend="te"'):
         program = torch.export.export(torch.compile(model, backend="te", options={"policy": ROUTER}), (x,))

@@ -16,7 +16,7 @@ from tests.backend.test_main_grad import with_totals
 
 
 class TwoLayers(nn.Module):
-    """Of one input, hence one GEMM."""
+    """Two layers of one input, hence one GEMM."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -101,7 +101,7 @@ def test_where_microscaling_is_emulated(device, named, monkeypatch):
 def test_an_unused_policy_entry_is_reported():
     _, [text] = warned(nn.Sequential(nn.Linear(32, 32)), torch.randn(X), policy={"0": "none", "lm_head": "none"})
     assert "policy entry 'lm_head' matches no linear site" in text and "'0' matches" not in text
-    # Behind a graph break another graph may use the glob: not an error even where fallbacks are.
+    # Another graph, behind a graph break, may use the glob: not an error even where fallbacks are.
     _, [text] = warned(nn.Linear(32, 32), torch.randn(X), policy={"lm_head": "none"}, fallback="error")
     assert "policy entry 'lm_head' matches no linear site" in text
     report = explain(nn.Sequential(nn.Linear(32, 32)), torch.randn(X), options={"policy": {"lm_head": "none"}})
@@ -110,7 +110,7 @@ def test_an_unused_policy_entry_is_reported():
 
 @pytest.mark.parametrize("report", [explain, accuracy_report])
 def test_nothing_to_report_is_said(report):
-    """As where Dynamo has given up on the model: an empty report alone would look like a model without layers."""
+    """It is so where Dynamo has given up on the model: an empty report alone would look like a model without layers."""
     with pytest.warns(FallbackWarning, match=r"gave no graph of the model.*torch\._dynamo\.reset"):
         assert not report(lambda x: x, torch.randn(X)).sites
     with pytest.raises(FallbackError, match="no graph"):
@@ -140,7 +140,7 @@ def test_inputs_that_cannot_run(x, weight, reason):
 
 
 def test_a_weight_longer_than_kernels_count():
-    """Also where it would be stored, and then written out or multiplied."""
+    """The limit holds, too, where it would be stored, and then written out or multiplied."""
     assert str(requirements.sizes(8, 2**24, 64)) == "weight of 16777216 x 64, longer than 8388608"
     assert requirements.sizes(2**24, 2**23, 64) is None
     with pytest.raises(FallbackError, match="keeps its weight: weight of 64 x 16777216, longer than 8388608"):

@@ -48,7 +48,7 @@ def errors(found, expected):
 @pytest.mark.parametrize("how", ["plain", "checkpointed", "once", "margin", "own algorithm"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_first_gradients_are_as_good_as_those_of_current_scaling(how, dtype):
-    """They are below 2**-24, and were all lost."""
+    """The gradients are below 2**-24, and were all lost."""
     wrap = (lambda block, x: checkpoint(block, x, use_reentrant=False)) if how == "checkpointed" else None
     model, x = Residual(wrap=wrap).to(dtype), torch.randn(512, 64, dtype=dtype)
     fields = {"margin": 2} if how == "margin" else {}
@@ -87,7 +87,7 @@ def test_later_steps_run_by_their_history_and_ask_nobody(monkeypatch):
 @pytest.mark.thorough
 @pytest.mark.codegen
 def test_forwards_before_the_first_backward():
-    """Of microbatches in flight: no gradient's scale is known before a backward."""
+    """Microbatches are in flight: no gradient's scale is known before a backward."""
     model, x = Residual(), torch.randn(512, 64)
     exact, run = gradients(model, model, x), te(model)
     model.zero_grad()
@@ -100,7 +100,7 @@ def test_forwards_before_the_first_backward():
 @pytest.mark.thorough
 @pytest.mark.codegen
 def test_what_a_checkpoint_computes_again_is_the_graph_that_it_ran():
-    """Of two microbatches in flight, where the one between them was the first to have history."""
+    """Two microbatches are in flight, where the one between them was the first to have history."""
     model = Residual(layers=1)
     run = te(model, fallback="silent")
 
@@ -120,7 +120,7 @@ def test_what_a_checkpoint_computes_again_is_the_graph_that_it_ran():
 
 
 def test_a_gradient_that_is_zero_at_first():
-    """As an adapter's, whose second factor starts at zero."""
+    """It is an adapter's, whose second factor starts at zero."""
 
     class Adapter(nn.Module):
         def __init__(self):
@@ -165,7 +165,7 @@ def one_head(run, x):
 
 
 def test_gradients_that_come_late():
-    """However many calls are behind: the first gradient that a layer sees is cast by its own amax, and so are those of
+    """The first gradient that a layer sees is cast by its own amax, however many calls are behind, and so are those of
     the layers below."""
     model, x = Heads(), torch.randn(256, 64)
     exact = gradients(model, model, x)
@@ -181,7 +181,7 @@ def test_gradients_that_come_late():
 
 
 def test_what_never_has_a_gradient_is_asked_for_ever_more_seldom(monkeypatch):
-    """And it is said, once, that own amaxes are slow."""
+    """It is said, once, that own amaxes are slow."""
     asked = []
     note_history = state_inputs.note_history
     monkeypatch.setattr(state_inputs, "note_history", lambda states: (asked.append(len(states)), note_history(states)))
@@ -195,7 +195,7 @@ def test_what_never_has_a_gradient_is_asked_for_ever_more_seldom(monkeypatch):
 
 
 def test_a_copy_of_a_model_has_a_first_step_of_its_own():
-    """In a graph that was compiled when all had history: by the eager runtime, once."""
+    """It runs in a graph that was compiled when all had history: by the eager runtime, once."""
     model, x = Residual(layers=2), torch.randn(512, 64)
     run = te(model)
     for _ in range(2):
@@ -209,7 +209,7 @@ def test_a_copy_of_a_model_has_a_first_step_of_its_own():
 
 
 def test_a_copy_that_stays_without_history_is_compiled_for(monkeypatch):
-    """After a few calls by the eager runtime, and once."""
+    """The compile comes after a few calls by the eager runtime, and once."""
     compiled = []
     compile_fx = compat.compile_fx
     monkeypatch.setattr(compat, "compile_fx", lambda *args: (compiled.append(True), compile_fx(*args))[1])

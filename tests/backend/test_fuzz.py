@@ -23,7 +23,7 @@ def test_random_models(part, request):
 
 @pytest.mark.codegen
 def test_random_models_compiled(request):
-    """With code generation, which takes half a minute a case."""
+    """Checks random models with code generation, which takes half a minute a case."""
     count = request.config.getoption("--compiled")
     if not count:
         pytest.skip("no --compiled")
@@ -57,7 +57,7 @@ def test_a_checkpoint_in_eager_code():
 
 @pytest.mark.parametrize("step", ["checkpoint", "amp"])
 def test_experts_in_eager_code(step):
-    """Likewise; and under torch.autocast, which has no opinion on FP8."""
+    """Experts are checked in eager code, and under torch.autocast, which has no opinion on FP8."""
     steps = ((step, (("experts", 32, 3),)),)
     fuzz.check(fuzz.Case(steps=steps, width=16, leading=(2, 5), recipe="rowwise"))
 
@@ -69,7 +69,7 @@ def test_experts_of_rows_that_were_widened():
 
 
 def test_an_einsum_of_symbolic_sizes():
-    """It stayed in high precision, without a word."""
+    """Such an einsum stayed in high precision, without a word."""
     fuzz.check(
         fuzz.Case(
             steps=(("residual", (("einsum", "plain", 16),)),), width=16, leading=(1,), recipe="delayed", dynamic=True
@@ -78,13 +78,13 @@ def test_an_einsum_of_symbolic_sizes():
 
 
 def test_an_einsum_of_a_frozen_weight():
-    """Of symbolic sizes, which torch 2.11 takes there from Python's dispatcher alone: the pass failed."""
+    """The sizes are symbolic, which torch 2.11 takes there from Python's dispatcher alone: the pass failed."""
     steps = (("reshape", "unsqueeze"), ("einsum", "rows behind", 130))
     fuzz.check(fuzz.Case(steps=steps, width=40, leading=(7,), recipe="current", frozen=2, x_grad=False, dynamic=True))
 
 
 def test_an_einsum_in_high_precision():
-    """As it is written: F.linear, which took its place, sums in another order."""
+    """It runs as it is written: F.linear, which took its place, sums in another order."""
     fuzz.check(
         fuzz.Case(
             steps=(
@@ -113,11 +113,12 @@ def test_the_gradient_of_a_transposed_output():
 
 
 def test_lists_written_under_a_memory_budget():
-    """Of symbolic sizes: the backward computed the list again, of what had been written."""
+    """The sizes are symbolic: the backward computed the list again, of what had been written."""
     steps = (("written", "list", (16, 16), False),)
     fuzz.check(fuzz.Case(steps=steps, width=16, leading=(2, 5), recipe="block", dynamic=True, budget=0.5))
 
 
 def test_a_weight_used_twice_under_autocast():
-    """In high precision: autocast's cache, which tracing does without, has eager code add the gradients in bf16."""
+    """It is in high precision: autocast's cache, which tracing does without, has eager code add the gradients in
+    bf16."""
     fuzz.check(fuzz.Case(steps=(("amp", (("twice",),)),), width=16, leading=(7,), recipe="none"))

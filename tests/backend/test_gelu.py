@@ -21,7 +21,7 @@ def targets(graph):
 
 @pytest.mark.parametrize(("form", "gone"), [("none", aten.erf.default), ("tanh", aten.tanh.default)])
 def test_gelu_and_its_gradient_stay_what_they_are(form, gone):
-    """In fp64, where what the pass changes are a few roundings."""
+    """The comparison is in fp64, where what the pass changes are a few roundings."""
 
     def both(x, dy):
         return aten.gelu(x, approximate=form), aten.gelu_backward(dy, x, approximate=form)
@@ -67,7 +67,7 @@ PTX = {  # of fp32; approximations are as exact as fp32 allows
 
 
 def run_ptx(text: str, x: np.ndarray) -> np.ndarray:
-    """Of one input."""
+    """Runs PTX of one input."""
     values = {"$1": x}
 
     def value(name):
@@ -82,7 +82,8 @@ def run_ptx(text: str, x: np.ndarray) -> np.ndarray:
 
 
 def test_erfc():
-    """Within 1.2e-7 of erfc, relative, by its source; four roundings beside; and the exponent's, which grow with it."""
+    """The result is within 1.2e-7 of erfc, relative, by its source; four roundings beside; and the exponent's, which
+    grow with it."""
     x = np.concatenate([np.linspace(-6, 9, 20001), [0, -0.0, 1e-30, -1e-30]]).astype(np.float32)
     exact = np.array([math.erfc(float(one)) for one in x])
     z = np.maximum(x.astype(np.float64), 0)

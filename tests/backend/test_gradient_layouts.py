@@ -25,7 +25,7 @@ def plain(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def gradients(run, parameters: list[nn.Parameter], kept: bool = True) -> list[Tensor]:
-    """After a backward that copied none of them, where they are `kept`."""
+    """The gradients after a backward that copied none of them, where they are `kept`."""
     seen: dict[int, int] = {}
     hooks = [
         p.register_hook(lambda g, place=i: seen.__setitem__(place, g.data_ptr())) for i, p in enumerate(parameters)
@@ -41,7 +41,7 @@ def gradients(run, parameters: list[nn.Parameter], kept: bool = True) -> list[Te
 
 
 def same_values(found: list[Tensor], expected: list[Tensor]) -> bool:
-    """Of the same products, summed up in another order."""
+    """Whether these are the same products, summed up in another order."""
     return all(
         torch.allclose(a, b, rtol=0, atol=M * 2.0**-24 * b.abs().max()) for a, b in zip(found, expected, strict=True)
     )

@@ -68,7 +68,7 @@ def test_half_of_the_bytes_are_gathered(told):
 
 
 def test_ranks_run_the_graph_of_a_first_step_together(told):
-    """While one of them has a layer without history, whose weight nobody gathers."""
+    """They do so while one of them has a layer without history, whose weight nobody gathers."""
     assert [found["reductions"] for found in told["masked"]] == [[[1, 1], [], [], []]] * 2
     off = [found["off"] for found in told["masked"]]
     assert off[1][:2] == [0.0, 0.0]
@@ -109,7 +109,7 @@ def test_what_is_gathered_in_high_precision_and_why(case, told):
 
 
 def test_arguments_of_a_method_that_dynamo_hides_in_a_function():
-    """As torch 2.11 has methods of DTensors in its graphs."""
+    """torch 2.11 has methods of DTensors in its graphs so."""
 
     def hidden(name, args_as_value, kwargs_as_value):
         def method(x, shape=None):

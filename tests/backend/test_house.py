@@ -10,7 +10,7 @@ LARGEST_RECORD = 18
 CYCLES = 5
 # Names that mean several things in the package, until they are changed. Users import a callback of each framework.
 REPEATED_CLASSES = frozenset("Call Config Layer Linear Matrix Problem Product ScalingStateCallback _Call _Rows".split())
-FRAGMENTS = 537
+FRAGMENTS = 116
 
 
 def test_functions_and_records_stay_small():

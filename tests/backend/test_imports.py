@@ -173,7 +173,7 @@ def test_folders_refuse_their_bare_names(folder):
 
 
 def row_of(module: str) -> int:
-    """Of a dotted name below te_inductor."""
+    """The row of a dotted name below te_inductor."""
     while module not in RANK:
         module = module.rpartition(".")[0]
     return RANK[module]
@@ -211,6 +211,6 @@ def test_one_module_refers_weakly_to_tensors():
 
 
 def test_the_root_stays_small():
-    """At most nine modules in the package's root, and none of the package over 500 lines."""
+    """There are at most nine modules in the package's root, and none of the package over 500 lines."""
     assert len(list(PACKAGE.glob("*.py"))) <= 9
     assert not [path for path in PACKAGE.rglob("*.py") if len(path.read_text().splitlines()) > 500]

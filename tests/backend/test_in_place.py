@@ -37,7 +37,7 @@ LIBRARY.impl("negate", lambda xs, y: None, "Meta")
 
 
 def negate(x):
-    """As libraries in C++ register their ops: nothing counts versions."""
+    """Negates as libraries in C++ register their ops: nothing counts versions."""
     torch.ops.te_inductor_tests.negate([x], torch.ones(1))
 
 
@@ -53,7 +53,7 @@ class Model(nn.Module):
 
 
 def in_one_buffer(model):
-    """As Megatron lays out parameters: the last one first, and here each at an odd address."""
+    """Lays out parameters as Megatron does: the last one first, and here each at an odd address."""
     parameters = list(model.parameters())[::-1]
     buffer, at = torch.empty(sum(p.numel() + 1 for p in parameters)), 0
     for p in parameters:
@@ -152,7 +152,7 @@ EDITS = {
 @pytest.mark.parametrize("lay_out", [None, in_one_buffer], ids=["", "buffer"])
 @pytest.mark.parametrize("edit", EDITS)
 def test_a_weight_changed_before_its_use(edit, lay_out):
-    """As WGAN clips weights and DINO normalizes them: the copies that are kept between calls are made before that."""
+    """WGAN clips weights so, and DINO normalizes them: the copies that are kept between calls are made before that."""
 
     def program(m, x):
         with torch.no_grad():
@@ -238,7 +238,7 @@ def test_a_weight_that_is_only_read_is_kept():
 
 
 def test_beside_a_transform():
-    """Whose tensors are wrapped, and what is written of them counts."""
+    """The transform's tensors are wrapped, and what is written of them counts."""
 
     def program(m, x):
         with torch.no_grad():
@@ -305,7 +305,7 @@ BETWEEN = {
 @pytest.mark.parametrize("lay_out", [None, in_one_buffer], ids=["", "buffer"])
 @pytest.mark.parametrize("write", BETWEEN)
 def test_a_write_between_layers_of_one_input(write, lay_out):
-    """They are not one GEMM. Autograd forbids writing what the backward wants, so those run without."""
+    """Such layers are not one GEMM. Autograd forbids writing what the backward wants, so those run without."""
     report = compare(between(BETWEEN[write]), training="input" not in write, weights="each_call", lay_out=lay_out)
     assert {site.merged for site in report.sites} == {()}
 

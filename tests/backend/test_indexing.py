@@ -19,7 +19,7 @@ TERMS = [
 
 
 def test_what_torch_joins_is_left_to_torch():
-    """Of pairs, and of three terms."""
+    """torch joins pairs, and three terms."""
     joined = 0
     for a, b in itertools.permutations(TERMS, 2):
         for expr in (a + 32 * b, j * (a + 32 * b), 8 * (a + 32 * b) + 4096 * ModularIndexing(j, 64, 7)):

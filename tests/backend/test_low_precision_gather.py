@@ -28,13 +28,13 @@ OTHERS = [
 
 
 def each_recipe(quick: str) -> pytest.MarkDecorator:
-    """Of which `make test` runs one."""
+    """Marks a test with each recipe, of which `make test` runs one."""
     marks = {recipe: () if recipe == quick else pytest.mark.thorough for recipe in RECIPES}
     return pytest.mark.parametrize("recipe", [pytest.param(recipe, marks=marks[recipe]) for recipe in RECIPES])
 
 
 def told_of(case: str, request: pytest.FixtureRequest) -> list:
-    """By rank, from the program that ran it."""
+    """What the ranks told, by rank, from the program that ran it."""
     return request.getfixturevalue("told" if case in QUICK else "others")[case]
 
 
@@ -45,7 +45,8 @@ four = told_by(MODULE, 4, ",".join([*(f"hsdp {recipe}" for recipe in RECIPES), "
 
 @each_recipe("delayed")
 def test_training_is_equal_bit_for_bit(recipe, request):
-    """To that with weights which FSDP2 gathers itself, losses and parameters; where shards cut blocks of 128 rows."""
+    """Losses and parameters equal those with weights which FSDP2 gathers itself, where shards cut blocks of 128
+    rows."""
     assert told_of(f"uneven {recipe}", request) == [True, True]
 
 
@@ -88,7 +89,7 @@ def test_parts_that_are_called_without_the_model_have_fresh_scales(told):
 
 @each_recipe("delayed")
 def test_bytes_on_the_wire_halve(recipe, request):
-    """Of a block with K = 256 and N = 384: two weights in one byte a value, a norm and a bias in bf16. The other rank's
+    """The block has K = 256 and N = 384: two weights in one byte a value, a norm and a bias in bf16. The other rank's
     half is what comes over the wire."""
     weights, vectors = 2 * 256 * 384, 2 * 256 + 384
     for one in told_of(f"traffic {recipe}", request):
@@ -99,14 +100,15 @@ def test_bytes_on_the_wire_halve(recipe, request):
 
 @each_recipe("delayed")
 def test_scales_of_all_weights_are_reduced_at_once(recipe, request):
-    """Once a step. Under delayed scaling the blocks' graphs reduce amaxes of activations and gradients: one each."""
+    """There is one reduction a step. Under delayed scaling the blocks' graphs reduce amaxes of activations and
+    gradients: one each."""
     graphs = 2 * 2 * 2 if recipe == "delayed" else 0  # steps, blocks, forward and backward
     assert [one["reductions"] for one in told_of(f"traffic {recipe}", request)] == [2 + graphs] * 2
 
 
 @each_recipe("block")
 def test_the_backward_transposes_what_is_gathered_again(recipe, request):
-    """Of four weights graphs keep what FSDP gathers and lets go of, no copies."""
+    """Graphs keep, of four weights, what FSDP gathers and lets go of, no copies."""
     assert told_of(f"saves {recipe}", request) == [[4, 0], [4, 0]]
 
 
@@ -193,7 +195,7 @@ def test_ranks_with_other_scales_are_an_error(told):
 
 @pytest.mark.thorough
 def test_nobody_waits_longer_than_the_groups_timeout(others):
-    """Which is two seconds, for a rank that does not call."""
+    """The timeout is two seconds, for a rank that does not call."""
     assert 1 < others["absent"][0] < 4
 
 

@@ -91,7 +91,7 @@ def test_a_program(decomposed, name, tmp_path):
 
 @pytest.mark.parametrize("name", ["nvfp4_weight_only", "current", "rowwise", "block"])
 def test_stored_weights_behind_decompositions(name, tmp_path):
-    """Beside layers that are lowered; saved and loaded, without ops of ours."""
+    """Such weights stand beside layers that are lowered; saved and loaded, without ops of ours."""
     model, x = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128)).eval(), torch.randn(4, 128)
     quantize_(model, name, policy={"2": "none"}, fallback="silent")
     program = lower(exported(model, x), {"recipe": "current", "fallback": "error"})
@@ -202,7 +202,7 @@ def test_bodies_stay_in_high_precision():
 
 
 class Regions(nn.Module):
-    """Whose regions torch.export makes graphs of their own."""
+    """A model of whose regions torch.export makes graphs of their own."""
 
     def __init__(self) -> None:
         super().__init__()

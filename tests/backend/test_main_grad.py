@@ -96,7 +96,7 @@ def test_microbatches_add_up(make, options):
 @pytest.mark.quick("rowwise", "mxfp8")
 @pytest.mark.parametrize("recipe", [pytest.param("current", marks=pytest.mark.codegen), "rowwise", "block", "mxfp8"])
 def test_recipes(recipe, request):
-    """By Inductor's own code also twice through one backward."""
+    """Recipes add to totals; by Inductor's own code also twice through one backward."""
     twice = request.node.get_closest_marker("codegen") is not None
     model = nn.Sequential(nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 128, bias=False))
     pair = Pair(model, policy={"*": recipe}, fallback="silent")
@@ -182,7 +182,8 @@ def test_which_gradients_go_to_autograd_is_said():
 
 @pytest.mark.parametrize("first", [True, False], ids=["with a total first", "without"])
 def test_modules_of_one_class(first):
-    """They run one graph, as blocks that are compiled one by one do, unless some have totals and others have none."""
+    """Modules of one class run one graph, as blocks that are compiled one by one do, unless some have totals and others
+    have none."""
     counters.clear()
     blocks = [nn.Sequential(nn.Linear(32, 32)) for _ in range(4)]
     x = torch.randn(8, 32, requires_grad=True)

@@ -80,7 +80,7 @@ def train(model: nn.Module, recipe, **options) -> tuple[list[torch.Tensor], Coun
 
 @quick("current")
 def test_budgets(name):
-    """As the budget falls more of the nine products are computed again, down to nearly all; nothing else changes. Of
+    """More of the nine products are computed again as the budget falls, down to nearly all; nothing else changes. Of
     nvfp4, whose copies are small beside outputs, four at once: torch weighs what an op returns, needed or not."""
     model = Block()
     # Kept copies are inputs, of which the budget knows nothing.
@@ -196,7 +196,7 @@ class WritingLists(nn.Module):
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("budget", [0.5, 0.0])
 def test_lists_are_saved_where_nothing_is_to_weigh(budget, dynamic):
-    """Before 2.14 torch would save a list as such, or nothing of it where sizes are symbolic
+    """torch would save a list as such before 2.14, or nothing of it where sizes are symbolic
     (pytorch/pytorch#188014)."""
     model = WritingLists()
     options = {"policy": {"head": "delayed", "*": "none"}}
@@ -248,8 +248,8 @@ def test_with_other_options(name, options):
 @pytest.mark.thorough
 @pytest.mark.parametrize("budget", [0.5, 0.0])
 def test_delayed_scaling_in_generated_code(budget):
-    """Which updates scales without autograd's noticing: read again in the backward they would be the next step's.
-    Gradients were off by up to 99% so."""
+    """Delayed scaling updates scales without autograd's noticing: read again in the backward they would be the next
+    step's. Gradients were off by up to 99% so."""
     model = nn.Sequential(nn.Linear(DIM, 2 * DIM), nn.RMSNorm(2 * DIM), nn.GELU(), nn.Linear(2 * DIM, DIM))
     expected, _ = train(copy.deepcopy(model), "delayed", fallback="error")
     with functorch.patch(activation_memory_budget=budget):
@@ -289,7 +289,7 @@ def test_flops_of_a_stored_weight():
 
 @pytest.mark.parametrize("name", flops.ATTENTION)
 def test_attention_is_not_for_free(name):
-    """Before it a product of a hundredth of its FLOPs is computed again. Grouped queries, where an op takes them."""
+    """A product of a hundredth of its FLOPs is computed again before it. Grouped queries, where an op takes them."""
     attention = getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default
     more = {"attn_bias": None, "compute_log_sumexp": True} if name in ("efficient_attention", "cudnn_attention") else {}
     heads, graphs = (4, 4, 4) if name == "efficient_attention" else (4, 2, 2), []

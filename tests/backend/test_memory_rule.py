@@ -1,4 +1,4 @@
-"""Which output layers stay in high precision for the sake of memory."""
+"""The output layers that stay in high precision for the sake of memory."""
 
 import torch
 from torch import nn

@@ -55,7 +55,7 @@ def test_an_outlier_and_what_it_leaves_behind():
 
 
 def test_a_batch_of_one_token_behind_batches_of_many():
-    """Of a mean loss: its gradients are as many times larger."""
+    """The loss is a mean: its gradients are as many times larger."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     run = te(model, fallback="error")
     said = said_of(run, model, [*torch.randn(4, 128, 64), torch.randn(1, 64), torch.randn(128, 64)])
@@ -66,7 +66,7 @@ def test_a_batch_of_one_token_behind_batches_of_many():
 
 @pytest.mark.parametrize("how", ["ordinary", "silent", "without gradients"])
 def test_nothing_is_said(how):
-    """Of ordinary training, of what nobody wants to hear, and where nothing is recorded."""
+    """Nothing is said of ordinary training, of what nobody wants to hear, and where nothing is recorded."""
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
     run = te(model, recipe=DelayedScaling(), fallback="silent" if how == "silent" else "error")
     if how == "ordinary":
@@ -93,7 +93,7 @@ def test_counts_outlive_what_is_loaded():
 
 
 def test_what_counts():
-    """By the element's range; what is no observation does not count, nor does a step that casts by own amaxes."""
+    """The element's range decides; what is no observation does not count, nor does a step that casts by own amaxes."""
     cases = {  # amax times scale: cut, lost
         448.0: (0, 0), 896.0: (0, 0), 897.0: (1, 0), torch.inf: (0, 0), torch.nan: (0, 0), 0.0: (0, 0), 0.125: (0, 0),
         0.124: (0, 1), 2.0**-140: (0, 1),
@@ -107,7 +107,8 @@ def test_what_counts():
 
 
 def test_the_host_does_not_wait(monkeypatch):
-    """For a copy that is on its way, behind which it asks for no other; and it asks ever less often."""
+    """The host does not wait for a copy that is on its way, behind which it asks for no other; and it asks ever less
+    often."""
     arrived, copies = [False], []
 
     class Event:

@@ -118,7 +118,7 @@ def test_names_are_near_in_any_case():
 
 
 def test_an_option_that_is_none_is_not_given(monkeypatch):
-    """As programs write options that have a flag each."""
+    """Programs that have a flag for each option give None so."""
     given = dict.fromkeys(config.OWN_OPTIONS)
     assert config.parse(given) == config.parse()
     monkeypatch.setenv("TE_INDUCTOR_WEIGHTS", "once")

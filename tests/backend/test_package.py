@@ -83,8 +83,8 @@ def test_a_wheel_holds_the_package_and_nothing_else(wheel):
 
 @pytest.mark.thorough
 def test_a_wheel_runs_in_an_environment_of_its_own(wheel, tmp_path):
-    """Without the checkout: the command, and three lines that import no te_inductor. Dependencies are this
-    environment's."""
+    """The wheel runs without the checkout: the command, and three lines that import no te_inductor. Dependencies are
+    this environment's."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
     def run(*command: str) -> str:

@@ -12,7 +12,7 @@ E4M3 = Quantizer("e4m3")
 
 
 def traced(function, *args):
-    """With what a node gives in its meta, as a post-grad graph has it."""
+    """Traces with what a node gives in its meta, as a post-grad graph has it."""
     graph = torch.fx.Tracer().trace(function)
     values = iter(args)
     for node in graph.find_nodes(op="placeholder"):

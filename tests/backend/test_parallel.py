@@ -103,7 +103,7 @@ def test_a_loss_of_shards(told):
 
 @pytest.mark.thorough
 def test_whole_weights_beside_dealt_rows(others):
-    """As far from high precision as the products of two tensors of E4M3, or of one and one of E5M2, are."""
+    """Results are as far from high precision as the products of two tensors of E4M3, or of one and one of E5M2, are."""
     for found in others["whole_weights delayed"]:
         y, dx, dw, db = found["off"]
         assert y < 2**-4 and dx < 2**-3 and dw < 2**-3 and db == 0
@@ -185,7 +185,7 @@ def test_a_compile_that_fails_on_one_rank_alone_is_found(told):
 
 @pytest.mark.thorough
 def test_a_rank_that_is_left_alone_ends_with_the_groups_timeout():
-    """Which is ten seconds: another rank's backward raises."""
+    """The timeout is ten seconds: another rank's backward raises."""
     for error, seconds in ranks(MODULE, 2, "raises delayed")["raises delayed"]:
         assert error and seconds < 60
 

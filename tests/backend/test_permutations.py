@@ -17,7 +17,7 @@ def order_of(choices: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_values_and_gradients(dtype):
-    """As fp64 adds up what `index_add` and autograd would."""
+    """Results are what fp64 makes of the sums of `index_add` and autograd."""
     torch.manual_seed(0)
     order = torch.randperm(TOKENS * EACH)
     x = torch.randn(TOKENS, DIM, dtype=dtype, requires_grad=True)
@@ -46,7 +46,7 @@ def test_what_is_no_number_stays_in_its_row():
 
 
 def test_what_lies_behind_the_last_group_is_zeros():
-    """Of bytes in memory, in generated code as eagerly, whatever lies there; all others are what they were."""
+    """Bytes in memory are so, in generated code as eagerly, whatever lies there; all others are what they were."""
     bits = torch.arange(256, dtype=torch.uint8).repeat(3).view(48, 16)
     data, ends = bits.view(torch.float8_e5m2), torch.tensor([5, 5, 40], dtype=torch.int32)
     run = torch.compile(lambda *args: ops.mask_copy(*args).view(torch.uint8), backend="te", fullgraph=True)
@@ -99,7 +99,7 @@ class Weighted(Layer):
 
 
 class Added(Layer):
-    """To what is no zeros."""
+    """A layer whose rows are added to what is no zeros."""
 
     def result(self, x: Tensor, rows: Tensor, order: Tensor) -> Tensor:
         return x.index_add(0, order // EACH, rows)
@@ -126,7 +126,7 @@ class IndexWritten(Layer):
 
 
 class OrderWritten(Layer):
-    """Behind the index that is made of it, whose gradient would be read by it."""
+    """A layer whose order is written behind the index that is made of it, whose gradient would be read by it."""
 
     writes = True
 
@@ -167,7 +167,7 @@ class RowsGiven(Layer):
     ],
 )
 def test_sums(monkeypatch, kind, found):
-    """Which are gathers, and that they are what the model says."""
+    """Sums are gathers, and they are what the model says."""
     check(monkeypatch, kind(), "sum_rows", found)
 
 

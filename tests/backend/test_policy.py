@@ -135,7 +135,7 @@ def test_unused_entries_are_reported():
     ],
 )
 def test_an_unused_entry_names_the_nearest_path(entry, nearest):
-    """As where a policy is written from the root, and the layers are compiled one by one."""
+    """The policy is written from the root, and the layers are compiled one by one."""
     layer = nn.ModuleDict({"mlp": nn.ModuleDict({"up": nn.Linear(32, 32)})})
     layer.forward = lambda x: layer["mlp"]["up"](x)
     with pytest.warns(FallbackWarning) as caught:
@@ -171,7 +171,7 @@ def test_behind_graph_breaks():
 
 @pytest.mark.parametrize("name", [wide, "0"], ids=["function", "glob"])
 def test_an_entry_overrides_the_size_rule(name, monkeypatch):
-    """For the layers that it names alone."""
+    """It does so for the layers that it names alone."""
     rated(monkeypatch)
     report = explain(layers((96, 32), (32, 96)), torch.randn(X), options={"policy": {name: "current"}})
     assert {site.fqn: site.kernel for site in report.sites} == {"0": "inductor", "1": "high_precision"}
@@ -264,7 +264,7 @@ WRAPPERS = {
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("glob", ["0", "[0-0]"])
 def test_a_glob_for_the_plain_model_matches_the_wrapped_one(wrapper, glob):
-    """And reports show plain names; their data has those of `named_modules()`."""
+    """Reports show plain names; their data has those of `named_modules()`."""
     model = WRAPPERS[wrapper]()
     report = explain(model, torch.randn(X), options={"policy": {glob: "rowwise"}})
     prefix = "module." if wrapper == "module" else ""  # a module that happens to be called as DDP's is

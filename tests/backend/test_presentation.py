@@ -30,7 +30,7 @@ GEMMS = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgra
 
 
 def report_of(layers: int, other: tuple[int, ...] = ()) -> Report:
-    """Of equal blocks, but for some whose layers are refused, and a head."""
+    """A report of equal blocks, but for some whose layers are refused, and a head."""
     paths = [(place, f"model.layers.{place}.{name}") for place in range(layers) for name in NAMES]
     sites = []
     for place, path in [*paths, (-1, "lm_head")]:
@@ -262,7 +262,7 @@ def test_layers_of_one_input_share_a_row():
 
 @pytest.mark.parametrize("seconds", [1e-8, 2e-6, 1.234e-3, 7.3])
 def test_times_have_no_exponent(seconds):
-    """Of layers that lose without a policy entry, of those that were left, and of a gain that is next to nothing."""
+    """The layers lose without a policy entry, were left, or gain next to nothing."""
     layer = WeighedLayers(("layer",), True, Weighing(seconds, 0.0, seconds, 3))
     shown = [dataclasses.replace(layer, low=low, weight=layer.weight._replace(cost_s=0.0)) for low in (True, False)]
     for one in (layer, *shown):

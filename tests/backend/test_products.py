@@ -159,7 +159,7 @@ def test_learned_queries_are_activations():
 
 
 def test_flops():
-    """Of the forward, products of activations too; by hand."""
+    """The FLOPs are the forward's, products of activations too; by hand."""
     model = nn.Sequential(nn.Linear(K, N), Form(lambda x, m: (x @ x.mT) @ x @ m.c, N, N))
     report = explain(model, torch.randn(6, K))
     low, scores, values, buffer = 2 * 6 * N * K, 2 * 6 * 6 * N, 2 * 6 * 6 * N, 2 * 6 * N * N
@@ -185,7 +185,7 @@ def test_sizes_that_only_a_run_can_tell_are_not_counted():
 
 
 def test_inside_a_checkpoint():
-    """Where a buffer is an operand of the body."""
+    """A buffer is an operand of the body."""
     form = Form(lambda x, m: x @ m.c + x @ (m.p * 2), K, N)
     report = explain(lambda x: torch.utils.checkpoint.checkpoint(form, x, use_reentrant=False), torch.randn(6, K))
     assert [site.reason.partition(",")[0] for site in report.sites] == [f"{BUFFER}", COMPUTED]

@@ -46,7 +46,7 @@ def read_twice(x, w, scale):
 
 
 def recorded(x, w, scale):
-    """In grad mode, so that later steps know its scale."""
+    """A layer recorded in grad mode, so that later steps know its scale."""
     y = layer(x, w).relu().reshape(-1, w.shape[0])
     ops.record_amax([y], amax := torch.zeros(()))
     return ops.quantize_delayed(y, scale, E4M3), amax
@@ -131,7 +131,7 @@ def test_precision_casts_that_are_asked_for():
 
 
 def test_the_lowering_where_no_kernel_does_it(no_caches):
-    """Of a GEMM whose sums are exact, also in bf16: as in eager code."""
+    """The GEMM's sums are exact, also in bf16, so that it is as in eager code."""
     a, b = (torch.randint(-1, 2, shape).to(torch.float8_e4m3fn) for shape in ((48, 32), (64, 32)))
     one, bias, scale = torch.tensor(2.0**-3), torch.randint(-2, 3, (64,)).bfloat16(), torch.tensor(19.0)
     activation = Activation((("sigmoid", 0), ("mul", 0, 1), ("add", 2, 0.25)))

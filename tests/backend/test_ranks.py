@@ -92,7 +92,7 @@ def test_nobody_waits_for_a_rank_whose_compile_failed(told):
 
 @pytest.mark.parametrize("compiled", ["whole", "blocks"])
 def test_state_under_fsdp2_is_saved_and_loaded(compiled, told):
-    """By the names of the sharded parameters, before the first gather and after, bit for bit."""
+    """State has the names of the sharded parameters, before the first gather and after, bit for bit."""
     check_state(told[f"sharded {compiled}"])
 
 

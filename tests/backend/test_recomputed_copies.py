@@ -1,4 +1,4 @@
-"""Which column copies of layers' inputs the backward casts: those of what it has anyway (recompute.py)."""
+"""The column copies of layers' inputs that the backward casts: those of what it has anyway (recompute.py)."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ class Marked(BaseException):
 
 
 class FusedNorm(torch.autograd.Function):
-    """As autograd has RMSNorm on CUDA: an op and its backward's, whose first steps do not depend on the gradient."""
+    """RMSNorm as autograd has it on CUDA: an op and its backward's, whose first steps do not depend on the gradient."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -58,7 +58,7 @@ def RETURNED(model, y):
 
 
 def of_several(y):
-    """As a residual stream is."""
+    """A sum, as a residual stream is."""
     return y + y.cumsum(0)
 
 
@@ -90,7 +90,7 @@ HAD = {name for name, (_, had) in BEFORE.items() if had}
 @pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise", "block", "mxfp8"])
 @pytest.mark.parametrize("name", BEFORE)
 def test_what_is_cast_again(name, recipe, monkeypatch):
-    """With scales of blocks, which the casting kernel finds: where the forward reads the tensor twice anyway, a
+    """Copies with scales of blocks, which the casting kernel finds, are if the forward reads the tensor twice anyway, a
     norm's."""
     before, _ = BEFORE[name]
     again = {"delayed": HAD, "current": HAD, "block": NORMS}.get(recipe, ())
@@ -99,7 +99,8 @@ def test_what_is_cast_again(name, recipe, monkeypatch):
 
 @pytest.mark.parametrize(("size", "held"), [(896, False), (1088, False), (1280, True), (8192, True), (8320, False)])
 def test_rows_that_a_program_holds(size, held, monkeypatch):
-    """Of whole blocks, neither short nor long; of others the backward would read the norm's input once more."""
+    """The program holds rows of whole blocks, neither short nor long; of others the backward would read the norm's
+    input once more."""
     assert marked(Model(BEFORE["RMSNorm"][0], size), "block", monkeypatch) == [held, False]
 
 
@@ -114,7 +115,7 @@ def test_sums_of_several_tensors(before, again, monkeypatch):
 
 
 def marked(model, recipe, monkeypatch) -> list[bool]:
-    """Which column copies of layers' inputs the backward makes, the last layer's first."""
+    """Tells which column copies of layers' inputs the backward makes, the last layer's first."""
     mark = recompute.mark
 
     def spy(graph):

@@ -32,7 +32,7 @@ def train(run, optimizer, steps: int = 2) -> None:
 
 
 def said(recwarn) -> list[str]:
-    """Without what is said of scales, which a new optimizer's first steps may outgrow."""
+    """What is said, without what is said of scales, which a new optimizer's first steps may outgrow."""
     texts = [str(one.message) for one in recwarn.list if issubclass(one.category, FallbackWarning)]
     recwarn.clear()
     return [text for text in texts if "did not suit" not in text]
@@ -80,7 +80,7 @@ def test_part_of_the_state_is_not_all(recwarn):
 
 
 def test_training_in_high_precision_and_then_here(recwarn):
-    """Whoever trained for long in bf16 has no state to load, and reads once that scales are new."""
+    """A user who trained for long in bf16 has no state to load, and reads once that scales are new."""
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters())
     train(model, optimizer)
@@ -96,7 +96,7 @@ def test_weights_alone_are_fine_tuned_in_silence(recwarn):
 
 
 def test_another_optimizer_of_the_same_run_is_no_resumption(recwarn):
-    """Nor are a compile that is done again and a layer that was frozen."""
+    """A compile that is done again and a layer that was frozen are none either."""
     model = Blocks()
     model.blocks[0][0].weight.requires_grad_(False)
     run = te(model)
@@ -140,7 +140,8 @@ def test_a_compiled_step_is_left_alone(recwarn):
 @pytest.mark.usefixtures("without_codegen")
 @pytest.mark.parametrize("trained", [False, True])
 def test_a_forward_inside_of_the_step(trained):
-    """In the step's closure, as Lightning runs it: a new model has nothing to lose, one that was trained has."""
+    """The forward is in the step's closure, as Lightning runs it: a new model has nothing to lose, one that was trained
+    has."""
     import copy
     import warnings
 

@@ -89,6 +89,6 @@ def test_read_in_two_dtypes():
 
 
 def test_no_table():
-    """Of a tensor that nothing larger is computed from, a kernel would write and read what it has."""
+    """A kernel of a tensor that nothing larger is computed from would write and read what it has."""
     assert not marked(lambda x, y: x.sin() * y + x.cos(), (64, 32), (64, 32))
     assert not marked(lambda x, y: x.sin().sum(-1) * y, (64, 32), (64,))

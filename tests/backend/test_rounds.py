@@ -22,7 +22,7 @@ def test_a_sample_has_every_combination(together):
 
 
 def test_cases_that_were_left_out_are_no_combinations():
-    """Of a parametrization that is no product."""
+    """The parametrization is no product."""
     cases = [{"a": 0, "b": 0}, {"a": 1, "b": 1}, {"a": 1, "b": 2}]
     assert sample(cases, 2) == {0, 1, 2}
     assert sample([{"a": 0}, {"a": 1}], 2) == {0, 1}
@@ -30,14 +30,14 @@ def test_cases_that_were_left_out_are_no_combinations():
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_every_mutation_has_its_place(mutation):
-    """Else `make mutations` would check nothing: a line that changes takes its mutation along."""
+    """The mutations would otherwise check nothing: a line that changes takes its mutation along."""
     assert place_of(mutation.text, ROOT / "te_inductor") is not None
     assert mutation.text != mutation.becomes
     assert (ROOT / mutation.first[0]).exists()
 
 
 def test_cases_that_are_named_exist(request):
-    """Else `make test` would run none of them."""
+    """The quick round would otherwise run none of them."""
     found: dict[tuple[str, tuple[str, ...]], set[str]] = {}
     for item in request.session.items:
         if (named := item.get_closest_marker("quick")) is not None:

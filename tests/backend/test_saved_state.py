@@ -136,7 +136,8 @@ def test_keys():
 
 
 def test_every_key_is_loaded_back():
-    """Into a model that was never compiled: what waits there is what was saved, and the compile uses all of it."""
+    """Keys are loaded into a model that was never compiled: what waits there is what was saved, and the compile uses
+    all of it."""
     first, second = Everything(), Everything()
     train(torch.compile(first, backend=uncompiled, fullgraph=True), x=torch.randn(2, 5, 32))
     state = te_inductor.state_dict(first)
@@ -259,7 +260,7 @@ REPLACE = {
 
 @pytest.mark.parametrize("replace", REPLACE.values(), ids=REPLACE.keys())
 def test_parameters_that_are_replaced_hand_on_their_state(replace):
-    """As if the values had been loaded in place, bit for bit: q, k and v have one state between them before and
+    """It is as if the values had been loaded in place, bit for bit: q, k and v have one state between them before and
     after."""
     model = Attention()
     twin = copy.deepcopy(model)

@@ -104,7 +104,7 @@ def test_a_tensor_that_is_written_between():
 
 @pytest.mark.parametrize("seed", range(40))
 def test_a_chain_of_views_says_what_it_does(seed):
-    """Against the elements themselves."""
+    """The chain is compared with the elements themselves."""
     pick = random.Random(seed).choice
 
     def steps(x):

@@ -33,7 +33,7 @@ def decoder(hidden: int, ffn: int, q: int, kv: int, head: int = 8192, gated: boo
 
 
 def encoder(hidden: int, layers: int = 2, x: str = "kernel"):
-    """Those of OPT, GPT-NeoX and, where others read a norm's output too, BERT."""
+    """The layers of OPT, GPT-NeoX and, where others read a norm's output too, BERT."""
     return decoder(hidden, 4 * hidden, hidden, hidden, gated=False, layers=layers, x=x)
 
 
@@ -89,7 +89,7 @@ WRONG = {("SmolLM-360M", "delayed"): (0.08, 0.11)}  # from before the end of del
 
 @pytest.mark.parametrize(("name", "recipe"), [(name, recipe) for name, one in MEASURED.items() for recipe in one[-1]])
 def test_estimates_of_whole_steps(name, recipe):
-    """Beside the measurement, by the step in bf16: at most 5% above it, and 5% below, or 7% with CUTLASS."""
+    """Estimates are, of the step in bf16, at most 5% above it, and 5% below, or 7% with CUTLASS."""
     groups, tokens, device, ms, measured = MEASURED[name]
     found = weights(groups, tokens, recipe, device)
     gain = 1e3 * sum(weight.saved_s - weight.cost_s for weight in found)
@@ -137,7 +137,8 @@ def test_inference():
 
 
 def test_bytes_of_casts():
-    """By hand, of one layer with 100 rows of x, K=10, N=1000: bytes an element of x, the weight and the gradient."""
+    """Bytes counted by hand, of one layer with 100 rows of x, K=10, N=1000: bytes an element of x, the weight and the
+    gradient."""
     x, w, dy = 100 * 10, 1000 * 10, 100 * 1000
 
     def moved(scales="known", maker="kernel", gradient="kernel", **more):
@@ -198,7 +199,7 @@ PAYS = [("Mixtral-8x7B", 16384, True), ("Mixtral-8x7B", 4096, True), ("Mixtral-8
 
 @pytest.mark.parametrize(("name", "tokens", "pays"), PAYS)
 def test_experts(name, tokens, pays):
-    """As whole layers of them were measured."""
+    """The estimates are as whole layers of them were measured."""
     *layers, experts, each = EXPERTS[name]
     for n, k in layers:
         site = layer((tokens * each, n, k))
@@ -227,7 +228,7 @@ def test_symbols_of_rows():
 
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_tensor_parallel_layers(ranks):
-    """Of Llama-3-8B with 8192 tokens a rank, by what a rank multiplies; two were measured on H200s."""
+    """The layers are Llama-3-8B's with 8192 tokens a rank, by what a rank multiplies; two were measured on H200s."""
     rows = Parallel("tp", ranks, 0, 1, True, False, None, True)
     columns = Parallel("tp", ranks, 1, 2, False, True, 1, True)
     for name, (each, k, _) in zip(("q, k, v", "o", "gate, up", "down"), decoder(*LLAMA_8B), strict=False):
@@ -255,7 +256,7 @@ def test_rows_that_nothing_tells():
 
 
 def test_narrow_layers_of_rows_to_pad():
-    """As ViT-huge's, of which a step took 0.87 and 0.92 times as long as in bf16 (32639 rows)."""
+    """Such are ViT-huge's, of which a step took 0.87 and 0.92 times as long as in bf16 (32639 rows)."""
     assert judged(layer((32639, 1280, 5120)))[0] is None
 
 
@@ -268,7 +269,8 @@ def test_a_layer_is_left_for_its_own_sake():
 
 
 class Block(nn.Module):
-    """Of each maker one: x of a graph's input, of a norm that others read, of a norm, of attention, of an activation."""
+    """One x of each maker: of a graph's input, of a norm that others read, of a norm, of attention, of an
+    activation."""
 
     def __init__(self, size: int, wide: int) -> None:
         super().__init__()

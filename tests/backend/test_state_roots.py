@@ -28,7 +28,7 @@ def train(run, steps: int = 1, x: torch.Tensor | None = None) -> None:
 
 
 class OfAnother(nn.Module):
-    """As GPT-2's authors wrote its head."""
+    """A head as GPT-2's authors wrote it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class OfAList(nn.Module):
 
 
 class Around(nn.Module):
-    """As a loss around a model."""
+    """A loss around a model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

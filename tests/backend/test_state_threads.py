@@ -83,5 +83,5 @@ def test_state_is_handed_on_beside_a_thread_that_makes_it(meeting):
     meeting("_empty")
     both(lambda: taken(graph(KEY), [new]), lambda: setattr(layer, "weight", new))
     (state,) = states_of(new).values()
-    # Which came first is chance; the graph's next call has what `state_dict` exports.
+    # It is chance which came first; the graph's next call has what `state_dict` exports.
     assert taken(graph(KEY), [new])[0] is state.amax

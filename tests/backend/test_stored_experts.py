@@ -129,7 +129,7 @@ def test_products_are_ours(inputs, monkeypatch):
 
 @recipes
 def test_an_expert_is_a_stored_matrix(recipe):
-    """As models loop over experts: `F.linear` with one of them, also by a number in a tensor; each as a layer alone."""
+    """Models loop over experts so: `F.linear` with one of them, also by a number in a tensor; each as a layer alone."""
     weight, x = torch.randn(E, N, K), torch.randn(7, K)
     model = stored(recipe)
     model.w.copy_(weight)
@@ -204,7 +204,7 @@ def test_a_process_that_only_imports_the_package_loads(tmp_path):
 
 @few_recipes
 def test_gradient_of_the_input(recipe, inputs):
-    """As autograd has it for a frozen weight; the stored one has none."""
+    """The gradient is what autograd has for a frozen weight; the stored one has none."""
     _, ends, ids = inputs
     model = stored(recipe)
     plain, gradients = plain_of(model).requires_grad_(False), []
@@ -444,7 +444,7 @@ def test_what_is_picked_is_what_plain_weights_give(program, recipe, compiles):
 
 
 def test_rows_that_are_sorted_by_expert():
-    """As kernels of many rows have them: negative numbers are those of the last experts."""
+    """Kernels of many rows have them so: negative numbers are those of the last experts."""
     ids = torch.tensor([3, -1, 0, -5, 4])
     order, ends = sorted_by_expert(ids, E)
     assert order.tolist() == [2, 3, 0, 1, 4] and ends.tolist() == [2, 2, 2, 3, 5]

@@ -157,7 +157,7 @@ def expected_gradient(dy, weight):
 
 @recipes
 def test_gradient_of_the_input(recipe):
-    """That of a product with what is stored; the weight has none."""
+    """The gradient is that of a product with what is stored; the weight has none."""
     quantized = quantize_(nn.Linear(96, 48), recipe)
     for run in (quantized, compiled(quantized)):
         x = torch.randn(5, 96, requires_grad=True)
@@ -245,7 +245,7 @@ def test_a_refusal_leaves_the_model_as_it_was(given, message):
 
 
 def test_paths_are_those_of_the_model(recwarn):
-    """Not of what wraps it; and what is stored already is a layer too."""
+    """What wraps it has no part in them; what is stored already is a layer too."""
     layers = model()
     quantize_(compiled(layers), "rowwise", policy={"2": "none"})
     assert isinstance(layers[0].weight, StoredWeight) and not isinstance(layers[2].weight, StoredWeight)
@@ -265,7 +265,7 @@ def test_a_weight_that_is_computed_stays(normed):
 
 
 def test_tied_weights():
-    """Of two linear layers: one stored weight. Of an embedding and a head: it stays."""
+    """Two linear layers have one stored weight; that of an embedding and a head stays."""
     twins = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     twins[1].weight = twins[0].weight
     quantize_(twins)
@@ -325,7 +325,7 @@ def test_reports_of_gradients(recipe, low):
 
 
 def test_optimizers_of_stored_weights_are_told():
-    """Once each, of weights that no step will change; not those of what is trained beside them."""
+    """It is said once each, of weights that no step will change; not those of what is trained beside them."""
     stored = quantize_(model(), "rowwise")
     before = stored[0].weight.dequantize().clone()
     whole = torch.optim.AdamW(stored.parameters())
@@ -381,7 +381,7 @@ def test_assigned_from_its_own_state_dict(recipe):
 
 @recipes
 def test_sizes_are_those_that_are_stored(recipe):
-    """As transformers' get_memory_footprint counts."""
+    """transformers' get_memory_footprint counts so."""
     weight = quantize_(model(), recipe)[0].weight
     assert weight.nbytes == weight.stored_bytes < 2 * 96 * 160
     assert weight.numel() * weight.element_size() == pytest.approx(weight.stored_bytes, rel=1e-12)

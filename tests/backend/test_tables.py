@@ -61,7 +61,7 @@ def test_every_row_of_the_package_is_a_kernel_that_supports_its_problem():
 
 
 def test_a_device_without_a_table_has_cublaslt(monkeypatch):
-    """And one with a table the tile that it names. Devices are told apart by their names."""
+    """A device with a table has the tile that it names. Devices are told apart by their names."""
     one = max((row for row in tables.of(H200).rows if row["tile"] and row["scope"] == "tensor" and row["fast_accum"]
                and row["added"] == NOTHING and not row.get("quantized")), key=lambda row: row["m"])  # fmt: skip
     asked = problem(one["m"], one["n"], one["k"])
@@ -160,8 +160,8 @@ def arguments(**changes) -> Namespace:
 
 
 def test_tuning_writes_a_table_that_is_then_used(tmp_path, monkeypatch, capsys):
-    """With clocks of our own in place of kernels: cuBLASLt takes 100 us, one tile less; when both are timed again, of the
-    first two GEMMs alone. What the folder or the package had of the device stays."""
+    """Clocks of our own stand in place of kernels: cuBLASLt takes 100 us, one tile less; when both are timed again, of
+    the first two GEMMs alone. What the folder or the package had of the device stays."""
     looks = []
 
     def timed(arms, rounds, calls):

@@ -43,7 +43,7 @@ def given(each: int = EACH) -> dict[str, Tensor]:
 
 
 def layer(dout, order, places, y, w, column, inside):
-    """As a layer of experts is: the router's weight, its gradient, and rows of no expert."""
+    """A layer as that of experts is: the router's weight, its gradient, and rows of no expert."""
     dy = ops.take_rows(dout, order, places)
     dw = torch.zeros(ROWS).index_put((order,), (dy * y).sum(1), accumulate=True)
     return cast(torch.where(inside, dy * w[order][:, None], 0.0)), dw
@@ -140,7 +140,7 @@ def test_what_is_left(name):
 
 
 def test_one_number_a_column():
-    """As many columns as rows: it is none a row."""
+    """There are as many columns as rows: it is none a row."""
     assert run(columns_beside, 1)[ops.place_rows] == 1
 
 
@@ -186,7 +186,7 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise"])
 def test_models(name, recipe, monkeypatch):
-    """With rows of no expert, whose gradients are whatever they are."""
+    """Rows of no expert, whose gradients are whatever they are, are among them."""
     torch.manual_seed(0)
     model = MODELS[name]()
     if name == "transformers":

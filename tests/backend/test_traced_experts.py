@@ -78,7 +78,7 @@ def test_recipes(name):
 
 
 def test_blocks():
-    """With sizes that they fill, and empty groups, one of them the first."""
+    """The sizes are such that blocks fill them; there are empty groups, one of them the first."""
     experts = Experts(inner=128, experts=3)
     for weight, shape in (("gate_up_proj", (3, 256, 128)), ("down_proj", (3, 128, 128))):
         setattr(experts, weight, nn.Parameter(torch.randn(shape) / shape[2] ** 0.5))
@@ -99,7 +99,8 @@ FORMS_RUN = [("transpose", torch.bfloat16, True), ("direct", torch.float32, Fals
     ],
 )
 def test_forms(form, dtype, split):
-    """Either order of dimensions, and casts of weights, whose gradients are not rounded on the way; w1 and w3 apart."""
+    """The forms are either order of dimensions, and casts of weights, whose gradients are not rounded on the way; w1
+    and w3 apart."""
     experts, ends = Experts(form, split).to(dtype), torch.tensor([7, 7, 31, 48], dtype=torch.int32)
     x = torch.randn(48, HIDDEN, dtype=torch.bfloat16 if form.startswith("cast") else dtype, requires_grad=True)
     made = check(experts, "rowwise", x, ends)
@@ -107,8 +108,8 @@ def test_forms(form, dtype, split):
 
 
 def test_a_compiled_step(monkeypatch):
-    """Against the backend itself, also where rows belong to no group, and where more than two gradients are added up: in
-    fp32."""
+    """The step is compared with the backend's itself, also where rows belong to no group, and where more than two
+    gradients are added up: in fp32."""
     monkeypatch.setattr(tests.experts, "EACH", 3)
     model, x = MoE().bfloat16(), tokens(dtype=torch.bfloat16)
     model.dropped = 17
@@ -177,7 +178,7 @@ def test_layers_of_one_input():
 
 
 def test_a_bias():
-    """It stays behind the product, and its gradient is the graph's own."""
+    """The bias stays behind the product, and its gradient is the graph's own."""
     model, x = Biased("in place"), tokens()
     made, run = lowered(model, "rowwise", x)
     assert not high(made)
@@ -192,7 +193,7 @@ def test_a_bias():
 
 
 def test_a_joint_graph_of_aot_autograd():
-    """As autoparallel has it."""
+    """The graph is as autoparallel has it."""
     model, x = MoE("torchtitan").bfloat16(), tokens(dtype=torch.bfloat16).detach()
     with contextlib.ExitStack() as stack:
         aot_autograd, joint = joint_of(model, x, stack)

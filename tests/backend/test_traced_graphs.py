@@ -123,7 +123,7 @@ def test_autocast_and_a_policy():
 
 
 def test_a_gradient_that_is_viewed():
-    """That of a weight (K, N), which the graph reads by a view of its memory."""
+    """It is that of a weight (K, N), which the graph reads by a view of its memory."""
 
     def step(w, x):
         w = w.detach().requires_grad_()
@@ -144,7 +144,7 @@ def joint_of(model, x, stack):
 
 
 def test_a_joint_graph_of_aot_autograd():
-    """As autoparallel has it: parameters by AOTAutograd's descriptors, backward by seq_nr."""
+    """The graph is as autoparallel has it: parameters by AOTAutograd's descriptors, backward by seq_nr."""
     model, x = Model(), torch.randn(48, 128)
     with contextlib.ExitStack() as stack:
         aot_autograd, joint = joint_of(model, x, stack)
@@ -207,7 +207,7 @@ def test_a_forward_alone():
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_a_weight_that_is_gathered():
-    """As SimpleFSDP writes it: the shard is cast and gathered, its gradient reduced and scattered."""
+    """The gather is as SimpleFSDP writes it: the shard is cast and gathered, its gradient reduced and scattered."""
     from torch.distributed import _functional_collectives as collectives
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -1,4 +1,4 @@
-"""Whose line a warning names, what errors of saved models and pictures say, and graphs that may be frozen."""
+"""The line that a warning names, what errors of saved models and pictures say, and graphs that may be frozen."""
 
 import inspect
 import warnings
@@ -41,7 +41,7 @@ def test_what_saves_a_model_is_told_how_stored_weights_are_saved():
 
 @pytest.mark.usefixtures("no_caches")
 def test_delayed_scaling_in_a_graph_that_may_be_frozen():
-    """Such a graph holds its parameters behind what delayed scaling puts at its begin."""
+    """A graph that may be frozen holds its parameters behind what delayed scaling puts at its begin."""
     x, found = torch.randn(32, 64), []
     for freezing in (True, False):
         torch.compiler.reset()

@@ -67,7 +67,7 @@ def other(function):
     return f"{function} reads the parameter too, and autograd has that part of its gradient"
 
 
-# Of each: the program, and why gradients go to autograd, all of `first` but of a second layer.
+# What each is: the program, and why gradients go to autograd, all of `first` but of a second layer.
 PROGRAMS = {
     "transposed": (Program(lambda model, x, w: model.first(x) @ w), [TRANSPOSED]),
     "not square": (Program(lambda model, x, w: model.first(x) @ w, n=48), [TRANSPOSED]),

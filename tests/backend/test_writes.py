@@ -44,7 +44,8 @@ UNPLACED = ("data", "custom op")  # which count in a version of their own, or pe
 
 @pytest.mark.parametrize("form", writes.FORMS)
 def test_where_a_write_stands(form):
-    """Between the sine's result and what reads it, and not elsewhere; where that is not known, at all places."""
+    """A write stands between the sine's result and what reads it, and not elsewhere; where that is not known, at all
+    places."""
     graphs: list[fx.GraphModule] = []
 
     def program(x):
@@ -69,7 +70,8 @@ def test_where_a_write_stands(form):
 
 @pytest.mark.parametrize("pattern", writes.PATTERNS)
 def test_patterns_are_recognised(pattern, monkeypatch):
-    """Where nothing is written, in each way to run a program; else the random ones would say nothing."""
+    """Patterns are recognised where nothing is written, in each way to run a program; else the random ones would say
+    nothing."""
     ops = {
         "back": ("permute_rows", "grouped_linears"),
         "sums": ("sum_rows", "grouped_linears"),
@@ -100,12 +102,12 @@ FOUND = [
 
 @pytest.mark.parametrize("case", FOUND, ids=str)
 def test_programs_that_were_wrong(case):
-    """Where only the nodes were looked at."""
+    """Such programs were wrong when only the nodes were looked at."""
     writes.check(case)
 
 
 def test_views_of_an_einsum():
-    """Which stands in the graph as a layer: who reads its result by strides is seen all the same."""
+    """An einsum stands in the graph as a layer: who reads its result by strides is seen all the same."""
 
     def program(m, x):
         y, z = (torch.einsum("...d,fd->...f", x, layer.weight) for layer in m.layers[:2])

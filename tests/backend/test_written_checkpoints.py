@@ -44,7 +44,7 @@ def test_a_file_holds_stored_weights(recipe, tmp_path):
 
 
 def test_published_scales_are_kept(tmp_path):
-    """Those of a checkpoint, which are no powers of two."""
+    """The scales are those of a checkpoint, which are no powers of two."""
     model = load_quantized(
         toy(), quantized_state_dict(quantize_(toy(), recipes.Float8RowwiseScaling(power_2_scale=False)))
     )

@@ -157,7 +157,7 @@ def test_a_factory_has_the_same_weights_each_time():
 
 
 def test_the_command_is_declared():
-    """As the installed script calls it."""
+    """The installed script calls it so."""
     from te_inductor.command import main
 
     assert 'te-inductor = "te_inductor.command:main"' in (ROOT / "pyproject.toml").read_text() and callable(main)

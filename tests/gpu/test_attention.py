@@ -20,7 +20,7 @@ def gradients(run, tensors, dy, *more):
 
 
 def assert_as_close(run, tensors, *more, **options):
-    """As close to float64 as the program is, twice over: another order of sums."""
+    """Checks that a run is as close to float64 as the program is, twice over: another order of sums."""
     wide = [one.detach().double().requires_grad_() for one in tensors]
     dy = torch.randn(*tensors[0].shape[:3], tensors[2].shape[3], device="cuda").bfloat16()
     with sdpa_kernel(SDPBackend.MATH):
@@ -101,7 +101,7 @@ def test_nothing_that_is_hidden_spreads():
 
 
 def attend(q, k, v, kept, dropout, seed=0):
-    """To the keys that are kept, each time with the same random numbers."""
+    """Attends to the keys that are kept, each time with the same random numbers."""
     rows = rows_of_kept(["ne", ["at", 0, "b", "k"], 0], [kept], (*q.shape[:3], k.shape[2]), q.device)
     torch.manual_seed(seed)
     return attend_to_kept(q, k, v, *rows, dropout, 0.2)
@@ -117,7 +117,8 @@ def weighed(q, k, v, kept, drops):
 @pytest.mark.parametrize("width", (64, 128))
 @pytest.mark.parametrize("queries", (130, 512))
 def test_dropout_under_a_padding(queries, width, dropout):
-    """Against float64, with the weights that the kernel has dropped: values that are unit vectors show them."""
+    """The result is compared with float64, with the weights that the kernel has dropped: values that are unit vectors
+    show them."""
     torch.manual_seed(1)
     shapes = [(4, 2, length, width) for length in (queries, 64, 64)]
     tensors = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]

@@ -41,7 +41,7 @@ def gradients(model, x, dy, recipe) -> list[torch.Tensor]:
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 @pytest.mark.parametrize("rows", [4096, 4112], ids=["tiles", "a tile cut off"])
 def test_bias_gradients(rows, recipe, function, monkeypatch, no_caches):
-    """As those of a kernel of its own, but for the order of sums; a rounding to bf16 behind each."""
+    """The gradients are those of a kernel of its own, but for the order of sums; a rounding to bf16 behind each."""
     torch.manual_seed(0)
     model = Mlp(function)
     x, dy = (torch.randn(rows, 1536, device="cuda", dtype=BF16) for _ in range(2))
@@ -58,7 +58,8 @@ def test_bias_gradients(rows, recipe, function, monkeypatch, no_caches):
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("recipe", ["rowwise", "current"])
 def test_gradient_through_a_stored_weight(recipe, compiled, no_caches):
-    """That of dy as it is cast, times the scales of the weight's rows, with what is stored; in fp32 sums."""
+    """The gradient is that of dy as it is cast, times the scales of the weight's rows, with what is stored; in fp32
+    sums."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     layer = te_inductor.quantize_(nn.Linear(1024, 2048, bias=False, device="cuda", dtype=BF16), recipe)

@@ -113,9 +113,10 @@ def steps_without(recipe: str, marked: bool) -> list[Tensor]:
 )
 @pytest.mark.parametrize("recipe", ["current", "nvfp4"])
 def test_asking_whether_it_is_low_changes_no_step(recipe, asked, marked):
-    """Before a step's forward, before its backward, or behind it, also where no step is marked: gradients are those of
-    steps without, and later steps replay what was recorded. The second of them may yet record one graph: the first
-    followed a call that asked, and the graphs behind a call are recorded by what went before it."""
+    """The question comes before a step's forward, before its backward, or behind it, also where no step is marked:
+    gradients are those of steps without, and later steps replay what was recorded. The second of them may yet record
+    one graph: the first followed a call that asked, and the graphs behind a call are recorded by what went before
+    it."""
     for actual, expected in zip(steps(recipe, asked, marked), steps_without(recipe, marked), strict=True):
         assert torch.equal(actual.cpu(), expected)
 

@@ -126,7 +126,7 @@ def blocked(m: int, n: int, k: int, scope: str) -> tuple[torch.Tensor, ...]:
 
 
 def spread(scale: torch.Tensor, rows: int, k: int) -> torch.Tensor:
-    """Those of (R, K/128) or (R/128, K/128) blocks, one an element of (R, K)."""
+    """Spreads scales of (R, K/128) or (R/128, K/128) blocks, one an element of (R, K)."""
     if scale.shape[0] != rows:
         scale = scale.repeat_interleave(128, 0)[:rows]
     return scale.double().repeat_interleave(128, 1)[:, :k]
@@ -135,8 +135,8 @@ def spread(scale: torch.Tensor, rows: int, k: int) -> torch.Tensor:
 @pytest.mark.parametrize("scope", ["tensor", "row"])
 @pytest.mark.parametrize("tile", template.SPLIT_TILES, ids=str)
 def test_a_sum_is_that_of_float64(tile, scope):
-    """In place, at sizes that no tile divides, with nothing written around: the product is rounded to fp32, then the
-    sum. Rows of NaN and of infinities in the total stay; small integers add up exactly."""
+    """The sum is in place, at sizes that no tile divides, with nothing written around: the product is rounded to fp32,
+    then the sum. Rows of NaN and of infinities in the total stay; small integers add up exactly."""
     m, n, k = 3 * tile.m * tile.cluster_m - 40, 2 * tile.n * tile.cluster_n - 48, 528
     gemm = Gemm("wgrad", False, (scope, scope))
     buffer = torch.full((m * n + 64,), 7.0, device="cuda")
@@ -183,7 +183,8 @@ def test_special_values_reach_their_row_and_no_other(value):
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise", "block"])
 def test_a_training_step_runs_on_it(recipe, mode, no_caches):
-    """At a measured shape: the report names the tile, the profile shows the kernel, values are those of cuBLASLt."""
+    """The shape is a measured one: the report names the tile, the profile shows the kernel, values are those of
+    cuBLASLt."""
     torch.manual_seed(0)
     layer = nn.Linear(4096, 4096, device="cuda", dtype=torch.bfloat16)
     x = torch.randn(16384, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)

@@ -19,8 +19,8 @@ def chain() -> nn.Sequential:
 
 @pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise", "block", "mxfp8"])
 def test_microbatches_in_flight(recipe):
-    """In bf16 and by cuBLASLt (shapes that no table of CUTLASS kernels names) the very bits of the immediate
-    gradient."""
+    """Gradients in bf16 and by cuBLASLt (shapes that no table of CUTLASS kernels names) are the very bits of the
+    immediate gradient."""
     twin = chain().bfloat16()
     model = copy.deepcopy(twin)
     run, plain = te(model, recipe, wgrad="deferred", fallback="silent"), te(twin, recipe, fallback="silent")

@@ -32,12 +32,14 @@ def te(model, **options):
 
 
 def tensor_core_error(result: str, k: int) -> float:
-    """As in test_ops.py: each step of 32 products is aligned to FAST_BITS bits; fprop's running sum as well."""
+    """The error as in test_ops.py: each step of 32 products is aligned to FAST_BITS bits; fprop's running sum as
+    well."""
     return 2.0**-FAST_BITS * (max(k / 32, 1) if result == "y" else 4)
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    """Wherever they are: what was loaded for quantizers that no call has made yet waits where it was."""
+    """Compares states wherever they are: what was loaded for quantizers that no call has made yet waits where it
+    was."""
     return list(a) == list(b) and all(torch.equal(a[key].cpu(), b[key].cpu()) for key in a)
 
 

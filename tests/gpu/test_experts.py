@@ -75,7 +75,7 @@ def test_a_layer_and_its_gradients(recipe, kind):
 
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
 def test_sizes_of_no_tile(recipe):
-    """Of gpt-oss, 2880 = 22.5 x 128, the parameter as it uses it."""
+    """The sizes are like gpt-oss's, 2880 = 22.5 x 128, the parameter as it uses it."""
     model = Experts(dim=720, hidden=336, transposed=True)
     given = inputs("all", 720)
     dy = torch.randn_like(given[0])

@@ -67,7 +67,7 @@ def check(y: Tensor, x: Tensor, weight: StoredExperts, ids: Tensor) -> None:
 
 
 def _doubles(weight: StoredExperts) -> Tensor:
-    """As the kernels have it: fp32 scales, no rounding to the weight's dtype."""
+    """The weight as the kernels have it: fp32 scales, no rounding to the weight's dtype."""
     return weight.to(torch.float32).dequantize().double()  # type: ignore[attr-defined]
 
 
@@ -75,7 +75,7 @@ def _doubles(weight: StoredExperts) -> Tensor:
 @pytest.mark.parametrize("recipe", [*RECIPES, "current", "block"])
 @torch.no_grad()
 def test_few_rows(recipe, n, k):
-    """By groups and by numbers; rows of no group are zeros, whatever x holds there."""
+    """Rows are given by groups and by numbers; rows of no group are zeros, whatever x holds there."""
     weight = weight_of(recipe, n, k)
     for sizes in SIZES:
         ids = torch.repeat_interleave(torch.arange(8), torch.tensor(sizes)).cuda()
@@ -94,7 +94,7 @@ def test_few_rows(recipe, n, k):
 @recipes
 @torch.no_grad()
 def test_many_rows(recipe):
-    """Beyond few rows an expert: NVFP4 written out, FP8 in FP8 (x within E4M3's rounding)."""
+    """There are more than few rows an expert: NVFP4 written out, FP8 in FP8 (x within E4M3's rounding)."""
     weight, rows = weight_of(recipe, 512, 1024), 4096
     ids = torch.randint(0, 8, (rows,), device="cuda").sort().values
     ends = torch.searchsorted(ids, torch.arange(8, device="cuda"), right=True).int()
@@ -201,7 +201,7 @@ class Models:
         self.check(logits, out.sequences, batch * length * EACH)
 
     def check(self, logits: Tensor, tokens: Tensor, rows: int) -> None:
-        """Of the last positions of these tokens, where `rows` rows met the experts at a time, at most."""
+        """Checks the last positions of these tokens, where `rows` rows met the experts at a time, at most."""
         places = slice(-logits.shape[1] - 1, -1)
         exact, plain = (model(tokens, use_cache=False).logits[:, places].double() for model in (self.exact, self.plain))
         assert logits.isfinite().all()

@@ -41,7 +41,7 @@ def test_rows_with_scales_of_columns(dtype, shape, content):
 @pytest.mark.parametrize("sizes", [(0, 7, 0, 128, 155), (0, 0, 300, 0), (1,) * 40], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_columns_of_groups(dtype, sizes):
-    """In one read and in two, of rows that are gathered; what is written behind all groups too."""
+    """Columns are cast in one read and in two, of rows that are gathered; what is written behind all groups too."""
     starts, tiles, source = grouped.layout(torch.tensor(sizes).cumsum(0).int(), sum(sizes))
     picked = torch.where(source >= 0, torch.randint(0, 90, (sum(sizes),))[source.clamp(min=0)], -1).int()
     x = torch.randn(90, 1096).to(dtype)
@@ -59,7 +59,7 @@ def test_columns_of_groups(dtype, sizes):
 @pytest.mark.parametrize("quantizer", KEPT, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_kept_copies(dtype, quantizer):
-    """Of several weights at once, both orders; then of one expert that has changed."""
+    """Copies are those of several weights at once, both orders; then of one expert that has changed."""
     weights = [[torch.randn(shape).to(dtype)] for shape in ((3, 48, 80), (8, 256, 128), (2, 200, 72))]
     on_gpu = [[w.cuda() for w in group] for group in weights]
     specs = [Spec(quantizer, place == 1, 1) for place in range(len(weights))]

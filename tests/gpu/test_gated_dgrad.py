@@ -82,7 +82,7 @@ def test_copies_are_those_of_float64(sizes, tile, element):
 
 @pytest.mark.parametrize("tile", template.BLOCK_TILES, ids=str)
 def test_copies_are_eager_s_bit_for_bit(tile):
-    """Where sums are small integers, gate so large that its sigmoid is 1, and up a power of two: nothing is rounded
+    """The sums are small integers, gate so large that its sigmoid is 1, and up a power of two: nothing is rounded
     before the casts. Rows and places of NaN, infinities, zeros, huge and tiny numbers."""
     m, n, k = 768 * tile.cluster_m, 640 * tile.cluster_n, 256
     quantizer = Quantizer("e4m3", power_2_scale=True, scope="1x128")
@@ -145,7 +145,7 @@ def test_what_runs_where_no_kernel_was_built(monkeypatch):
 
 
 def test_every_tile_is_built_at_once():
-    """Of one gating there is a kernel a cluster."""
+    """There is a kernel a cluster of one gating."""
     problem = template.Problem("90", 512, 512, 512, E4M3, E4M3, E4M3, "128x128", False, False, gating=SWIGLU)
     kernels = {problem.kernel(tile) for tile in template.tiles(problem)}
     assert len(kernels) == len(template.BLOCK_TILES) == len({build._path(kernel) for kernel in kernels})

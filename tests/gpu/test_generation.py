@@ -27,8 +27,9 @@ GEMMS = 4 * LAYERS + 1  # one behind the other: qkv, o, gate and up, down; the h
 TAIL = 6.0  # standard deviations that no logit exceeds
 STEPS = 4
 PROMPTS = (600, 300, 128, 5, 1)
-# By head: the batches and prompts whose logits are compared whole, and those behind which tokens are generated. The
-# layers below a head in high precision are those of the others: it has a prompt of many rows, and one of few, a batch.
+# The cases by head: the batches and prompts whose logits are compared whole, and those behind which tokens are
+# generated. The layers below a head in high precision are those of the others: it has a prompt of many rows, and one of
+# few, a batch.
 EVERY = [(1, 600), (1, 300), (8, 128), (8, 5), (1, 1)], [(batch, length) for batch in (1, 8) for length in PROMPTS]
 HEADS = {"nvfp4_weight_only": EVERY, "rowwise": EVERY, "none": ([(1, 300)], [(1, 600), (1, 5), (8, 128), (8, 1)])}
 OPTIONS = {"recipe": "none", "fallback": "error"}
@@ -80,7 +81,7 @@ class Models:
         return torch.randint(1, VOCABULARY, (batch, length), generator=generator).to(self.device)
 
     def check(self, logits: Tensor, tokens: Tensor, rows: int) -> None:
-        """Of the last positions of these tokens, (B, steps, V), where at most `rows` rows of x met a weight at a
+        """Checks the last positions of these tokens, (B, steps, V), where at most `rows` rows of x met a weight at a
         time."""
         places = slice(-logits.shape[1] - 1, -1) if logits.shape[1] < tokens.shape[1] else slice(None)
         exact = self.exact(tokens, use_cache=False).logits[:, places].double()
@@ -100,7 +101,7 @@ class Models:
         assert (gap <= 2 * TAIL * rms).all(), (self.head, tuple(tokens.shape))
 
     def cache(self) -> object:
-        """Of one length for all prompts, as code is compiled for each length of a cache."""
+        """A cache of one length for all prompts, as code is compiled for each length of a cache."""
         return transformers.StaticCache(config=self.stored.config, max_cache_len=max(PROMPTS) + STEPS)
 
     def generated(self, batch: int, length: int, **options: object) -> None:

@@ -98,8 +98,8 @@ def test_an_fp8_gemm_runs(recipe):
     "recipe", [*RECIPES.values(), "delayed", "mxfp8", "nvfp4"], ids=[*RECIPES, "delayed", "mxfp8", "nvfp4"]
 )
 def test_any_number_of_rows_compiles_at_most_twice(recipe, train):
-    """Up to one block of wgrad's contraction and more, sizes that no block divides, and one graph for all but the
-    first."""
+    """The rows are up to one block of wgrad's contraction and more, sizes that no block divides, and one graph for all
+    but the first."""
     from te_inductor.backend import te
 
     compiles = []

@@ -96,7 +96,8 @@ def totals(model, recipe, mode, batches) -> list[torch.Tensor]:
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
 def test_cutlass_adds(recipe, mode, no_caches):
-    """It leaves what cuBLASLt and a kernel behind it leave, but for the order of sums and accumulation in 14 bits."""
+    """CUTLASS leaves what cuBLASLt and a kernel behind it leave, but for the order of sums and accumulation in 14
+    bits."""
     counters.clear()
     model, choose = Tied(), tables.choose
     batches = [[torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16) for _ in range(2)] for _ in range(5)]

@@ -93,8 +93,8 @@ def test_linear(m, size, dtype):
     ],
 )
 def test_linear_fp8(m, rows, splits, size, dtype):
-    """Against float64 products of the FP8 values: fast accumulation keeps about 13 bits of a sum. Every element is
-    written, a NaN stays in its row, and a run is like another, bit for bit."""
+    """The reference is float64 products of the FP8 values: fast accumulation keeps about 13 bits of a sum. Every
+    element is written, a NaN stays in its row, and a run is like another, bit for bit."""
     from te_inductor.templates.triton import nvfp4_fp8
     from te_inductor.templates.triton.partial_sums import add_up
 
@@ -249,7 +249,7 @@ class Step(nn.Module):
 
 @pytest.mark.parametrize("m", [1, 5])
 def test_attention_and_arg_max_of_a_step(m):
-    """Against the same in plain torch; the arg max exactly, of equals the first, and NaN before all."""
+    """The reference is the same in plain torch; the arg max exactly, of equals the first, and NaN before all."""
     torch.manual_seed(0)
     quantized = quantize_(Step().to("cuda", torch.bfloat16))
     run = torch.compile(quantized, backend=te_inductor.te, fullgraph=True, options=OPTIONS)
@@ -283,7 +283,8 @@ def model(k: int = 512) -> nn.Module:
 @pytest.mark.parametrize("recipe", ["nvfp4_weight_only", NVFP4WeightOnly(prefill="exact"), "rowwise"])
 @pytest.mark.parametrize("m", [1, 100, 300])
 def test_compiled(m, recipe):
-    """Against what the stored weights stand for, in bf16; under CUDA graphs on fresh inputs, without a skip."""
+    """The reference is what the stored weights stand for, in bf16; under CUDA graphs on fresh inputs, without a
+    skip."""
     quantized = quantize_(model(), recipe)
     plain = model()
     plain.load_state_dict(quantized.state_dict())  # dequantized

@@ -21,7 +21,8 @@ FAST_BITS = (
 
 @pytest.fixture(autouse=True)
 def compile_every_size():
-    """Past the recompile limit Dynamo would run the function eagerly, and nothing compiled would be tested."""
+    """Lifts the recompile limit, past which Dynamo would run the function eagerly, and nothing compiled would be
+    tested."""
     with torch._dynamo.config.patch(recompile_limit=1000, fail_on_recompile_limit_hit=True):
         yield
 
@@ -74,7 +75,8 @@ def test_compiled_casts_of_other_dtypes(scope, dtype):
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("scope", ["row", "1x128", "128x128"])
 def test_pieces_side_by_side(scope, dim, size):
-    """As of one matrix: each piece is written into its place; where blocks are not whole, all are brought together."""
+    """Pieces are as one matrix: each piece is written into its place; where blocks are not whole, all are brought
+    together."""
     install()
     run = torch.compile(ops.quantize_pieces, backend="te", dynamic=False)
     for first in CONTENTS.values():
@@ -153,7 +155,7 @@ def test_the_sigmoid_of_kernels_that_quantize():
 
 
 def test_the_erfc_of_kernels_that_quantize():
-    """By the bound of tests/backend/test_gelu.py, and two units of each approximation."""
+    """The bound is that of tests/backend/test_gelu.py, and two units of each approximation."""
     x, found = of_every_bf16(torch.erfc)
     exact, z = torch.erfc(x.double()), x.double().clamp(0)
     usual = x.isfinite()

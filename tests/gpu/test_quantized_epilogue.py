@@ -97,7 +97,7 @@ def test_every_bf16_value(name, element):
 
 @pytest.mark.parametrize(("place", "tile"), list(enumerate(QUANTIZED_TILES)), ids=str)
 def test_a_product(place, tile):
-    """At sizes that no tile divides; a row of NaN and a column of large values reach no other."""
+    """The sizes are such that no tile divides them; a row of NaN and a column of large values reach no other."""
     (function, steps), bias = ACTIVATIONS["gelu"], place % 2 == 0
     m, n, k = 3 * tile.m * tile.cluster_m - 40, 2 * tile.n * tile.cluster_n - 48, 528
     build.start(
@@ -125,7 +125,7 @@ class Mlp(nn.Module):
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_inference(mode, no_caches):
-    """Under a known scale, no kernel stands between the GEMMs; the result is that of the GEMM and the kernel. In grad
+    """No kernel stands, under a known scale, between the GEMMs; the result is that of the GEMM and the kernel. In grad
     mode, where amaxes are recorded, one does."""
     torch.manual_seed(0)
     model = Mlp(1024, 4096, F.gelu).requires_grad_(False)

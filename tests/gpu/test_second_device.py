@@ -192,7 +192,7 @@ def builder(family: str) -> Build:
 
 
 def results(family: str, device: str, current: AbstractContextManager[object]) -> list[Tensor]:
-    """Of two calls, both made while `current` holds."""
+    """The results of two calls, both made while `current` holds."""
     run, inputs = builder(family)(device)
     torch.cuda.synchronize(device)
     with current:

@@ -35,7 +35,7 @@ def product(a, a_scale, b, b_scale, config, dtype=torch.float32):
 )
 @pytest.mark.parametrize("m", [1, 16, 21, 64, 65, 70, 100, 129, 200, 256])
 def test_against_float64(m, size):
-    """Of 32 products each loses at most a bit of those that the largest keeps; promoted sums and scales round in
+    """Each of 32 products loses at most a bit of those that the largest keeps; promoted sums and scales round in
     fp32."""
     a, a_scale, b, b_scale = operands(m, *size)
     n, k = size
@@ -96,7 +96,7 @@ def layer(recipe: str) -> tuple[nn.Module, torch.Tensor]:
 
 
 def plain(model: nn.Module) -> nn.Module:
-    """With the stored weights written out, in float64."""
+    """The model with the stored weights written out, in float64."""
     wide = Mlp().to("cuda", torch.float64)
     for name, weight in model.named_parameters():
         stored = isinstance(weight, StoredWeight)
@@ -107,8 +107,9 @@ def plain(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("mode", [None, "reduce-overhead", "max-autotune"])
 @pytest.mark.parametrize("recipe", ["rowwise", "current"])
 def test_compiled(recipe, mode):
-    """As close to the weights in high precision as the library's GEMM, eager and for the same rows among more. Not to
-    each other: what rounds to bf16 before a cast, and what does not, moves one in twenty casts by a step."""
+    """Results are as close to the weights in high precision as the library's GEMM, eager and for the same rows among
+    more. Not to each other: what rounds to bf16 before a cast, and what does not, moves one in twenty casts by a
+    step."""
     model, x = layer(recipe)
     options = {"fallback": "error"} | ({} if mode is None else {"mode": mode})
     run = torch.compile(model, backend="te", fullgraph=True, options=options)
@@ -129,7 +130,7 @@ def test_compiled(recipe, mode):
 @pytest.mark.parametrize("m", [64, 65, 128, 200, 256, 257])
 @pytest.mark.parametrize("recipe", ["rowwise", "current"])
 def test_narrow_layer(recipe, m):
-    """Up to 256 rows a narrow layer's K is split; with one row more the library runs. Either is as close to the values
+    """A narrow layer's K is split up to 256 rows; with one row more the library runs. Either is as close to the values
     stored as the casts of x let it be."""
     torch.manual_seed(5)
     model = nn.Linear(4096, 2560).to("cuda", torch.bfloat16).requires_grad_(False)

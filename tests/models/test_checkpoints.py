@@ -116,7 +116,8 @@ def check_layers(model: nn.Module, values: dict[str, Tensor], ids: Tensor) -> Te
     "preset", [one if one in QUICK else pytest.param(one, marks=pytest.mark.thorough) for one in PRESETS]
 )
 def test_compressed_tensors(preset, tmp_path):
-    """Onto the meta device; lm_head is ignored. FP8 as the package reads it, NVFP4 as it does in bf16, its own dtype."""
+    """The model is on the meta device; lm_head is ignored. FP8 as the package reads it, NVFP4 as it does in bf16, its
+    own dtype."""
     source = llama()
     expected = compress(source, preset, tmp_path)
     model = load_quantized(llama("meta"), tmp_path)
@@ -142,7 +143,7 @@ def test_compressed_tensors(preset, tmp_path):
 
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_modelopt(tied, tmp_path):
-    """Without a file of the head, where it is tied; half of the layers in NVFP4, half in FP8."""
+    """There is no file of the head, where it is tied; half of the layers in NVFP4, half in FP8."""
     source = llama(tied=tied)
     tensors, values = write(source, nvfp4_modelopt, ignored=("lm_head",))
     for name in [name for name in values if "mlp" in name and name in dict(source.named_parameters())]:
@@ -162,7 +163,7 @@ def test_modelopt(tied, tmp_path):
 
 
 def test_fine_grained():
-    """As transformers' own dequantization reads it; the model generates, and its masters train."""
+    """Values are what transformers' own dequantization reads; the model generates, and its masters train."""
     own = pytest.importorskip("transformers.integrations.finegrained_fp8")
     tensors, values = write(llama(), fp8_blocks, ignored=("lm_head",))
     model = load_quantized(llama("meta"), tensors)

@@ -142,7 +142,7 @@ def check(high, low, te) -> None:
             f"{path}: {distance / noise} of the quantization noise away"
         )
         if "experts" in path and path.endswith(("gate_up_proj", "down_proj")) and "shared" not in path:
-            # Of two operands in E4M3 at least: FORWARD; fluctuations as there.
+            # Two operands in E4M3 give FORWARD at least; fluctuations as there.
             assert FORWARD / SLACK * size <= noise <= 3**0.5 * BACKWARD * SLACK * size, f"{path}: {noise / size:.2%}"
             assert (te[path] - exact).norm() >= noise / 2 / SLACK, f"{path}: nearer to high precision than FP8 can be"
 
@@ -182,7 +182,7 @@ def test_the_bounds_catch(monkeypatch):
 
 
 class Language(nn.Module):
-    """Which token is next, by experts alone: what is before and behind them does not learn."""
+    """Predicts which token is next, by experts alone: what is before and behind them does not learn."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -230,7 +230,7 @@ def in_high_precision(steps: int) -> torch.Tensor:
 @pytest.mark.parametrize("steps", [30, pytest.param(300, marks=thorough)])
 @quick("rowwise")
 def test_loss_curves(name, steps):
-    """As in high precision; every step's loss is finite, and it learns."""
+    """The curves are as in high precision; every step's loss is finite, and it learns."""
     if name == "block":
         pytest.skip("these experts are too narrow for blocks of 128")
     high, losses = in_high_precision(steps), curve(name, steps)

@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.thorough, pytest.mark.codegen]
 
 
 def test_curves(tmp_path, capsys):
-    """Within its tolerances of bf16, and learning."""
+    """The curves are within the example's tolerances of bf16, and learn."""
     assert experts.main(["--steps", "16", "--recipes", "rowwise", "--device", "cpu", "--out", str(tmp_path)]) == 0
     assert capsys.readouterr().out.count("\n") == 4
     losses = json.loads((tmp_path / "experts.json").read_text())["losses"]

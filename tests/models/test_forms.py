@@ -442,7 +442,8 @@ def test_products_of_parameters_are_left_alone(product):
 
 
 def test_a_parameter_on_the_left_mixes_rows():
-    """Of each matrix of a batch, as in a gated MLP over positions: every bit of the layer over the transpose."""
+    """Rows of each matrix of a batch are mixed, as in a gated MLP over positions: every bit of the layer over the
+    transpose."""
     results, weight, x, dy = [], torch.randn(N, K), torch.randn(3, K, 16), torch.randn(3, N, 16)
     for function in (lambda x, p, b: p @ x, lambda x, p, b: F.linear(x.mT, p).mT):
         torch._dynamo.reset()
@@ -501,7 +502,7 @@ class Contractions(nn.Module):
     "high", [(0,), (1, 2), (0, 1, 2), *(pytest.param(one, marks=pytest.mark.thorough) for one in ((1,), (2,), (0, 1)))]
 )
 def test_what_stays_in_high_precision_is_as_it_was_written(high):
-    """And not the linear layer that stood in its place while that was decided."""
+    """The linear layer that stood in its place while that was decided is gone."""
     model, x, seen = Contractions(), torch.randn(48, 3, 16), []
     policy = {**{f"layers.{place}.inner": "none" for place in high}, "*": zoo.RECIPE}
 
@@ -546,7 +547,7 @@ def test_products_of_activations_are_left_alone():
 
 @pytest.mark.parametrize("train", [True, False])
 def test_encoder_layer(train):
-    """Under training, and in evaluation, where torch has a fused path that Dynamo does not take."""
+    """The layer is in training, and in evaluation, where torch has a fused path that Dynamo does not take."""
     model = nn.TransformerEncoderLayer(64, 4, 96, dropout=0.0, batch_first=True).train(train)
     x = torch.randn(2, 16, 64)
     fprops = sorted((site.fqn, site.shapes) for site in explained(model, x) if site.gemm == "fprop")

@@ -121,7 +121,8 @@ def test_a_framework_that_has_changed_is_refused(monkeypatch):
 
 
 def test_scales_lie_in_a_distributed_checkpoint(tmp_path, without_codegen):
-    """Which asks an object that has not run yet for the keys to read; so does Accelerate's `load_state`."""
+    """A distributed checkpoint asks an object that has not run yet for the keys to read; so does Accelerate's
+    `load_state`."""
     from torch.distributed import checkpoint
 
     from te_inductor.errors import StateError

@@ -33,7 +33,7 @@ def llama() -> nn.Module:
 
 
 def plain(stored: nn.Module) -> nn.Module:
-    """With the values that are stored."""
+    """The model with the values that are stored."""
     model = llama()
     weights = {
         name: one.dequantize() if isinstance(one, StoredWeight) else one for name, one in stored.state_dict().items()

@@ -60,7 +60,7 @@ NARROW = "shared_expert_gate"  # one output
 
 @pytest.fixture(params=CONFIGS)
 def name(request, monkeypatch):
-    """In evaluation: some choose at random in training. Gradients are those of training otherwise."""
+    """Makes models in evaluation: some choose at random in training. Gradients are those of training otherwise."""
 
     def config():
         kind = getattr(transformers, f"{request.param}Config", None)
@@ -89,7 +89,7 @@ def test_every_product_is_found(name):
 @pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise"])
 @pytest.mark.sample(1)
 def test_a_step(name, recipe, monkeypatch):
-    """Of delayed scaling the first, whose scales are those of the reference."""
+    """The step of delayed scaling is the first, whose scales are those of the reference."""
     for high, low, found in three(name, recipe, monkeypatch, 1 if recipe == "delayed" else 2):
         check(high, low, found)
 
@@ -113,8 +113,8 @@ class GroupedExperts(nn.Module):
 
 
 class Titan(nn.Module):
-    """As torchtitan 0.3 has it, models/moe: bf16 products of w1 and w3 apart, scores before or behind the experts, what
-    belongs to a token added up by `scatter_add`."""
+    """Experts as torchtitan 0.3 has them, models/moe: bf16 products of w1 and w3 apart, scores before or behind the
+    experts, what belongs to a token added up by `scatter_add`."""
 
     def __init__(self, before: bool, width=64, inner=48, experts=4, each=2) -> None:
         super().__init__()

@@ -59,7 +59,7 @@ def test_a_model_is_stored_as_it_is_loaded_and_saved_as_it_is(recipe, policy, ti
 
 
 def test_nothing_is_spent_on_what_is_stored(tmp_path):
-    """While the rest is loaded, stored weights are no parameters."""
+    """Stored weights are no parameters while the rest is loaded."""
     pretrained.make_savable(te_inductor.quantize_(llama(), "rowwise")).save_pretrained(tmp_path)
     quantizer = pretrained.StoredWeightsQuantizer(pretrained.StoredWeightsConfig("rowwise"), pre_quantized=True)
     with torch.device("meta"):

@@ -55,7 +55,8 @@ class Autocast(nn.Module):
 @quick("delayed", "current", "nvfp4")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_torch_autocast(name, dtype):
-    """Inside the compiled function and around it: outputs of its dtype, gradients of the parameters' dtype."""
+    """torch.autocast stands inside the compiled function and around it: outputs of its dtype, gradients of the
+    parameters' dtype."""
     model, x = Norms(), torch.randn(X, requires_grad=True)
     check(copy.deepcopy(Autocast(model, dtype)), name, x)
     expected = results(te(copy.deepcopy(Autocast(model, dtype)), name), [], x)
@@ -69,7 +70,7 @@ def test_torch_autocast(name, dtype):
 
 @quick("delayed", "block", "mxfp8")
 def test_both_autocasts(name):
-    """They nest in either order, and know nothing of each other."""
+    """Both autocasts nest in either order, and know nothing of each other."""
 
     def function(x):
         with te_inductor.autocast(recipe=name), torch.autocast("cpu", torch.bfloat16):
@@ -163,7 +164,8 @@ MASKS = {
 @quick("delayed", "current", "mxfp8", "nvfp4")
 @pytest.mark.parametrize("mask", MASKS)
 def test_the_fast_path_of_an_encoder_layer(name, mask, fast_path):
-    """In evaluation without gradients: one op of torch's, in which every projection is found all the same."""
+    """The layer is in evaluation without gradients: one op of torch's, in which every projection is found all the
+    same."""
     layer = nn.TransformerEncoderLayer(
         DIM, 4, 2 * DIM, batch_first=True, activation="gelu", norm_first=mask == "padding"
     )
@@ -226,7 +228,7 @@ def test_a_module_of_a_model(name):
 
 @quick("delayed", "rowwise", "mxfp4")
 def test_a_function(name):
-    """As a decorator, over parameters that are its arguments."""
+    """torch.compile is a decorator, over parameters that are arguments."""
     model, x = mlp(), torch.randn(X)
 
     @torch.compile(backend="te", fullgraph=True, options={"recipe": name, "fallback": strict(name)})
@@ -261,7 +263,7 @@ def test_every_recipe_in_one_process():
     [name if name in ("delayed", "current") else pytest.param(name, marks=pytest.mark.thorough) for name in NAMES],
 )
 def test_two_models_share_no_state(other):
-    """Of one class, so that one compiled code serves both: what one sees does not change the other."""
+    """The models are of one class, so that one compiled code serves both: what one sees does not change the other."""
     models = [mlp() for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     lone = copy.deepcopy(models[0])

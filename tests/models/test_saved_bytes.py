@@ -69,7 +69,7 @@ class ReluMlp(nn.Module):
 
 
 def saved_bytes(model, recipe: str, **inputs) -> int:
-    """Of storages that are not the model's own."""
+    """The bytes of storages that are not the model's own."""
     torch._dynamo.reset()
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers(), *inputs.values())}
     found = {}
@@ -128,7 +128,7 @@ def test_no_more_than_in_high_precision(make, recipes, uncompiled):
 
 
 def test_relus_mask_is_counted(uncompiled):
-    """Beside ReLU's mask and the copy of its output there is no room for copies of weights."""
+    """There is no room for copies of weights beside ReLU's mask and the copy of its output."""
     model, x = ReluMlp().bfloat16(), torch.randn(4 * HIDDEN, HIDDEN, dtype=torch.bfloat16)
     most, found = (saved_bytes(model, recipe, x=x) for recipe in ("none", "block"))
     assert found <= most

@@ -16,7 +16,7 @@ def narrow_default():
 
 
 def test_numbers_are_fp32_or_int32(narrow_default):
-    """Also where two stand alone, of which torch makes its default dtype, and int64."""
+    """Numbers are so even where two stand alone, of which torch makes its default dtype, and int64."""
     condition = torch.tensor([True, False])
     for made, dtype, values in (
         (TORCH.where(condition, TORCH.fp32(449), TORCH.fp32(1 + 2**-20)), torch.float32, [449.0, 1 + 2**-20]),

@@ -101,7 +101,7 @@ def test_the_update_rule(recipe, element, steps):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS[:3], ids=["max", "most_recent", "function"])
 def test_the_update_rule_compiled(algorithm):
-    """In one graph, as it stands in a model."""
+    """The rule runs in one graph, as it stands in a model."""
     install()
     recipe = DelayedScaling(amax_history_len=3, amax_compute_algo=algorithm, margin=2)
     state = Quantizers(recipe, "e4m3", 3)
@@ -126,7 +126,7 @@ def scales_after(recipe: DelayedScaling, steps: list[float]) -> list[float]:
 
 
 def test_scales_by_hand():
-    """Apart from the oracle: 448 / amax over a window of 3, this step's included; 2**margin of headroom."""
+    """The sums need no oracle: 448 / amax over a window of 3, this step's included; 2**margin of headroom."""
     steps = [7.0, 3.5, 1.75, 1.75, 14.0]
     assert scales_after(DelayedScaling(amax_history_len=3), steps) == [64.0, 64.0, 64.0, 128.0, 32.0]
     assert scales_after(DelayedScaling(amax_history_len=1), steps) == [64.0, 128.0, 256.0, 256.0, 32.0]
@@ -137,7 +137,7 @@ def test_scales_by_hand():
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 @pytest.mark.parametrize("value", [0.0, math.inf, math.nan])
 def test_what_is_no_observation_leaves_no_trace(value, algorithm):
-    """It freezes no scale, and takes no place in the window: as if the step had not been."""
+    """What is no observation freezes no scale, and takes no place in the window: as if the step had not been."""
     recipe = DelayedScaling(amax_history_len=3, amax_compute_algo=algorithm)
     with_it, without = (
         scales_after(recipe, steps) for steps in ([1.0, value, 2.0, value, value, 0.5, 0.25], [1.0, 2.0, 0.5, 0.25])
@@ -147,7 +147,7 @@ def test_what_is_no_observation_leaves_no_trace(value, algorithm):
 
 
 def test_every_scale_has_a_finite_reciprocal():
-    """Or the next step would decode with infinity, and its NaN would never observe a better amax."""
+    """The next step would otherwise decode with infinity, and its NaN would never observe a better amax."""
     for recipe in (DelayedScaling(margin=64), DelayedScaling(scaling_factor_compute_algo=broken)):
         [scale] = scales_after(recipe, [3e38])
         assert scale > 0 and math.isfinite(1 / torch.tensor(scale).item()) and scale >= torch.finfo(torch.float32).tiny

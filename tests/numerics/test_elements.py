@@ -55,8 +55,8 @@ def eager_cast(x: torch.Tensor, element: Element) -> torch.Tensor:
 
 @pytest.mark.parametrize("element", [one for one in ELEMENTS.values() if one.coded], ids=lambda element: element.name)
 def test_codes_and_values_are_each_others_inverse(element):
-    """Of each code, by the tables of the OCP Microscaling Formats Specification; E2M1's own arithmetic and that of any
-    element are one."""
+    """Each code has its value, by the tables of the OCP Microscaling Formats Specification; E2M1's own arithmetic and
+    that of any element are one."""
     codes, several = torch.arange(2**element.bits, dtype=torch.uint8), replace(element, name="any")
     for one in (element, several):
         values = arithmetic.decode_value(TORCH, codes, one)
@@ -93,8 +93,8 @@ def test_every_value_round_trips(element):
 
 @elements
 def test_halfway_cases_round_to_even(element):
-    """Between every pair of neighbours: the middle goes to the even mantissa, a hair to either side to the nearer
-    one."""
+    """The cases lie between every pair of neighbours: the middle goes to the even mantissa, a hair to either side to
+    the nearer one."""
     values = every_value(element).unique()  # sorted; one zero
     low, high = values[:-1], values[1:]
     middle = (low + high) / 2
@@ -153,7 +153,7 @@ def test_not_finite(element):
 @settings(max_examples=300, deadline=None)
 @given(value=st.floats(width=32))
 def test_oracle_rounds_to_the_nearest_value(element, value):
-    """Against a search over all values."""
+    """The reference is a search over all values."""
     rounded = casts.round_to_element(torch.tensor([value], dtype=torch.float64), element)
     if value != value:
         assert rounded.isnan().all()

@@ -117,7 +117,7 @@ def test_experts_that_are_one_matrix(quantizer, transposed):
 
 @pytest.mark.parametrize("content", AWKWARD)
 def test_scales_of_an_expert_are_its_own(content):
-    """Of two layers' weights together; known scales of one expert, and of all."""
+    """The weights are two layers' together; known scales of one expert, and of all."""
     quantizer = Quantizer("e4m3")
     weights = [experts_of(content, 17, 40, torch.float32), 2 * experts_of("random", 33, 40, torch.float32)]
     scale, scale_inv = ops.experts_scale(weights, quantizer)
@@ -294,7 +294,7 @@ def error_of(a, b, bias, dtype, gemm) -> Tensor:
 
 
 def assert_near(found: Tensor, expected: Tensor, error: Tensor, what: str) -> None:
-    """Within the bound; what is not finite is so in both."""
+    """Checks that values are within the bound; what is not finite is so in both."""
     assert torch.equal(found.isfinite(), expected.isfinite()), f"{what}: not finite elsewhere"
     finite = expected.isfinite()
     if finite.any():
@@ -345,7 +345,7 @@ def test_layer(recipe, sizes, dtype, bias, each):
     "recipe", [name if name == "rowwise" else pytest.param(name, marks=thorough) for name in RECIPES]
 )
 def test_layer_of_blocks_and_a_half(recipe):
-    """As 2880 is 22 blocks and a half."""
+    """The sizes are like 2880, which is 22 blocks and a half."""
     sizes = (40, 0, 130, 7)
     x, weights, biases, dy, _ = inputs(sizes, 3, n=(192,), k=320)
     slots = RECIPES[recipe].slots()
@@ -379,7 +379,7 @@ def of_rows(slot, module):
 
 
 def test_a_recipe_of_ones_own():
-    """Which chooses by module path: of rows for these experts, in E5M2 for gradients."""
+    """The recipe chooses by module path: scales of rows for these experts, in E5M2 for gradients."""
     slots = CustomRecipe(of_rows).slots_of("mlp.experts.w1")
     assert slots.fprop.scopes == ("row", "row") and slots.grad_output.element == "e5m2"
     sizes = (3, 0, 20)

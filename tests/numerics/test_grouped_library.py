@@ -22,7 +22,7 @@ BEHIND = {SIZES["rows behind"]: 21}
 
 @pytest.fixture
 def library(monkeypatch):
-    """As if every tensor were on such a GPU; how often each product was called."""
+    """Makes every tensor seem to be on such a GPU; counts how often each product was called."""
     calls: list[str] = []
 
     def counted(name: str, function):
@@ -154,7 +154,7 @@ def test_report(recipe, library):
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4", "nvfp4"])
 def test_report_of_a_program(recipe, library):
-    """In a package torch's library has MXFP8's products alone; code of a C++ wrapper cannot call ours."""
+    """torch's library has, in a package, MXFP8's products alone; code of a C++ wrapper cannot call ours."""
     library()
     program = torch.export.export(Layer(), (torch.randn(32, 64).bfloat16(), layers.ends_of((16, 16))))
     [site] = explain(program, options={"policy": {"*": recipe}}).sites
@@ -164,7 +164,8 @@ def test_report_of_a_program(recipe, library):
 
 
 def test_where(monkeypatch):
-    """On compute capability 10.0 alone, of bf16 and E4M3, where torch was built with the library."""
+    """The library multiplies on compute capability 10.0 alone, bf16 and E4M3, where torch was built with the
+    library."""
     gemm, bf16 = MXFP8BlockScaling().slots().fprop, torch.bfloat16
     assert not grouped_library.multiplies(torch.device("cpu"), gemm, bf16)
     monkeypatch.setattr(torch.__config__, "show", lambda: "USE_MSLK=ON")
@@ -187,7 +188,7 @@ def test_where(monkeypatch):
 
 
 def test_groups_have_room():
-    """For a tile of each empty group, whatever the others are."""
+    """There is room for a tile of each empty group, whatever the others are."""
     for sizes in ((0,) * 5, (1,) * 5, (129, 0, 0, 0, 0), (640, 0, 1, 0, 127)):
         ends = torch.tensor(sizes).cumsum(0).int()
         starts, tiles, source = grouped.layout(ends, sum(sizes), grouped.GROUP_ALIGNMENT)

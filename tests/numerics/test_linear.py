@@ -165,8 +165,8 @@ def test_compiled(backend, size, dtype, with_bias, recipe):
 
 
 def test_the_oracle_is_a_linear_layer():
-    """Against autograd in float64: the oracle's gradients are those of its forward, up to quantization noise, which is
-    at most 2**-4 (E4M3) and 2**-3 (E5M2) of each element that is no subnormal."""
+    """The reference is autograd in float64: the oracle's gradients are those of its forward, up to quantization noise,
+    which is at most 2**-4 (E4M3) and 2**-3 (E5M2) of each element that is no subnormal."""
     recipe = RECIPES["hybrid"]
     x, w, b = (torch.randn(size, dtype=torch.float64, requires_grad=True) for size in [(33, 70), (20, 70), (20,)])
     dy = torch.randn(33, 20, dtype=torch.float64)
@@ -247,7 +247,7 @@ def test_no_grad_quantizes_no_transposes():
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (2, 3, 5), (1, 1)], ids=str)
 def test_leading_dimensions(shape):
-    """They are one long M: the result is the flat one, reshaped, bit for bit."""
+    """Leading dimensions are one long M: the result is the flat one, reshaped, bit for bit."""
     x = torch.randn(*shape, 48, requires_grad=True)
     weight, bias = torch.randn(32, 48, requires_grad=True), torch.randn(32)
     y = linear(x, weight, bias, RECIPES["hybrid"].slots())

@@ -95,7 +95,7 @@ TOGETHER = {
 @pytest.mark.parametrize("codegen", [False, pytest.param(True, marks=[pytest.mark.codegen, pytest.mark.thorough])])
 @pytest.mark.parametrize("use", [*APART, *TOGETHER])
 def test_only_what_cannot_tell_a_slice_is_merged(use, codegen):
-    """Either way the program computes what it computes without this package, up to quantization."""
+    """The program, merged or not, computes what it computes without this package, up to quantization."""
     model = Layers(use=(APART | TOGETHER)[use])
     x = torch.randn(2, 6, 48)
     assert merged(model, x) == ({0} if use in APART else {3})

@@ -241,7 +241,7 @@ def test_the_transpose_of_square_blocks_holds_the_same_values(scope):
 
 @quantizers
 def test_error_is_at_most_half_a_step(quantizer):
-    """Of MXFP8, whose scale is rounded up, nothing saturates. An E4M3 scale is rounded to nearest, so the largest
+    """Nothing of MXFP8, whose scale is rounded up, saturates. An E4M3 scale is rounded to nearest, so the largest
     values of a block may saturate: by 2**-4 of themselves at most, and by more where the scale is a subnormal."""
     x = torch.randn(160, 256) * torch.exp2(torch.randint(-4, 3, (160, 256)))
     amax, number = amaxes(x, quantizer)
@@ -277,7 +277,7 @@ def test_dequantize(quantizer, how):
 
 
 def gemm_of(scopes: tuple[str, str]) -> Gemm:
-    """Of the first elements that may have these scopes."""
+    """A GEMM of the first elements that may have these scopes."""
     return Gemm.of("fprop", *(Quantizer(SCOPES[scope].elements[0], scope=scope) for scope in scopes))
 
 
@@ -356,7 +356,7 @@ def test_hadamard_and_stochastic_rounding_bit_for_bit(how):
 
 
 def test_the_transform_is_a_signed_sylvester_matrix():
-    """Against the matrix in float64, within four roundings of fp32 sums and one to bf16; and it cancels in a
+    """The reference is the matrix in float64, within four roundings of fp32 sums and one to bf16; and it cancels in a
     product."""
     size = len(HADAMARD_SIGNS)
     sylvester = torch.tensor([[(-1.0) ** (i & j).bit_count() for i in range(size)] for j in range(size)]).double()

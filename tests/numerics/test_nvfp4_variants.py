@@ -43,7 +43,7 @@ def quantized(values: list[float], quantizer: Quantizer, amax: float) -> tuple[l
     return data[0, : len(values)].tolist(), scale[0].item()
 
 
-# Of a tensor with amax 6, and 256 as the largest scale, values are in units of their own: to 6 they are rounded to 0,
+# Values of a tensor with amax 6, and 256 as the largest scale, are in units of their own: to 6 they are rounded to 0,
 # 0.5, 1, 1.5, 2, 3, 4, 6; to 4, with scale 384, to 3/2 of these.
 BLOCKS = {
     "4 is exact": ([6.0, 4.5, -3.0], [4.0, 3.0, -2.0], 384.0),
@@ -63,15 +63,15 @@ def test_by_hand(name, metric):
 
 
 def test_metrics_differ():
-    """To 6, 5 is off by 1 and nothing else is; to 4, 5 and 4 are off by 1/2 each and 1/2 is by 1/4: the magnitudes are
-    1 and 5/4, the squares 1 and 9/16."""
+    """Cast to 6, 5 is off by 1 and nothing else is; to 4, 5 and 4 are off by 1/2 each and 1/2 is by 1/4: the magnitudes
+    are 1 and 5/4, the squares 1 and 9/16."""
     values = [6.0, 5.0, 4.0, 0.5]
     assert quantized(values, one("MAE"), 6.0) == ([6.0, 4.0, 4.0, 0.5], 256.0)
     assert quantized(values, one("MSE"), 6.0) == ([4.0, 3.0, 3.0, 0.5], 384.0)
 
 
 def test_the_largest_scale():
-    """With 448 the block of the tensor's amax has no larger scale to go to 4 with. One of half the amax has 224, or
+    """The block of the tensor's amax has, with 448, no larger scale to go to 4 with. One of half the amax has 224, or
     320, to which 336 is rounded: in units of 5/7 then, 2.15 is off by 1/140 and 3 by 1/7, instead of by 0.15 and 0."""
     assert quantized([6.0, 4.5], one("MAE", 448.0), 6.0) == ([6.0, 4.0], 448.0)
     assert quantized([3.0, 2.15, 2.15], one("MAE", 448.0), 6.0) == ([4.0, 3.0, 3.0], 320.0)

@@ -54,7 +54,8 @@ def test_what_is_not_finite():
 
 
 def test_order_of_a_stored_block():
-    """As the note states it, value by value: the bits of value (i, h) of unit u, found where bf16 has its own."""
+    """The order is as the note states it, value by value: the bits of value (i, h) of unit u, found where bf16 has its
+    own."""
     codes = torch.randint(0, 16, (5, 64), dtype=torch.uint8)
     units = nvfp4.store(codes).view(torch.int32).long() & 0xFFFFFFFF
     for turns in nvfp4._TURNS:

@@ -172,7 +172,7 @@ LAYERS = {name: (Linear(name), None, [X, (64, C), (64,)]) for name in ("current"
 
 @pytest.mark.parametrize("name", [*PLAIN, *LAYERS])
 def test_a_gradient_of_a_gradient_is_refused(name):
-    """Of a sum too, whose own gradient is a constant: the operation's still hangs on its inputs."""
+    """It is refused of a sum too, whose own gradient is a constant: the operation's still hangs on its inputs."""
     operation, _, shapes = (PLAIN | LAYERS)[name]
     inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
     for loss in (torch.Tensor.sum, lambda y: y.square().sum()):

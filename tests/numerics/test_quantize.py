@@ -15,7 +15,7 @@ from te_inductor.recipes.formats import SCOPES
 from tests.bounds import assert_same_values
 from tests.oracle import casts
 
-# Those of fp32 scales; MXFP8 and NVFP4: test_microscaling.py.
+# The scopes of fp32 scales; MXFP8 and NVFP4: test_microscaling.py.
 FP32_SCOPES = [name for name, scope in SCOPES.items() if not scope.microscaled]
 QUANTIZERS = [
     Quantizer(element, amax_epsilon=epsilon, power_2_scale=power, scope=scope)

@@ -16,13 +16,13 @@ __all__ = ["known_seeds"]  # a fixture
 
 
 def products(graph: torch.fx.GraphModule) -> list[str]:
-    """Those in high precision."""
+    """The products in high precision."""
     targets = [str(node.target) for node in graph.graph.nodes]
     return [target for target in targets if target.startswith(("aten.mm", "aten.addmm", "aten.bmm"))]
 
 
 def fakes(tensors: list[Tensor], dynamic: list[Tensor]) -> list[Tensor]:
-    """Those of `dynamic` have a symbol for the number of their rows."""
+    """Makes fake tensors; those of `dynamic` have a symbol for the number of their rows."""
     mode, kinds = FakeTensorMode(shape_env=ShapeEnv()), [DimDynamic.DYNAMIC, DimDynamic.STATIC]
     made = []
     for one in tensors:
@@ -33,7 +33,7 @@ def fakes(tensors: list[Tensor], dynamic: list[Tensor]) -> list[Tensor]:
 
 
 def lowered(recipe, dynamic: bool, operands: list[Tensor], dy: Tensor) -> torch.fx.GraphModule:
-    """Of y and the gradients of all operands, as a function of them and dy."""
+    """The graph of y and the gradients of all operands, as a function of them and dy."""
 
     def step(*given):
         *leaves, g = (one.detach().requires_grad_() for one in given)

@@ -142,7 +142,7 @@ def recorded(function: Callable[[], Any], multiprocessors: int) -> Any:
 
 
 def described(argument: Any) -> Any:
-    """For comparisons: where a tensor lies and what it is, the value of a number, whatever type holds it."""
+    """Describes for comparisons: where a tensor lies and what it is, the value of a number, whatever type holds it."""
     if isinstance(argument, torch.Tensor):
         return argument.data_ptr(), argument.dtype, tuple(argument.shape), argument.stride()
     if isinstance(argument, tuple):

@@ -99,8 +99,8 @@ def pretend(arch: int) -> list[Any]:
 
 
 def check_constants(source: str, names: dict[str, Any], written: dict[str, Any]) -> None:
-    """That each constant of ours in generated code is rebuilt from its source, with the names that the module is given,
-    as the constant that it was written for.
+    """Checks that each constant of ours in generated code is rebuilt from its source, with the names that the module is
+    given, as the constant that it was written for.
 
     Raises:
         AssertionError: a name stands for something else, or for nothing.
@@ -176,7 +176,7 @@ def main(shim: str, arch: int, case: str, out: Path) -> None:
         *small,
         mock.patch.object(GraphLowering, "_compile_to_module_lines", keep),
         mock.patch.object(Constant, "__fx_repr__", recorded),
-        # Of later steps under delayed scaling, and not the graph of a first one.
+        # The graph is that of later steps under delayed scaling, and not of a first one.
         mock.patch("te_inductor.runtime.state.state_inputs.StateInputs.may_lack_history", lambda *_: False),
         mock.patch(
             "te_inductor.templates.cutlass.scaled_mm.architecture", lambda device: str(arch) if chosen else None

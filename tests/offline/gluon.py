@@ -133,7 +133,7 @@ class Barrier:
             self._advance()
 
     def wait(self, parity: int) -> None:
-        """Until the phase of that parity is over: at the start, that before the first."""
+        """Waits until the phase of that parity is over: at the start, that before the first."""
         program, wish = self.program, (self, parity)
         program.rest()
         with program.changed:
@@ -148,8 +148,8 @@ class Barrier:
 
 
 class Descriptor:
-    """Of a tensor in memory, (rows, columns), copied in boxes; beyond its edge there are zeros. Floats are fp32 here,
-    and count as many bytes as they have in memory."""
+    """A descriptor of a tensor in memory, (rows, columns), copied in boxes; beyond its edge there are zeros. Floats are
+    fp32 here, and count as many bytes as they have in memory."""
 
     def __init__(self, tensor: torch.Tensor, box: tuple[int, int]) -> None:
         self.values, self.box, self.layout = numpy_of(tensor), box, None
@@ -164,7 +164,7 @@ class Descriptor:
 
 
 class _Sum:
-    """Of which products may not have been added yet."""
+    """A sum of which products may not have been added yet."""
 
     def __init__(self, value: Array) -> None:
         self.value = value
@@ -188,7 +188,7 @@ class Program:
         self.wishes: list[tuple[Barrier, int]] = []  # of those that wait
 
     def run(self, kernel: JITFunction, *args: Any, **constants: Any) -> None:
-        """In Python, on Descriptors, Pointers and numbers. Raises what a partition raises."""
+        """Runs a kernel in Python, on Descriptors, Pointers and numbers. Raises what a partition raises."""
         memory = threading.Thread(target=self._copy_all)
         memory.start()
         try:

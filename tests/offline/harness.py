@@ -74,7 +74,7 @@ def shim() -> str:
     if compiler is None:
         pytest.skip("no C++ compiler")
     source = HERE / "fake_cuda.cpp"
-    # Of the libraries that it is linked to, too: another environment has others.
+    # The libraries that it is linked to count, too: another environment has others.
     key = hashlib.sha256(source.read_bytes() + f"{torch.__version__} {torch.__file__}".encode()).hexdigest()[:16]
     built = Path(tempfile.gettempdir()) / f"te_inductor_fake_cuda_{os.getuid()}_{key}.so"
     if not built.exists():
@@ -91,7 +91,7 @@ def shim() -> str:
 
 @functools.cache
 def server() -> Server:
-    """Where cases are generated."""
+    """The process in which cases are generated."""
     return Server(TRITON, libraries=(shim(),))
 
 

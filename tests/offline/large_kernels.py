@@ -54,7 +54,7 @@ def new_empty(like: Tensor, shape: Any, dtype: torch.dtype | None = None, **_: A
 
 
 def last_programs(self: Any, *args: Any, **kwargs: Any) -> None:
-    """In the place of the interpreter's own loop over the grid, on tensors that are on the CPU."""
+    """Stands in the place of the interpreter's own loop over the grid, on tensors that are on the CPU."""
     patched, named = interpreter._patch_lang(self.fn), inspect.getfullargspec(self.fn).args
     try:
         given = inspect.getcallargs(self.fn, *args, **{name: kwargs[name] for name in named if name in kwargs})
@@ -118,7 +118,7 @@ def experts() -> None:
     weights = {"nvfp4": nvfp4.dequantize(*filled, K, FP32)[-64:]}
     values = mapped((EXPERTS, N, K), FP8)
     values[-1, -64:] = weights["fp8"] = torch.randn(64, K).to(FP8)
-    # By columns, as attention may leave it: its last column is behind 2**31 elements.
+    # A tensor by columns, as attention may leave it: its last column is behind 2**31 elements.
     far = mapped((K, 2**32 // K), BF16).t()[-2:]
     far.copy_(x)
     for given, of in ((x, "rows"), (far, "columns")):
@@ -216,7 +216,7 @@ def kept_weights() -> None:
 
 
 def attention() -> None:
-    """Of 2**17 heads; keys that lie across heads, so that the last column is behind 2**31 elements, too."""
+    """Attends with 2**17 heads; keys that lie across heads, so that the last column is behind 2**31 elements, too."""
     batch, keys, wide = 2**17 + 1, 256, 128
     q = mapped((batch, 8, wide), BF16)
     k, v = mapped((wide, batch, keys), BF16).transpose(0, 1), mapped((batch, keys, wide), BF16)

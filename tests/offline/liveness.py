@@ -48,7 +48,7 @@ class Peaks:
 
 @dataclass
 class Storages(TorchDispatchMode):
-    """Those that are alive, and the most that they were."""
+    """The storages that are alive, and the most that they were."""
 
     alive: list[tuple[StorageWeakRef, int]] = field(default_factory=list)
     peak: int = 0
@@ -98,7 +98,7 @@ def empty_as(size: Sequence[int], stride: Sequence[int], device: Any, dtype: tor
 
 
 def peaks(sources: Sequence[str]) -> Peaks:
-    """Of a forward and its backward."""
+    """The peaks of a forward and its backward."""
     forward, backward = (_load(source) for source in sources)
     _, given = _names(sources[0]), _names(sources[1])
     saved_count = sum("tangents" not in name for name in given)
@@ -121,7 +121,7 @@ def _key(x: Tensor) -> int:
 
 
 def _names(source: str) -> list[str]:
-    """Of the arguments of a wrapper."""
+    """The names of the arguments of a wrapper."""
     found = re.search(r"def call\(self, args\):\n\s+(.*?),? = args", source)
     assert found is not None
     return found[1].split(", ")

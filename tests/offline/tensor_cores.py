@@ -77,7 +77,7 @@ def fp8_mm(
     bias: Tensor | None = None,
     **given: Any,
 ) -> Tensor:
-    """As `torch._scaled_mm`, whose own kernel for the CPU needs a minute for 2**30 products."""
+    """Computes what `torch._scaled_mm` does, whose own kernel for the CPU needs a minute for 2**30 products."""
     if a_scale.shape not in ((), (1,), (a.shape[0], 1)) or b_scale.shape not in ((), (1,), (1, b.shape[1])):
         return _own(a, b, a_scale, b_scale, bias, **given)
     product = (a.float() @ b.float()) * (a_scale * b_scale)

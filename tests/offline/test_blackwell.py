@@ -59,7 +59,7 @@ def one_layer():
 
 @pytest.mark.thorough
 def test_experts_are_given_what_the_oracle_multiplies(tmp_path):
-    """Through the interpreter: casts of each expert's weight, scales in their order, the factor."""
+    """The interpreter shows it: casts of each expert's weight, scales in their order, the factor."""
     [source] = generate("grouped_blackwell_inference", 100).sources
     assert source.count(LIBRARY) == 1 and "= torch.ops.te_inductor.quantize_experts." not in source
     x, w, dy, ends = one_layer()

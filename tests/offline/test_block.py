@@ -82,7 +82,8 @@ def test_both_copies_are_one_kernel(training: Generated) -> None:
 
 
 def test_a_norm_writes_its_row_copy_from_one_read(training: Generated) -> None:
-    """In its own kernel, a row a program; its column copy, in tiles, is the backward's, and the forward saves none."""
+    """The norm's own kernel does, a row a program; its column copy, in tiles, is the backward's, and the forward saves
+    none."""
     forward, backward = training.sources
     norm = training.kernel("mean")
     assert norm.tile == {"XBLOCK": 1, "num_warps": 4} and "quantize_rowcol" in norm.name
@@ -95,7 +96,7 @@ def test_a_norm_writes_its_row_copy_from_one_read(training: Generated) -> None:
 
 
 def test_inference_makes_row_copies_alone() -> None:
-    """In tiles that are blocks, too, of loops that are one; a norm's in its own kernel."""
+    """Copies are in tiles that are blocks, too, of loops that are one; a norm's in its own kernel."""
     generated = generate("mlp_inference_block", 90)
     [source] = generated.sources
     assert len(calls(source)) == 2 and "extern_kernels.mm(" not in source
@@ -125,7 +126,8 @@ def test_no_scale_is_stored_behind_the_last_block(tmp_path: Path) -> None:
 
 
 def test_magnitudes_are_integers(training: Generated) -> None:
-    """Beside an fp8 store, as tests/offline/test_mlp.py asks of the other recipes: no max or min but one of int32."""
+    """There is, beside an fp8 store, no max or min but one of int32, as tests/offline/test_mlp.py asks of other
+    recipes."""
     for kernel in training.kernels:
         if "tl.float8" in kernel.body:
             assert "minimum" not in kernel.body and "triton_helpers.max" not in kernel.body, kernel.name

@@ -104,8 +104,9 @@ def test_a_bias_gradient_reads_nothing_large(case, tmp_path):
 
 
 def test_relus_mask_is_found_again(tmp_path):
-    """Of what the up projection wrote: the forward reads it once, to write the row copy, and stores no mask; the
-    backward reads it beside dh, and writes the column copy of ReLU's output, both of the gradient, and the sums."""
+    """It is found in what the up projection wrote: the forward reads it once, to write the row copy, and stores no
+    mask; the backward reads it beside dh, and writes the column copy of ReLU's output, both of the gradient, and the
+    sums."""
     forward, backward = generate("biased_relu_delayed", 90).sources
     assert "torch.bool" not in forward + backward
     kernels = {kernel.name: kernel for kernel in generate("biased_relu_delayed", 90).kernels}

@@ -30,7 +30,7 @@ def test_a_layer_that_is_cut_in_two(recipe):
 
 @thorough
 def test_cubin(tmp_path: Path):
-    """Of experts' gradients: vectors of 16 bytes, nothing spilled, one reduction of the amax."""
+    """The kernel is that of experts' gradients: vectors of 16 bytes, nothing spilled, one reduction of the amax."""
     kernel = generate("experts_delayed", 90).kernel("sigmoid", "quantize_delayed")
     assert kernel.tile == FLAT_OF_THREE
     made = compile_to_cubin(kernel, 90, tmp_path)

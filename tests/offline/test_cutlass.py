@@ -49,7 +49,8 @@ def test_each_gemm_with_scales_of_blocks_is_what_the_table_names():
 
 
 def check_calls(case: str, problems: dict[str, Problem]) -> list[list[str]]:
-    """That CUTLASS is called, with its tile, where the table names one: the calls of the forward, of the backward."""
+    """Checks that CUTLASS is called, with its tile, where the table names one; returns the calls of the forward, of the
+    backward."""
     found = [tables.choose(problem, "NVIDIA H200") for problem in problems.values()]
     tiles = [tile for tile in found if tile is not None]
     sources = generate(case, 90).sources
@@ -85,8 +86,8 @@ INSTRUCTIONS = {
 @pytest.mark.quick("cutlass_residual")
 @pytest.mark.parametrize("case", ["cutlass_residual", "cutlass_residual_block"])
 def test_a_residual_is_read_by_the_gemm(case):
-    """By down's: the graph's input stands in its call, and nothing is computed behind it. Scales of blocks are as its
-    kernel reads them: rows of x side by side, and blocks of the weight along K."""
+    """The GEMM of down's reads it: the graph's input stands in its call, and nothing is computed behind it. Scales of blocks
+    are as its kernel reads them: rows of x side by side, and blocks of the weight along K."""
     forward, backward = generate(case, 90).sources
     assert backward.count("added=") == 0
     *_, last = [line for line in forward.splitlines() if "extern_kernels." in line or ".run(" in line]

@@ -94,7 +94,7 @@ def test_every_kernel_compiles(training: Generated, arch: int, tmp_path: Path) -
 @pytest.mark.quick("recording_cast_padded-size1")
 @pytest.mark.parametrize(("case", "size"), [("recording_cast", (80, 144)), ("recording_cast_padded", (70, 137))])
 def test_casts_that_record(case: str, size: tuple[int, int], tmp_path: Path) -> None:
-    """In the interpreter, bit for bit, on awkward contents; an amax that was larger, or NaN, stays."""
+    """Casts are equal in the interpreter, bit for bit, on awkward contents; an amax that was larger, or NaN, stays."""
     [source] = generate(case, 90).sources
     quantizer = Quantizer("e4m3")
     inputs = {
@@ -147,7 +147,8 @@ def test_the_kernels_of_a_steps_end() -> None:
 
 @pytest.mark.parametrize("reduced", [False, True])
 def test_a_steps_end_compiles(reduced: bool, arch: int) -> None:
-    """To one kernel without spills, and, where ranks reduce, another in front; divisions are rounded as IEEE has it."""
+    """It compiles to one kernel without spills, and, where ranks reduce, another in front; divisions are rounded as
+    IEEE has it."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

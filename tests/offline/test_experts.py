@@ -26,7 +26,7 @@ def test_interpreted(which):
 
 
 def compiled(kernel, constants: dict, types: dict, multiples: set, options: dict):
-    """For sm_90; `multiples` of 16."""
+    """Compiles for sm_90; `multiples` of 16."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -115,7 +115,7 @@ def test_generated_code(recipe):
     forward, backward = generate(f"experts_{recipe}", 90).sources
     assert forward.count("te_inductor.grouped_mm.default(") == 2
     assert backward.count("te_inductor.grouped_mm.default(") == backward.count("grouped_wgrad.default(") == 2
-    # Of the rows of experts the forward keeps what both GEMMs wrote: what is computed or cast of that is made again.
+    # The forward keeps, of the rows of experts, what both GEMMs wrote: what is computed or cast of that is made again.
     kept = re.findall(r"assert_size_stride\((\w+), \((\d+), (?!1\))\d+\), .*'input'\)", backward)
     assert [name for name, rows in kept if int(rows) >= M] == ["grouped_mm_1", "grouped_mm"]
     code = forward + backward

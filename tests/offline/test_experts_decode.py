@@ -20,7 +20,8 @@ from te_inductor.templates.triton import experts_decode  # noqa: E402
     reason="Triton 3.6 makes an int of an array, numpy 2.4 does not",
 )
 def test_interpreted():
-    """Against float64: groups of any size, rows of none, experts by number, edges of all three sizes, all scales."""
+    """The reference is float64: groups of any size, rows of none, experts by number, edges of all three sizes, all
+    scales."""
     done = INTERPRETER.run("tests.offline.experts_kernels")
     assert done.returncode == 0, done.stderr[-3000:]
 

@@ -46,7 +46,7 @@ def test_what_a_bias_wants_is_computed_as_ever():
 
 
 def test_column_copies_of_weights_alone():
-    """Under scales of square blocks a tile is a whole block: half of one failed the compile, which took the model to
+    """A tile under scales of square blocks is a whole block: half of one failed the compile, which took the model to
     high precision."""
     sources = generate("checkpointed_block", 90).sources
     assert [source.count("extern_kernels._scaled_mm(") for source in sources] == [2, 5]  # gate's and up's fprop again
@@ -57,8 +57,8 @@ def test_column_copies_of_weights_alone():
 @pytest.mark.thorough
 @pytest.mark.usefixtures("pretended")
 def test_machine_code(tmp_path):
-    """Of each cluster and of two activations: the product's loop is the other kernel's, nothing is spilled, both copies
-    leave by the copy engine, and what crosses shared memory on its way is 16 bits wide or more."""
+    """The code of each cluster and of two activations: the product's loop is the other kernel's, nothing is spilled,
+    both copies leave by the copy engine, and what crosses shared memory on its way is 16 bits wide or more."""
     gatings = {name: folded(traced(backward(GATES[name]), operands()))[0].args[7] for name in ("silu", "gelu_tanh")}
     asked = []
     for tile, name, element in zip(

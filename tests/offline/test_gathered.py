@@ -37,7 +37,7 @@ def test_a_shard_is_cast_in_one_pass(tmp_path: Path):
 
 
 def test_a_graph_gathers_bytes():
-    """Those of a weight's cast, which fprop reads; by default, as the size rule has it."""
+    """The bytes are those of a weight's cast, which fprop reads; by default, as the size rule has it."""
     forward, backward = generate("graph_fsdp", 90).sources
     [gathered] = re.findall(r"(\w+) = torch\.ops\._c10d_functional\.all_gather_into_tensor\.default\((.*)\)\n", forward)
     assert re.fullmatch(r"aten\.view\.dtype\(\w+, torch\.uint8\), 2, '0'", gathered[1])

@@ -29,7 +29,7 @@ def _twice(values: Tensor) -> Array:
 
 
 def _single(pairs: Array) -> Tensor:
-    """And out of them."""
+    """Takes values out of pairs."""
     return torch.from_numpy((np.asarray(pairs).view(np.uint32) << 16).view(np.float32))
 
 

@@ -11,7 +11,7 @@ from tests.offline.harness import generate
 @pytest.mark.quick("delayed", "block")
 @pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise", "block"])
 def test_a_loss_gradient_is_computed_once(recipe: str) -> None:
-    """In one kernel of the backward, which writes it over the logits; amaxes and casts read it."""
+    """One kernel of the backward does, which writes it over the logits; amaxes and casts read it."""
     _, backward = generate(f"head_{recipe}", 90).sources
     kernels = re.findall(r"^def triton_\w+\((.*?)\):\n(.*?)^'''", backward, re.DOTALL | re.MULTILINE)
     softmax = [arguments for arguments, body in kernels if "libdevice.exp" in body]
@@ -19,6 +19,6 @@ def test_a_loss_gradient_is_computed_once(recipe: str) -> None:
 
 
 def test_its_casts_take_many_rows_a_warp() -> None:
-    """Under delayed scaling, where the kernel that computes it casts it both ways."""
+    """Casts do under delayed scaling, where the kernel that computes it casts it both ways."""
     [kernel] = [k for k in generate("head_delayed", 90).kernels if "libdevice.exp" in k.body and "tl.float8" in k.body]
     assert kernel.tile == {"YBLOCK": OF_ROWS[0], "XBLOCK": OF_ROWS[1], "num_warps": OF_ROWS[2]}

@@ -134,7 +134,7 @@ def test_a_row_copy_of_blocks_in_the_kernel_that_reduces_rows(case, rows, tmp_pa
 
 @pytest.mark.thorough
 def test_a_row_copy_of_blocks_of_any_number_of_rows(tmp_path):
-    """By tiles, as what reduces another tensor holds no rows of this one: the last is cut off."""
+    """The copy is made by tiles, as what reduces another tensor holds no rows of this one: the last is cut off."""
     generated = generate("rows_of_blocks_of_another", 90)
     [kernel] = [kernel for kernel in generated.kernels if "tl.float8" in kernel.body]
     assert kernel.tile["XBLOCK"] == kernel.tile["YBLOCK"] == TILE

@@ -132,7 +132,7 @@ def expansions(m, e, n, k):
 
 
 def attention(m, e, n, k):
-    """As many batches times heads as experts times m, a cache of n keys."""
+    """Attends with as many batches times heads as experts times m, and a cache of n keys."""
     batch, keys = e * m, empty(e * m, n, 128, dtype=BF16)
     decode_attention.attention(empty(batch, 8, 128, dtype=BF16), keys.transpose(1, 2), keys, None, 1.0)
 
@@ -172,7 +172,7 @@ def test_grids(sizes, launched):
 
 
 def test_every_kernel_is_launched_so(launched):
-    """And each kernel finds what it computes along the first axis alone."""
+    """Each kernel finds what it computes along the first axis alone."""
     for launch in LAUNCHES:
         launch(64, 128, 2048, 2048)
     kernels, asked = set(), {}

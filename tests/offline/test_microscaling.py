@@ -56,7 +56,7 @@ def test_scales_of_nvfp4_are_no_words_of_casts() -> None:
 
 
 def test_what_is_saved_is_low_precision() -> None:
-    """For wgrad and dgrad: bytes of two values each, 16 values a block, and their scales."""
+    """What is saved for wgrad and dgrad: bytes of two values each, 16 values a block, and their scales."""
     forward, _ = generate("mlp_training_nvfp4", 90).sources
     assert re.search(
         r"empty_strided_cuda\(\(4096, 1024, 8\), \(8192, 8, 1\), torch.uint8\)", forward

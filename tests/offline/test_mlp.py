@@ -32,7 +32,7 @@ def rowwise(arch: int) -> Generated:
 
 
 def test_every_gemm_is_an_fp8_gemm(training: Generated) -> None:
-    """Of gate and up together, and of down."""
+    """There is one of gate and up together, and one of down."""
     forward, backward = training.sources
     assert forward.count("extern_kernels._scaled_mm(") == 2
     assert backward.count("extern_kernels._scaled_mm(") == 4
@@ -84,7 +84,8 @@ def test_only_the_quantized_copies_are_saved(training: Generated) -> None:
 
 
 def test_the_backward_casts_the_column_copies_of_weights(current: Generated) -> None:
-    """Of gate and up, which are one, and of down; nothing is kept but the weights themselves, no copy is made twice."""
+    """The copies are those of gate and up, which are one, and of down; nothing is kept but the weights themselves, no
+    copy is made twice."""
     forward, backward = (
         re.findall(r"empty_strided_cuda\((\(\d+, \d+\)), .*float8", source) for source in current.sources
     )
@@ -105,7 +106,8 @@ def test_column_copies_are_written_by_the_backward(current: Generated) -> None:
 
 
 def test_kernels_have_the_tiles_that_were_measured(current: Generated) -> None:
-    """Along the dimension in which the tensors that a kernel reads are contiguous, whether that is its x or its y."""
+    """Tiles lie along the dimension in which the tensors that a kernel reads are contiguous, whether that is its x or
+    its y."""
     casts = [kernel for kernel in current.kernels if "YBLOCK" in kernel.meta["signature"]]
     assert len(casts) >= 5
     for kernel in casts:
@@ -160,7 +162,7 @@ def test_both_copies_of_a_tensor_are_written_from_one_tile(training: Generated) 
         both += all(
             any(re.search(order, line) for line in stores) for order in (r"\((y0|ypair) \+", r"\((x1|xpair) \+")
         )
-    # But those whose column copy the backward makes: weights, SwiGLU's output, and with a known scale the norm's.
+    # All but those whose column copy the backward makes: weights, SwiGLU's output, and with a known scale the norm's.
     known = any("quantize_rowcol_delayed" in kernel.name for kernel in casts)
     assert both >= len(casts) - (6 if known else 4)
 

@@ -35,7 +35,7 @@ TOUCHES = r"(ld|st)\.global|cp\.async|atom|red\."  # memory, in PTX
     reason="Triton 3.6 makes an int of an array, numpy 2.4 does not",
 )
 def test_interpreted():
-    """Against plain torch: indices, masks, splits, planes; recast and dequantized bit for bit."""
+    """The reference is plain torch: indices, masks, splits, planes; recast and dequantized bit for bit."""
     done = INTERPRETER.run("tests.offline.nvfp4_kernels")
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -235,7 +235,7 @@ def test_direct_cubin(m, k, shape):
     assert not re.search(r"(ld|st)\\.shared|shfl", loop) and (shape[3] > 1 or made.metadata.shared == 0)
     loads = collections.Counter(re.findall(r"ld\.global\S*?\.((?:v\d\.)?b\d+) ", loop))
     assert set(loads) == {"v4.b32", "b16"}
-    # Of a turn: of 16 rows of the weight 4 and as many pairs of scales, of 8 rows of x 8.
+    # A turn has, of 16 rows of the weight, 4 and as many pairs of scales, of 8 rows of x 8.
     weights, turns = loads["b16"], min(k // 256 // shape[3], 2)
     assert weights >= turns * shape[1] // 4 and loads["v4.b32"] == weights * (1 + 2 * (shape[0] // 8) * 16 // shape[1])
     assert ptx.index("griddepcontrol.launch_dependents") > ptx.rindex("mma.sync")
@@ -247,7 +247,7 @@ def test_direct_cubin(m, k, shape):
     "shape", [(8, 64, 2, 8), (16, 128, 1, 3), (16, 256, 1, 4), (32, 64, 2, 6), (64, 128, 1, 4)], ids=str
 )
 def test_streamed_cubin(shape, kind, tmp_path):
-    """As of the kernel for prompts: products run while the next operands are decoded, no register that one in flight
+    """It is as the kernel for prompts: products run while the next operands are decoded, no register that one in flight
     reads is written, nothing is spilled. Memory is touched behind the wait by the loading warp, else behind the
     products."""
     rows, block_n, shares, _ = shape
@@ -332,7 +332,7 @@ def disassembled(cubin: bytes, folder) -> list[str]:
 
 
 def compiled(function, constants, types, options):
-    """For sm_90, pointers and N aligned."""
+    """Compiles for sm_90, pointers and N aligned."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
@@ -405,7 +405,7 @@ def test_generated_attention():
 
 
 def test_realized():
-    """Where halves of q, k and v are turned, and not where gate and up are one layer."""
+    """Sums are realized where halves of q, k and v are turned, and not where gate and up are one layer."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     from te_inductor.lowerings.gemm.partial_sums import _is_cut_twice

@@ -24,7 +24,8 @@ def test_peak_of_relus_backward():
 
 
 def test_a_long_gradient_is_cast_where_it_is_computed():
-    """Of GELU by tanh, which has more operations than Inductor keeps in one kernel: it would be written in fp32 first."""
+    """The gradient is that of GELU by tanh, which has more operations than Inductor keeps in one kernel: it would be
+    written in fp32 first."""
     gradient = 2 * 8192 * 14336  # bytes, of one of two
     _, backward = generate("geglu_delayed", 90).sources
     assert not re.search(r"empty_strided_cuda\(.*14336.*torch\.float32\)", backward)

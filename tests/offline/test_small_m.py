@@ -64,7 +64,8 @@ TRIED = [pytest.param(rows, way, marks=pytest.mark.thorough) for rows in few_row
 
 @pytest.mark.parametrize(("rows", "way"), [*WAYS, *TRIED], ids=str)
 def test_resources(rows, way):
-    """Of the ways to cut, and those that the benchmark tries: no registers are spilled, stages fit."""
+    """The kernels are those of the ways to cut, and those that the benchmark tries: no registers are spilled, stages
+    fit."""
     from te_inductor.templates.triton import fp8_small_m
 
     config = small_m.cut(rows, 2560, 4096, way)
@@ -134,7 +135,7 @@ def test_cubin():
     ptx, instruction = made.asm["ptx"], "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3"
     assert made.asm["cubin"] and instruction in ptx and "cp.async.cg.shared.global" in ptx
     assert "st.shared" not in ptx[: ptx.rindex(instruction)]
-    # Of 256 columns eight products, of which every fourth begins a sum anew.
+    # There are eight products of 256 columns, of which every fourth begins a sum anew.
     assert ptx.count(instruction) == 8 and "add.f32" in ptx[ptx.index(instruction) : ptx.rindex(instruction)]
     assert not re.search(TOUCHES, ptx[: ptx.index("griddepcontrol.wait")])
     assert ptx.index("griddepcontrol.launch_dependents") > ptx.rindex(instruction)
@@ -160,7 +161,7 @@ assert kernel("te_inductor::nvfp4_linear", "CUDA") and hasattr(torch.ops.te_indu
 
 
 def test_registered():
-    """Where a compile cache returns code, no lowering runs that could import the kernels it calls. NVFP4's, in Gluon,
+    """No lowering, where a compile cache returns code, runs that could import the kernels it calls. NVFP4's, in Gluon,
     are for its weights alone to import."""
     done = subprocess.run([sys.executable, "-c", REGISTERED], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -181,7 +182,7 @@ def test_generated(case):
 
 
 def test_more_rows():
-    """Between 65 and 256 rows the kernel has the layers whose tiles are few; here the last of three."""
+    """The kernel has, between 65 and 256 rows, the layers whose tiles are few; here the last of three."""
     code, gate, down = generate("narrow_fp8", 90), (100, 14336, 4096), (100, 4096, 14336)
     [source] = code.sources
     assert small_m.pays(*down) and not small_m.pays(*gate)

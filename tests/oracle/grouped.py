@@ -20,7 +20,7 @@ BLOCK = 128  # columns that a group is padded to
 
 
 def spans(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Where each group begins and ends."""
+    """Says where each group begins and ends."""
     ends = [sum(sizes[: place + 1]) for place in range(len(sizes))]
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
@@ -132,7 +132,7 @@ def weight_copies(
 
 
 class Operands(NamedTuple):
-    """Of each group, the operands of the three GEMMs."""
+    """The operands of the three GEMMs, of each group."""
 
     fprop: list[tuple[Copy, Copy]]
     dgrad: list[tuple[Copy, Copy]]

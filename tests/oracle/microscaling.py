@@ -30,7 +30,7 @@ def quantize(
     down, across = whole.shape[0] // high, whole.shape[1] // wide
     blocks = whole.reshape(down, high, across, wide).transpose(1, 2).reshape(down * across, high * wide)
     found = amaxes(blocks)
-    # Of each block what has the first of both factors: the tensor, or the block's row.
+    # What has the first of both factors, of each block: the tensor, or the block's row.
     whole_amaxes = amax.expand(-1, across).flatten().tolist() if isinstance(amax, Tensor) else [amax] * len(found)
     if quantizer.candidates and amax is not None:
         factor, scale_inv = chosen_scales(blocks.view(-1, high, wide).double(), found, whole_amaxes, quantizer)
@@ -53,8 +53,8 @@ def round_stochastically(
     x: Tensor,  # (R, C) float64
     seed: int,
 ) -> Tensor:  # (R, C) values of E2M1
-    """To one of the two neighbours: to the upper one where 24 random bits, as a fraction, are below the distance from
-    the lower one over their distance. Bits are those of the element's index."""
+    """Rounds to one of the two neighbours: to the upper one where 24 random bits, as a fraction, are below the distance
+    from the lower one over their distance. Bits are those of the element's index."""
     magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
     size = torch.where(x.isnan(), E2M1.max, x.abs().clamp(max=E2M1.max))
     low = (torch.searchsorted(magnitudes, size, right=True) - 1).clamp(max=6)

@@ -21,9 +21,9 @@ aten = torch.ops.aten
 def rows_of_kept(
     node: predicate.Node, tensors: Sequence[Tensor], sizes: Sequence[Any], device: torch.device
 ) -> list[Tensor]:
-    """For a predicate on batch and key: the order of the rows of k (B * S, ...) in which the kept ones are in front,
-    where each stands in it, -1 of those that are not kept, and the ends of the sequences among queries and among kept
-    keys, int32 (B + 1,)."""
+    """Finds, for a predicate on batch and key, the order of the rows of k (B * S, ...) in which the kept ones are in
+    front, where each stands in it, -1 of those that are not kept, and the ends of the sequences among queries and among
+    kept keys, int32 (B + 1,)."""
     batch, _, queries, keys = sizes
     places = {"b": torch.arange(batch, device=device)[:, None], "k": torch.arange(keys, device=device)}
     kept = predicate.evaluate(node, places, tensors).expand(batch, keys)
@@ -110,7 +110,7 @@ def plain_backward(
     dropout: float,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Likewise, of its backward."""
+    """The same of its backward."""
     with torch.enable_grad():
         q, k, v = learns = tuple(one.detach().requires_grad_() for one in (q, k, v))
         again, _ = _sequences(q, k, v, ends_q, ends_k, dropout, scale, random)

@@ -38,7 +38,7 @@ def column_sums_padded() -> Case:
 
 
 def column_sums_transposed() -> Case:
-    """Of tensors that lie in columns, three of them: pairs of rows."""
+    """The sums of tensors that lie in columns, three of them: pairs of rows."""
     quantizer = recipes.Quantizer("e4m3")
 
     def run(x: Tensor, y: Tensor, dy: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
@@ -50,7 +50,7 @@ def column_sums_transposed() -> Case:
 
 
 def column_sums_of_pieces() -> Case:
-    """As of q, k and v, each with a bias."""
+    """The sums as of q, k and v, each with a bias."""
     quantizer = recipes.Quantizer("e4m3")
 
     def run(q: Tensor, k: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
@@ -105,7 +105,7 @@ class BiasedBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # (batch, tokens, dim)
         h = self.norm(x)
         heads = [layer(h).unflatten(-1, (-1, 128)).transpose(1, 2) for layer in (self.q, self.k, self.v)]
-        # By name: without a device torch chooses the way that has all scores in memory.
+        # Attention is called by name: without a device torch chooses the way that has all scores in memory.
         out = torch.ops.aten._scaled_dot_product_flash_attention(*heads, 0.0, True)[0]
         return self.mlp(x + self.o(out.transpose(1, 2).flatten(2)))  # type: ignore[no-any-return]
 

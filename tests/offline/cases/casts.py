@@ -10,7 +10,7 @@ from tests.offline.cases.common import Case, cast_both_ways
 
 
 def amax_of_swiglu() -> Case:
-    """Of Llama-3.2-1B's width, which Inductor would cut into uneven parts."""
+    """The amax at Llama-3.2-1B's width, which Inductor would cut into uneven parts."""
     from te_inductor.recipes import Quantizer
 
     def scale(h: Tensor) -> Any:
@@ -40,7 +40,7 @@ def two_way_cast_rowwise_padded() -> Case:
 
 
 def long_rows() -> Case:
-    """As few as a step of generation has, longer than Inductor would leave whole."""
+    """Rows as few as a step of generation has, longer than Inductor would leave whole."""
     from te_inductor.recipes import Quantizer
 
     quantizer = Quantizer("e4m3", power_2_scale=True, scope="row")
@@ -62,7 +62,7 @@ def _pieces(scope: str, dim: int, size: int = 128) -> Case:
 
 
 def pieces_of_rows() -> Case:
-    """Beside each other, so that they share the scales of their rows, and not those of their columns."""
+    """Pieces beside each other, so that they share the scales of their rows, and not those of their columns."""
     return _pieces("row", 1, 48)
 
 
@@ -71,7 +71,7 @@ def pieces_of_blocks() -> Case:
 
 
 def pieces_of_squares() -> Case:
-    """Below each other, as weights."""
+    """Pieces below each other, as weights."""
     return _pieces("128x128", 0)
 
 
@@ -97,8 +97,8 @@ def recording_cast_padded() -> Case:
 
 
 def rows_that_record(rows: int = 40, columns: int = 1104, **options: Any) -> Case:
-    """As a norm is under delayed scaling, but with a statistic that is exact: the row copy and the amax of what depends
-    on the whole row. A row that does not fill its program."""
+    """A cast as a norm's is under delayed scaling, but with a statistic that is exact: the row copy and the amax of
+    what depends on the whole row. A row that does not fill its program."""
     from te_inductor.recipes import Quantizer
 
     def function(x: Tensor, amax: Tensor, scale: Tensor) -> Any:
@@ -145,7 +145,7 @@ def two_way_cast_block() -> Case:
 
 
 def two_way_cast_block_long() -> Case:
-    """So many rows that Inductor would give them two axes of a grid."""
+    """Casts so many rows that Inductor would give them two axes of a grid."""
     return cast_both_ways(2**17, 128, scope="1x128")
 
 
@@ -176,7 +176,7 @@ def two_way_cast_block_of_heads() -> Case:
 
 
 def _rows_of_blocks(rows: int, op: str = "quantize_rowcol", of_another: bool = False) -> Case:
-    """As a norm's row copy is, but with a statistic that is exact. Rows that do not fill their programs."""
+    """A cast as a norm's row copy is, but with a statistic that is exact. Rows that do not fill their programs."""
     from te_inductor.recipes import Quantizer
 
     def function(x: Tensor, y: Tensor) -> Any:
@@ -210,7 +210,7 @@ def rows_of_blocks_of_another() -> Case:
 
 
 def columns_of_blocks() -> Case:
-    """As the backward makes them of what the forward computed: tiles that are blocks in one dimension."""
+    """Casts as the backward does what the forward computed: tiles that are blocks in one dimension."""
     from te_inductor.recipes import Quantizer
 
     def function(x: Tensor) -> Any:
@@ -223,7 +223,7 @@ def columns_of_blocks() -> Case:
 
 
 def row_cast_squares() -> Case:
-    """As of a weight, in inference: whole blocks, one read."""
+    """Casts as of a weight, in inference: whole blocks, one read."""
     from te_inductor.recipes import Quantizer
 
     x = torch.randn(256, 384, device="cuda", dtype=torch.bfloat16)

@@ -35,7 +35,8 @@ def gathered_mlp_block() -> Case:
 
 
 def shard_casts() -> Case:
-    """Of two weights' rows, fp32, that FSDP would gather in bf16: one with one scale, one with those of blocks."""
+    """The casts of two weights' rows, fp32, that FSDP would gather in bf16: one with one scale, one with those of
+    blocks."""
     rows = [torch.empty(2048, 4096, device="cuda"), torch.empty(7168, 4096, device="cuda")]
     scales = [torch.empty((), device="cuda"), torch.empty((112, 32), device="cuda")]
     whole, blocks = ((first, torch.bfloat16, block, 448.0, torch.float8_e4m3fn) for first, block in _SHARDS)
@@ -97,7 +98,7 @@ def async_tp_delayed() -> Case:
 
 
 def async_tp_bias() -> Case:
-    """By Inductor's own setting; two sequences, of which each rank has a part."""
+    """Async TP by Inductor's own setting; two sequences, of which each rank has a part."""
     torch._inductor.config._micro_pipeline_tp = True
     return _async_tp("current", 2, bias=True)
 
