@@ -24,6 +24,7 @@ from tests.attention import (
     operands,
     packed,
     padded,
+    padded_both_ways,
     window,
 )
 
@@ -58,6 +59,7 @@ CASES = {
     "sinks": by_hand(window, sinks=True),
     "sinks, padded": by_hand(padded, sinks=True),
     "packed": by_hand(packed),
+    "padded, in all queries alike": by_hand(padded_both_ways),
 }
 
 

@@ -189,7 +189,8 @@ def empty_rows(node: Node, tensors: Sequence[Tensor], sizes: Sequence[Any], devi
         place: torch.arange(size, device=device).view(shape)
         for (place, shape), size in zip(shapes.items(), sizes, strict=True)
     }
-    return ~evaluate(node, places, tensors).any(-1)
+    every_query = torch.zeros(sizes[2], dtype=torch.bool, device=device)  # where the predicate has them all alike
+    return ~evaluate(node, places, tensors).any(-1) | every_query
 
 
 def holds_everywhere(node: Node, tensors: Sequence[Tensor], sizes: Sequence[Any]) -> Tensor:
