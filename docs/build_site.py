@@ -2,8 +2,9 @@
 
 Pages are those of this folder, the README, CHANGELOG and CONTRIBUTING, copied into a temporary folder with the links
 that a site needs: a page's file becomes its page, an example its section of docs/examples.md, any other file of the
-repository its name. The reference comes from docstrings."""
+repository its name. The reference comes from docstrings, and so do the tables of docs/modules.md."""
 
+import ast
 import os
 import re
 import shutil
@@ -50,6 +51,24 @@ def examples() -> str:
     return "\n".join(f"## {path.stem}\n\n```python\n{path.read_text()}```\n" for path in found)
 
 
+def summary(path: Path) -> str:
+    """The first sentence of a module's docstring, on one line of a table."""
+    text = (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")[0]
+    return re.split(r"(?<=\.) (?=[A-Z`])", " ".join(text.split()))[0].replace("|", r"\|")
+
+
+def modules() -> str:
+    """The sections of docs/modules.md: a folder of the package each, and a row for each of its modules."""
+    package, sections = ROOT / "te_inductor", []
+    for folder in sorted({path.parent for path in package.rglob("*.py")}):
+        rows = [
+            f"| `{path.name}` | {summary(path)} |" for path in sorted(folder.glob("*.py")) if path.stem != "__init__"
+        ]
+        head = f"## {folder.relative_to(ROOT)}\n\n{summary(folder / '__init__.py')}\n"
+        sections.append("\n".join([head, *(["| module | what it holds |", "|---|---|", *rows] if rows else []), ""]))
+    return "\n".join(sections)
+
+
 def contents() -> str:
     """The lists of pages at the site's left. Guides are in the README's order, others behind them."""
     places = set(pages().values())
@@ -70,6 +89,8 @@ def write(folder: Path) -> None:
             text += "\n" + contents()
         if place == "examples.md":
             text += "\n" + examples()
+        if place == "modules.md":
+            text += "\n" + modules()
         target.write_text(text)
     for name in ("site", "pictures"):
         shutil.copytree(ROOT / "docs" / name, folder / name)
@@ -77,6 +98,9 @@ def write(folder: Path) -> None:
 
 
 def main() -> int:
+    if sys.argv[1:] == ["--modules"]:
+        print(modules())
+        return 0
     from sphinx.cmd.build import main as sphinx_build
 
     out = sys.argv[1] if len(sys.argv) > 1 else str(ROOT / "out/site")

@@ -37,6 +37,13 @@ def test_links_of_the_site(link, found):
     assert site.relinked(link, ROOT / "docs/guides/training.md", PLACES) == found
 
 
+def test_every_module_is_in_a_table():
+    rows = dict(re.findall(r"^\| `(\w+\.py)` \| (.+) \|$", site.modules(), flags=re.MULTILINE))
+    package = ROOT / "te_inductor"
+    assert set(rows) == {path.name for path in package.rglob("*.py")} - {"__init__.py"}
+    assert all(text.strip().endswith((".", ":")) for text in rows.values())
+
+
 def test_every_page_is_in_the_contents():
     found = site.contents().split()
     assert {place.removesuffix(".md") for place in PLACES.values()} - {"index"} <= set(found)
