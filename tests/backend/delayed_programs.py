@@ -5,8 +5,8 @@ from torch import Tensor, nn
 
 import te_inductor
 from te_inductor.recipes import DelayedScaling
-from tests.backend.test_saved_state import mlp
 from tests.delayed import OracleLayer
+from tests.support.trained import mlp
 
 RECIPE = DelayedScaling(amax_history_len=4)
 

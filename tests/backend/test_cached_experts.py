@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from te_inductor import explain
-from tests.backend.test_cached_weights import Pair, casts  # noqa: F401 (a fixture)
 from tests.experts import EXPERTS, HIDDEN, MoE
+from tests.support.cached_weights import Pair
 
 pytestmark = pytest.mark.usefixtures("without_codegen", "one_seed")
 pytest.importorskip("transformers")  # whose op multiplies in fp32 where code is compiled
@@ -35,7 +35,7 @@ def pair_of(recipe, dtype=torch.float32, **more):
         pytest.param("mxfp4", "direct", False, marks=pytest.mark.thorough),
     ],
 )
-def test_accumulation(recipe, form, split, casts):  # noqa: F811
+def test_accumulation(recipe, form, split, casts):
     """Two microbatches a step: each expert of each weight is cast once a step, and one that has not changed not at
     all."""
     pair = pair_of(recipe, form=form, split=split)
@@ -53,7 +53,7 @@ def test_accumulation(recipe, form, split, casts):  # noqa: F811
             model.zero_grad()
 
 
-def test_blocks(casts):  # noqa: F811
+def test_blocks(casts):
     """Each expert has blocks of its own; two weights of one GEMM stand one below the other."""
     from tests.experts import Experts
 
@@ -69,7 +69,7 @@ def test_blocks(casts):  # noqa: F811
 
 
 @pytest.mark.thorough
-def test_inference_and_training(casts):  # noqa: F811
+def test_inference_and_training(casts):
     """Row copies alone; training behind it adds the columns."""
     pair = pair_of("rowwise")
     with torch.no_grad():
@@ -81,7 +81,7 @@ def test_inference_and_training(casts):  # noqa: F811
 
 
 @pytest.mark.thorough
-def test_values_that_are_no_numbers(casts):  # noqa: F811
+def test_values_that_are_no_numbers(casts):
     """NaN and infinity stay with their expert."""
     pair = pair_of("current")
     for value in (torch.nan, torch.inf, 0.0):

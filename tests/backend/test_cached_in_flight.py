@@ -12,8 +12,8 @@ from te_inductor.recipes import Quantizer
 from te_inductor.runtime.extra_inputs import GraphCall
 from te_inductor.runtime.weights import cached_weights
 from te_inductor.runtime.weights.cached_inputs import CachedInput, CachedInputs
-from tests.backend.test_cached_weights import RECIPES, casts, te  # noqa: F401
-from tests.backend.test_saved_state import mlp
+from tests.support.cached_weights import RECIPES, te
+from tests.support.trained import mlp
 
 pytestmark = pytest.mark.usefixtures("without_codegen", "one_seed")
 
@@ -114,7 +114,7 @@ class Gated(nn.Module):
         return self.gate(x) * self.up(x)
 
 
-def test_merged_weights_that_share_their_first(casts):  # noqa: F811
+def test_merged_weights_that_share_their_first(casts):
     gate = nn.Linear(32, 32, bias=False)
     runs = [te(Gated(gate), weights="once") for _ in range(2)]
     for _ in range(3):

@@ -25,59 +25,10 @@ from te_inductor.passes.pre_grad.decide import cached_weights as decide
 from te_inductor.recipes import DelayedScaling, Float8BlockScaling, Quantizer, Slots
 from te_inductor.runtime.weights import cached_weights
 from tests.backend.delayed_programs import Blocks
-from tests.backend.test_saved_state import Attention, mlp
-from tests.recipes import strict
+from tests.support.cached_weights import RECIPES, Pair, te
+from tests.support.trained import Attention, mlp
 
 pytestmark = pytest.mark.usefixtures("without_codegen", "one_seed")
-
-
-@pytest.fixture
-def casts(monkeypatch):
-    """How many weights have been cast anew."""
-    made, make = [], cached_weights._make
-    monkeypatch.setattr(cached_weights, "_make", lambda *args: (made.append(args[0]), make(*args)))
-    return made
-
-
-def te(model, **options):
-    options = {"recipe": "current", **options}
-    options = {"fallback": strict(options["recipe"]), **options}
-    return torch.compile(model, backend="te", fullgraph=True, options=options)
-
-
-class Pair:
-    """Two models of the same values: one casts its weights once, one at each call. Every call compares them."""
-
-    def __init__(self, model, **options) -> None:
-        self.models = model, copy.deepcopy(model)
-        runs = (te(one, **options, weights=w) for one, w in zip(self.models, ("once", "each_call"), strict=True))
-        self.runs = [run if model.training else torch.no_grad()(run) for run in runs]
-
-    def __call__(self, x=None, scale: float = 1.0) -> list:
-        x = torch.randn(8, 32) * scale if x is None else x
-        ys = [run(x) for run in self.runs]
-        assert torch.equal(*ys)
-        self.check_state()
-        return ys
-
-    def check_state(self) -> None:
-        """Compares the state of delayed scaling, if it is the recipe."""
-        kept, other = (state_dict(model) for model in self.models)
-        assert kept.keys() == other.keys() and all(torch.equal(kept[key], other[key]) for key in kept)
-
-    def backward(self, ys) -> None:
-        for y in ys:
-            y.square().sum().backward()
-        for a, b in zip(*(model.parameters() for model in self.models), strict=True):
-            assert (a.grad is None and b.grad is None) or torch.equal(a.grad, b.grad)
-        self.check_state()
-
-    def each(self, change) -> None:
-        for model in self.models:
-            change(model)
-
-
-RECIPES = ["current", "rowwise", "block", "delayed", "mxfp8", "nvfp4"]
 
 
 @pytest.mark.quick("delayed", "block", "nvfp4")

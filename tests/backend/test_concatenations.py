@@ -11,9 +11,9 @@ from torch import nn
 from te_inductor import ops
 from te_inductor.passes import joint
 from te_inductor.passes.joint import concatenations
-from tests.backend.test_autograd import same
 from tests.experts import MoE
 from tests.passes import leave_out
+from tests.support.autograd import same
 
 pytestmark = pytest.mark.usefixtures("without_codegen", "no_caches")
 CAT, PIECES = torch.ops.aten.cat.default, (ops.quantize_pieces, ops.quantize_pieces_delayed)

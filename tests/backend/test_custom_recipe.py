@@ -14,7 +14,7 @@ from te_inductor.ops import linears
 from te_inductor.passes.pre_grad.plan import Plan
 from te_inductor.recipes import CustomRecipe, Float8CurrentScaling, Format, Gemm, MMParams, Quantizer, Slots, formats
 from tests.backend.autocast_programs import same, step, te
-from tests.numerics.test_linear import check, through
+from tests.support.oracle_layers import check, through
 
 pytestmark = pytest.mark.usefixtures("without_codegen")
 

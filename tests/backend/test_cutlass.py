@@ -29,8 +29,8 @@ from te_inductor.templates.cutlass.scaled_mm import (
     Tile,
     kernel_of,
 )
+from tests.support.cutlass_builds import BF16, E4M3, E5M2, KERNEL, broken_compiler
 
-E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
 E2M1 = torch.float4_e2m1fn_x2
 installed = pytest.mark.skipif(cutlass.missing() is not None, reason="te-inductor[cutlass] is not installed")
 
@@ -213,20 +213,6 @@ def test_one_builder_takes_what_is_begun_later(tmp_path, monkeypatch):
     assert build.library(first).exists() and build.library(third).exists()
 
 
-def broken_compiler(folder: Path, monkeypatch, source: str) -> None:
-    """Builds run this where they would import quack."""
-    (folder / "quack.py").write_text(source)
-    whole = build.environment
-    path = f"{folder}:{whole('90')['PYTHONPATH']}"
-    monkeypatch.setattr(build, "environment", lambda arch: {**whole(arch), "PYTHONPATH": path})
-    monkeypatch.setattr(cutlass, "versions", lambda: (source,))
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
-    build._sources.cache_clear()
-
-
-KERNEL = kernel_of(FAST_TILES[0], "90", E4M3, E4M3, BF16, "tensor", False, True)
-
-
 @pytest.mark.parametrize(
     ("source", "said"),
     [("raise OSError('no shared object')", "no shared object"), ("import os; os._exit(7)", "with 7")],
@@ -243,7 +229,8 @@ def test_builds_end_with_who_asked_for_them(tmp_path):
     """No process is left behind, though the builds would have taken long."""
     program = f"""
 import pathlib, pytest
-from tests.backend.test_cutlass import KERNEL, broken_compiler, build
+from te_inductor.templates.cutlass import build
+from tests.support.cutlass_builds import KERNEL, broken_compiler
 forks = "import os, time; os.fork(); print(os.getpid(), flush=True); time.sleep(60)"
 broken_compiler(pathlib.Path({str(tmp_path)!r}), pytest.MonkeyPatch(), forks)
 build.start([KERNEL])

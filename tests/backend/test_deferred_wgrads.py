@@ -20,10 +20,10 @@ from te_inductor.errors import DeferredWgradError, FallbackWarning, MainGradErro
 from te_inductor.lowerings.gemm import deferred_wgrads as lowering
 from te_inductor.runtime.gradients import deferred_wgrads
 from tests.backend.delayed_programs import Blocks
-from tests.backend.test_main_grad import te, with_totals
-from tests.backend.test_saved_state import Attention, mlp
 from tests.eager import quantized
 from tests.recipes import NAMES
+from tests.support.main_grads import te, with_totals
+from tests.support.trained import Attention, mlp
 
 pytestmark = pytest.mark.usefixtures("without_codegen")
 

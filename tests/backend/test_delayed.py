@@ -21,9 +21,9 @@ from te_inductor.errors import FallbackError, FallbackWarning, RecipeError
 from te_inductor.passes import pre_grad
 from te_inductor.recipes import DelayedScaling, Format
 from tests.backend.delayed_programs import RECIPE, Blocks, amax_scale, equal_steps, state, steps, te, trained_steps
-from tests.backend.test_saved_state import Attention, mlp, same, train
 from tests.delayed import quantizers
 from tests.passes import leave_out
+from tests.support.trained import Attention, mlp, same, train
 
 pytestmark = pytest.mark.usefixtures("without_codegen")
 

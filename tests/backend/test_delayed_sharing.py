@@ -11,8 +11,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from tests.backend.delayed_programs import RECIPE, Blocks, Steps, amax_scale, state, te
-from tests.backend.test_saved_state import Attention, mlp, same, train
 from tests.delayed import OracleLayer, check_entry, quantizers
+from tests.support.trained import Attention, mlp, same, train
 
 pytestmark = pytest.mark.usefixtures("without_codegen")
 

@@ -14,32 +14,14 @@ from te_inductor.passes.pre_grad.match.sites import match_sites
 from te_inductor.passes.pre_grad.plan import Plan
 from te_inductor.passes.pre_grad.sites.rule import Match
 from te_inductor.recipes import CustomRecipe, Float8BlockScaling, Quantizer
-from tests.backend import test_autograd
-from tests.backend.test_autograd import same
 from tests.experts import BARE, EACH, FOLDED, FORMS, HIDDEN, TOKENS, Experts, MoE, grouped_mm, reference
-from tests.numerics.test_linear import Calls
 from tests.recipes import STATELESS, quick
+from tests.support.autograd import same
+from tests.support.expert_layers import PATHS, ROUTER, Biased, results, te, tokens
+from tests.support.oracle_layers import Calls
 
 pytestmark = pytest.mark.usefixtures("without_codegen", "one_seed")
 pytest.importorskip("transformers")  # whose op multiplies in fp32 where code is compiled
-
-ROUTER = {"*gate": "none"}
-PATHS = ["experts.gate_up_proj", "experts.down_proj"]
-
-
-def te(model, name, **options):
-    return test_autograd.te(model, name, **{"policy": ROUTER, **options})
-
-
-def tokens(count=TOKENS, dtype=torch.float32):
-    return torch.randn(count, HIDDEN, dtype=dtype, requires_grad=True)
-
-
-def results(run, model, x):
-    y = run(x)
-    wanted = [tensor for tensor in (x, *model.parameters()) if tensor.requires_grad]
-    torch.manual_seed(1)
-    return [y.detach(), *torch.autograd.grad(y, wanted, torch.randn_like(y))]
 
 
 def check(model, name, x, **options) -> None:
@@ -453,39 +435,6 @@ def test_many_matrices(name, dynamic):
     torch.manual_seed(1)
     dx, dw = torch.autograd.grad(y.view(40, 6, 48), [flat, weight], torch.randn(40, 6, 48))
     assert same(found, [y.view(40, 6, 48).detach(), dx.view_as(x), dw])
-
-
-class Biased(MoE):
-    """Experts as gpt-oss's: each row is given the bias of its expert behind the product."""
-
-    def __init__(self, add: str) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.randn(4, 32))
-        self.add = add
-        self.experts = nn.ParameterDict({"w": torch.randn(4, HIDDEN, 32) / HIDDEN**0.5})
-
-    def forward(self, x):
-        scores, ids = self.gate(x).softmax(-1).topk(EACH, dim=-1)
-        ids, order = torch.sort(ids.flatten(), descending=self.add == "descending")
-        counted = ids.clamp(max=2) if self.add == "others counted" else ids
-        counts = torch.histc(counted.float(), bins=4, min=0, max=3)
-        y = grouped_mm(x[order // EACH], self.experts["w"], counts.cumsum(0, dtype=torch.int32))
-        if self.add == "in place":
-            y.add_(self.bias[ids])
-        elif self.add == "augmented":
-            y += self.bias[ids]
-        elif self.add == "read before":
-            z = y * 2
-            y = (y + self.bias[ids]) + z
-        elif self.add == "ids written":
-            ids.clamp_(max=2)
-            y.add_(self.bias[ids])
-        elif self.add == "scaled":
-            y.add_(self.bias[ids], alpha=2)
-        else:
-            y = y + self.bias[ids]
-        y = y * scores.flatten()[order][:, None]
-        return y[torch.argsort(order)].view(-1, EACH, 32).sum(1)
 
 
 class Parallel(Biased):

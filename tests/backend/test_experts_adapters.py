@@ -12,11 +12,11 @@ from torch.nn.utils import parametrize
 
 from te_inductor import explain
 from te_inductor.presentation import paths as names
-from tests.backend import test_autograd
-from tests.backend.test_autograd import same
-from tests.backend.test_experts import PATHS, ROUTER, results, te, tokens
 from tests.eager import quantized
 from tests.experts import EACH, EXPERTS, HIDDEN, INNER, MoE, reference
+from tests.support import autograd
+from tests.support.autograd import same
+from tests.support.expert_layers import PATHS, ROUTER, results, te, tokens
 
 pytestmark = pytest.mark.usefixtures("without_codegen", "one_seed")
 pytest.importorskip("transformers")
@@ -173,5 +173,5 @@ def test_experts_that_are_modules(all_rows):
     assert len(trained) == 2 * 3 * EXPERTS
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         twin = quantized(model, x, options=options)
-        expected = test_autograd.results(twin, [p for p in twin.parameters() if p.requires_grad], x)
-        assert same(test_autograd.results(te(model, "current"), trained, x), expected)
+        expected = autograd.results(twin, [p for p in twin.parameters() if p.requires_grad], x)
+        assert same(autograd.results(te(model, "current"), trained, x), expected)

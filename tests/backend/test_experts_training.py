@@ -19,12 +19,12 @@ from te_inductor.errors import FallbackWarning
 from te_inductor.ops import flops  # noqa: F401 (registers formulas)
 from te_inductor.recipes import DelayedScaling
 from te_inductor.runtime.eager import grouped
-from tests.backend.test_autograd import same
-from tests.backend.test_experts import PATHS, ROUTER, te, tokens
-from tests.backend.test_main_grad import with_totals
 from tests.experts import MoE, reference
 from tests.forked import PROGRAMS
-from tests.numerics.test_linear import Calls
+from tests.support.autograd import same
+from tests.support.expert_layers import PATHS, ROUTER, te, tokens
+from tests.support.main_grads import with_totals
+from tests.support.oracle_layers import Calls
 
 pytestmark = pytest.mark.usefixtures("without_codegen", "one_seed")
 pytest.importorskip("transformers")

@@ -12,7 +12,7 @@ import te_inductor
 from te_inductor import backward_dw, compat
 from te_inductor.errors import FallbackWarning
 from te_inductor.lowerings import install
-from tests.backend.test_main_grad import with_totals
+from tests.support.main_grads import with_totals
 
 
 class TwoLayers(nn.Module):

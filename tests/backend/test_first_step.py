@@ -15,33 +15,15 @@ from te_inductor.recipes import DelayedScaling
 from te_inductor.runtime.state import state_inputs
 from te_inductor.runtime.state.store import has_history
 from tests.backend.delayed_programs import state, te
+from tests.support.first_steps import Residual, errors
 
 pytestmark = pytest.mark.usefixtures("without_codegen")
-
-
-class Residual(nn.Module):
-    """Deep enough that gradients which vanish in one layer are missing in those below."""
-
-    def __init__(self, width=64, layers=4, wrap=None):
-        super().__init__()
-        self.up = nn.ModuleList(nn.Linear(width, 2 * width) for _ in range(layers))
-        self.down = nn.ModuleList(nn.Linear(2 * width, width) for _ in range(layers))
-        self.wrap = wrap or (lambda block, x: block(x))
-
-    def forward(self, x):
-        for up, down in zip(self.up, self.down, strict=True):
-            x = x + self.wrap(lambda y, up=up, down=down: down(nn.functional.silu(up(y))), x)
-        return x
 
 
 def gradients(run, model, x, scale=2.0**-20):
     model.zero_grad()
     (run(x).float().square().mean() * scale).backward()
     return [p.grad.clone() for p in model.parameters()]
-
-
-def errors(found, expected):
-    return [((a - b).norm() / b.norm()).item() for a, b in zip(found, expected, strict=True)]
 
 
 @pytest.mark.quick("dtype0-plain", "dtype0-own algorithm", "dtype1-checkpointed")

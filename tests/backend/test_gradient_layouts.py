@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from te_inductor import explain, ops, recipes
 from te_inductor.recipes import CustomRecipe, Quantizer
-from tests.backend.test_main_grad import te
 from tests.recipes import every_stateless_recipe
+from tests.support.main_grads import te
 
 M, N, K = 64, 48, 32
 

@@ -214,3 +214,14 @@ def test_the_root_stays_small():
     """There are at most nine modules in the package's root, and none of the package over 500 lines."""
     assert len(list(PACKAGE.glob("*.py"))) <= 9
     assert not [path for path in PACKAGE.rglob("*.py") if len(path.read_text().splitlines()) > 500]
+
+
+def test_no_file_imports_from_a_test_file():
+    """What several files of tests use stands in tests/support."""
+    found = []
+    for path in Path(__file__).parents[1].rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("tests"):
+                found += [f"{path.name}: {node.module}"] * (".test_" in node.module)
+                found += [f"{path.name}: {alias.name}" for alias in node.names if alias.name.startswith("test_")]
+    assert found == []

@@ -15,6 +15,7 @@ from te_inductor import autocast, explain, lower, ops, quantize_, recipes
 from te_inductor.errors import FallbackError, FallbackWarning, OptionError
 from te_inductor.passes import pre_grad
 from tests.recipes import STATELESS, strict
+from tests.support.lowered import ours
 
 
 class Model(nn.Module):
@@ -46,14 +47,6 @@ def reference(model, x, recipe):
 
 def exported(model, *inputs, dynamic=True):
     return torch.export.export(model, inputs, dynamic_shapes=({0: Dim("batch")},) if dynamic else None)
-
-
-def called(program) -> set[str]:
-    return {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
-
-
-def ours(program) -> set[str]:
-    return {name for name in called(program) if name.startswith("te_inductor")}
 
 
 @pytest.mark.parametrize("decomposed", [False, True], ids=["exported", "decomposed"])

@@ -7,10 +7,10 @@ from torch import nn
 from torch.export import Dim
 
 from te_inductor import explain, lower
-from tests.backend.test_experts import PATHS, ROUTER, Biased, te, tokens
-from tests.backend.test_lowering import ours
 from tests.experts import MoE
 from tests.recipes import STATELESS, strict
+from tests.support.expert_layers import PATHS, ROUTER, Biased, te, tokens
+from tests.support.lowered import ours
 
 pytestmark = pytest.mark.usefixtures("without_codegen", "one_seed")
 pytest.importorskip("transformers")
@@ -95,7 +95,7 @@ def test_biases():
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "glm4_moe"])
 @pytest.mark.sample(1)
 def test_transformers(name, recipe, dynamic):
-    from tests.models.test_experts import build, inputs
+    from tests.support.expert_models import build, inputs
 
     class Logits(nn.Module):
         def __init__(self) -> None:

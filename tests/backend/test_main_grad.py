@@ -13,22 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from te_inductor import explain
 from te_inductor.errors import FallbackWarning, MainGradError, OptionError
 from tests.backend.delayed_programs import Blocks
-from tests.backend.test_saved_state import Attention, mlp
+from tests.support.main_grads import te, with_totals
+from tests.support.trained import Attention, mlp
 
 pytestmark = pytest.mark.usefixtures("without_codegen")
-
-
-def te(model, **options):
-    options = {"recipe": "current", "fallback": "error", **options}
-    return torch.compile(model, backend="te", fullgraph=True, options=options)
-
-
-def with_totals(model: nn.Module) -> nn.Module:
-    for p in model.parameters():
-        if p.dim() == 2:
-            p.main_grad = torch.zeros_like(p, dtype=torch.float32)
-            p.grad_added_to_main_grad = False
-    return model
 
 
 class Pair:

@@ -19,9 +19,9 @@ import te_inductor
 from te_inductor.eager_layers import Linear
 from te_inductor.ops import flops
 from te_inductor.passes.joint import recompute
-from tests.backend.test_autograd import same
-from tests.numerics.test_linear import Calls
 from tests.recipes import every_recipe, every_stateless_recipe, quick, strict
+from tests.support.autograd import same
+from tests.support.oracle_layers import Calls
 
 pytestmark = pytest.mark.usefixtures("without_codegen", "one_seed")
 

@@ -11,7 +11,7 @@ import te_inductor
 from te_inductor.errors import FallbackWarning
 from te_inductor.runtime.state import resumed
 from tests.backend.delayed_programs import Blocks, te
-from tests.backend.test_saved_state import mlp
+from tests.support.trained import mlp
 
 pytestmark = pytest.mark.usefixtures("without_codegen")
 

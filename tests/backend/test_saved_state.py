@@ -18,6 +18,7 @@ from te_inductor.errors import StateError
 from te_inductor.passes.pre_grad.plan import Plan
 from te_inductor.recipes import DelayedScaling
 from te_inductor.runtime.extra_inputs import bind
+from tests.support.trained import Attention, mlp, same, train
 
 pytestmark = pytest.mark.usefixtures("without_codegen")
 
@@ -35,36 +36,12 @@ def uncompiled(gm: torch.fx.GraphModule, inputs: Any) -> Any:
     return bind(aot_eager(gm, [*inputs, *examples]), plan.extra_inputs)
 
 
-def mlp() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32))
-
-
-def train(run, steps: int = 1, x: torch.Tensor | None = None) -> torch.Tensor:
-    for _ in range(steps):
-        y = run(torch.randn(8, 32) if x is None else x)
-        y.square().sum().backward()
-    return y.detach()
-
-
 def quantizers(model: nn.Module) -> list[str]:
     """The keys without their fields, in order; each has both."""
     keys = list(te_inductor.state_dict(model))
     assert keys[::2] == [f"{key.rpartition('.')[0]}.scale" for key in keys[1::2]]
     assert all(key.endswith(".amax_history") for key in keys[1::2])
     return [key.rpartition(".")[0] for key in keys[::2]]
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return list(a) == list(b) and all(torch.equal(a[key], b[key]) for key in a)
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(32, 32) for _ in range(4))
-
-    def forward(self, x):
-        return self.o(F.scaled_dot_product_attention(self.q(x), self.k(x), self.v(x)))
 
 
 class Everything(nn.Module):

@@ -16,8 +16,8 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from te_inductor import lower, recipes
 from te_inductor.errors import FallbackError
 from te_inductor.passes.graph.views import Chain, source
-from tests.backend.test_traced_graphs import in_high_precision, joint_of, low
 from tests.recipes import every_stateless_recipe, strict
+from tests.support.traced_graphs import in_high_precision, joint_of, low
 
 
 def einsum(x, weight, bias=None):

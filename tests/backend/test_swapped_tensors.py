@@ -16,8 +16,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import te_inductor
 from te_inductor import backward_dw, quantize_, tensor_tables
 from te_inductor.tensor_tables import TensorGroups, TensorReference, TensorTable
-from tests.backend.test_main_grad import te
-from tests.backend.test_saved_state import mlp
+from tests.support.main_grads import te
+from tests.support.trained import mlp
 
 pytestmark = pytest.mark.usefixtures("without_codegen")
 CASTS = {

@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 from te_inductor import compat
 from te_inductor.passes import post_grad
 from tests import uncompiled
-from tests.backend.test_autograd import same
 from tests.recipes import strict
+from tests.support.autograd import same
 
 COLUMNS = 128  # whole blocks
 

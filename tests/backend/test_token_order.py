@@ -15,10 +15,10 @@ from te_inductor import ops
 from te_inductor.passes import joint
 from te_inductor.passes.joint import token_order
 from te_inductor.recipes import Quantizer
-from tests.backend import test_permutations
-from tests.backend.test_autograd import same
 from tests.experts import MoE
 from tests.passes import leave_out
+from tests.support.autograd import same
+from tests.support.permuted_experts import Layer
 
 TOKENS, EACH, ROWS, WIDTH = 12, 2, 24, 24  # as wide as there are rows: a dimension is known by its place alone
 FP8 = Quantizer("e5m2")
@@ -177,7 +177,7 @@ def step(model, x, recipe) -> list[Tensor]:
 
 MODELS = {
     "transformers": lambda: MoE(),
-    "index_add": lambda: test_permutations.Layer(),
+    "index_add": Layer,
 }
 
 

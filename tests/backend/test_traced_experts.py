@@ -16,12 +16,12 @@ import tests.experts
 from te_inductor import lower, ops
 from te_inductor.errors import FallbackError, FallbackWarning
 from te_inductor.recipes import DelayedScaling
-from tests.backend.test_autograd import same
-from tests.backend.test_experts import ROUTER, Biased, te, tokens
-from tests.backend.test_traced_graphs import joint_of
 from tests.experts import BARE, EACH, FOLDED, FORMS, HIDDEN, Experts, MoE, reference
-from tests.numerics.test_traced import fakes
 from tests.recipes import STATELESS, quick, strict
+from tests.support.autograd import same
+from tests.support.expert_layers import ROUTER, Biased, te, tokens
+from tests.support.traced_graphs import joint_of
+from tests.support.traced_layers import fakes
 
 pytestmark = pytest.mark.usefixtures("without_codegen", "one_seed")
 pytest.importorskip("transformers")  # whose op multiplies in fp32

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from te_inductor import lower, ops, recipes
+from te_inductor import lower, recipes
 from te_inductor.errors import FallbackError, FallbackWarning, OptionError, RecipeError
 from tests.recipes import every_stateless_recipe, strict
+from tests.support.traced_graphs import in_high_precision, joint_of, low
 
 
 class Model(nn.Module):
@@ -45,20 +46,6 @@ def step_of(model, forward):
         return loss, *torch.autograd.grad(loss, [one for one in parameters if one.requires_grad])
 
     return step, list(model.parameters()), names
-
-
-def low(recipe):
-    slots = recipes.resolve(recipe).slots()
-
-    def linear(x, weight, bias=None):
-        return ops.linears(x, [weight], [] if bias is None else [bias], slots, x.dtype)[0]
-
-    return linear
-
-
-def in_high_precision(graph) -> list[str]:
-    names = ("aten.mm", "aten.addmm", "aten.bmm", "aten._grouped_mm")
-    return [node.name for node in graph.graph.nodes if str(node.target).startswith(names)]
 
 
 @every_stateless_recipe
@@ -134,13 +121,6 @@ def test_a_gradient_that_is_viewed():
     w = inputs[0].clone().requires_grad_()
     expected = torch.autograd.grad(low("rowwise")(inputs[1], w.t()).square().sum(), w)
     assert torch.equal(made(*inputs), expected[0].reshape(-1))
-
-
-def joint_of(model, x, stack):
-    aot_autograd = pytest.importorskip("torch._functorch.aot_autograd")
-    if not hasattr(aot_autograd, "aot_export_joint_with_descriptors"):
-        pytest.skip("this torch exports no joint graphs")
-    return aot_autograd, aot_autograd.aot_export_joint_with_descriptors(stack, model, (x,))
 
 
 def test_a_joint_graph_of_aot_autograd():

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import te_inductor
 from te_inductor import backward_dw, explain
-from tests.backend.test_main_grad import te
+from tests.support.main_grads import te
 
 pytestmark = pytest.mark.usefixtures("without_codegen")
 TRANSPOSED = "the parameter holds the transpose of what the GEMM computes"

@@ -14,25 +14,12 @@ from te_inductor.recipes import NVFP4BlockScaling
 from te_inductor.runtime.weights import cached_weights
 from te_inductor.runtime.weights.cached_weights import FreshnessCheck, Spec, new
 from te_inductor.templates.triton.cached_weights import OnDevice
-from tests.numerics.test_quantize import CONTENTS
 from tests.offline.cached_weights_kernels import QUANTIZERS
+from tests.support.contents import CONTENTS
+from tests.support.gpu_weights import ema, same
 
 SHAPES = [(48, 80), (30, 136), (200, 8), (20, 1092), (512, 4096)]
 ODD = (33, 131)  # of whose elements the first is at an odd address
-
-
-def same(kept, expected) -> bool:
-    """Bit for bit, but for which NaN a NaN is: the CPU keeps its sign."""
-    if not torch.equal(kept.digests.cpu(), expected.digests):
-        return False
-    pairs = zip(kept.tensors, expected.tensors, strict=True)
-    return all(_bits(a.cpu()).equal(_bits(b)) for a, b in pairs)
-
-
-def _bits(x):
-    return (
-        torch.where(x.float().isnan(), 0x7F, x.view(torch.uint8)) if x.element_size() == 1 else x.nan_to_num(nan=-1.0)
-    )
 
 
 @pytest.mark.parametrize("content", CONTENTS)
@@ -69,11 +56,6 @@ def te(model, recipe="current", **options):
     emulated = recipe not in ("current", "delayed", "rowwise", "block")
     options = {"policy": {"*": recipe}, "fallback": "silent" if emulated else "error", **options}
     return torch.compile(model, backend="te", fullgraph=True, options=options)
-
-
-def ema(model) -> None:
-    for p in model.parameters():
-        p.data.mul_(0.5)
 
 
 def no_grad(model) -> None:

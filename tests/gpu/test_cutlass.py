@@ -11,13 +11,13 @@ from te_inductor.recipes import Float8CurrentScaling, Gemm, QParams
 from te_inductor.templates import cutlass
 from te_inductor.templates.cutlass import build, launch, tables
 from te_inductor.templates.cutlass import scaled_mm as template
-from tests.gpu.test_ops import FAST_BITS
+from tests.support.blocked_scales import E4M3, E5M2, blocked, spread
+from tests.support.gpu_ops import FAST_BITS
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(cutlass.missing() is not None, reason="te-inductor[cutlass] is not installed"),
 ]
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TILES = [(tile, True) for tile in template.FAST_TILES] + [(tile, False) for tile in template.SPLIT_TILES]
 
 
@@ -114,22 +114,6 @@ def test_a_product_with_scales_of_blocks_is_the_same_each_time(tile, added):
         first = out if first is None else first
         wrong += (out != first).sum()
     assert wrong == 0
-
-
-def blocked(m: int, n: int, k: int, scope: str) -> tuple[torch.Tensor, ...]:
-    """Operands, and scales of many magnitudes, as `torch._scaled_mm` has them."""
-    across = -(-k // 128)
-    a, b = (torch.randn(rows, k, device="cuda").mul_(4).to(E4M3) for rows in (m, n))
-    down = -(-n // 128) if scope == "128x128" else n
-    a_scale, b_scale = (torch.randn(across, rows, device="cuda").mul_(8).exp2() for rows in (m, down))
-    return a, b, a_scale.t(), b_scale.t().contiguous().t() if scope == "128x128" else b_scale
-
-
-def spread(scale: torch.Tensor, rows: int, k: int) -> torch.Tensor:
-    """Spreads scales of (R, K/128) or (R/128, K/128) blocks, one an element of (R, K)."""
-    if scale.shape[0] != rows:
-        scale = scale.repeat_interleave(128, 0)[:rows]
-    return scale.double().repeat_interleave(128, 1)[:, :k]
 
 
 @pytest.mark.parametrize("scope", ["tensor", "row"])

@@ -9,7 +9,7 @@ from torch import nn
 
 from te_inductor import backward_dw, explain
 from te_inductor.errors import DeferredWgradError
-from tests.gpu.test_main_grad import te
+from tests.support.gpu_main_grads import te
 
 
 def chain() -> nn.Sequential:

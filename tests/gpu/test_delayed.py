@@ -17,10 +17,10 @@ from te_inductor.errors import FallbackWarning
 from te_inductor.recipes import DelayedScaling, Quantizer
 from tests.bounds import assert_same_values
 from tests.delayed import OracleLayer, check_entry, quantizers
-from tests.gpu.test_ops import FAST_BITS
-from tests.numerics.test_quantize import CONTENTS
 from tests.oracle import casts
 from tests.oracle.casts import ScalingHistory
+from tests.support.contents import CONTENTS
+from tests.support.gpu_ops import FAST_BITS
 
 RECIPE = DelayedScaling(amax_history_len=4)
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

@@ -19,7 +19,7 @@ from te_inductor.ops import experts as ops
 from te_inductor.ops.stored_experts import StoredExperts, store
 from te_inductor.ops.stored_weight import StoredWeight
 from te_inductor.recipes import resolve
-from tests.models.test_transformers import FORWARD, SLACK
+from tests.support.format_errors import FORWARD, SLACK
 
 transformers = pytest.importorskip("transformers")
 

@@ -14,9 +14,9 @@ from te_inductor.runtime.weights import cached_weights
 from te_inductor.runtime.weights.cached_weights import FreshnessCheck, Spec, new
 from te_inductor.templates.triton import group_strips, grouped_casts
 from te_inductor.templates.triton.cached_weights import OnDevice
-from tests.gpu.test_cached_weights import _bits, ema, same
-from tests.gpu.test_experts import RECIPES, Experts, compiled, inputs, step
-from tests.numerics.test_quantize import CONTENTS
+from tests.support.contents import CONTENTS
+from tests.support.gpu_experts import RECIPES, Experts, compiled, inputs, step
+from tests.support.gpu_weights import _bits, ema, same
 
 SHAPES = [(3, 48, 80), (2, 130, 768), (2, 40, 2880), (1, 33, 14336), (2, 8, 20000)]
 KEPT = [Quantizer("e4m3"), Quantizer("e4m3", scope="row"), Quantizer("e4m3", scope="128x128"),

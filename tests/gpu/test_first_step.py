@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from tests.backend.test_first_step import Residual, errors
+from tests.support.first_steps import Residual, errors
 
 
 def gradients(run, model, x):

@@ -16,9 +16,9 @@ from te_inductor.runtime.eager import dense
 from te_inductor.templates import cutlass
 from te_inductor.templates.cutlass import build, launch
 from te_inductor.templates.cutlass import scaled_mm as template
-from tests.gpu.test_cutlass import blocked, spread
-from tests.gpu.test_ops import FAST_BITS
 from tests.passes import leave_out
+from tests.support.blocked_scales import blocked, spread
+from tests.support.gpu_ops import FAST_BITS
 
 pytestmark = [
     pytest.mark.gpu,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import te_inductor
 from te_inductor.ops import stored
-from tests.models.test_transformers import FORWARD, SLACK
+from tests.support.format_errors import FORWARD, SLACK
 
 transformers = pytest.importorskip("transformers")
 

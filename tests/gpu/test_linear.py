@@ -19,6 +19,7 @@ from te_inductor.recipes import (
     QParams,
 )
 from tests.oracle import casts
+from tests.support.gpu_ops import relative
 
 RECIPES = {
     "current": Float8CurrentScaling(),
@@ -38,10 +39,6 @@ def only_where_the_library_takes_it(request):
 
 
 recipes = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-
-
-def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((actual.double().cpu() - expected).norm() / expected.norm()).item()
 
 
 MODES = [(None, dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)]

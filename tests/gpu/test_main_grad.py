@@ -12,11 +12,7 @@ from te_inductor import explain
 from te_inductor.templates import cutlass
 from te_inductor.templates.cutlass import scaled_mm as template
 from te_inductor.templates.cutlass import tables
-
-
-def te(model, recipe, **options):
-    options = {"policy": {"*": recipe}, "fallback": "error", **options}
-    return torch.compile(model, backend="te", fullgraph=True, options=options)
+from tests.support.gpu_main_grads import te
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])

@@ -11,13 +11,12 @@ from te_inductor.lowerings import install
 from te_inductor.recipes import Format, MXFP4BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling, Quantizer
 from te_inductor.recipes.formats import SCOPES
 from tests.bounds import assert_same_values, assert_within, gemm_error, magnitudes_of, scales_of, values_of
-from tests.gpu.test_linear import relative
-from tests.gpu.test_ops import SIZES, compile_every_size  # noqa: F401 (a fixture)
-from tests.numerics.test_microscaling import PAIRS, QUANTIZERS, STOCHASTIC, amaxes, check, check_both, gemm_of
-from tests.numerics.test_nvfp4_variants import QUANTIZERS as CHOSEN
-from tests.numerics.test_nvfp4_variants import check_rows, copies_of_rows, factors_of_rows
-from tests.numerics.test_quantize import CONTENTS
 from tests.oracle import casts, microscaling
+from tests.support.contents import CONTENTS
+from tests.support.gpu_ops import SIZES, compile_every_size, relative  # noqa: F401 (a fixture)
+from tests.support.microscaled_casts import PAIRS, QUANTIZERS, STOCHASTIC, amaxes, check, check_both, gemm_of
+from tests.support.nvfp4_casts import QUANTIZERS as CHOSEN
+from tests.support.nvfp4_casts import check_rows, copies_of_rows, factors_of_rows
 
 SEED = 77
 RECIPES = {

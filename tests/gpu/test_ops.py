@@ -9,22 +9,11 @@ from te_inductor import ops, targets
 from te_inductor.lowerings import install
 from te_inductor.recipes import Gemm, Quantizer
 from tests.bounds import assert_same_values, assert_within, gemm_error, magnitudes_of
-from tests.numerics.test_quantize import CONTENTS, FP32_SCOPES, QUANTIZERS, check_both
 from tests.oracle import casts
+from tests.support.contents import CONTENTS, FP32_SCOPES, QUANTIZERS, check_both
+from tests.support.gpu_ops import FAST_BITS, SIZES
 
-SIZES = [(1, 1), (3, 17), (33, 70), (128, 64), (256, 384), (257, 1040), (64, 4096)]
 PAIRS = [("tensor", "tensor"), ("row", "row"), ("1x128", "128x128"), ("1x128", "1x128"), ("128x128", "1x128")]
-FAST_BITS = (
-    13  # Hopper's fast accumulation keeps at least this many bits of each partial sum (DeepSeek-V3, section 3.5.2)
-)
-
-
-@pytest.fixture(autouse=True)
-def compile_every_size():
-    """Lifts the recompile limit, past which Dynamo would run the function eagerly, and nothing compiled would be
-    tested."""
-    with torch._dynamo.config.patch(recompile_limit=1000, fail_on_recompile_limit_hit=True):
-        yield
 
 
 def compiled(name: str):

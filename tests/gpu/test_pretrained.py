@@ -8,7 +8,7 @@ import te_inductor
 transformers = pytest.importorskip("transformers")
 pretrained = pytest.importorskip("te_inductor.integrations.pretrained")
 
-from tests.models.test_pretrained import assert_same, llama, load  # noqa: E402
+from tests.support.pretrained import assert_same, llama, load  # noqa: E402
 
 GPU = {"dtype": torch.bfloat16, "device_map": "cuda"}
 

@@ -11,6 +11,7 @@ from torch import nn
 import te_inductor
 from te_inductor.ops.stored_weight import StoredWeight
 from te_inductor.templates import small_m
+from tests.support.gpu_small_m import Mlp, layer
 
 pytestmark = pytest.mark.gpu
 K_STEP = 32  # products that the tensor core aligns to the largest
@@ -76,23 +77,6 @@ def test_one_scale(of_rows):
     y = product(a, a_scale, b, b_scale, small_m.cut(16, 512, 1024), torch.bfloat16)
     expected = (a.double() * a_scale.double()) @ (b.double() * b_scale.double()).t()
     assert (y.double() - expected).norm() <= 3e-3 * expected.norm()
-
-
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.RMSNorm(512), nn.Linear(512, 2048), nn.Linear(1024, 512, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.up(self.norm(x)).chunk(2, -1)
-        return x + self.down(nn.functional.silu(gate) * up)
-
-
-def layer(recipe: str) -> tuple[nn.Module, torch.Tensor]:
-    torch.manual_seed(3)
-    model = Mlp().to("cuda", torch.bfloat16).requires_grad_(False)
-    te_inductor.quantize_(model, recipe)
-    return model, torch.randn(4, 512, device="cuda", dtype=torch.bfloat16)
 
 
 def plain(model: nn.Module) -> nn.Module:
@@ -164,7 +148,7 @@ def test_two_compiles_for_all_batches():
 
 PROGRAM = """
 import torch, te_inductor
-from tests.gpu.test_small_m import layer
+from tests.support.gpu_small_m import layer
 from torch._dynamo.utils import counters
 model, x = layer("rowwise")
 with torch.no_grad():

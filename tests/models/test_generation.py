@@ -8,7 +8,7 @@ from torch import nn
 
 import te_inductor
 from te_inductor.ops.stored_weight import StoredWeight
-from tests.models.test_transformers import FORWARD, SLACK
+from tests.support.format_errors import FORWARD, SLACK
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("without_codegen")

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from te_inductor import explain, ops, recipes
-from tests.backend.test_autograd import results, same, te
-from tests.models import test_experts
-from tests.models.test_experts import COMMON, SHARED, build, check, inputs, three
+from tests.support import expert_models
+from tests.support.autograd import results, same, te
+from tests.support.expert_models import COMMON, SHARED, build, check, inputs, three
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.usefixtures("without_codegen", "one_seed"), pytest.mark.thorough]
@@ -68,13 +68,13 @@ def name(request, monkeypatch):
             pytest.skip(f"this transformers has no {request.param}")
         return kind(**COMMON | CONFIGS[request.param])
 
-    monkeypatch.setitem(test_experts.MODELS, request.param, config)
-    monkeypatch.setattr(test_experts, "build", lambda name: build(name).eval())
+    monkeypatch.setitem(expert_models.MODELS, request.param, config)
+    monkeypatch.setattr(expert_models, "build", lambda name: build(name).eval())
     return request.param
 
 
 def test_every_product_is_found(name):
-    model, x = test_experts.build(name), inputs().requires_grad_()
+    model, x = expert_models.build(name), inputs().requires_grad_()
     report = explain(model, inputs_embeds=x, options={"recipe": "rowwise"})
     assert report.failure is None
     first = "up_proj" if name == "NemotronH" else "gate_up_proj"

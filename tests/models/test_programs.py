@@ -10,9 +10,9 @@ from torch import nn
 
 import te_inductor
 from te_inductor import explain
-from tests.backend.test_autograd import DIM, X, check, loss_of, mlp, results, same, te
 from tests.eager import quantized
 from tests.recipes import NAMES, quick, strict
+from tests.support.autograd import DIM, X, check, loss_of, mlp, results, same, te
 
 pytestmark = pytest.mark.usefixtures("without_codegen", "one_seed")
 

@@ -37,10 +37,7 @@ from te_inductor import explain, ops
 from tests.bounds import assert_within, gemm_error, sum_error
 from tests.models import zoo
 from tests.oracle import casts
-
-SLACK = 1 + 3 * 0.09
-Q_E4M3, Q_E5M2 = (2.0 ** -(m + 1) / math.sqrt(3) * math.sqrt(0.75 / (2 * math.log(2))) for m in (3, 2))
-FORWARD, BACKWARD = math.hypot(Q_E4M3, Q_E4M3), math.hypot(Q_E4M3, Q_E5M2)
+from tests.support.format_errors import BACKWARD, FORWARD, SLACK
 
 # Llama alone in make test: it has every kind of layer but biases.
 thorough = pytest.mark.thorough

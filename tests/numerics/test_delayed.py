@@ -18,9 +18,9 @@ from te_inductor.recipes import DelayedScaling, Format, Quantizer
 from te_inductor.recipes.delayed import ScaleUpdate
 from tests.bounds import assert_same_values
 from tests.delayed import OracleLayer
-from tests.numerics.test_quantize import CONTENTS, SIZES
 from tests.oracle import casts
 from tests.oracle.casts import ScalingHistory
+from tests.support.contents import CONTENTS, SIZES
 
 
 def mean_amax(history: Tensor) -> Tensor:  # (H, n)

@@ -13,8 +13,10 @@ from te_inductor.targets import sm100
 from te_inductor.templates import grouped_library
 from te_inductor.templates.select import EMULATED, GROUPED_LIBRARY
 from tests import grouped_library as stand_in
-from tests.numerics import test_grouped as layers
-from tests.numerics.test_grouped import known_seeds  # noqa: F401
+from tests.support import grouped_layers as layers
+
+pytestmark = pytest.mark.usefixtures("known_seeds")
+
 
 SIZES = {"many": (0, 1, 17, 130, 0, 128), "rows behind": (40, 0, 3), "one has all": (0, 90, 0)}  # even in all
 BEHIND = {SIZES["rows behind"]: 21}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from te_inductor.eager_layers import GroupedBias, GroupedLinear, Linear, WaitingGradients
 from te_inductor.errors import DoubleBackwardError, OptionError, RecipeError
 from te_inductor.recipes import Float8BlockScaling
-from tests.models.test_transformers import FORWARD, SLACK
+from tests.support.format_errors import FORWARD, SLACK
 
 E, N, K = 4, 48, 96
 SIZES, BEHIND = (5, 0, 130, 1), 3

@@ -8,22 +8,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from te_inductor import ops
 from te_inductor.errors import RecipeError
 from te_inductor.lowerings import install
 from te_inductor.recipes import Quantizer, Slots
-from tests.bounds import assert_same_values, values_of
-from tests.numerics.test_microscaling import SIZES, check, check_both, compiled
-from tests.numerics.test_quantize import CONTENTS, DTYPES, LAYOUTS
+from tests.bounds import values_of
 from tests.oracle import casts
+from tests.support.contents import CONTENTS, DTYPES, LAYOUTS
+from tests.support.microscaled_casts import SIZES, check_both, compiled
+from tests.support.nvfp4_casts import FACTORS_OF_ROWS, QUANTIZERS, check_rows, copies_of_rows, factors_of_rows
 
-QUANTIZERS = [
-    Quantizer("e2m1", scope=scope, candidates=(6.0, 4.0), error_metric=metric, scale_max=most)
-    for scope in ("1x16", "16x16")
-    for metric, most in (("MAE", 256.0), ("MSE", 448.0))
-]
 quantizers = pytest.mark.parametrize("quantizer", QUANTIZERS, ids=lambda q: f"{q.scope} {q.error_metric}")
 
 # No format has it: the rule is the same for any number of candidates.
@@ -112,30 +107,6 @@ def test_compiled(size, dtype, layout, quantizer):
     functions = compiled()
     for make in CONTENTS.values():
         check_both(LAYOUTS[layout](make(*size).to(dtype)), quantizer, *functions)
-
-
-FACTORS_OF_ROWS = [
-    Quantizer("e2m1", scope="1x16", factor_scope="row"),
-    Quantizer("e2m1", scope="1x16", factor_scope="row", candidates=(6.0, 4.0), error_metric="MAE", scale_max=256.0),
-]
-factors_of_rows = pytest.mark.parametrize("quantizer", FACTORS_OF_ROWS, ids=["", "4 over 6"])
-
-
-def copies_of_rows(x: Tensor, quantizer: Quantizer) -> list[tuple[Tensor, ...]]:
-    """amax, data, scale_inv of both copies, each with its own amaxes."""
-    made = []
-    for matrix in (x, x.t()):
-        amax = torch.ops.te_inductor.tensor_amax(matrix, True)
-        made.append((amax, *torch.ops.te_inductor.quantize(matrix, quantizer, amax)))
-    return made
-
-
-def check_rows(x: Tensor, quantizer: Quantizer, copies=copies_of_rows) -> None:
-    for matrix, (amax, *results) in zip((x, x.t()), copies(x, quantizer), strict=True):
-        expected = casts.first_amax(matrix, quantizer)
-        assert amax.dtype == torch.float32
-        assert_same_values(amax, expected)
-        check(matrix, quantizer, results, casts.quantize(matrix, quantizer, expected))
 
 
 def test_rows_have_factors_of_their_own():

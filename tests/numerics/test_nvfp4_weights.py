@@ -9,9 +9,9 @@ from te_inductor.numerics import microscaling, nvfp4
 from te_inductor.ops import stored as ops_stored
 from te_inductor.recipes.formats import E4M3
 from tests.bounds import assert_same_values
-from tests.numerics.test_quantize import CONTENTS
 from tests.oracle import nvfp4 as oracle
 from tests.oracle.casts import round_to_element
+from tests.support.contents import CONTENTS
 
 FINITE = {
     name: make

@@ -8,9 +8,9 @@ from te_inductor.lowerings import install
 from te_inductor.recipes import Gemm, Quantizer
 from tests.bounds import assert_same_values, assert_within, gemm_error
 from tests.oracle import casts
+from tests.support.scaled_products import PAIRS
 
 GEMM = Gemm("fprop")
-PAIRS = [("tensor", "tensor"), ("row", "row"), ("1x128", "128x128"), ("1x128", "1x128"), ("128x128", "1x128")]
 pairs = pytest.mark.parametrize("scopes", PAIRS, ids=" by ".join)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CASES = [  # M, N, K, element of a, element of b, dtype of the output, dtype of the bias

@@ -4,32 +4,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from te_inductor import lower
-from tests.numerics.test_linear import RECIPES, check_against_oracle, known_seeds
 from tests.recipes import strict
+from tests.support.oracle_layers import RECIPES, check_against_oracle
+from tests.support.traced_layers import fakes
 
-__all__ = ["known_seeds"]  # a fixture
+pytestmark = pytest.mark.usefixtures("known_seeds")
 
 
 def products(graph: torch.fx.GraphModule) -> list[str]:
     """The products in high precision."""
     targets = [str(node.target) for node in graph.graph.nodes]
     return [target for target in targets if target.startswith(("aten.mm", "aten.addmm", "aten.bmm"))]
-
-
-def fakes(tensors: list[Tensor], dynamic: list[Tensor]) -> list[Tensor]:
-    """Makes fake tensors; those of `dynamic` have a symbol for the number of their rows."""
-    mode, kinds = FakeTensorMode(shape_env=ShapeEnv()), [DimDynamic.DYNAMIC, DimDynamic.STATIC]
-    made = []
-    for one in tensors:
-        has = any(one is other for other in dynamic)
-        context = StatelessSymbolicContext(kinds) if has else None
-        made.append(mode.from_tensor(one, symbolic_context=context, static_shapes=not has))
-    return made
 
 
 def lowered(recipe, dynamic: bool, operands: list[Tensor], dy: Tensor) -> torch.fx.GraphModule:

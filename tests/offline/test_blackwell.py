@@ -8,10 +8,10 @@ import torch
 
 from te_inductor import recipes
 from tests.bounds import assert_within
-from tests.numerics import test_grouped as layers
 from tests.offline.harness import compile_to_cubin, generate
-from tests.offline.test_interpreter import interpret
 from tests.oracle import casts, grouped
+from tests.support import grouped_layers as layers
+from tests.support.interpreted import interpret
 
 LIBRARY = "torch.ops.te_inductor.scaled_grouped_mm.default("
 VIEWS = {"mxfp8": "torch.float8_e8m0fnu", "nvfp4": "torch.float4_e2m1fn_x2"}

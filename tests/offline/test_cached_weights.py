@@ -1,23 +1,17 @@
 """The kernels of kept weights without a GPU: interpreted, and as cubins."""
 
 import re
-import subprocess
-import tempfile
-from pathlib import Path
 
 import pytest
 import torch
+import triton.language as tl
 
+from te_inductor.numerics.arithmetic import reciprocal
 from te_inductor.recipes import Quantizer
+from te_inductor.templates.triton import cached_weights
+from te_inductor.templates.triton.cached_microscaled_kernels import cached_weights_cast_microscaled
 from tests.offline.harness import INTERPRETER, assert_words, generate
-
-triton = pytest.importorskip("triton")
-
-import triton.language as tl  # noqa: E402
-
-from te_inductor.numerics.arithmetic import reciprocal  # noqa: E402
-from te_inductor.templates.triton import cached_weights  # noqa: E402
-from te_inductor.templates.triton.cached_microscaled_kernels import cached_weights_cast_microscaled  # noqa: E402
+from tests.support.cuda_code import spilled, triton
 
 
 @pytest.mark.thorough
@@ -48,16 +42,6 @@ def compiled(kernel, constants: dict, warps: int, capability: int, registers: in
     )
     options = {"num_warps": warps, "maxnreg": registers}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-
-
-def spilled(made) -> int:
-    """Bytes of a thread that registers do not hold."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(made.asm["cubin"])
-        file.flush()
-        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    return int(re.search(r"STACK:(\d+)", usage)[1])
 
 
 TILE = {"INPUT": tl.bfloat16, "TILE": cached_weights.TILE, "ALIGNED": True}

@@ -8,11 +8,11 @@ import torch
 from te_inductor.lowerings.casts.column_sums import ROWS
 from te_inductor.recipes import Quantizer
 from tests.bounds import assert_same_values
-from tests.numerics.test_quantize import CONTENTS
 from tests.offline.harness import compile_to_cubin, generate
-from tests.offline.test_delayed import launches
-from tests.offline.test_interpreter import interpret
 from tests.oracle import casts
+from tests.support.contents import CONTENTS
+from tests.support.cuda_code import launches
+from tests.support.interpreted import interpret
 
 E4M3 = Quantizer("e4m3")
 

@@ -7,7 +7,7 @@ import pytest
 
 from te_inductor.lowerings.codegen.tiles import FLAT_OF_THREE
 from tests.offline.harness import compile_to_cubin, generate
-from tests.offline.test_cached_weights import spilled
+from tests.support.cuda_code import spilled
 
 pytest.importorskip("triton")
 thorough = pytest.mark.thorough

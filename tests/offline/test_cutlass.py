@@ -5,25 +5,22 @@ import ast
 import dataclasses
 import json
 import re
-import struct
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-import triton
 
 from te_inductor.templates import cutlass
 from te_inductor.templates.cutlass import build, tables
 from te_inductor.templates.cutlass import scaled_mm as template
 from te_inductor.templates.cutlass.scaled_mm import Kernel, Problem, kernel_of
 from tests.offline.harness import generate
-from tests.offline.test_interpreter import interpret
+from tests.support.cuda_code import machine_code
+from tests.support.interpreted import interpret
 
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
 E2M1 = torch.float4_e2m1fn_x2
-NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
 
 
 def test_each_gemm_is_what_the_table_names():
@@ -196,16 +193,3 @@ def check_blocks_loop(code: str, adds: bool) -> None:
     assert len(re.findall(r"\bWARPGROUP\.DEPBAR", code)) == 2
     assert not re.search(r"\b(STL|LDL)\b", code)
     assert len(re.findall(r"\bLDSM\.16\.M88\.4\b", code)) == (16 if adds else 0)
-
-
-def machine_code(compiled: Path) -> str:
-    """Disassembled, of the GPU's ELF file inside the host's."""
-    data = compiled.read_bytes()
-    [start] = [
-        m.start() for m in re.finditer(b"\x7fELF", data) if struct.unpack_from("<H", data, m.start() + 18) == (190,)
-    ]
-    [headers] = struct.unpack_from("<Q", data, start + 32)
-    size, count = struct.unpack_from("<HH", data, start + 54)
-    cubin = compiled.with_suffix(".cubin")
-    cubin.write_bytes(data[start : start + headers + size * count])
-    return subprocess.run([NVDISASM, cubin], capture_output=True, text=True, check=True).stdout

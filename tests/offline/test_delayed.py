@@ -10,11 +10,12 @@ import torch
 
 from te_inductor.recipes import DelayedScaling, Quantizer
 from tests.bounds import assert_same_values
-from tests.numerics.test_quantize import CONTENTS
 from tests.offline.harness import INTERPRETER, Generated, Kernel, compile_to_cubin, generate
-from tests.offline.test_interpreter import interpret
 from tests.oracle import casts
 from tests.oracle.casts import ScalingHistory
+from tests.support.contents import CONTENTS
+from tests.support.cuda_code import launches
+from tests.support.interpreted import interpret
 
 ARCHS = (90, pytest.param(100, marks=pytest.mark.thorough))
 
@@ -27,11 +28,6 @@ def arch(request: pytest.FixtureRequest) -> int:
 @pytest.fixture
 def training(arch: int) -> Generated:
     return generate("mlp_training_delayed", arch)
-
-
-def launches(source: str) -> list[str]:
-    """Names of the kernels that a wrapper runs, in order, as often as it runs them."""
-    return re.findall(r"^ *(triton_\w+)\.run\(", source, re.MULTILINE)
 
 
 def low_outputs(kernel: Kernel) -> int:

@@ -7,7 +7,7 @@ import torch
 
 from te_inductor.recipes import Quantizer
 from tests.offline.harness import INTERPRETER, generate
-from tests.offline.test_cached_weights import spilled
+from tests.support.cuda_code import spilled
 
 triton = pytest.importorskip("triton")
 

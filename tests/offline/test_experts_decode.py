@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.offline.harness import INTERPRETER, generate
-from tests.offline.test_nvfp4 import TOUCHES, compiled
+from tests.support.nvfp4_cubins import TOUCHES, compiled
 
 triton = pytest.importorskip("triton")
 

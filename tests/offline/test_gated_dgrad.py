@@ -15,9 +15,9 @@ from te_inductor.templates import cutlass
 from te_inductor.templates.cutlass import build, tables
 from te_inductor.templates.cutlass import scaled_mm as template
 from te_inductor.templates.cutlass.scaled_mm import Problem
-from tests.backend.test_gated_dgrad import GATES, backward, folded, operands, pretended, traced  # noqa: F401
 from tests.offline.harness import generate
-from tests.offline.test_cutlass import machine_code
+from tests.support.cuda_code import machine_code
+from tests.support.gated_dgrad import GATES, backward, folded, operands, pretended, traced  # noqa: F401
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 

@@ -1,18 +1,16 @@
 """The Triton kernels that Inductor writes for sm_90, run in Triton's interpreter against the oracle."""
 
-from pathlib import Path
-
 import pytest
 import torch
-from torch import Tensor
 
 from te_inductor.lowerings.codegen.block_tiles import TILE
 from te_inductor.lowerings.codegen.tiles import COLUMNS_ALONE
 from te_inductor.recipes import Quantizer
 from tests.bounds import assert_same_values
-from tests.numerics.test_quantize import CONTENTS
-from tests.offline.harness import INTERPRETER, compile_to_cubin, generate
+from tests.offline.harness import compile_to_cubin, generate
 from tests.oracle import casts
+from tests.support.contents import CONTENTS
+from tests.support.interpreted import interpret
 
 SIZES = {"two_way_cast": (80, 144), "two_way_cast_padded": (70, 137)}
 BLOCKS = {
@@ -29,15 +27,6 @@ CASES += [
     (case, size, "128x128" if "squares" in case else "1x128", ROWS if "padded" in case else CONTENTS)
     for case, size in BLOCKS.items()
 ]
-
-
-def interpret(source: str, runs: list[list[Tensor]], folder: Path) -> list[tuple[Tensor, ...]]:
-    (folder / "graph.py").write_text(source)
-    torch.save(runs, folder / "inputs.pt")
-    names = [str(folder / name) for name in ("graph.py", "inputs.pt", "outputs.pt")]
-    done = INTERPRETER.run("tests.offline.interpret", *names)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return torch.load(folder / "outputs.pt")
 
 
 @pytest.mark.quick("two_way_cast_padded", "two_way_cast_rowwise", "two_way_cast_block_padded", "two_way_cast_squares")

@@ -9,11 +9,11 @@ import torch
 
 from te_inductor.recipes import Quantizer
 from tests.bounds import assert_same_values, scales_of, values_of
-from tests.numerics.test_quantize import CONTENTS
 from tests.offline.harness import Generated, compile_to_cubin, generate
-from tests.offline.test_interpreter import interpret
 from tests.oracle import casts as reference
 from tests.oracle import microscaling
+from tests.support.contents import CONTENTS
+from tests.support.interpreted import interpret
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])

@@ -3,8 +3,6 @@
 import collections
 import itertools
 import re
-import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,22 +10,18 @@ import torch
 from torch import Tensor
 
 from te_inductor.numerics import nvfp4
-from tests.offline.harness import INTERPRETER, generate
-
-triton = pytest.importorskip("triton")
-
-from te_inductor.templates.triton import (  # noqa: E402
+from te_inductor.templates.triton import (
     nvfp4_decode,
     nvfp4_direct,
     nvfp4_fp8,
     nvfp4_linear,
     nvfp4_streamed,
 )
-from te_inductor.templates.triton.nvfp4_linear import Config, Problem, choose, choose_on, supports, table  # noqa: E402
+from te_inductor.templates.triton.nvfp4_linear import Config, Problem, choose, choose_on, supports, table
+from tests.offline.harness import INTERPRETER, generate
+from tests.support.nvfp4_cubins import TOUCHES, compiled, disassembled, triton
 
-NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
 PATTERN = 0xFFFFFFFF
-TOUCHES = r"(ld|st)\.global|cp\.async|atom|red\."  # memory, in PTX
 
 
 @pytest.mark.skipif(
@@ -319,33 +313,6 @@ def overwritten(lines: list[str]) -> list[str]:
             written = set(range(registers[0], registers[0] + wide))
             found += [line for flight in flights if flight & written]
     return found
-
-
-def disassembled(cubin: bytes, folder) -> list[str]:
-    """Instructions without their predicates."""
-    path = folder / "kernel.cubin"
-    path.write_bytes(cubin)
-    code = subprocess.run([NVDISASM, path], capture_output=True, text=True, check=True).stdout
-    return [
-        line.strip() for line in re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([^;]+);", code, re.MULTILINE)
-    ]
-
-
-def compiled(function, constants, types, options):
-    """Compiles for sm_90, pointers and N aligned."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    places = {name: (place,) for place, name in enumerate(function.arg_names)}
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in places}
-    pointers = [name for name, kind in types.items() if kind.startswith("*")]
-    aligned = {places[name]: [["tt.divisibility", 16]] for name in (*pointers, "N") if signature[name] != "constexpr"}
-    kind = GluonASTSource if function.is_gluon() else ASTSource
-    source = kind(
-        fn=function, signature=signature, constexprs={places[k]: v for k, v in constants.items()}, attrs=aligned
-    )
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
 def test_attention_waits():

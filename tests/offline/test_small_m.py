@@ -15,7 +15,7 @@ import torch
 from te_inductor.recipes import Gemm
 from te_inductor.templates import small_m
 from tests.offline.harness import generate
-from tests.offline.test_nvfp4 import TOUCHES, compiled
+from tests.support.nvfp4_cubins import TOUCHES, compiled
 
 triton = pytest.importorskip("triton")
 

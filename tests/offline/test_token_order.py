@@ -10,11 +10,11 @@ import torch
 from te_inductor.lowerings.codegen.tiles import PLACED
 from te_inductor.recipes import Quantizer
 from tests.bounds import assert_same_values
-from tests.numerics.test_quantize import CONTENTS
 from tests.offline.harness import compile_to_cubin, generate
-from tests.offline.test_cached_weights import spilled
-from tests.offline.test_interpreter import interpret
 from tests.oracle import casts
+from tests.support.contents import CONTENTS
+from tests.support.cuda_code import spilled
+from tests.support.interpreted import interpret
 
 pytest.importorskip("triton")
 
