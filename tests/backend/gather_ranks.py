@@ -215,10 +215,7 @@ def tensor_parallel(rank: Rank, recipe: Any) -> Any:
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
     def make() -> nn.Module:
-        model = nn.Sequential(Block(512), Block(512))
-        for block in model:
-            parallelize_module(block, grid["tp"], plan)
-        return model
+        return nn.Sequential(parallelize_module(Block(512), grid["tp"], plan))
 
     try:
         return rank.equal(recipe, make, mesh=grid["dp"])
@@ -313,7 +310,12 @@ def traffic(rank: Rank, recipe: Any) -> Any:
 @of_a_recipe
 def checkpoints(rank: Rank, recipe: Any) -> Any:
     """Keys, kinds of tensors, torch.save, DCP, and loading between the two ways to gather."""
-    plain, low = rank.sharded(), rank.sharded(recipe)
+
+    def sharded(recipe: Any = None) -> nn.Module:
+        torch.manual_seed(0)
+        return rank.sharded(recipe, nn.Sequential(Block()))
+
+    plain, low = sharded(), sharded(recipe)
     run = rank.compiled(low, recipe)
     rank.train(low, run, 1)
     told: dict[str, Any] = {}
@@ -336,8 +338,8 @@ def checkpoints(rank: Rank, recipe: Any) -> Any:
     plain.load_state_dict(loaded["model"])
     scaling = te_inductor.state_dict(low)
     told["scaling"] = bool(scaling) == isinstance(recipe, DelayedScaling)
-    after = rank.sharded(recipe)
-    models = {"before a call": rank.sharded(recipe), "assigned": rank.sharded(recipe), "after calls": after}
+    after = sharded(recipe)
+    models = {"before a call": sharded(recipe), "assigned": sharded(recipe), "after calls": after}
     rank.train(after, rank.compiled(after, recipe), 2)
     for name, model in models.items():
         model.load_state_dict({key: value.clone() for key, value in state.items()}, assign=name == "assigned")

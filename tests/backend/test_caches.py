@@ -62,9 +62,8 @@ def test_the_first_process_misses_and_none_bypasses(first):
 
 
 def test_a_second_process_hits_both_caches(first):
-    """One that starts anew, of the package as it is."""
     folder, before = first
-    after = run(folder, {"recipe": "current"}, package=ROOT)
+    after = run(folder, {"recipe": "current"})
     assert after["caches"]["autograd_hit"] == before["caches"]["autograd_miss"]
     assert after["caches"]["miss"] == after["caches"]["autograd_miss"] == 0
     assert after["loss"] == before["loss"]

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from te_inductor import explain
 from te_inductor.passes.graph import aliases, writes
-from tests.eager import quantized
+from tests.eager import quantized, quantized_as
 
 pytestmark = pytest.mark.usefixtures("without_codegen", "one_seed")
 
@@ -72,7 +72,7 @@ def compare(program, recipe="current", training=True, lay_out=None, **options):
     if lay_out is not None:
         lay_out(copied)
     report = explain(copied, x, options=options)
-    twin = quantized(model, x, options=options)
+    twin = quantized_as(report, model, {})
     compiled = torch.compile(model, backend="te", fullgraph=True, options=options)
     for _ in range(1 if recipe == "delayed" else 3):
         xs = [torch.randn_like(x).requires_grad_(training)]
