@@ -226,13 +226,23 @@ def test_a_router_stays_in_high_precision():
     assert not sites(Classifier(HIDDEN, 64), x)[""][1]
 
 
-@pytest.mark.parametrize("score", ["softmax", "sigmoid and bias", "groups", "fp32"])
+@pytest.mark.parametrize(
+    "score", ["softmax", "sigmoid and bias", "groups", "fp32", "fp64", "of tokens", "least", "capped"]
+)
 def test_what_is_between_a_router_and_its_choice(score):
     class Router(nn.Linear):
         def forward(self, x):
             if score == "fp32":
                 return F.linear(x.float(), self.weight.float()).topk(2, dim=-1).indices
             scores = super().forward(x)
+            if score == "fp64":
+                return scores.double().topk(2).indices
+            if score == "of tokens":  # each expert chooses
+                return scores.softmax(-1).transpose(0, 1).topk(2).indices
+            if score == "least":
+                return (-scores).topk(2).indices
+            if score == "capped":
+                return (30 * torch.tanh(scores / 30)).topk(2).indices
             if score == "softmax":
                 return torch.softmax(scores, -1, dtype=torch.float32).topk(2).indices
             scores = scores.sigmoid() + torch.arange(8.0)

@@ -253,6 +253,23 @@ def test_what_is_stored():
         quantize_(holes)
 
 
+def test_sizes_of_picked_experts_that_are_transposed():
+    """In whichever way that is written."""
+
+    class Picks(Experts):
+        def forward(self, x, ids):
+            first = torch.bmm(x, self.w.index_select(0, ids).transpose(1, 2))
+            return first + torch.bmm(x, torch.swapaxes(self.w.index_select(0, ids), -1, -2))
+
+    report = te_inductor.explain(
+        quantize_(Picks(), "rowwise", policy={"w": "rowwise", "v": "rowwise"}, fallback="error"),
+        torch.randn(4, 1, K),
+        torch.tensor([2, 0, 3, 1]),
+        options={"recipe": "none"},
+    )
+    assert [site.shapes for site in report.sites] == [(4, N, K)] * 2
+
+
 def test_explain(inputs):
     report = te_inductor.explain(stored("nvfp4_weight_only"), *inputs, options={"recipe": "none"})
     sites = [(site.fqn, site.pattern, site.recipe, site.kernel) for site in report.sites]

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, reject, seed, settings
 from torch import fx
 
 from te_inductor import compat
-from te_inductor.passes.graph.aliases import name
+from te_inductor.passes.graph.operators import name
 from te_inductor.passes.graph.writes import of_dynamo
 from tests import uncompiled, writes
 from tests.writes import DIM, TOKENS, Case, Program, Write

@@ -10,6 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from te_inductor import compat
+from te_inductor.passes.graph.operators import name
 
 Place = Hashable  # a piece of memory: a storage of fake tensors; in graphs of ATen ops the node that made it
 _INPUTS = "inputs"  # the memory of those that may share it
@@ -19,12 +20,6 @@ _MAY_RETURN = frozenset(
     " broadcast_tensors meshgrid".split()
 )
 _KNOWN = ("torch", "_operator", "math", "builtins", "einops")  # packages whose functions go by strides as they should
-
-
-def name(node: fx.Node) -> str:
-    """Of the function or method that it calls, without an overload's."""
-    target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return str(target).partition(".")[0]
 
 
 def is_opaque(node: fx.Node) -> bool:

@@ -9,12 +9,8 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from te_inductor.passes.graph.aliases import name
-
-_PERMUTES = frozenset("t permute transpose numpy_T mT".split())
-_RESHAPES = frozenset("view reshape _unsafe_view unsqueeze squeeze".split())
-_SAME = frozenset("detach alias".split())
-_COPIES = frozenset("clone contiguous lift_fresh_copy".split())
+from te_inductor.passes.graph import operators
+from te_inductor.passes.graph.operators import Kind
 
 
 @dataclass(eq=False)
@@ -39,13 +35,13 @@ class Chain:
         self._root = [[] if statically_known_true(size == 1) else [_Factor(size)] for size in root.shape]
         self._dims = self._root
 
-    def follow(self, node: fx.Node, before: torch.Tensor, after: torch.Tensor) -> bool:
+    def follow(self, node: fx.Node, after: torch.Tensor) -> bool:
         """Take one more view; False of what is none, or cannot be followed."""
-        called = name(node)
-        if called in _PERMUTES:
-            self._dims = [self._dims[dim] for dim in _order(called, node.args[1:], before.dim())]
+        order, kind = operators.order(node), operators.read(node).kind
+        if order is not None:
+            self._dims = [self._dims[dim] for dim in order]
             return True
-        return called in _SAME | _COPIES or (called in _RESHAPES and self._reshape(after.shape))
+        return kind in Kind.SAME | Kind.COPY or (kind is Kind.RESHAPE and self._reshape(after.shape))
 
     def is_matrix(self, rows: int) -> bool | None:
         """Of the tensor at the end, whose first `rows` dimensions are the rows of a matrix: True where the root's
@@ -92,17 +88,6 @@ def _swapped(order: list[_Factor], rows: list[_Factor], columns: list[_Factor]) 
 def source(node: fx.Node, copies: bool = False) -> fx.Node | None:
     """The tensor that a node returns another view of, of the views that a chain follows; with `copies` also one that it
     copies."""
-    known = _PERMUTES | _RESHAPES | _SAME | (_COPIES if copies else set())
-    is_one = node.op == "call_function" and name(node) in known and bool(node.args)
+    known = Kind.PERMUTE | Kind.RESHAPE | Kind.SAME
+    is_one = operators.read(node).kind in (known | Kind.COPY if copies else known) and bool(node.args)
     return node.args[0] if is_one and isinstance(node.args[0], fx.Node) else None
-
-
-def _order(called: str, args: Sequence[Any], dims: int) -> list[int]:
-    order = list(range(dims))
-    if called == "permute":
-        return [dim % dims for dim in args[0]]
-    if called == "numpy_T":
-        return order[::-1]
-    first, second = (dim % dims for dim in args) if called == "transpose" else (dims - 2, dims - 1)
-    order[first], order[second] = order[second], order[first]
-    return order

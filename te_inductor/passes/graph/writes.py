@@ -13,7 +13,6 @@ counter of a tensor. So where all tensors of a storage share one counter, and it
 known and no more, the places of all writes are known. Any other storage that is written is taken to be written at all
 places."""
 
-import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
@@ -25,25 +24,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from te_inductor import compat
-from te_inductor.passes.graph.aliases import Place, memory, name, origins, stored
+from te_inductor.passes.graph import operators
+from te_inductor.passes.graph.aliases import Place, memory, origins, stored
+from te_inductor.passes.graph.operators import Kind, name
 
-# Python's operators that change their first operand, as Dynamo writes them.
-_OPERATORS = frozenset(
-    getattr(operator, called)
-    for called in "setitem iadd isub imul imatmul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift".split()
-)
-# What changes no values, whatever its name says; the last are functions named so because Python has the word.
-_KEEPS_VALUES = frozenset(
-    "requires_grad_ detach_ retain_grad share_memory_ rename_ is_shared and_ or_ not_ is_".split()
-)
+# What changes no values, whatever its name says.
+_KEEPS_VALUES = operators.RESERVED | {
+    *("requires_grad_", "detach_", "retain_grad", "share_memory_", "rename_", "is_shared")
+}
 # What gives a tensor other memory, after which its node no longer says what it had before.
 _MOVES = frozenset(("set_", "resize_", "resize_as_", "swap_tensors"))
-# What returns its operand, or a view of it, that counts its versions.
-_VIEWS = frozenset(
-    "view reshape flatten unflatten view_as reshape_as squeeze unsqueeze expand expand_as broadcast_to t T mT H mH numpy_T"
-    " transpose swapaxes swapdims permute movedim moveaxis adjoint narrow select getitem chunk split split_with_sizes"
-    " tensor_split unbind diagonal unfold getattr detach".split()
-)
+# Views that do not count the versions of what they are of.
+_APART = frozenset(("data", "_unsafe_view"))
 
 
 class Writes:
@@ -225,9 +217,11 @@ def _counts(node: fx.Node) -> bool:
         return False
     if isinstance(target, torch._ops.OpOverload):
         return target.namespace == "aten" and called.endswith("_")
-    if target in _OPERATORS or node.kwargs.get("inplace") is True or isinstance(node.kwargs.get("out"), fx.Node):
+    if node.kwargs.get("inplace") is True or isinstance(node.kwargs.get("out"), fx.Node):
         return True
     module = getattr(target, "__module__", None) or "torch"
+    if module == "_operator" or called.startswith("__"):
+        return operators.read(node).in_place
     public = node.op == "call_method" or module.partition(".")[0] == "torch"
     return public and called.endswith("_") and not called.startswith("_") and hasattr(torch.Tensor, called)
 
@@ -243,7 +237,8 @@ def _written_by_schema(node: fx.Node, schema: torch.FunctionSchema) -> list[fx.N
 
 def _shares_counter(node: fx.Node) -> bool:
     """Whether a tensor that a node returns of memory that was there before counts with the tensor that it is of."""
-    return _counts(node) or (name(node) in _VIEWS and node.args[1:] != ("data",))
+    called, kind, _ = operators.read(node)
+    return _counts(node) or (kind in Kind.VIEW | Kind.BITS and called not in _APART)
 
 
 def _first_versions(root: fx.Graph, inputs: Sequence[object]) -> dict[int, int]:

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from te_inductor.passes.graph.aliases import name
+from te_inductor.passes.graph.operators import name
 from te_inductor.passes.graph.values import is_tensor, value
 from te_inductor.passes.pre_grad.attention import masks
 from te_inductor.passes.pre_grad.attention.expressions import Expr, number, truth

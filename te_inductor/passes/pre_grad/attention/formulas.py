@@ -18,7 +18,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._sympy.functions import FloorDiv, PythonMod
 
-from te_inductor.passes.graph.aliases import name
+from te_inductor.passes.graph.operators import name
 from te_inductor.passes.pre_grad.attention.expressions import (
     Expr,
     expression,

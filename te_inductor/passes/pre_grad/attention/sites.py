@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from te_inductor import targets
 from te_inductor.diagnostics import AttentionSite, Refusal
-from te_inductor.passes.graph.aliases import name
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.module_path import module_path
+from te_inductor.passes.graph.operators import name
 from te_inductor.passes.graph.values import is_tensor, is_wrapped, value
 from te_inductor.passes.pre_grad.attention import by_hand, masks
 from te_inductor.passes.pre_grad.attention.expressions import expression

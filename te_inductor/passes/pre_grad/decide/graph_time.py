@@ -8,7 +8,7 @@ from torch._inductor import config
 from torch.utils import _pytree as pytree
 
 from te_inductor import targets
-from te_inductor.passes.graph.aliases import name
+from te_inductor.passes.graph.operators import name
 from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.decide import gemm_kernels
 from te_inductor.passes.pre_grad.decide.makers import is_view

@@ -7,14 +7,12 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from te_inductor.passes.graph.aliases import is_opaque, memory, name
+from te_inductor.passes.graph import operators
+from te_inductor.passes.graph.aliases import is_opaque, memory
+from te_inductor.passes.graph.operators import Kind, name
 from te_inductor.passes.graph.values import is_tensor, value
 from te_inductor.passes.pre_grad.decide.cast_costs import Maker
 from te_inductor.passes.pre_grad.sites.rule import Match
-
-_MOVES = frozenset("contiguous clone reshape flatten to type type_as float bfloat16 half getitem".split())
-_ADDS = frozenset("add iadd add_".split())
-_IN_PLACE = frozenset("iadd isub imul itruediv ipow iand ior setitem".split())  # Python's operators
 
 
 class Makers:
@@ -51,10 +49,11 @@ def is_view(node: fx.Node) -> bool:
     """Whether it computes nothing: shares its operand's memory, or moves that at most."""
     if node.op not in ("call_function", "call_method") or not node.all_input_nodes:
         return False
-    called, first = name(node), node.all_input_nodes[0]
-    if called in _IN_PLACE or called.endswith("_"):
+    called, kind, in_place = operators.read(node)
+    if in_place:
         return False
-    return called in _MOVES or bool(memory(node) & memory(first))
+    moves = kind in Kind.RESHAPE | Kind.CAST | Kind.COPY or called == "getitem"
+    return moves or bool(memory(node) & memory(node.all_input_nodes[0]))
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
@@ -72,7 +71,7 @@ def _is_residual(node: fx.Node) -> bool:
     """Whether it adds two tensors that have gradients, which both then read the sum's."""
     operands = [one for one in node.all_input_nodes if is_tensor(one)]
     return (
-        name(node) in _ADDS
+        operators.read(node).name == "add"
         and len(operands) == 2
         and value(operands[0]).shape == value(operands[1]).shape
         and all(value(one).requires_grad for one in operands)

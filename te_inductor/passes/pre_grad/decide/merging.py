@@ -25,29 +25,20 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from te_inductor.passes.graph.aliases import is_opaque, memory, name
+from te_inductor.passes.graph import operators
+from te_inductor.passes.graph.aliases import is_opaque, memory
+from te_inductor.passes.graph.operators import Kind, name
 from te_inductor.passes.graph.values import is_gathered, is_tensor, requires_grad, value
 from te_inductor.passes.graph.writes import Writes
 from te_inductor.passes.pre_grad.sites import grouped
 from te_inductor.passes.pre_grad.sites.rule import Emit, Match, Rule, replace_layer
 from te_inductor.recipes import Recipe, Slots
 
-# What may return its operand, or the same dimensions of it; a view in which they have other places; one in which they
-# are split or merged. Any other view is taken to notice.
-_PASSES = frozenset("to type type_as float bfloat16 half contiguous detach dropout".split())
-_REORDERS = frozenset(
-    "transpose permute unsqueeze getitem chunk split tensor_split unbind t T mT movedim swapaxes select narrow expand "
-    "rearrange view_as_complex view_as_real".split()
-)
-_RESHAPES = frozenset("view unflatten reshape flatten view_as reshape_as squeeze".split())
-# Of which a gradient needs no operand; of which it needs the other one.
-_LINEAR = frozenset(
-    "add iadd add_ sub isub sub_ neg sum mean cat concat concatenate stack gather index_select size getattr new_empty"
-    " new_zeros".split()
-)
-_PRODUCTS = frozenset("mul imul mul_ truediv div".split())
+# Views in which dimensions have other places, or that are parts of it.
+_REORDERS = Kind.PERMUTE | Kind.PART | Kind.EXPAND
+_REORDER = frozenset("unsqueeze rearrange view_as_complex view_as_real".split())
 _COPIES_IF_NEEDED = frozenset("reshape flatten reshape_as".split())
-_BY_STRIDES = frozenset("as_strided as_strided_ as_strided_copy as_strided_scatter".split())
+_BY_STRIDES = frozenset("as_strided as_strided_copy as_strided_scatter".split())
 
 
 def groups(sites: Iterable[tuple[Rule, Match, Recipe, Slots]], writes: Writes) -> list[list[Match]]:
@@ -158,26 +149,43 @@ def _may_be_a_slice(node: fx.Node, rows: Sequence[Any] | None) -> bool:
     """Whether nobody can tell that the last dimension of `node`, behind `rows`, is a slice; None: its dimensions have
     been reordered, so no view may merge any."""
     for user in node.users:
-        called = name(user)
         if user.op == "output" or (is_opaque(user) and not _is_attention(user)):
             return False
         if not memory(user) & memory(node):
             continue
-        if called in _RESHAPES and not _keeps(user, rows):
-            if called not in _COPIES_IF_NEEDED or _is_read_by_strides(user):
+        if _reshapes(user) and not _keeps(user, rows):
+            if operators.read(user).name not in _COPIES_IF_NEEDED or _is_read_by_strides(user):
                 return False
-        elif called in _RESHAPES | _PASSES:
+        elif _reshapes(user) or _passes(user):
             if not _may_be_a_slice(user, rows):
                 return False
-        elif called not in _REORDERS or not _may_be_a_slice(user, None):
+        elif not _reorders(user) or not _may_be_a_slice(user, None):
             return False
     return True
+
+
+def _passes(node: fx.Node) -> bool:
+    """Whether it may return its operand, or the same dimensions of it."""
+    called, kind, _ = operators.read(node)
+    return kind in Kind.CAST | Kind.COPY | Kind.SAME or called == "dropout"
+
+
+def _reshapes(node: fx.Node) -> bool:
+    """Whether it is a view in which dimensions are split or merged."""
+    called, kind, _ = operators.read(node)
+    return kind is Kind.RESHAPE and called not in _REORDER
+
+
+def _reorders(node: fx.Node) -> bool:
+    """Whether it is a view in which dimensions have other places. Any other view is taken to notice strides."""
+    called, kind, _ = operators.read(node)
+    return kind in _REORDERS or called in _REORDER
 
 
 def _is_read_by_strides(node: fx.Node) -> bool:
     """Whether its strides, or those of a view of it, stand in the graph as numbers."""
     for user in node.users:
-        if name(user) in _BY_STRIDES or (is_opaque(user) and not _is_attention(user)):
+        if operators.read(user).name in _BY_STRIDES or (is_opaque(user) and not _is_attention(user)):
             return True
         if memory(user) & memory(node) and _is_read_by_strides(user):
             return True
@@ -219,16 +227,16 @@ def _is_saved(node: fx.Node) -> bool:
 
 
 def _saves(user: fx.Node, node: fx.Node) -> bool:
-    called = name(user)
     if _is_attention(user):
         return False
-    if called in _PASSES or memory(user) & memory(node):
+    if _passes(user) or memory(user) & memory(node):
         return _is_saved(user)  # a cast is computed again from what it casts
-    if called in _RESHAPES | _REORDERS:
+    if _reshapes(user) or _reorders(user):
         return False  # a copy
-    if called in _PRODUCTS:
+    called, kind, _ = operators.read(user)
+    if called in operators.BILINEAR:
         return any(requires_grad(other) for other in user.all_input_nodes if other is not node)
-    return called not in _LINEAR
+    return called not in operators.LINEAR and kind not in Kind.SIZE | Kind.FILL
 
 
 def _is_kept(node: fx.Node) -> bool:

@@ -9,11 +9,10 @@ import torch
 
 from te_inductor.diagnostics import Site
 from te_inductor.passes.graph.bodies import Bodies, in_order
-from te_inductor.passes.graph.owners import owner_of
+from te_inductor.passes.graph.owners import from_parameter, owner_of
 from te_inductor.passes.graph.values import is_gathered
 from te_inductor.passes.pre_grad.decide import gathered, gemm_kernels
 from te_inductor.passes.pre_grad.plan import Candidate, Plan, Unlowered
-from te_inductor.passes.pre_grad.sites.linear import from_parameter
 from te_inductor.templates.cutlass.scaled_mm import Kernel
 from te_inductor.templates.select import EMULATED
 

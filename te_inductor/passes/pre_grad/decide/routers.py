@@ -15,19 +15,16 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from te_inductor.diagnostics import Refusal
-from te_inductor.passes.graph.aliases import name
+from te_inductor.passes.graph import operators
+from te_inductor.passes.graph.operators import Kind
+from te_inductor.passes.graph.owners import from_parameter
 from te_inductor.passes.graph.values import is_tensor, value
-from te_inductor.passes.pre_grad.sites.linear import from_parameter
 from te_inductor.passes.pre_grad.sites.rule import Match
 
 MOST = 2048  # experts; what chooses among more is a vocabulary's head
-# What logits go through on their way to the choice.
-_BETWEEN = frozenset(
-    "softmax sigmoid softplus sqrt log_softmax to float type type_as bfloat16 half view reshape flatten unsqueeze"
-    " squeeze contiguous detach add __add__ iadd sub mul __mul__ imul div truediv masked_fill where sum getitem scatter"
-    " clone dropout _softmax _log_softmax _to_copy _unsafe_view index add_ mul_ div_ masked_fill_".split()
-)
-_CHOICES = frozenset("topk argsort sort".split())
+# What logits go through on their way to the choice: each stays a score of its candidate.
+_BETWEEN = Kind.PERMUTE | Kind.RESHAPE | Kind.SAME | Kind.CAST | Kind.COPY
+_BETWEEN_TOO = frozenset("softmax log_softmax dropout sum getitem index scatter".split())
 
 
 def refusal(match: Match, routers: AbstractSet[fx.Node]) -> Refusal | None:
@@ -79,13 +76,19 @@ def _brings_a_matrix(node: fx.Node) -> bool:
     return any(is_tensor(one) and value(one).dim() > 1 and from_parameter(one) for one in node.all_input_nodes)
 
 
+def _computes(node: fx.Node) -> bool:
+    """Whether it makes another score of each, and no truth."""
+    return operators.read(node).kind is Kind.POINTWISE and is_tensor(node) and value(node).is_floating_point()
+
+
 def _chooses(node: fx.Node) -> bool:
     seen, pending = {node}, [node]
     while pending:
         for user in pending.pop().users:
-            if name(user) in _CHOICES:
+            called, kind, _ = operators.read(user)
+            if kind is Kind.CHOICE:
                 return True
-            if name(user) in _BETWEEN and user not in seen:
+            if (kind in _BETWEEN or called in _BETWEEN_TOO or _computes(user)) and user not in seen:
                 seen.add(user)
                 pending.append(user)
     return False

@@ -10,12 +10,12 @@ from torch import fx
 from te_inductor import compat, targets
 from te_inductor.config import Options
 from te_inductor.diagnostics import Refusal, Unmet
-from te_inductor.passes.graph.aliases import name
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.module_path import holder_path, inner_path, module_path
+from te_inductor.passes.graph.operators import name
+from te_inductor.passes.graph.owners import from_parameter, keeps_values
 from te_inductor.passes.graph.values import requires_grad, value
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
-from te_inductor.passes.pre_grad.sites.linear import VIEWS, from_parameter
 from te_inductor.passes.pre_grad.sites.rule import Match
 from te_inductor.recipes import Slots
 from te_inductor.runtime.gradients.deferred_wgrads import TICKETS
@@ -80,7 +80,7 @@ def other_readers(sites: Iterable[Candidate], bodies: Bodies) -> Iterator[tuple[
                     continue
                 if reader in taken and bodies.outer(taken[reader].x) is not source:
                     continue
-                if name(reader) in VIEWS:
+                if keeps_values(reader):
                     same.append(reader)
                 else:
                     yield parameter, reader

@@ -28,19 +28,15 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils import _pytree as pytree
 
 from te_inductor.diagnostics import Refusal
-from te_inductor.passes.graph.aliases import name
+from te_inductor.passes.graph import operators
 from te_inductor.passes.graph.module_path import without_wrappers
+from te_inductor.passes.graph.operators import Call, Kind, name
 from te_inductor.passes.graph.values import is_tensor, value
 from te_inductor.passes.graph.writes import Writes, chain
 from te_inductor.passes.pre_grad.plan import Candidate, Plan, Unlowered
 from te_inductor.passes.pre_grad.sites import grouped
 from te_inductor.passes.pre_grad.sites import products as products_of
-from te_inductor.passes.pre_grad.sites.gathers import CASTS
-from te_inductor.passes.pre_grad.sites.rule import Call, Gradients, Match
-
-_TRANSPOSES = frozenset("t permute transpose numpy_T mT".split())
-_SAME = frozenset("detach alias contiguous clone lift_fresh_copy".split())
-_FLATTENS = frozenset("view reshape _unsafe_view".split())
+from te_inductor.passes.pre_grad.sites.rule import Gradients, Match
 
 UNKNOWN_PLACE = Refusal("several products of the backward fit this layer, or it may be one of another's backward")
 WRITTEN = Refusal("the graph writes what its products read in between, so that its forward and its backward read two")
@@ -64,13 +60,13 @@ class Matrix(NamedTuple):
 def matrix(node: fx.Node) -> Matrix:
     transposed = False
     while node.op == "call_function" and node.args and is_tensor(node.args[0]):
-        before, called = node.args[0], name(node)
-        if called in _TRANSPOSES and value(before).dim() == value(node).dim() in (2, 3):
-            swapped = swaps(node)
+        before, kind = node.args[0], operators.read(node).kind
+        if kind is Kind.PERMUTE and value(before).dim() == value(node).dim() in (2, 3):
+            swapped = operators.swaps(node)
             if swapped is None:
                 break
             transposed ^= swapped
-        elif called in _FLATTENS:
+        elif kind is Kind.RESHAPE:
             kept = (
                 statically_known_true(value(before).shape[-1] == value(node).shape[-1])
                 if value(before).dim()
@@ -78,27 +74,10 @@ def matrix(node: fx.Node) -> Matrix:
             )
             if not kept or value(node).dim() != 2 or value(before).dim() < 2:
                 break
-        elif called not in _SAME:
+        elif kind not in Kind.SAME | Kind.COPY:
             break
         node = before
     return Matrix(node, transposed)
-
-
-def swaps(node: fx.Node) -> bool | None:
-    """Whether a transposition swaps the last two dimensions, or none; None of other transpositions, and of other nodes."""
-    if name(node) not in _TRANSPOSES:
-        return None
-    order, args = list(range(value(node).dim())), grouped.ints(node.args[1:])
-    if name(node) == "permute":
-        order = [dim % len(order) for dim in args]
-    elif name(node) == "transpose":
-        first, second = (dim % len(order) for dim in args)
-        order[first], order[second] = order[second], order[first]
-    else:
-        order[-2:] = reversed(order[-2:])
-    if order[:-2] != list(range(len(order) - 2)):
-        return None
-    return order[-2] > order[-1]
 
 
 class _Multiplied(NamedTuple):
@@ -309,9 +288,10 @@ def _cast_of(gradient: fx.Node, dtype: torch.dtype) -> tuple[fx.Node | None, boo
     node, turned = gradient, False
     while len(node.users) == 1:
         [node] = node.users
-        if name(node) in CASTS and is_tensor(node) and value(node).dtype == dtype:
+        kind = operators.read(node).kind
+        if kind is Kind.CAST and is_tensor(node) and value(node).dtype == dtype:
             return node, turned
-        swapped = False if name(node) in _SAME else swaps(node)
+        swapped = False if kind in Kind.SAME | Kind.COPY else operators.swaps(node)
         if swapped is None:
             break
         turned ^= swapped
@@ -323,7 +303,7 @@ def _multiplied(node: fx.Node) -> _Multiplied | None:
     if call is not None and call.name in ("mm", "addmm"):
         found = [call.operands[key] for key in (("mat1", "mat2") if call.name == "addmm" else ("input", "mat2"))]
     else:
-        given = grouped.operands_of(node)
+        given = operators.grouped_operands(node)
         found = [given.get(key) for key in ("x", "weight", "offs")]
     return _Multiplied(*found) if found[0] is not None and all(is_tensor(one) for one in found) else None  # type: ignore[arg-type]
 

@@ -17,7 +17,8 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from te_inductor import ops
-from te_inductor.passes.graph.aliases import name
+from te_inductor.passes.graph import operators
+from te_inductor.passes.graph.operators import name
 from te_inductor.passes.graph.values import is_tensor, value
 from te_inductor.passes.graph.writes import Writes, chain, last_read
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
@@ -26,7 +27,7 @@ from te_inductor.passes.pre_grad.sites.gathers import expanded_rows, is_order, o
 from te_inductor.passes.pre_grad.sites.rule import replace
 
 ZEROS = frozenset(("new_zeros", "zeros", "zeros_like"))
-_SUMS = frozenset(("index_add", "index_add_", "scatter_add", "scatter_add_"))
+_SUMS = frozenset(("index_add", "scatter_add"))
 
 
 def rewrite_permutations(plan: Plan) -> None:
@@ -40,7 +41,7 @@ def rewrite_permutations(plan: Plan) -> None:
             if order is not None:
                 with module.graph.inserting_before(node):
                     replace(node, module.graph.call_function(ops.permute_rows, (*node.args[:2], order)))
-            elif name(node) in _SUMS:
+            elif operators.read(node).name in _SUMS:
                 _rewrite_sum(node, plan.writes)
     _spread(sites, plan.writes)
 
@@ -84,8 +85,7 @@ def _rewrite_sum(node: fx.Node, writes: Writes) -> None:
     readers: Sequence[fx.Node] = [user for user in base.users if user is not node]
     if name(base) not in ZEROS or value(base).dim() != 2 or found is None:
         return
-    in_place = name(node).endswith("_")
-    if (readers and not in_place) or not all(node < reader for reader in readers):
+    if (readers and not operators.read(node).in_place) or not all(node < reader for reader in readers):
         return
     order, each = found
     if writes.behind([order, *chain(index, order)], last_read(node)):  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from te_inductor import ops
-from te_inductor.passes.graph.aliases import name
+from te_inductor.passes.graph.operators import name
 from te_inductor.passes.graph.tracing import traced_into
 from te_inductor.passes.graph.values import is_tensor, value
 from te_inductor.passes.graph.writes import chain, of_aten

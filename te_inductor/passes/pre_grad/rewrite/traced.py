@@ -17,9 +17,10 @@ from te_inductor.diagnostics import Refusal
 from te_inductor.ops.grouped_linear import GroupedLinears
 from te_inductor.ops.linear import Linears
 from te_inductor.passes.graph.cse import share
+from te_inductor.passes.graph.operators import swaps
 from te_inductor.passes.graph.tracing import take_place, traced_into
 from te_inductor.passes.graph.values import value
-from te_inductor.passes.pre_grad.match.gradients import matrix, swaps
+from te_inductor.passes.pre_grad.match.gradients import matrix
 from te_inductor.passes.pre_grad.plan import Plan
 from te_inductor.passes.pre_grad.sites.grouped import Grouped
 from te_inductor.passes.pre_grad.sites.linear import Addmm, Product

@@ -14,10 +14,10 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from te_inductor.passes.graph.operators import Call
+from te_inductor.passes.graph.owners import from_parameter
 from te_inductor.passes.graph.tracing import as_traced, lay_in
 from te_inductor.passes.graph.values import is_tensor, is_wrapped, value
-from te_inductor.passes.pre_grad.sites.linear import from_parameter
-from te_inductor.passes.pre_grad.sites.rule import Call
 
 aten = torch.ops.aten
 _LETTERS = "".join(chr(0x100 + place) for place in range(64))  # which no equation has: torch knows those of ASCII

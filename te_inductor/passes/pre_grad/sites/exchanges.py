@@ -14,10 +14,10 @@ from torch import fx
 
 from te_inductor import compat
 from te_inductor.diagnostics import Refusal
-from te_inductor.passes.graph.aliases import name
+from te_inductor.passes.graph import operators
+from te_inductor.passes.graph.operators import Kind, name
 from te_inductor.passes.graph.values import is_tensor, value
 
-_SIZES = frozenset(("size", "new_empty", "shape", "dim"))
 OTHERS = Refusal("something else reads the rows as they come")
 
 
@@ -55,7 +55,7 @@ def in_front(x: fx.Node) -> ExchangeNodes | None:
 
 def behind(y: fx.Node) -> ExchangeNodes | None:
     """The exchange that alone reads the rows of a layer."""
-    readers = [user for user in y.users if name(user) not in _SIZES]
+    readers = [user for user in y.users if not _asks_for_sizes(user)]
     if len(readers) != 1:
         return None
     [reader] = readers
@@ -83,12 +83,17 @@ def behind(y: fx.Node) -> ExchangeNodes | None:
 def others(exchange: ExchangeNodes, layers: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
     """Of an exchange in front, who reads its rows: nodes that ask for sizes, and what is no layer of `layers`."""
     waited = exchange.waited
-    sizes = [user for user in waited.users if name(user) in _SIZES]
+    sizes = [user for user in waited.users if _asks_for_sizes(user)]
     read = [user for user in waited.users if user not in sizes]
     ordered = [user for user in read if _picked(user) is not None and user not in layers]
     left = [user for user in read if user not in ordered and user not in layers]
     left += [user for one in ordered for user in one.users if user not in layers]
     return sizes, left
+
+
+def _asks_for_sizes(node: fx.Node) -> bool:
+    called, kind, _ = operators.read(node)
+    return kind is Kind.SIZE or called == "new_empty"
 
 
 def _readers_of_all(node: fx.Node) -> list[fx.Node]:

@@ -7,20 +7,18 @@ from typing import Any
 
 from torch import fx
 
-from te_inductor.passes.graph.aliases import name
+from te_inductor.passes.graph import operators
+from te_inductor.passes.graph.operators import Kind, name
 from te_inductor.passes.graph.values import is_tensor, value
 from te_inductor.passes.graph.writes import chain
-
-_IN_PLACE, _ADDS = frozenset(("add_", "iadd", "__iadd__")), frozenset(("add", "__add__"))
-_CASTS = frozenset("float int long to type double _to_copy convert_element_type".split())
 
 
 def added(product: fx.Node, ends: fx.Node, experts: int) -> tuple[fx.Node, fx.Node] | None:
     """The parameter (E, N) that is added, and the node that adds it, before anything else reads the product."""
     adder = min(product.users, default=None)
-    if adder is None or name(adder) not in _IN_PLACE | _ADDS or adder.kwargs or len(adder.args) != 2:
+    if adder is None or operators.read(adder).name != "add" or adder.kwargs or len(adder.args) != 2:
         return None
-    if adder.args[0] is not product or (name(adder) in _ADDS and len(product.users) > 1):
+    if adder.args[0] is not product or (len(product.users) > 1 and not operators.read(adder).in_place):
         return None
     chosen = adder.args[1]
     if not (isinstance(chosen, fx.Node) and is_tensor(chosen)) or len(chosen.users) > 1:
@@ -78,6 +76,6 @@ def counts(ends: fx.Node, ids: fx.Node, experts: int) -> bool:
 
 
 def _uncast(node: Any) -> fx.Node:
-    while name(node) in _CASTS and node.args and isinstance(node.args[0], fx.Node):
+    while operators.read(node).kind is Kind.CAST and node.args and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node  # type: ignore[no-any-return]

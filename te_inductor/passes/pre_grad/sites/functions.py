@@ -12,8 +12,8 @@ from torch.utils import _pytree as pytree
 from te_inductor import compat
 from te_inductor.diagnostics import Refusal
 from te_inductor.passes.graph.bodies import Bodies
+from te_inductor.passes.graph.owners import from_parameter
 from te_inductor.passes.pre_grad.sites import products
-from te_inductor.passes.pre_grad.sites.linear import from_parameter
 from te_inductor.passes.pre_grad.sites.products import Product
 
 BY_HAND = Refusal("in the backward of an autograd.Function, which says itself what it multiplies in which precision")

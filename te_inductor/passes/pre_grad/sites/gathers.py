@@ -8,15 +8,13 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from te_inductor.passes.graph.aliases import name
+from te_inductor.passes.graph import operators
+from te_inductor.passes.graph.operators import Kind, name
 from te_inductor.passes.graph.values import is_tensor, value
 from te_inductor.passes.graph.writes import chain
 from te_inductor.passes.pre_grad.sites import requirements
 from te_inductor.passes.pre_grad.sites.experts_bias import counts
 from te_inductor.passes.pre_grad.sites.rule import Groups
-
-_DIVISIONS = frozenset(("floordiv", "floor_divide", "__floordiv__", "div", "divide"))
-CASTS = frozenset("to type type_as float bfloat16 half _to_copy convert_element_type".split())
 
 
 def source_of(x: fx.Node, ends: fx.Node) -> tuple[fx.Node, Groups]:
@@ -27,7 +25,7 @@ def source_of(x: fx.Node, ends: fx.Node) -> tuple[fx.Node, Groups]:
 
 def uncast(node: fx.Node, lossless: bool = False) -> fx.Node:
     """What was cast from one dtype that layers can have to another; `lossless`: to one that holds all its values."""
-    while name(node) in CASTS and node.args and is_tensor(node.args[0]) and is_tensor(node):
+    while operators.read(node).kind is Kind.CAST and node.args and is_tensor(node.args[0]) and is_tensor(node):
         source: fx.Node = node.args[0]  # type: ignore[assignment]
         before, after = value(source), value(node)
         if not {before.dtype, after.dtype} <= set(requirements.DTYPES) or before.device != after.device:
@@ -40,9 +38,11 @@ def uncast(node: fx.Node, lossless: bool = False) -> fx.Node:
 
 def first_cast(node: fx.Node) -> fx.Node:
     """Of equal casts of one tensor the first, so that layers that cast their input each have the same one."""
-    if name(node) not in CASTS or not node.args or not isinstance(node.args[0], fx.Node):
+    if operators.read(node).kind is not Kind.CAST or not node.args or not isinstance(node.args[0], fx.Node):
         return node
-    alike = (other for other in node.args[0].users if name(other) in CASTS and other.graph is node.graph)
+    alike = (
+        other for other in node.args[0].users if operators.read(other).kind is Kind.CAST and other.graph is node.graph
+    )
     same = [
         other for other in alike if (other.target, other.args, other.kwargs) == (node.target, node.args, node.kwargs)
     ]
@@ -69,7 +69,8 @@ def emptied(x: fx.Node, groups: Groups) -> dict[fx.Node, list[fx.Node]]:
 
 def order_of(rows: fx.Node, count: Any) -> tuple[fx.Node, int] | None:
     """Of ``order // each``, where `order` sorts `each` choices of every one of so many rows: both."""
-    if name(rows) not in _DIVISIONS or len(rows.args) != 2 or rows.kwargs.get("rounding_mode", "floor") != "floor":
+    divides = operators.read(rows).name in ("floordiv", "div") and len(rows.args) == 2
+    if not divides or rows.kwargs.get("rounding_mode", "floor") != "floor":
         return None
     order, each = rows.args
     if not (isinstance(order, fx.Node) and is_tensor(order) and isinstance(each, int) and is_order(order)):
@@ -95,10 +96,10 @@ def table_and_rows(x: fx.Node) -> tuple[Any, Any]:
 
 def expanded_rows(index: Any, columns: Any) -> Any:
     """The rows of a `gather` or `scatter` of whole rows: of ``rows.reshape(-1, 1).expand(-1, columns)``."""
-    if not (is_tensor(index) and name(index) in ("expand", "expand_as", "broadcast_to") and index.args):
+    if not (is_tensor(index) and operators.read(index).kind is Kind.EXPAND and index.args):
         return None
     column = index.args[0]
-    if not (is_tensor(column) and name(column) in ("reshape", "view", "unsqueeze", "getitem")):
+    if not (is_tensor(column) and (operators.read(column).kind is Kind.RESHAPE or name(column) == "getitem")):
         return None
     rows = column.args[0]
     if not (is_tensor(rows) and value(rows).dim() == 1 and value(column).dim() == value(index).dim() == 2):
@@ -113,7 +114,7 @@ def _emptied_by(change: fx.Node, order: fx.Node, ends: fx.Node) -> list[fx.Node]
     if name(change) != "masked_fill_" or len(change.args) != 3 or change.args[2] != 0 or change.kwargs:
         return []
     mask: Any = change.args[1]
-    while isinstance(mask, fx.Node) and name(mask) in ("unsqueeze", "view", "reshape"):
+    while isinstance(mask, fx.Node) and operators.read(mask).kind is Kind.RESHAPE:
         mask = mask.args[0]
     if not isinstance(mask, fx.Node) or name(mask) != "ge" or mask.args[1:] != (value(ends).shape[0],):
         return []

@@ -7,26 +7,26 @@ gather is part of the layer: each row is cast once and gathered in low precision
 by a gather too, in fp32."""
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import fx
 
 from te_inductor import ops, targets
 from te_inductor.diagnostics import Refusal
-from te_inductor.passes.graph.aliases import name
+from te_inductor.passes.graph import operators
+from te_inductor.passes.graph.owners import from_parameter
 from te_inductor.passes.graph.values import is_tensor, value
 from te_inductor.passes.graph.writes import Writes, chain, last_read
 from te_inductor.passes.pre_grad.sites import experts_bias, gathers, parametrized, requirements
 from te_inductor.passes.pre_grad.sites.gathers import uncast
-from te_inductor.passes.pre_grad.sites.linear import Batched, from_parameter
+from te_inductor.passes.pre_grad.sites.linear import Batched
 from te_inductor.passes.pre_grad.sites.rule import Emit, Groups, Match, Rule, replace_layer
 from te_inductor.recipes import Slots
 from te_inductor.recipes.formats import ALIGNMENT
 from te_inductor.runtime.eager import grouped
 from te_inductor.templates import grouped_library
 
-GROUPED = frozenset(("_grouped_mm", "grouped_mm", "grouped_mm_fallback"))
 aten = torch.ops.aten
 
 
@@ -37,7 +37,7 @@ class Grouped(Rule):
     joins: ClassVar[bool] = True
 
     def match(self, node: fx.Node) -> Match | None:
-        given = operands_of(node)
+        given = operators.grouped_operands(node)
         x, weight, ends = (given.get(key) for key in ("x", "weight", "offs"))
         if not (is_tensor(x) and is_tensor(weight) and is_tensor(ends) and is_tensor(node)):
             return None
@@ -98,15 +98,6 @@ class Grouped(Rule):
             match.adder.replace_all_uses_with(new)
             match.node.graph.erase_node(match.adder)
         replace_layer(match, new)
-
-
-def operands_of(node: fx.Node) -> dict[str, Any]:
-    """Those of a grouped product, by the names `x`, `weight`, `offs`, `bias` and `out_dtype`; nothing of another node."""
-    if node.op != "call_function" or name(node) not in GROUPED:
-        return {}
-    given = dict(zip(("x", "weight", "offs", "bias", "out_dtype"), node.args, strict=False))
-    named = {"input": "x", "mat_a": "x", "self": "x", "mat_b": "weight", "mat2": "weight"}
-    return given | {named.get(key, key): one for key, one in node.kwargs.items()}
 
 
 def undisturbed(match: Match, writes: Writes, last: fx.Node | None = None) -> Match:
@@ -198,18 +189,4 @@ def weight_of(match: Match) -> fx.Node:  # (E, N, K)
 
 def _untransposed(weight: fx.Node) -> tuple[fx.Node, bool]:
     """Experts' weights (E, K, N): the parameter (E, N, K) that they are the transpose of, or they themselves."""
-    if name(weight) in ("transpose", "swapaxes", "swapdims") and len(weight.args) == 3:
-        dims = {dim % 3 for dim in weight.args[1:] if isinstance(dim, int)}
-        if dims == {1, 2}:
-            return weight.args[0], False  # type: ignore[return-value]
-    if name(weight) == "permute" and [dim % 3 for dim in ints(weight.args[1:])] == [0, 2, 1]:
-        return weight.args[0], False  # type: ignore[return-value]
-    if name(weight) in ("mT", "getattr") and (len(weight.args) == 1 or weight.args[1] == "mT"):
-        return weight.args[0], False  # type: ignore[return-value]
-    return weight, True
-
-
-def ints(args: tuple[Any, ...]) -> list[int]:
-    """Dimensions, one by one or as a tuple."""
-    dims = args[0] if len(args) == 1 and isinstance(args[0], tuple | list) else args
-    return [dim for dim in dims if isinstance(dim, int)]
+    return (weight.args[0], False) if operators.swaps(weight) else (weight, True)  # type: ignore[return-value]

@@ -6,31 +6,10 @@ import torch
 from torch import fx
 
 from te_inductor.diagnostics import Refusal
-from te_inductor.passes.graph.aliases import name
-from te_inductor.passes.graph.bodies import Bodies
+from te_inductor.passes.graph.operators import Call
+from te_inductor.passes.graph.owners import from_parameter
 from te_inductor.passes.graph.values import is_tensor, value
-from te_inductor.passes.pre_grad.sites.rule import Call, Emit, Match, Rule, replace_layer
-
-# Methods and functions between a parameter and the product that uses it: views and casts of the same values
-# (torch 2.15 writes p.T as aten.numpy_T(p), earlier releases as getattr(p, "T")); in ATen graphs also a gather of shards.
-VIEWS = frozenset(
-    "t T mT H mH numpy_T transpose swapaxes swapdims permute movedim moveaxis adjoint to type type_as float bfloat16"
-    " half contiguous clone detach _get_data_attr getattr view view_as reshape reshape_as flatten unflatten unsqueeze"
-    " squeeze expand getitem select narrow chunk split split_with_sizes tensor_split unbind"
-    " _to_copy convert_element_type alias _unsafe_view all_gather_into_tensor wait_tensor".split()
-)
-
-
-def from_parameter(node: Any, bodies: Bodies | None = None) -> bool:
-    """Whether a node is a parameter, or views and casts of one; with `bodies` also of one that a body was handed."""
-    while isinstance(node, fx.Node):
-        node = node if bodies is None else bodies.outer(node)
-        if is_tensor(node) and isinstance(value(node), torch.nn.Parameter):
-            return True
-        if node.op not in ("call_method", "call_function") or name(node) not in VIEWS or not node.args:
-            return False
-        node = node.args[0]
-    return False
+from te_inductor.passes.pre_grad.sites.rule import Emit, Match, Rule, replace_layer
 
 
 def _of_activation(x: Any, weight: Any) -> bool:

@@ -5,10 +5,11 @@ from typing import ClassVar
 from torch import fx
 
 from te_inductor.ops.stored_experts import PickedExperts
-from te_inductor.passes.graph.aliases import name
+from te_inductor.passes.graph import operators
+from te_inductor.passes.graph.operators import Call
+from te_inductor.passes.graph.owners import from_parameter
 from te_inductor.passes.graph.values import is_tensor, value
-from te_inductor.passes.pre_grad.sites.linear import from_parameter
-from te_inductor.passes.pre_grad.sites.rule import Call, Groups, Match, Rule
+from te_inductor.passes.pre_grad.sites.rule import Groups, Match, Rule
 
 
 class Picked(Rule):
@@ -28,8 +29,8 @@ class Picked(Rule):
         else:
             return None
         transposed = picked is second
-        while name(picked) not in ("getitem", "index", "index_select"):
-            transposed ^= name(picked) in ("transpose", "mT", "getattr", "permute")
+        while operators.read(picked).name not in ("getitem", "index", "index_select"):
+            transposed ^= bool(operators.swaps(picked))
             picked = picked.args[0]
         numbers = [one for one in picked.all_input_nodes if one is not picked.args[0]]
         if not from_parameter(picked.args[0]) or len(numbers) != 1:

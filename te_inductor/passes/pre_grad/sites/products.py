@@ -14,19 +14,16 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from te_inductor.diagnostics import Refusal
-from te_inductor.passes.graph.aliases import name
+from te_inductor.passes.graph import operators
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.module_path import source_of
+from te_inductor.passes.graph.operators import GROUPED, Call, Kind, name
+from te_inductor.passes.graph.owners import from_parameter
 from te_inductor.passes.graph.values import is_tensor, value
 from te_inductor.passes.graph.writes import Writes
 from te_inductor.passes.pre_grad.sites import contractions
-from te_inductor.passes.pre_grad.sites.grouped import GROUPED
-from te_inductor.passes.pre_grad.sites.linear import from_parameter
-from te_inductor.passes.pre_grad.sites.rule import Call
 
 _LETTERS = "".join(chr(0x200 + place) for place in range(64))  # of dimensions that an equation leaves unnamed
-_SCALES = frozenset("mul multiply __mul__ __rmul__ imul __imul__ div true_divide truediv divide".split())
-_PICKS = frozenset("getitem index index_select take_along_dim gather".split())
 
 
 @dataclass(frozen=True)
@@ -126,9 +123,10 @@ class Weights:
         """Whether activations only scale the elements of a parameter, or pick matrices of it: a position's embedding,
         which is a parameter as well, is added, and one of a table of vectors."""
         parameters = [one for one in node.all_input_nodes if is_tensor(one) and self._known[one] == "parameter"]
-        if name(node) in _PICKS:
+        called, kind, _ = operators.read(node)
+        if kind is Kind.INDEX or called == "getitem":
             return bool(parameters) and node.args[0] is parameters[0] and value(parameters[0]).dim() > 2
-        if name(node) not in _SCALES or not is_tensor(node):
+        if called not in ("mul", "div") or not is_tensor(node):
             return False
         return any(_same(value(one).shape, value(node).shape) and _wide(value(one)) for one in parameters)
 

@@ -21,54 +21,6 @@ from te_inductor.passes.pre_grad.sites import requirements
 from te_inductor.passes.pre_grad.sites.exchanges import ExchangeNodes
 from te_inductor.recipes import Slots
 
-# Calls by one name each, whether they come as a function or as a method, with the names of their operands in order.
-_FUNCTIONS: dict[Any, str] = {
-    torch._C._nn.linear: "linear",
-    torch.nn.functional.linear: "linear",
-    torch.ops.aten.linear.default: "linear",  # from `attention.inline`, and of exported programs, as the next are
-    torch.ops.aten.matmul.default: "matmul",
-    torch.ops.aten.mm.default: "mm",
-    torch.ops.aten.addmm.default: "addmm",
-    torch.ops.aten.bmm.default: "bmm",
-    torch.matmul: "matmul",
-    torch.linalg.matmul: "matmul",
-    torch.mm: "mm",
-    torch.addmm: "addmm",
-    torch.bmm: "bmm",
-    operator.matmul: "matmul",
-}
-_OPERANDS = {
-    "linear": ("input", "weight", "bias"),
-    "matmul": ("input", "other"),
-    "mm": ("input", "mat2"),
-    "addmm": ("input", "mat1", "mat2"),
-    "bmm": ("input", "mat2"),
-}
-
-
-@dataclass(frozen=True)
-class Call:
-    """A node read as a call of a known name."""
-
-    name: str
-    operands: dict[str, Any]
-    options: dict[str, Any]  # keyword arguments that are no operands, such as alpha
-
-    @staticmethod
-    def read(node: fx.Node) -> "Call | None":
-        if node.op == "call_function":
-            name = _FUNCTIONS.get(node.target)
-        elif node.op == "call_method" and node.target in _OPERANDS and node.target != "linear":
-            name = str(node.target)
-        else:
-            return None
-        if name is None or "out" in node.kwargs:
-            return None
-        operands = dict(zip(_OPERANDS[name], node.args, strict=False))
-        named = {key: value for key, value in node.kwargs.items() if key in _OPERANDS[name]}
-        options = {key: value for key, value in node.kwargs.items() if key not in named}
-        return Call(name, operands | named, options)
-
 
 @dataclass(frozen=True)
 class Groups:

@@ -13,13 +13,13 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from te_inductor.passes.graph.operators import Call
+from te_inductor.passes.graph.tracing import take_place
 from te_inductor.passes.graph.values import is_tensor, value
 from te_inductor.passes.graph.views import Chain, source
 from te_inductor.passes.graph.writes import Writes, of_aten
-from te_inductor.passes.pre_grad.sites.rule import Call
 
 aten = torch.ops.aten
-_NOT_KEPT = frozenset(("val", "example_value", "tensor_meta", "desc"))
 
 
 def inline(graph: fx.Graph) -> None:
@@ -67,8 +67,8 @@ class _Inlined:
         while len(path[-1].users) == 1 and source(user := next(iter(path[-1].users))) is path[-1]:
             path.append(user)
         chain = Chain(value(node))
-        for before, after in itertools.pairwise(path):
-            if not chain.follow(after, value(before), value(after)):
+        for after in path[1:]:
+            if not chain.follow(after, value(after)):
                 break
             found = chain.of_matrix()
             if found is not None and _given(value(after).shape) is not None:
@@ -88,7 +88,7 @@ class _Inlined:
         made = self.graph.call_function(op, args)
         values = [value(arg) if isinstance(arg, fx.Node) else arg for arg in args]
         with value(place).fake_mode:  # type: ignore[attr-defined]
-            made.meta = {key: one for key, one in place.meta.items() if key not in _NOT_KEPT}
+            take_place(made, place.meta)
             made.meta["val"] = made.meta["example_value"] = op(*values)
         return made
 
@@ -99,7 +99,7 @@ def _chains(node: fx.Node) -> Iterator[tuple[fx.Node, Chain]]:
     while (before := source(path[-1], copies=True)) is not None and is_tensor(before):
         path.append(before)
         chain, nodes = Chain(value(before)), path[::-1]
-        if all(chain.follow(after, value(one), value(after)) for one, after in itertools.pairwise(nodes)):
+        if all(chain.follow(after, value(after)) for _, after in itertools.pairwise(nodes)):
             yield before, chain
 
 
