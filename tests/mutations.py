@@ -66,8 +66,8 @@ MUTATIONS = [
     # merged layers
     Mutation(
         "strides that were traced do not keep layers apart",
-        "called not in _COPIES_IF_NEEDED or _is_read_by_strides(user)",
-        "called not in _COPIES_IF_NEEDED",
+        "operators.read(user).name not in _COPIES_IF_NEEDED or _is_read_by_strides(user)",
+        "operators.read(user).name not in _COPIES_IF_NEEDED",
         ("tests/backend/test_compiles.py",),
     ),
     # launches
@@ -300,7 +300,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a gather is read behind a write of its rows",
-        "    if not _source_is_written(match, writes, last or last_read(match.node)):",
+        "    if not _source_is_written(match, literal, writes, last or last_read(match.node)):",
         "    if True:",
         ("tests/backend/test_experts.py", "-k", "gathered_behind"),
     ),
@@ -399,8 +399,8 @@ MUTATIONS = [
     ),
     Mutation(
         "zeros that were read before rows are added to them have the sum in them",
-        "    if (readers and not in_place) or not all(node < reader for reader in readers):\n",
-        "    if readers and not in_place:\n",
+        "    if (readers and not operators.read(node).in_place) or not all(node < reader for reader in readers):\n",
+        "    if readers and not operators.read(node).in_place:\n",
         ("tests/backend/test_permutations.py",),
     ),
     Mutation(

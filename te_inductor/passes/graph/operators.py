@@ -90,13 +90,13 @@ _ATTRIBUTES = frozenset("T mT H mH data shape".split())
 # Python's operators that have a form in place, as its modules and methods call them, and those that are named as if.
 _PYTHON = frozenset("add sub mul matmul truediv floordiv mod pow and or xor lshift rshift".split())
 RESERVED = frozenset("and_ or_ not_ is_".split())
-# Of which a gradient needs no operand; of which it needs the other one.
+# Operators whose gradient needs no operand, and those whose gradient needs the other one.
 LINEAR = frozenset("add sub rsub neg sum mean cat stack gather index_select".split())
 BILINEAR = frozenset("mul div".split())
 
 
 def name(node: fx.Node) -> str:
-    """Of the function or method that it calls, as that is written, without an overload's."""
+    """The name of the function or method that a node calls, as it is written, without an overload's."""
     target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     return str(target).partition(".")[0]
 
@@ -152,8 +152,7 @@ def _tagged(plain: str) -> Kind:
 
 
 def order(node: Any) -> list[int] | None:
-    """Of each dimension of a node that permutes them, which of its operand's it is; None of any other node, and where a
-    run alone can tell."""
+    """The operand's dimension that each one of a permutation is; None of any other node, and where a run alone can tell."""
     called, kind, _ = read(node)
     made = node.meta.get("example_value", node.meta.get("val")) if kind is Kind.PERMUTE else None
     if not isinstance(made, torch.Tensor):
@@ -243,7 +242,8 @@ class Call:
 
 
 def grouped_operands(node: fx.Node) -> dict[str, Any]:
-    """Those of a grouped product, by the names `x`, `weight`, `offs`, `bias` and `out_dtype`; nothing of another node."""
+    """The operands of a grouped product, by the names `x`, `weight`, `offs`, `bias` and `out_dtype`; none of another
+    node."""
     if node.op != "call_function" or name(node) not in GROUPED:
         return {}
     given = dict(zip(("x", "weight", "offs", "bias", "out_dtype"), node.args, strict=False))

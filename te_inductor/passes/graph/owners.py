@@ -1,4 +1,4 @@
-"""Which parameter a weight of a graph comes from."""
+"""The parameters that weights of a graph come from."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ _COLLECTIVES = frozenset(("all_gather_into_tensor", "wait_tensor"))
 
 @dataclass(frozen=True)
 class Owner:
-    """Where a weight comes from: the root's node of a parameter, and what is taken of it ("" is all of it)."""
+    """The origin of a weight: the root's node of a parameter, and what is taken of it ("" is all of it)."""
 
     parameter: fx.Node
     part: str

@@ -14,6 +14,7 @@ from te_inductor.diagnostics import Refusal, Report
 from te_inductor.passes.graph import regions, writes
 from te_inductor.passes.pre_grad.attention.site import Attention
 from te_inductor.passes.pre_grad.sites import contractions
+from te_inductor.passes.pre_grad.sites.exchanges import Exchanges
 from te_inductor.passes.pre_grad.sites.products import Product
 from te_inductor.passes.pre_grad.sites.rule import Match, Rule
 from te_inductor.presentation.paths import names_of
@@ -24,75 +25,112 @@ from te_inductor.runtime.state.state_inputs import StateInputs
 from te_inductor.templates.cutlass.scaled_mm import Kernel
 
 
-@dataclass
-class Candidate:
-    """A place that a rule matched, and what the passes decide about it."""
+@dataclass(frozen=True)
+class SitePlace:
+    """The place of a product in the model."""
 
-    rule: Rule
-    match: Match
     module: str  # whose forward it is in
     inner: str = ""  # where in it the weight is, if a module inside holds it; of experts also the weight's name
     regions: tuple[Region | None, ...] = (None,)  # of autocast; more than one where a body has callers in several
-    recipe: Recipe | None = None
-    slots: Slots | None = None  # the recipe's, for this site
-    stored: bool = False  # its weight is stored in low precision, which is its recipe: there is nothing to rewrite
-    by_policy: bool = False  # named by a policy entry
-    refusal: Refusal | None = None  # why it stays in high precision
-    weighed: bool = False  # whether the size rule was asked about it
-    unplaced: Refusal | None = None  # why its backward is not known, in a graph that has both
-    # Why its weight, which the graph gathers, is gathered in high precision; None where bytes of its cast are, or nothing is
-    ungathered: Refusal | None = None
-    exchanges: list[str] = field(default_factory=list)  # of experts: the groups whose ranks exchange rows around it
-    wires: list[str] = field(default_factory=list)  # what a report says of exchanges around it
-    emulated: Refusal | None = None  # why its GEMMs multiply in high precision what low precision holds
-    unmet: dict[str, Refusal] = field(default_factory=dict)  # what the options ask for and it does not do: why
 
     @property
     def fqn(self) -> str:
-        """As reports and policies have it."""
-        return _joined(self.module, self.inner)
+        """The name in reports and policies."""
+        return ".".join(filter(None, (self.module, self.inner)))
 
     @property
     def names(self) -> tuple[str, ...]:
-        """By which a policy's globs may name it."""
+        """The names by which a policy's globs may know it."""
         return tuple(dict.fromkeys((*names_of(self.fqn), *names_of(self.module))))
 
+
+@dataclass(frozen=True)
+class Precision:
+    """The precision in which a site shall run, and what says so."""
+
+    recipe: Recipe | None = None
+    slots: Slots | None = None  # the recipe's, for this site
+    by_policy: bool = False  # named by a policy entry
+    stored: bool = False  # its weight is stored in low precision, which is its recipe: there is nothing to rewrite
+
+
+class _Placed:
+    """What has a place and a precision."""
+
+    place: SitePlace
+    precision: Precision
+
     @property
-    def gathers(self) -> bool:
-        """Whether the graph gathers its weight in low precision."""
-        return self.low and self.match.gather is not None and self.ungathered is None
+    def fqn(self) -> str:
+        return self.place.fqn
+
+    @property
+    def module(self) -> str:
+        return self.place.module
+
+    @property
+    def recipe(self) -> Recipe | None:
+        return self.precision.recipe
+
+    @property
+    def slots(self) -> Slots | None:
+        return self.precision.slots
+
+    @property
+    def by_policy(self) -> bool:
+        return self.precision.by_policy
+
+    @property
+    def stored(self) -> bool:
+        return self.precision.stored
+
+
+@dataclass
+class Candidate(_Placed):
+    """A layer that a rule matched, and what the passes decide about it."""
+
+    rule: Rule
+    match: Match
+    place: SitePlace
+    precision: Precision = Precision()
+    refusal: Refusal | None = None  # why it stays in high precision
+    weighed: bool = False  # whether the size rule was asked about it
+    emulated: Refusal | None = None  # why its GEMMs multiply in high precision what low precision holds
+    unmet: dict[str, Refusal] = field(default_factory=dict)  # what the options ask for and it does not do: why
 
     @property
     def low(self) -> bool:
         """Whether the site is to be rewritten."""
         return self.recipe is not None and self.refusal is None and not self.stored
 
+    @property
+    def gathers(self) -> bool:
+        """Whether the graph gathers its weight in low precision."""
+        return self.low and self.match.gather is not None and self.match.gather.refusal is None
+
+    @property
+    def exchanges(self) -> tuple[str, ...]:
+        """The groups whose ranks exchange rows around it."""
+        found = self.match.part(Exchanges)
+        return () if found is None else found.groups
+
+    @property
+    def wires(self) -> list[str]:
+        """What a report says of its tensors that go between ranks."""
+        if not self.low or self.slots is None:
+            return []
+        return [text for part in self.match.parts for text in part.describe(self.slots)]
+
 
 @dataclass
-class Unlowered:
+class Unlowered(_Placed):
     """A product with a weight that no rule matched, or one for a weight's gradient that is no layer's."""
 
     product: Product
-    module: str  # whose forward it is in
-    inner: str  # as of a candidate
-    regions: tuple[Region | None, ...]
+    place: SitePlace
     refusal: Refusal
-    recipe: Recipe | None = None  # that it would have
     gemm: str = "fprop"
-
-    @property
-    def fqn(self) -> str:
-        """As reports and policies have it."""
-        return _joined(self.module, self.inner)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """By which a policy's globs may name it."""
-        return tuple(dict.fromkeys((*names_of(self.fqn), *names_of(self.module))))
-
-
-def _joined(*paths: str) -> str:
-    return ".".join(filter(None, paths))
+    precision: Precision = Precision()  # that it would have
 
 
 @dataclass
@@ -125,9 +163,7 @@ class Plan:
     @property
     def reads_active_region(self) -> bool:
         """Whether the thread's autocast has a say in any site."""
-        return any(None in site.regions for site in self.candidates) or any(
-            None in site.regions for site in self.unlowered
-        )
+        return any(None in site.place.regions for site in (*self.candidates, *self.unlowered))
 
     @property
     def is_ours(self) -> bool:

@@ -43,10 +43,9 @@ SCOPES = ("tensor", "row", "128x128", "1x32", "32x32", "1x16", "16x16")
 def refusal(match: Match, slots: Slots, bodies: Bodies, examples: Sequence[object], writes: Writes) -> Refusal | None:
     """Why a site's weight is cast at each call all the same; `examples` are the inputs that the graph is compiled for,
     `writes` what it writes."""
-    if match.parallel is not None:
-        return Refusal("copies of weights that are sharded over ranks are not kept")
-    if match.groups and slots.weight.granularity.two_level:
-        return Refusal("copies of experts' weights are not kept where all experts share one level of their scales")
+    of_part = next((why for part in match.parts if (why := part.refuse_kept(slots))), None)
+    if of_part is not None:
+        return of_part
     if slots.weight.scope not in SCOPES:
         return Refusal("copies with scales of %s are not kept", slots.weight.scope)
     of_codes = slots.weight.format.coded and slots.weight.format is not E2M1
@@ -60,7 +59,7 @@ def refusal(match: Match, slots: Slots, bodies: Bodies, examples: Sequence[objec
     node = bodies.outer(match.weight)
     weight = value(node)
     held = node.op in ("placeholder", "get_attr") and isinstance(weight, torch.nn.Parameter)
-    if not (held and weight.dim() == (3 if match.groups else 2)):
+    if not (held and weight.dim() == match.dims):
         return Refusal("the weight is computed in the graph, or one of several in a parameter")
     if writes.anywhere(node):
         return Refusal("the weight is changed in the graph, and copies are made before it runs")

@@ -18,7 +18,7 @@ from te_inductor.passes.graph.writes import last_read
 from te_inductor.passes.pre_grad.decide import amax_groups
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
 from te_inductor.passes.pre_grad.sites import exchanges
-from te_inductor.passes.pre_grad.sites.exchanges import ExchangeNodes
+from te_inductor.passes.pre_grad.sites.exchanges import ExchangeNodes, Exchanges
 from te_inductor.recipes import DelayedScaling
 
 _X, _DY = "rows between ranks go in {} to the experts", "gradients between ranks go in {} to the experts"
@@ -26,23 +26,20 @@ _X, _DY = "rows between ranks go in {} to the experts", "gradients between ranks
 
 def check_exchanges(plan: Plan) -> None:
     """Have the layers around an exchange do it, where they can. Those that read the same rows all do, or none does."""
-    sites = [
-        site
-        for site in plan.candidates
-        if site.match.groups and not site.match.groups.numbered and site.rule.pattern == "grouped_linear"
-    ]
     bodies, readers = Bodies(plan.gm), dict[fx.Node, list[tuple[Candidate, ExchangeNodes]]]()
-    for site in sites:
-        found = exchanges.in_front(site.match.x) if site.match.groups and site.match.groups.rows is None else None
-        if found is not None:
-            site.exchanges.append(found.group)
-        if found is not None and site.low:
-            readers.setdefault(found.waited, []).append((site, found))
-        found = exchanges.behind(site.match.end)
-        if found is not None:
-            site.exchanges.append(found.group)
-        if found is not None and site.low:
-            _leave(site, found, _refusal(plan, site, found, bodies))
+    for site in plan.candidates:
+        groups = site.match.groups
+        if groups is None or groups.numbered:
+            continue
+        front = exchanges.in_front(site.match.x) if groups.rows is None else None
+        behind = exchanges.behind(site.match.end)
+        around = tuple(found.group for found in (front, behind) if found is not None)
+        if around:
+            site.match = site.match.having(Exchanges(around))
+        if front is not None and site.low:
+            readers.setdefault(front.waited, []).append((site, front))
+        if behind is not None and site.low:
+            _leave(site, behind, _refusal(plan, site, behind, bodies))
     for of_one in readers.values():
         refusal = next((why for site, found in of_one if (why := _refusal(plan, site, found, bodies))), None)
         sizes, left = exchanges.others(of_one[0][1], [site.match.node for site, _ in of_one])
@@ -53,18 +50,27 @@ def check_exchanges(plan: Plan) -> None:
 
 
 def _arrive(site: Candidate, found: ExchangeNodes, sizes: Sequence[fx.Node], refusal: Refusal | None) -> None:
-    site.wires.append(_text(_X, found, site.slots.input.element if site.slots else "", refusal))
+    part = _note(site, _text(_X, found, site.slots.input.element if site.slots else "", refusal))
     if refusal is None:
         before = tuple(reversed(found.nodes))
-        site.match = replace(site.match, x=found.rows, arrives=found, before=before, sizes_of=tuple(sizes))
+        site.match = site.match.having(replace(part, arrives=found, sizes_of=tuple(sizes)), x=found.rows, before=before)
 
 
 def _leave(site: Candidate, found: ExchangeNodes, refusal: Refusal | None) -> None:
     if site.match.bias is not None:
         refusal = refusal or Refusal("the gradient of its bias is the sum of what is exchanged")
-    site.wires.append(_text(_DY, found, site.slots.grad_output.element if site.slots else "", refusal))
+    part = _note(site, _text(_DY, found, site.slots.grad_output.element if site.slots else "", refusal))
     if refusal is None:
-        site.match = replace(site.match, leaves=found, behind=found.nodes)
+        site.match = site.match.having(replace(part, leaves=found), behind=found.nodes)
+
+
+def _note(site: Candidate, wire: str) -> Exchanges:
+    """What is known of a site's exchanges, with one more line of the report."""
+    part = site.match.part(Exchanges)
+    assert part is not None
+    part = replace(part, wires=(*part.wires, wire))
+    site.match = site.match.having(part)
+    return part
 
 
 def _text(template: str, found: ExchangeNodes, element: str, refusal: Refusal | None) -> str:

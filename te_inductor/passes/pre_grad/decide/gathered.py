@@ -1,6 +1,7 @@
 """Weights that are gathered in low precision. FSDP2 has cast them before the graph, for the recipe that their site then
 has; those that the graph gathers itself are cast in it, where that is the same: Note [Graph FSDP]."""
 
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
@@ -12,17 +13,17 @@ from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.decide import amax_groups
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
-from te_inductor.passes.pre_grad.sites.rule import Gather
 from te_inductor.passes.pre_grad.sites.sharded import SHARED
+from te_inductor.passes.pre_grad.sites.weight_gather import Gather
 from te_inductor.recipes import DelayedScaling, Recipe, Slots
 
 _REMEDY = "give torch.compile and low_precision_all_gather the same recipe and policy"
 
 
-def recipe_of(candidate: Candidate, weight: GatheredWeight) -> Recipe | None:
-    """Of a site that has the recipe which the options ask for; where that is another one, notes so as an option that
-    does not reach the site. None where the options keep the site in high precision."""
-    wanted, found = candidate.recipe, weight.recipe
+def recipe_of(candidate: Candidate, wanted: Recipe | None, weight: GatheredWeight) -> Recipe | None:
+    """The recipe of a site whose weight was gathered in low precision. Where the options want another one, `wanted`, that
+    is noted as an option that does not reach the site. None where they keep the site in high precision."""
+    found = weight.recipe
     assert found is not None  # as of all that FSDP2 gathered
     if wanted is None:
         candidate.unmet["recipe"] = Refusal(
@@ -47,13 +48,20 @@ def check_gathers(plan: Plan) -> None:
     for site in sites:
         gather: Any = site.match.gather
         written = Refusal("the graph writes its shards") if plan.writes.anywhere(gather.shard) else None
-        site.ungathered = gather.refusal or written or _refusal(site, gather, site.slots, plan.options, bodies)  # type: ignore[arg-type]
+        _refuse(site, gather.refusal or written or _refusal(site, gather, site.slots, plan.options, bodies))  # type: ignore[arg-type]
         of_shard.setdefault(bodies.outer(gather.shard), []).append(site)
     for shard, of_one in of_shard.items():
-        gathering = {site.match.gather.nodes[-1] for site in of_one if site.ungathered is None}  # type: ignore[union-attr]
+        gathering = {site.match.gather.nodes[-1] for site in of_one if site.gathers}  # type: ignore[union-attr]
         if readers[shard] != gathering or len({site.recipe for site in of_one}) > 1:
             for site in of_one:
-                site.ungathered = site.ungathered or SHARED
+                _refuse(site, SHARED)
+
+
+def _refuse(site: Candidate, refusal: Refusal | None) -> None:
+    """Have the graph gather the weight in high precision, unless something else has it do so already."""
+    gather = site.match.gather
+    assert gather is not None
+    site.match = site.match.having(replace(gather, refusal=gather.refusal or refusal))
 
 
 def _refusal(site: Candidate, gather: Gather, slots: Slots, options: Options, bodies: Bodies) -> Refusal | None:
@@ -77,13 +85,3 @@ def _refusal(site: Candidate, gather: Gather, slots: Slots, options: Options, bo
     if isinstance(site.recipe, DelayedScaling):
         return amax_groups.of_mesh_shards(site.recipe, options, shard)
     return None
-
-
-def wire_of(site: Candidate) -> str | None:
-    """What a report says of how the graph gathers a site's weight."""
-    gather = site.match.gather
-    if gather is None or site.slots is None or not site.low:
-        return None
-    if site.ungathered is None:
-        return f"the graph gathers its weight in {site.slots.weight.element}"
-    return f"the graph gathers its weight in {str(gather.dtype).removeprefix('torch.')}: {site.ungathered}"

@@ -34,7 +34,7 @@ def spare(plan: Plan) -> None:
     last = next((node for node in reversed(list(in_order(plan.gm))) if node in products), None)
     sites = [site for site in plan.candidates if site.low and not site.emulated]
     output = next((site for site in sites if site.match.node is last), None)
-    if output is None or output.by_policy or output.match.groups:
+    if output is None or output.by_policy or output.match.dims > 2:
         return
     _, n, k = output.match.sizes
     if n < WIDE * k:

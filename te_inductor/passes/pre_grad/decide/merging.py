@@ -30,7 +30,6 @@ from te_inductor.passes.graph.aliases import is_opaque, memory
 from te_inductor.passes.graph.operators import Kind, name
 from te_inductor.passes.graph.values import is_gathered, is_tensor, requires_grad, value
 from te_inductor.passes.graph.writes import Writes
-from te_inductor.passes.pre_grad.sites import grouped
 from te_inductor.passes.pre_grad.sites.rule import Emit, Match, Rule, replace_layer
 from te_inductor.recipes import Recipe, Slots
 
@@ -56,11 +55,9 @@ def groups(sites: Iterable[tuple[Rule, Match, Recipe, Slots]], writes: Writes) -
             learns = match.node in learning[match.node.graph]
             key = (
                 match.x,
-                match.groups,
+                tuple(shared for part in match.parts if (shared := part.key()) is not None),
                 match.transposed,
                 match.turned,
-                match.parallel,
-                match.arrives,
                 recipe,
                 slots,
                 node.dtype,
@@ -92,10 +89,8 @@ def between_writes(
 
 
 def _read(match: Match) -> list[fx.Node]:
-    groups, arrives = match.groups, match.arrives
-    more = [] if groups is None else [groups.ends, groups.rows, groups.order]
-    more += [] if arrives is None else [arrives.order]
-    return [one for one in (match.x, match.weight, match.bias, *more) if one is not None]
+    of_parts = (node for part in match.parts for node in part.reads())
+    return [match.x, match.weight, *([] if match.bias is None else [match.bias]), *of_parts]
 
 
 def _parts(group: list[Match]) -> list[list[Match]]:
@@ -122,22 +117,13 @@ def _kind(tensor: Any) -> tuple[Any, ...]:
 
 def _can_join(match: Match, slots: Slots, writes: Writes) -> bool:
     scopes = [quantizer.granularity for quantizer in (slots.input, slots.weight, slots.grad_output)]
-    if match.groups and not (slots.weight.granularity.whole or slots.weight.granularity.transposes):
-        return False  # a column copy's rows run across all weights, and their scales with them
-    if match.adder is not None:
-        return False  # its output is another node's
     if is_gathered(match.weight) and (match.parallel is None or match.parallel.weight != 0):
         # Each was cast with its own scale, into memory of its own: its GEMMs are its own, and only x and dx are common.
         return False
-    if match.gather is not None:
-        return False  # likewise, or it is no input of the graph
-    if match.leaves is not None:
-        return False  # each output is exchanged
-    if match.parallel is not None and not match.parallel.local:
-        return False  # a DTensor does not say how its views are laid out
     operands = [match.weight] if match.bias is None else [match.weight, match.bias]
     return (
-        not any(scope.microscaled for scope in scopes)
+        all(part.may_merge(match, slots) for part in match.parts)
+        and not any(scope.microscaled for scope in scopes)
         and match.sizes[1] % max(scope.alignment for scope in scopes) == 0
         and all(operand.op in ("placeholder", "get_attr") for operand in operands)
         and not writes.anywhere(match.node)
@@ -203,7 +189,7 @@ def rewrite(group: Sequence[Match], emit: Emit) -> None:
     """Replace the sites by one call at the place of the first."""
     first = group[0]
     with first.node.graph.inserting_before(first.node):
-        made = _emitted(group, emit)
+        made = emit(group, first.operand(), [match.matrices() for match in group])
         # Attention keeps its operands for its backward, and a slice would keep the whole matrix.
         clone = torch.ops.aten.clone.default
         for place, match in enumerate(group):
@@ -213,12 +199,6 @@ def rewrite(group: Sequence[Match], emit: Emit) -> None:
                 )
     for match, node in zip(group, made, strict=True):
         replace_layer(match, node)
-
-
-def _emitted(group: Sequence[Match], emit: Emit) -> list[fx.Node]:
-    if group[0].groups is None:
-        return emit(group, group[0].x, [match.weight for match in group])
-    return emit(group, grouped.rows_of(group[0]), [grouped.weight_of(match) for match in group])
 
 
 def _is_saved(node: fx.Node) -> bool:

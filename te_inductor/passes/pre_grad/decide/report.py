@@ -11,7 +11,7 @@ from te_inductor.diagnostics import Site
 from te_inductor.passes.graph.bodies import Bodies, in_order
 from te_inductor.passes.graph.owners import from_parameter, owner_of
 from te_inductor.passes.graph.values import is_gathered
-from te_inductor.passes.pre_grad.decide import gathered, gemm_kernels
+from te_inductor.passes.pre_grad.decide import gemm_kernels
 from te_inductor.passes.pre_grad.plan import Candidate, Plan, Unlowered
 from te_inductor.templates.cutlass.scaled_mm import Kernel
 from te_inductor.templates.select import EMULATED
@@ -33,7 +33,7 @@ def report_sites(plan: Plan) -> None:
         merged = tuple(paths[match.node] for match in group)
         rows = sum(match.sizes[1] for match in group) or None  # of the weight of the GEMM that they are
         fprop, *others = _sites(plan, candidate, merged, rows)
-        fprop = replace(fprop, flops=flops.get(candidate.match.node), wire=_wire(candidate))
+        fprop = replace(fprop, flops=flops.get(candidate.match.node), wire="; ".join(candidate.wires) or None)
         plan.report.sites.extend((fprop, *others))
         kernels[candidate.match.node] = fprop.kernel
     plan.report.sites.extend(map(_unlowered_site, plan.unlowered))
@@ -73,12 +73,6 @@ def _sites(plan: Plan, candidate: Candidate, merged: tuple[str, ...], rows: int 
         refusal = candidate.refusal or (candidate.emulated if kernel == EMULATED else None)
         reason = None if refusal is None else str(refusal)
         yield Site(candidate.fqn, candidate.rule.pattern, gemm, plain(shapes), recipe, kernel, reason, one)
-
-
-def _wire(candidate: Candidate) -> str | None:
-    """What goes between ranks for a site."""
-    of_weight = gathered.wire_of(candidate)
-    return "; ".join([*([of_weight] if of_weight else []), *candidate.wires]) or None
 
 
 def _unlowered_site(site: Unlowered) -> Site:

@@ -29,14 +29,14 @@ _BETWEEN_TOO = frozenset("softmax log_softmax dropout sum getitem index scatter"
 
 def refusal(match: Match, routers: AbstractSet[fx.Node]) -> Refusal | None:
     """Why a router is left alone, one of `routers` or one whose outputs are chosen from; None of any other layer."""
-    if match.groups or match.sizes[1] > MOST or not (match.node in routers or _chooses(match.node)):
+    if match.dims > 2 or match.sizes[1] > MOST or not (match.node in routers or _chooses(match.node)):
         return None
     return Refusal("a router: its outputs choose experts (a policy entry overrides this)")
 
 
 def of_groups(matches: Iterable[Match], products: AbstractSet[fx.Node]) -> set[fx.Node]:
     """The products of whose scores sizes of experts' groups are made, whatever chooses: such as an arg max."""
-    pending = list({match.groups.ends for match in matches if match.groups and match.groups.ends is not match.x})
+    pending = list({node for match in matches for part in match.parts for node in part.chosen_by(match)})
     seen, found = set(pending), set()
     while pending:
         node = pending.pop()

@@ -10,7 +10,6 @@ from te_inductor.ops.stored_weight import StoredWeight
 from te_inductor.passes.graph import regions
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.values import value
-from te_inductor.passes.graph.writes import last_read
 from te_inductor.passes.pre_grad.decide import (
     amax_groups,
     cached_weights,
@@ -25,14 +24,11 @@ from te_inductor.passes.pre_grad.decide import (
     transforms,
     weight_grads,
 )
-from te_inductor.passes.pre_grad.plan import Candidate, Plan
+from te_inductor.passes.pre_grad.plan import Candidate, Plan, Precision, Unlowered
 from te_inductor.passes.pre_grad.sites import requirements
-from te_inductor.passes.pre_grad.sites.rule import Match
-from te_inductor.recipes import DelayedScaling
+from te_inductor.recipes import DelayedScaling, Recipe
 from te_inductor.recipes.regions import Region, active
 from te_inductor.runtime.eager.delayed import check_functions
-
-EXPERTS_IN_CPP = Refusal("experts under cpp_wrapper, whose code calls no ops with constants of this package")
 
 
 def resolve_recipes(plan: Plan) -> None:
@@ -42,32 +38,34 @@ def resolve_recipes(plan: Plan) -> None:
     entries = policy.entries(plan.options.policy, plan.options.policy_name)
     used = set()
     for candidate in plan.candidates:
-        region = _region(candidate.regions)
-        entry = policy.first(entries, candidate.names, candidate.match.sizes)
+        entry = policy.first(entries, candidate.place.names, candidate.match.sizes)
         used.add(entry)
         weight = compat.shard_of(value(candidate.match.weight))
+        recipe, by_policy = _recipe(candidate, entry, default), entry is not None
         if isinstance(weight, StoredWeight):
-            candidate.recipe, candidate.stored = weight.recipe, True
-        elif region.enabled:
-            candidate.by_policy = entry is not None
-            candidate.recipe = entry.recipe if entry else region.recipe or default  # type: ignore[assignment]
-            if isinstance(weight, GatheredWeight):
-                candidate.recipe, candidate.by_policy = gathered.recipe_of(candidate, weight), True
-            if candidate.recipe is not None and not candidate.recipe.of_stored_weights:
-                candidate.slots = candidate.recipe.slots_of(candidate.fqn)
-        elif isinstance(weight, GatheredWeight):
-            gathered.recipe_of(candidate, weight)
+            candidate.precision = Precision(weight.recipe, stored=True)
+            continue
+        if isinstance(weight, GatheredWeight):
+            recipe, by_policy = gathered.recipe_of(candidate, recipe, weight), True
+        if _region(candidate.place.regions).enabled:
+            slots = None if recipe is None or recipe.of_stored_weights else recipe.slots_of(candidate.fqn)
+            candidate.precision = Precision(recipe, slots, by_policy)
     for site in plan.unlowered:
-        region = _region(site.regions)
-        entry = policy.first(entries, site.names, site.product.sizes)
+        entry = policy.first(entries, site.place.names, site.product.sizes)
         used.add(entry)
-        if region.enabled:
-            site.recipe = entry.recipe if entry else region.recipe or default  # type: ignore[assignment]
+        site.precision = Precision(_recipe(site, entry, default))
     plan.report.unused_policy.extend(entry.name for entry in entries if entry not in used)
 
 
+def _recipe(site: Candidate | Unlowered, entry: policy.Entry | None, default: Recipe | None) -> Recipe | None:
+    region = _region(site.place.regions)
+    if not region.enabled:
+        return None
+    return entry.recipe if entry else region.recipe or default  # type: ignore[return-value]
+
+
 def _region(regions: Sequence[Region | None]) -> Region:
-    """Of several, which are refused, one that is enabled: so that the refusal is told."""
+    """The region that is enabled, of several, which are refused: so that the refusal is told."""
     around = [region or active() for region in regions]
     return next((region for region in around if region.enabled), around[0])
 
@@ -75,7 +73,7 @@ def _region(regions: Sequence[Region | None]) -> Region:
 def check_sites(plan: Plan) -> None:
     """Ask each rule whether the site can run as it should; a refusal leaves the site in high precision."""
     bodies, transforms_of = Bodies(plan.gm), transforms.transforms_of(plan.gm)
-    in_cpp = EXPERTS_IN_CPP if gemm_kernels.is_cpp(plan.options) and not plan.leaves else None
+    is_cpp = gemm_kernels.is_cpp(plan.options) and not plan.leaves
     choosing = routers.of_groups((site.match for site in plan.candidates), {one.node for one in plan.products})
     for candidate in plan.candidates:
         match, weight = candidate.match, value(candidate.match.weight)
@@ -83,13 +81,12 @@ def check_sites(plan: Plan) -> None:
             candidate.refusal = requirements.not_stored(candidate.recipe, weight)
         elif candidate.slots is not None:
             candidate.refusal = (
-                regions.refusal(candidate.regions)
+                regions.refusal(candidate.place.regions)
                 or transforms.refusal(transforms_of.get(match.node))
                 or (None if candidate.by_policy else routers.refusal(match, choosing))
                 or candidate.rule.check(match)
                 or candidate.rule.check_slots(match, candidate.slots)
-                or (in_cpp if match.groups else None)
-                or _written_behind(plan, match)
+                or next((why for part in match.parts if (why := part.refuse_here(match, plan.writes, is_cpp))), None)
             )
             if candidate.refusal is None:
                 candidate.emulated = candidate.rule.emulated(match, candidate.slots, plan.leaves)
@@ -100,14 +97,6 @@ def check_sites(plan: Plan) -> None:
                 candidate.refusal = candidate.refusal or amax_groups.of_shards(
                     candidate.recipe, plan.options, match.parallel
                 )
-
-
-def _written_behind(plan: Plan, match: Match) -> Refusal | None:
-    """Of experts, whose backward reads again where each one's rows end."""
-    if match.groups is None or match.groups.numbered:
-        return None
-    written = plan.writes.between([match.groups.ends], match.node, last_read(match.node))
-    return Refusal("the graph writes the ends of its groups before the backward has read them") if written else None
 
 
 def weigh_sites(plan: Plan) -> None:

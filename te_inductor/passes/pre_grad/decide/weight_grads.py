@@ -36,8 +36,9 @@ def refusal(match: Match, slots: Slots, bodies: Bodies, examples: Sequence[objec
     Raises:
         MainGradError: there is a main_grad that does not fit its parameter.
     """
-    if match.parallel is not None:
-        return Refusal("the weight is sharded over ranks, and autograd says how its gradient is")
+    of_part = next((why for part in match.parts if (why := part.refuse_taken())), None)
+    if of_part is not None:
+        return of_part
     if not bodies.reaches(match.node.graph):
         return Refusal("inside a control-flow body, which option 'wgrad' does not reach")
     node = bodies.outer(match.weight)
@@ -58,8 +59,8 @@ def refusal(match: Match, slots: Slots, bodies: Bodies, examples: Sequence[objec
 
 def _is_whole(weight: fx.Node, match: Match) -> bool:
     """Whether the weight is a parameter and nothing else, of one layer or of experts."""
-    dims = 3 if match.groups else 2
-    return weight.op == "placeholder" and isinstance(value(weight), torch.nn.Parameter) and value(weight).dim() == dims
+    held = weight.op == "placeholder" and isinstance(value(weight), torch.nn.Parameter)
+    return held and value(weight).dim() == match.dims
 
 
 def takes(site: Candidate) -> bool:

@@ -33,10 +33,11 @@ from te_inductor.passes.graph.module_path import without_wrappers
 from te_inductor.passes.graph.operators import Call, Kind, name
 from te_inductor.passes.graph.values import is_tensor, value
 from te_inductor.passes.graph.writes import Writes, chain
-from te_inductor.passes.pre_grad.plan import Candidate, Plan, Unlowered
+from te_inductor.passes.pre_grad.plan import Candidate, Plan, SitePlace, Unlowered
 from te_inductor.passes.pre_grad.sites import grouped
 from te_inductor.passes.pre_grad.sites import products as products_of
-from te_inductor.passes.pre_grad.sites.rule import Gradients, Match
+from te_inductor.passes.pre_grad.sites.backward import Backward, Gradients
+from te_inductor.passes.pre_grad.sites.rule import Match
 
 UNKNOWN_PLACE = Refusal("several products of the backward fit this layer, or it may be one of another's backward")
 WRITTEN = Refusal("the graph writes what its products read in between, so that its forward and its backward read two")
@@ -163,17 +164,15 @@ def match_gradients(plan: Plan) -> None:
             chosen = _chosen(site, fitting)
             if chosen is not None:
                 products.taken.update(chosen.nodes)
-                site.match = replace(site.match, gradients=chosen)
-                if _are_written(node, chosen, plan.writes):
-                    site.unplaced = WRITTEN
+                unplaced = WRITTEN if _are_written(node, chosen, plan.writes) else None
+                site.match = site.match.having(Backward(chosen, unplaced))
             elif fitting and not both:
-                site.unplaced = UNKNOWN_PLACE
+                _unplace(site)
     plan.candidates[:] = [site for site in plan.candidates if site.match.node not in products.taken]
     plan.backward |= products.taken
     _refuse_unplaced(plan, products)
     for site in plan.candidates:
-        if site.match.literal is not None:
-            site.match = _read_once(site.match, plan.writes)
+        site.match = _read_once(site.match, plan.writes)
 
 
 def list_lost_gradients(plan: Plan) -> None:
@@ -194,7 +193,7 @@ def list_lost_gradients(plan: Plan) -> None:
         product = products_of.read(node)
         if isinstance(parameter, str) and product is not None:
             path = without_wrappers(parameter).removesuffix(".weight")
-            plan.unlowered.append(Unlowered(product, "", path, (None,), LOST, gemm="wgrad"))
+            plan.unlowered.append(Unlowered(product, SitePlace("", path), LOST, "wgrad"))
 
 
 def _outputs(graph: fx.Graph) -> Sequence[Any]:
@@ -249,9 +248,13 @@ def _refuse_unplaced(plan: Plan, products: _Products) -> None:
                 or w.transposed not in forward.get(w.root, uses[w.root])
                 or _is_marked_backward(site.match.node)
             ):
-                site.unplaced = UNKNOWN_PLACE
+                _unplace(site)
         elif len(gradients.nodes) < 2 and both_ways:
-            site.unplaced = UNKNOWN_PLACE
+            _unplace(site)
+
+
+def _unplace(site: Candidate) -> None:
+    site.match = site.match.having(Backward(site.match.gradients, UNKNOWN_PLACE))
 
 
 def _is_marked_backward(node: fx.Node) -> bool:
@@ -270,17 +273,20 @@ def _of_parameter(weight: Matrix) -> Matrix:
 def _read_once(match: Match, writes: Writes) -> Match:
     """A layer of experts and its backward, both of which read what its operands were made of, where nothing writes that
     before the backward has read it. A bias that is added behind the product stays there, as its gradient does."""
-    literal, gradients = match.literal, match.gradients
-    assert literal is not None
+    literal, gradients = grouped.literal_of(match), match.gradients
+    if literal is None:
+        return match
     nodes = [match.node] if gradients is None else [match.node, *gradients.nodes]
-    match = grouped.undisturbed(replace(match, bias=None, adder=None), writes, max(nodes))
+    match = grouped.undisturbed(grouped.without_adder(match), writes, max(nodes))
     if gradients is None or gradients.wgrad is None or value(match.weight).dtype == value(literal.weight).dtype:
         return match
     cast, turned = _cast_of(gradients.wgrad, value(match.weight).dtype)
     if cast is None:  # the gradient that is wanted is that of the weight behind its cast
         return replace(match, weight=literal.weight, transposed=literal.transposed)
     turned ^= gradients.wgrad_transposed
-    return replace(match, gradients=replace(gradients, wgrad=cast, wgrad_transposed=turned))
+    backward = match.part(Backward)
+    assert backward is not None
+    return match.having(replace(backward, gradients=replace(gradients, wgrad=cast, wgrad_transposed=turned)))
 
 
 def _cast_of(gradient: fx.Node, dtype: torch.dtype) -> tuple[fx.Node | None, bool]:

@@ -13,7 +13,7 @@ from te_inductor.passes.graph.module_path import (
     without_wrappers,
 )
 from te_inductor.passes.graph.owners import owner_of
-from te_inductor.passes.pre_grad.plan import Candidate, Plan, Unlowered
+from te_inductor.passes.pre_grad.plan import Candidate, Plan, SitePlace, Unlowered
 from te_inductor.passes.pre_grad.sites import (
     RULES,
     attention,
@@ -25,6 +25,7 @@ from te_inductor.passes.pre_grad.sites import (
     sharded,
     single_products,
 )
+from te_inductor.recipes.regions import Region
 
 
 def write_numbers(plan: Plan) -> None:
@@ -71,7 +72,7 @@ def inline_single_products(plan: Plan) -> None:
 def match_sites(plan: Plan) -> None:
     """Find every linear layer, and the region of autocast that it is in."""
     bodies = Bodies(plan.gm)
-    regions_of = plan.regions_of  # even of a graph without layers, which may leave a region open
+    _ = plan.regions_of  # even of a graph without layers, which may leave a region open
     for graph in _forwards(plan, bodies):
         for node in graph.nodes:
             if node.op not in ("call_function", "call_method"):
@@ -80,11 +81,11 @@ def match_sites(plan: Plan) -> None:
                 match = rule.match(node)
                 if match is not None:
                     match = sharded.with_gather(parallel.with_redistributions(match, plan.writes))
-                    match = grouped.undisturbed(match, plan.writes) if match.literal else match
-                    around = tuple(regions_of.get(node, [None]))
+                    match = grouped.undisturbed(match, plan.writes)
                     path = module_path(node)
-                    inner = _inner(plan, path, node, match.weight, bodies, bool(match.groups))
-                    plan.candidates.append(Candidate(rule, match, path, inner, around))
+                    inner = _inner(plan, path, node, match.weight, bodies, match.dims > 2)
+                    place = SitePlace(path, inner, _around(plan, node))
+                    plan.candidates.append(Candidate(rule, match, place))
                     break
 
 
@@ -103,15 +104,18 @@ def list_products(plan: Plan) -> None:
     layers = {product.node for product in plan.products if products.is_layer(product)} | matched
     weights = products.Weights(bodies, layers, lambda: plan.writes)
     for product, refusal in products.unmatched(plan.products, matched, weights):
-        around = tuple(plan.regions_of.get(product.node, [None]))
         path = module_path(product.node)
         weight = next(one for one in product.operands if weights.is_weight(one))
         inner = _inner(plan, path, product.node, weight, bodies)
-        plan.unlowered.append(Unlowered(product, path, inner, around, refusal))
+        plan.unlowered.append(Unlowered(product, SitePlace(path, inner, _around(plan, product.node)), refusal))
     for product, gemm, weight, call in functions.products_by_hand(bodies):
-        around, path = tuple(plan.regions_of.get(product.node, [None])), module_path(call)
-        inner = _inner(plan, path, call, weight, bodies)
-        plan.unlowered.append(Unlowered(product, path, inner, around, functions.BY_HAND, gemm=gemm))
+        path = module_path(call)
+        place = SitePlace(path, _inner(plan, path, call, weight, bodies), _around(plan, product.node))
+        plan.unlowered.append(Unlowered(product, place, functions.BY_HAND, gemm))
+
+
+def _around(plan: Plan, node: fx.Node) -> tuple[Region | None, ...]:
+    return tuple(plan.regions_of.get(node, [None]))
 
 
 def _inner(plan: Plan, module: str, node: fx.Node, weight: fx.Node, bodies: Bodies, grouped: bool = False) -> str:

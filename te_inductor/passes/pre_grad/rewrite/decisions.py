@@ -7,7 +7,6 @@ from te_inductor import compat
 from te_inductor.diagnostics import Refusal
 from te_inductor.distributed import decisions
 from te_inductor.passes.graph.values import value
-from te_inductor.passes.pre_grad.decide.gathered import wire_of
 from te_inductor.passes.pre_grad.decide.report import plain
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
 from te_inductor.passes.pre_grad.sites import exchanges
@@ -50,8 +49,7 @@ def _layers(sites: Sequence[Candidate]) -> object:
 
 
 def _goes_between(site: Candidate) -> bool:
-    match = site.match
-    return bool(match.parallel or match.unparallel or match.gather or site.exchanges)
+    return any(part.between_ranks for part in site.match.parts)
 
 
 def _trains(site: Candidate) -> bool:
@@ -70,4 +68,4 @@ def _ranks(site: Candidate) -> Any:
 
 def _decided(site: Candidate) -> str:
     how = f"in {site.recipe.name}" if site.low and site.recipe else "in high precision"
-    return "; ".join([f"{site.fqn or '(root)'} {how}", *filter(None, (wire_of(site), *site.wires))])
+    return "; ".join([f"{site.fqn or '(root)'} {how}", *site.wires])

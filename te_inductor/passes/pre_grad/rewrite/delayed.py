@@ -136,7 +136,7 @@ class DelayedSites:
         """Sites that read the same values of a tensor have one quantizer for it, and merged sites one a slot."""
         of_x: dict[fx.Node, list[Match]] = {}
         for match in sites:
-            if match.groups or value(match.weight).dim() == 2:  # each of an unrolled batch has an input of its own
+            if value(match.weight).dim() == match.dims:  # each of an unrolled batch has an input of its own
                 of_x.setdefault(match.x, []).append(match)
         readers = (
             [self._reader(match, match.weight, "input") for match in piece]

@@ -6,13 +6,15 @@ import torch
 
 from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.plan import Candidate
+from te_inductor.passes.pre_grad.sites.exchanges import Exchanges
 
 
 def ask_for_sizes(sites: Iterable[Candidate]) -> None:
     """Have what asks for sizes of the rows that came ask a tensor of those sizes, whose values nobody reads."""
     for site in sites:
-        found = site.match.arrives
-        for node in site.match.sizes_of if found is not None else ():
+        part = site.match.part(Exchanges)
+        found = None if part is None else part.arrives
+        for node in part.sizes_of if part is not None else ():
             if found is None or found.waited not in node.all_input_nodes:  # done for another site
                 continue
             graph = node.graph

@@ -8,9 +8,9 @@ computes where the rows are read, and sums are in fp32. Beside experts in low pr
     zeros.index_add(0, order // each, rows)                          -> sum_rows
 """
 
-import dataclasses
 import operator
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
@@ -22,9 +22,10 @@ from te_inductor.passes.graph.operators import name
 from te_inductor.passes.graph.values import is_tensor, value
 from te_inductor.passes.graph.writes import Writes, chain, last_read
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
+from te_inductor.passes.pre_grad.sites import rule
+from te_inductor.passes.pre_grad.sites.exchanges import Exchanges
 from te_inductor.passes.pre_grad.sites.experts_bias import is_ascending
 from te_inductor.passes.pre_grad.sites.gathers import expanded_rows, is_order, order_of, table_and_rows
-from te_inductor.passes.pre_grad.sites.rule import replace
 
 ZEROS = frozenset(("new_zeros", "zeros", "zeros_like"))
 _SUMS = frozenset(("index_add", "scatter_add"))
@@ -40,7 +41,7 @@ def rewrite_permutations(plan: Plan) -> None:
             order = _order_of(node, plan.writes)
             if order is not None:
                 with module.graph.inserting_before(node):
-                    replace(node, module.graph.call_function(ops.permute_rows, (*node.args[:2], order)))
+                    rule.replace(node, module.graph.call_function(ops.permute_rows, (*node.args[:2], order)))
             elif operators.read(node).name in _SUMS:
                 _rewrite_sum(node, plan.writes)
     _spread(sites, plan.writes)
@@ -97,15 +98,15 @@ def _rewrite_sum(node: fx.Node, writes: Writes) -> None:
         made = node.graph.call_function(ops.sum_rows, (rows, order, each))
     for reader in readers:
         reader.replace_input_with(base, made)
-    replace(node, made)
+    rule.replace(node, made)
 
 
 def _spread(sites: Sequence[Candidate], writes: Writes) -> None:
     """Of rows that go to other ranks. What is gathered on the layer's own rank the layer gathers."""
     done: dict[fx.Node, fx.Node] = {}
     for site in sites:
-        exchange = site.match.arrives
-        if exchange is None:
+        part, exchange = site.match.part(Exchanges), site.match.arrives
+        if part is None or exchange is None:
             continue
         node = exchange.rows
         if node not in done:
@@ -117,6 +118,6 @@ def _spread(sites: Sequence[Candidate], writes: Writes) -> None:
                 continue
             with node.graph.inserting_before(node):
                 done[node] = node.graph.call_function(ops.spread_rows, (table, *found))
-            replace(node, done[node])
+            rule.replace(node, done[node])
         made = done[node]
-        site.match = dataclasses.replace(site.match, x=made, arrives=dataclasses.replace(exchange, rows=made))
+        site.match = site.match.having(replace(part, arrives=replace(exchange, rows=made)), x=made)

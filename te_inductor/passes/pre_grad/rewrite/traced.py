@@ -22,9 +22,10 @@ from te_inductor.passes.graph.tracing import take_place, traced_into
 from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.match.gradients import matrix
 from te_inductor.passes.pre_grad.plan import Plan
+from te_inductor.passes.pre_grad.sites.backward import Backward, Gradients
 from te_inductor.passes.pre_grad.sites.grouped import Grouped
 from te_inductor.passes.pre_grad.sites.linear import Addmm, Product
-from te_inductor.passes.pre_grad.sites.rule import Gradients, Match
+from te_inductor.passes.pre_grad.sites.rule import Match
 from te_inductor.recipes import DelayedScaling, Slots
 from te_inductor.runtime.eager import grouped
 
@@ -39,7 +40,8 @@ def refuse_what_has_no_place(plan: Plan) -> None:
     for site in plan.candidates:
         if site.refusal is not None or site.slots is None:
             continue
-        site.refusal = site.unplaced
+        backward = site.match.part(Backward)
+        site.refusal = None if backward is None else backward.unplaced
         if isinstance(site.recipe, DelayedScaling):
             site.refusal = Refusal(
                 "delayed scaling keeps scales from step to step, for which this graph has no inputs; recipe 'current'"
@@ -50,12 +52,11 @@ def refuse_what_has_no_place(plan: Plan) -> None:
 
 
 def refuse_what_is_in_no_program(plan: Plan) -> None:
-    """Experts for whose products a program that leaves this process has no kernel."""
+    """Sites that a program which leaves this process cannot hold, as it has no kernel for some experts."""
     for site in plan.candidates:
-        if site.refusal is not None or site.slots is None or site.match.groups is None:
-            continue
-        if not grouped.is_written_out(value(site.match.weight).device, site.slots.fprop):
-            site.refusal = Refusal("experts with scales of blocks in a program, for which torch has no product")
+        slots, match = site.slots, site.match
+        if site.refusal is None and slots is not None:
+            site.refusal = next((why for part in match.parts if (why := part.refuse_in_program(match, slots))), None)
 
 
 def _in_a_body(plan: Plan, graph: fx.Graph) -> Refusal:

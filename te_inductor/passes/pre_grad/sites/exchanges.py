@@ -5,9 +5,9 @@ In front: ``all_to_all_single(x, …) -> wait -> [order]``. Behind: ``made = new
 ``-> all_to_all_single -> wait``. As `torch.distributed._functional_collectives` writes them."""
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import fx
@@ -17,6 +17,11 @@ from te_inductor.diagnostics import Refusal
 from te_inductor.passes.graph import operators
 from te_inductor.passes.graph.operators import Kind, name
 from te_inductor.passes.graph.values import is_tensor, value
+from te_inductor.passes.pre_grad.sites.part import SitePart
+from te_inductor.recipes import Slots
+
+if TYPE_CHECKING:
+    from te_inductor.passes.pre_grad.sites.rule import Match
 
 OTHERS = Refusal("something else reads the rows as they come")
 
@@ -37,6 +42,31 @@ class ExchangeNodes:
     def splits(self) -> list[fx.Node]:
         found = [one for one in (*self.sent, *self.received, self.order) if isinstance(one, fx.Node)]
         return found
+
+
+@dataclass(frozen=True)
+class Exchanges(SitePart):
+    """What goes between ranks around a layer of experts, and which of it the layer does itself."""
+
+    between_ranks: ClassVar[bool] = True
+    groups: tuple[str, ...]  # whose ranks exchange rows around it
+    arrives: ExchangeNodes | None = None  # which x is in front of; None: the graph does it, in high precision
+    leaves: ExchangeNodes | None = None
+    sizes_of: tuple[fx.Node, ...] = ()  # what asks for sizes of the rows that came
+    wires: tuple[str, ...] = ()  # what a report says of it
+
+    def key(self) -> ExchangeNodes | None:
+        return self.arrives
+
+    def reads(self) -> Iterable[fx.Node]:
+        return [] if self.arrives is None or self.arrives.order is None else [self.arrives.order]
+
+    def may_merge(self, match: "Match", slots: Slots) -> bool:
+        """Each output is exchanged by itself."""
+        return self.leaves is None
+
+    def describe(self, slots: Slots) -> list[str]:
+        return list(self.wires)
 
 
 def in_front(x: fx.Node) -> ExchangeNodes | None:

@@ -14,7 +14,7 @@ from te_inductor.passes.graph.values import is_tensor, value
 from te_inductor.passes.graph.writes import chain
 from te_inductor.passes.pre_grad.sites import requirements
 from te_inductor.passes.pre_grad.sites.experts_bias import counts
-from te_inductor.passes.pre_grad.sites.rule import Groups
+from te_inductor.passes.pre_grad.sites.groups import Groups
 
 
 def source_of(x: fx.Node, ends: fx.Node) -> tuple[fx.Node, Groups]:
@@ -37,7 +37,7 @@ def uncast(node: fx.Node, lossless: bool = False) -> fx.Node:
 
 
 def first_cast(node: fx.Node) -> fx.Node:
-    """Of equal casts of one tensor the first, so that layers that cast their input each have the same one."""
+    """The first of equal casts of one tensor, so that layers that cast their input each have the same one."""
     if operators.read(node).kind is not Kind.CAST or not node.args or not isinstance(node.args[0], fx.Node):
         return node
     alike = (
@@ -68,7 +68,7 @@ def emptied(x: fx.Node, groups: Groups) -> dict[fx.Node, list[fx.Node]]:
 
 
 def order_of(rows: fx.Node, count: Any) -> tuple[fx.Node, int] | None:
-    """Of ``order // each``, where `order` sorts `each` choices of every one of so many rows: both."""
+    """The two operands of ``order // each``, where `order` sorts `each` choices of every one of so many rows."""
     divides = operators.read(rows).name in ("floordiv", "div") and len(rows.args) == 2
     if not divides or rows.kwargs.get("rounding_mode", "floor") != "floor":
         return None
@@ -79,7 +79,7 @@ def order_of(rows: fx.Node, count: Any) -> tuple[fx.Node, int] | None:
 
 
 def table_and_rows(x: fx.Node) -> tuple[Any, Any]:
-    """Of ``table[rows]``, in each way to write it."""
+    """The two operands of ``table[rows]``, in each way to write it."""
     called, given = name(x), dict(zip(("input", "dim", "index"), x.args, strict=False)) | x.kwargs
     if called == "getitem" and len(x.args) == 2:
         table, rows = x.args

@@ -20,13 +20,16 @@ from te_inductor.passes.graph.values import is_tensor, value
 from te_inductor.passes.graph.writes import Writes, chain, last_read
 from te_inductor.passes.pre_grad.sites import experts_bias, gathers, parametrized, requirements
 from te_inductor.passes.pre_grad.sites.gathers import uncast
+from te_inductor.passes.pre_grad.sites.groups import Groups, Original
 from te_inductor.passes.pre_grad.sites.linear import Batched
-from te_inductor.passes.pre_grad.sites.rule import Emit, Groups, Match, Rule, replace_layer
+from te_inductor.passes.pre_grad.sites.part import Unfit
+from te_inductor.passes.pre_grad.sites.rule import Emit, Match, Rule, replace_layer
 from te_inductor.recipes import Slots
 from te_inductor.recipes.formats import ALIGNMENT
 from te_inductor.runtime.eager import grouped
 from te_inductor.templates import grouped_library
 
+OWN_BIAS = Refusal("a grouped product with a bias of its own, which torch does not define yet")
 aten = torch.ops.aten
 
 
@@ -43,24 +46,22 @@ class Grouped(Rule):
             return None
         if from_parameter(x) or (value(x).dim(), value(weight).dim()) != (2, 3):  # type: ignore[arg-type]
             return None  # of these two, what has a matrix for each group is the weight, whatever it was computed from
-        options = tuple((key, one) for key, one in given.items() if key == "bias" and one is not None)
         weight, transposed = _untransposed(weight)  # type: ignore[arg-type]
-        literal = Match(node, x, weight, transposed=transposed, options=options, groups=Groups(ends))  # type: ignore[arg-type]
+        unfit = () if given.get("bias") is None else (Unfit(OWN_BIAS),)
+        literal = Match(node, x, weight, transposed=transposed, parts=(Groups(ends), *unfit))  # type: ignore[arg-type]
         # Casts are the layer's own business: what the model holds is cast to low precision.
         weight, transposed = _untransposed(uncast(weight)) if transposed else (uncast(weight), False)
         x, groups = gathers.source_of(x, ends)  # type: ignore[arg-type]
         bias, adder = experts_bias.added(node, ends, value(weight).shape[0]) or (None, None)  # type: ignore[arg-type]
-        made = replace(literal, x=x, weight=weight, transposed=transposed, groups=groups, bias=bias, adder=adder)
-        return replace(made, literal=literal)
+        parts = (groups, *unfit, Original(literal, adder))
+        return Match(node, x, weight, bias, transposed, parts=parts)
 
-    def check(self, match: Match) -> Refusal | None:
+    def check_form(self, match: Match) -> Refusal | None:
         assert match.groups is not None
-        if match.options:
-            return Refusal("a grouped product with a bias of its own, which torch does not define yet")
         ends = value(match.groups.ends)
         if ends.dtype != torch.int32 or ends.dim() != 1:
             return Refusal("offsets are %s of %d dimensions, expected int32 of one", str(ends.dtype), ends.dim())
-        return parametrized.refusal(match.weight) or super().check(match)
+        return parametrized.refusal(match.weight)
 
     def check_slots(self, match: Match, slots: Slots) -> Refusal | None:
         scopes = [one.granularity for one in (slots.input, slots.grad_output)]
@@ -93,31 +94,51 @@ class Grouped(Rule):
 
     def rewrite(self, match: Match, emit: Emit) -> None:
         with match.node.graph.inserting_before(match.node):
-            [new] = emit([match], rows_of(match), [weight_of(match)])
-        if match.adder is not None:
-            match.adder.replace_all_uses_with(new)
-            match.node.graph.erase_node(match.adder)
+            [new] = emit([match], match.operand(), [match.matrices()])
+        adder = adder_of(match)
+        if adder is not None:
+            adder.replace_all_uses_with(new)
+            match.node.graph.erase_node(adder)
         replace_layer(match, new)
 
 
 def undisturbed(match: Match, writes: Writes, last: fx.Node | None = None) -> Match:
     """The layer, which reads what its operands were made of: or what the product itself reads, and without a bias, where
     anything is written in between. `last` reads the operands for the last time."""
-    literal = match.literal
-    assert literal is not None
-    if _bias_is_written(match, writes):
-        match = replace(match, bias=None, adder=None)
-    if not _source_is_written(match, writes, last or last_read(match.node)):
+    literal = literal_of(match)
+    if literal is None:
         return match
-    return replace(match, x=literal.x, weight=literal.weight, transposed=literal.transposed, groups=literal.groups)
+    if _bias_is_written(match, writes):
+        match = without_adder(match)
+    if not _source_is_written(match, literal, writes, last or last_read(match.node)):
+        return match
+    assert literal.groups is not None
+    return match.having(literal.groups, x=literal.x, weight=literal.weight, transposed=literal.transposed)
 
 
-def _source_is_written(match: Match, writes: Writes, last: fx.Node | None) -> bool:
+def literal_of(match: Match) -> Match | None:
+    """The layer of what the product itself reads, where this one reads what that was made of."""
+    original = match.part(Original)
+    return None if original is None else original.literal
+
+
+def adder_of(match: Match) -> fx.Node | None:
+    original = match.part(Original)
+    return None if original is None else original.adder
+
+
+def without_adder(match: Match) -> Match:
+    """The layer without a bias that another node adds."""
+    original = match.part(Original)
+    return match if original is None else match.having(replace(original, adder=None), bias=None)
+
+
+def _source_is_written(match: Match, literal: Match, writes: Writes, last: fx.Node | None) -> bool:
     """Whether anything writes what the program reads earlier than the layer, or what stands between that and the
     product, before the layer has read it. What stands between them has to be known: an operand that is not computed
     from what the layer reads in its place counts as written."""
-    groups, literal = match.groups, match.literal
-    assert groups is not None and literal is not None
+    groups = match.groups
+    assert groups is not None
     stand_ins = (literal.x, match.x), (literal.weight, match.weight)
     if any(operand is not source and not chain(operand, source) for operand, source in stand_ins):
         return True
@@ -135,10 +156,11 @@ def _source_is_written(match: Match, writes: Writes, last: fx.Node | None) -> bo
 
 def _bias_is_written(match: Match, writes: Writes) -> bool:
     """Whether anything writes a bias between the product and what adds it, or makes it that of another group."""
-    if match.adder is None or match.bias is None or match.groups is None:
+    groups, adder = match.groups, adder_of(match)
+    if adder is None or match.bias is None or groups is None:
         return False
-    counted, clamps = experts_bias.counted(match.adder, match.groups.ends, match.experts)
-    around = match.node, match.adder
+    counted, clamps = experts_bias.counted(adder, groups.ends, match.experts)
+    around = match.node, adder
     return writes.within(counted, max(around), clamps) or writes.between([match.bias], min(around), max(around))
 
 
@@ -152,12 +174,9 @@ class ManyBatched(Batched):
         match = super().match(node)
         if match is None or not isinstance(value(match.weight).shape[0], int):
             return None
-        return replace(match, groups=Groups(match.x)) if value(match.weight).shape[0] > self.most else None
+        return match.having(Groups(match.x)) if value(match.weight).shape[0] > self.most else None
 
-    def check(self, match: Match) -> Refusal | None:
-        return Rule.check(self, match)
-
-    check_slots, emulated = Grouped.check_slots, Grouped.emulated
+    check_form, check_slots, emulated = Rule.check_form, Grouped.check_slots, Grouped.emulated
 
     def rewrite(self, match: Match, emit: Emit) -> None:
         graph, node = match.node.graph, match.node
@@ -168,23 +187,8 @@ class ManyBatched(Batched):
             x = graph.call_function(aten.reshape.default, (match.x, [-1, k]))
             size = graph.call_function(aten.sym_size.int, (match.x, 1)) if not isinstance(rows, int) else rows
             count = graph.call_function(ops.equal_groups, (match.x, batch, size))
-            made = replace(match, groups=Groups(count))
-            [new] = emit([made], x, [weight_of(match)])
+            [new] = emit([match.having(Groups(count))], x, [match.matrices()])
             replace_layer(match, graph.call_function(aten.reshape.default, (new, [batch, -1, n])))
-
-
-def rows_of(match: Match) -> fx.Node:
-    """What the layer reads: x, without what belongs to no expert."""
-    assert match.groups is not None
-    if match.groups.rows is not None or match.arrives is not None:  # which masks what came
-        return match.x
-    return match.x.graph.call_function(ops.mask_rows, (match.x, match.groups.ends))
-
-
-def weight_of(match: Match) -> fx.Node:  # (E, N, K)
-    if not match.transposed:
-        return match.weight
-    return match.node.graph.call_function(aten.transpose.int, (match.weight, 1, 2))
 
 
 def _untransposed(weight: fx.Node) -> tuple[fx.Node, bool]:

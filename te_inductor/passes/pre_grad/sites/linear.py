@@ -9,6 +9,7 @@ from te_inductor.diagnostics import Refusal
 from te_inductor.passes.graph.operators import Call
 from te_inductor.passes.graph.owners import from_parameter
 from te_inductor.passes.graph.values import is_tensor, value
+from te_inductor.passes.pre_grad.sites.part import Unfit
 from te_inductor.passes.pre_grad.sites.rule import Emit, Match, Rule, replace_layer
 
 
@@ -60,13 +61,9 @@ class Addmm(Rule):
         bias, x, weight = (call.operands.get(name) for name in ("input", "mat1", "mat2"))
         if not (is_tensor(bias) and _of_activation(x, weight)):
             return None
-        return Match(node, x, weight, bias, transposed=True, options=tuple(call.options.items()))  # type: ignore[arg-type]
-
-    def check(self, match: Match) -> Refusal | None:
-        for option, factor in match.options:
-            if factor != 1:
-                return Refusal("addmm with %s=%s", option, factor)
-        return super().check(match)
+        factors = ((option, factor) for option, factor in call.options.items() if factor != 1)
+        unfit = tuple(Unfit(Refusal("addmm with %s=%s", *factor)) for factor in factors)
+        return Match(node, x, weight, bias, transposed=True, parts=unfit)  # type: ignore[arg-type]
 
 
 class Batched(Rule):
@@ -86,11 +83,11 @@ class Batched(Rule):
             return None
         return Match(node, x, weight, transposed=True)  # type: ignore[arg-type]
 
-    def check(self, match: Match) -> Refusal | None:
+    def check_form(self, match: Match) -> Refusal | None:
         batch = value(match.weight).shape[0]
         if not isinstance(batch, int) or batch > self.most:
             return Refusal("batched product of %s matrices, at most %d are unrolled", batch, self.most)
-        return super().check(match)
+        return None
 
     def rewrite(self, match: Match, emit: Emit) -> None:
         aten, graph = torch.ops.aten, match.node.graph

@@ -1,7 +1,6 @@
 """Layers whose weight is a DTensor, with the redistributions that tensor parallelism puts around them: what each tensor
 is to each rank, as the placements of Dynamo's fake tensors say. Note [Tensor-parallel layers] in distributed/parallel.py."""
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from te_inductor.distributed.parallel import Parallel
 from te_inductor.passes.graph.values import is_tensor, value
 from te_inductor.passes.graph.writes import Writes, last_read
 from te_inductor.passes.pre_grad.sites.rule import Match
+from te_inductor.passes.pre_grad.sites.tensor_parallel import TensorParallel
 
 _CASTS = ("forward_dtype", "backward_dtype")  # what a redistribution may be asked to send
 
@@ -25,7 +25,7 @@ def with_redistributions(match: Match, writes: Writes) -> Match:
         return match
     why_not = _kinds(match) or _products(match)
     if why_not is not None:
-        return replace(match, unparallel=why_not)
+        return match.having(TensorParallel(refusal=why_not))
     mesh: Any = compat.mesh_of_dtensor(value(match.weight))
     weight, x, gather = _dim(value(match.weight)), match.x, None
     if weight == 0 and _is_gather(x) and not writes.between([x, x.all_input_nodes[0]], x, last_read(match.node)):
@@ -36,7 +36,7 @@ def with_redistributions(match: Match, writes: Writes) -> Match:
     if not reduces and y is not None and value(y).placements != value(match.node).placements:  # type: ignore[attr-defined]
         behind, local = (), False
     if weight == 1 and match.bias is not None and not reduces:
-        return replace(match, unparallel=Refusal("a bias is added to partial sums of the ranks"))
+        return match.having(TensorParallel(refusal=Refusal("a bias is added to partial sums of the ranks")))
     parallel = Parallel(
         mesh.get_group().group_name,
         mesh.size(),
@@ -48,7 +48,7 @@ def with_redistributions(match: Match, writes: Writes) -> Match:
         local,
     )
     before = tuple(node for node in (gather, x if made is not x else None) if node is not None)
-    return replace(match, x=made, parallel=parallel, before=before, behind=behind)
+    return match.having(TensorParallel(parallel), x=made, before=before, behind=behind)
 
 
 def _made_first(x: fx.Node, until: fx.Node | None, writes: Writes) -> fx.Node:
@@ -90,7 +90,7 @@ def _kinds(match: Match) -> Refusal | None:
     tensors: dict[str, Any] = {"weight": value(match.weight), "input": value(match.x)}
     if match.bias is not None:
         tensors["bias"] = value(match.bias)
-    if match.transposed or match.groups is not None:
+    if match.transposed or match.dims > 2:
         return Refusal("a product with a DTensor that is no linear layer")
     mesh = tensors["weight"].device_mesh
     for what, tensor in tensors.items():

@@ -9,7 +9,8 @@ from te_inductor.passes.graph import operators
 from te_inductor.passes.graph.operators import Call
 from te_inductor.passes.graph.owners import from_parameter
 from te_inductor.passes.graph.values import is_tensor, value
-from te_inductor.passes.pre_grad.sites.rule import Groups, Match, Rule
+from te_inductor.passes.pre_grad.sites.groups import Groups
+from te_inductor.passes.pre_grad.sites.rule import Match, Rule
 
 
 class Picked(Rule):
@@ -36,4 +37,4 @@ class Picked(Rule):
         if not from_parameter(picked.args[0]) or len(numbers) != 1:
             return None
         weight = picked.args[0]
-        return Match(node, x, weight, transposed=transposed, groups=Groups(numbers[0], numbered=True))
+        return Match(node, x, weight, transposed=transposed, parts=(Groups(numbers[0], numbered=True),))

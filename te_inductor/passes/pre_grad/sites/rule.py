@@ -4,10 +4,11 @@
 `te_inductor.linears`. A rewrite inserts OpOverload nodes only: other targets would bypass AOTAutograd's cache.
 """
 
+import dataclasses
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import fx
@@ -18,74 +19,73 @@ from te_inductor.distributed.parallel import Parallel
 from te_inductor.ops.linear import is_turned
 from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.sites import requirements
-from te_inductor.passes.pre_grad.sites.exchanges import ExchangeNodes
+from te_inductor.passes.pre_grad.sites.backward import Backward, Gradients
+from te_inductor.passes.pre_grad.sites.exchanges import ExchangeNodes, Exchanges
+from te_inductor.passes.pre_grad.sites.groups import Groups
+from te_inductor.passes.pre_grad.sites.part import SitePart
+from te_inductor.passes.pre_grad.sites.tensor_parallel import TensorParallel
+from te_inductor.passes.pre_grad.sites.weight_gather import Gather
 from te_inductor.recipes import Slots
 
-
-@dataclass(frozen=True)
-class Groups:
-    """How the rows of a layer of experts are assigned to them, as nodes."""
-
-    ends: fx.Node  # (E,), where each expert's rows end; where `numbered`, (M,), the expert of each row
-    rows: fx.Node | None = None  # (M,), which rows of x they are; None: those of x itself
-    order: fx.Node | None = (
-        None  # (M,), the permutation that sorts `each` choices of every row of x; rows is order // each
-    )
-    each: int = 1
-    numbered: bool = False
-
-
-@dataclass(frozen=True)
-class Gradients:
-    """The products of one layer's backward, in a graph that has both."""
-
-    dy: fx.Node  # (M, N), or (N, M) where `dy_transposed`
-    dy_transposed: bool
-    dgrad: fx.Node | None  # (M, K); None where x wants no gradient
-    wgrad: fx.Node | None  # (N, K), or (K, N) where `wgrad_transposed`; None where the weight wants none
-    wgrad_transposed: bool = False
-
-    @property
-    def nodes(self) -> list[fx.Node]:
-        return [node for node in (self.dgrad, self.wgrad) if node is not None]
-
-
-@dataclass(frozen=True)
-class Gather:
-    """How a weight is gathered from its shards in front of the layer: Note [Graph FSDP] in ops/sharded_weight.py."""
-
-    shard: fx.Node  # a DTensor, of the ranks' rows
-    dtype: torch.dtype  # in which it is gathered
-    backward_dtype: torch.dtype  # in which its gradient is reduced
-    nodes: tuple[fx.Node, ...]  # what gathers it, the last first
-    refusal: Refusal | None = None  # why no bytes of its cast can be gathered instead
+P = TypeVar("P", bound=SitePart)
 
 
 @dataclass(frozen=True)
 class Match:
     """One linear layer: ``y = x wᵀ + bias``, where `weight` holds w as (N, K), or as (K, N) where `transposed`; or one
-    an expert, where `weight` holds E of them."""
+    an expert, where `weight` holds E of them. What else there is to it is in its parts."""
 
     node: fx.Node
     x: fx.Node  # (..., K)
     weight: fx.Node
     bias: fx.Node | None = None
     transposed: bool = False
-    options: tuple[tuple[str, Any], ...] = ()
-    groups: Groups | None = None  # of experts
-    adder: fx.Node | None = None  # of experts: what adds the bias to the product, where that is a node of its own
-    literal: "Match | None" = (
-        None  # the layer of what the product itself reads, where this one reads what that was made of
-    )
-    parallel: Parallel | None = None  # how DTensors of it are sharded; x is then in front of `before`
-    unparallel: Refusal | None = None  # why a layer whose weight is a DTensor is none of those
     before: tuple[fx.Node, ...] = ()  # what stood between x and the layer, which does it itself, the last first
-    gather: Gather | None = None  # of its weight
-    arrives: ExchangeNodes | None = None  # of experts: the exchange of ranks that x is in front of, as of `before`
-    leaves: ExchangeNodes | None = None  # that of its output, which is `behind`
-    sizes_of: tuple[fx.Node, ...] = ()  # what asks for sizes of the rows that came
-    behind: tuple[fx.Node, ...] = ()  # the redistribution of its output, and what makes that a plain tensor
-    gradients: Gradients | None = None  # its backward, where the graph has that too
+    behind: tuple[fx.Node, ...] = ()  # the same behind its output: a redistribution, what makes that a plain tensor
+    parts: tuple[SitePart, ...] = ()
+
+    def part(self, kind: type[P]) -> P | None:
+        """The one of a kind."""
+        return next((one for one in self.parts if isinstance(one, kind)), None)
+
+    def having(self, part: SitePart, **changes: Any) -> "Match":
+        """The layer with a part, in the place of another one of its kind, and with other fields."""
+        kept = tuple(one for one in self.parts if not isinstance(one, type(part)))
+        return dataclasses.replace(self, parts=(*kept, part), **changes)
+
+    @property
+    def groups(self) -> Groups | None:
+        """The groups of experts."""
+        return self.part(Groups)
+
+    @property
+    def parallel(self) -> Parallel | None:
+        """How DTensors of it are sharded; x is then in front of `before`."""
+        found = self.part(TensorParallel)
+        return None if found is None else found.parallel
+
+    @property
+    def gather(self) -> Gather | None:
+        """The gather of its weight."""
+        return self.part(Gather)
+
+    @property
+    def arrives(self) -> ExchangeNodes | None:
+        """The exchange between ranks that x is in front of, as of `before`."""
+        found = self.part(Exchanges)
+        return None if found is None else found.arrives
+
+    @property
+    def leaves(self) -> ExchangeNodes | None:
+        """The exchange of its output, which is `behind`."""
+        found = self.part(Exchanges)
+        return None if found is None else found.leaves
+
+    @property
+    def gradients(self) -> Gradients | None:
+        """Its backward, where the graph has that too."""
+        found = self.part(Backward)
+        return None if found is None else found.gradients
 
     @property
     def end(self) -> fx.Node:
@@ -93,21 +93,26 @@ class Match:
         return self.behind[-1] if self.behind else self.node
 
     @property
+    def dims(self) -> int:
+        """How many dimensions the weight has: three of experts."""
+        return 2 + sum(part.dims for part in self.parts)
+
+    @property
     def sizes(self) -> tuple[Any, int, int]:
-        """(M, N, K), M of all experts together; of what one rank multiplies."""
-        rows, weight = value(self.node if self.groups else self.x), value(self.weight)
+        """(M, N, K), of what one rank multiplies."""
+        x, weight = value(self.x), value(self.weight)
         n, k = (weight.shape[-1], weight.shape[-2]) if self.transposed else (weight.shape[-2], weight.shape[-1])
-        if self.groups and self.groups.numbered:
-            return rows.numel() // n, n, k
         m: Any = 1
-        for size in rows.shape[:-1]:
+        for size in x.shape[:-1]:
             m = m * size
-        return (m, n, k) if self.parallel is None else self.parallel.sizes(m, n, k)
+        for part in self.parts:
+            m, n, k = part.sizes(self, m, n, k)
+        return m, n, k
 
     @property
     def experts(self) -> int:
         """How many matrices the weight is."""
-        return value(self.weight).shape[0] if self.groups else 1
+        return value(self.weight).shape[0] if self.dims > 2 else 1
 
     @property
     def turned(self) -> bool:
@@ -116,13 +121,14 @@ class Match:
         return weight.is_contiguous() if self.transposed else is_turned(weight)
 
     def gemms(self, rows: int | None = None, turned: bool = False) -> Iterator[tuple[str, tuple[Any, int, int]]]:
-        """Which GEMMs autograd will ask for, with their M, N, K; `rows` of the weight, where other layers' are added;
-        wgrad's is that of the transposed gradient where it is `turned`."""
+        """Yields the GEMMs that autograd will ask for, with their M, N, K; `rows` of the weight, where other layers' are
+        added; wgrad's is that of the transposed gradient where it is `turned`."""
         m, n, k = self.sizes
         n = rows or n
         yield "fprop", (m, n, k)
-        if self.gradients is not None:
-            dgrad, wgrad = self.gradients.dgrad is not None, self.gradients.wgrad is not None
+        gradients = self.gradients
+        if gradients is not None:
+            dgrad, wgrad = gradients.dgrad is not None, gradients.wgrad is not None
         else:
             learns = value(self.node).requires_grad
             dgrad, wgrad = (learns and value(node).requires_grad for node in (self.x, self.weight))
@@ -130,6 +136,21 @@ class Match:
             yield "dgrad", (m, k, n)
         if wgrad:
             yield "wgrad", (k, n, m) if turned else (n, k, m)
+
+    def operand(self) -> fx.Node:
+        """What the layer is given for x, at the graph's insertion point."""
+        x = self.x
+        for part in self.parts:
+            x = part.operand(self, x)
+        return x
+
+    def matrices(self) -> fx.Node:
+        """Its weight as (N, K), or (E, N, K), at the graph's insertion point."""
+        if not self.transposed:
+            return self.weight
+        if self.dims == 2:
+            return self.node.graph.call_function(torch.ops.aten.t.default, (self.weight,))
+        return self.node.graph.call_function(torch.ops.aten.transpose.int, (self.weight, 1, 2))
 
 
 # Inserts `te_inductor.linears` of the matches' x and their weights (N, K) at the graph's insertion point; a node a
@@ -147,16 +168,21 @@ class Rule:
         raise NotImplementedError
 
     def check(self, match: Match) -> Refusal | None:
-        if match.unparallel is not None:
-            return match.unparallel
+        refusal = next((why for part in match.parts if (why := part.refuse(match))), None) or self.check_form(match)
+        if refusal is not None:
+            return refusal
         held = value if match.parallel is None else lambda node: compat.shard_of(value(node))
         x, weight = held(match.x), held(match.weight)
         bias = None if match.bias is None else held(match.bias)
         return (
             requirements.tensors(x, weight)
             or requirements.sizes(*match.sizes)
-            or requirements.bias(bias, match.sizes[1], match.experts if match.groups else None)
+            or requirements.bias(bias, match.sizes[1], match.experts if match.dims > 2 else None)
         )
+
+    def check_form(self, match: Match) -> Refusal | None:
+        """What its form asks for beyond that."""
+        return None
 
     def check_slots(self, match: Match, slots: Slots) -> Refusal | None:
         """What a recipe asks for beyond that."""
@@ -168,12 +194,8 @@ class Rule:
         return requirements.emulated(slots, value(match.weight).device)
 
     def rewrite(self, match: Match, emit: Emit) -> None:
-        graph = match.node.graph
-        with graph.inserting_before(match.node):
-            weight = (
-                graph.call_function(torch.ops.aten.t.default, (match.weight,)) if match.transposed else match.weight
-            )
-            [new] = emit([match], match.x, [weight])
+        with match.node.graph.inserting_before(match.node):
+            [new] = emit([match], match.operand(), [match.matrices()])
             replace_layer(match, new)
 
 

@@ -10,7 +10,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from te_inductor import compat
 from te_inductor.diagnostics import Refusal
 from te_inductor.passes.graph.values import is_tensor, value
-from te_inductor.passes.pre_grad.sites.rule import Gather, Match
+from te_inductor.passes.pre_grad.sites.rule import Match
+from te_inductor.passes.pre_grad.sites.weight_gather import Gather
 
 SHARED = Refusal("something else reads it too, in high precision")
 
@@ -30,7 +31,7 @@ def with_gather(match: Match) -> Match:
     if not any(placement.is_shard() for placement in found.placements):
         return match  # nothing is gathered
     gather = Gather(shard, value(local).dtype, _backward_dtype(whole, found.dtype), (local, whole))
-    return replace(match, gather=replace(gather, refusal=_refusal(match, gather)))
+    return match.having(replace(gather, refusal=_refusal(match, gather)))
 
 
 def _calls(node: fx.Node, method: str) -> bool:
@@ -48,7 +49,7 @@ def _refusal(match: Match, gather: Gather) -> Refusal | None:
     shard: Any = value(gather.shard)
     local, whole = gather.nodes
     sharded = [placement for placement in shard.placements if not placement.is_replicate()]
-    if match.transposed or match.groups is not None:
+    if match.transposed or match.dims > 2:
         return Refusal("it is not that of a linear layer")
     if len(sharded) != 1 or type(sharded[0]) is not _shard() or sharded[0].dim != 0:
         return Refusal("its shards are placed as %s, expected rows along one dimension of a mesh", shard.placements)

@@ -1,0 +1,80 @@
+"""What a site may have besides an input, a weight and a bias: a part each, which answers for itself. The passes ask all
+parts of a site, so that another part is one file."""
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import fx
+
+from te_inductor.diagnostics import Refusal
+from te_inductor.passes.graph.writes import Writes
+from te_inductor.recipes import Slots
+
+if TYPE_CHECKING:
+    from te_inductor.passes.pre_grad.sites.rule import Match
+
+
+class SitePart:
+    """Answers of a part that changes nothing. Parts are frozen dataclasses."""
+
+    dims: ClassVar[int] = 0  # that the weight has besides those of a matrix
+    between_ranks: ClassVar[bool] = False  # whether tensors of the site go between ranks
+
+    def sizes(self, match: "Match", m: Any, n: int, k: int) -> tuple[Any, int, int]:
+        """M, N and K of what one rank multiplies, of those that the operands have."""
+        return m, n, k
+
+    def key(self) -> Hashable:
+        """What sites have in common that are one GEMM."""
+        return self
+
+    def reads(self) -> Iterable[fx.Node]:
+        """What the layer reads besides its operands."""
+        return ()
+
+    def chosen_by(self, match: "Match") -> Iterable[fx.Node]:
+        """The nodes that follow from a router's choice."""
+        return ()
+
+    def operand(self, match: "Match", x: fx.Node) -> fx.Node:
+        """What the layer is given for the input `x`, at the graph's insertion point."""
+        return x
+
+    def refuse(self, match: "Match") -> Refusal | None:
+        """Why the site cannot run in low precision."""
+        return None
+
+    def refuse_here(self, match: "Match", writes: Writes, is_cpp: bool) -> Refusal | None:
+        """Why it cannot in a graph that makes these writes, and whose generated code is C++ or not."""
+        return None
+
+    def refuse_in_program(self, match: "Match", slots: Slots) -> Refusal | None:
+        """Why it cannot in a program that leaves this process."""
+        return None
+
+    def refuse_kept(self, slots: Slots) -> Refusal | None:
+        """Why no copy of the weight is kept."""
+        return None
+
+    def refuse_taken(self) -> Refusal | None:
+        """Why the weight's gradient goes to autograd."""
+        return None
+
+    def may_merge(self, match: "Match", slots: Slots) -> bool:
+        """Whether the site may be one GEMM with others."""
+        return True
+
+    def describe(self, slots: Slots) -> list[str]:
+        """What a report says of tensors that go between ranks."""
+        return []
+
+
+@dataclass(frozen=True)
+class Unfit(SitePart):
+    """Something in the call that no layer computes."""
+
+    refusal: Refusal
+
+    def refuse(self, match: "Match") -> Refusal | None:
+        return self.refusal

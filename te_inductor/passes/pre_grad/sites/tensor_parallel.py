@@ -1,0 +1,41 @@
+"""The part of a layer whose weight is a DTensor: Note [Tensor-parallel layers] in distributed/parallel.py."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from te_inductor.diagnostics import Refusal
+from te_inductor.distributed.parallel import Parallel
+from te_inductor.passes.pre_grad.sites.part import SitePart
+from te_inductor.recipes import Slots
+
+if TYPE_CHECKING:
+    from te_inductor.passes.pre_grad.sites.rule import Match
+
+
+@dataclass(frozen=True)
+class TensorParallel(SitePart):
+    """The place of a layer among the ranks, or why it has none."""
+
+    between_ranks: ClassVar[bool] = True
+    parallel: Parallel | None = None
+    refusal: Refusal | None = None
+
+    def sizes(self, match: "Match", m: Any, n: int, k: int) -> tuple[Any, int, int]:
+        return (m, n, k) if self.parallel is None else self.parallel.sizes(m, n, k)
+
+    def key(self) -> Hashable:
+        return self.parallel
+
+    def refuse(self, match: "Match") -> Refusal | None:
+        return self.refusal
+
+    def refuse_kept(self, slots: Slots) -> Refusal | None:
+        return Refusal("copies of weights that are sharded over ranks are not kept")
+
+    def refuse_taken(self) -> Refusal | None:
+        return Refusal("the weight is sharded over ranks, and autograd says how its gradient is")
+
+    def may_merge(self, match: "Match", slots: Slots) -> bool:
+        """A DTensor does not say how its views are laid out."""
+        return self.parallel is not None and self.parallel.local
