@@ -50,7 +50,7 @@ class MoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         scores, ids = self.gate(x).softmax(-1).topk(EACH, dim=-1)
         order = torch.argsort(ids.view(-1), stable=True)
-        rows = x[order // EACH].bfloat16()
+        rows = self.picked(x, order // EACH)
         counts = torch.histc(ids.view(-1).float(), bins=EXPERTS, min=0, max=EXPERTS - 1).long()
         rows = self.alone(rows, counts) if self.world == 1 else self.exchanged(rows, counts)
         rows = rows.float() * scores.view(-1)[order].reshape(-1, 1)
@@ -83,11 +83,21 @@ class MoE(nn.Module):
     def exchange(self, rows: Tensor, received: list[Any], sent: list[Any]) -> Tensor:
         return collectives.all_to_all_single_autograd(rows, received, sent, dist.group.WORLD)
 
+    def picked(self, x: Tensor, rows: Tensor) -> Tensor:
+        return x[rows].bfloat16()
+
     def ordered(self, rows: Tensor, order: Tensor) -> Tensor:
         return rows[order, :]
 
     def result(self, y: Tensor) -> Tensor:
         return y
+
+
+class Cast(MoE):
+    """What is sent is what is gathered."""
+
+    def picked(self, x: Tensor, rows: Tensor) -> Tensor:
+        return x.bfloat16()[rows]
 
 
 class Read(MoE):
@@ -208,6 +218,11 @@ def waits(rank: Rank, recipe: str) -> Any:
 def split(rank: Rank, recipe: str) -> Any:
     """w1 and w3 are two layers of one input."""
     return rank.compared(recipe, split=True)
+
+
+def spread(rank: Rank, recipe: str) -> Any:
+    """Two layers of one input, whose rows are gathered where they are sent."""
+    return rank.compared(recipe, make=Cast, split=True)
 
 
 def skewed(rank: Rank, recipe: str) -> Any:

@@ -8,10 +8,10 @@ from tests.ranks import ranks, told_by
 
 SAME, ALIKE = 1e-6, 2.0  # of errors: roundings that are other ones
 QUICK = "trains delayed,unequal,reasons"
-OTHERS = (
-    "trains current,trains rowwise,waits current,split current,skewed delayed,skewed current,read current,"
-    "compiled trains current"
+FORMS = (
+    "trains current,waits current,split current,spread current,skewed delayed,skewed current,compiled trains current"
 )
+OTHERS = f"{FORMS},trains rowwise,read current"
 
 
 MODULE = "tests.backend.expert_parallel_ranks"
@@ -35,10 +35,7 @@ def test_training_is_that_of_one_rank_and_bytes_are_exchanged(told):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "kind",
-    ["trains current", "waits current", "split current", "skewed delayed", "skewed current", "compiled trains current"],
-)
+@pytest.mark.parametrize("kind", FORMS.split(","))
 def test_other_forms(kind, others):
     for found in others[kind]:
         check(kind, found, ["uint8", "bfloat16"])

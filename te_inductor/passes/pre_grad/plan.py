@@ -145,7 +145,7 @@ class Plan:
     attention: list[Attention] = field(default_factory=list)
     products: list[Product] = field(default_factory=list)  # all of the graph, the candidates' too
     unlowered: list[Unlowered] = field(default_factory=list)
-    merged: list[list[Match]] = field(default_factory=list)  # sites that are one GEMM
+    merged: list[list[Candidate]] = field(default_factory=list)  # sites that are one GEMM
     report: Report = field(default_factory=Report)
     weights: dict[str, torch.nn.Parameter] = field(default_factory=dict)  # of sites, by their module paths
     libraries: set[Kernel] = field(default_factory=set)  # CUTLASS kernels that its GEMMs will be

@@ -21,7 +21,7 @@ def report_sites(plan: Plan) -> None:
     """Write down what was decided, before the rewrite erases the matched nodes."""
     plan.weights |= _weights(plan)
     paths = {candidate.match.node: candidate.fqn for candidate in plan.candidates}
-    joined = {match.node: group for group in plan.merged for match in group}
+    joined = {site.match.node: group for group in plan.merged for site in group}
     calls = Counter(in_order(plan.gm))
     flops = {
         product.node: None if product.flops is None else product.flops * max(calls[product.node], 1)
@@ -30,8 +30,8 @@ def report_sites(plan: Plan) -> None:
     kernels = {}
     for candidate in plan.candidates:
         group = joined.get(candidate.match.node, [])
-        merged = tuple(paths[match.node] for match in group)
-        rows = sum(match.sizes[1] for match in group) or None  # of the weight of the GEMM that they are
+        merged = tuple(paths[site.match.node] for site in group)
+        rows = sum(site.match.sizes[1] for site in group) or None  # of the weight of the GEMM that they are
         fprop, *others = _sites(plan, candidate, merged, rows)
         fprop = replace(fprop, flops=flops.get(candidate.match.node), wire="; ".join(candidate.wires) or None)
         plan.report.sites.extend((fprop, *others))

@@ -109,12 +109,12 @@ def weigh_sites(plan: Plan) -> None:
 
 def merge_sites(plan: Plan) -> None:
     """Linear layers of the same input and recipe become one GEMM."""
-    sites = [
-        (site.rule, site.match, site.recipe, site.slots)
-        for site in plan.candidates
-        if site.recipe and site.slots and not site.refusal
-    ]
-    plan.merged.extend(merging.groups(sites, plan.writes))
+    sites = {site.match.node: site for site in plan.candidates if site.recipe and site.slots and not site.refusal}
+    found = merging.groups(
+        [(site.rule, site.match, site.recipe, site.slots) for site in sites.values()],  # type: ignore[misc]
+        plan.writes,
+    )
+    plan.merged.extend([sites[match.node] for match in group] for group in found)
 
 
 def check_extras(plan: Plan) -> None:
@@ -144,10 +144,11 @@ def check_extras(plan: Plan) -> None:
     for option, check in checks.items():
         refusals = {node: check(site) for node, site in sites.items()}
         for group in plan.merged:
-            why = next((refusals[match.node] for match in group if refusals[match.node]), None)
+            matches = [site.match for site in group]
+            why = next((refusals[match.node] for match in matches if refusals[match.node]), None)
             if option == "weights" and why is None:
-                why = cached_weights.group_refusal(group)
-            refusals |= {match.node: why for match in group}
+                why = cached_weights.group_refusal(matches)
+            refusals |= {match.node: why for match in matches}
         for node, refusal in refusals.items():
             if refusal is not None:
                 sites[node].unmet[option] = refusal

@@ -43,12 +43,13 @@ def rewrite_sites(plan: Plan) -> None:
     for node, inlined in plan.inlined.items():
         if node not in layers:
             inlined.undo()
-    groups = {match.node: group for group in plan.merged for match in group}
     sharded.without_gathers(sites)
     exchanged.ask_for_sizes(sites)
+    merged = [[site.match for site in group] for group in plan.merged]  # as earlier passes have left them
+    groups = {match.node: group for group in merged for match in group}
     gathers = sharded.GatheredWeights(Bodies(plan.gm))
     extras = _extras(plan, sites, groups)
-    stateful = _delayed_sites(plan, sites, extras, gathers)
+    stateful = _delayed_sites(plan, sites, merged, extras, gathers)
     gathers.add(sites)
     for candidate in reversed(sites):
         recipe, match = candidate.recipe, candidate.match
@@ -101,7 +102,11 @@ def _extras(plan: Plan, sites: list[Candidate], groups: dict[fx.Node, list[Match
 
 
 def _delayed_sites(
-    plan: Plan, sites: list[Candidate], extras: ExtraArguments, gathers: sharded.GatheredWeights
+    plan: Plan,
+    sites: list[Candidate],
+    merged: list[list[Match]],
+    extras: ExtraArguments,
+    gathers: sharded.GatheredWeights,
 ) -> dict[DelayedScaling, delayed.DelayedSites]:
     by_recipe: dict[DelayedScaling, list[tuple[str, Match]]] = {}
     for site in sites:
@@ -114,6 +119,6 @@ def _delayed_sites(
     bodies = Bodies(plan.gm)
     groups = GroupsOf(plan.gm.graph, plan.options, plan.inputs, state.held)
     return {
-        recipe: delayed.DelayedSites(bodies, state, recipe, found, plan.merged, extras, groups, gathers, plan.writes)
+        recipe: delayed.DelayedSites(bodies, state, recipe, found, merged, extras, groups, gathers, plan.writes)
         for recipe, found in by_recipe.items()
     }
