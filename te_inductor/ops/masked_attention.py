@@ -24,6 +24,17 @@ hides_nothing = define(
     lambda tensors, data, sizes: torch.empty((), dtype=torch.bool, device="cpu"),
 )
 
+
+def _block_mask(tensors: Sequence[Tensor], like: Tensor, text: str, sizes: Sequence[Any]) -> list[Tensor]:
+    return predicate.block_mask(predicate.from_text(text), tensors, sizes, like.device)
+
+
+# FlexAttention's block mask of a predicate, on the device of `like`, where sizes are symbolic: Inductor cannot divide a
+# kernel over a number of blocks that is not a symbol itself ("CantSplit").
+block_mask = define(
+    "block_mask(Tensor[] tensors, Tensor like, str text, SymInt[] sizes) -> Tensor[]", _block_mask, _block_mask
+)
+
 attend = define(
     "attend(Tensor q, Tensor k, Tensor v, Tensor hides_nothing, Tensor[] tensors, str text, float scale, bool causal)"
     " -> (Tensor, Tensor)",

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from te_inductor.passes.pre_grad.attention import masks
+from te_inductor.passes.pre_grad.attention.formulas import Reader
 from tests.attention import MASKS, Passes, as_on_a_gpu, assert_same, attention_with, operands
 
 NAMES = {mask.__name__: mask for mask in MASKS}
@@ -112,8 +113,20 @@ def test_queries_without_a_key_attend_to_all_keys_of_a_cache(monkeypatch):
     assert [site.kernel for site in backend.found] == ["flex_attention"]
 
 
+def test_one_attention_of_what_another_returns(monkeypatch):
+    def run(q, k, v):
+        i = torch.arange(q.shape[2])
+        mask = (i[None, :] <= i[:, None]) & (i[None, :] > i[:, None] - 9)
+        once = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return F.scaled_dot_product_attention(once, once, v, attn_mask=mask)
+
+    with as_on_a_gpu(monkeypatch):
+        assert_same(run, torch.compile(run, backend=Passes()), operands(40, groups=4)[0])
+
+
 def test_a_call_never_waits_to_learn_how_far_a_cache_is_filled():
     scores = masks.Scores(1, 1, 2048, 2048)
+    reader = Reader(lambda node: False, lambda node: node)
     held = masks.sympy.Function("held", integer=True)(0)
-    shifted = masks.of_predicate(masks.QUERY + held >= masks.KEY, scores)
+    shifted = masks.of_predicate(masks.QUERY + held >= masks.KEY, scores, reader)
     assert shifted.name == "causal with an offset" and shifted.is_shifted_by_data

@@ -2,7 +2,7 @@
 
 A node is a number, the name of a place (``"b"``, ``"h"``, ``"q"``, ``"k"``), or a list of an operation's name and its
 operands: ``["and", ["le", "k", "q"], ["ne", ["at", 0, "b", "k"], 0]]`` is causal attention to the keys that tensor 0
-does not hide. ``["at", n, …]`` is an element of tensor n."""
+does not hide. ``["at", n, …]`` is an element of tensor n, which has one index a dimension."""
 
 import json
 import operator
@@ -52,7 +52,7 @@ def evaluate(node: Node, places: Mapping[str, Any], tensors: Sequence[Any]) -> A
     called, *operands = node
     if called == "at":
         which, *index = operands
-        return tensors[which][tuple(evaluate(one, places, tensors) for one in index)]
+        return tensors[which][tuple(evaluate(one, places, tensors) for one in index)] if index else tensors[which]
     values = [evaluate(one, places, tensors) for one in operands]
     return _OPERATIONS[called](*values) if called in _OPERATIONS else reduce(_FOLDS[called], values)
 

@@ -26,7 +26,7 @@ from te_inductor.runtime.attention import kept, predicate
 def rewrite_attention(plan: Plan) -> None:
     """Rewrite every place whose mask is proven to be what another kernel takes."""
     masks = _Masks(Bodies(plan.gm), Symbols(plan.gm.graph))
-    for site in plan.attention:
+    for site in reversed(plan.attention):  # whose operands may be what one in front of it computes
         if site.is_changed and site.ends_early:
             site.k, site.v = (_first_keys(one, site) for one in (site.k, site.v))
         if site.kernel in ("plain", "causal"):
@@ -80,7 +80,7 @@ class _Masks:
         device = value(site.q).device
 
         def full(_: Any, sizes: Sequence[Any]) -> list[Tensor]:
-            return [torch.full((1,), sizes[0], dtype=torch.int64, device=device)]
+            return [torch.full((), sizes[0], dtype=torch.int64, device=device)]
 
         return [
             *found,
@@ -88,11 +88,21 @@ class _Masks:
         ]
 
     def block_mask(self, site: Attention, tree: Any, tensors: list[fx.Node]) -> list[fx.Node]:
-        return self._made(site, "blocks", tree, tensors, predicate.block_mask)
+        def blocks(tree: Any, given: Sequence[Tensor], sizes: Sequence[Any], device: torch.device) -> list[Tensor]:
+            if all(isinstance(size, int) for size in sizes):
+                return predicate.block_mask(tree, given, sizes, device)
+            like = torch.empty((), device=device)
+            return masked_attention.block_mask(list(given), like, predicate.to_text(tree), list(sizes))  # type: ignore[no-any-return]
 
-    def empty_rows(self, site: Attention, tree: Any, tensors: list[fx.Node]) -> fx.Node:
+        return self._made(site, "blocks", tree, tensors, blocks)
+
+    def empty_rows(self, site: Attention, tree: Any, tensors: list[fx.Node], index: Sequence[str]) -> fx.Node:
+        """With a dimension for each place of `index`."""
+
         def rows(*asked: Any) -> list[Tensor]:
-            return [predicate.empty_rows(*asked)]
+            return [
+                predicate.empty_rows(*asked).squeeze([dim for dim, place in enumerate("bhq") if place not in index])
+            ]
 
         return self._made(site, "empty", tree, tensors, rows)[0]
 
@@ -141,21 +151,14 @@ class _Masks:
         return max(filter(None, (last, *operands))).next
 
     def _leaf(self, node: fx.Node, reader: fx.Node | None) -> fx.Node:
-        """A tensor of the graph with a dimension at least; a copy where the graph writes it, as it is when `reader` reads
-        it."""
-        if reader is None and value(node).dim():
+        """A tensor of the graph; a copy where the graph writes it, as it is when `reader` reads it."""
+        if reader is None:
             return node
         key = ("leaf", node, reader)
         if key not in self.made:
-            place = self._behind([node]) if reader is None else reader
-            mode = value(node).fake_mode  # type: ignore[attr-defined]
-            with node.graph.inserting_before(place):
-                self.made[key] = traced_into(node.graph, lambda one: [_kept(one)], [node], place, mode)
+            with node.graph.inserting_before(reader):
+                self.made[key] = traced_into(node.graph, lambda one: [one.clone()], [node], reader)
         return self.made[key][0]
-
-
-def _kept(tensor: Tensor) -> Tensor:
-    return tensor.clone().view(tensor.shape or (1,))
 
 
 def _call_flex(site: Attention, masks: _Masks) -> None:
@@ -164,10 +167,10 @@ def _call_flex(site: Attention, masks: _Masks) -> None:
     writer = Writer(site.leaves)
     tree, scored = writer.write(mask.conditions), list[fx.Node]()
     tensors = masks.tensors(site, writer.numbers)
+    rows = [place for place in "bhq" if place == "q" or place in predicate.places_of(tree)]
     if site.attends_to_all:
-        empty = masks.empty_rows(site, tree, tensors)
-        index = [place if size != 1 else 0 for place, size in zip("bh", value(empty).shape, strict=False)]
-        tree = ["or", tree, ["ne", ["at", len(tensors), *index, "q"], 0]]
+        empty = masks.empty_rows(site, tree, tensors, rows)
+        tree = ["or", tree, ["ne", ["at", len(tensors), *rows], 0]]
         tensors, scored = [*tensors, empty], [empty]
     blocks = masks.hand(masks.block_mask(site, tree, tensors), site)
     graph = site.node.graph
@@ -175,7 +178,7 @@ def _call_flex(site: Attention, masks: _Masks) -> None:
     fakes = [value(block) for block in blocks]
     layout, options = compat.flex_constants(value(site.q), value(site.k), value(site.v), fakes, predicate.BLOCK)
     with graph.inserting_before(site.node):
-        score = graph.get_attr(_added(module, "te_score", _score(site, [value(one).shape for one in scored])))
+        score = graph.get_attr(_added(module, "te_score", _score(site, rows if scored else [])))
         attends = graph.get_attr(_added(module, "te_attends", _attends(tree, len(tensors))))
         nodes = {id(fake): block for fake, block in zip(fakes, blocks, strict=True)}
         lengths = [_length(one) for one in (site.q, site.k)]
@@ -263,19 +266,21 @@ def _take(site: Attention, out: fx.Node) -> None:
     site.node.graph.erase_node(site.node)
 
 
-def _score(site: Attention, empty: Sequence[Sequence[Any]]) -> fx.GraphModule:
+def _score(site: Attention, rows: Sequence[str]) -> fx.GraphModule:
     """What is done to a score: a soft cap; and in a row without any key, whose scores vanish beside the smallest number,
     zero, with the gradient of the score where that number is added to it."""
     graph = fx.Graph()
     tracer = fx.proxy.GraphAppendingTracer(graph)
-    score: Any
-    score, b, h, q, _ = (fx.Proxy(graph.placeholder(called), tracer) for called in ("score", "b", "h", "q", "k"))
+    places: dict[str, Any] = {
+        called: fx.Proxy(graph.placeholder(called), tracer) for called in ("score", "b", "h", "q", "k")
+    }
+    score = places["score"]
     if site.softcap is not None:
         score = torch.tanh(score / site.softcap) * site.softcap
-    for place, shape in enumerate(empty):
-        rows: Any = fx.Proxy(graph.placeholder(f"empty_{place}"), tracer)
-        index = (b if shape[0] != 1 else 0, h if shape[1] != 1 else 0, q)
-        score = torch.where(rows[index], 0.0 if site.replaces else score - score.detach(), score)
+    if rows:
+        empty: Any = fx.Proxy(graph.placeholder("empty"), tracer)
+        is_empty = empty[tuple(places[place] for place in rows)]
+        score = torch.where(is_empty, 0.0 if site.replaces else score - score.detach(), score)
     graph.output(score.node)
     return fx.GraphModule({}, graph)
 

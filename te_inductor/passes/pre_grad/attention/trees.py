@@ -1,12 +1,14 @@
 """Conditions of a mask as `runtime.attention.predicate` has them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 from sympy.core.function import AppliedUndef  # type: ignore[import-untyped]
+from torch import fx
 from torch.utils._sympy.functions import FloorDiv, PythonMod
 
+from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.attention import masks
 from te_inductor.passes.pre_grad.attention.expressions import Expr
 from te_inductor.passes.pre_grad.attention.masks import Line
@@ -29,11 +31,12 @@ _NAMES: Mapping[Any, str] = {
 
 
 class Writer:
-    """Writes conditions, with the functions of tensors numbered in their order. Numbers that a run alone tells are
-    tensors too, of one element each, behind those: `numbers` has their expressions, once all is written."""
+    """Writes conditions, with tensors numbered in the order of `leaves`, which has them by the names of their functions.
+    Numbers that a run alone tells are tensors too, without a dimension, behind those: `numbers` has their expressions,
+    once all is written."""
 
-    def __init__(self, functions: Iterable[str]) -> None:
-        self._places = {function: place for place, function in enumerate(functions)}
+    def __init__(self, leaves: Mapping[str, fx.Node]) -> None:
+        self._leaves = leaves
         self.numbers: list[Expr] = []
 
     def write(self, conditions: Sequence[Expr]) -> Any:
@@ -51,7 +54,9 @@ class Writer:
         if expr.is_Integer:
             return int(expr)
         if isinstance(expr, AppliedUndef):
-            return ["at", self._places[str(expr.func)], *map(self._write, expr.args)]
+            place = [*self._leaves].index(str(expr.func))
+            index = expr.args if value(self._leaves[str(expr.func)]).dim() else ()
+            return ["at", place, *map(self._write, index)]
         if not _varies(expr) and getattr(expr, "is_integer", False):
             return self._number(expr)
         called = _NAMES.get(expr.func)
@@ -66,7 +71,7 @@ class Writer:
     def _number(self, expr: Expr) -> Any:
         if expr not in self.numbers:
             self.numbers.append(expr)
-        return ["at", len(self._places) + self.numbers.index(expr), 0]
+        return ["at", len(self._leaves) + self.numbers.index(expr)]
 
 
 def _varies(expr: Expr) -> bool:
