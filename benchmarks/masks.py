@@ -3,7 +3,6 @@ attention's mask costs, and what proving it gives.
 
     python -m benchmarks.masks                               # all works, all arms
     python -m benchmarks.masks --works long packed --arms bf16 te:delayed
-    python -m benchmarks.masks --works bert --dropout-queries 512  # FlashAttention, with dropout, under a padding
 
 A few layers at a published model's widths, bf16 parameters, loss, backward and fused AdamW. `bf16` is plain torch.compile
 of the same program; `te:none` has this backend's attention and bf16 layers; `te:RECIPE` both. Each arm is compiled
@@ -20,7 +19,6 @@ import torch
 from torch import Tensor
 
 from benchmarks import harness, table
-from te_inductor.passes.pre_grad.attention import sites
 
 ARMS = ("bf16", "te:none", "te:delayed")
 _LLAMA = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
@@ -104,12 +102,7 @@ def main() -> None:
     parser.add_argument("--iters", type=int, default=5)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", type=Path, default=Path("out/masks.json"))
-    parser.add_argument(
-        "--dropout-queries", type=int, help="from how many on dropout under a padding is FlashAttention's"
-    )
     args = parser.parse_args()
-    if args.dropout_queries is not None:
-        sites.DROPOUT_QUERIES = args.dropout_queries
     environment, rows = harness.environment(args.device), []
     for work in args.works:
         for arm in args.arms:

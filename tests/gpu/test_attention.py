@@ -143,9 +143,8 @@ def test_dropout_under_a_padding(queries, width, dropout):
         assert (one.double() - right).norm() <= 8e-3 * right.norm()  # a few roundings of bf16
 
 
-def test_dropout_in_a_graph(monkeypatch):
+def test_dropout_in_a_graph():
     """The mean over seeds is attention without dropout, in a graph that Inductor compiles."""
-    monkeypatch.setattr(sites, "DROPOUT_QUERIES", 512)
     torch._dynamo.reset()
     tensors, padding, _ = made(512, width=64, groups=4)
 

@@ -31,8 +31,7 @@ from te_inductor.passes.pre_grad.plan import Plan
 FLEX_QUERIES = 512
 WAIT_QUERIES = 1024
 CUDNN_WIDTH = 128  # of a head, which cuDNN takes forward and backward on every GPU
-# From how many queries on FlashAttention, with dropout, is taken for a padding. None: its rate has not been measured.
-DROPOUT_QUERIES: int | None = None
+DROPOUT_QUERIES = 512  # from how many on FlashAttention, with dropout, is taken for a padding: docs/performance.md
 FLASH_WIDTH = 128  # of a head, which FlashAttention takes forward and backward, with dropout, on every GPU
 _DTYPES = (torch.bfloat16, torch.float16)
 _WIDTHS = (16, 256)  # of a head, that FlexAttention takes
@@ -218,8 +217,6 @@ def _kept_refusal(site: Attention) -> Refusal | None:
         return Refusal("there is dropout, and a query that attends to no key attends to all of them alike")
     if not (isinstance(width, int) and width % 8 == 0 and width <= FLASH_WIDTH and v.shape[-1] == width):
         return Refusal("there is dropout, and heads have %s elements", width)
-    if DROPOUT_QUERIES is None:
-        return Refusal("FlexAttention has no dropout, and FlashAttention under a padding has not been measured")
     if not statically_known_true(q.shape[2] >= DROPOUT_QUERIES):
         return Refusal("there is dropout, and fewer than %d queries", DROPOUT_QUERIES)
     return None
