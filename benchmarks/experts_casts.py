@@ -64,7 +64,7 @@ def ways(weight: Tensor, tune: bool) -> dict[str, Callable[[Tensor], Copies]]:
     sizes = ((4096, 512, 80), (8192, 1024, 128), (8192, 512, 80), (4096, 1024, 128)) if narrow else ((8192, 1024, 128),)
     for elements, of_warp, registers in sizes if tune else ():
         for span in (16, 32, 64):
-            config = experts_rows.Config(elements, of_warp, registers, span)
+            config = experts_rows.RowsConfig(elements, of_warp, registers, span)
             found[f"joined, {elements} / {of_warp}, {span} rows"] = lambda w, config=config: joined(w, config)
     return found
 

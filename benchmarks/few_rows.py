@@ -6,7 +6,7 @@
 Weights rotate through more memory than the L2 cache holds. Our kernel counts with the one that adds its partial sums
 up, that of eager code: in a compiled model it is Inductor's, with what comes next in it. With `--cast` FP8 counts with
 the cast of x, a program a row, which lets the next kernel start early as generated code does. Under `--all` a second
-table says what follows for templates/small_m.py."""
+table says what follows for kernels/fp8_small_m.py."""
 
 import argparse
 import functools
@@ -27,8 +27,9 @@ from torch import Tensor
 
 from benchmarks import harness, table
 from benchmarks.decode import COLD, COPY
-from te_inductor.templates import small_m
-from te_inductor.templates.small_m import Config, Way
+from te_inductor.kernels import fp8_small_m as small_m
+from te_inductor.kernels.fp8_small_m import SmallMConfig, Way
+from te_inductor.targets import sm90
 from te_inductor.templates.triton import fp8_small_m, partial_sums
 
 LAYERS = (
@@ -64,7 +65,7 @@ class Measured:
     us: float
     bf16_us: float
     library_us: float
-    config: Config
+    config: SmallMConfig
     ways: tuple[Way, ...]  # which cut it so
     chosen: bool  # by the package, if it takes the product
 
@@ -101,11 +102,11 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def configs(m: int, n: int, k: int, options: argparse.Namespace) -> dict[Config, tuple[Way, ...]]:
+def configs(m: int, n: int, k: int, options: argparse.Namespace) -> dict[SmallMConfig, tuple[Way, ...]]:
     """What is measured, and the ways that cut so; the package's own first."""
     chosen = small_m.cut(m, n, k)
     rows = small_m.at_most(lambda rows: m <= rows) or small_m.ROWS[-1]
-    found: dict[Config, tuple[Way, ...]] = {chosen: (small_m.WAYS[rows],)}
+    found: dict[SmallMConfig, tuple[Way, ...]] = {chosen: (small_m.WAYS[rows],)}
     if options.all is None:
         return found
     for way in TRIED[rows]:
@@ -115,27 +116,27 @@ def configs(m: int, n: int, k: int, options: argparse.Namespace) -> dict[Config,
     return {c: ways for c, ways in found.items() if c == chosen or estimate(c, m, n, k) <= WORTH * least}
 
 
-def depths(config: Config, m: int, n: int) -> list[Config]:
+def depths(config: SmallMConfig, m: int, n: int) -> list[SmallMConfig]:
     """The config with as many stages as the package has; where a multiprocessor has one program, with all of its memory
     too, and for few rows with so few stages that two fit."""
     stage, tiles = (config.block_n + config.rows) * config.block_k, -(-n // config.block_n) * -(-m // config.rows)
-    alone = tiles * config.splits <= small_m.MULTIPROCESSORS
-    deep = [small_m.SHARED // stage] * alone
-    shared = [small_m.HALF // stage] * (alone and m <= small_m.FEW)
+    alone = tiles * config.splits <= sm90.LIMITS.multiprocessors
+    deep = [sm90.LIMITS.shared_memory // stage] * alone
+    shared = [small_m.half(sm90.LIMITS) // stage] * (alone and m <= small_m.FEW)
     return [replace(config, stages=stages) for stages in dict.fromkeys((config.stages, *deep, *shared))]
 
 
-def estimate(config: Config, m: int, n: int, k: int) -> float:
+def estimate(config: SmallMConfig, m: int, n: int, k: int) -> float:
     """Microseconds that the bytes of all multiprocessors, or of the fullest one, and the partial sums take."""
     programs = -(-n // config.block_n) * -(-m // config.rows) * config.splits
     turns = math.ceil(k / config.block_k / config.splits)
     program = turns * (config.block_n + config.rows) * config.block_k
-    fullest = -(-programs // small_m.MULTIPROCESSORS) * program
+    fullest = -(-programs // sm90.LIMITS.multiprocessors) * program
     sums = 8 * config.splits * m * n if config.splits > 1 else 0
     return 1e6 * (max(programs * program / L2, fullest / ONE) + sums / L2) + 2.0
 
 
-def compile_ahead(job: tuple[Config, int, int]) -> None:
+def compile_ahead(job: tuple[SmallMConfig, int, int]) -> None:
     """Compiles into Triton's cache, which the measuring process reads."""
     config, m, k = job
     x, b = (torch.ones(rows, k, device="cuda", dtype=torch.bfloat16) for rows in (m, config.block_n))
@@ -169,7 +170,7 @@ def _cast(x, a, a_scale, K, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     tl.store(a_scale + row, amax / 448.0)
 
 
-def run(given: Input, b_scale: Tensor, config: Config, cast: bool, b: Tensor) -> Tensor:
+def run(given: Input, b_scale: Tensor, config: SmallMConfig, cast: bool, b: Tensor) -> Tensor:
     """b comes last, as a layer's weights are what calls differ by."""
     if cast:
         given.cast(early=True)

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from benchmarks import harness, table
+from te_inductor.kernels.grouped_mm import GroupedConfig
 from te_inductor.recipes import Gemm
 from te_inductor.recipes.formats import ELEMENTS
-from te_inductor.templates.triton.grouped_mm import Config, grouped_mm
+from te_inductor.templates.triton.grouped_mm import grouped_mm
 from te_inductor.templates.triton.grouped_wgrad import grouped_wgrad
 
 LAYERS = {  # E, N, K of the weight, rows
@@ -30,7 +31,9 @@ LAYERS = {  # E, N, K of the weight, rows
 }
 GEMMS = {"fprop": ("e4m3", "e4m3"), "dgrad": ("e5m2", "e4m3"), "wgrad": ("e5m2", "e4m3")}
 SCOPES = {"tensor": ("tensor", "tensor"), "row": ("row", "row"), "1x128": ("1x128", "128x128")}
-CONFIGS = [Config(256, 4, band) for band in (4, 8, 16, 32)] + [Config(128, stages, 16) for stages in (4, 6)]
+CONFIGS = [GroupedConfig(256, 4, band) for band in (4, 8, 16, 32)] + [
+    GroupedConfig(128, stages, 16) for stages in (4, 6)
+]
 TOLERANCE = 0.01  # of the norm: both results are rounded to bf16, as are the operands of the other
 BLOCK = 128
 
@@ -91,7 +94,7 @@ class Problem:
         self.ends = ends.int().cuda()
         self.starts = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).int().cuda()
 
-    def ours(self, fast: bool, config: Config | None) -> Callable[[], Tensor]:
+    def ours(self, fast: bool, config: GroupedConfig | None) -> Callable[[], Tensor]:
         gemm = Gemm(self.name, fast, self.scopes, GEMMS[self.name])
         given = self.a, self.a_scale, self.b, self.b_scale
         if self.name == "wgrad":

@@ -19,6 +19,11 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from benchmarks import harness, table
+from te_inductor import targets
+from te_inductor.kernels import nvfp4_fp8 as prompts
+from te_inductor.kernels.nvfp4_linear import DIRECT, PLAIN, STREAMED, TABLE, NVFP4Config, problem, supports
+from te_inductor.kernels.nvfp4_linear import table as measured_table
+from te_inductor.kernels.problem import Problem, Sizes
 from te_inductor.numerics import nvfp4
 from te_inductor.templates.triton import (
     nvfp4_direct,
@@ -28,16 +33,7 @@ from te_inductor.templates.triton import (
     nvfp4_streamed,
     partial_sums,
 )
-from te_inductor.templates.triton.nvfp4_linear import (
-    DIRECT,
-    FACTOR,
-    PLAIN,
-    STREAMED,
-    TABLE,
-    Config,
-    Problem,
-    supports,
-)
+from te_inductor.templates.triton.nvfp4_linear import FACTOR
 
 LAYERS = ((28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096), (14336, 4096), (128256, 4096))
 BATCHES = (1, 8, 16, 32, 64)
@@ -74,33 +70,33 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def configs(m: int, kinds: list[str]) -> list[Config]:
+def configs(m: int, kinds: list[str]) -> list[NVFP4Config]:
     return [config for kind in kinds for config in _CONFIGS[kind](m)]
 
 
-def _plain(m: int) -> list[Config]:
+def _plain(m: int) -> list[NVFP4Config]:
     rows = next((rows for rows in TILES if m <= rows), max(TILES))
     return [
-        Config(PLAIN, rows, n, k, splits, warps, 1, stages)
+        NVFP4Config(PLAIN, rows, n, k, splits, warps, 1, stages)
         for (warps, n), steps in TILES[rows]
         for k, stages in steps
         for splits in SPLITS
     ]
 
 
-def _direct(m: int) -> list[Config]:
+def _direct(m: int) -> list[NVFP4Config]:
     rows = next((rows for rows in SHARES if m <= rows), None)
     return [
-        Config(DIRECT, rows, n, 256, splits, warps, warps, stages)
+        NVFP4Config(DIRECT, rows, n, 256, splits, warps, warps, stages)
         for splits, warps in SHARES.get(rows, ())  # type: ignore[arg-type]
         for n, stages in ((16, 2), (16, 3), (32, 2), (32, 3))
     ]
 
 
-def _streamed(m: int) -> list[Config]:
+def _streamed(m: int) -> list[NVFP4Config]:
     rows = min(max(8, 1 << (m - 1).bit_length()), 128)
     return [
-        Config(STREAMED, rows, n, 256, splits, warps, shares, stages)
+        NVFP4Config(STREAMED, rows, n, 256, splits, warps, shares, stages)
         for n, shares, warps in GROUPS
         for splits in SPLITS
         for stages in STAGES[warps]
@@ -110,10 +106,15 @@ def _streamed(m: int) -> list[Config]:
 _CONFIGS = {PLAIN: _plain, DIRECT: _direct, STREAMED: _streamed}
 
 
-def worth(config: Config, problem: Problem) -> bool:
+def of_sizes(m: int, n: int, k: int) -> Problem:
+    """The problem of such rows and such a weight on this device."""
+    return problem(targets.of(torch.device("cuda")), Sizes(m, n, k), torch.bfloat16, torch.bfloat16)
+
+
+def worth(config: NVFP4Config, problem: Problem) -> bool:
     """Enough programs to fill the card, and not many more."""
-    programs = -(-problem.m // config.rows) * -(-problem.n // config.block_n) * config.splits
-    warps, steps = programs * config.warps, problem.k // config.block_k / config.splits
+    programs = -(-problem.sizes.m // config.rows) * -(-problem.sizes.n // config.block_n) * config.splits
+    warps, steps = programs * config.warps, problem.sizes.k // config.block_k / config.splits
     if supports(config, problem) is not None:
         return False
     if config.kind == DIRECT:
@@ -123,7 +124,7 @@ def worth(config: Config, problem: Problem) -> bool:
     return warps >= 400 and steps >= 3 and (config.splits == 1 or warps <= 4000)
 
 
-def compile_ahead(job: tuple[Config, Problem]) -> None:
+def compile_ahead(job: tuple[NVFP4Config, Problem]) -> None:
     """Compiles into Triton's cache, which the measuring process reads."""
     config, problem = job
     x, w, s, one = (
@@ -133,27 +134,31 @@ def compile_ahead(job: tuple[Config, Problem]) -> None:
     out = torch.empty(16, dtype=partial_sums.sum_dtype(config.splits, torch.bfloat16), device="cuda")
     if config.kind == STREAMED:
         shape = config.rows, config.block_n, config.shares, config.stages
-        sizes = (problem.m, problem.k), (problem.n, problem.k // 8), (problem.n, problem.k // 32)
+        sizes = (
+            (problem.sizes.m, problem.sizes.k),
+            (problem.sizes.n, problem.sizes.k // 8),
+            (problem.sizes.n, problem.sizes.k // 32),
+        )
         tensors = x, w.view(torch.int32), s.view(torch.int16)
         copied = zip(tensors, sizes, nvfp4_streamed.boxes(*shape[:2]), strict=True)
         nvfp4_streamed._linear.warmup(
             *(TensorDescriptor(t, list(size), [size[1], 1], list(box), layout) for t, size, (box, layout) in copied),
-            one, out, problem.m, problem.n, config.splits, problem.k // 256 // config.splits,
+            one, out, problem.sizes.m, problem.sizes.n, config.splits, problem.sizes.k // 256 // config.splits,
             **nvfp4_streamed.constants(*shape), **nvfp4_streamed.options(*shape), grid=(1,),
         )  # fmt: skip
         return
     if config.kind == DIRECT:
         shape = config.rows, config.block_n, config.splits, config.warps, config.stages - 1
-        given = nvfp4_direct.constants(problem.m > 1, problem.m, problem.k, *shape)
+        given = nvfp4_direct.constants(problem.sizes.m > 1, problem.sizes.m, problem.sizes.k, *shape)
         options = nvfp4_direct.options(config.block_n, config.warps)
         nvfp4_direct._linear.warmup(
-            x, w.view(torch.int32), s.view(torch.uint16), one, out, problem.n, **given, **options, grid=(1,)
+            x, w.view(torch.int32), s.view(torch.uint16), one, out, problem.sizes.n, **given, **options, grid=(1,)
         )
         return
     names = "K", "ROWS", "BLOCK_N", "BLOCK_K", "SPLITS"
-    values = problem.k, config.rows, config.block_n, config.block_k, config.splits
+    values = problem.sizes.k, config.rows, config.block_n, config.block_k, config.splits
     nvfp4_linear._partial_sums.warmup(
-        x, w, s, one, out, problem.m, problem.n, **dict(zip(names, values, strict=True)), STAGES=config.stages,
+        x, w, s, one, out, problem.sizes.m, problem.sizes.n, **dict(zip(names, values, strict=True)), STAGES=config.stages,
         FACTOR=FACTOR, ASSEMBLY=True, num_warps=config.warps, launch_pdl=True, grid=(1,),
     )  # fmt: skip
 
@@ -175,7 +180,7 @@ class Layer:
     def bf16(self, x: Tensor, options: argparse.Namespace) -> float:
         return self.us([lambda w=w: torch.mm(x, w.t()) for w in self.plain], options)
 
-    def decode(self, x: Tensor, config: Config, options: argparse.Namespace) -> float:
+    def decode(self, x: Tensor, config: NVFP4Config, options: argparse.Namespace) -> float:
         given = nvfp4_linear.arranged(x, config)
 
         def call(s: tuple[Tensor, ...]) -> Tensor:
@@ -196,12 +201,12 @@ def _random(n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def tune(layer: Layer, m: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    problem = Problem(m, layer.n, layer.k, torch.bfloat16)
+    asked = of_sizes(m, layer.n, layer.k)
     x = torch.randn(m, layer.k, device="cuda", dtype=torch.bfloat16)
     bf16 = layer.bf16(x, options)
     rows = []
     for config in configs(m, options.kinds):
-        if worth(config, problem):
+        if worth(config, asked):
             rows.append({"us": layer.decode(x, config, options), "bf16_us": bf16, "config": asdict(config)})
     return [{"m": m, "n": layer.n, "k": layer.k, **row} for row in sorted(rows, key=lambda row: row["us"])]
 
@@ -222,7 +227,7 @@ def prefill(layer: Layer, m: int, options: argparse.Namespace) -> dict[str, Any]
         return torch.mm(x, nvfp4_expand.dequantize(*s, layer.k, torch.bfloat16).t())
 
     def decoded(s: tuple[Tensor, ...]) -> Tensor:
-        config = nvfp4_fp8.choose(m, layer.n, layer.k)  # x in whatever order: it is timed only
+        config = prompts.configured(m, layer.n, layer.k)  # x in whatever order: it is timed only
         return partial_sums.add_up(nvfp4_fp8.partial_sums(x8, one, *s, config, torch.bfloat16), torch.bfloat16)
 
     ways = {"decoded_us": decoded, "fp8_us": fp8, "exact_us": exact, "recast_us": lambda s: nvfp4_expand.recast(*s)}
@@ -233,13 +238,13 @@ def prefill(layer: Layer, m: int, options: argparse.Namespace) -> dict[str, Any]
 def main() -> None:
     options = parse()
     layers = [tuple(map(int, layer.split("x"))) for layer in options.layers]
-    problems = [Problem(m, n, k, torch.bfloat16) for m in options.batches for n, k in layers]
+    problems = [of_sizes(m, n, k) for m in options.batches for n, k in layers]
     jobs = list(
         {
-            compiled_for(config, problem): (config, problem)
-            for problem in problems
-            for config in configs(problem.m, options.kinds)
-            if worth(config, problem)
+            compiled_for(config, asked): (config, asked)
+            for asked in problems
+            for config in configs(asked.sizes.m, options.kinds)
+            if worth(config, asked)
         }.values()
     )
     with ProcessPoolExecutor(options.processes, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -267,15 +272,15 @@ def main() -> None:
     data = {key: environment[key] for key in ("device", "date", "torch", "triton")}
     harness.write_json(options.json, {**data, "rows": best, "prefill": large})
     if options.write:
-        measured = {(*problem_of(row), row["config"]["kind"]): row for row in [*nvfp4_linear.table()["rows"], *best]}
+        measured = {(*problem_of(row), row["config"]["kind"]): row for row in [*measured_table()["rows"], *best]}
         TABLE.write_text(written(data, sorted(measured.values(), key=lambda row: (*problem_of(row), row["us"]))))
 
 
-def compiled_for(config: Config, problem: Problem) -> tuple[Any, ...]:
+def compiled_for(config: NVFP4Config, problem: Problem) -> tuple[Any, ...]:
     """Tells which problems share a kernel, as N is no constant of one, and of a streamed one no size is."""
     if config.kind == STREAMED:
         return (replace(config, splits=min(config.splits, 2)),)
-    return config, problem.m, problem.k
+    return config, problem.sizes.m, problem.sizes.k
 
 
 def problem_of(row: dict[str, Any]) -> tuple[int, int, int]:
@@ -286,7 +291,7 @@ def cells(row: dict[str, Any]) -> tuple[Any, ...]:
     floor = row["n"] * row["k"] * 9 / 16 / COPY * 1e6
     return (
         row["m"], f"{row['n']} x {row['k']}", table.number(row["us"], 1), f"{floor / row['us']:.0%}",
-        table.number(row["bf16_us"] / row["us"]), table.number(row["bf16_us"], 1), Config(**row["config"]),
+        table.number(row["bf16_us"] / row["us"]), table.number(row["bf16_us"], 1), NVFP4Config(**row["config"]),
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from te_inductor.config import Options
 from te_inductor.diagnostics import CUT_BY_DDP, Report, Unmet, announce, log, say, uncompiled
 from te_inductor.distributed import amax_groups
 from te_inductor.errors import TEInductorError
+from te_inductor.kernels import cutlass_tables
 from te_inductor.passes import pre_grad
 from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.plan import Plan
@@ -31,7 +32,7 @@ from te_inductor.runtime import compiled_graphs
 from te_inductor.runtime.exporting import note_export
 from te_inductor.runtime.extra_inputs import bind
 from te_inductor.runtime.weights import cached_weights
-from te_inductor.templates.cutlass import build, tables
+from te_inductor.templates.cutlass import build
 
 # Sums over the experts of a row, which gather rows: as a reduction, Inductor (2.11, 2.13) gives neighbouring threads
 # neighbouring experts, and reads rows that lie apart a few bytes at a time, at a third of what memory gives. It unrolls
@@ -85,7 +86,7 @@ def te(
 def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
     """Options, with every recipe and the group resolved and the user's tables read, so that a wrong one is an error even
     where no site would use it."""
-    tables.check()
+    cutlass_tables.check()
     parsed = config.parse(options, mode)
     recipe = recipes.resolve(parsed.recipe, parsed.recipe_name)
     policy = tuple((glob, recipes.resolve(spec, parsed.policy_name) or "none") for glob, spec in parsed.policy)

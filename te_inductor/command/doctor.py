@@ -20,10 +20,10 @@ from torch import nn
 
 import te_inductor
 from te_inductor import config, targets
+from te_inductor.kernels import cutlass_packages
+from te_inductor.kernels import cutlass_tables as tables
 from te_inductor.presentation.tables import Column, tabulated
 from te_inductor.recipes import NAMES
-from te_inductor.templates import cutlass
-from te_inductor.templates.cutlass import scaled_mm, tables
 
 OK, NOTE, BROKEN = "ok", "note", "BROKEN"
 _SIZE = 4096  # of the layer that recipes are asked about: large enough for the size rule
@@ -135,7 +135,7 @@ def _triton() -> tuple[str, str]:
 
 
 def _cutlass() -> tuple[str, str]:
-    why = cutlass.missing()
+    why = cutlass_packages.missing()
     return (OK, "its kernels can be built") if why is None else (NOTE, f"not used: {why}")
 
 
@@ -145,7 +145,8 @@ def _table() -> tuple[str, str]:
     if not torch.cuda.is_available():
         return NOTE, f"none, as there is no GPU{_folder_of_tables()}"
     device = torch.device("cuda")
-    name, can_tune = targets.product(device), scaled_mm.architecture(device) == "90"
+    name = targets.product(device)
+    can_tune = targets.of(device).cutlass == "90" and cutlass_packages.missing() is None
     table = tables.of(name)
     if table is not None:
         place = f"{table.path}" if table.is_users else "the package"

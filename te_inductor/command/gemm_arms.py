@@ -18,13 +18,14 @@ from torch import Tensor
 
 from te_inductor import ops
 from te_inductor.backend import te
+from te_inductor.kernels.cutlass_tables import Table, choose_in
+from te_inductor.kernels.cutlass_tiles import ROUNDED, Tile, operands, scope_of, tiles
+from te_inductor.kernels.problem import ANOTHER, NOTHING, OUTPUT, Epilogue, Problem
 from te_inductor.numerics.activation import Activation, Gating
 from te_inductor.recipes import Gemm, Quantizer
 from te_inductor.recipes.formats import BLOCK_1X128, BLOCK_128X128, ROW, SCOPES, TENSOR
 from te_inductor.runtime.eager import dense
-from te_inductor.templates.cutlass import launch, tables
-from te_inductor.templates.cutlass.scaled_mm import ANOTHER, NOTHING, OUTPUT, ROUNDED, Problem, Tile, tiles
-from te_inductor.templates.cutlass.tables import Table
+from te_inductor.templates.cutlass import launch
 
 GELU = Activation((("mul", 0, 0.5), ("mul", 0, 0.7071067811865476), ("erf", 2), ("add", 3, 1.0), ("mul", 1, 4)))
 # The gradients of gate and up, of the gradient of h = silu(gate) * up (value 0), gate and up.
@@ -55,15 +56,16 @@ def arms(p: Problem, table: Table, complain: Callable[[str], None]) -> dict[Tile
     """The library (None) and the tiles whose result agrees with it; `complain` is told of those whose does not. A product
     that another kernel reads is computed as `table` says."""
     a, b = (
-        (torch.randn(size, p.k, device="cuda", dtype=torch.float32) * 8).to(dtype)
-        for size, dtype in ((p.m, p.a), (p.n, p.b))
+        (torch.randn(size, p.sizes.k, device="cuda", dtype=torch.float32) * 8).to(dtype)
+        for size, dtype in zip((p.sizes.m, p.sizes.n), operands(p), strict=True)
     )
-    scales, out = _scales(p), torch.empty(p.m, p.n, device="cuda", dtype=p.out)
+    scales, out = _scales(p), torch.empty(p.sizes.m, p.sizes.n, device="cuda", dtype=p.out)
     ways = {NOTHING: _writing, OUTPUT: _adding, ANOTHER: _adding_another}
-    way = _quantizing if p.activation is not None else _gating if p.gating is not None else ways[p.added]
+    more = p.epilogue
+    way = _quantizing if more.activation is not None else _gating if more.gating is not None else ways[more.added]
     library, cutlass, before = way(p, table, a, b, scales, out)
     reference = _read(library(), out).clone().float()
-    if p.added == OUTPUT and p.scope == ROW.name:  # which Inductor's kernel multiplies where it adds
+    if p.epilogue.added == OUTPUT and _scope(p) == ROW.name:  # which Inductor's kernel multiplies where it adds
         reference = reference * (scales[0] * scales[1])
     found: dict[Tile | None, Call] = {None: library}
     for tile in tiles(p):
@@ -71,7 +73,7 @@ def arms(p: Problem, table: Table, complain: Callable[[str], None]) -> dict[Tile
         call = cutlass(tile)
         difference = torch.linalg.vector_norm(_read(call(), out).float() - reference)
         error = float(difference / torch.linalg.vector_norm(reference))
-        if error <= (ERROR if p.gating is None else ERROR_OF_COPIES):  # NaN is not
+        if error <= (ERROR if p.epilogue.gating is None else ERROR_OF_COPIES):  # NaN is not
             found[tile] = call
         else:
             complain(f"wrong by {error:.3g}, left out: {tile} on {p}")
@@ -87,44 +89,48 @@ def _read(result: Any, out: Tensor) -> Tensor:
 
 def _scales(p: Problem) -> list[Tensor]:
     """The scales as `torch._scaled_mm` takes them."""
-    across = p.k // 128
+    across = p.sizes.k // 128
     shapes: dict[str, tuple[tuple[int, ...], ...]] = {
-        ROW.name: ((p.m, 1), (1, p.n)),
-        BLOCK_1X128.name: ((across, p.m), (across, p.n)),
-        BLOCK_128X128.name: ((across, p.m), (p.n // 128, across)),
+        ROW.name: ((p.sizes.m, 1), (1, p.sizes.n)),
+        BLOCK_1X128.name: ((across, p.sizes.m), (across, p.sizes.n)),
+        BLOCK_128X128.name: ((across, p.sizes.m), (p.sizes.n // 128, across)),
     }
     a_scale, b_scale = (
-        torch.rand(shape, device="cuda", dtype=torch.float32) + 0.5 for shape in shapes.get(p.scope, ((), ()))
+        torch.rand(shape, device="cuda", dtype=torch.float32) + 0.5 for shape in shapes.get(_scope(p), ((), ()))
     )
-    if SCOPES[p.scope].blocked:
+    if SCOPES[_scope(p)].blocked:
         a_scale = a_scale.t()
-    return [a_scale, b_scale.t() if p.scope == BLOCK_128X128.name else b_scale]
+    return [a_scale, b_scale.t() if _scope(p) == BLOCK_128X128.name else b_scale]
+
+
+def _scope(p: Problem) -> str:
+    scope = scope_of(p)
+    assert scope is not None  # there are tiles
+    return scope
+
+
+def _kind(p: Problem) -> dict[str, Any]:
+    """What every launch is told."""
+    return {"arch": p.target.cutlass, "scope": _scope(p), "fast_accum": p.gemm.fast_accum}
 
 
 def _writing(p: Problem, table: Table, a: Tensor, b: Tensor, scales: list[Tensor], out: Tensor) -> Way:
-    given: dict[str, Any] = {"arch": p.arch, "scope": p.scope, "fast_accum": p.fast_accum, "out": out}
+    given = {**_kind(p), "out": out}
     a_scale, b_scale = scales
 
     def library() -> Tensor:
-        return torch._scaled_mm(a, b.t(), a_scale, b_scale, out_dtype=p.out, use_fast_accum=p.fast_accum, out=out)
+        return torch._scaled_mm(a, b.t(), a_scale, b_scale, out_dtype=p.out, use_fast_accum=p.gemm.fast_accum, out=out)
 
     return library, lambda tile: lambda: launch.scaled_mm(a, b.t(), *scales, tile=tile.shape, **given), float("nan")
-
-
-def _first(p: Problem, table: Table, a: Tensor, b: Tensor, scales: list[Tensor], out: Tensor) -> Call:
-    """The product alone, as the table has it so far: what another kernel reads."""
-    library, cutlass, _ = _writing(p, table, a, b, scales, out)
-    tile = tables.choose_in(p, table)
-    return library if tile is None else cutlass(tile)
 
 
 def _quantizing(p: Problem, table: Table, a: Tensor, b: Tensor, scales: list[Tensor], out: Tensor) -> Way:
     """All in CUDA graphs, as a compiled function's guards take the host longer than the smallest GEMM the GPU."""
     y, scale, quantizer = _rounded(p), torch.full((), 64.0, device="cuda", dtype=torch.float32), Quantizer("e4m3")
-    scales = [scales[0] / (64 * p.k**0.5), scales[1]]  # so that sums are about 1, where GELU bends
-    write = _product(replace(p, out=ROUNDED, activation=None), table, a, b, scales, y)
+    scales = [scales[0] / (64 * p.sizes.k**0.5), scales[1]]  # so that sums are about 1, where GELU bends
+    write = _product(replace(p, out=ROUNDED, epilogue=Epilogue()), table, a, b, scales, y)
     cast = _compiled(lambda y, scale: ops.quantize_delayed(F.gelu(y), scale, quantizer))
-    given: dict[str, Any] = {"arch": p.arch, "scope": p.scope, "fast_accum": p.fast_accum, "steps": GELU.steps}
+    given = {**_kind(p), "steps": GELU.steps}
 
     def two() -> Tensor:
         write()
@@ -139,18 +145,18 @@ def _quantizing(p: Problem, table: Table, a: Tensor, b: Tensor, scales: list[Ten
 def _gating(p: Problem, table: Table, a: Tensor, b: Tensor, scales: list[Tensor], out: Tensor) -> Way:
     """Gate and up lie side by side, as one GEMM writes them."""
     y = _rounded(p)
-    scales = [scales[0] / (64 * p.k**0.5), scales[1]]
-    write = _product(replace(p, out=ROUNDED, gating=None), table, a, b, scales, y)
-    gate, up = torch.randn(p.m, 2 * p.n, device="cuda", dtype=ROUNDED).split(p.n, 1)
+    scales = [scales[0] / (64 * p.sizes.k**0.5), scales[1]]
+    write = _product(replace(p, out=ROUNDED, epilogue=Epilogue()), table, a, b, scales, y)
+    gate, up = torch.randn(p.sizes.m, 2 * p.sizes.n, device="cuda", dtype=ROUNDED).split(p.sizes.n, 1)
     stored = [scale.t().contiguous().flatten() for scale in scales]
-    gemm, cast = Gemm("dgrad", False, (BLOCK_1X128.name, p.scope)), _compiled(_swiglu_copies)
+    gemm, cast = Gemm("dgrad", False, (BLOCK_1X128.name, _scope(p))), _compiled(_swiglu_copies)
 
     def two() -> Any:
         write()
         return cast(y, gate, up)
 
     def one(tile: Tile) -> Call:
-        given = (a, stored[0], b, stored[1], gate, up, gemm, SWIGLU, ONE_ROW, tile, p.arch)
+        given = (a, stored[0], b, stored[1], gate, up, gemm, SWIGLU, ONE_ROW, tile, table.arch)
         return _captured(lambda: launch.gated_gradient(*given))
 
     return _captured(two), one, 0.0
@@ -167,9 +173,10 @@ def _swiglu_copies(dh: Tensor, gate: Tensor, up: Tensor) -> Any:
 def _adding_another(p: Problem, table: Table, a: Tensor, b: Tensor, scales: list[Tensor], out: Tensor) -> Way:
     """All in CUDA graphs, as above. The residual's rows are alike, so that adding it takes 4 bytes an element and no
     6."""
-    product, row = torch.empty_like(out), torch.randn(p.n, device="cuda", dtype=p.out) * 64 * p.k**0.5
-    write, c = _product(replace(p, added=NOTHING), table, a, b, scales, product), row.expand(p.m, p.n).contiguous()
-    given: dict[str, Any] = {"arch": p.arch, "scope": p.scope, "fast_accum": p.fast_accum, "added": ANOTHER}
+    product, row = torch.empty_like(out), torch.randn(p.sizes.n, device="cuda", dtype=p.out) * 64 * p.sizes.k**0.5
+    write = _product(replace(p, epilogue=Epilogue()), table, a, b, scales, product)
+    c = row.expand(p.sizes.m, p.sizes.n).contiguous()
+    given = {**_kind(p), "added": ANOTHER}
     add = _compiled(lambda product, row: product + row)
 
     def two() -> Tensor:
@@ -183,27 +190,28 @@ def _adding_another(p: Problem, table: Table, a: Tensor, b: Tensor, scales: list
 
 
 def _adding(p: Problem, table: Table, a: Tensor, b: Tensor, scales: list[Tensor], out: Tensor) -> Way:
-    gemm, one = Gemm("wgrad", p.fast_accum, (p.scope, p.scope)), torch.ones((), device="cuda", dtype=torch.float32)
+    scope, arch = _scope(p), table.arch
+    gemm, one = Gemm("wgrad", p.gemm.fast_accum, (scope, scope)), torch.ones((), device="cuda", dtype=torch.float32)
     product = out.zero_().clone()
-    of_tensor = scales if p.scope == TENSOR.name else (one, one)  # no library scales rows of an fp32 output
+    of_tensor = scales if scope == TENSOR.name else (one, one)  # no library scales rows of an fp32 output
 
     def library() -> Tensor:
-        given: dict[str, Any] = {"out_dtype": p.out, "use_fast_accum": p.fast_accum, "out": product}
+        given: dict[str, Any] = {"out_dtype": p.out, "use_fast_accum": p.gemm.fast_accum, "out": product}
         return out.add_(torch._scaled_mm(a, b.t(), *of_tensor, **given))
 
-    b_scale = scales[1].t() if p.scope == ROW.name else scales[1]
-    return library, lambda tile: lambda: launch.add_scaled_mm(out, a, scales[0], b, b_scale, gemm, tile, p.arch), 0.0
+    b_scale = scales[1].t() if scope == ROW.name else scales[1]
+    return library, lambda tile: lambda: launch.add_scaled_mm(out, a, scales[0], b, b_scale, gemm, tile, arch), 0.0
 
 
 def _rounded(p: Problem) -> Tensor:
     """The tensor of a product that a second kernel reads."""
-    return torch.empty(p.m, p.n, device="cuda", dtype=ROUNDED)
+    return torch.empty(p.sizes.m, p.sizes.n, device="cuda", dtype=ROUNDED)
 
 
 def _product(p: Problem, table: Table, a: Tensor, b: Tensor, scales: list[Tensor], out: Tensor) -> Call:
     """A plain GEMM, as the table has it so far."""
     library, cutlass, _ = _writing(p, table, a, b, scales, out)
-    tile = tables.choose_in(p, table)
+    tile = choose_in(p, table)
     return library if tile is None else cutlass(tile)
 
 

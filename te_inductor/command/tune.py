@@ -16,12 +16,16 @@ import torch
 from te_inductor import config, targets
 from te_inductor.command.gemm_arms import GELU, SWIGLU, arms
 from te_inductor.errors import OptionError, unknown
+from te_inductor.kernels import cutlass_packages
+from te_inductor.kernels import cutlass_tables as tables
+from te_inductor.kernels.cutlass_tables import Table
+from te_inductor.kernels.cutlass_tiles import Tile, kernel, scope_of, tiles
+from te_inductor.kernels.problem import ANOTHER, NOTHING, OUTPUT, Epilogue, Problem, Sizes
 from te_inductor.presentation.tables import Column, tabulated
-from te_inductor.recipes.formats import BLOCK_1X128, BLOCK_128X128, ROW, SCOPES, TENSOR
-from te_inductor.templates import cutlass
-from te_inductor.templates.cutlass import build, tables
-from te_inductor.templates.cutlass.scaled_mm import ANOTHER, NOTHING, OUTPUT, Problem, Tile, architecture, tiles
-from te_inductor.templates.cutlass.tables import Table
+from te_inductor.recipes import Gemm
+from te_inductor.recipes.formats import BLOCK_1X128, BLOCK_128X128, E4M3, E5M2, ROW, SCOPES, TENSOR
+from te_inductor.targets import Target
+from te_inductor.templates.cutlass import build
 
 TOKENS = (2048, 4096, 8192, 16384)
 WEIGHTS = {  # N x K of each weight of a layer; the last one is down's
@@ -50,7 +54,7 @@ ROUND, FP8_FLOPS = (
     5e-3,
     1.2e15,
 )  # seconds that they are to take, and what a GEMM computes in one, to be ready in minutes
-E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
+FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 
 Weights = Sequence[tuple[int, int]]
 
@@ -63,14 +67,14 @@ def run(arguments: argparse.Namespace) -> int:
     for kind in arguments.kinds or KINDS:
         if kind not in KINDS:
             raise OptionError(unknown("kind of GEMMs", kind, KINDS))
-    device = _device()
-    asked = problems(arguments.shapes, arguments.tokens or TOKENS, arguments.kinds or KINDS)
+    target = _target()
+    asked = problems(target, arguments.shapes, arguments.tokens or TOKENS, arguments.kinds or KINDS)
     if not asked:
         raise OptionError("no kernel takes a GEMM of these shapes and kinds: sizes are multiples of 16, M 128 or more")
-    print(f"{len(asked)} GEMMs on {device}", file=sys.stderr)
+    print(f"{len(asked)} GEMMs on {target.product}", file=sys.stderr)
     start = time.monotonic()
-    table = started(device, folder)
-    build.start(p.kernel(tile) for p in asked for tile in tiles(p))
+    table = started(target.product, folder)
+    build.start(kernel(p, tile) for p in asked for tile in tiles(p))
     taken = 0
     for done, p in enumerate(asked, 1):
         row = measured(p, table, arguments.rounds)
@@ -87,8 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _device() -> str:
-    """The GPU's name.
+def _target() -> Target:
+    """The GPU.
 
     Raises:
         OptionError: there is none, or none whose kernels can be built.
@@ -96,22 +100,23 @@ def _device() -> str:
     if not torch.cuda.is_available():
         raise OptionError("torch finds no GPU here; tune on the device that the table is for")
     device = torch.device("cuda")
-    why = cutlass.missing()
+    why = cutlass_packages.missing()
     if why is not None:
         raise OptionError(f"there is nothing to compare with cuBLASLt: {why}")
-    if architecture(device) != ARCH:
+    target = targets.of(device)
+    if target.cutlass != ARCH:
         raise OptionError(
             f"{targets.described(device)}: tables are for compute capability 9.0, elsewhere cuBLASLt multiplies, or what"
             ' mode="max-autotune" measures'
         )
-    return targets.product(device)
+    return target
 
 
 def started(device: str, folder: Path) -> Table:
     """The table to go on with, in `folder`: what that has of this device, or else the package; rows that are measured
     anew take the place of others."""
     path = folder.absolute() / tables.file_name(device)
-    packages = tuple(" ".join(version.split()[:2]) for version in cutlass.versions())
+    packages = tuple(" ".join(version.split()[:2]) for version in cutlass_packages.versions())
     found = tables.read(path) if path.exists() else tables.of(device)
     rows = () if found is None else found.rows
     return Table(device, ARCH, torch.__version__, packages, rows, path)
@@ -142,7 +147,7 @@ def measured(p: Problem, table: Table, rounds: int) -> dict[str, Any]:
     """A row of the table. The fastest of several noisy times is too good to be true, so the tile that won is timed
     against cuBLASLt once more, and taken where it wins again."""
     found = arms(p, table, lambda text: print(f"\n{text}", file=sys.stderr))
-    calls = max(MOST_CALLS // 4, min(MOST_CALLS, int(ROUND * FP8_FLOPS / (2 * p.m * p.n * p.k))))
+    calls = max(MOST_CALLS // 4, min(MOST_CALLS, int(ROUND * FP8_FLOPS / (2 * p.sizes.m * p.sizes.n * p.sizes.k))))
     us = dict(zip(found, time_us(list(found.values()), rounds, calls), strict=True))
     library = us.pop(None)
     best: Tile | None = min(us, key=lambda tile: us[tile], default=None)
@@ -151,9 +156,12 @@ def measured(p: Problem, table: Table, rounds: int) -> dict[str, Any]:
         library, us[best] = time_us([found[None], found[best]], rounds, calls)
         chosen = best if us[best] <= GAIN * library else None
     return {
-        **{name: getattr(p, name) for name in ("m", "n", "k", "scope", "fast_accum", "added")},
-        **({QUANTIZED: True} if p.activation is not None else {}),
-        **({GATED: True} if p.gating is not None else {}),
+        **{name: getattr(p.sizes, name) for name in tables.SIZES},
+        "scope": scope_of(p),
+        "fast_accum": p.gemm.fast_accum,
+        "added": p.epilogue.added,
+        **({QUANTIZED: True} if p.epilogue.activation is not None else {}),
+        **({GATED: True} if p.epilogue.gating is not None else {}),
         "tile": None if chosen is None else asdict(chosen),
         "us": None if best is None else round(us[best], 1),
         "cublaslt_us": round(library, 1),
@@ -190,9 +198,9 @@ def summary(table: Table) -> str:
     return tabulated(names, lines)
 
 
-def problems(shapes: Weights | None, tokens: Sequence[int], kinds: Iterable[str]) -> list[Problem]:
+def problems(target: Target, shapes: Weights | None, tokens: Sequence[int], kinds: Iterable[str]) -> list[Problem]:
     """What is measured: those that some tile computes. Of `shapes` the GEMMs of each weight (None: the six models')."""
-    own: dict[str, Callable[[Weights, Sequence[int]], list[Problem]]] = {
+    own: dict[str, Callable[[Weights, Sequence[int]], list[_Product]]] = {
         "plain": _plain,
         BLOCKS: _blocks,
         OUTPUT: _totals,
@@ -200,11 +208,22 @@ def problems(shapes: Weights | None, tokens: Sequence[int], kinds: Iterable[str]
         QUANTIZED: _quantized,
         GATED: _gated,
     }
-    found = []
-    for kind in kinds:
-        for weights in [shapes] if shapes is not None else _defaults(kind):
-            found += own[kind](weights, tokens)
+    found = [
+        Problem(target, Sizes(*sizes), gemm, out, epilogue)
+        for kind in kinds
+        for weights in ([shapes] if shapes is not None else _defaults(kind))
+        for sizes, gemm, out, epilogue in own[kind](weights, tokens)
+    ]
     return [problem for problem in dict.fromkeys(found) if tiles(problem)]
+
+
+_Product = tuple[tuple[int, int, int], Gemm, torch.dtype, Epilogue]  # the fields of a `Problem`
+
+
+def _gemm(scope: str, fast: bool = False, a: str = E4M3.name) -> Gemm:
+    """The product of an operand of elements `a` and one of E4M3."""
+    left = BLOCK_1X128.name if scope == BLOCK_128X128.name else scope
+    return Gemm("fprop", fast, (left, scope), (a, E4M3.name))
 
 
 def _defaults(kind: str) -> list[Weights]:
@@ -219,56 +238,57 @@ def _defaults(kind: str) -> list[Weights]:
     return [*WEIGHTS.values()]
 
 
-def _plain(weights: Weights, tokens: Sequence[int]) -> list[Problem]:
+def _plain(weights: Weights, tokens: Sequence[int]) -> list[_Product]:
     """fprop accumulates fast; dgrad and wgrad split, as the recipes' defaults say."""
-    formats = {TENSOR.name: E5M2, ROW.name: E4M3}  # of gradients: "current" and "delayed", "rowwise"
+    formats = {TENSOR.name: E5M2.name, ROW.name: E4M3.name}  # of gradients: "current" and "delayed", "rowwise"
     return [
-        Problem(ARCH, *sizes, a, E4M3, BF16, scope, False, fast)
+        (sizes, _gemm(scope, fast, a), BF16, Epilogue())
         for scope, grad in formats.items()
         for m in tokens
         for n, k in (APART if weights is WEIGHTS["llama-3-8b"] and scope == ROW.name else weights)
-        for sizes, a, fast in (((m, n, k), E4M3, True), ((m, k, n), grad, False), ((n, k, m), grad, False))
+        for sizes, a, fast in (((m, n, k), E4M3.name, True), ((m, k, n), grad, False), ((n, k, m), grad, False))
     ]
 
 
-def _blocks(weights: Weights, tokens: Sequence[int]) -> list[Problem]:
+def _blocks(weights: Weights, tokens: Sequence[int]) -> list[_Product]:
     """fprop and dgrad with square blocks of the weight, wgrad without."""
     square, one_row = BLOCK_128X128.name, BLOCK_1X128.name
     return [
-        Problem(ARCH, *sizes, E4M3, E4M3, BF16, scope, False, False)
+        (sizes, _gemm(scope), BF16, Epilogue())
         for m in tokens
         for n, k in weights
         for sizes, scope in (((m, n, k), square), ((m, k, n), square), ((n, k, m), one_row))
     ]
 
 
-def _totals(weights: Weights, tokens: Sequence[int]) -> list[Problem]:
+def _totals(weights: Weights, tokens: Sequence[int]) -> list[_Product]:
     """wgrad."""
+    formats = {TENSOR.name: E5M2.name, ROW.name: E4M3.name}
     return [
-        Problem(ARCH, n, k, m, E5M2 if scope == TENSOR.name else E4M3, E4M3, torch.float32, scope, False, False, OUTPUT)
-        for scope in (TENSOR.name, ROW.name)
+        ((n, k, m), _gemm(scope, a=grad), torch.float32, Epilogue(added=OUTPUT))
+        for scope, grad in formats.items()
         for m in tokens
         for n, k in weights
     ]
 
 
-def _residuals(weights: Weights, tokens: Sequence[int]) -> list[Problem]:
+def _residuals(weights: Weights, tokens: Sequence[int]) -> list[_Product]:
     """fprop, with one scale a tensor and with square blocks of the weight."""
     return [
-        Problem(ARCH, m, n, k, E4M3, E4M3, BF16, scope, False, fast, ANOTHER)
+        ((m, n, k), _gemm(scope, fast), BF16, Epilogue(added=ANOTHER))
         for scope, fast in ((TENSOR.name, True), (BLOCK_128X128.name, False))
         for m in tokens
         for n, k in weights
     ]
 
 
-def _quantized(weights: Weights, tokens: Sequence[int]) -> list[Problem]:
+def _quantized(weights: Weights, tokens: Sequence[int]) -> list[_Product]:
     """fprop."""
-    kind = (TENSOR.name, False, True, NOTHING, GELU)
-    return [Problem(ARCH, m, n, k, E4M3, E4M3, E4M3, *kind) for m in tokens for n, k in weights]
+    epilogue = Epilogue(activation=GELU)
+    return [((m, n, k), _gemm(TENSOR.name, True), FP8, epilogue) for m in tokens for n, k in weights]
 
 
-def _gated(weights: Weights, tokens: Sequence[int]) -> list[Problem]:
+def _gated(weights: Weights, tokens: Sequence[int]) -> list[_Product]:
     """dgrad of down."""
-    kind = (BLOCK_128X128.name, False, False)
-    return [Problem(ARCH, m, k, n, E4M3, E4M3, E4M3, *kind, gating=SWIGLU) for m in tokens for n, k in weights]
+    epilogue = Epilogue(gating=SWIGLU)
+    return [((m, k, n), _gemm(BLOCK_128X128.name), FP8, epilogue) for m in tokens for n, k in weights]

@@ -14,9 +14,10 @@ from torch._inductor.lowering import fallback_handler
 
 from te_inductor import ops, targets
 from te_inductor.fused.record import POST_GRAD, FusedKernel
+from te_inductor.kernels import fp8_small_m
+from te_inductor.kernels.select import select
 from te_inductor.ops import attention, stored
 from te_inductor.passes.graph.gemm_nodes import problem_of
-from te_inductor.templates.select import SMALL_M, select
 
 aten = torch.ops.aten
 # What may stand between the products and the softmax: it changes the dtype, or how the batch is written.
@@ -58,7 +59,7 @@ def fold(graph: fx.Graph) -> None:
 
 def _has_few_rows(node: fx.Node) -> bool:
     """Whether it is an FP8 GEMM of a step of generation."""
-    return node.target is ops.scaled_mm and select(problem_of(node)).kind == SMALL_M
+    return node.target is ops.scaled_mm and select(problem_of(node)).family is fp8_small_m.FAMILY
 
 
 def _emit(graph: fx.Graph, found: DecodeAttention) -> fx.Node:

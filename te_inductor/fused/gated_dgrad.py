@@ -20,6 +20,9 @@ from torch._inductor.lowering import fallback_handler
 from te_inductor import ops
 from te_inductor.compat import constant_type_name
 from te_inductor.fused.record import JOINT, FusedKernel
+from te_inductor.kernels.cutlass_tiles import ALIGNED, ROUNDED, Tile
+from te_inductor.kernels.family import Choice
+from te_inductor.kernels.select import select
 from te_inductor.numerics.activation import Gating
 from te_inductor.ops.casts import quantize_rowcol_fake
 from te_inductor.ops.definition import define
@@ -30,8 +33,6 @@ from te_inductor.passes.graph.pointwise_steps import is_step, translated
 from te_inductor.recipes import Gemm, Quantizer
 from te_inductor.recipes.formats import BLOCK_1X128
 from te_inductor.templates.cutlass import build, launch
-from te_inductor.templates.cutlass.scaled_mm import ALIGNED, ROUNDED, Tile
-from te_inductor.templates.select import Choice, select
 
 aten = torch.ops.aten
 
@@ -83,7 +84,7 @@ def fold(graph: fx.Graph) -> None:
         choice = None if found is None else _choice(found)
         if choice is not None and choice.kernel is not None:
             build.start([choice.kernel])  # beside what is left of the compile
-            _replace(found, choice.tile, choice.kernel.arch)  # type: ignore[arg-type]
+            _replace(found, choice.config, choice.kernel.arch)  # type: ignore[arg-type]
 
 
 def _is_wanted(cast: fx.Node) -> bool:

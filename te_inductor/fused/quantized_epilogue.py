@@ -17,6 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 from te_inductor import ops
 from te_inductor.compat import constant_type_name
 from te_inductor.fused.record import POST_GRAD, FusedKernel
+from te_inductor.kernels.cutlass_tiles import ROUNDED, Kernel
 from te_inductor.lowerings.casts import quantize
 from te_inductor.lowerings.gemm import cutlass_choices, scaled_mm
 from te_inductor.numerics.activation import OPS, Activation, evaluate
@@ -30,7 +31,6 @@ from te_inductor.passes.graph.pointwise_steps import is_step, translated
 from te_inductor.recipes import Gemm, Quantizer
 from te_inductor.runtime.eager import dense
 from te_inductor.templates.cutlass import build
-from te_inductor.templates.cutlass.scaled_mm import ROUNDED, Kernel
 
 aten = torch.ops.aten
 

@@ -11,7 +11,7 @@ JOINT, POST_GRAD = "joint", "post_grad"
 
 @dataclass(frozen=True)
 class FusedKernel:
-    """A kernel that does what a graph has several operators for. Its source is in templates/, and `templates.select` says
+    """A kernel that does what a graph has several operators for. Its source is in templates/, and `kernels.select` says
     where it pays."""
 
     stages: tuple[str, ...]  # on whose graphs `fold` runs

@@ -14,10 +14,11 @@ from torch import fx
 
 from te_inductor import ops
 from te_inductor.fused.record import JOINT, POST_GRAD, FusedKernel
+from te_inductor.kernels.cutlass_tiles import Kernel
+from te_inductor.kernels.problem import ANOTHER
 from te_inductor.passes.graph.gemm_nodes import VIEWS, is_plain, kernel_of
 from te_inductor.passes.graph.node_kinds import has_shape, tensor_of
 from te_inductor.templates.cutlass import build
-from te_inductor.templates.cutlass.scaled_mm import ANOTHER, Kernel
 
 aten = torch.ops.aten
 

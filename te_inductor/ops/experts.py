@@ -14,23 +14,19 @@ from torch import Tensor
 
 from te_inductor import targets
 from te_inductor.compat import constant_type_name
+from te_inductor.kernels import grouped_mm, written_out
+from te_inductor.kernels.family import KernelFamily
+from te_inductor.kernels.nvfp4_linear import PREFILL
+from te_inductor.kernels.problem import Problem, Sizes, Stored
+from te_inductor.kernels.select import select
+from te_inductor.ops import grouped as ops_grouped
 from te_inductor.ops.casts import quantize
 from te_inductor.ops.definition import define
-from te_inductor.ops.grouped import grouped_mm
-from te_inductor.recipes import Quantizer, Slots
-from te_inductor.recipes.formats import ALIGNMENT
+from te_inductor.recipes import Gemm, Quantizer, Slots
+from te_inductor.recipes.formats import E2M1
 from te_inductor.runtime.eager import experts, grouped
 
 _QUANTIZER = constant_type_name(Quantizer)
-# Rows up to which a GPU multiplies with the stored values: so many times the number of experts, or so many if that is
-# more.
-FEW_EACH, FEW = 16, 512
-DTYPES = (torch.bfloat16, torch.float16)  # of x, that the kernels take
-
-
-def is_few(rows: Any, count: int) -> bool:
-    """Whether so many rows of x are few for so many experts."""
-    return bool(rows <= max(FEW, FEW_EACH * count))
 
 
 def _nvfp4_fake(
@@ -101,8 +97,7 @@ fp8_experts_dequantize = define(
 
 def nvfp4_product(x: Tensor, ends: Tensor | None, ids: Tensor | None, *weight: Tensor) -> Tensor:
     """`nvfp4_experts`, or what a GPU does in its place with many rows."""
-    stored = weight[0]
-    if x.device.type != "cuda" or _runs_few(x, stored, targets.of(x.device).nvfp4_kernels):
+    if _family(x, weight[0], PREFILL, E2M1.name) is not written_out.FAMILY:
         return nvfp4_experts(x, ends, ids, *weight, x.dtype)  # type: ignore[no-any-return]
     whole = nvfp4_experts_dequantize(*weight, x.shape[1], x.dtype)
     return experts.product_of_whole(x, ends, ids, whole, x.dtype)
@@ -111,10 +106,7 @@ def nvfp4_product(x: Tensor, ends: Tensor | None, ids: Tensor | None, *weight: T
 def fp8_product(x: Tensor, ends: Tensor | None, ids: Tensor | None, slots: Slots, *weight: Tensor) -> Tensor:
     """`fp8_experts`, or what a GPU does in its place with many rows: x is cast as well, as the recipe says."""
     values, scale_inv = weight
-    few = x.device.type != "cuda" or _runs_few(x, values, targets.of(x.device).fp8)
-    scope, aligned = slots.input.granularity, values.shape[1] % ALIGNMENT == 0
-    multiplies = aligned and not (scope.blocked and not scope.one_row)
-    if few or not multiplies or not grouped.has_kernel(x.device, slots.fprop):
+    if _family(x, values, slots.fprop, slots.weight.element) is not grouped_mm.FAMILY:
         return fp8_experts(x, ends, ids, values, scale_inv, slots.weight, x.dtype)  # type: ignore[no-any-return]
     order = None
     if ends is None:
@@ -123,11 +115,12 @@ def fp8_product(x: Tensor, ends: Tensor | None, ids: Tensor | None, slots: Slots
         x = x[order]
     else:
         x = grouped.mask_rows(x, ends)
-    y = grouped_mm(*quantize(x, slots.input), values, scale_inv, ends, None, slots.fprop, x.dtype)
+    y = ops_grouped.grouped_mm(*quantize(x, slots.input), values, scale_inv, ends, None, slots.fprop, x.dtype)
     return y if order is None else torch.empty_like(y).index_copy_(0, order, y)
 
 
-def _runs_few(x: Tensor, stored: Tensor, kernel: bool) -> bool:
-    for size in stored.shape:  # a weight's sizes are constants of the graph: asking for an int makes them so
-        int(size)
-    return kernel and x.dtype in DTYPES and is_few(x.shape[0], int(stored.shape[0]))
+def _family(x: Tensor, stored: Tensor, gemm: Gemm, element: str) -> KernelFamily:
+    """The kernels that multiply. A weight's sizes are constants of the graph: asking for an int makes them so."""
+    count, n, _ = (int(size) for size in stored.shape)
+    sizes = Sizes(x.shape[0], n, x.shape[1], count)
+    return select(Problem(targets.of(x.device), sizes, gemm, x.dtype, stored=Stored(element, x.dtype))).family

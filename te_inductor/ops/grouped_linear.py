@@ -7,9 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_inductor import targets
 from te_inductor.compat import constant_type_name
 from te_inductor.distributed.exchange import Exchange
 from te_inductor.distributed.parallel import largest
+from te_inductor.kernels import grouped_library
+from te_inductor.kernels.problem import Problem, Program, Sizes
+from te_inductor.kernels.select import select
 from te_inductor.ops import grouped as ops
 from te_inductor.ops.casts import Copy, ScalePair, copies, current_scale, quantize_delayed, tensor_amax
 from te_inductor.ops.definition import define
@@ -23,7 +27,7 @@ from te_inductor.recipes import Gemm, Quantizer, Slots
 from te_inductor.recipes.delayed import DelayedScaling
 from te_inductor.recipes.formats import ROW
 from te_inductor.runtime.eager import grouped
-from te_inductor.templates import grouped_library
+from te_inductor.templates import grouped_library as library
 
 _SLOTS = constant_type_name(Slots)
 
@@ -143,8 +147,11 @@ class GroupedLinears(Operation):
 
     def _native(self, gemm: Gemm, x: Tensor, weight: torch.dtype) -> bool:
         """Whether torch's library multiplies microscaled operands."""
-        gone = leaves(exported_grouped_linears)
-        return grouped_library.multiplies(x.device, gemm, self.out_dtype, weight, leaves=gone)
+        if not gemm.microscaled:
+            return False
+        program, sizes = Program(leaves=leaves(exported_grouped_linears)), Sizes(None, None, None, experts=0)
+        problem = Problem(targets.of(x.device), sizes, gemm, self.out_dtype, program=program, held=weight)
+        return select(problem).family is grouped_library.FAMILY
 
     def _row_copy(
         self, weights: Sequence[Tensor], x_grad: bool
@@ -226,7 +233,7 @@ class GroupedLinears(Operation):
             def multiply(a: Copy, b: Copy, gemm: Gemm) -> Tensor:
                 *operands, alpha = operands_of(a, b, gemm)
                 if self._native(gemm, starts, dtype):
-                    return grouped_library.grouped_wgrad(*operands, starts, tiles, gemm, alpha)  # type: ignore[call-arg, arg-type]
+                    return library.grouped_wgrad(*operands, starts, tiles, gemm, alpha)  # type: ignore[call-arg, arg-type]
                 return ops.grouped_wgrad(*operands, starts, gemm, made, alpha).to(dtype)  # type: ignore[no-any-return]
 
             return laid_out_gradients(multiply, g_col, x_col, gemm, ctx.sizes, ctx.turned)
@@ -254,7 +261,7 @@ def _product(
 ) -> Tensor:
     *operands, alpha = operands_of(a, b, gemm)
     if native:
-        return grouped_library.grouped_mm(*operands, ends, bias, gemm, alpha)  # type: ignore[call-arg, arg-type]
+        return library.grouped_mm(*operands, ends, bias, gemm, alpha)  # type: ignore[call-arg, arg-type]
     return ops.grouped_mm(*operands, ends, bias, gemm, out_dtype, alpha)  # type: ignore[no-any-return]
 
 

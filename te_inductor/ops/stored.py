@@ -17,23 +17,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from te_inductor import targets
+from te_inductor.kernels import fp8_small_m, nvfp4_fp8, recast, written_out
+from te_inductor.kernels import nvfp4_linear as policy
+from te_inductor.kernels.problem import Problem, Sizes
+from te_inductor.kernels.select import select
 from te_inductor.numerics import nvfp4
 from te_inductor.ops.casts import dequantize, quantize, transpose
 from te_inductor.ops.definition import define
 from te_inductor.ops.gemm import scaled_mm
 from te_inductor.ops.written_out import for_program, is_called, leaves
-from te_inductor.recipes import Gemm, Quantizer, Slots
-from te_inductor.templates import small_m
+from te_inductor.recipes import Quantizer, Slots
 
-# Up to DECODE_ROWS of x a GPU multiplies with the stored NVFP4 values, above it casts them first: docs/performance.md.
-# On Hopper, where FP8 is allowed, that ends at FEW_ROWS, and up to PROMPT_ROWS values become FP8 as they are
-# multiplied.
-DECODE_ROWS = 128
-FEW_ROWS, PROMPT_ROWS = 64, 512
 # The FP8 GEMM of large batches: scales of rows, powers of two, so that a stored value is rounded once and rarely.
 _ROWWISE = Quantizer("e4m3", power_2_scale=True, scope="row")
-PREFILL = Gemm("fprop", fast_accum=True, scopes=("row", "row"))
-_PROMPT_COLUMNS = 256  # K is a multiple of: what `nvfp4_linear_fp8` takes at a time
 
 
 def _nvfp4_linear_fake(
@@ -94,22 +90,6 @@ nvfp4_recast = define(
 is_called(nvfp4_linear, nvfp4_linear_fp8, nvfp4_dequantize, nvfp4_recast)
 
 
-def nvfp4_way(m: Any, k: int, dtype: torch.dtype, device: torch.device, prefill: str) -> str:
-    """How a GPU multiplies m rows by a stored weight: "stored", by its values; "decoded" to E4M3 as they are
-    multiplied; "recast" to E4M3 first; "exact", written out first."""
-    if dtype not in (torch.bfloat16, torch.float16):
-        return "exact"
-    target = targets.of(device)
-    fp8 = prefill == "fp8" and target.fp8
-    decodes = fp8 and target.hopper_kernels and k % _PROMPT_COLUMNS == 0
-    if m <= (FEW_ROWS if decodes else DECODE_ROWS):
-        return "stored"
-    if not fp8:
-        return "exact"
-    # What a symbol stands for is asked when it runs, by the op: a third graph would be one too many.
-    return "decoded" if decodes and (isinstance(m, torch.SymInt) or m <= PROMPT_ROWS) else "recast"
-
-
 class _Frozen(torch.autograd.Function):
     """``kind.product(x, *weight, *constants)``, and its gradient for x alone."""
 
@@ -139,23 +119,18 @@ class _NVFP4:
     def product(
         x: Tensor, stored: Tensor, block_scale: Tensor, tensor_scale: Tensor, prefill: str, out_dtype: torch.dtype
     ) -> Tensor:
-        weight = stored, block_scale, tensor_scale
+        weight, sizes = (stored, block_scale, tensor_scale), Sizes(x.shape[0], stored.shape[0], x.shape[1])
         _fixed(stored)
-        way = "stored"
-        if x.device.type == "cuda":
-            leaving = leaves(nvfp4_weight_only)
-            asks_nothing = leaving and isinstance(x.shape[0], torch.SymInt)
-            way = "exact" if asks_nothing else nvfp4_way(x.shape[0], x.shape[1], x.dtype, x.device, prefill)
-            if leaving:  # without the kernels that read what is stored
-                way = {"stored": "exact", "decoded": "recast"}.get(way, way)
-        if way == "stored":
-            return nvfp4_linear(x, *weight, out_dtype)  # type: ignore[no-any-return]
-        if way == "exact":
+        target, casts, gone = targets.of(x.device), prefill == "fp8", leaves(nvfp4_weight_only)
+        family = select(policy.problem(target, sizes, x.dtype, out_dtype, casts, gone)).family
+        if family is written_out.FAMILY:
             return F.linear(x, nvfp4_dequantize(*weight, x.shape[1], x.dtype)).to(out_dtype)
+        if family not in (nvfp4_fp8.FAMILY, recast.FAMILY):
+            return nvfp4_linear(x, *weight, out_dtype)  # type: ignore[no-any-return]
         data, scale_inv = quantize(x, _ROWWISE)
-        if way == "decoded":
+        if family is nvfp4_fp8.FAMILY:
             return nvfp4_linear_fp8(data, scale_inv, *weight, out_dtype)  # type: ignore[no-any-return]
-        return scaled_mm(data, scale_inv, *nvfp4_recast(*weight), None, PREFILL, out_dtype)  # type: ignore[no-any-return]
+        return scaled_mm(data, scale_inv, *nvfp4_recast(*weight), None, policy.PREFILL, out_dtype)  # type: ignore[no-any-return]
 
     @staticmethod
     def gradient(dy: Tensor, stored: Tensor, block_scale: Tensor, tensor_scale: Tensor, k: int, *_: Any) -> Tensor:
@@ -167,10 +142,12 @@ class _FP8:
 
     @staticmethod
     def product(x: Tensor, data: Tensor, scale_inv: Tensor, slots: Slots, out_dtype: torch.dtype) -> Tensor:
-        m, least, dtypes = x.shape[0], small_m.ROWS[0], (data.dtype, data.dtype)
-        asks = isinstance(m, torch.SymInt) and not leaves(fp8_weight)
-        if asks and small_m.choose(x.device, least, data.shape, dtypes, slots.fprop):
-            bool(m <= least)  # asked, so that there is a graph for few rows, and another for more
+        m, least = x.shape[0], fp8_small_m.ROWS[0]
+        if isinstance(m, torch.SymInt) and not leaves(fp8_weight):
+            sizes = Sizes(None, *data.shape, at_most=least)
+            few = Problem(targets.of(x.device), sizes, slots.fprop, out_dtype)
+            if select(few).family is fp8_small_m.FAMILY:
+                bool(m <= least)  # asked, so that there is a graph for few rows, and another for more
         return scaled_mm(*quantize(x, slots.input), data, scale_inv, None, slots.fprop, out_dtype)  # type: ignore[no-any-return]
 
     @staticmethod

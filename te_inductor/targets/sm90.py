@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 
-from te_inductor.targets.target import Rates, Target, named, version
+from te_inductor.targets.target import Limits, Rates, Target, named, version
 
 CAPABILITIES = ((9, 0),)
+LIMITS = Limits(132, 227 * 2**10, 50 * 2**20)  # of an H100 (SXM) and an H200, with which all constants were measured
 # torch 2.11.0+cu130, triton 3.6.0; docs/ledger/models.md has the measurements:
 # GEMMs in bf16 alone took 651 to 665 TF/s, in FP8 without CUTLASS in whole steps of nine models about 1150, of blocks
 # 0.87 of that; casts of weights moved 3.0 to 3.8 TB/s; the host took 33 us a launch, which is 40 of those

@@ -21,6 +21,15 @@ class Rates:
 
 
 @dataclass(frozen=True)
+class Limits:
+    """What kernels share of a device."""
+
+    multiprocessors: int
+    shared_memory: int  # bytes that one thread block may have
+    l2: int  # bytes of cache
+
+
+@dataclass(frozen=True)
 class Target:
     """A device, as far as the package is concerned. A field that is left out means that the device cannot do it."""
 
@@ -39,10 +48,20 @@ class Target:
     hopper_kernels: bool = False  # Triton kernels of wgmma: FP8 GEMMs of few rows, NVFP4 values decoded to E4M3
     decode_attention: bool = False  # the kernel of few queries runs
     rates: tuple[Rates, ...] = ()  # by product; none: nothing was measured, no layer is left out for its size
+    product: str = ""  # the device's name, by which tables of measurements are found
+    limits: Limits = Limits(0, 0, 0)
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether it is one that kernels of ours are for."""
+        return self.capability is not None
 
     def multiplies(self, gemm: Gemm) -> bool:
-        """Whether tensor cores apply the scales of a GEMM's microscaled operands. Square blocks are spread to rows'."""
-        return set(_rows_of(gemm)) <= set(self.microscaled_mm)
+        """Whether tensor cores multiply a GEMM's operands, and torch's library applies their scales, or they do. Square
+        blocks of microscaled operands are spread to rows'."""
+        if gemm.microscaled:
+            return set(_rows_of(gemm)) <= set(self.microscaled_mm)
+        return self.block_scaled_mm if gemm.blocked else self.fp8
 
     def multiplies_groups(self, gemm: Gemm) -> bool:
         """The same of a product for each group, whose two operands are of one kind."""

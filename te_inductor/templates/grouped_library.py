@@ -28,7 +28,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
-from te_inductor import targets
 from te_inductor.recipes.formats import Scope
 from te_inductor.recipes.quantizers import Gemm
 from te_inductor.runtime.eager import grouped
@@ -37,16 +36,6 @@ ROWS, BLOCKS = 128, 4  # of one tile of scales
 _QUARTER = ROWS // 4
 _BLOCKWISE = {16: ScalingType.BlockWise1x16, 32: ScalingType.BlockWise1x32}  # by the elements of a scale
 _SWIZZLES = SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE  # of blocks' scales, of factors
-
-
-def multiplies(device: torch.device, gemm: Gemm, *dtypes: torch.dtype, leaves: bool = False) -> bool:
-    """Whether the library has a product of what a layer multiplies, of activations and weights in these dtypes. A
-    program that `leaves` the process has MXFP8's alone."""
-    return (
-        targets.of(device).multiplies_groups(gemm)
-        and set(dtypes) == {torch.bfloat16}
-        and not (leaves and gemm.packed > 1)
-    )
 
 
 def grouped_mm(

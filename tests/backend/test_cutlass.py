@@ -14,29 +14,26 @@ import pytest
 import torch
 
 from te_inductor.errors import FallbackWarning
-from te_inductor.numerics.activation import Activation
-from te_inductor.recipes import Gemm
-from te_inductor.templates import cutlass
-from te_inductor.templates.cutlass import build, launch, tables
-from te_inductor.templates.cutlass import scaled_mm as template
-from te_inductor.templates.cutlass.scaled_mm import (
+from te_inductor.kernels import cutlass_packages as cutlass
+from te_inductor.kernels import cutlass_tables as tables
+from te_inductor.kernels import cutlass_tiles as template
+from te_inductor.kernels.cutlass_tiles import (
     BLOCK_TILES,
     FAST_TILES,
     OUTPUT,
     SM100_TILES,
     SPLIT_TILES,
-    Problem,
     Tile,
     kernel_of,
 )
+from te_inductor.numerics.activation import Activation
+from te_inductor.recipes import Gemm
+from te_inductor.templates.cutlass import build, launch
 from tests.support.cutlass_builds import BF16, E4M3, E5M2, KERNEL, broken_compiler
+from tests.support.kernels import B200, H200, RTX5090, dense
 
 E2M1 = torch.float4_e2m1fn_x2
 installed = pytest.mark.skipif(cutlass.missing() is not None, reason="te-inductor[cutlass] is not installed")
-
-
-def problem(m: int, n: int, k: int, **changes) -> Problem:
-    return dataclasses.replace(Problem("90", m, n, k, E4M3, E4M3, BF16, "tensor", False, True), **changes)
 
 
 @pytest.mark.parametrize(
@@ -50,18 +47,18 @@ def problem(m: int, n: int, k: int, **changes) -> Problem:
         {"out": E4M3},  # of no activation
         {"activation": Activation()},  # in bf16
         {"out": E4M3, "activation": Activation(), "scope": "row"},
-        {"a": torch.bfloat16},
     ],
     ids=str,
 )
 def test_what_the_kernels_do_not_take(unsuitable):
     tile = FAST_TILES[0]
-    assert template.supports(tile, problem(4096, 4096, 4096))
-    assert not template.supports(tile, dataclasses.replace(problem(4096, 4096, 4096), **unsuitable))
+    sizes = {"m": 4096, "n": 4096, "k": 4096}
+    assert template.supports(tile, dense(**sizes))
+    assert not template.supports(tile, dense(**{**sizes, **unsuitable}))
 
 
 def test_a_second_accumulator_must_fit_the_registers():
-    split = problem(16384, 4096, 4096, fast_accum=False)
+    split = dense(16384, 4096, 4096, fast_accum=False)
     assert template.tiles(split) == list(SPLIT_TILES)
     assert not template.supports(Tile(256, 160, 2, 1, False, 8), split)
     assert not template.supports(Tile(128, 192, 2, 1, True, 8), split)
@@ -70,30 +67,31 @@ def test_a_second_accumulator_must_fit_the_registers():
 def test_scales_of_blocks_have_a_tile_of_their_own():
     """Nothing is added there; what no tile divides is left to cuBLASLt."""
     for scope in ("1x128", "128x128"):
-        asked = problem(4096, 6144, 16384, scope=scope, fast_accum=False)
-        assert template.tiles(asked) == list(BLOCK_TILES)
+        asked = {"m": 4096, "n": 6144, "k": 16384, "scope": scope, "fast_accum": False}
+        assert template.tiles(dense(**asked)) == list(BLOCK_TILES)
         for odd in ({"m": 4097}, {"n": 6160}, {"k": 16400}, {"bias": True}, {"added": OUTPUT}, {"fast_accum": True}):
-            assert not template.tiles(dataclasses.replace(asked, **odd))
-    assert not template.supports(BLOCK_TILES[0], problem(4096, 4096, 4096, scope="1x32", fast_accum=False))
+            assert not template.tiles(dense(**{**asked, **odd}))
+    assert not template.supports(BLOCK_TILES[0], dense(4096, 4096, 4096, scope="1x32", fast_accum=False))
 
 
 @pytest.mark.parametrize("arch", ["100", "120"])
 def test_what_was_never_measured_is_a_candidate_and_no_choice(arch):
     """Blackwell: max-autotune may measure the tiles; without it cuBLASLt multiplies."""
-    for scope, element in {"1x32": E4M3, "1x16": E2M1}.items():
-        changes = {"arch": arch, "scope": scope, "a": element, "b": element, "fast_accum": False}
-        asked = problem(4096, 4096, 4096, **changes)
-        assert template.tiles(asked) == list(template.CANDIDATES[arch, False])
-        assert tables.choose(asked, "NVIDIA H200") is None
-        for odd in ({"k": 4104}, {"n": 4104}, {"a": BF16}, {"out": torch.float32}, {"fast_accum": True}, {"m": 64}):
-            assert not template.tiles(dataclasses.replace(asked, **odd))
-    assert not template.tiles(problem(4096, 4096, 4096, arch=arch, fast_accum=False))  # one scale a tensor: cuBLASLt's
+    sizes = {"m": 4096, "n": 4096, "k": 4096, "target": {"100": B200, "120": RTX5090}[arch], "fast_accum": False}
+    for scope, element, other in (("1x32", "e4m3", "e3m2"), ("1x16", "e2m1", None)):
+        asked = {**sizes, "scope": scope, "elements": (element, element)}
+        assert template.tiles(dense(**asked)) == list(template.CANDIDATES[arch, False])
+        of_h200 = dataclasses.replace(asked["target"], product=H200.product)
+        assert tables.choose(dense(**{**asked, "target": of_h200})) is None
+        unlike = [{"elements": (other, other)}] if other else []
+        for odd in (*unlike, {"k": 4104}, {"n": 4104}, {"out": torch.float32}, {"fast_accum": True}, {"m": 64}):
+            assert not template.tiles(dense(**{**asked, **odd}))
+    assert not template.tiles(dense(**sizes))  # one scale a tensor: cuBLASLt's
 
 
 def test_nothing_is_chosen_where_it_is_not_installed(monkeypatch):
     monkeypatch.setattr(cutlass, "missing", lambda: "quack-kernels is not installed")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert template.architecture(torch.device("cuda")) is None
+    assert template.architecture(dense(4096, 4096, 4096)) is None
 
 
 def test_a_wrong_version_is_named(monkeypatch):

@@ -17,6 +17,7 @@ from te_inductor.recipes import Float8BlockScaling, Float8CurrentScaling, MXFP8B
 from tests.eager import quantized
 from tests.forked import PROGRAMS
 from tests.passes import leave_out
+from tests.support.kernels import pretend
 
 pytestmark = pytest.mark.usefixtures("without_codegen")
 
@@ -85,7 +86,7 @@ def test_an_emulated_site_is_named_once():
 
 @pytest.mark.parametrize(("device", "named"), [("cpu", "on cpu"), ("cuda", "on compute capability 9.0")])
 def test_where_microscaling_is_emulated(device, named, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    pretend(monkeypatch, (9, 0))
     slots, where = MXFP8BlockScaling().slots(), torch.device(device)
     assert named in str(requirements.emulated(slots, where))
     # Padding to 32 costs nothing where nothing is faster; where the operands themselves are multiplied, it does.
@@ -148,11 +149,11 @@ def test_a_weight_longer_than_kernels_count():
 
 
 def test_a_device_before_fp8(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    pretend(monkeypatch, (8, 0))
     assert str(targets.of(torch.device("cuda")).refusal) == (
         "compute capability 8.0 has no FP8 tensor cores, 8.9 is the first"
     )
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    pretend(monkeypatch, (8, 9))
     assert targets.of(torch.device("cuda")).refusal is None
 
 
@@ -168,7 +169,7 @@ def test_a_device_before_fp8(monkeypatch):
     ],
 )
 def test_devices_without_gemms_of_blocks(capability, cuda, reason, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    pretend(monkeypatch, capability)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     weight = SimpleNamespace(device=torch.device("cuda"))
     refusal = requirements.blocks(Float8BlockScaling().slots(), weight, 256, 256)

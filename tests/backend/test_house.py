@@ -9,7 +9,7 @@ LARGEST_RECORD = 20
 # Pairs of folders that import each other.
 CYCLES = 4
 # Names that mean several things in the package, until they are changed. Users import a callback of each framework.
-REPEATED_CLASSES = frozenset("Call Config Layer Linear Matrix Problem Product ScalingStateCallback _Call _Rows".split())
+REPEATED_CLASSES = frozenset("Layer Linear Product ScalingStateCallback _Call _Rows".split())
 FRAGMENTS = 116
 
 

@@ -10,10 +10,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from te_inductor import ops, recipes
 from te_inductor.fused import quantized_epilogue
+from te_inductor.kernels.cutlass_tiles import FAST_TILES, kernel_of
 from te_inductor.numerics.activation import Activation
 from te_inductor.passes.graph import shared_sigmoid
 from te_inductor.recipes import Quantizer
-from te_inductor.templates.cutlass.scaled_mm import FAST_TILES, kernel_of
 
 SLOTS = recipes.resolve("current").slots()
 E4M3 = Quantizer("e4m3")

@@ -8,7 +8,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from te_inductor import ops, recipes
 from te_inductor.fused import residual_epilogue
-from te_inductor.templates.cutlass.scaled_mm import FAST_TILES, kernel_of
+from te_inductor.kernels.cutlass_tiles import FAST_TILES, kernel_of
 
 SLOTS = recipes.resolve("current").slots()
 

@@ -10,20 +10,24 @@ import torch
 from te_inductor import config, targets
 from te_inductor.command import doctor, tune
 from te_inductor.errors import OptionError, TEInductorError
+from te_inductor.kernels import cutlass_packages as cutlass
+from te_inductor.kernels import cutlass_tables as tables
+from te_inductor.kernels import cutlass_tiles
+from te_inductor.kernels.cutlass_tiles import FAST_TILES, Tile
+from te_inductor.kernels.problem import NOTHING, OUTPUT, Problem
+from te_inductor.kernels.select import select
 from te_inductor.numerics.activation import Activation
 from te_inductor.passes.graph.custom_pass import GraphPass
-from te_inductor.recipes import Gemm
-from te_inductor.templates import cutlass, select
-from te_inductor.templates.cutlass import scaled_mm, tables
-from te_inductor.templates.cutlass.scaled_mm import FAST_TILES, NOTHING, OUTPUT, Problem, Tile
+from tests.support import kernels
+from tests.support.kernels import dense
 
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 H200, NEW = "NVIDIA H200", "NVIDIA H20"  # NEW has no table
 TILE = FAST_TILES[0]
 
 
-def problem(m: int, n: int, k: int, **changes) -> Problem:
-    return dataclasses.replace(Problem("90", m, n, k, E4M3, E4M3, BF16, "tensor", False, True), **changes)
+def problem(m: int, n: int, k: int, product: str = H200, arch: str = "90", **changes) -> Problem:
+    return dense(m, n, k, target=dataclasses.replace(kernels.H200, product=product, cutlass=arch), **changes)
 
 
 def kind(row: dict) -> dict:
@@ -56,7 +60,7 @@ def test_every_row_of_the_package_is_a_kernel_that_supports_its_problem():
     for one in found.rows:
         if one["tile"] is not None:
             asked = problem(one["m"], one["n"], one["k"], **kind(one))
-            assert Tile(**one["tile"]) in scaled_mm.tiles(asked)
+            assert Tile(**one["tile"]) in cutlass_tiles.tiles(asked)
             assert one["us"] < one["cublaslt_us"]
 
 
@@ -65,17 +69,11 @@ def test_a_device_without_a_table_has_cublaslt(monkeypatch):
     one = max((row for row in tables.of(H200).rows if row["tile"] and row["scope"] == "tensor" and row["fast_accum"]
                and row["added"] == NOTHING and not row.get("quantized")), key=lambda row: row["m"])  # fmt: skip
     asked = problem(one["m"], one["n"], one["k"])
-    assert tables.choose(asked, H200) == Tile(**one["tile"])
-    assert tables.choose(asked, NEW) is None and tables.choose(asked, "NVIDIA H200 NVL") is None
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    assert tables.choose(asked) == Tile(**one["tile"])
     monkeypatch.setattr(cutlass, "missing", lambda: None)
-    whole = select.Problem(
-        torch.device("cuda"), asked.m, asked.n, asked.k, E4M3, E4M3, BF16, Gemm("fprop", fast_accum=True)
-    )
-    names = []
-    for name in (H200, NEW):
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_, name=name: name)
-        names.append(select.select(whole).name)
+    others = [problem(one["m"], one["n"], one["k"], product) for product in (NEW, "NVIDIA H200 NVL")]
+    assert [tables.choose(other) for other in others] == [None, None]
+    names = [select(each).name for each in (asked, others[0])]
     assert names == [f"cutlass:{Tile(**one['tile'])}", "cublaslt"]
 
 
@@ -98,15 +96,15 @@ def test_between_measured_shapes_two_rows_have_to_agree():
 
 
 def test_a_users_table_is_read_and_takes_the_place_of_the_packages(tmp_path, monkeypatch):
-    asked, before = problem(4096, 4096, 4096), GraphPass(None, []).uuid()
+    asked, new, before = problem(4096, 4096, 4096), problem(4096, 4096, 4096, NEW), GraphPass(None, []).uuid()
     written(tmp_path, row(4096))
     written(tmp_path, row(4096, tile=None), device=H200)
     monkeypatch.setenv(config.TABLES, str(tmp_path))
-    assert tables.choose(asked, NEW) == TILE and tables.choose(asked, H200) is None
+    assert tables.choose(new) == TILE and tables.choose(asked) is None
     assert tables.of(NEW).is_users and tables.of(NEW).dates == "2026-11-25"
     assert GraphPass(None, []).uuid() != before  # of compile caches: other kernels
     monkeypatch.delenv(config.TABLES)
-    assert tables.choose(asked, NEW) is None and GraphPass(None, []).uuid() == before
+    assert tables.choose(new) is None and GraphPass(None, []).uuid() == before
 
 
 @pytest.mark.parametrize(
@@ -138,12 +136,11 @@ def test_what_is_no_table_is_named_before_anything_is_compiled(text, what, tmp_p
 def test_the_doctor_says_which_table_is_used(tmp_path, monkeypatch):
     assert doctor._table() == (doctor.NOTE, "none, as there is no GPU")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(cutlass, "missing", lambda: None)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: H200)
+    kernels.pretend(monkeypatch, (9, 0))
     state, found = doctor._table()
     assert state == doctor.OK and f"GEMMs on {H200}, 2026-11-21 to 2026-11-24, of the package" in found
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: NEW)
+    kernels.pretend(monkeypatch, (9, 0), NEW)
     state, found = doctor._table()
     assert state == doctor.NOTE and f"none of {NEW}, cuBLASLt multiplies; `te-inductor tune`" in found
     path = written(tmp_path, row(4096)).path
@@ -171,12 +168,10 @@ def test_tuning_writes_a_table_that_is_then_used(tmp_path, monkeypatch, capsys):
         return [100.0, 90.0 if len(looks) < 5 else 99.0]
 
     def arms(p, table, complain):
-        return {None: None} | dict.fromkeys(scaled_mm.tiles(p))
+        return {None: None} | dict.fromkeys(cutlass_tiles.tiles(p))
 
-    for name, value in {
-        "is_available": lambda: True, "get_device_capability": lambda *_: (9, 0), "get_device_name": lambda *_: NEW,
-    }.items():  # fmt: skip
-        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    kernels.pretend(monkeypatch, (9, 0), NEW)
     for place, name, value in (
         (cutlass, "missing", lambda: None), (cutlass, "versions", lambda: ("quack-kernels 0.6.5 /some where",)),
         (tune, "arms", arms), (tune, "time_us", timed), (tune.build, "start", lambda kernels: list(kernels)),
@@ -189,19 +184,18 @@ def test_tuning_writes_a_table_that_is_then_used(tmp_path, monkeypatch, capsys):
     assert (found.device, found.packages) == (NEW, ("quack-kernels 0.6.5",)) and len(found.rows) == 6
     assert [one["tile"] is None for one in found.rows] == [False, False, True, True, True, True]
     monkeypatch.setenv(config.TABLES, str(tmp_path))
-    assert tables.choose(problem(4096, 6144, 4096), NEW) == TILE
+    assert tables.choose(problem(4096, 6144, 4096, NEW)) == TILE
     tune.run(arguments(tokens=[8192]))  # into the same, by the variable
     assert len(tables.read(found.path).rows) == 12 and "export" not in capsys.readouterr().out
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: H200)
     assert len(tune.started(H200, tmp_path).rows) == len(tables.of(H200).rows)  # the package's
 
 
 def test_what_is_tuned_is_what_models_have():
-    asked = tune.problems(None, tune.TOKENS, tune.KINDS)
+    asked = tune.problems(kernels.H200, None, tune.TOKENS, tune.KINDS)
     assert {tune.kind_of(one) for one in tables.of(H200).rows} == set(tune.KINDS)
     of_package = {(one["m"], one["n"], one["k"], tune.kind_of(one)) for one in tables.of(H200).rows}
-    assert len(asked) > 600 and all(scaled_mm.tiles(one) for one in asked)
-    sizes = {(one.m, one.n, one.k) for one in asked}
+    assert len(asked) > 600 and all(cutlass_tiles.tiles(one) for one in asked)
+    sizes = {(one.sizes.m, one.sizes.n, one.sizes.k) for one in asked}
     assert all((m, n, k) in sizes for m, n, k, kind in of_package if m % 128 == n % 128 == 0)
 
 

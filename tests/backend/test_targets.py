@@ -9,10 +9,10 @@ import torch
 
 import te_inductor
 from te_inductor import targets
-from te_inductor.recipes import Gemm
-from te_inductor.targets import Target
-from te_inductor.templates import small_m
-from te_inductor.templates.cutlass import scaled_mm
+from te_inductor.kernels import exact
+from te_inductor.kernels.select import select
+from te_inductor.targets import Target, sm90
+from tests.support.kernels import dense, pretend
 
 PACKAGE = Path(te_inductor.__file__).parent
 DEVICE = torch.device("cuda", 0)
@@ -32,16 +32,14 @@ def test_one_folder_asks_what_a_device_can_do():
 
 @pytest.mark.parametrize("capability", [(9, 0), (9, 4), (9, 5), (10, 0)])
 def test_refused_by_name(capability, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
-    monkeypatch.setattr("te_inductor.templates.cutlass.missing", lambda: None)
-    sizes, dtypes = (4096, 4096), (torch.float8_e4m3fn,) * 2
+    pretend(monkeypatch, capability)
+    monkeypatch.setattr("te_inductor.kernels.cutlass_packages.missing", lambda: None)
     assert targets.of(DEVICE).refusal is None
     monkeypatch.setattr(torch.version, "hip", "6.4.1")
     found = targets.of(DEVICE)
     assert str(found.refusal) == "an AMD GPU (ROCm 6.4.1), the kernels are for NVIDIA's"
     assert found == Target("ROCm 6.4.1", refusal=found.refusal)  # nothing that it can do
-    assert small_m.choose(DEVICE, 16, sizes, dtypes, Gemm("fprop", fast_accum=True)) is None
-    assert scaled_mm.architecture(DEVICE) is None
+    assert select(dense(16, 4096, 4096, target=found)).family is exact.FAMILY
 
 
 @pytest.mark.parametrize(
@@ -63,9 +61,10 @@ def test_refused_by_name(capability, monkeypatch):
     ],
 )  # fmt: skip
 def test_what_a_device_can_do(capability, cuda, can, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    pretend(monkeypatch, capability)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     found = targets.of(DEVICE)
-    told = {"name", "capability", "cuda"}
+    told = {"name", "capability", "cuda", "product", "limits"}
     assert {field.name for field in fields(found) if getattr(found, field.name)} - told == can
+    assert found.product == "NVIDIA H200" and found.limits == sm90.LIMITS  # what `pretend` says
     assert found.name == "compute capability {}.{}".format(*capability) and found.capability == capability

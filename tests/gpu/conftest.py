@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from te_inductor.templates.cutlass import tables
+from te_inductor.kernels import cutlass_tables as tables
 
 
 @pytest.fixture(autouse=True)

@@ -7,12 +7,15 @@ import torch
 from torch import nn
 
 from te_inductor import explain
+from te_inductor.kernels import cutlass_packages as cutlass
+from te_inductor.kernels import cutlass_tables as tables
+from te_inductor.kernels import cutlass_tiles as template
+from te_inductor.kernels.problem import ANOTHER, NOTHING
 from te_inductor.recipes import Float8CurrentScaling, Gemm, QParams
-from te_inductor.templates import cutlass
-from te_inductor.templates.cutlass import build, launch, tables
-from te_inductor.templates.cutlass import scaled_mm as template
+from te_inductor.templates.cutlass import build, launch
 from tests.support.blocked_scales import E4M3, E5M2, blocked, spread
 from tests.support.gpu_ops import FAST_BITS
+from tests.support.kernels import dense as problem_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,20 +32,21 @@ def test_a_product_is_that_of_float64(tile, fast, scope):
     m, n, k = 3 * tile.m * tile.cluster_m - 40, 2 * tile.n * tile.cluster_n - 48, 528
     a, b = (torch.randn(rows, k, device="cuda").mul_(4) for rows in (m, n))
     a, b = a.to(E4M3 if fast else E5M2), b.to(E4M3)
+    elements = ("e4m3" if fast else "e5m2", "e4m3")
     shapes = ((m, 1), (1, n)) if scope == "row" else ((), ())
     scales = [torch.rand(shape, device="cuda") + 0.5 for shape in shapes]
     bias, other = (torch.randn(*size, device="cuda").mul_(100).bfloat16() for size in ((n,), (m, n)))
     problems = [
-        template.Problem("90", m, n, k, a.dtype, b.dtype, torch.bfloat16, scope, with_bias, fast, added)
+        problem_of(m, n, k, scope, fast, elements, bias=with_bias, added=added)
         for with_bias, added in (
-            (False, template.NOTHING),
-            (True, template.NOTHING),
-            (scope == "row", template.ANOTHER),
+            (False, NOTHING),
+            (True, NOTHING),
+            (scope == "row", ANOTHER),
         )
     ]
-    build.start(problem.kernel(tile) for problem in problems)
+    build.start(template.kernel(problem, tile) for problem in problems)
     for problem in problems:
-        rest = [bias] * problem.bias + [other] * (problem.added == template.ANOTHER)
+        rest = [bias] * problem.epilogue.bias + [other] * (problem.epilogue.added == ANOTHER)
         assert template.supports(tile, problem)
         out = torch.full((m, n), float("nan"), device="cuda", dtype=torch.bfloat16)
         given = {
@@ -50,7 +54,7 @@ def test_a_product_is_that_of_float64(tile, fast, scope):
             "arch": "90",
             "scope": scope,
             "fast_accum": fast,
-            "added": problem.added,
+            "added": problem.epilogue.added,
             "out": out,
         }
         launch.scaled_mm(a, b.t(), *scales, *rest, **given)
@@ -66,7 +70,7 @@ def test_a_product_is_that_of_float64(tile, fast, scope):
 
 @pytest.mark.parametrize("scope", ["1x128", "128x128"])
 @pytest.mark.parametrize("tile", template.BLOCK_TILES, ids=str)
-@pytest.mark.parametrize("added", [template.NOTHING, template.ANOTHER])
+@pytest.mark.parametrize("added", [NOTHING, ANOTHER])
 @pytest.mark.parametrize("sizes", [(652, 400, 640), (2050, 1040, 256), (300, 272, 1168), (8448, 4096, 384)], ids=str)
 def test_a_product_with_scales_of_blocks_is_that_of_float64(sizes, added, tile, scope):
     """Four steps of the tensor core a block of K, whose sum is scaled in fp32; sizes that no tile and no block divides,
@@ -76,11 +80,11 @@ def test_a_product_with_scales_of_blocks_is_that_of_float64(sizes, added, tile, 
     a, b, a_scale, b_scale = blocked(m, n, k, scope)
     wide_a, wide_b = a.double() * spread(a_scale, m, k), b.double() * spread(b_scale.t(), n, k)
     exact, absolute = wide_a @ wide_b.t(), wide_a.abs() @ wide_b.abs().t()
-    dtype = torch.float16 if scope == "1x128" and added == template.ANOTHER else torch.bfloat16
+    dtype = torch.float16 if scope == "1x128" and added == ANOTHER else torch.bfloat16
     out = torch.full((m, n), float("nan"), device="cuda", dtype=dtype)
     given = {"tile": tile.shape, "arch": "90", "scope": scope, "fast_accum": False, "added": added}
     rest = []
-    if added == template.ANOTHER:
+    if added == ANOTHER:
         if dtype == torch.float16:  # which sums of these scales overflow
             a_scale = a_scale / absolute.max().float()
             exact, absolute = exact / absolute.max(), absolute / absolute.max()
@@ -99,13 +103,13 @@ def test_a_product_with_scales_of_blocks_is_that_of_float64(sizes, added, tile, 
     assert not rest or (out[5].isinf().all() and out.isinf().sum() == n)
 
 
-@pytest.mark.parametrize("added", [template.NOTHING, template.ANOTHER])
+@pytest.mark.parametrize("added", [NOTHING, ANOTHER])
 @pytest.mark.parametrize("tile", template.BLOCK_TILES, ids=str)
 def test_a_product_with_scales_of_blocks_is_the_same_each_time(tile, added):
     """What is loaded ahead overwrites nothing that is still read: no matter who is late, the sums are the same bits."""
     m, n, k = 16384, 4096, 4096
     a, b, a_scale, b_scale = blocked(m, n, k, "128x128")
-    rest = [torch.randn(m, n, device="cuda", dtype=torch.bfloat16)] if added == template.ANOTHER else []
+    rest = [torch.randn(m, n, device="cuda", dtype=torch.bfloat16)] if added == ANOTHER else []
     given = {"tile": tile.shape, "arch": "90", "scope": "128x128", "fast_accum": False, "added": added}
     first, wrong = None, torch.zeros((), device="cuda", dtype=torch.int64)
     for _ in range(200):
@@ -237,7 +241,7 @@ def test_a_residual_is_read_by_the_gemm(training, no_caches):
         mine = result()
     assert any("scaled_bias_added" in event.key for event in profile.key_averages())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tables, "choose", lambda p, device: None if p.added == template.ANOTHER else choose(p, device))
+        patch.setattr(tables, "choose", lambda p: None if p.epilogue.added == ANOTHER else choose(p))
         theirs = result()
     for name, ours, other in zip(("y", "dx"), mine, theirs, strict=False):
         assert (ours.double() - other.double()).norm() / other.double().norm() < 2.0**-7, name

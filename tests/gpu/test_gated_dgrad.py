@@ -10,15 +10,16 @@ from torch.utils.checkpoint import checkpoint
 
 from te_inductor.command.gemm_arms import SWIGLU
 from te_inductor.fused import gated_dgrad
+from te_inductor.kernels import cutlass_packages as cutlass
+from te_inductor.kernels import cutlass_tiles as template
 from te_inductor.passes import joint
 from te_inductor.recipes import Gemm, Quantizer
 from te_inductor.runtime.eager import dense
-from te_inductor.templates import cutlass
 from te_inductor.templates.cutlass import build, launch
-from te_inductor.templates.cutlass import scaled_mm as template
 from tests.passes import leave_out
 from tests.support.blocked_scales import blocked, spread
 from tests.support.gpu_ops import FAST_BITS
+from tests.support.kernels import dense as product_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -146,8 +147,8 @@ def test_what_runs_where_no_kernel_was_built(monkeypatch):
 
 def test_every_tile_is_built_at_once():
     """There is a kernel a cluster of one gating."""
-    problem = template.Problem("90", 512, 512, 512, E4M3, E4M3, E4M3, "128x128", False, False, gating=SWIGLU)
-    kernels = {problem.kernel(tile) for tile in template.tiles(problem)}
+    problem = product_of(512, 512, 512, "128x128", False, out=E4M3, gating=SWIGLU)
+    kernels = {template.kernel(problem, tile) for tile in template.tiles(problem)}
     assert len(kernels) == len(template.BLOCK_TILES) == len({build._path(kernel) for kernel in kernels})
     assert all(kernel == dataclasses.replace(kernel, gating=(SWIGLU.steps, SWIGLU.results)) for kernel in kernels)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import te_inductor
-from te_inductor.ops import stored
+from te_inductor.kernels.nvfp4_linear import FEW_ROWS
 from tests.support.format_errors import FORWARD, SLACK
 
 transformers = pytest.importorskip("transformers")
@@ -88,7 +88,7 @@ class Models:
         plain = self.plain(tokens, use_cache=False).logits[:, places].double()
         assert logits.isfinite().all()
         noise = 0.0
-        if rows > stored.FEW_ROWS or self.body != "nvfp4_weight_only":
+        if rows > FEW_ROWS or self.body != "nvfp4_weight_only":
             noise = SLACK * math.sqrt(GEMMS) * FORWARD
         elif self.head == "rowwise":
             noise = SLACK * FORWARD

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from te_inductor.kernels.grouped_mm import GroupedConfig
 from te_inductor.recipes import Gemm
 from tests import bounds, grouped
 from tests.grouped import wide
@@ -95,14 +96,16 @@ def test_sizes_of_groups(sizes, scopes, fast, out_dtype):
 def test_more_turns_than_stages(config, fast):
     """Programs of several tiles, each of more stages than there is room for: who waits for a stage that nobody leaves
     would wait for ever."""
-    from te_inductor.templates.triton.grouped_mm import Config, grouped_mm
+    from te_inductor.templates.triton.grouped_mm import grouped_mm
 
     gemm = Gemm("fprop", fast)
     a = torch.randn(8192, 2048, device="cuda").to(torch.float8_e4m3fn)
     b = torch.randn(8, 1024, 2048, device="cuda").to(torch.float8_e4m3fn)
     ends = torch.tensor([1000, 1000, 3000, 4096, 5000, 6001, 7000, 8192], dtype=torch.int32, device="cuda")
     one = torch.ones((), device="cuda")
-    y = grouped_mm(a, one, b, one.expand(8).contiguous(), ends, None, gemm, torch.float32, config=Config(*config))
+    y = grouped_mm(
+        a, one, b, one.expand(8).contiguous(), ends, None, gemm, torch.float32, config=GroupedConfig(*config)
+    )
     begin = 0
     for group, end in enumerate(ends.tolist()):
         expected = a[begin:end].float() @ b[group].float().t()
@@ -116,12 +119,12 @@ def test_more_turns_than_stages(config, fast):
 @pytest.mark.parametrize("scopes", [ROW, BLOCKS], ids=str)
 def test_sizes_of_experts(scopes, elements, n, k, config):
     """N and K that no tile divides, each element, and a bias."""
-    from te_inductor.templates.triton.grouped_mm import Config, grouped_mm
+    from te_inductor.templates.triton.grouped_mm import grouped_mm
 
     gemm = Gemm("dgrad", False, scopes, elements)
     problem = grouped.products((70, 0, 200), 3, n, k, gemm, torch.bfloat16)
     poison()
-    y = grouped_mm(*problem.on("cuda"), gemm, torch.bfloat16, Config(*config))
+    y = grouped_mm(*problem.on("cuda"), gemm, torch.bfloat16, GroupedConfig(*config))
     assert_right(y, with_imprecision(problem, gemm, torch.bfloat16), "bias")
 
 

@@ -9,10 +9,11 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from te_inductor import explain
-from te_inductor.templates import cutlass
-from te_inductor.templates.cutlass import scaled_mm as template
-from te_inductor.templates.cutlass import tables
+from te_inductor.kernels import cutlass_packages as cutlass
+from te_inductor.kernels import cutlass_tables as tables
+from te_inductor.kernels.problem import OUTPUT
 from tests.support.gpu_main_grads import te
+from tests.support.kernels import dense
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
@@ -52,19 +53,7 @@ class Tied(nn.Module):
         return self.c(nn.functional.silu(self.a(x)) * self.c(self.b(x)))
 
 
-KNOWN = template.Problem(
-    "90",
-    2048,
-    2048,
-    2048,
-    torch.float8_e5m2,
-    torch.float8_e4m3fn,
-    torch.float32,
-    "tensor",
-    False,
-    False,
-    template.OUTPUT,
-)
+KNOWN = dense(2048, 2048, 2048, "tensor", False, ("e5m2", "e4m3"), torch.float32, added=OUTPUT)
 
 
 def totals(model, recipe, mode, batches) -> list[torch.Tensor]:
@@ -76,7 +65,7 @@ def totals(model, recipe, mode, batches) -> list[torch.Tensor]:
         p.main_grad = torch.zeros_like(p, dtype=torch.float32)
     sites = explain(model, batches[0][0], options={"policy": {"*": recipe}, "wgrad": "main_grad"}).sites
     kernels = {site.kernel.partition(":")[0] for site in sites if site.gemm == "wgrad"}
-    assert kernels == {"cublaslt" if tables.choose(KNOWN, torch.cuda.get_device_name()) is None else "cutlass"}
+    assert kernels == {"cublaslt" if tables.choose(KNOWN) is None else "cutlass"}
     run = te(model, recipe, mode=mode, wgrad="main_grad")
     for x, dy in batches:
         torch.compiler.cudagraph_mark_step_begin()
@@ -105,7 +94,7 @@ def test_cutlass_adds(recipe, mode, no_caches):
         "cutlass" in event.key and "_ao_" in event.key for event in profile.key_averages()
     )  # quack's add_to_output
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tables, "choose", lambda p, device: None if p.added == template.OUTPUT else choose(p, device))
+        patch.setattr(tables, "choose", lambda p: None if p.epilogue.added == OUTPUT else choose(p))
         theirs = totals(model, recipe, mode, batches)
     for ours, other in zip(mine, theirs, strict=True):
         assert (ours.double() - other.double()).norm() / other.double().norm() < 2.0**-8

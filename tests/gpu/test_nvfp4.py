@@ -6,9 +6,12 @@ from torch import nn
 
 import te_inductor
 from te_inductor.api.quantization import quantize_
+from te_inductor.kernels.nvfp4_fp8 import NVFP4PromptConfig
+from te_inductor.kernels.nvfp4_linear import FEW_ROWS, NVFP4Config, supports
 from te_inductor.numerics import nvfp4
 from te_inductor.ops import stored as ops_stored
 from te_inductor.recipes import NVFP4WeightOnly
+from tests.support.kernels import stored as stored_problem
 
 hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="needs compute capability 9.0"
@@ -106,7 +109,7 @@ def test_linear_fp8(m, rows, splits, size, dtype):
     x_scale = torch.rand(m, 1, device="cuda") + 0.5
     x[9] = 0
     x.view(torch.uint8)[7, k - 1], x_scale[11] = 0x7F, torch.inf
-    config = nvfp4_fp8.Config(rows, splits)
+    config = NVFP4PromptConfig(rows, splits)
     poison = torch.empty(1 << 26, device="cuda").fill_(torch.nan)
     del poison
     results = [
@@ -151,11 +154,11 @@ def test_streamed(m, rows, block_n, splits, shares, stages, size, dtype):
 
     n, k = size
     groups = block_n // 64 * shares
-    config = nvfp4_linear.Config("streamed", rows, block_n, 256, splits, 4 * groups, shares, stages)
-    problem = nvfp4_linear.Problem(m, n, k, dtype)
+    config = NVFP4Config("streamed", rows, block_n, 256, splits, 4 * groups, shares, stages)
+    problem = stored_problem(m, n, k, dtype)
     if k % (256 * splits * shares):
         pytest.skip("K is not cut into so many parts")
-    assert nvfp4_linear.supports(config, problem) is None
+    assert supports(config, problem) is None
     weight = random_weight(n, k)
     x = torch.randn(m, k, device="cuda", dtype=dtype)
     odd = [row for row in (2, 5, 7) if row < m]
@@ -181,7 +184,7 @@ def test_streamed_exactly(rows):
 
     stored, scales = every_pair()
     one, k = torch.ones((), device="cuda"), 2 * stored.shape[1]
-    config = nvfp4_linear.Config("streamed", rows, 64, 256, 1, 8, 2, 4)
+    config = NVFP4Config("streamed", rows, 64, 256, 1, 8, 2, 4)
     wide = nvfp4.values(stored, scales)
     for first in range(0, k, rows):
         x = torch.zeros(rows, k, device="cuda", dtype=torch.bfloat16)
@@ -196,7 +199,7 @@ def test_rows_of_several_programs(m, splits):
     """A batch of any size runs with the config of the size that was compiled for; rows that are few arranged, too."""
     from te_inductor.templates.triton import nvfp4_direct, nvfp4_linear
 
-    config = nvfp4_linear.Config("direct", 8, 32, nvfp4_direct.COLUMNS.value, splits, warps=2, shares=2, stages=2)
+    config = NVFP4Config("direct", 8, 32, nvfp4_direct.COLUMNS.value, splits, warps=2, shares=2, stages=2)
     weight = random_weight(200, 1024)
     x = torch.randn(m, 1024, device="cuda", dtype=torch.bfloat16)
     chunks = x.reshape(m, 8, 4, 4, 8).permute(1, 3, 0, 2, 4).reshape(32, m, 32)
@@ -295,7 +298,7 @@ def test_compiled(m, recipe):
             x = torch.randn(m, 512, device="cuda", dtype=torch.bfloat16)
             y, expected = run(x).float(), plain(x).float()
             # Three layers, activations and weights rounded to E4M3 in each where FP8 is used: 3.8% a layer.
-            fp8 = recipe == "rowwise" or (recipe == "nvfp4_weight_only" and m > ops_stored.FEW_ROWS)
+            fp8 = recipe == "rowwise" or (recipe == "nvfp4_weight_only" and m > FEW_ROWS)
             bound = 0.1 if fp8 else 0.015
             assert torch.linalg.vector_norm(y - expected) <= bound * torch.linalg.vector_norm(expected)
     assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
@@ -330,7 +333,7 @@ def test_two_compiles_for_all_batches():
             x = torch.randn(m, 512, device="cuda", dtype=torch.bfloat16)
             difference = torch.linalg.vector_norm((run(x) - quantized(x)).float())
             # Where activations are cast to E4M3, a last bit decides their roundings anew.
-            bound = 0.02 if m <= ops_stored.FEW_ROWS else 0.1
+            bound = 0.02 if m <= FEW_ROWS else 0.1
             assert difference <= bound * torch.linalg.vector_norm(quantized(x).float())
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 

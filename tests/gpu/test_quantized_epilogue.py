@@ -8,13 +8,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from te_inductor import ops
+from te_inductor.kernels import cutlass_packages as cutlass
+from te_inductor.kernels import cutlass_tables as tables
+from te_inductor.kernels.cutlass_tiles import NOTHING, QUANTIZED_TILES, kernel_of
 from te_inductor.numerics.activation import Activation
 from te_inductor.recipes import Quantizer
 from te_inductor.recipes.formats import ELEMENTS
-from te_inductor.templates import cutlass
-from te_inductor.templates.cutlass import build, launch, tables
-from te_inductor.templates.cutlass import scaled_mm as template
-from te_inductor.templates.cutlass.scaled_mm import NOTHING, QUANTIZED_TILES, kernel_of
+from te_inductor.templates.cutlass import build, launch
+from tests.support.kernels import dense
 
 pytestmark = [
     pytest.mark.gpu,
@@ -130,13 +131,11 @@ def test_inference(mode, no_caches):
     torch.manual_seed(0)
     model = Mlp(1024, 4096, F.gelu).requires_grad_(False)
     x = torch.randn(4, 2048, 1024, device="cuda", dtype=BF16)
-    choose, device = tables.choose, torch.cuda.get_device_name()
-    tile = choose(
-        template.Problem("90", 8192, 4096, 1024, E4M3, E4M3, E4M3, "tensor", True, True, NOTHING, Activation()), device
-    )
+    choose = tables.choose
+    tile = choose(dense(8192, 4096, 1024, out=E4M3, bias=True, activation=Activation()))
 
-    def two_kernels(problem, device):  # the same tile for the first GEMM, so that its sums are the same
-        return None if problem.activation else tile if problem.n == 4096 else choose(problem, device)
+    def two_kernels(problem):  # the same tile for the first GEMM, so that its sums are the same
+        return None if problem.epilogue.activation else tile if problem.sizes.n == 4096 else choose(problem)
 
     def result(grad, chosen=choose):
         torch._dynamo.reset()

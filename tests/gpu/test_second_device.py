@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import te_inductor
+from te_inductor.kernels import cutlass_packages as cutlass
+from te_inductor.kernels import fp8_small_m as small_m
 from te_inductor.numerics import nvfp4
 from te_inductor.ops import attention as ops_attention
 from te_inductor.ops import stored as ops_stored
 from te_inductor.recipes import Float8RowwiseScaling, Gemm
-from te_inductor.templates import cutlass, small_m
 
 hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_hopper = pytest.mark.skipif(not hopper, reason="kernels of compute capability 9.0")
@@ -98,8 +99,8 @@ def scaled_mm(device):
 
 
 def cutlass_mm(device):
+    from te_inductor.kernels import cutlass_tiles as template
     from te_inductor.templates.cutlass import launch
-    from te_inductor.templates.cutlass import scaled_mm as template
 
     tile = template.FAST_TILES[0]
     one = torch.ones((), device=device)
@@ -115,8 +116,8 @@ def cutlass_mm(device):
 
 
 def cutlass_total(device):
+    from te_inductor.kernels import cutlass_tiles as template
     from te_inductor.templates.cutlass import launch
-    from te_inductor.templates.cutlass import scaled_mm as template
 
     tile, gemm = template.FAST_TILES[0], Gemm("wgrad", fast_accum=True)
     one = torch.ones((), device=device)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import te_inductor
+from te_inductor.kernels import fp8_small_m as small_m
 from te_inductor.ops.stored_weight import StoredWeight
-from te_inductor.templates import small_m
 from tests.support.gpu_small_m import Mlp, layer
 
 pytestmark = pytest.mark.gpu
@@ -64,7 +64,7 @@ def test_special_values(m, config):
     a, a_scale, b, b_scale = operands(m, 200, 1024)
     a[1, 700], a[2] = torch.nan, 0.0
     b[190, 3] = torch.nan
-    y = product(a, a_scale, b, b_scale, small_m.Config(*config))
+    y = product(a, a_scale, b, b_scale, small_m.SmallMConfig(*config))
     expected = torch.zeros(m, 200, dtype=torch.bool, device="cuda")
     expected[1], expected[:, 190] = True, True
     assert torch.equal(y.isnan(), expected) and (y[2][~expected[2]] == 0).all()

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from te_inductor import explain, ops, targets
+from te_inductor.kernels import emulated as emulation
+from te_inductor.kernels import grouped_library as policy
+from te_inductor.kernels.problem import Problem, Program, Sizes
 from te_inductor.recipes import Format, Gemm, MXFP4BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from te_inductor.runtime.eager import grouped
-from te_inductor.targets import sm100
-from te_inductor.templates import grouped_library
-from te_inductor.templates.select import EMULATED, GROUPED_LIBRARY
+from te_inductor.targets import Target, cpu, sm100
 from tests import grouped_library as stand_in
 from tests.support import grouped_layers as layers
 
@@ -20,6 +21,8 @@ pytestmark = pytest.mark.usefixtures("known_seeds")
 
 SIZES = {"many": (0, 1, 17, 130, 0, 128), "rows behind": (40, 0, 3), "one has all": (0, 90, 0)}  # even in all
 BEHIND = {SIZES["rows behind"]: 21}
+
+GROUPED_LIBRARY, EMULATED = policy.FAMILY.name, emulation.FAMILY.name
 
 
 @pytest.fixture
@@ -169,22 +172,26 @@ def test_where(monkeypatch):
     """The library multiplies on compute capability 10.0 alone, bf16 and E4M3, where torch was built with the
     library."""
     gemm, bf16 = MXFP8BlockScaling().slots().fprop, torch.bfloat16
-    assert not grouped_library.multiplies(torch.device("cpu"), gemm, bf16)
     monkeypatch.setattr(torch.__config__, "show", lambda: "USE_MSLK=ON")
-    assert len(sm100.target((10, 0), "13.0").grouped_microscaled_mm) == 3
+    target = sm100.target((10, 0), "13.0")
+    assert len(target.grouped_microscaled_mm) == 3
     assert not sm100.target((10, 3), "13.0").grouped_microscaled_mm
     assert not sm100.target((10, 0), "12.6").grouped_microscaled_mm
-    monkeypatch.setattr(targets, "of", lambda device: sm100.target((10, 0), "13.0"))
-    device = torch.device("cuda")
-    assert grouped_library.multiplies(device, gemm, bf16, bf16)
-    assert not grouped_library.multiplies(device, gemm, bf16, torch.float32)
-    assert not grouped_library.multiplies(device, Gemm("fprop"), bf16)
-    assert not grouped_library.multiplies(device, Gemm("dgrad", False, ("1x32", "1x32"), ("e5m2", "e4m3")), bf16)
+
+    def multiplies(gemm: Gemm, held: torch.dtype = bf16, leaves: bool = False, target: Target = target) -> bool:
+        sizes, program = Sizes(None, None, None, experts=0), Program(leaves=leaves)
+        return policy.FAMILY.supports(Problem(target, sizes, gemm, bf16, program=program, held=held)) is None
+
+    assert not multiplies(gemm, target=cpu.TARGET)
+    assert multiplies(gemm)
+    assert not multiplies(gemm, torch.float32)
+    assert not multiplies(Gemm("fprop"))
+    assert not multiplies(Gemm("dgrad", False, ("1x32", "1x32"), ("e5m2", "e4m3")))
     for scope in ("1x16", "1x32"):
         four_bits = Gemm("fprop", False, (scope, scope), ("e2m1", "e2m1"))
-        assert grouped_library.multiplies(device, four_bits, bf16)
-        assert not grouped_library.multiplies(device, four_bits, bf16, leaves=True)
-    assert grouped_library.multiplies(device, gemm, bf16, leaves=True)
+        assert multiplies(four_bits)
+        assert not multiplies(four_bits, leaves=True)
+    assert multiplies(gemm, leaves=True)
     monkeypatch.setattr(torch.__config__, "show", lambda: "")
     assert not sm100.target((10, 0), "13.0").grouped_microscaled_mm
 

@@ -5,6 +5,10 @@ import math
 import pytest
 import torch
 
+from te_inductor import targets
+from te_inductor.kernels import eager, nvfp4_fp8, nvfp4_linear, recast, written_out
+from te_inductor.kernels.problem import Sizes
+from te_inductor.kernels.select import select
 from te_inductor.numerics import microscaling, nvfp4
 from te_inductor.ops import stored as ops_stored
 from te_inductor.recipes.formats import E4M3
@@ -12,6 +16,7 @@ from tests.bounds import assert_same_values
 from tests.oracle import nvfp4 as oracle
 from tests.oracle.casts import round_to_element
 from tests.support.contents import CONTENTS
+from tests.support.kernels import pretend
 
 FINITE = {
     name: make
@@ -141,8 +146,14 @@ def test_linear_fp8():
     ],
 )
 def test_how_rows_are_multiplied(monkeypatch, capability, prefill, k, ways):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    device = torch.device("cuda")
+    pretend(monkeypatch, capability)
+    target, casts = targets.of(torch.device("cuda")), prefill == "fp8"
+    stored = nvfp4_linear.FAMILY if capability >= (9, 0) and k % 64 == 0 else eager.FAMILY  # of the same op
+    families = {
+        "stored": stored, "decoded": nvfp4_fp8.FAMILY, "recast": recast.FAMILY, "exact": written_out.FAMILY
+    }  # fmt: skip
     for m, way in zip((64, 65, 512, 513), ways, strict=True):
-        assert ops_stored.nvfp4_way(m, k, torch.bfloat16, device, prefill) == way
-    assert ops_stored.nvfp4_way(1, k, torch.float32, device, prefill) == "exact"
+        asked = nvfp4_linear.problem(target, Sizes(m, 4096, k), torch.bfloat16, torch.bfloat16, casts)
+        assert select(asked).family is families[way]
+    asked = nvfp4_linear.problem(target, Sizes(1, 4096, k), torch.float32, torch.float32, casts)
+    assert select(asked).family is written_out.FAMILY

@@ -20,11 +20,11 @@ from quack.epilogue.ops import Scalar
 from quack.gemm_runtime.host import run_gemm_epi_plan
 from torch import Tensor
 
+from te_inductor.kernels.cutlass_tiles import ANOTHER, OUTPUT, ROUNDED, Kernel, Tile
 from te_inductor.numerics.activation import Gating
 from te_inductor.recipes import Gemm, Quantizer
 from te_inductor.recipes.formats import BLOCK_1X128, BLOCK_128X128, SCOPES, Scope
 from te_inductor.templates.cutlass import build, builder, launch
-from te_inductor.templates.cutlass.scaled_mm import ANOTHER, OUTPUT, ROUNDED, Kernel, Tile
 from tests.offline.tensor_cores import unswizzled
 
 M, N, K = 272, 400, 544  # no tile divides them

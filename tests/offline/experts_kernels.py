@@ -13,25 +13,25 @@ import torch
 from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
+from te_inductor.kernels.experts_decode import ExpertsConfig, scales_as
 from te_inductor.ops import stored_experts
 from te_inductor.recipes import Float8BlockScaling, Float8CurrentScaling, Float8RowwiseScaling, NVFP4WeightOnly, Recipe
 from te_inductor.runtime.eager import experts
 from te_inductor.templates.triton import experts_decode, nvfp4_expand
-from te_inductor.templates.triton.experts_decode import Config
 from tests.offline.interpret import mend_conversions
 
-SMALL = Config(rows=16, block_k=64, stages=2)
+SMALL = ExpertsConfig(rows=16, block_k=64, stages=2)
 # Rows of each expert, rows of none behind them, N, K, how the work is cut.
 CASES = [
     ([0, 3, 0, 17, 1, 0], 2, 70, 128, SMALL),  # a tile and one row; experts without rows; N of no whole tile
     ([5], 0, 64, 80, SMALL),  # one expert; K of no whole tile
-    ([0, 0, 16, 0], 0, 20, 256, Config(16, 128, 2)),  # one expert has all
-    ([1, 2, 3], 4, 30, 50, Config(32, 128, 2)),  # K of no whole block
+    ([0, 0, 16, 0], 0, 20, 256, ExpertsConfig(16, 128, 2)),  # one expert has all
+    ([1, 2, 3], 4, 30, 50, ExpertsConfig(32, 128, 2)),  # K of no whole block
 ]
 RECIPES = [NVFP4WeightOnly(), Float8RowwiseScaling(), Float8CurrentScaling(), Float8BlockScaling()]
 
 
-def check(sizes: list[int], behind: int, n: int, k: int, config: Config, recipe: object) -> None:
+def check(sizes: list[int], behind: int, n: int, k: int, config: ExpertsConfig, recipe: object) -> None:
     """Products are exact in fp32 (of bf16, with 8 significant bits, and at most 6 of a weight), K of them are summed
     there; scales are roundings of their own."""
     count, m = len(sizes), sum(sizes) + behind
@@ -55,15 +55,15 @@ def check(sizes: list[int], behind: int, n: int, k: int, config: Config, recipe:
 
 
 def product(
-    weight: stored_experts.StoredExperts, x: Tensor, ends: Tensor | None, ids: Tensor | None, config: Config
+    weight: stored_experts.StoredExperts, x: Tensor, ends: Tensor | None, ids: Tensor | None, config: ExpertsConfig
 ) -> Tensor:
     rest = {"out_dtype": torch.float32, "assembly": False, "config": config}
     if isinstance(weight, stored_experts.NVFP4Experts):
         return experts_decode.nvfp4_product(x, ends, ids, *weight.parts, **rest)  # type: ignore[arg-type]
     quantizer = weight.recipe.slots().weight
-    assert experts_decode.scales_as(quantizer)
+    assert scales_as(quantizer.format, quantizer.granularity)
     if quantizer.granularity.blocked:
-        rest["config"] = Config(config.rows, 128, config.stages)
+        rest["config"] = ExpertsConfig(config.rows, 128, config.stages)
     return experts_decode.fp8_product(x, ends, ids, *weight.parts, quantizer, **rest)  # type: ignore[arg-type]
 
 

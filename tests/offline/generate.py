@@ -170,7 +170,7 @@ def main(shim: str, arch: int, case: str, out: Path) -> None:
     # CUTLASS's kernels stand in the code of cases that are called so, whether it is installed or not, and are not
     # built.
     chosen = function.startswith("cutlass")
-    small = [mock.patch("te_inductor.templates.cutlass.tables.SAME", 2.0)] if chosen else []  # cases to be interpreted
+    small = [mock.patch("te_inductor.kernels.cutlass_tables.SAME", 2.0)] if chosen else []  # cases to be interpreted
     patches = [
         *pretend(arch),
         *small,
@@ -178,9 +178,7 @@ def main(shim: str, arch: int, case: str, out: Path) -> None:
         mock.patch.object(Constant, "__fx_repr__", recorded),
         # The graph is that of later steps under delayed scaling, and not of a first one.
         mock.patch("te_inductor.runtime.state.state_inputs.StateInputs.may_lack_history", lambda *_: False),
-        mock.patch(
-            "te_inductor.templates.cutlass.scaled_mm.architecture", lambda device: str(arch) if chosen else None
-        ),
+        mock.patch("te_inductor.kernels.cutlass_tiles.architecture", lambda problem: str(arch) if chosen else None),
         mock.patch("te_inductor.templates.cutlass.build.start", lambda kernels: None),
         # Nothing can be measured: the last choice, which is CUTLASS's, is taken for the fastest.
         mock.patch("te_inductor.compat.autotune", lambda name, choices, nodes, layout: choices[-1].output_node()),

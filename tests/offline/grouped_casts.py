@@ -57,7 +57,7 @@ def check_rows(dtype: torch.dtype) -> None:
         w[0, 0, 0], w[0, 3, 5], w[-1, :16], w[-1, :, 7] = math.inf, math.nan, 0.0, 0.0
         for quantizer in ROWS:
             expected = grouped.quantize_experts_rows(w, quantizer)
-            cut = experts_rows.Config(256, 256, 80, span=8)  # several turns of several programs
+            cut = experts_rows.RowsConfig(256, 256, 80, span=8)  # several turns of several programs
             for config in (None, cut) if shape[0] == 2 and quantizer is ROWS[0] else (None,):
                 found = experts_rows.quantize_experts_rows(w, quantizer, config)
                 assert_same(found, expected, (shape, quantizer))

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
+from te_inductor.kernels import fp8_small_m as small_m
+from te_inductor.kernels.nvfp4_linear import NVFP4Config
 from te_inductor.numerics import nvfp4
 from te_inductor.recipes import Quantizer
 from te_inductor.runtime.eager import grouped
 from te_inductor.runtime.weights import cached_weights
 from te_inductor.runtime.weights.cached_weights import FreshnessCheck, Spec
-from te_inductor.templates import small_m
 from te_inductor.templates.triton import (
     cached_weights as on_device,
 )
@@ -100,7 +101,7 @@ def expansions() -> None:
 
 def stored_products() -> None:
     data, scales, filled = stored(EXPERTS * N, K)
-    config = nvfp4_linear.Config("plain", 16, 64, 64, splits=1, warps=4, shares=1, stages=3)
+    config = NVFP4Config("plain", 16, 64, 64, splits=1, warps=4, shares=1, stages=3)
     x, dense = torch.randn(3, K).bfloat16(), nvfp4.dequantize(*filled, K, FP32)
     y = nvfp4_linear.partial_sums(nvfp4_linear.arranged(x, config), data, scales, filled[2], config, FP32, False)
     assert_near(y[0, :, -64:], x.float() @ dense[-64:].t(), "a long weight")

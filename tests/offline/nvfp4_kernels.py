@@ -8,8 +8,9 @@ import itertools
 
 import torch
 
+from te_inductor.kernels import fp8_small_m as small_m
+from te_inductor.kernels.nvfp4_linear import NVFP4Config, supports
 from te_inductor.numerics import nvfp4
-from te_inductor.templates import small_m
 from te_inductor.templates.triton import (
     decode_attention,
     fp8_small_m,
@@ -17,13 +18,13 @@ from te_inductor.templates.triton import (
     nvfp4_linear,
     partial_sums,
 )
-from te_inductor.templates.triton.nvfp4_linear import Config
 from tests.offline.interpret import mend_conversions
+from tests.support.kernels import stored as problem
 
 # Each with sizes that fill no tile: M, N, K.
 LINEAR = [
-    (Config("plain", 16, 64, 64, splits=1, warps=4, shares=1, stages=3), (3, 37, 320)),
-    (Config("plain", 16, 64, 64, splits=2, warps=4, shares=1, stages=3), (17, 70, 256)),
+    (NVFP4Config("plain", 16, 64, 64, splits=1, warps=4, shares=1, stages=3), (3, 37, 320)),
+    (NVFP4Config("plain", 16, 64, 64, splits=2, warps=4, shares=1, stages=3), (17, 70, 256)),
 ]
 
 
@@ -43,12 +44,12 @@ def weight(n: int, k: int) -> tuple[torch.Tensor, ...]:
     return nvfp4.store(codes), block_scale, tensor_scale
 
 
-def linear(config: Config, m: int, n: int, k: int) -> None:
+def linear(config: NVFP4Config, m: int, n: int, k: int) -> None:
     """Each product is exact in fp32, K of them are summed there; the tensor's scale is a rounding of it and of a
     sum."""
     stored, block_scale, tensor_scale = weight(n, k)
     x = torch.randn(m, k).bfloat16()
-    assert nvfp4_linear.supports(config, nvfp4_linear.Problem(m, n, k, x.dtype)) is None
+    assert supports(config, problem(m, n, k, x.dtype)) is None
     given = nvfp4_linear.arranged(x, config)
     parts = nvfp4_linear.partial_sums(given, stored, block_scale, tensor_scale, config, torch.float32, assembly=False)
     assert parts.shape == (config.splits, m, n)
@@ -61,7 +62,7 @@ def linear(config: Config, m: int, n: int, k: int) -> None:
         assert torch.equal(y, expected.to(dtype)), config
 
 
-def fp8(config: small_m.Config, m: int, n: int, k: int, of_rows: tuple[bool, bool]) -> None:
+def fp8(config: small_m.SmallMConfig, m: int, n: int, k: int, of_rows: tuple[bool, bool]) -> None:
     """Each product is exact in fp32, K of them are summed there; both scales are roundings."""
     a, b = ((torch.randn(rows, k) * 50).to(torch.float8_e4m3fn) for rows in (m, n))
     scales = [torch.rand(rows, 1) + 0.5 if each else torch.rand(()) for rows, each in zip((m, n), of_rows, strict=True)]
@@ -72,7 +73,7 @@ def fp8(config: small_m.Config, m: int, n: int, k: int, of_rows: tuple[bool, boo
     assert (error <= (k + 3) * 2.0**-24 * (wide[0].abs() @ wide[1].abs().t())).all(), config
 
 
-def fp8_special(config: small_m.Config, m: int, n: int, k: int) -> None:
+def fp8_special(config: small_m.SmallMConfig, m: int, n: int, k: int) -> None:
     """A NaN of a takes its row of the result, one of b its column; zeros are zeros."""
     a, b = (torch.randn(rows, k).to(torch.float8_e4m3fn) for rows in (m, n))
     a[1, k - 3], a[2], b[n - 2, 3] = torch.nan, 0.0, torch.nan
@@ -115,9 +116,9 @@ if __name__ == "__main__":
         linear(config, *sizes)
     for given, sizes in FP8:
         for of_rows in ((True, True), (False, True)):
-            fp8(small_m.Config(*given), *sizes, of_rows)
+            fp8(small_m.SmallMConfig(*given), *sizes, of_rows)
     for given, sizes in (FP8[2], FP8[6]):
-        fp8_special(small_m.Config(*given), *sizes)
+        fp8_special(small_m.SmallMConfig(*given), *sizes)
     for n, k in itertools.product((1, 11), (16, 50, 1040)):
         expand(n, k)
     attention(2, 4, 64, 200, True, torch.bfloat16)  # chunks that no block fills

@@ -11,13 +11,16 @@ import sys
 import pytest
 import torch
 
-from te_inductor.templates import cutlass
-from te_inductor.templates.cutlass import build, tables
-from te_inductor.templates.cutlass import scaled_mm as template
-from te_inductor.templates.cutlass.scaled_mm import Kernel, Problem, kernel_of
+from te_inductor.kernels import cutlass_packages as cutlass
+from te_inductor.kernels import cutlass_tables as tables
+from te_inductor.kernels import cutlass_tiles as template
+from te_inductor.kernels.cutlass_tiles import Kernel, kernel_of
+from te_inductor.kernels.problem import ANOTHER, NOTHING, OUTPUT, Problem
+from te_inductor.templates.cutlass import build
 from tests.offline.harness import generate
 from tests.support.cuda_code import machine_code
 from tests.support.interpreted import interpret
+from tests.support.kernels import dense
 
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
 E2M1 = torch.float4_e2m1fn_x2
@@ -26,9 +29,9 @@ E2M1 = torch.float4_e2m1fn_x2
 def test_each_gemm_is_what_the_table_names():
     """fprop has the layer's bias, and accumulates fast."""
     problems = {
-        "fprop": Problem("90", 16384, 6144, 4096, E4M3, E4M3, BF16, "tensor", True, True),
-        "dgrad": Problem("90", 16384, 4096, 6144, E5M2, E4M3, BF16, "tensor", False, False),
-        "wgrad": Problem("90", 6144, 4096, 16384, E5M2, E4M3, BF16, "tensor", False, False),
+        "fprop": dense(16384, 6144, 4096, bias=True),
+        "dgrad": dense(16384, 4096, 6144, "tensor", False, ("e5m2", "e4m3")),
+        "wgrad": dense(6144, 4096, 16384, "tensor", False, ("e5m2", "e4m3")),
     }
     [fprop], _ = check_calls("cutlass_training", problems)
     assert "arch='90', scope='tensor', fast_accum=True" in fprop
@@ -37,9 +40,9 @@ def test_each_gemm_is_what_the_table_names():
 def test_each_gemm_with_scales_of_blocks_is_what_the_table_names():
     """The weight has square blocks; the layer's bias, which our kernel does not add, leaves fprop to cuBLASLt."""
     problems = {
-        "fprop": Problem("90", 16384, 6144, 4096, E4M3, E4M3, BF16, "128x128", True, False),
-        "dgrad": Problem("90", 16384, 4096, 6144, E4M3, E4M3, BF16, "128x128", False, False),
-        "wgrad": Problem("90", 6144, 4096, 16384, E4M3, E4M3, BF16, "1x128", False, False),
+        "fprop": dense(16384, 6144, 4096, "128x128", False, bias=True),
+        "dgrad": dense(16384, 4096, 6144, "128x128", False),
+        "wgrad": dense(6144, 4096, 16384, "1x128", False),
     }
     forward, backward = check_calls("cutlass_blocks", problems)
     assert not forward and any("arch='90', scope='1x128', fast_accum=False" in line for line in backward)
@@ -48,7 +51,7 @@ def test_each_gemm_with_scales_of_blocks_is_what_the_table_names():
 def check_calls(case: str, problems: dict[str, Problem]) -> list[list[str]]:
     """Checks that CUTLASS is called, with its tile, where the table names one; returns the calls of the forward, of the
     backward."""
-    found = [tables.choose(problem, "NVIDIA H200") for problem in problems.values()]
+    found = [tables.choose(problem) for problem in problems.values()]
     tiles = [tile for tile in found if tile is not None]
     sources = generate(case, 90).sources
     calls = [
@@ -132,7 +135,7 @@ def kernels(arch: str) -> list[Kernel]:
 def hoppers() -> list[Kernel]:
     gelu = (("mul", 0, 0.5), ("mul", 0, 0.5**0.5), ("erf", 2), ("add", 3, 1.0), ("mul", 1, 4))
     quantizing = [
-        kernel_of(template.QUANTIZED_TILES[0], "90", E4M3, E4M3, E4M3, "tensor", True, True, template.NOTHING, gelu),
+        kernel_of(template.QUANTIZED_TILES[0], "90", E4M3, E4M3, E4M3, "tensor", True, True, NOTHING, gelu),
         kernel_of(
             template.QUANTIZED_TILES[2],
             "90",
@@ -142,15 +145,15 @@ def hoppers() -> list[Kernel]:
             "tensor",
             False,
             True,
-            template.NOTHING,
+            NOTHING,
             (("relu", 0),),
         ),
     ]
     adding = [
-        kernel_of(template.SPLIT_TILES[3], "90", E5M2, E4M3, torch.float32, "row", False, False, template.OUTPUT),
-        kernel_of(template.FAST_TILES[5], "90", E4M3, E4M3, BF16, "tensor", True, True, template.ANOTHER),
+        kernel_of(template.SPLIT_TILES[3], "90", E5M2, E4M3, torch.float32, "row", False, False, OUTPUT),
+        kernel_of(template.FAST_TILES[5], "90", E4M3, E4M3, BF16, "tensor", True, True, ANOTHER),
         *(
-            kernel_of(tile, "90", E4M3, E5M2, BF16, "128x128", False, False, template.ANOTHER)
+            kernel_of(tile, "90", E4M3, E5M2, BF16, "128x128", False, False, ANOTHER)
             for tile in template.BLOCK_TILES[::2]
         ),
     ]
@@ -177,10 +180,10 @@ def test_kernels_multiply_on_tensor_cores_and_are_launched_as_quack_does(which, 
         assert re.search(rf"\.target\s+sm_{arch}a", code)
         found = set(re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?(\w*MMA[\w.]*)", code, re.MULTILINE))
         assert found and all(re.match(INSTRUCTIONS[arch, kernel.scope], name) for name in found), (kernel, found)
-        assert ("UTMAREDG.2D.ADD" in code) == (kernel.added == template.OUTPUT)
+        assert ("UTMAREDG.2D.ADD" in code) == (kernel.added == OUTPUT)
         assert ("F2FP.SATFINITE" in code) == (kernel.activation is not None)
         if kernel.scope in ("1x128", "128x128"):
-            check_blocks_loop(code, adds=kernel.added == template.ANOTHER)
+            check_blocks_loop(code, adds=kernel.added == ANOTHER)
         paired = arch == "100" and kernel.tile_m == 256
         assert any(".2CTA" in name for name in found) == paired
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from te_inductor.kernels.experts_decode import cut
 from tests.offline.harness import INTERPRETER, generate
 from tests.support.nvfp4_cubins import TOUCHES, compiled
 
@@ -57,7 +58,7 @@ def test_configs():
     for count in (1, 4, 8, 128, 256):
         for m in (1, 2, 7, 8, 64, 512, 4096):
             for nvfp4, by_ids in ((True, False), (False, False), (True, True)):
-                config = experts_decode.choose(m, count, 2048, nvfp4, by_ids)
+                config = cut(m, count, 2048, nvfp4, by_ids)
                 assert config.rows in (16, 32, 64) and config.block_k in (128, 256)
             for _ in range(5):
                 sizes = torch.bincount(torch.randint(0, count, (m,)), minlength=count)

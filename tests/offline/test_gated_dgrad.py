@@ -10,14 +10,15 @@ import sys
 import pytest
 import torch
 
+from te_inductor.kernels import cutlass_packages as cutlass
+from te_inductor.kernels import cutlass_tables as tables
+from te_inductor.kernels import cutlass_tiles as template
 from te_inductor.numerics.activation import Gating
-from te_inductor.templates import cutlass
-from te_inductor.templates.cutlass import build, tables
-from te_inductor.templates.cutlass import scaled_mm as template
-from te_inductor.templates.cutlass.scaled_mm import Problem
+from te_inductor.templates.cutlass import build
 from tests.offline.harness import generate
 from tests.support.cuda_code import machine_code
 from tests.support.gated_dgrad import GATES, backward, folded, operands, pretended, traced  # noqa: F401
+from tests.support.kernels import dense
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -64,9 +65,9 @@ def test_machine_code(tmp_path):
     for tile, name, element in zip(
         template.BLOCK_TILES, ("silu", "gelu_tanh", "silu"), (E4M3, E4M3, E5M2), strict=True
     ):
-        problem = Problem("90", 1024, 1024, 1024, E4M3, E4M3, element, "128x128", False, False, gating=gatings[name])
+        problem = dense(1024, 1024, 1024, "128x128", False, out=element, gating=gatings[name])
         assert template.supports(tile, problem)
-        asked.append(problem.kernel(tile))
+        asked.append(template.kernel(problem, tile))
     command = [sys.executable, "-m", "tests.offline.cutlass_kernels"]
     command += [json.dumps([dataclasses.asdict(kernel) for kernel in asked]), str(tmp_path)]
     done = subprocess.run(command, env=build.environment("90"), capture_output=True, text=True)
@@ -84,18 +85,17 @@ def test_machine_code(tmp_path):
 def test_what_was_not_measured_is_not_chosen(step):
     """The table is of SwiGLU."""
     gating = Gating(((step, 1), ("mul", 0, 3)), (4, 4))
-    problem = Problem("90", 16384, 14336, 4096, E4M3, E4M3, E4M3, "128x128", False, False, gating=gating)
-    assert (tables.choose(problem, "NVIDIA H200") is not None) == (step == "sigmoid")
+    problem = dense(16384, 14336, 4096, "128x128", False, out=E4M3, gating=gating)
+    assert (tables.choose(problem) is not None) == (step == "sigmoid")
 
 
 def test_clusters_divide_what_two_matrices_share():
     """A tile beyond the edge of dgate would be dup's."""
     some = Gating((("mul", 0, 1), ("mul", 0, 2)), (3, 4))
-    kind = (E4M3, E4M3, E4M3, "128x128", False, False)
     for tile in template.BLOCK_TILES:
         for (m, n), fits in {
             (1024, 1024): True,
             (768, 1024): tile.cluster_m == 1,
             (1024, 1152): tile.cluster_n == 1,
         }.items():
-            assert template.supports(tile, Problem("90", m, n, 512, *kind, gating=some)) == fits
+            assert template.supports(tile, dense(m, n, 512, "128x128", False, out=E4M3, gating=some)) == fits

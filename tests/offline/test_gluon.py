@@ -11,10 +11,12 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton")
 
+from te_inductor.kernels.nvfp4_fp8 import NVFP4PromptConfig  # noqa: E402
+from te_inductor.kernels.nvfp4_linear import NVFP4Config, supports  # noqa: E402
 from te_inductor.numerics import nvfp4  # noqa: E402
 from te_inductor.templates.triton import nvfp4_decode, nvfp4_fp8, nvfp4_linear, nvfp4_streamed  # noqa: E402
-from te_inductor.templates.triton.nvfp4_linear import Config, Problem, supports  # noqa: E402
 from tests.offline.gluon import Array, Descriptor, Pointer, Program, Stuck, array, numpy_of  # noqa: E402
+from tests.support.kernels import stored as problem  # noqa: E402
 
 # What assembly makes, which tests/offline/test_nvfp4.py executes line by line.
 
@@ -89,7 +91,7 @@ def pointer(tensor: Tensor) -> Pointer:
     return Pointer(numpy_of(tensor).reshape(-1))
 
 
-def streamed(config: Config, m: int, n: int, k: int, late: Callable[[float], float] | None = None) -> None:
+def streamed(config: NVFP4Config, m: int, n: int, k: int, late: Callable[[float], float] | None = None) -> None:
     """Every program of the kernel for few rows: products are exact, sums in fp32."""
     torch.manual_seed(0)
     stored, block_scale, tensor_scale = weight(n, k)
@@ -126,16 +128,16 @@ def streamed(config: Config, m: int, n: int, k: int, late: Callable[[float], flo
 def test_few_rows(given, sizes):
     """Rows, columns and parts of K that fill no program or several, more turns than stages and fewer, and copies in any
     order."""
-    config = Config("streamed", *given)
-    assert supports(config, Problem(*sizes, torch.bfloat16)) is None
+    config = NVFP4Config("streamed", *given)
+    assert supports(config, problem(*sizes, torch.bfloat16)) is None
     streamed(config, *sizes)
 
 
 @pytest.mark.parametrize(("shares", "stages"), [(2, 3), (2, 2), (4, 4)])
 def test_what_is_refused_goes_wrong(shares, stages):
     """Stages that are no multiple of the parts, where one part's copies are late, and as many as there are parts."""
-    config = Config("streamed", 8, 64, 256, 1, 8 if shares == 2 else 16, shares, stages)
-    assert supports(config, Problem(8, 64, 4096, torch.bfloat16)) is not None
+    config = NVFP4Config("streamed", 8, 64, 256, 1, 8 if shares == 2 else 16, shares, stages)
+    assert supports(config, problem(8, 64, 4096, torch.bfloat16)) is not None
     with pytest.raises((Stuck, AssertionError)):
         streamed(config, 8, 64, 4096, late=lambda place: math.inf if int(place * 16) % shares == 1 else 0.0)
 
@@ -152,7 +154,7 @@ def test_prompts(rows, splits, sizes):
     m, n, k = sizes
     parts = weight(n, k)
     x, x_scale = torch.randn(m, k).to(torch.float8_e4m3fn), torch.rand(m, 1) + 0.5
-    config = nvfp4_fp8.Config(rows, splits)
+    config = NVFP4PromptConfig(rows, splits)
     given = nvfp4_fp8.arranged(x), parts[0].view(torch.int32), parts[1].view(torch.uint8)
     boxes = (box for box, _ in nvfp4_fp8.boxes(rows))
     y = np.full((splits, m, n), np.nan, np.float32)

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from te_inductor.recipes import Gemm
+from te_inductor.targets import sm90
 from tests import bounds, grouped
 
 triton = pytest.importorskip("triton")
 
+from te_inductor.kernels.grouped_mm import GroupedConfig, cut, takes  # noqa: E402
 from te_inductor.templates.triton import grouped_kernel, grouped_mm, grouped_wgrad  # noqa: E402
-from te_inductor.templates.triton.grouped_mm import Call, Config  # noqa: E402
+from te_inductor.templates.triton.grouped_mm import GroupedLaunch  # noqa: E402
 from tests.offline.gluon import Descriptor, Number, Pointer, Program, numpy_of  # noqa: E402
 from tests.support.nvfp4_cubins import compiled, disassembled  # noqa: E402
 
@@ -26,7 +28,7 @@ SIZES = {
     "none": ((0, 0), 5),
     "one": ((1,), 0),
 }
-NARROW, WIDE = Config(128, 2), Config(256, 3)  # fewer stages than there are turns, and more
+NARROW, WIDE = GroupedConfig(128, 2), GroupedConfig(256, 3)  # fewer stages than there are turns, and more
 
 
 def described(x: Tensor, box: list[int], layout: Any) -> Descriptor:
@@ -34,7 +36,7 @@ def described(x: Tensor, box: list[int], layout: Any) -> Descriptor:
     return Descriptor(x, (box[0], box[1]))
 
 
-def run(call: Call) -> None:
+def run(call: GroupedLaunch) -> None:
     """Every program; tensors become pointers to what they hold."""
 
     def given(value: Any) -> Any:
@@ -48,7 +50,7 @@ def run(call: Call) -> None:
         Program(program, {}).run(grouped_kernel.grouped, **arguments)
 
 
-def multiplied(problem: grouped.Products, gemm: Gemm, config: Config, programs: int = 3) -> Tensor:
+def multiplied(problem: grouped.Products, gemm: Gemm, config: GroupedConfig, programs: int = 3) -> Tensor:
     out = torch.full((problem.a.shape[0], problem.b.shape[1]), torch.nan)
     given = problem.a, problem.a_scale, problem.b, problem.b_scale, problem.ends, problem.bias
     run(grouped_mm.prepared(*given, out, gemm, config, described, programs))
@@ -140,9 +142,9 @@ def test_bounds_find_a_wrong_scale():
 
 def test_config():
     """What is chosen fits into shared memory; tiles are narrow where wide ones leave multiprocessors idle."""
-    for m, e, n, k in ((32768, 8, 28672, 4096), (131072, 128, 1536, 2048), (64, 8, 2880, 2880), (5, 2, 16, 16)):
-        config = grouped_mm.config_of(m, e, n, k)
-        assert config.shared_memory <= grouped_mm.SHARED
+    for m, n in ((32768, 28672), (131072, 1536), (64, 2880), (5, 16)):
+        config = cut(m, n, sm90.LIMITS.multiprocessors)
+        assert config.shared_memory <= sm90.LIMITS.shared_memory
         assert config.block_n == (256 if m > 1024 else 128)
 
 
@@ -152,7 +154,7 @@ def test_supports():
         ("wgrad", ("1x128", "1x128"), True), ("fprop", ("1x128", "1x128"), False),
         ("wgrad", ("128x128", "1x128"), False), ("fprop", ("1x32", "1x32"), False),
     ):  # fmt: skip
-        assert grouped_mm.supports(Gemm(name, scopes=scopes)) is supported, (name, scopes)
+        assert takes(Gemm(name, scopes=scopes)) is supported, (name, scopes)
 
 
 CUBINS = [  # the first four are those of make test
@@ -169,7 +171,7 @@ CUBINS = [  # the first four are those of make test
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("config", [Config(128, 6), Config(256, 4)], ids=str)
+@pytest.mark.parametrize("config", [GroupedConfig(128, 6), GroupedConfig(256, 4)], ids=str)
 @pytest.mark.parametrize(
     ("gemm", "out", "added"),
     [*CUBINS[:4], *(pytest.param(*case, marks=pytest.mark.thorough) for case in CUBINS[4:])],
@@ -190,7 +192,7 @@ def test_cubin(gemm, out, added, config, tmp_path):
     else:
         constants["b_scales"] = None
     made = compiled(grouped_kernel.grouped, constants, types, grouped_mm.options())
-    assert made.metadata.shared <= grouped_mm.SHARED
+    assert made.metadata.shared <= sm90.LIMITS.shared_memory
     lines = disassembled(made.asm["cubin"], tmp_path)
     operations = [line.split()[0] for line in lines]
     assert not any(operation.startswith(("LDL", "STL")) for operation in operations)

@@ -6,11 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from te_inductor.kernels import fp8_small_m as small_m
+from te_inductor.kernels.nvfp4_fp8 import NVFP4PromptConfig
+from te_inductor.kernels.nvfp4_linear import NVFP4Config, supports
 from te_inductor.recipes import DelayedScaling, Gemm, Quantizer
 from te_inductor.recipes.delayed import ScaleUpdate
 from te_inductor.runtime.weights.cached_weights import FreshnessCheck, Spec, new
-from te_inductor.templates import small_m
 from tests.offline.harness import INTERPRETER
+from tests.support.kernels import stored as problem_of
 
 triton = pytest.importorskip("triton")
 
@@ -64,17 +67,17 @@ def nvfp4(*shape):
 
 
 def nvfp4_products(m, e, n, k):
-    rows, parts, problem = e * n, nvfp4(e * n, k), nvfp4_linear.Problem(m, e * n, k, BF16)
+    rows, parts, problem = e * n, nvfp4(e * n, k), problem_of(m, e * n, k, BF16)
     for config in (
-        nvfp4_linear.Config("plain", 16, 64, 64, splits=1, warps=4, shares=1, stages=3),
-        nvfp4_linear.Config("direct", 8, 16, 256, splits=1, warps=1, shares=1, stages=2),
-        nvfp4_linear.Config("streamed", 16, 128, 256, splits=1, warps=8, shares=1, stages=4),
+        NVFP4Config("plain", 16, 64, 64, splits=1, warps=4, shares=1, stages=3),
+        NVFP4Config("direct", 8, 16, 256, splits=1, warps=1, shares=1, stages=2),
+        NVFP4Config("streamed", 16, 128, 256, splits=1, warps=8, shares=1, stages=4),
     ):
-        if nvfp4_linear.supports(config, problem) is None:
+        if supports(config, problem) is None:
             x = nvfp4_linear.arranged(empty(m, k, dtype=BF16), config)
             nvfp4_linear.partial_sums(x, *parts, empty(), config, BF16)
     if k % 256 == 0:
-        config = nvfp4_fp8.Config(128, 1)
+        config = NVFP4PromptConfig(128, 1)
         nvfp4_fp8.partial_sums(empty(m, k, dtype=FP8), empty(m, 1), *parts, empty(), config, BF16)
     partial_sums.add_up(empty(2, m, rows), BF16)
 

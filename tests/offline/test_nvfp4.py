@@ -3,12 +3,15 @@
 import collections
 import itertools
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from te_inductor.kernels.nvfp4_fp8 import PROMPT_ROWS, NVFP4PromptConfig
+from te_inductor.kernels.nvfp4_linear import NVFP4Config, configured, streamed_memory, supports, table
 from te_inductor.numerics import nvfp4
 from te_inductor.templates.triton import (
     nvfp4_decode,
@@ -17,8 +20,9 @@ from te_inductor.templates.triton import (
     nvfp4_linear,
     nvfp4_streamed,
 )
-from te_inductor.templates.triton.nvfp4_linear import Config, Problem, choose, choose_on, supports, table
 from tests.offline.harness import INTERPRETER, generate
+from tests.support.kernels import L40S, RTX5090, pretend
+from tests.support.kernels import stored as problem
 from tests.support.nvfp4_cubins import TOUCHES, compiled, disassembled, triton
 
 PATTERN = 0xFFFFFFFF
@@ -129,40 +133,42 @@ def test_assembly_to_e4m3(scale, exponent):
         assert torch.equal(words.view(torch.float8_e4m3fn).float(), expected[0])
 
 
-def test_table(monkeypatch):
+def test_table():
     """Every measured config is supported where it was measured, and the fastest chosen there; near shapes get one that
     is supported, on later cards none of Hopper's own."""
     fastest = {}
     for row in table()["rows"]:
-        problem = Problem(row["m"], row["n"], row["k"], torch.bfloat16)
-        assert supports(Config(**row["config"]), problem) is None
-        fastest.setdefault(problem, row)
-        assert fastest[problem]["us"] <= row["us"]
-    for problem, row in fastest.items():
-        assert choose(problem) == Config(**row["config"])
+        measured = problem(row["m"], row["n"], row["k"])
+        assert supports(NVFP4Config(**row["config"]), measured) is None
+        fastest.setdefault(measured, row)
+        assert fastest[measured]["us"] <= row["us"]
+    for measured, row in fastest.items():
+        assert configured(measured) == NVFP4Config(**row["config"])
         for m, dtype in itertools.product((1, 2, 5, 16, 17, 64, 100), (torch.bfloat16, torch.float16)):
             for n, k in ((row["n"], row["k"]), (row["n"] + 8, row["k"]), (512, 256), (32, 1024), (16, 768), (48, 2880)):
                 for hopper in (True, False):
-                    given = Problem(m, n, k, dtype, hopper)
-                    near = choose(given)
+                    given = problem(m, n, k, dtype, hopper)
+                    near = configured(given)
                     assert near is not None and supports(near, given) is None
                     assert hopper or near.kind != "streamed"
-    assert [choose(Problem(m, 4096, 4096, torch.bfloat16)).rows for m in (8, 9, 17, 33)] == [8, 16, 32, 64]
-    assert [choose(Problem(m, 4096, 4096, torch.bfloat16)).kind for m in (1, 3, 16, 64)] == [
+    assert [configured(problem(m, 4096, 4096, torch.bfloat16)).rows for m in (8, 9, 17, 33)] == [8, 16, 32, 64]
+    assert [configured(problem(m, 4096, 4096, torch.bfloat16)).kind for m in (1, 3, 16, 64)] == [
         "direct",
         *3 * ["streamed"],
     ]
     for config in (
-        choose(Problem(0, 4096, 4096, torch.bfloat16)),
-        Config("streamed", 16, 64, 256, 2, 8, 2, 8),
+        configured(problem(0, 4096, 4096, torch.bfloat16)),
+        NVFP4Config("streamed", 16, 64, 256, 2, 8, 2, 8),
     ):  # no rows
         x = nvfp4_linear.arranged(torch.empty(0, 4096), config)
         parts = torch.empty(4096, 2048), torch.empty(4096, 256), torch.empty(())
         assert nvfp4_linear.partial_sums(x, *parts, config, torch.float32).shape == (config.splits, 0, 4096)
-    assert choose(Problem(1, 4096, 4096, torch.float32)) is None
-    assert choose(Problem(1, 4096, 4096 + 16, torch.bfloat16)) is None
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 9))
-    assert choose_on(torch.device("cuda"), 1, 4096, 4096, torch.bfloat16) is None
+    assert configured(problem(1, 4096, 4096, torch.float32)) is None
+    assert configured(problem(1, 4096, 4096 + 16, torch.bfloat16)) is None
+    small = replace(RTX5090.limits, shared_memory=99 * 2**10)  # a workstation GPU's
+    plain = replace(problem(128, 6144, 4096), target=replace(RTX5090, limits=small))
+    assert configured(plain).shared_memory <= small.shared_memory < configured(problem(128, 6144, 4096)).shared_memory
+    assert configured(replace(plain, target=L40S)) is None
 
 
 @pytest.mark.parametrize(
@@ -183,14 +189,14 @@ def test_table(monkeypatch):
     ],
 )
 def test_streamed_refusals(given, refused):
-    found = supports(Config(*given), Problem(16, 4096, 4096, torch.bfloat16))
+    found = supports(NVFP4Config(*given), problem(16, 4096, 4096, torch.bfloat16))
     assert (found is None) if refused is None else (refused in str(found)), str(found)
 
 
 def test_cubin():
     """wgmma's kernel, compiled for sm_90. Operands go to the tensor core as they are loaded: only copies write to
     shared memory before the sums are done."""
-    config = Config("plain", 16, 64, 256, 2, 4, 1, 3)
+    config = NVFP4Config("plain", 16, 64, 256, 2, 4, 1, 3)
     constants = {
         "K": 4096, "ROWS": config.rows, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "SPLITS": config.splits,
         "STAGES": config.stages, "FACTOR": nvfp4_linear.FACTOR, "ASSEMBLY": True,
@@ -249,7 +255,7 @@ def test_streamed_cubin(shape, kind, tmp_path):
     types = {name: f"tensordesc<{kind}{list(box)},{layout!r}>" for name, kind, (box, layout) in boxes}
     types |= {"tensor_scale": "*fp32", "out": f"*{kind}"}
     made = compiled(nvfp4_streamed._linear, nvfp4_streamed.constants(*shape), types, nvfp4_streamed.options(*shape))
-    assert made.metadata.shared <= nvfp4_streamed.shared_memory(*shape) <= 227 * 1024
+    assert made.metadata.shared <= streamed_memory(*shape) <= 227 * 1024
     lines = disassembled(made.asm["cubin"], tmp_path)
     operations = [line.split()[0] for line in lines]
     assert not any(operation.startswith(("LDL", "STL")) for operation in operations)
@@ -275,7 +281,7 @@ def test_fp8_cubin(rows, n, k, splits, tmp_path):
     """Products run while the next operands are decoded: nobody waits between the two of a turn, and no register that
     one in flight reads is written, as which of them ptxas sees is not documented. Nothing is spilled, x and the weight
     come as copies of the loading warp, and pairs of y are stored."""
-    constants = nvfp4_fp8.constants(n, k, nvfp4_fp8.Config(rows, splits))
+    constants = nvfp4_fp8.constants(n, k, NVFP4PromptConfig(rows, splits))
     boxes = zip(("x", "units", "scales"), ("fp8e4nv", "i32", "u8"), nvfp4_fp8.boxes(rows), strict=True)
     types = {name: f"tensordesc<{kind}{list(box)},{layout!r}>" for name, kind, (box, layout) in boxes}
     out = "*bf16" if splits == 1 else "*fp32"
@@ -411,14 +417,13 @@ def test_generated_prompt_of_any_length():
 
 def test_prompts_of_many_rows(monkeypatch):
     """The op, behind as many rows as its kernel takes: the cast and the library's GEMM, here on a CPU."""
-    from te_inductor.ops import stored as ops_stored
     from te_inductor.templates.triton import nvfp4_ops
 
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    pretend(monkeypatch, (9, 0))
     monkeypatch.setattr(nvfp4_ops, "nvfp4_expand", nvfp4)
     codes, *scales = nvfp4.quantize(torch.randn(24, 256))
     weight = nvfp4.store(codes), *scales
-    x, x_scale = torch.randn(ops_stored.PROMPT_ROWS + 1, 256).to(torch.float8_e4m3fn), torch.rand(513, 1)
+    x, x_scale = torch.randn(PROMPT_ROWS + 1, 256).to(torch.float8_e4m3fn), torch.rand(513, 1)
     y = nvfp4_ops._linear_fp8(x, x_scale, *weight, torch.float32)
     expected = nvfp4.linear_fp8(x, x_scale, *weight, torch.float32)
     assert torch.linalg.vector_norm(y - expected) <= 1e-6 * torch.linalg.vector_norm(expected)

@@ -12,14 +12,24 @@ from pathlib import Path
 import pytest
 import torch
 
+from te_inductor.kernels import fp8_small_m as small_m
+from te_inductor.kernels.problem import Problem, Sizes
 from te_inductor.recipes import Gemm
-from te_inductor.templates import small_m
+from te_inductor.targets import sm90
 from tests.offline.harness import generate
+from tests.support.kernels import CPU, H200
 from tests.support.nvfp4_cubins import TOUCHES, compiled
 
 triton = pytest.importorskip("triton")
 
 from benchmarks import few_rows  # noqa: E402
+
+
+def chosen(most, n, k, scopes=("row", "tensor"), elements=("e4m3", "e4m3"), target=H200):
+    """How the work is cut of a product of at most so many rows; None where the kernel is not taken."""
+    problem = Problem(target, Sizes(None, n, k, at_most=most), Gemm("fprop", True, scopes, elements), torch.bfloat16)
+    choice = small_m.FAMILY.choice(problem)
+    return choice and choice.config
 
 
 def test_cut(monkeypatch):
@@ -33,18 +43,16 @@ def test_cut(monkeypatch):
                 programs = -(-n // config.block_n) * -(-m // config.rows) * config.splits
                 taken = config.stages * (config.block_n + config.rows) * config.block_k
                 # One program a multiprocessor where each can have one, else at least two: the card is filled once.
-                assert taken <= small_m.SHARED
-                assert (taken > small_m.HALF) == (programs <= small_m.MULTIPROCESSORS)
+                assert taken <= sm90.LIMITS.shared_memory
+                assert (taken > small_m.half(sm90.LIMITS)) == (programs <= sm90.LIMITS.multiprocessors)
                 if config.splits > 1:
-                    assert programs <= 2 * small_m.MULTIPROCESSORS
-    cuda, e4m3, row = torch.device("cuda"), (small_m.DTYPE, small_m.DTYPE), Gemm("fprop", True, ("row", "tensor"))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    assert small_m.choose(cuda, 16, (64, 128), e4m3, row) == small_m.cut(16, 64, 128)
-    for most, *sizes in ((None, 64, 128), (16, 63, 128), (16, 64, 64), (16, torch.SymInt, 128)):
-        assert small_m.choose(cuda, most, tuple(sizes), e4m3, row) is None
-    assert small_m.choose(torch.device("cpu"), 16, (64, 128), e4m3, row) is None
-    assert small_m.choose(cuda, 16, (64, 128), (small_m.DTYPE, torch.float8_e5m2), row) is None
-    assert small_m.choose(cuda, 16, (64, 128), e4m3, Gemm("fprop", True, ("1x128", "128x128"))) is None
+                    assert programs <= 2 * sm90.LIMITS.multiprocessors
+    assert chosen(16, 64, 128) == small_m.cut(16, 64, 128)
+    for most, n, k in ((None, 64, 128), (16, 63, 128), (16, 64, 64), (16, None, 128)):
+        assert chosen(most, n, k) is None
+    assert chosen(16, 64, 128, target=CPU) is None
+    assert chosen(16, 64, 128, ("row", "tensor"), ("e4m3", "e5m2")) is None
+    assert chosen(16, 64, 128, ("1x128", "128x128")) is None
     monkeypatch.setattr(small_m, "PAYS", {128: ((20, 0),), 256: ((40, 4096),)})
     for m, n, k, ours in (
         (64, 128256, 128, True),
@@ -55,7 +63,7 @@ def test_cut(monkeypatch):
         (256, 2561, 4096, False),  # 42
         (257, 64, 4096, False),
     ):
-        assert (small_m.choose(cuda, m, (n, k), e4m3, row) is not None) == ours
+        assert (chosen(small_m.at_most(lambda rows, m=m: m <= rows), n, k) is not None) == ours
 
 
 WAYS = [(64, small_m.WAYS[64]), (256, small_m.WAYS[256])]
@@ -108,7 +116,7 @@ def test_what_the_benchmark_says():
         found = few_rows.configs(m, n, k, options)
         assert small_m.cut(m, n, k) in found
         for config in found:
-            assert config.stages * (config.block_n + config.rows) * config.block_k <= small_m.SHARED
+            assert config.stages * (config.block_n + config.rows) * config.block_k <= sm90.LIMITS.shared_memory
 
 
 def spilled(cubin: bytes) -> int:

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import torch
 
-from te_inductor.templates import cutlass
-from te_inductor.templates.cutlass import build
-from te_inductor.templates.cutlass.scaled_mm import (
+from te_inductor.kernels import cutlass_packages as cutlass
+from te_inductor.kernels.cutlass_tiles import (
     FAST_TILES,
     kernel_of,
 )
+from te_inductor.templates.cutlass import build
 
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
 

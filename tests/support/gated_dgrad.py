@@ -1,7 +1,6 @@
 """Graphs of gate and up projections whose gradients dgrad's epilogue casts."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,11 +12,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from te_inductor import ops
 from te_inductor.fused import gated_dgrad
+from te_inductor.kernels import cutlass
+from te_inductor.kernels.cutlass_tiles import BLOCK_TILES, kernel_of
+from te_inductor.kernels.cutlass_tiles import operands as operands_of
+from te_inductor.kernels.family import Choice
+from te_inductor.kernels.problem import NOTHING, Problem
 from te_inductor.recipes import Gemm, Quantizer
 from te_inductor.runtime.eager import dense
-from te_inductor.templates import select
 from te_inductor.templates.cutlass import build, launch
-from te_inductor.templates.cutlass.scaled_mm import BLOCK_TILES, Problem
 
 M, N, K = 256, 384, 128
 
@@ -40,11 +42,11 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
 def pretended(monkeypatch):
     """A device that CUTLASS has kernels for, none of which can be built: the op is the eager ones."""
 
-    def chosen(problem: select.Problem) -> select.Choice:
-        assert problem.gating is not None
-        given = Problem("90", *problem.sizes, problem.a, problem.b, problem.out, "128x128", False, False)
-        tile = BLOCK_TILES[2]
-        return select.Choice(select.CUTLASS, tile, replace(given, gating=problem.gating).kernel(tile))
+    def chosen(problem: Problem) -> Choice:
+        gating, tile = problem.epilogue.gating, BLOCK_TILES[2]
+        assert gating is not None
+        kind = ("128x128", False, False, NOTHING, None, (gating.steps, gating.results))
+        return Choice(cutlass.FAMILY, tile, kernel_of(tile, "90", *operands_of(problem), problem.out, *kind))
 
     monkeypatch.setattr(gated_dgrad, "select", chosen)
     monkeypatch.setattr(build, "start", lambda kernels: None)

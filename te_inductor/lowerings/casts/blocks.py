@@ -173,7 +173,7 @@ def _tiled_copies(
     in_rows = quantizer.granularity.one_row and row and not column
     sizes = [piece.get_size() for piece in pieces]
     alone = quantizer.granularity.one_row and column and not row
-    matrices = [block_tiles.Matrix(rows, columns, in_rows, alone) for rows, columns in sizes]
+    matrices = [block_tiles.BlockMatrix(rows, columns, in_rows, alone) for rows, columns in sizes]
     made: list[ir.TensorBox | None] = []
     for transposed, wants in zip((False, True), wanted, strict=True):
         made += _tiled_copy(pieces, dim, quantizer, matrices, transposed) if wants else (None, None)
@@ -184,7 +184,7 @@ def _tiled_copy(
     pieces: Sequence[ir.TensorBox],
     dim: int,
     quantizer: Quantizer,
-    matrices: Sequence[block_tiles.Matrix],
+    matrices: Sequence[block_tiles.BlockMatrix],
     transposed: bool,
 ) -> tuple[ir.TensorBox, ir.TensorBox]:
     """data and scale_inv, of the transpose or not. In the order of x's loops either way."""

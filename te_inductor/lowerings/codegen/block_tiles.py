@@ -109,7 +109,7 @@ def store_once_a_block(
 
 
 @dataclass(frozen=True, eq=False)
-class Matrix:
+class BlockMatrix:
     """What a kernel cuts into tiles: one tensor, of which it makes a copy or both."""
 
     rows: Any
@@ -148,7 +148,7 @@ class Matrix:
         return next(fitting, None)
 
 
-def matrices(nodes: Iterable[Any]) -> set[Matrix]:
+def matrices(nodes: Iterable[Any]) -> set[BlockMatrix]:
     """What the kernel of these scheduler nodes cuts."""
     parts = [part.node for node in nodes for part in node.get_nodes()]
     return {getattr(part, _MATRIX) for part in parts if is_tiled(part)}

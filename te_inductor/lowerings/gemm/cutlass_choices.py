@@ -15,14 +15,14 @@ from torch._inductor.lowering import lowerings
 from torch._inductor.select_algorithm import ExternKernelChoice
 from torch._inductor.virtualized import V
 
-from te_inductor import compat
+from te_inductor import compat, targets
+from te_inductor.kernels import autotuned, cublaslt, cutlass, cutlass_tiles, fp8_small_m
+from te_inductor.kernels.cutlass_tiles import Tile
+from te_inductor.kernels.problem import ANOTHER, OUTPUT, Epilogue, Problem, Program, Sizes
+from te_inductor.kernels.select import select
 from te_inductor.recipes import Gemm
 from te_inductor.recipes.formats import BLOCK_1X128, BLOCK_128X128, ELEMENTS, ROW, SCOPES, TENSOR
-from te_inductor.templates import small_m
 from te_inductor.templates.cutlass import build, launch
-from te_inductor.templates.cutlass import scaled_mm as template
-from te_inductor.templates.cutlass.scaled_mm import ANOTHER, OUTPUT, Tile
-from te_inductor.templates.select import AUTOTUNED, LIBRARY, Problem, cutlass_problem, select
 
 aten = torch.ops.aten
 _ELEMENTS = {element.dtype: element.name for element in ELEMENTS.values() if not element.coded}
@@ -40,14 +40,14 @@ def extend(choices: list[Any], kernel_inputs: Any, overrides: dict[str, dict[str
     problem = _problem_of_inputs(kernel_inputs, overrides or {})
     if problem is None or not choices:
         return choices
-    choice, given = select(problem), cutlass_problem(problem)
-    if given is None or choice.kind == LIBRARY:
+    choice = select(problem)
+    if choice.family is cublaslt.FAMILY or cutlass.computes(problem) is not None:
         return choices
-    bind = functools.partial(_bind, _SCALED, given, kernel_inputs.nodes(), choices[0].layout)
-    tiles = template.tiles(given) if choice.tile is None else [choice.tile]
-    build.start(given.kernel(tile) for tile in tiles)
-    ours = [bind(tile, fast_accum=given.fast_accum) for tile in tiles]
-    return [*choices, *ours] if choice.tile is None else ours
+    bind = functools.partial(_bind, _SCALED, problem, kernel_inputs.nodes(), choices[0].layout)
+    tiles = cutlass_tiles.tiles(problem) if choice.kernel is None else [choice.config]
+    build.start(cutlass_tiles.kernel(problem, tile) for tile in tiles)
+    ours = [bind(tile, fast_accum=problem.gemm.fast_accum) for tile in tiles]
+    return [*choices, *ours] if choice.kernel is None else ours
 
 
 def problem_of(
@@ -56,23 +56,22 @@ def problem_of(
     bias: ir.TensorBox | None,  # (N,)
     gemm: Gemm,
     out: torch.dtype,
-    **more: Any,  # of a `Problem`
+    **more: Any,  # of an `Epilogue`
 ) -> Problem:
     """What a GEMM of Inductor's IR computes."""
     known, packed = V.graph.sizevars, gemm.packed
     rows = a.get_size()[0]
     m, n, k = (_number(size) for size in (rows, b.get_size()[0], a.get_size()[1] * packed))
-    at_most = small_m.at_most(
+    at_most = fp8_small_m.at_most(
         lambda most: known.statically_known_leq(rows, most) and known.statically_known_geq(rows, 1)
     )
-    more |= {"bias": bias is not None, "at_most": at_most, **_asked()}
-    return Problem(a.get_device_or_error(), m, n, k, a.get_dtype(), b.get_dtype(), out, gemm, **more)
+    sizes, epilogue = Sizes(m, n, k, at_most=at_most), Epilogue(bias is not None, **more)
+    return Problem(targets.of(a.get_device_or_error()), sizes, gemm, out, epilogue, _program())
 
 
-def _asked() -> dict[str, Any]:
-    """What the user asked Inductor for, of a `Problem`."""
-    autotunes = bool(config.max_autotune or config.max_autotune_gemm)
-    return {"autotunes": autotunes, "cpp_wrapper": V.graph.cpp_wrapper}
+def _program() -> Program:
+    """What the user asked Inductor for."""
+    return Program(bool(config.max_autotune or config.max_autotune_gemm), V.graph.cpp_wrapper)
 
 
 def accumulating(
@@ -83,12 +82,12 @@ def accumulating(
 ) -> tuple[Tile, str] | None:
     """The tile, and its architecture, of the GEMM that adds to `total` in its epilogue; None where the table has none.
     Under max-autotune too: measuring would add."""
-    problem = replace(problem_of(a, b, None, gemm, total.get_dtype(), added=OUTPUT), m=_number(total.get_size()[0]))
-    choice = select(problem)
-    if choice.tile is None or choice.kernel is None:
+    problem = problem_of(a, b, None, gemm, total.get_dtype(), added=OUTPUT)
+    choice = select(replace(problem, sizes=replace(problem.sizes, m=_number(total.get_size()[0]))))
+    if choice.kernel is None:
         return None
     build.start([choice.kernel])
-    return choice.tile, choice.kernel.arch
+    return choice.config, choice.kernel.arch
 
 
 def adding(
@@ -122,16 +121,16 @@ def with_more(
 ) -> ir.TensorBox | None:
     """The GEMM that does more in its epilogue, in the table's tile."""
     a, a_scale, b, b_scale = operands
-    chosen, given = select(problem), cutlass_problem(problem)
-    if chosen.tile is None or chosen.kernel is None or given is None:
+    chosen, sizes, fast = select(problem), problem.sizes, problem.gemm.fast_accum
+    if chosen.kernel is None:
         return None
     columns = ir.ExternKernel.realize_input(lowerings[aten.permute](b, [1, 0]))
-    if _numbers(columns.get_stride()) != (1, given.k):
+    if _numbers(columns.get_stride()) != (1, sizes.k):
         return None
     build.start([chosen.kernel])
-    nodes = [_contiguous(a), columns, *_scales(a_scale, b_scale, given.scope), *map(_contiguous, rest)]
-    layout = ir.FixedLayout(a.get_device_or_error(), given.out, [given.m, given.n])
-    return _bind(choice, given, nodes, layout, chosen.tile, fast_accum=given.fast_accum, **more).output_node()  # type: ignore[no-any-return]
+    nodes = [_contiguous(a), columns, *_scales(a_scale, b_scale, chosen.kernel.scope), *map(_contiguous, rest)]
+    layout = ir.FixedLayout(a.get_device_or_error(), problem.out, [sizes.m, sizes.n])
+    return _bind(choice, problem, nodes, layout, chosen.config, fast_accum=fast, **more).output_node()  # type: ignore[no-any-return]
 
 
 def _scales(a_scale: ir.TensorBox, b_scale: ir.TensorBox, scope: str) -> list[Any]:
@@ -153,33 +152,32 @@ def microscaled(
     bias: ir.TensorBox | None,
     gemm: Gemm,
     out_dtype: torch.dtype,
-) -> template.Problem | None:
+) -> Problem | None:
     """What is measured; None where nothing is, or no kernel of ours computes it."""
     if bias is not None and bias.get_dtype() != out_dtype:
         return None
     problem = problem_of(a, b, bias, gemm, out_dtype)
-    given = cutlass_problem(problem) if select(problem).kind == AUTOTUNED else None
-    return given if given is not None and template.tiles(given) else None
+    measured = select(problem).family is autotuned.FAMILY and cutlass.computes(problem) is None
+    return problem if measured and cutlass_tiles.tiles(problem) else None
 
 
 def fastest(
-    problem: template.Problem,
+    problem: Problem,
     operands: list[ir.TensorBox],  # as `launch.microscaled_mm` takes them
 ) -> ir.TensorBox:  # (M, N)
     """What Inductor measures to be the fastest of cuBLASLt and CUTLASS's tiles."""
     nodes = [_contiguous(x) for x in operands]
-    layout = ir.FixedLayout(nodes[0].get_device_or_error(), problem.out, [problem.m, problem.n])
-    tiles = template.tiles(problem)
-    build.start(problem.kernel(tile) for tile in tiles)
-    choices = [_LIBRARY.bind(nodes, layout, scope=problem.scope)]
+    layout = ir.FixedLayout(nodes[0].get_device_or_error(), problem.out, [problem.sizes.m, problem.sizes.n])
+    tiles = cutlass_tiles.tiles(problem)
+    build.start(cutlass_tiles.kernel(problem, tile) for tile in tiles)
+    choices = [_LIBRARY.bind(nodes, layout, scope=cutlass_tiles.scope_of(problem))]
     choices += [_bind(_MICROSCALED, problem, nodes, layout, tile) for tile in tiles]
     return compat.autotune(_MICROSCALED.name, choices, nodes, layout)
 
 
-def _bind(
-    choice: ExternKernelChoice, problem: template.Problem, nodes: Any, layout: Any, tile: Tile, **given: Any
-) -> Any:
-    return choice.bind(nodes, layout, tile=tile.shape, arch=problem.arch, scope=problem.scope, **given)
+def _bind(choice: ExternKernelChoice, problem: Problem, nodes: Any, layout: Any, tile: Tile, **given: Any) -> Any:
+    arch, scope = problem.target.cutlass, cutlass_tiles.scope_of(problem)
+    return choice.bind(nodes, layout, tile=tile.shape, arch=arch, scope=scope, **given)
 
 
 def _problem_of_inputs(kernel_inputs: Any, overrides: dict[str, dict[str, Any]]) -> Problem | None:
@@ -208,12 +206,12 @@ def _problem_of_inputs(kernel_inputs: Any, overrides: dict[str, dict[str, Any]])
     out = kernel_inputs.out_dtype()
     if bias and bias[0].get_dtype() != out:
         return None
-    dtypes = a.get_dtype(), b.get_dtype(), out
-    if not _ELEMENTS.keys() >= set(dtypes[:2]):
+    dtypes = a.get_dtype(), b.get_dtype()
+    if not _ELEMENTS.keys() >= set(dtypes):
         return None
     elements = _ELEMENTS[dtypes[0]], _ELEMENTS[dtypes[1]]
     gemm = Gemm("fprop", bool(fast[0]), scopes, elements)  # any: which one it is, is nothing to the kernel
-    return Problem(kernel_inputs.device(), m, n, k, *dtypes, gemm, bias=bool(bias), **_asked())
+    return Problem(targets.of(kernel_inputs.device()), Sizes(m, n, k), gemm, out, Epilogue(bool(bias)), _program())
 
 
 def _numbers(sizes: Any) -> tuple[int, ...] | None:

@@ -6,6 +6,9 @@ from torch._inductor.lowering import lowerings
 from torch._inductor.virtualized import V
 
 from te_inductor import compat, targets
+from te_inductor.kernels import nvfp4_fp8
+from te_inductor.kernels import nvfp4_linear as policy
+from te_inductor.kernels.problem import Sizes
 from te_inductor.lowerings.gemm.partial_sums import added_up, called
 from te_inductor.lowerings.registry import lowering
 from te_inductor.ops import stored as ops_stored
@@ -24,12 +27,11 @@ def nvfp4_linear(
     device = x.get_device_or_error()
     if device.type != "cuda":
         return called(ops_stored.nvfp4_linear, x, stored, block_scale, tensor_scale, out_dtype)
-    from te_inductor.templates.triton import nvfp4_linear as template
     from te_inductor.templates.triton import nvfp4_ops
 
     (m, k), n = x.get_size(), stored.get_size()[0]
-    hints = [compat.size_hint(V.graph.sizevars, size) for size in (m, n, k)]
-    config = template.choose_on(device, hints[0], hints[1], hints[2], x.get_dtype())
+    sizes = [compat.size_hint(V.graph.sizevars, size) for size in (m, n, k)]
+    config = policy.configured(policy.problem(targets.of(device), Sizes(*sizes), x.get_dtype(), out_dtype))
     if config is None:
         return called(ops_stored.nvfp4_linear, x, stored, block_scale, tensor_scale, out_dtype)
     given = (_ARRANGED[config.kind](x), stored, block_scale, tensor_scale, config, out_dtype)
@@ -78,14 +80,14 @@ def nvfp4_linear_fp8(
     given = x, x_scale, stored, block_scale, tensor_scale
     device, rows = x.get_device_or_error(), x.get_size()[0]
     # Where this is not known, the op asks how many there are, as it runs.
-    few = V.graph.sizevars.statically_known_leq(rows, ops_stored.PROMPT_ROWS)
-    if not few or not targets.of(device).hopper_kernels:
+    few = V.graph.sizevars.statically_known_leq(rows, nvfp4_fp8.PROMPT_ROWS)
+    if not few or not nvfp4_fp8.runs(targets.of(device)):
         return called(ops_stored.nvfp4_linear_fp8, *given, out_dtype)
-    from te_inductor.templates.triton import nvfp4_fp8, nvfp4_ops
+    from te_inductor.templates.triton import nvfp4_ops
 
     sizes = *x.get_size(), stored.get_size()[0]
     m, k, n = (compat.size_hint(V.graph.sizevars, size) for size in sizes)
-    config = nvfp4_fp8.choose(m, n, k)
+    config = nvfp4_fp8.configured(m, n, k, targets.of(device).limits)
     # The copy goes over columns as they were, as the cast does, so that it becomes part of its kernel.
     cut = lowerings[aten.view](x, [sizes[0], k // 128, 4, 2, 4, 4])
     cut = ir.TensorBox(ir.ExternKernel.require_exact_strides(cut, [k, 128, 4, 16, 32, 1]))

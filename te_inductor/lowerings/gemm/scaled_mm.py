@@ -7,6 +7,8 @@ from torch._inductor.virtualized import V
 from torch.utils._sympy.functions import FloorDiv
 
 from te_inductor import ops
+from te_inductor.kernels import emulated, exact, fp8_small_m
+from te_inductor.kernels.select import select
 from te_inductor.lowerings.casts import blocks
 from te_inductor.lowerings.casts.narrowing import narrowed
 from te_inductor.lowerings.gemm import cutlass_choices, microscaled_mm
@@ -15,8 +17,6 @@ from te_inductor.lowerings.registry import lowering
 from te_inductor.recipes import Gemm
 from te_inductor.recipes.formats import ALIGNMENT, padded
 from te_inductor.runtime.eager.dense import BLOCK_SCALES, ROW_SCALED_OUTPUT
-from te_inductor.templates import small_m
-from te_inductor.templates.select import EMULATED, EXACT, SMALL_M, select
 
 aten = torch.ops.aten
 convert = torch.ops.prims.convert_element_type
@@ -38,12 +38,12 @@ def scaled_mm(
         y = _adding(a, a_scale, b, b_scale, bias, added, gemm)
         return y or lowerings[aten.add](scaled_mm(a, a_scale, b, b_scale, bias, gemm, out_dtype, alpha), added)  # type: ignore[no-any-return]
     choice = select(cutlass_choices.problem_of(a, b, bias, gemm, out_dtype))
-    if choice.kind == EMULATED:
+    if choice.family is emulated.FAMILY:
         return _emulated(a, a_scale, b, b_scale, bias, gemm, out_dtype, alpha)  # type: ignore[no-any-return]
-    if choice.kind == EXACT:
+    if choice.family is exact.FAMILY:
         return (_exact_blocks if gemm.blocked else _exact)(a, a_scale, b, b_scale, bias, gemm, out_dtype)
-    if choice.kind == SMALL_M:
-        return _add(_small_m(a, a_scale, b, b_scale, choice.cut, out_dtype), bias, out_dtype)  # type: ignore[no-any-return]
+    if choice.family is fp8_small_m.FAMILY:
+        return _add(_small_m(a, a_scale, b, b_scale, choice.config, out_dtype), bias, out_dtype)  # type: ignore[no-any-return]
     if gemm.microscaled:
         return _native(a, a_scale, b, b_scale, bias, gemm, out_dtype, alpha)  # type: ignore[no-any-return]
     return (_cuda_blocks if gemm.blocked else _cuda)(a, a_scale, b, b_scale, bias, gemm, out_dtype)
@@ -74,7 +74,7 @@ def _small_m(a, a_scale, b, b_scale, cut, out_dtype):  # type: ignore[no-untyped
 
     given = (a, a_scale, b, b_scale, cut, out_dtype)
     # A narrow layer of more rows does not change how the other kernels of a training graph start.
-    early = V.graph.is_inference or V.graph.sizevars.statically_known_leq(a.get_size()[0], small_m.FEW)
+    early = V.graph.is_inference or V.graph.sizevars.statically_known_leq(a.get_size()[0], fp8_small_m.FEW)
     return added_up(fp8_partial_sums, *given, splits=cut.splits, out_dtype=out_dtype, early=early)
 
 

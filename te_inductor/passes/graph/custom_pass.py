@@ -10,8 +10,7 @@ from typing import Any
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from te_inductor.templates import cutlass
-from te_inductor.templates.cutlass import tables
+from te_inductor.kernels import cutlass_packages, cutlass_tables
 
 
 class GraphPass(CustomGraphPass):  # type: ignore[misc]
@@ -33,7 +32,7 @@ class GraphPass(CustomGraphPass):  # type: ignore[misc]
 
     def uuid(self) -> Any:
         """None, which turns the cache off, where the user's pass has no identity."""
-        ours = package_hash(), cutlass.identity(), tables.identity()
+        ours = package_hash(), cutlass_packages.identity(), cutlass_tables.identity()
         if self.user_pass is None:
             return ours
         theirs = self.user_pass.uuid() if isinstance(self.user_pass, CustomGraphPass) else None

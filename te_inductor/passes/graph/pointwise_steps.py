@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import fx
 
+from te_inductor.kernels.cutlass_tiles import ROUNDED
 from te_inductor.numerics.activation import OPS, PointwiseStep
 from te_inductor.passes.graph.gemm_nodes import VIEWS
 from te_inductor.passes.graph.node_kinds import has_shape, tensor_of
-from te_inductor.templates.cutlass.scaled_mm import ROUNDED
 
 aten = torch.ops.aten
 # What generated code computes in fp32 registers as if it were not there, and what autograd saves by.

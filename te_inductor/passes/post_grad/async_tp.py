@@ -27,10 +27,11 @@ from torch._inductor import config
 
 from te_inductor import ops, targets
 from te_inductor.diagnostics import log
+from te_inductor.kernels import fp8_small_m
+from te_inductor.kernels.select import select
 from te_inductor.passes.graph.gemm_nodes import VIEWS, is_plain, problem_of
 from te_inductor.recipes import Gemm
 from te_inductor.recipes.formats import ALIGNMENT
-from te_inductor.templates.select import SMALL_M, select
 
 aten = torch.ops.aten
 _collectives = torch.ops._c10d_functional
@@ -234,7 +235,9 @@ def _may_run(product: fx.Node) -> bool:
     if gemm.blocked or gemm.scopes != ("tensor", "tensor") or not all(isinstance(size, int) for size in sizes):
         return False
     fits = sizes[1] % ALIGNMENT == 0 and sizes[2] % ALIGNMENT == 0
-    return fits and _has_fp8(product.meta["val"].device) and select(problem_of(product)).kind != SMALL_M
+    return (
+        fits and _has_fp8(product.meta["val"].device) and select(problem_of(product)).family is not fp8_small_m.FAMILY
+    )
 
 
 def _has_fp8(device: torch.device) -> bool:

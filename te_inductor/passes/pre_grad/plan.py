@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from te_inductor.config import Options
 from te_inductor.diagnostics import Refusal, Report
+from te_inductor.kernels.cutlass_tiles import Kernel
 from te_inductor.passes.graph import regions, writes
 from te_inductor.passes.pre_grad.attention.site import Attention
 from te_inductor.passes.pre_grad.sites import contractions
@@ -22,7 +23,6 @@ from te_inductor.recipes import Recipe, Slots
 from te_inductor.recipes.regions import Region
 from te_inductor.runtime.extra_inputs import ExtraInputs
 from te_inductor.runtime.state.state_inputs import StateInputs
-from te_inductor.templates.cutlass.scaled_mm import Kernel
 
 
 @dataclass(frozen=True)

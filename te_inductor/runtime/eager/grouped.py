@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-from te_inductor import targets
 from te_inductor.numerics import blocks
 from te_inductor.recipes.formats import E4M3, ROW, Scope, padded
 from te_inductor.recipes.quantizers import Gemm, Quantizer
@@ -31,11 +30,6 @@ GROUP_ALIGNMENT = 128  # columns; what a tile of the GEMM holds, and a multiple 
 def padded_width(rows: int, groups: int) -> int:
     """Columns of a padded transpose: enough for any sizes of so many groups with so many rows in all."""
     return padded(rows, GROUP_ALIGNMENT) + groups * GROUP_ALIGNMENT
-
-
-def has_kernel(device: torch.device, gemm: Gemm) -> bool:
-    """Whether templates/triton/grouped_mm.py multiplies on this device."""
-    return targets.of(device).grouped_mm and not gemm.microscaled
 
 
 def is_written_out(device: torch.device, gemm: Gemm) -> bool:

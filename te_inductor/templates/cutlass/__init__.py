@@ -3,38 +3,5 @@
 Kernels are built by a process of their own, into a shared library that TVM's FFI loads: a training process imports
 neither CUTLASS nor quack, which takes seconds, and the build runs beside Inductor's compile."""
 
-import functools
-from importlib import metadata
-
 if not __name__.startswith("te_inductor."):
     raise ImportError(f"{__name__!r} is a folder of te_inductor, import te_inductor.templates.cutlass")
-
-# What a built kernel depends on. quack's epilogue functions are no stable interface: one minor version.
-REQUIRED = {"nvidia-cutlass-dsl": ("4.8", "5"), "quack-kernels": ("0.6.5", "0.7"), "apache-tvm-ffi": ("0.1.6", "0.2")}
-
-
-@functools.cache
-def missing() -> str | None:
-    """Why CUTLASS cannot be used here, None where it can. Imports nothing of it."""
-    for name, (least, below) in REQUIRED.items():
-        try:
-            found = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            return f"{name} is not installed; pip install 'te-inductor[cutlass]'"
-        if not _numbers(least) <= _numbers(found) < _numbers(below):
-            return f"{name} {found} is installed, expected >= {least}, < {below}; pip install 'te-inductor[cutlass]'"
-    return None
-
-
-def identity() -> tuple[str, ...]:
-    """The identity for the keys of generated code, which calls its kernels where it is installed."""
-    return (missing() or "", *(f"{name} {metadata.version(name)}" for name in REQUIRED if missing() is None))
-
-
-def versions() -> tuple[str, ...]:
-    """The versions for the keys of built kernels."""
-    return tuple(f"{name} {metadata.version(name)} {metadata.distribution(name).locate_file('')}" for name in REQUIRED)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".")[:3] if part.isdigit())

@@ -16,6 +16,8 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.utils import hopper_helpers
 from quack.compile_utils import make_fake_stream, make_fake_tensor
 
+from te_inductor.kernels.cutlass_tiles import ALIGNED, Kernel
+from te_inductor.kernels.problem import ANOTHER
 from te_inductor.recipes.formats import BLOCK_128X128
 from te_inductor.templates.cutlass.pipeline import (
     BLOCK,
@@ -37,7 +39,6 @@ from te_inductor.templates.cutlass.pipeline import (
     tensors_of,
     wait,
 )
-from te_inductor.templates.cutlass.scaled_mm import ALIGNED, ANOTHER, Kernel
 
 PIECES = 2 * (TILE_N // STORED)  # of HALF x STORED, for both warp groups: what a stage of `a` holds of the added tensor
 STORE = 1  # the first of two named barriers, one a warp group

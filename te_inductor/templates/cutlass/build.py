@@ -1,7 +1,8 @@
 """Has GEMM kernels built into shared libraries, by a process of its own (builder.py), and waits for them.
 
 A library is a file of Inductor's cache folder, named by a hash of the kernel, of the packages it is built with and of
-this folder's sources, so that any process that finds it may use it. A GPU is not needed to build it."""
+the sources of this folder and of kernels/cutlass_tiles.py, so that any process that finds it may use it. A GPU is not
+needed to build it."""
 
 import atexit
 import functools
@@ -18,8 +19,8 @@ from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from te_inductor.templates import cutlass
-from te_inductor.templates.cutlass.scaled_mm import Kernel
+from te_inductor.kernels import cutlass_packages, cutlass_tiles
+from te_inductor.kernels.cutlass_tiles import Kernel
 
 FUNCTION = "func"
 POLL = 0.01  # seconds between two looks for a library
@@ -169,7 +170,7 @@ def _log(path: Path) -> Path:
 
 @functools.cache
 def _sources() -> str:
-    digest = hashlib.sha256(repr(cutlass.versions()).encode())
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    digest = hashlib.sha256(repr(cutlass_packages.versions()).encode())
+    for path in (*sorted(Path(__file__).parent.glob("*.py")), Path(cutlass_tiles.__file__)):
         digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -23,9 +23,10 @@ import torch
 from filelock import FileLock
 
 from te_inductor import compat
+from te_inductor.kernels.cutlass_tiles import ROUNDED, Kernel
+from te_inductor.kernels.problem import ANOTHER, OUTPUT
 from te_inductor.recipes.formats import E2M1, E4M3, E5M2, ROW, SCOPES, TENSOR
 from te_inductor.templates.cutlass.build import FUNCTION
-from te_inductor.templates.cutlass.scaled_mm import ANOTHER, OUTPUT, ROUNDED, Kernel
 
 SIDE_BY_SIDE = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # builds
 

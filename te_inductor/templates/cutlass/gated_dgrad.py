@@ -24,6 +24,7 @@ from cutlass import BFloat16, Float32, Int32, cute
 from cutlass.cute.nvgpu import cpasync
 from quack.compile_utils import make_fake_stream, make_fake_tensor
 
+from te_inductor.kernels.cutlass_tiles import ALIGNED, Kernel
 from te_inductor.numerics.activation import values_of
 from te_inductor.recipes.formats import ELEMENTS
 from te_inductor.templates.cutlass import packing
@@ -47,7 +48,6 @@ from te_inductor.templates.cutlass.pipeline import (
     wait,
 )
 from te_inductor.templates.cutlass.scalar_math import STEPS
-from te_inductor.templates.cutlass.scaled_mm import ALIGNED, Kernel
 
 SIXTEEN = TILE_N // 16  # of the columns of a tile
 PIECE = 2 * STORED * HALF  # bytes of a piece of gate or up; of one of a copy, HALF x BLOCK, as many

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from te_inductor import targets
 from te_inductor.errors import FallbackWarning
+from te_inductor.kernels.cutlass_tiles import ALIGNED, ROUNDED, Kernel, Shape, Tile, kernel_of
+from te_inductor.kernels.problem import NOTHING, OUTPUT
 from te_inductor.numerics.activation import Activation, Gating, PointwiseStep
 from te_inductor.recipes.formats import E2M1, ELEMENTS, ROW, SCOPES
 from te_inductor.recipes.quantizers import Gemm, Quantizer
 from te_inductor.runtime.eager import dense
 from te_inductor.templates.cutlass import build
 from te_inductor.templates.cutlass.current_device import launches
-from te_inductor.templates.cutlass.scaled_mm import ALIGNED, NOTHING, OUTPUT, ROUNDED, Kernel, Shape, Tile, kernel_of
 
 
 @launches

@@ -7,7 +7,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from te_inductor.templates.cutlass.scaled_mm import BLOCK_TILE
+from te_inductor.kernels.cutlass_tiles import BLOCK_TILE
 
 BLOCK = 128  # elements of K that a scale is for
 TILE_M, TILE_N = BLOCK_TILE

@@ -14,7 +14,7 @@ find the tensors by tables of addresses, made anew when one has moved."""
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from te_inductor.numerics.arithmetic import reciprocal
-from te_inductor.recipes.formats import ROW
+from te_inductor.recipes.formats import ROW, Scope
 from te_inductor.recipes.quantizers import Quantizer
 from te_inductor.runtime.weights.cached_weights import (
     TILE,
@@ -165,9 +165,31 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
+def _decided(
+    table: _Table, scope: Scope, tile: dict[str, Any], encode: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Launches what reads the weights: which of them are stale, their scales, and those of rows and columns."""
+    count, device = table.weights.shape[0], table.weights.device
+    digest = torch.zeros(count, dtype=torch.int64, device=device)
+    amax = torch.zeros(count, dtype=torch.int32, device=device)
+    amaxes = torch.zeros(table.amaxes if scope is ROW else 0, dtype=torch.int32, device=device)
+    stale = torch.empty(count, dtype=torch.int32, device=device)
+    scale = torch.empty(count, dtype=torch.float32, device=device)
+    run = launcher(cached_weights_scan, BY_ROW=scope is ROW, **tile, num_warps=WARPS)
+    run(len(table.programs), table.parameters, table.programs, digest, amax, amaxes)
+    one_scale = {"WHOLE": scope.whole, "TWO_LEVEL": scope.two_level}
+    run = launcher(cached_weights_decide, **one_scale, **encode, num_warps=1)
+    run(count, table.weights, digest, amax, stale, scale)
+    if scope is not ROW:
+        return stale, scale, None
+    chunks = triton.cdiv(table.longest, SCALES)
+    run = launcher(cached_weights_scales, BLOCK=SCALES, **encode)
+    run(count * chunks, table.weights, stale, amaxes, chunks)
+    return stale, scale, amaxes.view(torch.float32)
+
+
 def _launch(table: _Table, kind: _Kind) -> None:
-    quantizer, count, device = kind.quantizer, table.weights.shape[0], table.weights.device
-    scope = quantizer.granularity
+    quantizer, scope = kind.quantizer, kind.quantizer.granularity
     programs, tile = len(table.programs), {"INPUT": _INPUTS[kind.dtype], "TILE": TILE, "ALIGNED": table.aligned}
     encode = {
         "LARGEST": quantizer.format.max,
@@ -175,23 +197,7 @@ def _launch(table: _Table, kind: _Kind) -> None:
         "LARGEST_SCALE": quantizer.largest_scale(kind.dtype),
         "POWER_2": quantizer.power_2_scale,
     }
-    stale = scale = scales = None
-    if not kind.tiled:
-        digest = torch.zeros(count, dtype=torch.int64, device=device)
-        amax = torch.zeros(count, dtype=torch.int32, device=device)
-        amaxes = torch.zeros(table.amaxes if scope is ROW else 0, dtype=torch.int32, device=device)
-        stale = torch.empty(count, dtype=torch.int32, device=device)
-        scale = torch.empty(count, dtype=torch.float32, device=device)
-        run = launcher(cached_weights_scan, BY_ROW=scope is ROW, **tile, num_warps=WARPS)
-        run(programs, table.parameters, table.programs, digest, amax, amaxes)
-        one_scale = {"WHOLE": scope.whole, "TWO_LEVEL": scope.two_level}
-        run = launcher(cached_weights_decide, **one_scale, **encode, num_warps=1)
-        run(count, table.weights, digest, amax, stale, scale)
-        if scope is ROW:
-            chunks = triton.cdiv(table.longest, SCALES)
-            run = launcher(cached_weights_scales, BLOCK=SCALES, **encode)
-            run(count * chunks, table.weights, stale, amaxes, chunks)
-            scales = amaxes.view(torch.float32)
+    stale, scale, scales = (None, None, None) if kind.tiled else _decided(table, scope, tile, encode)
     element = _ELEMENTS[quantizer.format.dtype]
     if scope.microscaled:
         run = launcher(

@@ -11,48 +11,19 @@ for the host, and a CUDA graph replays with other choices.
 Values become bf16 (or fp16) exactly, products are summed in fp32. Rows of no expert are zeros. Kernels start early:
 Note [Kernels that start early] in lowerings/codegen/programmatic_launch.py."""
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from te_inductor.kernels.experts_decode import SCOPES, ExpertsConfig, cut
 from te_inductor.recipes import Quantizer
-from te_inductor.recipes.formats import BLOCK_128X128, E4M3, ROW, TENSOR
 from te_inductor.runtime.eager import experts
 from te_inductor.templates.triton.launcher import launcher
 from te_inductor.templates.triton.nvfp4_decode import FACTOR, values
 
 BLOCK_N = 64  # rows of a weight in one program: a wgmma's
-_COMPARED = 16384
 MOST_IDS = 1024  # rows whose experts' numbers a program reads; more are sorted first
-_SCOPES = {TENSOR: 0, ROW: 1, BLOCK_128X128: 2}
-
-
-@dataclass(frozen=True)
-class Config:
-    """How the work is cut."""
-
-    rows: int  # of x in one program
-    block_k: int  # columns at a time
-    stages: int  # of those on their way
-    warps: int = 4
-
-
-def scales_as(quantizer: Quantizer) -> bool:
-    """Whether the FP8 kernel takes weights with these values and scales."""
-    return quantizer.format is E4M3 and quantizer.granularity in _SCOPES
-
-
-def choose(m: int, count: int, k: int, nvfp4: bool, by_ids: bool = False) -> Config:
-    """Chooses the config for m rows, `count` experts and matrices of k columns."""
-    each = m / count
-    rows = 16 if each <= 8 else 32 if each <= 24 else 64
-    if by_ids:  # each of a program's rows is compared with all of them
-        rows = min(rows, max(16, _COMPARED // triton.next_power_of_2(max(m, 1))))
-    block_k = 256 if nvfp4 and rows == 16 and k % 256 == 0 else 128
-    return Config(rows, block_k, 4 if rows < 64 else 3)
 
 
 def tiles(m: int, count: int, rows: int) -> int:
@@ -70,13 +41,13 @@ def nvfp4_product(
     tensor_scale: Tensor,  # (E,) fp32
     out_dtype: torch.dtype,
     assembly: bool = True,
-    config: Config | None = None,
+    config: ExpertsConfig | None = None,
 ) -> Tensor:  # (M, N)
     """Computes what `runtime.eager.experts.nvfp4_product` does, but for the order of sums."""
     if ids is not None and x.shape[0] > MOST_IDS:
         return _sorted(nvfp4_product, x, ids, stored, block_scale, tensor_scale, out_dtype, assembly, config)
     (count, n, half), (m, k) = stored.shape, x.shape
-    config = config or choose(m, count, k, nvfp4=True, by_ids=ids is not None)
+    config = config or cut(m, count, k, nvfp4=True, by_ids=ids is not None)
     out = x.new_empty((m, n), dtype=out_dtype)
     if m == 0:
         return out
@@ -112,13 +83,13 @@ def fp8_product(
     quantizer: Quantizer,
     out_dtype: torch.dtype,
     assembly: bool = True,  # whether griddepcontrol is among the device's instructions
-    config: Config | None = None,
+    config: ExpertsConfig | None = None,
 ) -> Tensor:  # (M, N)
     """Computes what `runtime.eager.experts.fp8_product` does, but for the order of sums."""
     if ids is not None and x.shape[0] > MOST_IDS:
         return _sorted(fp8_product, x, ids, stored, scale_inv, quantizer, out_dtype, assembly, config)
     (count, n, padded), (m, k) = stored.shape, x.shape
-    config = config or choose(m, count, k, nvfp4=False, by_ids=ids is not None)
+    config = config or cut(m, count, k, nvfp4=False, by_ids=ids is not None)
     out = x.new_empty((m, n), dtype=out_dtype)
     if m == 0:
         return out
@@ -126,7 +97,7 @@ def fp8_product(
         _fp8,
         STORED=padded,
         EVEN=k % config.block_k == 0,
-        SCOPE=_SCOPES[quantizer.granularity],
+        SCOPE=SCOPES[quantizer.granularity],
         **_constants(m, count, ids, config, assembly),
     )
     run(
@@ -157,12 +128,12 @@ def _rows_given(x: Tensor, ends: Tensor | None, ids: Tensor | None) -> tuple[Ten
     return x, groups.contiguous()
 
 
-def _programs(m: int, n: int, count: int, ends: Tensor | None, config: Config) -> int:
+def _programs(m: int, n: int, count: int, ends: Tensor | None, config: ExpertsConfig) -> int:
     # One program more for rows behind the last group. Neighbours read the same of a weight that has several tiles.
     return (m if ends is None else tiles(m, count, config.rows) + 1) * triton.cdiv(n, BLOCK_N)
 
 
-def _constants(m: int, count: int, ids: Tensor | None, config: Config, assembly: bool) -> dict[str, object]:
+def _constants(m: int, count: int, ids: Tensor | None, config: ExpertsConfig, assembly: bool) -> dict[str, object]:
     return {
         "ASSEMBLY": assembly,
         "IDS": ids is not None,

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from te_inductor import targets
+from te_inductor.kernels import nvfp4_linear
+from te_inductor.kernels.experts_decode import runs, scales_as
 from te_inductor.ops import experts as ops
 from te_inductor.ops.definition import implement_on_cuda
 from te_inductor.recipes import Quantizer
@@ -22,7 +24,7 @@ def _nvfp4_product(
     tensor_scale: Tensor,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    if not targets.of(x.device).nvfp4_kernels or x.dtype not in ops.DTYPES:
+    if not runs(targets.of(x.device), True, x.dtype):
         return experts.nvfp4_product(x, ends, ids, stored, block_scale, tensor_scale, out_dtype)
     return experts_decode.nvfp4_product(x, ends, ids, stored, block_scale, tensor_scale, out_dtype)
 
@@ -36,15 +38,15 @@ def _fp8_product(
     quantizer: Quantizer,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    runs = targets.of(x.device).fp8 and x.dtype in ops.DTYPES
-    if not runs or not experts_decode.scales_as(quantizer):
+    target = targets.of(x.device)
+    if not runs(target, False, x.dtype) or not scales_as(quantizer.format, quantizer.granularity):
         return experts.fp8_product(x, ends, ids, values, scale_inv, quantizer, out_dtype)
-    assembly = targets.of(x.device).nvfp4_kernels
+    assembly = nvfp4_linear.runs(target)  # which has the instructions that those kernels want
     return experts_decode.fp8_product(x, ends, ids, values, scale_inv, quantizer, out_dtype, assembly)
 
 
 def _dequantize(stored: Tensor, block_scale: Tensor, tensor_scale: Tensor, k: int, dtype: torch.dtype) -> Tensor:
-    run = nvfp4_expand.dequantize if targets.of(stored.device).nvfp4_kernels else experts.nvfp4_dequantize
+    run = nvfp4_expand.dequantize if nvfp4_linear.runs(targets.of(stored.device)) else experts.nvfp4_dequantize
     return run(stored, block_scale, tensor_scale, k, dtype)
 
 

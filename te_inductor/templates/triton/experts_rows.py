@@ -25,7 +25,7 @@ COLUMNS = 16384  # at most, so that registers hold a row
 
 
 @dataclass(frozen=True)
-class Config:
+class RowsConfig:
     """How the work is cut."""
 
     elements: int  # that a program has at a time, in whole rows
@@ -34,8 +34,8 @@ class Config:
     span: int = 32  # rows of a program
 
 
-def config_of(columns: int) -> Config:
-    return Config(4096, 512, 80) if columns <= 4096 else Config(8192, 1024, 128)
+def config_of(columns: int) -> RowsConfig:
+    return RowsConfig(4096, 512, 80) if columns <= 4096 else RowsConfig(8192, 1024, 128)
 
 
 def supports(w: Tensor) -> bool:
@@ -46,7 +46,7 @@ def supports(w: Tensor) -> bool:
 def quantize_experts_rows(
     w: Tensor,  # (E, R, C), rows contiguous, C at most COLUMNS
     quantizer: Quantizer,  # of rows
-    config: Config | None = None,
+    config: RowsConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # (E, R, pad(C)), scale_inv (E, R), columns' scale and scale_inv (E, C)
     experts, rows, columns = w.shape
     out = w.new_empty((experts, rows, quantizer.padded(columns)), dtype=quantizer.format.dtype)

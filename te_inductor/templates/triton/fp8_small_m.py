@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from te_inductor.compat import constant_type_name
+from te_inductor.kernels.fp8_small_m import SmallMConfig
 from te_inductor.ops.definition import define
-from te_inductor.templates.small_m import Config
 from te_inductor.templates.triton.launcher import launcher
 from te_inductor.templates.triton.partial_sums import sum_dtype
 
@@ -27,7 +27,7 @@ def partial_sums(
     a_scale: Tensor,  # (), or (M, 1), fp32
     b: Tensor,  # (N, K) e4m3
     b_scale: Tensor,  # (), or (N, 1)
-    config: Config,
+    config: SmallMConfig,
     out_dtype: torch.dtype,  # of the result, where there is one split
     assembly: bool = True,
 ) -> Tensor:  # (splits, M, N), fp32 if there are several
@@ -51,13 +51,15 @@ def partial_sums(
     return out
 
 
-def _fake(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, config: Config, out_dtype: torch.dtype) -> Tensor:
+def _fake(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, config: SmallMConfig, out_dtype: torch.dtype
+) -> Tensor:
     return a.new_empty((config.splits, a.shape[0], b.shape[0]), dtype=sum_dtype(config.splits, out_dtype))
 
 
 fp8_partial_sums = define(
     "fp8_partial_sums(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale,"
-    f" {constant_type_name(Config)} config, ScalarType out_dtype) -> Tensor",
+    f" {constant_type_name(SmallMConfig)} config, ScalarType out_dtype) -> Tensor",
     partial_sums,
     _fake,
 )

@@ -7,11 +7,14 @@ average half of a strip has to be in the cache. So the kernel is taken where the
 time fit there; a group much longer than the others is read twice from memory, and does no harm but that. In bytes moved
 an element of bf16: 3, where two passes move 5. The numbers are those of runtime/eager/grouped.py, bit for bit."""
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from te_inductor import targets
 from te_inductor.recipes.quantizers import Quantizer
 from te_inductor.templates.triton import cached_tiles as tiles
 from te_inductor.templates.triton import casting
@@ -26,15 +29,20 @@ from te_inductor.templates.triton.grouped_casts import (
 )
 from te_inductor.templates.triton.launcher import launcher
 
-CACHE = 40 * 2**20  # bytes of L2 that strips may fill: of 50 MiB
-_PROGRAMS = 4 * 132  # that run at one time, on an H100 or H200
+_PROGRAMS = 4  # that run at one time on a multiprocessor
 _WARPS = 8
 
 
 def supports(x: Tensor, source: Tensor, groups: int) -> bool:
     """Whether the strips of groups of equal sizes stay in the cache."""
-    rows = (source.shape[0] - groups * TILE) / groups
-    return rows * COLUMNS * x.element_size() * _PROGRAMS <= 2 * CACHE
+    return (source.shape[0] - groups * TILE) / groups <= _most_rows(x.device, x.element_size())
+
+
+@functools.cache
+def _most_rows(device: torch.device, size: int) -> float:
+    """Rows of a group, of elements of that size, whose strips fill four fifths of L2 by half."""
+    limits = targets.of(device).limits
+    return 2 * (limits.l2 * 4 // 5) / (COLUMNS * size * _PROGRAMS * limits.multiprocessors)
 
 
 def quantize_groups_by_column(

@@ -23,11 +23,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from te_inductor.kernels import grouped_mm
 from te_inductor.templates.triton.nvfp4_groups import barriers, copy
 
-BLOCK_M = gl.constexpr(128)  # rows of a tile
+BLOCK_M = gl.constexpr(grouped_mm.BLOCK_M)  # rows of a tile
 GROUP = gl.constexpr(64)  # rows of a warp group
-BLOCK_K = gl.constexpr(128)  # columns of a stage: those that share a scale, and those that are added up imprecisely
+# Columns of a stage: those that share a scale, and those that are added up imprecisely.
+BLOCK_K = gl.constexpr(grouped_mm.BLOCK_K)
 HALF = gl.constexpr(128)  # columns of the result that are stored at a time, and that share a scale
 REGISTERS = gl.constexpr(240)  # a thread of a warp group
 LOADER_REGISTERS = gl.constexpr(24)

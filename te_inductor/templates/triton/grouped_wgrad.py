@@ -8,15 +8,14 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from te_inductor import targets
+from te_inductor.kernels.grouped_mm import GroupedConfig, cut
 from te_inductor.recipes import Gemm
 from te_inductor.templates.triton.grouped_kernel import BLOCK_M
 from te_inductor.templates.triton.grouped_mm import (
-    Call,
-    Config,
     Describe,
+    GroupedLaunch,
     box,
     box_of_scales,
-    config_of,
     launcher_of,
 )
 
@@ -30,7 +29,7 @@ def grouped_wgrad(
     gemm: Gemm,
     out_dtype: torch.dtype,
     total: Tensor | None = None,  # (E, N, K) fp32, which the product is added to
-    config: Config | None = None,
+    config: GroupedConfig | None = None,
 ) -> Tensor:  # (E, N, K), or the total
     """``(a * a_scale)[:, columns of g] @ (b * b_scale)[:, columns of g].T``; of an empty group zeros."""
     sizes = starts.shape[0] - 1, a.shape[0], b.shape[0]
@@ -52,15 +51,18 @@ def prepared(
     out: Tensor,
     gemm: Gemm,
     add: bool,
-    config: Config | None = None,
+    config: GroupedConfig | None = None,
     describe: Describe = TensorDescriptor.from_tensor,
     programs: int | None = None,
-) -> Call:
-    """Makes the call as that of `grouped_mm` is made."""
+) -> GroupedLaunch:
+    """Makes the launch as that of `grouped_mm` is made."""
     (m, p), n, e = a.shape, b.shape[0], starts.shape[0] - 1
-    config = config or config_of(e * m, e, n, p)
+    programs = programs or targets.multiprocessors(a.device)
+    config = config or cut(e * m, n, programs)
     launch = launcher_of(gemm, config, add, m, n)
-    programs = min(programs or targets.multiprocessors(a.device), e * -(-m // BLOCK_M.value) * -(-n // config.block_n))
+    programs = min(programs, e * -(-m // BLOCK_M.value) * -(-n // config.block_n))
     scales = describe(b_scale.view(-1, n), *box_of_scales()) if gemm.blocked else None
     of_a, of_b = describe(a, *box(BLOCK_M.value)), describe(b, *box(config.block_n))
-    return Call(programs, (of_a, a_scale, of_b, b_scale, scales, None, out, starts, e, m, n, p, programs), launch)
+    return GroupedLaunch(
+        programs, (of_a, a_scale, of_b, b_scale, scales, None, out, starts, e, m, n, p, programs), launch
+    )

@@ -19,11 +19,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from te_inductor.kernels import nvfp4_linear
 from te_inductor.templates.triton.launcher import launcher
 from te_inductor.templates.triton.layouts import index
 from te_inductor.templates.triton.nvfp4_decode import FACTOR, words
 
-COLUMNS = gl.constexpr(256)  # of x and the weight that a warp multiplies in one turn
+COLUMNS = gl.constexpr(nvfp4_linear.COLUMNS)  # of x and the weight that a warp multiplies in one turn
 
 # ptxas moves no load across this, and of a warp alone it is next to nothing. Without it, loads that nobody waits for in
 # this turn of the loop are put last.

@@ -26,7 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from te_inductor.recipes.constants import Constant, constant
+from te_inductor.kernels import nvfp4_fp8
+from te_inductor.kernels.nvfp4_fp8 import NVFP4PromptConfig
 from te_inductor.recipes.formats import E2M1, E4M3
 from te_inductor.templates.triton.launcher import launcher
 from te_inductor.templates.triton.nvfp4_decode import E4M3_VALUES, SCALE, TIMES
@@ -44,17 +45,10 @@ from te_inductor.templates.triton.nvfp4_groups import (
 )
 from te_inductor.templates.triton.partial_sums import sum_dtype
 
-BLOCK_N = gl.constexpr(128)  # rows of the weight in a program
+BLOCK_N = gl.constexpr(nvfp4_fp8.BLOCK_N)  # rows of the weight in a program
 STAGES = {128: 6, 256: 5}  # of x, by the rows there is room for: what shared memory holds
 WEIGHT_STAGES = 3
 _REGISTERS = {"default": 168, "group": 240, "loader": 24}  # a thread; ptxas wants 154 at the least for 256 rows of x
-
-# Fitted to what was measured on an H200 (docs/ledger.md). Microseconds of a turn and of all else in a program, by
-# its rows of x; where K is split, of what writes and adds sums besides: 4 bytes an element and split, and as if of 6
-# more.
-_TURN = {128: (1.2, 4.2), 160: (1.27, 4.6), 192: (1.34, 5.0), 256: (1.48, 5.8)}
-_SPLIT, _BANDWIDTH = 1.0, 4e6
-_MULTIPROCESSORS = 132
 
 _LARGEST = gl.constexpr(E2M1.max)  # of a stored value
 _LIMIT = gl.constexpr(E4M3.max)  # of a value decoded
@@ -63,32 +57,6 @@ _TIMES = gl.constexpr(TIMES.value)
 _VALUES = gl.constexpr(E4M3_VALUES.value)
 # $4: four E4M3 bytes, none negative. The upper bytes of the halves hold the larger: of the odd bytes, of the even ones.
 _LARGER = gl.constexpr("{ .reg .b32 t; max.u16x2 $0, $2, $4; shl.b32 t, $4, 8; max.u16x2 $1, $3, t; }")
-
-
-@constant
-class Config(Constant):
-    """How the work is cut."""
-
-    rows: int  # of x in one program, of _TURN
-    splits: int  # programs that share the K of one tile
-
-    def __str__(self) -> str:
-        return f"{self.rows} rows, {self.splits} splits"
-
-
-def choose(m: int, n: int, k: int) -> Config:
-    """What should be fastest, K being a multiple of 256."""
-    configs = (Config(rows, splits) for rows in _TURN for splits in (1, 2, 4, 8) if k % (BLOCK_K.value * splits) == 0)
-    return min(configs, key=lambda config: microseconds(config, m, n, k))
-
-
-def microseconds(config: Config, m: int, n: int, k: int) -> float:
-    """About as long as it takes, sums and all."""
-    turn, rest = _TURN[config.rows]
-    programs = triton.cdiv(m, config.rows) * triton.cdiv(n, BLOCK_N.value) * config.splits
-    waves = triton.cdiv(programs, _MULTIPROCESSORS)
-    sums = _SPLIT + (4 * config.splits + 6) * m * n / _BANDWIDTH if config.splits > 1 else 0.0
-    return waves * (turn * k / (BLOCK_K.value * config.splits) + rest) + sums
 
 
 def arranged(x: Tensor) -> Tensor:  # (M, K), K a multiple of 128
@@ -103,7 +71,7 @@ def partial_sums(
     stored: Tensor,  # (N, K/2) uint8
     block_scale: Tensor,  # (N, K/16) e4m3
     tensor_scale: Tensor,  # () fp32
-    config: Config,
+    config: NVFP4PromptConfig,
     out_dtype: torch.dtype,  # of the result, where there is one split
 ) -> Tensor:  # (splits, M, N), fp32 if there are several
     """Returns parts, whose sum over the first dimension is the product."""
@@ -140,7 +108,7 @@ def boxes(rows: int) -> tuple[tuple[tuple[int, int], Any], ...]:
     )
 
 
-def constants(n: int, k: int, config: Config) -> dict[str, Any]:
+def constants(n: int, k: int, config: NVFP4PromptConfig) -> dict[str, Any]:
     """The kernel's, by name."""
     room = triton.next_power_of_2(config.rows)
     return {

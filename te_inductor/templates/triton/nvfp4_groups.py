@@ -11,13 +11,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from te_inductor.kernels import nvfp4_linear
 from te_inductor.templates.triton.layouts import index
 
 # Triton 3.9 gave it another name.
 copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
-GROUP = gl.constexpr(64)  # rows of the weight of a warp group
-BLOCK_K = gl.constexpr(256)  # columns of the weight in a stage, and in a turn of the loop
+GROUP = gl.constexpr(nvfp4_linear.GROUP)  # rows of the weight of a warp group
+BLOCK_K = gl.constexpr(nvfp4_linear.BLOCK_K)  # columns of the weight in a stage, and in a turn of the loop
 HALF_K = gl.constexpr(128)  # columns of a product's operand
 _ROWS = [4, 2, 8]  # of 16 of the weight, by the bits of a lane
 

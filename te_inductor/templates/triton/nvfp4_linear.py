@@ -11,166 +11,18 @@ its partial sums in fp32; whoever reads them adds them up in their order, in Ind
 next, in eager code `partial_sums.add_up`. Where there is one split its sums are the result. Kernels start early: Note
 [Kernels that start early] in lowerings/codegen/programmatic_launch.py."""
 
-import functools
-import json
-import math
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from te_inductor import targets
-from te_inductor.diagnostics import Refusal
-from te_inductor.recipes.constants import Constant, constant
-from te_inductor.templates.triton import nvfp4_direct, nvfp4_groups, nvfp4_streamed
+from te_inductor.kernels.nvfp4_linear import DIRECT, PLAIN, STREAMED, NVFP4Config
+from te_inductor.templates.triton import nvfp4_direct, nvfp4_streamed
 from te_inductor.templates.triton.launcher import launcher
 from te_inductor.templates.triton.nvfp4_decode import FACTOR, values
 from te_inductor.templates.triton.partial_sums import sum_dtype
 
-__all__ = ["FACTOR", "Config", "Problem", "arranged", "choose", "partial_sums", "planes", "supports"]
-
-TABLE = Path(__file__).with_suffix(".json")
-DTYPES = (torch.bfloat16, torch.float16)
-DIRECT, STREAMED, PLAIN = "direct", "streamed", "plain"
-_LEAST_K = 64  # columns at a time: 16 of each of four products
-
-
-@dataclass(frozen=True)
-class Problem:
-    """``y[M, N] = x[M, K] @ w[N, K].T``"""
-
-    m: int
-    n: int
-    k: int
-    dtype: torch.dtype  # of x
-    hopper: bool = True  # whether kernels of wgmma run: `Target.hopper_kernels`
-
-
-@constant
-class Config(Constant):
-    """How the work is cut."""
-
-    kind: str  # which kernel; each wants x in another order (`arranged`)
-    rows: int  # of x in one program
-    block_n: int  # rows of the weight in one program
-    block_k: int  # columns that it reads at a time
-    splits: int  # programs that share the K of one tile
-    warps: int  # of a program that multiply
-    shares: int  # parts of a program's K, each of as many warps
-    stages: int  # of `block_k` columns on their way, direct: in registers
-
-    def __str__(self) -> str:
-        tile, parts = (
-            f"{self.kind}, {self.rows} x {self.block_n} x {self.block_k}",
-            f"{self.splits} x {self.shares} parts",
-        )
-        return f"{tile}, {parts}, {self.warps} warps, {self.stages} stages"
-
-    @property
-    def shared_memory(self) -> int:
-        """Bytes, where it is the plain kernel's."""
-        weight = self.block_n * self.block_k * 9 // 16
-        return self.stages * (weight + 2 * self.rows * self.block_k)
-
-
-def supports(config: Config, problem: Problem) -> Refusal | None:
-    """Why the kernel does not compute this problem so, or would be wrong to."""
-    if problem.dtype not in DTYPES:
-        return Refusal("input dtype %s is not bfloat16 or float16", str(problem.dtype).removeprefix("torch."))
-    if problem.k % (config.block_k * config.splits * config.shares):
-        return Refusal(
-            "K=%d is not a multiple of %d x %d parts of %d", problem.k, config.splits, config.shares, config.block_k
-        )
-    return _SUPPORTS[config.kind](config, problem)
-
-
-def _supports_plain(config: Config, problem: Problem) -> Refusal | None:
-    if config.shared_memory > nvfp4_streamed.SHARED:
-        return Refusal("%d bytes of shared memory, an SM has %d", config.shared_memory, nvfp4_streamed.SHARED)
-    if config.warps % 4 or config.block_n % 64 or config.rows < 16:
-        return Refusal("wgmma is of 4 warps, 64 rows of the weight and 16 of x")
-    return None
-
-
-def _supports_direct(config: Config, problem: Problem) -> Refusal | None:
-    if config.rows not in (8, 16):
-        return Refusal("%d rows of x, the tensor core takes 8 or 16", config.rows)
-    if problem.n < config.block_n or config.block_n % 16:
-        return Refusal("N=%d for a program of %d rows, a multiple of 16", problem.n, config.block_n)
-    if config.block_k != nvfp4_direct.COLUMNS.value:
-        return Refusal("a warp takes %d columns at a time", nvfp4_direct.COLUMNS.value)
-    return None
-
-
-def _supports_streamed(config: Config, problem: Problem) -> Refusal | None:
-    if not problem.hopper:
-        return Refusal("wgmma is of compute capability 9.0")
-    if config.block_k != nvfp4_groups.BLOCK_K.value:
-        return Refusal("a stage has %d columns", nvfp4_groups.BLOCK_K.value)
-    groups = config.warps // 4
-    if groups not in nvfp4_streamed.MOST_ROWS or config.block_n * config.shares != groups * nvfp4_groups.GROUP.value:
-        return Refusal("%d warps for %d rows of the weight in %d parts", config.warps, config.block_n, config.shares)
-    if config.stages % config.shares or config.stages < 2 * config.shares:
-        return Refusal(
-            "%d stages for %d parts, which have stages of their own, two at least", config.stages, config.shares
-        )
-    if not 8 <= config.rows <= nvfp4_streamed.MOST_ROWS[groups] or config.rows.bit_count() > 1:
-        return Refusal("%d rows of x for %d warps", config.rows, config.warps)
-    memory = nvfp4_streamed.shared_memory(config.rows, config.block_n, config.shares, config.stages)
-    if memory > nvfp4_streamed.SHARED:
-        return Refusal("%d bytes of shared memory, an SM has %d", memory, nvfp4_streamed.SHARED)
-    return None
-
-
-_SUPPORTS = {PLAIN: _supports_plain, DIRECT: _supports_direct, STREAMED: _supports_streamed}
-
-
-@functools.cache
-def table() -> dict[str, Any]:
-    """``device``, ``date``, versions, and ``rows``: a problem, its config, microseconds of it and of bf16."""
-    with TABLE.open() as file:
-        return json.load(file)  # type: ignore[no-any-return]
-
-
-def choose(problem: Problem) -> Config | None:
-    """The config of the nearest measured problem that this one supports, with fewer splits where K is short; None where
-    nothing fits."""
-    for row in sorted(table()["rows"], key=lambda row: _distance(row, problem)):
-        config = _fitted(Config(**row["config"]), problem)
-        if supports(config, problem) is None:
-            return config
-    return None
-
-
-def choose_on(device: torch.device, m: int, n: int, k: int, dtype: torch.dtype) -> Config | None:
-    """`choose` for a device; None also where it runs none of the kernels."""
-    target = targets.of(device)
-    return choose(Problem(m, n, k, dtype, target.hopper_kernels)) if target.nvfp4_kernels else None
-
-
-def _fitted(config: Config, problem: Problem) -> Config:
-    """The config with parts of K that it can be cut into."""
-    if config.kind == PLAIN and problem.k % _LEAST_K == 0:
-        config = replace(config, block_k=math.gcd(config.block_k, problem.k))
-    blocks = max(1, problem.k // config.block_k)
-    if config.kind == DIRECT:
-        warps = math.gcd(config.warps, blocks)
-        config = replace(config, warps=warps, shares=warps)
-    blocks //= config.shares
-    return replace(config, splits=max(s for s in range(1, config.splits + 1) if blocks % s == 0))
-
-
-def _distance(row: dict[str, Any], problem: Problem) -> tuple[int, int, float, float]:
-    """First how often the weight is read, then how many rows of x a tile has for nothing; then the weight's shape,
-    which decides the splits: tiles of N must fill the card."""
-    rows = row["config"]["rows"]
-    sizes = (row["m"], max(1, problem.m)), (row["n"], problem.n), (row["k"], problem.k)
-    m, n, k = (max(pair) / min(pair) for pair in sizes)
-    return -(-problem.m // rows), rows, n + k, m
+__all__ = ["FACTOR", "arranged", "partial_sums", "planes"]
 
 
 def planes(x: Tensor) -> Tensor:
@@ -179,7 +31,7 @@ def planes(x: Tensor) -> Tensor:
     return x.reshape(m, k // 16, 4, 4).transpose(1, 2).reshape(m, 4, k // 4)
 
 
-def arranged(x: Tensor, config: Config) -> Tensor:
+def arranged(x: Tensor, config: NVFP4Config) -> Tensor:
     """x, (M, K), as this config's kernel reads it."""
     return _ARRANGED[config.kind](x)
 
@@ -187,7 +39,7 @@ def arranged(x: Tensor, config: Config) -> Tensor:
 _ARRANGED = {PLAIN: planes, DIRECT: nvfp4_direct.fragments, STREAMED: nvfp4_streamed.arranged}
 
 
-def empty(x: Tensor, n: int, config: Config, out_dtype: torch.dtype) -> Tensor:
+def empty(x: Tensor, n: int, config: NVFP4Config, out_dtype: torch.dtype) -> Tensor:
     """What `partial_sums` writes, (splits, M, n)."""
     m = x.shape[0] if config.kind == PLAIN else x.shape[-2]
     return x.new_empty((config.splits, m, n), dtype=sum_dtype(config.splits, out_dtype))
@@ -198,7 +50,7 @@ def partial_sums(
     stored: Tensor,  # (N, K/2) uint8
     block_scale: Tensor,  # (N, K/16) e4m3
     tensor_scale: Tensor,  # () fp32
-    config: Config,
+    config: NVFP4Config,
     out_dtype: torch.dtype,  # of the result, where there is one split
     assembly: bool = True,
 ) -> Tensor:  # (splits, M, N), fp32 if there are several

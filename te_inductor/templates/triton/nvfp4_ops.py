@@ -6,24 +6,27 @@ from torch import Tensor
 
 from te_inductor import targets
 from te_inductor.compat import constant_type_name
+from te_inductor.kernels import nvfp4_fp8 as prompt_policy
+from te_inductor.kernels import nvfp4_linear as policy
+from te_inductor.kernels.nvfp4_fp8 import NVFP4PromptConfig
+from te_inductor.kernels.nvfp4_linear import NVFP4Config
+from te_inductor.kernels.problem import Sizes
 from te_inductor.numerics import nvfp4
-from te_inductor.ops import stored as ops_stored
 from te_inductor.ops.definition import define, library
 from te_inductor.runtime.eager import dense
 from te_inductor.templates.triton import nvfp4_expand, nvfp4_fp8, nvfp4_linear
-from te_inductor.templates.triton.nvfp4_linear import Config
 from te_inductor.templates.triton.partial_sums import add_up, sum_dtype
 
 
 def _partial_sums_fake(
-    x: Tensor, stored: Tensor, block_scale: Tensor, tensor_scale: Tensor, config: Config, out_dtype: torch.dtype
+    x: Tensor, stored: Tensor, block_scale: Tensor, tensor_scale: Tensor, config: NVFP4Config, out_dtype: torch.dtype
 ) -> Tensor:
     return nvfp4_linear.empty(x, stored.shape[0], config, out_dtype)
 
 
 partial_sums = define(
     "nvfp4_partial_sums(Tensor x, Tensor stored, Tensor block_scale, Tensor tensor_scale,"
-    f" {constant_type_name(Config)} config, ScalarType out_dtype) -> Tensor",
+    f" {constant_type_name(NVFP4Config)} config, ScalarType out_dtype) -> Tensor",
     nvfp4_linear.partial_sums,
     _partial_sums_fake,
 )
@@ -35,7 +38,7 @@ def _fp8_partial_sums_fake(
     stored: Tensor,
     block_scale: Tensor,
     tensor_scale: Tensor,
-    config: nvfp4_fp8.Config,
+    config: NVFP4PromptConfig,
     out_dtype: torch.dtype,
 ) -> Tensor:
     return x.new_empty((config.splits, x.shape[0], stored.shape[0]), dtype=sum_dtype(config.splits, out_dtype))
@@ -43,7 +46,7 @@ def _fp8_partial_sums_fake(
 
 fp8_partial_sums = define(
     "nvfp4_fp8_partial_sums(Tensor x, Tensor x_scale, Tensor stored, Tensor block_scale, Tensor tensor_scale,"
-    f" {constant_type_name(nvfp4_fp8.Config)} config, ScalarType out_dtype) -> Tensor",
+    f" {constant_type_name(NVFP4PromptConfig)} config, ScalarType out_dtype) -> Tensor",
     nvfp4_fp8.partial_sums,
     _fp8_partial_sums_fake,
 )
@@ -52,18 +55,19 @@ fp8_partial_sums = define(
 def _linear_fp8(
     x: Tensor, x_scale: Tensor, stored: Tensor, block_scale: Tensor, tensor_scale: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
-    weight = stored, block_scale, tensor_scale
-    if not targets.of(x.device).hopper_kernels:
+    weight, target = (stored, block_scale, tensor_scale), targets.of(x.device)
+    if not prompt_policy.runs(target):
         return nvfp4.linear_fp8(x, x_scale, *weight, out_dtype)
-    if x.shape[0] > ops_stored.PROMPT_ROWS:
-        return dense.scaled_mm(x, x_scale, *_recast(*weight), None, ops_stored.PREFILL, out_dtype)
-    config = nvfp4_fp8.choose(x.shape[0], stored.shape[0], x.shape[1])
+    if x.shape[0] > prompt_policy.PROMPT_ROWS:
+        return dense.scaled_mm(x, x_scale, *_recast(*weight), None, policy.PREFILL, out_dtype)
+    config = prompt_policy.configured(x.shape[0], stored.shape[0], x.shape[1], target.limits)
     parts = nvfp4_fp8.partial_sums(nvfp4_fp8.arranged(x), x_scale.contiguous(), *weight, config, out_dtype)
     return add_up(parts, out_dtype)
 
 
 def _linear(x: Tensor, stored: Tensor, block_scale: Tensor, tensor_scale: Tensor, out_dtype: torch.dtype) -> Tensor:
-    config = nvfp4_linear.choose_on(x.device, x.shape[0], stored.shape[0], x.shape[1], x.dtype)
+    sizes = Sizes(x.shape[0], stored.shape[0], x.shape[1])
+    config = policy.configured(policy.problem(targets.of(x.device), sizes, x.dtype, out_dtype))
     if config is None:
         return nvfp4.linear(x, stored, block_scale, tensor_scale, out_dtype)
     x = nvfp4_linear.arranged(x.contiguous(), config)
@@ -82,7 +86,7 @@ def _recast(stored: Tensor, block_scale: Tensor, tensor_scale: Tensor) -> tuple[
 
 
 def _runs_on(device: torch.device) -> bool:
-    return targets.of(device).nvfp4_kernels
+    return policy.runs(targets.of(device))
 
 
 _KERNELS = {

@@ -27,6 +27,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from te_inductor.kernels.nvfp4_linear import streamed_memory
+from te_inductor.targets import sm90
 from te_inductor.templates.triton.launcher import launcher
 from te_inductor.templates.triton.nvfp4_decode import FACTOR, words
 from te_inductor.templates.triton.nvfp4_groups import (
@@ -41,8 +43,6 @@ from te_inductor.templates.triton.nvfp4_groups import (
     to_stored,
 )
 
-MOST_ROWS = {2: 128, 4: 32}  # of x, by the warp groups: with more, products wait for each other for want of registers
-SHARED = 227 * 1024  # bytes of shared memory of a multiprocessor
 _LOADER = gl.constexpr(24)  # registers of a thread of the loading warp, which takes a warp group's room
 _REGISTERS = 65536  # of a multiprocessor
 
@@ -81,16 +81,10 @@ def launch(
     )
 
 
-def shared_memory(rows: int, block_n: int, shares: int, stages: int) -> int:
-    """Bytes of a program, barriers and all."""
-    stage = block_n * BLOCK_K.value * 9 // 16 + 2 * rows * BLOCK_K.value
-    return stages * stage + (shares - 1) * block_n * rows * 4 + 1024
-
-
 def _registers(rows: int, block_n: int, shares: int, stages: int) -> tuple[int, int]:
     """The registers of a thread as it starts, and when the loading warp has given away what it does not need."""
     groups = block_n // GROUP.value * shares
-    two = groups == 2 and rows <= 16 and 2 * shared_memory(rows, block_n, shares, stages) <= SHARED
+    two = groups == 2 and rows <= 16 and 2 * streamed_memory(rows, block_n, shares, stages) <= sm90.LIMITS.shared_memory
     programs = 2 if two else 1
     start = min(168, _REGISTERS // programs // (128 * (groups + 1)) // 8 * 8)
     return start, min(232, (start * (groups + 1) - _LOADER.value) // groups // 8 * 8)

@@ -1,4 +1,4 @@
-"""The kernel that a site's GEMM will run on, for the report and to be built early: `templates.select` says which."""
+"""The kernel that a site's GEMM will run on, for the report and to be built early: `kernels.select` says which."""
 
 from typing import Any
 
@@ -7,18 +7,14 @@ from torch._inductor import config
 
 from te_inductor import targets
 from te_inductor.config import Options
-from te_inductor.ops import experts
-from te_inductor.ops.stored import nvfp4_way
+from te_inductor.kernels import eager, fp8_small_m, nvfp4_linear, written_out
+from te_inductor.kernels.family import Choice
+from te_inductor.kernels.problem import NOTHING, OUTPUT, Epilogue, Problem, Program, Sizes, Stored
+from te_inductor.kernels.select import select
 from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.sites.rule import Match
-from te_inductor.recipes import Gemm, NVFP4WeightOnly, Quantizer, Recipe, Slots
-from te_inductor.runtime.eager import grouped
-from te_inductor.templates import small_m
-from te_inductor.templates.cutlass.scaled_mm import NOTHING, OUTPUT
-from te_inductor.templates.select import LIBRARY, Choice, Problem, select
-
-EXPERTS = "triton:experts_decode"
-NVFP4 = {"stored": "triton:nvfp4_linear", "decoded": "triton:nvfp4_fp8"}  # by what `nvfp4_way` says
+from te_inductor.recipes import Gemm, NVFP4WeightOnly, Recipe, Slots
+from te_inductor.recipes.formats import E2M1
 
 
 def choose(
@@ -32,74 +28,53 @@ def choose(
     leaves: bool = False,  # as part of a program that leaves this process
 ) -> Choice:
     """What will run it."""
-    a, b = _operands(slots, gemm)[:: -1 if turned else 1]
     constants: Gemm = getattr(slots, gemm)
-    m, n, k = (size if isinstance(size, int) else None for size in shapes)
     y = value(match.node)
+    epilogue = Epilogue(gemm == "fprop" and match.bias is not None, OUTPUT if accumulates else NOTHING)
     problem = Problem(
-        y.device,
-        *(m, n, k),
-        *(a.format.dtype, b.format.dtype),
-        torch.float32 if accumulates else y.dtype,
+        targets.of(y.device),
+        _sizes(match, shapes),
         constants.transposed if turned else constants,
-        bias=gemm == "fprop" and match.bias is not None,
-        at_most=small_m.at_most(lambda rows: m is not None and 0 < m <= rows),
-        added=OUTPUT if accumulates else NOTHING,
-        autotunes=_autotunes(options),
-        grouped=match.groups is not None,
+        torch.float32 if accumulates else y.dtype,
+        epilogue,
+        Program(_autotunes(options), leaves or is_cpp(options), leaves),
         held=value(match.weight).dtype,
-        leaves=leaves,
-        cpp_wrapper=leaves or is_cpp(options),
     )
     return select(problem)
 
 
-def _operands(slots: Slots, gemm: str) -> tuple[Quantizer, Quantizer]:
-    return {
-        "fprop": (slots.input, slots.weight),
-        "dgrad": (slots.grad_output, slots.weight),
-        "wgrad": (slots.grad_output, slots.input),
-    }[gemm]
+def _sizes(match: Match, shapes: tuple[Any, int, int]) -> Sizes:
+    m, n, k = (size if isinstance(size, int) else None for size in shapes)
+    at_most = fp8_small_m.at_most(lambda rows: m is not None and 0 < m <= rows)
+    return Sizes(m, n, k, None if match.groups is None else match.experts, at_most)
 
 
-def of_stored_weight(match: Match, recipe: Recipe | None, options: Options, leaves: bool = False) -> str:
-    """The name of what runs the forward GEMM with a weight that `quantize_` stored."""
-    if match.groups is not None:
-        return _of_stored_experts(match, recipe, options, leaves)
-    if recipe is not None and not isinstance(recipe, NVFP4WeightOnly):
-        return choose(match, recipe.slots(), "fprop", match.sizes, options, leaves=leaves).name
-    m, _, k = match.sizes
-    x = value(match.node)
-    if x.device.type != "cuda":
-        return "eager"
-    way = nvfp4_way(m, k, x.dtype, x.device, recipe.prefill) if recipe and isinstance(m, int) else "recast"
-    return NVFP4.get(way, LIBRARY)
+def of_stored_weight(match: Match, recipe: Recipe | None, options: Options, leaves: bool = False) -> Choice:
+    """What will run the forward GEMM with a weight that `quantize_` stored."""
+    y = value(match.node)
+    target, sizes, program = targets.of(y.device), _sizes(match, match.sizes), Program(leaves=leaves)
+    if recipe is None:
+        return Choice(written_out.FAMILY if target.is_gpu and match.groups is None else eager.FAMILY)
+    if isinstance(recipe, NVFP4WeightOnly):
+        stored = Stored(E2M1.name, y.dtype, recipe.prefill == "fp8")
+        return select(Problem(target, sizes, nvfp4_linear.PREFILL, y.dtype, program=program, stored=stored))
+    slots = recipe.slots()
+    if match.groups is None:
+        return choose(match, slots, "fprop", match.sizes, options, leaves=leaves)
+    stored = Stored(slots.weight.element, y.dtype)
+    return select(Problem(target, sizes, slots.fprop, y.dtype, program=program, stored=stored))
 
 
 def of_stored_gradient(
     match: Match, recipe: Recipe | None, shapes: tuple[Any, int, int], options: Options, leaves: bool = False
-) -> str:
-    """The name of what runs dgrad with such a weight: Note [dgrad through stored values]."""
+) -> Choice | None:
+    """What will run dgrad with such a weight: Note [dgrad through stored values]. None where it is in high precision."""
     if match.groups is not None or recipe is None or isinstance(recipe, NVFP4WeightOnly):
-        return "high_precision"
+        return None
     slots = recipe.slots()
     if slots.weight.granularity.blocked:
-        return "high_precision"
-    return choose(match, slots, "dgrad", shapes, options, leaves=leaves).name
-
-
-def _of_stored_experts(match: Match, recipe: Recipe | None, options: Options, leaves: bool) -> str:
-    x, (m, *_), device = value(match.node), match.sizes, value(match.weight).device
-    if device.type != "cuda" or recipe is None:
-        return "eager"
-    nvfp4 = isinstance(recipe, NVFP4WeightOnly)
-    target = targets.of(device)
-    kernel = x.dtype in experts.DTYPES and (target.nvfp4_kernels if nvfp4 else target.fp8)
-    if kernel and isinstance(m, int) and experts.is_few(m, match.experts):
-        return EXPERTS
-    if nvfp4 or not grouped.has_kernel(device, recipe.slots().fprop):
-        return LIBRARY
-    return choose(match, recipe.slots(), "fprop", match.sizes, options, leaves=leaves).name
+        return None
+    return choose(match, slots, "dgrad", shapes, options, leaves=leaves)
 
 
 def is_cpp(options: Options) -> bool:

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from te_inductor.diagnostics import Site
+from te_inductor.kernels import emulated
+from te_inductor.kernels.cutlass_tiles import Kernel
 from te_inductor.passes.graph.bodies import Bodies, in_order
 from te_inductor.passes.graph.owners import from_parameter, owner_of
 from te_inductor.passes.graph.values import is_gathered
 from te_inductor.passes.pre_grad.decide import gemm_kernels
 from te_inductor.passes.pre_grad.plan import Candidate, Plan, Unlowered
-from te_inductor.templates.cutlass.scaled_mm import Kernel
-from te_inductor.templates.select import EMULATED
 
 
 def report_sites(plan: Plan) -> None:
@@ -70,7 +70,7 @@ def _sites(plan: Plan, candidate: Candidate, merged: tuple[str, ...], rows: int 
         kernel, library = _kernel(plan, candidate, gemm, sizes, accumulates, turned and gemm == "wgrad")
         if library is not None:
             plan.libraries.add(library)
-        refusal = candidate.refusal or (candidate.emulated if kernel == EMULATED else None)
+        refusal = candidate.refusal or (candidate.emulated if kernel == emulated.FAMILY.name else None)
         reason = None if refusal is None else str(refusal)
         yield Site(candidate.fqn, candidate.rule.pattern, gemm, plain(shapes), recipe, kernel, reason, one)
 
@@ -86,16 +86,15 @@ def _kernel(
     plan: Plan, candidate: Candidate, gemm: str, shapes: tuple[Any, int, int], accumulates: bool, turned: bool
 ) -> tuple[str, Kernel | None]:
     """Its name, and what has to be built for it."""
+    match, options, choice = candidate.match, plan.options, None
     if candidate.stored:
-        match, recipe = candidate.match, candidate.recipe
         if gemm == "fprop":
-            return gemm_kernels.of_stored_weight(match, recipe, plan.options, plan.leaves), None
-        if gemm == "dgrad":
-            return gemm_kernels.of_stored_gradient(match, recipe, shapes, plan.options, plan.leaves), None
-    elif candidate.low and candidate.slots is not None:
-        choice = gemm_kernels.choose(
-            candidate.match, candidate.slots, gemm, shapes, plan.options, accumulates, turned, plan.leaves
-        )
+            choice = gemm_kernels.of_stored_weight(match, candidate.recipe, options, plan.leaves)
+        elif gemm == "dgrad":
+            choice = gemm_kernels.of_stored_gradient(match, candidate.recipe, shapes, options, plan.leaves)
+        return "high_precision" if choice is None else choice.name, None  # built where it is lowered
+    if candidate.low and candidate.slots is not None:
+        choice = gemm_kernels.choose(match, candidate.slots, gemm, shapes, options, accumulates, turned, plan.leaves)
         return choice.name, choice.kernel
     return "high_precision", None
 

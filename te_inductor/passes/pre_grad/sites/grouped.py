@@ -14,6 +14,9 @@ from torch import fx
 
 from te_inductor import ops, targets
 from te_inductor.diagnostics import Refusal
+from te_inductor.kernels import grouped_library, grouped_mm
+from te_inductor.kernels.problem import Problem, Program, Sizes
+from te_inductor.kernels.select import select
 from te_inductor.passes.graph import operators
 from te_inductor.passes.graph.owners import from_parameter
 from te_inductor.passes.graph.values import is_tensor, value
@@ -26,8 +29,6 @@ from te_inductor.passes.pre_grad.sites.part import Unfit
 from te_inductor.passes.pre_grad.sites.rule import Emit, Match, Rule, replace_layer
 from te_inductor.recipes import Slots
 from te_inductor.recipes.formats import ALIGNMENT
-from te_inductor.runtime.eager import grouped
-from te_inductor.templates import grouped_library
 
 OWN_BIAS = Refusal("a grouped product with a bias of its own, which torch does not define yet")
 aten = torch.ops.aten
@@ -68,7 +69,11 @@ class Grouped(Rule):
         if any(scope.blocked and not scope.one_row for scope in scopes):
             return Refusal("blocks of several rows, which may belong to several experts, share a scale")
         device = value(match.weight).device
-        if device.type == "cuda" and not slots.fprop.microscaled and not grouped.has_kernel(device, slots.fprop):
+        if (
+            device.type == "cuda"
+            and not slots.fprop.microscaled
+            and not grouped_mm.runs(targets.of(device), slots.fprop)
+        ):
             return Refusal("no grouped FP8 GEMM on %s", targets.of(device).name)
         _, n, k = match.sizes
         if device.type == "cuda" and (n % ALIGNMENT or k % ALIGNMENT):
@@ -78,8 +83,12 @@ class Grouped(Rule):
 
     def emulated(self, match: Match, slots: Slots, leaves: bool) -> Refusal | None:
         device, dtypes = value(match.weight).device, (value(match.node).dtype, value(match.weight).dtype)
-        gemms = (slots.fprop, slots.dgrad, slots.wgrad)
-        if all(grouped_library.multiplies(device, gemm, *dtypes, leaves=leaves) for gemm in gemms):
+        target, sizes, program = targets.of(device), Sizes(*match.sizes, match.experts), Program(leaves=leaves)
+        problems = (
+            Problem(target, sizes, gemm, dtypes[0], program=program, held=dtypes[1])
+            for gemm in (slots.fprop, slots.dgrad, slots.wgrad)
+        )
+        if all(select(problem).family is grouped_library.FAMILY for problem in problems):
             return None
         why = Rule.emulated(self, match, slots, leaves)
         if why is not None or not slots.fprop.microscaled:

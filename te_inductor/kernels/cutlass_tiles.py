@@ -1,16 +1,18 @@
-"""Low-precision GEMMs by CUTLASS: which kernels there are, and what each computes.
+"""CUTLASS's GEMMs: which kernels there are, and what each computes.
 
-`tables.py` says where one is faster than cuBLASLt. Nothing is timed when a model is compiled, except under max-autotune,
-where all of `CANDIDATES` take part. Those of Blackwell have never been measured or run: cuBLASLt multiplies there unless
-max-autotune finds one of them to be faster."""
+`cutlass_tables.py` says where one is faster than cuBLASLt. Nothing is timed when a model is compiled, except under
+max-autotune, where all of `CANDIDATES` take part. Those of Blackwell have never been measured or run: cuBLASLt
+multiplies there unless max-autotune finds one of them to be faster."""
 
 import json
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
-from te_inductor import targets
-from te_inductor.numerics.activation import Activation, Gating, PointwiseStep
+from te_inductor.kernels import cutlass_packages
+from te_inductor.kernels.problem import ANOTHER, NOTHING, OUTPUT, Problem
+from te_inductor.numerics.activation import PointwiseStep
 from te_inductor.recipes.constants import Constant, constant
 from te_inductor.recipes.formats import (
     BLOCK_1X128,
@@ -21,10 +23,9 @@ from te_inductor.recipes.formats import (
     MX_1X32,
     NV_1X16,
     ROW,
-    SCOPES,
     TENSOR,
 )
-from te_inductor.templates import cutlass
+from te_inductor.runtime.eager.dense import BLOCK_SCALES
 
 # What kernels there are for, by `Target.cutlass`: the scopes of scales.
 ARCHITECTURES = {
@@ -34,9 +35,7 @@ ARCHITECTURES = {
 }
 FP8 = (E4M3.dtype, E5M2.dtype)
 OPERANDS = {**dict.fromkeys(ARCHITECTURES["90"], FP8), MX_1X32.name: FP8, NV_1X16.name: (E2M1.library,)}
-# dtypes of the output, by what is added to the product: nothing; what the output held, in place; another tensor like
-# it.
-NOTHING, OUTPUT, ANOTHER = "nothing", "output", "another"
+# dtypes of the output, by what is added to the product.
 OUTPUTS = {
     NOTHING: (torch.bfloat16, torch.float16),
     OUTPUT: (torch.float32,),
@@ -70,34 +69,6 @@ class Tile(Constant):
     def __str__(self) -> str:
         way = "pingpong" if self.pingpong else "cooperative"
         return f"{self.m}x{self.n} cluster {self.cluster_m}x{self.cluster_n} {way} swizzle {self.swizzle}"
-
-
-@dataclass(frozen=True)
-class Problem:
-    """``out[M, N] = (a * a_scale)[M, K] @ (b * b_scale)[N, K].T * alpha + bias + added``, a and b contiguous along K;
-    alpha, of scales of two levels, is what the tensors' factors come to. With an activation `out` is FP8, the cast of
-    ``activation(rounded sum) * scale``; with a gating both copies of ``gating(sum, gate, up)``, side by side."""
-
-    arch: str  # a key of ARCHITECTURES
-    m: int
-    n: int
-    k: int
-    a: torch.dtype
-    b: torch.dtype
-    out: torch.dtype
-    scope: str  # what has one scale in a and in b; but a has blocks of one row where b has square ones
-    bias: bool
-    fast_accum: bool  # Hopper: in the tensor core's own precision; else promoted to fp32 every 128 elements of K
-    added: str = NOTHING  # a key of OUTPUTS
-    activation: Activation | None = None
-    gating: Gating | None = None
-
-    def kernel(self, tile: Tile) -> "Kernel":
-        """What has to be built to compute it so."""
-        steps = None if self.activation is None else self.activation.steps
-        gating = None if self.gating is None else (self.gating.steps, self.gating.results)
-        kind = (self.scope, self.bias, self.fast_accum, self.added, steps, gating)
-        return kernel_of(tile, self.arch, self.a, self.b, self.out, *kind)
 
 
 # Split accumulation holds a second accumulator in registers: smaller tiles.
@@ -149,76 +120,104 @@ CANDIDATES = {
 }
 
 
+def architecture(problem: Problem) -> str | None:
+    """The key of ARCHITECTURES; None where there are no kernels for it, or CUTLASS is not installed."""
+    usable = not problem.program.cpp_wrapper and cutlass_packages.missing() is None
+    return problem.target.cutlass if usable else None
+
+
+def scope_of(problem: Problem) -> str | None:
+    """What has one scale in a and in b, but a has blocks of one row where b has square ones; None where there is no
+    kernel: square blocks on the left, scales of one block."""
+    a, b = problem.gemm.granularities
+    if not problem.gemm.blocked:
+        return a.name
+    if problem.gemm.microscaled:  # square blocks are spread to rows' for the tensor core
+        return f"1x{a.block[1]}"
+    blocks = -(-problem.sizes.k // a.alignment)
+    if not a.one_row or blocks == 1:
+        return None
+    return BLOCK_1X128.name if blocks % BLOCK_SCALES else b.name  # as `eager._block_operand` spreads them
+
+
+def operands(problem: Problem) -> tuple[torch.dtype, torch.dtype]:
+    """The dtypes that kernels read."""
+    a, b = problem.gemm.formats
+    return (a.library, b.library) if problem.gemm.microscaled else (a.dtype, b.dtype)
+
+
 def supports(tile: Tile, problem: Problem) -> bool:
-    """Whether the kernel of this tile computes this problem, and is worth building for it."""
-    fits = _fits_hopper if problem.arch == "90" else _fits_blackwell
-    operands = OPERANDS[problem.scope]
-    packed = E2M1.packed if problem.a == E2M1.library else 1
+    """Whether the kernel of this tile computes this problem, of known sizes, and is worth building for it."""
+    arch, scope, (m, n, k) = problem.target.cutlass, scope_of(problem), _sizes(problem)
     return (
-        problem.scope in ARCHITECTURES[problem.arch]
-        and problem.a in operands
-        and problem.b in operands
+        arch is not None
+        and scope in ARCHITECTURES[arch]
+        and set(operands(problem)) <= set(OPERANDS[scope])
         and _stores(problem)
-        and problem.k % (ALIGNED * packed) == 0
-        and problem.n % ALIGNED == 0
-        and problem.m >= tile.m * tile.cluster_m // (2 if _is_of_two(tile, problem) else 1)
-        and problem.n >= tile.n * tile.cluster_n
-        and fits(tile, problem)
+        and k % (ALIGNED * problem.gemm.packed) == 0
+        and n % ALIGNED == 0
+        and m >= tile.m * tile.cluster_m // (2 if _is_of_two(tile, arch) else 1)
+        and n >= tile.n * tile.cluster_n
+        and (_fits_hopper if arch == "90" else _fits_blackwell)(tile, problem)
     )
+
+
+def _sizes(problem: Problem) -> tuple[int, int, int]:
+    sizes = problem.sizes
+    return sizes.m, sizes.n, sizes.k
 
 
 def _stores(problem: Problem) -> bool:
     """Whether there is an epilogue that makes this output."""
-    if problem.activation is None and problem.gating is None:
-        return problem.out in OUTPUTS[problem.added]
-    scope = TENSOR if problem.gating is None else BLOCK_128X128
-    return problem.out in FP8 and (problem.arch, problem.scope, problem.added) == ("90", scope.name, NOTHING)
+    more = problem.epilogue
+    if more.activation is None and more.gating is None:
+        return problem.out in OUTPUTS[more.added]
+    scope = TENSOR if more.gating is None else BLOCK_128X128
+    made = (problem.target.cutlass, scope_of(problem), more.added)
+    return problem.out in FP8 and made == ("90", scope.name, NOTHING)
 
 
-def _is_of_two(tile: Tile, problem: Problem) -> bool:
+def _is_of_two(tile: Tile, arch: str) -> bool:
     """Whether two thread blocks of a cluster make one tile."""
-    return problem.arch == "100" and tile.m == 256 and tile.cluster_m % 2 == 0
+    return arch == "100" and tile.m == 256 and tile.cluster_m % 2 == 0
 
 
 def _fits_blackwell(tile: Tile, problem: Problem) -> bool:
     """What quack 0.6.5 takes with scales of blocks (gemm_config.blockscaled_config_ok)."""
     clusters = (tile.cluster_m, tile.cluster_n)
-    if problem.arch == "120":
+    if problem.target.cutlass == "120":
         shape = tile.n in (128, 256) and clusters == (1, 1)
     else:
         shape = tile.n % 64 == 0 and 64 <= tile.n <= 256 and max(clusters) <= 4 and not tile.pingpong
-    return shape and tile.m in (128, 256) and not problem.fast_accum
+    return shape and tile.m in (128, 256) and not problem.gemm.fast_accum
 
 
 def _fits_hopper(tile: Tile, problem: Problem) -> bool:
-    if SCOPES[problem.scope].blocked:
+    if problem.gemm.blocked:
         return _fits_blocks(tile, problem)
-    kept = (2 if not problem.fast_accum else 1) * tile.m * tile.n  # fp32 values in the registers of the warp groups
+    fast = problem.gemm.fast_accum
+    kept = (2 if not fast else 1) * tile.m * tile.n  # fp32 values in the registers of the warp groups
     groups = 1 if tile.pingpong else (3 if tile.m == 192 and tile.n <= 128 else 2)
-    return kept // (groups * 128) <= REGISTERS[groups] and (problem.fast_accum or not tile.pingpong)
+    return kept // (groups * 128) <= REGISTERS[groups] and (fast or not tile.pingpong)
 
 
 def _fits_blocks(tile: Tile, problem: Problem) -> bool:
     """Sizes that blocks and tiles divide, as the measured ones are; clusters too, where a tile is of two matrices."""
-    plain = not (problem.bias or problem.fast_accum or tile.pingpong) and problem.added != OUTPUT
-    across = (1, 1) if problem.gating is None else (tile.cluster_m, tile.cluster_n)
-    whole = problem.m % (tile.m * across[0]) == problem.n % (tile.n * across[1]) == 0
-    whole = whole and problem.k % BLOCK_1X128.alignment == 0
+    more, (m, n, k) = problem.epilogue, _sizes(problem)
+    plain = not (more.bias or problem.gemm.fast_accum or tile.pingpong) and more.added != OUTPUT
+    across = (1, 1) if more.gating is None else (tile.cluster_m, tile.cluster_n)
+    whole = m % (tile.m * across[0]) == n % (tile.n * across[1]) == 0 and k % BLOCK_1X128.alignment == 0
     return plain and whole and (tile.m, tile.n) == BLOCK_TILE and tile.cluster_m * tile.cluster_n <= 2
 
 
 def tiles(problem: Problem) -> list[Tile]:
     """All that are measured."""
-    of_blocks = problem.arch == "90" and SCOPES[problem.scope].blocked
-    candidates = BLOCK_TILES if of_blocks else CANDIDATES.get((problem.arch, problem.fast_accum), ())
-    if problem.activation is not None and problem.fast_accum:
+    arch, fast = problem.target.cutlass, problem.gemm.fast_accum
+    of_blocks = arch == "90" and problem.gemm.blocked
+    candidates = BLOCK_TILES if of_blocks else CANDIDATES.get((arch or "", fast), ())
+    if problem.epilogue.activation is not None and fast:
         candidates = QUANTIZED_TILES
     return [tile for tile in candidates if supports(tile, problem)]
-
-
-def architecture(device: torch.device) -> str | None:
-    """The device's key of ARCHITECTURES; None where there are no kernels for it, or CUTLASS is not installed."""
-    return targets.of(device).cutlass if cutlass.missing() is None else None
 
 
 @dataclass(frozen=True)
@@ -245,6 +244,16 @@ class Kernel:
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
+
+
+def kernel(problem: Problem, tile: Tile) -> Kernel:
+    """What has to be built to compute a problem so."""
+    more, scope, arch = problem.epilogue, scope_of(problem), problem.target.cutlass
+    assert scope is not None and arch is not None
+    steps = None if more.activation is None else more.activation.steps
+    gating = None if more.gating is None else (more.gating.steps, more.gating.results)
+    kind: Any = (scope, more.bias, problem.gemm.fast_accum, more.added, steps, gating)
+    return kernel_of(tile, arch, *operands(problem), problem.out, *kind)
 
 
 def kernel_of(

@@ -24,7 +24,8 @@ from typing import Any
 
 from te_inductor import config
 from te_inductor.errors import OptionError
-from te_inductor.templates.cutlass.scaled_mm import ARCHITECTURES, Problem, Tile, supports
+from te_inductor.kernels.cutlass_tiles import ARCHITECTURES, Tile, scope_of, supports
+from te_inductor.kernels.problem import Problem, Sizes
 
 FOLDER = Path(__file__).parent / "measured"
 SAME = 1.1  # M, N and K are each within this factor of a measured shape's: the same shape
@@ -145,25 +146,27 @@ def write(table: Table) -> None:
     table.path.write_text(f'{json.dumps(head, indent=1)[:-2]},\n "rows": [\n{lines}\n ]\n}}\n')
 
 
-def choose(problem: Problem, device: str) -> Tile | None:
-    """The tile that runs a problem faster than cuBLASLt by this device's table: Note [Between measured shapes]. None
-    where none does, nothing near was measured, or the device has no table."""
-    table = of(device)
+def choose(problem: Problem) -> Tile | None:
+    """The tile that runs a problem of known sizes faster than cuBLASLt by its device's table: Note [Between measured
+    shapes]. None where none does, nothing near was measured, or the device has no table."""
+    table = of(problem.target.product)
     return None if table is None else choose_in(problem, table)
 
 
 @functools.cache  # a model's layers ask the same again and again
 def choose_in(problem: Problem, table: Table) -> Tile | None:
     """`choose` by a table."""
-    if problem.gating is not None and not {name for name, *_ in problem.gating.steps} <= MEASURED_STEPS:
+    gating = problem.epilogue.gating
+    if gating is not None and not {name for name, *_ in gating.steps} <= MEASURED_STEPS:
         return None
-    if problem.arch != table.arch:
+    if problem.target.cutlass != table.arch:
         return None
-    rows = sorted((row for row in table.rows if _alike(row, problem)), key=lambda row: _distance(row, problem))
-    near = [row for row in rows if _distance(row, problem) <= math.log2(NEAR)][:2]
+    sizes = problem.sizes
+    rows = sorted((row for row in table.rows if _alike(row, problem)), key=lambda row: _distance(row, sizes))
+    near = [row for row in rows if _distance(row, sizes) <= math.log2(NEAR)][:2]
     if not near:
         return None
-    if _distance(near[0], problem) > math.log2(SAME) and not (len(near) == 2 and all(map(_is_clear, near))):
+    if _distance(near[0], sizes) > math.log2(SAME) and not (len(near) == 2 and all(map(_is_clear, near))):
         return None
     tile = None if near[0]["tile"] is None else Tile(**near[0]["tile"])
     return tile if tile is not None and supports(tile, problem) else None
@@ -174,14 +177,19 @@ def _is_clear(row: dict[str, Any]) -> bool:
 
 
 def _alike(row: dict[str, Any], problem: Problem) -> bool:
-    # The 8-bit format that an operand has is nothing to the tensor core; that the accumulation is split is.
-    kinds = ("scope", "fast_accum", "added")
-    quantized = problem.activation is not None  # what the activation is, was not asked: measured with GELU
-    gated = problem.gating is not None  # with SwiGLU
-    alike = all(row[kind] == getattr(problem, kind) for kind in kinds) and row.get("quantized", False) == quantized
-    return alike and row.get("gated", False) == gated
+    # The 8-bit format that an operand has is nothing to the tensor core; that the accumulation is split is. What the
+    # activation is, was not asked: it was measured with GELU, gatings with SwiGLU.
+    more = problem.epilogue
+    found = {
+        "scope": scope_of(problem),
+        "fast_accum": problem.gemm.fast_accum,
+        "added": more.added,
+        "quantized": more.activation is not None,
+        "gated": more.gating is not None,
+    }
+    return all(row.get(kind, False) == value for kind, value in found.items())
 
 
-def _distance(row: dict[str, Any], problem: Problem) -> float:
+def _distance(row: dict[str, Any], sizes: Sizes) -> float:
     """The largest of the factors between the sizes, as a power of two."""
-    return max(abs(math.log2(row[size] / getattr(problem, size))) for size in SIZES)
+    return max(abs(math.log2(row[size] / getattr(sizes, size))) for size in SIZES)

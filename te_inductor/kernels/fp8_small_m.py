@@ -1,4 +1,4 @@
-"""The FP8 GEMMs of few rows that have a kernel of ours, templates/triton/fp8_small_m.py, and how it cuts the work.
+"""The FP8 GEMMs of few rows, of templates/triton/fp8_small_m.py, and how it cuts the work.
 
 A tile of b is one program's where there are many tiles, else several programs share its K, as many as run at one time
 (docs/performance.md, "FP8 weights and few rows"). All constants are read off `python -m benchmarks.few_rows --all --cast`.
@@ -7,19 +7,17 @@ A tile of b is one program's where there are many tiles, else several programs s
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
-from te_inductor import targets
-from te_inductor.recipes import Gemm
+from te_inductor.diagnostics import Refusal
+from te_inductor.kernels.family import Choice, KernelFamily
+from te_inductor.kernels.problem import DENSE, Problem
 from te_inductor.recipes.constants import Constant, constant
-from te_inductor.recipes.formats import ROW, TENSOR
+from te_inductor.recipes.formats import E4M3, ROW, TENSOR
+from te_inductor.targets import Limits, sm90
 
-DTYPE = torch.float8_e4m3fn  # of both operands
+DTYPE = E4M3.dtype  # of both operands
 LEAST_N = 64  # rows of b: what an instruction multiplies
 SPLITS = 8  # of K, at most
-MULTIPROCESSORS = 132  # of an H100 or H200
-SHARED = 227 * 1024  # bytes of shared memory that a program may have
-HALF = 113 * 1024  # of which two programs fit a multiprocessor
+RESERVED = 2**10  # bytes of shared memory that CUDA keeps of each program
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ PAYS = {128: ((48, 2560),), 256: ((40, 4096),)}
 
 
 @constant
-class Config(Constant):
+class SmallMConfig(Constant):
     """How the work is cut."""
 
     rows: int  # of a in one program
@@ -68,25 +66,6 @@ def at_most(holds: Callable[[int], bool]) -> int | None:
     return next((rows for rows in ROWS if holds(rows)), None)
 
 
-def choose(
-    device: torch.device,
-    m: int | None,  # rows of a, at most; None where there may be any number
-    sizes: tuple[object, ...],  # N and K, ints where they are known
-    dtypes: tuple[torch.dtype, torch.dtype],
-    gemm: Gemm,
-) -> Config | None:
-    """None where the kernel does not compute ``a[M, K] @ b[N, K].T``, or there may be too many rows for it to pay."""
-    n, k = sizes
-    known = m is not None and isinstance(n, int) and isinstance(k, int)
-    if not known or not targets.of(device).hopper_kernels:
-        return None
-    fits = n >= LEAST_N and k % 128 == 0  # type: ignore[operator]
-    scopes = all(scope in (TENSOR, ROW) for scope in gemm.granularities)
-    if not (fits and scopes and dtypes == (DTYPE, DTYPE) and pays(m, n, k)):  # type: ignore[arg-type]
-        return None
-    return cut(m, n, k)  # type: ignore[arg-type]
-
-
 def pays(m: int, n: int, k: int) -> bool:
     """Whether it is taken for faster than the library's kernel, in which each tile is one program."""
     rows = at_most(lambda rows: m <= rows)
@@ -96,25 +75,53 @@ def pays(m: int, n: int, k: int) -> bool:
     return rows <= FEW or any(tiles <= most and k >= least for most, least in PAYS[rows])
 
 
-def cut(m: int, n: int, k: int, way: Way | None = None) -> Config:
-    """Cuts a K that is a multiple of 128, and any number of rows; in another way than that of WAYS, if one is given."""
+def half(limits: Limits) -> int:
+    """Bytes of shared memory of each of two programs on a multiprocessor."""
+    return (limits.shared_memory + RESERVED) // 2 - RESERVED
+
+
+def cut(m: int, n: int, k: int, way: Way | None = None, limits: Limits = sm90.LIMITS) -> SmallMConfig:
+    """The config for a K that is a multiple of 128, and any number of rows; in another way than that of WAYS, if one is
+    given."""
     way = way or WAYS[at_most(lambda rows: m <= rows) or ROWS[-1]]
     tiles = _ceil(n, way.block_n) * _ceil(m, way.rows)
-    parts = 1 if tiles >= MANY else min(SPLITS, way.programs * MULTIPROCESSORS // tiles)
+    parts = 1 if tiles >= MANY else min(SPLITS, way.programs * limits.multiprocessors // tiles)
     block_k = way.block_k if parts > 1 and k % way.block_k == 0 else 128
     splits = min(max(parts, 1), k // block_k)
-    stages = _stages(tiles, splits, (way.block_n + way.rows) * block_k, block_k)
-    return Config(way.rows, block_k, splits, stages, way.block_n, way.warps)
+    stages = _stages(tiles, splits, (way.block_n + way.rows) * block_k, block_k, limits)
+    return SmallMConfig(way.rows, block_k, splits, stages, way.block_n, way.warps)
 
 
-def _stages(tiles: int, splits: int, stage: int, block_k: int) -> int:
+def _stages(tiles: int, splits: int, stage: int, block_k: int, limits: Limits) -> int:
     """Returns as many stages as take more than half of a multiprocessor's memory where each can have one program.
     Programs that start early are placed while the kernel in front still has some multiprocessors: two would share one,
     and others have none."""
-    if tiles * splits <= MULTIPROCESSORS:
-        return HALF // stage + 1
-    return min(4 if tiles >= FULL or block_k > 128 else 8, HALF // stage)
+    if tiles * splits <= limits.multiprocessors:
+        return half(limits) // stage + 1
+    return min(4 if tiles >= FULL or block_k > 128 else 8, half(limits) // stage)
 
 
 def _ceil(size: int, by: int) -> int:
     return -(-size // by)
+
+
+def _supports(problem: Problem) -> Refusal | None:
+    if not problem.target.hopper_kernels or problem.program.cpp_wrapper or not problem.epilogue.is_plain:
+        return Refusal("no kernel on %s, for generated C++ or for more than a product", problem.target.name)
+    gemm, (n, k) = problem.gemm, (problem.sizes.n, problem.sizes.k)
+    if not isinstance(n, int) or not isinstance(k, int) or n < LEAST_N or k % 128:
+        return Refusal("N=%s, K=%s, expected at least %d and a multiple of 128", n, k, LEAST_N)
+    if not all(scope in (TENSOR, ROW) for scope in gemm.granularities) or set(gemm.formats) != {E4M3}:
+        return Refusal("elements %s and %s with scales of %s and %s", *gemm.elements, *gemm.scopes)
+    return None
+
+
+def _measured(problem: Problem) -> Choice | None:
+    """The choice under max-autotune too: it is near what memory allows."""
+    m, n, k = problem.sizes.at_most, problem.sizes.n, problem.sizes.k
+    if m is None or not pays(m, n, k):
+        return None
+    return Choice(FAMILY, cut(m, n, k, limits=problem.target.limits))
+
+
+FAMILY = KernelFamily("triton:fp8_small_m", (DENSE,), _supports, _measured)
