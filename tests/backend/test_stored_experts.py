@@ -254,7 +254,7 @@ def test_what_is_stored():
 
 
 def test_sizes_of_picked_experts_that_are_transposed():
-    """In whichever way that is written."""
+    """The transpose is found in whichever way it is written."""
 
     class Picks(Experts):
         def forward(self, x, ids):

@@ -1,4 +1,4 @@
-"""Which operators of this package a lowered program has."""
+"""The operators of this package that a lowered program has."""
 
 
 def called(program) -> set[str]:

@@ -1,4 +1,4 @@
-"""Which tensors of a graph share memory. What writes it: writes.py."""
+"""The tensors of a graph that share memory. What writes it: writes.py."""
 
 import operator
 from collections.abc import Hashable, Iterator

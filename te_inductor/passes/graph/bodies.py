@@ -13,8 +13,8 @@ from torch import fx
 _CHECKPOINT = "tag_activation_checkpoint"
 _PLAIN = (_CHECKPOINT, "wrap")
 _FUNCTION = "autograd_function_apply"  # called as op(forward body, backward body, *operands)
-# Those with bodies that run more than once, or perhaps: which argument lists the operands that each run has the same of.
-# A body takes them last, behind what a run hands to the next one and slices.
+# Operators with bodies that run more than once, or perhaps: which argument lists the operands that each run has the
+# same of. A body takes them last, behind what a run hands to the next one and slices.
 _SHARED = {
     "cond": 3,
     "while_loop": 3,
@@ -124,7 +124,7 @@ class Bodies:
         return self.outer(argument) if isinstance(argument, fx.Node) else node
 
     def place_of(self, node: fx.Node) -> int:
-        """Which of the root's inputs a placeholder of the root's graph is.
+        """Returns which of the root's inputs a placeholder of the root's graph is.
 
         Raises:
             ValueError: it is a body's.
@@ -142,7 +142,7 @@ class Bodies:
     def readers(self) -> dict[fx.Node, set[fx.Node]]:
         """The nodes that read each node, in its own graph and in the bodies that it is handed to."""
         readers: dict[fx.Node, set[fx.Node]] = {}
-        # Of an autograd.Function the call has the gradient, and no node of its forward.
+        # The call of an autograd.Function has the gradient, and no node of its forward.
         handed = ((call, body) for body, calls in self.calls.items() for call in calls if _called(call) != _FUNCTION)
         calls = {call for call, body in handed if _shared(call, body)}
         for module in self.root.modules():

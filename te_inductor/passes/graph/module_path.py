@@ -37,8 +37,8 @@ def holder_path(parameter: fx.Node) -> str:
 
 
 def inner_path(module: str, holder: str) -> str:
-    """Where in a module the one is that holds a parameter which the module's forward uses by itself: `dt_proj`, of
-    `self.dt_proj.weight @ x`. "" where the module holds it, and where another one does, as of a tied weight."""
+    """Finds where in a module the one is that holds a parameter which the module's forward uses by itself: `dt_proj`,
+    of `self.dt_proj.weight @ x`. "" where the module holds it, and where another one does, as of a tied weight."""
     holder = without_parametrization(holder)
     prefix = f"{module}." if module else ""
     return holder.removeprefix(prefix) if holder.startswith(prefix) else ""

@@ -1,4 +1,4 @@
-"""Which region of `autocast` each node of a Dynamo graph is in: Note [Regions] in te_inductor/recipes/regions.py."""
+"""The region of `autocast` that each node of a Dynamo graph is in: Note [Regions] in te_inductor/recipes/regions.py."""
 
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary

@@ -51,7 +51,8 @@ def _replace(node: fx.Node, target: Any, *args: fx.Node) -> None:
 
 
 def _erase(node: fx.Node) -> None:
-    """With what nobody else reads: a reader that nothing comes of would keep later passes from what it reads."""
+    """Erases a node with what nobody else reads: a reader that nothing comes of would keep later passes from what it
+    reads."""
     inputs = node.all_input_nodes
     node.graph.erase_node(node)
     for x in inputs:

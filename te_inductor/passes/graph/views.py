@@ -15,7 +15,7 @@ from te_inductor.passes.graph.operators import Kind
 
 @dataclass(eq=False)
 class _Factor:
-    """Of a dimension's size. A reshape may split it, which all who hold it see."""
+    """A factor of a dimension's size. A reshape may split it, which all who hold it see."""
 
     size: Any  # int or SymInt, whose % mypy does not know
     parts: "tuple[_Factor, _Factor] | None" = field(default=None)
@@ -44,12 +44,12 @@ class Chain:
         return kind in Kind.SAME | Kind.COPY or (kind is Kind.RESHAPE and self._reshape(after.shape))
 
     def is_matrix(self, rows: int) -> bool | None:
-        """Of the tensor at the end, whose first `rows` dimensions are the rows of a matrix: True where the root's
-        elements are in the order of its transpose, False where they are in its own, None otherwise."""
+        """Answers for the tensor at the end, whose first `rows` dimensions are the rows of a matrix: True where the
+        root's elements are in the order of its transpose, False where they are in its own, None otherwise."""
         return _swapped(_leaves(self._root), _leaves(self._dims[:rows]), _leaves(self._dims[rows:]))
 
     def of_matrix(self) -> bool | None:
-        """Likewise, of the tensor at the end of a chain whose root is the matrix."""
+        """The same of the tensor at the end of a chain whose root is the matrix."""
         return _swapped(_leaves(self._dims), _leaves(self._root[:-1]), _leaves(self._root[-1:]))
 
     def _reshape(self, shape: Sequence[Any]) -> bool:

@@ -108,7 +108,7 @@ class Writes:
 
 
 class _DynamoWrites(Writes):
-    """Those of a graph of Dynamo's, whose fake tensors share storages and count versions."""
+    """The writes of a graph of Dynamo's, whose fake tensors share storages and count versions."""
 
     def __init__(self, root: fx.Graph, inputs: Sequence[object]) -> None:
         super().__init__(root, memory)
@@ -131,7 +131,7 @@ class _DynamoWrites(Writes):
 
 
 class _AtenWrites(Writes):
-    """Those of a graph of ATen's operators, whose schemas say what shares memory and what writes."""
+    """The writes of a graph of ATen's operators, whose schemas say what shares memory and what writes."""
 
     def __init__(self, root: fx.Graph) -> None:
         super().__init__(root, origins)
@@ -142,8 +142,8 @@ class _AtenWrites(Writes):
 
 
 def last_read(node: fx.Node) -> fx.Node | None:
-    """Until when what an operation in the place of a node reads has to stay as it is: None where a backward may read it
-    again, which autograd holds to the same values."""
+    """Says until when what an operation in the place of a node reads has to stay as it is: None where a backward may
+    read it again, which autograd holds to the same values."""
     values = pytree.tree_leaves(node.meta.get("example_value"))
     return None if any(isinstance(one, torch.Tensor) and one.requires_grad for one in values) else node
 
@@ -242,8 +242,8 @@ def _shares_counter(node: fx.Node) -> bool:
 
 
 def _first_versions(root: fx.Graph, inputs: Sequence[object]) -> dict[int, int]:
-    """Of inputs, by their fake tensors: one that lies in a larger buffer, as frameworks lay out parameters, is made by
-    `set_`, which counts. Found by making all of them once more, in the same order."""
+    """The first versions of inputs, by their fake tensors: one that lies in a larger buffer, as frameworks lay out
+    parameters, is made by `set_`, which counts. Found by making all of them once more, in the same order."""
     nodes = [node for node in root.nodes if node.op == "placeholder"]
     if not any(tensor._version for node in nodes for tensor, _ in stored(node)):
         return {}
@@ -258,5 +258,5 @@ def _first_versions(root: fx.Graph, inputs: Sequence[object]) -> dict[int, int]:
 
 
 def _owner(tensor: torch.Tensor) -> torch.Tensor:
-    """Whose versions it counts."""
+    """The tensor whose versions it counts."""
     return tensor if tensor._base is None else tensor._base

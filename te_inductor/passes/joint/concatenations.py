@@ -47,7 +47,7 @@ def cast_pieces(graph: fx.Graph) -> None:
 
 
 def _pieces(cat: fx.Node) -> Sequence[fx.Node]:
-    """Of one shape, side by side in the last dimension; none of any other `cat`."""
+    """The pieces of one shape, side by side in the last dimension; none of any other `cat`."""
     pieces, *dim = cat.args
     last = cat.meta["val"].dim() - 1
     if last < 1 or not dim or dim[0] not in (last, -1) or len(pieces) < 2:  # type: ignore[arg-type]

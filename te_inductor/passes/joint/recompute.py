@@ -98,7 +98,7 @@ def _release_masks(graph: fx.Graph, backward: set[fx.Node]) -> None:
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """Of it, or of a view of it."""
+    """The readers of a node, or of a view of it."""
     for user in node.users:
         if is_view(user):
             yield from _readers(user)
@@ -202,7 +202,7 @@ def _is_as_cheap(cast: fx.Node, sources: Sequence[fx.Node], available: set[fx.No
 
 
 def _compute_again(sources: Sequence[fx.Node], available: set[fx.Node]) -> None:
-    """Of an op that Inductor does not fuse with them, so that torch would save them."""
+    """Marks the sources of an op that Inductor does not fuse with them, so that torch would save them."""
     pending = list(sources)
     while pending:
         node = pending.pop()
@@ -232,7 +232,7 @@ def _is_item(node: fx.Node) -> bool:
 
 
 def _bytes(node: fx.Node) -> int:
-    """Of a tensor; of symbolic sizes at a likely value."""
+    """The bytes of a tensor; of symbolic sizes at a likely value."""
     value = node.meta["val"]
     count: Any = value.numel()
     return value.itemsize * (int(count.node.hint or 0) if isinstance(count, torch.SymInt) else count)
@@ -351,7 +351,7 @@ def _origins(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 
 
 def _is_vector(node: fx.Node) -> bool:
-    """Of the graph's inputs, as a norm's bias is, which are in memory anyway."""
+    """Whether a node is a vector of the graph's inputs, as a norm's bias is, which are in memory anyway."""
     value = tensor_of(node)
     return node.op == "placeholder" and value is not None and value.dim() == 1
 

@@ -95,7 +95,7 @@ class _Rows:
                 self.others.append(node)
 
     def _readers(self, inside: set[fx.Node]) -> Iterable[fx.Node]:
-        """In order, those of what is found on the way, too."""
+        """The readers in order, those of what is found on the way, too."""
         node = self.take.next
         while node.op != "root":
             if not inside.isdisjoint(node.all_input_nodes):
@@ -180,7 +180,7 @@ class _Rows:
         self.take.graph.erase_node(self.take)
 
     def _of_each_place(self, x: fx.Node, before: fx.Node) -> fx.Node:
-        """Of rows of tokens, each as often as it is taken."""
+        """Returns rows of tokens, each as often as it is taken."""
         if self._places.dim() == 1:
             return x
         rest = x.meta["val"].shape[1:]

@@ -106,7 +106,7 @@ def _is_pipelined(collective: fx.Node) -> bool:
 
 @functools.cache
 def _tell(why: str) -> None:
-    """Once a process."""
+    """Says why, once a process."""
     log.warning("_micro_pipeline_tp overlaps no GEMM of tensor-parallel layers with its collective: %s", why)
 
 
@@ -267,7 +267,7 @@ def _only_user(node: fx.Node) -> fx.Node | None:
 
 
 def _erase(*nodes: fx.Node) -> None:
-    """Those, and what only they read, other than inputs."""
+    """Erases nodes, and what only they read, other than inputs."""
     waiting = list(nodes)
     while waiting:
         node = waiting.pop(0)

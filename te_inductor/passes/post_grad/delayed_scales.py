@@ -8,8 +8,8 @@ from te_inductor.errors import StateError
 
 
 def check_scales(graph: fx.Graph) -> None:
-    """That no backward reads delayed scaling's scales for itself, which recompute.py has torch save: they would be the
-    next step's.
+    """Checks that no backward reads delayed scaling's scales for itself, which recompute.py has torch save: they would
+    be the next step's.
 
     Raises:
         StateError: one does.

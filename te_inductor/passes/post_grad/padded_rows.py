@@ -68,7 +68,7 @@ def _padded(x: fx.Node, rows: int) -> fx.Node:
 
 
 def _cast_padded(node: fx.Node, padded: dict[fx.Node, fx.Node], rows: int) -> None:
-    """And give readers of the row copy the rows that they had."""
+    """Casts padded rows, and gives readers of the row copy the rows that they had."""
     source, *rest = node.args
     node.args = (torch.fx.map_arg(source, padded.__getitem__), *rest)
     row_copy, column_copy = node.meta["val"]

@@ -36,7 +36,7 @@ def _keep(table: fx.Node) -> None:
 
 
 def _readers(table: fx.Node) -> list[fx.Node]:
-    """Those of its views, in place of the views."""
+    """The readers of a table, and those of its views in place of the views."""
     found = []
     for user in table.users:
         found += _readers(user) if is_view(user) and not _is_larger(user, table) else [user]

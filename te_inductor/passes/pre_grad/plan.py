@@ -157,7 +157,7 @@ class Plan:
 
     @property
     def state(self) -> StateInputs | None:
-        """Those of delayed scaling."""
+        """The state inputs of delayed scaling."""
         return next((kind for kind in self.extra_inputs if isinstance(kind, StateInputs)), None)
 
     @property

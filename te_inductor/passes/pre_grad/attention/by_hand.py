@@ -111,8 +111,8 @@ def _scores(node: fx.Node | None, found: Written, walk: "_Walk", reader: Reader)
 
 
 def _mask(node: fx.Node, scores: Scores, reader: Reader) -> tuple[Expr, bool, Any, Any] | None:
-    """Where a node leaves scores as they are, whether it is the smallest number that stands elsewhere, the scores, and
-    the mask."""
+    """Finds where a node leaves scores as they are, whether it is the smallest number that stands elsewhere, the
+    scores, and the mask."""
     called, operands = name(node), [one for one in node.args if is_tensor(one)]
     operand: Any
     mask: Any
@@ -234,14 +234,14 @@ class _Walk:
         return self.into(node.args[place])
 
     def back(self, node: Any, names: frozenset[str]) -> fx.Node | None:
-        """Past all of these operations."""
+        """Goes back past all of these operations."""
         node = node if node in self.seen else self.into(node)
         while node is not None and name(node) in names:
             node = self.step(node, 0)
         return node
 
     def without_dropout(self, node: fx.Node | None) -> tuple[fx.Node | None, float]:
-        """Past a dropout, and how much it drops."""
+        """Goes past a dropout, and says how much it drops."""
         if node is None or name(node) != "dropout":
             return node, 0.0
         p, training = _argument(node, 1, "p"), _argument(node, 2, "training")

@@ -82,7 +82,7 @@ def plain_number(expression: Expr) -> Expr:
 
 
 def on_cases(compute: Callable[..., Expr]) -> Callable[..., Expr]:
-    """Of numbers with cases: the results of all of them."""
+    """Computes, of numbers with cases, the results of all of them."""
 
     def of_cases(*operands: Expr) -> Expr:
         first = next((place for place, one in enumerate(operands) if isinstance(one, sympy.Piecewise)), None)

@@ -137,7 +137,7 @@ class _Call:
         return args[place] if place < len(args) else self.node.kwargs.get(called, default) if called else default
 
     def formula(self, argument: Any) -> Formula | None:
-        """Of a tensor or a number; None of anything else."""
+        """The formula of a tensor or a number; None of anything else."""
         if isinstance(argument, fx.Node) and isinstance(argument.meta.get("example_value"), torch.Tensor):
             return self.reader.read(argument, self.depth + 1, self.node)
         found = number(argument)
@@ -282,7 +282,7 @@ def _diff(call: _Call) -> Callable[[Index], Expr] | None:
 
 
 def _cumsum(call: _Call) -> Callable[[Index], Expr] | None:
-    """Of what does not change along the dimension."""
+    """The sums of what does not change along the dimension."""
     source, dim = call.formula(call.argument(0, "input")), call.argument(1, "dim")
     if source is None or not isinstance(dim, int) or not source.shape:
         return None

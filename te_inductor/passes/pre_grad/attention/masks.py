@@ -38,7 +38,7 @@ class Scores:
 
     @staticmethod
     def of(q: torch.Tensor, keys: Any) -> "Scores":
-        """Those of q, (B, H, L, D), and so many keys."""
+        """The scores of q, (B, H, L, D), and so many keys."""
         fake: Any = q
         batch, heads, queries, _ = q.shape
         return Scores(batch, heads, queries, keys, fake.fake_mode.shape_env)
@@ -161,7 +161,7 @@ class Mask:
 
     @property
     def name(self) -> str:
-        """As reports have it."""
+        """The name that reports have."""
         return ", ".join(sorted({_kind(one) for one in self.conditions}, key=_KINDS.index)) or "full"
 
     def nowhere_empty(self) -> bool:
@@ -224,7 +224,7 @@ def _everywhere(condition: Expr, scores: Scores) -> bool:
 
 
 def _added(element: Expr, dtype: torch.dtype) -> tuple[Expr, bool] | None:
-    """Where an additive mask is 0, and whether it is the smallest number elsewhere, not minus infinity."""
+    """Finds where an additive mask is 0, and whether it is the smallest number elsewhere, not minus infinity."""
     attended: Expr = sympy.false
     smallest = set()
     for value, when in cases(element):

@@ -44,7 +44,7 @@ def rewrite_attention(plan: Plan) -> None:
 
 
 def _first_keys(tensor: fx.Node, site: Attention) -> fx.Node:
-    """As many of k or v as there are queries."""
+    """Takes as many of k or v as there are queries."""
     with site.node.graph.inserting_before(site.node):
         whole = slice(None)
         index = (whole, whole, slice(None, _length(site.q)))
@@ -97,7 +97,7 @@ class _Masks:
         return self._made(site, "blocks", tree, tensors, blocks)
 
     def empty_rows(self, site: Attention, tree: Any, tensors: list[fx.Node], index: Sequence[str]) -> fx.Node:
-        """With a dimension for each place of `index`."""
+        """The rows without a key, with a dimension for each place of `index`."""
 
         def rows(*asked: Any) -> list[Tensor]:
             return [
@@ -120,7 +120,7 @@ class _Masks:
         return [self.bodies.hand(node, site.node.graph) for node in nodes]
 
     def _made(self, site: Attention, what: str, tree: Any, tensors: list[fx.Node], compute: Any) -> list[fx.Node]:
-        """In the root's graph, behind what it reads."""
+        """Makes nodes in the root's graph, behind what they read."""
         sizes = list(map(expression, site.mask.scores.sizes))  # type: ignore[union-attr]
         device = value(site.q).device
         key = (what, predicate.to_text(tree), *tensors, *sizes, device)

@@ -121,7 +121,7 @@ def _shape_refusal(site: Attention, call: Mapping[str, Any]) -> Refusal | None:
 
 
 def _decide(site: Attention, inputs: Inputs, plan: Plan) -> None:
-    """Which kernel computes it."""
+    """Decides which kernel computes it."""
     if plan.options.attention == "as_written":
         site.refusal = Refusal("option 'attention' is 'as_written'")
     if site.refusal is not None:

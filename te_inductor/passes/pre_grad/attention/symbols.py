@@ -13,7 +13,7 @@ from te_inductor.passes.pre_grad.attention.expressions import Expr, expression
 
 
 class Symbols:
-    """Which input of a graph has each symbol: as its value, or as one of its sizes."""
+    """The inputs of a graph that have its symbols: as its value, or as one of its sizes."""
 
     def __init__(self, root: fx.Graph) -> None:
         self._sources: dict[Expr, tuple[fx.Node, int | None]] = {}

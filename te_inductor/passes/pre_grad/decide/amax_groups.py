@@ -1,4 +1,4 @@
-"""Over which ranks the quantizers of a graph reduce their amaxes: Note [Amax groups]."""
+"""The ranks over which the quantizers of a graph reduce their amaxes: Note [Amax groups]."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -26,7 +26,7 @@ class GroupsOf:
         self.found: dict[int | str, AmaxGroup | None] = {}  # by the parameter
 
     def of(self, reader: StateReader) -> AmaxGroup | None:
-        """Of a quantizer that records amaxes; None where nothing tells."""
+        """The group of a quantizer that records amaxes; None where nothing tells."""
         if not reader.key.recipe.reduce_amax:
             return OWN
         if self.options.amax_group is not None:

@@ -36,7 +36,7 @@ from te_inductor.passes.pre_grad.sites.rule import Match
 from te_inductor.recipes import Slots
 from te_inductor.recipes.formats import E2M1
 
-# Of scales, that templates/triton/cached_weights.py casts with.
+# The scopes of scales that templates/triton/cached_weights.py casts with.
 SCOPES = ("tensor", "row", "128x128", "1x32", "32x32", "1x16", "16x16")
 
 

@@ -56,12 +56,12 @@ class Layers:
 
     @property
     def n(self) -> int:
-        """Of all of them."""
+        """The N of all of them."""
         return sum(layer.n for layer in self.layers)
 
     @property
     def gemms(self) -> int:
-        """Of each layer."""
+        """The GEMMs of each layer."""
         return 1 + self.dgrad + self.wgrad
 
     @property
@@ -78,7 +78,7 @@ class Casts:
 
 
 def casts_of(layers: Layers) -> Casts:
-    """Those of a call, with its backward. Layers of one input are one GEMM (merging.py)."""
+    """The casts of a call, with its backward. Layers of one input are one GEMM (merging.py)."""
     parts = _input(layers), _weights(layers), _gradients(layers)
     merged = layers.gemms * (len(layers.layers) - 1)
     return Casts(sum(moved for moved, _ in parts), sum(launches for _, launches in parts) - merged)
@@ -93,7 +93,7 @@ def _input(layers: Layers) -> tuple[int, int]:
 
 
 def _gradients(layers: Layers) -> tuple[int, int]:
-    """Of the outputs, which have scales together."""
+    """The casts of the outputs' gradients, which have scales together."""
     copies, moved, launches = layers.dgrad + layers.wgrad, 0, 0
     if not copies:
         return 0, 0

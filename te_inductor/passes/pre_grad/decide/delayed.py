@@ -1,4 +1,4 @@
-"""Which sites can have delayed scaling's state."""
+"""The sites that can have delayed scaling's state."""
 
 from te_inductor.diagnostics import Refusal
 from te_inductor.passes.graph.bodies import Bodies

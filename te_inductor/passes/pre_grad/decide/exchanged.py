@@ -1,5 +1,5 @@
-"""Which layers of experts cast their rows before these go to the ranks that have the experts: Note [Rows between ranks]
-in distributed/exchange.py."""
+"""The layers of experts that cast their rows before these go to the ranks that have the experts: Note [Rows between
+ranks] in distributed/exchange.py."""
 
 from collections.abc import Sequence
 from dataclasses import replace

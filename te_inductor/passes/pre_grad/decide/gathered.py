@@ -38,7 +38,8 @@ def recipe_of(candidate: Candidate, wanted: Recipe | None, weight: GatheredWeigh
 
 
 def check_gathers(plan: Plan) -> None:
-    """Which weights that the graph gathers are cast before that. All that read a shard gather it so, or none does."""
+    """Decides which weights that the graph gathers are cast before that. All that read a shard gather it so, or none
+    does."""
     bodies = Bodies(plan.gm)
     sites = [site for site in plan.candidates if site.low and site.match.gather]
     if not sites:

@@ -45,7 +45,7 @@ def _learns(plan: Plan) -> bool:
 
 
 def _gemms(node: fx.Node) -> int:
-    """Of a product: forward alone, or with its backward."""
+    """The GEMMs of a product: forward alone, or with its backward."""
     return 3 if value(node).requires_grad else 1
 
 

@@ -16,7 +16,7 @@ from te_inductor.passes.pre_grad.sites.rule import Match
 
 
 class Makers:
-    """Of a graph, whose matrix products are known."""
+    """The makers of the tensors of a graph, whose matrix products are known."""
 
     def __init__(self, products: AbstractSet[fx.Node], low: AbstractSet[fx.Node]) -> None:
         self.products, self.low = products, low

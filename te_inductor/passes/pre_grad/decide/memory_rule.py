@@ -52,7 +52,7 @@ def spare(plan: Plan) -> None:
 
 
 def _gradient_bytes(site: Candidate) -> float:
-    """Of the copies of the gradient of its output, one for each GEMM of the backward."""
+    """The bytes of the copies of the gradient of its output, one for each GEMM of the backward."""
     m, n, _ = site.match.sizes
     backward = [gemm for gemm, _ in site.match.gemms() if gemm != "fprop"]
     return (hint(m) or 0) * n * len(backward)

@@ -1,4 +1,4 @@
-"""Which sites are one GEMM: linear layers of the same input, such as q, k and v, or gate and up.
+"""The sites that are one GEMM: linear layers of the same input, such as q, k and v, or gate and up.
 
 One GEMM with N = N₁ + N₂ + … fills the device better than several, and its dgrad sums over all of N in its accumulator,
 where several would write a partial dx each for another kernel to add. The price: they share scales as one layer does,
@@ -41,7 +41,7 @@ _BY_STRIDES = frozenset("as_strided as_strided_copy as_strided_scatter".split())
 
 
 def groups(sites: Iterable[tuple[Rule, Match, Recipe, Slots]], writes: Writes) -> list[list[Match]]:
-    """Which sites to merge: two or more each, in the graph's order; `writes` is what the graph writes."""
+    """Finds which sites to merge: two or more each, in the graph's order; `writes` is what the graph writes."""
     found: dict[Any, list[Match]] = {}
     learning: dict[fx.Graph, set[fx.Node]] = {}
     for rule, match, recipe, slots in sites:

@@ -50,7 +50,7 @@ class Entry:
 
 
 def entries(policy: Iterable[tuple[Any, object]], name: str = "recipe") -> list[Entry]:
-    """Of parsed options; `name` is what errors call a recipe of them."""
+    """The entries of parsed options; `name` is what errors call a recipe of them."""
     return [Entry(pattern, recipes.resolve(spec, name)) for pattern, spec in policy]
 
 

@@ -118,8 +118,8 @@ def merge_sites(plan: Plan) -> None:
 
 
 def check_extras(plan: Plan) -> None:
-    """Which weights are cast once, which gradients do not go to autograd, and which amaxes are reduced over a group,
-    where the options ask for it; sites that are one GEMM all are, or none."""
+    """Decides which weights are cast once, which gradients do not go to autograd, and which amaxes are reduced over a
+    group, where the options ask for it; sites that are one GEMM all are, or none."""
     bodies, sites = Bodies(plan.gm), {site.match.node: site for site in plan.candidates if site.low}
     checks: dict[str, Callable[[Candidate], Refusal | None]] = {}
     if plan.options.weights != "each_call":

@@ -1,4 +1,5 @@
-"""Which sites would be slower in low precision: those of small graphs, of few tokens, and small ones of a large graph.
+"""The sites that would be slower in low precision: those of small graphs, of few tokens, and small ones of a large
+graph.
 
 # Note [Size rule]
 FP8 halves what a GEMM's arithmetic takes and adds casts of its operands: bytes to move, kernels to launch. The rule sums

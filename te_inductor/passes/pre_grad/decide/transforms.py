@@ -21,8 +21,8 @@ _LEVEL = {"_enter_dual_level": True, "_exit_dual_level": False}
 
 
 def transforms_of(root: fx.GraphModule) -> dict[fx.Node, str]:
-    """Of each node that is in one: the transforms ("grad", which is vjp and jacrev too, "vmap", "jvp", "forward-mode
-    AD"), the innermost first, and what else keeps a layer from running there."""
+    """Returns, for each node that is in one, the transforms ("grad", which is vjp and jacrev too, "vmap", "jvp",
+    "forward-mode AD"), the innermost first, and what else keeps a layer from running there."""
     around: dict[fx.Node, tuple[str, ...]] = {}
     nested: list[str] = []
     names = set()
@@ -49,7 +49,7 @@ def transforms_of(root: fx.GraphModule) -> dict[fx.Node, str]:
 
 
 def _bound(node: fx.Node) -> tuple[str | None, bool]:
-    """Which transform a node enters, or leaves."""
+    """Says which transform a node enters, or leaves."""
     target = getattr(node.target, "__name__", "")
     if target in _LEVEL:
         return FORWARD, _LEVEL[target]

@@ -1,4 +1,4 @@
-"""Which products of a traced forward and backward belong to one layer.
+"""The products of a traced forward and backward that belong to one layer.
 
 # Note [Triples of products]
 Autograd has made three products of ``y = x wᵀ`` where make_fx or AOTAutograd has traced both directions, and nothing in
@@ -262,7 +262,7 @@ def _is_marked_backward(node: fx.Node) -> bool:
 
 
 def _of_parameter(weight: Matrix) -> Matrix:
-    """By the parameter, of which ranks may gather a weight more than once."""
+    """Names a weight by the parameter, of which ranks may gather a weight more than once."""
     node, transposed = weight
     while not isinstance(value(node), torch.nn.Parameter) and node.args and is_tensor(node.args[0]):
         node, turned = matrix(node.args[0])

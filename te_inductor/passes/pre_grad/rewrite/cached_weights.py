@@ -48,7 +48,7 @@ class CachedSites:
         weight.state, weight.records = state, records
 
     def _inputs(self, spec: Spec, shapes: Sequence[Sequence[int]], weight: torch.Tensor) -> list[fx.Node]:
-        """In the order of `CachedWeight.taken`."""
+        """The inputs in the order of `CachedWeight.taken`."""
         quantizer, scope, device = spec.quantizer, spec.quantizer.granularity, weight.device
         examples = []
         with weight.fake_mode:  # type: ignore[attr-defined]

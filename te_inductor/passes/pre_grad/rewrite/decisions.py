@@ -57,7 +57,7 @@ def _trains(site: Candidate) -> bool:
 
 
 def _ranks(site: Candidate) -> Any:
-    """Which ranks' tensors they are, and where each is."""
+    """Says which ranks' tensors they are, and where each is."""
     tensors = [site.match.gather.shard] if site.match.gather else [site.match.x, site.match.weight]
     found = []
     for tensor in map(value, tensors):

@@ -106,8 +106,8 @@ class DelayedSites:
         self.backward: _Groups = {}
         self.steps: dict[AmaxGroup, fx.Node] = {}  # of the backward
         self.without_group: list[str] = []  # sites
-        # Of tensor-parallel layers, whose ranks run one graph anyway: it has other collectives, and what is gathered in FP8
-        # has to have one scale.
+        # The groups of tensor-parallel layers, whose ranks run one graph anyway: it has other collectives, and what is
+        # gathered in FP8 has to have one scale.
         self.in_step: set[AmaxGroup] = set()
         self.quantizers: dict[StateReader, _Quantizer] = {}
         self.shared: dict[StateReader, list[StateReader]] = {}
@@ -282,7 +282,7 @@ class DelayedSites:
         return [self.bodies.hand(self.known[quantizer, inverse], graph) for inverse in (False, True)]
 
     def _add(self, groups: _Groups, quantizer: _Quantizer) -> None:
-        """Once each: a module called twice has one quantizer."""
+        """Adds a quantizer once: a module called twice has one."""
         quantizer.state.recorded = True
         step = groups.setdefault(quantizer.group or OWN, _ScaleUpdates())
         if quantizer.amax not in step.amaxes:
@@ -302,7 +302,7 @@ class DelayedSites:
             if match.parallel is not None:
                 graph.call_function(ops.record_shard_amax, (new, self.bodies.hand(quantizer.amax, graph)))
                 return
-            # As `ops.linears` flattens it, so that the amax and the cast are seen to read the same tensor.
+            # It is flattened as by `ops.linears`, so that the amax and the cast are seen to read the same tensor.
             flat = [graph.call_function(torch.ops.aten.reshape.default, (piece, [-1, match.sizes[2]])) for piece in new]
             graph.call_function(ops.record_amax, (flat, self.bodies.hand(quantizer.amax, graph)))
 

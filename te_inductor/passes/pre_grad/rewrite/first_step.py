@@ -65,7 +65,8 @@ def twin(graph: fx.Graph) -> fx.Graph:
 
 
 def _add_attributes(to_copy: object, made: object) -> None:
-    """In their order, which AOTAutograd's cache has in its key of a module: a set's is another in each process."""
+    """Adds attributes in their order, which AOTAutograd's cache has in its key of a module: a set's is another in each
+    process."""
     for name, value in vars(to_copy).items():
         if name not in vars(made):
             setattr(made, name, value)

@@ -22,7 +22,7 @@ def append_input(graph: fx.Graph, kind: ExtraInputs, example: torch.Tensor) -> f
 
 
 def check_order(graph: fx.Graph, kinds: Sequence[ExtraInputs]) -> None:
-    """That the inputs were appended in the order of their kinds, in which a call brings them."""
+    """Checks that the inputs were appended in the order of their kinds, in which a call brings them."""
     wanted = [f"{kind.prefix}{place}" for kind in kinds for place in range(len(kind.examples))]
     found = [str(node.target) for node in graph.find_nodes(op="placeholder")]
     if wanted and found[-len(wanted) :] != wanted:

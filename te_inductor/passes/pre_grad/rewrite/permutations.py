@@ -48,7 +48,7 @@ def rewrite_permutations(plan: Plan) -> None:
 
 
 def _order_of(node: fx.Node, writes: Writes) -> fx.Node | None:
-    """Of ``y[back]``: the permutation that `back` undoes."""
+    """Returns, of ``y[back]``, the permutation that `back` undoes."""
     if node.target is not operator.getitem or not is_tensor(node) or len(node.args) != 2:
         return None
     x, back = node.args
@@ -75,7 +75,8 @@ def _order_of(node: fx.Node, writes: Writes) -> fx.Node | None:
 
 
 def _rewrite_sum(node: fx.Node, writes: Writes) -> None:
-    """Of rows that are added to zeros. What adds in place is who first reads the zeros: all others read its result."""
+    """Rewrites a sum of rows that are added to zeros. What adds in place is who first reads the zeros: all others read
+    its result."""
     given: dict[str, Any] = dict(zip(("base", "dim", "index", "rows"), node.args, strict=False))
     given |= {{"source": "rows", "src": "rows", "input": "base"}.get(key, key): one for key, one in node.kwargs.items()}
     base, index, rows = given.get("base"), given.get("index"), given.get("rows")
@@ -102,7 +103,7 @@ def _rewrite_sum(node: fx.Node, writes: Writes) -> None:
 
 
 def _spread(sites: Sequence[Candidate], writes: Writes) -> None:
-    """Of rows that go to other ranks. What is gathered on the layer's own rank the layer gathers."""
+    """Spreads rows that go to other ranks. What is gathered on the layer's own rank the layer gathers."""
     done: dict[fx.Node, fx.Node] = {}
     for site in sites:
         part, exchange = site.match.part(Exchanges), site.match.arrives

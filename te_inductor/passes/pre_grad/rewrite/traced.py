@@ -173,7 +173,7 @@ class _Layer:
         return [x, *between, weight, *bias], (needs[0], *(False for _ in between), needs[1], *(False for _ in bias))
 
     def _masked(self, x: fx.Node, ends: fx.Node) -> fx.Node:
-        """Once for all layers that read the rows."""
+        """Masks rows once for all layers that read them."""
         if (x, ends) not in self.so_far.masked:
             [masked] = traced_into(self.graph, lambda *rows: [grouped.mask_rows(*rows)], [x, ends], self.match.node)
             self.so_far.masked[x, ends] = masked

@@ -22,7 +22,7 @@ class GradientSites:
         taken = {site.match.node: bodies.outer(site.match.weight) for site in sites if takes(site)}
         shared = {parameter for parameter, _ in other_readers(sites, bodies)}
         of_parameters = {parameter: self._input(parameter, parameter in shared) for parameter in taken.values()}
-        # Of the root's graph, by the site's.
+        # The nodes of the root's graph, by the site's.
         self.nodes = {site: of_parameters[parameter] for site, parameter in taken.items()}
 
     def _input(self, parameter: fx.Node, shared: bool) -> fx.Node:

@@ -180,8 +180,8 @@ class _Values(fx.Interpreter):
 
 
 def _meta(node: fx.Node, new: fx.Node, example: Any, paths: Mapping[Any, tuple[str, ...]]) -> dict[str, Any]:
-    """As Dynamo would have written it: the value, and the module path, which for a layer may be that of a module
-    within."""
+    """The meta that Dynamo would have written: the value, and the module path, which for a layer may be that of a
+    module within."""
     meta = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace", "custom") if key in node.meta}
     stack = meta.get("nn_module_stack")
     if stack and new.target is torch.ops.aten.linear.default and new.args[1] in paths:

@@ -74,7 +74,7 @@ class Inlined:
     was: tuple[str, Any, tuple[Any, ...], dict[str, Any], dict[str, Any]]  # op, target, args, kwargs, meta
 
     def undo(self) -> None:
-        """As long as nothing else of the graph has been rewritten."""
+        """Undoes it, as long as nothing else of the graph has been rewritten."""
         self.y.op, self.y.target, self.y.args, self.y.kwargs, self.y.meta = self.was
         for node in reversed(self.others):
             node.graph.erase_node(node)
@@ -153,7 +153,7 @@ def _inner(node: fx.Node) -> Contraction | None:
 
 
 def _product(node: fx.Node) -> Contraction | None:
-    """With the parameter on the left; the rules know it on the right."""
+    """Reads a product with the parameter on the left; the rules know it on the right."""
     call = Call.read(node)
     if call is None or call.name not in ("matmul", "mm"):
         return None

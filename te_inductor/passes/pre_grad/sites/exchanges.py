@@ -111,7 +111,8 @@ def behind(y: fx.Node) -> ExchangeNodes | None:
 
 
 def others(exchange: ExchangeNodes, layers: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Of an exchange in front, who reads its rows: nodes that ask for sizes, and what is no layer of `layers`."""
+    """Finds, of an exchange in front, who reads its rows: nodes that ask for sizes, and what is no layer of
+    `layers`."""
     waited = exchange.waited
     sizes = [user for user in waited.users if _asks_for_sizes(user)]
     read = [user for user in waited.users if user not in sizes]
@@ -138,8 +139,8 @@ def _readers_of_all(node: fx.Node) -> list[fx.Node]:
 def _read(
     waited: fx.Node,
 ) -> tuple[fx.Node, tuple[fx.Node, ...], fx.Node, tuple[Any, ...], tuple[Any, ...], str] | None:
-    """Of what waits for an all-to-all: that, the nodes that wait, its rows, the splits that are sent and received, its
-    group."""
+    """Reads what waits for an all-to-all: that, the nodes that wait, its rows, the splits that are sent and received,
+    its group."""
     found = compat.collective_behind(waited)
     if found is None:
         return None
@@ -154,7 +155,7 @@ def _read(
 
 
 def _picked(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Of rows that are picked from others: those, and which they are."""
+    """Returns, of rows that are picked from others, those, and which they are."""
     if node.target is operator.getitem and len(node.args) == 2:
         source, index = node.args[0], _rows_index(node.args[1])
     elif name(node) == "index_select" and len(node.args) == 3 and node.args[1] == 0:
@@ -168,7 +169,7 @@ def _picked(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _rows_index(index: Any) -> Any:
-    """Of ``[index]`` and ``[index, :]``."""
+    """The index of ``[index]`` and ``[index, :]``."""
     if isinstance(index, tuple) and (len(index) == 1 or (len(index) == 2 and index[1] == slice(None))):
         return index[0]
     return index

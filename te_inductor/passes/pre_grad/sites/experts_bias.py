@@ -34,8 +34,8 @@ def added(product: fx.Node, ends: fx.Node, experts: int) -> tuple[fx.Node, fx.No
 
 
 def counted(adder: fx.Node, ends: fx.Node, experts: int) -> tuple[list[fx.Node], set[fx.Node]]:
-    """Of what adds a bias: the nodes by whose values each row is given that of its own group, and what may write them.
-    Ids of no expert may be clamped to the last one: their rows belong to no group."""
+    """Returns, of what adds a bias, the nodes by whose values each row is given that of its own group, and what may
+    write them. Ids of no expert may be clamped to the last one: their rows belong to no group."""
     chosen: Any = adder.args[1]
     ids = _table_and_ids(chosen)[1]
     clamps = {user for user in ids.users if name(user) == "clamp_" and user.args == (ids,)}
@@ -45,7 +45,7 @@ def counted(adder: fx.Node, ends: fx.Node, experts: int) -> tuple[list[fx.Node],
 
 
 def _table_and_ids(chosen: Any) -> tuple[Any, Any]:
-    """Of ``table[ids]``."""
+    """The table and the ids of ``table[ids]``."""
     if chosen.target is operator.getitem and len(chosen.args) == 2:
         return chosen.args
     if name(chosen) == "index" and len(chosen.args) == 2 and isinstance(chosen.args[1], Sequence):

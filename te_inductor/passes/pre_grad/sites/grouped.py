@@ -189,7 +189,7 @@ class ManyBatched(Batched):
 
     def rewrite(self, match: Match, emit: Emit) -> None:
         graph, node = match.node.graph, match.node
-        # Of the weight, whose sizes are no symbols.
+        # These are the weight's, whose sizes are no symbols.
         batch, k, n = value(match.weight).shape
         rows = value(match.x).shape[1]
         with graph.inserting_before(node):

@@ -14,7 +14,8 @@ from te_inductor.passes.pre_grad.sites.rule import Emit, Match, Rule, replace_la
 
 
 def _of_activation(x: Any, weight: Any) -> bool:
-    """And not of two parameters, as where an adapter's are multiplied to be added to a weight."""
+    """Whether it is a product of an activation, and not of two parameters, as where an adapter's are multiplied to be
+    added to a weight."""
     return is_tensor(x) and from_parameter(weight) and not from_parameter(x)
 
 

@@ -68,7 +68,7 @@ def _made_first(x: fx.Node, until: fx.Node | None, writes: Writes) -> fx.Node:
 
 
 def _products(match: Match) -> Refusal | None:
-    """Where torch itself would redistribute an operand, or some rank would have more than another."""
+    """Refuses where torch itself would redistribute an operand, or some rank would have more than another."""
     x, weight = value(match.x), value(match.weight)
     at, last = _dim(x), x.dim() - 1
     expected: list[int | None] = {0: [None], 1: [last], None: [None, *range(last)]}[_dim(weight)]  # type: ignore[assignment]

@@ -7,9 +7,9 @@ from te_inductor.passes.graph.module_path import held_for_one_call
 
 
 def refusal(weight: fx.Node) -> Refusal | None:
-    """Of a weight that is computed from plain attributes of a parametrization, which are no parameters and no buffers:
-    so peft registers one with the factors of each call. Dynamo has compiled for the old one alone, compiles anew at
-    each call, and after `recompile_limit` calls runs the code uncompiled."""
+    """Refuses a weight that is computed from plain attributes of a parametrization, which are no parameters and no
+    buffers: so peft registers one with the factors of each call. Dynamo has compiled for the old one alone, compiles
+    anew at each call, and after `recompile_limit` calls runs the code uncompiled."""
     pending, seen = [weight], {weight}
     while pending:
         node = pending.pop()

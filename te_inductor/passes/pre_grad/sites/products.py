@@ -74,7 +74,7 @@ def hint(size: Any) -> int | None:
 
 
 class Weights:
-    """Which nodes of a graph, and of the bodies in it, are weights."""
+    """The nodes of a graph, and of the bodies in it, that are weights."""
 
     def __init__(self, bodies: Bodies, layers: set[fx.Node], writes: Callable[[], Writes]) -> None:
         self.bodies, self.layers = bodies, layers
@@ -154,7 +154,7 @@ def refusal(product: Product, weights: Weights) -> Refusal:
 def unmatched(
     products: Sequence[Product], matched: set[fx.Node], weights: Weights
 ) -> Iterator[tuple[Product, Refusal]]:
-    """Those of a weight and an activation that no rule has taken, and why."""
+    """The products of a weight and an activation that no rule has taken, and why."""
     for product in products:
         kinds = [weights.is_weight(one) for one in product.operands]
         if product.node not in matched and any(kinds) and not all(kinds):
@@ -233,7 +233,8 @@ def _linear(node: fx.Node) -> Product | None:
 
 
 def _grouped(node: fx.Node) -> Product | None:
-    """Of a 2D and a 3D operand each row meets one matrix; of two 2D ones what is summed over is cut in groups."""
+    """Reads a grouped product: of a 2D and a 3D operand each row meets one matrix; of two 2D ones what is summed over
+    is cut in groups."""
     a, b = _given(node, ("input", "self", "mat_a"), ("mat2", "mat_b", "weight", "other"))
     if not (is_tensor(a) and is_tensor(b)) or not {value(a).dim(), value(b).dim()} <= {2, 3}:
         return None

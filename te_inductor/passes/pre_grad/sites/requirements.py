@@ -79,7 +79,7 @@ def block_sizes(slots: Slots, n: int, k: int) -> Refusal | None:
 
 
 def not_stored(recipe: Recipe, weight: torch.Tensor) -> Refusal:
-    """Of a recipe for stored weights, and a weight that is not."""
+    """Refuses a recipe for stored weights, and a weight that is not."""
     return Refusal(
         "weight is a plain %s tensor; te_inductor.quantize_(model, %r) stores it first",
         str(weight.dtype).removeprefix("torch."),

@@ -40,7 +40,7 @@ def _calls(node: fx.Node, method: str) -> bool:
 
 
 def _backward_dtype(whole: fx.Node, dtype: torch.dtype) -> torch.dtype:
-    """In which the gradient of a shard of this dtype is reduced."""
+    """The dtype in which the gradient of a shard of this dtype is reduced."""
     _, _, options = compat.method_call(whole) or ("", (), {})
     return options.get("backward_dtype") or dtype
 
