@@ -29,6 +29,11 @@ def window(q, k, b, padding, documents):
     return (k <= q) & (k > q - 40)
 
 
+def near(q, k, b, padding, documents):
+    """Keys on both sides of a query, as local attention of encoders has it."""
+    return abs(q - k) <= 40
+
+
 def wide_window(q, k, b, padding, documents):
     return (k <= q) & (k > q - 4096)
 
@@ -87,6 +92,7 @@ def by_where(q, k, b, padding, documents):
 MASKS = {  # what each is proven to be
     by_comparison: "causal",
     window: "causal, window",
+    near: "causal with an offset, window",
     wide_window: "causal",
     chunks: "causal, chunks",
     prefix: "positions",

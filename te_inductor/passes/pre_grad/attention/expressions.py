@@ -76,6 +76,20 @@ def truth(expression: Expr) -> Expr:
     return sympy.Or(*(when & sympy.Ne(value, 0) for value, when in cases(expression)))
 
 
+def compare(relation: Any, one: Expr, other: Expr) -> Expr:
+    """A comparison of numbers. One with an absolute value is written as two without it, each of which bounds keys."""
+    join = {sympy.Le: sympy.And, sympy.Lt: sympy.And, sympy.Ge: sympy.Or, sympy.Gt: sympy.Or}.get(relation)
+    if join is not None and isinstance(one, sympy.Abs):
+        inner = one.args[0]
+        return join(compare(relation, inner, other), compare(relation, -inner, other))
+    if join is not None and isinstance(other, sympy.Abs):
+        return compare(_TURNED[relation], other, one)
+    return relation(one, other)
+
+
+_TURNED = {sympy.Le: sympy.Ge, sympy.Lt: sympy.Gt, sympy.Ge: sympy.Le, sympy.Gt: sympy.Lt}
+
+
 def plain_number(expression: Expr) -> Expr:
     """A Boolean as 1 or 0; a number as it is."""
     return select(expression, sympy.Integer(1), sympy.Integer(0)) if is_truth(expression) else expression

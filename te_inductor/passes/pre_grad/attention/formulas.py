@@ -21,6 +21,7 @@ from torch.utils._sympy.functions import FloorDiv, PythonMod
 from te_inductor.passes.graph.operators import name
 from te_inductor.passes.pre_grad.attention.expressions import (
     Expr,
+    compare,
     expression,
     is_one,
     is_truth,
@@ -419,7 +420,7 @@ def _tensor(call: _Call) -> Callable[[Index], Expr] | None:
 
 
 def _relation(relation: Any) -> _Rule:
-    return _binary(on_cases(relation))
+    return _binary(on_cases(lambda one, other: compare(relation, one, other)))
 
 
 _RULES: Mapping[str, _Rule] = {
@@ -435,6 +436,7 @@ _RULES: Mapping[str, _Rule] = {
     **dict.fromkeys(("sub", "__sub__"), _binary(on_cases(operator.sub))),
     **dict.fromkeys(("rsub", "__rsub__"), _binary(on_cases(lambda one, other: other - one))),
     **dict.fromkeys(("mul", "__mul__", "__rmul__"), _binary(on_cases(operator.mul))),
+    **dict.fromkeys(("abs", "absolute", "__abs__"), _unary(on_cases(sympy.Abs))),
     "neg": _unary(on_cases(operator.neg)),
     **dict.fromkeys(("floordiv", "__floordiv__", "floor_divide"), _binary(on_cases(FloorDiv))),
     **dict.fromkeys(("mod", "__mod__", "remainder"), _binary(on_cases(PythonMod))),
