@@ -1,0 +1,149 @@
+"""One step of classes of transformers with attention as on a GPU, beside eager; what each mask is proven to be, and why
+others stay::
+
+    python -m tests.attention_sweep                                      # all of tests/sweep.py's, an hour of one core
+    python -m tests.attention_sweep LlamaForCausalLM --written eager     # attention by hand
+    python -m tests.attention_sweep --kinds masked --json out/masks.json
+
+The passes of attention run alone, in float64, with FlexAttention as torch computes it on a CPU, for two batches of one
+program: padded on both sides, and not padded. So an output or a gradient that is off by more than rounding is a mask
+that was proven to be what it is not. Windows and chunks are shorter than the sequence. Exits with 1 if a class is
+wrong."""
+
+import argparse
+import json
+import signal
+import sys
+import traceback
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests import forked, sweep
+
+NEAR = 8  # tokens of a window, or a chunk
+BOUND = 1e-9  # of the norm: float64, a few layers
+NOTHING = 1e-6  # of the largest gradient's norm, below which one is nothing but rounding, as of the biases of keys
+IMPORTS = (*sweep.IMPORTS, "tests.attention", "pytest")
+SIZES = dict.fromkeys(("sliding_window", "attention_chunk_size", "window_size", "local_attention"), NEAR)
+
+
+def batches(model: nn.Module, kind: str) -> list[dict[str, Tensor]]:
+    given = sweep.batch(model, kind)
+    if kind == "image":
+        return [{name: one.double() for name, one in given.items()}]
+    mask = torch.ones_like(given["input_ids"])
+    padded = mask.clone()
+    padded[0, : NEAR + 1], padded[1, -NEAR:] = 0, 0
+    return [{**given, "attention_mask": one} for one in (padded, mask)]
+
+
+def build(name: str, kind: str, key_heads: int, written: str) -> tuple[nn.Module, list[dict[str, Tensor]], list[Any]]:
+    """A model, its batches, and what eager code makes of them.
+
+    Raises:
+        ValueError: it does not write attention so.
+    """
+    model = sweep.build(name, key_heads).double()
+    if written == "eager":
+        if model.config._attn_implementation == "eager":
+            raise ValueError("it has no other attention")
+        model.set_attn_implementation("eager")  # type: ignore[operator]
+    given = batches(model, kind)
+    return model, given, [copied(sweep.step(model, model, one)) for one in given]
+
+
+def copied(step: tuple[float, dict[str, Tensor]]) -> tuple[float, dict[str, Tensor]]:
+    return step[0], {name: one.clone() for name, one in step[1].items()}
+
+
+def look(name: str, kind: str, written: str) -> dict[str, Any]:
+    """What one class does, of this process."""
+    import pytest
+
+    from tests.attention import Passes, as_on_a_gpu
+
+    warnings.simplefilter("ignore")
+    sweep.SIZES |= SIZES
+    for key_heads in (2, 4):
+        try:
+            model, given, expected = build(name, kind, key_heads, written)
+            break
+        except Exception as error:  # as in tests/sweep.py
+            left = f"{type(error).__name__}: {error}"[:120]
+    else:
+        return {"left": left}
+    backend, worst, lost = Passes(), (0.0, ""), set[str]()
+    try:
+        with as_on_a_gpu(pytest.MonkeyPatch()):
+            compiled = torch.compile(model, backend=backend)
+            for one, (loss, gradients) in zip(given, expected, strict=True):
+                found_loss, found = sweep.step(model, compiled, one)
+                lost |= gradients.keys() ^ found.keys()
+                largest = max(gradient.norm() for gradient in gradients.values())
+                errors = {key: (found[key] - gradients[key]).norm() for key in gradients.keys() & found.keys()}
+                off = {key: error / (gradients[key].norm() + NOTHING * largest) for key, error in errors.items()}
+                off["loss"] = torch.tensor(abs(found_loss - loss) / abs(loss))
+                worst = max(worst, *((one.item(), key) for key, one in off.items()))
+    except Exception:
+        torch.compiler.reset()
+        try:
+            sweep.step(model, torch.compile(model, backend="aot_eager"), given[0])
+        except Exception:
+            return {"left": "torch does not run its graph uncompiled"}
+        return {"error": traceback.format_exc()[-1500:]}
+    sites = Counter(f"{site.mask} | {site.kernel} | {site.reason or ''}" for site in backend.found)
+    return {"worst": worst, "lost": sorted(lost), "sites": dict(sites)}
+
+
+def apart(server: forked.Server, name: str, kind: str, written: str) -> dict[str, Any]:
+    """The same, of a process of its own."""
+    run = server.run("tests.attention_sweep", name, "--one", kind, "--written", written, timeout=sweep.SECONDS)
+    if run.returncode == -signal.SIGALRM:
+        return {"left": f"no end after {sweep.SECONDS} s"}
+    if run.returncode:
+        return {"error": run.stderr[-1500:]}
+    found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    return found
+
+
+def is_wrong(found: dict[str, Any]) -> bool:
+    return "left" not in found and bool("error" in found or found["lost"] or not found["worst"][0] <= BOUND)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="of classes; default: all")
+    parser.add_argument("--kinds", nargs="+", choices=sweep.KINDS, default=[*sweep.KINDS])
+    parser.add_argument("--written", choices=("sdpa", "eager"), default="sdpa", help="torch's function, or by hand")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(look(args.names[0], args.one, args.written)))
+        return
+    classes = {name: kind for name, kind in sweep.known(args.kinds).items() if not args.names or name in args.names}
+    server, found, sites, of_class = forked.Server(IMPORTS), {}, Counter[str](), Counter[str]()
+    for name, kind in classes.items():
+        found[name] = one = apart(server, name, kind, args.written)
+        print(name, "WRONG" if is_wrong(one) else "left" if "left" in one else "ok", one, flush=True)
+        sites.update(one.get("sites", {}))
+        of_class.update(one.get("sites", {}).keys())
+        if args.json:
+            args.json.write_text(json.dumps(found, indent=1))
+    print("\nsites, classes: mask | kernel | why not otherwise")
+    for site, count in sites.most_common():
+        print(f"{count:5}, {of_class[site]:4}: {site}")
+    wrong = [name for name, one in found.items() if is_wrong(one)]
+    print(
+        f"{sum('left' not in one for one in found.values())} of {len(classes)} classes ran, {len(wrong)} wrong:", *wrong
+    )
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()
