@@ -39,6 +39,7 @@ def test_what_a_mask_is(name):
     assert backend.kinds() == [MASKS[NAMES[name]]]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("length", (1, 127, 300))
 @pytest.mark.parametrize("name", NAMES)
 def test_attention_is_the_same(name, length, monkeypatch):
