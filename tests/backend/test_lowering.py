@@ -15,7 +15,7 @@ from te_inductor import autocast, explain, lower, ops, quantize_, recipes
 from te_inductor.errors import FallbackError, FallbackWarning, OptionError
 from te_inductor.passes import pre_grad
 from tests.recipes import STATELESS, strict
-from tests.support.lowered import ours
+from tests.support.traced_graphs import ours
 
 
 class Model(nn.Module):

@@ -10,7 +10,7 @@ from te_inductor import explain, lower
 from tests.experts import MoE
 from tests.recipes import STATELESS, strict
 from tests.support.expert_layers import PATHS, ROUTER, Biased, te, tokens
-from tests.support.lowered import ours
+from tests.support.traced_graphs import ours
 
 pytestmark = pytest.mark.usefixtures("without_codegen", "one_seed")
 pytest.importorskip("transformers")

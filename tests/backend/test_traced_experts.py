@@ -20,8 +20,7 @@ from tests.experts import BARE, EACH, FOLDED, FORMS, HIDDEN, Experts, MoE, refer
 from tests.recipes import STATELESS, quick, strict
 from tests.support.autograd import same
 from tests.support.expert_layers import ROUTER, Biased, te, tokens
-from tests.support.traced_graphs import joint_of
-from tests.support.traced_layers import fakes
+from tests.support.traced_graphs import fakes, joint_of
 
 pytestmark = pytest.mark.usefixtures("without_codegen", "one_seed")
 pytest.importorskip("transformers")  # whose op multiplies in fp32

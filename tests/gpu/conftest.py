@@ -17,6 +17,14 @@ def one_table_for_all_devices(monkeypatch):
     monkeypatch.setattr(tables, "SAME", tables.NEAR)
 
 
+@pytest.fixture
+def compile_every_size():
+    """Lifts the recompile limit, past which Dynamo would run the function eagerly, and nothing compiled would be
+    tested."""
+    with torch._dynamo.config.patch(recompile_limit=1000, fail_on_recompile_limit_hit=True):
+        yield
+
+
 def pytest_collection_modifyitems(items):
     here = Path(__file__).parent
     capable = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)

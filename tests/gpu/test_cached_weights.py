@@ -16,7 +16,7 @@ from te_inductor.runtime.weights.cached_weights import FreshnessCheck, Spec, new
 from te_inductor.templates.triton.cached_weights import OnDevice
 from tests.offline.cached_weights_kernels import QUANTIZERS
 from tests.support.contents import CONTENTS
-from tests.support.gpu_weights import ema, same
+from tests.support.gpu_ops import ema, same
 
 SHAPES = [(48, 80), (30, 136), (200, 8), (20, 1092), (512, 4096)]
 ODD = (33, 131)  # of whose elements the first is at an odd address

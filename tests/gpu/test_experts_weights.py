@@ -16,7 +16,7 @@ from te_inductor.templates.triton import group_strips, grouped_casts
 from te_inductor.templates.triton.cached_weights import OnDevice
 from tests.support.contents import CONTENTS
 from tests.support.gpu_experts import RECIPES, Experts, compiled, inputs, step
-from tests.support.gpu_weights import _bits, ema, same
+from tests.support.gpu_ops import _bits, ema, same
 
 SHAPES = [(3, 48, 80), (2, 130, 768), (2, 40, 2880), (1, 33, 14336), (2, 8, 20000)]
 KEPT = [Quantizer("e4m3"), Quantizer("e4m3", scope="row"), Quantizer("e4m3", scope="128x128"),

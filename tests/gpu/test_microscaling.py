@@ -13,10 +13,12 @@ from te_inductor.recipes.formats import SCOPES
 from tests.bounds import assert_same_values, assert_within, gemm_error, magnitudes_of, scales_of, values_of
 from tests.oracle import casts, microscaling
 from tests.support.contents import CONTENTS
-from tests.support.gpu_ops import SIZES, compile_every_size, relative  # noqa: F401 (a fixture)
+from tests.support.gpu_ops import SIZES, relative
 from tests.support.microscaled_casts import PAIRS, QUANTIZERS, STOCHASTIC, amaxes, check, check_both, gemm_of
 from tests.support.nvfp4_casts import QUANTIZERS as CHOSEN
 from tests.support.nvfp4_casts import check_rows, copies_of_rows, factors_of_rows
+
+pytestmark = pytest.mark.usefixtures("compile_every_size")
 
 SEED = 77
 RECIPES = {

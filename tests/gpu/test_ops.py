@@ -13,6 +13,8 @@ from tests.oracle import casts
 from tests.support.contents import CONTENTS, FP32_SCOPES, QUANTIZERS, check_both
 from tests.support.gpu_ops import FAST_BITS, SIZES
 
+pytestmark = pytest.mark.usefixtures("compile_every_size")
+
 PAIRS = [("tensor", "tensor"), ("row", "row"), ("1x128", "128x128"), ("1x128", "1x128"), ("128x128", "1x128")]
 
 

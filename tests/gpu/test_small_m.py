@@ -11,7 +11,7 @@ from torch import nn
 import te_inductor
 from te_inductor.kernels import fp8_small_m as small_m
 from te_inductor.ops.stored_weight import StoredWeight
-from tests.support.gpu_small_m import Mlp, layer
+from tests.support.gpu_ops import Mlp, layer
 
 pytestmark = pytest.mark.gpu
 K_STEP = 32  # products that the tensor core aligns to the largest
@@ -148,7 +148,7 @@ def test_two_compiles_for_all_batches():
 
 PROGRAM = """
 import torch, te_inductor
-from tests.support.gpu_small_m import layer
+from tests.support.gpu_ops import layer
 from torch._dynamo.utils import counters
 model, x = layer("rowwise")
 with torch.no_grad():

@@ -12,7 +12,7 @@ from te_inductor.recipes import Gemm, Quantizer
 from te_inductor.runtime.eager import dense
 from tests.bounds import assert_within, gemm_error
 from tests.oracle import casts
-from tests.support.scaled_products import PAIRS
+from tests.support.contents import PAIRS
 
 SIZES = [(1, 16, 16), (17, 48, 64), (256, 512, 1024), (130, 504, 768), (5, 300, 256), (384, 384, 512), (64, 7, 520)]
 

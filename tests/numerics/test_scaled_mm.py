@@ -8,7 +8,7 @@ from te_inductor.lowerings import install
 from te_inductor.recipes import Gemm, Quantizer
 from tests.bounds import assert_same_values, assert_within, gemm_error
 from tests.oracle import casts
-from tests.support.scaled_products import PAIRS
+from tests.support.contents import PAIRS
 
 GEMM = Gemm("fprop")
 pairs = pytest.mark.parametrize("scopes", PAIRS, ids=" by ".join)

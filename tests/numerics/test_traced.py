@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from te_inductor import lower
 from tests.recipes import strict
 from tests.support.oracle_layers import RECIPES, check_against_oracle
-from tests.support.traced_layers import fakes
+from tests.support.traced_graphs import fakes
 
 pytestmark = pytest.mark.usefixtures("known_seeds")
 

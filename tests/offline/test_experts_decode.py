@@ -8,7 +8,7 @@ import torch
 
 from te_inductor.kernels.experts_decode import cut
 from tests.offline.harness import INTERPRETER, generate
-from tests.support.nvfp4_cubins import TOUCHES, compiled
+from tests.support.cuda_code import TOUCHES, compiled
 
 triton = pytest.importorskip("triton")
 

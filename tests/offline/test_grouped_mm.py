@@ -17,7 +17,7 @@ from te_inductor.kernels.grouped_mm import GroupedConfig, cut, takes  # noqa: E4
 from te_inductor.templates.triton import grouped_kernel, grouped_mm, grouped_wgrad  # noqa: E402
 from te_inductor.templates.triton.grouped_mm import GroupedLaunch  # noqa: E402
 from tests.offline.gluon import Descriptor, Number, Pointer, Program, numpy_of  # noqa: E402
-from tests.support.nvfp4_cubins import compiled, disassembled  # noqa: E402
+from tests.support.cuda_code import compiled, disassembled  # noqa: E402
 
 TENSOR, ROW, BLOCKS = ("tensor", "tensor"), ("row", "row"), ("1x128", "128x128")
 MIXED = ("row", "tensor")

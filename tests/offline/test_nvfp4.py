@@ -21,9 +21,9 @@ from te_inductor.templates.triton import (
     nvfp4_streamed,
 )
 from tests.offline.harness import INTERPRETER, generate
+from tests.support.cuda_code import TOUCHES, compiled, disassembled, triton
 from tests.support.kernels import L40S, RTX5090, pretend
 from tests.support.kernels import stored as problem
-from tests.support.nvfp4_cubins import TOUCHES, compiled, disassembled, triton
 
 PATTERN = 0xFFFFFFFF
 

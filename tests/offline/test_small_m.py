@@ -17,8 +17,8 @@ from te_inductor.kernels.problem import Problem, Sizes
 from te_inductor.recipes import Gemm
 from te_inductor.targets import sm90
 from tests.offline.harness import generate
+from tests.support.cuda_code import TOUCHES, compiled
 from tests.support.kernels import CPU, H200
-from tests.support.nvfp4_cubins import TOUCHES, compiled
 
 triton = pytest.importorskip("triton")
 

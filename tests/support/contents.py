@@ -94,3 +94,6 @@ def check_both(x: Tensor, quantizer: Quantizer, quantize, quantize_rowcol) -> No
     values, value, values_t, value_t = casts.quantize_rowcol(x, quantizer)
     check(x, quantizer, (data, scale_inv), (values, value))
     check(x.t(), quantizer, (data_t, scale_inv_t), (values_t, value_t))
+
+
+PAIRS = [("tensor", "tensor"), ("row", "row"), ("1x128", "128x128"), ("1x128", "1x128"), ("128x128", "1x128")]

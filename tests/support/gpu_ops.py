@@ -1,7 +1,9 @@
-"""Sizes and tolerances of tests on a GPU."""
+"""Sizes, tolerances, layers and comparisons of tests on a GPU."""
 
-import pytest
 import torch
+from torch import nn
+
+import te_inductor
 
 
 def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -16,9 +18,37 @@ FAST_BITS = (
 )
 
 
-@pytest.fixture(autouse=True)
-def compile_every_size():
-    """Lifts the recompile limit, past which Dynamo would run the function eagerly, and nothing compiled would be
-    tested."""
-    with torch._dynamo.config.patch(recompile_limit=1000, fail_on_recompile_limit_hit=True):
-        yield
+def same(kept, expected) -> bool:
+    """Bit for bit, but for which NaN a NaN is: the CPU keeps its sign."""
+    if not torch.equal(kept.digests.cpu(), expected.digests):
+        return False
+    pairs = zip(kept.tensors, expected.tensors, strict=True)
+    return all(_bits(a.cpu()).equal(_bits(b)) for a, b in pairs)
+
+
+def _bits(x):
+    return (
+        torch.where(x.float().isnan(), 0x7F, x.view(torch.uint8)) if x.element_size() == 1 else x.nan_to_num(nan=-1.0)
+    )
+
+
+def ema(model) -> None:
+    for p in model.parameters():
+        p.data.mul_(0.5)
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.RMSNorm(512), nn.Linear(512, 2048), nn.Linear(1024, 512, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.up(self.norm(x)).chunk(2, -1)
+        return x + self.down(nn.functional.silu(gate) * up)
+
+
+def layer(recipe: str) -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(3)
+    model = Mlp().to("cuda", torch.bfloat16).requires_grad_(False)
+    te_inductor.quantize_(model, recipe)
+    return model, torch.randn(4, 512, device="cuda", dtype=torch.bfloat16)

@@ -1,6 +1,9 @@
-"""Joint graphs of a step, traced with the layers in low precision and without."""
+"""Graphs of steps and of layers, traced with the layers in low precision and without, and the operators that they have."""
 
 import pytest
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from te_inductor import ops, recipes
 
@@ -24,3 +27,22 @@ def joint_of(model, x, stack):
     if not hasattr(aot_autograd, "aot_export_joint_with_descriptors"):
         pytest.skip("this torch exports no joint graphs")
     return aot_autograd, aot_autograd.aot_export_joint_with_descriptors(stack, model, (x,))
+
+
+def fakes(tensors: list[Tensor], dynamic: list[Tensor]) -> list[Tensor]:
+    """Makes fake tensors; those of `dynamic` have a symbol for the number of their rows."""
+    mode, kinds = FakeTensorMode(shape_env=ShapeEnv()), [DimDynamic.DYNAMIC, DimDynamic.STATIC]
+    made = []
+    for one in tensors:
+        has = any(one is other for other in dynamic)
+        context = StatelessSymbolicContext(kinds) if has else None
+        made.append(mode.from_tensor(one, symbolic_context=context, static_shapes=not has))
+    return made
+
+
+def called(program) -> set[str]:
+    return {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+
+
+def ours(program) -> set[str]:
+    return {name for name in called(program) if name.startswith("te_inductor")}
