@@ -311,7 +311,7 @@ def test_a_rule_that_raises(monkeypatch):
     def broken(self, node):
         raise ZeroDivisionError("injected")
 
-    monkeypatch.setattr("te_inductor.passes.pre_grad.sites.linear.Linear.match", broken)
+    monkeypatch.setattr("te_inductor.passes.pre_grad.sites.linear.LinearCall.match", broken)
     model, x = nn.Linear(32, 32), torch.randn(X)
     y, [text] = warned(model, x)
     assert "because a pass of ours failed" in text and "ZeroDivisionError: injected" in text

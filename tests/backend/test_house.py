@@ -8,8 +8,8 @@ LONGEST_FUNCTION = 68
 LARGEST_RECORD = 20
 # Pairs of folders that import each other.
 CYCLES = 4
-# Names that mean several things in the package, until they are changed. Users import a callback of each framework.
-REPEATED_CLASSES = frozenset("Layer Linear Product ScalingStateCallback _Call _Rows".split())
+# Names that mean several things in the package: users import a callback of each framework.
+REPEATED_CLASSES = frozenset(("ScalingStateCallback",))
 FRAGMENTS = 6  # of ops/
 
 

@@ -39,7 +39,7 @@ _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _RankRows:
     """How the rows of a matrix are those of a tensor (*sizes, C), of which ranks have parts along `dim`."""
 
     sizes: tuple[int, ...]
@@ -122,7 +122,7 @@ def _expose_gather(gather: fx.Node) -> None:
     if not products or not all(isinstance(size, int) for size in sizes) or not _is_pipelined(gather):
         return
     log.debug("async tensor parallelism: %s and %d products behind it", gather, len(products))
-    rows, part = _Rows(sizes, dim), _Rows((*shard.meta["val"].shape[:-1],), dim)
+    rows, part = _RankRows(sizes, dim), _RankRows((*shard.meta["val"].shape[:-1],), dim)
     columns = shard.meta["val"].shape[-1]
     with gather.graph.inserting_before(gather):
         mine = part.by_part(_call(aten.reshape.default, shard, [math.prod(part.sizes), columns]))
@@ -174,8 +174,8 @@ def _expose_scatter(scatter: fx.Node) -> None:
     if not _is_pipelined(scatter):
         return
     log.debug("async tensor parallelism: %s and the product in front of it", scatter)
-    rows = _Rows(sizes, dim)
-    part = _Rows((*wait.meta["val"].shape[:-1],), dim)
+    rows = _RankRows(sizes, dim)
+    part = _RankRows((*wait.meta["val"].shape[:-1],), dim)
     with scatter.graph.inserting_before(wait):
         y = _scaled_mm(rows.by_part(product.args[0]), product)  # type: ignore[arg-type]
         y = _call(_collectives.reduce_scatter_tensor.default, y, operation, ranks, group)

@@ -24,7 +24,7 @@ from te_inductor.passes.pre_grad.match.gradients import matrix
 from te_inductor.passes.pre_grad.plan import Plan
 from te_inductor.passes.pre_grad.sites.backward import Backward, Gradients
 from te_inductor.passes.pre_grad.sites.grouped import Grouped
-from te_inductor.passes.pre_grad.sites.linear import Addmm, Product
+from te_inductor.passes.pre_grad.sites.linear import Addmm, ParameterProduct
 from te_inductor.passes.pre_grad.sites.rule import Match
 from te_inductor.recipes import DelayedScaling, Slots
 from te_inductor.runtime.eager import grouped
@@ -78,7 +78,11 @@ def _in_a_body(plan: Plan, graph: fx.Graph) -> Refusal:
 def refuse_batches(plan: Plan) -> None:
     """Products whose backward is not looked for."""
     for site in plan.candidates:
-        if site.refusal is None and site.slots is not None and not isinstance(site.rule, Product | Addmm | Grouped):
+        if (
+            site.refusal is None
+            and site.slots is not None
+            and not isinstance(site.rule, ParameterProduct | Addmm | Grouped)
+        ):
             site.refusal = Refusal("not mm, addmm or a grouped product, which are read in a graph with a backward")
 
 

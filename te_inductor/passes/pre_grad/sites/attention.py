@@ -20,7 +20,7 @@ _PADDING = 1  # the fast path's mask_type of a mask (batch, length)
 
 
 @dataclass(frozen=True)
-class _Call:
+class _InlinedCall:
     """What such a node computes; and, by the place and name of their weights, where its layers are in the module that
     calls it."""
 
@@ -101,9 +101,11 @@ def _encoder_layer(
     return second_norm(x + fed_forward(x))
 
 
-_CALLS: dict[Any, _Call] = {
-    F.multi_head_attention_forward: _Call(F.multi_head_attention_forward, {(11, "out_proj_weight"): ("out_proj",)}),
-    torch._transformer_encoder_layer_fwd: _Call(
+_CALLS: dict[Any, _InlinedCall] = {
+    F.multi_head_attention_forward: _InlinedCall(
+        F.multi_head_attention_forward, {(11, "out_proj_weight"): ("out_proj",)}
+    ),
+    torch._transformer_encoder_layer_fwd: _InlinedCall(
         _encoder_layer,
         {
             (3, "qkv_weight"): ("self_attn",),
@@ -132,7 +134,7 @@ def inline(graph: fx.Graph) -> None:
                 graph.erase_node(node)
 
 
-def _inline(node: fx.Node, call: _Call, single: bool) -> None:
+def _inline(node: fx.Node, call: _InlinedCall, single: bool) -> None:
     flat, spec = pytree.tree_flatten((node.args, node.kwargs))
     inputs = list(dict.fromkeys(item for item in flat if is_tensor(item)))  # once each: the body asks `query is key`
 

@@ -24,7 +24,7 @@ _LETTERS = "".join(chr(0x100 + place) for place in range(64))  # which no equati
 
 
 @dataclass(frozen=True)
-class Layer:
+class EinsumLayer:
     """``y = einsum("x,p->y", x, p)``, a letter a dimension."""
 
     x: str
@@ -93,14 +93,14 @@ def inline(graph: fx.Graph) -> dict[fx.Node, Inlined]:
     return done
 
 
-def _layer(contraction: Contraction) -> tuple[fx.Node, fx.Node, Layer] | None:
+def _layer(contraction: Contraction) -> tuple[fx.Node, fx.Node, EinsumLayer] | None:
     """x, p, and which dimension is which; None where it is no linear layer of an activation."""
     parameters = [place for place, operand in enumerate(contraction.operands) if from_parameter(operand)]
     if len(parameters) != 1:
         return None
     [place] = parameters
     p, x = contraction.operands[place], contraction.operands[1 - place]
-    layer = Layer(contraction.names[1 - place], contraction.names[place], contraction.y)
+    layer = EinsumLayer(contraction.names[1 - place], contraction.names[place], contraction.y)
     if (len(layer.x), len(layer.p)) != (value(x).dim(), value(p).dim()) or not layer.is_linear():
         return None
     sizes = ((value(x).shape[layer.x.index(letter)], value(p).shape[layer.p.index(letter)]) for letter in layer.inner)
@@ -167,7 +167,7 @@ def _product(node: fx.Node) -> Contraction | None:
     return Contraction((p, x), (m + k, rows + k + n), rows + m + n)
 
 
-def _replace(node: fx.Node, x: fx.Node, p: fx.Node, layer: Layer) -> tuple[fx.Node, Inlined]:
+def _replace(node: fx.Node, x: fx.Node, p: fx.Node, layer: EinsumLayer) -> tuple[fx.Node, Inlined]:
     """The layer, and how to undo it."""
     graph, output = node.graph, value(node)
     fakes = [value(x), value(p)]
@@ -209,7 +209,7 @@ def _replace(node: fx.Node, x: fx.Node, p: fx.Node, layer: Layer) -> tuple[fx.No
     return linear, Inlined(y, [other for other in new if other is not y], was)
 
 
-def _written(output: torch.Tensor, layer: Layer, made: str) -> str:
+def _written(output: torch.Tensor, layer: EinsumLayer, made: str) -> str:
     """The dimensions of y as torch has them in memory: as they are made, as they are named, or those of one operand
     first, in the order of names. Which, is torch's affair."""
     x_first = sorted(layer.y, key=lambda letter: letter in layer.p)

@@ -19,7 +19,7 @@ def _of_activation(x: Any, weight: Any) -> bool:
     return is_tensor(x) and from_parameter(weight) and not from_parameter(x)
 
 
-class Linear(Rule):
+class LinearCall(Rule):
     """``F.linear(x, w, bias)``, which `nn.Linear` calls."""
 
     pattern: ClassVar[str] = "linear"
@@ -35,7 +35,7 @@ class Linear(Rule):
         return Match(node, x, weight, bias)  # type: ignore[arg-type]
 
 
-class Product(Rule):
+class ParameterProduct(Rule):
     """``x @ p``, `torch.matmul`, `torch.mm`, where p is a (K, N) parameter or a view of one."""
 
     pattern: ClassVar[str] = "matmul"
