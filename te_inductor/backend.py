@@ -154,7 +154,7 @@ def _inductor(plan: Plan, name: str | None) -> Callable[[fx.GraphModule, Sequenc
         return lambda gm, inputs: compat.compile_fx(gm, inputs, patches, name)
     wrap_inner = lowerings.install(options.fallback)
     compat.patch("torch._inductor.config.loop_index_inversion_in_fusion", False, on=patches)
-    if any(candidate.match.groups for candidate in plan.candidates):
+    if plan.experts:
         patches.setdefault("unroll_reductions_threshold", MOST_EXPERTS_OF_A_ROW + 1)
     elif any(value(candidate.match.weight).is_cuda for candidate in plan.candidates):
         patches.setdefault("realize_opcount_threshold", MOST_OPS_OF_A_TENSOR)

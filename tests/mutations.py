@@ -245,7 +245,7 @@ MUTATIONS = [
     ),
     Mutation(
         "layers that do not pay are cast",
-        "if weight is None or weight.saved_s >= margin * weight.cost_s:",
+        "if weight is None or weight.saved_s >= weigher.margin * weight.cost_s:",
         "if weight is None or weight.saved_s >= 0:",
         ("tests/backend/test_size_rule.py",),
     ),
@@ -263,8 +263,8 @@ MUTATIONS = [
     ),
     Mutation(
         "narrow layers of rows that nothing tells are cast",
-        "else NARROW if rows is None else 0",
-        "else 0",
+        "LAYERS = _Weigher(_weigh_layers, MARGIN, NARROW, 0)",
+        "LAYERS = _Weigher(_weigh_layers, MARGIN, 0, 0)",
         ("tests/backend/test_size_rule.py",),
     ),
     # post-grad passes and PTX

@@ -161,6 +161,11 @@ class Plan:
         return next((kind for kind in self.extra_inputs if isinstance(kind, StateInputs)), None)
 
     @property
+    def experts(self) -> list[Candidate]:
+        """The layers of experts."""
+        return [site for site in self.candidates if site.match.groups]
+
+    @property
     def reads_active_region(self) -> bool:
         """Whether the thread's autocast has a say in any site."""
         return any(None in site.place.regions for site in (*self.candidates, *self.unlowered))

@@ -40,7 +40,8 @@ ranks a step took 0.81 times as long as in bf16, on four 0.73 (`delayed`, 8192 t
 
 All this holds for targets with `rates`. A policy entry that names a site overrides it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -90,7 +91,7 @@ def weigh(plan: Plan) -> None:
     device = graph_time.device(plan, known)
     host = graph_time.host(plan, known, _launches(weighed))
     asked = [(sites, weight) for sites, weight in weighed if not sites[0].by_policy]
-    experts, layers = ([one for one in asked if bool(one[0][0].match.groups) is each] for each in (True, False))
+    experts, layers = ([one for one in asked if _weigher_of(one[0][0].match) is each] for each in (EXPERTS, LAYERS))
     _refuse(experts, refusal_of_host([(weight, sites[0].low) for sites, weight in weighed], device, host))
     host = graph_time.host(plan, known, _launches(weighed))  # what is left of them
     _refuse(layers, refusal_of_graph([(weight, sites[0].low) for sites, weight in layers], device, host))
@@ -119,8 +120,8 @@ def _rows_sent(plan: Plan) -> dict[Any, int]:
     """How many rows a rank sends, by how many come to its experts in exchange, which a run alone can tell: as many,
     where all ranks have as many and experts are chosen evenly."""
     found: dict[Any, int] = {}
-    for site in plan.candidates:
-        exchange = exchanges.in_front(site.match.x) if site.match.groups else None
+    for site in plan.experts:
+        exchange = exchanges.in_front(site.match.x)
         rows = None if exchange is None else hint(value(exchange.rows).shape[0])
         if rows is not None:
             found[_expression(site.match.sizes[0])] = rows
@@ -147,27 +148,22 @@ def _judged(
     m, _, k = match.sizes
     n = sum(site.match.sizes[1] for site in sites)
     rows = (sent or {}).get(_expression(m)) if hint(m) is None else hint(m)
-    weight = None
-    if rows is None:
-        if match.groups:
-            return Refusal(
-                "how many rows its experts get is known at run time alone, so nothing says whether FP8 pays: N=%d, K=%d,"
-                " %d experts %s",
-                *(n, k, match.experts, _OVERRIDE),
-            ), None
-    elif match.groups:
-        weight = of_experts(rows, n, k, match.experts, len(list(match.gemms())), _scales(sites[0]), rates)
-    else:
-        weight = of_layers(_layers(rows, sites, makers, weights), rates)
-    narrow = NARROW_EXPERTS if match.groups else NARROW if rows is None else 0
+    weigher = _weigher_of(match)
+    if rows is None and weigher is EXPERTS:
+        return Refusal(
+            "how many rows its experts get is known at run time alone, so nothing says whether FP8 pays: N=%d, K=%d,"
+            " %d experts %s",
+            *(n, k, match.experts, _OVERRIDE),
+        ), None
+    weight = None if rows is None else weigher.weigh(rows, sites, makers, weights, rates)
+    narrow = weigher.narrow if rows is None else weigher.narrow_of_rows
     if min(n, k) < narrow:
         sizes = (m, n, k, narrow, _OVERRIDE)
         return Refusal("too small for FP8 to pay: M=%s, N=%d, K=%d, where less than %d is narrow %s", *sizes), weight
-    margin = 1.0 if match.groups else MARGIN
-    if weight is None or weight.saved_s >= margin * weight.cost_s:
+    if weight is None or weight.saved_s >= weigher.margin * weight.cost_s:
         return None, weight
     shown = rows if isinstance(m, int) else f"{m} ({rows} {'at first' if hint(m) else 'sent'})"
-    figures = (shown, n, k, 1e6 * weight.saved_s, 1e6 * weight.cost_s, margin, _OVERRIDE)
+    figures = (shown, n, k, 1e6 * weight.saved_s, 1e6 * weight.cost_s, weigher.margin, _OVERRIDE)
     return (
         Refusal(
             "too small for FP8 to pay: M=%s, N=%d, K=%d, it would save %.0f us and cost %.0f us, where it has to save %.2f"
@@ -192,6 +188,38 @@ def _layers(rows: int, sites: Sequence[Candidate], makers: Makers, weights: str)
         "wgrad" in gemms,
         "gathered" if _is_gathered(match) else kept,
     )
+
+
+def _weigh_layers(
+    rows: int, sites: Sequence[Candidate], makers: Makers, weights: str, rates: targets.Rates
+) -> Weighing:
+    return of_layers(_layers(rows, sites, makers, weights), rates)
+
+
+def _weigh_experts(
+    rows: int, sites: Sequence[Candidate], makers: Makers, weights: str, rates: targets.Rates
+) -> Weighing:
+    match, n = sites[0].match, sum(site.match.sizes[1] for site in sites)
+    gemms = len(list(match.gemms()))
+    return of_experts(rows, n, match.sizes[2], match.experts, gemms, _scales(sites[0]), rates)
+
+
+@dataclass(frozen=True)
+class _Weigher:
+    """The way in which sites of one kind are weighed."""
+
+    weigh: Callable[[int, Sequence[Candidate], Makers, str, targets.Rates], Weighing]  # by their rows
+    margin: float  # how many times as much as it costs low precision has to save
+    narrow: int  # less than this N or K is narrow where the rows are not known
+    narrow_of_rows: int  # the same where they are
+
+
+LAYERS = _Weigher(_weigh_layers, MARGIN, NARROW, 0)
+EXPERTS = _Weigher(_weigh_experts, 1.0, NARROW_EXPERTS, NARROW_EXPERTS)
+
+
+def _weigher_of(match: Match) -> _Weigher:
+    return EXPERTS if match.groups else LAYERS
 
 
 def _is_gathered(match: Match) -> bool:

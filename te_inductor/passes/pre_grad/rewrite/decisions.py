@@ -14,10 +14,9 @@ from te_inductor.passes.pre_grad.sites import exchanges
 
 def follow_ranks(plan: Plan) -> None:
     """Have experts whose rows go between ranks run as the first rank to compile them has it by its own sizes."""
-    experts = [site for site in plan.candidates if site.match.groups]
-    found = [exchanges.in_front(site.match.x) or exchanges.behind(site.match.end) for site in experts]
+    found = [exchanges.in_front(site.match.x) or exchanges.behind(site.match.end) for site in plan.experts]
     groups = sorted({exchange.group for exchange in found if exchange is not None})
-    sites = [site for site in experts if site.weighed]
+    sites = [site for site in plan.experts if site.weighed]
     if not groups or not sites:
         return
     layers = [(site.fqn, site.match.sizes[1:], site.match.experts, _trains(site)) for site in sites]

@@ -33,7 +33,7 @@ _SUMS = frozenset(("index_add", "scatter_add"))
 
 def rewrite_permutations(plan: Plan) -> None:
     """Gather by permutations both ways."""
-    sites = [site for site in plan.candidates if site.low and site.match.groups]
+    sites = [site for site in plan.experts if site.low]
     if not sites:
         return
     for module in plan.graph_modules():

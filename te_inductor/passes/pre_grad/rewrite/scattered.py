@@ -24,7 +24,7 @@ aten = torch.ops.aten
 def rewrite_scattered_rows(plan: Plan) -> None:
     """Gather by where rows went, beside experts in low precision."""
     graph = plan.gm.graph
-    if not any(site.low and site.match.groups for site in plan.candidates):
+    if not any(site.low for site in plan.experts):
         return
     writes = of_aten(graph)
     for node in graph.find_nodes(op="call_function", target=aten.index_put.default):
