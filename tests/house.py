@@ -1,4 +1,6 @@
-"""The figures of the package's structure: `python -m tests.house` prints them, `--list` with what they consist of."""
+"""The figures of the package's structure: `python -m tests.house` prints them, `--list` with what they consist of.
+
+Hops are counted on docs/walks.md, where they are written down by hand."""
 
 import argparse
 import ast
@@ -15,7 +17,9 @@ from tests import prose
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "te_inductor"
+WALKS = ROOT / "docs/walks.md"
 COMMITS = 40
+HOP = re.compile(r"^\| \d+ \| \[`(?P<path>[\w/]+\.\w+)`\]\([^)]+\), `(?P<name>\w+)` \|", re.MULTILINE)
 
 
 class Figure(NamedTuple):
@@ -177,6 +181,19 @@ def fragments() -> Figure:
     return Figure(len(found), [f"{count} {folder}" for folder, count in by_folder.most_common()])
 
 
+def walks() -> dict[str, list[tuple[str, str]]]:
+    """The hops of each walk of docs/walks.md: a file of the package, and the function or class of it."""
+    parts = re.split(r"^## (.+)$", WALKS.read_text(), flags=re.MULTILINE)[1:]
+    found = {title: HOP.findall(text) for title, text in zip(parts[::2], parts[1::2], strict=True)}
+    return {title: hops for title, hops in found.items() if hops}
+
+
+def hops(title: str) -> Figure:
+    """The hops of one walk, and the files that they lie in."""
+    found = walks()[title]
+    return Figure(f"{len(found)} in {len({path for path, _ in found})}", [f"{path} {name}" for path, name in found])
+
+
 FIGURES: dict[str, Callable[[], Figure]] = {
     "package, lines / files (JSON apart)": lambda: size(PACKAGE),
     "tests, lines / files": lambda: size(ROOT / "tests"),
@@ -195,7 +212,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--list", action="store_true", help="print what each figure consists of")
     arguments = parser.parse_args()
-    for name, count in FIGURES.items():
+    walked = {f"hops in files, {title.lower()}": functools.partial(hops, title) for title in walks()}
+    for name, count in (FIGURES | walked).items():
         figure = count()
         print(f"{name:68} {figure.value}")
         if arguments.list:

@@ -1,5 +1,7 @@
 """The structure of the package, by the figures of `python -m tests.house`. Bounds only go down."""
 
+import ast
+
 import pytest
 
 from tests import house, prose
@@ -30,6 +32,14 @@ def test_a_class_name_means_one_thing():
 
 def test_no_more_docstrings_and_comments_are_fragments():
     assert house.fragments().value <= FRAGMENTS, "python -m tests.house --list names the folders"
+
+
+def test_every_hop_of_a_walk_is_where_the_page_says():
+    walks = house.walks()
+    assert len(walks) == 4 and all(len(hops) > 8 for hops in walks.values())
+    for path, name in {hop for hops in walks.values() for hop in hops}:
+        defined = {getattr(node, "name", None) for node in ast.walk(house.trees()[path])}
+        assert name in defined, f"docs/walks.md: {name} is not in {path}"
 
 
 @pytest.mark.parametrize(
