@@ -1,7 +1,7 @@
 """`torch.compile(model, backend="te")`: read this file first.
 
 Dynamo hands `te` a graph of the model's forward, before autograd. The passes of `passes/pre_grad` find its linear layers,
-give each a recipe, check what can run, and rewrite those to `te_inductor.linears`. AOTAutograd traces that op into
+give each a recipe, check what can run, and rewrite those to `te_inductor.layers`. AOTAutograd traces that op into
 fine-grained forward and backward graphs (`ops/`), on which `passes/joint` and `passes/post_grad` run, and Inductor lowers
 those (`lowerings/`) beside everything else, so that quantization fuses with the kernels that produce its input. Templates
 (`templates/`) are the kernels that Inductor cannot write.

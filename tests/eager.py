@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from te_inductor import Report, explain, recipes
-from te_inductor.ops import first_linears, linears
+from te_inductor.ops import LayerSpec, layers
+from te_inductor.ops.layers.delayed_scales import FirstStep
 from te_inductor.recipes import DelayedScaling, Recipe
 
 
@@ -29,9 +30,10 @@ class _Layers:
             out_dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
             if isinstance(self.recipe, DelayedScaling):  # a first step: scales follow from the tensors
                 amax = torch.zeros(())
-                ys = first_linears(x, weights, biases, self.slots, out_dtype, self.recipe, None, amax)
+                spec = LayerSpec(self.slots, FirstStep(self.recipe))
+                ys = layers(x, weights, biases, spec, out_dtype, grad_amax=amax)
             else:
-                ys = linears(x, weights, biases, self.slots, out_dtype)
+                ys = layers(x, weights, biases, LayerSpec(self.slots), out_dtype)
             self.outputs = dict(zip(self.layers, ys, strict=True))
         return self.outputs.pop(layer)
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from te_inductor import ops, recipes
+from te_inductor.ops.layers.delayed_scales import FirstStep
 from te_inductor.recipes import DelayedScaling, Recipe
 
 EXPERTS, EACH, HIDDEN, INNER, TOKENS = 4, 2, 32, 48, 24
@@ -136,8 +137,8 @@ class _Reference(Experts):
         x = ops.mask_rows(x.bfloat16() if self.form.startswith("cast") else x, ends)
         if isinstance(self.recipe, DelayedScaling):  # a first step
             amax = torch.zeros(())
-            layer = ops.first_grouped_linears
-            return layer(x, weights, [], ends, slots, x.dtype, self.recipe, grad_amax=amax)  # type: ignore[no-any-return]
+            spec = ops.LayerSpec(slots, FirstStep(self.recipe))
+            return ops.layers(x, weights, [], spec, x.dtype, ends=ends, grad_amax=amax)  # type: ignore[no-any-return]
         if slots.weight.granularity.whole:
             return ops.grouped_linears(x, weights, [], ends, slots, x.dtype)  # type: ignore[no-any-return]
         return [ops.grouped_linears(x, [w], [], ends, slots, x.dtype)[0] for w in weights]
@@ -176,5 +177,7 @@ class FixedExperts(nn.Module):
             return grouped_mm(x, self.weight.transpose(1, 2), ends)
         given = (ops.mask_rows(x, ends), [self.weight], [], ends, self.low.slots(), x.dtype)
         if isinstance(self.low, DelayedScaling):
-            return ops.first_grouped_linears(*given, self.low, grad_amax=torch.zeros(()))[0]  # type: ignore[no-any-return]
+            x, weights, biases, ends, slots, dtype = given
+            spec = ops.LayerSpec(slots, FirstStep(self.low))
+            return ops.layers(x, weights, biases, spec, dtype, ends=ends, grad_amax=torch.zeros(()))[0]  # type: ignore[no-any-return]
         return ops.grouped_linears(*given)[0]  # type: ignore[no-any-return]

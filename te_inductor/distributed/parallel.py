@@ -85,7 +85,7 @@ def _to_dim(x: Tensor, dim: int, ranks: int) -> Tensor:
     return torch.cat(x.split(x.shape[0] // ranks), dim)
 
 
-def reduce(x: Tensor, dim: int | None, parallel: Parallel) -> Tensor:
+def reduce(x: Tensor, dim: int | None, parallel: Parallel | Ranks) -> Tensor:
     """The sum of all ranks' x, or along `dim` this rank's part of it."""
     x = x.contiguous()
     if dim is None:

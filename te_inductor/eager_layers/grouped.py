@@ -1,7 +1,7 @@
 """Linear layers of experts in low precision, by hand."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,10 +9,10 @@ from torch import Tensor
 
 from te_inductor import ops
 from te_inductor.errors import OptionError, RecipeError
-from te_inductor.ops.casts import Copy
 from te_inductor.ops.differentiable import Gradients, Needs, Operation
 from te_inductor.ops.gemm import operands_of
-from te_inductor.ops.grouped_linear import GroupedLinears
+from te_inductor.ops.layers.experts import ExpertLayers
+from te_inductor.ops.layers.parts import GradientSink, WeightGradient
 from te_inductor.recipes import DelayedScaling, Recipe, resolve
 from te_inductor.runtime.eager import grouped
 from te_inductor.runtime.gradients import deferred_wgrads
@@ -39,20 +39,19 @@ class WaitingGradients:
         return len(products)
 
 
-@dataclass(frozen=True)
-class _Delayed(GroupedLinears):
-    """Grouped layers whose weight gradients wait."""
+@dataclass(frozen=True, eq=False)
+class _Waits(GradientSink):
+    """The sink of weight gradients that wait with one call's result."""
 
-    waiting: WaitingGradients = field(default_factory=lambda: WaitingGradients(()))
+    waiting: WaitingGradients
 
-    def _weight_gradients(
-        self, ctx: Any, g_col: Copy | None, x_col: Copy, layout: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype
-    ) -> Sequence[Tensor | None]:
-        *operands, alpha = operands_of(g_col, x_col, self.slots.wgrad)
-        product = deferred_wgrads.product_of(self.waiting.parameters, operands, layout[0], alpha, self.slots.wgrad)
+    def take(self, gradient: WeightGradient, tensors: Sequence[Tensor]) -> Sequence[None]:
+        *operands, alpha = operands_of(gradient.a, gradient.b, gradient.gemm)
+        waiting = self.waiting
+        product = deferred_wgrads.product_of(waiting.parameters, operands, gradient.starts, alpha, gradient.gemm)
         if product is not None:
-            self.waiting.products.append(product)
-        return [None] * len(ctx.sizes)
+            waiting.products.append(product)
+        return [None] * len(gradient.sizes)
 
 
 class GroupedBias(Operation):
@@ -107,8 +106,8 @@ class GroupedLinear:
             raise RecipeError(
                 f"recipe {recipe!r} of an eager GroupedLinear, expected one of low precision and without state"
             )
-        self.slots = named.slots_of("")
-        scopes = [one.granularity for one in (self.slots.input, self.slots.grad_output)]
+        self.spec = ops.LayerSpec(named.slots_of(""))
+        scopes = [one.granularity for one in (self.spec.slots.input, self.spec.slots.grad_output)]
         if any(scope.blocked and not scope.one_row for scope in scopes):
             raise RecipeError(
                 f"recipe {recipe!r} of an eager GroupedLinear has blocks of several rows, expected scales of rows or of"
@@ -132,12 +131,12 @@ class GroupedLinear:
         waiting = WaitingGradients([weight] if isinstance(weight, Tensor) else weight)
         x = ops.mask_rows(x, ends)
         if self.delay_wgrad:
-            layer = _Delayed(self.slots, x.dtype, waiting=waiting)
+            layer = ExpertLayers(self.spec, x.dtype, sink=_Waits(waiting))
             [y] = layer(x, None, ends, None, None, whole, *in_gemm)
         elif torch._C._are_functorch_transforms_active():  # an op of a library is out of their reach
-            [y] = GroupedLinears(self.slots, x.dtype)(x, None, ends, None, None, whole, *in_gemm)
+            [y] = ExpertLayers(self.spec, x.dtype)(x, None, ends, None, None, whole, *in_gemm)
         else:
-            [y] = ops.grouped_linears(x, [whole], in_gemm, ends, self.slots, x.dtype)
+            [y] = ops.layers(x, [whole], in_gemm, self.spec, x.dtype, ends=ends)
         y = y if scales is None else GroupedBias()(y, ends, together, scales)
         return (y, waiting) if self.delay_wgrad else y
 

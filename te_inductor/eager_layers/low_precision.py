@@ -24,12 +24,12 @@ class Linear:
         named = resolve(recipe)
         if named is None or isinstance(named, DelayedScaling):
             raise RecipeError(f"recipe {recipe!r} of an eager Linear, expected one of low precision and without state")
-        self.slots = named.slots_of("")
+        self.spec = ops.LayerSpec(named.slots_of(""))
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         # An op of a library is out of torch.func's reach while it is called.
-        linears = ops.trace_linears if torch._C._are_functorch_transforms_active() else ops.linears
-        return linears(x, [weight], [] if bias is None else [bias], self.slots, x.dtype)[0]  # type: ignore[no-any-return]
+        layers = ops.trace_layers if torch._C._are_functorch_transforms_active() else ops.layers
+        return layers(x, [weight], [] if bias is None else [bias], self.spec, x.dtype)[0]  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)

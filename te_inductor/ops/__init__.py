@@ -1,5 +1,5 @@
 """The op set: fine-grained, functional ops whose graph Inductor can fuse, and the linear layer made of them. One file a
-family: `casts`, `gemm`, `delayed`, `linear`, `grouped` and `grouped_linear` (of experts), `stored` (weights in low
+family: `casts`, `gemm`, `delayed`, `grouped` (of experts), `layers` (linear layers), `stored` (weights in low
 precision), `attention` (of decoding), `masked_attention`; `written_out` (what leaves this process).
 """
 
@@ -25,10 +25,12 @@ from te_inductor.ops.gemm import accumulate_wgrad, defer_wgrad, product, scaled_
 from te_inductor.ops.grouped import (
     accumulate_grouped_wgrad,
     defer_grouped_wgrad,
+    equal_groups,
     experts_scale,
     grouped_mm,
     grouped_wgrad,
     mask_copy,
+    mask_rows,
     quantize_experts,
     quantize_experts_delayed,
     quantize_experts_rows,
@@ -36,21 +38,22 @@ from te_inductor.ops.grouped import (
     scaled_grouped_mm,
     transpose_groups,
 )
-from te_inductor.ops.grouped_linear import (
-    equal_groups,
+from te_inductor.ops.layers.call import (
     exported_grouped_linears,
-    first_grouped_linears,
+    exported_linears,
     grouped_linears,
-    mask_rows,
-    trace_grouped_linears,
+    layers,
+    linears,
+    record_shard_amax,
+    trace_layers,
 )
-from te_inductor.ops.linear import exported_linears, first_linears, linears, trace_linears
-from te_inductor.ops.parallel_linear import first_parallel_linears, parallel_linears, record_shard_amax
+from te_inductor.ops.layers.layer import LayerSpec
 from te_inductor.ops.permutations import permute_rows, place_rows, places_of, spread_rows, sum_rows, take_rows
-from te_inductor.ops.sharded_weight import first_gather_weight, gather_weight, record_weight_amax, shard_scales
+from te_inductor.ops.sharded_weight import gather_weight, record_weight_amax, shard_scales
 
 __all__ = [
     "Copy",
+    "LayerSpec",
     "accumulate_grouped_wgrad",
     "accumulate_wgrad",
     "copies",
@@ -63,20 +66,16 @@ __all__ = [
     "experts_scale",
     "exported_grouped_linears",
     "exported_linears",
-    "first_gather_weight",
-    "first_grouped_linears",
-    "first_linears",
-    "first_parallel_linears",
     "gather_weight",
     "grouped_linears",
     "grouped_mm",
     "grouped_wgrad",
     "hadamard",
+    "layers",
     "linears",
     "mask_copy",
     "mask_rows",
     "pad_rows",
-    "parallel_linears",
     "permute_rows",
     "place_rows",
     "places_of",
@@ -102,8 +101,7 @@ __all__ = [
     "sum_rows",
     "take_rows",
     "tensor_amax",
-    "trace_grouped_linears",
-    "trace_linears",
+    "trace_layers",
     "transpose",
     "transpose_groups",
     "update_scales",

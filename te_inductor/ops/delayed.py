@@ -1,8 +1,6 @@
 """Delayed scaling in a graph: scales are read at the step's begin, amaxes recorded beside the casts, scales updated at
 its end, those of gradients at the end of the backward."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,10 +8,8 @@ from torch import Tensor
 
 from te_inductor import compat
 from te_inductor.compat import constant_type_name
-from te_inductor.ops.casts import ScalePair, current_scale, tensor_amax
 from te_inductor.ops.definition import define
-from te_inductor.recipes import Quantizer
-from te_inductor.recipes.delayed import DelayedScaling, ScaleUpdate
+from te_inductor.recipes.delayed import ScaleUpdate
 from te_inductor.runtime.eager import delayed
 
 _UPDATE = constant_type_name(ScaleUpdate)
@@ -35,33 +31,6 @@ update_scales = define(
     delayed.update_scales,
     lambda amaxes, scales, histories, update, read=None, misfits=None, own=False: None,
 )
-
-
-@dataclass(frozen=True)
-class DelayedScales:
-    """What delayed scaling brings to one call: tensors of the step, and where the backward records. In a first step no
-    scale is known, and `first` says how each tensor's follows from its own amax: Note [A first step]."""
-
-    input: ScalePair | None = None
-    weight: ScalePair | None = None
-    grad_output: ScalePair | None = None  # in training, as the rest
-    token: Tensor | None = None  # what `delayed_step` returned
-    grad_amax: Tensor | None = None  # ()
-    first: DelayedScaling | None = None
-
-    def known(self, slot: str, pieces: Sequence[Tensor], quantizer: Quantizer) -> ScalePair | None:
-        """What the pieces, which share a scale, are cast with."""
-        if self.first is None:
-            return getattr(self, slot)  # type: ignore[no-any-return]
-        if self.first.scaling_factor_compute_algo is None:
-            scale, scale_inv = current_scale(pieces, quantizer)
-            headroom = 2.0**self.first.margin
-            return (
-                ScalePair(scale / headroom, scale_inv * headroom) if self.first.margin else ScalePair(scale, scale_inv)
-            )
-        amaxes = torch.stack([tensor_amax(piece) for piece in pieces]).amax(0, keepdim=True)
-        scale = delayed.scale_of(amaxes, torch.ones_like(amaxes), ScaleUpdate(self.first, quantizer.element)).squeeze(0)
-        return ScalePair(scale, scale.reciprocal())
 
 
 class _DelayedStep(torch.autograd.Function):

@@ -2,7 +2,7 @@
 precision. It trains: its gradient has the dtype of what it stands for, and goes to the shards by FSDP's own reduction.
 
 A tensor subclass, as `fsdp_post_all_gather` may return one: the module's parameter while it is gathered. The backend
-multiplies by what it holds (`ops/linear.py`). Anything else that reads it, in eager code or behind another backend,
+multiplies by what it holds (`ops/layers`). Anything else that reads it, in eager code or behind another backend,
 reads the values that it stands for."""
 
 from collections.abc import Callable

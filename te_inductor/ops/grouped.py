@@ -201,3 +201,13 @@ def is_one_matrix(sizes: Any, quantizer: Quantizer, transposed: bool = False) ->
 
 is_called(grouped_mm, scaled_grouped_mm)
 is_called(quantize_experts, where=lambda w, q, amax=None, transposed=False: not is_one_matrix(w.shape, q, transposed))
+
+
+def _equal_groups(like: Tensor, groups: int, rows: int) -> Tensor:
+    return torch.arange(1, groups + 1, device=like.device, dtype=torch.int32) * rows
+
+
+# Where groups of `rows` rows each end, (groups,), where `like` is.
+equal_groups = define("equal_groups(Tensor like, int groups, SymInt rows) -> Tensor", _equal_groups)
+# `x` (M, ...) with zeros for rows that belong to no group.
+mask_rows = define("mask_rows(Tensor x, Tensor ends) -> Tensor", grouped.mask_rows)

@@ -1,4 +1,4 @@
-"""Weights that a graph gathers itself, cast before they are. Traced, as `linears` is.
+"""Weights that a graph gathers itself, cast before they are. Traced, as `layers` is.
 
 # Note [Graph FSDP]
 Where a model gathers its own parameters, as torchtitan's SimpleFSDP does, the gather is a part of the graph::
@@ -26,11 +26,12 @@ from te_inductor.compat import constant_type_name
 from te_inductor.distributed.parallel import Ranks, gather, largest
 from te_inductor.ops.casts import current_scale, quantize, quantize_delayed, tensor_amax
 from te_inductor.ops.definition import define
-from te_inductor.ops.delayed import DelayedScales, record_amax
+from te_inductor.ops.delayed import record_amax
 from te_inductor.ops.differentiable import Gradients, Needs, Operation
 from te_inductor.ops.gathered_weight import GatheredWeight
+from te_inductor.ops.layers.layer import LayerSpec
+from te_inductor.ops.layers.parts import StepTensors
 from te_inductor.recipes import Quantizer
-from te_inductor.recipes.delayed import DelayedScaling
 
 
 @dataclass(frozen=True)
@@ -65,23 +66,22 @@ class _Gather(Operation):
 
 def trace_gather_weight(
     shard: Tensor,  # a DTensor, (N, K), whose rows are sharded evenly along one dimension of its mesh
-    quantizer: Quantizer,
+    spec: LayerSpec,  # of the layer whose weight it is
     dtype: torch.dtype,
     backward_dtype: torch.dtype,
-    known: Sequence[Tensor] | None = None,  # scale and reciprocal, both (); None of scales of blocks
+    known: Sequence[Tensor] | None = None,  # scale and reciprocal, both (); None of scales of blocks, or a first step
 ) -> Tensor:
     """The whole weight, a `GatheredWeight`; its gradient goes to the shards."""
-    return _Gather(quantizer, dtype, backward_dtype)(shard, *(known or (None, None)))  # type: ignore[no-any-return]
+    quantizer = spec.slots.weight
+    pair = known or (None, None)
+    if known is None and spec.scales.is_shared:
 
+        def largest_amax() -> Tensor:
+            return largest(tensor_amax(_rounded(shard, dtype)), ranks_of(shard)).view(1, 1).to(dtype)
 
-def trace_first_gather_weight(
-    shard: Tensor, quantizer: Quantizer, dtype: torch.dtype, backward_dtype: torch.dtype, recipe: DelayedScaling
-) -> Tensor:
-    """The same in a first step under delayed scaling: Note [A first step]."""
-    amax = largest(tensor_amax(_rounded(shard, dtype)), ranks_of(shard))
-    known = DelayedScales(first=recipe).known("weight", [amax.view(1, 1).to(dtype)], quantizer)
-    assert known is not None
-    return trace_gather_weight(shard, quantizer, dtype, backward_dtype, (known.scale, known.scale_inv))
+        found = spec.scales.pair("weight", (), quantizer, StepTensors(), largest_amax)
+        pair = (found.scale, found.scale_inv) if found else pair
+    return _Gather(quantizer, dtype, backward_dtype)(shard, *pair)  # type: ignore[no-any-return]
 
 
 def trace_shard_scales(
@@ -110,10 +110,10 @@ def _rounded(shard: Tensor, dtype: torch.dtype) -> Tensor:
     return compat.shard_of(shard).detach().to(dtype)
 
 
-_HOW = f"Tensor shard, {constant_type_name(Quantizer)} q, ScalarType dtype, ScalarType backward_dtype"
-gather_weight = define(f"gather_weight({_HOW}, Tensor[]? known=None) -> Tensor", trace_gather_weight)
-first_gather_weight = define(
-    f"first_gather_weight({_HOW}, {constant_type_name(DelayedScaling)} recipe) -> Tensor", trace_first_gather_weight
+gather_weight = define(
+    f"gather_weight(Tensor shard, {constant_type_name(LayerSpec)} spec, ScalarType dtype, ScalarType backward_dtype,"
+    " Tensor[]? known=None) -> Tensor",
+    trace_gather_weight,
 )
 shard_scales = define(
     f"shard_scales(Tensor[] shards, {constant_type_name(Quantizer)} q, ScalarType dtype) -> Tensor[]",

@@ -199,7 +199,7 @@ def test_slices_are_not_laid_out_anew_where_strides_are_known(strided, without_c
 
 def test_explain_names_merged_layers_whose_weights_have_scales_of_their_own(monkeypatch):
     """FSDP2 gathers those of tensor-parallel layers so: they share x and the gradient's scale, and are one GEMM in
-    wgrad alone (`ParallelLinears`)."""
+    wgrad alone (`AllGathered`)."""
     monkeypatch.setattr(report, "is_gathered", lambda weight: True)
     for site in te_inductor.explain(Attention(), torch.randn(4, 16, 32, requires_grad=True)).sites:
         assert len(site.merged) == (3 if site.gemm == "wgrad" and site.fqn != "o" else 0)

@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 from te_inductor import autocast, explain
 from te_inductor.backend import parse, run_passes
 from te_inductor.errors import RecipeError
-from te_inductor.ops import linears
+from te_inductor.ops import layers
 from te_inductor.passes.pre_grad.plan import Plan
 from te_inductor.recipes import CustomRecipe, Float8CurrentScaling, Format, Gemm, MMParams, Quantizer, Slots, formats
 from tests.backend.autocast_programs import same, step, te
@@ -137,7 +137,7 @@ def slots_of(model, *inputs, **options) -> list[Slots]:
     def backend(gm, example_inputs):
         plan = Plan(gm, parse(None, {"weights": "each_call", **options}), example_inputs)
         assert run_passes(plan).failure is None
-        found.extend(node.args[3] for node in gm.graph.nodes if node.target is linears)
+        found.extend(node.args[3].slots for node in gm.graph.nodes if node.target is layers)
         return gm.forward
 
     torch.compile(model, backend=backend, fullgraph=True)(*inputs)

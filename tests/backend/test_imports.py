@@ -61,7 +61,7 @@ assert not heavy and len(own) < 40, (heavy, own)
 assert took < 0.15, took
 from te_inductor import Report, recipes
 assert "te_inductor.ops" not in sys.modules
-for name in "linears", "exported_linears", "fp8_weight", "exit_region":
+for name in "layers", "exported_linears", "fp8_weight", "exit_region":
     print(getattr(torch.ops.te_inductor, name).default)
 assert not hasattr(torch.ops.te_inductor, "no_such_op")
 """
@@ -71,7 +71,7 @@ def test_an_import_is_light_and_ops_are_known_by_name():
     done = run(IMPORT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [
-        f"te_inductor.{name}.default" for name in ("linears", "exported_linears", "fp8_weight", "exit_region")
+        f"te_inductor.{name}.default" for name in ("layers", "exported_linears", "fp8_weight", "exit_region")
     ]
 
 

@@ -42,7 +42,7 @@ CALLS = [
     ((getattr, "grad"), ("grad", Kind.OTHER, False)),
     ((operator.getitem, 0), ("getitem", Kind.PART, False)),
     ((operator.getitem, ([0, 2],)), ("getitem", Kind.INDEX, False)),
-    ((torch.ops.te_inductor.linears.default, 1), ("linears", Kind.OTHER, False)),
+    ((torch.ops.te_inductor.layers.default, 1), ("layers", Kind.OTHER, False)),
 ]
 
 

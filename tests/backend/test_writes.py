@@ -73,9 +73,9 @@ def test_patterns_are_recognised(pattern, monkeypatch):
     """Patterns are recognised where nothing is written, in each way to run a program; else the random ones would say
     nothing."""
     ops = {
-        "back": ("permute_rows", "grouped_linears"),
-        "sums": ("sum_rows", "grouped_linears"),
-        "one input": ("linears",),
+        "back": ("permute_rows", "layers"),
+        "sums": ("sum_rows", "layers"),
+        "one input": ("layers",),
     }
     graphs: list[fx.GraphModule] = []
 

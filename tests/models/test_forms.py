@@ -521,7 +521,7 @@ def test_what_stays_in_high_precision_is_as_it_was_written(high):
     [(before, after)] = seen
     assert before == [torch.functional.einsum, torch.functional.tensordot, operator.matmul]
     assert [target for target in after if target in before] == [before[place] for place in high]
-    assert after.count(ops.linears) == 3 - len(high)
+    assert after.count(ops.layers) == 3 - len(high)
     exact = model(x)
     assert torch.equal(y, exact) if len(high) == 3 else (y - exact).norm() < 0.2 * exact.norm()
 

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from te_inductor import ops
 from te_inductor.ops import grouped as grouped_ops
 from te_inductor.ops import places_of
+from te_inductor.ops.layers.delayed_scales import Delayed, FirstStep
 from te_inductor.recipes import (
     CustomRecipe,
     DelayedScaling,
@@ -234,7 +234,16 @@ RECIPES = {
 }
 
 
-compiled_layer = torch.compile(ops.grouped_linears, fullgraph=True)
+def composed(*parts, **given):
+    """A layer whose spec has parts besides its slots, with their tensors."""
+
+    def layer(x, weights, biases, ends, slots, dtype, **more):
+        return ops.layers(x, weights, biases, ops.LayerSpec(slots, *parts), dtype, ends=ends, **given, **more)
+
+    return layer
+
+
+compiled_layer = torch.compile(composed(), fullgraph=True)
 
 
 @pytest.mark.sample(1)
@@ -323,10 +332,12 @@ def test_delayed(each):
         token = torch.zeros((), requires_grad=True)
         more = {"token": token, "grad_amax": grad_amax}
         if scales is first:
-            call = partial(ops.first_grouped_linears, recipe=recipe, **more)
+            call = composed(FirstStep(recipe), **more)
         else:
             pairs = [(torch.tensor(scale), 1 / torch.tensor(scale)) for scale in scales]
-            call = partial(ops.grouped_linears, known=[one for pair in pairs for one in pair], **more)
+            slots_known = ("input", "weight", "grad_output")
+            known = [one for pair in pairs for one in pair]
+            call = composed(Delayed(recipe, slots_known), known=known, **more)
         ys = run(call, x, weights, biases, ends_of(sizes), slots, order, each, dy, torch.float32)
         check(x, weights, biases, sizes, slots, ys, grouped.masked(dy, sizes), rows, scales)
         assert grad_amax == seen[2].abs().max()

@@ -75,7 +75,7 @@ def test_layer(recipe, sizes, library):
 
     def layer() -> list[Tensor]:
         given = x, [w], [bias], ends, slots, torch.bfloat16, order // 2, ops.places_of(order, 2)
-        [y] = ops.trace_grouped_linears(*given)
+        [y] = ops.grouped_linears(*given)
         return [y, *torch.autograd.grad(y, (x, w, bias), dy)]
 
     expected = layer()
@@ -102,7 +102,7 @@ def test_layer_against_the_oracle(name, library, monkeypatch):
         monkeypatch.setattr(layers, "error_of", lambda *product: 2 * error_of(*product))
     x, weights, biases, dy, order = layers.inputs(sizes, 20, (48,), 80, torch.bfloat16, True, 2)
     ends = layers.ends_of(sizes)
-    ys = layers.run(ops.trace_grouped_linears, x, weights, biases, ends, slots, order, 2, dy, torch.bfloat16)
+    ys = layers.run(ops.grouped_linears, x, weights, biases, ends, slots, order, 2, dy, torch.bfloat16)
     assert len(calls) == 3
     layers.check(x, weights, biases, sizes, slots, ys, dy, order // 2)
 
@@ -112,7 +112,7 @@ def test_gradients_that_the_library_does_not_take(library):
     slots = MXFP8BlockScaling(fp8_format=Format.HYBRID).slots()
     x, w = (torch.randn(size).bfloat16().requires_grad_() for size in ((32, 64), (2, 48, 64)))
     calls = library()
-    [y] = ops.trace_grouped_linears(x, [w], [], layers.ends_of((16, 16)), slots, torch.bfloat16)
+    [y] = ops.grouped_linears(x, [w], [], layers.ends_of((16, 16)), slots, torch.bfloat16)
     y.sum().backward()
     assert calls == ["_scaled_grouped_mm"]
 
@@ -123,7 +123,7 @@ def test_programs_that_leave(recipe, called, library, monkeypatch):
     slots, calls = RECIPES[recipe].slots(), library()
     monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
     x, w = torch.randn(32, 64).bfloat16(), torch.randn(2, 48, 64).bfloat16()
-    ops.trace_grouped_linears(x, [w], [], layers.ends_of((16, 16)), slots, torch.bfloat16)
+    ops.grouped_linears(x, [w], [], layers.ends_of((16, 16)), slots, torch.bfloat16)
     assert len(calls) == called
 
 

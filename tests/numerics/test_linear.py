@@ -1,4 +1,4 @@
-"""te_inductor.linears of one weight and its gradients against the oracle, which quantizes the same inputs by itself."""
+"""Layers of one weight and their gradients against the oracle, which quantizes the same inputs by itself."""
 
 import pytest
 import torch

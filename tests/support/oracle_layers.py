@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from te_inductor import ops
 from te_inductor.recipes import (
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -58,7 +59,7 @@ SEEDS = (7, 8)  # of the copies of dy that are rounded stochastically
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, slots: Slots) -> Tensor:
-    return torch.ops.te_inductor.linears(x, [weight], [] if bias is None else [bias], slots, x.dtype)[0]
+    return ops.linears(x, [weight], [] if bias is None else [bias], slots, x.dtype)[0]
 
 
 def through(backend: str):

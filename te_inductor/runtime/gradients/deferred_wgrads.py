@@ -89,7 +89,7 @@ def _ticket(parameter: Tensor, _: bool = True) -> Tensor:
     return queue.ticket
 
 
-TICKETS = Takers("tickets", lambda parameter: torch.empty((), dtype=torch.int64, device="cpu"), _ticket)
+TICKETS = Takers(lambda parameter: torch.empty((), dtype=torch.int64, device="cpu"), _ticket)
 
 
 def defer_wgrad(
@@ -146,7 +146,7 @@ def _defer(
 def product_of(
     parameters: Sequence[Tensor],  # one (E, N, K), or E of (N, K)
     operands: Sequence[Tensor],
-    starts: Tensor,
+    starts: Tensor | None,
     alpha: Tensor | None,
     gemm: Gemm,
 ) -> WaitingProduct | None:

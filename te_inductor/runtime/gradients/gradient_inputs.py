@@ -14,7 +14,6 @@ from te_inductor.runtime.extra_inputs import ExtraInputs, GraphCall
 class Takers:
     """One kind of them."""
 
-    name: str  # the argument of `te_inductor.linears`
     example: Callable[[Tensor], Tensor]  # of a parameter: a tensor like its taker
     of: Callable[[Tensor, bool], Tensor]  # of a parameter, and whether all of its gradient goes there: its taker
     watch: Callable[[Iterable[Tensor]], None] | None = None  # of parameters, run behind a forward

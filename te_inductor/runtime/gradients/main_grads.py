@@ -80,4 +80,4 @@ def _example(parameter: Tensor) -> Tensor:
     return torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
 
 
-MAIN_GRADS = Takers("main_grads", _example, _total, watch)
+MAIN_GRADS = Takers(_example, _total, watch)

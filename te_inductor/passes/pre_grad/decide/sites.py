@@ -130,7 +130,7 @@ def check_extras(plan: Plan) -> None:
             plan.inputs,
             plan.writes,
         )
-    if plan.options.wgrad in weight_grads.TAKERS:
+    if plan.options.wgrad in weight_grads.SINKS:
         checks["wgrad"] = lambda site: (
             weight_grads.refusal(site.match, site.slots, bodies, plan.inputs, plan.options)  # type: ignore[arg-type]
             if weight_grads.wanted(site.match)
@@ -153,5 +153,5 @@ def check_extras(plan: Plan) -> None:
             if refusal is not None:
                 sites[node].unmet[option] = refusal
                 plan.report.unmet.append(Unmet(option, sites[node].fqn, str(refusal)))
-    if plan.options.wgrad in weight_grads.TAKERS:
+    if plan.options.wgrad in weight_grads.SINKS:
         plan.report.unmet.extend(weight_grads.left_to_autograd(plan, bodies))

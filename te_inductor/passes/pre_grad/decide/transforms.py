@@ -65,5 +65,5 @@ def refusal(transforms: str | None) -> Refusal | None:
 def translate(root: fx.GraphModule) -> None:
     """Put the Python function in the place of the op, in transforms."""
     for node in transforms_of(root):
-        if node.target is ops.linears:
-            node.target = ops.trace_linears
+        if node.target is ops.layers:
+            node.target = ops.trace_layers

@@ -10,6 +10,9 @@ from torch import fx
 from te_inductor import compat, targets
 from te_inductor.config import Options
 from te_inductor.diagnostics import Refusal, Unmet
+from te_inductor.ops.layers.deferred import Deferred
+from te_inductor.ops.layers.main_grad import MainGrad
+from te_inductor.ops.layers.parts import GradientSink
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.module_path import holder_path, inner_path, module_path
 from te_inductor.passes.graph.operators import name
@@ -18,10 +21,9 @@ from te_inductor.passes.graph.values import requires_grad, value
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
 from te_inductor.passes.pre_grad.sites.rule import Match
 from te_inductor.recipes import Slots
-from te_inductor.runtime.gradients.deferred_wgrads import TICKETS
-from te_inductor.runtime.gradients.main_grads import MAIN_GRADS, checked
+from te_inductor.runtime.gradients.main_grads import checked
 
-TAKERS = {"main_grad": MAIN_GRADS, "deferred": TICKETS}  # by options["wgrad"]
+SINKS: dict[str, GradientSink] = {"main_grad": MainGrad(), "deferred": Deferred()}  # by options["wgrad"]
 
 
 def wanted(match: Match) -> bool:

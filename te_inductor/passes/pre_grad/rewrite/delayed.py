@@ -19,9 +19,10 @@ the update. Sites that quantize the same tensor share its quantizer, so that it 
 between two sites, each reads other values: both amaxes are recorded, and the sites have a quantizer each: Note [Nodes
 and values]."""
 
+import itertools
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ from torch import fx
 from te_inductor import compat, ops
 from te_inductor.distributed import agreement, amax_groups
 from te_inductor.distributed.amax_groups import OWN, AmaxGroup
+from te_inductor.ops import LayerSpec
+from te_inductor.ops.layers.delayed_scales import Delayed
 from te_inductor.ops.sharded_weight import ranks_of
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.module_path import holder_path
@@ -38,11 +41,10 @@ from te_inductor.passes.graph.values import is_gathered, is_tensor, value
 from te_inductor.passes.graph.writes import Writes
 from te_inductor.passes.pre_grad.decide import merging
 from te_inductor.passes.pre_grad.decide.amax_groups import GroupsOf
-from te_inductor.passes.pre_grad.rewrite import first_step
 from te_inductor.passes.pre_grad.rewrite.extras import ExtraArguments
 from te_inductor.passes.pre_grad.rewrite.inputs import append_input
 from te_inductor.passes.pre_grad.rewrite.sharded import GatheredWeights
-from te_inductor.passes.pre_grad.sites.rule import Match, call_linears
+from te_inductor.passes.pre_grad.sites.rule import Match, call_layers
 from te_inductor.recipes import DelayedScaling
 from te_inductor.recipes.delayed import ScaleUpdate
 from te_inductor.runtime.state.misfits import COUNTS
@@ -162,11 +164,14 @@ class DelayedSites:
         # A gathered weight was cast before the call, and has its state there.
         of_weight = None if is_gathered(match.weight) else self._quantizer(match, weight, "weight")
         of_both = self._known(of_weight, graph) if of_weight else []
-        whole = self.gathers.of(match, weights, of_both, self.recipe)
+        whole = self.gathers.of(match, weights, LayerSpec(self.slots, Delayed(self.recipe, ())), of_both)
         gathers = whole is not weights
-        known = [*self._known(of_x, graph), *([] if gathers else of_both)]
-        more: dict[str, Any] = self.extras.of(matches, graph)
-        kept = "kept" in more
+        known = {"input": self._known(of_x, graph)}
+        if of_both and not gathers:
+            known["weight"] = of_both
+        spec, arguments = self.extras.of(matches, graph, LayerSpec(self.slots))
+        more: dict[str, Any] = dict(arguments)
+        kept = "of_weight" in more
         exchanging = self._exchanging(match, gathers)
         if exchanging:
             self.in_step |= {one.group for one in (of_x, of_weight) if one and one.group}
@@ -175,7 +180,7 @@ class DelayedSites:
         if training:
             of_grad = self._quantizer(match, weight, "grad_output")
             self.inputs.exchanging += [of_grad.state.readers[0]] if exchanging else []
-            known += self._known(of_grad, graph)
+            known["grad_output"] = self._known(of_grad, graph)
             more["token"] = self.bodies.hand(self._step(of_grad.group or OWN), graph)
             more["grad_amax"] = self.bodies.hand(of_grad.amax, graph)
             self._add(self.backward, of_grad)
@@ -189,9 +194,8 @@ class DelayedSites:
                 self._record(of_weight, weights, match)
         if kept and of_weight:
             self.extras.keeps.scale(matches, of_weight.state, of_weight.state.recorded)
-        ys = call_linears(matches, x, whole, self.slots, known=known, **more)
-        first_step.mark(ys[0].all_input_nodes[0], self.recipe)
-        return ys
+        spec = replace(spec, scales=Delayed(self.recipe, tuple(known)))
+        return call_layers(matches, x, whole, spec, known=list(itertools.chain(*known.values())), **more)
 
     def _exchanging(self, match: Match, gathers: bool) -> set[AmaxGroup]:
         """The ranks with which a layer exchanges tensors."""
@@ -302,7 +306,7 @@ class DelayedSites:
             if match.parallel is not None:
                 graph.call_function(ops.record_shard_amax, (new, self.bodies.hand(quantizer.amax, graph)))
                 return
-            # It is flattened as by `ops.linears`, so that the amax and the cast are seen to read the same tensor.
+            # It is flattened as by `ops.layers`, so that the amax and the cast are seen to read the same tensor.
             flat = [graph.call_function(torch.ops.aten.reshape.default, (piece, [-1, match.sizes[2]])) for piece in new]
             graph.call_function(ops.record_amax, (flat, self.bodies.hand(quantizer.amax, graph)))
 

@@ -14,26 +14,16 @@ It is compiled only where, when the graph is, some state is not known to have hi
 a copy of a model, runs a few calls by the eager runtime; if it still has none then, Dynamo compiles both graphs."""
 
 import copy
+from dataclasses import replace
 
 from torch import fx
 
 from te_inductor import ops
-from te_inductor.recipes import DelayedScaling
+from te_inductor.ops.layers.parts import Operand
 
-_RECIPE = "te_delayed"  # attribute of a node that casts: its recipe. No metadata, which says that a node is the user's
-_NOT_TAKEN = ("known", "kept")
+_NOT_TAKEN = ("known", "of_weight")  # copies that are kept have the state's scale
 _ENDS = (ops.update_scales, ops.delayed_step)
-_FIRST = {
-    ops.linears: ops.first_linears,
-    ops.grouped_linears: ops.first_grouped_linears,
-    ops.parallel_linears: ops.first_parallel_linears,
-    ops.gather_weight: ops.first_gather_weight,
-}
-
-
-def mark(node: fx.Node, recipe: DelayedScaling) -> None:
-    """Say that a node of a layer, or of what gathers its weight, is of delayed scaling."""
-    setattr(node, _RECIPE, recipe)
+_SPEC_AT = {ops.layers: 3, ops.gather_weight: 1}  # its place among the arguments
 
 
 def of(root: fx.GraphModule) -> fx.GraphModule:
@@ -42,11 +32,11 @@ def of(root: fx.GraphModule) -> fx.GraphModule:
     for module in made.modules():
         if not isinstance(module, fx.GraphModule):
             continue
-        for node in [one for op in _FIRST for one in module.graph.find_nodes(op="call_function", target=op)]:
-            recipe = getattr(node, _RECIPE, None)
-            if recipe is not None:
-                node.target = _FIRST[node.target]
-                node.args = (*node.args, recipe)
+        for node in [one for op in _SPEC_AT for one in module.graph.find_nodes(op="call_function", target=op)]:
+            spec = node.args[_SPEC_AT[node.target]]
+            if spec.scales.first is not spec.scales:
+                spec = replace(spec, scales=spec.scales.first, weight=Operand())
+                node.update_arg(_SPEC_AT[node.target], spec)
                 node.kwargs = {name: arg for name, arg in node.kwargs.items() if name not in _NOT_TAKEN}
         for node in [one for op in _ENDS for one in module.graph.find_nodes(op="call_function", target=op)]:
             node.kwargs = {**node.kwargs, "own": True}

@@ -10,10 +10,10 @@ import torch
 from torch import fx
 
 from te_inductor import compat, ops
+from te_inductor.ops import LayerSpec
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.plan import Candidate
-from te_inductor.passes.pre_grad.rewrite import first_step
 from te_inductor.passes.pre_grad.sites.rule import Match
 from te_inductor.recipes import DelayedScaling, Quantizer
 
@@ -58,18 +58,16 @@ class GatheredWeights:
                 self.scales[shard, quantizer, dtype] = pair
 
     def of(
-        self, match: Match, weights: Sequence[fx.Node], known: list[fx.Node] | None = None, delayed: Any = None
+        self, match: Match, weights: Sequence[fx.Node], spec: LayerSpec, known: list[fx.Node] | None = None
     ) -> Sequence[fx.Node]:
-        """What a layer multiplies by: `weights`, or the gathered one. `known` is the scale and its reciprocal under
-        delayed scaling, whose recipe is `delayed`."""
+        """What a layer of a spec multiplies by: `weights`, or the gathered one. `known` is the scale and its reciprocal
+        under delayed scaling."""
         if match.node not in self.quantizers or match.gather is None:
             return weights
         gather, quantizer, graph = match.gather, self.quantizers[match.node], match.node.graph
         scales = self.scales.get((self.bodies.outer(gather.shard), quantizer, gather.dtype))
         if known is None and scales is not None:
             known = [self.bodies.hand(node, graph) for node in scales]
-        args: Any = (gather.shard, quantizer, gather.dtype, gather.backward_dtype)
-        node = graph.call_function(ops.gather_weight, args, {} if known is None else {"known": known})
-        if delayed is not None:
-            first_step.mark(node, delayed)
-        return [node]
+        of_weight = LayerSpec(spec.slots, spec.scales)
+        args: Any = (gather.shard, of_weight, gather.dtype, gather.backward_dtype)
+        return [graph.call_function(ops.gather_weight, args, {} if known is None else {"known": known})]

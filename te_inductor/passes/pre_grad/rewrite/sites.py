@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from torch import fx
 
+from te_inductor.ops import LayerSpec
 from te_inductor.passes.graph import regions
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.pre_grad.decide import merging, transforms, weight_grads
@@ -15,7 +16,7 @@ from te_inductor.passes.pre_grad.rewrite.cached_weights import CachedSites, refr
 from te_inductor.passes.pre_grad.rewrite.extras import ExtraArguments
 from te_inductor.passes.pre_grad.rewrite.inputs import check_order
 from te_inductor.passes.pre_grad.rewrite.weight_grads import GradientSites
-from te_inductor.passes.pre_grad.sites.rule import Emit, Match, call_linears
+from te_inductor.passes.pre_grad.sites.rule import Emit, Match, call_layers
 from te_inductor.recipes import DelayedScaling, Slots
 from te_inductor.runtime.gradients.gradient_inputs import GradientInputs
 from te_inductor.runtime.state.state_inputs import StateInputs
@@ -36,7 +37,7 @@ def start_builds(plan: Plan) -> None:
 
 
 def rewrite_sites(plan: Plan) -> None:
-    """Replace what passed by `te_inductor.linears`; last first, as a match's input may be the node of an earlier
+    """Replace what passed by `te_inductor.layers`; last first, as a match's input may be the node of an earlier
     match."""
     sites = [candidate for candidate in plan.candidates if candidate.low]
     layers = {candidate.match.node for candidate in plan.candidates if candidate.low or candidate.stored}
@@ -76,8 +77,8 @@ def rewrite_sites(plan: Plan) -> None:
 
 def _stateless(slots: Slots, extras: ExtraArguments, gathers: sharded.GatheredWeights) -> Emit:
     def emit(matches: Sequence[Match], x: fx.Node, weights: Sequence[fx.Node]) -> list[fx.Node]:
-        weights = gathers.of(matches[0], weights)
-        return call_linears(matches, x, weights, slots, **extras.of(matches, x.graph))
+        spec, more = extras.of(matches, x.graph, LayerSpec(slots))
+        return call_layers(matches, x, gathers.of(matches[0], weights, spec), spec, **more)
 
     return emit
 
@@ -93,12 +94,12 @@ def _extras(plan: Plan, sites: list[Candidate], groups: dict[fx.Node, list[Match
             group = groups.get(site.match.node, [site.match])
             if "weights" not in site.unmet and group[0] is site.match:
                 extras.keeps.add(group, site.recipe, site.slots)  # type: ignore[arg-type]
-    takers = weight_grads.TAKERS.get(plan.options.wgrad)
-    if takers is None:
+    sink = weight_grads.SINKS.get(plan.options.wgrad)
+    if sink is None or sink.takers is None:
         return extras
-    gradients = GradientInputs(takers)
+    gradients = GradientInputs(sink.takers)
     plan.extra_inputs.append(gradients)
-    return replace(extras, gradients=GradientSites(bodies, gradients, sites))
+    return replace(extras, gradients=GradientSites(bodies, sink, gradients, sites))
 
 
 def _delayed_sites(

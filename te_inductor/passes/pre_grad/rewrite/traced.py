@@ -14,8 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from te_inductor import ops
 from te_inductor.diagnostics import Refusal
-from te_inductor.ops.grouped_linear import GroupedLinears
-from te_inductor.ops.linear import Linears
+from te_inductor.ops import LayerSpec
+from te_inductor.ops.layers.dense import DenseLayers
+from te_inductor.ops.layers.experts import ExpertLayers
 from te_inductor.passes.graph.cse import share
 from te_inductor.passes.graph.operators import swaps
 from te_inductor.passes.graph.tracing import take_place, traced_into
@@ -89,10 +90,12 @@ def refuse_batches(plan: Plan) -> None:
 def write_slots(plan: Plan) -> None:
     """Have each layer's constants stand in the graph as text, which a saved program can hold, and give every node of ours
     its value."""
-    for op, exported in ((ops.linears, ops.exported_linears), (ops.grouped_linears, ops.exported_grouped_linears)):
-        for node in plan.gm.graph.find_nodes(op="call_function", target=op):
-            *operands, slots, dtype = node.args
-            node.target, node.args = exported, (*operands, slots.to_text(), dtype)
+    for node in plan.gm.graph.find_nodes(op="call_function", target=ops.layers):
+        *operands, spec, dtype = node.args
+        more = dict(node.kwargs)
+        ends = [more.pop("ends")] if "ends" in more else []
+        node.target = ops.exported_grouped_linears if ends else ops.exported_linears
+        node.args, node.kwargs = (*operands, *ends, spec.slots.to_text(), dtype), more
     for node in reversed(plan.gm.graph.nodes):
         # Such as the transpose of a copy in autocast's dtype, of which none is read.
         if _is_new(node) and not node.users:
@@ -136,8 +139,8 @@ class _Layer:
 
     def __init__(self, match: Match, slots: Slots, so_far: _SoFar) -> None:
         self.match, self.graph, self.backward, self.so_far = match, match.node.graph, match.gradients, so_far
-        kind = Linears if match.groups is None else GroupedLinears
-        self.operation = kind(slots, value(match.node).dtype)
+        kind = DenseLayers if match.groups is None else ExpertLayers
+        self.operation = kind(LayerSpec(slots), value(match.node).dtype)
         self.weight_at = 0  # its place among the operation's inputs
         self.ctx = SimpleNamespace()
         self.saved: list[fx.Node | None] = []

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import fx
 
+from te_inductor.ops.layers.parts import GradientSink
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.decide.weight_grads import other_readers, takes
@@ -17,8 +18,8 @@ class GradientSites:
     """What takes the gradients of one graph's weights: appends the inputs, one a parameter, and finds them again, by
     the sites whose gradients it takes. Another site of the same parameter leaves its gradient to autograd."""
 
-    def __init__(self, bodies: Bodies, inputs: GradientInputs, sites: Iterable[Candidate]) -> None:
-        self.bodies, self.inputs = bodies, inputs
+    def __init__(self, bodies: Bodies, sink: GradientSink, inputs: GradientInputs, sites: Iterable[Candidate]) -> None:
+        self.bodies, self.sink, self.inputs = bodies, sink, inputs
         taken = {site.match.node: bodies.outer(site.match.weight) for site in sites if takes(site)}
         shared = {parameter for parameter, _ in other_readers(sites, bodies)}
         of_parameters = {parameter: self._input(parameter, parameter in shared) for parameter in taken.values()}
@@ -33,10 +34,9 @@ class GradientSites:
         self.inputs.whole.append(not shared)
         return append_input(self.bodies.root.graph, self.inputs, example)
 
-    def of(self, matches: Sequence[Match], graph: fx.Graph) -> dict[str, list[fx.Node]]:
-        """What stands for those of some sites in this graph, by the name of `te_inductor.linears`' argument; nothing
-        where there are none."""
+    def of(self, matches: Sequence[Match], graph: fx.Graph) -> list[fx.Node]:
+        """What stands for those of some sites in this graph; nothing where there are none."""
         found = [self.nodes[match.node] for match in matches if match.node in self.nodes]
         if len(found) < len(matches):
-            return {}
-        return {self.inputs.takers.name: [self.bodies.hand(node, graph) for node in found]}
+            return []
+        return [self.bodies.hand(node, graph) for node in found]

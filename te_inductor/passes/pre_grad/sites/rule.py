@@ -1,7 +1,7 @@
 """A rule finds one form of a linear layer in a Dynamo graph: match -> check -> rewrite, without state.
 
 `match` recognises, `check` decides (a `Refusal` is a value that says why not), `rewrite` replaces one node by
-`te_inductor.linears`. A rewrite inserts OpOverload nodes only: other targets would bypass AOTAutograd's cache.
+`te_inductor.layers`. A rewrite inserts OpOverload nodes only: other targets would bypass AOTAutograd's cache.
 """
 
 import dataclasses
@@ -16,7 +16,10 @@ from torch import fx
 from te_inductor import compat, ops
 from te_inductor.diagnostics import Refusal
 from te_inductor.distributed.parallel import Parallel
-from te_inductor.ops.linear import is_turned
+from te_inductor.ops import LayerSpec
+from te_inductor.ops.layers.exchanged import Exchanged
+from te_inductor.ops.layers.gathered import operands_of
+from te_inductor.ops.layers.parts import is_turned
 from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.sites import requirements
 from te_inductor.passes.pre_grad.sites.backward import Backward, Gradients
@@ -153,7 +156,7 @@ class Match:
         return self.node.graph.call_function(torch.ops.aten.transpose.int, (self.weight, 1, 2))
 
 
-# Inserts `te_inductor.linears` of the matches' x and their weights (N, K) at the graph's insertion point; a node a
+# Inserts `te_inductor.layers` of the matches' x and their weights (N, K) at the graph's insertion point; a node a
 # match.
 Emit = Callable[[Sequence[Match], fx.Node, Sequence[fx.Node]], list[fx.Node]]
 
@@ -199,39 +202,32 @@ class Rule:
             replace_layer(match, new)
 
 
-def call_linears(
-    matches: Sequence[Match], x: fx.Node, weights: Sequence[fx.Node], slots: Slots, **more: Any
+def call_layers(
+    matches: Sequence[Match], x: fx.Node, weights: Sequence[fx.Node], spec: LayerSpec, **more: Any
 ) -> list[fx.Node]:
-    """Insert `te_inductor.linears`, `more` being arguments of it; its output dtype is the node's own, which honours
-    torch.autocast."""
-    biases = [match.bias for match in matches if match.bias is not None]
-    dtype, groups = value(matches[0].node).dtype, matches[0].groups
-    # fx has no name for a constant among arguments.
-    operands: Any = (x, list(weights), biases, slots, dtype)
-    if matches[0].parallel is not None:
-        operands = (*operands, matches[0].parallel)
-        ys = x.graph.call_function(ops.parallel_linears, operands, more)
-    elif groups is None:
-        ys = x.graph.call_function(ops.linears, operands, more)
-    else:
-        operands = (x, list(weights), biases, groups.ends, slots, dtype)
-        if groups.order is not None:
-            more["rows"] = groups.rows
-            more["places"] = x.graph.call_function(ops.places_of, (groups.order, groups.each))
-        more |= _exchanges(matches[0])
-        ys = x.graph.call_function(ops.grouped_linears, operands, more)
-    return [x.graph.call_function(operator.getitem, (ys, place)) for place in range(len(weights))]
-
-
-def _exchanges(match: Match) -> dict[str, Any]:
-    """Arguments of `te_inductor.grouped_linears`."""
-    found: dict[str, Any] = {}
-    for prefix, exchange in (("", match.arrives), ("y_", match.leaves)):
+    """Insert `te_inductor.layers` of a spec that says nothing of ranks yet, `more` being arguments of it; its output
+    dtype is the node's own, which honours torch.autocast."""
+    match, graph = matches[0], x.graph
+    biases = [one.bias for one in matches if one.bias is not None]
+    if match.parallel is not None:
+        arrives, leaves = operands_of(match.parallel)
+        spec = dataclasses.replace(spec, input=arrives, output=leaves, parallel=match.parallel)
+    if match.groups is not None:
+        more["ends"] = match.groups.ends
+        if match.groups.order is not None:
+            more["rows"] = match.groups.rows
+            more["places"] = graph.call_function(ops.places_of, (match.groups.order, match.groups.each))
+    exchanges: dict[str, ExchangeNodes | None] = {"input": match.arrives, "output": match.leaves}
+    for operand, exchange in exchanges.items():
         if exchange is not None:
-            found["group"] = exchange.group
-            found[f"{prefix}sent"], found[f"{prefix}received"] = list(exchange.sent), list(exchange.received)
-            found[f"{prefix}order"] = exchange.order
-    return found
+            changed: Any = {operand: Exchanged(exchange.group)}
+            spec = dataclasses.replace(spec, **changed)
+            more[f"of_{operand}"] = [] if exchange.order is None else [exchange.order]
+            more[f"{operand}_sizes"] = [*exchange.sent, *exchange.received]
+    # fx has no name for a constant among arguments.
+    operands: Any = (x, list(weights), biases, spec, value(match.node).dtype)
+    ys = graph.call_function(ops.layers, operands, more)
+    return [graph.call_function(operator.getitem, (ys, place)) for place in range(len(weights))]
 
 
 def replace(node: fx.Node, new: fx.Node) -> None:

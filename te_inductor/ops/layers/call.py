@@ -1,0 +1,133 @@
+"""The op `layers`, traced, so that Inductor sees casts and GEMMs; and what a saved program can hold in its place."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_inductor import compat
+from te_inductor.ops.definition import define
+from te_inductor.ops.delayed import record_amax
+from te_inductor.ops.layers.dense import DenseLayers
+from te_inductor.ops.layers.experts import ExpertLayers
+from te_inductor.ops.layers.gathered import of_shards
+from te_inductor.ops.layers.layer import LayerSpec, flat
+from te_inductor.ops.layers.parts import StepTensors
+from te_inductor.ops.written_out import for_program
+from te_inductor.recipes import Slots
+
+
+def trace_layers(
+    x: Tensor,  # (..., K), or a DTensor; of experts (M, K), rows sorted by group, or, with `rows`, (T, K)
+    weights: Sequence[Tensor],  # each (N, K), or (E, N, K)
+    biases: Sequence[Tensor],  # each (N,), or (E, N); none, or one a weight
+    spec: LayerSpec,
+    out_dtype: torch.dtype,
+    token: Tensor | None = None,  # what `delayed_step` returned
+    ends: Tensor | None = None,  # (E,) int32, where each group of experts' rows ends
+    rows: Tensor | None = None,  # (M,) int64, the rows of x that are multiplied
+    places: Tensor | None = None,  # (T, M / T) int64, where among `rows` each row of x stands
+    known: Sequence[Tensor] | None = None,  # of the scale source: scale, scale_inv of its slots, all ()
+    grad_amax: Tensor | None = None,  # (), where the backward records the gradients' amax
+    of_input: Sequence[Tensor] | None = None,  # what the operands want besides, as their classes say
+    of_weight: Sequence[Tensor] | None = None,
+    of_output: Sequence[Tensor] | None = None,
+    input_sizes: Sequence[Any] | None = None,
+    output_sizes: Sequence[Any] | None = None,
+    takers: Sequence[Tensor] | None = None,  # of the gradient sink, one a weight
+) -> list[Tensor]:  # each (..., N); of experts zeros behind the last group; DTensors, or what this rank has of them
+    """``x @ weight.T + bias`` for each weight, the operands of all three GEMMs in the low precision of ``spec.slots``;
+    of experts ``x[rows][m] @ weight[g].T + bias[g]``, g being the group of row m. Several weights, each with a multiple
+    of 16 rows, share their scale, as their gradients do, and each of their GEMMs is one."""
+    kind = DenseLayers if ends is None else ExpertLayers
+    layers = kind(
+        spec,
+        out_dtype,
+        len(weights),
+        spec.input.bound(of_input or (), input_sizes or ()),
+        spec.weight.bound(of_weight or (), ()),
+        spec.output.bound(of_output or (), output_sizes or ()),
+        StepTensors(known or (), grad_amax),
+        takers or (),
+    )
+    if spec.parallel is not None:
+        return of_shards(layers, spec.parallel, x, token, weights, biases)
+    if ends is not None:
+        return list(layers(x, token, ends, rows, places, *weights, *biases))
+    ys = layers(x.reshape(-1, x.shape[-1]), token, *weights, *biases)
+    return [y.reshape(*x.shape[:-1], y.shape[1]) for y in ys]
+
+
+layers = define(
+    f"layers(Tensor x, Tensor[] weights, Tensor[] biases, {compat.constant_type_name(LayerSpec)} spec, ScalarType"
+    " out_dtype, Tensor? token=None, Tensor? ends=None, Tensor? rows=None, Tensor? places=None, Tensor[]? known=None,"
+    " Tensor? grad_amax=None, Tensor[]? of_input=None, Tensor[]? of_weight=None, Tensor[]? of_output=None, SymInt[]?"
+    " input_sizes=None, SymInt[]? output_sizes=None, Tensor[]? takers=None) -> Tensor[]",
+    trace_layers,
+)
+
+
+def linears(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], slots: Slots, out_dtype: torch.dtype
+) -> list[Tensor]:
+    """The layers whose parts are the plain ones, by the op."""
+    return layers(x, weights, biases, LayerSpec(slots), out_dtype)  # type: ignore[no-any-return]
+
+
+def grouped_linears(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    ends: Tensor,
+    slots: Slots,
+    out_dtype: torch.dtype,
+    rows: Tensor | None = None,
+    places: Tensor | None = None,
+) -> list[Tensor]:
+    """The experts' layers whose parts are the plain ones, by the op."""
+    more = {"ends": ends, "rows": rows, "places": places}
+    return layers(x, weights, biases, LayerSpec(slots), out_dtype, **more)  # type: ignore[no-any-return]
+
+
+def _exported_linears(
+    x: Tensor,  # (..., K)
+    weights: Sequence[Tensor],  # each (N, K)
+    biases: Sequence[Tensor],  # each (N,); none, or one a weight
+    slots: str,  # as Slots.to_text writes them
+    out_dtype: torch.dtype,
+) -> list[Tensor]:  # each (..., N)
+    """Dense layers as a saved program can hold them."""
+    with for_program(exported_linears):
+        return trace_layers(x, weights, biases, LayerSpec(Slots.from_text(slots)), out_dtype)
+
+
+def _exported_grouped_linears(
+    x: Tensor,  # (M, K), rows sorted by group; or, with `rows`, (T, K)
+    weights: Sequence[Tensor],  # each (E, N, K)
+    biases: Sequence[Tensor],  # each (E, N); none, or one a weight
+    ends: Tensor,  # (E,) int32
+    slots: str,  # as Slots.to_text writes them
+    out_dtype: torch.dtype,
+    rows: Tensor | None = None,
+    places: Tensor | None = None,
+) -> list[Tensor]:  # each (M, N)
+    """Experts as a saved program can hold them."""
+    with for_program(exported_grouped_linears):
+        spec = LayerSpec(Slots.from_text(slots))
+        return trace_layers(x, weights, biases, spec, out_dtype, ends=ends, rows=rows, places=places)
+
+
+exported_linears = define(
+    "exported_linears(Tensor x, Tensor[] weights, Tensor[] biases, str slots, ScalarType out_dtype) -> Tensor[]",
+    _exported_linears,
+)
+exported_grouped_linears = define(
+    "exported_grouped_linears(Tensor x, Tensor[] weights, Tensor[] biases, Tensor ends, str slots, ScalarType"
+    " out_dtype, Tensor? rows=None, Tensor? places=None) -> Tensor[]",
+    _exported_grouped_linears,
+)
+record_shard_amax = define(
+    "record_shard_amax(Tensor[] pieces, Tensor(a!) amax) -> ()",
+    lambda pieces, amax: record_amax([flat(compat.local_of(piece).detach()) for piece in pieces], amax),
+)

@@ -1,0 +1,247 @@
+"""Linear layers of one input in low precision, made of the other ops: what dense layers and experts have in common, and
+what a layer is composed of."""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from te_inductor.distributed.parallel import Parallel
+from te_inductor.ops.casts import Copy, ScalePair
+from te_inductor.ops.delayed import record_amax
+from te_inductor.ops.differentiable import Gradients, Needs, Operation
+from te_inductor.ops.gathered_weight import GatheredWeight
+from te_inductor.ops.layers.parts import (
+    BoundOperand,
+    GradientSink,
+    Operand,
+    ScaleSource,
+    StepTensors,
+    WeightGradient,
+    is_turned,
+)
+from te_inductor.recipes import Gemm, Quantizer, Slots
+from te_inductor.recipes.constants import Constant, constant
+from te_inductor.recipes.formats import FP16_OVERFLOW
+
+Saved = Sequence[Any]  # tensors and Nones that a backward needs
+
+
+@constant
+class LayerSpec(Constant):
+    """What a layer is, in the one constant of its op. `output` is how results go, and how their gradients come."""
+
+    slots: Slots
+    scales: ScaleSource = ScaleSource()
+    input: Operand = Operand()
+    weight: Operand = Operand()
+    output: Operand = Operand()
+    sink: GradientSink = GradientSink()
+    parallel: Parallel | None = None  # of DTensors
+
+
+class Needed(NamedTuple):
+    """The gradients that a backward computes. Of the layers of one call all want one or none does."""
+
+    x: bool
+    weights: bool
+    biases: bool
+
+
+_HERE, _NO_STEP = BoundOperand(), StepTensors()
+
+
+@dataclass(frozen=True)
+class LinearLayers(Operation):
+    """Linear layers of one input, one GEMM for all where their weights have one scale; traced, so that its body becomes
+    nodes of the forward and backward graphs. Layers whose weights are w₁, w₂, … are one layer whose weight is all of
+    their rows.
+
+    Inputs: x, the step's token or None, what says how rows are grouped (`groups` tensors), `count` weights, then their
+    biases if they have any. A subclass has the form of the products: dense, or of experts."""
+
+    spec: LayerSpec
+    out_dtype: torch.dtype
+    count: int = 1
+    input: BoundOperand = _HERE
+    weight: BoundOperand = _HERE
+    output: BoundOperand = _HERE
+    step: StepTensors = _NO_STEP
+    takers: Sequence[Tensor] = ()  # of the sink
+    sink: GradientSink | None = None  # in place of the spec's, which a graph can hold
+
+    groups: ClassVar[int] = 0
+
+    @property
+    def slots(self) -> Slots:
+        return self.spec.slots
+
+    def compute(self, needs: Needs, x: Tensor, token: Tensor | None, *given: Any) -> tuple[tuple[Tensor, ...], Any]:
+        groups, weights, biases = self._parts(given)
+        wanted = needs[-len(weights) - len(biases) :]
+        needed = Needed(needs[0], any(wanted[: self.count]), any(wanted[self.count :]))
+        a, of_x, shape = self.cast_input(x, groups, needed)
+        bs, of_weights = self.cast_weights(weights, needed.x)
+        ys: list[Tensor] = []
+        for b, bias in zip(bs, self._joined(biases, len(bs)), strict=True):
+            late = self.output.adds_up and bias is not None  # a sum over ranks has it once
+            y = self.multiply(a, b, None if late else bias, self.slots.fprop, groups, weights[0].dtype)
+            y = self.output.back(_shaped(y, shape), added=False)
+            ys.append(y + bias.to(self.out_dtype) if late else y)  # type: ignore[union-attr]
+        if len(ys) < self.count:
+            ys = list(ys[0].split([weight.shape[-2] for weight in weights], ys[0].dim() - 1))
+        return tuple(ys), (of_x, of_weights, needed)
+
+    def setup_context(self, ctx: Any, inputs: tuple[Any, ...], found: Any) -> None:
+        x, _, *given = inputs
+        groups, weights, biases = self._parts(given)
+        of_x, of_weights, ctx.needs = found
+        ctx.save_for_backward(*of_x, *of_weights, *groups)
+        ctx.ends = len(of_x), len(of_x) + len(of_weights)
+        ctx.dtypes = x.dtype, weights[0].dtype, biases[0].dtype if biases else None
+        ctx.sizes, ctx.width = [weight.shape[-2] for weight in weights], weights[0].shape[-1]
+        ctx.turned = all(map(is_turned, weights))
+
+    def backward(self, ctx: Any, *dys: Tensor) -> Gradients:
+        needed: Needed = ctx.needs
+        saved = ctx.saved_tensors  # once: each access unpacks them
+        of_x, of_weights, groups = saved[: ctx.ends[0]], saved[ctx.ends[0] : ctx.ends[1]], saved[ctx.ends[1] :]
+        x_dtype, weight_dtype, bias_dtype = ctx.dtypes
+        dx, dws, dbs = None, [None] * len(dys), [None] * (0 if bias_dtype is None else len(dys))
+        opened = self.open(dys, of_x, groups, weight_dtype)
+        columns = self.weight_columns(of_weights)
+        if needed.x or needed.weights:
+            rows, column, shape = self.cast_gradients(opened, len(columns), needed)
+            if self.step.grad_amax is not None:
+                record_amax(opened.dys, self.step.grad_amax)
+        if needed.x:
+            pairs = zip(rows, columns, strict=True)
+            dxs = [self.multiply(a, b(), None, self.slots.dgrad, groups, weight_dtype) for a, b in pairs]
+            dx = self.input.back(_shaped(functools.reduce(torch.add, dxs), shape), added=True)
+            dx = self.gathered_gradient(dx, groups).to(x_dtype)  # under autocast x is wider
+        if needed.weights:
+            assert column is not None  # it was asked for
+            gradient = WeightGradient(
+                column,
+                self.input_column(opened, of_x, groups, ctx.width),
+                self.slots.wgrad,
+                opened.starts,
+                functools.partial(self.multiply_wgrad, opened, weight_dtype),
+                ctx.sizes,
+                ctx.turned,
+            )
+            dws = (self.sink or self.spec.sink).take(gradient, self.takers)  # type: ignore[assignment]
+        if needed.biases:
+            dbs = self.bias_gradients(opened, bias_dtype, ctx.sizes)  # type: ignore[assignment]
+        return dx, None, *[None] * self.groups, *dws, *dbs
+
+    def pair(self, slot: str, pieces: Sequence[Tensor], operand: BoundOperand | None = None) -> ScalePair | None:
+        """The scale that pieces are cast with, where it does not follow from them alone. What several ranks have a part
+        of has one. In a first step all tensors do, so that it begins the histories of one rank."""
+        among = operand if operand is not None and operand.shares_scale else None
+        if among is None and self.spec.scales.is_shared:
+            among = next((one for one in (self.input, self.output) if one.ranks is not None), None)
+        shared = None if among is None else functools.partial(among.largest, pieces)
+        return self.spec.scales.pair(slot, pieces, self.quantizer(slot), self.step, shared)
+
+    def quantizer(self, slot: str) -> Quantizer:
+        return getattr(self.slots, slot)  # type: ignore[no-any-return]
+
+    def found(self, weights: Sequence[Tensor], columnwise: bool) -> list[tuple[Copy, Copy | None]] | None:
+        """The weights' copies that need no cast."""
+        if isinstance(weights[0], GatheredWeight):
+            return [weight.copies(columnwise) for weight in weights]  # type: ignore[attr-defined]
+        return self.weight.found(weights, columnwise)
+
+    def _parts(self, given: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Tensor], Sequence[Tensor]]:
+        groups, rest = given[: self.groups], given[self.groups :]
+        return groups, rest[: self.count], rest[self.count :]
+
+    def _joined(self, biases: Sequence[Tensor], gemms: int) -> list[Tensor | None]:
+        """The bias of each GEMM."""
+        if not biases or len(biases) == gemms:
+            return list(biases) or [None] * gemms
+        return [torch.cat(list(biases), biases[0].dim() - 1)]
+
+    # What the form of the products says.
+
+    def cast_input(self, x: Tensor, groups: Sequence[Any], needed: Needed) -> tuple[Copy, Saved, Sequence[Any]]:
+        """fprop's copy, what the backward needs of x, and the sizes of the result in front of the last."""
+        raise NotImplementedError
+
+    def cast_weights(self, weights: Sequence[Tensor], columnwise: bool) -> tuple[list[Copy], Saved]:
+        """fprop's copies, one a GEMM, and what the backward needs of them."""
+        raise NotImplementedError
+
+    def multiply(
+        self,
+        a: Copy | None,
+        b: Copy,
+        bias: Tensor | None,
+        gemm: Gemm,
+        groups: Sequence[Any],
+        weight_dtype: torch.dtype,
+    ) -> Tensor:
+        """fprop's and dgrad's product."""
+        raise NotImplementedError
+
+    def open(self, dys: Sequence[Tensor], of_x: Saved, groups: Sequence[Any], weight_dtype: torch.dtype) -> "Opened":
+        """What a backward begins with."""
+        raise NotImplementedError
+
+    def cast_gradients(
+        self, opened: Any, gemms: int, needed: Needed
+    ) -> tuple[list[Copy | None], Copy | None, Sequence[Any]]:
+        """The copies of dy for dgrad, one a GEMM, and for wgrad, which is one GEMM; and dx's sizes in front of the
+        last."""
+        raise NotImplementedError
+
+    def weight_columns(self, of_weights: Saved) -> list[Callable[[], Copy]]:
+        """What makes dgrad's copies, one a GEMM."""
+        raise NotImplementedError
+
+    def gathered_gradient(self, dx: Tensor, groups: Sequence[Any]) -> Tensor:
+        """The gradient of x, of that of the rows that were multiplied."""
+        return dx
+
+    def input_column(self, opened: Any, of_x: Saved, groups: Sequence[Any], width: int) -> Copy:
+        """wgrad's copy of x, (M, `width`)."""
+        raise NotImplementedError
+
+    def multiply_wgrad(self, opened: Any, dtype: torch.dtype, a: Copy, b: Copy, gemm: Gemm) -> Tensor:
+        """wgrad's product, as autograd gets it."""
+        raise NotImplementedError
+
+    def bias_gradients(self, opened: Any, dtype: torch.dtype, sizes: Sequence[int]) -> Sequence[Tensor]:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What a backward goes by."""
+
+    dys: Sequence[Tensor]  # (M, N) each, as amaxes are recorded of them
+    starts: Tensor | None  # (E + 1,), where groups begin in wgrad's operands, of experts
+
+
+def flat(x: Tensor) -> Tensor:  # (M, C)
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
+def _shaped(y: Tensor, shape: Sequence[Any]) -> Tensor:
+    return y.reshape(*shape, y.shape[1]) if len(shape) > 1 else y
+
+
+def made_dtype(out_dtype: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+    """What a weight's gradient is made in that autograd gets in `dtype`. Under fp16 autocast PyTorch makes it in fp16
+    and widens it: what overflows there has to here."""
+    return torch.float16 if out_dtype == torch.float16 else dtype
+
+
+def overflowing_sum(total: Tensor, dtype: torch.dtype) -> Tensor:
+    """Infinite where fp16 is, if the layer computes in that: Note [Overflow stays visible] in
+    lowerings/casts/values.py."""
+    return torch.where(total.abs() < FP16_OVERFLOW, total, total * torch.inf) if dtype == torch.float16 else total
