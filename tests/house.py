@@ -8,7 +8,7 @@ import functools
 import re
 import subprocess
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -177,8 +177,7 @@ def fragments() -> Figure:
     found = [
         one for folder in (PACKAGE, ROOT / "tests") for path in folder.rglob("*.py") for one in prose.fragments(path)
     ]
-    by_folder = Counter("/".join(one.path.relative_to(ROOT).parts[:2]) for one in found)
-    return Figure(len(found), [f"{count} {folder}" for folder, count in by_folder.most_common()])
+    return Figure(len(found), [f"{one.path.relative_to(ROOT)}:{one.line} {one.text[:60]}" for one in found])
 
 
 def walks() -> dict[str, list[tuple[str, str]]]:
