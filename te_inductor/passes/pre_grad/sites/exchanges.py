@@ -6,7 +6,7 @@ In front: ``all_to_all_single(x, …) -> wait -> [order]``. Behind: ``made = new
 
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -14,6 +14,8 @@ from torch import fx
 
 from te_inductor import compat
 from te_inductor.diagnostics import Refusal
+from te_inductor.ops import LayerSpec
+from te_inductor.ops.layers.exchanged import Exchanged
 from te_inductor.passes.graph import operators
 from te_inductor.passes.graph.operators import Kind, name
 from te_inductor.passes.graph.values import is_tensor, value
@@ -60,6 +62,17 @@ class Exchanges(SitePart):
 
     def reads(self) -> Iterable[fx.Node]:
         return [] if self.arrives is None or self.arrives.order is None else [self.arrives.order]
+
+    def emit(self, spec: LayerSpec, graph: fx.Graph) -> tuple[LayerSpec, dict[str, Any]]:
+        more: dict[str, Any] = {}
+        around: dict[str, ExchangeNodes | None] = {"input": self.arrives, "output": self.leaves}
+        for operand, exchange in around.items():
+            if exchange is not None:
+                changed: Any = {operand: Exchanged(exchange.group)}
+                spec = replace(spec, **changed)
+                more[f"of_{operand}"] = [] if exchange.order is None else [exchange.order]
+                more[f"{operand}_sizes"] = [*exchange.sent, *exchange.received]
+        return spec, more
 
     def may_merge(self, match: "Match", slots: Slots) -> bool:
         """Each output is exchanged by itself."""

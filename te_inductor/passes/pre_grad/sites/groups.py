@@ -8,6 +8,7 @@ from torch import fx
 
 from te_inductor import ops
 from te_inductor.diagnostics import Refusal
+from te_inductor.ops import LayerSpec
 from te_inductor.passes.graph.values import value
 from te_inductor.passes.graph.writes import Writes, last_read
 from te_inductor.passes.pre_grad.sites.part import SitePart
@@ -54,6 +55,12 @@ class Groups(SitePart):
         if self.rows is not None or match.arrives is not None:
             return x
         return x.graph.call_function(ops.mask_rows, (x, self.ends))
+
+    def emit(self, spec: LayerSpec, graph: fx.Graph) -> tuple[LayerSpec, dict[str, Any]]:
+        if self.order is None:
+            return spec, {"ends": self.ends}
+        places = graph.call_function(ops.places_of, (self.order, self.each))
+        return spec, {"ends": self.ends, "rows": self.rows, "places": places}
 
     def refuse_here(self, match: "Match", writes: Writes, is_cpp: bool) -> Refusal | None:
         """The backward reads again where each one's rows end."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import fx
 
 from te_inductor.diagnostics import Refusal
+from te_inductor.ops import LayerSpec
 from te_inductor.passes.graph.writes import Writes
 from te_inductor.recipes import Slots
 
@@ -40,6 +41,11 @@ class SitePart:
     def operand(self, match: "Match", x: fx.Node) -> fx.Node:
         """What the layer is given for the input `x`, at the graph's insertion point."""
         return x
+
+    def emit(self, spec: LayerSpec, graph: fx.Graph) -> tuple[LayerSpec, dict[str, Any]]:
+        """The spec of the layer's op with what the part adds to it, and the arguments of the op that it brings, at the
+        graph's insertion point."""
+        return spec, {}
 
     def refuse(self, match: "Match") -> Refusal | None:
         """Why the site cannot run in low precision."""
@@ -75,6 +81,11 @@ class Unfit(SitePart):
     """Something in the call that no layer computes."""
 
     refusal: Refusal
+
+    def emit(self, spec: LayerSpec, graph: fx.Graph) -> tuple[LayerSpec, dict[str, Any]]:
+        """The spec of the layer's op with what the part adds to it, and the arguments of the op that it brings, at the
+        graph's insertion point."""
+        return spec, {}
 
     def refuse(self, match: "Match") -> Refusal | None:
         return self.refusal

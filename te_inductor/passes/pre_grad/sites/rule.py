@@ -17,8 +17,6 @@ from te_inductor import compat, ops
 from te_inductor.diagnostics import Refusal
 from te_inductor.distributed.parallel import Parallel
 from te_inductor.ops import LayerSpec
-from te_inductor.ops.layers.exchanged import Exchanged
-from te_inductor.ops.layers.gathered import operands_of
 from te_inductor.ops.layers.parts import is_turned
 from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.sites import requirements
@@ -209,21 +207,9 @@ def call_layers(
     dtype is the node's own, which honours torch.autocast."""
     match, graph = matches[0], x.graph
     biases = [one.bias for one in matches if one.bias is not None]
-    if match.parallel is not None:
-        arrives, leaves = operands_of(match.parallel)
-        spec = dataclasses.replace(spec, input=arrives, output=leaves, parallel=match.parallel)
-    if match.groups is not None:
-        more["ends"] = match.groups.ends
-        if match.groups.order is not None:
-            more["rows"] = match.groups.rows
-            more["places"] = graph.call_function(ops.places_of, (match.groups.order, match.groups.each))
-    exchanges: dict[str, ExchangeNodes | None] = {"input": match.arrives, "output": match.leaves}
-    for operand, exchange in exchanges.items():
-        if exchange is not None:
-            changed: Any = {operand: Exchanged(exchange.group)}
-            spec = dataclasses.replace(spec, **changed)
-            more[f"of_{operand}"] = [] if exchange.order is None else [exchange.order]
-            more[f"{operand}_sizes"] = [*exchange.sent, *exchange.received]
+    for part in match.parts:
+        spec, of_part = part.emit(spec, graph)
+        more |= of_part
     # fx has no name for a constant among arguments.
     operands: Any = (x, list(weights), biases, spec, value(match.node).dtype)
     ys = graph.call_function(ops.layers, operands, more)

@@ -1,11 +1,15 @@
 """The part of a layer whose weight is a DTensor: Note [Tensor-parallel layers] in distributed/parallel.py."""
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import fx
 
 from te_inductor.diagnostics import Refusal
 from te_inductor.distributed.parallel import Parallel
+from te_inductor.ops import LayerSpec
+from te_inductor.ops.layers.gathered import operands_of
 from te_inductor.passes.pre_grad.sites.part import SitePart
 from te_inductor.recipes import Slots
 
@@ -26,6 +30,12 @@ class TensorParallel(SitePart):
 
     def key(self) -> Hashable:
         return self.parallel
+
+    def emit(self, spec: LayerSpec, graph: fx.Graph) -> tuple[LayerSpec, dict[str, Any]]:
+        if self.parallel is None:
+            return spec, {}
+        arrives, leaves = operands_of(self.parallel)
+        return replace(spec, input=arrives, output=leaves, parallel=self.parallel), {}
 
     def refuse(self, match: "Match") -> Refusal | None:
         return self.refusal
