@@ -3,6 +3,7 @@ attention's mask costs, and what proving it gives.
 
     python -m benchmarks.masks                               # all works, all arms
     python -m benchmarks.masks --works long packed --arms bf16 te:delayed
+    python -m benchmarks.masks --works mpt falcon t5 --bias-queries 512  # FlexAttention with ALiBi and T5's bias
 
 A few layers at a published model's widths, bf16 parameters, loss, backward and fused AdamW. `bf16` is plain torch.compile
 of the same program; `te:none` has this backend's attention and bf16 layers; `te:RECIPE` both. Each arm is compiled
@@ -19,12 +20,14 @@ import torch
 from torch import Tensor
 
 from benchmarks import harness, table
+from te_inductor.passes.pre_grad.attention import sites
 
 ARMS = ("bf16", "te:none", "te:delayed")
 _LLAMA = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
 _GEMMA = {"hidden_size": 3584, "intermediate_size": 14336, "num_attention_heads": 16, "num_key_value_heads": 8}
 _GPT_OSS = {"hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8}
 _BERT = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16}
+_FALCON = {"hidden_size": 4096, "num_attention_heads": 64, "multi_query": False, "new_decoder_architecture": False}
 # Class, widths, layers, vocabulary, batch, tokens, and what the mask is.
 WORKS: dict[str, tuple[str, dict[str, Any], int, int, int, int, str]] = {
     "long": ("Llama", {**_LLAMA, "max_position_embeddings": 32768}, 2, 512, 1, 32768, "ones"),
@@ -34,6 +37,9 @@ WORKS: dict[str, tuple[str, dict[str, Any], int, int, int, int, str]] = {
     "gemma-2": ("Gemma2", {**_GEMMA, "head_dim": 256, "sliding_window": 4096}, 2, 512, 1, 8192, "ones"),
     "gpt-oss": ("GptOss", {**_GPT_OSS, "head_dim": 64, "num_local_experts": 32, "pad_token_id": 0}, 2, 512, 4, 2048, "ones"),
     "bert": ("Bert", _BERT, 6, 512, 16, 512, "half"),
+    "mpt": ("Mpt", {"d_model": 4096, "n_heads": 32, "max_seq_len": 4096}, 2, 512, 2, 4096, "ones"),
+    "falcon": ("Falcon", {**_FALCON, "alibi": True}, 2, 512, 2, 4096, "ones"),
+    "t5": ("T5", {"d_model": 1024, "d_kv": 64, "d_ff": 4096, "num_heads": 16, "dropout_rate": 0.0}, 4, 512, 4, 1024, "half"),
 }  # fmt: skip
 DOCUMENT = 4096  # tokens of one of the packed
 
@@ -44,7 +50,7 @@ def build(work: str, device: str) -> tuple[Any, dict[str, Tensor]]:
 
     name, widths, layers, vocabulary, batch, tokens, mask = WORKS[work]
     config = getattr(transformers, f"{name}Config")(vocab_size=vocabulary, num_hidden_layers=layers, **widths)
-    head = "ForMaskedLM" if name == "Bert" else "ForCausalLM"
+    head = {"Bert": "ForMaskedLM", "T5": "ForConditionalGeneration"}.get(name, "ForCausalLM")
     with torch.device(device):
         model = getattr(transformers, name + head)._from_config(config, dtype=torch.bfloat16).train()
     ids = torch.randint(1, vocabulary, (batch, tokens), device=device)
@@ -102,7 +108,10 @@ def main() -> None:
     parser.add_argument("--iters", type=int, default=5)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", type=Path, default=Path("out/masks.json"))
+    parser.add_argument("--bias-queries", type=int, help="from how many on FlexAttention is taken for a bias")
     args = parser.parse_args()
+    if args.bias_queries is not None:
+        sites.BIAS_QUERIES = args.bias_queries
     environment, rows = harness.environment(args.device), []
     for work in args.works:
         for arm in args.arms:

@@ -57,7 +57,8 @@ class AttentionSite:
     """One place of the model that computes attention."""
 
     fqn: str  # module path
-    mask: str  # what it is proven to be: "full", "causal", "causal, window", "causal, padded", …; "dense" of a tensor
+    # What it is proven to be: "full", "causal", "causal, window", "causal, padded", "causal, bias", …; "dense" of a tensor.
+    mask: str
     kernel: str
     reason: str | None = None  # why its mask stays a tensor; None where it does not
     slow: bool = False  # whether that costs a GPU as much as a layer

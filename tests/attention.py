@@ -184,10 +184,11 @@ def assert_same(run, compiled, tensors, *more):
 
 
 class Passes:
-    """A backend of the passes of attention and AOTAutograd, without generated code; keeps what they found."""
+    """A backend of the passes of attention and AOTAutograd, without generated code; keeps what they found. `eager` runs
+    Dynamo's graph as it is: of a graph of AOTAutograd, torch's FlexAttention for any device has no gradient of a bias."""
 
-    def __init__(self, **options):
-        self.options, self.found, self.graphs = options, [], 0
+    def __init__(self, eager=False, **options):
+        self.eager, self.options, self.found, self.graphs = eager, options, [], 0
 
     def __call__(self, gm, inputs):
         plan = Plan(gm, config.parse(self.options), inputs)
@@ -196,6 +197,8 @@ class Passes:
         gm.recompile()
         self.found += plan.report.attention
         self.graphs += 1
+        if self.eager:
+            return gm.forward
         return aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward))(gm, inputs)
 
     def kinds(self):
@@ -210,4 +213,5 @@ def as_on_a_gpu(monkeypatch):
         patched.setattr(sites, "_may_wait", lambda site, plan: False)
         patched.setattr(sites, "FLEX_QUERIES", 1)
         patched.setattr(sites, "DROPOUT_QUERIES", 1)
+        patched.setattr(sites, "BIAS_QUERIES", 1)
         yield

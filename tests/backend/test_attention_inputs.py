@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from te_inductor.passes.pre_grad.attention import inputs
+from te_inductor.passes.pre_grad.attention import inputs, sites
 from te_inductor.runtime.attention import bands
 from te_inductor.runtime.attention.bands import Band, band_of
 from tests.attention import Passes, as_on_a_gpu, operands
@@ -167,6 +167,7 @@ def test_blocks_that_are_compiled_one_by_one(on_a_gpu, monkeypatch):
     counted, compared, backend = [], bands._compared, Passes()
     monkeypatch.setattr(bands, "_compared", lambda tensor: counted.append(1) or compared(tensor))
     monkeypatch.setattr(inputs, "INPUT_QUERIES", 16)
+    monkeypatch.setattr(sites, "BIAS_QUERIES", None)
     layers = [Block() for _ in range(3)]
     for layer in layers:
         layer.compile(backend=backend, dynamic=False)
@@ -181,9 +182,9 @@ def test_blocks_that_are_compiled_one_by_one(on_a_gpu, monkeypatch):
         (triangle(LENGTH) & padding(LENGTH, 0, 3), 2, "causal, padded"),
         (triangle(LENGTH).expand(2, 1, -1, -1) & torch.ones(2, 1, 1, 1, dtype=torch.bool), 3, "causal"),
         (float_mask, 4, "causal, padded"),
-        (random, 5, "dense"),
+        (random, 5, "bias"),
         (float_mask.clone(), 5, "causal, padded"),
-        (torch.randn(2, 1, LENGTH, LENGTH), 5, "dense"),
+        (torch.randn(2, 1, LENGTH, LENGTH), 5, "bias"),
     )
     for step, (mask, graphs, kind) in enumerate(steps, 1):
         expected = found = q
@@ -224,8 +225,9 @@ class Learned(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=self.bias)
 
 
-def test_a_bias_that_is_learned(on_a_gpu):
+def test_a_bias_that_is_learned(on_a_gpu, monkeypatch):
     backend = Passes()
+    monkeypatch.setattr(sites, "BIAS_QUERIES", None)
     q, k, v = operands(LENGTH, groups=4)[0]
     torch.compile(Learned(), backend=backend)(q, k, v)
     assert "which is learned" in backend.found[0].reason

@@ -9,6 +9,8 @@ from te_inductor.ops.masked_attention import attend_to_kept
 from te_inductor.passes.pre_grad.attention import sites
 from te_inductor.runtime.attention.kept import rows_of_kept
 from tests.attention import MASKS, attention_with, by_hand, operands, packed, padded, padded_both_ways, window
+from tests.attention_bias import BIASES, program, relative
+from tests.attention_bias import MASKS as BIAS_MASKS
 
 pytestmark = pytest.mark.gpu
 NAMES = {mask.__name__: mask for mask in MASKS}
@@ -85,6 +87,49 @@ def test_by_hand(name):
     [site] = explain(HAND[name], *tensors, padding, documents, *sinks).attention
     assert site.reason is None
     assert_as_close(HAND[name], [*tensors, *sinks], padding, documents)
+
+
+@pytest.mark.parametrize("mask", BIAS_MASKS)
+@pytest.mark.parametrize("how", ("added", "filled", "sdpa", "sdpa, filled"))
+@pytest.mark.parametrize("bias", BIASES, ids=lambda one: one.__name__)
+def test_a_bias(bias, how, mask, monkeypatch):
+    """Compares outputs and gradients, also that of a learned bias."""
+    monkeypatch.setattr(sites, "BIAS_QUERIES", 512)
+    tensors, padding, documents = made(640, width=64, groups=4)
+    learned = torch.randn(11, 4, device="cuda", dtype=torch.bfloat16, requires_grad=bias is relative)
+    run = program(bias, mask, how)
+    if bias is relative:
+        [site] = explain(run, *tensors, padding, documents, learned).attention
+        assert_as_close(run, [*tensors, learned], padding, documents)
+    else:
+
+        def fixed(q, k, v, padding, documents):
+            return run(q, k, v, padding, documents, None)
+
+        [site] = explain(fixed, *tensors, padding, documents).attention
+        assert_as_close(fixed, tensors, padding, documents)
+    assert site.kernel == "flex_attention"
+
+
+@pytest.mark.parametrize("padded", (False, True))
+def test_blocks_that_are_compiled_one_by_one(padded):
+    """The mask is an input of each: compared once for all of them."""
+
+    def block(q, k, v, mask):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(block, backend="te")
+    tensors, padding, _ = made(1024, width=64, groups=4)
+    for _ in range(2):
+        mask = torch.ones(1024, 1024, dtype=torch.bool, device="cuda").tril().expand(2, 1, -1, -1)
+        mask = mask & padding.bool()[:, None, None] if padded else mask
+        [site] = explain(block, *tensors, mask).attention
+        assert site.kernel == ("flex_attention" if padded else "sdpa, is_causal")
+        dy = torch.randn_like(tensors[0])
+        expected = gradients(block, [one.detach().double().requires_grad_() for one in tensors], dy, mask)
+        for one, right in zip(gradients(compiled, tensors, dy, mask), expected, strict=True):
+            assert (one.double() - right).norm() <= 8e-3 * right.norm()  # a few roundings of bf16
 
 
 def test_nothing_that_is_hidden_spreads():

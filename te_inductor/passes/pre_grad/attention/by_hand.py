@@ -7,15 +7,15 @@ scores and drops its weight. With Z the sum of the exponentials of the other sco
 from dataclasses import dataclass, field
 from typing import Any
 
-import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from te_inductor.passes.graph.operators import name
 from te_inductor.passes.graph.values import is_tensor, value
-from te_inductor.passes.pre_grad.attention import masks
-from te_inductor.passes.pre_grad.attention.expressions import Expr, number, truth
+from te_inductor.passes.pre_grad.attention import added
+from te_inductor.passes.pre_grad.attention.added import Added
+from te_inductor.passes.pre_grad.attention.expressions import number
 from te_inductor.passes.pre_grad.attention.formulas import Reader
 from te_inductor.passes.pre_grad.attention.masks import Scores
 
@@ -33,12 +33,7 @@ class Written:
     scale: float = 1.0
     softcap: float | None = None
     sinks: fx.Node | None = None  # that broadcasts to (B, H, L, 1)
-    predicate: Expr = sympy.true  # over masks.PLACES: where a query attends to a key
-    smallest: bool = False  # as masks.Mask has it
-    replaces: bool = False  # whether a mask's number stands in the place of a score, which has no gradient then
-    adds: bool = (
-        False  # whether there are several masks, one of them with the smallest number: at some keys only one hides
-    )
+    added: Added = field(default_factory=Added)
     dropout: float = 0.0
     given: fx.Node | None = None  # a mask, whose shape has the sizes
     read: list[fx.Node] = field(default_factory=list)  # the nodes that read q, k and sinks
@@ -76,28 +71,32 @@ def match(product: fx.Node, reader: Reader) -> Written | None:
 
 
 def _scores(node: fx.Node | None, found: Written, walk: "_Walk", reader: Reader) -> Written | None:
-    """What is done to the product of q and k, the last first: masks, a soft cap, a scale."""
+    """What is done to the product of q and k, the last first: masks, a bias, a soft cap, scales."""
     node = walk.back(node, _CASTS)
     if node is None:
         return None
     scores = Scores.of(value(node), value(node).shape[-1])
-    hides: list[bool] = []
-    while node is not None and (hidden := _mask(node, scores, reader)) is not None:
-        predicate, smallest, operand, given = hidden
-        found.predicate = found.predicate & predicate
-        found.given = found.given or given
-        found.replaces |= name(node) != "add"
-        hides.append(smallest)
-        node = walk.back(walk.into(operand), _CASTS)
-    found.smallest, found.adds = any(hides), any(hides) and len(hides) > 1
-    node = _softcap(node, found, walk)
-    while node is not None and name(node) in ("mul", "truediv", "div"):
-        by = next((number(one) for one in node.args if not is_tensor(one)), None)
-        if by is None or not by.is_number or not is_tensor(node.args[0]):
-            return None
-        found.scale *= float(by) if name(node) == "mul" else 1 / float(by)
-        node = walk.back(walk.step(node, 0), _CASTS)
-    if node is None or name(node) not in _PRODUCTS or not all(map(is_tensor, node.args)) or len(node.args) != 2:
+    while node is not None and name(node) not in _PRODUCTS:
+        changed = _masked(node, scores, reader)
+        if changed is not None:
+            part, operand, given = changed
+            if part.bias is not None and found.softcap is not None:
+                return None
+            if part.hides and (found.scale != 1.0 or found.softcap is not None):
+                return None  # of the number that hides a score
+            if part.replaces and found.added.bias is not None:
+                return None  # which is added to the number in a score's place
+            part.scale = found.scale
+            merged, found.given = found.added.merged(part), found.given or given
+            if merged is None:
+                return None
+            found.added = merged
+            node = walk.back(walk.into(operand), _CASTS)
+        elif found.scale == 1.0 and found.softcap is None and _is_softcap(node):
+            node = _softcap(node, found, walk)
+        else:
+            node = _scaled(node, found, walk)
+    if node is None or not all(map(is_tensor, node.args)) or len(node.args) != 2:
         return None
     found.q, turned = node.args  # type: ignore[assignment]
     if value(found.q).dim() != 4 or not _turns(turned):
@@ -110,53 +109,51 @@ def _scores(node: fx.Node | None, found: Written, walk: "_Walk", reader: Reader)
     return found if walk.is_closed() and len(dtypes) == 1 else None
 
 
-def _mask(node: fx.Node, scores: Scores, reader: Reader) -> tuple[Expr, bool, Any, Any] | None:
-    """Finds where a node leaves scores as they are, whether it is the smallest number that stands elsewhere, the
-    scores, and the mask."""
-    called, operands = name(node), [one for one in node.args if is_tensor(one)]
-    operand: Any
-    mask: Any
-    if called == "add" and len(operands) == 2 and not node.kwargs:
+def _scaled(node: fx.Node, found: Written, walk: "_Walk") -> fx.Node | None:
+    """What a node multiplies by a number, or divides."""
+    if name(node) not in ("mul", "truediv", "div"):
+        return None
+    by = next((number(one) for one in node.args if not is_tensor(one)), None)
+    if by is None or not by.is_number or not is_tensor(node.args[0]) or node.kwargs:
+        return None
+    found.scale *= float(by) if name(node) == "mul" else 1 / float(by)
+    return walk.back(walk.step(node, 0), _CASTS)
+
+
+def _masked(node: fx.Node, scores: Scores, reader: Reader) -> tuple[Added, Any, Any] | None:
+    """What a node adds to scores or puts in their places, the scores, and the mask."""
+    operands = [one for one in node.args if is_tensor(one)]
+    if name(node) == "add" and len(operands) == 2 and not node.kwargs:
         for operand, mask in (operands, operands[::-1]):
-            if value(mask).dim() <= 4 and statically_known_true(value(mask).shape[-1] == scores.keys):
-                read = masks.read(mask, reader, scores)
-                if isinstance(read, masks.Mask) and value(mask).dtype != torch.bool:
-                    return sympy.And(*read.conditions), read.smallest, operand, mask
+            if value(mask).dtype != torch.bool and value(mask).dim() <= 4 and _is_of_scores(operand):
+                found = added.read(mask, reader, scores)  # type: ignore[arg-type]
+                return (found, operand, mask) if isinstance(found, Added) else None
         return None
-    if called == "masked_fill" and len(node.args) == 3:
-        operand, mask, fill = node.args
-    elif called == "where" and len(node.args) == 3:
-        mask, operand, fill = node.args
-    else:
+    hidden = added.hidden_by(node, scores, reader)
+    if hidden is None or value(hidden[2]).dim() != 4 or value(node).shape != value(hidden[2]).shape:
         return None
-    if not (is_tensor(mask) and is_tensor(operand) and value(mask).dtype is torch.bool):
-        return None
-    if value(operand).dim() != 4 or value(node).shape != value(operand).shape:
-        return None
-    lowest = _lowest(fill, value(node).dtype, reader)
-    if lowest is None:
-        return None
-    shape = scores.sizes
-    held = truth(reader.read(mask).broadcast(shape, masks.PLACES))
-    return (held if called == "where" else ~held), lowest, operand, mask
+    predicate, smallest, scored = hidden
+    given = node.args[1 if name(node) == "masked_fill" else 0]
+    return Added(predicate, [smallest], replaces=True), scored, given
 
 
-def _lowest(fill: Any, dtype: torch.dtype, reader: Reader) -> bool | None:
-    """Whether a number hides a score as the smallest one, not as minus infinity; None where it does not."""
-    if is_tensor(fill):
-        found = reader.read(fill)
-        filled = found.at(()) if not found.shape else None
-    else:
-        filled = number(fill)
-    if filled == -sympy.oo:
-        return False
-    return True if filled is not None and filled == sympy.Rational(torch.finfo(dtype).min) else None
+_OF_SCORES = frozenset("add mul truediv div masked_fill where tanh".split()) | _CASTS
 
 
-def _softcap(node: fx.Node | None, found: Written, walk: "_Walk") -> fx.Node | None:
-    """``tanh(scores / cap) * cap``."""
-    if node is None or name(node) != "mul" or not is_tensor(node.args[0]) or name(node.args[0]) != "tanh":
-        return node
+def _is_of_scores(node: Any) -> bool:
+    """Whether a node is computed, element by element, from the product of q and k."""
+    while is_tensor(node) and name(node) in _OF_SCORES:
+        turns = name(node) == "where" or (name(node) == "add" and not _is_of_scores(node.args[0]))
+        node = node.args[1 if turns else 0]
+    return is_tensor(node) and name(node) in _PRODUCTS and len(node.args) == 2 and _turns(node.args[1])
+
+
+def _is_softcap(node: fx.Node) -> bool:
+    return name(node) == "mul" and is_tensor(node.args[0]) and name(node.args[0]) == "tanh"
+
+
+def _softcap(node: fx.Node, found: Written, walk: "_Walk") -> fx.Node | None:
+    """What ``tanh(scores / cap) * cap`` is made of."""
     cap, tanh = number(node.args[1]), walk.step(node, 0)
     inner = walk.step(tanh, 0)
     if cap is None or inner is None or name(inner) not in ("truediv", "div") or number(inner.args[1]) != cap:

@@ -15,7 +15,7 @@ from te_inductor.ops import masked_attention
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.tracing import traced_into
 from te_inductor.passes.graph.values import value
-from te_inductor.passes.pre_grad.attention.expressions import Expr, expression
+from te_inductor.passes.pre_grad.attention.expressions import Expr, expression, is_one
 from te_inductor.passes.pre_grad.attention.site import Attention
 from te_inductor.passes.pre_grad.attention.symbols import Symbols
 from te_inductor.passes.pre_grad.attention.trees import Writer
@@ -91,7 +91,7 @@ class _Masks:
         def blocks(tree: Any, given: Sequence[Tensor], sizes: Sequence[Any], device: torch.device) -> list[Tensor]:
             if all(isinstance(size, int) for size in sizes):
                 return predicate.block_mask(tree, given, sizes, device)
-            like = torch.empty((), device=device)
+            like = torch.empty((), dtype=torch.bool, device=device)
             return masked_attention.block_mask(list(given), like, predicate.to_text(tree), list(sizes))  # type: ignore[no-any-return]
 
         return self._made(site, "blocks", tree, tensors, blocks)
@@ -178,12 +178,14 @@ def _call_flex(site: Attention, masks: _Masks) -> None:
     fakes = [value(block) for block in blocks]
     layout, options = compat.flex_constants(value(site.q), value(site.k), value(site.v), fakes, predicate.BLOCK)
     with graph.inserting_before(site.node):
-        score = graph.get_attr(_added(module, "te_score", _score(site, rows if scored else [])))
+        biases = _biases(site)
+        scoring = _score(site, rows if scored else None, list(map(value, biases)))
+        score = graph.get_attr(_added(module, "te_score", scoring))
         attends = graph.get_attr(_added(module, "te_attends", _attends(tree, len(tensors))))
         nodes = {id(fake): block for fake, block in zip(fakes, blocks, strict=True)}
         lengths = [_length(one) for one in (site.q, site.k)]
         given: Any = (*lengths, *(attends if one is compat.MASK_MOD else nodes.get(id(one), one) for one in layout[2:]))
-        buffers = tuple(masks.hand(scored, site)), tuple(masks.hand(tensors, site))
+        buffers = (*masks.hand(scored, site), *biases), tuple(masks.hand(tensors, site))
         call = graph.call_function(
             torch.ops.higher_order.flex_attention,
             (site.q, site.k, site.v, score, given, site.known_scale, options, *buffers),
@@ -266,9 +268,23 @@ def _take(site: Attention, out: fx.Node) -> None:
     site.node.graph.erase_node(site.node)
 
 
-def _score(site: Attention, rows: Sequence[str]) -> fx.GraphModule:
-    """What is done to a score: a soft cap; and in a row without any key, whose scores vanish beside the smallest number,
-    zero, with the gradient of the score where that number is added to it."""
+def _biases(site: Attention) -> list[fx.Node]:
+    """The bias that is added to the scores; in fp32 where its gradient, a sum over all queries and keys that read an
+    element, is wanted."""
+    if site.added.bias is None:
+        return []
+    if not value(site.added.bias).requires_grad:
+        return [site.added.bias]
+    wide = site.node.graph.call_method("float", (site.added.bias,))
+    example = value(site.added.bias)
+    with example.fake_mode:  # type: ignore[attr-defined]
+        wide.meta = dict(site.added.bias.meta) | {"example_value": example.float()}
+    return [wide]
+
+
+def _score(site: Attention, rows: Sequence[str] | None, biases: Sequence[Tensor]) -> fx.GraphModule:
+    """What is done to a score: a soft cap, and a bias; and in a row without any key, whose scores vanish beside the
+    smallest number, zero, with the gradient of what that number is added to. `rows` are the places that say which."""
     graph = fx.Graph()
     tracer = fx.proxy.GraphAppendingTracer(graph)
     places: dict[str, Any] = {
@@ -277,11 +293,18 @@ def _score(site: Attention, rows: Sequence[str]) -> fx.GraphModule:
     score = places["score"]
     if site.softcap is not None:
         score = torch.tanh(score / site.softcap) * site.softcap
-    if rows:
-        empty: Any = fx.Proxy(graph.placeholder("empty"), tracer)
+    empty: Any = None if rows is None else fx.Proxy(graph.placeholder("empty"), tracer)
+    biased = score
+    for number, tensor in enumerate(biases):
+        given: Any = fx.Proxy(graph.placeholder(f"bias_{number}"), tracer)
+        read = zip("bhqk"[4 - tensor.dim() :], tensor.shape, strict=True)
+        biased = biased + given[tuple(0 if is_one(size) else places[place] for place, size in read)] * site.added.scale
+    if rows is not None:
+        learns = score if site.added.fills else biased
         is_empty = empty[tuple(places[place] for place in rows)]
-        score = torch.where(is_empty, 0.0 if site.replaces else score - score.detach(), score)
-    graph.output(score.node)
+        biased = torch.where(is_empty, 0.0 if site.added.replaces else learns - learns.detach(), biased)
+    graph.output(biased.node)
+    return fx.GraphModule({}, graph)
     return fx.GraphModule({}, graph)
 
 

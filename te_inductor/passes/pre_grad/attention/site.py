@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from te_inductor.diagnostics import Refusal
+from te_inductor.passes.pre_grad.attention.added import Added
 from te_inductor.passes.pre_grad.attention.masks import Mask
 
 
@@ -23,8 +24,8 @@ class Attention:
     mask: Mask | None = None  # what it is proven to be
     softcap: float | None = None  # of scores, in attention by hand
     sinks: fx.Node | None = None  # that broadcasts to (B, H, L, 1): one more score of each head, without a value
+    added: Added = field(default_factory=Added)  # what is added to the scores: a bias
     by_hand: bool = False
-    replaces: bool = False  # whether the mask's number is put in the place of scores, and not added to them
     chosen: bool = False  # whether the user has chosen torch's backend for it
     leaves: dict[str, fx.Node] = field(default_factory=dict)  # the tensors that it reads, by their functions' names
     readers: dict[str, fx.Node] = field(default_factory=dict)  # of those that the graph writes: when they are read

@@ -16,7 +16,8 @@ from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.module_path import module_path
 from te_inductor.passes.graph.operators import name
 from te_inductor.passes.graph.values import is_tensor, is_wrapped, value
-from te_inductor.passes.pre_grad.attention import by_hand, masks
+from te_inductor.passes.pre_grad.attention import added, by_hand, masks
+from te_inductor.passes.pre_grad.attention.added import Added
 from te_inductor.passes.pre_grad.attention.expressions import expression
 from te_inductor.passes.pre_grad.attention.formulas import Reader
 from te_inductor.passes.pre_grad.attention.inputs import Inputs
@@ -31,6 +32,8 @@ from te_inductor.passes.pre_grad.plan import Plan
 FLEX_QUERIES = 512
 WAIT_QUERIES = 1024
 CUDNN_WIDTH = 128  # of a head, which cuDNN takes forward and backward on every GPU
+# From how many queries on FlexAttention is taken for a bias. None: its rate has not been measured.
+BIAS_QUERIES: int | None = None
 DROPOUT_QUERIES = 512  # from how many on FlashAttention, with dropout, is taken for a padding: docs/performance.md
 FLASH_WIDTH = 128  # of a head, which FlashAttention takes forward and backward, with dropout, on every GPU
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -79,7 +82,7 @@ def _of_call(node: fx.Node, reader: Reader) -> Attention:
     if site.given is None:
         site.mask = Mask((masks.KEY <= masks.QUERY,) if call.get("is_causal") is True else (), scores)
     else:
-        _take(site, masks.read(site.given, reader, scores), reader)
+        _take(site, added.read(site.given, reader, scores), scores, reader)
     return site
 
 
@@ -90,25 +93,29 @@ def _of_hand(node: fx.Node, reader: Reader, plan: Plan) -> Attention | None:
         return None
     site = Attention(node, found.q, found.k, found.v, found.given, found.scale, module_path(node), by_hand=True)
     site.softcap, site.sinks, site.dropout = found.softcap, found.sinks, found.dropout
-    site.replaces = found.replaces
     scores = Scores.of(value(found.q), value(found.k).shape[2])
-    _take(site, masks.of_predicate(found.predicate, scores, reader, found.smallest), reader)
+    _take(site, found.added, scores, reader)
     operands = [one for one in (site.q, site.k, site.sinks) if one is not None]
     if plan.writes.between(operands, min(found.read), node):
         site.refusal = Refusal("the graph writes what the scores are made of before they are multiplied with v")
-    elif found.adds and site.mask is not None and not site.mask.nowhere_empty():
-        site.refusal = Refusal("masks are added up, and a query that attends to no key attends to those of fewer masks")
     return site
 
 
-def _take(site: Attention, found: Mask | Refusal, reader: Reader) -> None:
-    """Note what was read of a site's mask."""
+def _take(site: Attention, part: Added | Refusal, scores: Scores, reader: Reader) -> None:
+    """Note what was read of what a site adds to its scores, or puts in their places."""
+    if isinstance(part, Refusal):
+        site.refusal = part
+        return
+    found = masks.of_predicate(part.predicate, scores, reader, smallest=any(part.hides))
     if isinstance(found, Refusal):
         site.refusal = found
         return
     functions = {str(one.func) for condition in found.conditions for one in condition.atoms(AppliedUndef)}
     site.mask, site.leaves = found, {function: reader.leaves[function] for function in sorted(functions)}
     site.readers = {function: reader.readers[function] for function in functions & reader.readers.keys()}
+    site.added = part
+    if len(part.hides) > 1 and any(part.hides) and not found.nowhere_empty():
+        site.refusal = Refusal("masks are added up, and a query that attends to no key attends to those of fewer masks")
 
 
 def _shape_refusal(site: Attention, call: Mapping[str, Any]) -> Refusal | None:
@@ -131,7 +138,7 @@ def _decide(site: Attention, inputs: Inputs, plan: Plan) -> None:
     if (site.by_hand or site.given is not None) and mask.ends_early and not site.attends_to_all:
         site.ends_early, mask = True, mask.of_first_keys()
         site.mask = mask
-    special = site.softcap is not None or site.sinks is not None
+    special = any(one is not None for one in (site.softcap, site.sinks, site.added.bias))
     whole = mask.is_full or (mask.is_causal and mask.scores.is_square)
     if site.by_hand and not _is_on_a_gpu(site):
         site.refusal = Refusal("it is written by hand, and %s has no kernel for it", value(site.q).device.type)
@@ -198,8 +205,11 @@ def _flex_refusal(site: Attention) -> Refusal | None:
     width = q.shape[-1]
     if not (isinstance(width, int) and _WIDTHS[0] <= width <= _WIDTHS[1] and v.shape[-1] == width):
         return Refusal("heads of %s elements", width)
-    if statically_known_true(q.shape[2] < FLEX_QUERIES):
-        return Refusal("fewer than %d queries, for which a mask as a tensor is as fast", FLEX_QUERIES)
+    least = FLEX_QUERIES if site.added.bias is None else BIAS_QUERIES
+    if least is None:
+        return Refusal("%s; FlexAttention with a bias has not been measured", site.added.unread)
+    if statically_known_true(q.shape[2] < least):
+        return Refusal("fewer than %d queries, for which a mask as a tensor is as fast", least)
     return None
 
 
@@ -209,7 +219,7 @@ def _kept_refusal(site: Attention) -> Refusal | None:
     assert mask is not None
     width = q.shape[-1]
     read = set[Any]().union(*(condition.free_symbols for condition in mask.conditions))
-    if site.softcap is not None or site.sinks is not None or read & {masks.HEAD, masks.QUERY}:
+    if any(one is not None for one in (site.softcap, site.sinks, site.added.bias)) or read & {masks.HEAD, masks.QUERY}:
         return Refusal("FlexAttention has no dropout, and FlashAttention no mask but a padding")
     if not isinstance(site.dropout, float):
         return Refusal("its dropout is known at the call alone")
@@ -285,13 +295,20 @@ def _same_place(source: Any, node: fx.Node, plan: Plan) -> bool:
     return is_tensor(source) and source.graph is node.graph and not plan.writes.anywhere(source)
 
 
+def _name(site: Attention) -> str:
+    """What a site's mask is called in reports."""
+    if site.mask is None or site.added.bias is None:
+        return "dense" if site.mask is None else site.mask.name
+    return "bias" if site.mask.is_full else f"{site.mask.name}, bias"
+
+
 def _reported(site: Attention) -> AttentionSite:
     as_tensor = (site.given is not None or site.by_hand) and not site.is_changed
     q = value(site.q) if is_tensor(site.q) else None
     slow = as_tensor and q is not None and q.is_cuda and statically_known_true(q.shape[-2] >= WAIT_QUERIES)
     return AttentionSite(
         site.fqn,
-        "dense" if site.mask is None else site.mask.name,
+        _name(site),
         ("by hand" if site.by_hand else "sdpa, the mask as a tensor") if as_tensor else KERNELS[site.kernel],
         None if site.refusal is None else str(site.refusal),
         bool(slow),

@@ -46,6 +46,8 @@ class Writer:
             NotImplementedError: a condition has no such form; says what it holds.
         """
         trees = [self._write(_apart(condition)) for condition in conditions]
+        if not trees:
+            return ["ge", "k", 0]
         return trees[0] if len(trees) == 1 else ["and", *trees]
 
     def _write(self, expr: Expr) -> Any:
