@@ -1,5 +1,5 @@
-"""Attention's masks where sizes or offsets are known at the call alone: lengths that change, caches that are longer than
-what they hold, and prompts that come in pieces."""
+"""Attention's masks where sizes or offsets are known at the call alone: lengths that change, caches that are longer
+than what they hold, and prompts that come in pieces."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from te_inductor.passes.pre_grad.attention import masks
 from te_inductor.passes.pre_grad.attention.formulas import Reader
+from te_inductor.runtime.attention import predicate
 from tests.attention import MASKS, Passes, as_on_a_gpu, assert_same, attention_with, operands
 
 NAMES = {mask.__name__: mask for mask in MASKS}
@@ -130,3 +131,39 @@ def test_a_call_never_waits_to_learn_how_far_a_cache_is_filled():
     held = masks.sympy.Function("held", integer=True)(0)
     shifted = masks.of_predicate(masks.QUERY + held >= masks.KEY, scores, reader)
     assert shifted.name == "causal with an offset" and shifted.is_shifted_by_data
+
+
+BORDERS = sorted({max(1, 128 * count + by) for count in range(33) for by in (-1, 0, 1)})  # 1 to 4097
+
+
+@pytest.mark.parametrize("size", (1, 127, 128, 129, 300))
+@pytest.mark.parametrize("kind", ("window", "chunks"))
+def test_blocks_at_all_borders(kind, size):
+    """Of each length, what is known of a block by the numbers of its first and last query and key."""
+    near = ["ge", "k", ["add", "q", 1 - size]] if kind == "window" else ["eq"] + [["floordiv", i, size] for i in "kq"]
+    node = ["and", ["le", "k", "q"], near]
+    for length in BORDERS:
+        count = -(-length // 128)
+        low = torch.arange(count) * 128
+        high = (low + 127).clamp(max=length - 1)
+        nearest, farthest = low[:, None] - high, high[:, None] - low  # the smallest and the largest of q - k
+        some, every = farthest >= 0, nearest >= 0
+        if kind == "window":
+            some, every = some & (nearest < size), every & (farthest < size)
+        else:
+            some &= (low[:, None] // size <= high // size) & (low // size <= high[:, None] // size)
+            every &= (low[:, None] // size == high // size) & (low // size == high[:, None] // size)
+        is_whole = high - low == 127
+        every &= is_whole[:, None] & is_whole
+        found = predicate.block_mask(node, [], (1, 1, length, length), torch.device("cpu"))
+        for (counts, chosen), expected in zip(
+            zip(found[::2], found[1::2], strict=True), _turned(some, every), strict=True
+        ):
+            places = torch.arange(count) < counts[0, 0][:, None]
+            listed = torch.zeros(count, count, dtype=torch.bool).scatter(1, chosen[0, 0].long(), places)
+            assert torch.equal(listed, expected)
+
+
+def _turned(some, every):
+    in_part = some & ~every
+    return in_part, every, in_part.mT, every.mT
