@@ -7,6 +7,7 @@ is: templates/triton/experts_decode.py. With more rows FP8 weights are multiplie
 out first. A CPU multiplies what is stored by x as it is.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from te_inductor.ops.definition import define
 from te_inductor.recipes import Gemm, Quantizer, Slots
 from te_inductor.recipes.formats import E2M1
 from te_inductor.runtime.eager import experts, grouped
+from te_inductor.targets import Target
 
 _QUANTIZER = constant_type_name(Quantizer)
 
@@ -97,7 +99,7 @@ fp8_experts_dequantize = define(
 
 def nvfp4_product(x: Tensor, ends: Tensor | None, ids: Tensor | None, *weight: Tensor) -> Tensor:
     """`nvfp4_experts`, or what a GPU does in its place with many rows."""
-    if _family(x, weight[0], PREFILL, E2M1.name) is not written_out.FAMILY:
+    if _family(x, weight[0]) is not written_out.FAMILY:
         return nvfp4_experts(x, ends, ids, *weight, x.dtype)  # type: ignore[no-any-return]
     whole = nvfp4_experts_dequantize(*weight, x.shape[1], x.dtype)
     return experts.product_of_whole(x, ends, ids, whole, x.dtype)
@@ -106,7 +108,7 @@ def nvfp4_product(x: Tensor, ends: Tensor | None, ids: Tensor | None, *weight: T
 def fp8_product(x: Tensor, ends: Tensor | None, ids: Tensor | None, slots: Slots, *weight: Tensor) -> Tensor:
     """`fp8_experts`, or what a GPU does in its place with many rows: x is cast as well, as the recipe says."""
     values, scale_inv = weight
-    if _family(x, values, slots.fprop, slots.weight.element) is not grouped_mm.FAMILY:
+    if _family(x, values, slots) is not grouped_mm.FAMILY:
         return fp8_experts(x, ends, ids, values, scale_inv, slots.weight, x.dtype)  # type: ignore[no-any-return]
     order = None
     if ends is None:
@@ -119,8 +121,19 @@ def fp8_product(x: Tensor, ends: Tensor | None, ids: Tensor | None, slots: Slots
     return y if order is None else torch.empty_like(y).index_copy_(0, order, y)
 
 
-def _family(x: Tensor, stored: Tensor, gemm: Gemm, element: str) -> KernelFamily:
-    """The kernels that multiply. A weight's sizes are constants of the graph: asking for an int makes them so."""
+def _family(x: Tensor, stored: Tensor, slots: Slots | None = None) -> KernelFamily:
+    """The kernels that multiply; without slots by NVFP4. A weight's sizes are constants of the graph: asking for an int
+    makes them so."""
     count, n, _ = (int(size) for size in stored.shape)
-    sizes = Sizes(x.shape[0], n, x.shape[1], count)
-    return select(Problem(targets.of(x.device), sizes, gemm, x.dtype, stored=Stored(element, x.dtype))).family
+    kind = None if slots is None else (slots.input.scope, slots.weight.scope, slots.input.element, slots.weight.element)
+    (m, k), chosen = x.shape, _chosen if isinstance(x.shape[0], int) else _chosen.__wrapped__
+    return chosen(targets.of(x.device), m, n, k, count, x.dtype, kind)
+
+
+@functools.lru_cache(4096)  # of layers in eager code, which ask at each call
+def _chosen(
+    target: Target, m: Any, n: int, k: int, count: int, dtype: torch.dtype, kind: tuple[str, str, str, str] | None
+) -> KernelFamily:
+    gemm = PREFILL if kind is None else Gemm("fprop", scopes=kind[:2], elements=kind[2:])
+    stored = Stored(E2M1.name if kind is None else gemm.elements[1], dtype)
+    return select(Problem(target, Sizes(m, n, k, count), gemm, dtype, stored=stored)).family

@@ -10,6 +10,7 @@ rate. One scale of the tensor holds for the transpose too. Scales of rows, s, li
 before that is cast: ``dx[m, k] = sum_n (dy[m, n] * s[n]) * q[n, k]``. The weight is rounded no second time either way.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from te_inductor import targets
 from te_inductor.kernels import fp8_small_m, nvfp4_fp8, recast, written_out
 from te_inductor.kernels import nvfp4_linear as policy
+from te_inductor.kernels.family import KernelFamily
 from te_inductor.kernels.problem import Problem, Sizes
 from te_inductor.kernels.select import select
 from te_inductor.numerics import nvfp4
@@ -27,6 +29,7 @@ from te_inductor.ops.definition import define
 from te_inductor.ops.gemm import scaled_mm
 from te_inductor.ops.written_out import for_program, is_called, leaves
 from te_inductor.recipes import Quantizer, Slots
+from te_inductor.targets import Target
 
 # The FP8 GEMM of large batches: scales of rows, powers of two, so that a stored value is rounded once and rarely.
 _ROWWISE = Quantizer("e4m3", power_2_scale=True, scope="row")
@@ -112,6 +115,11 @@ def _fixed(weight: Tensor) -> None:
         int(size)
 
 
+@functools.lru_cache(4096)  # of layers in eager code, which ask at each call
+def _chosen(target: Target, sizes: Sizes, rows: torch.dtype, out: torch.dtype, casts: bool, gone: bool) -> KernelFamily:
+    return select(policy.problem(target, sizes, rows, out, casts, gone)).family
+
+
 class _NVFP4:
     """How an NVFP4 weight (stored, block_scale, tensor_scale) is multiplied."""
 
@@ -119,10 +127,11 @@ class _NVFP4:
     def product(
         x: Tensor, stored: Tensor, block_scale: Tensor, tensor_scale: Tensor, prefill: str, out_dtype: torch.dtype
     ) -> Tensor:
-        weight, sizes = (stored, block_scale, tensor_scale), Sizes(x.shape[0], stored.shape[0], x.shape[1])
+        weight, m = (stored, block_scale, tensor_scale), x.shape[0]
         _fixed(stored)
-        target, casts, gone = targets.of(x.device), prefill == "fp8", leaves(nvfp4_weight_only)
-        family = select(policy.problem(target, sizes, x.dtype, out_dtype, casts, gone)).family
+        sizes, casts, gone = Sizes(m, stored.shape[0], x.shape[1]), prefill == "fp8", leaves(nvfp4_weight_only)
+        chosen = _chosen if isinstance(m, int) and not gone else _chosen.__wrapped__
+        family = chosen(targets.of(x.device), sizes, x.dtype, out_dtype, casts, gone)
         if family is written_out.FAMILY:
             return F.linear(x, nvfp4_dequantize(*weight, x.shape[1], x.dtype)).to(out_dtype)
         if family not in (nvfp4_fp8.FAMILY, recast.FAMILY):

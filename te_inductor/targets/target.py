@@ -51,6 +51,9 @@ class Target:
     product: str = ""  # the device's name, by which tables of measurements are found
     limits: Limits = Limits(0, 0, 0)
 
+    def __hash__(self) -> int:
+        return hash((self.name, self.cuda, self.product))  # what tells devices apart; eager layers hash it at each call
+
     @property
     def is_gpu(self) -> bool:
         """Whether it is one that kernels of ours are for."""
