@@ -139,7 +139,7 @@ BORDERS = sorted({max(1, 128 * count + by) for count in range(33) for by in (-1,
 @pytest.mark.parametrize("size", (1, 127, 128, 129, 300))
 @pytest.mark.parametrize("kind", ("window", "chunks"))
 def test_blocks_at_all_borders(kind, size):
-    """Of each length, what is known of a block by the numbers of its first and last query and key."""
+    """Checks, for each length, what is known of a block by the numbers of its first and last query and key."""
     near = ["ge", "k", ["add", "q", 1 - size]] if kind == "window" else ["eq"] + [["floordiv", i, size] for i in "kq"]
     node = ["and", ["le", "k", "q"], near]
     for length in BORDERS:
