@@ -52,7 +52,7 @@ def called(target: object, *arguments: object) -> fx.Node:
     return graph.call_method(target, arguments) if isinstance(target, str) else graph.call_function(target, arguments)
 
 
-@pytest.mark.parametrize(("call", "expected"), CALLS, ids=str)
+@pytest.mark.parametrize(("call", "expected"), CALLS)
 def test_every_way_to_write_an_operator(call, expected):
     assert operators.read(called(*call)) == expected
 
@@ -82,7 +82,7 @@ PERMUTATIONS = [
 ]
 
 
-@pytest.mark.parametrize("call", PERMUTATIONS, ids=str)
+@pytest.mark.parametrize("call", PERMUTATIONS)
 def test_what_permutations_do(call):
     node = called(*call)
     x = torch.arange(30).view(*((5, 6) if call in (("t",), (getattr, "T")) else (2, 3, 5)))
