@@ -4,6 +4,7 @@ forward and backward, with those casts in it: python -m tests.offline.grouped_ca
 import itertools
 import math
 import sys
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -110,7 +111,8 @@ def check_layer(name: str) -> None:
         if op not in products:
             setattr(grouped_ops, op._schema.name.partition("::")[2], kernel)
     try:
-        assert_same(tuple(layer()), tuple(expected), name)
+        with mock.patch.object(group_strips, "_most_rows", lambda device, size: math.inf):  # a CPU has no such limits
+            assert_same(tuple(layer()), tuple(expected), name)
     finally:
         for op in replaced:
             setattr(grouped_ops, op._schema.name.partition("::")[2], op)
