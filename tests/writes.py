@@ -104,6 +104,7 @@ class Program(nn.Module):
     def __init__(self, case: Case) -> None:
         super().__init__()
         self.case, self.places = case, 0
+        self.looks = False  # whether the values of ends may be looked at, as of eager code
 
         def integers(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.randint(-2, 3, shape).float())
@@ -162,6 +163,8 @@ def _experts(m: Program, x: Tensor, choices: Tensor) -> tuple[Tensor, Tensor]:
         m.at(rows, ids)
     w, v = m.choose(lambda: (m.w, m.v), lambda: (m.w.transpose(1, 2), m.v.transpose(1, 2)), lambda: _cast(m))()
     m.at(rows, w, ends, order, index, x)
+    if m.looks and int(ends.max()) > ROWS:
+        raise NotLegal  # counts that were written: rows that do not exist, which a GPU's product would read
     y = grouped_mm(rows.to(w.dtype), w, ends).float()
     m.at(y, ends, rows, order, x, v)
     if m.choose(True, False):
@@ -284,6 +287,7 @@ def _results(model: Program, x: Tensor, choices: Tensor, case: Case, options: An
     """Output, what was written, and gradients; `options` are a dict, None for torch's own compiler, or False for eager
     code."""
     model, x = copy.deepcopy(model), x.clone().requires_grad_(case.mode in ("train", "traced"))
+    model.looks = options is False
     step = _traced if case.mode == "traced" else _run
     return step(model, x, choices, case, options)
 
