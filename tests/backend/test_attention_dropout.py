@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 
 from te_inductor.ops.masked_attention import attend_to_kept
 from te_inductor.passes.pre_grad.attention import sites
@@ -73,6 +74,23 @@ def padded_with_dropout(mask, dropout):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=keep, dropout_p=dropout, scale=SCALE)
 
     return run
+
+
+def test_a_checkpoint_keeps_torchs(monkeypatch):
+    """What is computed again has to drop what was dropped. As weights drop what they drop, the output is linear in v."""
+    backend, (tensors, padding, documents) = Passes(), operands(150, groups=4)
+    run = padded_with_dropout(padded_both_ways, 0.4)
+    monkeypatch.setattr(sites, "DROPOUT_QUERIES", 1)
+
+    def again(*given):
+        return torch.utils.checkpoint.checkpoint(run, *given, use_reentrant=False)
+
+    with as_on_a_gpu(monkeypatch):
+        y = torch.compile(again, backend=backend)(*tensors, padding, documents)
+        [dv] = torch.autograd.grad(y.square().sum() / 2, tensors[2:])
+    assert [site.kernel for site in backend.found] == ["sdpa, the mask as a tensor"]
+    assert "computed again" in backend.found[0].reason
+    torch.testing.assert_close((dv * tensors[2]).sum(), y.square().sum(), rtol=1e-4, atol=0.0)
 
 
 def test_the_pass(monkeypatch):

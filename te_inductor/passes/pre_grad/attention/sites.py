@@ -147,7 +147,7 @@ def _decide(site: Attention, inputs: Inputs, plan: Plan) -> None:
     elif site.by_hand or site.given is not None:
         drops = site.dropout != 0.0
         site.refusal = _mask_refusal(site, inputs.bodies, plan)
-        site.refusal = site.refusal or (_kept_refusal(site) if drops else _flex_refusal(site))
+        site.refusal = site.refusal or (_kept_refusal(site, inputs.bodies) if drops else _flex_refusal(site))
         if site.refusal is None:
             waits = not special and not inputs.hold_any(site.leaves.values()) and _may_wait(site, plan)
             site.kernel = "kept" if drops else "either" if waits else "flex"
@@ -213,7 +213,7 @@ def _flex_refusal(site: Attention) -> Refusal | None:
     return None
 
 
-def _kept_refusal(site: Attention) -> Refusal | None:
+def _kept_refusal(site: Attention, bodies: Bodies) -> Refusal | None:
     """Why FlashAttention does not take it, with its dropout: Note [Dropout under a padding]."""
     q, v, mask = value(site.q), value(site.v), site.mask
     assert mask is not None
@@ -223,6 +223,10 @@ def _kept_refusal(site: Attention) -> Refusal | None:
         return Refusal("FlexAttention has no dropout, and FlashAttention no mask but a padding")
     if not isinstance(site.dropout, float):
         return Refusal("its dropout is known at the call alone")
+    if site.node.graph is not bodies.root.graph:
+        return Refusal(
+            "there is dropout in a body that is computed again, whose random numbers torch's attention repeats"
+        )
     if site.attends_to_all:
         return Refusal("there is dropout, and a query that attends to no key attends to all of them alike")
     if not (isinstance(width, int) and width % 8 == 0 and width <= FLASH_WIDTH and v.shape[-1] == width):
