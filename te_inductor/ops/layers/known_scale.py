@@ -1,0 +1,52 @@
+"""A scale that follows from a bound that is known beforehand, as gradients of a loss have one: what is cast with it is
+not read for its amax."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from te_inductor.errors import RecipeError
+from te_inductor.ops.casts import ScalePair, current_scale
+from te_inductor.ops.layers.parts import ScaleSource, StepTensors
+from te_inductor.recipes import Quantizer
+from te_inductor.recipes.constants import constant
+
+
+@constant
+class KnownScale(ScaleSource):
+    """The source of one slot's scale where no magnitude of its operand is larger than `amax`: the scale that a tensor of
+    this amax would have by its quantizer's formula. What is larger after all saturates, so that the bound has to be a
+    proof. Other slots, and scales finer than the tensor's, have those of `others`."""
+
+    amax: float
+    slot: str = "grad_output"
+    others: ScaleSource = ScaleSource()
+
+    def __post_init__(self) -> None:
+        tiny, most = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+        if not tiny <= self.amax <= most:
+            raise RecipeError(
+                f"KnownScale.amax is {self.amax}, expected a normal positive fp32 number, from {tiny:.3g} on"
+            )
+
+    def pair(
+        self,
+        slot: str,
+        pieces: Sequence[Tensor],
+        quantizer: Quantizer,
+        tensors: StepTensors,
+        shared: Callable[[], Tensor] | None,
+    ) -> ScalePair | None:
+        if slot != self.slot or not quantizer.granularity.whole:
+            return self.others.pair(slot, pieces, quantizer, tensors, shared)
+        bound = torch.full((1, 1), self.amax, dtype=torch.float32, device=pieces[0].device)
+        return ScalePair(*current_scale([bound], quantizer))
+
+    @property
+    def is_shared(self) -> bool:
+        return self.others.is_shared
+
+    @property
+    def first(self) -> "KnownScale":
+        return KnownScale(self.amax, self.slot, self.others.first)
