@@ -184,11 +184,10 @@ def assert_same(run, compiled, tensors, *more):
 
 
 class Passes:
-    """A backend of the passes of attention and AOTAutograd, without generated code; keeps what they found. `eager` runs
-    Dynamo's graph as it is: of a graph of AOTAutograd, torch's FlexAttention for any device has no gradient of a bias."""
+    """A backend of the passes of attention and AOTAutograd, without generated code; keeps what they found."""
 
-    def __init__(self, eager=False, **options):
-        self.eager, self.options, self.found, self.graphs = eager, options, [], 0
+    def __init__(self, **options):
+        self.options, self.found, self.graphs = options, [], 0
 
     def __call__(self, gm, inputs):
         plan = Plan(gm, config.parse(self.options), inputs)
@@ -197,12 +196,30 @@ class Passes:
         gm.recompile()
         self.found += plan.report.attention
         self.graphs += 1
-        if self.eager:
-            return gm.forward
-        return aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward))(gm, inputs)
+        return aot_autograd(fw_compiler=_uncompiled)(gm, inputs)
 
     def kinds(self):
         return [site.mask for site in self.found]
+
+
+def _uncompiled(gm, inputs):
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.higher_order.flex_attention_backward):
+        node.target = _flex_backward
+    gm.recompile()
+    return make_boxed_func(gm.forward)
+
+
+def _flex_backward(*operands):
+    """FlexAttention's backward on any device. It asks the tensors of a call which of them have a gradient, and in a graph
+    of AOTAutograd none has: the gradients that the graph of a score returns say it."""
+    *rest, biases, tensors = operands
+    gradients = rest[8].graph.output_node().args[0][5:]
+    biases = tuple(
+        one if gradient is None else one.detach().requires_grad_()
+        for one, gradient in zip(biases, gradients, strict=True)
+    )
+    with torch.no_grad():
+        return torch.ops.higher_order.flex_attention_backward(*rest, biases, tensors)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ CASES += [(relative, how) for how in ("filled", "sdpa, filled")]
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("bias,how", CASES, ids=lambda one: getattr(one, "__name__", one))
 def test_a_bias(bias, how, mask, monkeypatch):
-    run, backend = program(bias, mask, how), Passes(eager=bias is relative)
+    run, backend = program(bias, mask, how), Passes()
     tensors, padding, documents = operands(37, groups=4)
     table = torch.randn(11, 4, requires_grad=True)
     tensors = [*tensors, table] if bias is relative else tensors
@@ -56,7 +56,7 @@ def test_a_bias_is_left_until_it_is_measured(monkeypatch):
 MODELS = {
     "Mpt": ({"d_model": 32, "n_heads": 2, "n_layers": 1, "max_seq_len": 64}, "causal, padded, bias"),
     "Falcon": ({"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1, "alibi": True}, "causal, padded, bias"),
-    "T5Encoder": ({"d_model": 32, "d_kv": 16, "num_heads": 2, "num_layers": 2, "dropout_rate": 0.0}, "padded, bias"),
+    **dict.fromkeys(("T5Encoder", "UMT5Encoder"), ({"d_model": 32, "d_kv": 16, "num_heads": 2, "num_layers": 2, "dropout_rate": 0.0}, "padded, bias")),
 }  # fmt: skip
 
 
@@ -71,7 +71,7 @@ def test_models_of_transformers(name, monkeypatch):
     model = kind(kind.config_class(vocab_size=50, **sizes))
     tokens, keep = torch.randint(50, (2, 23)), torch.ones(2, 23, dtype=torch.int64)
     keep[0, :4], keep[1, 20:] = 0, 0
-    backend, results = Passes(eager=True), []
+    backend, results = Passes(), []
     with as_on_a_gpu(monkeypatch):
         for run in (model, torch.compile(model, backend=backend)):
             model.zero_grad()
