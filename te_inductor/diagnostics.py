@@ -41,7 +41,7 @@ class Site:
     """One GEMM of one place in the model."""
 
     fqn: str  # module path, as in `model.named_modules()`
-    pattern: str  # "linear" or "matmul"; "grouped_linear" of experts
+    pattern: str  # "linear" or "matmul"; "grouped_linear" of experts; "convolution"
     gemm: str  # "fprop", "dgrad", "wgrad"
     shapes: tuple[Any, int, int]  # (M, N, K) of this GEMM, as out[M, N] = a[M, K] b[K, N]; a symbolic size is a string
     recipe: str  # a recipe's name, or "none"
@@ -50,6 +50,7 @@ class Site:
     merged: tuple[str, ...] = ()  # module paths of all sites that are one GEMM with this one, itself too
     flops: int | None = None  # of an fprop; None of other GEMMs, and where a size is not known before it runs
     wire: str | None = None  # of an fprop whose operands come from other ranks in the graph: in which format, and why
+    outside: bool = False  # whether no recipe is for such a product: its reason is no fallback then
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ class Unmet(NamedTuple):
 
 @dataclass
 class Flops:
-    """FLOPs of the forward's matrix products, those of two activations too; symbolic sizes are those of the trace."""
+    """FLOPs of the forward's matrix products, those of two activations and convolutions too; symbolic sizes are those of
+    the trace."""
 
     low: int = 0  # in low precision
     total: int = 0
@@ -161,7 +163,7 @@ class Report:
 
     @property
     def fallbacks(self) -> list[Site]:
-        return [site for site in self.sites if site.reason is not None]
+        return [site for site in self.sites if site.reason is not None and not site.outside]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -264,7 +266,7 @@ def _is_ours(file: str) -> bool:
 def summary(report: Report) -> str | None:
     """The text of the warning, None where everything runs as asked."""
     lines = []
-    places = {(site.fqn, site.pattern) for site in report.sites}
+    places = {(site.fqn, site.pattern) for site in report.sites if not site.outside}
     for emulated, verb in ((False, "stay in high precision"), (True, "are emulated")):
         fallen = [site for site in report.fallbacks if (site.kernel == "emulated") == emulated]
         if fallen:

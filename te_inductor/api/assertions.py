@@ -82,7 +82,8 @@ def _by_recipe(site: Site) -> str:
 
 
 def _check(report: Report, allowed: list[str]) -> None:
-    high = [site for site in report.sites if site.kernel == "high_precision"]
+    sites = [site for site in report.sites if not site.outside]
+    high = [site for site in sites if site.kernel == "high_precision"]
     lines: dict[str, list[str]] = {}
     for site in high:
         if not any(_matches(site.fqn, glob) for glob in allowed):
@@ -91,15 +92,13 @@ def _check(report: Report, allowed: list[str]) -> None:
     text = [f"  {reason}: {shown(fqns)}" for reason, fqns in lines.items()]
     if text:
         count = len(set().union(*lines.values()))
-        text.insert(
-            0, f"te_inductor: {count} of {len({site.fqn for site in report.sites})} layers ran in high precision:"
-        )
+        text.insert(0, f"te_inductor: {count} of {len({site.fqn for site in sites})} layers ran in high precision:")
         text.append("mend that, or name them in high_precision=[...] where it is meant")
     if unused:
         text.append(
             f"te_inductor: high_precision entries match no layer that ran in high precision: {', '.join(unused)}"
         )
-    if len(high) == len(report.sites) and not text:
+    if len(high) == len(sites) and not text:
         text.append(
             "te_inductor: no layer ran in low precision, expected a call of what torch.compile(backend='te') made"
         )

@@ -15,6 +15,7 @@ from te_inductor.kernels.cutlass_tiles import Kernel
 from te_inductor.passes.graph import regions, writes
 from te_inductor.passes.pre_grad.attention.site import Attention
 from te_inductor.passes.pre_grad.sites import contractions
+from te_inductor.passes.pre_grad.sites.convolutions import OUTSIDE
 from te_inductor.passes.pre_grad.sites.exchanges import Exchanges
 from te_inductor.passes.pre_grad.sites.products import Product
 from te_inductor.passes.pre_grad.sites.rule import Match, Rule
@@ -131,6 +132,11 @@ class Unlowered(_Placed):
     refusal: Refusal
     gemm: str = "fprop"
     precision: Precision = Precision()  # that it would have
+
+    @property
+    def outside(self) -> bool:
+        """Whether no recipe is for such a product, so that high precision is no fallback."""
+        return self.refusal is OUTSIDE
 
 
 @dataclass

@@ -77,9 +77,11 @@ def _sites(plan: Plan, candidate: Candidate, merged: tuple[str, ...], rows: int 
 
 def _unlowered_site(site: Unlowered) -> Site:
     product, recipe = site.product, "none" if site.recipe is None else site.recipe.name
-    reason = None if site.recipe is None else str(site.refusal)
+    reason = None if site.recipe is None and not site.outside else str(site.refusal)
     sizes, flops = plain(product.sizes), product.flops if site.gemm == "fprop" else None
-    return Site(site.fqn, product.pattern, site.gemm, sizes, recipe, "high_precision", reason, flops=flops)
+    return Site(
+        site.fqn, product.pattern, site.gemm, sizes, recipe, "high_precision", reason, flops=flops, outside=site.outside
+    )
 
 
 def _kernel(

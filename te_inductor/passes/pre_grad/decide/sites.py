@@ -52,8 +52,11 @@ def resolve_recipes(plan: Plan) -> None:
             candidate.precision = Precision(recipe, slots, by_policy)
     for site in plan.unlowered:
         entry = policy.first(entries, site.place.names, site.product.sizes)
+        if not site.outside:
+            site.precision = Precision(_recipe(site, entry, default))
+        elif entry is not None and entry.recipe is not None:
+            continue  # a recipe that no site has
         used.add(entry)
-        site.precision = Precision(_recipe(site, entry, default))
     plan.report.unused_policy.extend(entry.name for entry in entries if entry not in used)
 
 

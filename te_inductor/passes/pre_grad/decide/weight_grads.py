@@ -94,14 +94,14 @@ def left_to_autograd(plan: Plan, bodies: Bodies) -> Iterator[Unmet]:
     reason = "the layer stays in high precision, so that its weight gradient goes to autograd"
     high = [site for site in plan.candidates if not site.low and not site.stored]
     yield from (Unmet("wgrad", site.fqn, reason) for site in high if wanted(site.match))
-    for product in plan.unlowered:
+    products = [product for product in plan.unlowered if not product.outside]
+    for product in products:
         weights = (one for one in product.product.operands if from_parameter(one, bodies))
         learns = requires_grad(product.product.node) and any(map(requires_grad, weights))
         if learns or product.gemm == "wgrad":
             yield Unmet("wgrad", product.fqn, reason)
-    named = {site.match.node for site in plan.candidates if not takes(site)} | {
-        product.product.node for product in plan.unlowered
-    }
+    named = {site.match.node for site in plan.candidates if not takes(site)}
+    named |= {product.product.node for product in products}
     for parameter, reader in other_readers(plan.candidates, bodies):
         if reader not in named:
             module = module_path(reader)

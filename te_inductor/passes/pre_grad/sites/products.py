@@ -1,4 +1,4 @@
-"""All matrix products of a Dynamo graph, with their FLOPs, whether a rule takes them or not.
+"""All matrix products of a Dynamo graph, convolutions too, with their FLOPs, whether a rule takes them or not.
 
 A product of a weight and an activation that no rule takes belongs in the report. A weight is what is computed from
 parameters and buffers alone, other than by a product with an activation or a linear layer; see `Weights`.
@@ -21,7 +21,7 @@ from te_inductor.passes.graph.operators import GROUPED, Call, Kind, name
 from te_inductor.passes.graph.owners import from_parameter
 from te_inductor.passes.graph.values import is_tensor, value
 from te_inductor.passes.graph.writes import Writes
-from te_inductor.passes.pre_grad.sites import contractions
+from te_inductor.passes.pre_grad.sites import contractions, convolutions
 
 _LETTERS = "".join(chr(0x200 + place) for place in range(64))  # of dimensions that an equation leaves unnamed
 
@@ -43,6 +43,8 @@ class Product:
     @property
     def pattern(self) -> str:
         """What `Site.pattern` calls it."""
+        if name(self.node) in convolutions.NAMES:
+            return "convolution"
         return "grouped_linear" if self.grouped else "matmul"
 
 
@@ -136,6 +138,8 @@ def refusal(product: Product, weights: Weights) -> Refusal:
     if product.grouped:
         return Refusal("experts' products of other shapes than rows (M, K) and weights (E, K, N), or without offsets")
     node = product.node
+    if name(node) in convolutions.NAMES and (why := convolutions.refusal(node)) is not None:
+        return why
     operands = [one for one in product.operands if weights.is_weight(one)]
     if not any(weights.kind(one) == "parameter" for one in operands):
         return Refusal("the weight is a buffer, not a parameter")
@@ -245,6 +249,15 @@ def _grouped(node: fx.Node) -> Product | None:
     return Product(node, (a, b), (math.prod(rows), n, k), _flops(*rows, k, n))
 
 
+def _convolution(node: fx.Node) -> Product | None:
+    given = convolutions.operands(node)
+    x, weight = given.get("input"), given.get("weight")
+    if not (is_tensor(x) and is_tensor(weight)):
+        return None
+    sizes = convolutions.sizes(node)
+    return Product(node, (x, weight), sizes, _flops(*sizes))
+
+
 def _inner(node: fx.Node) -> Product | None:
     a, b = _given(node, ("input", "self"), ("other",))
     if not (is_tensor(a) and is_tensor(b) and value(a).dim() and value(b).dim()):
@@ -338,6 +351,7 @@ _READERS: dict[str, Callable[[fx.Node], Product | None]] = {
     **dict.fromkeys(("addmm", "baddbmm", "addbmm", "addmv", "addmm_", "baddbmm_"), _added),
     **dict.fromkeys(GROUPED, _grouped),
     **dict.fromkeys(("chain_matmul", "multi_dot", "linalg_multi_dot"), _chained),
+    **dict.fromkeys(convolutions.NAMES, _convolution),
     "linear": _linear,
     "einsum": _einsum,
     "tensordot": _tensordot,
