@@ -1,7 +1,7 @@
 """Other ways to write a product of an activation and a parameter: ``torch.einsum``, ``torch.tensordot``,
-``torch.inner``, and a product with the parameter on the left. Each is a linear layer whose dimensions have other names
-and places. `inline` puts that layer in its place, between the views that it takes, so that the rules see it;
-`Inlined.undo` takes that back, where the layer stays in high precision.
+``torch.inner``, convolutions of one element, and a product with the parameter on the left. Each is a linear layer whose
+dimensions have other names and places. `inline` puts that layer in its place, between the views that it takes, so that
+the rules see it; `Inlined.undo` takes that back, where the layer stays in high precision.
 
 Not where a letter is in both operands and in the output: that is a product for each of its values. Nor where the
 parameter would have to be copied: what is summed over stands together in it, in front of the rest or behind it."""
@@ -18,6 +18,7 @@ from te_inductor.passes.graph.operators import Call
 from te_inductor.passes.graph.owners import from_parameter
 from te_inductor.passes.graph.tracing import as_traced, lay_in
 from te_inductor.passes.graph.values import is_tensor, is_wrapped, value
+from te_inductor.passes.pre_grad.sites import convolutions
 
 aten = torch.ops.aten
 _LETTERS = "".join(chr(0x100 + place) for place in range(64))  # which no equation has: torch knows those of ASCII
@@ -63,6 +64,8 @@ class Contraction:
     operands: tuple[fx.Node, fx.Node]
     names: tuple[str, str]
     y: str
+    bias: fx.Node | None = None
+    ones: int = 0  # dimensions of one element that the parameter has behind those of its name
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,7 @@ def inline(graph: fx.Graph) -> dict[fx.Node, Inlined]:
             contraction = READERS.get(node.target, _product)(node)
             found = None if contraction is None else _layer(contraction)
             if contraction is not None and found is not None:
-                layer, inlined = _replace(node, *found)
+                layer, inlined = _replace(node, *found, contraction.bias)
                 done[layer] = inlined
     return done
 
@@ -101,7 +104,8 @@ def _layer(contraction: Contraction) -> tuple[fx.Node, fx.Node, EinsumLayer] | N
     [place] = parameters
     p, x = contraction.operands[place], contraction.operands[1 - place]
     layer = EinsumLayer(contraction.names[1 - place], contraction.names[place], contraction.y)
-    if (len(layer.x), len(layer.p)) != (value(x).dim(), value(p).dim()) or not layer.is_linear():
+    dims = value(x).dim(), value(p).dim() - contraction.ones
+    if (len(layer.x), len(layer.p)) != dims or not layer.is_linear():
         return None
     sizes = ((value(x).shape[layer.x.index(letter)], value(p).shape[layer.p.index(letter)]) for letter in layer.inner)
     # 1 would be spread. Traced as a symbol, x's size stands as one here, whatever it has been found to be.
@@ -167,7 +171,20 @@ def _product(node: fx.Node) -> Contraction | None:
     return Contraction((p, x), (m + k, rows + k + n), rows + m + n)
 
 
-def _replace(node: fx.Node, x: fx.Node, p: fx.Node, layer: EinsumLayer) -> tuple[fx.Node, Inlined]:
+def _convolution(node: fx.Node) -> Contraction | None:
+    if not convolutions.is_layer(node):
+        return None
+    given = convolutions.operands(node)
+    batch, outer, inner, *rest = list(_LETTERS[: value(given["input"]).dim() + 1])
+    places = "".join(rest)
+    names = batch + inner + places, outer + inner
+    operands = given["input"], given["weight"]
+    return Contraction(operands, names, batch + outer + places, given.get("bias"), len(rest))
+
+
+def _replace(
+    node: fx.Node, x: fx.Node, p: fx.Node, layer: EinsumLayer, bias: fx.Node | None
+) -> tuple[fx.Node, Inlined]:
     """The layer, and how to undo it."""
     graph, output = node.graph, value(node)
     fakes = [value(x), value(p)]
@@ -184,7 +201,7 @@ def _replace(node: fx.Node, x: fx.Node, p: fx.Node, layer: EinsumLayer) -> tuple
     def in_order(x: fx.Node, found: str, wanted: str) -> fx.Node:
         return x if found == wanted else call(aten.permute.default, x, [found.index(letter) for letter in wanted])
 
-    sizes = dict(zip(layer.p, value(p).shape, strict=True))
+    sizes = dict(zip(layer.p, value(p).shape, strict=False))
     n, k = ([sizes[letter] for letter in letters] for letters in (layer.outer, layer.inner))
     made = layer.rows + layer.outer
     with graph.inserting_before(node):
@@ -192,10 +209,10 @@ def _replace(node: fx.Node, x: fx.Node, p: fx.Node, layer: EinsumLayer) -> tuple
         if len(k) > 1:
             x = call(aten.flatten.using_ints, x, -len(k), -1)
         inner_first = layer.p.startswith(layer.inner)
-        if len(layer.p) > 2:
+        if value(p).dim() > 2:
             rows, columns = torch.Size(n).numel(), torch.Size(k).numel()
             p = call(aten.reshape.default, p, [columns, rows] if inner_first else [rows, columns])
-        linear = y = call(torch.matmul, x, p) if inner_first else call(aten.linear.default, x, p)
+        linear = y = call(torch.matmul, x, p) if inner_first else call(aten.linear.default, x, p, *_given(bias))
         if len(n) > 1:
             y = call(aten.unflatten.int, y, -1, n)
         written = _written(output, layer, made)
@@ -207,6 +224,10 @@ def _replace(node: fx.Node, x: fx.Node, p: fx.Node, layer: EinsumLayer) -> tuple
     node.replace_all_uses_with(y)
     graph.erase_node(node)
     return linear, Inlined(y, [other for other in new if other is not y], was)
+
+
+def _given(bias: fx.Node | None) -> list[fx.Node]:
+    return [] if bias is None else [bias]
 
 
 def _written(output: torch.Tensor, layer: EinsumLayer, made: str) -> str:
@@ -231,4 +252,5 @@ READERS: dict[Any, Callable[[fx.Node], Contraction | None]] = {
     torch.functional.tensordot: _tensordot,
     torch.inner: _inner,
     "inner": _inner,
+    **dict.fromkeys(convolutions.LAYERS, _convolution),
 }
