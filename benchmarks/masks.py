@@ -29,7 +29,8 @@ _GPT_OSS = {"hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads
 _BERT = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16}
 _FALCON = {"hidden_size": 4096, "num_attention_heads": 64, "multi_query": False, "new_decoder_architecture": False}
 # Class, widths, layers, vocabulary, batch, tokens, and what the mask is.
-WORKS: dict[str, tuple[str, dict[str, Any], int, int, int, int, str]] = {
+Work = tuple[str, dict[str, Any], int, int, int, int, str]
+WORKS: dict[str, Work] = {
     "long": ("Llama", {**_LLAMA, "max_position_embeddings": 32768}, 2, 512, 1, 32768, "ones"),
     "packed": ("Llama", {**_LLAMA, "max_position_embeddings": 32768}, 2, 512, 1, 32768, "packed"),
     "vocabulary": ("Llama", _LLAMA, 4, 128256, 2, 4096, "ones"),
@@ -44,11 +45,11 @@ WORKS: dict[str, tuple[str, dict[str, Any], int, int, int, int, str]] = {
 DOCUMENT = 4096  # tokens of one of the packed
 
 
-def build(work: str, device: str) -> tuple[Any, dict[str, Tensor]]:
+def build(work: Work, device: str) -> tuple[Any, dict[str, Tensor]]:
     """A model and a batch for it."""
     import transformers
 
-    name, widths, layers, vocabulary, batch, tokens, mask = WORKS[work]
+    name, widths, layers, vocabulary, batch, tokens, mask = work
     config = getattr(transformers, f"{name}Config")(vocab_size=vocabulary, num_hidden_layers=layers, **widths)
     head = {"Bert": "ForMaskedLM", "T5": "ForConditionalGeneration"}.get(name, "ForCausalLM")
     with torch.device(device):
@@ -66,7 +67,8 @@ def build(work: str, device: str) -> tuple[Any, dict[str, Tensor]]:
     return model, given
 
 
-def measure(work: str, arm: str, args: argparse.Namespace) -> dict[str, Any]:
+def measure(work: Work, arm: str, args: argparse.Namespace, **more: Any) -> dict[str, Any]:
+    """One arm of a work; `more` is options for te."""
     gc.collect()
     torch._dynamo.reset()
     torch.cuda.empty_cache()
@@ -74,7 +76,7 @@ def measure(work: str, arm: str, args: argparse.Namespace) -> dict[str, Any]:
     model, given = build(work, args.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     kind, _, recipe = arm.partition(":")
-    options = {"recipe": recipe, "fallback": "silent"} if kind == "te" else None
+    options = {"recipe": recipe, "fallback": "silent", **more} if kind == "te" else None
     run: Callable[..., Any] = torch.compile(model, backend="te" if kind == "te" else "inductor", options=options)
 
     def step() -> Tensor:
@@ -101,6 +103,21 @@ def measure(work: str, arm: str, args: argparse.Namespace) -> dict[str, Any]:
     return {"ms": sorted(times)[len(times) // 2], "peak_gib": peak, "first_s": first, "loss": loss.item()}
 
 
+def show(rows: list[dict[str, Any]], environment: dict[str, Any]) -> None:
+    """Each work's arms, those that ran beside the first of them."""
+    first = {row["work"]: row for row in reversed(rows) if "ms" in row}
+    cells = []
+    for row in rows:
+        if "ms" not in row:
+            cells.append((row["work"], row["arm"], row["skipped"], *[None] * 4))
+            continue
+        over = first[row["work"]]["ms"] / row["ms"]
+        numbers = ((row["ms"], 1), (over, 2), (row["peak_gib"], 2), (row["first_s"], 0), (row["loss"], 4))
+        cells.append((row["work"], row["arm"], *(table.number(*one) for one in numbers)))
+    columns = ("work", "arm", "step ms", "over the first", "peak GiB", "first s", "loss")
+    table.show(f"whole steps; {table.headline(environment)}", columns, cells)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--works", nargs="+", choices=WORKS, default=list(WORKS))
@@ -115,16 +132,9 @@ def main() -> None:
     environment, rows = harness.environment(args.device), []
     for work in args.works:
         for arm in args.arms:
-            rows.append({"work": work, "arm": arm, **measure(work, arm, args)})
+            rows.append({"work": work, "arm": arm, **measure(WORKS[work], arm, args)})
             harness.write_json(args.json, {"environment": environment, "rows": rows})
-    first = {row["work"]: row["ms"] for row in reversed(rows)}
-    cells = [
-        (row["work"], row["arm"], table.number(row["ms"], 1), table.number(first[row["work"]] / row["ms"]),
-         table.number(row["peak_gib"]), table.number(row["first_s"], 0), table.number(row["loss"], 4))
-        for row in rows
-    ]  # fmt: skip
-    columns = ("work", "arm", "step ms", f"over {args.arms[0]}", "peak GiB", "first s", "loss")
-    table.show(f"whole steps; {table.headline(environment)}", columns, cells)
+    show(rows, environment)
 
 
 if __name__ == "__main__":
