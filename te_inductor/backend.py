@@ -63,7 +63,7 @@ def te(
     parsed = parse(mode, options)
     plan = Plan(gm, parsed, example_inputs)
     originals = _set_aside(plan.graph_modules())
-    plan.report = found = run_passes(plan)
+    plan.outcome.report = found = run_passes(plan)
     if plan.reads_active_region:
         regions.guard_on_active()
     if found.failure is not None:
@@ -79,7 +79,7 @@ def te(
     else:
         compiled = _compile_or_restore(plan, inductor, originals)
     compare_compiles(plan)
-    compiled_graphs.note(plan.report, plan.weights)
+    compiled_graphs.note(plan.outcome.report, plan.outcome.weights)
     return compiled
 
 
@@ -106,8 +106,8 @@ def run_passes(plan: Plan, passes: Sequence[Callable[[Plan], None]] | None = Non
     except TEInductorError:
         raise
     except Exception:
-        return _failed(plan.report, "a pass failed", traceback.format_exc())
-    return plan.report
+        return _failed(plan.outcome.report, "a pass failed", traceback.format_exc())
+    return plan.outcome.report
 
 
 def _failed(report: Report, reason: str, failure: str) -> Report:
@@ -200,16 +200,16 @@ def _compile_or_restore(
 
     try:
         with compat.unwinding_transforms():
-            inputs = [*plan.inputs, *(example for kind in plan.extra_inputs for example in kind.examples)]
+            inputs = [*plan.inputs, *(example for kind in plan.outcome.extra_inputs for example in kind.examples)]
             first = _first_step(plan, inductor, inputs)
-            return bind(inductor(plan.gm, inputs), plan.extra_inputs, first)
+            return bind(inductor(plan.gm, inputs), plan.outcome.extra_inputs, first)
     except (RestartAnalysis, SkipFrame, Unsupported, TEInductorError):
         raise  # Dynamo's own control flow, and what the user asked to be told
     except Exception:
         failure = traceback.format_exc()
         _give_up(plan, originals)
         compiled = inductor(plan.gm, plan.inputs)  # a graph that fails without us too is not our failure
-    plan.report = _failed(plan.report, "its compile failed", failure)
+    plan.outcome.report = _failed(plan.outcome.report, "its compile failed", failure)
     announce(_without_us(plan, Report(failure=failure)), plan.options.fallback)
     return compiled
 
@@ -218,11 +218,11 @@ def _first_step(
     plan: Plan, inductor: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]], inputs: Sequence[Any]
 ) -> Callable[..., Any] | None:
     """What runs where delayed scaling has no history: Note [A first step]."""
-    if plan.state is None:
+    if plan.outcome.state is None:
         return None
     graph = first_step.of(plan.gm)
-    if not plan.state.may_lack_history(plan.inputs):
-        return plan.state.count_first_steps(plan.gm, graph.forward)
+    if not plan.outcome.state.may_lack_history(plan.inputs):
+        return plan.outcome.state.count_first_steps(plan.gm, graph.forward)
     with compat.traced_beside():
         return inductor(graph, inputs)
 
@@ -247,7 +247,7 @@ def _set_aside(modules: Sequence[fx.GraphModule]) -> dict[fx.GraphModule, fx.Gra
 
 def _give_up(plan: Plan, originals: Mapping[fx.GraphModule, fx.Graph]) -> None:
     """Go back to the graph as the user wrote it, and let no other rank wait for the rewritten one."""
-    for kind in plan.extra_inputs:
+    for kind in plan.outcome.extra_inputs:
         kind.withdraw()
     _restore(originals)
 

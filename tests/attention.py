@@ -194,7 +194,7 @@ class Passes:
         sites.match_attention(plan)
         rewrite.rewrite_attention(plan)
         gm.recompile()
-        self.found += plan.report.attention
+        self.found += plan.outcome.report.attention
         self.graphs += 1
         return aot_autograd(fw_compiler=_uncompiled)(gm, inputs)
 

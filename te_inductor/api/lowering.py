@@ -17,7 +17,7 @@ from te_inductor.config import Options
 from te_inductor.diagnostics import announce
 from te_inductor.errors import OptionError, wrong_type
 from te_inductor.passes import pre_grad
-from te_inductor.passes.pre_grad.plan import Plan
+from te_inductor.passes.pre_grad.plan import LoweredPlan, Plan
 from te_inductor.recipes import regions
 
 Program = torch.export.ExportedProgram
@@ -97,7 +97,7 @@ def plan_of(program: Any, options: Options, parameters: Any = None) -> Plan:
     _set_values(gm, named)
     nodes = {node.name: node for node in gm.graph.nodes if node.op in ("placeholder", "get_attr")}
     paths = {nodes[name]: path for name, path in named.items()}
-    return Plan(gm, options, parameters=paths, leaves=isinstance(program, Program))
+    return LoweredPlan(gm, options, parameters=paths, is_program=isinstance(program, Program))
 
 
 def parse_options(options: Mapping[str, Any] | None) -> Options:

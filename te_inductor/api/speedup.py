@@ -34,7 +34,7 @@ def times(plan: Plan) -> Times:
             m, n, k = site.match.sizes
             found.high += 2 * len(list(site.match.gemms())) * m * n * k / rates.bf16_flops
             found.rates = rates.source
-    found.low = found.high - sum(weight.gain_s for weight in plan.report.weights)
+    found.low = found.high - sum(weight.gain_s for weight in plan.outcome.report.weights)
     return found
 
 

@@ -97,15 +97,15 @@ def plans(model: nn.Module, **options: Any) -> list[Plan]:
 def test_names_and_weights_of_layers_in_bodies(between, recipe):
     model = Layers(between)
     [plan] = plans(model, recipe=recipe, fallback="silent", weights="once")
-    assert plan.report.failure is None
-    inner = {site.fqn for site in plan.report.sites} - {"first", "last"}
+    assert plan.outcome.report.failure is None
+    inner = {site.fqn for site in plan.outcome.report.sites} - {"first", "last"}
     expected = {"first": model.first.weight, "last": model.last.weight, "inner": model.inner.weight}
     if between == "carried":
         assert inner == {""}
         del expected["inner"]
     else:
         assert inner == {"inner"}
-    assert {name: id(weight) for name, weight in plan.weights.items()} == {
+    assert {name: id(weight) for name, weight in plan.outcome.weights.items()} == {
         name: id(weight) for name, weight in expected.items()
     }
 

@@ -32,8 +32,8 @@ def uncompiled(gm: torch.fx.GraphModule, inputs: Any) -> Any:
     _set_aside(plan.graph_modules())
     report = run_passes(plan)
     assert report.failure is None and not report.fallbacks, str(report)
-    examples = [example for kind in plan.extra_inputs for example in kind.examples]
-    return bind(aot_eager(gm, [*inputs, *examples]), plan.extra_inputs)
+    examples = [example for kind in plan.outcome.extra_inputs for example in kind.examples]
+    return bind(aot_eager(gm, [*inputs, *examples]), plan.outcome.extra_inputs)
 
 
 def quantizers(model: nn.Module) -> list[str]:

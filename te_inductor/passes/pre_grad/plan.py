@@ -140,31 +140,51 @@ class Unlowered(_Placed):
 
 
 @dataclass
+class Products:
+    """The matrix products of a graph."""
+
+    all: list[Product] = field(default_factory=list)  # the candidates' too
+    unlowered: list[Unlowered] = field(default_factory=list)
+    backward: set[fx.Node] = field(default_factory=set)  # those that are part of a site's backward
+    inlined: dict[fx.Node, contractions.Inlined] = field(default_factory=dict)  # layers that were written otherwise
+
+
+@dataclass
+class Outcome:
+    """What a compile has found besides its graph."""
+
+    report: Report = field(default_factory=Report)
+    weights: dict[str, torch.nn.Parameter] = field(default_factory=dict)  # of sites, by their module paths
+    libraries: set[Kernel] = field(default_factory=set)  # CUTLASS kernels that its GEMMs will be
+    extra_inputs: list[ExtraInputs] = field(default_factory=list)  # what the rewritten graph takes besides its inputs
+
+    @property
+    def state(self) -> StateInputs | None:
+        """The state inputs of delayed scaling."""
+        return next((kind for kind in self.extra_inputs if isinstance(kind, StateInputs)), None)
+
+
+@dataclass
 class Plan:
     """What the passes of one compile know."""
 
     gm: fx.GraphModule
     options: Options
     inputs: Sequence[Any] = ()  # the graph's, as Dynamo hands them to a backend: parameters are the model's own
-    inlined: dict[fx.Node, contractions.Inlined] = field(default_factory=dict)  # layers that were written otherwise
     candidates: list[Candidate] = field(default_factory=list)
-    attention: list[Attention] = field(default_factory=list)
-    products: list[Product] = field(default_factory=list)  # all of the graph, the candidates' too
-    unlowered: list[Unlowered] = field(default_factory=list)
     merged: list[list[Candidate]] = field(default_factory=list)  # sites that are one GEMM
-    report: Report = field(default_factory=Report)
-    weights: dict[str, torch.nn.Parameter] = field(default_factory=dict)  # of sites, by their module paths
-    libraries: set[Kernel] = field(default_factory=set)  # CUTLASS kernels that its GEMMs will be
-    extra_inputs: list[ExtraInputs] = field(default_factory=list)  # what the rewritten graph takes besides its inputs
-    parameters: dict[fx.Node, str] = field(default_factory=dict)  # names, of a graph that Dynamo did not make
-    leaves: bool = False  # whether the graph is that of a program that leaves this process
-
-    backward: set[fx.Node] = field(default_factory=set)  # products that are part of a site's backward
+    attention: list[Attention] = field(default_factory=list)
+    products: Products = field(default_factory=Products)
+    outcome: Outcome = field(default_factory=Outcome)
 
     @property
-    def state(self) -> StateInputs | None:
-        """The state inputs of delayed scaling."""
-        return next((kind for kind in self.extra_inputs if isinstance(kind, StateInputs)), None)
+    def leaves(self) -> bool:
+        """Whether the graph is that of a program that leaves this process."""
+        return False
+
+    def path_of(self, parameter: fx.Node) -> str | None:
+        """The name of a parameter, of a graph that names them itself."""
+        return None
 
     @property
     def experts(self) -> list[Candidate]:
@@ -174,7 +194,7 @@ class Plan:
     @property
     def reads_active_region(self) -> bool:
         """Whether the thread's autocast has a say in any site."""
-        return any(None in site.place.regions for site in (*self.candidates, *self.unlowered))
+        return any(None in site.place.regions for site in (*self.candidates, *self.products.unlowered))
 
     @property
     def is_ours(self) -> bool:
@@ -195,12 +215,27 @@ class Plan:
     @functools.cached_property
     def writes(self) -> writes.Writes:
         """What the graph writes, and where. Asked for once, behind the passes that put nodes in."""
-        return (
-            writes.of_aten(self.gm.graph)
-            if self.parameters or self.leaves
-            else writes.of_dynamo(self.gm.graph, self.inputs)
-        )
+        return writes.of_dynamo(self.gm.graph, self.inputs)
 
     def graph_modules(self) -> list[fx.GraphModule]:
         """The graph and the bodies of its higher-order ops, such as checkpoint's."""
         return [module for module in self.gm.modules() if isinstance(module, fx.GraphModule)]
+
+
+@dataclass
+class LoweredPlan(Plan):
+    """The plan of a graph that Dynamo did not make."""
+
+    parameters: dict[fx.Node, str] = field(default_factory=dict)  # their names
+    is_program: bool = False  # and no traced graph
+
+    @property
+    def leaves(self) -> bool:
+        return self.is_program
+
+    def path_of(self, parameter: fx.Node) -> str | None:
+        return self.parameters.get(parameter)
+
+    @functools.cached_property
+    def writes(self) -> writes.Writes:
+        return writes.of_aten(self.gm.graph)

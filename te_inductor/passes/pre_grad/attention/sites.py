@@ -64,7 +64,7 @@ def match_attention(plan: Plan) -> None:
                 site.chosen = chosen and not site.by_hand
                 _decide(site, inputs, plan)
                 plan.attention.append(site)
-                plan.report.attention.append(_reported(site))
+                plan.outcome.report.attention.append(_reported(site))
 
 
 def _of_call(node: fx.Node, reader: Reader) -> Attention:

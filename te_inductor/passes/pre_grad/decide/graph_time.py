@@ -24,7 +24,7 @@ _CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 def device(plan: Plan, rates: targets.Rates) -> float:
     """Seconds of all matrix products, of moving what the graph makes besides, and of rows that go to other ranks and
     back. Attention is not counted."""
-    flops = sum(product.flops * _gemms(product.node) for product in plan.products if product.flops is not None)
+    flops = sum(product.flops * _gemms(product.node) for product in plan.products.all if product.flops is not None)
     made = sum(_made(module) for module in plan.graph_modules())
     sent = sum(_made(module, "all_to_all_single") for module in plan.graph_modules())
     return flops / rates.bf16_flops + _MOVED[_learns(plan)] * (made / rates.bytes + sent / _LINK)
@@ -37,11 +37,11 @@ def host(plan: Plan, rates: targets.Rates, more: int) -> float | None:
     graphs = options.inductor.get("triton.cudagraphs", options.mode in _CUDA_GRAPHS or config.triton.cudagraphs)
     if graphs or gemm_kernels.is_cpp(options):
         return None
-    return rates.host_launch * (LAUNCHES_OF_A_GEMM * sum(_gemms(product.node) for product in plan.products) + more)
+    return rates.host_launch * (LAUNCHES_OF_A_GEMM * sum(_gemms(product.node) for product in plan.products.all) + more)
 
 
 def _learns(plan: Plan) -> bool:
-    return any(_gemms(product.node) > 1 for product in plan.products)
+    return any(_gemms(product.node) > 1 for product in plan.products.all)
 
 
 def _gemms(node: fx.Node) -> int:

@@ -30,7 +30,7 @@ MIB = 2**20
 
 def spare(plan: Plan) -> None:
     """Leave the output layer of a graph that would need more memory than in bf16."""
-    products = {product.node for product in plan.products}
+    products = {product.node for product in plan.products.all}
     last = next((node for node in reversed(list(in_order(plan.gm))) if node in products), None)
     sites = [site for site in plan.candidates if site.low and not site.emulated]
     output = next((site for site in sites if site.match.node is last), None)

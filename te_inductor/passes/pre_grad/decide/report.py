@@ -19,13 +19,13 @@ from te_inductor.passes.pre_grad.plan import Candidate, Plan, Unlowered
 
 def report_sites(plan: Plan) -> None:
     """Write down what was decided, before the rewrite erases the matched nodes."""
-    plan.weights |= _weights(plan)
+    plan.outcome.weights |= _weights(plan)
     paths = {candidate.match.node: candidate.fqn for candidate in plan.candidates}
     joined = {site.match.node: group for group in plan.merged for site in group}
     calls = Counter(in_order(plan.gm))
     flops = {
         product.node: None if product.flops is None else product.flops * max(calls[product.node], 1)
-        for product in plan.products
+        for product in plan.products.all
     }
     kernels = {}
     for candidate in plan.candidates:
@@ -34,19 +34,21 @@ def report_sites(plan: Plan) -> None:
         rows = sum(site.match.sizes[1] for site in group) or None  # of the weight of the GEMM that they are
         fprop, *others = _sites(plan, candidate, merged, rows)
         fprop = replace(fprop, flops=flops.get(candidate.match.node), wire="; ".join(candidate.wires) or None)
-        plan.report.sites.extend((fprop, *others))
+        plan.outcome.report.sites.extend((fprop, *others))
         kernels[candidate.match.node] = fprop.kernel
-    plan.report.sites.extend(map(_unlowered_site, plan.unlowered))
-    for product in plan.products:
+    plan.outcome.report.sites.extend(map(_unlowered_site, plan.products.unlowered))
+    for product in plan.products.all:
         low = kernels.get(product.node, "high_precision") != "high_precision"
-        plan.report.flops.add(flops[product.node], low)
+        plan.outcome.report.flops.add(flops[product.node], low)
 
 
 def _weights(plan: Plan) -> dict[str, torch.nn.Parameter]:
     """The parameters that sites multiply by, where each is a parameter or made of one."""
     bodies, found = Bodies(plan.gm), {}
     multiplied = [(site.fqn, site.match.weight) for site in plan.candidates]
-    others = ((site.fqn, bodies.outer(operand)) for site in plan.unlowered for operand in site.product.operands)
+    others = (
+        (site.fqn, bodies.outer(operand)) for site in plan.products.unlowered for operand in site.product.operands
+    )
     multiplied += [(fqn, operand) for fqn, operand in others if from_parameter(operand)]
     for fqn, node in multiplied:
         owner = owner_of(node, bodies)
@@ -69,7 +71,7 @@ def _sites(plan: Plan, candidate: Candidate, merged: tuple[str, ...], rows: int 
         sizes = merged_shapes if one and not accumulates else shapes
         kernel, library = _kernel(plan, candidate, gemm, sizes, accumulates, turned and gemm == "wgrad")
         if library is not None:
-            plan.libraries.add(library)
+            plan.outcome.libraries.add(library)
         refusal = candidate.refusal or (candidate.emulated if kernel == emulated.FAMILY.name else None)
         reason = None if refusal is None else str(refusal)
         yield Site(candidate.fqn, candidate.rule.pattern, gemm, plain(shapes), recipe, kernel, reason, one)

@@ -50,14 +50,14 @@ def resolve_recipes(plan: Plan) -> None:
         if _region(candidate.place.regions).enabled:
             slots = None if recipe is None or recipe.of_stored_weights else recipe.slots_of(candidate.fqn)
             candidate.precision = Precision(recipe, slots, by_policy)
-    for site in plan.unlowered:
+    for site in plan.products.unlowered:
         entry = policy.first(entries, site.place.names, site.product.sizes)
         if not site.outside:
             site.precision = Precision(_recipe(site, entry, default))
         elif entry is not None and entry.recipe is not None:
             continue  # a recipe that no site has
         used.add(entry)
-    plan.report.unused_policy.extend(entry.name for entry in entries if entry not in used)
+    plan.outcome.report.unused_policy.extend(entry.name for entry in entries if entry not in used)
 
 
 def _recipe(site: Candidate | Unlowered, entry: policy.Entry | None, default: Recipe | None) -> Recipe | None:
@@ -77,7 +77,7 @@ def check_sites(plan: Plan) -> None:
     """Ask each rule whether the site can run as it should; a refusal leaves the site in high precision."""
     bodies, transforms_of = Bodies(plan.gm), transforms.transforms_of(plan.gm)
     is_cpp = gemm_kernels.is_cpp(plan.options) and not plan.leaves
-    choosing = routers.of_groups((site.match for site in plan.candidates), {one.node for one in plan.products})
+    choosing = routers.of_groups((site.match for site in plan.candidates), {one.node for one in plan.products.all})
     for candidate in plan.candidates:
         match, weight = candidate.match, value(candidate.match.weight)
         if candidate.recipe is not None and candidate.recipe.of_stored_weights and not candidate.stored:
@@ -141,7 +141,7 @@ def check_extras(plan: Plan) -> None:
         )
     if plan.options.amax_group:
         checks["amax_group"] = lambda site: amax_groups.refusal(site.recipe, plan.options)
-    plan.report.unmet.extend(
+    plan.outcome.report.unmet.extend(
         Unmet("recipe", site.fqn, str(site.unmet["recipe"])) for site in plan.candidates if "recipe" in site.unmet
     )
     for option, check in checks.items():
@@ -155,6 +155,6 @@ def check_extras(plan: Plan) -> None:
         for node, refusal in refusals.items():
             if refusal is not None:
                 sites[node].unmet[option] = refusal
-                plan.report.unmet.append(Unmet(option, sites[node].fqn, str(refusal)))
+                plan.outcome.report.unmet.append(Unmet(option, sites[node].fqn, str(refusal)))
     if plan.options.wgrad in weight_grads.SINKS:
-        plan.report.unmet.extend(weight_grads.left_to_autograd(plan, bodies))
+        plan.outcome.report.unmet.extend(weight_grads.left_to_autograd(plan, bodies))

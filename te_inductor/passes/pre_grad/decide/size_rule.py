@@ -72,7 +72,7 @@ def weigh(plan: Plan) -> None:
     """Refuse the sites of a graph that are better left alone, and note what was weighed."""
     weighed: list[tuple[list[Candidate], Weighing]] = []
     makers = Makers(
-        {product.node for product in plan.products}, {site.match.node for site in plan.candidates if site.low}
+        {product.node for product in plan.products.all}, {site.match.node for site in plan.candidates if site.low}
     )
     known: targets.Rates | None = None
     sent = _rows_sent(plan)
@@ -95,7 +95,7 @@ def weigh(plan: Plan) -> None:
     _refuse(experts, refusal_of_host([(weight, sites[0].low) for sites, weight in weighed], device, host))
     host = graph_time.host(plan, known, _launches(weighed))  # what is left of them
     _refuse(layers, refusal_of_graph([(weight, sites[0].low) for sites, weight in layers], device, host))
-    plan.report.weights.append(
+    plan.outcome.report.weights.append(
         GraphWeight(
             [
                 WeighedLayers(tuple(site.fqn for site in sites), sites[0].low, weight, sites[0].by_policy)

@@ -94,7 +94,7 @@ def left_to_autograd(plan: Plan, bodies: Bodies) -> Iterator[Unmet]:
     reason = "the layer stays in high precision, so that its weight gradient goes to autograd"
     high = [site for site in plan.candidates if not site.low and not site.stored]
     yield from (Unmet("wgrad", site.fqn, reason) for site in high if wanted(site.match))
-    products = [product for product in plan.unlowered if not product.outside]
+    products = [product for product in plan.products.unlowered if not product.outside]
     for product in products:
         weights = (one for one in product.product.operands if from_parameter(one, bodies))
         learns = requires_grad(product.product.node) and any(map(requires_grad, weights))

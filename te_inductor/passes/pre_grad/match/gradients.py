@@ -169,7 +169,7 @@ def match_gradients(plan: Plan) -> None:
             elif fitting and not both:
                 _unplace(site)
     plan.candidates[:] = [site for site in plan.candidates if site.match.node not in products.taken]
-    plan.backward |= products.taken
+    plan.products.backward |= products.taken
     _refuse_unplaced(plan, products)
     for site in plan.candidates:
         site.match = _read_once(site.match, plan.writes)
@@ -187,13 +187,13 @@ def list_lost_gradients(plan: Plan) -> None:
     for node in reversed(plan.gm.graph.nodes):
         found = reached.get(node, set()).union(*(reached[user] for user in node.users if user in reached))
         reached[node] = found
-        if len(found) != 1 or node in sites or node in plan.backward or _multiplied(node) is None:
+        if len(found) != 1 or node in sites or node in plan.products.backward or _multiplied(node) is None:
             continue
         parameter = getattr(getattr(_at(described, *found), "grad_of", None), "target", None)
         product = products_of.read(node)
         if isinstance(parameter, str) and product is not None:
             path = without_wrappers(parameter).removesuffix(".weight")
-            plan.unlowered.append(Unlowered(product, SitePlace("", path), LOST, "wgrad"))
+            plan.products.unlowered.append(Unlowered(product, SitePlace("", path), LOST, "wgrad"))
 
 
 def _outputs(graph: fx.Graph) -> Sequence[Any]:

@@ -58,7 +58,7 @@ def inline_attention(plan: Plan) -> None:
 def inline_contractions(plan: Plan) -> None:
     """Put linear layers in the place of other sums of products that are ones."""
     for module in plan.graph_modules():
-        plan.inlined |= contractions.inline(module.graph)
+        plan.products.inlined |= contractions.inline(module.graph)
         module.recompile()
 
 
@@ -98,20 +98,20 @@ def _forwards(plan: Plan, bodies: Bodies) -> list[fx.Graph]:
 def list_products(plan: Plan) -> None:
     """Find all matrix products, and those with a weight among them that no rule matched."""
     bodies = Bodies(plan.gm)
-    nodes = (node for graph in _forwards(plan, bodies) for node in graph.nodes if node not in plan.backward)
-    plan.products.extend(product for product in map(products.read, nodes) if product is not None)
+    nodes = (node for graph in _forwards(plan, bodies) for node in graph.nodes if node not in plan.products.backward)
+    plan.products.all.extend(product for product in map(products.read, nodes) if product is not None)
     matched = {candidate.match.node for candidate in plan.candidates}
-    layers = {product.node for product in plan.products if products.is_layer(product)} | matched
+    layers = {product.node for product in plan.products.all if products.is_layer(product)} | matched
     weights = products.Weights(bodies, layers, lambda: plan.writes)
-    for product, refusal in products.unmatched(plan.products, matched, weights):
+    for product, refusal in products.unmatched(plan.products.all, matched, weights):
         path = module_path(product.node)
         weight = next(one for one in product.operands if weights.is_weight(one))
         inner = _inner(plan, path, product.node, weight, bodies)
-        plan.unlowered.append(Unlowered(product, SitePlace(path, inner, _around(plan, product.node)), refusal))
+        plan.products.unlowered.append(Unlowered(product, SitePlace(path, inner, _around(plan, product.node)), refusal))
     for product, gemm, weight, call in functions.products_by_hand(bodies):
         path = module_path(call)
         place = SitePlace(path, _inner(plan, path, call, weight, bodies), _around(plan, product.node))
-        plan.unlowered.append(Unlowered(product, place, functions.BY_HAND, gemm))
+        plan.products.unlowered.append(Unlowered(product, place, functions.BY_HAND, gemm))
 
 
 def _around(plan: Plan, node: fx.Node) -> tuple[Region | None, ...]:
@@ -123,7 +123,7 @@ def _inner(plan: Plan, module: str, node: fx.Node, weight: fx.Node, bodies: Bodi
     held = owner_of(weight, bodies)
     if held is None:
         return ""
-    name = plan.parameters.get(held.parameter)
+    name = plan.path_of(held.parameter)
     if name is None:
         inner = inner_path(module, holder_path(held.parameter))
         return ".".join(filter(None, (inner, parameter_name(held.parameter)))) if grouped else inner

@@ -39,7 +39,7 @@ def compare_compiles(plan: Plan) -> None:
     """Raise where this rank alone could not compile such layers as it had decided, or another rank could not."""
     sites = [site for site in plan.candidates if _goes_between(site)]
     if sites:
-        how = "as the user wrote it, since its compile failed" if plan.report.failure else "as decided"
+        how = "as the user wrote it, since its compile failed" if plan.outcome.report.failure else "as decided"
         decisions.compare(_layers(sites), [f"{site.fqn or '(root)'} {how}" for site in sites], "compiled")
 
 

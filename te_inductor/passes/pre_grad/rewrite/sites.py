@@ -33,7 +33,7 @@ def guard_extras(plan: Plan) -> None:
 
 def start_builds(plan: Plan) -> None:
     """Have CUTLASS's kernels built while the graph is compiled."""
-    build.start(plan.libraries)
+    build.start(plan.outcome.libraries)
 
 
 def rewrite_sites(plan: Plan) -> None:
@@ -41,7 +41,7 @@ def rewrite_sites(plan: Plan) -> None:
     match."""
     sites = [candidate for candidate in plan.candidates if candidate.low]
     layers = {candidate.match.node for candidate in plan.candidates if candidate.low or candidate.stored}
-    for node, inlined in plan.inlined.items():
+    for node, inlined in plan.products.inlined.items():
         if node not in layers:
             inlined.undo()
     sharded.without_gathers(sites)
@@ -66,7 +66,7 @@ def rewrite_sites(plan: Plan) -> None:
             merging.rewrite(group, emit)
     for step in stateful.values():
         step.finish()
-    check_order(plan.gm.graph, plan.extra_inputs)
+    check_order(plan.gm.graph, plan.outcome.extra_inputs)
     transforms.translate(plan.gm)
     for module in plan.graph_modules():
         regions.erase(module.graph)
@@ -87,7 +87,7 @@ def _extras(plan: Plan, sites: list[Candidate], groups: dict[fx.Node, list[Match
     """Append the inputs of cached weights, then those of what takes gradients."""
     bodies = Bodies(plan.gm)
     kept = CachedInputs(refresh_on, plan.options.fallback, dict(plan.gm.named_parameters()))
-    plan.extra_inputs.append(kept)
+    plan.outcome.extra_inputs.append(kept)
     extras = ExtraArguments(CachedSites(bodies, kept), None)
     if plan.options.weights != "each_call":
         for site in sites:
@@ -98,7 +98,7 @@ def _extras(plan: Plan, sites: list[Candidate], groups: dict[fx.Node, list[Match
     if sink is None or sink.takers is None:
         return extras
     gradients = GradientInputs(sink.takers)
-    plan.extra_inputs.append(gradients)
+    plan.outcome.extra_inputs.append(gradients)
     return replace(extras, gradients=GradientSites(bodies, sink, gradients, sites))
 
 
@@ -116,7 +116,7 @@ def _delayed_sites(
     if not by_recipe:
         return {}
     state = StateInputs(plan.options.fallback, dict(plan.gm.named_parameters()))
-    plan.extra_inputs.append(state)
+    plan.outcome.extra_inputs.append(state)
     bodies = Bodies(plan.gm)
     groups = GroupsOf(plan.gm.graph, plan.options, plan.inputs, state.held)
     return {
