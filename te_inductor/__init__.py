@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from te_inductor.api.saved_state import state_dict as state_dict
     from te_inductor.api.written_checkpoints import quantized_state_dict as quantized_state_dict
     from te_inductor.backend import te as te
-    from te_inductor.diagnostics import Report as Report
-    from te_inductor.diagnostics import Site as Site
+    from te_inductor.presentation.report import Report as Report
+    from te_inductor.presentation.report import Site as Site
     from te_inductor.recipes.regions import autocast as autocast
     from te_inductor.runtime.gradients.deferred_wgrads import backward_dw as backward_dw
 
@@ -43,8 +43,8 @@ _HOME = {
     "recipes": ("te_inductor.recipes", None),
     "state_dict": ("te_inductor.api.saved_state", "state_dict"),
     "te": ("te_inductor.backend", "te"),
-    "Report": ("te_inductor.diagnostics", "Report"),
-    "Site": ("te_inductor.diagnostics", "Site"),
+    "Report": ("te_inductor.presentation.report", "Report"),
+    "Site": ("te_inductor.presentation.report", "Site"),
 }
 
 __all__ = [

@@ -18,7 +18,7 @@ from torch import fx
 
 from te_inductor import compat, config, recipes
 from te_inductor.config import Options
-from te_inductor.diagnostics import CUT_BY_DDP, Report, Unmet, announce, log, say, uncompiled
+from te_inductor.diagnostics import CUT_BY_DDP, announce, log, say, uncompiled
 from te_inductor.distributed import amax_groups
 from te_inductor.errors import TEInductorError
 from te_inductor.kernels import cutlass_tables
@@ -27,6 +27,7 @@ from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.plan import Plan
 from te_inductor.passes.pre_grad.rewrite import first_step
 from te_inductor.passes.pre_grad.rewrite.decisions import compare_compiles
+from te_inductor.presentation.report import Report, Unmet
 from te_inductor.recipes import regions
 from te_inductor.runtime import compiled_graphs
 from te_inductor.runtime.exporting import note_export

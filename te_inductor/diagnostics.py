@@ -1,4 +1,4 @@
-"""What runs where, and why not: refusals, sites, reports, the one warning of a compile, and the log.
+"""What runs where, and why not: refusals, the one warning of a compile, and the log.
 
 ``TORCH_LOGS="+te_inductor"`` shows every decision as it is made.
 """
@@ -8,16 +8,14 @@ import logging
 import sys
 import warnings
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from te_inductor.errors import FallbackError, FallbackWarning
-from te_inductor.presentation.paths import plain
+from te_inductor.presentation.paths import HIDDEN, nearest, shown
+from te_inductor.presentation.report import Report, percent
 
 log = logging.getLogger("te_inductor")
 _T = TypeVar("_T")
@@ -34,177 +32,6 @@ class Refusal:
 
     def __repr__(self) -> str:
         return f"Refusal({str(self)!r})"
-
-
-@dataclass(frozen=True)
-class Site:
-    """One GEMM of one place in the model."""
-
-    fqn: str  # module path, as in `model.named_modules()`
-    pattern: str  # "linear" or "matmul"; "grouped_linear" of experts; "convolution"
-    gemm: str  # "fprop", "dgrad", "wgrad"
-    shapes: tuple[Any, int, int]  # (M, N, K) of this GEMM, as out[M, N] = a[M, K] b[K, N]; a symbolic size is a string
-    recipe: str  # a recipe's name, or "none"
-    kernel: str  # "cublaslt", "inductor", "emulated", "eager", "high_precision", "triton:" or "cutlass:" and which
-    reason: str | None = None  # why it does not run as asked; None where it does
-    merged: tuple[str, ...] = ()  # module paths of all sites that are one GEMM with this one, itself too
-    flops: int | None = None  # of an fprop; None of other GEMMs, and where a size is not known before it runs
-    wire: str | None = None  # of an fprop whose operands come from other ranks in the graph: in which format, and why
-    outside: bool = False  # whether no recipe is for such a product: its reason is no fallback then
-
-
-@dataclass(frozen=True)
-class AttentionSite:
-    """One place of the model that computes attention."""
-
-    fqn: str  # module path
-    # What it is proven to be: "full", "causal", "causal, window", "causal, padded", "causal, bias", …; "dense" of a tensor.
-    mask: str
-    kernel: str
-    reason: str | None = None  # why its mask stays a tensor; None where it does not
-    slow: bool = False  # whether that costs a GPU as much as a layer
-
-
-class Unmet(NamedTuple):
-    """An option that has no effect on a site in low precision, and the reason."""
-
-    option: str
-    fqn: str
-    reason: str
-
-
-@dataclass
-class Flops:
-    """FLOPs of the forward's matrix products, those of two activations and convolutions too; symbolic sizes are those of
-    the trace."""
-
-    low: int = 0  # in low precision
-    total: int = 0
-    unknown: int = 0  # products whose size is not known before they run, which are not in the others
-
-    @property
-    def share(self) -> float | None:
-        """The part of them that is in low precision; None if there are no products."""
-        return self.low / self.total if self.total else None
-
-    def share_of(self, sites: Iterable[Site]) -> float | None:
-        """The part of them that some sites have; None if it is not known."""
-        known = [site.flops for site in sites if site.flops is not None]
-        return sum(known) / self.total if known and self.total else None
-
-    def add(self, flops: int | None, low: bool) -> None:
-        if flops is None:
-            self.unknown += 1
-            return
-        self.total += flops
-        self.low += flops if low else 0
-
-    def __str__(self) -> str:
-        unknown = f" ({self.unknown} of unknown size are not counted)" if self.unknown else ""
-        return f"{_percent(self.share)} of the FLOPs of the forward's matrix products are in low precision{unknown}"
-
-
-class Weighing(NamedTuple):
-    """What FP8 saves and costs layers of one input in one call, with its backward, as the size rule counts it."""
-
-    bf16_s: float  # seconds of their GEMMs in bf16
-    saved_s: float  # of those by FP8
-    cost_s: float  # of the casts
-    launches: int  # how many kernels more than in bf16
-
-
-@dataclass(frozen=True)
-class WeighedLayers:
-    """Layers of one input, what they weigh, and whether they are in FP8."""
-
-    layers: tuple[str, ...]  # module paths
-    low: bool
-    weight: Weighing
-    by_policy: bool = False  # in FP8 whatever they weigh: a policy entry names them, or their weights come in FP8
-
-
-@dataclass(frozen=True)
-class GraphWeight:
-    """What the size rule weighed in one graph: layers whose sizes are known, on a device whose rates are."""
-
-    layers: list[WeighedLayers]
-    device_s: float  # seconds that the whole graph takes the device in bf16, without attention
-    host_s: float | None  # that the host takes to launch it in FP8; None under CUDA graphs, and in C++
-    rates: str  # where the rates come from
-
-    @property
-    def bf16_s(self) -> float:
-        """Seconds of all GEMMs that were weighed, in bf16."""
-        return sum(one.weight.bf16_s for one in self.layers)
-
-    @property
-    def gain_s(self) -> float:
-        """Seconds that the layers in FP8 gain."""
-        return sum(one.weight.saved_s - one.weight.cost_s for one in self.layers if one.low)
-
-
-HIDDEN = ", or earlier entries match the same"  # of a policy entry that matches nothing
-
-
-@dataclass(frozen=True)
-class Report:
-    """Every site of a model. `print(report)` shows a table, `report.table(details=True)` is one with each layer."""
-
-    sites: list[Site] = field(default_factory=list)
-    unused_policy: list[str] = field(
-        default_factory=list
-    )  # entries whose recipe no site has: globs, names of functions
-    unmet: list[Unmet] = field(default_factory=list)
-    attention: list[AttentionSite] = field(default_factory=list)
-    failure: str | None = None  # traceback of a failure inside our own passes
-    flops: Flops = field(default_factory=Flops)
-    speedup: str | None = None  # a sentence about what low precision saves, of `explain`
-    weights: list[GraphWeight] = field(default_factory=list)  # what the size rule weighed, a graph each
-
-    @property
-    def fallbacks(self) -> list[Site]:
-        return [site for site in self.sites if site.reason is not None and not site.outside]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
-        return asdict(self)
-
-    def table(self, details: bool = False, columns: int | None = None) -> str:
-        """The report as text: layers that differ in a number of their paths alone share a row, with `details` each has
-        its own. As wide as the terminal (COLUMNS), or as `columns` says; in a pipe as wide as it needs."""
-        from te_inductor.presentation import sites
-
-        return sites.text(self, details, columns)
-
-    def to_html(self) -> str:
-        """A page for a browser, with a row for each layer."""
-        from te_inductor.presentation import html
-
-        return html.page_of_sites(self)
-
-    def __str__(self) -> str:
-        return self.table()
-
-
-def merge(reports: Iterable[Report]) -> Report:
-    """One report of several graphs; a policy entry is unused where no graph used it."""
-    reports = list(reports)
-    unused = list(reports[0].unused_policy) if reports else []
-    return Report(
-        sites=[site for report in reports for site in report.sites],
-        unused_policy=[entry for entry in unused if all(entry in report.unused_policy for report in reports)],
-        unmet=[unmet for report in reports for unmet in report.unmet],
-        attention=[site for report in reports for site in report.attention],
-        failure="\n".join(report.failure for report in reports if report.failure) or None,
-        weights=[weight for report in reports for weight in report.weights],
-        flops=Flops(
-            *(sum(getattr(report.flops, one.name) for report in reports) for one in fields(Flops)),
-        ),
-    )
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.1%}"
 
 
 def _grouped(items: list[_T], key: Any) -> Iterable[tuple[Any, list[_T]]]:
@@ -274,7 +101,7 @@ def summary(report: Report) -> str | None:
             lines.append(f"te_inductor: {count} of {len(places)} linear sites {verb}:")
         for reason, group in _grouped(fallen, lambda site: site.reason):
             share = report.flops.share_of(group)
-            part = "" if share is None else f" ({_percent(share)} of FLOPs)"
+            part = "" if share is None else f" ({percent(share)} of FLOPs)"
             lines.append(f"  {reason}: {shown(site.fqn for site in group)}{part}")
     if report.flops.total and any(site.kernel == "high_precision" for site in report.fallbacks):
         lines.append(f"te_inductor: {report.flops}")
@@ -294,18 +121,6 @@ def summary(report: Report) -> str | None:
     if report.failure:
         lines.append(f"te_inductor: compiled without low precision, because a pass of ours failed:\n{report.failure}")
     return "\n".join(lines) or None
-
-
-def nearest(entry: str, fqns: Iterable[str]) -> str:
-    """What a policy entry that matches nothing may have been meant to match: a path by another root, or one like it."""
-    parts = entry.split(".")
-    shorter = [".".join(parts[place:]) for place in range(1, len(parts))]
-    for glob in [*shorter, f"*.{entry}"]:
-        found = next((fqn for fqn in fqns if fnmatchcase(fqn, glob)), None)
-        if found is not None:
-            return f"; nearest: {found!r}, which {glob!r} matches, as paths start at the module whose code was compiled"
-    close = get_close_matches(entry, fqns, n=1)
-    return f"; nearest: {close[0]!r}" if close else ""
 
 
 def uncompiled(failure: str) -> str:
@@ -399,9 +214,3 @@ CUT_BY_DDP = (
     " are not one GEMM. Where blocks are compiled one by one, set torch._dynamo.config.optimize_ddp = False; where the"
     " whole model is, give DistributedDataParallel a bucket_cap_mb of a few blocks"
 )
-
-
-def shown(fqns: Iterable[str]) -> str:
-    """Module paths for a message: the first ones, and how many more there are."""
-    names = list(dict.fromkeys(plain(fqn) or "(root)" for fqn in fqns))
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -17,12 +17,12 @@ from te_inductor import ops
 from te_inductor.api.accuracy_figures import AccuracyReport, GemmAccuracy, OperandAccuracy
 from te_inductor.api.tracing import traced
 from te_inductor.backend import parse, run_passes
-from te_inductor.diagnostics import Report, merge
 from te_inductor.errors import OptionError, wrong_type
 from te_inductor.numerics import blocks, microscaling
 from te_inductor.passes.pre_grad import DECIDE
 from te_inductor.passes.pre_grad.decide.report import plain
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
+from te_inductor.presentation.report import Report, merge
 from te_inductor.recipes import Gemm, Quantizer, Slots
 
 _SLACK = 1 + 2**-20  # of a scale's roundings: the amax itself is not saturated

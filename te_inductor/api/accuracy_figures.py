@@ -7,9 +7,9 @@ from statistics import median
 from typing import Any
 
 from te_inductor.api import accuracy_picture
-from te_inductor.diagnostics import Site
 from te_inductor.presentation.kinds import kind, named
 from te_inductor.presentation.paths import plain
+from te_inductor.presentation.report import Site
 from te_inductor.presentation.tables import Column, tabulated, wrapped
 
 

@@ -21,8 +21,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_inductor import compat
-from te_inductor.diagnostics import Flops, Report, Site
 from te_inductor.passes.graph.module_path import without_parametrization, without_wrappers
+from te_inductor.presentation.report import Flops, Report, Site
 from te_inductor.recipes import regions
 from te_inductor.recipes.regions import Region
 from te_inductor.tensor_tables import TensorTable

@@ -13,12 +13,12 @@ from te_inductor.api.lowering import Program, parse_options, plan_of
 from te_inductor.api.tracing import traced
 from te_inductor.backend import parse, run_passes
 from te_inductor.config import Options
-from te_inductor.diagnostics import Report, merge
 from te_inductor.errors import OptionError
 from te_inductor.passes.pre_grad import DECIDE, DECIDE_EXPORTED
 from te_inductor.passes.pre_grad.decide import policy
 from te_inductor.passes.pre_grad.plan import Plan
 from te_inductor.presentation.paths import names_of
+from te_inductor.presentation.report import Report, merge
 
 
 def explain(model: Callable[..., Any], *inputs: Any, options: Mapping[str, Any] | None = None, **kwargs: Any) -> Report:

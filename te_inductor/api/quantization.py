@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from te_inductor import config, recipes
-from te_inductor.diagnostics import HIDDEN, Refusal, say
+from te_inductor.diagnostics import Refusal, say
 from te_inductor.errors import OptionError, wrong_type
 from te_inductor.ops import stored_experts
 from te_inductor.ops.stored_weight import StoredWeight, as_parameter, kind_of, store
 from te_inductor.passes.graph.module_path import without_wrappers
 from te_inductor.passes.pre_grad.decide import policy as policies
 from te_inductor.passes.pre_grad.sites import requirements
-from te_inductor.presentation.paths import names_of
+from te_inductor.presentation.paths import HIDDEN, names_of
 from te_inductor.recipes import Recipe
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

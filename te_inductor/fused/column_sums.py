@@ -12,8 +12,8 @@ from torch import Tensor, fx
 
 from te_inductor import ops
 from te_inductor.fused.record import POST_GRAD, FusedKernel
-from te_inductor.lowerings.casts.column_sums import ROWS
-from te_inductor.lowerings.casts.column_sums import column_sums as lower
+from te_inductor.lowerings.codegen.column_sums import ROWS
+from te_inductor.lowerings.codegen.column_sums import column_sums as lower
 from te_inductor.lowerings.registry import may_give_up
 from te_inductor.ops.definition import define
 from te_inductor.passes.graph.node_kinds import tensor_of

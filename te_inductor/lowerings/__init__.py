@@ -21,7 +21,7 @@ def install(fallback: str = "warn") -> Callable[[Callable[..., Any]], Callable[.
     from te_inductor.compat.indexing import joining_dimensions_fast
     from te_inductor.lowerings import decode, permutations  # noqa: F401
     from te_inductor.lowerings.casts import experts, quantize  # noqa: F401
-    from te_inductor.lowerings.codegen.choices import Choices
+    from te_inductor.lowerings.choices import Choices
     from te_inductor.lowerings.codegen.programmatic_launch import DependentLaunchKernel
     from te_inductor.lowerings.gemm import (  # noqa: F401
         deferred_wgrads,

@@ -10,7 +10,7 @@ from te_inductor.presentation.paths import plain
 from te_inductor.presentation.tables import Column, tabulated, wrapped
 
 if TYPE_CHECKING:
-    from te_inductor.diagnostics import Report, Site
+    from te_inductor.presentation.report import Report, Site
 
 BY_KIND = (
     Column("layers"),
@@ -72,7 +72,7 @@ def attention(report: "Report") -> list[str]:
 
 def tail(report: "Report") -> list[str]:
     """Options without effect, what goes between ranks, the estimate, and a failure of ours."""
-    from te_inductor.diagnostics import HIDDEN, nearest
+    from te_inductor.presentation.paths import HIDDEN, nearest
 
     fqns = [site.fqn for site in report.sites]
     lines = [
@@ -157,8 +157,8 @@ def _kernels(sites: Sequence["Site"]) -> list[tuple[str, str]]:
 
 def _names(paths: Iterable[str], everyone: Sequence[str]) -> str:
     """Layers for a line: by kind, the first ones, and how many more."""
-    from te_inductor.diagnostics import shown
     from te_inductor.presentation.kinds import by_kind
+    from te_inductor.presentation.paths import shown
 
     groups = by_kind(paths).values()
     return shown(named(group, everyone) + (f" ({len(group)})" if len(group) > 1 else "") for group in groups)

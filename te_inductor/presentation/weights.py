@@ -7,7 +7,7 @@ from te_inductor.presentation.kinds import kind, named
 from te_inductor.presentation.tables import Column, tabulated, wrapped
 
 if TYPE_CHECKING:
-    from te_inductor.diagnostics import GraphWeight, Report, WeighedLayers
+    from te_inductor.presentation.report import GraphWeight, Report, WeighedLayers
 
 COLUMNS = (
     Column("layers of one input"),

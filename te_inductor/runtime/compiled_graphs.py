@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from te_inductor.diagnostics import Report
 from te_inductor.errors import TEInductorError
+from te_inductor.presentation.report import Report
 from te_inductor.tensor_tables import TensorReference
 
 _REGION = "Torch-Compiled Region: "  # what Dynamo calls a graph's run, before the compile id

@@ -20,8 +20,8 @@ from torch import nn
 from te_inductor import explain
 from te_inductor.api import accuracy_picture as heat_map
 from te_inductor.api.accuracy_figures import AccuracyReport, GemmAccuracy, OperandAccuracy
-from te_inductor.diagnostics import Flops, GraphWeight, Report, Site, Unmet, WeighedLayers, Weighing
 from te_inductor.presentation import kinds, tables, weights
+from te_inductor.presentation.report import Flops, GraphWeight, Report, Site, Unmet, WeighedLayers, Weighing
 from te_inductor.targets import sm90
 from tests.rates import H100, rated
 

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from te_inductor.lowerings.casts.column_sums import ROWS
+from te_inductor.lowerings.codegen.column_sums import ROWS
 from te_inductor.recipes import Quantizer
 from tests.bounds import assert_same_values
 from tests.offline.harness import compile_to_cubin, generate

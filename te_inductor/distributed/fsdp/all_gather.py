@@ -11,7 +11,7 @@ from torch import nn
 from te_inductor import config, recipes, targets
 from te_inductor.api.quantization import DTYPES, is_router
 from te_inductor.compat.fsdp import ShardedParameter, sharded_parameters
-from te_inductor.diagnostics import HIDDEN, Refusal, say
+from te_inductor.diagnostics import Refusal, say
 from te_inductor.distributed.fsdp.equal_ranks import check_ranks
 from te_inductor.distributed.fsdp.rounds import Rounds, Weight
 from te_inductor.distributed.fsdp.scales import KINDS
@@ -19,6 +19,7 @@ from te_inductor.errors import GatherError, OptionError, RecipeError, wrong_type
 from te_inductor.passes.graph.module_path import without_wrappers
 from te_inductor.passes.pre_grad.decide import policy as policies
 from te_inductor.passes.pre_grad.sites import requirements
+from te_inductor.presentation.paths import HIDDEN
 from te_inductor.recipes import DelayedScaling, Float8RowwiseScaling, Recipe
 from te_inductor.runtime.optimizer_steps import tell_after_each
 

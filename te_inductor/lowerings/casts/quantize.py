@@ -16,8 +16,8 @@ from torch.utils._sympy.functions import FloorDiv
 from te_inductor import ops
 from te_inductor.lowerings.casts import blocks, values
 from te_inductor.lowerings.casts.algebra import INDUCTOR
-from te_inductor.lowerings.casts.amax import raise_to_amax
 from te_inductor.lowerings.casts.narrowing import overflowing
+from te_inductor.lowerings.codegen.amax import raise_to_amax
 from te_inductor.lowerings.registry import lowering
 from te_inductor.numerics import arithmetic
 from te_inductor.recipes import Quantizer

@@ -35,7 +35,7 @@ from torch._inductor.virtualized import V
 from torch._inductor.virtualized import ops as prims
 from torch.utils._sympy.functions import FloorDiv
 
-from te_inductor.lowerings.casts.column_sums import SumsKernel
+from te_inductor.lowerings.codegen.column_sums import SumsKernel
 from te_inductor.recipes import Quantizer
 
 TILE = 128

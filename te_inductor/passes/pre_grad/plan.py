@@ -10,7 +10,7 @@ from torch import fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from te_inductor.config import Options
-from te_inductor.diagnostics import Refusal, Report
+from te_inductor.diagnostics import Refusal
 from te_inductor.kernels.cutlass_tiles import Kernel
 from te_inductor.passes.graph import regions, writes
 from te_inductor.passes.pre_grad.attention.site import Attention
@@ -20,6 +20,7 @@ from te_inductor.passes.pre_grad.sites.exchanges import Exchanges
 from te_inductor.passes.pre_grad.sites.products import Product
 from te_inductor.passes.pre_grad.sites.rule import Match, Rule
 from te_inductor.presentation.paths import names_of
+from te_inductor.presentation.report import Report
 from te_inductor.recipes import Recipe, Slots
 from te_inductor.recipes.regions import Region
 from te_inductor.runtime.extra_inputs import ExtraInputs

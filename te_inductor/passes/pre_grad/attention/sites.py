@@ -11,7 +11,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from te_inductor import targets
-from te_inductor.diagnostics import AttentionSite, Refusal
+from te_inductor.diagnostics import Refusal
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.module_path import module_path
 from te_inductor.passes.graph.operators import name
@@ -26,6 +26,7 @@ from te_inductor.passes.pre_grad.attention.site import KERNELS, Attention
 from te_inductor.passes.pre_grad.attention.symbols import Symbols
 from te_inductor.passes.pre_grad.attention.trees import Writer
 from te_inductor.passes.pre_grad.plan import Plan
+from te_inductor.presentation.report import AttentionSite
 
 # From how many queries on FlexAttention is taken for a mask that torch's kernels take as a tensor, and from how many on
 # one call may wait for the device to learn that a mask hides nothing.

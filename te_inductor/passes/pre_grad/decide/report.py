@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from te_inductor.diagnostics import Site
 from te_inductor.kernels import emulated
 from te_inductor.kernels.cutlass_tiles import Kernel
 from te_inductor.passes.graph.bodies import Bodies, in_order
@@ -15,6 +14,7 @@ from te_inductor.passes.graph.owners import from_parameter, owner_of
 from te_inductor.passes.graph.values import is_gathered
 from te_inductor.passes.pre_grad.decide import gemm_kernels
 from te_inductor.passes.pre_grad.plan import Candidate, Plan, Unlowered
+from te_inductor.presentation.report import Site
 
 
 def report_sites(plan: Plan) -> None:

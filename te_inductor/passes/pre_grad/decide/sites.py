@@ -4,7 +4,7 @@ others."""
 from collections.abc import Callable, Sequence
 
 from te_inductor import compat, recipes
-from te_inductor.diagnostics import Refusal, Unmet
+from te_inductor.diagnostics import Refusal
 from te_inductor.ops.gathered_weight import GatheredWeight
 from te_inductor.ops.stored_weight import StoredWeight
 from te_inductor.passes.graph import regions
@@ -26,6 +26,7 @@ from te_inductor.passes.pre_grad.decide import (
 )
 from te_inductor.passes.pre_grad.plan import Candidate, Plan, Precision, Unlowered
 from te_inductor.passes.pre_grad.sites import requirements
+from te_inductor.presentation.report import Unmet
 from te_inductor.recipes import DelayedScaling, Recipe
 from te_inductor.recipes.regions import Region, active
 from te_inductor.runtime.eager.delayed import check_functions

@@ -47,7 +47,7 @@ from typing import Any
 import torch
 
 from te_inductor import targets
-from te_inductor.diagnostics import GraphWeight, Refusal, WeighedLayers, Weighing
+from te_inductor.diagnostics import Refusal
 from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.decide import graph_time
 from te_inductor.passes.pre_grad.decide.cast_costs import Layer, Layers, Scales, Weights, casts_of
@@ -56,6 +56,7 @@ from te_inductor.passes.pre_grad.plan import Candidate, Plan
 from te_inductor.passes.pre_grad.sites import exchanges
 from te_inductor.passes.pre_grad.sites.products import hint
 from te_inductor.passes.pre_grad.sites.rule import Match
+from te_inductor.presentation.report import GraphWeight, WeighedLayers, Weighing
 from te_inductor.recipes import DelayedScaling
 
 MARGIN = 1.25

@@ -9,7 +9,7 @@ from torch import fx
 
 from te_inductor import compat, targets
 from te_inductor.config import Options
-from te_inductor.diagnostics import Refusal, Unmet
+from te_inductor.diagnostics import Refusal
 from te_inductor.ops.layers.deferred import Deferred
 from te_inductor.ops.layers.main_grad import MainGrad
 from te_inductor.ops.layers.parts import GradientSink
@@ -20,6 +20,7 @@ from te_inductor.passes.graph.owners import from_parameter, keeps_values
 from te_inductor.passes.graph.values import requires_grad, value
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
 from te_inductor.passes.pre_grad.sites.rule import Match
+from te_inductor.presentation.report import Unmet
 from te_inductor.recipes import Slots
 from te_inductor.runtime.gradients.main_grads import checked
 

@@ -21,7 +21,7 @@ from torch._inductor.virtualized import V
 from torch._inductor.virtualized import ops as inductor_ops
 from torch.utils._sympy.functions import FloorDiv
 
-from te_inductor.lowerings.casts.amax import AmaxKernel
+from te_inductor.lowerings.codegen.amax import AmaxKernel
 from te_inductor.lowerings.registry import give_up
 
 aten = torch.ops.aten
