@@ -28,7 +28,7 @@ test: $(VENV)/dev.done ## Run the quick tests that need no GPU; ARGS="-k explain
 	$(BIN)/python -m pytest -m "not gpu and not gpu2 and not thorough" -n 2 --dist worksteal $(ARGS)
 
 test-all: $(VENV)/dev.done ## Run all tests that need no GPU
-	$(BIN)/python -m pytest -m "not gpu and not gpu2" -n 2 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -m "not gpu and not gpu2" --traced -n 2 --dist worksteal $(ARGS)
 
 test-gpu: $(VENV)/dev.done ## Run the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu $(ARGS)

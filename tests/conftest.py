@@ -27,6 +27,7 @@ from tests.rounds import sample
 
 def pytest_addoption(parser):
     parser.addoption("--seed", type=int, default=0, help="random seed of every test; other seeds are other data")
+    parser.addoption("--traced", action="store_true", help="run through AOTAutograd what make test runs without it")
     parser.addoption("--cases", type=int, default=100, help="how many random models tests/backend/test_fuzz.py checks")
     parser.addoption("--compiled", type=int, default=0, help="and how many with generated code, half a minute each")
 
@@ -129,3 +130,16 @@ def without_codegen(request, monkeypatch):
 
     if request.node.get_closest_marker("codegen") is None:
         monkeypatch.setattr(compat, "compile_fx", uncompiled.compile_fx)
+
+
+@pytest.fixture
+def without_tracing(request, without_codegen, monkeypatch):
+    """Dynamo's graphs run as the package's passes rewrote them, each op by its eager kernel, the backward by autograd:
+    without AOTAutograd, which is most of what an uncompiled test costs. Tests marked `traced`, and with `--traced` all,
+    run as under `without_codegen`; so do those marked `codegen`."""
+    from te_inductor import compat
+    from tests import uncompiled
+
+    marked = any(request.node.get_closest_marker(name) for name in ("codegen", "traced"))
+    if not marked and not request.config.getoption("--traced"):
+        monkeypatch.setattr(compat, "compile_fx", uncompiled.run_rewritten)

@@ -12,7 +12,8 @@ A test names the cases that it wants, with their words, and gets by case what ea
         for found in told["sums current"]: ...
 
 Each case has a process group and warnings of its own. Graphs are not compiled (tests/uncompiled.py), except those of
-"compiled CASE". Where a rank fails the others are ended, as they may wait for it."""
+"compiled CASE"; they go through AOTAutograd where the module's ranks see them, or the case asks for it. Where a rank
+fails the others are ended, as they may wait for it."""
 
 import contextlib
 import fcntl
@@ -107,10 +108,12 @@ def ranks_on_gpus(module: str, world: int, cases: str, *, timeout: int = 300) ->
 
 @dataclass(frozen=True)
 class How:
-    """How a case runs: how many seconds a rank waits for another one, whether it has a process group, and whether that is
-    lost behind the case, which then is the last one."""
+    """How a case runs: how many seconds a rank waits for another one, whether its graphs go through AOTAutograd although
+    no rank sees them, whether it has a process group, and whether that is lost behind the case, which then is the last
+    one."""
 
     patience: int = 120
+    traced: bool = False
     group: bool = True
     loses_group: bool = False
 
@@ -186,7 +189,7 @@ def one(module: str, world: int, device: str, cases: str, rank: int, folder: str
         torch.manual_seed(0)
         counters.clear()
         compiled = device == "cuda" or each.startswith("compiled ")
-        found[each] = _told(make(rank, world, folder), compiled, case, words)
+        found[each] = _told(make(rank, world, folder), compiled, asked.traced, case, words)
         if asked.loses_group:
             break
         if asked.group:
@@ -201,11 +204,13 @@ def one(module: str, world: int, device: str, cases: str, rank: int, folder: str
         os._exit(0)
 
 
-def _told(rank: Rank, compiled: bool, case: Callable[..., Any], words: list[str]) -> dict[str, Any]:
+def _told(rank: Rank, compiled: bool, traced: bool, case: Callable[..., Any], words: list[str]) -> dict[str, Any]:
     from te_inductor import compat
     from tests import uncompiled
 
-    compile_fx = compat.compile_fx if compiled else functools.partial(uncompiled.compile_fx, see=rank.see)
+    traced = traced or type(rank).see is not Rank.see
+    of_graphs = functools.partial(uncompiled.compile_fx, see=rank.see) if traced else uncompiled.run_rewritten
+    compile_fx = compat.compile_fx if compiled else of_graphs
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(compat, "compile_fx", compile_fx))
         caught = stack.enter_context(warnings.catch_warnings(record=True))

@@ -1,4 +1,5 @@
-"""Graphs as AOTAutograd and our joint pass made them, each op by its eager kernel: without seconds of C++ a graph."""
+"""Stand-ins for `te_inductor.compat.compile_fx`, which run each op by its eager kernel, without seconds of C++ a graph:
+graphs as AOTAutograd and our joint pass made them, or Dynamo's as our first passes rewrote them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -38,6 +39,12 @@ def compile_fx(
         decompositions=decompositions,
     )
     return compiler(gm, inputs)
+
+
+def run_rewritten(gm: fx.GraphModule, *_: Any) -> Callable[..., Any]:
+    """Runs Dynamo's graph as it is, and the backward by autograd: for tests of what comes before AOTAutograd."""
+    gm.recompile()
+    return gm.forward
 
 
 def patched(uncompiled: bool = True) -> Any:

@@ -14,10 +14,12 @@ CASES = [(alibi, how) for how in HOW] + [(bias, how) for bias in BIASES[1:] for 
 CASES += [(relative, how) for how in ("filled", "sdpa, filled")]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("bias,how", CASES, ids=lambda one: getattr(one, "__name__", one))
-def test_a_bias(bias, how, mask, monkeypatch):
-    run, backend = program(bias, mask, how), Passes()
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0].__name__}-{case[1]}")
+def test_a_bias(case, mask, monkeypatch):
+    (bias, how), backend = case, Passes()
+    run = program(bias, mask, how)
     tensors, padding, documents = operands(37, groups=4)
     table = torch.randn(11, 4, requires_grad=True)
     tensors = [*tensors, table] if bias is relative else tensors
@@ -56,7 +58,10 @@ def test_a_bias_is_left_until_it_is_measured(monkeypatch):
 MODELS = {
     "Mpt": ({"d_model": 32, "n_heads": 2, "n_layers": 1, "max_seq_len": 64}, "causal, padded, bias"),
     "Falcon": ({"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1, "alibi": True}, "causal, padded, bias"),
-    **dict.fromkeys(("T5Encoder", "UMT5Encoder"), ({"d_model": 32, "d_kv": 16, "num_heads": 2, "num_layers": 2, "dropout_rate": 0.0}, "padded, bias")),
+    **dict.fromkeys(
+        ("T5Encoder", "UMT5Encoder"),
+        ({"d_model": 32, "d_kv": 16, "num_heads": 2, "num_layers": 2, "dropout_rate": 0.0}, "padded, bias"),
+    ),
 }  # fmt: skip
 
 

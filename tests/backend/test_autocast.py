@@ -47,7 +47,7 @@ from tests.backend.autocast_programs import DIM, Within, X, chosen, compiles, la
 from tests.rates import rated
 from tests.recipes import every_recipe, strict
 
-pytestmark = pytest.mark.usefixtures("without_codegen")
+pytestmark = pytest.mark.usefixtures("without_tracing")
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,7 @@ from te_inductor.recipes import (
 from tests.backend.autocast_programs import Within, X, compiles, layer, te
 from tests.recipes import every_recipe
 
-pytestmark = pytest.mark.usefixtures("without_codegen")
+pytestmark = pytest.mark.usefixtures("without_tracing")
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from te_inductor.recipes import regions
 from tests.backend.autocast_programs import Checkpointed, Within, X, chosen, compiles, layer, same, step, te
 from tests.recipes import every_stateless_recipe, strict
 
-pytestmark = pytest.mark.usefixtures("without_codegen")
+pytestmark = pytest.mark.usefixtures("without_tracing")
 
 
 @pytest.fixture(autouse=True)

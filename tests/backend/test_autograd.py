@@ -17,7 +17,7 @@ from tests.eager import quantized
 from tests.recipes import STATELESS, every_recipe, quick
 from tests.support.autograd import DIM, X, check, loss_of, mlp, results, same, te
 
-pytestmark = pytest.mark.usefixtures("without_codegen", "one_seed")
+pytestmark = pytest.mark.usefixtures("without_tracing", "one_seed")
 
 
 @every_recipe
@@ -44,6 +44,7 @@ def test_gradients_of_some_inputs(name):
     assert same(alone, torch.autograd.grad(loss, wanted))
 
 
+@pytest.mark.traced
 @pytest.mark.sample(1)
 @quick("delayed", "current", "rowwise", "block", "nvfp4")
 @pytest.mark.parametrize("frozen", ["weights", "first", "biases", "input", "all"])
@@ -81,6 +82,7 @@ def test_tied_weights(name):
     check(model, name, torch.randn(X, requires_grad=True))
 
 
+@pytest.mark.traced
 @quick("delayed", "block")
 def test_several_outputs_of_which_one_is_used(name):
     """The gradient of a layer that nothing is computed from is none at all, or zero."""
@@ -262,6 +264,7 @@ def test_other_transforms_of_torch_func(name):
     assert forward_ad._current_level == -1
 
 
+@pytest.mark.traced
 @quick("delayed", "block")
 def test_a_gradient_of_a_gradient_is_refused(name):
     model, x = mlp(), torch.randn(X, requires_grad=True)
@@ -273,6 +276,7 @@ def test_a_gradient_of_a_gradient_is_refused(name):
         gradient.square().sum().backward()
 
 
+@pytest.mark.traced
 @quick("rowwise", "mxfp8", "nvfp4")
 def test_nothing_saved_is_an_alias_of_an_activation(name):
     """What is saved for the backward shares no memory with inputs or outputs: in-place changes of them between forward
@@ -290,6 +294,7 @@ def test_nothing_saved_is_an_alias_of_an_activation(name):
     assert same([p.grad for p in model.parameters()], expected)
 
 
+@pytest.mark.traced
 @quick("delayed", "current", "nvfp4")
 def test_a_weight_changed_before_the_backward_is_an_error_or_does_not_matter(name):
     """It is as in high precision, where a layer saves its weight: autograd finds the change."""
@@ -312,6 +317,7 @@ def trained(model, name, x):
     return list(model.parameters())
 
 
+@pytest.mark.traced
 @pytest.mark.sample(1)
 @quick("delayed", "rowwise", "block", "mxfp4")
 @pytest.mark.parametrize("how", ["expanded", "transposed", "sliced"])
@@ -374,6 +380,7 @@ def test_a_layer_for_the_gradient_alone(name, last):
     assert same(results(te(model, name), list(model.parameters()), x), expected)
 
 
+@pytest.mark.traced
 @quick("delayed", "nvfp4")
 def test_compiled_autograd(name):
     """A backward that torch captures as a graph of its own."""

@@ -15,7 +15,7 @@ from te_inductor.runtime.weights.cached_inputs import CachedInput, CachedInputs
 from tests.support.cached_weights import RECIPES, te
 from tests.support.trained import mlp
 
-pytestmark = pytest.mark.usefixtures("without_codegen", "one_seed")
+pytestmark = pytest.mark.usefixtures("without_tracing", "one_seed")
 
 
 def swapped(model: nn.Module, run, x: torch.Tensor, factor: float) -> list[torch.Tensor]:
@@ -30,6 +30,7 @@ def swapped(model: nn.Module, run, x: torch.Tensor, factor: float) -> list[torch
     return [p.grad for p in model.parameters()]
 
 
+@pytest.mark.traced
 @pytest.mark.quick("rowwise", "nvfp4")
 @pytest.mark.parametrize("recipe", ["current", "rowwise", "mxfp8", "nvfp4"])
 def test_other_weights_for_a_forward_and_back(recipe):
@@ -39,6 +40,7 @@ def test_other_weights_for_a_forward_and_back(recipe):
     assert all(map(torch.equal, found, expected))
 
 
+@pytest.mark.traced
 def test_a_backward_whose_forward_was_the_last_does_not_look(monkeypatch):
     looks, refresh = [], cached_weights.refresh
     monkeypatch.setattr(cached_weights, "refresh", lambda found: (looks.append(found), refresh(found)))

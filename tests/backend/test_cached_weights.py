@@ -28,9 +28,10 @@ from tests.backend.delayed_programs import Blocks
 from tests.support.cached_weights import RECIPES, Pair, te
 from tests.support.trained import Attention, mlp
 
-pytestmark = pytest.mark.usefixtures("without_codegen", "one_seed")
+pytestmark = pytest.mark.usefixtures("without_tracing", "one_seed")
 
 
+@pytest.mark.traced
 @pytest.mark.quick("delayed", "block", "nvfp4")
 @pytest.mark.parametrize(
     "recipe",
@@ -188,6 +189,7 @@ MODELS = {
 }
 
 
+@pytest.mark.traced
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", ["current", "rowwise", "delayed", "nvfp4"])
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())

@@ -147,7 +147,7 @@ def test_experts_that_are_not_there():
         load_quantized(transposed, tensors)
 
 
-@pytest.mark.usefixtures("without_codegen")
+@pytest.mark.usefixtures("without_tracing")
 @pytest.mark.parametrize("name", ["fine_grained", pytest.param("modelopt_nvfp4", marks=pytest.mark.thorough)])
 def test_a_model_of_transformers(name, tmp_path):
     """Names are those of its own save_pretrained, and as FP8 checkpoints of it are published."""

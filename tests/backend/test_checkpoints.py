@@ -17,7 +17,7 @@ from te_inductor.ops.stored_weight import StoredWeight
 from te_inductor.recipes import Float8BlockScaling, NVFP4WeightOnly
 from tests.checkpoints import WRITERS, fp8_channel, fp8_tensor, nvfp4_compressed, write
 
-pytestmark = pytest.mark.usefixtures("without_codegen")
+pytestmark = pytest.mark.usefixtures("without_tracing")
 formats = pytest.mark.parametrize("name", WRITERS)
 QUICK = {"fine_grained", "compressed_channel", "modelopt_tensor", "modelopt_nvfp4"}  # one of each recipe
 compiled_formats = pytest.mark.parametrize(

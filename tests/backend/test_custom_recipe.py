@@ -16,7 +16,7 @@ from te_inductor.recipes import CustomRecipe, Float8CurrentScaling, Format, Gemm
 from tests.backend.autocast_programs import same, step, te
 from tests.support.oracle_layers import check, through
 
-pytestmark = pytest.mark.usefixtures("without_codegen")
+pytestmark = pytest.mark.usefixtures("without_tracing")
 
 X = (32, 128)
 GEMMS = ("fprop", "dgrad", "wgrad")

@@ -91,13 +91,13 @@ def gradients(recipe: str, model: nn.Module, x: torch.Tensor) -> list[torch.Tens
 
 @pytest.mark.quick("meta-current", "torch.float64-rowwise", "torch.bfloat16-delayed")
 @pytest.mark.parametrize("recipe", ["current", "rowwise", "block", "mxfp8", "nvfp4", "delayed"])
-def test_compiles_the_same(recipe, default_free, default, without_codegen, one_seed):
+def test_compiles_the_same(recipe, default_free, default, without_tracing, one_seed):
     found = gradients(recipe, *default_free[recipe][:2])
     assert all(torch.equal(*pair) for pair in zip(found, default_free[recipe][2], strict=True))
 
 
 @pytest.fixture
-def default_free(request, without_codegen, one_seed):
+def default_free(request, without_tracing, one_seed):
     """Models and results before the default is changed, each model new so that it has no state."""
     recipe = request.node.callspec.params["recipe"]
     with torch.device("cpu"):

@@ -25,7 +25,7 @@ from tests.recipes import NAMES
 from tests.support.main_grads import te, with_totals
 from tests.support.trained import Attention, mlp
 
-pytestmark = pytest.mark.usefixtures("without_codegen")
+pytestmark = pytest.mark.usefixtures("without_tracing")
 
 
 @pytest.fixture(autouse=True)
@@ -68,6 +68,7 @@ MODELS = {
 }
 
 
+@pytest.mark.traced
 @pytest.mark.quick(
     "mlp-{}", "merged-{'recipe': 'delayed', 'weights': 'once'}", "checkpoint-{'recipe': 'delayed', 'weights': 'once'}"
 )
@@ -173,6 +174,7 @@ def test_a_lowering_that_fails_copies(monkeypatch, no_caches):
         )  # sums in other orders; other memory is off by 1
 
 
+@pytest.mark.traced
 def test_retain_graph_and_frozen_weights():
     model = mlp()
     model[0].weight.requires_grad_(False)

@@ -25,7 +25,7 @@ from tests.delayed import quantizers
 from tests.passes import leave_out
 from tests.support.trained import Attention, mlp, same, train
 
-pytestmark = pytest.mark.usefixtures("without_codegen")
+pytestmark = pytest.mark.usefixtures("without_tracing")
 
 
 def test_state_survives_recompiles():
@@ -119,6 +119,7 @@ def test_a_teacher_under_no_grad_keeps_its_scales():
     assert same(after, before)
 
 
+@pytest.mark.traced
 def test_graph_breaks():
     """Two graphs, the same numbers as one."""
 
@@ -143,6 +144,7 @@ def test_graph_breaks():
     assert equal_steps(trained_steps(broken, run), expected)
 
 
+@pytest.mark.traced
 @pytest.mark.parametrize("train_mode", [True, False])
 def test_dynamic_shapes(train_mode):
     """There are at most two compiles; the amaxes are those of the batches seen."""

@@ -14,7 +14,7 @@ from tests.backend.delayed_programs import RECIPE, Blocks, Steps, amax_scale, st
 from tests.delayed import OracleLayer, check_entry, quantizers
 from tests.support.trained import Attention, mlp, same, train
 
-pytestmark = pytest.mark.usefixtures("without_codegen")
+pytestmark = pytest.mark.usefixtures("without_tracing")
 
 
 def test_two_models_share_no_state_though_they_run_the_same_code():

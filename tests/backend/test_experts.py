@@ -20,7 +20,7 @@ from tests.support.autograd import same
 from tests.support.expert_layers import PATHS, ROUTER, Biased, results, te, tokens
 from tests.support.oracle_layers import Calls
 
-pytestmark = pytest.mark.usefixtures("without_codegen", "one_seed")
+pytestmark = pytest.mark.usefixtures("without_tracing", "one_seed")
 pytest.importorskip("transformers")  # whose op multiplies in fp32 where code is compiled
 
 
@@ -116,6 +116,7 @@ def test_results_of_gathers(pick, name):
     check(MoE(pick), name, tokens())
 
 
+@pytest.mark.traced
 @pytest.mark.parametrize("dropped", [0, pytest.param(17, marks=pytest.mark.thorough)])
 @quick("rowwise", "delayed")
 def test_recipes(name, dropped):

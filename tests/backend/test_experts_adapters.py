@@ -18,7 +18,7 @@ from tests.support import autograd
 from tests.support.autograd import same
 from tests.support.expert_layers import PATHS, ROUTER, results, te, tokens
 
-pytestmark = pytest.mark.usefixtures("without_codegen", "one_seed")
+pytestmark = pytest.mark.usefixtures("without_tracing", "one_seed")
 pytest.importorskip("transformers")
 thorough = pytest.mark.thorough
 

@@ -26,7 +26,7 @@ from tests.support.expert_layers import PATHS, ROUTER, te, tokens
 from tests.support.main_grads import with_totals
 from tests.support.oracle_layers import Calls
 
-pytestmark = pytest.mark.usefixtures("without_codegen", "one_seed")
+pytestmark = pytest.mark.usefixtures("without_tracing", "one_seed")
 pytest.importorskip("transformers")
 aten = torch.ops.aten
 thorough = pytest.mark.thorough
@@ -86,6 +86,7 @@ def test_checkpoints(name, how):
     assert seen["fprop"] == again
 
 
+@pytest.mark.traced
 @pytest.mark.parametrize("name", ["rowwise", pytest.param("delayed", marks=thorough)])
 def test_memory_budgets(name):
     """The same results at every budget; with the least, products are computed again."""

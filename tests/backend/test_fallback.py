@@ -19,7 +19,7 @@ from tests.forked import PROGRAMS
 from tests.passes import leave_out
 from tests.support.kernels import pretend
 
-pytestmark = pytest.mark.usefixtures("without_codegen")
+pytestmark = pytest.mark.usefixtures("without_tracing")
 
 X = (6, 32)
 
@@ -232,6 +232,7 @@ def in_dual_level(model, x):
         return forward_ad.unpack_dual(model(forward_ad.make_dual(x, x))).primal
 
 
+@pytest.mark.traced
 @pytest.mark.parametrize("transformed", [in_vmap, in_dual_level])
 def test_a_compile_that_fails_inside_a_transform_leaves_none_behind(transformed, monkeypatch):
     """What is traced next, the user's own graph, would run inside it."""

@@ -17,7 +17,7 @@ from te_inductor.runtime.state.store import has_history
 from tests.backend.delayed_programs import state, te
 from tests.support.first_steps import Residual, errors
 
-pytestmark = pytest.mark.usefixtures("without_codegen")
+pytestmark = pytest.mark.usefixtures("without_tracing")
 
 
 def gradients(run, model, x, scale=2.0**-20):
@@ -26,6 +26,7 @@ def gradients(run, model, x, scale=2.0**-20):
     return [p.grad.clone() for p in model.parameters()]
 
 
+@pytest.mark.traced
 @pytest.mark.quick("dtype0-plain", "dtype0-own algorithm", "dtype1-checkpointed")
 @pytest.mark.parametrize("how", ["plain", "checkpointed", "once", "margin", "own algorithm"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -10,7 +10,7 @@ from te_inductor import explain
 from te_inductor.backend import Plan, parse, run_passes
 from tests.recipes import quick
 
-pytestmark = pytest.mark.usefixtures("without_codegen")
+pytestmark = pytest.mark.usefixtures("without_tracing")
 M, N, K = 64, 128, 256
 REASON = "in the backward of an autograd.Function, which says itself what it multiplies in which precision"
 

@@ -16,7 +16,7 @@ from tests.backend.delayed_programs import Blocks
 from tests.support.main_grads import te, with_totals
 from tests.support.trained import Attention, mlp
 
-pytestmark = pytest.mark.usefixtures("without_codegen")
+pytestmark = pytest.mark.usefixtures("without_tracing")
 
 
 class Pair:
@@ -54,6 +54,7 @@ MODELS = {
 }
 
 
+@pytest.mark.traced
 @pytest.mark.quick(
     "mlp-{}", "merged-{'recipe': 'delayed', 'weights': 'once'}", "checkpoint-{'recipe': 'delayed', 'weights': 'once'}"
 )

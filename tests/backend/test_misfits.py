@@ -16,7 +16,7 @@ from te_inductor.runtime.state import misfits
 from te_inductor.runtime.state.misfits import Misfits, Watch
 from tests.backend.delayed_programs import te
 
-pytestmark = pytest.mark.usefixtures("without_codegen")
+pytestmark = pytest.mark.usefixtures("without_tracing")
 LINE = re.compile(
     r"  (\S+): from its step (\d+) on, values were cut off in (\d+) and digits lost in (\d+) of (\d+) steps"
 )

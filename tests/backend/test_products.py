@@ -191,7 +191,7 @@ def test_inside_a_checkpoint():
     assert [site.reason.partition(",")[0] for site in report.sites] == [f"{BUFFER}", COMPUTED]
 
 
-@pytest.mark.usefixtures("without_codegen")
+@pytest.mark.usefixtures("without_tracing")
 def test_warning_error_and_policy():
     model = nn.Sequential(nn.Linear(K, K), Form(lambda x, m: x @ (m.p * m.g), K, N))
     x = torch.randn(6, K)

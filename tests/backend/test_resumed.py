@@ -13,7 +13,7 @@ from te_inductor.runtime.state import resumed
 from tests.backend.delayed_programs import Blocks, te
 from tests.support.trained import mlp
 
-pytestmark = pytest.mark.usefixtures("without_codegen")
+pytestmark = pytest.mark.usefixtures("without_tracing")
 
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p),
@@ -137,7 +137,7 @@ def test_a_compiled_step_is_left_alone(recwarn):
     assert [text for text in said(recwarn) if "trained before" in text] == []
 
 
-@pytest.mark.usefixtures("without_codegen")
+@pytest.mark.usefixtures("without_tracing")
 @pytest.mark.parametrize("trained", [False, True])
 def test_a_forward_inside_of_the_step(trained):
     """The forward is in the step's closure, as Lightning runs it: a new model has nothing to lose, one that was trained

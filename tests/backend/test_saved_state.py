@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
@@ -19,21 +18,21 @@ from te_inductor.passes.pre_grad.plan import Plan
 from te_inductor.recipes import DelayedScaling
 from te_inductor.runtime.extra_inputs import bind
 from tests.support.trained import Attention, mlp, same, train
+from tests.uncompiled import run_rewritten
 
-pytestmark = pytest.mark.usefixtures("without_codegen")
+pytestmark = pytest.mark.usefixtures("without_tracing")
 
 SHORT = DelayedScaling(amax_history_len=4)
 FIELDS = ("scale", "amax_history")
 
 
 def uncompiled(gm: torch.fx.GraphModule, inputs: Any) -> Any:
-    """The passes and AOTAutograd as in `te`, and eager kernels in place of Inductor."""
+    """The passes as in `te`, and eager kernels."""
     plan = Plan(gm, parse(None, {"recipe": SHORT, "weights": "each_call"}), inputs)
     _set_aside(plan.graph_modules())
     report = run_passes(plan)
     assert report.failure is None and not report.fallbacks, str(report)
-    examples = [example for kind in plan.outcome.extra_inputs for example in kind.examples]
-    return bind(aot_eager(gm, [*inputs, *examples]), plan.outcome.extra_inputs)
+    return bind(run_rewritten(gm), plan.outcome.extra_inputs)
 
 
 def quantizers(model: nn.Module) -> list[str]:

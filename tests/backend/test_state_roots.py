@@ -10,7 +10,7 @@ from te_inductor.errors import StateError
 from te_inductor.runtime.state.store import states_of
 from tests.backend.delayed_programs import te
 
-pytestmark = pytest.mark.usefixtures("without_codegen")
+pytestmark = pytest.mark.usefixtures("without_tracing")
 
 
 def scales(model: nn.Module, slot: str = "input") -> dict[str, float]:

@@ -25,7 +25,7 @@ recipes = pytest.mark.parametrize("recipe", RECIPES)
 few_recipes = pytest.mark.parametrize(
     "recipe", [*RECIPES[:2], *(pytest.param(one, marks=pytest.mark.thorough) for one in RECIPES[2:])]
 )
-pytestmark = pytest.mark.usefixtures("without_codegen")
+pytestmark = pytest.mark.usefixtures("without_tracing")
 
 
 class Experts(nn.Module):

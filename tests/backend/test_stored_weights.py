@@ -27,7 +27,7 @@ from tests.oracle import casts
 
 RECIPES = ["nvfp4_weight_only", "rowwise", "current", "block"]
 recipes = pytest.mark.parametrize("recipe", RECIPES)
-pytestmark = pytest.mark.usefixtures("without_codegen")
+pytestmark = pytest.mark.usefixtures("without_tracing")
 
 
 def model() -> nn.Sequential:

@@ -19,7 +19,7 @@ from te_inductor.tensor_tables import TensorGroups, TensorReference, TensorTable
 from tests.support.main_grads import te
 from tests.support.trained import mlp
 
-pytestmark = pytest.mark.usefixtures("without_codegen")
+pytestmark = pytest.mark.usefixtures("without_tracing")
 CASTS = {
     "half": nn.Module.half,
     "to": lambda module: module.to(torch.bfloat16),

@@ -13,7 +13,7 @@ import te_inductor
 from te_inductor import backward_dw, explain
 from tests.support.main_grads import te
 
-pytestmark = pytest.mark.usefixtures("without_codegen")
+pytestmark = pytest.mark.usefixtures("without_tracing")
 TRANSPOSED = "the parameter holds the transpose of what the GEMM computes"
 COMPUTED = "the weight is computed in the graph, or one of several in a parameter"
 HIGH = "the layer stays in high precision, so that its weight gradient goes to autograd"

@@ -13,7 +13,7 @@ from te_inductor.ops.stored_weight import NVFP4Weight, StoredWeight
 from tests.checkpoints import fp8_blocks, fp8_tensor, nvfp4_modelopt, write
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.usefixtures("without_codegen")
+pytestmark = pytest.mark.usefixtures("without_tracing")
 
 # compressed-tensors' names of schemes, and the recipes that their weights are stored as
 PRESETS = {

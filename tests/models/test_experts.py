@@ -26,7 +26,7 @@ from tests.support.expert_models import (
     three,
 )
 
-pytestmark = pytest.mark.usefixtures("without_codegen", "one_seed")
+pytestmark = pytest.mark.usefixtures("without_tracing", "one_seed")
 thorough = pytest.mark.thorough
 
 

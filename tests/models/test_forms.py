@@ -1,7 +1,7 @@
 """Every way to write a linear layer is found, under its module path, and computes what the oracle computes; products of
 two activations are left alone.
 
-The forms run through the passes and AOTAutograd with eager kernels (`zoo.uncompiled`); what generated code adds is in
+The forms run through the passes, with eager kernels (`zoo.rewritten`); what AOTAutograd and generated code add is in
 test_transformers.py and tests/numerics.
 """
 
@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._dynamo.backends.debugging import aot_eager
 from torch.utils.checkpoint import checkpoint
 
 from te_inductor import explain, ops, state_dict
@@ -21,6 +20,7 @@ from te_inductor.passes.pre_grad.plan import Plan
 from tests.bounds import assert_within, gemm_error, sum_error
 from tests.models import zoo
 from tests.oracle import casts
+from tests.uncompiled import run_rewritten
 
 K, N = 48, 32
 
@@ -99,7 +99,7 @@ def explained(model: nn.Module, x: Tensor) -> list:
 def check(model: nn.Module, weight: Tensor, bias: Tensor | None, x: Tensor, transposed: bool = False) -> None:
     """One layer: y, dx, dw, db against the oracle. `weight` and `bias` are the model's own parameters."""
     x = x.requires_grad_()
-    y = torch.compile(model, backend=zoo.uncompiled, fullgraph=True)(x)
+    y = torch.compile(model, backend=zoo.rewritten, fullgraph=True)(x)
     dy = torch.randn_like(y)
     y.backward(dy)
     flat, dy = x.detach().reshape(-1, K), dy.reshape(-1, y.shape[-1])
@@ -182,7 +182,7 @@ def test_what_is_no_linear_layer(function, reason):
     assert sites and all(reason in site.reason and site.kernel == "high_precision" for site in sites)
 
 
-@pytest.mark.usefixtures("without_codegen")
+@pytest.mark.usefixtures("without_tracing")
 @pytest.mark.parametrize("shape", [(1, N), (5, N), (1,)])
 def test_linear_that_adds_no_bias(shape):
     """`F.linear` adds what `addmm` does. Such a layer is named, and takes no other one with it."""
@@ -203,7 +203,7 @@ def test_batched(function):
     )
     x = torch.randn(3, 5, K, requires_grad=True)
     assert {(site.fqn, site.reason) for site in explained(model, x)} == {("inner", None)}
-    y = torch.compile(model, backend=zoo.uncompiled, fullgraph=True)(x)
+    y = torch.compile(model, backend=zoo.rewritten, fullgraph=True)(x)
     dy = torch.randn_like(y)
     y.backward(dy)
     weight, slots = model.inner.weight, zoo.RECIPE.slots()
@@ -233,7 +233,7 @@ PIECES = {
     "pieces",
     [one if one in ("chunk", "unbind", "slices") else pytest.param(one, marks=pytest.mark.thorough) for one in PIECES],
 )
-@pytest.mark.usefixtures("without_codegen")
+@pytest.mark.usefixtures("without_tracing")
 def test_pieces_of_a_parameter(pieces):
     """Each is a layer of its own, under delayed scaling with a quantizer of its own."""
     weight = torch.randn(K, N) * torch.tensor([1.0, 64.0]).repeat_interleave(N // 2)
@@ -284,7 +284,7 @@ def test_autocast():
 
     assert {(site.fqn, site.reason) for site in explained(autocast, x_of(3))} == {("0", None)}
     x = x_of(3).requires_grad_()
-    y = torch.compile(autocast, backend=zoo.uncompiled, fullgraph=True)(x)
+    y = torch.compile(autocast, backend=zoo.rewritten, fullgraph=True)(x)
     assert y.dtype == torch.bfloat16
     y.sum().backward()
     assert x.grad.dtype == torch.float32 and model[0].weight.grad.dtype == torch.float32
@@ -310,7 +310,7 @@ def test_layers_back_to_back():
 
     x = x_of(3)
     assert len([site for site in explained(function, x) if site.gemm == "fprop"]) == 3
-    y = torch.compile(function, backend=zoo.uncompiled, fullgraph=True)(x)
+    y = torch.compile(function, backend=zoo.rewritten, fullgraph=True)(x)
     hidden = casts.linear_forward(x.reshape(-1, K), p.detach().t(), None, zoo.RECIPE)
     hidden = casts.linear_forward(hidden, middle.weight.detach(), middle.bias.detach(), zoo.RECIPE)
     expected = casts.linear_forward(hidden, q.detach().t(), None, zoo.RECIPE)
@@ -374,7 +374,7 @@ def test_einsum(name):
             ("inner", gemm, None) for gemm in ("fprop", "dgrad", "wgrad")
         ]
         assert sites[0].shapes == (6, N, K)
-        y = torch.compile(model, backend=zoo.uncompiled, fullgraph=True)(given)
+        y = torch.compile(model, backend=zoo.rewritten, fullgraph=True)(given)
         y.backward(dy)
         results.append((y, given.grad, model.inner.weight.grad))
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
@@ -392,7 +392,7 @@ def test_einsum_has_torchs_layout(equation):
     p, x = tensors if first else tensors[::-1]
     model = Form(lambda x, p, b: torch.einsum(equation, *((p, x) if first else (x, p))), p, False)
     assert explained(model, x)
-    y = torch.compile(model, backend=zoo.uncompiled, fullgraph=True)(x)
+    y = torch.compile(model, backend=zoo.rewritten, fullgraph=True)(x)
     assert y.stride() == torch.einsum(equation, *tensors).stride()
 
 
@@ -426,7 +426,7 @@ def test_einsums_that_are_no_linear_layer_are_left_alone(name):
 
     def backend(gm, inputs):
         assert run_passes(Plan(gm, parse(None, {"recipe": zoo.RECIPE}))).failure is None
-        return aot_eager(gm, inputs)
+        return run_rewritten(gm)
 
     assert torch.equal(torch.compile(model, backend=backend, fullgraph=True)(x), model(x))
 
@@ -454,7 +454,7 @@ def test_a_parameter_on_the_left_mixes_rows():
             ("dgrad", (48, K, N), None),
             ("wgrad", (N, K, 48), None),
         ]
-        y = torch.compile(model, backend=zoo.uncompiled, fullgraph=True)(given)
+        y = torch.compile(model, backend=zoo.rewritten, fullgraph=True)(given)
         y.backward(dy)
         results.append((y, given.grad, model.inner.weight.grad))
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
@@ -474,9 +474,9 @@ def test_products_are_contiguous_as_torch_writes_them(function):
     model = Form(lambda x, p, b: function(x, p).view(-1), torch.randn(N, K), False)
     assert all(site.reason is None for site in explained(model, torch.randn(3, K, 16)))
     x = torch.randn(3, K, 16)
-    y = torch.compile(model, backend=zoo.uncompiled, fullgraph=True)(x)
+    y = torch.compile(model, backend=zoo.rewritten, fullgraph=True)(x)
     assert (y - model(x)).norm() < 0.1 * y.norm()
-    whole = torch.compile(lambda x: function(x, model.inner.weight), backend=zoo.uncompiled, fullgraph=True)(x)
+    whole = torch.compile(lambda x: function(x, model.inner.weight), backend=zoo.rewritten, fullgraph=True)(x)
     assert whole.stride() == function(x, model.inner.weight).stride()
 
 
@@ -515,7 +515,7 @@ def test_what_stays_in_high_precision_is_as_it_was_written(high):
         assert report.failure is None
         seen.append((before, calls()))
         gm.graph.lint()
-        return aot_eager(gm, inputs)
+        return run_rewritten(gm)
 
     y = torch.compile(model, backend=backend, fullgraph=True)(x)
     [(before, after)] = seen
@@ -534,7 +534,7 @@ def test_einsum_under_autocast(dtype):
         torch._dynamo.reset()
         model, given = Form(function, weight.clone(), False), x.clone().requires_grad_()
         with torch.autocast("cpu", dtype):
-            y = torch.compile(model, backend=zoo.uncompiled, fullgraph=True)(given)
+            y = torch.compile(model, backend=zoo.rewritten, fullgraph=True)(given)
         assert y.dtype == dtype
         y.sum().backward()
         results.append((y, given.grad, model.inner.weight.grad))
@@ -557,7 +557,7 @@ def test_encoder_layer(train):
         ("self_attn", (32, 192, 64)),
         ("self_attn.out_proj", (32, 64, 64)),
     ]
-    y = torch.compile(model, backend=zoo.uncompiled, fullgraph=True)(x)
+    y = torch.compile(model, backend=zoo.rewritten, fullgraph=True)(x)
     assert (y - model(x)).norm() < 0.2 * model(x).norm()
 
 

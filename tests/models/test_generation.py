@@ -11,7 +11,7 @@ from te_inductor.ops.stored_weight import StoredWeight
 from tests.support.format_errors import FORWARD, SLACK
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.usefixtures("without_codegen")
+pytestmark = pytest.mark.usefixtures("without_tracing")
 
 STORED = ("nvfp4_weight_only", "rowwise", "current", "block")
 LIMITS = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "output_logits": True}

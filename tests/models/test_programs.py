@@ -14,7 +14,7 @@ from tests.eager import quantized
 from tests.recipes import NAMES, quick, strict
 from tests.support.autograd import DIM, X, check, loss_of, mlp, results, same, te
 
-pytestmark = pytest.mark.usefixtures("without_codegen", "one_seed")
+pytestmark = pytest.mark.usefixtures("without_tracing", "one_seed")
 
 
 class Norms(nn.Module):

@@ -12,6 +12,7 @@ from te_inductor.backend import parse, run_passes
 from te_inductor.passes.pre_grad.plan import Plan
 from te_inductor.recipes import Float8CurrentScaling
 from tests.oracle import casts
+from tests.uncompiled import run_rewritten
 
 RECIPE = Float8CurrentScaling()
 BATCH, SEQUENCE, HIDDEN, VOCABULARY = 2, 16, 64, 128
@@ -92,10 +93,16 @@ def weight_of(module: nn.Module, tensor: Tensor) -> Tensor:
     return tensor.t() if type(module).__name__ == "Conv1D" else tensor
 
 
-def uncompiled(gm: torch.fx.GraphModule, inputs: Any) -> Any:
-    """A Dynamo backend: the passes of `te` and AOTAutograd as in `te`, and the eager kernels in place of Inductor."""
+def rewritten(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+    """A Dynamo backend: the passes of `te`, and what they wrote, op by op."""
     report = run_passes(Plan(gm, parse(None, {"recipe": RECIPE, "weights": "each_call"})))
     assert report.failure is None and not report.fallbacks, str(report)
+    return run_rewritten(gm)
+
+
+def uncompiled(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+    """The same with AOTAutograd as in `te`, and the eager kernels in place of Inductor."""
+    rewritten(gm, inputs)
     return aot_eager(gm, inputs)
 
 
