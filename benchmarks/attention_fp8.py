@@ -1,6 +1,6 @@
-"""Causal attention forward, in FP8 beside bf16: cuDNN's `sdpa_fp8` and a Triton kernel of this file, in TF/s and dB.
+"""Causal attention forward, in FP8 beside bf16: cuDNN's `sdpa_fp8`, and two kernels of our own, in TF/s and dB.
 
-    python -m benchmarks.attention_fp8                            # about a minute: 8192 and 32768 tokens
+    python -m benchmarks.attention_fp8                            # under 90 s: 8192 and 32768 tokens
     python -m benchmarks.attention_fp8 --tokens 8192 --ways fp8:triton bf16:cudnn
     TRITON_INTERPRET=1 python -m benchmarks.attention_fp8 --device cpu --tokens 256 --ways fp8:triton --heads 2 1 --exact 2
 
@@ -8,8 +8,8 @@
 and on Hopper its output is e4m3 as well, here with the best scale that there is. `casts` is the time of making them
 from bf16, amax first; it is no part of the other figures. dB is the ratio of signal to error against float64 attention over
 the bf16 inputs: of inputs from `randn`, and of the same with one of 1000 elements of k and v ten times as large.
-The Triton kernel is timed with each of `CONFIGS`. Triton's interpreter, as in the last line, rounds some e4m3 values
-wrongly, and loses 3 dB by it."""
+`fp8:triton` is a Triton kernel of this file, timed with each of `CONFIGS`; `fp8:gluon` is attention_fp8_kernel.py, with
+each of `ORDERS`. Triton's interpreter, as in the last line, rounds some e4m3 values wrongly, and loses 3 dB by it."""
 
 import argparse
 import functools
@@ -35,7 +35,7 @@ E4M3, LARGEST = torch.float8_e4m3fn, 448.0
 OFFSET = tl.constexpr(8.0)  # probabilities are cast as p * 2**8: e4m3 then reaches down to 2**-17
 LOG2E = tl.constexpr(1.4426950408889634)
 KINDS = ("randn", "outliers")
-WAYS = ("bf16:cudnn", "bf16:flash", "fp8:cudnn", "fp8:triton", "casts")
+WAYS = ("bf16:cudnn", "bf16:flash", "fp8:cudnn", "fp8:triton", "fp8:gluon", "casts")
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ CONFIGS = (
     Config(128, 128, 8, 2),
     Config(128, 128, 8, 3),
 )
+ORDERS = ((2, False), (2, True), (3, False), (3, True), (5, True))  # stages, and whether warp groups take turns
 
 
 @triton.jit
@@ -245,6 +246,13 @@ def calls(way: str, given: list[Tensor], amax: float) -> dict[str, tuple[Callabl
     if by == "cudnn":
         return {"": (cudnn_graph(q, k, v, LARGEST / amax), amax / LARGEST)}
     operands, out = prepare(q, k, v), torch.empty_like(q)
+    if by == "gluon":
+        from benchmarks.attention_fp8_kernel import launch
+
+        return {
+            f"stages={stages}, turns={turns}": (functools.partial(launch, operands, out, stages, turns), 1.0)
+            for stages, turns in ORDERS
+        }
     return {str(config): (functools.partial(with_triton, operands, out, config), 1.0) for config in CONFIGS}
 
 
