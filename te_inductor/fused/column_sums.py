@@ -15,7 +15,7 @@ from te_inductor.fused.record import POST_GRAD, FusedKernel
 from te_inductor.lowerings.codegen.column_sums import ROWS
 from te_inductor.lowerings.codegen.column_sums import column_sums as lower
 from te_inductor.lowerings.registry import may_give_up
-from te_inductor.ops.definition import define
+from te_inductor.ops.definition import op_of
 from te_inductor.passes.graph.node_kinds import tensor_of
 
 aten = torch.ops.aten
@@ -23,15 +23,11 @@ LEAST = 4 * ROWS  # rows and columns, below which a kernel more or less is all t
 ALIGNED = 16  # likewise a multiple: padded copies have sizes of their own, and no tile in common
 
 
-def _sums(x: Tensor) -> Tensor:
+def _sums(x: Tensor) -> Tensor:  # (R, C) -> (C,)
     return x.sum(0, dtype=torch.float32)
 
 
-def _fake(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape[1], dtype=torch.float32)
-
-
-column_sums = define("column_sums(Tensor x) -> Tensor", _sums, _fake)  # (R, C) -> (C,)
+column_sums = op_of(_sums, lambda x: x.new_empty(x.shape[1], dtype=torch.float32), name="column_sums")
 may_give_up(column_sums)
 
 

@@ -18,46 +18,30 @@ from torch._inductor import config, ir
 from torch._inductor.lowering import fallback_handler
 
 from te_inductor import ops
-from te_inductor.compat import constant_type_name
 from te_inductor.fused.record import JOINT, FusedKernel
 from te_inductor.kernels.cutlass_tiles import ALIGNED, ROUNDED, Tile
 from te_inductor.kernels.family import Choice
 from te_inductor.kernels.select import select
 from te_inductor.numerics.activation import Gating
-from te_inductor.ops.casts import quantize_rowcol_fake
-from te_inductor.ops.definition import define
+from te_inductor.ops.casts import copies_like
+from te_inductor.ops.definition import op_of
 from te_inductor.passes.graph import shared_sigmoid
 from te_inductor.passes.graph.gemm_nodes import is_plain, problem_of
 from te_inductor.passes.graph.node_kinds import tensor_of
 from te_inductor.passes.graph.pointwise_steps import is_step, translated
-from te_inductor.recipes import Gemm, Quantizer
+from te_inductor.recipes import Quantizer
 from te_inductor.recipes.formats import BLOCK_1X128
 from te_inductor.templates.cutlass import build, launch
 
 aten = torch.ops.aten
 
 
-def _gated_gradient_fake(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    g: Gemm,
-    gating: Gating,
-    q: Quantizer,
-    *_: Any,
-) -> tuple[Tensor, ...]:
-    return quantize_rowcol_fake(gate.new_empty((a.shape[0], 2 * b.shape[0])), q)
-
-
-gated_gradient = define(
-    "cutlass_gated_gradient(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor gate, Tensor up,"
-    f" {constant_type_name(Gemm)} g, {constant_type_name(Gating)} gating, {constant_type_name(Quantizer)} q,"
-    f" {constant_type_name(Tile)} tile, str arch) -> (Tensor, Tensor, Tensor, Tensor)",
+gated_gradient = op_of(
     launch.gated_gradient,
-    _gated_gradient_fake,
+    lambda a, a_scale, b, b_scale, gate, up, gemm, gating, quantizer, *_: copies_like(
+        gate.new_empty((a.shape[0], 2 * b.shape[0])), quantizer
+    ),
+    name="cutlass_gated_gradient",
 )
 _call = fallback_handler(gated_gradient, add_to_fallback_set=False)
 

@@ -15,16 +15,15 @@ from torch._inductor.lowering import lowerings
 from torch.utils.flop_counter import register_flop_formula
 
 from te_inductor import ops
-from te_inductor.compat import constant_type_name
 from te_inductor.fused.record import POST_GRAD, FusedKernel
 from te_inductor.kernels.cutlass_tiles import ROUNDED, Kernel
 from te_inductor.lowerings.casts import quantize
 from te_inductor.lowerings.gemm import cutlass_choices, scaled_mm
 from te_inductor.numerics.activation import OPS, Activation, evaluate
 from te_inductor.ops import flops
-from te_inductor.ops.casts import quantize_fake
-from te_inductor.ops.definition import define
-from te_inductor.ops.gemm import scaled_mm_fake
+from te_inductor.ops.casts import copy_like
+from te_inductor.ops.definition import op_of
+from te_inductor.ops.gemm import product_like
 from te_inductor.passes.graph.casts import where_quantized
 from te_inductor.passes.graph.gemm_nodes import is_plain, kernel_of
 from te_inductor.passes.graph.pointwise_steps import is_step, translated
@@ -36,26 +35,10 @@ aten = torch.ops.aten
 
 
 def _eager(
-    a: Tensor,
+    a: Tensor,  # as `scaled_mm` has them
     a_scale: Tensor,
     b: Tensor,
     b_scale: Tensor,
-    bias: Tensor | None,
-    gemm: Gemm,
-    out_dtype: torch.dtype,
-    activation: Activation,
-    scale: Tensor,
-    quantizer: Quantizer,
-) -> Tensor:
-    y = dense.scaled_mm(a, a_scale, b, b_scale, bias, gemm, out_dtype)
-    return dense.quantize_delayed(activation.of(y), scale, quantizer)
-
-
-def _fake(
-    a: Tensor,  # as `scaled_mm` has them
-    a_scale_inv: Tensor,
-    b: Tensor,
-    b_scale_inv: Tensor,
     bias: Tensor | None,
     gemm: Gemm,
     out_dtype: torch.dtype,  # that the product is rounded to
@@ -63,16 +46,11 @@ def _fake(
     scale: Tensor,  # (), of the copy
     quantizer: Quantizer,
 ) -> Tensor:  # (M, pad(N)), the row copy of the activation
-    return quantize_fake(scaled_mm_fake(a, a_scale_inv, b, b_scale_inv, bias, gemm, out_dtype), quantizer)[0]
+    y = dense.scaled_mm(a, a_scale, b, b_scale, bias, gemm, out_dtype)
+    return dense.quantize_delayed(activation.of(y), scale, quantizer)
 
 
-quantized_mm = define(
-    "quantized_mm(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias,"
-    f" {constant_type_name(Gemm)} g, ScalarType out_dtype, {constant_type_name(Activation)} f, Tensor scale,"
-    f" {constant_type_name(Quantizer)} q) -> Tensor",
-    _eager,
-    _fake,
-)
+quantized_mm = op_of(_eager, lambda *given: copy_like(product_like(*given[:7]), given[-1])[0], name="quantized_mm")
 register_flop_formula(quantized_mm.overloadpacket, get_raw=True)(flops.scaled_mm)
 
 

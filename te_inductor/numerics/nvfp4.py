@@ -125,7 +125,9 @@ def values(stored: Tensor, block_scale: Tensor) -> Tensor:  # (N, K/2), (N, K/16
     return (signed.view(rows, -1, BLOCK) * block_scale.float()[..., None]).view(rows, -1)
 
 
-def dequantize(stored: Tensor, block_scale: Tensor, tensor_scale: Tensor, k: int, dtype: torch.dtype) -> Tensor:
+def dequantize(
+    stored: Tensor, block_scale: Tensor, tensor_scale: Tensor, k: int | torch.SymInt, dtype: torch.dtype
+) -> Tensor:
     """(N, k) of `dtype`, rounded twice: to fp32, then to `dtype`."""
     return (values(stored, block_scale) * tensor_scale)[:, :k].to(dtype)
 

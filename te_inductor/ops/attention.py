@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from te_inductor.ops.definition import define
+from te_inductor.ops.definition import op_of
 
 QUERIES = 8  # that share their keys, at most: one side of a tensor core
 WIDTHS = (64, 128, 256)  # of a head
@@ -24,8 +24,4 @@ def plain(
     return (scores.softmax(-1) @ v.float()).to(q.dtype)
 
 
-decode_attention = define(
-    "decode_attention(Tensor q, Tensor k, Tensor v, Tensor? keep, float scale) -> Tensor",
-    plain,
-    lambda q, k, v, keep, scale: q.new_empty(q.shape),
-)
+decode_attention = op_of(plain, lambda q, *_: q.new_empty(q.shape), name="decode_attention")

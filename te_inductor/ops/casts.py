@@ -11,152 +11,65 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_inductor.compat import constant_type_name
+from te_inductor.numerics import microscaling
 from te_inductor.numerics.philox import new_seed
-from te_inductor.ops.definition import define
+from te_inductor.ops.definition import op_of
 from te_inductor.recipes import Quantizer
 from te_inductor.recipes.formats import HADAMARD, padded
 from te_inductor.runtime.eager import dense
 
-_QUANTIZER = constant_type_name(Quantizer)
 
-
-def quantize_fake(
-    x: Tensor,  # (R, C)
-    quantizer: Quantizer,
-    amax: Tensor | None = None,  # () fp32, of the tensor, or (R, 1), of its rows, where scales have two levels
-    seed: Tensor | None = None,  # () int64, of stochastic rounding
-) -> tuple[Tensor, Tensor]:  # data (R, pad(C)), scale_inv as Scope.scale_shape says: (), (R, 1), ...
+def copy_like(x: Tensor, quantizer: Quantizer, *_: Any) -> tuple[Tensor, Tensor]:
+    """The fake of a copy of x, and of its scales."""
     rows, columns = x.shape
     scope = quantizer.granularity
     data = x.new_empty((rows, quantizer.stored(columns)), dtype=quantizer.format.dtype)
     return data, x.new_empty(scope.scale_shape(rows, columns), dtype=scope.scale.dtype)
 
 
-def quantize_rowcol_fake(
-    x: Tensor,  # (R, C)
-    quantizer: Quantizer,
-    amax: Tensor | None = None,  # () fp32
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # data (R, pad(C)), scale_inv, data_t (C, pad(R)), scale_inv_t
-    return *quantize_fake(x, quantizer), *quantize_fake(x.t(), quantizer)
+def copies_like(x: Tensor, quantizer: Quantizer, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The fake of both."""
+    return *copy_like(x, quantizer), *copy_like(x.t(), quantizer)
 
 
-def _quantize_pieces_fake(
-    pieces: list[Tensor],  # matrices that make one (R, C) side by side along dim
-    dim: int,
-    quantizer: Quantizer,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # data (R, pad(C)), scale_inv, data_t (C, pad(R)), scale_inv_t
-    return quantize_rowcol_fake(torch.cat(pieces, dim), quantizer)
-
-
-def _quantize_delayed_fake(
-    x: Tensor,  # (R, C)
-    scale: Tensor,  # ()
-    quantizer: Quantizer,
-) -> Tensor:  # (R, pad(C))
-    return quantize_fake(x, quantizer)[0]
-
-
-def _quantize_rowcol_delayed_fake(
-    x: Tensor,  # (R, C)
-    scale: Tensor,  # ()
-    quantizer: Quantizer,
-) -> tuple[Tensor, Tensor]:  # data (R, pad(C)), data_t (C, pad(R))
-    return quantize_fake(x, quantizer)[0], quantize_fake(x.t(), quantizer)[0]
-
-
-def _quantize_pieces_delayed_fake(
-    pieces: list[Tensor],  # matrices that make one (R, C) side by side along dim
-    dim: int,
-    scale: Tensor,  # ()
-    quantizer: Quantizer,
-) -> tuple[Tensor, Tensor]:  # data (R, pad(C)), data_t (C, pad(R))
-    return _quantize_rowcol_delayed_fake(torch.cat(pieces, dim), scale, quantizer)
-
-
-def _transpose_fake(
-    data: Tensor,  # (R, pad(C)), one byte an element
-    columns: int,  # C
-) -> Tensor:  # (C, pad(R))
-    return data.new_empty((columns, padded(data.shape[0])))
-
-
-def _hadamard_fake(
-    x: Tensor,  # (R, C)
-) -> Tensor:  # (R, C padded to 16) bf16
-    return x.new_empty((x.shape[0], padded(x.shape[1], HADAMARD)), dtype=torch.bfloat16)
-
-
-def _tensor_amax_fake(x: Tensor, of_rows: bool = False) -> Tensor:  # () fp32, or (R, 1)
-    return x.new_empty((x.shape[0], 1) if of_rows else (), dtype=torch.float32)
-
-
-def _current_scale_fake(
-    pieces: list[Tensor],
-    quantizer: Quantizer,
-) -> tuple[Tensor, Tensor]:  # scale (), scale_inv ()
-    return tuple(pieces[0].new_empty((), dtype=torch.float32) for _ in range(2))  # type: ignore[return-value]
+def scale_pair_like(x: Tensor, shape: Sequence[Any] = ()) -> tuple[Tensor, Tensor]:
+    """The fake of a scale and its reciprocal."""
+    return x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.float32)
 
 
 def _pad_rows(x: Tensor, rows: int) -> Tensor:  # (R, C) -> (rows, C)
     return torch.nn.functional.pad(x, (0, 0, 0, rows - x.shape[0]))
 
 
-def _pad_rows_fake(x: Tensor, rows: int) -> Tensor:
-    return x.new_empty((rows, x.shape[1]))
-
-
-def _dequantize_fake(
-    data: Tensor,  # (R, C), as stored
-    scale_inv: Tensor,  # of the shape that the quantizer's scope stores
-    quantizer: Quantizer,
-    dtype: torch.dtype,
-) -> Tensor:  # (R, C); of two-level scales in units of the tensor's factor
-    rows, columns = data.shape
-    return data.new_empty((rows, columns * quantizer.format.packed), dtype=dtype)
-
-
-quantize = define(
-    f"quantize(Tensor x, {_QUANTIZER} q, Tensor? amax=None, Tensor? seed=None) -> (Tensor, Tensor)",
-    dense.quantize,
-    quantize_fake,
+quantize = op_of(dense.quantize, lambda x, quantizer, amax=None, seed=None: copy_like(x, quantizer))
+quantize_rowcol = op_of(dense.quantize_rowcol, lambda x, quantizer, amax=None: copies_like(x, quantizer))
+quantize_pieces = op_of(
+    dense.quantize_pieces, lambda pieces, dim, quantizer: copies_like(torch.cat(pieces, dim), quantizer)
 )
-quantize_rowcol = define(
-    f"quantize_rowcol(Tensor x, {_QUANTIZER} q, Tensor? amax=None) -> (Tensor, Tensor, Tensor, Tensor)",
-    dense.quantize_rowcol,
-    quantize_rowcol_fake,
+hadamard = op_of(
+    microscaling.hadamard,
+    lambda x: x.new_empty((x.shape[0], padded(x.shape[1], HADAMARD)), dtype=torch.bfloat16),
 )
-quantize_pieces = define(
-    f"quantize_pieces(Tensor[] pieces, int dim, {_QUANTIZER} q) -> (Tensor, Tensor, Tensor, Tensor)",
-    dense.quantize_pieces,
-    _quantize_pieces_fake,
+tensor_amax = op_of(
+    dense.tensor_amax,
+    lambda x, of_rows=False: x.new_empty((x.shape[0], 1) if of_rows else (), dtype=torch.float32),
 )
-hadamard = define("hadamard(Tensor x) -> Tensor", dense.hadamard, _hadamard_fake)
-tensor_amax = define("tensor_amax(Tensor x, bool of_rows=False) -> Tensor", dense.tensor_amax, _tensor_amax_fake)
-quantize_delayed = define(
-    f"quantize_delayed(Tensor x, Tensor scale, {_QUANTIZER} q) -> Tensor",
-    dense.quantize_delayed,
-    _quantize_delayed_fake,
+quantize_delayed = op_of(dense.quantize_delayed, lambda x, scale, quantizer: copy_like(x, quantizer)[0])
+quantize_rowcol_delayed = op_of(
+    dense.quantize_rowcol_delayed, lambda x, scale, quantizer: copies_like(x, quantizer)[::2]
 )
-quantize_rowcol_delayed = define(
-    f"quantize_rowcol_delayed(Tensor x, Tensor scale, {_QUANTIZER} q) -> (Tensor, Tensor)",
-    dense.quantize_rowcol_delayed,
-    _quantize_rowcol_delayed_fake,
-)
-quantize_pieces_delayed = define(
-    f"quantize_pieces_delayed(Tensor[] pieces, int dim, Tensor scale, {_QUANTIZER} q) -> (Tensor, Tensor)",
+quantize_pieces_delayed = op_of(
     dense.quantize_pieces_delayed,
-    _quantize_pieces_delayed_fake,
+    lambda pieces, dim, scale, quantizer: copies_like(torch.cat(pieces, dim), quantizer)[::2],
 )
-current_scale = define(
-    f"current_scale(Tensor[] pieces, {_QUANTIZER} q) -> (Tensor, Tensor)", dense.current_scale, _current_scale_fake
-)
-pad_rows = define("pad_rows(Tensor x, int rows) -> Tensor", _pad_rows, _pad_rows_fake)  # with zeros
-transpose = define("transpose(Tensor data, SymInt columns) -> Tensor", dense.transpose, _transpose_fake)
-dequantize = define(
-    f"dequantize(Tensor data, Tensor scale_inv, {_QUANTIZER} q, ScalarType dtype) -> Tensor",
+current_scale = op_of(dense.current_scale, lambda pieces, quantizer: scale_pair_like(pieces[0]))
+pad_rows = op_of(_pad_rows, lambda x, rows: x.new_empty((rows, x.shape[1])), name="pad_rows")  # with zeros
+transpose = op_of(dense.transpose, lambda data, columns: data.new_empty((columns, padded(data.shape[0]))))
+dequantize = op_of(
     dense.dequantize,
-    _dequantize_fake,
+    lambda data, scale_inv, quantizer, dtype: data.new_empty(
+        (data.shape[0], data.shape[1] * quantizer.format.packed), dtype=dtype
+    ),
 )
 
 

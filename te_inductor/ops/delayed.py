@@ -7,30 +7,13 @@ import torch
 from torch import Tensor
 
 from te_inductor import compat
-from te_inductor.compat import constant_type_name
-from te_inductor.ops.definition import define
+from te_inductor.ops.definition import op_of
 from te_inductor.recipes.delayed import ScaleUpdate
 from te_inductor.runtime.eager import delayed
 
-_UPDATE = constant_type_name(ScaleUpdate)
-
-
-def _read_scales_fake(
-    scales: list[Tensor],  # n of ()
-) -> list[Tensor]:  # n scales, n reciprocals
-    return [scale.new_empty(()) for scale in (*scales, *scales)]
-
-
-read_scales = define("read_scales(Tensor[] scales) -> Tensor[]", delayed.read_scales, _read_scales_fake)
-record_amax = define(
-    "record_amax(Tensor[] pieces, Tensor(a!) amax) -> ()", delayed.record_amax, lambda pieces, amax: None
-)
-update_scales = define(
-    f"update_scales(Tensor(a!)[] amaxes, Tensor(b!)[] scales, Tensor(c!)[] histories, {_UPDATE} update, Tensor[]?"
-    " read=None, Tensor(d!)? misfits=None, bool own=False) -> ()",
-    delayed.update_scales,
-    lambda amaxes, scales, histories, update, read=None, misfits=None, own=False: None,
-)
+read_scales = op_of(delayed.read_scales, lambda scales: [scale.new_empty(()) for scale in (*scales, *scales)])
+record_amax = op_of(delayed.record_amax, lambda pieces, amax: None)
+update_scales = op_of(delayed.update_scales, lambda *_, **__: None)
 
 
 class _DelayedStep(torch.autograd.Function):
@@ -65,8 +48,4 @@ def _delayed_step(
     return _DelayedStep.apply(leaf, update_of_backward)  # type: ignore[no-any-return]
 
 
-delayed_step = define(
-    f"delayed_step(Tensor leaf, Tensor[] amaxes, Tensor[] scales, Tensor[] histories, {_UPDATE} update, Tensor?"
-    " misfits=None, bool own=False) -> Tensor",
-    _delayed_step,
-)
+delayed_step = op_of(_delayed_step, name="delayed_step")

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from te_inductor import targets
-from te_inductor.compat import constant_type_name
 from te_inductor.kernels import grouped_mm, written_out
 from te_inductor.kernels.family import KernelFamily
 from te_inductor.kernels.nvfp4_linear import PREFILL
@@ -22,79 +21,30 @@ from te_inductor.kernels.problem import Problem, Sizes, Stored
 from te_inductor.kernels.select import select
 from te_inductor.ops import grouped as ops_grouped
 from te_inductor.ops.casts import quantize
-from te_inductor.ops.definition import define
-from te_inductor.recipes import Gemm, Quantizer, Slots
+from te_inductor.ops.definition import op_of
+from te_inductor.recipes import Gemm, Slots
 from te_inductor.recipes.formats import E2M1
 from te_inductor.runtime.eager import experts, grouped
 from te_inductor.targets import Target
 
-_QUANTIZER = constant_type_name(Quantizer)
+
+def _rows_of(x: Tensor, ends: Any, ids: Any, stored: Tensor, *rest: Any) -> Tensor:
+    return x.new_empty((x.shape[0], stored.shape[1]), dtype=rest[-1])
 
 
-def _nvfp4_fake(
-    x: Tensor,  # (M, K)
-    ends: Tensor | None,  # (E,) int32
-    ids: Tensor | None,  # (M,); one of the two
-    stored: Tensor,  # (E, N, K/2)
-    block_scale: Tensor,  # (E, N, K/16)
-    tensor_scale: Tensor,  # (E,)
-    out_dtype: torch.dtype,
-) -> Tensor:  # (M, N), zeros for rows of no expert
-    return x.new_empty((x.shape[0], stored.shape[1]), dtype=out_dtype)
-
-
-def _fp8_fake(
-    x: Tensor,  # (M, K)
-    ends: Tensor | None,
-    ids: Tensor | None,
-    values: Tensor,  # (E, N, K padded)
-    scale_inv: Tensor,  # (E,), (E, N), or (E, what the scope stores of one expert)
-    quantizer: Quantizer,
-    out_dtype: torch.dtype,
-) -> Tensor:  # (M, N)
-    return x.new_empty((x.shape[0], values.shape[1]), dtype=out_dtype)
-
-
-def _plain_fake(
-    x: Tensor,  # (M, K)
-    ends: Tensor,  # (E,) int32
-    whole: Tensor,  # (E, N, K)
-) -> Tensor:  # (M, N)
-    return x.new_empty((x.shape[0], whole.shape[1]))
-
-
-def _dequantize_fake(stored: Tensor, *rest: Any) -> Tensor:  # (E, N, k)
+def _whole_of(stored: Tensor, *rest: Any) -> Tensor:
     *_, k, dtype = rest
     return stored.new_empty((*stored.shape[:2], k), dtype=dtype)
 
 
-nvfp4_experts = define(
-    "nvfp4_experts(Tensor x, Tensor? ends, Tensor? ids, Tensor stored, Tensor block_scale, Tensor tensor_scale,"
-    " ScalarType out_dtype) -> Tensor",
-    experts.nvfp4_product,
-    _nvfp4_fake,
-)
-fp8_experts = define(
-    f"fp8_experts(Tensor x, Tensor? ends, Tensor? ids, Tensor values, Tensor scale_inv, {_QUANTIZER} q,"
-    " ScalarType out_dtype) -> Tensor",
-    experts.fp8_product,
-    _fp8_fake,
-)
+nvfp4_experts = op_of(experts.nvfp4_product, _rows_of, name="nvfp4_experts")
+fp8_experts = op_of(experts.fp8_product, _rows_of, name="fp8_experts")
 # The product of matrices in high precision: torch compiles its own grouped product for bf16 alone.
-plain_experts = define(
-    "plain_experts(Tensor x, Tensor ends, Tensor whole) -> Tensor", experts.plain_product, _plain_fake
+plain_experts = op_of(
+    experts.plain_product, lambda x, ends, whole: x.new_empty((x.shape[0], whole.shape[1])), name="plain_experts"
 )
-nvfp4_experts_dequantize = define(
-    "nvfp4_experts_dequantize(Tensor stored, Tensor block_scale, Tensor tensor_scale, SymInt k, ScalarType dtype)"
-    " -> Tensor",
-    experts.nvfp4_dequantize,
-    _dequantize_fake,
-)
-fp8_experts_dequantize = define(
-    f"fp8_experts_dequantize(Tensor values, Tensor scale_inv, {_QUANTIZER} q, SymInt k, ScalarType dtype) -> Tensor",
-    experts.fp8_dequantize,
-    _dequantize_fake,
-)
+nvfp4_experts_dequantize = op_of(experts.nvfp4_dequantize, _whole_of, name="nvfp4_experts_dequantize")
+fp8_experts_dequantize = op_of(experts.fp8_dequantize, _whole_of, name="fp8_experts_dequantize")
 
 
 def nvfp4_product(x: Tensor, ends: Tensor | None, ids: Tensor | None, *weight: Tensor) -> Tensor:

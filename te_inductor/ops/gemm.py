@@ -6,53 +6,38 @@ linear layer reads which copy::
     wgrad  dw[N,K] = dyᵀ x        dy columnwise, x columnwise
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from te_inductor.compat import constant_type_name
 from te_inductor.numerics.arithmetic import reciprocal
 from te_inductor.ops.casts import Copy
-from te_inductor.ops.definition import define
+from te_inductor.ops.definition import op_of
 from te_inductor.recipes import Gemm
 from te_inductor.runtime.eager import dense
 from te_inductor.runtime.gradients import deferred_wgrads
 
-_GEMM = constant_type_name(Gemm)
 
-
-def scaled_mm_fake(
-    a: Tensor,  # (M, K), low precision
-    a_scale_inv: Tensor,  # (), (M, 1), or of the shape that gemm.scopes[0] stores
-    b: Tensor,  # (N, K), low precision
-    b_scale_inv: Tensor,  # (), (N, 1), or of the shape that gemm.scopes[1] stores
-    bias: Tensor | None,  # (N,)
+def product_like(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Any,
+    bias: Any,
     gemm: Gemm,
     out_dtype: torch.dtype,
-    alpha: Tensor | None = None,  # (), (M, 1) or (1, N), factor of the product, of two-level scales
-    added: Tensor | None = None,  # (M, N), of out_dtype
-) -> Tensor:  # (M, N)
+    *_: Any,
+    **__: Any,
+) -> Tensor:
+    """The fake of `scaled_mm`."""
     torch._check(a.shape[1] == b.shape[1], lambda: f"contraction sizes {a.shape[1]} and {b.shape[1]}, expected equal")
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
-scaled_mm = define(
-    f"scaled_mm(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias, {_GEMM} g, ScalarType out_dtype,"
-    " Tensor? alpha=None, Tensor? added=None) -> Tensor",
-    dense.scaled_mm,
-    scaled_mm_fake,
-)
-accumulate_wgrad = define(
-    "accumulate_wgrad(Tensor(a!)[] totals, Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? alpha,"
-    f" {_GEMM} g) -> ()",
-    dense.accumulate_wgrad,
-    lambda totals, a, a_scale, b, b_scale, alpha, gemm: None,
-)
-defer_wgrad = define(
-    "defer_wgrad(Tensor(a!)[] tickets, Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? alpha,"
-    f" {_GEMM} g, bool copy=True) -> ()",
-    deferred_wgrads.defer_wgrad,
-    lambda tickets, a, a_scale, b, b_scale, alpha, gemm, copy=True: None,
-)
+scaled_mm = op_of(dense.scaled_mm, product_like)
+accumulate_wgrad = op_of(dense.accumulate_wgrad, lambda *_, **__: None)
+defer_wgrad = op_of(deferred_wgrads.defer_wgrad, lambda *_, **__: None)
 
 
 def product(a: Copy | None, b: Copy | None, bias: Tensor | None, gemm: Gemm, out_dtype: torch.dtype) -> Tensor:

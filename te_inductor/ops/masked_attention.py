@@ -7,45 +7,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_inductor.ops.definition import define, implement_on_cuda, library
+from te_inductor.ops.definition import define, implement_on_cuda, library, op_of
 from te_inductor.ops.differentiable import Gradients, Needs, Operation
 from te_inductor.runtime.attention import kept, masked, predicate
 
+Sizes = Sequence[int | torch.SymInt]  # batch, heads, queries, keys
 
-def _hides_nothing(tensors: Sequence[Tensor], data: str, sizes: Sequence[int]) -> Tensor:
+
+def _hides_nothing(tensors: Sequence[Tensor], data: str, sizes: Sizes) -> Tensor:
     return predicate.holds_everywhere(predicate.from_text(data), tensors, sizes).cpu()
 
 
-# Whether a predicate on tensors holds for all scores of (batch, heads, queries, keys): a Boolean on the host, (). Waits
-# for the device.
-hides_nothing = define(
-    "hides_nothing(Tensor[] tensors, str data, SymInt[] sizes) -> Tensor",
-    _hides_nothing,
-    lambda tensors, data, sizes: torch.empty((), dtype=torch.bool, device="cpu"),
-)
-
-
-def _block_mask(tensors: Sequence[Tensor], like: Tensor, text: str, sizes: Sequence[Any]) -> list[Tensor]:
+def _block_mask(tensors: Sequence[Tensor], like: Tensor, text: str, sizes: Sizes) -> list[Tensor]:
     return predicate.block_mask(predicate.from_text(text), tensors, sizes, like.device)
 
 
+# Whether a predicate on tensors holds for all scores: a Boolean on the host, (). Waits for the device.
+hides_nothing = op_of(_hides_nothing, lambda *_: torch.empty((), dtype=torch.bool, device="cpu"), name="hides_nothing")
 # FlexAttention's block mask of a predicate, on the device of `like`, where sizes are symbolic: Inductor cannot divide a
 # kernel over a number of blocks that is not a symbol itself ("CantSplit").
-block_mask = define(
-    "block_mask(Tensor[] tensors, Tensor like, str text, SymInt[] sizes) -> Tensor[]", _block_mask, _block_mask
-)
-
-attend = define(
-    "attend(Tensor q, Tensor k, Tensor v, Tensor hides_nothing, Tensor[] tensors, str text, float scale, bool causal)"
-    " -> (Tensor, Tensor)",
+block_mask = op_of(_block_mask, _block_mask, name="block_mask")
+attend = op_of(
     masked.attend,
     lambda q, k, v, *_: (masked.like_output(q, v), q.new_empty(q.shape[:3], dtype=torch.float32)),
 )
-attend_backward = define(
-    "attend_backward(Tensor dy, Tensor q, Tensor k, Tensor v, Tensor hides_nothing, Tensor[] tensors, Tensor out,"
-    " Tensor lse, str text, float scale, bool causal) -> (Tensor, Tensor, Tensor)",
-    masked.attend_backward,
-    lambda dy, q, k, v, *_: tuple(masked.like_output(one, one) for one in (q, k, v)),
+attend_backward = op_of(
+    masked.attend_backward, lambda dy, q, k, v, *_: tuple(masked.like_output(one, one) for one in (q, k, v))
 )
 
 
@@ -69,18 +56,11 @@ def _flash_fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), sums, q.new_empty((2,), dtype=torch.int64)
 
 
-_SEQUENCES = "Tensor ends_q, Tensor ends_k, SymInt most_q, SymInt most_k, float dropout, float scale"
-flash_by_ends = define(
-    f"flash_by_ends(Tensor q, Tensor k, Tensor v, {_SEQUENCES}) -> (Tensor, Tensor, Tensor)",
-    kept.plain,
-    _flash_fake,
-    tags=(torch.Tag.nondeterministic_seeded,),
-)
-flash_by_ends_backward = define(
-    "flash_by_ends_backward(Tensor dy, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor random,"
-    f" {_SEQUENCES}) -> (Tensor, Tensor, Tensor)",
+flash_by_ends = op_of(kept.plain, _flash_fake, name="flash_by_ends", tags=(torch.Tag.nondeterministic_seeded,))
+flash_by_ends_backward = op_of(
     kept.plain_backward,
     lambda dy, q, k, v, *_: tuple(one.new_empty(one.shape) for one in (q, k, v)),
+    name="flash_by_ends_backward",
 )
 implement_on_cuda(flash_by_ends, kept.flash)
 implement_on_cuda(flash_by_ends_backward, kept.flash_backward)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_inductor.ops.definition import define
+from te_inductor.ops.definition import define, op_of
 from te_inductor.ops.differentiable import Gradients, Needs, Operation
 
 
@@ -24,32 +24,28 @@ def take_bytes(data: Tensor, rows: Tensor) -> Tensor:
     return data.view(torch.uint8)[rows].view(data.dtype)
 
 
-def _take_rows(x: Tensor, order: Tensor, places: Tensor) -> Tensor:
-    return x[order // places.shape[1]] if places.dim() > 1 else x[order]
-
-
-def _take_rows_fake(
+def _take_rows(
     x: Tensor,  # (T, ...)
     order: Tensor,  # (T * each,), a permutation: row i is x's row order[i] // each
     places: Tensor,  # (T, each), where each stands, or (T,)
 ) -> Tensor:  # (T * each, ...)
-    return x.new_empty((order.shape[0], *x.shape[1:]))
+    return x[order // places.shape[1]] if places.dim() > 1 else x[order]
 
 
-def _place_rows_fake(
+def _place_rows(
     x: Tensor,  # (T, ...)
     rows: Tensor,  # (T * each,): row i is x's row rows[i]
     places: Tensor,  # (T, each), where each row stands, or (T,)
 ) -> Tensor:  # (T * each, ...)
+    return take_bytes(x, rows)
+
+
+def _rows_like(x: Tensor, rows: Tensor, places: Tensor) -> Tensor:
     return x.new_empty((rows.shape[0], *x.shape[1:]))
 
 
-take_rows = define("take_rows(Tensor x, Tensor order, Tensor places) -> Tensor", _take_rows, _take_rows_fake)
-place_rows = define(
-    "place_rows(Tensor x, Tensor rows, Tensor places) -> Tensor",
-    lambda x, rows, places: take_bytes(x, rows),
-    _place_rows_fake,
-)
+take_rows = op_of(_take_rows, lambda x, order, places: _rows_like(x, order, places), name="take_rows")
+place_rows = op_of(_place_rows, _rows_like, name="place_rows")
 
 
 def _places_of(order: Tensor, each: int) -> Tensor:
@@ -108,4 +104,4 @@ permute_rows = define("permute_rows(Tensor x, Tensor back, Tensor order) -> Tens
 spread_rows = define("spread_rows(Tensor x, Tensor order, int each) -> Tensor", _SpreadRows())
 sum_rows = define("sum_rows(Tensor rows, Tensor order, int each) -> Tensor", _SumRows())
 # The places, (T, each), of rows that a permutation (T * each,) orders, of which row i is of x's row i // each.
-places_of = define("places_of(Tensor order, int each) -> Tensor", _places_of)
+places_of = op_of(_places_of, name="places_of")

@@ -22,16 +22,16 @@ import torch
 from torch import Tensor
 
 from te_inductor import compat
-from te_inductor.compat import constant_type_name
 from te_inductor.distributed.parallel import Ranks, gather, largest
 from te_inductor.ops.casts import current_scale, quantize, quantize_delayed, tensor_amax
-from te_inductor.ops.definition import define
+from te_inductor.ops.definition import op_of
 from te_inductor.ops.delayed import record_amax
 from te_inductor.ops.differentiable import Gradients, Needs, Operation
 from te_inductor.ops.gathered_weight import GatheredWeight
 from te_inductor.ops.layers.layer import LayerSpec
 from te_inductor.ops.layers.parts import StepTensors
 from te_inductor.recipes import Quantizer
+from te_inductor.runtime.eager import Written
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def ranks_of(shard: Any) -> Ranks:
     return Ranks(shard.device_mesh.get_group(dim).group_name, shard.device_mesh.size(dim))
 
 
-def record_rounded_amax(shard: Tensor, dtype: torch.dtype, amax: Tensor) -> None:
+def record_rounded_amax(shard: Tensor, dtype: torch.dtype, amax: Written) -> None:
     """Delayed scaling's record of what `gather_weight` casts, as far as it is this rank's."""
     record_amax([_rounded(shard, dtype)], amax)
 
@@ -110,15 +110,6 @@ def _rounded(shard: Tensor, dtype: torch.dtype) -> Tensor:
     return compat.shard_of(shard).detach().to(dtype)
 
 
-gather_weight = define(
-    f"gather_weight(Tensor shard, {constant_type_name(LayerSpec)} spec, ScalarType dtype, ScalarType backward_dtype,"
-    " Tensor[]? known=None) -> Tensor",
-    trace_gather_weight,
-)
-shard_scales = define(
-    f"shard_scales(Tensor[] shards, {constant_type_name(Quantizer)} q, ScalarType dtype) -> Tensor[]",
-    trace_shard_scales,
-)
-record_weight_amax = define(
-    "record_weight_amax(Tensor shard, ScalarType dtype, Tensor(a!) amax) -> ()", record_rounded_amax
-)
+gather_weight = op_of(trace_gather_weight, name="gather_weight")
+shard_scales = op_of(trace_shard_scales, name="shard_scales")
+record_weight_amax = op_of(record_rounded_amax, name="record_weight_amax")

@@ -25,7 +25,7 @@ from te_inductor.kernels.problem import Problem, Sizes
 from te_inductor.kernels.select import select
 from te_inductor.numerics import nvfp4
 from te_inductor.ops.casts import dequantize, quantize, transpose
-from te_inductor.ops.definition import define
+from te_inductor.ops.definition import op_of
 from te_inductor.ops.gemm import scaled_mm
 from te_inductor.ops.written_out import for_program, is_called, leaves
 from te_inductor.recipes import Quantizer, Slots
@@ -35,61 +35,24 @@ from te_inductor.targets import Target
 _ROWWISE = Quantizer("e4m3", power_2_scale=True, scope="row")
 
 
-def _nvfp4_linear_fake(
-    x: Tensor,  # (M, K)
-    stored: Tensor,  # (N, K/2)
-    block_scale: Tensor,  # (N, K/16)
-    tensor_scale: Tensor,  # ()
-    out_dtype: torch.dtype,
-) -> Tensor:  # (M, N)
+def _product_like(x: Tensor, *rest: Any) -> Tensor:
+    *_, stored, _, _, out_dtype = rest
     return x.new_empty((x.shape[0], stored.shape[0]), dtype=out_dtype)
 
 
-def _nvfp4_linear_fp8_fake(
-    x: Tensor,  # (M, K) e4m3
-    x_scale: Tensor,  # (M, 1) fp32
-    stored: Tensor,  # (N, K/2)
-    block_scale: Tensor,  # (N, K/16)
-    tensor_scale: Tensor,  # ()
-    out_dtype: torch.dtype,
-) -> Tensor:  # (M, N)
-    return x.new_empty((x.shape[0], stored.shape[0]), dtype=out_dtype)
-
-
-def _nvfp4_dequantize_fake(
-    stored: Tensor, block_scale: Tensor, tensor_scale: Tensor, k: int, dtype: torch.dtype
-) -> Tensor:  # (N, k)
-    return stored.new_empty((stored.shape[0], k), dtype=dtype)
-
-
-def _nvfp4_recast_fake(
-    stored: Tensor, block_scale: Tensor, tensor_scale: Tensor
-) -> tuple[Tensor, Tensor]:  # data (N, K) e4m3, scale_inv (N, 1)
+def _recast_like(stored: Tensor, block_scale: Tensor, tensor_scale: Tensor) -> tuple[Tensor, Tensor]:
     rows, half = stored.shape
     return stored.new_empty((rows, 2 * half), dtype=_ROWWISE.format.dtype), tensor_scale.new_empty((rows, 1))
 
 
-nvfp4_linear = define(
-    "nvfp4_linear(Tensor x, Tensor stored, Tensor block_scale, Tensor tensor_scale, ScalarType out_dtype) -> Tensor",
-    nvfp4.linear,
-    _nvfp4_linear_fake,
-)
-nvfp4_linear_fp8 = define(
-    "nvfp4_linear_fp8(Tensor x, Tensor x_scale, Tensor stored, Tensor block_scale, Tensor tensor_scale,"
-    " ScalarType out_dtype) -> Tensor",
-    nvfp4.linear_fp8,
-    _nvfp4_linear_fp8_fake,
-)
-nvfp4_dequantize = define(
-    "nvfp4_dequantize(Tensor stored, Tensor block_scale, Tensor tensor_scale, SymInt k, ScalarType dtype) -> Tensor",
+nvfp4_linear = op_of(nvfp4.linear, _product_like, name="nvfp4_linear")
+nvfp4_linear_fp8 = op_of(nvfp4.linear_fp8, _product_like, name="nvfp4_linear_fp8")
+nvfp4_dequantize = op_of(
     nvfp4.dequantize,
-    _nvfp4_dequantize_fake,
+    lambda stored, block_scale, tensor_scale, k, dtype: stored.new_empty((stored.shape[0], k), dtype=dtype),
+    name="nvfp4_dequantize",
 )
-nvfp4_recast = define(
-    "nvfp4_recast(Tensor stored, Tensor block_scale, Tensor tensor_scale) -> (Tensor, Tensor)",
-    nvfp4.recast,
-    _nvfp4_recast_fake,
-)
+nvfp4_recast = op_of(nvfp4.recast, _recast_like, name="nvfp4_recast")
 is_called(nvfp4_linear, nvfp4_linear_fp8, nvfp4_dequantize, nvfp4_recast)
 
 
@@ -209,12 +172,5 @@ def _fp8_weight(
         return _linear(_FP8, x, (data, scale_inv), bias, (Slots.from_text(slots), out_dtype))
 
 
-nvfp4_weight_only = define(
-    "nvfp4_weight_only(Tensor x, Tensor stored, Tensor block_scale, Tensor tensor_scale, Tensor? bias, str prefill,"
-    " ScalarType out_dtype) -> Tensor",
-    _nvfp4_weight_only,
-)
-fp8_weight = define(
-    "fp8_weight(Tensor x, Tensor data, Tensor scale_inv, Tensor? bias, str slots, ScalarType out_dtype) -> Tensor",
-    _fp8_weight,
-)
+nvfp4_weight_only = op_of(_nvfp4_weight_only, name="nvfp4_weight_only")
+fp8_weight = op_of(_fp8_weight, name="fp8_weight")

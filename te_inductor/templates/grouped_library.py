@@ -89,8 +89,13 @@ def _product(
 
 
 def scaled_grouped_mm(
-    a: Tensor, b: Tensor, a_scale: list[Tensor], b_scale: list[Tensor], ends: Tensor, gemm: Gemm
-) -> Tensor:
+    a: Tensor,  # (M, K), or (N, P), low precision
+    b: Tensor,  # (E, K, N), or (P, K), columns contiguous
+    a_scale: list[Tensor],  # uint8, of two dimensions, and of two-level scales (E,) fp32, factors of each group
+    b_scale: list[Tensor],
+    ends: Tensor,  # (E,) int32, of groups of rows of a, or of columns of both
+    gemm: Gemm,
+) -> Tensor:  # bf16 (M, N), or (E, N, K)
     """An op, since Inductor would copy the scales to view them as another dtype."""
     of_a, of_b = gemm.granularities
     a, b = a.view(gemm.formats[0].library), b.view(gemm.formats[1].library)

@@ -1,13 +1,12 @@
 """The op `layers`, traced, so that Inductor sees casts and GEMMs; and what a saved program can hold in its place."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from te_inductor import compat
-from te_inductor.ops.definition import define
+from te_inductor.ops.definition import op_of
 from te_inductor.ops.delayed import record_amax
 from te_inductor.ops.layers.dense import DenseLayers
 from te_inductor.ops.layers.experts import ExpertLayers
@@ -16,6 +15,7 @@ from te_inductor.ops.layers.layer import LayerSpec, flat
 from te_inductor.ops.layers.parts import StepTensors
 from te_inductor.ops.written_out import for_program
 from te_inductor.recipes import Slots
+from te_inductor.runtime.eager import Written
 
 
 def trace_layers(
@@ -33,8 +33,8 @@ def trace_layers(
     of_input: Sequence[Tensor] | None = None,  # what the operands want besides, as their classes say
     of_weight: Sequence[Tensor] | None = None,
     of_output: Sequence[Tensor] | None = None,
-    input_sizes: Sequence[Any] | None = None,
-    output_sizes: Sequence[Any] | None = None,
+    input_sizes: Sequence[int | torch.SymInt] | None = None,
+    output_sizes: Sequence[int | torch.SymInt] | None = None,
     takers: Sequence[Tensor] | None = None,  # of the gradient sink, one a weight
 ) -> list[Tensor]:  # each (..., N); of experts zeros behind the last group; DTensors, or what this rank has of them
     """``x @ weight.T + bias`` for each weight, the operands of all three GEMMs in the low precision of ``spec.slots``;
@@ -59,13 +59,7 @@ def trace_layers(
     return [y.reshape(*x.shape[:-1], y.shape[1]) for y in ys]
 
 
-layers = define(
-    f"layers(Tensor x, Tensor[] weights, Tensor[] biases, {compat.constant_type_name(LayerSpec)} spec, ScalarType"
-    " out_dtype, Tensor? token=None, Tensor? ends=None, Tensor? rows=None, Tensor? places=None, Tensor[]? known=None,"
-    " Tensor? grad_amax=None, Tensor[]? of_input=None, Tensor[]? of_weight=None, Tensor[]? of_output=None, SymInt[]?"
-    " input_sizes=None, SymInt[]? output_sizes=None, Tensor[]? takers=None) -> Tensor[]",
-    trace_layers,
-)
+layers = op_of(trace_layers, name="layers")
 
 
 def linears(
@@ -118,16 +112,12 @@ def _exported_grouped_linears(
         return trace_layers(x, weights, biases, spec, out_dtype, ends=ends, rows=rows, places=places)
 
 
-exported_linears = define(
-    "exported_linears(Tensor x, Tensor[] weights, Tensor[] biases, str slots, ScalarType out_dtype) -> Tensor[]",
-    _exported_linears,
-)
-exported_grouped_linears = define(
-    "exported_grouped_linears(Tensor x, Tensor[] weights, Tensor[] biases, Tensor ends, str slots, ScalarType"
-    " out_dtype, Tensor? rows=None, Tensor? places=None) -> Tensor[]",
-    _exported_grouped_linears,
-)
-record_shard_amax = define(
-    "record_shard_amax(Tensor[] pieces, Tensor(a!) amax) -> ()",
-    lambda pieces, amax: record_amax([flat(compat.local_of(piece).detach()) for piece in pieces], amax),
-)
+exported_linears = op_of(_exported_linears, name="exported_linears")
+exported_grouped_linears = op_of(_exported_grouped_linears, name="exported_grouped_linears")
+
+
+def _record_shard_amax(pieces: list[Tensor], amax: Written) -> None:
+    record_amax([flat(compat.local_of(piece).detach()) for piece in pieces], amax)
+
+
+record_shard_amax = op_of(_record_shard_amax, name="record_shard_amax")

@@ -64,8 +64,8 @@ def flash_backward(
     random: Tensor,
     ends_q: Tensor,
     ends_k: Tensor,
-    most_q: int,
-    most_k: int,
+    most_q: int | torch.SymInt,
+    most_k: int | torch.SymInt,
     dropout: float,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -84,8 +84,8 @@ def plain(
     v: Tensor,
     ends_q: Tensor,
     ends_k: Tensor,
-    most_q: int,
-    most_k: int,
+    most_q: int | torch.SymInt,
+    most_k: int | torch.SymInt,
     dropout: float,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -105,8 +105,8 @@ def plain_backward(
     random: Tensor,
     ends_q: Tensor,
     ends_k: Tensor,
-    most_q: int,
-    most_k: int,
+    most_q: int | torch.SymInt,
+    most_k: int | torch.SymInt,
     dropout: float,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -18,18 +18,19 @@ from te_inductor.distributed import agreement
 from te_inductor.distributed.amax_groups import process_group
 from te_inductor.errors import RecipeError, wrong_type
 from te_inductor.recipes.delayed import DelayedScaling, ScaleUpdate
+from te_inductor.runtime.eager import Written
 
 FP32_TINY = torch.finfo(torch.float32).tiny  # a smaller scale has no finite reciprocal
 FP32_MAX = torch.finfo(torch.float32).max
 
 
 def read_scales(scales: list[Tensor]) -> list[Tensor]:
-    """Copies of all scales, then of all their reciprocals: what one step computes with, whatever happens to the
-    state."""
+    """Copies of all n scales, then of all their reciprocals, each (): what one step computes with, whatever happens to
+    the state."""
     return [*torch._foreach_mul(scales, 1.0), *torch._foreach_reciprocal(scales)]
 
 
-def record_amax(pieces: list[Tensor], amax: Tensor) -> None:
+def record_amax(pieces: list[Tensor], amax: Written) -> None:
     """Raise `amax` to the largest magnitude of all pieces; NaN if one of them has one."""
     for x in pieces:
         if x.numel():
@@ -37,12 +38,12 @@ def record_amax(pieces: list[Tensor], amax: Tensor) -> None:
 
 
 def update_scales(
-    amaxes: list[Tensor],
-    scales: list[Tensor],
-    histories: list[Tensor],
+    amaxes: list[Written],
+    scales: list[Written],
+    histories: list[Written],
     update: ScaleUpdate,
     read: list[Tensor] | None = None,  # what `read_scales` returned, which has to run before
-    misfits: Tensor | None = None,  # (n, 4) int32, of which runtime/state/misfits.py tells
+    misfits: Written | None = None,  # (n, 4) int32, of which runtime/state/misfits.py tells
     own: bool = False,  # whether this step cast by own amaxes
 ) -> None:
     """End of a step: each quantizer's recorded amax enters its history, and its scale follows. `misfits` counts whether

@@ -1,8 +1,5 @@
-"""The op set on real tensors, in plain torch: what runs when a graph runs uncompiled, and when a lowering cannot.
-
-Slower than a lowering (each step is a kernel of its own) and equal to it: casts bit for bit, GEMMs up to the order of
-fp32 sums.
-"""
+"""Casts and GEMMs of matrices: slower than their lowerings (each step is a kernel of its own) and equal to them, casts bit
+for bit, GEMMs up to the order of fp32 sums."""
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +11,7 @@ from te_inductor.numerics.algebra import TORCH
 from te_inductor.numerics.philox import random_bits
 from te_inductor.recipes.formats import ALIGNMENT, ROW, Scope, padded
 from te_inductor.recipes.quantizers import Gemm, Quantizer
+from te_inductor.runtime.eager import Written
 
 # The only output that torch._scaled_mm gives of operands with a scale a row, on every device (aten/.../ScaledBlas.cpp,
 # torch 2.11 to 2.13: fp32 and fp16 depend on the release, cuBLAS and the GPU). For another, the GEMM runs with scales
@@ -74,41 +72,55 @@ def _copy(x: Tensor, scale: Tensor, quantizer: Quantizer, seed: Tensor | None = 
 
 
 def quantize(
-    x: Tensor, quantizer: Quantizer, amax: Tensor | None = None, seed: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    x: Tensor,  # (R, C)
+    quantizer: Quantizer,
+    amax: Tensor | None = None,  # () fp32, of the tensor, or (R, 1), of its rows, where scales have two levels
+    seed: Tensor | None = None,  # () int64, of stochastic rounding
+) -> tuple[Tensor, Tensor]:  # data (R, pad(C)), scale_inv as Scope.scale_shape says: (), (R, 1), ...
     scale, scale_inv = _scales(x, quantizer, amax)
     return _copy(x, scale, quantizer, seed), scale_inv
 
 
 def quantize_rowcol(
-    x: Tensor, quantizer: Quantizer, amax: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor,  # (R, C)
+    quantizer: Quantizer,
+    amax: Tensor | None = None,  # () fp32
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # data (R, pad(C)), scale_inv, data_t (C, pad(R)), scale_inv_t
     return *quantize(x, quantizer, amax), *quantize(x.t(), quantizer, amax)
 
 
-def quantize_pieces(pieces: list[Tensor], dim: int, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def quantize_pieces(
+    pieces: list[Tensor],  # matrices that make one (R, C) side by side along dim
+    dim: int,
+    quantizer: Quantizer,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # as of `quantize_rowcol`
     return quantize_rowcol(torch.cat(pieces, dim), quantizer)
 
 
-def hadamard(x: Tensor) -> Tensor:
-    return microscaling.hadamard(x)
-
-
-def tensor_amax(x: Tensor, of_rows: bool = False) -> Tensor:
+def tensor_amax(x: Tensor, of_rows: bool = False) -> Tensor:  # () fp32, or (R, 1)
     if not x.numel():
         return x.new_zeros((x.shape[0], 1) if of_rows else (), dtype=torch.float32)
     return (x.abs().amax(1, keepdim=True) if of_rows else x.abs().amax()).float()
 
 
-def quantize_delayed(x: Tensor, scale: Tensor, quantizer: Quantizer) -> Tensor:
+def quantize_delayed(
+    x: Tensor,  # (R, C)
+    scale: Tensor,  # ()
+    quantizer: Quantizer,
+) -> Tensor:  # (R, pad(C))
     return _copy(x, scale, quantizer)
 
 
-def quantize_rowcol_delayed(x: Tensor, scale: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
+def quantize_rowcol_delayed(
+    x: Tensor, scale: Tensor, quantizer: Quantizer
+) -> tuple[Tensor, Tensor]:  # data (R, pad(C)), data_t (C, pad(R))
     return quantize_delayed(x, scale, quantizer), quantize_delayed(x.t(), scale, quantizer)
 
 
-def transpose(data: Tensor, columns: int) -> Tensor:
+def transpose(
+    data: Tensor,  # (R, pad(C)), one byte an element
+    columns: int | torch.SymInt,  # C
+) -> Tensor:  # (C, pad(R))
     """The columnwise copy of what this is the rowwise copy of, where both have one scale."""
     made = data.view(torch.uint8)[:, :columns].t()
     missing = padded(made.shape[1]) - made.shape[1]
@@ -116,7 +128,7 @@ def transpose(data: Tensor, columns: int) -> Tensor:
     return made.view(data.dtype)
 
 
-def current_scale(pieces: list[Tensor], quantizer: Quantizer) -> tuple[Tensor, Tensor]:
+def current_scale(pieces: list[Tensor], quantizer: Quantizer) -> tuple[Tensor, Tensor]:  # scale (), scale_inv ()
     amaxes = [tensor_amax(piece) for piece in pieces]
     scale = encode_scale(torch.stack(amaxes).amax(), quantizer, pieces[0].dtype)
     return scale, arithmetic.decode_scale(TORCH, scale, quantizer)
@@ -128,21 +140,26 @@ def quantize_pieces_delayed(
     return quantize_rowcol_delayed(torch.cat(pieces, dim), scale, quantizer)
 
 
-def dequantize(data: Tensor, scale_inv: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Tensor:
+def dequantize(
+    data: Tensor,  # (R, C), as stored
+    scale_inv: Tensor,  # of the shape that the quantizer's scope stores
+    quantizer: Quantizer,
+    dtype: torch.dtype,
+) -> Tensor:  # (R, C); of two-level scales in units of the tensor's factor
     return blocks.values(data, scale_inv, quantizer.format, quantizer.granularity).to(dtype).contiguous()
 
 
 def scaled_mm(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None,
+    a: Tensor,  # (M, K), low precision
+    a_scale: Tensor,  # (), (M, 1), or of the shape that gemm.scopes[0] stores
+    b: Tensor,  # (N, K), low precision
+    b_scale: Tensor,  # (), (N, 1), or of the shape that gemm.scopes[1] stores
+    bias: Tensor | None,  # (N,)
     gemm: Gemm,
     out_dtype: torch.dtype,
-    alpha: Tensor | None = None,
-    added: Tensor | None = None,
-) -> Tensor:
+    alpha: Tensor | None = None,  # (), (M, 1) or (1, N), factor of the product, of two-level scales
+    added: Tensor | None = None,  # (M, N), of out_dtype
+) -> Tensor:  # (M, N)
     if gemm.microscaled:
         y = _emulated(a, a_scale, b, b_scale, gemm, alpha).to(out_dtype)
     elif a.device.type == "cuda" and (not gemm.blocked or (a.numel() and targets.of(a.device).block_scaled_mm)):
@@ -155,7 +172,7 @@ def scaled_mm(
 
 
 def accumulate_wgrad(
-    totals: list[Tensor],  # fp32, (N, K) of each weight
+    totals: list[Written],  # fp32, (N, K) of each weight
     a: Tensor,  # dy columnwise, (all N, M)
     a_scale: Tensor,
     b: Tensor,  # x columnwise, (K, M)

@@ -71,7 +71,7 @@ def nvfp4_dequantize(
     stored: Tensor,  # (E, N, K/2)
     block_scale: Tensor,  # (E, N, K/16)
     tensor_scale: Tensor,  # (E,)
-    k: int,
+    k: int | torch.SymInt,
     dtype: torch.dtype,
 ) -> Tensor:  # (E, N, k)
     """Expert by expert, so that no more than one is in fp32."""
@@ -85,7 +85,7 @@ def fp8_dequantize(
     values: Tensor,  # (E, N, K padded)
     scale_inv: Tensor,
     quantizer: Quantizer,
-    k: int,
+    k: int | torch.SymInt,
     dtype: torch.dtype,
 ) -> Tensor:  # (E, N, k)
     whole = values.new_empty((*values.shape[:2], k), dtype=dtype)

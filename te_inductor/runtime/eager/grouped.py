@@ -22,7 +22,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 from te_inductor.numerics import blocks
 from te_inductor.recipes.formats import E4M3, ROW, Scope, padded
 from te_inductor.recipes.quantizers import Gemm, Quantizer
-from te_inductor.runtime.eager import dense
+from te_inductor.runtime.eager import Written, dense
 
 GROUP_ALIGNMENT = 128  # columns; what a tile of the GEMM holds, and a multiple of every scope's block
 
@@ -38,16 +38,16 @@ def is_written_out(device: torch.device, gemm: Gemm) -> bool:
 
 
 def grouped_mm(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    ends: Tensor,
-    bias: Tensor | None,
+    a: Tensor,  # (M, K), low precision, rows sorted by group
+    a_scale: Tensor,  # (), (M, 1), or of the shape that gemm.scopes[0] stores
+    b: Tensor,  # (E, N, K), low precision
+    b_scale: Tensor,  # (E,), (E, N), or (E, what gemm.scopes[1] stores of one expert)
+    ends: Tensor,  # (E,) int32, where each group ends
+    bias: Tensor | None,  # (E, N)
     gemm: Gemm,
     out_dtype: torch.dtype,
-    alpha: Tensor | None = None,
-) -> Tensor:
+    alpha: Tensor | None = None,  # () or (M, 1), factor of the product, of two-level scales
+) -> Tensor:  # (M, N), zeros behind the last group
     wide_a, wide_b = _values(a, a_scale, gemm, 0), _each_values(b, b_scale, gemm)
     with _plain(a.device):
         if a.device.type == "cuda":
@@ -104,15 +104,15 @@ def _finished(y: Tensor, alpha: Tensor | None, out_dtype: torch.dtype, bias: Ten
 
 
 def grouped_wgrad(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    starts: Tensor,
+    a: Tensor,  # (N, P), dy, groups padded
+    a_scale: Tensor,  # (), (E, N) of rows, or of the shape that gemm.scopes[0] stores
+    b: Tensor,  # (K, P), x, likewise
+    b_scale: Tensor,  # (), (E, K), or of the shape that gemm.scopes[1] stores
+    starts: Tensor,  # (E + 1,) int32, where each group begins
     gemm: Gemm,
     out_dtype: torch.dtype,
-    alpha: Tensor | None = None,
-) -> Tensor:
+    alpha: Tensor | None = None,  # ()
+) -> Tensor:  # (E, N, K)
     wide_a, wide_b = _values(a, a_scale, gemm, 0), _values(b, b_scale, gemm, 1)
     with _plain(a.device):
         if a.device.type == "cuda":
@@ -129,7 +129,7 @@ def grouped_wgrad(
 
 
 def accumulate_grouped_wgrad(
-    totals: list[Tensor],  # fp32, (E, N, K) of each parameter
+    totals: list[Written],  # fp32, (E, N, K) of each parameter
     a: Tensor,
     a_scale: Tensor,
     b: Tensor,
@@ -162,15 +162,23 @@ def _each_values(x: Tensor, scale: Tensor, gemm: Gemm) -> Tensor:  # (E, R, C) f
 
 
 def quantize_experts(
-    w: Tensor, quantizer: Quantizer, amax: Tensor | None = None, transposed: bool = False
-) -> tuple[Tensor, Tensor]:
+    w: Tensor,  # (E, R, C)
+    quantizer: Quantizer,
+    amax: Tensor | None = None,  # () fp32, of all, where scales have two levels
+    transposed: bool = False,  # casts each matrix's transpose
+) -> tuple[Tensor, Tensor]:  # data (E, R, pad(C)), scale_inv
     pairs = [dense.quantize(matrix, quantizer, amax) for matrix in (w.transpose(1, 2) if transposed else w)]
     with torch.autocast(w.device.type, enabled=False):  # which would choose a dtype for what is stacked
         data, scale_inv = (torch.stack(parts) for parts in zip(*pairs, strict=True))
     return data, scale_inv.squeeze(2) if quantizer.granularity is ROW else scale_inv
 
 
-def quantize_experts_delayed(w: Tensor, scale: Tensor, quantizer: Quantizer, transposed: bool = False) -> Tensor:
+def quantize_experts_delayed(
+    w: Tensor,  # (E, R, C)
+    scale: Tensor,  # (), (E,), or (E, C) of the transposes' rows
+    quantizer: Quantizer,
+    transposed: bool = False,
+) -> Tensor:  # (E, R, pad(C)), or of the transposes
     matrices = w.transpose(1, 2) if transposed else w
     missing = quantizer.padded(matrices.shape[2]) - matrices.shape[2]
     matrices = F.pad(matrices, (0, missing)) if missing else matrices
@@ -178,20 +186,30 @@ def quantize_experts_delayed(w: Tensor, scale: Tensor, quantizer: Quantizer, tra
     return dense.cast(matrices, scale, quantizer).contiguous()
 
 
-def quantize_experts_rows(w: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def quantize_experts_rows(
+    w: Tensor,  # (E, R, C)
+    quantizer: Quantizer,  # of rows
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # data (E, R, pad(C)), scale_inv (E, R); columns' scale, scale_inv (E, C)
     scale = dense.encode_scale(w.abs().amax(1).float(), quantizer, w.dtype)
     return *quantize_experts(w, quantizer), scale, 1.0 / scale
 
 
-def experts_scale(weights: list[Tensor], quantizer: Quantizer) -> tuple[Tensor, Tensor]:
+def experts_scale(
+    weights: list[Tensor],  # each (E, R, C)
+    quantizer: Quantizer,
+) -> tuple[Tensor, Tensor]:  # scale (E,), scale_inv (E,); of each expert's matrices together
     amaxes = [weight.abs().amax((1, 2)).float() for weight in weights]
     scale = dense.encode_scale(torch.stack(amaxes).amax(0), quantizer, weights[0].dtype)
     return scale, 1.0 / scale
 
 
 def quantize_groups(
-    x: Tensor, source: Tensor, tiles: Tensor, starts: Tensor, quantizer: Quantizer
-) -> tuple[Tensor, Tensor]:
+    x: Tensor,  # (R, C)
+    source: Tensor,  # (P,) int32, the row that each column of the copy holds, -1 of padding
+    tiles: Tensor,  # (P / 128,) int32, whose group each 128 columns are
+    starts: Tensor,  # (E + 1,) int32, where groups begin, and the last one ends
+    quantizer: Quantizer,
+) -> tuple[Tensor, Tensor]:  # data (C, P), scale_inv (E, C) of rows, or of the scope's shape for (C, P)
     whole = gather_padded(x, source)
     if quantizer.granularity is not ROW:
         return dense.quantize(whole.t(), quantizer)
@@ -203,7 +221,10 @@ def quantize_groups(
     return dense.cast(whole, each, quantizer).t().contiguous(), 1.0 / scale
 
 
-def transpose_groups(data: Tensor, source: Tensor) -> Tensor:
+def transpose_groups(
+    data: Tensor,  # (R, C), of one byte an element
+    source: Tensor,  # (P,) int32
+) -> Tensor:  # (C, P)
     return gather_padded(data.view(torch.uint8), source).t().contiguous().view(data.dtype)
 
 
@@ -223,6 +244,11 @@ def mask_rows(x: Tensor, ends: Tensor) -> Tensor:
 def mask_copy(data: Tensor, ends: Tensor) -> Tensor:
     """`mask_rows` of a row copy, of whose format no device has a `where`."""
     return mask_rows(data.view(torch.uint8), ends).view(data.dtype)
+
+
+def equal_groups(like: Tensor, groups: int, rows: int | torch.SymInt) -> Tensor:  # (groups,)
+    """Where groups of `rows` rows each end, where `like` is."""
+    return torch.arange(1, groups + 1, device=like.device, dtype=torch.int32) * rows  # type: ignore[return-value]
 
 
 def group_of_rows(ends: Tensor, rows: int) -> Tensor:  # (rows,) int64

@@ -28,7 +28,7 @@ from torch.optim.optimizer import Optimizer
 
 from te_inductor.errors import DeferredWgradError, wrong_type
 from te_inductor.recipes.quantizers import Gemm
-from te_inductor.runtime.eager import dense
+from te_inductor.runtime.eager import Written, dense
 from te_inductor.runtime.gradients.gradient_inputs import Takers
 from te_inductor.runtime.gradients.main_grads import checked
 from te_inductor.runtime.optimizer_steps import check_before_each
@@ -93,7 +93,7 @@ TICKETS = Takers(lambda parameter: torch.empty((), dtype=torch.int64, device="cp
 
 
 def defer_wgrad(
-    tickets: list[Tensor],  # of the parameters, each () int64
+    tickets: list[Written],  # of the parameters, each () int64
     a: Tensor,  # dy columnwise, (N, M)
     a_scale: Tensor,
     b: Tensor,  # x columnwise, (K, M)
@@ -107,7 +107,7 @@ def defer_wgrad(
 
 
 def defer_grouped_wgrad(
-    tickets: list[Tensor],
+    tickets: list[Written],
     a: Tensor,  # (N, P), groups padded
     a_scale: Tensor,
     b: Tensor,  # (K, P)

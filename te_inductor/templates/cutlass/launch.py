@@ -17,7 +17,7 @@ from te_inductor.kernels.problem import NOTHING, OUTPUT
 from te_inductor.numerics.activation import Activation, Gating, PointwiseStep
 from te_inductor.recipes.formats import E2M1, ELEMENTS, ROW, SCOPES
 from te_inductor.recipes.quantizers import Gemm, Quantizer
-from te_inductor.runtime.eager import dense
+from te_inductor.runtime.eager import Written, dense
 from te_inductor.templates.cutlass import build
 from te_inductor.templates.cutlass.current_device import launches
 
@@ -80,7 +80,7 @@ def quantized_mm(
 
 @launches
 def add_scaled_mm(
-    total: Tensor,  # (M, N) fp32, contiguous
+    total: Written,  # (M, N) fp32, contiguous
     a: Tensor,  # (M, K), contiguous
     a_scale: Tensor,  # fp32, () or (M, 1)
     b: Tensor,  # (N, K), contiguous
@@ -113,7 +113,7 @@ def gated_gradient(
     quantizer: Quantizer,
     tile: Tile,
     arch: str,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``quantize_pieces(gating.of(scaled_mm(a, b), gate, up), 1, quantizer)`` with neither sums nor results in memory:
     data and scale_inv, (M, 2 N), and those of the transpose. Results are rounded to bf16 before they are cast, sums are
     not."""
