@@ -8,23 +8,27 @@ tensors and parameters are inputs, and a sequence of them is Python's own. High-
 plain PyTorch's autograd calls, low-precision ones the package's eager ops, so that a sequence has the bits of the graph
 that the backend makes of the same layers, run uncompiled. A gradient of a gradient is refused."""
 
-from te_inductor.eager_layers.collectives import AllGather, AllReduce, ReduceScatter
-from te_inductor.eager_layers.elementwise import (
+from te_inductor.eager_layers.grouped import GroupedBias, GroupedLinear, WaitingGradients
+from te_inductor.eager_layers.high_precision import (
     GELU,
+    AllGather,
+    AllReduce,
     Bias,
     ConstantScale,
     Dropout,
     GeGLU,
     Identity,
+    L2Normalization,
+    LayerNorm,
+    ReduceScatter,
     ReLU,
     Reshape,
+    RMSNorm,
     SiLU,
     SquaredReLU,
     SwiGLU,
 )
-from te_inductor.eager_layers.grouped import GroupedBias, GroupedLinear, WaitingGradients
 from te_inductor.eager_layers.low_precision import Linear, Quantize
-from te_inductor.eager_layers.norms import L2Normalization, LayerNorm, RMSNorm
 from te_inductor.ops.differentiable import Operation
 
 __all__ = [

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from te_inductor import ops
+from te_inductor.eager_layers.low_precision import spec_of
 from te_inductor.errors import OptionError, RecipeError
 from te_inductor.ops.differentiable import Gradients, Needs, Operation
 from te_inductor.ops.gemm import operands_of
 from te_inductor.ops.layers.experts import ExpertLayers
 from te_inductor.ops.layers.parts import GradientSink, WeightGradient
-from te_inductor.recipes import DelayedScaling, Recipe, resolve
+from te_inductor.recipes import Recipe
 from te_inductor.runtime.eager import grouped
 from te_inductor.runtime.gradients import deferred_wgrads
 
@@ -101,12 +102,7 @@ class GroupedLinear:
     """
 
     def __init__(self, recipe: Recipe | str, *, scale_bias: bool = False, delay_wgrad: bool = False) -> None:
-        named = resolve(recipe)
-        if named is None or isinstance(named, DelayedScaling):
-            raise RecipeError(
-                f"recipe {recipe!r} of an eager GroupedLinear, expected one of low precision and without state"
-            )
-        self.spec = ops.LayerSpec(named.slots_of(""))
+        self.spec = spec_of(recipe, "GroupedLinear")
         scopes = [one.granularity for one in (self.spec.slots.input, self.spec.slots.grad_output)]
         if any(scope.blocked and not scope.one_row for scope in scopes):
             raise RecipeError(

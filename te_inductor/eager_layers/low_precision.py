@@ -1,14 +1,13 @@
 """A linear layer in low precision, and the values of a low-precision copy."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from te_inductor import ops
+from te_inductor.eager_layers.high_precision import LinearMap
 from te_inductor.errors import RecipeError
-from te_inductor.ops.differentiable import Gradients, Needs, Operation
 from te_inductor.recipes import DelayedScaling, Quantizer, Recipe, resolve
 
 
@@ -21,10 +20,7 @@ class Linear:
     """
 
     def __init__(self, recipe: Recipe | str) -> None:
-        named = resolve(recipe)
-        if named is None or isinstance(named, DelayedScaling):
-            raise RecipeError(f"recipe {recipe!r} of an eager Linear, expected one of low precision and without state")
-        self.spec = ops.LayerSpec(named.slots_of(""))
+        self.spec = spec_of(recipe, "Linear")
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         # An op of a library is out of torch.func's reach while it is called.
@@ -33,21 +29,30 @@ class Linear:
 
 
 @dataclass(frozen=True)
-class Quantize(Operation):
+class Quantize(LinearMap):
     """The values that the rowwise copy of x (..., C) stands for, in x's dtype; likewise of the gradient; None: as it
     is."""
 
     quantizer: Quantizer | None
     grad_quantizer: Quantizer | None = None
 
-    def compute(self, needs: Needs, x: Tensor) -> tuple[Tensor, None]:
-        return _rounded(x, self.quantizer), None
+    def value(self, x: Tensor) -> Tensor:
+        return _rounded(x, self.quantizer)
 
-    def setup_context(self, ctx: Any, inputs: tuple[Any, ...], found: None) -> None:
-        pass
+    def gradient(self, dy: Tensor, shape: torch.Size) -> Tensor:
+        return _rounded(dy, self.grad_quantizer)
 
-    def backward(self, ctx: Any, *grads: Tensor) -> Gradients:
-        return (_rounded(grads[0], self.grad_quantizer),)
+
+def spec_of(recipe: Recipe | str, layer: str) -> ops.LayerSpec:
+    """What a layer by hand is.
+
+    Raises:
+        RecipeError: the recipe has state, or no low precision.
+    """
+    named = resolve(recipe)
+    if named is None or isinstance(named, DelayedScaling):
+        raise RecipeError(f"recipe {recipe!r} of an eager {layer}, expected one of low precision and without state")
+    return ops.LayerSpec(named.slots_of(""))
 
 
 def _rounded(x: Tensor, quantizer: Quantizer | None) -> Tensor:
