@@ -3,7 +3,7 @@ family: `casts`, `gemm`, `delayed`, `grouped` (of experts), `layers` (linear lay
 precision), `attention` (of decoding), `masked_attention`; `written_out` (what leaves this process).
 """
 
-from te_inductor.ops import masked_attention, stored  # noqa: F401 (define their ops)
+from te_inductor.ops import masked_attention, stored
 from te_inductor.ops.casts import (
     Copy,
     copies,
@@ -50,59 +50,3 @@ from te_inductor.ops.layers.call import (
 from te_inductor.ops.layers.layer import LayerSpec
 from te_inductor.ops.permutations import permute_rows, place_rows, places_of, spread_rows, sum_rows, take_rows
 from te_inductor.ops.sharded_weight import gather_weight, record_weight_amax, shard_scales
-
-__all__ = [
-    "Copy",
-    "LayerSpec",
-    "accumulate_grouped_wgrad",
-    "accumulate_wgrad",
-    "copies",
-    "current_scale",
-    "defer_grouped_wgrad",
-    "defer_wgrad",
-    "delayed_step",
-    "dequantize",
-    "equal_groups",
-    "experts_scale",
-    "exported_grouped_linears",
-    "exported_linears",
-    "gather_weight",
-    "grouped_linears",
-    "grouped_mm",
-    "grouped_wgrad",
-    "hadamard",
-    "layers",
-    "linears",
-    "mask_copy",
-    "mask_rows",
-    "pad_rows",
-    "permute_rows",
-    "place_rows",
-    "places_of",
-    "product",
-    "quantize",
-    "quantize_delayed",
-    "quantize_experts",
-    "quantize_experts_delayed",
-    "quantize_experts_rows",
-    "quantize_groups",
-    "quantize_pieces",
-    "quantize_pieces_delayed",
-    "quantize_rowcol",
-    "quantize_rowcol_delayed",
-    "read_scales",
-    "record_amax",
-    "record_shard_amax",
-    "record_weight_amax",
-    "scaled_grouped_mm",
-    "scaled_mm",
-    "shard_scales",
-    "spread_rows",
-    "sum_rows",
-    "take_rows",
-    "tensor_amax",
-    "trace_layers",
-    "transpose",
-    "transpose_groups",
-    "update_scales",
-]
