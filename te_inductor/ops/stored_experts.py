@@ -22,7 +22,14 @@ from te_inductor.numerics import microscaling, nvfp4
 from te_inductor.ops import experts as ops_experts
 from te_inductor.ops import stored_weight
 from te_inductor.ops.stored_weight import Float8Weight, NVFP4Weight, StoredWeight
-from te_inductor.recipes import Float8BlockScaling, Float8CurrentScaling, Float8RowwiseScaling, NVFP4WeightOnly, Recipe
+from te_inductor.recipes import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    NVFP4WeightOnly,
+    Quantizer,
+    Recipe,
+)
 from te_inductor.recipes.formats import ROW
 
 aten = torch.ops.aten
@@ -31,26 +38,18 @@ aten = torch.ops.aten
 class StoredExperts(StoredWeight):
     """Base of the formats. `parts` have the experts as their first dimension."""
 
+    MORE = ("transposed",)
     MATRIX: ClassVar[type[StoredWeight]]  # what one expert's weight is stored as
-    transposed: bool  # whether it stands for (E, K, N)
+    transposed: bool = False  # whether it stands for (E, K, N)
 
-    @staticmethod
-    def __new__(
-        cls, parts: tuple[Tensor, ...], shape: torch.Size, dtype: torch.dtype, recipe: Recipe, transposed: bool = False
-    ) -> "StoredExperts":
-        return StoredWeight.__new__(cls, parts, shape, dtype, recipe)  # type: ignore[return-value]
-
-    def __init__(
-        self, parts: tuple[Tensor, ...], shape: torch.Size, dtype: torch.dtype, recipe: Recipe, transposed: bool = False
-    ) -> None:
-        super().__init__(parts, shape, dtype, recipe)
-        self.transposed = transposed
+    def __init__(self, parts: tuple[Tensor, ...], *given: Any) -> None:
+        super().__init__(parts, *given)
         self.unread: WeakSet[_Picks] = WeakSet()  # what was picked of this memory, and is not read yet
         if parts[0].is_cuda:
             stored_weight.register_kernels()
 
     @classmethod
-    def store(cls, weight: Tensor, recipe: Recipe, transposed: bool = False) -> "StoredExperts":
+    def store(cls, weight: Tensor, recipe: Recipe, transposed: bool = False) -> "StoredExperts":  # type: ignore[override]
         """Quantize (E, N, K), or (E, K, N) where `transposed`, expert by expert."""
         parts: list[Tensor] = []
         for place, matrix in enumerate(weight):
@@ -61,7 +60,9 @@ class StoredExperts(StoredWeight):
         return cls(tuple(parts), weight.shape, weight.dtype, recipe, transposed)
 
     @classmethod
-    def expected_parts(cls, shape: tuple[int, ...], recipe: Recipe, transposed: bool = False) -> stored_weight.Layout:
+    def expected_parts(  # type: ignore[override]
+        cls, shape: tuple[int, ...], recipe: Recipe, transposed: bool = False
+    ) -> stored_weight.Layout:
         count, *matrix = shape
         made = cls.MATRIX.store(
             torch.empty(matrix[::-1] if transposed else matrix, dtype=torch.float32, device="meta"), recipe
@@ -72,9 +73,6 @@ class StoredExperts(StoredWeight):
     def squeezed(cls, part: Tensor) -> Tensor:
         """A part of one expert, as it is among all experts'."""
         return part
-
-    def restored(self, plain: Tensor) -> StoredWeight:
-        return self.store(plain, self.recipe, self.transposed)
 
     @property
     def k(self) -> int:
@@ -118,33 +116,15 @@ class StoredExperts(StoredWeight):
 
     def aliased(self) -> "StoredExperts":
         """The same memory once more."""
-        return self._of_same_memory(self.with_parts(tuple(aten.alias.default(part) for part in self.parts)))
+        return self._of_same_memory(self.with_parts(tuple(map(aten.alias.default, self.parts))))  # type: ignore[arg-type]
 
     def _of_same_memory(self, other: "StoredExperts") -> "StoredExperts":
         other.unread = self.unread
         return other
 
-    def with_parts(self, parts: tuple[Tensor, ...], dtype: torch.dtype | None = None) -> "StoredExperts":
-        return type(self)(parts, self.shape, dtype or self.dtype, self.recipe, self.transposed)
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        sizes = " x ".join(str(size) for size in self.shape)
-        return f"{type(self).__name__}({sizes}, {self.recipe.name}, for {self.dtype}, device={self.device})"
-
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return list(self.PARTS), (self.dtype, self.recipe, self.transposed)
-
-    @classmethod
-    def __tensor_unflatten__(cls, parts: dict[str, Tensor], meta: Any, size: Any, stride: Any) -> "StoredExperts":
-        dtype, recipe, transposed = meta
-        return cls(tuple(parts[name] for name in cls.PARTS), size, dtype, recipe, transposed)
-
-    def _stable_hash_for_caching(self) -> str:
-        return repr((super()._stable_hash_for_caching(), self.transposed))
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         _, saved = super().__reduce_ex__(protocol)
-        return rebuild, (*saved, self.transposed)
+        return rebuild, (*saved, *self.more)
 
     @classmethod
     def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -169,8 +149,8 @@ class NVFP4Experts(StoredExperts):
         return ops_experts.nvfp4_product(x, ends, ids, *self.parts)
 
     @property
-    def form(self) -> object:
-        return nvfp4.QUANTIZER, self.transposed
+    def quantizer(self) -> Quantizer:
+        return nvfp4.QUANTIZER
 
     def saved(self) -> tuple[Tensor, ...]:
         count, rows, _ = self.stored.shape
@@ -193,8 +173,7 @@ class Float8Experts(StoredExperts):
     recipe: Float8CurrentScaling | Float8RowwiseScaling | Float8BlockScaling
 
     def written_out(self, parts: Sequence[Tensor]) -> Tensor:
-        quantizer = self.recipe.slots().weight
-        return ops_experts.fp8_experts_dequantize(*parts, quantizer, self.k, self.dtype)  # type: ignore[no-any-return]
+        return ops_experts.fp8_experts_dequantize(*parts, self.quantizer, self.k, self.dtype)  # type: ignore[no-any-return]
 
     def product(self, x: Tensor, ends: Tensor | None, ids: Tensor | None) -> Tensor:
         return ops_experts.fp8_product(x, ends, ids, self.recipe.slots(), *self.parts)
@@ -205,11 +184,7 @@ class Float8Experts(StoredExperts):
 
     def parts_of(self, expert: int) -> tuple[Tensor, ...]:
         values, scale_inv = super().parts_of(expert)
-        return values, scale_inv[:, None] if self.recipe.slots().weight.granularity is ROW else scale_inv
-
-    @property
-    def form(self) -> object:
-        return self.recipe.slots().weight, self.transposed
+        return values, scale_inv[:, None] if self.quantizer.granularity is ROW else scale_inv
 
 
 @dataclass(eq=False)

@@ -25,7 +25,14 @@ from te_inductor.diagnostics import say
 from te_inductor.errors import RecipeError, StoredWeightError
 from te_inductor.numerics import microscaling, nvfp4
 from te_inductor.ops import stored as ops_stored
-from te_inductor.recipes import Float8BlockScaling, Float8CurrentScaling, Float8RowwiseScaling, NVFP4WeightOnly, Recipe
+from te_inductor.recipes import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    NVFP4WeightOnly,
+    Quantizer,
+    Recipe,
+)
 from te_inductor.recipes.formats import LONGEST
 from te_inductor.runtime.optimizer_steps import check_before_each
 
@@ -43,29 +50,31 @@ def register_kernels() -> None:
 
 
 class StoredWeight(Tensor):
-    """Base of the formats: (N, K), of the dtype it had. Subclasses name the tensors they hold in `PARTS`."""
+    """Base of the formats: (N, K), of the dtype it had. Subclasses name the tensors they hold in `PARTS`, and in `MORE`
+    the constants that say how those lie, which have defaults."""
 
     PARTS: tuple[str, ...] = ()
+    MORE: tuple[str, ...] = ()
     recipe: Recipe
 
     @staticmethod
-    def __new__(
-        cls, parts: tuple[Tensor, ...], shape: torch.Size, dtype: torch.dtype, recipe: Recipe
-    ) -> "StoredWeight":
+    def __new__(cls, parts: tuple[Tensor, ...], shape: torch.Size, dtype: torch.dtype, *_: Any) -> "StoredWeight":
         return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=parts[0].device)  # type: ignore[attr-defined]
 
-    def __init__(self, parts: tuple[Tensor, ...], shape: torch.Size, dtype: torch.dtype, recipe: Recipe) -> None:
-        for name, part in zip(self.PARTS, parts, strict=True):
+    def __init__(
+        self, parts: tuple[Tensor, ...], shape: torch.Size, dtype: torch.dtype, recipe: Recipe, *more: Any
+    ) -> None:
+        for name, part in (*zip(self.PARTS, parts, strict=True), *zip(self.MORE, more, strict=False)):
             setattr(self, name, part)
         self.recipe = recipe
 
     @classmethod
-    def store(cls, weight: Tensor, recipe: Recipe) -> "StoredWeight":
+    def store(cls, weight: Tensor, recipe: Recipe, *more: Any) -> "StoredWeight":
         """Quantize a weight (N, K)."""
         raise NotImplementedError
 
     @classmethod
-    def expected_parts(cls, shape: tuple[int, ...], recipe: Recipe) -> Layout:
+    def expected_parts(cls, shape: tuple[int, ...], recipe: Recipe, *more: Any) -> Layout:
         """What the parts of a weight of this shape are: as those that `store` makes, of one without values."""
         made = cls.store(torch.empty(shape, dtype=torch.float32, device="meta"), recipe)
         return tuple((part.dtype, tuple(part.shape)) for part in made.parts)
@@ -88,16 +97,25 @@ class StoredWeight(Tensor):
 
     def restored(self, plain: Tensor) -> "StoredWeight":
         """Another weight of this shape, stored as this one is."""
-        return self.store(plain, self.recipe)
+        return self.store(plain, self.recipe, *self.more)
 
     def linear(self, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
         """``x @ self.T + bias``"""
         raise NotImplementedError
 
     @property
+    def quantizer(self) -> Quantizer:
+        """What the parts are cast by."""
+        return self.recipe.slots().weight
+
+    @property
     def form(self) -> object:
         """What the parts mean: those of two weights of one form can be exchanged."""
-        raise NotImplementedError
+        return self.quantizer, self.more
+
+    @property
+    def more(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, name) for name in self.MORE)
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
@@ -116,23 +134,22 @@ class StoredWeight(Tensor):
         return parts
 
     def with_parts(self, parts: tuple[Tensor, ...], dtype: torch.dtype | None = None) -> "StoredWeight":
-        return type(self)(parts, self.shape, dtype or self.dtype, self.recipe)
+        return type(self)(parts, self.shape, dtype or self.dtype, self.recipe, *self.more)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        n, k = self.shape
-        return f"{type(self).__name__}({n} x {k}, {self.recipe.name}, for {self.dtype}, device={self.device})"
+        sizes = " x ".join(map(str, self.shape))
+        return f"{type(self).__name__}({sizes}, {self.recipe.name}, for {self.dtype}, device={self.device})"
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return list(self.PARTS), (self.dtype, self.recipe)
+        return list(self.PARTS), (self.dtype, self.recipe, *self.more)
 
     @classmethod
     def __tensor_unflatten__(cls, parts: dict[str, Tensor], meta: Any, size: Any, stride: Any) -> "StoredWeight":
-        dtype, recipe = meta
-        return cls(tuple(parts[name] for name in cls.PARTS), size, dtype, recipe)
+        return cls(tuple(parts[name] for name in cls.PARTS), size, *meta)
 
     def _stable_hash_for_caching(self) -> str:
         """The key for AOTAutograd's cache: everything that its graph depends on but the parts' own metadata."""
-        return repr((type(self).__name__, tuple(self.shape), self.dtype, self.recipe))
+        return repr((type(self).__name__, tuple(self.shape), self.dtype, self.recipe, *self.more))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Parts as bytes: plain pickle knows no FP8 storage. A parameter stays one."""
@@ -213,7 +230,7 @@ class NVFP4Weight(StoredWeight):
     recipe: NVFP4WeightOnly
 
     @classmethod
-    def store(cls, weight: Tensor, recipe: Recipe) -> "NVFP4Weight":
+    def store(cls, weight: Tensor, recipe: Recipe, *_: Any) -> "NVFP4Weight":
         codes, block_scale, tensor_scale = nvfp4.quantize(weight)
         return cls((nvfp4.store(codes), block_scale, tensor_scale), weight.shape, weight.dtype, recipe)
 
@@ -226,7 +243,7 @@ class NVFP4Weight(StoredWeight):
         )
 
     @property
-    def form(self) -> object:
+    def quantizer(self) -> Quantizer:
         return nvfp4.QUANTIZER
 
     def saved(self) -> tuple[Tensor, ...]:
@@ -246,19 +263,14 @@ class Float8Weight(StoredWeight):
     recipe: Float8CurrentScaling | Float8RowwiseScaling | Float8BlockScaling
 
     @classmethod
-    def store(cls, weight: Tensor, recipe: Recipe) -> "Float8Weight":
+    def store(cls, weight: Tensor, recipe: Recipe, *_: Any) -> "Float8Weight":
         return cls(ops.quantize(weight, recipe.slots().weight), weight.shape, weight.dtype, recipe)
 
     def dequantize(self) -> Tensor:  # type: ignore[override]
-        quantizer = self.recipe.slots().weight
-        return ops.dequantize(*self.parts, quantizer, self.dtype)[:, : self.shape[1]]  # type: ignore[no-any-return]
+        return ops.dequantize(*self.parts, self.quantizer, self.dtype)[:, : self.shape[1]]  # type: ignore[no-any-return]
 
     def linear(self, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
         return ops_stored.fp8_weight(x, self.values_, self.scale_inv, bias, self.recipe.slots().to_text(), out_dtype)  # type: ignore[no-any-return]
-
-    @property
-    def form(self) -> object:
-        return self.recipe.slots().weight
 
 
 _KINDS: dict[type[Recipe], type[StoredWeight]] = {
