@@ -24,7 +24,6 @@ from te_inductor.ops.delayed import delayed_step, read_scales, record_amax, upda
 from te_inductor.ops.gemm import accumulate_wgrad, defer_wgrad, product, scaled_mm
 from te_inductor.ops.grouped import (
     accumulate_grouped_wgrad,
-    defer_grouped_wgrad,
     equal_groups,
     experts_scale,
     grouped_mm,

@@ -27,7 +27,7 @@ def scaled_mm(
     return _product(a, b, gemm)
 
 
-@register_flop_formula([ops.accumulate_wgrad.overloadpacket, ops.defer_wgrad.overloadpacket], get_raw=True)
+@register_flop_formula(ops.accumulate_wgrad.overloadpacket, get_raw=True)
 def wgrad(
     places: Any, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, alpha: Any, gemm: Gemm, *_: Any, **__: Any
 ) -> int:
@@ -59,14 +59,10 @@ def grouped_wgrad(
     return 2 * a.shape[0] * columns * b.shape[0]
 
 
-@register_flop_formula(
-    [ops.accumulate_grouped_wgrad.overloadpacket, ops.defer_grouped_wgrad.overloadpacket], get_raw=True
-)
-def grouped_wgrad_elsewhere(
-    places: Any, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, starts: Tensor, alpha: Any, gemm: Gemm,
-    *_: Any, **__: Any,
-) -> int:  # fmt: skip
-    return grouped_wgrad(a, a_scale, b, b_scale, starts, gemm)
+@register_flop_formula([ops.accumulate_grouped_wgrad.overloadpacket, ops.defer_wgrad.overloadpacket], get_raw=True)
+def wgrad_elsewhere(places: Any, a: Any, a_scale: Any, b: Any, b_scale: Any, starts: Any, *rest: Any, **_: Any) -> int:
+    gemm: Gemm = rest[1]
+    return _product(a, b, gemm) if starts is None else grouped_wgrad(a, a_scale, b, b_scale, starts, gemm)
 
 
 @register_flop_formula(ops_stored.nvfp4_linear_fp8.overloadpacket, get_raw=True)

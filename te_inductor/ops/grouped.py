@@ -20,7 +20,6 @@ from te_inductor.ops.written_out import is_called
 from te_inductor.recipes import Quantizer
 from te_inductor.recipes.formats import ROW
 from te_inductor.runtime.eager import grouped
-from te_inductor.runtime.gradients import deferred_wgrads
 from te_inductor.templates import grouped_library
 
 
@@ -60,7 +59,6 @@ grouped_wgrad = op_of(
     ),
 )
 accumulate_grouped_wgrad = op_of(grouped.accumulate_grouped_wgrad, lambda *_, **__: None)
-defer_grouped_wgrad = op_of(deferred_wgrads.defer_grouped_wgrad, lambda *_, **__: None)
 quantize_experts = op_of(grouped.quantize_experts, _experts_like)
 quantize_experts_delayed = op_of(
     grouped.quantize_experts_delayed,

@@ -119,7 +119,7 @@ def test_flops():
         a, b = (torch.zeros(size, len(source)).to(torch.float8_e4m3fn) for size in (n, k))
         one, total = torch.ones(()), torch.zeros(experts, n, k)
         ops.accumulate_grouped_wgrad([total], a, one, b, one, starts, None, slots.wgrad)
-        ops.defer_grouped_wgrad([], a, one, b, one, starts, None, slots.wgrad)
+        ops.defer_wgrad([], a, one, b, one, starts, None, slots.wgrad)
     assert elsewhere.get_total_flops() == 2 * 2 * rows * n * k
 
 

@@ -1,7 +1,6 @@
 """A weight gradient's operands, left for later: the op's eager kernel, which keeps them, in memory that nobody writes
 again. Note [Weight gradients that wait] in runtime/gradients/deferred_wgrads.py."""
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch._inductor import ir
@@ -11,24 +10,13 @@ from torch._inductor.virtualized import V
 from te_inductor import ops
 from te_inductor.lowerings.registry import lowering
 
-_keep, _keep_grouped = (
-    fallback_handler(op, add_to_fallback_set=False) for op in (ops.defer_wgrad, ops.defer_grouped_wgrad)
-)
+_keep = fallback_handler(ops.defer_wgrad, add_to_fallback_set=False)
 
 
 @lowering(ops.defer_wgrad)
 def defer_wgrad(*operands: Any) -> None:
-    _kept(_keep, operands)
-
-
-@lowering(ops.defer_grouped_wgrad)
-def defer_grouped_wgrad(*operands: Any) -> None:
-    _kept(_keep_grouped, operands)
-
-
-def _kept(keep: Callable[..., Any], operands: Sequence[Any]) -> None:
     known = len(V.graph.operations)
-    keep(*operands, copy=False)
+    _keep(*operands, copy=False)
     # What the kernel is called with, behind views, and copies into the layout that it asks for. Inductor's own op that
     # keeps a tensor (torch/_inductor/ir.py, SetSourceTensorKernel) says so in the same way.
     [kernel] = [operation for operation in V.graph.operations[known:] if isinstance(operation, ir.FallbackKernel)]

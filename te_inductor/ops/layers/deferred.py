@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from te_inductor.ops.gemm import defer_wgrad, operands_of
-from te_inductor.ops.grouped import defer_grouped_wgrad
 from te_inductor.ops.layers.parts import GradientSink, WeightGradient
 from te_inductor.recipes.constants import constant
 from te_inductor.runtime.gradients.deferred_wgrads import TICKETS
@@ -18,10 +17,6 @@ class Deferred(GradientSink):
     takers = TICKETS
 
     def take(self, gradient: WeightGradient, tensors: Sequence[Tensor]) -> Sequence[None]:
-        gemm, starts = gradient.gemm, gradient.starts
-        *operands, alpha = operands_of(gradient.a, gradient.b, gemm)
-        if starts is None:
-            defer_wgrad(tensors, *operands, alpha, gemm)
-        else:
-            defer_grouped_wgrad(tensors, *operands, starts, alpha, gemm)
+        *operands, alpha = operands_of(gradient.a, gradient.b, gradient.gemm)
+        defer_wgrad(tensors, *operands, gradient.starts, alpha, gradient.gemm)
         return [None] * len(gradient.sizes)

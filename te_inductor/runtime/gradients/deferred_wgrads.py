@@ -20,6 +20,7 @@ import itertools
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +44,7 @@ class WaitingProduct:
     backward: int  # torch's number of the backward that left it
     parameters: list[TensorReference]
     wanted: list[bool]  # which of them that backward accumulates into
-    operands: tuple[Tensor, Tensor, Tensor, Tensor]  # dy columnwise (N, M), scale_inv; x columnwise (K, M), scale_inv
+    operands: Sequence[Tensor]  # dy columnwise (N, M), scale_inv; x columnwise (K, M), scale_inv
     alpha: Tensor | None  # (), of two-level scales
     gemm: Gemm
     starts: Tensor | None = None  # (E + 1,), where each group of columns begins, of experts
@@ -94,51 +95,25 @@ TICKETS = Takers(lambda parameter: torch.empty((), dtype=torch.int64, device="cp
 
 def defer_wgrad(
     tickets: list[Written],  # of the parameters, each () int64
-    a: Tensor,  # dy columnwise, (N, M)
+    a: Tensor,  # dy columnwise, (N, M); of experts (N, P), groups padded
     a_scale: Tensor,
-    b: Tensor,  # x columnwise, (K, M)
+    b: Tensor,  # x columnwise, (K, M), or (K, P)
     b_scale: Tensor,
+    starts: Tensor | None,  # (E + 1,), of experts
     alpha: Tensor | None,  # ()
     gemm: Gemm,
     copy: bool = True,  # where nobody keeps the operands' memory from being written
 ) -> None:
     """Leave a product for `backward_dw`. Does nothing where a parameter is gone, or none is accumulated into."""
-    _defer(tickets, (a, a_scale, b, b_scale), None, alpha, gemm, copy)
-
-
-def defer_grouped_wgrad(
-    tickets: list[Written],
-    a: Tensor,  # (N, P), groups padded
-    a_scale: Tensor,
-    b: Tensor,  # (K, P)
-    b_scale: Tensor,
-    starts: Tensor,  # (E + 1,)
-    alpha: Tensor | None,
-    gemm: Gemm,
-    copy: bool = True,
-) -> None:
-    """The same for experts' weights."""
-    _defer(tickets, (a, a_scale, b, b_scale), starts, alpha, gemm, copy)
-
-
-def _defer(
-    tickets: list[Tensor],
-    operands: tuple[Tensor, Tensor, Tensor, Tensor],
-    starts: Tensor | None,
-    alpha: Tensor | None,
-    gemm: Gemm,
-    copy: bool,
-) -> None:
     queues = [queue for ticket in tickets if (queue := _by_ticket.get(int(ticket))) is not None]
     wanted = [_is_accumulated(queue.parameter()) for queue in queues]
     if len(queues) < len(tickets) or not any(wanted):
         return
+    operands: list[Any] = [a, a_scale, b, b_scale, starts, alpha]
     if copy:
-        a, a_scale, b, b_scale = (x.clone() for x in operands)
-        operands = (a, a_scale, b, b_scale)
-        starts, alpha = (None if x is None else x.clone() for x in (starts, alpha))
-    backward = torch._C._current_graph_task_id()
-    refs = [queue.parameter for queue in queues]
+        operands = [None if x is None else x.clone() for x in operands]
+    *operands, starts, alpha = operands
+    backward, refs = torch._C._current_graph_task_id(), [queue.parameter for queue in queues]
     queues[0].products.append(WaitingProduct(next(_places), backward, refs, wanted, operands, alpha, gemm, starts))
     check_before_each(_refuse_step)
 
@@ -154,9 +129,8 @@ def product_of(
     wanted = [_is_accumulated(parameter) for parameter in parameters]
     if not any(wanted):
         return None
-    a, a_scale, b, b_scale = operands
     backward, refs = torch._C._current_graph_task_id(), [TensorReference(parameter) for parameter in parameters]
-    return WaitingProduct(next(_places), backward, refs, wanted, (a, a_scale, b, b_scale), alpha, gemm, starts)
+    return WaitingProduct(next(_places), backward, refs, wanted, operands, alpha, gemm, starts)
 
 
 def _is_accumulated(parameter: Tensor | None) -> bool:
