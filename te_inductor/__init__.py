@@ -84,5 +84,4 @@ def __dir__() -> list[str]:
     return sorted(set(globals()) | set(__all__))
 
 
-for _module in ("safe_globals", "saved_programs"):
-    import_module(f"te_inductor.api.{_module}")
+import_module("te_inductor.api.saved_programs")

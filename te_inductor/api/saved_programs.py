@@ -1,5 +1,5 @@
-"""What saved programs and compiled code may ask for in a process that has only imported te_inductor: ops by their names
-in `torch.ops.te_inductor`, and lowerings where AOTInductor traces one.
+"""What saved models, saved programs and compiled code may ask for in a process that has only imported te_inductor: the
+classes of stored weights, ops by their names in `torch.ops.te_inductor`, and lowerings where AOTInductor traces one.
 
 Ops are defined when the first of them is asked for, as it takes longer to define them than to import all else. torch's
 namespace of ops is a module, and so has its `__getattr__`, which Python calls before torch looks for the op."""
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from te_inductor import compat
+from te_inductor import compat, recipes
 
 _HOMES = dict.fromkeys(("enter_region", "exit_region"), "te_inductor.recipes.regions")
 
@@ -32,3 +32,33 @@ def _install() -> None:
 vars(torch.ops.te_inductor)["__getattr__"] = _define
 # AOTInductor compiles programs without our backend, whose first compile would register them.
 compat.before_lowering.append(_install)
+
+
+def rebuild(*saved: Any) -> Any:
+    """A stored weight, by the function that pickles name."""
+    from te_inductor.ops import stored_weight
+
+    return stored_weight.rebuild(*saved)
+
+
+def rebuild_experts(*saved: Any) -> Any:
+    from te_inductor.ops import stored_experts
+
+    return stored_experts.rebuild(*saved)
+
+
+# What `torch.load(weights_only=True)` may meet in a saved model: plain constants, and no code but these two. A process that
+# loads has not stored anything, so it has imported neither the class of stored weights nor their kernels.
+torch.serialization.add_safe_globals(
+    [
+        (rebuild, "te_inductor.ops.stored_weight.rebuild"),
+        (rebuild_experts, "te_inductor.ops.stored_experts.rebuild"),
+        recipes.NVFP4WeightOnly,
+        recipes.Float8CurrentScaling,
+        recipes.Float8RowwiseScaling,
+        recipes.Float8BlockScaling,
+        recipes.Format,
+        recipes.MMParams,
+        recipes.QParams,
+    ]
+)

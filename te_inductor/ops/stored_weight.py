@@ -34,7 +34,7 @@ from te_inductor.recipes import (
     Recipe,
 )
 from te_inductor.recipes.formats import LONGEST
-from te_inductor.runtime.optimizer_steps import check_before_each
+from te_inductor.runtime.hooks import check_before_each
 
 aten = torch.ops.aten
 

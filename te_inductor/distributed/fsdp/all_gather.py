@@ -1,18 +1,19 @@
 """`low_precision_all_gather`: FSDP2 gathers a model's weights in FP8."""
 
 import functools
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from te_inductor import config, recipes, targets
 from te_inductor.api.quantization import DTYPES, is_router
 from te_inductor.compat.fsdp import ShardedParameter, sharded_parameters
 from te_inductor.diagnostics import Refusal, say
-from te_inductor.distributed.fsdp.equal_ranks import check_ranks
 from te_inductor.distributed.fsdp.rounds import Rounds, Weight
 from te_inductor.distributed.fsdp.scales import KINDS
 from te_inductor.errors import GatherError, OptionError, RecipeError, wrong_type
@@ -21,7 +22,7 @@ from te_inductor.passes.pre_grad.decide import policy as policies
 from te_inductor.passes.pre_grad.sites import requirements
 from te_inductor.presentation.paths import HIDDEN
 from te_inductor.recipes import DelayedScaling, Float8RowwiseScaling, Recipe
-from te_inductor.runtime.optimizer_steps import tell_after_each
+from te_inductor.runtime.hooks import tell_after_each
 
 
 def low_precision_all_gather(
@@ -159,7 +160,7 @@ def _check_agreement(shards: Sequence[ShardedParameter], weights: Sequence[Weigh
     groups = {id(group): (group, shard.device) for shard in shards for group in _groups(shard)}
     for group, device in groups.values():
         own = [one for one in weights if group in _groups(one.shard)]
-        check_ranks(group, [f"{one.name} {tuple(one.shard.sharded.shape)} {one.recipe}" for one in own], device)
+        _check_ranks(group, [f"{one.name} {tuple(one.shard.sharded.shape)} {one.recipe}" for one in own], device)
 
 
 def _groups(shard: ShardedParameter) -> list[Any]:
@@ -203,3 +204,27 @@ def _after_load(weight: Weight, module: nn.Module, keys: object) -> None:
     """Runs behind FSDP's own hook, which may put another tensor in the shard's place."""
     weight.attach()
     weight.rounds.weights_changed()
+
+
+def _check_ranks(group: Any, weights: Sequence[str], device: torch.device) -> None:
+    """Compare what each weight is called and cast to, before any is gathered: ranks that differ would read each other's
+    bytes as something else, or wait for ever. A rank that does not come keeps the others waiting for the timeout of the
+    process group, which is an error.
+
+    Raises:
+        GatherError: ranks differ.
+    """
+    digest = int.from_bytes(hashlib.sha256("\n".join(weights).encode()).digest()[:7], "big")
+    own = torch.tensor([len(weights), digest], dtype=torch.int64, device=device)
+    found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, own, group=group)
+    told = [tuple(one.tolist()) for one in found]
+    if len(set(told)) == 1:
+        return
+    ranks = dist.get_process_group_ranks(group)
+    numbers = ", ".join(f"rank {rank}: {number}" for rank, (number, _) in zip(ranks, told, strict=True))
+    what = "numbers of weights" if len({number for number, _ in told}) > 1 else "weights, though as many"
+    raise GatherError(
+        f"ranks would gather other {what} in low precision ({numbers}), expected the same names, shapes and recipes on"
+        " all ranks; call low_precision_all_gather with the same model, recipe and policy on each"
+    )

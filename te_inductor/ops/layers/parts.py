@@ -15,7 +15,7 @@ from te_inductor.distributed.parallel import Ranks, largest
 from te_inductor.ops.casts import Copy, ScalePair, current_scale, tensor_amax
 from te_inductor.recipes import Gemm, Quantizer
 from te_inductor.recipes.constants import Constant, constant
-from te_inductor.runtime.gradients.gradient_inputs import Takers
+from te_inductor.runtime.extra_inputs import Takers
 
 
 class BoundOperand:

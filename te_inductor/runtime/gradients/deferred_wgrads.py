@@ -30,9 +30,9 @@ from torch.optim.optimizer import Optimizer
 from te_inductor.errors import DeferredWgradError, wrong_type
 from te_inductor.recipes.quantizers import Gemm
 from te_inductor.runtime.eager import Written, dense
-from te_inductor.runtime.gradients.gradient_inputs import Takers
+from te_inductor.runtime.extra_inputs import Takers
 from te_inductor.runtime.gradients.main_grads import checked
-from te_inductor.runtime.optimizer_steps import check_before_each
+from te_inductor.runtime.hooks import check_before_each
 from te_inductor.tensor_tables import TensorReference, TensorTable
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from te_inductor.errors import MainGradError
-from te_inductor.runtime.gradients.gradient_inputs import Takers
+from te_inductor.runtime.extra_inputs import Takers
 
 _FLAG = "grad_added_to_main_grad"
 

@@ -8,20 +8,19 @@ of steps behind it tells. A newly initialised model has no optimizer state then,
 fine-tuned from weights alone, for which nobody has scales to load. Not noticed: optimizers without state, those that
 keep parameters of their own, and a step that is compiled."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer
 
 from te_inductor import compat
 from te_inductor.diagnostics import say, state_was_lost
-from te_inductor.runtime.optimizer_steps import check_before_each
+from te_inductor.runtime.hooks import check_before_each, tell_after_each
 from te_inductor.tensor_tables import TensorTable
 
 _new: TensorTable[str] = TensorTable()  # parameters that wait for a step, with their module paths
-_hooked: list[Any] = []  # the hook, once there is one
 _noted: TensorTable[bool] = TensorTable()  # all that ever did
 
 
@@ -31,34 +30,29 @@ def note_new(parameter: Tensor, site: str) -> None:
         return
     _new[parameter] = site
     _noted[parameter] = True
-    if not _hooked:
-        _hooked.append(register_optimizer_step_post_hook(_behind_step))
     check_before_each(_before_step)
+    tell_after_each(_behind_step)
 
 
 def _before_step(optimizer: Optimizer) -> None:
+    _say_what_was_lost(optimizer, _is_trained)
+
+
+def _behind_step(optimizer: Optimizer) -> None:
+    """Looks at parameters whose quantizers were made in the step itself."""
+    _say_what_was_lost(optimizer, lambda state: float(state.get("step", 1)) > 1)
+
+
+def _say_what_was_lost(optimizer: Optimizer, is_trained: Callable[[dict[str, Any]], bool]) -> None:
     if not len(_new) or torch.compiler.is_compiling():
         return
     found = {}
     for parameter, whole in _stepped(optimizer):
         site = _new.pop(whole, None)
-        if site is not None and _is_trained(optimizer.state.get(parameter, {})):
+        if site is not None and is_trained(optimizer.state.get(parameter, {})):
             found[site] = True
     if found:
         say(state_was_lost(found), "warn")  # no error: there may be nothing to load
-
-
-def _behind_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Looks at parameters whose quantizers were made in the step itself."""
-    if not len(_new) or torch.compiler.is_compiling():
-        return
-    found = {}
-    for parameter, whole in _stepped(optimizer):
-        site = _new.pop(whole, None)
-        if site is not None and float(optimizer.state.get(parameter, {}).get("step", 1)) > 1:
-            found[site] = True
-    if found:
-        say(state_was_lost(found), "warn")
 
 
 def _stepped(optimizer: Optimizer) -> Iterable[tuple[Tensor, Tensor]]:

@@ -19,7 +19,7 @@ from te_inductor.diagnostics import COMPUTED_AGAIN, misfitting, say, without_ama
 from te_inductor.distributed import agreement
 from te_inductor.distributed.agreement import Agreement
 from te_inductor.distributed.amax_groups import AmaxGroup
-from te_inductor.distributed.choices import FormChoice, choice_of
+from te_inductor.distributed.decisions import FormChoice, choice_of
 from te_inductor.runtime.extra_inputs import ExtraInputs, GraphCall
 from te_inductor.runtime.state import resumed
 from te_inductor.runtime.state.misfits import Watch, watch_of

@@ -18,7 +18,7 @@ from te_inductor.passes.pre_grad.rewrite.inputs import check_order
 from te_inductor.passes.pre_grad.rewrite.weight_grads import GradientSites
 from te_inductor.passes.pre_grad.sites.rule import Emit, Match, call_layers
 from te_inductor.recipes import DelayedScaling, Slots
-from te_inductor.runtime.gradients.gradient_inputs import GradientInputs
+from te_inductor.runtime.extra_inputs import GradientInputs
 from te_inductor.runtime.state.state_inputs import StateInputs
 from te_inductor.runtime.weights.cached_inputs import CachedInputs
 from te_inductor.templates.cutlass import build

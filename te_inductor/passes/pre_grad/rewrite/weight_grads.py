@@ -11,7 +11,7 @@ from te_inductor.passes.pre_grad.decide.weight_grads import other_readers, takes
 from te_inductor.passes.pre_grad.plan import Candidate
 from te_inductor.passes.pre_grad.rewrite.inputs import append_input
 from te_inductor.passes.pre_grad.sites.rule import Match
-from te_inductor.runtime.gradients.gradient_inputs import GradientInputs
+from te_inductor.runtime.extra_inputs import GradientInputs
 
 
 class GradientSites:

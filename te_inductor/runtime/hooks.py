@@ -1,0 +1,57 @@
+"""What is to run at each step of any optimizer, and where a parameter takes another's place.
+
+torch has one list of such hooks for all, and iterates over it as it calls them, so that a hook must not remove itself
+(`OrderedDict mutated during iteration` where there is a second one). These stay, once they were asked for: a step then
+costs a call of each."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+_checks: dict[Callable[[Optimizer], None], None] = {}
+_told: dict[Callable[[Optimizer], None], None] = {}
+
+
+def check_before_each(check: Callable[[Optimizer], None]) -> None:
+    """Call `check(optimizer)` before every optimizer's step from now on. What it raises keeps the step from running."""
+    if not _checks:
+        register_optimizer_step_pre_hook(_run)
+    _checks[check] = None
+
+
+def _run(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for check in list(_checks):
+        check(optimizer)
+
+
+def tell_after_each(listener: Callable[[Optimizer], None]) -> None:
+    """Call `listener(optimizer)` after every optimizer's step from now on."""
+    if not _told:
+        register_optimizer_step_post_hook(_tell)
+    _told[listener] = None
+
+
+def _tell(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for listener in list(_told):
+        listener(optimizer)
+
+
+_calling: set[Callable[[Tensor, Tensor], None]] = set()
+
+
+def when_replaced(inherit: Callable[[Tensor, Tensor], None]) -> None:
+    """Has ``inherit(old, new)`` called before a module holds `new` by the name by which it held `old`, as
+    `load_state_dict(assign=True)` puts it there. The hook, which all modules call, looks one name up."""
+    if inherit in _calling:
+        return
+    _calling.add(inherit)
+
+    def hook(module: nn.Module, name: str, new: nn.Parameter | None) -> None:
+        old = module._parameters.get(name)
+        if old is not None and new is not None and new is not old:
+            inherit(old, new)
+
+    register_module_parameter_registration_hook(hook)
