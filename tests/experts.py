@@ -1,4 +1,4 @@
-"""Mixtures of experts as models write them, and the eager reference of each: the same layers by `ops.grouped_linears`.
+"""Mixtures of experts as models write them, and the eager reference of each: the same layers by `grouped_linears`.
 
 Without code generation a compiled model computes the reference bit for bit."""
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from te_inductor import ops, recipes
 from te_inductor.ops.layers.delayed_scales import FirstStep
 from te_inductor.recipes import DelayedScaling, Recipe
+from tests.support.layers import grouped_linears
 
 EXPERTS, EACH, HIDDEN, INNER, TOKENS = 4, 2, 32, 48, 24
 
@@ -140,8 +141,8 @@ class _Reference(Experts):
             spec = ops.LayerSpec(slots, FirstStep(self.recipe))
             return ops.layers(x, weights, [], spec, x.dtype, ends=ends, grad_amax=amax)  # type: ignore[no-any-return]
         if slots.weight.granularity.whole:
-            return ops.grouped_linears(x, weights, [], ends, slots, x.dtype)  # type: ignore[no-any-return]
-        return [ops.grouped_linears(x, [w], [], ends, slots, x.dtype)[0] for w in weights]
+            return grouped_linears(x, weights, [], ends, slots, x.dtype)  # type: ignore[no-any-return]
+        return [grouped_linears(x, [w], [], ends, slots, x.dtype)[0] for w in weights]
 
 
 def reference(model: nn.Module, recipe: str | Recipe) -> nn.Module:
@@ -180,4 +181,4 @@ class FixedExperts(nn.Module):
             x, weights, biases, ends, slots, dtype = given
             spec = ops.LayerSpec(slots, FirstStep(self.low))
             return ops.layers(x, weights, biases, spec, dtype, ends=ends, grad_amax=torch.zeros(()))[0]  # type: ignore[no-any-return]
-        return ops.grouped_linears(*given)[0]  # type: ignore[no-any-return]
+        return grouped_linears(*given)[0]  # type: ignore[no-any-return]

@@ -6,9 +6,10 @@ MSLK's host code."""
 import torch
 from torch import Tensor
 
+from te_inductor.numerics import microscaling
 from te_inductor.numerics.algebra import TORCH
 from te_inductor.numerics.arithmetic import e8m0_value
-from te_inductor.numerics.microscaling import unpack_e2m1
+from te_inductor.recipes.formats import E2M1
 
 
 def place(row: Tensor, block: Tensor, blocks: int) -> Tensor:
@@ -69,7 +70,9 @@ def product_of_four_bits(
         assert a_factor[0].dtype == b_factor[0].dtype == torch.float32
         factor = a_factor[0].mul(b_factor[0])
         assert factor.shape == offs.shape and factor.is_contiguous()
-    values = [unpack_e2m1(x.contiguous().view(torch.uint8).flatten(0, -2)) for x in (a, b.transpose(-1, -2))]
+    values = [
+        microscaling.values(x.contiguous().view(torch.uint8).flatten(0, -2), E2M1) for x in (a, b.transpose(-1, -2))
+    ]
     values[1] = values[1].view(*b.transpose(-1, -2).shape[:-1], -1)
     return of_groups(*values, a_scale, b_scale, offs, wide, factor).to(out_dtype)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from te_inductor.numerics import arithmetic
 from te_inductor.numerics.algebra import TORCH
-from te_inductor.recipes.formats import E2M1, HADAMARD, HADAMARD_SIGNS, Element
+from te_inductor.recipes.formats import HADAMARD, HADAMARD_SIGNS, Element
 
 
 def cast_e2m1(value: Tensor, bits: Tensor | None = None) -> Tensor:
@@ -55,11 +55,6 @@ def exact_hadamard(x: Tensor) -> Tensor:
 def pack(codes: Tensor) -> Tensor:
     """(R, C) codes of four bits -> (R, C/2) bytes, the first in the low bits."""
     return arithmetic.pack(TORCH, codes[:, 0::2], codes[:, 1::2])  # type: ignore[no-any-return]
-
-
-def unpack_e2m1(data: Tensor) -> Tensor:
-    """(R, C/2) bytes -> (R, C) values, fp32."""
-    return values(data, E2M1)
 
 
 def stored(value: Tensor, element: Element, bits: Tensor | None = None) -> Tensor:

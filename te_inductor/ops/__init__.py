@@ -40,9 +40,7 @@ from te_inductor.ops.grouped import (
 from te_inductor.ops.layers.call import (
     exported_grouped_linears,
     exported_linears,
-    grouped_linears,
     layers,
-    linears,
     record_shard_amax,
     trace_layers,
 )

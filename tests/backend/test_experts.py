@@ -18,6 +18,7 @@ from tests.experts import BARE, EACH, FOLDED, FORMS, HIDDEN, TOKENS, Experts, Mo
 from tests.recipes import STATELESS, quick
 from tests.support.autograd import same
 from tests.support.expert_layers import PATHS, ROUTER, Biased, results, te, tokens
+from tests.support.layers import grouped_linears
 from tests.support.oracle_layers import Calls
 
 pytestmark = pytest.mark.usefixtures("without_tracing", "one_seed")
@@ -432,7 +433,7 @@ class Bmm(nn.Module):
 @pytest.mark.parametrize("name", ["current", pytest.param("rowwise", marks=pytest.mark.thorough)])
 def test_many_matrices(name, dynamic):
     """A batched product of more than 32 matrices is a grouped one of equal groups."""
-    from te_inductor import ops, recipes
+    from te_inductor import recipes
 
     model, x = Bmm(), torch.randn(40, 6, HIDDEN, requires_grad=True)
     assert sites(model, x)["weight"][:2] == ("current", False)
@@ -442,7 +443,7 @@ def test_many_matrices(name, dynamic):
     found = results(run, model, x)
     weight, flat = model.weight.detach().requires_grad_(), x.detach().view(-1, HIDDEN).requires_grad_()
     ends = torch.arange(6, 241, 6).int()
-    [y] = ops.grouped_linears(flat, [weight.transpose(1, 2)], [], ends, recipes.resolve(name).slots(), torch.float32)
+    [y] = grouped_linears(flat, [weight.transpose(1, 2)], [], ends, recipes.resolve(name).slots(), torch.float32)
     torch.manual_seed(1)
     dx, dw = torch.autograd.grad(y.view(40, 6, 48), [flat, weight], torch.randn(40, 6, 48))
     assert same(found, [y.view(40, 6, 48).detach(), dx.view_as(x), dw])
@@ -495,7 +496,7 @@ def test_biases(add):
 @pytest.mark.parametrize("add", ["in place", *(pytest.param(add, marks=pytest.mark.thorough) for add in TAKEN[1:])])
 def test_results_of_biases(add):
     """Its gradient is a sum in fp32 in another order than autograd's."""
-    from te_inductor import ops, recipes
+    from te_inductor import recipes
 
     model, x = Biased(add), tokens()
     slots = recipes.resolve("rowwise").slots()
@@ -504,7 +505,7 @@ def test_results_of_biases(add):
     ids, order = torch.sort(ids.flatten())
     ends = (ids[:, None] == torch.arange(4)).sum(0).cumsum(0).int()
     weight = model.experts["w"].transpose(1, 2)
-    [y] = ops.grouped_linears(x[order // EACH], [weight], [model.bias], ends, slots, torch.float32)
+    [y] = grouped_linears(x[order // EACH], [weight], [model.bias], ends, slots, torch.float32)
     y = (y * scores.flatten()[order][:, None])[torch.argsort(order)].view(-1, EACH, 32).sum(1)
     wanted = [x, *model.parameters()]
     torch.manual_seed(1)

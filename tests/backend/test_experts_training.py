@@ -23,6 +23,7 @@ from tests.experts import MoE, reference
 from tests.forked import PROGRAMS
 from tests.support.autograd import same
 from tests.support.expert_layers import PATHS, ROUTER, te, tokens
+from tests.support.layers import grouped_linears
 from tests.support.main_grads import with_totals
 from tests.support.oracle_layers import Calls
 
@@ -111,7 +112,7 @@ def test_flops():
     x.requires_grad_(), w.requires_grad_()
     slots = te_inductor.recipes.resolve("current").slots()
     with FlopCounterMode(display=False) as ours:
-        [y] = ops.grouped_linears(x, [w], [], ends, slots, torch.bfloat16)
+        [y] = grouped_linears(x, [w], [], ends, slots, torch.bfloat16)
         y.backward(dy)
     assert ours.get_total_flops() == 3 * 2 * rows * n * k
     starts, _, source = grouped.layout(ends, rows)

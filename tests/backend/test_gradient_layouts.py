@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from te_inductor import explain, ops, recipes
+from te_inductor import explain, recipes
 from te_inductor.recipes import CustomRecipe, Quantizer
 from tests.recipes import every_stateless_recipe
+from tests.support.layers import grouped_linears, linears
 from tests.support.main_grads import te
 
 M, N, K = 64, 48, 32
@@ -57,7 +58,7 @@ def test_layers(name, layers, one_seed):
     x, weights = torch.randn(M, K), [turned(N, K), turned(2 * N, K)][:layers]
 
     def run(*weights):
-        return torch.cat(ops.linears(x, list(weights), [], slots, torch.float32), 1)
+        return torch.cat(linears(x, list(weights), [], slots, torch.float32), 1)
 
     torch.manual_seed(0)
     found = gradients(run, weights)
@@ -76,7 +77,7 @@ def test_experts(name, layers, one_seed):
     x, weights = torch.randn(M, K), [turned(3, N, K), turned(3, 2 * N, K)][:layers]
 
     def run(*weights):
-        return torch.cat(ops.grouped_linears(x, list(weights), [], ends, slots, torch.float32), 1)
+        return torch.cat(grouped_linears(x, list(weights), [], ends, slots, torch.float32), 1)
 
     torch.manual_seed(0)
     found = gradients(run, weights)
@@ -94,7 +95,7 @@ def test_operands_that_have_one_order():
     slots = CustomRecipe(_e5m2_by_row).slots()
     assert not slots.wgrad.transposes
     x, weight = torch.randn(M, K), turned(N, K)
-    [y] = ops.linears(x, [weight], [], slots, torch.float32)
+    [y] = linears(x, [weight], [], slots, torch.float32)
     [gradient] = torch.autograd.grad(y.sum(), [weight])
     assert gradient.is_contiguous()
 

@@ -11,10 +11,11 @@ from torch.export import Dim
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import te_inductor
-from te_inductor import autocast, explain, lower, ops, quantize_, recipes
+from te_inductor import autocast, explain, lower, quantize_, recipes
 from te_inductor.errors import FallbackError, FallbackWarning, OptionError
 from te_inductor.passes import pre_grad
 from tests.recipes import STATELESS, strict
+from tests.support.layers import linears
 from tests.support.traced_graphs import ours
 
 
@@ -39,7 +40,7 @@ def reference(model, x, recipe):
     slots = recipes.resolve(recipe).slots()
 
     def linear(x, weight, bias=None):
-        return ops.linears(x, [weight], [] if bias is None else [bias], slots, x.dtype)[0]
+        return linears(x, [weight], [] if bias is None else [bias], slots, x.dtype)[0]
 
     h = linear(nn.functional.relu(linear(x, model.up.weight, model.up.bias)), model.down.weight)
     return model.head(linear(h, model.conv.t(), model.shift))

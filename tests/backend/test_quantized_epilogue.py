@@ -14,6 +14,7 @@ from te_inductor.kernels.cutlass_tiles import FAST_TILES, kernel_of
 from te_inductor.numerics.activation import Activation
 from te_inductor.passes.graph import shared_sigmoid
 from te_inductor.recipes import Quantizer
+from tests.support.layers import linears
 
 SLOTS = recipes.resolve("current").slots()
 E4M3 = Quantizer("e4m3")
@@ -29,7 +30,7 @@ def pays(monkeypatch):
 
 
 def layer(x, w):
-    return ops.linears(x, [w], [], SLOTS, torch.bfloat16)[0]
+    return linears(x, [w], [], SLOTS, torch.bfloat16)[0]
 
 
 def cast(y, scale):

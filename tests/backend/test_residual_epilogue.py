@@ -9,6 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from te_inductor import ops, recipes
 from te_inductor.fused import residual_epilogue
 from te_inductor.kernels.cutlass_tiles import FAST_TILES, kernel_of
+from tests.support.layers import linears
 
 SLOTS = recipes.resolve("current").slots()
 
@@ -26,7 +27,7 @@ def begun(monkeypatch):
 
 
 def layer(x, w, dtype=torch.float32):
-    return ops.linears(x, [w], [], SLOTS, dtype)[0]
+    return linears(x, [w], [], SLOTS, dtype)[0]
 
 
 def read_twice(x, w):
@@ -93,7 +94,7 @@ def test_forward_and_backward(monkeypatch, no_caches):
     y = run(x)
     found = [y, *torch.autograd.grad(y.square().sum(), [x, *parameters])]
     assert len(folded) == 2  # and dx = dh + dh w
-    y = (x + ops.linears(x, [model.weight], [model.bias], SLOTS, torch.float32)[0]).square()
+    y = (x + linears(x, [model.weight], [model.bias], SLOTS, torch.float32)[0]).square()
     expected = [y, *torch.autograd.grad(y.square().sum(), [x, *parameters])]
     for mine, theirs in zip(found, expected, strict=True):  # a few values may round to the next element of FP8
         assert (mine - theirs).norm() <= 0.02 * theirs.norm()

@@ -1,8 +1,8 @@
 """Mixtures of experts of transformers, tiny and with random weights: every expert site is found, a step computes what
 eager code with the same low-precision experts computes, and a model learns as it does in high precision.
 
-The reference is the model itself with its grouped product replaced by `ops.grouped_linears` or its batched one by
-`ops.linears`. All but experts is left in high precision, and models have one layer: so the routing, which is in front of
+The reference is the model itself with its grouped product replaced by `grouped_linears` or its batched one by
+`linears`. All but experts is left in high precision, and models have one layer: so the routing, which is in front of
 the first low-precision product, is the same in all runs, and only the experts' noise tells them apart. With e the
 reference's distance from high precision, te's distance from the reference is at most 2 ‖e‖ times the slack of
 tests/models/test_transformers.py, which derives it; te is no nearer to high precision than ‖e‖ / 2 / slack; and ‖e‖

@@ -13,6 +13,7 @@ from te_inductor import explain, ops, recipes
 from tests.support import expert_models
 from tests.support.autograd import results, same, te
 from tests.support.expert_models import COMMON, SHARED, build, check, inputs, three
+from tests.support.layers import grouped_linears
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.usefixtures("without_codegen", "one_seed"), pytest.mark.thorough]
@@ -156,7 +157,7 @@ def test_torchtitan(before):
 
     def low(x, weight, ends):
         x = ops.mask_rows(x.bfloat16(), ends)
-        return ops.grouped_linears(x, [weight], [], ends, slots, torch.bfloat16)[0]
+        return grouped_linears(x, [weight], [], ends, slots, torch.bfloat16)[0]
 
     twin.experts.low = low
     for _ in range(2):  # with other tokens, and other parameters behind a step of SGD

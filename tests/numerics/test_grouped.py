@@ -31,6 +31,7 @@ from tests.bounds import assert_same_values, scales_of, values_of
 from tests.oracle import casts, grouped
 from tests.support.contents import CONTENTS
 from tests.support.grouped_layers import check, ends_of, inputs, run
+from tests.support.layers import grouped_linears
 
 pytestmark = pytest.mark.usefixtures("known_seeds")
 
@@ -258,7 +259,7 @@ def test_layer(recipe, sizes, dtype, bias, each):
     behind += -(sum(sizes) + behind) % 4 if each else 0
     x, weights, biases, dy, order = inputs(sizes, behind, dtype=dtype, bias=bias, each=each)
     slots = RECIPES[recipe].slots()
-    ys = run(ops.grouped_linears, x, weights, biases, ends_of(sizes), slots, order, each, dy, dtype)
+    ys = run(grouped_linears, x, weights, biases, ends_of(sizes), slots, order, each, dy, dtype)
     check(x, weights, biases, sizes, slots, ys, dy, order // each if each else None)
 
 
@@ -270,7 +271,7 @@ def test_layer_of_blocks_and_a_half(recipe):
     sizes = (40, 0, 130, 7)
     x, weights, biases, dy, _ = inputs(sizes, 3, n=(192,), k=320)
     slots = RECIPES[recipe].slots()
-    ys = run(ops.grouped_linears, x, weights, biases, ends_of(sizes), slots, None, 0, dy, torch.float32)
+    ys = run(grouped_linears, x, weights, biases, ends_of(sizes), slots, None, 0, dy, torch.float32)
     check(x, weights, biases, sizes, slots, ys, dy)
 
 
@@ -280,7 +281,7 @@ def test_layers_of_one_input(recipe):
     sizes = (16, 0, 40)
     x, weights, biases, dy, order = inputs(sizes, n=(128, 256), each=2)
     slots = RECIPES[recipe].slots()
-    ys = run(ops.grouped_linears, x, weights, biases, ends_of(sizes), slots, order, 2, dy, torch.float32)
+    ys = run(grouped_linears, x, weights, biases, ends_of(sizes), slots, order, 2, dy, torch.float32)
     check(x, weights, biases, sizes, slots, ys, dy, order // 2)
 
 
@@ -305,7 +306,7 @@ def test_a_recipe_of_ones_own():
     assert slots.fprop.scopes == ("row", "row") and slots.grad_output.element == "e5m2"
     sizes = (3, 0, 20)
     x, weights, biases, dy, _ = inputs(sizes, 5)
-    ys = run(ops.grouped_linears, x, weights, biases, ends_of(sizes), slots, None, 0, dy, torch.float32)
+    ys = run(grouped_linears, x, weights, biases, ends_of(sizes), slots, None, 0, dy, torch.float32)
     check(x, weights, biases, sizes, slots, ys, dy)
 
 
@@ -354,7 +355,7 @@ def test_what_is_awkward_stays_in_its_group(recipe, where, value):
     with torch.no_grad():
         {"x": x[20:23], "w": weights[0][1], "dy": dy[20:23]}[where][1:, 2:5] = value
     slots = RECIPES[recipe].slots()
-    ys = run(ops.grouped_linears, x, weights, [], ends_of(sizes), slots, None, 0, dy, torch.float32)
+    ys = run(grouped_linears, x, weights, [], ends_of(sizes), slots, None, 0, dy, torch.float32)
     for result in (ys[0], x.grad):
         assert torch.cat([result[:20], result[23:]]).isfinite().all()
     assert weights[0].grad[[0, 2]].isfinite().all()
@@ -378,7 +379,7 @@ def test_rows_behind_change_nothing(recipe, each):
         dy[39:] = poison
         if not each:
             x.data[39:] = poison
-        ys = run(ops.grouped_linears, x, weights, biases, ends_of(sizes), slots, order, each, dy, torch.float32)
+        ys = run(grouped_linears, x, weights, biases, ends_of(sizes), slots, order, each, dy, torch.float32)
         found.append([ys[0].detach(), x.grad, weights[0].grad, biases[0].grad])
     for other in found[1:]:
         for one, two in zip(found[0], other, strict=True):
@@ -410,9 +411,9 @@ def test_the_bounds_catch(mutant, monkeypatch):
     if mutant == "places":
         places = ops.places_of(order, 2).flip(0)
         more = {"rows": order // 2, "places": places}
-        ys = ops.grouped_linears(x, weights, biases, ends_of(sizes), slots, torch.float32, **more)
+        ys = grouped_linears(x, weights, biases, ends_of(sizes), slots, torch.float32, **more)
         torch.autograd.backward(ys, [dy])
     else:
-        ys = run(ops.grouped_linears, x, weights, biases, ends_of(sizes), slots, order, 2, dy, torch.float32)
+        ys = run(grouped_linears, x, weights, biases, ends_of(sizes), slots, order, 2, dy, torch.float32)
     with pytest.raises(AssertionError):
         check(x, weights, biases, sizes, slots, ys, grouped.masked(dy, sizes), order // 2)

@@ -15,6 +15,7 @@ from te_inductor.runtime.eager import grouped
 from te_inductor.targets import Target, cpu, sm100
 from tests import grouped_library as stand_in
 from tests.support import grouped_layers as layers
+from tests.support.layers import grouped_linears
 
 pytestmark = pytest.mark.usefixtures("known_seeds")
 
@@ -75,7 +76,7 @@ def test_layer(recipe, sizes, library):
 
     def layer() -> list[Tensor]:
         given = x, [w], [bias], ends, slots, torch.bfloat16, order // 2, ops.places_of(order, 2)
-        [y] = ops.grouped_linears(*given)
+        [y] = grouped_linears(*given)
         return [y, *torch.autograd.grad(y, (x, w, bias), dy)]
 
     expected = layer()
@@ -102,7 +103,7 @@ def test_layer_against_the_oracle(name, library, monkeypatch):
         monkeypatch.setattr(layers, "error_of", lambda *product: 2 * error_of(*product))
     x, weights, biases, dy, order = layers.inputs(sizes, 20, (48,), 80, torch.bfloat16, True, 2)
     ends = layers.ends_of(sizes)
-    ys = layers.run(ops.grouped_linears, x, weights, biases, ends, slots, order, 2, dy, torch.bfloat16)
+    ys = layers.run(grouped_linears, x, weights, biases, ends, slots, order, 2, dy, torch.bfloat16)
     assert len(calls) == 3
     layers.check(x, weights, biases, sizes, slots, ys, dy, order // 2)
 
@@ -112,7 +113,7 @@ def test_gradients_that_the_library_does_not_take(library):
     slots = MXFP8BlockScaling(fp8_format=Format.HYBRID).slots()
     x, w = (torch.randn(size).bfloat16().requires_grad_() for size in ((32, 64), (2, 48, 64)))
     calls = library()
-    [y] = ops.grouped_linears(x, [w], [], layers.ends_of((16, 16)), slots, torch.bfloat16)
+    [y] = grouped_linears(x, [w], [], layers.ends_of((16, 16)), slots, torch.bfloat16)
     y.sum().backward()
     assert calls == ["_scaled_grouped_mm"]
 
@@ -123,7 +124,7 @@ def test_programs_that_leave(recipe, called, library, monkeypatch):
     slots, calls = RECIPES[recipe].slots(), library()
     monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
     x, w = torch.randn(32, 64).bfloat16(), torch.randn(2, 48, 64).bfloat16()
-    ops.grouped_linears(x, [w], [], layers.ends_of((16, 16)), slots, torch.bfloat16)
+    grouped_linears(x, [w], [], layers.ends_of((16, 16)), slots, torch.bfloat16)
     assert len(calls) == called
 
 

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from te_inductor import explain, ops
 from te_inductor.errors import DoubleBackwardError
 from tests.oracle import casts as reference
+from tests.support.layers import linears
 from tests.support.oracle_layers import RECIPES, Calls, check, check_against_oracle, linear, through
 
 pytestmark = pytest.mark.usefixtures("known_seeds")
@@ -183,7 +184,7 @@ def test_a_wider_input():
     """fp32 under torch.autocast: its gradient is rounded to the layer's dtype, as autocast's own, and comes in its
     own."""
     x, weight = torch.randn(16, 48, requires_grad=True), torch.randn(32, 48, requires_grad=True)
-    [y] = ops.linears(x, [weight], [], RECIPES["hybrid"].slots(), torch.bfloat16)
+    [y] = linears(x, [weight], [], RECIPES["hybrid"].slots(), torch.bfloat16)
     y.backward(torch.randn(16, 32).bfloat16())
     assert (y.dtype, x.grad.dtype, weight.grad.dtype) == (torch.bfloat16, torch.float32, torch.float32)
     assert torch.equal(x.grad, x.grad.bfloat16().float()) and not torch.equal(

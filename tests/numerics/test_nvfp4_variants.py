@@ -16,6 +16,7 @@ from te_inductor.recipes import Quantizer, Slots
 from tests.bounds import values_of
 from tests.oracle import casts
 from tests.support.contents import CONTENTS, DTYPES, LAYOUTS
+from tests.support.layers import linears
 from tests.support.microscaled_casts import SIZES, check_both, compiled
 from tests.support.nvfp4_casts import FACTORS_OF_ROWS, QUANTIZERS, check_rows, copies_of_rows, factors_of_rows
 
@@ -127,7 +128,7 @@ def test_a_row_that_is_not_finite_is_alone():
     x[1, 3], x[2, 5] = math.inf, math.nan
     plain = Quantizer("e2m1", scope="1x16")
     slots = Slots.of(FACTORS_OF_ROWS[0], Quantizer("e2m1", scope="16x16"), plain)
-    [y] = ops.linears(x, [weight], [], slots, x.dtype)
+    [y] = linears(x, [weight], [], slots, x.dtype)
     assert y.isfinite().all(1).tolist() == [True, False, False, True]
 
 

@@ -18,6 +18,7 @@ from te_inductor.templates.triton import grouped_casts as kernels
 from te_inductor.templates.triton import grouped_ops as on_cuda
 from tests.offline.cached_weights_kernels import one_nan
 from tests.offline.interpret import mend_conversions
+from tests.support.layers import grouped_linears
 
 SHAPES = ((2, 136, 80), (3, 130, 137), (1, 45, 300))  # of experts: no multiples of a tile, odd, of fewer than one
 WHOLE, ROWS = (Quantizer("e4m3"), Quantizer("e5m2")), (Quantizer("e4m3", scope="row"),)
@@ -101,7 +102,7 @@ def check_layer(name: str) -> None:
 
     def layer() -> list[Tensor]:
         given = x, [w], [], ends, recipe.slots(), torch.bfloat16, order // 2, ops.places_of(order, 2)
-        [y] = ops.grouped_linears(*given)
+        [y] = grouped_linears(*given)
         return [y, *torch.autograd.grad(y, (x, w), dy)]
 
     expected = layer()

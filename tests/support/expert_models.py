@@ -6,6 +6,7 @@ from torch import nn
 
 from te_inductor import ops, recipes
 from tests.support.format_errors import BACKWARD, FORWARD, SLACK
+from tests.support.layers import grouped_linears, linears
 
 transformers = pytest.importorskip("transformers")
 
@@ -88,11 +89,11 @@ def reference(monkeypatch, name: str) -> None:
     slots = recipes.resolve(name).slots()
 
     def grouped(x, weight, offs):
-        [y] = ops.grouped_linears(ops.mask_rows(x, offs), [weight.transpose(1, 2)], [], offs, slots, x.dtype)
+        [y] = grouped_linears(ops.mask_rows(x, offs), [weight.transpose(1, 2)], [], offs, slots, x.dtype)
         return y
 
     def batched(x, weight, **_):
-        return torch.stack([ops.linears(a, [b.t()], [], slots, a.dtype)[0] for a, b in zip(x, weight, strict=True)])
+        return torch.stack([linears(a, [b.t()], [], slots, a.dtype)[0] for a, b in zip(x, weight, strict=True)])
 
     monkeypatch.setattr("transformers.integrations.moe._grouped_mm", grouped)
     monkeypatch.setattr(torch, "bmm", batched)  # Llama 4's

@@ -5,7 +5,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from te_inductor import ops
 from te_inductor.recipes import (
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -20,6 +19,7 @@ from te_inductor.recipes import (
 )
 from tests.bounds import assert_within, gemm_error, sum_error
 from tests.oracle import casts as reference
+from tests.support.layers import linears
 
 RECIPES = {
     "hybrid": Float8CurrentScaling(),
@@ -59,7 +59,7 @@ SEEDS = (7, 8)  # of the copies of dy that are rounded stochastically
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, slots: Slots) -> Tensor:
-    return ops.linears(x, [weight], [] if bias is None else [bias], slots, x.dtype)[0]
+    return linears(x, [weight], [] if bias is None else [bias], slots, x.dtype)[0]
 
 
 def through(backend: str):

@@ -5,14 +5,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from te_inductor import ops, recipes
+from te_inductor import recipes
+from tests.support.layers import linears
 
 
 def low(recipe):
     slots = recipes.resolve(recipe).slots()
 
     def linear(x, weight, bias=None):
-        return ops.linears(x, [weight], [] if bias is None else [bias], slots, x.dtype)[0]
+        return linears(x, [weight], [] if bias is None else [bias], slots, x.dtype)[0]
 
     return linear
 

@@ -62,28 +62,6 @@ def trace_layers(
 layers = op_of(trace_layers, name="layers")
 
 
-def linears(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], slots: Slots, out_dtype: torch.dtype
-) -> list[Tensor]:
-    """The layers whose parts are the plain ones, by the op."""
-    return layers(x, weights, biases, LayerSpec(slots), out_dtype)  # type: ignore[no-any-return]
-
-
-def grouped_linears(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    ends: Tensor,
-    slots: Slots,
-    out_dtype: torch.dtype,
-    rows: Tensor | None = None,
-    places: Tensor | None = None,
-) -> list[Tensor]:
-    """The experts' layers whose parts are the plain ones, by the op."""
-    more = {"ends": ends, "rows": rows, "places": places}
-    return layers(x, weights, biases, LayerSpec(slots), out_dtype, **more)  # type: ignore[no-any-return]
-
-
 def _exported_linears(
     x: Tensor,  # (..., K)
     weights: Sequence[Tensor],  # each (N, K)
