@@ -141,7 +141,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the gradient is cast with the input's scale",
-        "place = 2 * self.slots.index(slot)",
+        "place = 2 * self.slots.index(operand.slot)",
         "place = 0",
         ("tests/numerics/test_delayed.py",),
     ),

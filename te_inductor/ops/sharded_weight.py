@@ -29,7 +29,7 @@ from te_inductor.ops.delayed import record_amax
 from te_inductor.ops.differentiable import Gradients, Needs, Operation
 from te_inductor.ops.gathered_weight import GatheredWeight
 from te_inductor.ops.layers.layer import LayerSpec
-from te_inductor.ops.layers.parts import StepTensors
+from te_inductor.ops.layers.parts import ScaledOperand
 from te_inductor.recipes import Quantizer
 from te_inductor.runtime.eager import Written
 
@@ -79,7 +79,7 @@ def trace_gather_weight(
         def largest_amax() -> Tensor:
             return largest(tensor_amax(_rounded(shard, dtype)), ranks_of(shard)).view(1, 1).to(dtype)
 
-        found = spec.scales.pair("weight", (), quantizer, StepTensors(), largest_amax)
+        found = spec.scales.pair(ScaledOperand("weight", (), quantizer, shared=largest_amax))
         pair = (found.scale, found.scale_inv) if found else pair
     return _Gather(quantizer, dtype, backward_dtype)(shard, *pair)  # type: ignore[no-any-return]
 

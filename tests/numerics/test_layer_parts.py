@@ -13,7 +13,7 @@ from te_inductor.ops.casts import ScalePair
 from te_inductor.ops.layers.delayed_scales import FirstStep
 from te_inductor.ops.layers.kept import Kept
 from te_inductor.ops.layers.known_scale import KnownScale
-from te_inductor.ops.layers.parts import GradientSink, Operand, ScaleSource, WeightGradient
+from te_inductor.ops.layers.parts import GradientSink, Operand, ScaledOperand, ScaleSource, WeightGradient
 from te_inductor.recipes import DelayedScaling, Float8CurrentScaling, Float8RowwiseScaling
 from te_inductor.recipes.constants import constant
 
@@ -27,7 +27,7 @@ class Fixed(ScaleSource):
 
     scale: float
 
-    def pair(self, slot, pieces, quantizer, tensors, shared) -> ScalePair:
+    def pair(self, operand: ScaledOperand) -> ScalePair:
         scale = torch.full((), self.scale)
         return ScalePair(scale, scale.reciprocal())
 

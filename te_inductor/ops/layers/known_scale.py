@@ -1,15 +1,11 @@
 """A scale that follows from a bound that is known beforehand, as gradients of a loss have one: what is cast with it is
 not read for its amax."""
 
-from collections.abc import Callable, Sequence
-
 import torch
-from torch import Tensor
 
 from te_inductor.errors import RecipeError
-from te_inductor.ops.casts import ScalePair, current_scale
-from te_inductor.ops.layers.parts import ScaleSource, StepTensors
-from te_inductor.recipes import Quantizer
+from te_inductor.ops.casts import ScalePair
+from te_inductor.ops.layers.parts import ScaledOperand, ScaleSource
 from te_inductor.recipes.constants import constant
 
 
@@ -30,18 +26,11 @@ class KnownScale(ScaleSource):
                 f"KnownScale.amax is {self.amax}, expected a normal positive fp32 number, from {tiny:.3g} on"
             )
 
-    def pair(
-        self,
-        slot: str,
-        pieces: Sequence[Tensor],
-        quantizer: Quantizer,
-        tensors: StepTensors,
-        shared: Callable[[], Tensor] | None,
-    ) -> ScalePair | None:
-        if slot != self.slot or not quantizer.granularity.whole:
-            return self.others.pair(slot, pieces, quantizer, tensors, shared)
-        bound = torch.full((1, 1), self.amax, dtype=torch.float32, device=pieces[0].device)
-        return ScalePair(*current_scale([bound], quantizer))
+    def pair(self, operand: ScaledOperand) -> ScalePair | None:
+        if operand.slot != self.slot or not operand.quantizer.granularity.whole:
+            return self.others.pair(operand)
+        bound = torch.full((1, 1), self.amax, dtype=torch.float32, device=operand.pieces[0].device)
+        return ScaledOperand(self.slot, [bound], operand.quantizer).current()
 
     @property
     def is_shared(self) -> bool:

@@ -18,6 +18,7 @@ from te_inductor.ops.layers.parts import (
     BoundOperand,
     GradientSink,
     Operand,
+    ScaledOperand,
     ScaleSource,
     StepTensors,
     WeightGradient,
@@ -145,7 +146,7 @@ class LinearLayers(Operation):
         if among is None and self.spec.scales.is_shared:
             among = next((one for one in (self.input, self.output) if one.ranks is not None), None)
         shared = None if among is None else functools.partial(among.largest, pieces)
-        return self.spec.scales.pair(slot, pieces, self.quantizer(slot), self.step, shared)
+        return self.spec.scales.pair(ScaledOperand(slot, pieces, self.quantizer(slot), self.step, shared))
 
     def quantizer(self, slot: str) -> Quantizer:
         return getattr(self.slots, slot)  # type: ignore[no-any-return]

@@ -64,20 +64,30 @@ class StepTensors:
     grad_amax: Tensor | None = None  # (), where the backward records the gradients' amax
 
 
+@dataclass(frozen=True)
+class ScaledOperand:
+    """What a scale is wanted of."""
+
+    slot: str
+    pieces: Sequence[Tensor]  # which share the scale
+    quantizer: Quantizer
+    step: StepTensors = StepTensors()
+    shared: Callable[[], Tensor] | None = (
+        None  # of what is cast with the same scale on several ranks: their largest amax
+    )
+
+    def current(self) -> ScalePair:
+        """The scale that follows from its own amax."""
+        return ScalePair(*current_scale(self.pieces if self.shared is None else [self.shared()], self.quantizer))
+
+
 @constant
 class ScaleSource(Constant):
     """What the scale of an operand follows from, if it has one. Here: the operand itself, where it is cast."""
 
-    def pair(
-        self,
-        slot: str,
-        pieces: Sequence[Tensor],  # which share the scale
-        quantizer: Quantizer,
-        tensors: StepTensors,
-        shared: Callable[[], Tensor] | None,  # what is cast with the same scale on several ranks: their largest amax
-    ) -> ScalePair | None:
+    def pair(self, operand: ScaledOperand) -> ScalePair | None:
         """The scale and its reciprocal, where the cast does not find them itself."""
-        return None if shared is None else ScalePair(*current_scale([shared()], quantizer))
+        return None if operand.shared is None else operand.current()
 
     @property
     def is_shared(self) -> bool:
