@@ -7,7 +7,7 @@ from te_inductor.errors import RecipeError, unknown, wrong_type
 from te_inductor.recipes.constants import Constant, constant
 from te_inductor.recipes.formats import ELEMENTS, Element, Format
 from te_inductor.recipes.quantizers import MMParams, Quantizer
-from te_inductor.recipes.recipe import Recipe, Slots
+from te_inductor.recipes.recipe import ATTENTION, Recipe, Slots, refuse
 
 AMAX_ALGORITHMS = ("max", "most_recent")
 
@@ -41,17 +41,8 @@ class DelayedScaling(Recipe):
     fp8_mha: bool = False
 
     def __post_init__(self) -> None:
-        for name, expected in (
-            ("margin", int),
-            ("fp8_format", Format),
-            ("amax_history_len", int),
-            ("reduce_amax", bool),
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
-                raise RecipeError(wrong_type(f"DelayedScaling.{name}", value, f"a {expected.__name__}"))
-        if self.fp8_format is Format.E2M1:
-            raise RecipeError("DelayedScaling.fp8_format is Format.E2M1, expected Format.E4M3 or Format.HYBRID")
+        super().__post_init__()
+        refuse(self, fp8_dpa=ATTENTION, fp8_mha=ATTENTION)
         if self.amax_history_len < 1:
             raise RecipeError(f"DelayedScaling.amax_history_len is {self.amax_history_len}, expected 1 or more")
         if not 0 <= self.margin <= 64:
@@ -61,9 +52,6 @@ class DelayedScaling(Recipe):
             raise RecipeError(unknown("DelayedScaling.amax_compute_algo", algorithm, AMAX_ALGORITHMS))
         if scaling is not None and not callable(scaling):
             raise RecipeError(wrong_type("DelayedScaling.scaling_factor_compute_algo", scaling, "a function or None"))
-        for name in ("fp8_dpa", "fp8_mha"):
-            if getattr(self, name) is not False:
-                raise RecipeError(f"DelayedScaling.{name} is set, expected False: attention is not run in FP8 here")
         if callable(algorithm) or callable(scaling):
             self.__fx_repr__()  # refuses functions that no cache key can stand for
 

@@ -7,9 +7,8 @@ from te_inductor.errors import RecipeError
 from te_inductor.recipes.constants import constant
 from te_inductor.recipes.formats import E2M1, E4M3, ROW, TENSOR, Format
 from te_inductor.recipes.quantizers import METRICS, Quantizer
-from te_inductor.recipes.recipe import Recipe, Slots, refuse
+from te_inductor.recipes.recipe import ATTENTION, Recipe, Slots, refuse
 
-_ATTENTION = "attention is not run in FP8 here"
 _TENSORS = ("none", "weights", "activations", "all")  # which of the forward's tensors a field is about
 _BACKWARD = "the backward runs in the recipe's precision"
 
@@ -37,8 +36,8 @@ class MXFP8BlockScaling(Recipe):
         refuse(
             self,
             margin="the scale is the smallest power of two that holds the amax",
-            fp8_dpa=_ATTENTION,
-            fp8_mha=_ATTENTION,
+            fp8_dpa=ATTENTION,
+            fp8_mha=ATTENTION,
             backward_override=_BACKWARD,
         )
 
@@ -87,8 +86,8 @@ class NVFP4BlockScaling(Recipe):
             self,
             fp4_format="NVFP4 is E2M1",
             fp8_format="NVFP4's scales of blocks are E4M3",
-            fp8_dpa=_ATTENTION,
-            fp8_mha=_ATTENTION,
+            fp8_dpa=ATTENTION,
+            fp8_mha=ATTENTION,
             backward_override=_BACKWARD,
         )
         self._check_four_over_six()

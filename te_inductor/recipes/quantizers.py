@@ -3,7 +3,7 @@
 import itertools
 import math
 import operator
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 
@@ -229,19 +229,26 @@ class QParams(Constant):
     amax_epsilon: float = 0.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.power_2_scale, bool):
-            raise RecipeError(wrong_type("QParams.power_2_scale", self.power_2_scale, "a bool"))
-        check_epsilon("QParams.amax_epsilon", self.amax_epsilon)
+        check_fields(self)
 
     def quantizer(self, element: Element, scope: str = "tensor") -> Quantizer:
         return Quantizer(element.name, float(self.amax_epsilon), self.power_2_scale, scope)
 
 
-def check_epsilon(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise RecipeError(wrong_type(name, value, "a number"))
-    if not (math.isfinite(value) and value >= 0):
-        raise RecipeError(f"{name} is {value}, expected a finite number >= 0")
+def check_fields(constant: Constant) -> None:
+    """Checks that fields are what they are annotated as, where that is a class. A float is a finite number, no less than
+    0."""
+    for field in fields(constant):  # type: ignore[arg-type]
+        name, value, expected = f"{type(constant).__name__}.{field.name}", getattr(constant, field.name), field.type
+        if expected is float:
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise RecipeError(wrong_type(name, value, "a number"))
+            if not (math.isfinite(value) and value >= 0):
+                raise RecipeError(f"{name} is {value}, expected a finite number >= 0")
+        elif isinstance(expected, type) and (
+            not isinstance(value, expected) or (expected is int and isinstance(value, bool))
+        ):
+            raise RecipeError(wrong_type(name, value, f"a {expected.__name__}"))
 
 
 @constant
@@ -251,8 +258,7 @@ class MMParams(Constant):
     use_split_accumulator: bool = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.use_split_accumulator, bool):
-            raise RecipeError(wrong_type("MMParams.use_split_accumulator", self.use_split_accumulator, "a bool"))
+        check_fields(self)
 
     def gemm(self, name: str, a: Quantizer, b: Quantizer) -> Gemm:
         """The GEMM of operands that these have cast."""

@@ -369,8 +369,8 @@ def test_functions_in_a_recipe():
         ({"amax_compute_algo": 3}, "unknown DelayedScaling.amax_compute_algo 3"),
         ({"scaling_factor_compute_algo": "max"}, "scaling_factor_compute_algo is a str"),
         ({"reduce_amax": 1}, "reduce_amax is an int"),
-        ({"fp8_dpa": True}, "fp8_dpa is set, expected False"),
-        ({"fp8_mha": 1}, "fp8_mha is set, expected False"),
+        ({"fp8_dpa": True}, "fp8_dpa is True, expected False"),
+        ({"fp8_mha": 1}, "fp8_mha is an int .1., expected a bool"),
     ],
 )
 def test_fields_are_checked(fields, text):
