@@ -13,9 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from te_inductor.compat import constant_type_name
 from te_inductor.kernels.fp8_small_m import SmallMConfig
-from te_inductor.ops.definition import define
+from te_inductor.ops.definition import op_of
 from te_inductor.templates.triton.launcher import launcher
 from te_inductor.templates.triton.partial_sums import sum_dtype
 
@@ -51,17 +50,12 @@ def partial_sums(
     return out
 
 
-def _fake(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, config: SmallMConfig, out_dtype: torch.dtype
-) -> Tensor:
-    return a.new_empty((config.splits, a.shape[0], b.shape[0]), dtype=sum_dtype(config.splits, out_dtype))
-
-
-fp8_partial_sums = define(
-    "fp8_partial_sums(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale,"
-    f" {constant_type_name(SmallMConfig)} config, ScalarType out_dtype) -> Tensor",
+fp8_partial_sums = op_of(
     partial_sums,
-    _fake,
+    lambda a, a_scale, b, b_scale, config, out_dtype, assembly=True: a.new_empty(
+        (config.splits, a.shape[0], b.shape[0]), dtype=sum_dtype(config.splits, out_dtype)
+    ),
+    name="fp8_partial_sums",
 )
 
 

@@ -5,50 +5,28 @@ import torch
 from torch import Tensor
 
 from te_inductor import targets
-from te_inductor.compat import constant_type_name
 from te_inductor.kernels import nvfp4_fp8 as prompt_policy
 from te_inductor.kernels import nvfp4_linear as policy
-from te_inductor.kernels.nvfp4_fp8 import NVFP4PromptConfig
-from te_inductor.kernels.nvfp4_linear import NVFP4Config
 from te_inductor.kernels.problem import Sizes
 from te_inductor.numerics import nvfp4
-from te_inductor.ops.definition import define, library
+from te_inductor.ops.definition import library, op_of
 from te_inductor.runtime.eager import dense
 from te_inductor.templates.triton import nvfp4_expand, nvfp4_fp8, nvfp4_linear
 from te_inductor.templates.triton.partial_sums import add_up, sum_dtype
 
-
-def _partial_sums_fake(
-    x: Tensor, stored: Tensor, block_scale: Tensor, tensor_scale: Tensor, config: NVFP4Config, out_dtype: torch.dtype
-) -> Tensor:
-    return nvfp4_linear.empty(x, stored.shape[0], config, out_dtype)
-
-
-partial_sums = define(
-    "nvfp4_partial_sums(Tensor x, Tensor stored, Tensor block_scale, Tensor tensor_scale,"
-    f" {constant_type_name(NVFP4Config)} config, ScalarType out_dtype) -> Tensor",
+partial_sums = op_of(
     nvfp4_linear.partial_sums,
-    _partial_sums_fake,
+    lambda x, stored, block_scale, tensor_scale, config, out_dtype, assembly=True: nvfp4_linear.empty(
+        x, stored.shape[0], config, out_dtype
+    ),
+    name="nvfp4_partial_sums",
 )
-
-
-def _fp8_partial_sums_fake(
-    x: Tensor,
-    x_scale: Tensor,
-    stored: Tensor,
-    block_scale: Tensor,
-    tensor_scale: Tensor,
-    config: NVFP4PromptConfig,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    return x.new_empty((config.splits, x.shape[0], stored.shape[0]), dtype=sum_dtype(config.splits, out_dtype))
-
-
-fp8_partial_sums = define(
-    "nvfp4_fp8_partial_sums(Tensor x, Tensor x_scale, Tensor stored, Tensor block_scale, Tensor tensor_scale,"
-    f" {constant_type_name(NVFP4PromptConfig)} config, ScalarType out_dtype) -> Tensor",
+fp8_partial_sums = op_of(
     nvfp4_fp8.partial_sums,
-    _fp8_partial_sums_fake,
+    lambda x, x_scale, stored, block_scale, tensor_scale, config, out_dtype: x.new_empty(
+        (config.splits, x.shape[0], stored.shape[0]), dtype=sum_dtype(config.splits, out_dtype)
+    ),
+    name="nvfp4_fp8_partial_sums",
 )
 
 
