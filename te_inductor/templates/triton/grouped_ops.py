@@ -1,5 +1,6 @@
 """Experts' ops on CUDA: the Triton kernels where the device runs them, else plain torch."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,35 +28,14 @@ def _has_kernel(device: torch.device, gemm: Gemm) -> bool:
     return _kernels[key]
 
 
-def _grouped_mm(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    ends: Tensor,
-    bias: Tensor | None,
-    gemm: Gemm,
-    out_dtype: torch.dtype,
-    alpha: Tensor | None = None,
-) -> Tensor:
-    if not _has_kernel(a.device, gemm):
-        return grouped.grouped_mm(a, a_scale, b, b_scale, ends, bias, gemm, out_dtype, alpha)
-    return grouped_mm(a, a_scale, b, b_scale, ends, bias, gemm, out_dtype)
+def _where_it_runs(kernel: Callable[..., Tensor], plain: Callable[..., Tensor], operands: int) -> Callable[..., Tensor]:
+    """The kernel, which takes so many operands, a GEMM and a dtype last; plain torch where the device has none."""
 
+    def multiply(*given: Any) -> Tensor:
+        has_kernel = _has_kernel(given[0].device, given[operands - 2])
+        return kernel(*given[:operands]) if has_kernel else plain(*given)
 
-def _grouped_wgrad(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    starts: Tensor,
-    gemm: Gemm,
-    out_dtype: torch.dtype,
-    alpha: Tensor | None = None,
-) -> Tensor:
-    if not _has_kernel(a.device, gemm):
-        return grouped.grouped_wgrad(a, a_scale, b, b_scale, starts, gemm, out_dtype, alpha)
-    return grouped_wgrad(a, a_scale, b, b_scale, starts, gemm, out_dtype)
+    return multiply
 
 
 def _accumulate_grouped_wgrad(
@@ -107,8 +87,8 @@ def _quantize_groups(
 
 
 KERNELS: dict[Any, Any] = {
-    ops.grouped_mm: _grouped_mm,
-    ops.grouped_wgrad: _grouped_wgrad,
+    ops.grouped_mm: _where_it_runs(grouped_mm, grouped.grouped_mm, 8),
+    ops.grouped_wgrad: _where_it_runs(grouped_wgrad, grouped.grouped_wgrad, 7),
     ops.accumulate_grouped_wgrad: _accumulate_grouped_wgrad,
     ops.quantize_experts: _quantize_experts,
     ops.quantize_experts_delayed: _quantize_experts_delayed,
