@@ -29,7 +29,7 @@ from torch._inductor.virtualized import ops as prims
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
 from te_inductor import compat
-from te_inductor.lowerings.casts import microscaling, values
+from te_inductor.lowerings.casts import microscaling, pointwise, store, values
 from te_inductor.lowerings.casts.algebra import INDUCTOR
 from te_inductor.lowerings.casts.concatenation import Concatenation
 from te_inductor.lowerings.codegen import block_tiles
@@ -107,7 +107,7 @@ def dequantize(
             value = prims.to_dtype(load(index), torch.float32)
         return prims.to_dtype(prims.mul(value, _scale_value(load_scale(index), scope)), dtype)
 
-    return _pointwise(data, dtype, [rows, columns * packed], inner)
+    return pointwise(data, dtype, [rows, columns * packed], inner)
 
 
 def loops_of(node: Any) -> set[str]:
@@ -129,8 +129,8 @@ def hadamard(x: ir.TensorBox) -> ir.TensorBox:
         sixteen = [load([row, first + place]) for place in range(HADAMARD)]
         return microscaling.hadamard(sixteen, ModularIndexing(column, 1, HADAMARD))
 
-    box = _pointwise(x, torch.bfloat16, [rows, whole], inner)
-    _store(box, (1, 0))
+    box = pointwise(x, torch.bfloat16, [rows, whole], inner)
+    store(box, (1, 0))
     return box
 
 
@@ -162,7 +162,7 @@ def spread_rows(
     if scope.row_last:
         return matrix
     load, ranges = matrix.make_loader(), [matrix.get_size()[1], sizes[0]]
-    return _pointwise(scale, torch.float32, ranges, lambda index: load([FloorDiv(index[1], scope.block[0]), index[0]]))
+    return pointwise(scale, torch.float32, ranges, lambda index: load([FloorDiv(index[1], scope.block[0]), index[0]]))
 
 
 def _tiled_copies(
@@ -222,7 +222,7 @@ def _tiles(
     def cast(index):
         return values.cast(value(index), block_tiles.spread(scale(index)), quantizer, device, dtype)
 
-    data = _pointwise(x, quantizer.format.dtype, x.get_size(), cast)
+    data = pointwise(x, quantizer.format.dtype, x.get_size(), cast)
     data.realize()
     data.data.data.layout = data_layout  # type: ignore[attr-defined]
     scale_inv = block_tiles.store_once_a_block(
@@ -271,8 +271,8 @@ def _copy_by_rows(
         bits = [load_seed and microscaling.random_bits(load_seed([]), place + each) for each in range(packed)]
         return _stored(elements(index[:2], index[2:]), load_scale(index[:2]), quantizer, x, bits)
 
-    data = _pointwise(x, quantizer.format.dtype, [*ranges, *block], cast)
-    _store(data, (1, 2, 0) if x_is_transposed else (2, 1, 0))
+    data = pointwise(x, quantizer.format.dtype, [*ranges, *block], cast)
+    store(data, (1, 2, 0) if x_is_transposed else (2, 1, 0))
     for box in (scale, scale_inv, data):
         _pin(box, "transposed" if x_is_transposed else "plain")
     if x_is_transposed:
@@ -334,8 +334,8 @@ def _scales_of_squares(
 
     scale, scale_inv = _scales(x, element, elements, [down, across], [high, wide], quantizer, (1, 0), first_amax)
     load_inv = scale_inv.make_loader()
-    scale_inv_t = _pointwise(x, quantizer.granularity.scale.dtype, [down, across], load_inv)
-    _store(scale_inv_t, (0, 1))
+    scale_inv_t = pointwise(x, quantizer.granularity.scale.dtype, [down, across], load_inv)
+    store(scale_inv_t, (0, 1))
     return scale, _flat(scale_inv), _flat(_transposed(scale_inv_t))
 
 
@@ -351,8 +351,8 @@ def _cast_by_squares(x: ir.TensorBox, scale: ir.TensorBox, quantizer: Quantizer)
         scale = load_scale([FloorDiv(row, high), FloorDiv(column, wide)])
         return _stored(elements, scale, quantizer, x)
 
-    data = _pointwise(x, quantizer.format.dtype, [rows, FloorDiv(whole, packed)], cast)
-    _store(data, (1, 0))
+    data = pointwise(x, quantizer.format.dtype, [rows, FloorDiv(whole, packed)], cast)
+    store(data, (1, 0))
     return data
 
 
@@ -384,11 +384,11 @@ def _scales(
         return scale, arithmetic.decode_scale(INDUCTOR, scale, quantizer)
 
     made = [
-        _pointwise(x, dtype, ranges, lambda index, which=which: scales(index)[which])
+        pointwise(x, dtype, ranges, lambda index, which=which: scales(index)[which])
         for which, dtype in enumerate((torch.float32, scope.scale.dtype))
     ]
     for box in made:  # in the reduction's epilogue, and not again by every thread of the cast
-        _store(box, order)
+        store(box, order)
     return made[0], made[1]
 
 
@@ -409,7 +409,7 @@ def _chosen_scales(
         return arithmetic.error(INDUCTOR, element(outer, inner), pair, quantizer, first_amax(outer))
 
     def stored(ranges, inner):
-        box = _pointwise(x, torch.float32, ranges, inner)
+        box = pointwise(x, torch.float32, ranges, inner)
         box.realize()
         return box.make_loader()
 
@@ -423,16 +423,16 @@ def _chosen_scales(
         scales = [scale_inv for _, scale_inv in pairs(index)]
         return arithmetic.least(INDUCTOR, scales, [error(index) for error in errors])
 
-    scale_inv = _pointwise(x, quantizer.granularity.scale.dtype, ranges, least)
-    _store(scale_inv, order)
+    scale_inv = pointwise(x, quantizer.granularity.scale.dtype, ranges, least)
+    store(scale_inv, order)
     load = scale_inv.make_loader()
-    factor = _pointwise(
+    factor = pointwise(
         x,
         torch.float32,
         ranges,
         lambda index: arithmetic.factor_of(INDUCTOR, load(index), quantizer, first_amax(index)),
     )
-    _store(factor, order)
+    store(factor, order)
     return factor, scale_inv
 
 
@@ -473,13 +473,3 @@ def _transposed(x: ir.TensorBox) -> ir.TensorBox:
 def _flat(matrix: ir.TensorBox) -> ir.TensorBox:
     """Contiguous in memory, in one dimension."""
     return lowerings[aten.view](matrix, [sympy_product(matrix.get_size())])  # type: ignore[no-any-return]
-
-
-def _pointwise(like: ir.TensorBox, dtype: torch.dtype, ranges, inner) -> ir.TensorBox:
-    return ir.Pointwise.create(device=like.get_device(), dtype=dtype, inner_fn=inner, ranges=list(ranges))  # type: ignore[return-value]
-
-
-def _store(box: ir.TensorBox, order: Sequence[int]) -> None:
-    """Stores into memory whose strides have this order, 0 for the contiguous dimension."""
-    box.realize()
-    box.data.data.freeze_layout_with_stride_order(list(order))  # type: ignore[attr-defined]

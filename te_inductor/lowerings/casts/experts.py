@@ -10,6 +10,7 @@ from torch._inductor.lowering import fallback_handler, lowerings
 from torch._inductor.virtualized import ops as inductor_ops
 
 from te_inductor import ops
+from te_inductor.lowerings.casts import in_memory, pointwise
 from te_inductor.lowerings.casts import quantize as casts
 from te_inductor.lowerings.registry import lowering
 from te_inductor.ops.grouped import is_one_matrix
@@ -69,10 +70,7 @@ def mask_copy(data: ir.TensorBox, ends: ir.TensorBox) -> ir.TensorBox:
         inside = inductor_ops.lt(row, inductor_ops.to_dtype(load_last([]), torch.int64))
         return inductor_ops.where(inside, load(index), inductor_ops.constant(0, torch.uint8))
 
-    made = ir.Pointwise.create(
-        device=data.get_device(), dtype=torch.uint8, inner_fn=masked, ranges=list(rows.get_size())
-    )
-    return as_dtype(casts.in_memory(made), dtype)  # type: ignore[no-any-return]
+    return as_dtype(in_memory(pointwise(data, torch.uint8, rows.get_size(), masked)), dtype)  # type: ignore[no-any-return]
 
 
 def _flat(w: ir.TensorBox) -> ir.TensorBox:  # (E * R, C)

@@ -5,6 +5,7 @@ from torch._inductor import ir
 from torch._inductor.lowering import lowerings
 from torch._inductor.virtualized import ops as prims
 
+from te_inductor.lowerings.casts import pointwise
 from te_inductor.recipes.formats import FP16_OVERFLOW
 
 _convert = torch.ops.prims.convert_element_type
@@ -26,6 +27,4 @@ def overflowing(y: ir.TensorBox) -> ir.TensorBox:  # fp32
         infinite = prims.mul(value, prims.constant(float("inf"), torch.float32))
         return prims.where(prims.lt(prims.abs(value), bound), value, infinite)
 
-    return ir.Pointwise.create(  # type: ignore[return-value]
-        device=y.get_device(), dtype=torch.float32, inner_fn=inner, ranges=list(y.get_size())
-    )
+    return pointwise(y, torch.float32, y.get_size(), inner)

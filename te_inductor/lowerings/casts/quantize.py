@@ -1,7 +1,7 @@
 """Quantization in Inductor IR, so that it fuses with whatever produces the tensor."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._sympy.functions import FloorDiv
 
 from te_inductor import ops
-from te_inductor.lowerings.casts import blocks, values
+from te_inductor.lowerings.casts import blocks, in_memory, pointwise, values
 from te_inductor.lowerings.casts.algebra import INDUCTOR
 from te_inductor.lowerings.casts.narrowing import overflowing
 from te_inductor.lowerings.codegen.amax import raise_to_amax
@@ -44,24 +44,15 @@ def _amax_of_tensor(x: ir.TensorBox) -> ir.TensorBox:  # () fp32
 def magnitude_bits(x: ir.TensorBox) -> ir.TensorBox:  # int32
     """Ordered as the magnitudes of x are."""
     load = x.make_loader()
-    return ir.Pointwise.create(  # type: ignore[return-value]
-        device=x.get_device(),
-        dtype=torch.int32,
-        inner_fn=lambda index: values.magnitude(load(index)),
-        ranges=x.get_size(),
-    )
+    return pointwise(x, torch.int32, x.get_size(), lambda index: values.magnitude(load(index)))
 
 
 def _amax_of_rows(pieces: Sequence[ir.TensorBox]) -> ir.TensorBox:  # (R, 1) fp32
     """The amaxes of rows of pieces side by side."""
     bits = [lowerings[aten.amax](magnitude_bits(piece), [1], keepdims=True) for piece in pieces]
     load_bits = functools.reduce(lowerings[aten.maximum], bits).make_loader()
-    return ir.Pointwise.create(  # type: ignore[return-value]
-        device=pieces[0].get_device(),
-        dtype=torch.float32,
-        inner_fn=lambda index: INDUCTOR.from_bits(load_bits(index)),
-        ranges=[pieces[0].get_size()[0], 1],
-    )
+    ranges = [pieces[0].get_size()[0], 1]
+    return pointwise(pieces[0], torch.float32, ranges, lambda index: INDUCTOR.from_bits(load_bits(index)))
 
 
 def _amax(x: ir.TensorBox, quantizer: Quantizer) -> ir.TensorBox:
@@ -79,16 +70,11 @@ def _scale_and_inverse(
 ) -> tuple[ir.TensorBox, ir.TensorBox]:
     """scale_inv is yet to be put somewhere."""
     load = amax.make_loader()
-    scale = _scalars(amax, lambda index: arithmetic.encode_scale(INDUCTOR, load(index), quantizer, dtype))
+    scalars = functools.partial(pointwise, amax, torch.float32, amax.get_size())
+    scale = scalars(lambda index: arithmetic.encode_scale(INDUCTOR, load(index), quantizer, dtype))
     # Computed once, in the reduction's epilogue, and not again by every thread of the cast.
     load_scale = in_memory(scale).make_loader()
-    return scale, _scalars(amax, lambda index: arithmetic.decode_scale(INDUCTOR, load_scale(index), quantizer))
-
-
-def _scalars(like: ir.TensorBox, inner_fn: Callable[[Any], Any]) -> ir.TensorBox:  # fp32
-    return ir.Pointwise.create(  # type: ignore[return-value]
-        device=like.get_device(), dtype=torch.float32, inner_fn=inner_fn, ranges=list(like.get_size())
-    )
+    return scale, scalars(lambda index: arithmetic.decode_scale(INDUCTOR, load_scale(index), quantizer))
 
 
 def _cast(x: ir.TensorBox, scale: ir.TensorBox, quantizer: Quantizer) -> ir.TensorBox:
@@ -129,19 +115,11 @@ def _cast_values(x: ir.TensorBox, scale: ir.TensorBox, quantizer: Quantizer) -> 
         x = lowerings[aten.constant_pad_nd](x, [0, missing], 0.0)
     load, device, dtype = x.make_loader(), x.get_device_or_error(), x.get_dtype()
     load_scale = lowerings[aten.expand](scale, [rows, columns + missing]).make_loader()
-    return ir.Pointwise.create(  # type: ignore[return-value]
-        device=device,
-        dtype=quantizer.format.dtype,
-        inner_fn=lambda index: values.cast(load(index), load_scale(index), quantizer, device, dtype),
-        ranges=[rows, columns + missing],
-    )
 
+    def cast(index: Any) -> Any:
+        return values.cast(load(index), load_scale(index), quantizer, device, dtype)
 
-def in_memory(box: ir.TensorBox) -> ir.TensorBox:
-    """Contiguous, whatever the strides of what it was made from."""
-    box.realize()
-    box.data.data.freeze_layout_with_stride_order(list(reversed(range(len(box.get_size())))))  # type: ignore[attr-defined]
-    return box
+    return pointwise(x, quantizer.format.dtype, [rows, columns + missing], cast)
 
 
 @lowering(ops.quantize)
@@ -206,9 +184,7 @@ def pad_rows(x: ir.TensorBox, rows: int) -> ir.TensorBox:
         row, end = (inductor_ops.index_expr(one, torch.int64) for one in (index[0], known))
         return inductor_ops.masked(inductor_ops.lt(row, end), lambda: load(index), 0.0)
 
-    return ir.Pointwise.create(  # type: ignore[return-value]
-        device=x.get_device(), dtype=x.get_dtype(), inner_fn=padded_value, ranges=[rows, columns]
-    )
+    return pointwise(x, x.get_dtype(), [rows, columns], padded_value)
 
 
 @lowering(ops.tensor_amax)
@@ -241,9 +217,7 @@ def transpose(data: ir.TensorBox, columns: Any) -> ir.TensorBox:
     missing = padded(rows, floordiv=FloorDiv) - rows
     if missing != 0:
         x = lowerings[aten.constant_pad_nd](x, [0, missing], 0)
-    made = ir.Pointwise.create(
-        device=x.get_device(), dtype=torch.uint8, inner_fn=x.make_loader(), ranges=list(x.get_size())
-    )
+    made = pointwise(x, torch.uint8, x.get_size(), x.make_loader())
     return lowerings[aten.view.dtype](in_memory(made), dtype)  # type: ignore[no-any-return]
 
 

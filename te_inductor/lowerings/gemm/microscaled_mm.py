@@ -18,6 +18,7 @@ from torch._inductor.lowering import lowerings
 from torch._inductor.virtualized import ops as prims
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
+from te_inductor.lowerings.casts import pointwise
 from te_inductor.lowerings.casts.blocks import spread_loader
 from te_inductor.lowerings.gemm import cutlass_choices
 from te_inductor.recipes import Gemm
@@ -106,11 +107,9 @@ def swizzled(
             return value()
         return prims.masked(inside[0] if len(inside) == 1 else prims.and_(*inside), value, 0)
 
-    box = ir.Pointwise.create(
-        device=scale.get_device(), dtype=scale.get_dtype(), inner_fn=inner, ranges=[tiles * across * _TILE]
-    )
+    box = pointwise(scale, scale.get_dtype(), [tiles * across * _TILE], inner)
     box.realize()
-    return box  # type: ignore[return-value]
+    return box
 
 
 def _viewed(x: ir.TensorBox, dtype: torch.dtype) -> ir.TensorBox:
