@@ -13,6 +13,7 @@ from torch import Tensor
 from te_inductor.api.checkpoint_files import Checkpoint
 from te_inductor.api.checkpoint_formats import BLOCKS, NVFP4, ROWS, ROWS_OF_BLOCK
 from te_inductor.ops import stored_experts
+from te_inductor.ops.permutations import cat_bytes
 from te_inductor.recipes import (
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -60,19 +61,14 @@ def _factors(rows: Sequence[int], keys: Sequence[tuple[str, ...]], checkpoint: C
     return None
 
 
-def _cat(tensors: Sequence[Tensor]) -> Tensor:
-    """Concatenates tensors as bytes, as not every device can put FP8 tensors together."""
-    return torch.cat([one.view(torch.uint8) for one in tensors]).view(tensors[0].dtype)
-
-
 def _scaled(matrices: Sequence[Parts]) -> Parts:
     """FP8 with scales of rows or blocks; a scale of a matrix is that of each of its rows."""
     scales = [scale if scale.dim() else scale.expand(data.shape[0], 1) for data, scale in matrices]
-    return _cat([data for data, _ in matrices]), torch.cat(scales)
+    return cat_bytes([data for data, _ in matrices]), torch.cat(scales)
 
 
 def _two_level(matrices: Sequence[Parts]) -> Parts:
-    return *(_cat([parts[i] for parts in matrices]) for i in range(2)), matrices[0][2]
+    return *(cat_bytes([parts[i] for parts in matrices]) for i in range(2)), matrices[0][2]
 
 
 FUSINGS = {

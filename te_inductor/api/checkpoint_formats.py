@@ -188,23 +188,14 @@ FORMATS = (
     CheckpointFormat(
         "FP8 with a scale a tensor (transformers)", (_FP8, Part("_scale_inv", _SCALES, _scalar)), TENSOR, _fp8
     ),
-    CheckpointFormat(
-        "FP8 with a scale a tensor (compressed-tensors, ModelOpt)",
-        (_FP8, Part("_scale", _SCALES, _scalar)),
-        TENSOR,
-        _fp8,
-    ),
-    CheckpointFormat(
-        "FP8 with a scale a channel (compressed-tensors, ModelOpt)",
-        (_FP8, Part("_scale", _SCALES, _rows)),
-        ROWS,
-        _fp8,
-    ),
-    CheckpointFormat(
-        "FP8 with a scale a block (compressed-tensors, ModelOpt)",
-        (_FP8, Part("_scale", _SCALES, _blocks)),
-        BLOCKS,
-        _fp8,
+    *(
+        CheckpointFormat(
+            f"FP8 with a scale a {whose} (compressed-tensors, ModelOpt)",
+            (_FP8, Part("_scale", _SCALES, shapes)),
+            recipe,
+            _fp8,
+        )
+        for whose, shapes, recipe in (("tensor", _scalar, TENSOR), ("channel", _rows, ROWS), ("block", _blocks, BLOCKS))
     ),
     CheckpointFormat(
         "NVFP4 (compressed-tensors)",

@@ -8,6 +8,7 @@ permutation, `take_rows` and `place_rows` have the same values. `take_rows` is r
 dimension of what `place_rows` is given is that of the loops of its kernel. passes/joint/token_order.py makes the second
 of the first behind a cast."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,13 @@ def take_bytes(data: Tensor, rows: Tensor) -> Tensor:
     if data.itemsize > 1 or not data.is_floating_point():
         return data[rows]
     return data.view(torch.uint8)[rows].view(data.dtype)
+
+
+def cat_bytes(pieces: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Concatenates bytes, as FP8 tensors have no `cat` on every device."""
+    if len(pieces) == 1:
+        return pieces[0]
+    return torch.cat([piece.view(torch.uint8) for piece in pieces], dim).view(pieces[0].dtype)
 
 
 def _take_rows(

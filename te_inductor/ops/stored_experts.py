@@ -21,6 +21,7 @@ from te_inductor.errors import StoredWeightError
 from te_inductor.numerics import microscaling, nvfp4
 from te_inductor.ops import experts as ops_experts
 from te_inductor.ops import stored_weight
+from te_inductor.ops.permutations import take_bytes
 from te_inductor.ops.stored_weight import Float8Weight, NVFP4Weight, StoredWeight
 from te_inductor.recipes import (
     Float8BlockScaling,
@@ -104,7 +105,7 @@ class StoredExperts(StoredWeight):
 
     def picked(self, ids: Tensor) -> Tensor:
         """What the experts of these numbers stand for, plain: (*ids.shape, N, K), or (…, K, N)."""
-        whole = self.written_out([_rows(part, ids.flatten()) for part in self.parts])
+        whole = self.written_out([take_bytes(part, ids.flatten()) for part in self.parts])
         whole = whole.transpose(1, 2) if self.transposed else whole
         return whole.reshape(*ids.shape, *self.shape[1:])
 
@@ -197,7 +198,7 @@ class _Picks:
     def read(self) -> None:
         """Copy the experts that were picked, as their weights are about to be written."""
         experts, ids = self.experts, self.ids
-        parts = tuple(_rows(part, ids) for part in experts.parts)
+        parts = tuple(take_bytes(part, ids) for part in experts.parts)
         shape = torch.Size((ids.shape[0], *experts.shape[1:]))
         self.experts = type(experts)(parts, shape, experts.dtype, experts.recipe, experts.transposed)
         self.ids = torch.arange(ids.shape[0], device=ids.device, dtype=ids.dtype)
@@ -293,11 +294,6 @@ def kind_of(recipe: Recipe) -> type[StoredExperts]:
 def rebuild(*saved: Any) -> StoredWeight:
     """What a pickled weight is loaded with; as of `stored_weight.rebuild`, and whether it is transposed."""
     return stored_weight.rebuilt(_KINDS, *saved)
-
-
-def _rows(part: Tensor, ids: Tensor) -> Tensor:
-    """Takes rows of bytes, as not every device can index FP8 tensors."""
-    return part.view(torch.uint8)[ids].view(part.dtype) if part.element_size() == 1 else part[ids]
 
 
 # ---- products, and the few ops on the way to them

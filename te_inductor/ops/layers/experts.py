@@ -17,7 +17,7 @@ from te_inductor.ops.casts import Copy, copies, current_scale, quantize_delayed,
 from te_inductor.ops.gemm import operands_of
 from te_inductor.ops.layers.layer import LinearLayers, Needed, Opened, Saved, made_dtype, overflowing_sum
 from te_inductor.ops.layers.parts import BoundOperand
-from te_inductor.ops.permutations import place_rows, take_bytes
+from te_inductor.ops.permutations import cat_bytes, place_rows, take_bytes
 from te_inductor.ops.written_out import leaves
 from te_inductor.recipes import Gemm, Quantizer
 from te_inductor.recipes.formats import ROW
@@ -156,7 +156,9 @@ class ExpertLayers(LinearLayers):
         if scale is not None and scale_inv is not None:
             made = [ops.quantize_experts_delayed(weight, scale, quantizer, transposed) for weight in weights]
             experts = weights[0].shape[0]
-            return Copy(_cat(made, across), scale_inv if scale_inv.dim() else scale_inv.expand(experts).contiguous())
+            return Copy(
+                cat_bytes(made, across), scale_inv if scale_inv.dim() else scale_inv.expand(experts).contiguous()
+            )
         pairs = [ops.quantize_experts(weight, quantizer, amax, transposed) for weight in weights]
         data, inverses = zip(*pairs, strict=True)
         if len(pairs) == 1:
@@ -166,7 +168,7 @@ class ExpertLayers(LinearLayers):
             inverse.view(one.shape[0], *quantizer.granularity.blocks(one.shape[1], one.shape[2]))
             for one, inverse in zip(data, inverses, strict=True)
         ]
-        return Copy(_cat(data, across), torch.cat(blocks, across).flatten(1), amax)
+        return Copy(cat_bytes(data, across), torch.cat(blocks, across).flatten(1), amax)
 
 
 @dataclass(frozen=True)
@@ -210,10 +212,3 @@ def _stored_columns(data: Tensor, columns: int) -> Tensor:
 def _amax(weights: Sequence[Tensor]) -> Tensor:
     amaxes = [tensor_amax(weight.flatten(0, 1)) for weight in weights]
     return torch.stack(amaxes).amax() if len(amaxes) > 1 else amaxes[0]
-
-
-def _cat(pieces: Sequence[Tensor], dim: int) -> Tensor:
-    """Concatenates bytes, as FP8 tensors have no `cat` on every device."""
-    if len(pieces) == 1:
-        return pieces[0]
-    return torch.cat([piece.view(torch.uint8) for piece in pieces], dim).view(pieces[0].dtype)
