@@ -54,8 +54,11 @@ class AccuracyReport:
         """The report as text. Layers that differ in a number of their paths alone share a row, with the figures of the
         worst of them and the median; with `details` each layer has its rows. As wide as the terminal (COLUMNS), or as
         `columns` says; in a pipe as wide as it needs."""
-        rows = _layer_rows(self.gemms) if details else _kind_rows(self.gemms)
-        table = tabulated(_BY_LAYER if details else _BY_KIND, rows, columns)
+        places = _BY_LAYER if details else range(len(_BY_KIND))
+        heads = [_BY_KIND[place] for place in places]
+        if details:
+            heads = [head._replace(name=_OF_LAYER.get(head.name, head.name)) for head in heads]
+        table = tabulated(heads, [[row[place] for place in places] for row in _rows(self.gemms, details)], columns)
         lines = [wrapped(line, columns, "") if line else "" for line in (_headline(self), _lowest(self.gemms))]
         return "\n\n".join(part for part in (lines[0], table if self.gemms else "", lines[1]) if part)
 
@@ -68,28 +71,24 @@ class AccuracyReport:
         return accuracy_picture.write(self.gemms, _headline(self), Path(path))
 
 
-_BY_LAYER = (
-    Column("module"),
+_BY_KIND = (
+    Column("layers"),
+    Column("n", right=True),
     Column("GEMM", whole=True),
     Column("recipe", whole=True, optional=True),
     Column("operand", whole=True),
     Column("format", optional=True),
     Column("amax", right=True, optional=True),
-    Column("SQNR dB", right=True),
-    Column("saturated", right=True),
-    Column("underflow", right=True),
-    Column("product dB", right=True),
-)
-_BY_KIND = (
-    Column("layers"),
-    Column("n", right=True),
-    *_BY_LAYER[1:6],
     Column("SQNR dB, worst", right=True),
     Column("median", right=True, optional=True),
-    *_BY_LAYER[7:9],
+    Column("saturated", right=True),
+    Column("underflow", right=True),
     Column("product dB, worst", right=True),
     Column("median", right=True, optional=True),
 )
+# Of one layer there is no number and no median.
+_OF_LAYER = {"layers": "module", "SQNR dB, worst": "SQNR dB", "product dB, worst": "product dB"}
+_BY_LAYER = [place for place, column in enumerate(_BY_KIND) if column.name not in ("n", "median")]
 _LOWEST = 3  # products are named below the table
 
 
@@ -107,36 +106,24 @@ def _lowest(gemms: Sequence[GemmAccuracy]) -> str:
     return f"lowest products: {', '.join(named)}" if named else ""
 
 
-def _layer_rows(gemms: Sequence[GemmAccuracy]) -> Iterator[tuple[str, ...]]:
-    for gemm in gemms:
-        for operand in (gemm.a, gemm.b):
-            first = operand is gemm.a
-            place = (plain(gemm.fqn) or "(root)", gemm.gemm, gemm.recipe) if first else ("", "", "")
-            figures = (
-                f"{operand.amax:.3g}",
-                _shown(operand.sqnr_db),
-                f"{operand.saturated:.2%}",
-                f"{operand.underflowed:.2%}",
-            )
-            yield *place, operand.tensor, operand.format, *figures, _shown(gemm.sqnr_db) if first else ""
-
-
-def _kind_rows(gemms: Sequence[GemmAccuracy]) -> Iterator[tuple[str, ...]]:
+def _rows(gemms: Sequence[GemmAccuracy], details: bool) -> Iterator[tuple[str, ...]]:
+    """Two rows for each GEMM of a kind of layers, or, with `details`, of a layer."""
     everyone = list(dict.fromkeys(gemm.fqn for gemm in gemms))
-    groups: dict[tuple[str, ...], list[GemmAccuracy]] = {}
-    for gemm in gemms:
-        groups.setdefault((kind(gemm.fqn), gemm.recipe, gemm.gemm, gemm.a.format, gemm.b.format), []).append(gemm)
+    groups: dict[tuple[object, ...], list[GemmAccuracy]] = {}
+    for place, gemm in enumerate(gemms):
+        key = (place,) if details else (kind(gemm.fqn), gemm.recipe, gemm.gemm, gemm.a.format, gemm.b.format)
+        groups.setdefault(key, []).append(gemm)
     last = None
-    for (_, recipe, gemm_name, *_), group in sorted(groups.items(), key=lambda one: everyone.index(one[1][0].fqn)):
+    for group in sorted(groups.values(), key=lambda group: 0 if details else everyone.index(group[0].fqn)):
         paths = list(dict.fromkeys(gemm.fqn for gemm in group))
         name = named(paths, everyone)
         for operands in ([gemm.a for gemm in group], [gemm.b for gemm in group]):
             first = operands[0] is group[0].a
-            place = (name, str(len(paths))) if first and name != last else ("", "")
+            shown = first and (details or name != last)
             last = name
             yield (
-                *place,
-                *((gemm_name, recipe) if first else ("", "")),
+                *((name, str(len(paths))) if shown else ("", "")),
+                *((group[0].gemm, group[0].recipe) if first else ("", "")),
                 operands[0].tensor,
                 operands[0].format,
                 f"{max(one.amax for one in operands):.3g}",
