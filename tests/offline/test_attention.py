@@ -1,8 +1,12 @@
 """Generated code of attention by masks whose sizes or offsets a call tells: Inductor lowers it, and holds no mask."""
 
 import pytest
+import torch
 
+from te_inductor.runtime.attention import predicate
+from tests.offline.cases.attention import SIZES, WINDOW
 from tests.offline.harness import generate
+from tests.support.interpreted import interpret
 
 
 @pytest.mark.parametrize("case", ("attention_of_lengths", "attention_in_a_cache"))
@@ -11,3 +15,14 @@ def test_lengths_that_are_symbolic(case):
     for source in generated.sources:
         assert "flex_attention" in source and "scaled_dot_product" not in source
     assert generated.sources[0].count("te_inductor.block_mask.default(") == 1  # for all layers
+
+
+def test_block_masks(tmp_path):
+    """The generated kernels find the same blocks, and none sorts, which Triton takes long to compile."""
+    [source] = generate("block_masks", 90).sources
+    assert "sort" not in source
+    padding = (torch.rand(SIZES[0], SIZES[3]) > 0.2).long()
+    padding[0, 300:] = padding[1, :150] = 0
+    [found] = interpret(source, [[padding]], tmp_path)
+    expected = predicate.block_mask(WINDOW, [padding], SIZES, padding.device)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

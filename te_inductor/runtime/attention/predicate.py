@@ -96,23 +96,24 @@ class Blocks:
         """The smallest and the largest value of one side in each block."""
         along = places_of(side) & {"q", "k"}
         length = self.queries if along == {"q"} else self.keys
-        count = 1 if self.block is None or not along else (length + self.block - 1) // self.block
-        places = {
-            "b": torch.arange(self.batch, device=self.device).view(-1, 1, 1),
-            "h": torch.arange(self.heads, device=self.device).view(1, -1, 1),
-        }
-        for place in along:  # the last position again behind the end
-            positions = torch.arange(length if self.block is None else count * self.block, device=self.device)
-            places[place] = positions.clamp(max=length - 1).view(1, 1, -1)
-        value = evaluate(side, places, self.tensors)
+        block = length if self.block is None or not along else self.block
+        first = torch.arange(0, length, block, device=self.device) if along else None
+        axis = -1 if along == {"q"} else -2
+        if first is not None and _rises(side):
+            last = (first + block - 1).clamp(max=length - 1)
+            least, largest = (self._at(side, dict.fromkeys(along, ends.view(1, 1, -1))) for ends in (first, last))
+            return least.unsqueeze(axis), largest.unsqueeze(axis)
+        positions = None
+        if first is not None:  # the last position again behind the end
+            positions = torch.arange(first.shape[0] * block, device=self.device).clamp(max=length - 1).view(1, 1, -1)
+        value = self._at(side, dict.fromkeys(along, positions))
         if not isinstance(value, Tensor):
             return value, value
         value = value.to(torch.int64) if value.dtype is torch.bool else value
-        if not along:
+        if first is None:
             value = value.view(*([1] * (3 - value.dim())), *value.shape).unsqueeze(-1)
             return value, value
-        value = value.view(*value.shape[:2], count, -1)
-        axis = -1 if along == {"q"} else -2
+        value = value.view(*value.shape[:2], first.shape[0], -1)
         least, largest = value.amin(-1).unsqueeze(axis), value.amax(-1).unsqueeze(axis)
         if value.is_floating_point():  # a NaN is in no order with the others
             least, largest = (
@@ -120,6 +121,22 @@ class Blocks:
                 largest.nan_to_num(torch.inf, torch.inf, -torch.inf),
             )
         return least, largest
+
+    def _at(self, side: Node, positions: Mapping[str, Any]) -> Any:
+        places = {
+            "b": torch.arange(self.batch, device=self.device).view(-1, 1, 1),
+            "h": torch.arange(self.heads, device=self.device).view(1, -1, 1),
+        }
+        return evaluate(side, {**places, **positions}, self.tensors)
+
+
+def _rises(side: Node) -> bool:
+    """Whether a side of a comparison is known not to fall from one position to the next."""
+    if isinstance(side, str) or not places_of(side) & {"q", "k"}:
+        return True
+    called, first, *others = side
+    rises = called == "add" or (called == "floordiv" and isinstance(others[0], int) and others[0] > 0)
+    return rises and all(map(_rises, (first, *others)))
 
 
 def _negated(known: Any) -> Any:
@@ -169,16 +186,19 @@ def block_mask(node: Node, tensors: Sequence[Tensor], sizes: Sequence[Any], devi
     outer = (batch if "b" in places else 1), (heads if "h" in places else 1)
     every = (every & inside).expand(*outer, rows, columns)
     some = (some | torch.zeros_like(inside)).expand(every.shape) & ~every
-    found = []
-    for blocks in (some, every, some.mT, every.mT):
-        found += _ordered(blocks)
-    return found
+    return [one for blocks in (some, every, some.mT, every.mT) for one in _ordered(blocks)]
 
 
 def _ordered(blocks: Tensor) -> list[Tensor]:
-    counts = blocks.sum(-1, dtype=torch.int32)
-    chosen = torch.argsort(blocks.to(torch.int32), dim=-1, descending=True, stable=True)
-    return [counts, chosen.to(torch.int32).contiguous()]
+    """How many blocks of each row are chosen, and all blocks of the row, the chosen ones in front. A sort of so few
+    Inductor would write as a network of comparisons, which Triton compiles for ten seconds and more, four times over."""
+    places = torch.arange(blocks.shape[-1], dtype=torch.int32, device=blocks.device).expand(blocks.shape)
+    counts, upto = blocks.sum(-1, dtype=torch.int32), blocks.cumsum(-1, dtype=torch.int32)
+    order = torch.where(blocks, upto - 1, counts[..., None] + places - upto)
+    starts = torch.arange(0, blocks.numel(), blocks.shape[-1], device=blocks.device).view(*counts.shape, 1)
+    chosen = torch.empty(blocks.numel(), dtype=torch.int32, device=blocks.device)
+    chosen = chosen.index_put(((starts + order).flatten(),), places.flatten())
+    return [counts, chosen.view(blocks.shape)]
 
 
 def empty_rows(node: Node, tensors: Sequence[Tensor], sizes: Sequence[Any], device: torch.device) -> Tensor:

@@ -6,7 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from te_inductor.runtime.attention import predicate
 from tests.offline.cases.common import Case
+
+WINDOW = ["and", ["le", "k", "q"], ["ge", "k", ["add", "q", -200]], ["ne", ["at", 0, "b", "k"], 0]]
+SIZES = (2, 1, 700, 500)  # batch, heads, queries, keys
 
 
 def _heads(count: int, length: int) -> Tensor:
@@ -47,3 +51,13 @@ def attention_in_a_cache() -> Case:
     torch._dynamo.mark_dynamic(inputs[0], 2)
     held = torch.zeros((), device="cuda", dtype=torch.int64)
     return torch.compile(function, backend="te", fullgraph=True), (*inputs, held)
+
+
+def block_masks() -> Case:
+    """What FlexAttention reads of a window under a padding."""
+
+    def function(padding: Tensor) -> Any:
+        return predicate.block_mask(WINDOW, [padding], SIZES, padding.device)
+
+    padding = torch.ones(SIZES[0], SIZES[3], device="cuda", dtype=torch.int64)
+    return torch.compile(function, backend="te", fullgraph=True), (padding,)
