@@ -76,20 +76,24 @@ def padded_with_dropout(mask, dropout):
     return run
 
 
-def test_a_checkpoint_keeps_torchs(monkeypatch):
+@pytest.mark.parametrize("reentrant", (False, True))
+@pytest.mark.parametrize("again", (False, True))
+def test_a_checkpoint(again, reentrant, monkeypatch):
     """What is computed again has to drop what was dropped. As weights drop what they drop, the output is linear in v."""
     backend, (tensors, padding, documents) = Passes(), operands(150, groups=4)
     run = padded_with_dropout(padded_both_ways, 0.4)
     monkeypatch.setattr(sites, "DROPOUT_QUERIES", 1)
+    monkeypatch.setattr(sites, "DROPS_AGAIN", again)
 
-    def again(*given):
-        return torch.utils.checkpoint.checkpoint(run, *given, use_reentrant=False)
+    def checkpointed(*given):
+        return torch.utils.checkpoint.checkpoint(run, *given, use_reentrant=reentrant)
 
     with as_on_a_gpu(monkeypatch):
-        y = torch.compile(again, backend=backend)(*tensors, padding, documents)
+        y = torch.compile(checkpointed, backend=backend)(*tensors, padding, documents)
         [dv] = torch.autograd.grad(y.square().sum() / 2, tensors[2:])
-    assert [site.kernel for site in backend.found] == ["sdpa, the mask as a tensor"]
-    assert "computed again" in backend.found[0].reason
+    [site] = backend.found
+    assert site.kernel == (sites.KERNELS["kept"] if again else "sdpa, the mask as a tensor")
+    assert again or "computed again" in site.reason
     torch.testing.assert_close((dv * tensors[2]).sum(), y.square().sum(), rtol=1e-4, atol=0.0)
 
 

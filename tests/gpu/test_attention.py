@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from te_inductor import explain
@@ -185,6 +186,46 @@ def test_dropout_under_a_padding(queries, width, dropout):
     wide = [one.detach().double().requires_grad_() for one in tensors]
     expected = gradients(lambda *given: weighed(*given, kept, drops), wide, dy)
     for one, right in zip(found, expected, strict=True):
+        assert (one.double() - right).norm() <= 8e-3 * right.norm()  # a few roundings of bf16
+
+
+@pytest.mark.parametrize("reentrant", (False, True))
+def test_dropout_that_a_checkpoint_computes_again(reentrant, monkeypatch):
+    """The gradients are those of the weights that the forward has dropped, which the same program shows by values that
+    are unit vectors."""
+    monkeypatch.setattr(sites, "DROPS_AGAIN", True)
+    monkeypatch.setattr(sites, "DROPOUT_QUERIES", 1)
+    torch._dynamo.reset()
+    torch.manual_seed(1)
+    shapes = [(4, 2, length, 64) for length in (130, 64, 64)]
+    tensors = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+    kept = torch.rand(4, 64, device="cuda") > 0.4
+    kept[1], kept[2] = True, False
+    q, k, v = tensors
+
+    def run(q, k, v, kept):
+        mask = kept[:, None, None, :].expand(-1, 1, q.shape[2], -1)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, dropout_p=0.3, scale=0.2)
+
+    def again(*given):
+        return torch.utils.checkpoint.checkpoint(run, *given, use_reentrant=reentrant)
+
+    [site] = explain(again, *tensors, kept).attention
+    assert site.kernel == sites.KERNELS["kept"]
+    compiled = torch.compile(again, backend="te")
+
+    def seeded(*given):
+        torch.manual_seed(5)
+        return compiled(*given, kept)
+
+    shown = seeded(q, k, torch.eye(64, device="cuda", dtype=torch.bfloat16).expand_as(v).clone().requires_grad_())
+    inside = kept[:, None, None].expand_as(shown)
+    assert abs((shown[inside] != 0).double().mean() - 0.7) < 0.02
+    drops = (shown.detach() != 0).double() / 0.7
+    dy = torch.randn_like(q)
+    wide = [one.detach().double().requires_grad_() for one in tensors]
+    expected = gradients(lambda *given: weighed(*given, kept, drops), wide, dy)
+    for one, right in zip(gradients(seeded, tensors, dy), expected, strict=True):
         assert (one.double() - right).norm() <= 8e-3 * right.norm()  # a few roundings of bf16
 
 

@@ -36,6 +36,8 @@ CUDNN_WIDTH = 128  # of a head, which cuDNN takes forward and backward on every 
 # From how many queries on FlexAttention is taken for a bias. None: its rate has not been measured.
 BIAS_QUERIES: int | None = None
 DROPOUT_QUERIES = 512  # from how many on FlashAttention, with dropout, is taken for a padding: docs/performance.md
+# Whether FlashAttention is also taken where a checkpoint computes it again, which has not been run on a GPU.
+DROPS_AGAIN = False
 FLASH_WIDTH = 128  # of a head, which FlashAttention takes forward and backward, with dropout, on every GPU
 _DTYPES = (torch.bfloat16, torch.float16)
 _WIDTHS = (16, 256)  # of a head, that FlexAttention takes
@@ -224,7 +226,7 @@ def _kept_refusal(site: Attention, bodies: Bodies) -> Refusal | None:
         return Refusal("FlexAttention has no dropout, and FlashAttention no mask but a padding")
     if not isinstance(site.dropout, float):
         return Refusal("its dropout is known at the call alone")
-    if site.node.graph is not bodies.root.graph:
+    if site.node.graph is not bodies.root.graph and not DROPS_AGAIN:
         return Refusal(
             "there is dropout in a body that is computed again, whose random numbers torch's attention repeats"
         )
