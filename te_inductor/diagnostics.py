@@ -9,16 +9,15 @@ import sys
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
 
 from te_inductor.errors import FallbackError, FallbackWarning
+from te_inductor.presentation.kinds import grouped
 from te_inductor.presentation.paths import HIDDEN, nearest, shown
 from te_inductor.presentation.report import Report, percent
 
 log = logging.getLogger("te_inductor")
-_T = TypeVar("_T")
 
 
 class Refusal:
@@ -32,13 +31,6 @@ class Refusal:
 
     def __repr__(self) -> str:
         return f"Refusal({str(self)!r})"
-
-
-def _grouped(items: list[_T], key: Any) -> Iterable[tuple[Any, list[_T]]]:
-    groups: dict[Any, list[_T]] = {}
-    for item in items:
-        groups.setdefault(key(item), []).append(item)
-    return groups.items()
 
 
 def announce(report: Report, fallback: str) -> None:
@@ -99,7 +91,7 @@ def summary(report: Report) -> str | None:
         if fallen:
             count = len({(site.fqn, site.pattern) for site in fallen})
             lines.append(f"te_inductor: {count} of {len(places)} linear sites {verb}:")
-        for reason, group in _grouped(fallen, lambda site: site.reason):
+        for reason, group in grouped(fallen, lambda site: site.reason).items():
             share = report.flops.share_of(group)
             part = "" if share is None else f" ({percent(share)} of FLOPs)"
             lines.append(f"  {reason}: {shown(site.fqn for site in group)}{part}")
@@ -111,9 +103,9 @@ def summary(report: Report) -> str | None:
             f"te_inductor: policy entry {entry!r} matches no linear site of this graph{HIDDEN}"
             f" (sites: {', '.join(known[:4])}{', …' * (len(known) > 4)}){nearest(entry, known)}"
         )
-    for (option, reason), unmet in _grouped(report.unmet, lambda one: (one.option, one.reason)):
+    for (option, reason), unmet in grouped(report.unmet, lambda one: (one.option, one.reason)).items():
         lines.append(f"te_inductor: option {option!r} does not reach, because {reason}: {shown(u.fqn for u in unmet)}")
-    for reason, attention in _grouped([site for site in report.attention if site.slow], lambda one: one.reason):
+    for reason, attention in grouped((site for site in report.attention if site.slow), lambda one: one.reason).items():
         names = shown(site.fqn for site in attention)
         lines.append(
             f"te_inductor: attention reads its mask as a tensor, several times slower, because {reason}: {names}"

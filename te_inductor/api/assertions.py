@@ -9,6 +9,7 @@ import torch
 
 from te_inductor.api.eager_products import EagerProducts, Names, report_of
 from te_inductor.errors import FallbackError, OptionError, wrong_type
+from te_inductor.presentation.kinds import grouped
 from te_inductor.presentation.paths import names_of, shown
 from te_inductor.presentation.report import Report, Site, merge
 from te_inductor.runtime import compiled_graphs
@@ -84,14 +85,12 @@ def _by_recipe(site: Site) -> str:
 def _check(report: Report, allowed: list[str]) -> None:
     sites = [site for site in report.sites if not site.outside]
     high = [site for site in sites if site.kernel == "high_precision"]
-    lines: dict[str, list[str]] = {}
-    for site in high:
-        if not any(_matches(site.fqn, glob) for glob in allowed):
-            lines.setdefault(site.reason or _by_recipe(site), []).append(site.fqn)
+    wrong = [site for site in high if not any(_matches(site.fqn, glob) for glob in allowed)]
+    lines = grouped(wrong, lambda site: site.reason or _by_recipe(site))
     unused = [glob for glob in allowed if not any(_matches(site.fqn, glob) for site in high)]
-    text = [f"  {reason}: {shown(fqns)}" for reason, fqns in lines.items()]
+    text = [f"  {reason}: {shown(site.fqn for site in own)}" for reason, own in lines.items()]
     if text:
-        count = len(set().union(*lines.values()))
+        count = len({site.fqn for site in wrong})
         text.insert(0, f"te_inductor: {count} of {len({site.fqn for site in sites})} layers ran in high precision:")
         text.append("mend that, or name them in high_precision=[...] where it is meant")
     if unused:

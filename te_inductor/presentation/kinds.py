@@ -2,11 +2,14 @@
 
 import math
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import pairwise
+from typing import TypeVar
 
 from te_inductor.presentation.paths import plain
 
+T = TypeVar("T")
+K = TypeVar("K")
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a path that is a number
 _PIECES = 6  # so many ranges of numbers are written out
 _FEW = 3  # paths that no ranges tell
@@ -41,12 +44,17 @@ def chunks(paths: Sequence[str], count: int) -> list[list[str]]:
     return [list(paths[start:end]) for start, end in pairwise(ends)]
 
 
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """The items of each key, in their order."""
+    found: dict[K, list[T]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
+
+
 def by_kind(paths: Iterable[str]) -> dict[str, list[str]]:
     """The distinct paths of each kind, in their order."""
-    found: dict[str, list[str]] = {}
-    for path in dict.fromkeys(paths):
-        found.setdefault(kind(path), []).append(path)
-    return found
+    return grouped(dict.fromkeys(paths), kind)
 
 
 def _ranges(numbers: Sequence[int]) -> str:

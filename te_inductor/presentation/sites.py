@@ -2,15 +2,16 @@
 precision."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from te_inductor.presentation import weights
-from te_inductor.presentation.kinds import kind, named
-from te_inductor.presentation.paths import plain
+from te_inductor.presentation.kinds import by_kind, grouped, kind, named
+from te_inductor.presentation.paths import HIDDEN, nearest, plain, shown
 from te_inductor.presentation.tables import Column, tabulated, wrapped
 
 if TYPE_CHECKING:
-    from te_inductor.presentation.report import Report, Site
+    from te_inductor.presentation.report import AttentionSite, Report, Site, Unmet
 
 BY_KIND = (
     Column("layers"),
@@ -60,34 +61,24 @@ def headline(report: "Report") -> str:
 
 def attention(report: "Report") -> list[str]:
     """What each mask is proven to be and which kernel computes attention by it, and why not another."""
-    found: dict[tuple[str, str, str | None], list[str]] = {}
-    for site in report.attention:
-        found.setdefault((site.mask, site.kernel, site.reason), []).append(site.fqn)
+    found = grouped(report.attention, lambda site: (site.mask, site.kernel, site.reason))
     fqns = [site.fqn for site in report.attention]
     return [
-        f"attention, mask {mask}: {kernel}{f', because {reason}' if reason else ''}: {_names(paths, fqns)}"
-        for (mask, kernel, reason), paths in found.items()
+        f"attention, mask {mask}: {kernel}{f', because {reason}' if reason else ''}: {_names_of(sites, fqns)}"
+        for (mask, kernel, reason), sites in found.items()
     ]
 
 
 def tail(report: "Report") -> list[str]:
     """Options without effect, what goes between ranks, the estimate, and a failure of ours."""
-    from te_inductor.presentation.paths import HIDDEN, nearest
-
     fqns = [site.fqn for site in report.sites]
     lines = [
         f"policy entry {entry!r} matches no linear site{HIDDEN}{nearest(entry, fqns)}" for entry in report.unused_policy
     ]
-    unmet: dict[tuple[str, str], list[str]] = {}
-    for option, fqn, reason in report.unmet:
-        unmet.setdefault((option, reason), []).append(fqn)
-    for (option, reason), paths in unmet.items():
-        lines.append(f"option {option!r} does not reach {_names(paths, fqns)}: {reason}")
-    wires: dict[str, list[str]] = {}
-    for site in report.sites:
-        if site.wire is not None:
-            wires.setdefault(site.wire, []).append(site.fqn)
-    lines += [f"{_names(paths, fqns)}: {wire}" for wire, paths in wires.items()]
+    for (option, reason), unmet in grouped(report.unmet, lambda one: (one.option, one.reason)).items():
+        lines.append(f"option {option!r} does not reach {_names_of(unmet, fqns)}: {reason}")
+    wired = grouped((site for site in report.sites if site.wire is not None), lambda site: site.wire)
+    lines += [f"{_names_of(sites, fqns)}: {wire}" for wire, sites in wired.items()]
     lines += attention(report)
     lines += [report.speedup] if report.speedup else []
     return lines + ([report.failure] if report.failure else [])
@@ -96,15 +87,12 @@ def tail(report: "Report") -> list[str]:
 def high_precision(report: "Report") -> list[str]:
     """A line a reason: the layers that stay in high precision, or are emulated, and their share."""
     fqns = [site.fqn for site in report.sites]
-    reasons: dict[str, list[Site]] = {}
-    for site in report.sites:
-        if site.reason is not None or site.kernel == "high_precision":
-            reasons.setdefault(site.reason or _ASKED, []).append(site)
+    high = (site for site in report.sites if site.reason is not None or site.kernel == "high_precision")
     lines = []
-    for reason, sites in reasons.items():
+    for reason, sites in grouped(high, lambda site: site.reason or _ASKED).items():
         share = report.flops.share_of(sites)
         part = "" if share is None else f" ({share:.1%} of FLOPs)"
-        lines.append(f"{_names([site.fqn for site in sites], fqns)}{part}: {reason}")
+        lines.append(f"{_names_of(sites, fqns)}{part}: {reason}")
     return lines
 
 
@@ -123,10 +111,8 @@ def kind_rows(report: "Report") -> Iterator[tuple[str, ...]]:
 
 def layer_rows(report: "Report") -> Iterator[tuple[str, ...]]:
     """One row a layer; its GEMMs share a row where they share everything but sizes."""
-    groups: dict[tuple[str, str, str, str, str | None], list[Site]] = {}
-    for site in report.sites:
-        groups.setdefault((site.fqn, site.pattern, site.recipe, site.kernel, site.reason), []).append(site)
-    for group in groups.values():
+    alike = attrgetter("fqn", "pattern", "recipe", "kernel", "reason")
+    for group in grouped(report.sites, alike).values():
         first, [(gemms, kernel)] = group[0], _kernels(group)
         share = _percent(report.flops.share_of(group))
         name = plain(first.fqn) or "(root)"
@@ -135,32 +121,25 @@ def layer_rows(report: "Report") -> Iterator[tuple[str, ...]]:
 
 def kinds(sites: Iterable["Site"]) -> list[list[list["Site"]]]:
     """Groups of layers of one kind, of which each GEMM is the same; a layer is the list of its sites."""
-    layers: dict[tuple[str, str], list[Site]] = {}
-    for site in sites:
-        layers.setdefault((site.fqn, site.pattern), []).append(site)
-    groups: dict[tuple[object, ...], list[list[Site]]] = {}
-    for (fqn, pattern), own in layers.items():
-        same = tuple((one.gemm, one.shapes, one.recipe, one.kernel, one.reason, len(one.merged)) for one in own)
-        groups.setdefault((kind(fqn), pattern, same), []).append(own)
-    return list(groups.values())
+    layers = grouped(sites, lambda site: (site.fqn, site.pattern)).values()
+
+    def same(own: list["Site"]) -> tuple[object, ...]:
+        gemms = ((one.gemm, one.shapes, one.recipe, one.kernel, one.reason, len(one.merged)) for one in own)
+        return kind(own[0].fqn), own[0].pattern, tuple(gemms)
+
+    return list(grouped(layers, same).values())
 
 
 def _kernels(sites: Sequence["Site"]) -> list[tuple[str, str]]:
     """GEMMs that have one kernel, "all" of them where they are three, and its name."""
-    found: dict[str, list[str]] = {}
-    for site in sites:
-        kernel = site.kernel + (f" ({len(site.merged)} in one)" if site.merged else "")
-        found.setdefault(kernel, []).append(site.gemm)
-    names = [", ".join(dict.fromkeys(gemms)) for gemms in found.values()]
+    found = grouped(sites, lambda site: site.kernel + (f" ({len(site.merged)} in one)" if site.merged else ""))
+    names = [", ".join(dict.fromkeys(site.gemm for site in own)) for own in found.values()]
     return [("all" if name == _ALL else name, kernel) for name, kernel in zip(names, found, strict=True)]
 
 
-def _names(paths: Iterable[str], everyone: Sequence[str]) -> str:
+def _names_of(sites: Iterable["Site | AttentionSite | Unmet"], everyone: Sequence[str]) -> str:
     """Layers for a line: by kind, the first ones, and how many more."""
-    from te_inductor.presentation.kinds import by_kind
-    from te_inductor.presentation.paths import shown
-
-    groups = by_kind(paths).values()
+    groups = by_kind(site.fqn for site in sites).values()
     return shown(named(group, everyone) + (f" ({len(group)})" if len(group) > 1 else "") for group in groups)
 
 

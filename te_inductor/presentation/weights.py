@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from te_inductor.presentation.kinds import kind, named
+from te_inductor.presentation.kinds import grouped, kind, named
 from te_inductor.presentation.tables import Column, tabulated, wrapped
 
 if TYPE_CHECKING:
-    from te_inductor.presentation.report import GraphWeight, Report, WeighedLayers
+    from te_inductor.presentation.report import GraphWeight, Report
 
 COLUMNS = (
     Column("layers of one input"),
@@ -31,12 +31,9 @@ def text(report: "Report", columns_wide: int | None) -> str:
 
 def rows(report: "Report") -> Iterator[tuple[str, ...]]:
     """A row for layers that differ in a number of their paths alone, of all graphs."""
-    groups: dict[tuple[object, ...], list[WeighedLayers]] = {}
-    for graph in report.weights:
-        for one in graph.layers:
-            groups.setdefault((*map(kind, one.layers), one.low), []).append(one)
-    everyone = [path for graph in report.weights for one in graph.layers for path in one.layers]
-    for group in groups.values():
+    weighed = [one for graph in report.weights for one in graph.layers]
+    everyone = [path for one in weighed for path in one.layers]
+    for group in grouped(weighed, lambda one: (*map(kind, one.layers), one.low)).values():
         names = [named(paths, everyone) for paths in zip(*(one.layers for one in group), strict=True)]
         sums = (sum(one.weight[place] for one in group) for place in range(3))
         yield _shortened(names), str(len(group)), *(_ms(one, "< ") for one in sums), "FP8" if group[0].low else "left"

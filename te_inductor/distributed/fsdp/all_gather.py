@@ -20,6 +20,7 @@ from te_inductor.errors import GatherError, OptionError, RecipeError, wrong_type
 from te_inductor.passes.graph.module_path import without_wrappers
 from te_inductor.passes.pre_grad.decide import policy as policies
 from te_inductor.passes.pre_grad.sites import requirements
+from te_inductor.presentation.kinds import grouped
 from te_inductor.presentation.paths import HIDDEN
 from te_inductor.recipes import DelayedScaling, Float8RowwiseScaling, Recipe
 from te_inductor.runtime.hooks import tell_after_each
@@ -168,10 +169,7 @@ def _groups(shard: ShardedParameter) -> list[Any]:
 
 
 def _install(model: nn.Module, weights: Sequence[Weight]) -> None:
-    by_group: dict[Any, list[Weight]] = {}
-    for weight in weights:
-        shard = weight.shard
-        by_group.setdefault((shard.ranks, shard.parallel, shard.device, shard.dtype), []).append(weight)
+    by_group = grouped(weights, lambda one: (one.shard.ranks, one.shard.parallel, one.shard.device, one.shard.dtype))
     rounds = [Rounds(ranks, own, parallel) for (ranks, parallel, *_), own in by_group.items()]
     for weight in weights:
         weight.attach()

@@ -31,6 +31,7 @@ from te_inductor.distributed.fsdp.casts import cast_rows
 from te_inductor.distributed.fsdp.scales import KINDS, ScalesOf
 from te_inductor.errors import GatherError
 from te_inductor.ops.gathered_weight import GatheredWeight
+from te_inductor.presentation.kinds import grouped
 from te_inductor.recipes import Recipe
 
 
@@ -163,10 +164,7 @@ class Rounds:
         """Sorts weights by kind, at the first round, when shards have memory."""
         if self.kinds:
             return
-        by_recipe: dict[Recipe, list[Weight]] = {}
-        for weight in self.weights:
-            by_recipe.setdefault(weight.recipe, []).append(weight)
-        for recipe, weights in by_recipe.items():
+        for recipe, weights in grouped(self.weights, lambda weight: weight.recipe).items():
             self.kinds.append((KINDS[type(recipe)]([weight.shard for weight in weights], recipe), weights))
 
     @torch.no_grad()

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from te_inductor import compat
 from te_inductor.distributed.decisions import is_due
 from te_inductor.errors import StateError
+from te_inductor.presentation.kinds import grouped
 from te_inductor.recipes import DelayedScaling
 from te_inductor.runtime.hooks import when_replaced
 from te_inductor.runtime.state.state_sites import StateSite, same_site
@@ -103,10 +104,7 @@ def _lacks_history(saved: Mapping[str, Tensor]) -> bool:
 def note_history(states: Sequence[QuantizerState]) -> None:
     """Ask the devices which of these have a scale that some amax, or somebody's state, has given them. One copy to the
     host for each device, which waits for it."""
-    by_device: dict[torch.device, list[QuantizerState]] = {}
-    for state in states:
-        by_device.setdefault(state.scale.device, []).append(state)
-    for group in by_device.values():
+    for group in grouped(states, lambda state: state.scale.device).values():
         scales, histories = torch.stack([s.scale for s in group]), torch.stack([s.history.amax() for s in group])
         for state, found in zip(group, ((scales != 1) | (histories > 0)).tolist(), strict=True):
             state.asked, state.has_history = state.recordings, found
