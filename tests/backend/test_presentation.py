@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from te_inductor import explain
-from te_inductor.api import accuracy_picture as heat_map
+from te_inductor.api import accuracy_figures as heat_map
 from te_inductor.api.accuracy_figures import AccuracyReport, GemmAccuracy, OperandAccuracy
 from te_inductor.presentation import kinds, tables, weights
 from te_inductor.presentation.report import Flops, GraphWeight, Report, Site, Unmet, WeighedLayers, Weighing
@@ -176,12 +176,12 @@ def test_accuracy_is_grouped_too():
 
 def test_a_heat_map_of_many_layers_stays_readable(tmp_path):
     gemms = accuracy(200).gemms
-    layers = heat_map.rows(gemms)
+    layers = heat_map.picture_rows(gemms)
     assert len(layers) <= heat_map.MOST_ROWS and sum(map(len, layers.values())) == 800
     assert next(iter(layers)) == "layers.0-19.self_attn.q_proj"
-    cells = heat_map.table(gemms, heat_map.PANELS[0], layers)
+    cells = heat_map.picture_cells(gemms, heat_map.PANELS[0], layers)
     assert cells[0] == [31.0, 31.0, 12.0, 12.0, 31.0, 31.0] and cells[1] == [31.0] * 6  # block 7 is in the first row
-    assert len(heat_map.rows(accuracy(10).gemms)) == 40  # a row each
+    assert len(heat_map.picture_rows(accuracy(10).gemms)) == 40  # a row each
     pytest.importorskip("matplotlib")
     from matplotlib.image import imread
 

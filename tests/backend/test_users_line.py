@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import te_inductor
-from te_inductor.api import accuracy_picture
+from te_inductor.api import accuracy_figures
 from te_inductor.api.accuracy_figures import AccuracyReport
 from te_inductor.errors import FallbackWarning, OptionError, StoredWeightError
 from tests import uncompiled
@@ -25,7 +25,7 @@ def test_a_warning_names_the_line_that_calls_the_model():
 
 
 def test_a_heat_map_without_matplotlib_says_what_it_needs(monkeypatch, tmp_path):
-    monkeypatch.setattr(accuracy_picture, "find_spec", lambda name: None)
+    monkeypatch.setattr(accuracy_figures, "find_spec", lambda name: None)
     with pytest.raises(
         OptionError, match="found no matplotlib, expected it to draw the picture; pip install matplotlib"
     ):
