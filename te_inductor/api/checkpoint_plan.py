@@ -35,10 +35,14 @@ class HeldTensor:
 
 
 class Piece(NamedTuple):
-    """A matrix of the checkpoint: its keys, and their format; None: the one tensor itself."""
+    """A matrix of the checkpoint: the keys that it has by its name, and their format; None: the one tensor itself, or,
+    with the reason, no format."""
 
+    name: str
+    rows: int
     keys: tuple[str, ...]
     format: CheckpointFormat | None
+    wrong: str | None = None
 
 
 class Source(NamedTuple):
@@ -109,11 +113,10 @@ def _steps(
             problems += wrong
         elif per:
             problems += [] if dequantize else _not_one_matrix(matches, per, checkpoint)
-            steps.append((one, Source(tuple(Piece(match.keys, match.format) for match in matches), per)))
+            steps.append((one, Source(tuple(matches), per)))
         else:
-            pieces = [Piece(match.keys, match.format) for match in matches]
-            problems += _disagreements(pieces, checkpoint)
-            steps.append((one, Source((pieces[0],))))
+            problems += _disagreements(matches, checkpoint)
+            steps.append((one, Source((matches[0],))))
     return steps, missing, used, problems
 
 
@@ -140,20 +143,10 @@ def _held(model: nn.Module) -> list[HeldTensor]:
 # ---- one name
 
 
-class _Match(NamedTuple):
-    """The keys that a matrix of this name has in the checkpoint; with the reason, if they are in no format."""
-
-    name: str
-    rows: int
-    keys: tuple[str, ...]
-    format: CheckpointFormat | None
-    wrong: str | None = None
-
-
 SUFFIXES = tuple(dict.fromkeys(part.suffix for one in formats.FORMATS for part in one.parts))
 
 
-def _matches(name: str, shape: Shape, dtype: torch.dtype, own: Set[str], checkpoint: Checkpoint) -> list["_Match"]:
+def _matches(name: str, shape: Shape, dtype: torch.dtype, own: Set[str], checkpoint: Checkpoint) -> list[Piece]:
     """One, if the checkpoint has the name at all."""
     entries = checkpoint.entries
     keys = [name + suffix for suffix in SUFFIXES]
@@ -165,18 +158,18 @@ def _matches(name: str, shape: Shape, dtype: torch.dtype, own: Set[str], checkpo
     if alike and present == (name,):
         differs = tuple(shape) != entries[name].shape
         wrong = f"{name}: found {entries[name]}, expected shape {list(shape)}" if differs else None
-        return [_Match(name, rows, present, None, wrong)]
+        return [Piece(name, rows, present, None, wrong)]
     nearest: list[tuple[CheckpointFormat, list[str]]] = []
     if len(shape) == 2:
         misfits = [(one, one.misfits(name, entries, *shape)) for one in formats.FORMATS]
         least = min(len(lines) for _, lines in misfits)
         nearest = [(one, lines) for one, lines in misfits if len(lines) == least]
         if not least:
-            return [_Match(name, rows, nearest[0][0].keys(name), nearest[0][0])]
-    return [_Match(name, rows, present, None, _no_format(name, shape, present, nearest, checkpoint))]
+            return [Piece(name, rows, nearest[0][0].keys(name), nearest[0][0])]
+    return [Piece(name, rows, present, None, _no_format(name, shape, present, nearest, checkpoint))]
 
 
-def _experts(held: HeldTensor, own: Set[str], checkpoint: Checkpoint) -> tuple[list["_Match"], int]:
+def _experts(held: HeldTensor, own: Set[str], checkpoint: Checkpoint) -> tuple[list[Piece], int]:
     """The matrices of a parameter (E, N, K) of experts that the checkpoint has one by one, and how many an expert has;
     none, if it has none of them."""
     module, key = held.holders[0]
@@ -186,15 +179,15 @@ def _experts(held: HeldTensor, own: Set[str], checkpoint: Checkpoint) -> tuple[l
     matches = []
     for name in [f"{prefix}{expert}.{piece}.weight" for expert in range(count) for piece in pieces]:
         found = _matches(name, torch.Size((n // len(pieces), k)), held.tensor.dtype, own, checkpoint)
-        matches += found or [_Match(name, 0, (), None, f"{name}: found nothing, expected a part of {held.names[0]}")]
+        matches += found or [Piece(name, 0, (), None, f"{name}: found nothing, expected a part of {held.names[0]}")]
     if not any(match.keys for match in matches):
         return [], 0
     if quantization.MultipliedWeight(module, key, ()).transposed:
-        matches.append(_Match(key, 0, (), None, f"{held.names[0]}: it is transposed, (E, K, N), which is not loaded"))
+        matches.append(Piece(key, 0, (), None, f"{held.names[0]}: it is transposed, (E, K, N), which is not loaded"))
     return matches, len(pieces)
 
 
-def _not_one_matrix(matches: Sequence["_Match"], per: int, checkpoint: Checkpoint) -> Iterator[str]:
+def _not_one_matrix(matches: Sequence[Piece], per: int, checkpoint: Checkpoint) -> Iterator[str]:
     """Why experts cannot be stored as one parameter, whose matrices have several parts each."""
     first = matches[0]
     for match in matches:
@@ -225,7 +218,7 @@ def _no_format(
     return f"{name}: found {found} for shape {list(shape)}, expected, of {options}"
 
 
-def _refused(match: _Match, held: HeldTensor, checkpoint: Checkpoint, dequantize: bool) -> Iterator[str]:
+def _refused(match: Piece, held: HeldTensor, checkpoint: Checkpoint, dequantize: bool) -> Iterator[str]:
     """Why a name cannot be loaded from what it has matched."""
     if match.wrong:
         yield match.wrong
