@@ -27,55 +27,34 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOME = {
-    "accuracy_report": ("te_inductor.api.accuracy", "accuracy_report"),
-    "AccuracyReport": ("te_inductor.api.accuracy_figures", "AccuracyReport"),
-    "assert_low_precision": ("te_inductor.api.assertions", "assert_low_precision"),
-    "autocast": ("te_inductor.recipes.regions", "autocast"),
-    "backward_dw": ("te_inductor.runtime.gradients.deferred_wgrads", "backward_dw"),
-    "explain": ("te_inductor.api.explanation", "explain"),
-    "load_quantized": ("te_inductor.api.checkpoints", "load_quantized"),
-    "load_state_dict": ("te_inductor.api.saved_state", "load_state_dict"),
-    "lower": ("te_inductor.api.lowering", "lower"),
-    "quantize_": ("te_inductor.api.quantization", "quantize_"),
-    "quantized_state_dict": ("te_inductor.api.written_checkpoints", "quantized_state_dict"),
-    "distributed": ("te_inductor.distributed", None),
-    "recipes": ("te_inductor.recipes", None),
-    "state_dict": ("te_inductor.api.saved_state", "state_dict"),
-    "te": ("te_inductor.backend", "te"),
-    "Report": ("te_inductor.presentation.report", "Report"),
-    "Site": ("te_inductor.presentation.report", "Site"),
+_HOME = {  # of each name, the module that has it, or is it
+    "accuracy_report": "te_inductor.api.accuracy",
+    "AccuracyReport": "te_inductor.api.accuracy_figures",
+    "assert_low_precision": "te_inductor.api.assertions",
+    "autocast": "te_inductor.recipes.regions",
+    "backward_dw": "te_inductor.runtime.gradients.deferred_wgrads",
+    "explain": "te_inductor.api.explanation",
+    "load_quantized": "te_inductor.api.checkpoints",
+    "load_state_dict": "te_inductor.api.saved_state",
+    "lower": "te_inductor.api.lowering",
+    "quantize_": "te_inductor.api.quantization",
+    "quantized_state_dict": "te_inductor.api.written_checkpoints",
+    "distributed": "te_inductor.distributed",
+    "recipes": "te_inductor.recipes",
+    "state_dict": "te_inductor.api.saved_state",
+    "te": "te_inductor.backend",
+    "Report": "te_inductor.presentation.report",
+    "Site": "te_inductor.presentation.report",
 }
 
-__all__ = [
-    "AccuracyReport",
-    "Report",
-    "Site",
-    "__version__",
-    "accuracy_report",
-    "assert_low_precision",
-    "autocast",
-    "backward_dw",
-    "distributed",
-    "explain",
-    "load_quantized",
-    "load_state_dict",
-    "lower",
-    "quantize_",
-    "quantized_state_dict",
-    "recipes",
-    "state_dict",
-    "te",
-]
+__all__ = ["__version__", *_HOME]
 
 
 def __getattr__(name: str) -> Any:
-    try:
-        module, attribute = _HOME[name]
-    except KeyError:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
-    loaded = import_module(module)
-    value = loaded if attribute is None else getattr(loaded, attribute)
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = import_module(_HOME[name])
+    value = module if module.__name__ == f"{__name__}.{name}" else getattr(module, name)
     globals()[name] = value
     return value
 
