@@ -87,7 +87,7 @@ _BY_KIND = (
     Column("product dB, worst", right=True),
     Column("median", right=True, optional=True),
 )
-# Of one layer there is no number and no median.
+# The table of single layers has no number of them and no median.
 _OF_LAYER = {"layers": "module", "SQNR dB, worst": "SQNR dB", "product dB, worst": "product dB"}
 _BY_LAYER = [place for place, column in enumerate(_BY_KIND) if column.name not in ("n", "median")]
 _LOWEST = 3  # products are named below the table

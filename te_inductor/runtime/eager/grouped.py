@@ -247,7 +247,7 @@ def mask_copy(data: Tensor, ends: Tensor) -> Tensor:
 
 
 def equal_groups(like: Tensor, groups: int, rows: int | torch.SymInt) -> Tensor:  # (groups,)
-    """Where groups of `rows` rows each end, where `like` is."""
+    """Returns where groups of `rows` rows each end, on the device of `like`."""
     return torch.arange(1, groups + 1, device=like.device, dtype=torch.int32) * rows  # type: ignore[return-value]
 
 
