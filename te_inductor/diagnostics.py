@@ -108,7 +108,8 @@ def summary(report: Report) -> str | None:
     for reason, attention in grouped((site for site in report.attention if site.slow), lambda one: one.reason).items():
         names = shown(site.fqn for site in attention)
         lines.append(
-            f"te_inductor: attention reads its mask as a tensor, several times slower, because {reason}: {names}"
+            "te_inductor: attention stores its scores or reads its mask as a tensor, several times slower, because"
+            f" {reason}: {names}"
         )
     if report.failure:
         lines.append(f"te_inductor: compiled without low precision, because a pass of ours failed:\n{report.failure}")

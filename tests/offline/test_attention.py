@@ -1,4 +1,5 @@
-"""Generated code of attention by masks whose sizes or offsets a call tells: Inductor lowers it, and holds no mask."""
+"""Generated code of attention by masks whose sizes or offsets a call tells, with biases, and of other forms: Inductor
+lowers it, and holds no mask."""
 
 import pytest
 import torch
@@ -26,3 +27,14 @@ def test_block_masks(tmp_path):
     [found] = interpret(source, [[padding]], tmp_path)
     expected = predicate.block_mask(WINDOW, [padding], SIZES, padding.device)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    "case", ("attention_of_three_dimensions", "attention_with_a_learned_bias", "attention_of_wide_queries")
+)
+def test_forms(case):
+    forward, backward = generate(case, 90).sources
+    for source in (forward, backward):
+        assert "flex_attention" in source and "scaled_dot_product" not in source and "bmm" not in source
+    learned = "learned" in case
+    assert ("tl.atomic_add" in backward) == learned  # the gradient of the bias, whose table both layers read

@@ -61,6 +61,14 @@ def traced_into(
     return list(found)  # type: ignore[arg-type]
 
 
+def method(tensor: fx.Node, called: str, *arguments: Any) -> fx.Node:
+    """A call of a tensor's method, put into its graph at the insertion point."""
+    node, example = tensor.graph.call_method(called, (tensor, *arguments)), value(tensor)
+    with example.fake_mode, torch.set_grad_enabled(example.requires_grad):  # type: ignore[attr-defined]
+        node.meta = dict(tensor.meta) | {"example_value": getattr(example, called)(*arguments)}
+    return node
+
+
 def take_place(node: fx.Node, meta: dict[str, Any]) -> None:
     """Give a node what the one in whose place it stands has, but for the value."""
     node.meta |= {key: one for key, one in meta.items() if key not in _OF_VALUE}

@@ -70,6 +70,14 @@ class Writes:
             for node, places in self._of_graph.get(since.graph, [])
         )
 
+    def since(self, node: fx.Node, until: fx.Node) -> list[fx.Node] | None:
+        """What writes a node's memory behind it and in front of `until`, in order; None where that is not known."""
+        asked = self._places(node)
+        if asked & self._unplaced:
+            return None
+        events = self._of_graph.get(node.graph, [])
+        return [write for write, places in events if node < write < until and places & asked]
+
     def behind(
         self, nodes: Sequence[fx.Node], until: fx.Node | None, besides: AbstractSet[fx.Node] = frozenset()
     ) -> bool:

@@ -1,4 +1,4 @@
-"""Attention by masks that are proven, of lengths and offsets that a call tells."""
+"""Attention by masks that are proven, of lengths and offsets that a call tells, with biases, and of other forms."""
 
 from typing import Any
 
@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from te_inductor.passes.pre_grad.attention import sites
 from te_inductor.runtime.attention import predicate
 from tests.offline.cases.common import Case
 
@@ -13,8 +14,8 @@ WINDOW = ["and", ["le", "k", "q"], ["ge", "k", ["add", "q", -200]], ["ne", ["at"
 SIZES = (2, 1, 700, 500)  # batch, heads, queries, keys
 
 
-def _heads(count: int, length: int) -> Tensor:
-    made = torch.randn(2, length, count, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+def _heads(count: int, length: int, width: int = 64) -> Tensor:
+    made = torch.randn(2, length, count, width, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
     return made.requires_grad_()
 
 
@@ -61,3 +62,49 @@ def block_masks() -> Case:
 
     padding = torch.ones(SIZES[0], SIZES[3], device="cuda", dtype=torch.int64)
     return torch.compile(function, backend="te", fullgraph=True), (padding,)
+
+
+def attention_of_three_dimensions() -> Case:
+    """ALiBi under a padding by `baddbmm` and `bmm`, as BLOOM has it."""
+    sites.BIAS_QUERIES = 512
+
+    def function(q: Tensor, k: Tensor, v: Tensor, padding: Tensor) -> Any:
+        i, b = torch.arange(1024, device="cuda"), torch.arange(2, device="cuda")[:, None, None, None]
+        hidden = ~((i[None, :] <= i[:, None]) & padding.bool()[b, i[None, :]])
+        alibi = (i * torch.arange(8, device="cuda")[:, None]).to(q.dtype).expand(2, 8, 1024).reshape(16, 1, 1024)
+        q, k, v = (one.reshape(16, 1024, 64) for one in (q, k, v))
+        scores = alibi.baddbmm(batch1=q, batch2=k.transpose(-1, -2), beta=1.0, alpha=0.125)
+        scores = scores.view(2, 8, 1024, 1024).masked_fill(hidden, torch.finfo(q.dtype).min)
+        weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
+        return torch.bmm(weights.view(16, 1024, 1024), v).view(2, 8, 1024, 64)
+
+    padding = torch.ones(2, 1024, device="cuda", dtype=torch.int64)
+    return torch.compile(function, backend="te", fullgraph=True), (*(_heads(8, 1024) for _ in range(3)), padding)
+
+
+def attention_with_a_learned_bias() -> Case:
+    """Two layers with one table of relative positions, in the float mask of torch's function, as UMT5 has it."""
+    sites.BIAS_QUERIES = 512
+
+    def function(q: Tensor, k: Tensor, v: Tensor, padding: Tensor, table: Tensor) -> Any:
+        i = torch.arange(1024, device="cuda")
+        bias = F.embedding((i[None, :] - i[:, None]).clamp(-16, 15) + 16, table).permute(2, 0, 1)[None]
+        hidden = (padding == 0)[:, None, None, :]
+        mask = bias + torch.zeros_like(hidden, dtype=q.dtype).masked_fill(hidden, torch.finfo(q.dtype).min)
+        return F.scaled_dot_product_attention(F.scaled_dot_product_attention(q, k, v, attn_mask=mask), k, v, mask)
+
+    padding = torch.ones(2, 1024, device="cuda", dtype=torch.int64)
+    table = torch.randn(32, 8, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    return torch.compile(function, backend="te", fullgraph=True), (*(_heads(8, 1024) for _ in range(3)), padding, table)
+
+
+def attention_of_wide_queries() -> Case:
+    """Queries and keys that are wider than values, as in DeepSeek-V3, under a padding."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor, padding: Tensor) -> Any:
+        i, b = torch.arange(1024, device="cuda"), torch.arange(2, device="cuda")[:, None, None, None]
+        return F.scaled_dot_product_attention(q, k, v, (i[None, :] <= i[:, None]) & padding.bool()[b, i[None, :]])
+
+    q, k, v = (_heads(8, 1024, width) for width in (192, 192, 128))
+    padding = torch.ones(2, 1024, device="cuda", dtype=torch.int64)
+    return torch.compile(function, backend="te", fullgraph=True), (q, k, v, padding)

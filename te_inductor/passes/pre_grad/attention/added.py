@@ -4,6 +4,7 @@ as that of ALiBi or of T5.
 A bias stays the tensor that the program computes, in the dtype in which it rounds it: computed again from positions it
 would be another number, of which a softmax sees the difference."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from te_inductor.diagnostics import Refusal
+from te_inductor.passes.graph import operators
 from te_inductor.passes.graph.operators import name
 from te_inductor.passes.graph.values import is_tensor, value
 from te_inductor.passes.pre_grad.attention import masks
@@ -51,7 +53,7 @@ def read(node: fx.Node, reader: Reader, scores: Scores) -> Added | Refusal:
     """What a tensor is that is added to scores."""
     whole = masks.read(node, reader, scores)
     if isinstance(whole, masks.Mask):
-        return Added(sympy.And(*whole.conditions), [whole.smallest])
+        return Added(sympy.And(*whole.conditions), [] if whole.is_full else [whole.smallest])
     if value(node).dtype is torch.bool or reader.is_written(node):
         return whole
     if name(node) in ("contiguous", "clone") and is_tensor(node.args[0]):
@@ -79,14 +81,17 @@ def _filled(node: fx.Node, reader: Reader, scores: Scores) -> Added | None:
     return inner.merged(Added(predicate, [smallest], fills=True)) if isinstance(inner, Added) else None
 
 
-def hidden_by(node: fx.Node, scores: Scores, reader: Reader) -> tuple[Expr, bool, fx.Node] | None:
+def hidden_by(
+    node: fx.Node, scores: Scores, reader: Reader, shaped: Callable[[fx.Node], fx.Node] = lambda mask: mask
+) -> tuple[Expr, bool, fx.Node] | None:
     """Finds where `masked_fill` or `where` leaves scores, or what is added to them, as they are, whether it is the smallest
-    number that stands elsewhere, and the tensor."""
+    number that stands elsewhere, and the tensor. `shaped` gives a mask the dimensions of scores."""
     mask: Any
     operand: Any
-    if name(node) == "masked_fill" and len(node.args) == 3:
+    called = operators.read(node).name
+    if called == "masked_fill" and len(node.args) == 3:
         operand, mask, fill = node.args
-    elif name(node) == "where" and len(node.args) == 3:
+    elif called == "where" and len(node.args) == 3:
         mask, operand, fill = node.args
     else:
         return None
@@ -95,8 +100,8 @@ def hidden_by(node: fx.Node, scores: Scores, reader: Reader) -> tuple[Expr, bool
     lowest = _lowest(fill, value(node).dtype, reader)
     if lowest is None:
         return None
-    held = truth(reader.read(mask).broadcast(scores.sizes, masks.PLACES))
-    return (held if name(node) == "where" else ~held), lowest, operand
+    held = truth(reader.read(shaped(mask)).broadcast(scores.sizes, masks.PLACES))
+    return (held if called == "where" else ~held), lowest, operand
 
 
 def _lowest(fill: Any, dtype: torch.dtype, reader: Reader) -> bool | None:

@@ -2,8 +2,13 @@
 
 A sink is one more score of each head, which takes a part of the weights and has no value: gpt-oss concatenates it to the
 scores and drops its weight. With Z the sum of the exponentials of the other scores, what is left of the output is
-``Z / (Z + exp(sink))``, the sigmoid of ``log Z - sink``."""
+``Z / (Z + exp(sink))``, the sigmoid of ``log Z - sink``.
 
+Scores may have three dimensions, of (batch * heads, L, S), where a model multiplies by `bmm` and `baddbmm`; how many heads
+there are is then read from where it views them as four. They may be written in place: a node is then read as what wrote
+it last before its reader."""
+
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,16 +16,22 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from te_inductor.passes.graph.operators import name
+from te_inductor.diagnostics import Refusal
+from te_inductor.passes.graph import operators
+from te_inductor.passes.graph.operators import Kind, name
+from te_inductor.passes.graph.tracing import method
 from te_inductor.passes.graph.values import is_tensor, value
+from te_inductor.passes.graph.writes import Writes, written_by
 from te_inductor.passes.pre_grad.attention import added
 from te_inductor.passes.pre_grad.attention.added import Added
-from te_inductor.passes.pre_grad.attention.expressions import number
+from te_inductor.passes.pre_grad.attention.expressions import is_one, number
 from te_inductor.passes.pre_grad.attention.formulas import Reader
 from te_inductor.passes.pre_grad.attention.masks import Scores
 
-_CASTS = frozenset("to type type_as float half bfloat16".split())
-_PRODUCTS = frozenset("matmul bmm".split())
+# What scores and weights go through, beside what computes each element by itself.
+_THROUGH = Kind.POINTWISE | Kind.CAST | Kind.COPY | Kind.RESHAPE | Kind.PART
+_OTHERS = frozenset("softmax dropout cat max".split())
+_LEAST_SCALE = 2.0**-8  # by which a mask's smallest number still hides a score
 
 
 @dataclass
@@ -37,144 +48,218 @@ class Written:
     dropout: float = 0.0
     given: fx.Node | None = None  # a mask, whose shape has the sizes
     read: list[fx.Node] = field(default_factory=list)  # the nodes that read q, k and sinks
+    views: list[fx.Node] = field(default_factory=list)  # of operands, which were put into the graph
+    refusal: Refusal | None = None
 
 
-def match(product: fx.Node, reader: Reader) -> Written | None:
-    """The attention that ends in a product; None where it does not, or where something else reads what is inside."""
-    if name(product) not in _PRODUCTS or len(product.args) != 2 or not all(map(is_tensor, product.args)):
+def match(product: fx.Node, reader: Reader, writes: Writes) -> Written | None:
+    """The attention that ends in a product; None where it does not. It has a refusal where something is done to its scores
+    that is not read, or where something else reads what is inside."""
+    last = _Product.read(product)
+    path = None if last is None or last.added is not None else _path(last.left, {})
+    if last is None or path is None or not any(name(node) == "softmax" for node in path):
         return None
-    weights, v = product.args
-    if value(v).dim() != 4:  # type: ignore[arg-type]
+    first = _Product.read(path[-1])
+    assert first is not None
+    found = Written(first.left, first.right, last.right)
+    walk = _Walk(product, writes, path, found)
+    try:
+        with product.graph.inserting_before(product):
+            _weights(walk.into(last.left, product), walk, reader)
+        if not walk.is_closed():
+            raise _Unread("something else reads its scores or its weights")
+    except _Unread as stop:
+        found.refusal = stop.refusal
+    return found
+
+
+class _Unread(Exception):
+    """What a node does to scores or weights is not read; or another reason not to."""
+
+    def __init__(self, why: fx.Node | Refusal | str) -> None:
+        if isinstance(why, fx.Node):
+            why = Refusal("%s is not read as a part of attention", why.name)
+        self.refusal = Refusal(why) if isinstance(why, str) else why
+
+
+@dataclass(frozen=True)
+class _Product:
+    """A product of matrices of three or four dimensions, ``beta * added + alpha * left @ right``."""
+
+    left: fx.Node
+    right: fx.Node
+    added: fx.Node | None = None
+    alpha: float = 1.0
+    beta: float = 1.0
+
+    @staticmethod
+    def read(node: fx.Node) -> "_Product | None":
+        called, given = operators.read(node), dict(node.kwargs)
+        operands: list[Any] = list(node.args)
+        if called.in_place or called.name not in ("matmul", "bmm", "baddbmm"):
+            return None
+        for other in ("input", "self", "batch1", "other", "mat2", "batch2"):
+            if other in given:
+                operands.append(given.pop(other))
+        factors = [number(given.pop(one, 1)) for one in ("alpha", "beta")]
+        first = operands.pop(0) if called.name == "baddbmm" else None
+        known = all(one is not None and one.is_number and one.is_finite for one in factors)
+        if given or not known or len(operands) != 2 or not all(map(is_tensor, operands)):
+            return None
+        left, right = operands
+        made = [value(one) for one in (left, right, node)]
+        plain = all(one.layout is torch.strided and not one.is_nested and one.dim() == made[0].dim() for one in made)
+        return _Product(left, right, first, *map(float, factors)) if plain and made[0].dim() in (3, 4) else None  # type: ignore[arg-type]
+
+
+def _path(node: Any, known: dict[fx.Node, list[fx.Node] | None]) -> list[fx.Node] | None:
+    """The nodes by which weights, or scores, are computed from a product, with both; None where they are not."""
+    if not is_tensor(node):
         return None
-    walk = _Walk(product)
-    node = walk.back(weights, _CASTS)
-    node, dropout = walk.without_dropout(node)
-    node = walk.back(node, _CASTS)
-    has_sinks = node is not None and _drops_last(node)
-    node = walk.step(node, 0) if has_sinks else node
-    softmax = node
-    if softmax is None or name(softmax) != "softmax" or not _is_last(_argument(softmax, 1, "dim"), softmax):
-        return None
-    node = walk.step(softmax, 0)
-    found = Written(v, v, v, dropout=dropout)  # type: ignore[arg-type]
+    if node not in known:
+        known[node] = None
+        called, kind, _ = operators.read(node)
+        goes = kind in _THROUGH or called in _OTHERS
+        operands: Sequence[Any] = node.args[:3] if kind is Kind.POINTWISE or called == "max" else node.args[:1]
+        operands = operands[0] if called == "cat" and isinstance(operands[0], list | tuple) else operands
+        paths = (_path(one, known) for one in operands if goes)
+        rest = [] if _Product.read(node) else next((one for one in paths if one is not None), None)
+        known[node] = None if rest is None else [node, *rest]
+    return known[node]
+
+
+def _weights(node: fx.Node, walk: "_Walk", reader: Reader) -> None:
+    """What weights are made of, the last first: a dropout, a softmax, sinks, and the scores."""
+    found, node = walk.found, walk.back(node)
+    if name(node) == "dropout":
+        node, found.dropout = walk.back(walk.step(node)), _dropped(node)
+    has_sinks = _drops_last(node)
+    node = walk.step(node) if has_sinks else node
+    if operators.read(node).name != "softmax" or not _is_last(_argument(node, 1, "dim"), node):
+        raise _Unread(node)
+    node = _without_largest(walk.step(node), walk)
     if has_sinks:
-        node = _without_largest(node, walk)
-        if node is None or name(node) != "cat" or not _is_last(_argument(node, 1, "dim"), node):
-            return None
         pieces = _argument(node, 0, "tensors")
-        if len(pieces) != 2 or not statically_known_true(value(pieces[1]).shape[-1] == 1):
-            return None
+        if operators.read(node).name != "cat" or not _is_last(_argument(node, 1, "dim"), node) or len(pieces) != 2:
+            raise _Unread(node)
+        if value(node).dim() != 4 or not statically_known_true(value(pieces[1]).shape[-1] == 1):
+            raise _Unread(node)
         found.sinks = pieces[1]
         found.read.append(node)
-        node = walk.into(pieces[0])
-    return _scores(node, found, walk, reader)
+        node = walk.into(pieces[0], node)
+    _scores(walk.back(node), walk, reader)
 
 
-def _scores(node: fx.Node | None, found: Written, walk: "_Walk", reader: Reader) -> Written | None:
+def _scores(node: fx.Node, walk: "_Walk", reader: Reader) -> None:
     """What is done to the product of q and k, the last first: masks, a bias, a soft cap, scales."""
-    node = walk.back(node, _CASTS)
-    if node is None:
-        return None
-    scores = Scores.of(value(node), value(node).shape[-1])
-    while node is not None and name(node) not in _PRODUCTS:
-        changed = _masked(node, scores, reader)
-        if changed is not None:
-            part, operand, given = changed
-            if part.bias is not None and found.softcap is not None:
-                return None
-            if part.hides and (found.scale != 1.0 or found.softcap is not None):
-                return None  # of the number that hides a score
-            if part.replaces and found.added.bias is not None:
-                return None  # which is added to the number in a score's place
-            part.scale = found.scale
-            merged, found.given = found.added.merged(part), found.given or given
-            if merged is None:
-                return None
-            found.added = merged
-            node = walk.back(walk.into(operand), _CASTS)
-        elif found.scale == 1.0 and found.softcap is None and _is_softcap(node):
-            node = _softcap(node, found, walk)
-        else:
-            node = _scaled(node, found, walk)
-    if node is None or not all(map(is_tensor, node.args)) or len(node.args) != 2:
-        return None
-    found.q, turned = node.args  # type: ignore[assignment]
-    if value(found.q).dim() != 4 or not _turns(turned):
-        return None
-    found.k = turned.args[0]  # type: ignore[union-attr, assignment]
+    found, scores = walk.found, walk.sizes(value(node))
+    while (product := _Product.read(node)) is None:
+        node = walk.back(_masked(node, scores, walk, reader) or _softcap(node, walk) or _scaled(node, walk))
+    if product.added is not None and product.beta != 0.0:
+        if value(product.added).dim() == 0:
+            raise _Unread(node)
+        part = added.read(walk.as_scores(product.added, node), reader, scores)
+        _merge(part, product.added, walk, product.beta)
+    found.scale *= product.alpha
     found.read.append(node)
-    dtype = value(found.v).dtype
-    found.q, found.k = _uncast(found.q, dtype, found.read), _uncast(found.k, dtype, found.read)
-    dtypes = {value(one).dtype for one in (found.q, found.k, found.v, walk.end)}
-    return found if walk.is_closed() and len(dtypes) == 1 else None
+    dtype, turned = value(found.v).dtype, product.right
+    q, k = product.left, turned.args[0] if operators.swaps(turned) else walk.view(turned, "transpose", -1, -2)
+    q, k = _uncast(q, dtype, found.read), _uncast(k, dtype, found.read)  # type: ignore[arg-type]
+    like = {(value(one).dtype, value(one).device) for one in (q, k, found.v, walk.end)}
+    if len(like) != 1:
+        raise _Unread("q, k, v and the output differ in their dtype or device")
+    found.q, found.k, found.v = (walk.as_heads(one, scores) for one in (q, k, found.v))
 
 
-def _scaled(node: fx.Node, found: Written, walk: "_Walk") -> fx.Node | None:
-    """What a node multiplies by a number, or divides."""
-    if name(node) not in ("mul", "truediv", "div"):
-        return None
-    by = next((number(one) for one in node.args if not is_tensor(one)), None)
-    if by is None or not by.is_number or not is_tensor(node.args[0]) or node.kwargs:
-        return None
-    found.scale *= float(by) if name(node) == "mul" else 1 / float(by)
-    return walk.back(walk.step(node, 0), _CASTS)
-
-
-def _masked(node: fx.Node, scores: Scores, reader: Reader) -> tuple[Added, Any, Any] | None:
-    """What a node adds to scores or puts in their places, the scores, and the mask."""
-    operands = [one for one in node.args if is_tensor(one)]
-    if name(node) == "add" and len(operands) == 2 and not node.kwargs:
-        for operand, mask in (operands, operands[::-1]):
-            if value(mask).dtype != torch.bool and value(mask).dim() <= 4 and _is_of_scores(operand):
-                found = added.read(mask, reader, scores)  # type: ignore[arg-type]
-                return (found, operand, mask) if isinstance(found, Added) else None
-        return None
-    hidden = added.hidden_by(node, scores, reader)
-    if hidden is None or value(hidden[2]).dim() != 4 or value(node).shape != value(hidden[2]).shape:
+def _masked(node: fx.Node, scores: Scores, walk: "_Walk", reader: Reader) -> fx.Node | None:
+    """The scores to which a node adds something, or puts something in the places of some."""
+    called, _, in_place = operators.read(node)
+    if called == "add" and len(node.args) == 2 and all(map(is_tensor, node.args)) and not node.kwargs:
+        for place in (0,) if in_place else (0, 1):
+            if _path(node.args[place], {}) is not None and _have_shape(node, node.args[place]):
+                mask: Any = node.args[1 - place]
+                if in_place and value(mask).dtype is not value(node).dtype:
+                    raise _Unread(node)
+                _merge(added.read(walk.as_scores(mask, node), reader, scores), mask, walk)
+                return walk.step(node, place)
+        raise _Unread(node)
+    hidden = added.hidden_by(node, scores, reader, lambda mask: walk.as_scores(mask, node))
+    if hidden is None:
         return None
     predicate, smallest, scored = hidden
-    given = node.args[1 if name(node) == "masked_fill" else 0]
-    return Added(predicate, [smallest], replaces=True), scored, given
+    place = [*node.args].index(scored)
+    if not _have_shape(node, scored):
+        raise _Unread(node)
+    _merge(Added(predicate, [smallest], replaces=True), node.args[1 - place], walk)  # type: ignore[arg-type]
+    return walk.step(node, place)
 
 
-_OF_SCORES = frozenset("add mul truediv div masked_fill where tanh".split()) | _CASTS
+def _merge(part: Added | Refusal, given: fx.Node, walk: "_Walk", factor: float = 1.0) -> None:
+    """Note what is added to the scores in front of what has been read."""
+    found = walk.found
+    if isinstance(part, Refusal):
+        raise _Unread(part)
+    scale = found.scale * factor
+    if found.softcap is not None and (part.bias is not None or part.hides):
+        raise _Unread("a mask or a bias is added in front of a soft cap")
+    if part.hides and (factor != 1.0 or (any(part.hides) and not _LEAST_SCALE <= scale <= 1.0) or not scale > 0.0):
+        raise _Unread(Refusal("the number that hides a score is multiplied by %s", scale))
+    if part.replaces and found.added.bias is not None:
+        raise _Unread("a bias is added to the number that hides a score")
+    part.scale = scale
+    merged = found.added.merged(part)
+    if merged is None:
+        raise _Unread("two biases are added, whose sum is rounded")
+    found.added, found.given = merged, found.given or given
 
 
-def _is_of_scores(node: Any) -> bool:
-    """Whether a node is computed, element by element, from the product of q and k."""
-    while is_tensor(node) and name(node) in _OF_SCORES:
-        turns = name(node) == "where" or (name(node) == "add" and not _is_of_scores(node.args[0]))
-        node = node.args[1 if turns else 0]
-    return is_tensor(node) and name(node) in _PRODUCTS and len(node.args) == 2 and _turns(node.args[1])
+def _have_shape(node: fx.Node, operand: Any) -> bool:
+    """Whether a node's operand is not broadcast in it."""
+    one, other = value(node).shape, value(operand).shape
+    return len(one) == len(other) and all(statically_known_true(a == b) for a, b in zip(one, other, strict=True))
 
 
-def _is_softcap(node: fx.Node) -> bool:
-    return name(node) == "mul" and is_tensor(node.args[0]) and name(node.args[0]) == "tanh"
+def _scaled(node: fx.Node, walk: "_Walk") -> fx.Node:
+    """The scores that a node multiplies by a number, or divides."""
+    called = operators.read(node).name
+    by = next((number(one) for one in node.args if not is_tensor(one)), None)
+    if called not in ("mul", "div") or by is None or not (by.is_number and by.is_finite and by.is_positive):
+        raise _Unread(node)
+    if node.kwargs or len(node.args) != 2 or not (is_tensor(node.args[0]) or called == "mul"):
+        raise _Unread(node)
+    walk.found.scale *= float(by) if called == "mul" else 1 / float(by)
+    return walk.step(node, 0 if is_tensor(node.args[0]) else 1)
 
 
-def _softcap(node: fx.Node, found: Written, walk: "_Walk") -> fx.Node | None:
-    """What ``tanh(scores / cap) * cap`` is made of."""
-    cap, tanh = number(node.args[1]), walk.step(node, 0)
-    inner = walk.step(tanh, 0)
-    if cap is None or inner is None or name(inner) not in ("truediv", "div") or number(inner.args[1]) != cap:
+def _softcap(node: fx.Node, walk: "_Walk") -> fx.Node | None:
+    """The scores of ``tanh(scores / cap) * cap``."""
+    tanh: Any = node.args[0] if operators.read(node).name == "mul" else None
+    if not is_tensor(tanh) or operators.read(tanh).name != "tanh":
         return None
-    found.softcap = float(cap)
-    return walk.back(walk.step(inner, 0), _CASTS)
+    cap, tanh = number(node.args[1]), walk.step(node)
+    inner = walk.step(tanh)
+    same = operators.read(inner).name == "div" and not inner.kwargs and number(inner.args[1]) == cap
+    if cap is None or not same or not (cap.is_number and cap.is_positive) or walk.found.softcap is not None:
+        raise _Unread(node)
+    if walk.found.scale != 1.0:
+        raise _Unread("scores are scaled behind a soft cap")
+    walk.found.softcap = float(cap)
+    return walk.step(inner)
 
 
-def _without_largest(node: fx.Node | None, walk: "_Walk") -> fx.Node | None:
-    """What ``x - x.max(-1, keepdim=True).values`` is made of: a softmax does not see the difference."""
-    if node is None or name(node) != "sub" or not is_tensor(node.args[1]):
+def _without_largest(node: fx.Node, walk: "_Walk") -> fx.Node:
+    """What ``x - x.max(-1, keepdim=True).values`` is made of: a softmax does not see what each row subtracts."""
+    largest: Any = node.args[1] if operators.read(node).name == "sub" and len(node.args) == 2 else None
+    if not is_tensor(largest) or node.kwargs or not statically_known_true(value(largest).shape[-1] == 1):
         return node
-    largest: Any = node.args[1]
-    scores = node.args[0]
     if name(largest) == "getitem" and largest.args[1] == 0:
         walk.seen.append(largest)
         largest = largest.args[0]
-    if not isinstance(largest, fx.Node) or name(largest) not in ("max", "amax") or largest.args[0] is not scores:
-        return None
+    if not isinstance(largest, fx.Node) or name(largest) not in ("max", "amax") or largest.args[0] is not node.args[0]:
+        raise _Unread(node)
     walk.seen.append(largest)
-    return walk.into(scores)
+    walk.into(node.args[0], largest)
+    return walk.step(node)
 
 
 def _drops_last(node: fx.Node) -> bool:
@@ -183,25 +268,27 @@ def _drops_last(node: fx.Node) -> bool:
         isinstance(index, tuple)
         and index[-1] == slice(None, -1, None)
         and all(one is Ellipsis or one == slice(None, None, None) for one in index[:-1])
+        and (Ellipsis in index or len(index) == value(node).dim())
     )
 
 
-def _turns(node: Any) -> bool:
-    """Whether a node swaps the last two dimensions of k."""
-    if not is_tensor(node) or value(node).dim() != 4:
-        return False
-    if name(node) == "transpose":
-        return sorted(dim % 4 for dim in node.args[1:]) == [2, 3]  # type: ignore[operator]
-    return name(node) in ("mT", "adjoint") or (name(node) == "getattr" and node.args[1] == "mT")
+def _dropped(node: fx.Node) -> float:
+    """How much a dropout drops."""
+    p, training = _argument(node, 1, "p"), _argument(node, 2, "train" if "train" in node.kwargs else "training")
+    if training is False or p == 0.0:
+        return 0.0
+    if not isinstance(p, float) or training not in (None, True) or _argument(node, 3, "inplace"):
+        raise _Unread(node)
+    return p
 
 
 def _uncast(node: fx.Node, dtype: torch.dtype, read: list[fx.Node]) -> fx.Node:
     """What q or k was before it was cast to fp32: a kernel multiplies it as exactly."""
-    if name(node) in _CASTS and value(node).dtype is torch.float32 and is_tensor(node.args[0]):
+    if operators.read(node).kind is Kind.CAST and value(node).dtype is torch.float32 and is_tensor(node.args[0]):
         source: Any = node.args[0]
         if value(source).dtype is dtype and value(source).device == value(node).device:
             read.append(node)
-            return source
+            return source  # type: ignore[no-any-return]
     return node
 
 
@@ -216,38 +303,113 @@ def _argument(node: fx.Node, place: int, called: str) -> Any:
 class _Walk:
     """The way back from a product to its operands."""
 
-    def __init__(self, end: fx.Node) -> None:
-        self.end, self.seen = end, list[fx.Node]()
+    def __init__(self, end: fx.Node, writes: Writes, path: Sequence[fx.Node], found: Written) -> None:
+        self.end, self.found, self.seen = end, found, list[fx.Node]()
+        self._writes = writes
+        self._wide = next((value(node) for node in path if value(node).dim() == 4), None)
 
-    def into(self, node: Any) -> fx.Node | None:
+    def into(self, node: Any, reader: fx.Node) -> fx.Node:
+        """A node as another one reads it: what wrote it last, if that wrote all of it in place."""
         if not is_tensor(node):
-            return None
+            raise _Unread(reader)
         self.seen.append(node)
+        written = self._writes.since(node, reader)
+        if written is None or (written and not _writes_all(written[-1], node)):
+            raise _Unread(Refusal("the graph writes %s, which is a part of attention", node.name))
+        wide = self._wide if value(node).dim() == 4 else None
+        if wide is not None and not all(
+            statically_known_true(a == b) for a, b in zip(wide.shape[:2], value(node).shape[:2], strict=True)
+        ):
+            raise _Unread(reader)
+        self.seen += written[-1:]
+        return written[-1] if written else node
+
+    def step(self, node: fx.Node, place: int = 0) -> fx.Node:
+        if place >= len(node.args):
+            raise _Unread(node)
+        return self.into(node.args[place], node)
+
+    def back(self, node: fx.Node) -> fx.Node:
+        """Goes back past what changes no more than a float's dtype, its memory, or how batch and heads are written."""
+        while _is_same(node):
+            node = self.step(node)
         return node
 
-    def step(self, node: fx.Node | None, place: int) -> fx.Node | None:
-        if node is None or place >= len(node.args):
-            return None
-        return self.into(node.args[place])
+    def sizes(self, scores: torch.Tensor) -> Scores:
+        """The sizes of scores of three or four dimensions."""
+        queries, keys = scores.shape[-2:]
+        fake: Any = scores
+        if self._wide is None:
+            return Scores(scores.shape[0], 1, queries, keys, fake.fake_mode.shape_env)
+        batch, heads = self._wide.shape[:2]
+        return Scores(batch, heads, queries, keys, fake.fake_mode.shape_env)
 
-    def back(self, node: Any, names: frozenset[str]) -> fx.Node | None:
-        """Goes back past all of these operations."""
-        node = node if node in self.seen else self.into(node)
-        while node is not None and name(node) in names:
-            node = self.step(node, 0)
-        return node
+    def view(self, node: fx.Node, called: str, *arguments: Any) -> fx.Node:
+        """A view of an operand, put into the graph."""
+        self.found.views.append(method(node, called, *arguments))
+        return self.found.views[-1]
 
-    def without_dropout(self, node: fx.Node | None) -> tuple[fx.Node | None, float]:
-        """Goes past a dropout, and says how much it drops."""
-        if node is None or name(node) != "dropout":
-            return node, 0.0
-        p, training = _argument(node, 1, "p"), _argument(node, 2, "training")
-        if training is False or p == 0.0:
-            return self.step(node, 0), 0.0
-        drops = isinstance(p, float) and training in (None, True) and not _argument(node, 3, "inplace")
-        return (self.step(node, 0), p) if drops else (None, 0.0)
+    def as_scores(self, node: fx.Node, of: fx.Node) -> fx.Node:
+        """What is added to scores, or hides some, with a dimension for the heads."""
+        if value(of).dim() == 4 or value(node).dim() < 3:
+            return node
+        return self.view(node, "unsqueeze", 0) if is_one(value(node).shape[0]) else self._with_heads(node)
+
+    def as_heads(self, node: fx.Node, scores: Scores) -> fx.Node:
+        """An operand as (B, H, tokens, width), also where a product broadcasts it."""
+        node = node if value(node).dim() == 4 else self._with_heads(node)
+        sizes = list(zip(value(node).shape, (scores.batch, scores.heads), strict=False))
+        if all(statically_known_true(size == to) for size, to in sizes):
+            return node
+        if not all(isinstance(to, int) and (is_one(size) or size == to) for size, to in sizes):
+            raise _Unread("the sizes of q, k and v are not known to be alike")
+        return self.view(node, "expand", scores.batch, scores.heads, -1, -1)
+
+    def _with_heads(self, node: fx.Node) -> fx.Node:
+        if self._wide is None:
+            return self.view(node, "unsqueeze", 1)
+        heads = self._wide.shape[1]
+        if not isinstance(heads, int) or value(node).shape[0] % heads:
+            raise _Unread("the number of its heads is not known")
+        return self.view(node, "unflatten", 0, (-1, heads))
 
     def is_closed(self) -> bool:
         """Whether nothing outside reads what is inside."""
-        inside = {*self.seen, self.end}
-        return all(user in inside for node in self.seen for user in node.users)
+        inside = {*self.seen, self.end, *self.found.views}
+        return all(user in inside or _reads_sizes(user, node) for node in self.seen for user in node.users)
+
+
+def _writes_all(write: fx.Node, node: fx.Node) -> bool:
+    """Whether an operation writes a tensor in place, and no other part of its memory."""
+    if not operators.read(write).in_place or not is_tensor(write) or written_by(write) != [write.args[0]]:
+        return False
+    one, other = value(write.args[0]), value(node)  # type: ignore[arg-type]
+    alike = zip((*one.shape, *one.stride()), (*other.shape, *other.stride()), strict=False)
+    return (
+        one.dim() == other.dim()
+        and one.dtype is other.dtype
+        and statically_known_true(one.storage_offset() == other.storage_offset())
+        and all(statically_known_true(a == b) for a, b in alike)
+    )
+
+
+def _reads_sizes(user: fx.Node, node: fx.Node) -> bool:
+    """Whether a node reads no more of another one than its sizes, its dtype and its device."""
+    called, kind, _ = operators.read(user)
+    is_like = called in ("expand_as", "view_as", "reshape_as", "type_as") and user.args[0] is not node
+    return is_like or kind in Kind.SIZE | Kind.FILL
+
+
+def _is_same(node: fx.Node) -> bool:
+    """Whether a node has the numbers of its operand, rounded to another dtype at most, with batch and heads as one
+    dimension or as two."""
+    called, kind, in_place = operators.read(node)
+    if in_place or not node.args or not is_tensor(node.args[0]) or not is_tensor(node):
+        return False
+    source: Any = node.args[0]
+    made, given = value(node), value(source)
+    if kind is Kind.CAST or called in ("contiguous", "clone"):
+        floats = all(one.is_floating_point() and one.dtype.itemsize > 1 for one in (made, given))
+        return floats and made.device == given.device and made.dim() == given.dim()
+    kept = kind is Kind.RESHAPE and {made.dim(), given.dim()} <= {3, 4}
+    return kept and all(statically_known_true(made.shape[at] == given.shape[at]) for at in (-2, -1))

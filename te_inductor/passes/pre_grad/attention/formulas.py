@@ -89,7 +89,13 @@ class Reader:
             return None
         value = node.meta["example_value"]
         at = rule(_Call(self, node, depth))
-        return None if at is None else Formula(tuple(value.shape), value.dtype, at)
+        if at is None or (name(node) in _COMPUTED and not _is_exact(value.dtype)):
+            return None
+        computed = at  # sums of Booleans are Booleans
+        as_truth = value.dtype is torch.bool
+        return Formula(
+            tuple(value.shape), value.dtype, (lambda index: truth(computed(index))) if as_truth else computed
+        )
 
     def unread(self, node: fx.Node, reader: fx.Node | None = None) -> Formula:
         """A tensor as a leaf, or as the band that it holds; one that the graph writes, as it is when `reader` reads it."""
@@ -213,15 +219,29 @@ def _keeps(source: torch.dtype, dtype: torch.dtype) -> bool:
     return dtype.itemsize >= 4
 
 
+def _is_exact(dtype: torch.dtype) -> bool:
+    """Whether what is computed of positions is what the dtype has: narrow integers wrap around, as unsigned ones do."""
+    return dtype.is_floating_point or dtype in (torch.bool, torch.int32, torch.int64)
+
+
 def _constant(place: int, called: str | None, fixed: Expr | None = None) -> _Rule:
     def rule(call: _Call) -> Callable[[Index], Expr] | None:
         found = number(call.argument(place, called)) if fixed is None else fixed
-        if found is None:
+        if found is None or (found.is_number and not _holds(call.value.dtype, found)):
             return None
         found = truth(found) if call.value.dtype is torch.bool else plain_number(found)
         return lambda index: found
 
     return rule
+
+
+def _holds(dtype: torch.dtype, number: Expr) -> bool:
+    """Whether a dtype has a number as it is."""
+    if dtype is torch.bool or number in (0, 1, sympy.oo, -sympy.oo):
+        return True
+    if not dtype.is_floating_point:
+        return bool(number.is_integer) and bool(torch.iinfo(dtype).min <= number <= torch.iinfo(dtype).max)
+    return number.is_Rational and sympy.Rational(torch.tensor(float(number), dtype=dtype).item()) == number
 
 
 def _arange(call: _Call) -> Callable[[Index], Expr] | None:
@@ -288,10 +308,14 @@ def _cumsum(call: _Call) -> Callable[[Index], Expr] | None:
     if source is None or not isinstance(dim, int) or not source.shape:
         return None
     dim %= len(source.shape)
-    probe = tuple(sympy.Symbol(f"i{place}", integer=True, nonnegative=True) for place in range(len(source.shape)))
+    probe = _probe(source)
     if plain_number(source.at(probe)).has(probe[dim]):
         return None
     return lambda index: on_cases(operator.mul)(plain_number(source.at(index)), index[dim] + 1)
+
+
+def _probe(source: Formula) -> Index:
+    return tuple(sympy.Symbol(f"i{place}", integer=True, nonnegative=True) for place in range(len(source.shape)))
 
 
 def _shaped(call: _Call) -> Callable[[Index], Expr] | None:
@@ -307,7 +331,9 @@ def _shaped(call: _Call) -> Callable[[Index], Expr] | None:
     if len(own) != len(new) or not all(
         statically_known_true(source.shape[one] == shape[other]) for one, other in zip(own, new, strict=True)
     ):
-        return None
+        probe = _probe(source)
+        alike = source.at(probe)  # at each place, in whatever shape
+        return None if alike.has(*probe) else lambda index: alike
     to = dict(zip(own, new, strict=True))
 
     def at(index: Index) -> Expr:
@@ -463,7 +489,11 @@ _RULES: Mapping[str, _Rule] = {
     **dict.fromkeys(("to", "type", "type_as", "bool", "int", "long", "float", "half", "bfloat16", "double"), _same),
     **dict.fromkeys(("contiguous", "clone", "detach", "alias", "_to_copy", "lift_fresh_copy"), _same),
     **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _shaped),
-    **dict.fromkeys(("unsqueeze", "squeeze", "view", "reshape"), _shaped),
+    **dict.fromkeys(("unsqueeze", "squeeze", "view", "reshape", "flatten", "unflatten"), _shaped),
     **dict.fromkeys(("permute", "transpose", "t", "mT"), _permuted),
     "getitem": _getitem,
 }
+# The rules that compute numbers, which a dtype may not have.
+_COMPUTED = frozenset(
+    "arange add __add__ __radd__ sub __sub__ rsub __rsub__ mul __mul__ __rmul__ abs absolute __abs__ neg diff cumsum".split()
+)

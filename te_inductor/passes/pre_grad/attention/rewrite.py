@@ -12,8 +12,11 @@ from torch import Tensor, fx
 
 from te_inductor import compat
 from te_inductor.ops import masked_attention
+from te_inductor.passes.graph import operators
+from te_inductor.passes.graph.aliases import is_opaque
 from te_inductor.passes.graph.bodies import Bodies
-from te_inductor.passes.graph.tracing import traced_into
+from te_inductor.passes.graph.operators import Kind
+from te_inductor.passes.graph.tracing import method, traced_into
 from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.attention.expressions import Expr, expression, is_one
 from te_inductor.passes.pre_grad.attention.site import Attention
@@ -179,7 +182,7 @@ def _call_flex(site: Attention, masks: _Masks) -> None:
     layout, options = compat.flex_constants(value(site.q), value(site.k), value(site.v), fakes, predicate.BLOCK)
     with graph.inserting_before(site.node):
         biases = _biases(site)
-        scoring = _score(site, rows if scored else None, list(map(value, biases)))
+        scoring = _score(site, rows if scored else None, len(biases))
         score = graph.get_attr(_added(module, "te_score", scoring))
         attends = graph.get_attr(_added(module, "te_attends", _attends(tree, len(tensors))))
         nodes = {id(fake): block for fake, block in zip(fakes, blocks, strict=True)}
@@ -191,11 +194,10 @@ def _call_flex(site: Attention, masks: _Masks) -> None:
             (site.q, site.k, site.v, score, given, site.known_scale, options, *buffers),
         )
         out, sums = (graph.call_function(operator.getitem, (call, place)) for place in range(2))
-    example = value(site.node)
-    with example.fake_mode:  # type: ignore[attr-defined]
-        sum_example = example.new_empty(example.shape[:3], dtype=torch.float32)
-    call.meta = dict(site.node.meta) | {"example_value": (example, sum_example, sum_example)}
-    out.meta, sums.meta = dict(site.node.meta), dict(site.node.meta) | {"example_value": sum_example}
+    example, sum_example = _examples(site)
+    _hold(call, site, (example, sum_example, sum_example))
+    _hold(out, site, example)
+    _hold(sums, site, sum_example)
     if site.sinks is not None:
         with graph.inserting_before(site.node):
             [out] = traced_into(graph, _with_sinks, [out, sums, site.sinks], site.node)
@@ -242,11 +244,7 @@ def _call_either(site: Attention, masks: _Masks) -> None:
             ),
         )
         out = graph.call_function(operator.getitem, (call, 0))
-    example = value(site.node)
-    with example.fake_mode:  # type: ignore[attr-defined]
-        call.meta = dict(site.node.meta) | {
-            "example_value": (example, example.new_empty(example.shape[:3], dtype=torch.float32))
-        }
+    _hold(call, site, _examples(site))
     _take(site, out)
 
 
@@ -262,27 +260,68 @@ def _call_kept(site: Attention, masks: _Masks) -> None:
     _take(site, out)
 
 
+def _examples(site: Attention) -> tuple[Tensor, Tensor]:
+    """The output (B, H, L, D of v), and the logarithms of its rows' sums, as fake tensors."""
+    q, example = value(site.q), value(site.node)
+    with q.fake_mode:  # type: ignore[attr-defined]
+        if example.dim() == 3:
+            example = example.unflatten(0, q.shape[:2])  # type: ignore[no-untyped-call]
+        return example, q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def _hold(node: fx.Node, site: Attention, example: Any) -> None:
+    node.meta = dict(site.node.meta) | {"example_value": example}
+
+
 def _take(site: Attention, out: fx.Node) -> None:
-    out.meta = dict(site.node.meta)
+    """Have what attention returned take the place of its output."""
+    expected = value(site.node)
+    with site.node.graph.inserting_before(site.node):
+        _hold(out, site, _examples(site)[0])
+        out = method(out, "flatten", 0, 1) if expected.dim() == 3 else out
+        if _strides_are_read(site.node):
+            order = sorted(range(expected.dim()), key=expected.stride, reverse=True)
+            out = method(method(out, "permute", order), "contiguous")
+            out = method(out, "permute", sorted(range(len(order)), key=order.__getitem__))
+    _hold(out, site, expected)
     site.node.replace_all_uses_with(out)
     site.node.graph.erase_node(site.node)
 
 
+def _strides_are_read(node: fx.Node) -> bool:
+    """Whether something counts on the strides that a tensor was traced with, as `view` does where it merges dimensions."""
+    for user in node.users:
+        called, kind, _ = operators.read(user)
+        splits = called == "view" and value(node).dim() == 3 and value(user).shape[-2:] == value(node).shape[-2:]
+        if is_opaque(user) or kind is Kind.BITS or (called in _OF_STRIDES and not splits):
+            return True
+        if kind in Kind.VIEW and _strides_are_read(user):
+            return True
+    return False
+
+
+_OF_STRIDES = frozenset("view view_as _unsafe_view as_strided stride is_contiguous".split())
+
+
 def _biases(site: Attention) -> list[fx.Node]:
-    """The bias that is added to the scores; in fp32 where its gradient, a sum over all queries and keys that read an
-    element, is wanted."""
-    if site.added.bias is None:
+    """The bias that is added to the scores, without the dimensions in which it is broadcast; in fp32 where its gradient, a
+    sum over all queries and keys that read an element, is wanted."""
+    bias = site.added.bias
+    if bias is None:
         return []
-    if not value(site.added.bias).requires_grad:
-        return [site.added.bias]
-    wide = site.node.graph.call_method("float", (site.added.bias,))
-    example = value(site.added.bias)
-    with example.fake_mode:  # type: ignore[attr-defined]
-        wide.meta = dict(site.added.bias.meta) | {"example_value": example.float()}
-    return [wide]
+    if value(bias).requires_grad:
+        bias = method(bias, "float")
+    alike = tuple(dim for dim, size in enumerate(value(bias).shape) if is_one(size))
+    return [method(bias, "squeeze", alike) if alike else bias]
 
 
-def _score(site: Attention, rows: Sequence[str] | None, biases: Sequence[Tensor]) -> fx.GraphModule:
+def _places_of_bias(site: Attention) -> str:
+    """The places on which the bias depends, in the order of its dimensions."""
+    shape = () if site.added.bias is None else value(site.added.bias).shape
+    return "".join(place for place, size in zip("bhqk"[4 - len(shape) :], shape, strict=True) if not is_one(size))
+
+
+def _score(site: Attention, rows: Sequence[str] | None, biases: int) -> fx.GraphModule:
     """What is done to a score: a soft cap, and a bias; and in a row without any key, whose scores vanish beside the
     smallest number, zero, with the gradient of what that number is added to. `rows` are the places that say which."""
     graph = fx.Graph()
@@ -295,16 +334,15 @@ def _score(site: Attention, rows: Sequence[str] | None, biases: Sequence[Tensor]
         score = torch.tanh(score / site.softcap) * site.softcap
     empty: Any = None if rows is None else fx.Proxy(graph.placeholder("empty"), tracer)
     biased = score
-    for number, tensor in enumerate(biases):
+    for number in range(biases):
         given: Any = fx.Proxy(graph.placeholder(f"bias_{number}"), tracer)
-        read = zip("bhqk"[4 - tensor.dim() :], tensor.shape, strict=True)
-        biased = biased + given[tuple(0 if is_one(size) else places[place] for place, size in read)] * site.added.scale
+        read = tuple(places[place] for place in _places_of_bias(site))
+        biased = biased + (given[read] if read else given) * site.added.scale
     if rows is not None:
         learns = score if site.added.fills else biased
         is_empty = empty[tuple(places[place] for place in rows)]
         biased = torch.where(is_empty, 0.0 if site.added.replaces else learns - learns.detach(), biased)
     graph.output(biased.node)
-    return fx.GraphModule({}, graph)
     return fx.GraphModule({}, graph)
 
 

@@ -34,6 +34,7 @@ class Attention:
     )
     grouped: bool = False  # whether k and v have fewer heads than q, each for a group of its heads
     kernel: str = "as_written"  # "as_written", "plain", "causal", "flex", "either", or "kept": see `KERNELS`
+    views: list[fx.Node] = field(default_factory=list)  # of its operands, put into the graph to be read
     refusal: Refusal | None = None  # why the mask stays a tensor
 
     @property

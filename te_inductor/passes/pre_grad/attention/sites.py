@@ -66,6 +66,8 @@ def match_attention(plan: Plan) -> None:
             if site is not None:
                 site.chosen = chosen and not site.by_hand
                 _decide(site, inputs, plan)
+                if not site.is_changed:
+                    _leave(site)
                 plan.attention.append(site)
                 plan.outcome.report.attention.append(_reported(site))
 
@@ -91,17 +93,27 @@ def _of_call(node: fx.Node, reader: Reader) -> Attention:
 
 def _of_hand(node: fx.Node, reader: Reader, plan: Plan) -> Attention | None:
     """Attention that ends in a product."""
-    found = None if is_wrapped(node) else by_hand.match(node, reader)
+    found = None if is_wrapped(node) else by_hand.match(node, reader, plan.writes)
     if found is None:
         return None
     site = Attention(node, found.q, found.k, found.v, found.given, found.scale, module_path(node), by_hand=True)
     site.softcap, site.sinks, site.dropout = found.softcap, found.sinks, found.dropout
+    site.views, site.refusal = found.views, found.refusal
+    if site.refusal is not None:
+        return site
     scores = Scores.of(value(found.q), value(found.k).shape[2])
     _take(site, found.added, scores, reader)
     operands = [one for one in (site.q, site.k, site.sinks) if one is not None]
     if plan.writes.between(operands, min(found.read), node):
         site.refusal = Refusal("the graph writes what the scores are made of before they are multiplied with v")
     return site
+
+
+def _leave(site: Attention) -> None:
+    """Take from the graph what was put there to read a place that stays as it is."""
+    for view in reversed(site.views):
+        if not view.users:
+            view.graph.erase_node(view)
 
 
 def _take(site: Attention, part: Added | Refusal, scores: Scores, reader: Reader) -> None:
@@ -138,6 +150,9 @@ def _decide(site: Attention, inputs: Inputs, plan: Plan) -> None:
         return
     mask = site.mask
     assert mask is not None
+    site.refusal = _value_refusal(site)
+    if site.refusal is not None:
+        return
     if (site.by_hand or site.given is not None) and mask.ends_early and not site.attends_to_all:
         site.ends_early, mask = True, mask.of_first_keys()
         site.mask = mask
@@ -159,6 +174,23 @@ def _decide(site: Attention, inputs: Inputs, plan: Plan) -> None:
         (site.k, site.v), site.grouped = sources, True
         if not site.is_changed:
             site.kernel = "causal" if mask.is_causal else "plain"
+
+
+def _value_refusal(site: Attention) -> Refusal | None:
+    """Why another kernel would not compute what the program says."""
+    q, k, v, out = map(value, (site.q, site.k, site.v, site.node))
+    batches = q.shape[:2] if out.dim() == 4 else (q.shape[0] * q.shape[1],)
+    sizes = zip(out.shape, (*batches, q.shape[2], v.shape[3]), strict=True)
+    heads = [(k.shape[1], v.shape[1])] if site.grouped else [(k.shape[1], q.shape[1]), (v.shape[1], q.shape[1])]
+    others = [(one.shape[0], q.shape[0]) for one in (k, v)]
+    if not all(statically_known_true(a == b) for a, b in (*sizes, *heads, *others)):
+        return Refusal("its mask, k or v is broadcast to other batches or heads than those of q")
+    if site.scale is not None and not 0.0 < site.scale < float("inf"):
+        return Refusal("its scores are multiplied by %s", site.scale)
+    added = site.given is not None and not site.added.replaces and value(site.given).dtype is torch.float16
+    if added and site.attends_to_all:
+        return Refusal("float16's smallest number leaves scores in it, by which a query without a key attends to all")
+    return None
 
 
 def _is_on_a_gpu(site: Attention) -> bool:
@@ -205,9 +237,9 @@ def _mask_refusal(site: Attention, bodies: Bodies, plan: Plan) -> Refusal | None
 def _flex_refusal(site: Attention) -> Refusal | None:
     """Why FlexAttention does not take it."""
     q, v = value(site.q), value(site.v)
-    width = q.shape[-1]
-    if not (isinstance(width, int) and _WIDTHS[0] <= width <= _WIDTHS[1] and v.shape[-1] == width):
-        return Refusal("heads of %s elements", width)
+    for width in (q.shape[-1], v.shape[-1]):
+        if not (isinstance(width, int) and _WIDTHS[0] <= width <= _WIDTHS[1]):
+            return Refusal("heads of %s elements", width)
     least = FLEX_QUERIES if site.added.bias is None else BIAS_QUERIES
     if least is None:
         return Refusal("%s; FlexAttention with a bias has not been measured", site.added.unread)
@@ -244,8 +276,10 @@ def _may_wait(site: Attention, plan: Plan) -> bool:
     assert site.mask is not None
     rest = site.mask.without_data
     plain = rest.is_full or (rest.is_causal and rest.scores.is_square)
-    q = value(site.q)
-    taken = not statically_known_true(q.shape[2] < WAIT_QUERIES) and q.shape[-1] <= CUDNN_WIDTH and q.shape[-1] % 8 == 0
+    q, v = value(site.q), value(site.v)
+    width = q.shape[-1]
+    taken = not statically_known_true(q.shape[2] < WAIT_QUERIES) and width <= CUDNN_WIDTH and width % 8 == 0
+    taken = taken and width == v.shape[-1]
     waits = not (plan.options.in_cuda_graphs() or torch.are_deterministic_algorithms_enabled())
     asked = bool(site.mask.data) and not site.mask.is_shifted_by_data
     return plain and taken and waits and asked and not site.mask.smallest
