@@ -55,13 +55,13 @@ def test_a_bias_is_left_until_it_is_measured(monkeypatch):
     assert site.kernel == "sdpa, the mask as a tensor" and "a bias has not been measured" in site.reason
 
 
+T5 = {"d_model": 32, "d_kv": 16, "num_heads": 2, "num_layers": 2, "dropout_rate": 0.0}
 MODELS = {
     "Mpt": ({"d_model": 32, "n_heads": 2, "n_layers": 1, "max_seq_len": 64}, "causal, padded, bias"),
     "Falcon": ({"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1, "alibi": True}, "causal, padded, bias"),
-    **dict.fromkeys(
-        ("T5Encoder", "UMT5Encoder"),
-        ({"d_model": 32, "d_kv": 16, "num_heads": 2, "num_layers": 2, "dropout_rate": 0.0}, "padded, bias"),
-    ),
+    "T5Encoder": (T5, "padded, bias"),
+    "UMT5Encoder": (T5, "padded, bias"),
+    "Bloom": ({"hidden_size": 32, "n_head": 2, "n_layer": 1}, "causal, padded, bias"),
 }  # fmt: skip
 
 

@@ -128,6 +128,24 @@ def mask_of_zeros_beside(q, k, v, padding):
     return F.softmax(q @ k.mT + added, dim=-1) @ v
 
 
+def neo(q, k, v, padding, window=LENGTH):
+    """GPT-Neo puts one mask in the place of scores and adds another; what both hide is minus infinity."""
+    i, j, _ = positions(LENGTH, LENGTH, q.device)
+    smallest = torch.tensor(lowest(q), dtype=q.dtype)
+    scores = torch.where((j <= i) & (j > i - window), q @ k.mT, smallest)
+    return F.softmax(scores + numbers(keeps(q, k, padding), q), dim=-1) @ v
+
+
+def neo_near(q, k, v, padding):
+    return neo(q, k, v, padding, 8)
+
+
+def two_masks_added(q, k, v, padding):
+    i, j, _ = positions(LENGTH, LENGTH, q.device)
+    scores = q @ k.mT + numbers(padding.bool()[:, None, None], q)
+    return F.softmax(scores + numbers(j <= i, q), dim=-1) @ v
+
+
 FORMS = {
     bloom: "causal, padded, bias",
     japanese_neox: "causal, padded",
@@ -144,6 +162,9 @@ FORMS = {
     prefix_of_each_sequence: "data",
     images: "data",
     mask_of_zeros_beside: "causal, padded",
+    neo: "causal, padded",
+    neo_near: "causal, window, padded",
+    two_masks_added: "causal, padded",
 }
 
 

@@ -23,37 +23,50 @@ from te_inductor.passes.pre_grad.attention.formulas import Reader
 from te_inductor.passes.pre_grad.attention.masks import Scores
 
 
+@dataclass(frozen=True)
+class Hiding:
+    """A mask: a number that hides a score where a predicate does not hold."""
+
+    predicate: Expr  # over masks.PLACES
+    smallest: bool  # whether it is the smallest number, not minus infinity
+    replaces: str = ""  # "bias" or "scores": in whose place it stands, where it is not added
+
+
 @dataclass
 class Added:
-    """What is added to scores: a bias where a predicate holds, and elsewhere a number that hides a score."""
+    """What is added to scores: a bias, and masks."""
 
-    predicate: Expr = sympy.true  # over masks.PLACES
-    hides: list[bool] = field(default_factory=list)  # of each mask in it: whether by the smallest number
+    masks: list[Hiding] = field(default_factory=list)  # the last one first
     bias: fx.Node | None = None  # that broadcasts to the scores
     unread: Refusal | None = None  # why the bias is none of the masks
     scale: float = 1.0  # what the bias is multiplied by
-    fills: bool = False  # whether a number that hides a score stands in the place of the bias, and is not added to it
-    replaces: bool = False  # whether such a number stands in the place of scores, and is not added to them
+
+    @property
+    def predicate(self) -> Expr:
+        """Where no mask hides a score."""
+        return sympy.And(*(one.predicate for one in self.masks))
+
+    @property
+    def smallest(self) -> bool:
+        """Whether the smallest number hides any."""
+        return any(one.smallest for one in self.masks)
+
+    def replaces(self, what: str) -> bool:
+        """Whether a mask's number stands in the place of the bias, or of the scores."""
+        return any(one.replaces == what for one in self.masks)
 
     def merged(self, other: "Added") -> "Added | None":
         """Both; None where both have a bias, whose sum is rounded."""
         if self.bias is not None and other.bias is not None:
             return None
-        biased = self if other.bias is None else other
-        return replace(
-            biased,
-            predicate=self.predicate & other.predicate,
-            hides=self.hides + other.hides,
-            fills=self.fills or other.fills,
-            replaces=self.replaces or other.replaces,
-        )
+        return replace(self if other.bias is None else other, masks=self.masks + other.masks)
 
 
 def read(node: fx.Node, reader: Reader, scores: Scores) -> Added | Refusal:
     """What a tensor is that is added to scores."""
     whole = masks.read(node, reader, scores)
     if isinstance(whole, masks.Mask):
-        return Added(sympy.And(*whole.conditions), [] if whole.is_full else [whole.smallest])
+        return Added([] if whole.is_full else [Hiding(sympy.And(*whole.conditions), whole.smallest)])
     if value(node).dtype is torch.bool or reader.is_written(node):
         return whole
     if name(node) in ("contiguous", "clone") and is_tensor(node.args[0]):
@@ -78,7 +91,7 @@ def _filled(node: fx.Node, reader: Reader, scores: Scores) -> Added | None:
         return None
     predicate, smallest, operand = hidden
     inner = read(operand, reader, scores)
-    return inner.merged(Added(predicate, [smallest], fills=True)) if isinstance(inner, Added) else None
+    return Added([Hiding(predicate, smallest, "bias")]).merged(inner) if isinstance(inner, Added) else None
 
 
 def hidden_by(

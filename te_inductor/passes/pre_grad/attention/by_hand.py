@@ -23,7 +23,7 @@ from te_inductor.passes.graph.tracing import method
 from te_inductor.passes.graph.values import is_tensor, value
 from te_inductor.passes.graph.writes import Writes, written_by
 from te_inductor.passes.pre_grad.attention import added
-from te_inductor.passes.pre_grad.attention.added import Added
+from te_inductor.passes.pre_grad.attention.added import Added, Hiding
 from te_inductor.passes.pre_grad.attention.expressions import is_one, number
 from te_inductor.passes.pre_grad.attention.formulas import Reader
 from te_inductor.passes.pre_grad.attention.masks import Scores
@@ -190,7 +190,7 @@ def _masked(node: fx.Node, scores: Scores, walk: "_Walk", reader: Reader) -> fx.
     place = [*node.args].index(scored)
     if not _have_shape(node, scored):
         raise _Unread(node)
-    _merge(Added(predicate, [smallest], replaces=True), node.args[1 - place], walk)  # type: ignore[arg-type]
+    _merge(Added([Hiding(predicate, smallest, "scores")]), node.args[1 - place], walk)  # type: ignore[arg-type]
     return walk.step(node, place)
 
 
@@ -200,11 +200,11 @@ def _merge(part: Added | Refusal, given: fx.Node, walk: "_Walk", factor: float =
     if isinstance(part, Refusal):
         raise _Unread(part)
     scale = found.scale * factor
-    if found.softcap is not None and (part.bias is not None or part.hides):
+    if found.softcap is not None and (part.bias is not None or part.masks):
         raise _Unread("a mask or a bias is added in front of a soft cap")
-    if part.hides and (factor != 1.0 or (any(part.hides) and not _LEAST_SCALE <= scale <= 1.0) or not scale > 0.0):
+    if part.masks and (factor != 1.0 or (part.smallest and not _LEAST_SCALE <= scale <= 1.0)):
         raise _Unread(Refusal("the number that hides a score is multiplied by %s", scale))
-    if part.replaces and found.added.bias is not None:
+    if part.replaces("scores") and found.added.bias is not None:
         raise _Unread("a bias is added to the number that hides a score")
     part.scale = scale
     merged = found.added.merged(part)

@@ -37,6 +37,21 @@ def _special(value: float) -> Expr:
     return sympy.nan if value != value else sympy.oo if value > 0 else -sympy.oo
 
 
+def is_exact(dtype: torch.dtype) -> bool:
+    """Whether what is computed of positions is what a dtype has: narrow integers wrap around, as unsigned ones do."""
+    return dtype.is_floating_point or dtype in (torch.bool, torch.int32, torch.int64)
+
+
+def has(dtype: torch.dtype, value: Expr) -> bool:
+    """Whether a dtype has a number as it is."""
+    if dtype is torch.bool or value in (0, 1, sympy.oo, -sympy.oo):
+        return True
+    if not dtype.is_floating_point:
+        return bool(value.is_integer and torch.iinfo(dtype).min <= value <= torch.iinfo(dtype).max)
+    rounded = torch.tensor(float(value), dtype=dtype, device="cpu").item() if value.is_Rational else math.nan
+    return math.isfinite(rounded) and bool(sympy.Rational(rounded) == value)
+
+
 def is_one(size: Any) -> bool:
     return statically_known_true(size == 1)
 

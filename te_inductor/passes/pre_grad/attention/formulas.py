@@ -23,6 +23,8 @@ from te_inductor.passes.pre_grad.attention.expressions import (
     Expr,
     compare,
     expression,
+    has,
+    is_exact,
     is_one,
     is_truth,
     number,
@@ -89,13 +91,10 @@ class Reader:
             return None
         value = node.meta["example_value"]
         at = rule(_Call(self, node, depth))
-        if at is None or (name(node) in _COMPUTED and not _is_exact(value.dtype)):
+        if at is None or (name(node) in _COMPUTED and not is_exact(value.dtype)):
             return None
-        computed = at  # sums of Booleans are Booleans
-        as_truth = value.dtype is torch.bool
-        return Formula(
-            tuple(value.shape), value.dtype, (lambda index: truth(computed(index))) if as_truth else computed
-        )
+        of_truths = value.dtype is torch.bool  # whose sums are none but Booleans
+        return Formula(tuple(value.shape), value.dtype, (lambda index: truth(at(index))) if of_truths else at)
 
     def unread(self, node: fx.Node, reader: fx.Node | None = None) -> Formula:
         """A tensor as a leaf, or as the band that it holds; one that the graph writes, as it is when `reader` reads it."""
@@ -219,29 +218,15 @@ def _keeps(source: torch.dtype, dtype: torch.dtype) -> bool:
     return dtype.itemsize >= 4
 
 
-def _is_exact(dtype: torch.dtype) -> bool:
-    """Whether what is computed of positions is what the dtype has: narrow integers wrap around, as unsigned ones do."""
-    return dtype.is_floating_point or dtype in (torch.bool, torch.int32, torch.int64)
-
-
 def _constant(place: int, called: str | None, fixed: Expr | None = None) -> _Rule:
     def rule(call: _Call) -> Callable[[Index], Expr] | None:
         found = number(call.argument(place, called)) if fixed is None else fixed
-        if found is None or (found.is_number and not _holds(call.value.dtype, found)):
+        if found is None or (found.is_number and not has(call.value.dtype, found)):
             return None
         found = truth(found) if call.value.dtype is torch.bool else plain_number(found)
         return lambda index: found
 
     return rule
-
-
-def _holds(dtype: torch.dtype, number: Expr) -> bool:
-    """Whether a dtype has a number as it is."""
-    if dtype is torch.bool or number in (0, 1, sympy.oo, -sympy.oo):
-        return True
-    if not dtype.is_floating_point:
-        return bool(number.is_integer) and bool(torch.iinfo(dtype).min <= number <= torch.iinfo(dtype).max)
-    return number.is_Rational and sympy.Rational(torch.tensor(float(number), dtype=dtype).item()) == number
 
 
 def _arange(call: _Call) -> Callable[[Index], Expr] | None:

@@ -169,11 +169,13 @@ def _call_flex(site: Attention, masks: _Masks) -> None:
     assert mask is not None
     writer = Writer(site.leaves)
     tree, scored = writer.write(mask.conditions), list[fx.Node]()
+    alone = writer.write(site.alone)
     tensors = masks.tensors(site, writer.numbers)
     rows = [place for place in "bhq" if place == "q" or place in predicate.places_of(tree)]
     if site.attends_to_all:
         empty = masks.empty_rows(site, tree, tensors, rows)
-        tree = ["or", tree, ["ne", ["at", len(tensors), *rows], 0]]
+        shared: Any = ["ne", ["at", len(tensors), *rows], 0]
+        tree = ["or", tree, ["and", shared, alone] if site.alone else shared]
         tensors, scored = [*tensors, empty], [empty]
     blocks = masks.hand(masks.block_mask(site, tree, tensors), site)
     graph = site.node.graph
@@ -339,9 +341,11 @@ def _score(site: Attention, rows: Sequence[str] | None, biases: int) -> fx.Graph
         read = tuple(places[place] for place in _places_of_bias(site))
         biased = biased + (given[read] if read else given) * site.added.scale
     if rows is not None:
-        learns = score if site.added.fills else biased
-        is_empty = empty[tuple(places[place] for place in rows)]
-        biased = torch.where(is_empty, 0.0 if site.added.replaces else learns - learns.detach(), biased)
+        added, learns = site.added, score if site.added.replaces("bias") else biased
+        is_empty, zero = empty[tuple(places[place] for place in rows)], learns - learns.detach()
+        if site.learns:
+            zero = torch.where(predicate.evaluate(Writer({}).write(site.learns), places, []), zero, 0.0)
+        biased = torch.where(is_empty, 0.0 if added.replaces("scores") and not site.alone else zero, biased)
     graph.output(biased.node)
     return fx.GraphModule({}, graph)
 

@@ -6,6 +6,7 @@ from torch import fx
 
 from te_inductor.diagnostics import Refusal
 from te_inductor.passes.pre_grad.attention.added import Added
+from te_inductor.passes.pre_grad.attention.expressions import Expr
 from te_inductor.passes.pre_grad.attention.masks import Mask
 
 
@@ -22,6 +23,9 @@ class Attention:
     fqn: str
     dropout: float = 0.0
     mask: Mask | None = None  # what it is proven to be
+    # Where two masks are added up, what a query that attends to no key attends to: what one of them hides alone.
+    alone: tuple[Expr, ...] = ()
+    learns: tuple[Expr, ...] = ()  # of these keys, those to whose scores the number is added
     softcap: float | None = None  # of scores, in attention by hand
     sinks: fx.Node | None = None  # that broadcasts to (B, H, L, 1): one more score of each head, without a value
     added: Added = field(default_factory=Added)  # what is added to the scores: a bias
@@ -39,7 +43,7 @@ class Attention:
 
     @property
     def attends_to_all(self) -> bool:
-        """Whether a query that attends to no key attends to all of them alike, and there may be one."""
+        """Whether a query that attends to no key attends to all of them alike, or to `alone`, and there may be one."""
         mask = self.mask
         return mask is not None and mask.smallest and self.sinks is None and not mask.nowhere_empty()
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import sympy  # type: ignore[import-untyped]
 import torch
 import torch.nn.functional as F
 from sympy.core.function import AppliedUndef  # type: ignore[import-untyped]
@@ -79,10 +80,13 @@ def _of_call(node: fx.Node, reader: Reader) -> Attention:
     site = Attention(
         node, q, k, v, call.get("attn_mask"), call.get("scale"), module_path(node), dropout=call.get("dropout_p", 0.0)
     )
-    site.grouped = call.get("enable_gqa") is True
     site.refusal = _shape_refusal(site, call)
     if site.refusal is not None:
         return site
+    # A head that is broadcast is that of one group.
+    site.grouped = call.get("enable_gqa") is True or all(
+        statically_known_true(value(one).shape[1] == 1) for one in (k, v)
+    )
     scores = Scores.of(value(q), value(k).shape[2])
     if site.given is None:
         site.mask = Mask((masks.KEY <= masks.QUERY,) if call.get("is_causal") is True else (), scores)
@@ -121,7 +125,11 @@ def _take(site: Attention, part: Added | Refusal, scores: Scores, reader: Reader
     if isinstance(part, Refusal):
         site.refusal = part
         return
-    found = masks.of_predicate(part.predicate, scores, reader, smallest=any(part.hides))
+    if len(part.masks) > 1:
+        read = [masks.of_predicate(one.predicate, scores, reader) for one in part.masks]
+        kept = [not (isinstance(one, Mask) and one.is_full) for one in read]
+        part.masks = [one for one, is_kept in zip(part.masks, kept, strict=True) if is_kept]
+    found = masks.of_predicate(part.predicate, scores, reader, part.smallest)
     if isinstance(found, Refusal):
         site.refusal = found
         return
@@ -129,8 +137,35 @@ def _take(site: Attention, part: Added | Refusal, scores: Scores, reader: Reader
     site.mask, site.leaves = found, {function: reader.leaves[function] for function in sorted(functions)}
     site.readers = {function: reader.readers[function] for function in functions & reader.readers.keys()}
     site.added = part
-    if len(part.hides) > 1 and any(part.hides) and not found.nowhere_empty():
-        site.refusal = Refusal("masks are added up, and a query that attends to no key attends to those of fewer masks")
+    if len(part.masks) > 1 and part.smallest and not found.nowhere_empty():
+        site.refusal = _take_two(site, part, scores, reader)
+
+
+def _take_two(site: Attention, part: Added, scores: Scores, reader: Reader) -> Refusal | None:
+    """Note what a query attends to that attends to no key of two masks, which are added up: twice the smallest number is
+    minus infinity, so it is the keys that one mask hides alone."""
+    last, first = part.masks[0], part.masks[-1]
+    of_last, of_first = (masks.of_predicate(one.predicate, scores, reader) for one in (last, first))
+    if len(part.masks) > 2 or not (last.smallest and first.smallest) or last.replaces or first.replaces == "bias":
+        return Refusal("masks are added up, and a query that attends to no key attends to those of fewer masks")
+    if isinstance(of_last, Refusal) or isinstance(of_first, Refusal):
+        return Refusal("masks are added up, one of which attends to nothing")
+    if not (of_last.nowhere_empty() or of_first.nowhere_empty()):
+        return Refusal("masks are added up, and both may hide all keys of a query, for which no number is left")
+    writer = Writer({})
+    if first.replaces and (of_first.data or not _can_write(writer, of_first) or writer.numbers):
+        return Refusal("masks are added up, and the first one stands in the place of scores by what a run alone tells")
+    site.alone = (sympy.Or(*(sympy.And(*one.conditions) for one in (of_last, of_first))),)
+    site.learns = of_first.conditions if first.replaces else ()
+    return None
+
+
+def _can_write(writer: Writer, mask: Mask) -> bool:
+    try:
+        writer.write(mask.conditions)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def _shape_refusal(site: Attention, call: Mapping[str, Any]) -> Refusal | None:
@@ -187,8 +222,8 @@ def _value_refusal(site: Attention) -> Refusal | None:
         return Refusal("its mask, k or v is broadcast to other batches or heads than those of q")
     if site.scale is not None and not 0.0 < site.scale < float("inf"):
         return Refusal("its scores are multiplied by %s", site.scale)
-    added = site.given is not None and not site.added.replaces and value(site.given).dtype is torch.float16
-    if added and site.attends_to_all:
+    numbers = any(one.replaces != "scores" for one in site.added.masks) and site.given is not None
+    if numbers and value(site.given).dtype is torch.float16 and site.attends_to_all:  # type: ignore[arg-type]
         return Refusal("float16's smallest number leaves scores in it, by which a query without a key attends to all")
     return None
 
@@ -227,7 +262,7 @@ def _mask_refusal(site: Attention, bodies: Bodies, plan: Plan) -> Refusal | None
         return Refusal("the mask is made inside the body that is computed again")
     writer = Writer(site.leaves)
     try:
-        writer.write(mask.conditions)
+        writer.write((*mask.conditions, *site.alone))
     except NotImplementedError as error:
         return Refusal("its predicate holds %s", str(error))
     missing = Symbols(bodies.root.graph).missing([*map(expression, mask.scores.sizes), *writer.numbers])
