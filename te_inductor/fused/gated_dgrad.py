@@ -25,7 +25,7 @@ from te_inductor.kernels.select import select
 from te_inductor.numerics.activation import Gating
 from te_inductor.ops.casts import copies_like
 from te_inductor.ops.definition import op_of
-from te_inductor.passes.graph import shared_sigmoid
+from te_inductor.passes.graph import activations
 from te_inductor.passes.graph.gemm_nodes import is_plain, problem_of
 from te_inductor.passes.graph.node_kinds import tensor_of
 from te_inductor.passes.graph.pointwise_steps import is_step, translated
@@ -62,7 +62,7 @@ def fold(graph: fx.Graph) -> None:
     casts = [cast for cast in graph.find_nodes(op="call_function", target=ops.quantize_pieces) if _is_wanted(cast)]
     if not casts or config.emulate_precision_casts:  # a rounding behind every op, which no epilogue does
         return
-    shared_sigmoid.fold(graph)
+    activations.share_sigmoids(graph)
     for cast in casts:
         found = _found(cast)
         choice = None if found is None else _choice(found)

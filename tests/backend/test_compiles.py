@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 import te_inductor
 from te_inductor.backend import te
 from te_inductor.passes import post_grad
-from te_inductor.passes.graph import cse
+from te_inductor.passes.graph import casts
 from te_inductor.passes.pre_grad.decide import report
 from te_inductor.recipes import (
     Float8BlockScaling,
@@ -138,7 +138,7 @@ def test_the_quantized_copies_are_saved_and_the_activations_are_not(between, wit
 @pytest.mark.parametrize(("train", "recipe"), [(True, "rowwise"), (False, "current")])
 def test_q_k_and_v_share_one_quantization(train, recipe, without_cpp, monkeypatch):
     """x, the 3 weights as one, o's input and o's weight: 4 quantizations in forward, not 8."""
-    counted, share = [], cse.share
+    counted, share = [], casts.share
 
     def spy(graph):
         share(graph)

@@ -12,7 +12,7 @@ from te_inductor import ops, recipes
 from te_inductor.fused import quantized_epilogue
 from te_inductor.kernels.cutlass_tiles import FAST_TILES, kernel_of
 from te_inductor.numerics.activation import Activation
-from te_inductor.passes.graph import shared_sigmoid
+from te_inductor.passes.graph import activations
 from te_inductor.recipes import Quantizer
 from tests.support.layers import linears
 
@@ -88,7 +88,7 @@ FOLDED = {
 
 def folded(function, *inputs):
     traced = make_fx(function, decomposition_table=select_decomp_table(), tracing_mode="fake")(*inputs)
-    shared_sigmoid.fold(traced.graph)
+    activations.share_sigmoids(traced.graph)
     quantized_epilogue.fold(traced.graph)
     traced.graph.lint()
     traced.recompile()

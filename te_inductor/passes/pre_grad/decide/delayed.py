@@ -1,9 +1,24 @@
-"""The sites that can have delayed scaling's state."""
+"""What delayed scaling asks of a site: that it can keep state, and the ranks over which its quantizers reduce their
+amaxes, Note [Amax groups]."""
 
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, fx
+from torch import distributed as dist
+
+from te_inductor import compat
+from te_inductor.config import Options
 from te_inductor.diagnostics import Refusal
+from te_inductor.distributed import amax_groups
+from te_inductor.distributed.amax_groups import OWN, AmaxGroup
+from te_inductor.distributed.parallel import Parallel
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.owners import owner_of
 from te_inductor.passes.pre_grad.sites.rule import Match
+from te_inductor.recipes import DelayedScaling
+from te_inductor.runtime.state.state_inputs import StateReader
 
 
 def refusal(match: Match, bodies: Bodies, transforms: str | None) -> Refusal | None:
@@ -15,4 +30,77 @@ def refusal(match: Match, bodies: Bodies, transforms: str | None) -> Refusal | N
     owner = owner_of(match.weight, bodies)
     if owner is None:
         return Refusal("delayed scaling keeps its state with a parameter, and the weight comes from none")
+    return None
+
+
+class GroupsOf:
+    """Finds the group of each quantizer of one graph. What it goes by is guarded on, since modules of one class run one
+    graph, and a module may be wrapped or sharded after its first call."""
+
+    def __init__(self, graph: fx.Graph, options: Options, examples: Sequence[Any], held: Mapping[str, Tensor]) -> None:
+        self.graph, self.options, self.examples, self.held = graph, options, examples, held
+        self.found: dict[int | str, AmaxGroup | None] = {}  # by the parameter
+
+    def of(self, reader: StateReader) -> AmaxGroup | None:
+        """The group of a quantizer that records amaxes; None where nothing tells."""
+        if not reader.key.recipe.reduce_amax:
+            return OWN
+        if self.options.amax_group is not None:
+            return self.options.amax_group  # type: ignore[no-any-return]
+        place = reader.parameter
+        if place not in self.found:
+            if not self.found:
+                compat.guard_on_wrappers()
+            self.found[place] = self._found(place)
+        return self.found[place]
+
+    def _found(self, place: int | str) -> AmaxGroup | None:
+        if isinstance(place, str):
+            return amax_groups.of_parameter(self.held[place])
+        parameter = self.examples[place] if self.examples else None
+        if not isinstance(parameter, Tensor):
+            return None
+        if amax_groups.several_ranks():
+            node = self.graph.find_nodes(op="placeholder")[place]
+            mesh = amax_groups.mesh_of(parameter)
+            compat.guard_on_tensor(node, partial(_has_mesh, mesh), "te_inductor_has_mesh")
+        return amax_groups.of_parameter(parameter)
+
+
+def _has_mesh(mesh: AmaxGroup | None, parameter: Tensor) -> bool:
+    return amax_groups.mesh_of(parameter) == mesh
+
+
+def of_shards(recipe: DelayedScaling, options: Options, parallel: Parallel) -> Refusal | None:
+    """Why shards may not be cast before they are gathered: their ranks would not have one scale."""
+    if parallel.gathered is None and parallel.scattered is None:
+        return None
+    return one_scale(recipe, options, dist.get_process_group_ranks(amax_groups.process_group(parallel.group)))
+
+
+def of_mesh_shards(recipe: DelayedScaling, options: Options, shard: Tensor) -> Refusal | None:
+    """The same of a DTensor's."""
+    mesh = amax_groups.of_mesh(compat.mesh_of_dtensor(shard))
+    return one_scale(recipe, options, mesh.ranks)
+
+
+def one_scale(recipe: DelayedScaling, options: Options, ranks: Sequence[int]) -> Refusal | None:
+    """The same of any ranks."""
+    if not recipe.reduce_amax:
+        return Refusal(
+            "shards that are gathered in FP8 have one scale, and DelayedScaling(reduce_amax=False) gives each own"
+        )
+    if options.amax_group is None:
+        return None
+    if not set(ranks) <= set(options.amax_group.ranks):  # type: ignore[attr-defined]
+        return Refusal(
+            "shards that are gathered in FP8 have one scale, and option 'amax_group' is not all of their ranks"
+        )
+    return None
+
+
+def not_over_group(recipe: object, options: Options) -> Refusal | None:
+    """Why a site does not reduce amaxes over the group that the option names."""
+    if options.amax_group and isinstance(recipe, DelayedScaling) and not recipe.reduce_amax:
+        return Refusal("its recipe is DelayedScaling(reduce_amax=False)")
     return None

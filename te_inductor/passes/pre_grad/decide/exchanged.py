@@ -10,12 +10,12 @@ from torch import fx
 
 from te_inductor import compat
 from te_inductor.diagnostics import Refusal
-from te_inductor.distributed import amax_groups as groups
+from te_inductor.distributed import amax_groups
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.owners import owner_of
 from te_inductor.passes.graph.values import value
 from te_inductor.passes.graph.writes import last_read
-from te_inductor.passes.pre_grad.decide import amax_groups
+from te_inductor.passes.pre_grad.decide import delayed
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
 from te_inductor.passes.pre_grad.sites import exchanges
 from te_inductor.passes.pre_grad.sites.exchanges import ExchangeNodes, Exchanges
@@ -94,11 +94,11 @@ def _refusal(plan: Plan, site: Candidate, found: ExchangeNodes, bodies: Bodies) 
     if any(not (node < site.match.node) for node in found.splits):
         return Refusal("how they are exchanged is not known before the layer")
     if isinstance(site.recipe, DelayedScaling):
-        ranks = dist.get_process_group_ranks(groups.process_group(found.group))
+        ranks = dist.get_process_group_ranks(amax_groups.process_group(found.group))
         own = not site.recipe.reduce_amax
         if not own and plan.options.amax_group is None and not _shares_scales(site, ranks, bodies):
             return Refusal("nothing tells that their ranks have one scale: pass option 'amax_group'")
-        return amax_groups.one_scale(site.recipe, plan.options, ranks)
+        return delayed.one_scale(site.recipe, plan.options, ranks)
     return None
 
 
@@ -106,4 +106,4 @@ def _shares_scales(site: Candidate, ranks: Sequence[int], bodies: Bodies) -> boo
     """Whether amaxes of delayed scaling are reduced over these ranks, as the mesh of the parameter says."""
     owner = owner_of(site.match.weight, bodies)
     mesh = None if owner is None else compat.mesh_of_dtensor(value(owner.parameter))
-    return mesh is not None and set(ranks) <= set(groups.of_mesh(mesh).ranks)
+    return mesh is not None and set(ranks) <= set(amax_groups.of_mesh(mesh).ranks)

@@ -11,7 +11,7 @@ from te_inductor.diagnostics import Refusal
 from te_inductor.ops.gathered_weight import GatheredWeight
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.values import value
-from te_inductor.passes.pre_grad.decide import amax_groups
+from te_inductor.passes.pre_grad.decide import delayed
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
 from te_inductor.passes.pre_grad.sites.sharded import SHARED
 from te_inductor.passes.pre_grad.sites.weight_gather import Gather
@@ -84,5 +84,5 @@ def _refusal(site: Candidate, gather: Gather, slots: Slots, options: Options, bo
     if not bodies.reaches(gather.shard.graph):
         return Refusal("it is gathered in a control-flow body")
     if isinstance(site.recipe, DelayedScaling):
-        return amax_groups.of_mesh_shards(site.recipe, options, shard)
+        return delayed.of_mesh_shards(site.recipe, options, shard)
     return None

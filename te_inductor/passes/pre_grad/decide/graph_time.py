@@ -11,7 +11,7 @@ from te_inductor import targets
 from te_inductor.passes.graph.operators import name
 from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.decide import gemm_kernels
-from te_inductor.passes.pre_grad.decide.makers import is_view
+from te_inductor.passes.pre_grad.decide.cast_costs import is_view
 from te_inductor.passes.pre_grad.plan import Plan
 from te_inductor.passes.pre_grad.sites.products import hint
 

@@ -11,7 +11,6 @@ from te_inductor.passes.graph import regions
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.decide import (
-    amax_groups,
     cached_weights,
     delayed,
     gathered,
@@ -98,7 +97,7 @@ def check_sites(plan: Plan) -> None:
             check_functions(candidate.recipe, weight.device)
             candidate.refusal = delayed.refusal(match, bodies, transforms_of.get(match.node))
             if match.parallel is not None:
-                candidate.refusal = candidate.refusal or amax_groups.of_shards(
+                candidate.refusal = candidate.refusal or delayed.of_shards(
                     candidate.recipe, plan.options, match.parallel
                 )
 
@@ -141,7 +140,7 @@ def check_extras(plan: Plan) -> None:
             else None
         )
     if plan.options.amax_group:
-        checks["amax_group"] = lambda site: amax_groups.refusal(site.recipe, plan.options)
+        checks["amax_group"] = lambda site: delayed.not_over_group(site.recipe, plan.options)
     plan.outcome.report.unmet.extend(
         Unmet("recipe", site.fqn, str(site.unmet["recipe"])) for site in plan.candidates if "recipe" in site.unmet
     )

@@ -50,8 +50,7 @@ from te_inductor import targets
 from te_inductor.diagnostics import Refusal
 from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.decide import graph_time
-from te_inductor.passes.pre_grad.decide.cast_costs import Layer, Layers, Scales, Weights, casts_of
-from te_inductor.passes.pre_grad.decide.makers import Makers
+from te_inductor.passes.pre_grad.decide.cast_costs import Layer, Layers, Makers, Scales, Weights, casts_of
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
 from te_inductor.passes.pre_grad.sites import exchanges
 from te_inductor.passes.pre_grad.sites.products import hint

@@ -40,10 +40,9 @@ from te_inductor.passes.graph.owners import owner_of
 from te_inductor.passes.graph.values import is_gathered, is_tensor, value
 from te_inductor.passes.graph.writes import Writes
 from te_inductor.passes.pre_grad.decide import merging
-from te_inductor.passes.pre_grad.decide.amax_groups import GroupsOf
-from te_inductor.passes.pre_grad.rewrite.extras import ExtraArguments
-from te_inductor.passes.pre_grad.rewrite.inputs import append_input
-from te_inductor.passes.pre_grad.rewrite.sharded import GatheredWeights
+from te_inductor.passes.pre_grad.decide.delayed import GroupsOf
+from te_inductor.passes.pre_grad.rewrite.between_ranks import GatheredWeights
+from te_inductor.passes.pre_grad.rewrite.extras import ExtraArguments, append_input
 from te_inductor.passes.pre_grad.sites.rule import Match, call_layers
 from te_inductor.recipes import DelayedScaling
 from te_inductor.recipes.delayed import ScaleUpdate

@@ -6,28 +6,35 @@ computes where the rows are read, and sums are in fp32. Beside experts in low pr
     y[back]                                  back undoes a sort      -> permute_rows
     x[order // each], sent to other ranks    order is a sort         -> spread_rows
     zeros.index_add(0, order // each, rows)                          -> sum_rows
+
+In traced graphs, whose gradients are there already, ``zeros.index_put([order // each], dx, accumulate=True)`` is the
+last of these.
 """
 
 import operator
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from te_inductor import ops
 from te_inductor.passes.graph import operators
 from te_inductor.passes.graph.operators import name
+from te_inductor.passes.graph.tracing import traced_into
 from te_inductor.passes.graph.values import is_tensor, value
-from te_inductor.passes.graph.writes import Writes, chain, last_read
+from te_inductor.passes.graph.writes import Writes, chain, last_read, of_aten
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
 from te_inductor.passes.pre_grad.sites import rule
 from te_inductor.passes.pre_grad.sites.exchanges import Exchanges
 from te_inductor.passes.pre_grad.sites.experts_bias import is_ascending
 from te_inductor.passes.pre_grad.sites.gathers import expanded_rows, is_order, order_of, table_and_rows
 
-ZEROS = frozenset(("new_zeros", "zeros", "zeros_like"))
+aten = torch.ops.aten
+_ZEROS = frozenset(("new_zeros", "zeros", "zeros_like"))
 _SUMS = frozenset(("index_add", "scatter_add"))
 
 
@@ -85,7 +92,7 @@ def _rewrite_sum(node: fx.Node, writes: Writes) -> None:
     places = expanded_rows(index, value(rows).shape[-1]) if name(node).startswith("scatter") else index
     found = order_of(places, value(base).shape[0]) if is_tensor(places) else None
     readers: Sequence[fx.Node] = [user for user in base.users if user is not node]
-    if name(base) not in ZEROS or value(base).dim() != 2 or found is None:
+    if name(base) not in _ZEROS or value(base).dim() != 2 or found is None:
         return
     if (readers and not operators.read(node).in_place) or not all(node < reader for reader in readers):
         return
@@ -122,3 +129,40 @@ def _spread(sites: Sequence[Candidate], writes: Writes) -> None:
             rule.replace(node, done[node])
         made = done[node]
         site.match = site.match.having(replace(part, arrives=replace(exchange, rows=made)), x=made)
+
+
+def rewrite_scattered_rows(plan: Plan) -> None:
+    """Gather by where rows went, beside experts in low precision."""
+    graph = plan.gm.graph
+    if not any(site.low for site in plan.experts):
+        return
+    writes = of_aten(graph)
+    for node in graph.find_nodes(op="call_function", target=aten.index_put.default):
+        found = _scattered(node)
+        if found is None:
+            continue
+        zeros, places, order, rows, each = found
+        if writes.behind([zeros, order, *chain(places, order)], node):
+            continue
+        with graph.inserting_before(node):
+            [made] = traced_into(graph, partial(_summed, each), [rows, order], node)
+        rule.replace(node, made)
+    graph.eliminate_dead_code()
+    plan.gm.recompile()
+
+
+def _summed(each: int, rows: Tensor, order: Tensor) -> list[Tensor]:
+    return [ops.sum_rows(rows, order, each)]
+
+
+def _scattered(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node, int] | None:
+    """The zeros, the places, the order, the rows, and how many there are of each, where all rows of a matrix of zeros
+    are added to."""
+    given: Any = dict(zip(("zeros", "places", "rows", "accumulate"), node.args, strict=False)) | node.kwargs
+    zeros, places, rows = given["zeros"], given["places"], given["rows"]
+    if not given.get("accumulate") or name(zeros) not in _ZEROS or len(zeros.users) > 1 or len(places) != 1:
+        return None
+    if not (is_tensor(places[0]) and is_tensor(rows) and value(rows).dim() == 2):
+        return None
+    order, each = order_of(places[0], value(zeros).shape[0]) or (None, 1)
+    return None if order is None else (zeros, places[0], order, rows, each)

@@ -9,13 +9,16 @@ from te_inductor.ops import LayerSpec
 from te_inductor.passes.graph import regions
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.pre_grad.decide import merging, transforms, weight_grads
-from te_inductor.passes.pre_grad.decide.amax_groups import GroupsOf
+from te_inductor.passes.pre_grad.decide.delayed import GroupsOf
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
-from te_inductor.passes.pre_grad.rewrite import annotations, delayed, exchanged, selective, sharded
-from te_inductor.passes.pre_grad.rewrite.cached_weights import CachedSites, refresh_on
-from te_inductor.passes.pre_grad.rewrite.extras import ExtraArguments
-from te_inductor.passes.pre_grad.rewrite.inputs import check_order
-from te_inductor.passes.pre_grad.rewrite.weight_grads import GradientSites
+from te_inductor.passes.pre_grad.rewrite import annotations, between_ranks, delayed, selective
+from te_inductor.passes.pre_grad.rewrite.extras import (
+    CachedSites,
+    ExtraArguments,
+    GradientSites,
+    check_order,
+    refresh_on,
+)
 from te_inductor.passes.pre_grad.sites.rule import Emit, Match, call_layers
 from te_inductor.recipes import DelayedScaling, Slots
 from te_inductor.runtime.extra_inputs import GradientInputs
@@ -44,11 +47,11 @@ def rewrite_sites(plan: Plan) -> None:
     for node, inlined in plan.products.inlined.items():
         if node not in layers:
             inlined.undo()
-    sharded.without_gathers(sites)
-    exchanged.ask_for_sizes(sites)
+    between_ranks.without_gathers(sites)
+    between_ranks.ask_for_sizes(sites)
     merged = [[site.match for site in group] for group in plan.merged]  # as earlier passes have left them
     groups = {match.node: group for group in merged for match in group}
-    gathers = sharded.GatheredWeights(Bodies(plan.gm))
+    gathers = between_ranks.GatheredWeights(Bodies(plan.gm))
     extras = _extras(plan, sites, groups)
     stateful = _delayed_sites(plan, sites, merged, extras, gathers)
     gathers.add(sites)
@@ -75,7 +78,7 @@ def rewrite_sites(plan: Plan) -> None:
         module.recompile()
 
 
-def _stateless(slots: Slots, extras: ExtraArguments, gathers: sharded.GatheredWeights) -> Emit:
+def _stateless(slots: Slots, extras: ExtraArguments, gathers: between_ranks.GatheredWeights) -> Emit:
     def emit(matches: Sequence[Match], x: fx.Node, weights: Sequence[fx.Node]) -> list[fx.Node]:
         spec, more = extras.of(matches, x.graph, LayerSpec(slots))
         return call_layers(matches, x, gathers.of(matches[0], weights, spec), spec, **more)
@@ -107,7 +110,7 @@ def _delayed_sites(
     sites: list[Candidate],
     merged: list[list[Match]],
     extras: ExtraArguments,
-    gathers: sharded.GatheredWeights,
+    gathers: between_ranks.GatheredWeights,
 ) -> dict[DelayedScaling, delayed.DelayedSites]:
     by_recipe: dict[DelayedScaling, list[tuple[str, Match]]] = {}
     for site in sites:

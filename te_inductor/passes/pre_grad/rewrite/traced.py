@@ -17,7 +17,7 @@ from te_inductor.diagnostics import Refusal
 from te_inductor.ops import LayerSpec
 from te_inductor.ops.layers.dense import DenseLayers
 from te_inductor.ops.layers.experts import ExpertLayers
-from te_inductor.passes.graph.cse import share
+from te_inductor.passes.graph.casts import share
 from te_inductor.passes.graph.operators import swaps
 from te_inductor.passes.graph.tracing import take_place, traced_into
 from te_inductor.passes.graph.values import value

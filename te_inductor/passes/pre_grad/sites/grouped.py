@@ -1,6 +1,6 @@
 """The forms in which models write the linear layers of experts: grouped products of sorted rows with a 3D parameter, or
 with what is computed from parameters, as adapters are added; and batched products of more matrices than are worth a
-GEMM each.
+GEMM each. Products with matrices that are picked from a stored weight of experts are there for the report.
 
 Where the rows are gathered from a tensor that has each once, as behind a router that picks several experts a token, the
 gather is part of the layer: each row is cast once and gathered in low precision, and the gradient's rows are added up
@@ -17,11 +17,14 @@ from te_inductor.diagnostics import Refusal
 from te_inductor.kernels import grouped_library, grouped_mm
 from te_inductor.kernels.problem import Problem, Program, Sizes
 from te_inductor.kernels.select import select
+from te_inductor.ops.stored_experts import PickedExperts
 from te_inductor.passes.graph import operators
+from te_inductor.passes.graph.module_path import held_for_one_call
+from te_inductor.passes.graph.operators import Call
 from te_inductor.passes.graph.owners import from_parameter
 from te_inductor.passes.graph.values import is_tensor, value
 from te_inductor.passes.graph.writes import Writes, chain, last_read
-from te_inductor.passes.pre_grad.sites import experts_bias, gathers, parametrized, requirements
+from te_inductor.passes.pre_grad.sites import experts_bias, gathers, requirements
 from te_inductor.passes.pre_grad.sites.gathers import uncast
 from te_inductor.passes.pre_grad.sites.groups import Groups, Original
 from te_inductor.passes.pre_grad.sites.linear import Batched
@@ -62,7 +65,7 @@ class Grouped(Rule):
         ends = value(match.groups.ends)
         if ends.dtype != torch.int32 or ends.dim() != 1:
             return Refusal("offsets are %s of %d dimensions, expected int32 of one", str(ends.dtype), ends.dim())
-        return parametrized.refusal(match.weight)
+        return _computed_for_one_call(match.weight)
 
     def check_slots(self, match: Match, slots: Slots) -> Refusal | None:
         scopes = [one.granularity for one in (slots.input, slots.grad_output)]
@@ -203,3 +206,48 @@ class ManyBatched(Batched):
 def _untransposed(weight: fx.Node) -> tuple[fx.Node, bool]:
     """Experts' weights (E, K, N): the parameter (E, N, K) that they are the transpose of, or they themselves."""
     return (weight.args[0], False) if operators.swaps(weight) else (weight, True)  # type: ignore[return-value]
+
+
+class Picked(Rule):
+    """``torch.bmm(p[ids], x)``, also the other way round, with stored weights of experts: for the report, as the
+    product finds its kernel by itself."""
+
+    pattern: ClassVar[str] = "grouped_linear"
+
+    def match(self, node: fx.Node) -> Match | None:
+        call = Call.read(node)
+        if call is None or call.name not in ("bmm", "matmul") or len(call.operands) != 2:
+            return None
+        first, second = call.operands.values()
+        for picked, x in ((first, second), (second, first)):
+            if is_tensor(picked) and isinstance(value(picked), PickedExperts) and is_tensor(x):
+                break
+        else:
+            return None
+        transposed = picked is second
+        while operators.read(picked).name not in ("getitem", "index", "index_select"):
+            transposed ^= bool(operators.swaps(picked))
+            picked = picked.args[0]
+        numbers = [one for one in picked.all_input_nodes if one is not picked.args[0]]
+        if not from_parameter(picked.args[0]) or len(numbers) != 1:
+            return None
+        weight = picked.args[0]
+        return Match(node, x, weight, transposed=transposed, parts=(Groups(numbers[0], numbered=True),))
+
+
+def _computed_for_one_call(weight: fx.Node) -> Refusal | None:
+    """Refuses a weight that is computed from plain attributes of a parametrization, which are no parameters and no
+    buffers: so peft registers one with the factors of each call. Dynamo has compiled for the old one alone, compiles
+    anew at each call, and after `recompile_limit` calls runs the code uncompiled."""
+    pending, seen = [weight], {weight}
+    while pending:
+        node = pending.pop()
+        if node.op == "placeholder" and held_for_one_call(node):
+            return Refusal(
+                "the weight is computed from what a parametrization holds for one call, so that each call compiles anew;"
+                " with peft's target_parameters call te_inductor.integrations.peft.register() first"
+            )
+        inputs = [one for one in node.all_input_nodes if one not in seen]
+        seen.update(inputs)
+        pending += inputs
+    return None

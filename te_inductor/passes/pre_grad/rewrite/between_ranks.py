@@ -1,5 +1,5 @@
-"""Puts gathers of low-precision bytes in the place of those that the graph has: Note [Graph FSDP] in
-ops/sharded_weight.py."""
+"""Tensors that layers have from other ranks in low precision: weights that the graph gathers (Note [Graph FSDP] in
+ops/sharded_weight.py), and what is left of an exchange of rows that a layer does itself."""
 
 import operator
 from collections.abc import Iterable, Sequence
@@ -14,6 +14,7 @@ from te_inductor.ops import LayerSpec
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.plan import Candidate
+from te_inductor.passes.pre_grad.sites.exchanges import Exchanges
 from te_inductor.passes.pre_grad.sites.rule import Match
 from te_inductor.recipes import DelayedScaling, Quantizer
 
@@ -71,3 +72,20 @@ class GatheredWeights:
         of_weight = LayerSpec(spec.slots, spec.scales)
         args: Any = (gather.shard, of_weight, gather.dtype, gather.backward_dtype)
         return [graph.call_function(ops.gather_weight, args, {} if known is None else {"known": known})]
+
+
+def ask_for_sizes(sites: Iterable[Candidate]) -> None:
+    """Have what asks for sizes of the rows that came ask a tensor of those sizes, whose values nobody reads."""
+    for site in sites:
+        part = site.match.part(Exchanges)
+        found = None if part is None else part.arrives
+        for node in part.sizes_of if part is not None else ():
+            if found is None or found.waited not in node.all_input_nodes:  # done for another site
+                continue
+            graph = node.graph
+            with graph.inserting_before(node):
+                rows = graph.call_function(torch.sym_sum, (list(found.received),))
+                shape = [rows, *value(found.rows).shape[1:]]
+                like = graph.call_function(torch.ops.aten.new_empty.default, (found.rows, shape))
+            like.meta = dict(found.waited.meta)
+            node.replace_input_with(found.waited, like)
