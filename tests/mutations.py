@@ -41,8 +41,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the last policy entry that matches wins",
-        "return next((entry for entry in policy if entry.matches(names, sizes)), None)",
-        "return next((entry for entry in reversed(list(policy)) if entry.matches(names, sizes)), None)",
+        "return next((entry for entry in self.entries if entry.matches(names, sizes)), None)",
+        "return next((entry for entry in reversed(self.entries) if entry.matches(names, sizes)), None)",
         ("tests/backend/test_policy.py",),
     ),
     Mutation(

@@ -3,7 +3,21 @@
 First every name of the model is matched with the checkpoint's keys, by dtypes and shapes alone; what does not fit is one
 error, before anything has changed. Then one tensor after the other is read, stored and let go of, so that memory never
 holds more than what is stored and one layer.
-"""
+
+# Note [Formats of checkpoints]
+Of a weight (N, K):
+
+- ``weight`` e4m3, ``weight_scale_inv`` (N/128, K/128) or one: transformers' fine-grained FP8; "block" or "current"
+- ``weight`` e4m3, ``weight_scale`` (), (N, 1) or (N/128, K/128): compressed-tensors' and ModelOpt's FP8; "current",
+  "rowwise" or "block"
+- ``weight_packed`` uint8 (N, K/2), ``weight_scale`` e4m3 (N, K/16), ``weight_global_scale`` fp32: compressed-tensors'
+  nvfp4-pack-quantized; "nvfp4_weight_only"
+- ``weight`` uint8 (N, K/2), ``weight_scale`` e4m3 (N, K/16), ``weight_scale_2`` fp32: ModelOpt's NVFP4;
+  "nvfp4_weight_only"
+
+Experts that a checkpoint has one by one (``experts.0.gate_proj.weight``) become a model's parameters (E, N, K),
+``gate_up_proj`` and ``down_proj``, if one stored matrix can have the scales of gate and of up; one scale a tensor becomes
+one a row there. "rowwise" and "block" are used without powers of two, as scales were published."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -50,23 +64,9 @@ def load_quantized(
         device: where to put what is on the meta device; None: on the CPU. Everything else stays where it is.
         fallback: "warn", "error" or "silent", where the checkpoint has scales of activations, which are not used.
 
-    Formats, of a weight (N, K); which one it is, is found by keys, dtypes and shapes, of each weight by itself:
-
-    - ``weight`` e4m3, ``weight_scale_inv`` (N/128, K/128) or one: transformers' fine-grained FP8; "block" or "current"
-    - ``weight`` e4m3, ``weight_scale`` (), (N, 1) or (N/128, K/128): compressed-tensors' and ModelOpt's FP8; "current",
-      "rowwise" or "block"
-    - ``weight_packed`` uint8 (N, K/2), ``weight_scale`` e4m3 (N, K/16), ``weight_global_scale`` fp32: compressed-tensors'
-      nvfp4-pack-quantized; "nvfp4_weight_only"
-    - ``weight`` uint8 (N, K/2), ``weight_scale`` e4m3 (N, K/16), ``weight_scale_2`` fp32: ModelOpt's NVFP4;
-      "nvfp4_weight_only"
-
-    Experts that a checkpoint has one by one (``experts.0.gate_proj.weight``) become a model's parameters (E, N, K),
-    ``gate_up_proj`` and ``down_proj``, if one stored matrix can have the scales of gate and of up; one scale a tensor
-    becomes one a row there.
-
-    "rowwise" and "block" are used without powers of two, as scales were published. Everything else, such as layers that
-    were not quantized, is copied as `load_state_dict` would, in the model's dtype. A tensor that has several names in
-    the model (tied weights) may have any of them in the checkpoint.
+    Which format (Note [Formats of checkpoints]) a weight is in is found by keys, dtypes and shapes, of each by itself. What
+    was not quantized is copied as `load_state_dict` would, in the model's dtype. A tensor that has several names in the
+    model (tied weights) may have any of them in the checkpoint.
 
     An error leaves the model as it was.
 
@@ -87,15 +87,18 @@ def load_quantized(
     with opened(path_or_state_dict) as checkpoint, torch.no_grad():
         chosen = _recipes([*_written(checkpoint), *recipes])
         steps, calibrated = plan(model, checkpoint, dequantize)
-        if calibrated:
-            more = f" and {len(calibrated) - 1} more scales" if calibrated[1:] else ""
-            text = (
-                f"te_inductor: {calibrated[0]}{more} of {checkpoint.where} are not used: activations are scaled as the"
-            )
-            say(f"{text} recipe of their layer says", options.fallback)
+        _say_unused(calibrated, checkpoint, options.fallback)
         _fill_buffers(model, to)
         _load(checkpoint, steps, chosen, dequantize, to)
     return model
+
+
+def _say_unused(calibrated: Sequence[str], checkpoint: Checkpoint, fallback: str) -> None:
+    """Say which scales of activations the checkpoint has for nothing."""
+    if calibrated:
+        more = f" and {len(calibrated) - 1} more scales" if calibrated[1:] else ""
+        text = f"te_inductor: {calibrated[0]}{more} of {checkpoint.where} are not used: activations are scaled as the"
+        say(f"{text} recipe of their layer says", fallback)
 
 
 def load_steps(

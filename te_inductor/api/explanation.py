@@ -15,7 +15,7 @@ from te_inductor.config import Options
 from te_inductor.errors import OptionError
 from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad import DECIDE, DECIDE_EXPORTED
-from te_inductor.passes.pre_grad.decide import policy
+from te_inductor.passes.pre_grad.decide.policy import Policy
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
 from te_inductor.presentation.paths import names_of
 from te_inductor.presentation.report import Report, merge
@@ -57,16 +57,15 @@ def explain(model: Callable[..., Any], *inputs: Any, options: Mapping[str, Any] 
 
 def _of_eager(found: Sequence[EagerProduct], names: Names, options: Options) -> Report:
     """Reports layers that no graph has, with the recipes that they would have in one."""
-    default, entries, used = recipes.resolve(options.recipe), policy.entries(options.policy, options.policy_name), set()
+    default, policy = recipes.resolve(options.recipe), Policy(options.policy, options.policy_name)
 
     def recipe_of(fqn: str, product: EagerProduct) -> str | None:
-        entry = policy.first(entries, names_of(fqn), product.sizes)
-        used.add(entry)
+        entry = policy.of(names_of(fqn), product.sizes)
         recipe = entry.recipe if entry else product.region.recipe or default
         return recipe.name if product.region.enabled and recipe is not None else None  # type: ignore[union-attr]
 
     report = report_of(found, names, recipe_of)
-    return replace(report, unused_policy=[entry.name for entry in entries if entry not in used])
+    return replace(report, unused_policy=policy.unused)
 
 
 @dataclass

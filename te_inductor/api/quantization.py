@@ -13,7 +13,7 @@ from te_inductor.errors import OptionError, wrong_type
 from te_inductor.ops import stored_experts
 from te_inductor.ops.stored_weight import StoredWeight, as_parameter, kind_of, store
 from te_inductor.passes.graph.module_path import without_wrappers
-from te_inductor.passes.pre_grad.decide import policy as policies
+from te_inductor.passes.pre_grad.decide.policy import Policy
 from te_inductor.passes.pre_grad.sites import requirements
 from te_inductor.presentation.paths import HIDDEN, names_of
 from te_inductor.recipes import Recipe
@@ -96,35 +96,38 @@ def quantize_(
     if not isinstance(model, nn.Module):
         raise OptionError(wrong_type("quantize_'s model", model, "an nn.Module"))
     options = config.parse({"policy": policy or {}, "fallback": fallback})
-    entries, default, owners = policies.entries(options.policy), recipes.resolve(recipe), _owners(model)
-    chosen: list[tuple[MultipliedWeight, Recipe]] = []
-    said: list[str] = []
-    used = set()
-    for held in _weights(model, [entry.pattern for entry in entries]):
-        path = held.names[0]
-        entry = policies.first(entries, held.names, held.sizes)
-        used.add(entry)
-        wanted = entry.recipe if entry else None if held.router else default
-        if wanted is None:
-            continue
-        if isinstance(held.weight, StoredWeight):
-            if held.weight.recipe != wanted:
-                said.append(
-                    f"te_inductor: {path or '(root)'} keeps its weight: it is stored as {held.weight.recipe} already"
-                )
-            continue
-        kind_of(wanted)
-        refusal = _refusal(held, owners)
-        if refusal is None:
-            chosen.append((held, wanted))
-        else:
-            said.append(f"te_inductor: {path or '(root)'} keeps its weight: {refusal}")
-    unused = [entry.name for entry in entries if entry not in used]
-    said += [f"te_inductor: policy entry {name!r} matches no linear layer{HIDDEN}" for name in unused]
+    policies = Policy(options.policy)
+    chosen, said = _chosen(model, policies, recipes.resolve(recipe))
+    said += [f"te_inductor: policy entry {name!r} matches no linear layer{HIDDEN}" for name in policies.unused]
     if said:
         say("\n".join(said), options.fallback)
     _replace(chosen)
     return model
+
+
+def _chosen(
+    model: nn.Module, policies: Policy, default: Recipe | None
+) -> tuple[list[tuple[MultipliedWeight, Recipe]], list[str]]:
+    """The weights that are to be stored, each with its recipe, and what is to be said of those that keep theirs."""
+    chosen, said, owners = list[tuple[MultipliedWeight, Recipe]](), list[str](), _owners(model)
+    for held in _weights(model, [entry.pattern for entry in policies.entries]):
+        entry = policies.of(held.names, held.sizes)
+        wanted = entry.recipe if entry else None if held.router else default
+        if wanted is None:
+            continue
+        why: object = None
+        if isinstance(held.weight, StoredWeight):
+            if held.weight.recipe == wanted:
+                continue
+            why = f"it is stored as {held.weight.recipe} already"
+        else:
+            kind_of(wanted)
+            why = _refusal(held, owners)
+        if why is None:
+            chosen.append((held, wanted))
+        else:
+            said.append(f"te_inductor: {held.names[0] or '(root)'} keeps its weight: {why}")
+    return chosen, said
 
 
 def _weights(model: nn.Module, patterns: Sequence[object]) -> Iterator[MultipliedWeight]:

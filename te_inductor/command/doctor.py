@@ -201,12 +201,12 @@ def _compiler() -> tuple[str, str]:
 
 
 def _environment() -> tuple[str, str]:
-    from te_inductor.passes.pre_grad.decide import policy
+    from te_inductor.passes.pre_grad.decide.policy import Policy
     from te_inductor.recipes import resolve
 
     options = config.parse()
     resolve(options.recipe, options.recipe_name)
-    policy.entries(options.policy, options.policy_name)
+    Policy(options.policy, options.policy_name)
     if wrong := config.unknown_variables():
         return BROKEN, "; ".join(wrong)
     names = sorted(name for name in os.environ if name.startswith(("TE_INDUCTOR_", "TORCHINDUCTOR_", "TORCH_LOGS")))

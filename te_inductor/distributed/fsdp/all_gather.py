@@ -18,7 +18,7 @@ from te_inductor.distributed.fsdp.rounds import Rounds, Weight
 from te_inductor.distributed.fsdp.scales import KINDS
 from te_inductor.errors import GatherError, OptionError, RecipeError, wrong_type
 from te_inductor.passes.graph.module_path import without_wrappers
-from te_inductor.passes.pre_grad.decide import policy as policies
+from te_inductor.passes.pre_grad.decide.policy import Policy
 from te_inductor.passes.pre_grad.sites import requirements
 from te_inductor.presentation.kinds import grouped
 from te_inductor.presentation.paths import HIDDEN
@@ -57,22 +57,33 @@ def low_precision_all_gather(
         raise OptionError(wrong_type("low_precision_all_gather's model", model, "an nn.Module"))
     options = config.parse({"policy": policy or {}, "fallback": fallback})
     default = recipes.resolve(recipe)
-    entries = policies.entries(options.policy)
-    for one in (default, *(entry.recipe for entry in entries)):
+    policies = Policy(options.policy)
+    for one in (default, *(entry.recipe for entry in policies.entries)):
         _check_recipe(one)
     shards = list(sharded_parameters(model))
     _check_model(shards)
+    weights, said = _chosen(model, shards, policies, default)
+    unmatched = f"matches no linear layer that FSDP2 shards{HIDDEN}"
+    said += [f"te_inductor: policy entry {name!r} {unmatched}" for name in policies.unused]
+    if said:
+        say("\n".join(said), options.fallback)
+    _check_agreement(shards, weights)
+    _install(model, weights)
+    return model
+
+
+def _chosen(
+    model: nn.Module, shards: Sequence[ShardedParameter], policies: Policy, default: Recipe | None
+) -> tuple[list[Weight], list[str]]:
+    """The weights that are to be gathered so, and what is to be said of the others."""
     paths = {module: without_wrappers(name) for name, module in model.named_modules()}
     parents = {child: module for module in model.modules() for child in module.children()}
-    weights: list[Weight] = []
-    said: list[str] = []
-    used = set()
+    weights, said = list[Weight](), list[str]()
     for shard in shards:
         names = [paths[module] for module, name in shard.modules if isinstance(module, nn.Linear) and name == "weight"]
         if not names or len(shard.shape) != 2:
             continue
-        entry = policies.first(entries, names, (None, *shard.shape))
-        used.add(entry)
+        entry = policies.of(names, (None, *shard.shape))
         parent = parents.get(shard.modules[0][0], model)
         wanted = entry.recipe if entry else None if is_router(names[0], parent) else default
         if wanted is None:
@@ -82,13 +93,7 @@ def low_precision_all_gather(
             weights.append(Weight(names[0], shard, wanted))
         else:
             said.append(f"te_inductor: {names[0] or '(root)'} is gathered in high precision: {refusal}")
-    unused = [entry.name for entry in entries if entry not in used]
-    said += [f"te_inductor: policy entry {name!r} matches no linear layer that FSDP2 shards{HIDDEN}" for name in unused]
-    if said:
-        say("\n".join(said), options.fallback)
-    _check_agreement(shards, weights)
-    _install(model, weights)
-    return model
+    return weights, said
 
 
 def _check_recipe(recipe: Recipe | None) -> None:

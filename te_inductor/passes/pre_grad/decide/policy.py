@@ -49,11 +49,25 @@ class Entry:
         return found
 
 
-def entries(policy: Iterable[tuple[Any, object]], name: str = "recipe") -> list[Entry]:
-    """The entries of parsed options; `name` is what errors call a recipe of them."""
-    return [Entry(pattern, recipes.resolve(spec, name)) for pattern, spec in policy]
+class Policy:
+    """The entries of parsed options, and which of them a layer has had."""
 
+    def __init__(self, policy: Iterable[tuple[Any, object]], name: str = "recipe") -> None:
+        """`name` is what errors call a recipe of them."""
+        self.entries = [Entry(pattern, recipes.resolve(spec, name)) for pattern, spec in policy]
+        self._used: set[Entry] = set()
 
-def first(policy: Iterable[Entry], names: Sequence[str], sizes: tuple[Any, Any, Any]) -> Entry | None:
-    """The entry that gives the layer its recipe."""
-    return next((entry for entry in policy if entry.matches(names, sizes)), None)
+    def first(self, names: Sequence[str], sizes: tuple[Any, Any, Any]) -> Entry | None:
+        """The entry that would give the layer its recipe."""
+        return next((entry for entry in self.entries if entry.matches(names, sizes)), None)
+
+    def of(self, names: Sequence[str], sizes: tuple[Any, Any, Any]) -> Entry | None:
+        """The entry that gives the layer its recipe, which then is used."""
+        entry = self.first(names, sizes)
+        self._used |= {entry} if entry else set()
+        return entry
+
+    @property
+    def unused(self) -> list[str]:
+        """The names of the others."""
+        return [entry.name for entry in self.entries if entry not in self._used]

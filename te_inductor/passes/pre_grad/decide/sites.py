@@ -17,12 +17,12 @@ from te_inductor.passes.pre_grad.decide import (
     gemm_kernels,
     memory_rule,
     merging,
-    policy,
     routers,
     size_rule,
     transforms,
     weight_grads,
 )
+from te_inductor.passes.pre_grad.decide.policy import Entry, Policy
 from te_inductor.passes.pre_grad.plan import Candidate, Plan, Precision, Unlowered
 from te_inductor.passes.pre_grad.sites import requirements
 from te_inductor.presentation.report import Unmet
@@ -35,11 +35,9 @@ def resolve_recipes(plan: Plan) -> None:
     """Give each site its recipe: none where autocast is disabled, else that of the first policy entry that matches it,
     else that of the region, else the default."""
     default = recipes.resolve(plan.options.recipe)
-    entries = policy.entries(plan.options.policy, plan.options.policy_name)
-    used = set()
+    policy = Policy(plan.options.policy, plan.options.policy_name)
     for candidate in plan.candidates:
-        entry = policy.first(entries, candidate.place.names, candidate.match.sizes)
-        used.add(entry)
+        entry = policy.of(candidate.place.names, candidate.match.sizes)
         weight = compat.shard_of(value(candidate.match.weight))
         recipe, by_policy = _recipe(candidate, entry, default), entry is not None
         if isinstance(weight, StoredWeight):
@@ -51,16 +49,15 @@ def resolve_recipes(plan: Plan) -> None:
             slots = None if recipe is None or recipe.of_stored_weights else recipe.slots_of(candidate.fqn)
             candidate.precision = Precision(recipe, slots, by_policy)
     for site in plan.products.unlowered:
-        entry = policy.first(entries, site.place.names, site.product.sizes)
+        names, sizes = site.place.names, site.product.sizes
         if not site.outside:
-            site.precision = Precision(_recipe(site, entry, default))
-        elif entry is not None and entry.recipe is not None:
-            continue  # a recipe that no site has
-        used.add(entry)
-    plan.outcome.report.unused_policy.extend(entry.name for entry in entries if entry not in used)
+            site.precision = Precision(_recipe(site, policy.of(names, sizes), default))
+        elif (entry := policy.first(names, sizes)) and entry.recipe is None:
+            policy.of(names, sizes)  # which it has, and no recipe
+    plan.outcome.report.unused_policy.extend(policy.unused)
 
 
-def _recipe(site: Candidate | Unlowered, entry: policy.Entry | None, default: Recipe | None) -> Recipe | None:
+def _recipe(site: Candidate | Unlowered, entry: Entry | None, default: Recipe | None) -> Recipe | None:
     region = _region(site.place.regions)
     if not region.enabled:
         return None

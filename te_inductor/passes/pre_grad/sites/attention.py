@@ -60,35 +60,19 @@ def _encoder_layer(
     """`torch._transformer_encoder_layer_fwd`, as `nn.TransformerEncoderLayer` computes it elsewhere."""
     padding = mask is not None and mask_type == _PADDING
     hidden = None if mask is None else (mask.flatten(0, 1) if mask.dim() == 4 else mask).bool()
+    masks = {"key_padding_mask": hidden if padding else None, "attn_mask": None if padding else hidden}
+    given = (embed_dim, num_heads, qkv_weight, qkv_bias, None, None, False, 0.0, proj_weight, proj_bias)
+
+    def attended(x: Tensor) -> Tensor:
+        x = x.transpose(0, 1)
+        y, _ = F.multi_head_attention_forward(x, x, x, *given, False, need_weights=False, **masks)  # type: ignore[arg-type]
+        return y.transpose(0, 1)
 
     def first_norm(x: Tensor) -> Tensor:
         return F.layer_norm(x, (embed_dim,), norm_weight_1, norm_bias_1, eps)
 
     def second_norm(x: Tensor) -> Tensor:
         return F.layer_norm(x, (embed_dim,), norm_weight_2, norm_bias_2, eps)
-
-    def attended(x: Tensor) -> Tensor:
-        x = x.transpose(0, 1)
-        y, _ = F.multi_head_attention_forward(
-            x,
-            x,
-            x,
-            embed_dim,
-            num_heads,
-            qkv_weight,
-            qkv_bias,
-            None,
-            None,
-            False,
-            0.0,
-            proj_weight,
-            proj_bias,
-            training=False,
-            key_padding_mask=hidden if padding else None,
-            need_weights=False,
-            attn_mask=None if padding else hidden,
-        )
-        return y.transpose(0, 1)
 
     def fed_forward(x: Tensor) -> Tensor:
         hidden = F.linear(x, ffn_weight_1, ffn_bias_1)
