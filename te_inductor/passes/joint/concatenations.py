@@ -24,6 +24,7 @@ from te_inductor import ops
 from te_inductor.passes.graph.casts import records_amax
 from te_inductor.passes.graph.gemm_nodes import VIEWS
 from te_inductor.passes.graph.node_kinds import has_shape, is_cast, is_pointwise, tensor_of
+from te_inductor.passes.graph.walks import reached
 from te_inductor.recipes import Quantizer
 
 aten = torch.ops.aten
@@ -64,13 +65,13 @@ def _share_reads(pieces: Sequence[fx.Node]) -> bool:
 
 def _reads(piece: fx.Node) -> Iterator[fx.Node]:
     """The tensors as large as it that a kernel which computes it reads."""
-    size, seen, pending = piece.meta["val"].numel(), {piece}, [piece]
-    while pending:
-        node = pending.pop()
-        if node.op == "call_function" and (is_pointwise(node) or node.target in VIEWS):
-            pending += [source for source in node.all_input_nodes if source not in seen]
-            seen.update(node.all_input_nodes)
-        elif (value := tensor_of(node)) is not None and statically_known_true(value.numel() == size):
+
+    def is_computed(node: fx.Node) -> bool:
+        return node.op == "call_function" and (is_pointwise(node) or node.target in VIEWS)
+
+    for node in reached([piece], lambda node: node.all_input_nodes if is_computed(node) else ()):
+        value = None if is_computed(node) else tensor_of(node)
+        if value is not None and statically_known_true(value.numel() == piece.meta["val"].numel()):
             yield node
 
 

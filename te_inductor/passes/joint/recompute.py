@@ -33,6 +33,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from te_inductor import compat, ops
 from te_inductor.lowerings.codegen.block_tiles import may_be_held
 from te_inductor.passes.graph.node_kinds import is_cast, is_pointwise, is_view, tensor_of
+from te_inductor.passes.graph.walks import reached
 from te_inductor.recipes import Gemm, Quantizer
 from te_inductor.recipes.formats import Scope
 
@@ -127,12 +128,10 @@ def _is_random(node: fx.Node) -> bool:
 def _reads_of_written(graph: fx.Graph, backward: set[fx.Node]) -> Iterator[fx.Node]:
     """What the forward computes of inputs, or views of them, into which the graph copies at its end."""
     writes = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
-    pending = [write.args[0] for write in writes if write.args[0].op == "placeholder"]
-    while pending:
-        for user in pending.pop().users:
-            if is_view(user):
-                pending.append(user)
-            elif user.op == "call_function" and user not in writes and user not in backward:
+    written = [write.args[0] for write in writes if write.args[0].op == "placeholder"]
+    for node in reached(written, lambda node: filter(is_view, node.users)):
+        for user in node.users:
+            if not is_view(user) and user.op == "call_function" and user not in writes and user not in backward:
                 yield user
 
 
@@ -175,14 +174,10 @@ def _spared(source: fx.Node, backward: set[fx.Node], available: set[fx.Node]) ->
         source = source.all_input_nodes[0]
     if source in available and not is_pointwise(source):
         return 0
-    pending, masks = [source], 0
-    while pending:
-        for user in pending.pop().users:
-            if user not in backward and is_view(user):
-                pending.append(user)
-            elif user not in backward and "recompute" not in user.meta and _is_mask(user, backward):
-                masks += _bytes(user)
-    return _bytes(source) - masks
+    views = reached([source], lambda node: [user for user in node.users if user not in backward and is_view(user)])
+    readers = (user for node in views for user in node.users if user not in backward and user not in views)
+    masks = (user for user in readers if "recompute" not in user.meta and _is_mask(user, backward))
+    return _bytes(source) - sum(map(_bytes, masks))
 
 
 def _is_mask(node: fx.Node, backward: set[fx.Node]) -> bool:
@@ -268,17 +263,16 @@ def _holds_blocks(cast: fx.Node, sources: Sequence[fx.Node]) -> bool:
 def _are_of_norms(sources: Sequence[fx.Node], available: set[fx.Node]) -> bool:
     """Whether the backward would compute each from one tensor and from numbers that the forward computes for its
     rows."""
+
+    def is_computed(node: fx.Node) -> bool:
+        made = not _is_little(node) and (is_pointwise(node) or is_view(node))
+        return made and available.issuperset(node.all_input_nodes)
+
     for source in sources:
-        tensors, statistics, pending = set(), False, [source]
-        while pending:
-            node = pending.pop()
-            if _is_little(node):
-                statistics |= node.op == "call_function"
-            elif (is_pointwise(node) or is_view(node)) and available.issuperset(node.all_input_nodes):
-                pending += node.all_input_nodes
-            elif _is_as_large(node, source):
-                tensors.add(node)
-        if not statistics or len(tensors) != 1:
+        nodes = reached([source], lambda node: node.all_input_nodes if is_computed(node) else ())
+        read = [node for node in nodes if not is_computed(node)]
+        tensors = [node for node in read if not _is_little(node) and _is_as_large(node, source)]
+        if len(tensors) != 1 or not any(_is_little(node) and node.op == "call_function" for node in read):
             return False
     return True
 
@@ -292,12 +286,7 @@ def _is_of_input(x: fx.Node) -> bool:
 
 def _after(starts: list[fx.Node]) -> set[fx.Node]:
     """Everything that depends on one of `starts`, with them."""
-    found, pending = set(starts), list(starts)
-    while pending:
-        new = [user for user in pending.pop().users if user not in found]
-        found.update(new)
-        pending += new
-    return found
+    return set(reached(starts, lambda node: node.users))
 
 
 def _available(graph: fx.Graph, backward: set[fx.Node]) -> set[fx.Node]:

@@ -19,6 +19,7 @@ from te_inductor.passes.graph import operators
 from te_inductor.passes.graph.operators import Kind
 from te_inductor.passes.graph.owners import from_parameter
 from te_inductor.passes.graph.values import is_tensor, value
+from te_inductor.passes.graph.walks import reached
 from te_inductor.passes.pre_grad.sites.rule import Match
 
 MOST = 2048  # experts; what chooses among more is a vocabulary's head
@@ -36,35 +37,25 @@ def refusal(match: Match, routers: AbstractSet[fx.Node]) -> Refusal | None:
 
 def of_groups(matches: Iterable[Match], products: AbstractSet[fx.Node]) -> set[fx.Node]:
     """The products of whose scores sizes of experts' groups are made, whatever chooses: such as an arg max."""
-    pending = list({node for match in matches for part in match.parts for node in part.chosen_by(match)})
-    seen, found = set(pending), set()
-    while pending:
-        node = pending.pop()
-        if node in products:
-            found.add(node)
-            continue
-        inputs = [one for one in node.all_input_nodes if one not in seen]
-        seen.update(inputs)
-        pending += inputs
-    return {product for product in found if _is_chosen_from(product, seen)}
+    chosen = {node for match in matches for part in match.parts for node in part.chosen_by(match)}
+    seen = reached(chosen, lambda node: () if node in products else node.all_input_nodes).keys()
+    return {node for node in seen if node in products and _is_chosen_from(node, seen)}
 
 
 def _is_chosen_from(product: fx.Node, among: AbstractSet[fx.Node]) -> bool:
     """Whether one of these nodes chooses of a product's outputs as they are: makes an integer or a truth of each, or of
     all candidates'."""
     candidates = value(product).shape[-1]
-    seen, pending = {product}, [product]
-    while pending:
-        for user in pending.pop().users:
-            if user in seen or user not in among:
-                continue
-            seen.add(user)
-            results = [one for one in pytree.tree_leaves(user.meta.get("example_value")) if torch.is_tensor(one)]
-            if any(not one.is_floating_point() for one in results):
-                return True
-            if any(_holds(one, candidates) for one in results) and not _brings_a_matrix(user):
-                pending.append(user)
-    return False
+
+    def results(user: fx.Node) -> list[torch.Tensor]:
+        return [one for one in pytree.tree_leaves(user.meta.get("example_value")) if torch.is_tensor(one)]
+
+    def scores(node: fx.Node) -> list[fx.Node]:
+        users = [user for user in node.users if user in among and not _brings_a_matrix(user)]
+        return [user for user in users if any(_holds(one, candidates) for one in results(user))]
+
+    read = (user for node in reached([product], scores) for user in node.users if user in among)
+    return any(not one.is_floating_point() for user in read for one in results(user))
 
 
 def _holds(scores: torch.Tensor, candidates: int) -> bool:
@@ -82,13 +73,12 @@ def _computes(node: fx.Node) -> bool:
 
 
 def _chooses(node: fx.Node) -> bool:
-    seen, pending = {node}, [node]
-    while pending:
-        for user in pending.pop().users:
-            called, kind, _ = operators.read(user)
-            if kind is Kind.CHOICE:
-                return True
-            if (kind in _BETWEEN or called in _BETWEEN_TOO or _computes(user)) and user not in seen:
-                seen.add(user)
-                pending.append(user)
-    return False
+    def scores(node: fx.Node) -> list[fx.Node]:
+        return [user for user in node.users if _keeps_scores(user)]
+
+    return any(operators.read(user).kind is Kind.CHOICE for one in reached([node], scores) for user in one.users)
+
+
+def _keeps_scores(node: fx.Node) -> bool:
+    called, kind, _ = operators.read(node)
+    return kind in _BETWEEN or called in _BETWEEN_TOO or _computes(node)

@@ -23,6 +23,7 @@ from te_inductor.passes.graph.module_path import held_for_one_call
 from te_inductor.passes.graph.operators import Call
 from te_inductor.passes.graph.owners import from_parameter
 from te_inductor.passes.graph.values import is_tensor, value
+from te_inductor.passes.graph.walks import reached
 from te_inductor.passes.graph.writes import Writes, chain, last_read
 from te_inductor.passes.pre_grad.sites import experts_bias, gathers, requirements
 from te_inductor.passes.pre_grad.sites.gathers import uncast
@@ -239,15 +240,10 @@ def _computed_for_one_call(weight: fx.Node) -> Refusal | None:
     """Refuses a weight that is computed from plain attributes of a parametrization, which are no parameters and no
     buffers: so peft registers one with the factors of each call. Dynamo has compiled for the old one alone, compiles
     anew at each call, and after `recompile_limit` calls runs the code uncompiled."""
-    pending, seen = [weight], {weight}
-    while pending:
-        node = pending.pop()
-        if node.op == "placeholder" and held_for_one_call(node):
-            return Refusal(
-                "the weight is computed from what a parametrization holds for one call, so that each call compiles anew;"
-                " with peft's target_parameters call te_inductor.integrations.peft.register() first"
-            )
-        inputs = [one for one in node.all_input_nodes if one not in seen]
-        seen.update(inputs)
-        pending += inputs
-    return None
+    made_of = reached([weight], lambda node: node.all_input_nodes)
+    if not any(node.op == "placeholder" and held_for_one_call(node) for node in made_of):
+        return None
+    return Refusal(
+        "the weight is computed from what a parametrization holds for one call, so that each call compiles anew; with"
+        " peft's target_parameters call te_inductor.integrations.peft.register() first"
+    )

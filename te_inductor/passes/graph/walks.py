@@ -1,0 +1,16 @@
+"""Walks from node to node."""
+
+from collections.abc import Callable, Iterable
+
+from torch import fx
+
+
+def reached(starts: Iterable[fx.Node], follow: Callable[[fx.Node], Iterable[fx.Node]]) -> dict[fx.Node, None]:
+    """The nodes that some lead to, with them; each is asked once where it leads."""
+    found = dict.fromkeys(starts)
+    pending = list(found)
+    while pending:
+        new = dict.fromkeys(one for one in follow(pending.pop()) if one not in found)
+        found |= new
+        pending += new
+    return found
