@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 import te_inductor
 from te_inductor.diagnostics import Refusal
-from te_inductor.passes.pre_grad.decide import gathered
+from te_inductor.passes.pre_grad.decide import between_ranks
 from te_inductor.recipes import DelayedScaling
 from tests import ranks
 from tests.simple_fsdp import simple_fsdp
@@ -86,7 +86,7 @@ class Rank(ranks.Rank):
             model = nn.Sequential(Block()) if make is None else make()
             simple_fsdp(model, mesh or self.mesh, placements or [Shard(0)], **dtypes)
             dtype = dtypes.get("forward_dtype", torch.float32)
-            refused = mock.patch.object(gathered, "_refusal", lambda *_: Refusal("of the test"))
+            refused = mock.patch.object(between_ranks, "_why_not_gathered", lambda *_: Refusal("of the test"))
             with mock.patch.dict({}) if low else refused:
                 found.append(self.train(model, RECIPES[recipe], dtype=dtype, **how))
             gathers.append([graph for graph in self.gathers if graph])
@@ -227,7 +227,7 @@ def not_finite(rank: Rank, recipe: str) -> Any:
         model = simple_fsdp(nn.Linear(WIDTH, WIDTH), rank.mesh, [Shard(0)])
         local = model._parameters["weight"].to_local().data
         local[0, 0] = torch.nan if rank.rank else torch.inf
-        refused = mock.patch.object(gathered, "_refusal", lambda *_: Refusal("of the test"))
+        refused = mock.patch.object(between_ranks, "_why_not_gathered", lambda *_: Refusal("of the test"))
         torch.manual_seed(rank.rank)
         x = torch.randn(32, WIDTH, requires_grad=True)
         with mock.patch.dict({}) if low else refused:

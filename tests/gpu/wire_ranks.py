@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import te_inductor
 from te_inductor.diagnostics import Refusal
-from te_inductor.passes.pre_grad.decide import exchanged, gathered
+from te_inductor.passes.pre_grad.decide import between_ranks
 from tests.backend.expert_parallel_ranks import HIDDEN, MoE
 from tests.backend.graph_fsdp_ranks import MIXED
 from tests.ranks import Rank
@@ -61,8 +61,8 @@ def trains(rank: Rank, kind: str, recipe: str) -> Any:
         model, x = (graph_fsdp if kind == "graph_fsdp" else experts)(rank.rank, rank.world)
         wires = [site.wire for site in te_inductor.explain(model, x, options=options).sites if site.wire]
         with (
-            mock.patch.object(gathered, "_refusal", lambda *_: refused),
-            mock.patch.object(exchanged, "_refusal", lambda *_: refused),
+            mock.patch.object(between_ranks, "_why_not_gathered", lambda *_: refused),
+            mock.patch.object(between_ranks, "_why_not_exchanged", lambda *_: refused),
         ):
             high = train(kind, rank.rank, rank.world, options)
         right = train(kind, rank.rank, rank.world, None)

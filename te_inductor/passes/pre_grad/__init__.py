@@ -10,8 +10,7 @@ from collections.abc import Callable
 
 from te_inductor.passes.pre_grad.attention.rewrite import rewrite_attention
 from te_inductor.passes.pre_grad.attention.sites import match_attention
-from te_inductor.passes.pre_grad.decide.exchanged import check_exchanges
-from te_inductor.passes.pre_grad.decide.gathered import check_gathers
+from te_inductor.passes.pre_grad.decide.between_ranks import check_exchanges, check_gathers
 from te_inductor.passes.pre_grad.decide.report import report_sites
 from te_inductor.passes.pre_grad.decide.sites import (
     check_extras,

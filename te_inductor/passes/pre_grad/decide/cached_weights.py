@@ -43,8 +43,7 @@ SCOPES = ("tensor", "row", "128x128", "1x32", "32x32", "1x16", "16x16")
 def refusal(match: Match, slots: Slots, bodies: Bodies, examples: Sequence[object], writes: Writes) -> Refusal | None:
     """Why a site's weight is cast at each call all the same; `examples` are the inputs that the graph is compiled for,
     `writes` what it writes."""
-    of_part = next((why for part in match.parts if (why := part.refuse_kept(slots))), None)
-    if of_part is not None:
+    if (of_part := match.first_refusal(lambda part: part.refuse_kept(slots))) is not None:
         return of_part
     if slots.weight.scope not in SCOPES:
         return Refusal("copies with scales of %s are not kept", slots.weight.scope)

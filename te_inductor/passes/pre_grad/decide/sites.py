@@ -11,9 +11,9 @@ from te_inductor.passes.graph import regions
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.decide import (
+    between_ranks,
     cached_weights,
     delayed,
-    gathered,
     gemm_kernels,
     memory_rule,
     merging,
@@ -25,6 +25,7 @@ from te_inductor.passes.pre_grad.decide import (
 from te_inductor.passes.pre_grad.decide.policy import Entry, Policy
 from te_inductor.passes.pre_grad.plan import Candidate, Plan, Precision, Unlowered
 from te_inductor.passes.pre_grad.sites import requirements
+from te_inductor.passes.pre_grad.sites.rule import Match
 from te_inductor.presentation.report import Unmet
 from te_inductor.recipes import DelayedScaling, Recipe
 from te_inductor.recipes.regions import Region, active
@@ -44,7 +45,7 @@ def resolve_recipes(plan: Plan) -> None:
             candidate.precision = Precision(weight.recipe, stored=True)
             continue
         if isinstance(weight, GatheredWeight):
-            recipe, by_policy = gathered.recipe_of(candidate, recipe, weight), True
+            recipe, by_policy = between_ranks.recipe_of(candidate, recipe, weight), True
         if _region(candidate.place.regions).enabled:
             slots = None if recipe is None or recipe.of_stored_weights else recipe.slots_of(candidate.fqn)
             candidate.precision = Precision(recipe, slots, by_policy)
@@ -86,7 +87,7 @@ def check_sites(plan: Plan) -> None:
                 or (None if candidate.by_policy else routers.refusal(match, choosing))
                 or candidate.rule.check(match)
                 or candidate.rule.check_slots(match, candidate.slots)
-                or next((why for part in match.parts if (why := part.refuse_here(match, plan.writes, is_cpp))), None)
+                or _refusal_here(match, plan, is_cpp)
             )
             if candidate.refusal is None:
                 candidate.emulated = candidate.rule.emulated(match, candidate.slots, plan.leaves)
@@ -97,6 +98,10 @@ def check_sites(plan: Plan) -> None:
                 candidate.refusal = candidate.refusal or delayed.of_shards(
                     candidate.recipe, plan.options, match.parallel
                 )
+
+
+def _refusal_here(match: Match, plan: Plan, is_cpp: bool) -> Refusal | None:
+    return match.first_refusal(lambda part: part.refuse_here(match, plan.writes, is_cpp))
 
 
 def weigh_sites(plan: Plan) -> None:

@@ -39,8 +39,7 @@ def refusal(match: Match, slots: Slots, bodies: Bodies, examples: Sequence[objec
     Raises:
         MainGradError: there is a main_grad that does not fit its parameter.
     """
-    of_part = next((why for part in match.parts if (why := part.refuse_taken())), None)
-    if of_part is not None:
+    if (of_part := match.first_refusal(lambda part: part.refuse_taken())) is not None:
         return of_part
     if not bodies.reaches(match.node.graph):
         return Refusal("inside a control-flow body, which option 'wgrad' does not reach")

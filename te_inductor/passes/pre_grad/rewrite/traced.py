@@ -55,9 +55,12 @@ def refuse_what_has_no_place(plan: Plan) -> None:
 def refuse_what_is_in_no_program(plan: Plan) -> None:
     """Sites that a program which leaves this process cannot hold, as it has no kernel for some experts."""
     for site in plan.candidates:
-        slots, match = site.slots, site.match
-        if site.refusal is None and slots is not None:
-            site.refusal = next((why for part in match.parts if (why := part.refuse_in_program(match, slots))), None)
+        if site.refusal is None and site.slots is not None:
+            site.refusal = _in_no_program(site.match, site.slots)
+
+
+def _in_no_program(match: Match, slots: Slots) -> Refusal | None:
+    return match.first_refusal(lambda part: part.refuse_in_program(match, slots))
 
 
 def _in_a_body(plan: Plan, graph: fx.Graph) -> Refusal:

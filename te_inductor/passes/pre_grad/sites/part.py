@@ -82,10 +82,5 @@ class Unfit(SitePart):
 
     refusal: Refusal
 
-    def emit(self, spec: LayerSpec, graph: fx.Graph) -> tuple[LayerSpec, dict[str, Any]]:
-        """The spec of the layer's op with what the part adds to it, and the arguments of the op that it brings, at the
-        graph's insertion point."""
-        return spec, {}
-
     def refuse(self, match: "Match") -> Refusal | None:
         return self.refusal

@@ -49,6 +49,10 @@ class Match:
         """The one of a kind."""
         return next((one for one in self.parts if isinstance(one, kind)), None)
 
+    def first_refusal(self, ask: Callable[[SitePart], Refusal | None]) -> Refusal | None:
+        """What the first of its parts says that refuses something."""
+        return next(filter(None, map(ask, self.parts)), None)
+
     def having(self, part: SitePart, **changes: Any) -> "Match":
         """The layer with a part, in the place of another one of its kind, and with other fields."""
         kept = tuple(one for one in self.parts if not isinstance(one, type(part)))
@@ -169,7 +173,7 @@ class Rule:
         raise NotImplementedError
 
     def check(self, match: Match) -> Refusal | None:
-        refusal = next((why for part in match.parts if (why := part.refuse(match))), None) or self.check_form(match)
+        refusal = match.first_refusal(lambda part: part.refuse(match)) or self.check_form(match)
         if refusal is not None:
             return refusal
         held = value if match.parallel is None else lambda node: compat.shard_of(value(node))

@@ -1,4 +1,6 @@
-"""The layers of experts that cast their rows before these go to the ranks that have the experts: Note [Rows between
+"""Tensors that layers have from other ranks in low precision. Weights that FSDP2 gathers have been cast before the graph,
+for the recipe that their site then has; those that the graph gathers itself are cast in it, where that is the same: Note
+[Graph FSDP]. Layers of experts cast their rows before these go to the ranks that have the experts: Note [Rows between
 ranks] in distributed/exchange.py."""
 
 from collections.abc import Sequence
@@ -9,8 +11,10 @@ from torch import distributed as dist
 from torch import fx
 
 from te_inductor import compat
+from te_inductor.config import Options
 from te_inductor.diagnostics import Refusal
 from te_inductor.distributed import amax_groups
+from te_inductor.ops.gathered_weight import GatheredWeight
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.owners import owner_of
 from te_inductor.passes.graph.values import value
@@ -19,7 +23,83 @@ from te_inductor.passes.pre_grad.decide import delayed
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
 from te_inductor.passes.pre_grad.sites import exchanges
 from te_inductor.passes.pre_grad.sites.exchanges import ExchangeNodes, Exchanges
-from te_inductor.recipes import DelayedScaling
+from te_inductor.passes.pre_grad.sites.sharded import SHARED
+from te_inductor.passes.pre_grad.sites.weight_gather import Gather
+from te_inductor.recipes import DelayedScaling, Recipe, Slots
+
+_REMEDY = "give torch.compile and low_precision_all_gather the same recipe and policy"
+
+
+def recipe_of(candidate: Candidate, wanted: Recipe | None, weight: GatheredWeight) -> Recipe | None:
+    """The recipe of a site whose weight was gathered in low precision. Where the options want another one, `wanted`, that
+    is noted as an option that does not reach the site. None where they keep the site in high precision."""
+    found = weight.recipe
+    assert found is not None  # as of all that FSDP2 gathered
+    if wanted is None:
+        candidate.unmet["recipe"] = Refusal(
+            "its weight was gathered in low precision, for %r, and is multiplied in high precision; %s",
+            *(found.name, _REMEDY),
+        )
+        return None
+    if wanted != found:
+        name = repr(found.name) if wanted.name != found.name else str(found)
+        candidate.unmet["recipe"] = Refusal("its weight was gathered for %s, which it runs in; %s", name, _REMEDY)
+    return found
+
+
+def check_gathers(plan: Plan) -> None:
+    """Decides which weights that the graph gathers are cast before that. All that read a shard gather it so, or none
+    does."""
+    bodies = Bodies(plan.gm)
+    sites = [site for site in plan.candidates if site.low and site.match.gather]
+    if not sites:
+        return
+    readers = bodies.readers()
+    of_shard: dict[fx.Node, list[Candidate]] = {}
+    for site in sites:
+        gather: Any = site.match.gather
+        written = Refusal("the graph writes its shards") if plan.writes.anywhere(gather.shard) else None
+        why_not = gather.refusal or written or _why_not_gathered(site, gather, site.slots, plan.options, bodies)  # type: ignore[arg-type]
+        _leave_gather(site, why_not)
+        of_shard.setdefault(bodies.outer(gather.shard), []).append(site)
+    for shard, of_one in of_shard.items():
+        gathering = {site.match.gather.nodes[-1] for site in of_one if site.gathers}  # type: ignore[union-attr]
+        if readers[shard] != gathering or len({site.recipe for site in of_one}) > 1:
+            for site in of_one:
+                _leave_gather(site, SHARED)
+
+
+def _leave_gather(site: Candidate, refusal: Refusal | None) -> None:
+    """Have the graph gather the weight in high precision, unless something else has it do so already."""
+    gather = site.match.gather
+    assert gather is not None
+    site.match = site.match.having(replace(gather, refusal=gather.refusal or refusal))
+
+
+def _why_not_gathered(
+    site: Candidate, gather: Gather, slots: Slots, options: Options, bodies: Bodies
+) -> Refusal | None:
+    """Why a weight is gathered as it was."""
+    shard, scope = value(gather.shard), slots.weight.granularity
+    n, k = shard.shape
+    ranks = n // value(gather.shard)._local_tensor.shape[0]  # type: ignore[attr-defined]
+    if not (scope.whole or (scope.transposes and not scope.microscaled)):
+        return Refusal(
+            "recipe %r has scales of its rows for fprop and of its columns for dgrad, which no one cast gives",
+            site.recipe.name if site.recipe else "none",
+        )
+    if slots.weight.stochastic or slots.weight.hadamard:
+        return Refusal("its cast is not the same for each rank's rows")
+    rows = n if scope.whole else n // ranks  # no block may lie in two shards
+    if rows % scope.alignment or k % scope.alignment:
+        what = "its" if scope.whole else "a rank's"
+        return Refusal("%s %d rows of %d columns are not multiples of %d", what, rows, k, scope.alignment)
+    if not bodies.reaches(gather.shard.graph):
+        return Refusal("it is gathered in a control-flow body")
+    if isinstance(site.recipe, DelayedScaling):
+        return delayed.of_mesh_shards(site.recipe, options, shard)
+    return None
+
 
 _X, _DY = "rows between ranks go in {} to the experts", "gradients between ranks go in {} to the experts"
 
@@ -39,9 +119,9 @@ def check_exchanges(plan: Plan) -> None:
         if front is not None and site.low:
             readers.setdefault(front.waited, []).append((site, front))
         if behind is not None and site.low:
-            _leave(site, behind, _refusal(plan, site, behind, bodies))
+            _leave(site, behind, _why_not_exchanged(plan, site, behind, bodies))
     for of_one in readers.values():
-        refusal = next((why for site, found in of_one if (why := _refusal(plan, site, found, bodies))), None)
+        refusal = next((why for site, found in of_one if (why := _why_not_exchanged(plan, site, found, bodies))), None)
         sizes, left = exchanges.others(of_one[0][1], [site.match.node for site, _ in of_one])
         if left or len({site.recipe for site, _ in of_one}) > 1:
             refusal = refusal or exchanges.OTHERS
@@ -78,7 +158,7 @@ def _text(template: str, found: ExchangeNodes, element: str, refusal: Refusal | 
     return template.format(element) if refusal is None else f"{template.format(dtype)}: {refusal}"
 
 
-def _refusal(plan: Plan, site: Candidate, found: ExchangeNodes, bodies: Bodies) -> Refusal | None:
+def _why_not_exchanged(plan: Plan, site: Candidate, found: ExchangeNodes, bodies: Bodies) -> Refusal | None:
     """Why rows are exchanged in high precision."""
     slots: Any = site.slots
     scopes = [slots.input.granularity, slots.grad_output.granularity]
