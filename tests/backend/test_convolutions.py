@@ -131,3 +131,26 @@ def test_a_layer_that_stays_is_a_convolution_again(uncompiled_graphs):
     model = nn.Sequential(nn.Conv2d(INNER, OUTER, 1), nn.Flatten(2), nn.Linear(30, 32))
     compiled(model, policy={"0": "none"})(image())
     assert "aten.convolution.default" in uncompiled_graphs
+
+
+def test_dtensors_stay_as_they_are():
+    """Their views may redistribute them; the rest of the graph runs in low precision."""
+    from torch.distributed.tensor import DTensor, Shard, distribute_module, init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        convolution = distribute_module(nn.Conv2d(INNER, OUTER, 1).to(memory_format=torch.channels_last), mesh)
+        linear = nn.Linear(OUTER, OUTER)
+
+        def run(x: Tensor) -> Tensor:
+            return linear(convolution(DTensor.from_local(x, mesh, [Shard(0)])).to_local().movedim(1, -1))
+
+        report = te_inductor.explain(run, image(), options={"recipe": "current"})
+    finally:
+        torch.distributed.destroy_process_group()
+    assert report.failure is None and {site.pattern: site.reason is None for site in report.sites} == {
+        "linear": True,
+        "convolution": False,
+    }

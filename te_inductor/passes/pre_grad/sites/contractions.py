@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from te_inductor.passes.graph.operators import Call
 from te_inductor.passes.graph.owners import from_parameter
@@ -87,7 +88,9 @@ def inline(graph: fx.Graph) -> dict[fx.Node, Inlined]:
     """Replace every such node of `graph` by what it computes, and say by which layers."""
     done = {}
     for node in list(graph.nodes):
-        if node.op in ("call_function", "call_method") and not is_wrapped(node):
+        # A DTensor's views may redistribute it, where the call does not.
+        plain = is_tensor(node) and not is_traceable_wrapper_subclass(value(node)) and not is_wrapped(node)
+        if plain and node.op in ("call_function", "call_method"):
             contraction = READERS.get(node.target, _product)(node)
             found = None if contraction is None else _layer(contraction)
             if contraction is not None and found is not None:
