@@ -68,6 +68,13 @@ class Parallel(Constant):
         return self.y if self.reduces else None
 
 
+def is_shard(placement: Any) -> bool:
+    """Whether a placement of a DTensor shards a dimension, and not in strides."""
+    from torch.distributed.tensor import Shard
+
+    return type(placement) is Shard
+
+
 def gather(x: Tensor, dim: int, parallel: Parallel | Ranks) -> Tensor:
     """The x of all ranks, one behind the other along `dim`. FP8 goes over the wire as bytes."""
     wire = x.contiguous()

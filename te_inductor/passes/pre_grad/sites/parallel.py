@@ -9,7 +9,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from te_inductor import compat
 from te_inductor.diagnostics import Refusal
-from te_inductor.distributed.parallel import Parallel
+from te_inductor.distributed.parallel import Parallel, is_shard
 from te_inductor.passes.graph.values import is_tensor, value
 from te_inductor.passes.graph.writes import Writes, last_read
 from te_inductor.passes.pre_grad.sites.rule import Match
@@ -103,7 +103,7 @@ def _kinds(match: Match) -> Refusal | None:
         [placement] = tensor.placements
         if placement.is_partial():
             return Refusal("%s is a DTensor of partial sums, which no cast may round", what)
-        if not (placement.is_replicate() or type(placement) is _shard()):
+        if not (placement.is_replicate() or is_shard(placement)):
             return Refusal("%s is a DTensor placed as %s", what, placement)
     bias = tensors.get("bias")
     if bias is not None and _dim(bias) != (0 if _dim(tensors["weight"]) == 0 else None):
@@ -119,7 +119,7 @@ def _is_gather(node: fx.Node) -> bool:
     if compat.mesh_of_dtensor(source) is None or len(source.placements) != 1:
         return False
     made: Any = value(node)
-    dim = _dim(source) if type(source.placements[0]) is _shard() else None
+    dim = _dim(source) if is_shard(source.placements[0]) else None
     even = _is_even(node.all_input_nodes[0])
     return bool(made.placements[0].is_replicate() and dim not in (None, source.dim() - 1) and even)
 
@@ -151,7 +151,7 @@ def _behind(node: fx.Node) -> tuple[tuple[fx.Node, ...], fx.Node | None, bool]:
 def _may_be_scattered(node: fx.Node) -> bool:
     """Whether a redistribution leaves a tensor whole, or shards its rows evenly."""
     y: Any = value(node)
-    if len(y.placements) != 1 or not (y.placements[0].is_replicate() or type(y.placements[0]) is _shard()):
+    if len(y.placements) != 1 or not (y.placements[0].is_replicate() or is_shard(y.placements[0])):
         return False
     return _is_even(node) and (_dim(y) != y.dim() - 1 or y.placements == value(node.all_input_nodes[0]).placements)  # type: ignore[attr-defined]
 
@@ -160,16 +160,10 @@ def _only_user(node: fx.Node) -> fx.Node | None:
     return next(iter(node.users)) if len(node.users) == 1 and is_tensor(next(iter(node.users))) else None
 
 
-def _shard() -> Any:
-    from torch.distributed.tensor import Shard
-
-    return Shard
-
-
 def _dim(tensor: Any) -> int | None:
     """The dimension along which a DTensor is sharded."""
     [placement] = tensor.placements
-    return placement.dim % tensor.dim() if type(placement) is _shard() else None
+    return placement.dim % tensor.dim() if is_shard(placement) else None
 
 
 def _is_even(node: fx.Node) -> bool:

@@ -9,6 +9,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from te_inductor import compat
 from te_inductor.diagnostics import Refusal
+from te_inductor.distributed.parallel import is_shard
 from te_inductor.passes.graph.values import is_tensor, value
 from te_inductor.passes.pre_grad.sites.rule import Match
 from te_inductor.passes.pre_grad.sites.weight_gather import Gather
@@ -51,7 +52,7 @@ def _refusal(match: Match, gather: Gather) -> Refusal | None:
     sharded = [placement for placement in shard.placements if not placement.is_replicate()]
     if match.transposed or match.dims > 2:
         return Refusal("it is not that of a linear layer")
-    if len(sharded) != 1 or type(sharded[0]) is not _shard() or sharded[0].dim != 0:
+    if len(sharded) != 1 or not is_shard(sharded[0]) or sharded[0].dim != 0:
         return Refusal("its shards are placed as %s, expected rows along one dimension of a mesh", shard.placements)
     ranks = shard.device_mesh.size(shard.placements.index(sharded[0]))
     if not statically_known_true(shard.shape[0] % ranks == 0):
@@ -70,9 +71,3 @@ def _refusal(match: Match, gather: Gather) -> Refusal | None:
 
 def _is_sum(placement: Any) -> bool:
     return bool(placement.is_partial()) and placement.reduce_op == "sum"
-
-
-def _shard() -> Any:
-    from torch.distributed.tensor import Shard
-
-    return Shard
