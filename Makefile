@@ -78,6 +78,12 @@ $(VENV)/torch.done: requirements/torch.txt requirements/constraints.txt | $(BIN)
 	@$(BIN)/python -c "$(USABLE_TORCH)" 2>/dev/null || { echo "installing torch"; $(INSTALL) -r $<; }
 	@touch $@
 
+# Sphinx, beside what the tests need: the package is in the environment by then, and stays as it is while tests run.
+$(VENV)/docs.done: requirements/docs.txt requirements/constraints.txt | $(VENV)/dev.done
+	@echo "installing $<"
+	@$(INSTALL) -r $<
+	@touch $@
+
 $(VENV)/%.done: requirements/%.txt requirements/constraints.txt pyproject.toml setup.cfg | $(VENV)/torch.done
 	@echo "installing requirements/$*.txt"
 	@$(COMPILE_TORCH) & $(INSTALL) -r $<; status=$$?; wait; exit $$status
