@@ -114,6 +114,7 @@ def test_each_use_has_its_own_way(recipe, wgrad, name):
     x = torch.randn(8, 32)
     ys = run(x), plain(x)
     assert torch.equal(*ys)
+    assert weight.grad_added_to_main_grad == (wgrad == "main_grad" and not said)  # as the forward knows it
     dy = torch.randn_like(ys[0])
     for y in ys:
         y.backward(dy)
