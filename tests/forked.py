@@ -24,7 +24,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-TORCH = ("torch", "torch._dynamo", "torch._inductor.compile_fx", "te_inductor", "te_inductor.backend")
+TORCH = (
+    *("torch", "torch._dynamo", "torch._inductor.compile_fx", "te_inductor", "te_inductor.backend"),
+    # What a first compile imports, an eighth of a second.
+    *("torch.utils.cpp_extension", "torch.distributed.tensor.experimental", "torch._inductor.runtime.caching"),
+    *("te_inductor.lowerings.choices", "te_inductor.passes.joint", "te_inductor.passes.post_grad"),
+)
 RANKS = (*TORCH, "torch.distributed.fsdp", "torch.distributed.device_mesh")
 TRITON = (*TORCH, "triton", "triton.backends.compiler", "torch._inductor.runtime.triton_heuristics")
 # Threads do not survive a fork; generated code, and so the keys of caches, know how many there are.

@@ -1,9 +1,14 @@
-"""What torch does for its logs alone, left out of the tests' processes: a tenth of what tests that compile cost.
+"""What torch does for its logs, or again and again, left out of the tests' processes: a tenth of what tests that compile
+cost, a fourth of those that generate code.
 
 Guards are timed with the processor's caches flushed, 24 ms a graph. Each graph is printed several times, and each fake
 mode reads the sources of its stack. Who sets TORCH_LOGS or TORCH_TRACE gets all of it.
+
+Inductor makes its one handler of dtypes anew for each op that it writes. For C++ it asks sympy to simplify each index,
+50 ms of it, also the sums of products in which nothing is to be simplified.
 """
 
+import functools
 import os
 import traceback
 from types import SimpleNamespace
@@ -17,16 +22,29 @@ def patches() -> list[Any]:
         return []
     from torch import fx
     from torch._dynamo import guards
+    from torch._inductor import sizevars
+    from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
     from torch._subclasses import fake_tensor
 
+    handler, simplified = DtypePropagationOpsHandler.__init__, sizevars.simplify_index_in_vec_range
     readable = fx.GraphModule.print_readable
 
     def print_readable(graph: fx.GraphModule, print_output: bool = True, *args: Any, **kwargs: Any) -> str:
         return readable(graph, True, *args, **kwargs) if print_output else ""
+
+    def made_once(self: DtypePropagationOpsHandler) -> None:
+        if not vars(self):
+            handler(self)
+
+    @functools.lru_cache
+    def simplify_index_in_vec_range(index: Any, var: Any, vec_length: int) -> Any:
+        return index if index.is_polynomial(*index.free_symbols) else simplified(index, var, vec_length)
 
     without_stacks = SimpleNamespace(extract_stack=traceback.StackSummary, format_list=traceback.format_list)
     return [
         mock.patch.object(guards, "profile_guard_manager", lambda *arguments: 0.0),
         mock.patch.object(fx.GraphModule, "print_readable", print_readable),
         mock.patch.object(fake_tensor, "traceback", without_stacks),
+        mock.patch.object(DtypePropagationOpsHandler, "__init__", made_once),
+        mock.patch.object(sizevars, "simplify_index_in_vec_range", simplify_index_in_vec_range),
     ]

@@ -12,7 +12,7 @@ from te_inductor import assert_low_precision, explain
 from te_inductor.api.eager_products import UNREACHED
 from te_inductor.errors import FallbackError, FallbackWarning, OptionError, TEInductorError
 
-pytestmark = pytest.mark.usefixtures("without_codegen")
+pytestmark = pytest.mark.usefixtures("without_tracing")
 
 QUIET = {"fallback": "silent"}
 
@@ -106,6 +106,7 @@ def test_reasons_and_what_is_meant_to_be_in_high_precision(monkeypatch):
         assert_low_precision(model, X, high_precision="0")
 
 
+@pytest.mark.traced
 def test_layers_compiled_one_by_one_are_named_from_the_root():
     """One graph serves both."""
     model = blocks(Block)

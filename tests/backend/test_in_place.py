@@ -14,7 +14,7 @@ from te_inductor import explain
 from te_inductor.passes.graph import aliases, writes
 from tests.eager import quantized, quantized_as
 
-pytestmark = pytest.mark.usefixtures("without_codegen", "one_seed")
+pytestmark = pytest.mark.usefixtures("without_tracing", "one_seed")
 
 
 @torch.library.custom_op("te_inductor_tests::halve", mutates_args={"x"})
@@ -162,6 +162,7 @@ def test_a_weight_changed_before_its_use(edit, lay_out):
     compare(program, lay_out=lay_out)
 
 
+@pytest.mark.traced
 @pytest.mark.parametrize(
     ("recipe", "options"), [("rowwise", {}), ("block", {"weights": "once"}), ("mxfp8", {"weights": "once"})]
 )
@@ -177,6 +178,7 @@ def test_recipes(recipe, options):
         assert unmet.fqn == "a" and "changed in the graph" in unmet.reason
 
 
+@pytest.mark.traced
 @pytest.mark.quick("current-once", "rowwise-each_call", "delayed-once", "block-each_call")
 @pytest.mark.parametrize("weights", ["each_call", "once"])
 @pytest.mark.parametrize("recipe", ["current", "rowwise", "delayed", "block"])
@@ -194,6 +196,7 @@ def test_a_weight_changed_behind_its_use(recipe, weights):
     compare(program, recipe, weights=weights, fallback="silent")
 
 
+@pytest.mark.traced
 @torch._dynamo.config.patch(trace_autograd_ops=True)
 @pytest.mark.parametrize("recipe", ["current", "rowwise"])
 def test_a_training_step_in_one_graph(recipe):
@@ -351,6 +354,7 @@ def other_dtype(m, x):
     return m.a(x).view(torch.complex64).real.repeat(1, 2) + m.b(x)
 
 
+@pytest.mark.traced
 @pytest.mark.parametrize("program", [strided, as_strided, relu_in_place, in_checkpoint, other_dtype])
 def test_what_notices_a_slice(program):
     """Outputs of one GEMM are slices of its matrix, with other strides than those of a layer alone."""

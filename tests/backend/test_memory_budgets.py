@@ -193,6 +193,7 @@ class WritingLists(nn.Module):
         return self.head(x)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("budget", [0.5, 0.0])
 def test_lists_are_saved_where_nothing_is_to_weigh(budget, dynamic):

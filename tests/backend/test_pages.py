@@ -90,7 +90,7 @@ def no_process_group_is_left():
         torch.distributed.destroy_process_group()
 
 
-@pytest.mark.usefixtures("without_codegen", "no_process_group_is_left")
+@pytest.mark.usefixtures("without_tracing", "no_process_group_is_left")
 @pytest.mark.parametrize("page", EXECUTED, ids=lambda page: page.name)
 def test_python_runs_as_written(page, tmp_path, monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)

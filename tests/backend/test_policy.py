@@ -12,6 +12,8 @@ from te_inductor.ops.stored_weight import StoredWeight
 from te_inductor.presentation.paths import plain
 from tests.rates import rated
 
+pytestmark = pytest.mark.usefixtures("without_tracing")
+
 X = (6, 32)
 
 

@@ -46,7 +46,7 @@ def test_the_seed_decides(wrap):
     assert same(first, second) == [True, False, True]
 
 
-def test_without_it_nothing_is_random(without_codegen):
+def test_without_it_nothing_is_random(without_tracing):
     model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64))
     recipe = NVFP4BlockScaling(disable_stochastic_rounding=True)
     compiled = torch.compile(model, backend="te", options={"recipe": recipe, "fallback": "silent"})
@@ -55,7 +55,7 @@ def test_without_it_nothing_is_random(without_codegen):
     assert all(same(first, second)) and torch.equal(torch.get_rng_state(), state)
 
 
-def test_the_mean_of_the_gradients_is_that_of_high_precision(without_codegen):
+def test_the_mean_of_the_gradients_is_that_of_high_precision(without_tracing):
     """One layer, weights that NVFP4 holds exactly, no transform: dy alone is rounded, so that the mean of dx over n
     steps approaches dy w. Each step's error has a standard deviation of at most half a step of E2M1, so the norm of the
     mean's falls with the root of n; to nearest it does not fall at all."""
