@@ -8,9 +8,7 @@ if torch.__version__ < (2, 11):  # type: ignore[operator]
         f"te_inductor needs torch 2.11 or later, found {torch.__version__}; pip install --upgrade 'torch>=2.11'"
     )
 
-from te_inductor.compat.attention import MASK_MOD, flex_constants
 from te_inductor.compat.checkpoints import checkpoint_of_call
-from te_inductor.compat.compilers import width_of_right_vectors
 from te_inductor.compat.constants import ConstantMeta, constant_type_name, register_constant
 from te_inductor.compat.dynamo import (
     captures_a_backward,
@@ -29,7 +27,15 @@ from te_inductor.compat.dynamo import (
     unwinding_transforms,
 )
 from te_inductor.compat.exporting import before_export, before_lowering, is_decomposed_by_export
-from te_inductor.compat.inductor import autotune, compile_fx, concatenated, size_hint
+from te_inductor.compat.inductor import (
+    MASK_MOD,
+    autotune,
+    compile_fx,
+    concatenated,
+    flex_constants,
+    size_hint,
+    width_of_right_vectors,
+)
 from te_inductor.compat.partitioner import let_marks_be_saved, saving_a_minimum_cut
 from te_inductor.compat.patches import PATCHES, Patch, patch
 from te_inductor.compat.swaps import around_swaps

@@ -6,7 +6,7 @@ import torch._inductor.config
 from torch import Tensor, nn
 
 from te_inductor import compat
-from te_inductor.compat.compilers import is_gcc_wrong
+from te_inductor.compat.inductor import is_gcc_wrong
 
 
 @pytest.mark.parametrize(
