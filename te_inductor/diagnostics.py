@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 
 from te_inductor.errors import FallbackError, FallbackWarning
-from te_inductor.presentation.kinds import grouped
-from te_inductor.presentation.paths import HIDDEN, nearest, shown
+from te_inductor.presentation.paths import HIDDEN, grouped, nearest, shown
 from te_inductor.presentation.report import Report, percent
 
 log = logging.getLogger("te_inductor")

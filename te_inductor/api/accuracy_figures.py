@@ -8,8 +8,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from te_inductor.errors import OptionError
-from te_inductor.presentation.kinds import by_kind, chunks, kind, named
-from te_inductor.presentation.paths import plain
+from te_inductor.presentation.paths import by_kind, chunks, kind, named, plain
 from te_inductor.presentation.report import Site
 from te_inductor.presentation.tables import Column, tabulated, wrapped
 

@@ -9,8 +9,7 @@ import torch
 
 from te_inductor.api.eager_products import EagerProducts, Names, report_of
 from te_inductor.errors import FallbackError, OptionError, wrong_type
-from te_inductor.presentation.kinds import grouped
-from te_inductor.presentation.paths import names_of, shown
+from te_inductor.presentation.paths import grouped, names_of, shown
 from te_inductor.presentation.report import Report, Site, merge
 from te_inductor.runtime import compiled_graphs
 from te_inductor.runtime.compiled_graphs import CompiledGraph

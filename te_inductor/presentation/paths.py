@@ -1,9 +1,13 @@
-"""Module paths as the model's author knows them, without what adapters and data parallelism add."""
+"""Module paths as the model's author knows them, without what adapters and data parallelism add; and layers that differ in
+a number of their paths alone, such as those of equal blocks, under one name."""
 
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from itertools import pairwise
+from typing import TypeVar
 
 # What peft puts around a model, and in a layer's place around the layer.
 _ADAPTED = re.compile(r"^base_model\.model(\.|$)|(^|\.)base_layer(?=\.|$)")
@@ -39,3 +43,65 @@ def nearest(entry: str, fqns: Iterable[str]) -> str:
             return f"; nearest: {found!r}, which {glob!r} matches, as paths start at the module whose code was compiled"
     close = get_close_matches(entry, fqns, n=1)
     return f"; nearest: {close[0]!r}" if close else ""
+
+
+T = TypeVar("T")
+K = TypeVar("K")
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a path that is a number
+_PIECES = 6  # so many ranges of numbers are written out
+_FEW = 3  # paths that no ranges tell
+
+
+def kind(path: str) -> str:
+    """`blocks.*.mlp.up` of `blocks.3.mlp.up`, without what adapters add."""
+    return _NUMBER.sub("*", plain(path))
+
+
+def named(paths: Collection[str], everyone: Collection[str]) -> str:
+    """One name for layers of one kind: the kind, which is a policy's glob too, where they are all of `everyone` that has
+    it, else their numbers: `blocks.0-3.mlp.up`."""
+    paths, everyone = list(dict.fromkeys(map(plain, paths))), set(map(plain, everyone))
+    one = kind(paths[0])
+    if len(paths) == 1:
+        return paths[0] or "(root)"
+    if set(paths) >= {path for path in everyone if kind(path) == one}:
+        return one
+    columns = list(zip(*(map(int, _NUMBER.findall(path)) for path in paths), strict=True))
+    sets = [sorted(set(column)) for column in columns]
+    if math.prod(map(len, sets)) != len(paths):  # not every number with every other
+        return ", ".join(paths) if len(paths) <= _FEW else f"{one} (some)"
+    texts = iter(map(_ranges, sets))
+    return re.sub(r"(?<![^.])\*(?![^.])", lambda _: next(texts), one)
+
+
+def chunks(paths: Sequence[str], count: int) -> list[list[str]]:
+    """Layers of one kind, in their order, in at most `count` runs of nearly equal length."""
+    count = max(1, min(count, len(paths)))
+    ends = [round(place * len(paths) / count) for place in range(count + 1)]
+    return [list(paths[start:end]) for start, end in pairwise(ends)]
+
+
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """The items of each key, in their order."""
+    found: dict[K, list[T]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
+
+
+def by_kind(paths: Iterable[str]) -> dict[str, list[str]]:
+    """The distinct paths of each kind, in their order."""
+    return grouped(dict.fromkeys(paths), kind)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """`0-3` of 0, 1, 2, 3; `{0-3,7}` of more than one range."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    texts = ["-".join(map(str, run)) for run in runs]
+    shown = texts[:_PIECES] + (["…"] if len(texts) > _PIECES else [])
+    return shown[0] if len(shown) == 1 else f"{{{','.join(shown)}}}"

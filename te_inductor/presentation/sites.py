@@ -6,8 +6,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from te_inductor.presentation import weights
-from te_inductor.presentation.kinds import by_kind, grouped, kind, named
-from te_inductor.presentation.paths import HIDDEN, nearest, plain, shown
+from te_inductor.presentation.paths import HIDDEN, by_kind, grouped, kind, named, nearest, plain, shown
 from te_inductor.presentation.tables import Column, tabulated, wrapped
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from te_inductor.presentation.kinds import grouped, kind, named
+from te_inductor.presentation.paths import grouped, kind, named
 from te_inductor.presentation.tables import Column, tabulated, wrapped
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from torch import nn
 from te_inductor import explain
 from te_inductor.api import accuracy_figures as heat_map
 from te_inductor.api.accuracy_figures import AccuracyReport, GemmAccuracy, OperandAccuracy
-from te_inductor.presentation import kinds, tables, weights
+from te_inductor.presentation import paths, tables, weights
 from te_inductor.presentation.report import Flops, GraphWeight, Report, Site, Unmet, WeighedLayers, Weighing
 from te_inductor.targets import sm90
 from tests.rates import H100, rated
@@ -137,14 +137,14 @@ def test_breaking_loses_nothing(text, columns):
 
 def test_names_of_kinds():
     everyone = [f"a.{one}.b.{two}" for one in range(3) for two in range(4)]
-    assert kinds.named(everyone, everyone) == "a.*.b.*"
-    assert kinds.named(everyone[:4], everyone) == "a.0.b.0-3"
-    assert kinds.named(["a.0.b.1"], everyone) == "a.0.b.1" and kinds.named([""], [""]) == "(root)"
-    assert kinds.named(["a.0.b.2", "a.1.b.0", "a.1.b.2"], everyone) == "a.0.b.2, a.1.b.0, a.1.b.2"
-    assert kinds.named(everyone[1:], everyone) == "a.*.b.* (some)"  # eleven of twelve
-    assert kinds.named(["base_model.model.a.0.base_layer", "base_model.model.a.1"], ["base_model.model.a.1"]) == "a.*"
-    assert kinds.kind("w1.layer2.3") == "w1.layer2.*"
-    assert [len(chunk) for chunk in kinds.chunks(list(map(str, range(10))), 4)] == [2, 3, 3, 2]
+    assert paths.named(everyone, everyone) == "a.*.b.*"
+    assert paths.named(everyone[:4], everyone) == "a.0.b.0-3"
+    assert paths.named(["a.0.b.1"], everyone) == "a.0.b.1" and paths.named([""], [""]) == "(root)"
+    assert paths.named(["a.0.b.2", "a.1.b.0", "a.1.b.2"], everyone) == "a.0.b.2, a.1.b.0, a.1.b.2"
+    assert paths.named(everyone[1:], everyone) == "a.*.b.* (some)"  # eleven of twelve
+    assert paths.named(["base_model.model.a.0.base_layer", "base_model.model.a.1"], ["base_model.model.a.1"]) == "a.*"
+    assert paths.kind("w1.layer2.3") == "w1.layer2.*"
+    assert [len(chunk) for chunk in paths.chunks(list(map(str, range(10))), 4)] == [2, 3, 3, 2]
 
 
 def accuracy(layers: int) -> AccuracyReport:

@@ -20,8 +20,7 @@ from te_inductor.errors import GatherError, OptionError, RecipeError, wrong_type
 from te_inductor.passes.graph.module_path import without_wrappers
 from te_inductor.passes.pre_grad.decide.policy import Policy
 from te_inductor.passes.pre_grad.sites import requirements
-from te_inductor.presentation.kinds import grouped
-from te_inductor.presentation.paths import HIDDEN
+from te_inductor.presentation.paths import HIDDEN, grouped
 from te_inductor.recipes import DelayedScaling, Float8RowwiseScaling, Recipe
 from te_inductor.runtime.hooks import tell_after_each
 

@@ -31,7 +31,7 @@ from te_inductor.distributed.fsdp.casts import cast_rows
 from te_inductor.distributed.fsdp.scales import KINDS, ScalesOf
 from te_inductor.errors import GatherError
 from te_inductor.ops.gathered_weight import GatheredWeight
-from te_inductor.presentation.kinds import grouped
+from te_inductor.presentation.paths import grouped
 from te_inductor.recipes import Recipe
 
 

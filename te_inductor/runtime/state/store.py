@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from te_inductor import compat
 from te_inductor.distributed.decisions import is_due
 from te_inductor.errors import StateError
-from te_inductor.presentation.kinds import grouped
+from te_inductor.presentation.paths import grouped
 from te_inductor.recipes import DelayedScaling
 from te_inductor.runtime.hooks import when_replaced
 from te_inductor.runtime.state.state_sites import StateSite, same_site
