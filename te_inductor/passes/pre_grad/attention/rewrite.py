@@ -31,7 +31,7 @@ def rewrite_attention(plan: Plan) -> None:
     masks = _Masks(Bodies(plan.gm), Symbols(plan.gm.graph))
     for site in reversed(plan.attention):  # whose operands may be what one in front of it computes
         if site.is_changed and site.ends_early:
-            site.k, site.v = (_first_keys(one, site) for one in (site.k, site.v))
+            site.call.k, site.call.v = (_first_keys(one, site) for one in (site.call.k, site.call.v))
         if site.kernel in ("plain", "causal"):
             _call_plainly(site)
         elif site.kernel == "flex":
@@ -48,24 +48,28 @@ def rewrite_attention(plan: Plan) -> None:
 
 def _first_keys(tensor: fx.Node, site: Attention) -> fx.Node:
     """Takes as many of k or v as there are queries."""
-    with site.node.graph.inserting_before(site.node):
+    with site.call.node.graph.inserting_before(site.call.node):
         whole = slice(None)
-        index = (whole, whole, slice(None, _length(site.q)))
-        first = site.node.graph.call_function(operator.getitem, (tensor, index))
+        index = (whole, whole, slice(None, _length(site.call.q)))
+        first = site.call.node.graph.call_function(operator.getitem, (tensor, index))
     example = value(tensor)
     with example.fake_mode:  # type: ignore[attr-defined]
-        first.meta = dict(tensor.meta) | {"example_value": example[:, :, : value(site.q).shape[2]]}
+        first.meta = dict(tensor.meta) | {"example_value": example[:, :, : value(site.call.q).shape[2]]}
     return first
 
 
 def _call_plainly(site: Attention) -> None:
     """torch's function, without a mask."""
-    call: dict[str, Any] = {"dropout_p": site.dropout, "is_causal": site.kernel == "causal", "scale": site.scale}
-    if site.grouped:
+    call: dict[str, Any] = {
+        "dropout_p": site.call.dropout,
+        "is_causal": site.kernel == "causal",
+        "scale": site.call.scale,
+    }
+    if site.call.grouped:
         call["enable_gqa"] = True
-    with site.node.graph.inserting_before(site.node):
-        operands = (site.q, site.k, site.v)
-        out = site.node.graph.call_function(torch.nn.functional.scaled_dot_product_attention, operands, call)
+    with site.call.node.graph.inserting_before(site.call.node):
+        operands = (site.call.q, site.call.k, site.call.v)
+        out = site.call.node.graph.call_function(torch.nn.functional.scaled_dot_product_attention, operands, call)
     _take(site, out)
 
 
@@ -79,8 +83,8 @@ class _Masks:
 
     def tensors(self, site: Attention, numbers: Sequence[Expr]) -> list[fx.Node]:
         """What a site's predicate reads, in the order of `trees.Writer`."""
-        found = [self._leaf(node, site.readers.get(called)) for called, node in site.leaves.items()]
-        device = value(site.q).device
+        found = [self._leaf(node, site.proof.readers.get(called)) for called, node in site.proof.leaves.items()]
+        device = value(site.call.q).device
 
         def full(_: Any, sizes: Sequence[Any]) -> list[Tensor]:
             return [torch.full((), sizes[0], dtype=torch.int64, device=device)]
@@ -120,12 +124,12 @@ class _Masks:
 
     def hand(self, nodes: Sequence[fx.Node], site: Attention) -> list[fx.Node]:
         """Nodes of the root's graph, as the site's has them."""
-        return [self.bodies.hand(node, site.node.graph) for node in nodes]
+        return [self.bodies.hand(node, site.call.node.graph) for node in nodes]
 
     def _made(self, site: Attention, what: str, tree: Any, tensors: list[fx.Node], compute: Any) -> list[fx.Node]:
         """Makes nodes in the root's graph, behind what they read."""
-        sizes = list(map(expression, site.mask.scores.sizes))  # type: ignore[union-attr]
-        device = value(site.q).device
+        sizes = list(map(expression, site.proof.mask.scores.sizes))  # type: ignore[union-attr]
+        device = value(site.call.q).device
         key = (what, predicate.to_text(tree), *tensors, *sizes, device)
         return self._computed(
             key, tensors, sizes, site, lambda given, known: compute(tree, given, tuple(known), device)
@@ -144,7 +148,7 @@ class _Masks:
 
         place = self._behind(operands)
         with place.graph.inserting_before(place):
-            mode = value(site.q).fake_mode  # type: ignore[attr-defined]
+            mode = value(site.call.q).fake_mode  # type: ignore[attr-defined]
             self.made[key] = traced_into(place.graph, computed, operands, place, mode)
         return self.made[key]
 
@@ -165,44 +169,46 @@ class _Masks:
 
 
 def _call_flex(site: Attention, masks: _Masks) -> None:
-    mask = site.mask
+    mask = site.proof.mask
     assert mask is not None
-    writer = Writer(site.leaves)
+    writer = Writer(site.proof.leaves)
     tree, scored = writer.write(mask.conditions), list[fx.Node]()
-    alone = writer.write(site.alone)
+    alone = writer.write(site.proof.alone)
     tensors = masks.tensors(site, writer.numbers)
     rows = [place for place in "bhq" if place == "q" or place in predicate.places_of(tree)]
     if site.attends_to_all:
         empty = masks.empty_rows(site, tree, tensors, rows)
         shared: Any = ["ne", ["at", len(tensors), *rows], 0]
-        tree = ["or", tree, ["and", shared, alone] if site.alone else shared]
+        tree = ["or", tree, ["and", shared, alone] if site.proof.alone else shared]
         tensors, scored = [*tensors, empty], [empty]
     blocks = masks.hand(masks.block_mask(site, tree, tensors), site)
-    graph = site.node.graph
+    graph = site.call.node.graph
     module: Any = graph.owning_module
     fakes = [value(block) for block in blocks]
-    layout, options = compat.flex_constants(value(site.q), value(site.k), value(site.v), fakes, predicate.BLOCK)
-    with graph.inserting_before(site.node):
+    layout, options = compat.flex_constants(
+        value(site.call.q), value(site.call.k), value(site.call.v), fakes, predicate.BLOCK
+    )
+    with graph.inserting_before(site.call.node):
         biases = _biases(site)
         scoring = _score(site, rows if scored else None, len(biases))
         score = graph.get_attr(_added(module, "te_score", scoring))
         attends = graph.get_attr(_added(module, "te_attends", _attends(tree, len(tensors))))
         nodes = {id(fake): block for fake, block in zip(fakes, blocks, strict=True)}
-        lengths = [_length(one) for one in (site.q, site.k)]
+        lengths = [_length(one) for one in (site.call.q, site.call.k)]
         given: Any = (*lengths, *(attends if one is compat.MASK_MOD else nodes.get(id(one), one) for one in layout[2:]))
         buffers = (*masks.hand(scored, site), *biases), tuple(masks.hand(tensors, site))
         call = graph.call_function(
             torch.ops.higher_order.flex_attention,
-            (site.q, site.k, site.v, score, given, site.known_scale, options, *buffers),
+            (site.call.q, site.call.k, site.call.v, score, given, site.call.known_scale, options, *buffers),
         )
         out, sums = (graph.call_function(operator.getitem, (call, place)) for place in range(2))
     example, sum_example = _examples(site)
     _hold(call, site, (example, sum_example, sum_example))
     _hold(out, site, example)
     _hold(sums, site, sum_example)
-    if site.sinks is not None:
-        with graph.inserting_before(site.node):
-            [out] = traced_into(graph, _with_sinks, [out, sums, site.sinks], site.node)
+    if site.call.sinks is not None:
+        with graph.inserting_before(site.call.node):
+            [out] = traced_into(graph, _with_sinks, [out, sums, site.call.sinks], site.call.node)
     _take(site, out)
 
 
@@ -224,24 +230,24 @@ def _length(tensor: fx.Node) -> Any:
 
 
 def _call_either(site: Attention, masks: _Masks) -> None:
-    mask = site.mask
+    mask = site.proof.mask
     assert mask is not None
-    writer = Writer(site.leaves)
+    writer = Writer(site.proof.leaves)
     tree, data = predicate.to_text(writer.write(mask.conditions)), writer.write(mask.data)
     tensors = masks.tensors(site, writer.numbers)
     [flag] = masks.hand([masks.hides_nothing(site, data, tensors)], site)
-    graph = site.node.graph
-    with graph.inserting_before(site.node):
+    graph = site.call.node.graph
+    with graph.inserting_before(site.call.node):
         call = graph.call_function(
             masked_attention.attend,
             (
-                site.q,
-                site.k,
-                site.v,
+                site.call.q,
+                site.call.k,
+                site.call.v,
                 flag,
                 masks.hand(tensors, site),
                 tree,
-                site.known_scale,
+                site.call.known_scale,
                 mask.without_data.is_causal,
             ),
         )
@@ -252,19 +258,26 @@ def _call_either(site: Attention, masks: _Masks) -> None:
 
 def _call_kept(site: Attention, masks: _Masks) -> None:
     """Attention with dropout to the keys that a padding keeps."""
-    assert site.mask is not None
-    writer = Writer(site.leaves)
-    tree = writer.write(site.mask.conditions)
+    assert site.proof.mask is not None
+    writer = Writer(site.proof.leaves)
+    tree = writer.write(site.proof.mask.conditions)
     rows = masks.rows_of_kept(site, tree, masks.tensors(site, writer.numbers))
-    with site.node.graph.inserting_before(site.node):
-        operands: Any = (site.q, site.k, site.v, *masks.hand(rows, site), site.dropout, site.known_scale)
-        out = site.node.graph.call_function(masked_attention.attend_to_kept, operands)
+    with site.call.node.graph.inserting_before(site.call.node):
+        operands: Any = (
+            site.call.q,
+            site.call.k,
+            site.call.v,
+            *masks.hand(rows, site),
+            site.call.dropout,
+            site.call.known_scale,
+        )
+        out = site.call.node.graph.call_function(masked_attention.attend_to_kept, operands)
     _take(site, out)
 
 
 def _examples(site: Attention) -> tuple[Tensor, Tensor]:
     """The output (B, H, L, D of v), and the logarithms of its rows' sums, as fake tensors."""
-    q, example = value(site.q), value(site.node)
+    q, example = value(site.call.q), value(site.call.node)
     with q.fake_mode:  # type: ignore[attr-defined]
         if example.dim() == 3:
             example = example.unflatten(0, q.shape[:2])  # type: ignore[no-untyped-call]
@@ -272,22 +285,22 @@ def _examples(site: Attention) -> tuple[Tensor, Tensor]:
 
 
 def _hold(node: fx.Node, site: Attention, example: Any) -> None:
-    node.meta = dict(site.node.meta) | {"example_value": example}
+    node.meta = dict(site.call.node.meta) | {"example_value": example}
 
 
 def _take(site: Attention, out: fx.Node) -> None:
     """Have what attention returned take the place of its output."""
-    expected = value(site.node)
-    with site.node.graph.inserting_before(site.node):
+    expected = value(site.call.node)
+    with site.call.node.graph.inserting_before(site.call.node):
         _hold(out, site, _examples(site)[0])
         out = method(out, "flatten", 0, 1) if expected.dim() == 3 else out
-        if _strides_are_read(site.node):
+        if _strides_are_read(site.call.node):
             order = sorted(range(expected.dim()), key=expected.stride, reverse=True)
             out = method(method(out, "permute", order), "contiguous")
             out = method(out, "permute", sorted(range(len(order)), key=order.__getitem__))
     _hold(out, site, expected)
-    site.node.replace_all_uses_with(out)
-    site.node.graph.erase_node(site.node)
+    site.call.node.replace_all_uses_with(out)
+    site.call.node.graph.erase_node(site.call.node)
 
 
 def _strides_are_read(node: fx.Node) -> bool:
@@ -308,7 +321,7 @@ _OF_STRIDES = frozenset("view view_as _unsafe_view as_strided stride is_contiguo
 def _biases(site: Attention) -> list[fx.Node]:
     """The bias that is added to the scores, without the dimensions in which it is broadcast; in fp32 where its gradient, a
     sum over all queries and keys that read an element, is wanted."""
-    bias = site.added.bias
+    bias = site.call.added.bias
     if bias is None:
         return []
     if value(bias).requires_grad:
@@ -319,7 +332,7 @@ def _biases(site: Attention) -> list[fx.Node]:
 
 def _places_of_bias(site: Attention) -> str:
     """The places on which the bias depends, in the order of its dimensions."""
-    shape = () if site.added.bias is None else value(site.added.bias).shape
+    shape = () if site.call.added.bias is None else value(site.call.added.bias).shape
     return "".join(place for place, size in zip("bhqk"[4 - len(shape) :], shape, strict=True) if not is_one(size))
 
 
@@ -332,20 +345,20 @@ def _score(site: Attention, rows: Sequence[str] | None, biases: int) -> fx.Graph
         called: fx.Proxy(graph.placeholder(called), tracer) for called in ("score", "b", "h", "q", "k")
     }
     score = places["score"]
-    if site.softcap is not None:
-        score = torch.tanh(score / site.softcap) * site.softcap
+    if site.call.softcap is not None:
+        score = torch.tanh(score / site.call.softcap) * site.call.softcap
     empty: Any = None if rows is None else fx.Proxy(graph.placeholder("empty"), tracer)
     biased = score
     for number in range(biases):
         given: Any = fx.Proxy(graph.placeholder(f"bias_{number}"), tracer)
         read = tuple(places[place] for place in _places_of_bias(site))
-        biased = biased + (given[read] if read else given) * site.added.scale
+        biased = biased + (given[read] if read else given) * site.call.added.scale
     if rows is not None:
-        added, learns = site.added, score if site.added.replaces("bias") else biased
+        added, learns = site.call.added, score if site.call.added.replaces("bias") else biased
         is_empty, zero = empty[tuple(places[place] for place in rows)], learns - learns.detach()
-        if site.learns:
-            zero = torch.where(predicate.evaluate(Writer({}).write(site.learns), places, []), zero, 0.0)
-        biased = torch.where(is_empty, 0.0 if added.replaces("scores") and not site.alone else zero, biased)
+        if site.proof.learns:
+            zero = torch.where(predicate.evaluate(Writer({}).write(site.proof.learns), places, []), zero, 0.0)
+        biased = torch.where(is_empty, 0.0 if added.replaces("scores") and not site.proof.alone else zero, biased)
     graph.output(biased.node)
     return fx.GraphModule({}, graph)
 

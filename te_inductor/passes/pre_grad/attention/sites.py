@@ -23,7 +23,7 @@ from te_inductor.passes.pre_grad.attention.expressions import expression
 from te_inductor.passes.pre_grad.attention.formulas import Reader
 from te_inductor.passes.pre_grad.attention.inputs import Inputs
 from te_inductor.passes.pre_grad.attention.masks import Mask, Scores
-from te_inductor.passes.pre_grad.attention.site import KERNELS, Attention
+from te_inductor.passes.pre_grad.attention.site import KERNELS, Attention, AttentionCall
 from te_inductor.passes.pre_grad.attention.symbols import Symbols
 from te_inductor.passes.pre_grad.attention.trees import Writer
 from te_inductor.passes.pre_grad.plan import Plan
@@ -77,21 +77,20 @@ def _of_call(node: fx.Node, reader: Reader) -> Attention:
     """A call of torch's function."""
     call: Mapping[str, Any] = dict(zip(ARGUMENTS, node.args, strict=False)) | node.kwargs
     q, k, v = (call[called] for called in ARGUMENTS[:3])
-    site = Attention(
-        node, q, k, v, call.get("attn_mask"), call.get("scale"), module_path(node), dropout=call.get("dropout_p", 0.0)
-    )
+    read = AttentionCall(node, q, k, v, call.get("attn_mask"), call.get("scale"), call.get("dropout_p", 0.0))
+    site = Attention(read, module_path(node))
     site.refusal = _shape_refusal(site, call)
     if site.refusal is not None:
         return site
     # A head that is broadcast is that of one group.
-    site.grouped = call.get("enable_gqa") is True or all(
+    site.call.grouped = call.get("enable_gqa") is True or all(
         statically_known_true(value(one).shape[1] == 1) for one in (k, v)
     )
     scores = Scores.of(value(q), value(k).shape[2])
-    if site.given is None:
-        site.mask = Mask((masks.KEY <= masks.QUERY,) if call.get("is_causal") is True else (), scores)
+    if site.call.given is None:
+        site.proof.mask = Mask((masks.KEY <= masks.QUERY,) if call.get("is_causal") is True else (), scores)
     else:
-        _take(site, added.read(site.given, reader, scores), scores, reader)
+        _take(site, added.read(site.call.given, reader, scores), scores, reader)
     return site
 
 
@@ -100,14 +99,15 @@ def _of_hand(node: fx.Node, reader: Reader, plan: Plan) -> Attention | None:
     found = None if is_wrapped(node) else by_hand.match(node, reader, plan.writes)
     if found is None:
         return None
-    site = Attention(node, found.q, found.k, found.v, found.given, found.scale, module_path(node), by_hand=True)
-    site.softcap, site.sinks, site.dropout = found.softcap, found.sinks, found.dropout
+    call = AttentionCall(node, found.q, found.k, found.v, found.given, found.scale, found.dropout)
+    call.softcap, call.sinks = found.softcap, found.sinks
+    site = Attention(call, module_path(node), by_hand=True)
     site.views, site.refusal = found.views, found.refusal
     if site.refusal is not None:
         return site
     scores = Scores.of(value(found.q), value(found.k).shape[2])
     _take(site, found.added, scores, reader)
-    operands = [one for one in (site.q, site.k, site.sinks) if one is not None]
+    operands = [one for one in (site.call.q, site.call.k, site.call.sinks) if one is not None]
     if plan.writes.between(operands, min(found.read), node):
         site.refusal = Refusal("the graph writes what the scores are made of before they are multiplied with v")
     return site
@@ -134,9 +134,9 @@ def _take(site: Attention, part: Added | Refusal, scores: Scores, reader: Reader
         site.refusal = found
         return
     functions = {str(one.func) for condition in found.conditions for one in condition.atoms(AppliedUndef)}
-    site.mask, site.leaves = found, {function: reader.leaves[function] for function in sorted(functions)}
-    site.readers = {function: reader.readers[function] for function in functions & reader.readers.keys()}
-    site.added = part
+    site.proof.mask, site.proof.leaves = found, {function: reader.leaves[function] for function in sorted(functions)}
+    site.proof.readers = {function: reader.readers[function] for function in functions & reader.readers.keys()}
+    site.call.added = part
     if len(part.masks) > 1 and part.smallest and not found.nowhere_empty():
         site.refusal = _take_two(site, part, scores, reader)
 
@@ -155,8 +155,8 @@ def _take_two(site: Attention, part: Added, scores: Scores, reader: Reader) -> R
     writer = Writer({})
     if first.replaces and (of_first.data or not _can_write(writer, of_first) or writer.numbers):
         return Refusal("masks are added up, and the first one stands in the place of scores by what a run alone tells")
-    site.alone = (sympy.Or(*(sympy.And(*one.conditions) for one in (of_last, of_first))),)
-    site.learns = of_first.conditions if first.replaces else ()
+    site.proof.alone = (sympy.Or(*(sympy.And(*one.conditions) for one in (of_last, of_first))),)
+    site.proof.learns = of_first.conditions if first.replaces else ()
     return None
 
 
@@ -169,10 +169,10 @@ def _can_write(writer: Writer, mask: Mask) -> bool:
 
 
 def _shape_refusal(site: Attention, call: Mapping[str, Any]) -> Refusal | None:
-    operands = [value(one) for one in (site.q, site.k, site.v) if is_tensor(one)]
-    if len(operands) < 3 or any(one.dim() != 4 or one.is_nested for one in operands) or is_wrapped(site.node):
+    operands = [value(one) for one in (site.call.q, site.call.k, site.call.v) if is_tensor(one)]
+    if len(operands) < 3 or any(one.dim() != 4 or one.is_nested for one in operands) or is_wrapped(site.call.node):
         return Refusal("its operands are not three tensors of (batch, heads, tokens, width)")
-    if not isinstance(site.scale, float | int | None) or not isinstance(call.get("is_causal", False), bool):
+    if not isinstance(site.call.scale, float | int | None) or not isinstance(call.get("is_causal", False), bool):
         return Refusal("its scale, or whether it is causal, is known at the call alone")
     return None
 
@@ -183,54 +183,54 @@ def _decide(site: Attention, inputs: Inputs, plan: Plan) -> None:
         site.refusal = Refusal("option 'attention' is 'as_written'")
     if site.refusal is not None:
         return
-    mask = site.mask
+    mask = site.proof.mask
     assert mask is not None
     site.refusal = _value_refusal(site)
     if site.refusal is not None:
         return
-    if (site.by_hand or site.given is not None) and mask.ends_early and not site.attends_to_all:
+    if (site.by_hand or site.call.given is not None) and mask.ends_early and not site.attends_to_all:
         site.ends_early, mask = True, mask.of_first_keys()
-        site.mask = mask
-    special = any(one is not None for one in (site.softcap, site.sinks, site.added.bias))
+        site.proof.mask = mask
+    special = any(one is not None for one in (site.call.softcap, site.call.sinks, site.call.added.bias))
     whole = mask.is_full or (mask.is_causal and mask.scores.is_square)
     if site.by_hand and not _is_on_a_gpu(site):
-        site.refusal = Refusal("it is written by hand, and %s has no kernel for it", value(site.q).device.type)
-    elif whole and not special and (site.by_hand or site.given is not None):
+        site.refusal = Refusal("it is written by hand, and %s has no kernel for it", value(site.call.q).device.type)
+    elif whole and not special and (site.by_hand or site.call.given is not None):
         site.kernel = "plain" if mask.is_full else "causal"
-    elif site.by_hand or site.given is not None:
-        drops = site.dropout != 0.0
+    elif site.by_hand or site.call.given is not None:
+        drops = site.call.dropout != 0.0
         site.refusal = _mask_refusal(site, inputs.bodies, plan)
         site.refusal = site.refusal or (_kept_refusal(site, inputs.bodies) if drops else _flex_refusal(site))
         if site.refusal is None:
-            waits = not special and not inputs.hold_any(site.leaves.values()) and _may_wait(site, plan)
+            waits = not special and not inputs.hold_any(site.proof.leaves.values()) and _may_wait(site, plan)
             site.kernel = "kept" if drops else "either" if waits else "flex"
     sources = _unrepeated(site, plan)
     if sources is not None:
-        (site.k, site.v), site.grouped = sources, True
+        (site.call.k, site.call.v), site.call.grouped = sources, True
         if not site.is_changed:
             site.kernel = "causal" if mask.is_causal else "plain"
 
 
 def _value_refusal(site: Attention) -> Refusal | None:
     """Why another kernel would not compute what the program says."""
-    q, k, v, out = map(value, (site.q, site.k, site.v, site.node))
+    q, k, v, out = map(value, (site.call.q, site.call.k, site.call.v, site.call.node))
     batches = q.shape[:2] if out.dim() == 4 else (q.shape[0] * q.shape[1],)
     sizes = zip(out.shape, (*batches, q.shape[2], v.shape[3]), strict=True)
-    heads = [(k.shape[1], v.shape[1])] if site.grouped else [(k.shape[1], q.shape[1]), (v.shape[1], q.shape[1])]
+    heads = [(k.shape[1], v.shape[1])] if site.call.grouped else [(k.shape[1], q.shape[1]), (v.shape[1], q.shape[1])]
     others = [(one.shape[0], q.shape[0]) for one in (k, v)]
     if not all(statically_known_true(a == b) for a, b in (*sizes, *heads, *others)):
         return Refusal("its mask, k or v is broadcast to other batches or heads than those of q")
-    if site.scale is not None and not 0.0 < site.scale < float("inf"):
-        return Refusal("its scores are multiplied by %s", site.scale)
-    numbers = any(one.replaces != "scores" for one in site.added.masks) and site.given is not None
-    if numbers and value(site.given).dtype is torch.float16 and site.attends_to_all:  # type: ignore[arg-type]
+    if site.call.scale is not None and not 0.0 < site.call.scale < float("inf"):
+        return Refusal("its scores are multiplied by %s", site.call.scale)
+    numbers = any(one.replaces != "scores" for one in site.call.added.masks) and site.call.given is not None
+    if numbers and value(site.call.given).dtype is torch.float16 and site.attends_to_all:  # type: ignore[arg-type]
         return Refusal("float16's smallest number leaves scores in it, by which a query without a key attends to all")
     return None
 
 
 def _is_on_a_gpu(site: Attention) -> bool:
     """Whether its operands are plain tensors on a GPU that the package knows, in a dtype that all kernels take."""
-    q = value(site.q)
+    q = value(site.call.q)
     known = q.is_cuda and targets.of(q.device).refusal is None
     return known and q.dtype in _DTYPES and not is_traceable_wrapper_subclass(q)
 
@@ -245,24 +245,26 @@ def _is_chosen(plan: Plan) -> bool:
 
 def _mask_refusal(site: Attention, bodies: Bodies, plan: Plan) -> Refusal | None:
     """Why its mask cannot be handed to a kernel as a predicate."""
-    mask, q = site.mask, value(site.q)
+    mask, q = site.proof.mask, value(site.call.q)
     assert mask is not None
     if not _is_on_a_gpu(site):
         return Refusal("FlexAttention is taken on GPUs, of bf16 and fp16; here are %s on %s", q.dtype, q.device.type)
     if site.chosen:
         return Refusal("torch.nn.attention.sdpa_kernel chooses the backend, of which FlexAttention is none")
-    if not bodies.reaches(site.node.graph):
+    if not bodies.reaches(site.call.node.graph):
         return Refusal("it is inside a body of control flow")
     written = [
-        leaf for called, leaf in site.leaves.items() if called not in site.readers and plan.writes.anywhere(leaf)
+        leaf
+        for called, leaf in site.proof.leaves.items()
+        if called not in site.proof.readers and plan.writes.anywhere(leaf)
     ]
     if written:
         return Refusal("the graph writes %s, which the mask is made of", written[0].name)
-    if any(node.graph is not bodies.root.graph for node in (*site.leaves.values(), *site.readers.values())):
+    if any(node.graph is not bodies.root.graph for node in (*site.proof.leaves.values(), *site.proof.readers.values())):
         return Refusal("the mask is made inside the body that is computed again")
-    writer = Writer(site.leaves)
+    writer = Writer(site.proof.leaves)
     try:
-        writer.write((*mask.conditions, *site.alone))
+        writer.write((*mask.conditions, *site.proof.alone))
     except NotImplementedError as error:
         return Refusal("its predicate holds %s", str(error))
     missing = Symbols(bodies.root.graph).missing([*map(expression, mask.scores.sizes), *writer.numbers])
@@ -271,13 +273,13 @@ def _mask_refusal(site: Attention, bodies: Bodies, plan: Plan) -> Refusal | None
 
 def _flex_refusal(site: Attention) -> Refusal | None:
     """Why FlexAttention does not take it."""
-    q, v = value(site.q), value(site.v)
+    q, v = value(site.call.q), value(site.call.v)
     for width in (q.shape[-1], v.shape[-1]):
         if not (isinstance(width, int) and _WIDTHS[0] <= width <= _WIDTHS[1]):
             return Refusal("heads of %s elements", width)
-    least = FLEX_QUERIES if site.added.bias is None else BIAS_QUERIES
+    least = FLEX_QUERIES if site.call.added.bias is None else BIAS_QUERIES
     if least is None:
-        return Refusal("%s; FlexAttention with a bias has not been measured", site.added.unread)
+        return Refusal("%s; FlexAttention with a bias has not been measured", site.call.added.unread)
     if statically_known_true(q.shape[2] < least):
         return Refusal("fewer than %d queries, for which a mask as a tensor is as fast", least)
     return None
@@ -285,15 +287,18 @@ def _flex_refusal(site: Attention) -> Refusal | None:
 
 def _kept_refusal(site: Attention, bodies: Bodies) -> Refusal | None:
     """Why FlashAttention does not take it, with its dropout: Note [Dropout under a padding]."""
-    q, v, mask = value(site.q), value(site.v), site.mask
+    q, v, mask = value(site.call.q), value(site.call.v), site.proof.mask
     assert mask is not None
     width = q.shape[-1]
     read = set[Any]().union(*(condition.free_symbols for condition in mask.conditions))
-    if any(one is not None for one in (site.softcap, site.sinks, site.added.bias)) or read & {masks.HEAD, masks.QUERY}:
+    if any(one is not None for one in (site.call.softcap, site.call.sinks, site.call.added.bias)) or read & {
+        masks.HEAD,
+        masks.QUERY,
+    }:
         return Refusal("FlexAttention has no dropout, and FlashAttention no mask but a padding")
-    if not isinstance(site.dropout, float):
+    if not isinstance(site.call.dropout, float):
         return Refusal("its dropout is known at the call alone")
-    if site.node.graph is not bodies.root.graph and not DROPS_AGAIN:
+    if site.call.node.graph is not bodies.root.graph and not DROPS_AGAIN:
         return Refusal(
             "there is dropout in a body that is computed again, whose random numbers torch's attention repeats"
         )
@@ -308,25 +313,25 @@ def _kept_refusal(site: Attention, bodies: Bodies) -> Refusal | None:
 
 def _may_wait(site: Attention, plan: Plan) -> bool:
     """Whether a call may ask the device what the mask hides: Note [Attention that a mask leaves as it is]."""
-    assert site.mask is not None
-    rest = site.mask.without_data
+    assert site.proof.mask is not None
+    rest = site.proof.mask.without_data
     plain = rest.is_full or (rest.is_causal and rest.scores.is_square)
-    q, v = value(site.q), value(site.v)
+    q, v = value(site.call.q), value(site.call.v)
     width = q.shape[-1]
     taken = not statically_known_true(q.shape[2] < WAIT_QUERIES) and width <= CUDNN_WIDTH and width % 8 == 0
     taken = taken and width == v.shape[-1]
     waits = not (plan.options.in_cuda_graphs() or torch.are_deterministic_algorithms_enabled())
-    asked = bool(site.mask.data) and not site.mask.is_shifted_by_data
-    return plain and taken and waits and asked and not site.mask.smallest
+    asked = bool(site.proof.mask.data) and not site.proof.mask.is_shifted_by_data
+    return plain and taken and waits and asked and not site.proof.mask.smallest
 
 
 def _unrepeated(site: Attention, plan: Plan) -> tuple[fx.Node, fx.Node] | None:
     """k and v of fewer heads, where they are repeated in front of attention and the kernel takes them as they were."""
-    width = value(site.q).shape[-1]
-    takes = _is_on_a_gpu(site) and isinstance(width, int) and width <= _WIDTHS[1] and site.dropout == 0.0
-    if not takes or site.chosen or (not site.is_changed and (site.given is not None or site.by_hand)):
+    width = value(site.call.q).shape[-1]
+    takes = _is_on_a_gpu(site) and isinstance(width, int) and width <= _WIDTHS[1] and site.call.dropout == 0.0
+    if not takes or site.chosen or (not site.is_changed and (site.call.given is not None or site.by_hand)):
         return None
-    sources = _source_of_repeated(site.k, plan), _source_of_repeated(site.v, plan)
+    sources = _source_of_repeated(site.call.k, plan), _source_of_repeated(site.call.v, plan)
     if sources[0] is None or sources[1] is None:
         return None
     heads = [value(one).shape[1] for one in sources]  # type: ignore[arg-type]
@@ -373,14 +378,14 @@ def _same_place(source: Any, node: fx.Node, plan: Plan) -> bool:
 
 def _name(site: Attention) -> str:
     """What a site's mask is called in reports."""
-    if site.mask is None or site.added.bias is None:
-        return "dense" if site.mask is None else site.mask.name
-    return "bias" if site.mask.is_full else f"{site.mask.name}, bias"
+    if site.proof.mask is None or site.call.added.bias is None:
+        return "dense" if site.proof.mask is None else site.proof.mask.name
+    return "bias" if site.proof.mask.is_full else f"{site.proof.mask.name}, bias"
 
 
 def _reported(site: Attention) -> AttentionSite:
-    as_tensor = (site.given is not None or site.by_hand) and not site.is_changed
-    q = value(site.q) if is_tensor(site.q) else None
+    as_tensor = (site.call.given is not None or site.by_hand) and not site.is_changed
+    q = value(site.call.q) if is_tensor(site.call.q) else None
     slow = as_tensor and q is not None and q.is_cuda and statically_known_true(q.shape[-2] >= WAIT_QUERIES)
     return AttentionSite(
         site.fqn,
