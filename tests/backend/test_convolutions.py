@@ -11,9 +11,9 @@ from torch import Tensor, nn
 import te_inductor
 from te_inductor import recipes
 from te_inductor.errors import FallbackWarning
-from te_inductor.ops import linears
 from te_inductor.passes.pre_grad.sites import convolutions
 from tests import uncompiled
+from tests.support.layers import linears
 
 INNER, OUTER = 64, 96
 RELATIVE = 2.0**-4  # of what E4M3 rounds an operand by, at most
