@@ -43,7 +43,7 @@ class Added:
 
     @property
     def predicate(self) -> Expr:
-        """Where no mask hides a score."""
+        """The condition under which no mask hides a score."""
         return sympy.And(*(one.predicate for one in self.masks))
 
     @property
