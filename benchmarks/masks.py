@@ -1,13 +1,16 @@
 """Whole training steps of transformers' classes as their users call them, with labels and an attention mask: what
 attention's mask costs, and what proving it gives.
 
-    python -m benchmarks.masks                               # all works, all arms
+    python -m benchmarks.masks                               # the table of docs/performance.md, in 480 s
+    python -m benchmarks.masks --device cpu --tiny --works long   # whether it runs
     python -m benchmarks.masks --works long packed --arms bf16 te:delayed
     python -m benchmarks.masks --works mpt falcon t5 --bias-queries 512  # FlexAttention with ALiBi and T5's bias
 
 A few layers at a published model's widths, bf16 parameters, loss, backward and fused AdamW. `bf16` is plain torch.compile
-of the same program; `te:none` has this backend's attention and bf16 layers; `te:RECIPE` both. Each arm is compiled
-alone, one behind the other, and timed by the median of five steps."""
+of the same program; `bf16:is_causal` what an expert writes where the mask is causal, torch's attention without a mask and
+with k and v of fewer heads; `te:none` has this backend's attention and bf16 layers; `te:RECIPE` both. Each arm is compiled
+alone, and timed by the median of five steps, two behind its first. All works run in the first arm, then in the second, and
+so on, until no arm of which one took as long fits into `--seconds`; first steps take nearly all of the time."""
 
 import argparse
 import gc
@@ -17,12 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import harness, table
 from te_inductor.passes.pre_grad.attention import sites
 
-ARMS = ("bf16", "te:none", "te:delayed")
+ARMS = ("bf16", "te:delayed", "bf16:is_causal", "te:none")
 _LLAMA = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
 _GEMMA = {"hidden_size": 3584, "intermediate_size": 14336, "num_attention_heads": 16, "num_key_value_heads": 8}
 _GPT_OSS = {"hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8}
@@ -42,10 +46,23 @@ WORKS: dict[str, Work] = {
     "falcon": ("Falcon", {**_FALCON, "alibi": True}, 2, 512, 2, 4096, "ones"),
     "t5": ("T5", {"d_model": 1024, "d_kv": 64, "d_ff": 4096, "num_heads": 16, "dropout_rate": 0.0}, 4, 512, 4, 1024, "half"),
 }  # fmt: skip
+BIASED = ("mpt", "falcon", "t5")  # run where they are named
 DOCUMENT = 4096  # tokens of one of the packed
+_TINY = {
+    **dict.fromkeys(("hidden_size", "intermediate_size", "d_model", "d_ff", "max_seq_len"), 64),
+    **dict.fromkeys(("head_dim", "d_kv", "sliding_window"), 16),
+    **dict.fromkeys(("num_attention_heads", "n_heads", "num_heads", "num_local_experts"), 4),
+    "num_key_value_heads": 2,
+}  # fmt: skip
 
 
-def build(work: Work, device: str) -> tuple[Any, dict[str, Tensor]]:
+def tiny(work: Work) -> Work:
+    """The same on one layer of few elements."""
+    name, widths, _, _, batch, _, mask = work
+    return name, widths | {key: _TINY[key] for key in widths.keys() & _TINY.keys()}, 1, 128, min(batch, 2), 64, mask
+
+
+def build(work: Work, device: str, attention: str | None = None) -> tuple[Any, dict[str, Tensor]]:
     """A model and a batch for it."""
     import transformers
 
@@ -53,7 +70,11 @@ def build(work: Work, device: str) -> tuple[Any, dict[str, Tensor]]:
     config = getattr(transformers, f"{name}Config")(vocab_size=vocabulary, num_hidden_layers=layers, **widths)
     head = {"Bert": "ForMaskedLM", "T5": "ForConditionalGeneration"}.get(name, "ForCausalLM")
     with torch.device(device):
-        model = getattr(transformers, name + head)._from_config(config, dtype=torch.bfloat16).train()
+        model = (
+            getattr(transformers, name + head)
+            ._from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
+            .train()
+        )
     ids = torch.randint(1, vocabulary, (batch, tokens), device=device)
     given: dict[str, Any] = {"input_ids": ids, "labels": ids}
     if name != "Bert":
@@ -67,13 +88,31 @@ def build(work: Work, device: str) -> tuple[Any, dict[str, Tensor]]:
     return model, given
 
 
+def without_mask() -> str:
+    """The name of causal attention as an expert writes it, which transformers then takes."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    def attend(
+        module: Any, q: Tensor, k: Tensor, v: Tensor, mask: None, scaling: float, **_: Any
+    ) -> tuple[Tensor, None]:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+        return out.transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register("is_causal", attend)
+    AttentionMaskInterface.register("is_causal", lambda *_, **__: None)
+    return "is_causal"
+
+
 def measure(work: Work, arm: str, args: argparse.Namespace, **more: Any) -> dict[str, Any]:
     """One arm of a work; `more` is options for te."""
+    if arm == "bf16:is_causal" and (work[0], work[-1]) != ("Llama", "ones"):
+        return {"skipped": "its mask is more than causal"}
     gc.collect()
     torch._dynamo.reset()
     torch.cuda.empty_cache()
     torch.manual_seed(0)
-    model, given = build(work, args.device)
+    model, given = build(work, args.device, without_mask() if arm == "bf16:is_causal" else None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     kind, _, recipe = arm.partition(":")
     options = {"recipe": recipe, "fallback": "silent", **more} if kind == "te" else None
@@ -89,6 +128,9 @@ def measure(work: Work, arm: str, args: argparse.Namespace, **more: Any) -> dict
     start = time.perf_counter()
     step().item()
     first = time.perf_counter() - start
+    if args.device == "cpu":
+        times = [_seconds(step) * 1e3 for _ in range(args.iters)]
+        return {"ms": sorted(times)[len(times) // 2], "peak_gib": None, "first_s": first, "loss": step().item()}
     torch.cuda.reset_peak_memory_stats()
     step()
     times = []
@@ -101,6 +143,12 @@ def measure(work: Work, arm: str, args: argparse.Namespace, **more: Any) -> dict
         times.append(begin.elapsed_time(end))
     peak = torch.cuda.max_memory_allocated() / 2**30
     return {"ms": sorted(times)[len(times) // 2], "peak_gib": peak, "first_s": first, "loss": loss.item()}
+
+
+def _seconds(step: Callable[[], Tensor]) -> float:
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
 
 
 def show(rows: list[dict[str, Any]], environment: dict[str, Any]) -> None:
@@ -120,20 +168,30 @@ def show(rows: list[dict[str, Any]], environment: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--works", nargs="+", choices=WORKS, default=list(WORKS))
-    parser.add_argument("--arms", nargs="+", default=list(ARMS), help="bf16, te:RECIPE")
+    works = [work for work in WORKS if work not in BIASED]
+    parser.add_argument("--works", nargs="+", choices=WORKS, default=works)
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), help="bf16, bf16:is_causal, te:RECIPE")
     parser.add_argument("--iters", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=480, help="in which no more is begun than fits")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="one layer of few elements, to see that it runs")
     parser.add_argument("--json", type=Path, default=Path("out/masks.json"))
     parser.add_argument("--bias-queries", type=int, help="from how many on FlexAttention is taken for a bias")
     args = parser.parse_args()
     if args.bias_queries is not None:
         sites.BIAS_QUERIES = args.bias_queries
+    start, longest = time.perf_counter(), 0.0
     environment, rows = harness.environment(args.device), []
-    for work in args.works:
-        for arm in args.arms:
-            rows.append({"work": work, "arm": arm, **measure(WORKS[work], arm, args)})
+    for arm in args.arms:
+        for name in args.works:
+            work, begun = tiny(WORKS[name]) if args.tiny else WORKS[name], time.perf_counter()
+            fits = begun - start + longest <= args.seconds
+            found = measure(work, arm, args) if fits else {"skipped": f"not begun in {args.seconds:g} s"}
+            longest = max(longest, time.perf_counter() - begun)
+            rows.append({"work": name, "arm": arm, **found})
+            print(rows[-1], flush=True)
             harness.write_json(args.json, {"environment": environment, "rows": rows})
+    rows.sort(key=lambda row: args.works.index(row["work"]))
     show(rows, environment)
 
 
