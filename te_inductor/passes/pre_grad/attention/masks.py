@@ -202,7 +202,8 @@ def _dense(expression: Expr, reader: Reader) -> Refusal | None:
 def of_predicate(predicate: Expr, scores: Scores, reader: Reader, smallest: bool = False) -> Mask | Refusal:
     """What is known of a predicate over `PLACES`."""
     predicate = truth(predicate)
-    conditions = sympy.And.make_args(predicate)
+    # In an order that is the same in each process, as it is in generated code, which caches know by its text.
+    conditions = sorted(sympy.And.make_args(predicate), key=sympy.default_sort_key)
     if predicate == sympy.false or len(conditions) > _MOST_CONDITIONS:
         return Refusal("the mask attends to nothing" if predicate == sympy.false else "the mask has many conditions")
     dense = _dense(predicate, reader)
