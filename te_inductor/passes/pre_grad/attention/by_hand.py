@@ -56,11 +56,13 @@ def match(product: fx.Node, reader: Reader, writes: Writes) -> Written | None:
     """The attention that ends in a product; None where it does not. It has a refusal where something is done to its scores
     that is not read, or where something else reads what is inside."""
     last = _Product.read(product)
-    path = None if last is None or last.added is not None else _path(last.left, {})
-    if last is None or path is None or not any(name(node) == "softmax" for node in path):
+    left, right = _factors(product) if last is None else (last.left, last.right)
+    path = None if last is not None and last.added is not None else _path(left, {})
+    if path is None or not any(name(node) == "softmax" for node in path):
         return None
     first = _Product.read(path[-1])
-    assert first is not None
+    if last is None or first is None:
+        return Written(left, left, right, refusal=Refusal("its products are written as einsum"))
     found = Written(first.left, first.right, last.right)
     walk = _Walk(product, writes, path, found)
     try:
@@ -112,6 +114,13 @@ class _Product:
         return _Product(left, right, first, *map(float, factors)) if plain and made[0].dim() in (3, 4) else None  # type: ignore[arg-type]
 
 
+def _factors(node: fx.Node) -> tuple[Any, Any]:
+    """The operands of a product of two by `einsum`; None, twice, of any other node."""
+    factors = [one for one in node.all_input_nodes if is_tensor(one) and value(one).dim() in (3, 4)]
+    is_einsum = operators.read(node).name == "einsum" and len(factors) == 2
+    return (factors[0], factors[1]) if is_einsum else (None, None)
+
+
 def _path(node: Any, known: dict[fx.Node, list[fx.Node] | None]) -> list[fx.Node] | None:
     """The nodes by which weights, or scores, are computed from a product, with both; None where they are not."""
     if not is_tensor(node):
@@ -123,7 +132,8 @@ def _path(node: Any, known: dict[fx.Node, list[fx.Node] | None]) -> list[fx.Node
         operands: Sequence[Any] = node.args[:3] if kind is Kind.POINTWISE or called == "max" else node.args[:1]
         operands = operands[0] if called == "cat" and isinstance(operands[0], list | tuple) else operands
         paths = (_path(one, known) for one in operands if goes)
-        rest = [] if _Product.read(node) else next((one for one in paths if one is not None), None)
+        is_product = _Product.read(node) is not None or called == "einsum"
+        rest = [] if is_product else next((one for one in paths if one is not None), None)
         known[node] = None if rest is None else [node, *rest]
     return known[node]
 

@@ -29,6 +29,8 @@ from te_inductor.runtime.attention import kept, predicate
 def rewrite_attention(plan: Plan) -> None:
     """Rewrite every place whose mask is proven to be what another kernel takes."""
     masks = _Masks(Bodies(plan.gm), Symbols(plan.gm.graph))
+    for site in plan.attention:  # while what reads each output is what the program wrote
+        site.keeps_strides = site.is_changed and _strides_are_read(site.call.node)
     for site in reversed(plan.attention):  # whose operands may be what one in front of it computes
         if site.is_changed and site.ends_early:
             site.call.k, site.call.v = (_first_keys(one, site) for one in (site.call.k, site.call.v))
@@ -294,7 +296,7 @@ def _take(site: Attention, out: fx.Node) -> None:
     with site.call.node.graph.inserting_before(site.call.node):
         _hold(out, site, _examples(site)[0])
         out = method(out, "flatten", 0, 1) if expected.dim() == 3 else out
-        if _strides_are_read(site.call.node):
+        if site.keeps_strides:
             order = sorted(range(expected.dim()), key=expected.stride, reverse=True)
             out = method(method(out, "permute", order), "contiguous")
             out = method(out, "permute", sorted(range(len(order)), key=order.__getitem__))
