@@ -352,6 +352,13 @@ def test_weights_that_are_returned_keep_the_scores():
     assert site.kernel == "by hand" and "something else reads its scores or its weights" in site.reason
 
 
+def test_conditions_have_one_order_in_all_processes():
+    """Generated code has it, and is found again by it."""
+    predicate = sympy.And(*(sympy.Ne(masks.KEY, number) for number in range(7)))
+    found = masks.of_predicate(predicate, masks.Scores(1, 1, 8, 8), Reader(lambda node: False, lambda node: node))
+    assert found.conditions == predicate.args
+
+
 def test_a_mask_has_no_more_conditions_than_are_read():
     scores = masks.Scores(1, 1, 8, 8)
     many = sympy.And(*(sympy.Ne(masks.KEY, number) for number in range(20)))

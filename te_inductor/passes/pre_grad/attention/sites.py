@@ -135,7 +135,7 @@ def _take(site: Attention, part: Added | Refusal, scores: Scores, reader: Reader
         return
     functions = {str(one.func) for condition in found.conditions for one in condition.atoms(AppliedUndef)}
     site.proof.mask, site.proof.leaves = found, {function: reader.leaves[function] for function in sorted(functions)}
-    site.proof.readers = {function: reader.readers[function] for function in functions & reader.readers.keys()}
+    site.proof.readers = {function: reader.readers[function] for function in sorted(functions & reader.readers.keys())}
     site.call.added = part
     if len(part.masks) > 1 and part.smallest and not found.nowhere_empty():
         site.refusal = _take_two(site, part, scores, reader)
