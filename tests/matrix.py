@@ -73,7 +73,18 @@ def run(folder: Path, pytest: list[str]) -> str:
     """What the suite says."""
     report, began = folder / "report.xml", time.monotonic()
     report.unlink(missing_ok=True)
-    command = [folder / "bin/python", "-m", "pytest", "-m", "not gpu", "-n", "2", f"--junit-xml={report}", *pytest]
+    command = [
+        folder / "bin/python",
+        "-m",
+        "pytest",
+        "-m",
+        "not gpu",
+        "--traced",
+        "-n",
+        "2",
+        f"--junit-xml={report}",
+        *pytest,
+    ]
     with (folder / "log.txt").open("w") as log:
         subprocess.run(command, cwd=ROOT, stdout=log, stderr=log, env={**os.environ, "OMP_WAIT_POLICY": "passive"})
     if not report.exists():
