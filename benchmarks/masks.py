@@ -129,6 +129,7 @@ def measure(work: Work, arm: str, args: argparse.Namespace, **more: Any) -> dict
     step().item()
     first = time.perf_counter() - start
     if args.device == "cpu":
+        step()
         times = [_seconds(step) * 1e3 for _ in range(args.iters)]
         return {"ms": sorted(times)[len(times) // 2], "peak_gib": None, "first_s": first, "loss": step().item()}
     torch.cuda.reset_peak_memory_stats()
