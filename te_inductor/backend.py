@@ -32,6 +32,7 @@ from te_inductor.recipes import regions
 from te_inductor.runtime import compiled_graphs
 from te_inductor.runtime.exporting import note_export
 from te_inductor.runtime.extra_inputs import bind
+from te_inductor.runtime.omitted_logits import leave_out
 from te_inductor.runtime.weights import cached_weights
 from te_inductor.templates.cutlass import build
 
@@ -203,7 +204,7 @@ def _compile_or_restore(
         with compat.unwinding_transforms():
             inputs = [*plan.inputs, *(example for kind in plan.outcome.extra_inputs for example in kind.examples)]
             first = _first_step(plan, inductor, inputs)
-            return bind(inductor(plan.gm, inputs), plan.outcome.extra_inputs, first)
+            return leave_out(bind(inductor(plan.gm, inputs), plan.outcome.extra_inputs, first), plan.outcome.omitted)
     except (RestartAnalysis, SkipFrame, Unsupported, TEInductorError):
         raise  # Dynamo's own control flow, and what the user asked to be told
     except Exception:

@@ -14,6 +14,8 @@ weights     ``"each_call"``, ``"once"``                  ``"each_call"``; ``"onc
                                                          changed, and keeps its copies: 2 bytes a weight in training
 attention   ``"auto"``, ``"as_written"``                 ``"auto"``: a mask that is proven to be causal, a window, a
                                                          padding is no tensor; ``"as_written"`` leaves masks alone
+logits      ``"keep"``, ``"omit"``                       ``"keep"``; ``"omit"`` computes no logits in training
+                                                         that the program gets beside its loss
 amax_group  a DeviceMesh, a ProcessGroup, the name of    None: the ranks that share each parameter. Delayed scaling
             one, or ``"none"``                           reduces amaxes over it; ``"none"``: over no ranks
 mode        as in ``torch.compile(mode=…)``              None; here because torch refuses mode= beside options=
@@ -42,12 +44,14 @@ Fallback = Literal["warn", "error", "silent"]
 Weights = Literal["each_call", "once"]
 Wgrad = Literal["grad", "main_grad", "deferred"]
 Attention = Literal["auto", "as_written"]
+Logits = Literal["keep", "omit"]
 
-OWN_OPTIONS = ("recipe", "policy", "fallback", "weights", "wgrad", "attention", "amax_group", "mode")
+OWN_OPTIONS = ("recipe", "policy", "fallback", "weights", "wgrad", "attention", "logits", "amax_group", "mode")
 FALLBACKS = ("warn", "error", "silent")
 WEIGHTS = ("each_call", "once")
 WGRADS = ("grad", "main_grad", "deferred")
 ATTENTIONS = ("auto", "as_written")
+LOGITS = ("keep", "omit")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 TABLES = "TE_INDUCTOR_TABLES"  # of no compile: a folder of tables that `te-inductor tune` has written
 VARIABLES = {name: f"TE_INDUCTOR_{name.upper()}" for name in OWN_OPTIONS}
@@ -66,6 +70,7 @@ class Options:
     weights: Weights = "each_call"
     wgrad: Wgrad = "grad"
     attention: Attention = "auto"
+    logits: Logits = "keep"
     amax_group: Any = None
     amax_group_name: str = "option 'amax_group'"
     mode: str | None = None
@@ -107,6 +112,7 @@ def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> 
         cast(Weights, _choice(given, "weights", WEIGHTS)),
         cast(Wgrad, _choice(given, "wgrad", WGRADS)),
         cast(Attention, _choice(given, "attention", ATTENTIONS)),
+        cast(Logits, _choice(given, "logits", LOGITS)),
         group,
         group_source or "option 'amax_group'",
         mode,

@@ -53,6 +53,10 @@ class GatherError(TEInductorError, ValueError):
     read each other's tensors otherwise than they are sent."""
 
 
+class OmittedLogitsError(TEInductorError, RuntimeError):
+    """The program reads logits that were left out, as `options={"logits": "omit"}` says."""
+
+
 class LaunchError(TEInductorError, ValueError):
     """A kernel of ours would need more programs than CUDA runs at one launch."""
 

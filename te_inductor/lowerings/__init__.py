@@ -38,6 +38,7 @@ def install(fallback: str = "warn") -> Callable[[Callable[..., Any]], Callable[.
             fp8_small_m,
             grouped_ops,
             scale_updates,
+            token_losses,
         )
 
     def wrap(inner_compile: Callable[..., Any]) -> Callable[..., Any]:

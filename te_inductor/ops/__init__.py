@@ -1,6 +1,7 @@
 """The op set: fine-grained, functional ops whose graph Inductor can fuse, and the linear layer made of them. One file a
 family: `casts`, `gemm`, `delayed`, `grouped` (of experts), `layers` (linear layers), `stored` (weights in low
-precision), `attention` (of decoding), `masked_attention`; `written_out` (what leaves this process).
+precision), `attention` (of decoding), `masked_attention`, `losses` (of output layers); `written_out` (what leaves this
+process).
 """
 
 from te_inductor.ops import masked_attention, stored
@@ -45,5 +46,7 @@ from te_inductor.ops.layers.call import (
     trace_layers,
 )
 from te_inductor.ops.layers.layer import LayerSpec
+from te_inductor.ops.layers.losses import output_loss
+from te_inductor.ops.losses import scaled_token_losses, token_losses
 from te_inductor.ops.permutations import permute_rows, place_rows, places_of, spread_rows, sum_rows, take_rows
 from te_inductor.ops.sharded_weight import gather_weight, record_weight_amax, shard_scales

@@ -34,6 +34,16 @@ class AttentionSite:
     slow: bool = False  # whether that costs a GPU as much as a layer
 
 
+@dataclass(frozen=True)
+class LossSite:
+    """One loss of an output layer."""
+
+    fqn: str  # of the output layer
+    loss: str  # "cross_entropy"
+    how: str  # "in chunks", "in chunks, without logits" where the program gets none, or "as_written"
+    reason: str | None = None  # why it is as written
+
+
 class Unmet(NamedTuple):
     """An option that has no effect on a site in low precision, and the reason."""
 
@@ -122,6 +132,7 @@ class Report:
     )  # entries whose recipe no site has: globs, names of functions
     unmet: list[Unmet] = field(default_factory=list)
     attention: list[AttentionSite] = field(default_factory=list)
+    losses: list[LossSite] = field(default_factory=list)
     failure: str | None = None  # traceback of a failure inside our own passes
     flops: Flops = field(default_factory=Flops)
     speedup: str | None = None  # a sentence about what low precision saves, of `explain`
@@ -161,6 +172,7 @@ def merge(reports: Iterable[Report]) -> Report:
         unused_policy=[entry for entry in unused if all(entry in report.unused_policy for report in reports)],
         unmet=[unmet for report in reports for unmet in report.unmet],
         attention=[site for report in reports for site in report.attention],
+        losses=[site for report in reports for site in report.losses],
         failure="\n".join(report.failure for report in reports if report.failure) or None,
         weights=[weight for report in reports for weight in report.weights],
         flops=Flops(

@@ -68,6 +68,14 @@ def attention(report: "Report") -> list[str]:
     ]
 
 
+def losses(report: "Report") -> list[str]:
+    """How each loss of an output layer is computed, and why not without its logits."""
+    return [
+        f"{site.loss} of {site.fqn or 'a product'}: {site.how}{f', because {site.reason}' if site.reason else ''}"
+        for site in report.losses
+    ]
+
+
 def tail(report: "Report") -> list[str]:
     """Options without effect, what goes between ranks, the estimate, and a failure of ours."""
     fqns = [site.fqn for site in report.sites]
@@ -78,7 +86,7 @@ def tail(report: "Report") -> list[str]:
         lines.append(f"option {option!r} does not reach {_names_of(unmet, fqns)}: {reason}")
     wired = grouped((site for site in report.sites if site.wire is not None), lambda site: site.wire)
     lines += [f"{_names_of(sites, fqns)}: {wire}" for wire, sites in wired.items()]
-    lines += attention(report)
+    lines += attention(report) + losses(report)
     lines += [report.speedup] if report.speedup else []
     return lines + ([report.failure] if report.failure else [])
 

@@ -31,7 +31,7 @@ ORDER = [
     {"fused"},
     {"passes.joint", "passes.post_grad"},
     {"passes.pre_grad.sites"},
-    {"passes.pre_grad.plan", "passes.pre_grad.attention"},
+    {"passes.pre_grad.plan", "passes.pre_grad.attention", "passes.pre_grad.loss"},
     {"passes.pre_grad.match"},
     {"passes.pre_grad.decide"},
     {"passes.pre_grad.rewrite"},

@@ -41,7 +41,7 @@ def failure(**options) -> str:
         (
             {"precision": "fp8"},
             "unknown option 'precision'",
-            "expected one of amax_group, attention, fallback, mode, policy, recipe, weights, wgrad; other keys are",
+            "expected one of amax_group, attention, fallback, logits, mode, policy, recipe, weights, wgrad; other keys are",
         ),
         ({"recipe": "curent"}, "unknown recipe 'curent'", "did you mean 'current'?"),
         (
@@ -165,6 +165,7 @@ def test_every_option_comes_from_the_environment(monkeypatch):
         "WEIGHTS": "once",
         "WGRAD": "main_grad",
         "ATTENTION": "as_written",
+        "LOGITS": "omit",
         "AMAX_GROUP": "none",
         "MODE": "max-autotune",
     }

@@ -11,6 +11,8 @@ from te_inductor.kernels.nvfp4_fp8 import NVFP4PromptConfig
 from te_inductor.kernels.nvfp4_linear import NVFP4Config, supports
 from te_inductor.recipes import DelayedScaling, Gemm, Quantizer
 from te_inductor.recipes.delayed import ScaleUpdate
+from te_inductor.recipes.formats import E5M2
+from te_inductor.recipes.losses import Loss
 from te_inductor.runtime.weights.cached_weights import FreshnessCheck, Spec, new
 from tests.offline.harness import INTERPRETER
 from tests.support.kernels import stored as problem_of
@@ -37,6 +39,7 @@ from te_inductor.templates.triton import (  # noqa: E402
     nvfp4_linear,
     partial_sums,
     scale_updates,
+    token_losses,
 )
 
 MOST = 2**31 - 1  # programs of a grid, along its only axis
@@ -145,9 +148,17 @@ def updates(m, e, n, k):
     scale_updates.launch(empty(), empty(3 * e, dtype=torch.int64), update)
 
 
+def losses(m, e, n, k):
+    """The losses of k tokens, with as many words as all experts have rows."""
+    kernels, loss, words = token_losses.SoftmaxKernels(), Loss(-100), min(e * n, 2**22)
+    logits, labels = empty(k, words, dtype=BF16), empty(k, dtype=torch.int64)
+    sums = kernels.losses(logits, labels, loss, empty(k))
+    kernels.copies(logits, labels, loss, sums, E5M2, True, empty(words, k, dtype=torch.float8_e5m2))
+
+
 LAUNCHES = [
     nvfp4_products, stored_experts, casts_of_experts, casts_of_groups, grouped_products, kept_weights, few_rows,
-    expansions, attention, updates,
+    expansions, attention, updates, losses,
 ]  # fmt: skip
 
 

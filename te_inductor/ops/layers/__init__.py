@@ -4,7 +4,7 @@
 | part | other cases |
 |---|---|
 | `Operand` | `gathered.py`, `exchanged.py`, `kept.py`; and weights that are `GatheredWeight` |
-| `ScaleSource` | `delayed_scales.py`, `known_scale.py` |
+| `ScaleSource` | `delayed_scales.py` |
 | `GradientSink` | `main_grad.py`, `deferred.py` |
 
 `call.py` defines the op."""

@@ -1,6 +1,8 @@
 """The op `layers`, traced, so that Inductor sees casts and GEMMs; and what a saved program can hold in its place."""
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from te_inductor.ops.layers.dense import DenseLayers
 from te_inductor.ops.layers.experts import ExpertLayers
 from te_inductor.ops.layers.gathered import of_shards
 from te_inductor.ops.layers.layer import LayerSpec, flat
+from te_inductor.ops.layers.losses import LossLayers
 from te_inductor.ops.layers.parts import StepTensors
 from te_inductor.ops.written_out import for_program
 from te_inductor.recipes import Slots
@@ -36,11 +39,15 @@ def trace_layers(
     input_sizes: Sequence[int | torch.SymInt] | None = None,
     output_sizes: Sequence[int | torch.SymInt] | None = None,
     takers: Sequence[Tensor] | None = None,  # of the gradient sink, one a weight
+    labels: Tensor | None = None,  # (M,) int64, of the loss
 ) -> list[Tensor]:  # each (..., N); of experts zeros behind the last group; DTensors, or what this rank has of them
     """``x @ weight.T + bias`` for each weight, the operands of all three GEMMs in the low precision of ``spec.slots``;
-    of experts ``x[rows][m] @ weight[g].T + bias[g]``, g being the group of row m. Several weights, each with a multiple
-    of 16 rows, share their scale, as their gradients do, and each of their GEMMs is one."""
-    kind = DenseLayers if ends is None else ExpertLayers
+    of experts ``x[rows][m] @ weight[g].T + bias[g]``, g being the group of row m; of a loss the cross entropy of each
+    row of that, (M,) in fp32. Several weights, each with a multiple of 16 rows, share their scale, as their gradients
+    do, and each of their GEMMs is one."""
+    kind: Any = DenseLayers if ends is None else ExpertLayers
+    if spec.loss is not None:
+        kind = partial(LossLayers, loss=spec.loss)
     layers = kind(
         spec,
         out_dtype,
@@ -55,6 +62,8 @@ def trace_layers(
         return of_shards(layers, spec.parallel, x, token, weights, biases)
     if ends is not None:
         return list(layers(x, token, ends, rows, places, *weights, *biases))
+    if spec.loss is not None:
+        return list(layers(x, None, labels, *weights, *biases))
     ys = layers(x.reshape(-1, x.shape[-1]), token, *weights, *biases)
     return [y.reshape(*x.shape[:-1], y.shape[1]) for y in ys]
 

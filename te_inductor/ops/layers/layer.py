@@ -27,6 +27,7 @@ from te_inductor.ops.layers.parts import (
 from te_inductor.recipes import Gemm, Quantizer, Slots
 from te_inductor.recipes.constants import Constant, constant
 from te_inductor.recipes.formats import FP16_OVERFLOW
+from te_inductor.recipes.losses import Loss
 
 Saved = Sequence[Any]  # tensors and Nones that a backward needs
 
@@ -42,6 +43,7 @@ class LayerSpec(Constant):
     output: Operand = Operand()
     sink: GradientSink = GradientSink()
     parallel: Parallel | None = None  # of DTensors
+    loss: Loss | None = None  # of an output layer whose logits nothing else reads
 
 
 class Needed(NamedTuple):

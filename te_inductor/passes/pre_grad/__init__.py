@@ -19,6 +19,7 @@ from te_inductor.passes.pre_grad.decide.sites import (
     resolve_recipes,
     weigh_sites,
 )
+from te_inductor.passes.pre_grad.loss.match import match_losses, report_losses, rewrite_losses
 from te_inductor.passes.pre_grad.match.gradients import list_lost_gradients, match_gradients
 from te_inductor.passes.pre_grad.match.sites import (
     inline_attention,
@@ -47,12 +48,20 @@ _WEIGHED: tuple[Pass, ...] = (
     match_sites,
     list_products,
     resolve_recipes,
+    match_losses,
     check_sites,
     weigh_sites,
 )
-_DECIDED: tuple[Pass, ...] = (check_gathers, check_exchanges, merge_sites, check_extras, report_sites)
+_DECIDED: tuple[Pass, ...] = (check_gathers, check_exchanges, merge_sites, check_extras, report_sites, report_losses)
 DECIDE: tuple[Pass, ...] = (*_OPENED, *_WEIGHED, *_DECIDED)
-_REWRITE: tuple[Pass, ...] = (compare_ranks, guard_extras, start_builds, rewrite_permutations, rewrite_sites)
+_REWRITE: tuple[Pass, ...] = (
+    compare_ranks,
+    guard_extras,
+    start_builds,
+    rewrite_permutations,
+    rewrite_losses,
+    rewrite_sites,
+)
 PASSES: tuple[Pass, ...] = (*_OPENED, rewrite_attention, *_WEIGHED, follow_ranks, *_DECIDED, *_REWRITE)
 
 _CHECKED: tuple[Pass, ...] = (list_products, resolve_recipes, check_sites, refuse_what_has_no_place)

@@ -14,6 +14,7 @@ from te_inductor.diagnostics import Refusal
 from te_inductor.kernels.cutlass_tiles import Kernel
 from te_inductor.passes.graph import regions, writes
 from te_inductor.passes.pre_grad.attention.site import Attention
+from te_inductor.passes.pre_grad.loss.reading import Reading
 from te_inductor.passes.pre_grad.sites import contractions
 from te_inductor.passes.pre_grad.sites.convolutions import OUTSIDE
 from te_inductor.passes.pre_grad.sites.exchanges import Exchanges
@@ -24,6 +25,7 @@ from te_inductor.presentation.report import Report
 from te_inductor.recipes import Recipe, Slots
 from te_inductor.recipes.regions import Region
 from te_inductor.runtime.extra_inputs import ExtraInputs
+from te_inductor.runtime.omitted_logits import OmittedOutput
 from te_inductor.runtime.state.state_inputs import StateInputs
 
 
@@ -148,6 +150,8 @@ class Products:
     unlowered: list[Unlowered] = field(default_factory=list)
     backward: set[fx.Node] = field(default_factory=set)  # those that are part of a site's backward
     inlined: dict[fx.Node, contractions.Inlined] = field(default_factory=dict)  # layers that were written otherwise
+    # Losses of output layers, each with the reason why it needs its logits, if it does.
+    losses: list[tuple[Candidate, Reading, Refusal | None]] = field(default_factory=list)
 
 
 @dataclass
@@ -158,6 +162,7 @@ class Outcome:
     weights: dict[str, torch.nn.Parameter] = field(default_factory=dict)  # of sites, by their module paths
     libraries: set[Kernel] = field(default_factory=set)  # CUTLASS kernels that its GEMMs will be
     extra_inputs: list[ExtraInputs] = field(default_factory=list)  # what the rewritten graph takes besides its inputs
+    omitted: list[OmittedOutput] = field(default_factory=list)  # outputs that are left out: logits
 
     @property
     def state(self) -> StateInputs | None:

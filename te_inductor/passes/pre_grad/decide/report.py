@@ -11,7 +11,7 @@ from te_inductor.kernels import emulated
 from te_inductor.kernels.cutlass_tiles import Kernel
 from te_inductor.passes.graph.bodies import Bodies, in_order
 from te_inductor.passes.graph.owners import from_parameter, owner_of
-from te_inductor.passes.graph.values import is_gathered
+from te_inductor.passes.graph.values import is_gathered, value
 from te_inductor.passes.pre_grad.decide import gemm_kernels
 from te_inductor.passes.pre_grad.plan import Candidate, Plan, Unlowered
 from te_inductor.presentation.report import Site
@@ -97,6 +97,8 @@ def _kernel(
         elif gemm == "dgrad":
             choice = gemm_kernels.of_stored_gradient(match, candidate.recipe, shapes, options, plan.leaves)
         return "high_precision" if choice is None else choice.name, None  # built where it is lowered
+    if candidate.low and any(part.knows_gradient for part in match.parts):
+        return ("cublaslt" if value(match.weight).is_cuda else "eager"), None
     if candidate.low and candidate.slots is not None:
         choice = gemm_kernels.choose(match, candidate.slots, gemm, shapes, options, accumulates, turned, plan.leaves)
         return choice.name, choice.kernel

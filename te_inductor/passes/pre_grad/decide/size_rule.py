@@ -50,7 +50,7 @@ from te_inductor import targets
 from te_inductor.diagnostics import Refusal
 from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.decide import graph_time
-from te_inductor.passes.pre_grad.decide.cast_costs import Layer, Layers, Makers, Scales, Weights, casts_of
+from te_inductor.passes.pre_grad.decide.cast_costs import Layer, Layers, Maker, Makers, Scales, Weights, casts_of
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
 from te_inductor.passes.pre_grad.sites import exchanges
 from te_inductor.passes.pre_grad.sites.products import hint
@@ -181,13 +181,18 @@ def _layers(rows: int, sites: Sequence[Candidate], makers: Makers, weights: str)
     return Layers(
         rows,
         match.sizes[2],
-        tuple(Layer(site.match.sizes[1], makers.of_gradient(site.match)) for site in sites),
+        tuple(Layer(site.match.sizes[1], _gradient(site, makers)) for site in sites),
         makers.of_input(match),
         _scales(sites[0]),
         "dgrad" in gemms,
         "wgrad" in gemms,
         "gathered" if _is_gathered(match) else kept,
     )
+
+
+def _gradient(site: Candidate, makers: Makers) -> Maker:
+    """What makes the gradient of a layer's output."""
+    return "loss" if any(part.knows_gradient for part in site.match.parts) else makers.of_gradient(site.match)
 
 
 def _weigh_layers(

@@ -21,6 +21,7 @@ class SitePart:
 
     dims: ClassVar[int] = 0  # that the weight has besides those of a matrix
     between_ranks: ClassVar[bool] = False  # whether tensors of the site go between ranks
+    knows_gradient: ClassVar[bool] = False  # whether the scale of its result's gradient is known beforehand
 
     def sizes(self, match: "Match", m: Any, n: int, k: int) -> tuple[Any, int, int]:
         """M, N and K of what one rank multiplies, of those that the operands have."""

@@ -1,0 +1,105 @@
+"""The passes that find losses behind output layers, and put losses in high precision in their places."""
+
+from torch import fx
+
+from te_inductor.diagnostics import Refusal
+from te_inductor.passes.graph.bodies import Bodies
+from te_inductor.passes.graph.values import value
+from te_inductor.passes.pre_grad.loss import reading
+from te_inductor.passes.pre_grad.loss.reading import Reading
+from te_inductor.passes.pre_grad.loss.site import LossOfLinear, LossPart, rewrite_in_high_precision
+from te_inductor.passes.pre_grad.plan import Candidate, Plan
+from te_inductor.presentation.report import LossSite, Unmet
+from te_inductor.recipes.losses import slots_of_loss
+from te_inductor.runtime.omitted_logits import OmittedOutput
+
+# From how many bytes of logits on a loss is computed in chunks: with less, one more launch is more than what it saves.
+LEAST_BYTES = 2**26
+
+
+def match_losses(plan: Plan) -> None:
+    """Find losses whose logits nothing else reads, or nothing but the program, which does without them."""
+    graph = plan.gm.graph
+    sites = {site.match.node: site for site in plan.candidates}
+    in_grad_mode = Bodies(plan.gm).in_grad_mode()
+    for node in list(graph.nodes):
+        found = reading.read(node)
+        site = None if found is None else sites.get(found.product)
+        if found is None or site is None:
+            continue  # nothing says that there is an output layer
+        refusal = found.refusal or _refusal(plan, site, found, in_grad_mode)
+        if refusal is None:
+            site.rule = LossOfLinear()
+            site.match = site.match.having(LossPart(found), behind=(*found.between, node))
+            plan.outcome.omitted.extend(_places(graph, found))
+        elif plan.options.logits == "omit" and value(node).requires_grad:
+            plan.outcome.report.unmet.append(Unmet("logits", site.fqn, str(refusal)))
+        plan.products.losses.append((site, found, refusal))
+
+
+def report_losses(plan: Plan) -> None:
+    """Write down how each loss is computed."""
+    for site, found, refusal in plan.products.losses:
+        how, why = "in chunks, without logits" if found.outputs else "in chunks", refusal
+        if refusal is None and not site.low and not found.outputs:
+            why = Refusal("the output layer stays in high precision")
+        how = how if why is None else "as_written"
+        plan.outcome.report.losses.append(LossSite(site.fqn, "cross_entropy", how, None if why is None else str(why)))
+
+
+def rewrite_losses(plan: Plan) -> None:
+    """Put losses in high precision in their places, where that leaves logits out."""
+    for site in plan.candidates:
+        part = site.match.part(LossPart)
+        if part is not None and part.reading.outputs and not site.low:
+            rewrite_in_high_precision(site.match)
+
+
+def _refusal(plan: Plan, site: Candidate, found: Reading, in_grad_mode: set[fx.Node]) -> Refusal | None:
+    """Why the loss needs its logits."""
+    match, size = site.match, found.logits_bytes
+    operands = [one for one in (match.x, match.weight, match.bias) if one is not None]
+    if match.parts or match.before or match.behind or match.dims > 2:
+        return Refusal("tensors of the output layer go between ranks, or it is none")
+    if site.stored:
+        return Refusal("the weight of the output layer is stored in low precision")
+    if (found.product in in_grad_mode) != (found.call in in_grad_mode):
+        return Refusal("gradients are recorded of one of the output layer and its loss")
+    if plan.writes.between([*operands, found.product, *found.between], found.product, found.call):
+        return Refusal("the graph writes what the loss is made of")
+    if site.low and site.slots is not None and slots_of_loss(site.slots) is None:
+        return Refusal("the products of recipe %r have no backward of a loss", site.recipe.name if site.recipe else "")
+    if found.outputs or found.aside:
+        refusal = _kept(plan, found)
+        if refusal is not None:
+            return refusal
+    elif not _gains(site):
+        return Refusal("its logits stay in the graph, and only low precision on a GPU gains by chunks of them")
+    elif size is not None and size < LEAST_BYTES:
+        return Refusal("its logits take %d KiB, too few to gain by chunks", size // 1024)
+    return None
+
+
+def _gains(site: Candidate) -> bool:
+    """Whether a device gains by computing a loss in chunks where no logits leave the graph."""
+    return site.low and value(site.match.weight).is_cuda
+
+
+def _kept(plan: Plan, found: Reading) -> Refusal | None:
+    """Why the program gets its logits."""
+    if plan.options.logits == "keep":
+        saved = "" if found.logits_bytes is None else f", of {found.logits_bytes / 2**20:.0f} MiB"
+        return Refusal("the program gets its logits%s: options={'logits': 'omit'} leaves them out", saved)
+    if not value(found.call).requires_grad:
+        return Refusal("the program gets its logits, which are left out in training alone")
+    static = all(isinstance(size, int) for node in found.outputs for size in value(node).shape)
+    alike = all(value(node).shape[:-1] == value(found.product).shape[:-1] for node in found.outputs)
+    return None if static or alike else Refusal("the program gets logits of a size that only the call knows")
+
+
+def _places(graph: fx.Graph, found: Reading) -> list[OmittedOutput]:
+    """Returns the places among the graph's outputs where logits are left out."""
+    [results] = graph.output_node().args
+    outputs = results if isinstance(results, tuple | list) else (results,)
+    words = value(found.product).shape[-1]
+    return [OmittedOutput(place, words, value(one).dtype) for place, one in enumerate(outputs) if one in found.outputs]

@@ -1,0 +1,171 @@
+"""Cross entropy as models write it, read from a graph: from the loss back to the product that makes its logits."""
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from te_inductor.diagnostics import Refusal
+from te_inductor.passes.graph import operators
+from te_inductor.passes.graph.operators import Call, Kind
+from te_inductor.passes.graph.values import is_tensor, is_wrapped, value
+from te_inductor.recipes.losses import Loss
+
+_ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+# What leaves each row of logits as it is, in the same order.
+_KEEPS_ROWS = Kind.RESHAPE | Kind.COPY | Kind.CAST
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A loss, and how its logits come about: ``reduction(loss(rows of the product's result, labels))``."""
+
+    call: fx.Node  # of the loss
+    product: fx.Node
+    between: tuple[fx.Node, ...]  # the product and the loss, the first first
+    labels: Any = None  # (N,)
+    reduction: str = "mean"  # or "none", "sum"
+    loss: Loss = field(default_factory=Loss)
+    parts: tuple[Any, ...] = ()  # indices that take some of the product's rows, one after the other
+    outputs: tuple[fx.Node, ...] = ()  # what the program gets of the logits
+    aside: tuple[fx.Node, ...] = ()  # what stands between the product and those, in the graph's order
+    refusal: Refusal | None = None  # why it needs its logits
+
+    def refused(self, *why: object) -> "Reading":
+        """The loss with a reason."""
+        return replace(self, refusal=Refusal(*why))  # type: ignore[arg-type]
+
+    @property
+    def logits_bytes(self) -> int | None:
+        """What the logits take; None where that is not known."""
+        made = value(self.product)
+        sizes = [size for size in made.shape if isinstance(size, int)]
+        return math.prod(sizes) * made.element_size() if len(sizes) == made.dim() else None
+
+
+def read(call: fx.Node) -> Reading | None:
+    """The loss that a node computes; None of a node that is no loss of a product."""
+    if call.op != "call_function" or call.target is not F.cross_entropy or not is_tensor(call):
+        return None
+    given: dict[str, Any] = {**dict(zip(_ARGUMENTS, call.args, strict=False)), **call.kwargs}
+    logits, labels = given["input"], given["target"]
+    way = _way(logits)
+    if way is None:
+        return None
+    product, between = way
+    found = Reading(call, product, between, labels, given.get("reduction", "mean"))
+    if given.get("weight") is not None:
+        return found.refused("classes have weights")
+    if given.get("size_average") is not None or given.get("reduce") is not None:
+        return found.refused("it is reduced by 'size_average' or 'reduce', which torch deprecates")
+    if is_wrapped(call):
+        return found.refused("it is inside a transform of torch.func")
+    if value(logits).device != value(product).device:
+        return found.refused("its logits go to another device")
+    if not is_tensor(labels) or value(logits).dim() != 2 or value(labels).dim() != 1:
+        return found.refused("its logits are not (tokens, words), with a label for each token")
+    if value(labels).dtype != torch.int64:
+        dtype = str(value(labels).dtype).removeprefix("torch.")
+        return found.refused("its labels are %s, not classes of int64", dtype)
+    ignored, smoothing = given.get("ignore_index", -100), given.get("label_smoothing", 0.0)
+    if not isinstance(ignored, int) or not isinstance(smoothing, float | int):
+        return found.refused("its ignored label, or its smoothing, is known at the call alone")
+    words, factors = value(product).shape[-1], _factors(between)
+    if factors is None or not isinstance(words, int):
+        return found.refused(
+            "between the output layer and the loss is more than casts, views, a factor and a cap by tanh"
+        )
+    parts = _rows(product, between, words)
+    if parts is None or value(logits).shape[-1] != words:
+        return found.refused("between the output layer and the loss, words of the vocabulary are moved or left out")
+    return _with_outputs(replace(found, loss=Loss(ignored, float(smoothing), *factors), parts=parts))
+
+
+def _way(node: Any) -> tuple[fx.Node, tuple[fx.Node, ...]] | None:
+    """The product that makes logits, and what stands between."""
+    between: list[fx.Node] = []
+    while is_tensor(node):
+        if Call.read(node) is not None:
+            return node, tuple(reversed(between))
+        operands = [one for one in node.all_input_nodes if is_tensor(one)]
+        if node.op not in ("call_function", "call_method") or len(operands) != 1:
+            return None
+        between.append(node)
+        [node] = operands
+    return None
+
+
+def _factors(between: tuple[fx.Node, ...]) -> tuple[float, float | None] | None:
+    """What logits are multiplied with in front of a cap, and behind it, if there is one; None of anything else."""
+    inner, outer = 1.0, None
+    for node in between:
+        called, kind, in_place = operators.read(node)
+        if in_place:
+            return None
+        if called in ("mul", "div"):
+            first, second = node.args[:2] if len(node.args) == 2 else (None, None)
+            if called == "mul" and isinstance(first, int | float):
+                first, second = second, first
+            if not isinstance(first, fx.Node) or not isinstance(second, int | float) or node.kwargs:
+                return None
+            factor = float(second) if called == "mul" else 1 / second if second else 0.0
+            inner, outer = (inner * factor, None) if outer is None else (inner, outer * factor)
+        elif called == "tanh":
+            if outer is not None:
+                return None
+            outer = 1.0
+        elif kind not in _KEEPS_ROWS | Kind.PART or value(node).dtype not in _DTYPES:
+            return None
+    known = all(math.isfinite(one) and one != 0 for one in (inner, 1.0 if outer is None else outer))
+    return (inner, outer) if known else None
+
+
+def _rows(product: fx.Node, between: tuple[fx.Node, ...], words: int) -> tuple[Any, ...] | None:
+    """The indices that take rows of the product's result; None where rows do not stay whole. What is reshaped keeps its
+    order, so that rows of one width are the same before and behind."""
+    parts: list[Any] = []
+    reshaped = False
+    for node in between:
+        called, kind, _ = operators.read(node)
+        if kind is Kind.RESHAPE:
+            reshaped = True
+        elif kind is Kind.PART:
+            index = node.args[1] if called == "getitem" else None
+            index = index if isinstance(index, tuple) else (index,)
+            if reshaped or not all(one is Ellipsis or isinstance(one, slice | int) for one in index):
+                return None
+            whole = [one for one in index if one is not Ellipsis]
+            reaches = Ellipsis in index or len(whole) == value(node).dim() + sum(isinstance(one, int) for one in index)
+            if reaches and (not whole or index[-1] is not Ellipsis) and index[-1] != slice(None):
+                return None
+            parts.append(index)
+        if value(node).shape[-1] != words and not (reshaped and node is not between[-1]):
+            return None
+    return tuple(parts)
+
+
+def _with_outputs(read: Reading) -> Reading:
+    """The loss with what the program gets of its logits, refused where anything else reads these."""
+    way = [read.product, *read.between]
+    following = dict(zip(way, [*way[1:], read.call], strict=True))
+    outputs: dict[fx.Node, None] = {}
+    aside: dict[fx.Node, None] = {}
+    pending = [(node, user) for node in way for user in node.users if user is not following[node]]
+    while pending:
+        source, user = pending.pop()
+        if user.op == "output":
+            outputs[source] = None
+            continue
+        kind = operators.read(user).kind
+        if kind not in _KEEPS_ROWS | Kind.PART | Kind.SAME or not is_tensor(user):
+            return read.refused("%s reads its logits too", user.name)
+        aside[user] = None
+        pending += [(user, behind) for behind in user.users]
+    words = value(read.product).shape[-1]
+    if any(value(node).shape[-1:] != (words,) for node in outputs):
+        return read.refused("the program gets a part of its logits")
+    return replace(read, outputs=tuple(outputs), aside=tuple(sorted(aside)))

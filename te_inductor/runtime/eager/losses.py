@@ -1,0 +1,181 @@
+"""Cross entropy of an output layer's tokens, a chunk of them at a time, in plain torch but for what a device has kernels
+for.
+
+# Note [Loss of chunks]
+Logits of all tokens are the largest tensor of a training step, and they are needed for two things alone: each token's
+loss, and the gradient of the logits, dy, which is the softmax less one at the label. So both are computed of a chunk of
+tokens while its logits exist. dx = dy w is computed of the chunk too. dw = dyᵀ x is one product of all tokens, in the
+backward, as where a GEMM adds to what another one has written, memory takes longer than the products do.
+
+dy is computed before the gradients of the losses are known: g of a token, which is 1 / N of a mean, and anything else
+of what a program makes of the losses. dx of a token is g dx₁, dx₁ being that of a loss whose gradient is 1, and
+dw = dy₁ᵀ (g x): a factor of rows can be in either operand. So nothing is computed twice, whatever g is.
+
+dy₁ is at most 1, or what a cap and a factor of the logits make of that, so that its scale in low precision is known
+before it is computed: no pass for its amax. What is kept for the backward is its columnwise copy, one byte for each token
+and word of the vocabulary, where a graph in bf16 has the logits and their gradient, four bytes.
+
+The label of a token may be none: its loss and its gradient are zero. A label outside of the vocabulary has an error on
+the CPU; on a GPU its loss and its gradients are NaN, as an error there would have to be waited for."""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from te_inductor.recipes import Slots
+from te_inductor.recipes.formats import Element, padded
+from te_inductor.recipes.losses import Loss
+from te_inductor.runtime.eager import dense
+
+CHUNK_BYTES = 2**28  # of the logits of a chunk; in high precision, whose products are slower in parts, twice as many
+# With so many, what a chunk takes, its logits and their gradient, and the copy of the gradient that is kept are less than
+# the logits in bf16, which a program in bf16 has.
+LEAST_CHUNKS = 4
+ROWS = 128  # of which a chunk has a multiple, so that tiles of a GEMM are full
+
+
+def chunks(tokens: int, row_bytes: int) -> Iterator[slice]:
+    """The tokens that are computed at a time, `row_bytes` being the bytes of a token's logits."""
+    most = min(CHUNK_BYTES // max(row_bytes, 1), -(-tokens // LEAST_CHUNKS))
+    rows = max(most // ROWS, 1) * ROWS
+    for start in range(0, tokens, rows):
+        yield slice(start, min(start + rows, tokens))
+
+
+class Softmax:
+    """What is computed of a chunk's logits (n, V). In plain torch."""
+
+    def losses(self, logits: Tensor, labels: Tensor, loss: Loss, out: Tensor) -> Tensor:
+        """Writes each token's loss into `out` (n,), and returns the logarithms of the softmax's sums, (n,) fp32."""
+        z, _ = _capped(logits, loss)
+        kept, labels = _labels(labels, loss, logits.shape[1])
+        sums = z.logsumexp(1)
+        sums = torch.where(sums == torch.inf, torch.nan, sums)  # as of what is divided by an infinity
+        found = sums - (1 - loss.smoothing) * z.gather(1, labels[:, None]).squeeze(1)
+        if loss.smoothing:
+            found = found - loss.smoothing * z.mean(1)
+        out.copy_(found if kept is None else torch.where(kept, found, 0.0))
+        return sums
+
+    def gradients(self, logits: Tensor, labels: Tensor, loss: Loss, sums: Tensor) -> None:
+        """Puts the gradient of the losses in the place of the logits."""
+        logits.copy_(self._gradients(logits, labels, loss, sums))
+
+    def copies(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        loss: Loss,
+        sums: Tensor,
+        element: Element,
+        wants_row: bool,
+        column: Tensor | None,  # (V, n), part of the columnwise copy
+    ) -> Tensor | None:  # (n, pad(V))
+        """Casts the gradient, and writes its columnwise copy into `column`."""
+        scaled = self._gradients(logits, labels, loss, sums)
+        data = dense.saturate(scaled, sums.new_tensor(loss.gradient_scale(element)), element.max, element.dtype)
+        if column is not None:
+            column.view(torch.uint8).copy_(data.view(torch.uint8).t())
+        if not wants_row:
+            return None
+        return F.pad(data.view(torch.uint8), (0, padded(data.shape[1]) - data.shape[1])).view(element.dtype)
+
+    def _gradients(self, logits: Tensor, labels: Tensor, loss: Loss, sums: Tensor) -> Tensor:
+        z, slope = _capped(logits, loss)
+        kept, labels = _labels(labels, loss, logits.shape[1])
+        dz = torch.exp(z - sums[:, None]) - loss.smoothing / logits.shape[1]
+        dz.scatter_add_(1, labels[:, None], torch.full_like(sums, loss.smoothing - 1)[:, None])
+        return dz * slope if kept is None else torch.where(kept[:, None], dz * slope, 0.0)
+
+
+PLAIN = Softmax()
+SOFTMAX: dict[str, Softmax] = {}  # by types of devices, of those that have kernels
+
+
+def _capped(logits: Tensor, loss: Loss) -> tuple[Tensor, Tensor | float]:
+    """What the softmax is of, in fp32, and its derivative by the logits."""
+    z = logits.float() * loss.inner
+    if loss.outer is None:
+        return z, loss.inner
+    z = torch.tanh(z)
+    return loss.outer * z, loss.inner * loss.outer * (1 - z * z)
+
+
+def _labels(labels: Tensor, loss: Loss, words: int) -> tuple[Tensor | None, Tensor]:
+    """Returns which tokens have a label, and labels that are words of the vocabulary."""
+    if loss.ignored is None:
+        return None, labels
+    kept = labels != loss.ignored
+    return kept, torch.where(kept, labels, 0)
+
+
+def _rows_of(scale: Tensor, rows: int, part: slice) -> Tensor:
+    """The scales of some of a matrix's rows."""
+    if scale.dim() == 1:  # of blocks, stored with rows last
+        return scale.view(-1, rows)[:, part].flatten()
+    return scale[part] if scale.dim() else scale
+
+
+def token_losses(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    loss: Loss,
+    wants_dx: bool,
+    wants_dy: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses in high precision. The gradient takes the place of the logits that it is computed from."""
+    n, words = x.shape[0], weight.shape[0]
+    losses = x.new_empty((n,), dtype=torch.float32)
+    dx = x.new_empty((n if wants_dx else 0, x.shape[1]))
+    dy = x.new_empty((n if wants_dy else 0, words))
+    softmax = SOFTMAX.get(x.device.type, PLAIN)
+    with torch.autocast(x.device.type, enabled=False):  # the op may run inside the user's autocast region
+        for part in chunks(n, words * x.element_size() // 2):
+            logits = dy[part] if wants_dy else x.new_empty((part.stop - part.start, words))
+            torch.mm(x[part], weight.t(), out=logits)
+            if bias is not None:
+                logits += bias
+            sums = softmax.losses(logits, labels[part], loss, losses[part])
+            if wants_dx or wants_dy:
+                softmax.gradients(logits, labels[part], loss, sums)
+            if wants_dx:
+                torch.mm(logits, weight, out=dx[part])
+    return losses, dx, dy
+
+
+def scaled_token_losses(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    columns: Tensor | None,
+    columns_scale: Tensor | None,
+    bias: Tensor | None,
+    labels: Tensor,
+    loss: Loss,
+    slots: Slots,
+    dtype: torch.dtype,
+    wants_dy: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses of operands in low precision."""
+    n, words, element = x.shape[0], weight.shape[0], slots.grad_output.format
+    losses = x.new_empty((n,), dtype=torch.float32)
+    dx = x.new_empty((0, 0) if columns is None else (n, columns.shape[0]), dtype=dtype)
+    dy = x.new_empty((words if wants_dy else 0, padded(n)), dtype=element.dtype)
+    dy.view(torch.uint8)[:, n:] = 0
+    inverse = torch.full((), 1 / loss.gradient_scale(element), dtype=torch.float32, device=x.device)
+    softmax = SOFTMAX.get(x.device.type, PLAIN)
+    for part in chunks(n, words * dtype.itemsize):
+        logits = dense.scaled_mm(x[part], _rows_of(x_scale, n, part), weight, weight_scale, bias, slots.fprop, dtype)
+        sums = softmax.losses(logits, labels[part], loss, losses[part])
+        if columns is None and not wants_dy:
+            continue
+        column = dy[:, part] if wants_dy else None
+        row = softmax.copies(logits, labels[part], loss, sums, element, columns is not None, column)
+        if row is not None and columns is not None and columns_scale is not None:
+            dx[part] = dense.scaled_mm(row, inverse, columns, columns_scale, None, slots.dgrad, dtype)
+    return losses, dx, dy

@@ -1,0 +1,206 @@
+"""Losses of a chunk of tokens, and the gradient of its logits: what `runtime.eager.losses.Softmax` does in plain torch, in
+two kernels. The first reads each row of logits once; the second reads them again and casts both copies of dy, a tile of
+logits at a time, so that both are written whole lines at a time."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from te_inductor.recipes.formats import Element, padded
+from te_inductor.recipes.losses import Loss
+from te_inductor.runtime.eager import losses
+from te_inductor.templates.triton.casting import cast
+from te_inductor.templates.triton.launcher import launcher
+
+ROW_BLOCK = 8192  # logits of a row that a program reads at a time
+TILE = (32, 128)  # tokens and words of a program that casts: 235 us for 1024 x 128256 (H100), where memory takes 175
+
+
+class SoftmaxKernels(losses.Softmax):
+    """The two kernels, which a chunk's logits (n, V) are given to."""
+
+    def losses(self, logits: Tensor, labels: Tensor, loss: Loss, out: Tensor) -> Tensor:
+        sums = torch.empty_like(out)
+        block = min(ROW_BLOCK, triton.next_power_of_2(logits.shape[1]))
+        run = launcher(losses_of_rows, BLOCK=block, **_constants(loss), num_warps=8)
+        run(len(out), logits, labels, out, sums, logits.shape[1], logits.stride(0), *_numbers(loss))
+        return sums
+
+    def gradients(self, logits: Tensor, labels: Tensor, loss: Loss, sums: Tensor) -> None:
+        self._cast(logits, labels, loss, sums, 1.0, None, logits, None)
+
+    def copies(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        loss: Loss,
+        sums: Tensor,
+        element: Element,
+        wants_row: bool,
+        column: Tensor | None,
+    ) -> Tensor | None:
+        n, words = logits.shape
+        row = logits.new_empty((n, padded(words)), dtype=element.dtype) if wants_row else None
+        self._cast(logits, labels, loss, sums, loss.gradient_scale(element), element.max, row, column)
+        return row
+
+    def _cast(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        loss: Loss,
+        sums: Tensor,
+        scale: float,
+        largest: float | None,
+        row: Tensor | None,
+        column: Tensor | None,
+    ) -> None:
+        n, words = logits.shape
+        width = words if row is None else row.shape[1]
+        tiles = triton.cdiv(n, TILE[0]), triton.cdiv(width, TILE[1])
+        run = launcher(casts_of_tiles, LARGEST=largest, TOKENS=TILE[0], WORDS=TILE[1], **_constants(loss), num_warps=4)
+        run(
+            tiles[0] * tiles[1], logits, labels, sums, row, column, n, words, width, logits.stride(0),
+            0 if row is None else row.stride(0), 0 if column is None else column.stride(0), scale, *_numbers(loss),
+        )  # fmt: skip
+
+
+def _constants(loss: Loss) -> dict[str, Any]:
+    return {"IGNORES": loss.ignored is not None, "SMOOTHS": loss.smoothing != 0.0, "CAPS": loss.outer is not None}
+
+
+def _numbers(loss: Loss) -> tuple[int, float, float, float]:
+    ignored = 0 if loss.ignored is None else loss.ignored
+    return ignored, loss.smoothing, loss.inner, 1.0 if loss.outer is None else loss.outer
+
+
+@triton.jit
+def tanh(x):
+    """The hyperbolic tangent; NaN of NaN."""
+    e = tl.exp(-2.0 * tl.abs(x))
+    y = (1.0 - e) / (1.0 + e)
+    return tl.where(x < 0, -y, y)
+
+
+@triton.jit
+def capped(logits, inner, outer, CAPS: tl.constexpr):
+    """What the softmax is of."""
+    z = logits.to(tl.float32) * inner
+    if CAPS:
+        z = outer * tanh(z)
+    return z
+
+
+@triton.jit(do_not_specialize=["ignored", "smoothing", "inner", "outer"])
+def losses_of_rows(
+    logits,  # (n, V)
+    labels,  # (n,) int64
+    out,  # (n,) fp32
+    sums,  # (n,) fp32, logarithms of the sums of exp
+    words,  # V
+    stride,
+    ignored,
+    smoothing,
+    inner,
+    outer,
+    BLOCK: tl.constexpr,
+    IGNORES: tl.constexpr,
+    SMOOTHS: tl.constexpr,
+    CAPS: tl.constexpr,
+):
+    """One token a program."""
+    token = tl.program_id(0).to(tl.int64)
+    logits += token * stride
+    largest, total, added = float("-inf"), 0.0, 0.0
+    for start in range(0, words, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        z = capped(tl.load(logits + place, mask=place < words, other=0.0), inner, outer, CAPS)
+        if SMOOTHS:
+            added += tl.sum(tl.where(place < words, z, 0.0), 0)
+        z = tl.where(place < words, z, float("-inf"))
+        new = tl.maximum(largest, tl.max(z, 0))
+        total = total * tl.exp(largest - new) + tl.sum(tl.exp(z - new), 0)
+        largest = new
+    log_total = largest + tl.log(total)
+    label = tl.load(labels + token)
+    known = (label >= 0) & (label < words)
+    at_label = capped(tl.load(logits + tl.where(known, label, 0)), inner, outer, CAPS)
+    loss = log_total - (1.0 - smoothing) * at_label
+    if SMOOTHS:
+        loss -= smoothing * added / words
+    loss = tl.where(known, loss, float("nan"))
+    if IGNORES:
+        loss = tl.where(label == ignored, 0.0, loss)
+    tl.store(out + token, loss)
+    tl.store(sums + token, log_total)
+
+
+# Sizes are specialized: stores are wide where masks are known to end at multiples of 16.
+@triton.jit(do_not_specialize=["ignored", "scale", "smoothing", "inner", "outer"])
+def casts_of_tiles(
+    logits,  # (n, V)
+    labels,  # (n,) int64
+    sums,  # (n,) fp32
+    row,  # (n, pad(V)), the logits themselves, or None
+    column,  # (V, n), or None
+    tokens,  # n
+    words,  # V
+    width,  # of what is written of a row
+    stride,
+    row_stride,
+    column_stride,
+    scale,
+    ignored,
+    smoothing,
+    inner,
+    outer,
+    LARGEST: tl.constexpr,  # of the element; None: the logits' own dtype
+    TOKENS: tl.constexpr,
+    WORDS: tl.constexpr,
+    IGNORES: tl.constexpr,
+    SMOOTHS: tl.constexpr,
+    CAPS: tl.constexpr,
+):
+    """One tile a program; those that follow each other share words, so that lines of the columnwise copy are whole."""
+    down = tl.cdiv(tokens, TOKENS)
+    first_token, first_word = (tl.program_id(0) % down) * TOKENS, (tl.program_id(0) // down) * WORDS
+    token, word = first_token + tl.arange(0, TOKENS), first_word + tl.arange(0, WORDS)
+    is_token, is_word = token < tokens, word < words
+    inside = is_token[:, None] & is_word[None, :]
+    at = first_token.to(tl.int64) * stride + tl.arange(0, TOKENS)[:, None] * stride + word[None, :]
+    z = capped(tl.load(logits + at, mask=inside, other=0.0), inner, outer, CAPS)
+    label = tl.load(labels + token, mask=is_token, other=0)
+    known = (label >= 0) & (label < words)
+    place = tl.where(known, label, -1).to(tl.int32)
+    log_total = tl.load(sums + token, mask=is_token, other=0.0)
+    dz = tl.exp(z - log_total[:, None])
+    if SMOOTHS:
+        dz -= smoothing / words
+    dz -= tl.where(place[:, None] == word[None, :], 1.0 - smoothing, 0.0)
+    if CAPS:
+        of_cap = z / outer
+        dz *= outer * inner * (1.0 - of_cap * of_cap)
+    else:
+        dz *= inner
+    dz = tl.where(known[:, None], dz, float("nan"))
+    if IGNORES:
+        dz = tl.where((label == ignored)[:, None], 0.0, dz)
+    if LARGEST is None:
+        tl.store(row + at, dz.to(row.dtype.element_ty), mask=inside)
+    else:
+        dz = tl.where(is_word[None, :], dz * scale, 0.0)
+        if row is not None:
+            data = cast(dz, LARGEST, row.dtype.element_ty)
+            at_row = first_token.to(tl.int64) * row_stride + tl.arange(0, TOKENS)[:, None] * row_stride + word[None, :]
+            tl.store(row + at_row, data, mask=is_token[:, None] & (word < width)[None, :])
+        if column is not None:
+            data = cast(tl.trans(dz), LARGEST, column.dtype.element_ty)
+            at_column = tl.arange(0, WORDS)[:, None] * column_stride + token[None, :]
+            at_column += first_word.to(tl.int64) * column_stride
+            tl.store(column + at_column, data, mask=is_word[:, None] & is_token[None, :])
+
+
+losses.SOFTMAX["cuda"] = SoftmaxKernels()

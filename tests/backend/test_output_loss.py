@@ -1,0 +1,259 @@
+"""Losses of output layers in graphs: which are computed without logits, which not and why, and what programs get."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import te_inductor
+from te_inductor.errors import FallbackWarning, OmittedLogitsError
+from te_inductor.passes.pre_grad.loss import match
+from te_inductor.runtime.omitted_logits import OmittedLogits
+from tests.losses import error
+
+pytestmark = pytest.mark.usefixtures("without_codegen")
+
+WIDTH, WORDS = 32, 96
+
+
+class Head(nn.Module):
+    """An output layer, and what a program makes of its logits."""
+
+    def __init__(self, loss, bias=False):
+        super().__init__()
+        self.head, self.loss = nn.Linear(WIDTH, WORDS, bias=bias, dtype=torch.bfloat16), loss
+
+    def forward(self, x, labels):
+        return self.loss(self.head(x), labels)
+
+
+def flat(logits, labels, **more):
+    return F.cross_entropy(logits.float().reshape(-1, logits.shape[-1]), labels.view(-1), **more)
+
+
+def shifted(logits, labels):
+    return F.cross_entropy(logits[..., :-1, :].contiguous().float().view(-1, WORDS), labels[..., 1:].reshape(-1))
+
+
+def shifted_labels(logits, labels):
+    labels = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
+    return flat(logits, labels)
+
+
+def capped(logits, labels):
+    return flat(torch.tanh(logits / 5.0) * 5.0, labels)
+
+
+def of_last_tokens(logits, labels):
+    return F.cross_entropy(logits[:, -1], labels[:, -1])
+
+
+def per_token(logits, labels):
+    losses = flat(logits, labels, reduction="none")
+    return (losses * torch.arange(losses.numel()) / 100).sum()
+
+
+FORMS = {
+    "mean": flat,
+    "sum over a count": lambda logits, labels: flat(logits, labels, reduction="sum") / 7,
+    "shifted logits": shifted,
+    "shifted labels": shifted_labels,
+    "soft cap": capped,
+    "scale": lambda logits, labels: flat(logits * 0.25, labels),
+    "scale behind a cast": lambda logits, labels: flat(logits.float() / 8.0, labels),
+    "last tokens": of_last_tokens,
+    "a loss each": per_token,
+    "smoothing": lambda logits, labels: flat(logits, labels, label_smoothing=0.1),
+    "another ignored label": lambda logits, labels: flat(logits, labels.clamp(min=3), ignore_index=3),
+    "module": lambda logits, labels: nn.CrossEntropyLoss()(logits.flatten(0, 1), labels.flatten()),
+    "bf16": lambda logits, labels: F.cross_entropy(logits.view(-1, WORDS), labels.view(-1)).float(),
+}
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu_too(monkeypatch):
+    """Has losses computed in chunks on CPUs too, of few logits, so that graphs can be looked at here."""
+    monkeypatch.setattr(match, "LEAST_BYTES", 0)
+    monkeypatch.setattr(match, "_gains", lambda site: site.low)
+    torch.manual_seed(0)
+
+
+def given():
+    x, labels = torch.randn(2, 12, WIDTH, dtype=torch.bfloat16), torch.randint(0, WORDS, (2, 12))
+    labels[0, 4:6] = -100
+    return x.requires_grad_(), labels
+
+
+def step(program, x, labels):
+    """The loss of a step and the gradients of x and of all parameters."""
+    for one in (x, *program.parameters()):
+        one.grad = None
+    torch.manual_seed(0)  # of dropout
+    loss = program(x, labels)
+    (3 * loss).backward()
+    return loss.detach(), x.grad.clone(), *(one.grad.clone() for one in program.parameters())
+
+
+def how(report):
+    return [(site.how, site.reason) for site in report.losses]
+
+
+@pytest.mark.parametrize(
+    ("form", "recipe"),
+    [
+        *((form, "current") for form in FORMS),
+        *(("shifted labels", recipe) for recipe in ("delayed", "rowwise")),
+    ],
+)
+def test_losses_as_models_write_them(form, recipe):
+    """Each is found, and gives what torch does, within what FP8 rounds: loss, and gradients of all that is trained."""
+    program = Head(FORMS[form], bias=form == "mean")
+    x, labels = given()
+    wanted = step(copy.deepcopy(program), x, labels)
+    assert how(te_inductor.explain(program, x, labels, options={"recipe": recipe})) == [("in chunks", None)]
+    compiled = torch.compile(program, backend="te", options={"recipe": recipe})
+    for _ in range(2):
+        found = step(compiled, x, labels)
+    assert abs(found[0] - wanted[0]) <= 0.02 * abs(wanted[0])
+    assert all(error(one, other) <= 0.09 for one, other in zip(found[1:], wanted[1:], strict=True))
+
+
+def written(logits, labels):
+    loss = flat(logits, labels)
+    logits.zero_()
+    return loss
+
+
+def written_between(logits, labels):
+    rows = logits.view(-1, WORDS)
+    logits.mul_(2)
+    return F.cross_entropy(rows, labels.view(-1))
+
+
+def not_recorded(logits, labels):
+    with torch.no_grad():
+        seen = logits * 1.0
+    return F.cross_entropy(seen.view(-1, WORDS), labels.view(-1)) + logits.float().sum()
+
+
+def moved(logits, labels):
+    return F.cross_entropy(logits.transpose(1, 2).reshape(-1, WORDS), labels.view(-1))
+
+
+KEPT = {
+    "written behind": (written, "reads its logits too"),
+    "written between": (written_between, None),
+    "in another mode": (not_recorded, None),
+    "words are moved": (moved, "more than casts"),
+    "words are left out": (lambda logits, labels: flat(logits[..., :64], labels % 64), None),
+    "weights": (lambda logits, labels: flat(logits, labels, weight=torch.ones(WORDS)), "classes have weights"),
+    "read by something else": (lambda logits, labels: flat(logits, labels) + logits.amax(), "reads its logits too"),
+    "dropout": (lambda logits, labels: flat(F.dropout(logits, 0.5), labels), "more than casts"),
+    "two losses": (lambda logits, labels: flat(logits, labels) + flat(logits, labels.flip(0)), "reads its logits too"),
+    "classes with a dimension behind": (
+        lambda logits, labels: F.cross_entropy(logits.transpose(1, 2), labels), "more than casts|not \\(tokens"
+    ),
+    "probabilities": (lambda logits, labels: flat(logits, labels) if labels is None else F.cross_entropy(
+        logits.flatten(0, 1), F.one_hot(labels.clamp(min=0).flatten(), WORDS).to(logits.dtype)), "a label for each"),
+    "a factor that is trained": (lambda logits, labels: flat(logits * labels.sum(), labels), None),
+    "detached": (lambda logits, labels: flat(logits.detach(), labels) + logits.float().mean(), None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", KEPT)
+def test_losses_that_need_their_logits(form):
+    """They are left as they are written, with a reason where a loss is read at all, and give what torch does."""
+    loss, reason = KEPT[form]
+    program = Head(loss)
+    x, labels = given()
+    report = te_inductor.explain(program, x, labels, options={"recipe": "current"})
+    assert all(site.how == "as_written" for site in report.losses)
+    if reason is not None:
+        assert report.losses
+        with pytest.raises(AssertionError, match=reason):
+            raise AssertionError(report.losses[0].reason)
+    wanted = step(copy.deepcopy(program), x, labels)
+    compiled = torch.compile(program, backend="te", options={"recipe": "current"})
+    found = step(compiled, x, labels)
+    assert all(error(one, other) <= 0.15 for one, other in zip(found, wanted, strict=True))
+
+
+@pytest.fixture(scope="module")
+def llama():
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=256
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).bfloat16()
+
+
+@pytest.mark.parametrize("recipe", ["none", "delayed"])
+@pytest.mark.parametrize("count", [None, 30])
+def test_logits_of_transformers_are_left_out(llama, recipe, count):
+    """The model returns its logits beside the loss: in training they are sizes alone, whose use is an error that says
+    why; in evaluation they are there."""
+    ids = torch.randint(0, 256, (2, 16))
+    more = {} if count is None else {"num_items_in_batch": torch.tensor(count)}
+    model = copy.deepcopy(llama)
+    wanted = llama(input_ids=ids, labels=ids, **more)
+    compiled = torch.compile(model, backend="te", options={"recipe": recipe, "logits": "omit"})
+    found = compiled(input_ids=ids, labels=ids, **more)
+    found.loss.backward()
+    assert abs(found.loss - wanted.loss) <= 0.01 * wanted.loss
+    assert all(one.grad is not None and one.grad.isfinite().all() for one in model.parameters())
+    assert isinstance(found.logits, OmittedLogits)
+    assert (found.logits.shape, found.logits.dtype) == (wanted.logits.shape, wanted.logits.dtype)
+    assert isinstance(found.logits.float().detach(), OmittedLogits)
+    for use in (lambda one: one.argmax(-1), lambda one: one + 1, lambda one: one.cpu(), lambda one: one[0], print_item):
+        with pytest.raises(OmittedLogitsError, match="logits': 'keep'"):
+            use(found.logits)
+    with torch.no_grad():
+        evaluated = compiled(input_ids=ids, labels=ids, **more)
+    assert error(evaluated.logits, wanted.logits.detach()) <= 0.1
+
+
+def print_item(logits):
+    return logits.sum().item()
+
+
+def test_logits_are_kept_by_default(llama):
+    ids = torch.randint(0, 256, (2, 16))
+    report = te_inductor.explain(llama, input_ids=ids, labels=ids, options={"recipe": "current"})
+    [(way, reason)] = how(report)
+    assert way == "as_written"
+    assert "'logits': 'omit'" in reason and "MiB" in reason
+    assert "'logits': 'omit'" in str(report)
+
+
+def test_an_option_that_does_not_reach_says_so(llama):
+    ids = torch.randint(0, 256, (2, 16))
+
+    class Entropy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = copy.deepcopy(llama)
+
+        def forward(self, ids):
+            out = self.model(input_ids=ids, labels=ids)
+            return out.loss, out.logits, out.logits.amax(-1)
+
+    compiled = torch.compile(Entropy(), backend="te", options={"recipe": "none", "logits": "omit"})
+    with pytest.warns(FallbackWarning, match="option 'logits' does not reach"):
+        _, logits, _ = compiled(ids)
+    assert not isinstance(logits, OmittedLogits)
+
+
+def test_dynamic_lengths_are_one_graph(llama):
+    """Lengths that differ from call to call compile no graph each, and logits have their sizes."""
+    torch._dynamo.reset()
+    model = copy.deepcopy(llama)
+    compiled = torch.compile(model, backend="te", dynamic=True, options={"recipe": "current", "logits": "omit"})
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for length in (16, 24, 40):
+            ids = torch.randint(0, 256, (2, length))
+            found = compiled(input_ids=ids, labels=ids)
+            found.loss.backward()
+            assert found.logits.shape == (2, length, 256)
