@@ -26,25 +26,32 @@ def patches() -> list[Any]:
     from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
     from torch._subclasses import fake_tensor
 
-    handler, simplified = DtypePropagationOpsHandler.__init__, sizevars.simplify_index_in_vec_range
-    readable = fx.GraphModule.print_readable
+    def printed(readable: Any) -> Any:
+        def print_readable(graph: fx.GraphModule, print_output: bool = True, *args: Any, **kwargs: Any) -> str:
+            return readable(graph, True, *args, **kwargs) if print_output else ""
 
-    def print_readable(graph: fx.GraphModule, print_output: bool = True, *args: Any, **kwargs: Any) -> str:
-        return readable(graph, True, *args, **kwargs) if print_output else ""
+        return print_readable
 
-    def made_once(self: DtypePropagationOpsHandler) -> None:
-        if not vars(self):
-            handler(self)
+    def once(handler: Any) -> Any:
+        return lambda self: None if vars(self) else handler(self)
 
-    @functools.lru_cache
-    def simplify_index_in_vec_range(index: Any, var: Any, vec_length: int) -> Any:
-        return index if index.is_polynomial(*index.free_symbols) else simplified(index, var, vec_length)
+    def only_quotients(simplified: Any) -> Any:
+        @functools.lru_cache
+        def simplify_index_in_vec_range(index: Any, var: Any, vec_length: int) -> Any:
+            return index if index.is_polynomial(*index.free_symbols) else simplified(index, var, vec_length)
+
+        return simplify_index_in_vec_range
 
     without_stacks = SimpleNamespace(extract_stack=traceback.StackSummary, format_list=traceback.format_list)
-    return [
-        mock.patch.object(guards, "profile_guard_manager", lambda *arguments: 0.0),
-        mock.patch.object(fx.GraphModule, "print_readable", print_readable),
-        mock.patch.object(fake_tensor, "traceback", without_stacks),
-        mock.patch.object(DtypePropagationOpsHandler, "__init__", made_once),
-        mock.patch.object(sizevars, "simplify_index_in_vec_range", simplify_index_in_vec_range),
+    replacements: list[tuple[Any, str, Any]] = [
+        (guards, "profile_guard_manager", lambda _: lambda *arguments: 0.0),
+        (fx.GraphModule, "print_readable", printed),
+        (fake_tensor, "traceback", lambda _: without_stacks),
+        (DtypePropagationOpsHandler, "__init__", once),
+        (sizevars, "simplify_index_in_vec_range", only_quotients),
+    ]
+    return [  # each is of some versions of torch
+        mock.patch.object(owner, name, make(getattr(owner, name)))
+        for owner, name, make in replacements
+        if hasattr(owner, name)
     ]
