@@ -39,7 +39,7 @@ class LossSite:
     """One loss of an output layer."""
 
     fqn: str  # of the output layer
-    loss: str  # "cross_entropy"
+    loss: str  # "cross_entropy", or "log_softmax" of which labels' are picked
     how: str  # "in chunks", "in chunks, without logits" where the program gets none, or "as_written"
     reason: str | None = None  # why it is as written
 

@@ -56,7 +56,18 @@ def per_token(logits, labels):
     return (losses * torch.arange(losses.numel()) / 100).sum()
 
 
+def picked(logits, labels):
+    """The loss of a policy: probabilities of the words that were chosen, each with a weight."""
+    chosen = labels.clamp(min=0)
+    logarithms = torch.log_softmax(logits.float(), dim=-1).gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
+    return -(logarithms * torch.linspace(-1, 1, labels.numel()).view_as(labels) * (labels >= 0)).sum()
+
+
 FORMS = {
+    "log-likelihood": lambda logits, labels: F.nll_loss(
+        F.log_softmax(logits.float().flatten(0, 1), -1), labels.flatten()
+    ),
+    "probabilities of chosen words": picked,
     "mean": flat,
     "sum over a count": lambda logits, labels: flat(logits, labels, reduction="sum") / 7,
     "shifted logits": shifted,
@@ -121,6 +132,31 @@ def test_losses_as_models_write_them(form, recipe):
     assert all(error(one, other) <= 0.09 for one, other in zip(found[1:], wanted[1:], strict=True))
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+@pytest.mark.parametrize(
+    "options", [{"weights": "once"}, {"wgrad": "deferred"}, {"wgrad": "main_grad", "weights": "once"}]
+)
+def test_options_reach_an_output_layer_with_its_loss(recipe, options):
+    program = Head(flat)
+    x, labels = given()
+    wanted = step(copy.deepcopy(program), x, labels)
+    weight = program.head.weight
+    total = torch.zeros_like(weight, dtype=torch.float32)
+    if options.get("wgrad") == "main_grad":
+        weight.main_grad = total
+    report = te_inductor.explain(program, x, labels, options={"recipe": recipe} | options)
+    assert (how(report), report.unmet) == ([("in chunks", None)], [])
+    compiled = torch.compile(program, backend="te", options={"recipe": recipe} | options)
+    for _ in range(2):
+        x.grad = weight.grad = None
+        total.zero_()
+        (3 * compiled(x, labels)).backward()
+        if options.get("wgrad") == "deferred":
+            te_inductor.backward_dw(program)
+    found = total if options.get("wgrad") == "main_grad" else weight.grad
+    assert error(x.grad, wanted[1]) <= 0.09 and error(found, wanted[2]) <= 0.09
+
+
 def written(logits, labels):
     loss = flat(logits, labels)
     logits.zero_()
@@ -143,6 +179,11 @@ def moved(logits, labels):
     return F.cross_entropy(logits.transpose(1, 2).reshape(-1, WORDS), labels.view(-1))
 
 
+def entropy(logits, labels):
+    logarithms = logits.float().flatten(0, 1).log_softmax(-1)
+    return F.nll_loss(logarithms, labels.flatten()) - (logarithms.exp() * logarithms).sum(-1).mean()
+
+
 KEPT = {
     "written behind": (written, "reads its logits too"),
     "written between": (written_between, None),
@@ -152,6 +193,14 @@ KEPT = {
     "weights": (lambda logits, labels: flat(logits, labels, weight=torch.ones(WORDS)), "classes have weights"),
     "read by something else": (lambda logits, labels: flat(logits, labels) + logits.amax(), "reads its logits too"),
     "dropout": (lambda logits, labels: flat(F.dropout(logits, 0.5), labels), "more than casts"),
+    "several words of a token": (
+        lambda logits, labels: -logits.log_softmax(-1).gather(-1, torch.stack([labels, labels + 1], -1).clamp(0, 9)).mean(),
+        "several words",
+    ),
+    "softmax over tokens": (
+        lambda logits, labels: -logits.log_softmax(1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).mean(), None
+    ),
+    "softmax read by something else": (lambda logits, labels: entropy(logits, labels), "reads its logits too"),
     "two losses": (lambda logits, labels: flat(logits, labels) + flat(logits, labels.flip(0)), "reads its logits too"),
     "classes with a dimension behind": (
         lambda logits, labels: F.cross_entropy(logits.transpose(1, 2), labels), "more than casts|not \\(tokens"

@@ -4,7 +4,7 @@ from torch import fx
 
 from te_inductor.diagnostics import Refusal
 from te_inductor.passes.graph.bodies import Bodies
-from te_inductor.passes.graph.values import value
+from te_inductor.passes.graph.values import is_gathered, value
 from te_inductor.passes.pre_grad.loss import reading
 from te_inductor.passes.pre_grad.loss.reading import Reading
 from te_inductor.passes.pre_grad.loss.site import LossOfLinear, LossPart, rewrite_in_high_precision
@@ -30,7 +30,7 @@ def match_losses(plan: Plan) -> None:
         refusal = found.refusal or _refusal(plan, site, found, in_grad_mode)
         if refusal is None:
             site.rule = LossOfLinear()
-            site.match = site.match.having(LossPart(found), behind=(*found.between, node))
+            site.match = site.match.having(LossPart(found), behind=(*found.steps, node))
             plan.outcome.omitted.extend(_places(graph, found))
         elif plan.options.logits == "omit" and value(node).requires_grad:
             plan.outcome.report.unmet.append(Unmet("logits", site.fqn, str(refusal)))
@@ -44,7 +44,11 @@ def report_losses(plan: Plan) -> None:
         if refusal is None and not site.low and not found.outputs:
             why = Refusal("the output layer stays in high precision")
         how = how if why is None else "as_written"
-        plan.outcome.report.losses.append(LossSite(site.fqn, "cross_entropy", how, None if why is None else str(why)))
+        plan.outcome.report.losses.append(LossSite(site.fqn, _name(found), how, None if why is None else str(why)))
+
+
+def _name(found: Reading) -> str:
+    return "cross_entropy" if found.softmax is None else "log_softmax"
 
 
 def rewrite_losses(plan: Plan) -> None:
@@ -61,11 +65,13 @@ def _refusal(plan: Plan, site: Candidate, found: Reading, in_grad_mode: set[fx.N
     operands = [one for one in (match.x, match.weight, match.bias) if one is not None]
     if match.parts or match.before or match.behind or match.dims > 2:
         return Refusal("tensors of the output layer go between ranks, or it is none")
+    if is_gathered(match.weight):
+        return Refusal("the weight of the output layer is gathered in low precision")
     if site.stored:
         return Refusal("the weight of the output layer is stored in low precision")
     if (found.product in in_grad_mode) != (found.call in in_grad_mode):
         return Refusal("gradients are recorded of one of the output layer and its loss")
-    if plan.writes.between([*operands, found.product, *found.between], found.product, found.call):
+    if plan.writes.between([*operands, found.product, *found.steps], found.product, found.call):
         return Refusal("the graph writes what the loss is made of")
     if site.low and site.slots is not None and slots_of_loss(site.slots) is None:
         return Refusal("the products of recipe %r have no backward of a loss", site.recipe.name if site.recipe else "")

@@ -26,14 +26,20 @@ class Reading:
 
     call: fx.Node  # of the loss
     product: fx.Node
-    between: tuple[fx.Node, ...]  # the product and the loss, the first first
-    labels: Any = None  # (N,)
-    reduction: str = "mean"  # or "none", "sum"
+    between: tuple[fx.Node, ...]  # the product and the loss, or its softmax, the first first
+    softmax: fx.Node | None = None  # whose logarithms the loss picks, where that is a node of its own
+    labels: Any = None  # (N,); (…, 1) where they are picked
+    reduction: str = "mean"  # or "none", "sum"; "picked": the logarithms of the labels' probabilities, (…, 1)
     loss: Loss = field(default_factory=Loss)
     parts: tuple[Any, ...] = ()  # indices that take some of the product's rows, one after the other
     outputs: tuple[fx.Node, ...] = ()  # what the program gets of the logits
     aside: tuple[fx.Node, ...] = ()  # what stands between the product and those, in the graph's order
     refusal: Refusal | None = None  # why it needs its logits
+
+    @property
+    def steps(self) -> tuple[fx.Node, ...]:
+        """All nodes between the product and the loss, the first first."""
+        return self.between if self.softmax is None else (*self.between, self.softmax)
 
     def refused(self, *why: object) -> "Reading":
         """The loss with a reason."""
@@ -47,32 +53,81 @@ class Reading:
         return math.prod(sizes) * made.element_size() if len(sizes) == made.dim() else None
 
 
+@dataclass(frozen=True)
+class _Form:
+    """A loss as it is written."""
+
+    logits: Any
+    labels: Any
+    reduction: str = "none"
+    ignored: Any = None
+    smoothing: Any = 0.0
+    softmax: fx.Node | None = None  # whose logarithms the loss picks, where that is a node of its own
+    refusal: str | None = None
+
+
+def _form(call: fx.Node) -> _Form | None:
+    """Cross entropy, the negative log-likelihood of a logarithm of softmax, or what `gather` picks of that."""
+    given: dict[str, Any]
+    if operators.read(call).name == "gather":
+        given = dict(zip(("input", "dim", "index"), call.args, strict=False)) | call.kwargs
+        source, index = given.get("input"), given.get("index")
+        if not (is_tensor(source) and is_tensor(index)) or given.get("dim") not in (-1, value(source).dim() - 1):
+            return None
+        logits, picked = _of_softmax(source), value(index)
+        if logits is None:
+            return None
+        whole = picked.shape[-1:] == (1,) and picked.shape[:-1] == value(source).shape[:-1]
+        refusal = None if whole else "it picks several words of a token"
+        return _Form(logits, index, "picked", softmax=source, refusal=refusal)
+    if call.op != "call_function" or call.target not in (F.cross_entropy, F.nll_loss):
+        return None
+    arguments = _ARGUMENTS if call.target is F.cross_entropy else _ARGUMENTS[:-1]
+    given = {**dict(zip(arguments, call.args, strict=False)), **call.kwargs}
+    logits, softmax = given["input"], None
+    if call.target is F.nll_loss:
+        logits, softmax = _of_softmax(logits), logits
+    if logits is None:
+        return None
+    refusal = "classes have weights" if given.get("weight") is not None else None
+    if given.get("size_average") is not None or given.get("reduce") is not None:
+        refusal = "it is reduced by 'size_average' or 'reduce', which torch deprecates"
+    if value(logits).dim() != 2 or not is_tensor(given["target"]) or value(given["target"]).dim() != 1:
+        refusal = refusal or "its logits are not (tokens, words), with a label for each token"
+    numbers = given.get("ignore_index", -100), given.get("label_smoothing", 0.0)
+    return _Form(logits, given["target"], given.get("reduction", "mean"), *numbers, softmax, refusal)
+
+
+def _of_softmax(node: Any) -> Any:
+    """What a logarithm of softmax over the last dimension is of."""
+    if not is_tensor(node) or operators.read(node).name != "log_softmax":
+        return None
+    named = {key: one for key, one in node.kwargs.items() if key != "_stacklevel"}
+    given = {**dict(zip(("input", "dim"), node.args, strict=False)), **named}
+    dtype = given.pop("dtype", None)
+    if given.keys() != {"input", "dim"} or given["dim"] not in (-1, value(node).dim() - 1):
+        return None
+    return given["input"] if dtype in (None, torch.float32) and is_tensor(given["input"]) else None
+
+
 def read(call: fx.Node) -> Reading | None:
     """The loss that a node computes; None of a node that is no loss of a product."""
-    if call.op != "call_function" or call.target is not F.cross_entropy or not is_tensor(call):
-        return None
-    given: dict[str, Any] = {**dict(zip(_ARGUMENTS, call.args, strict=False)), **call.kwargs}
-    logits, labels = given["input"], given["target"]
-    way = _way(logits)
-    if way is None:
+    form = _form(call) if is_tensor(call) else None
+    way = None if form is None else _way(form.logits)
+    if form is None or way is None:
         return None
     product, between = way
-    found = Reading(call, product, between, labels, given.get("reduction", "mean"))
-    if given.get("weight") is not None:
-        return found.refused("classes have weights")
-    if given.get("size_average") is not None or given.get("reduce") is not None:
-        return found.refused("it is reduced by 'size_average' or 'reduce', which torch deprecates")
+    found = Reading(call, product, between, form.softmax, form.labels, form.reduction)
+    if form.refusal is not None:
+        return found.refused(form.refusal)
     if is_wrapped(call):
         return found.refused("it is inside a transform of torch.func")
-    if value(logits).device != value(product).device:
+    if value(form.logits).device != value(product).device:
         return found.refused("its logits go to another device")
-    if not is_tensor(labels) or value(logits).dim() != 2 or value(labels).dim() != 1:
-        return found.refused("its logits are not (tokens, words), with a label for each token")
-    if value(labels).dtype != torch.int64:
-        dtype = str(value(labels).dtype).removeprefix("torch.")
+    if value(form.labels).dtype != torch.int64:
+        dtype = str(value(form.labels).dtype).removeprefix("torch.")
         return found.refused("its labels are %s, not classes of int64", dtype)
-    ignored, smoothing = given.get("ignore_index", -100), given.get("label_smoothing", 0.0)
-    if not isinstance(ignored, int) or not isinstance(smoothing, float | int):
+    if not isinstance(form.ignored, int | None) or not isinstance(form.smoothing, float | int):
         return found.refused("its ignored label, or its smoothing, is known at the call alone")
     words, factors = value(product).shape[-1], _factors(between)
     if factors is None or not isinstance(words, int):
@@ -80,9 +135,9 @@ def read(call: fx.Node) -> Reading | None:
             "between the output layer and the loss is more than casts, views, a factor and a cap by tanh"
         )
     parts = _rows(product, between, words)
-    if parts is None or value(logits).shape[-1] != words:
+    if parts is None or value(form.logits).shape[-1] != words:
         return found.refused("between the output layer and the loss, words of the vocabulary are moved or left out")
-    return _with_outputs(replace(found, loss=Loss(ignored, float(smoothing), *factors), parts=parts))
+    return _with_outputs(replace(found, loss=Loss(form.ignored, float(form.smoothing), *factors), parts=parts))
 
 
 def _way(node: Any) -> tuple[fx.Node, tuple[fx.Node, ...]] | None:
@@ -150,7 +205,7 @@ def _rows(product: fx.Node, between: tuple[fx.Node, ...], words: int) -> tuple[A
 
 def _with_outputs(read: Reading) -> Reading:
     """The loss with what the program gets of its logits, refused where anything else reads these."""
-    way = [read.product, *read.between]
+    way = [read.product, *read.steps]
     following = dict(zip(way, [*way[1:], read.call], strict=True))
     outputs: dict[fx.Node, None] = {}
     aside: dict[fx.Node, None] = {}

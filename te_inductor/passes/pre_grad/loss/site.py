@@ -37,7 +37,14 @@ class LossPart(SitePart):
     def emit(self, spec: LayerSpec, graph: fx.Graph) -> tuple[LayerSpec, dict[str, Any]]:
         slots = slots_of_loss(spec.slots)
         assert slots is not None  # the pass has asked
-        return dataclasses.replace(spec, slots=slots, loss=self.reading.loss), {"labels": self.reading.labels}
+        return dataclasses.replace(spec, slots=slots, loss=self.reading.loss), {"labels": self.labels(graph)}
+
+    def labels(self, graph: fx.Graph) -> fx.Node:
+        """The labels (N,), at the graph's insertion point."""
+        found: fx.Node = self.reading.labels
+        if self.reading.reduction != "picked":
+            return found
+        return graph.call_function(_ATEN.reshape.default, (found, [-1]))
 
     def may_merge(self, match: Match, slots: Slots) -> bool:
         return False
@@ -60,7 +67,7 @@ def rewrite_in_high_precision(match: Match) -> None:
     part = match.part(LossPart)
     assert part is not None  # what the match is of
     with match.end.graph.inserting_before(match.end):
-        given = (match.operand(), match.matrices(), match.bias, part.reading.labels, part.reading.loss)
+        given = (match.operand(), match.matrices(), match.bias, part.labels(match.node.graph), part.reading.loss)
         made: Any = (*given, value(match.node).dtype)
         _replace(match, match.node.graph.call_function(ops.output_loss, made))
 
@@ -75,7 +82,10 @@ def _replace(match: Match, losses: fx.Node) -> None:
     for node in reversed(reading.aside):
         graph.erase_node(node)
     found = losses
-    if reading.reduction != "none":
+    if reading.reduction == "picked":
+        negated = graph.call_function(_ATEN.neg.default, (losses,))
+        found = graph.call_function(_ATEN.view_as.default, (negated, reading.labels))
+    elif reading.reduction != "none":
         found = graph.call_function(_ATEN.sum.default, (losses,))
     if reading.reduction == "mean":
         kept = graph.call_function(_ATEN.ne.Scalar, (reading.labels, reading.loss.ignored))
