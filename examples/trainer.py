@@ -4,7 +4,8 @@
     python -m examples.trainer --folder /tmp/run --steps 8 --resume
 
 Two lines are ours: `register`, by which Accelerate, and so the Trainer, knows the backend's name, and the callback that
-saves the scales with each checkpoint. The recipe comes from the environment, as the Trainer passes no options."""
+saves the scales with each checkpoint. The recipe, and that nothing reads logits, come from the environment, as the
+Trainer passes no options."""
 
 import argparse
 import os
@@ -22,6 +23,7 @@ register()
 def trainer(folder: Path, steps: int, recipe: str = "delayed") -> Trainer:
     """A trainer of random tokens, so that nothing has to be fetched."""
     os.environ.setdefault("TE_INDUCTOR_RECIPE", recipe)
+    os.environ.setdefault("TE_INDUCTOR_LOGITS", "omit")  # which the Trainer throws away in training
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=64,
