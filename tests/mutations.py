@@ -70,6 +70,25 @@ MUTATIONS = [
         "operators.read(user).name not in _COPIES_IF_NEEDED",
         ("tests/backend/test_compiles.py",),
     ),
+    # losses of output layers
+    Mutation(
+        "logits that something else reads are left out",
+        'return read.refused("%s reads its logits too", user.name)',
+        "continue",
+        ("tests/backend/test_output_loss.py",),
+    ),
+    Mutation(
+        "words that are cut off a row of logits count",
+        "if reaches and (not whole or index[-1] is not Ellipsis) and index[-1] != slice(None):",
+        "if False:",
+        ("tests/backend/test_output_loss.py",),
+    ),
+    Mutation(
+        "what the gradient of a loss is does not reach the weight",
+        "column = copies([x * each], 0, of_x, None, rowwise=False, columnwise=True)[1]",
+        "column = copies([x], 0, of_x, None, rowwise=False, columnwise=True)[1]",
+        ("tests/numerics/test_output_loss.py",),
+    ),
     # launches
     Mutation(
         "a kernel that was compiled for the integer one is launched with others",

@@ -85,6 +85,16 @@ def plain_experts(x: Tensor, ends: Tensor, whole: Tensor, *_: Any, **__: Any) ->
     return 2 * x.shape[0] * x.shape[1] * whole.shape[1]
 
 
+@register_flop_formula(ops.token_losses.overloadpacket, get_raw=True)
+def token_losses(x: Tensor, weight: Tensor, bias: Any, labels: Any, loss: Any, wants_dx: bool, *_: Any) -> int:
+    return 2 * x.shape[0] * x.shape[1] * weight.shape[0] * (1 + wants_dx)
+
+
+@register_flop_formula(ops.scaled_token_losses.overloadpacket, get_raw=True)
+def scaled_token_losses(x: Tensor, x_scale: Any, weight: Tensor, weight_scale: Any, columns: Any, *_: Any) -> int:
+    return 2 * x.shape[0] * x.shape[1] * weight.shape[0] * (1 + (columns is not None))
+
+
 @contextmanager
 def weighed() -> Iterator[None]:
     """Have torch's partitioner weigh our ops and attention, under a budget. By itself it takes all ops but its own for

@@ -380,7 +380,8 @@ def test_blocks_that_choose_are_cast_at_each_call_on_a_gpu():
     slots = Slots.of(Quantizer("e2m1", scope="1x16"), chosen, Quantizer("e2m1", scope="1x16"))
     with FakeTensorMode():
         weight = SimpleNamespace(meta={"example_value": torch.empty(32, 32, device="cuda")})
-    refusal = decide.refusal(SimpleNamespace(parts=(), weight=weight), slots, None, (), set())
+    match = SimpleNamespace(parts=(), weight=weight, first_refusal=lambda ask: None)
+    refusal = decide.refusal(match, slots, None, (), set())
     assert str(refusal) == "the kernel that keeps copies does not choose between 4 and 6"
 
 

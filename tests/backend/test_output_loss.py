@@ -230,6 +230,14 @@ def test_losses_that_need_their_logits(form):
     assert all(error(one, other) <= 0.15 for one, other in zip(found, wanted, strict=True))
 
 
+def test_a_word_of_as_many_tokens_as_there_are_words():
+    """A column of logits is as long as a row."""
+    program = Head(lambda logits, labels: F.cross_entropy(logits[..., 3].view(-1, WORDS), labels[:, 0]))
+    x, labels = torch.randn(1, WORDS, WIDTH, dtype=torch.bfloat16), torch.randint(0, WORDS, (1, WORDS))
+    report = te_inductor.explain(program, x, labels, options={"recipe": "current"})
+    assert [site.how for site in report.losses] == ["as_written"]
+
+
 @pytest.fixture(scope="module")
 def llama():
     config = LlamaConfig(
