@@ -1,7 +1,13 @@
 """te_inductor: `torch.compile(model, backend="te")` runs plain PyTorch models in FP8, MXFP8 or NVFP4.
 
 Start reading at `backend.py`; `docs/architecture.md` draws the whole path. Importing this package imports neither
-triton, cutlass nor Inductor: names are loaded when they are first used."""
+triton, cutlass nor Inductor: names are loaded when they are first used.
+
+# Note [First uses in threads]
+Python locks each module that a thread imports, a package behind its module: a thread that asks for `ops.casts` holds its
+lock while it waits for `ops`, which another thread may be running, and which wants `ops.casts`. Python then breaks the
+deadlock, and one of them gets a module without its names. So whatever asks for a module that needs `ops` imports `ops`
+first, and holds no other lock of its."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -47,12 +53,16 @@ _HOME = {  # of each name, the module that has it, or is it
     "Site": "te_inductor.presentation.report",
 }
 
+_LIGHT = ("te_inductor.recipes", "te_inductor.presentation", "te_inductor.distributed")  # which need no ops
+
 __all__ = ["__version__", *_HOME]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if not _HOME[name].startswith(_LIGHT):
+        import_module("te_inductor.ops")  # Note [First uses in threads]
     module = import_module(_HOME[name])
     value = module if module.__name__ == f"{__name__}.{name}" else getattr(module, name)
     globals()[name] = value

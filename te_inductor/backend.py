@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+import te_inductor.ops  # noqa: F401 (first: Note [First uses in threads])
 from te_inductor import compat, config, recipes
 from te_inductor.config import Options
 from te_inductor.diagnostics import CUT_BY_DDP, announce, log, say, uncompiled
