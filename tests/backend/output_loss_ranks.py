@@ -29,7 +29,7 @@ class Rank(ranks.Rank):
 @contextmanager
 def _in_chunks() -> Any:
     patch = pytest.MonkeyPatch()
-    patch.setattr(match, "LEAST_BYTES", 0)
+    patch.setattr(match, "LEAST_WORDS", 0)
     patch.setattr(match, "_gains", lambda site: site.low)
     yield
     patch.undo()

@@ -87,7 +87,7 @@ FORMS = {
 @pytest.fixture(autouse=True)
 def on_a_cpu_too(monkeypatch):
     """Has losses computed in chunks on CPUs too, of few logits, so that graphs can be looked at here."""
-    monkeypatch.setattr(match, "LEAST_BYTES", 0)
+    monkeypatch.setattr(match, "LEAST_WORDS", 0)
     monkeypatch.setattr(match, "_gains", lambda site: site.low)
     torch.manual_seed(0)
 

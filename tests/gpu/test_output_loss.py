@@ -82,7 +82,7 @@ class Head(nn.Module):
     [(2048, 1024, 32000, False), (1000, 512, 50257, True), (129, 256, 262144, False)],
 )
 def test_compiled_losses_are_those_of_float64(recipe, tokens, width, words, bias, monkeypatch):
-    monkeypatch.setattr(match, "LEAST_BYTES", 0)
+    monkeypatch.setattr(match, "LEAST_WORDS", 0)
     torch.manual_seed(0)
     x, weight, bias_values, labels = operands(tokens, width, words, torch.bfloat16, "cuda", bias)
     model = Head(width, words, bias)

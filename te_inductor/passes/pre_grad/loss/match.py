@@ -13,8 +13,9 @@ from te_inductor.presentation.report import LossSite, Unmet
 from te_inductor.recipes.losses import slots_of_loss
 from te_inductor.runtime.omitted_logits import OmittedOutput
 
-# From how many bytes of logits on a loss is computed in chunks: with less, one more launch is more than what it saves.
-LEAST_BYTES = 2**26
+# From how many words on a loss is computed in chunks. By the tokens, of which there may be more on one rank than on
+# another, ranks would have other quantizers, and wait for each other in the reduction of their amaxes.
+LEAST_WORDS = 2**14
 
 
 def match_losses(plan: Plan) -> None:
@@ -61,7 +62,7 @@ def rewrite_losses(plan: Plan) -> None:
 
 def _refusal(plan: Plan, site: Candidate, found: Reading, in_grad_mode: set[fx.Node]) -> Refusal | None:
     """Why the loss needs its logits."""
-    match, size = site.match, found.logits_bytes
+    match = site.match
     operands = [one for one in (match.x, match.weight, match.bias) if one is not None]
     if match.parts or match.before or match.behind or match.dims > 2:
         return Refusal("tensors of the output layer go between ranks, or it is none")
@@ -81,8 +82,8 @@ def _refusal(plan: Plan, site: Candidate, found: Reading, in_grad_mode: set[fx.N
             return refusal
     elif not _gains(site):
         return Refusal("its logits stay in the graph, and only low precision on a GPU gains by chunks of them")
-    elif size is not None and size < LEAST_BYTES:
-        return Refusal("its logits take %d KiB, too few to gain by chunks", size // 1024)
+    elif match.sizes[1] < LEAST_WORDS:
+        return Refusal("a vocabulary of %d words, too few to gain by chunks", match.sizes[1])
     return None
 
 
