@@ -230,6 +230,20 @@ def test_losses_that_need_their_logits(form):
     assert all(error(one, other) <= 0.15 for one, other in zip(found, wanted, strict=True))
 
 
+def test_an_output_layer_that_is_written_otherwise():
+    """What is read as a layer and stays in high precision is put back as it was written."""
+
+    def program(x, weight, labels):
+        logits = torch.einsum("blk,vk->blv", x, weight)
+        return flat(logits, labels), logits
+
+    x, labels = given()
+    weight = nn.Parameter(torch.randn(WORDS, WIDTH, dtype=torch.bfloat16))
+    options = {"recipe": "none", "logits": "omit", "fallback": "silent"}
+    loss, logits = torch.compile(program, backend="te", options=options)(x, weight, labels)
+    assert torch.equal(loss, program(x, weight, labels)[0]) and not isinstance(logits, OmittedLogits)
+
+
 def test_a_word_of_as_many_tokens_as_there_are_words():
     """A column of logits is as long as a row."""
     program = Head(lambda logits, labels: F.cross_entropy(logits[..., 3].view(-1, WORDS), labels[:, 0]))

@@ -66,6 +66,8 @@ def _refusal(plan: Plan, site: Candidate, found: Reading, in_grad_mode: set[fx.N
     operands = [one for one in (match.x, match.weight, match.bias) if one is not None]
     if match.parts or match.before or match.behind or match.dims > 2:
         return Refusal("tensors of the output layer go between ranks, or it is none")
+    if found.product in plan.products.inlined:
+        return Refusal("the output layer is a sum of products, or a convolution, which may be put back")
     if is_gathered(match.weight):
         return Refusal("the weight of the output layer is gathered in low precision")
     if site.stored:
