@@ -32,6 +32,8 @@ _GEMMA = {"hidden_size": 3584, "intermediate_size": 14336, "num_attention_heads"
 _GPT_OSS = {"hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8}
 _BERT = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16}
 _FALCON = {"hidden_size": 4096, "num_attention_heads": 64, "multi_query": False, "new_decoder_architecture": False}
+_T5 = {"d_model": 1024, "d_kv": 64, "d_ff": 4096, "num_heads": 16, "dropout_rate": 0.0}
+_T5 |= {"decoder_start_token_id": 0, "pad_token_id": 0}  # which transformers' class has no default for
 # Class, widths, layers, vocabulary, batch, tokens, and what the mask is.
 Work = tuple[str, dict[str, Any], int, int, int, int, str]
 WORKS: dict[str, Work] = {
@@ -44,7 +46,7 @@ WORKS: dict[str, Work] = {
     "bert": ("Bert", _BERT, 6, 512, 16, 512, "half"),
     "mpt": ("Mpt", {"d_model": 4096, "n_heads": 32, "max_seq_len": 4096}, 2, 512, 2, 4096, "ones"),
     "falcon": ("Falcon", {**_FALCON, "alibi": True}, 2, 512, 2, 4096, "ones"),
-    "t5": ("T5", {"d_model": 1024, "d_kv": 64, "d_ff": 4096, "num_heads": 16, "dropout_rate": 0.0}, 4, 512, 4, 1024, "half"),
+    "t5": ("T5", _T5, 4, 512, 4, 1024, "half"),
 }  # fmt: skip
 BIASED = ("mpt", "falcon", "t5")  # run where they are named
 DOCUMENT = 4096  # tokens of one of the packed

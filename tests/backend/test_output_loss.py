@@ -261,6 +261,16 @@ def llama():
     return LlamaForCausalLM(config).bfloat16()
 
 
+USES = (
+    lambda one: one.argmax(-1),
+    lambda one: one + 1,
+    lambda one: one.cpu(),
+    lambda one: one[0],
+    lambda one: one.mT + 1,
+    lambda one: one.sum().item(),
+)
+
+
 @pytest.mark.parametrize("recipe", ["none", "delayed"])
 @pytest.mark.parametrize("count", [None, 30])
 def test_logits_of_transformers_are_left_out(llama, recipe, count):
@@ -278,16 +288,12 @@ def test_logits_of_transformers_are_left_out(llama, recipe, count):
     assert isinstance(found.logits, OmittedLogits)
     assert (found.logits.shape, found.logits.dtype) == (wanted.logits.shape, wanted.logits.dtype)
     assert isinstance(found.logits.float().detach(), OmittedLogits)
-    for use in (lambda one: one.argmax(-1), lambda one: one + 1, lambda one: one.cpu(), lambda one: one[0], print_item):
+    for use in USES:
         with pytest.raises(OmittedLogitsError, match="logits': 'keep'"):
             use(found.logits)
     with torch.no_grad():
         evaluated = compiled(input_ids=ids, labels=ids, **more)
     assert error(evaluated.logits, wanted.logits.detach()) <= 0.1
-
-
-def print_item(logits):
-    return logits.sum().item()
 
 
 def test_logits_are_kept_by_default(llama):

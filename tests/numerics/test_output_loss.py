@@ -12,8 +12,9 @@ from tests.losses import IGNORED, error, gradients, losses_of, operands, referen
 
 PLAIN = Loss(IGNORED)
 CAPPED = Loss(IGNORED, smoothing=0.1, inner=1 / 3, outer=3.0)
-# bf16 rounds dx, dw and their factors: 3 roundings of 2**-9 each. E4M3 has 2**-4, E5M2 2**-3 as its largest relative
-# error, uniform within: x, w and dy come to sqrt(2 / 3) 2**-4 sqrt(2) at most, and a loss has many.
+# bf16 rounds dx, dw and their factors: 3 roundings of 2**-9 at most each. Casts to E4M3 are off by up to 2**-4, 0.026 as
+# the root of the mean square, to E5M2 by twice as much. So a product of both is off by 0.058, one of two E4M3, as the
+# logits are, by 0.037, which dy inherits: 0.069 together.
 BOUNDS = {"none": 3 * 2**-9, "current": 0.075, "delayed": 0.075, "rowwise": 0.075, "block": 0.075}
 
 
@@ -33,7 +34,7 @@ def test_losses_and_gradients_are_those_of_float64(recipe, tokens, width, words,
     given, factors = operands(tokens, width, words, torch.bfloat16, bias=bias), torch.rand(tokens) + 0.5
     found, found_gradients = gradients(partial(losses_of, recipe, loss=loss), given, factors)
     wanted, wanted_gradients = gradients(partial(reference, loss=loss), given, factors)
-    assert (found - wanted).abs().max() <= 0.25 * BOUNDS[recipe] * 8
+    assert (found - wanted).abs().max() <= 2 * BOUNDS[recipe]  # of logits of size one; the largest of all tokens
     assert found[given[3] == IGNORED].eq(0).all()
     for one, other in zip(found_gradients, wanted_gradients, strict=True):
         assert error(one, other) <= BOUNDS[recipe]

@@ -13,7 +13,7 @@ dw = dy₁ᵀ (g x): a factor of rows can be in either operand. So nothing is co
 
 dy₁ is at most 1, or what a cap and a factor of the logits make of that, so that its scale in low precision is known
 before it is computed: no pass for its amax. What is kept for the backward is its columnwise copy, one byte for each token
-and word of the vocabulary, where a graph in bf16 has the logits and their gradient, four bytes.
+and word of the vocabulary, where a graph in bf16 has two: the logits, which their gradient is written over.
 
 The label of a token may be none: its loss and its gradient are zero. A label outside of the vocabulary has an error on
 the CPU; on a GPU its loss and its gradients are NaN, as an error there would have to be waited for."""
