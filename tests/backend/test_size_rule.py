@@ -175,7 +175,9 @@ def test_the_host_has_to_keep_up():
 
 def layer(sizes, **more):
     """A candidate of the sizes (M, N, K)."""
-    match = SimpleNamespace(sizes=sizes, groups=None, parallel=None, gather=None, x=None, weight=None, parts=(), **more)
+    match = SimpleNamespace(
+        sizes=sizes, groups=None, parallel=None, gather=None, x=None, weight=None, knows_gradient=False, **more
+    )
     match.gemms = lambda: [("fprop", ()), ("dgrad", ()), ("wgrad", ())]
     slots = SimpleNamespace(input=SimpleNamespace(granularity=SimpleNamespace(whole=True, blocked=False)))
     return SimpleNamespace(match=match, slots=slots, recipe=None)

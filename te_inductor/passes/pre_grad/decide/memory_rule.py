@@ -36,7 +36,7 @@ def spare(plan: Plan) -> None:
     output = next((site for site in sites if site.match.node is last), None)
     if output is None or output.by_policy or output.match.dims > 2:
         return
-    if any(part.knows_gradient for part in output.match.parts):
+    if output.match.knows_gradient:
         return  # it has one copy, and no logits beside it
     _, n, k = output.match.sizes
     if n < WIDE * k:

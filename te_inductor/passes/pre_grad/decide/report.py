@@ -97,7 +97,7 @@ def _kernel(
         elif gemm == "dgrad":
             choice = gemm_kernels.of_stored_gradient(match, candidate.recipe, shapes, options, plan.leaves)
         return "high_precision" if choice is None else choice.name, None  # built where it is lowered
-    if candidate.low and any(part.knows_gradient for part in match.parts):
+    if candidate.low and match.knows_gradient:
         return ("cublaslt" if value(match.weight).is_cuda else "eager"), None
     if candidate.low and candidate.slots is not None:
         choice = gemm_kernels.choose(match, candidate.slots, gemm, shapes, options, accumulates, turned, plan.leaves)

@@ -192,7 +192,7 @@ def _layers(rows: int, sites: Sequence[Candidate], makers: Makers, weights: str)
 
 def _gradient(site: Candidate, makers: Makers) -> Maker:
     """What makes the gradient of a layer's output."""
-    return "loss" if any(part.knows_gradient for part in site.match.parts) else makers.of_gradient(site.match)
+    return "loss" if site.match.knows_gradient else makers.of_gradient(site.match)
 
 
 def _weigh_layers(

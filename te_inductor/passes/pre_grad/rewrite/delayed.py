@@ -176,7 +176,7 @@ class DelayedSites:
             self.in_step |= {one.group for one in (of_x, of_weight) if one and one.group}
             self.inputs.groups |= exchanging
             self.inputs.exchanging += [one.state.readers[0] for one in (of_x, of_weight) if one]
-        if training and not any(part.knows_gradient for part in match.parts):
+        if training and not match.knows_gradient:
             of_grad = self._quantizer(match, weight, "grad_output")
             self.inputs.exchanging += [of_grad.state.readers[0]] if exchanging else []
             known["grad_output"] = self._known(of_grad, graph)

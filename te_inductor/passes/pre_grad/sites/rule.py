@@ -93,6 +93,11 @@ class Match:
         return None if found is None else found.gradients
 
     @property
+    def knows_gradient(self) -> bool:
+        """Whether the scale of its result's gradient is known beforehand."""
+        return any(part.knows_gradient for part in self.parts)
+
+    @property
     def end(self) -> fx.Node:
         """The last of the nodes whose place the layer takes."""
         return self.behind[-1] if self.behind else self.node
