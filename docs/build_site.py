@@ -1,6 +1,6 @@
 """The site: `python docs/build_site.py out/site`, which `make docs` calls. A warning is an error.
 
-Pages are those of this folder, the README, CHANGELOG and CONTRIBUTING, copied into a temporary folder with the links
+Pages are those of this folder, the README and those of `TOP`, copied into a temporary folder with the links
 that a site needs: a page's file becomes its page, an example its section of docs/examples.md, any other file of the
 repository its name. The reference comes from docstrings, and so do the tables of docs/modules.md."""
 
@@ -14,14 +14,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(?<!!)\[(?P<text>(?:[^\[\]]|\[[^\]]*\])*)\]\((?P<target>[^)\s]+)\)")
+TOP = ("changelog", "contributing", "security")
 FENCED = re.compile(r"(^```.*?^```[ \t]*$)", re.MULTILINE | re.DOTALL)
 
 
 def pages() -> dict[Path, str]:
     """The place in the site of each page, by its file."""
     found = {path: str(path.relative_to(ROOT / "docs")) for path in sorted((ROOT / "docs").rglob("*.md"))}
-    top = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
-    return {**{ROOT / name: place for name, place in top.items()}, **found}
+    return {ROOT / "README.md": "index.md"} | {ROOT / f"{name.upper()}.md": f"{name}.md" for name in TOP} | found
 
 
 def relinked(text: str, page: Path, places: dict[Path, str]) -> str:

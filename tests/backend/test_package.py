@@ -1,6 +1,7 @@
 """What a wheel and an sdist hold, and whether the wheel runs in an environment of its own."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -25,7 +26,8 @@ def build(kind: str, source: Path, to: Path) -> Path:
     """The file that PEP 517's hook makes of a source folder."""
     command = [sys.executable, "-c", BUILD, kind, str(to)]
     done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    said = done.stdout + done.stderr
+    assert done.returncode == 0 and "SetuptoolsWarning" not in said and "would be ignored" not in said, said[-4000:]
     return to / done.stdout.split()[-1]
 
 
@@ -61,7 +63,8 @@ def files(folder: Path, *below: str) -> set[str]:
 
 def test_an_sdist_holds_what_a_checkout_does(unpacked):
     kept = ["te_inductor", "tests", "docs", "examples", "benchmarks", "requirements", ".ci", "Makefile", "README.md"]
-    kept += ["LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "pyproject.toml", "setup.cfg"]
+    kept += ["LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "CITATION.cff", ".github", "Dockerfile"]
+    kept += [".dockerignore", ".pre-commit-config.yaml", "pyproject.toml", "setup.cfg", "setup.py"]
     assert files(unpacked, *kept) == files(ROOT, *kept)
     links = ("lowerings", "runtime", "templates")
     assert not [name for name in links if (unpacked / name).exists()]
@@ -78,6 +81,10 @@ def test_a_wheel_holds_the_package_and_nothing_else(wheel):
     assert {name for name in names if name.endswith(".json")}  # tuned tables
     assert metadata["Version"] == te_inductor.__version__ and metadata["License-Expression"] == "Apache-2.0"
     assert "Apache License" in license and metadata["Summary"] and metadata["Keywords"]
+    [repository] = [url.split(", ")[1] for url in metadata.get_all("Project-URL") if url.startswith("Repository, ")]
+    links = set(re.findall(r"\]\(([^)]+)\)", metadata.get_payload()))
+    files_of_the_version = f"{repository}/blob/v{te_inductor.__version__}/"
+    assert len(links) > 20 and all(link.startswith(files_of_the_version) for link in links), links
     assert "te = te_inductor.backend:te" in entry_points and "te-inductor = te_inductor.command:main" in entry_points
 
 
