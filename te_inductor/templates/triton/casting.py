@@ -1,5 +1,7 @@
 """A scale and a cast in Triton, for templates: the same numbers as `runtime/eager/dense.py` has."""
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -20,6 +22,7 @@ _ONE, _INFINITY_BITS = tl.constexpr(127 << 23), tl.constexpr(255 << 23)  # of fp
 _E4M3, _E5M2 = (tl.constexpr(CASTS[dtype]) for dtype in (torch.float8_e4m3fn, torch.float8_e5m2))
 _CONSTRAINTS, _PACK = tl.constexpr(CAST_CONSTRAINTS), tl.constexpr(CAST_PACK)
 _PAIRS, _PAIRS_CONSTRAINTS, _PAIRS_PACK = tl.constexpr(PAIRS), tl.constexpr(PAIRS_CONSTRAINTS), tl.constexpr(PAIRS_PACK)
+_EXP2, _LOG2_E = tl.constexpr("ex2.approx.ftz.f32 $0, $1;"), tl.constexpr(math.log2(math.e))
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -68,3 +71,19 @@ def pairs(first, second):
             _PAIRS, _PAIRS_CONSTRAINTS, [first, second], dtype=tl.uint16, is_pure=True, pack=_PAIRS_PACK
         )
     return both
+
+
+@triton.jit
+def quads(first, second, third, fourth):
+    """Bytes of four tensors by turns, uint32."""
+    return pairs(first, second).to(tl.uint32) | pairs(third, fourth).to(tl.uint32) << 16
+
+
+@triton.jit
+def exp_or_zero(x):
+    """The exponential, zero where that is below 2**-126."""
+    if _INTERPRETED:
+        power = tl.exp(x)
+    else:
+        power = tl.inline_asm_elementwise(_EXP2, "=f,f", [x * _LOG2_E], dtype=tl.float32, is_pure=True, pack=1)
+    return power

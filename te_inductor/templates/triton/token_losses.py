@@ -12,11 +12,11 @@ from torch import Tensor
 from te_inductor.recipes.formats import Element, padded
 from te_inductor.recipes.losses import Loss
 from te_inductor.runtime.eager import losses
-from te_inductor.templates.triton.casting import cast
+from te_inductor.templates.triton.casting import cast, exp_or_zero, quads
 from te_inductor.templates.triton.launcher import launcher
 
 ROW_BLOCK = 8192  # logits of a row that a program reads at a time
-TILE = (32, 128)  # tokens and words of a program that casts: 445 us for 1024 x 128256 (H100), where memory takes 175
+TILE = (128, 128)  # tokens and words of a program that casts
 
 
 class SoftmaxKernels(losses.Softmax):
@@ -61,7 +61,12 @@ class SoftmaxKernels(losses.Softmax):
         n, words = logits.shape
         width = words if row is None else row.shape[1]
         tiles = triton.cdiv(n, TILE[0]), triton.cdiv(width, TILE[1])
-        run = launcher(casts_of_tiles, LARGEST=largest, TOKENS=TILE[0], WORDS=TILE[1], **_constants(loss), num_warps=4)
+        whole = n % TILE[0] == 0 and words % TILE[1] == 0
+        fours = column is not None and n % 4 == 0 and column.stride(0) % 4 == 0 and column.data_ptr() % 4 == 0
+        run = launcher(
+            casts_of_tiles, LARGEST=largest, TOKENS=TILE[0], WORDS=TILE[1], WHOLE=whole, FOURS=fours,
+            **_constants(loss), num_warps=8,
+        )  # fmt: skip
         run(
             tiles[0] * tiles[1], logits, labels, sums, row, column, n, words, width, logits.stride(0),
             0 if row is None else row.stride(0), 0 if column is None else column.stride(0), scale, *_numbers(loss),
@@ -69,7 +74,12 @@ class SoftmaxKernels(losses.Softmax):
 
 
 def _constants(loss: Loss) -> dict[str, Any]:
-    return {"IGNORES": loss.ignored is not None, "SMOOTHS": loss.smoothing != 0.0, "CAPS": loss.outer is not None}
+    return {
+        "IGNORES": loss.ignored is not None,
+        "SMOOTHS": loss.smoothing != 0.0,
+        "SCALES": loss.inner != 1.0,
+        "CAPS": loss.outer is not None,
+    }
 
 
 def _numbers(loss: Loss) -> tuple[int, float, float, float]:
@@ -86,9 +96,11 @@ def tanh(x):
 
 
 @triton.jit
-def capped(logits, inner, outer, CAPS: tl.constexpr):
+def capped(logits, inner, outer, SCALES: tl.constexpr, CAPS: tl.constexpr):
     """What the softmax is of."""
-    z = logits.to(tl.float32) * inner
+    z = logits.to(tl.float32)
+    if SCALES:
+        z *= inner
     if CAPS:
         z = outer * tanh(z)
     return z
@@ -109,6 +121,7 @@ def losses_of_rows(
     BLOCK: tl.constexpr,
     IGNORES: tl.constexpr,
     SMOOTHS: tl.constexpr,
+    SCALES: tl.constexpr,
     CAPS: tl.constexpr,
 ):
     """One token a program."""
@@ -117,7 +130,7 @@ def losses_of_rows(
     largest, total, added = float("-inf"), 0.0, 0.0
     for start in range(0, words, BLOCK):
         place = start + tl.arange(0, BLOCK)
-        z = capped(tl.load(logits + place, mask=place < words, other=0.0), inner, outer, CAPS)
+        z = capped(tl.load(logits + place, mask=place < words, other=0.0), inner, outer, SCALES, CAPS)
         if SMOOTHS:
             added += tl.sum(tl.where(place < words, z, 0.0), 0)
         z = tl.where(place < words, z, float("-inf"))
@@ -127,7 +140,7 @@ def losses_of_rows(
     log_total = largest + tl.log(total)
     label = tl.load(labels + token)
     known = (label >= 0) & (label < words)
-    at_label = capped(tl.load(logits + tl.where(known, label, 0)), inner, outer, CAPS)
+    at_label = capped(tl.load(logits + tl.where(known, label, 0)), inner, outer, SCALES, CAPS)
     loss = log_total - (1.0 - smoothing) * at_label
     if SMOOTHS:
         loss -= smoothing * added / words
@@ -160,47 +173,70 @@ def casts_of_tiles(
     LARGEST: tl.constexpr,  # of the element; None: the logits' own dtype
     TOKENS: tl.constexpr,
     WORDS: tl.constexpr,
+    WHOLE: tl.constexpr,  # all tiles are
+    FOURS: tl.constexpr,  # of the columnwise copy four tokens are a word of memory
     IGNORES: tl.constexpr,
     SMOOTHS: tl.constexpr,
+    SCALES: tl.constexpr,
     CAPS: tl.constexpr,
 ):
-    """One tile a program; those that follow each other share words, so that lines of the columnwise copy are whole."""
+    """One tile a program; those that follow each other share words of the vocabulary, so that lines of the columnwise copy
+    are whole. Four tensors have every fourth token each, so that a thread has neighbours of a column, and what is
+    transposed are words of memory: bytes take four times as many stores to shared memory."""
     down = tl.cdiv(tokens, TOKENS)
     first_token, first_word = (tl.program_id(0) % down) * TOKENS, (tl.program_id(0) // down) * WORDS
-    token, word = first_token + tl.arange(0, TOKENS), first_word + tl.arange(0, WORDS)
-    is_token, is_word = token < tokens, word < words
-    inside = is_token[:, None] & is_word[None, :]
-    at = first_token.to(tl.int64) * stride + tl.arange(0, TOKENS)[:, None] * stride + word[None, :]
-    z = capped(tl.load(logits + at, mask=inside, other=0.0), inner, outer, CAPS)
-    label = tl.load(labels + token, mask=is_token, other=0)
-    known = (label >= 0) & (label < words)
-    place = tl.where(known, label, -1).to(tl.int32)
-    log_total = tl.load(sums + token, mask=is_token, other=0.0)
-    dz = tl.exp(z - log_total[:, None])
-    if SMOOTHS:
-        dz -= smoothing / words
-    dz -= tl.where(place[:, None] == word[None, :], 1.0 - smoothing, 0.0)
-    if CAPS:
-        of_cap = z / outer
-        dz *= outer * inner * (1.0 - of_cap * of_cap)
-    else:
-        dz *= inner
-    dz = tl.where(known[:, None], dz, float("nan"))
-    if IGNORES:
-        dz = tl.where((label == ignored)[:, None], 0.0, dz)
-    if LARGEST is None:
-        tl.store(row + at, dz.to(row.dtype.element_ty), mask=inside)
-    else:
-        dz = tl.where(is_word[None, :], dz * scale, 0.0)
-        if row is not None:
-            data = cast(dz, LARGEST, row.dtype.element_ty)
-            at_row = first_token.to(tl.int64) * row_stride + tl.arange(0, TOKENS)[:, None] * row_stride + word[None, :]
-            tl.store(row + at_row, data, mask=is_token[:, None] & (word < width)[None, :])
-        if column is not None:
-            data = cast(tl.trans(dz), LARGEST, column.dtype.element_ty)
-            at_column = tl.arange(0, WORDS)[:, None] * column_stride + token[None, :]
-            at_column += first_word.to(tl.int64) * column_stride
-            tl.store(column + at_column, data, mask=is_word[:, None] & is_token[None, :])
+    word, four = first_word + tl.arange(0, WORDS), tl.arange(0, TOKENS // 4)
+    is_word = (word < words)[None, :]
+    tokens -= first_token
+    logits, labels, sums = logits + first_token.to(tl.int64) * stride, labels + first_token, sums + first_token
+    data = ()
+    for i in tl.static_range(4):
+        token = 4 * four + i
+        is_token = token < tokens
+        at = logits + token[:, None] * stride + word[None, :]
+        z = capped(tl.load(at, mask=None if WHOLE else is_token[:, None] & is_word), inner, outer, SCALES, CAPS)
+        label = tl.load(labels + token, mask=is_token, other=0)
+        dz = z - tl.load(sums + token, mask=is_token, other=0.0)[:, None]
+        # A cast makes zeros of the exponentials below 2**-126, which take three more instructions each.
+        dz = tl.exp(dz) if LARGEST is None else exp_or_zero(dz)
+        if SMOOTHS:
+            dz -= smoothing / words
+        known = (label >= 0) & (label < words)
+        place = tl.where(known, label, -1).to(tl.int32)
+        dz -= tl.where(place[:, None] == word[None, :], 1.0 - smoothing, 0.0)
+        if CAPS:
+            of_cap = z / outer
+            dz *= outer * inner * (1.0 - of_cap * of_cap)
+        elif SCALES:
+            dz *= inner
+        instead = tl.full(label.shape, float("nan"), tl.float32)
+        if IGNORES:
+            known &= label != ignored
+            instead = tl.where(label == ignored, 0.0, instead)
+        dz = tl.where(known[:, None], dz, instead[:, None])
+        if LARGEST is None:
+            dz = dz.to(row.dtype.element_ty)
+        else:
+            dz *= scale
+            dz = dz if WHOLE else tl.where(is_word, dz, 0.0)
+            dz = cast(dz, LARGEST, row.dtype.element_ty if column is None else column.dtype.element_ty)
+        data += (dz,)  # type: ignore[assignment]
+    if row is not None:
+        row += first_token.to(tl.int64) * row_stride
+        for i in tl.static_range(4):
+            token = 4 * four + i
+            inside = None if WHOLE else (token < tokens)[:, None] & (word < width)[None, :]
+            tl.store(row + token[:, None] * row_stride + word[None, :], data[i], mask=inside)
+    if column is not None:
+        column += first_word.to(tl.int64) * column_stride + first_token
+        at_word, inside = tl.arange(0, WORDS)[:, None], is_word.trans()
+        if FOURS:
+            at = column.to(tl.pointer_type(tl.uint32)) + at_word * (column_stride // 4) + four[None, :]
+            tl.store(at, tl.trans(quads(*data)), mask=None if WHOLE else inside & (four < tokens // 4)[None, :])
+        else:
+            for i in tl.static_range(4):
+                at = column + at_word * column_stride + (4 * four + i)[None, :]
+                tl.store(at, tl.trans(data[i]), mask=inside & (4 * four + i < tokens)[None, :])
 
 
 losses.SOFTMAX["cuda"] = SoftmaxKernels()
