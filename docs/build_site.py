@@ -70,9 +70,10 @@ def modules() -> str:
 
 
 def contents() -> str:
-    """The lists of pages at the site's left. Guides are in the README's order, others behind them."""
+    """The lists of pages at the site's left. Guides are in the order of the README's table, others behind them."""
     places = set(pages().values())
-    found = re.findall(r"\(docs/(guides/\w+\.md)", (ROOT / "README.md").read_text())
+    rows = re.findall(r"^\|.*\|$", (ROOT / "README.md").read_text().partition("\n## Guides\n")[2], re.MULTILINE)
+    found = re.findall(r"\(docs/(guides/\w+\.md)", "\n".join(rows))
     ordered = dict.fromkeys([*found, *sorted(place for place in places if place.startswith("guides/"))])
     guides = "\n".join(place.removesuffix(".md") for place in ordered)
     return (ROOT / "docs/site/contents.txt").read_text().replace("GUIDES", guides)

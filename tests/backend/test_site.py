@@ -49,6 +49,13 @@ def test_every_page_is_in_the_contents():
     assert {place.removesuffix(".md") for place in PLACES.values()} - {"index"} <= set(found)
 
 
+def test_guides_are_in_the_order_of_the_readmes_table():
+    table = (ROOT / "README.md").read_text().partition("## Guides")[2]
+    named = re.findall(r"docs/(guides/\w+)\.md", table)
+    found = [page for page in site.contents().split() if page.startswith("guides/")]
+    assert named == [page for page in found if page in named] == found
+
+
 def test_every_link_leads_to_a_page(tmp_path):
     site.write(tmp_path)
     links = 0
