@@ -18,15 +18,27 @@ def _hides_nothing(tensors: Sequence[Tensor], data: str, sizes: Sizes) -> Tensor
     return predicate.holds_everywhere(predicate.from_text(data), tensors, sizes).cpu()
 
 
-def _block_mask(tensors: Sequence[Tensor], like: Tensor, text: str, sizes: Sizes) -> list[Tensor]:
-    return predicate.block_mask(predicate.from_text(text), tensors, sizes, like.device)
+def _block_mask(
+    tensors: Sequence[Tensor], like: Tensor, text: str, sizes: Sizes, hides_nothing: Tensor | None = None
+) -> list[Tensor]:
+    node = predicate.from_text(text)
+    if hides_nothing is not None and hides_nothing.item():
+        return predicate.empty_block_mask(node, sizes, like.device)
+    return [one.contiguous() for one in predicate.block_mask(node, tensors, sizes, like.device)]
+
+
+def _empty_block_mask(
+    tensors: Sequence[Tensor], like: Tensor, text: str, sizes: Sizes, hides_nothing: Tensor | None = None
+) -> list[Tensor]:
+    return predicate.empty_block_mask(predicate.from_text(text), sizes, like.device)
 
 
 # Whether a predicate on tensors holds for all scores: a Boolean on the host, (). Waits for the device.
 hides_nothing = op_of(_hides_nothing, lambda *_: torch.empty((), dtype=torch.bool, device="cpu"), name="hides_nothing")
-# FlexAttention's block mask of a predicate, on the device of `like`, where sizes are symbolic: Inductor cannot divide a
-# kernel over a number of blocks that is not a symbol itself ("CantSplit").
-block_mask = op_of(_block_mask, _block_mask, name="block_mask")
+# FlexAttention's block mask of a predicate, on the device of `like`, where it is not computed in the graph: sizes are
+# symbolic, and Inductor cannot divide a kernel over a number of blocks that is not a symbol itself ("CantSplit"); or it is
+# read only where `hides_nothing`, a Boolean on the host, is false.
+block_mask = op_of(_block_mask, _empty_block_mask, name="block_mask")
 attend = op_of(
     masked.attend,
     lambda q, k, v, *_: (masked.like_output(q, v), q.new_empty(q.shape[:3], dtype=torch.float32)),
@@ -37,15 +49,17 @@ attend_backward = op_of(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, flag, tensors, *ctx.constants = inputs
-    ctx.save_for_backward(q, k, v, flag, *output, *tensors)
+    q, k, v, flag, tensors, blocks, *ctx.constants = inputs
+    ctx.blocks = len(blocks)
+    ctx.save_for_backward(q, k, v, flag, *output, *blocks, *tensors)
     ctx.mark_non_differentiable(output[1])
 
 
 def _backward(ctx: Any, dy: Tensor, _: Any) -> tuple[Any, ...]:
-    q, k, v, flag, out, lse, *tensors = ctx.saved_tensors
-    gradients = attend_backward(dy, q, k, v, flag, tensors, out, lse, *ctx.constants)
-    return (*gradients, None, [None] * len(tensors), None, None, None)
+    q, k, v, flag, out, lse, *others = ctx.saved_tensors
+    blocks, tensors = others[: ctx.blocks], others[ctx.blocks :]
+    gradients = attend_backward(dy, q, k, v, flag, tensors, blocks, out, lse, *ctx.constants)
+    return (*gradients, None, [None] * len(tensors), [None] * len(blocks), None, None, None)
 
 
 torch.library.register_autograd("te_inductor::attend", _backward, setup_context=_save, lib=library)

@@ -175,18 +175,31 @@ def block_mask(node: Node, tensors: Sequence[Tensor], sizes: Sequence[Any], devi
     """What FlexAttention calls a block mask: for each row of blocks how many blocks to compute in part, and which, and
     how many in full, and which; then likewise for each column. int32, the counts (B, H, rows), the blocks (B, H, rows,
     columns), with B and H 1 where the predicate does not depend on them."""
-    batch, heads, queries, keys = sizes
+    queries, keys = sizes[2:]
+    shape = _shape_of_blocks(node, sizes)
     some, every = Blocks(tensors, sizes, device).find(node)
-    rows, columns = (queries + BLOCK - 1) // BLOCK, (keys + BLOCK - 1) // BLOCK
     # A block at the end that is not full is computed in part.
-    inside_rows = (torch.arange(rows, device=device) + 1) * BLOCK <= queries
-    inside_columns = (torch.arange(columns, device=device) + 1) * BLOCK <= keys
+    inside_rows = (torch.arange(shape[2], device=device) + 1) * BLOCK <= queries
+    inside_columns = (torch.arange(shape[3], device=device) + 1) * BLOCK <= keys
     inside = inside_rows[:, None] & inside_columns
+    every = (every & inside).expand(shape)
+    some = (some | torch.zeros_like(inside)).expand(shape) & ~every
+    return [one for blocks in (some, every, some.mT, every.mT) for one in _ordered(blocks)]
+
+
+def empty_block_mask(node: Node, sizes: Sequence[Any], device: torch.device) -> list[Tensor]:
+    """The memory of a block mask, to which nothing has been written."""
+    *outer, rows, columns = _shape_of_blocks(node, sizes)
+    of_rows, of_columns = [(rows,), (rows, columns)], [(columns,), (columns, rows)]
+    shapes = [*of_rows, *of_rows, *of_columns, *of_columns]
+    return [torch.empty((*outer, *shape), dtype=torch.int32, device=device) for shape in shapes]
+
+
+def _shape_of_blocks(node: Node, sizes: Sequence[Any]) -> tuple[Any, ...]:
+    batch, heads, queries, keys = sizes
     places = places_of(node)
     outer = (batch if "b" in places else 1), (heads if "h" in places else 1)
-    every = (every & inside).expand(*outer, rows, columns)
-    some = (some | torch.zeros_like(inside)).expand(every.shape) & ~every
-    return [one for blocks in (some, every, some.mT, every.mT) for one in _ordered(blocks)]
+    return *outer, (queries + BLOCK - 1) // BLOCK, (keys + BLOCK - 1) // BLOCK
 
 
 def _ordered(blocks: Tensor) -> list[Tensor]:

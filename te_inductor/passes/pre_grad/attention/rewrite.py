@@ -96,14 +96,20 @@ class _Masks:
             *(self._computed(("number", number, device), [], [number], site, full)[0] for number in numbers),
         ]
 
-    def block_mask(self, site: Attention, tree: Any, tensors: list[fx.Node]) -> list[fx.Node]:
+    def block_mask(
+        self, site: Attention, tree: Any, tensors: list[fx.Node], hides_nothing: fx.Node | None = None
+    ) -> list[fx.Node]:
+        """The block mask; with `hides_nothing` it is not computed where that is so."""
+
         def blocks(tree: Any, given: Sequence[Tensor], sizes: Sequence[Any], device: torch.device) -> list[Tensor]:
-            if all(isinstance(size, int) for size in sizes):
+            given, asked = given[: len(tensors)], given[len(tensors) :]
+            if not asked and all(isinstance(size, int) for size in sizes):
                 return predicate.block_mask(tree, given, sizes, device)
             like = torch.empty((), dtype=torch.bool, device=device)
-            return masked_attention.block_mask(list(given), like, predicate.to_text(tree), list(sizes))  # type: ignore[no-any-return]
+            return masked_attention.block_mask(list(given), like, predicate.to_text(tree), list(sizes), *asked)  # type: ignore[no-any-return]
 
-        return self._made(site, "blocks", tree, tensors, blocks)
+        flags = [] if hides_nothing is None else [hides_nothing]
+        return self._made(site, "blocks", tree, [*tensors, *flags], blocks)
 
     def empty_rows(self, site: Attention, tree: Any, tensors: list[fx.Node], index: Sequence[str]) -> fx.Node:
         """The rows without a key, with a dimension for each place of `index`."""
@@ -235,9 +241,10 @@ def _call_either(site: Attention, masks: _Masks) -> None:
     mask = site.proof.mask
     assert mask is not None
     writer = Writer(site.proof.leaves)
-    tree, data = predicate.to_text(writer.write(mask.conditions)), writer.write(mask.data)
+    tree, data = writer.write(mask.conditions), writer.write(mask.data)
     tensors = masks.tensors(site, writer.numbers)
-    [flag] = masks.hand([masks.hides_nothing(site, data, tensors)], site)
+    flag = masks.hides_nothing(site, data, tensors)
+    blocks = masks.block_mask(site, tree, tensors, flag)
     graph = site.call.node.graph
     with graph.inserting_before(site.call.node):
         call = graph.call_function(
@@ -246,9 +253,10 @@ def _call_either(site: Attention, masks: _Masks) -> None:
                 site.call.q,
                 site.call.k,
                 site.call.v,
-                flag,
+                *masks.hand([flag], site),
                 masks.hand(tensors, site),
-                tree,
+                masks.hand(blocks, site),
+                predicate.to_text(tree),
                 site.call.known_scale,
                 mask.without_data.is_causal,
             ),
