@@ -9,7 +9,7 @@ those (`lowerings/`) beside everything else, so that quantization fuses with the
 
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from te_inductor.distributed import amax_groups
 from te_inductor.errors import TEInductorError
 from te_inductor.kernels import cutlass_tables
 from te_inductor.passes import pre_grad
+from te_inductor.passes.graph.module_path import path_of
 from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.plan import Plan
 from te_inductor.passes.pre_grad.rewrite import first_step
@@ -102,6 +103,7 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
 def run_passes(plan: Plan, passes: Sequence[Callable[[Plan], None]] | None = None) -> Report:
     """Run the passes, by default all. A failure of ours is part of the report, never an exception: the graph compiles
     without us. What the user has to mend, such as a factory of quantizers, is raised."""
+    plan.outcome.report.unmet.extend(_options_inside(plan.options))
     try:
         for step in pre_grad.PASSES if passes is None else passes:
             log.debug("%s", step.__name__)
@@ -111,6 +113,21 @@ def run_passes(plan: Plan, passes: Sequence[Callable[[Plan], None]] | None = Non
     except Exception:
         return _failed(plan.outcome.report, "a pass failed", traceback.format_exc())
     return plan.outcome.report
+
+
+def _options_inside(options: Options) -> Iterator[Unmet]:
+    """What was asked for parts of the model that are compiled themselves, and that Dynamo has traced into this graph."""
+    for name, given in compat.compiled_inside(te):
+        inner, asked = parse(None, given), [option for option in _OF_LAYERS if given.get(option) is not None]
+        reason = (
+            "Dynamo traces a compiled part into the graph of what calls it, with that one's options; say it there by the"
+            " option 'policy', by te_inductor.autocast around the part, or compile the parts alone"
+        )
+        lost = [option for option in asked if getattr(inner, option) != getattr(options, option)]
+        yield from (Unmet(option, path_of(name), reason) for option in lost)
+
+
+_OF_LAYERS = [option for option in config.OWN_OPTIONS if option not in ("fallback", "mode")]
 
 
 def _failed(report: Report, reason: str, failure: str) -> Report:

@@ -22,6 +22,8 @@ log = logging.getLogger("te_inductor")
 class Refusal:
     """Why a site stays as it is. The text is formatted only when it is read."""
 
+    outside = False  # whether recipes are not for such a product, so that high precision is what is meant
+
     def __init__(self, template: str, *args: object) -> None:
         self.template, self.args = template, args
 
@@ -29,7 +31,13 @@ class Refusal:
         return self.template % self.args
 
     def __repr__(self) -> str:
-        return f"Refusal({str(self)!r})"
+        return f"{type(self).__name__}({str(self)!r})"
+
+
+class Outside(Refusal):
+    """Why a product is in high precision that no recipe is for. That is no fallback, so that nothing warns of it."""
+
+    outside = True
 
 
 def announce(report: Report, fallback: str) -> None:
@@ -43,7 +51,7 @@ def announce(report: Report, fallback: str) -> None:
     text = summary(report)
     if text is None:
         return
-    left_out = {site.fqn for site in report.sites if site.recipe == "none"}  # as somebody asked
+    left_out = {site.fqn for site in report.sites if site.recipe == "none" or site.outside}  # which is meant
     unmet = [unmet for unmet in report.unmet if unmet.fqn not in left_out]
     if fallback == "error" and not (report.fallbacks or unmet or report.failure):
         fallback = (

@@ -21,7 +21,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_inductor import compat
+from te_inductor.diagnostics import Refusal
 from te_inductor.passes.graph.module_path import without_parametrization, without_wrappers
+from te_inductor.passes.pre_grad.sites import convolutions, recurrent
 from te_inductor.presentation.report import Flops, Report, Site
 from te_inductor.recipes import regions
 from te_inductor.recipes.regions import Region
@@ -30,11 +32,12 @@ from te_inductor.tensor_tables import TensorTable
 UNREACHED = "no compiled graph reached it (graph break or skipped code)"
 
 # Operations whose last two tensors are multiplied, with or without a first one that is added.
-_PRODUCTS = frozenset("mm addmm _addmm_activation bmm baddbmm addbmm".split())
+_PRODUCTS = frozenset("mm addmm _addmm_activation bmm baddbmm addbmm mv addmv".split())
 _GROUPED = frozenset(("_grouped_mm", "grouped_mm_fallback"))  # whose first two are
-_FUSED = frozenset(
-    "linear _native_multi_head_attention _transformer_encoder_layer_fwd".split()
-)  # of x and weights (N, K)
+_FUSED = frozenset(  # of x and weights (N, K)
+    "linear _native_multi_head_attention _transformer_encoder_layer_fwd mkldnn_rnn_layer _cudnn_rnn".split()
+)
+_CONVOLUTION = "convolution"
 _COMPILED = "_functorch/_aot_autograd/runtime_wrappers.py"  # the file of what runs a compiled graph
 
 
@@ -45,8 +48,9 @@ class EagerProduct:
     weight: nn.Parameter
     sizes: tuple[int, int, int]  # (M, N, K), batches being rows
     flops: int
-    grouped: bool
+    pattern: str  # as `Site.pattern` has it
     region: Region  # of autocast, that it ran in
+    outside: Refusal | None = None  # why no recipe is for it, whatever reaches it
 
 
 class EagerProducts(TorchDispatchMode):
@@ -85,9 +89,10 @@ class EagerProducts(TorchDispatchMode):
         name = op._schema.name.partition("::")[2]
         tensors = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
         weights = [self._weight(one) for one in tensors]
-        if name in _PRODUCTS | _GROUPED | _FUSED:
+        if name in _PRODUCTS | _GROUPED | _FUSED or name == _CONVOLUTION:
             if any(weight is not None for weight in weights) and not _in_compiled_graph():
-                self.found.extend(_read(name, tensors, weights))
+                found = _convolution(args, results, weights) if name == _CONVOLUTION else _read(name, tensors, weights)
+                self.found.extend(found)
         elif tensors and None not in weights:
             for result in pytree.tree_leaves(results):
                 if isinstance(result, Tensor):
@@ -113,20 +118,30 @@ def _read(name: str, tensors: Sequence[Tensor], weights: Sequence[nn.Parameter |
         x = tensors[0]
         for one, weight in zip(tensors[1:], weights[1:], strict=True):
             if weight is not None and weights[0] is None and one.dim() == 2 and x.dim():
-                m, (n, k) = x.numel() // max(one.shape[1], 1), one.shape
-                yield EagerProduct(weight, (m, n, k), 2 * m * n * k, False, region)
+                m, (n, k) = math.prod(x.shape[:-1]), one.shape
+                yield EagerProduct(weight, (m, n, k), 2 * m * n * k, "linear", region)
         return
-    a, b = tensors[:2] if name in _GROUPED else tensors[-2:]
-    of = weights[:2] if name in _GROUPED else weights[-2:]
+    grouped = name in _GROUPED
+    a, b = tensors[:2] if grouped else tensors[-2:]
+    of = weights[:2] if grouped else weights[-2:]
     weight = next((one for one in of if one is not None), None)
     k = a.shape[-1]
     if (
         weight is None or None not in of or k == 1
     ):  # of two weights a weight is made, of columns and rows an outer product
         return
-    n = b.shape[-1]
-    m = math.prod(a.shape[-2:-1]) if name in _GROUPED else math.prod(a.shape[:-1])
-    yield EagerProduct(weight, (m, n, k), 2 * m * n * k, name in _GROUPED, region)
+    n = b.shape[-1] if b.dim() > 1 else 1
+    m = math.prod(a.shape[-2:-1]) if grouped else math.prod(a.shape[:-1])
+    yield EagerProduct(weight, (m, n, k), 2 * m * n * k, "grouped_linear" if grouped else "linear", region)
+
+
+def _convolution(args: Sequence[Any], y: Tensor, weights: Sequence[nn.Parameter | None]) -> Iterator[EagerProduct]:
+    x, weight, _, stride, padding, _, transposed, _, groups = args
+    if weights[0] is None and weights[1] is not None:
+        m, n, k = convolutions.sizes_of(x.shape, weight.shape, y.shape, transposed, groups)
+        is_layer = {*weight.shape[2:], *stride, groups} == {1} and not transposed and not any(padding)
+        outside = None if is_layer else convolutions.OUTSIDE
+        yield EagerProduct(weights[1], (m, n, k), 2 * m * n * k, _CONVOLUTION, regions.active(), outside)
 
 
 def report_of(
@@ -134,14 +149,21 @@ def report_of(
 ) -> Report:
     """Sites in high precision, one of a weight and its sizes. `recipe_of` says what recipe one would have had in a
     graph, by its module path; None where high precision is what was asked."""
-    sites, flops = {}, Flops()
+    sites: dict[tuple[int, tuple[int, int, int]], Site] = {}
+    flops = Flops()
     for product in found:
         path = names.of(product.weight)
         fqn = f"a parameter of shape {tuple(product.weight.shape)}" if path is None else path
-        recipe, pattern = recipe_of(fqn, product), "grouped_linear" if product.grouped else "linear"
-        reason = None if recipe is None else UNREACHED
+        pattern, outside = product.pattern, product.outside
+        if names.is_recurrent(product.weight):
+            pattern, outside = "recurrent", recurrent.OUTSIDE
+        recipe = recipe_of(fqn, product) if outside is None else None
+        reason = (None if recipe is None else UNREACHED) if outside is None else str(outside)
+        had = sites.get((id(product.weight), product.sizes))
         sites[id(product.weight), product.sizes] = Site(
-            fqn, pattern, "fprop", product.sizes, recipe or "none", "high_precision", reason, flops=product.flops
+            *(fqn, pattern, "fprop", product.sizes, recipe or "none", "high_precision", reason),
+            flops=product.flops + (0 if had is None or had.flops is None else had.flops),
+            outside=outside is not None,
         )
         flops.add(product.flops, low=False)
     return Report(sites=list(sites.values()), flops=flops)
@@ -152,9 +174,12 @@ class Names:
 
     def __init__(self, model: Callable[..., Any], inputs: Sequence[Any] = ()) -> None:
         self._paths: dict[int, str] = {}
+        self._recurrent: set[int] = set()
         for root in _roots(model, inputs):
             for path, module in root.named_modules(remove_duplicate=False):
                 for parameter in module.parameters(recurse=False):
+                    if isinstance(module, nn.RNNBase | nn.RNNCellBase):
+                        self._recurrent.add(id(parameter))
                     # The first name, but for that of an embedding that is a linear layer's weight as well.
                     if id(parameter) not in self._paths or isinstance(module, nn.Linear):
                         path_of_layer = without_parametrization(without_wrappers(path))
@@ -167,6 +192,10 @@ class Names:
     def of(self, parameter: Tensor) -> str | None:
         """The path of the module that holds it, None where no module is found."""
         return self._paths.get(id(parameter))
+
+    def is_recurrent(self, parameter: Tensor) -> bool:
+        """Whether a recurrent layer holds it."""
+        return id(parameter) in self._recurrent
 
 
 def _roots(model: Any, inputs: Sequence[Any]) -> Iterator[nn.Module]:

@@ -49,7 +49,7 @@ def traced(model: Callable[..., Any], backend: Backend, fallback: str) -> Iterat
         with (
             torch.random.fork_rng(devices=range(torch.cuda.device_count())),
             torch._dynamo.config.patch(optimize_ddp=False),  # which would call pieces of a graph one by one
-            compat.compiled_apart(getattr(model, "_orig_mod", model), counted) as run,
+            compat.compiled_apart(_inside(model), counted) as run,
         ):
             yield run
     except BackendCompilerFailed as failed:
@@ -58,3 +58,11 @@ def traced(model: Callable[..., Any], backend: Backend, fallback: str) -> Iterat
         raise
     if not graphs:
         say(_NOTHING_TRACED, fallback)
+
+
+def _inside(model: Callable[..., Any]) -> Callable[..., Any]:
+    """The module or function that was compiled, whose own options are not those that are asked about."""
+    model = getattr(model, "_orig_mod", model)
+    while hasattr(model, "_torchdynamo_inline"):  # what torch.compile has made of a function
+        model = model._torchdynamo_inline
+    return model

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -17,9 +18,15 @@ from te_inductor.presentation.tables import Column, tabulated
 from te_inductor.recipes import resolve
 
 BASE = "inductor"
+# What the Makefile sets for its own runs: threads that wait for each other sleep, and modules are compiled once. Spinning
+# threads of an arm that shares its cores with anything else make steps of tens of milliseconds take ten times as long.
+_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
+_UNSET = ("PYTHONDONTWRITEBYTECODE",)
+_FEWEST = 4  # steps that have quartiles
 _COLUMNS = (
     Column("arm"),
     Column("step ms", right=True),
+    Column("quartiles", right=True, optional=True),
     Column("speed-up", right=True),
     Column("peak MiB", right=True),
     Column("first step s", right=True),
@@ -40,6 +47,9 @@ def run(arguments: argparse.Namespace) -> int:
     arms = [(BASE, None), *((recipe, recipe) for recipe in dict.fromkeys(arguments.recipes))]
     with _progress(len(arms) * (arguments.steps + arguments.warmup)) as advance:
         found = [_arm(name, recipe, arguments, advance) for name, recipe in arms]
+    for one in found:
+        one["quartiles_ms"] = quartiles(one["steps_ms"])
+        one["doubt"] = None if one is found[0] else doubt(found[0], one)
     if arguments.json:
         print(json.dumps({"arms": found, "te_inductor": te_inductor.__version__}, indent=1))
     else:
@@ -47,7 +57,9 @@ def run(arguments: argparse.Namespace) -> int:
         print()
         print(tabulated(_COLUMNS, list(_rows(found))))
         print()
-        print(_CAPTION)
+        for text in filter(None, (one["doubt"] for one in found)):
+            print(text)
+        print(_CAPTION.format(device=found[0]["device"]))
     if arguments.png is not None:
         _draw(found, _headline(found, arguments), arguments.png)
         if not arguments.json:
@@ -56,9 +68,34 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 _CAPTION = (
-    "step: the median. first step: compiles, from caches where these have the graph (--cold: never). loss and gradient\n"
-    "norm: of the first step, all arms having the same weights and inputs; difference: from inductor's loss."
+    "step: the median, and quartiles of all timed steps. first step, on {device}: compiles, from caches where these have\n"
+    "the graph (--cold: never). loss and gradient norm: of the first step, all arms having the same weights and inputs;\n"
+    "difference: from inductor's loss."
 )
+
+
+def quartiles(times: Sequence[float]) -> tuple[float, float] | None:
+    """The first and the third quartile; None of too few times."""
+    if len(times) < _FEWEST:
+        return None
+    first, _, third = statistics.quantiles(times, n=4, method="inclusive")
+    return first, third
+
+
+def doubt(base: Any, one: Any) -> str | None:
+    """Why an arm's step cannot be told from the base's: quartiles lie further apart than the two medians. None where it
+    can."""
+    spreads = [quartiles(arm["steps_ms"]) for arm in (base, one)]
+    difference = abs(base["step_ms"] - one["step_ms"])
+    if None in spreads:
+        return f"{one['arm']}: fewer than {_FEWEST} timed steps say nothing of their spread; pass --steps"
+    widest = max(third - first for first, third in spreads)  # type: ignore[misc]
+    if difference > widest:
+        return None
+    return (
+        f"{one['arm']}: {difference:.3g} ms from {base['arm']}, which is within the spread: quartiles are {widest:.3g} ms"
+        " apart. Take more --steps, or a machine that does nothing else"
+    )
 
 
 def _arm(name: str, recipe: str | None, arguments: argparse.Namespace, advance: Callable[[str, int], None]) -> Any:
@@ -77,7 +114,9 @@ def _arm(name: str, recipe: str | None, arguments: argparse.Namespace, advance: 
             "result": str(result),
         }
         path = os.pathsep.join(filter(None, (str(Path(te_inductor.__file__).parents[1]), os.environ.get("PYTHONPATH"))))
-        environment = {**os.environ, "PYTHONPATH": path}
+        environment = {**_ENVIRONMENT, **os.environ, "PYTHONPATH": path}
+        for name_of_variable in _UNSET:
+            environment.pop(name_of_variable, None)
         if arguments.cold:
             environment["TORCHINDUCTOR_CACHE_DIR"] = str(Path(folder, "cache"))
         command = [sys.executable, "-m", "te_inductor", "bench-arm", json.dumps(settings)]
@@ -133,6 +172,7 @@ def _rows(found: Sequence[Any]) -> Any:
         yield (
             one["arm"],
             f"{one['step_ms']:.2f}",
+            "" if (spread := quartiles(one["steps_ms"])) is None else f"{spread[0]:.2f} to {spread[1]:.2f}",
             f"{base['step_ms'] / one['step_ms']:.2f}",
             f"{one['peak_bytes'] / 2**20:.0f}",
             f"{one['first_s']:.1f}",

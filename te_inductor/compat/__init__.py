@@ -14,6 +14,7 @@ from te_inductor.compat.dynamo import (
     captures_a_backward,
     collective_behind,
     compiled_apart,
+    compiled_inside,
     guard_on,
     guard_on_attribute,
     guard_on_tensor,

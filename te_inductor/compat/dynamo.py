@@ -3,6 +3,7 @@
 import copy
 import inspect
 import operator
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -147,20 +148,45 @@ def is_of_a_module(node: fx.Node) -> bool:
     return of is not None and "MODULE" in of.name
 
 
-def options_of_compiled(module: torch.nn.Module, backend: object) -> Mapping[str, Any] | None:
-    """The options of a module that torch.compile was called with for this backend, which Dynamo knows under wrappers;
-    None of any other module."""
+def options_of_compiled(compiled: Callable[..., Any], backend: object) -> Mapping[str, Any] | None:
+    """The options of a module or function that torch.compile was called with for this backend, which Dynamo knows under
+    wrappers; None of any other."""
     from torch._dynamo.eval_frame import innermost_backend
 
-    context = getattr(module, "dynamo_ctx", None)
-    if context is None:  # what `module.compile()` leaves
-        called = getattr(module, "_compiled_call_impl", None)
+    context = getattr(compiled, "dynamo_ctx", None)
+    if context is None:  # what `module.compile()` leaves, and what a function became
+        called = compiled if inspect.isfunction(compiled) else getattr(compiled, "_compiled_call_impl", None)
         context = inspect.getclosurevars(called).nonlocals.get("self") if inspect.isfunction(called) else None
     callback = getattr(context, "callback", None)
     found: Any = innermost_backend(callback) if callable(callback) else None
     if getattr(found, "compiler_fn", found) is not backend:
         return None
     return getattr(found, "kwargs", {}).get("options") or {}
+
+
+def compiled_inside(backend: object) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """What torch.compile was called with for this backend and Dynamo has traced into the graph that it is compiling: of
+    a module its source, of a function its name; and its options, which that graph does not have."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    if context is None:
+        return
+    output = InstructionTranslator.current_tx().output
+    scope = {"L": output.local_scope, "G": output.global_scope}
+    named = filter(None, (_INSIDE.fullmatch(guard.name) for guard in context.guards_context.dynamo_guards))
+    for name in dict.fromkeys(match["module"] or match["compiled"] for match in named):
+        with suppress(NameError, LookupError, AttributeError):  # a name that only Dynamo's guards can evaluate
+            found = eval(name, scope)
+            options = options_of_compiled(found, backend) if callable(found) else None
+            if options is not None:
+                yield getattr(found, "__qualname__", name), options
+
+
+# The names of guards on what Dynamo takes out of a compiled module or function, and on modules that others hold, of
+# which `module.compile()` may have been called.
+_INSIDE = re.compile(r"(?P<compiled>.*)\._(orig_mod|torchdynamo_inline)|(?P<module>.*_modules\['[^']*'\])")
 
 
 def never_compile(function: Callable[..., Any]) -> None:

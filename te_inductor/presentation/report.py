@@ -10,7 +10,7 @@ class Site:
     """One GEMM of one place in the model."""
 
     fqn: str  # module path, as in `model.named_modules()`
-    pattern: str  # "linear" or "matmul"; "grouped_linear" of experts; "convolution"
+    pattern: str  # "linear" or "matmul"; "grouped_linear" of experts; "convolution"; "recurrent" of an LSTM or its like
     gemm: str  # "fprop", "dgrad", "wgrad"
     shapes: tuple[Any, int, int]  # (M, N, K) of this GEMM, as out[M, N] = a[M, K] b[K, N]; a symbolic size is a string
     recipe: str  # a recipe's name, or "none"
@@ -19,7 +19,7 @@ class Site:
     merged: tuple[str, ...] = ()  # module paths of all sites that are one GEMM with this one, itself too
     flops: int | None = None  # of an fprop; None of other GEMMs, and where a size is not known before it runs
     wire: str | None = None  # of an fprop whose operands come from other ranks in the graph: in which format, and why
-    outside: bool = False  # whether no recipe is for such a product: its reason is no fallback then
+    outside: bool = False  # whether recipes are not for it, as for a router: its reason is no fallback then
 
 
 @dataclass(frozen=True)

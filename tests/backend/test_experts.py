@@ -1,6 +1,8 @@
 """Experts' grouped products as sites: every form, by what name, under which recipe, and what leaves them alone. Results
 against the eager reference (tests/experts.py), bit for bit."""
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,7 +10,9 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from te_inductor import autocast, explain
+from te_inductor.api import assertions
 from te_inductor.backend import parse
+from te_inductor.errors import FallbackWarning
 from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad.match.sites import match_sites
 from te_inductor.passes.pre_grad.plan import Plan
@@ -335,13 +339,22 @@ def test_regions():
     assert set(around(None, enabled=False).values()) == {"none"}
 
 
+def test_a_router_is_no_fallback():
+    """It is left on purpose: the report has the reason, and nothing warns of it."""
+    model, x = MoE(), tokens()
+    report = explain(model, x)
+    [router] = {(site.fqn, site.reason, site.outside) for site in report.sites if site.kernel == "high_precision"}
+    assert router[0] == "gate" and "a router" in router[1] and router[2] and not report.fallbacks
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FallbackWarning)
+        te(model, "current", fallback="error", policy={})(x)
+    for meant in ([], ["gate"]):  # of `assert_low_precision`
+        assertions._check(report, meant)
+
+
 def test_fallback():
     """What a site cannot do is said, or raised, with its reason."""
-    model, x = MoE(), tokens()
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r"FallbackError(.|\n)*a router"):
-        torch.compile(model, backend="te", options={"fallback": "error"})(x)
-    torch._dynamo.reset()
-    te(model, "current", fallback="error", policy=ROUTER)(x)
+    te(MoE(), "current", fallback="error", policy=ROUTER)(tokens())
     recipe = Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1)
     reason = sites(Experts(), torch.randn(8, HIDDEN), torch.tensor([1, 2, 3, 8]).int(), recipe=recipe)
     assert {"blocks of several rows, which may belong to several experts, share a scale"} == {

@@ -168,6 +168,67 @@ def test_flops():
     assert f"{report.flops.share:.1%} of the FLOPs of the forward's matrix products are in low precision" in str(report)
 
 
+@torch._dynamo.disable
+def eagerly(module, *inputs):
+    return module(*inputs)
+
+
+STEPS = torch.randn(5, 4, K)  # of 4 rows
+IMAGES = torch.randn(2, K, 7)
+# Products that no recipe is for: the layer, its input, the pattern, and the FLOPs of one call.
+OUTSIDE = {
+    "LSTMCell": (lambda: nn.LSTMCell(K, N), STEPS[0], "recurrent", 2 * 4 * 4 * N * (K + N)),
+    "GRUCell": (lambda: nn.GRUCell(K, N), STEPS[0], "recurrent", 2 * 4 * 3 * N * (K + N)),
+    "RNNCell": (lambda: nn.RNNCell(K, N), STEPS[0], "recurrent", 2 * 4 * N * (K + N)),
+    "LSTM": (lambda: nn.LSTM(K, N, 2), STEPS, "recurrent", 2 * 20 * 4 * N * (K + N + N + N)),
+    "GRU": (lambda: nn.GRU(K, N), STEPS, "recurrent", 2 * 20 * 3 * N * (K + N)),
+    "RNN": (lambda: nn.RNN(K, N, bidirectional=True), STEPS, "recurrent", 2 * 2 * 20 * N * (K + N)),
+    "conv1d": (lambda: nn.Conv1d(K, N, 3), IMAGES, "convolution", 2 * 2 * 5 * N * K * 3),
+    "conv3d": (lambda: nn.Conv3d(K, N, 1, stride=2), IMAGES[..., None, None], "convolution", 2 * 2 * 4 * N * K),
+    "transposed": (lambda: nn.ConvTranspose1d(K, N, 3), IMAGES, "convolution", 2 * 2 * 7 * N * K * 3),
+}
+
+
+@pytest.mark.parametrize("reached", [True, False], ids=["in a graph", "behind a break"])
+@pytest.mark.parametrize("what", OUTSIDE)
+def test_what_no_recipe_is_for_counts_and_is_no_fallback(what, reached):
+    layer, x, pattern, flops = OUTSIDE[what]
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.other, self.layer = nn.Linear(K, K), layer()
+
+        def forward(self, x):
+            return self.other(torch.ones(16, K)).sum() + self.first(
+                self.layer(x) if reached else eagerly(self.layer, x)
+            )
+
+        def first(self, y):
+            return y[0] if isinstance(y, tuple) else y
+
+    report = explain(Model(), x, options={"fallback": "silent"})
+    assert report.failure is None and all(site.fqn != "layer" for site in report.fallbacks)
+    [other] = (site for site in report.sites if (site.fqn, site.gemm) == ("other", "fprop"))
+    high = [site for site in report.sites if site.fqn == "layer"]
+    assert {(site.pattern, site.recipe, site.outside) for site in high} == {(pattern, "none", True)}
+    assert (sum(site.flops for site in high), report.flops.total) == (flops, other.flops + flops)
+
+
+def test_recurrent_layers_that_dynamo_takes():
+    model = nn.LSTM(K, N, 2)
+    with torch._dynamo.config.patch(allow_rnn=True):
+        [site] = explain(model, STEPS).sites
+    assert (site.pattern, site.outside, site.flops) == ("recurrent", True, OUTSIDE["LSTM"][3])
+
+
+def test_a_convolution_that_would_be_a_layer_is_missed():
+    """One of a single element, which no graph reached."""
+    layer = nn.Conv1d(K, N, 1)
+    [site] = explain(lambda x: eagerly(layer, x), IMAGES, options={"fallback": "silent"}).sites
+    assert not site.outside and site.reason.startswith("no compiled graph reached it")
+
+
 def test_symbolic_sizes_count_as_traced():
     model, x = Form(lambda x, m: x @ m.c, K, N), torch.randn(6, K)
     with torch._dynamo.config.patch(assume_static_by_default=False):

@@ -2,13 +2,15 @@
 
 import json
 import os
+import re
+import statistics
 import subprocess
 import sys
 
 import pytest
 import torch
 
-from te_inductor.command import factory, main
+from te_inductor.command import bench, factory, main
 from te_inductor.errors import OptionError
 from tests.forked import PROGRAMS, ROOT
 
@@ -91,6 +93,25 @@ def test_bench_measures_both_arms(tmp_path):
     assert 0 < abs(current["loss"] / base["loss"] - 1) < 0.02  # the same weights and inputs, in FP8
     assert abs(current["gradient_norm"] / base["gradient_norm"] - 1) < 0.1
     assert base["dtype"] == "autocast to bfloat16" and picture.exists()
+
+
+def test_bench_tells_what_is_within_the_spread():
+    def arm(name, *steps):
+        return {"arm": name, "steps_ms": steps, "step_ms": statistics.median(steps)}
+
+    base = arm("inductor", 10.0, 10.1, 10.2, 10.3, 19.0)  # an outlier says nothing of the spread
+    assert bench.quartiles(base["steps_ms"]) == (10.1, 10.3)
+    assert bench.doubt(base, arm("current", 9.0, 9.1, 9.2, 9.0, 9.1)) is None
+    assert bench.doubt(base, arm("current", 11.0, 11.1, 11.2, 11.0, 11.1)) is None  # slower, as clearly
+    text = bench.doubt(base, arm("current", 8.0, 9.0, 10.0, 11.0, 12.0))
+    assert text.startswith("current: 0.2 ms from inductor, which is within the spread: quartiles are 2 ms apart")
+    assert "say nothing of their spread; pass --steps" in bench.doubt(base, arm("current", 5.0, 5.0, 5.0))
+
+
+def test_bench_sets_what_the_makefile_sets():
+    text = (ROOT / "Makefile").read_text()
+    assert dict(re.findall(r"^export (\w+) \?= (\w+)$", text, re.MULTILINE)) == bench._ENVIRONMENT
+    assert tuple(re.findall(r"^unexport (\w+)$", text, re.MULTILINE)) == bench._UNSET
 
 
 @pytest.mark.thorough

@@ -25,7 +25,7 @@ def module_path(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""
-    return _path(str(list(stack.values())[-1][0]))
+    return path_of(str(list(stack.values())[-1][0]))
 
 
 def holder_path(parameter: fx.Node) -> str:
@@ -33,7 +33,7 @@ def holder_path(parameter: fx.Node) -> str:
     source = source_of(parameter)
     if not source:  # held by the graph itself
         return without_wrappers(str(parameter.target).rpartition(".")[0])
-    return _path(_HELD.sub("", source))
+    return path_of(_HELD.sub("", source))
 
 
 def inner_path(module: str, holder: str) -> str:
@@ -54,7 +54,7 @@ def parameter_name(parameter: fx.Node) -> str:
     source = source_of(parameter)
     if not source:
         return str(parameter.target).rpartition(".")[2]
-    computed = _COMPUTED.search(_path(source))
+    computed = _COMPUTED.search(path_of(source))
     if computed:
         return computed.group(1)
     held = _HELD.search(source)
@@ -64,7 +64,7 @@ def parameter_name(parameter: fx.Node) -> str:
 def held_for_one_call(placeholder: fx.Node) -> bool:
     """Whether an input of the graph is a tensor that a parametrization holds, and is no parameter or buffer of it."""
     source = source_of(placeholder)
-    return bool(_COMPUTED.search(_path(source))) and not _REGISTERED.search(source)
+    return bool(_COMPUTED.search(path_of(source))) and not _REGISTERED.search(source)
 
 
 def source_of(placeholder: fx.Node) -> str:
@@ -75,7 +75,7 @@ def source_of(placeholder: fx.Node) -> str:
     return str(source.name if isinstance(source.name, str) else source.name())
 
 
-def _path(source: str) -> str:
+def path_of(source: str) -> str:
     """What Dynamo calls a module, as a path from its root."""
     path, found = _WRAPPED_FORWARD.sub("", source), 1
     while found:

@@ -16,7 +16,6 @@ from te_inductor.passes.graph import regions, writes
 from te_inductor.passes.pre_grad.attention.site import Attention
 from te_inductor.passes.pre_grad.loss.reading import Reading
 from te_inductor.passes.pre_grad.sites import contractions
-from te_inductor.passes.pre_grad.sites.convolutions import OUTSIDE
 from te_inductor.passes.pre_grad.sites.exchanges import Exchanges
 from te_inductor.passes.pre_grad.sites.products import Product
 from te_inductor.passes.pre_grad.sites.rule import Match, Rule
@@ -139,7 +138,7 @@ class Unlowered(_Placed):
     @property
     def outside(self) -> bool:
         """Whether no recipe is for such a product, so that high precision is no fallback."""
-        return self.refusal is OUTSIDE
+        return self.refusal.outside
 
 
 @dataclass

@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 
 from te_inductor import targets
 from te_inductor.passes.graph.operators import name
-from te_inductor.passes.graph.values import value
+from te_inductor.passes.graph.values import requires_grad
 from te_inductor.passes.pre_grad.decide import gemm_kernels
 from te_inductor.passes.pre_grad.decide.cast_costs import is_view
 from te_inductor.passes.pre_grad.plan import Plan
@@ -46,7 +46,7 @@ def _learns(plan: Plan) -> bool:
 
 def _gemms(node: fx.Node) -> int:
     """The GEMMs of a product: forward alone, or with its backward."""
-    return 3 if value(node).requires_grad else 1
+    return 3 if requires_grad(node) else 1
 
 
 def _made(module: fx.GraphModule, called: str | None = None) -> int:

@@ -74,7 +74,10 @@ def _sites(plan: Plan, candidate: Candidate, merged: tuple[str, ...], rows: int 
             plan.outcome.libraries.add(library)
         refusal = candidate.refusal or (candidate.emulated if kernel == emulated.FAMILY.name else None)
         reason = None if refusal is None else str(refusal)
-        yield Site(candidate.fqn, candidate.rule.pattern, gemm, plain(shapes), recipe, kernel, reason, one)
+        outside = refusal is not None and refusal.outside
+        yield Site(
+            candidate.fqn, candidate.rule.pattern, gemm, plain(shapes), recipe, kernel, reason, one, outside=outside
+        )
 
 
 def _unlowered_site(site: Unlowered) -> Site:

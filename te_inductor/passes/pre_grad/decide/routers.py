@@ -1,6 +1,6 @@
 """Routers: linear layers whose outputs choose experts. A choice turns on differences of logits that FP8 would round
-away, for a product that costs next to nothing, so they stay in high precision unless a policy entry names them. An arg
-max alone is no sign of one: classifiers end in it. One of which grouped products' offsets are made is.
+away, for a product that costs next to nothing, so they stay in high precision unless a policy entry names them; that is no
+fallback. An arg max alone is no sign of one: classifiers end in it. One of which grouped products' offsets are made is.
 
 A model may choose by something else than a product, such as distances. Then the last product before it is a layer like
 any other. A router's outputs are scores, one a candidate, and each stays in its place until one of them is chosen: what
@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from te_inductor.diagnostics import Refusal
+from te_inductor.diagnostics import Outside, Refusal
 from te_inductor.passes.graph import operators
 from te_inductor.passes.graph.operators import Kind
 from te_inductor.passes.graph.owners import from_parameter
@@ -32,14 +32,14 @@ def refusal(match: Match, routers: AbstractSet[fx.Node]) -> Refusal | None:
     """Why a router is left alone, one of `routers` or one whose outputs are chosen from; None of any other layer."""
     if match.dims > 2 or match.sizes[1] > MOST or not (match.node in routers or _chooses(match.node)):
         return None
-    return Refusal("a router: its outputs choose experts (a policy entry overrides this)")
+    return Outside("a router: its outputs choose experts (a policy entry overrides this)")
 
 
 def of_groups(matches: Iterable[Match], products: AbstractSet[fx.Node]) -> set[fx.Node]:
     """The products of whose scores sizes of experts' groups are made, whatever chooses: such as an arg max."""
     chosen = {node for match in matches for part in match.parts for node in part.chosen_by(match)}
     seen = reached(chosen, lambda node: () if node in products else node.all_input_nodes).keys()
-    return {node for node in seen if node in products and _is_chosen_from(node, seen)}
+    return {node for node in seen if node in products and is_tensor(node) and _is_chosen_from(node, seen)}
 
 
 def _is_chosen_from(product: fx.Node, among: AbstractSet[fx.Node]) -> bool:

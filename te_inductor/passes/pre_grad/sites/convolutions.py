@@ -4,15 +4,18 @@ Elsewhere the channels would have to be copied there and back, which costs more 
 for any other convolution: the report names it and counts its FLOPs, and that it runs as it is is no fallback."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from te_inductor.diagnostics import Refusal
+from te_inductor.diagnostics import Outside, Refusal
 from te_inductor.passes.graph.operators import name
 from te_inductor.passes.graph.values import is_tensor, value
+
+Sizes = tuple[Any, Any, Any]  # M, N, K
 
 LAYERS = tuple(
     op for n in (1, 2, 3) for op in (getattr(torch, f"conv{n}d"), getattr(torch.ops.aten, f"conv{n}d").default)
@@ -24,12 +27,13 @@ NAMES = {
     **{f"conv{dims}d": _OPERANDS for dims in (1, 2, 3)},
     **{f"conv_transpose{dims}d": _TRANSPOSED for dims in (1, 2, 3)},
     "convolution": (*_OPERANDS[:6], "transposed", "output_padding", "groups"),
+    "conv_tbc": ("input", "weight", "bias", "pad"),
 }
 LAYOUT = Refusal(
     "a convolution of one element whose channels are not last in memory: call"
     " model.to(memory_format=torch.channels_last), and the same of its input"
 )
-OUTSIDE = Refusal("no recipe is for a convolution of several elements, or with a stride, padding or groups")
+OUTSIDE = Outside("no recipe is for a convolution of several elements, or with a stride, padding or groups")
 
 
 def operands(node: fx.Node) -> dict[str, Any]:
@@ -77,13 +81,20 @@ def refusal(node: fx.Node) -> Refusal | None:
     return None if is_layer(node) else LAYOUT
 
 
-def sizes(node: fx.Node) -> tuple[Any, Any, Any]:
+def sizes(node: fx.Node) -> Sizes:
     """M, N and K of the products that a convolution is: M counts the output's elements, or a transposed one's input's."""
     given = operands(node)
     x, weight, y = value(given["input"]), value(given["weight"]), value(node)
-    kernel: Any = math.prod(weight.shape[2:])
-    if given.get("transposed", "transpose" in name(node)):
-        groups = given.get("groups", 1)
-        return math.prod(x.shape) // weight.shape[0], weight.shape[1] * groups * kernel, weight.shape[0] // groups
-    n = weight.shape[0]
-    return math.prod(y.shape) // n, n, weight.shape[1] * kernel
+    if name(node) == "conv_tbc":  # of a weight (kernel, K, N) and channels that are last
+        return math.prod(y.shape[:2]), weight.shape[2], weight.shape[0] * weight.shape[1]
+    transposed = given.get("transposed", "transpose" in name(node))
+    return sizes_of(x.shape, weight.shape, y.shape, transposed, given.get("groups", 1))
+
+
+def sizes_of(x: Sequence[Any], weight: Sequence[Any], y: Sequence[Any], transposed: bool, groups: int) -> Sizes:
+    """The same, of the shapes of its tensors."""
+    kernel: Any = math.prod(weight[2:])
+    if transposed:
+        return math.prod(x) // weight[0], weight[1] * groups * kernel, weight[0] // groups
+    n = weight[0]
+    return math.prod(y) // n, n, weight[1] * kernel

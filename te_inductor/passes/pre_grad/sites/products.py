@@ -1,4 +1,5 @@
-"""All matrix products of a Dynamo graph, convolutions too, with their FLOPs, whether a rule takes them or not.
+"""All matrix products of a Dynamo graph, convolutions and recurrent layers too, with their FLOPs, whether a rule takes
+them or not.
 
 A product of a weight and an activation that no rule takes belongs in the report. A weight is what is computed from
 parameters and buffers alone, other than by a product with an activation or a linear layer; see `Weights`.
@@ -21,7 +22,7 @@ from te_inductor.passes.graph.operators import GROUPED, Call, Kind, name
 from te_inductor.passes.graph.owners import from_parameter
 from te_inductor.passes.graph.values import is_tensor, value
 from te_inductor.passes.graph.writes import Writes
-from te_inductor.passes.pre_grad.sites import contractions, convolutions
+from te_inductor.passes.pre_grad.sites import contractions, convolutions, recurrent
 
 _LETTERS = "".join(chr(0x200 + place) for place in range(64))  # of dimensions that an equation leaves unnamed
 
@@ -45,12 +46,14 @@ class Product:
         """What `Site.pattern` calls it."""
         if name(self.node) in convolutions.NAMES:
             return "convolution"
+        if name(self.node) in recurrent.NAMES:
+            return "recurrent"
         return "grouped_linear" if self.grouped else "matmul"
 
 
 def read(node: fx.Node) -> Product | None:
     """The node as a product, None where it is none, or sums over a single element, as an outer product does."""
-    if node.op not in ("call_function", "call_method") or not is_tensor(node):
+    if node.op not in ("call_function", "call_method") or not (is_tensor(node) or name(node) in recurrent.NAMES):
         return None
     reader = _READERS.get(name(node))
     if reader is None or (isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "te_inductor"):
@@ -138,6 +141,8 @@ def refusal(product: Product, weights: Weights) -> Refusal:
     if product.grouped:
         return Refusal("experts' products of other shapes than rows (M, K) and weights (E, K, N), or without offsets")
     node = product.node
+    if name(node) in recurrent.NAMES:
+        return recurrent.OUTSIDE
     if name(node) in convolutions.NAMES and (why := convolutions.refusal(node)) is not None:
         return why
     operands = [one for one in product.operands if weights.is_weight(one)]
@@ -258,6 +263,17 @@ def _convolution(node: fx.Node) -> Product | None:
     return Product(node, (x, weight), sizes, _flops(*sizes))
 
 
+def _recurrent(node: fx.Node) -> Product | None:
+    found = recurrent.operands(node)
+    if found is None:
+        return None
+    x, weights = found
+    (*rows, _), n = value(x).shape, value(weights[0]).shape[0]
+    flops = [_flops(*rows, *value(one).shape) for one in weights]
+    k = sum(math.prod(value(one).shape) for one in weights) // n
+    return Product(node, (x, *weights), (math.prod(rows), n, k), None if None in flops else sum(flops))  # type: ignore[arg-type]
+
+
 def _inner(node: fx.Node) -> Product | None:
     a, b = _given(node, ("input", "self"), ("other",))
     if not (is_tensor(a) and is_tensor(b) and value(a).dim() and value(b).dim()):
@@ -348,10 +364,11 @@ def _contracted(node: fx.Node, operands: tuple[fx.Node, ...], names: Sequence[st
 
 _READERS: dict[str, Callable[[fx.Node], Product | None]] = {
     **dict.fromkeys(("mm", "matmul", "__matmul__", "__rmatmul__", "imatmul", "bmm", "mv"), _binary),
-    **dict.fromkeys(("addmm", "baddbmm", "addbmm", "addmv", "addmm_", "baddbmm_"), _added),
+    **dict.fromkeys(("addmm", "baddbmm", "addbmm", "addmv", "addmm_", "baddbmm_", "_addmm_activation"), _added),
     **dict.fromkeys(GROUPED, _grouped),
     **dict.fromkeys(("chain_matmul", "multi_dot", "linalg_multi_dot"), _chained),
     **dict.fromkeys(convolutions.NAMES, _convolution),
+    **dict.fromkeys(recurrent.NAMES, _recurrent),
     "linear": _linear,
     "einsum": _einsum,
     "tensordot": _tensordot,
