@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from te_inductor import distributed as distributed
+    from te_inductor import eager_layers as eager_layers
+    from te_inductor import errors as errors
+    from te_inductor import integrations as integrations
     from te_inductor import recipes as recipes
     from te_inductor.api.accuracy import accuracy_report as accuracy_report
     from te_inductor.api.accuracy_figures import AccuracyReport as AccuracyReport
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
     from te_inductor.api.checkpoints import load_quantized as load_quantized
     from te_inductor.api.explanation import explain as explain
     from te_inductor.api.lowering import lower as lower
+    from te_inductor.api.options import CompileOptions as CompileOptions
+    from te_inductor.api.options import list_options as list_options
     from te_inductor.api.quantization import quantize_ as quantize_
     from te_inductor.api.saved_state import load_state_dict as load_state_dict
     from te_inductor.api.saved_state import state_dict as state_dict
@@ -38,8 +43,13 @@ _HOME = {  # of each name, the module that has it, or is it
     "AccuracyReport": "te_inductor.api.accuracy_figures",
     "assert_low_precision": "te_inductor.api.assertions",
     "autocast": "te_inductor.recipes.regions",
+    "CompileOptions": "te_inductor.api.options",
     "backward_dw": "te_inductor.runtime.gradients.deferred_wgrads",
+    "eager_layers": "te_inductor.eager_layers",
+    "errors": "te_inductor.errors",
     "explain": "te_inductor.api.explanation",
+    "integrations": "te_inductor.integrations",
+    "list_options": "te_inductor.api.options",
     "load_quantized": "te_inductor.api.checkpoints",
     "load_state_dict": "te_inductor.api.saved_state",
     "lower": "te_inductor.api.lowering",
@@ -53,7 +63,14 @@ _HOME = {  # of each name, the module that has it, or is it
     "Site": "te_inductor.presentation.report",
 }
 
-_LIGHT = ("te_inductor.recipes", "te_inductor.presentation", "te_inductor.distributed")  # which need no ops
+_LIGHT = (  # which need no ops
+    "te_inductor.api.options",
+    "te_inductor.distributed",
+    "te_inductor.errors",
+    "te_inductor.integrations",
+    "te_inductor.presentation",
+    "te_inductor.recipes",
+)
 
 __all__ = ["__version__", *_HOME]
 
@@ -70,7 +87,8 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(__all__))
+    """The public names, loaded or not."""
+    return sorted({name for name in globals() if name.startswith("__")} | set(__all__))
 
 
 import_module("te_inductor.api.saved_programs")

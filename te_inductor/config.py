@@ -1,25 +1,6 @@
 """Compile options and environment variables: the only reader of either.
 
-Own options (everything else in `options` goes to Inductor, unchanged):
-
-==========  ===========================================  ==========================================================
-option      values                                       default
-==========  ===========================================  ==========================================================
-recipe      a recipe's name or instance                  ``"auto"``
-policy      {glob or function: recipe name or instance}  ``{}``; the first entry that matches wins
-fallback    ``"warn"``, ``"error"``, ``"silent"``        ``"warn"``
-wgrad       ``"grad"``, ``"main_grad"``, ``"deferred"``  ``"grad"``; ``"main_grad"`` adds weight gradients to it in
-                                                         fp32, ``"deferred"`` computes them in `backward_dw`
-weights     ``"each_call"``, ``"once"``                  ``"each_call"``; ``"once"`` casts a weight again when it has
-                                                         changed, and keeps its copies: 2 bytes a weight in training
-attention   ``"auto"``, ``"as_written"``                 ``"auto"``: a mask that is proven to be causal, a window, a
-                                                         padding is no tensor; ``"as_written"`` leaves masks alone
-logits      ``"keep"``, ``"omit"``                       ``"keep"``; ``"omit"`` computes no logits in training
-                                                         that the program gets beside its loss
-amax_group  a DeviceMesh, a ProcessGroup, the name of    None: the ranks that share each parameter. Delayed scaling
-            one, or ``"none"``                           reduces amaxes over it; ``"none"``: over no ranks
-mode        as in ``torch.compile(mode=…)``              None; here because torch refuses mode= beside options=
-==========  ===========================================  ==========================================================
+`OPTIONS` has the package's own; everything else in `options` goes to Inductor, unchanged.
 
 An option that is None is as one that is not given. Before its default such an option has the value of its environment
 variable, ``TE_INDUCTOR_`` and its name in capitals. A policy is a JSON object there, of globs and names of recipes; an
@@ -46,15 +27,67 @@ Wgrad = Literal["grad", "main_grad", "deferred"]
 Attention = Literal["auto", "as_written"]
 Logits = Literal["keep", "omit"]
 
-OWN_OPTIONS = ("recipe", "policy", "fallback", "weights", "wgrad", "attention", "logits", "amax_group", "mode")
-FALLBACKS = ("warn", "error", "silent")
-WEIGHTS = ("each_call", "once")
-WGRADS = ("grad", "main_grad", "deferred")
-ATTENTIONS = ("auto", "as_written")
-LOGITS = ("keep", "omit")
-MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
+@dataclass(frozen=True)
+class Option:
+    """A compile option: what `te_inductor.list_options()` returns, what the reader below reads, and a row of the table in
+    docs/guides/options.md."""
+
+    name: str
+    values: str  # that it may have
+    default: object
+    price: str  # of the values that are no default, or of the default where that has one
+    choices: tuple[str, ...] = ()  # the values of a choice, the default first
+
+    @property
+    def variable(self) -> str:
+        """The environment variable that it comes from where it is not given."""
+        return f"TE_INDUCTOR_{self.name.upper()}"
+
+
+def _choices(name: str, price: str, *values: str) -> Option:
+    return Option(name, ", ".join(f'"{value}"' for value in values), values[0], price, values)
+
+
+OPTIONS = {
+    one.name: one
+    for one in (
+        Option(
+            "recipe",
+            '"current", "delayed", "rowwise", "block", "mxfp8", "mxfp4", "nvfp4", "nvfp4_weight_only" (for stored weights),'
+            ' "none", "auto" (which is current), or an instance such as te_inductor.recipes.Float8CurrentScaling() or'
+            " CustomRecipe(factory)",
+            "auto",
+            "what a recipe loses in accuracy; casts, which the size rule weighs",
+        ),
+        Option(
+            "policy",
+            "{glob or function: recipe}; the first entry that matches a layer wins",
+            {},
+            "a layer that an entry names is in low precision also where that is slower",
+        ),
+        _choices("fallback", "none", "warn", "error", "silent"),
+        _choices("weights", '"once": its copies, 2 bytes a weight in training', "each_call", "once"),
+        _choices("wgrad", '"main_grad": 4 bytes a weight, which the program brings', "grad", "main_grad", "deferred"),
+        _choices("attention", "none", "auto", "as_written"),
+        _choices("logits", '"omit": reading the logits is an error', "keep", "omit"),
+        Option(
+            "amax_group",
+            'a DeviceMesh, a ProcessGroup, the name of one, or "none"',
+            None,
+            "one all-reduce of all amaxes in the forward, and one in the backward",
+        ),
+        Option(
+            "mode",
+            '"default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"',
+            None,
+            "as in torch.compile: the memory of CUDA graphs, the time of measuring",
+            ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+        ),
+    )
+}
+OWN_OPTIONS = tuple(OPTIONS)
 TABLES = "TE_INDUCTOR_TABLES"  # of no compile: a folder of tables that `te-inductor tune` has written
-VARIABLES = {name: f"TE_INDUCTOR_{name.upper()}" for name in OWN_OPTIONS}
 
 
 @dataclass(frozen=True)
@@ -101,18 +134,19 @@ def parse(options: Mapping[str, Any] | None = None, mode: str | None = None) -> 
     if own_mode is not None and mode is not None and own_mode != mode:
         raise OptionError(f"mode={mode!r} beside options={{'mode': {own_mode!r}}}; give one of them")
     mode, mode_source = _take({"mode": mode if own_mode is None else own_mode}, "mode")
-    if mode is not None and mode not in MODES:
-        raise OptionError(unknown("mode" if mode_source is None else f"value of {mode_source}", mode, MODES))
+    modes = OPTIONS["mode"].choices
+    if mode is not None and mode not in modes:
+        raise OptionError(unknown("mode" if mode_source is None else f"value of {mode_source}", mode, modes))
     return Options(
         "auto" if recipe is None else recipe,
         "recipe" if recipe_source is None else f"recipe of the {recipe_source}:",
         () if policy is None else _parse_policy(policy, policy_source),
         "recipe" if policy_source is None else f"recipe of the {policy_source}:",
-        cast(Fallback, _choice(given, "fallback", FALLBACKS)),
-        cast(Weights, _choice(given, "weights", WEIGHTS)),
-        cast(Wgrad, _choice(given, "wgrad", WGRADS)),
-        cast(Attention, _choice(given, "attention", ATTENTIONS)),
-        cast(Logits, _choice(given, "logits", LOGITS)),
+        cast(Fallback, _choice(given, "fallback")),
+        cast(Weights, _choice(given, "weights")),
+        cast(Wgrad, _choice(given, "wgrad")),
+        cast(Attention, _choice(given, "attention")),
+        cast(Logits, _choice(given, "logits")),
         group,
         group_source or "option 'amax_group'",
         mode,
@@ -128,7 +162,7 @@ def tables() -> Path | None:
 
 def unknown_variables() -> list[str]:
     """What to say of variables that are named as ours are and that nothing reads."""
-    known = [*VARIABLES.values(), TABLES]
+    known = [*(option.variable for option in OPTIONS.values()), TABLES]
     ours = (name for name in os.environ if name.startswith("TE_INDUCTOR_") and name not in known)
     return [unknown("environment variable", name, known) for name in sorted(ours)]
 
@@ -138,14 +172,15 @@ def _take(given: dict[str, Any], name: str) -> tuple[Any, str | None]:
     value = given.pop(name, None)
     if value is not None:
         return value, None
-    text = os.environ.get(VARIABLES[name])
-    return (text, f"environment variable {VARIABLES[name]}") if text else (None, None)
+    variable = OPTIONS[name].variable
+    text = os.environ.get(variable)
+    return (text, f"environment variable {variable}") if text else (None, None)
 
 
-def _choice(given: dict[str, Any], name: str, known: tuple[str, ...]) -> object:
-    """One of some values, of which the first is the default."""
-    value, source = _take(given, name)
-    value = known[0] if value is None else value
+def _choice(given: dict[str, Any], name: str) -> object:
+    """One of some values."""
+    (value, source), known = _take(given, name), OPTIONS[name].choices
+    value = OPTIONS[name].default if value is None else value
     if value not in known:
         raise OptionError(unknown(f"value of {source or f'option {name!r}'}", value, known))
     return value

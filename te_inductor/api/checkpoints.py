@@ -22,7 +22,7 @@ one a row there. "rowwise" and "block" are used without powers of two, as scales
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,23 +34,25 @@ from te_inductor.api.checkpoint_experts import FUSINGS, Filling
 from te_inductor.api.checkpoint_files import Checkpoint, opened
 from te_inductor.api.checkpoint_formats import ROWS_OF_BLOCK
 from te_inductor.api.checkpoint_plan import HeldTensor, Piece, Source, meta_buffers, plan
+from te_inductor.config import Fallback
 from te_inductor.diagnostics import say
 from te_inductor.errors import CheckpointError, OptionError, RecipeError, wrong_type
 from te_inductor.ops.stored_weight import StoredWeight, as_parameter, kind_of
 from te_inductor.recipes import NVFP4WeightOnly, Recipe
 
+ModelT = TypeVar("ModelT", bound=nn.Module)
 _UNFILLED = 255  # every byte of a buffer that nothing has written: NaN, or no index
 
 
 def load_quantized(
-    model: nn.Module,
+    model: ModelT,
     path_or_state_dict: "str | os.PathLike[str] | Mapping[str, Any]",
     *,
     dequantize: bool = False,
-    recipes: Sequence[object] = (),
+    recipes: Sequence[str | Recipe] = (),
     device: "torch.device | str | None" = None,
-    fallback: str = "warn",
-) -> nn.Module:
+    fallback: Fallback = "warn",
+) -> ModelT:
     """Load a published low-precision checkpoint, in place, its weights bit for bit as stored weights; returns the model.
 
     Args:

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from te_inductor import config, recipes
+from te_inductor.api.options import Policy as OptionPolicy
+from te_inductor.config import Fallback
 from te_inductor.diagnostics import Refusal, say
 from te_inductor.errors import OptionError, wrong_type
 from te_inductor.ops import stored_experts
@@ -18,6 +20,7 @@ from te_inductor.passes.pre_grad.sites import requirements
 from te_inductor.presentation.paths import HIDDEN, names_of
 from te_inductor.recipes import Recipe
 
+ModelT = TypeVar("ModelT", bound=nn.Module)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUTERS = frozenset(("gate", "router"))  # what models call them
 CONTAINERS = (nn.ParameterDict, nn.ParameterList)
@@ -62,11 +65,11 @@ class MultipliedWeight:
 
 
 def quantize_(
-    model: nn.Module,
-    recipe: object = "nvfp4_weight_only",
-    policy: Mapping[Any, object] | None = None,
-    fallback: str = "warn",
-) -> nn.Module:
+    model: ModelT,
+    recipe: str | Recipe = "nvfp4_weight_only",
+    policy: OptionPolicy | None = None,
+    fallback: Fallback = "warn",
+) -> ModelT:
     """Replace the weights of `nn.Linear` modules, and the 3D parameters of experts, by a `StoredWeight` each, in place;
     returns the model.
 

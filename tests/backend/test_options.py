@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import functools
+import json
 import re
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import torch
 from torch._inductor import config as inductor
 
 import te_inductor
-from te_inductor import accuracy_report, config, errors, explain, recipes
+from te_inductor import accuracy_report, config, errors, explain, list_options, recipes
 from te_inductor.backend import te
 from te_inductor.command import doctor
 from tests.recipes import every_recipe
@@ -169,7 +170,7 @@ def test_every_option_comes_from_the_environment(monkeypatch):
         "AMAX_GROUP": "none",
         "MODE": "max-autotune",
     }
-    assert {f"TE_INDUCTOR_{name}" for name in values} == set(config.VARIABLES.values())
+    assert {f"TE_INDUCTOR_{name}" for name in values} == {option.variable for option in list_options()}
     for name, value in values.items():
         monkeypatch.setenv(f"TE_INDUCTOR_{name}", value)
     found = config.parse()
@@ -183,6 +184,47 @@ def test_every_option_comes_from_the_environment(monkeypatch):
     for name in values:
         monkeypatch.setenv(f"TE_INDUCTOR_{name}", "")
     assert config.parse() == dataclasses.replace(config.Options(), inductor={})
+
+
+PAGE = Path(te_inductor.__file__).parents[1] / "docs" / "guides" / "options.md"
+
+
+def cells(row: str) -> list[str]:
+    """A row of a table, without its code marks and links."""
+    text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", row).replace("`", "")
+    return [cell.strip() for cell in text.strip("| \n").split(" | ")]
+
+
+def test_the_page_has_what_list_options_has():
+    """Behind a colon a row may say more of a value."""
+    rows = [cells(line) for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+    table = {row[0]: row[1:] for row in rows if len(row) == 4}
+    assert list(table) == [option.name for option in list_options()]
+    for option in list_options():
+        values, default, price = table[option.name]
+        assert default == json.dumps(option.default).replace("null", "None"), option.name
+        assert price == option.price, option.name
+        for value in option.choices or [option.values]:
+            assert (f'"{value}"' if option.choices else value) in values, (option.name, value)
+    variables = {row[0]: row[1] for row in rows if row[0].startswith("TE_INDUCTOR_") and len(row) == 2}
+    assert set(variables) == {option.variable for option in list_options()} | {config.TABLES}
+    for option in list_options():
+        assert all(choice in variables[option.variable] for choice in option.choices), option.name
+
+
+def test_the_types_of_options_are_those_that_are_read():
+    assert set(te_inductor.CompileOptions.__annotations__) == set(config.OWN_OPTIONS)
+    fields = {field.name: field.default for field in dataclasses.fields(config.Options)}
+    assert {option.name: fields[option.name] or None for option in list_options()} == {
+        option.name: option.default or None for option in list_options()
+    }
+
+
+def test_a_directory_of_what_is_public():
+    """Also of what no use has loaded yet, and nothing else."""
+    assert {name for name in dir(te_inductor) if not name.startswith("__")} | {"__version__"} == set(
+        te_inductor.__all__
+    )
 
 
 def test_a_policy_of_the_environment_reaches_layers(monkeypatch):
