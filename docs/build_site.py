@@ -70,13 +70,15 @@ def modules() -> str:
 
 
 def contents() -> str:
-    """The lists of pages at the site's left. Guides are in the order of the README's table, others behind them."""
-    places = set(pages().values())
-    rows = re.findall(r"^\|.*\|$", (ROOT / "README.md").read_text().partition("\n## Guides\n")[2], re.MULTILINE)
-    found = re.findall(r"\(docs/(guides/\w+\.md)", "\n".join(rows))
-    ordered = dict.fromkeys([*found, *sorted(place for place in places if place.startswith("guides/"))])
-    guides = "\n".join(place.removesuffix(".md") for place in ordered)
-    return (ROOT / "docs/site/contents.txt").read_text().replace("GUIDES", guides)
+    """The lists of pages at the site's left. Those to start with and guides are in the order of the README's tables,
+    others behind them."""
+    text = (ROOT / "docs/site/contents.txt").read_text()
+    for folder in ("start", "guides"):
+        rows = re.findall(r"^\|.*\|$", (ROOT / "README.md").read_text().partition("\n## Start here\n")[2], re.MULTILINE)
+        found = re.findall(rf"\(docs/({folder}/\w+)\.md", "\n".join(rows))
+        files = sorted(f"{folder}/{path.stem}" for path in (ROOT / "docs" / folder).glob("*.md"))
+        text = text.replace(folder.upper(), "\n".join(dict.fromkeys([*found, *files])))
+    return text
 
 
 def write(folder: Path) -> None:

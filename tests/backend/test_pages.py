@@ -1,7 +1,7 @@
 """What the pages for users promise: short lines, a short README, and Python that runs as it is written.
 
-Every block fenced as ``python`` of the README and of docs/guides runs here, on the CPU, one after the other in a
-namespace of its page and in an empty folder. Words behind ``python`` say what a block needs (``python gpu``); where
+Every block fenced as ``python`` of the README, docs/start and docs/guides runs here, on the CPU, one after the other in
+a namespace of its page and in an empty folder. Words behind ``python`` say what a block needs (``python gpu``); where
 that is missing, the block is compiled to bytecode and does not run. A block fenced as ``text output`` is what the block
 before it prints."""
 
@@ -22,7 +22,7 @@ from te_inductor.errors import FallbackWarning
 ROOT = Path(te_inductor.__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
-EXECUTED = [README, *sorted((ROOT / "docs" / "guides").glob("*.md"))]
+EXECUTED = [README, *(page for page in PAGES if page.parent.name in ("start", "guides"))]
 # What a block may need, and whether it is here; a package takes half a minute of C++, which test_packages.py spends.
 NEEDS = {"gpu": False, "package": False} | {
     name: find_spec(name) is not None

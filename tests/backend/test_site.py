@@ -49,11 +49,11 @@ def test_every_page_is_in_the_contents():
     assert {place.removesuffix(".md") for place in PLACES.values()} - {"index"} <= set(found)
 
 
-def test_guides_are_in_the_order_of_the_readmes_table():
-    table = (ROOT / "README.md").read_text().partition("## Guides")[2]
-    named = re.findall(r"docs/(guides/\w+)\.md", table)
-    found = [page for page in site.contents().split() if page.startswith("guides/")]
-    assert named == [page for page in found if page in named] == found
+@pytest.mark.parametrize("folder", ["start", "guides"])
+def test_pages_are_in_the_order_of_the_readmes_tables(folder):
+    tables = (ROOT / "README.md").read_text().partition("## Start here")[2]
+    named = re.findall(rf"docs/({folder}/\w+)\.md", tables)
+    assert named == [page for page in site.contents().split() if page.startswith(f"{folder}/")]
 
 
 def test_every_link_leads_to_a_page(tmp_path):
