@@ -1,7 +1,7 @@
 """Whole training steps of transformers' classes as their users call them, with labels and an attention mask: what
 attention's mask costs, and what proving it gives.
 
-    python -m benchmarks.masks                               # the table of docs/performance.md, in 480 s
+    python -m benchmarks.masks                               # the table of docs/tables.md, in 480 s
     python -m benchmarks.masks --device cpu --tiny --works long   # whether it runs
     python -m benchmarks.masks --works long packed --arms bf16 te:delayed
     python -m benchmarks.masks --works mpt falcon t5 --bias-queries 512  # FlexAttention with ALiBi and T5's bias

@@ -13,9 +13,16 @@ import te_inductor
 from te_inductor import errors, recipes
 from tests.forked import ROOT
 
-spec = spec_from_file_location("build_site", ROOT / "docs/build_site.py")
-site = module_from_spec(spec)
-spec.loader.exec_module(site)
+
+def loaded(name: str):
+    """A program of docs/, which is no package."""
+    spec = spec_from_file_location(name, ROOT / f"docs/{name}.py")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+site = loaded("build_site")
 PLACES = site.pages()
 
 
@@ -54,6 +61,17 @@ def test_pages_are_in_the_order_of_the_readmes_tables(folder):
     tables = (ROOT / "README.md").read_text().partition("## Start here")[2]
     named = re.findall(rf"docs/({folder}/\w+)\.md", tables)
     assert named == [page for page in site.contents().split() if page.startswith(f"{folder}/")]
+
+
+def test_a_picture_of_figures_is_drawn_from_a_table(tmp_path):
+    pytest.importorskip("matplotlib").use("agg")
+    drawing = loaded("draw")
+    found = drawing.tables((ROOT / "docs/tables.md").read_text())
+    shown = re.findall(r"pictures/(\w+)\.png", (ROOT / "docs/performance.md").read_text())
+    assert sorted(shown) == sorted(drawing.PICTURES)
+    for name, (draw, head) in drawing.PICTURES.items():
+        draw(found[head], tmp_path / f"{name}.png")
+        assert (tmp_path / f"{name}.png").stat().st_size > 10_000
 
 
 def test_every_link_leads_to_a_page(tmp_path):
