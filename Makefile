@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test test-all test-gpu test-gpu2 test-matrix mutations fuzz sweep lint format clean
+.PHONY: help demo docs test test-all test-gpu test-gpu2 test-matrix slow-tests mutations fuzz sweep lint format clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,6 +26,9 @@ docs: $(VENV)/dev.done $(VENV)/docs.done ## Build the site into out/site; a warn
 
 test: $(VENV)/dev.done ## Run the quick tests that need no GPU; ARGS="-k explain"
 	$(BIN)/python -m pytest -m "not gpu and not gpu2 and not thorough" -n 2 --dist worksteal $(ARGS)
+
+slow-tests: $(VENV)/dev.done ## Run the quick tests and list the dearest by processor time; ARGS="tests/backend --costs 20"
+	$(BIN)/python -m pytest -p tests.cpu_time -m "not gpu and not gpu2 and not thorough" -n 2 --dist worksteal $(ARGS)
 
 test-all: $(VENV)/dev.done ## Run all tests that need no GPU
 	$(BIN)/python -m pytest -m "not gpu and not gpu2" --traced -n 2 --dist worksteal $(ARGS)

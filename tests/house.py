@@ -11,7 +11,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from tests import prose
 
@@ -20,6 +20,9 @@ PACKAGE = ROOT / "te_inductor"
 WALKS = ROOT / "docs/walks.md"
 COMMITS = 40
 HOP = re.compile(r"^\| \d+ \| \[`(?P<path>[\w/]+\.\w+)`\]\([^)]+\), `(?P<name>\w+)` \|", re.MULTILINE)
+
+
+Node = TypeVar("Node", bound=ast.AST)
 
 
 class Figure(NamedTuple):
@@ -33,6 +36,18 @@ class Figure(NamedTuple):
 def trees() -> dict[str, ast.Module]:
     """The syntax trees of the package's files, by their paths in it."""
     return {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+@functools.cache
+def _nodes() -> dict[str, list[ast.AST]]:
+    return {path: list(ast.walk(tree)) for path, tree in trees().items()}
+
+
+def nodes(kind: type[Node], *folders: str) -> Iterator[tuple[str, Node]]:
+    """The nodes of a kind in the package's files, or in those of some folders, each with the path of its file."""
+    for path, found in _nodes().items():
+        if not folders or path.partition("/")[0] in folders:
+            yield from ((path, node) for node in found if isinstance(node, kind))
 
 
 def size(folder: Path) -> Figure:
@@ -124,13 +139,11 @@ def cycles() -> Figure:
 def fields() -> Figure:
     """The fields of the largest records."""
     found = []
-    for path, tree in trees().items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef):
-                marks = " ".join(map(ast.unparse, [*node.decorator_list, *node.bases]))
-                if "dataclass" in marks or "NamedTuple" in marks:
-                    own = [one for one in node.body if isinstance(one, ast.AnnAssign)]
-                    found.append((sum("ClassVar" not in ast.unparse(one) for one in own), f"{node.name} ({path})"))
+    for path, node in nodes(ast.ClassDef):
+        marks = " ".join(map(ast.unparse, [*node.decorator_list, *node.bases]))
+        if "dataclass" in marks or "NamedTuple" in marks:
+            own = [one for one in node.body if isinstance(one, ast.AnnAssign)]
+            found.append((sum("ClassVar" not in ast.unparse(one) for one in own), f"{node.name} ({path})"))
     found.sort(reverse=True)
     return Figure(found[0][0], [f"{count} {name}" for count, name in found[:8]])
 
@@ -167,9 +180,7 @@ def repeated_stems() -> Figure:
 
 def repeated_classes() -> Figure:
     """The names that several of the package's classes have."""
-    return repeated(
-        (node.name, path) for path, tree in trees().items() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
-    )
+    return repeated((node.name, path) for path, node in nodes(ast.ClassDef))
 
 
 def fragments() -> Figure:

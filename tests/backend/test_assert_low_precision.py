@@ -63,7 +63,7 @@ def layers(*sizes):
 X = torch.randn(16, 32)
 
 
-@pytest.mark.codegen
+@pytest.mark.traced
 def test_what_runs_in_low_precision_passes():
     model = compiled(layers((48, 32), (32, 48)))
     for _ in range(2):  # compiled in the call, and found in Dynamo's cache

@@ -13,7 +13,7 @@ from tests.attention import MASKS, Passes, as_on_a_gpu, assert_same, attention_w
 NAMES = {mask.__name__: mask for mask in MASKS}
 
 
-@pytest.mark.quick("window", "prefix", "packed")
+@pytest.mark.quick("window", "packed")
 @pytest.mark.parametrize("name", ("window", "chunks", "prefix", "padded", "packed"))
 def test_lengths_that_are_symbolic(name, monkeypatch):
     """One graph for all of them."""

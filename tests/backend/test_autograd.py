@@ -46,7 +46,7 @@ def test_gradients_of_some_inputs(name):
 
 @pytest.mark.traced
 @pytest.mark.sample(1)
-@quick("delayed", "current", "rowwise", "block", "nvfp4")
+@quick("delayed", "rowwise", "nvfp4")
 @pytest.mark.parametrize("frozen", ["weights", "first", "biases", "input", "all"])
 def test_frozen(name, frozen):
     """What is frozen gets no gradient, no GEMM and no copies; the rest is what it was."""
@@ -66,7 +66,7 @@ def test_frozen(name, frozen):
     assert gemms == expected
 
 
-@quick("delayed", "rowwise")
+@quick("delayed")
 def test_tied_weights(name):
     class Tied(nn.Module):
         def __init__(self):
@@ -83,7 +83,7 @@ def test_tied_weights(name):
 
 
 @pytest.mark.traced
-@quick("delayed", "block")
+@quick("delayed")
 def test_several_outputs_of_which_one_is_used(name):
     """The gradient of a layer that nothing is computed from is none at all, or zero."""
 
@@ -103,7 +103,7 @@ def test_several_outputs_of_which_one_is_used(name):
     assert all(parameter.grad is None or not parameter.grad.any() for parameter in model.unused.parameters())
 
 
-@quick("delayed", "nvfp4")
+@quick("delayed")
 def test_gradients_accumulate(name):
     """Two microbatches: the sum of what each gives alone."""
     model, batches = mlp(), [torch.randn(X) for _ in range(2)]
@@ -122,7 +122,7 @@ def test_gradients_accumulate(name):
     assert same([parameter.grad for parameter in model.parameters()], [a + b for a, b in zip(*alone, strict=True)])
 
 
-@quick("delayed", "mxfp8")
+@quick("delayed")
 def test_hooks(name):
     """Hooks on parameters, on the input and on the output are called once a backward, with what they may change."""
     model, x = mlp(), torch.randn(X, requires_grad=True)
@@ -142,7 +142,7 @@ def test_hooks(name):
 
 
 @pytest.mark.sample(1)
-@quick("delayed", "rowwise", "mxfp4")
+@quick("delayed", "rowwise")
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_without_gradients(name, mode):
     """The same output, and no column copies; tensors of inference mode stay apart from training."""
@@ -161,7 +161,7 @@ def explained(model, x, name, mode):
         return explain(model, x, options={"recipe": name}).sites
 
 
-@quick("delayed", "current")
+@quick("delayed")
 def test_train_and_eval(name):
     """Dropout comes and goes; each mode is compiled once."""
     model = nn.Sequential(nn.Linear(DIM, DIM), nn.Dropout(0.5), nn.Linear(DIM, DIM))
@@ -181,7 +181,7 @@ def test_train_and_eval(name):
         assert torch.equal(seen[0], seen[2]) and torch.equal(seen[1], seen[3])
 
 
-@quick("block", "nvfp4", of=STATELESS)
+@quick("block", of=STATELESS)
 def test_functional_call(name):
     """Other parameters than the module's own, with gradients of their own."""
     model, x = mlp(), torch.randn(X)
@@ -199,7 +199,7 @@ def called(model: nn.Module):
     return lambda parameters, x: torch.func.functional_call(model, parameters, (x,))
 
 
-@quick("current", "mxfp4", of=STATELESS)
+@quick("current", of=STATELESS)
 def test_gradients_of_torch_func(name):
     """Gradients inside a compiled function are the layer's own."""
     model, x = mlp(), torch.randn(4, *X)
@@ -265,7 +265,7 @@ def test_other_transforms_of_torch_func(name):
 
 
 @pytest.mark.traced
-@quick("delayed", "block")
+@quick("delayed")
 def test_a_gradient_of_a_gradient_is_refused(name):
     model, x = mlp(), torch.randn(X, requires_grad=True)
     loss = loss_of(te(model, name), x)
@@ -277,7 +277,7 @@ def test_a_gradient_of_a_gradient_is_refused(name):
 
 
 @pytest.mark.traced
-@quick("rowwise", "mxfp8", "nvfp4")
+@quick("rowwise", "nvfp4")
 def test_nothing_saved_is_an_alias_of_an_activation(name):
     """What is saved for the backward shares no memory with inputs or outputs: in-place changes of them between forward
     and backward are the user's right."""
@@ -295,7 +295,7 @@ def test_nothing_saved_is_an_alias_of_an_activation(name):
 
 
 @pytest.mark.traced
-@quick("delayed", "current", "nvfp4")
+@quick("delayed", "current")
 def test_a_weight_changed_before_the_backward_is_an_error_or_does_not_matter(name):
     """It is as in high precision, where a layer saves its weight: autograd finds the change."""
     model, x = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)), torch.randn(X)
@@ -319,7 +319,7 @@ def trained(model, name, x):
 
 @pytest.mark.traced
 @pytest.mark.sample(1)
-@quick("delayed", "rowwise", "block", "mxfp4")
+@quick("delayed", "rowwise", "mxfp4")
 @pytest.mark.parametrize("how", ["expanded", "transposed", "sliced"])
 def test_gradients_of_any_layout(name, how):
     model, x = nn.Sequential(nn.Linear(DIM, DIM)), torch.randn(X)
@@ -337,7 +337,7 @@ def test_gradients_of_any_layout(name, how):
     assert same(*gradients)
 
 
-@quick("delayed", "mxfp4")
+@quick("delayed")
 def test_a_loss_inside_the_compiled_function(name):
     model, x, target = mlp(), torch.randn(X), torch.randint(DIM, X[:1])
     eager = quantized(model, x, options={"recipe": name})
@@ -360,7 +360,7 @@ class StraightThrough(torch.autograd.Function):
 
 
 @pytest.mark.sample(1)
-@quick("delayed", "current", "block")
+@quick("delayed", "block")
 @pytest.mark.parametrize("last", [StraightThrough.apply, lambda y, z: y + 0 * z], ids=["straight through", "times 0"])
 def test_a_layer_for_the_gradient_alone(name, last):
     """What a forward's outputs do not hang on is computed by the backward, behind the end of the forward's step; with
@@ -381,7 +381,7 @@ def test_a_layer_for_the_gradient_alone(name, last):
 
 
 @pytest.mark.traced
-@quick("delayed", "nvfp4")
+@quick("delayed")
 def test_compiled_autograd(name):
     """A backward that torch captures as a graph of its own."""
 

@@ -2,9 +2,8 @@
 order of imports, tests/backend/test_targets.py who asks devices, tests/backend/test_compat.py who patches torch."""
 
 import ast
-from collections.abc import Iterator
 
-from tests.house import trees
+from tests.house import nodes
 
 # The modules that read the environment besides config.py, and what of it.
 ENVIRONMENT = {
@@ -15,19 +14,18 @@ ENVIRONMENT = {
 }
 
 
-def modules_with(expression: str, within: type[ast.AST] = ast.Module) -> Iterator[str]:
-    """The modules in which an expression stands inside of such a node."""
-    for path, tree in trees().items():
-        nodes = (node for outer in ast.walk(tree) if isinstance(outer, within) for node in ast.walk(outer))
-        if any(isinstance(node, ast.Attribute) and ast.unparse(node) == expression for node in nodes):
-            yield path
+def is_attribute(node: ast.AST, expression: str) -> bool:
+    same_end = isinstance(node, ast.Attribute) and expression.endswith(f".{node.attr}")
+    return same_end and ast.unparse(node) == expression
 
 
 def test_config_alone_reads_the_packages_variables():
-    assert set(modules_with("os.environ")) == {"config.py", *ENVIRONMENT}
-    assert not list(modules_with("os.getenv"))
+    asking = {path for path, node in nodes(ast.Attribute) if is_attribute(node, "os.environ")}
+    assert asking == {"config.py", *ENVIRONMENT}
+    assert not [path for path, node in nodes(ast.Attribute) if is_attribute(node, "os.getenv")]
 
 
 def test_compat_alone_asks_for_torchs_version():
     """Others print it."""
-    assert {path.partition("/")[0] for path in modules_with("torch.__version__", ast.Compare)} == {"compat"}
+    compared = ((path, part) for path, node in nodes(ast.Compare) for part in ast.walk(node))
+    assert {path.partition("/")[0] for path, part in compared if is_attribute(part, "torch.__version__")} == {"compat"}

@@ -3,16 +3,14 @@
 import ast
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-import te_inductor
 from te_inductor.numerics import nvfp4
+from tests.house import nodes
 
-PACKAGE = Path(te_inductor.__file__).parent
 # What makes a tensor of the default device; and those of the default dtype where none is given.
 OF_NUMBERS = {
     "tensor",
@@ -30,25 +28,19 @@ OF_NUMBERS = {
 FACTORIES = OF_NUMBERS | {"arange", "randint", "randperm"}
 
 
-def apart(path: Path) -> bool:
-    """The oracle, which no module imports, and the process that builds kernels."""
-    return path.name.startswith("reference") or path.name == "builder.py"
-
-
 def test_every_factory_is_told():
+    """The process that builds kernels is its own."""
     found = []
-    for path in sorted(path for path in PACKAGE.rglob("*.py") if not apart(path)):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.Call) or not ast.unparse(node.func).startswith("torch."):
-                continue
-            name = ast.unparse(node.func).removeprefix("torch.")
-            given = {keyword.arg for keyword in node.keywords}
-            wanted = {"device"} | ({"dtype"} if name in OF_NUMBERS else set())
-            if name in FACTORIES and None not in given and not wanted <= given:
-                found.append(f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}")
+    for path, node in nodes(ast.Call):
+        owner, _, name = ast.unparse(node.func).partition(".")
+        given = {keyword.arg for keyword in node.keywords}
+        wanted = {"device"} | ({"dtype"} if name in OF_NUMBERS else set())
+        if owner == "torch" and name in FACTORIES and None not in given and not wanted <= given:
+            found += [f"{path}:{node.lineno}: {ast.unparse(node)}"] * (not path.endswith("/builder.py"))
     assert found == []
 
 
+@pytest.mark.thorough
 def test_imports_under_a_meta_default_device():
     """Every module, and a state_dict's worth of nothing left behind: no tensor is made by an import."""
     code = """

@@ -145,6 +145,7 @@ def test_graph_breaks():
 
 
 @pytest.mark.traced
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("train_mode", [True, False])
 def test_dynamic_shapes(train_mode):
     """There are at most two compiles; the amaxes are those of the batches seen."""

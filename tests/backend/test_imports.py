@@ -1,7 +1,7 @@
 """What importing the package costs, and which module may import which."""
 
-import ast
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 
 import te_inductor
+from tests import house
 
 PACKAGE = Path(te_inductor.__file__).parent
 # A module may import from its own row and from rows above; the longest name that fits a module is its row's.
@@ -75,7 +76,7 @@ def test_an_import_is_light_and_ops_are_known_by_name():
     ]
 
 
-@pytest.mark.quick("True")
+@pytest.mark.thorough
 @pytest.mark.parametrize("initialized", [True, False])
 def test_the_backend_starts_inductors_workers_where_a_gpu_is_in_use(initialized):
     code = (
@@ -156,6 +157,7 @@ def test_first_uses_in_threads():
     assert (done.returncode, done.stdout) == (0, ""), done.stderr[-2000:]
 
 
+@pytest.mark.thorough
 def test_the_backend_needs_no_import_of_ours():
     """What `torch.compile` makes has the backend before it is called."""
     code = (
@@ -181,25 +183,13 @@ def row_of(module: str) -> int:
     return RANK[module]
 
 
-def imports(path: Path) -> set[str]:
-    """Modules below te_inductor that a file imports."""
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "te_inductor":
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-    found = {name.removeprefix("te_inductor.") for name in names if name.startswith("te_inductor.")}
-    return {name for name in found if name.partition(".")[0] in RANK or name.partition(".")[0] == "passes"}
-
-
 def test_imports_point_one_way():
-    for path in PACKAGE.rglob("*.py"):
-        own = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
-        if own == "__init__":
-            continue
-        for name in imports(path):
-            assert row_of(name) <= row_of(own), f"{path.relative_to(PACKAGE)} imports {name}"
+    for path, tree in house.trees().items():
+        own = path.removesuffix(".py").replace("/", ".")
+        for name in (name.replace("/", ".") for name in house.imported(tree)):
+            known = name.partition(".")[0] in RANK or name.partition(".")[0] == "passes"
+            if known and own != "__init__":
+                assert row_of(name) <= row_of(own), f"{path} imports {name}"
 
 
 def test_the_package_does_not_import_the_oracle():
@@ -220,10 +210,6 @@ def test_the_root_stays_small():
 
 def test_no_file_imports_from_a_test_file():
     """What several files of tests use stands in tests/support."""
-    found = []
-    for path in Path(__file__).parents[1].rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("tests"):
-                found += [f"{path.name}: {node.module}"] * (".test_" in node.module)
-                found += [f"{path.name}: {alias.name}" for alias in node.names if alias.name.startswith("test_")]
-    assert found == []
+    imported = re.compile(r"from tests[\w.]*(\.test_\w* import| import (\([^)]*|[^(\n]*)\btest_\w+)")
+    paths = [path for path in Path(__file__).parents[1].rglob("*.py") if path != Path(__file__)]
+    assert not [f"{path.name}: {one[0]}" for path in paths for one in imported.finditer(path.read_text())]

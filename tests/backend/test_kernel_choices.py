@@ -1,12 +1,10 @@
 """A table of the kernels that run problems, by device; and that nothing but `kernels` and `targets` knows of them."""
 
 import ast
-from pathlib import Path
 
 import pytest
 import torch
 
-import te_inductor
 from te_inductor.command.gemm_arms import GELU, SWIGLU
 from te_inductor.kernels import cutlass, fp8_small_m, nvfp4_linear
 from te_inductor.kernels.cutlass_tiles import Tile
@@ -25,9 +23,9 @@ from te_inductor.kernels.problem import (
 )
 from te_inductor.kernels.select import FAMILIES, select
 from te_inductor.recipes import Gemm
+from tests.house import nodes
 from tests.support.kernels import B200, BF16, CPU, H200, L40S, RTX5090
 
-PACKAGE = Path(te_inductor.__file__).parent
 E4M3, FP16, FP32 = torch.float8_e4m3fn, torch.float16, torch.float32
 BLOCKS = ("1x128", "128x128")
 GEMMS = {
@@ -217,10 +215,9 @@ def test_one_folder_asks_which_kernels_a_device_runs():
     """What else asks `kernels` has no list of families."""
     capabilities = {"grouped_mm", "hopper_kernels", "nvfp4_kernels", "microscaled_mm", "grouped_microscaled_mm"}
     asking = {
-        path.relative_to(PACKAGE).parts[0]
-        for path in PACKAGE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Attribute) and node.attr in capabilities and "target" in ast.unparse(node.value)
+        path.partition("/")[0]
+        for path, node in nodes(ast.Attribute)
+        if node.attr in capabilities and "target" in ast.unparse(node.value)
     }
     assert asking == {"kernels"}
 
@@ -229,10 +226,8 @@ def test_no_limit_stands_beside_targets():
     """The multiprocessors and the shared memory of a device are facts of `targets`."""
     numbers = {132, 227 * 2**10, 227, 113}
     found = {
-        f"{path.relative_to(PACKAGE)}: {node.value}"
-        for path in PACKAGE.rglob("*.py")
-        if path.relative_to(PACKAGE).parts[0] in ("kernels", "templates", "lowerings", "fused", "runtime", "ops")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Constant) and type(node.value) is int and node.value in numbers
+        f"{path}: {node.value}"
+        for path, node in nodes(ast.Constant, "kernels", "templates", "lowerings", "fused", "runtime", "ops")
+        if type(node.value) is int and node.value in numbers
     }
     assert not found

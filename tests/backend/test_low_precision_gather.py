@@ -76,7 +76,8 @@ def test_replicated_shards(recipe, four):
     assert four[f"hsdp {recipe}"] == [True] * 4
 
 
-@each_recipe("current")
+@pytest.mark.thorough
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_weights_of_tensor_parallel_layers(recipe):
     """Two shards of each of two parts, whose scale is the part's own; under delayed scaling that of the whole weight."""
     case = f"tensor_parallel {recipe}"

@@ -192,6 +192,7 @@ LOADS = (
 )
 
 
+@pytest.mark.thorough  # test_stored_weights.py has one in the quick round
 def test_a_process_that_only_imports_the_package_loads(tmp_path):
     saved = {name: stored(name).v for name in RECIPES}
     torch.save(saved, tmp_path / "model.pt")

@@ -32,7 +32,6 @@ def test_called(sizes, dtype, with_bias, recipe):
     "(33, 64, 48)-torch.float32-True-hybrid-aot_eager",
     "(33, 77, 48)-torch.bfloat16-True-rowwise-te",
     "(140, 250, 256)-torch.bfloat16-True-block-te",
-    "(70, 80, 144)-torch.bfloat16-True-nvfp4-te",
 )
 @pytest.mark.parametrize("backend", ["aot_eager", "te"])
 @pytest.mark.parametrize(

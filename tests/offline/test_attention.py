@@ -10,6 +10,7 @@ from tests.offline.harness import generate
 from tests.support.interpreted import interpret
 
 
+@pytest.mark.quick("attention_of_lengths")
 @pytest.mark.parametrize("case", ("attention_of_lengths", "attention_in_a_cache"))
 def test_lengths_that_are_symbolic(case):
     generated = generate(case, 90)
@@ -29,6 +30,7 @@ def test_block_masks(tmp_path):
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
+@pytest.mark.quick("attention_with_a_learned_bias")
 @pytest.mark.parametrize(
     "case", ("attention_of_three_dimensions", "attention_with_a_learned_bias", "attention_of_wide_queries")
 )

@@ -109,7 +109,7 @@ def test_cubins_of_microscaled_casts(element, scope, capability):
     assert element == "e2m1" or "st.global.v4.b32" in made.asm["ptx"]
 
 
-@pytest.mark.quick("-90-casts0", "_delayed-90-casts1")
+@pytest.mark.quick("_delayed-90-casts1")
 @pytest.mark.parametrize(
     ("recipe", "arch", "casts"), [("", 90, [9, 3]), ("_delayed", 90, [3, 3]), ("_mxfp8", 100, [3, 3])]
 )

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from te_inductor.templates.triton import token_losses
 
 
-@pytest.mark.quick("delayed", "block")
+@pytest.mark.quick("delayed")
 @pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise", "block"])
 def test_a_loss_gradient_is_computed_once(recipe: str) -> None:
     """One kernel of the backward does, which writes it over the logits; amaxes and casts read it."""

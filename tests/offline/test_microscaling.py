@@ -16,6 +16,7 @@ from tests.support.contents import CONTENTS
 from tests.support.interpreted import interpret
 
 
+@pytest.mark.quick("mxfp8")
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
 def test_every_gemm_is_a_product_of_bf16_into_fp32(recipe: str) -> None:
     forward, backward = generate(f"mlp_training_{recipe}", 90).sources
@@ -36,6 +37,7 @@ def test_an_mxfp8_copy_is_one_kernel() -> None:
         assert "triton_helpers.maximum" not in kernel.body and "minimum" not in kernel.body, kernel.name
 
 
+@pytest.mark.thorough
 def test_an_nvfp4_copy_is_one_kernel_behind_the_amax_of_the_tensor() -> None:
     """The amax of blocks of 16 runs over 8 pairs, as the bytes do."""
     generated = generate("mlp_training_nvfp4", 90)
@@ -55,6 +57,7 @@ def test_scales_of_nvfp4_are_no_words_of_casts() -> None:
     assert not any("satfinite" in kernel.body for kernel in reductions)
 
 
+@pytest.mark.thorough
 def test_what_is_saved_is_low_precision() -> None:
     """What is saved for wgrad and dgrad: bytes of two values each, 16 values a block, and their scales."""
     forward, _ = generate("mlp_training_nvfp4", 90).sources
