@@ -29,8 +29,9 @@ class Loss(Constant):
         return abs(self.inner * (1.0 if self.outer is None else self.outer))
 
     def gradient_scale(self, element: Element) -> float:
-        """The power of two with which such gradients are cast."""
-        return float(2.0 ** math.floor(math.log2(element.max / self.bound)))
+        """The scale with which such gradients are cast: those of labels, most of which are nearly the bound, become nearly
+        a power of two, which a cast leaves as it is."""
+        return float(2.0 ** math.floor(math.log2(element.max)) / self.bound)
 
 
 def slots_of_loss(slots: Slots) -> Slots | None:

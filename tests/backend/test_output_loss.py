@@ -63,7 +63,44 @@ def picked(logits, labels):
     return -(logarithms * torch.linspace(-1, 1, labels.numel()).view_as(labels) * (labels >= 0)).sum()
 
 
+def selected(logits, labels):
+    """TRL's, in its two branches."""
+    if logits.dtype == torch.float32:
+        chosen = torch.gather(logits, dim=-1, index=labels.unsqueeze(-1)).squeeze(-1)
+        return chosen - torch.stack([torch.logsumexp(row, dim=-1) for row in logits])
+    rows = []
+    for row, label in zip(logits, labels, strict=True):
+        rows.append(F.log_softmax(row, dim=-1).gather(dim=-1, index=label.unsqueeze(-1)).squeeze(-1))
+    return torch.stack(rows)
+
+
+def policy(logits, labels, logarithms):
+    """The loss of a policy whose words' probabilities are computed this way."""
+    factors = torch.linspace(-1, 1, labels.numel()).view_as(labels) * (labels >= 0)
+    return -(logarithms(logits[:, :-1], labels[:, 1:].clamp(min=0)) * factors[:, 1:]).sum()
+
+
+def gathered(logits, labels):
+    return logits.gather(-1, labels[..., None]) - logits.logsumexp(-1, keepdim=True)
+
+
 FORMS = {
+    "TRL in fp32": lambda logits, labels: policy(logits.float() / 0.9, labels, selected),
+    "TRL in bf16": lambda logits, labels: policy(logits, labels, selected),
+    "gather less logsumexp": lambda logits, labels: policy(
+        logits.float(), labels, lambda *given: gathered(*given).squeeze(-1)
+    ),
+    "logsumexp less gather": lambda logits, labels: (
+        -policy(
+            logits.float(),
+            labels,
+            lambda rows, chosen: rows.logsumexp(-1) - rows.gather(-1, chosen.unsqueeze(-1)).squeeze(-1),
+        )
+    ),
+    "classes second": lambda logits, labels: F.cross_entropy(logits.float().transpose(1, 2), labels),
+    "classes second, a loss each": lambda logits, labels: (
+        F.cross_entropy(logits.mT, labels, reduction="none") * torch.linspace(0, 1, 12)
+    ).sum(),
     "log-likelihood": lambda logits, labels: F.nll_loss(
         F.log_softmax(logits.float().flatten(0, 1), -1), labels.flatten()
     ),
@@ -202,11 +239,26 @@ KEPT = {
     ),
     "softmax read by something else": (lambda logits, labels: entropy(logits, labels), "reads its logits too"),
     "two losses": (lambda logits, labels: flat(logits, labels) + flat(logits, labels.flip(0)), "reads its logits too"),
-    "classes with a dimension behind": (
-        lambda logits, labels: F.cross_entropy(logits.transpose(1, 2), labels), "more than casts|not \\(tokens"
+    "classes second without a permutation": (
+        lambda logits, labels: F.cross_entropy(logits.reshape(2, WORDS, 12), labels), "neither the last dimension"
+    ),
+    "sums of other logits": (
+        lambda logits, labels: (logits.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+                                - (2 * logits).logsumexp(-1)).float().mean(), None
+    ),
+    "rows in another order": (
+        lambda logits, labels: (logits.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+                                - torch.stack([logits[1].logsumexp(-1), logits[0].logsumexp(-1)])).float().mean(), None
+    ),
+    "z-loss": (
+        lambda logits, labels: flat(logits, labels) + 1e-2 * logits.float().logsumexp(-1).pow(2).mean(),
+        "reads its logits too",
+    ),
+    "entropy beside logarithms": (
+        lambda logits, labels: policy(logits.float(), labels, selected) + entropy(logits, labels), "reads its logits too"
     ),
     "probabilities": (lambda logits, labels: flat(logits, labels) if labels is None else F.cross_entropy(
-        logits.flatten(0, 1), F.one_hot(labels.clamp(min=0).flatten(), WORDS).to(logits.dtype)), "a label for each"),
+        logits.flatten(0, 1), F.one_hot(labels.clamp(min=0).flatten(), WORDS).to(logits.dtype)), "no label for each"),
     "a factor that is trained": (lambda logits, labels: flat(logits * labels.sum(), labels), None),
     "detached": (lambda logits, labels: flat(logits.detach(), labels) + logits.float().mean(), None),
 }  # fmt: skip

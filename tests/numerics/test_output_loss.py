@@ -111,3 +111,12 @@ def test_only_what_is_wanted_is_computed(needs):
         if any(needs):
             found.sum().backward()
         assert [one.grad is not None for one in leaves] == list(needs)
+
+
+@pytest.mark.parametrize("inner", [1.0, 1 / 0.9, 0.7])
+def test_a_factor_of_logits_costs_no_precision(inner):
+    """The gradients of labels are nearly the bound, which a cast leaves as it is, whatever the factor."""
+    given, loss = operands(256, 64, 512, torch.bfloat16), Loss(IGNORED, inner=inner)
+    _, found = gradients(partial(losses_of, "current", loss=loss), given, torch.ones(256))
+    _, wanted = gradients(partial(reference, loss=loss), given, torch.ones(256))
+    assert all(error(one, other) <= 0.05 for one, other in zip(found, wanted, strict=True))

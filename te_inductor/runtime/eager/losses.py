@@ -144,6 +144,7 @@ def token_losses(
                 softmax.gradients(logits, labels[part], loss, sums)
             if wants_dx:
                 torch.mm(logits, weight, out=dx[part])
+            del logits  # before the next chunk has its own
     return losses, dx, dy
 
 
@@ -172,10 +173,12 @@ def scaled_token_losses(
     for part in chunks(n, words * dtype.itemsize):
         logits = dense.scaled_mm(x[part], _rows_of(x_scale, n, part), weight, weight_scale, bias, slots.fprop, dtype)
         sums = softmax.losses(logits, labels[part], loss, losses[part])
-        if columns is None and not wants_dy:
-            continue
-        column = dy[:, part] if wants_dy else None
-        row = softmax.copies(logits, labels[part], loss, sums, element, columns is not None, column)
+        row = None
+        if columns is not None or wants_dy:
+            column = dy[:, part] if wants_dy else None
+            row = softmax.copies(logits, labels[part], loss, sums, element, columns is not None, column)
+        del logits  # before the next chunk has its own
         if row is not None and columns is not None and columns_scale is not None:
             dx[part] = dense.scaled_mm(row, inverse, columns, columns_scale, None, slots.dgrad, dtype)
+        del row
     return losses, dx, dy

@@ -23,11 +23,12 @@ def match_losses(plan: Plan) -> None:
     graph = plan.gm.graph
     sites = {site.match.node: site for site in plan.candidates}
     in_grad_mode = Bodies(plan.gm).in_grad_mode()
-    for node in list(graph.nodes):
-        found = reading.read(node)
-        site = None if found is None else sites.get(found.product)
-        if found is None or site is None:
-            continue  # nothing says that there is an output layer
+    losses = [found for found in map(reading.read, graph.nodes) if found is not None]
+    parts = {node for found in losses for node in found.own}
+    for found in losses:
+        node, site = found.call, sites.get(found.product)
+        if site is None or node in parts:
+            continue  # nothing says that there is an output layer, or the loss is one row's of another one
         refusal = found.refusal or _refusal(plan, site, found, in_grad_mode)
         if refusal is None:
             site.rule = LossOfLinear()
@@ -49,7 +50,7 @@ def report_losses(plan: Plan) -> None:
 
 
 def _name(found: Reading) -> str:
-    return "cross_entropy" if found.softmax is None else "log_softmax"
+    return "log_softmax" if found.reduction == "picked" else "cross_entropy"
 
 
 def rewrite_losses(plan: Plan) -> None:

@@ -5,16 +5,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import fx
 
 from te_inductor.diagnostics import Refusal
 from te_inductor.passes.graph import operators
 from te_inductor.passes.graph.operators import Call, Kind
 from te_inductor.passes.graph.values import is_tensor, is_wrapped, value
+from te_inductor.passes.pre_grad.loss import forms
 from te_inductor.recipes.losses import Loss
 
-_ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
 # What leaves each row of logits as it is, in the same order.
 _KEEPS_ROWS = Kind.RESHAPE | Kind.COPY | Kind.CAST
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -26,10 +25,10 @@ class Reading:
 
     call: fx.Node  # of the loss
     product: fx.Node
-    between: tuple[fx.Node, ...]  # the product and the loss, or its softmax, the first first
-    softmax: fx.Node | None = None  # whose logarithms the loss picks, where that is a node of its own
-    labels: Any = None  # (N,); (…, 1) where they are picked
-    reduction: str = "mean"  # or "none", "sum"; "picked": the logarithms of the labels' probabilities, (…, 1)
+    between: tuple[fx.Node, ...]  # the product and what the loss has of its own, the first first
+    own: tuple[fx.Node, ...] = ()  # what the loss computes in front of its last node
+    labels: Any = None  # (…), or (…, 1)
+    reduction: str = "mean"  # or "none", "sum"; "picked": the logarithms of the labels' probabilities
     loss: Loss = field(default_factory=Loss)
     parts: tuple[Any, ...] = ()  # indices that take some of the product's rows, one after the other
     outputs: tuple[fx.Node, ...] = ()  # what the program gets of the logits
@@ -39,7 +38,7 @@ class Reading:
     @property
     def steps(self) -> tuple[fx.Node, ...]:
         """All nodes between the product and the loss, the first first."""
-        return self.between if self.softmax is None else (*self.between, self.softmax)
+        return (*self.between, *self.own)
 
     def refused(self, *why: object) -> "Reading":
         """The loss with a reason."""
@@ -53,71 +52,14 @@ class Reading:
         return math.prod(sizes) * made.element_size() if len(sizes) == made.dim() else None
 
 
-@dataclass(frozen=True)
-class _Form:
-    """A loss as it is written."""
-
-    logits: Any
-    labels: Any
-    reduction: str = "none"
-    ignored: Any = None
-    smoothing: Any = 0.0
-    softmax: fx.Node | None = None  # whose logarithms the loss picks, where that is a node of its own
-    refusal: str | None = None
-
-
-def _form(call: fx.Node) -> _Form | None:
-    """Cross entropy, the negative log-likelihood of a logarithm of softmax, or what `gather` picks of that."""
-    given: dict[str, Any]
-    if operators.read(call).name == "gather":
-        given = dict(zip(("input", "dim", "index"), call.args, strict=False)) | call.kwargs
-        source, index = given.get("input"), given.get("index")
-        if not (is_tensor(source) and is_tensor(index)) or given.get("dim") not in (-1, value(source).dim() - 1):
-            return None
-        logits, picked = _of_softmax(source), value(index)
-        if logits is None:
-            return None
-        whole = picked.shape[-1:] == (1,) and picked.shape[:-1] == value(source).shape[:-1]
-        refusal = None if whole else "it picks several words of a token"
-        return _Form(logits, index, "picked", softmax=source, refusal=refusal)
-    if call.op != "call_function" or call.target not in (F.cross_entropy, F.nll_loss):
-        return None
-    arguments = _ARGUMENTS if call.target is F.cross_entropy else _ARGUMENTS[:-1]
-    given = {**dict(zip(arguments, call.args, strict=False)), **call.kwargs}
-    logits, softmax = given["input"], None
-    if call.target is F.nll_loss:
-        logits, softmax = _of_softmax(logits), logits
-    if logits is None:
-        return None
-    refusal = "classes have weights" if given.get("weight") is not None else None
-    if given.get("size_average") is not None or given.get("reduce") is not None:
-        refusal = "it is reduced by 'size_average' or 'reduce', which torch deprecates"
-    if value(logits).dim() != 2 or not is_tensor(given["target"]) or value(given["target"]).dim() != 1:
-        refusal = refusal or "its logits are not (tokens, words), with a label for each token"
-    numbers = given.get("ignore_index", -100), given.get("label_smoothing", 0.0)
-    return _Form(logits, given["target"], given.get("reduction", "mean"), *numbers, softmax, refusal)
-
-
-def _of_softmax(node: Any) -> Any:
-    """What a logarithm of softmax over the last dimension is of."""
-    if not is_tensor(node) or operators.read(node).name != "log_softmax":
-        return None
-    named = {key: one for key, one in node.kwargs.items() if key != "_stacklevel"}
-    given = {**dict(zip(("input", "dim"), node.args, strict=False)), **named}
-    dtype = given.pop("dtype", None)
-    if given.keys() != {"input", "dim"} or given["dim"] not in (-1, value(node).dim() - 1):
-        return None
-    return given["input"] if dtype in (None, torch.float32) and is_tensor(given["input"]) else None
-
-
 def read(call: fx.Node) -> Reading | None:
     """The loss that a node computes; None of a node that is no loss of a product."""
-    form = _form(call) if is_tensor(call) else None
+    form = forms.form(call) if is_tensor(call) else None
     way = None if form is None else _way(form.logits)
     if form is None or way is None:
         return None
     product, between = way
-    found = Reading(call, product, between, form.softmax, form.labels, form.reduction)
+    found = Reading(call, product, between, form.own, form.labels, form.reduction)
     if form.refusal is not None:
         return found.refused(form.refusal)
     if is_wrapped(call):
@@ -206,10 +148,10 @@ def _rows(product: fx.Node, between: tuple[fx.Node, ...], words: int) -> tuple[A
 def _with_outputs(read: Reading) -> Reading:
     """The loss with what the program gets of its logits, refused where anything else reads these."""
     way = [read.product, *read.steps]
-    following = dict(zip(way, [*way[1:], read.call], strict=True))
+    inside = {*read.steps, read.call}
     outputs: dict[fx.Node, None] = {}
     aside: dict[fx.Node, None] = {}
-    pending = [(node, user) for node in way for user in node.users if user is not following[node]]
+    pending = [(node, user) for node in way for user in node.users if user not in inside]
     while pending:
         source, user = pending.pop()
         if user.op == "output":

@@ -42,7 +42,7 @@ class LossPart(SitePart):
     def labels(self, graph: fx.Graph) -> fx.Node:
         """The labels (N,), at the graph's insertion point."""
         found: fx.Node = self.reading.labels
-        if self.reading.reduction != "picked":
+        if value(found).dim() == 1:
             return found
         return graph.call_function(_ATEN.reshape.default, (found, [-1]))
 
@@ -82,11 +82,14 @@ def _replace(match: Match, losses: fx.Node) -> None:
     for node in reversed(reading.aside):
         graph.erase_node(node)
     found = losses
-    if reading.reduction == "picked":
-        negated = graph.call_function(_ATEN.neg.default, (losses,))
-        found = graph.call_function(_ATEN.view_as.default, (negated, reading.labels))
-    elif reading.reduction != "none":
+    if reading.reduction in ("mean", "sum"):
         found = graph.call_function(_ATEN.sum.default, (losses,))
+    elif value(reading.labels).dim() > 1:
+        found = graph.call_function(_ATEN.view_as.default, (losses, reading.labels))
+        if value(reading.call).dim() < value(reading.labels).dim():
+            found = graph.call_function(_ATEN.squeeze.dim, (found, -1))
+    if reading.reduction == "picked":
+        found = graph.call_function(_ATEN.neg.default, (found,))
     if reading.reduction == "mean":
         kept = graph.call_function(_ATEN.ne.Scalar, (reading.labels, reading.loss.ignored))
         found = graph.call_function(_ATEN.div.Tensor, (found, graph.call_function(_ATEN.sum.default, (kept,))))
