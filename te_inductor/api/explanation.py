@@ -4,7 +4,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import fx
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from te_inductor import recipes, targets
 from te_inductor.api.eager_products import EagerProduct, EagerProducts, Names, report_of
@@ -13,15 +15,24 @@ from te_inductor.api.tracing import traced
 from te_inductor.backend import parse, run_passes
 from te_inductor.config import Options
 from te_inductor.errors import OptionError
+from te_inductor.kernels import cutlass_packages
 from te_inductor.passes.graph.values import value
 from te_inductor.passes.pre_grad import DECIDE, DECIDE_EXPORTED
+from te_inductor.passes.pre_grad.decide import memory_rule
 from te_inductor.passes.pre_grad.decide.policy import Policy
 from te_inductor.passes.pre_grad.plan import Candidate, Plan
+from te_inductor.passes.pre_grad.sites.products import hint
 from te_inductor.presentation.paths import names_of
-from te_inductor.presentation.report import Report, merge
+from te_inductor.presentation.report import Expected, Report, merge
 
 
-def explain(model: Callable[..., Any], *inputs: Any, options: Mapping[str, Any] | None = None, **kwargs: Any) -> Report:
+def explain(
+    model: Callable[..., Any],
+    *inputs: Any,
+    options: Mapping[str, Any] | None = None,
+    target: Any = None,
+    **kwargs: Any,
+) -> Report:
     """What `torch.compile(model, backend="te", options=options)` would do with each linear layer, and why not. Of an
     exported program, which takes no inputs here: what `te_inductor.lower` would.
 
@@ -30,29 +41,96 @@ def explain(model: Callable[..., Any], *inputs: Any, options: Mapping[str, Any] 
     are updated. A compiled model is explained as the model inside it. Layers that run outside of every graph, behind a
     graph break or in code that Dynamo skips, are sites in high precision.
 
+    With ``target="h100"``, or the name of another device, the report says what would run there, which layers the size
+    rule would leave, and what a step is expected to take (`Report.expected`). Nothing runs there. The model may be on
+    the CPU, or on the meta device (built under ``with torch.device("meta")``), where it takes no memory and inputs go to
+    the meta device, too. A `target` that is no string is an argument of the model's.
+
     Raises:
-        OptionError, RecipeError: the options are wrong, or a recipe's factory is, or a program was given inputs.
+        OptionError, RecipeError: the options are wrong, or a recipe's factory is, a program was given inputs or a target, or
+            there is no such target.
         FallbackError: there was nothing to trace, with ``fallback="error"``; else a warning says so.
     """
+    if target is not None and not isinstance(target, str):
+        target, kwargs = None, {**kwargs, "target": target}
+    there = None if target is None else targets.by_name(target)
     if isinstance(model, Program):
+        if target is not None:
+            raise OptionError(
+                "explain was given a target beside an exported program, which has its devices; expected none"
+            )
         if inputs or kwargs:
             raise OptionError("explain was given inputs beside an exported program, which has its own; expected none")
         return run_passes(plan_of(model, parse_options(options)), DECIDE_EXPORTED)
     parsed = parse(None, options)
     reports: list[Report] = []
     times: list[Times] = []
+    memory: list[GraphMemory] = []
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         plan = Plan(gm, parsed, example_inputs)
-        reports.append(run_passes(plan, DECIDE))
-        times.append(times_of(plan) if reports[-1].failure is None else Times())
+        with targets.taken_for(there):
+            reports.append(run_passes(plan, DECIDE))
+            times.append(times_of(plan) if reports[-1].failure is None else Times())
+        memory.append(memory_of(plan))
         return eager.aside(gm.forward)
 
+    if there is not None:
+        inputs, kwargs = _beside(model, inputs, kwargs)
     eager = EagerProducts()
     with traced(model, backend, parsed.fallback) as run, eager:
         run(*inputs, **kwargs)
     report = merge([*reports, _of_eager(eager.found, Names(model, (*inputs, *kwargs.values())), parsed)])
-    return replace(report, speedup=_sentence(times))
+    expected = None if there is None else expected_of(there, report, memory)
+    return replace(report, speedup=_sentence(times), expected=expected)
+
+
+def _beside(model: Callable[..., Any], inputs: Any, kwargs: Any) -> Any:
+    """The inputs on the meta device, where parameters of the model are."""
+    module = getattr(model, "__self__", model)
+    if not (isinstance(module, nn.Module) and any(one.is_meta for one in module.parameters())):
+        return inputs, kwargs
+    return pytree.tree_map_only(torch.Tensor, lambda one: one.to("meta"), (inputs, kwargs))
+
+
+@dataclass
+class GraphMemory:
+    """What the parameters of a graph take, and what low precision changes at the peak of its step."""
+
+    parameters: dict[int, nn.Parameter]  # by identity: graphs share some
+    peak_bytes: int | None
+
+
+def memory_of(plan: Plan) -> GraphMemory:
+    """That of a graph that was decided about."""
+    held = {id(one): one for one in plan.inputs if isinstance(one, nn.Parameter)}
+    known = all(hint(site.match.sizes[0]) is not None for site in plan.candidates)
+    return GraphMemory(held, round(memory_rule.balance(plan)) if known else None)
+
+
+def expected_of(there: targets.Target, report: Report, memory: Sequence[GraphMemory]) -> Expected:
+    """The sums over all graphs that were weighed."""
+    bf16_s, step_s, rates = 0.0, 0.0, targets.rates_in(there)
+    by_host = False
+    for graph in report.weights:
+        launches = sum(one.weight.launches for one in graph.layers if one.low)
+        host = graph.host_s or 0.0
+        bf16_s += max(graph.device_s, host - launches * (rates.host_launch if rates else 0.0))
+        step_s += max(graph.device_s - graph.gain_s, host)
+        by_host |= host > graph.device_s - graph.gain_s
+    parameters = {key: one for each in memory for key, one in each.parameters.items()}.values()
+    peaks = [each.peak_bytes for each in memory if each.peak_bytes is not None]
+    return Expected(
+        there.product,
+        " and ".join(dict.fromkeys(graph.rates for graph in report.weights)) or None,
+        bf16_s if report.weights else None,
+        step_s if report.weights else None,
+        by_host,
+        sum(one.nbytes for one in parameters),
+        sum(one.nbytes for one in parameters if one.requires_grad and torch.is_grad_enabled()),
+        sum(peaks) if len(peaks) == len(memory) else None,
+        None if there.cutlass is None else cutlass_packages.missing(),
+    )
 
 
 def _of_eager(found: Sequence[EagerProduct], names: Names, options: Options) -> Report:

@@ -48,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
 
     explain = commands.add_parser("explain", help="say what would run where, and why not")
     _add_model(explain, "default: as the environment says, else auto")
+    explain.add_argument("--target", metavar="DEVICE", help="what would run on another device, such as h100")
     explain.add_argument("--details", action="store_true", help="a row for each layer")
     form = explain.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="data in place of text")
@@ -61,6 +62,9 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--forward", action="store_true", help="time forwards without gradients, not training steps")
     bench.add_argument("--keep-dtype", action="store_true", help="no autocast to bf16: the model's own dtypes")
     bench.add_argument("--cold", action="store_true", help="with empty compile caches, for an honest first step")
+    bench.add_argument(
+        "--predict", metavar="DEVICE", help="run nothing: what a device, such as h100, is expected to take"
+    )
     bench.add_argument("--json", action="store_true", help="data in place of text")
     bench.add_argument("--png", type=_picture, metavar="FILE", help="write bars, too (needs matplotlib)")
 

@@ -44,6 +44,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Time all arms, and print, write and draw what they took."""
     for recipe in arguments.recipes:  # before the first arm, which takes a while
         resolve(recipe)
+    if arguments.predict is not None:
+        from te_inductor.command import predict
+
+        return predict.run(arguments)
     arms = [(BASE, None), *((recipe, recipe) for recipe in dict.fromkeys(arguments.recipes))]
     with _progress(len(arms) * (arguments.steps + arguments.warmup)) as advance:
         found = [_arm(name, recipe, arguments, advance) for name, recipe in arms]

@@ -11,7 +11,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print it, or write it."""
     case = made(arguments.model, arguments.set)
     options = options_of(arguments.recipe, arguments.policy)
-    report = explain(case.model, *case.inputs, options=options, **case.kwargs)
+    report = explain(case.model, *case.inputs, options=options, target=arguments.target, **case.kwargs)
     if arguments.json:
         print(json.dumps(report.to_dict(), indent=1, default=str))
         return int(report.failure is not None)

@@ -123,6 +123,40 @@ class GraphWeight:
 
 
 @dataclass(frozen=True)
+class Expected:
+    """What a call on another device is expected to take, by the sums of the size rule and of the memory rule: a
+    prediction, for which nothing ran. Attention is in no sum. A call of layers that are trained has its backward."""
+
+    device: str  # its name
+    rates: str | None  # where the rates come from; None where there are none, and no times
+    bf16_s: float | None  # seconds in bf16
+    step_s: float | None  # seconds as it was decided
+    by_host: bool  # whether that is what the host takes to launch it
+    parameters_bytes: int
+    gradients_bytes: int  # of the parameters that are trained, as autograd has them
+    peak_bytes: int | None  # how many more than in bf16 a step takes at its peak; None where a size is not known
+    without: str | None  # why the kernels are those without CUTLASS, which the device could run
+
+    def __str__(self) -> str:
+        lines = [f"expected on {self.device}, a prediction for which nothing ran:"]
+        if self.step_s is None or self.bf16_s is None:
+            lines.append("  step: unknown, as no layer was weighed by rates of this device")
+        else:
+            why = ", in which the host launches it" if self.by_host else ""
+            times = f"{1e3 * self.step_s:.3g} ms{why}, in bf16 {1e3 * self.bf16_s:.3g} ms"
+            lines.append(f"  step without attention: {times}; by rates {self.rates}")
+        mib = 2**20
+        memory = f"  parameters {self.parameters_bytes / mib:.0f} MiB"
+        if self.gradients_bytes:
+            memory += f", gradients {self.gradients_bytes / mib:.0f} MiB"
+        if self.peak_bytes is not None and self.gradients_bytes:
+            less = "less" if self.peak_bytes <= 0 else "more"
+            memory += f", at the peak of a step {abs(self.peak_bytes) / mib:.0f} MiB {less} than in bf16"
+        lines.append(memory)
+        return "\n".join([*lines, *([f"  kernels: those without CUTLASS, as {self.without}"] if self.without else [])])
+
+
+@dataclass(frozen=True)
 class Report:
     """Every site of a model. `print(report)` shows a table, `report.table(details=True)` is one with each layer."""
 
@@ -137,6 +171,7 @@ class Report:
     flops: Flops = field(default_factory=Flops)
     speedup: str | None = None  # a sentence about what low precision saves, of `explain`
     weights: list[GraphWeight] = field(default_factory=list)  # what the size rule weighed, a graph each
+    expected: Expected | None = None  # on the device that `explain` was asked about
 
     @property
     def fallbacks(self) -> list[Site]:

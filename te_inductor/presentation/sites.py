@@ -88,6 +88,7 @@ def tail(report: "Report") -> list[str]:
     lines += [f"{_names_of(sites, fqns)}: {wire}" for wire, sites in wired.items()]
     lines += attention(report) + losses(report)
     lines += [report.speedup] if report.speedup else []
+    lines += [str(report.expected)] if report.expected else []
     return lines + ([report.failure] if report.failure else [])
 
 

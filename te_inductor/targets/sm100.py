@@ -22,7 +22,8 @@ def target(capability: tuple[int, int], cuda: str | None) -> Target:
             GROUPS
             if capability == (10, 0)  # its kernels are sm_100a code
             and version(cuda) >= MICROSCALES
-            and any(name in torch.__config__.show() for name in GROUPS_BUILT)
+            # A torch without CUDA is asked about a device elsewhere, whose torch has it, as the published ones do.
+            and (torch.version.cuda is None or any(name in torch.__config__.show() for name in GROUPS_BUILT))
             else ()
         ),
         cutlass="100" if capability == (10, 0) else None,  # sm_100a code runs on no 10.3

@@ -10,6 +10,12 @@ def pair(layers=2, width=64):
     return nn.Sequential(*blocks), torch.randn(32, width)
 
 
+def wide(device="cpu"):
+    with torch.device(device):
+        layers = nn.Sequential(nn.Linear(4096, 8192), nn.GELU(), nn.Linear(8192, 4096))
+        return layers.bfloat16(), torch.empty(8192, 4096, dtype=torch.bfloat16, requires_grad=True)
+
+
 def with_loss():
     target = torch.randint(0, 16, (32,))
     return nn.Linear(64, 16), [torch.randn(32, 64)], lambda y: cross_entropy(y.float(), target)

@@ -66,6 +66,21 @@ def test_explain_as_text_and_as_a_page(tmp_path):
     assert page.read_text().startswith("<!DOCTYPE html>") and "high_precision" in page.read_text()
 
 
+def test_explain_and_bench_about_another_device():
+    arguments = (f"{MODELS}:wide", "--set", "device=meta")
+    done = command("explain", *arguments, "--target", "h200", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["expected"]["device"] == "NVIDIA H200" and report["expected"]["step_s"] < report["expected"]["bf16_s"]
+    done = command("bench", *arguments, "--predict", "h200", "--recipes", "current", "block", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["predicted"]
+    assert [*found] == ["inductor", "current", "block"]
+    assert found["current"]["step_ms"] == pytest.approx(1e3 * report["expected"]["step_s"])
+    assert sum(found["current"]["ms"].values()) == pytest.approx(found["current"]["step_ms"])
+    assert found["inductor"]["step_ms"] == pytest.approx(1e3 * report["expected"]["bf16_s"])
+
+
 def test_explain_as_data_from_a_file_in_another_folder(tmp_path):
     (tmp_path / "mine.py").write_text((ROOT / "tests/command/models.py").read_text())
     done = command("explain", "mine.py:keywords", "--recipe", "rowwise", "--json", cwd=tmp_path)
@@ -131,6 +146,8 @@ def test_bench_tells_why_an_arm_failed():
         (("report", f"{MODELS}:pair", "--png", "."), 2, "'.' cannot be written; expected a file in a folder"),
         (("bench", f"{MODELS}:pair", "--recipes", "current", "curent"), 2, "did you mean 'current'?"),
         (("explain", f"{MODELS}:pair", "--recipe", "rowvise"), 2, "did you mean 'rowwise'?"),
+        (("explain", f"{MODELS}:pair", "--target", "h10"), 2, "unknown target 'h10'; did you mean 'h100'?"),
+        (("bench", f"{MODELS}:pair", "--predict", "tpu"), 2, "unknown target 'tpu'; expected one of b200, h100, h200"),
         (("bench-arms",), 2, "(choose from 'doctor', 'explain', 'bench', 'report', 'tune')"),
     ],
 )

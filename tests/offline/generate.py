@@ -24,17 +24,14 @@ class GenerationDone(Exception):
     """Raised where the generated code would run."""
 
 
-PROPERTIES = {  # what Inductor reads of a device: NVIDIA H200 and B200
-    90: {"name": "NVIDIA H200", "multi_processor_count": 132, "shared_memory_per_block_optin": 232448},
-    100: {"name": "NVIDIA B200", "multi_processor_count": 148, "shared_memory_per_block_optin": 232448},
-}
+NAMES = {90: "h200", 100: "b200"}  # of the device of a compute capability, as `targets.PROPERTIES` has it
 
 
 def device_properties(arch: int) -> SimpleNamespace:
+    from te_inductor.targets import properties_of
+
     return SimpleNamespace(
-        **PROPERTIES[arch],
-        major=arch // 10,
-        minor=arch % 10,
+        **vars(properties_of(NAMES[arch])),
         total_memory=140 << 30,
         max_threads_per_multi_processor=2048,
         max_threads_per_block=1024,
@@ -42,7 +39,6 @@ def device_properties(arch: int) -> SimpleNamespace:
         shared_memory_per_block=49152,
         shared_memory_per_multiprocessor=233472,
         warp_size=32,
-        L2_cache_size=50 << 20,
         clock_rate=1_980_000,
         memory_clock_rate=3_201_000,
         memory_bus_width=6144,

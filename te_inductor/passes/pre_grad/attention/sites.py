@@ -231,8 +231,8 @@ def _value_refusal(site: Attention) -> Refusal | None:
 def _is_on_a_gpu(site: Attention) -> bool:
     """Whether its operands are plain tensors on a GPU that the package knows, in a dtype that all kernels take."""
     q = value(site.call.q)
-    known = q.is_cuda and targets.of(q.device).refusal is None
-    return known and q.dtype in _DTYPES and not is_traceable_wrapper_subclass(q)
+    target = targets.of(q.device)
+    return target.is_gpu and target.refusal is None and q.dtype in _DTYPES and not is_traceable_wrapper_subclass(q)
 
 
 def _is_chosen(plan: Plan) -> bool:
@@ -386,7 +386,8 @@ def _name(site: Attention) -> str:
 def _reported(site: Attention) -> AttentionSite:
     as_tensor = (site.call.given is not None or site.by_hand) and not site.is_changed
     q = value(site.call.q) if is_tensor(site.call.q) else None
-    slow = as_tensor and q is not None and q.is_cuda and statically_known_true(q.shape[-2] >= WAIT_QUERIES)
+    on_a_gpu = q is not None and (q.is_cuda or targets.of(q.device).is_gpu)  # AMD's, too
+    slow = as_tensor and on_a_gpu and statically_known_true(q.shape[-2] >= WAIT_QUERIES)  # type: ignore[union-attr]
     return AttentionSite(
         site.fqn,
         _name(site),

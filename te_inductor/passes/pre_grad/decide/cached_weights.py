@@ -27,7 +27,7 @@ from collections.abc import Sequence
 
 import torch
 
-from te_inductor import compat
+from te_inductor import compat, targets
 from te_inductor.diagnostics import Refusal
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.values import value
@@ -48,9 +48,9 @@ def refusal(match: Match, slots: Slots, bodies: Bodies, examples: Sequence[objec
     if slots.weight.scope not in SCOPES:
         return Refusal("copies with scales of %s are not kept", slots.weight.scope)
     of_codes = slots.weight.format.coded and slots.weight.format is not E2M1
-    if of_codes and value(match.weight).device.type == "cuda":
+    if of_codes and targets.of(value(match.weight).device).is_gpu:
         return Refusal("the kernel that keeps copies does not cast to %s", slots.weight.element)
-    if slots.weight.candidates and value(match.weight).device.type == "cuda":
+    if slots.weight.candidates and targets.of(value(match.weight).device).is_gpu:
         between = " and ".join(f"{candidate:g}" for candidate in reversed(slots.weight.candidates))
         return Refusal("the kernel that keeps copies does not choose between %s", between)
     if not bodies.reaches(match.node.graph):

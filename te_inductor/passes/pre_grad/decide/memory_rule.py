@@ -30,17 +30,12 @@ MIB = 2**20
 
 def spare(plan: Plan) -> None:
     """Leave the output layer of a graph that would need more memory than in bf16."""
-    products = {product.node for product in plan.products.all}
-    last = next((node for node in reversed(list(in_order(plan.gm))) if node in products), None)
     sites = [site for site in plan.candidates if site.low and not site.emulated]
-    output = next((site for site in sites if site.match.node is last), None)
-    if output is None or output.by_policy or output.match.dims > 2:
+    output = next((site for site in sites if _is_output(plan, site)), None)
+    if output is None or output.by_policy:
         return
     if output.match.knows_gradient:
         return  # it has one copy, and no logits beside it
-    _, n, k = output.match.sizes
-    if n < WIDE * k:
-        return
     if targets.rates_of(value(output.match.weight).device) is None:
         return
     taken = _gradient_bytes(output)
@@ -51,6 +46,21 @@ def spare(plan: Plan) -> None:
             " (a policy entry overrides this)",
             *(round(taken / MIB), round(saved / MIB)),
         )
+
+
+def balance(plan: Plan) -> float:
+    """The bytes that low precision takes at the peak of a step beyond bf16, less than nothing where it saves some: of
+    layers that are trained, as the rule counts them."""
+    low = [site for site in plan.candidates if site.low and not site.emulated and len(list(site.match.gemms())) > 1]
+    outputs = [site for site in low if _is_output(plan, site) and not site.match.knows_gradient]
+    return sum(map(_gradient_bytes, outputs)) - _saved_bytes(plan, [site for site in low if site not in outputs])
+
+
+def _is_output(plan: Plan, site: Candidate) -> bool:
+    products = {product.node for product in plan.products.all}
+    last = next((node for node in reversed(list(in_order(plan.gm))) if node in products), None)
+    _, n, k = site.match.sizes
+    return site.match.node is last and site.match.dims == 2 and bool(n >= WIDE * k)
 
 
 def _gradient_bytes(site: Candidate) -> float:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from te_inductor import targets
 from te_inductor.kernels import emulated
 from te_inductor.kernels.cutlass_tiles import Kernel
 from te_inductor.passes.graph.bodies import Bodies, in_order
@@ -101,7 +102,7 @@ def _kernel(
             choice = gemm_kernels.of_stored_gradient(match, candidate.recipe, shapes, options, plan.leaves)
         return "high_precision" if choice is None else choice.name, None  # built where it is lowered
     if candidate.low and match.knows_gradient:
-        return ("cublaslt" if value(match.weight).is_cuda else "eager"), None
+        return ("cublaslt" if targets.of(value(match.weight).device).is_gpu else "eager"), None
     if candidate.low and candidate.slots is not None:
         choice = gemm_kernels.choose(match, candidate.slots, gemm, shapes, options, accumulates, turned, plan.leaves)
         return choice.name, choice.kernel

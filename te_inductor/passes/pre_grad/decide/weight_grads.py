@@ -124,7 +124,7 @@ def guard_on_totals(matches: Iterable[Match], bodies: Bodies, examples: Sequence
 
 
 def _not_deferred(slots: Slots, parameter: object, device: torch.device, options: Options) -> Refusal | None:
-    if device.type == "cuda" and options.in_cuda_graphs():
+    if targets.of(device).is_gpu and options.in_cuda_graphs():
         return Refusal("its operands would be in a CUDA graph's memory, which the next replay overwrites")
     if slots.wgrad.microscaled and targets.of(device).multiplies(slots.wgrad):
         return Refusal(

@@ -2,6 +2,7 @@
 
 from torch import fx
 
+from te_inductor import targets
 from te_inductor.diagnostics import Refusal
 from te_inductor.passes.graph.bodies import Bodies
 from te_inductor.passes.graph.values import is_gathered, value
@@ -92,7 +93,7 @@ def _refusal(plan: Plan, site: Candidate, found: Reading, in_grad_mode: set[fx.N
 
 def _gains(site: Candidate) -> bool:
     """Whether a device gains by computing a loss in chunks where no logits leave the graph."""
-    return site.low and value(site.match.weight).is_cuda
+    return site.low and targets.of(value(site.match.weight).device).is_gpu
 
 
 def _kept(plan: Plan, found: Reading) -> Refusal | None:

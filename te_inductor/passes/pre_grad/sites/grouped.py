@@ -72,15 +72,11 @@ class Grouped(Rule):
         scopes = [one.granularity for one in (slots.input, slots.grad_output)]
         if any(scope.blocked and not scope.one_row for scope in scopes):
             return Refusal("blocks of several rows, which may belong to several experts, share a scale")
-        device = value(match.weight).device
-        if (
-            device.type == "cuda"
-            and not slots.fprop.microscaled
-            and not grouped_mm.runs(targets.of(device), slots.fprop)
-        ):
-            return Refusal("no grouped FP8 GEMM on %s", targets.of(device).name)
+        target = targets.of(value(match.weight).device)
+        if target.is_gpu and not slots.fprop.microscaled and not grouped_mm.runs(target, slots.fprop):
+            return Refusal("no grouped FP8 GEMM on %s", target.name)
         _, n, k = match.sizes
-        if device.type == "cuda" and (n % ALIGNMENT or k % ALIGNMENT):
+        if target.is_gpu and (n % ALIGNMENT or k % ALIGNMENT):
             return Refusal("N=%d, K=%d, of which the grouped GEMM wants multiples of %d", n, k, ALIGNMENT)
         blocked = slots.fprop.blocked and not slots.fprop.microscaled
         return requirements.block_sizes(slots, n, k) if blocked else None

@@ -92,7 +92,7 @@ def emulated(slots: Slots, device: torch.device) -> Refusal | None:
     multiplied."""
     if not slots.fprop.microscaled or targets.of(device).multiplies(slots.fprop):
         return None
-    dtype = "bfloat16" if device.type == "cuda" else "float32"
+    dtype = "bfloat16" if targets.of(device).is_gpu else "float32"
     gemms = (slots.fprop, slots.wgrad)
     elements = ", ".join(sorted({element for gemm in gemms for element in gemm.elements}))
     scopes = ", ".join(sorted({scope for gemm in gemms for scope in gemm.scopes}))
