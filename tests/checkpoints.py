@@ -91,3 +91,21 @@ def write(
         else:
             tensors[name] = values[name] = tensor.clone()
     return tensors, values
+
+
+EXPERTS = 3, 256, 96  # how many, rows of gate and up, columns
+
+
+class Experts(nn.Module):
+    def __init__(self, n: int = EXPERTS[1]) -> None:
+        super().__init__()
+        count, _, k = EXPERTS
+        self.gate_up_proj = nn.Parameter(torch.randn(count, n, k))
+        self.down_proj = nn.Parameter(torch.randn(count, k, n // 2))
+
+
+class ExpertsModel(nn.Module):
+    def __init__(self, n: int = EXPERTS[1]) -> None:
+        super().__init__()
+        self.experts = Experts(n)
+        self.norm = nn.LayerNorm(EXPERTS[2])

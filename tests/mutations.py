@@ -117,14 +117,14 @@ MUTATIONS = [
     ),
     Mutation(
         "a stored weight is written in the order that kernels read",
-        "first, *scales = weight.saved()",
-        "first, *scales = weight.parts",
+        "saved = matrices[place // per].saved()",
+        "saved = matrices[place // per].parts",
         ("tests/backend/test_written_checkpoints.py",),
     ),
     Mutation(
         "a folder's weights are multiplied as its format is published",
-        "recipes=config.recipes, device=_device(model))",
-        "recipes=(), device=_device(model))",
+        "self._stored, recipes=recipes, device=_device(model))",
+        "self._stored, recipes=(), device=_device(model))",
         ("tests/models/test_pretrained.py",),
     ),
     # ops and eager kernels

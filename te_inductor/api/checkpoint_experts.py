@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from te_inductor.api.checkpoint_files import Checkpoint
-from te_inductor.api.checkpoint_formats import BLOCKS, NVFP4, ROWS, ROWS_OF_BLOCK
+from te_inductor.api.checkpoint_formats.protocol import BLOCKS, NVFP4, ROWS, ROWS_OF_BLOCK, Parts
 from te_inductor.ops import stored_experts
 from te_inductor.ops.permutations import cat_bytes
 from te_inductor.recipes import (
@@ -26,7 +26,6 @@ from te_inductor.recipes import (
 # conversion_mapping.py.
 PARTS_OF = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
-Parts = tuple[Tensor, ...]  # of a stored weight
 Apart = Callable[[Sequence[int], Sequence[tuple[str, ...]], Checkpoint], str | None]
 
 

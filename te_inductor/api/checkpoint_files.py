@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_inductor.api.checkpoint_formats import TensorEntry
+from te_inductor.api.checkpoint_formats.protocol import TensorEntry
 from te_inductor.errors import CheckpointError, wrong_type
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"

@@ -15,7 +15,7 @@ from te_inductor.api import checkpoint_formats as formats
 from te_inductor.api import quantization
 from te_inductor.api.checkpoint_experts import FUSINGS, PARTS_OF
 from te_inductor.api.checkpoint_files import Checkpoint, listed
-from te_inductor.api.checkpoint_formats import CheckpointFormat, Shape
+from te_inductor.api.checkpoint_formats.protocol import HIGH, CheckpointFormat, Shape
 from te_inductor.errors import CheckpointError
 from te_inductor.ops.stored_weight import StoredWeight
 from te_inductor.passes.graph.module_path import without_wrappers
@@ -154,7 +154,7 @@ def _matches(name: str, shape: Shape, dtype: torch.dtype, own: Set[str], checkpo
     if not present:
         return []
     rows, entry = shape[0] if shape else 1, entries.get(name)
-    alike = entry and (entry.dtype == dtype or (entry.dtype in formats.HIGH and dtype.is_floating_point))
+    alike = entry and (entry.dtype == dtype or (entry.dtype in HIGH and dtype.is_floating_point))
     if alike and present == (name,):
         differs = tuple(shape) != entries[name].shape
         wrong = f"{name}: found {entries[name]}, expected shape {list(shape)}" if differs else None
@@ -165,7 +165,9 @@ def _matches(name: str, shape: Shape, dtype: torch.dtype, own: Set[str], checkpo
         least = min(len(lines) for _, lines in misfits)
         nearest = [(one, lines) for one, lines in misfits if len(lines) == least]
         if not least:
-            return [Piece(name, rows, nearest[0][0].keys(name), nearest[0][0])]
+            fitting = [one for one, _ in nearest]
+            found = formats.told_apart(fitting, checkpoint.configuration, name.removesuffix(".weight"))
+            return [Piece(name, rows, found.keys(name), found)]
     return [Piece(name, rows, present, None, _no_format(name, shape, present, nearest, checkpoint))]
 
 

@@ -30,15 +30,17 @@ from torch import Tensor, nn
 from te_inductor import config
 from te_inductor import recipes as all_recipes
 from te_inductor.api import checkpoint_formats as formats
+from te_inductor.api import written_recipes
 from te_inductor.api.checkpoint_experts import FUSINGS, Filling
 from te_inductor.api.checkpoint_files import Checkpoint, opened
-from te_inductor.api.checkpoint_formats import ROWS_OF_BLOCK
+from te_inductor.api.checkpoint_formats import nvfp4
+from te_inductor.api.checkpoint_formats.protocol import ROWS_OF_BLOCK, other_values
 from te_inductor.api.checkpoint_plan import HeldTensor, Piece, Source, meta_buffers, plan
 from te_inductor.config import Fallback
 from te_inductor.diagnostics import say
 from te_inductor.errors import CheckpointError, OptionError, RecipeError, wrong_type
 from te_inductor.ops.stored_weight import StoredWeight, as_parameter, kind_of
-from te_inductor.recipes import NVFP4WeightOnly, Recipe
+from te_inductor.recipes import Recipe
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 _UNFILLED = 255  # every byte of a buffer that nothing has written: NaN, or no index
@@ -127,10 +129,11 @@ def _load(
         loading.load(held, source)
 
 
-def _written(checkpoint: Checkpoint) -> list[str]:
-    """Recipes that this package has written into a configuration."""
+def _written(checkpoint: Checkpoint) -> list[Recipe]:
+    """Recipes that this package has written into a configuration; older versions wrote names beside a method of our own."""
     configuration = checkpoint.configuration
-    return list(configuration.get("recipes") or ()) if configuration.get("quant_method") == formats.OWN else []
+    own = configuration if configuration.get("quant_method") == formats.OWN else configuration.get(formats.OWN)
+    return [written_recipes.from_json(one) for one in (own or {}).get("recipes") or ()]
 
 
 def _recipes(given: object) -> dict[type[Recipe], Recipe]:
@@ -144,10 +147,10 @@ def _recipes(given: object) -> dict[type[Recipe], Recipe]:
         if recipe is None or default is None:
             names = ", ".join(one.name for one in chosen)
             raise RecipeError(f"an entry of load_quantized's recipes is {spec!r}, expected one of {names}")
-        if not isinstance(recipe, NVFP4WeightOnly):
-            found, expected = ((one.slots().weight.element, one.slots().weight.scope) for one in (recipe, default))
-            if found != expected:
-                raise RecipeError(f"{recipe} stores weights as {found}, expected {expected}, as checkpoints have them")
+        if (wrong := other_values(recipe, default)) is not None:
+            raise RecipeError(
+                f"an entry of load_quantized's recipes is {recipe}, expected one that checkpoints have: {wrong}"
+            )
         chosen[type(recipe)] = recipe
     return chosen
 
@@ -197,7 +200,7 @@ class _Loading:
         (n, k), device, recipe = shape, self._device(like), self.recipes[type(of.recipe)]
         parts = tuple(self.checkpoint.read(key).to(device) for key in piece.keys)
         plain = torch.empty(shape, dtype=like.dtype, device=device)
-        step = max(1, formats.CHUNK // (ROWS_OF_BLOCK * k)) * ROWS_OF_BLOCK
+        step = max(1, nvfp4.CHUNK // (ROWS_OF_BLOCK * k)) * ROWS_OF_BLOCK
         for first in range(0, n, step):
             rows = plain[first : first + step]
             some = of.stored(of.rows(parts, n, first, step), recipe)

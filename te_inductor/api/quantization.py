@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +17,16 @@ from te_inductor.ops.stored_weight import StoredWeight, as_parameter, kind_of, s
 from te_inductor.passes.graph.module_path import without_wrappers
 from te_inductor.passes.pre_grad.decide.policy import Policy
 from te_inductor.passes.pre_grad.sites import requirements
-from te_inductor.presentation.paths import HIDDEN, names_of
+from te_inductor.presentation.paths import HIDDEN, grouped, names_of
 from te_inductor.recipes import Recipe
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUTERS = frozenset(("gate", "router"))  # what models call them
 CONTAINERS = (nn.ParameterDict, nn.ParameterList)
+# Layers of one module that engines multiply as one matrix, which has one scale of the tensor. Source: vLLM,
+# packed_modules_mapping of its models.
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("q_a_proj", "kv_a_proj_with_mqa"))
 
 
 @dataclass(frozen=True)
@@ -57,10 +60,15 @@ class MultipliedWeight:
         rows, columns = self.weight.shape[-2:]
         return (None, columns, rows) if self.weight.dim() == 3 and self.transposed else (None, rows, columns)
 
-    def stored(self, recipe: Recipe) -> nn.Parameter:
+    def stored(self, recipe: Recipe, *shared: Any) -> nn.Parameter:
+        """The weight as it is stored, with what it shares with others."""
         with torch.no_grad():
             weight = self.weight.detach()
-            made = stored_experts.store(weight, recipe, self.transposed) if weight.dim() == 3 else store(weight, recipe)
+            made = (
+                stored_experts.store(weight, recipe, self.transposed)
+                if weight.dim() == 3
+                else store(weight, recipe, *shared)
+            )
             return as_parameter(made)
 
 
@@ -79,6 +87,9 @@ def quantize_(
         policy: as the compile option: {module-path glob or function: recipe or "none"}, the first that matches wins; a
             function is given None for M. Experts' parameters are named by the module's path or their own.
         fallback: "warn", "error" or "silent", where a layer's weight cannot be stored so or an entry matches nothing.
+
+    NVFP4 weights that serving engines multiply as one matrix, those of q, k and v and of gate and up by their names
+    (`q_proj`, `gate_proj`, …), get one scale of the tensor, that of the largest amax.
 
     Experts' parameters are those of three dimensions of modules whose path or class has "expert" in it, (E, N, K) or
     (E, K, N), and those that a policy entry names in full. A router's weight is stored only if an entry names it. FP8
@@ -159,11 +170,39 @@ def is_router(path: str, parent: nn.Module) -> bool:
 def _replace(chosen: Sequence[tuple[MultipliedWeight, Recipe]]) -> None:
     """One after the other, so that two forms of one weight are all that memory has to hold besides the model."""
     done: dict[Tensor, nn.Parameter] = {}
-    for held, recipe in chosen:
-        weight = held.weight
-        if weight not in done:
-            done[weight] = held.stored(recipe)
-        setattr(held.module, held.parameter, done[weight])
+    for together in multiplied_as_one(chosen):
+        shared = shared_by(together)
+        for held, recipe in together:
+            weight = held.weight
+            if weight not in done:
+                done[weight] = held.stored(recipe, *shared)
+            setattr(held.module, held.parameter, done[weight])
+
+
+def shared_by(together: Sequence[tuple[MultipliedWeight, Recipe]]) -> tuple[Any, ...]:
+    """What weights share that are multiplied as one matrix."""
+    with torch.no_grad():
+        return kind_of(together[0][1]).shared([held.weight.detach() for held, _ in together]) if together[1:] else ()
+
+
+def fused(name: str) -> tuple[str, tuple[str, ...]] | None:
+    """The module and the layers with which a layer's weight, by its name, is multiplied as one matrix."""
+    module, _, layer = name.removesuffix(".weight").rpartition(".")
+    return next(((module, layers) for layers in FUSED if layer in layers), None)
+
+
+def multiplied_as_one(
+    chosen: Sequence[tuple[MultipliedWeight, Recipe]],
+) -> Iterator[list[tuple[MultipliedWeight, Recipe]]]:
+    """The weights in groups of those that are one matrix to engines, in the order of the first of each."""
+
+    def key(place: int) -> object:
+        held, recipe = chosen[place]
+        layers = fused(held.names[0]) if held.weight.dim() == 2 else None
+        return (layers, recipe) if layers else place
+
+    for places in grouped(range(len(chosen)), key).values():
+        yield [chosen[place] for place in places]
 
 
 def _owners(model: nn.Module) -> dict[Tensor, list[nn.Module]]:

@@ -41,22 +41,35 @@ _TURNS: tuple[tuple[tuple[int, int], ...], ...] = (
 _WORD = 0xFFFFFFFF
 
 
+def amax_of(weight: Tensor) -> Tensor:  # (N, K) -> () fp32
+    """The amax that a weight's scale of the tensor is made of."""
+    _, amaxes = _blocks(weight)
+    return torch.where(amaxes.isfinite(), amaxes, 0.0).amax()
+
+
+def _blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The blocks of 16 values, (N, K/16, 16), with zeros behind the last of a row, and the amax of each."""
+    missing = -weight.shape[1] % BLOCK
+    x = (F.pad(weight, (0, missing)) if missing else weight).float()
+    blocks = x.view(x.shape[0], x.shape[1] // BLOCK, BLOCK)
+    return blocks, blocks.abs().amax(-1)
+
+
 def quantize(
     weight: Tensor,  # (N, K)
+    amax: Tensor | None = None,  # () fp32, of all weights that have the tensor's scale; None: of this one
 ) -> tuple[
     Tensor, Tensor, Tensor
 ]:  # codes (N, K padded to 16) uint8, block scales (N, K/16) e4m3, tensor scale () fp32
     """Codes are E2M1's four bits. docs/numerics.md states the arithmetic, as for NVFP4's inputs in training, but for
     what is not finite: it makes its block's scale NaN, and counts for no other's."""
-    missing = -weight.shape[1] % BLOCK
-    x = (F.pad(weight, (0, missing)) if missing else weight).float()
-    blocks = x.view(x.shape[0], x.shape[1] // BLOCK, BLOCK)
-    amaxes = blocks.abs().amax(-1)
+    blocks, amaxes = _blocks(weight)
     finite = amaxes.isfinite()
-    amax = torch.where(finite, amaxes, 0.0).amax()
+    if amax is None:
+        amax = torch.where(finite, amaxes, 0.0).amax()
     factor, block_scale = arithmetic.encode(TORCH, amaxes, QUANTIZER, amax)
     block_scale = torch.where(finite, block_scale.float(), torch.nan).to(block_scale.dtype)  # E2M1 has no NaN
-    codes = microscaling.cast_e2m1(blocks * factor[..., None]).view(x.shape)
+    codes = microscaling.cast_e2m1(blocks * factor[..., None]).flatten(1)
     return codes, block_scale, 1.0 / arithmetic.first_encode_scale(TORCH, amax, QUANTIZER)
 
 

@@ -74,6 +74,11 @@ class StoredWeight(Tensor):
         raise NotImplementedError
 
     @classmethod
+    def shared(cls, weights: Sequence[Tensor]) -> tuple[Any, ...]:
+        """What `store` is given of weights that are multiplied as one matrix, so that they can be."""
+        return ()
+
+    @classmethod
     def expected_parts(cls, shape: tuple[int, ...], recipe: Recipe, *more: Any) -> Layout:
         """What the parts of a weight of this shape are: as those that `store` makes, of one without values."""
         made = cls.store(torch.empty(shape, dtype=torch.float32, device="meta"), recipe)
@@ -230,9 +235,13 @@ class NVFP4Weight(StoredWeight):
     recipe: NVFP4WeightOnly
 
     @classmethod
-    def store(cls, weight: Tensor, recipe: Recipe, *_: Any) -> "NVFP4Weight":
-        codes, block_scale, tensor_scale = nvfp4.quantize(weight)
+    def store(cls, weight: Tensor, recipe: Recipe, amax: Tensor | None = None) -> "NVFP4Weight":  # type: ignore[override]
+        codes, block_scale, tensor_scale = nvfp4.quantize(weight, amax)
         return cls((nvfp4.store(codes), block_scale, tensor_scale), weight.shape, weight.dtype, recipe)
+
+    @classmethod
+    def shared(cls, weights: Sequence[Tensor]) -> tuple[Any, ...]:
+        return (torch.stack([nvfp4.amax_of(weight) for weight in weights]).amax(),)
 
     def dequantize(self) -> Tensor:  # type: ignore[override]
         return ops_stored.nvfp4_dequantize(*self.parts, self.shape[1], self.dtype)  # type: ignore[no-any-return]
@@ -281,9 +290,9 @@ _KINDS: dict[type[Recipe], type[StoredWeight]] = {
 }
 
 
-def store(weight: Tensor, recipe: Recipe) -> StoredWeight:
-    """The weight (N, K), stored as `recipe` says."""
-    return kind_of(recipe).store(weight, recipe)
+def store(weight: Tensor, recipe: Recipe, *shared: Any) -> StoredWeight:
+    """The weight (N, K), stored as `recipe` says, with what it shares with others."""
+    return kind_of(recipe).store(weight, recipe, *shared)
 
 
 def kind_of(recipe: Recipe) -> type[StoredWeight]:

@@ -10,24 +10,11 @@ from torch import Tensor, nn
 from te_inductor import load_quantized
 from te_inductor.errors import CheckpointError
 from te_inductor.ops.stored_experts import StoredExperts
-from tests.checkpoints import WRITERS, Written, fp8_blocks, fp8_tensor, nvfp4_compressed, nvfp4_modelopt
+from tests.checkpoints import EXPERTS, WRITERS, Written, fp8_blocks, fp8_tensor, nvfp4_compressed, nvfp4_modelopt
+from tests.checkpoints import ExpertsModel as Model
 
-E, N, K = 3, 256, 96
+E, N, K = EXPERTS
 PIECES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-
-
-class Experts(nn.Module):
-    def __init__(self, n: int = N) -> None:
-        super().__init__()
-        self.gate_up_proj = nn.Parameter(torch.randn(E, n, K))
-        self.down_proj = nn.Parameter(torch.randn(E, K, n // 2))
-
-
-class Model(nn.Module):
-    def __init__(self, n: int = N) -> None:
-        super().__init__()
-        self.experts = Experts(n)
-        self.norm = nn.LayerNorm(K)
 
 
 def checkpoint(writer, n: int = N) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

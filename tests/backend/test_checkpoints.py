@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from te_inductor import load_quantized
-from te_inductor.api import checkpoint_formats
+from te_inductor.api.checkpoint_formats import nvfp4 as nvfp4_formats
 from te_inductor.errors import CheckpointError, FallbackError, FallbackWarning, OptionError, RecipeError
 from te_inductor.ops.stored_weight import StoredWeight
 from te_inductor.recipes import Float8BlockScaling, NVFP4WeightOnly
@@ -63,7 +63,7 @@ def assert_unchanged(model: nn.Module, before: dict[str, Tensor]) -> None:
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Makes chunks so small that every weight is converted in several."""
-    monkeypatch.setattr(checkpoint_formats, "CHUNK", 1 << 10)
+    monkeypatch.setattr(nvfp4_formats, "CHUNK", 1 << 10)
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -559,7 +559,7 @@ def test_memory(name, dequantize, tmp_path, monkeypatch):
     Eight layers at once would be more, and so would one as a whole."""
     pytest.importorskip("safetensors")
     chunk, n = 1 << 12, 256
-    monkeypatch.setattr(checkpoint_formats, "CHUNK", chunk)
+    monkeypatch.setattr(nvfp4_formats, "CHUNK", chunk)
 
     def layers() -> nn.Module:
         return nn.Sequential(*(nn.Linear(n, n, bias=False) for _ in range(8)))

@@ -8,7 +8,7 @@ import torch
 pretrained = pytest.importorskip("te_inductor.integrations.pretrained")
 
 import te_inductor  # noqa: E402
-from te_inductor.errors import CheckpointError, OptionError, RecipeError  # noqa: E402
+from te_inductor.errors import CheckpointError, OptionError, RecipeError, StoredWeightError  # noqa: E402
 from te_inductor.ops.stored_weight import StoredWeight  # noqa: E402
 from tests.support.pretrained import assert_same, llama, load, transformers  # noqa: E402
 
@@ -18,6 +18,7 @@ from tests.support.pretrained import assert_same, llama, load, transformers  # n
     ("recipe", "policy"), [("rowwise", {}), ("nvfp4_weight_only", {"lm_head": "block"}), ("current", {"*mlp*": "none"})]
 )
 @pytest.mark.filterwarnings("ignore:te_inductor. lm_head keeps its weight")  # where it is the embedding's
+@pytest.mark.filterwarnings("ignore:te_inductor. lm_head.weight. K is")  # blocks of 64 columns
 def test_a_model_is_stored_as_it_is_loaded_and_saved_as_it_is(recipe, policy, tied, tmp_path):
     llama(tie_word_embeddings=tied).save_pretrained(tmp_path / "plain")
     config = pretrained.StoredWeightsConfig(recipe, policy)
@@ -48,7 +49,8 @@ def test_nothing_is_spent_on_what_is_stored(tmp_path):
 def test_load_quantized_takes_the_recipes_of_the_folder(tmp_path):
     stored = te_inductor.quantize_(llama(), "rowwise", {"lm_head": "none"})
     pretrained.make_savable(stored).save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["quantization_config"]["recipes"] == ["rowwise"]
+    written = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert written["quant_method"] == "compressed-tensors" and written["te_inductor"] == {"recipes": ["rowwise"]}
     assert_same(te_inductor.load_quantized(llama(), tmp_path), stored)
 
 
@@ -61,9 +63,8 @@ def test_what_is_refused(tmp_path):
         pretrained.make_savable(llama())
     with pytest.raises(OptionError, match="expected a PreTrainedModel"):
         pretrained.make_savable(torch.nn.Linear(16, 16))
-    exact = te_inductor.quantize_(llama(), te_inductor.recipes.NVFP4WeightOnly(prefill="exact"))
-    with pytest.raises(RecipeError, match="with its defaults, as"):
-        pretrained.make_savable(exact)
+    with pytest.raises(StoredWeightError, match="found nvfp4_weight_only 40 x 40, expected K as a multiple of 16"):
+        pretrained.make_savable(te_inductor.quantize_(llama(hidden_size=40), "nvfp4_weight_only"))
     folder = tmp_path / "stored"
     pretrained.make_savable(te_inductor.quantize_(llama(), "rowwise")).save_pretrained(folder)
     config = transformers.LlamaConfig.from_pretrained(folder, intermediate_size=48)

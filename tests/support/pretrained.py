@@ -16,7 +16,7 @@ IDS = torch.arange(7).unsqueeze(0)
 
 def llama(**given):
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2, vocab_size=128, **given)
+    config = transformers.LlamaConfig(**SIZES | {"num_key_value_heads": 2, "vocab_size": 128} | given)
     return transformers.LlamaForCausalLM(config).eval()
 
 
