@@ -10,8 +10,9 @@ those (`lowerings/`) beside everything else, so that quantization fuses with the
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -158,7 +159,13 @@ def _start_workers() -> None:
     maybe_warm_pool()
 
 
-def _inductor(plan: Plan, name: str | None) -> Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]:
+class Inductor(Protocol):
+    """Compiles a graph. Where it may, it generates no code for a graph that runs only a few times, and interprets it."""
+
+    def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], runs_seldom: bool = False) -> Callable[..., Any]: ...
+
+
+def _inductor(plan: Plan, name: str | None) -> Inductor:
     """Inductor with the mode's options, the user's, our lowerings, and our passes on its graphs. A graph that holds
     nothing of ours gets plain Inductor: it runs as it would without this backend, no faster and no slower."""
     options = plan.options
@@ -167,11 +174,12 @@ def _inductor(plan: Plan, name: str | None) -> Callable[[fx.GraphModule, Sequenc
     from te_inductor import lowerings
     from te_inductor.ops import flops
     from te_inductor.passes import joint, post_grad
+    from te_inductor.passes.graph import interpreted
     from te_inductor.passes.graph.custom_pass import GraphPass
 
     patches = dict(torch._TorchCompileInductorWrapper(options.mode, dict(options.inductor), None).config)
     if not plan.is_ours:
-        return lambda gm, inputs: compat.compile_fx(gm, inputs, patches, name)
+        return lambda gm, inputs, runs_seldom=False: compat.compile_fx(gm, inputs, patches, name)
     wrap_inner = lowerings.install(options.fallback)
     compat.patch("torch._inductor.config.loop_index_inversion_in_fusion", False, on=patches)
     if plan.experts:
@@ -188,10 +196,12 @@ def _inductor(plan: Plan, name: str | None) -> Callable[[fx.GraphModule, Sequenc
     ):
         patches[place] = GraphPass(patches.get(place, getattr(inductor, place)), passes)
 
-    def compile(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def compile(gm: fx.GraphModule, inputs: Sequence[Any], runs_seldom: bool = False) -> Callable[..., Any]:
+        wrap = (lambda inner: interpreted.interpreting(wrap_inner(inner))) if runs_seldom else wrap_inner
+        cached = compat.without_graph_cache() if runs_seldom else nullcontext()
         try:
-            with flops.weighed(), compat.saving_a_minimum_cut():
-                return compat.compile_fx(gm, inputs, patches, name, wrap_inner)  # type: ignore[no-any-return]
+            with flops.weighed(), compat.saving_a_minimum_cut(), cached:
+                return compat.compile_fx(gm, inputs, patches, name, wrap)  # type: ignore[no-any-return]
         except Exception as error:
             if not _is_of_files(error):
                 raise
@@ -212,7 +222,7 @@ def _is_of_files(error: BaseException | None) -> bool:
 
 def _compile_or_restore(
     plan: Plan,
-    inductor: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]],
+    inductor: Inductor,
     originals: Mapping[fx.GraphModule, fx.Graph],
 ) -> Callable[..., Any]:
     """Compile the rewritten graph; if that fails, the graph as the user wrote it, with the traceback in a warning."""
@@ -234,17 +244,18 @@ def _compile_or_restore(
     return compiled
 
 
-def _first_step(
-    plan: Plan, inductor: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]], inputs: Sequence[Any]
-) -> Callable[..., Any] | None:
+def _first_step(plan: Plan, inductor: Inductor, inputs: Sequence[Any]) -> Callable[..., Any] | None:
     """What runs where delayed scaling has no history: Note [A first step]."""
-    if plan.outcome.state is None:
+    state = plan.outcome.state
+    if state is None:
         return None
     graph = first_step.of(plan.gm)
-    if not plan.outcome.state.may_lack_history(plan.inputs):
-        return plan.outcome.state.count_first_steps(plan.gm, graph.forward)
+    if not state.may_lack_history(plan.inputs):
+        return state.count_first_steps(plan.gm, graph.forward)
+    runs_seldom = not state.has_many_first_steps
     with compat.traced_beside():
-        return inductor(graph, inputs)
+        first = inductor(graph, inputs, runs_seldom)
+    return state.count_first_steps(plan.gm, first) if runs_seldom else first
 
 
 def _without_us(plan: Plan, report: Report) -> Report:

@@ -36,6 +36,7 @@ from te_inductor.compat.inductor import (
     flex_constants,
     size_hint,
     width_of_right_vectors,
+    without_graph_cache,
 )
 from te_inductor.compat.partitioner import let_marks_be_saved, saving_a_minimum_cut
 from te_inductor.compat.patches import PATCHES, Patch, patch

@@ -6,6 +6,7 @@ import inspect
 import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -51,6 +52,13 @@ def compile_fx(
     if named and "compile_region_name" not in inspect.signature(inductor).parameters:
         named = {}
     return inductor(gm, inputs, wrap_inner(compile_fx_inner), config_patches=dict(patches), **named)
+
+
+def without_graph_cache() -> AbstractContextManager[None]:
+    """AOTAutograd's cache looks up no graph, and keeps none: it can write only graphs that Inductor has compiled."""
+    from torch._functorch import config
+
+    return config.patch(enable_autograd_cache=False)  # type: ignore[no-any-return]
 
 
 @functools.cache

@@ -36,3 +36,9 @@ def is_wrapped(node: fx.Node) -> bool:
     return any(
         isinstance(one, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(one) for one in results
     )
+
+
+def bytes_of(tensor: torch.Tensor) -> int:
+    """The bytes of a fake tensor's elements; of symbolic sizes at a likely value."""
+    count: Any = tensor.numel()
+    return tensor.itemsize * (int(count.node.hint or 0) if isinstance(count, torch.SymInt) else count)

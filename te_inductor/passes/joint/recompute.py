@@ -33,6 +33,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from te_inductor import compat, ops
 from te_inductor.lowerings.codegen.block_tiles import may_be_held
 from te_inductor.passes.graph.node_kinds import is_cast, is_pointwise, is_view, tensor_of
+from te_inductor.passes.graph.values import bytes_of
 from te_inductor.passes.graph.walks import reached
 from te_inductor.recipes import Gemm, Quantizer
 from te_inductor.recipes.formats import Scope
@@ -152,7 +153,7 @@ def _release_weights(graph: fx.Graph, backward: set[fx.Node], available: set[fx.
         if node.target not in _CASTS or node in backward or "recompute" in node.meta:
             continue
         copies = [user for user in node.users if _is_item(user)] or [node]
-        size = sum(_bytes(copy) for copy in copies if not backward.isdisjoint(copy.users))
+        size = sum(bytes_of(copy.meta["val"]) for copy in copies if not backward.isdisjoint(copy.users))
         sources = _sources(node)
         if size and _is_dgrads(node, sources):
             weights.append(node)
@@ -177,7 +178,7 @@ def _spared(source: fx.Node, backward: set[fx.Node], available: set[fx.Node]) ->
     views = reached([source], lambda node: [user for user in node.users if user not in backward and is_view(user)])
     readers = (user for node in views for user in node.users if user not in backward and user not in views)
     masks = (user for user in readers if "recompute" not in user.meta and _is_mask(user, backward))
-    return _bytes(source) - sum(map(_bytes, masks))
+    return bytes_of(source.meta["val"]) - sum(bytes_of(mask.meta["val"]) for mask in masks)
 
 
 def _is_mask(node: fx.Node, backward: set[fx.Node]) -> bool:
@@ -224,13 +225,6 @@ def _sources(cast: fx.Node) -> list[fx.Node]:
 
 def _is_item(node: fx.Node) -> bool:
     return node.target is operator.getitem
-
-
-def _bytes(node: fx.Node) -> int:
-    """The bytes of a tensor; of symbolic sizes at a likely value."""
-    value = node.meta["val"]
-    count: Any = value.numel()
-    return value.itemsize * (int(count.node.hint or 0) if isinstance(count, torch.SymInt) else count)
 
 
 def _is_of_weight(cast: fx.Node, sources: Sequence[fx.Node]) -> bool:

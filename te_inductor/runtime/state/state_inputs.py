@@ -18,7 +18,7 @@ from te_inductor import compat
 from te_inductor.diagnostics import COMPUTED_AGAIN, misfitting, say, without_amaxes, without_state
 from te_inductor.distributed import agreement
 from te_inductor.distributed.agreement import Agreement
-from te_inductor.distributed.amax_groups import AmaxGroup
+from te_inductor.distributed.amax_groups import AmaxGroup, several_ranks
 from te_inductor.distributed.decisions import FormChoice, choice_of
 from te_inductor.runtime.extra_inputs import ExtraInputs, GraphCall
 from te_inductor.runtime.state import resumed
@@ -36,7 +36,7 @@ from te_inductor.runtime.state.store import (
 from te_inductor.tensor_tables import TensorGroups
 
 MANY_CALLS = 256  # in which some amax should have been recorded, whatever the number of microbatches in flight
-FEW_CALLS = 4  # by the eager runtime
+FEW_CALLS = 8  # without generated code
 _first_steps_recur = False  # whether some graph had more than that
 
 
@@ -110,7 +110,7 @@ class StateInputs(ExtraInputs):
     exchanging: list[StateReader] = field(default_factory=list)  # of layers that exchange tensors with other ranks
     groups: set[AmaxGroup] = field(default_factory=set)  # of these ranks
     updated: list[list[StateInput]] = field(default_factory=list)  # the quantizers of each update, which counts misfits
-    first_calls: int = 0  # first steps without a compiled graph
+    first_calls: int = 0  # first steps for which no code was generated
     _found: TensorGroups[_FoundStates] = field(default_factory=TensorGroups)  # by the parameters
     _said_again: bool = False
 
@@ -226,9 +226,15 @@ class StateInputs(ExtraInputs):
                 return True
         return False
 
+    @property
+    def has_many_first_steps(self) -> bool:
+        """Whether first steps are worth generated code: where some graph had many, and where there are other ranks, of
+        which one alone would find that it has, and compile while the others wait for it."""
+        return _first_steps_recur or bool(self.exchanging) or several_ranks()
+
     def count_first_steps(self, graph: fx.GraphModule, first: Callable[..., Any]) -> Callable[..., Any]:
-        """What runs first steps where nobody has compiled a graph for them. Where there are more than a few, Dynamo
-        compiles the graph again, now with one for them."""
+        """What runs first steps where no code was generated for them. Where there are more than a few, Dynamo compiles
+        the graph again, now with code for them."""
 
         def counted(*inputs: Any) -> Any:
             global _first_steps_recur

@@ -1,0 +1,106 @@
+"""Graphs that run by the eager kernels of their operators, for which no code is generated.
+
+A graph that runs once or twice, as that of a first step under delayed scaling, costs more to compile than to run. Such a
+graph is traced and partitioned like any other, so that its backward keeps what a compiled one would keep, and then each of
+its nodes is run by itself. That takes more memory while it runs, as each operator writes what it computes, and it is wrong
+where an operator's eager kernel means something else than its generated code. `interpreting` compiles a graph after all
+where either of these is so."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+
+from te_inductor.passes.graph.values import bytes_of
+from te_inductor.passes.graph.writes import written_by
+
+# A graph's own tensors may take this part of the memory that is free when it is compiled.
+SHARE_OF_FREE_MEMORY = 0.5
+
+
+def interpreting(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a compiler of single graphs, forward and backward of one trace, that interprets those that it may and
+    gives `compile_graph` the others. A forward that is compiled chooses the strides of what it keeps, so that the backward
+    behind it is compiled as well."""
+    compiles = False
+
+    def compile(gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+        nonlocal compiles
+        compiles = compiles or bool(options.get("cudagraphs")) or not (means_the_same(gm) and fits(gm))
+        return compile_graph(gm, inputs, **options) if compiles else _interpreter(gm)
+
+    return compile
+
+
+def means_the_same(gm: fx.GraphModule) -> bool:
+    """Whether the eager kernels of a graph compute what its generated code does. Inductor's random numbers follow from a
+    seed that their eager kernels do not read, so that a backward would draw other ones; collectives of generated code may
+    come in another order than a graph's, and other ranks may have compiled theirs; and most operators of higher order are
+    correct, but as slow and large as the programs that they stand for, such as attention with all of its scores."""
+    return all(_means_the_same(node.target) for node in gm.graph.nodes if node.op == "call_function")
+
+
+def _means_the_same(target: Any) -> bool:
+    if isinstance(target, HigherOrderOperator):
+        return target.name() in _WRITES
+    if isinstance(target, OpOverload):
+        return target.namespace in ("aten", "te_inductor") or (
+            target.namespace == "prims" and not target._opname.startswith("inductor_")
+        )
+    return True  # Python's operators on sizes, and parts of several results
+
+
+_WRITES = ("auto_functionalized", "auto_functionalized_v2")
+
+
+def fits(gm: fx.GraphModule) -> bool:
+    """Whether the memory that is free on each GPU holds what the graph's nodes write, with room to spare."""
+    values = [one for node in gm.graph.nodes for one in pytree.tree_leaves(node.meta.get("val"))]
+    devices = {one.device for one in values if isinstance(one, torch.Tensor) and one.is_cuda}
+    return all(most_written(gm, device) <= SHARE_OF_FREE_MEMORY * _free(device) for device in devices)
+
+
+def _free(device: torch.device) -> int:
+    """The bytes that torch's allocator can give."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def most_written(gm: fx.GraphModule, device: torch.device) -> int:
+    """The most bytes that the results of nodes take at once, each until its last use."""
+    last = {
+        memory: node for node in gm.graph.nodes for used in node.all_input_nodes for memory in _written(used, device)
+    }
+    given = {memory for node in gm.graph.find_nodes(op="placeholder") for memory in _written(node, device)}
+    alive: dict[StorageWeakRef, int] = {}
+    most = 0
+    for node in gm.graph.nodes:
+        alive |= {memory: size for memory, size in _written(node, device).items() if memory not in given}
+        most = max(most, sum(alive.values()))
+        alive = {memory: size for memory, size in alive.items() if last.get(memory, node) is not node}
+    return most
+
+
+def _written(node: fx.Node, device: torch.device) -> dict[StorageWeakRef, int]:
+    """The memory behind a node's results on a device, and its bytes."""
+    tensors = [one for one in pytree.tree_leaves(node.meta.get("val")) if isinstance(one, torch.Tensor)]
+    return {StorageWeakRef(one.untyped_storage()): bytes_of(one) for one in tensors if one.device == device}
+
+
+def _interpreter(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    """Runs a graph node by node. Generated code writes an input without a word to autograd, which is told of it by
+    AOTAutograd where it has to be; so does this, as a backward may write state that another forward's has kept."""
+    places = {node: place for place, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
+    written = sorted({places[one] for node in gm.graph.nodes for one in written_by(node) if one in places})
+
+    def run(inputs: list[Any]) -> Any:
+        with _unsafe_preserve_version_counter(tuple(inputs[place] for place in written)):
+            return fx.Interpreter(gm).boxed_run(inputs)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run

@@ -1,0 +1,115 @@
+"""Graphs that run by the eager kernels of their operators, which those of a first step do: passes/graph/interpreted.py."""
+
+import pytest
+import torch
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention.flex_attention import flex_attention
+
+from te_inductor.passes.graph import interpreted
+from te_inductor.runtime.state import state_inputs
+from tests.backend.delayed_programs import te
+from tests.support.first_steps import Residual, errors
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """The graphs that were interpreted, and those whose code was generated, each by its number of nodes."""
+    from te_inductor import lowerings
+
+    found = {"interpreted": [], "compiled": []}
+    run, install = interpreted._interpreter, lowerings.install
+
+    def installed(*args):
+        wrap = install(*args)
+
+        def noted(inner):
+            return wrap(lambda gm, *args, **more: (found["compiled"].append(gm), inner(gm, *args, **more))[1])
+
+        return noted
+
+    monkeypatch.setattr(interpreted, "_interpreter", lambda gm: (found["interpreted"].append(gm), run(gm))[1])
+    monkeypatch.setattr(lowerings, "install", installed)
+    monkeypatch.setattr(state_inputs, "_first_steps_recur", False)
+    torch._dynamo.reset()
+    return found
+
+
+def gradients(run, model, x):
+    model.zero_grad()
+    (run(x).float().square().mean() * 2.0**-20).backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def test_code_is_generated_for_later_steps_alone(graphs):
+    model, x = Residual(layers=1).bfloat16(), torch.randn(64, 64, dtype=torch.bfloat16)
+    exact, run = gradients(model, model, x), te(model)
+    for _ in range(3):
+        assert max(errors(gradients(run, model, x), exact)) < 0.2
+    assert {kind: len(found) for kind, found in graphs.items()} == {"interpreted": 2, "compiled": 2}
+
+
+class Dropped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return nn.functional.dropout(self.first(x), 0.5), self.last(x)
+
+
+def test_a_first_step_with_dropout_is_compiled(graphs):
+    """Inductor writes random numbers that follow from a seed, which the backward computes again."""
+    model, x = Dropped(), torch.randn(64, 64)
+    dropped, _ = te(model)(x)
+    dropped.sum().backward()
+    kept = (dropped != 0).double()
+    assert 0.4 < kept.mean() < 0.6
+    torch.testing.assert_close(model.first.bias.grad.double(), 2 * kept.sum(0), rtol=0.1, atol=1.0)
+    assert not graphs["interpreted"] and len(graphs["compiled"]) == 3  # of later steps the forward
+
+
+def test_a_backward_goes_the_way_of_its_forward(monkeypatch):
+    ways = []
+    monkeypatch.setattr(interpreted, "fits", lambda gm: gm.answer)
+    for answers in ((True, True), (True, False), (False, True)):
+        compile, seen = interpreted.interpreting(lambda gm, inputs, **_: "compiled"), []
+        for answer in answers:
+            gm = make_fx(lambda x: x + 1)(torch.ones(2))
+            gm.answer = answer
+            seen.append(compile(gm, [], is_backward=bool(seen)))
+        ways.append([way == "compiled" for way in seen])
+    assert ways == [[False, False], [False, True], [True, True]]
+
+
+def test_operators_that_eager_kernels_compute_otherwise():
+    from torch._inductor import inductor_prims
+
+    x = torch.randn(1, 1, 128, 16)
+    assert interpreted.means_the_same(make_fx(lambda x: x.softmax(-1) @ x.mT)(x))
+    drawn = make_fx(lambda x: x * inductor_prims.random([128, 16], inductor_prims.seed(x.device), "rand"))(x)
+    assert not interpreted.means_the_same(drawn)
+    attention = make_fx(lambda x: flex_attention(x, x, x))(x)
+    assert not interpreted.means_the_same(attention)
+
+
+def test_the_memory_that_a_graph_writes():
+    """Two results live at once, a view takes nothing, and neither does what nobody reads, once it is written."""
+
+    def program(x):
+        a = x + 1
+        (a * 5).view(-1)
+        b = a.view(2, -1) * 2
+        return (b.view(-1) * 3)[:1].clone()
+
+    x = torch.randn(1000)
+    gm = make_fx(program, tracing_mode="fake")(x)
+    assert interpreted.most_written(gm, x.device) == 2 * 4000
+
+
+def test_other_ranks_keep_generated_code(monkeypatch):
+    inputs = state_inputs.StateInputs("warn")
+    monkeypatch.setattr(state_inputs, "_first_steps_recur", False)
+    assert not inputs.has_many_first_steps
+    monkeypatch.setattr(state_inputs, "several_ranks", lambda: True)
+    assert inputs.has_many_first_steps
