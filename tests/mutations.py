@@ -7,6 +7,7 @@ A mutation is found by the text that it replaces, which occurs once in the packa
 a fault is missed, or a mutation's text is no more to be found."""
 
 import argparse
+import functools
 import os
 import shutil
 import subprocess
@@ -100,6 +101,37 @@ MUTATIONS = [
         "column = copies([x * each], 0, of_x, None, rowwise=False, columnwise=True)[1]",
         "column = copies([x], 0, of_x, None, rowwise=False, columnwise=True)[1]",
         ("tests/numerics/test_output_loss.py",),
+    ),
+    Mutation(
+        "tokens without a label have a gradient",
+        "return dz * slope if kept is None else torch.where(kept[:, None], dz * slope, 0.0)",
+        "return dz * slope",
+        ("tests/numerics/test_output_loss.py",),
+    ),
+    # attention, and other forms of layers
+    Mutation(
+        "a strict condition of a mask holds on its border",
+        "sympy.expand(below - above + (1 if isinstance(condition, sympy.Lt) else 0))",
+        "sympy.expand(below - above)",
+        ("tests/backend/test_attention_masks.py",),
+    ),
+    Mutation(
+        "a query whose keys all have the smallest number attends to none",
+        "return True if filled is not None and filled == sympy.Rational(torch.finfo(dtype).min) else None",
+        "return False if filled is not None and filled == sympy.Rational(torch.finfo(dtype).min) else None",
+        ("tests/backend/test_attention_bias.py", "tests/backend/test_attention_masks.py"),
+    ),
+    Mutation(
+        "a block of scores is what its first place is",
+        "last = (first + block - 1).clamp(max=length - 1)",
+        "last = first",
+        ("tests/backend/test_attention_sizes.py", "-k", "borders"),
+    ),
+    Mutation(
+        "a convolution whose channels are not last is a layer",
+        """return is_of_one_element(node) and all(map(has_channels_last, (value(operands(node)["input"]), value(node))))""",
+        "return is_of_one_element(node)",
+        ("tests/backend/test_convolutions.py",),
     ),
     # launches
     Mutation(
@@ -455,9 +487,14 @@ MUTATIONS = [
 ]
 
 
+@functools.cache
+def _sources(package: Path) -> dict[Path, str]:
+    return {path: path.read_text() for path in package.rglob("*.py")}
+
+
 def place_of(text: str, package: Path) -> Path | None:
     """The one module that has it, once."""
-    found = [path for path in package.rglob("*.py") for _ in range(path.read_text().count(text))]
+    found = [path for path, source in _sources(package).items() for _ in range(source.count(text))]
     return found[0] if len(found) == 1 else None
 
 

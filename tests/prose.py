@@ -38,9 +38,11 @@ class Opening(NamedTuple):
 
 def docstrings(path: Path) -> Iterator[Opening]:
     """The openings of a file's docstrings."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    waiting: list[ast.AST] = [ast.parse(path.read_text())]
+    for node in waiting:  # which grows by the statements inside of each
         if isinstance(node, DOCUMENTED) and (text := ast.get_docstring(node)):
             yield Opening(path, node.body[0].lineno, text)
+        waiting += [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr)]
 
 
 def comments(path: Path) -> Iterator[Opening]:

@@ -197,7 +197,7 @@ def cells(row: str) -> list[str]:
 
 
 def test_the_page_has_what_list_options_has():
-    """Behind a colon a row may say more of a value."""
+    """A row may say more of a value behind a colon."""
     rows = [cells(line) for line in PAGE.read_text().splitlines() if line.startswith("| `")]
     table = {row[0]: row[1:] for row in rows if len(row) == 4}
     assert list(table) == [option.name for option in list_options()]
@@ -222,7 +222,7 @@ def test_the_types_of_options_are_those_that_are_read():
 
 
 def test_a_directory_of_what_is_public():
-    """Also of what no use has loaded yet, and nothing else."""
+    """It lists what no use has loaded yet, too, and nothing else."""
     assert {name for name in dir(te_inductor) if not name.startswith("__")} | {"__version__"} == set(
         te_inductor.__all__
     )

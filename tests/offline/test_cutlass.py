@@ -120,9 +120,9 @@ def test_an_activation_and_its_cast_are_the_gemm_s(tmp_path):
 
 def kernels(arch: str) -> list[Kernel]:
     """One a tile and a kind; on Hopper one a kind, as those are built and launched on the GPU too, those that add, and
-    those with scales of blocks. "some of 90" has each kind of operands and of epilogue once."""
+    those with scales of blocks. "some of 90" has each kind of scales once, and each kind of epilogue."""
     if arch == "some of 90":
-        return [kernels("90")[0], *(kernel for kernel in hoppers() if kernel.cluster_m * kernel.cluster_n > 1)]
+        return list({kernel.scope: kernel for kernel in reversed(hoppers())}.values())
     return [
         kernel_of(tile, arch, a, b, BF16, scope, bias, fast)
         for (candidate, fast), tiles in template.CANDIDATES.items()
@@ -160,8 +160,8 @@ def hoppers() -> list[Kernel]:
     formats = {"1x128": (E5M2, E4M3, BF16), "128x128": (E4M3, E5M2, torch.float16)}
     pairs = zip(template.BLOCK_TILES, formats.items(), strict=False)
     return [
-        *adding,
         *quantizing,
+        *adding,
         *(kernel_of(tile, "90", *dtypes, scope, False, False) for tile, (scope, dtypes) in pairs),
     ]
 
