@@ -102,7 +102,7 @@ class GraphMemory:
 
 
 def memory_of(plan: Plan) -> GraphMemory:
-    """That of a graph that was decided about."""
+    """The memory of a graph that was decided about."""
     held = {id(one): one for one in plan.inputs if isinstance(one, nn.Parameter)}
     known = all(hint(site.match.sizes[0]) is not None for site in plan.candidates)
     return GraphMemory(held, round(memory_rule.balance(plan)) if known else None)

@@ -26,7 +26,7 @@ __all__ = ["Limits", "Rates", "Target", "by_name", "multiprocessors", "of", "rat
 FAMILIES = (sm90, sm100, sm120)
 _known: dict[torch.device, Target] = {}  # CUDA's, which are asked once
 CUDA = "13.0"  # of a device that is not here, where torch is built without
-# By name, what torch would say of devices (`torch.cuda.get_device_properties`), of those who are asked about elsewhere.
+# What `torch.cuda.get_device_properties` would say of devices that are asked about elsewhere, by their names.
 PROPERTIES = {
     "h100": ("NVIDIA H100 80GB HBM3", (9, 0), 132, 232448, 50 * 2**20),
     "h200": ("NVIDIA H200", (9, 0), 132, 232448, 50 * 2**20),
@@ -60,7 +60,7 @@ def rates_of(device: torch.device) -> Rates | None:
 
 
 def rates_in(target: Target) -> Rates | None:
-    """Those of a target, by its product."""
+    """The rates of a target, by its product."""
     return next((rates for rates in target.rates if target.product.startswith(rates.product)), None)
 
 

@@ -62,7 +62,7 @@ def test_a_device_without_rates():
 
 
 def test_the_same_of_a_model_on_the_cpu():
-    """Which runs there once, and is decided about as if it were on the device."""
+    """It runs there once, and is decided about as if it were on the device."""
     small = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 256))
     given = torch.randn(64, 256, requires_grad=True)
     options = {"policy": {"*": "rowwise"}}
