@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
 
+from packaging.version import Version
+
 MINIMUM = {
     "accelerate": "1.10.0",
     "lightning": "2.4.0",
@@ -27,7 +29,7 @@ def require(package: str) -> None:
         found = metadata.version(package)
     except metadata.PackageNotFoundError:
         raise ImportError(f"{package} is not installed, expected {minimum} or later; pip install {package}") from None
-    if _numbers(found) < _numbers(minimum):
+    if Version(found).release[:2] < Version(minimum).release[:2]:  # a minor version tells, also of 5.17.0.dev0
         raise ImportError(
             f"{package} is {found}, expected {minimum} or later; upgrade it, or compile the model before the framework"
             ' has it: model.compile(backend="te")'
@@ -49,8 +51,3 @@ def parts_of(package: str) -> Iterator[None]:
             f"{package} {metadata.version(package)} lacks a part that version {MINIMUM[package]} has ({error}), expected a"
             f" version between that and this; until te_inductor knows this one: {_REMEDIES.get(package, _REMEDY)}"
         ) from error
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """(5, 17) of 5.17.0.dev0: a minor version tells, and what follows it may be no number."""
-    return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in version.split(".")[:2])

@@ -3,20 +3,22 @@
 import functools
 from importlib import metadata
 
+from packaging.specifiers import SpecifierSet
+
 # What a built kernel depends on. quack's epilogue functions are no stable interface: one minor version.
-REQUIRED = {"nvidia-cutlass-dsl": ("4.8", "5"), "quack-kernels": ("0.6.5", "0.7"), "apache-tvm-ffi": ("0.1.6", "0.2")}
+REQUIRED = {"nvidia-cutlass-dsl": ">=4.8, <5", "quack-kernels": ">=0.6.5, <0.7", "apache-tvm-ffi": ">=0.1.6, <0.2"}
 
 
 @functools.cache
 def missing() -> str | None:
     """Why CUTLASS cannot be used here, None where it can. Imports nothing of it."""
-    for name, (least, below) in REQUIRED.items():
+    for name, accepted in REQUIRED.items():
         try:
             found = metadata.version(name)
         except metadata.PackageNotFoundError:
             return f"{name} is not installed; pip install 'te-inductor[cutlass]'"
-        if not _numbers(least) <= _numbers(found) < _numbers(below):
-            return f"{name} {found} is installed, expected >= {least}, < {below}; pip install 'te-inductor[cutlass]'"
+        if not SpecifierSet(accepted).contains(found, prereleases=True):
+            return f"{name} {found} is installed, expected {accepted}; pip install 'te-inductor[cutlass]'"
     return None
 
 
@@ -28,7 +30,3 @@ def identity() -> tuple[str, ...]:
 def versions() -> tuple[str, ...]:
     """The versions for the keys of built kernels."""
     return tuple(f"{name} {metadata.version(name)} {metadata.distribution(name).locate_file('')}" for name in REQUIRED)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
