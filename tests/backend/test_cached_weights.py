@@ -19,7 +19,7 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from te_inductor import explain, load_state_dict, state_dict
+from te_inductor import explain, load_state_dict, state_dict, targets
 from te_inductor.errors import FallbackError, FallbackWarning, OptionError
 from te_inductor.passes.pre_grad.decide import cached_weights as decide
 from te_inductor.recipes import DelayedScaling, Float8BlockScaling, Quantizer, Slots
@@ -381,7 +381,8 @@ def test_blocks_that_choose_are_cast_at_each_call_on_a_gpu():
     with FakeTensorMode():
         weight = SimpleNamespace(meta={"example_value": torch.empty(32, 32, device="cuda")})
     match = SimpleNamespace(parts=(), weight=weight, first_refusal=lambda ask: None)
-    refusal = decide.refusal(match, slots, None, (), set())
+    with targets.taken_for(targets.by_name("h100")):
+        refusal = decide.refusal(match, slots, None, (), set())
     assert str(refusal) == "the kernel that keeps copies does not choose between 4 and 6"
 
 
