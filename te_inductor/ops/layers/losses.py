@@ -53,15 +53,15 @@ class LossLayers(DenseLayers):
         x, _, *given = inputs
         [labels], weights, biases = self._parts(given)
         dx, dy, ctx.needs = found
-        ctx.save_for_backward(x, labels, dx, dy)
+        ctx.save_for_backward(x, _kept(labels, self.loss), dx, dy)
         ctx.dtypes = weights[0].dtype, biases[0].dtype if biases else None
         ctx.sizes, ctx.turned = [weights[0].shape[0]], is_turned(weights[0])
 
     def backward(self, ctx: Any, *dlosses: Tensor) -> Gradients:
         needed: Needed = ctx.needs
-        x, labels, dx, dy = ctx.saved_tensors
+        x, kept, dx, dy = ctx.saved_tensors
         weight_dtype, bias_dtype = ctx.dtypes
-        each = _of_tokens(dlosses[0], labels, self.loss)
+        each = _of_tokens(dlosses[0], kept)
         element = self.slots.grad_output.format
         dws: Sequence[Tensor | None] = [None]
         if needed.weights:
@@ -104,13 +104,13 @@ class OutputLoss(Operation):
 
     def setup_context(self, ctx: Any, inputs: tuple[Any, ...], found: Any) -> None:
         x, dx, dy, ctx.needs = found
-        ctx.save_for_backward(x, inputs[1], dx, dy)
+        ctx.save_for_backward(x, _kept(inputs[1], self.loss), dx, dy)
         ctx.dtypes = [None if one is None else one.dtype for one in inputs]
 
     def backward(self, ctx: Any, *grads: Tensor) -> Gradients:
-        x, labels, dx, dy = ctx.saved_tensors
+        x, kept, dx, dy = ctx.saved_tensors
         x_dtype, _, weight_dtype, bias_dtype = ctx.dtypes
-        each = _of_tokens(grads[0], labels, self.loss)
+        each = _of_tokens(grads[0], kept)
         return (
             (dx * each).to(x_dtype) if ctx.needs[0] else None,
             None,
@@ -119,9 +119,14 @@ class OutputLoss(Operation):
         )
 
 
-def _of_tokens(dlosses: Tensor, labels: Tensor, loss: Loss) -> Tensor:
+def _kept(labels: Tensor, loss: Loss) -> Tensor | None:
+    """Which tokens have a loss, (N,); None where all have. The labels themselves may change before the backward."""
+    return None if loss.ignored is None else labels != loss.ignored
+
+
+def _of_tokens(dlosses: Tensor, kept: Tensor | None) -> Tensor:
     """The gradients of the losses, (N, 1) fp32; zero of tokens that have none, whatever a program makes of that."""
-    found = dlosses if loss.ignored is None else torch.where(labels != loss.ignored, dlosses, 0.0)
+    found = dlosses if kept is None else torch.where(kept, dlosses, 0.0)
     return found[:, None]
 
 

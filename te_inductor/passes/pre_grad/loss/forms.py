@@ -78,6 +78,8 @@ def _gathered(node: Any) -> tuple[fx.Node, fx.Node] | None:
         return None
     given: dict[str, Any] = dict(zip(("input", "dim", "index"), node.args, strict=False)) | node.kwargs
     source, index = given.get("input"), given.get("index")
+    if given.keys() - {"input", "dim", "index", "sparse_grad"}:  # a result that is written somewhere
+        return None
     if not (is_tensor(source) and is_tensor(index)) or given.get("dim") not in (-1, value(source).dim() - 1):
         return None
     return source, index
@@ -138,6 +140,8 @@ def _log_sums(node: Any) -> tuple[fx.Node, tuple[fx.Node, ...]] | None:
         return None
     given: dict[str, Any] = dict(zip(("input", "dim", "keepdim"), node.args, strict=False)) | node.kwargs
     source, dims = given.get("input"), given.get("dim")
+    if given.keys() - {"input", "dim", "keepdim"}:
+        return None
     [dim] = dims if isinstance(dims, list | tuple) and len(dims) == 1 else [dims]
     return (source, (node,)) if is_tensor(source) and dim in (-1, value(source).dim() - 1) else None
 

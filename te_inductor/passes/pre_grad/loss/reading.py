@@ -88,11 +88,10 @@ def _way(node: Any) -> tuple[fx.Node, tuple[fx.Node, ...]] | None:
     while is_tensor(node):
         if Call.read(node) is not None:
             return node, tuple(reversed(between))
-        operands = [one for one in node.all_input_nodes if is_tensor(one)]
-        if node.op not in ("call_function", "call_method") or len(operands) != 1:
+        if node.op not in ("call_function", "call_method"):
             return None
         between.append(node)
-        [node] = operands
+        node = next((one for one in node.all_input_nodes if is_tensor(one)), None)
     return None
 
 
