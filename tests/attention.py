@@ -10,6 +10,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 from te_inductor import config
 from te_inductor.passes.pre_grad.attention import rewrite, sites
+from te_inductor.passes.pre_grad.match.sites import inline_attention, inline_contractions
 from te_inductor.passes.pre_grad.plan import Plan
 
 MIN = torch.finfo(torch.float32).min
@@ -191,8 +192,8 @@ class Passes:
 
     def __call__(self, gm, inputs):
         plan = Plan(gm, config.parse(self.options), inputs)
-        sites.match_attention(plan)
-        rewrite.rewrite_attention(plan)
+        for each in (inline_attention, inline_contractions, sites.match_attention, rewrite.rewrite_attention):
+            each(plan)
         gm.recompile()
         self.found += plan.outcome.report.attention
         self.graphs += 1

@@ -21,16 +21,16 @@ def _hides_nothing(tensors: Sequence[Tensor], data: str, sizes: Sizes) -> Tensor
 def _block_mask(
     tensors: Sequence[Tensor], like: Tensor, text: str, sizes: Sizes, hides_nothing: Tensor | None = None
 ) -> list[Tensor]:
-    node = predicate.from_text(text)
     if hides_nothing is not None and hides_nothing.item():
-        return predicate.empty_block_mask(node, sizes, like.device)
-    return [one.contiguous() for one in predicate.block_mask(node, tensors, sizes, like.device)]
+        return predicate.empty_block_mask(predicate.from_text(text), sizes, like.device)
+    return _computed_block_mask(tensors, like, text, sizes)
 
 
-def _empty_block_mask(
-    tensors: Sequence[Tensor], like: Tensor, text: str, sizes: Sizes, hides_nothing: Tensor | None = None
+def _computed_block_mask(
+    tensors: Sequence[Tensor], like: Tensor, text: str, sizes: Sizes, _: Tensor | None = None
 ) -> list[Tensor]:
-    return predicate.empty_block_mask(predicate.from_text(text), sizes, like.device)
+    found = predicate.block_mask(predicate.from_text(text), tensors, sizes, like.device)
+    return [one.contiguous() for one in found]
 
 
 # Whether a predicate on tensors holds for all scores: a Boolean on the host, (). Waits for the device.
@@ -38,7 +38,7 @@ hides_nothing = op_of(_hides_nothing, lambda *_: torch.empty((), dtype=torch.boo
 # FlexAttention's block mask of a predicate, on the device of `like`, where it is not computed in the graph: sizes are
 # symbolic, and Inductor cannot divide a kernel over a number of blocks that is not a symbol itself ("CantSplit"); or it is
 # read only where `hides_nothing`, a Boolean on the host, is false.
-block_mask = op_of(_block_mask, _empty_block_mask, name="block_mask")
+block_mask = op_of(_block_mask, _computed_block_mask, name="block_mask")
 attend = op_of(
     masked.attend,
     lambda q, k, v, *_: (masked.like_output(q, v), q.new_empty(q.shape[:3], dtype=torch.float32)),

@@ -40,3 +40,11 @@ def test_forms(case):
         assert "flex_attention" in source and "scaled_dot_product" not in source and "bmm" not in source
     learned = "learned" in case
     assert ("tl.atomic_add" in backward) == learned  # the gradient of the bias, whose table both layers read
+
+
+def test_what_a_call_asks():
+    """It asks once, and computes what it may need once, for all layers, forward and backward."""
+    forward, backward = generate("attention_that_asks", 90).sources
+    for op in ("hides_nothing", "block_mask"):
+        assert (forward.count(f"te_inductor.{op}.default("), backward.count(f"te_inductor.{op}.default(")) == (1, 0)
+    assert forward.count("te_inductor.attend.default(") == backward.count("te_inductor.attend_backward.default(") == 2

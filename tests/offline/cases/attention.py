@@ -108,3 +108,15 @@ def attention_of_wide_queries() -> Case:
     q, k, v = (_heads(8, 1024, width) for width in (192, 192, 128))
     padding = torch.ones(2, 1024, device="cuda", dtype=torch.int64)
     return torch.compile(function, backend="te", fullgraph=True), (q, k, v, padding)
+
+
+def attention_that_asks() -> Case:
+    """Two layers under a padding, of which a call asks whether it hides anything."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor, padding: Tensor) -> Any:
+        i, b = torch.arange(1024, device="cuda"), torch.arange(2, device="cuda")[:, None, None, None]
+        mask = (i[None, :] <= i[:, None]) & padding.bool()[b, i[None, :]]
+        return _attend(_attend(q, k, v, mask), k, v, mask)
+
+    inputs = _heads(8, 1024), _heads(4, 1024), _heads(4, 1024), torch.ones(2, 1024, device="cuda", dtype=torch.int64)
+    return torch.compile(function, backend="te", fullgraph=True), inputs

@@ -62,12 +62,24 @@ class Added:
         return replace(self if other.bias is None else other, masks=self.masks + other.masks)
 
 
+def of_mask(node: fx.Node, reader: Reader, scores: Scores) -> Added | Refusal:
+    """What a mask of torch's attention is: Booleans that say which scores count, or numbers that are added to them."""
+    if value(node).dtype is not torch.bool:
+        return read(node, reader, scores)
+    whole = masks.read(node, reader, scores)
+    return _of_whole(whole) if isinstance(whole, masks.Mask) else whole
+
+
 def read(node: fx.Node, reader: Reader, scores: Scores) -> Added | Refusal:
     """What a tensor is that is added to scores."""
+    if not value(node).dtype.is_floating_point:
+        return Refusal("%s is added to the scores, of %s", reader.told(node), value(node).dtype)
     whole = masks.read(node, reader, scores)
-    if isinstance(whole, masks.Mask):
-        return Added([] if whole.is_full else [Hiding(sympy.And(*whole.conditions), whole.smallest)])
-    if value(node).dtype is torch.bool or reader.is_written(node):
+    if isinstance(whole, masks.Mask) and not value(node).requires_grad:
+        return _of_whole(whole)
+    if isinstance(whole, masks.Mask):  # as of ``x - x.detach()``
+        whole = Refusal("the mask has a gradient")
+    if reader.is_written(node):
         return whole
     if name(node) in ("contiguous", "clone") and is_tensor(node.args[0]):
         return read(node.args[0], reader, scores)  # type: ignore[arg-type]
@@ -75,6 +87,10 @@ def read(node: fx.Node, reader: Reader, scores: Scores) -> Added | Refusal:
     if parts is not None:
         return parts
     return Added(bias=node, unread=whole) if _broadcasts(node, scores) else whole
+
+
+def _of_whole(mask: masks.Mask) -> Added:
+    return Added([] if mask.is_full else [Hiding(sympy.And(*mask.conditions), mask.smallest)])
 
 
 def _sum(node: fx.Node, reader: Reader, scores: Scores) -> Added | None:

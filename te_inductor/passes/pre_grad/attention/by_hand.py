@@ -8,6 +8,7 @@ Scores may have three dimensions, of (batch * heads, L, S), where a model multip
 there are is then read from where it views them as four. They may be written in place: a node is then read as what wrote
 it last before its reader."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,6 +71,8 @@ def match(product: fx.Node, reader: Reader, writes: Writes) -> Written | None:
             _weights(walk.into(last.left, product), walk, reader)
         if not walk.is_closed():
             raise _Unread("something else reads its scores or its weights")
+        if not walk.learns():
+            raise _Unread("a part of it is computed where gradients are off")
     except _Unread as stop:
         found.refusal = stop.refusal
     return found
@@ -147,6 +150,7 @@ def _weights(node: fx.Node, walk: "_Walk", reader: Reader) -> None:
     node = walk.step(node) if has_sinks else node
     if operators.read(node).name != "softmax" or not _is_last(_argument(node, 1, "dim"), node):
         raise _Unread(node)
+    walk.largest = torch.finfo(value(node).dtype).max
     node = _without_largest(walk.step(node), walk)
     if has_sinks:
         pieces = _argument(node, 0, "tensors")
@@ -169,10 +173,11 @@ def _scores(node: fx.Node, walk: "_Walk", reader: Reader) -> None:
         if value(product.added).dim() == 0:
             raise _Unread(node)
         part = added.read(walk.as_scores(product.added, node), reader, scores)
-        _merge(part, product.added, walk, product.beta)
+        _merge(part, product.added, value(product.added).dtype, walk, product.beta)
     found.scale *= product.alpha
     found.read.append(node)
     dtype, turned = value(found.v).dtype, product.right
+    walk.through.append(turned)
     q, k = product.left, turned.args[0] if operators.swaps(turned) else walk.view(turned, "transpose", -1, -2)
     q, k = _uncast(q, dtype, found.read), _uncast(k, dtype, found.read)  # type: ignore[arg-type]
     like = {(value(one).dtype, value(one).device) for one in (q, k, found.v, walk.end)}
@@ -190,7 +195,7 @@ def _masked(node: fx.Node, scores: Scores, walk: "_Walk", reader: Reader) -> fx.
                 mask: Any = node.args[1 - place]
                 if in_place and value(mask).dtype is not value(node).dtype:
                     raise _Unread(node)
-                _merge(added.read(walk.as_scores(mask, node), reader, scores), mask, walk)
+                _merge(added.read(walk.as_scores(mask, node), reader, scores), mask, value(mask).dtype, walk)
                 return walk.step(node, place)
         raise _Unread(node)
     hidden = added.hidden_by(node, scores, reader, lambda mask: walk.as_scores(mask, node))
@@ -200,15 +205,18 @@ def _masked(node: fx.Node, scores: Scores, walk: "_Walk", reader: Reader) -> fx.
     place = [*node.args].index(scored)
     if not _have_shape(node, scored):
         raise _Unread(node)
-    _merge(Added([Hiding(predicate, smallest, "scores")]), node.args[1 - place], walk)  # type: ignore[arg-type]
+    hiding = Added([Hiding(predicate, smallest, "scores")])
+    _merge(hiding, node.args[1 - place], value(node).dtype, walk)  # type: ignore[arg-type]
     return walk.step(node, place)
 
 
-def _merge(part: Added | Refusal, given: fx.Node, walk: "_Walk", factor: float = 1.0) -> None:
-    """Note what is added to the scores in front of what has been read."""
+def _merge(part: Added | Refusal, given: fx.Node, dtype: torch.dtype, walk: "_Walk", factor: float = 1.0) -> None:
+    """Note what is added to the scores in front of what has been read, in numbers of a dtype."""
     found = walk.found
     if isinstance(part, Refusal):
         raise _Unread(part)
+    if part.smallest and torch.finfo(dtype).max > walk.largest:
+        raise _Unread(Refusal("a cast makes minus infinity of the smallest number of %s, which hides a score", dtype))
     scale = found.scale * factor
     if found.softcap is not None and (part.bias is not None or part.masks):
         raise _Unread("a mask or a bias is added in front of a soft cap")
@@ -315,6 +323,8 @@ class _Walk:
 
     def __init__(self, end: fx.Node, writes: Writes, path: Sequence[fx.Node], found: Written) -> None:
         self.end, self.found, self.seen = end, found, list[fx.Node]()
+        self.through = list[fx.Node]()  # what lies between operands and the first product
+        self.largest = math.inf  # the largest number of each dtype that scores are cast to behind what is read next
         self._writes = writes
         self._wide = next((value(node) for node in path if value(node).dim() == 4), None)
 
@@ -342,6 +352,7 @@ class _Walk:
     def back(self, node: fx.Node) -> fx.Node:
         """Goes back past what changes no more than a float's dtype, its memory, or how batch and heads are written."""
         while _is_same(node):
+            self.largest = min(self.largest, torch.finfo(value(node).dtype).max)
             node = self.step(node)
         return node
 
@@ -387,6 +398,15 @@ class _Walk:
         """Whether nothing outside reads what is inside."""
         inside = {*self.seen, self.end, *self.found.views}
         return all(user in inside or _reads_sizes(user, node) for node in self.seen for user in node.users)
+
+    def learns(self) -> bool:
+        """Whether all of it has a gradient of what it is computed from, if its end has one."""
+        inside = {*self.seen, *self.through, *self.found.read} if value(self.end).requires_grad else ()
+        return all(
+            value(node).requires_grad
+            for node in inside
+            if is_tensor(node) and any(is_tensor(one) and value(one).requires_grad for one in node.all_input_nodes)
+        )
 
 
 def _writes_all(write: fx.Node, node: fx.Node) -> bool:

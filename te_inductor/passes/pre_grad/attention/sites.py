@@ -37,7 +37,8 @@ CUDNN_WIDTH = 128  # of a head, which cuDNN takes forward and backward on every 
 # From how many queries on FlexAttention is taken for a bias. None: with ALiBi a step took it 2.4 times as long.
 BIAS_QUERIES: int | None = None
 DROPOUT_QUERIES = 512  # from how many on FlashAttention, with dropout, is taken for a padding: docs/performance.md
-# Whether FlashAttention is also taken where a checkpoint computes it again, which has not been run on a GPU.
+# Whether FlashAttention is also taken where a checkpoint computes it again. torch gives its op, which is tagged as random,
+# the same state of the generator then, from which the kernel takes its seed and offset; it has not been run on a GPU.
 DROPS_AGAIN = False
 FLASH_WIDTH = 128  # of a head, which FlashAttention takes forward and backward, with dropout, on every GPU
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -90,7 +91,7 @@ def _of_call(node: fx.Node, reader: Reader) -> Attention:
     if site.call.given is None:
         site.proof.mask = Mask((masks.KEY <= masks.QUERY,) if call.get("is_causal") is True else (), scores)
     else:
-        _take(site, added.read(site.call.given, reader, scores), scores, reader)
+        _take(site, added.of_mask(site.call.given, reader, scores), scores, reader)
     return site
 
 
@@ -222,9 +223,15 @@ def _value_refusal(site: Attention) -> Refusal | None:
         return Refusal("its mask, k or v is broadcast to other batches or heads than those of q")
     if site.call.scale is not None and not 0.0 < site.call.scale < float("inf"):
         return Refusal("its scores are multiplied by %s", site.call.scale)
-    numbers = any(one.replaces != "scores" for one in site.call.added.masks) and site.call.given is not None
-    if numbers and value(site.call.given).dtype is torch.float16 and site.attends_to_all:  # type: ignore[arg-type]
-        return Refusal("float16's smallest number leaves scores in it, by which a query without a key attends to all")
+    added_up = any(one.replaces != "scores" for one in site.call.added.masks) and site.call.given is not None
+    if added_up and site.attends_to_all:
+        dtype = value(site.call.given).dtype  # type: ignore[arg-type]
+        if dtype is torch.float16:
+            return Refusal(
+                "float16's smallest number leaves scores in it, by which a query without a key attends to all"
+            )
+        if not site.by_hand and torch.finfo(dtype).max > torch.finfo(out.dtype).max:
+            return Refusal("autocast makes minus infinity of the smallest number in its mask, of %s", dtype)
     return None
 
 
@@ -373,7 +380,9 @@ def _adds_third(split: fx.Node) -> bool:
 
 
 def _same_place(source: Any, node: fx.Node, plan: Plan) -> bool:
-    return is_tensor(source) and source.graph is node.graph and not plan.writes.anywhere(source)
+    if not is_tensor(source) or source.graph is not node.graph or plan.writes.anywhere(source):
+        return False
+    return value(source).requires_grad is value(node).requires_grad
 
 
 def _name(site: Attention) -> str:
