@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from te_inductor.api.quantization import quantize_ as quantize_
     from te_inductor.api.saved_state import load_state_dict as load_state_dict
     from te_inductor.api.saved_state import state_dict as state_dict
+    from te_inductor.api.streaming import quantization_config as quantization_config
+    from te_inductor.api.streaming import stream_quantized as stream_quantized
     from te_inductor.api.written_checkpoints import quantized_state_dict as quantized_state_dict
     from te_inductor.backend import te as te
     from te_inductor.presentation.report import Report as Report
@@ -56,8 +58,10 @@ _HOME = {  # of each name, the module that has it, or is it
     "quantize_": "te_inductor.api.quantization",
     "quantized_state_dict": "te_inductor.api.written_checkpoints",
     "distributed": "te_inductor.distributed",
+    "quantization_config": "te_inductor.api.streaming",
     "recipes": "te_inductor.recipes",
     "state_dict": "te_inductor.api.saved_state",
+    "stream_quantized": "te_inductor.api.streaming",
     "te": "te_inductor.backend",
     "Report": "te_inductor.presentation.report",
     "Site": "te_inductor.presentation.report",

@@ -18,7 +18,7 @@ from te_inductor.api.checkpoint_files import Checkpoint, listed
 from te_inductor.api.checkpoint_formats.protocol import HIGH, CheckpointFormat, Shape
 from te_inductor.errors import CheckpointError
 from te_inductor.ops.stored_weight import StoredWeight
-from te_inductor.passes.graph.module_path import without_wrappers
+from te_inductor.presentation.paths import plain, without_wrappers
 
 
 @dataclass
@@ -134,7 +134,10 @@ def _held(model: nn.Module) -> list[HeldTensor]:
             if tensor is None:
                 continue
             held = found.setdefault(id(tensor), HeldTensor(tensor))
-            held.names.append(without_wrappers(f"{path}.{key}").strip("."))
+            whole = f"{path}.{key}".strip(".")  # a name that only its adapters and wrappers make another is one more
+            held.names += [
+                name for name in dict.fromkeys((without_wrappers(whole), plain(whole))) if name not in held.names
+            ]
             if not any(one is module and name == key for one, name in held.holders):
                 held.holders.append((module, key))
     return list(found.values())

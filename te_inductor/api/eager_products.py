@@ -22,8 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_inductor import compat
 from te_inductor.diagnostics import Refusal
-from te_inductor.passes.graph.module_path import without_parametrization, without_wrappers
+from te_inductor.passes.graph.module_path import without_parametrization
 from te_inductor.passes.pre_grad.sites import convolutions, recurrent
+from te_inductor.presentation.paths import without_wrappers
 from te_inductor.presentation.report import Flops, Report, Site
 from te_inductor.recipes import regions
 from te_inductor.recipes.regions import Region

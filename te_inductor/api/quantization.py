@@ -1,6 +1,6 @@
 """`quantize_`: store the weights of a model's linear layers and experts in low precision, once, for inference."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,10 +14,9 @@ from te_inductor.diagnostics import Refusal, say
 from te_inductor.errors import OptionError, wrong_type
 from te_inductor.ops import stored_experts
 from te_inductor.ops.stored_weight import StoredWeight, as_parameter, kind_of, store
-from te_inductor.passes.graph.module_path import without_wrappers
 from te_inductor.passes.pre_grad.decide.policy import Policy
 from te_inductor.passes.pre_grad.sites import requirements
-from te_inductor.presentation.paths import HIDDEN, grouped, names_of
+from te_inductor.presentation.paths import HIDDEN, grouped, names_of, without_wrappers
 from te_inductor.recipes import Recipe
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -27,6 +26,9 @@ CONTAINERS = (nn.ParameterDict, nn.ParameterList)
 # Layers of one module that engines multiply as one matrix, which has one scale of the tensor. Source: vLLM,
 # packed_modules_mapping of its models.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("q_a_proj", "kv_a_proj_with_mqa"))
+
+
+Refuses = Callable[["MultipliedWeight", Mapping[Tensor, Sequence[nn.Module]]], Refusal | None]
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ def quantize_(
         raise OptionError(wrong_type("quantize_'s model", model, "an nn.Module"))
     options = config.parse({"policy": policy or {}, "fallback": fallback})
     policies = Policy(options.policy)
-    chosen, said = _chosen(model, policies, recipes.resolve(recipe))
+    chosen, said = chosen_weights(model, policies, recipes.resolve(recipe), _refusal)
     said += [f"te_inductor: policy entry {name!r} matches no linear layer{HIDDEN}" for name in policies.unused]
     if said:
         say("\n".join(said), options.fallback)
@@ -119,8 +121,8 @@ def quantize_(
     return model
 
 
-def _chosen(
-    model: nn.Module, policies: Policy, default: Recipe | None
+def chosen_weights(
+    model: nn.Module, policies: Policy, default: Recipe | None, refusal: "Refuses"
 ) -> tuple[list[tuple[MultipliedWeight, Recipe]], list[str]]:
     """The weights that are to be stored, each with its recipe, and what is to be said of those that keep theirs."""
     chosen, said, owners = list[tuple[MultipliedWeight, Recipe]](), list[str](), _owners(model)
@@ -136,7 +138,7 @@ def _chosen(
             why = f"it is stored as {held.weight.recipe} already"
         else:
             kind_of(wanted)
-            why = _refusal(held, owners)
+            why = refusal(held, owners)
         if why is None:
             chosen.append((held, wanted))
         else:
@@ -146,8 +148,11 @@ def _chosen(
 
 def _weights(model: nn.Module, patterns: Sequence[object]) -> Iterator[MultipliedWeight]:
     """The weights of linear layers and of experts."""
+    beside = adapters_of(model)
     for name, module in model.named_modules():
         path = without_wrappers(name)
+        if module in beside:
+            continue
         if isinstance(module, nn.Linear):
             yield MultipliedWeight(
                 module, "weight", names_of(path), is_router(path, model.get_submodule(name.rpartition(".")[0]))
@@ -160,6 +165,16 @@ def _weights(model: nn.Module, patterns: Sequence[object]) -> Iterator[Multiplie
             known = type(module).__module__.startswith("torch.nn.") and not isinstance(module, CONTAINERS)
             if parameter is not None and parameter.dim() == 3 and (named or asked) and not known:
                 yield MultipliedWeight(module, key, tuple(dict.fromkeys((*names_of(full), *names_of(path)))))
+
+
+def adapters_of(model: nn.Module) -> set[nn.Module]:
+    """The modules that peft has put beside layers, whose weights are trained."""
+    found = set[nn.Module]()
+    for module in model.modules():
+        base = getattr(module, "base_layer", None)
+        if isinstance(base, nn.Module):
+            found |= {*module.modules()} - {module, *base.modules()}
+    return found
 
 
 def is_router(path: str, parent: nn.Module) -> bool:
@@ -214,6 +229,19 @@ def _owners(model: nn.Module) -> dict[Tensor, list[nn.Module]]:
 
 
 def _refusal(held: MultipliedWeight, owners: Mapping[Tensor, Sequence[nn.Module]]) -> Refusal | None:
+    refusal = of_structure(held, owners)
+    if refusal:
+        return refusal
+    weight = held.weight
+    if weight.layout != torch.strided or torch.utils._python_dispatch.is_traceable_wrapper_subclass(weight):
+        return Refusal("it is a %s, not a plain strided tensor", type(weight).__name__)
+    if not weight.is_meta and not bool(weight.isfinite().all()):
+        return Refusal("it has values that are not finite")
+    return None
+
+
+def of_structure(held: MultipliedWeight, owners: Mapping[Tensor, Sequence[nn.Module]]) -> Refusal | None:
+    """Why a weight cannot be stored, whatever values it has and however it is sharded."""
     if held.parameter not in held.module._parameters:
         return Refusal(
             "it is computed from other parameters, as by a parametrization, which would have to be removed first"
@@ -225,10 +253,6 @@ def _refusal(held: MultipliedWeight, owners: Mapping[Tensor, Sequence[nn.Module]
         return Refusal("it is also that of a module of class %s", others[0])
     if weight.dtype not in DTYPES:
         return Refusal("dtype %s is not float32, bfloat16 or float16", str(weight.dtype).removeprefix("torch."))
-    if weight.layout != torch.strided or torch.utils._python_dispatch.is_traceable_wrapper_subclass(weight):
-        return Refusal("it is a %s, not a plain strided tensor", type(weight).__name__)
     if weight.numel() == 0:
         return Refusal("empty weight %s", " x ".join(str(size) for size in weight.shape))
-    if not weight.is_meta and not bool(weight.isfinite().all()):
-        return Refusal("it has values that are not finite")
     return requirements.too_long(*held.sizes[1:])

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from te_inductor import compat
 from te_inductor.errors import StateError, wrong_type
-from te_inductor.passes.graph.module_path import without_wrappers
+from te_inductor.presentation.paths import without_wrappers
 from te_inductor.runtime.eager.delayed import FP32_MAX, FP32_TINY
 from te_inductor.runtime.state import store
 from te_inductor.runtime.state.state_sites import (

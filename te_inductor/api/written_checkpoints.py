@@ -11,13 +11,12 @@ from te_inductor.api import written_recipes
 from te_inductor.api.checkpoint_experts import PARTS_OF
 from te_inductor.api.checkpoint_formats import METHODS, OWN
 from te_inductor.api.checkpoint_formats.protocol import ROWS_OF_BLOCK, CheckpointFormat, Contents, QuantMethod
-from te_inductor.api.quantization import fused
+from te_inductor.api.quantization import adapters_of, fused
 from te_inductor.diagnostics import say
 from te_inductor.errors import OptionError, StoredWeightError, wrong_type
 from te_inductor.ops.stored_experts import StoredExperts
 from te_inductor.ops.stored_weight import NVFP4Weight, StoredWeight
-from te_inductor.passes.graph.module_path import without_wrappers
-from te_inductor.presentation.paths import grouped, shown
+from te_inductor.presentation.paths import grouped, layer_path, shown
 from te_inductor.recipes import Float8BlockScaling, Recipe
 
 
@@ -128,9 +127,11 @@ def _contents(model: nn.Module, stored: Sequence[StoredTensor]) -> Contents:
 
 def _plain(model: nn.Module, stored: set[str]) -> list[str]:
     """The modules that multiply by a weight in high precision: linear layers, routers, experts."""
-    found = []
+    found, beside = [], adapters_of(model)
     for name, module in model.named_modules(remove_duplicate=False):
-        path = without_wrappers(name)
+        if module in beside:
+            continue
+        path = layer_path(name)
         own = {key: one for key, one in module._parameters.items() if one is not None}
         products = {
             key
@@ -150,7 +151,7 @@ def stored_tensors(model: nn.Module) -> dict[str, StoredTensor]:
         if isinstance(tensor, StoredWeight) and id(tensor) not in seen:
             seen.add(id(tensor))
             transposed = isinstance(tensor, StoredExperts) and tensor.transposed
-            found[name] = StoredTensor(without_wrappers(name), tensor.recipe, tuple(tensor.shape), transposed)
+            found[name] = StoredTensor(layer_path(name), tensor.recipe, tuple(tensor.shape), transposed)
     return found
 
 

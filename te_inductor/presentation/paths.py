@@ -9,15 +9,30 @@ from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import TypeVar
 
-# What peft puts around a model, and in a layer's place around the layer.
-_ADAPTED = re.compile(r"^base_model\.model(\.|$)|(^|\.)base_layer(?=\.|$)")
+# Wrappers of compilers, checkpoints, FSDP and Fabric, which are no part of the path that the model's author sees.
+_WRAPPERS = re.compile(
+    r"\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|_forward_module)(\.|$)|\bslice\([^)]*\)(\.|$)"
+)
+# What peft puts in a layer's place around the layer, and around a model.
+_BASE_LAYER = re.compile(r"(^|\.)base_layer(?=\.|$)")
+_BASE_MODEL = re.compile(r"(^|\.)base_model\.model(?=\.|$)")
 _DDP = re.compile(r"^module\.")
 HIDDEN = ", or earlier entries match the same"  # of a policy entry that matches nothing
 
 
+def without_wrappers(path: str) -> str:
+    """A module's or parameter's path without what compilers and frameworks that shard or checkpoint add to it."""
+    return _WRAPPERS.sub("", path).strip(".")
+
+
+def layer_path(path: str) -> str:
+    """A path without wrappers, and without the adapters around its layer."""
+    return _BASE_LAYER.sub("", without_wrappers(path)).strip(".")
+
+
 def plain(path: str) -> str:
-    """A path without what peft adds to it: that of the layer in the model as it was before."""
-    return _ADAPTED.sub("", path).strip(".")
+    """A path without all that wrappers and peft add to it: that of the layer in the model as its author knows it."""
+    return _BASE_MODEL.sub("", layer_path(path)).strip(".")
 
 
 def names_of(path: str) -> tuple[str, ...]:

@@ -17,10 +17,9 @@ from te_inductor.diagnostics import Refusal, say
 from te_inductor.distributed.fsdp.rounds import Rounds, Weight
 from te_inductor.distributed.fsdp.scales import KINDS
 from te_inductor.errors import GatherError, OptionError, RecipeError, wrong_type
-from te_inductor.passes.graph.module_path import without_wrappers
 from te_inductor.passes.pre_grad.decide.policy import Policy
 from te_inductor.passes.pre_grad.sites import requirements
-from te_inductor.presentation.paths import HIDDEN, grouped
+from te_inductor.presentation.paths import HIDDEN, grouped, names_of, without_wrappers
 from te_inductor.recipes import DelayedScaling, Float8RowwiseScaling, Recipe
 from te_inductor.runtime.hooks import tell_after_each
 
@@ -82,7 +81,7 @@ def _chosen(
         names = [paths[module] for module, name in shard.modules if isinstance(module, nn.Linear) and name == "weight"]
         if not names or len(shard.shape) != 2:
             continue
-        entry = policies.of(names, (None, *shard.shape))
+        entry = policies.of([one for name in names for one in names_of(name)], (None, *shard.shape))
         parent = parents.get(shard.modules[0][0], model)
         wanted = entry.recipe if entry else None if is_router(names[0], parent) else default
         if wanted is None:

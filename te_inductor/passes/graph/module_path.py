@@ -4,6 +4,8 @@ import re
 
 from torch import fx
 
+from te_inductor.presentation.paths import without_wrappers
+
 # A module of a function's closure is a root of its own, and so is one in a list or in *args, as behind a decorator.
 _ROOT = re.compile(r"^(.*\.cell_contents|[LG]\['[^']*'\])(\[\d+\])*")
 # `module.forward = wrapper(module.forward)`: the bound method that the wrapper calls leads back to the module.
@@ -14,10 +16,6 @@ _HELD = re.compile(r"(\._parameters\['[^']*'\]|\.\w+)$")  # the parameter itself
 _REGISTERED = re.compile(r"\._(parameters|buffers)\['[^']*'\]$")
 _COMPUTED = re.compile(r"(?:^|\.)parametrizations\.(\w+)\.")  # the parameter that a parametrization computes
 _PARAMETRIZED = re.compile(r"(^|\.)parametrizations\.\w+$")  # what holds the parameters that a weight is computed from
-# Wrappers that are no part of the path that the model's author sees.
-_WRAPPERS = re.compile(
-    r"\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|_forward_module)(\.|$)|\bslice\([^)]*\)(\.|$)"
-)
 
 
 def module_path(node: fx.Node) -> str:
@@ -82,8 +80,3 @@ def path_of(source: str) -> str:
         path, found = _GETATTR.subn(r"\1.\2", path)
     path = _KEY.sub(lambda key: "." + next(part for part in key.groups() if part is not None), _ROOT.sub("", path))
     return without_wrappers(path.strip("."))
-
-
-def without_wrappers(path: str) -> str:
-    """A module's or parameter's path as the model's author sees it."""
-    return _WRAPPERS.sub("", path).strip(".")

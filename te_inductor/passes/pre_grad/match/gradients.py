@@ -29,7 +29,6 @@ from torch.utils import _pytree as pytree
 
 from te_inductor.diagnostics import Refusal
 from te_inductor.passes.graph import operators
-from te_inductor.passes.graph.module_path import without_wrappers
 from te_inductor.passes.graph.operators import Call, Kind, name
 from te_inductor.passes.graph.values import is_tensor, value
 from te_inductor.passes.graph.writes import Writes, chain
@@ -38,6 +37,7 @@ from te_inductor.passes.pre_grad.sites import grouped
 from te_inductor.passes.pre_grad.sites import products as products_of
 from te_inductor.passes.pre_grad.sites.backward import Backward, Gradients
 from te_inductor.passes.pre_grad.sites.rule import Match
+from te_inductor.presentation.paths import without_wrappers
 
 UNKNOWN_PLACE = Refusal("several products of the backward fit this layer, or it may be one of another's backward")
 WRITTEN = Refusal("the graph writes what its products read in between, so that its forward and its backward read two")

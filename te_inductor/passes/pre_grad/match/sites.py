@@ -10,7 +10,6 @@ from te_inductor.passes.graph.module_path import (
     inner_path,
     module_path,
     parameter_name,
-    without_wrappers,
 )
 from te_inductor.passes.graph.owners import owner_of
 from te_inductor.passes.pre_grad.plan import Candidate, Plan, SitePlace, Unlowered
@@ -25,6 +24,7 @@ from te_inductor.passes.pre_grad.sites import (
     sharded,
     single_products,
 )
+from te_inductor.presentation.paths import without_wrappers
 from te_inductor.recipes.regions import Region
 
 
